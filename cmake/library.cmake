@@ -1,0 +1,68 @@
+# flatshard_library(<folder> [PURE] SOURCES ... [CUDA ...] [NO_CUDA ...] DEPS ...)
+#   one static library flatshard_<folder>. PURE: knows no torch. CUDA sources
+#   are built with CUDA on, NO_CUDA sources (their stubs) otherwise.
+# flatshard_test(<name> [PURE] SOURCES ... DEPS ... [TIMEOUT s])
+#   one GoogleTest program, run as one ctest.
+set(FLATSHARD_WARNINGS -Wall -Wextra -Wno-unused-parameter
+    -Wno-missing-field-initializers -Winvalid-pch)
+
+# One precompiled torch header serves every target that includes torch.
+add_library(flatshard_pch STATIC cmake/pch.cpp)
+target_link_libraries(flatshard_pch PUBLIC flatshard_torch)
+target_include_directories(flatshard_pch PUBLIC ${PROJECT_SOURCE_DIR})
+target_precompile_headers(
+  flatshard_pch PRIVATE
+  $<$<COMPILE_LANGUAGE:CXX>:${PROJECT_SOURCE_DIR}/cmake/pch.h>)
+target_compile_options(
+  flatshard_pch PRIVATE
+  $<$<COMPILE_LANGUAGE:CXX>:${FLATSHARD_WARNINGS};-fpch-preprocess>)
+
+function(_flatshard_setup target pure)
+  target_compile_options(
+    ${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:${FLATSHARD_WARNINGS}>)
+  if(pure)
+    target_link_libraries(${target} PUBLIC flatshard_fmt Threads::Threads)
+  else()
+    target_link_libraries(${target} PUBLIC flatshard_torch)
+    target_compile_options(
+      ${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-fpch-preprocess>)
+    target_precompile_headers(${target} REUSE_FROM flatshard_pch)
+  endif()
+endfunction()
+
+function(flatshard_library folder)
+  cmake_parse_arguments(A "PURE" "" "SOURCES;CUDA;NO_CUDA;DEPS" ${ARGN})
+  set(target flatshard_${folder})
+  if(FLATSHARD_WITH_CUDA)
+    list(APPEND A_SOURCES ${A_CUDA})
+  else()
+    list(APPEND A_SOURCES ${A_NO_CUDA})
+  endif()
+  add_library(${target} STATIC ${A_SOURCES})
+  target_include_directories(
+    ${target} PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}>
+                     $<INSTALL_INTERFACE:include>)
+  _flatshard_setup(${target} ${A_PURE})
+  list(TRANSFORM A_DEPS PREPEND flatshard_)
+  target_link_libraries(${target} PUBLIC ${A_DEPS})
+  set_property(GLOBAL APPEND PROPERTY FLATSHARD_LIBRARIES ${target})
+endfunction()
+
+function(flatshard_test name)
+  cmake_parse_arguments(A "PURE" "TIMEOUT" "SOURCES;DEPS" ${ARGN})
+  if(NOT A_TIMEOUT)
+    set(A_TIMEOUT 300)
+  endif()
+  add_executable(${name} ${A_SOURCES})
+  target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR})
+  _flatshard_setup(${name} ${A_PURE})
+  list(TRANSFORM A_DEPS PREPEND flatshard_)
+  target_link_libraries(
+    ${name} PRIVATE ${A_DEPS} GTest::gmock GTest::gtest_main)
+  set_target_properties(
+    ${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests)
+  add_test(NAME ${name} COMMAND ${name})
+  set_tests_properties(
+    ${name} PROPERTIES TIMEOUT ${A_TIMEOUT}
+    ENVIRONMENT "OMP_NUM_THREADS=1")
+endfunction()

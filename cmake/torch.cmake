@@ -1,0 +1,48 @@
+# libtorch from the Python package, without find_package(Torch): that one
+# demands a CUDA toolkit whenever the wheel was built with CUDA.
+#
+# Targets: flatshard_fmt (torch's bundled fmt, header-only, for the layers that
+# know no torch) and flatshard_torch (headers, libraries, C++ ABI).
+set(FLATSHARD_PYTHON "${CMAKE_CURRENT_SOURCE_DIR}/.venv/bin/python"
+    CACHE FILEPATH "Python whose torch package is used")
+if(NOT FLATSHARD_TORCH_DIR)
+  execute_process(
+    COMMAND ${FLATSHARD_PYTHON} -c
+            "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])"
+    OUTPUT_VARIABLE _torch_dir OUTPUT_STRIP_TRAILING_WHITESPACE
+    RESULT_VARIABLE _torch_rc)
+  if(NOT _torch_rc EQUAL 0)
+    message(FATAL_ERROR
+      "expected a Python with torch at FLATSHARD_PYTHON, got "
+      "'${FLATSHARD_PYTHON}'. Run 'make build', which creates .venv, or set "
+      "-DFLATSHARD_PYTHON=... or -DFLATSHARD_TORCH_DIR=...")
+  endif()
+  set(FLATSHARD_TORCH_DIR ${_torch_dir} CACHE PATH "the torch package folder")
+endif()
+
+file(STRINGS ${FLATSHARD_TORCH_DIR}/version.py _torch_version_py)
+string(REGEX MATCH "__version__ = '([^']+)'" _m "${_torch_version_py}")
+set(FLATSHARD_TORCH_VERSION ${CMAKE_MATCH_1})
+string(REGEX MATCH "cuda: Optional\\[str\\] = '([0-9]+)" _m
+       "${_torch_version_py}")
+set(FLATSHARD_TORCH_CUDA_MAJOR "${CMAKE_MATCH_1}")
+message(STATUS "torch ${FLATSHARD_TORCH_VERSION} at ${FLATSHARD_TORCH_DIR}")
+
+add_library(flatshard_fmt INTERFACE)
+target_include_directories(
+  flatshard_fmt SYSTEM INTERFACE ${FLATSHARD_TORCH_DIR}/include)
+target_compile_definitions(flatshard_fmt INTERFACE FMT_HEADER_ONLY=1)
+
+find_package(Threads REQUIRED)
+add_library(flatshard_torch INTERFACE)
+target_include_directories(
+  flatshard_torch SYSTEM INTERFACE
+  ${FLATSHARD_TORCH_DIR}/include
+  ${FLATSHARD_TORCH_DIR}/include/torch/csrc/api/include)
+target_compile_definitions(
+  flatshard_torch INTERFACE USE_C10D_GLOO=1 USE_DISTRIBUTED=1)
+target_link_libraries(
+  flatshard_torch INTERFACE
+  ${FLATSHARD_TORCH_DIR}/lib/libtorch_cpu.so
+  ${FLATSHARD_TORCH_DIR}/lib/libc10.so
+  flatshard_fmt Threads::Threads)
