@@ -1,0 +1,61 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace flatshard {
+
+/// Who this process is among the ranks of a job.
+struct RankEnvironment {
+  int rank = 0;
+  int world_size = 1;
+  int local_rank = 0;  ///< index on this machine, which GPU to take
+  std::string master_addr;
+  std::uint16_t master_port = 0;
+  /// torchrun already serves the store at master_addr:master_port.
+  bool agent_store = false;
+  /// A listening socket on master_port inherited from the launcher; -1: none.
+  int master_listen_fd = -1;
+};
+
+/// True when a launcher started this process: RANK is set (torchrun, our own
+/// launcher) or SLURM_PROCID together with more than one SLURM_NTASKS.
+bool launched_by_environment();
+
+/// Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, else
+/// SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID; there MASTER_ADDR defaults to
+/// the first host of SLURM_JOB_NODELIST and MASTER_PORT to a port made of
+/// SLURM_JOB_ID. Without either: one rank, no address.
+/// @throws Error{config} naming the variable that is missing or wrong.
+RankEnvironment rank_environment_from_env();
+
+/// First host of a Slurm node list such as "gpu[007-9,12],login1".
+std::string first_slurm_host(const std::string& nodelist);
+
+struct SpawnOptions {
+  /// Time between SIGTERM and SIGKILL when the others are ended.
+  int grace_period_ms = 5000;
+  /// Lines that ranks other than 0 write to standard error get "[rank N] "
+  /// before them. Rank 0 writes straight through.
+  bool prefix_stderr = true;
+  /// Standard output of ranks other than 0: pass through or drop.
+  bool other_ranks_stdout = true;
+};
+
+/// Runs this same program `nproc` times with torchrun's variables set, and
+/// waits for all of them. `argv` is main's own.
+///
+/// Call it before any call into torch: it forks. The port is found free on
+/// loopback and stays bound by this process; rank 0 inherits the socket.
+/// SIGINT and SIGTERM go to all ranks. When one rank fails, the rest are ended
+/// (SIGTERM, then SIGKILL) and the first failure is written to standard error
+/// with its rank and exit code or signal. Ranks die with this process.
+///
+/// @return 0, or the first failing rank's exit code (128 + signal).
+int spawn_local_ranks(
+    int nproc,
+    const std::vector<std::string>& argv,
+    const SpawnOptions& options = {});
+
+}  // namespace flatshard

@@ -1,0 +1,131 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "flatshard/comm/communicator.h"
+#include "flatshard/comm/store.h"
+
+namespace flatshard {
+
+/// What a communicator carries. Reductions have their own, so that a waiting
+/// one does not hold back a gather.
+enum class Purpose { gather, reduce };
+
+std::string_view to_string(Purpose purpose);
+
+struct MeshAxis {
+  std::string name;
+  std::int64_t size = 1;
+
+  bool operator==(const MeshAxis&) const = default;
+};
+
+struct MeshOptions {
+  CommunicatorOptions communicator;
+  /// Collectives of all communicators are appended here; may be null.
+  std::shared_ptr<CollectiveLog> log;
+  /// Key prefix in the store; two meshes over one store need different ones.
+  std::string name = "mesh";
+};
+
+/// A communicator that serves `axes` of a mesh built from groups that exist
+/// already, e.g. those of a Python DeviceMesh.
+struct MeshGroup {
+  std::vector<std::string> axes;
+  std::shared_ptr<Communicator> communicator;
+  /// Used for both purposes when another group for the purpose is missing.
+  Purpose purpose = Purpose::gather;
+};
+
+/// Named axes over ranks, outermost first, and a communicator for each set of
+/// axes and purpose.
+///
+/// Rank r of the mesh has coordinates as in C order: the last axis varies
+/// fastest. The ranks of a group over several axes are in shard order, which
+/// is the other way round: the innermost axis is cut first, so
+/// index = inner * outer_size + outer.
+///
+/// Axes of size 1 never communicate.
+class Mesh {
+ public:
+  /// Builds the communicators: per axis, and over all axes when more than one
+  /// is larger than 1. Collective: all ranks call it with equal axes.
+  ///
+  /// @param rank of this process (or thread) in the mesh, 0 <= rank < product
+  ///   of the axis sizes.
+  /// @throws Error{config} for bad axes, Error{timeout} when peers are missing.
+  static std::shared_ptr<Mesh> create(
+      std::vector<MeshAxis> axes,
+      int rank,
+      StoreHandle store,
+      at::Device device,
+      MeshOptions options = {});
+
+  /// One process, no communication. One axis of size 1.
+  static std::shared_ptr<Mesh> single(
+      at::Device device,
+      std::string axis_name = "dp");
+
+  /// A mesh over groups that exist already; it makes none of its own. The
+  /// order of ranks in each group must be the shard order of its axes.
+  static std::shared_ptr<Mesh> from_groups(
+      std::vector<MeshAxis> axes,
+      int rank,
+      at::Device device,
+      std::vector<MeshGroup> groups);
+
+  int rank() const { return rank_; }
+  /// Number of ranks.
+  int size() const;
+  int num_axes() const { return static_cast<int>(axes_.size()); }
+  const std::vector<MeshAxis>& axes() const { return axes_; }
+  const MeshAxis& axis(int index) const { return axes_.at(index); }
+  /// @throws Error{usage} naming the axes that exist.
+  int axis_index(std::string_view name) const;
+  std::int64_t coordinate(int axis) const { return coordinates_.at(axis); }
+  std::int64_t coordinate(std::string_view name) const;
+  at::Device device() const;
+
+  /// Number of ranks of the group over `axes` (indices, ascending).
+  std::int64_t group_size(std::span<const int> axes) const;
+  /// This rank's position in that group, in shard order.
+  std::int64_t group_index(std::span<const int> axes) const;
+
+  /// The group over `axes` (ascending, at least one) that holds this rank.
+  /// A set of axes that `create` did not build is built now, collectively:
+  /// ask for it once at build time, in the same order on all ranks.
+  Communicator& communicator(std::span<const int> axes, Purpose purpose);
+  Communicator& communicator(int axis, Purpose purpose);
+  /// The group over all axes.
+  Communicator& world(Purpose purpose = Purpose::reduce);
+
+  /// The mesh over the named axes (in this mesh's order) at this rank's
+  /// coordinates of the others. Shares this mesh's communicators.
+  std::shared_ptr<Mesh> sub_mesh(const std::vector<std::string>& names) const;
+
+  /// Same axes of the same mesh.
+  bool same_as(const Mesh& other) const;
+  /// E.g. "{outer: 2, dp: 4}".
+  std::string to_string() const;
+  /// Aborts every communicator.
+  void abort();
+
+ private:
+  struct Root;
+  Mesh(std::shared_ptr<Root> root, std::vector<int> root_axes);
+
+  std::shared_ptr<Root> root_;  // the communicators, shared by sub-meshes
+  std::vector<int> root_axes_;
+  std::vector<MeshAxis> axes_;
+  std::vector<std::int64_t> coordinates_;
+  int rank_ = 0;
+};
+
+}  // namespace flatshard

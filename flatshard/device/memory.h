@@ -1,0 +1,27 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+namespace flatshard {
+
+/// Bytes of one device's memory.
+struct MemoryStats {
+  std::int64_t allocated_bytes = 0;       ///< held by live tensors
+  std::int64_t peak_allocated_bytes = 0;  ///< highest since the last reset
+  std::int64_t reserved_bytes = 0;        ///< taken from the device
+  std::int64_t peak_reserved_bytes = 0;
+  std::int64_t capacity_bytes = 0;  ///< of the whole device or machine
+};
+
+/// CUDA: torch's caching allocator. It does not see what NCCL and the driver
+/// take. CPU: the resident set of the process from /proc (allocated =
+/// reserved = now, peak = its high-water mark, which cannot be reset); zeros
+/// where /proc is missing.
+MemoryStats memory_stats(at::Device device);
+
+/// Peaks count from now on. CUDA only: the CPU's peak stays.
+void reset_peak_memory(at::Device device);
+
+}  // namespace flatshard
