@@ -1,0 +1,82 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace flatshard::nn {
+
+/// Owns one hook: the hook goes away with the handle, or at `remove()`.
+/// `keep()` gives the hook to the module for good. May outlive the module.
+class [[nodiscard]] HookHandle {
+ public:
+  HookHandle() = default;
+  explicit HookHandle(std::function<void()> remove)
+      : remove_(std::move(remove)) {}
+  HookHandle(HookHandle&& other) noexcept
+      : remove_(std::exchange(other.remove_, nullptr)) {}
+  HookHandle& operator=(HookHandle&& other) noexcept {
+    if (this != &other) {
+      remove();
+      remove_ = std::exchange(other.remove_, nullptr);
+    }
+    return *this;
+  }
+  ~HookHandle() { remove(); }
+
+  void remove() {
+    if (auto action = std::exchange(remove_, nullptr)) {
+      action();
+    }
+  }
+  void keep() { remove_ = nullptr; }
+
+ private:
+  std::function<void()> remove_;
+};
+
+/// An ordered set of callbacks. Not thread-safe. Adding and removing while the
+/// list runs is allowed and takes effect at the next run.
+template <class... Args>
+class HookList {
+ public:
+  using Hook = std::function<void(Args...)>;
+
+  HookHandle add(Hook hook) {
+    const std::uint64_t id = state_->next_id++;
+    auto hooks = std::make_shared<Entries>(*state_->hooks);
+    hooks->emplace_back(id, std::move(hook));
+    state_->hooks = std::move(hooks);
+    return HookHandle([weak = std::weak_ptr<State>(state_), id] {
+      if (const auto state = weak.lock()) {
+        auto rest = std::make_shared<Entries>(*state->hooks);
+        std::erase_if(*rest, [id](const Entry& e) { return e.first == id; });
+        state->hooks = std::move(rest);
+      }
+    });
+  }
+
+  bool empty() const { return state_->hooks->empty(); }
+
+  /// Runs the hooks in the order of registration.
+  template <class... Actual>
+  void run(Actual&&... args) const {
+    const auto hooks = state_->hooks;
+    for (const auto& [id, hook] : *hooks) {
+      hook(args...);
+    }
+  }
+
+ private:
+  using Entry = std::pair<std::uint64_t, Hook>;
+  using Entries = std::vector<Entry>;
+  struct State {
+    std::shared_ptr<const Entries> hooks = std::make_shared<Entries>();
+    std::uint64_t next_id = 0;
+  };
+  std::shared_ptr<State> state_ = std::make_shared<State>();
+};
+
+}  // namespace flatshard::nn

@@ -1,0 +1,197 @@
+#pragma once
+
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include "flatshard/core/init_spec.h"
+#include "flatshard/nn/hooks.h"
+#include "flatshard/nn/visit.h"
+#include "flatshard/nn/wgrad.h"
+
+#include <concepts>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace flatshard::nn {
+
+/// What a module knows about one of its parameters besides the tensor.
+struct ParameterInfo {
+  InitSpec init;
+  /// Free text of the user, e.g. {"weight_decay", "none"}.
+  std::map<std::string, std::string> attributes;
+};
+
+/// torch::nn::Module with parameters that are declared before they have
+/// memory, forward hooks, and a way for layers to hand out weight gradients.
+/// Knows nothing of sharding. Not copyable; use the holders of
+/// FLATSHARD_MODULE.
+class Module : public torch::nn::Module {
+ public:
+  using PreHook = std::function<void(Module&, const TensorList& inputs)>;
+  using Hook = std::function<
+      void(Module&, const TensorList& inputs, const TensorList& outputs)>;
+  using ErrorHook = std::function<void(Module&, std::exception_ptr)>;
+
+  Module();
+  explicit Module(std::string name);
+  Module(const Module&) = delete;
+  Module& operator=(const Module&) = delete;
+
+  /// Registers a float32 parameter on the meta device: it has a shape and no
+  /// memory until `set_parameter_data`, which keeps the tensor object; so a
+  /// layer may keep the returned tensor as a member.
+  at::Tensor declare_parameter(
+      std::string name,
+      std::vector<std::int64_t> shape,
+      InitSpec init,
+      bool requires_grad = true);
+
+  /// Registers `owner`'s parameter here too (tied weights): one tensor, two
+  /// names, one ParameterInfo (a copy).
+  at::Tensor share_parameter(
+      std::string name,
+      const Module& owner,
+      const std::string& owner_name);
+
+  /// For this module's own parameters (names without dots).
+  /// @throws Error{usage} for a name that was not declared here.
+  const ParameterInfo& parameter_info(const std::string& name) const;
+  /// The same, or null for an unknown name or one that was registered with
+  /// plain `register_parameter`.
+  const ParameterInfo* find_parameter_info(const std::string& name) const;
+  const InitSpec& init_spec(const std::string& name) const {
+    return parameter_info(name).init;
+  }
+  void set_init_spec(const std::string& name, InitSpec init);
+  void
+  set_attribute(const std::string& name, std::string key, std::string value);
+
+  /// Runs before forward when the module is called through its holder. A call
+  /// of `forward` itself runs no hooks. `inputs` are the defined tensors of
+  /// the arguments (see for_each_tensor), never wrapped or copied.
+  HookHandle add_forward_pre_hook(PreHook hook);
+  /// Runs after forward with the tensors of its result.
+  HookHandle add_forward_hook(Hook hook);
+  /// Runs when a pre-hook, forward or a forward hook throws; the exception
+  /// then goes on. What an error hook throws itself is logged.
+  HookHandle add_forward_error_hook(ErrorHook hook);
+
+  /// The sink for this module's own parameters (not its children's), held
+  /// weakly; nullptr removes it. Also reaches graphs that exist already.
+  void set_wgrad_sink(const std::shared_ptr<WgradSink>& sink);
+  /// Hears of recomputations that this module owns; held weakly.
+  void set_recompute_listener(
+      const std::shared_ptr<RecomputeListener>& listener);
+
+  /// For layers: what their autograd nodes keep.
+  const ModuleContextPtr& context() const { return context_; }
+
+  /// For the holder's operator().
+  bool has_forward_hooks() const {
+    return !pre_hooks_.empty() || !hooks_.empty() || !error_hooks_.empty();
+  }
+  void run_forward_pre_hooks(const TensorList& inputs) {
+    pre_hooks_.run(*this, inputs);
+  }
+  void run_forward_hooks(const TensorList& inputs, const TensorList& outputs) {
+    hooks_.run(*this, inputs, outputs);
+  }
+  void run_forward_error_hooks(std::exception_ptr error) noexcept;
+
+ private:
+  std::map<std::string, ParameterInfo> infos_;
+  HookList<Module&, const TensorList&> pre_hooks_;
+  HookList<Module&, const TensorList&, const TensorList&> hooks_;
+  HookList<Module&, std::exception_ptr> error_hooks_;
+  ModuleContextPtr context_;
+};
+
+/// Makes `parameter` (also a meta one) show `data`'s storage, shape, dtype and
+/// device. The tensor object, requires_grad and every copy of the handle stay.
+/// Unlike `set_data` it accepts a parameter on the meta device.
+void set_parameter_data(at::Tensor parameter, const at::Tensor& data);
+
+/// One parameter under one of its names.
+struct NamedParameter {
+  std::string name;  ///< dotted, from the root
+  at::Tensor tensor;
+  /// Null for parameters of plain torch modules. The module owns it.
+  const ParameterInfo* info = nullptr;
+  /// The module that registered it. The root owns it.
+  torch::nn::Module* owner = nullptr;
+};
+
+/// All parameters below `root` in registration order, own before children's;
+/// a tied one appears under each of its names (the first is its main name).
+std::vector<NamedParameter> named_parameters(torch::nn::Module& root);
+
+using ParameterFill =
+    std::function<void(const std::string&, const InitSpec&, at::Tensor&)>;
+
+/// Gives every parameter without memory a tensor of its own, for unsharded
+/// use, and fills it (under no_grad): fill(main name, InitSpec, tensor).
+void materialize(
+    torch::nn::Module& root,
+    at::Device device,
+    at::ScalarType dtype,
+    const ParameterFill& fill);
+
+/// Fills from `generator` (or the default one): a ParameterFill for programs
+/// that need no world-size independent values.
+ParameterFill random_fill(std::optional<at::Generator> generator = {});
+
+/// forward(args...) with hooks around it.
+template <std::derived_from<Module> M, class... Args>
+decltype(auto) call_with_hooks(M& module, Args&&... args) {
+  if (!module.has_forward_hooks()) {
+    return module.forward(std::forward<Args>(args)...);
+  }
+  using Result = decltype(module.forward(std::forward<Args>(args)...));
+  try {
+    const TensorList inputs = collect_tensors(args...);
+    module.run_forward_pre_hooks(inputs);
+    if constexpr (std::is_void_v<Result>) {
+      module.forward(std::forward<Args>(args)...);
+      module.run_forward_hooks(inputs, {});
+    } else {
+      decltype(auto) result = module.forward(std::forward<Args>(args)...);
+      module.run_forward_hooks(inputs, collect_tensors(result));
+      return static_cast<Result>(std::forward<Result>(result));
+    }
+  } catch (...) {
+    module.run_forward_error_hooks(std::current_exception());
+    throw;
+  }
+}
+
+/// Like torch::nn::ModuleHolder (a shared_ptr with value syntax); its call
+/// operator runs the module's hooks.
+template <class Impl>
+class ModuleHolder : public torch::nn::ModuleHolder<Impl> {
+ public:
+  using torch::nn::ModuleHolder<Impl>::ModuleHolder;
+
+  template <class... Args>
+  decltype(auto) operator()(Args&&... args) const {
+    return call_with_hooks(
+        const_cast<Impl&>(*this->get()),
+        std::forward<Args>(args)...);
+  }
+};
+
+}  // namespace flatshard::nn
+
+/// After `class BlockImpl : public flatshard::nn::Module`: defines the holder
+/// `Block`. `block(x)` runs hooks and forward.
+#define FLATSHARD_MODULE(Name)                                     \
+  class Name : public ::flatshard::nn::ModuleHolder<Name##Impl> {  \
+   public:                                                         \
+    using ::flatshard::nn::ModuleHolder<Name##Impl>::ModuleHolder; \
+    using Impl [[maybe_unused]] = Name##Impl;                      \
+  }

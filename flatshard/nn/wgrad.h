@@ -1,0 +1,107 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "flatshard/core/error.h"
+
+#include <torch/custom_class.h>
+
+#include <memory>
+#include <optional>
+
+namespace flatshard::nn {
+
+class Module;
+
+/// Where a layer writes a weight gradient.
+struct WgradTarget {
+  at::Tensor grad;  ///< the parameter's shape; its dtype may be another one
+  bool accumulate = false;  ///< true: add (beta 1); false: overwrite (beta 0)
+};
+
+/// Takes weight gradients directly from a layer's backward, so that they need
+/// no tensor of their own and no copy.
+class WgradSink {
+ public:
+  virtual ~WgradSink() = default;
+  /// Called in backward just before the gradient of `parameter` is written
+  /// (same TensorImpl as the module's). With nullopt the layer returns a
+  /// defined gradient as usual; else it writes into the target and returns an
+  /// undefined one. Layers do not ask for parameters that need no gradient.
+  virtual std::optional<WgradTarget> begin_wgrad(
+      const at::Tensor& parameter) = 0;
+  /// The write was queued on the current stream. One call for each
+  /// begin_wgrad that gave a target, unless the layer threw in between.
+  virtual void end_wgrad(const at::Tensor& parameter) = 0;
+};
+
+/// Hears of recomputation; see nn/recompute.h.
+class RecomputeListener {
+ public:
+  virtual ~RecomputeListener() = default;
+  /// In backward, just before `owner` runs its checkpointed part again.
+  virtual void recompute_begin(Module& owner) = 0;
+  /// The recomputed part's own backward is through; also after an exception.
+  virtual void recompute_end(Module& owner) = 0;
+};
+
+/// What autograd nodes of a module's layers reach it by. Both are held weakly:
+/// a graph or a module never keeps a runtime alive.
+struct ModuleContext : torch::CustomClassHolder {
+  std::weak_ptr<WgradSink> wgrad_sink;
+  std::weak_ptr<RecomputeListener> recompute_listener;
+};
+using ModuleContextPtr = c10::intrusive_ptr<ModuleContext>;
+
+/// Hands the gradient of `parameter` to the context's sink.
+///
+/// @param context  may be null: then there is no sink.
+/// @param compute  () -> tensor, the gradient; used when nobody takes it, and
+///                 under create_graph.
+/// @param write    (at::Tensor& grad, bool accumulate) -> void, queues the
+///                 write or the addition into `grad`.
+/// @return the gradient, or an undefined tensor when the sink took it.
+template <class Compute, class Write>
+at::Tensor deliver_wgrad(
+    const ModuleContextPtr& context,
+    const at::Tensor& parameter,
+    Compute&& compute,
+    Write&& write) {
+  const auto sink = context && !at::GradMode::is_enabled()
+                        ? context->wgrad_sink.lock()
+                        : nullptr;
+  if (!sink) {
+    return compute();
+  }
+  std::optional<WgradTarget> target = sink->begin_wgrad(parameter);
+  if (!target) {
+    return compute();
+  }
+  FLATSHARD_CHECK(
+      target->grad.sizes() == parameter.sizes(),
+      internal,
+      "expected a gradient target of the parameter's {} elements, got {}",
+      parameter.numel(),
+      target->grad.numel());
+  write(target->grad, target->accumulate);
+  sink->end_wgrad(parameter);
+  return {};
+}
+
+/// The same for a gradient that is computed as a tensor first.
+template <class Compute>
+at::Tensor deliver_wgrad(
+    const ModuleContextPtr& context,
+    const at::Tensor& parameter,
+    Compute&& compute) {
+  return deliver_wgrad(
+      context,
+      parameter,
+      compute,
+      [&](at::Tensor& grad, bool accumulate) {
+        const at::Tensor value = compute();
+        accumulate ? grad.add_(value) : grad.copy_(value);
+      });
+}
+
+}  // namespace flatshard::nn
