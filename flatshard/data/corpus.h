@@ -1,0 +1,97 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "flatshard/core/mapped_file.h"
+
+namespace flatshard::data {
+
+/// How a token is stored: little-endian unsigned words.
+enum class TokenType { uint16, uint32 };
+
+std::string_view to_string(TokenType type);
+std::int64_t token_nbytes(TokenType type);
+
+/// One split (`train` or `validation`) of a corpus.
+struct SplitMeta {
+  std::string name;
+  std::int64_t num_tokens = 0;  ///< end-of-document tokens included
+  std::int64_t num_documents = 0;
+  std::vector<std::int64_t> shard_tokens;  ///< tokens in each shard file
+
+  std::string shard_file(std::size_t shard) const;  ///< "train-00000.bin"
+  std::string document_file() const;                ///< "train.documents.bin"
+};
+
+/// What meta.json of a corpus folder says.
+///
+/// The folder, format version 1, as `flatshard data prepare` writes it:
+///   meta.json                    this
+///   train-00000.bin, ...         the split's tokens one after the other; each
+///                                document ends with `end_of_document`
+///   train.documents.bin          uint64[num_documents + 1]: first token of
+///                                each document, then num_tokens
+///   validation-00000.bin, ...    the same for the validation split
+///   tokenizer.json               a copy, when the tokenizer was such a file
+struct CorpusMeta {
+  TokenType token_type = TokenType::uint16;
+  std::int64_t vocab_size = 0;       ///< every token is below this
+  std::int64_t end_of_document = 0;  ///< the token that ends a document
+  std::string tokenizer;             ///< "bytes" or "tokenizer.json"
+  std::string input_hash;            ///< of the input files' names and sizes
+  std::vector<SplitMeta> splits;
+
+  const SplitMeta* find_split(std::string_view name) const;
+  std::int64_t num_tokens() const;
+  std::int64_t num_documents() const;
+
+  std::string to_json() const;
+  /// @throws Error{format} naming `origin` and the key that is wrong.
+  static CorpusMeta from_json(std::string_view text, const std::string& origin);
+  /// Reads DIR/meta.json. @throws Error{io} when there is none, with the
+  /// command that makes one.
+  static CorpusMeta load(const std::filesystem::path& folder);
+};
+
+/// One split of a prepared corpus, memory-mapped. Immutable and safe to read
+/// from several threads.
+class Corpus {
+ public:
+  /// @throws Error{io} when the folder or a file is missing, Error{format}
+  /// when a file is shorter or longer than meta.json says, Error{config} when
+  /// the corpus has no such split.
+  static std::shared_ptr<const Corpus> open(
+      const std::filesystem::path& folder,
+      std::string_view split = "train");
+
+  const CorpusMeta& meta() const { return meta_; }
+  const std::string& split() const { return split_.name; }
+  std::int64_t vocab_size() const { return meta_.vocab_size; }
+  std::int64_t num_tokens() const { return split_.num_tokens; }
+  std::int64_t num_documents() const { return split_.num_documents; }
+
+  /// First token of document i, for i in [0, num_documents]; the last one is
+  /// num_tokens.
+  std::int64_t document_begin(std::int64_t i) const;
+
+  /// Copies tokens [begin, begin + out.size()) as int64.
+  /// @throws Error{usage} when that leaves the split.
+  void read(std::int64_t begin, std::span<std::int64_t> out) const;
+
+ private:
+  Corpus() = default;
+
+  CorpusMeta meta_;
+  SplitMeta split_;
+  std::vector<MappedFile> shards_;
+  std::vector<std::int64_t> shard_begin_;  ///< first token of each shard
+  MappedFile documents_;
+};
+
+}  // namespace flatshard::data

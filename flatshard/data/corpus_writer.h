@@ -1,0 +1,68 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "flatshard/core/file_writer.h"
+#include "flatshard/data/corpus.h"
+
+namespace flatshard::data {
+
+/// Writes the token files of one split, document by document.
+class SplitWriter {
+ public:
+  /// @param shard_tokens  tokens after which a new shard file begins.
+  SplitWriter(
+      std::filesystem::path folder,
+      std::string name,
+      TokenType type,
+      std::int64_t shard_tokens);
+
+  /// Appends tokens to the open document. Each must fit the token type.
+  void append(std::span<const std::uint32_t> tokens);
+  /// The tokens appended since the last call are one document.
+  void end_document();
+
+  std::int64_t num_tokens() const { return meta_.num_tokens; }
+  std::int64_t num_documents() const { return meta_.num_documents; }
+
+  /// Closes the files and writes the document index.
+  SplitMeta finish();
+
+ private:
+  void next_shard();
+
+  std::filesystem::path folder_;
+  SplitMeta meta_;
+  TokenType type_;
+  std::int64_t shard_tokens_;
+  std::unique_ptr<FileWriter> shard_;
+  std::vector<std::uint64_t> document_begin_;
+  std::vector<std::uint16_t> narrow_;
+};
+
+/// A folder that appears under its name only when it is whole: it is filled
+/// under a temporary name beside it and renamed by `commit`. Without a commit
+/// the destructor removes it.
+class StagedFolder {
+ public:
+  /// @throws Error{usage} when `target` exists and `force` is false, or is not
+  /// a corpus folder (nothing else is ever deleted).
+  StagedFolder(std::filesystem::path target, bool force);
+  StagedFolder(const StagedFolder&) = delete;
+  StagedFolder& operator=(const StagedFolder&) = delete;
+  ~StagedFolder();
+
+  const std::filesystem::path& path() const { return path_; }
+  void commit();
+
+ private:
+  std::filesystem::path target_;
+  std::filesystem::path path_;
+};
+
+}  // namespace flatshard::data

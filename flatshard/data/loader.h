@@ -1,0 +1,98 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "flatshard/data/token_source.h"
+
+namespace flatshard::data {
+
+struct LoaderOptions {
+  std::uint64_t seed = 0;
+  std::int64_t seq_len = 0;
+  std::int64_t global_batch_size = 0;  ///< sequences per step, all ranks
+  std::int64_t vocab_size = 0;         ///< the model's; tokens must be below it
+  bool shuffle = true;                 ///< false: in order, for validation
+};
+
+/// Which part of a step one call of `Loader::read` wants.
+struct BatchSlot {
+  int rank = 0;
+  int world = 1;
+  std::int64_t local_batch = 1;  ///< sequences per microbatch and rank
+  std::int64_t microbatch = 0;
+};
+
+/// Everything a resumed run needs. The first three say which order was in use
+/// and are checked; the last is the position.
+struct LoaderState {
+  std::uint64_t seed = 0;
+  std::int64_t seq_len = 0;
+  std::int64_t num_sequences = 0;
+  std::int64_t samples_consumed = 0;
+
+  friend bool operator==(const LoaderState&, const LoaderState&) = default;
+};
+
+/// Deterministic packed-sequence loader.
+///
+/// Sample g of a run (g counts from 0 over all steps) is sequence
+/// permutation(seed, epoch)(g mod n) of the source, with n sequences and
+/// epoch = g div n. A step holds the next `global_batch_size` samples. So what
+/// a step sees depends on the seed and the step alone, never on the number of
+/// ranks or the local batch.
+///
+/// Assignment is rank-major: with M = global_batch_size / (local_batch *
+/// world) microbatches, rank r reads samples (r * M + m) * local_batch + i of
+/// the step in microbatch m. N ranks with one microbatch each therefore hold
+/// the same batches as one rank's N microbatches, in rank order.
+class Loader {
+ public:
+  /// @throws Error{config} when a number is not positive, when the source has
+  /// no whole sequence, or when its vocabulary is larger than the model's.
+  Loader(std::shared_ptr<const TokenSource> source, LoaderOptions options);
+
+  const LoaderOptions& options() const { return options_; }
+  std::int64_t num_sequences() const { return num_sequences_; }
+  std::int64_t epoch() const { return samples_consumed_ / num_sequences_; }
+
+  /// Microbatches per step. @throws Error{config} when global_batch_size is
+  /// not a multiple of local_batch * world.
+  std::int64_t num_microbatches(int world, std::int64_t local_batch) const;
+
+  /// Fills tokens and targets, each [local_batch, seq_len] row-major, with the
+  /// slot's part of the current step; target j is token j + 1. Does not move
+  /// the position, so ranks and microbatches may be read in any order.
+  /// @throws Error{usage} on a wrong size or slot, Error{format} on a token
+  /// that the model's vocabulary does not have.
+  void read(
+      const BatchSlot& slot,
+      std::span<std::int64_t> tokens,
+      std::span<std::int64_t> targets) const;
+
+  /// The sequence numbers that `read` would use, in its order.
+  std::vector<std::int64_t> sequences(const BatchSlot& slot) const;
+
+  /// Goes on to the next step.
+  void advance() { samples_consumed_ += options_.global_batch_size; }
+  /// Goes to the first step (validation reads the same steps each time).
+  void rewind() { samples_consumed_ = 0; }
+
+  LoaderState state() const;
+  /// @throws Error{config} when the state belongs to another seed, sequence
+  /// length or corpus, naming both values.
+  void restore(const LoaderState& state);
+
+ private:
+  std::int64_t first_sample(const BatchSlot& slot) const;
+  std::int64_t sequence_of(std::int64_t sample) const;
+
+  std::shared_ptr<const TokenSource> source_;
+  LoaderOptions options_;
+  std::int64_t num_sequences_ = 0;
+  std::int64_t samples_consumed_ = 0;
+};
+
+}  // namespace flatshard::data

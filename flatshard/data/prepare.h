@@ -1,0 +1,40 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "flatshard/data/corpus.h"
+
+namespace flatshard::data {
+
+/// Byte tokens: a byte is its own token, and this one ends a document.
+inline constexpr std::int64_t kByteEndOfDocument = 256;
+inline constexpr std::int64_t kByteVocabSize = 257;
+
+struct PrepareOptions {
+  std::vector<std::string> inputs;  ///< files, folders, globs
+  std::filesystem::path output;
+  std::string tokenizer = "bytes";  ///< "bytes", or a tokenizer.json
+  double validation_fraction = 0.05;
+  std::int64_t shard_tokens = std::int64_t{1} << 28;
+  bool force = false;           ///< replace an older corpus of that name
+  bool progress = false;        ///< report on standard error
+  std::string python;           ///< interpreter for tokenizer.json; "" = search
+  std::string end_of_document;  ///< token text for tokenizer.json; "" = search
+};
+
+/// Tokenizes files and writes a corpus folder (see CorpusMeta). Each file is
+/// one document; empty files are left out. A document goes to validation when
+/// the hash of its name falls below `validation_fraction`, so adding files
+/// never moves one from a split to the other. With two or more documents and a
+/// fraction above 0 each split gets at least one; a single document gives its
+/// last part to validation.
+///
+/// Nothing appears under `output` until it is whole.
+/// @throws Error{io} no match, unreadable file, full disk; Error{usage} the
+/// output exists; Error{config} a wrong option or a missing Python package.
+CorpusMeta prepare_corpus(const PrepareOptions& options);
+
+}  // namespace flatshard::data

@@ -1,0 +1,71 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "flatshard/data/corpus.h"
+
+namespace flatshard::data {
+
+/// Numbered sequences of tokens. Implementations are immutable and safe to
+/// read from several threads.
+class TokenSource {
+ public:
+  virtual ~TokenSource() = default;
+
+  /// How many sequences of seq_len + 1 tokens there are.
+  virtual std::int64_t num_sequences(std::int64_t seq_len) const = 0;
+  /// Fills out [seq_len + 1] with sequence `index`.
+  virtual void read(std::int64_t index, std::span<std::int64_t> out) const = 0;
+  /// Every token is below this.
+  virtual std::int64_t vocab_size() const = 0;
+  /// For messages: where the tokens come from.
+  virtual std::string describe() const = 0;
+};
+
+/// The token stream of a corpus split cut into sequences: documents follow one
+/// another with their end-of-document token between them, and sequence i is
+/// tokens [i * seq_len, (i + 1) * seq_len]. Neighbours share one token (the
+/// last target of one is the first input of the next), and the rest of the
+/// stream that fills no sequence is left out.
+class CorpusSource : public TokenSource {
+ public:
+  explicit CorpusSource(std::shared_ptr<const Corpus> corpus);
+
+  std::int64_t num_sequences(std::int64_t seq_len) const override;
+  void read(std::int64_t index, std::span<std::int64_t> out) const override;
+  std::int64_t vocab_size() const override;
+  std::string describe() const override;
+
+ private:
+  std::shared_ptr<const Corpus> corpus_;
+};
+
+/// Uniform random tokens for benchmarks: sequence i depends on (seed, i)
+/// alone.
+class RandomTokens : public TokenSource {
+ public:
+  RandomTokens(std::uint64_t seed, std::int64_t vocab_size);
+
+  std::int64_t num_sequences(std::int64_t seq_len) const override;
+  void read(std::int64_t index, std::span<std::int64_t> out) const override;
+  std::int64_t vocab_size() const override { return vocab_size_; }
+  std::string describe() const override { return "random tokens"; }
+
+ private:
+  std::uint64_t key_;
+  std::int64_t vocab_size_;
+};
+
+/// What `[data] train = ...` names: "random", or a corpus folder's split.
+///
+/// @param vocab_size  the model's; the range of random tokens.
+std::shared_ptr<const TokenSource> open_token_source(
+    const std::string& train_or_folder,
+    const std::string& split,
+    std::uint64_t seed,
+    std::int64_t vocab_size);
+
+}  // namespace flatshard::data

@@ -1,0 +1,112 @@
+#include "flatshard/optim/lr_schedule.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <numbers>
+
+#include "flatshard/core/error.h"
+#include "flatshard/core/nearest_name.h"
+
+namespace flatshard {
+namespace {
+
+constexpr std::array<std::string_view, 4> kNames{
+    "constant",
+    "linear",
+    "cosine",
+    "wsd"};
+constexpr double kWsdDecayRatio = 0.2;
+
+}  // namespace
+
+LrSchedule::Kind LrSchedule::parse_kind(std::string_view name) {
+  const auto* found = std::find(kNames.begin(), kNames.end(), name);
+  FLATSHARD_CHECK(
+      found != kNames.end(),
+      config,
+      "lr_scheduler.name: expected constant, linear, cosine or wsd, got '{}'; "
+      "did you mean '{}'?",
+      name,
+      nearest_name(name, kNames));
+  return static_cast<Kind>(found - kNames.begin());
+}
+
+void LrSchedule::validate() const {
+  FLATSHARD_CHECK(
+      total_steps >= 1,
+      config,
+      "training.steps: expected at least 1, got {}",
+      total_steps);
+  FLATSHARD_CHECK(
+      base_lr >= 0 && std::isfinite(base_lr),
+      config,
+      "optimizer.lr: expected a finite number >= 0, got {}",
+      base_lr);
+  FLATSHARD_CHECK(
+      min_lr_factor >= 0 && min_lr_factor <= 1,
+      config,
+      "lr_scheduler.min_lr_factor: expected a number in [0, 1], got {}",
+      min_lr_factor);
+  FLATSHARD_CHECK(
+      !decay_ratio || (*decay_ratio >= 0 && *decay_ratio <= 1),
+      config,
+      "lr_scheduler.decay_ratio: expected a number in [0, 1], got {}",
+      decay_ratio.value_or(0));
+  FLATSHARD_CHECK(
+      warmup_steps >= 0 && warmup_steps <= total_steps,
+      config,
+      "lr_scheduler.warmup_steps: expected a number in [0, training.steps = "
+      "{}], got {}",
+      total_steps,
+      warmup_steps);
+  if (kind == Kind::constant) {
+    FLATSHARD_CHECK(
+        !decay_ratio && min_lr_factor == 0,
+        config,
+        "lr_scheduler.name = \"constant\" has no decay, but {} is set; remove "
+        "it or choose linear, cosine or wsd",
+        decay_ratio ? "decay_ratio" : "min_lr_factor");
+  }
+  FLATSHARD_CHECK(
+      warmup_steps + decay_steps() <= total_steps,
+      config,
+      "lr_scheduler: warmup_steps = {} and a decay of {} steps (decay_ratio) "
+      "are together longer than training.steps = {}",
+      warmup_steps,
+      decay_steps(),
+      total_steps);
+}
+
+std::int64_t LrSchedule::decay_steps() const {
+  if (kind == Kind::constant) {
+    return 0;
+  }
+  if (kind != Kind::wsd && !decay_ratio) {
+    return total_steps - warmup_steps;
+  }
+  const double ratio = decay_ratio.value_or(kWsdDecayRatio);
+  return std::llround(ratio * static_cast<double>(total_steps));
+}
+
+double LrSchedule::factor(std::int64_t step) const {
+  if (step < warmup_steps) {
+    return static_cast<double>(step + 1) /
+           static_cast<double>(warmup_steps + 1);
+  }
+  const std::int64_t decay = decay_steps();
+  const std::int64_t decay_begin = total_steps - decay;
+  if (decay == 0 || step < decay_begin) {
+    return 1.0;
+  }
+  const double p = std::min(
+      1.0,
+      static_cast<double>(step - decay_begin) / static_cast<double>(decay));
+  const double m = min_lr_factor;
+  if (kind == Kind::cosine) {
+    return m + (1.0 - m) * 0.5 * (1.0 + std::cos(std::numbers::pi * p));
+  }
+  return 1.0 - (1.0 - m) * p;
+}
+
+}  // namespace flatshard

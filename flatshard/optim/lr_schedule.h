@@ -1,0 +1,49 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string_view>
+
+namespace flatshard {
+
+/// Learning rate as a function of the step, nothing else: no state to save.
+///
+/// With S = total_steps, W = warmup_steps, D = decay_steps() and
+/// m = min_lr_factor, step s in [0, S) has lr = base_lr * factor(s):
+///
+///   warm-up  s < W       factor = (s + 1) / (W + 1)
+///   stable   s < S - D   factor = 1
+///   decay    else        p = (s - (S - D)) / D, at most 1
+///     linear, wsd        factor = 1 - (1 - m) p
+///     cosine             factor = m + (1 - m) (1 + cos(pi p)) / 2
+///
+/// `constant` has D = 0. `linear` and `cosine` have D = S - W, that is no
+/// stable phase, or D = round(decay_ratio * S) when that is set. `wsd`
+/// (warm-up, stable, decay) has D = round(decay_ratio * S), by default a fifth
+/// of the run.
+/// Sources: cosine: Loshchilov and Hutter, arXiv:1608.03983; wsd: Hu et al.,
+/// arXiv:2404.06395.
+struct LrSchedule {
+  enum class Kind { constant, linear, cosine, wsd };
+
+  Kind kind = Kind::constant;
+  double base_lr = 0;
+  std::int64_t total_steps = 1;
+  std::int64_t warmup_steps = 0;
+  std::optional<double> decay_ratio;
+  double min_lr_factor = 0;
+
+  /// @throws Error{config} naming the known kinds.
+  static Kind parse_kind(std::string_view name);
+
+  /// @throws Error{config} when a number is out of range, when warm-up and
+  /// decay together are longer than the run, or when `constant` is given a
+  /// decay.
+  void validate() const;
+
+  std::int64_t decay_steps() const;
+  double factor(std::int64_t step) const;
+  double lr(std::int64_t step) const { return base_lr * factor(step); }
+};
+
+}  // namespace flatshard

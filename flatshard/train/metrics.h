@@ -1,0 +1,109 @@
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <string_view>
+
+namespace flatshard {
+
+/// What one logged step measured. Times are of the host's clock on this rank
+/// and per step; where several steps lie between two log lines the caller
+/// gives their mean.
+struct StepMetrics {
+  std::int64_t step = 0;  ///< counted from 1
+  double loss = 0;        ///< mean over the tokens of the global batch
+  double grad_norm = 0;   ///< global 2-norm before clipping
+  double lr = 0;
+  double step_ms = 0;
+  double data_ms = 0;          ///< waiting for the loader
+  double host_ms = 0;          ///< host time to queue the step
+  double exposed_comm_ms = 0;  ///< compute waiting for collectives
+  double tokens_per_s_per_rank = 0;
+  double tflops_per_rank = 0;  ///< model FLOP/s by the run's convention, 1e12
+  std::optional<double> mfu;   ///< in [0, 1]; unset: the peak is unknown
+  std::int64_t memory_allocated_bytes = 0;
+  std::int64_t memory_peak_bytes = 0;      ///< highest allocated so far
+  std::int64_t memory_reserved_bytes = 0;  ///< highest reserved so far
+  std::int64_t memory_total_bytes = 0;     ///< of the device
+};
+
+/// "step: 10  loss: 9.9493  grad_norm: 4.4717  memory: 49.66GiB(52.28%)
+///  tps: 5,850  tflops: 338.79  mfu: 34.26%", in one line. Memory is the
+/// reserved memory and its share of the device's; mfu is N/A without a peak.
+std::string format_step(const StepMetrics& metrics);
+
+/// "step: 10  validation_loss: 1.8342"
+std::string format_validation(std::int64_t step, double loss);
+
+/// 1234567 -> "1,234,567"
+std::string with_commas(std::int64_t value);
+
+/// Seconds as "42s", "3m05s" or "1h02m".
+std::string format_duration(double seconds);
+
+/// Appends one JSON object a line to metrics.jsonl; every line is on its way
+/// to the file when the call returns. A loss that is not finite is null.
+class MetricsFile {
+ public:
+  enum class Mode { truncate, append };
+
+  /// @throws Error{io} when the file cannot be opened.
+  explicit MetricsFile(
+      const std::filesystem::path& path,
+      Mode mode = Mode::truncate);
+  MetricsFile(const MetricsFile&) = delete;
+  MetricsFile& operator=(const MetricsFile&) = delete;
+  ~MetricsFile();
+
+  void write(const StepMetrics& metrics);
+  /// A row {"step", "validation_loss"}.
+  void write_validation(std::int64_t step, double loss);
+
+ private:
+  void write_line(const std::string& line);
+
+  std::filesystem::path path_;
+  std::FILE* file_ = nullptr;
+};
+
+/// The line at the bottom of a terminal: bar, share done, loss, time left.
+/// Does nothing when `stream` is not a terminal.
+class StatusLine {
+ public:
+  explicit StatusLine(std::FILE* stream = stderr);
+  StatusLine(const StatusLine&) = delete;
+  StatusLine& operator=(const StatusLine&) = delete;
+  /// Removes the line.
+  ~StatusLine();
+
+  bool enabled() const { return enabled_; }
+  /// @param elapsed_s  time for the `done` steps so far of this process.
+  /// @param first      steps done before this process began (a resumed run).
+  void update(
+      std::int64_t done,
+      std::int64_t total,
+      double loss,
+      double elapsed_s,
+      std::int64_t first = 0);
+  /// Takes the line away, so that a log line can be written in its place.
+  void clear();
+
+  /// The text of `update` for a terminal of `width` columns.
+  static std::string render(
+      std::int64_t done,
+      std::int64_t total,
+      double loss,
+      double elapsed_s,
+      std::int64_t first,
+      int width);
+
+ private:
+  std::FILE* stream_;
+  bool enabled_;
+  bool shown_ = false;
+};
+
+}  // namespace flatshard

@@ -1,0 +1,150 @@
+#include "flatshard/optim/lr_schedule.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "flatshard/core/error.h"
+
+namespace flatshard {
+namespace {
+
+using testing::HasSubstr;
+
+std::string message_of(const LrSchedule& schedule) {
+  try {
+    schedule.validate();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::config);
+    return error.message();
+  }
+  return "no error";
+}
+
+// The factors are exact up to the rounding of one division and one product.
+constexpr double kTolerance = 1e-15;
+
+TEST(LrSchedule, ConstantWithWarmup) {
+  const LrSchedule s{.base_lr = 2, .total_steps = 10, .warmup_steps = 4};
+  s.validate();
+  EXPECT_NEAR(s.lr(0), 2 * 0.2, kTolerance);
+  EXPECT_NEAR(s.lr(3), 2 * 0.8, kTolerance);
+  EXPECT_EQ(s.lr(4), 2);
+  EXPECT_EQ(s.lr(9), 2);
+  EXPECT_EQ(s.lr(1000), 2);
+}
+
+TEST(LrSchedule, LinearGoesFromFullToMinimum) {
+  const LrSchedule s{
+      .kind = LrSchedule::Kind::linear,
+      .base_lr = 1,
+      .total_steps = 10,
+      .warmup_steps = 2,
+      .min_lr_factor = 0.2};
+  EXPECT_EQ(s.decay_steps(), 8);
+  EXPECT_EQ(s.lr(2), 1);
+  EXPECT_NEAR(s.lr(6), 0.6, kTolerance);
+  EXPECT_NEAR(s.lr(9), 1 - 0.8 * 7 / 8, kTolerance);
+  EXPECT_NEAR(s.lr(10), 0.2, kTolerance);
+  EXPECT_NEAR(s.lr(99), 0.2, kTolerance);
+}
+
+TEST(LrSchedule, CosineIsHalfwayInTheMiddle) {
+  const LrSchedule s{
+      .kind = LrSchedule::Kind::cosine,
+      .base_lr = 1,
+      .total_steps = 100,
+      .min_lr_factor = 0.1};
+  EXPECT_EQ(s.lr(0), 1);
+  EXPECT_NEAR(s.lr(50), 0.55, kTolerance);
+  EXPECT_NEAR(s.lr(25), 0.1 + 0.9 * (1 + std::sqrt(0.5)) / 2, kTolerance);
+  EXPECT_NEAR(s.lr(100), 0.1, kTolerance);
+}
+
+TEST(LrSchedule, WsdIsStableThenDecays) {
+  LrSchedule s{
+      .kind = LrSchedule::Kind::wsd,
+      .base_lr = 1,
+      .total_steps = 100,
+      .warmup_steps = 10};
+  EXPECT_EQ(s.decay_steps(), 20);
+  EXPECT_EQ(s.lr(10), 1);
+  EXPECT_EQ(s.lr(80), 1);
+  EXPECT_NEAR(s.lr(90), 0.5, kTolerance);
+  s.decay_ratio = 0.5;
+  EXPECT_EQ(s.lr(50), 1);
+  EXPECT_NEAR(s.lr(75), 0.5, kTolerance);
+}
+
+TEST(LrSchedule, DecayRatioGivesCosineAStablePhase) {
+  const LrSchedule s{
+      .kind = LrSchedule::Kind::cosine,
+      .base_lr = 1,
+      .total_steps = 100,
+      .decay_ratio = 0.2};
+  EXPECT_EQ(s.lr(79), 1);
+  EXPECT_NEAR(s.lr(90), 0.5, kTolerance);
+}
+
+TEST(LrSchedule, NeverRisesAfterWarmup) {
+  for (const char* name : {"constant", "linear", "cosine", "wsd"}) {
+    const LrSchedule s{
+        .kind = LrSchedule::parse_kind(name),
+        .base_lr = 1,
+        .total_steps = 57,
+        .warmup_steps = 7};
+    s.validate();
+    for (int step = 1; step < 60; ++step) {
+      if (step <= 7) {
+        EXPECT_GT(s.lr(step), s.lr(step - 1)) << name << " " << step;
+      } else {
+        EXPECT_LE(s.lr(step), s.lr(step - 1)) << name << " " << step;
+      }
+    }
+  }
+}
+
+TEST(LrSchedule, ZeroDecayRatioIsNoDecay) {
+  const LrSchedule s{
+      .kind = LrSchedule::Kind::wsd,
+      .base_lr = 1,
+      .total_steps = 5,
+      .decay_ratio = 0.0};
+  EXPECT_EQ(s.lr(4), 1);
+}
+
+TEST(LrSchedule, ErrorsNameTheKey) {
+  EXPECT_THAT(
+      message_of({.total_steps = 0}),
+      HasSubstr("training.steps: expected"));
+  EXPECT_THAT(message_of({.base_lr = -1}), HasSubstr("optimizer.lr: expected"));
+  EXPECT_THAT(
+      message_of({.kind = LrSchedule::Kind::linear, .min_lr_factor = 2}),
+      HasSubstr("lr_scheduler.min_lr_factor: expected"));
+  EXPECT_THAT(
+      message_of({.kind = LrSchedule::Kind::wsd, .decay_ratio = 1.5}),
+      HasSubstr("lr_scheduler.decay_ratio: expected"));
+  EXPECT_THAT(
+      message_of({.total_steps = 10, .warmup_steps = 11}),
+      HasSubstr("warmup_steps: expected a number in [0, training.steps = 10]"));
+  EXPECT_THAT(
+      message_of({.total_steps = 10, .decay_ratio = 0.5}),
+      HasSubstr("\"constant\" has no decay, but decay_ratio is set"));
+  EXPECT_THAT(
+      message_of(
+          {.kind = LrSchedule::Kind::wsd,
+           .total_steps = 10,
+           .warmup_steps = 6,
+           .decay_ratio = 0.5}),
+      HasSubstr("longer than training.steps = 10"));
+  try {
+    LrSchedule::parse_kind("cosin");
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_THAT(error.message(), HasSubstr("did you mean 'cosine'?"));
+  }
+}
+
+}  // namespace
+}  // namespace flatshard
