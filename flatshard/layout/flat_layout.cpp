@@ -1,0 +1,344 @@
+#include "flatshard/layout/flat_layout.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "flatshard/core/error.h"
+#include "flatshard/layout/checked.h"
+
+namespace flatshard {
+namespace {
+
+using detail::checked_add;
+using detail::checked_mul;
+using detail::round_up;
+
+void check_options(std::int64_t num_shards, const LayoutOptions& options) {
+  FLATSHARD_CHECK(
+      num_shards >= 1,
+      usage,
+      "num_shards: expected at least 1, got {}",
+      num_shards);
+  FLATSHARD_CHECK(
+      options.alignment >= 1,
+      config,
+      "alignment: expected at least 1 element, got {}",
+      options.alignment);
+  FLATSHARD_CHECK(
+      options.max_padding >= 0 && !std::isnan(options.max_padding),
+      config,
+      "max_padding: expected a ratio of at least 0, got {}",
+      options.max_padding);
+  FLATSHARD_CHECK(
+      options.negligible_padding >= 0,
+      config,
+      "negligible_padding: expected at least 0 elements, got {}",
+      options.negligible_padding);
+}
+
+void check_spec(const TensorSpec& spec) {
+  FLATSHARD_CHECK(
+      !spec.name.empty(),
+      usage,
+      "a tensor of a layout has an empty name");
+  for (std::size_t dim = 0; dim < spec.shape.size(); ++dim) {
+    FLATSHARD_CHECK(
+        spec.shape[dim] >= 0,
+        usage,
+        "tensor '{}': dim {} has size {}; expected at least 0",
+        spec.name,
+        dim,
+        spec.shape[dim]);
+  }
+}
+
+}  // namespace
+
+FlatLayout FlatLayout::build(
+    std::vector<TensorSpec> specs,
+    std::int64_t num_shards,
+    LayoutOptions options) {
+  check_options(num_shards, options);
+  FlatLayout layout;
+  layout.specs_ = std::move(specs);
+  for (std::int64_t i = 0; i < layout.num_tensors(); ++i) {
+    const TensorSpec& spec = layout.specs_[i];
+    check_spec(spec);
+    const bool is_new = layout.index_.emplace(spec.name, i).second;
+    FLATSHARD_CHECK(
+        is_new,
+        usage,
+        "two tensors of a layout are named '{}'",
+        spec.name);
+    const std::int64_t numel = detail::numel_of(spec.shape, spec.name);
+    layout.places_.push_back({.numel = numel});
+    layout.data_numel_ = checked_add(layout.data_numel_, numel, spec.name);
+  }
+  layout.assign_segments(options);
+  layout.pack(num_shards);
+  if (!layout.padding_is_accepted(options)) {
+    layout.refuse_padding(options);
+  }
+  return layout;
+}
+
+void FlatLayout::assign_segments(const LayoutOptions& options) {
+  for (std::int64_t i = 0; i < num_tensors(); ++i) {
+    if (places_[i].numel == 0) {
+      continue;  // needs no room, so no segment of its own: stays in segment 0
+    }
+    const TensorSpec& spec = specs_[i];
+    const bool whole = spec.granularity.kind() == Granularity::Kind::tensor;
+    const std::int64_t granule =
+        whole ? options.alignment
+              : detail::checked_lcm(
+                    spec.granularity.granule_numel(spec.shape),
+                    options.alignment,
+                    spec.name);
+    const auto same = std::find_if(
+        segments_.begin(),
+        segments_.end(),
+        [&](const Segment& segment) {
+          return segment.granule == granule &&
+                 segment.granularity == spec.granularity;
+        });
+    places_[i].segment = same - segments_.begin();
+    if (same == segments_.end()) {
+      segments_.push_back(
+          {.granularity = spec.granularity, .granule = granule});
+    }
+  }
+  if (segments_.empty()) {
+    const Granularity granularity =
+        specs_.empty() ? Granularity() : specs_.front().granularity;
+    segments_.push_back(
+        {.granularity = granularity, .granule = options.alignment});
+  }
+}
+
+void FlatLayout::pack(std::int64_t num_shards) {
+  num_shards_ = num_shards;
+  numel_ = 0;
+  std::int64_t local_offset = 0;
+  for (std::size_t k = 0; k < segments_.size(); ++k) {
+    Segment& segment = segments_[k];
+    std::vector<std::int64_t> tensors;
+    for (std::int64_t i = 0; i < num_tensors(); ++i) {
+      if (places_[i].segment == static_cast<std::int64_t>(k)) {
+        tensors.push_back(i);
+      }
+    }
+    segment.offset = numel_;
+    segment.local_offset = local_offset;
+    segment.shard_numel =
+        segment.granularity.kind() == Granularity::Kind::tensor
+            ? pack_whole(tensors)
+            : pack_in_order(tensors);
+    segment.numel = checked_mul(segment.shard_numel, num_shards, "flat space");
+    for (const std::int64_t i : tensors) {
+      places_[i].offset =
+          checked_add(places_[i].offset, segment.offset, specs_[i].name);
+    }
+    numel_ = checked_add(numel_, segment.numel, "flat space");
+    local_offset += segment.shard_numel;
+  }
+}
+
+/// Sets offsets relative to the segment's start and returns the numel of one
+/// shard.
+std::int64_t FlatLayout::pack_in_order(
+    const std::vector<std::int64_t>& tensors) {
+  if (tensors.empty()) {
+    return 0;
+  }
+  const Segment& segment = segments_[places_[tensors.front()].segment];
+  std::int64_t end = 0;
+  for (const std::int64_t i : tensors) {
+    TensorPlace& place = places_[i];
+    const std::string& name = specs_[i].name;
+    place.offset =
+        place.numel == 0 ? end : round_up(end, segment.granule, name);
+    end = checked_add(place.offset, place.numel, name);
+  }
+  return round_up(
+      detail::ceil_div(end, num_shards_),
+      segment.granule,
+      "flat space");
+}
+
+/// As pack_in_order, but no tensor is cut. Largest first to the least loaded
+/// shard is at most 4/3 of the best possible load (Graham 1969).
+std::int64_t FlatLayout::pack_whole(const std::vector<std::int64_t>& tensors) {
+  if (tensors.empty()) {
+    return 0;
+  }
+  const std::int64_t alignment =
+      segments_[places_[tensors.front()].segment].granule;
+  std::vector<std::int64_t> largest_first = tensors;
+  std::stable_sort(
+      largest_first.begin(),
+      largest_first.end(),
+      [&](auto a, auto b) { return places_[a].numel > places_[b].numel; });
+  // More shards than tensors: the rest stays empty, so no need to look at it.
+  const std::int64_t num_used = std::min<std::int64_t>(
+      num_shards_,
+      static_cast<std::int64_t>(tensors.size()));
+  std::vector<std::int64_t> load(num_used, 0);
+  std::vector<std::int64_t> shard_of(specs_.size(), 0);
+  for (const std::int64_t i : largest_first) {
+    const std::int64_t shard =
+        std::min_element(load.begin(), load.end()) - load.begin();
+    shard_of[i] = shard;
+    load[shard] = checked_add(
+        load[shard],
+        round_up(places_[i].numel, alignment, specs_[i].name),
+        specs_[i].name);
+  }
+  const std::int64_t shard_numel = *std::max_element(load.begin(), load.end());
+  std::vector<std::int64_t> end(num_used, 0);
+  for (const std::int64_t i : tensors) {  // in the given order inside a shard
+    TensorPlace& place = places_[i];
+    const std::int64_t shard = shard_of[i];
+    place.offset = shard * shard_numel + end[shard];
+    end[shard] += round_up(place.numel, alignment, specs_[i].name);
+  }
+  return shard_numel;
+}
+
+bool FlatLayout::padding_is_accepted(const LayoutOptions& options) const {
+  // What the alignment alone may cost is no choice of the granularity.
+  const double aligned = static_cast<double>(options.alignment) *
+                         static_cast<double>(num_shards_ + num_tensors());
+  const double accepted =
+      std::max(static_cast<double>(options.negligible_padding), aligned);
+  return static_cast<double>(padding_numel()) <= accepted ||
+         padding_ratio() <= options.max_padding;
+}
+
+void FlatLayout::refuse_padding(const LayoutOptions& options) const {
+  const auto worst = std::max_element(
+      segments_.begin(),
+      segments_.end(),
+      [](const auto& a, const auto& b) { return a.granule < b.granule; });
+  // A degree must divide the ranks, the others are replicas.
+  FlatLayout smaller = *this;
+  std::int64_t fits = 0;
+  for (std::int64_t n = num_shards_ / 2; n >= 1 && fits == 0; --n) {
+    if (num_shards_ % n == 0) {
+      smaller.pack(n);
+      fits = smaller.padding_is_accepted(options) ? n : 0;
+    }
+  }
+  FLATSHARD_THROW(
+      config,
+      "padding is {:.1f} % over {} shards, max_padding allows {:.1f} % "
+      "(coarsest granularity: {} with granules of {} elements); {}, or use "
+      "element granularity, or raise max_padding",
+      100 * padding_ratio(),
+      num_shards_,
+      100 * options.max_padding,
+      worst->granularity.to_string(),
+      worst->granule,
+      fits > 0
+          ? fmt::format(
+                "the largest degree that fits is {}: shard over {} ranks and "
+                "replicate over {} (HSDP)",
+                fits,
+                fits,
+                num_shards_ / fits)
+          : std::string("no smaller degree fits"));
+}
+
+const FlatLayout::TensorPlace& FlatLayout::place(std::int64_t i) const {
+  FLATSHARD_CHECK(
+      i >= 0 && i < num_tensors(),
+      usage,
+      "tensor index {} is out of range, the layout has {} tensors",
+      i,
+      num_tensors());
+  return places_[i];
+}
+
+const TensorSpec& FlatLayout::spec(std::int64_t i) const {
+  place(i);
+  return specs_[i];
+}
+
+std::int64_t FlatLayout::tensor_offset(std::int64_t i) const {
+  return place(i).offset;
+}
+
+std::int64_t FlatLayout::tensor_numel(std::int64_t i) const {
+  return place(i).numel;
+}
+
+std::int64_t FlatLayout::tensor_segment(std::int64_t i) const {
+  return place(i).segment;
+}
+
+std::optional<std::int64_t> FlatLayout::find(std::string_view name) const {
+  const auto it = index_.find(std::string(name));
+  return it == index_.end() ? std::nullopt : std::optional(it->second);
+}
+
+double FlatLayout::padding_ratio() const {
+  return data_numel_ == 0 ? 0.0
+                          : static_cast<double>(padding_numel()) /
+                                static_cast<double>(data_numel_);
+}
+
+std::vector<std::int64_t> FlatLayout::tensors_by_offset() const {
+  std::vector<std::int64_t> order(specs_.size());
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    order[i] = static_cast<std::int64_t>(i);
+  }
+  std::stable_sort(order.begin(), order.end(), [&](auto a, auto b) {
+    return std::pair(places_[a].offset, places_[a].numel) <
+           std::pair(places_[b].offset, places_[b].numel);
+  });
+  return order;
+}
+
+std::vector<FlatRange> FlatLayout::padding_ranges() const {
+  std::vector<FlatRange> ranges;
+  std::int64_t end = 0;
+  for (const std::int64_t i : tensors_by_offset()) {
+    if (places_[i].offset > end) {
+      ranges.push_back({end, places_[i].offset - end});
+    }
+    end = std::max(end, places_[i].offset + places_[i].numel);
+  }
+  if (numel_ > end) {
+    ranges.push_back({end, numel_ - end});
+  }
+  return ranges;
+}
+
+std::vector<Piece> FlatLayout::shard_pieces(std::int64_t i, ShardSpan shards)
+    const {
+  const TensorPlace& tensor = place(i);
+  FLATSHARD_CHECK(
+      shards.first >= 0 && shards.count >= 1 &&
+          shards.first <= num_shards_ - shards.count,
+      usage,
+      "shards [{}, {}) are out of range, the layout has {} shards",
+      shards.first,
+      shards.first + shards.count,
+      num_shards_);
+  const Segment& segment = segments_[tensor.segment];
+  const std::int64_t part_begin =
+      segment.offset + shards.first * segment.shard_numel;
+  const std::int64_t part_end = part_begin + shards.count * segment.shard_numel;
+  const std::int64_t begin = std::max(tensor.offset, part_begin);
+  const std::int64_t end = std::min(tensor.offset + tensor.numel, part_end);
+  if (begin >= end) {
+    return {};
+  }
+  return {Piece{
+      .tensor_offset = begin - tensor.offset,
+      .local_offset = shards.count * segment.local_offset + begin - part_begin,
+      .numel = end - begin}};
+}
+
+}  // namespace flatshard

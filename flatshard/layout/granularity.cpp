@@ -1,0 +1,68 @@
+#include "flatshard/layout/granularity.h"
+
+#include <algorithm>
+
+#include "flatshard/core/error.h"
+#include "flatshard/layout/checked.h"
+
+namespace flatshard {
+
+std::int64_t row_width(std::span<const std::int64_t> shape) {
+  return shape.size() < 2 ? 1 : std::max<std::int64_t>(shape.back(), 1);
+}
+
+Granularity Granularity::element(std::int64_t n) {
+  FLATSHARD_CHECK(
+      n >= 1,
+      usage,
+      "Granularity::element expects n >= 1, got {}",
+      n);
+  return {Kind::element, n};
+}
+
+Granularity Granularity::row() {
+  return {Kind::row, 1};
+}
+
+Granularity Granularity::block(std::int64_t rows) {
+  FLATSHARD_CHECK(
+      rows >= 1,
+      usage,
+      "Granularity::block expects rows >= 1, got {}",
+      rows);
+  return {Kind::block, rows};
+}
+
+Granularity Granularity::tensor() {
+  return {Kind::tensor, 0};
+}
+
+std::int64_t Granularity::granule_numel(
+    std::span<const std::int64_t> shape) const {
+  switch (kind_) {
+    case Kind::element:
+      return size_;
+    case Kind::row:
+    case Kind::block:
+      return detail::checked_mul(size_, row_width(shape), to_string());
+    case Kind::tensor:
+      return detail::numel_of(shape, to_string());
+  }
+  FLATSHARD_THROW(internal, "granularity of unknown kind");
+}
+
+std::string Granularity::to_string() const {
+  switch (kind_) {
+    case Kind::element:
+      return fmt::format("element({})", size_);
+    case Kind::row:
+      return "row";
+    case Kind::block:
+      return fmt::format("block({})", size_);
+    case Kind::tensor:
+      return "tensor";
+  }
+  return "unknown";
+}
+
+}  // namespace flatshard

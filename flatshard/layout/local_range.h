@@ -1,0 +1,63 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "flatshard/layout/flat_layout.h"
+#include "flatshard/layout/placement.h"
+
+namespace flatshard {
+
+/// What one rank's buffer holds of one segment.
+struct LocalRange {
+  std::int64_t offset = 0;        ///< first element, in the flat space
+  std::int64_t local_offset = 0;  ///< first element, in the rank's buffer
+  std::int64_t numel = 0;
+  bool operator==(const LocalRange&) const = default;
+};
+
+// `axis_sizes` and `coordinate` have one entry per placement, outermost axis
+// first. The innermost axis is cut first: over sharded axes (outer, inner) the
+// shard index is inner * outer_size + outer, so gathering the outer axis alone
+// gives each rank its contiguous inner shard. Replicated and partial axes hold
+// the whole range. All functions throw Error{usage} when the lists do not fit
+// together, when the sharded axes are not the innermost ones, or when the
+// layout's shards cannot be divided evenly.
+
+/// In how many equal parts a buffer with these placements is cut.
+std::int64_t num_parts(
+    const Placements& placements,
+    std::span<const std::int64_t> axis_sizes);
+
+/// The shards that the rank at `coordinate` holds: neighbours, one of
+/// `num_parts` equal groups.
+ShardSpan shard_span(
+    std::int64_t num_shards,
+    const Placements& placements,
+    std::span<const std::int64_t> axis_sizes,
+    std::span<const std::int64_t> coordinate);
+
+/// The elements of the rank's buffer, the same for every rank.
+std::int64_t local_numel(
+    const FlatLayout& layout,
+    const Placements& placements,
+    std::span<const std::int64_t> axis_sizes);
+
+/// One range per segment, in the order of `layout.segments()`; the rank's
+/// buffer is their concatenation.
+std::vector<LocalRange> local_ranges(
+    const FlatLayout& layout,
+    const Placements& placements,
+    std::span<const std::int64_t> axis_sizes,
+    std::span<const std::int64_t> coordinate);
+
+/// As local_ranges for a layout with one segment.
+/// @throws Error{usage} when there are more.
+LocalRange local_range(
+    const FlatLayout& layout,
+    const Placements& placements,
+    std::span<const std::int64_t> axis_sizes,
+    std::span<const std::int64_t> coordinate);
+
+}  // namespace flatshard

@@ -1,0 +1,67 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "flatshard/layout/placement.h"
+
+namespace flatshard {
+
+/// Where parameters, gradients and optimizer state rest between their uses:
+/// one placement per mesh axis each, outermost axis first. Plain data: the
+/// named strategies below are constants of this type, and a program may write
+/// its own.
+///
+/// | name                       | parameter | gradient     | optimizer |
+/// |----------------------------|-----------|--------------|-----------|
+/// | no_shard, zero0            | R         | Partial      | R         |
+/// | optim, zero1               | R         | Partial      | S         |
+/// | optim_grads, zero2         | R         | S            | S         |
+/// | optim_grads_params, zero3  | S         | S            | S         |
+/// | hsdp                       | R S       | Partial S    | R S       |
+/// | hfsdp                      | R S       | Partial S    | S S       |
+/// | hsdp_zero1                 | R R       | Partial both | R S       |
+/// | hsdp_zero2                 | R R       | Partial S    | R S       |
+///
+/// The first four apply the same placement to every axis. The others need at
+/// least two axes: axis 0 is the outer one, all further axes are inner ones.
+/// Source: ZeRO, arXiv:1910.02054; HSDP as in PyTorch FSDP, arXiv:2304.11277.
+struct Strategy {
+  std::string name;
+  Placements parameter;
+  Placements gradient;
+  Placements optimizer;
+  /// Where parameters stay between forward and backward; absent: as
+  /// `parameter`. May be replicated on axes on which `parameter` is sharded.
+  std::optional<Placements> post_forward = std::nullopt;
+
+  /// One of the strategies of the table for a mesh with `num_axes` axes. `op`
+  /// is the reduction of partial gradients.
+  /// @throws Error{config} for an unknown name or too few axes.
+  static Strategy
+  named(std::string_view name, int num_axes, ReduceOp op = ReduceOp::avg);
+
+  int num_axes() const { return static_cast<int>(parameter.size()); }
+
+  /// Into how many shards the flat space must be cut: the product of the sizes
+  /// of the axes that the optimizer state is sharded on (no list is sharded
+  /// more).
+  /// @param axis_sizes  ranks per mesh axis, outermost first.
+  std::int64_t num_shards(std::span<const std::int64_t> axis_sizes) const;
+
+  /// Checks that the lists fit together, and names the list and axis that do
+  /// not: one entry per axis; the optimizer and the parameter are never
+  /// Partial, the gradient never Replicate; an axis on which the parameter is
+  /// sharded has the gradient sharded too, and one with a sharded gradient the
+  /// optimizer; the sharded axes of each list are the innermost ones;
+  /// `post_forward` equals `parameter` or is replicated on more axes.
+  /// @throws Error{config}
+  void validate() const;
+
+  bool operator==(const Strategy&) const = default;
+};
+
+}  // namespace flatshard
