@@ -10,7 +10,8 @@ if(NOT FLATSHARD_CUDA STREQUAL "off")
     string(REGEX MATCH "release ([0-9]+)\\." _m "${_nvcc_version}")
     set(_nvcc_major "${CMAKE_MATCH_1}")
   endif()
-  if(_nvcc_major STREQUAL "${FLATSHARD_TORCH_CUDA_MAJOR}")
+  if(FLATSHARD_TORCH_CUDA_MAJOR
+     AND _nvcc_major STREQUAL "${FLATSHARD_TORCH_CUDA_MAJOR}")
     set(FLATSHARD_WITH_CUDA ON)
   elseif(FLATSHARD_CUDA STREQUAL "on")
     message(FATAL_ERROR
@@ -23,22 +24,19 @@ if(FLATSHARD_WITH_CUDA)
   set(CMAKE_CUDA_COMPILER ${FLATSHARD_NVCC})
   set(CMAKE_CUDA_ARCHITECTURES 90a CACHE STRING "GPU architectures")
   set(CMAKE_CUDA_STANDARD 20)
+  # torch's libcudart is linked instead (torch_targets.cmake).
+  set(CMAKE_CUDA_RUNTIME_LIBRARY None)
   enable_language(CUDA)
+  if(NOT DEFINED CMAKE_CUDA20_STANDARD_COMPILE_OPTION)
+    # CMake 3.25.1 knows nvcc's C++ standards only up to 17.
+    set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")
+    set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION "-std=c++20")
+  endif()
   find_package(CUDAToolkit REQUIRED)
-  cmake_path(GET FLATSHARD_TORCH_DIR PARENT_PATH _site)
-  # The runtime that torch loads, never a second one.
-  file(GLOB _cudart ${_site}/nvidia/cu*/lib/libcudart.so.*
-       ${_site}/nvidia/cuda_runtime/lib/libcudart.so.*)
-  target_include_directories(
-    flatshard_torch SYSTEM INTERFACE ${CUDAToolkit_INCLUDE_DIRS}
-    ${_site}/nvidia/nccl/include)
   target_compile_definitions(flatshard_torch INTERFACE USE_C10D_NCCL=1)
-  target_link_libraries(
-    flatshard_torch INTERFACE
-    -Wl,--no-as-needed
-    ${FLATSHARD_TORCH_DIR}/lib/libtorch_cuda.so
-    ${FLATSHARD_TORCH_DIR}/lib/libc10_cuda.so
-    -Wl,--as-needed
-    ${_cudart})
 endif()
 message(STATUS "flatshard CUDA: ${FLATSHARD_WITH_CUDA}")
+
+include(torch_targets)
+flatshard_attach_torch(flatshard_fmt flatshard_torch ${FLATSHARD_TORCH_DIR}
+                       ${FLATSHARD_WITH_CUDA})

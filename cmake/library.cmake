@@ -1,21 +1,27 @@
 # flatshard_library(<folder> [PURE] SOURCES ... [CUDA ...] [NO_CUDA ...] DEPS ...)
 #   one static library flatshard_<folder>. PURE: knows no torch. CUDA sources
 #   are built with CUDA on, NO_CUDA sources (their stubs) otherwise.
+# flatshard_program(<name> [PURE] SOURCES ... DEPS ...)
+#   one program, at the top of the build folder.
 # flatshard_test(<name> [PURE] SOURCES ... DEPS ... [TIMEOUT s])
 #   one GoogleTest program, run as one ctest.
+# With FLATSHARD_SANITIZE only what is PURE exists.
 set(FLATSHARD_WARNINGS -Wall -Wextra -Wno-unused-parameter
     -Wno-missing-field-initializers -Winvalid-pch)
 
-# One precompiled torch header serves every target that includes torch.
-add_library(flatshard_pch STATIC cmake/pch.cpp)
-target_link_libraries(flatshard_pch PUBLIC flatshard_torch)
-target_include_directories(flatshard_pch PUBLIC ${PROJECT_SOURCE_DIR})
-target_precompile_headers(
-  flatshard_pch PRIVATE
-  $<$<COMPILE_LANGUAGE:CXX>:${PROJECT_SOURCE_DIR}/cmake/pch.h>)
-target_compile_options(
-  flatshard_pch PRIVATE
-  $<$<COMPILE_LANGUAGE:CXX>:${FLATSHARD_WARNINGS};-fpch-preprocess>)
+# One precompiled torch header serves every target that includes torch. It is
+# named in <> and not by its absolute path, so that ccache finds it again from
+# another clone.
+if(NOT FLATSHARD_SANITIZE)
+  add_library(flatshard_pch STATIC cmake/pch.cpp)
+  target_link_libraries(flatshard_pch PUBLIC flatshard_torch)
+  target_include_directories(flatshard_pch PUBLIC ${PROJECT_SOURCE_DIR})
+  target_precompile_headers(
+    flatshard_pch PRIVATE $<$<COMPILE_LANGUAGE:CXX>:<cmake/pch.h$<ANGLE-R>>)
+  target_compile_options(
+    flatshard_pch PRIVATE
+    $<$<COMPILE_LANGUAGE:CXX>:${FLATSHARD_WARNINGS};-fpch-preprocess>)
+endif()
 
 function(_flatshard_setup target pure)
   target_compile_options(
@@ -30,8 +36,25 @@ function(_flatshard_setup target pure)
   endif()
 endfunction()
 
+# A program would get -fPIE, and gcc drops a precompiled header that was made
+# with -fPIC then; so programs are compiled with -fPIC like the libraries.
+function(_flatshard_executable name pure)
+  add_executable(${name} ${A_SOURCES})
+  target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR})
+  set_target_properties(${name} PROPERTIES POSITION_INDEPENDENT_CODE OFF)
+  target_compile_options(
+    ${name} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-fPIC>
+                    $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-fPIC>)
+  _flatshard_setup(${name} ${pure})
+  list(TRANSFORM A_DEPS PREPEND flatshard_)
+  target_link_libraries(${name} PRIVATE ${A_DEPS})
+endfunction()
+
 function(flatshard_library folder)
   cmake_parse_arguments(A "PURE" "" "SOURCES;CUDA;NO_CUDA;DEPS" ${ARGN})
+  if(FLATSHARD_SANITIZE AND NOT A_PURE)
+    return()
+  endif()
   set(target flatshard_${folder})
   if(FLATSHARD_WITH_CUDA)
     list(APPEND A_SOURCES ${A_CUDA})
@@ -48,17 +71,26 @@ function(flatshard_library folder)
   set_property(GLOBAL APPEND PROPERTY FLATSHARD_LIBRARIES ${target})
 endfunction()
 
+function(flatshard_program name)
+  cmake_parse_arguments(A "PURE" "" "SOURCES;DEPS" ${ARGN})
+  if(FLATSHARD_SANITIZE AND NOT A_PURE)
+    return()
+  endif()
+  _flatshard_executable(${name} ${A_PURE})
+  set_target_properties(
+    ${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR})
+endfunction()
+
 function(flatshard_test name)
   cmake_parse_arguments(A "PURE" "TIMEOUT" "SOURCES;DEPS" ${ARGN})
+  if(FLATSHARD_SANITIZE AND NOT A_PURE)
+    return()
+  endif()
   if(NOT A_TIMEOUT)
     set(A_TIMEOUT 300)
   endif()
-  add_executable(${name} ${A_SOURCES})
-  target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR})
-  _flatshard_setup(${name} ${A_PURE})
-  list(TRANSFORM A_DEPS PREPEND flatshard_)
-  target_link_libraries(
-    ${name} PRIVATE ${A_DEPS} GTest::gmock GTest::gtest_main)
+  _flatshard_executable(${name} ${A_PURE})
+  target_link_libraries(${name} PRIVATE GTest::gmock GTest::gtest_main)
   set_target_properties(
     ${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests)
   add_test(NAME ${name} COMMAND ${name})

@@ -28,21 +28,11 @@ string(REGEX MATCH "cuda: Optional\\[str\\] = '([0-9]+)" _m
 set(FLATSHARD_TORCH_CUDA_MAJOR "${CMAKE_MATCH_1}")
 message(STATUS "torch ${FLATSHARD_TORCH_VERSION} at ${FLATSHARD_TORCH_DIR}")
 
-add_library(flatshard_fmt INTERFACE)
-target_include_directories(
-  flatshard_fmt SYSTEM INTERFACE ${FLATSHARD_TORCH_DIR}/include)
-target_compile_definitions(flatshard_fmt INTERFACE FMT_HEADER_ONLY=1)
-
 find_package(Threads REQUIRED)
+add_library(flatshard_fmt INTERFACE)
+target_compile_definitions(flatshard_fmt INTERFACE FMT_HEADER_ONLY=1)
 add_library(flatshard_torch INTERFACE)
-target_include_directories(
-  flatshard_torch SYSTEM INTERFACE
-  ${FLATSHARD_TORCH_DIR}/include
-  ${FLATSHARD_TORCH_DIR}/include/torch/csrc/api/include)
 target_compile_definitions(
   flatshard_torch INTERFACE USE_C10D_GLOO=1 USE_DISTRIBUTED=1)
 target_link_libraries(
-  flatshard_torch INTERFACE
-  ${FLATSHARD_TORCH_DIR}/lib/libtorch_cpu.so
-  ${FLATSHARD_TORCH_DIR}/lib/libc10.so
-  flatshard_fmt Threads::Threads)
+  flatshard_torch INTERFACE flatshard_fmt Threads::Threads)

@@ -1,0 +1,9 @@
+# FLATSHARD_SANITIZE=address,undefined or thread: the folders that know no torch
+# and their tests, instrumented. libtorch itself is not, so nothing else is built.
+set(FLATSHARD_SANITIZE "" CACHE STRING "comma-separated -fsanitize= list")
+if(FLATSHARD_SANITIZE)
+  add_compile_options(
+    -fsanitize=${FLATSHARD_SANITIZE} -fno-sanitize-recover=all
+    -fno-omit-frame-pointer -g1)
+  add_link_options(-fsanitize=${FLATSHARD_SANITIZE})
+endif()
