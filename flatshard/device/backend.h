@@ -1,0 +1,27 @@
+#pragma once
+
+#include "flatshard/device/memory.h"
+#include "flatshard/device/stream.h"
+
+// The link-time choice inside this folder: cuda_*.cpp or no_cuda.cpp.
+namespace flatshard::detail {
+
+std::shared_ptr<Stream>
+make_cuda_stream(at::Device device, std::string name, StreamOptions options);
+std::shared_ptr<Stream> current_cuda_stream(at::Device device);
+void set_current_cuda_device(at::Device device);
+MemoryStats cuda_memory_stats(at::Device device);
+void reset_cuda_peak_memory(at::Device device);
+
+std::shared_ptr<Stream> make_cpu_stream(
+    std::string name,
+    StreamOptions options);
+std::shared_ptr<Stream> caller_stream();
+
+/// The delay before a stream's task number `task`, 0..max_delay_us.
+int delay_us(
+    const std::string& stream,
+    std::uint64_t task,
+    const StreamOptions& options);
+
+}  // namespace flatshard::detail

@@ -1,0 +1,60 @@
+#include "flatshard/device/memory.h"
+
+#include <unistd.h>
+
+#include <fstream>
+#include <sstream>
+#include <string>
+
+#include "flatshard/core/error.h"
+#include "flatshard/device/backend.h"
+
+namespace flatshard {
+namespace {
+
+// "VmHWM:     1234 kB" -> bytes; 0 when the key is not there.
+std::int64_t status_bytes(const std::string& key) {
+  std::ifstream file("/proc/self/status");
+  std::string line;
+  while (std::getline(file, line)) {
+    if (line.starts_with(key)) {
+      std::istringstream text(line.substr(key.size()));
+      std::int64_t kib = 0;
+      text >> kib;
+      return kib * 1024;
+    }
+  }
+  return 0;
+}
+
+MemoryStats process_memory_stats() {
+  const std::int64_t now = status_bytes("VmRSS:");
+  const std::int64_t peak = status_bytes("VmHWM:");
+  return {
+      .allocated_bytes = now,
+      .peak_allocated_bytes = peak,
+      .reserved_bytes = now,
+      .peak_reserved_bytes = peak,
+      .capacity_bytes = static_cast<std::int64_t>(sysconf(_SC_PHYS_PAGES)) *
+                        sysconf(_SC_PAGESIZE)};
+}
+
+}  // namespace
+
+MemoryStats memory_stats(at::Device device) {
+  FLATSHARD_CHECK(
+      device.is_cpu() || device.is_cuda(),
+      config,
+      "memory statistics: expected a device of type cpu or cuda, got '{}'",
+      device.str());
+  return device.is_cpu() ? process_memory_stats()
+                         : detail::cuda_memory_stats(device);
+}
+
+void reset_peak_memory(at::Device device) {
+  if (device.is_cuda()) {
+    detail::reset_cuda_peak_memory(device);
+  }
+}
+
+}  // namespace flatshard

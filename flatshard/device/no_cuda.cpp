@@ -1,0 +1,58 @@
+// Stands in for cuda_*.cpp in a build without CUDA.
+#include "flatshard/core/error.h"
+#include "flatshard/device/backend.h"
+#include "flatshard/device/nvtx.h"
+
+namespace flatshard {
+namespace {
+
+[[noreturn]] void throw_no_cuda(const char* what) {
+  FLATSHARD_THROW(
+      config,
+      "{}: this build has no CUDA (FLATSHARD_CUDA=off, or no nvcc of torch's "
+      "major version was found); use device cpu or build with "
+      "-DFLATSHARD_CUDA=on",
+      what);
+}
+
+}  // namespace
+
+bool cuda_available() {
+  return false;
+}
+
+int num_cuda_devices() {
+  return 0;
+}
+
+NvtxRange::NvtxRange(const char* /*name*/) {
+}
+NvtxRange::~NvtxRange() = default;
+
+namespace detail {
+
+std::shared_ptr<Stream> make_cuda_stream(
+    at::Device /*device*/,
+    std::string /*name*/,
+    StreamOptions /*options*/) {
+  throw_no_cuda("CUDA stream");
+}
+
+std::shared_ptr<Stream> current_cuda_stream(at::Device /*device*/) {
+  throw_no_cuda("CUDA stream");
+}
+
+void set_current_cuda_device(at::Device /*device*/) {
+  throw_no_cuda("CUDA device");
+}
+
+MemoryStats cuda_memory_stats(at::Device /*device*/) {
+  throw_no_cuda("CUDA memory statistics");
+}
+
+void reset_cuda_peak_memory(at::Device /*device*/) {
+  throw_no_cuda("CUDA memory statistics");
+}
+
+}  // namespace detail
+}  // namespace flatshard
