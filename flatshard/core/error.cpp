@@ -31,10 +31,14 @@ Error::Error(ErrorCode code, std::string message, std::string context)
           context.empty()
               ? fmt::format("{} error: {}", to_string(code), message)
               : fmt::format(
-                    "[{}] {} error: {}", context, to_string(code), message)),
+                    "[{}] {} error: {}",
+                    context,
+                    to_string(code),
+                    message)),
       code_(code),
       message_(std::move(message)),
-      context_(std::move(context)) {}
+      context_(std::move(context)) {
+}
 
 Error Error::with_context(std::string_view outer) const {
   return Error(
@@ -45,7 +49,9 @@ Error Error::with_context(std::string_view outer) const {
 }
 
 void throw_error(
-    ErrorCode code, std::string message, std::source_location where) {
+    ErrorCode code,
+    std::string message,
+    std::source_location where) {
   if (code == ErrorCode::internal) {
     message += fmt::format(
         " ({}:{}; this is a bug in Flatshard, please report it)",

@@ -59,15 +59,17 @@ class Error : public std::runtime_error {
 
 /// FLATSHARD_CHECK(cond, code, "expected ..., got {}", value): throws
 /// Error{ErrorCode::code} when `cond` is false. The text is an fmt format.
-#define FLATSHARD_CHECK(cond, code, ...)                               \
-  do {                                                                 \
-    if (!(cond)) [[unlikely]] {                                        \
-      ::flatshard::throw_error(                                        \
-          ::flatshard::ErrorCode::code, ::fmt::format(__VA_ARGS__));   \
-    }                                                                  \
+#define FLATSHARD_CHECK(cond, code, ...) \
+  do {                                   \
+    if (!(cond)) [[unlikely]] {          \
+      ::flatshard::throw_error(          \
+          ::flatshard::ErrorCode::code,  \
+          ::fmt::format(__VA_ARGS__));   \
+    }                                    \
   } while (false)
 
 /// FLATSHARD_THROW(code, "...", args): throws always.
-#define FLATSHARD_THROW(code, ...) \
-  ::flatshard::throw_error(        \
-      ::flatshard::ErrorCode::code, ::fmt::format(__VA_ARGS__))
+#define FLATSHARD_THROW(code, ...)  \
+  ::flatshard::throw_error(         \
+      ::flatshard::ErrorCode::code, \
+      ::fmt::format(__VA_ARGS__))

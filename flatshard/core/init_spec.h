@@ -9,10 +9,10 @@ struct InitSpec {
   enum class Kind { zeros, ones, normal, uniform };
 
   Kind kind = Kind::zeros;
-  float mean = 0.0F;   ///< normal
-  float stddev = 1.0F; ///< normal
-  float low = 0.0F;    ///< uniform
-  float high = 1.0F;   ///< uniform
+  float mean = 0.0F;    ///< normal
+  float stddev = 1.0F;  ///< normal
+  float low = 0.0F;     ///< uniform
+  float high = 1.0F;    ///< uniform
 
   static constexpr InitSpec zeros() { return {.kind = Kind::zeros}; }
   static constexpr InitSpec ones() { return {.kind = Kind::ones}; }

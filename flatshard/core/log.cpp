@@ -41,8 +41,12 @@ std::string& prefix_cell() {
 
 }  // namespace
 
-void set_log_level(LogLevel level) { level_cell() = level; }
-LogLevel log_level() { return level_cell(); }
+void set_log_level(LogLevel level) {
+  level_cell() = level;
+}
+LogLevel log_level() {
+  return level_cell();
+}
 
 void set_log_prefix(std::string_view prefix) {
   const std::lock_guard lock(prefix_mutex());

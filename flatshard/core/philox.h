@@ -19,7 +19,8 @@ class Philox {
 
   /// Four independent uniform 32-bit words for 128-bit counter (hi, lo).
   constexpr std::array<std::uint32_t, 4> operator()(
-      std::uint64_t lo, std::uint64_t hi = 0) const {
+      std::uint64_t lo,
+      std::uint64_t hi = 0) const {
     std::array<std::uint32_t, 4> c{
         static_cast<std::uint32_t>(lo),
         static_cast<std::uint32_t>(lo >> 32),

@@ -12,7 +12,8 @@ TEST(Error, CarriesCodeMessageAndContext) {
   } catch (const Error& e) {
     EXPECT_EQ(e.code(), ErrorCode::config);
     EXPECT_EQ(e.message(), "expected 3, got 2");
-    const Error outer = e.with_context("unit layers.7").with_context("rank 3/8");
+    const Error outer =
+        e.with_context("unit layers.7").with_context("rank 3/8");
     EXPECT_STREQ(
         outer.what(),
         "[rank 3/8 | unit layers.7] config error: expected 3, got 2");
