@@ -17,9 +17,9 @@ function(flatshard_attach_torch fmt torch dir with_cuda)
   endif()
   # The runtime and the NCCL that torch loads, never a second one.
   cmake_path(GET dir PARENT_PATH site)
-  file(GLOB cudart ${site}/nvidia/cu*/lib/libcudart.so.*
+  file(GLOB cudart ${site}/nvidia/cu[0-9]*/lib/libcudart.so.*
        ${site}/nvidia/cuda_runtime/lib/libcudart.so.*)
-  file(GLOB headers ${site}/nvidia/nccl/include ${site}/nvidia/cu*/include
+  file(GLOB headers ${site}/nvidia/nccl/include ${site}/nvidia/cu[0-9]*/include
        ${site}/nvidia/cuda_runtime/include)
   if(TARGET CUDA::toolkit)
     # The toolkit's own headers fit its nvcc; the wheels' serve without one.

@@ -1,0 +1,104 @@
+"""scripts/check_layers finds what it is there to find."""
+
+import importlib.machinery
+import importlib.util
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+sys.dont_write_bytecode = True
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "check_layers"
+loader = importlib.machinery.SourceFileLoader("check_layers", str(SCRIPT))
+spec = importlib.util.spec_from_loader("check_layers", loader)
+check_layers = importlib.util.module_from_spec(spec)
+loader.exec_module(check_layers)
+
+
+class CheckLayers(unittest.TestCase):
+    def check(self, **files):
+        """Checks a tree of {folder__name: text}; `_dot_` stands for a dot."""
+        with tempfile.TemporaryDirectory() as root:
+            for name, text in files.items():
+                path = Path(root, "flatshard", *name.split("__"))
+                path = path.with_name(path.name.replace("_dot_", "."))
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
+            return check_layers.check(root)
+
+    def test_downward_is_fine(self):
+        self.assertEqual(
+            self.check(
+                unit__a_dot_cpp='#include "flatshard/group/b.h"\n'
+                "#include <ATen/core/Tensor.h>\n#include <vector>\n",
+                group__CMakeLists_dot_txt="flatshard_library(group SOURCES b.cpp"
+                " DEPS buffer)",
+            ),
+            [],
+        )
+
+    def test_upward_include(self):
+        found = self.check(
+            nn__linear_dot_h='\n#include "flatshard/unit/unit.h"\n'
+        )
+        self.assertEqual(len(found), 1)
+        self.assertTrue(found[0].startswith("flatshard/nn/linear.h:2: nn may"))
+        self.assertIn("not flatshard/unit/unit.h", found[0])
+
+    def test_models_know_no_sharding(self):
+        for folder in ("comm", "buffer", "group", "unit"):
+            for single in ("nn", "models"):
+                text = f'#include "flatshard/{folder}/a.h"'
+                self.assertTrue(self.check(**{f"{single}__a_dot_cpp": text}))
+
+    def test_sideways_include(self):
+        self.assertTrue(
+            self.check(unit__a_dot_cpp='#include "flatshard/models/llama.h"')
+        )
+
+    def test_torch_in_a_pure_folder(self):
+        found = self.check(layout__a_dot_cpp="#include <c10/util/Exception.h>")
+        self.assertIn("layout knows no torch", found[0])
+
+    def test_torch_in_a_folder_that_says_pure(self):
+        found = self.check(
+            data__CMakeLists_dot_txt="flatshard_library(\n  data PURE SOURCES a)",
+            data__a_dot_cpp="#include <torch/torch.h>",
+        )
+        self.assertIn("data knows no torch", found[0])
+
+    def test_pure_folder_must_say_so(self):
+        found = self.check(
+            core__CMakeLists_dot_txt="flatshard_library(core SOURCES a.cpp)"
+        )
+        self.assertIn("say PURE", found[0])
+
+    def test_upward_deps(self):
+        text = "# DEPS cli\nflatshard_library(\n  comm SOURCES a.cpp DEPS core unit)"
+        found = self.check(comm__CMakeLists_dot_txt=text)
+        self.assertEqual(len(found), 1)
+        self.assertIn("CMakeLists.txt:2: comm may link", found[0])
+
+    def test_upward_link(self):
+        text = "target_link_libraries(flatshard_comm PUBLIC flatshard_unit)"
+        self.assertTrue(self.check(comm__CMakeLists_dot_txt=text))
+
+    def test_umbrella_header(self):
+        self.assertTrue(
+            self.check(unit__a_dot_cpp='#include "flatshard/flatshard.h"')
+        )
+
+    def test_relative_include(self):
+        self.assertTrue(self.check(unit__a_dot_cpp='#include "unit.h"'))
+
+    def test_unknown_folder(self):
+        self.assertTrue(self.check(misc__a_dot_cpp="int a;"))
+
+    def test_table_has_no_cycle(self):
+        for folder, known in check_layers.ALLOWED.items():
+            for other in known - {folder}:
+                self.assertNotIn(folder, check_layers.ALLOWED[other])
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=0)
