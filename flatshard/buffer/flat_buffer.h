@@ -2,19 +2,31 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
 #include "flatshard/comm/mesh.h"
 #include "flatshard/layout/flat_layout.h"
 #include "flatshard/layout/local_range.h"
 #include "flatshard/layout/placement.h"
 
-#include <memory>
-#include <string>
-#include <vector>
-
 namespace flatshard {
+
+struct RedistributeOptions {
+  /// The result is multiplied by this, after the reduction.
+  double scale = 1.0;
+  /// Overrides the operation of the source's partial axes.
+  std::optional<ReduceOp> reduce_op = std::nullopt;
+};
 
 /// One flat tensor with a layout, a dtype, a device and placements: this
 /// rank's part of a group of tensors that lives on a mesh.
+///
+/// The local tensor is 1-D. Without sharded axes it is the whole flat space in
+/// its order. Else it is, for each segment of the layout, the rank's part of
+/// that segment, one after the other.
 ///
 /// A value: copies share the local tensor.
 class FlatBuffer {
@@ -22,14 +34,16 @@ class FlatBuffer {
   FlatBuffer() = default;
 
   /// Allocates the local part, uninitialised, on the mesh's device.
+  /// @throws Error{usage} when the placements fit neither mesh nor layout.
   FlatBuffer(
       std::shared_ptr<const FlatLayout> layout,
       std::shared_ptr<Mesh> mesh,
       Placements placements,
       at::ScalarType dtype);
 
-  /// Takes memory that exists.
-  /// @param local  [local_numel] contiguous, on the mesh's device.
+  /// Takes memory that exists, such as a slot of an arena.
+  /// @param local  [local_numel] contiguous. On another device than the mesh's
+  ///   only transitions without communication work.
   static FlatBuffer wrap(
       at::Tensor local,
       std::shared_ptr<const FlatLayout> layout,
@@ -45,11 +59,16 @@ class FlatBuffer {
   }
   const std::shared_ptr<Mesh>& mesh() const { return mesh_; }
   at::ScalarType dtype() const { return local_.scalar_type(); }
+  at::Device device() const { return local_.device(); }
   std::int64_t nbytes() const { return local_.nbytes(); }
+  /// Which parts of the flat space this rank holds, one range per segment.
+  const std::vector<LocalRange>& local_ranges() const { return ranges_; }
 
   /// The elements that one rank holds with these placements.
   static std::int64_t local_numel(
-      const FlatLayout& layout, const Mesh& mesh, const Placements& placements);
+      const FlatLayout& layout,
+      const Mesh& mesh,
+      const Placements& placements);
 
   /// What this rank holds of tensor `i`, as runs of the local tensor.
   std::vector<Piece> local_pieces(std::int64_t i) const;
@@ -59,12 +78,13 @@ class FlatBuffer {
 
   /// This buffer with other placements. Runs its collectives at once in the
   /// calling context, so call it inside Stream::submit of the stream meant.
-  /// Any number of axes may change.
+  /// Any number of axes may change; axes that change alike do so in one launch
+  /// over their flattened group. plan_transition lists the steps.
   ///
   /// | from      | to        | what                                         |
   /// |-----------|-----------|----------------------------------------------|
-  /// | Shard     | Replicate | all-gather; in place when this rank's slice   |
-  /// |           |           | of `out` is the source                       |
+  /// | Shard     | Replicate | all-gather; in place when this rank's slice  |
+  /// |           |           | of `out` is the source (one segment)         |
   /// | Partial   | Replicate | all-reduce; in place when `out` is the source|
   /// | Partial   | Shard     | reduce-scatter; `out` must not overlap       |
   /// | Replicate | Shard     | local slice; a view without `out` when it is |
@@ -72,20 +92,48 @@ class FlatBuffer {
   /// | Replicate | Partial(avg) | relabel                                   |
   /// | same      | same      | itself, or a copy into `out`                 |
   ///
-  /// @param out  null: allocates. Else same mesh, layout, dtype and the target
-  ///   placements; overwritten.
+  /// The source keeps its values unless `out` shares its memory. One step, or
+  /// a reduce-scatter followed by an all-reduce, takes no temporary memory
+  /// (the Gloo backend's own staging aside); other chains do between steps.
+  ///
+  /// @param purpose  whose communicators carry it.
+  /// @param out  null: allocates. Else same mesh, layout, dtype, device and the
+  ///   target placements; overwritten.
   /// @throws Error{usage} for other transitions, naming both placements, and
-  ///   for an `out` that does not fit.
+  ///   for an `out` that does not fit or overlaps otherwise.
   FlatBuffer redistribute(
       const Placements& to,
       Purpose purpose,
-      const FlatBuffer* out = nullptr) const;
+      const FlatBuffer* out = nullptr,
+      const RedistributeOptions& options = {}) const;
+
+  /// Makes the communicators that a later redistribute needs, so that it
+  /// makes none in a step. Collective: same order on all ranks. Needed only
+  /// when more than one but not all of three or more axes change alike.
+  static void prepare(
+      Mesh& mesh,
+      const Placements& from,
+      const Placements& to,
+      Purpose purpose);
+
+  /// E.g. "FlatBuffer [Replicate, Shard] on {outer: 2, dp: 4}, BFloat16 cpu,
+  /// 64 of 256 elements".
+  std::string to_string() const;
 
  private:
+  void check_out(const Placements& to, const FlatBuffer& out) const;
+  bool may_share_memory(const Placements& to, const FlatBuffer& out) const;
+  FlatBuffer make_result(const Placements& to, bool may_share) const;
+  /// The part of this buffer that `part` describes; nothing when it is not
+  /// contiguous.
+  std::optional<at::Tensor> slice_view(
+      const std::vector<LocalRange>& part) const;
+
   std::shared_ptr<const FlatLayout> layout_;
   std::shared_ptr<Mesh> mesh_;
   Placements placements_;
   at::Tensor local_;
+  std::vector<LocalRange> ranges_;
 };
 
 }  // namespace flatshard
