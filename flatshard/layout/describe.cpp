@@ -18,8 +18,12 @@ struct Entry {
   std::int64_t tensor;
 };
 
-std::string shape_text(const std::vector<std::int64_t>& shape) {
-  return fmt::format("[{}]", fmt::join(shape, ", "));
+std::string tensor_text(const TensorSpec& spec) {
+  return fmt::format(
+      "{} [{}] {}",
+      spec.name,
+      fmt::join(spec.shape, ", "),
+      spec.granularity.to_string());
 }
 
 /// Tensors and padding of the flat space in flat order; padding is cut at the
@@ -119,9 +123,9 @@ std::string FlatLayout::describe() const {
     const Segment& segment = segments_[k];
     fmt::format_to(
         out,
-        "segment {}: {}, granule {}, [{}, {}), shards of {} at local {}\n",
+        "segment {}: {} {}, [{}, {}), shards of {} at local {}\n",
         k,
-        segment.granularity.to_string(),
+        segment.whole_tensors ? "whole tensors, alignment" : "granule",
         segment.granule,
         segment.offset,
         segment.offset + segment.numel,
@@ -134,8 +138,7 @@ std::string FlatLayout::describe() const {
       const std::string what =
           entry.tensor < 0
               ? fmt::format("(padding {})", entry.end - entry.begin)
-              : spec(entry.tensor).name + " " +
-                    shape_text(spec(entry.tensor).shape);
+              : tensor_text(spec(entry.tensor));
       fmt::format_to(
           out,
           "  [{:>{}}, {:>{}})  {}: {}\n",

@@ -10,10 +10,6 @@
 namespace flatshard {
 namespace {
 
-using detail::checked_add;
-using detail::checked_mul;
-using detail::round_up;
-
 void check_options(std::int64_t num_shards, const LayoutOptions& options) {
   FLATSHARD_CHECK(
       num_shards >= 1,
@@ -53,6 +49,21 @@ void check_spec(const TensorSpec& spec) {
   }
 }
 
+/// The start of the tensor is a multiple of this, and so are the places where a
+/// boundary may cut it.
+std::int64_t aligned_granule(
+    const TensorSpec& spec,
+    std::int64_t numel,
+    const LayoutOptions& options) {
+  if (numel == 0 || spec.granularity.kind() == Granularity::Kind::tensor) {
+    return options.alignment;
+  }
+  return detail::checked_lcm(
+      spec.granularity.granule_numel(spec.shape),
+      options.alignment,
+      spec.name);
+}
+
 }  // namespace
 
 FlatLayout FlatLayout::build(
@@ -72,138 +83,16 @@ FlatLayout FlatLayout::build(
         "two tensors of a layout are named '{}'",
         spec.name);
     const std::int64_t numel = detail::numel_of(spec.shape, spec.name);
-    layout.places_.push_back({.numel = numel});
-    layout.data_numel_ = checked_add(layout.data_numel_, numel, spec.name);
+    layout.places_.push_back(
+        {.numel = numel, .granule = aligned_granule(spec, numel, options)});
+    layout.data_numel_ =
+        detail::checked_add(layout.data_numel_, numel, spec.name);
   }
-  layout.assign_segments(options);
-  layout.pack(num_shards);
+  layout.pack(num_shards, options);
   if (!layout.padding_is_accepted(options)) {
     layout.refuse_padding(options);
   }
   return layout;
-}
-
-void FlatLayout::assign_segments(const LayoutOptions& options) {
-  for (std::int64_t i = 0; i < num_tensors(); ++i) {
-    if (places_[i].numel == 0) {
-      continue;  // needs no room, so no segment of its own: stays in segment 0
-    }
-    const TensorSpec& spec = specs_[i];
-    const bool whole = spec.granularity.kind() == Granularity::Kind::tensor;
-    const std::int64_t granule =
-        whole ? options.alignment
-              : detail::checked_lcm(
-                    spec.granularity.granule_numel(spec.shape),
-                    options.alignment,
-                    spec.name);
-    const auto same = std::find_if(
-        segments_.begin(),
-        segments_.end(),
-        [&](const Segment& segment) {
-          return segment.granule == granule &&
-                 segment.granularity == spec.granularity;
-        });
-    places_[i].segment = same - segments_.begin();
-    if (same == segments_.end()) {
-      segments_.push_back(
-          {.granularity = spec.granularity, .granule = granule});
-    }
-  }
-  if (segments_.empty()) {
-    const Granularity granularity =
-        specs_.empty() ? Granularity() : specs_.front().granularity;
-    segments_.push_back(
-        {.granularity = granularity, .granule = options.alignment});
-  }
-}
-
-void FlatLayout::pack(std::int64_t num_shards) {
-  num_shards_ = num_shards;
-  numel_ = 0;
-  std::int64_t local_offset = 0;
-  for (std::size_t k = 0; k < segments_.size(); ++k) {
-    Segment& segment = segments_[k];
-    std::vector<std::int64_t> tensors;
-    for (std::int64_t i = 0; i < num_tensors(); ++i) {
-      if (places_[i].segment == static_cast<std::int64_t>(k)) {
-        tensors.push_back(i);
-      }
-    }
-    segment.offset = numel_;
-    segment.local_offset = local_offset;
-    segment.shard_numel =
-        segment.granularity.kind() == Granularity::Kind::tensor
-            ? pack_whole(tensors)
-            : pack_in_order(tensors);
-    segment.numel = checked_mul(segment.shard_numel, num_shards, "flat space");
-    for (const std::int64_t i : tensors) {
-      places_[i].offset =
-          checked_add(places_[i].offset, segment.offset, specs_[i].name);
-    }
-    numel_ = checked_add(numel_, segment.numel, "flat space");
-    local_offset += segment.shard_numel;
-  }
-}
-
-/// Sets offsets relative to the segment's start and returns the numel of one
-/// shard.
-std::int64_t FlatLayout::pack_in_order(
-    const std::vector<std::int64_t>& tensors) {
-  if (tensors.empty()) {
-    return 0;
-  }
-  const Segment& segment = segments_[places_[tensors.front()].segment];
-  std::int64_t end = 0;
-  for (const std::int64_t i : tensors) {
-    TensorPlace& place = places_[i];
-    const std::string& name = specs_[i].name;
-    place.offset =
-        place.numel == 0 ? end : round_up(end, segment.granule, name);
-    end = checked_add(place.offset, place.numel, name);
-  }
-  return round_up(
-      detail::ceil_div(end, num_shards_),
-      segment.granule,
-      "flat space");
-}
-
-/// As pack_in_order, but no tensor is cut. Largest first to the least loaded
-/// shard is at most 4/3 of the best possible load (Graham 1969).
-std::int64_t FlatLayout::pack_whole(const std::vector<std::int64_t>& tensors) {
-  if (tensors.empty()) {
-    return 0;
-  }
-  const std::int64_t alignment =
-      segments_[places_[tensors.front()].segment].granule;
-  std::vector<std::int64_t> largest_first = tensors;
-  std::stable_sort(
-      largest_first.begin(),
-      largest_first.end(),
-      [&](auto a, auto b) { return places_[a].numel > places_[b].numel; });
-  // More shards than tensors: the rest stays empty, so no need to look at it.
-  const std::int64_t num_used = std::min<std::int64_t>(
-      num_shards_,
-      static_cast<std::int64_t>(tensors.size()));
-  std::vector<std::int64_t> load(num_used, 0);
-  std::vector<std::int64_t> shard_of(specs_.size(), 0);
-  for (const std::int64_t i : largest_first) {
-    const std::int64_t shard =
-        std::min_element(load.begin(), load.end()) - load.begin();
-    shard_of[i] = shard;
-    load[shard] = checked_add(
-        load[shard],
-        round_up(places_[i].numel, alignment, specs_[i].name),
-        specs_[i].name);
-  }
-  const std::int64_t shard_numel = *std::max_element(load.begin(), load.end());
-  std::vector<std::int64_t> end(num_used, 0);
-  for (const std::int64_t i : tensors) {  // in the given order inside a shard
-    TensorPlace& place = places_[i];
-    const std::int64_t shard = shard_of[i];
-    place.offset = shard * shard_numel + end[shard];
-    end[shard] += round_up(place.numel, alignment, specs_[i].name);
-  }
-  return shard_numel;
 }
 
 bool FlatLayout::padding_is_accepted(const LayoutOptions& options) const {
@@ -217,29 +106,35 @@ bool FlatLayout::padding_is_accepted(const LayoutOptions& options) const {
 }
 
 void FlatLayout::refuse_padding(const LayoutOptions& options) const {
-  const auto worst = std::max_element(
-      segments_.begin(),
-      segments_.end(),
-      [](const auto& a, const auto& b) { return a.granule < b.granule; });
+  const auto uncut_numel = [&](std::int64_t i) {
+    const bool whole =
+        specs_[i].granularity.kind() == Granularity::Kind::tensor;
+    return whole ? places_[i].numel : places_[i].granule;
+  };
+  std::int64_t coarsest = 0;
+  for (std::int64_t i = 1; i < num_tensors(); ++i) {
+    coarsest = uncut_numel(i) > uncut_numel(coarsest) ? i : coarsest;
+  }
   // A degree must divide the ranks, the others are replicas.
   FlatLayout smaller = *this;
   std::int64_t fits = 0;
   for (std::int64_t n = num_shards_ / 2; n >= 1 && fits == 0; --n) {
     if (num_shards_ % n == 0) {
-      smaller.pack(n);
+      smaller.pack(n, options);
       fits = smaller.padding_is_accepted(options) ? n : 0;
     }
   }
   FLATSHARD_THROW(
       config,
-      "padding is {:.1f} % over {} shards, max_padding allows {:.1f} % "
-      "(coarsest granularity: {} with granules of {} elements); {}, or use "
-      "element granularity, or raise max_padding",
+      "padding is {:.1f} % over {} shards, max_padding allows {:.1f} % (least "
+      "divisible: '{}' with granularity {}, {} elements); {}, or use element "
+      "granularity, or raise max_padding",
       100 * padding_ratio(),
       num_shards_,
       100 * options.max_padding,
-      worst->granularity.to_string(),
-      worst->granule,
+      specs_[coarsest].name,
+      specs_[coarsest].granularity.to_string(),
+      uncut_numel(coarsest),
       fits > 0
           ? fmt::format(
                 "the largest degree that fits is {}: shard over {} ranks and "

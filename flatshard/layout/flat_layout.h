@@ -32,9 +32,9 @@ struct LayoutOptions {
 /// A part of the flat space that is cut into equal shards: shard s holds
 /// [offset + s * shard_numel, offset + (s + 1) * shard_numel).
 struct Segment {
-  Granularity granularity;
-  /// Elements; shard boundaries are multiples of it counted from `offset`, and
-  /// so are the starts of tensors (1 * alignment for whole tensors).
+  /// Holds tensors of granularity `tensor`, of which none is cut.
+  bool whole_tensors = false;
+  /// Elements; shard boundaries are multiples of it counted from `offset`.
   std::int64_t granule = 0;
   std::int64_t offset = 0;
   std::int64_t numel = 0;
@@ -70,19 +70,21 @@ struct Piece {
 /// Where each tensor of a group lives in one flat index space, which range
 /// each shard owns, and how much is padding. Integers only, immutable.
 ///
-/// Every tensor is contiguous in the flat space. Tensors are packed in the
-/// given order, into one segment per kind of granule:
-/// - element(n): one segment per n; every tensor starts at a multiple of
-///   lcm(n, alignment), and the shard is rounded up to it.
-/// - row, block(rows): one segment per distinct granule width w; tensors start
-///   at and shards are whole multiples of lcm(w, alignment), so no boundary
-///   cuts a granule of any tensor. Padding is at most
+/// Every tensor is contiguous in the flat space and starts at a multiple of its
+/// granule g from the segment's start, where g = lcm(elements of one granule,
+/// alignment). A segment's shard is a multiple of the largest granule in it,
+/// and that is a multiple of all others, so no boundary cuts a granule.
+/// - element(n): one segment per n, in practice one for the whole layout.
+/// - row, block(rows): one segment per distinct granule; padding is at most
 ///   sum(granules) * num_shards / numel where the widths are multiples of the
-///   alignment. One segment for all widths would force the shard to their
-///   least common multiple.
+///   alignment. (A common segment would force its shard to the least common
+///   multiple.) Tensors of a finer granule move into the segment of a coarser
+///   one that is a multiple of it where that makes no shard longer: they fill
+///   the room that the coarse rows leave.
 /// - tensor: one segment; tensors go, largest first, to the shard that holds
 ///   least so far.
-/// A layout has at least one segment, in the order of their first tensors.
+/// A layout has at least one segment. Segments stand in the order of their
+/// first tensors; inside one, coarse granules come first, else the given order.
 class FlatLayout {
  public:
   /// @param specs  unique non-empty names, no negative sizes. Scalars, empty
@@ -139,16 +141,25 @@ class FlatLayout {
   struct TensorPlace {
     std::int64_t offset = 0;
     std::int64_t numel = 0;
+    std::int64_t granule = 1;
     std::int64_t segment = 0;
+  };
+  /// The tensors of a segment in the order in which they are packed.
+  struct Bundle {
+    bool whole_tensors = false;
+    std::int64_t granule = 1;
+    std::vector<std::int64_t> tensors;
   };
 
   FlatLayout() = default;
 
   const TensorPlace& place(std::int64_t i) const;
-  void assign_segments(const LayoutOptions& options);
-  void pack(std::int64_t num_shards);
-  std::int64_t pack_in_order(const std::vector<std::int64_t>& tensors);
-  std::int64_t pack_whole(const std::vector<std::int64_t>& tensors);
+  void pack(std::int64_t num_shards, const LayoutOptions& options);
+  std::vector<Bundle> bundles(const LayoutOptions& options) const;
+  void merge(std::vector<Bundle>& bundles);
+  std::int64_t pack_bundle(const Bundle& bundle);
+  std::int64_t pack_in_order(const Bundle& bundle);
+  std::int64_t pack_whole(const Bundle& bundle);
   bool padding_is_accepted(const LayoutOptions& options) const;
   [[noreturn]] void refuse_padding(const LayoutOptions& options) const;
   std::vector<std::int64_t> tensors_by_offset() const;
