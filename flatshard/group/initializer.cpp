@@ -1,0 +1,101 @@
+#include "flatshard/group/initializer.h"
+
+#include "flatshard/core/error.h"
+#include "flatshard/core/philox.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <numbers>
+
+namespace flatshard {
+namespace {
+
+std::array<float, 4> normals(const std::array<std::uint32_t, 4>& words) {
+  std::array<float, 4> values{};
+  for (int pair = 0; pair < 2; ++pair) {
+    // 1 - u lies in (0, 1]: the logarithm is finite.
+    const float u = 1.0F - uniform_float(words[2 * pair]);
+    const float angle =
+        2.0F * std::numbers::pi_v<float> * uniform_float(words[2 * pair + 1]);
+    const float radius = std::sqrt(-2.0F * std::log(u));
+    values[2 * pair] = radius * std::cos(angle);
+    values[2 * pair + 1] = radius * std::sin(angle);
+  }
+  return values;
+}
+
+std::array<float, 4>
+draw(const Philox& philox, InitSpec spec, std::uint64_t block) {
+  const auto words = philox(block);
+  std::array<float, 4> values{};
+  if (spec.kind == InitSpec::Kind::normal) {
+    values = normals(words);
+    for (float& v : values) {
+      v = spec.mean + spec.stddev * v;
+    }
+  } else {
+    for (int i = 0; i < 4; ++i) {
+      values[i] = spec.low + (spec.high - spec.low) * uniform_float(words[i]);
+    }
+  }
+  return values;
+}
+
+}  // namespace
+
+void Initializer::fill(
+    const at::Tensor& out,
+    std::string_view name,
+    InitSpec spec,
+    std::int64_t begin) const {
+  FLATSHARD_CHECK(
+      out.is_contiguous() && at::isFloatingType(out.scalar_type()),
+      internal,
+      "expected a contiguous floating-point tensor for the values of {}",
+      name);
+  if (out.numel() == 0) {
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  if (spec.kind == InitSpec::Kind::zeros) {
+    out.zero_();
+    return;
+  }
+  if (spec.kind == InitSpec::Kind::ones) {
+    out.fill_(1);
+    return;
+  }
+  // Bounded host memory, whatever the size of the shard.
+  constexpr std::int64_t kChunk = std::int64_t{1} << 24;
+  const Philox philox(mix_keys(seed_, stable_hash(name)));
+  for (std::int64_t at = 0; at < out.numel(); at += kChunk) {
+    const std::int64_t count = std::min(kChunk, out.numel() - at);
+    const std::int64_t first = begin + at;
+    const at::Tensor host = at::empty({count}, at::kFloat);
+    float* values = host.data_ptr<float>();
+    const std::int64_t first_block = first / 4;
+    const std::int64_t end_block = (first + count + 3) / 4;
+    at::parallel_for(
+        first_block,
+        end_block,
+        1 << 14,
+        [&](std::int64_t from, std::int64_t to) {
+          for (std::int64_t block = from; block < to; ++block) {
+            const auto four = draw(philox, spec, block);
+            for (int i = 0; i < 4; ++i) {
+              const std::int64_t local = block * 4 + i - first;
+              if (local >= 0 && local < count) {
+                values[local] = four[i];
+              }
+            }
+          }
+        });
+    out.narrow(0, at, count).copy_(host);
+  }
+}
+
+}  // namespace flatshard

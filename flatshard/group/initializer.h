@@ -1,0 +1,37 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "flatshard/core/init_spec.h"
+
+#include <cstdint>
+#include <string_view>
+
+namespace flatshard {
+
+/// Draws the first values of parameters. A value depends on the seed, the
+/// parameter's name and the element's index alone, so every world size and
+/// strategy gets the same weights, each rank draws only what it owns, and
+/// nothing is broadcast.
+///
+/// normal: Box-Muller on Philox4x32-10 with key mix(seed, hash(name)) and
+/// counter = index / 4.
+class Initializer {
+ public:
+  explicit Initializer(std::uint64_t seed) : seed_(seed) {}
+
+  /// Writes elements [begin, begin + out.numel()) of the flattened parameter.
+  ///
+  /// @param out  [n] contiguous, any float dtype, CPU or CUDA; the values are
+  ///   drawn in float32 on the CPU, so they do not depend on the device.
+  void fill(
+      const at::Tensor& out,
+      std::string_view name,
+      InitSpec spec,
+      std::int64_t begin) const;
+
+ private:
+  std::uint64_t seed_;
+};
+
+}  // namespace flatshard

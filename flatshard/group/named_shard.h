@@ -1,0 +1,25 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace flatshard {
+
+/// What one rank owns of one parameter: how optimizers and checkpoints see the
+/// model. `tensor` is a view of the flat shard.
+struct NamedShard {
+  std::vector<std::string> names;   ///< the main name first; tied ones follow
+  std::vector<std::int64_t> shape;  ///< of the whole parameter
+  std::int64_t begin = 0;           ///< first owned element of it, flattened
+  std::int64_t local_offset = 0;    ///< where that lies in the flat shard
+  at::Tensor tensor;                ///< [n], n >= 0 elements from `begin`
+  std::map<std::string, std::string> attributes;  ///< as the user set them
+
+  const std::string& name() const { return names.front(); }
+};
+
+}  // namespace flatshard

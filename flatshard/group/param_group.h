@@ -1,0 +1,179 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "flatshard/buffer/flat_buffer.h"
+#include "flatshard/core/init_spec.h"
+#include "flatshard/group/initializer.h"
+#include "flatshard/group/named_shard.h"
+#include "flatshard/group/precision.h"
+#include "flatshard/layout/flat_layout.h"
+#include "flatshard/layout/strategy.h"
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace flatshard {
+
+/// One parameter on its way into a group.
+struct GroupParameter {
+  std::vector<std::string> names;  ///< the main name first
+  std::vector<std::int64_t> shape;
+  Granularity granularity;
+  InitSpec init;
+  /// Values to start from, the same on every rank; undefined: `init` draws.
+  at::Tensor values;
+  std::map<std::string, std::string> attributes;
+};
+
+struct ParamGroupOptions {
+  std::string name;  ///< for messages, e.g. the unit's
+  Strategy strategy;
+  Precision precision;
+  GradScaling scaling = GradScaling::mean;
+  /// Gradients are divided by this as well: for experts, the number of ranks
+  /// that share the experts but not the data.
+  double grad_divisor = 1;
+  bool trainable = true;
+  LayoutOptions layout;
+};
+
+/// The parameters of one unit that share dtype, trainability, mesh and
+/// strategy. Owns their flat buffers:
+///
+/// | buffer  | dtype       | placement | holds                              |
+/// |---------|-------------|-----------|------------------------------------|
+/// | main    | main_params | optimizer | what the optimizer updates         |
+/// | compute | compute     | parameter | what is gathered for the kernels   |
+/// | grad    | main_grads  | optimizer | the step's reduced gradient (lazy) |
+/// | inner   | main_grads  | gradient  | HSDP/HFSDP: not yet reduced over the
+/// outer axes (lazy) | | local   | main_grads  | partial   | ZeRO-0/1 and
+/// no_sync: not yet reduced at all (lazy) |
+///
+/// A frozen group has no main weights and no gradients. When main and compute
+/// have one dtype they share memory.
+class ParamGroup {
+ public:
+  ParamGroup(
+      std::vector<GroupParameter> parameters,
+      std::shared_ptr<Mesh> mesh,
+      ParamGroupOptions options,
+      const Initializer& initializer);
+
+  const ParamGroupOptions& options() const { return options_; }
+  const FlatLayout& layout() const { return *layout_; }
+  const std::vector<GroupParameter>& parameters() const { return parameters_; }
+  const std::shared_ptr<Mesh>& mesh() const { return mesh_; }
+  bool trainable() const { return options_.trainable; }
+
+  // Weights ------------------------------------------------------------------
+
+  /// [shard] main weights; frozen groups: the compute weights.
+  const FlatBuffer& main() const { return main_; }
+  /// [shard] the slice of the compute weights that belongs to `main`; the
+  /// optimizer writes it together with main. Undefined when main is that slice.
+  at::Tensor compute_shard() const;
+  const FlatBuffer& compute() const { return compute_; }
+
+  /// True when compute weights rest whole on every rank.
+  bool resident() const { return resident_; }
+  /// True when the ranks hold pieces that a change of the weights has to spread
+  /// (ZeRO-1/2, HFSDP).
+  bool needs_refresh() const { return refreshed_ != generation_; }
+  /// Spreads the optimizer's slices to `compute`. Collective; inside
+  /// Stream::submit.
+  void refresh();
+  /// Marks the host side of a queued refresh.
+  void mark_refreshed() { refreshed_ = generation_; }
+  bool has_refresh() const { return has_refresh_; }
+  /// Gathers the whole compute weights into `out` [layout.numel()] compute
+  /// dtype. Collective; inside Stream::submit.
+  void unshard(const at::Tensor& out) const;
+
+  /// The weights changed: call after writing main and compute shards.
+  void mark_weights_changed() { ++generation_; }
+  /// Rises with every change of the weights.
+  std::int64_t generation() const { return generation_; }
+  /// When somebody else wrote main (in place, through a tensor operation),
+  /// casts it to the compute shard and says so. On the current stream.
+  bool adopt_foreign_writes();
+  /// main -> compute shard, without looking. On the current stream.
+  void cast_main_to_compute();
+
+  // Gradients ----------------------------------------------------------------
+
+  /// How a reduction of one microbatch begins: decided on the host, carried
+  /// out later on the reduce stream.
+  struct Reduction {
+    bool collective = true;
+    bool is_last = true;
+    bool add_local = false;
+    bool add_inner = false;
+    bool add_grad = false;
+    bool to_inner = false;
+  };
+  Reduction plan_reduction(bool collective, bool is_last);
+  /// Carries it out. Collective; inside Stream::submit.
+  /// @param slot  [layout.numel()] reduce dtype, this rank's gradient; padding
+  ///   is zero. Overwritten.
+  void reduce(const at::Tensor& slot, const Reduction& reduction);
+
+  /// A reduced gradient is there since the last zero_grad.
+  bool has_grad() const { return has_grad_; }
+  /// Microbatches were accumulated but not reduced over all axes.
+  bool has_unreduced_grad() const { return has_local_ || has_inner_; }
+  /// [shard] like main. Undefined before the first reduction.
+  const FlatBuffer& grad() const { return grad_; }
+  void zero_grad();
+  /// Multiplies gradients (reduced and not) by `factor`. On the current stream.
+  void scale_gradients(double factor);
+  /// On how many ranks each element of `main` exists.
+  std::int64_t num_replicas() const;
+
+  // Views --------------------------------------------------------------------
+
+  /// What this rank owns of each parameter, in `main`.
+  std::vector<NamedShard> main_shards() const;
+  /// The same runs of another flat tensor of main's size, e.g. an optimizer
+  /// state or the gradient.
+  std::vector<NamedShard> shards_of(const at::Tensor& flat) const;
+
+  struct Bytes {
+    std::int64_t main = 0, compute = 0, grad = 0, inner = 0, local = 0;
+  };
+  Bytes nbytes() const;
+
+ private:
+  void initialize(const Initializer& initializer);
+  at::Tensor sum_or_set(FlatBuffer& into, const FlatBuffer& from, bool add);
+  FlatBuffer wrap_partial(const at::Tensor& local) const;
+  Placements partial_everywhere() const;
+  Placements final_gradient() const;
+
+  std::vector<GroupParameter> parameters_;
+  std::shared_ptr<Mesh> mesh_;
+  ParamGroupOptions options_;
+  std::shared_ptr<const FlatLayout> layout_;
+  bool resident_ = true;
+  bool has_refresh_ = false;
+  bool main_is_compute_ = false;
+
+  FlatBuffer compute_;
+  FlatBuffer compute_shard_;  ///< optimizer placement; mostly a view
+  FlatBuffer main_;
+  std::uint32_t main_version_ = 0;
+  std::int64_t generation_ = 1;
+  std::int64_t refreshed_ = 0;
+
+  FlatBuffer grad_;
+  FlatBuffer inner_;
+  FlatBuffer local_;
+  bool has_grad_ = false;
+  bool has_inner_ = false;
+  bool has_local_ = false;
+};
+
+}  // namespace flatshard

@@ -1,0 +1,31 @@
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+namespace flatshard {
+
+/// Which dtype each representation of a unit's values has. A leaf value.
+struct Precision {
+  at::ScalarType compute = at::kBFloat16;   ///< weights in forward, backward
+  at::ScalarType reduce = at::kBFloat16;    ///< gradients on the wire
+  at::ScalarType main_params = at::kFloat;  ///< what the optimizer updates
+  at::ScalarType main_grads = at::kFloat;   ///< where microbatches accumulate
+
+  static Precision full() {
+    return {at::kFloat, at::kFloat, at::kFloat, at::kFloat};
+  }
+
+  /// @throws Error{config} naming the option whose dtype cannot work.
+  void validate() const;
+
+  friend bool operator==(const Precision&, const Precision&) = default;
+};
+
+/// How the gradients of n data-parallel ranks become one.
+enum class GradScaling {
+  mean,        ///< averaged by the collective
+  pre_scaled,  ///< multiplied by 1/n before, summed by the collective
+  sum,         ///< summed; the program divides (per token)
+};
+
+}  // namespace flatshard

@@ -1,0 +1,48 @@
+#include "flatshard/optim/clip.h"
+
+#include "flatshard/core/error.h"
+
+#include <ATen/ATen.h>
+
+namespace flatshard {
+
+ClipResult clip_grad_norm(
+    const std::vector<ParamGroup*>& groups,
+    double max_norm) {
+  const at::NoGradGuard no_grad;
+  FLATSHARD_CHECK(!groups.empty(), usage, "expected at least one group");
+  Mesh& mesh = *groups.front()->mesh();
+  std::vector<at::Tensor> parts;
+  for (const ParamGroup* group : groups) {
+    FLATSHARD_CHECK(
+        group->mesh()->same_as(mesh),
+        usage,
+        "expected all groups on the mesh {}, got {} on {}; clip each mesh's "
+        "groups and combine the norms",
+        mesh.to_string(),
+        group->options().name,
+        group->mesh()->to_string());
+    if (!group->trainable() || !group->has_grad()) {
+      continue;
+    }
+    const at::Tensor norm =
+        at::linalg_vector_norm(group->grad().local(), 2, {}, false, at::kFloat);
+    // Replicas hold the same values: each counts for its part.
+    parts.push_back(
+        norm.square().div_(static_cast<double>(group->num_replicas())));
+  }
+  const auto options =
+      at::TensorOptions().dtype(at::kFloat).device(mesh.device());
+  at::Tensor total = parts.empty() ? at::zeros({1}, options)
+                                   : at::stack(parts).sum().view({1});
+  if (mesh.size() > 1) {
+    mesh.world(Purpose::reduce).all_reduce(total, ReduceOp::sum);
+  }
+  const at::Tensor norm = total.sqrt().squeeze(0);
+  if (max_norm <= 0) {
+    return {norm, at::Tensor()};
+  }
+  return {norm, (max_norm / (norm + 1e-6)).clamp_max(1.0)};
+}
+
+}  // namespace flatshard

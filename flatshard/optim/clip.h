@@ -1,0 +1,28 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "flatshard/group/param_group.h"
+
+#include <vector>
+
+namespace flatshard {
+
+struct ClipResult {
+  at::Tensor norm;   ///< [] float32 on the device: the global gradient norm
+  at::Tensor scale;  ///< [] float32: min(1, max_norm / (norm + 1e-6))
+};
+
+/// The norm over all gradients of all ranks and the factor that brings it to
+/// `max_norm`; give the factor to Optimizer::step. One collective over the
+/// mesh; queues on the current stream without a host wait (CPU: blocks). Every
+/// element counts once, whatever the strategy replicates. Groups without a
+/// gradient count as zero.
+///
+/// @param groups    on one mesh.
+/// @param max_norm  0 or less: the factor is 1 and only the norm is computed.
+ClipResult clip_grad_norm(
+    const std::vector<ParamGroup*>& groups,
+    double max_norm);
+
+}  // namespace flatshard

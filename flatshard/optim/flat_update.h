@@ -1,0 +1,65 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace flatshard {
+
+/// A run of the flat shard whose elements share their weight decay.
+struct DecayRange {
+  std::int64_t end = 0;  ///< first element after the run
+  float weight_decay = 0;
+
+  friend bool operator==(const DecayRange&, const DecayRange&) = default;
+};
+
+/// One optimizer update of one flat shard: reads main weights, gradient and
+/// state, writes main weights, compute weights and state in one pass.
+struct FlatUpdate {
+  at::Tensor main;     ///< [n] weights that are updated
+  at::Tensor compute;  ///< [n] rounded copy; undefined when main serves
+  at::Tensor grad;     ///< [n] any float dtype
+  at::Tensor state0;   ///< [n] float32: exp_avg, or momentum (may be undefined)
+  at::Tensor state1;   ///< [n] float32: exp_avg_sq (AdamW)
+  /// [] float32 on the same device, multiplied into the gradient; undefined
+  /// for 1. A device value, so clipping needs no host wait.
+  at::Tensor grad_scale;
+  /// Ascending and complete: the last `end` is n.
+  std::vector<DecayRange> decay;
+  /// CUDA with several ranges: their ends [r] int64 and decays [r] float32.
+  at::Tensor device_ends;
+  at::Tensor device_decays;
+};
+
+struct AdamWStep {
+  float lr = 0;
+  float beta1 = 0;
+  float beta2 = 0;
+  float eps = 0;
+  float bias_correction1 = 1;  ///< 1 - beta1^t
+  float bias_correction2 = 1;  ///< 1 - beta2^t
+};
+
+struct SgdStep {
+  float lr = 0;
+  float momentum = 0;
+  bool first = false;  ///< the momentum starts as the gradient
+};
+
+/// AdamW with decoupled weight decay, arXiv:1711.05101 (algorithm 2):
+///   w -= lr * decay * w;  m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2
+///   w -= lr * (m / c1) / (sqrt(v / c2) + eps)
+/// Queues on the current CUDA stream, or runs on the host. float32 arithmetic.
+void adamw_update(const FlatUpdate& update, const AdamWStep& step);
+
+/// SGD with momentum and decoupled weight decay:
+///   w -= lr * decay * w;  u = momentum u + g;  w -= lr * u
+void sgd_update(const FlatUpdate& update, const SgdStep& step);
+
+// The CUDA halves; in a build without CUDA they throw Error{config}.
+void adamw_update_cuda(const FlatUpdate& update, const AdamWStep& step);
+void sgd_update_cuda(const FlatUpdate& update, const SgdStep& step);
+
+}  // namespace flatshard

@@ -1,0 +1,86 @@
+#include "flatshard/core/error.h"
+#include "flatshard/optim/flat_update.h"
+#include "flatshard/optim/flat_update_kernels.h"
+
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+namespace flatshard {
+namespace {
+
+kernels::Dtype dtype_of(const at::Tensor& t) {
+  if (!t.defined()) {
+    return kernels::Dtype::none;
+  }
+  switch (t.scalar_type()) {
+    case at::kFloat:
+      return kernels::Dtype::float32;
+    case at::kBFloat16:
+      return kernels::Dtype::bfloat16;
+    case at::kHalf:
+      return kernels::Dtype::float16;
+    default:
+      FLATSHARD_THROW(
+          config,
+          "expected float32, bfloat16 or float16 in an optimizer on CUDA, "
+          "got {}",
+          c10::toString(t.scalar_type()));
+  }
+}
+
+float* floats(const at::Tensor& t) {
+  return t.defined() ? t.data_ptr<float>() : nullptr;
+}
+
+kernels::FlatUpdatePointers pointers_of(const FlatUpdate& u) {
+  FLATSHARD_CHECK(
+      u.main.scalar_type() == at::kFloat,
+      config,
+      "expected precision.main_params = float32 on CUDA, got {}",
+      c10::toString(u.main.scalar_type()));
+  FLATSHARD_CHECK(
+      u.main.numel() % 4 == 0,
+      internal,
+      "expected a shard of a multiple of 4 elements, got {}",
+      u.main.numel());
+  kernels::FlatUpdatePointers p;
+  p.main = u.main.data_ptr<float>();
+  p.compute = u.compute.defined() ? u.compute.data_ptr() : nullptr;
+  p.compute_dtype = dtype_of(u.compute);
+  p.grad = u.grad.data_ptr();
+  p.grad_dtype = dtype_of(u.grad);
+  p.state0 = floats(u.state0);
+  p.state1 = floats(u.state1);
+  p.grad_scale = floats(u.grad_scale);
+  p.numel = u.main.numel();
+  p.weight_decay = u.decay.front().weight_decay;
+  if (u.decay.size() > 1) {
+    p.ends = u.device_ends.data_ptr<std::int64_t>();
+    p.decays = u.device_decays.data_ptr<float>();
+    p.num_ranges = static_cast<int>(u.decay.size());
+  }
+  return p;
+}
+
+}  // namespace
+
+void adamw_update_cuda(const FlatUpdate& u, const AdamWStep& s) {
+  const c10::cuda::CUDAGuard guard(u.main.device());
+  kernels::adamw(
+      pointers_of(u),
+      {s.lr, s.beta1, s.beta2, s.eps, s.bias_correction1, s.bias_correction2},
+      c10::cuda::getCurrentCUDAStream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+void sgd_update_cuda(const FlatUpdate& u, const SgdStep& s) {
+  const c10::cuda::CUDAGuard guard(u.main.device());
+  kernels::sgd(
+      pointers_of(u),
+      {s.lr, s.first ? 0.0F : s.momentum},
+      c10::cuda::getCurrentCUDAStream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+}  // namespace flatshard

@@ -1,0 +1,45 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace flatshard::kernels {
+
+enum class Dtype { none, float32, bfloat16, float16 };
+
+/// Device pointers of one FlatUpdate. All of them are 16-byte aligned: flat
+/// shards are multiples of 16 elements.
+struct FlatUpdatePointers {
+  float* main = nullptr;
+  void* compute = nullptr;
+  Dtype compute_dtype = Dtype::none;
+  const void* grad = nullptr;
+  Dtype grad_dtype = Dtype::float32;
+  float* state0 = nullptr;
+  float* state1 = nullptr;
+  const float* grad_scale = nullptr;
+  std::int64_t numel = 0;
+  float weight_decay = 0;  ///< used when num_ranges is 0
+  const std::int64_t* ends = nullptr;
+  const float* decays = nullptr;
+  int num_ranges = 0;
+};
+
+struct AdamWScalars {
+  float lr, beta1, beta2, eps, bias_correction1, bias_correction2;
+};
+struct SgdScalars {
+  float lr, momentum;
+};
+
+void adamw(
+    const FlatUpdatePointers& pointers,
+    AdamWScalars step,
+    cudaStream_t stream);
+void sgd(
+    const FlatUpdatePointers& pointers,
+    SgdScalars step,
+    cudaStream_t stream);
+
+}  // namespace flatshard::kernels

@@ -1,0 +1,134 @@
+#include "flatshard/optim/optimizer.h"
+
+#include "flatshard/core/error.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+namespace flatshard {
+namespace {
+
+// Runs of equal decay over the flat shard. Padding takes the decay of what
+// lies before it: it is zero and stays zero.
+std::vector<DecayRange> decay_ranges(
+    const ParamGroup& group,
+    double weight_decay) {
+  std::vector<NamedShard> shards = group.main_shards();
+  std::erase_if(shards, [](const NamedShard& s) {
+    return s.tensor.numel() == 0;
+  });
+  std::sort(
+      shards.begin(),
+      shards.end(),
+      [](const NamedShard& a, const NamedShard& b) {
+        return a.local_offset < b.local_offset;
+      });
+  std::vector<DecayRange> ranges;
+  for (const NamedShard& shard : shards) {
+    const auto attribute = shard.attributes.find(kWeightDecayAttribute);
+    const bool none =
+        attribute != shard.attributes.end() && attribute->second == "none";
+    FLATSHARD_CHECK(
+        none || attribute == shard.attributes.end(),
+        config,
+        "parameter {}: expected attribute {} to be \"none\" or absent, got "
+        "\"{}\"",
+        shard.name(),
+        kWeightDecayAttribute,
+        attribute->second);
+    const float decay = none ? 0.0F : static_cast<float>(weight_decay);
+    const std::int64_t end = shard.local_offset + shard.tensor.numel();
+    if (!ranges.empty() && ranges.back().weight_decay == decay) {
+      ranges.back().end = end;
+    } else {
+      ranges.push_back({end, decay});
+    }
+  }
+  const std::int64_t numel = group.main().local().numel();
+  if (ranges.empty()) {
+    ranges.push_back({numel, static_cast<float>(weight_decay)});
+  }
+  ranges.back().end = numel;
+  return ranges;
+}
+
+}  // namespace
+
+Optimizer::Optimizer(std::vector<ParamGroup*> groups, double weight_decay) {
+  FLATSHARD_CHECK(
+      weight_decay >= 0,
+      config,
+      "expected optimizer.weight_decay >= 0, got {}",
+      weight_decay);
+  for (ParamGroup* group : groups) {
+    if (!group->trainable()) {
+      continue;
+    }
+    FlatUpdate update;
+    update.decay = decay_ranges(*group, weight_decay);
+    if (update.decay.size() > 1 && group->main().local().is_cuda()) {
+      std::vector<std::int64_t> ends;
+      std::vector<float> decays;
+      for (const DecayRange& range : update.decay) {
+        ends.push_back(range.end);
+        decays.push_back(range.weight_decay);
+      }
+      const at::Device device = group->main().local().device();
+      update.device_ends = at::tensor(ends, at::kLong).to(device);
+      update.device_decays = at::tensor(decays, at::kFloat).to(device);
+    }
+    groups_.push_back(group);
+    updates_.push_back(std::move(update));
+  }
+  group_steps_.assign(groups_.size(), 0);
+}
+
+void Optimizer::step(double lr, const at::Tensor& grad_scale) {
+  const at::NoGradGuard no_grad;
+  ++num_steps_;
+  for (std::size_t i = 0; i < groups_.size(); ++i) {
+    ParamGroup& group = *groups_[i];
+    FLATSHARD_CHECK(
+        !group.has_unreduced_grad(),
+        usage,
+        "gradients of {} wait for the last microbatch: run its backward with "
+        "is_last_microbatch and sync on before the optimizer steps",
+        group.options().name);
+    if (!group.has_grad()) {
+      continue;
+    }
+    ++group_steps_[i];
+    group.adopt_foreign_writes();
+    FlatUpdate& flat = updates_[i];
+    flat.main = group.main().local();
+    flat.compute = group.compute_shard();
+    flat.grad = group.grad().local();
+    flat.grad_scale = grad_scale;
+    update(i, flat, lr);
+    group.mark_weights_changed();
+  }
+}
+
+void Optimizer::zero_grad() {
+  for (ParamGroup* group : groups_) {
+    group->zero_grad();
+  }
+}
+
+at::Tensor Optimizer::new_state(std::size_t group) const {
+  const at::Tensor& main = groups_[group]->main().local();
+  return at::zeros({main.numel()}, main.options().dtype(at::kFloat));
+}
+
+std::int64_t Optimizer::state_nbytes() const {
+  std::int64_t nbytes = 0;
+  for (std::size_t i = 0; i < groups_.size(); ++i) {
+    for (const auto& [name, tensor] : state(i)) {
+      nbytes += tensor.nbytes();
+    }
+  }
+  return nbytes;
+}
+
+}  // namespace flatshard

@@ -1,0 +1,68 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "flatshard/group/param_group.h"
+#include "flatshard/optim/flat_update.h"
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace flatshard {
+
+/// A group whose attribute `weight_decay` is "none" on a parameter leaves that
+/// parameter undecayed.
+inline constexpr const char* kWeightDecayAttribute = "weight_decay";
+
+/// Updates the main weights of groups from their reduced gradients. Sees flat
+/// shards only: one kernel per group, whatever the number of parameters.
+///
+/// Groups without a gradient since the last zero_grad (their unit did not run)
+/// are left alone, like parameters whose `.grad` is None in PyTorch.
+class Optimizer {
+ public:
+  /// Frozen groups are skipped. The groups must outlive the optimizer.
+  Optimizer(std::vector<ParamGroup*> groups, double weight_decay);
+  virtual ~Optimizer() = default;
+  Optimizer(const Optimizer&) = delete;
+  Optimizer& operator=(const Optimizer&) = delete;
+
+  /// One update with learning rate `lr`; queues on the current stream.
+  ///
+  /// @param grad_scale  [] float32 on the device, multiplied into every
+  ///   gradient (the clip factor); undefined for 1.
+  /// @throws Error{usage} when gradients wait for the last microbatch.
+  void step(double lr, const at::Tensor& grad_scale = {});
+
+  /// Forgets the gradients; the next reduction overwrites them.
+  void zero_grad();
+
+  /// Updates done so far; a checkpoint restores it.
+  std::int64_t num_steps() const { return num_steps_; }
+  void set_num_steps(std::int64_t steps) { num_steps_ = steps; }
+
+  /// Names and flat tensors of a group's state, e.g. exp_avg. Each has the
+  /// size of the group's main shard.
+  virtual std::vector<std::pair<std::string, at::Tensor>> state(
+      std::size_t group) const = 0;
+  const std::vector<ParamGroup*>& groups() const { return groups_; }
+  std::int64_t state_nbytes() const;
+
+ protected:
+  virtual void update(std::size_t group, FlatUpdate& update, double lr) = 0;
+  /// How often the group was updated, counting this update.
+  std::int64_t group_steps(std::size_t group) const {
+    return group_steps_[group];
+  }
+  at::Tensor new_state(std::size_t group) const;
+
+ private:
+  std::vector<ParamGroup*> groups_;
+  std::vector<FlatUpdate> updates_;  ///< decay ranges, made once
+  std::vector<std::int64_t> group_steps_;
+  std::int64_t num_steps_ = 0;
+};
+
+}  // namespace flatshard

@@ -1,0 +1,37 @@
+#pragma once
+
+#include "flatshard/schedule/events.h"
+
+#include <span>
+#include <string>
+#include <string_view>
+
+namespace flatshard {
+
+enum class ActionKind {
+  gather,         ///< queue the all-gather of a unit's weights
+  await,          ///< compute waits for it; parameters point at the slot
+  release,        ///< the slot may be reused after the queued compute
+  acquire_grads,  ///< a gradient slot is needed from here on
+  reduce,         ///< queue the reduction of a unit's gradients
+  accumulate,     ///< add a unit's gradients to its local sum, no collective
+  drain,          ///< the gradient slot may be reused after the reduction
+  join,           ///< compute waits for all reductions
+};
+
+enum class Phase { forward, backward };
+
+struct Action {
+  ActionKind kind{};
+  UnitId unit = kNoUnit;
+  Phase phase = Phase::forward;  ///< of a gather: for which use
+
+  friend bool operator==(const Action&, const Action&) = default;
+};
+
+std::string_view to_string(ActionKind kind);
+
+/// e.g. "gather(2) await(1) join"; backward gathers are written gather'(2).
+std::string to_string(std::span<const Action> actions);
+
+}  // namespace flatshard

@@ -1,0 +1,70 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace flatshard {
+
+using UnitId = int;
+/// One forward of one unit. A unit that is called twice has two calls.
+using CallId = std::int64_t;
+/// One run of the autograd engine; nested backwards have ids of their own.
+using TaskId = std::int64_t;
+
+inline constexpr UnitId kNoUnit = -1;
+
+/// What the Scheduler has to know of a unit. Bytes are those of the slots.
+struct UnitSpec {
+  std::string name;
+  UnitId parent = kNoUnit;         ///< the enclosing unit
+  std::int64_t gather_nbytes = 0;  ///< 0: nothing is ever gathered
+  std::int64_t grad_nbytes = 0;    ///< 0: no trainable parameter
+  /// The gathered weights rest unsharded (ZeRO-1 and ZeRO-2): gathered once
+  /// after each change of the weights, never released.
+  bool resident = false;
+  bool reshard_after_forward = true;
+  /// Gradients rest sharded (ZeRO-2 and ZeRO-3): every microbatch reduces.
+  /// Otherwise only the last one does and the others accumulate locally.
+  bool reduce_every_microbatch = true;
+};
+
+enum class EventKind {
+  forward_begin,
+  forward_end,
+  recompute_begin,
+  recompute_end,
+  task_begin,
+  backward_begin,
+  wgrad_done,
+  inputs_done,
+  task_end,
+  weights_changed,
+  microbatch,
+  reset,
+};
+
+/// Something that happened in the training program. Plain data, so that a
+/// recorded step can be replayed and a test can write one down.
+struct Event {
+  EventKind kind{};
+  UnitId unit = kNoUnit;
+  CallId call = -1;
+  TaskId task = -1;
+  /// forward_end: a backward can follow.
+  bool needs_backward = false;
+  /// backward_begin: some input wants a gradient, inputs_done will tell.
+  bool waits_for_inputs = false;
+  /// task_end: no other backward is running around this one.
+  bool outermost = false;
+  /// microbatch: this backward is the step's last; gradients are synchronized.
+  bool is_last = true;
+  bool sync = true;
+  /// task_begin: how many parameters of which units will get a gradient.
+  std::vector<std::pair<UnitId, int>> expected;
+
+  friend bool operator==(const Event&, const Event&) = default;
+};
+
+}  // namespace flatshard

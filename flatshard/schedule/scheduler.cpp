@@ -1,0 +1,449 @@
+#include "flatshard/schedule/scheduler.h"
+
+#include "flatshard/core/error.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace flatshard {
+namespace {
+
+// The position after the next occurrence of `unit`, looking from `from` and
+// then from the start; the size when it does not occur.
+std::size_t position_after(
+    const std::vector<UnitId>& order,
+    std::size_t from,
+    UnitId unit) {
+  auto found = std::find(order.begin() + from, order.end(), unit);
+  if (found == order.end()) {
+    found = std::find(order.begin(), order.end(), unit);
+  }
+  return found == order.end() ? order.size() : found - order.begin() + 1;
+}
+
+// Units in the order in which their forwards end: children before parents.
+void append_ends(
+    const std::vector<UnitSpec>& units,
+    UnitId parent,
+    std::vector<UnitId>& ends) {
+  for (UnitId u = 0; u < static_cast<UnitId>(units.size()); ++u) {
+    if (units[u].parent == parent) {
+      append_ends(units, u, ends);
+      ends.push_back(u);
+    }
+  }
+}
+
+}  // namespace
+
+Scheduler::Scheduler(std::vector<UnitSpec> units, SchedulerOptions options)
+    : units_(std::move(units)),
+      options_(options),
+      state_(units_.size()),
+      has_children_(units_.size(), false) {
+  FLATSHARD_CHECK(
+      options_.prefetch >= 0,
+      config,
+      "expected prefetch >= 0, got {}",
+      options_.prefetch);
+  FLATSHARD_CHECK(
+      options_.max_grad_slots >= 1,
+      config,
+      "expected at least 1 gradient slot, got {}",
+      options_.max_grad_slots);
+  for (UnitId u = 0; u < static_cast<UnitId>(units_.size()); ++u) {
+    forward_order_.push_back(u);
+    const UnitId parent = units_[u].parent;
+    FLATSHARD_CHECK(
+        parent < u,
+        internal,
+        "unit {} is registered before its parent {}",
+        u,
+        parent);
+    if (parent != kNoUnit) {
+      has_children_[parent] = true;
+    }
+  }
+  append_ends(units_, kNoUnit, backward_order_);
+  std::reverse(backward_order_.begin(), backward_order_.end());
+}
+
+std::vector<Action> Scheduler::on(const Event& event) {
+  Actions out;
+  switch (event.kind) {
+    case EventKind::forward_begin:
+      forward_begin(event, out);
+      break;
+    case EventKind::forward_end:
+      forward_end(event, out);
+      break;
+    case EventKind::recompute_begin:
+      recompute_begin(event, out);
+      break;
+    case EventKind::recompute_end:
+      recompute_end(event);
+      break;
+    case EventKind::task_begin:
+      task_begin(event);
+      break;
+    case EventKind::backward_begin:
+      backward_begin(event, out);
+      break;
+    case EventKind::wgrad_done:
+      wgrad_done(event, out);
+      break;
+    case EventKind::inputs_done:
+      inputs_done(event, out);
+      break;
+    case EventKind::task_end:
+      task_end(event, out);
+      break;
+    case EventKind::weights_changed:
+      weights_changed(out);
+      break;
+    case EventKind::microbatch:
+      is_last_microbatch_ = event.is_last;
+      sync_gradients_ = event.sync;
+      break;
+    case EventKind::reset:
+      reset(out);
+      break;
+  }
+  return out;
+}
+
+void Scheduler::forward_begin(const Event& event, Actions& out) {
+  const UnitId u = event.unit;
+  if (open_forwards_.empty()) {
+    forward_position_ = 0;
+    recorded_forward_.clear();
+    recorded_ends_.clear();
+  }
+  open_forwards_.push_back(u);
+  recorded_forward_.push_back(u);
+  ++state_[u].open_forwards;
+  forward_position_ = position_after(forward_order_, forward_position_, u);
+  gather(u, Phase::forward, out);
+  prefetch(forward_order_, forward_position_, Phase::forward, out);
+  await(u, out);
+}
+
+void Scheduler::forward_end(const Event& event, Actions& out) {
+  const UnitId u = event.unit;
+  FLATSHARD_CHECK(
+      !open_forwards_.empty() && open_forwards_.back() == u,
+      usage,
+      "unit {} ended a forward that is not the innermost open one; call "
+      "reset() after a forward that was abandoned",
+      units_[u].name);
+  open_forwards_.pop_back();
+  recorded_ends_.push_back(u);
+  --state_[u].open_forwards;
+  // What ran last begins the backward: keeping it saves a gather.
+  const bool runs_last = forward_position_ >= forward_order_.size();
+  const bool keep =
+      event.needs_backward && (runs_last || !units_[u].reshard_after_forward);
+  if (state_[u].open_forwards == 0 && state_[u].backward_calls.empty() &&
+      !keep) {
+    release(u, out);
+  }
+  if (open_forwards_.empty()) {
+    for (UnitId v = 0; v < static_cast<UnitId>(units_.size()); ++v) {
+      if (!state_[v].awaited) {
+        release(v, out);  // was prefetched and did not run
+      }
+    }
+    forward_order_ = recorded_forward_;
+    backward_order_.assign(recorded_ends_.rbegin(), recorded_ends_.rend());
+  }
+}
+
+void Scheduler::recompute_begin(const Event& event, Actions& out) {
+  // No prefetch: what runs next in a recompute is not what runs next in a
+  // forward. This gather is the one that the unit's backward uses.
+  ++state_[event.unit].open_recomputes;
+  gather(event.unit, Phase::backward, out);
+  await(event.unit, out);
+}
+
+void Scheduler::recompute_end(const Event& event) {
+  int& open = state_[event.unit].open_recomputes;
+  open = std::max(0, open - 1);
+}
+
+void Scheduler::task_begin(const Event& event) {
+  if (tasks_.empty()) {
+    backward_position_ = 0;
+    recorded_backward_.clear();
+  }
+  auto& pending = tasks_[event.task];
+  for (const auto& [unit, count] : event.expected) {
+    pending[unit] += count;
+  }
+}
+
+void Scheduler::backward_begin(const Event& event, Actions& out) {
+  const UnitId u = event.unit;
+  recorded_backward_.push_back(u);
+  UnitState& state = state_[u];
+  // Its recompute is over, also when an early stop hid the end.
+  state.open_recomputes = 0;
+  state.backward_calls.push_back(
+      {event.call, event.task, !event.waits_for_inputs});
+  backward_position_ = position_after(backward_order_, backward_position_, u);
+  gather(u, Phase::backward, out);
+  prefetch(backward_order_, backward_position_, Phase::backward, out);
+  await(u, out);
+  reduce_ready(u, out);
+  queue_grads(u, out);
+}
+
+void Scheduler::wgrad_done(const Event& event, Actions& out) {
+  auto task = tasks_.find(event.task);
+  FLATSHARD_CHECK(
+      task != tasks_.end(),
+      internal,
+      "unit {} got a gradient in graph task {} that never began",
+      units_[event.unit].name,
+      event.task);
+  auto pending = task->second.find(event.unit);
+  if (pending != task->second.end() && --pending->second == 0) {
+    task->second.erase(pending);
+  }
+  queue_grads(event.unit, out);
+  release_after_backward(event.unit, out);
+}
+
+void Scheduler::inputs_done(const Event& event, Actions& out) {
+  for (BackwardCall& call : state_[event.unit].backward_calls) {
+    if (call.call == event.call && call.task == event.task) {
+      call.inputs_done = true;
+    }
+  }
+  release_after_backward(event.unit, out);
+}
+
+void Scheduler::task_end(const Event& event, Actions& out) {
+  tasks_.erase(event.task);
+  const auto num_units = static_cast<UnitId>(units_.size());
+  if (!event.outermost) {
+    for (UnitId u = 0; u < num_units; ++u) {
+      bool began_here = false;
+      for (BackwardCall& call : state_[u].backward_calls) {
+        if (call.task == event.task) {
+          call.inputs_done = true;
+          began_here = true;
+        }
+      }
+      if (began_here) {
+        release_after_backward(u, out);
+      }
+    }
+    return;
+  }
+  tasks_.clear();
+  while (!grad_queue_.empty()) {
+    reduce(grad_queue_.front(), out);
+  }
+  for (UnitId u = 0; u < num_units; ++u) {
+    state_[u].backward_calls.clear();
+    state_[u].open_recomputes = 0;
+    if (state_[u].open_forwards == 0) {
+      release(u, out);
+    }
+  }
+  drain_down_to(0, out);
+  out.push_back({ActionKind::join});
+  if (!recorded_backward_.empty()) {
+    backward_order_ = recorded_backward_;
+  }
+}
+
+void Scheduler::weights_changed(Actions& out) {
+  for (UnitId u = 0; u < static_cast<UnitId>(units_.size()); ++u) {
+    FLATSHARD_CHECK(
+        state_[u].open_forwards == 0 && state_[u].backward_calls.empty(),
+        usage,
+        "the weights of unit {} changed while its forward or backward runs; "
+        "step the optimizer between them",
+        units_[u].name);
+    if (units_[u].resident) {
+      state_[u].present = false;  // gathered again into the same place
+      state_[u].awaited = false;
+    } else {
+      release(u, out);
+    }
+  }
+}
+
+void Scheduler::reset(Actions& out) {
+  open_forwards_.clear();
+  tasks_.clear();
+  grad_queue_.clear();
+  for (UnitId u = 0; u < static_cast<UnitId>(units_.size()); ++u) {
+    UnitState& state = state_[u];
+    state.open_forwards = 0;
+    state.open_recomputes = 0;
+    state.backward_calls.clear();
+    if (state.in_grad_queue) {
+      state.in_grad_queue = false;
+      out.push_back({ActionKind::drain, u});
+    }
+    release(u, out);
+  }
+  drain_down_to(0, out);
+  out.push_back({ActionKind::join});
+}
+
+void Scheduler::gather(UnitId unit, Phase phase, Actions& out) {
+  UnitState& state = state_[unit];
+  if (!gathers(unit) || state.present) {
+    return;
+  }
+  state.present = true;
+  state.awaited = false;
+  out.push_back({ActionKind::gather, unit, phase});
+}
+
+void Scheduler::await(UnitId unit, Actions& out) {
+  UnitState& state = state_[unit];
+  if (!gathers(unit) || state.awaited) {
+    return;
+  }
+  state.awaited = true;
+  out.push_back({ActionKind::await, unit});
+}
+
+void Scheduler::release(UnitId unit, Actions& out) {
+  UnitState& state = state_[unit];
+  if (!state.present || units_[unit].resident) {
+    return;
+  }
+  state.present = false;
+  state.awaited = false;
+  out.push_back({ActionKind::release, unit});
+}
+
+void Scheduler::release_after_backward(UnitId unit, Actions& out) {
+  UnitState& state = state_[unit];
+  const bool inputs_done = std::all_of(
+      state.backward_calls.begin(),
+      state.backward_calls.end(),
+      [](const BackwardCall& call) { return call.inputs_done; });
+  if (!inputs_done || state.open_forwards > 0 || state.open_recomputes > 0 ||
+      pending_grads(unit) > 0) {
+    return;
+  }
+  state.backward_calls.clear();
+  release(unit, out);
+}
+
+void Scheduler::prefetch(
+    const std::vector<UnitId>& order,
+    std::size_t position,
+    Phase phase,
+    Actions& out) {
+  int ahead = 0;
+  for (std::size_t i = position; i < order.size(); ++i) {
+    if (ahead >= options_.prefetch) {
+      break;
+    }
+    if (gathers(order[i])) {
+      ++ahead;
+      gather(order[i], phase, out);
+    }
+  }
+}
+
+void Scheduler::queue_grads(UnitId unit, Actions& out) {
+  UnitState& state = state_[unit];
+  if (units_[unit].grad_nbytes == 0 || state.in_grad_queue) {
+    return;
+  }
+  if (!has_children_[unit]) {
+    drain_down_to(options_.max_grad_slots - 1, out);
+  }
+  // The same unit again while its last reduction is under way: that slot has
+  // to be free first.
+  const auto again = std::find(reducing_.begin(), reducing_.end(), unit);
+  if (again != reducing_.end()) {
+    reducing_.erase(again);
+    out.push_back({ActionKind::drain, unit});
+  }
+  state.in_grad_queue = true;
+  grad_queue_.push_back(unit);
+  out.push_back({ActionKind::acquire_grads, unit});
+}
+
+void Scheduler::reduce_ready(UnitId current, Actions& out) {
+  // A unit with children ends after all of them: it waits for the outermost
+  // end, on every rank alike, whichever of its parameters got gradients.
+  std::vector<UnitId> ready;
+  for (const UnitId v : grad_queue_) {
+    if (v != current && !has_children_[v] && pending_grads(v) == 0) {
+      ready.push_back(v);
+    }
+  }
+  for (const UnitId v : ready) {
+    reduce(v, out);
+  }
+}
+
+void Scheduler::reduce(UnitId unit, Actions& out) {
+  grad_queue_.erase(std::find(grad_queue_.begin(), grad_queue_.end(), unit));
+  state_[unit].in_grad_queue = false;
+  const bool collective =
+      sync_gradients_ &&
+      (units_[unit].reduce_every_microbatch || is_last_microbatch_);
+  out.push_back(
+      {collective ? ActionKind::reduce : ActionKind::accumulate, unit});
+  reducing_.push_back(unit);
+}
+
+void Scheduler::drain_down_to(std::size_t num_slots, Actions& out) {
+  while (!reducing_.empty() &&
+         (num_slots == 0 || num_leaf_grad_slots() > num_slots)) {
+    out.push_back({ActionKind::drain, reducing_.front()});
+    reducing_.pop_front();
+  }
+}
+
+int Scheduler::pending_grads(UnitId unit) const {
+  int count = 0;
+  for (const auto& [task, pending] : tasks_) {
+    const auto found = pending.find(unit);
+    count += found == pending.end() ? 0 : found->second;
+  }
+  return count;
+}
+
+std::size_t Scheduler::num_leaf_grad_slots() const {
+  const auto is_leaf = [this](UnitId u) { return !has_children_[u]; };
+  return std::count_if(grad_queue_.begin(), grad_queue_.end(), is_leaf) +
+         std::count_if(reducing_.begin(), reducing_.end(), is_leaf);
+}
+
+bool Scheduler::resting() const {
+  return restless_units().empty();
+}
+
+std::vector<std::string> Scheduler::restless_units() const {
+  std::vector<std::string> names;
+  for (std::size_t u = 0; u < units_.size(); ++u) {
+    const UnitState& state = state_[u];
+    if ((state.present && !units_[u].resident) || state.open_forwards > 0 ||
+        !state.backward_calls.empty() || state.in_grad_queue) {
+      names.push_back(units_[u].name);
+    }
+  }
+  return names;
+}
+
+int Scheduler::num_gathered() const {
+  return static_cast<int>(
+      std::count_if(state_.begin(), state_.end(), [](const UnitState& s) {
+        return s.present;
+      }));
+}
+
+}  // namespace flatshard

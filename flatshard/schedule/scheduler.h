@@ -1,0 +1,123 @@
+#pragma once
+
+#include "flatshard/schedule/actions.h"
+#include "flatshard/schedule/events.h"
+
+#include <deque>
+#include <map>
+#include <vector>
+
+namespace flatshard {
+
+struct SchedulerOptions {
+  /// Units gathered ahead of the one that computes.
+  int prefetch = 1;
+  /// Gradient slots of leaf units that may live at once: one is filled while
+  /// the other is reduced.
+  int max_grad_slots = 2;
+};
+
+/// Decides what is gathered, released and reduced, and in which order.
+///
+/// Pure: events in, actions out, no tensors and no time. Every rank feeds the
+/// same events and so launches the same collectives in the same order. Three
+/// parties carry the actions out: the Runtime (streams), the simulator (bytes
+/// and prices) and the tests (plain lists).
+///
+/// Order is predicted, never assumed: the units' order of registration serves
+/// the first step, the recorded order of the last forward and backward every
+/// later one. A program that leaves the prediction only loses prefetches.
+class Scheduler {
+ public:
+  Scheduler(std::vector<UnitSpec> units, SchedulerOptions options);
+
+  /// Takes one event and returns the actions it causes, in launch order.
+  /// @throws Error{usage} when the event cannot follow the ones before it,
+  /// naming the unit.
+  std::vector<Action> on(const Event& event);
+
+  const std::vector<UnitSpec>& units() const { return units_; }
+  const SchedulerOptions& options() const { return options_; }
+
+  /// Nothing is gathered but resident weights, no forward or backward is open
+  /// and no gradient waits to be reduced.
+  bool resting() const;
+  /// Names of the units that do not rest, for an error message.
+  std::vector<std::string> restless_units() const;
+  bool is_gathered(UnitId unit) const { return state_[unit].present; }
+  int num_gathered() const;
+  /// True while a forward outside any backward is open.
+  bool in_forward() const { return !open_forwards_.empty(); }
+
+ private:
+  /// One unit's backward of one call inside one graph task.
+  struct BackwardCall {
+    CallId call;
+    TaskId task;
+    bool inputs_done;
+  };
+
+  struct UnitState {
+    bool present = false;  ///< gathered, or its gather is queued
+    bool awaited = false;
+    int open_forwards = 0;
+    int open_recomputes = 0;
+    std::vector<BackwardCall> backward_calls;
+    bool in_grad_queue = false;
+  };
+
+  using Actions = std::vector<Action>;
+
+  void forward_begin(const Event& event, Actions& out);
+  void forward_end(const Event& event, Actions& out);
+  void recompute_begin(const Event& event, Actions& out);
+  void recompute_end(const Event& event);
+  void task_begin(const Event& event);
+  void backward_begin(const Event& event, Actions& out);
+  void wgrad_done(const Event& event, Actions& out);
+  void inputs_done(const Event& event, Actions& out);
+  void task_end(const Event& event, Actions& out);
+  void weights_changed(Actions& out);
+  void reset(Actions& out);
+
+  bool gathers(UnitId unit) const { return units_[unit].gather_nbytes > 0; }
+  void gather(UnitId unit, Phase phase, Actions& out);
+  void await(UnitId unit, Actions& out);
+  void release(UnitId unit, Actions& out);
+  void release_after_backward(UnitId unit, Actions& out);
+  void prefetch(
+      const std::vector<UnitId>& order,
+      std::size_t position,
+      Phase phase,
+      Actions& out);
+  void queue_grads(UnitId unit, Actions& out);
+  /// Reduces the queued units that are ready; `current` still computes.
+  void reduce_ready(UnitId current, Actions& out);
+  void reduce(UnitId unit, Actions& out);
+  void drain_down_to(std::size_t num_slots, Actions& out);
+  int pending_grads(UnitId unit) const;
+  std::size_t num_leaf_grad_slots() const;
+
+  std::vector<UnitSpec> units_;
+  SchedulerOptions options_;
+  std::vector<UnitState> state_;
+  std::vector<bool> has_children_;
+
+  // The prediction, and what is recorded now to become the next one.
+  std::vector<UnitId> forward_order_;
+  std::vector<UnitId> backward_order_;
+  std::vector<UnitId> recorded_forward_;
+  std::vector<UnitId> recorded_ends_;
+  std::vector<UnitId> recorded_backward_;
+  std::size_t forward_position_ = 0;
+  std::size_t backward_position_ = 0;
+
+  std::vector<UnitId> open_forwards_;  ///< a stack
+  std::map<TaskId, std::map<UnitId, int>> tasks_;
+  std::vector<UnitId> grad_queue_;  ///< slots being filled, in order of begin
+  std::deque<UnitId> reducing_;     ///< reduced, not yet drained
+  bool is_last_microbatch_ = true;
+  bool sync_gradients_ = true;
+};
+
+}  // namespace flatshard

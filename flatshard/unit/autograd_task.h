@@ -1,0 +1,27 @@
+#pragma once
+
+#include <torch/csrc/autograd/function.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+namespace flatshard {
+
+/// What the running backward says of itself. Source of the rules: torch's
+/// autograd engine (torch/csrc/autograd/engine.cpp, graph_task.h).
+namespace autograd_task {
+
+/// Id of the graph task that runs on this thread, -1 outside of any backward.
+std::int64_t current_id();
+
+/// Whether the running graph task will run `accumulator`. Known exactly at the
+/// task's first event: the engine has collected its nodes by then.
+bool expects(const torch::autograd::Node* accumulator);
+
+/// Runs `on_end` when the current graph task ends. After an exception it does
+/// not run; then the returned token expires without it.
+std::weak_ptr<void> at_end(std::function<void()> on_end);
+
+}  // namespace autograd_task
+}  // namespace flatshard

@@ -1,0 +1,248 @@
+#include "flatshard/unit/fully_shard.h"
+
+#include "flatshard/core/error.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <map>
+#include <unordered_map>
+#include <utility>
+
+namespace flatshard {
+namespace {
+
+/// One parameter with all its names and the units that use it.
+struct FoundParameter {
+  std::vector<std::string> names;
+  at::Tensor tensor;
+  const nn::ParameterInfo* info = nullptr;
+  std::vector<UnitId> units;
+};
+
+/// The tree of units below a root.
+struct UnitTree {
+  std::vector<nn::Module*> modules;
+  std::vector<std::string> names;
+  std::vector<UnitId> parents;
+  /// Every module below the root -> its closest unit.
+  std::unordered_map<const torch::nn::Module*, UnitId> unit_of;
+
+  UnitId common_ancestor(UnitId a, UnitId b) const {
+    while (a != b) {
+      // Parents have smaller numbers: climb from the larger one.
+      (a > b ? a : b) = parents[a > b ? a : b];
+    }
+    return a;
+  }
+};
+
+void walk(
+    torch::nn::Module& module,
+    const std::string& name,
+    UnitId enclosing,
+    const std::vector<nn::Module*>& chosen,
+    UnitTree& tree) {
+  auto* as_unit = dynamic_cast<nn::Module*>(&module);
+  const bool is_unit =
+      tree.modules.empty() ||
+      (as_unit != nullptr &&
+       std::find(chosen.begin(), chosen.end(), as_unit) != chosen.end());
+  UnitId unit = enclosing;
+  if (is_unit) {
+    unit = static_cast<UnitId>(tree.modules.size());
+    tree.modules.push_back(as_unit);
+    tree.names.push_back(name.empty() ? "root" : name);
+    tree.parents.push_back(enclosing);
+  }
+  const bool is_new = tree.unit_of.emplace(&module, unit).second;
+  FLATSHARD_CHECK(
+      is_new || !is_unit,
+      usage,
+      "module {} is a unit and appears twice in the tree; share its "
+      "parameters instead",
+      name);
+  for (const auto& child : module.named_children()) {
+    walk(
+        *child.value(),
+        name.empty() ? child.key() : name + "." + child.key(),
+        unit,
+        chosen,
+        tree);
+  }
+}
+
+UnitTree find_units(nn::Module& root, const std::vector<nn::Module*>& chosen) {
+  UnitTree tree;
+  walk(root, "", kNoUnit, chosen, tree);
+  for (nn::Module* module : chosen) {
+    FLATSHARD_CHECK(
+        module != nullptr && tree.unit_of.contains(module),
+        usage,
+        "a module in FullyShardOptions::units is not below the root");
+  }
+  return tree;
+}
+
+std::vector<FoundParameter> find_parameters(
+    nn::Module& root,
+    const UnitTree& tree,
+    const FullyShardOptions& options) {
+  std::vector<FoundParameter> found;
+  std::unordered_map<const c10::TensorImpl*, std::size_t> index;
+  for (const nn::NamedParameter& p : nn::named_parameters(root)) {
+    if (options.ignore && options.ignore(p.name)) {
+      FLATSHARD_CHECK(
+          !p.tensor.is_meta(),
+          usage,
+          "parameter {} is ignored but has no memory; materialize it first",
+          p.name);
+      continue;
+    }
+    const auto [at, is_new] =
+        index.emplace(p.tensor.unsafeGetTensorImpl(), found.size());
+    if (is_new) {
+      found.push_back({.tensor = p.tensor, .info = p.info});
+    }
+    FoundParameter& parameter = found[at->second];
+    parameter.names.push_back(p.name);
+    parameter.units.push_back(tree.unit_of.at(p.owner));
+  }
+  return found;
+}
+
+Strategy strategy_of(const FullyShardOptions& options, const Mesh& mesh) {
+  if (options.custom_strategy) {
+    return *options.custom_strategy;
+  }
+  return Strategy::named(options.strategy, mesh.num_axes());
+}
+
+GroupParameter group_parameter(
+    const FoundParameter& p,
+    const FullyShardOptions& options) {
+  FLATSHARD_CHECK(
+      at::isFloatingType(p.tensor.scalar_type()),
+      usage,
+      "expected parameter {} to be of a floating type, got {}; register it as "
+      "a buffer or ignore it",
+      p.names.front(),
+      c10::toString(p.tensor.scalar_type()));
+  GroupParameter g;
+  g.names = p.names;
+  g.shape = p.tensor.sizes().vec();
+  g.granularity = options.granularity_of
+                      ? options.granularity_of(p.names.front())
+                      : options.granularity;
+  if (p.info != nullptr) {
+    g.init = p.info->init;
+    g.attributes = p.info->attributes;
+  }
+  if (p.tensor.is_meta()) {
+    FLATSHARD_CHECK(
+        p.info != nullptr,
+        usage,
+        "parameter {} has neither memory nor an InitSpec; declare it with "
+        "nn::Module::declare_parameter",
+        p.names.front());
+  } else {
+    g.values = p.tensor.detach().clone();
+  }
+  return g;
+}
+
+std::unique_ptr<Unit> build_unit(
+    UnitId id,
+    const UnitTree& tree,
+    const std::vector<const FoundParameter*>& parameters,
+    const std::shared_ptr<Mesh>& mesh,
+    const FullyShardOptions& options) {
+  std::vector<std::unique_ptr<ParamGroup>> groups;
+  std::vector<UnitParameter> unit_parameters;
+  for (const bool trainable : {true, false}) {
+    std::vector<GroupParameter> members;
+    for (const FoundParameter* p : parameters) {
+      if (p->tensor.requires_grad() != trainable) {
+        continue;
+      }
+      unit_parameters.push_back(
+          {.name = p->names.front(),
+           .tensor = p->tensor,
+           .group = groups.size(),
+           .index = static_cast<std::int64_t>(members.size())});
+      members.push_back(group_parameter(*p, options));
+    }
+    if (members.empty()) {
+      continue;
+    }
+    groups.push_back(std::make_unique<ParamGroup>(
+        std::move(members),
+        mesh,
+        ParamGroupOptions{
+            .name = "unit " + tree.names[id],
+            .strategy = strategy_of(options, *mesh),
+            .precision = options.precision,
+            .scaling = options.scaling,
+            .grad_divisor = options.grad_divisor,
+            .trainable = trainable,
+            .layout = options.layout},
+        Initializer(options.seed)));
+  }
+  for (UnitParameter& p : unit_parameters) {
+    p.storage =
+        ParameterStorage(p.tensor, options.precision.compute, mesh->device());
+  }
+  return std::make_unique<Unit>(
+      id,
+      tree.names[id],
+      tree.modules[id],
+      std::move(groups),
+      std::move(unit_parameters));
+}
+
+void connect(
+    torch::nn::Module& module,
+    const std::shared_ptr<Runtime>& runtime) {
+  if (auto* ours = dynamic_cast<nn::Module*>(&module)) {
+    ours->set_wgrad_sink(runtime);
+    ours->set_recompute_listener(runtime);
+  }
+  for (const auto& child : module.children()) {
+    connect(*child, runtime);
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<Runtime> fully_shard(
+    nn::Module& root,
+    std::shared_ptr<Mesh> mesh,
+    FullyShardOptions options) {
+  set_current_device(mesh->device());
+  const UnitTree tree = find_units(root, options.units);
+  const auto found = find_parameters(root, tree, options);
+  std::vector<std::vector<const FoundParameter*>> members(tree.modules.size());
+  for (const FoundParameter& p : found) {
+    UnitId owner = p.units.front();
+    for (const UnitId unit : p.units) {
+      owner = tree.common_ancestor(owner, unit);
+    }
+    members[owner].push_back(&p);
+  }
+  std::vector<std::unique_ptr<Unit>> units;
+  for (UnitId u = 0; u < static_cast<UnitId>(tree.modules.size()); ++u) {
+    units.push_back(build_unit(u, tree, members[u], mesh, options));
+  }
+  auto runtime = Runtime::create(
+      std::move(mesh),
+      std::move(units),
+      tree.parents,
+      {.prefetch = options.prefetch,
+       .reshard_after_forward = options.reshard_after_forward,
+       .streams = options.streams,
+       .trace = options.trace});
+  connect(root, runtime);
+  return runtime;
+}
+
+}  // namespace flatshard

@@ -1,0 +1,69 @@
+#pragma once
+
+#include "flatshard/comm/mesh.h"
+#include "flatshard/group/precision.h"
+#include "flatshard/layout/flat_layout.h"
+#include "flatshard/layout/strategy.h"
+#include "flatshard/nn/module.h"
+#include "flatshard/unit/runtime.h"
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace flatshard {
+
+struct FullyShardOptions {
+  /// Modules that are gathered and released as a whole, e.g. the blocks.
+  /// Parameters below none of them belong to the root. Order does not matter.
+  std::vector<nn::Module*> units;
+  /// A name of Strategy::named for the mesh's number of axes...
+  std::string strategy = "zero3";
+  /// ... or lists of placements of your own.
+  std::optional<Strategy> custom_strategy;
+  Precision precision;
+  GradScaling scaling = GradScaling::mean;
+  double grad_divisor = 1;
+  /// Units gathered ahead.
+  int prefetch = 1;
+  /// false: weights stay gathered from forward to backward.
+  bool reshard_after_forward = true;
+  Granularity granularity;
+  /// Per parameter, e.g. rows for one that a row-wise optimizer takes;
+  /// empty: `granularity` for all.
+  std::function<Granularity(const std::string& name)> granularity_of;
+  LayoutOptions layout;
+  /// Parameters that stay as they are: not sharded, not gathered, not reduced.
+  std::function<bool(const std::string& name)> ignore;
+  /// Of the values that parameters without memory start from.
+  std::uint64_t seed = 0;
+  /// For tests: delays on the communication streams.
+  StreamOptions streams;
+  bool trace = false;
+};
+
+/// Shards every parameter below `root` over `mesh` and installs the hooks that
+/// gather, release and reduce around forward and backward. Collective.
+///
+/// Parameters on the meta device get their first values from their InitSpec;
+/// others keep theirs, which have to be equal on all ranks. Afterwards the
+/// parameters have data only while their unit is gathered; optimizers take
+/// `Runtime::groups()`.
+///
+/// A parameter with several names (tied weights) has one place. When several
+/// units use it, it belongs to the closest unit around all of them.
+///
+/// The module holds the Runtime only weakly: keep the result. Destroying it
+/// frees all memory and leaves the parameters without data.
+///
+/// @throws Error{config, usage} when options contradict each other, naming
+/// the option, unit or parameter.
+std::shared_ptr<Runtime> fully_shard(
+    nn::Module& root,
+    std::shared_ptr<Mesh> mesh,
+    FullyShardOptions options);
+
+}  // namespace flatshard

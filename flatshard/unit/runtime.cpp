@@ -1,0 +1,309 @@
+#include "flatshard/unit/runtime.h"
+
+#include "flatshard/core/error.h"
+#include "flatshard/core/log.h"
+#include "flatshard/schedule/simulate.h"
+#include "flatshard/unit/runtime_call.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace flatshard {
+namespace {
+
+std::vector<UnitSpec> specs_of(
+    const std::vector<std::unique_ptr<Unit>>& units,
+    const std::vector<UnitId>& parents,
+    const RuntimeOptions& options) {
+  FLATSHARD_CHECK(
+      units.size() == parents.size(),
+      internal,
+      "expected one parent per unit");
+  std::vector<UnitSpec> specs;
+  for (std::size_t u = 0; u < units.size(); ++u) {
+    specs.push_back(units[u]->spec(parents[u], options.reshard_after_forward));
+  }
+  return specs;
+}
+
+}  // namespace
+
+Runtime::Runtime(
+    std::shared_ptr<Mesh> mesh,
+    std::vector<std::unique_ptr<Unit>> units,
+    std::vector<UnitId> parents,
+    RuntimeOptions options)
+    : mesh_(std::move(mesh)),
+      options_(options),
+      units_(std::move(units)),
+      scheduler_(
+          specs_of(units_, parents, options),
+          SchedulerOptions{.prefetch = options.prefetch}),
+      pool_(mesh_->device()) {
+  StreamOptions gather = options.streams;
+  gather.high_priority = true;
+  gather_stream_ = make_stream(mesh_->device(), "gather", gather);
+  StreamOptions reduce = options.streams;
+  reduce.high_priority = true;
+  reduce.delay_seed += 1;
+  reduce_stream_ = make_stream(mesh_->device(), "reduce", reduce);
+  plan_slots(simulate_step(
+      scheduler_.units(),
+      SchedulerOptions{.prefetch = options.prefetch}));
+}
+
+std::shared_ptr<Runtime> Runtime::create(
+    std::shared_ptr<Mesh> mesh,
+    std::vector<std::unique_ptr<Unit>> units,
+    std::vector<UnitId> parents,
+    RuntimeOptions options) {
+  std::shared_ptr<Runtime> runtime(new Runtime(
+      std::move(mesh),
+      std::move(units),
+      std::move(parents),
+      options));
+  runtime->install_hooks();
+  return runtime;
+}
+
+Runtime::~Runtime() {
+  module_hooks_.clear();
+  try {
+    gather_stream_->synchronize();
+    reduce_stream_->synchronize();
+  } catch (const std::exception& e) {
+    log_error("while a runtime was destroyed: {}", e.what());
+  }
+  for (auto& unit : units_) {
+    for (UnitParameter& p : unit->parameters()) {
+      if (p.accumulator && p.hook_id != 0) {
+        p.accumulator->del_post_hook(p.hook_id);
+      }
+      p.storage.clear();  // the memory goes with this object
+    }
+  }
+}
+
+void Runtime::plan_slots(const std::vector<Action>& actions) {
+  plan_ = SlotPlan::build(slot_lifetimes(scheduler_.units(), actions));
+  pool_.set_arena(plan_.arena_nbytes());
+  planned_dynamic_ = pool_.num_dynamic();
+}
+
+// -- the training loop's side ------------------------------------------------
+
+void Runtime::set_is_last_microbatch(bool is_last) {
+  const std::lock_guard lock(mutex_);
+  is_last_microbatch_ = is_last;
+  feed(
+      {.kind = EventKind::microbatch,
+       .is_last = is_last,
+       .sync = sync_gradients_});
+}
+
+void Runtime::set_sync_gradients(bool sync) {
+  const std::lock_guard lock(mutex_);
+  sync_gradients_ = sync;
+  feed(
+      {.kind = EventKind::microbatch,
+       .is_last = is_last_microbatch_,
+       .sync = sync});
+}
+
+std::vector<ParamGroup*> Runtime::groups() const {
+  std::vector<ParamGroup*> groups;
+  for (const auto& unit : units_) {
+    for (const auto& group : unit->groups()) {
+      if (group->trainable()) {
+        groups.push_back(group.get());
+      }
+    }
+  }
+  return groups;
+}
+
+void Runtime::zero_grad() {
+  for (ParamGroup* group : groups()) {
+    group->zero_grad();
+  }
+}
+
+void Runtime::reset() {
+  const std::lock_guard lock(mutex_);
+  reset_locked();
+}
+
+void Runtime::reset_locked() {
+  tasks_.clear();
+  open_calls_.clear();
+  output_points_.clear();
+  feed({.kind = EventKind::reset});
+  for (auto& unit : units_) {
+    unit->drop_grads();
+    if (unit->grads_slot.held()) {
+      drain(*unit);
+    }
+  }
+  zero_grad();
+}
+
+void Runtime::synchronize() {
+  gather_stream_->synchronize();
+  reduce_stream_->synchronize();
+  current_stream(mesh_->device())->synchronize();
+}
+
+RuntimeTrace Runtime::trace() const {
+  const std::lock_guard lock(mutex_);
+  return trace_;
+}
+
+void Runtime::clear_trace() {
+  const std::lock_guard lock(mutex_);
+  trace_ = {};
+}
+
+// -- actions -----------------------------------------------------------------
+
+void Runtime::feed(Event event) {
+  if (options_.trace) {
+    trace_.events.push_back(event);
+  }
+  for (const Action& action : scheduler_.on(event)) {
+    execute(action);
+  }
+}
+
+void Runtime::execute(const Action& action) {
+  step_actions_.push_back(action);
+  if (options_.trace) {
+    trace_.actions.push_back(action);
+  }
+  try {
+    switch (action.kind) {
+      case ActionKind::gather:
+        gather(*units_[action.unit], action.phase);
+        break;
+      case ActionKind::await:
+        await(*units_[action.unit]);
+        break;
+      case ActionKind::release:
+        release(*units_[action.unit]);
+        break;
+      case ActionKind::acquire_grads:
+        break;  // at the first write
+      case ActionKind::reduce:
+        reduce(*units_[action.unit], true);
+        break;
+      case ActionKind::accumulate:
+        reduce(*units_[action.unit], false);
+        break;
+      case ActionKind::drain:
+        drain(*units_[action.unit]);
+        break;
+      case ActionKind::join:
+        all_reduced_.wait(*current_stream(mesh_->device()));
+        break;
+    }
+  } catch (const Error& e) {
+    throw e.with_context(context(action));
+  } catch (const std::exception& e) {
+    throw Error(ErrorCode::comm, e.what(), context(action));
+  }
+}
+
+std::string Runtime::context(const Action& action) const {
+  std::string text =
+      fmt::format("rank {}/{} | step {}", mesh_->rank(), mesh_->size(), step_);
+  if (action.unit != kNoUnit) {
+    text += fmt::format(" | unit {}", units_[action.unit]->name());
+  }
+  return fmt::format("{} | {}", text, to_string(action.kind));
+}
+
+void Runtime::gather(Unit& unit, Phase phase) {
+  std::vector<bool> refresh;
+  for (const auto& group : unit.groups()) {
+    const bool stale = group->has_refresh() && group->needs_refresh();
+    refresh.push_back(stale);
+    group->mark_refreshed();
+  }
+  weights_ready_.wait(*gather_stream_);
+  void* slot = nullptr;
+  if (!unit.resident()) {
+    const SlotRole role = phase == Phase::forward ? SlotRole::forward_weights
+                                                  : SlotRole::backward_weights;
+    unit.weights_slot = pool_.acquire(
+        plan_.offset({unit.id(), role}),
+        unit.weights_nbytes(),
+        gather_stream_);
+    slot = unit.weights_slot.data;
+  }
+  gather_stream_->submit(
+      [&unit, slot, refresh] { unit.gather_into(slot, refresh); });
+  unit.gathered.record(*gather_stream_);
+}
+
+void Runtime::await(Unit& unit) {
+  unit.gathered.wait(*current_stream(mesh_->device()));
+  unit.awaited = true;
+  if (!unit.resident()) {
+    unit.point_at(unit.weights_slot.data);
+  }
+}
+
+void Runtime::release(Unit& unit) {
+  unit.clear();
+  const auto compute = current_stream(mesh_->device());
+  if (!unit.awaited) {
+    unit.gathered.wait(*compute);  // a prefetch that nobody used
+  }
+  unit.awaited = false;
+  Event last_use;
+  last_use.record(*compute);
+  pool_.release(unit.weights_slot, last_use, gather_stream_);
+}
+
+void* Runtime::grads_slot(Unit& unit) {
+  if (!unit.grads_slot.held()) {
+    unit.grads_slot = pool_.acquire(
+        plan_.offset({unit.id(), SlotRole::gradients}),
+        unit.grads_nbytes(),
+        current_stream(mesh_->device()));
+  }
+  return unit.grads_slot.data;
+}
+
+void Runtime::reduce(Unit& unit, bool collective) {
+  void* slot = grads_slot(unit);
+  unit.finish_grads(slot);
+  Event filled;
+  filled.record(*current_stream(mesh_->device()));
+  filled.wait(*reduce_stream_);
+  for (std::size_t g = 0; g < unit.groups().size(); ++g) {
+    ParamGroup& group = *unit.groups()[g];
+    if (!group.trainable()) {
+      continue;
+    }
+    const auto reduction =
+        group.plan_reduction(collective, is_last_microbatch_);
+    reduce_stream_->submit([&group, flat = unit.grad_flat(slot, g), reduction] {
+      group.reduce(flat, reduction);
+    });
+  }
+  unit.reduced.record(*reduce_stream_);
+  all_reduced_ = unit.reduced;
+}
+
+void Runtime::drain(Unit& unit) {
+  if (unit.grads_slot.held()) {
+    pool_.release(
+        unit.grads_slot,
+        unit.reduced,
+        current_stream(mesh_->device()));
+  }
+}
+
+}  // namespace flatshard

@@ -1,0 +1,175 @@
+#pragma once
+
+#include "flatshard/buffer/slot_pool.h"
+#include "flatshard/device/stream.h"
+#include "flatshard/nn/module.h"
+#include "flatshard/nn/wgrad.h"
+#include "flatshard/schedule/scheduler.h"
+#include "flatshard/schedule/slot_plan.h"
+#include "flatshard/unit/unit.h"
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace flatshard {
+
+struct RuntimeOptions {
+  int prefetch = 1;
+  bool reshard_after_forward = true;
+  /// Delays for tests; the names of the streams are part of the seed.
+  StreamOptions streams;
+  /// Keep every event and action since the last clear_trace (tests, reports).
+  bool trace = false;
+};
+
+/// Events that came and actions that were really carried out, in order.
+struct RuntimeTrace {
+  std::vector<Event> events;
+  std::vector<Action> actions;
+};
+
+/// Turns what a training program does (forward, backward, step) into events
+/// for the Scheduler and carries its actions out on streams: the only place
+/// that touches both tensors and time.
+///
+/// Made by `fully_shard`. Call it from one thread at a time; autograd may call
+/// it from its own. A destroyed Runtime leaves hooks that do nothing.
+class Runtime : public nn::WgradSink,
+                public nn::RecomputeListener,
+                public std::enable_shared_from_this<Runtime> {
+ public:
+  /// Units in order of registration, parents before children; `parents` has one
+  /// entry per unit. Collectives are not run here.
+  static std::shared_ptr<Runtime> create(
+      std::shared_ptr<Mesh> mesh,
+      std::vector<std::unique_ptr<Unit>> units,
+      std::vector<UnitId> parents,
+      RuntimeOptions options);
+  ~Runtime() override;
+
+  // For training loops -------------------------------------------------------
+
+  /// Says of the backwards that follow whether they are the step's last.
+  /// Strategies that accumulate before they communicate (ZeRO-0/1, the outer
+  /// axes of HSDP and HFSDP) reduce on the last one only. Default: true.
+  void set_is_last_microbatch(bool is_last);
+  /// false (no_sync): gradients accumulate unsharded without any collective.
+  void set_sync_gradients(bool sync);
+
+  /// All trainable groups, in order of units: what an optimizer takes.
+  std::vector<ParamGroup*> groups() const;
+  void zero_grad();
+  /// Ends every open forward and backward after an exception, releases all
+  /// weights and drops the gradients of the step. Collective order is safe
+  /// again when all ranks call it. The next root forward after a failed
+  /// backward does it by itself.
+  void reset();
+  /// Blocks until all queued work of this runtime's streams is done.
+  void synchronize();
+
+  // For reports and tests ----------------------------------------------------
+
+  const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
+  const std::shared_ptr<Mesh>& mesh() const { return mesh_; }
+  const Scheduler& scheduler() const { return scheduler_; }
+  const SlotPool& pool() const { return pool_; }
+  const SlotPlan& plan() const { return plan_; }
+  RuntimeTrace trace() const;
+  void clear_trace();
+  /// The step that error messages name.
+  void set_step(std::int64_t step) { step_ = step; }
+
+  // nn::WgradSink and nn::RecomputeListener ----------------------------------
+
+  std::optional<nn::WgradTarget> begin_wgrad(
+      const at::Tensor& parameter) override;
+  void end_wgrad(const at::Tensor& parameter) override;
+  void recompute_begin(nn::Module& owner) override;
+  void recompute_end(nn::Module& owner) override;
+
+ private:
+  struct Call;  // one forward of one unit
+  struct ParameterRef {
+    UnitId unit = kNoUnit;
+    std::size_t index = 0;
+  };
+
+  Runtime(
+      std::shared_ptr<Mesh> mesh,
+      std::vector<std::unique_ptr<Unit>> units,
+      std::vector<UnitId> parents,
+      RuntimeOptions options);
+  void install_hooks();
+  void hook_parameter(UnitId unit, std::size_t index);
+
+  // Events, as the hooks see them. Each takes the lock.
+  void on_forward_begin(UnitId unit, const nn::TensorList& inputs);
+  void on_forward_end(UnitId unit, const nn::TensorList& outputs);
+  void on_forward_error(UnitId unit);
+  void on_output_grad(const std::shared_ptr<Call>& call);
+  void on_input_grad(const std::shared_ptr<Call>& call);
+  void on_parameter_done(UnitId unit, std::size_t index);
+  void on_task_end(TaskId task);
+
+  // With the lock held.
+  TaskId ensure_task();
+  bool backward_failed();
+  void before_root_forward();
+  void watch_inputs(
+      const std::shared_ptr<Call>& call,
+      const nn::TensorList& inputs);
+  bool watch_outputs(
+      const std::shared_ptr<Call>& call,
+      const nn::TensorList& outputs);
+  void input_grad_arrived(const std::shared_ptr<Call>& call, TaskId task);
+  void reset_locked();
+  void feed(Event event);
+  void execute(const Action& action);
+  void plan_slots(const std::vector<Action>& actions);
+
+  void gather(Unit& unit, Phase phase);
+  void await(Unit& unit);
+  void release(Unit& unit);
+  void reduce(Unit& unit, bool collective);
+  void drain(Unit& unit);
+  void* grads_slot(Unit& unit);
+  std::string context(const Action& action) const;
+
+  std::shared_ptr<Mesh> mesh_;
+  RuntimeOptions options_;
+  std::vector<std::unique_ptr<Unit>> units_;
+  Scheduler scheduler_;
+  SlotPool pool_;
+  SlotPlan plan_;
+  std::shared_ptr<Stream> gather_stream_;
+  std::shared_ptr<Stream> reduce_stream_;
+  Event weights_ready_;
+  Event all_reduced_;
+  std::int64_t seen_generation_ = -1;
+
+  std::unordered_map<const c10::TensorImpl*, ParameterRef> parameters_;
+  std::vector<nn::HookHandle> module_hooks_;
+  /// Calls whose forward is open, innermost last; recomputes included.
+  std::vector<std::shared_ptr<Call>> open_calls_;
+  /// Who waits for the gradient of a tensor that another unit put out: that
+  /// unit's own hook serves both, in the right order.
+  struct OutputPoint;
+  std::map<std::pair<const void*, std::uint32_t>, std::shared_ptr<OutputPoint>>
+      output_points_;
+  std::map<TaskId, std::weak_ptr<void>> tasks_;
+  CallId next_call_ = 0;
+
+  bool is_last_microbatch_ = true;
+  bool sync_gradients_ = true;
+  std::vector<Action> step_actions_;  ///< since the weights last changed
+  std::int64_t planned_dynamic_ = 0;  ///< dynamic slots when the plan was made
+  RuntimeTrace trace_;
+  std::int64_t step_ = 0;
+  mutable std::mutex mutex_;
+};
+
+}  // namespace flatshard

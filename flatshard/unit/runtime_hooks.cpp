@@ -1,0 +1,383 @@
+// The autograd side of the Runtime: hooks on modules, tensors and gradient
+// accumulators become events for the Scheduler.
+#include "flatshard/core/error.h"
+#include "flatshard/unit/autograd_task.h"
+#include "flatshard/unit/runtime_call.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace flatshard {
+namespace {
+
+// Like torch's LambdaPostHook, without its header's Python baggage.
+class PostHook : public torch::autograd::FunctionPostHook {
+ public:
+  explicit PostHook(std::function<void()> action)
+      : action_(std::move(action)) {}
+
+  torch::autograd::variable_list operator()(
+      const torch::autograd::variable_list& outputs,
+      const torch::autograd::variable_list&) override {
+    action_();
+    return outputs;
+  }
+
+ private:
+  std::function<void()> action_;
+};
+
+}  // namespace
+
+void Runtime::install_hooks() {
+  const std::weak_ptr<Runtime> weak = weak_from_this();
+  for (const auto& unit : units_) {
+    const UnitId id = unit->id();
+    nn::Module& module = *unit->module();
+    module_hooks_.push_back(module.add_forward_pre_hook(
+        [weak, id](nn::Module&, const nn::TensorList& inputs) {
+          if (const auto self = weak.lock()) {
+            self->on_forward_begin(id, inputs);
+          }
+        }));
+    module_hooks_.push_back(
+        module.add_forward_hook([weak, id](
+                                    nn::Module&,
+                                    const nn::TensorList&,
+                                    const nn::TensorList& outputs) {
+          if (const auto self = weak.lock()) {
+            self->on_forward_end(id, outputs);
+          }
+        }));
+    module_hooks_.push_back(module.add_forward_error_hook(
+        [weak, id](nn::Module&, std::exception_ptr) {
+          if (const auto self = weak.lock()) {
+            self->on_forward_error(id);
+          }
+        }));
+    for (std::size_t i = 0; i < unit->parameters().size(); ++i) {
+      const UnitParameter& p = unit->parameters()[i];
+      parameters_[p.tensor.unsafeGetTensorImpl()] = {id, i};
+      if (unit->groups()[p.group]->trainable()) {
+        hook_parameter(id, i);
+      }
+    }
+  }
+}
+
+void Runtime::hook_parameter(UnitId unit, std::size_t index) {
+  UnitParameter& p = units_[unit]->parameters()[index];
+  p.accumulator = torch::autograd::impl::grad_accumulator(p.tensor);
+  FLATSHARD_CHECK(
+      p.accumulator != nullptr,
+      usage,
+      "expected parameter {} to be a leaf that requires a gradient",
+      p.name);
+  p.hook_id = p.accumulator->add_post_hook(
+      std::make_unique<PostHook>([weak = weak_from_this(), unit, index] {
+        if (const auto self = weak.lock()) {
+          self->on_parameter_done(unit, index);
+        }
+      }));
+}
+
+// -- forward -----------------------------------------------------------------
+
+void Runtime::before_root_forward() {
+  if (backward_failed()) {
+    reset_locked();
+  }
+  output_points_.clear();
+  std::int64_t generation = 0;
+  for (const auto& unit : units_) {
+    for (const auto& group : unit->groups()) {
+      group->adopt_foreign_writes();
+    }
+    generation += unit->generation();
+  }
+  if (generation == seen_generation_) {
+    return;
+  }
+  seen_generation_ = generation;
+  feed({.kind = EventKind::weights_changed});
+  // The optimizer wrote on this stream; the gathers read after it.
+  weights_ready_.record(*current_stream(mesh_->device()));
+  if (pool_.num_dynamic() > planned_dynamic_ && pool_.num_held() == 0) {
+    // The last step needed slots that the plan did not have: plan anew, from
+    // what it did, while all rests.
+    plan_slots(step_actions_);
+  }
+  step_actions_.clear();
+}
+
+void Runtime::on_forward_begin(UnitId unit, const nn::TensorList& inputs) {
+  const std::lock_guard lock(mutex_);
+  auto call = std::make_shared<Call>();
+  call->unit = unit;
+  call->id = next_call_++;
+  call->recompute = autograd_task::current_id() >= 0;
+  if (call->recompute) {
+    ensure_task();
+  } else if (!scheduler_.in_forward()) {
+    open_calls_.clear();
+    before_root_forward();
+  }
+  call->generation = units_[unit]->generation();
+  watch_inputs(call, inputs);
+  open_calls_.push_back(call);
+  feed(
+      {.kind = call->recompute ? EventKind::recompute_begin
+                               : EventKind::forward_begin,
+       .unit = unit,
+       .call = call->id});
+}
+
+void Runtime::on_forward_end(UnitId unit, const nn::TensorList& outputs) {
+  const std::lock_guard lock(mutex_);
+  FLATSHARD_CHECK(
+      !open_calls_.empty() && open_calls_.back()->unit == unit,
+      internal,
+      "the forward of {} ended without having begun",
+      units_[unit]->name());
+  const auto call = open_calls_.back();
+  open_calls_.pop_back();
+  const bool needs_backward = watch_outputs(call, outputs);
+  feed(
+      {.kind =
+           call->recompute ? EventKind::recompute_end : EventKind::forward_end,
+       .unit = unit,
+       .call = call->id,
+       .needs_backward = needs_backward});
+}
+
+void Runtime::on_forward_error(UnitId unit) {
+  const std::lock_guard lock(mutex_);
+  if (open_calls_.empty() || open_calls_.back()->unit != unit) {
+    return;  // the hook of this call itself failed before it was opened
+  }
+  const auto call = open_calls_.back();
+  open_calls_.pop_back();
+  feed(
+      {.kind =
+           call->recompute ? EventKind::recompute_end : EventKind::forward_end,
+       .unit = unit,
+       .call = call->id});
+}
+
+void Runtime::watch_inputs(
+    const std::shared_ptr<Call>& call,
+    const nn::TensorList& inputs) {
+  if (!at::GradMode::is_enabled()) {
+    return;
+  }
+  for (const at::Tensor& input : inputs) {
+    if (!input.requires_grad()) {
+      continue;
+    }
+    const auto& node = input.grad_fn();
+    if (!node) {
+      // A hook on a leaf would stay with the user's tensor.
+      call->has_unwatched_input = true;
+      continue;
+    }
+    ++call->num_watched_inputs;
+    const auto point = output_points_.find({node.get(), input.output_nr()});
+    if (point != output_points_.end() && point->second->node.lock() == node) {
+      point->second->consumers.push_back(call);
+      continue;
+    }
+    input.register_hook(std::function<void(at::Tensor)>(
+        [weak = weak_from_this(), call](const at::Tensor&) {
+          if (const auto self = weak.lock()) {
+            self->on_input_grad(call);
+          }
+        }));
+  }
+}
+
+bool Runtime::watch_outputs(
+    const std::shared_ptr<Call>& call,
+    const nn::TensorList& outputs) {
+  if (!at::GradMode::is_enabled()) {
+    return false;
+  }
+  bool needs_backward = false;
+  for (const at::Tensor& output : outputs) {
+    const auto node = output.requires_grad() ? output.grad_fn() : nullptr;
+    if (!node) {
+      continue;
+    }
+    needs_backward = true;
+    auto point = std::make_shared<OutputPoint>();
+    point->node = node;
+    output_points_[{node.get(), output.output_nr()}] = point;
+    output.register_hook(std::function<void(at::Tensor)>(
+        [weak = weak_from_this(), call, point](const at::Tensor&) {
+          if (const auto self = weak.lock()) {
+            for (const auto& consumer : point->consumers) {
+              if (const auto taker = consumer.lock()) {
+                self->on_input_grad(taker);
+              }
+            }
+            self->on_output_grad(call);
+          }
+        }));
+  }
+  return needs_backward;
+}
+
+// -- backward ----------------------------------------------------------------
+
+bool Runtime::backward_failed() {
+  return std::any_of(tasks_.begin(), tasks_.end(), [](const auto& task) {
+    return task.second.expired();
+  });
+}
+
+TaskId Runtime::ensure_task() {
+  const TaskId task = autograd_task::current_id();
+  if (tasks_.contains(task)) {
+    return task;
+  }
+  if (backward_failed()) {
+    reset_locked();
+  }
+  Event begin{.kind = EventKind::task_begin, .task = task};
+  for (const auto& unit : units_) {
+    int count = 0;
+    for (const UnitParameter& p : unit->parameters()) {
+      count += p.accumulator && autograd_task::expects(p.accumulator.get());
+    }
+    if (count > 0) {
+      begin.expected.emplace_back(unit->id(), count);
+    }
+  }
+  tasks_[task] = autograd_task::at_end([weak = weak_from_this(), task] {
+    if (const auto self = weak.lock()) {
+      self->on_task_end(task);
+    }
+  });
+  feed(std::move(begin));
+  return task;
+}
+
+void Runtime::on_output_grad(const std::shared_ptr<Call>& call) {
+  const std::lock_guard lock(mutex_);
+  const TaskId task = ensure_task();
+  if (call->inputs_left.contains(task)) {
+    return;  // another output was first
+  }
+  const Unit& unit = *units_[call->unit];
+  FLATSHARD_CHECK(
+      call->generation == unit.generation(),
+      usage,
+      "the weights of unit {} changed between its forward and its backward; "
+      "step the optimizer only when no backward is to come",
+      unit.name());
+  const bool waits = call->num_watched_inputs > 0 || call->has_unwatched_input;
+  call->inputs_left[task] = call->num_watched_inputs;
+  feed(
+      {.kind = EventKind::backward_begin,
+       .unit = call->unit,
+       .call = call->id,
+       .task = task,
+       .waits_for_inputs = waits});
+}
+
+void Runtime::on_input_grad(const std::shared_ptr<Call>& call) {
+  const std::lock_guard lock(mutex_);
+  input_grad_arrived(call, ensure_task());
+}
+
+void Runtime::input_grad_arrived(
+    const std::shared_ptr<Call>& call,
+    TaskId task) {
+  const auto left = call->inputs_left.find(task);
+  if (left == call->inputs_left.end() || left->second == 0) {
+    return;
+  }
+  if (--left->second == 0 && !call->has_unwatched_input) {
+    feed(
+        {.kind = EventKind::inputs_done,
+         .unit = call->unit,
+         .call = call->id,
+         .task = task});
+  }
+}
+
+std::optional<nn::WgradTarget> Runtime::begin_wgrad(
+    const at::Tensor& parameter) {
+  const std::lock_guard lock(mutex_);
+  const auto found = parameters_.find(parameter.unsafeGetTensorImpl());
+  if (found == parameters_.end()) {
+    return std::nullopt;
+  }
+  Unit& unit = *units_[found->second.unit];
+  const UnitParameter& p = unit.parameters()[found->second.index];
+  if (!p.accumulator) {
+    return std::nullopt;
+  }
+  ensure_task();
+  // With backward(inputs=...) or grad() this parameter may not be asked for.
+  if (!autograd_task::expects(p.accumulator.get())) {
+    return std::nullopt;
+  }
+  return nn::WgradTarget{
+      unit.grad_view(grads_slot(unit), p),
+      /*accumulate=*/p.in_slot};
+}
+
+void Runtime::end_wgrad(const at::Tensor& parameter) {
+  const std::lock_guard lock(mutex_);
+  const ParameterRef ref = parameters_.at(parameter.unsafeGetTensorImpl());
+  units_[ref.unit]->parameters()[ref.index].in_slot = true;
+}
+
+void Runtime::on_parameter_done(UnitId unit, std::size_t index) {
+  const std::lock_guard lock(mutex_);
+  const TaskId task = ensure_task();
+  UnitParameter& p = units_[unit]->parameters()[index];
+  at::Tensor& grad = p.tensor.mutable_grad();
+  if (grad.defined()) {
+    const at::NoGradGuard no_grad;
+    p.pending_grad =
+        p.pending_grad.defined() ? p.pending_grad.add(grad) : grad.detach();
+    grad = at::Tensor();
+  }
+  feed({.kind = EventKind::wgrad_done, .unit = unit, .task = task});
+}
+
+void Runtime::recompute_begin(nn::Module& owner) {
+  const std::lock_guard lock(mutex_);
+  if (autograd_task::current_id() >= 0) {
+    ensure_task();
+  }
+}
+
+void Runtime::recompute_end(nn::Module&) {
+}
+
+void Runtime::on_task_end(TaskId task) {
+  const std::lock_guard lock(mutex_);
+  if (tasks_.erase(task) == 0) {
+    return;  // dropped by a reset
+  }
+  const bool outermost = tasks_.empty();
+  feed({.kind = EventKind::task_end, .task = task, .outermost = outermost});
+  if (!outermost) {
+    return;
+  }
+  output_points_.clear();
+  if (!scheduler_.in_forward()) {
+    FLATSHARD_CHECK(
+        scheduler_.resting(),
+        internal,
+        "after the backward these units do not rest: {}",
+        fmt::join(scheduler_.restless_units(), ", "));
+  }
+}
+
+}  // namespace flatshard

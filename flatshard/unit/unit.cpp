@@ -1,0 +1,221 @@
+#include "flatshard/unit/unit.h"
+
+#include "flatshard/core/error.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace flatshard {
+namespace {
+
+constexpr std::int64_t kGroupAlignment = 256;
+
+std::int64_t align_up(std::int64_t n) {
+  return (n + kGroupAlignment - 1) / kGroupAlignment * kGroupAlignment;
+}
+
+at::Tensor view_of_memory(
+    void* data,
+    at::IntArrayRef sizes,
+    at::ScalarType dtype,
+    at::Device device) {
+  return at::from_blob(
+      data,
+      sizes,
+      at::TensorOptions().dtype(dtype).device(device));
+}
+
+}  // namespace
+
+Unit::Unit(
+    UnitId id,
+    std::string name,
+    nn::Module* module,
+    std::vector<std::unique_ptr<ParamGroup>> groups,
+    std::vector<UnitParameter> parameters)
+    : id_(id),
+      name_(std::move(name)),
+      module_(module),
+      groups_(std::move(groups)),
+      parameters_(std::move(parameters)) {
+  for (const auto& group : groups_) {
+    const Precision& precision = group->options().precision;
+    const std::int64_t numel = group->layout().numel();
+    weights_offset_.push_back(weights_nbytes_);
+    if (!group->resident()) {
+      weights_nbytes_ += align_up(numel * c10::elementSize(precision.compute));
+    }
+    grads_offset_.push_back(grads_nbytes_);
+    if (group->trainable()) {
+      grads_nbytes_ += align_up(numel * c10::elementSize(precision.reduce));
+    }
+  }
+  point_residents();
+}
+
+bool Unit::has_refresh() const {
+  return std::any_of(groups_.begin(), groups_.end(), [](const auto& group) {
+    return group->has_refresh();
+  });
+}
+
+bool Unit::needs_refresh() const {
+  return std::any_of(groups_.begin(), groups_.end(), [](const auto& group) {
+    return group->has_refresh() && group->needs_refresh();
+  });
+}
+
+std::int64_t Unit::generation() const {
+  std::int64_t sum = 0;
+  for (const auto& group : groups_) {
+    sum += group->generation();
+  }
+  return sum;
+}
+
+UnitSpec Unit::spec(UnitId parent, bool reshard_after_forward) const {
+  UnitSpec spec{.name = name_, .parent = parent};
+  spec.resident = resident();
+  spec.gather_nbytes = weights_nbytes_;
+  if (spec.resident && has_refresh()) {
+    for (const auto& group : groups_) {
+      spec.gather_nbytes += group->compute().nbytes();
+    }
+  }
+  spec.grad_nbytes = grads_nbytes_;
+  spec.reshard_after_forward = reshard_after_forward;
+  spec.reduce_every_microbatch = false;
+  for (const auto& group : groups_) {
+    const Placements& gradient = group->options().strategy.gradient;
+    if (group->trainable() && num_sharded_axes(gradient) > 0) {
+      spec.reduce_every_microbatch = true;
+    }
+  }
+  return spec;
+}
+
+void Unit::gather_into(void* slot, const std::vector<bool>& refresh) const {
+  for (std::size_t g = 0; g < groups_.size(); ++g) {
+    ParamGroup& group = *groups_[g];
+    if (refresh[g]) {
+      group.refresh();
+    }
+    if (!group.resident()) {
+      group.unshard(view_of_memory(
+          static_cast<char*>(slot) + weights_offset_[g],
+          {group.layout().numel()},
+          group.options().precision.compute,
+          group.mesh()->device()));
+    }
+  }
+}
+
+void Unit::point_at(void* slot) {
+  for (UnitParameter& p : parameters_) {
+    FLATSHARD_CHECK(
+        p.storage.is_intact(),
+        usage,
+        "parameter {} was given another storage (`p.data = x` or `set_`); "
+        "write into it with copy_ instead",
+        p.name);
+    const ParamGroup& group = *groups_[p.group];
+    if (!group.resident()) {
+      const std::int64_t offset =
+          group.layout().tensor_offset(p.index) *
+          c10::elementSize(group.options().precision.compute);
+      p.storage.point_at(
+          static_cast<char*>(slot) + weights_offset_[p.group] + offset);
+    }
+  }
+}
+
+void Unit::clear() {
+  for (UnitParameter& p : parameters_) {
+    if (!groups_[p.group]->resident()) {
+      p.storage.clear();
+    }
+  }
+}
+
+void Unit::point_residents() {
+  for (UnitParameter& p : parameters_) {
+    const ParamGroup& group = *groups_[p.group];
+    if (group.resident()) {
+      const at::Tensor& flat = group.compute().local();
+      const std::int64_t offset =
+          group.layout().tensor_offset(p.index) *
+          static_cast<std::int64_t>(flat.element_size());
+      p.storage.point_at(static_cast<char*>(flat.data_ptr()) + offset);
+    }
+  }
+}
+
+at::Tensor Unit::grad_view(void* slot, const UnitParameter& p) const {
+  const ParamGroup& group = *groups_[p.group];
+  const at::ScalarType dtype = group.options().precision.reduce;
+  const std::int64_t offset =
+      group.layout().tensor_offset(p.index) * c10::elementSize(dtype);
+  return view_of_memory(
+      static_cast<char*>(slot) + grads_offset_[p.group] + offset,
+      p.tensor.sizes(),
+      dtype,
+      group.mesh()->device());
+}
+
+at::Tensor Unit::grad_flat(void* slot, std::size_t g) const {
+  const ParamGroup& group = *groups_[g];
+  return view_of_memory(
+      static_cast<char*>(slot) + grads_offset_[g],
+      {group.layout().numel()},
+      group.options().precision.reduce,
+      group.mesh()->device());
+}
+
+void Unit::finish_grads(void* slot) {
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> packed;
+  std::vector<at::Tensor> arrived;
+  for (UnitParameter& p : parameters_) {
+    if (!groups_[p.group]->trainable()) {
+      continue;
+    }
+    if (p.pending_grad.defined()) {
+      const at::Tensor view = grad_view(slot, p);
+      if (p.in_slot) {
+        view.add_(p.pending_grad);
+      } else {
+        packed.push_back(view);
+        arrived.push_back(p.pending_grad);
+      }
+    } else if (!p.in_slot) {
+      grad_view(slot, p).zero_();
+    }
+    p.in_slot = false;
+    p.pending_grad = {};
+  }
+  if (!packed.empty()) {
+    at::_foreach_copy_(packed, arrived);
+  }
+  for (std::size_t g = 0; g < groups_.size(); ++g) {
+    if (groups_[g]->trainable()) {
+      const at::Tensor flat = grad_flat(slot, g);
+      for (const FlatRange& range : groups_[g]->layout().padding_ranges()) {
+        flat.narrow(0, range.offset, range.numel).zero_();
+      }
+    }
+  }
+}
+
+void Unit::drop_grads() {
+  for (UnitParameter& p : parameters_) {
+    p.in_slot = false;
+    p.pending_grad = {};
+    if (p.tensor.mutable_grad().defined()) {
+      p.tensor.mutable_grad() = at::Tensor();
+    }
+  }
+}
+
+}  // namespace flatshard

@@ -1,0 +1,100 @@
+#pragma once
+
+#include "flatshard/buffer/slot_pool.h"
+#include "flatshard/device/stream.h"
+#include "flatshard/group/param_group.h"
+#include "flatshard/nn/module.h"
+#include "flatshard/schedule/events.h"
+#include "flatshard/unit/parameter_storage.h"
+
+#include <torch/csrc/autograd/function.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace flatshard {
+
+/// One parameter of a unit and where its gradient of this backward is.
+struct UnitParameter {
+  std::string name;
+  at::Tensor tensor;  ///< the module's
+  std::size_t group = 0;
+  std::int64_t index = 0;  ///< in the group's layout
+  ParameterStorage storage;
+  /// Held: autograd keeps it weakly, and without it no hook fires.
+  std::shared_ptr<torch::autograd::Node> accumulator;
+  std::uintptr_t hook_id = 0;
+
+  bool in_slot = false;     ///< the slot holds (a part of) the gradient
+  at::Tensor pending_grad;  ///< arrived as a tensor, not yet packed
+};
+
+/// One module whose weights are gathered and released together: the memory
+/// side. What happens when is the Scheduler's, carrying it out the Runtime's.
+class Unit {
+ public:
+  Unit(
+      UnitId id,
+      std::string name,
+      nn::Module* module,
+      std::vector<std::unique_ptr<ParamGroup>> groups,
+      std::vector<UnitParameter> parameters);
+
+  UnitId id() const { return id_; }
+  const std::string& name() const { return name_; }
+  /// The root module owns it.
+  nn::Module* module() const { return module_; }
+  const std::vector<std::unique_ptr<ParamGroup>>& groups() const {
+    return groups_;
+  }
+  std::vector<UnitParameter>& parameters() { return parameters_; }
+
+  /// Bytes of the slot that holds the gathered weights of all groups that are
+  /// not resident, and of the one for the gradients.
+  std::int64_t weights_nbytes() const { return weights_nbytes_; }
+  std::int64_t grads_nbytes() const { return grads_nbytes_; }
+  bool resident() const { return weights_nbytes_ == 0; }
+  bool has_refresh() const;
+  bool needs_refresh() const;
+  /// Rises with every change of the weights.
+  std::int64_t generation() const;
+  UnitSpec spec(UnitId parent, bool reshard_after_forward) const;
+
+  /// Gathers the weights of all groups into `slot`. Inside Stream::submit.
+  void gather_into(void* slot, const std::vector<bool>& refresh) const;
+  /// Points the parameters at the slot / at nothing. Resident groups stay.
+  void point_at(void* slot);
+  void clear();
+  /// Points the parameters of resident groups at their weights, for good.
+  void point_residents();
+
+  /// The gradient of `parameter` inside the gradient slot.
+  at::Tensor grad_view(void* slot, const UnitParameter& parameter) const;
+  /// The whole flat gradient of group `group` inside the slot.
+  at::Tensor grad_flat(void* slot, std::size_t group) const;
+  /// Makes the slot complete: packs gradients that came as tensors, zeroes the
+  /// parameters that got none and the padding. On the current stream.
+  void finish_grads(void* slot);
+  /// Forgets gradients of an unfinished backward.
+  void drop_grads();
+
+  Slot weights_slot;
+  Slot grads_slot;
+  Event gathered;        ///< the gather is done
+  bool awaited = false;  ///< compute waits for `gathered`
+  Event reduced;         ///< the last reduction is done
+
+ private:
+  UnitId id_;
+  std::string name_;
+  nn::Module* module_;
+  std::vector<std::unique_ptr<ParamGroup>> groups_;
+  std::vector<UnitParameter> parameters_;
+  std::vector<std::int64_t> weights_offset_;  ///< per group, bytes in the slot
+  std::vector<std::int64_t> grads_offset_;
+  std::int64_t weights_nbytes_ = 0;
+  std::int64_t grads_nbytes_ = 0;
+};
+
+}  // namespace flatshard
