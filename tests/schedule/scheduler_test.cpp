@@ -1,0 +1,240 @@
+#include "flatshard/schedule/scheduler.h"
+
+#include "flatshard/core/error.h"
+#include "flatshard/schedule/simulate.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+namespace flatshard {
+namespace {
+
+using enum EventKind;
+
+// root (no parameters) around four units of 100 bytes.
+std::vector<UnitSpec> four_blocks() {
+  std::vector<UnitSpec> units{{.name = "root"}};
+  for (int i = 0; i < 4; ++i) {
+    units.push_back(
+        {.name = "b" + std::to_string(i),
+         .parent = 0,
+         .gather_nbytes = 100,
+         .grad_nbytes = 100});
+  }
+  return units;
+}
+
+std::string run(Scheduler& s, const Event& event) {
+  return to_string(s.on(event));
+}
+
+TEST(Scheduler, GoldenStepOfZero3) {
+  EXPECT_EQ(
+      to_string(simulate_step(four_blocks(), {.prefetch = 1})),
+      // forward: one unit ahead, the last one is kept
+      "gather(1) gather(2) await(1) release(1) "
+      "gather(3) await(2) release(2) "
+      "gather(4) await(3) release(3) "
+      "await(4) "
+      // backward: unit 4 is gathered still, 3 goes ahead of its kernels
+      "gather'(3) acquire_grads(4) release(4) "
+      "gather'(2) await(3) reduce(4) acquire_grads(3) release(3) "
+      "gather'(1) await(2) reduce(3) drain(4) acquire_grads(2) release(2) "
+      "await(1) reduce(2) drain(3) acquire_grads(1) release(1) "
+      "reduce(1) drain(2) drain(1) join");
+}
+
+TEST(Scheduler, NoPrefetchGathersOnDemand) {
+  const auto actions = simulate_step(four_blocks(), {.prefetch = 0});
+  int gathered = 0;
+  for (const Action& a : actions) {
+    gathered += a.kind == ActionKind::gather;
+    gathered -= a.kind == ActionKind::release;
+    EXPECT_LE(gathered, 1);
+  }
+}
+
+TEST(Scheduler, GatheredUnitsAreBoundedByThePrefetchDepth) {
+  for (const int prefetch : {0, 1, 2, 3}) {
+    const auto actions = simulate_step(four_blocks(), {.prefetch = prefetch});
+    int gathered = 0;
+    int most = 0;
+    int grads = 0;
+    int most_grads = 0;
+    for (const Action& a : actions) {
+      gathered += a.kind == ActionKind::gather;
+      gathered -= a.kind == ActionKind::release;
+      grads += a.kind == ActionKind::acquire_grads;
+      grads -= a.kind == ActionKind::drain;
+      most = std::max(most, gathered);
+      most_grads = std::max(most_grads, grads);
+    }
+    EXPECT_EQ(most, 1 + prefetch);
+    EXPECT_EQ(most_grads, 2);
+    EXPECT_EQ(gathered, 0);
+    EXPECT_EQ(grads, 0);
+  }
+}
+
+TEST(Scheduler, ResidentUnitsAreGatheredOncePerChange) {
+  auto units = four_blocks();
+  for (UnitSpec& unit : units) {
+    unit.resident = true;
+    unit.reduce_every_microbatch = false;
+  }
+  Scheduler s(units, {.prefetch = 1});
+  const auto step = plain_step_events(units, {0, 1, 1, 1, 1});
+  const auto count = [](const std::vector<Action>& actions, ActionKind kind) {
+    return std::count_if(
+        actions.begin(), actions.end(), [kind](const Action& a) {
+          return a.kind == kind;
+        });
+  };
+  s.on({.kind = microbatch, .is_last = false});
+  auto first = replay(s, step);
+  EXPECT_EQ(count(first, ActionKind::gather), 4);
+  EXPECT_EQ(count(first, ActionKind::reduce), 0);
+  EXPECT_EQ(count(first, ActionKind::accumulate), 4);
+  s.on({.kind = microbatch, .is_last = true});
+  auto second = replay(s, step);
+  EXPECT_EQ(count(second, ActionKind::gather), 0);
+  EXPECT_EQ(count(second, ActionKind::reduce), 4);
+  s.on({.kind = weights_changed});
+  auto third = replay(s, step);
+  EXPECT_EQ(count(third, ActionKind::gather), 4);
+  EXPECT_EQ(count(third, ActionKind::release), 0);
+}
+
+TEST(Scheduler, EvalReleasesEveryUnit) {
+  Scheduler s(four_blocks(), {});
+  for (const Event& e : plain_step_events(four_blocks(), {0, 1, 1, 1, 1})) {
+    if (e.kind == task_begin) {
+      break;
+    }
+    Event without_grad = e;
+    without_grad.needs_backward = false;
+    s.on(without_grad);
+  }
+  EXPECT_TRUE(s.resting());
+  EXPECT_EQ(s.num_gathered(), 0);
+}
+
+TEST(Scheduler, UnitThatDidNotRunIsReleasedAfterItsPrefetch) {
+  Scheduler s(four_blocks(), {.prefetch = 1});
+  s.on({.kind = forward_begin, .unit = 0, .call = 0});
+  EXPECT_EQ(
+      run(s, {.kind = forward_begin, .unit = 1, .call = 1}),
+      "gather(2) await(1)");
+  EXPECT_EQ(
+      run(s, {.kind = forward_end, .unit = 1, .call = 1}), "release(1)");
+  EXPECT_EQ(
+      run(s, {.kind = forward_end, .unit = 0, .call = 0}), "release(2)");
+  EXPECT_TRUE(s.resting());
+}
+
+TEST(Scheduler, TwoForwardsThenTwoBackwards) {
+  const auto units = four_blocks();
+  Scheduler s(units, {.prefetch = 1});
+  auto step = plain_step_events(units, {0, 1, 1, 1, 1});
+  const auto begin_backward = std::find_if(
+      step.begin(), step.end(), [](const Event& e) {
+        return e.kind == task_begin;
+      });
+  const std::vector<Event> forward(step.begin(), begin_backward);
+  const std::vector<Event> backward(begin_backward, step.end());
+  const auto shifted = [](std::vector<Event> events, int by) {
+    for (Event& e : events) {
+      e.call += by;
+      e.task += e.task >= 0 ? by : 0;
+    }
+    return events;
+  };
+  replay(s, forward);
+  replay(s, shifted(forward, 10));
+  for (const int by : {0, 10}) {
+    const auto actions = replay(s, shifted(backward, by));
+    EXPECT_TRUE(s.resting());
+    EXPECT_EQ(
+        std::count_if(
+            actions.begin(),
+            actions.end(),
+            [](const Action& a) { return a.kind == ActionKind::reduce; }),
+        4);
+  }
+}
+
+TEST(Scheduler, UnitIsKeptUntilAllItsGradientsAndInputsAreDone) {
+  Scheduler s(four_blocks(), {.prefetch = 0});
+  s.on({.kind = task_begin, .task = 7, .expected = {{2, 2}}});
+  EXPECT_EQ(
+      run(s,
+          {.kind = backward_begin,
+           .unit = 2,
+           .call = 1,
+           .task = 7,
+           .waits_for_inputs = true}),
+      "gather'(2) await(2) acquire_grads(2)");
+  EXPECT_EQ(run(s, {.kind = wgrad_done, .unit = 2, .task = 7}), "");
+  EXPECT_EQ(
+      run(s, {.kind = inputs_done, .unit = 2, .call = 1, .task = 7}), "");
+  EXPECT_EQ(run(s, {.kind = wgrad_done, .unit = 2, .task = 7}), "release(2)");
+}
+
+TEST(Scheduler, RecomputeIsTheBackwardGather) {
+  Scheduler s(four_blocks(), {.prefetch = 1});
+  s.on({.kind = task_begin, .task = 1});
+  EXPECT_EQ(
+      run(s, {.kind = recompute_begin, .unit = 3, .call = 5, .task = 1}),
+      "gather'(3) await(3)");
+  EXPECT_EQ(
+      run(s, {.kind = recompute_end, .unit = 3, .call = 5, .task = 1}), "");
+  s.on({.kind = task_begin, .task = 2, .expected = {{3, 1}}});
+  EXPECT_EQ(
+      run(s,
+          {.kind = backward_begin,
+           .unit = 3,
+           .call = 5,
+           .task = 2,
+           .waits_for_inputs = true}),
+      "gather'(2) acquire_grads(3)");
+  s.on({.kind = wgrad_done, .unit = 3, .task = 2});
+  EXPECT_EQ(run(s, {.kind = task_end, .task = 2}), "release(3)");
+  EXPECT_EQ(
+      run(s, {.kind = task_end, .task = 1, .outermost = true}),
+      "reduce(3) release(2) drain(3) join");
+  EXPECT_TRUE(s.resting());
+}
+
+TEST(Scheduler, ResetRestsEverything) {
+  const auto units = four_blocks();
+  const auto step = plain_step_events(units, {0, 1, 1, 1, 1});
+  for (std::size_t stop = 1; stop < step.size(); ++stop) {
+    Scheduler s(units, {.prefetch = 2});
+    replay(s, {step.begin(), step.begin() + stop});
+    s.on({.kind = reset});
+    EXPECT_TRUE(s.resting()) << "after " << stop << " events";
+    replay(s, step);
+    EXPECT_TRUE(s.resting());
+  }
+}
+
+TEST(Scheduler, MisnestedForwardIsAnErrorByName) {
+  Scheduler s(four_blocks(), {});
+  s.on({.kind = forward_begin, .unit = 1, .call = 0});
+  try {
+    s.on({.kind = forward_end, .unit = 2, .call = 0});
+    FAIL();
+  } catch (const Error& e) {
+    EXPECT_EQ(e.code(), ErrorCode::usage);
+    EXPECT_NE(e.message().find("b1"), std::string::npos);
+  }
+}
+
+TEST(Scheduler, BadOptionsAreRefused) {
+  EXPECT_THROW(Scheduler(four_blocks(), {.prefetch = -1}), Error);
+  EXPECT_THROW(Scheduler(four_blocks(), {.max_grad_slots = 0}), Error);
+}
+
+}  // namespace
+}  // namespace flatshard

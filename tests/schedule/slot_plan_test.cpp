@@ -1,0 +1,92 @@
+#include "flatshard/schedule/slot_plan.h"
+
+#include "flatshard/schedule/simulate.h"
+
+#include <gtest/gtest.h>
+
+#include <random>
+
+namespace flatshard {
+namespace {
+
+constexpr std::int64_t kUnit = 1024;
+
+std::vector<UnitSpec> blocks(int n) {
+  std::vector<UnitSpec> units{{.name = "root"}};
+  for (int i = 0; i < n; ++i) {
+    units.push_back(
+        {.name = std::to_string(i),
+         .parent = 0,
+         .gather_nbytes = kUnit,
+         .grad_nbytes = kUnit});
+  }
+  return units;
+}
+
+void expect_no_overlap(
+    const SlotPlan& plan, const std::vector<SlotLifetime>& lifetimes) {
+  for (const SlotLifetime& a : lifetimes) {
+    ASSERT_GE(plan.offset(a.key), 0);
+    ASSERT_EQ(plan.offset(a.key) % SlotPlan::kAlignment, 0);
+    ASSERT_LE(plan.offset(a.key) + a.nbytes, plan.arena_nbytes());
+    for (const SlotLifetime& b : lifetimes) {
+      const bool together = a.begin < b.end && b.begin < a.end;
+      if (&a == &b || a.key == b.key || !together) {
+        continue;
+      }
+      const std::int64_t pa = plan.offset(a.key);
+      const std::int64_t pb = plan.offset(b.key);
+      EXPECT_TRUE(pa + a.nbytes <= pb || pb + b.nbytes <= pa);
+    }
+  }
+}
+
+TEST(SlotPlan, EqualUnitsNeedAsManySlotsAsLiveAtOnce) {
+  for (const int prefetch : {0, 1, 3}) {
+    const auto units = blocks(12);
+    const auto actions = simulate_step(units, {.prefetch = prefetch});
+    const auto lifetimes = slot_lifetimes(units, actions);
+    const SlotPlan plan = SlotPlan::build(lifetimes);
+    expect_no_overlap(plan, lifetimes);
+    // 1 + prefetch gathered, 2 gradient slots.
+    EXPECT_EQ(plan.peak_nbytes(), (3 + prefetch) * kUnit);
+    EXPECT_EQ(plan.arena_nbytes(), plan.peak_nbytes());
+  }
+}
+
+TEST(SlotPlan, RandomLifetimesNeverOverlap) {
+  std::mt19937 random(1);
+  for (int round = 0; round < 200; ++round) {
+    std::vector<SlotLifetime> lifetimes;
+    const int count = 1 + static_cast<int>(random() % 40);
+    for (int i = 0; i < count; ++i) {
+      const std::int64_t begin = random() % 50;
+      lifetimes.push_back(
+          {{i, SlotRole::gradients},
+           begin,
+           begin + 1 + static_cast<std::int64_t>(random() % 20),
+           static_cast<std::int64_t>(random() % 5000)});
+    }
+    const SlotPlan plan = SlotPlan::build(lifetimes);
+    expect_no_overlap(plan, lifetimes);
+    EXPECT_GE(plan.arena_nbytes(), plan.peak_nbytes());
+  }
+}
+
+TEST(SlotPlan, UnknownKeyHasNoOffset) {
+  EXPECT_EQ(SlotPlan().offset({3, SlotRole::gradients}), -1);
+}
+
+TEST(SlotPlan, ResidentUnitsTakeNoWeightSlot) {
+  auto units = blocks(2);
+  for (UnitSpec& unit : units) {
+    unit.resident = true;
+  }
+  for (const SlotLifetime& life :
+       slot_lifetimes(units, simulate_step(units, {}))) {
+    EXPECT_EQ(life.key.role, SlotRole::gradients);
+  }
+}
+
+}  // namespace
+}  // namespace flatshard
