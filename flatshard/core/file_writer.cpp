@@ -54,11 +54,12 @@ void FileWriter::write(const void* data, std::size_t nbytes) {
 }
 
 void FileWriter::write_at(
-    std::uint64_t offset, const void* data, std::size_t nbytes) {
+    std::uint64_t offset,
+    const void* data,
+    std::size_t nbytes) {
   const auto* bytes = static_cast<const std::byte*>(data);
   while (nbytes > 0) {
-    const ssize_t n =
-        ::pwrite(fd_, bytes, nbytes, static_cast<off_t>(offset));
+    const ssize_t n = ::pwrite(fd_, bytes, nbytes, static_cast<off_t>(offset));
     if (n < 0 && errno == EINTR) {
       continue;
     }
@@ -118,7 +119,8 @@ void sync_folder(const std::filesystem::path& folder) {
 }
 
 void write_file_atomic(
-    const std::filesystem::path& path, std::string_view content) {
+    const std::filesystem::path& path,
+    std::string_view content) {
   std::filesystem::path partial = path;
   partial += fmt::format(".tmp-{}", ::getpid());
   try {

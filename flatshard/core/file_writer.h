@@ -45,6 +45,7 @@ void sync_folder(const std::filesystem::path& folder);
 /// Replaces a file in one step: temporary file beside it, fsync, rename. A
 /// reader sees the old content or the new one, never a part.
 void write_file_atomic(
-    const std::filesystem::path& path, std::string_view content);
+    const std::filesystem::path& path,
+    std::string_view content);
 
 }  // namespace flatshard

@@ -16,7 +16,11 @@ namespace flatshard {
 MappedFile::MappedFile(const std::filesystem::path& path) {
   const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
   FLATSHARD_CHECK(
-      fd >= 0, io, "cannot open {}: {}", path.string(), std::strerror(errno));
+      fd >= 0,
+      io,
+      "cannot open {}: {}",
+      path.string(),
+      std::strerror(errno));
   struct stat status {};
   const bool is_file = ::fstat(fd, &status) == 0 && S_ISREG(status.st_mode);
   const auto size = static_cast<std::size_t>(is_file ? status.st_size : 0);
@@ -28,14 +32,22 @@ MappedFile::MappedFile(const std::filesystem::path& path) {
   }
   ::close(fd);
   FLATSHARD_CHECK(
-      is_file, io, "expected a regular file, got {}", path.string());
+      is_file,
+      io,
+      "expected a regular file, got {}",
+      path.string());
   FLATSHARD_CHECK(
-      error == 0, io, "cannot map {}: {}", path.string(), std::strerror(error));
+      error == 0,
+      io,
+      "cannot map {}: {}",
+      path.string(),
+      std::strerror(error));
   bytes_ = {static_cast<const std::byte*>(address), size};
 }
 
 MappedFile::MappedFile(MappedFile&& other) noexcept
-    : bytes_(std::exchange(other.bytes_, {})) {}
+    : bytes_(std::exchange(other.bytes_, {})) {
+}
 
 MappedFile& MappedFile::operator=(MappedFile&& other) noexcept {
   if (this != &other) {
@@ -45,7 +57,9 @@ MappedFile& MappedFile::operator=(MappedFile&& other) noexcept {
   return *this;
 }
 
-MappedFile::~MappedFile() { unmap(); }
+MappedFile::~MappedFile() {
+  unmap();
+}
 
 void MappedFile::unmap() noexcept {
   if (!bytes_.empty()) {

@@ -7,6 +7,9 @@
 #include <string_view>
 #include <vector>
 
+#include "flatshard/data/document_stream.h"
+#include "flatshard/data/input_files.h"
+
 namespace flatshard::data {
 
 /// The interpreter for the tokenizers package: `wanted`, else
@@ -14,53 +17,63 @@ namespace flatshard::data {
 /// python3.
 std::string find_python(const std::string& wanted);
 
-/// A child process that tokenizes with the Hugging Face tokenizers package
-/// (python/flatshard/prepare_tokens.py). Not thread-safe.
-class PythonTokenizer {
- public:
-  struct Options {
-    std::string python;  ///< see find_python
-    std::filesystem::path tokenizer;
-    std::string end_of_document;  ///< token text; "" = the usual names
-  };
+/// How to reach a tokenizer.json.
+struct PythonTokenizerOptions {
+  std::string python;  ///< see find_python
+  std::filesystem::path tokenizer;
+  std::string end_of_document;  ///< token text; "" = the usual names
+};
 
-  /// Starts the child on `documents`, whose tokens come in the same order.
-  /// @param list_file  where to put the list for the child; must be writable.
-  /// @throws Error{config} when Python or its package is missing, or the
-  /// tokenizer cannot be loaded.
-  PythonTokenizer(
-      const Options& options,
-      const std::vector<std::filesystem::path>& documents,
-      const std::filesystem::path& list_file);
-  PythonTokenizer(const PythonTokenizer&) = delete;
-  PythonTokenizer& operator=(const PythonTokenizer&) = delete;
+/// A child process that runs python/flatshard/prepare_tokens.py with standard
+/// input and output connected to this one.
+class PythonChild {
+ public:
+  /// @throws Error{config} when Python cannot be started, lacks the tokenizers
+  /// package, or cannot load the tokenizer.
+  PythonChild(
+      const PythonTokenizerOptions& options,
+      const std::string& mode,
+      std::string_view input);
+  PythonChild(const PythonChild&) = delete;
+  PythonChild& operator=(const PythonChild&) = delete;
   /// Ends the child when it still runs.
-  ~PythonTokenizer();
+  ~PythonChild();
 
   std::int64_t vocab_size() const { return vocab_size_; }
   std::int64_t end_of_document() const { return end_of_document_; }
 
-  /// The next document's tokens, without an end-of-document token.
-  /// @throws Error{io} when the child could not read it or ended.
-  void next(std::vector<std::uint32_t>& tokens);
-
-  /// One-shot use: text to tokens and back.
-  static std::vector<std::int64_t> encode(
-      const Options& options,
-      std::string_view text);
-  static std::string decode(
-      const Options& options,
-      const std::vector<std::int64_t>& tokens);
+  /// @throws Error{io} when the child ends before that.
+  void read(void* out, std::size_t nbytes);
+  std::int64_t read_count();
+  std::string read_text();
 
  private:
-  [[noreturn]] void throw_ended();
-  void read_exactly(void* out, std::size_t nbytes);
+  void read_header();
 
   std::string python_;
   int pid_ = -1;
   std::FILE* stream_ = nullptr;
   std::int64_t vocab_size_ = 0;
   std::int64_t end_of_document_ = 0;
+};
+
+/// Files tokenized by the Hugging Face tokenizers package. Each file is held
+/// in the child's memory as a whole.
+class PythonDocuments : public DocumentStream {
+ public:
+  PythonDocuments(
+      const PythonTokenizerOptions& options,
+      const std::vector<InputFile>& files);
+
+  std::int64_t vocab_size() const override { return child_.vocab_size(); }
+  std::int64_t end_of_document() const override {
+    return child_.end_of_document();
+  }
+  std::int64_t next_document() override;
+  void read(std::span<std::uint32_t> out) override;
+
+ private:
+  PythonChild child_;
 };
 
 }  // namespace flatshard::data

@@ -1,0 +1,173 @@
+#include "flatshard/data/corpus_writer.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <limits>
+
+#include "flatshard/core/error.h"
+#include "flatshard/core/log.h"
+
+namespace flatshard::data {
+namespace {
+
+namespace fs = std::filesystem;
+
+fs::path sibling(const fs::path& target, std::string_view suffix) {
+  return target.parent_path() / fmt::format(
+                                    ".{}.{}-{}",
+                                    target.filename().string(),
+                                    suffix,
+                                    ::getpid());
+}
+
+void rename_folder(const fs::path& from, const fs::path& to) {
+  std::error_code error;
+  fs::rename(from, to, error);
+  FLATSHARD_CHECK(
+      !error,
+      io,
+      "cannot rename {} to {}: {}",
+      from.string(),
+      to.string(),
+      error.message());
+}
+
+}  // namespace
+
+SplitWriter::SplitWriter(
+    fs::path folder,
+    std::string name,
+    TokenType type,
+    std::int64_t shard_tokens)
+    : folder_(std::move(folder)),
+      type_(type),
+      shard_tokens_(shard_tokens),
+      document_begin_{0} {
+  FLATSHARD_CHECK(
+      shard_tokens > 0,
+      config,
+      "shard_tokens: expected at least 1, got {}",
+      shard_tokens);
+  meta_.name = std::move(name);
+}
+
+void SplitWriter::append(std::span<const std::uint32_t> tokens) {
+  while (!tokens.empty()) {
+    if (!shard_ || meta_.shard_tokens.back() == shard_tokens_) {
+      next_shard();
+    }
+    const auto room =
+        static_cast<std::size_t>(shard_tokens_ - meta_.shard_tokens.back());
+    const auto part = tokens.first(std::min(tokens.size(), room));
+    if (type_ == TokenType::uint32) {
+      shard_->write(part.data(), part.size_bytes());
+    } else {
+      narrow_.resize(part.size());
+      for (std::size_t i = 0; i < part.size(); ++i) {
+        FLATSHARD_CHECK(
+            part[i] <= std::numeric_limits<std::uint16_t>::max(),
+            internal,
+            "token {} does not fit uint16",
+            part[i]);
+        narrow_[i] = static_cast<std::uint16_t>(part[i]);
+      }
+      shard_->write(narrow_.data(), narrow_.size() * sizeof(std::uint16_t));
+    }
+    meta_.shard_tokens.back() += static_cast<std::int64_t>(part.size());
+    meta_.num_tokens += static_cast<std::int64_t>(part.size());
+    tokens = tokens.subspan(part.size());
+  }
+}
+
+void SplitWriter::end_document() {
+  document_begin_.push_back(static_cast<std::uint64_t>(meta_.num_tokens));
+  ++meta_.num_documents;
+}
+
+SplitMeta SplitWriter::finish() {
+  if (shard_) {
+    shard_->close();
+  }
+  FileWriter documents(folder_ / meta_.document_file());
+  documents.write(
+      document_begin_.data(),
+      document_begin_.size() * sizeof(std::uint64_t));
+  documents.close();
+  return meta_;
+}
+
+void SplitWriter::next_shard() {
+  if (shard_) {
+    shard_->close();
+  }
+  shard_ = std::make_unique<FileWriter>(
+      folder_ / meta_.shard_file(meta_.shard_tokens.size()));
+  meta_.shard_tokens.push_back(0);
+}
+
+StagedFolder::StagedFolder(fs::path target, bool force)
+    : target_(std::move(target)) {
+  FLATSHARD_CHECK(
+      !target_.empty(),
+      config,
+      "expected an output folder, got an empty path");
+  target_ = fs::absolute(target_).lexically_normal();
+  if (!target_.has_filename()) {
+    target_ = target_.parent_path();
+  }
+  const bool exists = fs::exists(target_) &&
+                      !(fs::is_directory(target_) && fs::is_empty(target_));
+  FLATSHARD_CHECK(
+      !exists || force,
+      usage,
+      "{} exists; give --force to replace it, or another --output",
+      target_.string());
+  FLATSHARD_CHECK(
+      !exists || fs::is_regular_file(target_ / "meta.json"),
+      usage,
+      "{} exists and is not a corpus (it has no meta.json), so --force does "
+      "not delete it; give another --output",
+      target_.string());
+  path_ = sibling(target_, "tmp");
+  std::error_code error;
+  fs::remove_all(path_, error);
+  fs::create_directories(path_, error);
+  FLATSHARD_CHECK(
+      !error,
+      io,
+      "cannot make {}: {}",
+      path_.string(),
+      error.message());
+}
+
+StagedFolder::~StagedFolder() {
+  if (path_.empty()) {
+    return;
+  }
+  std::error_code error;
+  fs::remove_all(path_, error);
+  if (error) {
+    log_warning("cannot remove {}: {}", path_.string(), error.message());
+  }
+}
+
+void StagedFolder::commit() {
+  sync_folder(path_);
+  fs::path old;
+  if (fs::exists(target_)) {
+    old = sibling(target_, "old");
+    rename_folder(target_, old);
+  }
+  rename_folder(path_, target_);
+  path_.clear();
+  sync_folder(target_.parent_path());
+  std::error_code error;
+  if (!old.empty() && fs::remove_all(old, error) == 0) {
+    log_warning("cannot remove {}: {}", old.string(), error.message());
+  }
+}
+
+}  // namespace flatshard::data

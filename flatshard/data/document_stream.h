@@ -1,0 +1,23 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+namespace flatshard::data {
+
+/// The tokens of a list of documents, one document after the other.
+class DocumentStream {
+ public:
+  virtual ~DocumentStream() = default;
+
+  virtual std::int64_t vocab_size() const = 0;
+  virtual std::int64_t end_of_document() const = 0;
+
+  /// Goes to the next document and says how many tokens it has, without an
+  /// end-of-document token. The last document must have been read to its end.
+  virtual std::int64_t next_document() = 0;
+  /// Fills `out` with the document's next tokens.
+  virtual void read(std::span<std::uint32_t> out) = 0;
+};
+
+}  // namespace flatshard::data

@@ -1,0 +1,37 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace flatshard::data {
+
+/// Text to tokens and back, with the tokenizer that a corpus was made with.
+class TextCodec {
+ public:
+  virtual ~TextCodec() = default;
+
+  virtual std::vector<std::int64_t> encode(std::string_view text) const = 0;
+  /// Special tokens (end of document) give no text.
+  virtual std::string decode(const std::vector<std::int64_t>& tokens) const = 0;
+  /// The token after which a text is over.
+  virtual std::int64_t end_of_document() const = 0;
+
+  /// Byte tokens: needs nothing.
+  static std::unique_ptr<TextCodec> bytes();
+  /// @param tokenizer  a tokenizer.json; each call runs Python once.
+  /// @param end_of_document  that token's id, as a corpus' meta.json says.
+  static std::unique_ptr<TextCodec> tokenizer_json(
+      std::filesystem::path tokenizer,
+      std::int64_t end_of_document,
+      std::string python = {});
+  /// The codec of a corpus folder.
+  static std::unique_ptr<TextCodec> open(
+      const std::filesystem::path& corpus,
+      std::string python = {});
+};
+
+}  // namespace flatshard::data

@@ -1,0 +1,236 @@
+#include "flatshard/data/corpus.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <numeric>
+
+#include "flatshard/data/corpus_writer.h"
+#include "tests/data/expect_error.h"
+#include "tests/data/temp_folder.h"
+
+namespace flatshard::data {
+namespace {
+
+using testing::HasSubstr;
+
+/// Writes documents of the given lengths; token i of the stream is i.
+CorpusMeta write_corpus(
+    const std::filesystem::path& folder,
+    TokenType type,
+    std::int64_t shard_tokens,
+    const std::vector<std::uint32_t>& lengths,
+    std::uint32_t first_token = 0) {
+  std::filesystem::create_directories(folder);
+  SplitWriter writer(folder, "train", type, shard_tokens);
+  std::uint32_t next = first_token;
+  for (const std::uint32_t length : lengths) {
+    std::vector<std::uint32_t> tokens(length);
+    std::iota(tokens.begin(), tokens.end(), next);
+    next += length;
+    writer.append(tokens);
+    writer.end_document();
+  }
+  CorpusMeta meta{
+      .token_type = type,
+      .vocab_size = next + 1,
+      .tokenizer = "bytes",
+      .input_hash = "0",
+      .splits = {writer.finish()}};
+  FileWriter file(folder / "meta.json");
+  file.write(meta.to_json());
+  file.close();
+  return meta;
+}
+
+class CorpusTypes : public testing::TestWithParam<TokenType> {};
+
+TEST_P(CorpusTypes, ReadsAcrossShardsWhatWasWritten) {
+  for (const std::int64_t shard_tokens : {1, 3, 7, 100}) {
+    const TempFolder temp;
+    write_corpus(temp / "c", GetParam(), shard_tokens, {5, 0, 8, 1});
+    const auto corpus = Corpus::open(temp / "c");
+    ASSERT_EQ(corpus->num_tokens(), 14);
+    ASSERT_EQ(corpus->num_documents(), 4);
+    EXPECT_EQ(corpus->document_begin(1), 5);
+    EXPECT_EQ(corpus->document_begin(2), 5);
+    EXPECT_EQ(corpus->document_begin(4), 14);
+    for (std::int64_t begin = 0; begin <= 14; ++begin) {
+      for (std::int64_t end = begin; end <= 14; ++end) {
+        std::vector<std::int64_t> expected(
+            static_cast<std::size_t>(end - begin));
+        std::iota(expected.begin(), expected.end(), begin);
+        std::vector<std::int64_t> tokens(expected.size());
+        corpus->read(begin, tokens);
+        ASSERT_EQ(tokens, expected) << shard_tokens << " " << begin;
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Both,
+    CorpusTypes,
+    testing::Values(TokenType::uint16, TokenType::uint32),
+    [](const auto& info) { return std::string(to_string(info.param)); });
+
+TEST(Corpus, LargeTokens) {
+  const TempFolder temp;
+  write_corpus(temp / "c", TokenType::uint32, 100, {3}, 128253);
+  std::vector<std::int64_t> tokens(3);
+  Corpus::open(temp / "c")->read(0, tokens);
+  EXPECT_EQ(tokens[2], 128255);
+}
+
+TEST(Corpus, ReadChecksTheRange) {
+  const TempFolder temp;
+  write_corpus(temp / "c", TokenType::uint16, 100, {3});
+  const auto corpus = Corpus::open(temp / "c");
+  std::vector<std::int64_t> tokens(2);
+  EXPECT_THAT(
+      error_message(ErrorCode::usage, [&] { corpus->read(2, tokens); }),
+      HasSubstr("within [0, 3), got [2, 4)"));
+  EXPECT_THAT(
+      error_message(ErrorCode::usage, [&] { corpus->read(-1, tokens); }),
+      HasSubstr("got [-1, 1)"));
+}
+
+TEST(Corpus, MissingThingsAreNamed) {
+  const TempFolder temp;
+  EXPECT_THAT(
+      error_message(ErrorCode::io, [&] { Corpus::open(temp / "none"); }),
+      testing::AllOf(
+          HasSubstr("expected a corpus folder"),
+          HasSubstr("flatshard data prepare")));
+  write_corpus(temp / "c", TokenType::uint16, 100, {3});
+  EXPECT_THAT(
+      error_message(
+          ErrorCode::config,
+          [&] { Corpus::open(temp / "c", "validation"); }),
+      HasSubstr("has no split 'validation'"));
+}
+
+TEST(Corpus, DamagedFilesAreRefused) {
+  const TempFolder temp;
+  write_corpus(temp / "c", TokenType::uint16, 2, {5});
+  std::filesystem::resize_file(temp / "c/train-00001.bin", 3);
+  EXPECT_THAT(
+      error_message(ErrorCode::format, [&] { Corpus::open(temp / "c"); }),
+      HasSubstr("train-00001.bin: expected 4 bytes as meta.json says, got 3"));
+  write_corpus(temp / "d", TokenType::uint16, 2, {5});
+  std::filesystem::remove(temp / "d/train-00002.bin");
+  EXPECT_THAT(
+      error_message(ErrorCode::io, [&] { Corpus::open(temp / "d"); }),
+      HasSubstr("cannot open"));
+}
+
+TEST(CorpusMeta, SurvivesJson) {
+  const CorpusMeta meta{
+      .token_type = TokenType::uint32,
+      .vocab_size = 128256,
+      .end_of_document = 128001,
+      .tokenizer = "tokenizer.json",
+      .input_hash = "abc",
+      .splits = {
+          {.name = "train",
+           .num_tokens = 7,
+           .num_documents = 2,
+           .shard_tokens = {4, 3}}}};
+  const CorpusMeta back = CorpusMeta::from_json(meta.to_json(), "m");
+  EXPECT_EQ(back.to_json(), meta.to_json());
+  EXPECT_EQ(back.splits[0].shard_file(1), "train-00001.bin");
+}
+
+TEST(CorpusMeta, BadJsonIsRefusedByKey) {
+  const CorpusMeta good{
+      .vocab_size = 10,
+      .tokenizer = "bytes",
+      .splits = {
+          {.name = "train",
+           .num_tokens = 7,
+           .num_documents = 2,
+           .shard_tokens = {4, 3}}}};
+  const std::string text = good.to_json();
+  const auto with = [&](const std::string& from, const std::string& to) {
+    std::string changed = text;
+    changed.replace(changed.find(from), from.size(), to);
+    return error_message(ErrorCode::format, [&] {
+      CorpusMeta::from_json(changed, "meta.json");
+    });
+  };
+  EXPECT_THAT(with("{", "["), HasSubstr("expected a JSON object"));
+  EXPECT_THAT(
+      with("flatshard-corpus", "other"),
+      HasSubstr("expected \"format\""));
+  EXPECT_THAT(
+      with("\"version\": 1", "\"version\": 2"),
+      HasSubstr("reads corpus version 1, got version 2"));
+  EXPECT_THAT(with("uint16", "int8"), HasSubstr("got 'int8'"));
+  EXPECT_THAT(
+      with("\"vocab_size\": 10", "\"vocab_size\": \"x\""),
+      HasSubstr("key 'vocab_size' has the wrong type"));
+  EXPECT_THAT(
+      with("\"vocab_size\"", "\"other\""),
+      HasSubstr("key 'vocab_size' is missing"));
+  EXPECT_THAT(
+      with("\"vocab_size\": 10", "\"vocab_size\": 0"),
+      HasSubstr("0 <= end_of_document < vocab_size"));
+  EXPECT_THAT(
+      with("        4,", "        5,"),
+      HasSubstr("sum to num_tokens = 7, got a sum of 8"));
+}
+
+TEST(FileWriter, AFullDiskIsAnErrorThatNamesTheFile) {
+  if (!std::filesystem::exists("/dev/full")) {
+    GTEST_SKIP() << "no /dev/full here";
+  }
+  FileWriter writer("/dev/full");
+  writer.write("text");
+  EXPECT_THAT(
+      error_message(ErrorCode::io, [&] { writer.close(); }),
+      testing::AllOf(
+          HasSubstr("cannot write /dev/full"),
+          HasSubstr("free some space")));
+}
+
+TEST(StagedFolder, NothingAppearsWithoutACommit) {
+  const TempFolder temp;
+  {
+    const StagedFolder staged(temp / "out", false);
+    FileWriter(staged.path() / "meta.json").close();
+  }
+  EXPECT_TRUE(std::filesystem::is_empty(temp.path()));
+  {
+    StagedFolder staged(temp / "out/", false);
+    FileWriter(staged.path() / "meta.json").close();
+    staged.commit();
+  }
+  EXPECT_TRUE(std::filesystem::exists(temp / "out/meta.json"));
+}
+
+TEST(StagedFolder, ReplacesOnlyACorpusAndOnlyByForce) {
+  const TempFolder temp;
+  temp.write("corpus/meta.json", "old");
+  temp.write("corpus/more", "old");
+  temp.write("home/thesis.txt", "dear");
+  EXPECT_THAT(
+      error_message(
+          ErrorCode::usage,
+          [&] { StagedFolder(temp / "corpus", false); }),
+      HasSubstr("exists; give --force"));
+  EXPECT_THAT(
+      error_message(
+          ErrorCode::usage,
+          [&] { StagedFolder(temp / "home", true); }),
+      HasSubstr("is not a corpus"));
+  StagedFolder staged(temp / "corpus", true);
+  FileWriter(staged.path() / "meta.json").close();
+  EXPECT_TRUE(std::filesystem::exists(temp / "corpus/more"));
+  staged.commit();
+  EXPECT_FALSE(std::filesystem::exists(temp / "corpus/more"));
+  EXPECT_TRUE(std::filesystem::exists(temp / "corpus/meta.json"));
+  EXPECT_TRUE(std::filesystem::exists(temp / "home/thesis.txt"));
+}
+
+}  // namespace
+}  // namespace flatshard::data

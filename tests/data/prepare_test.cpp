@@ -1,0 +1,225 @@
+#include "flatshard/data/prepare.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <set>
+
+#include "tests/data/expect_error.h"
+#include "tests/data/temp_folder.h"
+
+namespace flatshard::data {
+namespace {
+
+using testing::HasSubstr;
+
+/// A split's documents as text, each without its end-of-document token.
+std::vector<std::string> documents(
+    const std::filesystem::path& folder,
+    std::string_view split) {
+  const auto corpus = Corpus::open(folder, split);
+  std::vector<std::string> all;
+  for (std::int64_t i = 0; i < corpus->num_documents(); ++i) {
+    std::vector<std::int64_t> tokens(static_cast<std::size_t>(
+        corpus->document_begin(i + 1) - corpus->document_begin(i)));
+    corpus->read(corpus->document_begin(i), tokens);
+    EXPECT_EQ(tokens.back(), kByteEndOfDocument);
+    std::string text;
+    for (std::size_t j = 0; j + 1 < tokens.size(); ++j) {
+      EXPECT_LT(tokens[j], 256);
+      text.push_back(static_cast<char>(tokens[j]));
+    }
+    all.push_back(text);
+  }
+  return all;
+}
+
+TEST(Prepare, BytesRoundTrip) {
+  const TempFolder temp;
+  std::multiset<std::string> expected;
+  for (int i = 0; i < 60; ++i) {
+    const std::string text = fmt::format("text {} \xff\xfe\n", i) +
+                             std::string(static_cast<std::size_t>(i * 7), 'x');
+    temp.write(fmt::format("in/{}/{}.txt", i % 3, i), text);
+    expected.insert(text);
+  }
+  temp.write("in/empty.txt", "");
+  const CorpusMeta meta = prepare_corpus(
+      {.inputs = {(temp / "in/**/*.txt").string()},
+       .output = temp / "out",
+       .validation_fraction = 0.25,
+       .shard_tokens = 1000});
+  EXPECT_EQ(meta.vocab_size, 257);
+  EXPECT_EQ(meta.end_of_document, 256);
+  EXPECT_EQ(meta.token_type, TokenType::uint16);
+  EXPECT_EQ(meta.num_documents(), 60);
+  EXPECT_GT(meta.splits[0].shard_tokens.size(), 5U);
+
+  const auto train = documents(temp / "out", "train");
+  const auto validation = documents(temp / "out", "validation");
+  std::multiset<std::string> all(train.begin(), train.end());
+  all.insert(validation.begin(), validation.end());
+  EXPECT_EQ(all, expected);
+  // A quarter of 60, five standard deviations wide.
+  EXPECT_NEAR(static_cast<double>(validation.size()), 15, 15);
+  EXPECT_GE(validation.size(), 1U);
+  EXPECT_EQ(CorpusMeta::load(temp / "out").to_json(), meta.to_json());
+}
+
+TEST(Prepare, SameInputSameFiles) {
+  const TempFolder temp;
+  for (int i = 0; i < 9; ++i) {
+    temp.write(fmt::format("in/{}.txt", i), fmt::format("text {}", i));
+  }
+  const PrepareOptions options{
+      .inputs = {(temp / "in").string()},
+      .output = temp / "a"};
+  PrepareOptions again = options;
+  again.output = temp / "b";
+  EXPECT_EQ(prepare_corpus(options).to_json(), prepare_corpus(again).to_json());
+  EXPECT_EQ(
+      documents(temp / "a", "validation"),
+      documents(temp / "b", "validation"));
+  temp.write("in/new.txt", "more");
+  again.output = temp / "c";
+  EXPECT_NE(
+      prepare_corpus(again).input_hash,
+      CorpusMeta::load(temp / "a").input_hash);
+}
+
+TEST(Prepare, TheSplitOfADocumentDependsOnItsNameAlone) {
+  const TempFolder temp;
+  const auto write = [&](int i) {
+    temp.write(fmt::format("in/{}.txt", i), fmt::format("text {}", i));
+  };
+  for (int i = 0; i < 50; ++i) {
+    write(i);
+  }
+  PrepareOptions options{
+      .inputs = {(temp / "in").string()},
+      .output = temp / "a",
+      .validation_fraction = 0.3};
+  prepare_corpus(options);
+  for (int i = 50; i < 90; ++i) {
+    write(i);
+  }
+  options.output = temp / "b";
+  prepare_corpus(options);
+  const auto before = documents(temp / "a", "validation");
+  const auto after = documents(temp / "b", "validation");
+  const std::set<std::string> wider(after.begin(), after.end());
+  for (const std::string& text : before) {
+    EXPECT_TRUE(wider.contains(text)) << text;
+  }
+  EXPECT_GT(after.size(), before.size());
+}
+
+TEST(Prepare, TwoDocumentsFillBothSplits) {
+  for (const double fraction : {0.001, 0.999}) {
+    const TempFolder temp;
+    temp.write("in/a", "one");
+    temp.write("in/b", "two");
+    prepare_corpus(
+        {.inputs = {(temp / "in").string()},
+         .output = temp / "out",
+         .validation_fraction = fraction});
+    EXPECT_EQ(documents(temp / "out", "train").size(), 1U) << fraction;
+    EXPECT_EQ(documents(temp / "out", "validation").size(), 1U) << fraction;
+  }
+}
+
+TEST(Prepare, OneDocumentGivesItsEndToValidation) {
+  const TempFolder temp;
+  temp.write("book.txt", "0123456789abcdefghij");
+  prepare_corpus(
+      {.inputs = {(temp / "book.txt").string()},
+       .output = temp / "out",
+       .validation_fraction = 0.1});
+  EXPECT_EQ(
+      documents(temp / "out", "train"),
+      (std::vector<std::string>{"0123456789abcdefgh"}));
+  EXPECT_EQ(
+      documents(temp / "out", "validation"),
+      (std::vector<std::string>{"ij"}));
+}
+
+TEST(Prepare, FractionZeroMakesNoValidation) {
+  const TempFolder temp;
+  temp.write("a", "text");
+  prepare_corpus(
+      {.inputs = {(temp / "a").string()},
+       .output = temp / "out",
+       .validation_fraction = 0});
+  EXPECT_EQ(documents(temp / "out", "train").size(), 1U);
+  EXPECT_FALSE(std::filesystem::exists(temp / "out/validation-00000.bin"));
+}
+
+TEST(Prepare, ErrorsLeaveNothingBehind) {
+  const TempFolder temp;
+  temp.write("in/a", "text");
+  temp.write("in/b", "");
+  const PrepareOptions good{
+      .inputs = {(temp / "in").string()},
+      .output = temp / "out"};
+  const auto message = [&](ErrorCode code, auto change) {
+    PrepareOptions options = good;
+    change(options);
+    const std::string text =
+        error_message(code, [&] { prepare_corpus(options); });
+    int entries = 0;
+    for ([[maybe_unused]] const auto& entry :
+         std::filesystem::directory_iterator(temp.path())) {
+      ++entries;
+    }
+    EXPECT_EQ(entries, 1) << text;
+    return text;
+  };
+  EXPECT_THAT(
+      message(ErrorCode::io, [](auto& o) { o.inputs = {"/none/*.txt"}; }),
+      HasSubstr("--input '/none/*.txt' matches no file"));
+  EXPECT_THAT(
+      message(
+          ErrorCode::io,
+          [&](auto& o) { o.inputs = {(temp / "in/b").string()}; }),
+      HasSubstr("all 1 files are empty"));
+  EXPECT_THAT(
+      message(ErrorCode::config, [](auto& o) { o.validation_fraction = 1; }),
+      HasSubstr("--validation-fraction: expected a number in [0, 1), got 1"));
+  EXPECT_THAT(
+      message(ErrorCode::config, [](auto& o) { o.shard_tokens = 0; }),
+      HasSubstr("shard_tokens: expected at least 1"));
+  EXPECT_THAT(
+      message(ErrorCode::config, [](auto& o) { o.end_of_document = "</s>"; }),
+      HasSubstr("--end-of-document belongs to a tokenizer.json"));
+  EXPECT_THAT(
+      message(ErrorCode::config, [](auto& o) { o.output = ""; }),
+      HasSubstr("expected an output folder"));
+  EXPECT_THAT(
+      message(ErrorCode::config, [](auto& o) { o.tokenizer = "/none.json"; }),
+      HasSubstr("expected \"bytes\" or the path of a tokenizer.json, got "
+                "'/none.json'"));
+}
+
+TEST(Prepare, UnreadableFileIsNamed) {
+  const TempFolder temp;
+  temp.write("in/a", "text");
+  temp.write("in/secret", "text");
+  std::filesystem::permissions(temp.path(), std::filesystem::perms::all);
+  std::filesystem::permissions(
+      temp / "in/secret",
+      std::filesystem::perms::none);
+  // The permission bits do not stop root.
+  const uid_t me = ::geteuid();
+  ASSERT_EQ(::seteuid(me == 0 ? 65534 : me), 0);
+  const std::string message = error_message(ErrorCode::io, [&] {
+    prepare_corpus(
+        {.inputs = {(temp / "in").string()}, .output = temp / "out"});
+  });
+  ASSERT_EQ(::seteuid(me), 0);
+  EXPECT_THAT(message, HasSubstr("cannot read"));
+  EXPECT_THAT(message, HasSubstr("in/secret: Permission denied"));
+  EXPECT_FALSE(std::filesystem::exists(temp / "out"));
+}
+
+}  // namespace
+}  // namespace flatshard::data

@@ -1,0 +1,88 @@
+#include "flatshard/data/token_source.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <array>
+
+#include "flatshard/data/prepare.h"
+#include "tests/data/expect_error.h"
+#include "tests/data/temp_folder.h"
+
+namespace flatshard::data {
+namespace {
+
+using testing::HasSubstr;
+
+TEST(RandomTokens, DependOnSeedAndIndexAlone) {
+  const RandomTokens a(1, 1000);
+  const RandomTokens b(1, 1000);
+  const RandomTokens c(2, 1000);
+  std::array<std::int64_t, 33> x{};
+  std::array<std::int64_t, 33> y{};
+  a.read(7, x);
+  b.read(3, y);
+  EXPECT_NE(x, y);
+  b.read(7, y);
+  EXPECT_EQ(x, y);
+  c.read(7, y);
+  EXPECT_NE(x, y);
+}
+
+TEST(RandomTokens, CoverTheVocabularyAndNoMore) {
+  const RandomTokens source(3, 7);
+  std::vector<std::int64_t> tokens(7000);
+  source.read(0, tokens);
+  std::array<int, 7> hits{};
+  for (const std::int64_t token : tokens) {
+    ++hits.at(static_cast<std::size_t>(token));
+  }
+  for (const int count : hits) {
+    EXPECT_NEAR(count, 1000, 150);  // five standard deviations
+  }
+}
+
+TEST(RandomTokens, NeedsAVocabulary) {
+  EXPECT_THAT(
+      error_message(ErrorCode::config, [] { RandomTokens(1, 0); }),
+      HasSubstr("model.vocab_size in [1, 2^32], got 0"));
+}
+
+TEST(OpenTokenSource, ByName) {
+  EXPECT_EQ(open_token_source("random", "train", 1, 9)->vocab_size(), 9);
+  std::array<std::int64_t, 9> train{};
+  std::array<std::int64_t, 9> validation{};
+  open_token_source("random", "train", 1, 999)->read(0, train);
+  open_token_source("random", "validation", 1, 999)->read(0, validation);
+  EXPECT_NE(train, validation);
+  EXPECT_THAT(
+      error_message(
+          ErrorCode::config,
+          [] { open_token_source("", "train", 1, 9); }),
+      HasSubstr("data.train: expected a corpus folder or \"random\""));
+  EXPECT_THAT(
+      error_message(
+          ErrorCode::io,
+          [] { open_token_source("/no/such/corpus", "train", 1, 9); }),
+      HasSubstr("flatshard data prepare --input"));
+}
+
+TEST(CorpusSource, SequencesOverlapByOneToken) {
+  const TempFolder temp;
+  temp.write("a.txt", "0123456789");
+  prepare_corpus(
+      {.inputs = {(temp / "a.txt").string()},
+       .output = temp / "corpus",
+       .validation_fraction = 0});
+  const CorpusSource source(Corpus::open(temp / "corpus"));
+  // Ten bytes and the end of the document: 11 tokens, so 10 / 4 sequences.
+  EXPECT_EQ(source.num_sequences(4), 2);
+  EXPECT_EQ(source.num_sequences(10), 1);
+  EXPECT_EQ(source.num_sequences(11), 0);
+  std::array<std::int64_t, 5> tokens{};
+  source.read(1, tokens);
+  EXPECT_EQ(tokens, (std::array<std::int64_t, 5>{'4', '5', '6', '7', '8'}));
+}
+
+}  // namespace
+}  // namespace flatshard::data
