@@ -202,7 +202,7 @@ std::vector<FlatRange> FlatLayout::padding_ranges() const {
     if (places_[i].offset > end) {
       ranges.push_back({end, places_[i].offset - end});
     }
-    end = std::max(end, places_[i].offset + places_[i].numel);
+    end = places_[i].offset + places_[i].numel;
   }
   if (numel_ > end) {
     ranges.push_back({end, numel_ - end});

@@ -223,6 +223,21 @@ TEST(FlatLayout, RefusalSaysWhenNoDegreeFits) {
       });
 }
 
+TEST(FlatLayout, RefusalNamesTheLargestWholeTensor) {
+  expect_error(
+      ErrorCode::config,
+      "(least divisible: 'b' with granularity tensor, 1000 elements); the "
+      "largest degree that fits is 2",
+      [] {
+        FlatLayout::build(
+            {{"a", {900}, Granularity::tensor()},
+             {"b", {1000}, Granularity::tensor()},
+             {"c", {5}}},
+            4,
+            {.max_padding = 0.1, .negligible_padding = 0});
+      });
+}
+
 TEST(FlatLayout, AlignmentAloneIsNeverRefused) {
   EXPECT_NO_THROW(FlatLayout::build(
       {{"a", {3}}},
@@ -285,7 +300,10 @@ TEST(FlatLayout, RefusesSizesBeyond64Bits) {
       config,
       "flat space: 4611686018427387904 * 2 elements do not fit",
       build({{"a", {1, huge}, Granularity::row()}}, 2));
-  // A zero-size dim wins.
+  // A zero-size dim wins, and nobody asks for the width of its rows.
+  EXPECT_EQ(
+      FlatLayout::build({{"a", {0, huge}, Granularity::block(8)}}, 1).numel(),
+      0);
   EXPECT_EQ(FlatLayout::build({{"a", {huge, 4, 0}}}, 1).numel(), 0);
 }
 
