@@ -1,0 +1,254 @@
+#include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+
+#include "flatshard/buffer/flat_buffer.h"
+#include "flatshard/buffer/transition.h"
+#include "flatshard/core/error.h"
+
+namespace flatshard {
+namespace {
+
+using Kind = TransitionStep::Kind;
+
+bool communicates(Kind kind) {
+  return kind != Kind::slice && kind != Kind::relabel;
+}
+
+bool moves_data(const std::vector<TransitionStep>& steps) {
+  return std::any_of(
+      steps.begin(),
+      steps.end(),
+      [](const TransitionStep& step) { return communicates(step.kind); });
+}
+
+bool keeps_size(Kind kind) {
+  return kind == Kind::all_reduce || kind == Kind::relabel;
+}
+
+bool same_memory(const at::Tensor& a, const at::Tensor& b) {
+  return a.const_data_ptr() == b.const_data_ptr() && a.numel() == b.numel();
+}
+
+bool overlap(const at::Tensor& a, const at::Tensor& b) {
+  const auto* const a_begin = static_cast<const char*>(a.const_data_ptr());
+  const auto* const b_begin = static_cast<const char*>(b.const_data_ptr());
+  return a_begin < b_begin + b.nbytes() && b_begin < a_begin + a.nbytes();
+}
+
+std::vector<at::Tensor> parts(const FlatBuffer& buffer) {
+  std::vector<at::Tensor> result;
+  for (const LocalRange& range : buffer.local_ranges()) {
+    result.push_back(buffer.local().narrow(0, range.local_offset, range.numel));
+  }
+  return result;
+}
+
+// The parts of `whole` that `part` holds, per segment.
+std::vector<at::Tensor> matching_parts(
+    const FlatBuffer& whole,
+    const FlatBuffer& part) {
+  std::vector<at::Tensor> result;
+  for (std::size_t s = 0; s < part.local_ranges().size(); ++s) {
+    const LocalRange& outer = whole.local_ranges()[s];
+    const LocalRange& inner = part.local_ranges()[s];
+    result.push_back(whole.local().narrow(
+        0,
+        outer.local_offset + inner.offset - outer.offset,
+        inner.numel));
+  }
+  return result;
+}
+
+void copy_unless_same(const at::Tensor& to, const at::Tensor& from) {
+  if (!same_memory(to, from)) {
+    to.copy_(from);
+  }
+}
+
+void run_step(
+    const TransitionStep& step,
+    const FlatBuffer& from,
+    const FlatBuffer& to,
+    Purpose purpose) {
+  Mesh& mesh = *from.mesh();
+  const auto group = [&]() -> Communicator& {
+    return mesh.communicator(step.axes, purpose);
+  };
+  switch (step.kind) {
+    case Kind::reduce_scatter:
+      group().reduce_scatter(parts(to), parts(from), step.op);
+      break;
+    case Kind::all_gather:
+      group().all_gather(parts(to), parts(from));
+      break;
+    case Kind::all_reduce:
+      copy_unless_same(to.local(), from.local());
+      group().all_reduce(to.local(), step.op);
+      break;
+    case Kind::relabel:
+      copy_unless_same(to.local(), from.local());
+      break;
+    case Kind::slice: {
+      const auto sources = matching_parts(from, to);
+      const auto targets = parts(to);
+      for (std::size_t s = 0; s < targets.size(); ++s) {
+        copy_unless_same(targets[s], sources[s]);
+      }
+      break;
+    }
+  }
+}
+
+// From which step on everything can be written into the final buffer: after
+// it the local size stays.
+std::size_t first_final_step(const std::vector<TransitionStep>& steps) {
+  std::size_t first = steps.size() - 1;
+  while (first > 0 && keeps_size(steps[first].kind)) {
+    --first;
+  }
+  return first;
+}
+
+}  // namespace
+
+void FlatBuffer::check_out(const Placements& to, const FlatBuffer& out) const {
+  const auto check =
+      [&](bool good, const char* what, const auto& expected, const auto& got) {
+        FLATSHARD_CHECK(
+            good,
+            usage,
+            "redistribute from {} to {}: expected `out` with {} {}, got {}",
+            flatshard::to_string(placements_),
+            flatshard::to_string(to),
+            what,
+            expected,
+            got);
+      };
+  check(
+      out.placements_ == to,
+      "placements",
+      flatshard::to_string(to),
+      flatshard::to_string(out.placements_));
+  check(
+      mesh_->same_as(*out.mesh_),
+      "the source's mesh",
+      mesh_->to_string(),
+      mesh_->to_string() == out.mesh_->to_string()
+          ? "another mesh of that shape"
+          : out.mesh_->to_string());
+  check(
+      layout_ == out.layout_,
+      "the source's layout of numel",
+      layout_->numel(),
+      fmt::format("another layout of numel {}", out.layout_->numel()));
+  check(
+      dtype() == out.dtype(),
+      "dtype",
+      c10::toString(dtype()),
+      c10::toString(out.dtype()));
+  check(device() == out.device(), "device", device().str(), out.device().str());
+  FLATSHARD_CHECK(
+      !overlap(local_, out.local_) || may_share_memory(to, out),
+      usage,
+      "redistribute from {} to {}: `out` must not overlap the source's memory "
+      "in this way; give it memory of its own",
+      flatshard::to_string(placements_),
+      flatshard::to_string(to));
+}
+
+bool FlatBuffer::may_share_memory(const Placements& to, const FlatBuffer& out)
+    const {
+  const auto steps = plan_transition(placements_, to);
+  const auto all_are = [&](auto&& predicate) {
+    return std::all_of(
+        steps.begin(),
+        steps.end(),
+        [&](const TransitionStep& step) { return predicate(step.kind); });
+  };
+  if (all_are(keeps_size)) {
+    return same_memory(local_, out.local_);
+  }
+  // One side is its own slice of the other.
+  if (all_are([](Kind kind) { return kind == Kind::slice; })) {
+    const auto slice = slice_view(out.ranges_);
+    return slice && same_memory(*slice, out.local_);
+  }
+  if (!all_are([](Kind kind) { return kind != Kind::reduce_scatter; })) {
+    return false;
+  }
+  const auto slice = out.slice_view(ranges_);
+  return slice && same_memory(*slice, local_);
+}
+
+FlatBuffer FlatBuffer::redistribute(
+    const Placements& to,
+    Purpose purpose,
+    const FlatBuffer* out,
+    const RedistributeOptions& options) const {
+  FLATSHARD_CHECK(
+      defined(),
+      usage,
+      "redistribute: expected a buffer, got an empty one");
+  const auto steps = plan_transition(placements_, to, options.reduce_op);
+  const at::NoGradGuard no_grad;
+  FlatBuffer result;
+  if (out != nullptr) {
+    check_out(to, *out);
+    result = *out;
+  } else {
+    result = make_result(to, options.scale == 1.0 && !moves_data(steps));
+  }
+  if (steps.empty()) {
+    copy_unless_same(result.local_, local_);
+  }
+  FlatBuffer now = *this;
+  for (std::size_t i = 0; i < steps.size(); ++i) {
+    FlatBuffer target =
+        i < first_final_step(steps)
+            ? FlatBuffer::wrap(
+                  at::empty(
+                      {local_numel(*layout_, *mesh_, steps[i].after)},
+                      local_.options()),
+                  layout_,
+                  mesh_,
+                  steps[i].after)
+            : result;
+    run_step(steps[i], now, target, purpose);
+    now = std::move(target);
+  }
+  if (options.scale != 1.0) {
+    result.local_.mul_(options.scale);
+  }
+  return result;
+}
+
+FlatBuffer FlatBuffer::make_result(const Placements& to, bool may_share) const {
+  if (may_share && local_numel(*layout_, *mesh_, to) == local_.numel()) {
+    return wrap(local_, layout_, mesh_, to);
+  }
+  const std::int64_t numel = local_numel(*layout_, *mesh_, to);
+  FlatBuffer result =
+      wrap(at::empty({numel}, local_.options()), layout_, mesh_, to);
+  if (may_share) {
+    if (const auto slice = slice_view(result.ranges_)) {
+      result.local_ = *slice;
+    }
+  }
+  return result;
+}
+
+void FlatBuffer::prepare(
+    Mesh& mesh,
+    const Placements& from,
+    const Placements& to,
+    Purpose purpose) {
+  for (const TransitionStep& step : plan_transition(from, to)) {
+    if (communicates(step.kind)) {
+      mesh.communicator(step.axes, purpose);
+    }
+  }
+}
+
+}  // namespace flatshard

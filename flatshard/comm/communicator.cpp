@@ -1,0 +1,255 @@
+#include "flatshard/comm/communicator.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include "flatshard/core/error.h"
+
+namespace flatshard {
+namespace {
+
+bool is_reducible(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+    case at::kDouble:
+    case at::kHalf:
+    case at::kBFloat16:
+    case at::kByte:
+    case at::kChar:
+    case at::kInt:
+    case at::kLong:
+      return true;
+    default:
+      return false;
+  }
+}
+
+void check_reducible(
+    const std::string& where,
+    at::ScalarType dtype,
+    ReduceOp op) {
+  FLATSHARD_CHECK(
+      is_reducible(dtype),
+      usage,
+      "{}: cannot reduce dtype {}; expected float32, float64, float16, "
+      "bfloat16, uint8, int8, int32 or int64",
+      where,
+      c10::toString(dtype));
+  FLATSHARD_CHECK(
+      op == ReduceOp::sum || c10::isFloatingType(dtype),
+      usage,
+      "{}: avg expects a floating dtype, got {}; use sum",
+      where,
+      c10::toString(dtype));
+}
+
+struct Bytes {
+  const char* begin;
+  const char* end;
+};
+
+Bytes bytes_of(const at::Tensor& tensor) {
+  const auto* begin = static_cast<const char*>(tensor.const_data_ptr());
+  return {begin, begin + tensor.nbytes()};
+}
+
+bool overlap(const at::Tensor& a, const at::Tensor& b) {
+  const Bytes x = bytes_of(a);
+  const Bytes y = bytes_of(b);
+  return x.begin < y.end && y.begin < x.end;
+}
+
+}  // namespace
+
+void Communicator::record(
+    CollectiveKind kind,
+    std::span<const at::Tensor> tensors) {
+  if (!log_) {
+    return;
+  }
+  std::int64_t numel = 0;
+  for (const at::Tensor& tensor : tensors) {
+    numel += tensor.numel();
+  }
+  const auto dtype = tensors.empty() ? at::ScalarType::Undefined
+                                     : tensors.front().scalar_type();
+  log_->append(name_, kind, numel, dtype);
+}
+
+void Communicator::check_tensor(
+    CollectiveKind kind,
+    const char* role,
+    const at::Tensor& t) const {
+  const auto where = [&] {
+    return fmt::format("{} on '{}', {}", to_string(kind), name_, role);
+  };
+  FLATSHARD_CHECK(
+      t.defined(),
+      usage,
+      "{}: expected a tensor, got an undefined one",
+      where());
+  FLATSHARD_CHECK(
+      t.device() == device_,
+      usage,
+      "{}: expected device {}, got {}",
+      where(),
+      device_.str(),
+      t.device().str());
+  FLATSHARD_CHECK(
+      t.is_contiguous(),
+      usage,
+      "{}: expected a contiguous tensor, got one with other strides",
+      where());
+}
+
+void Communicator::check_pairs(
+    CollectiveKind kind,
+    std::span<const at::Tensor> large,
+    std::span<const at::Tensor> small) const {
+  const bool gather = kind == CollectiveKind::all_gather;
+  const char* const large_role = gather ? "out" : "in";
+  const char* const small_role = gather ? "in" : "out";
+  FLATSHARD_CHECK(
+      large.size() == small.size(),
+      usage,
+      "{} on '{}': expected as many inputs as outputs, got {} {} and {} {}",
+      to_string(kind),
+      name_,
+      large.size(),
+      large_role,
+      small.size(),
+      small_role);
+  for (std::size_t i = 0; i < large.size(); ++i) {
+    const at::Tensor& l = large[i];
+    const at::Tensor& s = small[i];
+    check_tensor(kind, large_role, l);
+    check_tensor(kind, small_role, s);
+    FLATSHARD_CHECK(
+        l.scalar_type() == s.scalar_type(),
+        usage,
+        "{} on '{}': expected one dtype, got {} ({}) and {} ({})",
+        to_string(kind),
+        name_,
+        c10::toString(l.scalar_type()),
+        large_role,
+        c10::toString(s.scalar_type()),
+        small_role);
+    FLATSHARD_CHECK(
+        l.numel() == s.numel() * size_,
+        usage,
+        "{} on '{}' with {} ranks: expected {} = {} * {} elements in {}, got "
+        "{}",
+        to_string(kind),
+        name_,
+        size_,
+        s.numel() * size_,
+        size_,
+        s.numel(),
+        large_role,
+        l.numel());
+    if (!overlap(l, s)) {
+      continue;
+    }
+    const auto own = bytes_of(l).begin + rank_ * s.nbytes();
+    FLATSHARD_CHECK(
+        gather ? bytes_of(s).begin == own
+               : size_ == 1 && bytes_of(s).begin == own,
+        usage,
+        "{} on '{}': {}",
+        to_string(kind),
+        name_,
+        gather ? "in may alias out only at this rank's own slice"
+               : "out must not overlap in");
+  }
+}
+
+void Communicator::all_gather(const at::Tensor& out, const at::Tensor& in) {
+  all_gather(std::span(&out, 1), std::span(&in, 1));
+}
+
+void Communicator::all_gather(
+    std::span<const at::Tensor> outs,
+    std::span<const at::Tensor> ins) {
+  check_pairs(CollectiveKind::all_gather, outs, ins);
+  const at::NoGradGuard no_grad;
+  Tensors some_outs;
+  Tensors some_ins;
+  for (std::size_t i = 0; i < ins.size(); ++i) {
+    if (ins[i].numel() > 0) {
+      some_outs.push_back(outs[i]);
+      some_ins.push_back(ins[i]);
+    }
+  }
+  if (!some_ins.empty()) {
+    record(CollectiveKind::all_gather, some_outs);
+    do_all_gather(std::move(some_outs), std::move(some_ins));
+  }
+}
+
+void Communicator::reduce_scatter(
+    const at::Tensor& out,
+    const at::Tensor& in,
+    ReduceOp op) {
+  reduce_scatter(std::span(&out, 1), std::span(&in, 1), op);
+}
+
+void Communicator::reduce_scatter(
+    std::span<const at::Tensor> outs,
+    std::span<const at::Tensor> ins,
+    ReduceOp op) {
+  check_pairs(CollectiveKind::reduce_scatter, ins, outs);
+  const at::NoGradGuard no_grad;
+  Tensors some_outs;
+  Tensors some_ins;
+  for (std::size_t i = 0; i < ins.size(); ++i) {
+    check_reducible(
+        fmt::format("reduce_scatter on '{}'", name_),
+        ins[i].scalar_type(),
+        op);
+    if (ins[i].numel() > 0) {
+      some_outs.push_back(outs[i]);
+      some_ins.push_back(ins[i]);
+    }
+  }
+  if (!some_ins.empty()) {
+    record(CollectiveKind::reduce_scatter, some_ins);
+    do_reduce_scatter(std::move(some_outs), std::move(some_ins), op);
+  }
+}
+
+void Communicator::all_reduce(const at::Tensor& inout, ReduceOp op) {
+  check_tensor(CollectiveKind::all_reduce, "inout", inout);
+  check_reducible(
+      fmt::format("all_reduce on '{}'", name_),
+      inout.scalar_type(),
+      op);
+  if (inout.numel() == 0) {
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  record(CollectiveKind::all_reduce, std::span(&inout, 1));
+  do_all_reduce(inout, op);
+}
+
+void Communicator::broadcast(const at::Tensor& tensor, int root) {
+  check_tensor(CollectiveKind::broadcast, "tensor", tensor);
+  FLATSHARD_CHECK(
+      root >= 0 && root < size_,
+      usage,
+      "broadcast on '{}': expected a root below {}, got {}",
+      name_,
+      size_,
+      root);
+  if (tensor.numel() == 0) {
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  record(CollectiveKind::broadcast, std::span(&tensor, 1));
+  do_broadcast(tensor, root);
+}
+
+void Communicator::barrier() {
+  record(CollectiveKind::barrier, {});
+  do_barrier();
+}
+
+}  // namespace flatshard

@@ -1,0 +1,13 @@
+// Stand-in, see README.md.
+#pragma once
+
+#include <chrono>
+
+namespace gloo {
+
+class Context {
+ public:
+  void setTimeout(std::chrono::milliseconds timeout);
+};
+
+}  // namespace gloo

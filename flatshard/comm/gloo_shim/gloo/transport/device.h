@@ -1,0 +1,9 @@
+// Stand-in, see README.md.
+#pragma once
+
+namespace gloo::transport {
+
+class Device;
+class UnboundBuffer;
+
+}  // namespace gloo::transport

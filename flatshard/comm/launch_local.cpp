@@ -1,0 +1,403 @@
+// Knows no torch: it forks, and torch's threads and locks would not survive.
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/prctl.h>
+#include <sys/signalfd.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <csignal>
+#include <cstring>
+#include <thread>
+
+#include "flatshard/comm/launch.h"
+#include "flatshard/core/error.h"
+#include "flatshard/core/log.h"
+
+extern char** environ;
+
+namespace flatshard {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// A file descriptor that closes itself.
+class Fd {
+ public:
+  explicit Fd(int fd = -1) : fd_(fd) {}
+  Fd(Fd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Fd& operator=(Fd&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~Fd() { close(); }
+  int get() const { return fd_; }
+  void close() {
+    if (fd_ >= 0) {
+      ::close(std::exchange(fd_, -1));
+    }
+  }
+
+ private:
+  int fd_;
+};
+
+int checked(int result, const char* call) {
+  FLATSHARD_CHECK(result >= 0, io, "{} failed: {}", call, std::strerror(errno));
+  return result;
+}
+
+struct Listener {
+  Fd socket;
+  std::uint16_t port = 0;
+};
+
+// The socket stays open from here until rank 0 serves on it, so nobody else
+// can take the port.
+Listener listen_on_loopback() {
+  Listener result;
+  result.socket =
+      Fd(checked(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), "socket"));
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof(address);
+  auto* generic = reinterpret_cast<sockaddr*>(&address);
+  checked(::bind(result.socket.get(), generic, length), "bind");
+  checked(::listen(result.socket.get(), 1024), "listen");
+  checked(::getsockname(result.socket.get(), generic, &length), "getsockname");
+  result.port = ntohs(address.sin_port);
+  return result;
+}
+
+// SIGINT, SIGTERM, SIGHUP and SIGCHLD arrive through a descriptor while this
+// lives; the ranks get the old mask back.
+class SignalGate {
+ public:
+  SignalGate() {
+    sigset_t set;
+    sigemptyset(&set);
+    for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGCHLD}) {
+      sigaddset(&set, signal);
+    }
+    checked(sigprocmask(SIG_BLOCK, &set, &old_), "sigprocmask");
+    fd_ =
+        Fd(checked(signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK), "signalfd"));
+  }
+  ~SignalGate() { sigprocmask(SIG_SETMASK, &old_, nullptr); }
+  int fd() const { return fd_.get(); }
+  const sigset_t& old_mask() const { return old_; }
+
+ private:
+  sigset_t old_{};
+  Fd fd_;
+};
+
+std::vector<std::string>
+rank_variables(int rank, int nproc, const Listener& listener) {
+  std::vector<std::string> result;
+  std::vector<std::string> own = {
+      fmt::format("RANK={}", rank),
+      fmt::format("WORLD_SIZE={}", nproc),
+      fmt::format("LOCAL_RANK={}", rank),
+      fmt::format("LOCAL_WORLD_SIZE={}", nproc),
+      "MASTER_ADDR=127.0.0.1",
+      fmt::format("MASTER_PORT={}", listener.port)};
+  if (rank == 0) {
+    own.push_back(
+        fmt::format("FLATSHARD_MASTER_LISTEN_FD={}", listener.socket.get()));
+  }
+  if (std::getenv("OMP_NUM_THREADS") == nullptr) {
+    const int cores = static_cast<int>(std::thread::hardware_concurrency());
+    own.push_back(
+        fmt::format("OMP_NUM_THREADS={}", std::max(1, cores / nproc)));
+  }
+  const std::string_view dropped[] = {
+      "FLATSHARD_MASTER_LISTEN_FD=",
+      "TORCHELASTIC_USE_AGENT_STORE="};
+  for (char** entry = environ; *entry != nullptr; ++entry) {
+    const std::string_view text(*entry);
+    const auto same_name = [&](std::string_view other) {
+      return text.starts_with(other.substr(0, other.find('=') + 1));
+    };
+    if (std::none_of(own.begin(), own.end(), same_name) &&
+        std::none_of(std::begin(dropped), std::end(dropped), same_name)) {
+      result.emplace_back(text);
+    }
+  }
+  result.insert(result.end(), own.begin(), own.end());
+  return result;
+}
+
+std::vector<char*> pointers(std::vector<std::string>& strings) {
+  std::vector<char*> result;
+  for (std::string& text : strings) {
+    result.push_back(text.data());
+  }
+  result.push_back(nullptr);
+  return result;
+}
+
+struct Rank {
+  int index = 0;
+  pid_t pid = -1;  // -1: it has ended
+  Fd errors;       // read end of its standard error, when prefixed
+  std::string line;
+};
+
+void write_all(int fd, std::string_view text) {
+  while (!text.empty()) {
+    const ssize_t n = ::write(fd, text.data(), text.size());
+    if (n < 0 && errno != EINTR) {
+      return;
+    }
+    text.remove_prefix(static_cast<std::size_t>(std::max<ssize_t>(n, 0)));
+  }
+}
+
+// Passes on whole lines, each with its rank; at the end the rest as well.
+void pass_on_errors(Rank& rank) {
+  char block[4096];
+  while (rank.errors.get() >= 0) {
+    const ssize_t n = ::read(rank.errors.get(), block, sizeof(block));
+    if (n < 0 && errno == EINTR) {
+      continue;
+    }
+    if (n < 0 && errno == EAGAIN) {
+      return;
+    }
+    if (n <= 0) {
+      rank.errors.close();
+      if (!rank.line.empty()) {
+        rank.line += '\n';
+      }
+    } else {
+      rank.line.append(block, static_cast<std::size_t>(n));
+    }
+    for (std::size_t end; (end = rank.line.find('\n')) != std::string::npos;) {
+      write_all(
+          STDERR_FILENO,
+          fmt::format(
+              "[rank {}] {}",
+              rank.index,
+              rank.line.substr(0, end + 1)));
+      rank.line.erase(0, end + 1);
+    }
+  }
+}
+
+class LocalRanks {
+ public:
+  LocalRanks(
+      int nproc,
+      const std::vector<std::string>& argv,
+      const SpawnOptions& options)
+      : options_(options), ranks_(nproc) {
+    const Listener listener = listen_on_loopback();
+    for (int r = 0; r < nproc; ++r) {
+      ranks_[r].index = r;
+      start(ranks_[r], argv, listener);
+    }
+  }
+
+  // Only when something threw: nobody may stay behind.
+  ~LocalRanks() {
+    send_all(SIGKILL);
+    for (Rank& rank : ranks_) {
+      if (rank.pid > 0) {
+        ::waitpid(rank.pid, nullptr, 0);
+      }
+    }
+  }
+
+  int run() {
+    while (num_alive() > 0) {
+      wait_for_something();
+      read_signals();
+      for (Rank& rank : ranks_) {
+        pass_on_errors(rank);
+      }
+      reap();
+      if (ending_ && Clock::now() >= deadline_) {
+        send_all(SIGKILL);
+      }
+    }
+    for (Rank& rank : ranks_) {
+      pass_on_errors(rank);  // what was written just before the end
+    }
+    return exit_code_;
+  }
+
+ private:
+  void start(
+      Rank& rank,
+      const std::vector<std::string>& argv,
+      const Listener& listener) {
+    // All memory is taken before the fork.
+    auto variables =
+        rank_variables(rank.index, static_cast<int>(ranks_.size()), listener);
+    auto arguments = argv;
+    const auto variable_pointers = pointers(variables);
+    const auto argument_pointers = pointers(arguments);
+    Fd write_end;
+    if (rank.index != 0 && options_.prefix_stderr) {
+      int ends[2];
+      checked(::pipe2(ends, O_CLOEXEC), "pipe");
+      rank.errors = Fd(ends[0]);
+      write_end = Fd(ends[1]);
+      checked(::fcntl(ends[0], F_SETFL, O_NONBLOCK), "fcntl");
+    }
+    const pid_t parent = ::getpid();
+    rank.pid = checked(::fork(), "fork");
+    if (rank.pid != 0) {
+      return;
+    }
+    // In the child: only async-signal-safe calls.
+    ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (::getppid() != parent) {
+      ::_exit(1);  // the parent died before prctl
+    }
+    ::sigprocmask(SIG_SETMASK, &gate_.old_mask(), nullptr);
+    if (write_end.get() >= 0) {
+      ::dup2(write_end.get(), STDERR_FILENO);
+    }
+    if (rank.index != 0 && !options_.other_ranks_stdout) {
+      ::dup2(::open("/dev/null", O_WRONLY), STDOUT_FILENO);
+    }
+    if (rank.index == 0) {
+      ::fcntl(listener.socket.get(), F_SETFD, 0);  // survives exec
+    }
+    ::execve(
+        "/proc/self/exe",
+        argument_pointers.data(),
+        variable_pointers.data());
+    ::_exit(127);
+  }
+
+  int num_alive() const {
+    return static_cast<int>(
+        std::count_if(ranks_.begin(), ranks_.end(), [](const Rank& r) {
+          return r.pid > 0;
+        }));
+  }
+
+  void send_all(int signal) {
+    for (const Rank& rank : ranks_) {
+      if (rank.pid > 0) {
+        ::kill(rank.pid, signal);
+      }
+    }
+  }
+
+  void end_all() {
+    if (!ending_) {
+      ending_ = true;
+      deadline_ =
+          Clock::now() + std::chrono::milliseconds(options_.grace_period_ms);
+      send_all(SIGTERM);
+    }
+  }
+
+  void wait_for_something() {
+    std::vector<pollfd> watched{{gate_.fd(), POLLIN, 0}};
+    for (const Rank& rank : ranks_) {
+      if (rank.errors.get() >= 0) {
+        watched.push_back({rank.errors.get(), POLLIN, 0});
+      }
+    }
+    int timeout_ms = -1;
+    if (ending_) {
+      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
+          deadline_ - Clock::now());
+      // After SIGKILL the end of a rank comes as a signal.
+      timeout_ms =
+          std::clamp<int>(static_cast<int>(left.count()) + 1, 10, 1000);
+    }
+    ::poll(watched.data(), watched.size(), timeout_ms);
+  }
+
+  void read_signals() {
+    signalfd_siginfo info;
+    while (::read(gate_.fd(), &info, sizeof(info)) == sizeof(info)) {
+      const int signal = static_cast<int>(info.ssi_signo);
+      if (signal == SIGCHLD) {
+        continue;
+      }
+      if (exit_code_ == 0) {
+        exit_code_ = 128 + signal;
+      }
+      if (std::exchange(signalled_, true)) {
+        end_all();  // asked twice
+      } else if (info.ssi_code != SI_KERNEL) {
+        send_all(signal);  // from the terminal the ranks have it already
+      }
+    }
+  }
+
+  void reap() {
+    for (Rank& rank : ranks_) {
+      int status = 0;
+      if (rank.pid <= 0 || ::waitpid(rank.pid, &status, WNOHANG) != rank.pid) {
+        continue;
+      }
+      rank.pid = -1;
+      const bool killed = WIFSIGNALED(status);
+      const int code = killed ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
+      if (code == 0 || ending_) {
+        continue;
+      }
+      if (!signalled_) {
+        exit_code_ = code;
+        report(rank.index, killed ? WTERMSIG(status) : 0, code);
+      }
+      end_all();
+    }
+  }
+
+  void report(int rank, int signal, int code) const {
+    const std::string how = signal != 0
+                                ? fmt::format(
+                                      "was ended by signal {} ({})",
+                                      signal,
+                                      ::strsignal(signal))
+                                : fmt::format("ended with exit code {}", code);
+    log_error(
+        "rank {} of {} {}; ending the other ranks",
+        rank,
+        ranks_.size(),
+        how);
+  }
+
+  SpawnOptions options_;
+  SignalGate gate_;
+  std::vector<Rank> ranks_;
+  bool ending_ = false;
+  bool signalled_ = false;
+  Clock::time_point deadline_;
+  int exit_code_ = 0;
+};
+
+}  // namespace
+
+int spawn_local_ranks(
+    int nproc,
+    const std::vector<std::string>& argv,
+    const SpawnOptions& options) {
+  FLATSHARD_CHECK(
+      nproc >= 1,
+      config,
+      "expected at least one rank for --nproc, got {}",
+      nproc);
+  FLATSHARD_CHECK(
+      !argv.empty(),
+      usage,
+      "expected the program's own arguments, got none");
+  return LocalRanks(nproc, argv, options).run();
+}
+
+}  // namespace flatshard

@@ -1,0 +1,115 @@
+#include "flatshard/comm/make_communicator.h"
+
+#include <exception>
+
+#include "flatshard/comm/backend.h"
+#include "flatshard/core/error.h"
+
+namespace flatshard {
+
+std::shared_ptr<Communicator> make_communicator(
+    StoreHandle store,
+    int rank,
+    int size,
+    const std::string& name,
+    at::Device device,
+    CommunicatorOptions options) {
+  FLATSHARD_CHECK(
+      size >= 1 && rank >= 0 && rank < size,
+      config,
+      "communicator '{}': expected 0 <= rank < size, got rank {} of {}",
+      name,
+      rank,
+      size);
+  FLATSHARD_CHECK(
+      device.is_cpu() || device.is_cuda(),
+      config,
+      "communicator '{}': expected a device of type cpu or cuda, got '{}'",
+      name,
+      device.str());
+  if (size == 1) {
+    return make_self_communicator(name, device);
+  }
+  StoreHandle prefixed = make_prefix_store(name, std::move(store));
+  if (device.is_cuda()) {
+    return detail::make_nccl_communicator(
+        std::move(prefixed),
+        rank,
+        size,
+        name,
+        device,
+        options);
+  }
+  detail::BackendHandle backend;
+  detail::with_comm_errors(
+      fmt::format("rank {}/{} | {} | connect", rank, size, name),
+      [&] {
+        backend =
+            detail::make_gloo_backend(std::move(prefixed), rank, size, options);
+      });
+  return detail::make_gloo_communicator(std::move(backend), name);
+}
+
+std::shared_ptr<Communicator> wrap_backend(
+    c10::intrusive_ptr<c10d::Backend> backend,
+    const std::string& name,
+    at::Device device) {
+  FLATSHARD_CHECK(
+      backend,
+      usage,
+      "communicator '{}': expected a backend, got null",
+      name);
+  if (backend->getSize() == 1) {
+    return make_self_communicator(name, device);
+  }
+  const std::string kind = backend->getBackendName();
+  if (kind == "gloo" && device.is_cpu()) {
+    return detail::make_gloo_communicator(std::move(backend), name);
+  }
+  if (kind == "nccl" && device.is_cuda()) {
+    return detail::wrap_nccl_backend(std::move(backend), name, device);
+  }
+  FLATSHARD_THROW(
+      config,
+      "communicator '{}': expected backend gloo with device cpu or nccl with "
+      "cuda, got backend '{}' with device '{}'",
+      name,
+      kind,
+      device.str());
+}
+
+namespace detail {
+
+void with_comm_errors(
+    const std::string& where,
+    const std::function<void()>& function) {
+  std::string text;
+  try {
+    function();
+    return;
+  } catch (const Error& error) {
+    throw error.with_context(where);
+  } catch (const c10::Error& error) {
+    text = error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    text = error.what();
+  }
+  const bool timed_out = text.find("imed out") != std::string::npos ||
+                         text.find("imeout") != std::string::npos;
+  throw Error(
+      timed_out ? ErrorCode::timeout : ErrorCode::comm,
+      fmt::format(
+          "{}: {}",
+          timed_out ? "a peer did not answer in time; is every rank running "
+                      "and doing the same collectives?"
+                    : "a peer or the network failed",
+          text),
+      where);
+}
+
+at::Tensor as_bytes(const at::Tensor& tensor) {
+  return tensor.reshape({-1}).view(at::kByte);
+}
+
+}  // namespace detail
+}  // namespace flatshard

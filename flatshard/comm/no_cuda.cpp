@@ -1,0 +1,34 @@
+// Stands in for cuda_*.cpp in a build without CUDA.
+#include "flatshard/comm/backend.h"
+#include "flatshard/core/error.h"
+
+namespace flatshard::detail {
+
+std::shared_ptr<Communicator> make_nccl_communicator(
+    StoreHandle /*store*/,
+    int /*rank*/,
+    int /*size*/,
+    const std::string& name,
+    at::Device device,
+    const CommunicatorOptions& /*options*/) {
+  FLATSHARD_THROW(
+      config,
+      "communicator '{}': device '{}' needs NCCL, and this build has no CUDA; "
+      "use device cpu or build with -DFLATSHARD_CUDA=on",
+      name,
+      device.str());
+}
+
+std::shared_ptr<Communicator> wrap_nccl_backend(
+    BackendHandle /*backend*/,
+    const std::string& name,
+    at::Device device) {
+  FLATSHARD_THROW(
+      config,
+      "communicator '{}': device '{}' needs NCCL, and this build has no CUDA; "
+      "build with -DFLATSHARD_CUDA=on",
+      name,
+      device.str());
+}
+
+}  // namespace flatshard::detail
