@@ -1,0 +1,120 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "flatshard/core/file_writer.h"
+#include "flatshard/core/mapped_file.h"
+
+namespace flatshard {
+
+/// Bytes per element of a safetensors dtype ("F32", "BF16", "F16", "I64", ...).
+/// @throws Error{format} naming the known ones.
+std::int64_t safetensors_item_nbytes(std::string_view dtype);
+
+/// One tensor of a safetensors file: little-endian, row-major, no gaps.
+struct SafetensorsEntry {
+  std::string name;
+  std::string dtype;
+  std::vector<std::int64_t> shape;
+  std::uint64_t begin = 0;  ///< first byte, from the begin of the data
+  std::uint64_t end = 0;
+
+  std::uint64_t nbytes() const { return end - begin; }
+};
+
+/// Reads a safetensors file by mapping it.
+/// Format: https://huggingface.co/docs/safetensors: u64 length of the header,
+/// the header as JSON, then the data that its offsets point into.
+class SafetensorsReader {
+ public:
+  /// Checks the whole header: known dtypes, sizes that agree with shapes, data
+  /// without gaps or overlaps up to the file's end.
+  /// @throws Error{io} when the file cannot be read, Error{format} naming the
+  /// file, the tensor and what is wrong with it.
+  explicit SafetensorsReader(const std::filesystem::path& path);
+
+  const std::filesystem::path& path() const { return path_; }
+  /// In the order of the data.
+  const std::vector<SafetensorsEntry>& entries() const { return entries_; }
+  /// The header's __metadata__.
+  const std::map<std::string, std::string>& metadata() const {
+    return metadata_;
+  }
+
+  bool contains(std::string_view name) const;
+  /// @throws Error{format} naming the nearest tensor of the file.
+  const SafetensorsEntry& entry(std::string_view name) const;
+  /// The tensor's bytes, valid as long as the reader. They are aligned to the
+  /// file's data only as well as its writer did it.
+  std::span<const std::byte> data(const SafetensorsEntry& entry) const;
+  std::span<const std::byte> data(std::string_view name) const {
+    return data(entry(name));
+  }
+
+ private:
+  std::filesystem::path path_;
+  MappedFile file_;
+  std::vector<SafetensorsEntry> entries_;
+  std::map<std::string, std::size_t, std::less<>> index_;
+  std::map<std::string, std::string> metadata_;
+  std::size_t data_begin_ = 0;
+};
+
+/// What a writer is told about a tensor.
+struct SafetensorsSpec {
+  std::string name;
+  std::string dtype;
+  std::vector<std::int64_t> shape;
+};
+
+/// Writes a safetensors file under a temporary name and renames it in
+/// `finish`, so that no half-written file ever has the final name.
+///
+/// The header comes from the specs; the bytes may follow in any order and in
+/// pieces. Tensors are laid out by falling element size, then by name, behind
+/// a header padded to 64 bytes, so that each is aligned to its element.
+class SafetensorsWriter {
+ public:
+  /// @throws Error{usage} on a name given twice or a bad shape, Error{io}.
+  SafetensorsWriter(
+      std::filesystem::path path,
+      const std::vector<SafetensorsSpec>& specs,
+      const std::map<std::string, std::string>& metadata = {});
+  SafetensorsWriter(const SafetensorsWriter&) = delete;
+  SafetensorsWriter& operator=(const SafetensorsWriter&) = delete;
+  /// Without `finish` the temporary file is removed.
+  ~SafetensorsWriter();
+
+  /// Writes bytes of a tensor, `offset` bytes from its begin. Each byte is to
+  /// be written once.
+  void write(
+      std::string_view name,
+      std::span<const std::byte> bytes,
+      std::uint64_t offset = 0);
+
+  /// Checks that every byte came, syncs and renames.
+  /// @throws Error{usage} naming a tensor that is incomplete.
+  void finish();
+
+ private:
+  struct Slot {
+    std::uint64_t begin = 0;
+    std::uint64_t nbytes = 0;
+    std::uint64_t written = 0;
+  };
+
+  std::filesystem::path path_;
+  std::filesystem::path partial_;
+  std::unique_ptr<FileWriter> file_;
+  std::map<std::string, Slot, std::less<>> slots_;
+};
+
+}  // namespace flatshard

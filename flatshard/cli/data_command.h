@@ -1,0 +1,10 @@
+#pragma once
+
+#include <CLI/App.hpp>
+
+namespace flatshard {
+
+/// Adds `data prepare` and `data info`. Their callbacks throw Error.
+void add_data_command(CLI::App& program);
+
+}  // namespace flatshard

@@ -1,0 +1,332 @@
+#include "flatshard/train/config.h"
+
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cmath>
+#include <fstream>
+#include <sstream>
+
+#include "flatshard/core/error.h"
+#include "flatshard/core/nearest_name.h"
+#include "flatshard/train/config_check.h"
+#include "flatshard/train/config_field.h"
+
+// Header-only on purpose: the program then needs no libtomlplusplus.so where
+// it runs.
+#define TOML_HEADER_ONLY 1
+#define TOML_ENABLE_WINDOWS_COMPAT 0
+#include <toml++/toml.h>
+
+namespace flatshard {
+namespace {
+
+std::string place(const std::string& origin, const toml::source_region& where) {
+  return where.begin ? fmt::format(
+                           "{}:{}:{}",
+                           origin,
+                           where.begin.line,
+                           where.begin.column)
+                     : origin;
+}
+
+std::string shown(const toml::node& node) {
+  std::ostringstream text;
+  node.visit([&](const auto& value) { text << value; });
+  return text.str();
+}
+
+const ConfigKey* find_key(std::string_view section, std::string_view name) {
+  for (const ConfigKey& key : config_keys()) {
+    if (key.section == section && key.name == name) {
+      return &key;
+    }
+  }
+  return nullptr;
+}
+
+std::vector<std::string> section_names() {
+  std::vector<std::string> names;
+  for (const ConfigKey& key : config_keys()) {
+    if (names.empty() || names.back() != key.section) {
+      names.emplace_back(key.section);
+    }
+  }
+  return names;
+}
+
+[[noreturn]] void throw_unknown_section(
+    std::string_view section,
+    const std::string& where) {
+  const auto names = section_names();
+  FLATSHARD_THROW(
+      config,
+      "{}: there is no section [{}]; did you mean [{}]?",
+      where,
+      section,
+      nearest_name(section, names));
+}
+
+/// Names the nearest key of the section, and the section that does have a key
+/// of just that name.
+[[noreturn]] void throw_unknown_key(
+    std::string_view section,
+    std::string_view name,
+    const std::string& where) {
+  std::vector<std::string> in_section;
+  std::string elsewhere;
+  for (const ConfigKey& key : config_keys()) {
+    if (key.section == section) {
+      in_section.emplace_back(key.name);
+    } else if (key.name == name) {
+      elsewhere = key.full_name();
+    }
+  }
+  const std::string nearest = nearest_name(name, in_section);
+  const bool is_close = edit_distance(name, nearest) <= 2;
+  FLATSHARD_THROW(
+      config,
+      "{}: section [{}] has no key '{}'; did you mean '{}'?",
+      where,
+      section,
+      name,
+      elsewhere.empty() || is_close ? nearest : elsewhere);
+}
+
+template <class T>
+void check_range(const ConfigKey& key, T value, const std::string& where) {
+  const auto number = static_cast<double>(value);
+  FLATSHARD_CHECK(
+      std::isfinite(number) && number >= key.min && number <= key.max,
+      config,
+      "{}: {} expected a number {}, got {}",
+      where,
+      key.full_name(),
+      key.max >= 1e300 ? fmt::format(">= {}", key.min)
+                       : fmt::format("in [{}, {}]", key.min, key.max),
+      value);
+}
+
+void check_choice(
+    const ConfigKey& key,
+    const std::string& value,
+    const std::string& where) {
+  if (key.choices.empty()) {
+    return;
+  }
+  std::vector<std::string> choices;
+  std::istringstream list{std::string(key.choices)};
+  for (std::string choice; std::getline(list, choice, '|');) {
+    choices.push_back(choice);
+  }
+  FLATSHARD_CHECK(
+      std::find(choices.begin(), choices.end(), value) != choices.end(),
+      config,
+      "{}: {} expected one of {}, got \"{}\"; did you mean \"{}\"?",
+      where,
+      key.full_name(),
+      fmt::join(choices, ", "),
+      value,
+      nearest_name(value, choices));
+}
+
+/// Checks a value against its key's choices or range.
+void check_value(
+    const ConfigKey& key,
+    const ConfigField& field,
+    const std::string& where) {
+  std::visit(
+      Overloaded{
+          [&](std::string* value) { check_choice(key, *value, where); },
+          [](bool*) {},
+          [](std::optional<bool>*) {},
+          [&](std::int64_t* value) { check_range(key, *value, where); },
+          [&](double* value) { check_range(key, *value, where); },
+          [&](auto* value) {
+            if (*value) {
+              check_range(key, **value, where);
+            }
+          }},
+      field);
+}
+
+void set_field(
+    const ConfigKey& key,
+    Config& config,
+    const toml::node& node,
+    const std::string& where) {
+  const ConfigField field = key.field(config);
+  bool ok = false;
+  const auto take = [&]<class T>(auto* target, std::optional<T> value) {
+    ok = value.has_value();
+    if (ok) {
+      *target = *value;
+    }
+  };
+  std::visit(
+      Overloaded{
+          [&](std::string* out) { take(out, node.value_exact<std::string>()); },
+          [&](bool* out) { take(out, node.value_exact<bool>()); },
+          [&](std::optional<bool>* out) {
+            take(out, node.value_exact<bool>());
+          },
+          [&](std::int64_t* out) {
+            take(out, node.value_exact<std::int64_t>());
+          },
+          [&](std::optional<std::int64_t>* out) {
+            take(out, node.value_exact<std::int64_t>());
+          },
+          // An integer is a number, too: `lr = 1`.
+          [&](auto* out) {
+            if (node.is_number()) {
+              take(out, node.value<double>());
+            }
+          }},
+      field);
+  FLATSHARD_CHECK(
+      ok,
+      config,
+      "{}: {} expected {}, got {}",
+      where,
+      key.full_name(),
+      type_name(field),
+      shown(node));
+  check_value(key, field, where);
+}
+
+toml::table parse_toml(std::string_view text, const std::string& origin) {
+  try {
+    return toml::parse(text);
+  } catch (const toml::parse_error& error) {
+    FLATSHARD_THROW(
+        config,
+        "{}: not TOML: {}",
+        place(origin, error.source()),
+        error.description());
+  }
+}
+
+void apply_table(
+    Config& config,
+    const toml::table& table,
+    const std::string& origin) {
+  const auto sections = section_names();
+  for (const auto& [section, node] : table) {
+    const std::string where = place(origin, node.source());
+    const bool known =
+        std::find(sections.begin(), sections.end(), section.str()) !=
+        sections.end();
+    const toml::table* keys = node.as_table();
+    FLATSHARD_CHECK(
+        keys != nullptr || known,
+        config,
+        "{}: key '{}' stands in no section; keys belong under [run], [model], "
+        "[training] and so on",
+        where,
+        section.str());
+    if (!known) {
+      throw_unknown_section(section.str(), where);
+    }
+    FLATSHARD_CHECK(
+        keys != nullptr,
+        config,
+        "{}: expected a section [{}], got {}",
+        where,
+        section.str(),
+        shown(node));
+    for (const auto& [name, value] : *keys) {
+      const std::string at = place(origin, value.source());
+      const ConfigKey* key = find_key(section.str(), name.str());
+      if (key == nullptr) {
+        throw_unknown_key(section.str(), name.str(), at);
+      }
+      set_field(*key, config, value, at);
+    }
+  }
+}
+
+void apply_override(Config& config, const std::string& text) {
+  const std::string where = fmt::format("--set {}", text);
+  const auto equals = text.find('=');
+  const auto dot = text.find('.');
+  FLATSHARD_CHECK(
+      equals != std::string::npos && dot < equals,
+      config,
+      "{}: expected --set section.key=value",
+      where);
+  const std::string section = text.substr(0, dot);
+  const std::string name = text.substr(dot + 1, equals - dot - 1);
+  const std::string value = text.substr(equals + 1);
+  const auto sections = section_names();
+  if (std::find(sections.begin(), sections.end(), section) == sections.end()) {
+    throw_unknown_section(section, where);
+  }
+  const ConfigKey* key = find_key(section, name);
+  if (key == nullptr) {
+    throw_unknown_key(section, name, where);
+  }
+  const ConfigField field = key->field(config);
+  if (std::holds_alternative<std::string*>(field) && !value.starts_with('"') &&
+      !value.starts_with('\'')) {
+    set_field(*key, config, toml::value<std::string>(value), where);
+    return;
+  }
+  const toml::parse_result parsed = [&]() -> toml::parse_result {
+    try {
+      return toml::parse("value = " + value);
+    } catch (const toml::parse_error&) {
+      FLATSHARD_THROW(
+          config,
+          "{}: {} expected {}, got '{}'",
+          where,
+          key->full_name(),
+          type_name(field),
+          value);
+    }
+  }();
+  FLATSHARD_CHECK(
+      parsed.size() == 1,
+      config,
+      "{}: expected one value, got '{}'",
+      where,
+      value);
+  set_field(*key, config, *parsed.get("value"), where);
+}
+
+}  // namespace
+
+Config parse_config(
+    std::string_view text,
+    const std::string& origin,
+    const std::vector<std::string>& overrides) {
+  Config config;
+  apply_table(config, parse_toml(text, origin), origin);
+  for (const std::string& item : overrides) {
+    apply_override(config, item);
+  }
+  validate_config(config);
+  return config;
+}
+
+Config load_config(
+    const std::filesystem::path& path,
+    const std::vector<std::string>& overrides) {
+  std::ifstream file(path, std::ios::binary);
+  std::ostringstream text;
+  FLATSHARD_CHECK(
+      std::filesystem::is_regular_file(path) && file && text << file.rdbuf(),
+      io,
+      "cannot read the config {}; expected a TOML file (all keys: flatshard "
+      "train --help-config)",
+      path.string());
+  return parse_config(text.str(), path.string(), overrides);
+}
+
+void check_config_values(const Config& config) {
+  Config copy = config;
+  for (const ConfigKey& key : config_keys()) {
+    check_value(key, key.field(copy), "config");
+  }
+}
+
+}  // namespace flatshard

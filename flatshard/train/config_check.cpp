@@ -1,0 +1,247 @@
+#include "flatshard/train/config_check.h"
+
+#include <charconv>
+
+#include "flatshard/core/error.h"
+
+namespace flatshard {
+namespace {
+
+/// Refuses a key that the chosen `chooser = value` would ignore.
+void refuse_ignored(
+    const Config& config,
+    std::string_view full_name,
+    std::string_view chooser,
+    std::string_view value,
+    std::string_view belongs_to) {
+  for (const ConfigKey& key : config_keys()) {
+    FLATSHARD_CHECK(
+        key.full_name() != full_name || !differs_from_default(config, key),
+        config,
+        "{} is set, but {} = \"{}\" does not use it; it belongs to {}",
+        full_name,
+        chooser,
+        value,
+        belongs_to);
+  }
+}
+
+void check_model(const Config& config) {
+  const Config::Model& model = config.model;
+  FLATSHARD_CHECK(
+      model.hf_config.empty() || model.preset.empty(),
+      config,
+      "model.hf_config = \"{}\" and model.preset = \"{}\" contradict each "
+      "other; give one of them",
+      model.hf_config,
+      model.preset);
+  if (model.hf_config.empty() && model.preset.empty()) {
+    FLATSHARD_CHECK(
+        model.dim && model.layers && model.heads && model.ffn_dim &&
+            model.vocab_size,
+        config,
+        "[model] needs dim, layers, heads, ffn_dim and vocab_size, or preset, "
+        "or hf_config; '{}' is missing",
+        !model.dim       ? "dim"
+        : !model.layers  ? "layers"
+        : !model.heads   ? "heads"
+        : !model.ffn_dim ? "ffn_dim"
+                         : "vocab_size");
+  }
+  if (model.dim && model.heads && !model.head_dim) {
+    FLATSHARD_CHECK(
+        *model.dim % *model.heads == 0,
+        config,
+        "model.dim = {} must be a multiple of model.heads = {}, or set "
+        "model.head_dim",
+        *model.dim,
+        *model.heads);
+  }
+  if (model.heads && model.kv_heads) {
+    FLATSHARD_CHECK(
+        *model.heads % *model.kv_heads == 0,
+        config,
+        "model.heads = {} must be a multiple of model.kv_heads = {}",
+        *model.heads,
+        *model.kv_heads);
+  }
+  FLATSHARD_CHECK(
+      !model.max_seq_len || config.training.seq_len <= *model.max_seq_len,
+      config,
+      "training.seq_len = {} is longer than model.max_seq_len = {}",
+      config.training.seq_len,
+      model.max_seq_len.value_or(0));
+}
+
+void check_optimizer(const Config& config) {
+  const std::string& name = config.optimizer.name;
+  constexpr std::string_view kChooser = "optimizer.name";
+  if (name == "adamw") {
+    refuse_ignored(config, "optimizer.momentum", kChooser, name, "sgd");
+    FLATSHARD_CHECK(
+        config.optimizer.beta1 < 1 && config.optimizer.beta2 < 1,
+        config,
+        "optimizer.beta1 and optimizer.beta2 must be below 1, got {} and {}",
+        config.optimizer.beta1,
+        config.optimizer.beta2);
+  } else {
+    for (const char* key :
+         {"optimizer.beta1", "optimizer.beta2", "optimizer.eps"}) {
+      refuse_ignored(config, key, kChooser, name, "adamw");
+    }
+  }
+}
+
+void check_lr_scheduler(const Config& config) {
+  const Config::LrScheduler& scheduler = config.lr_scheduler;
+  if (scheduler.name == "constant") {
+    for (const char* key :
+         {"lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor"}) {
+      refuse_ignored(
+          config,
+          key,
+          "lr_scheduler.name",
+          scheduler.name,
+          "linear, cosine and wsd");
+    }
+  }
+  FLATSHARD_CHECK(
+      scheduler.warmup_steps <= config.training.steps,
+      config,
+      "lr_scheduler.warmup_steps = {} is more than training.steps = {}",
+      scheduler.warmup_steps,
+      config.training.steps);
+}
+
+void check_granularity(const std::string& text) {
+  constexpr std::string_view kBlock = "block:";
+  bool ok = text == "element" || text == "row" || text == "tensor";
+  if (text.starts_with(kBlock)) {
+    std::int64_t rows = 0;
+    const char* end = text.data() + text.size();
+    const auto parsed = std::from_chars(text.data() + kBlock.size(), end, rows);
+    ok = parsed.ec == std::errc() && parsed.ptr == end && rows >= 1;
+  }
+  FLATSHARD_CHECK(
+      ok,
+      config,
+      "parallelism.granularity expected element, row, block:N with N >= 1 "
+      "rows, or tensor, got \"{}\"",
+      text);
+}
+
+void check_parallelism(const Config& config) {
+  const Config::Parallelism& parallel = config.parallelism;
+  check_granularity(parallel.granularity);
+  const bool keeps_weights =
+      parallel.strategy == "no_shard" || parallel.strategy == "optim" ||
+      parallel.strategy == "optim_grads" || parallel.strategy == "zero0" ||
+      parallel.strategy == "zero1" || parallel.strategy == "zero2";
+  if (keeps_weights) {
+    refuse_ignored(
+        config,
+        "parallelism.reshard_after_forward",
+        "parallelism.strategy",
+        parallel.strategy,
+        "strategies that shard the weights");
+  }
+  const std::int64_t replicate = parallel.data_parallel_replicate_degree;
+  const std::int64_t shard = parallel.data_parallel_shard_degree;
+  FLATSHARD_CHECK(
+      replicate != 0 && shard != 0,
+      config,
+      "parallelism.data_parallel_replicate_degree and "
+      "data_parallel_shard_degree expected -1 or at least 1, got {} and {}",
+      replicate,
+      shard);
+  FLATSHARD_CHECK(
+      replicate != -1 || shard != -1,
+      config,
+      "parallelism.data_parallel_replicate_degree and "
+      "data_parallel_shard_degree are both -1; only one can be the rest");
+  FLATSHARD_CHECK(
+      replicate != 1 ||
+          (parallel.strategy != "hsdp" && parallel.strategy != "hfsdp"),
+      config,
+      "parallelism.strategy = \"{}\" needs an outer axis, but "
+      "data_parallel_replicate_degree is 1; set it to 2 or more, or use "
+      "optim_grads_params",
+      parallel.strategy);
+}
+
+}  // namespace
+
+void validate_config(const Config& config) {
+  check_config_values(config);
+  FLATSHARD_CHECK(
+      !config.data.train.empty(),
+      config,
+      "data.train is missing: give a corpus folder (made by 'flatshard data "
+      "prepare') or \"random\"");
+  FLATSHARD_CHECK(
+      !config.run.output_dir.empty(),
+      config,
+      "run.output_dir is empty: give a folder");
+  FLATSHARD_CHECK(
+      config.training.global_batch_size != 0,
+      config,
+      "training.global_batch_size expected -1 or at least 1, got 0");
+  check_model(config);
+  check_optimizer(config);
+  check_lr_scheduler(config);
+  check_parallelism(config);
+  FLATSHARD_CHECK(
+      !config.profiling.enabled ||
+          config.profiling.step <= config.training.steps,
+      config,
+      "profiling.step = {} comes after training.steps = {}, so there would be "
+      "no trace",
+      config.profiling.step,
+      config.training.steps);
+}
+
+Config resolve_config(const Config& config, std::int64_t world) {
+  validate_config(config);
+  FLATSHARD_CHECK(world >= 1, usage, "expected world >= 1, got {}", world);
+  Config resolved = config;
+  std::int64_t& replicate = resolved.parallelism.data_parallel_replicate_degree;
+  std::int64_t& shard = resolved.parallelism.data_parallel_shard_degree;
+  std::int64_t& rest = replicate == -1 ? replicate : shard;
+  const std::int64_t given = replicate == -1 ? shard : replicate;
+  if (rest == -1) {
+    FLATSHARD_CHECK(
+        world % given == 0,
+        config,
+        "parallelism: {} ranks cannot be divided by {} = {}",
+        world,
+        &rest == &replicate ? "data_parallel_shard_degree"
+                            : "data_parallel_replicate_degree",
+        given);
+    rest = world / given;
+  }
+  FLATSHARD_CHECK(
+      replicate * shard == world,
+      config,
+      "parallelism: data_parallel_replicate_degree * "
+      "data_parallel_shard_degree = {} * {} must be the number of ranks, {}",
+      replicate,
+      shard,
+      world);
+  const std::int64_t ranks_batch = resolved.training.local_batch_size * world;
+  std::int64_t& global_batch = resolved.training.global_batch_size;
+  if (global_batch == -1) {
+    global_batch = ranks_batch;
+  }
+  FLATSHARD_CHECK(
+      global_batch % ranks_batch == 0,
+      config,
+      "training.global_batch_size = {} must be a multiple of "
+      "local_batch_size * ranks = {} * {}",
+      global_batch,
+      resolved.training.local_batch_size,
+      world);
+  validate_config(resolved);
+  return resolved;
+}
+
+}  // namespace flatshard

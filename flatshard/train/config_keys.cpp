@@ -1,0 +1,209 @@
+#include <array>
+
+#include "flatshard/train/config.h"
+
+namespace flatshard {
+namespace {
+
+constexpr std::string_view kDtypes = "float32|bfloat16";
+constexpr std::string_view kStrategies =
+    "no_shard|optim|optim_grads|optim_grads_params|zero0|zero1|zero2|zero3|"
+    "hsdp|hfsdp";
+constexpr double kAny = 1e300;
+
+/// KEY(section, name, "help", choices, min, max): one row of the table.
+#define KEY(section, name, ...)                                                       \
+  ConfigKey {                                                                         \
+#section, #name,                                                                  \
+        [](Config & config) -> ConfigField { return &config.section.name; },          \
+                                                                          __VA_ARGS__ \
+  }
+
+const ConfigKey kKeys[] = {
+    KEY(run, output_dir, "folder for config.toml, metrics.jsonl and weights"),
+    KEY(run,
+        seed,
+        "of the weights, the data order and dropout; the same seed gives the "
+        "same run on any number of ranks",
+        {},
+        0),
+
+    KEY(model, family, "model family", "llama"),
+    KEY(model,
+        hf_config,
+        "a Hugging Face config.json to take the model's shape from; keys set "
+        "here besides it replace its values"),
+    KEY(model,
+        preset,
+        "a built-in shape by name, e.g. llama3_8b; keys set here besides it "
+        "replace its values"),
+    KEY(model, dim, "width of the residual stream", {}, 1),
+    KEY(model, layers, "number of blocks", {}, 1),
+    KEY(model, heads, "attention heads", {}, 1),
+    KEY(model,
+        kv_heads,
+        "key and value heads (grouped-query attention); unset: heads",
+        {},
+        1),
+    KEY(model, head_dim, "width of a head; unset: dim / heads", {}, 1),
+    KEY(model, ffn_dim, "width inside the feed-forward block", {}, 1),
+    KEY(model,
+        vocab_size,
+        "number of tokens; at least the corpus' (257 for byte tokens)",
+        {},
+        1),
+    KEY(model, max_seq_len, "longest sequence; unset: training.seq_len", {}, 1),
+    KEY(model, rope_theta, "base of the rotary embedding", {}, 1),
+    KEY(model, norm_eps, "epsilon of the RMS norms", {}, 0, 1),
+    KEY(model, tie_embeddings, "the head uses the embedding's weights"),
+
+    KEY(data,
+        train,
+        "corpus folder made by 'flatshard data prepare', or \"random\" for "
+        "random tokens (benchmarks)"),
+    KEY(data,
+        validation,
+        "corpus folder whose validation split is used; empty: that of "
+        "data.train"),
+
+    KEY(training, steps, "optimizer steps of the run", {}, 1),
+    KEY(training, seq_len, "tokens per sequence", {}, 1),
+    KEY(training, local_batch_size, "sequences per microbatch and rank", {}, 1),
+    KEY(training,
+        global_batch_size,
+        "sequences per step over all ranks; gradients are accumulated over "
+        "global_batch_size / (local_batch_size * ranks) microbatches; -1: one "
+        "microbatch",
+        {},
+        -1),
+    KEY(training,
+        max_norm,
+        "gradients are scaled down to this global 2-norm; 0: no clipping",
+        {},
+        0),
+
+    KEY(optimizer, name, "optimizer", "adamw|sgd"),
+    KEY(optimizer, lr, "peak learning rate", {}, 0),
+    KEY(optimizer, beta1, "adamw: decay of the first moment", {}, 0, 1),
+    KEY(optimizer, beta2, "adamw: decay of the second moment", {}, 0, 1),
+    KEY(optimizer, eps, "adamw: added to the denominator", {}, 0),
+    KEY(optimizer,
+        weight_decay,
+        "decoupled weight decay of the weights that have it",
+        {},
+        0),
+    KEY(optimizer, momentum, "sgd: momentum", {}, 0, 1),
+
+    KEY(lr_scheduler,
+        name,
+        "shape of the learning rate after warm-up",
+        "constant|linear|cosine|wsd"),
+    KEY(lr_scheduler,
+        warmup_steps,
+        "steps over which the learning rate rises linearly",
+        {},
+        0),
+    KEY(lr_scheduler,
+        decay_ratio,
+        "share of the steps, at the end, over which the learning rate falls; "
+        "unset: linear and cosine fall from the end of warm-up, wsd over the "
+        "last 0.2",
+        {},
+        0,
+        1),
+    KEY(lr_scheduler,
+        min_lr_factor,
+        "the learning rate at the end, as a share of optimizer.lr",
+        {},
+        0,
+        1),
+
+    KEY(parallelism,
+        strategy,
+        "what is sharded; zero0 to zero3 are other names of the first four",
+        kStrategies),
+    KEY(parallelism,
+        data_parallel_replicate_degree,
+        "outer mesh axis: copies of the sharded group; -1: the rest of the "
+        "ranks",
+        {},
+        -1),
+    KEY(parallelism,
+        data_parallel_shard_degree,
+        "inner mesh axis: ranks that a weight is sharded over; -1: the rest of "
+        "the ranks",
+        {},
+        -1),
+    KEY(parallelism,
+        prefetch,
+        "units gathered ahead of the one that computes",
+        {},
+        0),
+    KEY(parallelism,
+        reshard_after_forward,
+        "release weights after forward and gather them again for backward"),
+    KEY(parallelism,
+        granularity,
+        "what a rank boundary may not cut: element, row, block:N (N rows) or "
+        "tensor"),
+    KEY(parallelism,
+        max_padding,
+        "a layout with a larger share of padding is refused",
+        {},
+        0),
+
+    KEY(precision, compute, "dtype of weights and activations", kDtypes),
+    KEY(precision, reduce, "dtype in which gradients are reduced", kDtypes),
+    KEY(precision, main_params, "dtype of the optimizer's weights", kDtypes),
+    KEY(precision, main_grads, "dtype of accumulated gradients", kDtypes),
+    KEY(precision,
+        scaling,
+        "how gradients of ranks are averaged: mean in the collective, scaled "
+        "before a sum, or per token",
+        "mean|pre_scaled_sum|per_token"),
+
+    KEY(activation_checkpoint,
+        mode,
+        "what backward computes again instead of keeping it",
+        "none|selective|full"),
+
+    KEY(validation, freq, "steps between validations; 0: never", {}, 0),
+    KEY(validation,
+        steps,
+        "global batches per validation, the same ones each time",
+        {},
+        1),
+
+    KEY(metrics, log_freq, "steps between log lines", {}, 1),
+
+    KEY(profiling, enabled, "write a Chrome trace of one step"),
+    KEY(profiling, step, "the step to trace, counted from 1", {}, 1),
+    KEY(profiling, folder, "where traces go, below run.output_dir"),
+
+    KEY(debug,
+        comm_delay_us,
+        "CPU only: longest random delay before each queued task; finds "
+        "missing waits",
+        {},
+        0,
+        kAny),
+    KEY(debug, comm_delay_seed, "of those delays", {}, 0),
+    KEY(debug,
+        deterministic,
+        "only deterministic kernels: the same bits from the same run, at some "
+        "cost in speed"),
+};
+
+#undef KEY
+
+}  // namespace
+
+std::span<const ConfigKey> config_keys() {
+  return kKeys;
+}
+
+std::string ConfigKey::full_name() const {
+  return std::string(section) + "." + std::string(name);
+}
+
+}  // namespace flatshard

@@ -1,0 +1,190 @@
+#include "flatshard/train/metrics.h"
+
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
+#include <cstring>
+#include <nlohmann/json.hpp>
+
+#include "flatshard/core/error.h"
+
+namespace flatshard {
+namespace {
+
+constexpr double kGiB = 1024.0 * 1024.0 * 1024.0;
+
+}  // namespace
+
+std::string with_commas(std::int64_t value) {
+  std::string text = fmt::format("{}", value);
+  const std::size_t first = value < 0 ? 1 : 0;
+  for (std::size_t at = text.size(); at > first + 3;) {
+    at -= 3;
+    text.insert(at, ",");
+  }
+  return text;
+}
+
+std::string format_duration(double seconds) {
+  const auto total = std::llround(std::clamp(seconds, 0.0, 1e9));
+  if (total < 60) {
+    return fmt::format("{}s", total);
+  }
+  if (total < 3600) {
+    return fmt::format("{}m{:02}s", total / 60, total % 60);
+  }
+  return fmt::format("{}h{:02}m", total / 3600, total / 60 % 60);
+}
+
+std::string format_step(const StepMetrics& metrics) {
+  const double share =
+      metrics.memory_total_bytes > 0
+          ? 100.0 * static_cast<double>(metrics.memory_reserved_bytes) /
+                static_cast<double>(metrics.memory_total_bytes)
+          : 0.0;
+  return fmt::format(
+      "step: {}  loss: {:.4f}  grad_norm: {:.4f}  memory: {:.2f}GiB({:.2f}%)  "
+      "tps: {}  tflops: {:.2f}  mfu: {}",
+      metrics.step,
+      metrics.loss,
+      metrics.grad_norm,
+      static_cast<double>(metrics.memory_reserved_bytes) / kGiB,
+      share,
+      with_commas(std::llround(metrics.tokens_per_s_per_rank)),
+      metrics.tflops_per_rank,
+      metrics.mfu ? fmt::format("{:.2f}%", 100.0 * *metrics.mfu) : "N/A");
+}
+
+std::string format_validation(std::int64_t step, double loss) {
+  return fmt::format("step: {}  validation_loss: {:.4f}", step, loss);
+}
+
+MetricsFile::MetricsFile(const std::filesystem::path& path, Mode mode)
+    : path_(path),
+      file_(std::fopen(path.c_str(), mode == Mode::append ? "ae" : "we")) {
+  FLATSHARD_CHECK(
+      file_ != nullptr,
+      io,
+      "cannot write {}: {}",
+      path.string(),
+      std::strerror(errno));
+}
+
+MetricsFile::~MetricsFile() {
+  std::fclose(file_);
+}
+
+void MetricsFile::write(const StepMetrics& metrics) {
+  nlohmann::ordered_json row;
+  row["step"] = metrics.step;
+  row["loss"] = metrics.loss;
+  row["grad_norm"] = metrics.grad_norm;
+  row["lr"] = metrics.lr;
+  row["step_ms"] = metrics.step_ms;
+  row["data_ms"] = metrics.data_ms;
+  row["host_ms"] = metrics.host_ms;
+  row["exposed_comm_ms"] = metrics.exposed_comm_ms;
+  row["tokens_per_s_per_rank"] = metrics.tokens_per_s_per_rank;
+  row["tflops_per_rank"] = metrics.tflops_per_rank;
+  row["mfu"] = nullptr;
+  if (metrics.mfu) {
+    row["mfu"] = *metrics.mfu;
+  }
+  row["memory_allocated_bytes"] = metrics.memory_allocated_bytes;
+  row["memory_peak_bytes"] = metrics.memory_peak_bytes;
+  row["memory_reserved_bytes"] = metrics.memory_reserved_bytes;
+  row["memory_total_bytes"] = metrics.memory_total_bytes;
+  write_line(row.dump());
+}
+
+void MetricsFile::write_validation(std::int64_t step, double loss) {
+  nlohmann::ordered_json row;
+  row["step"] = step;
+  row["validation_loss"] = loss;
+  write_line(row.dump());
+}
+
+void MetricsFile::write_line(const std::string& line) {
+  FLATSHARD_CHECK(
+      std::fputs((line + "\n").c_str(), file_) >= 0 && std::fflush(file_) == 0,
+      io,
+      "cannot write {}: {}",
+      path_.string(),
+      std::strerror(errno));
+}
+
+StatusLine::StatusLine(std::FILE* stream)
+    : stream_(stream), enabled_(::isatty(fileno(stream)) == 1) {
+}
+
+StatusLine::~StatusLine() {
+  clear();
+}
+
+void StatusLine::update(
+    std::int64_t done,
+    std::int64_t total,
+    double loss,
+    double elapsed_s,
+    std::int64_t first) {
+  if (!enabled_) {
+    return;
+  }
+  winsize size{};
+  const int width =
+      ::ioctl(fileno(stream_), TIOCGWINSZ, &size) == 0 && size.ws_col > 0
+          ? size.ws_col
+          : 80;
+  const std::string text = render(done, total, loss, elapsed_s, first, width);
+  std::fputs(("\r\033[K" + text).c_str(), stream_);
+  std::fflush(stream_);
+  shown_ = true;
+}
+
+void StatusLine::clear() {
+  if (shown_) {
+    std::fputs("\r\033[K", stream_);
+    std::fflush(stream_);
+    shown_ = false;
+  }
+}
+
+std::string StatusLine::render(
+    std::int64_t done,
+    std::int64_t total,
+    double loss,
+    double elapsed_s,
+    std::int64_t first,
+    int width) {
+  constexpr int kMaxBar = 40;
+  const double share =
+      total > 0 ? static_cast<double>(done) / static_cast<double>(total) : 0.0;
+  std::string tail = fmt::format(
+      " {:3.0f}%  {}/{}  loss {:.4f}",
+      100 * share,
+      done,
+      total,
+      loss);
+  if (done > first) {
+    const double left_s = elapsed_s * static_cast<double>(total - done) /
+                          static_cast<double>(done - first);
+    tail += fmt::format("  {} left", format_duration(left_s));
+  }
+  // One column stays free: a full line makes some terminals wrap.
+  const int bar = std::min(kMaxBar, width - 3 - static_cast<int>(tail.size()));
+  if (bar < 4) {
+    return tail.substr(1, static_cast<std::size_t>(std::max(0, width - 1)));
+  }
+  const auto full = static_cast<std::size_t>(
+      std::clamp(std::lround(share * bar), 0L, static_cast<long>(bar)));
+  return fmt::format(
+      "[{}{}]{}",
+      std::string(full, '='),
+      std::string(static_cast<std::size_t>(bar) - full, ' '),
+      tail);
+}
+
+}  // namespace flatshard

@@ -1,0 +1,363 @@
+#include "flatshard/train/config.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <unistd.h>
+
+#include <filesystem>
+#include <set>
+
+#include "flatshard/core/error.h"
+
+namespace flatshard {
+namespace {
+
+using testing::AllOf;
+using testing::HasSubstr;
+using testing::StartsWith;
+
+constexpr const char* kSmall = R"([model]
+dim = 192
+layers = 4
+heads = 6
+ffn_dim = 512
+vocab_size = 257
+
+[data]
+train = "corpus"
+
+[training]
+steps = 600
+seq_len = 256
+)";
+
+std::string message(
+    ErrorCode code,
+    const std::string& text,
+    const std::vector<std::string>& overrides = {}) {
+  try {
+    parse_config(text, "run.toml", overrides);
+  } catch (const Error& error) {
+    EXPECT_EQ(to_string(error.code()), to_string(code));
+    return error.message();
+  }
+  ADD_FAILURE() << "expected an Error for:\n" << text;
+  return {};
+}
+
+/// The message for the small config with `overrides`.
+std::string refused(const std::vector<std::string>& overrides) {
+  return message(ErrorCode::config, kSmall, overrides);
+}
+
+std::string refused_text(const std::string& more) {
+  return message(ErrorCode::config, kSmall + more);
+}
+
+TEST(Config, ReadsValuesAndKeepsDefaults) {
+  const Config config = parse_config(
+      std::string(kSmall) + "max_norm = 2\n[optimizer]\nlr = 3e-3\n",
+      "run.toml");
+  EXPECT_EQ(config.optimizer.lr, 3e-3);
+  EXPECT_EQ(config.model.dim, 192);
+  EXPECT_EQ(config.training.steps, 600);
+  EXPECT_EQ(config.training.max_norm, 2.0);
+  EXPECT_EQ(config.training.local_batch_size, 1);
+  EXPECT_FALSE(config.model.kv_heads.has_value());
+  EXPECT_FALSE(config.model.tie_embeddings.has_value());
+}
+
+TEST(Config, OverridesWinInOrder) {
+  const Config config = parse_config(
+      kSmall,
+      "run.toml",
+      {"training.steps=7",
+       "training.steps=8",
+       "optimizer.lr=1e-2",
+       "run.output_dir=out/a=b",
+       "data.train=\"quoted\"",
+       "model.tie_embeddings=true",
+       "model.rope_theta=500000"});
+  EXPECT_EQ(config.training.steps, 8);
+  EXPECT_EQ(config.optimizer.lr, 1e-2);
+  EXPECT_EQ(config.run.output_dir, "out/a=b");
+  EXPECT_EQ(config.data.train, "quoted");
+  EXPECT_EQ(config.model.tie_embeddings, true);
+  EXPECT_EQ(config.model.rope_theta, 500000.0);
+}
+
+TEST(Config, PrintsItselfAndReadsItBack) {
+  Config config = parse_config(
+      kSmall,
+      "run.toml",
+      {"model.tie_embeddings=false",
+       "optimizer.lr=0.1",
+       "training.max_norm=3"});
+  config.run.output_dir = "a \"b\" \\ c\n\x7f";
+  const std::string text = to_toml(config);
+  const Config back = parse_config(text, "saved");
+  EXPECT_EQ(to_toml(back), text);
+  EXPECT_EQ(back.run.output_dir, config.run.output_dir);
+  EXPECT_EQ(back.optimizer.lr, 0.1);
+  EXPECT_EQ(back.model.tie_embeddings, false);
+  EXPECT_THAT(text, HasSubstr("\n[training]\nsteps = 600\n"));
+  EXPECT_THAT(text, HasSubstr("# kv_heads is unset\n"));
+  EXPECT_THAT(text, HasSubstr("max_norm = 3.0\n"));
+}
+
+TEST(Config, AResolvedConfigReadsBack) {
+  const Config resolved = resolve_config(parse_config(kSmall, "run.toml"), 4);
+  EXPECT_EQ(to_toml(parse_config(to_toml(resolved), "s")), to_toml(resolved));
+}
+
+TEST(Config, EveryKeyIsDescribedOnceAndReadable) {
+  const std::string help = describe_config();
+  std::set<std::string> names;
+  for (const ConfigKey& key : config_keys()) {
+    EXPECT_TRUE(names.insert(key.full_name()).second) << key.full_name();
+    EXPECT_GT(key.help.size(), 5U) << key.full_name();
+    EXPECT_THAT(help, HasSubstr(fmt::format("\n{} = ", key.name)));
+    EXPECT_THAT(help, HasSubstr(std::string(key.help)));
+  }
+  // The members' own table: no two keys may point at one member.
+  Config config;
+  std::set<const void*> members;
+  for (const ConfigKey& key : config_keys()) {
+    std::visit(
+        [&](auto* member) {
+          EXPECT_TRUE(members.insert(member).second) << key.full_name();
+        },
+        key.field(config));
+  }
+}
+
+TEST(Config, UnknownNamesPointAtTheNearest) {
+  EXPECT_EQ(
+      refused_text("global_batchsize = 4\n"),
+      "run.toml:14:20: section [training] has no key 'global_batchsize'; did "
+      "you mean 'global_batch_size'?");
+  EXPECT_EQ(
+      refused_text("[trainin]\nsteps = 4\n"),
+      "run.toml:14:1: there is no section [trainin]; did you mean "
+      "[training]?");
+  // A key of another section: that one is meant.
+  EXPECT_THAT(
+      refused_text("weight_decay = 4\n"),
+      HasSubstr("did you mean 'optimizer.weight_decay'?"));
+  EXPECT_THAT(
+      message(ErrorCode::config, "steps = 3\n"),
+      HasSubstr("run.toml:1:9: key 'steps' stands in no section"));
+  EXPECT_THAT(
+      message(ErrorCode::config, "training = 3\n"),
+      HasSubstr("expected a section [training], got 3"));
+  EXPECT_EQ(
+      refused({"training.stesp=3"}),
+      "--set training.stesp=3: section [training] has no key 'stesp'; did you "
+      "mean 'steps'?");
+  EXPECT_THAT(
+      refused({"traning.steps=3"}),
+      HasSubstr("did you mean [training]?"));
+}
+
+TEST(Config, TypesAreChecked) {
+  EXPECT_EQ(
+      refused_text("local_batch_size = \"4\"\n"),
+      "run.toml:14:20: training.local_batch_size expected an integer, got "
+      "'4'");
+  EXPECT_THAT(
+      refused_text("local_batch_size = 4.5\n"),
+      HasSubstr("expected an integer, got 4.5"));
+  EXPECT_THAT(
+      refused_text("max_norm = true\n"),
+      HasSubstr("training.max_norm expected a number, got true"));
+  EXPECT_THAT(
+      refused_text("[model]\n"),
+      HasSubstr("run.toml:14:"));  // given twice
+  EXPECT_THAT(
+      refused_text("[run]\noutput_dir = 3\n"),
+      HasSubstr("run.output_dir expected text in quotes, got 3"));
+  EXPECT_THAT(
+      refused_text("[profiling]\nenabled = 1\n"),
+      HasSubstr("profiling.enabled expected true or false, got 1"));
+  EXPECT_THAT(
+      refused_text("max_norm = \n"),
+      AllOf(StartsWith("run.toml:14:"), HasSubstr("not TOML")));
+  EXPECT_EQ(
+      refused({"training.steps=many"}),
+      "--set training.steps=many: training.steps expected an integer, got "
+      "'many'");
+  EXPECT_THAT(
+      refused({"training.steps=1.5"}),
+      HasSubstr("expected an integer, got 1.5"));
+  EXPECT_THAT(
+      refused({"training.steps=1\nother=2"}),
+      HasSubstr("expected one value"));
+  for (const char* text : {"steps=3", "training.steps", "=", ""}) {
+    EXPECT_THAT(refused({text}), HasSubstr("expected --set section.key=value"));
+  }
+}
+
+TEST(Config, ChoicesAndRangesAreChecked) {
+  EXPECT_THAT(
+      refused({"precision.compute=bf16"}),
+      HasSubstr("expected one of float32, bfloat16, got \"bf16\"; did you mean "
+                "\"bfloat16\"?"));
+  EXPECT_THAT(
+      refused({"parallelism.strategy=zero4"}),
+      HasSubstr("did you mean"));
+  EXPECT_THAT(
+      refused({"optimizer.name=adam"}),
+      HasSubstr("did you mean \"adamw\"?"));
+  EXPECT_THAT(
+      refused({"lr_scheduler.name=cos"}),
+      HasSubstr("linear, cosine, wsd"));
+  EXPECT_THAT(
+      refused({"activation_checkpoint.mode=some"}),
+      HasSubstr("none, selective, full"));
+  EXPECT_THAT(
+      refused({"training.steps=0"}),
+      HasSubstr("training.steps expected a number >= 1, got 0"));
+  EXPECT_THAT(
+      refused({"lr_scheduler.min_lr_factor=1.5"}),
+      HasSubstr("expected a number in [0, 1], got 1.5"));
+  EXPECT_THAT(
+      refused({"lr_scheduler.decay_ratio=-0.5"}),
+      HasSubstr("lr_scheduler.decay_ratio expected"));
+  EXPECT_THAT(refused({"optimizer.lr=nan"}), HasSubstr("got nan"));
+  EXPECT_THAT(refused({"run.seed=-1"}), HasSubstr("run.seed expected"));
+}
+
+TEST(Config, ContradictionsAreNamed) {
+  const std::vector<std::pair<std::vector<std::string>, std::string>> cases{
+      {{"optimizer.momentum=0.9"},
+       "optimizer.momentum is set, but optimizer.name = \"adamw\" does not use "
+       "it; it belongs to sgd"},
+      {{"optimizer.name=sgd", "optimizer.beta2=0.99"},
+       "optimizer.beta2 is set, but optimizer.name = \"sgd\""},
+      {{"lr_scheduler.name=constant", "lr_scheduler.decay_ratio=0.5"},
+       "lr_scheduler.decay_ratio is set, but lr_scheduler.name = "
+       "\"constant\""},
+      {{"lr_scheduler.warmup_steps=601"},
+       "lr_scheduler.warmup_steps = 601 is more than training.steps = 600"},
+      {{"parallelism.strategy=optim_grads",
+        "parallelism.reshard_after_forward=false"},
+       "parallelism.reshard_after_forward is set, but parallelism.strategy = "
+       "\"optim_grads\""},
+      {{"parallelism.strategy=hsdp"}, "\"hsdp\" needs an outer axis"},
+      {{"parallelism.data_parallel_replicate_degree=-1"},
+       "are both -1; only one can be the rest"},
+      {{"parallelism.data_parallel_shard_degree=0"},
+       "expected -1 or at least 1, got 1 and 0"},
+      {{"parallelism.granularity=block:0"}, "got \"block:0\""},
+      {{"parallelism.granularity=rows"}, "got \"rows\""},
+      {{"training.global_batch_size=0"}, "expected -1 or at least 1, got 0"},
+      {{"data.train="}, "data.train is missing"},
+      {{"run.output_dir="}, "run.output_dir is empty"},
+      {{"model.heads=5"}, "model.dim = 192 must be a multiple of model.heads"},
+      {{"model.kv_heads=4"},
+       "model.heads = 6 must be a multiple of model.kv_heads = 4"},
+      {{"model.max_seq_len=128"},
+       "training.seq_len = 256 is longer than model.max_seq_len = 128"},
+      {{"model.preset=a", "model.hf_config=b"}, "contradict each other"},
+      {{"profiling.enabled=true", "profiling.step=601"},
+       "profiling.step = 601 comes after training.steps = 600"},
+      {{"optimizer.beta1=1"}, "must be below 1, got 1 and 0.95"},
+  };
+  for (const auto& [overrides, expected] : cases) {
+    EXPECT_THAT(refused(overrides), HasSubstr(expected));
+  }
+  EXPECT_THAT(
+      message(ErrorCode::config, "[data]\ntrain = \"c\"\n[model]\ndim = 8\n"),
+      HasSubstr("'layers' is missing"));
+}
+
+TEST(Config, GoodGranularitiesAndPresets) {
+  for (const char* text : {"element", "row", "tensor", "block:128"}) {
+    parse_config(kSmall, "r", {std::string("parallelism.granularity=") + text});
+  }
+  const Config config = parse_config(
+      "[data]\ntrain = \"random\"\n[model]\npreset = \"llama3_8b\"\n",
+      "r");
+  EXPECT_EQ(config.model.preset, "llama3_8b");
+}
+
+TEST(ResolveConfig, FillsInTheRest) {
+  const Config config = parse_config(
+      kSmall,
+      "r",
+      {"parallelism.data_parallel_replicate_degree=2",
+       "training.local_batch_size=3"});
+  const Config resolved = resolve_config(config, 8);
+  EXPECT_EQ(resolved.parallelism.data_parallel_shard_degree, 4);
+  EXPECT_EQ(resolved.training.global_batch_size, 24);
+  const Config replicated = resolve_config(
+      parse_config(
+          kSmall,
+          "r",
+          {"parallelism.data_parallel_replicate_degree=-1",
+           "parallelism.data_parallel_shard_degree=2",
+           "parallelism.strategy=hsdp"}),
+      6);
+  EXPECT_EQ(replicated.parallelism.data_parallel_replicate_degree, 3);
+}
+
+TEST(ResolveConfig, ErrorsShowBothSides) {
+  const auto refused_at = [](std::int64_t world,
+                             const std::vector<std::string>& overrides) {
+    const Config config = parse_config(kSmall, "r", overrides);
+    try {
+      resolve_config(config, world);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::config);
+      return error.message();
+    }
+    return std::string("no error");
+  };
+  EXPECT_THAT(
+      refused_at(
+          4,
+          {"parallelism.data_parallel_replicate_degree=2",
+           "parallelism.data_parallel_shard_degree=3"}),
+      HasSubstr("= 2 * 3 must be the number of ranks, 4"));
+  EXPECT_THAT(
+      refused_at(5, {"parallelism.data_parallel_replicate_degree=2"}),
+      HasSubstr(
+          "5 ranks cannot be divided by data_parallel_replicate_degree = 2"));
+  EXPECT_THAT(
+      refused_at(
+          4,
+          {"training.global_batch_size=10", "training.local_batch_size=2"}),
+      HasSubstr("training.global_batch_size = 10 must be a multiple of "
+                "local_batch_size * ranks = 2 * 4"));
+  EXPECT_THAT(
+      refused_at(
+          2,
+          {"parallelism.strategy=hsdp",
+           "parallelism.data_parallel_replicate_degree=-1",
+           "parallelism.data_parallel_shard_degree=2"}),
+      HasSubstr("needs an outer axis"));
+}
+
+TEST(Config, FilesAreReadAndSaved) {
+  const auto folder = std::filesystem::temp_directory_path() /
+                      fmt::format("flatshard-config-{}", ::getpid());
+  Config config = parse_config(kSmall, "r");
+  config.run.output_dir = (folder / "deep/run").string();
+  const auto saved = save_config(config);
+  EXPECT_EQ(saved, folder / "deep/run/config.toml");
+  EXPECT_EQ(to_toml(load_config(saved)), to_toml(config));
+  std::filesystem::remove_all(folder);
+  try {
+    load_config("/none/run.toml");
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::io);
+    EXPECT_THAT(
+        error.message(),
+        HasSubstr("cannot read the config /none/run.toml"));
+  }
+}
+
+}  // namespace
+}  // namespace flatshard

@@ -1,0 +1,188 @@
+#include "flatshard/train/metrics.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <fstream>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <vector>
+
+#include "flatshard/core/error.h"
+
+namespace flatshard {
+namespace {
+
+using nlohmann::json;
+using testing::HasSubstr;
+
+StepMetrics sample() {
+  return {
+      .step = 10,
+      .loss = 9.94930,
+      .grad_norm = 4.47171,
+      .lr = 3e-4,
+      .step_ms = 1400.5,
+      .data_ms = 0.25,
+      .host_ms = 31,
+      .exposed_comm_ms = 12.5,
+      .tokens_per_s_per_rank = 5849.6,
+      .tflops_per_rank = 338.789,
+      .mfu = 0.34256,
+      .memory_allocated_bytes = 1,
+      .memory_peak_bytes = 2,
+      .memory_reserved_bytes = 53322020291,
+      .memory_total_bytes = 101993152049};
+}
+
+class TempFile {
+ public:
+  TempFile()
+      : path(
+            std::filesystem::temp_directory_path() /
+            fmt::format("flatshard-metrics-{}.jsonl", ::getpid())) {}
+  ~TempFile() { std::filesystem::remove(path); }
+
+  std::vector<json> rows() const {
+    std::ifstream file(path);
+    std::vector<json> all;
+    for (std::string line; std::getline(file, line);) {
+      all.push_back(json::parse(line));
+    }
+    return all;
+  }
+
+  const std::filesystem::path path;
+};
+
+TEST(FormatStep, IsTheLinePeopleGrep) {
+  EXPECT_EQ(
+      format_step(sample()),
+      "step: 10  loss: 9.9493  grad_norm: 4.4717  memory: 49.66GiB(52.28%)  "
+      "tps: 5,850  tflops: 338.79  mfu: 34.26%");
+}
+
+TEST(FormatStep, KeepsItsFieldsWithoutAPeak) {
+  EXPECT_EQ(
+      format_step({.step = 1, .loss = std::nan("")}),
+      "step: 1  loss: nan  grad_norm: 0.0000  memory: 0.00GiB(0.00%)  tps: 0  "
+      "tflops: 0.00  mfu: N/A");
+}
+
+TEST(FormatStep, Validation) {
+  EXPECT_EQ(
+      format_validation(600, 1.83421),
+      "step: 600  validation_loss: 1.8342");
+}
+
+TEST(Format, Commas) {
+  EXPECT_EQ(with_commas(0), "0");
+  EXPECT_EQ(with_commas(999), "999");
+  EXPECT_EQ(with_commas(1000), "1,000");
+  EXPECT_EQ(with_commas(-1234567), "-1,234,567");
+  EXPECT_EQ(with_commas(-123), "-123");
+}
+
+TEST(Format, Durations) {
+  EXPECT_EQ(format_duration(-3), "0s");
+  EXPECT_EQ(format_duration(59.4), "59s");
+  EXPECT_EQ(format_duration(59.6), "1m00s");
+  EXPECT_EQ(format_duration(185), "3m05s");
+  EXPECT_EQ(format_duration(3725), "1h02m");
+}
+
+TEST(MetricsFile, WritesOneObjectALine) {
+  const TempFile file;
+  {
+    MetricsFile metrics(file.path);
+    metrics.write(sample());
+    // On its way at once, not at the end.
+    EXPECT_EQ(file.rows().size(), 1U);
+    metrics.write_validation(20, 1.5);
+  }
+  const auto rows = file.rows();
+  ASSERT_EQ(rows.size(), 2U);
+  EXPECT_EQ(rows[0], json::parse(R"({
+        "step": 10, "loss": 9.9493, "grad_norm": 4.47171, "lr": 3e-4,
+        "step_ms": 1400.5, "data_ms": 0.25, "host_ms": 31.0,
+        "exposed_comm_ms": 12.5, "tokens_per_s_per_rank": 5849.6,
+        "tflops_per_rank": 338.789, "mfu": 0.34256,
+        "memory_allocated_bytes": 1, "memory_peak_bytes": 2,
+        "memory_reserved_bytes": 53322020291,
+        "memory_total_bytes": 101993152049})"));
+  EXPECT_EQ(rows[1], json::parse(R"({"step": 20, "validation_loss": 1.5})"));
+}
+
+TEST(MetricsFile, NotFiniteIsNull) {
+  const TempFile file;
+  MetricsFile(file.path).write(
+      {.step = 1, .loss = std::numeric_limits<double>::infinity()});
+  EXPECT_TRUE(file.rows()[0]["loss"].is_null());
+  EXPECT_TRUE(file.rows()[0]["mfu"].is_null());
+}
+
+TEST(MetricsFile, TruncatesOrAppends) {
+  const TempFile file;
+  MetricsFile(file.path).write_validation(1, 1);
+  MetricsFile(file.path, MetricsFile::Mode::append).write_validation(2, 1);
+  EXPECT_EQ(file.rows().size(), 2U);
+  MetricsFile(file.path).write_validation(3, 1);
+  EXPECT_EQ(file.rows().size(), 1U);
+}
+
+TEST(MetricsFile, ErrorsNameTheFile) {
+  try {
+    MetricsFile("/none/metrics.jsonl");
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::io);
+    EXPECT_THAT(
+        error.message(),
+        HasSubstr("cannot write /none/metrics.jsonl: No such"));
+  }
+  if (std::filesystem::exists("/dev/full")) {
+    MetricsFile full("/dev/full");
+    EXPECT_THROW(full.write_validation(1, 1), Error);
+  }
+}
+
+TEST(StatusLine, DrawsProgressAndTimeLeft) {
+  EXPECT_EQ(
+      StatusLine::render(150, 600, 2.5, 30, 0, 80),
+      "[==========" + std::string(28, ' ') +
+          "]  25%  150/600  loss 2.5000  1m30s left");
+  EXPECT_EQ(
+      StatusLine::render(600, 600, 1.8, 120, 0, 50),
+      "[===========] 100%  600/600  loss 1.8000  0s left");
+}
+
+TEST(StatusLine, AResumedRunCountsItsOwnSteps) {
+  // 10 steps in 10 s, 90 to go.
+  EXPECT_THAT(
+      StatusLine::render(910, 1000, 1, 10, 900, 200),
+      HasSubstr("1m30s left"));
+}
+
+TEST(StatusLine, FitsNarrowTerminals) {
+  for (int width = 1; width < 120; ++width) {
+    EXPECT_LT(
+        StatusLine::render(150, 600, 2.5, 30, 0, width).size(),
+        static_cast<std::size_t>(std::max(width, 2)));
+  }
+}
+
+TEST(StatusLine, IsSilentWithoutATerminal) {
+  std::FILE* file = std::tmpfile();
+  {
+    StatusLine status(file);
+    EXPECT_FALSE(status.enabled());
+    status.update(1, 2, 3, 4);
+  }
+  EXPECT_EQ(std::ftell(file), 0);
+  std::fclose(file);
+}
+
+}  // namespace
+}  // namespace flatshard
