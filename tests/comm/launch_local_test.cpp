@@ -1,0 +1,195 @@
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <sstream>
+
+#include "flatshard/comm/launch.h"
+#include "flatshard/core/error.h"
+
+extern char** environ;
+
+namespace flatshard {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+struct Result {
+  int exit_code = -1;
+  int signal = 0;
+  std::string out;
+  std::string errors;
+};
+
+// The helper program with its output in pipes.
+class Helper {
+ public:
+  Helper(int nproc, const std::string& mode) {
+    EXPECT_EQ(pipe2(out_, O_CLOEXEC), 0);
+    EXPECT_EQ(pipe2(errors_, O_CLOEXEC), 0);
+    posix_spawn_file_actions_t actions;
+    posix_spawn_file_actions_init(&actions);
+    posix_spawn_file_actions_adddup2(&actions, out_[1], STDOUT_FILENO);
+    posix_spawn_file_actions_adddup2(&actions, errors_[1], STDERR_FILENO);
+    std::vector<std::string> text{LAUNCH_HELPER, std::to_string(nproc), mode};
+    std::vector<char*> argv{text[0].data(), text[1].data(), text[2].data(), {}};
+    EXPECT_EQ(
+        posix_spawn(
+            &pid_,
+            LAUNCH_HELPER,
+            &actions,
+            nullptr,
+            argv.data(),
+            environ),
+        0);
+    posix_spawn_file_actions_destroy(&actions);
+    close(out_[1]);
+    close(errors_[1]);
+  }
+  ~Helper() {
+    close(out_[0]);
+    close(errors_[0]);
+  }
+
+  void send(int signal) const { kill(pid_, signal); }
+
+  // Until `count` lines were written to standard output.
+  void wait_for_lines(int count) {
+    char c = 0;
+    while (count > 0 && read(out_[0], &c, 1) == 1) {
+      result_.out += c;
+      count -= c == '\n';
+    }
+  }
+
+  // Until the program and all that hold its output are gone.
+  Result finish() {
+    char c = 0;
+    while (read(out_[0], &c, 1) == 1) {
+      result_.out += c;
+    }
+    while (read(errors_[0], &c, 1) == 1) {
+      result_.errors += c;
+    }
+    int status = 0;
+    waitpid(pid_, &status, 0);
+    result_.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+    result_.signal = WIFSIGNALED(status) ? WTERMSIG(status) : 0;
+    return result_;
+  }
+
+ private:
+  pid_t pid_ = -1;
+  int out_[2] = {-1, -1};
+  int errors_[2] = {-1, -1};
+  Result result_;
+};
+
+std::vector<std::string> sorted_lines(const std::string& text) {
+  std::istringstream stream(text);
+  std::vector<std::string> lines;
+  for (std::string line; std::getline(stream, line);) {
+    lines.push_back(line);
+  }
+  std::sort(lines.begin(), lines.end());
+  return lines;
+}
+
+TEST(SpawnLocalRanks, AllRanksRunAndTheirOutputComesThrough) {
+  const Result result = Helper(3, "ok").finish();
+  EXPECT_EQ(result.exit_code, 0);
+  EXPECT_THAT(
+      sorted_lines(result.out),
+      ElementsAre("out 0 of 3", "out 1 of 3", "out 2 of 3"));
+  EXPECT_THAT(result.errors, HasSubstr("[rank 1] err 1\n"));
+  EXPECT_THAT(result.errors, HasSubstr("[rank 1] no newline 1\n"));
+  EXPECT_THAT(result.errors, HasSubstr("[rank 2] err 2\n"));
+  EXPECT_THAT(result.errors, HasSubstr("err 0\n"));
+  EXPECT_THAT(result.errors, Not(HasSubstr("[rank 0]")));
+}
+
+TEST(SpawnLocalRanks, OneRank) {
+  const Result result = Helper(1, "ok").finish();
+  EXPECT_EQ(result.exit_code, 0);
+  EXPECT_EQ(result.out, "out 0 of 1\n");
+}
+
+TEST(SpawnLocalRanks, RanksMeetInTheInheritedStore) {
+  const Result result = Helper(3, "collective").finish();
+  EXPECT_EQ(result.exit_code, 0) << result.errors;
+  EXPECT_EQ(result.out, "sum 3\nsum 3\nsum 3\n");
+}
+
+TEST(SpawnLocalRanks, OneFailureEndsAllAndNamesTheRank) {
+  const Result result = Helper(3, "fail").finish();
+  EXPECT_EQ(result.exit_code, 7);
+  EXPECT_THAT(
+      result.errors,
+      HasSubstr("rank 1 of 3 ended with exit code 7; ending the other ranks"));
+  EXPECT_THAT(result.errors, Not(HasSubstr("rank 0 of")));
+  EXPECT_THAT(result.errors, Not(HasSubstr("rank 2 of")));
+}
+
+TEST(SpawnLocalRanks, ASignalIsNamed) {
+  const Result result = Helper(2, "signal").finish();
+  EXPECT_EQ(result.exit_code, 128 + SIGKILL);
+  EXPECT_THAT(
+      result.errors,
+      HasSubstr("rank 1 of 2 was ended by signal 9 (Killed)"));
+}
+
+TEST(SpawnLocalRanks, RanksThatIgnoreSigtermAreKilled) {
+  const Result result = Helper(2, "stubborn").finish();
+  EXPECT_EQ(result.exit_code, 3);
+}
+
+TEST(SpawnLocalRanks, SigtermGoesToAllRanks) {
+  Helper helper(2, "polite");
+  helper.wait_for_lines(2);
+  helper.send(SIGTERM);
+  const Result result = helper.finish();
+  EXPECT_EQ(result.exit_code, 128 + SIGTERM);
+  EXPECT_EQ(result.out, "ready\nready\nended\nended\n");
+}
+
+TEST(SpawnLocalRanks, ASecondSignalEndsRanksThatDoNotListen) {
+  Helper helper(2, "orphan");
+  helper.wait_for_lines(2);
+  helper.send(SIGINT);  // the ranks have the default action and die
+  EXPECT_EQ(helper.finish().exit_code, 128 + SIGINT);
+  Helper deaf(2, "orphan");
+  deaf.wait_for_lines(2);
+  deaf.send(SIGTERM);
+  deaf.send(SIGHUP);
+  EXPECT_EQ(deaf.finish().signal, 0);
+}
+
+TEST(SpawnLocalRanks, RanksDieWithTheirParent) {
+  Helper helper(2, "orphan");
+  helper.wait_for_lines(2);
+  helper.send(SIGKILL);
+  // Ends only when no rank holds the pipes any more.
+  EXPECT_EQ(helper.finish().signal, SIGKILL);
+}
+
+TEST(SpawnLocalRanks, RefusesByName) {
+  try {
+    spawn_local_ranks(0, {"program"});
+    FAIL() << "no error";
+  } catch (const Error& error) {
+    EXPECT_THAT(
+        error.what(),
+        HasSubstr("expected at least one rank for --nproc, got 0"));
+  }
+  EXPECT_THROW(spawn_local_ranks(1, {}), Error);
+}
+
+}  // namespace
+}  // namespace flatshard

@@ -1,0 +1,138 @@
+#include <arpa/inet.h>
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdio>
+#include <filesystem>
+
+#include "flatshard/core/error.h"
+#include "tests/support/ranks.h"
+
+namespace flatshard::testing {
+namespace {
+
+struct Listener {
+  int fd = -1;
+  std::uint16_t port = 0;
+};
+
+Listener listen_on_loopback() {
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof(address);
+  auto* generic = reinterpret_cast<sockaddr*>(&address);
+  const int fd = ::socket(AF_INET, SOCK_STREAM, 0);
+  FLATSHARD_CHECK(
+      fd >= 0 && ::bind(fd, generic, length) == 0 && ::listen(fd, 128) == 0 &&
+          ::getsockname(fd, generic, &length) == 0,
+      io,
+      "no loopback port for a test's store");
+  return {fd, ntohs(address.sin_port)};
+}
+
+[[noreturn]] void run_child(
+    const RankEnvironment& environment,
+    const std::function<void(RankContext&)>& function) {
+  int code = 0;
+  try {
+    RankContext context{
+        environment.rank,
+        environment.world_size,
+        make_tcp_store(environment, {.timeout = kPeerTimeout}),
+        std::make_shared<CollectiveLog>()};
+    function(context);
+    code = ::testing::Test::HasFailure() ? 2 : 0;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "[rank %d] %s\n", environment.rank, error.what());
+    code = 1;
+  }
+  std::fflush(nullptr);
+  ::_exit(code);
+}
+
+std::ptrdiff_t num_threads_of_process() {
+  const std::filesystem::directory_iterator tasks("/proc/self/task");
+  return std::distance(begin(tasks), end(tasks));
+}
+
+}  // namespace
+
+std::vector<RankOutcome> rank_process_outcomes(
+    int world,
+    const std::function<void(RankContext&)>& function,
+    std::chrono::seconds timeout) {
+  FLATSHARD_CHECK(
+      num_threads_of_process() == 1,
+      usage,
+      "ranks as processes need a test program with one thread; keep them "
+      "apart from run_ranks");
+  const Listener listener = listen_on_loopback();
+  std::vector<pid_t> children;
+  std::fflush(nullptr);
+  for (int rank = 0; rank < world; ++rank) {
+    const pid_t child = ::fork();
+    FLATSHARD_CHECK(child >= 0, io, "fork failed");
+    if (child == 0) {
+      ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+      if (rank != 0) {
+        ::close(listener.fd);
+      }
+      run_child(
+          {.rank = rank,
+           .world_size = world,
+           .local_rank = rank,
+           .master_addr = "127.0.0.1",
+           .master_port = listener.port,
+           .master_listen_fd = listener.fd},
+          function);
+    }
+    children.push_back(child);
+  }
+  ::close(listener.fd);
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  std::vector<RankOutcome> outcomes(world);
+  for (int rank = 0; rank < world; ++rank) {
+    int status = 0;
+    while (::waitpid(children[rank], &status, WNOHANG) == 0) {
+      if (std::chrono::steady_clock::now() >= deadline) {
+        ::kill(children[rank], SIGKILL);
+      }
+      ::poll(nullptr, 0, 5);
+    }
+    outcomes[rank] = {
+        .exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : 0,
+        .signal = WIFSIGNALED(status) ? WTERMSIG(status) : 0};
+  }
+  return outcomes;
+}
+
+void run_rank_processes(
+    int world,
+    const std::function<void(RankContext&)>& function) {
+  const auto outcomes = rank_process_outcomes(world, function);
+  std::string bad;
+  for (int rank = 0; rank < world; ++rank) {
+    const RankOutcome& outcome = outcomes[rank];
+    if (outcome != RankOutcome{}) {
+      bad += fmt::format(
+          " rank {}: exit code {}, signal {};",
+          rank,
+          outcome.exit_code,
+          outcome.signal);
+    }
+  }
+  FLATSHARD_CHECK(
+      bad.empty(),
+      comm,
+      "of {} rank processes failed:{}",
+      world,
+      bad);
+}
+
+}  // namespace flatshard::testing

@@ -1,0 +1,83 @@
+#include <ATen/Parallel.h>
+
+#include <exception>
+#include <mutex>
+#include <thread>
+
+#include "flatshard/core/error.h"
+#include "tests/support/ranks.h"
+
+namespace flatshard::testing {
+namespace {
+
+// Only the first failure says what went wrong; the others are its echo.
+class FirstFailure {
+ public:
+  void keep(int rank, int world) {
+    const std::lock_guard lock(mutex_);
+    if (error_) {
+      return;
+    }
+    const std::string where = fmt::format("rank {}/{}", rank, world);
+    try {
+      throw;
+    } catch (const Error& error) {
+      error_ = error.context().starts_with(where) ? error
+                                                  : error.with_context(where);
+    } catch (const std::exception& error) {
+      error_ = Error(ErrorCode::internal, error.what(), where);
+    } catch (...) {
+      error_ = Error(ErrorCode::internal, "unknown exception", where);
+    }
+  }
+
+  void rethrow() const {
+    if (error_) {
+      throw *error_;
+    }
+  }
+
+ private:
+  std::mutex mutex_;
+  std::optional<Error> error_;
+};
+
+}  // namespace
+
+std::shared_ptr<Mesh> RankContext::mesh(
+    std::vector<MeshAxis> axes,
+    const std::string& name) const {
+  return Mesh::create(
+      std::move(axes),
+      rank,
+      store,
+      at::kCPU,
+      {.communicator = {.timeout = kPeerTimeout}, .log = log, .name = name});
+}
+
+void run_ranks(int world, const std::function<void(RankContext&)>& function) {
+  FirstFailure failure;
+  const StoreHandle store = make_local_store({.timeout = kPeerTimeout});
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < world; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        at::set_num_threads(1);
+        RankContext context{
+            rank,
+            world,
+            store,
+            std::make_shared<CollectiveLog>()};
+        function(context);
+      } catch (...) {
+        failure.keep(rank, world);
+      }
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  failure.rethrow();
+}
+
+}  // namespace flatshard::testing

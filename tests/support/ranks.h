@@ -1,0 +1,66 @@
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "flatshard/comm/mesh.h"
+#include "flatshard/comm/store.h"
+
+namespace flatshard::testing {
+
+/// What a rank of a test knows.
+struct RankContext {
+  int rank = 0;
+  int world = 1;
+  StoreHandle store;
+  /// All collectives of meshes made by `mesh` are appended here.
+  std::shared_ptr<CollectiveLog> log;
+
+  /// A CPU mesh over all ranks of the test. Each call of a test needs another
+  /// name, since the store is shared. All ranks call it in the same order.
+  std::shared_ptr<Mesh> mesh(
+      std::vector<MeshAxis> axes,
+      const std::string& name = "mesh") const;
+  /// One axis "dp" over all ranks.
+  std::shared_ptr<Mesh> mesh() const { return mesh({{"dp", world}}); }
+};
+
+/// How long a rank waits for its peers before the test fails.
+inline constexpr std::chrono::seconds kPeerTimeout{60};
+
+/// Runs `function` for `world` ranks, each on its own thread with one ATen
+/// thread, over Gloo and a shared store. When ranks throw, the first exception
+/// is rethrown as an Error whose context names the rank; ranks that wait for
+/// it fail when its communicators go.
+///
+/// Threads share torch's default generator: use explicit ones. Collectives
+/// that differ between ranks end the process; test those with processes.
+void run_ranks(int world, const std::function<void(RankContext&)>& function);
+
+/// How a rank process ended.
+struct RankOutcome {
+  int exit_code = 0;  ///< 0: `function` returned and no expectation failed
+  int signal = 0;     ///< not 0: it was ended by this signal
+  bool operator==(const RankOutcome&) const = default;
+};
+
+/// Runs `function` in `world` forked processes over a TCP store on loopback
+/// and returns how each ended. Exceptions go to standard error and give exit
+/// code 1, failed GoogleTest expectations exit code 2. After `timeout` all are
+/// killed.
+///
+/// The calling process must have one thread: keep such tests in a program of
+/// their own, apart from run_ranks.
+std::vector<RankOutcome> rank_process_outcomes(
+    int world,
+    const std::function<void(RankContext&)>& function,
+    std::chrono::seconds timeout = std::chrono::seconds(120));
+
+/// The same; throws Error{comm} naming the ranks that did not end well.
+void run_rank_processes(
+    int world,
+    const std::function<void(RankContext&)>& function);
+
+}  // namespace flatshard::testing
