@@ -1,10 +1,8 @@
 // Knows no torch: it forks, and torch's threads and locks would not survive.
-#include <arpa/inet.h>
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/prctl.h>
 #include <sys/signalfd.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -16,6 +14,7 @@
 #include <thread>
 
 #include "flatshard/comm/launch.h"
+#include "flatshard/comm/loopback_listener.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
 
@@ -52,29 +51,6 @@ int checked(int result, const char* call) {
   return result;
 }
 
-struct Listener {
-  Fd socket;
-  std::uint16_t port = 0;
-};
-
-// The socket stays open from here until rank 0 serves on it, so nobody else
-// can take the port.
-Listener listen_on_loopback() {
-  Listener result;
-  result.socket =
-      Fd(checked(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), "socket"));
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof(address);
-  auto* generic = reinterpret_cast<sockaddr*>(&address);
-  checked(::bind(result.socket.get(), generic, length), "bind");
-  checked(::listen(result.socket.get(), 1024), "listen");
-  checked(::getsockname(result.socket.get(), generic, &length), "getsockname");
-  result.port = ntohs(address.sin_port);
-  return result;
-}
-
 // SIGINT, SIGTERM, SIGHUP and SIGCHLD arrive through a descriptor while this
 // lives; the ranks get the old mask back.
 class SignalGate {
@@ -99,7 +75,7 @@ class SignalGate {
 };
 
 std::vector<std::string>
-rank_variables(int rank, int nproc, const Listener& listener) {
+rank_variables(int rank, int nproc, const LoopbackListener& listener) {
   std::vector<std::string> result;
   std::vector<std::string> own = {
       fmt::format("RANK={}", rank),
@@ -107,10 +83,9 @@ rank_variables(int rank, int nproc, const Listener& listener) {
       fmt::format("LOCAL_RANK={}", rank),
       fmt::format("LOCAL_WORLD_SIZE={}", nproc),
       "MASTER_ADDR=127.0.0.1",
-      fmt::format("MASTER_PORT={}", listener.port)};
+      fmt::format("MASTER_PORT={}", listener.port())};
   if (rank == 0) {
-    own.push_back(
-        fmt::format("FLATSHARD_MASTER_LISTEN_FD={}", listener.socket.get()));
+    own.push_back(fmt::format("FLATSHARD_MASTER_LISTEN_FD={}", listener.fd()));
   }
   if (std::getenv("OMP_NUM_THREADS") == nullptr) {
     const int cores = static_cast<int>(std::thread::hardware_concurrency());
@@ -198,7 +173,7 @@ class LocalRanks {
       const std::vector<std::string>& argv,
       const SpawnOptions& options)
       : options_(options), ranks_(nproc) {
-    const Listener listener = listen_on_loopback();
+    const LoopbackListener listener;
     for (int r = 0; r < nproc; ++r) {
       ranks_[r].index = r;
       start(ranks_[r], argv, listener);
@@ -237,7 +212,7 @@ class LocalRanks {
   void start(
       Rank& rank,
       const std::vector<std::string>& argv,
-      const Listener& listener) {
+      const LoopbackListener& listener) {
     // All memory is taken before the fork.
     auto variables =
         rank_variables(rank.index, static_cast<int>(ranks_.size()), listener);
@@ -270,7 +245,7 @@ class LocalRanks {
       ::dup2(::open("/dev/null", O_WRONLY), STDOUT_FILENO);
     }
     if (rank.index == 0) {
-      ::fcntl(listener.socket.get(), F_SETFD, 0);  // survives exec
+      ::fcntl(listener.fd(), F_SETFD, 0);  // survives exec
     }
     ::execve(
         "/proc/self/exe",

@@ -1,8 +1,6 @@
-#include <arpa/inet.h>
 #include <gtest/gtest.h>
 #include <poll.h>
 #include <sys/prctl.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -10,31 +8,12 @@
 #include <cstdio>
 #include <filesystem>
 
+#include "flatshard/comm/loopback_listener.h"
 #include "flatshard/core/error.h"
 #include "tests/support/ranks.h"
 
 namespace flatshard::testing {
 namespace {
-
-struct Listener {
-  int fd = -1;
-  std::uint16_t port = 0;
-};
-
-Listener listen_on_loopback() {
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof(address);
-  auto* generic = reinterpret_cast<sockaddr*>(&address);
-  const int fd = ::socket(AF_INET, SOCK_STREAM, 0);
-  FLATSHARD_CHECK(
-      fd >= 0 && ::bind(fd, generic, length) == 0 && ::listen(fd, 128) == 0 &&
-          ::getsockname(fd, generic, &length) == 0,
-      io,
-      "no loopback port for a test's store");
-  return {fd, ntohs(address.sin_port)};
-}
 
 [[noreturn]] void run_child(
     const RankEnvironment& environment,
@@ -72,7 +51,7 @@ std::vector<RankOutcome> rank_process_outcomes(
       usage,
       "ranks as processes need a test program with one thread; keep them "
       "apart from run_ranks");
-  const Listener listener = listen_on_loopback();
+  auto listener = std::make_unique<LoopbackListener>();
   std::vector<pid_t> children;
   std::fflush(nullptr);
   for (int rank = 0; rank < world; ++rank) {
@@ -81,20 +60,20 @@ std::vector<RankOutcome> rank_process_outcomes(
     if (child == 0) {
       ::prctl(PR_SET_PDEATHSIG, SIGKILL);
       if (rank != 0) {
-        ::close(listener.fd);
+        ::close(listener->fd());
       }
       run_child(
           {.rank = rank,
            .world_size = world,
            .local_rank = rank,
            .master_addr = "127.0.0.1",
-           .master_port = listener.port,
-           .master_listen_fd = listener.fd},
+           .master_port = listener->port(),
+           .master_listen_fd = listener->fd()},
           function);
     }
     children.push_back(child);
   }
-  ::close(listener.fd);
+  listener.reset();
   const auto deadline = std::chrono::steady_clock::now() + timeout;
   std::vector<RankOutcome> outcomes(world);
   for (int rank = 0; rank < world; ++rank) {
