@@ -1,5 +1,3 @@
-#include <array>
-
 #include "flatshard/train/config.h"
 
 namespace flatshard {
@@ -9,7 +7,6 @@ constexpr std::string_view kDtypes = "float32|bfloat16";
 constexpr std::string_view kStrategies =
     "no_shard|optim|optim_grads|optim_grads_params|zero0|zero1|zero2|zero3|"
     "hsdp|hfsdp";
-constexpr double kAny = 1e300;
 
 /// KEY(section, name, "help", choices, min, max): one row of the table.
 #define KEY(section, name, ...)                                                       \
@@ -185,8 +182,7 @@ const ConfigKey kKeys[] = {
         "CPU only: longest random delay before each queued task; finds "
         "missing waits",
         {},
-        0,
-        kAny),
+        0),
     KEY(debug, comm_delay_seed, "of those delays", {}, 0),
     KEY(debug,
         deterministic,
