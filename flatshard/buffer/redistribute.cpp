@@ -114,6 +114,13 @@ std::size_t first_final_step(const std::vector<TransitionStep>& steps) {
 }  // namespace
 
 void FlatBuffer::check_out(const Placements& to, const FlatBuffer& out) const {
+  FLATSHARD_CHECK(
+      out.defined(),
+      usage,
+      "redistribute from {} to {}: expected `out` with memory, got an empty "
+      "one",
+      flatshard::to_string(placements_),
+      flatshard::to_string(to));
   const auto check =
       [&](bool good, const char* what, const auto& expected, const auto& got) {
         FLATSHARD_CHECK(
