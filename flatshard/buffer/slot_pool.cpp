@@ -22,7 +22,7 @@ void SlotPool::set_arena(std::int64_t nbytes) {
     tenant.last_use.synchronize();
   }
   tenants_.clear();
-  arena_ = {};  // before the new one: both may not fit
+  arena_ = at::Tensor();  // before the new one: both may not fit
   if (nbytes > 0) {
     arena_ = at::empty(
         {nbytes},
