@@ -5,6 +5,7 @@
 
 #include "flatshard/comm/backend.h"
 #include "flatshard/core/error.h"
+#include "flatshard/core/log.h"
 
 namespace flatshard::detail {
 namespace {
@@ -21,11 +22,33 @@ class NcclCommunicator : public Communicator {
   NcclCommunicator(
       BackendHandle backend,
       const std::string& name,
-      at::Device device)
+      at::Device device,
+      bool owned)
       : Communicator(backend->getRank(), backend->getSize(), name, device),
-        backend_(std::move(backend)) {}
+        backend_(std::move(backend)),
+        owned_(owned) {}
 
-  void abort() override { backend_->abort(); }
+  // A group of our own is shut down with its peers; after an exception they
+  // may never come, so it is aborted then. A wrapped one is its owner's.
+  ~NcclCommunicator() override {
+    if (!owned_) {
+      return;
+    }
+    try {
+      if (std::uncaught_exceptions() > 0) {
+        backend_->abort();
+      } else {
+        backend_->shutdown();
+      }
+    } catch (const std::exception& error) {
+      log_error("communicator '{}' ended badly: {}", name(), error.what());
+    }
+  }
+
+  void abort() override {
+    owned_ = false;
+    backend_->abort();
+  }
 
   // NCCL connects an algorithm's peers at its first use, which would stall
   // the first step and allocate then.
@@ -120,7 +143,18 @@ class NcclCommunicator : public Communicator {
   }
 
   BackendHandle backend_;
+  bool owned_;
 };
+
+void check_indexed(const std::string& name, at::Device device) {
+  FLATSHARD_CHECK(
+      device.has_index(),
+      config,
+      "communicator '{}': expected a GPU with an index such as cuda:0, got "
+      "'{}'",
+      name,
+      device.str());
+}
 
 }  // namespace
 
@@ -131,13 +165,7 @@ std::shared_ptr<Communicator> make_nccl_communicator(
     const std::string& name,
     at::Device device,
     const CommunicatorOptions& options) {
-  FLATSHARD_CHECK(
-      device.has_index(),
-      config,
-      "communicator '{}': expected a GPU with an index such as cuda:0, got "
-      "'{}'",
-      name,
-      device.str());
+  check_indexed(name, device);
   std::shared_ptr<NcclCommunicator> communicator;
   with_comm_errors(
       fmt::format("rank {}/{} | {} | connect", rank, size, name),
@@ -153,7 +181,8 @@ std::shared_ptr<Communicator> make_nccl_communicator(
                 size,
                 std::move(nccl)),
             name,
-            device);
+            device,
+            /*owned=*/true);
         communicator->warm_up();
       });
   return communicator;
@@ -163,7 +192,12 @@ std::shared_ptr<Communicator> wrap_nccl_backend(
     BackendHandle backend,
     const std::string& name,
     at::Device device) {
-  return std::make_shared<NcclCommunicator>(std::move(backend), name, device);
+  check_indexed(name, device);
+  return std::make_shared<NcclCommunicator>(
+      std::move(backend),
+      name,
+      device,
+      /*owned=*/false);
 }
 
 }  // namespace flatshard::detail
