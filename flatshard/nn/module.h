@@ -89,6 +89,10 @@ class Module : public torch::nn::Module {
   void set_recompute_listener(
       const std::shared_ptr<RecomputeListener>& listener);
 
+  /// Explicit generators this module's own forward draws from (not its
+  /// children's); recomputation replays them.
+  virtual std::vector<at::Generator> own_generators() const { return {}; }
+
   /// For layers: what their autograd nodes keep.
   const ModuleContextPtr& context() const { return context_; }
 

@@ -1,0 +1,51 @@
+#pragma once
+
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "flatshard/core/error.h"
+#include "flatshard/nn/wgrad.h"
+
+namespace flatshard::nn {
+
+// Helpers of this folder's autograd Functions.
+
+/// Keeps the module's context in a node; null stays null.
+inline void save_context(
+    torch::autograd::AutogradContext* ctx,
+    const ModuleContextPtr& context) {
+  if (context) {
+    ctx->saved_data["context"] = c10::IValue::make_capsule(context);
+  }
+}
+
+inline ModuleContextPtr saved_context(torch::autograd::AutogradContext* ctx) {
+  const auto found = ctx->saved_data.find("context");
+  if (found == ctx->saved_data.end()) {
+    return {};
+  }
+  return ModuleContextPtr::reclaim_copy(
+      static_cast<ModuleContext*>(found->second.toCapsule().get()));
+}
+
+/// For backwards that ATen cannot differentiate.
+inline void refuse_create_graph(const char* layer) {
+  FLATSHARD_CHECK(
+      !at::GradMode::is_enabled(),
+      usage,
+      "expected a backward without create_graph, got create_graph=true: {} has "
+      "no second derivative",
+      layer);
+}
+
+/// [..., n] as [rows, n]; a copy only when the strides demand it.
+inline at::Tensor as_rows(const at::Tensor& tensor) {
+  return tensor.reshape({-1, tensor.size(-1)});
+}
+
+/// Another shape over the same memory without a view relation, so that a
+/// Function's result may be changed in place by its user.
+inline at::Tensor reshape_result(at::Tensor tensor, at::IntArrayRef sizes) {
+  return at::_unsafe_view(tensor, sizes);
+}
+
+}  // namespace flatshard::nn

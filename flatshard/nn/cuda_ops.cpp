@@ -1,0 +1,240 @@
+#include "flatshard/nn/cuda_ops.h"
+
+#include "flatshard/core/error.h"
+#include "flatshard/nn/kernels/kernels.h"
+
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/CUDAGeneratorImpl.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+
+namespace flatshard::nn::cuda {
+namespace {
+
+using kernels::Dtype;
+
+Dtype dtype_of(const at::Tensor& tensor) {
+  FLATSHARD_CHECK(
+      tensor.scalar_type() == at::kFloat ||
+          tensor.scalar_type() == at::kBFloat16,
+      internal,
+      "expected a float32 or bfloat16 tensor, got {}",
+      c10::toString(tensor.scalar_type()));
+  return tensor.scalar_type() == at::kFloat ? Dtype::f32 : Dtype::bf16;
+}
+
+// The pointer of a contiguous tensor; null for an undefined one.
+const void* in(const at::Tensor& tensor) {
+  if (!tensor.defined()) {
+    return nullptr;
+  }
+  FLATSHARD_CHECK(
+      tensor.is_cuda() && tensor.is_contiguous(),
+      internal,
+      "expected a contiguous CUDA tensor, got {}",
+      tensor.toString());
+  return tensor.const_data_ptr();
+}
+
+void* out(const at::Tensor& tensor) {
+  in(tensor);
+  return tensor.defined() ? tensor.mutable_data_ptr() : nullptr;
+}
+
+cudaStream_t stream() {
+  return at::cuda::getCurrentCUDAStream().stream();
+}
+
+void check_norm_dim(std::int64_t dim) {
+  FLATSHARD_CHECK(
+      dim <= kernels::kMaxNormDim,
+      config,
+      "dim: the RMSNorm kernel takes at most {}, got {}",
+      kernels::kMaxNormDim,
+      dim);
+}
+
+// A bfloat16 weight with float32 rows has no kernel; the copy is tiny.
+at::Tensor fitting_weight(const at::Tensor& weight, const at::Tensor& x) {
+  return x.scalar_type() == at::kFloat ? weight.to(at::kFloat) : weight;
+}
+
+}  // namespace
+
+bool takes(const at::Tensor& tensor) {
+  return tensor.is_cuda() && (tensor.scalar_type() == at::kFloat ||
+                              tensor.scalar_type() == at::kBFloat16);
+}
+
+bool has_cudnn_attention() {
+  return at::detail::getCUDAHooks().hasCuDNN() &&
+         at::cuda::getCurrentDeviceProperties()->major >= 8;
+}
+
+std::optional<at::Generator> default_generator(at::Device device) {
+  if (!device.is_cuda()) {
+    return {};
+  }
+  return at::cuda::detail::getDefaultCUDAGenerator(device.index());
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> rms_norm_forward(
+    const at::Tensor& x,
+    const at::Tensor& delta,
+    const at::Tensor& weight,
+    double eps) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  check_norm_dim(x.size(1));
+  const at::Tensor w = fitting_weight(weight, x);
+  at::Tensor y = at::empty_like(x);
+  at::Tensor sum = delta.defined() ? at::empty_like(x) : at::Tensor();
+  at::Tensor rstd = at::empty({x.size(0)}, x.options().dtype(at::kFloat));
+  kernels::rms_norm_forward(
+      {.x = in(x),
+       .delta = in(delta),
+       .weight = in(w),
+       .sum = out(sum),
+       .y = out(y),
+       .rstd = rstd.mutable_data_ptr<float>(),
+       .rows = x.size(0),
+       .dim = x.size(1),
+       .eps = static_cast<float>(eps),
+       .dtype = dtype_of(x),
+       .weight_dtype = dtype_of(w)},
+      stream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  return {y, sum, rstd};
+}
+
+std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
+    const at::Tensor& dy,
+    const at::Tensor& dsum,
+    const at::Tensor& x,
+    const at::Tensor& weight,
+    const at::Tensor& rstd) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  check_norm_dim(x.size(1));
+  const at::Tensor w = fitting_weight(weight, x);
+  // Enough blocks to fill the GPU, few enough to keep the partial sums small.
+  const std::int64_t wanted =
+      2 * at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+  const std::int64_t blocks =
+      std::max<std::int64_t>(1, std::min(wanted, x.size(0)));
+  at::Tensor dx = at::empty_like(x);
+  at::Tensor partial =
+      at::empty({blocks, x.size(1)}, x.options().dtype(at::kFloat));
+  kernels::rms_norm_backward(
+      {.dy = in(dy),
+       .dsum = in(dsum),
+       .x = in(x),
+       .weight = in(w),
+       .rstd = rstd.const_data_ptr<float>(),
+       .dx = out(dx),
+       .partial = partial.mutable_data_ptr<float>(),
+       .blocks = blocks,
+       .rows = x.size(0),
+       .dim = x.size(1),
+       .dtype = dtype_of(x),
+       .weight_dtype = dtype_of(w)},
+      stream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  return {dx, partial};
+}
+
+void rms_norm_weight_gradient(
+    const at::Tensor& partial,
+    at::Tensor& grad,
+    bool accumulate) {
+  const c10::cuda::CUDAGuard guard(partial.device());
+  kernels::sum_partials(
+      partial.const_data_ptr<float>(),
+      out(grad),
+      partial.size(0),
+      partial.size(1),
+      accumulate,
+      dtype_of(grad),
+      stream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+void rope(
+    const at::Tensor& x,
+    at::Tensor& result,
+    const at::Tensor& cos,
+    const at::Tensor& sin,
+    bool inverse) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  kernels::rope(
+      {.x = in(x),
+       .out = out(result),
+       .cos = static_cast<const float*>(in(cos)),
+       .sin = static_cast<const float*>(in(sin)),
+       .tokens = x.size(0) * x.size(1),
+       .seq_len = x.size(1),
+       .heads = x.size(2),
+       .head_dim = x.size(3),
+       .inverse = inverse,
+       .dtype = dtype_of(x)},
+      stream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+at::Tensor swiglu_forward(const at::Tensor& gate, const at::Tensor& up) {
+  const c10::cuda::CUDAGuard guard(gate.device());
+  at::Tensor y = at::empty_like(gate);
+  kernels::swiglu_forward(
+      in(gate),
+      in(up),
+      out(y),
+      gate.numel(),
+      dtype_of(gate),
+      stream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  return y;
+}
+
+std::tuple<at::Tensor, at::Tensor> swiglu_backward(
+    const at::Tensor& dy,
+    const at::Tensor& gate,
+    const at::Tensor& up) {
+  const c10::cuda::CUDAGuard guard(gate.device());
+  at::Tensor dgate = at::empty_like(gate);
+  at::Tensor dup = at::empty_like(up);
+  kernels::swiglu_backward(
+      in(dy),
+      in(gate),
+      in(up),
+      out(dgate),
+      out(dup),
+      gate.numel(),
+      dtype_of(gate),
+      stream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  return {dgate, dup};
+}
+
+void cross_entropy(
+    at::Tensor& logits,
+    const at::Tensor& targets,
+    const at::Tensor& scale,
+    at::Tensor& loss,
+    at::Tensor& lse,
+    const CrossEntropyArgs& args) {
+  const c10::cuda::CUDAGuard guard(logits.device());
+  kernels::cross_entropy(
+      {.logits = out(logits),
+       .targets = targets.const_data_ptr<std::int64_t>(),
+       .scale = scale.const_data_ptr<float>(),
+       .loss = static_cast<float*>(out(loss)),
+       .lse = static_cast<float*>(out(lse)),
+       .rows = logits.size(0),
+       .vocab = logits.size(1),
+       .ignore_index = args.ignore_index,
+       .lse_is_given = args.lse_is_given,
+       .write_gradient = args.write_gradient,
+       .dtype = dtype_of(logits)},
+      stream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+}  // namespace flatshard::nn::cuda

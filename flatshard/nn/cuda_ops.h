@@ -1,0 +1,85 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <tuple>
+
+/// CUDA kernels behind tensors. Built twice: cuda_ops.cpp with CUDA,
+/// no_cuda_ops.cpp without (its functions throw Error{usage}). Tensors are
+/// contiguous, float32 or bfloat16, on one GPU; work goes to the current
+/// stream; nothing blocks the host.
+namespace flatshard::nn::cuda {
+
+/// Whether the kernels take this tensor (CUDA, float32 or bfloat16).
+bool takes(const at::Tensor& tensor);
+/// Whether ATen's cuDNN attention runs on the current GPU.
+bool has_cudnn_attention();
+/// The devices' default generators that hold state to replay, and state as
+/// such: empty without CUDA.
+std::optional<at::Generator> default_generator(at::Device device);
+
+/// @param delta  added to x first when defined; `sum` is then x + delta, else
+///               undefined.
+/// @return (y, sum, rstd float32 [rows])
+std::tuple<at::Tensor, at::Tensor, at::Tensor> rms_norm_forward(
+    const at::Tensor& x,
+    const at::Tensor& delta,
+    const at::Tensor& weight,
+    double eps);
+
+/// Adds `dsum` to dx when it is defined.
+/// @return (dx, float32 partial sums [blocks, dim] of the weight gradient)
+std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
+    const at::Tensor& dy,
+    const at::Tensor& dsum,
+    const at::Tensor& x,
+    const at::Tensor& weight,
+    const at::Tensor& rstd);
+
+/// grad = (accumulate ? grad : 0) + sum of partial over blocks; grad is
+/// float32 or bfloat16 [dim].
+void rms_norm_weight_gradient(
+    const at::Tensor& partial,
+    at::Tensor& grad,
+    bool accumulate);
+
+/// Rotates x [batch, seq, heads, head_dim] into out (may be x).
+void rope(
+    const at::Tensor& x,
+    at::Tensor& out,
+    const at::Tensor& cos,
+    const at::Tensor& sin,
+    bool inverse);
+
+at::Tensor swiglu_forward(const at::Tensor& gate, const at::Tensor& up);
+/// @return (dgate, dup)
+std::tuple<at::Tensor, at::Tensor> swiglu_backward(
+    const at::Tensor& dy,
+    const at::Tensor& gate,
+    const at::Tensor& up);
+
+struct CrossEntropyArgs {
+  std::int64_t ignore_index = -100;
+  bool lse_is_given = false;  ///< read `lse` instead of computing it
+  bool write_gradient = false;
+};
+/// Cross-entropy of one chunk of logits.
+///
+/// @param logits   [rows, vocab]; with write_gradient overwritten by
+///                 (softmax - onehot) * scale, zeros in ignored rows.
+/// @param targets  int64 [rows]
+/// @param scale    float32, one element on the device
+/// @param loss     float32 [rows], written unless lse_is_given; 0 in ignored
+///                 rows; NaN for a target outside the vocabulary.
+/// @param lse      float32 [rows]
+void cross_entropy(
+    at::Tensor& logits,
+    const at::Tensor& targets,
+    const at::Tensor& scale,
+    at::Tensor& loss,
+    at::Tensor& lse,
+    const CrossEntropyArgs& args);
+
+}  // namespace flatshard::nn::cuda

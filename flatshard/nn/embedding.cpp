@@ -1,0 +1,84 @@
+#include "flatshard/nn/embedding.h"
+
+#include "flatshard/nn/autograd.h"
+
+namespace flatshard::nn {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
+  static at::Tensor forward(
+      AutogradContext* ctx,
+      const at::Tensor& weight,
+      const at::Tensor& tokens,
+      const ModuleContextPtr& context) {
+    save_context(ctx, context);
+    ctx->save_for_backward({weight, tokens});
+    std::vector<std::int64_t> sizes = tokens.sizes().vec();
+    sizes.push_back(weight.size(1));
+    return reshape_result(weight.index_select(0, tokens.reshape({-1})), sizes);
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const at::Tensor &weight = saved[0], &tokens = saved[1];
+    const at::Tensor g = as_rows(grads[0]);
+    const at::Tensor index = tokens.reshape({-1});
+    // Sorts on CUDA and sums each row in float32, so it is deterministic.
+    const auto compute = [&] {
+      return at::embedding_dense_backward(
+          g,
+          index,
+          weight.size(0),
+          /*padding_idx=*/-1,
+          /*scale_grad_by_freq=*/false);
+    };
+    variable_list out(3);
+    out[0] = deliver_wgrad(
+        saved_context(ctx),
+        weight,
+        compute,
+        [&](at::Tensor& grad, bool accumulate) {
+          if (accumulate) {
+            // Summed on its own first: the result then does not depend on
+            // whether microbatches are added here or by a reduction.
+            grad.add_(compute());
+          } else if (grad.is_cpu() && grad.scalar_type() == at::kFloat) {
+            grad.zero_().index_add_(0, index, g.to(at::kFloat));
+          } else {
+            grad.copy_(compute());
+          }
+        });
+    return out;
+  }
+};
+
+}  // namespace
+
+at::Tensor embedding(
+    const at::Tensor& tokens,
+    const at::Tensor& weight,
+    const ModuleContextPtr& context) {
+  FLATSHARD_CHECK(
+      tokens.scalar_type() == at::kLong,
+      usage,
+      "embedding: expected int64 tokens, got {}",
+      c10::toString(tokens.scalar_type()));
+  return EmbeddingFunction::apply(weight, tokens, context);
+}
+
+EmbeddingImpl::EmbeddingImpl(
+    std::int64_t num_embeddings,
+    std::int64_t dim,
+    InitSpec init)
+    : Module("Embedding") {
+  weight_ = declare_parameter("weight", {num_embeddings, dim}, init);
+}
+
+at::Tensor EmbeddingImpl::forward(const at::Tensor& tokens) {
+  return embedding(tokens, weight_, context());
+}
+
+}  // namespace flatshard::nn

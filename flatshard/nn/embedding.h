@@ -1,0 +1,34 @@
+#pragma once
+
+#include "flatshard/nn/module.h"
+
+#include <cstdint>
+
+namespace flatshard::nn {
+
+/// Rows of `weight` by index.
+///
+/// @param tokens  int64, any shape, values in [0, weight.size(0)).
+/// @return tokens.sizes() + [dim], the weight's dtype.
+/// Deterministic in forward and backward.
+at::Tensor embedding(
+    const at::Tensor& tokens,
+    const at::Tensor& weight,
+    const ModuleContextPtr& context = {});
+
+/// Parameter: weight [num_embeddings, dim].
+class EmbeddingImpl : public Module {
+ public:
+  EmbeddingImpl(
+      std::int64_t num_embeddings,
+      std::int64_t dim,
+      InitSpec init = InitSpec::normal(0.0F, 0.02F));
+  at::Tensor forward(const at::Tensor& tokens);
+  const at::Tensor& weight() const { return weight_; }
+
+ private:
+  at::Tensor weight_;
+};
+FLATSHARD_MODULE(Embedding);
+
+}  // namespace flatshard::nn

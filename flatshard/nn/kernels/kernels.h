@@ -1,0 +1,105 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+/// CUDA kernels on raw device pointers; no torch here. Every function queues on
+/// `stream` and returns; the caller checks cudaGetLastError. Rows are
+/// contiguous. 16-byte loads are used where pointers and row lengths allow.
+namespace flatshard::nn::kernels {
+
+enum class Dtype { f32, bf16 };
+
+/// Longest row that rms_norm_* take.
+constexpr std::int64_t kMaxNormDim = 16384;
+
+struct RmsNormForward {
+  const void* x;
+  const void* delta;  ///< or null: then nothing is added
+  const void* weight;
+  void* sum;  ///< x + delta, written when delta is given
+  void* y;
+  float* rstd;  ///< [rows]
+  std::int64_t rows;
+  std::int64_t dim;
+  float eps;
+  Dtype dtype;
+  Dtype weight_dtype;
+};
+void rms_norm_forward(const RmsNormForward& args, cudaStream_t stream);
+
+struct RmsNormBackward {
+  const void* dy;
+  const void* dsum;  ///< or null; added to dx
+  const void* x;
+  const void* weight;
+  const float* rstd;
+  void* dx;
+  float* partial;  ///< [blocks, dim]; each block's part of the weight gradient
+  std::int64_t blocks;
+  std::int64_t rows;
+  std::int64_t dim;
+  Dtype dtype;
+  Dtype weight_dtype;
+};
+void rms_norm_backward(const RmsNormBackward& args, cudaStream_t stream);
+
+/// grad[dim] = (accumulate ? grad : 0) + sum over blocks of partial.
+void sum_partials(
+    const float* partial,
+    void* grad,
+    std::int64_t blocks,
+    std::int64_t dim,
+    bool accumulate,
+    Dtype dtype,
+    cudaStream_t stream);
+
+struct Rope {
+  const void* x;     ///< [tokens, heads, head_dim]
+  void* out;         ///< may be x
+  const float* cos;  ///< [seq_len, head_dim / 2]
+  const float* sin;
+  std::int64_t tokens;
+  std::int64_t seq_len;  ///< position = token % seq_len
+  std::int64_t heads;
+  std::int64_t head_dim;
+  bool inverse;
+  Dtype dtype;
+};
+void rope(const Rope& args, cudaStream_t stream);
+
+void swiglu_forward(
+    const void* gate,
+    const void* up,
+    void* y,
+    std::int64_t numel,
+    Dtype dtype,
+    cudaStream_t stream);
+
+void swiglu_backward(
+    const void* dy,
+    const void* gate,
+    const void* up,
+    void* dgate,
+    void* dup,
+    std::int64_t numel,
+    Dtype dtype,
+    cudaStream_t stream);
+
+struct CrossEntropy {
+  void* logits;  ///< [rows, vocab]
+  const std::int64_t* targets;
+  const float* scale;  ///< one element
+  float* loss;         ///< [rows], or null when lse_is_given
+  float* lse;          ///< [rows]
+  std::int64_t rows;
+  std::int64_t vocab;
+  std::int64_t ignore_index;
+  bool lse_is_given;
+  bool write_gradient;
+  Dtype dtype;
+};
+void cross_entropy(const CrossEntropy& args, cudaStream_t stream);
+
+}  // namespace flatshard::nn::kernels

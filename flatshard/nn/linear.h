@@ -1,0 +1,46 @@
+#pragma once
+
+#include "flatshard/nn/module.h"
+
+#include <cstdint>
+
+namespace flatshard::nn {
+
+/// y = x W^T (+ bias) (+ residual).
+///
+/// @param x         [..., in], any strides; the weight's dtype.
+/// @param weight    [out, in]
+/// @param bias      [out] or undefined
+/// @param residual  [..., out] or undefined; added inside the matrix product.
+/// @param context   of the module that owns weight and bias; its WgradSink
+///                  gets their gradients. May be null.
+at::Tensor linear(
+    const at::Tensor& x,
+    const at::Tensor& weight,
+    const at::Tensor& bias = {},
+    const at::Tensor& residual = {},
+    const ModuleContextPtr& context = {});
+
+struct LinearOptions {
+  bool bias = false;
+  InitSpec init = InitSpec::normal(0.0F, 0.02F);
+};
+
+/// Parameters: weight [out_features, in_features], bias [out_features].
+class LinearImpl : public Module {
+ public:
+  LinearImpl(
+      std::int64_t in_features,
+      std::int64_t out_features,
+      LinearOptions options = {});
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& residual = {});
+  const at::Tensor& weight() const { return weight_; }
+  const at::Tensor& bias() const { return bias_; }
+
+ private:
+  at::Tensor weight_;
+  at::Tensor bias_;
+};
+FLATSHARD_MODULE(Linear);
+
+}  // namespace flatshard::nn

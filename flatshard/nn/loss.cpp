@@ -1,0 +1,300 @@
+#include "flatshard/nn/loss.h"
+
+#include "flatshard/nn/autograd.h"
+#include "flatshard/nn/cuda_ops.h"
+
+namespace flatshard::nn {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// Tokens at a time when nothing has to be kept.
+constexpr std::int64_t kEvalChunk = 2048;
+// Rows whose float32 logits exist at a time without a kernel of our own.
+constexpr std::int64_t kFloatRows = 512;
+
+// cuda::cross_entropy in ATen, for the CPU and for other dtypes.
+void cross_entropy_rows(
+    at::Tensor& logits,
+    const at::Tensor& targets,
+    const at::Tensor& scale,
+    at::Tensor& loss,
+    at::Tensor& lse,
+    const cuda::CrossEntropyArgs& args) {
+  const at::Tensor valid = targets.ne(args.ignore_index);
+  const at::Tensor index =
+      targets.masked_fill(valid.logical_not(), 0).unsqueeze(1);
+  const at::Tensor values = logits.to(at::kFloat);
+  const at::Tensor weight = valid.to(at::kFloat);
+  if (!args.lse_is_given) {
+    lse.copy_(values.logsumexp(-1));
+    loss.copy_((lse - values.gather(1, index).squeeze(1)).mul_(weight));
+  }
+  if (args.write_gradient) {
+    at::Tensor p = (values - lse.unsqueeze(1)).exp_();
+    p.scatter_add_(1, index, at::full_like(weight, -1.0F).unsqueeze(1));
+    logits.copy_(p.mul_((weight * scale).unsqueeze(1)));
+  }
+}
+
+void chunk_cross_entropy(
+    at::Tensor& logits,
+    const at::Tensor& targets,
+    const at::Tensor& scale,
+    at::Tensor& loss,
+    at::Tensor& lse,
+    const cuda::CrossEntropyArgs& args) {
+  if (cuda::takes(logits)) {
+    cuda::cross_entropy(logits, targets, scale, loss, lse, args);
+    return;
+  }
+  for (std::int64_t at = 0; at < logits.size(0); at += kFloatRows) {
+    const std::int64_t n = std::min(kFloatRows, logits.size(0) - at);
+    at::Tensor logits_part = logits.narrow(0, at, n);
+    at::Tensor lse_part = lse.narrow(0, at, n);
+    at::Tensor loss_part =
+        loss.defined() ? loss.narrow(0, at, n) : at::Tensor();
+    cross_entropy_rows(
+        logits_part,
+        targets.narrow(0, at, n),
+        scale,
+        loss_part,
+        lse_part,
+        args);
+  }
+}
+
+void check_targets(
+    const at::Tensor& targets,
+    std::int64_t vocab,
+    std::int64_t ignore_index) {
+  // On CUDA this would stop the host; there a bad target makes the loss NaN.
+  if (!targets.is_cpu()) {
+    return;
+  }
+  const at::Tensor bad =
+      targets.ne(ignore_index)
+          .logical_and_(targets.lt(0).logical_or_(targets.ge(vocab)));
+  if (bad.any().item<bool>()) {
+    FLATSHARD_THROW(
+        usage,
+        "expected targets in [0, {}) or {}, got {}",
+        vocab,
+        ignore_index,
+        targets.masked_select(bad)[0].item<std::int64_t>());
+  }
+}
+
+struct LossFunction : torch::autograd::Function<LossFunction> {
+  enum Input { kHidden, kWeight };
+
+  static at::Tensor forward(
+      AutogradContext* ctx,
+      const at::Tensor& hidden,
+      const at::Tensor& weight,
+      const at::Tensor& targets,
+      const LossOptions& options,
+      bool wants_grad,
+      const ModuleContextPtr& context) {
+    save_context(ctx, context);
+    const at::Tensor rows = as_rows(hidden);
+    const at::Tensor flat = targets.reshape({-1});
+    const std::int64_t n = rows.size(0);
+    const std::int64_t vocab = weight.size(0);
+    check_targets(flat, vocab, options.ignore_index);
+    const at::TensorOptions f32 = rows.options().dtype(at::kFloat);
+    const at::Tensor scale = options.reduction == LossReduction::mean
+                                 ? flat.ne(options.ignore_index)
+                                       .sum()
+                                       .to(at::kFloat)
+                                       .clamp_min_(1.0F)
+                                       .reciprocal_()
+                                 : at::ones({}, f32);
+    const bool keep = wants_grad && options.chunk_tokens == 0;
+    const std::int64_t chunk = keep ? std::max<std::int64_t>(n, 1)
+                               : options.chunk_tokens > 0 ? options.chunk_tokens
+                                                          : kEvalChunk;
+    at::Tensor loss = at::empty({n}, f32);
+    at::Tensor lse = at::empty({n}, f32);
+    at::Tensor logits = at::empty({std::min(chunk, n), vocab}, rows.options());
+    for (std::int64_t at = 0; at < n; at += chunk) {
+      const std::int64_t m = std::min(chunk, n - at);
+      at::Tensor part = logits.narrow(0, 0, m);
+      at::Tensor loss_part = loss.narrow(0, at, m);
+      at::Tensor lse_part = lse.narrow(0, at, m);
+      at::mm_out(part, rows.narrow(0, at, m), weight.t());
+      chunk_cross_entropy(
+          part,
+          flat.narrow(0, at, m),
+          scale,
+          loss_part,
+          lse_part,
+          {.ignore_index = options.ignore_index, .write_gradient = keep});
+    }
+    if (keep) {
+      ctx->save_for_backward({hidden, weight, logits});
+    } else if (wants_grad) {
+      ctx->saved_data["chunk"] = chunk;
+      ctx->saved_data["ignore_index"] = options.ignore_index;
+      ctx->save_for_backward({hidden, weight, flat, lse, scale});
+    }
+    return loss.sum().mul_(scale);
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    refuse_create_graph("linear_cross_entropy");
+    const variable_list saved = ctx->get_saved_variables();
+    variable_list out(6);
+    if (saved.size() == 3) {
+      backward_kept(ctx, saved, grads[0], out);
+    } else {
+      backward_again(ctx, saved, grads[0], out);
+    }
+    return out;
+  }
+
+  static void backward_kept(
+      AutogradContext* ctx,
+      const variable_list& saved,
+      const at::Tensor& g,
+      variable_list& out) {
+    const at::Tensor &hidden = saved[0], &weight = saved[1], &d = saved[2];
+    at::Tensor rows = as_rows(hidden);
+    // On the CPU reading g costs nothing, and it is 1 in most programs.
+    const bool one = g.is_cpu() && g.item<float>() == 1.0F;
+    if (ctx->needs_input_grad(kHidden)) {
+      at::Tensor dx = at::mm(d, weight);
+      out[kHidden] = (one ? dx : dx.mul_(g)).view(hidden.sizes());
+    }
+    if (ctx->needs_input_grad(kWeight)) {
+      if (!one) {
+        rows = (rows * g).to(d.scalar_type());
+      }
+      const auto compute = [&] { return at::mm(d.t(), rows); };
+      out[kWeight] = deliver_wgrad(
+          saved_context(ctx),
+          weight,
+          compute,
+          [&](at::Tensor& grad, bool accumulate) {
+            if (grad.scalar_type() != d.scalar_type()) {
+              accumulate ? grad.add_(compute()) : grad.copy_(compute());
+            } else if (accumulate) {
+              at::addmm_out(grad, grad, d.t(), rows);
+            } else {
+              at::mm_out(grad, d.t(), rows);
+            }
+          });
+    }
+  }
+
+  static void backward_again(
+      AutogradContext* ctx,
+      const variable_list& saved,
+      const at::Tensor& g,
+      variable_list& out) {
+    const at::Tensor &hidden = saved[0], &weight = saved[1];
+    const at::Tensor &targets = saved[2], &scale = saved[4];
+    at::Tensor lse = saved[3];
+    const std::int64_t chunk = ctx->saved_data["chunk"].toInt();
+    const cuda::CrossEntropyArgs args{
+        .ignore_index = ctx->saved_data["ignore_index"].toInt(),
+        .lse_is_given = true,
+        .write_gradient = true};
+    const at::Tensor rows = as_rows(hidden);
+    const std::int64_t n = rows.size(0);
+    const at::Tensor total = scale * g;
+    at::Tensor logits =
+        at::empty({std::min(chunk, n), weight.size(0)}, rows.options());
+    at::Tensor dx;
+    if (ctx->needs_input_grad(kHidden)) {
+      dx = at::empty_like(rows);
+      out[kHidden] = dx.view(hidden.sizes());
+    }
+    const auto run = [&](at::Tensor* dw, bool accumulate) {
+      if (dw != nullptr && n == 0 && !accumulate) {
+        dw->zero_();
+      }
+      for (std::int64_t at = 0; at < n; at += chunk) {
+        const std::int64_t m = std::min(chunk, n - at);
+        const at::Tensor x = rows.narrow(0, at, m);
+        at::Tensor d = logits.narrow(0, 0, m);
+        at::Tensor lse_part = lse.narrow(0, at, m);
+        at::Tensor no_loss;
+        at::mm_out(d, x, weight.t());
+        chunk_cross_entropy(
+            d,
+            targets.narrow(0, at, m),
+            total,
+            no_loss,
+            lse_part,
+            args);
+        if (dx.defined()) {
+          at::Tensor dx_part = dx.narrow(0, at, m);
+          at::mm_out(dx_part, d, weight);
+        }
+        if (dw == nullptr) {
+          continue;
+        }
+        if (dw->scalar_type() != d.scalar_type()) {
+          const at::Tensor part = at::mm(d.t(), x);
+          accumulate ? dw->add_(part) : dw->copy_(part);
+        } else if (accumulate) {
+          at::addmm_out(*dw, *dw, d.t(), x);
+        } else {
+          at::mm_out(*dw, d.t(), x);
+        }
+        accumulate = true;
+      }
+    };
+    if (!ctx->needs_input_grad(kWeight)) {
+      run(nullptr, false);
+      return;
+    }
+    out[kWeight] = deliver_wgrad(
+        saved_context(ctx),
+        weight,
+        [&] {
+          at::Tensor dw = at::empty_like(weight);
+          run(&dw, false);
+          return dw;
+        },
+        [&](at::Tensor& grad, bool accumulate) { run(&grad, accumulate); });
+  }
+};
+
+}  // namespace
+
+at::Tensor linear_cross_entropy(
+    const at::Tensor& hidden,
+    const at::Tensor& weight,
+    const at::Tensor& targets,
+    const LossOptions& options,
+    const ModuleContextPtr& context) {
+  FLATSHARD_CHECK(
+      targets.scalar_type() == at::kLong &&
+          hidden.sizes().slice(0, hidden.dim() - 1) == targets.sizes() &&
+          hidden.size(-1) == weight.size(1),
+      usage,
+      "linear_cross_entropy: expected int64 targets of hidden's leading shape "
+      "and weight [vocab, {}], got targets {} and weight {}",
+      hidden.size(-1),
+      c10::str(targets.sizes()),
+      c10::str(weight.sizes()));
+  FLATSHARD_CHECK(
+      options.chunk_tokens >= 0,
+      config,
+      "chunk_tokens: expected 0 or more, got {}",
+      options.chunk_tokens);
+  const bool wants_grad = at::GradMode::is_enabled() &&
+                          (hidden.requires_grad() || weight.requires_grad());
+  return LossFunction::apply(
+      hidden,
+      weight,
+      targets,
+      options,
+      wants_grad,
+      context);
+}
+
+}  // namespace flatshard::nn

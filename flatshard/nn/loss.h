@@ -1,0 +1,42 @@
+#pragma once
+
+#include "flatshard/nn/wgrad.h"
+
+#include <cstdint>
+
+namespace flatshard::nn {
+
+enum class LossReduction {
+  mean,  ///< over tokens that are not ignored; 0 when there is none
+  sum,
+};
+
+struct LossOptions {
+  LossReduction reduction = LossReduction::mean;
+  std::int64_t ignore_index = -100;
+  /// 0: forward keeps the logits' gradient, [tokens, vocab] in the compute
+  /// dtype, and backward is two matrix products, the weight's straight into
+  /// its sink. Otherwise at most this many tokens' logits exist at a time and
+  /// backward computes them again (one more head product, no such memory).
+  std::int64_t chunk_tokens = 0;
+};
+
+/// Cross-entropy of `hidden weight^T` in float32, without float32 logits of
+/// the whole sequence and without a gradient tensor beside the logits.
+///
+/// @param hidden   [..., dim]
+/// @param weight   [vocab, dim], hidden's dtype
+/// @param targets  int64, hidden's shape without the last dim
+/// @return float32 scalar
+///
+/// The gradient is not formed in forward (as Liger does): then the head's
+/// weight gradient would need vocab * dim elements from forward to backward
+/// and a copy into the sink.
+at::Tensor linear_cross_entropy(
+    const at::Tensor& hidden,
+    const at::Tensor& weight,
+    const at::Tensor& targets,
+    const LossOptions& options = {},
+    const ModuleContextPtr& context = {});
+
+}  // namespace flatshard::nn

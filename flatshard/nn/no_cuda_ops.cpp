@@ -1,0 +1,66 @@
+#include "flatshard/core/error.h"
+#include "flatshard/nn/cuda_ops.h"
+
+namespace flatshard::nn::cuda {
+namespace {
+
+[[noreturn]] void refuse() {
+  FLATSHARD_THROW(internal, "a CUDA kernel was called in a build without CUDA");
+}
+
+}  // namespace
+
+bool takes(const at::Tensor&) {
+  return false;
+}
+bool has_cudnn_attention() {
+  return false;
+}
+std::optional<at::Generator> default_generator(at::Device) {
+  return {};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> rms_norm_forward(
+    const at::Tensor&,
+    const at::Tensor&,
+    const at::Tensor&,
+    double) {
+  refuse();
+}
+std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
+    const at::Tensor&,
+    const at::Tensor&,
+    const at::Tensor&,
+    const at::Tensor&,
+    const at::Tensor&) {
+  refuse();
+}
+void rms_norm_weight_gradient(const at::Tensor&, at::Tensor&, bool) {
+  refuse();
+}
+void rope(
+    const at::Tensor&,
+    at::Tensor&,
+    const at::Tensor&,
+    const at::Tensor&,
+    bool) {
+  refuse();
+}
+at::Tensor swiglu_forward(const at::Tensor&, const at::Tensor&) {
+  refuse();
+}
+std::tuple<at::Tensor, at::Tensor>
+swiglu_backward(const at::Tensor&, const at::Tensor&, const at::Tensor&) {
+  refuse();
+}
+void cross_entropy(
+    at::Tensor&,
+    const at::Tensor&,
+    const at::Tensor&,
+    at::Tensor&,
+    at::Tensor&,
+    const CrossEntropyArgs&) {
+  refuse();
+}
+
+}  // namespace flatshard::nn::cuda

@@ -1,0 +1,42 @@
+#pragma once
+
+#include "flatshard/nn/module.h"
+
+#include <functional>
+
+namespace flatshard::nn {
+
+struct RecomputeOptions {
+  /// Replays random draws: of the default generators of the CPU and of the
+  /// inputs' devices, and of each explicit generator below `owner`
+  /// (Module::own_generators). Turn off for parts that draw nothing.
+  bool preserve_rng = true;
+};
+
+using RecomputeFn = std::function<TensorList(const TensorList&)>;
+
+/// fn(inputs) without keeping its activations: only the inputs are kept, and
+/// backward runs fn again and then backward through it, in a graph task of its
+/// own (nested). Parameters that fn reads get their gradients in that task.
+///
+/// Around the second run and its backward, the listener of `owner` hears
+/// recompute_begin and recompute_end. What fn captures must outlive the graph;
+/// `owner` is kept alive. fn must return the same shapes each time; its
+/// outputs are differentiable tensors.
+/// @throws Error{usage} in backward under create_graph or with an inputs=
+/// list, which a nested backward cannot honour.
+/// Source: Chen et al., arXiv:1604.06174.
+TensorList checkpoint(
+    Module& owner,
+    RecomputeFn fn,
+    const TensorList& inputs,
+    RecomputeOptions options = {});
+
+/// The same for one tensor in and one out.
+at::Tensor checkpoint(
+    Module& owner,
+    std::function<at::Tensor(const at::Tensor&)> fn,
+    const at::Tensor& input,
+    RecomputeOptions options = {});
+
+}  // namespace flatshard::nn

@@ -1,0 +1,47 @@
+#pragma once
+
+#include "flatshard/nn/module.h"
+
+#include <cstdint>
+#include <tuple>
+
+namespace flatshard::nn {
+
+/// y = x / sqrt(mean(x^2) + eps) * weight over the last dim, in float32, then
+/// rounded once to x's dtype.
+///
+/// @param x       [..., dim]
+/// @param weight  [dim], x's dtype or float32
+/// Source: Zhang and Sennrich, arXiv:1910.07467.
+at::Tensor rms_norm(
+    const at::Tensor& x,
+    const at::Tensor& weight,
+    double eps,
+    const ModuleContextPtr& context = {});
+
+/// sum = x + delta; returns (sum, rms_norm(sum)). One pass on CUDA.
+std::tuple<at::Tensor, at::Tensor> add_rms_norm(
+    const at::Tensor& x,
+    const at::Tensor& delta,
+    const at::Tensor& weight,
+    double eps,
+    const ModuleContextPtr& context = {});
+
+/// Parameter: weight [dim], ones at first.
+class RmsNormImpl : public Module {
+ public:
+  explicit RmsNormImpl(std::int64_t dim, double eps = 1e-5);
+  at::Tensor forward(const at::Tensor& x);
+  /// add_rms_norm with this module's weight.
+  std::tuple<at::Tensor, at::Tensor> forward(
+      const at::Tensor& x,
+      const at::Tensor& delta);
+  const at::Tensor& weight() const { return weight_; }
+
+ private:
+  at::Tensor weight_;
+  double eps_;
+};
+FLATSHARD_MODULE(RmsNorm);
+
+}  // namespace flatshard::nn
