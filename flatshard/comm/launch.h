@@ -14,7 +14,7 @@ struct RankEnvironment {
   std::string master_addr;
   std::uint16_t master_port = 0;
   /// torchrun already serves the store at master_addr:master_port.
-  bool agent_store = false;
+  bool launcher_serves_store = false;
   /// A listening socket on master_port inherited from the launcher; -1: none.
   int master_listen_fd = -1;
 };

@@ -64,7 +64,8 @@ RankEnvironment from_torchrun() {
     result.master_port = static_cast<std::uint16_t>(
         number("MASTER_PORT", required("MASTER_PORT", "RANK"), 1, 65535));
   }
-  result.agent_store = variable("TORCHELASTIC_USE_AGENT_STORE") == "True";
+  result.launcher_serves_store =
+      variable("TORCHELASTIC_USE_AGENT_STORE") == "True";
   if (const auto fd = variable("FLATSHARD_MASTER_LISTEN_FD")) {
     result.master_listen_fd =
         number("FLATSHARD_MASTER_LISTEN_FD", *fd, 0, 1 << 20);

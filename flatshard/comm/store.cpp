@@ -15,7 +15,8 @@ namespace {
     const std::string& text) {
   const std::string address =
       fmt::format("{}:{}", environment.master_addr, environment.master_port);
-  const bool serves = environment.rank == 0 && !environment.agent_store;
+  const bool serves =
+      environment.rank == 0 && !environment.launcher_serves_store;
   const std::string context =
       fmt::format("rank {}/{}", environment.rank, environment.world_size);
   if (text.find("EADDRINUSE") != std::string::npos ||
@@ -67,9 +68,9 @@ StoreHandle make_tcp_store(
       "the store needs an address; set MASTER_ADDR and MASTER_PORT");
   c10d::TCPStoreOptions tcp;
   tcp.port = environment.master_port;
-  tcp.isServer = environment.rank == 0 && !environment.agent_store;
+  tcp.isServer = environment.rank == 0 && !environment.launcher_serves_store;
   tcp.timeout = options.timeout;
-  if (!environment.agent_store) {
+  if (!environment.launcher_serves_store) {
     tcp.numWorkers = environment.world_size;
   }
   if (tcp.isServer && environment.master_listen_fd >= 0) {

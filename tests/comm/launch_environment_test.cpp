@@ -104,14 +104,14 @@ TEST(RankEnvironment, Torchrun) {
   EXPECT_EQ(environment.local_rank, 1);
   EXPECT_EQ(environment.master_addr, "node1");
   EXPECT_EQ(environment.master_port, 29500);
-  EXPECT_FALSE(environment.agent_store);
+  EXPECT_FALSE(environment.launcher_serves_store);
   EXPECT_EQ(environment.master_listen_fd, -1);
 }
 
 TEST(RankEnvironment, TorchrunServesTheStoreItself) {
   const ScopedVariables variables(
       with(kTorchrun, "TORCHELASTIC_USE_AGENT_STORE", "True"));
-  EXPECT_TRUE(rank_environment_from_env().agent_store);
+  EXPECT_TRUE(rank_environment_from_env().launcher_serves_store);
 }
 
 TEST(RankEnvironment, SlurmDerivesTheAddress) {
