@@ -94,7 +94,7 @@ void Initializer::fill(
             }
           }
         });
-    out.narrow(0, at, count).copy_(host);
+    out.view({-1}).narrow(0, at, count).copy_(host);
   }
 }
 

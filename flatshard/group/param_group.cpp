@@ -151,7 +151,7 @@ void ParamGroup::initialize(const Initializer& initializer) {
         initializer.fill(out, p.names.front(), p.init, piece.tensor_offset);
       }
     }
-    p.values = {};
+    p.values = at::Tensor();
   }
   cast_main_to_compute();
 }

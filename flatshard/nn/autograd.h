@@ -37,6 +37,11 @@ inline void refuse_create_graph(const char* layer) {
       layer);
 }
 
+/// How an argument that may be undefined goes into a Function.
+inline std::optional<at::Tensor> as_optional(const at::Tensor& tensor) {
+  return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
+}
+
 /// [..., n] as [rows, n]; a copy only when the strides demand it.
 inline at::Tensor as_rows(const at::Tensor& tensor) {
   return tensor.reshape({-1, tensor.size(-1)});

@@ -15,11 +15,14 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
       AutogradContext* ctx,
       const at::Tensor& x,
       const at::Tensor& weight,
-      const at::Tensor& bias,
-      const at::Tensor& residual,
+      const std::optional<at::Tensor>& maybe_bias,
+      const std::optional<at::Tensor>& maybe_residual,
       const ModuleContextPtr& context) {
+    const at::Tensor bias = maybe_bias.value_or(at::Tensor());
+    const at::Tensor residual = maybe_residual.value_or(at::Tensor());
     save_context(ctx, context);
     ctx->save_for_backward({x, weight, bias});
+    ctx->saved_data["residual"] = residual.defined();
     const at::Tensor rows = as_rows(x);
     const at::Tensor wt = weight.t();
     at::Tensor y;
@@ -42,6 +45,9 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     const ModuleContextPtr context = saved_context(ctx);
     const at::Tensor g = as_rows(grads[0]);
     variable_list out(5);
+    // Edges count defined tensors only.
+    const std::size_t residual_edge = kBias + (bias.defined() ? 1 : 0);
+    const bool has_residual = ctx->saved_data["residual"].toBool();
     if (ctx->needs_input_grad(kX)) {
       out[kX] = at::mm(g, weight).view(x.sizes());
     }
@@ -65,7 +71,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     if (bias.defined() && ctx->needs_input_grad(kBias)) {
       out[kBias] = deliver_wgrad(context, bias, [&] { return g.sum(0); });
     }
-    if (ctx->needs_input_grad(kResidual)) {
+    if (has_residual && ctx->needs_input_grad(residual_edge)) {
       out[kResidual] = grads[0];
     }
     return out;
@@ -86,7 +92,9 @@ at::Tensor linear(
       "linear: expected x of [..., {}], got {}",
       weight.size(1),
       c10::str(x.sizes()));
-  return LinearFunction::apply(x, weight, bias, residual, context);
+  // Undefined tensors go as empty optionals: a Function refuses them otherwise.
+  return LinearFunction::apply(
+      x, weight, as_optional(bias), as_optional(residual), context);
 }
 
 LinearImpl::LinearImpl(

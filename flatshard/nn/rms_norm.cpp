@@ -78,11 +78,13 @@ struct RmsNormFunction : torch::autograd::Function<RmsNormFunction> {
   static variable_list forward(
       AutogradContext* ctx,
       const at::Tensor& x,
-      const at::Tensor& delta,
+      const std::optional<at::Tensor>& maybe_delta,
       const at::Tensor& weight,
       double eps,
       const ModuleContextPtr& context) {
+    const at::Tensor delta = maybe_delta.value_or(at::Tensor());
     save_context(ctx, context);
+    ctx->saved_data["delta"] = delta.defined();
     ctx->set_materialize_grads(false);
     const at::Tensor rows = as_rows(x).contiguous();
     at::Tensor y;
@@ -118,7 +120,9 @@ struct RmsNormFunction : torch::autograd::Function<RmsNormFunction> {
     const at::Tensor dsum = grads.size() > 1 ? grads[1] : at::Tensor();
     if (!grads[0].defined()) {  // only the sum was used
       out[kX] = dsum;
-      out[kDelta] = dsum;
+      if (ctx->saved_data["delta"].toBool()) {
+        out[kDelta] = dsum;
+      }
       return out;
     }
     const at::Tensor rows = as_rows(x).contiguous();
@@ -133,10 +137,12 @@ struct RmsNormFunction : torch::autograd::Function<RmsNormFunction> {
             ? cuda::rms_norm_backward(dy, ds, rows, weight.contiguous(), rstd)
             : backward_rows(dy, ds, rows, weight, rstd);
     out[kX] = dx.view(x.sizes());
-    if (ctx->needs_input_grad(kDelta)) {
+    // Edges count defined tensors only.
+    const bool has_delta = ctx->saved_data["delta"].toBool();
+    if (has_delta && ctx->needs_input_grad(kDelta)) {
       out[kDelta] = out[kX];
     }
-    if (ctx->needs_input_grad(kWeight)) {
+    if (ctx->needs_input_grad(has_delta ? kWeight : kDelta)) {
       const auto write = [&](at::Tensor& grad, bool accumulate) {
         if (on_cuda) {
           cuda::rms_norm_weight_gradient(dw, grad, accumulate);
@@ -172,7 +178,7 @@ at::Tensor rms_norm(
     double eps,
     const ModuleContextPtr& context) {
   check_shapes(x, weight);
-  return RmsNormFunction::apply(x, at::Tensor(), weight, eps, context)[0];
+  return RmsNormFunction::apply(x, std::nullopt, weight, eps, context)[0];
 }
 
 std::tuple<at::Tensor, at::Tensor> add_rms_norm(
@@ -189,7 +195,8 @@ std::tuple<at::Tensor, at::Tensor> add_rms_norm(
       c10::str(x.sizes()),
       c10::str(delta.sizes()));
   const variable_list out =
-      RmsNormFunction::apply(x, delta, weight, eps, context);
+      RmsNormFunction::apply(
+          x, as_optional(delta), weight, eps, context);
   return {out[1], out[0]};
 }
 

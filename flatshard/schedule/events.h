@@ -47,7 +47,7 @@ enum class EventKind {
 
 /// Something that happened in the training program. Plain data, so that a
 /// recorded step can be replayed and a test can write one down.
-struct Event {
+struct ScheduleEvent {
   EventKind kind{};
   UnitId unit = kNoUnit;
   CallId call = -1;
@@ -64,7 +64,7 @@ struct Event {
   /// task_begin: how many parameters of which units will get a gradient.
   std::vector<std::pair<UnitId, int>> expected;
 
-  friend bool operator==(const Event&, const Event&) = default;
+  friend bool operator==(const ScheduleEvent&, const ScheduleEvent&) = default;
 };
 
 }  // namespace flatshard

@@ -68,7 +68,7 @@ Scheduler::Scheduler(std::vector<UnitSpec> units, SchedulerOptions options)
   std::reverse(backward_order_.begin(), backward_order_.end());
 }
 
-std::vector<Action> Scheduler::on(const Event& event) {
+std::vector<Action> Scheduler::on(const ScheduleEvent& event) {
   Actions out;
   switch (event.kind) {
     case EventKind::forward_begin:
@@ -112,7 +112,7 @@ std::vector<Action> Scheduler::on(const Event& event) {
   return out;
 }
 
-void Scheduler::forward_begin(const Event& event, Actions& out) {
+void Scheduler::forward_begin(const ScheduleEvent& event, Actions& out) {
   const UnitId u = event.unit;
   if (open_forwards_.empty()) {
     forward_position_ = 0;
@@ -128,7 +128,7 @@ void Scheduler::forward_begin(const Event& event, Actions& out) {
   await(u, out);
 }
 
-void Scheduler::forward_end(const Event& event, Actions& out) {
+void Scheduler::forward_end(const ScheduleEvent& event, Actions& out) {
   const UnitId u = event.unit;
   FLATSHARD_CHECK(
       !open_forwards_.empty() && open_forwards_.back() == u,
@@ -158,7 +158,7 @@ void Scheduler::forward_end(const Event& event, Actions& out) {
   }
 }
 
-void Scheduler::recompute_begin(const Event& event, Actions& out) {
+void Scheduler::recompute_begin(const ScheduleEvent& event, Actions& out) {
   // No prefetch: what runs next in a recompute is not what runs next in a
   // forward. This gather is the one that the unit's backward uses.
   ++state_[event.unit].open_recomputes;
@@ -166,12 +166,12 @@ void Scheduler::recompute_begin(const Event& event, Actions& out) {
   await(event.unit, out);
 }
 
-void Scheduler::recompute_end(const Event& event) {
+void Scheduler::recompute_end(const ScheduleEvent& event) {
   int& open = state_[event.unit].open_recomputes;
   open = std::max(0, open - 1);
 }
 
-void Scheduler::task_begin(const Event& event) {
+void Scheduler::task_begin(const ScheduleEvent& event) {
   if (tasks_.empty()) {
     backward_position_ = 0;
     recorded_backward_.clear();
@@ -182,7 +182,7 @@ void Scheduler::task_begin(const Event& event) {
   }
 }
 
-void Scheduler::backward_begin(const Event& event, Actions& out) {
+void Scheduler::backward_begin(const ScheduleEvent& event, Actions& out) {
   const UnitId u = event.unit;
   recorded_backward_.push_back(u);
   UnitState& state = state_[u];
@@ -198,7 +198,7 @@ void Scheduler::backward_begin(const Event& event, Actions& out) {
   queue_grads(u, out);
 }
 
-void Scheduler::wgrad_done(const Event& event, Actions& out) {
+void Scheduler::wgrad_done(const ScheduleEvent& event, Actions& out) {
   auto task = tasks_.find(event.task);
   FLATSHARD_CHECK(
       task != tasks_.end(),
@@ -214,7 +214,7 @@ void Scheduler::wgrad_done(const Event& event, Actions& out) {
   release_after_backward(event.unit, out);
 }
 
-void Scheduler::inputs_done(const Event& event, Actions& out) {
+void Scheduler::inputs_done(const ScheduleEvent& event, Actions& out) {
   for (BackwardCall& call : state_[event.unit].backward_calls) {
     if (call.call == event.call && call.task == event.task) {
       call.inputs_done = true;
@@ -223,7 +223,7 @@ void Scheduler::inputs_done(const Event& event, Actions& out) {
   release_after_backward(event.unit, out);
 }
 
-void Scheduler::task_end(const Event& event, Actions& out) {
+void Scheduler::task_end(const ScheduleEvent& event, Actions& out) {
   tasks_.erase(event.task);
   const auto num_units = static_cast<UnitId>(units_.size());
   if (!event.outermost) {

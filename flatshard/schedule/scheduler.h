@@ -34,7 +34,7 @@ class Scheduler {
   /// Takes one event and returns the actions it causes, in launch order.
   /// @throws Error{usage} when the event cannot follow the ones before it,
   /// naming the unit.
-  std::vector<Action> on(const Event& event);
+  std::vector<Action> on(const ScheduleEvent& event);
 
   const std::vector<UnitSpec>& units() const { return units_; }
   const SchedulerOptions& options() const { return options_; }
@@ -68,15 +68,15 @@ class Scheduler {
 
   using Actions = std::vector<Action>;
 
-  void forward_begin(const Event& event, Actions& out);
-  void forward_end(const Event& event, Actions& out);
-  void recompute_begin(const Event& event, Actions& out);
-  void recompute_end(const Event& event);
-  void task_begin(const Event& event);
-  void backward_begin(const Event& event, Actions& out);
-  void wgrad_done(const Event& event, Actions& out);
-  void inputs_done(const Event& event, Actions& out);
-  void task_end(const Event& event, Actions& out);
+  void forward_begin(const ScheduleEvent& event, Actions& out);
+  void forward_end(const ScheduleEvent& event, Actions& out);
+  void recompute_begin(const ScheduleEvent& event, Actions& out);
+  void recompute_end(const ScheduleEvent& event);
+  void task_begin(const ScheduleEvent& event);
+  void backward_begin(const ScheduleEvent& event, Actions& out);
+  void wgrad_done(const ScheduleEvent& event, Actions& out);
+  void inputs_done(const ScheduleEvent& event, Actions& out);
+  void task_end(const ScheduleEvent& event, Actions& out);
   void weights_changed(Actions& out);
   void reset(Actions& out);
 

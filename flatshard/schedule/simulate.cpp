@@ -8,7 +8,7 @@ constexpr TaskId kTask = 0;
 void forward(
     const std::vector<UnitSpec>& units,
     UnitId u,
-    std::vector<Event>& out) {
+    std::vector<ScheduleEvent>& out) {
   out.push_back({.kind = EventKind::forward_begin, .unit = u, .call = u});
   for (UnitId child = u + 1; child < static_cast<UnitId>(units.size());
        ++child) {
@@ -27,7 +27,7 @@ void backward(
     const std::vector<UnitSpec>& units,
     const std::vector<int>& num_grads,
     UnitId u,
-    std::vector<Event>& out) {
+    std::vector<ScheduleEvent>& out) {
   out.push_back(
       {.kind = EventKind::backward_begin,
        .unit = u,
@@ -49,17 +49,17 @@ void backward(
 
 }  // namespace
 
-std::vector<Event> plain_step_events(
+std::vector<ScheduleEvent> plain_step_events(
     const std::vector<UnitSpec>& units,
     const std::vector<int>& num_grads) {
   const auto num_units = static_cast<UnitId>(units.size());
-  std::vector<Event> events;
+  std::vector<ScheduleEvent> events;
   for (UnitId u = 0; u < num_units; ++u) {
     if (units[u].parent == kNoUnit) {
       forward(units, u, events);
     }
   }
-  Event begin{.kind = EventKind::task_begin, .task = kTask};
+  ScheduleEvent begin{.kind = EventKind::task_begin, .task = kTask};
   for (UnitId u = 0; u < num_units; ++u) {
     if (num_grads[u] > 0) {
       begin.expected.emplace_back(u, num_grads[u]);
@@ -78,9 +78,9 @@ std::vector<Event> plain_step_events(
 
 std::vector<Action> replay(
     Scheduler& scheduler,
-    const std::vector<Event>& events) {
+    const std::vector<ScheduleEvent>& events) {
   std::vector<Action> actions;
-  for (const Event& event : events) {
+  for (const ScheduleEvent& event : events) {
     for (const Action& action : scheduler.on(event)) {
       actions.push_back(action);
     }

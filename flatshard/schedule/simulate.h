@@ -11,14 +11,14 @@ namespace flatshard {
 /// The events of one plain training step of these units: every unit runs once
 /// in order of registration, parents around their children, and the backward
 /// goes the other way. `num_grads[u]` parameters of unit u get gradients.
-std::vector<Event> plain_step_events(
+std::vector<ScheduleEvent> plain_step_events(
     const std::vector<UnitSpec>& units,
     const std::vector<int>& num_grads);
 
 /// What the Scheduler answers to these events.
 std::vector<Action> replay(
     Scheduler& scheduler,
-    const std::vector<Event>& events);
+    const std::vector<ScheduleEvent>& events);
 
 /// The actions of `plain_step_events` in a fresh Scheduler.
 std::vector<Action> simulate_step(

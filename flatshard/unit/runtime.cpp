@@ -167,7 +167,7 @@ void Runtime::clear_trace() {
 
 // -- actions -----------------------------------------------------------------
 
-void Runtime::feed(Event event) {
+void Runtime::feed(ScheduleEvent event) {
   if (options_.trace) {
     trace_.events.push_back(event);
   }

@@ -28,7 +28,7 @@ struct RuntimeOptions {
 
 /// Events that came and actions that were really carried out, in order.
 struct RuntimeTrace {
-  std::vector<Event> events;
+  std::vector<ScheduleEvent> events;
   std::vector<Action> actions;
 };
 
@@ -127,7 +127,7 @@ class Runtime : public nn::WgradSink,
       const nn::TensorList& outputs);
   void input_grad_arrived(const std::shared_ptr<Call>& call, TaskId task);
   void reset_locked();
-  void feed(Event event);
+  void feed(ScheduleEvent event);
   void execute(const Action& action);
   void plan_slots(const std::vector<Action>& actions);
 

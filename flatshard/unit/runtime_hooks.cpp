@@ -5,6 +5,7 @@
 #include "flatshard/unit/runtime_call.h"
 
 #include <ATen/ATen.h>
+#include <fmt/ranges.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -245,7 +246,7 @@ TaskId Runtime::ensure_task() {
   if (backward_failed()) {
     reset_locked();
   }
-  Event begin{.kind = EventKind::task_begin, .task = task};
+  ScheduleEvent begin{.kind = EventKind::task_begin, .task = task};
   for (const auto& unit : units_) {
     int count = 0;
     for (const UnitParameter& p : unit->parameters()) {

@@ -193,7 +193,7 @@ void Unit::finish_grads(void* slot) {
       grad_view(slot, p).zero_();
     }
     p.in_slot = false;
-    p.pending_grad = {};
+    p.pending_grad = at::Tensor();
   }
   if (!packed.empty()) {
     at::_foreach_copy_(packed, arrived);
@@ -211,7 +211,7 @@ void Unit::finish_grads(void* slot) {
 void Unit::drop_grads() {
   for (UnitParameter& p : parameters_) {
     p.in_slot = false;
-    p.pending_grad = {};
+    p.pending_grad = at::Tensor();
     if (p.tensor.mutable_grad().defined()) {
       p.tensor.mutable_grad() = at::Tensor();
     }

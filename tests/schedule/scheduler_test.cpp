@@ -25,7 +25,7 @@ std::vector<UnitSpec> four_blocks() {
   return units;
 }
 
-std::string run(Scheduler& s, const Event& event) {
+std::string run(Scheduler& s, const ScheduleEvent& event) {
   return to_string(s.on(event));
 }
 
@@ -87,9 +87,9 @@ TEST(Scheduler, ResidentUnitsAreGatheredOncePerChange) {
   const auto step = plain_step_events(units, {0, 1, 1, 1, 1});
   const auto count = [](const std::vector<Action>& actions, ActionKind kind) {
     return std::count_if(
-        actions.begin(), actions.end(), [kind](const Action& a) {
-          return a.kind == kind;
-        });
+        actions.begin(),
+        actions.end(),
+        [kind](const Action& a) { return a.kind == kind; });
   };
   s.on({.kind = microbatch, .is_last = false});
   auto first = replay(s, step);
@@ -108,11 +108,12 @@ TEST(Scheduler, ResidentUnitsAreGatheredOncePerChange) {
 
 TEST(Scheduler, EvalReleasesEveryUnit) {
   Scheduler s(four_blocks(), {});
-  for (const Event& e : plain_step_events(four_blocks(), {0, 1, 1, 1, 1})) {
+  for (const ScheduleEvent& e :
+       plain_step_events(four_blocks(), {0, 1, 1, 1, 1})) {
     if (e.kind == task_begin) {
       break;
     }
-    Event without_grad = e;
+    ScheduleEvent without_grad = e;
     without_grad.needs_backward = false;
     s.on(without_grad);
   }
@@ -126,10 +127,8 @@ TEST(Scheduler, UnitThatDidNotRunIsReleasedAfterItsPrefetch) {
   EXPECT_EQ(
       run(s, {.kind = forward_begin, .unit = 1, .call = 1}),
       "gather(2) await(1)");
-  EXPECT_EQ(
-      run(s, {.kind = forward_end, .unit = 1, .call = 1}), "release(1)");
-  EXPECT_EQ(
-      run(s, {.kind = forward_end, .unit = 0, .call = 0}), "release(2)");
+  EXPECT_EQ(run(s, {.kind = forward_end, .unit = 1, .call = 1}), "release(1)");
+  EXPECT_EQ(run(s, {.kind = forward_end, .unit = 0, .call = 0}), "release(2)");
   EXPECT_TRUE(s.resting());
 }
 
@@ -137,14 +136,14 @@ TEST(Scheduler, TwoForwardsThenTwoBackwards) {
   const auto units = four_blocks();
   Scheduler s(units, {.prefetch = 1});
   auto step = plain_step_events(units, {0, 1, 1, 1, 1});
-  const auto begin_backward = std::find_if(
-      step.begin(), step.end(), [](const Event& e) {
+  const auto begin_backward =
+      std::find_if(step.begin(), step.end(), [](const ScheduleEvent& e) {
         return e.kind == task_begin;
       });
-  const std::vector<Event> forward(step.begin(), begin_backward);
-  const std::vector<Event> backward(begin_backward, step.end());
-  const auto shifted = [](std::vector<Event> events, int by) {
-    for (Event& e : events) {
+  const std::vector<ScheduleEvent> forward(step.begin(), begin_backward);
+  const std::vector<ScheduleEvent> backward(begin_backward, step.end());
+  const auto shifted = [](std::vector<ScheduleEvent> events, int by) {
+    for (ScheduleEvent& e : events) {
       e.call += by;
       e.task += e.task >= 0 ? by : 0;
     }
@@ -176,8 +175,7 @@ TEST(Scheduler, UnitIsKeptUntilAllItsGradientsAndInputsAreDone) {
            .waits_for_inputs = true}),
       "gather'(2) await(2) acquire_grads(2)");
   EXPECT_EQ(run(s, {.kind = wgrad_done, .unit = 2, .task = 7}), "");
-  EXPECT_EQ(
-      run(s, {.kind = inputs_done, .unit = 2, .call = 1, .task = 7}), "");
+  EXPECT_EQ(run(s, {.kind = inputs_done, .unit = 2, .call = 1, .task = 7}), "");
   EXPECT_EQ(run(s, {.kind = wgrad_done, .unit = 2, .task = 7}), "release(2)");
 }
 
@@ -188,7 +186,8 @@ TEST(Scheduler, RecomputeIsTheBackwardGather) {
       run(s, {.kind = recompute_begin, .unit = 3, .call = 5, .task = 1}),
       "gather'(3) await(3)");
   EXPECT_EQ(
-      run(s, {.kind = recompute_end, .unit = 3, .call = 5, .task = 1}), "");
+      run(s, {.kind = recompute_end, .unit = 3, .call = 5, .task = 1}),
+      "");
   s.on({.kind = task_begin, .task = 2, .expected = {{3, 1}}});
   EXPECT_EQ(
       run(s,

@@ -24,7 +24,8 @@ std::vector<UnitSpec> blocks(int n) {
 }
 
 void expect_no_overlap(
-    const SlotPlan& plan, const std::vector<SlotLifetime>& lifetimes) {
+    const SlotPlan& plan,
+    const std::vector<SlotLifetime>& lifetimes) {
   for (const SlotLifetime& a : lifetimes) {
     ASSERT_GE(plan.offset(a.key), 0);
     ASSERT_EQ(plan.offset(a.key) % SlotPlan::kAlignment, 0);

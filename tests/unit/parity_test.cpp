@@ -1,0 +1,177 @@
+// N ranks give the losses and weights of one rank that runs the N local
+// batches as N microbatches in rank order: for every strategy, number of
+// microbatches, precision and prefetch depth, with delays on the streams.
+#include "tests/unit/training.h"
+
+#include <gtest/gtest.h>
+
+#include <tuple>
+
+namespace flatshard {
+namespace {
+
+using testing::TrainingCase;
+using testing::TrainingResult;
+using testing::train_plain;
+using testing::train_toy;
+using testing::weight_distance;
+
+// Sums of n float32 terms in another order differ by at most about n * eps
+// relative; three AdamW steps divide by sqrt(v), which can amplify a relative
+// gradient error into one of the update, lr * error. 64 covers both here.
+double tolerance(const TrainingCase& c) {
+  const double eps = c.precision.compute == at::kFloat ? 0x1p-23 : 0x1p-8;
+  return 64 * c.world() * c.microbatches * eps;
+}
+
+void expect_equal(
+    const TrainingResult& a, const TrainingResult& b, double bound) {
+  ASSERT_EQ(a.losses.size(), b.losses.size());
+  for (std::size_t i = 0; i < a.losses.size(); ++i) {
+    EXPECT_NEAR(a.losses[i], b.losses[i], bound * std::abs(a.losses[i]));
+    EXPECT_NEAR(a.norms[i], b.norms[i], bound * std::abs(a.norms[i]));
+  }
+  EXPECT_LE(weight_distance(a, b), bound);
+}
+
+TrainingCase one_rank(TrainingCase c) {
+  c.batch_world = c.world();
+  c.mesh = {1};
+  c.strategy = "zero0";
+  c.scaling = GradScaling::mean;
+  c.no_sync = false;
+  c.max_delay_us = 0;
+  return c;
+}
+
+struct Layout {
+  const char* strategy;
+  std::vector<std::int64_t> mesh;
+};
+
+std::string name_of(const Layout& layout) {
+  std::string name = layout.strategy;
+  for (const std::int64_t size : layout.mesh) {
+    name += "_" + std::to_string(size);
+  }
+  return name;
+}
+
+class Parity : public ::testing::TestWithParam<Layout> {};
+
+TEST_P(Parity, EqualsOneRankWithMicrobatches) {
+  for (const int microbatches : {1, 3}) {
+    for (const bool bf16 : {false, true}) {
+      TrainingCase c{
+          .strategy = GetParam().strategy,
+          .mesh = GetParam().mesh,
+          .microbatches = microbatches};
+      c.max_delay_us = 200;
+      if (bf16) {
+        c.precision = Precision{};
+      }
+      const TrainingResult expected = train_toy(one_rank(c));
+      for (const int prefetch : {0, 1, 3}) {
+        SCOPED_TRACE(fmt::format(
+            "microbatches {} bf16 {} prefetch {}",
+            microbatches,
+            bf16,
+            prefetch));
+        c.prefetch = prefetch;
+        const TrainingResult result = train_toy(c);
+        expect_equal(expected, result, tolerance(c));
+        if (c.world() == 2 && !bf16 && microbatches == 1) {
+          EXPECT_EQ(weight_distance(expected, result), 0);
+          EXPECT_EQ(expected.losses, result.losses);
+        }
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Strategies,
+    Parity,
+    ::testing::Values(
+        Layout{"zero0", {2}},
+        Layout{"zero1", {2}},
+        Layout{"zero2", {2}},
+        Layout{"zero3", {2}},
+        Layout{"zero0", {3}},
+        Layout{"zero1", {3}},
+        Layout{"zero2", {5}},
+        Layout{"zero3", {1}},
+        Layout{"zero3", {3}},
+        Layout{"zero3", {5}},
+        Layout{"zero3", {8}},
+        Layout{"hsdp", {2, 2}},
+        Layout{"hfsdp", {2, 2}},
+        Layout{"hsdp", {2, 1}},
+        Layout{"hfsdp", {1, 2}},
+        Layout{"hfsdp", {2, 4}},
+        Layout{"zero3", {2, 2}},
+        Layout{"zero1", {2, 2}},
+        Layout{"zero2", {2, 2}},
+        Layout{"hsdp_zero1", {2, 2}},
+        Layout{"hsdp_zero2", {2, 2}}),
+    [](const auto& info) { return name_of(info.param); });
+
+TEST(Parity, OneRankEqualsPlainAutograd) {
+  for (const char* optimizer : {"adamw", "sgd"}) {
+    for (const double max_norm : {0.05, 100.0}) {
+      TrainingCase c{.microbatches = 3, .optimizer = optimizer};
+      c.max_norm = max_norm;
+      expect_equal(train_plain(c), train_toy(c), tolerance(c));
+    }
+  }
+}
+
+TEST(Parity, ScalingModesAgree) {
+  for (const GradScaling scaling : {GradScaling::pre_scaled, GradScaling::sum}) {
+    for (const char* strategy : {"zero1", "zero3"}) {
+      TrainingCase c{.strategy = strategy, .mesh = {4}, .microbatches = 2};
+      c.scaling = scaling;
+      expect_equal(train_toy(one_rank(c)), train_toy(c), tolerance(c));
+    }
+  }
+}
+
+TEST(Parity, NoSyncAccumulatesUnsharded) {
+  for (const char* strategy : {"zero0", "zero1", "zero2", "zero3"}) {
+    TrainingCase c{.strategy = strategy, .mesh = {3}, .microbatches = 3};
+    c.no_sync = true;
+    expect_equal(train_toy(one_rank(c)), train_toy(c), tolerance(c));
+  }
+}
+
+TEST(Parity, KeepingWeightsGatheredChangesNothing) {
+  TrainingCase c{.mesh = {3}, .microbatches = 2};
+  const TrainingResult expected = train_toy(c);
+  c.reshard_after_forward = false;
+  EXPECT_EQ(weight_distance(expected, train_toy(c)), 0);
+}
+
+TEST(Parity, GranularityChangesNothing) {
+  TrainingCase c{.strategy = "zero3", .mesh = {3}};
+  const TrainingResult expected = train_toy(c);
+  for (const Granularity& g :
+       {Granularity::row(), Granularity::block(2), Granularity::tensor()}) {
+    for (const char* strategy : {"zero1", "zero2", "zero3"}) {
+      c.granularity = g;
+      c.strategy = strategy;
+      SCOPED_TRACE(strategy + g.to_string());
+      expect_equal(expected, train_toy(c), tolerance(c));
+    }
+  }
+}
+
+TEST(Parity, RootWithoutParametersTrains) {
+  TrainingCase c{.mesh = {2}};
+  c.with_root_parameter = false;
+  const TrainingResult result = train_toy(c);
+  EXPECT_LT(result.losses.back(), result.losses.front() * 10);
+  EXPECT_EQ(weight_distance(train_toy(one_rank(c)), result), 0);
+}
+
+}  // namespace
+}  // namespace flatshard
