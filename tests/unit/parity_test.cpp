@@ -70,6 +70,10 @@ TEST_P(Parity, EqualsOneRankWithMicrobatches) {
       if (bf16) {
         c.precision = Precision{};
       }
+      // The norm is summed over shards in another order: clipping would make
+      // the last bit of every weight depend on the number of ranks.
+      const bool bitwise = c.world() == 2 && !bf16 && microbatches == 1;
+      c.max_norm = bitwise ? 1e9 : 1.0;
       const TrainingResult expected = train_toy(one_rank(c));
       for (const int prefetch : {0, 1, 3}) {
         SCOPED_TRACE(fmt::format(
@@ -80,7 +84,7 @@ TEST_P(Parity, EqualsOneRankWithMicrobatches) {
         c.prefetch = prefetch;
         const TrainingResult result = train_toy(c);
         expect_equal(expected, result, tolerance(c));
-        if (c.world() == 2 && !bf16 && microbatches == 1) {
+        if (bitwise) {
           EXPECT_EQ(weight_distance(expected, result), 0);
           EXPECT_EQ(expected.losses, result.losses);
         }
@@ -168,6 +172,7 @@ TEST(Parity, GranularityChangesNothing) {
 TEST(Parity, RootWithoutParametersTrains) {
   TrainingCase c{.mesh = {2}};
   c.with_root_parameter = false;
+  c.max_norm = 1e9;
   const TrainingResult result = train_toy(c);
   EXPECT_LT(result.losses.back(), result.losses.front() * 10);
   EXPECT_EQ(weight_distance(train_toy(one_rank(c)), result), 0);
