@@ -1,0 +1,31 @@
+#pragma once
+
+#include "flatshard/models/config.h"
+
+#include <cstdint>
+
+namespace flatshard::models {
+
+/// Parameters of the whole model; tied embeddings count once.
+std::int64_t num_parameters(const ModelConfig& config);
+
+/// Parameters that take part in matrix products: all but the input embedding
+/// (a tied one does, as the head).
+std::int64_t num_matmul_parameters(const ModelConfig& config);
+
+enum class FlopsConvention {
+  /// torchtitan's: 6 N + 12 L heads head_dim T, with N without the input
+  /// embedding and attention counted as if it were not causal. Used for mfu.
+  full_attention,
+  /// The work a causal kernel does: half of the attention term.
+  causal,
+};
+
+/// Floating-point operations of forward and backward for one token in a
+/// sequence of `seq_len`; recomputation is not counted.
+double flops_per_token(
+    const ModelConfig& config,
+    std::int64_t seq_len,
+    FlopsConvention convention = FlopsConvention::full_attention);
+
+}  // namespace flatshard::models

@@ -1,0 +1,228 @@
+#include "flatshard/models/llama.h"
+
+#include "flatshard/core/error.h"
+#include "flatshard/nn/attention.h"
+#include "flatshard/nn/recompute.h"
+#include "flatshard/nn/swiglu.h"
+
+#include <cmath>
+#include <string>
+#include <utility>
+
+namespace flatshard::models {
+namespace {
+
+constexpr float kInitStd = 0.02F;
+// Nothing in a Llama draws random numbers.
+constexpr nn::RecomputeOptions kNoRng{.preserve_rng = false};
+
+nn::LinearOptions plain() {
+  return {.init = InitSpec::normal(0.0F, kInitStd)};
+}
+
+// Projections into the residual stream: its variance then does not grow with
+// the number of layers.
+nn::LinearOptions residual(const ModelConfig& config) {
+  return {
+      .init = InitSpec::normal(
+          0.0F,
+          kInitStd / std::sqrt(2.0F * static_cast<float>(config.layers)))};
+}
+
+}  // namespace
+
+ActivationCheckpoint parse_activation_checkpoint(std::string_view name) {
+  if (name == "none") {
+    return ActivationCheckpoint::none;
+  }
+  if (name == "full") {
+    return ActivationCheckpoint::full;
+  }
+  FLATSHARD_CHECK(
+      name == "selective",
+      config,
+      "activation_checkpoint.mode: expected none, full or selective, got '{}'",
+      name);
+  return ActivationCheckpoint::selective;
+}
+
+LlamaAttentionImpl::LlamaAttentionImpl(
+    const ModelConfig& config,
+    SharedRope rope)
+    : Module("LlamaAttention"),
+      head_dim_(config.head_dim),
+      rope_(std::move(rope)) {
+  const std::int64_t q = config.heads * config.head_dim;
+  const std::int64_t kv = config.kv_heads * config.head_dim;
+  q_proj_ = register_module("q_proj", nn::Linear(config.dim, q, plain()));
+  k_proj_ = register_module("k_proj", nn::Linear(config.dim, kv, plain()));
+  v_proj_ = register_module("v_proj", nn::Linear(config.dim, kv, plain()));
+  o_proj_ =
+      register_module("o_proj", nn::Linear(q, config.dim, residual(config)));
+}
+
+at::Tensor LlamaAttentionImpl::forward(const at::Tensor& x) {
+  const std::int64_t batch = x.size(0);
+  const std::int64_t seq = x.size(1);
+  const auto heads = [&](const at::Tensor& t) {
+    return t.view({batch, seq, -1, head_dim_});
+  };
+  const auto [cos, sin] = rope_->get(seq, x.device());
+  const at::Tensor q = nn::rope(heads(q_proj_(x)), cos, sin);
+  const at::Tensor k = nn::rope(heads(k_proj_(x)), cos, sin);
+  return o_proj_(nn::causal_attention(q, k, heads(v_proj_(x))));
+}
+
+LlamaMlpImpl::LlamaMlpImpl(const ModelConfig& config) : Module("LlamaMlp") {
+  gate_proj_ = register_module(
+      "gate_proj",
+      nn::Linear(config.dim, config.ffn_dim, plain()));
+  up_proj_ = register_module(
+      "up_proj",
+      nn::Linear(config.dim, config.ffn_dim, plain()));
+  down_proj_ = register_module(
+      "down_proj",
+      nn::Linear(config.ffn_dim, config.dim, residual(config)));
+}
+
+at::Tensor LlamaMlpImpl::forward(
+    const at::Tensor& x,
+    const at::Tensor& residual) {
+  return down_proj_(nn::swiglu(gate_proj_(x), up_proj_(x)), residual);
+}
+
+LlamaBlockImpl::LlamaBlockImpl(
+    const ModelConfig& config,
+    SharedRope rope,
+    ActivationCheckpoint checkpoint)
+    : Module("LlamaBlock"), checkpoint_(checkpoint) {
+  input_layernorm_ = register_module(
+      "input_layernorm",
+      nn::RmsNorm(config.dim, config.norm_eps));
+  self_attn_ =
+      register_module("self_attn", LlamaAttention(config, std::move(rope)));
+  post_attention_layernorm_ = register_module(
+      "post_attention_layernorm",
+      nn::RmsNorm(config.dim, config.norm_eps));
+  mlp_ = register_module("mlp", LlamaMlp(config));
+}
+
+at::Tensor LlamaBlockImpl::run(const at::Tensor& x) {
+  const at::Tensor attention = self_attn_(input_layernorm_(x));
+  if (checkpoint_ != ActivationCheckpoint::selective) {
+    const auto [sum, normed] = post_attention_layernorm_(x, attention);
+    return mlp_(normed, sum);
+  }
+  return nn::checkpoint(
+      *this,
+      [this](const at::Tensor& sum) {
+        return mlp_(post_attention_layernorm_(sum), sum);
+      },
+      x + attention,
+      kNoRng);
+}
+
+at::Tensor LlamaBlockImpl::forward(const at::Tensor& x) {
+  if (checkpoint_ != ActivationCheckpoint::full) {
+    return run(x);
+  }
+  return nn::checkpoint(
+      *this,
+      [this](const at::Tensor& in) { return run(in); },
+      x,
+      kNoRng);
+}
+
+LlamaHeadImpl::LlamaHeadImpl(
+    const ModelConfig& config,
+    const nn::EmbeddingImpl* tied,
+    nn::LossOptions loss)
+    : Module("LlamaHead"), loss_(loss) {
+  norm_ = register_module("norm", nn::RmsNorm(config.dim, config.norm_eps));
+  weight_ = tied != nullptr ? share_parameter("weight", *tied, "weight")
+                            : declare_parameter(
+                                  "weight",
+                                  {config.vocab_size, config.dim},
+                                  InitSpec::normal(0.0F, kInitStd));
+}
+
+at::Tensor LlamaHeadImpl::forward(
+    const at::Tensor& hidden,
+    const at::Tensor& targets) {
+  const at::Tensor normed = norm_(hidden);
+  if (!targets.defined()) {
+    return nn::linear(normed, weight_, {}, {}, context());
+  }
+  return nn::linear_cross_entropy(normed, weight_, targets, loss_, context());
+}
+
+LlamaBodyImpl::LlamaBodyImpl(
+    const ModelConfig& config,
+    SharedRope rope,
+    const LlamaOptions& options)
+    : Module("LlamaBody") {
+  embed_tokens_ = register_module(
+      "embed_tokens",
+      nn::Embedding(
+          config.vocab_size,
+          config.dim,
+          InitSpec::normal(0.0F, kInitStd)));
+  auto list = register_module("layers", std::make_shared<nn::Module>("Layers"));
+  for (std::int64_t i = 0; i < config.layers; ++i) {
+    LlamaBlock block(config, rope, options.activation_checkpoint);
+    list->register_module(std::to_string(i), block.ptr());
+    layers_.push_back(block);
+  }
+}
+
+at::Tensor LlamaBodyImpl::forward(const at::Tensor& tokens) {
+  at::Tensor x = embed_tokens_(tokens);
+  for (const LlamaBlock& layer : layers_) {
+    x = layer(x);
+  }
+  return x;
+}
+
+LlamaImpl::LlamaImpl(ModelConfig config, LlamaOptions options)
+    : Module("Llama"), config_(std::move(config)) {
+  config_.validate();
+  const auto rope = std::make_shared<nn::RopeTable>(nn::RopeOptions{
+      .head_dim = config_.head_dim,
+      .theta = config_.rope_theta,
+      .scaling = config_.rope_scaling});
+  body_ = register_module("model", LlamaBody(config_, rope, options));
+  head_ = register_module(
+      "lm_head",
+      LlamaHead(
+          config_,
+          config_.tie_embeddings ? body_->embed_tokens().get() : nullptr,
+          options.loss));
+}
+
+at::Tensor LlamaImpl::forward(
+    const at::Tensor& tokens,
+    const at::Tensor& targets) {
+  FLATSHARD_CHECK(
+      tokens.dim() == 2,
+      usage,
+      "expected tokens [batch, seq], got {}",
+      c10::str(tokens.sizes()));
+  FLATSHARD_CHECK(
+      tokens.size(1) <= config_.max_seq_len,
+      usage,
+      "expected at most max_seq_len = {} tokens in a sequence, got {}",
+      config_.max_seq_len,
+      tokens.size(1));
+  return head_(body_(tokens), targets);
+}
+
+std::vector<std::shared_ptr<nn::Module>> LlamaImpl::unit_modules() {
+  std::vector<std::shared_ptr<nn::Module>> units{body_->embed_tokens().ptr()};
+  for (const LlamaBlock& layer : body_->layers()) {
+    units.push_back(layer.ptr());
+  }
+  units.push_back(head_.ptr());
+  return units;
+}
+
+}  // namespace flatshard::models

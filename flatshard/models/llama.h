@@ -1,0 +1,156 @@
+#pragma once
+
+#include "flatshard/models/config.h"
+#include "flatshard/nn/embedding.h"
+#include "flatshard/nn/linear.h"
+#include "flatshard/nn/loss.h"
+#include "flatshard/nn/module.h"
+#include "flatshard/nn/rms_norm.h"
+#include "flatshard/nn/rope.h"
+
+#include <memory>
+#include <string_view>
+#include <vector>
+
+namespace flatshard::models {
+
+/// Which activations of a block are computed again in backward.
+enum class ActivationCheckpoint {
+  none,
+  full,       ///< the whole block; only its input is kept
+  selective,  ///< its feed-forward half: norm, gate, up, SwiGLU, down
+};
+/// "none", "full" or "selective". @throws Error{config} otherwise.
+ActivationCheckpoint parse_activation_checkpoint(std::string_view name);
+
+struct LlamaOptions {
+  ActivationCheckpoint activation_checkpoint = ActivationCheckpoint::none;
+  nn::LossOptions loss;
+};
+
+/// The RoPE table that all blocks of a model share.
+using SharedRope = std::shared_ptr<nn::RopeTable>;
+
+/// x + o_proj(attention(norm(x))): parameters {q,k,v,o}_proj.weight.
+class LlamaAttentionImpl : public nn::Module {
+ public:
+  LlamaAttentionImpl(const ModelConfig& config, SharedRope rope);
+  /// @param x  [batch, seq, dim], already normalized
+  /// @return   [batch, seq, dim], without the residual
+  at::Tensor forward(const at::Tensor& x);
+
+ private:
+  std::int64_t head_dim_;
+  SharedRope rope_;
+  nn::Linear q_proj_{nullptr}, k_proj_{nullptr}, v_proj_{nullptr},
+      o_proj_{nullptr};
+};
+FLATSHARD_MODULE(LlamaAttention);
+
+/// down(silu(gate(x)) * up(x)): parameters {gate,up,down}_proj.weight.
+class LlamaMlpImpl : public nn::Module {
+ public:
+  explicit LlamaMlpImpl(const ModelConfig& config);
+  /// @return  down(...) + residual; both [batch, seq, dim]
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& residual);
+
+ private:
+  nn::Linear gate_proj_{nullptr}, up_proj_{nullptr}, down_proj_{nullptr};
+};
+FLATSHARD_MODULE(LlamaMlp);
+
+/// One transformer block, [batch, seq, dim] -> the same.
+class LlamaBlockImpl : public nn::Module {
+ public:
+  LlamaBlockImpl(
+      const ModelConfig& config,
+      SharedRope rope,
+      ActivationCheckpoint checkpoint);
+  at::Tensor forward(const at::Tensor& x);
+
+ private:
+  at::Tensor run(const at::Tensor& x);
+
+  ActivationCheckpoint checkpoint_;
+  nn::RmsNorm input_layernorm_{nullptr};
+  LlamaAttention self_attn_{nullptr};
+  nn::RmsNorm post_attention_layernorm_{nullptr};
+  LlamaMlp mlp_{nullptr};
+};
+FLATSHARD_MODULE(LlamaBlock);
+
+/// Final norm and output head, one module so that it is one unit.
+class LlamaHeadImpl : public nn::Module {
+ public:
+  /// @param tied  the embedding whose weight is the head's, or null.
+  LlamaHeadImpl(
+      const ModelConfig& config,
+      const nn::EmbeddingImpl* tied,
+      nn::LossOptions loss);
+  /// With targets int64 [batch, seq]: the loss, a float32 scalar. With
+  /// undefined targets: logits [batch, seq, vocab].
+  at::Tensor forward(const at::Tensor& hidden, const at::Tensor& targets);
+
+ private:
+  nn::LossOptions loss_;
+  nn::RmsNorm norm_{nullptr};
+  at::Tensor weight_;
+};
+FLATSHARD_MODULE(LlamaHead);
+
+/// embed_tokens and layers: the part that Hugging Face calls `model`.
+class LlamaBodyImpl : public nn::Module {
+ public:
+  LlamaBodyImpl(
+      const ModelConfig& config,
+      SharedRope rope,
+      const LlamaOptions& options);
+  /// int64 [batch, seq] -> [batch, seq, dim], before the final norm.
+  at::Tensor forward(const at::Tensor& tokens);
+  nn::Embedding& embed_tokens() { return embed_tokens_; }
+  std::vector<LlamaBlock>& layers() { return layers_; }
+
+ private:
+  nn::Embedding embed_tokens_{nullptr};
+  std::vector<LlamaBlock> layers_;
+};
+FLATSHARD_MODULE(LlamaBody);
+
+/// The Llama family. Built without memory (see nn::Module); parameter names
+/// are Hugging Face's (see hf_names.h). Initialization: normal(0, 0.02),
+/// o_proj and down_proj scaled by 1 / sqrt(2 * layers), norms 1.
+/// Source: Llama 3, arXiv:2407.21783.
+class LlamaImpl : public nn::Module {
+ public:
+  /// @throws Error{config} for an invalid config.
+  explicit LlamaImpl(ModelConfig config, LlamaOptions options = {});
+
+  /// tokens, targets int64 [batch, seq] -> loss, as LossOptions says. With
+  /// undefined targets: logits. Call through the holder so that hooks run.
+  at::Tensor forward(const at::Tensor& tokens, const at::Tensor& targets = {});
+
+  /// What is naturally gathered together, in forward order: embedding, each
+  /// block, head. They hold all parameters.
+  std::vector<std::shared_ptr<nn::Module>> unit_modules();
+
+  const ModelConfig& config() const { return config_; }
+
+ private:
+  ModelConfig config_;
+  LlamaBody body_{nullptr};
+  LlamaHead head_{nullptr};
+};
+FLATSHARD_MODULE(Llama);
+
+/// Loss and logits through the holder, by name.
+inline at::Tensor forward_loss(
+    Llama& model,
+    const at::Tensor& tokens,
+    const at::Tensor& targets) {
+  return model(tokens, targets);
+}
+inline at::Tensor logits(Llama& model, const at::Tensor& tokens) {
+  return model(tokens);
+}
+
+}  // namespace flatshard::models
