@@ -122,7 +122,7 @@ struct CheckpointFunction : torch::autograd::Function<CheckpointFunction> {
   // inputs ends with an anchor; see checkpoint().
   static variable_list forward(
       AutogradContext* ctx,
-      const variable_list& inputs,
+      at::TensorList inputs,
       const c10::intrusive_ptr<Recipe>& recipe,
       bool preserve_rng) {
     const TensorList args(inputs.begin(), inputs.end() - 1);
@@ -227,7 +227,10 @@ TensorList checkpoint(
   recipe->keep_alive = owner.weak_from_this().lock();
   recipe->owner = &owner;
   recipe->fn = std::move(fn);
-  return CheckpointFunction::apply(all, recipe, options.preserve_rng);
+  return CheckpointFunction::apply(
+      at::TensorList(all),
+      recipe,
+      options.preserve_rng);
 }
 
 at::Tensor checkpoint(

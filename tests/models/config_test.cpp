@@ -1,0 +1,175 @@
+#include "flatshard/models/config.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "flatshard/core/error.h"
+#include "flatshard/models/flops.h"
+#include "flatshard/models/hf_names.h"
+
+#include <fstream>
+
+namespace flatshard::models {
+namespace {
+
+class HfConfig : public testing::Test {
+ protected:
+  std::filesystem::path write(const std::string& text) {
+    std::ofstream(path_) << text;
+    return path_;
+  }
+  // The message of the error that reading `text` gives.
+  std::string message(const std::string& text, ErrorCode code) {
+    try {
+      from_hf_json(write(text));
+    } catch (const Error& e) {
+      EXPECT_EQ(e.code(), code);
+      return e.message();
+    }
+    return "did not throw";
+  }
+  void TearDown() override { std::filesystem::remove(path_); }
+
+  std::filesystem::path path_ =
+      std::filesystem::path(testing::TempDir()) /
+      ("flatshard_config_" +
+       std::string(
+           testing::UnitTest::GetInstance()->current_test_info()->name()) +
+       ".json");
+};
+
+// The text with `extra` keys added; later keys win in this reader.
+std::string llama_json(const std::string& extra = "") {
+  return R"({"architectures": ["LlamaForCausalLM"], "model_type": "llama",
+    "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 8192, "head_dim": 64,
+    "vocab_size": 128256, "max_position_embeddings": 131072,
+    "rope_theta": 500000.0, "rms_norm_eps": 1e-05, "hidden_act": "silu",
+    "tie_word_embeddings": true, "attention_bias": false, "mlp_bias": false,
+    "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0,
+      "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+      "rope_type": "llama3"})" +
+         extra + "}";
+}
+
+TEST_F(HfConfig, ReadsLlama32) {
+  EXPECT_EQ(from_hf_json(write(llama_json())), preset("llama3_1b"));
+}
+
+TEST_F(HfConfig, ReadsThetaFromRopeParameters) {
+  const ModelConfig config = from_hf_json(write(llama_json(
+      R"(, "rope_scaling": null,
+      "rope_parameters": {"rope_type": "default", "rope_theta": 7.0})")));
+  EXPECT_EQ(config.rope_theta, 7.0);
+  EXPECT_FALSE(config.rope_scaling.has_value());
+}
+
+TEST_F(HfConfig, ErrorsNameFileAndKey) {
+  const std::string file = path_.string();
+  EXPECT_EQ(
+      message(llama_json(R"(, "model_type": "gpt2")"), ErrorCode::config),
+      file + ": expected model_type 'llama', got 'gpt2'; it is not supported");
+  EXPECT_EQ(
+      message(
+          llama_json(R"(, "architectures": ["LlamaForQuestionAnswering"])"),
+          ErrorCode::config),
+      file + ": expected the architecture LlamaForCausalLM, got "
+             "LlamaForQuestionAnswering");
+  EXPECT_EQ(
+      message(llama_json(R"(, "attention_bias": true)"), ErrorCode::config),
+      file +
+          ": expected attention_bias = false, got true; it is not supported");
+  EXPECT_EQ(
+      message(llama_json(R"(, "hidden_act": "gelu")"), ErrorCode::config),
+      file + ": expected hidden_act = \"silu\", got \"gelu\"; it is not "
+             "supported");
+  EXPECT_EQ(
+      message(
+          llama_json(R"(, "rope_scaling": {"rope_type": "yarn"})"),
+          ErrorCode::config),
+      file + ": expected rope_scaling.rope_type 'default' or 'llama3', got "
+             "'yarn'; it is not supported");
+  EXPECT_EQ(
+      message(R"({"model_type": "llama"})", ErrorCode::format),
+      file + ": expected the key 'hidden_size', found none");
+  EXPECT_THAT(
+      message(llama_json(R"(, "vocab_size": "x")"), ErrorCode::format),
+      testing::HasSubstr("key 'vocab_size' has the value \"x\""));
+  EXPECT_THAT(
+      message("{", ErrorCode::format),
+      testing::HasSubstr("expected JSON"));
+  EXPECT_THAT(
+      message("[]", ErrorCode::format),
+      testing::HasSubstr("expected a JSON object, got array"));
+}
+
+TEST(ModelConfigErrors, MissingFileAndUnknownPreset) {
+  try {
+    from_hf_json("/nowhere/config.json");
+    FAIL() << "did not throw";
+  } catch (const Error& e) {
+    EXPECT_EQ(e.code(), ErrorCode::io);
+  }
+  try {
+    preset("llama9");
+    FAIL() << "did not throw";
+  } catch (const Error& e) {
+    EXPECT_EQ(
+        e.message(),
+        "expected a model preset, one of llama3_1b, llama3_3b, llama3_8b, "
+        "llama3_70b, llama3_405b, got 'llama9'");
+  }
+}
+
+TEST(ModelConfigErrors, FieldsAreNamed) {
+  const auto message = [](ModelConfig config) {
+    try {
+      config.validate();
+    } catch (const Error& e) {
+      return e.message();
+    }
+    return std::string("did not throw");
+  };
+  EXPECT_EQ(
+      message({.family = "gpt2"}),
+      "model.family: expected 'llama', got 'gpt2'; it is not supported");
+  EXPECT_EQ(
+      message({.layers = 0}),
+      "model.layers: expected a positive number, got 0");
+  EXPECT_EQ(
+      message({.heads = 6, .kv_heads = 4}),
+      "model.kv_heads: expected a divisor of heads 6, got 4");
+  EXPECT_EQ(
+      message({.dim = 10, .heads = 4, .kv_heads = 2}),
+      "model.heads: expected a divisor of dim 10 (or set head_dim), got 4");
+  EXPECT_EQ(
+      message({.head_dim = 7}),
+      "model.head_dim: expected an even number, got 7");
+}
+
+// The published sizes.
+TEST(Flops, ParameterCounts) {
+  EXPECT_EQ(num_parameters(preset("llama3_1b")), 1235814400);
+  EXPECT_EQ(num_parameters(preset("llama3_3b")), 3212749824);
+  EXPECT_EQ(num_parameters(preset("llama3_8b")), 8030261248);
+  EXPECT_EQ(num_parameters(preset("llama3_70b")), 70553706496);
+  EXPECT_EQ(num_parameters(preset("llama3_405b")), 405853388800);
+}
+
+TEST(Flops, PerTokenOfLlama8b) {
+  const ModelConfig config = preset("llama3_8b");
+  EXPECT_NEAR(flops_per_token(config, 8192), 57.9e9, 0.05e9);
+  EXPECT_NEAR(
+      flops_per_token(config, 8192, FlopsConvention::causal),
+      51.5e9,
+      0.05e9);
+}
+
+TEST(HfNames, DifferInTheFinalNormOnly) {
+  EXPECT_EQ(to_hf_name("lm_head.norm.weight"), "model.norm.weight");
+  EXPECT_EQ(from_hf_name("model.norm.weight"), "lm_head.norm.weight");
+  EXPECT_EQ(to_hf_name("lm_head.weight"), "lm_head.weight");
+}
+
+}  // namespace
+}  // namespace flatshard::models

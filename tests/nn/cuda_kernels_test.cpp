@@ -1,0 +1,308 @@
+#include <gtest/gtest.h>
+
+#include "check.h"
+#include "flatshard/nn/attention.h"
+#include "flatshard/nn/cuda_ops.h"
+#include "flatshard/nn/embedding.h"
+#include "flatshard/nn/linear.h"
+#include "flatshard/nn/loss.h"
+#include "flatshard/nn/rms_norm.h"
+#include "flatshard/nn/rope.h"
+#include "flatshard/nn/swiglu.h"
+
+#include <random>
+
+// Every CUDA path against float64 on the CPU, over random shapes with odd
+// sizes and rows that 16-byte loads cannot take. Skips itself without a GPU.
+namespace flatshard::nn {
+namespace {
+
+struct Shape {
+  std::int64_t rows;
+  std::int64_t dim;
+};
+
+class CudaKernels : public testing::TestWithParam<at::ScalarType> {
+ protected:
+  void SetUp() override {
+    if (!at::hasCUDA()) {
+      GTEST_SKIP() << "no GPU, or a build without CUDA";
+    }
+    at::globalContext().setAllowTF32CuBLAS(false);
+  }
+
+  at::ScalarType dtype() const { return GetParam(); }
+  // Float32 kernels use fast exponentials (2 ulp plus 2^-21 for large
+  // arguments) and sum up to 20000 terms in trees: 2^-17. bfloat16: 4 stages
+  // of half an ulp.
+  double tolerance() const {
+    return dtype() == at::kBFloat16 ? 4 * epsilon(dtype()) : 0x1p-17;
+  }
+  at::Tensor leaf(std::vector<std::int64_t> shape) {
+    return at::randn(shape, generator_)
+        .to(dtype())
+        .to(at::kCUDA)
+        .requires_grad_();
+  }
+  at::Tensor gradient(std::vector<std::int64_t> shape) {
+    return at::randn(shape, generator_).to(dtype()).to(at::kCUDA);
+  }
+  static at::Tensor exact(const at::Tensor& tensor) {
+    return tensor.detach().cpu().to(at::kDouble).requires_grad_();
+  }
+  void expect_close(
+      const at::Tensor& got,
+      const at::Tensor& want,
+      const char* what) {
+    ASSERT_TRUE(got.defined()) << what;
+    EXPECT_EQ(got.scalar_type(), dtype()) << what;
+    EXPECT_LE(relative_error(got.cpu(), want), tolerance()) << what;
+  }
+  std::vector<Shape> shapes(std::int64_t largest) {
+    std::vector<Shape> found{
+        {1, 1},
+        {3, 7},
+        {5, 8},
+        {2, 4096},
+        {300, 2048},
+        {4, largest},
+        {3, largest - 1}};
+    for (int i = 0; i < 8; ++i) {
+      found.push_back(
+          {static_cast<std::int64_t>(1 + random_() % 600),
+           static_cast<std::int64_t>(1 + random_() % largest)});
+    }
+    return found;
+  }
+
+  std::mt19937_64 random_{17};
+  at::Generator generator_ = at::make_generator<at::CPUGeneratorImpl>(17);
+};
+
+INSTANTIATE_TEST_SUITE_P(
+    Dtypes,
+    CudaKernels,
+    testing::Values(at::kFloat, at::kBFloat16),
+    [](const auto& info) { return std::string(c10::toString(info.param)); });
+
+at::Tensor plain_norm(const at::Tensor& x, const at::Tensor& w) {
+  return x * (x.square().mean(-1, true) + 1e-5).rsqrt() * w;
+}
+
+TEST_P(CudaKernels, RmsNorm) {
+  for (const auto& [rows, dim] : shapes(16384)) {
+    SCOPED_TRACE(testing::Message() << rows << " x " << dim);
+    const at::Tensor x = leaf({rows, dim}), w = leaf({dim});
+    const at::Tensor g = gradient({rows, dim});
+    const at::Tensor xe = exact(x), we = exact(w);
+    const at::Tensor y = rms_norm(x, w, 1e-5);
+    y.backward(g);
+    const at::Tensor ye = plain_norm(xe, we);
+    ye.backward(g.cpu().to(at::kDouble));
+    expect_close(y, ye, "y");
+    expect_close(x.grad(), xe.grad(), "dx");
+    expect_close(w.grad(), we.grad(), "dw");
+  }
+}
+
+TEST_P(CudaKernels, AddRmsNormAndTheSink) {
+  for (const auto& [rows, dim] : shapes(5000)) {
+    SCOPED_TRACE(testing::Message() << rows << " x " << dim);
+    const at::Tensor x = leaf({rows, dim}), d = leaf({rows, dim});
+    const at::Tensor w = leaf({dim});
+    const at::Tensor gs = gradient({rows, dim}), gy = gradient({rows, dim});
+    const at::Tensor xe = exact(x), de = exact(d), we = exact(w);
+    const auto sink = std::make_shared<FakeSink>(at::kFloat);
+    const auto context = c10::make_intrusive<ModuleContext>();
+    context->wgrad_sink = sink;
+    for (int round = 1; round <= 2; ++round) {
+      x.mutable_grad() = at::Tensor();
+      const auto [sum, y] = add_rms_norm(x, d, w, 1e-5, context);
+      torch::autograd::backward({sum, y}, {gs, gy});
+      we.mutable_grad() = xe.mutable_grad() = at::Tensor();
+      // The oracle sees the rounded sum, which is what the kernel normalizes.
+      const at::Tensor se = exact(sum);
+      const at::Tensor ye = plain_norm(se, we);
+      torch::autograd::backward(
+          {se * 1, ye},
+          {gs.cpu().to(at::kDouble), gy.cpu().to(at::kDouble)});
+      expect_close(sum, xe + de, "sum");
+      expect_close(y, ye, "y");
+      expect_close(x.grad(), se.grad(), "dx");
+      EXPECT_LE(
+          relative_error(sink->grad(w).cpu(), we.grad() * round),
+          tolerance());
+    }
+  }
+}
+
+TEST_P(CudaKernels, RmsNormWithAFloatWeight) {
+  const at::Tensor x = leaf({33, 512});
+  const at::Tensor w =
+      at::randn({512}, generator_).to(at::kCUDA).requires_grad_();
+  const at::Tensor y = rms_norm(x, w, 1e-5);
+  const at::Tensor xe = exact(x), we = exact(w);
+  y.sum().backward();
+  const at::Tensor ye = plain_norm(xe, we);
+  ye.sum().backward();
+  expect_close(y, ye, "y");
+  EXPECT_EQ(w.grad().scalar_type(), at::kFloat);
+  EXPECT_LE(relative_error(w.grad().cpu(), we.grad()), tolerance());
+}
+
+TEST_P(CudaKernels, Rope) {
+  for (const std::int64_t head_dim : {2, 6, 16, 64, 128, 130}) {
+    SCOPED_TRACE(head_dim);
+    RopeTable table({.head_dim = head_dim, .theta = 10000.0});
+    const at::Tensor x = leaf({2, 37, 5, head_dim});
+    const at::Tensor g = gradient({2, 37, 5, head_dim});
+    const at::Tensor xe = x.detach().cpu().to(at::kFloat).requires_grad_();
+    const auto [cos, sin] = table.get(37, at::kCPU);
+    const at::Tensor y = rope(x, cos.to(at::kCUDA), sin.to(at::kCUDA));
+    y.backward(g);
+    const at::Tensor ye = rope(xe, cos, sin);
+    ye.backward(g.cpu().to(at::kFloat));
+    expect_close(y, ye, "y");
+    expect_close(x.grad(), xe.grad(), "dx");
+    at::Tensor in_place = x.detach().clone();
+    cuda::rope(in_place, in_place, cos.to(at::kCUDA), sin.to(at::kCUDA), false);
+    EXPECT_TRUE(at::equal(in_place, y));
+  }
+}
+
+TEST_P(CudaKernels, Swiglu) {
+  for (const auto& [rows, dim] : shapes(4000)) {
+    SCOPED_TRACE(testing::Message() << rows << " x " << dim);
+    const at::Tensor gate = leaf({rows, dim}), up = leaf({rows, dim});
+    const at::Tensor g = gradient({rows, dim});
+    const at::Tensor ge = exact(gate), ue = exact(up);
+    const at::Tensor y = swiglu(gate, up);
+    y.backward(g);
+    const at::Tensor ye = at::silu(ge) * ue;
+    ye.backward(g.cpu().to(at::kDouble));
+    expect_close(y, ye, "y");
+    expect_close(gate.grad(), ge.grad(), "dgate");
+    expect_close(up.grad(), ue.grad(), "dup");
+  }
+  // A start that 16-byte loads cannot take.
+  const at::Tensor gate = leaf({1001}), up = leaf({1001});
+  expect_close(
+      swiglu(gate.narrow(0, 1, 1000), up.narrow(0, 1, 1000)),
+      at::silu(exact(gate)).narrow(0, 1, 1000) * exact(up).narrow(0, 1, 1000),
+      "unaligned");
+}
+
+TEST_P(CudaKernels, CrossEntropy) {
+  for (const auto& [rows, vocab] : shapes(20001)) {
+    SCOPED_TRACE(testing::Message() << rows << " x " << vocab);
+    at::Tensor logits = (gradient({rows, vocab}) * 4).contiguous();
+    at::Tensor targets = at::randint(vocab, {rows}, generator_, at::kLong);
+    if (rows > 1) {
+      targets[0] = -100;
+    }
+    const at::Tensor le = exact(logits);
+    const at::TensorOptions f32 =
+        at::TensorOptions().device(at::kCUDA).dtype(at::kFloat);
+    const at::Tensor scale = at::full({}, 0.5, f32);
+    at::Tensor loss = at::empty({rows}, f32), lse = at::empty({rows}, f32);
+    const at::Tensor cuda_targets = targets.to(at::kCUDA);
+    at::Tensor again = logits.clone();
+    cuda::cross_entropy(
+        logits,
+        cuda_targets,
+        scale,
+        loss,
+        lse,
+        {.write_gradient = true});
+    const at::Tensor want =
+        at::cross_entropy_loss(le, targets, {}, at::Reduction::None);
+    (want.sum() * 0.5).backward();
+    EXPECT_LE(
+        (loss.cpu() - want).abs().max().item<double>(),
+        // lse of numbers up to 20: absolute error of a few float ulps of it
+        20 * 0x1p-20);
+    expect_close(logits, le.grad(), "dlogits");
+    at::Tensor none;
+    cuda::cross_entropy(
+        again,
+        cuda_targets,
+        scale,
+        none,
+        lse,
+        {.lse_is_given = true, .write_gradient = true});
+    EXPECT_TRUE(at::equal(again, logits));
+  }
+}
+
+TEST_P(CudaKernels, AnUnknownTargetMakesTheLossNaN) {
+  const at::Tensor h = leaf({2, 8}), w = leaf({16, 8});
+  const at::Tensor targets = at::tensor({3, 16}, at::kLong).to(at::kCUDA);
+  EXPECT_TRUE(std::isnan(linear_cross_entropy(h, w, targets).item<float>()));
+}
+
+TEST_P(CudaKernels, LinearCrossEntropyBothWays) {
+  const at::Tensor h = leaf({130, 64}), w = leaf({1003, 64});
+  const at::Tensor targets = at::randint(1003, {130}, generator_, at::kLong);
+  const at::Tensor he = exact(h), we = exact(w);
+  const at::Tensor want = at::cross_entropy_loss(at::linear(he, we), targets);
+  want.backward();
+  for (const std::int64_t chunk : {0, 48}) {
+    h.mutable_grad() = w.mutable_grad() = at::Tensor();
+    const at::Tensor loss = linear_cross_entropy(
+        h,
+        w,
+        targets.to(at::kCUDA),
+        {.chunk_tokens = chunk});
+    loss.backward();
+    // Logits of up to 32 rounded to the compute dtype: 8 times the tolerance.
+    EXPECT_LE(relative_error(loss.cpu(), want), 8 * tolerance());
+    EXPECT_LE(relative_error(h.grad().cpu(), he.grad()), 8 * tolerance());
+    EXPECT_LE(relative_error(w.grad().cpu(), we.grad()), 8 * tolerance());
+  }
+}
+
+TEST_P(CudaKernels, AttentionWithGroupedHeads) {
+  for (const std::int64_t kv : {8, 2, 1}) {
+    SCOPED_TRACE(kv);
+    const at::Tensor q = leaf({2, 130, 8, 64}), k = leaf({2, 130, kv, 64}),
+                     v = leaf({2, 130, kv, 64});
+    const at::Tensor g = gradient({2, 130, 512});
+    const at::Tensor qe = exact(q), ke = exact(k), ve = exact(v);
+    const at::Tensor y = causal_attention(q, k, v);
+    y.backward(g);
+    const at::Tensor ye = causal_attention(qe, ke, ve);
+    ye.backward(g.cpu().to(at::kDouble));
+    expect_close(y, ye, "y");
+    expect_close(q.grad(), qe.grad(), "dq");
+    expect_close(k.grad(), ke.grad(), "dk");
+    expect_close(v.grad(), ve.grad(), "dv");
+    EXPECT_TRUE(y.is_contiguous());
+  }
+}
+
+TEST_P(CudaKernels, LinearAndEmbeddingIntoTheSink) {
+  const at::Tensor table = leaf({50, 64}), w = leaf({32, 64});
+  const at::Tensor r = leaf({3, 5, 32});
+  const at::Tensor tokens = at::randint(50, {3, 5}, generator_, at::kLong);
+  const at::Tensor g = gradient({3, 5, 32});
+  const at::Tensor te = exact(table), we = exact(w);
+  at::linear(at::embedding(te, tokens), we).backward(g.cpu().to(at::kDouble));
+  for (const at::ScalarType grad_dtype : {dtype(), at::kFloat}) {
+    const auto sink = std::make_shared<FakeSink>(grad_dtype);
+    const auto context = c10::make_intrusive<ModuleContext>();
+    context->wgrad_sink = sink;
+    for (int round = 1; round <= 2; ++round) {
+      const at::Tensor x = nn::embedding(tokens.to(at::kCUDA), table, context);
+      nn::linear(x, w, {}, r, context).backward(g);
+      EXPECT_LE(
+          relative_error(sink->grad(w).cpu(), we.grad() * round),
+          tolerance());
+      EXPECT_LE(
+          relative_error(sink->grad(table).cpu(), te.grad() * round),
+          tolerance());
+    }
+  }
+}
+
+}  // namespace
+}  // namespace flatshard::nn

@@ -1,0 +1,310 @@
+#include <gtest/gtest.h>
+
+#include "check.h"
+#include "flatshard/core/error.h"
+#include "flatshard/nn/attention.h"
+#include "flatshard/nn/dropout.h"
+#include "flatshard/nn/embedding.h"
+#include "flatshard/nn/linear.h"
+#include "flatshard/nn/rms_norm.h"
+#include "flatshard/nn/rope.h"
+#include "flatshard/nn/swiglu.h"
+
+#include <numbers>
+
+namespace flatshard::nn {
+namespace {
+
+// Both sides round each of a few stages once and accumulate at most 64 terms
+// in float32: 64 eps bounds float32, 4 stages of half an ulp bound bfloat16.
+double tolerance(at::ScalarType dtype) {
+  return dtype == at::kBFloat16 ? 4 * epsilon(dtype) : 64 * epsilon(dtype);
+}
+
+class Layers : public testing::TestWithParam<at::ScalarType> {
+ protected:
+  void SetUp() override { generator_.set_current_seed(7); }
+
+  // A leaf of the tested dtype.
+  at::Tensor leaf(std::vector<std::int64_t> shape) {
+    return at::randn(shape, generator_).to(GetParam()).requires_grad_();
+  }
+  // The same values in float64, for the oracle.
+  static at::Tensor exact(const at::Tensor& tensor) {
+    return tensor.detach().to(at::kDouble).requires_grad_();
+  }
+  void expect_close(const at::Tensor& got, const at::Tensor& want) {
+    ASSERT_TRUE(got.defined());
+    EXPECT_EQ(got.sizes(), want.sizes());
+    EXPECT_EQ(got.scalar_type(), GetParam());
+    EXPECT_LE(relative_error(got, want), tolerance(GetParam()));
+  }
+
+  at::Generator generator_ = at::make_generator<at::CPUGeneratorImpl>();
+};
+
+INSTANTIATE_TEST_SUITE_P(
+    Dtypes,
+    Layers,
+    testing::Values(at::kFloat, at::kBFloat16),
+    [](const auto& info) { return std::string(c10::toString(info.param)); });
+
+// weight's gradient plain, then through a sink twice: beta 0, then beta 1.
+template <class Run>
+void check_sink(const Run& run, const at::Tensor& weight, double tolerance) {
+  for (const at::ScalarType dtype : {weight.scalar_type(), at::kFloat}) {
+    weight.mutable_grad() = at::Tensor();
+    run(ModuleContextPtr());
+    const at::Tensor plain = weight.grad();
+    ASSERT_TRUE(plain.defined());
+    weight.mutable_grad() = at::Tensor();
+    const auto sink = std::make_shared<FakeSink>(dtype);
+    const auto context = c10::make_intrusive<ModuleContext>();
+    context->wgrad_sink = sink;
+    run(context);
+    EXPECT_FALSE(weight.grad().defined());
+    EXPECT_LE(relative_error(sink->grad(weight), plain), tolerance);
+    run(context);
+    EXPECT_LE(relative_error(sink->grad(weight), plain * 2), tolerance);
+    EXPECT_TRUE(sink->balanced());
+  }
+}
+
+TEST_P(Layers, LinearMatchesPlainAutograd) {
+  const at::Tensor x = leaf({2, 5, 7}), w = leaf({6, 7}), b = leaf({6}),
+                   r = leaf({2, 5, 6});
+  const at::Tensor g = at::randn({2, 5, 6}, generator_).to(GetParam());
+  const at::Tensor xe = exact(x), we = exact(w), be = exact(b), re = exact(r);
+  const at::Tensor y = nn::linear(x, w, b, r);
+  y.backward(g);
+  const at::Tensor ye = at::linear(xe, we, be) + re;
+  ye.backward(g.to(at::kDouble));
+  expect_close(y, ye);
+  expect_close(x.grad(), xe.grad());
+  expect_close(w.grad(), we.grad());
+  expect_close(b.grad(), be.grad());
+  expect_close(r.grad(), re.grad());
+}
+
+TEST_P(Layers, LinearWritesIntoTheSink) {
+  const at::Tensor x = leaf({4, 7}), w = leaf({6, 7}), b = leaf({6});
+  const at::Tensor g = at::randn({4, 6}, generator_).to(GetParam());
+  const auto run = [&](const ModuleContextPtr& context) {
+    nn::linear(x, w, b, {}, context).backward(g);
+  };
+  check_sink(run, w, tolerance(GetParam()));
+  check_sink(run, b, tolerance(GetParam()));
+}
+
+TEST_P(Layers, LinearTakesStridedInputAndFrozenWeights) {
+  const at::Tensor x = leaf({3, 4, 5});
+  const at::Tensor w = leaf({2, 4}).detach();
+  const at::Tensor y = nn::linear(x.transpose(1, 2), w);
+  expect_close(
+      y,
+      at::linear(
+          x.detach().transpose(1, 2).to(at::kDouble),
+          w.to(at::kDouble)));
+  y.sum().backward();
+  EXPECT_TRUE(x.grad().defined());
+}
+
+TEST_P(Layers, LinearResultMayBeChangedInPlace) {
+  const at::Tensor x = leaf({2, 3, 4}), w = leaf({5, 4});
+  nn::linear(x, w).add_(1).sum().backward();
+  EXPECT_TRUE(w.grad().defined());
+}
+
+TEST_P(Layers, EmbeddingMatchesPlainAutograd) {
+  const at::Tensor w = leaf({9, 4});
+  const at::Tensor tokens =
+      at::tensor({1, 3, 3, 8, 0, 3}, at::kLong).view({2, 3});
+  const at::Tensor g = at::randn({2, 3, 4}, generator_).to(GetParam());
+  const at::Tensor we = exact(w);
+  const at::Tensor y = nn::embedding(tokens, w);
+  y.backward(g);
+  const at::Tensor ye = at::embedding(we, tokens);
+  ye.backward(g.to(at::kDouble));
+  expect_close(y, ye);
+  expect_close(w.grad(), we.grad());
+  check_sink(
+      [&](const ModuleContextPtr& context) {
+        nn::embedding(tokens, w, context).backward(g);
+      },
+      w,
+      tolerance(GetParam()));
+}
+
+at::Tensor plain_rms_norm(const at::Tensor& x, const at::Tensor& w) {
+  return x * (x.square().mean(-1, true) + 1e-5).rsqrt() * w;
+}
+
+TEST_P(Layers, RmsNormMatchesPlainAutograd) {
+  const at::Tensor x = leaf({3, 5, 33}), w = leaf({33});
+  const at::Tensor g = at::randn({3, 5, 33}, generator_).to(GetParam());
+  const at::Tensor xe = exact(x), we = exact(w);
+  const at::Tensor y = rms_norm(x, w, 1e-5);
+  y.backward(g);
+  const at::Tensor ye = plain_rms_norm(xe, we);
+  ye.backward(g.to(at::kDouble));
+  expect_close(y, ye);
+  expect_close(x.grad(), xe.grad());
+  expect_close(w.grad(), we.grad());
+  check_sink(
+      [&](const ModuleContextPtr& context) {
+        rms_norm(x, w, 1e-5, context).backward(g);
+      },
+      w,
+      tolerance(GetParam()));
+}
+
+TEST_P(Layers, AddRmsNormMatchesPlainAutograd) {
+  const at::Tensor x = leaf({6, 16}), d = leaf({6, 16}), w = leaf({16});
+  const at::Tensor gs = at::randn({6, 16}, generator_).to(GetParam());
+  const at::Tensor gy = at::randn({6, 16}, generator_).to(GetParam());
+  const at::Tensor xe = exact(x), de = exact(d), we = exact(w);
+  const auto [sum, y] = add_rms_norm(x, d, w, 1e-5);
+  torch::autograd::backward({sum, y}, {gs, gy});
+  const at::Tensor se = xe + de;
+  const at::Tensor ye = plain_rms_norm(se, we);
+  torch::autograd::backward({se, ye}, {gs.to(at::kDouble), gy.to(at::kDouble)});
+  expect_close(sum, se);
+  expect_close(y, ye);
+  expect_close(x.grad(), xe.grad());
+  expect_close(d.grad(), de.grad());
+  expect_close(w.grad(), we.grad());
+}
+
+TEST_P(Layers, AddRmsNormWithOneOutputUnused) {
+  const at::Tensor x = leaf({6, 16}), d = leaf({6, 16}), w = leaf({16});
+  std::get<0>(add_rms_norm(x, d, w, 1e-5)).sum().backward();
+  EXPECT_EQ(relative_error(x.grad(), at::ones({6, 16})), 0.0);
+  EXPECT_FALSE(w.grad().defined());
+  std::get<1>(add_rms_norm(x, d, w, 1e-5)).sum().backward();
+  EXPECT_TRUE(w.grad().defined());
+}
+
+TEST_P(Layers, RopeMatchesComplexRotationAndItsInverse) {
+  const RopeOptions options{.head_dim = 8, .theta = 10000.0};
+  RopeTable table(options);
+  const auto [cos, sin] = table.get(5, at::kCPU);
+  const at::Tensor x = leaf({2, 5, 3, 8});
+  const at::Tensor y = rope(x, cos, sin);
+  const at::Tensor angle = at::outer(
+      at::arange(5, at::kDouble),
+      at::tensor(rope_frequencies(options), at::kDouble));
+  const at::Tensor turn = at::polar(at::ones_like(angle), angle).unsqueeze(1);
+  const auto halves = x.detach().to(at::kDouble).chunk(2, -1);
+  const at::Tensor z = at::complex(halves[0], halves[1]) * turn;
+  expect_close(y, at::cat({at::real(z), at::imag(z)}, -1));
+  y.backward(y.detach());
+  expect_close(x.grad(), x.detach().to(at::kDouble));
+}
+
+TEST_P(Layers, SwigluMatchesPlainAutograd) {
+  const at::Tensor gate = leaf({3, 11}), up = leaf({3, 11});
+  const at::Tensor g = at::randn({3, 11}, generator_).to(GetParam());
+  const at::Tensor ge = exact(gate), ue = exact(up);
+  const at::Tensor y = swiglu(gate, up);
+  y.backward(g);
+  const at::Tensor ye = at::silu(ge) * ue;
+  ye.backward(g.to(at::kDouble));
+  expect_close(y, ye);
+  expect_close(gate.grad(), ge.grad());
+  expect_close(up.grad(), ue.grad());
+}
+
+TEST_P(Layers, AttentionMatchesTheSoftmaxFormula) {
+  const at::Tensor q = leaf({2, 7, 6, 8}), k = leaf({2, 7, 2, 8}),
+                   v = leaf({2, 7, 2, 8});
+  const at::Tensor g = at::randn({2, 7, 48}, generator_).to(GetParam());
+  const at::Tensor qe = exact(q), ke = exact(k), ve = exact(v);
+  const at::Tensor y = causal_attention(q, k, v);
+  y.backward(g);
+  const auto heads = [](const at::Tensor& t) {
+    return t.repeat_interleave(6 / t.size(2), 2).transpose(1, 2);
+  };
+  const at::Tensor scores =
+      at::matmul(heads(qe), heads(ke).transpose(2, 3)) / std::sqrt(8.0);
+  const at::Tensor mask = at::ones({7, 7}, at::kBool).tril().logical_not();
+  const at::Tensor ye =
+      at::matmul(scores.masked_fill(mask, -INFINITY).softmax(-1), heads(ve))
+          .transpose(1, 2)
+          .reshape({2, 7, 48});
+  ye.backward(g.to(at::kDouble));
+  expect_close(y, ye);
+  expect_close(q.grad(), qe.grad());
+  expect_close(k.grad(), ke.grad());
+  expect_close(v.grad(), ve.grad());
+}
+
+TEST(Rope, LlamaScalingKeepsFastAndStretchesSlowRotations) {
+  const RopeOptions plain{.head_dim = 128, .theta = 500000.0};
+  RopeOptions scaled = plain;
+  scaled.scaling = RopeScaling{};
+  const auto a = rope_frequencies(plain), b = rope_frequencies(scaled);
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    const double wavelength = 2 * std::numbers::pi / a[i];
+    if (wavelength < 8192.0 / 4.0) {
+      EXPECT_DOUBLE_EQ(b[i], a[i]);
+    } else if (wavelength > 8192.0) {
+      EXPECT_DOUBLE_EQ(b[i], a[i] / 8.0);
+    } else {
+      EXPECT_LT(b[i], a[i]);
+      EXPECT_GT(b[i], a[i] / 8.0);
+    }
+  }
+}
+
+TEST(Linear, SecondDerivativesTakeThePlainPath) {
+  const at::Tensor x = at::randn({3, 4}).requires_grad_();
+  const at::Tensor w = at::randn({2, 4}).requires_grad_();
+  const auto sink = std::make_shared<FakeSink>(at::kFloat);
+  const auto context = c10::make_intrusive<ModuleContext>();
+  context->wgrad_sink = sink;
+  const at::Tensor y = nn::linear(x, w, {}, {}, context).pow(3).sum();
+  const auto first = torch::autograd::grad({y}, {w}, {}, true, true);
+  first[0].sum().backward();
+  EXPECT_TRUE(x.grad().defined());
+}
+
+TEST(RmsNorm, RefusesCreateGraphByName) {
+  const at::Tensor x = at::randn({3, 4}).requires_grad_();
+  const at::Tensor y = rms_norm(x, at::ones({4}), 1e-5).sum();
+  try {
+    torch::autograd::grad({y}, {x}, {}, true, true);
+    FAIL() << "did not throw";
+  } catch (const Error& e) {
+    EXPECT_NE(e.message().find("RMSNorm"), std::string::npos);
+  }
+}
+
+TEST(Layers, WrongShapesAreRefused) {
+  EXPECT_THROW(nn::linear(at::ones({2, 3}), at::ones({4, 5})), Error);
+  EXPECT_THROW(rms_norm(at::ones({2, 3}), at::ones({4}), 1e-5), Error);
+  EXPECT_THROW(swiglu(at::ones({2, 3}), at::ones({3, 2})), Error);
+  EXPECT_THROW(nn::embedding(at::ones({2}), at::ones({4, 5})), Error);
+  EXPECT_THROW(
+      causal_attention(
+          at::ones({1, 2, 3, 4}),
+          at::ones({1, 2, 2, 4}),
+          at::ones({1, 2, 2, 4})),
+      Error);
+}
+
+TEST(Dropout, ScalesAndFollowsItsGenerator) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(3);
+  Dropout dropout(0.25, generator);
+  const at::Tensor x = at::ones({10000});
+  const at::Tensor a = dropout(x);
+  generator.set_current_seed(3);
+  EXPECT_TRUE(at::equal(a, dropout(x)));
+  EXPECT_FALSE(at::equal(a, dropout(x)));
+  // Standard deviation of the mean: sqrt(p / (1 - p) / n) = 0.0058.
+  EXPECT_NEAR(a.mean().item<float>(), 1.0, 6 * 0.0058);
+  dropout->eval();
+  EXPECT_TRUE(dropout(x).is_same(x));
+}
+
+}  // namespace
+}  // namespace flatshard::nn
