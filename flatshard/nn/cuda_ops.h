@@ -16,8 +16,7 @@ namespace flatshard::nn::cuda {
 bool takes(const at::Tensor& tensor);
 /// Whether ATen's cuDNN attention runs on the current GPU.
 bool has_cudnn_attention();
-/// The devices' default generators that hold state to replay, and state as
-/// such: empty without CUDA.
+/// The default generator of a CUDA device; empty for any other device.
 std::optional<at::Generator> default_generator(at::Device device);
 
 /// @param delta  added to x first when defined; `sum` is then x + delta, else
