@@ -94,7 +94,11 @@ at::Tensor linear(
       c10::str(x.sizes()));
   // Undefined tensors go as empty optionals: a Function refuses them otherwise.
   return LinearFunction::apply(
-      x, weight, as_optional(bias), as_optional(residual), context);
+      x,
+      weight,
+      as_optional(bias),
+      as_optional(residual),
+      context);
 }
 
 LinearImpl::LinearImpl(

@@ -195,8 +195,7 @@ std::tuple<at::Tensor, at::Tensor> add_rms_norm(
       c10::str(x.sizes()),
       c10::str(delta.sizes()));
   const variable_list out =
-      RmsNormFunction::apply(
-          x, as_optional(delta), weight, eps, context);
+      RmsNormFunction::apply(x, as_optional(delta), weight, eps, context);
   return {out[1], out[0]};
 }
 
