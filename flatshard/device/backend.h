@@ -2,6 +2,7 @@
 
 #include "flatshard/device/memory.h"
 #include "flatshard/device/stream.h"
+#include "flatshard/device/timer.h"
 
 // The link-time choice inside this folder: cuda_*.cpp or no_cuda.cpp.
 namespace flatshard::detail {
@@ -12,6 +13,7 @@ std::shared_ptr<Stream> current_cuda_stream(at::Device device);
 void set_current_cuda_device(at::Device device);
 MemoryStats cuda_memory_stats(at::Device device);
 void reset_cuda_peak_memory(at::Device device);
+std::unique_ptr<StreamTimer> make_cuda_timer(at::Device device);
 
 std::shared_ptr<Stream> make_cpu_stream(
     std::string name,

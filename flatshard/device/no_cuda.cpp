@@ -54,5 +54,9 @@ void reset_cuda_peak_memory(at::Device /*device*/) {
   throw_no_cuda("CUDA memory statistics");
 }
 
+std::unique_ptr<StreamTimer> make_cuda_timer(at::Device /*device*/) {
+  throw_no_cuda("CUDA timer");
+}
+
 }  // namespace detail
 }  // namespace flatshard

@@ -3,11 +3,14 @@
 
 #include "flatshard/optim/flat_update_kernels.h"
 
+#include <algorithm>
+
 namespace flatshard::kernels {
 namespace {
 
 constexpr int kThreads = 256;
 constexpr int kVector = 4;
+constexpr std::int64_t kMaxBlocks = 132 * 16;  // 16 a multiprocessor of H100
 
 // Four values as float, whatever their dtype, with one load.
 template <class T>
@@ -137,9 +140,10 @@ template <class Grad, class Compute, class Rule>
 void launch(const FlatUpdatePointers& p, Rule rule, cudaStream_t stream) {
   const std::int64_t vectors = p.numel / kVector;
   const std::int64_t blocks = (vectors + kThreads - 1) / kThreads;
-  const int grid = static_cast<int>(blocks < 132 * 16 ? blocks : 132 * 16);
-  update_kernel<Grad, Compute, Rule> < < <grid> 0 ? grid : 1, kThreads, 0,
-      stream >>> (p, rule);
+  const auto grid =
+      static_cast<unsigned>(std::clamp<std::int64_t>(blocks, 1, kMaxBlocks));
+  const auto kernel = update_kernel<Grad, Compute, Rule>;
+  kernel<<<grid, kThreads, 0, stream>>>(p, rule);
 }
 
 template <class Grad, class Rule>

@@ -240,6 +240,7 @@ std::shared_ptr<Runtime> fully_shard(
       {.prefetch = options.prefetch,
        .reshard_after_forward = options.reshard_after_forward,
        .streams = options.streams,
+       .measure_exposed = options.measure_exposed,
        .trace = options.trace});
   connect(root, runtime);
   return runtime;

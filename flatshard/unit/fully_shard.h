@@ -43,6 +43,7 @@ struct FullyShardOptions {
   /// For tests: delays on the communication streams.
   StreamOptions streams;
   bool trace = false;
+  bool measure_exposed = false;
 };
 
 /// Shards every parameter below `root` over `mesh` and installs the hooks that

@@ -49,6 +49,9 @@ Runtime::Runtime(
   reduce.high_priority = true;
   reduce.delay_seed += 1;
   reduce_stream_ = make_stream(mesh_->device(), "reduce", reduce);
+  if (options.measure_exposed) {
+    exposed_ = make_stream_timer(mesh_->device());
+  }
   plan_slots(simulate_step(
       scheduler_.units(),
       SchedulerOptions{.prefetch = options.prefetch}));
@@ -204,7 +207,7 @@ void Runtime::execute(const Action& action) {
         drain(*units_[action.unit]);
         break;
       case ActionKind::join:
-        all_reduced_.wait(*current_stream(mesh_->device()));
+        compute_waits(all_reduced_);
         break;
     }
   } catch (const Error& e) {
@@ -246,8 +249,23 @@ void Runtime::gather(Unit& unit, Phase phase) {
   unit.gathered.record(*gather_stream_);
 }
 
+void Runtime::compute_waits(const Event& event) {
+  const auto compute = current_stream(mesh_->device());
+  if (exposed_) {
+    exposed_->start();
+  }
+  event.wait(*compute);
+  if (exposed_) {
+    exposed_->stop();
+  }
+}
+
+double Runtime::wait_and_take_exposed_ms() {
+  return exposed_ ? exposed_->wait_and_take_ms() : 0.0;
+}
+
 void Runtime::await(Unit& unit) {
-  unit.gathered.wait(*current_stream(mesh_->device()));
+  compute_waits(unit.gathered);
   unit.awaited = true;
   if (!unit.resident()) {
     unit.point_at(unit.weights_slot.data);

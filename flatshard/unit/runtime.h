@@ -2,6 +2,7 @@
 
 #include "flatshard/buffer/slot_pool.h"
 #include "flatshard/device/stream.h"
+#include "flatshard/device/timer.h"
 #include "flatshard/nn/module.h"
 #include "flatshard/nn/wgrad.h"
 #include "flatshard/schedule/scheduler.h"
@@ -22,6 +23,8 @@ struct RuntimeOptions {
   bool reshard_after_forward = true;
   /// Delays for tests; the names of the streams are part of the seed.
   StreamOptions streams;
+  /// Measure how long compute waits for collectives.
+  bool measure_exposed = false;
   /// Keep every event and action since the last clear_trace (tests, reports).
   bool trace = false;
 };
@@ -78,6 +81,9 @@ class Runtime : public nn::WgradSink,
   const Scheduler& scheduler() const { return scheduler_; }
   const SlotPool& pool() const { return pool_; }
   const SlotPlan& plan() const { return plan_; }
+  /// How long compute waited for gathers and reductions since the last call,
+  /// with RuntimeOptions::measure_exposed; else 0. Blocks the host.
+  double wait_and_take_exposed_ms();
   RuntimeTrace trace() const;
   void clear_trace();
   /// The step that error messages name.
@@ -137,6 +143,7 @@ class Runtime : public nn::WgradSink,
   void reduce(Unit& unit, bool collective);
   void drain(Unit& unit);
   void* grads_slot(Unit& unit);
+  void compute_waits(const Event& event);
   std::string context(const Action& action) const;
 
   std::shared_ptr<Mesh> mesh_;
@@ -147,6 +154,7 @@ class Runtime : public nn::WgradSink,
   SlotPlan plan_;
   std::shared_ptr<Stream> gather_stream_;
   std::shared_ptr<Stream> reduce_stream_;
+  std::unique_ptr<StreamTimer> exposed_;
   Event weights_ready_;
   Event all_reduced_;
   std::int64_t seen_generation_ = -1;

@@ -10,10 +10,10 @@
 namespace flatshard {
 namespace {
 
-using testing::TrainingCase;
-using testing::TrainingResult;
 using testing::train_plain;
 using testing::train_toy;
+using testing::TrainingCase;
+using testing::TrainingResult;
 using testing::weight_distance;
 
 // Sums of n float32 terms in another order differ by at most about n * eps
@@ -25,7 +25,9 @@ double tolerance(const TrainingCase& c) {
 }
 
 void expect_equal(
-    const TrainingResult& a, const TrainingResult& b, double bound) {
+    const TrainingResult& a,
+    const TrainingResult& b,
+    double bound) {
   ASSERT_EQ(a.losses.size(), b.losses.size());
   for (std::size_t i = 0; i < a.losses.size(); ++i) {
     EXPECT_NEAR(a.losses[i], b.losses[i], bound * std::abs(a.losses[i]));
@@ -131,7 +133,8 @@ TEST(Parity, OneRankEqualsPlainAutograd) {
 }
 
 TEST(Parity, ScalingModesAgree) {
-  for (const GradScaling scaling : {GradScaling::pre_scaled, GradScaling::sum}) {
+  for (const GradScaling scaling :
+       {GradScaling::pre_scaled, GradScaling::sum}) {
     for (const char* strategy : {"zero1", "zero3"}) {
       TrainingCase c{.strategy = strategy, .mesh = {4}, .microbatches = 2};
       c.scaling = scaling;

@@ -33,13 +33,14 @@ std::pair<at::Tensor, at::Tensor> batch(int step, int rank, int microbatch) {
 }
 
 std::unique_ptr<Optimizer> make_optimizer(
-    const std::string& name, const std::vector<ParamGroup*>& groups) {
+    const std::string& name,
+    const std::vector<ParamGroup*>& groups) {
   if (name == "sgd") {
     return std::make_unique<Sgd>(
-        groups, SgdOptions{.momentum = 0.9, .weight_decay = kDecay});
+        groups,
+        SgdOptions{.momentum = 0.9, .weight_decay = kDecay});
   }
-  return std::make_unique<AdamW>(
-      groups, AdamWOptions{.weight_decay = kDecay});
+  return std::make_unique<AdamW>(groups, AdamWOptions{.weight_decay = kDecay});
 }
 
 }  // namespace
@@ -60,7 +61,9 @@ at::Tensor ToyBlockImpl::forward(const at::Tensor& x) {
 }
 
 ToyModelImpl::ToyModelImpl(
-    std::int64_t dim, int num_blocks, bool with_root_parameter) {
+    std::int64_t dim,
+    int num_blocks,
+    bool with_root_parameter) {
   if (with_root_parameter) {
     temperature_ =
         declare_parameter("temperature", {3}, InitSpec::normal(0.3F, 0.1F));
@@ -72,11 +75,14 @@ ToyModelImpl::ToyModelImpl(
   out_ = register_module(
       "out",
       nn::Linear(
-          dim, dim, nn::LinearOptions{.init = InitSpec::normal(0, 0.2F)}));
+          dim,
+          dim,
+          nn::LinearOptions{.init = InitSpec::normal(0, 0.2F)}));
 }
 
 at::Tensor ToyModelImpl::forward(
-    const at::Tensor& x, const at::Tensor& target) {
+    const at::Tensor& x,
+    const at::Tensor& target) {
   at::Tensor h = x;
   for (ToyBlock& block : blocks_) {
     h = block(h);
@@ -99,7 +105,10 @@ std::vector<nn::Module*> ToyModelImpl::unit_modules() {
 
 int TrainingCase::world() const {
   return static_cast<int>(std::accumulate(
-      mesh.begin(), mesh.end(), std::int64_t{1}, std::multiplies<>()));
+      mesh.begin(),
+      mesh.end(),
+      std::int64_t{1},
+      std::multiplies<>()));
 }
 
 void collect_weights(
@@ -152,7 +161,7 @@ TrainingResult train_toy(const TrainingCase& c) {
     const int batch_world = c.batch_world > 0 ? c.batch_world : c.world();
     const int runs = batch_world / c.world();
     const double divisor = static_cast<double>(c.microbatches) * runs *
-        (c.scaling == GradScaling::sum ? c.world() : 1);
+                           (c.scaling == GradScaling::sum ? c.world() : 1);
     for (int step = 0; step < c.steps; ++step) {
       for (int m = 0; m < c.microbatches; ++m) {
         for (int r = 0; r < runs; ++r) {
@@ -238,7 +247,8 @@ TrainingResult train_plain(const TrainingCase& c) {
   for (const auto& p : parameters) {
     const at::Tensor flat = p.tensor.detach().flatten();
     result.weights[p.name].assign(
-        flat.data_ptr<float>(), flat.data_ptr<float>() + flat.numel());
+        flat.data_ptr<float>(),
+        flat.data_ptr<float>() + flat.numel());
   }
   return result;
 }

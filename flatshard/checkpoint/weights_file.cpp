@@ -1,0 +1,118 @@
+#include "flatshard/checkpoint/weights_file.h"
+
+#include "flatshard/checkpoint/safetensors.h"
+#include "flatshard/core/error.h"
+
+#include <ATen/ATen.h>
+#include <fmt/ranges.h>
+
+#include <cstring>
+#include <optional>
+
+namespace flatshard {
+namespace {
+
+std::string dtype_name(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return "F32";
+    case at::kBFloat16:
+      return "BF16";
+    case at::kHalf:
+      return "F16";
+    default:
+      FLATSHARD_THROW(
+          internal,
+          "no weights file dtype for {}",
+          c10::toString(dtype));
+  }
+}
+
+at::ScalarType dtype_of(const std::string& name, const std::string& tensor) {
+  if (name == "F32") {
+    return at::kFloat;
+  }
+  if (name == "BF16") {
+    return at::kBFloat16;
+  }
+  FLATSHARD_CHECK(
+      name == "F16",
+      format,
+      "tensor {}: expected dtype F32, BF16 or F16, got {}",
+      tensor,
+      name);
+  return at::kHalf;
+}
+
+}  // namespace
+
+void save_weights(
+    const std::vector<const ParamGroup*>& groups,
+    const std::filesystem::path& path,
+    const std::map<std::string, std::string>& metadata) {
+  const at::NoGradGuard no_grad;
+  FLATSHARD_CHECK(!groups.empty(), usage, "expected at least one group");
+  const bool writes = groups.front()->mesh()->rank() == 0;
+  std::optional<SafetensorsWriter> writer;
+  if (writes) {
+    std::vector<SafetensorsSpec> specs;
+    for (const ParamGroup* group : groups) {
+      for (const GroupParameter& p : group->parameters()) {
+        specs.push_back(
+            {p.names.front(), dtype_name(group->main().dtype()), p.shape});
+      }
+    }
+    writer.emplace(path, specs, metadata);
+  }
+  for (const ParamGroup* group : groups) {
+    const Placements whole(group->mesh()->num_axes(), Placement::replicate());
+    const FlatBuffer gathered =
+        group->main().redistribute(whole, Purpose::gather);
+    if (!writes) {
+      continue;
+    }
+    for (std::size_t i = 0; i < group->parameters().size(); ++i) {
+      const at::Tensor values = gathered.view(i).cpu().contiguous();
+      writer->write(
+          group->parameters()[i].names.front(),
+          {static_cast<const std::byte*>(values.data_ptr()), values.nbytes()});
+    }
+  }
+  if (writes) {
+    writer->finish();
+  }
+}
+
+struct WeightsFile::Impl {
+  SafetensorsReader reader;
+};
+
+WeightsFile::WeightsFile(const std::filesystem::path& path)
+    : impl_(std::make_unique<Impl>(Impl{SafetensorsReader(path)})) {
+}
+
+WeightsFile::~WeightsFile() = default;
+
+void WeightsFile::read(const std::string& name, const at::Tensor& out) const {
+  const at::NoGradGuard no_grad;
+  const SafetensorsEntry& entry = impl_->reader.entry(name);
+  FLATSHARD_CHECK(
+      out.sizes() == at::IntArrayRef(entry.shape),
+      format,
+      "tensor {} of {}: expected shape {}, got [{}]",
+      name,
+      impl_->reader.path().string(),
+      c10::str(out.sizes()),
+      fmt::join(entry.shape, ", "));
+  const auto bytes = impl_->reader.data(entry);
+  const at::Tensor host =
+      at::empty(entry.shape, dtype_of(entry.dtype, entry.name));
+  std::memcpy(host.data_ptr(), bytes.data(), bytes.size());
+  out.copy_(host);
+}
+
+const std::map<std::string, std::string>& WeightsFile::metadata() const {
+  return impl_->reader.metadata();
+}
+
+}  // namespace flatshard

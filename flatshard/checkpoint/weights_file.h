@@ -1,0 +1,41 @@
+#pragma once
+
+#include "flatshard/group/param_group.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <filesystem>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace flatshard {
+
+/// Writes the main weights of all groups to one safetensors file, under the
+/// parameters' names. Collective over the groups' mesh: rank 0 writes, all
+/// gather. At most one group is whole in memory at a time. A tied parameter is
+/// written once, under its main name. Blocks.
+///
+/// The file appears under its name only when it is complete.
+/// @throws Error{io} on the rank that writes.
+void save_weights(
+    const std::vector<const ParamGroup*>& groups,
+    const std::filesystem::path& path,
+    const std::map<std::string, std::string>& metadata = {});
+
+/// Fills `out` (any float dtype, CPU or CUDA) with the tensor `name` of the
+/// file. @throws Error{format} when it is missing or of another shape.
+class WeightsFile {
+ public:
+  explicit WeightsFile(const std::filesystem::path& path);
+  ~WeightsFile();
+
+  void read(const std::string& name, const at::Tensor& out) const;
+  const std::map<std::string, std::string>& metadata() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace flatshard

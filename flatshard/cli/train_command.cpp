@@ -1,0 +1,119 @@
+#include "flatshard/cli/train_command.h"
+
+#include "flatshard/comm/launch.h"
+#include "flatshard/core/error.h"
+#include "flatshard/core/log.h"
+#include "flatshard/train/config.h"
+#include "flatshard/train/generate.h"
+#include "flatshard/train/trainer.h"
+
+#include <CLI/CLI.hpp>
+
+#include <cstdlib>
+#include <memory>
+
+namespace flatshard {
+namespace {
+
+struct TrainArguments {
+  std::string config;
+  std::vector<std::string> overrides;
+  int nproc = 1;
+  std::string device = "auto";
+  bool help_config = false;
+};
+
+void train(const TrainArguments& arguments, std::vector<std::string> argv) {
+  if (arguments.help_config) {
+    fmt::print("{}", describe_config());
+    return;
+  }
+  FLATSHARD_CHECK(
+      !arguments.config.empty(),
+      config,
+      "expected a config file: flatshard train CONFIG.toml");
+  const Config config = load_config(arguments.config, arguments.overrides);
+  if (!launched_by_environment() && arguments.nproc > 1) {
+    resolve_config(config, arguments.nproc);  // errors once, not per rank
+    const int code = spawn_local_ranks(arguments.nproc, argv);
+    if (code != 0) {
+      throw CLI::RuntimeError(code);
+    }
+    return;
+  }
+  const RankEnvironment env = rank_environment_from_env();
+  if (env.world_size > 1) {
+    set_log_prefix(fmt::format("rank {}/{}", env.rank, env.world_size));
+  }
+  // Errors of NCCL are thrown here, not turned into an exit by its watchdog.
+  setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", 0);
+  Trainer trainer(config, env, arguments.device);
+  trainer.run();
+}
+
+}  // namespace
+
+void add_train_command(
+    CLI::App& program,
+    const std::vector<std::string>& argv) {
+  CLI::App* command = program.add_subcommand(
+      "train",
+      "Train a model, sharded over all ranks of the job");
+  const auto arguments = std::make_shared<TrainArguments>();
+  command->add_option("config", arguments->config, "The run as a TOML file");
+  command
+      ->add_option(
+          "--nproc",
+          arguments->nproc,
+          "Ranks to start on this machine [1]; ignored under torchrun or Slurm")
+      ->check(CLI::PositiveNumber);
+  command->add_option(
+      "--set",
+      arguments->overrides,
+      "section.key=value, over the file's; may be given several times");
+  command->add_option(
+      "--device",
+      arguments->device,
+      "auto, cpu or cuda [auto]");
+  command->add_flag(
+      "--help-config",
+      arguments->help_config,
+      "Print every key of the config with its default and meaning");
+  command->footer(
+      "Examples:\n"
+      "  flatshard train examples/demo.toml --nproc 2\n"
+      "  torchrun --no-python --nproc_per_node 8 build/flatshard train "
+      "run.toml --set training.steps=100");
+  command->callback([arguments, argv] { train(*arguments, argv); });
+}
+
+void add_generate_command(CLI::App& program) {
+  CLI::App* command = program.add_subcommand(
+      "generate",
+      "Continue a text with the weights of a finished run");
+  const auto options = std::make_shared<GenerateOptions>();
+  command->add_option("--run", options->run, "output_dir of the run")
+      ->required();
+  command->add_option("--prompt", options->prompt, "Text to continue");
+  command->add_option(
+      "--max-new-tokens",
+      options->max_new_tokens,
+      "Tokens to add [200]");
+  command->add_option(
+      "--temperature",
+      options->temperature,
+      "0 takes the likeliest token, 1 the model's own distribution [0.8]");
+  command->add_option(
+      "--top-k",
+      options->top_k,
+      "Draw among the k likeliest; 0: all [0]");
+  command->add_option("--seed", options->seed, "Of the draws [0]");
+  command->add_option("--device", options->device, "auto, cpu or cuda [auto]");
+  command->add_option(
+      "--corpus",
+      options->corpus,
+      "Corpus folder whose tokenizer is used [the run's data.train]");
+  command->callback([options] { fmt::print("{}\n", generate_text(*options)); });
+}
+
+}  // namespace flatshard

@@ -1,0 +1,16 @@
+#pragma once
+
+#include <CLI/App.hpp>
+
+#include <string>
+#include <vector>
+
+namespace flatshard {
+
+/// Adds `train`. @param argv  main's own, to start local ranks with.
+void add_train_command(CLI::App& program, const std::vector<std::string>& argv);
+
+/// Adds `generate`.
+void add_generate_command(CLI::App& program);
+
+}  // namespace flatshard

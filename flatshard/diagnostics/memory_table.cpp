@@ -1,0 +1,98 @@
+#include "flatshard/diagnostics/memory_table.h"
+
+#include <fmt/format.h>
+
+#include <c10/core/ScalarType.h>
+
+namespace flatshard {
+namespace {
+
+std::string human(std::int64_t nbytes) {
+  constexpr double kMiB = 1 << 20;
+  const double mib = static_cast<double>(nbytes) / kMiB;
+  return mib < 1024 ? fmt::format("{:.1f} MiB", mib)
+                    : fmt::format("{:.2f} GiB", mib / 1024);
+}
+
+}  // namespace
+
+std::vector<MemoryRow> memory_rows(
+    const Runtime& runtime,
+    std::int64_t optimizer_nbytes) {
+  ParamGroup::Bytes sum;
+  std::int64_t grads = 0;
+  std::string strategy = "-";
+  Precision precision;
+  for (const auto& unit : runtime.units()) {
+    for (const auto& group : unit->groups()) {
+      const ParamGroup::Bytes bytes = group->nbytes();
+      sum.main += bytes.main;
+      sum.compute += bytes.compute;
+      sum.inner += bytes.inner;
+      sum.local += bytes.local;
+      strategy = group->options().strategy.name;
+      precision = group->options().precision;
+      if (group->trainable()) {
+        grads +=
+            group->main().local().numel() *
+            static_cast<std::int64_t>(c10::elementSize(precision.main_grads));
+      }
+    }
+  }
+  const SlotPlan& plan = runtime.plan();
+  std::vector<MemoryRow> rows{
+      {"main weights",
+       sum.main,
+       fmt::format(
+           "{}, the optimizer's shard",
+           c10::toString(precision.main_params))},
+      {"compute weights",
+       sum.compute,
+       fmt::format(
+           "{}, what is gathered ({})",
+           c10::toString(precision.compute),
+           strategy)},
+      {"gradients",
+       grads,
+       fmt::format(
+           "{}, reduced, from the first backward on",
+           c10::toString(precision.main_grads))},
+      {"optimizer state", optimizer_nbytes, "of the main weights' shard"},
+      {"slot pool",
+       runtime.pool().arena_nbytes(),
+       fmt::format(
+           "{} uses of gathered weights and gradient slots share it; the most "
+           "alive at once is {}",
+           plan.num_keys(),
+           human(plan.peak_nbytes()))}};
+  if (sum.inner > 0) {
+    rows.push_back({"inner gradients", sum.inner, "before the outer axes"});
+  }
+  if (sum.local > 0) {
+    rows.push_back({"local gradients", sum.local, "not yet reduced"});
+  }
+  return rows;
+}
+
+std::int64_t total_nbytes(const std::vector<MemoryRow>& rows) {
+  std::int64_t sum = 0;
+  for (const MemoryRow& row : rows) {
+    sum += row.nbytes;
+  }
+  return sum;
+}
+
+std::string to_string(const std::vector<MemoryRow>& rows) {
+  std::string text = "memory of one rank, without activations\n";
+  for (const MemoryRow& row : rows) {
+    text += fmt::format(
+        "  {:<16} {:>12}  {}\n",
+        row.role,
+        human(row.nbytes),
+        row.reason);
+  }
+  text += fmt::format("  {:<16} {:>12}", "sum", human(total_nbytes(rows)));
+  return text;
+}
+
+}  // namespace flatshard

@@ -1,0 +1,22 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <filesystem>
+
+namespace flatshard {
+
+/// Records what runs between `start` and `stop` on the host and the GPU with
+/// torch's profiler (Kineto). One per process at a time.
+class TraceRecorder {
+ public:
+  explicit TraceRecorder(at::Device device) : device_(device) {}
+  void start();
+  /// Waits for the device and writes a Chrome trace, making its folder.
+  void stop(const std::filesystem::path& path);
+
+ private:
+  at::Device device_;
+};
+
+}  // namespace flatshard

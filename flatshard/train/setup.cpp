@@ -1,0 +1,216 @@
+#include "flatshard/train/setup.h"
+
+#include "flatshard/core/error.h"
+#include "flatshard/optim/adamw.h"
+#include "flatshard/optim/sgd.h"
+
+#include <fmt/ranges.h>
+
+namespace flatshard {
+namespace {
+
+template <class T, class U>
+void override_with(T& value, const std::optional<U>& key) {
+  if (key) {
+    value = static_cast<T>(*key);
+  }
+}
+
+Granularity parse_granularity(const std::string& name) {
+  if (name == "row") {
+    return Granularity::row();
+  }
+  if (name == "tensor") {
+    return Granularity::tensor();
+  }
+  FLATSHARD_CHECK(
+      name == "element",
+      config,
+      "parallelism.granularity: expected element, row or tensor, got '{}'",
+      name);
+  return Granularity::element();
+}
+
+GradScaling parse_scaling(const std::string& name) {
+  if (name == "pre_scaled_sum") {
+    return GradScaling::pre_scaled;
+  }
+  FLATSHARD_CHECK(
+      name == "mean" || name == "per_token",
+      config,
+      "precision.scaling: expected mean, pre_scaled_sum or per_token, got "
+      "'{}'",
+      name);
+  return name == "mean" ? GradScaling::mean : GradScaling::sum;
+}
+
+}  // namespace
+
+models::ModelConfig model_config(const Config& config) {
+  const Config::Model& m = config.model;
+  FLATSHARD_CHECK(
+      m.family == "llama",
+      config,
+      "model.family: expected llama, got '{}'",
+      m.family);
+  models::ModelConfig model;
+  FLATSHARD_CHECK(
+      m.preset.empty() || m.hf_config.empty(),
+      config,
+      "expected one of model.preset and model.hf_config, got both");
+  if (!m.preset.empty()) {
+    model = models::preset(m.preset);
+  } else if (!m.hf_config.empty()) {
+    model = models::from_hf_json(m.hf_config);
+  } else {
+    FLATSHARD_CHECK(
+        m.dim && m.layers && m.heads && m.ffn_dim && m.vocab_size,
+        config,
+        "expected model.preset, model.hf_config, or all of model.dim, "
+        "model.layers, model.heads, model.ffn_dim and model.vocab_size");
+    model.kv_heads = *m.heads;
+    model.head_dim = 0;
+    model.max_seq_len = config.training.seq_len;
+  }
+  override_with(model.dim, m.dim);
+  override_with(model.layers, m.layers);
+  override_with(model.heads, m.heads);
+  override_with(model.kv_heads, m.kv_heads);
+  override_with(model.head_dim, m.head_dim);
+  override_with(model.ffn_dim, m.ffn_dim);
+  override_with(model.vocab_size, m.vocab_size);
+  override_with(model.max_seq_len, m.max_seq_len);
+  override_with(model.rope_theta, m.rope_theta);
+  override_with(model.norm_eps, m.norm_eps);
+  override_with(model.tie_embeddings, m.tie_embeddings);
+  model.validate();
+  FLATSHARD_CHECK(
+      config.training.seq_len <= model.max_seq_len,
+      config,
+      "training.seq_len: expected at most model.max_seq_len = {}, got {}",
+      model.max_seq_len,
+      config.training.seq_len);
+  return model;
+}
+
+at::ScalarType parse_dtype(const std::string& name, const std::string& key) {
+  if (name == "float32") {
+    return at::kFloat;
+  }
+  if (name == "float16") {
+    return at::kHalf;
+  }
+  FLATSHARD_CHECK(
+      name == "bfloat16",
+      config,
+      "{}: expected float32, bfloat16 or float16, got '{}'",
+      key,
+      name);
+  return at::kBFloat16;
+}
+
+std::string strategy_name(const Config& config) {
+  const std::string& name = config.parallelism.strategy;
+  if (config.parallelism.data_parallel_replicate_degree == 1) {
+    return name;
+  }
+  if (name == "optim_grads_params" || name == "zero3") {
+    return "hsdp";
+  }
+  if (name == "optim" || name == "zero1") {
+    return "hsdp_zero1";
+  }
+  if (name == "optim_grads" || name == "zero2") {
+    return "hsdp_zero2";
+  }
+  return name;
+}
+
+std::vector<MeshAxis> mesh_axes(const Config& config) {
+  const auto& p = config.parallelism;
+  if (p.data_parallel_replicate_degree == 1) {
+    return {{"dp", p.data_parallel_shard_degree}};
+  }
+  return {
+      {"replicate", p.data_parallel_replicate_degree},
+      {"shard", p.data_parallel_shard_degree}};
+}
+
+FullyShardOptions shard_options(const Config& config) {
+  const Config::Precision& p = config.precision;
+  FullyShardOptions options;
+  options.strategy = strategy_name(config);
+  options.precision = {
+      .compute = parse_dtype(p.compute, "precision.compute"),
+      .reduce = parse_dtype(p.reduce, "precision.reduce"),
+      .main_params = parse_dtype(p.main_params, "precision.main_params"),
+      .main_grads = parse_dtype(p.main_grads, "precision.main_grads")};
+  options.scaling = parse_scaling(p.scaling);
+  options.prefetch = static_cast<int>(config.parallelism.prefetch);
+  options.reshard_after_forward = config.parallelism.reshard_after_forward;
+  options.granularity = parse_granularity(config.parallelism.granularity);
+  options.layout.max_padding = config.parallelism.max_padding;
+  options.seed = static_cast<std::uint64_t>(config.run.seed);
+  options.streams.delay_seed =
+      static_cast<std::uint64_t>(config.debug.comm_delay_seed);
+  options.streams.max_delay_us = static_cast<int>(config.debug.comm_delay_us);
+  options.measure_exposed = true;
+  return options;
+}
+
+std::unique_ptr<Optimizer> make_optimizer(
+    const Config& config,
+    const std::vector<ParamGroup*>& groups) {
+  const Config::Optimizer& o = config.optimizer;
+  if (o.name == "sgd") {
+    return std::make_unique<Sgd>(
+        groups,
+        SgdOptions{.momentum = o.momentum, .weight_decay = o.weight_decay});
+  }
+  FLATSHARD_CHECK(
+      o.name == "adamw",
+      config,
+      "optimizer.name: expected adamw or sgd, got '{}'",
+      o.name);
+  return std::make_unique<AdamW>(
+      groups,
+      AdamWOptions{
+          .beta1 = o.beta1,
+          .beta2 = o.beta2,
+          .eps = o.eps,
+          .weight_decay = o.weight_decay});
+}
+
+LrSchedule lr_schedule(const Config& config) {
+  LrSchedule schedule{
+      .kind = LrSchedule::parse_kind(config.lr_scheduler.name),
+      .base_lr = config.optimizer.lr,
+      .total_steps = config.training.steps,
+      .warmup_steps = config.lr_scheduler.warmup_steps,
+      .decay_ratio = config.lr_scheduler.decay_ratio,
+      .min_lr_factor = config.lr_scheduler.min_lr_factor};
+  schedule.validate();
+  return schedule;
+}
+
+at::Device choose_device(const std::string& name, const RankEnvironment& env) {
+  const int gpus = name == "cpu" ? 0 : num_cuda_devices();
+  if (name == "cpu" || (name == "auto" && gpus == 0)) {
+    return at::kCPU;
+  }
+  FLATSHARD_CHECK(
+      name == "auto" || name == "cuda",
+      config,
+      "--device: expected auto, cpu or cuda, got '{}'",
+      name);
+  FLATSHARD_CHECK(
+      env.local_rank < gpus,
+      config,
+      "expected a GPU for local rank {}, got {} GPUs; start fewer ranks or use "
+      "--device cpu",
+      env.local_rank,
+      gpus);
+  return {at::kCUDA, static_cast<c10::DeviceIndex>(env.local_rank)};
+}
+
+}  // namespace flatshard

@@ -1,0 +1,45 @@
+#pragma once
+
+#include "flatshard/comm/launch.h"
+#include "flatshard/comm/mesh.h"
+#include "flatshard/models/config.h"
+#include "flatshard/optim/lr_schedule.h"
+#include "flatshard/optim/optimizer.h"
+#include "flatshard/train/config.h"
+#include "flatshard/unit/fully_shard.h"
+
+#include <memory>
+#include <string>
+#include <vector>
+
+// From a Config's words to the objects of the library.
+namespace flatshard {
+
+/// [model]: preset or hf_config first, then every key that is set.
+/// @throws Error{config} naming the key.
+models::ModelConfig model_config(const Config& config);
+
+/// torch's name of a dtype, e.g. "bfloat16". @throws Error{config}.
+at::ScalarType parse_dtype(const std::string& name, const std::string& key);
+
+/// The name that Strategy::named knows for this mesh: a replicate degree above
+/// 1 turns zero1, zero2 and zero3 into their HSDP forms.
+std::string strategy_name(const Config& config);
+
+/// {dp: n}, or {replicate: r, shard: s}. The config is resolved.
+std::vector<MeshAxis> mesh_axes(const Config& config);
+
+/// Everything but the units.
+FullyShardOptions shard_options(const Config& config);
+
+std::unique_ptr<Optimizer> make_optimizer(
+    const Config& config,
+    const std::vector<ParamGroup*>& groups);
+
+LrSchedule lr_schedule(const Config& config);
+
+/// "cpu", "cuda" or "auto" (a GPU when there is one for this local rank).
+/// @throws Error{config} when there is no such device.
+at::Device choose_device(const std::string& name, const RankEnvironment& env);
+
+}  // namespace flatshard

@@ -1,0 +1,352 @@
+#include "flatshard/train/trainer.h"
+
+#include "flatshard/checkpoint/weights_file.h"
+#include "flatshard/comm/store.h"
+#include "flatshard/core/error.h"
+#include "flatshard/core/log.h"
+#include "flatshard/device/memory.h"
+#include "flatshard/diagnostics/memory_table.h"
+#include "flatshard/models/flops.h"
+#include "flatshard/optim/clip.h"
+#include "flatshard/train/profile.h"
+#include "flatshard/train/setup.h"
+#include "flatshard/unit/fully_shard.h"
+
+#include <ATen/ATen.h>
+
+#include <chrono>
+#include <cmath>
+
+namespace flatshard {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double ms_since(Clock::time_point begin) {
+  return std::chrono::duration<double, std::milli>(Clock::now() - begin)
+      .count();
+}
+
+// Dense bf16 peak of the GPU in FLOP/s, for mfu; unset when unknown.
+// Source: NVIDIA H100 and H200 data sheets (SXM, without sparsity).
+std::optional<double> peak_flops(at::Device device, const Config& config) {
+  if (device.is_cuda() && config.precision.compute == "bfloat16") {
+    return 989e12;
+  }
+  return std::nullopt;
+}
+
+std::shared_ptr<Mesh>
+make_mesh(const Config& config, const RankEnvironment& env, at::Device device) {
+  if (env.world_size == 1) {
+    return Mesh::single(device);
+  }
+  return Mesh::create(mesh_axes(config), env.rank, make_tcp_store(env), device);
+}
+
+}  // namespace
+
+struct Trainer::Interval {
+  Clock::time_point begin = Clock::now();
+  std::int64_t steps = 0;
+  double data_ms = 0;
+  double host_ms = 0;
+};
+
+Trainer::Trainer(
+    const Config& config,
+    RankEnvironment env,
+    const std::string& device)
+    : config_(resolve_config(config, env.world_size)),
+      env_(std::move(env)),
+      device_(choose_device(device, env_)),
+      model_config_(model_config(config_)),
+      schedule_(lr_schedule(config_)) {
+  FLATSHARD_CHECK(
+      config_.precision.scaling != "per_token",
+      config,
+      "precision.scaling = per_token: the trainer's batches hold equally many "
+      "tokens on every rank, so mean is per token; use mean");
+  set_current_device(device_);
+  if (config_.debug.deterministic) {
+    at::globalContext().setDeterministicAlgorithms(true, false);
+  }
+  const Config::Training& t = config_.training;
+  // Data first: a wrong path should not wait for the model.
+  const auto seed = static_cast<std::uint64_t>(config_.run.seed);
+  const auto loader_options = [&](bool shuffle) {
+    return data::LoaderOptions{
+        .seed = seed,
+        .seq_len = t.seq_len,
+        .global_batch_size = t.global_batch_size,
+        .vocab_size = model_config_.vocab_size,
+        .shuffle = shuffle};
+  };
+  FLATSHARD_CHECK(
+      !config_.data.train.empty(),
+      config,
+      "data.train: expected a corpus folder (see `flatshard data prepare`) or "
+      "\"random\"");
+  train_loader_.emplace(
+      data::open_token_source(
+          config_.data.train,
+          "train",
+          seed,
+          model_config_.vocab_size),
+      loader_options(true));
+  if (config_.validation.freq > 0) {
+    const std::string& folder = config_.data.validation.empty()
+                                    ? config_.data.train
+                                    : config_.data.validation;
+    validation_loader_.emplace(
+        data::open_token_source(
+            folder,
+            "validation",
+            seed + 1,
+            model_config_.vocab_size),
+        loader_options(false));
+  }
+  num_microbatches_ =
+      train_loader_->num_microbatches(env_.world_size, t.local_batch_size);
+
+  mesh_ = make_mesh(config_, env_, device_);
+  model_ = models::Llama(
+      model_config_,
+      models::LlamaOptions{
+          .activation_checkpoint = models::parse_activation_checkpoint(
+              config_.activation_checkpoint.mode)});
+  FullyShardOptions options = shard_options(config_);
+  if (mesh_->num_axes() == 1 &&
+      config_.parallelism.data_parallel_replicate_degree > 1) {
+    options.strategy = config_.parallelism.strategy;
+  }
+  for (const auto& module : model_->unit_modules()) {
+    options.units.push_back(module.get());
+  }
+  runtime_ = fully_shard(*model_, mesh_, options);
+  optimizer_ = make_optimizer(config_, runtime_->groups());
+  flops_per_token_ = models::flops_per_token(model_config_, t.seq_len);
+
+  const auto shape = {t.local_batch_size, t.seq_len};
+  auto host = at::TensorOptions().dtype(at::kLong);
+  tokens_host_ = at::empty(shape, host.pinned_memory(device_.is_cuda()));
+  targets_host_ = at::empty(shape, host.pinned_memory(device_.is_cuda()));
+  tokens_ = at::empty(shape, host.device(device_));
+  targets_ = at::empty(shape, host.device(device_));
+  if (env_.rank == 0) {
+    save_config(config_);
+    metrics_.emplace(
+        std::filesystem::path(config_.run.output_dir) / "metrics.jsonl");
+    announce();
+  }
+}
+
+Trainer::~Trainer() = default;
+
+void Trainer::announce() const {
+  fmt::print("{}\n", to_toml(config_));
+  fmt::print(
+      "model: {} parameters; {} ranks of {}; strategy {}; {} microbatches per "
+      "step\n",
+      with_commas(models::num_parameters(model_config_)),
+      env_.world_size,
+      device_.is_cuda() ? "GPU" : "CPU",
+      strategy_name(config_),
+      num_microbatches_);
+  fmt::print(
+      "tflops and mfu count 6 N + 12 L d T per token (attention as if it were "
+      "not causal, no recompute): {:.2f} GFLOP per token\n",
+      flops_per_token_ * 1e-9);
+  const auto rows = memory_rows(*runtime_, optimizer_->state_nbytes());
+  fmt::print("{}\n", to_string(rows));
+  std::fflush(stdout);
+}
+
+void Trainer::load(
+    data::Loader& loader,
+    std::int64_t microbatch,
+    Interval& interval) {
+  const auto begin = Clock::now();
+  if (device_.is_cuda()) {
+    // The last copy from the pinned buffers must be over.
+    current_stream(device_)->synchronize();
+  }
+  const auto span = [](const at::Tensor& t) {
+    return std::span<std::int64_t>(
+        t.data_ptr<std::int64_t>(),
+        static_cast<std::size_t>(t.numel()));
+  };
+  loader.read(
+      {.rank = env_.rank,
+       .world = env_.world_size,
+       .local_batch = config_.training.local_batch_size,
+       .microbatch = microbatch},
+      span(tokens_host_),
+      span(targets_host_));
+  tokens_.copy_(tokens_host_, /*non_blocking=*/true);
+  targets_.copy_(targets_host_, /*non_blocking=*/true);
+  interval.data_ms += ms_since(begin);
+}
+
+at::Tensor Trainer::forward_backward(std::int64_t step, Interval& interval) {
+  runtime_->set_step(step);
+  at::Tensor sum;
+  for (std::int64_t m = 0; m < num_microbatches_; ++m) {
+    load(*train_loader_, m, interval);
+    const auto begin = Clock::now();
+    runtime_->set_is_last_microbatch(m == num_microbatches_ - 1);
+    const at::Tensor loss = model_(tokens_, targets_);
+    (num_microbatches_ == 1 ? loss
+                            : loss / static_cast<double>(num_microbatches_))
+        .backward();
+    const at::Tensor value = loss.detach();
+    sum = sum.defined() ? sum + value : value;
+    interval.host_ms += ms_since(begin);
+  }
+  train_loader_->advance();
+  return sum / static_cast<double>(num_microbatches_);
+}
+
+double Trainer::mean_over_ranks(const at::Tensor& loss) {
+  const at::Tensor mean = loss.to(at::kFloat).reshape({1}).clone();
+  if (env_.world_size > 1) {
+    mesh_->world(Purpose::reduce).all_reduce(mean, ReduceOp::avg);
+  }
+  return mean.item<double>();
+}
+
+double Trainer::validate() {
+  const at::NoGradGuard no_grad;
+  Interval unused;
+  validation_loader_->rewind();
+  at::Tensor sum = at::zeros({}, at::TensorOptions().device(device_));
+  std::int64_t count = 0;
+  for (std::int64_t i = 0; i < config_.validation.steps; ++i) {
+    for (std::int64_t m = 0; m < num_microbatches_; ++m) {
+      load(*validation_loader_, m, unused);
+      sum += model_(tokens_, targets_);
+      ++count;
+    }
+    validation_loader_->advance();
+  }
+  return mean_over_ranks(sum / static_cast<double>(count));
+}
+
+void Trainer::log_step(
+    std::int64_t step,
+    const at::Tensor& loss,
+    const at::Tensor& norm,
+    double lr,
+    Interval& interval) {
+  const double mean_loss = mean_over_ranks(loss);  // waits for the device
+  const auto steps = static_cast<double>(interval.steps);
+  const double step_ms = ms_since(interval.begin) / steps;
+  const double tokens = static_cast<double>(
+      config_.training.global_batch_size * config_.training.seq_len);
+  const MemoryStats memory = memory_stats(device_);
+  StepMetrics metrics{
+      .step = step,
+      .loss = mean_loss,
+      .grad_norm = norm.item<double>(),
+      .lr = lr,
+      .step_ms = step_ms,
+      .data_ms = interval.data_ms / steps,
+      .host_ms = interval.host_ms / steps,
+      .exposed_comm_ms = runtime_->wait_and_take_exposed_ms() / steps,
+      .tokens_per_s_per_rank = tokens / env_.world_size / (step_ms * 1e-3)};
+  metrics.tflops_per_rank =
+      metrics.tokens_per_s_per_rank * flops_per_token_ * 1e-12;
+  if (const auto peak = peak_flops(device_, config_)) {
+    metrics.mfu = metrics.tflops_per_rank * 1e12 / *peak;
+  }
+  metrics.memory_allocated_bytes = memory.allocated_bytes;
+  metrics.memory_peak_bytes = memory.peak_allocated_bytes;
+  metrics.memory_reserved_bytes = memory.peak_reserved_bytes;
+  metrics.memory_total_bytes = memory.capacity_bytes;
+  FLATSHARD_CHECK(
+      std::isfinite(mean_loss),
+      usage,
+      "the loss of step {} is {}; lower optimizer.lr or check the data",
+      step,
+      mean_loss);
+  if (env_.rank == 0) {
+    status_.clear();
+    fmt::print("{}\n", format_step(metrics));
+    std::fflush(stdout);
+    metrics_->write(metrics);
+  }
+  interval = {};
+}
+
+void Trainer::run() {
+  const auto begin = Clock::now();
+  Interval interval;
+  double last_loss = 0;
+  TraceRecorder recorder(device_);
+  for (std::int64_t step = 1; step <= config_.training.steps; ++step) {
+    const bool profile = config_.profiling.enabled &&
+                         step == config_.profiling.step && env_.rank == 0;
+    if (profile) {
+      recorder.start();
+    }
+    const at::Tensor loss = forward_backward(step, interval);
+    const auto host = Clock::now();
+    const double lr = schedule_.lr(step - 1);
+    const ClipResult clip =
+        clip_grad_norm(runtime_->groups(), config_.training.max_norm);
+    optimizer_->step(lr, clip.scale);
+    optimizer_->zero_grad();
+    interval.host_ms += ms_since(host);
+    ++interval.steps;
+    if (profile) {
+      recorder.stop(
+          std::filesystem::path(config_.run.output_dir) /
+          config_.profiling.folder /
+          fmt::format("step_{}_rank_{}.json", step, env_.rank));
+    }
+    const bool last = step == config_.training.steps;
+    if (step == 1 || last || step % config_.metrics.log_freq == 0) {
+      log_step(step, loss, clip.norm, lr, interval);
+    }
+    if (status_.enabled() && env_.rank == 0) {
+      if (!device_.is_cuda()) {
+        last_loss = loss.item<double>();
+      }
+      status_.update(
+          step,
+          config_.training.steps,
+          last_loss,
+          ms_since(begin) * 1e-3);
+    }
+    if (validation_loader_ && (last || step % config_.validation.freq == 0)) {
+      const double validation = validate();
+      if (env_.rank == 0) {
+        status_.clear();
+        fmt::print("{}\n", format_validation(step, validation));
+        std::fflush(stdout);
+        metrics_->write_validation(step, validation);
+      }
+      interval = {};
+    }
+  }
+  status_.clear();
+  save();
+}
+
+void Trainer::save() {
+  runtime_->synchronize();
+  std::vector<const ParamGroup*> groups;
+  for (const auto& unit : runtime_->units()) {
+    for (const auto& group : unit->groups()) {
+      groups.push_back(group.get());
+    }
+  }
+  const auto path =
+      std::filesystem::path(config_.run.output_dir) / "model.safetensors";
+  save_weights(groups, path, {{"format", "pt"}});
+  if (env_.rank == 0) {
+    fmt::print("saved {}\n", path.string());
+  }
+}
+
+}  // namespace flatshard
