@@ -100,7 +100,16 @@ TEST_P(CudaKernels, RmsNorm) {
     const at::Tensor ye = plain_norm(xe, we);
     ye.backward(g.cpu().to(at::kDouble));
     expect_close(y, ye, "y");
-    expect_close(x.grad(), xe.grad(), "dx");
+    // dx is a difference whose terms are of the size of g w / rms(x); for one
+    // column nothing but their rounding is left.
+    const double terms = (g.cpu().to(at::kDouble) * we.detach() *
+                          (xe.detach().square().mean(-1, true) + 1e-5).rsqrt())
+                             .abs()
+                             .max()
+                             .item<double>();
+    EXPECT_LE(
+        (x.grad().cpu().to(at::kDouble) - xe.grad()).abs().max().item<double>(),
+        tolerance() * terms);
     expect_close(w.grad(), we.grad(), "dw");
   }
 }
@@ -230,7 +239,8 @@ TEST_P(CudaKernels, CrossEntropy) {
         none,
         lse,
         {.lse_is_given = true, .write_gradient = true});
-    EXPECT_TRUE(at::equal(again, logits));
+    // exp(x - lse) here, exp(x - max) / sum there: equal but for rounding.
+    expect_close(again, le.grad(), "dlogits from the given lse");
   }
 }
 

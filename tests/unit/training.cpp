@@ -122,7 +122,8 @@ void collect_weights(
       for (const NamedShard& shard : group->main_shards()) {
         auto& whole = weights[shard.name()];
         whole.resize(c10::multiply_integers(shard.shape), NAN);
-        const at::Tensor values = shard.tensor.to(at::kFloat).contiguous();
+        const at::Tensor values =
+            shard.tensor.to(at::kCPU, at::kFloat).contiguous();
         std::copy_n(
             values.data_ptr<float>(),
             values.numel(),
@@ -130,6 +131,61 @@ void collect_weights(
       }
     }
   }
+}
+
+void train_rank(
+    const TrainingCase& c,
+    const std::shared_ptr<Mesh>& mesh,
+    std::mutex& mutex,
+    TrainingResult& result) {
+  const int rank = mesh->rank();
+  const int world = mesh->size();
+  ToyModel model(kDim, kBlocks, c.with_root_parameter);
+  const auto runtime = fully_shard(
+      *model,
+      mesh,
+      {.units = model->unit_modules(),
+       .strategy = c.strategy,
+       .precision = c.precision,
+       .scaling = c.scaling,
+       .prefetch = c.prefetch,
+       .reshard_after_forward = c.reshard_after_forward,
+       .granularity = c.granularity,
+       .seed = kSeed,
+       .streams = {
+           .delay_seed = 5 + static_cast<std::uint64_t>(rank),
+           .max_delay_us = c.max_delay_us}});
+  const auto optimizer = make_optimizer(c.optimizer, runtime->groups());
+  const int batch_world = c.batch_world > 0 ? c.batch_world : world;
+  const int runs = batch_world / world;
+  const double divisor = static_cast<double>(c.microbatches) * runs *
+                         (c.scaling == GradScaling::sum ? world : 1);
+  for (int step = 0; step < c.steps; ++step) {
+    for (int m = 0; m < c.microbatches; ++m) {
+      for (int r = 0; r < runs; ++r) {
+        const bool last = m == c.microbatches - 1 && r == runs - 1;
+        runtime->set_is_last_microbatch(last);
+        runtime->set_sync_gradients(last || !c.no_sync);
+        const auto [x, y] = batch(step, rank * runs + r, m);
+        const at::Tensor loss = model(
+            x.to(mesh->device(), c.precision.compute),
+            y.to(mesh->device()));
+        (loss / divisor).backward();
+        const std::lock_guard lock(mutex);
+        result.losses[step] +=
+            loss.item<double>() / (batch_world * c.microbatches);
+      }
+    }
+    const ClipResult clip = clip_grad_norm(runtime->groups(), c.max_norm);
+    optimizer->step(kLr, clip.scale);
+    optimizer->zero_grad();
+    const double norm = clip.norm.item<double>();
+    const std::lock_guard lock(mutex);
+    if (result.norms.size() == static_cast<std::size_t>(step)) {
+      result.norms.push_back(norm);
+    }
+  }
+  collect_weights(*runtime, mutex, result.weights);
 }
 
 TrainingResult train_toy(const TrainingCase& c) {
@@ -141,49 +197,7 @@ TrainingResult train_toy(const TrainingCase& c) {
     for (std::size_t i = 0; i < c.mesh.size(); ++i) {
       axes.push_back({"axis" + std::to_string(i), c.mesh[i]});
     }
-    const auto mesh = context.mesh(axes);
-    ToyModel model(kDim, kBlocks, c.with_root_parameter);
-    const auto runtime = fully_shard(
-        *model,
-        mesh,
-        {.units = model->unit_modules(),
-         .strategy = c.strategy,
-         .precision = c.precision,
-         .scaling = c.scaling,
-         .prefetch = c.prefetch,
-         .reshard_after_forward = c.reshard_after_forward,
-         .granularity = c.granularity,
-         .seed = kSeed,
-         .streams = {
-             .delay_seed = 5 + static_cast<std::uint64_t>(context.rank),
-             .max_delay_us = c.max_delay_us}});
-    const auto optimizer = make_optimizer(c.optimizer, runtime->groups());
-    const int batch_world = c.batch_world > 0 ? c.batch_world : c.world();
-    const int runs = batch_world / c.world();
-    const double divisor = static_cast<double>(c.microbatches) * runs *
-                           (c.scaling == GradScaling::sum ? c.world() : 1);
-    for (int step = 0; step < c.steps; ++step) {
-      for (int m = 0; m < c.microbatches; ++m) {
-        for (int r = 0; r < runs; ++r) {
-          const bool last = m == c.microbatches - 1 && r == runs - 1;
-          runtime->set_is_last_microbatch(last);
-          runtime->set_sync_gradients(last || !c.no_sync);
-          const auto [x, y] = batch(step, context.rank * runs + r, m);
-          const at::Tensor loss = model(x.to(c.precision.compute), y);
-          (loss / divisor).backward();
-          const std::lock_guard lock(mutex);
-          result.losses[step] +=
-              loss.item<double>() / (batch_world * c.microbatches);
-        }
-      }
-      const ClipResult clip = clip_grad_norm(runtime->groups(), c.max_norm);
-      optimizer->step(kLr, clip.scale);
-      optimizer->zero_grad();
-      if (context.rank == 0) {
-        result.norms.push_back(clip.norm.item<double>());
-      }
-    }
-    collect_weights(*runtime, mutex, result.weights);
+    train_rank(c, context.mesh(axes), mutex, result);
   });
   return result;
 }

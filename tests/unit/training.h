@@ -72,6 +72,14 @@ struct TrainingResult {
   std::map<std::string, std::vector<float>> weights;
 };
 
+/// One rank's part of `train_toy`, on any mesh and device. Adds this rank's
+/// losses to `result.losses`, which has one entry per step.
+void train_rank(
+    const TrainingCase& options,
+    const std::shared_ptr<Mesh>& mesh,
+    std::mutex& mutex,
+    TrainingResult& result);
+
 /// Trains the toy model on `world` thread ranks. With batch_world = N on one
 /// rank, that rank runs the batches of N ranks as microbatches in rank order.
 TrainingResult train_toy(const TrainingCase& options);
