@@ -18,6 +18,7 @@ struct Config {
   struct Run {
     std::string output_dir = "outputs/run";
     std::int64_t seed = 0;
+    bool save_weights = true;
   } run;
 
   struct Model {

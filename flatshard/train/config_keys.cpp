@@ -24,6 +24,9 @@ const ConfigKey kKeys[] = {
         "same run on any number of ranks",
         {},
         0),
+    KEY(run,
+        save_weights,
+        "write model.safetensors when the run ends; off for benchmarks"),
 
     KEY(model, family, "model family", "llama"),
     KEY(model,

@@ -330,7 +330,9 @@ void Trainer::run() {
     }
   }
   status_.clear();
-  save();
+  if (config_.run.save_weights) {
+    save();
+  }
 }
 
 void Trainer::save() {

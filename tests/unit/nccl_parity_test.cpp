@@ -137,7 +137,7 @@ int main(int argc, char** argv) {
   if (!launched_by_environment() && num_gpu_files() > 1) {
     return spawn_local_ranks(num_gpu_files(), {argv, argv + argc});
   }
-  testing::InitGoogleTest(&argc, argv);
+  ::testing::InitGoogleTest(&argc, argv);
   if (cuda_available()) {
     auto& self = ranks();
     self.environment = rank_environment_from_env();
