@@ -1,0 +1,41 @@
+#pragma once
+
+/// The public C++ API in one include. A program that cares for compile time
+/// includes the single headers instead.
+
+// Errors, and who owns which range of a flat index space.
+#include "flatshard/core/error.h"
+#include "flatshard/core/init_spec.h"
+#include "flatshard/layout/flat_layout.h"
+#include "flatshard/layout/granularity.h"
+#include "flatshard/layout/placement.h"
+#include "flatshard/layout/strategy.h"
+
+// Devices and ranks.
+#include "flatshard/comm/launch.h"
+#include "flatshard/comm/mesh.h"
+#include "flatshard/comm/store.h"
+#include "flatshard/device/stream.h"
+
+// Modules and layers for one device.
+#include "flatshard/nn/attention.h"
+#include "flatshard/nn/dropout.h"
+#include "flatshard/nn/embedding.h"
+#include "flatshard/nn/linear.h"
+#include "flatshard/nn/loss.h"
+#include "flatshard/nn/module.h"
+#include "flatshard/nn/recompute.h"
+#include "flatshard/nn/rms_norm.h"
+#include "flatshard/nn/rope.h"
+#include "flatshard/nn/swiglu.h"
+
+// Sharding a module and updating its weights.
+#include "flatshard/diagnostics/memory_table.h"
+#include "flatshard/group/named_shard.h"
+#include "flatshard/group/param_group.h"
+#include "flatshard/group/precision.h"
+#include "flatshard/optim/adamw.h"
+#include "flatshard/optim/clip.h"
+#include "flatshard/optim/lr_schedule.h"
+#include "flatshard/optim/sgd.h"
+#include "flatshard/unit/fully_shard.h"
