@@ -1,0 +1,126 @@
+#pragma once
+
+#include "flatshard/group/param_group.h"
+#include "tests/support/ranks.h"
+
+#include <ATen/ATen.h>
+
+#include <memory>
+#include <ostream>
+#include <string>
+#include <vector>
+
+namespace flatshard::testing {
+
+/// A strategy on a mesh of these axis sizes, outermost first.
+struct GroupCase {
+  std::string strategy;
+  std::vector<std::int64_t> mesh;
+
+  int world() const {
+    int product = 1;
+    for (const std::int64_t size : mesh) {
+      product *= static_cast<int>(size);
+    }
+    return product;
+  }
+  std::vector<MeshAxis> axes() const {
+    std::vector<MeshAxis> all;
+    for (const std::int64_t size : mesh) {
+      all.push_back({"axis" + std::to_string(all.size()), size});
+    }
+    return all;
+  }
+  /// How many parts a buffer with these placements is cut into.
+  std::int64_t parts(const Placements& placements) const {
+    std::int64_t product = 1;
+    for (std::size_t i = 0; i < mesh.size(); ++i) {
+      product *= placements[i].is_shard() ? mesh[i] : 1;
+    }
+    return product;
+  }
+  friend std::ostream& operator<<(std::ostream& out, const GroupCase& c) {
+    out << c.strategy;
+    for (const std::int64_t size : c.mesh) {
+      out << "_" << size;
+    }
+    return out;
+  }
+};
+
+inline const std::vector<GroupCase>& all_cases() {
+  static const std::vector<GroupCase> cases{
+      {"zero0", {1}},
+      {"zero3", {1}},
+      {"zero0", {2}},
+      {"zero1", {2}},
+      {"zero2", {3}},
+      {"zero3", {4}},
+      {"zero3", {2, 2}},
+      {"zero1", {2, 2}},
+      {"hsdp", {2, 2}},
+      {"hfsdp", {2, 2}},
+      {"hfsdp", {2, 3}},
+      {"hsdp_zero1", {2, 2}},
+      {"hsdp_zero2", {2, 2}}};
+  return cases;
+}
+
+/// A matrix, a tied vector with an attribute, a scalar and an empty tensor.
+inline std::vector<GroupParameter> some_parameters(Granularity matrix = {}) {
+  return {
+      {.names = {"weight"},
+       .shape = {10, 7},
+       .granularity = matrix,
+       .init = InitSpec::normal(0, 1)},
+      {.names = {"bias", "tied.bias"},
+       .shape = {37},
+       .init = InitSpec::uniform(-1, 1),
+       .attributes = {{"weight_decay", "none"}}},
+      {.names = {"scale"}, .shape = {}, .init = InitSpec::normal(2, 1)},
+      {.names = {"empty"}, .shape = {0, 4}, .init = InitSpec::ones()}};
+}
+
+inline constexpr std::uint64_t kGroupSeed = 3;
+
+inline std::unique_ptr<ParamGroup> make_group(
+    const GroupCase& c,
+    std::shared_ptr<Mesh> mesh,
+    Precision precision = {},
+    GradScaling scaling = GradScaling::mean,
+    double grad_divisor = 1,
+    Granularity matrix = {}) {
+  return std::make_unique<ParamGroup>(
+      some_parameters(matrix),
+      std::move(mesh),
+      ParamGroupOptions{
+          .name = "block",
+          .strategy =
+              Strategy::named(c.strategy, static_cast<int>(c.mesh.size())),
+          .precision = precision,
+          .scaling = scaling,
+          .grad_divisor = grad_divisor},
+      Initializer(kGroupSeed));
+}
+
+/// The first values of a parameter, float32, flat.
+inline at::Tensor initial(const GroupParameter& p) {
+  at::Tensor values = at::empty({c10::multiply_integers(p.shape)});
+  Initializer(kGroupSeed).fill(values, p.names.front(), p.init, 0);
+  return values;
+}
+
+/// The sum of |x| over the elements of a whole flat tensor that are padding.
+inline double padding_sum(const FlatLayout& layout, const at::Tensor& flat) {
+  double sum = 0;
+  for (const FlatRange& range : layout.padding_ranges()) {
+    sum += flat.narrow(0, range.offset, range.numel)
+               .to(at::kFloat)
+               .abs()
+               .sum()
+               .item<double>();
+  }
+  return sum;
+}
+
+}  // namespace flatshard::testing

@@ -1,0 +1,283 @@
+#include "flatshard/group/param_group.h"
+
+#include "flatshard/core/error.h"
+#include "tests/group/groups.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <map>
+#include <mutex>
+
+namespace flatshard::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr Precision kMixed{
+    .compute = at::kBFloat16,
+    .reduce = at::kFloat,
+    .main_params = at::kFloat,
+    .main_grads = at::kFloat};
+
+class ParamGroups : public ::testing::TestWithParam<GroupCase> {};
+
+TEST_P(ParamGroups, PlacementsAndBytes) {
+  const GroupCase& c = GetParam();
+  run_ranks(c.world(), [&](RankContext& context) {
+    const auto group = make_group(c, context.mesh(c.axes()), kMixed);
+    const Strategy& s = group->options().strategy;
+    const std::int64_t n = group->layout().numel();
+    EXPECT_EQ(group->main().placements(), s.optimizer);
+    EXPECT_EQ(group->compute().placements(), s.parameter);
+    EXPECT_EQ(group->layout().num_shards(), c.parts(s.optimizer));
+    EXPECT_EQ(group->num_replicas(), c.world() / c.parts(s.optimizer));
+    EXPECT_EQ(group->resident(), c.parts(s.parameter) == 1);
+    EXPECT_EQ(
+        group->has_refresh(),
+        c.parts(s.parameter) != group->layout().num_shards());
+    ParamGroup::Bytes bytes = group->nbytes();
+    EXPECT_EQ(bytes.main, n / c.parts(s.optimizer) * 4);
+    EXPECT_EQ(bytes.compute, n / c.parts(s.parameter) * 2);
+    EXPECT_EQ(bytes.grad + bytes.inner + bytes.local, 0);
+
+    const at::Tensor slot = at::zeros({n});
+    group->reduce(slot, group->plan_reduction(false, false));
+    EXPECT_EQ(group->nbytes().local, n * 4);
+    EXPECT_EQ(group->nbytes().grad + group->nbytes().inner, 0);
+    EXPECT_TRUE(group->has_unreduced_grad());
+    const auto plan = group->plan_reduction(true, false);
+    group->reduce(slot, plan);
+    bool partial = false;
+    for (const Placement& p : s.gradient) {
+      partial = partial || p.is_partial();
+    }
+    EXPECT_EQ(plan.to_inner, partial);
+    EXPECT_EQ(group->nbytes().inner, partial ? n / c.parts(s.gradient) * 4 : 0);
+    group->reduce(slot, group->plan_reduction(true, true));
+    EXPECT_EQ(group->nbytes().grad, n / c.parts(s.optimizer) * 4);
+    EXPECT_EQ(group->grad().placements(), s.optimizer);
+    EXPECT_EQ(group->grad().dtype(), at::kFloat);
+    EXPECT_FALSE(group->has_unreduced_grad());
+    EXPECT_TRUE(group->has_grad());
+  });
+}
+
+TEST_P(ParamGroups, OneDtypeSharesMemory) {
+  const GroupCase& c = GetParam();
+  run_ranks(c.world(), [&](RankContext& context) {
+    const auto group = make_group(c, context.mesh(c.axes()), Precision::full());
+    EXPECT_EQ(group->nbytes().main, 0);
+    EXPECT_FALSE(group->compute_shard().defined());
+    EXPECT_EQ(
+        group->main().local().storage().data(),
+        group->compute().local().storage().data());
+  });
+}
+
+TEST_P(ParamGroups, NamedShardsCoverEachParameter) {
+  const GroupCase& c = GetParam();
+  for (const Granularity matrix :
+       {Granularity::element(), Granularity::row(), Granularity::tensor()}) {
+    std::mutex mutex;
+    std::map<std::string, at::Tensor> counts;
+    run_ranks(c.world(), [&](RankContext& context) {
+      const auto group = make_group(
+          c,
+          context.mesh(c.axes()),
+          kMixed,
+          GradScaling::mean,
+          1,
+          matrix);
+      const auto& parameters = group->parameters();
+      const auto shards = group->main_shards();
+      std::map<std::string, const GroupParameter*> by_name;
+      for (const GroupParameter& p : parameters) {
+        by_name[p.names.front()] = &p;
+      }
+      std::size_t seen = 0;
+      for (const NamedShard& shard : shards) {
+        const GroupParameter& p = *by_name.at(shard.name());
+        ++seen;
+        EXPECT_EQ(shard.names, p.names);
+        EXPECT_EQ(shard.shape, p.shape);
+        EXPECT_EQ(shard.attributes, p.attributes);
+        const std::int64_t n = shard.tensor.numel();
+        EXPECT_TRUE(shard.tensor.equal(initial(p).narrow(0, shard.begin, n)));
+        EXPECT_TRUE(
+            n == 0 ||
+            shard.tensor.data_ptr<float>() ==
+                group->main().local().data_ptr<float>() + shard.local_offset);
+        const std::lock_guard lock(mutex);
+        at::Tensor& count = counts[shard.name()];
+        if (!count.defined()) {
+          count = at::zeros({c10::multiply_integers(p.shape)});
+        }
+        count.narrow(0, shard.begin, n) += 1.0 / group->num_replicas();
+      }
+      EXPECT_GE(seen, parameters.size());
+    });
+    ASSERT_EQ(counts.size(), 4U);
+    for (const auto& [name, count] : counts) {
+      EXPECT_TRUE(at::allclose(count, at::ones_like(count)))
+          << name << " with " << matrix.to_string();
+    }
+  }
+}
+
+TEST_P(ParamGroups, WholeWeightsAreTheSameOnAllRanks) {
+  const GroupCase& c = GetParam();
+  for (const Granularity matrix :
+       {Granularity::element(), Granularity::row()}) {
+    for (const Precision precision : {kMixed, Precision::full()}) {
+      run_ranks(c.world(), [&](RankContext& context) {
+        const auto group = make_group(
+            c,
+            context.mesh(c.axes()),
+            precision,
+            GradScaling::mean,
+            1,
+            matrix);
+        const at::Tensor out =
+            at::full({group->layout().numel()}, 5.0, precision.compute);
+        const auto expect_weights = [&](double offset) {
+          if (group->has_refresh()) {
+            EXPECT_TRUE(group->needs_refresh());
+            group->refresh();
+            group->mark_refreshed();
+            EXPECT_FALSE(group->needs_refresh());
+          }
+          group->unshard(out);
+          for (std::size_t i = 0; i < group->parameters().size(); ++i) {
+            const at::Tensor want = (initial(group->parameters()[i]) + offset)
+                                        .to(precision.compute);
+            const at::Tensor got = out.narrow(
+                0,
+                group->layout().tensor_offset(i),
+                group->layout().tensor_numel(i));
+            EXPECT_TRUE(got.equal(want)) << group->parameters()[i].names[0];
+          }
+          EXPECT_EQ(padding_sum(group->layout(), out), 0);
+        };
+        expect_weights(0);
+        EXPECT_FALSE(group->adopt_foreign_writes());
+        const std::int64_t generation = group->generation();
+        for (const NamedShard& shard : group->main_shards()) {
+          shard.tensor.add_(1.5);
+        }
+        EXPECT_TRUE(group->adopt_foreign_writes());
+        EXPECT_FALSE(group->adopt_foreign_writes());
+        EXPECT_GT(group->generation(), generation);
+        expect_weights(1.5);
+      });
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Strategies,
+    ParamGroups,
+    ::testing::ValuesIn(all_cases()),
+    ::testing::PrintToStringParamName());
+
+TEST(ParamGroup, GivenValuesWinOverDrawnOnes) {
+  run_ranks(2, [](RankContext& context) {
+    const at::Tensor values = at::arange(70, at::kFloat).view({10, 7});
+    ParamGroup group(
+        {{.names = {"w"},
+          .shape = {10, 7},
+          .init = InitSpec::ones(),
+          .values = values}},
+        context.mesh(),
+        {.strategy = Strategy::named("zero3", 1), .precision = kMixed},
+        Initializer(0));
+    const at::Tensor out = at::empty({group.layout().numel()}, at::kBFloat16);
+    group.unshard(out);
+    EXPECT_TRUE(out.narrow(0, 0, 70).equal(values.flatten().to(at::kBFloat16)));
+    EXPECT_FALSE(group.parameters()[0].values.defined());
+  });
+}
+
+TEST(ParamGroup, FrozenGroupsHaveNoMainWeights) {
+  run_ranks(2, [](RankContext& context) {
+    ParamGroup group(
+        some_parameters(),
+        context.mesh(),
+        {.strategy = Strategy::named("zero1", 1),
+         .precision = kMixed,
+         .trainable = false},
+        Initializer(kGroupSeed));
+    EXPECT_EQ(group.nbytes().main, 0);
+    EXPECT_EQ(group.main().dtype(), at::kBFloat16);
+    EXPECT_FALSE(group.has_refresh());
+    const at::Tensor out = at::empty({group.layout().numel()}, at::kBFloat16);
+    group.unshard(out);
+    EXPECT_TRUE(out.narrow(0, group.layout().tensor_offset(0), 70)
+                    .equal(initial(group.parameters()[0]).to(at::kBFloat16)));
+  });
+}
+
+TEST(ParamGroup, ShardsOfOtherTensors) {
+  run_ranks(2, [](RankContext& context) {
+    const auto group = make_group({"zero3", {2}}, context.mesh());
+    const at::Tensor state =
+        at::arange(group->main().local().numel(), at::kFloat);
+    for (const NamedShard& shard : group->shards_of(state)) {
+      if (shard.tensor.numel() > 0) {
+        EXPECT_EQ(shard.tensor[0].item<double>(), shard.local_offset);
+      }
+    }
+    try {
+      group->shards_of(at::zeros({3}));
+      ADD_FAILURE();
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::usage);
+      EXPECT_THAT(error.message(), HasSubstr("block, got 3"));
+    }
+  });
+}
+
+std::string refusal(ParamGroupOptions options) {
+  try {
+    ParamGroup(
+        some_parameters(),
+        Mesh::single(at::kCPU),
+        std::move(options),
+        Initializer(0));
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::config) << error.what();
+    return error.message();
+  }
+  ADD_FAILURE() << "expected an error";
+  return {};
+}
+
+TEST(ParamGroup, ErrorsNameTheOption) {
+  const Strategy zero3 = Strategy::named("zero3", 1);
+  Strategy other_forward = zero3;
+  other_forward.post_forward = Placements{Placement::replicate()};
+  EXPECT_THAT(refusal({.strategy = other_forward}), HasSubstr("post_forward"));
+  EXPECT_THAT(
+      refusal({.strategy = Strategy::named("hsdp", 2)}),
+      HasSubstr("strategy hsdp is for 2 mesh axes"));
+  EXPECT_THAT(
+      refusal({.strategy = zero3, .grad_divisor = 0}),
+      HasSubstr("grad_divisor > 0, got 0"));
+  const auto with = [&](Precision precision) {
+    return refusal({.strategy = zero3, .precision = precision});
+  };
+  EXPECT_THAT(with({.compute = at::kLong}), HasSubstr("precision.compute"));
+  EXPECT_THAT(with({.reduce = at::kDouble}), HasSubstr("precision.reduce"));
+  EXPECT_THAT(
+      with({.main_params = at::kByte}),
+      HasSubstr("precision.main_params"));
+  EXPECT_THAT(
+      with({.main_grads = at::kInt}),
+      HasSubstr("precision.main_grads"));
+  EXPECT_THAT(
+      with({.compute = at::kFloat, .main_params = at::kBFloat16}),
+      HasSubstr("precision.main_params to be at least as wide"));
+}
+
+}  // namespace
+}  // namespace flatshard::testing

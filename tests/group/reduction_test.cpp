@@ -1,0 +1,191 @@
+// Exact values of the gradient pipeline: whole numbers and ranks that are
+// powers of two leave nothing to rounding.
+#include "flatshard/group/param_group.h"
+
+#include "tests/group/groups.h"
+
+#include <gtest/gtest.h>
+
+namespace flatshard::testing {
+namespace {
+
+constexpr Precision kWide{
+    .compute = at::kBFloat16,
+    .reduce = at::kFloat,
+    .main_params = at::kFloat,
+    .main_grads = at::kFloat};
+constexpr Precision kNarrowWire{};  // bf16 on the wire, summed up in float32
+
+struct Micro {
+  bool collective = true;
+  bool is_last = true;
+};
+using Sequence = std::vector<Micro>;
+
+const std::vector<Sequence>& sequences() {
+  static const std::vector<Sequence> all{
+      {{true, true}},
+      {{true, false}, {true, false}, {true, true}},
+      {{false, false}, {false, false}, {true, true}},
+      {{true, false}, {false, false}, {true, true}},
+      {{false, false}, {true, false}, {true, true}},
+      {{true, true}, {true, true}}};
+  return all;
+}
+
+// The gradient of one rank in one microbatch: small whole numbers in all
+// tensors, zero in the padding.
+at::Tensor gradient(
+    const FlatLayout& layout,
+    int rank,
+    std::size_t micro,
+    at::ScalarType dtype) {
+  const at::Tensor flat = at::zeros({layout.numel()});
+  for (std::int64_t i = 0; i < layout.num_tensors(); ++i) {
+    const std::int64_t n = layout.tensor_numel(i);
+    flat.narrow(0, layout.tensor_offset(i), n)
+        .copy_(
+            (at::remainder(at::arange(n, at::kFloat), 3) - 1 + i) * (rank + 1) *
+            static_cast<double>(micro + 1));
+  }
+  return flat.to(dtype);
+}
+
+// What one rank holds of a whole flat tensor, by its shards.
+void expect_grad(const ParamGroup& group, const at::Tensor& whole) {
+  const at::Tensor& local = group.grad().local();
+  const at::Tensor covered = at::zeros({local.numel()});
+  for (const NamedShard& shard : group.shards_of(local)) {
+    const auto index = group.layout().find(shard.name()).value();
+    const at::Tensor want = whole.narrow(
+        0,
+        group.layout().tensor_offset(index) + shard.begin,
+        shard.tensor.numel());
+    EXPECT_TRUE(shard.tensor.equal(want.to(shard.tensor.scalar_type())))
+        << shard.name() << "\n"
+        << shard.tensor << want;
+    covered.narrow(0, shard.local_offset, shard.tensor.numel()).fill_(1);
+  }
+  EXPECT_EQ((local * (1 - covered)).abs().sum().item<double>(), 0)
+      << "padding is not zero";
+}
+
+// Thirds are not exact.
+std::vector<GroupCase> exact_cases() {
+  std::vector<GroupCase> cases = all_cases();
+  std::erase_if(cases, [](const GroupCase& c) {
+    return (c.world() & (c.world() - 1)) != 0;
+  });
+  return cases;
+}
+
+struct ReduceCase {
+  GradScaling scaling;
+  double divisor;
+  Precision precision;
+};
+
+class Reductions : public ::testing::TestWithParam<GroupCase> {};
+
+TEST_P(Reductions, ExactValues) {
+  const GroupCase& c = GetParam();
+  const std::vector<ReduceCase> modes{
+      {GradScaling::mean, 1, kWide},
+      {GradScaling::mean, 2, kWide},
+      {GradScaling::pre_scaled, 1, kWide},
+      {GradScaling::sum, 4, kWide},
+      {GradScaling::mean, 1, kNarrowWire},
+      {GradScaling::sum, 2, kNarrowWire}};
+  run_ranks(c.world(), [&](RankContext& context) {
+    const auto mesh = context.mesh(c.axes());
+    for (const ReduceCase& mode : modes) {
+      const auto group =
+          make_group(c, mesh, mode.precision, mode.scaling, mode.divisor);
+      const FlatLayout& layout = group->layout();
+      for (const Sequence& sequence : sequences()) {
+        at::Tensor want = at::zeros({layout.numel()});
+        for (std::size_t m = 0; m < sequence.size(); ++m) {
+          for (int rank = 0; rank < c.world(); ++rank) {
+            want += gradient(layout, rank, m, at::kFloat);
+          }
+          const at::Tensor slot =
+              gradient(layout, context.rank, m, mode.precision.reduce);
+          const auto plan = group->plan_reduction(
+              sequence[m].collective,
+              sequence[m].is_last);
+          group->reduce(slot, plan);
+        }
+        want /=
+            mode.divisor * (mode.scaling == GradScaling::sum ? 1 : c.world());
+        EXPECT_TRUE(group->has_grad());
+        EXPECT_FALSE(group->has_unreduced_grad());
+        expect_grad(*group, want);
+        group->scale_gradients(0.5);
+        expect_grad(*group, want * 0.5);
+        group->zero_grad();
+        EXPECT_FALSE(group->has_grad());
+      }
+    }
+  });
+}
+
+TEST_P(Reductions, UnreducedGradientsAreScaledToo) {
+  const GroupCase& c = GetParam();
+  run_ranks(c.world(), [&](RankContext& context) {
+    const auto mesh = context.mesh(c.axes());
+    for (const bool collective : {false, true}) {
+      const auto group = make_group(c, mesh, kWide);
+      const FlatLayout& layout = group->layout();
+      at::Tensor want = at::zeros({layout.numel()});
+      for (int rank = 0; rank < c.world(); ++rank) {
+        want += gradient(layout, rank, 0, at::kFloat) * 0.25 +
+                gradient(layout, rank, 1, at::kFloat);
+      }
+      group->reduce(
+          gradient(layout, context.rank, 0, at::kFloat),
+          group->plan_reduction(collective, false));
+      group->scale_gradients(0.25);
+      group->reduce(
+          gradient(layout, context.rank, 1, at::kFloat),
+          group->plan_reduction(true, true));
+      expect_grad(*group, want / c.world());
+    }
+  });
+}
+
+// With three ranks in a group nothing is exact, but all strategies must agree
+// with the mean within a few units of float32.
+TEST(Reduction, ThreeRanksAreCloseToTheMean) {
+  const GroupCase c{"hfsdp", {2, 3}};
+  run_ranks(c.world(), [&](RankContext& context) {
+    const auto group = make_group(c, context.mesh(c.axes()), kWide);
+    const FlatLayout& layout = group->layout();
+    at::Tensor want = at::zeros({layout.numel()});
+    for (int rank = 0; rank < c.world(); ++rank) {
+      want += gradient(layout, rank, 0, at::kFloat) / c.world();
+    }
+    group->reduce(
+        gradient(layout, context.rank, 0, at::kFloat),
+        group->plan_reduction(true, true));
+    for (const NamedShard& shard : group->shards_of(group->grad().local())) {
+      const auto index = layout.find(shard.name()).value();
+      EXPECT_TRUE(at::allclose(
+          shard.tensor,
+          want.narrow(
+              0,
+              layout.tensor_offset(index) + shard.begin,
+              shard.tensor.numel()),
+          1e-6,
+          1e-6));
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Strategies,
+    Reductions,
+    ::testing::ValuesIn(exact_cases()),
+    ::testing::PrintToStringParamName());
+
+}  // namespace
+}  // namespace flatshard::testing

@@ -1,0 +1,98 @@
+#include "flatshard/optim/clip.h"
+
+#include "flatshard/core/error.h"
+#include "tests/optim/one_group.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+namespace flatshard::testing {
+namespace {
+
+struct ClipCase {
+  std::string strategy;
+  std::vector<MeshAxis> axes;
+};
+
+// The gradient of rank r is (r + 1) times this: bf16 holds it exactly.
+at::Tensor base(const ParamGroup& group) {
+  return whole_gradient(group, at::full({40}, 2), at::full({25}, -1));
+}
+
+double norm_of_base() {
+  return std::sqrt(40 * 4.0 + 25);
+}
+
+TEST(ClipGradNorm, EveryElementCountsOnceWhateverIsReplicated) {
+  const std::vector<ClipCase> cases{
+      {"zero0", {{"dp", 1}}},
+      {"zero0", {{"dp", 2}}},
+      {"zero1", {{"dp", 2}}},
+      {"zero3", {{"dp", 4}}},
+      {"hsdp", {{"outer", 2}, {"dp", 2}}},
+      {"hfsdp", {{"outer", 2}, {"dp", 2}}},
+      {"hsdp_zero1", {{"outer", 2}, {"dp", 2}}}};
+  for (const ClipCase& c : cases) {
+    int world = 1;
+    for (const MeshAxis& axis : c.axes) {
+      world *= static_cast<int>(axis.size);
+    }
+    run_ranks(world, [&](RankContext& context) {
+      const auto group = make_group(context.mesh(c.axes), c.strategy);
+      reduce(*group, base(*group) * (context.rank + 1));
+      const double norm = norm_of_base() * (world + 1) / 2;  // the mean
+      for (const double max_norm : {0.5, 1e6}) {
+        const ClipResult clip = clip_grad_norm({group.get()}, max_norm);
+        EXPECT_NEAR(clip.norm.item<double>(), norm, norm * 1e-6) << c.strategy;
+        EXPECT_NEAR(
+            clip.scale.item<double>(),
+            std::min(1.0, max_norm / (norm + 1e-6)),
+            1e-6);
+      }
+    });
+  }
+}
+
+TEST(ClipGradNorm, GroupsOfDifferentStrategiesAddUp) {
+  run_ranks(2, [](RankContext& context) {
+    const auto mesh = context.mesh();
+    const auto replicated = make_group(mesh, "zero0");
+    const auto sharded = make_group(mesh, "zero3");
+    const auto idle = make_group(mesh, "zero2");
+    const auto frozen = make_group(mesh, "zero3", {}, false);
+    reduce(*replicated, base(*replicated));
+    reduce(*sharded, base(*sharded));
+    const ClipResult clip = clip_grad_norm(
+        {replicated.get(), sharded.get(), idle.get(), frozen.get()},
+        1);
+    const double norm = norm_of_base() * std::sqrt(2.0);
+    EXPECT_NEAR(clip.norm.item<double>(), norm, 1e-5);
+  });
+}
+
+TEST(ClipGradNorm, WithoutALimitOnlyTheNorm) {
+  const auto group = make_group(Mesh::single(at::kCPU));
+  EXPECT_EQ(clip_grad_norm({group.get()}, 0).norm.item<double>(), 0);
+  reduce(*group, base(*group));
+  const ClipResult clip = clip_grad_norm({group.get()}, 0);
+  EXPECT_NEAR(clip.norm.item<double>(), norm_of_base(), 1e-5);
+  EXPECT_FALSE(clip.scale.defined());
+}
+
+TEST(ClipGradNorm, RefusesGroupsOfSeveralMeshes) {
+  const auto a = make_group(Mesh::single(at::kCPU));
+  const auto b = make_group(Mesh::single(at::kCPU, "other"));
+  EXPECT_THROW(clip_grad_norm({}, 1), Error);
+  try {
+    clip_grad_norm({a.get(), b.get()}, 1);
+    ADD_FAILURE();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::usage);
+    EXPECT_THAT(error.message(), ::testing::HasSubstr("{other: 1}"));
+  }
+}
+
+}  // namespace
+}  // namespace flatshard::testing

@@ -1,0 +1,53 @@
+#pragma once
+
+#include "flatshard/group/param_group.h"
+#include "tests/support/ranks.h"
+
+#include <ATen/ATen.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace flatshard::testing {
+
+/// A group of two parameters, "weight" [40] and "bias" [25] (no decay).
+inline std::unique_ptr<ParamGroup> make_group(
+    std::shared_ptr<Mesh> mesh,
+    const std::string& strategy = "zero3",
+    Precision precision = {},
+    bool trainable = true) {
+  const int num_axes = mesh->num_axes();
+  return std::make_unique<ParamGroup>(
+      std::vector<GroupParameter>{
+          {.names = {"weight"}, .shape = {40}, .init = InitSpec::normal(0, 1)},
+          {.names = {"bias"},
+           .shape = {25},
+           .init = InitSpec::normal(0, 1),
+           .attributes = {{"weight_decay", "none"}}}},
+      std::move(mesh),
+      ParamGroupOptions{
+          .name = "block",
+          .strategy = Strategy::named(strategy, num_axes),
+          .precision = precision,
+          .trainable = trainable},
+      Initializer(5));
+}
+
+/// A whole gradient: `values` in both parameters, padding zero.
+inline at::Tensor whole_gradient(
+    const ParamGroup& group,
+    const at::Tensor& weight,
+    const at::Tensor& bias) {
+  const at::Tensor flat = at::zeros({group.layout().numel()});
+  flat.narrow(0, group.layout().tensor_offset(0), 40).copy_(weight);
+  flat.narrow(0, group.layout().tensor_offset(1), 25).copy_(bias);
+  return flat.to(group.options().precision.reduce);
+}
+
+inline void reduce(ParamGroup& group, const at::Tensor& gradient) {
+  group.reduce(gradient, group.plan_reduction(true, true));
+}
+
+}  // namespace flatshard::testing

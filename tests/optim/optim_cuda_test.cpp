@@ -1,0 +1,149 @@
+// The CUDA kernels against the CPU loops. Skips itself without a GPU.
+#include "flatshard/device/stream.h"
+#include "flatshard/optim/flat_update.h"
+
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+
+#include <gtest/gtest.h>
+
+#include <vector>
+
+namespace flatshard {
+namespace {
+
+struct KernelCase {
+  std::int64_t numel;
+  std::vector<DecayRange> decay;
+};
+
+// More elements than one launch has threads, decay cuts inside a vector of
+// four, runs of one element.
+std::vector<KernelCase> kernel_cases() {
+  return {
+      {16, {{16, 0.1F}}},
+      {4096, {{1, 0.5F}, {2, 0.0F}, {1023, 0.3F}, {4096, 0.0F}}},
+      {3 << 20, {{1000003, 0.2F}, {3 << 20, 0.0F}}}};
+}
+
+FlatUpdate
+host_update(const KernelCase& c, at::ScalarType grad, at::ScalarType compute) {
+  auto generator = at::detail::createCPUGenerator(9);
+  FlatUpdate update;
+  update.main = at::randn({c.numel}, generator, at::kFloat);
+  update.grad = at::randn({c.numel}, generator, at::kFloat).to(grad);
+  if (compute != at::kFloat) {
+    update.compute = at::zeros({c.numel}, compute);
+  }
+  update.state0 = at::randn({c.numel}, generator, at::kFloat) * 0.1;
+  update.state1 = at::rand({c.numel}, generator, at::kFloat) * 0.1;
+  update.grad_scale = at::scalar_tensor(0.3F);
+  update.decay = c.decay;
+  return update;
+}
+
+FlatUpdate on_gpu(const FlatUpdate& host) {
+  const auto move = [](const at::Tensor& t) {
+    return t.defined() ? t.to(at::kCUDA) : t;
+  };
+  FlatUpdate update;
+  update.main = move(host.main);
+  update.grad = move(host.grad);
+  update.compute = move(host.compute);
+  update.state0 = move(host.state0);
+  update.state1 = move(host.state1);
+  update.grad_scale = move(host.grad_scale);
+  update.decay = host.decay;
+  if (host.decay.size() > 1) {
+    std::vector<std::int64_t> ends;
+    std::vector<float> decays;
+    for (const DecayRange& range : host.decay) {
+      ends.push_back(range.end);
+      decays.push_back(range.weight_decay);
+    }
+    update.device_ends = move(at::tensor(ends, at::kLong));
+    update.device_decays = move(at::tensor(decays, at::kFloat));
+  }
+  return update;
+}
+
+void expect_equal(const FlatUpdate& gpu, const FlatUpdate& host) {
+  const auto close = [](const at::Tensor& a, const at::Tensor& b) {
+    return a.defined() == b.defined() &&
+           (!a.defined() || at::allclose(a.cpu(), b, 1e-5, 1e-6));
+  };
+  EXPECT_TRUE(close(gpu.main, host.main));
+  EXPECT_TRUE(close(gpu.state0, host.state0));
+  EXPECT_TRUE(close(gpu.state1, host.state1));
+  if (gpu.compute.defined()) {
+    EXPECT_TRUE(gpu.compute.equal(gpu.main.to(gpu.compute.scalar_type())));
+  }
+}
+
+class CudaUpdates : public testing::TestWithParam<
+                        std::tuple<at::ScalarType, at::ScalarType>> {
+ protected:
+  void SetUp() override {
+    if (!cuda_available()) {
+      GTEST_SKIP() << "no GPU";
+    }
+  }
+};
+
+TEST_P(CudaUpdates, AdamW) {
+  const auto [grad, compute] = GetParam();
+  const AdamWStep step{
+      .lr = 0.01F,
+      .beta1 = 0.9F,
+      .beta2 = 0.95F,
+      .eps = 1e-6F,
+      .bias_correction1 = 0.271F,
+      .bias_correction2 = 0.142625F};
+  for (const KernelCase& c : kernel_cases()) {
+    const FlatUpdate host = host_update(c, grad, compute);
+    const FlatUpdate gpu = on_gpu(host);
+    for (int i = 0; i < 2; ++i) {
+      adamw_update(host, step);
+      adamw_update(gpu, step);
+    }
+    expect_equal(gpu, host);
+  }
+}
+
+TEST_P(CudaUpdates, Sgd) {
+  const auto [grad, compute] = GetParam();
+  for (const bool with_momentum : {false, true}) {
+    for (const KernelCase& c : kernel_cases()) {
+      FlatUpdate host = host_update(c, grad, compute);
+      host.state1 = at::Tensor();
+      if (!with_momentum) {
+        host.state0 = at::Tensor();
+        host.grad_scale = at::Tensor();
+      }
+      const FlatUpdate gpu = on_gpu(host);
+      for (const bool first : {true, false}) {
+        const SgdStep step{
+            .lr = 0.1F,
+            .momentum = with_momentum ? 0.9F : 0.0F,
+            .first = first};
+        sgd_update(host, step);
+        sgd_update(gpu, step);
+      }
+      expect_equal(gpu, host);
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Dtypes,
+    CudaUpdates,
+    testing::Combine(
+        testing::Values(at::kFloat, at::kBFloat16, at::kHalf),
+        testing::Values(at::kFloat, at::kBFloat16, at::kHalf)),
+    [](const auto& info) {
+      return std::string(c10::toString(std::get<0>(info.param))) + "Grad" +
+             c10::toString(std::get<1>(info.param)) + "Compute";
+    });
+
+}  // namespace
+}  // namespace flatshard

@@ -1,0 +1,212 @@
+#include "flatshard/optim/optimizer.h"
+
+#include "flatshard/core/error.h"
+#include "flatshard/optim/adamw.h"
+#include "flatshard/optim/sgd.h"
+#include "tests/optim/one_group.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+namespace flatshard::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+std::shared_ptr<Mesh> one_rank() {
+  return Mesh::single(at::kCPU);
+}
+
+at::Tensor weight(const ParamGroup& group) {
+  return group.main_shards()[0].tensor;
+}
+at::Tensor bias(const ParamGroup& group) {
+  return group.main_shards()[1].tensor;
+}
+
+void reduce_constant(ParamGroup& group, double value) {
+  reduce(
+      group,
+      whole_gradient(group, at::full({40}, value), at::full({25}, value)));
+}
+
+template <class Call>
+std::string message(ErrorCode code, Call&& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), code) << error.what();
+    return error.message();
+  }
+  ADD_FAILURE() << "expected an error";
+  return {};
+}
+
+TEST(Optimizer, DecaysOnlyWhereItShould) {
+  const auto group = make_group(one_rank());
+  const at::Tensor w = weight(*group).clone();
+  const at::Tensor b = bias(*group).clone();
+  Sgd sgd({group.get()}, {.weight_decay = 0.5});
+  reduce_constant(*group, 0);
+  sgd.step(0.25);
+  EXPECT_TRUE(weight(*group).equal(w * (1 - 0.125)));
+  EXPECT_TRUE(bias(*group).equal(b));
+  EXPECT_EQ(sgd.num_steps(), 1);
+}
+
+TEST(Optimizer, WritesComputeWeightsAndSaysSo) {
+  const auto group = make_group(one_rank());
+  AdamW adamw({group.get()}, {});
+  const std::int64_t generation = group->generation();
+  reduce_constant(*group, 1);
+  adamw.step(0.1);
+  EXPECT_TRUE(
+      group->compute_shard().equal(group->main().local().to(at::kBFloat16)));
+  EXPECT_GT(group->generation(), generation);
+  // The optimizer's own write is no foreign one.
+  EXPECT_FALSE(group->adopt_foreign_writes());
+}
+
+TEST(Optimizer, TheFirstAdamWStepIsTheSign) {
+  const auto group = make_group(one_rank());
+  const at::Tensor w = weight(*group).clone();
+  AdamW adamw({group.get()}, {.weight_decay = 0});
+  reduce_constant(*group, -3);
+  adamw.step(0.01);
+  EXPECT_TRUE(at::allclose(weight(*group), w + 0.01, 1e-6, 1e-6));
+}
+
+TEST(Optimizer, GroupsWithoutGradientAreLeftAlone) {
+  const auto used = make_group(one_rank());
+  const auto idle = make_group(one_rank());
+  const at::Tensor before = idle->main().local().clone();
+  AdamW adamw({used.get(), idle.get()}, {});
+  for (int step = 0; step < 3; ++step) {
+    reduce_constant(*used, 1);
+    adamw.step(0.1);
+    adamw.zero_grad();
+  }
+  EXPECT_TRUE(idle->main().local().equal(before));
+  for (const auto& [name, state] : adamw.state(1)) {
+    EXPECT_EQ(state.abs().sum().item<double>(), 0) << name;
+  }
+  // Its bias correction begins with its own first step.
+  reduce_constant(*idle, 1);
+  const at::Tensor b = bias(*idle).clone();
+  adamw.step(0.01);
+  EXPECT_TRUE(at::allclose(bias(*idle), b - 0.01, 1e-5, 1e-6));
+}
+
+TEST(Optimizer, GradScaleMultipliesGradients) {
+  const auto a = make_group(one_rank());
+  const auto b = make_group(one_rank());
+  Sgd sgd_a({a.get()}, {.momentum = 0.9});
+  Sgd sgd_b({b.get()}, {.momentum = 0.9});
+  for (int step = 0; step < 3; ++step) {
+    reduce_constant(*a, 4);
+    reduce_constant(*b, 1);
+    sgd_a.step(0.1, at::scalar_tensor(0.25));
+    sgd_b.step(0.1);
+  }
+  EXPECT_TRUE(a->main().local().equal(b->main().local()));
+}
+
+TEST(Optimizer, StartsFromForeignWrites) {
+  const auto group = make_group(one_rank());
+  Sgd sgd({group.get()}, {});
+  weight(*group).fill_(8);
+  reduce_constant(*group, 1);
+  sgd.step(0.5);
+  EXPECT_TRUE(weight(*group).equal(at::full({40}, 7.5)));
+  EXPECT_TRUE(group->compute_shard().narrow(0, 0, 40).equal(
+      at::full({40}, 7.5, at::kBFloat16)));
+}
+
+TEST(Optimizer, RefusesUnreducedGradients) {
+  const auto group = make_group(one_rank(), "zero1");
+  Sgd sgd({group.get()}, {});
+  const at::Tensor before = group->main().local().clone();
+  for (const bool collective : {false, true}) {
+    const at::Tensor gradient =
+        whole_gradient(*group, at::ones({40}), at::ones({25}));
+    group->reduce(gradient, group->plan_reduction(collective, false));
+    EXPECT_THAT(
+        message(ErrorCode::usage, [&] { sgd.step(1); }),
+        HasSubstr("gradients of block wait for the last microbatch"));
+    EXPECT_TRUE(group->main().local().equal(before));
+    sgd.zero_grad();
+    EXPECT_NO_THROW(sgd.step(1));
+  }
+}
+
+TEST(Optimizer, FrozenGroupsAreSkipped) {
+  const auto frozen = make_group(one_rank(), "zero3", {}, false);
+  const auto group = make_group(one_rank());
+  AdamW adamw({frozen.get(), group.get()}, {});
+  ASSERT_EQ(adamw.groups().size(), 1U);
+  EXPECT_EQ(adamw.groups()[0], group.get());
+  EXPECT_EQ(adamw.state_nbytes(), 2 * 4 * group->main().local().numel());
+  EXPECT_EQ(
+      Sgd({group.get()}, {.momentum = 0.5}).state_nbytes(),
+      4 * group->main().local().numel());
+  EXPECT_EQ(Sgd({group.get()}, {}).state_nbytes(), 0);
+}
+
+TEST(Optimizer, ErrorsNameTheOption) {
+  const auto adamw = [](AdamWOptions options) {
+    return message(ErrorCode::config, [&] { AdamW({}, options); });
+  };
+  const auto sgd = [](SgdOptions options) {
+    return message(ErrorCode::config, [&] { Sgd({}, options); });
+  };
+  EXPECT_THAT(adamw({.beta1 = 1}), HasSubstr("optimizer.beta1"));
+  EXPECT_THAT(adamw({.beta2 = -0.1}), HasSubstr("optimizer.beta2"));
+  EXPECT_THAT(adamw({.eps = 0}), HasSubstr("optimizer.eps"));
+  EXPECT_THAT(adamw({.weight_decay = -1}), HasSubstr("weight_decay"));
+  EXPECT_THAT(sgd({.momentum = 1}), HasSubstr("optimizer.momentum"));
+  EXPECT_THAT(sgd({.weight_decay = -1}), HasSubstr("weight_decay"));
+
+  ParamGroup odd(
+      {{.names = {"odd"},
+        .shape = {4},
+        .attributes = {{"weight_decay", "half"}}}},
+      one_rank(),
+      {.strategy = Strategy::named("zero3", 1)},
+      Initializer(0));
+  EXPECT_THAT(
+      message(ErrorCode::config, [&] { Sgd({&odd}, {}); }),
+      HasSubstr("parameter odd: expected attribute weight_decay"));
+}
+
+TEST(Optimizer, ShardedStepsEqualWholeOnes) {
+  const auto whole = make_group(one_rank());
+  const at::Tensor w = at::arange(40, at::kFloat) / 64;
+  const at::Tensor b = at::arange(25, at::kFloat) / -32;
+  AdamW reference({whole.get()}, {});
+  for (int step = 0; step < 3; ++step) {
+    reduce(*whole, whole_gradient(*whole, w, b));
+    reference.step(0.1);
+    reference.zero_grad();
+  }
+  for (const char* strategy : {"zero0", "zero1", "zero2", "zero3"}) {
+    run_ranks(2, [&](RankContext& context) {
+      const auto group = make_group(context.mesh(), strategy);
+      AdamW adamw({group.get()}, {});
+      for (int step = 0; step < 3; ++step) {
+        reduce(*group, whole_gradient(*group, w, b));
+        adamw.step(0.1);
+        adamw.zero_grad();
+      }
+      for (const NamedShard& shard : group->main_shards()) {
+        const at::Tensor want =
+            shard.name() == "weight" ? weight(*whole) : bias(*whole);
+        EXPECT_TRUE(shard.tensor.equal(
+            want.narrow(0, shard.begin, shard.tensor.numel())))
+            << strategy << " " << shard.name();
+      }
+    });
+  }
+}
+
+}  // namespace
+}  // namespace flatshard::testing
