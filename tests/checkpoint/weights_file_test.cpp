@@ -1,0 +1,156 @@
+#include "flatshard/checkpoint/weights_file.h"
+
+#include "flatshard/core/error.h"
+#include "tests/data/temp_folder.h"
+#include "tests/support/ranks.h"
+
+#include <ATen/ATen.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+namespace flatshard::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+std::unique_ptr<ParamGroup> make_group(
+    const std::shared_ptr<Mesh>& mesh,
+    const std::string& strategy,
+    const std::string& prefix,
+    Precision precision = {}) {
+  return std::make_unique<ParamGroup>(
+      std::vector<GroupParameter>{
+          {.names = {prefix + "weight", "tied." + prefix},
+           .shape = {9, 5},
+           .init = InitSpec::normal(0, 1)},
+          {.names = {prefix + "scale"},
+           .shape = {},
+           .init = InitSpec::uniform(0, 1)},
+          {.names = {prefix + "bias"},
+           .shape = {33},
+           .init = InitSpec::normal(0, 1)}},
+      mesh,
+      ParamGroupOptions{
+          .name = prefix,
+          .strategy = Strategy::named(strategy, mesh->num_axes()),
+          .precision = precision},
+      Initializer(4));
+}
+
+std::string read(const std::filesystem::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+at::Tensor initial(const char* name, std::vector<std::int64_t> shape) {
+  const at::Tensor values = at::empty(shape);
+  Initializer(4).fill(
+      values,
+      name,
+      std::string_view(name).ends_with("scale") ? InitSpec::uniform(0, 1)
+                                                : InitSpec::normal(0, 1),
+      0);
+  return values;
+}
+
+TEST(SaveWeights, TheFileIsTheSameForAllStrategiesAndRanks) {
+  const data::TempFolder folder;
+  struct Case {
+    std::string strategy;
+    std::vector<MeshAxis> axes;
+    int world;
+  };
+  std::vector<std::string> files;
+  for (const Case& c : std::vector<Case>{
+           {"zero0", {{"dp", 2}}, 2},
+           {"zero1", {{"dp", 2}}, 2},
+           {"zero3", {{"dp", 1}}, 1},
+           {"zero3", {{"dp", 2}}, 2},
+           {"hfsdp", {{"outer", 1}, {"dp", 2}}, 2},
+           {"hfsdp", {{"outer", 2}, {"dp", 2}}, 4}}) {
+    const auto path =
+        folder / fmt::format("{}_{}.safetensors", c.strategy, c.world);
+    run_ranks(c.world, [&](RankContext& context) {
+      const auto mesh = context.mesh(c.axes);
+      const auto a = make_group(mesh, c.strategy, "a.");
+      const auto b = make_group(mesh, c.strategy, "b.");
+      save_weights({a.get(), b.get()}, path, {{"format", "pt"}});
+    });
+    files.push_back(read(path));
+    EXPECT_EQ(files.back(), files.front()) << c.strategy << " " << c.world;
+  }
+
+  const WeightsFile file(folder / "zero3_2.safetensors");
+  EXPECT_EQ(file.metadata().at("format"), "pt");
+  const at::Tensor weight = at::empty({9, 5});
+  file.read("b.weight", weight);
+  EXPECT_TRUE(weight.equal(initial("b.weight", {9, 5})));
+  const at::Tensor scale = at::empty({});
+  file.read("a.scale", scale);
+  EXPECT_TRUE(scale.equal(initial("a.scale", {})));
+  const at::Tensor bias = at::empty({33}, at::kBFloat16);
+  file.read("a.bias", bias);
+  EXPECT_TRUE(bias.equal(initial("a.bias", {33}).to(at::kBFloat16)));
+}
+
+TEST(SaveWeights, NarrowMainWeightsKeepTheirDtype) {
+  const data::TempFolder folder;
+  const auto path = folder / "w.safetensors";
+  for (const auto dtype : {at::kBFloat16, at::kHalf}) {
+    const auto group = make_group(
+        Mesh::single(at::kCPU),
+        "zero3",
+        "a.",
+        {.compute = dtype, .main_params = dtype});
+    save_weights({group.get()}, path);
+    const at::Tensor weight = at::empty({9, 5});
+    WeightsFile(path).read("a.weight", weight);
+    EXPECT_TRUE(
+        weight.equal(initial("a.weight", {9, 5}).to(dtype).to(at::kFloat)));
+  }
+}
+
+TEST(SaveWeights, RenamesWhatTheFileCallsOtherwise) {
+  const data::TempFolder folder;
+  const auto path = folder / "w.safetensors";
+  const auto group = make_group(Mesh::single(at::kCPU), "zero3", "a.");
+  save_weights({group.get()}, path, {}, [](const std::string& name) {
+    return "model." + name;
+  });
+  const at::Tensor bias = at::empty({33});
+  WeightsFile(path).read("model.a.bias", bias);
+  EXPECT_TRUE(bias.equal(initial("a.bias", {33})));
+}
+
+TEST(WeightsFile, ErrorsNameTensorAndFile) {
+  const data::TempFolder folder;
+  const auto path = folder / "w.safetensors";
+  const auto group = make_group(Mesh::single(at::kCPU), "zero3", "a.");
+  save_weights({group.get()}, path);
+  const WeightsFile file(path);
+  const auto message = [&](const std::string& name, at::Tensor out) {
+    try {
+      file.read(name, out);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::format);
+      return error.message();
+    }
+    ADD_FAILURE();
+    return std::string();
+  };
+  EXPECT_THAT(message("a.weigth", at::empty({9, 5})), HasSubstr("a.weight"));
+  EXPECT_THAT(
+      message("a.weight", at::empty({5, 9})),
+      AllOf(HasSubstr("a.weight"), HasSubstr("[9, 5]"), HasSubstr("[5, 9]")));
+  EXPECT_THROW(save_weights({}, path), Error);
+  try {
+    save_weights({group.get()}, "/none/w.safetensors");
+    ADD_FAILURE();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::io);
+  }
+}
+
+}  // namespace
+}  // namespace flatshard::testing
