@@ -49,9 +49,11 @@ struct ParamGroupOptions {
 /// | main    | main_params | optimizer | what the optimizer updates         |
 /// | compute | compute     | parameter | what is gathered for the kernels   |
 /// | grad    | main_grads  | optimizer | the step's reduced gradient (lazy) |
-/// | inner   | main_grads  | gradient  | HSDP/HFSDP: not yet reduced over the
-/// outer axes (lazy) | | local   | main_grads  | partial   | ZeRO-0/1 and
-/// no_sync: not yet reduced at all (lazy) |
+/// | inner   | main_grads  | gradient  | not yet reduced over outer axes    |
+/// | local   | main_grads  | partial   | not yet reduced at all             |
+///
+/// inner is HSDP's and HFSDP's, local that of ZeRO-0/1 and no_sync; both are
+/// lazy too.
 ///
 /// A frozen group has no main weights and no gradients. When main and compute
 /// have one dtype they share memory.

@@ -19,11 +19,14 @@ constexpr double kGiB = 1024.0 * 1024.0 * 1024.0;
 }  // namespace
 
 std::string with_commas(std::int64_t value) {
-  std::string text = fmt::format("{}", value);
+  const std::string digits = fmt::format("{}", value);
   const std::size_t first = value < 0 ? 1 : 0;
-  for (std::size_t at = text.size(); at > first + 3;) {
-    at -= 3;
-    text.insert(at, ",");
+  std::string text;
+  for (std::size_t i = 0; i < digits.size(); ++i) {
+    if (i > first && (digits.size() - i) % 3 == 0) {
+      text += ',';
+    }
+    text += digits[i];
   }
   return text;
 }

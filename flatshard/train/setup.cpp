@@ -23,10 +23,15 @@ Granularity parse_granularity(const std::string& name) {
   if (name == "tensor") {
     return Granularity::tensor();
   }
+  constexpr std::string_view kBlock = "block:";
+  if (name.starts_with(kBlock)) {  // the config was checked: a number follows
+    return Granularity::block(std::stoll(name.substr(kBlock.size())));
+  }
   FLATSHARD_CHECK(
       name == "element",
       config,
-      "parallelism.granularity: expected element, row or tensor, got '{}'",
+      "parallelism.granularity: expected element, row, block:N or tensor, got "
+      "'{}'",
       name);
   return Granularity::element();
 }
