@@ -49,8 +49,12 @@ at::ScalarType dtype_of(const std::string& name, const std::string& tensor) {
 void save_weights(
     const std::vector<const ParamGroup*>& groups,
     const std::filesystem::path& path,
-    const std::map<std::string, std::string>& metadata) {
+    const std::map<std::string, std::string>& metadata,
+    const std::function<std::string(const std::string&)>& rename) {
   const at::NoGradGuard no_grad;
+  const auto name_of = [&](const GroupParameter& p) {
+    return rename ? rename(p.names.front()) : p.names.front();
+  };
   FLATSHARD_CHECK(!groups.empty(), usage, "expected at least one group");
   const bool writes = groups.front()->mesh()->rank() == 0;
   std::optional<SafetensorsWriter> writer;
@@ -59,7 +63,7 @@ void save_weights(
     for (const ParamGroup* group : groups) {
       for (const GroupParameter& p : group->parameters()) {
         specs.push_back(
-            {p.names.front(), dtype_name(group->main().dtype()), p.shape});
+            {name_of(p), dtype_name(group->main().dtype()), p.shape});
       }
     }
     writer.emplace(path, specs, metadata);
@@ -74,7 +78,7 @@ void save_weights(
     for (std::size_t i = 0; i < group->parameters().size(); ++i) {
       const at::Tensor values = gathered.view(i).cpu().contiguous();
       writer->write(
-          group->parameters()[i].names.front(),
+          name_of(group->parameters()[i]),
           {static_cast<const std::byte*>(values.data_ptr()), values.nbytes()});
     }
   }

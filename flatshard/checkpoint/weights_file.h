@@ -5,7 +5,9 @@
 #include <ATen/core/Tensor.h>
 
 #include <filesystem>
+#include <functional>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -17,11 +19,13 @@ namespace flatshard {
 /// written once, under its main name. Blocks.
 ///
 /// The file appears under its name only when it is complete.
+/// @param rename  a parameter's name in the file; empty: its own.
 /// @throws Error{io} on the rank that writes.
 void save_weights(
     const std::vector<const ParamGroup*>& groups,
     const std::filesystem::path& path,
-    const std::map<std::string, std::string>& metadata = {});
+    const std::map<std::string, std::string>& metadata = {},
+    const std::function<std::string(const std::string&)>& rename = {});
 
 /// Fills `out` (any float dtype, CPU or CUDA) with the tensor `name` of the
 /// file. @throws Error{format} when it is missing or of another shape.

@@ -3,6 +3,7 @@
 #include "flatshard/checkpoint/weights_file.h"
 #include "flatshard/core/error.h"
 #include "flatshard/data/text_codec.h"
+#include "flatshard/models/hf_names.h"
 #include "flatshard/models/llama.h"
 #include "flatshard/models/sample.h"
 #include "flatshard/train/config.h"
@@ -31,7 +32,7 @@ std::string generate_text(const GenerateOptions& options) {
       device,
       parse_dtype(config.precision.compute, "precision.compute"),
       [&](const std::string& name, const InitSpec&, at::Tensor& parameter) {
-        file.read(name, parameter);
+        file.read(models::to_hf_name(name), parameter);
       });
   const std::string corpus =
       options.corpus.empty() ? config.data.train : options.corpus;

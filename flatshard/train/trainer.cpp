@@ -7,6 +7,7 @@
 #include "flatshard/device/memory.h"
 #include "flatshard/diagnostics/memory_table.h"
 #include "flatshard/models/flops.h"
+#include "flatshard/models/hf_names.h"
 #include "flatshard/optim/clip.h"
 #include "flatshard/train/profile.h"
 #include "flatshard/train/setup.h"
@@ -345,7 +346,7 @@ void Trainer::save() {
   }
   const auto path =
       std::filesystem::path(config_.run.output_dir) / "model.safetensors";
-  save_weights(groups, path, {{"format", "pt"}});
+  save_weights(groups, path, {{"format", "pt"}}, models::to_hf_name);
   if (env_.rank == 0) {
     fmt::print("saved {}\n", path.string());
   }
