@@ -1,0 +1,225 @@
+// Runs the program itself: options, exit codes, and two ranks end to end.
+#include "tests/data/temp_folder.h"
+
+#include <fmt/format.h>
+#include <sys/wait.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cstdio>
+#include <string>
+
+namespace flatshard {
+namespace {
+
+using testing::AllOf;
+using testing::HasSubstr;
+using testing::Not;
+
+struct Result {
+  int code = -1;
+  std::string output;  ///< standard output and error together
+};
+
+Result run(const std::string& arguments) {
+  const std::string command =
+      fmt::format("'{}' {} 2>&1 < /dev/null", FLATSHARD_PROGRAM, arguments);
+  std::FILE* pipe = ::popen(command.c_str(), "r");
+  Result result;
+  std::array<char, 4096> buffer{};
+  while (const auto n = std::fread(buffer.data(), 1, buffer.size(), pipe)) {
+    result.output.append(buffer.data(), n);
+  }
+  const int status = ::pclose(pipe);
+  result.code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+  return result;
+}
+
+std::string read(const std::filesystem::path& path) {
+  std::ifstream file(path);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+class Program : public testing::Test {
+ protected:
+  void write_config(const std::string& more = {}) const {
+    std::string text;
+    for (int i = 0; i < 400; ++i) {
+      text += fmt::format("line {} of a text\n", i % 10);
+    }
+    folder_.write("texts/a.txt", text);
+    const Result prepared = run(fmt::format(
+        "data prepare --force --input '{}' --output '{}'",
+        (folder_ / "texts").string(),
+        (folder_ / "corpus").string()));
+    ASSERT_EQ(prepared.code, 0) << prepared.output;
+    folder_.write(
+        "run.toml",
+        fmt::format(
+            R"(
+[run]
+output_dir = "{}"
+[model]
+dim = 32
+layers = 2
+heads = 4
+ffn_dim = 64
+vocab_size = 257
+[data]
+train = "{}"
+[training]
+steps = 12
+seq_len = 32
+local_batch_size = 2
+global_batch_size = 8
+[optimizer]
+lr = 1e-2
+[precision]
+compute = "float32"
+[validation]
+freq = 6
+steps = 1
+[metrics]
+log_freq = 4
+{}
+)",
+            (folder_ / "run").string(),
+            (folder_ / "corpus").string(),
+            more));
+  }
+
+  std::string config() const {
+    return "'" + (folder_ / "run.toml").string() + "'";
+  }
+
+  data::TempFolder folder_;
+};
+
+TEST_F(Program, HelpAndVersion) {
+  const Result help = run("--help");
+  EXPECT_EQ(help.code, 0);
+  EXPECT_THAT(
+      help.output,
+      AllOf(HasSubstr("train"), HasSubstr("generate"), HasSubstr("data")));
+  const Result version = run("--version");
+  EXPECT_EQ(version.code, 0);
+  EXPECT_THAT(version.output, testing::StartsWith("flatshard "));
+  EXPECT_THAT(run("train --help").output, HasSubstr("--nproc"));
+}
+
+TEST_F(Program, HelpConfigNamesEveryKey) {
+  const Result help = run("train --help-config");
+  EXPECT_EQ(help.code, 0);
+  for (const char* key :
+       {"output_dir",
+        "seed",
+        "hf_config",
+        "kv_heads",
+        "seq_len",
+        "max_norm",
+        "weight_decay",
+        "warmup_steps",
+        "strategy",
+        "prefetch",
+        "main_grads",
+        "mode",
+        "freq",
+        "log_freq",
+        "min_lr_factor",
+        "global_batch_size"}) {
+    EXPECT_THAT(help.output, HasSubstr(key));
+  }
+}
+
+TEST_F(Program, WrongOptionsFailByName) {
+  const Result nothing = run("");
+  EXPECT_NE(nothing.code, 0);
+  EXPECT_THAT(nothing.output, HasSubstr("subcommand is required"));
+  const Result option = run("train --nothing x.toml");
+  EXPECT_NE(option.code, 0);
+  EXPECT_THAT(option.output, HasSubstr("--nothing"));
+  const Result nproc = run("train --nproc 0 x.toml");
+  EXPECT_NE(nproc.code, 0);
+  EXPECT_THAT(nproc.output, HasSubstr("--nproc"));
+  const Result no_config = run("train");
+  EXPECT_EQ(no_config.code, 1);
+  EXPECT_THAT(no_config.output, HasSubstr("flatshard train CONFIG.toml"));
+  const Result missing = run("train /none.toml");
+  EXPECT_EQ(missing.code, 1);
+  EXPECT_THAT(missing.output, HasSubstr("/none.toml"));
+  const Result generate = run("generate --run /none");
+  EXPECT_EQ(generate.code, 1);
+  EXPECT_THAT(generate.output, HasSubstr("--run"));
+}
+
+TEST_F(Program, WrongKeysNameTheNearestOne) {
+  write_config("[optimiser]\nlr = 1\n");
+  const Result section = run("train " + config());
+  EXPECT_EQ(section.code, 1);
+  EXPECT_THAT(
+      section.output,
+      AllOf(HasSubstr("optimiser"), HasSubstr("optimizer")));
+  write_config();
+  const Result key = run("train " + config() + " --set training.step=3");
+  EXPECT_EQ(key.code, 1);
+  EXPECT_THAT(key.output, HasSubstr("did you mean 'steps'?"));
+  // Said once, before ranks start.
+  const Result batch = run("train " + config() + " --nproc 3 --device cpu");
+  EXPECT_EQ(batch.code, 1);
+  EXPECT_THAT(
+      batch.output,
+      AllOf(
+          HasSubstr("training.global_batch_size = 8"),
+          Not(HasSubstr("rank 1"))));
+}
+
+TEST_F(Program, TwoRanksTrainAndTheirRunGenerates) {
+  write_config();
+  const Result two = run("train " + config() + " --nproc 2 --device cpu");
+  ASSERT_EQ(two.code, 0) << two.output;
+  EXPECT_THAT(two.output, HasSubstr("2 ranks of CPU"));
+  EXPECT_THAT(two.output, HasSubstr("2 microbatches per step"));
+  EXPECT_THAT(two.output, HasSubstr("step: 12  loss: "));
+  EXPECT_THAT(two.output, HasSubstr("step: 12  validation_loss: "));
+  EXPECT_THAT(two.output, HasSubstr("saved "));
+  const std::string metrics = read(folder_ / "run" / "metrics.jsonl");
+  EXPECT_THAT(metrics, HasSubstr("\"step\":12"));
+  // Rank 0 alone writes: steps 1, 4, 8 and 12, validations 6 and 12.
+  EXPECT_EQ(std::count(metrics.begin(), metrics.end(), '\n'), 6);
+
+  const Result generated = run(fmt::format(
+      "generate --run '{}' --prompt 'line 3' --max-new-tokens 20 "
+      "--temperature 0 --device cpu",
+      (folder_ / "run").string()));
+  EXPECT_EQ(generated.code, 0);
+  EXPECT_THAT(generated.output, testing::StartsWith("line 3"));
+  EXPECT_GT(generated.output.size(), 10U);
+
+  // The same steps on one rank: the same global batches, the same losses.
+  const Result one = run(fmt::format(
+      "train {} --device cpu --set 'run.output_dir={}'",
+      config(),
+      (folder_ / "one").string()));
+  ASSERT_EQ(one.code, 0) << one.output;
+  const auto last_loss = [](const std::string& text) {
+    const auto at = text.find("step: 12  loss: ");
+    return std::stod(text.substr(at + 16));
+  };
+  EXPECT_NEAR(last_loss(two.output), last_loss(one.output), 2e-4);
+}
+
+TEST_F(Program, AFailingRankEndsAll) {
+  write_config();
+  const Result failed =
+      run("train " + config() +
+          " --nproc 2 --device cpu --set data.train=/none/corpus");
+  EXPECT_NE(failed.code, 0);
+  EXPECT_THAT(failed.output, HasSubstr("/none/corpus"));
+  EXPECT_THAT(failed.output, HasSubstr("rank"));
+  EXPECT_FALSE(std::filesystem::exists(folder_ / "run" / "model.safetensors"));
+}
+
+}  // namespace
+}  // namespace flatshard

@@ -1,0 +1,336 @@
+#include "flatshard/train/trainer.h"
+
+#include "flatshard/checkpoint/safetensors.h"
+#include "flatshard/core/error.h"
+#include "flatshard/data/prepare.h"
+#include "flatshard/train/generate.h"
+#include "tests/data/temp_folder.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+
+#include <fstream>
+#include <set>
+
+namespace flatshard {
+namespace {
+
+using nlohmann::json;
+using testing::HasSubstr;
+
+// A small vocabulary of words, in an order that can be learnt.
+std::string text(int lines) {
+  std::string all;
+  for (int i = 0; i < lines; ++i) {
+    all += "the quick brown fox jumps over the lazy dog.\n";
+  }
+  return all;
+}
+
+class TrainerTest : public testing::Test {
+ protected:
+  TrainerTest() {
+    folder_.write("texts/a.txt", text(300));
+    folder_.write("texts/b.txt", text(100));
+    data::prepare_corpus(
+        {.inputs = {(folder_ / "texts").string()},
+         .output = folder_ / "corpus",
+         .validation_fraction = 0.2});
+  }
+
+  Config config(const std::vector<std::string>& overrides = {}) const {
+    const std::string toml = fmt::format(
+        R"(
+[run]
+output_dir = "{}"
+seed = 1
+[model]
+dim = 32
+layers = 2
+heads = 4
+kv_heads = 2
+ffn_dim = 64
+vocab_size = 257
+[data]
+train = "{}"
+[training]
+steps = 12
+seq_len = 32
+local_batch_size = 4
+[optimizer]
+lr = 1e-2
+[precision]
+compute = "float32"
+[metrics]
+log_freq = 4
+)",
+        run().string(),
+        (folder_ / "corpus").string());
+    return parse_config(toml, "test.toml", overrides);
+  }
+
+  std::filesystem::path run() const { return folder_ / "run"; }
+
+  /// Trains on one rank; returns what was printed.
+  std::string train(
+      const std::vector<std::string>& overrides = {},
+      const std::string& device = "cpu") const {
+    testing::internal::CaptureStdout();
+    try {
+      Trainer(config(overrides), {}, device).run();
+    } catch (...) {
+      std::fflush(stdout);
+      testing::internal::GetCapturedStdout();
+      throw;
+    }
+    std::fflush(stdout);
+    return testing::internal::GetCapturedStdout();
+  }
+
+  std::string refusal(
+      const std::vector<std::string>& overrides,
+      const std::string& device = "cpu") const {
+    try {
+      train(overrides, device);
+    } catch (const Error& error) {
+      return error.what();
+    }
+    ADD_FAILURE() << "expected an error";
+    return {};
+  }
+
+  std::vector<json> metrics() const {
+    std::ifstream file(run() / "metrics.jsonl");
+    std::vector<json> rows;
+    for (std::string line; std::getline(file, line);) {
+      rows.push_back(json::parse(line));
+    }
+    return rows;
+  }
+
+  std::vector<double> losses() const {
+    std::vector<double> all;
+    for (const json& row : metrics()) {
+      if (row.contains("loss")) {
+        all.push_back(row["loss"]);
+      }
+    }
+    return all;
+  }
+
+  data::TempFolder folder_;
+};
+
+TEST_F(TrainerTest, LearnsAndWritesItsRun) {
+  const std::string printed = train(
+      {"training.steps=60",
+       "metrics.log_freq=10",
+       "validation.freq=30",
+       "validation.steps=2"});
+  EXPECT_THAT(printed, HasSubstr("step: 10  loss: "));
+  EXPECT_THAT(printed, HasSubstr("step: 60  validation_loss: "));
+  EXPECT_THAT(printed, HasSubstr("optimizer state"));
+  EXPECT_THAT(printed, HasSubstr("strategy = \"optim_grads_params\""));
+
+  std::vector<std::int64_t> steps;
+  std::vector<std::int64_t> validated;
+  double validation_loss = 0;
+  for (const json& row : metrics()) {
+    if (row.contains("validation_loss")) {
+      validated.push_back(row["step"]);
+      validation_loss = row["validation_loss"];
+      continue;
+    }
+    steps.push_back(row["step"]);
+    for (const char* key :
+         {"loss",
+          "grad_norm",
+          "lr",
+          "step_ms",
+          "data_ms",
+          "host_ms",
+          "exposed_comm_ms",
+          "tokens_per_s_per_rank",
+          "memory_allocated_bytes",
+          "memory_peak_bytes",
+          "memory_reserved_bytes",
+          "memory_total_bytes"}) {
+      ASSERT_TRUE(row.contains(key)) << key;
+      EXPECT_TRUE(row[key].is_number()) << key;
+    }
+    EXPECT_GT(row["grad_norm"], 0);
+    EXPECT_GT(row["step_ms"], 0);
+    EXPECT_NEAR(
+        row["tokens_per_s_per_rank"].get<double>(),
+        4 * 32 / (row["step_ms"].get<double>() * 1e-3),
+        1);
+  }
+  EXPECT_EQ(steps, (std::vector<std::int64_t>{1, 10, 20, 30, 40, 50, 60}));
+  EXPECT_EQ(validated, (std::vector<std::int64_t>{30, 60}));
+  // From the loss of 257 equal chances to a text that repeats.
+  EXPECT_NEAR(losses().front(), std::log(257.0), 0.5);
+  EXPECT_LT(losses().back(), 1.0);
+  EXPECT_NEAR(validation_loss, losses().back(), 0.5);
+  EXPECT_EQ(load_config(run() / "config.toml").training.global_batch_size, 4);
+
+  const GenerateOptions options{
+      .run = run(),
+      .prompt = "the quick",
+      .max_new_tokens = 12,
+      .temperature = 0,
+      .device = "cpu"};
+  const std::string generated = generate_text(options);
+  EXPECT_THAT(generated, testing::StartsWith("the quick"));
+  EXPECT_GT(generated.size(), options.prompt.size());
+  EXPECT_EQ(generate_text(options), generated);
+  // It has learnt the only text there is: these are the trained weights.
+  EXPECT_EQ(generated, "the quick brown fox j");
+}
+
+TEST_F(TrainerTest, WeightsHaveHuggingFacesNames) {
+  train({"training.steps=1"});
+  const SafetensorsReader file(run() / "model.safetensors");
+  std::set<std::string> names;
+  for (const SafetensorsEntry& entry : file.entries()) {
+    EXPECT_EQ(entry.dtype, "F32");
+    names.insert(entry.name);
+  }
+  std::set<std::string> want{
+      "model.embed_tokens.weight",
+      "model.norm.weight",
+      "lm_head.weight"};
+  for (const char* layer : {"0", "1"}) {
+    for (const char* part :
+         {"input_layernorm",
+          "post_attention_layernorm",
+          "self_attn.q_proj",
+          "self_attn.k_proj",
+          "self_attn.v_proj",
+          "self_attn.o_proj",
+          "mlp.gate_proj",
+          "mlp.up_proj",
+          "mlp.down_proj"}) {
+      want.insert(fmt::format("model.layers.{}.{}.weight", layer, part));
+    }
+  }
+  EXPECT_EQ(names, want);
+  EXPECT_EQ(
+      file.entry("model.layers.0.self_attn.k_proj.weight").shape,
+      (std::vector<std::int64_t>{16, 32}));
+  EXPECT_EQ(file.metadata().at("format"), "pt");
+}
+
+TEST_F(TrainerTest, ATiedHeadIsWrittenOnce) {
+  train({"training.steps=1", "model.tie_embeddings=true"});
+  const SafetensorsReader file(run() / "model.safetensors");
+  EXPECT_TRUE(file.contains("model.embed_tokens.weight"));
+  EXPECT_FALSE(file.contains("lm_head.weight"));
+  const std::string generated = generate_text(
+      {.run = run(), .prompt = "a", .max_new_tokens = 3, .device = "cpu"});
+  EXPECT_THAT(generated, testing::StartsWith("a"));
+}
+
+TEST_F(TrainerTest, StrategyRecomputeAndMicrobatchesDoNotChangeTheRun) {
+  const std::vector<std::string> common{"training.global_batch_size=4"};
+  const auto losses_with = [&](std::vector<std::string> overrides) {
+    overrides.insert(overrides.end(), common.begin(), common.end());
+    train(overrides);
+    return losses();
+  };
+  const std::vector<double> reference = losses_with({});
+  ASSERT_EQ(reference.size(), 4U);
+  for (const std::vector<std::string>& overrides :
+       std::vector<std::vector<std::string>>{
+           {"training.local_batch_size=2"},
+           {"parallelism.strategy=zero0", "training.local_batch_size=1"},
+           {"parallelism.strategy=optim", "parallelism.granularity=row"},
+           {"parallelism.granularity=block:4"},
+           {"activation_checkpoint.mode=full", "parallelism.prefetch=0"},
+           {"activation_checkpoint.mode=selective"},
+           {"precision.scaling=pre_scaled_sum", "debug.comm_delay_us=200"}}) {
+    const std::vector<double> other = losses_with(overrides);
+    ASSERT_EQ(other.size(), reference.size());
+    for (std::size_t i = 0; i < other.size(); ++i) {
+      EXPECT_NEAR(other[i], reference[i], 2e-4) << overrides[0];
+    }
+  }
+}
+
+TEST_F(TrainerTest, OtherOptimizersAndPrecision) {
+  train(
+      {"optimizer.name=sgd",
+       "optimizer.momentum=0.9",
+       "optimizer.lr=0.1",
+       "precision.compute=bfloat16",
+       "lr_scheduler.name=wsd",
+       "lr_scheduler.warmup_steps=2",
+       "training.max_norm=0"});
+  EXPECT_LT(losses().back(), losses().front() - 0.5);
+}
+
+TEST_F(TrainerTest, RandomTokens) {
+  train({"data.train=random", "training.steps=2"});
+  EXPECT_NEAR(losses().front(), std::log(257.0), 0.5);
+  try {
+    generate_text({.run = run(), .prompt = "a", .device = "cpu"});
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_THAT(error.message(), HasSubstr("--corpus"));
+  }
+  const std::string generated = generate_text(
+      {.run = run(),
+       .prompt = "a",
+       .max_new_tokens = 2,
+       .device = "cpu",
+       .corpus = (folder_ / "corpus").string()});
+  EXPECT_THAT(generated, testing::StartsWith("a"));
+}
+
+TEST_F(TrainerTest, WritesATrace) {
+  train({"profiling.enabled=true", "profiling.step=2", "training.steps=2"});
+  std::ifstream file(run() / "profile" / "step_2_rank_0.json");
+  ASSERT_TRUE(file.good());
+  EXPECT_TRUE(json::parse(file).contains("traceEvents"));
+}
+
+TEST_F(TrainerTest, ErrorsNameTheOption) {
+  EXPECT_THAT(refusal({"data.train=/none/corpus"}), HasSubstr("/none/corpus"));
+  EXPECT_THAT(
+      refusal({"training.global_batch_size=6"}),
+      HasSubstr("training.global_batch_size = 6"));
+  EXPECT_THAT(
+      refusal({"parallelism.strategy=zero4"}),
+      HasSubstr("parallelism.strategy"));
+  EXPECT_THAT(
+      refusal({"model.max_seq_len=16"}),
+      HasSubstr("training.seq_len = 32"));
+  EXPECT_THAT(refusal({"training.seq_len=100000"}), HasSubstr("seq_len"));
+  EXPECT_THAT(refusal({}, "tpu"), HasSubstr("--device"));
+  EXPECT_THAT(
+      refusal({"precision.scaling=per_token"}),
+      HasSubstr("precision.scaling = per_token"));
+  EXPECT_THAT(refusal({"model.vocab_size=100"}), HasSubstr("vocab_size"));
+  EXPECT_THAT(
+      refusal({"parallelism.data_parallel_shard_degree=2"}),
+      HasSubstr("data_parallel_shard_degree"));
+  try {
+    generate_text({.run = folder_ / "none", .device = "cpu"});
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_THAT(error.message(), HasSubstr("--run"));
+  }
+}
+
+TEST_F(TrainerTest, ALossThatIsNotFiniteEndsTheRun) {
+  EXPECT_THAT(
+      refusal(
+          {"optimizer.name=sgd",
+           "optimizer.lr=1e30",
+           "training.max_norm=0",
+           "metrics.log_freq=1"}),
+      HasSubstr("optimizer.lr"));
+}
+
+}  // namespace
+}  // namespace flatshard
