@@ -63,6 +63,9 @@ struct ScheduleEvent {
   bool sync = true;
   /// task_begin: how many parameters of which units will get a gradient.
   std::vector<std::pair<UnitId, int>> expected;
+  /// task_begin: false when the caller chose what gets gradients and no
+  /// parameter is among it (the same on all ranks): nothing is reduced.
+  bool reduces = true;
 
   friend bool operator==(const ScheduleEvent&, const ScheduleEvent&) = default;
 };

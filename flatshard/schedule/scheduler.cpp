@@ -176,6 +176,9 @@ void Scheduler::task_begin(const ScheduleEvent& event) {
     backward_position_ = 0;
     recorded_backward_.clear();
   }
+  if (!event.reduces) {
+    unreduced_tasks_.insert(event.task);
+  }
   auto& pending = tasks_[event.task];
   for (const auto& [unit, count] : event.expected) {
     pending[unit] += count;
@@ -195,7 +198,9 @@ void Scheduler::backward_begin(const ScheduleEvent& event, Actions& out) {
   prefetch(backward_order_, backward_position_, Phase::backward, out);
   await(u, out);
   reduce_ready(u, out);
-  queue_grads(u, out);
+  if (!unreduced_tasks_.contains(event.task)) {
+    queue_grads(u, out);
+  }
 }
 
 void Scheduler::wgrad_done(const ScheduleEvent& event, Actions& out) {
@@ -225,6 +230,7 @@ void Scheduler::inputs_done(const ScheduleEvent& event, Actions& out) {
 
 void Scheduler::task_end(const ScheduleEvent& event, Actions& out) {
   tasks_.erase(event.task);
+  unreduced_tasks_.erase(event.task);
   const auto num_units = static_cast<UnitId>(units_.size());
   if (!event.outermost) {
     for (UnitId u = 0; u < num_units; ++u) {
@@ -242,6 +248,7 @@ void Scheduler::task_end(const ScheduleEvent& event, Actions& out) {
     return;
   }
   tasks_.clear();
+  unreduced_tasks_.clear();
   while (!grad_queue_.empty()) {
     reduce(grad_queue_.front(), out);
   }
@@ -279,6 +286,7 @@ void Scheduler::weights_changed(Actions& out) {
 void Scheduler::reset(Actions& out) {
   open_forwards_.clear();
   tasks_.clear();
+  unreduced_tasks_.clear();
   grad_queue_.clear();
   for (UnitId u = 0; u < static_cast<UnitId>(units_.size()); ++u) {
     UnitState& state = state_[u];

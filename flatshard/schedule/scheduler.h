@@ -5,6 +5,7 @@
 
 #include <deque>
 #include <map>
+#include <set>
 #include <vector>
 
 namespace flatshard {
@@ -114,6 +115,7 @@ class Scheduler {
 
   std::vector<UnitId> open_forwards_;  ///< a stack
   std::map<TaskId, std::map<UnitId, int>> tasks_;
+  std::set<TaskId> unreduced_tasks_;
   std::vector<UnitId> grad_queue_;  ///< slots being filled, in order of begin
   std::deque<UnitId> reducing_;     ///< reduced, not yet drained
   bool is_last_microbatch_ = true;

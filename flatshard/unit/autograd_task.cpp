@@ -16,10 +16,15 @@ bool expects(const torch::autograd::Node* accumulator) {
   const auto* exec_info = torch::autograd::get_current_graph_task_exec_info();
   if (exec_info != nullptr && !exec_info->empty()) {
     const auto found = exec_info->find(node);
-    return found != exec_info->end() && found->second.should_execute();
+    return found != exec_info->end() && found->second.needed_;
   }
   const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
   return nodes != nullptr && nodes->count(node) > 0;
+}
+
+bool has_chosen_inputs() {
+  const auto* exec_info = torch::autograd::get_current_graph_task_exec_info();
+  return exec_info != nullptr && !exec_info->empty();
 }
 
 std::weak_ptr<void> at_end(std::function<void()> on_end) {

@@ -16,8 +16,12 @@ namespace autograd_task {
 std::int64_t current_id();
 
 /// Whether the running graph task will run `accumulator`. Known exactly at the
-/// task's first event: the engine has collected its nodes by then.
+/// task's first event: the engine has collected its nodes by then. False for a
+/// parameter whose gradient autograd::grad hands out instead.
 bool expects(const torch::autograd::Node* accumulator);
+
+/// Whether the caller chose what gets gradients: backward(inputs=) or grad().
+bool has_chosen_inputs();
 
 /// Runs `on_end` when the current graph task ends. After an exception it does
 /// not run; then the returned token expires without it.

@@ -267,9 +267,7 @@ double Runtime::wait_and_take_exposed_ms() {
 void Runtime::await(Unit& unit) {
   compute_waits(unit.gathered);
   unit.awaited = true;
-  if (!unit.resident()) {
-    unit.point_at(unit.weights_slot.data);
-  }
+  unit.point_at(unit.weights_slot.data);
 }
 
 void Runtime::release(Unit& unit) {

@@ -248,6 +248,13 @@ TaskId Runtime::ensure_task() {
   }
   ScheduleEvent begin{.kind = EventKind::task_begin, .task = task};
   for (const auto& unit : units_) {
+    if (tasks_.empty()) {
+      // A write since the forward raises the generation, which then differs
+      // from the call's.
+      for (const auto& group : unit->groups()) {
+        group->adopt_foreign_writes();
+      }
+    }
     int count = 0;
     for (const UnitParameter& p : unit->parameters()) {
       count += p.accumulator && autograd_task::expects(p.accumulator.get());
@@ -256,6 +263,8 @@ TaskId Runtime::ensure_task() {
       begin.expected.emplace_back(unit->id(), count);
     }
   }
+  begin.reduces =
+      !begin.expected.empty() || !autograd_task::has_chosen_inputs();
   tasks_[task] = autograd_task::at_end([weak = weak_from_this(), task] {
     if (const auto self = weak.lock()) {
       self->on_task_end(task);
@@ -278,14 +287,16 @@ void Runtime::on_output_grad(const std::shared_ptr<Call>& call) {
       "the weights of unit {} changed between its forward and its backward; "
       "step the optimizer only when no backward is to come",
       unit.name());
-  const bool waits = call->num_watched_inputs > 0 || call->has_unwatched_input;
   call->inputs_left[task] = call->num_watched_inputs;
   feed(
       {.kind = EventKind::backward_begin,
        .unit = call->unit,
        .call = call->id,
        .task = task,
-       .waits_for_inputs = waits});
+       // Without an input to watch the unit stays until the task ends: its last
+       // gradient does not say that nobody reads its weights any more (frozen
+       // ones that a child uses, a recompute inside its forward).
+       .waits_for_inputs = true});
 }
 
 void Runtime::on_input_grad(const std::shared_ptr<Call>& call) {

@@ -64,6 +64,7 @@ class Unit {
   /// Gathers the weights of all groups into `slot`. Inside Stream::submit.
   void gather_into(void* slot, const std::vector<bool>& refresh) const;
   /// Points the parameters at the slot / at nothing. Resident groups stay.
+  /// @throws Error{usage} when somebody gave a parameter another storage.
   void point_at(void* slot);
   void clear();
   /// Points the parameters of resident groups at their weights, for good.

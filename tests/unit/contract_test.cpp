@@ -1,0 +1,262 @@
+// What a program may do between forward, backward and step: each test runs it
+// on a sharded model and on its plain twin and compares.
+#include "tests/unit/twin.h"
+
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
+
+namespace flatshard {
+namespace {
+
+using testing::CellImpl;
+using testing::for_strategies;
+using testing::forward_backward;
+using testing::Lab;
+using testing::LabImpl;
+using testing::RankContext;
+using testing::run_ranks;
+using testing::Twin;
+
+using Configure = std::function<void(LabImpl&)>;
+
+// Some plain steps with `program` in the middle, on all strategies.
+void check(const Configure& configure, const Twin::Program& program) {
+  for_strategies([&](const RankContext& context, FullyShardOptions options) {
+    Twin twin(context, configure, options);
+    twin.step(forward_backward);
+    for (int i = 0; i < 3; ++i) {
+      twin.step(program);
+    }
+    twin.step(forward_backward);
+  });
+}
+
+TEST(Contract, PlainSteps) {
+  check({}, forward_backward);
+}
+
+TEST(Contract, UnitThatDoesNotRunKeepsItsWeights) {
+  for_strategies([&](const RankContext& context, FullyShardOptions options) {
+    Twin twin(context, {}, options);
+    for (auto* model : {&twin.sharded, &twin.plain}) {
+      (*model)->body = [](LabImpl& lab, at::Tensor x) {
+        return lab.cells[3](lab.cells[1](lab.cells[0](x))) * lab.scale;
+      };
+    }
+    for (int i = 0; i < 2; ++i) {
+      twin.run(forward_backward);
+      EXPECT_FALSE(twin.group_of("cell2.gain").has_grad());
+      EXPECT_TRUE(twin.group_of("cell1.gain").has_grad());
+      twin.update();
+    }
+  });
+}
+
+TEST(Contract, ParametersUsedOnOneRankOnly) {
+  check({}, [](Lab& model, const Twin& twin, int rank) {
+    for (auto& cell : model->cells) {
+      cell->body = [rank](CellImpl& c, at::Tensor x) {
+        x = c.standard(x);
+        return rank == 0 ? x * c.spare.mean() : x;
+      };
+    }
+    forward_backward(model, twin, rank);
+    for (auto& cell : model->cells) {
+      cell->body = [](CellImpl& c, at::Tensor x) { return c.standard(x); };
+    }
+  });
+}
+
+TEST(Contract, TwoForwardsOneBackward) {
+  check({}, [](Lab& model, const Twin& twin, int rank) {
+    const at::Tensor a = model(twin.input(rank, 0));
+    const at::Tensor b = model(twin.input(rank, 1));
+    (twin.loss(a) + twin.loss(b)).backward();
+  });
+}
+
+TEST(Contract, TwoForwardsTwoBackwards) {
+  for (const bool swapped : {false, true}) {
+    check({}, [&](Lab& model, const Twin& twin, int rank) {
+      const at::Tensor a = model(twin.input(rank, 0));
+      const at::Tensor b = model(twin.input(rank, 1));
+      twin.backward(swapped ? b : a);
+      twin.backward(swapped ? a : b);
+    });
+  }
+}
+
+TEST(Contract, UnitCalledTwiceAndParameterUsedTwice) {
+  check(
+      [](LabImpl& lab) {
+        lab.body = [](LabImpl& l, at::Tensor x) {
+          return l.chain(l.cells[1](l.cells[1](x))) * l.scale * l.scale;
+        };
+        lab.cells[2]->body = [](CellImpl& c, at::Tensor x) {
+          return c.up(at::tanh(c.up(x)) * c.gain) * c.gain;
+        };
+      },
+      forward_backward);
+}
+
+TEST(Contract, FrozenUnitAndLowRankAdapter) {
+  check(
+      [](LabImpl& lab) {
+        for (auto& p : lab.cells[1]->parameters()) {
+          p.set_requires_grad(false);
+        }
+        // The frozen weight's input gradient comes after the last trainable
+        // gradient of its unit.
+        for (const int i : {0, 2}) {
+          for (auto& p : lab.cells[i]->up->parameters()) {
+            p.set_requires_grad(false);
+          }
+          lab.cells[i]->body = [](CellImpl& c, at::Tensor x) {
+            return x + c.up(at::tanh(c.up(x))) * c.gain;
+          };
+        }
+      },
+      forward_backward);
+}
+
+TEST(Contract, FrozenParameterOfTheRootServesAChild) {
+  // The root's only gradient arrives first; its frozen weight is needed later.
+  const auto configure = [](LabImpl& lab) {
+    lab.cells[1]->share_parameter("tied", *lab.cells[2]->up, "weight");
+    lab.cells[2]->up->weight().set_requires_grad(false);
+    lab.cells[1]->body = [](CellImpl& c, at::Tensor x) {
+      return at::matmul(c.standard(x), c.named_parameters(false)["tied"]);
+    };
+  };
+  check(configure, forward_backward);
+}
+
+TEST(Contract, TiedParameterBelongsToTheCommonAncestor) {
+  const auto configure = [](LabImpl& lab) {
+    lab.cells[3]->share_parameter("tied", *lab.cells[0]->up, "weight");
+    lab.cells[3]->body = [](CellImpl& c, at::Tensor x) {
+      return at::matmul(c.standard(x), c.named_parameters(false)["tied"]);
+    };
+  };
+  check(configure, forward_backward);
+  run_ranks(2, [&](const RankContext& context) {
+    const Twin twin(context, configure);
+    bool found = false;
+    for (const auto& p : twin.runtime->units()[0]->parameters()) {
+      found |= p.name == "cell0.up.weight";
+    }
+    EXPECT_TRUE(found);
+    EXPECT_EQ(
+        twin.group_of("cell3.tied").parameters().data(),
+        twin.group_of("cell0.up.weight").parameters().data());
+  });
+}
+
+TEST(Contract, EvaluationBetweenForwardAndBackward) {
+  check({}, [](Lab& model, const Twin& twin, int rank) {
+    const auto evaluate = [&] {
+      const at::NoGradGuard no_grad;
+      return model(twin.input(rank, 5)).sum().item<double>();
+    };
+    const double first = evaluate();
+    twin.backward(model(twin.input(rank, 0)));
+    EXPECT_EQ(evaluate(), first);
+    const at::Tensor out = model(twin.input(rank, 1));
+    EXPECT_EQ(evaluate(), first);
+    twin.backward(out);
+    EXPECT_EQ(evaluate(), first);
+  });
+}
+
+TEST(Contract, InPlaceOnInputsAndOutputs) {
+  check(
+      [](LabImpl& lab) {
+        lab.body = [](LabImpl& l, at::Tensor x) {
+          for (auto& cell : l.cells) {
+            x = cell(x);
+            x.mul_(0.5).add_(1);
+          }
+          return x * l.scale;
+        };
+        lab.cells[1]->body = [](CellImpl& c, at::Tensor x) {
+          x.add_(c.gain);
+          return c.standard(x);
+        };
+        lab.cells[2]->body = [](CellImpl& c, at::Tensor x) {
+          return x.mul_(c.gain.mean());  // the output is the input
+        };
+        lab.cells[3]->body = [](CellImpl& c, at::Tensor x) {
+          x = c.standard(x);
+          x.narrow(1, 0, 2).mul_(3);
+          return x.view({-1, 12});
+        };
+      },
+      forward_backward);
+}
+
+TEST(Contract, RetainedGraph) {
+  check({}, [](Lab& model, const Twin& twin, int rank) {
+    const at::Tensor loss = twin.loss(model(twin.input(rank)));
+    loss.backward({}, /*retain_graph=*/true);
+    loss.backward();
+  });
+}
+
+TEST(Contract, GradientsOfInputsLeaveNothingBehind) {
+  for_strategies([](const RankContext& context, FullyShardOptions options) {
+    Twin twin(context, {}, options);
+    twin.step(forward_backward);
+    std::vector<at::Tensor> grads;
+    const auto program = [&](Lab& model, const Twin& t, int) {
+      const at::Tensor x = t.input(t.rank).requires_grad_(true);
+      const at::Tensor loss = model(x).square().mean();
+      grads.push_back(torch::autograd::grad({loss}, {x})[0]);
+    };
+    twin.run_sharded(program);
+    program(twin.plain, twin, 0);
+    EXPECT_TRUE(at::allclose(grads[0], grads[1], 1e-5, 1e-6));
+    for (const ParamGroup* group : twin.runtime->groups()) {
+      EXPECT_FALSE(group->has_grad());
+      EXPECT_FALSE(group->has_unreduced_grad());
+    }
+    twin.expect_rest();
+    twin.step(forward_backward);
+  });
+}
+
+TEST(Contract, GradientsOfChosenParameters) {
+  for_strategies([](const RankContext& context, FullyShardOptions options) {
+    Twin twin(context, {}, options);
+    twin.step(forward_backward);
+    // grad() hands out this rank's own gradient, whole.
+    std::vector<std::vector<at::Tensor>> grads;
+    const auto ask = [&](Lab& model, const Twin& t, int) {
+      const at::Tensor loss = model(t.input(t.rank)).square().mean();
+      grads.push_back(torch::autograd::grad(
+          {loss},
+          {model->cells[1]->gain, model->cells[2]->up->weight()}));
+    };
+    twin.run_sharded(ask);
+    ask(twin.plain, twin, 0);
+    for (std::size_t i = 0; i < 2; ++i) {
+      EXPECT_TRUE(at::allclose(grads[0][i], grads[1][i], 1e-5, 1e-6));
+    }
+    twin.expect_rest();
+    twin.runtime->zero_grad();
+    // backward(inputs) accumulates into the chosen ones alone.
+    twin.step([](Lab& model, const Twin& t, int rank) {
+      t.loss(model(t.input(rank)))
+          .backward(
+              {},
+              std::nullopt,
+              false,
+              std::vector<at::Tensor>{
+                  model->cells[1]->gain,
+                  model->cells[2]->up->weight()});
+    });
+    twin.step(forward_backward);
+  });
+}
+
+}  // namespace
+}  // namespace flatshard

@@ -1,0 +1,107 @@
+#pragma once
+
+#include "flatshard/nn/linear.h"
+#include "flatshard/nn/module.h"
+#include "flatshard/optim/sgd.h"
+#include "flatshard/unit/fully_shard.h"
+#include "tests/support/ranks.h"
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace flatshard::testing {
+
+/// A unit whose forward a test may replace.
+class CellImpl : public nn::Module {
+ public:
+  using Body = std::function<at::Tensor(CellImpl&, at::Tensor)>;
+
+  explicit CellImpl(std::int64_t dim);
+  at::Tensor forward(at::Tensor x) { return body(*this, std::move(x)); }
+  /// x + tanh(up(x)) * gain
+  at::Tensor standard(const at::Tensor& x);
+
+  nn::Linear up{nullptr};  ///< its gradient goes into the slot
+  at::Tensor gain;         ///< its gradient arrives as a tensor
+  at::Tensor spare;        ///< the standard body does not use it
+  Body body;
+};
+FLATSHARD_MODULE(Cell);
+
+/// Cells one after the other, and a parameter of the root.
+class LabImpl : public nn::Module {
+ public:
+  using Body = std::function<at::Tensor(LabImpl&, at::Tensor)>;
+
+  LabImpl();
+  at::Tensor forward(at::Tensor x) { return body(*this, std::move(x)); }
+  /// All cells in order.
+  at::Tensor chain(at::Tensor x);
+  at::Tensor standard(const at::Tensor& x) { return chain(x) * scale; }
+  std::vector<nn::Module*> units();
+
+  std::vector<Cell> cells;
+  at::Tensor scale;
+  Body body;
+  bool fail = false;  ///< for bodies that throw on demand
+};
+FLATSHARD_MODULE(Lab);
+
+/// One model twice: sharded over the ranks of a test, and plain. The plain one
+/// runs the programs of all ranks, so its gradients are those of the mean.
+class Twin {
+ public:
+  /// What one rank does with a model in one microbatch. `scale` has to be
+  /// multiplied into every loss.
+  using Program = std::function<void(Lab& model, const Twin&, int rank)>;
+
+  Twin(
+      const RankContext& context,
+      const std::function<void(LabImpl&)>& configure = {},
+      FullyShardOptions options = {});
+
+  /// [4, dim] values that depend on step, rank and `index` alone.
+  at::Tensor input(int rank, int index = 0) const;
+  /// Backward of the mean square, in the scale of the model that runs.
+  void backward(const at::Tensor& out) const;
+  at::Tensor loss(const at::Tensor& out) const;
+
+  /// Forward and backward on both; compares gradients.
+  void run(const Program& program);
+  /// Only the sharded model.
+  void run_sharded(const Program& program);
+  /// SGD on both; compares weights.
+  void update();
+  void step(const Program& program) {
+    run(program);
+    update();
+  }
+  void expect_same_gradients() const;
+  void expect_rest() const;
+  /// The group that holds a parameter.
+  ParamGroup& group_of(const std::string& parameter) const;
+
+  int rank;
+  int world;
+  Lab sharded;
+  Lab plain;
+  std::shared_ptr<Runtime> runtime;
+  std::unique_ptr<Sgd> sgd;
+  std::map<std::string, at::Tensor> plain_parameters;
+  int num_steps = 0;
+
+ private:
+  double scale_ = 1;
+};
+
+/// Runs `test` on several strategies and numbers of ranks.
+void for_strategies(
+    const std::function<void(const RankContext&, FullyShardOptions)>& test);
+
+/// The usual program: one forward, one backward.
+void forward_backward(Lab& model, const Twin& twin, int rank);
+
+}  // namespace flatshard::testing
