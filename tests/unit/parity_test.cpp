@@ -172,6 +172,28 @@ TEST(Parity, GranularityChangesNothing) {
   }
 }
 
+TEST(Parity, SubMeshOfALargerMesh) {
+  TrainingCase c{.strategy = "zero3", .mesh = {2}};
+  const TrainingResult expected = train_toy(c);
+  std::mutex mutex;
+  std::vector<TrainingResult> replicas(2);
+  for (TrainingResult& replica : replicas) {
+    replica.losses.assign(c.steps, 0.0);
+  }
+  testing::run_ranks(4, [&](testing::RankContext& context) {
+    const auto mesh = context.mesh({{"replica", 2}, {"dp", 2}});
+    testing::train_rank(
+        c,
+        mesh->sub_mesh({"dp"}),
+        mutex,
+        replicas[static_cast<std::size_t>(mesh->coordinate("replica"))]);
+  });
+  for (const TrainingResult& replica : replicas) {
+    EXPECT_EQ(weight_distance(expected, replica), 0);
+    EXPECT_EQ(expected.losses, replica.losses);
+  }
+}
+
 TEST(Parity, RootWithoutParametersTrains) {
   TrainingCase c{.mesh = {2}};
   c.with_root_parameter = false;
