@@ -235,5 +235,22 @@ TEST(Scheduler, BadOptionsAreRefused) {
   EXPECT_THROW(Scheduler(four_blocks(), {.max_grad_slots = 0}), Error);
 }
 
+TEST(Scheduler, TaskThatAsksForNoParameterReducesNothing) {
+  Scheduler s(four_blocks(), {.prefetch = 0});
+  auto events = plain_step_events(s.units(), {0, 0, 0, 0, 0});
+  for (ScheduleEvent& event : events) {
+    event.reduces = event.kind != task_begin;
+  }
+  for (const Action& a : replay(s, events)) {
+    EXPECT_NE(a.kind, ActionKind::acquire_grads);
+    EXPECT_NE(a.kind, ActionKind::reduce);
+  }
+  EXPECT_TRUE(s.resting());
+  // The next task does again.
+  const auto plain = plain_step_events(s.units(), {0, 1, 1, 1, 1});
+  const auto actions = replay(s, plain);
+  EXPECT_EQ(std::ranges::count(actions, ActionKind::reduce, &Action::kind), 4);
+}
+
 }  // namespace
 }  // namespace flatshard
