@@ -63,6 +63,36 @@ TEST_P(ParamGroups, PlacementsAndBytes) {
   });
 }
 
+TEST_P(ParamGroups, BytesAreThoseOfTheStorages) {
+  const GroupCase& c = GetParam();
+  for (const Granularity matrix :
+       {Granularity::element(), Granularity::row(), Granularity::tensor()}) {
+    run_ranks(c.world(), [&](RankContext& context) {
+      const auto group = make_group(
+          c,
+          context.mesh(c.axes()),
+          kMixed,
+          GradScaling::mean,
+          1,
+          matrix);
+      std::map<const void*, std::int64_t> storages;
+      for (const at::Tensor& tensor :
+           {group->main().local(),
+            group->compute().local(),
+            group->compute_shard()}) {
+        storages[tensor.storage().unsafeGetStorageImpl()] =
+            static_cast<std::int64_t>(tensor.storage().nbytes());
+      }
+      std::int64_t sum = 0;
+      for (const auto& [storage, nbytes] : storages) {
+        sum += nbytes;
+      }
+      const ParamGroup::Bytes bytes = group->nbytes();
+      EXPECT_EQ(bytes.main + bytes.compute, sum) << matrix.to_string();
+    });
+  }
+}
+
 TEST_P(ParamGroups, OneDtypeSharesMemory) {
   const GroupCase& c = GetParam();
   run_ranks(c.world(), [&](RankContext& context) {
