@@ -208,6 +208,13 @@ TEST_F(Program, TwoRanksTrainAndTheirRunGenerates) {
     return std::stod(text.substr(at + 16));
   };
   EXPECT_NEAR(last_loss(two.output), last_loss(one.output), 2e-4);
+  const Result outer =
+      run("train " + config() +
+          " --nproc 2 --device cpu --set parallelism.strategy=hfsdp "
+          "--set parallelism.data_parallel_replicate_degree=2");
+  ASSERT_EQ(outer.code, 0) << outer.output;
+  EXPECT_THAT(outer.output, HasSubstr("strategy hfsdp"));
+  EXPECT_NEAR(last_loss(outer.output), last_loss(one.output), 2e-4);
 }
 
 TEST_F(Program, AFailingRankEndsAll) {

@@ -23,7 +23,7 @@ struct TableCase {
   int microbatches = 1;
   bool no_sync = false;
   Precision precision;
-  Granularity granularity;
+  bool whole_matrices = false;  ///< layouts of two segments
 };
 
 int world_of(const TableCase& c) {
@@ -77,7 +77,8 @@ TEST(MemoryTable, RowsAreTheBytesOfTheBuffers) {
   const std::vector<TableCase> cases{
       {"zero0", two, 1, false, mixed},
       {"zero1", two, 1, false, mixed},
-      {"zero1", two, 1, false, mixed, Granularity::row()},
+      {"zero1", two, 1, false, mixed, true},
+      {"hfsdp", four, 2, false, mixed, true},
       {"zero2", two, 1, false, mixed},
       {"zero3", two, 1, false, mixed},
       {"zero3", two, 1, false, full},
@@ -95,7 +96,11 @@ TEST(MemoryTable, RowsAreTheBytesOfTheBuffers) {
           {.units = model->unit_modules(),
            .strategy = c.strategy,
            .precision = c.precision,
-           .granularity = c.granularity});
+           .granularity_of = [&](const std::string& name) {
+             return c.whole_matrices && name.ends_with("weight")
+                        ? Granularity::tensor()
+                        : Granularity();
+           }});
       AdamW adamw(runtime->groups(), {});
       const auto at_start = memory_rows(*runtime, adamw.state_nbytes());
       for (int m = 0; m < c.microbatches; ++m) {
@@ -112,8 +117,11 @@ TEST(MemoryTable, RowsAreTheBytesOfTheBuffers) {
       RealBytes grads;
       RealBytes states;
       std::int64_t not_final = 0;
+      std::size_t num_segments = 0;
       for (const auto& unit : runtime->units()) {
         for (const auto& group : unit->groups()) {
+          num_segments =
+              std::max(num_segments, group->layout().segments().size());
           all.add(group->main().local());
           all.add(group->compute().local());
           all.add(group->compute_shard());
@@ -152,6 +160,7 @@ TEST(MemoryTable, RowsAreTheBytesOfTheBuffers) {
         EXPECT_EQ(row(at_start, role), row(rows, role)) << what << role;
       }
       EXPECT_EQ(row(rows, "main weights") == 0, c.precision == full);
+      EXPECT_EQ(num_segments, c.whole_matrices ? 2U : 1U) << what;
     });
   }
 }
