@@ -20,7 +20,8 @@ struct ClipResult {
 /// gradient count as zero.
 ///
 /// @param groups    on one mesh.
-/// @param max_norm  0 or less: the factor is 1 and only the norm is computed.
+/// @param max_norm  0 or less: only the norm is computed, and the factor is
+///   undefined, which Optimizer::step takes for 1.
 ClipResult clip_grad_norm(
     const std::vector<ParamGroup*>& groups,
     double max_norm);

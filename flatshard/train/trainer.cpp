@@ -117,10 +117,6 @@ Trainer::Trainer(
           .activation_checkpoint = models::parse_activation_checkpoint(
               config_.activation_checkpoint.mode)});
   FullyShardOptions options = shard_options(config_);
-  if (mesh_->num_axes() == 1 &&
-      config_.parallelism.data_parallel_replicate_degree > 1) {
-    options.strategy = config_.parallelism.strategy;
-  }
   for (const auto& module : model_->unit_modules()) {
     options.units.push_back(module.get());
   }
