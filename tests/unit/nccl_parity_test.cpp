@@ -5,6 +5,8 @@
 #include "flatshard/comm/launch.h"
 #include "flatshard/comm/store.h"
 #include "flatshard/device/stream.h"
+#include "flatshard/optim/adamw.h"
+#include "flatshard/schedule/simulate.h"
 #include "tests/unit/training.h"
 
 #include <gtest/gtest.h>
@@ -115,6 +117,85 @@ TEST_P(NcclParity, EqualsOneRankWithMicrobatches) {
     }
   }
 }
+
+class NcclSchedule : public NcclParity {};
+
+// What NCCL really launched is what the Scheduler answers to the same events,
+// and gathered weights have the same addresses from step 3 on.
+TEST_P(NcclSchedule, LaunchesWhatTheSchedulerSaysAtStableAddresses) {
+  const auto log = std::make_shared<CollectiveLog>();
+  const auto mesh = Mesh::create(
+      {{"dp", ranks().environment.world_size}},
+      ranks().environment.rank,
+      ranks().store,
+      ranks().device,
+      {.log = log, .name = std::string("schedule ") + GetParam()});
+  constexpr std::int64_t kDim = 64;
+  testing::ToyModel model(kDim, 4, /*with_root_parameter=*/false);
+  const auto runtime = fully_shard(
+      *model,
+      mesh,
+      {.units = model->unit_modules(), .strategy = GetParam(), .trace = true});
+  AdamW optimizer(runtime->groups(), {});
+  std::vector<void*> addresses;
+  std::vector<nn::HookHandle> hooks;
+  for (const auto& unit : runtime->units()) {
+    if (!unit->parameters().empty()) {
+      hooks.push_back(unit->module()->add_forward_pre_hook(
+          [&addresses, u = unit.get()](nn::Module&, const nn::TensorList&) {
+            addresses.push_back(u->parameters()[0].tensor.data_ptr());
+          }));
+    }
+  }
+  const at::Tensor x = at::ones(
+      {8, kDim},
+      at::TensorOptions(ranks().device).dtype(at::kBFloat16));
+  std::vector<void*> expected;
+  for (int step = 1; step <= 5; ++step) {
+    addresses.clear();
+    runtime->clear_trace();
+    log->clear();
+    model(x, at::zeros({8, kDim}, x.options().dtype(at::kFloat))).backward();
+    optimizer.step(1e-3);
+    optimizer.zero_grad();
+    runtime->synchronize();
+    if (step == 3) {
+      expected = addresses;
+    } else if (step > 3) {
+      EXPECT_EQ(addresses, expected) << "step " << step;
+    }
+  }
+  // The trace of one step that began and ended at rest.
+  const RuntimeTrace trace = runtime->trace();
+  Scheduler scheduler(
+      runtime->scheduler().units(),
+      runtime->scheduler().options());
+  // Two rounds: the first teaches the order that the live one had recorded.
+  replay(scheduler, trace.events);
+  EXPECT_EQ(
+      to_string(replay(scheduler, trace.events)),
+      to_string(trace.actions));
+  std::vector<CollectiveKind> said;
+  for (const Action& action : trace.actions) {
+    if (action.kind == ActionKind::gather) {
+      said.push_back(CollectiveKind::all_gather);
+    } else if (action.kind == ActionKind::reduce) {
+      said.push_back(CollectiveKind::reduce_scatter);
+    }
+  }
+  std::vector<CollectiveKind> launched;
+  for (const CollectiveRecord& record : log->records()) {
+    launched.push_back(record.kind);
+  }
+  EXPECT_EQ(launched, said);
+  EXPECT_FALSE(said.empty());
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Sharded,
+    NcclSchedule,
+    ::testing::Values("zero1", "zero2", "zero3"),
+    [](const auto& info) { return std::string(info.param); });
 
 INSTANTIATE_TEST_SUITE_P(
     Strategies,
