@@ -1,5 +1,7 @@
 #include "flatshard/comm/store.h"
 
+#include <csignal>
+
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -57,11 +59,21 @@ namespace {
       context);
 }
 
+// Gloo writes to its peers' sockets: a dead peer has to be an error there, not
+// the SIGPIPE that ends this process too. A handler of the program's own stays.
+void ignore_broken_pipes() {
+  struct sigaction now {};
+  if (::sigaction(SIGPIPE, nullptr, &now) == 0 && now.sa_handler == SIG_DFL) {
+    ::signal(SIGPIPE, SIG_IGN);
+  }
+}
+
 }  // namespace
 
 StoreHandle make_tcp_store(
     const RankEnvironment& environment,
     StoreOptions options) {
+  ignore_broken_pipes();
   FLATSHARD_CHECK(
       !environment.master_addr.empty() && environment.master_port != 0,
       config,

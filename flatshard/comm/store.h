@@ -19,6 +19,8 @@ struct StoreOptions {
 
 /// Connects to (rank 0: serves, unless the launcher already does) the store at
 /// `environment.master_addr:master_port`.
+/// Ignores SIGPIPE from then on when it had its default action, so that a peer
+/// that dies is an error in a collective and not the end of this process.
 /// @throws Error{comm} port in use or host unknown, Error{timeout} when rank 0
 ///   or other ranks do not come.
 StoreHandle make_tcp_store(

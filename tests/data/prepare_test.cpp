@@ -204,7 +204,10 @@ TEST(Prepare, UnreadableFileIsNamed) {
   const TempFolder temp;
   temp.write("in/a", "text");
   temp.write("in/secret", "text");
-  std::filesystem::permissions(temp.path(), std::filesystem::perms::all);
+  // Whatever the umask: only the one file is out of reach.
+  for (const auto& open : {temp.path(), temp / "in", temp / "in/a"}) {
+    std::filesystem::permissions(open, std::filesystem::perms::all);
+  }
   std::filesystem::permissions(
       temp / "in/secret",
       std::filesystem::perms::none);
