@@ -1,11 +1,12 @@
-# flatshard_library(<folder> [PURE] SOURCES ... [CUDA ...] [NO_CUDA ...] DEPS ...)
+# flatshard_library(<folder> [PURE|THREADS] SOURCES ... [CUDA ...] [NO_CUDA ...] DEPS ...)
 #   one static library flatshard_<folder>. PURE: knows no torch. CUDA sources
 #   are built with CUDA on, NO_CUDA sources (their stubs) otherwise.
 # flatshard_program(<name> [PURE] SOURCES ... DEPS ...)
 #   one program, at the top of the build folder.
-# flatshard_test(<name> [PURE] SOURCES ... DEPS ... [TIMEOUT s])
+# flatshard_test(<name> [PURE|THREADS] SOURCES ... DEPS ... [TIMEOUT s])
 #   one GoogleTest program, run as one ctest.
-# With FLATSHARD_SANITIZE only what is PURE exists.
+# With FLATSHARD_SANITIZE only what is PURE exists; with thread in it also what
+# is marked THREADS: it knows torch, and threads of its own run in it.
 set(FLATSHARD_WARNINGS -Wall -Wextra -Wno-unused-parameter
     -Wno-missing-field-initializers -Winvalid-pch)
 
@@ -27,7 +28,7 @@ endif()
 macro(_flatshard_skip out)
   set(${out} OFF)
   if(FLATSHARD_SANITIZE)
-    if(NOT A_PURE)
+    if(NOT A_PURE AND NOT (A_THREADS AND FLATSHARD_SANITIZE MATCHES thread))
       set(${out} ON)
     endif()
     foreach(dep ${A_DEPS})
@@ -45,9 +46,11 @@ function(_flatshard_setup target pure)
     target_link_libraries(${target} PUBLIC flatshard_fmt Threads::Threads)
   else()
     target_link_libraries(${target} PUBLIC flatshard_torch)
-    target_compile_options(
-      ${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-fpch-preprocess>)
-    target_precompile_headers(${target} REUSE_FROM flatshard_pch)
+    if(TARGET flatshard_pch)
+      target_compile_options(
+        ${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-fpch-preprocess>)
+      target_precompile_headers(${target} REUSE_FROM flatshard_pch)
+    endif()
   endif()
 endfunction()
 
@@ -66,7 +69,8 @@ function(_flatshard_executable name pure)
 endfunction()
 
 function(flatshard_library folder)
-  cmake_parse_arguments(A "PURE" "" "SOURCES;CUDA;NO_CUDA;DEPS" ${ARGN})
+  cmake_parse_arguments(
+    A "PURE;THREADS" "" "SOURCES;CUDA;NO_CUDA;DEPS" ${ARGN})
   _flatshard_skip(skip)
   if(skip)
     return()
@@ -99,7 +103,7 @@ function(flatshard_program name)
 endfunction()
 
 function(flatshard_test name)
-  cmake_parse_arguments(A "PURE" "TIMEOUT" "SOURCES;DEPS" ${ARGN})
+  cmake_parse_arguments(A "PURE;THREADS" "TIMEOUT" "SOURCES;DEPS" ${ARGN})
   _flatshard_skip(skip)
   if(skip)
     return()

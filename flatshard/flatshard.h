@@ -31,6 +31,9 @@
 
 // Sharding a module and updating its weights.
 #include "flatshard/diagnostics/memory_table.h"
+#include "flatshard/diagnostics/nan_check.h"
+#include "flatshard/diagnostics/norms.h"
+#include "flatshard/diagnostics/overlap_check.h"
 #include "flatshard/group/named_shard.h"
 #include "flatshard/group/param_group.h"
 #include "flatshard/group/precision.h"

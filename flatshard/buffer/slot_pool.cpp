@@ -102,4 +102,8 @@ void SlotPool::release(
   slot = {};
 }
 
+void SlotPool::forget_uses() {
+  std::erase_if(tenants_, [](const Tenant& tenant) { return !tenant.held; });
+}
+
 }  // namespace flatshard

@@ -47,6 +47,10 @@ class SlotPool {
   void
   release(Slot& slot, Event last_use, const std::shared_ptr<Stream>& filler);
 
+  /// Forgets whom a next tenant of each range has to wait for. Only while the
+  /// device is idle; needed after an error, which those events would repeat.
+  void forget_uses();
+
   std::int64_t arena_nbytes() const {
     return arena_.defined() ? arena_.numel() : 0;
   }

@@ -80,8 +80,7 @@ SafetensorsWriter::SafetensorsWriter(
   for (auto& [name, slot] : slots_) {
     slot.begin += 8 + header_nbytes;
   }
-  partial_ = path_;
-  partial_ += fmt::format(".tmp-{}", ::getpid());
+  partial_ = temporary_beside(path_);
   file_ = std::make_unique<FileWriter>(partial_);
   try {
     file_->write_at(0, &header_nbytes, 8);

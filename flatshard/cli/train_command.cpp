@@ -5,10 +5,13 @@
 #include "flatshard/core/log.h"
 #include "flatshard/train/config.h"
 #include "flatshard/train/generate.h"
+#include "flatshard/train/setup.h"
 #include "flatshard/train/trainer.h"
 
+#include <c10/util/Exception.h>
 #include <CLI/CLI.hpp>
 
+#include <cstdio>
 #include <cstdlib>
 #include <memory>
 
@@ -34,7 +37,8 @@ void train(const TrainArguments& arguments, std::vector<std::string> argv) {
       "expected a config file: flatshard train CONFIG.toml");
   const Config config = load_config(arguments.config, arguments.overrides);
   if (!launched_by_environment() && arguments.nproc > 1) {
-    resolve_config(config, arguments.nproc);  // errors once, not per rank
+    // Before any rank starts.
+    model_config(resolve_config(config, arguments.nproc));
     const int code = spawn_local_ranks(arguments.nproc, argv);
     if (code != 0) {
       throw CLI::RuntimeError(code);
@@ -45,13 +49,47 @@ void train(const TrainArguments& arguments, std::vector<std::string> argv) {
   if (env.world_size > 1) {
     set_log_prefix(fmt::format("rank {}/{}", env.rank, env.world_size));
   }
-  // Errors of NCCL are thrown here, not turned into an exit by its watchdog.
+  // Errors of NCCL are thrown here: torch's own watchdog and monitor would end
+  // the process.
   setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", 0);
+  setenv("TORCH_NCCL_ENABLE_MONITORING", "0", 0);
+  // Its watchdog would write to the store, which may be the one that hangs.
+  setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0", 0);
   Trainer trainer(config, env, arguments.device);
-  trainer.run();
+  try {
+    trainer.run();
+  } catch (const std::exception& e) {
+    if (env.world_size == 1) {
+      throw;
+    }
+    // Not by way of the destructors: they wait for the peers, who wait for
+    // this rank.
+    report_failure(e);
+    std::fflush(nullptr);
+    std::_Exit(1);
+  }
 }
 
 }  // namespace
+
+void report_failure(const std::exception& error) {
+  // Peers hear of a failure by a closed connection, maybe before the rank that
+  // failed has said why.
+  constexpr int kPatienceMs = 1000;
+  const auto* ours = dynamic_cast<const Error*>(&error);
+  const bool of_a_peer =
+      ours != nullptr &&
+      (ours->code() == ErrorCode::comm || ours->code() == ErrorCode::timeout);
+  // torch's errors carry a stack of C++ frames in what().
+  const auto* torchs = dynamic_cast<const c10::Error*>(&error);
+  const char* text =
+      torchs != nullptr ? torchs->what_without_backtrace() : error.what();
+  if (claim_failure_report(of_a_peer ? kPatienceMs : 0)) {
+    log_error("{}", text);
+  } else {
+    log_debug("{}", text);
+  }
+}
 
 void add_train_command(
     CLI::App& program,
@@ -66,7 +104,7 @@ void add_train_command(
           "--nproc",
           arguments->nproc,
           "Ranks to start on this machine [1]; ignored under torchrun or Slurm")
-      ->check(CLI::PositiveNumber);
+      ->check(CLI::Range(1, 1024));
   command->add_option(
       "--set",
       arguments->overrides,

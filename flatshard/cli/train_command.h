@@ -2,6 +2,7 @@
 
 #include <CLI/App.hpp>
 
+#include <exception>
 #include <string>
 #include <vector>
 
@@ -9,6 +10,9 @@ namespace flatshard {
 
 /// Adds `train`. @param argv  main's own, to start local ranks with.
 void add_train_command(CLI::App& program, const std::vector<std::string>& argv);
+
+/// Writes the error to standard error, once for all local ranks of a job.
+void report_failure(const std::exception& error);
 
 /// Adds `generate`.
 void add_generate_command(CLI::App& program);

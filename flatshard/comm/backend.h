@@ -1,6 +1,7 @@
 #pragma once
 
 #include <functional>
+#include <mutex>
 
 #include "flatshard/comm/make_communicator.h"
 
@@ -13,9 +14,17 @@ BackendHandle make_gloo_backend(
     int rank,
     int size,
     const CommunicatorOptions& options);
+/// Held while a Gloo collective is launched, not while it is waited for. One
+/// for the process: c10d's own flight recorder keeps a map of all groups and
+/// inserts into it without a lock (FlightRecorder::record, torch 2.11), and
+/// different threads launch gathers and reductions.
+std::mutex& gloo_launch_mutex();
+/// Collectives that wait in `backend` fail now, and later ones at once.
+void abort_gloo_backend(c10d::Backend& backend);
 std::shared_ptr<Communicator> make_gloo_communicator(
     BackendHandle backend,
-    const std::string& name);
+    const std::string& name,
+    const CommunicatorOptions& options);
 
 // cuda_nccl.cpp or no_cuda.cpp, chosen at link time.
 std::shared_ptr<Communicator> make_nccl_communicator(
@@ -35,6 +44,11 @@ std::shared_ptr<Communicator> wrap_nccl_backend(
 void with_comm_errors(
     const std::string& where,
     const std::function<void()>& function);
+
+/// Gloo and the store write to their peers' sockets: a dead peer has to be an
+/// error there, not the SIGPIPE that ends this process too. A handler of the
+/// program's own stays.
+void ignore_broken_pipes();
 
 /// The elements of a contiguous tensor as bytes: moving data needs no dtype.
 at::Tensor as_bytes(const at::Tensor& tensor);

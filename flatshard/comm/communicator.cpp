@@ -2,7 +2,10 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <thread>
+
 #include "flatshard/core/error.h"
+#include "flatshard/core/log.h"
 
 namespace flatshard {
 namespace {
@@ -60,19 +63,78 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
 
 }  // namespace
 
-void Communicator::record(
+void Communicator::set_flight_recorder(
+    std::shared_ptr<FlightRecorder> recorder,
+    const std::string& group) {
+  flight_ = std::move(recorder);
+  flight_track_ = flight_ ? flight_->watch(shared_from_this(), group) : -1;
+}
+
+std::string Communicator::where(CollectiveKind kind) const {
+  return fmt::format(
+      "rank {}/{} | {} | {}",
+      rank_,
+      size_,
+      name_,
+      to_string(kind));
+}
+
+void Communicator::compare(const FlightEntry& mine) {
+  auto verdict = disagreement(flight_ ? flight_->rank() : rank_, mine);
+  if (verdict) {
+    if (flight_) {
+      *verdict = flight_->propose(*verdict);
+    }
+    throw Error(verdict->code, verdict->text, where(mine.signature.kind));
+  }
+}
+
+template <class F>
+void Communicator::run(
     CollectiveKind kind,
-    std::span<const at::Tensor> tensors) {
-  if (!log_) {
+    std::span<const at::Tensor> tensors,
+    int detail,
+    F&& launch) {
+  FlightEntry entry{
+      .seq = num_launched_++,
+      .signature = {.kind = kind, .detail = detail}};
+  CollectiveSignature& signature = entry.signature;
+  for (const at::Tensor& tensor : tensors) {
+    signature.numel += tensor.numel();
+  }
+  if (!tensors.empty()) {
+    signature.dtype = tensors.front().scalar_type();
+  }
+  if (const CollectiveScope* scope = CollectiveScope::current()) {
+    signature.unit = scope->unit();
+    entry.step = scope->step();
+  }
+  if (log_) {
+    log_->append(name_, kind, signature.numel, signature.dtype);
+  }
+  if (!flight_) {
+    compare(entry);
+    launch();
     return;
   }
-  std::int64_t numel = 0;
-  for (const at::Tensor& tensor : tensors) {
-    numel += tensor.numel();
+  try {
+    const auto ticket = flight_->begin(flight_track_, signature);
+    entry.step = ticket.step;
+    compare(entry);
+    launch();
+    if (device_.is_cuda()) {
+      flight_->launched(ticket);
+    } else {
+      flight_->completed(ticket);
+    }
+    if (kind == CollectiveKind::barrier) {
+      flight_->check();  // an aborted device does not wait for anybody
+    }
+  } catch (const Error& error) {
+    const Error located =
+        error.context().empty() ? error.with_context(where(kind)) : error;
+    throw flight_->explain(located);
   }
-  const auto dtype = tensors.empty() ? at::ScalarType::Undefined
-                                     : tensors.front().scalar_type();
-  log_->append(name_, kind, numel, dtype);
 }
 
 void Communicator::check_tensor(
@@ -180,8 +242,9 @@ void Communicator::all_gather(
     }
   }
   if (!some_ins.empty()) {
-    record(CollectiveKind::all_gather, some_outs);
-    do_all_gather(std::move(some_outs), std::move(some_ins));
+    run(CollectiveKind::all_gather, some_outs, 0, [&] {
+      do_all_gather(some_outs, std::move(some_ins));
+    });
   }
 }
 
@@ -211,8 +274,9 @@ void Communicator::reduce_scatter(
     }
   }
   if (!some_ins.empty()) {
-    record(CollectiveKind::reduce_scatter, some_ins);
-    do_reduce_scatter(std::move(some_outs), std::move(some_ins), op);
+    run(CollectiveKind::reduce_scatter, some_ins, static_cast<int>(op), [&] {
+      do_reduce_scatter(std::move(some_outs), some_ins, op);
+    });
   }
 }
 
@@ -226,8 +290,10 @@ void Communicator::all_reduce(const at::Tensor& inout, ReduceOp op) {
     return;
   }
   const at::NoGradGuard no_grad;
-  record(CollectiveKind::all_reduce, std::span(&inout, 1));
-  do_all_reduce(inout, op);
+  run(CollectiveKind::all_reduce,
+      std::span(&inout, 1),
+      static_cast<int>(op),
+      [&] { do_all_reduce(inout, op); });
 }
 
 void Communicator::broadcast(const at::Tensor& tensor, int root) {
@@ -243,13 +309,33 @@ void Communicator::broadcast(const at::Tensor& tensor, int root) {
     return;
   }
   const at::NoGradGuard no_grad;
-  record(CollectiveKind::broadcast, std::span(&tensor, 1));
-  do_broadcast(tensor, root);
+  run(CollectiveKind::broadcast, std::span(&tensor, 1), root, [&] {
+    do_broadcast(tensor, root);
+  });
 }
 
 void Communicator::barrier() {
-  record(CollectiveKind::barrier, {});
-  do_barrier();
+  run(CollectiveKind::barrier, {}, 0, [&] { do_barrier(); });
+}
+
+void abort_together(
+    const std::vector<std::shared_ptr<Communicator>>& communicators) {
+  std::vector<std::thread> threads;
+  for (const auto& communicator : communicators) {
+    threads.emplace_back([&communicator] {
+      try {
+        communicator->abort();
+      } catch (const std::exception& error) {
+        log_error(
+            "communicator '{}' could not be aborted: {}",
+            communicator->name(),
+            error.what());
+      }
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
 }
 
 }  // namespace flatshard

@@ -4,11 +4,13 @@
 
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "flatshard/comm/collective_log.h"
+#include "flatshard/comm/flight_recorder.h"
 #include "flatshard/layout/placement.h"
 
 namespace flatshard {
@@ -25,7 +27,7 @@ namespace flatshard {
 /// multiplies the sum by 1 / size.
 ///
 /// A group of one rank copies and never scales.
-class Communicator {
+class Communicator : public std::enable_shared_from_this<Communicator> {
  public:
   virtual ~Communicator() = default;
   Communicator(const Communicator&) = delete;
@@ -75,6 +77,13 @@ class Communicator {
   /// Every later collective is appended to `log`; null for none.
   void set_log(std::shared_ptr<CollectiveLog> log) { log_ = std::move(log); }
 
+  /// Every later collective is recorded there, and its errors become the
+  /// verdict of all ranks. `group` names the ranks of this communicator: equal
+  /// on them, on no others.
+  void set_flight_recorder(
+      std::shared_ptr<FlightRecorder> recorder,
+      const std::string& group);
+
  protected:
   Communicator(int rank, int size, std::string name, at::Device device)
       : rank_(rank), size_(size), name_(std::move(name)), device_(device) {}
@@ -86,9 +95,25 @@ class Communicator {
   virtual void do_all_reduce(at::Tensor inout, ReduceOp op) = 0;
   virtual void do_broadcast(at::Tensor tensor, int root) = 0;
   virtual void do_barrier() = 0;
+  /// Compares `mine` with the other ranks before the launch, where a mismatch
+  /// would end the process. Empty: all agree.
+  virtual std::optional<Verdict> disagreement(
+      int world_rank,
+      const FlightEntry& mine) {
+    return std::nullopt;
+  }
+
+  /// E.g. "rank 1/4 | dp.gather | all_gather".
+  std::string where(CollectiveKind kind) const;
 
  private:
-  void record(CollectiveKind kind, std::span<const at::Tensor> tensors);
+  template <class F>
+  void run(
+      CollectiveKind kind,
+      std::span<const at::Tensor> tensors,
+      int detail,
+      F&& launch);
+  void compare(const FlightEntry& mine);
   void check_tensor(CollectiveKind kind, const char* role, const at::Tensor& t)
       const;
   void check_pairs(
@@ -101,12 +126,25 @@ class Communicator {
   std::string name_;
   at::Device device_;
   std::shared_ptr<CollectiveLog> log_;
+  std::shared_ptr<FlightRecorder> flight_;
+  int flight_track_ = -1;
+  std::int64_t num_launched_ = 0;
 };
+
+/// Aborts all of them at once, each from a thread of its own: NCCL's abort
+/// waits for the device, on which a collective of another group may wait for
+/// ever. Errors are logged.
+void abort_together(
+    const std::vector<std::shared_ptr<Communicator>>& communicators);
 
 struct CommunicatorOptions {
   /// How long a rank waits for its peers, at creation and (Gloo) in each
   /// collective.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
+  /// Gloo: ranks compare kind, size, dtype and unit of each collective before
+  /// it runs, one small message more. Without, ranks that differ end the
+  /// process from inside Gloo. Equal on all ranks.
+  bool compare_collectives = true;
 };
 
 }  // namespace flatshard

@@ -3,6 +3,8 @@
 #include <c10/cuda/CUDAStream.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
+#include <atomic>
+
 #include "flatshard/comm/backend.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
@@ -31,7 +33,7 @@ class NcclCommunicator : public Communicator {
   // A group of our own is shut down with its peers; after an exception they
   // may never come, so it is aborted then. A wrapped one is its owner's.
   ~NcclCommunicator() override {
-    if (!owned_) {
+    if (!owned_.exchange(false)) {
       return;
     }
     try {
@@ -45,6 +47,7 @@ class NcclCommunicator : public Communicator {
     }
   }
 
+  // May come from the watcher's thread while a collective is launched.
   void abort() override {
     owned_ = false;
     backend_->abort();
@@ -121,15 +124,6 @@ class NcclCommunicator : public Communicator {
   }
 
  private:
-  std::string where(CollectiveKind kind) const {
-    return fmt::format(
-        "rank {}/{} | {} | {}",
-        rank(),
-        size(),
-        name(),
-        to_string(kind));
-  }
-
   template <class F>
   void run(CollectiveKind kind, F&& launch) {
     const c10::cuda::CUDAGuard guard(device());
@@ -143,7 +137,7 @@ class NcclCommunicator : public Communicator {
   }
 
   BackendHandle backend_;
-  bool owned_;
+  std::atomic<bool> owned_;  ///< to be shut down or aborted
 };
 
 void check_indexed(const std::string& name, at::Device device) {

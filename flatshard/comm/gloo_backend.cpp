@@ -1,3 +1,4 @@
+#include <gloo/context.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
@@ -8,6 +9,7 @@
 #include <mutex>
 
 #include "flatshard/comm/backend.h"
+#include "flatshard/comm/network.h"
 
 namespace flatshard::detail {
 namespace {
@@ -15,9 +17,10 @@ namespace {
 using c10d::ProcessGroupGloo;
 using GlooDevice = std::shared_ptr<::gloo::transport::Device>;
 
-// Ranks that meet on this machine use loopback: a container's hostname often
-// does not resolve.
-bool meets_locally(const StoreHandle& store) {
+// Where Gloo listens: loopback for ranks that meet on this machine, since a
+// container's hostname often does not resolve; else the address from which
+// this machine reaches the store. Empty: torch's choice, from the hostname.
+std::string own_address(const StoreHandle& store) {
   const c10d::Store* plain = store.get();
   StoreHandle owner;
   if (auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get())) {
@@ -25,34 +28,41 @@ bool meets_locally(const StoreHandle& store) {
     plain = owner.get();
   }
   if (dynamic_cast<const c10d::HashStore*>(plain) != nullptr) {
-    return true;
+    return "127.0.0.1";
   }
   const auto* tcp = dynamic_cast<const c10d::TCPStore*>(plain);
-  return tcp != nullptr &&
-         (tcp->getHost() == "localhost" || tcp->getHost() == "::1" ||
-          tcp->getHost().starts_with("127."));
+  if (tcp == nullptr) {
+    return {};
+  }
+  return is_loopback(tcp->getHost())
+             ? "127.0.0.1"
+             : address_towards(tcp->getHost(), tcp->getPort());
 }
 
 // One network device, with its event thread, serves all groups of the process
 // that use the same interface.
-GlooDevice shared_device(bool local) {
+GlooDevice shared_device(const std::string& address) {
   static std::mutex mutex;
   // Never freed: groups in static objects may still use it at exit.
   static auto& devices = *new std::map<std::string, GlooDevice>;
   const char* interface = std::getenv("GLOO_SOCKET_IFNAME");
-  const std::string key = interface != nullptr ? interface
-      : local                                  ? "loopback"
-                                               : "default";
+  const std::string key = interface != nullptr ? interface : address;
   const std::lock_guard lock(mutex);
   GlooDevice& device = devices[key];
   if (!device) {
     device = interface != nullptr
                  ? ProcessGroupGloo::createDeviceForInterface(interface)
-             : local ? ProcessGroupGloo::createDeviceForHostname("127.0.0.1")
-                     : ProcessGroupGloo::createDefaultDevice();
+             : address.empty()
+                 ? ProcessGroupGloo::createDefaultDevice()
+                 : ProcessGroupGloo::createDeviceForHostname(address);
   }
   return device;
 }
+
+// ProcessGroupGloo keeps its connections from the public.
+struct Contexts : ProcessGroupGloo {
+  static auto member() { return &Contexts::contexts_; }
+};
 
 }  // namespace
 
@@ -61,10 +71,43 @@ BackendHandle make_gloo_backend(
     int rank,
     int size,
     const CommunicatorOptions& options) {
+  ignore_broken_pipes();
   auto gloo = ProcessGroupGloo::Options::create(options.timeout);
-  gloo->devices = {shared_device(meets_locally(store))};
+  gloo->devices = {shared_device(own_address(store))};
   gloo->threads = 1;  // each collective is waited for before the next starts
-  return c10::make_intrusive<ProcessGroupGloo>(store, rank, size, gloo);
+  auto backend = c10::make_intrusive<ProcessGroupGloo>(store, rank, size, gloo);
+  // A rank is connected before its peers are: it must not leave until then, or
+  // they fail, or wait for the timeout of the connect.
+  c10::intrusive_ptr<c10d::Work> connected;
+  {
+    const std::lock_guard lock(gloo_launch_mutex());
+    connected = backend->barrier();
+  }
+  connected->wait();
+  return backend;
+}
+
+std::mutex& gloo_launch_mutex() {
+  static std::mutex mutex;
+  return mutex;
+}
+
+// torch's abort does nothing for Gloo. A signal on every connection wakes
+// whoever waits there; closing them would not.
+void abort_gloo_backend(c10d::Backend& backend) {
+  auto* group = dynamic_cast<ProcessGroupGloo*>(&backend);
+  if (group == nullptr) {
+    backend.abort();
+    return;
+  }
+  for (const auto& context : group->*Contexts::member()) {
+    for (int rank = 0; rank < group->getSize(); ++rank) {
+      const auto& pair = context->getPair(rank);
+      if (auto* tcp = dynamic_cast<::gloo::transport::tcp::Pair*>(pair.get())) {
+        tcp->signalExceptionExternal("aborted by the flight recorder");
+      }
+    }
+  }
 }
 
 }  // namespace flatshard::detail

@@ -1,5 +1,10 @@
 #include <ATen/Functions.h>
 
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstring>
+
 #include "flatshard/comm/backend.h"
 #include "flatshard/core/error.h"
 
@@ -20,15 +25,19 @@ at::ScalarType sum_dtype(at::ScalarType dtype) {
 // reduce-scatter is an all-reduce and would move twice as much.
 class GlooCommunicator : public Communicator {
  public:
-  GlooCommunicator(BackendHandle backend, const std::string& name)
+  GlooCommunicator(
+      BackendHandle backend,
+      const std::string& name,
+      bool compare_collectives)
       : Communicator(
             backend->getRank(),
             backend->getSize(),
             name,
             at::Device(at::kCPU)),
-        backend_(std::move(backend)) {}
+        backend_(std::move(backend)),
+        compare_collectives_(compare_collectives) {}
 
-  void abort() override { backend_->abort(); }
+  void abort() override { abort_gloo_backend(*backend_); }
 
  protected:
   void do_all_gather(Tensors outs, Tensors ins) override {
@@ -77,17 +86,103 @@ class GlooCommunicator : public Communicator {
     run(CollectiveKind::barrier, [&] { return backend_->barrier(); });
   }
 
+  // Gloo ends the process when a peer sends more than it has room for. So a
+  // message of fixed size goes first and says what follows.
+  std::optional<Verdict> disagreement(int world_rank, const FlightEntry& mine)
+      override {
+    if (!compare_collectives_) {
+      return std::nullopt;
+    }
+    const Announcement own = announce(world_rank, mine);
+    constexpr auto kBytes = static_cast<std::int64_t>(sizeof(Announcement));
+    const at::Tensor in = at::empty({kBytes}, at::kByte);
+    const at::Tensor all = at::empty({size(), kBytes}, at::kByte);
+    std::memcpy(in.mutable_data_ptr(), &own, sizeof(own));
+    gather_bytes(all, in, mine.signature.kind);
+    const auto* received = static_cast<const char*>(all.const_data_ptr());
+    bool equal = true;
+    for (int r = 0; r < size(); ++r) {
+      const char* other = received + r * kBytes;
+      equal = equal && std::memcmp(
+                           other + kAgreedFrom,
+                           reinterpret_cast<const char*>(&own) + kAgreedFrom,
+                           sizeof(own) - kAgreedFrom) == 0;
+    }
+    return equal ? std::nullopt : verdict_of(received, mine.seq);
+  }
+
  private:
+  // Trivial and without padding: it is compared and sent as bytes.
+  struct Announcement {
+    std::int64_t rank = 0;
+    std::int64_t step = 0;
+    // From here on all ranks must agree.
+    std::int64_t kind = 0;
+    std::int64_t numel = 0;
+    std::int64_t dtype = 0;
+    std::int64_t detail = 0;
+    std::int64_t unit_length = 0;
+    std::array<char, 72> unit{};  // its end: beginnings are often equal
+  };
+  static constexpr std::size_t kAgreedFrom = offsetof(Announcement, kind);
+
+  static Announcement announce(int world_rank, const FlightEntry& mine) {
+    const CollectiveSignature& s = mine.signature;
+    Announcement own{
+        .rank = world_rank,
+        .step = mine.step,
+        .kind = static_cast<std::int64_t>(s.kind),
+        .numel = s.numel,
+        .dtype = static_cast<std::int64_t>(s.dtype),
+        .detail = s.detail,
+        .unit_length = static_cast<std::int64_t>(s.unit.size())};
+    const std::size_t length = std::min(s.unit.size(), own.unit.size());
+    std::copy_n(s.unit.end() - length, length, own.unit.begin());
+    return own;
+  }
+
+  std::optional<Verdict> verdict_of(const char* received, std::int64_t seq)
+      const {
+    std::vector<RankView> views(size());
+    std::vector<FlightEntry> entries;
+    std::vector<int> ranks;
+    for (int r = 0; r < size(); ++r) {
+      Announcement other;
+      std::memcpy(&other, received + r * sizeof(other), sizeof(other));
+      const auto length = std::min<std::int64_t>(
+          other.unit_length,
+          static_cast<std::int64_t>(other.unit.size()));
+      entries.push_back(
+          {.seq = seq,
+           .signature =
+               {.kind = static_cast<CollectiveKind>(other.kind),
+                .numel = other.numel,
+                .dtype = static_cast<at::ScalarType>(other.dtype),
+                .detail = static_cast<int>(other.detail),
+                .unit = std::string(other.unit.data(), length)},
+           .step = other.step,
+           .state = CollectiveState::started});
+      ranks.push_back(static_cast<int>(other.rank));
+      views[r].state.rank = ranks.back();
+      views[r].state.tracks.push_back({"", name(), seq + 1, {}, {entries[r]}});
+    }
+    auto verdict =
+        compare_signatures(fmt::format("{} #{}", name(), seq), entries, ranks);
+    if (verdict) {
+      verdict->text += "\n" + flight_table(views, "");
+    }
+    return verdict;
+  }
+
   template <class F>
   void run(CollectiveKind kind, F&& launch) {
-    with_comm_errors(
-        fmt::format(
-            "rank {}/{} | {} | {}",
-            rank(),
-            size(),
-            name(),
-            to_string(kind)),
-        [&] { launch()->wait(); });
+    with_comm_errors(where(kind), [&] { launch_alone(launch)->wait(); });
+  }
+
+  template <class F>
+  static auto launch_alone(F&& launch) {
+    const std::lock_guard lock(gloo_launch_mutex());
+    return launch();
   }
 
   void gather_bytes(
@@ -130,14 +225,19 @@ class GlooCommunicator : public Communicator {
   }
 
   BackendHandle backend_;
+  bool compare_collectives_;
 };
 
 }  // namespace
 
 std::shared_ptr<Communicator> make_gloo_communicator(
     BackendHandle backend,
-    const std::string& name) {
-  return std::make_shared<GlooCommunicator>(std::move(backend), name);
+    const std::string& name,
+    const CommunicatorOptions& options) {
+  return std::make_shared<GlooCommunicator>(
+      std::move(backend),
+      name,
+      options.compare_collectives);
 }
 
 }  // namespace flatshard::detail

@@ -15,6 +15,8 @@ struct RankEnvironment {
   std::uint16_t master_port = 0;
   /// torchrun already serves the store at master_addr:master_port.
   bool launcher_serves_store = false;
+  /// How often torchrun has restarted the ranks; its store outlives them.
+  int restart_count = 0;
   /// A listening socket on master_port inherited from the launcher; -1: none.
   int master_listen_fd = -1;
 };
@@ -30,6 +32,14 @@ bool launched_by_environment();
 /// @throws Error{config} naming the variable that is missing or wrong.
 RankEnvironment rank_environment_from_env();
 
+/// Who tells the user why a job failed. Of the ranks that `spawn_local_ranks`
+/// started, true for the first that asks and false for all later ones, whose
+/// errors repeat it or follow from it. In any other process always true.
+///
+/// @param patience_ms  waits this long for another rank to ask first: for
+///   errors that say no more than that a peer is gone.
+bool claim_failure_report(int patience_ms = 0);
+
 /// First host of a Slurm node list such as "gpu[007-9,12],login1".
 std::string first_slurm_host(const std::string& nodelist);
 
@@ -37,7 +47,8 @@ struct SpawnOptions {
   /// Time between SIGTERM and SIGKILL when the others are ended.
   int grace_period_ms = 5000;
   /// Lines that ranks other than 0 write to standard error get "[rank N] "
-  /// before them. Rank 0 writes straight through.
+  /// before them. Those of rank 0 pass as they are; a terminal stays its own,
+  /// and its last message is not repeated then.
   bool prefix_stderr = true;
   /// Standard output of ranks other than 0: pass through or drop.
   bool other_ranks_stdout = true;
@@ -50,7 +61,9 @@ struct SpawnOptions {
 /// loopback and stays bound by this process; rank 0 inherits the socket.
 /// SIGINT and SIGTERM go to all ranks. When one rank fails, the rest are ended
 /// (SIGTERM, then SIGKILL) and the first failure is written to standard error
-/// with its rank and exit code or signal. Ranks die with this process.
+/// with its rank, exit code or signal, and last message, unless a rank has said
+/// why itself (claim_failure_report). Ranks die with this process, also when it
+/// is killed.
 ///
 /// @return 0, or the first failing rank's exit code (128 + signal).
 int spawn_local_ranks(

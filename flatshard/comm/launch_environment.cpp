@@ -66,6 +66,10 @@ RankEnvironment from_torchrun() {
   }
   result.launcher_serves_store =
       variable("TORCHELASTIC_USE_AGENT_STORE") == "True";
+  if (const auto count = variable("TORCHELASTIC_RESTART_COUNT")) {
+    result.restart_count =
+        number("TORCHELASTIC_RESTART_COUNT", *count, 0, 1 << 20);
+  }
   if (const auto fd = variable("FLATSHARD_MASTER_LISTEN_FD")) {
     result.master_listen_fd =
         number("FLATSHARD_MASTER_LISTEN_FD", *fd, 0, 1 << 20);

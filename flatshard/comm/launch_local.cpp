@@ -74,8 +74,34 @@ class SignalGate {
   Fd fd_;
 };
 
-std::vector<std::string>
-rank_variables(int rank, int nproc, const LoopbackListener& listener) {
+constexpr const char* kReportVariable = "FLATSHARD_REPORT_FD";
+
+// A pipe with one byte in it: the rank that takes it writes the report.
+class ReportToken {
+ public:
+  ReportToken() {
+    int ends[2];
+    checked(::pipe2(ends, O_CLOEXEC | O_NONBLOCK), "pipe");
+    read_ = Fd(ends[0]);
+    write_ = Fd(ends[1]);
+    checked(static_cast<int>(::write(ends[1], "!", 1)), "write");
+  }
+  int fd() const { return read_.get(); }
+  bool take() const {
+    char byte = 0;
+    return ::read(read_.get(), &byte, 1) == 1;
+  }
+
+ private:
+  Fd read_;
+  Fd write_;
+};
+
+std::vector<std::string> rank_variables(
+    int rank,
+    int nproc,
+    const LoopbackListener& listener,
+    int report_fd) {
   std::vector<std::string> result;
   std::vector<std::string> own = {
       fmt::format("RANK={}", rank),
@@ -83,7 +109,8 @@ rank_variables(int rank, int nproc, const LoopbackListener& listener) {
       fmt::format("LOCAL_RANK={}", rank),
       fmt::format("LOCAL_WORLD_SIZE={}", nproc),
       "MASTER_ADDR=127.0.0.1",
-      fmt::format("MASTER_PORT={}", listener.port())};
+      fmt::format("MASTER_PORT={}", listener.port()),
+      fmt::format("{}={}", kReportVariable, report_fd)};
   if (rank == 0) {
     own.push_back(fmt::format("FLATSHARD_MASTER_LISTEN_FD={}", listener.fd()));
   }
@@ -121,9 +148,13 @@ std::vector<char*> pointers(std::vector<std::string>& strings) {
 struct Rank {
   int index = 0;
   pid_t pid = -1;  // -1: it has ended
-  Fd errors;       // read end of its standard error, when prefixed
-  std::string line;
+  Fd errors;       // read end of its standard error
+  bool prefixed = false;
+  std::string line;  // not ended yet
+  std::string tail;  // the newest of what it wrote
 };
+
+constexpr std::size_t kTailBytes = 16384;
 
 void write_all(int fd, std::string_view text) {
   while (!text.empty()) {
@@ -135,7 +166,34 @@ void write_all(int fd, std::string_view text) {
   }
 }
 
-// Passes on whole lines, each with its rank; at the end the rest as well.
+// From the last line that reports an error, with the indented lines below it,
+// or else the last line. A library's warnings may come after the error.
+std::string last_message(const std::string& tail) {
+  std::vector<std::string_view> lines;
+  for (std::string_view rest = tail; !rest.empty();) {
+    const std::size_t end = rest.find('\n');
+    lines.push_back(rest.substr(0, end));
+    rest.remove_prefix(end == rest.npos ? rest.size() : end + 1);
+  }
+  for (std::size_t i = lines.size(); i-- > 0;) {
+    const std::size_t at = lines[i].find("error: ");
+    if (at == std::string_view::npos || (at != 0 && lines[i][0] != '[')) {
+      continue;
+    }
+    std::string message(lines[i]);
+    for (++i; i < lines.size() && lines[i].starts_with("  "); ++i) {
+      message += fmt::format("\n{}", lines[i]);
+    }
+    return message;
+  }
+  const auto text = std::find_if(lines.rbegin(), lines.rend(), [](auto line) {
+    return line.find_first_not_of(" \t") != line.npos;
+  });
+  return text == lines.rend() ? std::string() : std::string(*text);
+}
+
+// Passes on what a rank wrote: with a prefix whole lines, and at the end the
+// rest as well.
 void pass_on_errors(Rank& rank) {
   char block[4096];
   while (rank.errors.get() >= 0) {
@@ -152,7 +210,16 @@ void pass_on_errors(Rank& rank) {
         rank.line += '\n';
       }
     } else {
-      rank.line.append(block, static_cast<std::size_t>(n));
+      const std::string_view text(block, static_cast<std::size_t>(n));
+      rank.tail += text;
+      if (rank.tail.size() > 2 * kTailBytes) {
+        rank.tail.erase(0, rank.tail.size() - kTailBytes);
+      }
+      if (!rank.prefixed) {
+        write_all(STDERR_FILENO, text);
+        continue;
+      }
+      rank.line += text;
     }
     for (std::size_t end; (end = rank.line.find('\n')) != std::string::npos;) {
       write_all(
@@ -214,13 +281,17 @@ class LocalRanks {
       const std::vector<std::string>& argv,
       const LoopbackListener& listener) {
     // All memory is taken before the fork.
-    auto variables =
-        rank_variables(rank.index, static_cast<int>(ranks_.size()), listener);
+    auto variables = rank_variables(
+        rank.index,
+        static_cast<int>(ranks_.size()),
+        listener,
+        token_.fd());
     auto arguments = argv;
     const auto variable_pointers = pointers(variables);
     const auto argument_pointers = pointers(arguments);
     Fd write_end;
-    if (rank.index != 0 && options_.prefix_stderr) {
+    rank.prefixed = rank.index != 0 && options_.prefix_stderr;
+    if (rank.prefixed || ::isatty(STDERR_FILENO) == 0) {
       int ends[2];
       checked(::pipe2(ends, O_CLOEXEC), "pipe");
       rank.errors = Fd(ends[0]);
@@ -244,8 +315,9 @@ class LocalRanks {
     if (rank.index != 0 && !options_.other_ranks_stdout) {
       ::dup2(::open("/dev/null", O_WRONLY), STDOUT_FILENO);
     }
+    ::fcntl(token_.fd(), F_SETFD, 0);  // survives exec
     if (rank.index == 0) {
-      ::fcntl(listener.fd(), F_SETFD, 0);  // survives exec
+      ::fcntl(listener.fd(), F_SETFD, 0);
     }
     ::execve(
         "/proc/self/exe",
@@ -328,28 +400,35 @@ class LocalRanks {
       }
       if (!signalled_) {
         exit_code_ = code;
-        report(rank.index, killed ? WTERMSIG(status) : 0, code);
+        pass_on_errors(rank);
+        // A rank that was killed could not say why; others may have.
+        if (token_.take() || killed) {
+          report(rank, killed ? WTERMSIG(status) : 0, code);
+        }
       }
       end_all();
     }
   }
 
-  void report(int rank, int signal, int code) const {
+  void report(const Rank& rank, int signal, int code) const {
     const std::string how = signal != 0
                                 ? fmt::format(
                                       "was ended by signal {} ({})",
                                       signal,
                                       ::strsignal(signal))
                                 : fmt::format("ended with exit code {}", code);
+    const std::string message = last_message(rank.tail);
     log_error(
-        "rank {} of {} {}; ending the other ranks",
-        rank,
+        "rank {} of {} {}; ending the other ranks{}",
+        rank.index,
         ranks_.size(),
-        how);
+        how,
+        message.empty() ? "" : "; its last message: " + message);
   }
 
   SpawnOptions options_;
   SignalGate gate_;
+  ReportToken token_;
   std::vector<Rank> ranks_;
   bool ending_ = false;
   bool signalled_ = false;
@@ -358,6 +437,23 @@ class LocalRanks {
 };
 
 }  // namespace
+
+bool claim_failure_report(int patience_ms) {
+  const char* variable = std::getenv(kReportVariable);
+  if (variable == nullptr) {
+    return true;
+  }
+  const int fd = std::atoi(variable);
+  const auto deadline = Clock::now() + std::chrono::milliseconds(patience_ms);
+  pollfd watched{fd, POLLIN, 0};
+  while (Clock::now() < deadline && ::poll(&watched, 1, 0) == 1) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  char byte = 0;
+  const ssize_t n = ::read(fd, &byte, 1);
+  // Anything but an empty pipe is no reason to be silent.
+  return n == 1 || (n < 0 && errno != EAGAIN);
+}
 
 int spawn_local_ranks(
     int nproc,

@@ -1,5 +1,6 @@
 #include "flatshard/comm/make_communicator.h"
 
+#include <csignal>
 #include <exception>
 
 #include "flatshard/comm/backend.h"
@@ -47,7 +48,7 @@ std::shared_ptr<Communicator> make_communicator(
         backend =
             detail::make_gloo_backend(std::move(prefixed), rank, size, options);
       });
-  return detail::make_gloo_communicator(std::move(backend), name);
+  return detail::make_gloo_communicator(std::move(backend), name, options);
 }
 
 std::shared_ptr<Communicator> wrap_backend(
@@ -64,7 +65,7 @@ std::shared_ptr<Communicator> wrap_backend(
   }
   const std::string kind = backend->getBackendName();
   if (kind == "gloo" && device.is_cpu()) {
-    return detail::make_gloo_communicator(std::move(backend), name);
+    return detail::make_gloo_communicator(std::move(backend), name, {});
   }
   if (kind == "nccl" && device.is_cuda()) {
     return detail::wrap_nccl_backend(std::move(backend), name, device);
@@ -105,6 +106,13 @@ void with_comm_errors(
                     : "a peer or the network failed",
           text),
       where);
+}
+
+void ignore_broken_pipes() {
+  struct sigaction now {};
+  if (::sigaction(SIGPIPE, nullptr, &now) == 0 && now.sa_handler == SIG_DFL) {
+    ::signal(SIGPIPE, SIG_IGN);
+  }
 }
 
 at::Tensor as_bytes(const at::Tensor& tensor) {

@@ -124,6 +124,8 @@ struct Mesh::Root {
   StoreHandle store;  // null: no group can be made
   at::Device device;
   MeshOptions options;
+  // Ends after the communicators: their end may have to be watched, too.
+  std::shared_ptr<FlightRecorder> flight;
   std::mutex mutex;
   std::map<std::pair<AxisSet, Purpose>, std::shared_ptr<Communicator>> groups;
 
@@ -184,6 +186,9 @@ struct Mesh::Root {
                   device,
                   options.communicator);
     communicator->set_log(options.log);
+    if (flight && size > 1) {
+      communicator->set_flight_recorder(flight, prefix + "/" + name);
+    }
     return communicator;
   }
 };
@@ -224,6 +229,18 @@ std::shared_ptr<Mesh> Mesh::create(
       .store = std::move(store),
       .device = device,
       .options = std::move(options)});
+  if (root->options.watcher && num_ranks(root->axes) > 1) {
+    root->flight = std::make_shared<FlightRecorder>(
+        rank,
+        static_cast<int>(num_ranks(root->axes)),
+        root->store,
+        device,
+        FlightRecorderOptions{
+            .timeout = root->options.communicator.timeout,
+            .connect_timeout = root->options.connect_timeout,
+            .name = root->options.name,
+            .launcher_serves_store = root->options.launcher_serves_store});
+  }
   const AxisSet all = all_axes(root->axes.size());
   // The same order on all ranks.
   for (const Purpose purpose : {Purpose::gather, Purpose::reduce}) {
@@ -369,11 +386,39 @@ std::string Mesh::to_string() const {
   return axes_to_string(axes_);
 }
 
+const std::shared_ptr<FlightRecorder>& Mesh::flight_recorder() const {
+  return root_->flight;
+}
+
+void Mesh::check() const {
+  if (root_->flight) {
+    root_->flight->check();
+  }
+}
+
+bool Mesh::has_verdict() const {
+  return root_->flight && root_->flight->verdict().has_value();
+}
+
+void Mesh::set_step(std::int64_t step) {
+  if (root_->flight) {
+    root_->flight->set_step(step);
+  }
+}
+
+void Mesh::publish_failure(const std::string& message) {
+  if (root_->flight) {
+    root_->flight->publish_failure(message);
+  }
+}
+
 void Mesh::abort() {
   const std::lock_guard lock(root_->mutex);
+  std::vector<std::shared_ptr<Communicator>> all;
   for (auto& [key, communicator] : root_->groups) {
-    communicator->abort();
+    all.push_back(communicator);
   }
+  abort_together(all);
 }
 
 }  // namespace flatshard

@@ -33,6 +33,14 @@ struct MeshOptions {
   std::shared_ptr<CollectiveLog> log;
   /// Key prefix in the store; two meshes over one store need different ones.
   std::string name = "mesh";
+  /// Watch the ranks: one that is missing, late or differs is named on every
+  /// rank within communicator.timeout, and the collectives that wait end with
+  /// an Error. See FlightRecorder. Equal on all ranks.
+  bool watcher = true;
+  /// How long the watchers wait for each other in `create`.
+  std::chrono::milliseconds connect_timeout = std::chrono::minutes(5);
+  /// RankEnvironment::launcher_serves_store, for the watcher's messages.
+  bool launcher_serves_store = false;
 };
 
 /// A communicator that serves `axes` of a mesh built from groups that exist
@@ -116,6 +124,20 @@ class Mesh {
   std::string to_string() const;
   /// Aborts every communicator.
   void abort();
+
+  /// Null: one rank, MeshOptions::watcher off, or groups from elsewhere.
+  const std::shared_ptr<FlightRecorder>& flight_recorder() const;
+  /// Throws what the watcher found. A program on GPUs calls it after it waited
+  /// for the device and before it trusts what it reads: an aborted collective
+  /// ends without a result.
+  void check() const;
+  /// The watcher has found a fault: every collective throws it from now on.
+  bool has_verdict() const;
+  /// The step that the watcher's reports name.
+  void set_step(std::int64_t step);
+  /// Tells the other ranks at once that this one leaves with an exception. See
+  /// FlightRecorder::publish_failure.
+  void publish_failure(const std::string& message);
 
  private:
   struct Root;

@@ -1,11 +1,10 @@
 #include "flatshard/comm/store.h"
 
-#include <csignal>
-
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "flatshard/comm/backend.h"
 #include "flatshard/core/error.h"
 
 namespace flatshard {
@@ -59,21 +58,15 @@ namespace {
       context);
 }
 
-// Gloo writes to its peers' sockets: a dead peer has to be an error there, not
-// the SIGPIPE that ends this process too. A handler of the program's own stays.
-void ignore_broken_pipes() {
-  struct sigaction now {};
-  if (::sigaction(SIGPIPE, nullptr, &now) == 0 && now.sa_handler == SIG_DFL) {
-    ::signal(SIGPIPE, SIG_IGN);
-  }
-}
-
 }  // namespace
 
 StoreHandle make_tcp_store(
     const RankEnvironment& environment,
     StoreOptions options) {
-  ignore_broken_pipes();
+  detail::ignore_broken_pipes();
+  if (environment.world_size == 1) {
+    return make_local_store(options);  // nobody else asks
+  }
   FLATSHARD_CHECK(
       !environment.master_addr.empty() && environment.master_port != 0,
       config,
@@ -89,7 +82,14 @@ StoreHandle make_tcp_store(
     tcp.masterListenFd = environment.master_listen_fd;
   }
   try {
-    return c10::make_intrusive<c10d::TCPStore>(environment.master_addr, tcp);
+    auto store =
+        c10::make_intrusive<c10d::TCPStore>(environment.master_addr, tcp);
+    // What ranks wrote before a restart must not be read after it.
+    return environment.launcher_serves_store
+               ? make_prefix_store(
+                     fmt::format("attempt_{}", environment.restart_count),
+                     std::move(store))
+               : StoreHandle(std::move(store));
   } catch (const c10::Error& error) {
     throw_store_error(environment, options, error.what_without_backtrace());
   } catch (const std::exception& error) {

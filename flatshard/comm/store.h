@@ -18,7 +18,7 @@ struct StoreOptions {
 };
 
 /// Connects to (rank 0: serves, unless the launcher already does) the store at
-/// `environment.master_addr:master_port`.
+/// `environment.master_addr:master_port`. A single rank gets a local store.
 /// Ignores SIGPIPE from then on when it had its default action, so that a peer
 /// that dies is an error in a collective and not the end of this process.
 /// @throws Error{comm} port in use or host unknown, Error{timeout} when rank 0

@@ -3,7 +3,10 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <charconv>
+#include <csignal>
 #include <cstring>
 
 #include "flatshard/core/error.h"
@@ -20,8 +23,10 @@ constexpr std::size_t kBufferBytes = std::size_t{1} << 20;
       "cannot write {}: {}{}",
       path.string(),
       std::strerror(error),
-      error == ENOSPC ? "; free some space or choose another output folder"
-                      : "");
+      error == ENOSPC || error == EDQUOT
+          ? "; free some space or choose another output folder"
+      : error == EFBIG ? "; raise the limit on file sizes (ulimit -f)"
+                       : "");
 }
 
 }  // namespace
@@ -107,6 +112,28 @@ void FileWriter::close() {
   }
 }
 
+std::filesystem::path temporary_beside(const std::filesystem::path& path) {
+  const std::string prefix = path.filename().string() + ".tmp-";
+  const auto folder = path.has_parent_path() ? path.parent_path() : ".";
+  std::error_code error;
+  for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
+    const std::string name = entry.path().filename().string();
+    if (!name.starts_with(prefix)) {
+      continue;
+    }
+    pid_t pid = 0;
+    const char* end = name.data() + name.size();
+    const auto parsed = std::from_chars(name.data() + prefix.size(), end, pid);
+    if (parsed.ec == std::errc() && parsed.ptr == end && pid > 0 &&
+        ::kill(pid, 0) != 0 && errno == ESRCH) {
+      ::unlink(entry.path().c_str());
+    }
+  }
+  std::filesystem::path partial = path;
+  partial += fmt::format(".tmp-{}", ::getpid());
+  return partial;
+}
+
 void sync_folder(const std::filesystem::path& folder) {
   const std::filesystem::path target = folder.empty() ? "." : folder;
   const int fd = ::open(target.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -121,8 +148,7 @@ void sync_folder(const std::filesystem::path& folder) {
 void write_file_atomic(
     const std::filesystem::path& path,
     std::string_view content) {
-  std::filesystem::path partial = path;
-  partial += fmt::format(".tmp-{}", ::getpid());
+  const std::filesystem::path partial = temporary_beside(path);
   try {
     FileWriter writer(partial);
     writer.write(content);

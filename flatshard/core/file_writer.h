@@ -39,6 +39,10 @@ class FileWriter {
   int fd_ = -1;
 };
 
+/// A name beside `path` to write to before a rename: "<path>.tmp-<process>".
+/// Removes those that processes of this machine left behind when they died.
+std::filesystem::path temporary_beside(const std::filesystem::path& path);
+
 /// Waits until a folder's entries (created and renamed files) are on disk.
 void sync_folder(const std::filesystem::path& folder);
 

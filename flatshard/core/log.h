@@ -27,6 +27,11 @@ void log(LogLevel level, fmt::format_string<Args...> format, Args&&... args) {
 }
 
 template <class... Args>
+void log_debug(fmt::format_string<Args...> format, Args&&... args) {
+  log(LogLevel::debug, format, std::forward<Args>(args)...);
+}
+
+template <class... Args>
 void log_info(fmt::format_string<Args...> format, Args&&... args) {
   log(LogLevel::info, format, std::forward<Args>(args)...);
 }

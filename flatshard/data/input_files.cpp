@@ -124,12 +124,21 @@ std::vector<InputFile> expand(const std::string& input) {
   if (!pattern.empty() && (base.empty() || fs::is_directory(base, error))) {
     walker.walk(base, {}, 0);
   }
+  // Not "no file" when it is there and out of reach.
+  std::error_code reach;
+  const bool exists = fs::exists(pattern.empty() ? path : base, reach);
+  FLATSHARD_CHECK(
+      reach != std::errc::permission_denied,
+      io,
+      "cannot read --input '{}': {}",
+      input,
+      reach.message());
   FLATSHARD_CHECK(
       !walker.files.empty(),
       io,
       "--input '{}' matches no file{}",
       input,
-      pattern.empty() || base.empty() || fs::is_directory(base, error)
+      pattern.empty() || base.empty() || exists
           ? ""
           : fmt::format(" (there is no folder {})", base.string()));
   std::sort(

@@ -1,3 +1,4 @@
+#include <ATen/Context.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <cuda_runtime_api.h>
@@ -8,6 +9,7 @@
 namespace flatshard::detail {
 
 MemoryStats cuda_memory_stats(at::Device device) {
+  at::globalContext().lazyInitDevice(at::kCUDA);  // the caching allocator
   const c10::cuda::CUDAGuard guard(device);
   const auto index = c10::cuda::current_device();
   std::size_t free_bytes = 0;
@@ -31,6 +33,7 @@ MemoryStats cuda_memory_stats(at::Device device) {
 }
 
 void reset_cuda_peak_memory(at::Device device) {
+  at::globalContext().lazyInitDevice(at::kCUDA);
   const c10::cuda::CUDAGuard guard(device);
   c10::cuda::CUDACachingAllocator::resetPeakStats(c10::cuda::current_device());
 }

@@ -1,6 +1,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/cuda/CUDAEvent.h>
 #include <ATen/cuda/Sleep.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -52,6 +53,10 @@ class CudaEventState : public Event::State {
     with_cuda_errors("event", [&] { event_.synchronize(); });
   }
   bool query() override {
+    // The flight recorder asks from its own thread, which must not spoil a
+    // graph that another thread captures.
+    const c10::cuda::CUDAStreamCaptureModeGuard not_global{
+        cudaStreamCaptureModeThreadLocal};
     return with_cuda_errors("event", [&] { return event_.query(); });
   }
 

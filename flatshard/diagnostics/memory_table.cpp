@@ -65,6 +65,12 @@ std::vector<MemoryRow> memory_rows(
            "alive at once is {}",
            plan.num_keys(),
            human(plan.peak_nbytes()))}};
+  if (runtime.poison_nbytes() > 0) {
+    rows.push_back(
+        {"poison",
+         runtime.poison_nbytes(),
+         "NaN that released parameters point at (diagnostics.poison)"});
+  }
   if (sum.inner > 0) {
     rows.push_back({"inner gradients", sum.inner, "before the outer axes"});
   }

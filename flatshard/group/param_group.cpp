@@ -207,7 +207,7 @@ FlatBuffer ParamGroup::wrap_partial(const at::Tensor& local) const {
 ParamGroup::Reduction ParamGroup::plan_reduction(
     bool collective,
     bool is_last) {
-  Reduction r{.collective = collective, .is_last = is_last};
+  Reduction r{.collective = collective};
   r.add_local = has_local_;
   if (!collective) {
     has_local_ = true;

@@ -64,6 +64,9 @@ class ParamGroup {
       std::shared_ptr<Mesh> mesh,
       ParamGroupOptions options,
       const Initializer& initializer);
+  /// A copy would share the memory and not what is known of it.
+  ParamGroup(const ParamGroup&) = delete;
+  ParamGroup& operator=(const ParamGroup&) = delete;
 
   const ParamGroupOptions& options() const { return options_; }
   const FlatLayout& layout() const { return *layout_; }
@@ -90,6 +93,8 @@ class ParamGroup {
   void refresh();
   /// Marks the host side of a queued refresh.
   void mark_refreshed() { refreshed_ = generation_; }
+  /// A refresh that was marked may not have been carried out.
+  void mark_stale() { refreshed_ = 0; }
   bool has_refresh() const { return has_refresh_; }
   /// Gathers the whole compute weights into `out` [layout.numel()] compute
   /// dtype. Collective; inside Stream::submit.
@@ -111,7 +116,6 @@ class ParamGroup {
   /// out later on the reduce stream.
   struct Reduction {
     bool collective = true;
-    bool is_last = true;
     bool add_local = false;
     bool add_inner = false;
     bool add_grad = false;

@@ -118,6 +118,14 @@ class Notice {
   std::shared_ptr<RecomputeListener> listener_;
 };
 
+std::vector<std::uint32_t> versions_of(const TensorList& tensors) {
+  std::vector<std::uint32_t> versions;
+  for (const at::Tensor& tensor : tensors) {
+    versions.push_back(tensor.is_inference() ? 0 : tensor._version());
+  }
+  return versions;
+}
+
 struct CheckpointFunction : torch::autograd::Function<CheckpointFunction> {
   // inputs ends with an anchor; see checkpoint().
   static variable_list forward(
@@ -129,7 +137,13 @@ struct CheckpointFunction : torch::autograd::Function<CheckpointFunction> {
     if (preserve_rng) {
       recipe->states = capture(*recipe->owner, args);
     }
+    const auto versions = versions_of(args);
     TensorList outputs = recipe->fn(args);
+    FLATSHARD_CHECK(
+        versions_of(args) == versions,
+        usage,
+        "checkpoint: the function wrote into its inputs (an in-place "
+        "operation), which its second run would see; let it work on a copy");
     if (preserve_rng) {
       keep_moved(recipe->states);
     }

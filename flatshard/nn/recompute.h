@@ -23,8 +23,8 @@ using RecomputeFn = std::function<TensorList(const TensorList&)>;
 /// recompute_begin and recompute_end. What fn captures must outlive the graph;
 /// `owner` is kept alive. fn must return the same shapes each time; its
 /// outputs are differentiable tensors.
-/// @throws Error{usage} in backward under create_graph or with an inputs=
-/// list, which a nested backward cannot honour.
+/// @throws Error{usage} when fn writes into its inputs; in backward under
+/// create_graph or with an inputs= list, which a nested backward cannot honour.
 /// Source: Chen et al., arXiv:1604.06174.
 TensorList checkpoint(
     Module& owner,

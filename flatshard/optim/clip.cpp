@@ -36,6 +36,7 @@ ClipResult clip_grad_norm(
   at::Tensor total = parts.empty() ? at::zeros({1}, options)
                                    : at::stack(parts).sum().view({1});
   if (mesh.size() > 1) {
+    const CollectiveScope scope("gradient norm");
     mesh.world(Purpose::reduce).all_reduce(total, ReduceOp::sum);
   }
   const at::Tensor norm = total.sqrt().squeeze(0);

@@ -58,11 +58,18 @@ struct ScheduleEvent {
   bool waits_for_inputs = false;
   /// task_end: no other backward is running around this one.
   bool outermost = false;
+  /// task_end: units whose gradients of earlier microbatches are not reduced
+  /// over all ranks yet; the step's last backward finishes them too.
+  std::vector<UnitId> unfinished;
   /// microbatch: this backward is the step's last; gradients are synchronized.
   bool is_last = true;
   bool sync = true;
   /// task_begin: how many parameters of which units will get a gradient.
   std::vector<std::pair<UnitId, int>> expected;
+  /// task_begin: how many calls of which units will begin their backward. The
+  /// same on all ranks, whichever parameters get gradients: a unit that is
+  /// called again is neither reduced nor released in between.
+  std::vector<std::pair<UnitId, int>> calls;
   /// task_begin: false when the caller chose what gets gradients and no
   /// parameter is among it (the same on all ranks): nothing is reduced.
   bool reduces = true;

@@ -21,6 +21,13 @@ std::size_t position_after(
   return found == order.end() ? order.size() : found - order.begin() + 1;
 }
 
+void count_down(std::map<UnitId, int>& counts, UnitId unit) {
+  const auto found = counts.find(unit);
+  if (found != counts.end() && --found->second == 0) {
+    counts.erase(found);
+  }
+}
+
 // Units in the order in which their forwards end: children before parents.
 void append_ends(
     const std::vector<UnitSpec>& units,
@@ -179,15 +186,21 @@ void Scheduler::task_begin(const ScheduleEvent& event) {
   if (!event.reduces) {
     unreduced_tasks_.insert(event.task);
   }
-  auto& pending = tasks_[event.task];
+  Task& task = tasks_[event.task];
+  for (const auto& [unit, count] : event.calls) {
+    task.calls[unit] += count;
+  }
   for (const auto& [unit, count] : event.expected) {
-    pending[unit] += count;
+    task.grads[unit] += count;
   }
 }
 
 void Scheduler::backward_begin(const ScheduleEvent& event, Actions& out) {
   const UnitId u = event.unit;
   recorded_backward_.push_back(u);
+  if (const auto task = tasks_.find(event.task); task != tasks_.end()) {
+    count_down(task->second.calls, u);
+  }
   UnitState& state = state_[u];
   // Its recompute is over, also when an early stop hid the end.
   state.open_recomputes = 0;
@@ -211,10 +224,7 @@ void Scheduler::wgrad_done(const ScheduleEvent& event, Actions& out) {
       "unit {} got a gradient in graph task {} that never began",
       units_[event.unit].name,
       event.task);
-  auto pending = task->second.find(event.unit);
-  if (pending != task->second.end() && --pending->second == 0) {
-    task->second.erase(pending);
-  }
+  count_down(task->second.grads, event.unit);
   queue_grads(event.unit, out);
   release_after_backward(event.unit, out);
 }
@@ -249,6 +259,11 @@ void Scheduler::task_end(const ScheduleEvent& event, Actions& out) {
   }
   tasks_.clear();
   unreduced_tasks_.clear();
+  if (is_last_microbatch_ && sync_gradients_) {
+    for (const UnitId u : event.unfinished) {
+      queue_grads(u, out);  // it did not run in this microbatch
+    }
+  }
   while (!grad_queue_.empty()) {
     reduce(grad_queue_.front(), out);
   }
@@ -339,7 +354,7 @@ void Scheduler::release_after_backward(UnitId unit, Actions& out) {
       state.backward_calls.end(),
       [](const BackwardCall& call) { return call.inputs_done; });
   if (!inputs_done || state.open_forwards > 0 || state.open_recomputes > 0 ||
-      pending_grads(unit) > 0) {
+      is_pending(unit)) {
     return;
   }
   state.backward_calls.clear();
@@ -388,7 +403,7 @@ void Scheduler::reduce_ready(UnitId current, Actions& out) {
   // end, on every rank alike, whichever of its parameters got gradients.
   std::vector<UnitId> ready;
   for (const UnitId v : grad_queue_) {
-    if (v != current && !has_children_[v] && pending_grads(v) == 0) {
+    if (v != current && !has_children_[v] && !is_pending(v)) {
       ready.push_back(v);
     }
   }
@@ -416,13 +431,10 @@ void Scheduler::drain_down_to(std::size_t num_slots, Actions& out) {
   }
 }
 
-int Scheduler::pending_grads(UnitId unit) const {
-  int count = 0;
-  for (const auto& [task, pending] : tasks_) {
-    const auto found = pending.find(unit);
-    count += found == pending.end() ? 0 : found->second;
-  }
-  return count;
+bool Scheduler::is_pending(UnitId unit) const {
+  return std::any_of(tasks_.begin(), tasks_.end(), [unit](const auto& task) {
+    return task.second.calls.contains(unit) || task.second.grads.contains(unit);
+  });
 }
 
 std::size_t Scheduler::num_leaf_grad_slots() const {

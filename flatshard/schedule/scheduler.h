@@ -58,6 +58,12 @@ class Scheduler {
     bool inputs_done;
   };
 
+  /// What a running backward still brings, per unit.
+  struct Task {
+    std::map<UnitId, int> calls;
+    std::map<UnitId, int> grads;
+  };
+
   struct UnitState {
     bool present = false;  ///< gathered, or its gather is queued
     bool awaited = false;
@@ -96,7 +102,8 @@ class Scheduler {
   void reduce_ready(UnitId current, Actions& out);
   void reduce(UnitId unit, Actions& out);
   void drain_down_to(std::size_t num_slots, Actions& out);
-  int pending_grads(UnitId unit) const;
+  /// More of its calls, or gradients, are to come in a running backward.
+  bool is_pending(UnitId unit) const;
   std::size_t num_leaf_grad_slots() const;
 
   std::vector<UnitSpec> units_;
@@ -114,7 +121,7 @@ class Scheduler {
   std::size_t backward_position_ = 0;
 
   std::vector<UnitId> open_forwards_;  ///< a stack
-  std::map<TaskId, std::map<UnitId, int>> tasks_;
+  std::map<TaskId, Task> tasks_;
   std::set<TaskId> unreduced_tasks_;
   std::vector<UnitId> grad_queue_;  ///< slots being filled, in order of begin
   std::deque<UnitId> reducing_;     ///< reduced, not yet drained

@@ -61,6 +61,7 @@ std::vector<ScheduleEvent> plain_step_events(
   }
   ScheduleEvent begin{.kind = EventKind::task_begin, .task = kTask};
   for (UnitId u = 0; u < num_units; ++u) {
+    begin.calls.emplace_back(u, 1);
     if (num_grads[u] > 0) {
       begin.expected.emplace_back(u, num_grads[u]);
     }

@@ -6,12 +6,32 @@
 #include <cmath>
 #include <fstream>
 #include <sstream>
+#include <stdexcept>
 
 #include "flatshard/core/error.h"
 #include "flatshard/core/nearest_name.h"
 #include "flatshard/train/config_check.h"
 #include "flatshard/train/config_field.h"
 
+namespace flatshard {
+namespace {
+
+/// What toml++ asserts of its input is not always so ("a.\xff = 1"): a
+/// malformed file has to be an error, with and without NDEBUG.
+struct TomlAssertion : std::logic_error {
+  using std::logic_error::logic_error;
+};
+
+[[noreturn]] void toml_assertion_failed(const char* expression) {
+  throw TomlAssertion(expression);
+}
+
+}  // namespace
+}  // namespace flatshard
+
+#undef NDEBUG
+#define TOML_ASSERT(expr) \
+  ((expr) ? void() : ::flatshard::toml_assertion_failed(#expr))
 // Header-only on purpose: the program then needs no libtomlplusplus.so where
 // it runs.
 #define TOML_HEADER_ONLY 1
@@ -30,10 +50,18 @@ std::string place(const std::string& origin, const toml::source_region& where) {
                      : origin;
 }
 
+/// What the user wrote, in a length that a message can bear.
+std::string shortened(std::string_view text) {
+  constexpr std::size_t kLongest = 80;
+  return text.size() <= kLongest
+             ? std::string(text)
+             : std::string(text.substr(0, kLongest)) + "...";
+}
+
 std::string shown(const toml::node& node) {
-  std::ostringstream text;
-  node.visit([&](const auto& value) { text << value; });
-  return text.str();
+  std::ostringstream out;
+  node.visit([&](const auto& value) { out << value; });
+  return shortened(out.str());
 }
 
 const ConfigKey* find_key(std::string_view section, std::string_view name) {
@@ -63,7 +91,7 @@ std::vector<std::string> section_names() {
       config,
       "{}: there is no section [{}]; did you mean [{}]?",
       where,
-      section,
+      shortened(section),
       nearest_name(section, names));
 }
 
@@ -89,7 +117,7 @@ std::vector<std::string> section_names() {
       "{}: section [{}] has no key '{}'; did you mean '{}'?",
       where,
       section,
-      name,
+      shortened(name),
       elsewhere.empty() || is_close ? nearest : elsewhere);
 }
 
@@ -126,7 +154,7 @@ void check_choice(
       where,
       key.full_name(),
       fmt::join(choices, ", "),
-      value,
+      shortened(value),
       nearest_name(value, choices));
 }
 
@@ -137,7 +165,15 @@ void check_value(
     const std::string& where) {
   std::visit(
       Overloaded{
-          [&](std::string* value) { check_choice(key, *value, where); },
+          [&](std::string* value) {
+            FLATSHARD_CHECK(
+                value->find('\0') == std::string::npos,
+                config,
+                "{}: {} has a NUL character; no file name can hold one",
+                where,
+                key.full_name());
+            check_choice(key, *value, where);
+          },
           [](bool*) {},
           [](std::optional<bool>*) {},
           [&](std::int64_t* value) { check_range(key, *value, where); },
@@ -203,6 +239,11 @@ toml::table parse_toml(std::string_view text, const std::string& origin) {
         "{}: not TOML: {}",
         place(origin, error.source()),
         error.description());
+  } catch (const TomlAssertion&) {
+    FLATSHARD_THROW(
+        config,
+        "{}: not TOML: a name or value has characters that do not belong there",
+        origin);
   }
 }
 
@@ -223,7 +264,7 @@ void apply_table(
         "{}: key '{}' stands in no section; keys belong under [run], [model], "
         "[training] and so on",
         where,
-        section.str());
+        shortened(section.str()));
     if (!known) {
       throw_unknown_section(section.str(), where);
     }
@@ -246,7 +287,7 @@ void apply_table(
 }
 
 void apply_override(Config& config, const std::string& text) {
-  const std::string where = fmt::format("--set {}", text);
+  const std::string where = fmt::format("--set {}", shortened(text));
   const auto equals = text.find('=');
   const auto dot = text.find('.');
   FLATSHARD_CHECK(
@@ -275,21 +316,21 @@ void apply_override(Config& config, const std::string& text) {
     try {
       return toml::parse("value = " + value);
     } catch (const toml::parse_error&) {
-      FLATSHARD_THROW(
-          config,
-          "{}: {} expected {}, got '{}'",
-          where,
-          key->full_name(),
-          type_name(field),
-          value);
-    }
+    } catch (const TomlAssertion&) {}
+    FLATSHARD_THROW(
+        config,
+        "{}: {} expected {}, got '{}'",
+        where,
+        key->full_name(),
+        type_name(field),
+        shortened(value));
   }();
   FLATSHARD_CHECK(
       parsed.size() == 1,
       config,
       "{}: expected one value, got '{}'",
       where,
-      value);
+      shortened(value));
   set_field(*key, config, *parsed.get("value"), where);
 }
 
@@ -311,10 +352,13 @@ Config parse_config(
 Config load_config(
     const std::filesystem::path& path,
     const std::vector<std::string>& overrides) {
+  std::error_code error;
+  const bool is_file = std::filesystem::is_regular_file(path, error);
   std::ifstream file(path, std::ios::binary);
   std::ostringstream text;
+  // Nothing is read from an empty file, which sets the stream's failbit.
   FLATSHARD_CHECK(
-      std::filesystem::is_regular_file(path) && file && text << file.rdbuf(),
+      is_file && file && (file.peek() == EOF || text << file.rdbuf()),
       io,
       "cannot read the config {}; expected a TOML file (all keys: flatshard "
       "train --help-config)",

@@ -105,6 +105,19 @@ struct Config {
     std::string folder = "profile";
   } profiling;
 
+  struct Diagnostics {
+    std::int64_t norms_freq = 0;
+    bool nan_check = false;
+    bool overlap_check = false;
+    bool poison = false;
+    bool strict = false;
+  } diagnostics;
+
+  struct Comm {
+    double timeout_s = 600;
+    bool watcher = true;
+  } comm;
+
   struct Debug {
     std::int64_t comm_delay_us = 0;
     std::int64_t comm_delay_seed = 0;

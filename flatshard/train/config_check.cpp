@@ -113,6 +113,38 @@ void check_lr_scheduler(const Config& config) {
       config.training.steps);
 }
 
+/// Keys that belong to something that is switched off.
+void check_unused(const Config& config) {
+  if (config.validation.freq == 0) {
+    for (const char* key : {"validation.steps", "data.validation"}) {
+      refuse_ignored(
+          config,
+          key,
+          "validation.freq",
+          "0",
+          "runs that validate; set validation.freq to 1 or more");
+    }
+  }
+  if (!config.profiling.enabled) {
+    for (const char* key : {"profiling.step", "profiling.folder"}) {
+      refuse_ignored(
+          config,
+          key,
+          "profiling.enabled",
+          "false",
+          "runs that write a trace");
+    }
+  }
+  if (config.debug.comm_delay_us == 0) {
+    refuse_ignored(
+        config,
+        "debug.comm_delay_seed",
+        "debug.comm_delay_us",
+        "0",
+        "runs with delays");
+  }
+}
+
 void check_granularity(const std::string& text) {
   constexpr std::string_view kBlock = "block:";
   bool ok = text == "element" || text == "row" || text == "tensor";
@@ -127,7 +159,7 @@ void check_granularity(const std::string& text) {
       config,
       "parallelism.granularity expected element, row, block:N with N >= 1 "
       "rows, or tensor, got \"{}\"",
-      text);
+      text.substr(0, 80));
 }
 
 void check_parallelism(const Config& config) {
@@ -190,6 +222,7 @@ void validate_config(const Config& config) {
   check_optimizer(config);
   check_lr_scheduler(config);
   check_parallelism(config);
+  check_unused(config);
   FLATSHARD_CHECK(
       !config.profiling.enabled ||
           config.profiling.step <= config.training.steps,

@@ -8,6 +8,13 @@ constexpr std::string_view kStrategies =
     "no_shard|optim|optim_grads|optim_grads_params|zero0|zero1|zero2|zero3|"
     "hsdp|hfsdp";
 
+// Far above what anyone trains, and low enough that no product of them
+// overflows and no cast to int cuts.
+constexpr double kMaxSteps = 1e12;
+constexpr double kMaxTokens = 1 << 24;
+constexpr double kMaxBatch = 1 << 30;
+constexpr double kMaxRanks = 1 << 20;
+
 /// KEY(section, name, "help", choices, min, max): one row of the table.
 #define KEY(section, name, ...)                                                       \
   ConfigKey {                                                                         \
@@ -37,23 +44,30 @@ const ConfigKey kKeys[] = {
         preset,
         "a built-in shape by name, e.g. llama3_8b; keys set here besides it "
         "replace its values"),
-    KEY(model, dim, "width of the residual stream", {}, 1),
-    KEY(model, layers, "number of blocks", {}, 1),
-    KEY(model, heads, "attention heads", {}, 1),
+    KEY(model, dim, "width of the residual stream", {}, 1, 1 << 20),
+    KEY(model, layers, "number of blocks", {}, 1, 10000),
+    KEY(model, heads, "attention heads", {}, 1, 1 << 14),
     KEY(model,
         kv_heads,
         "key and value heads (grouped-query attention); unset: heads",
         {},
-        1),
-    KEY(model, head_dim, "width of a head; unset: dim / heads", {}, 1),
-    KEY(model, ffn_dim, "width inside the feed-forward block", {}, 1),
+        1,
+        1 << 14),
+    KEY(model, head_dim, "width of a head; unset: dim / heads", {}, 1, 4096),
+    KEY(model, ffn_dim, "width inside the feed-forward block", {}, 1, 1 << 22),
     KEY(model,
         vocab_size,
         "number of tokens; at least the corpus' (257 for byte tokens)",
         {},
-        1),
-    KEY(model, max_seq_len, "longest sequence; unset: training.seq_len", {}, 1),
-    KEY(model, rope_theta, "base of the rotary embedding", {}, 1),
+        1,
+        1 << 30),
+    KEY(model,
+        max_seq_len,
+        "longest sequence; unset: training.seq_len",
+        {},
+        1,
+        kMaxTokens),
+    KEY(model, rope_theta, "base of the rotary embedding", {}, 1, 1e15),
     KEY(model, norm_eps, "epsilon of the RMS norms", {}, 0, 1),
     KEY(model, tie_embeddings, "the head uses the embedding's weights"),
 
@@ -66,16 +80,22 @@ const ConfigKey kKeys[] = {
         "corpus folder whose validation split is used; empty: that of "
         "data.train"),
 
-    KEY(training, steps, "optimizer steps of the run", {}, 1),
-    KEY(training, seq_len, "tokens per sequence", {}, 1),
-    KEY(training, local_batch_size, "sequences per microbatch and rank", {}, 1),
+    KEY(training, steps, "optimizer steps of the run", {}, 1, kMaxSteps),
+    KEY(training, seq_len, "tokens per sequence", {}, 1, kMaxTokens),
+    KEY(training,
+        local_batch_size,
+        "sequences per microbatch and rank",
+        {},
+        1,
+        1 << 20),
     KEY(training,
         global_batch_size,
         "sequences per step over all ranks; gradients are accumulated over "
         "global_batch_size / (local_batch_size * ranks) microbatches; -1: one "
         "microbatch",
         {},
-        -1),
+        -1,
+        kMaxBatch),
     KEY(training,
         max_norm,
         "gradients are scaled down to this global 2-norm; 0: no clipping",
@@ -102,7 +122,8 @@ const ConfigKey kKeys[] = {
         warmup_steps,
         "steps over which the learning rate rises linearly",
         {},
-        0),
+        0,
+        kMaxSteps),
     KEY(lr_scheduler,
         decay_ratio,
         "share of the steps, at the end, over which the learning rate falls; "
@@ -127,18 +148,21 @@ const ConfigKey kKeys[] = {
         "outer mesh axis: copies of the sharded group; -1: the rest of the "
         "ranks",
         {},
-        -1),
+        -1,
+        kMaxRanks),
     KEY(parallelism,
         data_parallel_shard_degree,
         "inner mesh axis: ranks that a weight is sharded over; -1: the rest of "
         "the ranks",
         {},
-        -1),
+        -1,
+        kMaxRanks),
     KEY(parallelism,
         prefetch,
         "units gathered ahead of the one that computes",
         {},
-        0),
+        0,
+        1 << 20),
     KEY(parallelism,
         reshard_after_forward,
         "release weights after forward and gather them again for backward"),
@@ -167,25 +191,70 @@ const ConfigKey kKeys[] = {
         "what backward computes again instead of keeping it",
         "none|selective|full"),
 
-    KEY(validation, freq, "steps between validations; 0: never", {}, 0),
+    KEY(validation,
+        freq,
+        "steps between validations; 0: never",
+        {},
+        0,
+        kMaxSteps),
     KEY(validation,
         steps,
         "global batches per validation, the same ones each time",
         {},
-        1),
+        1,
+        kMaxSteps),
 
-    KEY(metrics, log_freq, "steps between log lines", {}, 1),
+    KEY(metrics, log_freq, "steps between log lines", {}, 1, kMaxSteps),
 
     KEY(profiling, enabled, "write a Chrome trace of one step"),
-    KEY(profiling, step, "the step to trace, counted from 1", {}, 1),
+    KEY(profiling, step, "the step to trace, counted from 1", {}, 1, kMaxSteps),
     KEY(profiling, folder, "where traces go, below run.output_dir"),
+
+    KEY(diagnostics,
+        norms_freq,
+        "steps between rows with the norm of every parameter and gradient in "
+        "metrics.jsonl, shown by 'flatshard norms'; 0: never",
+        {},
+        0,
+        kMaxSteps),
+    KEY(diagnostics,
+        nan_check,
+        "look for NaN and infinite values in gradients (before and after their "
+        "reduction) and weights; the first one ends the run by name"),
+    KEY(diagnostics,
+        overlap_check,
+        "check that no two buffers in use share memory, at the start and "
+        "whenever a slot is taken"),
+    KEY(diagnostics,
+        poison,
+        "released weights point at memory that cannot be read (CPU: the run "
+        "ends by the parameter's name) or at NaN (GPU); released slots are "
+        "filled with NaN"),
+    KEY(diagnostics,
+        strict,
+        "check the life cycle of every module, and after each step that all "
+        "ranks ran the same ones in the same order"),
+
+    KEY(comm,
+        timeout_s,
+        "seconds after which a rank that is silent or late for a collective is "
+        "named and the run ends; longer than the longest pause between two "
+        "collectives (checkpoints, evaluation)",
+        {},
+        1,
+        1e6),
+    KEY(comm,
+        watcher,
+        "compare what the ranks do; without it a hang ends only where the "
+        "backend has a timeout of its own (Gloo)"),
 
     KEY(debug,
         comm_delay_us,
         "CPU only: longest random delay before each queued task; finds "
         "missing waits",
         {},
-        0),
+        0,
+        10000000),
     KEY(debug, comm_delay_seed, "of those delays", {}, 0),
     KEY(debug,
         deterministic,

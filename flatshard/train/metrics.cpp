@@ -1,5 +1,6 @@
 #include "flatshard/train/metrics.h"
 
+#include <fcntl.h>
 #include <sys/ioctl.h>
 #include <unistd.h>
 
@@ -10,6 +11,8 @@
 #include <nlohmann/json.hpp>
 
 #include "flatshard/core/error.h"
+#include "flatshard/core/log.h"
+#include "flatshard/diagnostics/norms.h"
 
 namespace flatshard {
 namespace {
@@ -67,9 +70,13 @@ std::string format_validation(std::int64_t step, double loss) {
 
 MetricsFile::MetricsFile(const std::filesystem::path& path, Mode mode)
     : path_(path),
-      file_(std::fopen(path.c_str(), mode == Mode::append ? "ae" : "we")) {
+      fd_(::open(
+          path.c_str(),
+          O_WRONLY | O_CREAT | O_CLOEXEC | O_APPEND |
+              (mode == Mode::append ? 0 : O_TRUNC),
+          0644)) {
   FLATSHARD_CHECK(
-      file_ != nullptr,
+      fd_ >= 0,
       io,
       "cannot write {}: {}",
       path.string(),
@@ -77,7 +84,7 @@ MetricsFile::MetricsFile(const std::filesystem::path& path, Mode mode)
 }
 
 MetricsFile::~MetricsFile() {
-  std::fclose(file_);
+  ::close(fd_);
 }
 
 void MetricsFile::write(const StepMetrics& metrics) {
@@ -110,13 +117,89 @@ void MetricsFile::write_validation(std::int64_t step, double loss) {
   write_line(row.dump());
 }
 
+void MetricsFile::write_norms(
+    std::int64_t step,
+    const std::vector<ParameterNorm>& norms) {
+  auto weights = nlohmann::ordered_json::object();
+  auto grads = nlohmann::ordered_json::object();
+  for (const ParameterNorm& norm : norms) {
+    weights[norm.name] = norm.weight;
+    if (norm.grad) {
+      grads[norm.name] = *norm.grad;
+    }
+  }
+  nlohmann::ordered_json row;
+  row["step"] = step;
+  row["weight_norms"] = std::move(weights);
+  row["grad_norms"] = std::move(grads);
+  write_line(row.dump());
+}
+
 void MetricsFile::write_line(const std::string& line) {
-  FLATSHARD_CHECK(
-      std::fputs((line + "\n").c_str(), file_) >= 0 && std::fflush(file_) == 0,
-      io,
-      "cannot write {}: {}",
-      path_.string(),
-      std::strerror(errno));
+  const std::string text = line + "\n";
+  const off_t before = ::lseek(fd_, 0, SEEK_END);
+  std::size_t done = 0;
+  while (done < text.size()) {
+    const ssize_t n = ::write(fd_, text.data() + done, text.size() - done);
+    if (n < 0 && errno == EINTR) {
+      continue;
+    }
+    if (n < 0) {
+      const int error = errno;
+      if (done > 0 && before >= 0 && ::ftruncate(fd_, before) != 0) {
+        log_warning("{} ends with half a line", path_.string());
+      }
+      FLATSHARD_THROW(
+          io,
+          "cannot write {}: {}",
+          path_.string(),
+          std::strerror(error));
+    }
+    done += static_cast<std::size_t>(n);
+  }
+}
+
+std::filesystem::path keep_earlier_run(
+    const std::filesystem::path& output_dir) {
+  namespace fs = std::filesystem;
+  std::filesystem::path kept;
+  for (const char* name : {"config.toml", "metrics.jsonl"}) {
+    std::error_code error;
+    if (!fs::is_regular_file(output_dir / name, error)) {
+      continue;  // also /dev/null and the like, which hold nothing
+    }
+    for (int n = 1; kept.empty(); ++n) {
+      const fs::path free = output_dir / "earlier" / std::to_string(n);
+      if (!fs::exists(free, error)) {
+        fs::create_directories(free, error);
+        kept = free;
+      }
+    }
+    if (!error) {
+      fs::rename(output_dir / name, kept / name, error);
+    }
+    FLATSHARD_CHECK(
+        !error,
+        io,
+        "cannot keep {} of an earlier run in {}: {}",
+        name,
+        kept.string(),
+        error.message());
+  }
+  return kept;
+}
+
+void restore_earlier_run(
+    const std::filesystem::path& kept,
+    const std::filesystem::path& output_dir) noexcept {
+  std::error_code error;
+  for (const char* name : {"config.toml", "metrics.jsonl"}) {
+    if (std::filesystem::exists(kept / name, error)) {
+      std::filesystem::rename(kept / name, output_dir / name, error);
+    }
+  }
+  std::filesystem::remove(kept, error);
+  std::filesystem::remove(kept.parent_path(), error);  // when it is empty
 }
 
 StatusLine::StatusLine(std::FILE* stream)

@@ -6,8 +6,11 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace flatshard {
+
+struct ParameterNorm;  // diagnostics/norms.h
 
 /// What one logged step measured. Times are of the host's clock on this rank
 /// and per step; where several steps lie between two log lines the caller
@@ -20,7 +23,7 @@ struct StepMetrics {
   double step_ms = 0;
   double data_ms = 0;          ///< waiting for the loader
   double host_ms = 0;          ///< host time to queue the step
-  double exposed_comm_ms = 0;  ///< compute waiting for collectives
+  double exposed_comm_ms = 0;  ///< this step's waits for collectives
   double tokens_per_s_per_rank = 0;
   double tflops_per_rank = 0;  ///< model FLOP/s by the run's convention, 1e12
   std::optional<double> mfu;   ///< in [0, 1]; unset: the peak is unknown
@@ -45,7 +48,8 @@ std::string with_commas(std::int64_t value);
 std::string format_duration(double seconds);
 
 /// Appends one JSON object a line to metrics.jsonl; every line is on its way
-/// to the file when the call returns. A loss that is not finite is null.
+/// to the file when the call returns, whole or not at all: a line that does not
+/// fit the disk is taken back. A loss that is not finite is null.
 class MetricsFile {
  public:
   enum class Mode { truncate, append };
@@ -61,13 +65,28 @@ class MetricsFile {
   void write(const StepMetrics& metrics);
   /// A row {"step", "validation_loss"}.
   void write_validation(std::int64_t step, double loss);
+  /// A row {"step", "weight_norms": {name: norm}, "grad_norms": {name: norm}}.
+  void write_norms(std::int64_t step, const std::vector<ParameterNorm>& norms);
 
  private:
   void write_line(const std::string& line);
 
   std::filesystem::path path_;
-  std::FILE* file_ = nullptr;
+  int fd_ = -1;
 };
+
+/// Moves what an earlier run wrote into `output_dir` and a new one would
+/// overwrite from the start (config.toml, metrics.jsonl) to
+/// <output_dir>/earlier/<n>, n counting from 1. The weights stay: a new run
+/// replaces them only at its end.
+///
+/// @return that folder, empty when there was nothing to keep.
+/// @throws Error{io}.
+std::filesystem::path keep_earlier_run(const std::filesystem::path& output_dir);
+/// Puts it back where the new run wrote nothing yet, and removes the folder.
+void restore_earlier_run(
+    const std::filesystem::path& kept,
+    const std::filesystem::path& output_dir) noexcept;
 
 /// The line at the bottom of a terminal: bar, share done, loss, time left.
 /// Does nothing when `stream` is not a terminal.

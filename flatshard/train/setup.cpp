@@ -1,8 +1,12 @@
 #include "flatshard/train/setup.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/device/memory.h"
+#include "flatshard/models/flops.h"
 #include "flatshard/optim/adamw.h"
 #include "flatshard/optim/sgd.h"
+#include "flatshard/train/metrics.h"
+#include "flatshard/train/option_errors.h"
 
 #include <fmt/ranges.h>
 
@@ -64,9 +68,12 @@ models::ModelConfig model_config(const Config& config) {
       config,
       "expected one of model.preset and model.hf_config, got both");
   if (!m.preset.empty()) {
-    model = models::preset(m.preset);
+    model =
+        for_option("model.preset", [&] { return models::preset(m.preset); });
   } else if (!m.hf_config.empty()) {
-    model = models::from_hf_json(m.hf_config);
+    model = for_option("model.hf_config", [&] {
+      return models::from_hf_json(m.hf_config);
+    });
   } else {
     FLATSHARD_CHECK(
         m.dim && m.layers && m.heads && m.ffn_dim && m.vocab_size,
@@ -159,7 +166,9 @@ FullyShardOptions shard_options(const Config& config) {
   options.streams.delay_seed =
       static_cast<std::uint64_t>(config.debug.comm_delay_seed);
   options.streams.max_delay_us = static_cast<int>(config.debug.comm_delay_us);
-  options.measure_exposed = true;
+  options.debug = {
+      .poison = config.diagnostics.poison,
+      .strict = config.diagnostics.strict};
   return options;
 }
 
@@ -196,6 +205,31 @@ LrSchedule lr_schedule(const Config& config) {
       .min_lr_factor = config.lr_scheduler.min_lr_factor};
   schedule.validate();
   return schedule;
+}
+
+void check_memory(
+    const Config& config,
+    const models::ModelConfig& model,
+    std::int64_t world,
+    at::Device device) {
+  const auto capacity =
+      static_cast<double>(memory_stats(device).capacity_bytes);
+  const double parameters = static_cast<double>(models::num_parameters(model));
+  // Main weights and gradients; whatever the strategy, all ranks together hold
+  // them at least once.
+  const double dtype_bytes = config.precision.main_params == "float32" ? 4 : 2;
+  const double needed = parameters * 2 * dtype_bytes / world;
+  constexpr double kGiB = 1024.0 * 1024 * 1024;
+  FLATSHARD_CHECK(
+      capacity <= 0 || needed <= capacity,
+      memory,
+      "a model of {} parameters needs at least {:.1f} GiB on each of {} ranks, "
+      "and this device has {:.1f} GiB; lower the sizes in [model] or use more "
+      "ranks",
+      with_commas(models::num_parameters(model)),
+      needed / kGiB,
+      world,
+      capacity / kGiB);
 }
 
 at::Device choose_device(const std::string& name, const RankEnvironment& env) {

@@ -38,6 +38,15 @@ std::unique_ptr<Optimizer> make_optimizer(
 
 LrSchedule lr_schedule(const Config& config);
 
+/// Refuses a model whose main weights and gradients alone do not fit, before
+/// anything of that size is made: a machine that lends more memory than it has
+/// would end the run later, without a word. @throws Error{memory}.
+void check_memory(
+    const Config& config,
+    const models::ModelConfig& model,
+    std::int64_t world,
+    at::Device device);
+
 /// "cpu", "cuda" or "auto" (a GPU when there is one for this local rank).
 /// @throws Error{config} when there is no such device.
 at::Device choose_device(const std::string& name, const RankEnvironment& env);

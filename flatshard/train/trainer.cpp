@@ -6,9 +6,13 @@
 #include "flatshard/core/log.h"
 #include "flatshard/device/memory.h"
 #include "flatshard/diagnostics/memory_table.h"
+#include "flatshard/diagnostics/nan_check.h"
+#include "flatshard/diagnostics/norms.h"
+#include "flatshard/diagnostics/overlap_check.h"
 #include "flatshard/models/flops.h"
 #include "flatshard/models/hf_names.h"
 #include "flatshard/optim/clip.h"
+#include "flatshard/train/option_errors.h"
 #include "flatshard/train/profile.h"
 #include "flatshard/train/setup.h"
 #include "flatshard/unit/fully_shard.h"
@@ -22,6 +26,8 @@ namespace flatshard {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+
+constexpr std::string_view kOutputDir = "run.output_dir";
 
 double ms_since(Clock::time_point begin) {
   return std::chrono::duration<double, std::milli>(Clock::now() - begin)
@@ -42,7 +48,18 @@ make_mesh(const Config& config, const RankEnvironment& env, at::Device device) {
   if (env.world_size == 1) {
     return Mesh::single(device);
   }
-  return Mesh::create(mesh_axes(config), env.rank, make_tcp_store(env), device);
+  const std::chrono::duration<double> timeout(config.comm.timeout_s);
+  MeshOptions options;
+  options.communicator.timeout =
+      std::chrono::duration_cast<std::chrono::milliseconds>(timeout);
+  options.watcher = config.comm.watcher;
+  options.launcher_serves_store = env.launcher_serves_store;
+  return Mesh::create(
+      mesh_axes(config),
+      env.rank,
+      make_tcp_store(env),
+      device,
+      options);
 }
 
 }  // namespace
@@ -88,29 +105,47 @@ Trainer::Trainer(
       config,
       "data.train: expected a corpus folder (see `flatshard data prepare`) or "
       "\"random\"");
-  train_loader_.emplace(
-      data::open_token_source(
-          config_.data.train,
-          "train",
-          seed,
-          model_config_.vocab_size),
-      loader_options(true));
-  if (config_.validation.freq > 0) {
-    const std::string& folder = config_.data.validation.empty()
-                                    ? config_.data.train
-                                    : config_.data.validation;
-    validation_loader_.emplace(
+  for_option("data.train", [&] {
+    train_loader_.emplace(
         data::open_token_source(
-            folder,
-            "validation",
-            seed + 1,
+            config_.data.train,
+            "train",
+            seed,
             model_config_.vocab_size),
-        loader_options(false));
+        loader_options(true));
+  });
+  if (config_.validation.freq > 0) {
+    const bool own = !config_.data.validation.empty();
+    for_option(own ? "data.validation" : "data.train", [&] {
+      validation_loader_.emplace(
+          data::open_token_source(
+              own ? config_.data.validation : config_.data.train,
+              "validation",
+              seed + 1,
+              model_config_.vocab_size),
+          loader_options(false));
+    });
   }
   num_microbatches_ =
       train_loader_->num_microbatches(env_.world_size, t.local_batch_size);
 
+  check_memory(config_, model_config_, env_.world_size, device_);
   mesh_ = make_mesh(config_, env_, device_);
+  watched([this] { build(); });
+}
+
+template <class F>
+void Trainer::watched(F&& work) {
+  try {
+    work();
+  } catch (const std::exception& error) {
+    mesh_->publish_failure(error.what());
+    throw;
+  }
+}
+
+void Trainer::build() {
+  const Config::Training& t = config_.training;
   model_ = models::Llama(
       model_config_,
       models::LlamaOptions{
@@ -121,6 +156,7 @@ Trainer::Trainer(
     options.units.push_back(module.get());
   }
   runtime_ = fully_shard(*model_, mesh_, options);
+  install_diagnostics();
   optimizer_ = make_optimizer(config_, runtime_->groups());
   flops_per_token_ = models::flops_per_token(model_config_, t.seq_len);
 
@@ -131,9 +167,22 @@ Trainer::Trainer(
   tokens_ = at::empty(shape, host.device(device_));
   targets_ = at::empty(shape, host.device(device_));
   if (env_.rank == 0) {
-    save_config(config_);
-    metrics_.emplace(
-        std::filesystem::path(config_.run.output_dir) / "metrics.jsonl");
+    for_option(kOutputDir, [&] {
+      const std::filesystem::path folder = config_.run.output_dir;
+      const auto kept = keep_earlier_run(folder);
+      try {
+        save_config(config_);
+        metrics_.emplace(folder / "metrics.jsonl");
+      } catch (...) {
+        if (!kept.empty()) {
+          restore_earlier_run(kept, folder);
+        }
+        throw;
+      }
+      if (!kept.empty()) {
+        log_info("kept the earlier run's files in {}", kept.string());
+      }
+    });
     announce();
   }
 }
@@ -167,19 +216,23 @@ void Trainer::load(
   if (device_.is_cuda()) {
     // The last copy from the pinned buffers must be over.
     current_stream(device_)->synchronize();
+    mesh_->check();
   }
   const auto span = [](const at::Tensor& t) {
     return std::span<std::int64_t>(
         t.data_ptr<std::int64_t>(),
         static_cast<std::size_t>(t.numel()));
   };
-  loader.read(
-      {.rank = env_.rank,
-       .world = env_.world_size,
-       .local_batch = config_.training.local_batch_size,
-       .microbatch = microbatch},
-      span(tokens_host_),
-      span(targets_host_));
+  const bool trains = &loader == &*train_loader_;
+  for_option(trains ? "data.train" : "data.validation", [&] {
+    loader.read(
+        {.rank = env_.rank,
+         .world = env_.world_size,
+         .local_batch = config_.training.local_batch_size,
+         .microbatch = microbatch},
+        span(tokens_host_),
+        span(targets_host_));
+  });
   tokens_.copy_(tokens_host_, /*non_blocking=*/true);
   targets_.copy_(targets_host_, /*non_blocking=*/true);
   interval.data_ms += ms_since(begin);
@@ -207,9 +260,12 @@ at::Tensor Trainer::forward_backward(std::int64_t step, Interval& interval) {
 double Trainer::mean_over_ranks(const at::Tensor& loss) {
   const at::Tensor mean = loss.to(at::kFloat).reshape({1}).clone();
   if (env_.world_size > 1) {
+    const CollectiveScope scope("loss");
     mesh_->world(Purpose::reduce).all_reduce(mean, ReduceOp::avg);
   }
-  return mean.item<double>();
+  const double value = mean.item<double>();
+  mesh_->check();  // an aborted collective ends without a result
+  return value;
 }
 
 double Trainer::validate() {
@@ -249,7 +305,7 @@ void Trainer::log_step(
       .step_ms = step_ms,
       .data_ms = interval.data_ms / steps,
       .host_ms = interval.host_ms / steps,
-      .exposed_comm_ms = runtime_->wait_and_take_exposed_ms() / steps,
+      .exposed_comm_ms = runtime_->wait_and_take_exposed_ms(),
       .tokens_per_s_per_rank = tokens / env_.world_size / (step_ms * 1e-3)};
   metrics.tflops_per_rank =
       metrics.tokens_per_s_per_rank * flops_per_token_ * 1e-12;
@@ -270,17 +326,25 @@ void Trainer::log_step(
     status_.clear();
     fmt::print("{}\n", format_step(metrics));
     std::fflush(stdout);
-    metrics_->write(metrics);
+    for_option(kOutputDir, [&] { metrics_->write(metrics); });
   }
   interval = {};
 }
 
 void Trainer::run() {
+  watched([this] { train(); });
+}
+
+void Trainer::train() {
   const auto begin = Clock::now();
   Interval interval;
   double last_loss = 0;
   TraceRecorder recorder(device_);
   for (std::int64_t step = 1; step <= config_.training.steps; ++step) {
+    const bool last = step == config_.training.steps;
+    const bool logged =
+        step == 1 || last || step % config_.metrics.log_freq == 0;
+    runtime_->set_measure_exposed(logged);
     const bool profile = config_.profiling.enabled &&
                          step == config_.profiling.step && env_.rank == 0;
     if (profile) {
@@ -291,8 +355,13 @@ void Trainer::run() {
     const double lr = schedule_.lr(step - 1);
     const ClipResult clip =
         clip_grad_norm(runtime_->groups(), config_.training.max_norm);
+    diagnose_gradients(step);
     optimizer_->step(lr, clip.scale);
     optimizer_->zero_grad();
+    if (config_.diagnostics.nan_check) {
+      NanCheck::check_weights(*runtime_);
+    }
+    runtime_->finish_step();
     interval.host_ms += ms_since(host);
     ++interval.steps;
     if (profile) {
@@ -301,8 +370,8 @@ void Trainer::run() {
           config_.profiling.folder /
           fmt::format("step_{}_rank_{}.json", step, env_.rank));
     }
-    const bool last = step == config_.training.steps;
-    if (step == 1 || last || step % config_.metrics.log_freq == 0) {
+    if (logged) {
+      runtime_->set_measure_exposed(false);
       log_step(step, loss, clip.norm, lr, interval);
     }
     if (status_.enabled() && env_.rank == 0) {
@@ -321,7 +390,9 @@ void Trainer::run() {
         status_.clear();
         fmt::print("{}\n", format_validation(step, validation));
         std::fflush(stdout);
-        metrics_->write_validation(step, validation);
+        for_option(kOutputDir, [&] {
+          metrics_->write_validation(step, validation);
+        });
       }
       interval = {};
     }
@@ -329,6 +400,30 @@ void Trainer::run() {
   status_.clear();
   if (config_.run.save_weights) {
     save();
+  }
+}
+
+void Trainer::install_diagnostics() {
+  if (config_.diagnostics.overlap_check) {
+    OverlapCheck::install(runtime_);
+  }
+  if (config_.diagnostics.nan_check) {
+    NanCheck::install(runtime_);
+    NanCheck::check_weights(*runtime_);
+  }
+}
+
+void Trainer::diagnose_gradients(std::int64_t step) {
+  if (config_.diagnostics.nan_check) {
+    NanCheck::check_reduced_gradients(*runtime_);
+  }
+  const std::int64_t freq = config_.diagnostics.norms_freq;
+  if (freq > 0 &&
+      (step == 1 || step == config_.training.steps || step % freq == 0)) {
+    const auto norms = parameter_norms(*runtime_);
+    if (env_.rank == 0) {
+      for_option(kOutputDir, [&] { metrics_->write_norms(step, norms); });
+    }
   }
 }
 
@@ -342,7 +437,9 @@ void Trainer::save() {
   }
   const auto path =
       std::filesystem::path(config_.run.output_dir) / "model.safetensors";
-  save_weights(groups, path, {{"format", "pt"}}, models::to_hf_name);
+  for_option(kOutputDir, [&] {
+    save_weights(groups, path, {{"format", "pt"}}, models::to_hf_name);
+  });
   if (env_.rank == 0) {
     fmt::print("saved {}\n", path.string());
   }

@@ -36,6 +36,11 @@ class Trainer {
  private:
   struct Interval;  // what is measured between two log lines
 
+  void build();
+  /// Runs `work`; what it throws is told to the other ranks.
+  template <class F>
+  void watched(F&& work);
+  void train();
   void announce() const;
   /// Runs all microbatches; returns this rank's mean loss, [] float32.
   at::Tensor forward_backward(std::int64_t step, Interval& interval);
@@ -48,6 +53,9 @@ class Trainer {
       const at::Tensor& norm,
       double lr,
       Interval& interval);
+  void install_diagnostics();
+  /// Everything [diagnostics] wants between the backward and the optimizer.
+  void diagnose_gradients(std::int64_t step);
   void save();
 
   Config config_;

@@ -11,8 +11,7 @@ std::int64_t current_id() {
   return torch::autograd::get_current_graph_task_id();
 }
 
-bool expects(const torch::autograd::Node* accumulator) {
-  auto* node = const_cast<torch::autograd::Node*>(accumulator);
+bool expects(torch::autograd::Node* node) {
   const auto* exec_info = torch::autograd::get_current_graph_task_exec_info();
   if (exec_info != nullptr && !exec_info->empty()) {
     const auto found = exec_info->find(node);

@@ -15,10 +15,10 @@ namespace autograd_task {
 /// Id of the graph task that runs on this thread, -1 outside of any backward.
 std::int64_t current_id();
 
-/// Whether the running graph task will run `accumulator`. Known exactly at the
-/// task's first event: the engine has collected its nodes by then. False for a
-/// parameter whose gradient autograd::grad hands out instead.
-bool expects(const torch::autograd::Node* accumulator);
+/// Whether the running graph task will run `node`. Known exactly at the task's
+/// first event: the engine has collected its nodes by then. False for the
+/// accumulator of a parameter whose gradient autograd::grad hands out instead.
+bool expects(torch::autograd::Node* node);
 
 /// Whether the caller chose what gets gradients: backward(inputs=) or grad().
 bool has_chosen_inputs();

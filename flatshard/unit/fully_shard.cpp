@@ -146,7 +146,7 @@ GroupParameter group_parameter(
         "nn::Module::declare_parameter",
         p.names.front());
   } else {
-    g.values = p.tensor.detach().clone();
+    g.values = p.tensor.detach();
   }
   return g;
 }
@@ -189,8 +189,11 @@ std::unique_ptr<Unit> build_unit(
         Initializer(options.seed)));
   }
   for (UnitParameter& p : unit_parameters) {
-    p.storage =
-        ParameterStorage(p.tensor, options.precision.compute, mesh->device());
+    p.storage = ParameterStorage(
+        p.tensor,
+        p.name,
+        options.precision.compute,
+        mesh->device());
   }
   return std::make_unique<Unit>(
       id,
@@ -240,8 +243,8 @@ std::shared_ptr<Runtime> fully_shard(
       {.prefetch = options.prefetch,
        .reshard_after_forward = options.reshard_after_forward,
        .streams = options.streams,
-       .measure_exposed = options.measure_exposed,
-       .trace = options.trace});
+       .trace = options.trace,
+       .debug = options.debug});
   connect(root, runtime);
   return runtime;
 }

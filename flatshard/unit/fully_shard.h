@@ -43,7 +43,8 @@ struct FullyShardOptions {
   /// For tests: delays on the communication streams.
   StreamOptions streams;
   bool trace = false;
-  bool measure_exposed = false;
+  /// Checks that are off by default: poisoned memory, strict life cycles.
+  DebugOptions debug;
 };
 
 /// Shards every parameter below `root` over `mesh` and installs the hooks that

@@ -3,6 +3,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
 #include "flatshard/schedule/simulate.h"
+#include "flatshard/unit/poison.h"
 #include "flatshard/unit/runtime_call.h"
 
 #include <ATen/ATen.h>
@@ -12,6 +13,10 @@
 
 namespace flatshard {
 namespace {
+
+// A step that is longer than this (an evaluation over a whole corpus between
+// two updates) repeats itself; its beginning is enough to plan slots.
+constexpr std::size_t kMaxStepActions = 1 << 16;
 
 std::vector<UnitSpec> specs_of(
     const std::vector<std::unique_ptr<Unit>>& units,
@@ -49,8 +54,9 @@ Runtime::Runtime(
   reduce.high_priority = true;
   reduce.delay_seed += 1;
   reduce_stream_ = make_stream(mesh_->device(), "reduce", reduce);
-  if (options.measure_exposed) {
-    exposed_ = make_stream_timer(mesh_->device());
+  exposed_ = make_stream_timer(mesh_->device());
+  if (options.debug.poison) {
+    poison_parameters();
   }
   plan_slots(simulate_step(
       scheduler_.units(),
@@ -68,6 +74,9 @@ std::shared_ptr<Runtime> Runtime::create(
       std::move(parents),
       options));
   runtime->install_hooks();
+  if (options.debug.strict) {
+    runtime->watch_modules();
+  }
   return runtime;
 }
 
@@ -77,7 +86,9 @@ Runtime::~Runtime() {
     gather_stream_->synchronize();
     reduce_stream_->synchronize();
   } catch (const std::exception& e) {
-    log_error("while a runtime was destroyed: {}", e.what());
+    if (!mesh_->has_verdict()) {  // that was thrown before
+      log_error("while a runtime was destroyed: {}", e.what());
+    }
   }
   for (auto& unit : units_) {
     for (UnitParameter& p : unit->parameters()) {
@@ -90,9 +101,11 @@ Runtime::~Runtime() {
 }
 
 void Runtime::plan_slots(const std::vector<Action>& actions) {
-  plan_ = SlotPlan::build(slot_lifetimes(scheduler_.units(), actions));
+  const auto lifetimes = slot_lifetimes(scheduler_.units(), actions);
+  plan_ = SlotPlan::build(lifetimes);
   pool_.set_arena(plan_.arena_nbytes());
   planned_dynamic_ = pool_.num_dynamic();
+  observe([&](RuntimeObserver& o) { o.slots_planned(plan_, lifetimes); });
 }
 
 // -- the training loop's side ------------------------------------------------
@@ -141,21 +154,49 @@ void Runtime::reset() {
 void Runtime::reset_locked() {
   tasks_.clear();
   open_calls_.clear();
-  output_points_.clear();
-  feed({.kind = EventKind::reset});
+  watched_.clear();
+  if (strict_) {
+    strict_->reset();
+  }
+  // What failed may have left a stream with its error, and units half way
+  // between two actions: everything is laid to rest by hand.
+  gather_stream_->reset();
+  reduce_stream_->reset();
+  all_reduced_ = {};
+  pool_.forget_uses();
+  failure_.clear();
+  for (const Action& action : decide({.kind = EventKind::reset})) {
+    record(action);
+  }
   for (auto& unit : units_) {
-    unit->drop_grads();
-    if (unit->grads_slot.held()) {
-      drain(*unit);
-    }
+    rest(*unit);
   }
   zero_grad();
+  seen_generation_ = -1;  // refreshes that failed are done again
+  feed(
+      {.kind = EventKind::microbatch,
+       .is_last = is_last_microbatch_,
+       .sync = sync_gradients_});
+}
+
+void Runtime::reset_after_failure() {
+  const auto all = groups();
+  if (std::any_of(all.begin(), all.end(), [](const ParamGroup* group) {
+        return group->has_grad() || group->has_unreduced_grad();
+      })) {
+    log_warning(
+        "step {}: the gradients of this step are dropped, because {} failed",
+        step_,
+        failure_.empty() ? "a backward" : failure_);
+  }
+  reset_locked();
 }
 
 void Runtime::synchronize() {
   gather_stream_->synchronize();
   reduce_stream_->synchronize();
   current_stream(mesh_->device())->synchronize();
+  mesh_->check();
 }
 
 RuntimeTrace Runtime::trace() const {
@@ -171,19 +212,37 @@ void Runtime::clear_trace() {
 // -- actions -----------------------------------------------------------------
 
 void Runtime::feed(ScheduleEvent event) {
+  if (!failure_.empty()) {
+    return;  // units and scheduler disagree until the reset
+  }
+  try {
+    for (const Action& action : decide(event)) {
+      execute(action);
+    }
+  } catch (const std::exception& e) {
+    failure_ = e.what();
+    throw;
+  }
+}
+
+std::vector<Action> Runtime::decide(const ScheduleEvent& event) {
   if (options_.trace) {
     trace_.events.push_back(event);
   }
-  for (const Action& action : scheduler_.on(event)) {
-    execute(action);
+  return scheduler_.on(event);
+}
+
+void Runtime::record(const Action& action) {
+  if (step_actions_.size() < kMaxStepActions) {
+    step_actions_.push_back(action);
+  }
+  if (options_.trace) {
+    trace_.actions.push_back(action);
   }
 }
 
 void Runtime::execute(const Action& action) {
-  step_actions_.push_back(action);
-  if (options_.trace) {
-    trace_.actions.push_back(action);
-  }
+  record(action);
   try {
     switch (action.kind) {
       case ActionKind::gather:
@@ -243,31 +302,37 @@ void Runtime::gather(Unit& unit, Phase phase) {
         unit.weights_nbytes(),
         gather_stream_);
     slot = unit.weights_slot.data;
+    observe([&](RuntimeObserver& o) {
+      o.slot_acquired(unit, role, unit.weights_slot);
+    });
   }
-  gather_stream_->submit(
-      [&unit, slot, refresh] { unit.gather_into(slot, refresh); });
+  gather_stream_->submit([&unit, slot, refresh, step = step_] {
+    const CollectiveScope scope(step, unit.name());
+    unit.gather_into(slot, refresh);
+  });
   unit.gathered.record(*gather_stream_);
 }
 
 void Runtime::compute_waits(const Event& event) {
   const auto compute = current_stream(mesh_->device());
-  if (exposed_) {
+  if (measure_exposed_) {
     exposed_->start();
   }
   event.wait(*compute);
-  if (exposed_) {
+  if (measure_exposed_) {
     exposed_->stop();
   }
 }
 
 double Runtime::wait_and_take_exposed_ms() {
-  return exposed_ ? exposed_->wait_and_take_ms() : 0.0;
+  return exposed_->wait_and_take_ms();
 }
 
 void Runtime::await(Unit& unit) {
   compute_waits(unit.gathered);
   unit.awaited = true;
   unit.point_at(unit.weights_slot.data);
+  observe([&](RuntimeObserver& o) { o.parameters_pointed(unit); });
 }
 
 void Runtime::release(Unit& unit) {
@@ -277,6 +342,12 @@ void Runtime::release(Unit& unit) {
     unit.gathered.wait(*compute);  // a prefetch that nobody used
   }
   unit.awaited = false;
+  observe(
+      [&](RuntimeObserver& o) { o.slot_released(unit, unit.weights_slot); });
+  if (options_.debug.poison) {
+    const Slot& slot = unit.weights_slot;
+    fill_with_nan(slot.data, slot.nbytes, mesh_->device());
+  }
   Event last_use;
   last_use.record(*compute);
   pool_.release(unit.weights_slot, last_use, gather_stream_);
@@ -288,6 +359,9 @@ void* Runtime::grads_slot(Unit& unit) {
         plan_.offset({unit.id(), SlotRole::gradients}),
         unit.grads_nbytes(),
         current_stream(mesh_->device()));
+    observe([&](RuntimeObserver& o) {
+      o.slot_acquired(unit, SlotRole::gradients, unit.grads_slot);
+    });
   }
   return unit.grads_slot.data;
 }
@@ -295,6 +369,7 @@ void* Runtime::grads_slot(Unit& unit) {
 void Runtime::reduce(Unit& unit, bool collective) {
   void* slot = grads_slot(unit);
   unit.finish_grads(slot);
+  observe([&](RuntimeObserver& o) { o.gradients_ready(unit, slot); });
   Event filled;
   filled.record(*current_stream(mesh_->device()));
   filled.wait(*reduce_stream_);
@@ -305,7 +380,12 @@ void Runtime::reduce(Unit& unit, bool collective) {
     }
     const auto reduction =
         group.plan_reduction(collective, is_last_microbatch_);
-    reduce_stream_->submit([&group, flat = unit.grad_flat(slot, g), reduction] {
+    reduce_stream_->submit([&unit,
+                            &group,
+                            flat = unit.grad_flat(slot, g),
+                            reduction,
+                            step = step_] {
+      const CollectiveScope scope(step, unit.name());
       group.reduce(flat, reduction);
     });
   }
@@ -314,12 +394,42 @@ void Runtime::reduce(Unit& unit, bool collective) {
 }
 
 void Runtime::drain(Unit& unit) {
-  if (unit.grads_slot.held()) {
+  if (unit.grads_slot.held()) {  // nobody wrote it otherwise
+    observe(
+        [&](RuntimeObserver& o) { o.slot_released(unit, unit.grads_slot); });
     pool_.release(
         unit.grads_slot,
-        unit.reduced,
+        options_.debug.poison ? poison_after_reduction(unit) : unit.reduced,
         current_stream(mesh_->device()));
   }
+}
+
+void Runtime::rest(Unit& unit) {
+  const auto compute = current_stream(mesh_->device());
+  unit.drop_grads();
+  unit.clear();
+  unit.awaited = false;
+  unit.gathered = {};
+  unit.reduced = {};
+  for (const auto& group : unit.groups()) {
+    group->mark_stale();
+  }
+  // The communication streams are idle.
+  const auto give_back = [&](Slot& slot,
+                             const std::shared_ptr<Stream>& filler) {
+    if (!slot.held()) {
+      return;
+    }
+    observe([&](RuntimeObserver& o) { o.slot_released(unit, slot); });
+    if (options_.debug.poison) {
+      fill_with_nan(slot.data, slot.nbytes, mesh_->device());
+    }
+    Event last_use;
+    last_use.record(*compute);
+    pool_.release(slot, last_use, filler);
+  };
+  give_back(unit.weights_slot, gather_stream_);
+  give_back(unit.grads_slot, compute);
 }
 
 }  // namespace flatshard

@@ -7,6 +7,9 @@
 #include "flatshard/nn/wgrad.h"
 #include "flatshard/schedule/scheduler.h"
 #include "flatshard/schedule/slot_plan.h"
+#include "flatshard/unit/debug_options.h"
+#include "flatshard/unit/observer.h"
+#include "flatshard/unit/strict_checks.h"
 #include "flatshard/unit/unit.h"
 
 #include <map>
@@ -23,10 +26,9 @@ struct RuntimeOptions {
   bool reshard_after_forward = true;
   /// Delays for tests; the names of the streams are part of the seed.
   StreamOptions streams;
-  /// Measure how long compute waits for collectives.
-  bool measure_exposed = false;
   /// Keep every event and action since the last clear_trace (tests, reports).
   bool trace = false;
+  DebugOptions debug;
 };
 
 /// Events that came and actions that were really carried out, in order.
@@ -67,12 +69,17 @@ class Runtime : public nn::WgradSink,
   std::vector<ParamGroup*> groups() const;
   void zero_grad();
   /// Ends every open forward and backward after an exception, releases all
-  /// weights and drops the gradients of the step. Collective order is safe
-  /// again when all ranks call it. The next root forward after a failed
-  /// backward does it by itself.
+  /// weights, drops the gradients of the step and forgets errors of the
+  /// streams. Collective order is safe again when all ranks call it. The next
+  /// root forward after a failed backward or a failed collective does it by
+  /// itself. Blocks until the work of the communication streams is over.
   void reset();
   /// Blocks until all queued work of this runtime's streams is done.
   void synchronize();
+  /// Call after the optimizer's step. With DebugOptions::strict it checks that
+  /// the step's life cycles are complete and the same on all ranks; collective
+  /// then, and blocks the host. Otherwise it does nothing.
+  void finish_step();
 
   // For reports and tests ----------------------------------------------------
 
@@ -81,13 +88,22 @@ class Runtime : public nn::WgradSink,
   const Scheduler& scheduler() const { return scheduler_; }
   const SlotPool& pool() const { return pool_; }
   const SlotPlan& plan() const { return plan_; }
-  /// How long compute waited for gathers and reductions since the last call,
-  /// with RuntimeOptions::measure_exposed; else 0. Blocks the host.
+  /// Measure how long compute waits for gathers and reductions from now on
+  /// (two timing events per wait on a GPU). Default: off.
+  void set_measure_exposed(bool measure) { measure_exposed_ = measure; }
+  /// The measured waits since the last call. Blocks the host.
   double wait_and_take_exposed_ms();
   RuntimeTrace trace() const;
   void clear_trace();
   /// The step that error messages name.
-  void set_step(std::int64_t step) { step_ = step; }
+  void set_step(std::int64_t step);
+  std::int64_t step() const { return step_; }
+  /// Shown from now on what happens with memory. Without any observer nothing
+  /// is spent on it.
+  void add_observer(std::shared_ptr<RuntimeObserver> observer);
+  /// Bytes of the block that released parameters point at on CUDA
+  /// (DebugOptions::poison), else 0.
+  std::int64_t poison_nbytes() const { return poison_nbytes_; }
 
   // nn::WgradSink and nn::RecomputeListener ----------------------------------
 
@@ -99,6 +115,8 @@ class Runtime : public nn::WgradSink,
 
  private:
   struct Call;  // one forward of one unit
+  struct Task;  // one running backward
+  struct WatchedTensor;
   struct ParameterRef {
     UnitId unit = kNoUnit;
     std::size_t index = 0;
@@ -116,24 +134,32 @@ class Runtime : public nn::WgradSink,
   void on_forward_begin(UnitId unit, const nn::TensorList& inputs);
   void on_forward_end(UnitId unit, const nn::TensorList& outputs);
   void on_forward_error(UnitId unit);
-  void on_output_grad(const std::shared_ptr<Call>& call);
-  void on_input_grad(const std::shared_ptr<Call>& call);
+  void on_tensor_grad(const WatchedTensor& tensor);
   void on_parameter_done(UnitId unit, std::size_t index);
   void on_task_end(TaskId task);
 
   // With the lock held.
   TaskId ensure_task();
+  std::vector<std::shared_ptr<Call>> calls_of_task();
   bool backward_failed();
   void before_root_forward();
+  WatchedTensor& watch(const at::Tensor& tensor);
+  void forget_dead_tensors();
   void watch_inputs(
       const std::shared_ptr<Call>& call,
       const nn::TensorList& inputs);
   bool watch_outputs(
       const std::shared_ptr<Call>& call,
       const nn::TensorList& outputs);
+  void begin_backward(Call& call, TaskId task);
+  void begin_backward_up_to(const std::shared_ptr<Call>& call, TaskId task);
   void input_grad_arrived(const std::shared_ptr<Call>& call, TaskId task);
   void reset_locked();
+  void reset_after_failure();
+  bool failed();
   void feed(ScheduleEvent event);
+  std::vector<Action> decide(const ScheduleEvent& event);
+  void record(const Action& action);
   void execute(const Action& action);
   void plan_slots(const std::vector<Action>& actions);
 
@@ -142,7 +168,20 @@ class Runtime : public nn::WgradSink,
   void release(Unit& unit);
   void reduce(Unit& unit, bool collective);
   void drain(Unit& unit);
+  void rest(Unit& unit);
   void* grads_slot(Unit& unit);
+  // DebugOptions; runtime_debug.cpp.
+  void poison_parameters();
+  Event poison_after_reduction(const Unit& unit);
+  void watch_modules();
+  void say_next(UnitId next);
+  void on_module_called(UnitId unit, const std::string& name);
+  template <class F>
+  void observe(F&& tell) {
+    for (const auto& observer : observers_) {
+      tell(*observer);
+    }
+  }
   void compute_waits(const Event& event);
   std::string context(const Action& action) const;
 
@@ -155,6 +194,7 @@ class Runtime : public nn::WgradSink,
   std::shared_ptr<Stream> gather_stream_;
   std::shared_ptr<Stream> reduce_stream_;
   std::unique_ptr<StreamTimer> exposed_;
+  bool measure_exposed_ = false;
   Event weights_ready_;
   Event all_reduced_;
   std::int64_t seen_generation_ = -1;
@@ -163,19 +203,26 @@ class Runtime : public nn::WgradSink,
   std::vector<nn::HookHandle> module_hooks_;
   /// Calls whose forward is open, innermost last; recomputes included.
   std::vector<std::shared_ptr<Call>> open_calls_;
-  /// Who waits for the gradient of a tensor that another unit put out: that
-  /// unit's own hook serves both, in the right order.
-  struct OutputPoint;
-  std::map<std::pair<const void*, std::uint32_t>, std::shared_ptr<OutputPoint>>
-      output_points_;
-  std::map<TaskId, std::weak_ptr<void>> tasks_;
+  /// Calls that may have a backward.
+  std::vector<std::weak_ptr<Call>> calls_;
+  /// By the tensor's autograd node and its number among the node's outputs.
+  std::
+      map<std::pair<const void*, std::uint32_t>, std::shared_ptr<WatchedTensor>>
+          watched_;
+  std::map<TaskId, Task> tasks_;
   CallId next_call_ = 0;
+  std::int64_t next_end_ = 0;
 
+  /// What an action threw; from then to the reset no event has an effect.
+  std::string failure_;
   bool is_last_microbatch_ = true;
   bool sync_gradients_ = true;
   std::vector<Action> step_actions_;  ///< since the weights last changed
   std::int64_t planned_dynamic_ = 0;  ///< dynamic slots when the plan was made
   RuntimeTrace trace_;
+  std::unique_ptr<StrictChecks> strict_;  ///< null unless asked for
+  std::vector<std::shared_ptr<RuntimeObserver>> observers_;
+  std::int64_t poison_nbytes_ = 0;
   std::int64_t step_ = 0;
   mutable std::mutex mutex_;
 };

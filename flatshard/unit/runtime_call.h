@@ -15,6 +15,10 @@ struct Runtime::Call {
   bool recompute = false;
   /// The unit's weights at forward; the backward must see the same.
   std::int64_t generation = 0;
+  /// Position among all forwards, in the order of their ends.
+  std::int64_t end = -1;
+  /// Who made its outputs: its backward begins before theirs.
+  std::vector<std::weak_ptr<torch::autograd::Node>> output_nodes;
   /// Inputs whose gradient a hook announces, and whether some wanted input
   /// cannot be watched (a leaf): then the backward ends with its task.
   int num_watched_inputs = 0;
@@ -23,12 +27,35 @@ struct Runtime::Call {
   std::map<TaskId, int> inputs_left;
 };
 
-/// The gradient of one tensor that a unit put out.
-struct Runtime::OutputPoint {
+/// A backward that runs, from its first event on.
+///
+/// Calls begin their backward in the reverse order of their forwards' ends: a
+/// call begins together with all later ones that did not begin yet. The engine
+/// keeps to that order by itself (it runs the youngest node that is ready),
+/// but for a unit that returns its own input: the gradient of that tensor may
+/// be complete much later. Whether a unit does so may depend on the rank; the
+/// order of its collectives must not.
+struct Runtime::Task {
+  std::weak_ptr<void> alive;                    ///< expired: the backward threw
+  std::vector<std::shared_ptr<Call>> to_begin;  ///< the next one last
+};
+
+/// A tensor that units take or give, with one hook for all of them.
+///
+/// When its gradient is complete, what happened to it in forward is undone
+/// backwards: a call that took it is over, and then the call that gave it
+/// begins. A unit that returns its own input did both, and an enclosing unit
+/// may give the very tensor that its last child gave; so the order of hooks
+/// would not do.
+struct Runtime::WatchedTensor {
+  enum class Role { input, output };
+  struct Use {
+    std::shared_ptr<Call> call;
+    Role role;
+  };
+
   std::weak_ptr<torch::autograd::Node> node;
-  /// Calls that took the tensor as input; their backward through it is over
-  /// when the gradient is complete, before the producer's begins.
-  std::vector<std::weak_ptr<Call>> consumers;
+  std::vector<Use> uses;  ///< in the order of forward
 };
 
 }  // namespace flatshard

@@ -1,6 +1,7 @@
 // The autograd side of the Runtime: hooks on modules, tensors and gradient
 // accumulators become events for the Scheduler.
 #include "flatshard/core/error.h"
+#include "flatshard/core/log.h"
 #include "flatshard/unit/autograd_task.h"
 #include "flatshard/unit/runtime_call.h"
 
@@ -88,10 +89,10 @@ void Runtime::hook_parameter(UnitId unit, std::size_t index) {
 // -- forward -----------------------------------------------------------------
 
 void Runtime::before_root_forward() {
-  if (backward_failed()) {
-    reset_locked();
+  if (failed()) {
+    reset_after_failure();
   }
-  output_points_.clear();
+  forget_dead_tensors();
   std::int64_t generation = 0;
   for (const auto& unit : units_) {
     for (const auto& group : unit->groups()) {
@@ -101,6 +102,10 @@ void Runtime::before_root_forward() {
   }
   if (generation == seen_generation_) {
     return;
+  }
+  if (strict_) {
+    strict_->end_step();
+    strict_->weights_changed();
   }
   seen_generation_ = generation;
   feed({.kind = EventKind::weights_changed});
@@ -115,16 +120,36 @@ void Runtime::before_root_forward() {
 }
 
 void Runtime::on_forward_begin(UnitId unit, const nn::TensorList& inputs) {
+  if (strict_ && autograd_task::current_id() < 0) {
+    say_next(unit);
+  }
   const std::lock_guard lock(mutex_);
   auto call = std::make_shared<Call>();
   call->unit = unit;
   call->id = next_call_++;
   call->recompute = autograd_task::current_id() >= 0;
+  const bool nested =
+      std::any_of(open_calls_.begin(), open_calls_.end(), [](const auto& open) {
+        return !open->recompute;
+      });
+  FLATSHARD_CHECK(
+      failure_.empty() || !(nested || call->recompute),
+      usage,
+      "unit {} was called although this forward or backward failed: {}; let "
+      "the exception leave the model, or call reset()",
+      units_[unit]->name(),
+      failure_);
   if (call->recompute) {
     ensure_task();
-  } else if (!scheduler_.in_forward()) {
+  } else if (!nested) {
     open_calls_.clear();
     before_root_forward();
+  }
+  if (units_[unit]->resident()) {
+    units_[unit]->check_storage();  // nothing else looks at it
+  }
+  if (strict_) {
+    strict_->forward_begin(unit, call->id, !call->recompute && !nested);
   }
   call->generation = units_[unit]->generation();
   watch_inputs(call, inputs);
@@ -146,6 +171,9 @@ void Runtime::on_forward_end(UnitId unit, const nn::TensorList& outputs) {
   const auto call = open_calls_.back();
   open_calls_.pop_back();
   const bool needs_backward = watch_outputs(call, outputs);
+  if (strict_) {
+    strict_->forward_end(call->id, needs_backward);
+  }
   feed(
       {.kind =
            call->recompute ? EventKind::recompute_end : EventKind::forward_end,
@@ -161,11 +189,45 @@ void Runtime::on_forward_error(UnitId unit) {
   }
   const auto call = open_calls_.back();
   open_calls_.pop_back();
-  feed(
-      {.kind =
-           call->recompute ? EventKind::recompute_end : EventKind::forward_end,
-       .unit = unit,
-       .call = call->id});
+  if (strict_) {
+    strict_->forward_end(call->id, /*needs_backward=*/false);
+  }
+  try {
+    feed(
+        {.kind = call->recompute ? EventKind::recompute_end
+                                 : EventKind::forward_end,
+         .unit = unit,
+         .call = call->id});
+  } catch (const Error& e) {
+    if (e.code() != ErrorCode::comm && e.code() != ErrorCode::timeout &&
+        !mesh_->has_verdict()) {
+      throw;
+    }
+    // A peer is gone: the error that ends this forward says so already.
+    log_debug("while a forward was given up: {}", e.what());
+  }
+}
+
+Runtime::WatchedTensor& Runtime::watch(const at::Tensor& tensor) {
+  const auto& node = tensor.grad_fn();
+  auto& watched = watched_[{node.get(), tensor.output_nr()}];
+  if (!watched || watched->node.lock() != node) {
+    watched = std::make_shared<WatchedTensor>();
+    watched->node = node;
+    tensor.register_hook(std::function<void(at::Tensor)>(
+        [weak = weak_from_this(), watched](const at::Tensor&) {
+          if (const auto self = weak.lock()) {
+            self->on_tensor_grad(*watched);
+          }
+        }));
+  }
+  return *watched;
+}
+
+void Runtime::forget_dead_tensors() {
+  std::erase_if(watched_, [](const auto& entry) {
+    return entry.second->node.expired();
+  });
 }
 
 void Runtime::watch_inputs(
@@ -178,24 +240,13 @@ void Runtime::watch_inputs(
     if (!input.requires_grad()) {
       continue;
     }
-    const auto& node = input.grad_fn();
-    if (!node) {
+    if (!input.grad_fn()) {
       // A hook on a leaf would stay with the user's tensor.
       call->has_unwatched_input = true;
       continue;
     }
     ++call->num_watched_inputs;
-    const auto point = output_points_.find({node.get(), input.output_nr()});
-    if (point != output_points_.end() && point->second->node.lock() == node) {
-      point->second->consumers.push_back(call);
-      continue;
-    }
-    input.register_hook(std::function<void(at::Tensor)>(
-        [weak = weak_from_this(), call](const at::Tensor&) {
-          if (const auto self = weak.lock()) {
-            self->on_input_grad(call);
-          }
-        }));
+    watch(input).uses.push_back({call, WatchedTensor::Role::input});
   }
 }
 
@@ -205,37 +256,54 @@ bool Runtime::watch_outputs(
   if (!at::GradMode::is_enabled()) {
     return false;
   }
-  bool needs_backward = false;
-  for (const at::Tensor& output : outputs) {
-    const auto node = output.requires_grad() ? output.grad_fn() : nullptr;
-    if (!node) {
-      continue;
+  const auto add = [&](const at::Tensor& output) {
+    if (output.requires_grad() && output.grad_fn()) {
+      call->output_nodes.push_back(output.grad_fn());
+      watch(output).uses.push_back({call, WatchedTensor::Role::output});
     }
-    needs_backward = true;
-    auto point = std::make_shared<OutputPoint>();
-    point->node = node;
-    output_points_[{node.get(), output.output_nr()}] = point;
-    output.register_hook(std::function<void(at::Tensor)>(
-        [weak = weak_from_this(), call, point](const at::Tensor&) {
-          if (const auto self = weak.lock()) {
-            for (const auto& consumer : point->consumers) {
-              if (const auto taker = consumer.lock()) {
-                self->on_input_grad(taker);
-              }
-            }
-            self->on_output_grad(call);
-          }
-        }));
+  };
+  for (const at::Tensor& output : outputs) {
+    add(output);
+    if (output.is_view()) {
+      // A later in-place operation on a view takes the view's own node out of
+      // the graph; that of its base stays.
+      add(at::Tensor(output._base()));
+    }
   }
-  return needs_backward;
+  if (call->output_nodes.empty()) {
+    return false;
+  }
+  call->end = next_end_++;
+  calls_.push_back(call);
+  return true;
 }
 
 // -- backward ----------------------------------------------------------------
 
-bool Runtime::backward_failed() {
-  return std::any_of(tasks_.begin(), tasks_.end(), [](const auto& task) {
-    return task.second.expired();
-  });
+bool Runtime::failed() {
+  // The engine drops the end of a backward that throws.
+  return !failure_.empty() ||
+         std::any_of(tasks_.begin(), tasks_.end(), [](const auto& task) {
+           return task.second.alive.expired();
+         });
+}
+
+std::vector<std::shared_ptr<Runtime::Call>> Runtime::calls_of_task() {
+  std::erase_if(calls_, [](const auto& call) { return call.expired(); });
+  std::vector<std::shared_ptr<Call>> calls;  // by their ends, as in calls_
+  for (const auto& weak : calls_) {
+    const auto call = weak.lock();
+    if (std::any_of(
+            call->output_nodes.begin(),
+            call->output_nodes.end(),
+            [](const auto& weak_node) {
+              const auto node = weak_node.lock();
+              return node && autograd_task::expects(node.get());
+            })) {
+      calls.push_back(call);
+    }
+  }
+  return calls;
 }
 
 TaskId Runtime::ensure_task() {
@@ -243,8 +311,8 @@ TaskId Runtime::ensure_task() {
   if (tasks_.contains(task)) {
     return task;
   }
-  if (backward_failed()) {
-    reset_locked();
+  if (failed()) {
+    reset_after_failure();
   }
   ScheduleEvent begin{.kind = EventKind::task_begin, .task = task};
   for (const auto& unit : units_) {
@@ -263,9 +331,16 @@ TaskId Runtime::ensure_task() {
       begin.expected.emplace_back(unit->id(), count);
     }
   }
+  Task& opened = tasks_[task];
+  opened.to_begin = calls_of_task();
+  std::map<UnitId, int> num_calls;
+  for (const auto& call : opened.to_begin) {
+    ++num_calls[call->unit];
+  }
+  begin.calls.assign(num_calls.begin(), num_calls.end());
   begin.reduces =
       !begin.expected.empty() || !autograd_task::has_chosen_inputs();
-  tasks_[task] = autograd_task::at_end([weak = weak_from_this(), task] {
+  opened.alive = autograd_task::at_end([weak = weak_from_this(), task] {
     if (const auto self = weak.lock()) {
       self->on_task_end(task);
     }
@@ -274,34 +349,60 @@ TaskId Runtime::ensure_task() {
   return task;
 }
 
-void Runtime::on_output_grad(const std::shared_ptr<Call>& call) {
+void Runtime::on_tensor_grad(const WatchedTensor& tensor) {
   const std::lock_guard lock(mutex_);
   const TaskId task = ensure_task();
-  if (call->inputs_left.contains(task)) {
+  for (auto use = tensor.uses.rbegin(); use != tensor.uses.rend(); ++use) {
+    if (use->role == WatchedTensor::Role::output) {
+      begin_backward_up_to(use->call, task);
+    } else {
+      input_grad_arrived(use->call, task);
+    }
+  }
+}
+
+void Runtime::begin_backward_up_to(
+    const std::shared_ptr<Call>& call,
+    TaskId task) {
+  auto& to_begin = tasks_.at(task).to_begin;
+  while (!to_begin.empty() && to_begin.back()->end >= call->end) {
+    const auto next = std::move(to_begin.back());
+    to_begin.pop_back();
+    begin_backward(*next, task);
+  }
+  begin_backward(*call, task);
+}
+
+void Runtime::begin_backward(Call& call, TaskId task) {
+  if (call.inputs_left.contains(task)) {
     return;  // another output was first
   }
-  const Unit& unit = *units_[call->unit];
+  const Unit& unit = *units_[call.unit];
   FLATSHARD_CHECK(
-      call->generation == unit.generation(),
+      call.generation == unit.generation(),
       usage,
       "the weights of unit {} changed between its forward and its backward; "
       "step the optimizer only when no backward is to come",
       unit.name());
-  call->inputs_left[task] = call->num_watched_inputs;
+  FLATSHARD_CHECK(
+      unit.resident() || !at::GradMode::is_enabled(),
+      usage,
+      "backward with create_graph would read the weights of unit {} after "
+      "they are released; use zero0, zero1 or zero2",
+      unit.name());
+  call.inputs_left[task] = call.num_watched_inputs;
+  if (strict_) {
+    strict_->backward_begin(call.id);
+  }
   feed(
       {.kind = EventKind::backward_begin,
-       .unit = call->unit,
-       .call = call->id,
+       .unit = call.unit,
+       .call = call.id,
        .task = task,
        // Without an input to watch the unit stays until the task ends: its last
        // gradient does not say that nobody reads its weights any more (frozen
        // ones that a child uses, a recompute inside its forward).
        .waits_for_inputs = true});
-}
-
-void Runtime::on_input_grad(const std::shared_ptr<Call>& call) {
-  const std::lock_guard lock(mutex_);
-  input_grad_arrived(call, ensure_task());
 }
 
 void Runtime::input_grad_arrived(
@@ -352,6 +453,9 @@ void Runtime::on_parameter_done(UnitId unit, std::size_t index) {
   const std::lock_guard lock(mutex_);
   const TaskId task = ensure_task();
   UnitParameter& p = units_[unit]->parameters()[index];
+  if (strict_) {
+    strict_->parameter_done(unit, p.name);
+  }
   at::Tensor& grad = p.tensor.mutable_grad();
   if (grad.defined()) {
     const at::NoGradGuard no_grad;
@@ -378,12 +482,21 @@ void Runtime::on_task_end(TaskId task) {
     return;  // dropped by a reset
   }
   const bool outermost = tasks_.empty();
-  feed({.kind = EventKind::task_end, .task = task, .outermost = outermost});
+  ScheduleEvent end{
+      .kind = EventKind::task_end,
+      .task = task,
+      .outermost = outermost};
+  for (const auto& unit : units_) {
+    if (unit->has_unreduced_grad()) {
+      end.unfinished.push_back(unit->id());
+    }
+  }
+  feed(std::move(end));
   if (!outermost) {
     return;
   }
-  output_points_.clear();
-  if (!scheduler_.in_forward()) {
+  forget_dead_tensors();
+  if (failure_.empty() && !scheduler_.in_forward()) {
     FLATSHARD_CHECK(
         scheduler_.resting(),
         internal,

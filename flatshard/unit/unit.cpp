@@ -61,9 +61,9 @@ bool Unit::has_refresh() const {
   });
 }
 
-bool Unit::needs_refresh() const {
+bool Unit::has_unreduced_grad() const {
   return std::any_of(groups_.begin(), groups_.end(), [](const auto& group) {
-    return group->has_refresh() && group->needs_refresh();
+    return group->has_unreduced_grad();
   });
 }
 
@@ -112,14 +112,20 @@ void Unit::gather_into(void* slot, const std::vector<bool>& refresh) const {
   }
 }
 
-void Unit::point_at(void* slot) {
-  for (UnitParameter& p : parameters_) {
+void Unit::check_storage() const {
+  for (const UnitParameter& p : parameters_) {
     FLATSHARD_CHECK(
         p.storage.is_intact(),
         usage,
         "parameter {} was given another storage (`p.data = x` or `set_`); "
         "write into it with copy_ instead",
         p.name);
+  }
+}
+
+void Unit::point_at(void* slot) {
+  check_storage();
+  for (UnitParameter& p : parameters_) {
     const ParamGroup& group = *groups_[p.group];
     if (!group.resident()) {
       const std::int64_t offset =

@@ -56,15 +56,18 @@ class Unit {
   std::int64_t grads_nbytes() const { return grads_nbytes_; }
   bool resident() const { return weights_nbytes_ == 0; }
   bool has_refresh() const;
-  bool needs_refresh() const;
+  /// Microbatches were accumulated but not reduced over all ranks.
+  bool has_unreduced_grad() const;
   /// Rises with every change of the weights.
   std::int64_t generation() const;
   UnitSpec spec(UnitId parent, bool reshard_after_forward) const;
 
   /// Gathers the weights of all groups into `slot`. Inside Stream::submit.
   void gather_into(void* slot, const std::vector<bool>& refresh) const;
-  /// Points the parameters at the slot / at nothing. Resident groups stay.
   /// @throws Error{usage} when somebody gave a parameter another storage.
+  void check_storage() const;
+  /// Points the parameters at the slot / at nothing. Resident groups stay.
+  /// Checks the storage.
   void point_at(void* slot);
   void clear();
   /// Points the parameters of resident groups at their weights, for good.

@@ -275,7 +275,7 @@ TEST(Redistribute, GathersInPlace) {
   });
 }
 
-TEST(Redistribute, ReducesInPlace) {
+TEST(Redistribute, R12_ReducesInPlace) {
   run_ranks(3, [](RankContext& context) {
     const auto mesh = context.mesh();
     const auto layout = random_layout(3, true, 5);
@@ -325,7 +325,7 @@ TEST(Redistribute, ScaleAndOperation) {
   });
 }
 
-TEST(Redistribute, OneRankNeverScales) {
+TEST(Redistribute, B58_OneRankNeverScales) {
   const auto mesh = Mesh::single(at::kCPU);
   const auto layout = random_layout(1, false, 9);
   const FlatBuffer source = make_source(layout, mesh, {PA}, at::kFloat);
@@ -340,7 +340,7 @@ Layout two_segments(std::int64_t num_shards) {
       num_shards));
 }
 
-TEST(Redistribute, SegmentsGoInOneLaunch) {
+TEST(Redistribute, R8_SegmentsGoInOneLaunch) {
   run_ranks(2, [](RankContext& context) {
     const auto mesh = context.mesh();
     const auto layout = two_segments(2);
@@ -396,7 +396,7 @@ TEST(Redistribute, SubMeshOfALargerMesh) {
   });
 }
 
-TEST(Redistribute, RefusesSharedMemoryThatWouldCorrupt) {
+TEST(Redistribute, B5_RefusesSharedMemoryThatWouldCorrupt) {
   run_ranks(2, [](RankContext& context) {
     const auto mesh = context.mesh();
     const auto layout = random_layout(2, false, 3);
@@ -434,6 +434,12 @@ TEST(Redistribute, RefusesSharedMemoryThatWouldCorrupt) {
         message_of([&] { part.redistribute({R}, Purpose::gather, &all); }),
         HasSubstr("must not overlap"));
     EXPECT_TRUE(context.log->records().empty());
+    // With memory of its own the result is right.
+    expect_result(
+        source.redistribute({S}, Purpose::reduce),
+        {PA},
+        {S},
+        "not aliased");
   });
 }
 

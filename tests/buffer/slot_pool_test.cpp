@@ -73,7 +73,7 @@ TEST_F(SlotPoolTest, CountsWhatIsHeld) {
   EXPECT_EQ(pool.arena_nbytes(), 1024);
 }
 
-TEST_F(SlotPoolTest, WhatDoesNotFitGetsABufferOfItsOwn) {
+TEST_F(SlotPoolTest, R31_WhatDoesNotFitGetsABufferOfItsOwn) {
   Slot held = acquire(128, 256);
   struct Use {
     std::int64_t offset;
@@ -162,7 +162,7 @@ TEST_F(SlotPoolTest, AcquireDoesNotBlockTheHost) {
   release(slot);
 }
 
-TEST_F(SlotPoolTest, DynamicMemoryLivesUntilItsLastUse) {
+TEST_F(SlotPoolTest, B16_DynamicMemoryLivesUntilItsLastUse) {
   const auto user = make_stream(at::kCPU, "user");
   std::promise<void> go;
   user->submit([wait = go.get_future().share()] { wait.wait(); });
@@ -171,6 +171,11 @@ TEST_F(SlotPoolTest, DynamicMemoryLivesUntilItsLastUse) {
   Slot slot = acquire(-1, 256);
   const at::Tensor memory = slot.dynamic;
   pool.release(slot, last_use, filler);
+  std::promise<void> freed;
+  filler->submit([&] { freed.set_value(); });
+  EXPECT_EQ(
+      freed.get_future().wait_for(std::chrono::milliseconds(20)),
+      std::future_status::timeout);
   EXPECT_EQ(memory.use_count(), 2U);
   go.set_value();
   filler->synchronize();
@@ -221,6 +226,36 @@ TEST_F(SlotPoolTest, ANewArenaWaitsForLastUses) {
   pool.release(slot, last_use, filler);
   pool.set_arena(512);
   EXPECT_TRUE(used);
+}
+
+// The block of a buffer outside the arena belongs to the stream that fills it:
+// freed there, it cannot be handed out while that stream still writes it.
+TEST(SlotPoolCuda, B37_DynamicMemoryBelongsToItsFiller) {
+  if (!cuda_available()) {
+    GTEST_SKIP() << "no GPU";
+  }
+  const at::Device gpu(at::kCUDA, 0);
+  const auto filler = make_stream(gpu, "filler", {.max_delay_us = 5000});
+  SlotPool pool(gpu);
+  constexpr std::int64_t kBytes = 1 << 20;
+  for (int round = 0; round < 20; ++round) {
+    Slot slot = pool.acquire(-1, kBytes, filler);
+    filler->submit([] {});  // one more delay
+    filler->submit([memory = slot.data, gpu] {
+      at::from_blob(
+          memory,
+          {kBytes},
+          at::TensorOptions().dtype(at::kByte).device(gpu))
+          .fill_(7);
+    });
+    Event last_use;
+    last_use.record(*filler);
+    pool.release(slot, last_use, filler);
+    const at::Tensor next =
+        at::zeros({kBytes}, at::TensorOptions().dtype(at::kByte).device(gpu));
+    filler->synchronize();
+    EXPECT_EQ(next.sum().item<std::int64_t>(), 0) << "round " << round;
+  }
 }
 
 }  // namespace

@@ -94,6 +94,36 @@ TEST(SaveWeights, TheFileIsTheSameForAllStrategiesAndRanks) {
   EXPECT_TRUE(bias.equal(initial("a.bias", {33}).to(at::kBFloat16)));
 }
 
+TEST(SaveWeights, B33_RanksWithoutAPieceSaveToo) {
+  const data::TempFolder folder;
+  const auto path = folder / "w.safetensors";
+  run_ranks(5, [&](RankContext& context) {
+    std::vector<GroupParameter> parameters;
+    for (const char* name : {"a", "b"}) {
+      parameters.push_back(
+          {.names = {name},
+           .shape = {3},
+           .granularity = Granularity::tensor(),
+           .init = InitSpec::normal(0, 1)});
+    }
+    parameters.push_back({.names = {"empty"}, .shape = {0, 2}});
+    const ParamGroup group(
+        std::move(parameters),
+        context.mesh(),
+        {.name = "few",
+         .strategy = Strategy::named("zero3", 1),
+         .layout = {.max_padding = 1e9}},
+        Initializer(4));
+    save_weights({&group}, path);
+  });
+  for (const char* name : {"a", "b"}) {
+    const at::Tensor values = at::empty({3});
+    WeightsFile(path).read(name, values);
+    EXPECT_TRUE(values.equal(initial(name, {3}))) << name;
+  }
+  WeightsFile(path).read("empty", at::empty({0, 2}));
+}
+
 TEST(SaveWeights, NarrowMainWeightsKeepTheirDtype) {
   const data::TempFolder folder;
   const auto path = folder / "w.safetensors";
@@ -123,7 +153,7 @@ TEST(SaveWeights, RenamesWhatTheFileCallsOtherwise) {
   EXPECT_TRUE(bias.equal(initial("a.bias", {33})));
 }
 
-TEST(WeightsFile, ErrorsNameTensorAndFile) {
+TEST(WeightsFile, B35_ErrorsNameTensorAndFile) {
   const data::TempFolder folder;
   const auto path = folder / "w.safetensors";
   const auto group = make_group(Mesh::single(at::kCPU), "zero3", "a.");

@@ -328,7 +328,10 @@ TEST(Communicator, APeerThatLeavesIsACommError) {
   try {
     run_ranks(2, [](RankContext& context) {
       const auto communicator = make(context, "pair");
-      if (context.rank == 0) {
+      if (context.rank == 1) {
+        context.store->wait({"rank 0 is connected"});
+      } else {
+        context.store->set("rank 0 is connected", "yes");
         communicator->all_reduce(at::ones({3}), ReduceOp::sum);
       }
     });

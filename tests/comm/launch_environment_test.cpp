@@ -109,9 +109,12 @@ TEST(RankEnvironment, Torchrun) {
 }
 
 TEST(RankEnvironment, TorchrunServesTheStoreItself) {
-  const ScopedVariables variables(
-      with(kTorchrun, "TORCHELASTIC_USE_AGENT_STORE", "True"));
+  const ScopedVariables variables(with(
+      with(kTorchrun, "TORCHELASTIC_USE_AGENT_STORE", "True"),
+      "TORCHELASTIC_RESTART_COUNT",
+      "3"));
   EXPECT_TRUE(rank_environment_from_env().launcher_serves_store);
+  EXPECT_EQ(rank_environment_from_env().restart_count, 3);
 }
 
 TEST(RankEnvironment, SlurmDerivesTheAddress) {

@@ -9,6 +9,7 @@
 #include <ATen/Functions.h>
 
 #include "flatshard/comm/make_communicator.h"
+#include "flatshard/comm/mesh.h"
 
 namespace {
 
@@ -40,11 +41,54 @@ int run_rank(const std::string& mode) {
       return 7;
     }
     wait_for_a_signal();
+  } else if (mode == "report") {
+    // All fail at once; who may report says so.
+    if (flatshard::claim_failure_report()) {
+      say("reported");
+    }
+    return 5;
+  } else if (mode == "patient") {
+    // Rank 0 knows only that a peer is gone, rank 1 knows why.
+    if (rank == 0) {
+      const bool mine = flatshard::claim_failure_report(60000);
+      say(mine ? "rank 0 reported" : "rank 0 was silent");
+      return mine ? 6 : 0;
+    }
+    say(flatshard::claim_failure_report() ? "rank 1 reported" : "lost");
+    return 0;
   } else if (mode == "signal") {
     if (rank == 1) {
       raise(SIGKILL);
     }
     wait_for_a_signal();
+  } else if (mode == "message" || mode == "message0") {
+    if (rank == (mode == "message" ? 1 : 0)) {
+      std::cerr << "error: an older one\n  with a table\n"
+                << "[rank 1/2] error: no data left\n  rank  step\n  1     7\n"
+                << "warning: from a library\n";
+      return 5;
+    }
+    wait_for_a_signal();
+  } else if (mode == "crash") {
+    if (rank == 1) {
+      std::cerr << "loading\nterminate called after throwing\n\n";
+      std::abort();
+    }
+    wait_for_a_signal();
+  } else if (mode == "forever") {
+    // Sockets, threads and a store, until somebody ends it.
+    const auto store = flatshard::make_tcp_store(environment);
+    const auto mesh = flatshard::Mesh::create(
+        {{"dp", environment.world_size}},
+        rank,
+        store,
+        at::kCPU);
+    for (int round = 0;; ++round) {
+      mesh->world().barrier();
+      if (round == 3) {
+        say(std::to_string(environment.master_port));
+      }
+    }
   } else if (mode == "stubborn") {
     std::signal(SIGTERM, SIG_IGN);
     if (rank == 1) {

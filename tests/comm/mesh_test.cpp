@@ -42,6 +42,15 @@ TEST(Mesh, SingleNeverCommunicates) {
   EXPECT_EQ(mesh->communicator(0, Purpose::gather).name(), "dp.gather");
 }
 
+// A rank that has its mesh may leave: the others must be connected by then.
+TEST(Mesh, RanksMayLeaveAsSoonAsTheyHaveIt) {
+  for (int round = 0; round < 60; ++round) {
+    EXPECT_NO_THROW(run_ranks(3, [](RankContext& context) {
+      EXPECT_EQ(context.mesh()->size(), 3);
+    }));
+  }
+}
+
 TEST(Mesh, CoordinatesAndGroupsOfTwoAxes) {
   run_ranks(8, [](RankContext& context) {
     const auto mesh = context.mesh({{"outer", 2}, {"dp", 4}});

@@ -1,32 +1,19 @@
-// One rank per GPU. Alone it starts a rank for each GPU of the machine; under
-// torchrun or Slurm it is one of their ranks. Without GPUs it skips itself.
+// One rank per GPU; without GPUs it skips itself.
 #include <ATen/Functions.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-
-#include <filesystem>
-#include <iostream>
 
 #include "flatshard/comm/make_communicator.h"
 #include "flatshard/comm/mesh.h"
 #include "flatshard/core/error.h"
 #include "flatshard/device/stream.h"
+#include "tests/support/gpu_ranks.h"
 
 namespace flatshard {
 namespace {
 
+using testing::gpu_ranks;
 using ::testing::HasSubstr;
-
-struct Ranks {
-  RankEnvironment environment;
-  StoreHandle store;
-  at::Device device{at::kCUDA, 0};
-};
-
-Ranks& ranks() {
-  static Ranks instance;
-  return instance;
-}
 
 class Nccl : public ::testing::Test {
  protected:
@@ -34,22 +21,18 @@ class Nccl : public ::testing::Test {
     if (!cuda_available()) {
       GTEST_SKIP() << "no GPU: NCCL is not tested";
     }
-    rank = ranks().environment.rank;
-    world = ranks().environment.world_size;
-    options = at::TensorOptions(ranks().device);
+    rank = gpu_ranks().rank();
+    world = gpu_ranks().world();
+    options = at::TensorOptions(gpu_ranks().device);
   }
 
   std::shared_ptr<Mesh> mesh(std::vector<MeshAxis> axes) {
     static int count = 0;
     log = std::make_shared<CollectiveLog>();
-    return Mesh::create(
+    return gpu_ranks().mesh(
         std::move(axes),
-        rank,
-        ranks().store,
-        ranks().device,
-        {.communicator = {.timeout = std::chrono::minutes(2)},
-         .log = log,
-         .name = fmt::format("mesh{}", count++)});
+        fmt::format("mesh{}", count++),
+        log);
   }
 
   at::Tensor input_of(int r, std::int64_t numel, at::ScalarType dtype) const {
@@ -75,7 +58,7 @@ TEST_F(Nccl, AllCollectivesOnAStreamOfTheirOwn) {
   auto& gather = group->communicator(0, Purpose::gather);
   auto& reduce = group->communicator(0, Purpose::reduce);
   const auto stream = make_stream(
-      ranks().device,
+      gpu_ranks().device,
       "comm",
       {.high_priority = true, .max_delay_us = 200});
   constexpr std::int64_t kShard = 1000;
@@ -87,7 +70,7 @@ TEST_F(Nccl, AllCollectivesOnAStreamOfTheirOwn) {
     const at::Tensor full = at::empty({kShard * world}, in.options());
     const at::Tensor out = at::empty({kShard}, in.options());
     Event ready;
-    ready.record(*current_stream(ranks().device));
+    ready.record(*current_stream(gpu_ranks().device));
     ready.wait(*stream);
     stream->submit([&] {
       gather.all_gather(full, shard);
@@ -97,7 +80,7 @@ TEST_F(Nccl, AllCollectivesOnAStreamOfTheirOwn) {
     });
     Event done;
     done.record(*stream);
-    done.wait(*current_stream(ranks().device));
+    done.wait(*current_stream(gpu_ranks().device));
     for (int r = 0; r < world; ++r) {
       EXPECT_TRUE(
           full.narrow(0, r * kShard, kShard).equal(input_of(r, kShard, dtype)))
@@ -188,35 +171,9 @@ TEST_F(Nccl, RefusesTensorsOfAnotherDevice) {
   }
 }
 
-int num_gpu_files() {
-  int count = 0;
-  while (std::filesystem::exists(fmt::format("/dev/nvidia{}", count))) {
-    ++count;
-  }
-  return count;
-}
-
 }  // namespace
 }  // namespace flatshard
 
 int main(int argc, char** argv) {
-  using namespace flatshard;
-  if (!launched_by_environment() && num_gpu_files() > 1) {
-    return spawn_local_ranks(num_gpu_files(), {argv, argv + argc});
-  }
-  testing::InitGoogleTest(&argc, argv);
-  if (cuda_available()) {
-    auto& self = ranks();
-    self.environment = rank_environment_from_env();
-    self.device = at::Device(
-        at::kCUDA,
-        static_cast<c10::DeviceIndex>(self.environment.local_rank));
-    set_current_device(self.device);
-    if (self.environment.world_size > 1) {
-      self.store = make_tcp_store(self.environment);
-    }
-  } else {
-    std::cout << "no GPU: NCCL is not tested\n";
-  }
-  return RUN_ALL_TESTS();
+  return flatshard::testing::gpu_ranks_main(argc, argv);
 }

@@ -7,6 +7,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
 #include "flatshard/comm/mesh.h"
 #include "flatshard/core/error.h"
 #include "tests/support/ranks.h"
@@ -106,11 +108,51 @@ TEST(TcpStore, NeedsAnAddress) {
       HasSubstr("set MASTER_ADDR and MASTER_PORT"));
 }
 
+// Whatever a launcher sets for a job of one rank.
+TEST(TcpStore, OneRankNeedsNobody) {
+  const Port taken(true);
+  for (const RankEnvironment& environment :
+       {RankEnvironment{},
+        RankEnvironment{.master_addr = "host.invalid", .master_port = 1},
+        RankEnvironment{
+            .master_addr = "127.0.0.1",
+           .master_port = taken.number(),
+           .launcher_serves_store = true}}) {
+    const auto store = make_tcp_store(environment);
+    const auto mesh = Mesh::create({{"dp", 1}}, 0, store, at::kCPU);
+    const at::Tensor one = at::ones({2});
+    mesh->world().all_reduce(one, ReduceOp::sum);
+    mesh->world().barrier();
+    mesh->check();
+    mesh->set_step(1);
+    mesh->publish_failure("nobody listens");
+    EXPECT_EQ(one.sum().item<float>(), 2);
+    EXPECT_EQ(mesh->flight_recorder(), nullptr);
+  }
+}
+
+// torchrun keeps its store when it starts the ranks again.
+TEST(TcpStore, ARestartReadsNothingOfTheAttemptBefore) {
+  const auto server = c10::make_intrusive<c10d::TCPStore>(
+      "127.0.0.1",
+      c10d::TCPStoreOptions{.port = 0, .isServer = true});
+  RankEnvironment environment{
+      .rank = 0,
+      .world_size = 2,
+      .master_addr = "127.0.0.1",
+      .master_port = server->getPort(),
+      .launcher_serves_store = true};
+  make_tcp_store(environment)->set("key", std::string("old"));
+  EXPECT_TRUE(make_tcp_store(environment)->check({"key"}));
+  environment.restart_count = 1;
+  EXPECT_FALSE(make_tcp_store(environment)->check({"key"}));
+}
+
 TEST(TcpStore, APortInUseIsNamed) {
   const Port taken(true);
   const Error error = error_of(
       {.rank = 0,
-       .world_size = 1,
+       .world_size = 2,
        .master_addr = "127.0.0.1",
        .master_port = taken.number()});
   EXPECT_EQ(error.code(), ErrorCode::comm);

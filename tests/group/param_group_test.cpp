@@ -63,7 +63,7 @@ TEST_P(ParamGroups, PlacementsAndBytes) {
   });
 }
 
-TEST_P(ParamGroups, BytesAreThoseOfTheStorages) {
+TEST_P(ParamGroups, R18_BytesAreThoseOfTheStorages) {
   const GroupCase& c = GetParam();
   for (const Granularity matrix :
        {Granularity::element(), Granularity::row(), Granularity::tensor()}) {

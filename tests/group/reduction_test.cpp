@@ -129,7 +129,7 @@ TEST_P(Reductions, ExactValues) {
   });
 }
 
-TEST_P(Reductions, UnreducedGradientsAreScaledToo) {
+TEST_P(Reductions, B26_UnreducedGradientsAreScaledToo) {
   const GroupCase& c = GetParam();
   run_ranks(c.world(), [&](RankContext& context) {
     const auto mesh = context.mesh(c.axes());

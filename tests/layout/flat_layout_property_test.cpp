@@ -197,7 +197,7 @@ TEST(FlatLayoutProperty, Element) {
   check_random_layouts(1, Granularity::element());
 }
 
-TEST(FlatLayoutProperty, Row) {
+TEST(FlatLayoutProperty, R15_RowsAreNeverCut) {
   check_random_layouts(2, Granularity::row());
 }
 
@@ -209,7 +209,7 @@ TEST(FlatLayoutProperty, Tensor) {
   check_random_layouts(4, Granularity::tensor());
 }
 
-TEST(FlatLayoutProperty, Mixed) {
+TEST(FlatLayoutProperty, B4_MixedGranularitiesNeverOverlap) {
   check_random_layouts(5, std::nullopt);
 }
 

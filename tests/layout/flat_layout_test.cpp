@@ -49,7 +49,7 @@ TEST(FlatLayout, PiecesOfShards) {
       (std::vector<Piece>{{0, 48, 8}}));
 }
 
-TEST(FlatLayout, RowGranularityHasOneSegmentPerWidth) {
+TEST(FlatLayout, R16_RowGranularityHasOneSegmentPerWidth) {
   const FlatLayout layout = FlatLayout::build(
       {{"a", {5, 32}, Granularity::row()},
        {"bias", {7}, Granularity::row()},

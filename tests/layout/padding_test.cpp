@@ -19,7 +19,7 @@ TEST(Padding, ElementModeStaysBelowATenthOfAPercent) {
   }
 }
 
-TEST(Padding, RowSegmentsKeepTheirBound) {
+TEST(Padding, B59_RowSegmentsKeepTheirBound) {
   for (const PaddingCase& unit : padding_cases()) {
     for (const std::int64_t ranks : kPaddingRanks) {
       const FlatLayout layout =
@@ -27,6 +27,17 @@ TEST(Padding, RowSegmentsKeepTheirBound) {
       EXPECT_LE(layout.padding_ratio(), row_bound(unit, ranks))
           << unit.name << " at " << ranks;
     }
+  }
+}
+
+// A stack of experts is cut at the rows of its matrices, not between experts.
+TEST(Padding, B60_StacksOfExpertsPadLittle) {
+  for (const std::int64_t ranks : {8, 48, 512}) {
+    const FlatLayout layout = FlatLayout::build(
+        {{"up", {60, 2048, 1408}, Granularity::row()},
+         {"down", {60, 1408, 2048}, Granularity::row()}},
+        ranks);
+    EXPECT_LT(layout.padding_ratio(), 0.01) << ranks << " ranks";
   }
 }
 

@@ -109,7 +109,7 @@ TEST_P(Layers, LinearTakesStridedInputAndFrozenWeights) {
   EXPECT_TRUE(x.grad().defined());
 }
 
-TEST_P(Layers, LinearResultMayBeChangedInPlace) {
+TEST_P(Layers, B64_LinearResultMayBeChangedInPlace) {
   const at::Tensor x = leaf({2, 3, 4}), w = leaf({5, 4});
   nn::linear(x, w).add_(1).sum().backward();
   EXPECT_TRUE(w.grad().defined());
@@ -268,7 +268,7 @@ TEST(Linear, SecondDerivativesTakeThePlainPath) {
   EXPECT_TRUE(x.grad().defined());
 }
 
-TEST(RmsNorm, RefusesCreateGraphByName) {
+TEST(RmsNorm, B29_RefusesCreateGraphByName) {
   const at::Tensor x = at::randn({3, 4}).requires_grad_();
   const at::Tensor y = rms_norm(x, at::ones({4}), 1e-5).sum();
   try {

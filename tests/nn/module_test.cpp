@@ -146,7 +146,7 @@ TEST(Module, MaterializeFillsOnceAlsoWhenTied) {
   EXPECT_EQ(second->parameters()[0].sum().item<float>(), 36.0F);
 }
 
-TEST(Hooks, RunInOrderAroundForwardAndCanBeRemoved) {
+TEST(Hooks, R22_RunInOrderAroundForwardAndCanBeRemoved) {
   Scale scale;
   set_parameter_data(scale->weight(), at::ones({3, 4}));
   std::string events;

@@ -131,6 +131,17 @@ TEST(Recompute, RefusesWhatANestedBackwardCannotDo) {
       Error);
 }
 
+TEST(Recompute, RefusesToWriteIntoItsInputs) {
+  const auto module = std::make_shared<Module>("owner");
+  const at::Tensor x = at::ones({3});
+  EXPECT_THROW(
+      checkpoint(
+          *module,
+          [](const at::Tensor& in) { return in.mul_(2) + 1; },
+          x),
+      Error);
+}
+
 TEST(Recompute, SeveralInputsAndOutputs) {
   Net net(std::nullopt);
   materialize(*net, at::kCPU, at::kFloat, random_fill());

@@ -25,7 +25,7 @@ double norm_of_base() {
   return std::sqrt(40 * 4.0 + 25);
 }
 
-TEST(ClipGradNorm, EveryElementCountsOnceWhateverIsReplicated) {
+TEST(ClipGradNorm, B22_EveryElementCountsOnceWhateverIsReplicated) {
   const std::vector<ClipCase> cases{
       {"zero0", {{"dp", 1}}},
       {"zero0", {{"dp", 2}}},

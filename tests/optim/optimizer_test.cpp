@@ -67,7 +67,7 @@ TEST(Optimizer, WritesComputeWeightsAndSaysSo) {
   EXPECT_FALSE(group->adopt_foreign_writes());
 }
 
-TEST(Optimizer, TheFirstAdamWStepIsTheSign) {
+TEST(Optimizer, B13_TheFirstAdamWStepIsTheSign) {
   const auto group = make_group(one_rank());
   const at::Tensor w = weight(*group).clone();
   AdamW adamw({group.get()}, {.weight_decay = 0});

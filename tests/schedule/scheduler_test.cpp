@@ -121,7 +121,7 @@ TEST(Scheduler, EvalReleasesEveryUnit) {
   EXPECT_EQ(s.num_gathered(), 0);
 }
 
-TEST(Scheduler, UnitThatDidNotRunIsReleasedAfterItsPrefetch) {
+TEST(Scheduler, R11_UnitThatDidNotRunIsReleasedAfterItsPrefetch) {
   Scheduler s(four_blocks(), {.prefetch = 1});
   s.on({.kind = forward_begin, .unit = 0, .call = 0});
   EXPECT_EQ(
@@ -179,7 +179,7 @@ TEST(Scheduler, UnitIsKeptUntilAllItsGradientsAndInputsAreDone) {
   EXPECT_EQ(run(s, {.kind = wgrad_done, .unit = 2, .task = 7}), "release(2)");
 }
 
-TEST(Scheduler, RecomputeIsTheBackwardGather) {
+TEST(Scheduler, B36_RecomputeIsTheBackwardGather) {
   Scheduler s(four_blocks(), {.prefetch = 1});
   s.on({.kind = task_begin, .task = 1});
   EXPECT_EQ(
@@ -218,7 +218,7 @@ TEST(Scheduler, ResetRestsEverything) {
   }
 }
 
-TEST(Scheduler, MisnestedForwardIsAnErrorByName) {
+TEST(Scheduler, B45_MisnestedForwardIsAnErrorByName) {
   Scheduler s(four_blocks(), {});
   s.on({.kind = forward_begin, .unit = 1, .call = 0});
   try {

@@ -4,6 +4,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <csignal>
 #include <cstdio>
 #include <filesystem>
@@ -76,17 +77,34 @@ std::vector<RankOutcome> rank_process_outcomes(
   listener.reset();
   const auto deadline = std::chrono::steady_clock::now() + timeout;
   std::vector<RankOutcome> outcomes(world);
-  for (int rank = 0; rank < world; ++rank) {
-    int status = 0;
-    while (::waitpid(children[rank], &status, WNOHANG) == 0) {
-      if (std::chrono::steady_clock::now() >= deadline) {
+  std::vector<bool> stopped(world);
+  for (std::size_t num_alive = children.size(); num_alive > 0;) {
+    for (int rank = 0; rank < world; ++rank) {
+      int status = 0;
+      if (children[rank] <= 0 ||
+          ::waitpid(children[rank], &status, WNOHANG | WUNTRACED) == 0) {
+        continue;
+      }
+      if (WIFSTOPPED(status)) {
+        stopped[rank] = true;
+        continue;
+      }
+      children[rank] = -1;
+      stopped[rank] = false;
+      --num_alive;
+      outcomes[rank] = {
+          .exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : 0,
+          .signal = WIFSIGNALED(status) ? WTERMSIG(status) : 0};
+    }
+    const bool late = std::chrono::steady_clock::now() >= deadline;
+    const auto num_stopped = static_cast<std::size_t>(
+        std::count(stopped.begin(), stopped.end(), true));
+    for (int rank = 0; rank < world; ++rank) {
+      if (children[rank] > 0 && (late || num_alive == num_stopped)) {
         ::kill(children[rank], SIGKILL);
       }
-      ::poll(nullptr, 0, 5);
     }
-    outcomes[rank] = {
-        .exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : 0,
-        .signal = WIFSIGNALED(status) ? WTERMSIG(status) : 0};
+    ::poll(nullptr, 0, 5);
   }
   return outcomes;
 }

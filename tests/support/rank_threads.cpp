@@ -52,7 +52,10 @@ std::shared_ptr<Mesh> RankContext::mesh(
       rank,
       store,
       at::kCPU,
-      {.communicator = {.timeout = kPeerTimeout}, .log = log, .name = name});
+      {.communicator = {.timeout = kPeerTimeout},
+       .log = log,
+       .name = name,
+       .watcher = false});
 }
 
 void run_ranks(int world, const std::function<void(RankContext&)>& function) {

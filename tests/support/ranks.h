@@ -17,14 +17,18 @@ struct RankContext {
   StoreHandle store;
   /// All collectives of meshes made by `mesh` are appended here.
   std::shared_ptr<CollectiveLog> log;
+  std::vector<MeshAxis> axes;
 
   /// A CPU mesh over all ranks of the test. Each call of a test needs another
   /// name, since the store is shared. All ranks call it in the same order.
+  /// Without a watcher: tests/faults has those.
   std::shared_ptr<Mesh> mesh(
       std::vector<MeshAxis> axes,
       const std::string& name = "mesh") const;
-  /// One axis "dp" over all ranks.
-  std::shared_ptr<Mesh> mesh() const { return mesh({{"dp", world}}); }
+  /// Over `axes`, or else one axis "dp" over all ranks.
+  std::shared_ptr<Mesh> mesh() const {
+    return mesh(axes.empty() ? std::vector<MeshAxis>{{"dp", world}} : axes);
+  }
 };
 
 /// How long a rank waits for its peers before the test fails.
@@ -48,8 +52,8 @@ struct RankOutcome {
 
 /// Runs `function` in `world` forked processes over a TCP store on loopback
 /// and returns how each ended. Exceptions go to standard error and give exit
-/// code 1, failed GoogleTest expectations exit code 2. After `timeout` all are
-/// killed.
+/// code 1, failed GoogleTest expectations exit code 2. Ranks that stopped
+/// themselves are killed when the others have ended; after `timeout` all are.
 ///
 /// The calling process must have one thread: keep such tests in a program of
 /// their own, apart from run_ranks.

@@ -68,6 +68,17 @@ TEST(Config, ReadsValuesAndKeepsDefaults) {
   EXPECT_FALSE(config.model.tie_embeddings.has_value());
 }
 
+TEST(Config, TheWatchersTimeoutHasARange) {
+  const Config config = parse_config(
+      kSmall,
+      "run.toml",
+      {"comm.timeout_s=7.5", "comm.watcher=false"});
+  EXPECT_EQ(config.comm.timeout_s, 7.5);
+  EXPECT_FALSE(config.comm.watcher);
+  EXPECT_TRUE(Config{}.comm.watcher);
+  EXPECT_THAT(refused({"comm.timeout_s=0.5"}), HasSubstr("comm.timeout_s"));
+}
+
 TEST(Config, OverridesWinInOrder) {
   const Config config = parse_config(
       kSmall,
@@ -217,7 +228,8 @@ TEST(Config, ChoicesAndRangesAreChecked) {
       HasSubstr("none, selective, full"));
   EXPECT_THAT(
       refused({"training.steps=0"}),
-      HasSubstr("training.steps expected a number >= 1, got 0"));
+      HasSubstr(
+          "training.steps expected a number in [1, 1000000000000], got 0"));
   EXPECT_THAT(
       refused({"lr_scheduler.min_lr_factor=1.5"}),
       HasSubstr("expected a number in [0, 1], got 1.5"));

@@ -2,15 +2,18 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <cmath>
+#include <csignal>
 #include <fstream>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <vector>
 
 #include "flatshard/core/error.h"
+#include "flatshard/diagnostics/norms.h"
 
 namespace flatshard {
 namespace {
@@ -146,6 +149,68 @@ TEST(MetricsFile, ErrorsNameTheFile) {
     MetricsFile full("/dev/full");
     EXPECT_THROW(full.write_validation(1, 1), Error);
   }
+}
+
+TEST(MetricsFile, ALineThatDoesNotFitIsTakenBack) {
+  const TempFile file;
+  MetricsFile metrics(file.path);
+  metrics.write(sample());
+  const auto whole = std::filesystem::file_size(file.path);
+  // The disk is full in the middle of the next line.
+  struct rlimit old {};
+  ::getrlimit(RLIMIT_FSIZE, &old);
+  struct rlimit low = old;
+  low.rlim_cur = whole + 100;
+  const auto handler = std::signal(SIGXFSZ, SIG_IGN);
+  ::setrlimit(RLIMIT_FSIZE, &low);
+  EXPECT_THROW(metrics.write(sample()), Error);
+  ::setrlimit(RLIMIT_FSIZE, &old);
+  std::signal(SIGXFSZ, handler);
+  EXPECT_EQ(std::filesystem::file_size(file.path), whole);
+  metrics.write(sample());
+  EXPECT_EQ(file.rows().size(), 2U);
+}
+
+TEST(MetricsFile, NormsAreARow) {
+  const TempFile file;
+  MetricsFile(file.path).write_norms(
+      3,
+      {{"b", 2.0, 0.5}, {"a", 1.0, std::nullopt}});
+  EXPECT_EQ(
+      file.rows()[0],
+      json::parse(R"({"step": 3, "weight_norms": {"b": 2.0, "a": 1.0},
+                      "grad_norms": {"b": 0.5}})"));
+}
+
+TEST(EarlierRun, IsKeptAndCanComeBack) {
+  const auto folder = std::filesystem::temp_directory_path() /
+                      fmt::format("flatshard-earlier-{}", ::getpid());
+  const auto write = [&](const char* name, const char* text) {
+    std::filesystem::create_directories(folder);
+    std::ofstream(folder / name) << text;
+  };
+  const auto content = [&](const char* name) {
+    std::ifstream in(folder / name);
+    return std::string(std::istreambuf_iterator<char>(in), {});
+  };
+  EXPECT_EQ(keep_earlier_run(folder), "");
+  write("metrics.jsonl", "rows");
+  write("model.safetensors", "weights");
+  const auto first = keep_earlier_run(folder);
+  EXPECT_EQ(first, folder / "earlier/1");
+  EXPECT_EQ(content("earlier/1/metrics.jsonl"), "rows");
+  EXPECT_EQ(content("model.safetensors"), "weights");
+  EXPECT_FALSE(std::filesystem::exists(folder / "metrics.jsonl"));
+  write("metrics.jsonl", "later rows");
+  write("config.toml", "later");
+  EXPECT_EQ(keep_earlier_run(folder), folder / "earlier/2");
+  EXPECT_EQ(content("earlier/1/metrics.jsonl"), "rows");
+  restore_earlier_run(folder / "earlier/2", folder);
+  EXPECT_EQ(content("metrics.jsonl"), "later rows");
+  EXPECT_EQ(content("config.toml"), "later");
+  EXPECT_FALSE(std::filesystem::exists(folder / "earlier/2"));
+  EXPECT_TRUE(std::filesystem::exists(folder / "earlier/1"));
+  std::filesystem::remove_all(folder);
 }
 
 TEST(StatusLine, DrawsProgressAndTimeLeft) {

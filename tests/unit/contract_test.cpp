@@ -2,6 +2,8 @@
 // on a sharded model and on its plain twin and compares.
 #include "tests/unit/twin.h"
 
+#include "flatshard/nn/recompute.h"
+
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
@@ -9,6 +11,7 @@ namespace flatshard {
 namespace {
 
 using testing::CellImpl;
+using testing::check;
 using testing::for_strategies;
 using testing::forward_backward;
 using testing::Lab;
@@ -16,20 +19,6 @@ using testing::LabImpl;
 using testing::RankContext;
 using testing::run_ranks;
 using testing::Twin;
-
-using Configure = std::function<void(LabImpl&)>;
-
-// Some plain steps with `program` in the middle, on all strategies.
-void check(const Configure& configure, const Twin::Program& program) {
-  for_strategies([&](const RankContext& context, FullyShardOptions options) {
-    Twin twin(context, configure, options);
-    twin.step(forward_backward);
-    for (int i = 0; i < 3; ++i) {
-      twin.step(program);
-    }
-    twin.step(forward_backward);
-  });
-}
 
 TEST(Contract, PlainSteps) {
   check({}, forward_backward);
@@ -50,6 +39,28 @@ TEST(Contract, UnitThatDoesNotRunKeepsItsWeights) {
       twin.update();
     }
   });
+}
+
+TEST(Contract, UnitThatRunsOnlyInAnEarlyMicrobatch) {
+  const Twin::Program program = [](Lab& model, const Twin& twin, int rank) {
+    // Two microbatches; cell 2 is skipped in the last.
+    const bool is_sharded = &model == &twin.sharded;
+    const auto body = model->body;
+    for (const bool last : {false, true}) {
+      if (is_sharded) {
+        twin.runtime->set_is_last_microbatch(last);
+      }
+      model->body = [last](LabImpl& lab, at::Tensor x) {
+        for (std::size_t i = 0; i < lab.cells.size(); ++i) {
+          x = last && i == 2 ? x : lab.cells[i](x);
+        }
+        return x * lab.scale;
+      };
+      twin.backward(model(twin.input(rank, last ? 1 : 0)));
+    }
+    model->body = body;
+  };
+  check({}, program);
 }
 
 TEST(Contract, ParametersUsedOnOneRankOnly) {
@@ -86,7 +97,7 @@ TEST(Contract, TwoForwardsTwoBackwards) {
   }
 }
 
-TEST(Contract, UnitCalledTwiceAndParameterUsedTwice) {
+TEST(Contract, B50_UnitCalledTwiceAndParameterUsedTwice) {
   check(
       [](LabImpl& lab) {
         lab.body = [](LabImpl& l, at::Tensor x) {
@@ -131,7 +142,7 @@ TEST(Contract, FrozenParameterOfTheRootServesAChild) {
   check(configure, forward_backward);
 }
 
-TEST(Contract, TiedParameterBelongsToTheCommonAncestor) {
+TEST(Contract, B39_TiedParameterBelongsToTheCommonAncestor) {
   const auto configure = [](LabImpl& lab) {
     lab.cells[3]->share_parameter("tied", *lab.cells[0]->up, "weight");
     lab.cells[3]->body = [](CellImpl& c, at::Tensor x) {
@@ -152,7 +163,7 @@ TEST(Contract, TiedParameterBelongsToTheCommonAncestor) {
   });
 }
 
-TEST(Contract, EvaluationBetweenForwardAndBackward) {
+TEST(Contract, B23_EvaluationBetweenForwardAndBackward) {
   check({}, [](Lab& model, const Twin& twin, int rank) {
     const auto evaluate = [&] {
       const at::NoGradGuard no_grad;
@@ -173,10 +184,75 @@ TEST(Contract, EvaluationBetweenForwardAndBackward) {
   });
 }
 
-TEST(Contract, InPlaceOnInputsAndOutputs) {
+TEST(Contract, EvaluationInTheMiddleOfAccumulation) {
+  check({}, [](Lab& model, const Twin& twin, int rank) {
+    for (const bool last : {false, true}) {
+      if (&model == &twin.sharded) {
+        twin.runtime->set_is_last_microbatch(last);
+      }
+      twin.backward(model(twin.input(rank, last ? 1 : 0)));
+      const at::NoGradGuard no_grad;
+      model(twin.input(rank, 5));
+    }
+  });
+}
+
+TEST(Contract, OrderThatChangesEveryStep) {
+  for_strategies([](const RankContext& context, FullyShardOptions options) {
+    Twin twin(context, {}, options);
+    for (std::size_t step = 0; step < 6; ++step) {
+      for (auto* model : {&twin.sharded, &twin.plain}) {
+        (*model)->body = [step](LabImpl& lab, at::Tensor x) {
+          const std::size_t n = lab.cells.size();
+          for (std::size_t i = 0; i < n; ++i) {
+            x = lab.cells[step % 2 == 0 ? (i + step) % n : n - 1 - i](x);
+          }
+          return x * lab.scale;
+        };
+      }
+      twin.step(forward_backward);
+    }
+  });
+}
+
+TEST(Contract, CheckpointOverTwoUnits) {
   check(
       [](LabImpl& lab) {
         lab.body = [](LabImpl& l, at::Tensor x) {
+          for (const std::size_t first : {0, 2}) {
+            x = nn::checkpoint(
+                l,
+                [&l, first](const at::Tensor& in) {
+                  return l.cells[first + 1](l.cells[first](in));
+                },
+                x);
+          }
+          return x * l.scale;
+        };
+      },
+      forward_backward);
+}
+
+TEST(Contract, ScalarAndEmptyParameters) {
+  check(
+      [](LabImpl& lab) {
+        for (auto& cell : lab.cells) {
+          cell->declare_parameter("shift", {}, InitSpec::normal(0, 0.1F));
+          cell->declare_parameter("none", {0, 5}, InitSpec::zeros());
+          cell->body = [](CellImpl& c, at::Tensor x) {
+            const auto own = c.named_parameters(false);
+            return c.standard(x) + own["shift"] + own["none"].sum();
+          };
+        }
+      },
+      forward_backward);
+}
+
+TEST(Contract, R30_InPlaceOnInputsAndOutputs) {
+  check(
+      [](LabImpl& lab) {
+        lab.body = [](LabImpl& l, at::Tensor x) {
+          x = at::sigmoid(x * l.scale);  // sigmoid has saved its output
           for (auto& cell : l.cells) {
             x = cell(x);
             x.mul_(0.5).add_(1);

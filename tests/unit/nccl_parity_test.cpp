@@ -1,50 +1,28 @@
-// The parity suite over NCCL. One rank per GPU: alone it starts a rank for each
-// GPU of the machine; under torchrun or Slurm it is one of their ranks. Without
-// two GPUs it skips itself. Each rank runs the one-rank reference on its own
-// GPU and compares what it owns.
-#include "flatshard/comm/launch.h"
-#include "flatshard/comm/store.h"
+// The parity suite over NCCL, one rank per GPU; without two GPUs it skips
+// itself. Each rank runs the one-rank reference on its own GPU and compares
+// what it owns.
 #include "flatshard/device/stream.h"
 #include "flatshard/optim/adamw.h"
 #include "flatshard/schedule/simulate.h"
+#include "tests/support/gpu_ranks.h"
 #include "tests/unit/training.h"
 
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <filesystem>
-#include <iostream>
 
 namespace flatshard {
 namespace {
 
+using testing::gpu_ranks;
 using testing::train_rank;
 using testing::TrainingCase;
 using testing::TrainingResult;
 
-struct Ranks {
-  RankEnvironment environment;
-  StoreHandle store;
-  at::Device device{at::kCUDA, 0};
-};
-
-Ranks& ranks() {
-  static Ranks instance;
-  return instance;
-}
-
-int num_gpu_files() {
-  int count = 0;
-  while (std::filesystem::exists("/dev/nvidia" + std::to_string(count))) {
-    ++count;
-  }
-  return count;
-}
-
 class NcclParity : public ::testing::TestWithParam<const char*> {
  protected:
   void SetUp() override {
-    if (!cuda_available() || ranks().environment.world_size < 2) {
+    if (!cuda_available() || gpu_ranks().world() < 2) {
       GTEST_SKIP() << "fewer than two GPUs: parity over NCCL is not tested";
     }
   }
@@ -59,19 +37,14 @@ double tolerance(const TrainingCase& c, int world) {
 
 TEST_P(NcclParity, EqualsOneRankWithMicrobatches) {
   const std::string strategy = GetParam();
-  const int world = ranks().environment.world_size;
+  const int world = gpu_ranks().world();
   const bool two_axes = strategy.starts_with("h");
   static int count = 0;
   std::vector<MeshAxis> axes{{"dp", world}};
   if (two_axes) {
     axes = {{"outer", world}, {"dp", 1}};
   }
-  const auto mesh = Mesh::create(
-      axes,
-      ranks().environment.rank,
-      ranks().store,
-      ranks().device,
-      {.name = "parity" + std::to_string(count++)});
+  const auto mesh = gpu_ranks().mesh(axes, "parity" + std::to_string(count++));
   for (const int microbatches : {1, 3}) {
     for (const bool bf16 : {false, true}) {
       TrainingCase c{.strategy = strategy, .microbatches = microbatches};
@@ -83,7 +56,7 @@ TEST_P(NcclParity, EqualsOneRankWithMicrobatches) {
       one.batch_world = world;
       TrainingResult expected;
       expected.losses.assign(c.steps, 0.0);
-      train_rank(one, Mesh::single(ranks().device), mutex, expected);
+      train_rank(one, Mesh::single(gpu_ranks().device), mutex, expected);
       for (const int prefetch : {0, 1, 3}) {
         SCOPED_TRACE(fmt::format(
             "microbatches {} bf16 {} prefetch {}",
@@ -124,12 +97,10 @@ class NcclSchedule : public NcclParity {};
 // and gathered weights have the same addresses from step 3 on.
 TEST_P(NcclSchedule, LaunchesWhatTheSchedulerSaysAtStableAddresses) {
   const auto log = std::make_shared<CollectiveLog>();
-  const auto mesh = Mesh::create(
-      {{"dp", ranks().environment.world_size}},
-      ranks().environment.rank,
-      ranks().store,
-      ranks().device,
-      {.log = log, .name = std::string("schedule ") + GetParam()});
+  const auto mesh = gpu_ranks().mesh(
+      {{"dp", gpu_ranks().world()}},
+      std::string("schedule ") + GetParam(),
+      log);
   constexpr std::int64_t kDim = 64;
   testing::ToyModel model(kDim, 4, /*with_root_parameter=*/false);
   const auto runtime = fully_shard(
@@ -149,7 +120,7 @@ TEST_P(NcclSchedule, LaunchesWhatTheSchedulerSaysAtStableAddresses) {
   }
   const at::Tensor x = at::ones(
       {8, kDim},
-      at::TensorOptions(ranks().device).dtype(at::kBFloat16));
+      at::TensorOptions(gpu_ranks().device).dtype(at::kBFloat16));
   std::vector<void*> expected;
   for (int step = 1; step <= 5; ++step) {
     addresses.clear();
@@ -191,6 +162,46 @@ TEST_P(NcclSchedule, LaunchesWhatTheSchedulerSaysAtStableAddresses) {
   EXPECT_FALSE(said.empty());
 }
 
+class NcclPitfalls : public NcclParity {};
+
+// The optimizer's kernels come long after the host has queued the next
+// forward: its gathers must wait for them.
+TEST_P(NcclPitfalls, B7_GathersWaitForTheOptimizersKernels) {
+  const auto mesh = gpu_ranks().mesh(
+      {{"dp", gpu_ranks().world()}},
+      std::string("pitfalls ") + GetParam());
+  constexpr std::int64_t kDim = 64;
+  testing::ToyModel model(kDim, 3, /*with_root_parameter=*/true);
+  const auto runtime = fully_shard(
+      *model,
+      mesh,
+      {.units = model->unit_modules(), .strategy = GetParam()});
+  AdamW optimizer(runtime->groups(), {});
+  const auto options = at::TensorOptions(gpu_ranks().device);
+  const at::Tensor x = at::ones({8, kDim}, options.dtype(at::kBFloat16));
+  const at::Tensor y = at::zeros({8, kDim}, options.dtype(at::kFloat));
+  const at::Tensor slow = at::ones({4096, 4096}, options) / 4096;
+  for (int step = 0; step < 4; ++step) {
+    model(x, y).backward();
+    at::Tensor busy = slow;
+    for (int i = 0; i < 20; ++i) {
+      busy = at::matmul(busy, slow);  // ahead of the update, on its stream
+    }
+    optimizer.step(0.1);
+    optimizer.zero_grad();
+    const at::NoGradGuard no_grad;
+    const at::Tensor queued = model(x, y);
+    runtime->synchronize();
+    EXPECT_TRUE(queued.equal(model(x, y))) << "step " << step;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Sharded,
+    NcclPitfalls,
+    ::testing::Values("zero3"),
+    [](const auto& info) { return std::string(info.param); });
+
 INSTANTIATE_TEST_SUITE_P(
     Sharded,
     NcclSchedule,
@@ -214,21 +225,5 @@ INSTANTIATE_TEST_SUITE_P(
 }  // namespace flatshard
 
 int main(int argc, char** argv) {
-  using namespace flatshard;
-  if (!launched_by_environment() && num_gpu_files() > 1) {
-    return spawn_local_ranks(num_gpu_files(), {argv, argv + argc});
-  }
-  ::testing::InitGoogleTest(&argc, argv);
-  if (cuda_available()) {
-    auto& self = ranks();
-    self.environment = rank_environment_from_env();
-    self.device = at::Device(
-        at::kCUDA,
-        static_cast<c10::DeviceIndex>(self.environment.local_rank));
-    set_current_device(self.device);
-    if (self.environment.world_size > 1) {
-      self.store = make_tcp_store(self.environment);
-    }
-  }
-  return RUN_ALL_TESTS();
+  return flatshard::testing::gpu_ranks_main(argc, argv);
 }

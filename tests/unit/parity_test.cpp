@@ -194,13 +194,31 @@ TEST(Parity, SubMeshOfALargerMesh) {
   }
 }
 
-TEST(Parity, RootWithoutParametersTrains) {
+TEST(Parity, B40_RootWithoutParametersTrains) {
   TrainingCase c{.mesh = {2}};
   c.with_root_parameter = false;
   c.max_norm = 1e9;
+  c.max_delay_us = 1000;
   const TrainingResult result = train_toy(c);
   EXPECT_LT(result.losses.back(), result.losses.front() * 10);
   EXPECT_EQ(weight_distance(train_toy(one_rank(c)), result), 0);
+}
+
+TEST(Parity, B46_NoSyncOverTwoAxesLosesNoMicrobatch) {
+  for (const char* strategy : {"hsdp", "hfsdp"}) {
+    TrainingCase c{.strategy = strategy, .mesh = {2, 2}, .microbatches = 3};
+    c.no_sync = true;
+    SCOPED_TRACE(strategy);
+    expect_equal(train_toy(one_rank(c)), train_toy(c), tolerance(c));
+  }
+}
+
+TEST(Parity, B61_TwoAxesEqualOneRank) {
+  for (const char* strategy : {"hsdp", "hfsdp", "hsdp_zero1", "hsdp_zero2"}) {
+    TrainingCase c{.strategy = strategy, .mesh = {2, 2}, .microbatches = 3};
+    SCOPED_TRACE(strategy);
+    expect_equal(train_toy(one_rank(c)), train_toy(c), tolerance(c));
+  }
 }
 
 }  // namespace

@@ -70,6 +70,9 @@ at::Tensor LabImpl::chain(at::Tensor x) {
 }
 
 std::vector<nn::Module*> LabImpl::units() {
+  if (choose_units) {
+    return choose_units(*this);
+  }
   std::vector<nn::Module*> units;
   for (Cell& cell : cells) {
     units.push_back(cell.get());
@@ -80,7 +83,8 @@ std::vector<nn::Module*> LabImpl::units() {
 Twin::Twin(
     const RankContext& context,
     const std::function<void(LabImpl&)>& configure,
-    FullyShardOptions options)
+    FullyShardOptions options,
+    std::shared_ptr<Mesh> mesh)
     : rank(context.rank), world(context.world) {
   if (configure) {
     configure(*sharded);
@@ -100,11 +104,12 @@ Twin::Twin(
   options.units = sharded->units();
   options.precision = Precision::full();
   options.seed = kSeed;
-  options.streams = {
-      .delay_seed = 7 + static_cast<std::uint64_t>(rank),
-      .max_delay_us = 50};
+  options.streams.delay_seed = 7 + static_cast<std::uint64_t>(rank);
+  if (options.streams.max_delay_us == 0) {
+    options.streams.max_delay_us = 50;
+  }
   options.trace = true;
-  runtime = fully_shard(*sharded, context.mesh(), options);
+  runtime = fully_shard(*sharded, mesh ? mesh : context.mesh(), options);
   sgd = std::make_unique<Sgd>(runtime->groups(), SgdOptions{.momentum = 0});
 }
 
@@ -209,6 +214,7 @@ void for_strategies(
     int world;
     int prefetch;
     bool reshard;
+    int outer = 0;  ///< size of an outer axis; 0: none
   };
   for (const Case& c :
        {Case{"zero3", 2, 1, true},
@@ -217,7 +223,9 @@ void for_strategies(
         Case{"zero3", 2, 1, false},
         Case{"zero2", 2, 1, true},
         Case{"zero1", 2, 1, true},
-        Case{"zero0", 2, 1, true}}) {
+        Case{"zero0", 2, 1, true},
+        Case{"hsdp", 4, 1, true, 2},
+        Case{"hfsdp", 4, 1, true, 2}}) {
     SCOPED_TRACE(fmt::format(
         "{} on {} prefetch {} reshard {}",
         c.strategy,
@@ -227,7 +235,12 @@ void for_strategies(
     FullyShardOptions options{.strategy = c.strategy};
     options.prefetch = c.prefetch;
     options.reshard_after_forward = c.reshard;
-    run_ranks(c.world, [&](RankContext& context) { test(context, options); });
+    run_ranks(c.world, [&](RankContext& context) {
+      if (c.outer > 0) {
+        context.axes = {{"outer", c.outer}, {"dp", c.world / c.outer}};
+      }
+      test(context, options);
+    });
     if (::testing::Test::HasFailure()) {
       return;
     }
@@ -236,6 +249,28 @@ void for_strategies(
 
 void forward_backward(Lab& model, const Twin& twin, int rank) {
   twin.backward(model(twin.input(rank)));
+}
+
+void check(
+    const std::function<void(LabImpl&)>& configure,
+    const Twin::Program& program) {
+  for_strategies([&](const RankContext& context, FullyShardOptions options) {
+    Twin twin(context, configure, options);
+    twin.step(forward_backward);
+    for (int i = 0; i < 3; ++i) {
+      twin.step(program);
+    }
+    twin.step(forward_backward);
+  });
+}
+
+std::string message_of(const std::function<void()>& action) {
+  try {
+    action();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "nothing was thrown";
 }
 
 }  // namespace flatshard::testing

@@ -41,11 +41,13 @@ class LabImpl : public nn::Module {
   /// All cells in order.
   at::Tensor chain(at::Tensor x);
   at::Tensor standard(const at::Tensor& x) { return chain(x) * scale; }
+  /// What is sharded as units: `choose_units`, or all cells.
   std::vector<nn::Module*> units();
 
   std::vector<Cell> cells;
   at::Tensor scale;
   Body body;
+  std::function<std::vector<nn::Module*>(LabImpl&)> choose_units;
   bool fail = false;  ///< for bodies that throw on demand
 };
 FLATSHARD_MODULE(Lab);
@@ -61,7 +63,8 @@ class Twin {
   Twin(
       const RankContext& context,
       const std::function<void(LabImpl&)>& configure = {},
-      FullyShardOptions options = {});
+      FullyShardOptions options = {},
+      std::shared_ptr<Mesh> mesh = nullptr);
 
   /// [4, dim] values that depend on step, rank and `index` alone.
   at::Tensor input(int rank, int index = 0) const;
@@ -103,5 +106,13 @@ void for_strategies(
 
 /// The usual program: one forward, one backward.
 void forward_backward(Lab& model, const Twin& twin, int rank);
+
+/// Some plain steps with `program` in the middle, on all strategies.
+void check(
+    const std::function<void(LabImpl&)>& configure,
+    const Twin::Program& program);
+
+/// The message that `action` throws, or "nothing was thrown".
+std::string message_of(const std::function<void()>& action);
 
 }  // namespace flatshard::testing

@@ -1,0 +1,65 @@
+#pragma once
+
+#include <chrono>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "flatshard/comm/flight_state.h"
+#include "flatshard/core/error.h"
+
+// Who is at fault, read off what the ranks published. Pure: no store, no clock.
+namespace flatshard {
+
+/// One rank as the judging rank sees it.
+struct RankView {
+  FlightState state;
+  bool seen = false;     ///< false: it never published anything
+  bool missing = false;  ///< not heard of for too long, or its process is gone
+  std::chrono::milliseconds silent{0};
+  ProcessState process = ProcessState::unknown;
+};
+
+struct Verdict {
+  ErrorCode code = ErrorCode::timeout;
+  int num_missing = 0;  ///< ranks that cannot read it any more
+  std::string text;
+
+  bool operator==(const Verdict&) const = default;
+};
+
+std::string serialize(const Verdict& verdict);
+Verdict parse_verdict(std::string_view text);
+
+/// The first rank that is missing, differs or is late, in this order, and
+/// what every rank was doing. `views` has one entry per rank, in rank order.
+///
+/// @param stalled_after  a collective that waits this long is stuck.
+Verdict diagnose(
+    std::span<const RankView> views,
+    std::chrono::milliseconds stalled_after);
+
+/// Two ranks of a group disagree on what they did up to a common checkpoint.
+bool checkpoints_differ(std::span<const RankView> views);
+
+/// What `diagnose` says of ranks that issue different collectives at the same
+/// place, for a group that compares before it launches. Empty: they agree.
+/// `ranks` are names of the members, in the order of `entries`.
+std::optional<Verdict> compare_signatures(
+    const std::string& communicator,
+    std::span<const FlightEntry> entries,
+    std::span<const int> ranks);
+
+/// E.g. "step 3, unit layers.2: all_gather of 4096 BFloat16".
+std::string describe(const FlightEntry& entry);
+
+/// "0-3, 7" for ascending ranks.
+std::string rank_list(std::span<const int> ranks);
+
+/// A row per group of ranks that did the same.
+std::string flight_table(
+    std::span<const RankView> views,
+    std::string_view group);
+
+}  // namespace flatshard

@@ -1,0 +1,138 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "flatshard/comm/flight_diagnosis.h"
+#include "flatshard/comm/store.h"
+
+namespace flatshard {
+
+class Communicator;
+
+struct FlightRecorderOptions {
+  /// A rank that is silent, or late for a collective, for this long is named
+  /// and the communicators are aborted.
+  std::chrono::milliseconds timeout = std::chrono::minutes(10);
+  /// How long the ranks wait for each other at creation.
+  std::chrono::milliseconds connect_timeout = std::chrono::minutes(5);
+  /// Collectives that each communicator remembers.
+  int capacity = 1024;
+  /// Key prefix in the store.
+  std::string name = "mesh";
+  /// torchrun's agent serves the store, not rank 0.
+  bool launcher_serves_store = false;
+};
+
+/// Says what the collectives that this thread launches are for, as long as it
+/// lives. It is a label on a call, read on the same thread.
+class CollectiveScope {
+ public:
+  CollectiveScope(std::int64_t step, std::string_view unit);
+  /// The step is the recorder's.
+  explicit CollectiveScope(std::string_view unit) : CollectiveScope(-1, unit) {}
+  ~CollectiveScope();
+  CollectiveScope(const CollectiveScope&) = delete;
+  CollectiveScope& operator=(const CollectiveScope&) = delete;
+
+  /// The innermost of this thread; null: none.
+  static const CollectiveScope* current();
+  std::int64_t step() const { return step_; }
+  std::string_view unit() const { return unit_; }
+
+ private:
+  const CollectiveScope* outer_;
+  std::int64_t step_;
+  std::string_view unit_;
+};
+
+/// What this rank's collectives did, and a watcher that compares it with the
+/// other ranks.
+///
+/// Every collective of a mesh is one entry in a ring: communicator, sequence,
+/// step, unit, kind, elements, dtype, and whether it is scheduled, started or
+/// completed. A thread publishes the newest entries and a heartbeat through the
+/// store, every timeout / 20 and at most once a second. Rank 0 compares the
+/// ranks; when it is missing, every other rank does.
+///
+/// A rank that is missing, differs or is late for longer than the timeout is
+/// named, with what every rank was doing, by a verdict that all ranks read. The
+/// watcher then aborts the communicators; whoever waits in a collective, or
+/// calls the next one, gets the verdict as an Error. Nothing ends the process.
+///
+/// Thread-safe. Construction and destruction are collective: rank 0 stays until
+/// the others have left or know that it leaves, two seconds at most.
+class FlightRecorder {
+ public:
+  FlightRecorder(
+      int rank,
+      int world,
+      StoreHandle store,
+      at::Device device,
+      FlightRecorderOptions options = {});
+  ~FlightRecorder();
+  FlightRecorder(const FlightRecorder&) = delete;
+  FlightRecorder& operator=(const FlightRecorder&) = delete;
+
+  /// One collective of one communicator.
+  struct Ticket {
+    int track = -1;
+    std::int64_t seq = 0;
+    std::int64_t step = 0;
+  };
+
+  /// `communicator` is aborted with the others, and its collectives may be
+  /// recorded: Communicator::set_flight_recorder calls this. `group` names its
+  /// ranks: equal on them, on no others.
+  ///
+  /// @return the track for `begin`.
+  int watch(
+      const std::shared_ptr<Communicator>& communicator,
+      std::string group);
+
+  /// Step of collectives outside of a CollectiveScope that has its own.
+  void set_step(std::int64_t step);
+
+  /// Throws the verdict when there is one. A host that waited for the device
+  /// calls it before it trusts what it reads.
+  void check() const;
+
+  /// Tells the other ranks at once that this one leaves with an exception.
+  /// Blocks until it is published, a few seconds at most. An error of CUDA or
+  /// NCCL may be the echo of another rank's end: the ranks are compared first.
+  /// @throws the verdict for such an error.
+  void publish_failure(const std::string& message);
+
+  int rank() const;
+  std::optional<Verdict> verdict() const;
+  /// This rank's own state, with all entries.
+  FlightState state() const;
+  std::chrono::milliseconds timeout() const;
+
+  // For Communicator ---------------------------------------------------------
+
+  /// An entry for a collective that is about to be launched.
+  /// @throws the verdict when there is one.
+  Ticket begin(int track, CollectiveSignature signature);
+  /// It is on the current CUDA stream.
+  void launched(Ticket ticket);
+  /// It is over: the call blocked the host.
+  void completed(Ticket ticket);
+  /// A collective threw `error`: waits for the verdict and returns that, with
+  /// the context of `error`; without one in time, `error` itself.
+  Error explain(const Error& error);
+  /// All ranks of a group found that their signatures differ: the verdict of
+  /// all ranks. Blocks like publish_failure.
+  Verdict propose(Verdict verdict);
+
+ private:
+  class Impl;
+  std::shared_ptr<Impl> impl_;  // shared with its threads
+};
+
+}  // namespace flatshard

@@ -1,0 +1,34 @@
+#pragma once
+
+#include "flatshard/unit/observer.h"
+#include "flatshard/unit/runtime.h"
+
+#include <memory>
+
+namespace flatshard {
+
+/// Finds NaN and infinite values and names the parameter, what of it is wrong,
+/// the rank and the first element.
+///
+/// Gradients are looked at where this rank has its whole gradient of a unit,
+/// just before the unit's reduction: afterwards the mean has spread over the
+/// ranks and nobody knows where it came from. One pass over the gradient per
+/// unit, and the host waits for it.
+///
+/// Every check throws Error{usage} on the rank that has the value.
+class NanCheck : public RuntimeObserver {
+ public:
+  /// Watches the gradients of `runtime` from now on.
+  static std::shared_ptr<NanCheck> install(
+      const std::shared_ptr<Runtime>& runtime);
+
+  /// This rank's shards of the reduced gradients, before the optimizer's step:
+  /// what only the reduction made infinite. Blocks the host.
+  static void check_reduced_gradients(const Runtime& runtime);
+  /// This rank's shards of the main weights. Blocks the host.
+  static void check_weights(const Runtime& runtime);
+
+  void gradients_ready(Unit& unit, void* slot) override;
+};
+
+}  // namespace flatshard

@@ -1,0 +1,31 @@
+#pragma once
+
+#include "flatshard/unit/runtime.h"
+
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace flatshard {
+
+/// 2-norms of one whole parameter, over all of its shards.
+struct ParameterNorm {
+  std::string name;
+  double weight = 0;           ///< of the main weights
+  std::optional<double> grad;  ///< of the reduced gradient; unset: none came
+};
+
+/// Norms of every parameter, in order of units. Call it between the last
+/// backward of a step and the optimizer's step: the weights are those that the
+/// gradients belong to, and gradients are those before clipping.
+///
+/// Each rank sums the squares of its shards (in float32 or wider, added in
+/// float64); one all-reduce then serves all parameters. Elements that several
+/// ranks hold (HSDP's outer axis, ZeRO-0) count once. Frozen parameters are in
+/// the list. Collective; blocks the host.
+std::vector<ParameterNorm> parameter_norms(const Runtime& runtime);
+
+/// A table, one line per parameter: weight, gradient, gradient / weight.
+std::string to_string(const std::vector<ParameterNorm>& norms);
+
+}  // namespace flatshard

@@ -1,0 +1,21 @@
+#pragma once
+
+namespace flatshard {
+
+/// Checks of a Runtime that cost time and are off by default; off, they cost
+/// nothing. docs/diagnostics.md says what each finds.
+struct DebugOptions {
+  /// Released parameters point at memory that cannot be read (CPU: the process
+  /// ends and names the parameter) or holds NaN (GPU); released slots are
+  /// filled with NaN.
+  bool poison = false;
+  /// The life cycle of modules is checked: a submodule called without its
+  /// unit, a forward without its backward, ranks that run units in different
+  /// orders, and so on. The begin of every forward and Runtime::finish_step
+  /// are then collective and block the host.
+  bool strict = false;
+
+  bool any() const { return poison || strict; }
+};
+
+}  // namespace flatshard

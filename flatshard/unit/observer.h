@@ -1,0 +1,34 @@
+#pragma once
+
+#include "flatshard/buffer/slot_pool.h"
+#include "flatshard/schedule/slot_plan.h"
+#include "flatshard/unit/unit.h"
+
+#include <vector>
+
+namespace flatshard {
+
+/// Sees what a Runtime does with memory; see Runtime::add_observer. Called on
+/// the host, in launch order and with the runtime's lock held: an observer must
+/// not call the runtime. What it throws ends the forward or backward that runs.
+class RuntimeObserver {
+ public:
+  virtual ~RuntimeObserver() = default;
+
+  /// `unit` holds `slot` from here on.
+  virtual void
+  slot_acquired(const Unit& unit, SlotRole role, const Slot& slot) {}
+  /// `unit` gives `slot` back.
+  virtual void slot_released(const Unit& unit, const Slot& slot) {}
+  /// The parameters of `unit` point at its slot.
+  virtual void parameters_pointed(Unit& unit) {}
+  /// `slot` holds this rank's whole gradient of `unit`; its reduction is queued
+  /// next. Kernels run here go to the current stream, after the gradient's.
+  virtual void gradients_ready(Unit& unit, void* slot) {}
+  /// Another plan for the slots is in force, made for these lifetimes.
+  virtual void slots_planned(
+      const SlotPlan& plan,
+      const std::vector<SlotLifetime>& lifetimes) {}
+};
+
+}  // namespace flatshard

@@ -1,0 +1,155 @@
+#include "tests/faults/faults.h"
+
+#include "flatshard/core/error.h"
+#include "flatshard/optim/sgd.h"
+#include "tests/data/temp_folder.h"
+#include "tests/unit/training.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
+
+namespace flatshard::testing {
+namespace {
+
+constexpr std::int64_t kDim = 16;
+constexpr int kBlocks = 3;
+
+// Before the step; what the other ranks then wait for is its first gather.
+void do_wrong(Fault fault, ToyModel& model, const Mesh& mesh) {
+  auto& blocks = model->blocks();
+  switch (fault) {
+    case Fault::kill:
+      ::raise(SIGKILL);
+      break;
+    case Fault::stop:
+      ::raise(SIGSTOP);
+      break;
+    case Fault::exit:
+      ::_exit(0);
+    case Fault::exception:
+      throw std::runtime_error("the data loader broke");
+    case Fault::hang:
+      while (!mesh.flight_recorder()->verdict()) {
+        ::poll(nullptr, 0, 5);
+      }
+      break;
+    case Fault::skip_unit:
+      blocks.erase(blocks.begin() + 1);
+      break;
+    case Fault::other_order:
+      std::swap(blocks[0], blocks[1]);
+      break;
+    default:
+      break;
+  }
+}
+
+void train(
+    const FaultCase& c,
+    const RankContext& context,
+    const std::shared_ptr<Mesh>& mesh) {
+  const bool wrong = context.rank == c.culprit;
+  const bool wide = wrong && c.fault == Fault::other_size;
+  const bool rounded = wrong && c.fault == Fault::other_dtype;
+  const std::int64_t dim = wide ? 2 * kDim : kDim;
+  const Precision precision =
+      rounded ? Precision{.compute = at::kBFloat16} : Precision::full();
+  ToyModel model(dim, kBlocks, /*with_root_parameter=*/false);
+  FullyShardOptions options{
+      .units = model->unit_modules(),
+      .strategy = c.strategy,
+      .precision = precision};
+  const auto runtime = fully_shard(*model, mesh, options);
+  Sgd optimizer(runtime->groups(), SgdOptions{});
+  for (int step = 1; step <= c.steps; ++step) {
+    runtime->set_step(step);
+    if (wrong && step == kFaultStep) {
+      do_wrong(c.fault, model, *mesh);
+    }
+    const auto like = at::TensorOptions().device(mesh->device());
+    const at::Tensor x =
+        at::full({2, dim}, 0.1 * step, like.dtype(precision.compute));
+    const at::Tensor loss = model(x, at::zeros({2, dim}, like));
+    loss.backward();
+    optimizer.step(1e-2, {});
+    optimizer.zero_grad();
+    loss.item<float>();
+    mesh->check();
+  }
+  runtime->synchronize();
+}
+
+std::string read_file(const std::filesystem::path& path) {
+  std::ifstream file(path);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+}  // namespace
+
+std::vector<FaultReport> run_reporting(
+    int world,
+    const std::function<void(RankContext&)>& function) {
+  const data::TempFolder folder;
+  const auto path = [&](int rank) {
+    return folder / fmt::format("rank_{}", rank);
+  };
+  const auto outcomes = rank_process_outcomes(
+      world,
+      [&](RankContext& context) {
+        try {
+          function(context);
+        } catch (const std::exception& error) {
+          std::ofstream(path(context.rank)) << error.what();
+        }
+      },
+      std::chrono::seconds(90));
+  std::vector<FaultReport> reports;
+  for (int rank = 0; rank < world; ++rank) {
+    reports.push_back({outcomes[rank], read_file(path(rank))});
+  }
+  return reports;
+}
+
+std::vector<FaultReport> run_with_fault(const FaultCase& c) {
+  return run_reporting(c.world, [&](RankContext& context) {
+    at::Device device = c.device;
+    if (c.device == at::kCUDA) {
+      ::setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", 1);
+      ::setenv("TORCH_NCCL_ENABLE_MONITORING", "0", 1);
+      ::setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0", 1);
+      device = {at::kCUDA, static_cast<c10::DeviceIndex>(context.rank)};
+      set_current_device(device);
+    }
+    std::vector<MeshAxis> axes;
+    for (const std::int64_t size : c.mesh) {
+      axes.push_back({axes.empty() ? "outer" : "dp", size});
+    }
+    // Nothing of a mesh stays behind, also after a fault.
+    struct Ends {
+      std::weak_ptr<FlightRecorder> flight;
+      ~Ends() { EXPECT_TRUE(flight.expired()); }
+    } ends;
+    const auto mesh = Mesh::create(
+        axes.empty() ? std::vector<MeshAxis>{{"dp", c.world}} : axes,
+        context.rank,
+        context.store,
+        device,
+        {.communicator = {.timeout = c.timeout}});
+    ends.flight = mesh->flight_recorder();
+    try {
+      train(c, context, mesh);
+    } catch (const std::exception& error) {
+      mesh->publish_failure(error.what());
+      throw;
+    }
+  });
+}
+
+}  // namespace flatshard::testing

@@ -1,0 +1,54 @@
+#pragma once
+
+#include "tests/support/ranks.h"
+
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace flatshard::testing {
+
+/// What goes wrong on one rank, in step kFaultStep.
+enum class Fault {
+  none,
+  kill,         ///< SIGKILL
+  stop,         ///< SIGSTOP
+  exit,         ///< leaves the program as if it were done
+  exception,    ///< throws
+  hang,         ///< computes on and on, until it is told
+  skip_unit,    ///< leaves out a block
+  other_order,  ///< swaps two blocks
+  other_size,   ///< trains a wider model from the start
+  other_dtype,  ///< computes in bfloat16 from the start
+};
+
+inline constexpr int kFaultStep = 3;
+
+struct FaultCase {
+  Fault fault = Fault::none;
+  int world = 3;
+  int culprit = 2;
+  at::DeviceType device = at::kCPU;
+  std::string strategy = "zero3";
+  std::vector<std::int64_t> mesh;  ///< axis sizes; empty: one axis
+  int steps = 6;
+  std::chrono::seconds timeout{4};
+};
+
+/// How one rank ended.
+struct FaultReport {
+  RankOutcome outcome;
+  std::string message;  ///< of its Error; empty: none came
+};
+
+/// Trains a toy model of blocks over `world` processes with a watcher while
+/// one of them does wrong. A process that does not end by itself has
+/// outcome.signal set.
+std::vector<FaultReport> run_with_fault(const FaultCase& options);
+
+/// Any function on `world` processes; what it throws is the message.
+std::vector<FaultReport> run_reporting(
+    int world,
+    const std::function<void(RankContext&)>& function);
+
+}  // namespace flatshard::testing

@@ -1,0 +1,189 @@
+#include "flatshard/core/error.h"
+#include "tests/faults/faults.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <csignal>
+
+namespace flatshard {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::AnyOf;
+using testing::Fault;
+using testing::FaultCase;
+using testing::FaultReport;
+using ::testing::HasSubstr;
+using testing::run_with_fault;
+
+// Every rank but the culprit ended by itself, with a message like this.
+void expect_survivors(
+    const FaultCase& c,
+    const std::vector<FaultReport>& reports,
+    const ::testing::Matcher<const std::string&>& message) {
+  for (int rank = 0; rank < c.world; ++rank) {
+    if (rank != c.culprit) {
+      EXPECT_EQ(reports[rank].outcome, testing::RankOutcome{}) << rank;
+      EXPECT_THAT(reports[rank].message, message) << "on rank " << rank;
+    }
+  }
+}
+
+const auto kWaitsForBlock0 = AllOf(
+    // What the others wait for is as old as their last heartbeat; where this
+    // rank is stands in its error's context.
+    AnyOf(HasSubstr("step 3, unit block0"), HasSubstr("step 3 | unit block0")),
+    HasSubstr("all_gather"),
+    HasSubstr("dp.gather #"));
+
+TEST(FaultsGloo, WithoutAFaultNobodyComplains) {
+  const FaultCase c;
+  for (const FaultReport& report : run_with_fault(c)) {
+    EXPECT_EQ(report.outcome, testing::RankOutcome{});
+    EXPECT_EQ(report.message, "");
+  }
+}
+
+TEST(FaultsGloo, AKilledRankIsNamed) {
+  const FaultCase c{.fault = Fault::kill};
+  const auto reports = run_with_fault(c);
+  EXPECT_EQ(reports[2].outcome.signal, SIGKILL);
+  expect_survivors(
+      c,
+      reports,
+      AllOf(
+          HasSubstr("rank 2 of 3 is missing"),
+          HasSubstr("has ended"),
+          kWaitsForBlock0));
+}
+
+TEST(FaultsGloo, RankZeroServesTheStoreAndIsNamedToo) {
+  const FaultCase c{.fault = Fault::kill, .culprit = 0};
+  expect_survivors(
+      c,
+      run_with_fault(c),
+      AllOf(
+          HasSubstr("rank 0 of 3 is missing: the store, which it serves"),
+          HasSubstr("has ended"),
+          HasSubstr("block0")));
+}
+
+TEST(FaultsGloo, AStoppedRankIsNamed) {
+  const FaultCase c{.fault = Fault::stop};
+  expect_survivors(
+      c,
+      run_with_fault(c),
+      AllOf(
+          HasSubstr("rank 2 of 3 is missing: no heartbeat for"),
+          HasSubstr("is stopped by a signal"),
+          kWaitsForBlock0));
+}
+
+TEST(FaultsGloo, AStoppedRankZeroIsNamed) {
+  const FaultCase c{.fault = Fault::stop, .culprit = 0};
+  expect_survivors(
+      c,
+      run_with_fault(c),
+      AllOf(
+          HasSubstr("rank 0 of 3 is missing: the store, which it serves, has "
+                    "not answered for"),
+          HasSubstr("is stopped by a signal")));
+}
+
+TEST(FaultsGloo, ARankThatNeverComesIsLate) {
+  const FaultCase c{.fault = Fault::hang};
+  expect_survivors(
+      c,
+      run_with_fault(c),
+      AllOf(
+          HasSubstr("rank 2 of 3 is late"),
+          HasSubstr("it runs, in no collective for"),
+          kWaitsForBlock0));
+}
+
+TEST(FaultsGloo, AnExceptionComesWithItsMessage) {
+  for (const int culprit : {0, 2}) {
+    const FaultCase c{.fault = Fault::exception, .culprit = culprit};
+    const auto reports = run_with_fault(c);
+    EXPECT_EQ(reports[culprit].message, "the data loader broke");
+    expect_survivors(
+        c,
+        reports,
+        HasSubstr(fmt::format(
+            "rank {} of 3 failed: the data loader broke",
+            culprit)));
+  }
+}
+
+TEST(FaultsGloo, ARankThatLeavesIsNamed) {
+  const FaultCase c{.fault = Fault::exit};
+  expect_survivors(
+      c,
+      run_with_fault(c),
+      AllOf(HasSubstr("rank 2 of 3 is missing"), kWaitsForBlock0));
+}
+
+// Both say so themselves as well.
+void expect_all(
+    const FaultCase& c,
+    const ::testing::Matcher<const std::string&>& message) {
+  const auto reports = run_with_fault(c);
+  for (int rank = 0; rank < c.world; ++rank) {
+    EXPECT_EQ(reports[rank].outcome, testing::RankOutcome{}) << rank;
+    EXPECT_THAT(reports[rank].message, message) << "on rank " << rank;
+  }
+}
+
+TEST(FaultsGloo, ARankThatSkipsAUnit) {
+  expect_all(
+      {.fault = Fault::skip_unit},
+      AllOf(
+          HasSubstr("rank 2 issues the collective of another unit at "
+                    "dp.gather #"),
+          HasSubstr("block1"),
+          HasSubstr("ranks 0-1 in step")));
+}
+
+TEST(FaultsGloo, ARankWithAnotherOrder) {
+  expect_all(
+      {.fault = Fault::other_order},
+      AllOf(
+          HasSubstr("rank 2 issues the collective of another unit at "
+                    "dp.gather #"),
+          HasSubstr("it is in step 3, unit block1: all_gather"),
+          HasSubstr("ranks 0-1 in step 3, unit out: all_gather")));
+}
+
+TEST(FaultsGloo, ARankWithAnotherModel) {
+  expect_all(
+      {.fault = Fault::other_size},
+      AllOf(
+          HasSubstr("rank 2 issues another size at dp.gather #0"),
+          HasSubstr("ranks 0-1 in step 1, unit block0: all_gather")));
+}
+
+TEST(FaultsGloo, ARankWithAnotherDtype) {
+  expect_all(
+      {.fault = Fault::other_dtype},
+      AllOf(
+          HasSubstr("rank 2 issues another dtype at dp.gather #0"),
+          HasSubstr("BFloat16"),
+          HasSubstr("unit block0")));
+}
+
+TEST(FaultsGloo, HsdpNamesTheRankOfTheWholeMesh) {
+  const FaultCase c{
+      .fault = Fault::kill,
+      .world = 4,
+      .culprit = 3,
+      .strategy = "hsdp",
+      .mesh = {2, 2}};
+  expect_survivors(
+      c,
+      run_with_fault(c),
+      AllOf(HasSubstr("rank 3 of 4 is missing"), HasSubstr("step 3")));
+}
+
+}  // namespace
+}  // namespace flatshard

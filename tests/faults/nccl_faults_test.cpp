@@ -1,0 +1,198 @@
+// The same faults over NCCL, one rank per GPU. Ranks are forked, so this
+// process never touches a GPU; with less than two it skips itself.
+#include "flatshard/core/error.h"
+#include "tests/faults/faults.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <csignal>
+#include <filesystem>
+
+namespace flatshard {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::AnyOf;
+using testing::Fault;
+using testing::FaultCase;
+using testing::FaultReport;
+using ::testing::HasSubstr;
+using testing::run_with_fault;
+
+int num_gpus() {
+  int count = 0;
+  while (std::filesystem::exists(fmt::format("/dev/nvidia{}", count))) {
+    ++count;
+  }
+  return count;
+}
+
+class FaultsNccl : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (num_gpus() < 2) {
+      GTEST_SKIP() << "faults over NCCL need two GPUs, found " << num_gpus();
+    }
+  }
+
+  // The last rank is at fault, unless it is rank 0.
+  static FaultCase with(Fault fault, bool rank_zero = false) {
+    const int world = std::min(num_gpus(), 4);
+    return {
+        .fault = fault,
+        .world = world,
+        .culprit = rank_zero ? 0 : world - 1,
+        .device = at::kCUDA,
+        // Silent differences are found by and by.
+        .steps = fault == Fault::none ? 20 : 100000,
+        .timeout = std::chrono::seconds(6)};
+  }
+
+  static std::string culprit(const FaultCase& c) {
+    return fmt::format("rank {} of {}", c.culprit, c.world);
+  }
+
+  static void expect_survivors(
+      const FaultCase& c,
+      const std::vector<FaultReport>& reports,
+      const ::testing::Matcher<const std::string&>& message) {
+    for (int rank = 0; rank < c.world; ++rank) {
+      if (rank != c.culprit) {
+        EXPECT_EQ(reports[rank].outcome, testing::RankOutcome{}) << rank;
+        EXPECT_THAT(reports[rank].message, message) << "on rank " << rank;
+      }
+    }
+  }
+
+  static void expect_all(
+      const FaultCase& c,
+      const ::testing::Matcher<const std::string&>& message) {
+    const auto reports = run_with_fault(c);
+    expect_survivors(c, reports, message);
+    EXPECT_EQ(reports[c.culprit].outcome, testing::RankOutcome{});
+    EXPECT_THAT(reports[c.culprit].message, message);
+  }
+};
+
+const auto kWaitsForBlock0 = AllOf(
+    // What the others wait for is as old as their last heartbeat; where this
+    // rank is stands in its error's context.
+    AnyOf(HasSubstr("step 3, unit block0"), HasSubstr("step 3 | unit block0")),
+    HasSubstr("all_gather"),
+    HasSubstr("dp.gather #"));
+
+TEST_F(FaultsNccl, WithoutAFaultNobodyComplains) {
+  for (const FaultReport& report : run_with_fault(with(Fault::none))) {
+    EXPECT_EQ(report.outcome, testing::RankOutcome{});
+    EXPECT_EQ(report.message, "");
+  }
+}
+
+TEST_F(FaultsNccl, AKilledRankIsNamed) {
+  const FaultCase c = with(Fault::kill);
+  const auto reports = run_with_fault(c);
+  EXPECT_EQ(reports[c.culprit].outcome.signal, SIGKILL);
+  expect_survivors(
+      c,
+      reports,
+      AllOf(
+          HasSubstr(culprit(c) + " is missing"),
+          HasSubstr("has ended"),
+          kWaitsForBlock0));
+}
+
+TEST_F(FaultsNccl, RankZeroServesTheStoreAndIsNamedToo) {
+  const FaultCase c = with(Fault::kill, true);
+  expect_survivors(
+      c,
+      run_with_fault(c),
+      AllOf(
+          HasSubstr(culprit(c) + " is missing: the store, which it serves"),
+          HasSubstr("block0")));
+}
+
+TEST_F(FaultsNccl, AStoppedRankIsNamed) {
+  const FaultCase c = with(Fault::stop);
+  expect_survivors(
+      c,
+      run_with_fault(c),
+      AllOf(
+          HasSubstr(culprit(c) + " is missing: no heartbeat for"),
+          HasSubstr("is stopped by a signal"),
+          kWaitsForBlock0));
+}
+
+TEST_F(FaultsNccl, AStoppedRankZeroIsNamed) {
+  const FaultCase c = with(Fault::stop, true);
+  expect_survivors(
+      c,
+      run_with_fault(c),
+      HasSubstr(
+          culprit(c) +
+          " is missing: the store, which it serves, has not answered for"));
+}
+
+TEST_F(FaultsNccl, ARankThatNeverComesIsLate) {
+  const FaultCase c = with(Fault::hang);
+  expect_all(c, AllOf(HasSubstr(culprit(c) + " is late"), kWaitsForBlock0));
+}
+
+TEST_F(FaultsNccl, AnExceptionComesWithItsMessage) {
+  for (const bool rank_zero : {false, true}) {
+    const FaultCase c = with(Fault::exception, rank_zero);
+    const auto reports = run_with_fault(c);
+    EXPECT_EQ(reports[c.culprit].message, "the data loader broke");
+    expect_survivors(
+        c,
+        reports,
+        HasSubstr(culprit(c) + " failed: the data loader broke"));
+  }
+}
+
+// NCCL compares nothing: the sizes below are equal or the ranks hang, and the
+// watcher finds the difference either way.
+TEST_F(FaultsNccl, ARankThatSkipsAUnit) {
+  const FaultCase c = with(Fault::skip_unit);
+  expect_all(
+      c,
+      AllOf(
+          HasSubstr(fmt::format(
+              "rank {} issues the collective of another unit",
+              c.culprit)),
+          HasSubstr("block1")));
+}
+
+TEST_F(FaultsNccl, ARankWithAnotherOrder) {
+  const FaultCase c = with(Fault::other_order);
+  expect_all(
+      c,
+      AllOf(
+          HasSubstr(fmt::format(
+              "rank {} issues the collective of another unit",
+              c.culprit)),
+          HasSubstr("unit block1"),
+          HasSubstr("unit out")));
+}
+
+TEST_F(FaultsNccl, ARankWithAnotherModel) {
+  const FaultCase c = with(Fault::other_size);
+  expect_all(
+      c,
+      AllOf(
+          HasSubstr(fmt::format("rank {} issues another size", c.culprit)),
+          HasSubstr("unit block0: all_gather")));
+}
+
+TEST_F(FaultsNccl, ARankWithAnotherDtype) {
+  const FaultCase c = with(Fault::other_dtype);
+  expect_all(
+      c,
+      AllOf(
+          HasSubstr(fmt::format("rank {} issues another dtype", c.culprit)),
+          HasSubstr("BFloat16")));
+}
+
+}  // namespace
+}  // namespace flatshard

@@ -1,0 +1,123 @@
+// Mistakes that sharded runtimes are known to have made (docs/pitfalls.md), in
+// what one group of parameters does.
+#include "tests/group/groups.h"
+
+#include <gtest/gtest.h>
+
+#include <mutex>
+#include <type_traits>
+
+namespace flatshard::testing {
+namespace {
+
+static_assert(!std::is_copy_constructible_v<ParamGroup>);
+
+TEST(Pitfalls, B34_WeightsOfFourDimensionsAreCutAtRows) {
+  const std::vector<std::int64_t> shape{6, 4, 3, 3};
+  for (const Granularity granularity :
+       {Granularity::element(), Granularity::row(), Granularity::block(2)}) {
+    at::Tensor whole = at::zeros({6 * 4 * 3 * 3});
+    at::Tensor expected = at::empty({6 * 4 * 3 * 3});
+    Initializer(kGroupSeed)
+        .fill(expected, "conv.weight", InitSpec::normal(0, 1), 0);
+    std::mutex mutex;
+    run_ranks(3, [&](RankContext& context) {
+      const ParamGroup group(
+          {{.names = {"conv.weight"},
+            .shape = shape,
+            .granularity = granularity,
+            .init = InitSpec::normal(0, 1)}},
+          context.mesh(),
+          {.name = "conv",
+           .strategy = Strategy::named("zero3", 1),
+           .precision = Precision::full(),
+           .layout = {.max_padding = 1e9}},
+          Initializer(kGroupSeed));
+      const std::lock_guard lock(mutex);
+      for (const NamedShard& shard : group.main_shards()) {
+        EXPECT_EQ(shard.shape, shape);
+        if (granularity != Granularity::element()) {
+          EXPECT_EQ(shard.begin % 3, 0) << granularity.to_string();
+        }
+        whole.narrow(0, shard.begin, shard.tensor.numel()).add_(shard.tensor);
+      }
+      // 72 rows of 3 elements (48 with the alignment) over three ranks.
+      EXPECT_LT(group.layout().padding_numel(), 3 * 2 * 48);
+    });
+    EXPECT_TRUE(whole.equal(expected)) << granularity.to_string();
+  }
+}
+
+// Four ranks with the data of one batch hold one expert each: it sees the
+// tokens of all, its gradient is a sum over four ranks' losses.
+TEST(Pitfalls, B41_ExpertsDivideByTheRanksThatShareTheirTokens) {
+  for (const char* strategy : {"zero0", "zero1", "zero3"}) {
+    run_ranks(2, [&](RankContext& context) {
+      const auto mesh = context.mesh();
+      const auto dense = make_group({strategy, {2}}, mesh, Precision::full());
+      const auto expert = make_group(
+          {strategy, {2}},
+          mesh,
+          Precision::full(),
+          GradScaling::mean,
+          /*grad_divisor=*/4);
+      const at::Tensor gradient = at::ones({dense->layout().numel()});
+      dense->reduce(gradient.clone(), dense->plan_reduction(true, true));
+      expert->reduce(gradient * 4, expert->plan_reduction(true, true));
+      EXPECT_TRUE(expert->grad().local().equal(dense->grad().local()));
+    });
+  }
+}
+
+TEST(Pitfalls, R7_OneLayoutServesAllBuffersAndSteps) {
+  const GroupCase c{"hfsdp", {2, 2}};
+  run_ranks(c.world(), [&](RankContext& context) {
+    const auto mesh = context.mesh(c.axes());
+    for (const Precision& precision : {Precision{}, Precision::full()}) {
+      const auto group = make_group(c, mesh, precision);
+      const FlatLayout* layout = &group->layout();
+      for (int step = 0; step < 3; ++step) {
+        for (const bool last : {false, true}) {
+          group->reduce(
+              at::zeros({layout->numel()}, precision.reduce),
+              group->plan_reduction(true, last));
+        }
+        EXPECT_EQ(group->grad().layout_ptr().get(), layout);
+        EXPECT_EQ(group->main().layout_ptr().get(), layout);
+        EXPECT_EQ(group->compute().layout_ptr().get(), layout);
+        group->zero_grad();
+      }
+    }
+  });
+}
+
+TEST(Pitfalls, R13_WeightsAndGradientsKeepTheirAddresses) {
+  for (const GroupCase& c :
+       {GroupCase{"zero3", {2}}, GroupCase{"zero1", {2}}}) {
+    run_ranks(c.world(), [&](RankContext& context) {
+      const auto group = make_group(c, context.mesh(c.axes()));
+      std::vector<const void*> first;
+      for (int step = 0; step < 3; ++step) {
+        group->reduce(
+            at::zeros({group->layout().numel()}, at::kBFloat16),
+            group->plan_reduction(true, true));
+        at::Tensor(group->main().local()).mul_(2);
+        EXPECT_TRUE(group->adopt_foreign_writes());
+        if (group->has_refresh()) {
+          group->refresh();
+        }
+        const std::vector<const void*> now{
+            group->main().local().data_ptr(),
+            group->compute().local().data_ptr(),
+            group->compute_shard().data_ptr(),
+            group->grad().local().data_ptr()};
+        first = first.empty() ? now : first;
+        EXPECT_EQ(now, first);
+        group->zero_grad();
+      }
+    });
+  }
+}
+
+}  // namespace
+}  // namespace flatshard::testing

@@ -1,0 +1,48 @@
+#include "tests/programs/found.h"
+
+namespace flatshard::testing {
+
+// A new one goes to the end: what was wrong, and what
+// `random_programs_test --program FILE --shrink` printed.
+const std::vector<FoundProgram>& found_programs() {
+  static const std::vector<FoundProgram> programs{
+      {"AllOperationsOnce",
+       R"({"seed":1,"mesh":[2],"strategy":"zero3","prefetch":1,"reshard":true,
+"granularity":"element","delay_us":30,"model":{"unit":true,"ops":[
+{"op":"linear"},{"op":"child","a":0},{"op":"gain"}],"children":[
+{"unit":true,"ops":[{"op":"linear"},{"op":"scalar"}],"children":[]}]},
+"steps":[{"no_sync":false,"micro":["fb"]},{"no_sync":false,"micro":["fb"]}]})"},
+      {"ViewThatIsChangedInPlaceKeptNoHook",
+       R"({"seed":456,"mesh":[2,1],"strategy":"zero3","prefetch":0,
+"reshard":true,"granularity":"element","delay_us":0,"model":{"unit":true,
+"ops":[{"op":"child","a":0}],"children":[{"unit":false,
+"ops":[{"op":"inplace_output","a":0}],"children":[{"unit":true,"ops":[
+{"op":"linear","frozen":true},{"op":"linear"},{"op":"view"}],"children":[]}]}]},
+"steps":[{"no_sync":false,"micro":["leaf_input"]}]})"},
+      {"UnitCalledAgainReducedTwiceWhereItsParameterWasUnused",
+       R"({"seed":35,"mesh":[1,2],"strategy":"hsdp_zero2","prefetch":0,
+"reshard":true,"granularity":"element","delay_us":0,"model":{"unit":true,
+"ops":[{"op":"child","a":0},{"op":"linear"},{"op":"child","a":0}],"children":[
+{"unit":true,"ops":[{"op":"linear"},{"op":"child","a":0},{"op":"child","a":0}],
+"children":[{"unit":true,"ops":[{"op":"sometimes"}],"children":[]}]}]},
+"steps":[{"no_sync":false,"micro":["fb"]},{"no_sync":false,"micro":["fb"]}]})"},
+      {"ParentThatReturnsItsChildsTensorBeganAfterTheChild",
+       R"({"seed":123,"mesh":[1,2],"strategy":"hfsdp","prefetch":0,
+"reshard":true,"granularity":"element","delay_us":0,"model":{"unit":true,
+"ops":[{"op":"linear"},{"op":"child","a":0},{"op":"linear"}],"children":[
+{"unit":true,"ops":[{"op":"child","a":0}],"children":[{"unit":false,"ops":[
+{"op":"child","a":0},{"op":"linear"},{"op":"child","a":0},{"op":"sometimes"}],
+"children":[{"unit":true,"ops":[{"op":"linear"}],"children":[]}]}]}]},
+"steps":[{"no_sync":false,"micro":["fb"]},{"no_sync":false,"micro":["fb"]}]})"},
+      {"UnitThatReturnsItsInputBeganTooLate",
+       R"({"seed":206,"mesh":[2],"strategy":"zero3","prefetch":0,"reshard":true,
+"granularity":"element","delay_us":0,"model":{"unit":true,"ops":[
+{"op":"branch","a":0,"b":1},{"op":"linear"},{"op":"child","a":0},
+{"op":"linear"}],"children":[{"unit":true,"ops":[{"op":"linear"}],
+"children":[]},{"unit":true,"ops":[{"op":"sometimes"}],"children":[]}]},
+"steps":[{"no_sync":false,"micro":["fb"]},{"no_sync":false,"micro":["fb"]}]})"},
+  };
+  return programs;
+}
+
+}  // namespace flatshard::testing

@@ -1,0 +1,50 @@
+#pragma once
+
+#include "flatshard/comm/mesh.h"
+
+#include <nlohmann/json.hpp>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace flatshard::testing {
+
+/// A training program as data: how it is sharded, a model (see NodeImpl), and
+/// the steps with what they do in each microbatch:
+///
+///     {"seed": 7, "mesh": [2], "strategy": "zero3", "prefetch": 1,
+///      "reshard": true, "granularity": "element", "delay_us": 50,
+///      "model": {...},
+///      "steps": [{"no_sync": false, "micro": ["fb", "eval", "ffbb"]}]}
+///
+/// The same seed gives the same program on every machine.
+nlohmann::json random_program(std::uint64_t seed, int world);
+
+/// Smaller programs, each with one thing less; the largest cuts first.
+std::vector<nlohmann::json> smaller_programs(const nlohmann::json& program);
+
+int world_of(const nlohmann::json& program);
+std::vector<MeshAxis> axes_of(const nlohmann::json& program);
+
+struct ProgramResult {
+  /// False when plain autograd refuses the program too: it says nothing.
+  bool valid = true;
+  /// What differs from the unsharded twin on this rank, or broke an invariant.
+  std::vector<std::string> problems;
+  /// For comparison between the ranks.
+  std::vector<CollectiveRecord> collectives;
+};
+
+/// Runs a program on this rank, sharded over `mesh` and plain, and compares
+/// the gradients before and the weights after every step. `log` is the mesh's.
+/// What the sharded model throws without being meant to is a problem too.
+ProgramResult run_program(
+    const nlohmann::json& program,
+    const std::shared_ptr<Mesh>& mesh,
+    const std::shared_ptr<CollectiveLog>& log);
+
+/// What the ranks' results say together; empty when all is well.
+std::vector<std::string> problems_of(const std::vector<ProgramResult>& ranks);
+
+}  // namespace flatshard::testing

@@ -1,0 +1,35 @@
+#pragma once
+
+#include "flatshard/comm/launch.h"
+#include "flatshard/comm/mesh.h"
+#include "flatshard/comm/store.h"
+
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace flatshard::testing {
+
+/// This process as one rank of a test over NCCL, one rank per GPU.
+struct GpuRanks {
+  RankEnvironment environment;
+  StoreHandle store;  ///< null for one rank
+  at::Device device{at::kCUDA, 0};
+
+  int rank() const { return environment.rank; }
+  int world() const { return environment.world_size; }
+  /// A mesh over all ranks. Each call needs another name.
+  std::shared_ptr<Mesh> mesh(
+      std::vector<MeshAxis> axes,
+      const std::string& name,
+      std::shared_ptr<CollectiveLog> log = nullptr) const;
+};
+
+/// Filled by gpu_ranks_main. Without a GPU: one rank that nothing can use.
+const GpuRanks& gpu_ranks();
+
+/// main of a GoogleTest program over NCCL. Alone it starts itself once for
+/// each GPU of the machine; under torchrun or Slurm it is one of their ranks.
+int gpu_ranks_main(int argc, char** argv);
+
+}  // namespace flatshard::testing
