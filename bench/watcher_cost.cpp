@@ -1,0 +1,93 @@
+// What the watcher costs a collective: two ranks as threads over Gloo.
+// usage: watcher_cost [collectives]
+#include <ATen/Functions.h>
+#include <fmt/format.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <thread>
+
+#include "flatshard/comm/make_communicator.h"
+#include "flatshard/comm/mesh.h"
+
+namespace flatshard {
+namespace {
+
+double us_per_all_gather(int count, bool watcher, bool compare) {
+  const StoreHandle store = make_local_store();
+  double us = 0;
+  const auto rank_main = [&](int rank) {
+    MeshOptions options;
+    options.watcher = watcher;
+    options.communicator.compare_collectives = compare;
+    const auto mesh = Mesh::create({{"dp", 2}}, rank, store, at::kCPU, options);
+    auto& group = mesh->communicator(0, Purpose::gather);
+    const at::Tensor in = at::ones({4096});
+    const at::Tensor out = at::empty({8192});
+    const CollectiveScope scope(1, "model.layers.0");
+    for (int i = 0; i < count / 10; ++i) {
+      group.all_gather(out, in);
+    }
+    const auto begin = std::chrono::steady_clock::now();
+    for (int i = 0; i < count; ++i) {
+      group.all_gather(out, in);
+    }
+    const std::chrono::duration<double, std::micro> time =
+        std::chrono::steady_clock::now() - begin;
+    if (rank == 0) {
+      us = time.count() / count;
+    }
+  };
+  std::thread other(rank_main, 1);
+  rank_main(0);
+  other.join();
+  return us;
+}
+
+// The recorder alone, on the calling thread.
+double ns_per_entry(int count) {
+  const StoreHandle store = make_local_store();
+  double ns = 0;
+  const auto rank_main = [&](int rank) {
+    const auto flight =
+        std::make_shared<FlightRecorder>(rank, 2, store, at::kCPU);
+    const auto group = make_self_communicator("dp.gather", at::kCPU);
+    const int track = flight->watch(group, "group");
+    const auto begin = std::chrono::steady_clock::now();
+    for (int i = 0; i < count && rank == 0; ++i) {
+      flight->completed(flight->begin(
+          track,
+          {.kind = CollectiveKind::all_gather,
+           .numel = 4096,
+           .dtype = at::kFloat,
+           .unit = "model.layers.0"}));
+    }
+    const std::chrono::duration<double, std::nano> time =
+        std::chrono::steady_clock::now() - begin;
+    if (rank == 0) {
+      ns = time.count() / count;
+    }
+  };
+  std::thread other(rank_main, 1);
+  rank_main(0);
+  other.join();
+  return ns;
+}
+
+}  // namespace
+}  // namespace flatshard
+
+int main(int argc, char** argv) {
+  using namespace flatshard;
+  const int count = argc > 1 ? std::atoi(argv[1]) : 5000;
+  fmt::print("one entry in the ring: {:.0f} ns\n", ns_per_entry(100 * count));
+  for (const auto& [watcher, compare] :
+       {std::pair{false, false}, {true, false}, {true, true}}) {
+    fmt::print(
+        "all-gather of 4096 floats per rank, watcher {}, comparison {}: "
+        "{:.0f} us\n",
+        watcher ? "on" : "off",
+        compare ? "on" : "off",
+        us_per_all_gather(count, watcher, compare));
+  }
+}
