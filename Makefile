@@ -7,7 +7,7 @@
 #   ARGS="..."                   further arguments, for `make demo`
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test build lint format clean
+.PHONY: help demo test coverage build lint format clean
 
 FLATSHARD_CUDA ?= auto
 SAN ?=
@@ -24,6 +24,9 @@ demo: build ## Train a small Llama on real text over two processes
 test: build ## Run every test; SAN=address,undefined for the sanitizers
 	@scripts/run_tests
 
+coverage: ## Which lines of flatshard/ the tests run; fails below 90 %
+	@scripts/coverage
+
 build: ## Install what is missing, configure, compile
 	@scripts/build
 
@@ -34,4 +37,4 @@ format: ## Rewrite the C++ and CUDA files in the one format
 	@scripts/format
 
 clean: ## Remove the build folders, but not .venv
-	rm -rf build build-san
+	rm -rf build build-san build-coverage

@@ -1,27 +1,34 @@
-# flatshard_library(<folder> [PURE|THREADS] SOURCES ... [CUDA ...] [NO_CUDA ...] DEPS ...)
+# flatshard_library(<folder> [PURE|THREADS] [MODULES] SOURCES ... [CUDA ...] [NO_CUDA ...] DEPS ...)
 #   one static library flatshard_<folder>. PURE: knows no torch. CUDA sources
 #   are built with CUDA on, NO_CUDA sources (their stubs) otherwise.
-# flatshard_program(<name> [PURE] SOURCES ... DEPS ...)
+# flatshard_program(<name> [PURE] [MODULES] SOURCES ... DEPS ...)
 #   one program, at the top of the build folder.
-# flatshard_test(<name> [PURE|THREADS] SOURCES ... DEPS ... [TIMEOUT s])
+# flatshard_test_library(<name> [THREADS] [MODULES] SOURCES ... DEPS ...)
+#   flatshard_<name>, which several tests use.
+# flatshard_test(<name> [PURE|THREADS] [MODULES] SOURCES ... DEPS ... [TIMEOUT s])
 #   one GoogleTest program, run as one ctest.
+# MODULES: takes the precompiled header that has torch's modules.
 # With FLATSHARD_SANITIZE only what is PURE exists; with thread in it also what
 # is marked THREADS: it knows torch, and threads of its own run in it.
 set(FLATSHARD_WARNINGS -Wall -Wextra -Wno-unused-parameter
     -Wno-missing-field-initializers -Winvalid-pch)
 
-# One precompiled torch header serves every target that includes torch. It is
-# named in <> and not by its absolute path, so that ccache finds it again from
-# another clone.
-if(NOT FLATSHARD_SANITIZE)
-  add_library(flatshard_pch STATIC cmake/pch.cpp)
-  target_link_libraries(flatshard_pch PUBLIC flatshard_torch)
-  target_include_directories(flatshard_pch PUBLIC ${PROJECT_SOURCE_DIR})
+# Two precompiled headers serve every target that includes torch; see
+# cmake/pch.h. They are named in <> and not by their absolute paths, so that
+# ccache finds them again from another clone.
+function(_flatshard_precompile target header)
+  add_library(${target} STATIC cmake/pch.cpp)
+  target_link_libraries(${target} PUBLIC flatshard_torch)
+  target_include_directories(${target} PUBLIC ${PROJECT_SOURCE_DIR})
   target_precompile_headers(
-    flatshard_pch PRIVATE $<$<COMPILE_LANGUAGE:CXX>:<cmake/pch.h$<ANGLE-R>>)
+    ${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:<${header}$<ANGLE-R>>)
   target_compile_options(
-    flatshard_pch PRIVATE
+    ${target} PRIVATE
     $<$<COMPILE_LANGUAGE:CXX>:${FLATSHARD_WARNINGS};-fpch-preprocess>)
+endfunction()
+if(NOT FLATSHARD_SANITIZE)
+  _flatshard_precompile(flatshard_pch cmake/pch.h)
+  _flatshard_precompile(flatshard_pch_module cmake/pch_module.h)
 endif()
 
 # A sanitized build leaves out what knows torch, and what depends on it.
@@ -40,16 +47,20 @@ macro(_flatshard_skip out)
 endmacro()
 
 function(_flatshard_setup target pure)
+  set(pch flatshard_pch)
+  if(A_MODULES)
+    set(pch flatshard_pch_module)
+  endif()
   target_compile_options(
     ${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:${FLATSHARD_WARNINGS}>)
   if(pure)
     target_link_libraries(${target} PUBLIC flatshard_fmt Threads::Threads)
   else()
     target_link_libraries(${target} PUBLIC flatshard_torch)
-    if(TARGET flatshard_pch)
+    if(TARGET ${pch})
       target_compile_options(
         ${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-fpch-preprocess>)
-      target_precompile_headers(${target} REUSE_FROM flatshard_pch)
+      target_precompile_headers(${target} REUSE_FROM ${pch})
     endif()
   endif()
 endfunction()
@@ -70,7 +81,7 @@ endfunction()
 
 function(flatshard_library folder)
   cmake_parse_arguments(
-    A "PURE;THREADS" "" "SOURCES;CUDA;NO_CUDA;DEPS" ${ARGN})
+    A "PURE;THREADS;MODULES" "" "SOURCES;CUDA;NO_CUDA;DEPS" ${ARGN})
   _flatshard_skip(skip)
   if(skip)
     return()
@@ -92,7 +103,7 @@ function(flatshard_library folder)
 endfunction()
 
 function(flatshard_program name)
-  cmake_parse_arguments(A "PURE" "" "SOURCES;DEPS" ${ARGN})
+  cmake_parse_arguments(A "PURE;MODULES" "" "SOURCES;DEPS" ${ARGN})
   _flatshard_skip(skip)
   if(skip)
     return()
@@ -102,8 +113,22 @@ function(flatshard_program name)
     ${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR})
 endfunction()
 
+function(flatshard_test_library name)
+  cmake_parse_arguments(A "THREADS;MODULES" "" "SOURCES;DEPS" ${ARGN})
+  _flatshard_skip(skip)
+  if(skip)
+    return()
+  endif()
+  add_library(flatshard_${name} STATIC ${A_SOURCES})
+  _flatshard_setup(flatshard_${name} "")
+  target_include_directories(flatshard_${name} PUBLIC ${PROJECT_SOURCE_DIR})
+  list(TRANSFORM A_DEPS PREPEND flatshard_)
+  target_link_libraries(
+    flatshard_${name} PUBLIC ${A_DEPS} PRIVATE GTest::gtest)
+endfunction()
+
 function(flatshard_test name)
-  cmake_parse_arguments(A "PURE;THREADS" "TIMEOUT" "SOURCES;DEPS" ${ARGN})
+  cmake_parse_arguments(A "PURE;THREADS;MODULES" "TIMEOUT" "SOURCES;DEPS" ${ARGN})
   _flatshard_skip(skip)
   if(skip)
     return()
@@ -112,6 +137,8 @@ function(flatshard_test name)
     set(A_TIMEOUT 300)
   endif()
   _flatshard_executable(${name} ${A_PURE})
+  # Less to wait for when they are built, hardly more when they run.
+  target_compile_options(${name} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-O1>)
   target_link_libraries(${name} PRIVATE GTest::gmock GTest::gtest_main)
   set_target_properties(
     ${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests)

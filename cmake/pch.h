@@ -1,18 +1,15 @@
-// The one precompiled header. Everything that includes torch shares it; the
-// layers that know no torch (core, layout, schedule) do not see it.
-// Not the whole of torch/torch.h: its layers, data sets and optimizers, which
-// nothing here uses, would cost each file one to two seconds more.
+// What everything that includes torch has in common, precompiled once.
+//
+// No more than that: gcc keeps the templates that a header's inline functions
+// call until the end of each file and instantiates them there, whether or not
+// the file uses them. Modules alone (cmake/pch_module.h) cost each file two
+// seconds, autograd functions as much.
 #pragma once
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
-#include <torch/custom_class.h>
-#include <torch/nn/module.h>
-#include <torch/nn/pimpl.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <algorithm>

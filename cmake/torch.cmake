@@ -29,8 +29,9 @@ set(FLATSHARD_TORCH_CUDA_MAJOR "${CMAKE_MATCH_1}")
 message(STATUS "torch ${FLATSHARD_TORCH_VERSION} at ${FLATSHARD_TORCH_DIR}")
 
 find_package(Threads REQUIRED)
-add_library(flatshard_fmt INTERFACE)
-target_compile_definitions(flatshard_fmt INTERFACE FMT_HEADER_ONLY=1)
+add_library(flatshard_fmt STATIC cmake/fmt_format.cpp)
+target_include_directories(
+  flatshard_fmt SYSTEM PRIVATE ${FLATSHARD_TORCH_DIR}/include)
 add_library(flatshard_torch INTERFACE)
 target_compile_definitions(
   flatshard_torch INTERFACE USE_C10D_GLOO=1 USE_DISTRIBUTED=1)

@@ -24,8 +24,14 @@ num_jobs() {
   echo $((cores > 0 ? cores : 1))
 }
 
-# The build folder: the sanitizers have their own.
-build_dir() { echo "build${SAN:+-san}"; }
+# The build folder: sanitizers and coverage have their own.
+build_dir() {
+  if [ "${FLATSHARD_COVERAGE:-OFF}" = ON ]; then
+    echo build-coverage
+  else
+    echo "build${SAN:+-san}"
+  fi
+}
 
 # clang-format 14, the version whose output the repository keeps.
 find_clang_format() {

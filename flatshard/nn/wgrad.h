@@ -1,10 +1,10 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/core/ivalue.h>
 
 #include "flatshard/core/error.h"
-
-#include <torch/custom_class.h>
 
 #include <memory>
 #include <optional>

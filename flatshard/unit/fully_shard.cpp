@@ -1,6 +1,7 @@
 #include "flatshard/unit/fully_shard.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/nn/module.h"
 
 #include <ATen/ATen.h>
 

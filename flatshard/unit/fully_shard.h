@@ -4,7 +4,6 @@
 #include "flatshard/group/precision.h"
 #include "flatshard/layout/flat_layout.h"
 #include "flatshard/layout/strategy.h"
-#include "flatshard/nn/module.h"
 #include "flatshard/unit/runtime.h"
 
 #include <cstdint>

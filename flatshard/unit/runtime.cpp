@@ -2,6 +2,7 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
+#include "flatshard/nn/module.h"
 #include "flatshard/schedule/simulate.h"
 #include "flatshard/unit/poison.h"
 #include "flatshard/unit/runtime_call.h"

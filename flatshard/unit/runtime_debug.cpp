@@ -1,5 +1,6 @@
 // What DebugOptions ask of the Runtime; nothing here runs without them.
 #include "flatshard/core/error.h"
+#include "flatshard/nn/module.h"
 #include "flatshard/unit/autograd_task.h"
 #include "flatshard/unit/poison.h"
 #include "flatshard/unit/runtime_call.h"

@@ -2,6 +2,7 @@
 // accumulators become events for the Scheduler.
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
+#include "flatshard/nn/module.h"
 #include "flatshard/unit/autograd_task.h"
 #include "flatshard/unit/runtime_call.h"
 

@@ -1,6 +1,7 @@
 #include "flatshard/unit/unit.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/nn/module.h"
 
 #include <ATen/ATen.h>
 

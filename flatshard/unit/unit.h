@@ -3,7 +3,6 @@
 #include "flatshard/buffer/slot_pool.h"
 #include "flatshard/device/stream.h"
 #include "flatshard/group/param_group.h"
-#include "flatshard/nn/module.h"
 #include "flatshard/schedule/events.h"
 #include "flatshard/unit/parameter_storage.h"
 
@@ -14,6 +13,10 @@
 #include <vector>
 
 namespace flatshard {
+
+namespace nn {
+class Module;
+}
 
 /// One parameter of a unit and where its gradient of this backward is.
 struct UnitParameter {

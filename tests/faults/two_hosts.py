@@ -106,6 +106,9 @@ class Hosts:
                 ["link", "set", cable, "up"],
             ):
                 done = ip("-netns", name, *command)
+                if "mount --make-rslave" in done.stderr:
+                    self.__exit__()
+                    skip("/ is no mount point, as in a chroot: " + done.stderr)
                 if done.returncode != 0:
                     raise Failure(f"ip {command}: {done.stderr}")
 
