@@ -1,7 +1,8 @@
 #include "flatshard/checkpoint/weights_file.h"
 
-#include "flatshard/checkpoint/safetensors.h"
+#include "flatshard/checkpoint/dtypes.h"
 #include "flatshard/core/error.h"
+#include "flatshard/format/safetensors.h"
 
 #include <ATen/ATen.h>
 #include <fmt/ranges.h>
@@ -10,42 +11,6 @@
 #include <optional>
 
 namespace flatshard {
-namespace {
-
-std::string dtype_name(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-      return "F32";
-    case at::kBFloat16:
-      return "BF16";
-    case at::kHalf:
-      return "F16";
-    default:
-      FLATSHARD_THROW(
-          internal,
-          "no weights file dtype for {}",
-          c10::toString(dtype));
-  }
-}
-
-at::ScalarType dtype_of(const std::string& name, const std::string& tensor) {
-  if (name == "F32") {
-    return at::kFloat;
-  }
-  if (name == "BF16") {
-    return at::kBFloat16;
-  }
-  FLATSHARD_CHECK(
-      name == "F16",
-      format,
-      "tensor {}: expected dtype F32, BF16 or F16, got {}",
-      tensor,
-      name);
-  return at::kHalf;
-}
-
-}  // namespace
-
 void save_weights(
     const std::vector<const ParamGroup*>& groups,
     const std::filesystem::path& path,
@@ -63,7 +28,7 @@ void save_weights(
     for (const ParamGroup* group : groups) {
       for (const GroupParameter& p : group->parameters()) {
         specs.push_back(
-            {name_of(p), dtype_name(group->main().dtype()), p.shape});
+            {name_of(p), safetensors_dtype(group->main().dtype()), p.shape});
       }
     }
     writer.emplace(path, specs, metadata);
@@ -110,7 +75,7 @@ void WeightsFile::read(const std::string& name, const at::Tensor& out) const {
       fmt::join(entry.shape, ", "));
   const auto bytes = impl_->reader.data(entry);
   const at::Tensor host =
-      at::empty(entry.shape, dtype_of(entry.dtype, entry.name));
+      at::empty(entry.shape, scalar_type(entry.dtype, "tensor " + entry.name));
   std::memcpy(host.data_ptr(), bytes.data(), bytes.size());
   out.copy_(host);
 }

@@ -1,4 +1,5 @@
 // The program `flatshard`.
+#include "flatshard/cli/checkpoint_command.h"
 #include "flatshard/cli/data_command.h"
 #include "flatshard/cli/norms_command.h"
 #include "flatshard/cli/train_command.h"
@@ -24,6 +25,8 @@ int main(int argc, char** argv) {
       program,
       std::vector<std::string>(argv, argv + argc));
   flatshard::add_generate_command(program);
+  flatshard::add_checkpoint_command(program);
+  flatshard::add_export_command(program);
   flatshard::add_data_command(program);
   flatshard::add_norms_command(program);
   try {

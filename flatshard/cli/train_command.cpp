@@ -11,6 +11,7 @@
 #include <c10/util/Exception.h>
 #include <CLI/CLI.hpp>
 
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -18,13 +19,36 @@
 namespace flatshard {
 namespace {
 
+// What a shell makes of SIGTERM: the run was stopped, and can go on.
+constexpr int kStoppedExitCode = 128 + SIGTERM;
+
 struct TrainArguments {
   std::string config;
   std::vector<std::string> overrides;
   int nproc = 1;
   std::string device = "auto";
+  bool resume = false;
+  int max_restarts = 0;
   bool help_config = false;
 };
+
+/// Starts the ranks, and again from the last checkpoint when they fail.
+int spawn(const TrainArguments& arguments, std::vector<std::string> argv) {
+  for (int restarts = 0;; ++restarts) {
+    bool signalled = false;
+    const int code = spawn_local_ranks(arguments.nproc, argv, {}, &signalled);
+    if (code == 0 || signalled || restarts == arguments.max_restarts) {
+      return code;
+    }
+    if (restarts == 0 && !arguments.resume) {
+      argv.emplace_back("--resume");
+    }
+    log_warning(
+        "restart {} of {}, from the latest checkpoint",
+        restarts + 1,
+        arguments.max_restarts);
+  }
+}
 
 void train(const TrainArguments& arguments, std::vector<std::string> argv) {
   if (arguments.help_config) {
@@ -39,7 +63,13 @@ void train(const TrainArguments& arguments, std::vector<std::string> argv) {
   if (!launched_by_environment() && arguments.nproc > 1) {
     // Before any rank starts.
     model_config(resolve_config(config, arguments.nproc));
-    const int code = spawn_local_ranks(arguments.nproc, argv);
+    FLATSHARD_CHECK(
+        arguments.max_restarts == 0 || config.checkpoint.interval > 0,
+        config,
+        "--max-restarts goes back to checkpoints, and checkpoint.interval is "
+        "0, "
+        "so there are none");
+    const int code = spawn(arguments, argv);
     if (code != 0) {
       throw CLI::RuntimeError(code);
     }
@@ -55,9 +85,10 @@ void train(const TrainArguments& arguments, std::vector<std::string> argv) {
   setenv("TORCH_NCCL_ENABLE_MONITORING", "0", 0);
   // Its watchdog would write to the store, which may be the one that hangs.
   setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0", 0);
-  Trainer trainer(config, env, arguments.device);
+  Trainer trainer(config, env, arguments.device, arguments.resume);
+  auto end = Trainer::End::finished;
   try {
-    trainer.run();
+    end = trainer.run();
   } catch (const std::exception& e) {
     if (env.world_size == 1) {
       throw;
@@ -67,6 +98,9 @@ void train(const TrainArguments& arguments, std::vector<std::string> argv) {
     report_failure(e);
     std::fflush(nullptr);
     std::_Exit(1);
+  }
+  if (end == Trainer::End::stopped) {
+    throw CLI::RuntimeError(kStoppedExitCode);
   }
 }
 
@@ -113,6 +147,17 @@ void add_train_command(
       "--device",
       arguments->device,
       "auto, cpu or cuda [auto]");
+  command->add_flag(
+      "--resume",
+      arguments->resume,
+      "Go on from the run's latest checkpoint; without one, start");
+  command
+      ->add_option(
+          "--max-restarts",
+          arguments->max_restarts,
+          "With --nproc: start all ranks again so often when one fails, from "
+          "the latest checkpoint [0]")
+      ->check(CLI::Range(0, 1000000));
   command->add_flag(
       "--help-config",
       arguments->help_config,

@@ -59,16 +59,20 @@ struct SpawnOptions {
 ///
 /// Call it before any call into torch: it forks. The port is found free on
 /// loopback and stays bound by this process; rank 0 inherits the socket.
-/// SIGINT and SIGTERM go to all ranks. When one rank fails, the rest are ended
+/// SIGINT, SIGTERM and SIGUSR1 go to all ranks, which ignore SIGUSR1 unless
+/// they do something with it. When one rank fails, the rest are ended
 /// (SIGTERM, then SIGKILL) and the first failure is written to standard error
 /// with its rank, exit code or signal, and last message, unless a rank has said
 /// why itself (claim_failure_report). Ranks die with this process, also when it
 /// is killed.
 ///
+/// @param signalled  if not null: whether SIGINT, SIGTERM or SIGHUP came, so
+///   that the ranks were to end. The result is 128 + that signal then.
 /// @return 0, or the first failing rank's exit code (128 + signal).
 int spawn_local_ranks(
     int nproc,
     const std::vector<std::string>& argv,
-    const SpawnOptions& options = {});
+    const SpawnOptions& options = {},
+    bool* signalled = nullptr);
 
 }  // namespace flatshard

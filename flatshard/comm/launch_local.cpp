@@ -51,14 +51,14 @@ int checked(int result, const char* call) {
   return result;
 }
 
-// SIGINT, SIGTERM, SIGHUP and SIGCHLD arrive through a descriptor while this
-// lives; the ranks get the old mask back.
+// SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGCHLD arrive through a descriptor
+// while this lives; the ranks get the old mask back.
 class SignalGate {
  public:
   SignalGate() {
     sigset_t set;
     sigemptyset(&set);
-    for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGCHLD}) {
+    for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGCHLD}) {
       sigaddset(&set, signal);
     }
     checked(sigprocmask(SIG_BLOCK, &set, &old_), "sigprocmask");
@@ -275,6 +275,8 @@ class LocalRanks {
     return exit_code_;
   }
 
+  bool signalled() const { return signalled_; }
+
  private:
   void start(
       Rank& rank,
@@ -308,6 +310,8 @@ class LocalRanks {
     if (::getppid() != parent) {
       ::_exit(1);  // the parent died before prctl
     }
+    // Until the rank has a handler the signal must not end it.
+    ::signal(SIGUSR1, SIG_IGN);
     ::sigprocmask(SIG_SETMASK, &gate_.old_mask(), nullptr);
     if (write_end.get() >= 0) {
       ::dup2(write_end.get(), STDERR_FILENO);
@@ -375,6 +379,10 @@ class LocalRanks {
       if (signal == SIGCHLD) {
         continue;
       }
+      if (signal == SIGUSR1) {
+        send_all(signal);  // asks for a checkpoint, ends nobody
+        continue;
+      }
       if (exit_code_ == 0) {
         exit_code_ = 128 + signal;
       }
@@ -396,6 +404,10 @@ class LocalRanks {
       const bool killed = WIFSIGNALED(status);
       const int code = killed ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
       if (code == 0 || ending_) {
+        continue;
+      }
+      // It ended in order, as it was asked to; the others do the same.
+      if (signalled_ && !killed && code == exit_code_) {
         continue;
       }
       if (!signalled_) {
@@ -458,7 +470,8 @@ bool claim_failure_report(int patience_ms) {
 int spawn_local_ranks(
     int nproc,
     const std::vector<std::string>& argv,
-    const SpawnOptions& options) {
+    const SpawnOptions& options,
+    bool* signalled) {
   FLATSHARD_CHECK(
       nproc >= 1,
       config,
@@ -468,7 +481,12 @@ int spawn_local_ranks(
       !argv.empty(),
       usage,
       "expected the program's own arguments, got none");
-  return LocalRanks(nproc, argv, options).run();
+  LocalRanks ranks(nproc, argv, options);
+  const int code = ranks.run();
+  if (signalled != nullptr) {
+    *signalled = ranks.signalled();
+  }
+  return code;
 }
 
 }  // namespace flatshard

@@ -412,6 +412,10 @@ void Mesh::publish_failure(const std::string& message) {
   }
 }
 
+const StoreHandle& Mesh::store() const {
+  return root_->store;
+}
+
 void Mesh::abort() {
   const std::lock_guard lock(root_->mutex);
   std::vector<std::shared_ptr<Communicator>> all;

@@ -122,6 +122,9 @@ class Mesh {
   bool same_as(const Mesh& other) const;
   /// E.g. "{outer: 2, dp: 4}".
   std::string to_string() const;
+  /// What `create` was given: for messages outside the order of collectives,
+  /// under a prefix of their own. Null when there was none.
+  const StoreHandle& store() const;
   /// Aborts every communicator.
   void abort();
 

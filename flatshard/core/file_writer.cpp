@@ -16,7 +16,9 @@ namespace {
 
 constexpr std::size_t kBufferBytes = std::size_t{1} << 20;
 
-[[noreturn]] void throw_write_error(const std::filesystem::path& path) {
+}  // namespace
+
+void throw_write_error(const std::filesystem::path& path) {
   const int error = errno;
   FLATSHARD_THROW(
       io,
@@ -28,8 +30,6 @@ constexpr std::size_t kBufferBytes = std::size_t{1} << 20;
       : error == EFBIG ? "; raise the limit on file sizes (ulimit -f)"
                        : "");
 }
-
-}  // namespace
 
 FileWriter::FileWriter(const std::filesystem::path& path) : path_(path) {
   fd_ = ::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);

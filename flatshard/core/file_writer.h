@@ -39,6 +39,10 @@ class FileWriter {
   int fd_ = -1;
 };
 
+/// Throws Error{io} for a write to `path` that errno tells of, with what can be
+/// done about it.
+[[noreturn]] void throw_write_error(const std::filesystem::path& path);
+
 /// A name beside `path` to write to before a rename: "<path>.tmp-<process>".
 /// Removes those that processes of this machine left behind when they died.
 std::filesystem::path temporary_beside(const std::filesystem::path& path);

@@ -13,6 +13,9 @@ std::shared_ptr<Stream> current_cuda_stream(at::Device device);
 void set_current_cuda_device(at::Device device);
 MemoryStats cuda_memory_stats(at::Device device);
 void reset_cuda_peak_memory(at::Device device);
+/// Pins pages of this process; false when the driver refuses.
+bool pin_host_memory(void* begin, std::size_t nbytes);
+void unpin_host_memory(void* begin) noexcept;
 std::unique_ptr<StreamTimer> make_cuda_timer(at::Device device);
 
 std::shared_ptr<Stream> make_cpu_stream(

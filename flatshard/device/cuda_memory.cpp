@@ -38,4 +38,18 @@ void reset_cuda_peak_memory(at::Device device) {
   c10::cuda::CUDACachingAllocator::resetPeakStats(c10::cuda::current_device());
 }
 
+bool pin_host_memory(void* begin, std::size_t nbytes) {
+  at::globalContext().lazyInitDevice(at::kCUDA);
+  const cudaError_t status =
+      cudaHostRegister(begin, nbytes, cudaHostRegisterPortable);
+  if (status != cudaSuccess) {
+    static_cast<void>(cudaGetLastError());  // it is told by the caller
+  }
+  return status == cudaSuccess;
+}
+
+void unpin_host_memory(void* begin) noexcept {
+  static_cast<void>(cudaHostUnregister(begin));
+}
+
 }  // namespace flatshard::detail

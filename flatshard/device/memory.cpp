@@ -1,7 +1,12 @@
 #include "flatshard/device/memory.h"
 
+#include <ATen/ops/from_blob.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
 #include <fstream>
 #include <sstream>
 #include <string>
@@ -49,6 +54,43 @@ MemoryStats memory_stats(at::Device device) {
       device.str());
   return device.is_cpu() ? process_memory_stats()
                          : detail::cuda_memory_stats(device);
+}
+
+at::Tensor host_buffer(std::int64_t nbytes, at::Device device) {
+  const auto size = static_cast<std::size_t>(std::max<std::int64_t>(nbytes, 1));
+  void* begin = ::mmap(
+      nullptr,
+      size,
+      PROT_READ | PROT_WRITE,
+      MAP_PRIVATE | MAP_ANONYMOUS,
+      -1,
+      0);
+  FLATSHARD_CHECK(
+      begin != MAP_FAILED,
+      memory,
+      "cannot get {} bytes of host memory: {}",
+      nbytes,
+      std::strerror(errno));
+  ::madvise(begin, size, MADV_HUGEPAGE);  // faster to pin; a wish only
+  const bool pinned = device.is_cuda();
+  if (pinned && !detail::pin_host_memory(begin, size)) {
+    ::munmap(begin, size);
+    FLATSHARD_THROW(
+        memory,
+        "cannot pin {} bytes of host memory; the machine may lack it, or allow "
+        "less (ulimit -l)",
+        nbytes);
+  }
+  return at::from_blob(
+      begin,
+      {nbytes},
+      [size, pinned](void* memory) {
+        if (pinned) {
+          detail::unpin_host_memory(memory);
+        }
+        ::munmap(memory, size);
+      },
+      at::TensorOptions().dtype(at::kByte));
 }
 
 void reset_peak_memory(at::Device device) {

@@ -21,6 +21,15 @@ struct MemoryStats {
 /// where /proc is missing.
 MemoryStats memory_stats(at::Device device);
 
+/// Host memory for large copies and direct I/O: [nbytes] uint8, page-aligned
+/// and of exactly that size, zero at first. With a CUDA `device` it is pinned,
+/// so that copies from and to that device run beside its kernels.
+///
+/// The pages are the process's own and not the driver's, because the kernel
+/// does no direct I/O from the latter.
+/// @throws Error{memory} when the machine cannot give it.
+at::Tensor host_buffer(std::int64_t nbytes, at::Device device);
+
 /// Peaks count from now on. CUDA only: the CPU's peak stays.
 void reset_peak_memory(at::Device device);
 

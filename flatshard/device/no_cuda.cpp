@@ -54,6 +54,13 @@ void reset_cuda_peak_memory(at::Device /*device*/) {
   throw_no_cuda("CUDA memory statistics");
 }
 
+bool pin_host_memory(void* /*begin*/, std::size_t /*nbytes*/) {
+  throw_no_cuda("pinned memory");
+}
+
+void unpin_host_memory(void* /*begin*/) noexcept {
+}
+
 std::unique_ptr<StreamTimer> make_cuda_timer(at::Device /*device*/) {
   throw_no_cuda("CUDA timer");
 }

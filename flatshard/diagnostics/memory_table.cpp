@@ -88,16 +88,28 @@ std::int64_t total_nbytes(const std::vector<MemoryRow>& rows) {
   return sum;
 }
 
-std::string to_string(const std::vector<MemoryRow>& rows) {
+std::string to_string(
+    const std::vector<MemoryRow>& rows,
+    const std::vector<MemoryRow>& host_rows) {
   std::string text = "memory of one rank, without activations\n";
-  for (const MemoryRow& row : rows) {
+  const auto append = [&](const MemoryRow& row) {
     text += fmt::format(
         "  {:<16} {:>12}  {}\n",
         row.role,
         human(row.nbytes),
         row.reason);
+  };
+  for (const MemoryRow& row : rows) {
+    append(row);
   }
-  text += fmt::format("  {:<16} {:>12}", "sum", human(total_nbytes(rows)));
+  text += fmt::format("  {:<16} {:>12}\n", "sum", human(total_nbytes(rows)));
+  if (!host_rows.empty()) {
+    text += "on the host\n";
+    for (const MemoryRow& row : host_rows) {
+      append(row);
+    }
+  }
+  text.pop_back();
   return text;
 }
 

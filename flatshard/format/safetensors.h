@@ -12,12 +12,9 @@
 
 #include "flatshard/core/file_writer.h"
 #include "flatshard/core/mapped_file.h"
+#include "flatshard/format/safetensors_layout.h"
 
 namespace flatshard {
-
-/// Bytes per element of a safetensors dtype ("F32", "BF16", "F16", "I64", ...).
-/// @throws Error{format} naming the known ones.
-std::int64_t safetensors_item_nbytes(std::string_view dtype);
 
 /// One tensor of a safetensors file: little-endian, row-major, no gaps.
 struct SafetensorsEntry {
@@ -30,28 +27,46 @@ struct SafetensorsEntry {
   std::uint64_t nbytes() const { return end - begin; }
 };
 
+/// What stands before the data of a safetensors file.
+struct SafetensorsHeader {
+  std::vector<SafetensorsEntry> entries;  ///< in the order of the data
+  std::map<std::string, std::string> metadata;
+  std::size_t data_begin = 0;  ///< from the begin of the file
+};
+
+/// Checks and reads the header of the file with the content `bytes`: known
+/// dtypes, sizes that agree with shapes, data without gaps or overlaps up to
+/// the end. Format: https://huggingface.co/docs/safetensors: u64 length of the
+/// header, the header as JSON, then the data that its offsets point into.
+/// @throws Error{format} naming `file`, the tensor and what is wrong with it.
+SafetensorsHeader parse_safetensors(
+    std::span<const std::byte> bytes,
+    const std::string& file);
+
 /// Reads a safetensors file by mapping it.
-/// Format: https://huggingface.co/docs/safetensors: u64 length of the header,
-/// the header as JSON, then the data that its offsets point into.
 class SafetensorsReader {
  public:
-  /// Checks the whole header: known dtypes, sizes that agree with shapes, data
-  /// without gaps or overlaps up to the file's end.
-  /// @throws Error{io} when the file cannot be read, Error{format} naming the
-  /// file, the tensor and what is wrong with it.
+  /// @throws Error{io} when the file cannot be read, or like
+  /// parse_safetensors.
   explicit SafetensorsReader(const std::filesystem::path& path);
 
   const std::filesystem::path& path() const { return path_; }
   /// In the order of the data.
-  const std::vector<SafetensorsEntry>& entries() const { return entries_; }
+  const std::vector<SafetensorsEntry>& entries() const {
+    return header_.entries;
+  }
   /// The header's __metadata__.
   const std::map<std::string, std::string>& metadata() const {
-    return metadata_;
+    return header_.metadata;
   }
 
   bool contains(std::string_view name) const;
   /// @throws Error{format} naming the nearest tensor of the file.
   const SafetensorsEntry& entry(std::string_view name) const;
+  /// The tensor's first byte, from the begin of the file.
+  std::uint64_t offset(const SafetensorsEntry& entry) const {
+    return header_.data_begin + entry.begin;
+  }
   /// The tensor's bytes, valid as long as the reader. They are aligned to the
   /// file's data only as well as its writer did it.
   std::span<const std::byte> data(const SafetensorsEntry& entry) const;
@@ -62,25 +77,15 @@ class SafetensorsReader {
  private:
   std::filesystem::path path_;
   MappedFile file_;
-  std::vector<SafetensorsEntry> entries_;
+  SafetensorsHeader header_;
   std::map<std::string, std::size_t, std::less<>> index_;
-  std::map<std::string, std::string> metadata_;
-  std::size_t data_begin_ = 0;
-};
-
-/// What a writer is told about a tensor.
-struct SafetensorsSpec {
-  std::string name;
-  std::string dtype;
-  std::vector<std::int64_t> shape;
 };
 
 /// Writes a safetensors file under a temporary name and renames it in
 /// `finish`, so that no half-written file ever has the final name.
 ///
 /// The header comes from the specs; the bytes may follow in any order and in
-/// pieces. Tensors are laid out by falling element size, then by name, behind
-/// a header padded to 64 bytes, so that each is aligned to its element.
+/// pieces.
 class SafetensorsWriter {
  public:
   /// @throws Error{usage} on a name given twice or a bad shape, Error{io}.
@@ -106,7 +111,7 @@ class SafetensorsWriter {
 
  private:
   struct Slot {
-    std::uint64_t begin = 0;
+    std::uint64_t begin = 0;  ///< from the begin of the file
     std::uint64_t nbytes = 0;
     std::uint64_t written = 0;
   };

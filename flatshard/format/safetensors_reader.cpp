@@ -1,43 +1,17 @@
-#include <fmt/ranges.h>
-
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include "flatshard/checkpoint/safetensors.h"
-#include "flatshard/checkpoint/safetensors_format.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/nearest_name.h"
+#include "flatshard/format/safetensors.h"
+#include "flatshard/format/safetensors_format.h"
 
 namespace flatshard {
 namespace {
 
 using nlohmann::json;
-
-struct Dtype {
-  std::string_view name;
-  std::int64_t nbytes;
-};
-
-constexpr std::array<Dtype, 16> kDtypes{
-    {{"BOOL", 1},
-     {"U8", 1},
-     {"I8", 1},
-     {"F8_E4M3", 1},
-     {"F8_E5M2", 1},
-     {"F8_E8M0", 1},
-     {"U16", 2},
-     {"I16", 2},
-     {"F16", 2},
-     {"BF16", 2},
-     {"U32", 4},
-     {"I32", 4},
-     {"F32", 4},
-     {"U64", 8},
-     {"I64", 8},
-     {"F64", 8}}};
 
 /// Parses the header and refuses a tensor named twice, which the JSON library
 /// alone would let pass.
@@ -152,44 +126,9 @@ SafetensorsEntry parse_entry(
 
 }  // namespace
 
-std::int64_t safetensors_item_nbytes(std::string_view dtype) {
-  std::vector<std::string_view> names;
-  for (const Dtype& known : kDtypes) {
-    if (known.name == dtype) {
-      return known.nbytes;
-    }
-    names.push_back(known.name);
-  }
-  FLATSHARD_THROW(
-      format,
-      "unknown safetensors dtype '{}'; known are {}",
-      dtype,
-      fmt::join(names, ", "));
-}
-
-bool safetensors_nbytes(
-    const std::vector<std::int64_t>& shape,
-    std::int64_t item_nbytes,
-    std::uint64_t& nbytes) {
-  // A zero anywhere makes the whole empty, whatever the others are.
-  std::int64_t product = item_nbytes;
-  bool overflow = false;
-  bool empty = false;
-  for (const std::int64_t size : shape) {
-    if (size < 0) {
-      return false;
-    }
-    empty = empty || size == 0;
-    overflow = overflow || __builtin_mul_overflow(product, size, &product);
-  }
-  nbytes = empty ? 0 : static_cast<std::uint64_t>(product);
-  return empty || !overflow;
-}
-
-SafetensorsReader::SafetensorsReader(const std::filesystem::path& path)
-    : path_(path), file_(path) {
-  const std::string file = path.string();
-  const auto bytes = file_.bytes();
+SafetensorsHeader parse_safetensors(
+    std::span<const std::byte> bytes,
+    const std::string& file) {
   FLATSHARD_CHECK(
       bytes.size() >= 8,
       format,
@@ -207,28 +146,29 @@ SafetensorsReader::SafetensorsReader(const std::filesystem::path& path)
       file,
       header_nbytes,
       bytes.size() - 8);
-  data_begin_ = 8 + static_cast<std::size_t>(header_nbytes);
+  SafetensorsHeader parsed;
+  parsed.data_begin = 8 + static_cast<std::size_t>(header_nbytes);
   const json header = parse_header(
       {reinterpret_cast<const char*>(bytes.data()) + 8,
        static_cast<std::size_t>(header_nbytes)},
       file);
   for (const auto& [name, value] : header.items()) {
     if (name == kSafetensorsMetadata) {
-      metadata_ = parse_metadata(value, file);
+      parsed.metadata = parse_metadata(value, file);
       continue;
     }
-    entries_.push_back(
+    parsed.entries.push_back(
         parse_entry(name, value, fmt::format("{}: tensor '{}'", file, name)));
   }
   std::sort(
-      entries_.begin(),
-      entries_.end(),
+      parsed.entries.begin(),
+      parsed.entries.end(),
       [](const SafetensorsEntry& a, const SafetensorsEntry& b) {
         return std::tie(a.begin, a.end, a.name) <
                std::tie(b.begin, b.end, b.name);
       });
   std::uint64_t expected = 0;
-  for (const SafetensorsEntry& entry : entries_) {
+  for (const SafetensorsEntry& entry : parsed.entries) {
     FLATSHARD_CHECK(
         entry.begin == expected,
         format,
@@ -238,16 +178,25 @@ SafetensorsReader::SafetensorsReader(const std::filesystem::path& path)
         expected,
         entry.begin);
     expected = entry.end;
-    index_[entry.name] = index_.size();
   }
   FLATSHARD_CHECK(
-      expected == bytes.size() - data_begin_,
+      expected == bytes.size() - parsed.data_begin,
       format,
       "{}: the tensors have {} bytes, but the file has {} after its header; it "
       "is cut off or damaged",
       file,
       expected,
-      bytes.size() - data_begin_);
+      bytes.size() - parsed.data_begin);
+  return parsed;
+}
+
+SafetensorsReader::SafetensorsReader(const std::filesystem::path& path)
+    : path_(path),
+      file_(path),
+      header_(parse_safetensors(file_.bytes(), path.string())) {
+  for (const SafetensorsEntry& entry : header_.entries) {
+    index_[entry.name] = index_.size();
+  }
 }
 
 bool SafetensorsReader::contains(std::string_view name) const {
@@ -258,7 +207,7 @@ const SafetensorsEntry& SafetensorsReader::entry(std::string_view name) const {
   const auto found = index_.find(name);
   if (found == index_.end()) {
     std::vector<std::string> names;
-    for (const SafetensorsEntry& entry : entries_) {
+    for (const SafetensorsEntry& entry : header_.entries) {
       names.push_back(entry.name);
     }
     FLATSHARD_THROW(
@@ -268,13 +217,13 @@ const SafetensorsEntry& SafetensorsReader::entry(std::string_view name) const {
         name,
         nearest_name(name, names));
   }
-  return entries_[found->second];
+  return header_.entries[found->second];
 }
 
 std::span<const std::byte> SafetensorsReader::data(
     const SafetensorsEntry& entry) const {
   return file_.bytes().subspan(
-      data_begin_ + static_cast<std::size_t>(entry.begin),
+      header_.data_begin + static_cast<std::size_t>(entry.begin),
       static_cast<std::size_t>(entry.nbytes()));
 }
 

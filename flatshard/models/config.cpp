@@ -307,4 +307,35 @@ ModelConfig from_hf_json(const std::filesystem::path& path) {
   return config;
 }
 
+std::string to_hf_json(const ModelConfig& config, std::string_view dtype) {
+  nlohmann::ordered_json json{
+      {"architectures", {"LlamaForCausalLM"}},
+      {"model_type", "llama"},
+      {"torch_dtype", dtype},
+      {"hidden_size", config.dim},
+      {"num_hidden_layers", config.layers},
+      {"num_attention_heads", config.heads},
+      {"num_key_value_heads", config.kv_heads},
+      {"head_dim", config.head_dim},
+      {"intermediate_size", config.ffn_dim},
+      {"vocab_size", config.vocab_size},
+      {"max_position_embeddings", config.max_seq_len},
+      {"rope_theta", config.rope_theta},
+      {"rms_norm_eps", config.norm_eps},
+      {"tie_word_embeddings", config.tie_embeddings},
+      {"attention_bias", false},
+      {"mlp_bias", false},
+      {"hidden_act", "silu"}};
+  if (config.rope_scaling) {
+    const nn::RopeScaling& scaling = *config.rope_scaling;
+    json["rope_scaling"] = {
+        {"rope_type", "llama3"},
+        {"factor", scaling.factor},
+        {"low_freq_factor", scaling.low_freq_factor},
+        {"high_freq_factor", scaling.high_freq_factor},
+        {"original_max_position_embeddings", scaling.original_max_positions}};
+  }
+  return json.dump(2) + "\n";
+}
+
 }  // namespace flatshard::models

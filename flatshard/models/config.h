@@ -47,4 +47,9 @@ ModelConfig preset(std::string_view name);
 /// other rope types).
 ModelConfig from_hf_json(const std::filesystem::path& path);
 
+/// The content of a config.json for weights of this shape, which `from_hf_json`
+/// and transformers read.
+/// @param dtype  torch's name of the weights' dtype, e.g. "bfloat16".
+std::string to_hf_json(const ModelConfig& config, std::string_view dtype);
+
 }  // namespace flatshard::models

@@ -43,6 +43,14 @@ class Optimizer {
   std::int64_t num_steps() const { return num_steps_; }
   void set_num_steps(std::int64_t steps) { num_steps_ = steps; }
 
+  /// How often the group was updated; a checkpoint restores it.
+  std::int64_t num_updates(std::size_t group) const {
+    return group_steps_.at(group);
+  }
+  void set_num_updates(std::size_t group, std::int64_t updates) {
+    group_steps_.at(group) = updates;
+  }
+
   /// Names and flat tensors of a group's state, e.g. exp_avg. Each has the
   /// size of the group's main shard.
   virtual std::vector<std::pair<std::string, at::Tensor>> state(

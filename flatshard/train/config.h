@@ -24,6 +24,7 @@ struct Config {
   struct Model {
     std::string family = "llama";
     std::string hf_config;
+    std::string init_from;
     std::string preset;
     std::optional<std::int64_t> dim;
     std::optional<std::int64_t> layers;
@@ -49,6 +50,7 @@ struct Config {
     std::int64_t local_batch_size = 1;
     std::int64_t global_batch_size = -1;
     double max_norm = 1.0;
+    std::string on_nonfinite = "stop";
   } training;
 
   struct Optimizer {
@@ -95,6 +97,16 @@ struct Config {
     std::int64_t steps = 10;
   } validation;
 
+  struct Checkpoint {
+    std::int64_t interval = 0;
+    std::int64_t keep_latest_k = 0;
+    bool async = true;
+    std::string folder = "checkpoints";
+    std::int64_t load_step = -1;
+    std::string exclude;
+    bool export_hf_at_end = false;
+  } checkpoint;
+
   struct Metrics {
     std::int64_t log_freq = 10;
   } metrics;
@@ -122,6 +134,7 @@ struct Config {
     std::int64_t comm_delay_us = 0;
     std::int64_t comm_delay_seed = 0;
     bool deterministic = false;
+    std::int64_t spoil_gradient_step = 0;
   } debug;
 };
 

@@ -1,5 +1,6 @@
 #include "flatshard/train/config_check.h"
 
+#include <algorithm>
 #include <charconv>
 
 #include "flatshard/core/error.h"
@@ -35,7 +36,9 @@ void check_model(const Config& config) {
       "other; give one of them",
       model.hf_config,
       model.preset);
-  if (model.hf_config.empty() && model.preset.empty()) {
+  // Without any of the others the shape is that of init_from's config.json.
+  if (model.hf_config.empty() && model.preset.empty() &&
+      (model.init_from.empty() || model.dim)) {
     FLATSHARD_CHECK(
         model.dim && model.layers && model.heads && model.ffn_dim &&
             model.vocab_size,
@@ -135,6 +138,19 @@ void check_unused(const Config& config) {
           "runs that write a trace");
     }
   }
+  if (config.checkpoint.interval == 0) {
+    for (const char* key :
+         {"checkpoint.keep_latest_k",
+          "checkpoint.async",
+          "checkpoint.export_hf_at_end"}) {
+      refuse_ignored(
+          config,
+          key,
+          "checkpoint.interval",
+          "0",
+          "runs that write checkpoints; set checkpoint.interval to 1 or more");
+    }
+  }
   if (config.debug.comm_delay_us == 0) {
     refuse_ignored(
         config,
@@ -143,6 +159,23 @@ void check_unused(const Config& config) {
         "0",
         "runs with delays");
   }
+}
+
+void check_checkpoint_folder(const std::string& text) {
+  const std::filesystem::path folder(text);
+  const bool leaves = std::any_of(
+      folder.begin(),
+      folder.end(),
+      [](const std::filesystem::path& part) {
+        return part == ".." || part == ".";
+      });
+  FLATSHARD_CHECK(
+      !text.empty() && !leaves,
+      config,
+      "checkpoint.folder expected a folder below run.output_dir, or an "
+      "absolute "
+      "one, got \"{}\"",
+      text);
 }
 
 void check_granularity(const std::string& text) {
@@ -222,6 +255,13 @@ void validate_config(const Config& config) {
   check_optimizer(config);
   check_lr_scheduler(config);
   check_parallelism(config);
+  check_checkpoint_folder(config.checkpoint.folder);
+  FLATSHARD_CHECK(
+      config.training.on_nonfinite != "rewind" ||
+          config.checkpoint.interval > 0,
+      config,
+      "training.on_nonfinite = \"rewind\" goes back to checkpoints, and "
+      "checkpoint.interval is 0, so there are none");
   check_unused(config);
   FLATSHARD_CHECK(
       !config.profiling.enabled ||

@@ -37,6 +37,10 @@ const ConfigKey kKeys[] = {
 
     KEY(model, family, "model family", "llama"),
     KEY(model,
+        init_from,
+        "a Hugging Face folder whose weights to start from; its config.json "
+        "gives the shape unless preset, hf_config or dim does"),
+    KEY(model,
         hf_config,
         "a Hugging Face config.json to take the model's shape from; keys set "
         "here besides it replace its values"),
@@ -101,6 +105,12 @@ const ConfigKey kKeys[] = {
         "gradients are scaled down to this global 2-norm; 0: no clipping",
         {},
         0),
+    KEY(training,
+        on_nonfinite,
+        "when a gradient is NaN or infinite: stop, naming it (looked at in "
+        "logged steps), skip the update, or rewind to the last checkpoint and "
+        "leave that data out",
+        "stop|skip|rewind"),
 
     KEY(optimizer, name, "optimizer", "adamw|sgd"),
     KEY(optimizer, lr, "peak learning rate", {}, 0),
@@ -204,6 +214,38 @@ const ConfigKey kKeys[] = {
         1,
         kMaxSteps),
 
+    KEY(checkpoint,
+        interval,
+        "steps between checkpoints, from which `--resume` goes on; one more "
+        "after the last step; 0: none",
+        {},
+        0,
+        kMaxSteps),
+    KEY(checkpoint,
+        keep_latest_k,
+        "older checkpoints are removed when a new one is whole; 0: keep all",
+        {},
+        0,
+        kMaxSteps),
+    KEY(checkpoint,
+        async,
+        "write beside the training; off: training waits for the disk"),
+    KEY(checkpoint, folder, "where checkpoints are, below run.output_dir"),
+    KEY(checkpoint,
+        load_step,
+        "the step to go on from; -1: the latest with --resume, else none",
+        {},
+        -1,
+        kMaxSteps),
+    KEY(checkpoint,
+        exclude,
+        "what is not taken from a checkpoint: shell patterns of parameter "
+        "names, `optimizer`, `loader`, with commas between them"),
+    KEY(checkpoint,
+        export_hf_at_end,
+        "write the last checkpoint as a Hugging Face folder, "
+        "<run.output_dir>/hf"),
+
     KEY(metrics, log_freq, "steps between log lines", {}, 1, kMaxSteps),
 
     KEY(profiling, enabled, "write a Chrome trace of one step"),
@@ -260,6 +302,13 @@ const ConfigKey kKeys[] = {
         deterministic,
         "only deterministic kernels: the same bits from the same run, at some "
         "cost in speed"),
+    KEY(debug,
+        spoil_gradient_step,
+        "put a NaN into a gradient of rank 0 in this step, once: to try "
+        "training.on_nonfinite; 0: never",
+        {},
+        0,
+        kMaxSteps),
 };
 
 #undef KEY

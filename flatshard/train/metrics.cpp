@@ -13,6 +13,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
 #include "flatshard/diagnostics/norms.h"
+#include "flatshard/format/checkpoint_folder.h"
 
 namespace flatshard {
 namespace {
@@ -117,6 +118,17 @@ void MetricsFile::write_validation(std::int64_t step, double loss) {
   write_line(row.dump());
 }
 
+void MetricsFile::write_nonfinite(
+    std::int64_t step,
+    const std::string& what,
+    std::int64_t goes_on_after) {
+  nlohmann::ordered_json row;
+  row["step"] = step;
+  row["nonfinite"] = what;
+  row["goes_on_after"] = goes_on_after;
+  write_line(row.dump());
+}
+
 void MetricsFile::write_norms(
     std::int64_t step,
     const std::vector<ParameterNorm>& norms) {
@@ -159,15 +171,43 @@ void MetricsFile::write_line(const std::string& line) {
   }
 }
 
+namespace {
+
+/// What a run writes from its start on, below its output folder.
+std::vector<std::filesystem::path> files_of_a_run(
+    const std::filesystem::path& checkpoints) {
+  std::vector<std::filesystem::path> files{"config.toml", "metrics.jsonl"};
+  if (checkpoints.is_relative()) {
+    files.push_back(checkpoints);
+  }
+  return files;
+}
+
+/// Not /dev/null and the like, which hold nothing.
+bool holds_something(const std::filesystem::path& path) {
+  std::error_code error;
+  return std::filesystem::is_regular_file(path, error) ||
+         !list_checkpoints(path).empty();
+}
+
+}  // namespace
+
 std::filesystem::path keep_earlier_run(
-    const std::filesystem::path& output_dir) {
+    const std::filesystem::path& output_dir,
+    const std::filesystem::path& checkpoints) {
   namespace fs = std::filesystem;
-  std::filesystem::path kept;
-  for (const char* name : {"config.toml", "metrics.jsonl"}) {
-    std::error_code error;
-    if (!fs::is_regular_file(output_dir / name, error)) {
-      continue;  // also /dev/null and the like, which hold nothing
+  FLATSHARD_CHECK(
+      checkpoints.is_relative() || list_checkpoints(checkpoints).empty(),
+      config,
+      "checkpoint.folder = {} holds the checkpoints of another run; go on from "
+      "them with --resume, or choose another folder",
+      checkpoints.string());
+  fs::path kept;
+  for (const fs::path& name : files_of_a_run(checkpoints)) {
+    if (!holds_something(output_dir / name)) {
+      continue;
     }
+    std::error_code error;
     for (int n = 1; kept.empty(); ++n) {
       const fs::path free = output_dir / "earlier" / std::to_string(n);
       if (!fs::exists(free, error)) {
@@ -176,13 +216,14 @@ std::filesystem::path keep_earlier_run(
       }
     }
     if (!error) {
+      fs::create_directories((kept / name).parent_path(), error);
       fs::rename(output_dir / name, kept / name, error);
     }
     FLATSHARD_CHECK(
         !error,
         io,
         "cannot keep {} of an earlier run in {}: {}",
-        name,
+        name.string(),
         kept.string(),
         error.message());
   }
@@ -191,9 +232,10 @@ std::filesystem::path keep_earlier_run(
 
 void restore_earlier_run(
     const std::filesystem::path& kept,
-    const std::filesystem::path& output_dir) noexcept {
+    const std::filesystem::path& output_dir,
+    const std::filesystem::path& checkpoints) noexcept {
   std::error_code error;
-  for (const char* name : {"config.toml", "metrics.jsonl"}) {
+  for (const auto& name : files_of_a_run(checkpoints)) {
     if (std::filesystem::exists(kept / name, error)) {
       std::filesystem::rename(kept / name, output_dir / name, error);
     }

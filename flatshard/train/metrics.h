@@ -63,6 +63,11 @@ class MetricsFile {
   ~MetricsFile();
 
   void write(const StepMetrics& metrics);
+  /// A row {"step", "nonfinite": what, "goes_on_after": step}.
+  void write_nonfinite(
+      std::int64_t step,
+      const std::string& what,
+      std::int64_t goes_on_after);
   /// A row {"step", "validation_loss"}.
   void write_validation(std::int64_t step, double loss);
   /// A row {"step", "weight_norms": {name: norm}, "grad_norms": {name: norm}}.
@@ -78,15 +83,21 @@ class MetricsFile {
 /// Moves what an earlier run wrote into `output_dir` and a new one would
 /// overwrite from the start (config.toml, metrics.jsonl) to
 /// <output_dir>/earlier/<n>, n counting from 1. The weights stay: a new run
-/// replaces them only at its end.
+/// replaces them only at its end. Checkpoints move with it.
 ///
+/// @param checkpoints  their folder, below `output_dir` or absolute.
 /// @return that folder, empty when there was nothing to keep.
 /// @throws Error{io}.
-std::filesystem::path keep_earlier_run(const std::filesystem::path& output_dir);
+/// @throws Error{config} for checkpoints in an absolute folder: they are not
+/// this run's to move.
+std::filesystem::path keep_earlier_run(
+    const std::filesystem::path& output_dir,
+    const std::filesystem::path& checkpoints = "checkpoints");
 /// Puts it back where the new run wrote nothing yet, and removes the folder.
 void restore_earlier_run(
     const std::filesystem::path& kept,
-    const std::filesystem::path& output_dir) noexcept;
+    const std::filesystem::path& output_dir,
+    const std::filesystem::path& checkpoints = "checkpoints") noexcept;
 
 /// The line at the bottom of a terminal: bar, share done, loss, time left.
 /// Does nothing when `stream` is not a terminal.

@@ -14,6 +14,8 @@ class TraceRecorder {
   void start();
   /// Waits for the device and writes a Chrome trace, making its folder.
   void stop(const std::filesystem::path& path);
+  /// Ends the recording and writes nothing.
+  void discard();
 
  private:
   at::Device device_;

@@ -74,6 +74,11 @@ models::ModelConfig model_config(const Config& config) {
     model = for_option("model.hf_config", [&] {
       return models::from_hf_json(m.hf_config);
     });
+  } else if (!m.init_from.empty() && !m.dim) {
+    model = for_option("model.init_from", [&] {
+      return models::from_hf_json(
+          std::filesystem::path(m.init_from) / "config.json");
+    });
   } else {
     FLATSHARD_CHECK(
         m.dim && m.layers && m.heads && m.ffn_dim && m.vocab_size,

@@ -1,6 +1,8 @@
 #include "flatshard/train/trainer.h"
 
+#include "flatshard/checkpoint/init_weights.h"
 #include "flatshard/checkpoint/weights_file.h"
+#include "flatshard/comm/flight_recorder.h"
 #include "flatshard/comm/store.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
@@ -9,9 +11,12 @@
 #include "flatshard/diagnostics/nan_check.h"
 #include "flatshard/diagnostics/norms.h"
 #include "flatshard/diagnostics/overlap_check.h"
+#include "flatshard/format/checkpoint_folder.h"
 #include "flatshard/models/flops.h"
 #include "flatshard/models/hf_names.h"
 #include "flatshard/optim/clip.h"
+#include "flatshard/train/export_hf.h"
+#include "flatshard/train/nonfinite.h"
 #include "flatshard/train/option_errors.h"
 #include "flatshard/train/profile.h"
 #include "flatshard/train/setup.h"
@@ -74,7 +79,8 @@ struct Trainer::Interval {
 Trainer::Trainer(
     const Config& config,
     RankEnvironment env,
-    const std::string& device)
+    const std::string& device,
+    bool resume)
     : config_(resolve_config(config, env.world_size)),
       env_(std::move(env)),
       device_(choose_device(device, env_)),
@@ -131,7 +137,7 @@ Trainer::Trainer(
 
   check_memory(config_, model_config_, env_.world_size, device_);
   mesh_ = make_mesh(config_, env_, device_);
-  watched([this] { build(); });
+  watched([&] { build(resume); });
 }
 
 template <class F>
@@ -144,7 +150,7 @@ void Trainer::watched(F&& work) {
   }
 }
 
-void Trainer::build() {
+void Trainer::build(bool resume) {
   const Config::Training& t = config_.training;
   model_ = models::Llama(
       model_config_,
@@ -166,24 +172,67 @@ void Trainer::build() {
   targets_host_ = at::empty(shape, host.pinned_memory(device_.is_cuda()));
   tokens_ = at::empty(shape, host.device(device_));
   targets_ = at::empty(shape, host.device(device_));
+  const auto start = find_start(config_, resume, *mesh_);
   if (env_.rank == 0) {
-    for_option(kOutputDir, [&] {
-      const std::filesystem::path folder = config_.run.output_dir;
-      const auto kept = keep_earlier_run(folder);
-      try {
-        save_config(config_);
-        metrics_.emplace(folder / "metrics.jsonl");
-      } catch (...) {
-        if (!kept.empty()) {
-          restore_earlier_run(kept, folder);
-        }
-        throw;
-      }
-      if (!kept.empty()) {
-        log_info("kept the earlier run's files in {}", kept.string());
-      }
-    });
+    for_option(kOutputDir, [&] { open_output(start.has_value()); });
+  }
+  mesh_->world().barrier();  // what was there before is out of the way
+  std::vector<ParamGroup*> groups;
+  for (const auto& unit : runtime_->units()) {
+    for (const auto& group : unit->groups()) {
+      groups.push_back(group.get());
+    }
+  }
+  checkpoints_.emplace(
+      config_,
+      RunCheckpoints::Parts{
+          .mesh = mesh_,
+          .groups = groups,
+          .optimizer = optimizer_.get(),
+          .loader = &*train_loader_});
+  if (env_.rank == 0) {
     announce();
+  }
+  if (start) {
+    checkpoints_->load(*start);
+    first_step_ = *start + 1;
+  } else if (!config_.model.init_from.empty()) {
+    for_option("model.init_from", [&] {
+      init_weights(config_.model.init_from, groups, models::to_hf_name);
+    });
+    if (env_.rank == 0) {
+      log_info("took the weights of {}", config_.model.init_from);
+    }
+  }
+  if (!start && resume && env_.rank == 0) {
+    log_info(
+        "no checkpoint in {} yet: starting from the first step",
+        checkpoint_folder(config_).string());
+  }
+  if (checkpoints_->enabled()) {
+    signals_.emplace();
+  }
+}
+
+void Trainer::open_output(bool resumed) {
+  const std::filesystem::path folder = config_.run.output_dir;
+  if (resumed) {
+    save_config(config_);
+    metrics_.emplace(folder / "metrics.jsonl", MetricsFile::Mode::append);
+    return;
+  }
+  const auto kept = keep_earlier_run(folder, config_.checkpoint.folder);
+  try {
+    save_config(config_);
+    metrics_.emplace(folder / "metrics.jsonl");
+  } catch (...) {
+    if (!kept.empty()) {
+      restore_earlier_run(kept, folder, config_.checkpoint.folder);
+    }
+    throw;
+  }
+  if (!kept.empty()) {
+    log_info("kept the earlier run's files in {}", kept.string());
   }
 }
 
@@ -204,7 +253,14 @@ void Trainer::announce() const {
       "not causal, no recompute): {:.2f} GFLOP per token\n",
       flops_per_token_ * 1e-9);
   const auto rows = memory_rows(*runtime_, optimizer_->state_nbytes());
-  fmt::print("{}\n", to_string(rows));
+  std::vector<MemoryRow> host_rows;
+  if (checkpoints_->enabled()) {
+    host_rows.push_back(
+        {"checkpoint",
+         checkpoints_->staging_nbytes(),
+         "two buffers, from which checkpoints are written"});
+  }
+  fmt::print("{}\n", to_string(rows, host_rows));
   std::fflush(stdout);
 }
 
@@ -285,7 +341,78 @@ double Trainer::validate() {
   return mean_over_ranks(sum / static_cast<double>(count));
 }
 
-void Trainer::log_step(
+std::int64_t Trainer::give_up_step(std::int64_t step) {
+  // So many in a row are no accident of the data.
+  constexpr std::int64_t kMostInARow = 10;
+  const std::string& wanted = config_.training.on_nonfinite;
+  const std::string what = name_nonfinite_gradient(*runtime_, *mesh_);
+  FLATSHARD_CHECK(
+      wanted != "stop" && ++num_given_up_ <= kMostInARow,
+      usage,
+      "the gradient of step {} is not finite{}: {}; lower optimizer.lr, check "
+      "the data, or set training.on_nonfinite to skip or rewind",
+      step,
+      wanted == "stop" ? ""
+                       : fmt::format(", for the {}th time", kMostInARow + 1),
+      what);
+  optimizer_->zero_grad();
+  runtime_->finish_step();
+  std::int64_t last = step;
+  if (wanted == "rewind") {
+    checkpoints_->finish();
+    FLATSHARD_CHECK(
+        checkpoints_->last_saved(),
+        usage,
+        "the gradient of step {} is not finite, and there is no checkpoint to "
+        "rewind to yet: {}; lower checkpoint.interval",
+        step,
+        what);
+    last = *checkpoints_->last_saved();
+    const data::LoaderState place = train_loader_->state();
+    checkpoints_->load(last);
+    train_loader_->restore(place);  // past the data that did it
+  }
+  if (env_.rank == 0) {
+    status_.clear();
+    log_warning(
+        "the gradient of step {} is not finite: {}; {}",
+        step,
+        what,
+        wanted == "skip"
+            ? "the weights stay as they were"
+            : fmt::format(
+                  "going on from the checkpoint of step {}, with new data",
+                  last));
+    for_option(kOutputDir, [&] {
+      metrics_->write_nonfinite(step, what, last);
+    });
+  }
+  return last;
+}
+
+Trainer::Requests Trainer::requests() {
+  Requests mine;
+  if (!signals_) {
+    return mine;
+  }
+  mine.stop = signals_->stop_requested();
+  mine.save = signals_->take_save_request() || mine.stop;
+  if (env_.world_size == 1) {
+    return mine;
+  }
+  const at::Tensor wanted = at::tensor({static_cast<std::int64_t>(mine.save),
+                                        static_cast<std::int64_t>(mine.stop)})
+                                .to(device_);
+  const CollectiveScope scope("signals");
+  mesh_->world(Purpose::reduce).all_reduce(wanted, ReduceOp::sum);
+  const at::Tensor sum = wanted.cpu();
+  mesh_->check();
+  return {
+      .save = sum[0].item<std::int64_t>() > 0,
+      .stop = sum[1].item<std::int64_t>() > 0};
+}
+
+Trainer::Requests Trainer::log_step(
     std::int64_t step,
     const at::Tensor& loss,
     const at::Tensor& norm,
@@ -329,21 +456,27 @@ void Trainer::log_step(
     for_option(kOutputDir, [&] { metrics_->write(metrics); });
   }
   interval = {};
+  return requests();
 }
 
-void Trainer::run() {
-  watched([this] { train(); });
+Trainer::End Trainer::run() {
+  End end = End::finished;
+  watched([&] { end = train(); });
+  return end;
 }
 
-void Trainer::train() {
+Trainer::End Trainer::train() {
   const auto begin = Clock::now();
   Interval interval;
   double last_loss = 0;
   TraceRecorder recorder(device_);
-  for (std::int64_t step = 1; step <= config_.training.steps; ++step) {
+  End end = End::finished;
+  for (std::int64_t step = first_step_;
+       step <= config_.training.steps && end == End::finished;
+       ++step) {
     const bool last = step == config_.training.steps;
     const bool logged =
-        step == 1 || last || step % config_.metrics.log_freq == 0;
+        step == first_step_ || last || step % config_.metrics.log_freq == 0;
     runtime_->set_measure_exposed(logged);
     const bool profile = config_.profiling.enabled &&
                          step == config_.profiling.step && env_.rank == 0;
@@ -353,9 +486,22 @@ void Trainer::train() {
     const at::Tensor loss = forward_backward(step, interval);
     const auto host = Clock::now();
     const double lr = schedule_.lr(step - 1);
+    spoil_gradient(step);
     const ClipResult clip =
         clip_grad_norm(runtime_->groups(), config_.training.max_norm);
     diagnose_gradients(step);
+    if ((logged || config_.training.on_nonfinite != "stop") &&
+        !std::isfinite(clip.norm.item<double>())) {
+      mesh_->check();
+      if (profile) {
+        recorder.discard();
+      }
+      step = give_up_step(step);
+      interval = {};
+      continue;
+    }
+    num_given_up_ = 0;
+    checkpoints_->before_update();
     optimizer_->step(lr, clip.scale);
     optimizer_->zero_grad();
     if (config_.diagnostics.nan_check) {
@@ -370,9 +516,17 @@ void Trainer::train() {
           config_.profiling.folder /
           fmt::format("step_{}_rank_{}.json", step, env_.rank));
     }
+    Requests asked;
     if (logged) {
       runtime_->set_measure_exposed(false);
-      log_step(step, loss, clip.norm, lr, interval);
+      asked = log_step(step, loss, clip.norm, lr, interval);
+    }
+    if (checkpoints_->due(step) || asked.save) {
+      checkpoints_->save(step);
+    }
+    checkpoints_->report();
+    if (asked.stop) {
+      end = End::stopped;
     }
     if (status_.enabled() && env_.rank == 0) {
       if (!device_.is_cuda()) {
@@ -382,9 +536,11 @@ void Trainer::train() {
           step,
           config_.training.steps,
           last_loss,
-          ms_since(begin) * 1e-3);
+          ms_since(begin) * 1e-3,
+          first_step_ - 1);
     }
-    if (validation_loader_ && (last || step % config_.validation.freq == 0)) {
+    if (validation_loader_ && !asked.stop &&
+        (last || step % config_.validation.freq == 0)) {
       const double validation = validate();
       if (env_.rank == 0) {
         status_.clear();
@@ -398,9 +554,23 @@ void Trainer::train() {
     }
   }
   status_.clear();
-  if (config_.run.save_weights) {
+  checkpoints_->finish();
+  if (end == End::finished && config_.run.save_weights) {
     save();
   }
+  if (end == End::finished && config_.checkpoint.export_hf_at_end &&
+      env_.rank == 0) {
+    const auto to = std::filesystem::path(config_.run.output_dir) / "hf";
+    std::filesystem::remove_all(to);  // of the same run, when it was resumed
+    fmt::print(
+        "{}\n",
+        export_hf(
+            {.run = step_folder(
+                 checkpoint_folder(config_),
+                 *checkpoints_->last_saved()),
+             .to = to}));
+  }
+  return end;
 }
 
 void Trainer::install_diagnostics() {
@@ -410,6 +580,17 @@ void Trainer::install_diagnostics() {
   if (config_.diagnostics.nan_check) {
     NanCheck::install(runtime_);
     NanCheck::check_weights(*runtime_);
+  }
+}
+
+void Trainer::spoil_gradient(std::int64_t step) {
+  if (step != config_.debug.spoil_gradient_step || spoilt_) {
+    return;
+  }
+  spoilt_ = true;  // once, also when the step comes again
+  if (env_.rank == 0) {
+    const at::Tensor grad = runtime_->groups().front()->grad().local();
+    grad.narrow(0, 0, 1).fill_(std::nan(""));
   }
 }
 

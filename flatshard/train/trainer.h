@@ -8,6 +8,8 @@
 #include "flatshard/optim/optimizer.h"
 #include "flatshard/train/config.h"
 #include "flatshard/train/metrics.h"
+#include "flatshard/train/run_checkpoints.h"
+#include "flatshard/train/save_signals.h"
 #include "flatshard/unit/runtime.h"
 
 #include <cstdint>
@@ -20,40 +22,63 @@ namespace flatshard {
 /// One rank of a training run, from a Config to trained weights on disk.
 ///
 /// Rank 0 prints and writes below `run.output_dir`: config.toml,
-/// metrics.jsonl, model.safetensors at the end.
+/// metrics.jsonl, model.safetensors at the end. All ranks write checkpoints.
 class Trainer {
  public:
+  /// How a run ended.
+  enum class End {
+    finished,
+    stopped,  ///< by SIGTERM, after a checkpoint of the last step
+  };
+
   /// Builds everything; collective over all ranks.
   /// @param device  "auto", "cpu" or "cuda".
-  Trainer(const Config& config, RankEnvironment env, const std::string& device);
+  /// @param resume  go on from the latest checkpoint, if there is one.
+  Trainer(
+      const Config& config,
+      RankEnvironment env,
+      const std::string& device,
+      bool resume = false);
   ~Trainer();
 
-  /// Trains `training.steps` steps.
-  void run();
+  /// Trains up to step `training.steps`.
+  End run();
 
   const Runtime& runtime() const { return *runtime_; }
 
  private:
   struct Interval;  // what is measured between two log lines
 
-  void build();
+  void build(bool resume);
+  void open_output(bool resumed);
   /// Runs `work`; what it throws is told to the other ranks.
   template <class F>
   void watched(F&& work);
-  void train();
+  End train();
   void announce() const;
   /// Runs all microbatches; returns this rank's mean loss, [] float32.
   at::Tensor forward_backward(std::int64_t step, Interval& interval);
   void load(data::Loader& loader, std::int64_t microbatch, Interval& interval);
   double validate();
   double mean_over_ranks(const at::Tensor& loss);
-  void log_step(
+  /// What any rank was asked for by a signal; see SaveSignals.
+  struct Requests {
+    bool save = false;
+    bool stop = false;
+  };
+  /// The same answer on all ranks. Collective.
+  Requests requests();
+  /// What `training.on_nonfinite` wants of a step whose gradient is not finite:
+  /// throws, or returns the step after which the run goes on. Collective.
+  std::int64_t give_up_step(std::int64_t step);
+  Requests log_step(
       std::int64_t step,
       const at::Tensor& loss,
       const at::Tensor& norm,
       double lr,
       Interval& interval);
   void install_diagnostics();
+  void spoil_gradient(std::int64_t step);
   /// Everything [diagnostics] wants between the backward and the optimizer.
   void diagnose_gradients(std::int64_t step);
   void save();
@@ -76,6 +101,11 @@ class Trainer {
   at::Tensor targets_;
   std::optional<MetricsFile> metrics_;
   StatusLine status_;
+  std::optional<SaveSignals> signals_;
+  std::optional<RunCheckpoints> checkpoints_;  ///< ends before what it saves
+  bool spoilt_ = false;  ///< debug.spoil_gradient_step was done
+  std::int64_t first_step_ = 1;
+  std::int64_t num_given_up_ = 0;  ///< steps in a row
   double flops_per_token_ = 0;
 };
 

@@ -1,8 +1,8 @@
 #include "flatshard/checkpoint/weights_file.h"
 
 #include "flatshard/core/error.h"
-#include "tests/data/temp_folder.h"
 #include "tests/support/ranks.h"
+#include "tests/support/temp_folder.h"
 
 #include <ATen/ATen.h>
 
@@ -55,7 +55,7 @@ at::Tensor initial(const char* name, std::vector<std::int64_t> shape) {
 }
 
 TEST(SaveWeights, TheFileIsTheSameForAllStrategiesAndRanks) {
-  const data::TempFolder folder;
+  const TempFolder folder;
   struct Case {
     std::string strategy;
     std::vector<MeshAxis> axes;
@@ -95,7 +95,7 @@ TEST(SaveWeights, TheFileIsTheSameForAllStrategiesAndRanks) {
 }
 
 TEST(SaveWeights, B33_RanksWithoutAPieceSaveToo) {
-  const data::TempFolder folder;
+  const TempFolder folder;
   const auto path = folder / "w.safetensors";
   run_ranks(5, [&](RankContext& context) {
     std::vector<GroupParameter> parameters;
@@ -125,7 +125,7 @@ TEST(SaveWeights, B33_RanksWithoutAPieceSaveToo) {
 }
 
 TEST(SaveWeights, NarrowMainWeightsKeepTheirDtype) {
-  const data::TempFolder folder;
+  const TempFolder folder;
   const auto path = folder / "w.safetensors";
   for (const auto dtype : {at::kBFloat16, at::kHalf}) {
     const auto group = make_group(
@@ -142,7 +142,7 @@ TEST(SaveWeights, NarrowMainWeightsKeepTheirDtype) {
 }
 
 TEST(SaveWeights, RenamesWhatTheFileCallsOtherwise) {
-  const data::TempFolder folder;
+  const TempFolder folder;
   const auto path = folder / "w.safetensors";
   const auto group = make_group(Mesh::single(at::kCPU), "zero3", "a.");
   save_weights({group.get()}, path, {}, [](const std::string& name) {
@@ -154,7 +154,7 @@ TEST(SaveWeights, RenamesWhatTheFileCallsOtherwise) {
 }
 
 TEST(WeightsFile, B35_ErrorsNameTensorAndFile) {
-  const data::TempFolder folder;
+  const TempFolder folder;
   const auto path = folder / "w.safetensors";
   const auto group = make_group(Mesh::single(at::kCPU), "zero3", "a.");
   save_weights({group.get()}, path);

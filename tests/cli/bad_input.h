@@ -3,7 +3,7 @@
 #include "flatshard/data/corpus.h"
 #include "flatshard/data/loader.h"
 #include "flatshard/data/token_source.h"
-#include "tests/data/temp_folder.h"
+#include "tests/support/temp_folder.h"
 
 #include <fmt/format.h>
 #include <sys/wait.h>
@@ -47,7 +47,7 @@ struct Result {
 
 // `shell` may hold $PROGRAM.
 inline Result sh(const std::string& shell) {
-  const data::TempFolder folder;
+  const TempFolder folder;
   const auto script = folder.write("script", shell);
   const std::string command = fmt::format(
       "PROGRAM='{}' OMP_NUM_THREADS=1 timeout -s KILL {} sh '{}' 2>&1 "
@@ -113,7 +113,7 @@ log_freq = 1
 class BadInput : public ::testing::Test {
  protected:
   static void SetUpTestSuite() {
-    shared_ = new data::TempFolder;
+    shared_ = new TempFolder;
     std::string text;
     for (int i = 0; i < 400; ++i) {
       text += fmt::format("line {} of a text\n", i % 10);
@@ -200,8 +200,8 @@ class BadInput : public ::testing::Test {
     file.write("\xff\xff", 2);
   }
 
-  static inline data::TempFolder* shared_ = nullptr;
-  data::TempFolder folder_;
+  static inline TempFolder* shared_ = nullptr;
+  TempFolder folder_;
   std::map<std::string, std::string> earlier_;
 };
 

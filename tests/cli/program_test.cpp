@@ -1,5 +1,5 @@
 // Runs the program itself: options, exit codes, and two ranks end to end.
-#include "tests/data/temp_folder.h"
+#include "tests/support/temp_folder.h"
 
 #include <fmt/format.h>
 #include <sys/wait.h>
@@ -94,7 +94,7 @@ log_freq = 4
     return "'" + (folder_ / "run.toml").string() + "'";
   }
 
-  data::TempFolder folder_;
+  TempFolder folder_;
 };
 
 TEST_F(Program, HelpAndVersion) {

@@ -18,7 +18,7 @@
 
 #include "flatshard/comm/launch.h"
 #include "flatshard/core/error.h"
-#include "tests/data/temp_folder.h"
+#include "tests/support/temp_folder.h"
 
 extern char** environ;
 
@@ -265,7 +265,7 @@ class Traces {
     return connected;
   }
 
-  data::TempFolder folder_;
+  TempFolder folder_;
   std::string tag_;
   std::set<std::string> shared_memory_;
 };

@@ -7,7 +7,7 @@
 
 #include "flatshard/data/corpus_writer.h"
 #include "tests/data/expect_error.h"
-#include "tests/data/temp_folder.h"
+#include "tests/support/temp_folder.h"
 
 namespace flatshard::data {
 namespace {

@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "tests/data/expect_error.h"
-#include "tests/data/temp_folder.h"
+#include "tests/support/temp_folder.h"
 
 namespace flatshard::data {
 namespace {

@@ -6,7 +6,7 @@
 #include <set>
 
 #include "tests/data/expect_error.h"
-#include "tests/data/temp_folder.h"
+#include "tests/support/temp_folder.h"
 
 namespace flatshard::data {
 namespace {

@@ -8,7 +8,7 @@
 #include "flatshard/data/prepare.h"
 #include "flatshard/data/text_codec.h"
 #include "tests/data/expect_error.h"
-#include "tests/data/temp_folder.h"
+#include "tests/support/temp_folder.h"
 
 namespace flatshard::data {
 namespace {

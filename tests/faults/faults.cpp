@@ -2,7 +2,7 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/optim/sgd.h"
-#include "tests/data/temp_folder.h"
+#include "tests/support/temp_folder.h"
 #include "tests/unit/training.h"
 
 #include <ATen/ATen.h>
@@ -96,7 +96,7 @@ std::string read_file(const std::filesystem::path& path) {
 std::vector<FaultReport> run_reporting(
     int world,
     const std::function<void(RankContext&)>& function) {
-  const data::TempFolder folder;
+  const TempFolder folder;
   const auto path = [&](int rank) {
     return folder / fmt::format("rank_{}", rank);
   };

@@ -1,4 +1,4 @@
-#include "flatshard/checkpoint/safetensors.h"
+#include "flatshard/format/safetensors.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -8,7 +8,7 @@
 #include <string>
 #include <string_view>
 
-namespace flatshard::data {
+namespace flatshard {
 
 /// A folder of its own for one test, removed at the end.
 class TempFolder {
@@ -39,4 +39,4 @@ class TempFolder {
   std::filesystem::path path_;
 };
 
-}  // namespace flatshard::data
+}  // namespace flatshard

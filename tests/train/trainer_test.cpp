@@ -1,10 +1,10 @@
 #include "flatshard/train/trainer.h"
 
-#include "flatshard/checkpoint/safetensors.h"
 #include "flatshard/core/error.h"
 #include "flatshard/data/prepare.h"
+#include "flatshard/format/safetensors.h"
 #include "flatshard/train/generate.h"
-#include "tests/data/temp_folder.h"
+#include "tests/support/temp_folder.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -119,7 +119,7 @@ log_freq = 4
     return all;
   }
 
-  data::TempFolder folder_;
+  TempFolder folder_;
 };
 
 TEST_F(TrainerTest, LearnsAndWritesItsRun) {

@@ -1,6 +1,6 @@
 // Reading a released parameter with DebugOptions::poison ends the process and
 // names the parameter. Ranks are processes here, since they die.
-#include "tests/data/temp_folder.h"
+#include "tests/support/temp_folder.h"
 #include "tests/unit/twin.h"
 
 #include <ATen/ATen.h>
@@ -30,7 +30,7 @@ using testing::Twin;
 std::pair<testing::RankOutcome, std::string> ends_with(
     const std::function<void(Twin&)>& crime,
     const std::function<void()>& before = {}) {
-  const data::TempFolder folder;
+  const TempFolder folder;
   const auto file = folder / "stderr";
   const auto outcomes = rank_process_outcomes(2, [&](RankContext& context) {
     if (before) {

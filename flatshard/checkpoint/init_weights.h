@@ -1,0 +1,27 @@
+#pragma once
+
+#include <filesystem>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "flatshard/group/param_group.h"
+
+namespace flatshard {
+
+/// Fills the main weights of this rank from a Hugging Face folder, whatever
+/// float dtype it has. Each rank reads what it owns, a piece at a time: no rank
+/// ever holds the model, and host memory grows by 64 MiB at most. Optimizer
+/// state stays. Blocks; not collective.
+///
+/// Names, shapes and dtypes are checked before the first weight changes.
+/// @param rename  a parameter's name in the folder; a tied parameter is looked
+///   for under each of its names.
+/// @throws Error{io} or Error{format} naming the tensor: missing from the
+/// folder, of another shape, or one too many in it.
+void init_weights(
+    const std::filesystem::path& folder,
+    const std::vector<ParamGroup*>& groups,
+    const std::function<std::string(const std::string&)>& rename);
+
+}  // namespace flatshard

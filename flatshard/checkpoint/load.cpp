@@ -1,0 +1,303 @@
+#include "flatshard/checkpoint/load.h"
+
+#include <ATen/ATen.h>
+#include <fmt/ranges.h>
+#include <fnmatch.h>
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <set>
+
+#include "flatshard/checkpoint/dtypes.h"
+#include "flatshard/checkpoint/owned_runs.h"
+#include "flatshard/checkpoint/state_keys.h"
+#include "flatshard/comm/flight_recorder.h"
+#include "flatshard/core/error.h"
+#include "flatshard/core/nearest_name.h"
+#include "flatshard/format/read_plan.h"
+
+namespace flatshard {
+namespace {
+
+namespace fs = std::filesystem;
+
+/// Runs `work` on every rank, and fails on all when it failed on one.
+/// Collective.
+template <class F>
+void on_all_ranks(Mesh& mesh, F&& work) {
+  std::exception_ptr error;
+  try {
+    work();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  if (mesh.size() > 1) {
+    // The number of the last rank that failed; -1: none.
+    const at::Tensor failed = at::zeros(
+        {mesh.size()},
+        at::TensorOptions().dtype(at::kLong).device(mesh.device()));
+    if (error) {
+      failed[mesh.rank()].fill_(1);
+    }
+    const CollectiveScope scope("load checkpoint");
+    mesh.world().all_reduce(failed, ReduceOp::sum);
+    const at::Tensor all = failed.cpu();
+    mesh.check();
+    for (int rank = 0; rank < mesh.size() && !error; ++rank) {
+      FLATSHARD_CHECK(
+          all[rank].item<std::int64_t>() == 0,
+          io,
+          "rank {} could not read the checkpoint, so no rank takes it",
+          rank);
+    }
+  }
+  if (error) {
+    std::rethrow_exception(error);
+  }
+}
+
+class Loader {
+ public:
+  Loader(
+      const fs::path& folder,
+      const std::vector<ParamGroup*>& groups,
+      Optimizer* optimizer,
+      const LoadOptions& options)
+      : folder_(folder),
+        groups_(groups),
+        optimizer_(optimizer),
+        options_(options) {}
+
+  /// Everything that can fail; changes nothing.
+  void read() {
+    manifest_ = read_manifest(folder_);
+    match();
+    check_names();
+    find_updates();
+    const auto chunks = plan_reads(manifest_, wanted_);
+    std::set<std::int64_t> files;
+    for (const ReadChunk& chunk : chunks) {
+      files.insert(chunk.file);
+    }
+    const std::vector<std::int64_t> list(files.begin(), files.end());
+    if (!list.empty()) {
+      check_files(folder_, manifest_, list);
+    }
+    staging_ = at::empty({static_cast<std::int64_t>(nbytes_)}, at::kByte);
+    read_chunks(
+        folder_,
+        manifest_,
+        chunks,
+        {static_cast<std::byte*>(staging_.data_ptr()),
+         static_cast<std::size_t>(nbytes_)},
+        options_.num_threads);
+    result_ = {
+        .step = manifest_.step,
+        .state = manifest_.state,
+        .read_nbytes = read_nbytes(chunks)};
+  }
+
+  LoadedCheckpoint apply() {
+    const at::NoGradGuard no_grad;
+    for (const Target& target : targets_) {
+      const at::Tensor& values = target.values;
+      const auto nbytes = static_cast<std::int64_t>(values.nbytes());
+      if (nbytes > 0) {
+        values.copy_(staging_.narrow(0, target.begin, nbytes)
+                         .view(values.scalar_type()));
+      }
+    }
+    for (ParamGroup* group : groups_) {
+      group->cast_main_to_compute();
+    }
+    if (optimizer_ != nullptr) {
+      for (std::size_t i = 0; i < updates_.size(); ++i) {
+        if (updates_[i]) {
+          optimizer_->set_num_updates(i, *updates_[i]);
+        }
+      }
+      optimizer_->set_num_steps(num_steps_);
+    }
+    return result_;
+  }
+
+ private:
+  struct Target {
+    at::Tensor values;
+    std::int64_t begin = 0;  ///< in the staging memory
+  };
+
+  bool excluded(const std::string& name) const {
+    return std::any_of(
+        options_.exclude.begin(),
+        options_.exclude.end(),
+        [&](const std::string& pattern) {
+          return ::fnmatch(pattern.c_str(), name.c_str(), 0) == 0;
+        });
+  }
+
+  bool excluded(const std::vector<std::string>& names) const {
+    return std::any_of(names.begin(), names.end(), [&](const auto& name) {
+      return excluded(name);
+    });
+  }
+
+  /// The stored tensor of a run, under whichever of its names.
+  const StoredTensor& stored(const OwnedRun& run) {
+    const auto role = manifest_.tensors.find(run.role);
+    FLATSHARD_CHECK(
+        role != manifest_.tensors.end(),
+        format,
+        "{}: the checkpoint has no '{}'; it was written by another optimizer, "
+        "or without one",
+        folder_.string(),
+        run.role);
+    for (const std::string& name : run.names) {
+      const auto found = role->second.find(name);
+      if (found != role->second.end()) {
+        used_.insert({run.role, name});
+        return found->second;
+      }
+    }
+    std::vector<std::string> names;
+    for (const auto& [name, tensor] : role->second) {
+      names.push_back(name);
+    }
+    FLATSHARD_THROW(
+        format,
+        "{}: the model has {}, the checkpoint does not; its nearest name is "
+        "'{}'. Exclude it to keep the model's own",
+        folder_.string(),
+        describe_tensor(run.role, run.names.front()),
+        names.empty() ? "" : nearest_name(run.names.front(), names));
+  }
+
+  void match() {
+    for (const OwnedRun& run : owned_runs(groups_, optimizer_)) {
+      if (excluded(run.names)) {
+        continue;
+      }
+      const StoredTensor& tensor = stored(run);
+      const std::string what =
+          describe_tensor(run.role, run.names.front());
+      FLATSHARD_CHECK(
+          tensor.shape == run.shape,
+          format,
+          "{}: {}: expected shape [{}], got [{}]",
+          folder_.string(),
+          what,
+          fmt::join(run.shape, ", "),
+          fmt::join(tensor.shape, ", "));
+      const std::string dtype = safetensors_dtype(run.values.scalar_type());
+      FLATSHARD_CHECK(
+          tensor.dtype == dtype,
+          format,
+          "{}: {}: expected dtype {}, got {}",
+          folder_.string(),
+          what,
+          dtype,
+          tensor.dtype);
+      if (run.values.numel() > 0) {
+        // Aligned for any dtype.
+        constexpr std::uint64_t kAlign = 16;
+        nbytes_ = (nbytes_ + kAlign - 1) / kAlign * kAlign;
+        targets_.push_back({run.values, static_cast<std::int64_t>(nbytes_)});
+        wanted_.push_back({&tensor, run.begin, run.end(), nbytes_});
+        nbytes_ += run.values.nbytes();
+      }
+    }
+  }
+
+  /// What the checkpoint has and the model has not.
+  void check_names() const {
+    for (const auto& [role, tensors] : manifest_.tensors) {
+      if (optimizer_ == nullptr && role != kWeightRole) {
+        continue;
+      }
+      for (const auto& [name, tensor] : tensors) {
+        FLATSHARD_CHECK(
+            used_.count({role, name}) == 1 || excluded(name),
+            format,
+            "{}: the checkpoint has {}, the model does not. Exclude it to do "
+            "without",
+            folder_.string(),
+            describe_tensor(role, name));
+      }
+    }
+  }
+
+  void find_updates() {
+    if (optimizer_ == nullptr) {
+      return;
+    }
+    const auto steps = manifest_.state.find(std::string(kOptimizerSteps));
+    FLATSHARD_CHECK(
+        steps != manifest_.state.end(),
+        format,
+        "{}: the checkpoint says nothing of '{}'; it was written without an "
+        "optimizer",
+        folder_.string(),
+        kOptimizerSteps);
+    num_steps_ = std::strtoll(steps->second.c_str(), nullptr, 10);
+    for (const ParamGroup* group : optimizer_->groups()) {
+      std::optional<std::int64_t> updates;
+      for (const GroupParameter& parameter : group->parameters()) {
+        if (excluded(parameter.names)) {
+          continue;
+        }
+        const auto found = std::find_if(
+            parameter.names.begin(),
+            parameter.names.end(),
+            [&](const auto& name) { return manifest_.updates.count(name); });
+        FLATSHARD_CHECK(
+            found != parameter.names.end(),
+            format,
+            "{}: the checkpoint does not say how often {} was updated",
+            folder_.string(),
+            parameter.names.front());
+        const std::int64_t count = manifest_.updates.at(*found);
+        FLATSHARD_CHECK(
+            updates.value_or(count) == count,
+            format,
+            "{}: {} was updated {} times, and others of its unit {} times; a "
+            "unit counts once, so shard them apart as the writer did",
+            folder_.string(),
+            *found,
+            count,
+            *updates);
+        updates = count;
+      }
+      updates_.push_back(updates);
+    }
+  }
+
+  const fs::path folder_;
+  const std::vector<ParamGroup*>& groups_;
+  Optimizer* const optimizer_;
+  const LoadOptions& options_;
+  Manifest manifest_;
+  std::set<std::pair<std::string, std::string>> used_;
+  std::vector<Target> targets_;
+  std::vector<WantedRange> wanted_;
+  std::uint64_t nbytes_ = 0;
+  std::vector<std::optional<std::int64_t>> updates_;
+  std::int64_t num_steps_ = 0;
+  at::Tensor staging_;
+  LoadedCheckpoint result_;
+};
+
+}  // namespace
+
+LoadedCheckpoint load_checkpoint(
+    const fs::path& folder,
+    const std::vector<ParamGroup*>& groups,
+    Optimizer* optimizer,
+    const LoadOptions& options) {
+  FLATSHARD_CHECK(!groups.empty(), usage, "expected at least one group");
+  Loader loader(folder, groups, optimizer, options);
+  on_all_ranks(*groups.front()->mesh(), [&] { loader.read(); });
+  return loader.apply();
+}
+
+}  // namespace flatshard

@@ -1,0 +1,53 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "flatshard/comm/mesh.h"
+#include "flatshard/group/param_group.h"
+#include "flatshard/optim/optimizer.h"
+
+namespace flatshard {
+
+struct LoadOptions {
+  /// Shell patterns over parameter names (`lm_head.*`): these are neither
+  /// looked for in the checkpoint nor changed in the model, and what the
+  /// checkpoint has of them is ignored.
+  std::vector<std::string> exclude;
+  /// Threads of this rank that read and check.
+  int num_threads = 4;
+};
+
+/// What a checkpoint says beside its tensors.
+struct LoadedCheckpoint {
+  std::int64_t step = 0;
+  std::map<std::string, std::string> state;
+  std::uint64_t read_nbytes = 0;  ///< by this rank
+};
+
+/// Reads a checkpoint into the shards of this rank, whatever world size, mesh
+/// and strategy it was written with: names, shapes and dtypes have to be equal,
+/// and nothing else. Each rank reads only what it owns, in whole digest blocks.
+/// Collective; blocks.
+///
+/// Everything is read and checked, on all ranks, before the first element of
+/// the model changes. Until then it lies in host memory: as many bytes as this
+/// rank's shards of main weights and optimizer state.
+///
+/// @param folder     a step-N folder.
+/// @param groups     of the runtime, frozen ones as well.
+/// @param optimizer  null: weights only; the checkpoint's optimizer state is
+///   ignored.
+/// @throws Error{io} or Error{format} on every rank, naming file, tensor, what
+/// was expected and what was found: a tensor that is missing or too many, of
+/// another shape or dtype, a damaged, cut off or foreign file.
+LoadedCheckpoint load_checkpoint(
+    const std::filesystem::path& folder,
+    const std::vector<ParamGroup*>& groups,
+    Optimizer* optimizer,
+    const LoadOptions& options = {});
+
+}  // namespace flatshard

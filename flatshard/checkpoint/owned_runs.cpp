@@ -1,0 +1,87 @@
+#include "flatshard/checkpoint/owned_runs.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+#include "flatshard/format/manifest.h"
+
+namespace flatshard {
+namespace {
+
+/// Which of the ranks that hold the same shard this one is, and how many do.
+struct Replica {
+  std::int64_t index = 0;
+  std::int64_t count = 1;
+};
+
+Replica replica_of(const ParamGroup& group) {
+  Replica replica;
+  const Mesh& mesh = *group.mesh();
+  for (int axis = 0; axis < mesh.num_axes(); ++axis) {
+    if (!group.main().placements()[axis].is_shard()) {
+      const std::int64_t size = mesh.axis(axis).size;
+      replica.index = replica.index * size + mesh.coordinate(axis);
+      replica.count *= size;
+    }
+  }
+  return replica;
+}
+
+void append(
+    std::vector<OwnedRun>& runs,
+    std::string_view role,
+    const std::vector<NamedShard>& shards,
+    const Replica& replica) {
+  for (const NamedShard& shard : shards) {
+    const std::int64_t n = shard.tensor.numel();
+    const std::int64_t first = n * replica.index / replica.count;
+    const std::int64_t last = n * (replica.index + 1) / replica.count;
+    runs.push_back(
+        {.role = std::string(role),
+         .names = shard.names,
+         .shape = shard.shape,
+         .begin = shard.begin + first,
+         .values = shard.tensor.narrow(0, first, last - first)});
+  }
+}
+
+std::vector<OwnedRun> runs_of(
+    const std::vector<ParamGroup*>& groups,
+    const Optimizer* optimizer,
+    bool share_replicas) {
+  std::vector<OwnedRun> runs;
+  for (const ParamGroup* group : groups) {
+    const Replica replica = share_replicas ? replica_of(*group) : Replica{};
+    append(runs, kWeightRole, group->main_shards(), replica);
+    if (optimizer == nullptr) {
+      continue;
+    }
+    const auto& trained = optimizer->groups();
+    const auto found = std::find(trained.begin(), trained.end(), group);
+    if (found == trained.end()) {
+      continue;  // frozen
+    }
+    const auto index = static_cast<std::size_t>(found - trained.begin());
+    for (const auto& [name, state] : optimizer->state(index)) {
+      append(runs, name, group->shards_of(state), replica);
+    }
+  }
+  return runs;
+}
+
+}  // namespace
+
+std::vector<OwnedRun> owned_runs(
+    const std::vector<ParamGroup*>& groups,
+    const Optimizer* optimizer) {
+  return runs_of(groups, optimizer, false);
+}
+
+std::vector<OwnedRun> runs_to_write(
+    const std::vector<ParamGroup*>& groups,
+    const Optimizer* optimizer) {
+  return runs_of(groups, optimizer, true);
+}
+
+}  // namespace flatshard

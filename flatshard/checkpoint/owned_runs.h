@@ -1,0 +1,39 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "flatshard/group/param_group.h"
+#include "flatshard/optim/optimizer.h"
+
+namespace flatshard {
+
+/// A run of one tensor of a checkpoint that this rank holds.
+struct OwnedRun {
+  std::string role;                 ///< kWeightRole, or an optimizer state
+  std::vector<std::string> names;   ///< the main name first; tied ones follow
+  std::vector<std::int64_t> shape;  ///< of the whole tensor
+  std::int64_t begin = 0;           ///< first element, flattened
+  at::Tensor values;                ///< [n], n >= 0: a view of the flat shard
+
+  std::int64_t end() const { return begin + values.numel(); }
+};
+
+/// Weights and optimizer state of this rank. Every tensor occurs, with n = 0
+/// when the rank holds nothing of it.
+///
+/// @param optimizer  null: weights only.
+std::vector<OwnedRun> owned_runs(
+    const std::vector<ParamGroup*>& groups,
+    const Optimizer* optimizer);
+
+/// The same without what other ranks hold as well: replicas share the runs
+/// evenly, so that all ranks together hold every element once.
+std::vector<OwnedRun> runs_to_write(
+    const std::vector<ParamGroup*>& groups,
+    const Optimizer* optimizer);
+
+}  // namespace flatshard

@@ -1,0 +1,222 @@
+#include "flatshard/cli/checkpoint_command.h"
+
+#include <CLI/CLI.hpp>
+#include <fmt/ranges.h>
+
+#include <chrono>
+#include <filesystem>
+#include <memory>
+#include <thread>
+
+#include "flatshard/core/error.h"
+#include "flatshard/format/checkpoint_folder.h"
+#include "flatshard/format/manifest.h"
+#include "flatshard/format/read_plan.h"
+#include "flatshard/train/export_hf.h"
+
+namespace flatshard {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* kFolderHelp =
+    "A folder of checkpoints (a run's output_dir/checkpoints), or one of them "
+    "(.../step-100)";
+
+double gigabytes(std::uint64_t nbytes) {
+  return static_cast<double>(nbytes) * 1e-9;
+}
+
+std::uint64_t total_nbytes(const Manifest& manifest) {
+  std::uint64_t nbytes = 0;
+  for (const StoredFile& file : manifest.files) {
+    nbytes += file.nbytes;
+  }
+  return nbytes;
+}
+
+/// The step-N folder that `text` means: itself, or the latest in it.
+fs::path one_checkpoint(const std::string& text) {
+  const fs::path path(text);
+  if (fs::exists(path / kManifestName)) {
+    return path;
+  }
+  const auto latest = latest_checkpoint(path);
+  FLATSHARD_CHECK(
+      latest.has_value(),
+      io,
+      "expected a checkpoint in {}, found neither {} nor a folder step-N",
+      text,
+      kManifestName);
+  return step_folder(path, *latest);
+}
+
+void list(const std::string& folder) {
+  const auto steps = list_checkpoints(folder);
+  FLATSHARD_CHECK(
+      !steps.empty(),
+      io,
+      "expected folders step-N with a {} in {}, found none",
+      kManifestName,
+      folder);
+  const auto latest = latest_checkpoint(folder);
+  for (const std::int64_t step : steps) {
+    const Manifest manifest = read_manifest(step_folder(folder, step));
+    fmt::print(
+        "step {:<10} {:>10.3f} GB  {} files  written by {} {}{}\n",
+        step,
+        gigabytes(total_nbytes(manifest)),
+        manifest.files.size(),
+        manifest.strategy,
+        manifest.mesh,
+        step == latest ? "  latest" : "");
+  }
+}
+
+void inspect(const std::string& folder, bool with_tensors, bool with_config) {
+  const fs::path path = one_checkpoint(folder);
+  const Manifest manifest = read_manifest(path);
+  fmt::print(
+      "{}\nstep      {}\nwritten   by {} on {}\nfiles     {}, {:.3f} GB\n",
+      path.string(),
+      manifest.step,
+      manifest.strategy,
+      manifest.mesh,
+      manifest.files.size(),
+      gigabytes(total_nbytes(manifest)));
+  for (const auto& [role, tensors] : manifest.tensors) {
+    std::int64_t numel = 0;
+    for (const auto& [name, tensor] : tensors) {
+      numel += tensor.numel();
+    }
+    fmt::print(
+        "{:<9} {} tensors, {} elements\n",
+        role,
+        tensors.size(),
+        numel);
+  }
+  for (const auto& [key, text] : manifest.state) {
+    if (text.find('\n') == std::string::npos) {
+      fmt::print("state     {}: {}\n", key, text);
+    }
+  }
+  if (with_tensors) {
+    for (const auto& [role, tensors] : manifest.tensors) {
+      for (const auto& [name, tensor] : tensors) {
+        fmt::print(
+            "{}  {} [{}]  {} pieces\n",
+            describe_tensor(role, name),
+            tensor.dtype,
+            fmt::join(tensor.shape, ", "),
+            tensor.pieces.size());
+      }
+    }
+  }
+  if (with_config) {
+    const auto config = manifest.state.find("config");
+    fmt::print("{}", config == manifest.state.end() ? "" : config->second);
+  }
+}
+
+void verify(const std::string& folder, int num_threads) {
+  const fs::path path = one_checkpoint(folder);
+  const Manifest manifest = read_manifest(path);
+  check_files(path, manifest);
+  const auto begin = std::chrono::steady_clock::now();
+  read_chunks(path, manifest, plan_whole_files(manifest), {}, num_threads);
+  const double seconds =
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - begin)
+          .count();
+  const std::uint64_t nbytes = total_nbytes(manifest);
+  fmt::print(
+      "{} is whole: {} files, {:.3f} GB, every digest right ({:.2f} GB/s)\n",
+      path.string(),
+      manifest.files.size(),
+      gigabytes(nbytes),
+      gigabytes(nbytes) / seconds);
+}
+
+}  // namespace
+
+void add_checkpoint_command(CLI::App& program) {
+  CLI::App* checkpoint = program.add_subcommand(
+      "checkpoint",
+      "List, inspect, verify and remove checkpoints");
+  checkpoint->require_subcommand(1);
+  struct Arguments {
+    std::string folder;
+    std::int64_t keep = 0;
+    int threads = static_cast<int>(std::thread::hardware_concurrency());
+    bool tensors = false;
+    bool config = false;
+  };
+  const auto arguments = std::make_shared<Arguments>();
+  const auto add = [&](const char* name, const char* help) {
+    CLI::App* command = checkpoint->add_subcommand(name, help);
+    command->add_option("folder", arguments->folder, kFolderHelp)->required();
+    return command;
+  };
+
+  add("list", "The checkpoints of a folder, one a line")
+      ->callback([arguments] { list(arguments->folder); });
+
+  CLI::App* inspector = add("inspect", "What one checkpoint holds");
+  inspector->add_flag("--tensors", arguments->tensors, "Every tensor as well");
+  inspector->add_flag(
+      "--config",
+      arguments->config,
+      "The config of the run that wrote it as well");
+  inspector->callback([arguments] {
+    inspect(arguments->folder, arguments->tensors, arguments->config);
+  });
+
+  CLI::App* verifier =
+      add("verify", "Read every byte of one checkpoint and check its digest");
+  verifier->add_option("--threads", arguments->threads, "Readers [all cores]")
+      ->check(CLI::Range(1, 1024));
+  verifier->callback(
+      [arguments] { verify(arguments->folder, arguments->threads); });
+
+  CLI::App* pruner =
+      add("prune", "Remove old checkpoints; the one that `latest` names stays");
+  pruner->add_option("--keep", arguments->keep, "How many to keep")
+      ->required()
+      ->check(CLI::PositiveNumber);
+  pruner->callback([arguments] {
+    const auto removed =
+        prune_checkpoints(arguments->folder, arguments->keep);
+    fmt::print(
+        "removed {} checkpoints{}{}\n",
+        removed.size(),
+        removed.empty() ? "" : ": step ",
+        fmt::to_string(fmt::join(removed, ", ")));
+  });
+}
+
+void add_export_command(CLI::App& program) {
+  CLI::App* command = program.add_subcommand(
+      "export",
+      "Write the weights of a checkpoint as a Hugging Face folder");
+  const auto options = std::make_shared<ExportOptions>();
+  command
+      ->add_option(
+          "--run",
+          options->run,
+          "output_dir of a run, or one checkpoint (.../step-100)")
+      ->required();
+  command->add_option("--step", options->step, "Which step [the latest]")
+      ->check(CLI::NonNegativeNumber);
+  command->add_option("--to", options->to, "The folder to make")->required();
+  command
+      ->add_option(
+          "--dtype",
+          options->dtype,
+          "float32, bfloat16 or float16 [as stored]")
+      ->check(CLI::IsMember({"float32", "bfloat16", "float16"}));
+  command->footer(
+      "Example:\n  flatshard export --run outputs/run --to outputs/hf --dtype "
+      "bfloat16");
+  command->callback([options] { fmt::print("{}\n", export_hf(*options)); });
+}
+
+}  // namespace flatshard

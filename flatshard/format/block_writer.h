@@ -1,0 +1,29 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <span>
+#include <vector>
+
+namespace flatshard {
+
+/// What direct I/O wants the memory, the offset and the length to be multiples
+/// of; no file system of ours asks for more.
+inline constexpr std::size_t kDirectAlignment = 4096;
+
+/// Writes a whole new file from memory and waits until the disk has it.
+///
+/// Goes past the page cache where the file system can (O_DIRECT): a checkpoint
+/// would push everything else out of it, and the copy into it costs as much as
+/// the disk. Blocks.
+///
+/// @param bytes  begins at a multiple of kDirectAlignment for that; elsewhere
+///   the page cache is used.
+/// @return the digest of each kDigestBlock bytes.
+/// @throws Error{io} naming the file; what was written stays.
+std::vector<std::uint64_t> write_digested(
+    const std::filesystem::path& path,
+    std::span<const std::byte> bytes);
+
+}  // namespace flatshard

@@ -1,0 +1,63 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "flatshard/format/safetensors.h"
+
+namespace flatshard {
+
+// A folder of weights as Hugging Face writes it: model.safetensors, or
+// model-00001-of-0000N.safetensors with model.safetensors.index.json, which
+// maps each tensor to its file.
+
+/// Reads such a folder by mapping its files: nothing is in memory before it is
+/// used, and nothing stays there for long.
+class HfFolder {
+ public:
+  /// A tensor and the file that holds it.
+  struct Found {
+    const SafetensorsReader* file;
+    const SafetensorsEntry* entry;
+
+    std::span<const std::byte> data() const { return file->data(*entry); }
+  };
+
+  /// @throws Error{io} or Error{format} naming the file: neither form is
+  /// there, the index names a file that is missing or outside of the folder, or
+  /// a tensor that its file does not have.
+  explicit HfFolder(const std::filesystem::path& folder);
+
+  bool contains(std::string_view name) const;
+  /// @throws Error{format} naming the nearest tensor of the folder.
+  Found find(std::string_view name) const;
+  std::vector<std::string> names() const;
+
+ private:
+  std::filesystem::path folder_;
+  std::vector<std::unique_ptr<SafetensorsReader>> files_;
+  std::map<std::string, std::size_t, std::less<>> file_of_;
+};
+
+/// Names the files of a folder that is to be written and which tensor goes
+/// where: in the given order, a new file when one would grow past
+/// `max_file_nbytes`.
+struct HfFile {
+  std::string name;
+  std::vector<SafetensorsSpec> tensors;
+};
+std::vector<HfFile> plan_hf_files(
+    const std::vector<SafetensorsSpec>& tensors,
+    std::uint64_t max_file_nbytes);
+
+/// The content of model.safetensors.index.json.
+std::string hf_index_json(const std::vector<HfFile>& files);
+
+inline constexpr std::string_view kHfIndexName = "model.safetensors.index.json";
+
+}  // namespace flatshard

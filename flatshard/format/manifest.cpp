@@ -1,0 +1,453 @@
+#include "flatshard/format/manifest.h"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <tuple>
+
+#include "flatshard/core/error.h"
+#include "flatshard/core/mapped_file.h"
+#include "flatshard/format/digest.h"
+#include "flatshard/format/safetensors_layout.h"
+
+namespace flatshard {
+namespace {
+
+using nlohmann::json;
+
+constexpr std::string_view kFormat = "flatshard checkpoint";
+
+/// A JSON value on its way in: every access says what it expected, and where.
+class Field {
+ public:
+  Field(const json& value, std::string where)
+      : value_(value), where_(std::move(where)) {}
+
+  const std::string& where() const { return where_; }
+
+  Field at(std::string_view key) const {
+    check(value_.is_object(), "an object");
+    const auto found = value_.find(std::string(key));
+    FLATSHARD_CHECK(
+        found != value_.end(),
+        format,
+        "{}: expected a key '{}', which is missing",
+        where_,
+        key);
+    return {*found, fmt::format("{}: {}", where_, key)};
+  }
+
+  std::string text() const {
+    check(value_.is_string(), "a text");
+    return value_.get<std::string>();
+  }
+
+  /// >= 0, and small enough for any arithmetic on offsets.
+  std::int64_t count() const {
+    check(
+        value_.is_number_unsigned() &&
+            value_.get<std::uint64_t>() <= std::uint64_t{1} << 62,
+        "a whole number from 0 to 2^62");
+    return value_.get<std::int64_t>();
+  }
+
+  template <class F>
+  void each(F&& visit) const {
+    check(value_.is_array(), "a list");
+    for (std::size_t i = 0; i < value_.size(); ++i) {
+      visit(Field(value_[i], fmt::format("{}[{}]", where_, i)));
+    }
+  }
+
+  template <class F>
+  void each_key(F&& visit) const {
+    check(value_.is_object(), "an object");
+    for (const auto& [key, item] : value_.items()) {
+      visit(key, Field(item, fmt::format("{}: {}", where_, key)));
+    }
+  }
+
+  /// [begin, end].
+  std::pair<std::int64_t, std::int64_t> range() const {
+    std::vector<std::int64_t> numbers;
+    each([&](const Field& item) { numbers.push_back(item.count()); });
+    check(
+        numbers.size() == 2 && numbers[0] <= numbers[1],
+        "[begin, end] with begin <= end");
+    return {numbers[0], numbers[1]};
+  }
+
+  void check(bool ok, std::string_view expected) const {
+    if (ok) {
+      return;
+    }
+    std::string found = value_.dump(
+        -1,
+        ' ',
+        false,
+        json::error_handler_t::replace);
+    constexpr std::size_t kLongest = 80;
+    if (found.size() > kLongest) {
+      found = found.substr(0, kLongest) + "...";
+    }
+    FLATSHARD_THROW(
+        format,
+        "{}: expected {}, got {}",
+        where_,
+        expected,
+        found);
+  }
+
+ private:
+  const json& value_;
+  std::string where_;
+};
+
+StoredFile parse_file(const Field& field) {
+  StoredFile file;
+  file.name = field.at("name").text();
+  field.at("name").check(
+      is_plain_file_name(file.name),
+      "the name of a file in the same folder");
+  file.nbytes = static_cast<std::uint64_t>(field.at("nbytes").count());
+  const Field digests = field.at("digests");
+  try {
+    file.digests = digests_from_hex(digests.text());
+  } catch (const Error& error) {
+    FLATSHARD_THROW(format, "{}: {}", digests.where(), error.message());
+  }
+  FLATSHARD_CHECK(
+      file.digests.size() == num_digest_blocks(file.nbytes),
+      format,
+      "{}: expected {} digests for {} bytes, got {}",
+      digests.where(),
+      num_digest_blocks(file.nbytes),
+      file.nbytes,
+      file.digests.size());
+  return file;
+}
+
+StoredPiece parse_piece(
+    const Field& field,
+    const std::vector<StoredFile>& files,
+    std::uint64_t item_nbytes) {
+  StoredPiece piece;
+  std::tie(piece.begin, piece.end) = field.at("elements").range();
+  piece.file = field.at("file").count();
+  field.at("file").check(
+      piece.file < static_cast<std::int64_t>(files.size()),
+      fmt::format("an index below {}, the number of files", files.size()));
+  piece.entry = field.at("entry").text();
+  const auto [begin, end] = field.at("bytes").range();
+  piece.offset = static_cast<std::uint64_t>(begin);
+  const StoredFile& file = files[static_cast<std::size_t>(piece.file)];
+  field.at("bytes").check(
+      static_cast<std::uint64_t>(end) <= file.nbytes,
+      fmt::format("a range in the {} bytes of {}", file.nbytes, file.name));
+  std::uint64_t nbytes = 0;
+  field.at("bytes").check(
+      !__builtin_mul_overflow(
+          static_cast<std::uint64_t>(piece.end - piece.begin),
+          item_nbytes,
+          &nbytes) &&
+          nbytes == static_cast<std::uint64_t>(end - begin),
+      fmt::format(
+          "{} bytes for each of {} elements",
+          item_nbytes,
+          piece.end - piece.begin));
+  return piece;
+}
+
+/// Pieces follow one another without gap or overlap.
+void check_coverage(const StoredTensor& tensor, const std::string& where) {
+  std::int64_t next = 0;
+  for (const StoredPiece& piece : tensor.pieces) {
+    FLATSHARD_CHECK(
+        piece.begin == next,
+        format,
+        "{}: expected a piece that begins at element {}, got [{}, {})",
+        where,
+        next,
+        piece.begin,
+        piece.end);
+    next = piece.end;
+  }
+  FLATSHARD_CHECK(
+      next == tensor.numel(),
+      format,
+      "{}: expected pieces of all {} elements, got the first {}",
+      where,
+      tensor.numel(),
+      next);
+}
+
+StoredTensor parse_tensor(
+    const Field& field,
+    const std::vector<StoredFile>& files,
+    bool complete) {
+  StoredTensor tensor;
+  tensor.dtype = field.at("dtype").text();
+  std::int64_t item_nbytes = 0;
+  try {
+    item_nbytes = safetensors_item_nbytes(tensor.dtype);
+  } catch (const Error& error) {
+    FLATSHARD_THROW(format, "{}: {}", field.where(), error.message());
+  }
+  field.at("shape").each(
+      [&](const Field& size) { tensor.shape.push_back(size.count()); });
+  std::uint64_t nbytes = 0;
+  field.at("shape").check(
+      safetensors_nbytes(tensor.shape, item_nbytes, nbytes),
+      "sizes whose product fits 63 bits");
+  field.at("pieces").each([&](const Field& piece) {
+    tensor.pieces.push_back(
+        parse_piece(piece, files, static_cast<std::uint64_t>(item_nbytes)));
+    piece.check(
+        tensor.pieces.back().end <= tensor.numel(),
+        fmt::format("elements of {}", tensor.numel()));
+  });
+  if (complete) {
+    check_coverage(tensor, field.where());
+  }
+  return tensor;
+}
+
+/// No byte of a file belongs to two tensors.
+void check_overlaps(const Manifest& manifest, const std::string& origin) {
+  struct Range {
+    std::int64_t file;
+    std::uint64_t begin;
+    std::uint64_t end;
+    std::string what;
+  };
+  std::vector<Range> ranges;
+  for (const auto& [role, tensors] : manifest.tensors) {
+    for (const auto& [name, tensor] : tensors) {
+      const auto item =
+          static_cast<std::uint64_t>(safetensors_item_nbytes(tensor.dtype));
+      for (const StoredPiece& piece : tensor.pieces) {
+        const auto numel = static_cast<std::uint64_t>(piece.end - piece.begin);
+        if (numel > 0) {
+          ranges.push_back(
+              {piece.file,
+               piece.offset,
+               piece.offset + numel * item,
+               describe_tensor(role, name)});
+        }
+      }
+    }
+  }
+  std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) {
+    return std::tie(a.file, a.begin, a.end) < std::tie(b.file, b.begin, b.end);
+  });
+  for (std::size_t i = 1; i < ranges.size(); ++i) {
+    const Range& a = ranges[i - 1];
+    const Range& b = ranges[i];
+    FLATSHARD_CHECK(
+        a.file != b.file || a.end <= b.begin,
+        format,
+        "{}: {} and {} overlap in {}: bytes [{}, {}) and [{}, {})",
+        origin,
+        a.what,
+        b.what,
+        manifest.files[static_cast<std::size_t>(a.file)].name,
+        a.begin,
+        a.end,
+        b.begin,
+        b.end);
+  }
+}
+
+json to_object(const StoredTensor& tensor) {
+  const auto item =
+      static_cast<std::uint64_t>(safetensors_item_nbytes(tensor.dtype));
+  json pieces = json::array();
+  for (const StoredPiece& piece : tensor.pieces) {
+    const auto nbytes =
+        static_cast<std::uint64_t>(piece.end - piece.begin) * item;
+    pieces.push_back(
+        {{"elements", {piece.begin, piece.end}},
+         {"file", piece.file},
+         {"bytes", {piece.offset, piece.offset + nbytes}},
+         {"entry", piece.entry}});
+  }
+  return {
+      {"dtype", tensor.dtype},
+      {"shape", tensor.shape},
+      {"pieces", std::move(pieces)}};
+}
+
+/// `"key": value` lines between braces, so that a diff shows what differs.
+template <class Map, class F>
+std::string object_lines(const Map& map, const char* indent, F&& value) {
+  std::string text = "{";
+  for (const auto& [key, item] : map) {
+    text += fmt::format(
+        "{}\n{}  {}: {}",
+        text.size() > 1 ? "," : "",
+        indent,
+        json(key).dump(),
+        value(item));
+  }
+  return text + (map.empty() ? "}" : fmt::format("\n{}}}", indent));
+}
+
+}  // namespace
+
+std::int64_t StoredTensor::numel() const {
+  // First of all: beside a zero the other sizes may be of any size.
+  if (std::find(shape.begin(), shape.end(), 0) != shape.end()) {
+    return 0;
+  }
+  std::int64_t product = 1;
+  for (const std::int64_t size : shape) {
+    product *= size;
+  }
+  return product;
+}
+
+std::string describe_tensor(std::string_view role, std::string_view name) {
+  return fmt::format("{} of {}", role, name);
+}
+
+bool is_plain_file_name(std::string_view text) {
+  return !text.empty() && text != "." && text != ".." &&
+         text.find('/') == std::string_view::npos &&
+         text.find('\0') == std::string_view::npos;
+}
+
+std::string to_json(const Manifest& manifest) {
+  const auto dump = [](const auto& value) { return json(value).dump(); };
+  json files = json::array();
+  for (const StoredFile& file : manifest.files) {
+    files.push_back(
+        {{"name", file.name},
+         {"nbytes", file.nbytes},
+         {"digests", digests_to_hex(file.digests)}});
+  }
+  std::string text = "{\n";
+  text += fmt::format("  \"format\": {},\n", dump(kFormat));
+  text += fmt::format("  \"version\": {},\n", kManifestVersion);
+  text += fmt::format("  \"step\": {},\n", manifest.step);
+  text += fmt::format("  \"mesh\": {},\n", dump(manifest.mesh));
+  text += fmt::format("  \"strategy\": {},\n", dump(manifest.strategy));
+  text += fmt::format(
+      "  \"state\": {},\n",
+      object_lines(manifest.state, "  ", dump));
+  text += fmt::format(
+      "  \"updates\": {},\n",
+      object_lines(manifest.updates, "  ", dump));
+  text += fmt::format(
+      "  \"tensors\": {},\n",
+      object_lines(manifest.tensors, "  ", [](const auto& tensors) {
+        return object_lines(tensors, "    ", [](const StoredTensor& tensor) {
+          return to_object(tensor).dump();
+        });
+      }));
+  text += fmt::format("  \"files\": {}\n}}\n", files.dump());
+  return text;
+}
+
+Manifest parse_manifest(
+    std::string_view text,
+    const std::string& origin,
+    bool complete) {
+  const json parsed = json::parse(text, nullptr, false);
+  FLATSHARD_CHECK(
+      parsed.is_object(),
+      format,
+      "{}: expected a JSON object, got {} bytes of something else; it is cut "
+      "off or damaged",
+      origin,
+      text.size());
+  const Field root(parsed, origin);
+  root.at("format").check(
+      root.at("format").text() == kFormat,
+      fmt::format("\"{}\"", kFormat));
+  const std::int64_t version = root.at("version").count();
+  FLATSHARD_CHECK(
+      version == kManifestVersion,
+      format,
+      "{}: expected version {}, got {}; read it with the Flatshard that wrote "
+      "it",
+      origin,
+      kManifestVersion,
+      version);
+  Manifest manifest;
+  manifest.step = root.at("step").count();
+  manifest.mesh = root.at("mesh").text();
+  manifest.strategy = root.at("strategy").text();
+  root.at("files").each([&](const Field& file) {
+    manifest.files.push_back(parse_file(file));
+    for (std::size_t i = 0; i + 1 < manifest.files.size(); ++i) {
+      file.check(
+          manifest.files[i].name != manifest.files.back().name,
+          "every file once");
+    }
+  });
+  root.at("tensors").each_key([&](const std::string& role, const Field& list) {
+    auto& tensors = manifest.tensors[role];
+    list.each_key([&](const std::string& name, const Field& tensor) {
+      tensors[name] = parse_tensor(tensor, manifest.files, complete);
+    });
+  });
+  root.at("updates").each_key(
+      [&](const std::string& name, const Field& number) {
+        manifest.updates[name] = number.count();
+      });
+  root.at("state").each_key([&](const std::string& name, const Field& value) {
+    manifest.state[name] = value.text();
+  });
+  check_overlaps(manifest, origin);
+  return manifest;
+}
+
+Manifest read_manifest(const std::filesystem::path& folder) {
+  const std::filesystem::path path = folder / kManifestName;
+  const MappedFile file(path);
+  const auto bytes = file.bytes();
+  return parse_manifest(
+      {reinterpret_cast<const char*>(bytes.data()), bytes.size()},
+      path.string());
+}
+
+Manifest merge_manifests(const std::vector<Manifest>& parts) {
+  Manifest merged = parts.at(0);
+  merged.files.clear();
+  merged.tensors.clear();
+  for (const Manifest& part : parts) {
+    const auto first_file = static_cast<std::int64_t>(merged.files.size());
+    merged.files
+        .insert(merged.files.end(), part.files.begin(), part.files.end());
+    for (const auto& [role, tensors] : part.tensors) {
+      for (const auto& [name, tensor] : tensors) {
+        StoredTensor& into =
+            merged.tensors[role]
+                .try_emplace(name, StoredTensor{tensor.dtype, tensor.shape, {}})
+                .first->second;
+        FLATSHARD_CHECK(
+            into.dtype == tensor.dtype && into.shape == tensor.shape,
+            format,
+            "{}: ranks disagree on its dtype or shape",
+            describe_tensor(role, name));
+        for (StoredPiece piece : tensor.pieces) {
+          piece.file += first_file;
+          into.pieces.push_back(std::move(piece));
+        }
+      }
+    }
+  }
+  for (auto& [role, tensors] : merged.tensors) {
+    for (auto& [name, tensor] : tensors) {
+      std::sort(
+          tensor.pieces.begin(),
+          tensor.pieces.end(),
+          [](const StoredPiece& a, const StoredPiece& b) {
+            return a.begin < b.begin;
+          });
+      check_coverage(tensor, describe_tensor(role, name));
+    }
+  }
+  return merged;
+}
+
+}  // namespace flatshard

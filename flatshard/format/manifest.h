@@ -1,0 +1,96 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace flatshard {
+
+/// The version this build writes, and the only one that it reads.
+inline constexpr std::int64_t kManifestVersion = 1;
+inline constexpr std::string_view kManifestName = "manifest.json";
+/// The role of weights among the tensors of a checkpoint; other roles are the
+/// names of optimizer states, e.g. exp_avg.
+inline constexpr std::string_view kWeightRole = "weight";
+
+/// One safetensors file of a checkpoint.
+struct StoredFile {
+  std::string name;  ///< beside the manifest; no folders
+  std::uint64_t nbytes = 0;
+  std::vector<std::uint64_t> digests;  ///< of each kDigestBlock bytes
+
+  bool operator==(const StoredFile&) const = default;
+};
+
+/// Elements [begin, end) of a flattened tensor and where they lie: in file
+/// `file`, from byte `offset` on, as the safetensors entry `entry`.
+struct StoredPiece {
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+  std::int64_t file = 0;     ///< index into Manifest::files
+  std::uint64_t offset = 0;  ///< from the begin of the file
+  std::string entry;
+
+  bool operator==(const StoredPiece&) const = default;
+};
+
+struct StoredTensor {
+  std::string dtype;  ///< safetensors' name, e.g. "F32"
+  std::vector<std::int64_t> shape;
+  std::vector<StoredPiece> pieces;  ///< ascending, without gap or overlap
+
+  std::int64_t numel() const;
+  bool operator==(const StoredTensor&) const = default;
+};
+
+/// What a checkpoint holds: the content of its manifest.json.
+struct Manifest {
+  std::int64_t step = 0;
+  // How it was written; nothing depends on it when it is read.
+  std::string mesh;      ///< e.g. "{dp: 8}"
+  std::string strategy;  ///< e.g. "optim_grads_params"
+  std::vector<StoredFile> files;
+  /// Role, then the parameter's name in the unsharded model.
+  std::map<std::string, std::map<std::string, StoredTensor>> tensors;
+  /// How often the optimizer updated each parameter.
+  std::map<std::string, std::int64_t> updates;
+  /// What else the run needs, each a text of its own (JSON or TOML).
+  std::map<std::string, std::string> state;
+
+  bool operator==(const Manifest&) const = default;
+};
+
+/// E.g. "weight of model.norm.weight", for messages.
+std::string describe_tensor(std::string_view role, std::string_view name);
+
+/// JSON, a tensor a line.
+std::string to_json(const Manifest& manifest);
+
+/// Reads what `to_json` wrote, and trusts none of it: every piece lies inside
+/// its file, pieces cover their tensor exactly and do not overlap one another,
+/// file names do not leave the folder.
+///
+/// @param origin  the file's name, for messages.
+/// @param complete  false: what one rank wrote, whose pieces leave gaps.
+/// @throws Error{format} naming `origin`, the tensor or file, and what was
+/// expected.
+Manifest parse_manifest(
+    std::string_view text,
+    const std::string& origin,
+    bool complete = true);
+
+/// The manifest of a step-N folder. @throws like parse_manifest, or Error{io}.
+Manifest read_manifest(const std::filesystem::path& folder);
+
+/// One manifest of what several ranks wrote. Step, mesh, strategy, updates and
+/// state are the first one's.
+/// @throws Error{format} when the parts disagree on a tensor or leave a gap.
+Manifest merge_manifests(const std::vector<Manifest>& parts);
+
+/// `text` names a file in the same folder and nothing else.
+bool is_plain_file_name(std::string_view text);
+
+}  // namespace flatshard

@@ -1,0 +1,342 @@
+#include "flatshard/format/read_plan.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <thread>
+#include <tuple>
+
+#include "flatshard/core/error.h"
+#include "flatshard/format/digest.h"
+#include "flatshard/format/safetensors.h"
+
+namespace flatshard {
+namespace {
+
+struct FileCopy {
+  std::int64_t file = 0;
+  ReadChunk::Copy copy;
+};
+
+std::vector<FileCopy> copies_of(std::span<const WantedRange> wanted) {
+  std::vector<FileCopy> copies;
+  for (const WantedRange& range : wanted) {
+    const auto item = static_cast<std::uint64_t>(
+        safetensors_item_nbytes(range.tensor->dtype));
+    const auto& pieces = range.tensor->pieces;
+    auto piece = std::upper_bound(
+        pieces.begin(),
+        pieces.end(),
+        range.begin,
+        [](std::int64_t begin, const StoredPiece& p) { return begin < p.end; });
+    for (; piece != pieces.end() && piece->begin < range.end; ++piece) {
+      const std::int64_t begin = std::max(piece->begin, range.begin);
+      const std::int64_t end = std::min(piece->end, range.end);
+      if (begin < end) {
+        const auto bytes = [&](std::int64_t elements) {
+          return static_cast<std::uint64_t>(elements) * item;
+        };
+        copies.push_back(
+            {piece->file,
+             {.source = piece->offset + bytes(begin - piece->begin),
+              .nbytes = bytes(end - begin),
+              .destination =
+                  range.destination + bytes(begin - range.begin)}});
+      }
+    }
+  }
+  std::sort(
+      copies.begin(),
+      copies.end(),
+      [](const FileCopy& a, const FileCopy& b) {
+        return std::tie(a.file, a.copy.source) <
+               std::tie(b.file, b.copy.source);
+      });
+  return copies;
+}
+
+std::uint64_t block_begin(std::uint64_t offset) {
+  return offset / kDigestBlock * kDigestBlock;
+}
+
+class OpenFile {
+ public:
+  explicit OpenFile(const std::filesystem::path& path)
+      : path_(path.string()),
+        fd_(::open(path_.c_str(), O_RDONLY | O_CLOEXEC)) {
+    FLATSHARD_CHECK(
+        fd_ >= 0,
+        io,
+        "cannot open {}: {}",
+        path_,
+        std::strerror(errno));
+  }
+  OpenFile(const OpenFile&) = delete;
+  OpenFile& operator=(const OpenFile&) = delete;
+  ~OpenFile() { ::close(fd_); }
+
+  std::uint64_t nbytes() const {
+    struct stat status {};
+    FLATSHARD_CHECK(
+        ::fstat(fd_, &status) == 0,
+        io,
+        "cannot read {}: {}",
+        path_,
+        std::strerror(errno));
+    return static_cast<std::uint64_t>(status.st_size);
+  }
+
+  void read(std::uint64_t offset, std::span<std::byte> out) const {
+    while (!out.empty()) {
+      const ssize_t n =
+          ::pread(fd_, out.data(), out.size(), static_cast<off_t>(offset));
+      if (n < 0 && errno == EINTR) {
+        continue;
+      }
+      FLATSHARD_CHECK(
+          n >= 0,
+          io,
+          "cannot read {}: {}",
+          path_,
+          std::strerror(errno));
+      FLATSHARD_CHECK(
+          n > 0,
+          format,
+          "{}: expected {} more bytes at byte {}, but the file ends there; it "
+          "is cut off",
+          path_,
+          out.size(),
+          offset);
+      out = out.subspan(static_cast<std::size_t>(n));
+      offset += static_cast<std::uint64_t>(n);
+    }
+  }
+
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+  int fd_ = -1;
+};
+
+void read_chunk(
+    const OpenFile& file,
+    const StoredFile& stored,
+    const ReadChunk& chunk,
+    std::vector<std::byte>& buffer,
+    std::span<std::byte> out) {
+  buffer.resize(static_cast<std::size_t>(chunk.end - chunk.begin));
+  file.read(chunk.begin, buffer);
+  for (std::uint64_t at = chunk.begin; at < chunk.end; at += kDigestBlock) {
+    const auto offset = static_cast<std::size_t>(at - chunk.begin);
+    const std::size_t n =
+        std::min<std::size_t>(kDigestBlock, buffer.size() - offset);
+    const std::uint64_t found = digest(std::span(buffer).subspan(offset, n));
+    const std::uint64_t expected =
+        stored.digests.at(static_cast<std::size_t>(at / kDigestBlock));
+    FLATSHARD_CHECK(
+        found == expected,
+        format,
+        "{}: bytes [{}, {}) are damaged: expected digest {:016x}, got {:016x}",
+        file.path(),
+        at,
+        at + n,
+        expected,
+        found);
+  }
+  for (const ReadChunk::Copy& copy : chunk.copies) {
+    std::memcpy(
+        out.subspan(static_cast<std::size_t>(copy.destination)).data(),
+        buffer.data() + (copy.source - chunk.begin),
+        static_cast<std::size_t>(copy.nbytes));
+  }
+}
+
+}  // namespace
+
+std::vector<ReadChunk> plan_reads(
+    const Manifest& manifest,
+    std::span<const WantedRange> wanted,
+    std::uint64_t max_nbytes) {
+  FLATSHARD_CHECK(
+      max_nbytes > 0 && max_nbytes % kDigestBlock == 0,
+      usage,
+      "expected reads of a multiple of {} bytes, got {}",
+      kDigestBlock,
+      max_nbytes);
+  std::vector<ReadChunk> chunks;
+  for (const FileCopy& item : copies_of(wanted)) {
+    const std::uint64_t file_nbytes =
+        manifest.files.at(static_cast<std::size_t>(item.file)).nbytes;
+    ReadChunk::Copy rest = item.copy;
+    while (rest.nbytes > 0) {
+      const std::uint64_t block = block_begin(rest.source);
+      // A chunk goes on into the next block, but not past its length.
+      const bool goes_on = !chunks.empty() && chunks.back().file == item.file &&
+                           block <= chunks.back().end &&
+                           block - chunks.back().begin < max_nbytes;
+      if (!goes_on) {
+        chunks.push_back({.file = item.file, .begin = block, .end = block});
+      }
+      ReadChunk& chunk = chunks.back();
+      const std::uint64_t limit =
+          std::min(chunk.begin + max_nbytes, file_nbytes);
+      const std::uint64_t n =
+          std::min(rest.nbytes, limit - rest.source);
+      chunk.copies.push_back({rest.source, n, rest.destination});
+      const std::uint64_t end = rest.source + n;
+      chunk.end = std::max(
+          chunk.end,
+          std::min(block_begin(end + kDigestBlock - 1), file_nbytes));
+      rest = {end, rest.nbytes - n, rest.destination + n};
+    }
+  }
+  return chunks;
+}
+
+std::vector<ReadChunk> plan_whole_files(const Manifest& manifest) {
+  constexpr std::uint64_t kChunk = 8 * kDigestBlock;
+  std::vector<ReadChunk> chunks;
+  for (std::size_t i = 0; i < manifest.files.size(); ++i) {
+    const std::uint64_t nbytes = manifest.files[i].nbytes;
+    for (std::uint64_t begin = 0; begin < nbytes; begin += kChunk) {
+      chunks.push_back(
+          {.file = static_cast<std::int64_t>(i),
+           .begin = begin,
+           .end = std::min(begin + kChunk, nbytes)});
+    }
+  }
+  return chunks;
+}
+
+std::uint64_t read_nbytes(std::span<const ReadChunk> chunks) {
+  std::uint64_t nbytes = 0;
+  for (const ReadChunk& chunk : chunks) {
+    nbytes += chunk.end - chunk.begin;
+  }
+  return nbytes;
+}
+
+void read_chunks(
+    const std::filesystem::path& folder,
+    const Manifest& manifest,
+    std::span<const ReadChunk> chunks,
+    std::span<std::byte> out,
+    int num_threads) {
+  std::atomic<std::size_t> next = 0;
+  std::mutex mutex;
+  std::exception_ptr error;
+  const auto work = [&] {
+    std::vector<std::byte> buffer;
+    std::unique_ptr<OpenFile> file;
+    std::int64_t open = -1;
+    try {
+      for (std::size_t i = next++; i < chunks.size(); i = next++) {
+        const auto index = static_cast<std::size_t>(chunks[i].file);
+        const StoredFile& stored = manifest.files.at(index);
+        if (open != chunks[i].file) {
+          file = std::make_unique<OpenFile>(folder / stored.name);
+          open = chunks[i].file;
+        }
+        read_chunk(*file, stored, chunks[i], buffer, out);
+      }
+    } catch (...) {
+      next = chunks.size();
+      const std::lock_guard lock(mutex);
+      if (!error) {
+        error = std::current_exception();
+      }
+    }
+  };
+  std::vector<std::thread> threads;
+  const auto wanted = static_cast<std::size_t>(std::max(1, num_threads));
+  for (std::size_t i = 1; i < std::min(wanted, chunks.size()); ++i) {
+    threads.emplace_back(work);
+  }
+  work();
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  if (error) {
+    std::rethrow_exception(error);
+  }
+}
+
+void check_files(
+    const std::filesystem::path& folder,
+    const Manifest& manifest,
+    std::span<const std::int64_t> files) {
+  std::set<std::int64_t> wanted(files.begin(), files.end());
+  if (files.empty()) {
+    for (std::size_t i = 0; i < manifest.files.size(); ++i) {
+      wanted.insert(static_cast<std::int64_t>(i));
+    }
+  }
+  std::map<std::int64_t, SafetensorsReader> readers;
+  for (const std::int64_t index : wanted) {
+    const StoredFile& stored =
+        manifest.files.at(static_cast<std::size_t>(index));
+    const auto path = folder / stored.name;
+    // Before it is mapped: a longer message than the reader's.
+    const std::uint64_t nbytes = OpenFile(path).nbytes();
+    FLATSHARD_CHECK(
+        nbytes == stored.nbytes,
+        format,
+        "{}: expected {} bytes as {} says, got {}",
+        path.string(),
+        stored.nbytes,
+        kManifestName,
+        nbytes);
+    readers.try_emplace(index, path);
+  }
+  for (const auto& [role, tensors] : manifest.tensors) {
+    for (const auto& [name, tensor] : tensors) {
+      for (const StoredPiece& piece : tensor.pieces) {
+        const auto found = readers.find(piece.file);
+        if (found == readers.end() || piece.begin == piece.end) {
+          continue;
+        }
+        const SafetensorsReader& reader = found->second;
+        const SafetensorsEntry& entry = reader.entry(piece.entry);
+        const std::uint64_t offset = reader.offset(entry);
+        FLATSHARD_CHECK(
+            entry.dtype == tensor.dtype && offset == piece.offset,
+            format,
+            "{}: tensor '{}' ({}): expected {} at byte {} as {} says, got {} "
+            "at byte {}",
+            reader.path().string(),
+            piece.entry,
+            describe_tensor(role, name),
+            tensor.dtype,
+            piece.offset,
+            kManifestName,
+            entry.dtype,
+            offset);
+        const auto nbytes =
+            static_cast<std::uint64_t>(piece.end - piece.begin) *
+            static_cast<std::uint64_t>(safetensors_item_nbytes(tensor.dtype));
+        FLATSHARD_CHECK(
+            entry.nbytes() == nbytes,
+            format,
+            "{}: tensor '{}' ({}): expected {} bytes as {} says, got {}",
+            reader.path().string(),
+            piece.entry,
+            describe_tensor(role, name),
+            nbytes,
+            kManifestName,
+            entry.nbytes());
+      }
+    }
+  }
+}
+
+}  // namespace flatshard

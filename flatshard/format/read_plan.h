@@ -1,0 +1,79 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <span>
+#include <vector>
+
+#include "flatshard/format/manifest.h"
+
+namespace flatshard {
+
+/// Elements [begin, end) of a stored tensor that a reader wants at byte
+/// `destination` of its memory.
+struct WantedRange {
+  const StoredTensor* tensor = nullptr;
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+  std::uint64_t destination = 0;
+};
+
+/// One read: whole digest blocks of one file, and what goes where of them.
+struct ReadChunk {
+  struct Copy {
+    std::uint64_t source = 0;  ///< from the begin of the file
+    std::uint64_t nbytes = 0;
+    std::uint64_t destination = 0;
+
+    bool operator==(const Copy&) const = default;
+  };
+
+  std::int64_t file = 0;    ///< index into Manifest::files
+  std::uint64_t begin = 0;  ///< a multiple of kDigestBlock
+  std::uint64_t end = 0;    ///< a multiple of it, or the end of the file
+  std::vector<Copy> copies;
+
+  bool operator==(const ReadChunk&) const = default;
+};
+
+/// The reads that bring the wanted ranges: by file, then by place. Only digest
+/// blocks that hold wanted bytes are read, and each once, unless wanted ranges
+/// overlap.
+///
+/// @param max_nbytes  of one read; a multiple of kDigestBlock.
+std::vector<ReadChunk> plan_reads(
+    const Manifest& manifest,
+    std::span<const WantedRange> wanted,
+    std::uint64_t max_nbytes = std::uint64_t{8} << 20);
+
+/// The reads that see every byte of every file and keep none: to verify.
+std::vector<ReadChunk> plan_whole_files(const Manifest& manifest);
+
+/// Bytes that the chunks read.
+std::uint64_t read_nbytes(std::span<const ReadChunk> chunks);
+
+/// Carries out the reads with `num_threads` threads, checks each block against
+/// its digest and fills `out`. Blocks.
+///
+/// @throws Error{io} or Error{format} naming the file, the tensor's bytes and
+/// both digests; what of `out` is written then is not said.
+void read_chunks(
+    const std::filesystem::path& folder,
+    const Manifest& manifest,
+    std::span<const ReadChunk> chunks,
+    std::span<std::byte> out,
+    int num_threads);
+
+/// Checks that the files of a checkpoint are those that its manifest tells of:
+/// each has its length, and its safetensors header names each piece's entry
+/// with the manifest's dtype and place.
+///
+/// @param files  indices; empty: all.
+/// @throws Error{io} or Error{format} naming the file and both values.
+void check_files(
+    const std::filesystem::path& folder,
+    const Manifest& manifest,
+    std::span<const std::int64_t> files = {});
+
+}  // namespace flatshard

@@ -1,0 +1,26 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <string>
+
+namespace flatshard {
+
+struct ExportOptions {
+  std::filesystem::path run;  ///< output_dir of a run, or a step-N folder
+  std::int64_t step = -1;     ///< -1: the latest
+  std::filesystem::path to;   ///< must not exist, or be an empty folder
+  std::string dtype;          ///< torch's name; empty: as stored
+  std::uint64_t max_file_nbytes = 5'000'000'000;
+  int num_threads = 4;
+};
+
+/// Writes the weights of a checkpoint as a Hugging Face folder: config.json,
+/// model.safetensors (or numbered files with their index), and the corpus'
+/// tokenizer.json when there is one. The folder appears when it is whole. One
+/// tensor at a time is in memory.
+/// @return what was written, for the user.
+/// @throws Error{io}, Error{format}, Error{config}.
+std::string export_hf(const ExportOptions& options);
+
+}  // namespace flatshard

@@ -1,0 +1,269 @@
+#include "flatshard/train/run_checkpoints.h"
+
+#include "flatshard/checkpoint/load.h"
+#include "flatshard/comm/flight_recorder.h"
+#include "flatshard/core/error.h"
+#include "flatshard/core/log.h"
+#include "flatshard/format/checkpoint_folder.h"
+#include "flatshard/train/option_errors.h"
+
+#include <ATen/ATen.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
+namespace flatshard {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::string_view kFolderOption = "checkpoint.folder";
+constexpr std::string_view kLoaderState = "loader";
+constexpr std::string_view kConfigState = "config";
+constexpr std::string_view kScheduleState = "lr_scheduler";
+constexpr std::string_view kRandomState = "random";
+// Words of checkpoint.exclude that are no parameters.
+constexpr std::string_view kOptimizerWord = "optimizer";
+constexpr std::string_view kLoaderWord = "loader";
+
+/// "a, b" -> {"a", "b"}.
+std::vector<std::string> split_list(const std::string& text) {
+  std::vector<std::string> items;
+  std::string item;
+  const auto flush = [&] {
+    if (!item.empty()) {
+      items.push_back(std::exchange(item, {}));
+    }
+  };
+  for (const char c : text) {
+    if (c == ',' || c == ' ') {
+      flush();
+    } else {
+      item += c;
+    }
+  }
+  flush();
+  return items;
+}
+
+/// Removes `word`; true when it was there.
+bool take(std::vector<std::string>& items, std::string_view word) {
+  return std::erase(items, std::string(word)) > 0;
+}
+
+std::string to_json(const data::LoaderState& state) {
+  return nlohmann::json{
+      {"seed", state.seed},
+      {"seq_len", state.seq_len},
+      {"num_sequences", state.num_sequences},
+      {"samples_consumed", state.samples_consumed}}
+      .dump();
+}
+
+data::LoaderState loader_state(const std::string& text) {
+  const auto parsed = nlohmann::json::parse(text, nullptr, false);
+  const auto number = [&](const char* key) {
+    FLATSHARD_CHECK(
+        parsed.is_object() && parsed.contains(key) &&
+            parsed[key].is_number_integer(),
+        format,
+        "the checkpoint's loader state: expected a number '{}', got {}",
+        key,
+        text);
+    return parsed[key].get<std::int64_t>();
+  };
+  return {
+      .seed = static_cast<std::uint64_t>(number("seed")),
+      .seq_len = number("seq_len"),
+      .num_sequences = number("num_sequences"),
+      .samples_consumed = number("samples_consumed")};
+}
+
+std::string schedule_state(const Config& config) {
+  return nlohmann::json{
+      {"name", config.lr_scheduler.name},
+      {"lr", config.optimizer.lr},
+      {"steps", config.training.steps},
+      {"warmup_steps", config.lr_scheduler.warmup_steps},
+      {"decay_ratio", config.lr_scheduler.decay_ratio.value_or(-1)},
+      {"min_lr_factor", config.lr_scheduler.min_lr_factor}}
+      .dump();
+}
+
+}  // namespace
+
+fs::path checkpoint_folder(const Config& config) {
+  return fs::path(config.run.output_dir) / config.checkpoint.folder;
+}
+
+std::optional<std::int64_t>
+find_start(const Config& config, bool resume, Mesh& mesh) {
+  constexpr std::int64_t kScratch = -1;
+  const fs::path folder = checkpoint_folder(config);
+  const std::int64_t wanted = config.checkpoint.load_step;
+  std::int64_t step = wanted;
+  if (wanted < 0 && resume && mesh.rank() == 0) {
+    step = latest_checkpoint(folder).value_or(kScratch);
+  }
+  if (mesh.size() > 1) {
+    const at::Tensor shared = at::full({1}, step, at::kLong).to(mesh.device());
+    const CollectiveScope scope("find checkpoint");
+    mesh.world().broadcast(shared, 0);
+    step = shared.item<std::int64_t>();
+    mesh.check();
+  }
+  if (step < 0) {
+    return std::nullopt;
+  }
+  FLATSHARD_CHECK(
+      fs::exists(step_folder(folder, step)),
+      io,
+      "checkpoint.load_step: expected {}, which is not there; checkpoints of "
+      "{}: {}",
+      step_folder(folder, step).string(),
+      folder.string(),
+      fmt::to_string(fmt::join(list_checkpoints(folder), ", ")));
+  return step;
+}
+
+RunCheckpoints::RunCheckpoints(const Config& config, Parts parts)
+    : config_(config),
+      parts_(std::move(parts)),
+      folder_(checkpoint_folder(config)) {
+  if (config_.checkpoint.interval > 0) {
+    for_option(kFolderOption, [&] {
+      checkpointer_ = std::make_unique<Checkpointer>(
+          parts_.mesh,
+          parts_.groups,
+          parts_.optimizer,
+          CheckpointOptions{
+              .folder = folder_,
+              .keep_latest = config_.checkpoint.keep_latest_k});
+    });
+  }
+}
+
+std::map<std::string, std::string> RunCheckpoints::state() const {
+  return {
+      {std::string(kLoaderState), to_json(parts_.loader->state())},
+      {std::string(kConfigState), to_toml(config_)},
+      {std::string(kScheduleState), schedule_state(config_)},
+      // Everything random in a run is a function of the seed and the step.
+      {std::string(kRandomState),
+       nlohmann::json{{"seed", config_.run.seed}}.dump()}};
+}
+
+void RunCheckpoints::load(std::int64_t step) {
+  LoadOptions options{.exclude = split_list(config_.checkpoint.exclude)};
+  const bool without_optimizer = take(options.exclude, kOptimizerWord);
+  const bool without_loader = take(options.exclude, kLoaderWord);
+  const fs::path path = step_folder(folder_, step);
+  const auto begin = std::chrono::steady_clock::now();
+  const LoadedCheckpoint loaded = load_checkpoint(
+      path,
+      parts_.groups,
+      without_optimizer ? nullptr : parts_.optimizer,
+      options);
+  const auto text = [&](std::string_view key) {
+    const auto found = loaded.state.find(std::string(key));
+    FLATSHARD_CHECK(
+        found != loaded.state.end(),
+        format,
+        "{}: expected the state '{}' of a training run, which is missing",
+        path.string(),
+        key);
+    return found->second;
+  };
+  if (!without_loader) {
+    parts_.loader->restore(loader_state(text(kLoaderState)));
+  }
+  last_saved_ = step;
+  last_begun_ = step;
+  if (parts_.mesh->rank() != 0) {
+    return;
+  }
+  if (text(kScheduleState) != schedule_state(config_)) {
+    log_warning(
+        "the learning rate goes another way than in {}: it had {}, this run "
+        "has {}",
+        path.string(),
+        text(kScheduleState),
+        schedule_state(config_));
+  }
+  const double seconds =
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - begin)
+          .count();
+  log_info(
+      "loaded {} in {:.1f} s ({:.2f} GB/s on this rank)",
+      path.string(),
+      seconds,
+      static_cast<double>(loaded.read_nbytes) * 1e-9 / seconds);
+}
+
+bool RunCheckpoints::due(std::int64_t step) const {
+  return enabled() && (step % config_.checkpoint.interval == 0 ||
+                       step == config_.training.steps);
+}
+
+void RunCheckpoints::save(std::int64_t step) {
+  if (last_begun_ == step) {
+    return;  // loaded from, or asked for at the same step
+  }
+  checkpointer_->save(step, state());
+  last_begun_ = step;
+  if (!config_.checkpoint.async) {
+    checkpointer_->wait();
+  }
+  report();
+}
+
+void RunCheckpoints::before_update() {
+  if (enabled()) {
+    checkpointer_->wait_for_copies();
+  }
+}
+
+void RunCheckpoints::report() {
+  if (!enabled()) {
+    return;
+  }
+  for (SaveResult& result : checkpointer_->take_results()) {
+    last_error_ = result.error;
+    if (!result.error) {
+      last_saved_ = result.step;
+    }
+    if (parts_.mesh->rank() != 0) {
+      continue;
+    }
+    if (result.error) {
+      log_warning(
+          "the checkpoint of step {} failed, the run goes on and tries again "
+          "at the next one: {}",
+          result.step,
+          result.error->what());
+    } else {
+      log_info(
+          "saved {} in {:.1f} s",
+          step_folder(folder_, result.step).string(),
+          result.seconds);
+    }
+  }
+}
+
+void RunCheckpoints::finish() {
+  if (!enabled()) {
+    return;
+  }
+  checkpointer_->wait();
+  report();
+  if (last_error_) {
+    throw last_error_->with_context(kFolderOption);
+  }
+}
+
+std::int64_t RunCheckpoints::staging_nbytes() const {
+  return enabled() ? checkpointer_->staging_nbytes() : 0;
+}
+
+}  // namespace flatshard

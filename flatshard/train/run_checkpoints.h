@@ -1,0 +1,77 @@
+#pragma once
+
+#include "flatshard/checkpoint/checkpointer.h"
+#include "flatshard/data/loader.h"
+#include "flatshard/train/config.h"
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace flatshard {
+
+/// Where a run's checkpoints are: checkpoint.folder, below run.output_dir
+/// unless it is absolute.
+std::filesystem::path checkpoint_folder(const Config& config);
+
+/// The step that a run goes on from: checkpoint.load_step, or with `resume` the
+/// latest one; unset: from scratch. Rank 0 looks, all ranks get its answer.
+/// Collective.
+/// @throws Error{io} when load_step has no checkpoint.
+std::optional<std::int64_t>
+find_start(const Config& config, bool resume, Mesh& mesh);
+
+/// The checkpoints of a training run: when one is due, what belongs to it
+/// beside the tensors, and what a user is told of it.
+class RunCheckpoints {
+ public:
+  /// What a run consists of. All of it must outlive this.
+  struct Parts {
+    std::shared_ptr<Mesh> mesh;
+    std::vector<ParamGroup*> groups;
+    Optimizer* optimizer = nullptr;
+    data::Loader* loader = nullptr;
+  };
+
+  /// Collective when checkpoints are to be written.
+  RunCheckpoints(const Config& config, Parts parts);
+
+  /// Loads the checkpoint of `step`: weights, optimizer, the loader's place.
+  /// Collective. @throws like load_checkpoint; Error{config} when the run has
+  /// another seed, sequence length or corpus.
+  void load(std::int64_t step);
+
+  /// Checkpoints are written at all (checkpoint.interval > 0).
+  bool enabled() const { return checkpointer_ != nullptr; }
+  /// A regular one is due after this step.
+  bool due(std::int64_t step) const;
+  /// Begins to save the state after `step`; with checkpoint.async off, waits.
+  void save(std::int64_t step);
+  /// Call before the optimizer changes anything.
+  void before_update();
+  /// Says what became of earlier saves, without waiting.
+  void report();
+  /// Waits for all saves. @throws the error of the last one, if it failed.
+  void finish();
+  /// The last step whose checkpoint is whole.
+  std::optional<std::int64_t> last_saved() const { return last_saved_; }
+
+  std::int64_t staging_nbytes() const;
+
+ private:
+  std::map<std::string, std::string> state() const;
+
+  const Config config_;
+  const Parts parts_;
+  const std::filesystem::path folder_;
+  std::unique_ptr<Checkpointer> checkpointer_;
+  std::optional<std::int64_t> last_begun_;
+  std::optional<std::int64_t> last_saved_;
+  std::optional<Error> last_error_;
+};
+
+}  // namespace flatshard

@@ -1,0 +1,138 @@
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "flatshard/checkpoint/owned_runs.h"
+#include "flatshard/optim/adamw.h"
+
+namespace flatshard::testing {
+
+/// Parameters of one group, whatever the mesh.
+struct GroupSpec {
+  std::vector<GroupParameter> parameters;
+  bool trainable = true;
+};
+
+/// How a model is sharded: what two runs of it may differ in.
+struct Sharding {
+  std::string strategy = "zero3";
+  std::vector<MeshAxis> axes = {{"dp", 1}};
+  Granularity granularity = Granularity::element();
+  Precision precision = Precision::full();
+
+  int world() const {
+    std::int64_t world = 1;
+    for (const MeshAxis& axis : axes) {
+      world *= axis.size;
+    }
+    return static_cast<int>(world);
+  }
+  std::string to_string() const {
+    std::string text = strategy;
+    for (const MeshAxis& axis : axes) {
+      text += fmt::format(" {}", axis.size);
+    }
+    return text + " " + granularity.to_string();
+  }
+};
+
+/// Groups and an optimizer without a model around them.
+struct SomeGroups {
+  SomeGroups(
+      const std::vector<GroupSpec>& specs,
+      const Sharding& sharding,
+      const std::shared_ptr<Mesh>& mesh) {
+    for (std::size_t i = 0; i < specs.size(); ++i) {
+      std::vector<GroupParameter> parameters = specs[i].parameters;
+      for (GroupParameter& parameter : parameters) {
+        parameter.granularity = sharding.granularity;
+      }
+      owned.push_back(std::make_unique<ParamGroup>(
+          std::move(parameters),
+          mesh,
+          ParamGroupOptions{
+              .name = fmt::format("group {}", i),
+              .strategy =
+                  Strategy::named(sharding.strategy, mesh->num_axes()),
+              .precision = sharding.precision,
+              .trainable = specs[i].trainable,
+              .layout = {.max_padding = 1e9}},
+          Initializer(3)));
+      groups.push_back(owned.back().get());
+    }
+    optimizer = std::make_unique<AdamW>(groups, AdamWOptions{});
+  }
+
+  /// What element `i` of a tensor is in these tests, exact in any dtype.
+  static float value(const std::string& role, const std::string& name, int i) {
+    const std::size_t seed = std::hash<std::string>()(role + "/" + name);
+    return static_cast<float>((seed + static_cast<std::size_t>(i) * 37) % 251);
+  }
+
+  static at::Tensor expected(const OwnedRun& run) {
+    at::Tensor values = at::empty({run.values.numel()});
+    for (std::int64_t i = 0; i < values.numel(); ++i) {
+      values[i] = value(
+          run.role,
+          run.names.front(),
+          static_cast<int>(run.begin + i));
+    }
+    return values.to(run.values.scalar_type());
+  }
+
+  /// Gives everything its value; group i was updated i + 1 times.
+  void fill() const {
+    for (const OwnedRun& run : owned_runs(groups, optimizer.get())) {
+      run.values.copy_(expected(run));
+    }
+    const auto trained = optimizer->groups().size();
+    for (std::size_t i = 0; i < trained; ++i) {
+      optimizer->set_num_updates(i, static_cast<std::int64_t>(i) + 1);
+    }
+    optimizer->set_num_steps(9);
+  }
+
+  void fill_with(double number) const {
+    for (const OwnedRun& run : owned_runs(groups, optimizer.get())) {
+      run.values.fill_(number);
+    }
+  }
+
+  /// Names of the runs that do not have their value.
+  std::vector<std::string> wrong() const {
+    std::vector<std::string> names;
+    for (const OwnedRun& run : owned_runs(groups, optimizer.get())) {
+      if (!run.values.equal(expected(run))) {
+        names.push_back(run.role + "/" + run.names.front());
+      }
+    }
+    for (const ParamGroup* group : groups) {
+      const at::Tensor compute = group->compute_shard();
+      if (compute.defined() &&
+          !compute.equal(group->main().local().to(compute.scalar_type()))) {
+        names.push_back("compute weights of " + group->options().name);
+      }
+    }
+    return names;
+  }
+
+  bool all_are(double number) const {
+    for (const OwnedRun& run : owned_runs(groups, optimizer.get())) {
+      if (!run.values.equal(at::full_like(run.values, number))) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  std::vector<std::unique_ptr<ParamGroup>> owned;
+  std::vector<ParamGroup*> groups;
+  std::unique_ptr<AdamW> optimizer;
+};
+
+}  // namespace flatshard::testing

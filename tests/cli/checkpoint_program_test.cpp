@@ -1,0 +1,390 @@
+// Checkpoints as a user meets them: resume, signals, kill -9, export.
+#include "tests/cli/bad_input.h"
+
+#include "flatshard/format/checkpoint_folder.h"
+#include "flatshard/format/manifest.h"
+
+#include <gmock/gmock.h>
+#include <nlohmann/json.hpp>
+
+namespace flatshard::testing {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+class Checkpoints : public ::testing::Test {
+ protected:
+  static void SetUpTestSuite() {
+    corpus_ = new TempFolder;
+    std::string text;
+    for (int i = 0; i < 2000; ++i) {
+      text += fmt::format("line {} of a text, {}\n", i % 10, i * i % 101);
+    }
+    corpus_->write("texts/a.txt", text);
+    const Result prepared = sh(fmt::format(
+        "\"$PROGRAM\" data prepare --input '{0}/texts' --output '{0}/corpus'",
+        corpus_->path().string()));
+    ASSERT_EQ(prepared.code, 0) << prepared.output;
+  }
+  static void TearDownTestSuite() { delete corpus_; }
+
+  /// A config of `steps` steps in `<name>`; global batch 6, so that 1, 2 and 3
+  /// ranks train on the same samples.
+  std::string write_config(const std::string& name) const {
+    return folder_
+        .write(
+            name + ".toml",
+            fmt::format(
+                R"([run]
+output_dir = "{}"
+[model]
+dim = 32
+layers = 2
+heads = 4
+kv_heads = 2
+ffn_dim = 64
+vocab_size = 257
+[data]
+train = "{}"
+[training]
+steps = 40
+seq_len = 33
+local_batch_size = 1
+global_batch_size = 6
+[optimizer]
+lr = 3e-3
+[lr_scheduler]
+warmup_steps = 1
+[precision]
+compute = "float32"
+[checkpoint]
+interval = 20
+[metrics]
+log_freq = 1
+)",
+                (folder_ / name).string(),
+                (*corpus_ / "corpus").string()))
+        .string();
+  }
+
+  static std::string train(
+      const std::string& config,
+      int ranks,
+      const std::string& more = {}) {
+    return fmt::format(
+        "\"$PROGRAM\" train '{}' --device cpu --nproc {} {}",
+        config,
+        ranks,
+        more);
+  }
+
+  Result run(
+      const std::string& name,
+      int ranks,
+      const std::string& more = {}) const {
+    return sh(train(write_config(name), ranks, more));
+  }
+
+  std::string weights(const std::string& name) const {
+    return read(folder_ / name / "model.safetensors");
+  }
+
+  /// Losses by step; of a step that was trained again the last one.
+  std::map<int, double> losses(const std::string& name) const {
+    std::ifstream file(folder_ / name / "metrics.jsonl");
+    std::map<int, double> losses;
+    for (std::string line; std::getline(file, line);) {
+      const auto row = nlohmann::json::parse(line);
+      if (row.contains("loss")) {
+        losses[row["step"]] = row["loss"];
+      }
+    }
+    return losses;
+  }
+
+  std::vector<std::int64_t> steps(const std::string& name) const {
+    return list_checkpoints(folder_ / name / "checkpoints");
+  }
+
+  static inline TempFolder* corpus_ = nullptr;
+  TempFolder folder_;
+};
+
+TEST_F(Checkpoints, FortyStepsAreTwentyAndTwenty) {
+  const Result whole = run("whole", 2);
+  ASSERT_EQ(whole.code, 0) << whole.output;
+  EXPECT_THAT(steps("whole"), ElementsAre(20, 40));
+  EXPECT_THAT(whole.output, HasSubstr("two buffers"));
+
+  // Stops after step 20, as if the allocation had ended.
+  for (const char* name : {"same", "fewer", "more"}) {
+    fs::create_directories(folder_ / name / "checkpoints");
+    fs::copy(
+        step_folder(folder_ / "whole" / "checkpoints", 20),
+        step_folder(folder_ / name / "checkpoints", 20));
+  }
+  const Result same = run("same", 2, "--resume");
+  ASSERT_EQ(same.code, 0) << same.output;
+  EXPECT_THAT(
+      same.output,
+      AllOf(HasSubstr("loaded "), HasSubstr("step: 21 "), Not(HasSubstr("step: 20 "))));
+  EXPECT_TRUE(weights("same") == weights("whole"));
+  // Other numbers of ranks see the same samples; sums round differently.
+  const auto expected = losses("whole");
+  constexpr double kTolerance = 2e-4;
+  for (const auto& [name, ranks] :
+       std::map<std::string, int>{{"fewer", 1}, {"more", 3}}) {
+    const Result resumed = run(name, ranks, "--resume");
+    ASSERT_EQ(resumed.code, 0) << resumed.output;
+    const auto found = losses(name);
+    ASSERT_EQ(found.size(), 20u);
+    for (const auto& [step, loss] : found) {
+      EXPECT_NEAR(loss, expected.at(step), kTolerance) << name << " " << step;
+    }
+  }
+  // Losses at float32 agree that closely only on the same samples.
+  EXPECT_GT(std::abs(expected.at(21) - expected.at(22)), kTolerance);
+}
+
+TEST_F(Checkpoints, ResumeWithoutACheckpointStarts) {
+  const Result result = run("new", 1, "--resume --set training.steps=5");
+  ASSERT_EQ(result.code, 0) << result.output;
+  EXPECT_THAT(
+      result.output,
+      AllOf(HasSubstr("starting from the first step"), HasSubstr("step: 1 ")));
+  // There is one now, and nothing left to do.
+  const Result again = run("new", 1, "--resume --set training.steps=5");
+  ASSERT_EQ(again.code, 0) << again.output;
+  EXPECT_THAT(again.output, Not(HasSubstr("step: 5  loss")));
+}
+
+TEST_F(Checkpoints, ANewRunPutsOldCheckpointsAside) {
+  ASSERT_EQ(run("twice", 1, "--set training.steps=3").code, 0);
+  ASSERT_EQ(run("twice", 1, "--set training.steps=2").code, 0);
+  EXPECT_THAT(steps("twice"), ElementsAre(2));
+  EXPECT_THAT(
+      list_checkpoints(folder_ / "twice" / "earlier" / "1" / "checkpoints"),
+      ElementsAre(3));
+}
+
+TEST_F(Checkpoints, AnotherCorpusOrSeedIsRefused) {
+  ASSERT_EQ(run("run", 1, "--set training.steps=3").code, 0);
+  for (const char* change : {"run.seed=2", "training.seq_len=20"}) {
+    const Result result =
+        run("run", 2, fmt::format("--resume --set {}", change));
+    EXPECT_EQ(result.code, 1) << result.output;
+    EXPECT_EQ(result.errors().size(), 1u) << result.output;
+  }
+  // But what is excluded does not matter.
+  const Result result = run(
+      "run",
+      2,
+      "--resume --set run.seed=2 --set checkpoint.exclude=loader "
+      "--set training.steps=4");
+  EXPECT_EQ(result.code, 0) << result.output;
+  const Result missing = run("run", 1, "--set checkpoint.load_step=7");
+  EXPECT_EQ(missing.code, 1);
+  EXPECT_THAT(
+      missing.output,
+      AllOf(HasSubstr("checkpoint.load_step"), HasSubstr("step-7")));
+}
+
+TEST_F(Checkpoints, KillNineLosesNothingThatWasSaved) {
+  ASSERT_EQ(run("whole", 2).code, 0);
+  const std::string config = write_config("killed");
+  // Saves all the time and is killed in the middle, several times.
+  std::string again;
+  int num_kills = 0;
+  for (; num_kills < 5; ++num_kills) {
+    const Result killed = sh(fmt::format(
+        "{} --set checkpoint.interval=1 > '{}' 2>&1 & pid=$!\n"
+        "n=0; while [ $n -lt 2000 ] && kill -0 $pid 2>/dev/null && "
+        "! grep -q 'step: {}  loss' '{}'; do sleep 0.01; n=$((n+1)); done\n"
+        "pkill -KILL -P $pid; kill -KILL $pid; wait $pid\n",
+        "exec " + train(config, 2, again),
+        (folder_ / "log").string(),
+        (num_kills + 1) * 6,
+        (folder_ / "log").string()));
+    again = "--resume";
+    for (const std::int64_t step : steps("killed")) {
+      const Result verified = sh(fmt::format(
+          "\"$PROGRAM\" checkpoint verify '{}'",
+          step_folder(folder_ / "killed" / "checkpoints", step).string()));
+      ASSERT_EQ(verified.code, 0) << verified.output;
+    }
+  }
+  ASSERT_FALSE(steps("killed").empty());
+  const Result last = run("killed", 2, "--resume");
+  ASSERT_EQ(last.code, 0) << last.output;
+  EXPECT_TRUE(weights("killed") == weights("whole"));
+}
+
+TEST_F(Checkpoints, SigtermSavesAndEnds) {
+  ASSERT_EQ(run("whole", 2).code, 0);
+  const std::string config = write_config("stopped");
+  const Result stopped = sh(fmt::format(
+      "{} > '{}' 2>&1 & pid=$!\n"
+      "while ! grep -q 'step: 5  loss' '{}'; do sleep 0.01; done\n"
+      "kill -TERM $pid; wait $pid",
+      "exec " + train(config, 2),
+      (folder_ / "log").string(),
+      (folder_ / "log").string()));
+  EXPECT_EQ(stopped.code, 128 + SIGTERM) << read(folder_ / "log");
+  ASSERT_EQ(steps("stopped").size(), 1u) << read(folder_ / "log");
+  EXPECT_LT(steps("stopped")[0], 40);
+  EXPECT_GE(steps("stopped")[0], 5);
+  EXPECT_FALSE(fs::exists(folder_ / "stopped" / "model.safetensors"));
+  const Result resumed = run("stopped", 2, "--resume");
+  ASSERT_EQ(resumed.code, 0) << resumed.output;
+  EXPECT_TRUE(weights("stopped") == weights("whole"));
+}
+
+TEST_F(Checkpoints, Sigusr1SavesAndGoesOn) {
+  const std::string config = write_config("asked");
+  const Result result = sh(fmt::format(
+      "{} > '{}' 2>&1 & pid=$!\n"
+      "while ! grep -q 'step: 5  loss' '{}'; do sleep 0.01; done\n"
+      "kill -USR1 $pid; wait $pid",
+      "exec " + train(config, 2),
+      (folder_ / "log").string(),
+      (folder_ / "log").string()));
+  EXPECT_EQ(result.code, 0) << read(folder_ / "log");
+  EXPECT_EQ(steps("asked").size(), 3u) << read(folder_ / "log");
+}
+
+TEST_F(Checkpoints, AGradientThatIsNotFinite) {
+  const auto spoilt = [&](const std::string& mode) {
+    return run(
+        mode,
+        2,
+        fmt::format(
+            "--set debug.spoil_gradient_step=7 --set training.steps=12 "
+            "--set checkpoint.interval=4 --set training.on_nonfinite={}",
+            mode));
+  };
+  const auto named = AllOf(
+      HasSubstr("the gradient of step 7 is not finite"),
+      HasSubstr("parameter model."),
+      HasSubstr("is nan at flat element"));
+  const Result stop = spoilt("stop");
+  EXPECT_EQ(stop.code, 1) << stop.output;
+  EXPECT_THAT(stop.output, named);
+  EXPECT_EQ(stop.errors().size(), 1u) << stop.output;
+  EXPECT_THAT(steps("stop"), ElementsAre(4));
+
+  const Result skip = spoilt("skip");
+  EXPECT_EQ(skip.code, 0) << skip.output;
+  EXPECT_THAT(
+      skip.output,
+      AllOf(named, HasSubstr("the weights stay as they were")));
+  EXPECT_EQ(losses("skip").count(7), 0u);
+  EXPECT_EQ(losses("skip").count(8), 1u);
+
+  const Result rewind = spoilt("rewind");
+  EXPECT_EQ(rewind.code, 0) << rewind.output;
+  EXPECT_THAT(
+      rewind.output,
+      AllOf(named, HasSubstr("going on from the checkpoint of step 4")));
+  EXPECT_EQ(losses("rewind").size(), 12u);
+  EXPECT_THAT(steps("rewind"), ElementsAre(4, 8, 12));
+}
+
+TEST_F(Checkpoints, ListInspectVerifyPrune) {
+  ASSERT_EQ(
+      run("run", 2, "--set training.steps=6 --set checkpoint.interval=2").code,
+      0);
+  const std::string folder = (folder_ / "run" / "checkpoints").string();
+  const auto checkpoint = [&](const std::string& arguments) {
+    return sh(fmt::format("\"$PROGRAM\" checkpoint {}", arguments));
+  };
+  const Result listed = checkpoint(fmt::format("list '{}'", folder));
+  EXPECT_EQ(listed.code, 0) << listed.output;
+  EXPECT_THAT(
+      listed.output,
+      AllOf(HasSubstr("step 2 "), HasSubstr("step 6 "), HasSubstr("latest")));
+  const Result inspected =
+      checkpoint(fmt::format("inspect '{}' --tensors --config", folder));
+  EXPECT_EQ(inspected.code, 0) << inspected.output;
+  EXPECT_THAT(
+      inspected.output,
+      AllOf(
+          HasSubstr("step      6"),
+          HasSubstr("{dp: 2}"),
+          HasSubstr("exp_avg of lm_head.weight  F32 [257, 32]"),
+          HasSubstr("samples_consumed"),
+          HasSubstr("seq_len = 33")));
+  const Result pruned =
+      checkpoint(fmt::format("prune '{}' --keep 1", folder));
+  EXPECT_EQ(pruned.code, 0) << pruned.output;
+  EXPECT_THAT(pruned.output, HasSubstr("removed 2 checkpoints: step 2, 4"));
+  EXPECT_THAT(steps("run"), ElementsAre(6));
+
+  EXPECT_EQ(checkpoint(fmt::format("verify '{}'", folder)).code, 0);
+  const fs::path shard =
+      step_folder(folder, 6) / "shard-00002-of-00002.safetensors";
+  {
+    std::fstream file(shard, std::ios::in | std::ios::out | std::ios::binary);
+    file.seekp(-3, std::ios::end);
+    file.put('\x55');
+  }
+  const Result damaged = checkpoint(fmt::format("verify '{}'", folder));
+  EXPECT_EQ(damaged.code, 1);
+  EXPECT_THAT(
+      damaged.output,
+      AllOf(HasSubstr(shard.string()), HasSubstr("damaged")));
+  EXPECT_EQ(checkpoint("verify /nowhere").code, 1);
+}
+
+TEST_F(Checkpoints, ExportAndStartFromIt) {
+  ASSERT_EQ(
+      run("run",
+          2,
+          "--set training.steps=4 --set checkpoint.export_hf_at_end=true")
+          .code,
+      0);
+  const fs::path hf = folder_ / "run" / "hf";
+  EXPECT_TRUE(fs::exists(hf / "config.json"));
+  // The same weights as the run's own file.
+  EXPECT_TRUE(read(hf / "model.safetensors") == weights("run"));
+  const auto exported = [&](const std::string& more) {
+    return sh(fmt::format(
+        "\"$PROGRAM\" export --run '{}' --to '{}' {}",
+        (folder_ / "run").string(),
+        (folder_ / "half").string(),
+        more));
+  };
+  EXPECT_THAT(
+      exported("--step 3").output,
+      HasSubstr("expected a checkpoint of step 3"));
+  const Result half = exported("--step 4 --dtype bfloat16");
+  EXPECT_EQ(half.code, 0) << half.output;
+  EXPECT_THAT(half.output, HasSubstr("bfloat16"));
+  EXPECT_THAT(exported("").output, HasSubstr("--to: expected a folder"));
+
+  // Without a single update the weights are those it started from.
+  const Result started = run(
+      "started",
+      3,
+      fmt::format(
+          "--set model.init_from='{}' --set training.steps=1 "
+          "--set optimizer.lr=0",
+          hf.string()));
+  ASSERT_EQ(started.code, 0) << started.output;
+  EXPECT_TRUE(weights("started") == weights("run"));
+  const Result other = run(
+      "other",
+      2,
+      fmt::format(
+          "--set model.init_from='{}' --set model.layers=3",
+          hf.string()));
+  EXPECT_EQ(other.code, 1);
+  EXPECT_THAT(
+      other.output,
+      AllOf(HasSubstr("model.init_from"), HasSubstr("model.layers.2.")));
+}
+
+}  // namespace
+}  // namespace flatshard::testing
