@@ -138,9 +138,8 @@ void Checkpointer::save(
   Event computed;
   computed.record(*current_stream(mesh_->device()));
   computed.wait(*stream_);
-  stream_->submit([this, buffer = buffers_[job.buffer]] {
-    image_.copy_runs(buffer);
-  });
+  stream_->submit(
+      [this, buffer = buffers_[job.buffer]] { image_.copy_runs(buffer); });
   job.copied.record(*stream_);
   copied_ = job.copied;
   ++num_saves_;
@@ -258,12 +257,10 @@ void Checkpointer::commit(const Job& job, SaveResult& result) {
           fmt::format("what rank {} wrote", rank),
           /*complete=*/false));
     } else if (failure.empty()) {
-      failure = messages_->world() == 1
-                    ? report.substr(kFailed.size())
-                    : fmt::format(
-                          "rank {}: {}",
-                          rank,
-                          report.substr(kFailed.size()));
+      failure =
+          messages_->world() == 1
+              ? report.substr(kFailed.size())
+              : fmt::format("rank {}: {}", rank, report.substr(kFailed.size()));
     }
   }
   try {
@@ -271,16 +268,14 @@ void Checkpointer::commit(const Job& job, SaveResult& result) {
     Manifest manifest = merge_manifests(parts);
     manifest.step = job.step;
     manifest.mesh = mesh_->to_string();
-    manifest.strategy = groups_.empty()
-                            ? ""
-                            : groups_.front()->options().strategy.name;
+    manifest.strategy =
+        groups_.empty() ? "" : groups_.front()->options().strategy.name;
     manifest.updates = job.updates;
     manifest.state = job.state;
     write_file_atomic(folder / kManifestName, to_json(manifest));
     publish_checkpoint(options_.folder, job.step, id_);
     if (options_.keep_latest > 0) {
-      result.removed =
-          prune_checkpoints(options_.folder, options_.keep_latest);
+      result.removed = prune_checkpoints(options_.folder, options_.keep_latest);
     }
     messages_->send(done, std::string(kDone));
   } catch (const std::exception& error) {

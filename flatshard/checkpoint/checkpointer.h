@@ -22,8 +22,8 @@
 namespace flatshard {
 
 struct CheckpointOptions {
-  std::filesystem::path folder;   ///< holds step-N, one folder each
-  std::int64_t keep_latest = 0;   ///< older ones are removed; 0: keep all
+  std::filesystem::path folder;  ///< holds step-N, one folder each
+  std::int64_t keep_latest = 0;  ///< older ones are removed; 0: keep all
   std::uint64_t max_file_nbytes = std::uint64_t{4} << 30;
   /// How long ranks wait for one another when all have written.
   std::chrono::milliseconds timeout = std::chrono::minutes(30);

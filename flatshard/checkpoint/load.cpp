@@ -179,8 +179,7 @@ class Loader {
         continue;
       }
       const StoredTensor& tensor = stored(run);
-      const std::string what =
-          describe_tensor(run.role, run.names.front());
+      const std::string what = describe_tensor(run.role, run.names.front());
       FLATSHARD_CHECK(
           tensor.shape == run.shape,
           format,

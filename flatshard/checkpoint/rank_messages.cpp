@@ -6,9 +6,7 @@
 
 namespace flatshard {
 
-RankMessages::RankMessages(
-    std::shared_ptr<Mesh> mesh,
-    const std::string& name)
+RankMessages::RankMessages(std::shared_ptr<Mesh> mesh, const std::string& name)
     : mesh_(std::move(mesh)) {
   StoreHandle store = mesh_->store();
   if (!store && mesh_->size() == 1) {

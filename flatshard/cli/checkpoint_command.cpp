@@ -1,7 +1,7 @@
 #include "flatshard/cli/checkpoint_command.h"
 
-#include <CLI/CLI.hpp>
 #include <fmt/ranges.h>
+#include <CLI/CLI.hpp>
 
 #include <chrono>
 #include <filesystem>
@@ -89,11 +89,7 @@ void inspect(const std::string& folder, bool with_tensors, bool with_config) {
     for (const auto& [name, tensor] : tensors) {
       numel += tensor.numel();
     }
-    fmt::print(
-        "{:<9} {} tensors, {} elements\n",
-        role,
-        tensors.size(),
-        numel);
+    fmt::print("{:<9} {} tensors, {} elements\n", role, tensors.size(), numel);
   }
   for (const auto& [key, text] : manifest.state) {
     if (text.find('\n') == std::string::npos) {
@@ -157,8 +153,9 @@ void add_checkpoint_command(CLI::App& program) {
     return command;
   };
 
-  add("list", "The checkpoints of a folder, one a line")
-      ->callback([arguments] { list(arguments->folder); });
+  add("list", "The checkpoints of a folder, one a line")->callback([arguments] {
+    list(arguments->folder);
+  });
 
   CLI::App* inspector = add("inspect", "What one checkpoint holds");
   inspector->add_flag("--tensors", arguments->tensors, "Every tensor as well");
@@ -183,8 +180,7 @@ void add_checkpoint_command(CLI::App& program) {
       ->required()
       ->check(CLI::PositiveNumber);
   pruner->callback([arguments] {
-    const auto removed =
-        prune_checkpoints(arguments->folder, arguments->keep);
+    const auto removed = prune_checkpoints(arguments->folder, arguments->keep);
     fmt::print(
         "removed {} checkpoints{}{}\n",
         removed.size(),

@@ -39,10 +39,7 @@ std::optional<std::int64_t> step_of(std::string_view name) {
   return step;
 }
 
-void check_renamed(
-    int result,
-    const fs::path& from,
-    const fs::path& to) {
+void check_renamed(int result, const fs::path& from, const fs::path& to) {
   FLATSHARD_CHECK(
       result == 0,
       io,
@@ -83,10 +80,8 @@ fs::path step_folder(const fs::path& folder, std::int64_t step) {
   return folder / fmt::format("{}{}", kStep, step);
 }
 
-fs::path partial_folder(
-    const fs::path& folder,
-    std::int64_t step,
-    std::string_view id) {
+fs::path
+partial_folder(const fs::path& folder, std::int64_t step, std::string_view id) {
   return folder / fmt::format("{}{}{}{}", kStep, step, kPartial, id);
 }
 
@@ -158,9 +153,8 @@ void remove_leftovers(const fs::path& folder) {
   std::error_code error;
   for (const auto& entry : fs::directory_iterator(folder, error)) {
     const std::string name = entry.path().filename().string();
-    if (name.starts_with(kStep) &&
-        (name.find(kPartial) != std::string::npos ||
-         name.find(kRemoved) != std::string::npos)) {
+    if (name.starts_with(kStep) && (name.find(kPartial) != std::string::npos ||
+                                    name.find(kRemoved) != std::string::npos)) {
       fs::remove_all(entry.path(), error);
     }
   }

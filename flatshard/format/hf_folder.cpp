@@ -124,13 +124,11 @@ std::vector<HfFile> plan_hf_files(
     nbytes += more;
   }
   for (std::size_t i = 0; i < files.size(); ++i) {
-    files[i].name =
-        files.size() == 1
-            ? std::string(kSingleName)
-            : fmt::format(
-                  "model-{:05}-of-{:05}.safetensors",
-                  i + 1,
-                  files.size());
+    files[i].name = files.size() == 1 ? std::string(kSingleName)
+                                      : fmt::format(
+                                            "model-{:05}-of-{:05}.safetensors",
+                                            i + 1,
+                                            files.size());
   }
   return files;
 }

@@ -80,21 +80,13 @@ class Field {
     if (ok) {
       return;
     }
-    std::string found = value_.dump(
-        -1,
-        ' ',
-        false,
-        json::error_handler_t::replace);
+    std::string found =
+        value_.dump(-1, ' ', false, json::error_handler_t::replace);
     constexpr std::size_t kLongest = 80;
     if (found.size() > kLongest) {
       found = found.substr(0, kLongest) + "...";
     }
-    FLATSHARD_THROW(
-        format,
-        "{}: expected {}, got {}",
-        where_,
-        expected,
-        found);
+    FLATSHARD_THROW(format, "{}: expected {}, got {}", where_, expected, found);
   }
 
  private:
@@ -416,8 +408,10 @@ Manifest merge_manifests(const std::vector<Manifest>& parts) {
   merged.tensors.clear();
   for (const Manifest& part : parts) {
     const auto first_file = static_cast<std::int64_t>(merged.files.size());
-    merged.files
-        .insert(merged.files.end(), part.files.begin(), part.files.end());
+    merged.files.insert(
+        merged.files.end(),
+        part.files.begin(),
+        part.files.end());
     for (const auto& [role, tensors] : part.tensors) {
       for (const auto& [name, tensor] : tensors) {
         StoredTensor& into =

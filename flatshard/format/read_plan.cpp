@@ -49,8 +49,7 @@ std::vector<FileCopy> copies_of(std::span<const WantedRange> wanted) {
             {piece->file,
              {.source = piece->offset + bytes(begin - piece->begin),
               .nbytes = bytes(end - begin),
-              .destination =
-                  range.destination + bytes(begin - range.begin)}});
+              .destination = range.destination + bytes(begin - range.begin)}});
       }
     }
   }
@@ -71,8 +70,7 @@ std::uint64_t block_begin(std::uint64_t offset) {
 class OpenFile {
  public:
   explicit OpenFile(const std::filesystem::path& path)
-      : path_(path.string()),
-        fd_(::open(path_.c_str(), O_RDONLY | O_CLOEXEC)) {
+      : path_(path.string()), fd_(::open(path_.c_str(), O_RDONLY | O_CLOEXEC)) {
     FLATSHARD_CHECK(
         fd_ >= 0,
         io,
@@ -190,8 +188,7 @@ std::vector<ReadChunk> plan_reads(
       ReadChunk& chunk = chunks.back();
       const std::uint64_t limit =
           std::min(chunk.begin + max_nbytes, file_nbytes);
-      const std::uint64_t n =
-          std::min(rest.nbytes, limit - rest.source);
+      const std::uint64_t n = std::min(rest.nbytes, limit - rest.source);
       chunk.copies.push_back({rest.source, n, rest.destination});
       const std::uint64_t end = rest.source + n;
       chunk.end = std::max(

@@ -7,8 +7,8 @@
 #include <cstring>
 #include <nlohmann/json.hpp>
 
-#include "flatshard/format/safetensors_format.h"
 #include "flatshard/core/error.h"
+#include "flatshard/format/safetensors_format.h"
 
 namespace flatshard {
 namespace {

@@ -230,7 +230,26 @@ void set_field(
   check_value(key, field, where);
 }
 
+/// A key of a hundred thousand dots becomes as many tables in one another,
+/// whose end takes that many calls on the stack.
+void check_line_lengths(std::string_view text, const std::string& origin) {
+  constexpr std::size_t kLongest = 10000;
+  for (std::size_t line = 1; !text.empty(); ++line) {
+    const std::size_t length = std::min(text.find('\n'), text.size());
+    FLATSHARD_CHECK(
+        length <= kLongest,
+        config,
+        "{}: line {}: expected at most {} characters, got {}",
+        origin,
+        line,
+        kLongest,
+        length);
+    text.remove_prefix(std::min(length + 1, text.size()));
+  }
+}
+
 toml::table parse_toml(std::string_view text, const std::string& origin) {
+  check_line_lengths(text, origin);
   try {
     return toml::parse(text);
   } catch (const toml::parse_error& error) {
@@ -312,6 +331,7 @@ void apply_override(Config& config, const std::string& text) {
     set_field(*key, config, toml::value<std::string>(value), where);
     return;
   }
+  check_line_lengths(value, where);
   const toml::parse_result parsed = [&]() -> toml::parse_result {
     try {
       return toml::parse("value = " + value);

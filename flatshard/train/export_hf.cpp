@@ -40,8 +40,7 @@ fs::path find_checkpoint(const ExportOptions& options) {
       kManifestName,
       options.run.string());
   // The run may have been moved since.
-  const fs::path folder =
-      options.run / load_config(config).checkpoint.folder;
+  const fs::path folder = options.run / load_config(config).checkpoint.folder;
   const auto step = options.step >= 0 ? std::optional(options.step)
                                       : latest_checkpoint(folder);
   FLATSHARD_CHECK(
@@ -62,9 +61,8 @@ void write_tensors(
     const ExportOptions& options) {
   SafetensorsWriter writer(path, file.tensors, {{"format", "pt"}});
   for (const SafetensorsSpec& spec : file.tensors) {
-    const StoredTensor& stored =
-        manifest.tensors.at(std::string(kWeightRole))
-            .at(models::from_hf_name(spec.name));
+    const StoredTensor& stored = manifest.tensors.at(std::string(kWeightRole))
+                                     .at(models::from_hf_name(spec.name));
     const at::Tensor values =
         at::empty(stored.shape, scalar_type(stored.dtype, spec.name));
     const WantedRange whole{&stored, 0, stored.numel(), 0};

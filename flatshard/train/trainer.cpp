@@ -1,26 +1,18 @@
 #include "flatshard/train/trainer.h"
 
-#include "flatshard/checkpoint/init_weights.h"
 #include "flatshard/checkpoint/weights_file.h"
 #include "flatshard/comm/flight_recorder.h"
-#include "flatshard/comm/store.h"
 #include "flatshard/core/error.h"
-#include "flatshard/core/log.h"
 #include "flatshard/device/memory.h"
-#include "flatshard/diagnostics/memory_table.h"
 #include "flatshard/diagnostics/nan_check.h"
 #include "flatshard/diagnostics/norms.h"
-#include "flatshard/diagnostics/overlap_check.h"
 #include "flatshard/format/checkpoint_folder.h"
-#include "flatshard/models/flops.h"
 #include "flatshard/models/hf_names.h"
 #include "flatshard/optim/clip.h"
 #include "flatshard/train/export_hf.h"
 #include "flatshard/train/nonfinite.h"
 #include "flatshard/train/option_errors.h"
 #include "flatshard/train/profile.h"
-#include "flatshard/train/setup.h"
-#include "flatshard/unit/fully_shard.h"
 
 #include <ATen/ATen.h>
 
@@ -48,25 +40,6 @@ std::optional<double> peak_flops(at::Device device, const Config& config) {
   return std::nullopt;
 }
 
-std::shared_ptr<Mesh>
-make_mesh(const Config& config, const RankEnvironment& env, at::Device device) {
-  if (env.world_size == 1) {
-    return Mesh::single(device);
-  }
-  const std::chrono::duration<double> timeout(config.comm.timeout_s);
-  MeshOptions options;
-  options.communicator.timeout =
-      std::chrono::duration_cast<std::chrono::milliseconds>(timeout);
-  options.watcher = config.comm.watcher;
-  options.launcher_serves_store = env.launcher_serves_store;
-  return Mesh::create(
-      mesh_axes(config),
-      env.rank,
-      make_tcp_store(env),
-      device,
-      options);
-}
-
 }  // namespace
 
 struct Trainer::Interval {
@@ -76,192 +49,13 @@ struct Trainer::Interval {
   double host_ms = 0;
 };
 
-Trainer::Trainer(
-    const Config& config,
-    RankEnvironment env,
-    const std::string& device,
-    bool resume)
-    : config_(resolve_config(config, env.world_size)),
-      env_(std::move(env)),
-      device_(choose_device(device, env_)),
-      model_config_(model_config(config_)),
-      schedule_(lr_schedule(config_)) {
-  FLATSHARD_CHECK(
-      config_.precision.scaling != "per_token",
-      config,
-      "precision.scaling = per_token: the trainer's batches hold equally many "
-      "tokens on every rank, so mean is per token; use mean");
-  set_current_device(device_);
-  if (config_.debug.deterministic) {
-    at::globalContext().setDeterministicAlgorithms(true, false);
-  }
-  const Config::Training& t = config_.training;
-  // Data first: a wrong path should not wait for the model.
-  const auto seed = static_cast<std::uint64_t>(config_.run.seed);
-  const auto loader_options = [&](bool shuffle) {
-    return data::LoaderOptions{
-        .seed = seed,
-        .seq_len = t.seq_len,
-        .global_batch_size = t.global_batch_size,
-        .vocab_size = model_config_.vocab_size,
-        .shuffle = shuffle};
-  };
-  FLATSHARD_CHECK(
-      !config_.data.train.empty(),
-      config,
-      "data.train: expected a corpus folder (see `flatshard data prepare`) or "
-      "\"random\"");
-  for_option("data.train", [&] {
-    train_loader_.emplace(
-        data::open_token_source(
-            config_.data.train,
-            "train",
-            seed,
-            model_config_.vocab_size),
-        loader_options(true));
-  });
-  if (config_.validation.freq > 0) {
-    const bool own = !config_.data.validation.empty();
-    for_option(own ? "data.validation" : "data.train", [&] {
-      validation_loader_.emplace(
-          data::open_token_source(
-              own ? config_.data.validation : config_.data.train,
-              "validation",
-              seed + 1,
-              model_config_.vocab_size),
-          loader_options(false));
-    });
-  }
-  num_microbatches_ =
-      train_loader_->num_microbatches(env_.world_size, t.local_batch_size);
-
-  check_memory(config_, model_config_, env_.world_size, device_);
-  mesh_ = make_mesh(config_, env_, device_);
-  watched([&] { build(resume); });
-}
-
-template <class F>
-void Trainer::watched(F&& work) {
+void Trainer::watched(const std::function<void()>& work) {
   try {
     work();
   } catch (const std::exception& error) {
     mesh_->publish_failure(error.what());
     throw;
   }
-}
-
-void Trainer::build(bool resume) {
-  const Config::Training& t = config_.training;
-  model_ = models::Llama(
-      model_config_,
-      models::LlamaOptions{
-          .activation_checkpoint = models::parse_activation_checkpoint(
-              config_.activation_checkpoint.mode)});
-  FullyShardOptions options = shard_options(config_);
-  for (const auto& module : model_->unit_modules()) {
-    options.units.push_back(module.get());
-  }
-  runtime_ = fully_shard(*model_, mesh_, options);
-  install_diagnostics();
-  optimizer_ = make_optimizer(config_, runtime_->groups());
-  flops_per_token_ = models::flops_per_token(model_config_, t.seq_len);
-
-  const auto shape = {t.local_batch_size, t.seq_len};
-  auto host = at::TensorOptions().dtype(at::kLong);
-  tokens_host_ = at::empty(shape, host.pinned_memory(device_.is_cuda()));
-  targets_host_ = at::empty(shape, host.pinned_memory(device_.is_cuda()));
-  tokens_ = at::empty(shape, host.device(device_));
-  targets_ = at::empty(shape, host.device(device_));
-  const auto start = find_start(config_, resume, *mesh_);
-  if (env_.rank == 0) {
-    for_option(kOutputDir, [&] { open_output(start.has_value()); });
-  }
-  mesh_->world().barrier();  // what was there before is out of the way
-  std::vector<ParamGroup*> groups;
-  for (const auto& unit : runtime_->units()) {
-    for (const auto& group : unit->groups()) {
-      groups.push_back(group.get());
-    }
-  }
-  checkpoints_.emplace(
-      config_,
-      RunCheckpoints::Parts{
-          .mesh = mesh_,
-          .groups = groups,
-          .optimizer = optimizer_.get(),
-          .loader = &*train_loader_});
-  if (env_.rank == 0) {
-    announce();
-  }
-  if (start) {
-    checkpoints_->load(*start);
-    first_step_ = *start + 1;
-  } else if (!config_.model.init_from.empty()) {
-    for_option("model.init_from", [&] {
-      init_weights(config_.model.init_from, groups, models::to_hf_name);
-    });
-    if (env_.rank == 0) {
-      log_info("took the weights of {}", config_.model.init_from);
-    }
-  }
-  if (!start && resume && env_.rank == 0) {
-    log_info(
-        "no checkpoint in {} yet: starting from the first step",
-        checkpoint_folder(config_).string());
-  }
-  if (checkpoints_->enabled()) {
-    signals_.emplace();
-  }
-}
-
-void Trainer::open_output(bool resumed) {
-  const std::filesystem::path folder = config_.run.output_dir;
-  if (resumed) {
-    save_config(config_);
-    metrics_.emplace(folder / "metrics.jsonl", MetricsFile::Mode::append);
-    return;
-  }
-  const auto kept = keep_earlier_run(folder, config_.checkpoint.folder);
-  try {
-    save_config(config_);
-    metrics_.emplace(folder / "metrics.jsonl");
-  } catch (...) {
-    if (!kept.empty()) {
-      restore_earlier_run(kept, folder, config_.checkpoint.folder);
-    }
-    throw;
-  }
-  if (!kept.empty()) {
-    log_info("kept the earlier run's files in {}", kept.string());
-  }
-}
-
-Trainer::~Trainer() = default;
-
-void Trainer::announce() const {
-  fmt::print("{}\n", to_toml(config_));
-  fmt::print(
-      "model: {} parameters; {} ranks of {}; strategy {}; {} microbatches per "
-      "step\n",
-      with_commas(models::num_parameters(model_config_)),
-      env_.world_size,
-      device_.is_cuda() ? "GPU" : "CPU",
-      strategy_name(config_),
-      num_microbatches_);
-  fmt::print(
-      "tflops and mfu count 6 N + 12 L d T per token (attention as if it were "
-      "not causal, no recompute): {:.2f} GFLOP per token\n",
-      flops_per_token_ * 1e-9);
-  const auto rows = memory_rows(*runtime_, optimizer_->state_nbytes());
-  std::vector<MemoryRow> host_rows;
-  if (checkpoints_->enabled()) {
-    host_rows.push_back(
-        {"checkpoint",
-         checkpoints_->staging_nbytes(),
-         "two buffers, from which checkpoints are written"});
-  }
-  fmt::print("{}\n", to_string(rows, host_rows));
-  std::fflush(stdout);
 }
 
 void Trainer::load(
@@ -372,20 +166,8 @@ std::int64_t Trainer::give_up_step(std::int64_t step) {
     checkpoints_->load(last);
     train_loader_->restore(place);  // past the data that did it
   }
-  if (env_.rank == 0) {
-    status_.clear();
-    log_warning(
-        "the gradient of step {} is not finite: {}; {}",
-        step,
-        what,
-        wanted == "skip"
-            ? "the weights stay as they were"
-            : fmt::format(
-                  "going on from the checkpoint of step {}, with new data",
-                  last));
-    for_option(kOutputDir, [&] {
-      metrics_->write_nonfinite(step, what, last);
-    });
+  if (output_) {
+    output_->nonfinite(step, what, last);
   }
   return last;
 }
@@ -449,11 +231,8 @@ Trainer::Requests Trainer::log_step(
       "the loss of step {} is {}; lower optimizer.lr or check the data",
       step,
       mean_loss);
-  if (env_.rank == 0) {
-    status_.clear();
-    fmt::print("{}\n", format_step(metrics));
-    std::fflush(stdout);
-    for_option(kOutputDir, [&] { metrics_->write(metrics); });
+  if (output_) {
+    output_->step(metrics);
   }
   interval = {};
   return requests();
@@ -528,11 +307,11 @@ Trainer::End Trainer::train() {
     if (asked.stop) {
       end = End::stopped;
     }
-    if (status_.enabled() && env_.rank == 0) {
+    if (output_ && output_->status().enabled()) {
       if (!device_.is_cuda()) {
         last_loss = loss.item<double>();
       }
-      status_.update(
+      output_->status().update(
           step,
           config_.training.steps,
           last_loss,
@@ -542,45 +321,29 @@ Trainer::End Trainer::train() {
     if (validation_loader_ && !asked.stop &&
         (last || step % config_.validation.freq == 0)) {
       const double validation = validate();
-      if (env_.rank == 0) {
-        status_.clear();
-        fmt::print("{}\n", format_validation(step, validation));
-        std::fflush(stdout);
-        for_option(kOutputDir, [&] {
-          metrics_->write_validation(step, validation);
-        });
+      if (output_) {
+        output_->validation(step, validation);
       }
       interval = {};
     }
   }
-  status_.clear();
+  if (output_) {
+    output_->status().clear();
+  }
   checkpoints_->finish();
   if (end == End::finished && config_.run.save_weights) {
     save();
   }
-  if (end == End::finished && config_.checkpoint.export_hf_at_end &&
-      env_.rank == 0) {
+  if (end == End::finished && config_.checkpoint.export_hf_at_end && output_) {
     const auto to = std::filesystem::path(config_.run.output_dir) / "hf";
     std::filesystem::remove_all(to);  // of the same run, when it was resumed
-    fmt::print(
-        "{}\n",
-        export_hf(
-            {.run = step_folder(
-                 checkpoint_folder(config_),
-                 *checkpoints_->last_saved()),
-             .to = to}));
+    output_->print(export_hf(
+        {.run = step_folder(
+             checkpoint_folder(config_),
+             *checkpoints_->last_saved()),
+         .to = to}));
   }
   return end;
-}
-
-void Trainer::install_diagnostics() {
-  if (config_.diagnostics.overlap_check) {
-    OverlapCheck::install(runtime_);
-  }
-  if (config_.diagnostics.nan_check) {
-    NanCheck::install(runtime_);
-    NanCheck::check_weights(*runtime_);
-  }
 }
 
 void Trainer::spoil_gradient(std::int64_t step) {
@@ -602,8 +365,8 @@ void Trainer::diagnose_gradients(std::int64_t step) {
   if (freq > 0 &&
       (step == 1 || step == config_.training.steps || step % freq == 0)) {
     const auto norms = parameter_norms(*runtime_);
-    if (env_.rank == 0) {
-      for_option(kOutputDir, [&] { metrics_->write_norms(step, norms); });
+    if (output_) {
+      output_->norms(step, norms);
     }
   }
 }
@@ -621,8 +384,8 @@ void Trainer::save() {
   for_option(kOutputDir, [&] {
     save_weights(groups, path, {{"format", "pt"}}, models::to_hf_name);
   });
-  if (env_.rank == 0) {
-    fmt::print("saved {}\n", path.string());
+  if (output_) {
+    output_->print(fmt::format("saved {}", path.string()));
   }
 }
 

@@ -7,12 +7,13 @@
 #include "flatshard/optim/lr_schedule.h"
 #include "flatshard/optim/optimizer.h"
 #include "flatshard/train/config.h"
-#include "flatshard/train/metrics.h"
 #include "flatshard/train/run_checkpoints.h"
+#include "flatshard/train/run_output.h"
 #include "flatshard/train/save_signals.h"
 #include "flatshard/unit/runtime.h"
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -50,12 +51,10 @@ class Trainer {
   struct Interval;  // what is measured between two log lines
 
   void build(bool resume);
-  void open_output(bool resumed);
   /// Runs `work`; what it throws is told to the other ranks.
-  template <class F>
-  void watched(F&& work);
+  void watched(const std::function<void()>& work);
   End train();
-  void announce() const;
+  void announce();
   /// Runs all microbatches; returns this rank's mean loss, [] float32.
   at::Tensor forward_backward(std::int64_t step, Interval& interval);
   void load(data::Loader& loader, std::int64_t microbatch, Interval& interval);
@@ -99,8 +98,7 @@ class Trainer {
   at::Tensor targets_host_;  ///< [B, T]
   at::Tensor tokens_;        ///< [B, T] on the device
   at::Tensor targets_;
-  std::optional<MetricsFile> metrics_;
-  StatusLine status_;
+  std::optional<RunOutput> output_;  ///< rank 0's
   std::optional<SaveSignals> signals_;
   std::optional<RunCheckpoints> checkpoints_;  ///< ends before what it saves
   bool spoilt_ = false;  ///< debug.spoil_gradient_step was done

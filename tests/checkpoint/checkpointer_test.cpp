@@ -204,6 +204,53 @@ TEST(Checkpointer, RemovesWhatADeadProcessLeft) {
   EXPECT_FALSE(fs::exists(partial_folder(folder.path(), 3, "dead")));
 }
 
+TEST(Checkpointer, B33_RanksWithoutAPieceSaveToo) {
+  const TempFolder folder;
+  const std::vector<GroupSpec> specs{
+      {.parameters = {parameter("a", {3}), parameter("empty", {0, 2})},
+       .trainable = true}};
+  const Sharding five{"zero3", {{"dp", 5}}, Granularity::tensor()};
+  run_ranks(5, [&](RankContext& context) {
+    const auto mesh = context.mesh();
+    const SomeGroups model(specs, five, mesh);
+    model.fill();
+    Checkpointer checkpointer(
+        mesh,
+        model.groups,
+        model.optimizer.get(),
+        {.folder = folder.path()});
+    checkpointer.save(1, {});
+    checkpointer.wait();
+    const auto results = checkpointer.take_results();
+    ASSERT_EQ(results.size(), 1u);
+    EXPECT_FALSE(results[0].error.has_value()) << results[0].error->what();
+  });
+  run_ranks(1, [&](RankContext& context) {
+    const SomeGroups model(specs, {}, context.mesh());
+    load_checkpoint(
+        step_folder(folder.path(), 1),
+        model.groups,
+        model.optimizer.get());
+    EXPECT_THAT(model.wrong(), IsEmpty());
+  });
+}
+
+TEST(LoadCheckpoint, R14_LoadingTheStateIsNotAStep) {
+  const TempFolder folder;
+  write_checkpoint(2, folder.path());
+  run_ranks(1, [&](RankContext& context) {
+    const SomeGroups model(two_groups(), {}, context.mesh());
+    load_checkpoint(
+        step_folder(folder.path(), 1),
+        model.groups,
+        model.optimizer.get());
+    EXPECT_EQ(model.optimizer->num_updates(0), 1);
+    EXPECT_EQ(model.optimizer->num_updates(1), 2);
+    EXPECT_EQ(model.optimizer->num_steps(), 9);
+    EXPECT_THAT(model.wrong(), IsEmpty());
+  });
+}
+
 TEST(LoadCheckpoint, RefusesAnotherModel) {
   const TempFolder folder;
   write_checkpoint(3, folder.path());
@@ -231,14 +278,12 @@ TEST(LoadCheckpoint, RefusesAnotherModel) {
   for (const std::string& error : refused(folder.path(), turned)) {
     EXPECT_THAT(
         error,
-        HasSubstr(
-            "weight of a.weight: expected shape [9, 40], got [40, 9]"));
+        HasSubstr("weight of a.weight: expected shape [9, 40], got [40, 9]"));
   }
   Sharding half{"zero3", {{"dp", 2}}};
   half.precision.compute = at::kBFloat16;
   half.precision.main_params = at::kBFloat16;
-  for (const std::string& error :
-       refused(folder.path(), two_groups(), half)) {
+  for (const std::string& error : refused(folder.path(), two_groups(), half)) {
     EXPECT_THAT(
         error,
         HasSubstr("weight of a.weight: expected dtype BF16, got F32"));

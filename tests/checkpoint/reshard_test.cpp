@@ -79,11 +79,10 @@ Sharding random_sharding(Random& random) {
       {"hsdp_zero1", {{"outer", 2}, {"dp", 2}}},
       {"hsdp_zero2", {{"outer", 2}, {"dp", 2}}}};
   Sharding sharding = random.one_of(shardings);
-  sharding.granularity = random.one_of(
-      std::vector<Granularity>{
-          Granularity::element(),
-          Granularity::row(),
-          Granularity::tensor()});
+  sharding.granularity = random.one_of(std::vector<Granularity>{
+      Granularity::element(),
+      Granularity::row(),
+      Granularity::tensor()});
   return sharding;
 }
 

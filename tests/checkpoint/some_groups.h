@@ -57,8 +57,7 @@ struct SomeGroups {
           mesh,
           ParamGroupOptions{
               .name = fmt::format("group {}", i),
-              .strategy =
-                  Strategy::named(sharding.strategy, mesh->num_axes()),
+              .strategy = Strategy::named(sharding.strategy, mesh->num_axes()),
               .precision = sharding.precision,
               .trainable = specs[i].trainable,
               .layout = {.max_padding = 1e9}},
@@ -77,10 +76,8 @@ struct SomeGroups {
   static at::Tensor expected(const OwnedRun& run) {
     at::Tensor values = at::empty({run.values.numel()});
     for (std::int64_t i = 0; i < values.numel(); ++i) {
-      values[i] = value(
-          run.role,
-          run.names.front(),
-          static_cast<int>(run.begin + i));
+      values[i] =
+          value(run.role, run.names.front(), static_cast<int>(run.begin + i));
     }
     return values.to(run.values.scalar_type());
   }

@@ -70,10 +70,8 @@ log_freq = 1
         .string();
   }
 
-  static std::string train(
-      const std::string& config,
-      int ranks,
-      const std::string& more = {}) {
+  static std::string
+  train(const std::string& config, int ranks, const std::string& more = {}) {
     return fmt::format(
         "\"$PROGRAM\" train '{}' --device cpu --nproc {} {}",
         config,
@@ -81,10 +79,8 @@ log_freq = 1
         more);
   }
 
-  Result run(
-      const std::string& name,
-      int ranks,
-      const std::string& more = {}) const {
+  Result run(const std::string& name, int ranks, const std::string& more = {})
+      const {
     return sh(train(write_config(name), ranks, more));
   }
 
@@ -130,7 +126,10 @@ TEST_F(Checkpoints, FortyStepsAreTwentyAndTwenty) {
   ASSERT_EQ(same.code, 0) << same.output;
   EXPECT_THAT(
       same.output,
-      AllOf(HasSubstr("loaded "), HasSubstr("step: 21 "), Not(HasSubstr("step: 20 "))));
+      AllOf(
+          HasSubstr("loaded "),
+          HasSubstr("step: 21 "),
+          Not(HasSubstr("step: 20 "))));
   EXPECT_TRUE(weights("same") == weights("whole"));
   // Other numbers of ranks see the same samples; sums round differently.
   const auto expected = losses("whole");
@@ -179,11 +178,11 @@ TEST_F(Checkpoints, AnotherCorpusOrSeedIsRefused) {
     EXPECT_EQ(result.errors().size(), 1u) << result.output;
   }
   // But what is excluded does not matter.
-  const Result result = run(
-      "run",
-      2,
-      "--resume --set run.seed=2 --set checkpoint.exclude=loader "
-      "--set training.steps=4");
+  const Result result =
+      run("run",
+          2,
+          "--resume --set run.seed=2 --set checkpoint.exclude=loader "
+          "--set training.steps=4");
   EXPECT_EQ(result.code, 0) << result.output;
   const Result missing = run("run", 1, "--set checkpoint.load_step=7");
   EXPECT_EQ(missing.code, 1);
@@ -220,6 +219,32 @@ TEST_F(Checkpoints, KillNineLosesNothingThatWasSaved) {
   const Result last = run("killed", 2, "--resume");
   ASSERT_EQ(last.code, 0) << last.output;
   EXPECT_TRUE(weights("killed") == weights("whole"));
+}
+
+TEST_F(Checkpoints, ARankThatDiesIsStartedAgain) {
+  ASSERT_EQ(run("whole", 2).code, 0);
+  const std::string config = write_config("restarted");
+  const std::string log = (folder_ / "log").string();
+  const Result result = sh(fmt::format(
+      "{} > '{}' 2>&1 & pid=$!\n"
+      "while ! grep -q 'step: 25  loss' '{}'; do sleep 0.01; done\n"
+      "kill -KILL $(pgrep -P $pid | tail -1); wait $pid",
+      "exec " + train(config, 2, "--max-restarts 3"),
+      log,
+      log));
+  EXPECT_EQ(result.code, 0) << read(folder_ / "log");
+  EXPECT_THAT(
+      read(folder_ / "log"),
+      AllOf(
+          HasSubstr("was ended by signal 9"),
+          HasSubstr("restart 1 of 3, from the latest checkpoint"),
+          HasSubstr("step-20"),
+          Not(HasSubstr("restart 2"))));
+  EXPECT_TRUE(weights("restarted") == weights("whole"));
+  // Who stops it wants it stopped.
+  const Result refused =
+      run("none", 2, "--max-restarts 1 --set checkpoint.interval=0");
+  EXPECT_THAT(refused.output, HasSubstr("--max-restarts goes back to"));
 }
 
 TEST_F(Checkpoints, SigtermSavesAndEnds) {
@@ -316,8 +341,7 @@ TEST_F(Checkpoints, ListInspectVerifyPrune) {
           HasSubstr("exp_avg of lm_head.weight  F32 [257, 32]"),
           HasSubstr("samples_consumed"),
           HasSubstr("seq_len = 33")));
-  const Result pruned =
-      checkpoint(fmt::format("prune '{}' --keep 1", folder));
+  const Result pruned = checkpoint(fmt::format("prune '{}' --keep 1", folder));
   EXPECT_EQ(pruned.code, 0) << pruned.output;
   EXPECT_THAT(pruned.output, HasSubstr("removed 2 checkpoints: step 2, 4"));
   EXPECT_THAT(steps("run"), ElementsAre(6));
@@ -365,21 +389,21 @@ TEST_F(Checkpoints, ExportAndStartFromIt) {
   EXPECT_THAT(exported("").output, HasSubstr("--to: expected a folder"));
 
   // Without a single update the weights are those it started from.
-  const Result started = run(
-      "started",
-      3,
-      fmt::format(
-          "--set model.init_from='{}' --set training.steps=1 "
-          "--set optimizer.lr=0",
-          hf.string()));
+  const Result started =
+      run("started",
+          3,
+          fmt::format(
+              "--set model.init_from='{}' --set training.steps=1 "
+              "--set optimizer.lr=0",
+              hf.string()));
   ASSERT_EQ(started.code, 0) << started.output;
   EXPECT_TRUE(weights("started") == weights("run"));
-  const Result other = run(
-      "other",
-      2,
-      fmt::format(
-          "--set model.init_from='{}' --set model.layers=3",
-          hf.string()));
+  const Result other =
+      run("other",
+          2,
+          fmt::format(
+              "--set model.init_from='{}' --set model.layers=3",
+              hf.string()));
   EXPECT_EQ(other.code, 1);
   EXPECT_THAT(
       other.output,

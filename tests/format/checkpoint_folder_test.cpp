@@ -85,8 +85,7 @@ TEST_F(CheckpointFolder, AStepIsReplacedWhole) {
   std::ofstream(step_folder(folder(), 10) / "only-in-the-old-one") << "x";
   publish(10, "new");
   EXPECT_EQ(content(10), "new");
-  EXPECT_FALSE(
-      fs::exists(step_folder(folder(), 10) / "only-in-the-old-one"));
+  EXPECT_FALSE(fs::exists(step_folder(folder(), 10) / "only-in-the-old-one"));
   EXPECT_THAT(names(), ElementsAre("latest", "step-10"));
 }
 

@@ -45,7 +45,6 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t n) {
   }
   try {
     parse(std::as_bytes(std::span(data + 1, n - 1)), data[0] % 2 == 0);
-  } catch (const flatshard::Error&) {
-  }
+  } catch (const flatshard::Error&) {}
   return 0;
 }

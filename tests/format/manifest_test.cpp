@@ -85,16 +85,22 @@ TEST(Manifest, RefusesPiecesOutsideTheirFile) {
     return m["tensors"]["weight"]["w"]["pieces"][1];
   };
   EXPECT_THAT(
-      refused([&](json& m) { piece(m)["bytes"] = {90, 122}; }),
+      refused([&](json& m) {
+        piece(m)["bytes"] = {90, 122};
+      }),
       HasSubstr("expected a range in the 100 bytes of b.safetensors"));
   EXPECT_THAT(
       refused([&](json& m) { piece(m)["file"] = 2; }),
       HasSubstr("an index below 2"));
   EXPECT_THAT(
-      refused([&](json& m) { piece(m)["bytes"] = {60, 91}; }),
+      refused([&](json& m) {
+        piece(m)["bytes"] = {60, 91};
+      }),
       HasSubstr("expected 4 bytes for each of 8 elements"));
   EXPECT_THAT(
-      refused([&](json& m) { piece(m)["bytes"] = {92, 60}; }),
+      refused([&](json& m) {
+        piece(m)["bytes"] = {92, 60};
+      }),
       HasSubstr("begin <= end"));
 }
 

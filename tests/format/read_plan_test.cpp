@@ -61,9 +61,7 @@ void write(Stored& stored, const std::vector<std::int64_t>& cuts) {
   }
   stored.manifest.tensors["weight"]["w"] = tensor;
   // What the tests make up is what a reader accepts.
-  EXPECT_EQ(
-      parse_manifest(to_json(stored.manifest), "x"),
-      stored.manifest);
+  EXPECT_EQ(parse_manifest(to_json(stored.manifest), "x"), stored.manifest);
 }
 
 std::string refused(const std::function<void()>& action) {
@@ -224,7 +222,9 @@ TEST(ReadPlan, FilesHaveToBeTheManifests) {
   manifest = good;
 
   std::filesystem::resize_file(stored.folder / "1.safetensors", 3000);
-  EXPECT_THAT(check(), AllOf(HasSubstr("1.safetensors"), HasSubstr("got 3000")));
+  EXPECT_THAT(
+      check(),
+      AllOf(HasSubstr("1.safetensors"), HasSubstr("got 3000")));
   std::filesystem::remove(stored.folder / "1.safetensors");
   EXPECT_THAT(check(), HasSubstr("cannot open"));
   // Who does not need it does not ask.

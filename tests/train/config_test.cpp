@@ -275,6 +275,15 @@ TEST(Config, ContradictionsAreNamed) {
       {{"profiling.enabled=true", "profiling.step=601"},
        "profiling.step = 601 comes after training.steps = 600"},
       {{"optimizer.beta1=1"}, "must be below 1, got 1 and 0.95"},
+      {{"checkpoint.keep_latest_k=2"},
+       "checkpoint.keep_latest_k is set, but checkpoint.interval = \"0\""},
+      {{"checkpoint.export_hf_at_end=true"},
+       "checkpoint.export_hf_at_end is set, but checkpoint.interval"},
+      {{"checkpoint.folder=../elsewhere"},
+       "checkpoint.folder expected a folder below run.output_dir"},
+      {{"checkpoint.folder="}, "or an absolute one, got \"\""},
+      {{"training.on_nonfinite=rewind"},
+       "checkpoint.interval is 0, so there are none"},
   };
   for (const auto& [overrides, expected] : cases) {
     EXPECT_THAT(refused(overrides), HasSubstr(expected));

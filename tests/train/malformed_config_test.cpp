@@ -110,6 +110,8 @@ TEST(MalformedConfig, OverridesToo) {
   EXPECT_GT(tally.refused, kOverrides / 4);
 }
 
+// What is nested too deep, or so long that it could be, never reaches a parser
+// that calls itself for each level.
 TEST(MalformedConfig, DeepNestingIsRefused) {
   for (const std::size_t depth : {1000U, 100000U}) {
     const std::string cases[] = {

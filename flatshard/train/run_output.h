@@ -1,0 +1,37 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "flatshard/train/config.h"
+#include "flatshard/train/metrics.h"
+
+namespace flatshard {
+
+/// What a run prints and writes below run.output_dir: config.toml,
+/// metrics.jsonl, the lines of its log. One rank has it.
+class RunOutput {
+ public:
+  /// Opens the files. Those of an earlier run are put aside, unless this one
+  /// goes on with it.
+  /// @throws Error{io} naming run.output_dir; earlier files are back then.
+  RunOutput(const Config& config, bool resumed);
+
+  void print(const std::string& text);
+  void step(const StepMetrics& metrics);
+  void validation(std::int64_t step, double loss);
+  void norms(std::int64_t step, const std::vector<ParameterNorm>& norms);
+  /// A step whose gradient is not finite; the run goes on after `last`.
+  void nonfinite(std::int64_t step, const std::string& what, std::int64_t last);
+
+  /// The line at the bottom of a terminal; off elsewhere.
+  StatusLine& status() { return status_; }
+
+ private:
+  std::optional<MetricsFile> metrics_;
+  StatusLine status_;
+};
+
+}  // namespace flatshard

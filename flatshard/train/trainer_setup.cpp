@@ -1,0 +1,207 @@
+// How a Trainer is put together; trainer.cpp has what it does then.
+#include "flatshard/checkpoint/init_weights.h"
+#include "flatshard/comm/store.h"
+#include "flatshard/core/error.h"
+#include "flatshard/core/log.h"
+#include "flatshard/diagnostics/memory_table.h"
+#include "flatshard/diagnostics/nan_check.h"
+#include "flatshard/diagnostics/overlap_check.h"
+#include "flatshard/models/flops.h"
+#include "flatshard/models/hf_names.h"
+#include "flatshard/train/option_errors.h"
+#include "flatshard/train/setup.h"
+#include "flatshard/train/trainer.h"
+#include "flatshard/unit/fully_shard.h"
+
+#include <ATen/ATen.h>
+
+namespace flatshard {
+namespace {
+
+std::shared_ptr<Mesh>
+make_mesh(const Config& config, const RankEnvironment& env, at::Device device) {
+  if (env.world_size == 1) {
+    return Mesh::single(device);
+  }
+  const std::chrono::duration<double> timeout(config.comm.timeout_s);
+  MeshOptions options;
+  options.communicator.timeout =
+      std::chrono::duration_cast<std::chrono::milliseconds>(timeout);
+  options.watcher = config.comm.watcher;
+  options.launcher_serves_store = env.launcher_serves_store;
+  return Mesh::create(
+      mesh_axes(config),
+      env.rank,
+      make_tcp_store(env),
+      device,
+      options);
+}
+
+}  // namespace
+
+Trainer::Trainer(
+    const Config& config,
+    RankEnvironment env,
+    const std::string& device,
+    bool resume)
+    : config_(resolve_config(config, env.world_size)),
+      env_(std::move(env)),
+      device_(choose_device(device, env_)),
+      model_config_(model_config(config_)),
+      schedule_(lr_schedule(config_)) {
+  FLATSHARD_CHECK(
+      config_.precision.scaling != "per_token",
+      config,
+      "precision.scaling = per_token: the trainer's batches hold equally many "
+      "tokens on every rank, so mean is per token; use mean");
+  set_current_device(device_);
+  if (config_.debug.deterministic) {
+    at::globalContext().setDeterministicAlgorithms(true, false);
+  }
+  const Config::Training& t = config_.training;
+  // Data first: a wrong path should not wait for the model.
+  const auto seed = static_cast<std::uint64_t>(config_.run.seed);
+  const auto loader_options = [&](bool shuffle) {
+    return data::LoaderOptions{
+        .seed = seed,
+        .seq_len = t.seq_len,
+        .global_batch_size = t.global_batch_size,
+        .vocab_size = model_config_.vocab_size,
+        .shuffle = shuffle};
+  };
+  FLATSHARD_CHECK(
+      !config_.data.train.empty(),
+      config,
+      "data.train: expected a corpus folder (see `flatshard data prepare`) or "
+      "\"random\"");
+  for_option("data.train", [&] {
+    train_loader_.emplace(
+        data::open_token_source(
+            config_.data.train,
+            "train",
+            seed,
+            model_config_.vocab_size),
+        loader_options(true));
+  });
+  if (config_.validation.freq > 0) {
+    const bool own = !config_.data.validation.empty();
+    for_option(own ? "data.validation" : "data.train", [&] {
+      validation_loader_.emplace(
+          data::open_token_source(
+              own ? config_.data.validation : config_.data.train,
+              "validation",
+              seed + 1,
+              model_config_.vocab_size),
+          loader_options(false));
+    });
+  }
+  num_microbatches_ =
+      train_loader_->num_microbatches(env_.world_size, t.local_batch_size);
+
+  check_memory(config_, model_config_, env_.world_size, device_);
+  mesh_ = make_mesh(config_, env_, device_);
+  watched([&] { build(resume); });
+}
+
+void Trainer::build(bool resume) {
+  const Config::Training& t = config_.training;
+  model_ = models::Llama(
+      model_config_,
+      models::LlamaOptions{
+          .activation_checkpoint = models::parse_activation_checkpoint(
+              config_.activation_checkpoint.mode)});
+  FullyShardOptions options = shard_options(config_);
+  for (const auto& module : model_->unit_modules()) {
+    options.units.push_back(module.get());
+  }
+  runtime_ = fully_shard(*model_, mesh_, options);
+  install_diagnostics();
+  optimizer_ = make_optimizer(config_, runtime_->groups());
+  flops_per_token_ = models::flops_per_token(model_config_, t.seq_len);
+
+  const auto shape = {t.local_batch_size, t.seq_len};
+  auto host = at::TensorOptions().dtype(at::kLong);
+  tokens_host_ = at::empty(shape, host.pinned_memory(device_.is_cuda()));
+  targets_host_ = at::empty(shape, host.pinned_memory(device_.is_cuda()));
+  tokens_ = at::empty(shape, host.device(device_));
+  targets_ = at::empty(shape, host.device(device_));
+  const auto start = find_start(config_, resume, *mesh_);
+  if (env_.rank == 0) {
+    output_.emplace(config_, start.has_value());
+  }
+  mesh_->world().barrier();  // what was there before is out of the way
+  std::vector<ParamGroup*> groups;
+  for (const auto& unit : runtime_->units()) {
+    for (const auto& group : unit->groups()) {
+      groups.push_back(group.get());
+    }
+  }
+  checkpoints_.emplace(
+      config_,
+      RunCheckpoints::Parts{
+          .mesh = mesh_,
+          .groups = groups,
+          .optimizer = optimizer_.get(),
+          .loader = &*train_loader_});
+  if (output_) {
+    announce();
+  }
+  if (start) {
+    checkpoints_->load(*start);
+    first_step_ = *start + 1;
+  } else if (!config_.model.init_from.empty()) {
+    for_option("model.init_from", [&] {
+      init_weights(config_.model.init_from, groups, models::to_hf_name);
+    });
+    if (output_) {
+      log_info("took the weights of {}", config_.model.init_from);
+    }
+  }
+  if (!start && resume && output_) {
+    log_info(
+        "no checkpoint in {} yet: starting from the first step",
+        checkpoint_folder(config_).string());
+  }
+  if (checkpoints_->enabled()) {
+    signals_.emplace();
+  }
+}
+
+Trainer::~Trainer() = default;
+
+void Trainer::announce() {
+  output_->print(to_toml(config_));
+  output_->print(fmt::format(
+      "model: {} parameters; {} ranks of {}; strategy {}; {} microbatches per "
+      "step",
+      with_commas(models::num_parameters(model_config_)),
+      env_.world_size,
+      device_.is_cuda() ? "GPU" : "CPU",
+      strategy_name(config_),
+      num_microbatches_));
+  output_->print(fmt::format(
+      "tflops and mfu count 6 N + 12 L d T per token (attention as if it were "
+      "not causal, no recompute): {:.2f} GFLOP per token",
+      flops_per_token_ * 1e-9));
+  const auto rows = memory_rows(*runtime_, optimizer_->state_nbytes());
+  std::vector<MemoryRow> host_rows;
+  if (checkpoints_->enabled()) {
+    host_rows.push_back(
+        {"checkpoint",
+         checkpoints_->staging_nbytes(),
+         "two buffers, from which checkpoints are written"});
+  }
+  output_->print(to_string(rows, host_rows));
+}
+
+void Trainer::install_diagnostics() {
+  if (config_.diagnostics.overlap_check) {
+    OverlapCheck::install(runtime_);
+  }
+  if (config_.diagnostics.nan_check) {
+    NanCheck::install(runtime_);
+    NanCheck::check_weights(*runtime_);
+  }
+}
+
+}  // namespace flatshard

@@ -1,0 +1,113 @@
+#include "flatshard/format/hf_folder.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "flatshard/core/error.h"
+#include "tests/support/temp_folder.h"
+
+namespace flatshard {
+namespace {
+
+using testing::AllOf;
+using testing::ElementsAre;
+using testing::HasSubstr;
+
+void write(
+    const std::filesystem::path& path,
+    const std::vector<SafetensorsSpec>& specs) {
+  SafetensorsWriter writer(path, specs);
+  for (const SafetensorsSpec& spec : specs) {
+    std::vector<std::byte> bytes(
+        static_cast<std::size_t>(spec.shape.at(0)),
+        static_cast<std::byte>(spec.name[0]));
+    writer.write(spec.name, bytes);
+  }
+  writer.finish();
+}
+
+std::string refused(const std::filesystem::path& folder) {
+  try {
+    HfFolder read(folder);
+  } catch (const Error& error) {
+    return error.message();
+  }
+  return "no error";
+}
+
+TEST(HfFolder, OneFile) {
+  const TempFolder folder;
+  EXPECT_THAT(
+      refused(folder.path()),
+      AllOf(
+          HasSubstr("expected model.safetensors or"),
+          HasSubstr(folder.path().string())));
+  write(folder / "model.safetensors", {{"a", "U8", {3}}, {"b", "U8", {5}}});
+  const HfFolder read(folder.path());
+  EXPECT_THAT(read.names(), ElementsAre("a", "b"));
+  EXPECT_TRUE(read.contains("b"));
+  EXPECT_FALSE(read.contains("c"));
+  EXPECT_EQ(read.find("b").data().size(), 5u);
+  EXPECT_EQ(read.find("b").data()[4], std::byte{'b'});
+  try {
+    read.find("bb");
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_THAT(
+        error.message(),
+        HasSubstr("has no tensor 'bb'; the nearest name is 'b'"));
+  }
+}
+
+TEST(HfFolder, SeveralFilesGoThereAndBack) {
+  const TempFolder folder;
+  const std::vector<SafetensorsSpec> specs{
+      {"a", "U8", {30}},
+      {"b", "U8", {80}},
+      {"c", "U8", {20}},
+      {"d", "U8", {1}}};
+  const auto files = plan_hf_files(specs, 100);
+  ASSERT_EQ(files.size(), 3u);
+  EXPECT_EQ(files[0].name, "model-00001-of-00003.safetensors");
+  EXPECT_EQ(files[2].tensors.size(), 1u);
+  for (const HfFile& file : files) {
+    write(folder / file.name, file.tensors);
+  }
+  folder.write(kHfIndexName, hf_index_json(files));
+  const HfFolder read(folder.path());
+  EXPECT_THAT(read.names(), ElementsAre("a", "b", "c", "d"));
+  for (const SafetensorsSpec& spec : specs) {
+    EXPECT_EQ(read.find(spec.name).entry->shape, spec.shape);
+    EXPECT_EQ(
+        read.find(spec.name).data()[0],
+        static_cast<std::byte>(spec.name[0]));
+  }
+  EXPECT_THAT(hf_index_json(files), HasSubstr("\"total_size\": 131"));
+  // A tensor larger than the limit has a file of its own.
+  EXPECT_EQ(plan_hf_files(specs, 10).size(), 4u);
+  EXPECT_EQ(plan_hf_files(specs, 1000)[0].name, "model.safetensors");
+}
+
+TEST(HfFolder, BadIndexesAreRefused) {
+  const TempFolder folder;
+  write(folder / "x.safetensors", {{"a", "U8", {3}}});
+  const auto index = [&](const std::string& text) {
+    folder.write(kHfIndexName, text);
+    return refused(folder.path());
+  };
+  EXPECT_EQ(index(R"({"weight_map": {"a": "x.safetensors"}})"), "no error");
+  EXPECT_THAT(index("{"), HasSubstr("expected a JSON object"));
+  EXPECT_THAT(index("[]"), HasSubstr("with a weight_map"));
+  EXPECT_THAT(
+      index(R"({"weight_map": {"a": "../x.safetensors"}})"),
+      HasSubstr("expected the name of a file in the same folder"));
+  EXPECT_THAT(
+      index(R"({"weight_map": {"a": "y.safetensors"}})"),
+      HasSubstr("y.safetensors"));
+  EXPECT_THAT(
+      index(R"({"weight_map": {"b": "x.safetensors"}})"),
+      HasSubstr("has no tensor 'b'"));
+}
+
+}  // namespace
+}  // namespace flatshard
