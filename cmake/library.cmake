@@ -3,9 +3,11 @@
 #   are built with CUDA on, NO_CUDA sources (their stubs) otherwise.
 # flatshard_program(<name> [PURE] [MODULES] SOURCES ... DEPS ...)
 #   one program, at the top of the build folder.
-# flatshard_test_library(<name> [THREADS] [MODULES] SOURCES ... DEPS ...)
+# flatshard_test_library(<name> [THREADS] [MODULES] SOURCES ... DEPS ...
+#   [LIBS ...])
 #   flatshard_<name>, which several tests use.
-# flatshard_test(<name> [PURE|THREADS] [MODULES] SOURCES ... DEPS ... [TIMEOUT s])
+# flatshard_test(<name> [PURE|THREADS] [MODULES] SOURCES ... DEPS ... [LIBS ...]
+#   [TIMEOUT s])
 #   one GoogleTest program, run as one ctest.
 # MODULES: takes the precompiled header that has torch's modules.
 # With FLATSHARD_SANITIZE only what is PURE exists; with thread in it also what
@@ -114,7 +116,7 @@ function(flatshard_program name)
 endfunction()
 
 function(flatshard_test_library name)
-  cmake_parse_arguments(A "THREADS;MODULES" "" "SOURCES;DEPS" ${ARGN})
+  cmake_parse_arguments(A "THREADS;MODULES" "" "SOURCES;DEPS;LIBS" ${ARGN})
   _flatshard_skip(skip)
   if(skip)
     return()
@@ -124,11 +126,11 @@ function(flatshard_test_library name)
   target_include_directories(flatshard_${name} PUBLIC ${PROJECT_SOURCE_DIR})
   list(TRANSFORM A_DEPS PREPEND flatshard_)
   target_link_libraries(
-    flatshard_${name} PUBLIC ${A_DEPS} PRIVATE GTest::gtest)
+    flatshard_${name} PUBLIC ${A_DEPS} ${A_LIBS} PRIVATE GTest::gtest)
 endfunction()
 
 function(flatshard_test name)
-  cmake_parse_arguments(A "PURE;THREADS;MODULES" "TIMEOUT" "SOURCES;DEPS" ${ARGN})
+  cmake_parse_arguments(A "PURE;THREADS;MODULES" "TIMEOUT" "SOURCES;DEPS;LIBS" ${ARGN})
   _flatshard_skip(skip)
   if(skip)
     return()
@@ -139,7 +141,8 @@ function(flatshard_test name)
   _flatshard_executable(${name} ${A_PURE})
   # Less to wait for when they are built, hardly more when they run.
   target_compile_options(${name} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-O1>)
-  target_link_libraries(${name} PRIVATE GTest::gmock GTest::gtest_main)
+  target_link_libraries(
+    ${name} PRIVATE ${A_LIBS} GTest::gmock GTest::gtest_main)
   set_target_properties(
     ${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests)
   add_test(NAME ${name} COMMAND ${name})

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <optional>
 #include <set>
+#include <thread>
 
 #include "flatshard/checkpoint/dtypes.h"
 #include "flatshard/checkpoint/owned_runs.h"
@@ -15,6 +16,7 @@
 #include "flatshard/comm/flight_recorder.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/nearest_name.h"
+#include "flatshard/device/memory.h"
 #include "flatshard/format/read_plan.h"
 
 namespace flatshard {
@@ -84,14 +86,15 @@ class Loader {
     if (!list.empty()) {
       check_files(folder_, manifest_, list);
     }
-    staging_ = at::empty({static_cast<std::int64_t>(nbytes_)}, at::kByte);
+    // Not pinned: the readers' threads touch the pages first, side by side.
+    staging_ = host_buffer(static_cast<std::int64_t>(nbytes_), at::kCPU);
     read_chunks(
         folder_,
         manifest_,
         chunks,
         {static_cast<std::byte*>(staging_.data_ptr()),
          static_cast<std::size_t>(nbytes_)},
-        options_.num_threads);
+        num_threads());
     result_ = {
         .step = manifest_.step,
         .state = manifest_.state,
@@ -127,6 +130,14 @@ class Loader {
     at::Tensor values;
     std::int64_t begin = 0;  ///< in the staging memory
   };
+
+  int num_threads() const {
+    if (options_.num_threads > 0) {
+      return options_.num_threads;
+    }
+    const int cores = static_cast<int>(std::thread::hardware_concurrency());
+    return std::clamp(cores / groups_.front()->mesh()->size(), 2, 16);
+  }
 
   bool excluded(const std::string& name) const {
     return std::any_of(

@@ -17,8 +17,9 @@ struct LoadOptions {
   /// looked for in the checkpoint nor changed in the model, and what the
   /// checkpoint has of them is ignored.
   std::vector<std::string> exclude;
-  /// Threads of this rank that read and check.
-  int num_threads = 4;
+  /// Threads of this rank that read and check; 0: this machine's cores over
+  /// the ranks of the mesh, from 2 to 16.
+  int num_threads = 0;
 };
 
 /// What a checkpoint says beside its tensors.
