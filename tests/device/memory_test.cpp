@@ -1,5 +1,6 @@
 #include "flatshard/device/memory.h"
 
+#include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

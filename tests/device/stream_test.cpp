@@ -1,5 +1,6 @@
 #include "flatshard/device/stream.h"
 
+#include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
