@@ -1,6 +1,7 @@
 #include "flatshard/checkpoint/shard_image.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/accumulate.h>
 
 #include <cstring>
 
@@ -19,10 +20,6 @@ std::string entry_name(const OwnedRun& run, bool whole) {
                                ? run.names.front()
                                : run.role + "/" + run.names.front();
   return whole ? name : fmt::format("{}[{}:{}]", name, run.begin, run.end());
-}
-
-std::int64_t numel_of(const OwnedRun& run) {
-  return StoredTensor{.dtype = {}, .shape = run.shape, .pieces = {}}.numel();
 }
 
 }  // namespace
@@ -75,7 +72,7 @@ void ShardImage::add_file(
   std::vector<std::string> entries;
   for (const std::size_t i : runs) {
     const OwnedRun& run = runs_[i];
-    const bool whole = run.values.numel() == numel_of(run);
+    const bool whole = run.values.numel() == c10::multiply_integers(run.shape);
     entries.push_back(entry_name(run, whole));
     specs.push_back(
         {entries.back(),

@@ -220,9 +220,7 @@ CorpusMeta CorpusMeta::load(const std::filesystem::path& folder) {
       folder.string(),
       folder.string());
   const MappedFile file(path);
-  return from_json(
-      {reinterpret_cast<const char*>(file.bytes().data()), file.bytes().size()},
-      path.string());
+  return from_json(file.text(), path.string());
 }
 
 std::shared_ptr<const Corpus> Corpus::open(

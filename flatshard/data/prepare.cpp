@@ -254,10 +254,7 @@ CorpusMeta prepare_corpus(const PrepareOptions& options) {
   if (options.tokenizer != "bytes") {
     meta.tokenizer = "tokenizer.json";
     const MappedFile tokenizer(options.tokenizer);
-    write_text_file(
-        staged.path() / meta.tokenizer,
-        {reinterpret_cast<const char*>(tokenizer.bytes().data()),
-         tokenizer.bytes().size()});
+    write_text_file(staged.path() / meta.tokenizer, tokenizer.text());
   }
 
   std::int64_t total_nbytes = 0;

@@ -31,9 +31,7 @@ std::uint64_t nbytes_of(const SafetensorsSpec& tensor) {
 /// Tensor to file name.
 std::map<std::string, std::string> read_index(const fs::path& path) {
   const MappedFile file(path);
-  const auto bytes = file.bytes();
-  const auto* text = reinterpret_cast<const char*>(bytes.data());
-  const json parsed = json::parse(text, text + bytes.size(), nullptr, false);
+  const json parsed = json::parse(file.text(), nullptr, false);
   FLATSHARD_CHECK(
       parsed.is_object() && parsed.contains("weight_map") &&
           parsed["weight_map"].is_object(),

@@ -395,11 +395,7 @@ Manifest parse_manifest(
 
 Manifest read_manifest(const std::filesystem::path& folder) {
   const std::filesystem::path path = folder / kManifestName;
-  const MappedFile file(path);
-  const auto bytes = file.bytes();
-  return parse_manifest(
-      {reinterpret_cast<const char*>(bytes.data()), bytes.size()},
-      path.string());
+  return parse_manifest(MappedFile(path).text(), path.string());
 }
 
 Manifest merge_manifests(const std::vector<Manifest>& parts) {

@@ -194,7 +194,7 @@ Trainer::Requests Trainer::requests() {
       .stop = sum[1].item<std::int64_t>() > 0};
 }
 
-Trainer::Requests Trainer::log_step(
+void Trainer::log_step(
     std::int64_t step,
     const at::Tensor& loss,
     const at::Tensor& norm,
@@ -235,7 +235,6 @@ Trainer::Requests Trainer::log_step(
     output_->step(metrics);
   }
   interval = {};
-  return requests();
 }
 
 Trainer::End Trainer::run() {
@@ -298,7 +297,8 @@ Trainer::End Trainer::train() {
     Requests asked;
     if (logged) {
       runtime_->set_measure_exposed(false);
-      asked = log_step(step, loss, clip.norm, lr, interval);
+      log_step(step, loss, clip.norm, lr, interval);
+      asked = requests();
     }
     if (checkpoints_->due(step) || asked.save) {
       checkpoints_->save(step);
@@ -371,18 +371,27 @@ void Trainer::diagnose_gradients(std::int64_t step) {
   }
 }
 
-void Trainer::save() {
-  runtime_->synchronize();
-  std::vector<const ParamGroup*> groups;
+std::vector<ParamGroup*> Trainer::all_groups() const {
+  std::vector<ParamGroup*> groups;
   for (const auto& unit : runtime_->units()) {
     for (const auto& group : unit->groups()) {
       groups.push_back(group.get());
     }
   }
+  return groups;
+}
+
+void Trainer::save() {
+  runtime_->synchronize();
+  const auto groups = all_groups();
   const auto path =
       std::filesystem::path(config_.run.output_dir) / "model.safetensors";
   for_option(kOutputDir, [&] {
-    save_weights(groups, path, {{"format", "pt"}}, models::to_hf_name);
+    save_weights(
+        {groups.begin(), groups.end()},
+        path,
+        {{"format", "pt"}},
+        models::to_hf_name);
   });
   if (output_) {
     output_->print(fmt::format("saved {}", path.string()));

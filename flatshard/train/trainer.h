@@ -70,7 +70,7 @@ class Trainer {
   /// What `training.on_nonfinite` wants of a step whose gradient is not finite:
   /// throws, or returns the step after which the run goes on. Collective.
   std::int64_t give_up_step(std::int64_t step);
-  Requests log_step(
+  void log_step(
       std::int64_t step,
       const at::Tensor& loss,
       const at::Tensor& norm,
@@ -81,6 +81,8 @@ class Trainer {
   /// Everything [diagnostics] wants between the backward and the optimizer.
   void diagnose_gradients(std::int64_t step);
   void save();
+  /// Of all units, frozen ones as well.
+  std::vector<ParamGroup*> all_groups() const;
 
   Config config_;
   RankEnvironment env_;

@@ -130,12 +130,7 @@ void Trainer::build(bool resume) {
     output_.emplace(config_, start.has_value());
   }
   mesh_->world().barrier();  // what was there before is out of the way
-  std::vector<ParamGroup*> groups;
-  for (const auto& unit : runtime_->units()) {
-    for (const auto& group : unit->groups()) {
-      groups.push_back(group.get());
-    }
-  }
+  const auto groups = all_groups();
   checkpoints_.emplace(
       config_,
       RunCheckpoints::Parts{
