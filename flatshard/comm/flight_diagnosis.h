@@ -17,6 +17,7 @@ struct RankView {
   FlightState state;
   bool seen = false;     ///< false: it never published anything
   bool missing = false;  ///< not heard of for too long, or its process is gone
+  bool waits = false;    ///< in one collective for its last two heartbeats
   std::chrono::milliseconds silent{0};
   ProcessState process = ProcessState::unknown;
 };

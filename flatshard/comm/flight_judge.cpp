@@ -5,6 +5,28 @@
 
 namespace flatshard::detail {
 
+namespace {
+
+// It waits in a collective in which it waited before.
+bool still_waits(const FlightState& a, const FlightState& b) {
+  return std::any_of(a.tracks.begin(), a.tracks.end(), [&](const auto& track) {
+    const FlightEntry* waited = track.pending();
+    const FlightTrack* now = b.find(track.group);
+    return waited != nullptr && now != nullptr && now->pending() != nullptr &&
+           now->pending()->seq == waited->seq;
+  });
+}
+
+}  // namespace
+
+void FlightWatcher::take(RankView& view, FlightState state) {
+  if (view.seen && state.beat != view.state.beat) {
+    view.waits = still_waits(view.state, state);
+  }
+  view.state = std::move(state);
+  view.seen = true;
+}
+
 void FlightWatcher::read(int rank) {
   const std::string text = ask([&] { return store_->get_to_str(key(rank)); });
   RankView& view = views_[rank];
@@ -12,8 +34,7 @@ void FlightWatcher::read(int rank) {
   if (!view.seen || state.beat != view.state.beat) {
     last_beat_[rank] = Clock::now();
   }
-  view.state = std::move(state);
-  view.seen = true;
+  take(view, std::move(state));
   view.silent =
       std::chrono::duration_cast<Milliseconds>(Clock::now() - last_beat_[rank]);
   if (rank == 0) {
@@ -70,21 +91,41 @@ bool FlightWatcher::dumps_are_here() {
   });
 }
 
+// A rank is found missing before the others have come to where it holds them
+// up. The verdict says what they do, so it gives them some time to come there.
+bool FlightWatcher::others_wait() {
+  if (!missing_since_) {
+    missing_since_ = Clock::now();
+    for (RankView& view : views_) {
+      view.waits = false;
+    }
+  }
+  return Clock::now() - *missing_since_ >= settle_ ||
+         std::all_of(views_.begin(), views_.end(), [](const RankView& view) {
+           return view.missing || view.waits ||
+                  view.state.status == RankStatus::left;
+         });
+}
+
 void FlightWatcher::judge() {
   read_all();
   trouble_ = std::any_of(views_.begin(), views_.end(), [](const RankView& v) {
     return v.state.status == RankStatus::troubled;
   });
-  bool fault = false;
+  bool missing = false;
+  bool failed = false;
   for (int r = 0; r < world_; ++r) {
     views_[r].missing = r != rank_ && is_missing(r);
-    fault = fault || views_[r].missing ||
-            views_[r].state.status == RankStatus::failed;
+    missing = missing || views_[r].missing;
+    failed = failed || views_[r].state.status == RankStatus::failed;
   }
-  if (fault) {
-    write_verdict(diagnose(views_, stalled_after_));
+  if (failed || missing) {
+    if (failed || others_wait()) {
+      write_verdict(diagnose(views_, stalled_after_));
+    }
     return;
   }
+  missing_since_.reset();
   if (!trouble_ && !stalled() && !checkpoints_differ(views_)) {
     if (suspicious_since_) {
       suspicious_since_.reset();

@@ -142,7 +142,9 @@ void FlightWatcher::wait_for_tick() {
   std::unique_lock lock(mutex_);
   changed_.wait_for(
       lock,
-      suspicious_since_ ? std::max<Milliseconds>(tick_ / 4, 5ms) : tick_,
+      suspicious_since_ || missing_since_
+          ? std::max<Milliseconds>(tick_ / 4, 5ms)
+          : tick_,
       [this] { return woken_ || closing_ || proposal_ || verdict_; });
   woken_ = false;
 }
@@ -193,8 +195,7 @@ void FlightWatcher::publish() {
   state.dump = dump_request_;
   ask([&] { store_->set(key(rank_), serialize(state)); });
   RankView& own = views_[rank_];
-  own.state = std::move(state);
-  own.seen = true;
+  take(own, std::move(state));
   trouble_ = trouble_ || own.state.status == RankStatus::troubled;
 }
 

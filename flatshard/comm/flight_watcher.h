@@ -67,6 +67,9 @@ class FlightWatcher : public std::enable_shared_from_this<FlightWatcher> {
   void publish();
   void read(int rank);
   void read_all();
+  /// What a rank published last.
+  static void take(RankView& view, FlightState state);
+  bool others_wait();
   bool leader_left();
   bool is_missing(int rank);
   void judge();
@@ -135,6 +138,7 @@ class FlightWatcher : public std::enable_shared_from_this<FlightWatcher> {
   std::int64_t dump_request_ = 0;
   std::int64_t num_dumps_ = 0;
   std::optional<Clock::time_point> suspicious_since_;
+  std::optional<Clock::time_point> missing_since_;
   bool trouble_ = false;
 
   std::thread store_thread_;

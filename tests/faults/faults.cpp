@@ -14,6 +14,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <iterator>
+#include <thread>
 
 namespace flatshard::testing {
 namespace {
@@ -72,6 +73,9 @@ void train(
     runtime->set_step(step);
     if (wrong && step == kFaultStep) {
       do_wrong(c.fault, model, *mesh);
+    }
+    if (!wrong && step == kFaultStep) {
+      std::this_thread::sleep_for(c.others_compute);
     }
     const auto like = at::TensorOptions().device(mesh->device());
     const at::Tensor x =

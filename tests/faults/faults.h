@@ -32,6 +32,8 @@ struct FaultCase {
   std::string strategy = "zero3";
   std::vector<std::int64_t> mesh;  ///< axis sizes; empty: one axis
   int steps = 6;
+  /// What the other ranks compute before the step of the fault.
+  std::chrono::milliseconds others_compute{0};
   std::chrono::seconds timeout{4};
 };
 

@@ -58,6 +58,20 @@ TEST(FaultsGloo, AKilledRankIsNamed) {
           kWaitsForBlock0));
 }
 
+// They come to the collective only after the watcher knows that it is dead.
+TEST(FaultsGloo, AKilledRankIsNamedWithWhatTheOthersComeTo) {
+  const FaultCase c{
+      .fault = Fault::kill,
+      .others_compute = std::chrono::milliseconds(500)};
+  expect_survivors(
+      c,
+      run_with_fault(c),
+      AllOf(
+          HasSubstr("rank 2 of 3 is missing"),
+          HasSubstr("ranks 0-1 wait for"),
+          HasSubstr("step 3, unit block0: all_gather")));
+}
+
 TEST(FaultsGloo, RankZeroServesTheStoreAndIsNamedToo) {
   const FaultCase c{.fault = Fault::kill, .culprit = 0};
   expect_survivors(
