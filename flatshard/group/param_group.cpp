@@ -156,6 +156,32 @@ void ParamGroup::initialize(const Initializer& initializer) {
   cast_main_to_compute();
 }
 
+void ParamGroup::set_names(
+    std::int64_t parameter,
+    std::vector<std::string> names) {
+  FLATSHARD_CHECK(!names.empty(), usage, "a parameter needs a name");
+  parameters_.at(parameter).names = std::move(names);
+}
+
+void ParamGroup::set_divisor(double divisor) {
+  FLATSHARD_CHECK(
+      divisor > 0,
+      config,
+      "{}: expected a gradient divisor > 0, got {}",
+      options_.name,
+      divisor);
+  options_.scaling = GradScaling::sum;
+  options_.grad_divisor = divisor;
+  options_.strategy = with_reduce_op(options_.strategy, ReduceOp::sum);
+}
+
+void ParamGroup::set_attribute(
+    std::int64_t parameter,
+    std::string key,
+    std::string value) {
+  parameters_.at(parameter).attributes[std::move(key)] = std::move(value);
+}
+
 at::Tensor ParamGroup::compute_shard() const {
   return main_is_compute_ ? at::Tensor() : compute_shard_.local();
 }

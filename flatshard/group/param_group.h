@@ -73,6 +73,17 @@ class ParamGroup {
   const std::vector<GroupParameter>& parameters() const { return parameters_; }
   const std::shared_ptr<Mesh>& mesh() const { return mesh_; }
   bool trainable() const { return options_.trainable; }
+  /// For messages.
+  void set_name(std::string name) { options_.name = std::move(name); }
+  /// The main name first. The layout keeps the names it was built with.
+  void set_names(std::int64_t parameter, std::vector<std::string> names);
+  /// Gradients are summed and divided by `divisor` instead of the number of
+  /// ranks, from the next reduction on. Equal on all ranks.
+  /// @throws Error{config} when divisor <= 0.
+  void set_divisor(double divisor);
+  /// Of a parameter, e.g. {"weight_decay", "none"}; optimizers read them when
+  /// they are made.
+  void set_attribute(std::int64_t parameter, std::string key, std::string value);
 
   // Weights ------------------------------------------------------------------
 
@@ -107,6 +118,8 @@ class ParamGroup {
   /// When somebody else wrote main (in place, through a tensor operation),
   /// casts it to the compute shard and says so. On the current stream.
   bool adopt_foreign_writes();
+  /// Somebody else wrote main, and nobody adopted it yet.
+  bool was_written() const { return main_.local()._version() != main_version_; }
   /// main -> compute shard, without looking. On the current stream.
   void cast_main_to_compute();
 
@@ -134,6 +147,9 @@ class ParamGroup {
   /// [shard] like main. Undefined before the first reduction.
   const FlatBuffer& grad() const { return grad_; }
   void zero_grad();
+  /// Forgets the reduced gradient only: what was accumulated without a
+  /// reduction joins the next one.
+  void forget_grad() { has_grad_ = false; }
   /// Multiplies gradients (reduced and not) by `factor`. On the current stream.
   void scale_gradients(double factor);
   /// On how many ranks each element of `main` exists.

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -15,6 +16,20 @@ using TaskId = std::int64_t;
 
 inline constexpr UnitId kNoUnit = -1;
 
+/// What a program may choose for one unit, and change between two steps.
+struct UnitPolicy {
+  bool reshard_after_forward = true;
+  /// false: the weights stay gathered after the backward too, until they
+  /// change or a `reshard` event comes.
+  bool reshard_after_backward = true;
+  /// false: no kernel of the backward reads the weights, so they are not
+  /// gathered for it.
+  bool unshard_in_backward = true;
+  /// Units to gather ahead instead of the predicted ones.
+  std::optional<std::vector<UnitId>> forward_prefetch;
+  std::optional<std::vector<UnitId>> backward_prefetch;
+};
+
 /// What the Scheduler has to know of a unit. Bytes are those of the slots.
 struct UnitSpec {
   std::string name;
@@ -24,7 +39,7 @@ struct UnitSpec {
   /// The gathered weights rest unsharded (ZeRO-1 and ZeRO-2): gathered once
   /// after each change of the weights, never released.
   bool resident = false;
-  bool reshard_after_forward = true;
+  UnitPolicy policy;
   /// Gradients rest sharded (ZeRO-2 and ZeRO-3): every microbatch reduces.
   /// Otherwise only the last one does and the others accumulate locally.
   bool reduce_every_microbatch = true;
@@ -41,6 +56,8 @@ enum class EventKind {
   inputs_done,
   task_end,
   weights_changed,
+  unshard,  ///< gather now; the next forward, backward or reshard releases
+  reshard,  ///< release, unless a forward or backward of the unit is open
   microbatch,
   reset,
 };
@@ -61,6 +78,8 @@ struct ScheduleEvent {
   /// task_end: units whose gradients of earlier microbatches are not reduced
   /// over all ranks yet; the step's last backward finishes them too.
   std::vector<UnitId> unfinished;
+  /// unshard: compute waits for the weights.
+  bool awaits = true;
   /// microbatch: this backward is the step's last; gradients are synchronized.
   bool is_last = true;
   bool sync = true;

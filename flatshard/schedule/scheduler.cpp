@@ -108,6 +108,12 @@ std::vector<Action> Scheduler::on(const ScheduleEvent& event) {
     case EventKind::weights_changed:
       weights_changed(out);
       break;
+    case EventKind::unshard:
+      unshard(event, out);
+      break;
+    case EventKind::reshard:
+      reshard(event, out);
+      break;
     case EventKind::microbatch:
       is_last_microbatch_ = event.is_last;
       sync_gradients_ = event.sync;
@@ -117,6 +123,23 @@ std::vector<Action> Scheduler::on(const ScheduleEvent& event) {
       break;
   }
   return out;
+}
+
+void Scheduler::set_policy(UnitId unit, UnitPolicy policy) {
+  const auto num_units = static_cast<UnitId>(units_.size());
+  const auto exists = [&](UnitId u) { return u >= 0 && u < num_units; };
+  bool all = exists(unit);
+  for (const auto& list : {policy.forward_prefetch, policy.backward_prefetch}) {
+    if (list) {
+      all = all && std::all_of(list->begin(), list->end(), exists);
+    }
+  }
+  FLATSHARD_CHECK(
+      all,
+      usage,
+      "a policy names a unit that does not exist; there are {}",
+      num_units);
+  units_[unit].policy = std::move(policy);
 }
 
 void Scheduler::forward_begin(const ScheduleEvent& event, Actions& out) {
@@ -129,9 +152,15 @@ void Scheduler::forward_begin(const ScheduleEvent& event, Actions& out) {
   open_forwards_.push_back(u);
   recorded_forward_.push_back(u);
   ++state_[u].open_forwards;
+  state_[u].kept = false;
   forward_position_ = position_after(forward_order_, forward_position_, u);
   gather(u, Phase::forward, out);
-  prefetch(forward_order_, forward_position_, Phase::forward, out);
+  prefetch(
+      forward_order_,
+      forward_position_,
+      units_[u].policy.forward_prefetch,
+      Phase::forward,
+      out);
   await(u, out);
 }
 
@@ -149,7 +178,8 @@ void Scheduler::forward_end(const ScheduleEvent& event, Actions& out) {
   // What ran last begins the backward: keeping it saves a gather.
   const bool runs_last = forward_position_ >= forward_order_.size();
   const bool keep =
-      event.needs_backward && (runs_last || !units_[u].reshard_after_forward);
+      event.needs_backward &&
+      (runs_last || !units_[u].policy.reshard_after_forward);
   if (state_[u].open_forwards == 0 && state_[u].backward_calls.empty() &&
       !keep) {
     release(u, out);
@@ -204,12 +234,23 @@ void Scheduler::backward_begin(const ScheduleEvent& event, Actions& out) {
   UnitState& state = state_[u];
   // Its recompute is over, also when an early stop hid the end.
   state.open_recomputes = 0;
+  state.kept = false;
   state.backward_calls.push_back(
       {event.call, event.task, !event.waits_for_inputs});
   backward_position_ = position_after(backward_order_, backward_position_, u);
-  gather(u, Phase::backward, out);
-  prefetch(backward_order_, backward_position_, Phase::backward, out);
-  await(u, out);
+  const UnitPolicy& policy = units_[u].policy;
+  if (policy.unshard_in_backward) {
+    gather(u, Phase::backward, out);
+  }
+  prefetch(
+      backward_order_,
+      backward_position_,
+      policy.backward_prefetch,
+      Phase::backward,
+      out);
+  if (policy.unshard_in_backward) {
+    await(u, out);
+  }
   reduce_ready(u, out);
   if (!unreduced_tasks_.contains(event.task)) {
     queue_grads(u, out);
@@ -271,7 +312,7 @@ void Scheduler::task_end(const ScheduleEvent& event, Actions& out) {
     state_[u].backward_calls.clear();
     state_[u].open_recomputes = 0;
     if (state_[u].open_forwards == 0) {
-      release(u, out);
+      end_backward(u, out);
     }
   }
   drain_down_to(0, out);
@@ -295,6 +336,22 @@ void Scheduler::weights_changed(Actions& out) {
     } else {
       release(u, out);
     }
+  }
+}
+
+void Scheduler::unshard(const ScheduleEvent& event, Actions& out) {
+  gather(event.unit, Phase::forward, out);
+  if (event.awaits) {
+    await(event.unit, out);
+  }
+  state_[event.unit].kept = state_[event.unit].present;
+}
+
+void Scheduler::reshard(const ScheduleEvent& event, Actions& out) {
+  const UnitState& state = state_[event.unit];
+  if (state.open_forwards == 0 && state.open_recomputes == 0 &&
+      state.backward_calls.empty()) {
+    release(event.unit, out);
   }
 }
 
@@ -344,6 +401,7 @@ void Scheduler::release(UnitId unit, Actions& out) {
   }
   state.present = false;
   state.awaited = false;
+  state.kept = false;
   out.push_back({ActionKind::release, unit});
 }
 
@@ -358,20 +416,44 @@ void Scheduler::release_after_backward(UnitId unit, Actions& out) {
     return;
   }
   state.backward_calls.clear();
-  release(unit, out);
+  end_backward(unit, out);
+}
+
+void Scheduler::end_backward(UnitId unit, Actions& out) {
+  UnitState& state = state_[unit];
+  if (units_[unit].policy.reshard_after_backward) {
+    release(unit, out);
+  } else if (state.awaited) {
+    state.kept = true;
+  } else {
+    release(unit, out);  // was prefetched and did not run
+  }
 }
 
 void Scheduler::prefetch(
     const std::vector<UnitId>& order,
     std::size_t position,
+    const std::optional<std::vector<UnitId>>& chosen,
     Phase phase,
     Actions& out) {
+  const auto wanted = [&](UnitId unit) {
+    return gathers(unit) && (phase == Phase::forward ||
+                             units_[unit].policy.unshard_in_backward);
+  };
+  if (chosen) {
+    for (const UnitId unit : *chosen) {
+      if (wanted(unit)) {
+        gather(unit, phase, out);
+      }
+    }
+    return;
+  }
   int ahead = 0;
   for (std::size_t i = position; i < order.size(); ++i) {
     if (ahead >= options_.prefetch) {
       break;
     }
-    if (gathers(order[i])) {
+    if (wanted(order[i])) {
       ++ahead;
       gather(order[i], phase, out);
     }
@@ -451,7 +533,9 @@ std::vector<std::string> Scheduler::restless_units() const {
   std::vector<std::string> names;
   for (std::size_t u = 0; u < units_.size(); ++u) {
     const UnitState& state = state_[u];
-    if ((state.present && !units_[u].resident) || state.open_forwards > 0 ||
+    const bool gathered =
+        state.present && !state.kept && !units_[u].resident;
+    if (gathered || state.open_forwards > 0 ||
         !state.backward_calls.empty() || state.in_grad_queue) {
       names.push_back(units_[u].name);
     }

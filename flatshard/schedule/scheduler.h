@@ -37,11 +37,16 @@ class Scheduler {
   /// naming the unit.
   std::vector<Action> on(const ScheduleEvent& event);
 
+  /// From the next event on. Equal on all ranks.
+  /// @throws Error{usage} for a unit that does not exist.
+  void set_policy(UnitId unit, UnitPolicy policy);
+
   const std::vector<UnitSpec>& units() const { return units_; }
   const SchedulerOptions& options() const { return options_; }
 
   /// Nothing is gathered but resident weights, no forward or backward is open
   /// and no gradient waits to be reduced.
+  /// Units that `unshard` gathered, or that their policy keeps, may be there.
   bool resting() const;
   /// Names of the units that do not rest, for an error message.
   std::vector<std::string> restless_units() const;
@@ -67,6 +72,7 @@ class Scheduler {
   struct UnitState {
     bool present = false;  ///< gathered, or its gather is queued
     bool awaited = false;
+    bool kept = false;  ///< gathered on demand: may outlive a backward
     int open_forwards = 0;
     int open_recomputes = 0;
     std::vector<BackwardCall> backward_calls;
@@ -85,6 +91,8 @@ class Scheduler {
   void inputs_done(const ScheduleEvent& event, Actions& out);
   void task_end(const ScheduleEvent& event, Actions& out);
   void weights_changed(Actions& out);
+  void unshard(const ScheduleEvent& event, Actions& out);
+  void reshard(const ScheduleEvent& event, Actions& out);
   void reset(Actions& out);
 
   bool gathers(UnitId unit) const { return units_[unit].gather_nbytes > 0; }
@@ -92,9 +100,11 @@ class Scheduler {
   void await(UnitId unit, Actions& out);
   void release(UnitId unit, Actions& out);
   void release_after_backward(UnitId unit, Actions& out);
+  void end_backward(UnitId unit, Actions& out);
   void prefetch(
       const std::vector<UnitId>& order,
       std::size_t position,
+      const std::optional<std::vector<UnitId>>& chosen,
       Phase phase,
       Actions& out);
   void queue_grads(UnitId unit, Actions& out);

@@ -2,6 +2,7 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/nn/module.h"
+#include "flatshard/unit/unit_contents.h"
 
 #include <ATen/ATen.h>
 
@@ -122,13 +123,6 @@ Strategy strategy_of(const FullyShardOptions& options, const Mesh& mesh) {
 GroupParameter group_parameter(
     const FoundParameter& p,
     const FullyShardOptions& options) {
-  FLATSHARD_CHECK(
-      at::isFloatingType(p.tensor.scalar_type()),
-      usage,
-      "expected parameter {} to be of a floating type, got {}; register it as "
-      "a buffer or ignore it",
-      p.names.front(),
-      c10::toString(p.tensor.scalar_type()));
   GroupParameter g;
   g.names = p.names;
   g.shape = p.tensor.sizes().vec();
@@ -158,50 +152,26 @@ std::unique_ptr<Unit> build_unit(
     const std::vector<const FoundParameter*>& parameters,
     const std::shared_ptr<Mesh>& mesh,
     const FullyShardOptions& options) {
-  std::vector<std::unique_ptr<ParamGroup>> groups;
-  std::vector<UnitParameter> unit_parameters;
-  for (const bool trainable : {true, false}) {
-    std::vector<GroupParameter> members;
-    for (const FoundParameter* p : parameters) {
-      if (p->tensor.requires_grad() != trainable) {
-        continue;
-      }
-      unit_parameters.push_back(
-          {.name = p->names.front(),
-           .tensor = p->tensor,
-           .group = groups.size(),
-           .index = static_cast<std::int64_t>(members.size())});
-      members.push_back(group_parameter(*p, options));
-    }
-    if (members.empty()) {
-      continue;
-    }
-    groups.push_back(std::make_unique<ParamGroup>(
-        std::move(members),
-        mesh,
-        ParamGroupOptions{
-            .name = "unit " + tree.names[id],
-            .strategy = strategy_of(options, *mesh),
-            .precision = options.precision,
-            .scaling = options.scaling,
-            .grad_divisor = options.grad_divisor,
-            .trainable = trainable,
-            .layout = options.layout},
-        Initializer(options.seed)));
+  std::vector<UnitMember> members;
+  for (const FoundParameter* p : parameters) {
+    members.push_back(
+        {p->tensor, group_parameter(*p, options), options.precision});
   }
-  for (UnitParameter& p : unit_parameters) {
-    p.storage = ParameterStorage(
-        p.tensor,
-        p.name,
-        options.precision.compute,
-        mesh->device());
-  }
+  UnitContents contents = make_unit_contents(
+      std::move(members),
+      mesh,
+      {.name = "unit " + tree.names[id],
+       .strategy = strategy_of(options, *mesh),
+       .scaling = options.scaling,
+       .grad_divisor = options.grad_divisor,
+       .layout = options.layout},
+      Initializer(options.seed));
   return std::make_unique<Unit>(
       id,
       tree.names[id],
       tree.modules[id],
-      std::move(groups),
-      std::move(unit_parameters));
+      std::move(contents.groups),
+      std::move(contents.parameters));
 }
 
 void connect(

@@ -8,7 +8,7 @@
 
 namespace flatshard {
 
-/// Sees what a Runtime does with memory; see Runtime::add_observer. Called on
+/// Sees what a Runtime does; see Runtime::add_observer. Called on
 /// the host, in launch order and with the runtime's lock held: an observer must
 /// not call the runtime. What it throws ends the forward or backward that runs.
 class RuntimeObserver {
@@ -22,6 +22,14 @@ class RuntimeObserver {
   virtual void slot_released(const Unit& unit, const Slot& slot) {}
   /// The parameters of `unit` point at its slot.
   virtual void parameters_pointed(Unit& unit) {}
+  /// An outermost backward begins; gradients of earlier ones may be there.
+  virtual void backward_begins() {}
+  /// The backward of a forward of `unit` begins.
+  virtual void backward_began(Unit& unit) {}
+  /// The outermost backward is over: compute waits for its reductions.
+  virtual void backward_ended() {}
+  /// All units rest and the step's gradients are gone: something failed.
+  virtual void was_reset() {}
   /// `slot` holds this rank's whole gradient of `unit`; its reduction is queued
   /// next. Kernels run here go to the current stream, after the gradient's.
   virtual void gradients_ready(Unit& unit, void* slot) {}

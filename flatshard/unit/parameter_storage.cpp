@@ -31,12 +31,7 @@ ParameterStorage::ParameterStorage(
   // A tensor of these sizes over a storage that never had memory.
   storage_ = storage_without_memory(nbytes_, device);
   refusing_ = storage_without_memory(0, device);
-  refusing_.unsafeGetStorageImpl()
-      ->release_data_and_set_meta_custom_data_ptr_error_msg_(fmt::format(
-          "parameter {} is released: its data exist only while its unit "
-          "computes. Read the shards of its group, or register it with "
-          "share_parameter in the module that uses it",
-          name));
+  set_name(name);
   at::Tensor shell =
       at::empty({0}, at::TensorOptions().dtype(dtype).device(device));
   shell.set_(storage_, 0, sizes);
@@ -44,6 +39,15 @@ ParameterStorage::ParameterStorage(
   // A parameter made from `x.detach()` would refuse the changes below.
   parameter_.unsafeGetTensorImpl()->set_allow_tensor_metadata_change(true);
   clear();
+}
+
+void ParameterStorage::set_name(const std::string& name) const {
+  refusing_.unsafeGetStorageImpl()
+      ->release_data_and_set_meta_custom_data_ptr_error_msg_(fmt::format(
+          "parameter {} is released: its data exist only while its unit "
+          "computes. Read the shards of its group, or register it with "
+          "share_parameter in the module that uses it",
+          name));
 }
 
 void ParameterStorage::point_at(void* data) const {

@@ -32,6 +32,9 @@ class ParameterStorage {
       at::ScalarType dtype,
       at::Device device);
 
+  /// For the error of who reads it while it has no data.
+  void set_name(const std::string& name) const;
+
   /// The parameter's data is at `data` from now on. Not owned.
   void point_at(void* data) const;
   /// The parameter has no data; its shape stays. With `set_released_memory` it

@@ -29,7 +29,9 @@ std::vector<UnitSpec> specs_of(
       "expected one parent per unit");
   std::vector<UnitSpec> specs;
   for (std::size_t u = 0; u < units.size(); ++u) {
-    specs.push_back(units[u]->spec(parents[u], options.reshard_after_forward));
+    specs.push_back(units[u]->spec(
+        parents[u],
+        {.reshard_after_forward = options.reshard_after_forward}));
   }
   return specs;
 }
@@ -76,6 +78,10 @@ std::shared_ptr<Runtime> Runtime::create(
       options));
   runtime->install_hooks();
   if (options.debug.strict) {
+    FLATSHARD_CHECK(
+        runtime->units_.front()->module() != nullptr,
+        config,
+        "debug.strict watches modules of nn::Module; these units have none");
     runtime->watch_modules();
   }
   return runtime;
@@ -129,6 +135,24 @@ void Runtime::set_sync_gradients(bool sync) {
        .sync = sync});
 }
 
+void Runtime::set_policy(UnitId unit, UnitPolicy policy) {
+  const std::lock_guard lock(mutex_);
+  scheduler_.set_policy(unit, std::move(policy));
+}
+
+void Runtime::unshard(UnitId unit, bool awaits) {
+  const std::lock_guard lock(mutex_);
+  if (open_calls_.empty() && tasks_.empty()) {
+    before_root_forward();
+  }
+  feed({.kind = EventKind::unshard, .unit = unit, .awaits = awaits});
+}
+
+void Runtime::reshard(UnitId unit) {
+  const std::lock_guard lock(mutex_);
+  feed({.kind = EventKind::reshard, .unit = unit});
+}
+
 std::vector<ParamGroup*> Runtime::groups() const {
   std::vector<ParamGroup*> groups;
   for (const auto& unit : units_) {
@@ -173,6 +197,7 @@ void Runtime::reset_locked() {
     rest(*unit);
   }
   zero_grad();
+  observe([](RuntimeObserver& o) { o.was_reset(); });
   seen_generation_ = -1;  // refreshes that failed are done again
   feed(
       {.kind = EventKind::microbatch,

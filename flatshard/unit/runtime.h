@@ -66,6 +66,16 @@ class Runtime : public nn::WgradSink,
   /// false (no_sync): gradients accumulate unsharded without any collective.
   void set_sync_gradients(bool sync);
 
+  /// From the next event on; equal on all ranks, between two steps. Overrides
+  /// RuntimeOptions::reshard_after_forward.
+  void set_policy(UnitId unit, UnitPolicy policy);
+  /// Gathers the unit's weights outside of its forward. Collective. Its next
+  /// forward or backward uses them and releases them as always.
+  /// @param awaits  false: only queued; ask again before you read them.
+  void unshard(UnitId unit, bool awaits = true);
+  /// Releases them, unless a forward or backward of the unit is open.
+  void reshard(UnitId unit);
+
   /// All trainable groups, in order of units: what an optimizer takes.
   std::vector<ParamGroup*> groups() const;
   void zero_grad();
@@ -81,6 +91,16 @@ class Runtime : public nn::WgradSink,
   /// the step's life cycles are complete and the same on all ranks; collective
   /// then, and blocks the host. Otherwise it does nothing.
   void finish_step();
+
+  // For whoever calls modules itself -------------------------------------------
+  // Hooks of nn::Module do this for a Unit that has one.
+
+  /// @param inputs  tensors that go into the module, as they are.
+  void forward_begin(UnitId unit, const nn::TensorList& inputs);
+  /// @param outputs  tensors that come out of it, as they are.
+  void forward_end(UnitId unit, const nn::TensorList& outputs);
+  /// Instead of forward_end, after an exception.
+  void forward_error(UnitId unit);
 
   // For reports and tests ----------------------------------------------------
 
@@ -132,9 +152,6 @@ class Runtime : public nn::WgradSink,
   void hook_parameter(UnitId unit, std::size_t index);
 
   // Events, as the hooks see them. Each takes the lock.
-  void on_forward_begin(UnitId unit, const nn::TensorList& inputs);
-  void on_forward_end(UnitId unit, const nn::TensorList& outputs);
-  void on_forward_error(UnitId unit);
   void on_tensor_grad(const WatchedTensor& tensor);
   void on_parameter_done(UnitId unit, std::size_t index);
   void on_task_end(TaskId task);

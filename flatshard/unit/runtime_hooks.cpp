@@ -39,11 +39,21 @@ void Runtime::install_hooks() {
   const std::weak_ptr<Runtime> weak = weak_from_this();
   for (const auto& unit : units_) {
     const UnitId id = unit->id();
+    for (std::size_t i = 0; i < unit->parameters().size(); ++i) {
+      const UnitParameter& p = unit->parameters()[i];
+      parameters_[p.tensor.unsafeGetTensorImpl()] = {id, i};
+      if (unit->groups()[p.group]->trainable()) {
+        hook_parameter(id, i);
+      }
+    }
+    if (unit->module() == nullptr) {
+      continue;
+    }
     nn::Module& module = *unit->module();
     module_hooks_.push_back(module.add_forward_pre_hook(
         [weak, id](nn::Module&, const nn::TensorList& inputs) {
           if (const auto self = weak.lock()) {
-            self->on_forward_begin(id, inputs);
+            self->forward_begin(id, inputs);
           }
         }));
     module_hooks_.push_back(
@@ -52,22 +62,15 @@ void Runtime::install_hooks() {
                                     const nn::TensorList&,
                                     const nn::TensorList& outputs) {
           if (const auto self = weak.lock()) {
-            self->on_forward_end(id, outputs);
+            self->forward_end(id, outputs);
           }
         }));
     module_hooks_.push_back(module.add_forward_error_hook(
         [weak, id](nn::Module&, std::exception_ptr) {
           if (const auto self = weak.lock()) {
-            self->on_forward_error(id);
+            self->forward_error(id);
           }
         }));
-    for (std::size_t i = 0; i < unit->parameters().size(); ++i) {
-      const UnitParameter& p = unit->parameters()[i];
-      parameters_[p.tensor.unsafeGetTensorImpl()] = {id, i};
-      if (unit->groups()[p.group]->trainable()) {
-        hook_parameter(id, i);
-      }
-    }
   }
 }
 
@@ -120,7 +123,7 @@ void Runtime::before_root_forward() {
   step_actions_.clear();
 }
 
-void Runtime::on_forward_begin(UnitId unit, const nn::TensorList& inputs) {
+void Runtime::forward_begin(UnitId unit, const nn::TensorList& inputs) {
   if (strict_ && autograd_task::current_id() < 0) {
     say_next(unit);
   }
@@ -162,7 +165,7 @@ void Runtime::on_forward_begin(UnitId unit, const nn::TensorList& inputs) {
        .call = call->id});
 }
 
-void Runtime::on_forward_end(UnitId unit, const nn::TensorList& outputs) {
+void Runtime::forward_end(UnitId unit, const nn::TensorList& outputs) {
   const std::lock_guard lock(mutex_);
   FLATSHARD_CHECK(
       !open_calls_.empty() && open_calls_.back()->unit == unit,
@@ -183,7 +186,7 @@ void Runtime::on_forward_end(UnitId unit, const nn::TensorList& outputs) {
        .needs_backward = needs_backward});
 }
 
-void Runtime::on_forward_error(UnitId unit) {
+void Runtime::forward_error(UnitId unit) {
   const std::lock_guard lock(mutex_);
   if (open_calls_.empty() || open_calls_.back()->unit != unit) {
     return;  // the hook of this call itself failed before it was opened
@@ -315,6 +318,9 @@ TaskId Runtime::ensure_task() {
   if (failed()) {
     reset_after_failure();
   }
+  if (tasks_.empty()) {
+    observe([](RuntimeObserver& o) { o.backward_begins(); });
+  }
   ScheduleEvent begin{.kind = EventKind::task_begin, .task = task};
   for (const auto& unit : units_) {
     if (tasks_.empty()) {
@@ -395,6 +401,7 @@ void Runtime::begin_backward(Call& call, TaskId task) {
   if (strict_) {
     strict_->backward_begin(call.id);
   }
+  observe([&](RuntimeObserver& o) { o.backward_began(*units_[call.unit]); });
   feed(
       {.kind = EventKind::backward_begin,
        .unit = call.unit,
@@ -497,6 +504,7 @@ void Runtime::on_task_end(TaskId task) {
     return;
   }
   forget_dead_tensors();
+  observe([](RuntimeObserver& o) { o.backward_ended(); });
   if (failure_.empty() && !scheduler_.in_forward()) {
     FLATSHARD_CHECK(
         scheduler_.resting(),

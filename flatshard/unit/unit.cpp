@@ -76,7 +76,7 @@ std::int64_t Unit::generation() const {
   return sum;
 }
 
-UnitSpec Unit::spec(UnitId parent, bool reshard_after_forward) const {
+UnitSpec Unit::spec(UnitId parent, UnitPolicy policy) const {
   UnitSpec spec{.name = name_, .parent = parent};
   spec.resident = resident();
   spec.gather_nbytes = weights_nbytes_;
@@ -86,7 +86,7 @@ UnitSpec Unit::spec(UnitId parent, bool reshard_after_forward) const {
     }
   }
   spec.grad_nbytes = grads_nbytes_;
-  spec.reshard_after_forward = reshard_after_forward;
+  spec.policy = std::move(policy);
   spec.reduce_every_microbatch = false;
   for (const auto& group : groups_) {
     const Placements& gradient = group->options().strategy.gradient;

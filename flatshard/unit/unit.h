@@ -37,6 +37,8 @@ struct UnitParameter {
 /// side. What happens when is the Scheduler's, carrying it out the Runtime's.
 class Unit {
  public:
+  /// @param module  null: somebody else than its hooks tells the Runtime when
+  ///   its forward begins and ends.
   Unit(
       UnitId id,
       std::string name,
@@ -46,7 +48,7 @@ class Unit {
 
   UnitId id() const { return id_; }
   const std::string& name() const { return name_; }
-  /// The root module owns it.
+  /// The root module owns it. May be null.
   nn::Module* module() const { return module_; }
   const std::vector<std::unique_ptr<ParamGroup>>& groups() const {
     return groups_;
@@ -63,7 +65,7 @@ class Unit {
   bool has_unreduced_grad() const;
   /// Rises with every change of the weights.
   std::int64_t generation() const;
-  UnitSpec spec(UnitId parent, bool reshard_after_forward) const;
+  UnitSpec spec(UnitId parent, UnitPolicy policy) const;
 
   /// Gathers the weights of all groups into `slot`. Inside Stream::submit.
   void gather_into(void* slot, const std::vector<bool>& refresh) const;

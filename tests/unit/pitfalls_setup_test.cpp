@@ -161,7 +161,7 @@ TEST(Pitfalls, R21_EveryOptionHasAnEffect) {
          .trace = true});
     runtime->set_measure_exposed(true);
     EXPECT_EQ(runtime->scheduler().options().prefetch, 3);
-    EXPECT_FALSE(runtime->scheduler().units()[1].reshard_after_forward);
+    EXPECT_FALSE(runtime->scheduler().units()[1].policy.reshard_after_forward);
     EXPECT_TRUE(runtime->units()[0]->groups().empty());
     const ParamGroup& group = *runtime->units()[1]->groups()[0];
     EXPECT_EQ(group.options().scaling, GradScaling::sum);

@@ -1,0 +1,42 @@
+#pragma once
+
+#include "flatshard/unit/unit.h"
+
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace flatshard {
+
+/// One parameter on its way into a unit.
+struct UnitMember {
+  at::Tensor tensor;  ///< the one that modules compute with; may be on meta
+  GroupParameter parameter;
+  Precision precision;
+};
+
+/// The sharded parameters of a unit before it has a place in a tree of units.
+struct UnitContents {
+  std::vector<std::unique_ptr<ParamGroup>> groups;
+  std::vector<UnitParameter> parameters;
+
+  /// @param unit  for messages.
+  /// @param names  of each of `parameters`, the main name first.
+  void set_names(
+      const std::string& unit,
+      const std::vector<std::vector<std::string>>& names);
+};
+
+/// Shards the members: one group for all that share trainability and
+/// precision, the trainable ones first. The members' tensors have no data from
+/// now on. Collective where the strategy has to spread the values.
+///
+/// @param common  trainable and precision are set per group.
+/// @throws Error{usage} for a tensor of an integer type, naming it.
+UnitContents make_unit_contents(
+    std::vector<UnitMember> members,
+    const std::shared_ptr<Mesh>& mesh,
+    const ParamGroupOptions& common,
+    const Initializer& initializer);
+
+}  // namespace flatshard

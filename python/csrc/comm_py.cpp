@@ -1,0 +1,59 @@
+#include "flatshard/comm/mesh.h"
+#include "python/csrc/bind.h"
+
+#include <torch/csrc/Device.h>
+
+namespace flatshard::python {
+
+void bind_comm(py::module_& m) {
+  py::class_<Mesh, std::shared_ptr<Mesh>>(
+      m,
+      "Mesh",
+      "Named axes over ranks, with communicators of Flatshard's own.")
+      .def_static(
+          "create",
+          [](const std::vector<std::pair<std::string, std::int64_t>>& axes,
+             int rank,
+             const StoreHandle& store,
+             const at::Device& device,
+             const std::string& name,
+             double timeout_s) {
+            std::vector<MeshAxis> list;
+            for (const auto& [axis, size] : axes) {
+              list.push_back({axis, size});
+            }
+            const auto timeout = std::chrono::milliseconds(
+                static_cast<std::int64_t>(timeout_s * 1e3));
+            return Mesh::create(
+                std::move(list),
+                rank,
+                store,
+                device,
+                {.communicator = {.timeout = timeout},
+                 .name = name,
+                 .connect_timeout = timeout});
+          },
+          py::arg("axes"),
+          py::arg("rank"),
+          py::arg("store"),
+          py::arg("device"),
+          py::arg("name"),
+          py::arg("timeout_s"),
+          py::call_guard<py::gil_scoped_release>(),
+          "Collective over the ranks of the mesh, and no others.")
+      .def_static(
+          "single",
+          [](const at::Device& device) { return Mesh::single(device); },
+          py::arg("device"))
+      .def_property_readonly("rank", &Mesh::rank)
+      .def_property_readonly("size", &Mesh::size)
+      .def_property_readonly("num_axes", &Mesh::num_axes)
+      .def("abort", &Mesh::abort, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "publish_failure",
+          &Mesh::publish_failure,
+          py::call_guard<py::gil_scoped_release>())
+      .def("__repr__", &Mesh::to_string);
+}
+
+}  // namespace flatshard::python

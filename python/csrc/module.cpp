@@ -1,0 +1,15 @@
+#include "python/csrc/bind.h"
+
+#include <torch/version.h>
+
+PYBIND11_MODULE(_C, m) {
+  using namespace flatshard::python;
+  m.doc() = "The C++ core of Flatshard; use the package flatshard instead.";
+  // What flatshard/__init__.py compares with the torch that is installed.
+  m.attr("torch_version") = FLATSHARD_TORCH_VERSION;
+  m.attr("with_cuda") = static_cast<bool>(FLATSHARD_WITH_CUDA);
+  bind_errors(m);
+  bind_comm(m);
+  bind_unit(m);
+  bind_optim(m);
+}

@@ -1,0 +1,61 @@
+#pragma once
+
+#include "flatshard/unit/observer.h"
+#include "python/csrc/bind.h"
+
+#include <vector>
+
+namespace flatshard::python {
+
+/// Which of its two faces a parameter shows in its modules: the whole one while
+/// its unit computes, the shard (a DTensor) otherwise.
+///
+/// Lives in the runtime as an observer, which calls it with its lock held and
+/// mostly without the GIL. It never calls the runtime.
+class ParameterViews : public RuntimeObserver {
+ public:
+  /// One place of a parameter in a module.
+  struct Place {
+    py::object parameters;  ///< the module's dict `_parameters`
+    py::object name;
+    py::object whole;
+    py::object shard;
+  };
+
+  /// @param before_backward, after_backward, after_reset  called without
+  ///   arguments.
+  ParameterViews(
+      std::vector<std::vector<Place>> places_of_units,
+      py::object before_backward,
+      py::object after_backward,
+      py::object after_reset);
+  ~ParameterViews() override;
+
+  // Around a forward of `unit`, with the GIL.
+  void forward_begins(UnitId unit);
+  void forward_ended(UnitId unit);
+  /// Outside of any forward: after unshard and reshard.
+  void show(UnitId unit, bool whole);
+
+  // As RuntimeObserver.
+  void backward_begins() override;
+  void backward_began(Unit& unit) override;
+  void backward_ended() override;
+  void was_reset() override;
+
+ private:
+  struct State {
+    std::vector<Place> places;
+    int open_forwards = 0;
+    bool in_backward = false;
+    bool shows_whole = false;
+  };
+  void set(State& state, bool whole);
+
+  std::vector<State> units_;
+  py::object before_backward_;
+  py::object after_backward_;
+  py::object after_reset_;
+};
+
+}  // namespace flatshard::python

@@ -1,0 +1,157 @@
+#include "python/csrc/py_unit.h"
+
+#include "flatshard/core/error.h"
+
+#include <torch/csrc/Dtype.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace flatshard::python {
+namespace {
+
+at::ScalarType dtype_of(const py::object& dtype) {
+  FLATSHARD_CHECK(
+      THPDtype_Check(dtype.ptr()),
+      usage,
+      "expected a torch.dtype, got {}",
+      std::string(py::str(dtype)));
+  return reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
+}
+
+// Elements of one slice along the first dimension: what a DTensor may cut.
+std::int64_t slice_numel(const std::vector<std::int64_t>& shape) {
+  std::int64_t numel = 1;
+  for (std::size_t d = 1; d < shape.size(); ++d) {
+    numel *= shape[d];
+  }
+  return std::max<std::int64_t>(1, numel);
+}
+
+Granularity granularity_of(
+    const std::string& name,
+    const std::vector<std::int64_t>& shape) {
+  if (name == "row") {
+    return Granularity::element(slice_numel(shape));
+  }
+  FLATSHARD_CHECK(
+      name == "tensor",
+      config,
+      "expected granularity 'row' or 'tensor', got '{}'",
+      name);
+  return Granularity::tensor();
+}
+
+}  // namespace
+
+PyUnit::PyUnit(
+    const std::vector<Member>& members,
+    const std::shared_ptr<Mesh>& mesh,
+    const std::string& strategy,
+    const std::string& granularity,
+    const py::object& compute_dtype,
+    const py::object& reduce_dtype,
+    double max_padding) {
+  std::vector<UnitMember> list;
+  for (const auto& [name, whole, values] : members) {
+    const at::ScalarType own = values.scalar_type();
+    const at::ScalarType compute =
+        compute_dtype.is_none() ? own : dtype_of(compute_dtype);
+    const auto shape = values.sizes().vec();
+    list.push_back(
+        {whole,
+         {.names = {name},
+          .shape = shape,
+          .granularity = granularity_of(granularity, shape),
+          .init = InitSpec::zeros(),
+          .values = values.is_meta() ? at::Tensor() : values.detach()},
+         {.compute = compute,
+          .reduce = reduce_dtype.is_none() ? compute : dtype_of(reduce_dtype),
+          .main_params = own,
+          .main_grads = own}});
+  }
+  const py::gil_scoped_release no_gil;
+  contents_ = make_unit_contents(
+      std::move(list),
+      mesh,
+      {.name = members.empty() ? "unit" : "unit of " + std::get<0>(members[0]),
+       .strategy = Strategy::named(strategy, mesh->num_axes()),
+       .layout = {.max_padding = max_padding}},
+      Initializer(0));
+  for (const auto& group : contents_.groups) {
+    groups_.push_back(group.get());
+  }
+  for (const UnitParameter& p : contents_.parameters) {
+    places_.push_back({p.group, p.index});
+    wholes_.push_back(p.tensor);
+  }
+}
+
+bool PyUnit::is_whole(std::size_t i) const {
+  const ParamGroup& g = group(i);
+  return g.main().local().numel() == g.layout().numel();
+}
+
+at::Tensor PyUnit::rows_of(std::size_t i, const at::Tensor& flat) const {
+  const ParamGroup& g = group(i);
+  std::vector<std::int64_t> shape = g.parameters().at(places_[i].index).shape;
+  at::Tensor part = flat.narrow(0, 0, 0);
+  for (const Piece& piece : g.main().local_pieces(places_[i].index)) {
+    part = flat.narrow(0, piece.local_offset, piece.numel);
+  }
+  if (!shape.empty() && !is_whole(i)) {
+    shape[0] = part.numel() / slice_numel(shape);
+  }
+  return part.view(shape);
+}
+
+at::Tensor PyUnit::shard(std::size_t i) const {
+  return rows_of(i, group(i).main().local());
+}
+
+std::optional<at::Tensor> PyUnit::grad(std::size_t i) const {
+  const ParamGroup& g = group(i);
+  if (!g.trainable() || !g.has_grad()) {
+    return std::nullopt;
+  }
+  return rows_of(i, g.grad().local());
+}
+
+std::vector<std::int64_t> PyUnit::cuts(std::size_t i) const {
+  if (is_whole(i)) {
+    return {};
+  }
+  const FlatLayout& layout = group(i).layout();
+  const std::int64_t width =
+      slice_numel(group(i).parameters().at(places_[i].index).shape);
+  std::vector<std::int64_t> cuts{0};
+  for (std::int64_t s = 0; s < layout.num_shards(); ++s) {
+    std::int64_t numel = 0;
+    for (const Piece& piece : layout.shard_pieces(places_[i].index, s)) {
+      numel += piece.numel;
+    }
+    cuts.push_back(cuts.back() + numel / width);
+  }
+  return cuts;
+}
+
+void PyUnit::set_names(
+    const std::string& unit,
+    const std::vector<std::vector<std::string>>& names) {
+  FLATSHARD_CHECK(!adopted_, usage, "unit {} has its names already", name_);
+  name_ = unit;
+  contents_.set_names(unit, names);
+}
+
+std::unique_ptr<Unit> PyUnit::adopt(UnitId id) {
+  FLATSHARD_CHECK(!adopted_, usage, "unit {} has a runtime already", name_);
+  adopted_ = true;
+  return std::make_unique<Unit>(
+      id,
+      name_,
+      nullptr,
+      std::move(contents_.groups),
+      std::move(contents_.parameters));
+}
+
+}  // namespace flatshard::python

@@ -1,0 +1,85 @@
+#pragma once
+
+#include "flatshard/unit/runtime.h"
+#include "flatshard/unit/unit_contents.h"
+#include "python/csrc/bind.h"
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+namespace flatshard::python {
+
+/// One unit as Python holds it: first on its own, then as part of a Runtime.
+/// Parameters have the order of `Unit::parameters`.
+class PyUnit {
+ public:
+  /// Name, the tensor that modules compute with, its values.
+  using Member = std::tuple<std::string, at::Tensor, at::Tensor>;
+
+  /// @param granularity  "row": cut between slices along the first dimension,
+  ///   which a DTensor can say; "tensor": never cut.
+  /// @param compute_dtype, reduce_dtype  torch.dtype or None: the parameter's
+  ///   own, and that of compute.
+  PyUnit(
+      const std::vector<Member>& members,
+      const std::shared_ptr<Mesh>& mesh,
+      const std::string& strategy,
+      const std::string& granularity,
+      const py::object& compute_dtype,
+      const py::object& reduce_dtype,
+      double max_padding);
+
+  std::int64_t num_parameters() const {
+    return static_cast<std::int64_t>(places_.size());
+  }
+  const at::Tensor& whole(std::size_t i) const { return wholes_.at(i); }
+  bool trainable(std::size_t i) const { return group(i).trainable(); }
+  std::size_t group_index(std::size_t i) const { return places_.at(i).group; }
+  std::int64_t index_in_group(std::size_t i) const {
+    return places_.at(i).index;
+  }
+  std::size_t num_groups() const { return groups_.size(); }
+  ParamGroup& group_at(std::size_t g) const { return *groups_.at(g); }
+
+  /// [rows, ...] this rank's slices of parameter i inside `flat`, which is laid
+  /// out like the main weights. A view.
+  at::Tensor rows_of(std::size_t i, const at::Tensor& flat) const;
+  at::Tensor shard(std::size_t i) const;
+  /// Nothing before the first reduction since the gradients were dropped.
+  std::optional<at::Tensor> grad(std::size_t i) const;
+  /// Where the shards of parameter i begin along its first dimension, and the
+  /// end; empty: every rank has all of it.
+  std::vector<std::int64_t> cuts(std::size_t i) const;
+
+  void set_names(
+      const std::string& unit,
+      const std::vector<std::vector<std::string>>& names);
+  /// Hands the contents to a Unit of a Runtime; `this` keeps reading them.
+  std::unique_ptr<Unit> adopt(UnitId id);
+  void keep(std::shared_ptr<Runtime> runtime) {
+    runtime_ = Released<Runtime>(std::move(runtime));
+  }
+
+ private:
+  struct PlaceInGroup {
+    std::size_t group;
+    std::int64_t index;
+  };
+  ParamGroup& group(std::size_t i) const {
+    return *groups_[places_.at(i).group];
+  }
+  bool is_whole(std::size_t i) const;
+
+  UnitContents contents_;
+  std::vector<ParamGroup*> groups_;
+  std::vector<PlaceInGroup> places_;
+  std::vector<at::Tensor> wholes_;
+  std::string name_ = "unit";
+  bool adopted_ = false;
+  Released<Runtime> runtime_;  ///< owns the groups once adopted
+};
+
+}  // namespace flatshard::python

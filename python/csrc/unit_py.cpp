@@ -1,0 +1,263 @@
+#include "flatshard/unit/runtime.h"
+#include "python/csrc/bind.h"
+#include "python/csrc/collect_tensors.h"
+#include "python/csrc/parameter_views.h"
+#include "python/csrc/py_unit.h"
+
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace flatshard::python {
+namespace {
+
+/// The Runtime and what Python sees of its parameters.
+class PyRuntime {
+ public:
+  PyRuntime(
+      const std::shared_ptr<Mesh>& mesh,
+      const std::vector<std::shared_ptr<PyUnit>>& units,
+      std::vector<UnitId> parents,
+      std::vector<std::vector<ParameterViews::Place>> places,
+      py::object before_backward,
+      py::object after_backward,
+      py::object after_reset,
+      int prefetch,
+      bool trace)
+      : views_(std::make_shared<ParameterViews>(
+            std::move(places),
+            std::move(before_backward),
+            std::move(after_backward),
+            std::move(after_reset))) {
+    std::vector<std::unique_ptr<Unit>> list;
+    for (const auto& unit : units) {
+      list.push_back(unit->adopt(static_cast<UnitId>(list.size())));
+    }
+    std::shared_ptr<Runtime> runtime;
+    {
+      const py::gil_scoped_release no_gil;
+      runtime = Runtime::create(
+          mesh,
+          std::move(list),
+          std::move(parents),
+          {.prefetch = prefetch, .trace = trace});
+      runtime->add_observer(views_);
+    }
+    for (const auto& unit : units) {
+      unit->keep(runtime);
+    }
+    runtime_ = Released<Runtime>(std::move(runtime));
+  }
+
+  void forward_begin(UnitId unit, py::handle args, py::handle kwargs) {
+    nn::TensorList tensors;
+    collect_tensors(args, tensors);
+    collect_tensors(kwargs, tensors);
+    {
+      const py::gil_scoped_release no_gil;
+      runtime_->forward_begin(unit, tensors);
+    }
+    views_->forward_begins(unit);
+  }
+  void forward_end(UnitId unit, py::handle output) {
+    nn::TensorList tensors;
+    collect_tensors(output, tensors);
+    {
+      const py::gil_scoped_release no_gil;
+      runtime_->forward_end(unit, tensors);
+    }
+    views_->forward_ended(unit);
+  }
+  void forward_error(UnitId unit) {
+    {
+      const py::gil_scoped_release no_gil;
+      runtime_->forward_error(unit);
+    }
+    views_->forward_ended(unit);
+  }
+  void unshard(UnitId unit, bool awaits) {
+    {
+      const py::gil_scoped_release no_gil;
+      runtime_->unshard(unit, awaits);
+    }
+    if (awaits) {
+      views_->show(unit, true);
+    }
+  }
+  void reshard(UnitId unit) {
+    views_->show(unit, false);
+    const py::gil_scoped_release no_gil;
+    runtime_->reshard(unit);
+  }
+  Runtime& runtime() { return *runtime_; }
+
+ private:
+  std::shared_ptr<ParameterViews> views_;
+  Released<Runtime> runtime_;
+};
+
+py::list trace_of(PyRuntime& self) {
+  py::list actions;
+  for (const Action& action : self.runtime().trace().actions) {
+    actions.append(py::make_tuple(
+        std::string(to_string(action.kind)),
+        action.unit));
+  }
+  return actions;
+}
+
+}  // namespace
+
+void bind_unit(py::module_& m) {
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+
+  py::class_<ParameterViews::Place>(m, "Place")
+      .def(
+          py::init([](py::dict parameters,
+                      py::str name,
+                      py::object whole,
+                      py::object shard) {
+            return ParameterViews::Place{
+                std::move(parameters),
+                std::move(name),
+                std::move(whole),
+                std::move(shard)};
+          }),
+          py::arg("parameters"),
+          py::arg("name"),
+          py::arg("whole"),
+          py::arg("shard"));
+
+  py::class_<PyUnit, std::shared_ptr<PyUnit>>(
+      m,
+      "Unit",
+      "The sharded parameters of one unit.")
+      .def(
+          py::init<
+              const std::vector<PyUnit::Member>&,
+              const std::shared_ptr<Mesh>&,
+              const std::string&,
+              const std::string&,
+              const py::object&,
+              const py::object&,
+              double>(),
+          py::arg("members"),
+          py::arg("mesh"),
+          py::arg("strategy"),
+          py::arg("granularity"),
+          py::arg("compute_dtype"),
+          py::arg("reduce_dtype"),
+          py::arg("max_padding"))
+      .def_property_readonly("num_parameters", &PyUnit::num_parameters)
+      .def_property_readonly("num_groups", &PyUnit::num_groups)
+      .def("whole", &PyUnit::whole)
+      .def("shard", &PyUnit::shard)
+      .def("grad", &PyUnit::grad)
+      .def("cuts", &PyUnit::cuts)
+      .def("trainable", &PyUnit::trainable)
+      .def("group_index", &PyUnit::group_index)
+      .def(
+          "has_grad",
+          [](PyUnit& self, std::size_t g) {
+            return self.group_at(g).has_grad();
+          })
+      .def(
+          "forget_grad",
+          [](PyUnit& self, std::size_t g) { self.group_at(g).forget_grad(); })
+      .def(
+          "was_written",
+          [](PyUnit& self, std::size_t g) {
+            return self.group_at(g).was_written();
+          })
+      .def(
+          "set_divisor",
+          [](PyUnit& self, double divisor) {
+            for (std::size_t g = 0; g < self.num_groups(); ++g) {
+              self.group_at(g).set_divisor(divisor);
+            }
+          })
+      .def("set_names", &PyUnit::set_names);
+
+  py::class_<PyRuntime>(m, "Runtime", "Gathers, releases and reduces.")
+      .def(
+          py::init<
+              const std::shared_ptr<Mesh>&,
+              const std::vector<std::shared_ptr<PyUnit>>&,
+              std::vector<UnitId>,
+              std::vector<std::vector<ParameterViews::Place>>,
+              py::object,
+              py::object,
+              py::object,
+              int,
+              bool>(),
+          py::arg("mesh"),
+          py::arg("units"),
+          py::arg("parents"),
+          py::arg("places"),
+          py::arg("before_backward"),
+          py::arg("after_backward"),
+          py::arg("after_reset"),
+          py::arg("prefetch"),
+          py::arg("trace"))
+      .def("forward_begin", &PyRuntime::forward_begin)
+      .def("forward_end", &PyRuntime::forward_end)
+      .def("forward_error", &PyRuntime::forward_error)
+      .def("unshard", &PyRuntime::unshard)
+      .def("reshard", &PyRuntime::reshard)
+      .def(
+          "set_policy",
+          [](PyRuntime& self,
+             UnitId unit,
+             bool reshard_after_forward,
+             bool reshard_after_backward,
+             bool unshard_in_backward,
+             std::optional<std::vector<UnitId>> forward_prefetch,
+             std::optional<std::vector<UnitId>> backward_prefetch) {
+            self.runtime().set_policy(
+                unit,
+                {reshard_after_forward,
+                 reshard_after_backward,
+                 unshard_in_backward,
+                 std::move(forward_prefetch),
+                 std::move(backward_prefetch)});
+          },
+          py::arg("unit"),
+          py::kw_only(),
+          py::arg("reshard_after_forward"),
+          py::arg("reshard_after_backward"),
+          py::arg("unshard_in_backward"),
+          py::arg("forward_prefetch"),
+          py::arg("backward_prefetch"),
+          NoGil())
+      .def(
+          "set_sync_gradients",
+          [](PyRuntime& self, bool sync) {
+            self.runtime().set_sync_gradients(sync);
+          },
+          NoGil())
+      .def(
+          "set_is_last_microbatch",
+          [](PyRuntime& self, bool last) {
+            self.runtime().set_is_last_microbatch(last);
+          },
+          NoGil())
+      .def(
+          "set_step",
+          [](PyRuntime& self, std::int64_t step) {
+            self.runtime().set_step(step);
+          })
+      .def(
+          "reset",
+          [](PyRuntime& self) { self.runtime().reset(); },
+          NoGil())
+      .def(
+          "synchronize",
+          [](PyRuntime& self) { self.runtime().synchronize(); },
+          NoGil())
+      .def("trace", &trace_of)
+      .def("clear_trace", [](PyRuntime& self) {
+        self.runtime().clear_trace();
+      });
+}
+
+}  // namespace flatshard::python

@@ -1,0 +1,54 @@
+"""Fully sharded data-parallel training of PyTorch modules.
+
+The names are FSDP2's (torch.distributed.fsdp); the work is done by a C++ core.
+"""
+
+import torch
+import torch.distributed.tensor  # noqa: F401  types that the extension meets
+
+
+def _load_core():
+    try:
+        from flatshard import _C
+    except ImportError as error:
+        raise ImportError(
+            f"the extension flatshard._C cannot be loaded ({error}); build it for this "
+            "Python and torch: pip install --no-build-isolation --force-reinstall ."
+        ) from error
+    if _C.torch_version != torch.__version__:
+        raise ImportError(
+            f"flatshard was built for torch {_C.torch_version}, this is torch "
+            f"{torch.__version__}; rebuild it in its checkout: "
+            "pip install --no-build-isolation --force-reinstall ."
+        )
+    return _C
+
+
+_load_core()
+
+from flatshard._C import ConfigError, Error  # noqa: E402
+from flatshard.fully_shard import FSDPModule, fully_shard  # noqa: E402
+from flatshard.initialize import reset_parameters  # noqa: E402
+from flatshard.module import (  # noqa: E402
+    UnshardHandle,
+    register_fsdp_forward_method,
+)
+from flatshard.policies import (  # noqa: E402
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
+
+__version__ = "0.1.0"
+__all__ = [
+    "CPUOffloadPolicy",
+    "ConfigError",
+    "Error",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "reset_parameters",
+]

@@ -1,0 +1,202 @@
+"""`fully_shard`: shards a module's parameters, gradients and optimizer state."""
+
+import weakref
+
+import torch
+from torch import nn
+
+from flatshard import _C
+from flatshard.mesh import core_mesh, default_device_mesh
+from flatshard.module import (
+    FSDPModule,
+    check_module,
+    restore_replaced,
+    state_of,
+    wrap_class,
+)
+from flatshard.policies import MixedPrecisionPolicy, OffloadPolicy
+from flatshard.unit import (
+    Parameter,
+    Policy,
+    UnitState,
+    collect_parameters,
+    mark_owner,
+    modules_of_unit,
+    whole_parameter,
+)
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+# With two mesh dimensions the first holds replicas.
+_REPLICATED_OUTER = {
+    "no_shard": "no_shard",
+    "optim": "hsdp_zero1",
+    "optim_grads": "hsdp_zero2",
+    "optim_grads_params": "hsdp",
+}
+
+
+def fully_shard(
+    module,
+    *,
+    mesh=None,
+    reshard_after_forward=None,
+    shard_placement_fn=None,
+    mp_policy=MixedPrecisionPolicy(),
+    offload_policy=OffloadPolicy(),
+    ignored_params=None,
+    strategy="optim_grads_params",
+    outer="replicate",
+    granularity="row",
+    prefetch=1,
+    max_padding=0.05,
+):
+    """Shards the parameters of `module` that no inner call has sharded yet.
+
+    Call it on the blocks first and on the whole model last; each call makes one
+    unit, whose parameters are gathered together. Optimizers are made afterwards.
+    Collective over the ranks of the mesh.
+
+    Args:
+        module: an nn.Module, or a list of modules that form one unit.
+        mesh: DeviceMesh of one dimension, or two: replicas over the first, shards
+            over the second (HSDP). None: all ranks.
+        reshard_after_forward: False keeps parameters whole from forward to
+            backward. None: True, but False for the root. A number of ranks to
+            reshard to is refused.
+        shard_placement_fn: function of a parameter; may return None or Shard(0).
+        mp_policy: MixedPrecisionPolicy, of this package or FSDP2's.
+        offload_policy: OffloadPolicy(): nothing; others are refused.
+        ignored_params: set of parameters to leave as they are on every rank.
+        strategy: what is sharded: "no_shard" (ZeRO-0), "optim" (ZeRO-1),
+            "optim_grads" (ZeRO-2) or "optim_grads_params" (ZeRO-3).
+        outer: what the outer of two mesh dimensions does: "replicate".
+        granularity: "row": parameters are cut between any two rows; "tensor":
+            never cut, a rank holds it or not.
+        prefetch: units gathered ahead of the one that computes. The root's counts.
+        max_padding: largest padding that is accepted, as a fraction of the
+            unit's elements.
+
+    Returns:
+        `module`, which is an FSDPModule from now on.
+
+    Raises:
+        ValueError: an argument that cannot work, naming it.
+        NotImplementedError: one that is not supported, naming it.
+    """
+    modules = [module] if isinstance(module, nn.Module) else list(module)
+    if not modules:
+        raise ValueError("module: expected a module or a list of them, got none")
+    for m in modules:
+        check_module(m)
+    device_mesh = default_device_mesh() if mesh is None else mesh
+    name = _strategy_name(strategy, outer, device_mesh)
+    mp_policy = _mixed_precision(mp_policy)
+    _refuse_unsupported(offload_policy, reshard_after_forward)
+    if granularity not in ("row", "tensor"):
+        raise ValueError(
+            f"granularity: expected 'row' or 'tensor', got {granularity!r}"
+        )
+
+    core = core_mesh(device_mesh)
+    ignored = {id(p) for p in ignored_params or ()}
+    owned = modules_of_unit(modules, lambda m: state_of(m) is not None)
+    found = collect_parameters(modules, owned, ignored)
+    for tensor, full_name, _ in found:
+        _check_placement(shard_placement_fn, tensor, full_name)
+    _move_buffers(owned, device_mesh)
+
+    parameters, members = [], []
+    for tensor, full_name, sites in found:
+        p = Parameter(sites, whole_parameter(tensor), on_meta=tensor.is_meta)
+        parameters.append(p)
+        members.append((full_name, p.whole, tensor.detach()))
+    unit = _C.Unit(
+        members=members,
+        mesh=core,
+        strategy=name,
+        granularity=granularity,
+        compute_dtype=mp_policy.param_dtype,
+        reduce_dtype=mp_policy.reduce_dtype,
+        max_padding=max_padding,
+    )
+    members.clear()
+    state = UnitState(
+        modules=[weakref.ref(m) for m in modules],
+        core=unit,
+        mesh=core,
+        device_mesh=device_mesh,
+        parameters=parameters,
+        mp_policy=mp_policy,
+        prefetch=prefetch,
+        policy=Policy(reshard_after_forward=reshard_after_forward),
+    )
+    state.make_shards()
+    for tensor, full_name, _ in found:
+        mark_owner(tensor, full_name)
+    for m in modules:
+        m.__dict__["_flatshard"] = state
+        wrap_class(m)
+        m.register_load_state_dict_post_hook(restore_replaced)
+    return module
+
+
+def _strategy_name(strategy, outer, mesh):
+    if strategy not in STRATEGIES:
+        raise ValueError(
+            f"strategy: expected one of {', '.join(STRATEGIES)}, got {strategy!r}"
+        )
+    if outer != "replicate":
+        raise NotImplementedError(
+            f"outer: expected 'replicate', got {outer!r}; sharding the optimizer over "
+            "the outer dimension (HFSDP) is not supported from Python yet"
+        )
+    if mesh.ndim == 1:
+        return strategy
+    return _REPLICATED_OUTER[strategy]
+
+
+def _mixed_precision(policy):
+    names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+    if not all(hasattr(policy, name) for name in names):
+        raise ValueError(
+            f"mp_policy: expected a MixedPrecisionPolicy, got {type(policy).__name__}"
+        )
+    return policy
+
+
+def _refuse_unsupported(offload_policy, reshard_after_forward):
+    if type(offload_policy).__name__ != "OffloadPolicy":
+        raise NotImplementedError(
+            f"offload_policy: {type(offload_policy).__name__} is not supported yet"
+        )
+    if not isinstance(reshard_after_forward, (bool, type(None))):
+        raise NotImplementedError(
+            "reshard_after_forward: resharding to a smaller number of ranks "
+            f"({reshard_after_forward!r}) is not supported; use True or False, or a "
+            "mesh of two dimensions"
+        )
+
+
+def _check_placement(shard_placement_fn, tensor, name):
+    placement = None if shard_placement_fn is None else shard_placement_fn(tensor)
+    if placement is not None and not (
+        placement.is_shard() and placement.dim == 0
+    ):
+        raise NotImplementedError(
+            f"shard_placement_fn: expected None or Shard(0) for parameter {name}, got "
+            f"{placement}"
+        )
+
+
+def _move_buffers(modules, device_mesh):
+    """Buffers, which stay whole, follow the parameters to the mesh's device."""
+    if device_mesh.device_type == "cpu":
+        return
+    device = torch.device("cuda", torch.cuda.current_device())
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+
+
+__all__ = ["FSDPModule", "fully_shard"]

@@ -1,0 +1,97 @@
+"""The core's Mesh of a DeviceMesh.
+
+Flatshard makes communicators of its own through the store of the default
+process group: one for gathers and one for reductions, so that neither waits for
+the other nor for collectives that the program launches itself. Only the ranks of
+the mesh take part. They live until the process ends.
+"""
+
+import atexit
+import hashlib
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from flatshard import _C
+
+_meshes = {}
+
+
+def default_device_mesh():
+    """One dimension over all ranks, on this process's accelerator or the CPU.
+
+    Starts the default process group when there is none, as FSDP2 does.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group()
+    backend = dist.get_backend()
+    kind = "cuda" if "nccl" in backend and torch.cuda.is_available() else "cpu"
+    return init_device_mesh(kind, (dist.get_world_size(),))
+
+
+def core_mesh(device_mesh, timeout_s=None):
+    """The core's mesh over the ranks of `device_mesh`. Collective over them.
+
+    Args:
+        device_mesh: 1 or 2 dimensions; may be part of a larger one. Of two, the
+            first is the outer one.
+        timeout_s: how long a rank may be late for a collective before all are
+            told which. None: the default process group's timeout.
+    """
+    if device_mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"mesh: expected a DeviceMesh of 1 or 2 dimensions, got "
+            f"{device_mesh.ndim}; choose a part of it, such as mesh['dp']"
+        )
+    ranks = device_mesh.mesh
+    key = (tuple(ranks.shape), tuple(ranks.flatten().tolist()), device_mesh.device_type)
+    if key not in _meshes:
+        _meshes[key] = _make(device_mesh, key, timeout_s)
+    return _meshes[key]
+
+
+def device_of(device_mesh):
+    if device_mesh.device_type == "cpu":
+        return torch.device("cpu")
+    if device_mesh.device_type != "cuda":
+        raise ValueError(
+            f"mesh: expected device type cpu or cuda, got {device_mesh.device_type}"
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _make(device_mesh, key, timeout_s):
+    device = device_of(device_mesh)
+    if device.type == "cuda" and not _C.with_cuda:
+        raise RuntimeError(
+            "mesh: a CUDA mesh needs Flatshard built with CUDA; rebuild with "
+            "FLATSHARD_CUDA=on (python -m flatshard.doctor shows what this build has)"
+        )
+    shape, ranks, _ = key
+    if len(ranks) == 1 and len(shape) == 1:
+        return _C.Mesh.single(device)
+    names = device_mesh.mesh_dim_names or ("outer", "dp")[-len(shape) :]
+    if timeout_s is None:
+        timeout = dist.distributed_c10d._get_default_timeout(
+            dist.Backend(dist.get_backend())
+        )
+        timeout_s = timeout.total_seconds()
+    digest = hashlib.sha1(repr(key).encode()).hexdigest()[:16]
+    return _C.Mesh.create(
+        list(zip(names, shape)),
+        ranks.index(dist.get_rank()),
+        dist.distributed_c10d._get_default_store(),
+        device,
+        f"flatshard/{digest}",
+        float(timeout_s),
+    )
+
+
+@atexit.register
+def _close():
+    # Before the interpreter takes torch apart; the ranks leave together.
+    _meshes.clear()
+
+
+__all__ = ["DeviceMesh", "core_mesh", "default_device_mesh", "device_of"]

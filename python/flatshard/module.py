@@ -1,0 +1,333 @@
+"""FSDPModule: what `fully_shard` makes of a module's class.
+
+Everything around a unit's forward happens in `__call__`, outside of
+`nn.Module.__call__`: hooks of the user see whole parameters, compiled forwards
+hold no trace of sharding, and an exception on the way is noticed.
+"""
+
+import contextlib
+import functools
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from flatshard.root import Root
+
+
+def state_of(module):
+    return module.__dict__.get("_flatshard")
+
+
+def _outside_of_graphs(function):
+    """Dynamo leaves the function's frame alone and compiles what it calls."""
+    # Not torch.compiler.disable: that imports dynamo, which takes a second, and
+    # puts a call around every call.
+    frames = torch._C._dynamo.eval_frame
+    frames.set_code_exec_strategy(
+        function.__code__,
+        frames._FrameExecStrategy(
+            frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
+        ),
+    )
+    function._torchdynamo_disable = True
+    return function
+
+
+def _cast(tree, dtype):
+    if isinstance(tree, torch.Tensor):
+        return tree.to(dtype) if tree.is_floating_point() else tree
+    return tree_map(
+        lambda x: x.to(dtype)
+        if isinstance(x, torch.Tensor) and x.is_floating_point()
+        else x,
+        tree,
+    )
+
+
+@_outside_of_graphs
+def _run(module, function, args, kwargs):
+    """function(*args, **kwargs) as a forward of the unit of `module`."""
+    state = module.__dict__["_flatshard"]
+    root = state.root
+    if root is None:
+        root = Root(module, state)
+    # Of a unit of several modules, the first to run begins and the last ends.
+    if len(state.modules) > 1:
+        if not state.running:
+            state.running = {id(m()) for m in state.modules}
+            begins = True
+        else:
+            begins = False
+        state.running.discard(id(module))
+        ends = not state.running
+    else:
+        begins = ends = True
+    policy = state.mp_policy
+    if policy.param_dtype is not None and policy.cast_forward_inputs:
+        args = tuple(_cast(a, policy.param_dtype) for a in args)
+        kwargs = {k: _cast(v, policy.param_dtype) for k, v in kwargs.items()}
+    if state.id == 0:
+        root.before_forward()
+    core = root.core
+    try:
+        if begins:
+            core.forward_begin(state.id, args, kwargs)
+        output = function(*args, **kwargs)
+        if policy.output_dtype is not None:
+            output = _cast(output, policy.output_dtype)
+        if ends:
+            core.forward_end(state.id, output)
+    except BaseException:
+        state.running = set()
+        core.forward_error(state.id)
+        raise
+    return output
+
+
+class UnshardHandle:
+    """Waits for an `unshard(async_op=True)`."""
+
+    def __init__(self, state):
+        self._state = state
+
+    def wait(self):
+        """The unit's parameters are whole from here on, for kernels that are
+        launched later. Does not block the host on a GPU."""
+        if self._state is not None:
+            self._state.root.core.unshard(self._state.id, True)
+            self._state = None
+
+
+class FSDPModule:
+    """Methods that `fully_shard` adds to a module, named as in FSDP2.
+
+    Setters act from the next forward or backward on and have to be called with
+    equal arguments on all ranks, between two steps.
+    """
+
+    @_outside_of_graphs
+    def __call__(self, *args, **kwargs):
+        return _run(self, super().__call__, args, kwargs)
+
+    # -- gathering by hand ---------------------------------------------------------
+
+    def unshard(self, async_op=False):
+        """Gathers the unit's parameters now. Collective.
+
+        They stay whole until `reshard()`, or until the next forward or backward
+        of the unit releases them as always.
+
+        Args:
+            async_op: return a handle at once; call its `wait()` before reading.
+        """
+        state = self._known_state("unshard")
+        state.root.core.unshard(state.id, not async_op)
+        return UnshardHandle(state) if async_op else None
+
+    def reshard(self):
+        """Releases the unit's gathered parameters."""
+        state = self._known_state("reshard")
+        state.root.core.reshard(state.id)
+
+    # -- when gradients are reduced --------------------------------------------------
+
+    def set_requires_gradient_sync(self, requires_gradient_sync, *, recurse=True):
+        """False: the next backwards accumulate gradients unsharded, without any
+        collective. Set it on the root: one decision serves all units."""
+        self._set("sync_gradients", requires_gradient_sync, recurse)
+
+    def set_requires_all_reduce(self, requires_all_reduce, *, recurse=True):
+        """False: the next backwards reduce over the inner mesh dimension only
+        (HSDP), or accumulate (strategies whose gradients are not sharded). Set it
+        on the root: one decision serves all units."""
+        self._set("all_reduce", requires_all_reduce, recurse)
+
+    def set_is_last_backward(self, is_last_backward):
+        """Accepted for FSDP2's sake: there is nothing to finish after the last
+        backward, since no backward leaves work that the host has to wait for."""
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """Backwards inside accumulate gradients without collectives."""
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.set_requires_gradient_sync(True)
+
+    def set_gradient_divide_factor(self, factor):
+        """Reduced gradients are sums divided by `factor` instead of the number of
+        ranks."""
+        self._state().core.set_divisor(float(factor))
+
+    def set_all_reduce_hook(self, hook, *, stream=None):
+        raise NotImplementedError(
+            "set_all_reduce_hook is not supported: reductions are launched by the "
+            "core; set_gradient_divide_factor and MixedPrecisionPolicy.reduce_dtype "
+            "cover scaling and the dtype on the wire"
+        )
+
+    # -- how long parameters stay whole ------------------------------------------------
+
+    def set_reshard_after_forward(self, reshard_after_forward, recurse=True):
+        """False: parameters stay whole from forward to backward."""
+        self._set("reshard_after_forward", bool(reshard_after_forward), recurse)
+
+    def set_reshard_after_backward(self, reshard_after_backward, *, recurse=True):
+        """False: parameters stay whole after the backward, until they change."""
+        self._set("reshard_after_backward", bool(reshard_after_backward), recurse)
+
+    def set_unshard_in_backward(self, unshard_in_backward):
+        """False: the unit's backward does not read its parameters (embeddings),
+        so they are not gathered for it."""
+        self._set("unshard_in_backward", bool(unshard_in_backward), False)
+
+    def set_modules_to_forward_prefetch(self, modules):
+        """Units to gather when this one's forward begins, instead of those that
+        ran next the last time."""
+        self._set("forward_prefetch", _states(modules), False)
+
+    def set_modules_to_backward_prefetch(self, modules):
+        """The same for its backward."""
+        self._set("backward_prefetch", _states(modules), False)
+
+    # -- inside ------------------------------------------------------------------------
+
+    def _state(self):
+        return self.__dict__["_flatshard"]
+
+    def _known_state(self, method):
+        state = self._state()
+        if state.root is None:
+            raise RuntimeError(
+                f"{method}: the units of this model are known only after the first "
+                "forward of its root"
+            )
+        return state
+
+    def _set(self, name, value, recurse):
+        modules = self.modules() if recurse else [self]
+        for module in modules:
+            state = state_of(module)
+            if state is None:
+                continue
+            setattr(state.policy, name, value)
+            if state.root is not None:
+                state.root.apply_policy(state)
+                state.root.apply_sync()
+
+    def __deepcopy__(self, memo):
+        raise AssertionError(
+            "a sharded module cannot be copied: copy it before fully_shard, or load "
+            "its state_dict() into another one"
+        )
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError(
+            "a sharded module cannot be pickled: save its state_dict(), or use "
+            "torch.distributed.checkpoint"
+        )
+
+    def _apply(self, fn, recurse=True):
+        """`to`, `cuda`, `to_empty`: buffers and ignored parameters follow, shards
+        stay where they are and take the values."""
+        states = [s for m in self.modules() if (s := state_of(m)) is not None]
+        parameters = [p for s in states for p in s.parameters]
+        for p in parameters:
+            self._check_conversion(fn, p)
+        for p in parameters:
+            local = p.shard.to_local().detach()
+            with torch.no_grad():
+                moved = fn(local)
+                if moved.data_ptr() != local.data_ptr():
+                    local.copy_(moved)
+        with _hidden(states):
+            return super()._apply(fn, recurse)
+
+    @staticmethod
+    def _check_conversion(fn, p):
+        local = p.shard.to_local()
+        probe = fn(local.new_empty(1))
+        if probe.dtype != local.dtype or probe.device != local.device:
+            raise NotImplementedError(
+                f"parameter {p.sites[0][1]}: cannot move a sharded module from "
+                f"{local.dtype} on {local.device} to {probe.dtype} on {probe.device}; "
+                "convert the module before fully_shard, or use mp_policy"
+            )
+
+
+@contextlib.contextmanager
+def _hidden(states):
+    """nn.Module passes over parameters that are None."""
+    try:
+        for state in states:
+            for p in state.parameters:
+                state.show(p, None)
+        yield
+    finally:
+        for state in states:
+            for p in state.parameters:
+                state.show(p, p.shard)
+
+
+def _states(modules):
+    states = []
+    for module in modules:
+        if state_of(module) is None:
+            raise ValueError(
+                f"expected modules that fully_shard wrapped, got {type(module).__name__}"
+            )
+        states.append(state_of(module))
+    return states
+
+
+def register_fsdp_forward_method(module, method_name):
+    """Calls of `module.method_name(...)` gather and release like a forward.
+
+    Does nothing for a module that fully_shard did not wrap, as in FSDP2.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    method = getattr(module, method_name, None)
+    if method is None:
+        raise ValueError(f"{type(module).__name__} has no method {method_name}")
+
+    @functools.wraps(method)
+    def wrapped(self, *args, **kwargs):
+        return _run(self, method, args, kwargs)
+
+    # A plain attribute, so that the class of other instances stays as it is.
+    setattr(module, method_name, wrapped.__get__(module, type(module)))
+
+
+def wrap_class(module):
+    """Puts FSDPModule before the module's class."""
+    cls = type(module)
+    module.__class__ = _wrapped_class(cls)
+
+
+@functools.lru_cache(maxsize=None)
+def _wrapped_class(cls):
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+
+
+def restore_replaced(module, incompatible_keys):
+    """After load_state_dict, which may put other parameters into modules."""
+    for child in module.modules():
+        if state_of(child) is not None:
+            state_of(child).adopt_replaced()
+
+
+def check_module(module):
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and (
+        type(module).forward is nn.Module.forward
+    ):
+        raise ValueError(
+            f"fully_shard wraps what has a forward, got the container "
+            f"{type(module).__name__}; wrap its children one by one"
+        )
+    if state_of(module) is not None:
+        raise ValueError(
+            f"fully_shard was applied to this {type(module).__name__} before"
+        )

@@ -1,0 +1,46 @@
+"""Options of `fully_shard`: plain values, with FSDP2's names and meanings."""
+
+from dataclasses import dataclass
+
+import torch
+
+# Its default and its offloading are compared by type only: FSDP2's own classes
+# are accepted wherever these are.
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Which dtype each representation of a unit's values has.
+
+    Attributes:
+        param_dtype: of the gathered parameters, so of forward and backward.
+            None: the parameters' own.
+        reduce_dtype: of gradients on the wire. None: `param_dtype`.
+        output_dtype: floating-point outputs of the unit's forward are cast to
+            it. None: left as they are.
+        cast_forward_inputs: cast floating-point inputs of the unit's forward to
+            `param_dtype`.
+
+    The sharded parameters, their gradients and the optimizer's state keep the
+    dtype that the parameters had.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+
+@dataclass
+class OffloadPolicy:
+    """Nothing is offloaded."""
+
+
+@dataclass
+class CPUOffloadPolicy(OffloadPolicy):
+    """Sharded parameters, gradients and optimizer state in host memory.
+
+    Not supported yet: `fully_shard` refuses it by name.
+    """
+
+    pin_memory: bool = True

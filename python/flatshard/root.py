@@ -1,0 +1,150 @@
+"""A tree of units and the core's Runtime that serves it."""
+
+import weakref
+
+from flatshard import _C
+
+
+class Root:
+    """Made when the outermost unit runs for the first time: only then is it
+    known which units lie below it, and under which names."""
+
+    def __init__(self, module, state):
+        units, parents, names = _walk(module)
+        self._check(units, state)
+        for unit in units:
+            unit.check_initialized(names)
+        places = []
+        for number, unit in enumerate(units):
+            # In the core's order of parameters.
+            ordered = sorted(unit.parameters, key=lambda p: p.index)
+            unit.core.set_names(unit.name, [names[id(p)] for p in ordered])
+            unit.id = number
+            places.append(
+                [
+                    _C.Place(site()._parameters, name, p.whole, p.shard)
+                    for p in ordered
+                    for site, name in p.sites
+                ]
+            )
+        self.units = units
+        # The core would keep a bound method, and with it this object, for ever.
+        me = weakref.ref(self)
+        self.core = _C.Runtime(
+            mesh=state.mesh,
+            units=[unit.core for unit in units],
+            parents=parents,
+            places=places,
+            before_backward=lambda: me()._before_backward(),
+            after_backward=lambda: me()._after_backward(),
+            after_reset=lambda: me()._after_reset(),
+            prefetch=state.prefetch,
+            trace=False,
+        )
+        self._synced = None
+        for unit in units:
+            unit.root = self
+        for unit in units:
+            self.apply_policy(unit)
+        self.apply_sync()
+
+    def _check(self, units, state):
+        for unit in units:
+            if unit.root is not None:
+                raise RuntimeError(
+                    f"unit {unit.name} ran before as the root of its own units; run "
+                    "the outermost module that fully_shard wrapped first"
+                )
+            if unit.mesh is not state.mesh:
+                raise ValueError(
+                    f"unit {unit.name} is on mesh {unit.mesh}, the root on "
+                    f"{state.mesh}: expected one mesh for all units of a model"
+                )
+
+    # -- options -----------------------------------------------------------------
+
+    def apply_policy(self, unit):
+        policy = unit.policy
+        reshard = policy.reshard_after_forward
+        # FSDP2: the root's parameters are needed first in the backward.
+        default = unit is not self.units[0]
+        ids = [
+            None if modules is None else [m.id for m in modules]
+            for modules in (policy.forward_prefetch, policy.backward_prefetch)
+        ]
+        self.core.set_policy(
+            unit.id,
+            reshard_after_forward=default if reshard is None else reshard,
+            reshard_after_backward=policy.reshard_after_backward,
+            unshard_in_backward=policy.unshard_in_backward,
+            forward_prefetch=ids[0],
+            backward_prefetch=ids[1],
+        )
+
+    def apply_sync(self):
+        """Gradient synchronization is one decision for all units of a step."""
+        wanted = {(u.policy.sync_gradients, u.policy.all_reduce) for u in self.units}
+        if len(wanted) > 1:
+            self._synced = None
+            return False
+        synced = wanted.pop()
+        if synced != self._synced:
+            self.core.set_sync_gradients(synced[0])
+            self.core.set_is_last_microbatch(synced[1])
+            self._synced = synced
+        return True
+
+    def before_forward(self):
+        """Of the root."""
+        for unit in self.units:
+            unit.check_trainable()
+
+    # -- what the core calls, with its lock held --------------------------------
+
+    def _before_backward(self):
+        if self._synced is None:
+            raise RuntimeError(
+                "set_requires_gradient_sync and set_requires_all_reduce: the units "
+                "of one model disagree; set them on the root module"
+            )
+        for unit in self.units:
+            unit.take_user_grads()
+
+    def _after_backward(self):
+        for unit in self.units:
+            unit.show_grads()
+
+    def _after_reset(self):
+        for unit in self.units:
+            unit.drop_grads()
+
+
+def _walk(root):
+    """The units below `root`, parents first; their parents' numbers; and the
+    names of each parameter, by id."""
+    units, parents, module_names = [], [], {}
+
+    def visit(module, name, enclosing):
+        module_names.setdefault(id(module), []).append(name)
+        state = module.__dict__.get("_flatshard")
+        if state is not None and state not in units:
+            parents.append(enclosing)
+            enclosing = len(units)
+            state.name = name or "root"
+            units.append(state)
+        elif state is not None:
+            enclosing = units.index(state)
+        for key, child in module.named_children():
+            visit(child, f"{name}.{key}" if name else key, enclosing)
+
+    visit(root, "", -1)
+    names = {
+        id(p): [
+            f"{prefix}.{name}" if prefix else name
+            for module, name in p.sites
+            for prefix in module_names[id(module())]
+        ]
+        for unit in units
+        for p in unit.parameters
+    }
+    return units, parents, names

@@ -1,0 +1,171 @@
+"""How a shard is shown to PyTorch: a DTensor that knows where it was cut.
+
+A flat layout cuts a parameter between any two rows, so the ranks' pieces have
+different lengths. torch's ``Shard(0)`` assumes pieces as of ``torch.chunk`` and
+computes wrong values from others without a word (torch 2.11). ``RowShard`` says
+where the cuts are, and ``ShardedTensor`` keeps saying it of every result.
+"""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+
+class RowShard(Shard):
+    """``Shard(0)`` whose piece r holds the rows ``cuts[r] : cuts[r + 1]``.
+
+    Args:
+        cuts: ranks + 1 ascending row numbers, the first 0, the last the number
+            of rows of the whole tensor.
+    """
+
+    def __new__(cls, cuts):
+        return super().__new__(cls, 0)
+
+    def __init__(self, cuts):
+        super().__init__(0)
+        self.cuts = tuple(cuts)
+
+    def __reduce__(self):
+        return RowShard, (self.cuts,)
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def rows(self, rank):
+        return self.cuts[rank + 1] - self.cuts[rank]
+
+    # What DTensor asks a Shard.
+
+    def _local_shard_size_and_offset(self, curr_local_size, num_chunks, rank):
+        return self.rows(rank), self.cuts[rank]
+
+    def _to_replicate_tensor(self, local, mesh, mesh_dim, logical_shape):
+        longest = max(self.rows(r) for r in range(len(self.cuts) - 1))
+        padded = local.new_zeros((longest, *local.shape[1:]))
+        padded[: local.shape[0]] = local
+        pieces = [torch.empty_like(padded) for _ in range(mesh.size(mesh_dim))]
+        dist.all_gather(pieces, padded, group=mesh.get_group(mesh_dim))
+        return torch.cat([p[: self.rows(r)] for r, p in enumerate(pieces)])
+
+    def _replicate_to_shard(self, local, mesh, mesh_dim, shard_index):
+        return local[self.cuts[shard_index] : self.cuts[shard_index + 1]].clone()
+
+    def __eq__(self, other):
+        if isinstance(other, RowShard):
+            return other.cuts == self.cuts
+        return isinstance(other, Shard) and other.dim == self.dim
+
+    # Equal to Shard(0) where DTensor decides what an operation may take, and never
+    # found under the same key in what DTensor remembers: a plan made for these cuts
+    # is wrong for all others.
+    def __hash__(self):
+        return hash((RowShard, self.cuts))
+
+    def __repr__(self):
+        return f"RowShard{self.cuts}"
+
+
+class ShardedTensor(DTensor):
+    """A DTensor of which some mesh dimension is cut by a RowShard.
+
+    What is computed from it row by row has the same cuts. What needs another
+    view of the rows is gathered first by DTensor, or refused by name.
+    """
+
+    __slots__ = ()
+
+    @staticmethod
+    def wrap(local, mesh, placements, shape, requires_grad=False):
+        """A view: writes to it are writes to `local`.
+
+        Args:
+            local: [rows of this rank, ...] tensor.
+            shape: of the whole tensor.
+        """
+        with torch.no_grad():
+            stride = torch.empty(shape, device="meta").stride()
+            tensor = DTensor.from_local(
+                local,
+                mesh,
+                placements,
+                run_check=False,
+                shape=torch.Size(shape),
+                stride=stride,
+            )
+        tensor.__class__ = ShardedTensor
+        return tensor.requires_grad_(requires_grad)
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **(kwargs or {}))
+        if isinstance(result, (bool, int, float, str, type(None), torch.Size)):
+            return result
+        return _retag(result, function, args, kwargs)
+
+
+def _cuts_of(value, found):
+    """The ShardedTensors inside arguments."""
+    if isinstance(value, ShardedTensor):
+        found.append(value)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _cuts_of(item, found)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _cuts_of(item, found)
+    return found
+
+
+def _retag(result, function, args, kwargs):
+    if isinstance(result, (list, tuple)):
+        kind = type(result)
+        items = [_retag(item, function, args, kwargs) for item in result]
+        return kind(items) if kind in (list, tuple) else kind(*items)
+    if not isinstance(result, DTensor) or isinstance(result, ShardedTensor):
+        return result
+    sources = _cuts_of((args, kwargs), [])
+    spec = result._spec
+    placements = list(spec.placements)
+    for dim, placement in enumerate(placements):
+        if isinstance(placement, RowShard):
+            continue
+        if isinstance(placement, Partial) and placement.reduce_op == "avg":
+            _refuse(function)
+        if not isinstance(placement, Shard):
+            continue
+        like = _same_rows(result, sources, dim)
+        if like is None:
+            _refuse(function)
+        placements[dim] = like
+    if any(isinstance(p, RowShard) for p in placements):
+        result._spec = DTensorSpec(
+            spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta
+        )
+        result.__class__ = ShardedTensor
+    return result
+
+
+def _same_rows(result, sources, dim):
+    """The cuts of a source whose rows are the result's."""
+    rows = result.shape[0] if result.dim() else None
+    for source in sources:
+        placement = source.placements[dim]
+        if (
+            isinstance(placement, RowShard)
+            and source.shape[0] == rows
+            and result._local_tensor.shape[0] == source._local_tensor.shape[0]
+            and source.device_mesh == result.device_mesh
+        ):
+            return placement
+    return None
+
+
+def _refuse(function):
+    name = getattr(function, "__name__", str(function))
+    raise NotImplementedError(
+        f"{name} of a sharded parameter: its rows are not cut in equal pieces, "
+        f"and this result would be wrong. Take full_tensor() or to_local() first"
+    )

@@ -1,0 +1,276 @@
+"""The Python side of one unit: where its parameters live, and its options.
+
+A parameter has two faces. The shard is an `nn.Parameter` over a DTensor: what
+`parameters()`, optimizers and checkpoints see. The whole one is a plain
+`nn.Parameter` without memory of its own that the core points at gathered memory
+while the unit computes. The core swaps them in the modules' `_parameters`.
+"""
+
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate
+
+from flatshard import _C
+from flatshard.row_shard import RowShard, ShardedTensor
+
+# Where a parameter went, kept on the tensor that the user had: meeting it again
+# in another unit means that two units share it.
+_OWNER = "_flatshard_owner"
+
+
+@dataclass
+class Policy:
+    """What the setters of FSDPModule change."""
+
+    reshard_after_forward: bool | None = None
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    forward_prefetch: list | None = None
+    backward_prefetch: list | None = None
+    sync_gradients: bool = True
+    all_reduce: bool = True
+
+
+@dataclass
+class Parameter:
+    """One parameter of a unit."""
+
+    sites: list  # (module, name) of every place in the unit, the first is main
+    whole: nn.Parameter
+    shard: nn.Parameter = None
+    index: int = -1  # in the core's unit
+    group: int = -1
+    grad: ShardedTensor = None  # shows the core's gradient; made once
+    on_meta: bool = False
+
+
+@dataclass(eq=False)
+class UnitState:
+    """One call of fully_shard."""
+
+    modules: list  # weak references
+    core: _C.Unit
+    mesh: _C.Mesh
+    device_mesh: object
+    parameters: list
+    mp_policy: object
+    prefetch: int
+    policy: Policy = field(default_factory=Policy)
+    root: object = None  # Root, once known
+    id: int = -1
+    name: str = ""
+    running: set = field(default_factory=set)  # modules of a list still to run
+
+    # -- gradients -----------------------------------------------------------------
+
+    def take_user_grads(self):
+        """Makes the core's gradients what the `.grad`s say: a user may have
+        dropped or replaced them since the last backward."""
+        for group in range(self.core.num_groups):
+            if not self.core.has_grad(group):
+                continue
+            members = [p for p in self.parameters if p.group == group]
+            if all(p.shard.grad is None for p in members):
+                self.core.forget_grad(group)
+                continue
+            for p in members:
+                grad = p.shard.grad
+                if grad is p.grad:
+                    continue
+                with torch.no_grad():
+                    own = p.grad.to_local()
+                    own.zero_() if grad is None else own.copy_(_local(grad))
+
+    def show_grads(self):
+        """Gives the shards their gradients after a backward."""
+        for p in self.parameters:
+            if p.group < 0 or not self.core.has_grad(p.group):
+                continue
+            if p.grad is None:
+                p.grad = self._wrap(p, self.core.grad(p.index))
+            grad = p.shard.grad
+            if grad is p.grad:
+                continue
+            if grad is not None:  # the user's own, from before
+                with torch.no_grad():
+                    p.grad.to_local().add_(_local(grad))
+            p.shard.grad = p.grad
+
+    def drop_grads(self):
+        for p in self.parameters:
+            p.shard.grad = None
+
+    # -- parameters ----------------------------------------------------------------
+
+    def make_shards(self):
+        """Replaces the parameters in the modules by their shards."""
+        by_tensor = {id(p.whole): p for p in self.parameters}
+        for i in range(self.core.num_parameters):
+            p = by_tensor[id(self.core.whole(i))]
+            p.index = i
+            trainable = self.core.trainable(i)
+            p.group = self.core.group_index(i) if trainable else -1
+            data = self._wrap(p, self.core.shard(i))
+            p.shard = nn.Parameter(data, requires_grad=trainable)
+            _copy_attributes(p.whole, p.shard)
+            self.show(p, p.shard)
+
+    def _wrap(self, p, local):
+        cuts = self.core.cuts(p.index)
+        placement = RowShard(cuts) if cuts else Replicate()
+        placements = [Replicate()] * (self.device_mesh.ndim - 1) + [placement]
+        return ShardedTensor.wrap(local, self.device_mesh, placements, p.whole.shape)
+
+    @staticmethod
+    def show(p, tensor):
+        for module, name in p.sites:
+            module()._parameters[name] = tensor
+
+    def adopt_replaced(self):
+        """Takes the values of parameters that somebody put in place of a shard
+        (`load_state_dict(assign=True)`), and puts the shard back."""
+        for p in self.parameters:
+            for module, name in p.sites:
+                found = module()._parameters[name]
+                if found is p.shard or found is p.whole or found is None:
+                    continue
+                if found.shape != p.shard.shape:
+                    raise ValueError(
+                        f"parameter {name} was replaced by one of shape "
+                        f"{tuple(found.shape)}, expected {tuple(p.shard.shape)}"
+                    )
+                with torch.no_grad():
+                    p.shard.copy_(_like(found, p.shard))
+            self.show(p, p.shard)
+
+    def check_initialized(self, names):
+        for p in self.parameters:
+            if p.on_meta and not self.core.was_written(self.core.group_index(p.index)):
+                raise RuntimeError(
+                    f"parameter {names[id(p)][0]} was on the meta device when it was "
+                    "sharded and has no values yet: call "
+                    "flatshard.reset_parameters(model), or load a checkpoint"
+                )
+
+    def check_trainable(self):
+        for p in self.parameters:
+            if p.shard.requires_grad != (p.group >= 0):
+                raise RuntimeError(
+                    f"requires_grad of parameter {p.sites[0][1]} of unit {self.name} "
+                    "was changed after fully_shard, which groups parameters by it: "
+                    "freeze or unfreeze before fully_shard"
+                )
+
+
+def _local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _like(tensor, shard):
+    """`tensor`, plain or a DTensor of any placement, cut like `shard`."""
+    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    local = full.to(shard.to_local().device)
+    for placement, dim in zip(shard.placements, range(shard.device_mesh.ndim)):
+        if isinstance(placement, RowShard):
+            rank = shard.device_mesh.get_local_rank(dim)
+            local = local[placement.cuts[rank] : placement.cuts[rank + 1]]
+    return ShardedTensor.wrap(
+        local, shard.device_mesh, list(shard.placements), shard.shape
+    )
+
+
+def _copy_attributes(source, target):
+    for name, value in vars(source).items():
+        if name != _OWNER:
+            setattr(target, name, value)
+
+
+# -- collecting what a unit owns -----------------------------------------------------
+
+
+def modules_of_unit(modules, is_unit):
+    """The modules whose parameters belong to a unit of `modules`: all below
+    them but what other units hold. Each once."""
+    found, seen = [], set()
+
+    def walk(module):
+        if id(module) in seen or is_unit(module):
+            return
+        seen.add(id(module))
+        found.append(module)
+        for child in module.children():
+            walk(child)
+
+    for module in modules:
+        walk(module)
+    return found
+
+
+def collect_parameters(modules, owned, ignored):
+    """The parameters to shard, each once with all its places.
+
+    Args:
+        modules: those given to fully_shard, for names in messages.
+        owned: modules_of_unit(modules).
+        ignored: ids of parameters to leave alone.
+    """
+    names = {}
+    for root in modules:
+        for name, module in root.named_modules():
+            names.setdefault(id(module), name)
+    found = {}
+    for module in owned:
+        prefix = names[id(module)]
+        for name, tensor in module._parameters.items():
+            if tensor is None or id(tensor) in ignored:
+                continue
+            full = f"{prefix}.{name}" if prefix else name
+            found.setdefault(id(tensor), (tensor, full, []))[2].append(
+                (weakref.ref(module), name)
+            )
+    for tensor, name, _ in found.values():
+        _check_parameter(tensor, name)
+    return list(found.values())
+
+
+def _check_parameter(tensor, name):
+    if hasattr(tensor, _OWNER):
+        raise ValueError(
+            f"parameter {name} is shared with a unit that was wrapped before, as "
+            f"{getattr(tensor, _OWNER)}; wrap one module that holds both, and do not "
+            "wrap them inside it"
+        )
+    if isinstance(tensor, ShardedTensor):
+        raise ValueError(f"parameter {name} is sharded already, by another unit")
+    if hasattr(tensor, "placements"):
+        raise ValueError(
+            f"parameter {name} is a DTensor; tensor parallelism under fully_shard is "
+            "not supported yet"
+        )
+    if tensor.dim() == 0:
+        raise ValueError(
+            f"parameter {name} is a scalar, which has no rows to shard; make it a "
+            "1-D tensor with one element, or name it in ignored_params"
+        )
+    if not tensor.is_floating_point():
+        raise ValueError(
+            f"parameter {name} is of type {tensor.dtype}; expected a floating-point "
+            "type. Register it as a buffer, or name it in ignored_params"
+        )
+
+
+def whole_parameter(tensor):
+    """What modules compute with instead of `tensor`; without memory."""
+    whole = nn.Parameter(
+        torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"),
+        requires_grad=tensor.requires_grad,
+    )
+    _copy_attributes(tensor, whole)
+    return whole
+
+
+def mark_owner(tensor, name):
+    setattr(tensor, _OWNER, name)
