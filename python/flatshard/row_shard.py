@@ -8,7 +8,7 @@ where the cuts are, and ``ShardedTensor`` keeps saying it of every result.
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 
@@ -52,19 +52,39 @@ class RowShard(Shard):
     def _replicate_to_shard(self, local, mesh, mesh_dim, shard_index):
         return local[self.cuts[shard_index] : self.cuts[shard_index + 1]].clone()
 
+    # DTensor asks in many places whether a placement equals Shard(0). What must not
+    # happen is that it takes a plan that it remembers for other cuts: see RowSpec.
+
     def __eq__(self, other):
         if isinstance(other, RowShard):
             return other.cuts == self.cuts
         return isinstance(other, Shard) and other.dim == self.dim
 
-    # Equal to Shard(0) where DTensor decides what an operation may take, and never
-    # found under the same key in what DTensor remembers: a plan made for these cuts
-    # is wrong for all others.
     def __hash__(self):
-        return hash((RowShard, self.cuts))
+        return hash(("RowShard", self.cuts))
 
     def __repr__(self):
         return f"RowShard{self.cuts}"
+
+
+class RowSpec(DTensorSpec):
+    """The spec of a ShardedTensor. DTensor finds what it has worked out for an
+    operation by the specs of its arguments: this one equals none with other cuts,
+    nor one with Shard(0)."""
+
+    def __eq__(self, other):
+        return isinstance(other, RowSpec) and super().__eq__(other)
+
+    def __hash__(self):
+        return hash(("RowSpec", super().__hash__()))
+
+    @staticmethod
+    def of(spec, placements=None):
+        return RowSpec(
+            spec.mesh,
+            spec.placements if placements is None else tuple(placements),
+            tensor_meta=spec.tensor_meta,
+        )
 
 
 class ShardedTensor(DTensor):
@@ -95,15 +115,91 @@ class ShardedTensor(DTensor):
                 stride=stride,
             )
         tensor.__class__ = ShardedTensor
+        tensor._spec = RowSpec.of(tensor._spec)
         return tensor.requires_grad_(requires_grad)
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         with torch._C.DisableTorchFunctionSubclass():
+            args = _align(args)
             result = function(*args, **(kwargs or {}))
         if isinstance(result, (bool, int, float, str, type(None), torch.Size)):
             return result
         return _retag(result, function, args, kwargs)
+
+    def redistribute(self, device_mesh=None, placements=None, **options):
+        # RowShard equals Shard(0), so the way there leads over the whole tensor.
+        if placements is not None and any(
+            isinstance(p, Shard) and not isinstance(p, RowShard) for p in placements
+        ):
+            whole = [Replicate()] * self.device_mesh.ndim
+            return super().redistribute(device_mesh, whole).redistribute(
+                device_mesh, placements, **options
+            )
+        return super().redistribute(device_mesh, placements, **options)
+
+    def like(self, tensor):
+        """`tensor`, plain or a DTensor of the same shape, cut as this one is.
+
+        Collective when it is a DTensor.
+        """
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        local = full.to(self._local_tensor.device)
+        for dim, placement in enumerate(self.placements):
+            if isinstance(placement, RowShard):
+                rank = self.device_mesh.get_local_rank(dim)
+                local = local[placement.cuts[rank] : placement.cuts[rank + 1]]
+        return ShardedTensor.wrap(
+            local, self.device_mesh, list(self.placements), self.shape
+        )
+
+
+def _align(args):
+    """Arguments of one operation that are cut differently, cut alike.
+
+    Rank by rank, rows of one would meet other rows of the other. The first DTensor
+    decides; of lists (foreach) the first of each position.
+    """
+    if len(args) < 2:
+        return args
+    first = args[0]
+    if isinstance(first, DTensor):
+        return tuple([first] + [_align_to(first, value) for value in args[1:]])
+    if isinstance(first, (list, tuple)):
+        return tuple(
+            [first]
+            + [
+                [_align_to(a, b) for a, b in zip(first, value)]
+                if isinstance(value, (list, tuple)) and len(value) == len(first)
+                else value
+                for value in args[1:]
+            ]
+        )
+    tensors = [value for value in args if isinstance(value, DTensor)]
+    if len(tensors) < 2:
+        return args
+    return tuple(_align_to(tensors[0], value) for value in args)
+
+
+def _align_to(reference, value):
+    if (
+        not isinstance(value, DTensor)
+        or not isinstance(reference, DTensor)
+        or value.shape != reference.shape
+        or value.placements == reference.placements
+        and isinstance(value, ShardedTensor) == isinstance(reference, ShardedTensor)
+        or not any(isinstance(p, Shard) for p in value.placements)
+    ):
+        return value
+    if isinstance(reference, ShardedTensor):
+        return reference.like(value)
+    if isinstance(value, ShardedTensor):
+        mesh = value.device_mesh
+        full = DTensor.from_local(
+            value.full_tensor(), mesh, [Replicate()] * mesh.ndim, run_check=False
+        )
+        return full.redistribute(reference.device_mesh, reference.placements)
+    return value
 
 
 def _cuts_of(value, found):
@@ -127,6 +223,8 @@ def _retag(result, function, args, kwargs):
     if not isinstance(result, DTensor) or isinstance(result, ShardedTensor):
         return result
     sources = _cuts_of((args, kwargs), [])
+    if not sources:
+        return result  # they were cut like a plain DTensor
     spec = result._spec
     placements = list(spec.placements)
     for dim, placement in enumerate(placements):
@@ -141,9 +239,7 @@ def _retag(result, function, args, kwargs):
             _refuse(function)
         placements[dim] = like
     if any(isinstance(p, RowShard) for p in placements):
-        result._spec = DTensorSpec(
-            spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta
-        )
+        result._spec = RowSpec.of(spec, placements)
         result.__class__ = ShardedTensor
     return result
 

@@ -82,7 +82,7 @@ class UnitState:
                     continue
                 with torch.no_grad():
                     own = p.grad.to_local()
-                    own.zero_() if grad is None else own.copy_(_local(grad))
+                    own.zero_() if grad is None else own.copy_(p.grad.like(grad).to_local())
 
     def show_grads(self):
         """Gives the shards their gradients after a backward."""
@@ -96,7 +96,7 @@ class UnitState:
                 continue
             if grad is not None:  # the user's own, from before
                 with torch.no_grad():
-                    p.grad.to_local().add_(_local(grad))
+                    p.grad.to_local().add_(p.grad.like(grad).to_local())
             p.shard.grad = p.grad
 
     def drop_grads(self):
@@ -143,7 +143,7 @@ class UnitState:
                         f"{tuple(found.shape)}, expected {tuple(p.shard.shape)}"
                     )
                 with torch.no_grad():
-                    p.shard.copy_(_like(found, p.shard))
+                    p.shard.copy_(p.shard.like(found))
             self.show(p, p.shard)
 
     def check_initialized(self, names):
@@ -163,23 +163,6 @@ class UnitState:
                     "was changed after fully_shard, which groups parameters by it: "
                     "freeze or unfreeze before fully_shard"
                 )
-
-
-def _local(tensor):
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def _like(tensor, shard):
-    """`tensor`, plain or a DTensor of any placement, cut like `shard`."""
-    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    local = full.to(shard.to_local().device)
-    for placement, dim in zip(shard.placements, range(shard.device_mesh.ndim)):
-        if isinstance(placement, RowShard):
-            rank = shard.device_mesh.get_local_rank(dim)
-            local = local[placement.cuts[rank] : placement.cuts[rank + 1]]
-    return ShardedTensor.wrap(
-        local, shard.device_mesh, list(shard.placements), shard.shape
-    )
 
 
 def _copy_attributes(source, target):

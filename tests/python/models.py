@@ -1,0 +1,184 @@
+"""Small models of the kinds that people shard, with the modules to wrap."""
+
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, dim, hidden):
+        super().__init__()
+        self.up = nn.Linear(dim, hidden)
+        self.down = nn.Linear(hidden, dim)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Mlp(nn.Module):
+    def __init__(self, dim=13, hidden=17, blocks=3):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(dim, hidden) for _ in range(blocks))
+        self.head = nn.Linear(dim, 5)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def units(self):
+        return list(self.blocks)
+
+    def loss(self, generator):
+        x = torch.randn(4, 13, generator=generator)
+        y = torch.randn(4, 5, generator=generator)
+        return (self(x) - y).square().mean()
+
+
+class Cnn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 6, 3), nn.GroupNorm(2, 6), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(6, 7, 3), nn.ReLU())
+        self.head = nn.Linear(7, 4)
+
+    def forward(self, x):
+        return self.head(self.second(self.first(x)).mean((2, 3)))
+
+    def units(self):
+        return [self.first, self.second]
+
+    def loss(self, generator):
+        x = torch.randn(2, 3, 8, 8, generator=generator)
+        y = torch.randint(4, (2,), generator=generator)
+        return nn.functional.cross_entropy(self(x), y)
+
+
+class Expert(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.w = nn.Linear(dim, 2 * dim, bias=False)
+        self.v = nn.Linear(2 * dim, dim, bias=False)
+
+    def forward(self, x):
+        return self.v(torch.nn.functional.silu(self.w(x)))
+
+
+class MoeBlock(nn.Module):
+    """Top-1 routing; which experts get tokens differs between ranks."""
+
+    def __init__(self, dim, experts):
+        super().__init__()
+        self.router = nn.Linear(dim, experts, bias=False)
+        self.experts = nn.ModuleList(Expert(dim) for _ in range(experts))
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            picked = chosen == number
+            out = out.index_put(
+                (picked,), weights[picked].unsqueeze(-1) * expert(x[picked])
+            )
+        return x + out
+
+
+class Moe(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(MoeBlock(8, 4) for _ in range(2))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def units(self):
+        return list(self.blocks)
+
+    def loss(self, generator):
+        x = torch.randn(6, 8, generator=generator)
+        y = torch.randint(3, (6,), generator=generator)
+        return nn.functional.cross_entropy(self(x), y)
+
+
+class HuggingFace(nn.Module):
+    """A causal or encoder-decoder model of transformers with random weights."""
+
+    def __init__(self, model, units, vocab):
+        super().__init__()
+        self.model = model
+        self._units = units
+        self._vocab = vocab
+
+    def forward(self, ids):
+        return self.model(input_ids=ids, labels=ids).loss
+
+    def units(self):
+        return self._units(self.model)
+
+    def loss(self, generator):
+        return self(torch.randint(self._vocab, (2, 10), generator=generator))
+
+
+def llama(tied=False):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=67,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+    )
+    return HuggingFace(LlamaForCausalLM(config), lambda m: list(m.model.layers), 67)
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=61,
+        n_positions=32,
+        n_embd=24,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    return HuggingFace(GPT2LMHeadModel(config), lambda m: list(m.transformer.h), 61)
+
+
+def t5():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=59,
+        d_model=24,
+        d_kv=8,
+        d_ff=32,
+        num_layers=2,
+        num_heads=3,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    return HuggingFace(
+        T5ForConditionalGeneration(config),
+        lambda m: list(m.encoder.block) + list(m.decoder.block),
+        59,
+    )
+
+
+MODELS = {
+    "mlp": Mlp,
+    "cnn": Cnn,
+    "moe": Moe,
+    "llama": llama,
+    "llama_tied": lambda: llama(tied=True),
+    "gpt2": gpt2,
+    "t5": t5,
+}
