@@ -83,7 +83,8 @@ class ParamGroup {
   void set_divisor(double divisor);
   /// Of a parameter, e.g. {"weight_decay", "none"}; optimizers read them when
   /// they are made.
-  void set_attribute(std::int64_t parameter, std::string key, std::string value);
+  void
+  set_attribute(std::int64_t parameter, std::string key, std::string value);
 
   // Weights ------------------------------------------------------------------
 
@@ -118,8 +119,8 @@ class ParamGroup {
   /// When somebody else wrote main (in place, through a tensor operation),
   /// casts it to the compute shard and says so. On the current stream.
   bool adopt_foreign_writes();
-  /// Somebody else wrote main, and nobody adopted it yet.
-  bool was_written() const { return main_.local()._version() != main_version_; }
+  /// Somebody else wrote main in a way that no tensor's version shows.
+  void mark_written() { main_version_ = main_.local()._version() - 1; }
   /// main -> compute shard, without looking. On the current stream.
   void cast_main_to_compute();
 

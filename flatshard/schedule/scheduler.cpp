@@ -177,9 +177,8 @@ void Scheduler::forward_end(const ScheduleEvent& event, Actions& out) {
   --state_[u].open_forwards;
   // What ran last begins the backward: keeping it saves a gather.
   const bool runs_last = forward_position_ >= forward_order_.size();
-  const bool keep =
-      event.needs_backward &&
-      (runs_last || !units_[u].policy.reshard_after_forward);
+  const bool keep = event.needs_backward &&
+                    (runs_last || !units_[u].policy.reshard_after_forward);
   if (state_[u].open_forwards == 0 && state_[u].backward_calls.empty() &&
       !keep) {
     release(u, out);
@@ -437,8 +436,8 @@ void Scheduler::prefetch(
     Phase phase,
     Actions& out) {
   const auto wanted = [&](UnitId unit) {
-    return gathers(unit) && (phase == Phase::forward ||
-                             units_[unit].policy.unshard_in_backward);
+    return gathers(unit) &&
+           (phase == Phase::forward || units_[unit].policy.unshard_in_backward);
   };
   if (chosen) {
     for (const UnitId unit : *chosen) {
@@ -533,10 +532,9 @@ std::vector<std::string> Scheduler::restless_units() const {
   std::vector<std::string> names;
   for (std::size_t u = 0; u < units_.size(); ++u) {
     const UnitState& state = state_[u];
-    const bool gathered =
-        state.present && !state.kept && !units_[u].resident;
-    if (gathered || state.open_forwards > 0 ||
-        !state.backward_calls.empty() || state.in_grad_queue) {
+    const bool gathered = state.present && !state.kept && !units_[u].resident;
+    if (gathered || state.open_forwards > 0 || !state.backward_calls.empty() ||
+        state.in_grad_queue) {
       names.push_back(units_[u].name);
     }
   }

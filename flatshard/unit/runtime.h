@@ -92,8 +92,9 @@ class Runtime : public nn::WgradSink,
   /// then, and blocks the host. Otherwise it does nothing.
   void finish_step();
 
-  // For whoever calls modules itself -------------------------------------------
-  // Hooks of nn::Module do this for a Unit that has one.
+  // For whoever calls modules itself
+  // ------------------------------------------- Hooks of nn::Module do this for
+  // a Unit that has one.
 
   /// @param inputs  tensors that go into the module, as they are.
   void forward_begin(UnitId unit, const nn::TensorList& inputs);

@@ -1,5 +1,5 @@
-#include "flatshard/optim/adamw.h"
 #include "flatshard/core/error.h"
+#include "flatshard/optim/adamw.h"
 #include "python/csrc/bind.h"
 #include "python/csrc/py_unit.h"
 
@@ -45,9 +45,8 @@ class PyAdamW {
     }
     return state;
   }
-  std::int64_t num_updates(
-      const std::shared_ptr<PyUnit>& unit,
-      std::size_t i) const {
+  std::int64_t num_updates(const std::shared_ptr<PyUnit>& unit, std::size_t i)
+      const {
     return optimizer_->num_updates(group_of(unit, i));
   }
   void set_num_updates(

@@ -99,9 +99,8 @@ class PyRuntime {
 py::list trace_of(PyRuntime& self) {
   py::list actions;
   for (const Action& action : self.runtime().trace().actions) {
-    actions.append(py::make_tuple(
-        std::string(to_string(action.kind)),
-        action.unit));
+    actions.append(
+        py::make_tuple(std::string(to_string(action.kind)), action.unit));
   }
   return actions;
 }
@@ -165,10 +164,13 @@ void bind_unit(py::module_& m) {
           "forget_grad",
           [](PyUnit& self, std::size_t g) { self.group_at(g).forget_grad(); })
       .def(
-          "was_written",
-          [](PyUnit& self, std::size_t g) {
-            return self.group_at(g).was_written();
-          })
+          "mark_written",
+          [](PyUnit& self) {
+            for (std::size_t g = 0; g < self.num_groups(); ++g) {
+              self.group_at(g).mark_written();
+            }
+          },
+          "Somebody else may have written the shards.")
       .def(
           "set_divisor",
           [](PyUnit& self, double divisor) {

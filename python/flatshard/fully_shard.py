@@ -129,6 +129,7 @@ def fully_shard(
         mp_policy=mp_policy,
         prefetch=prefetch,
         policy=Policy(reshard_after_forward=reshard_after_forward),
+        initialized=not any(p.on_meta for p in parameters),
     )
     state.make_shards()
     for tensor, full_name, _ in found:

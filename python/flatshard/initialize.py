@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from flatshard.module import state_of
+from flatshard.row_shard import writes
 
 
 def reset_parameters(model, seed=0, init_fn=None):
@@ -31,6 +32,10 @@ def reset_parameters(model, seed=0, init_fn=None):
             for site, name in p.sites:
                 places.setdefault(id(site()), []).append((name, p))
     done = set()
+    writes.count += 1
+    for module in model.modules():
+        if state_of(module) is not None:
+            state_of(module).initialized = True
     for full_name, module in model.named_modules():
         own = places.get(id(module))
         if own is None:
@@ -46,7 +51,7 @@ def reset_parameters(model, seed=0, init_fn=None):
 def _reset_module(module, own, seed, init_fn, done):
     whole = {}
     for name, p in own:
-        local = p.shard.to_local()
+        local = p.shard._local_tensor
         whole[name] = nn.Parameter(
             torch.empty(p.shard.shape, dtype=local.dtype, device=local.device),
             requires_grad=p.shard.requires_grad,
@@ -71,7 +76,7 @@ def _reset_module(module, own, seed, init_fn, done):
 
 
 def _copy_rows(values, shard):
-    local = shard.to_local()
+    local = shard._local_tensor
     with torch.no_grad():
         for dim, placement in enumerate(shard.placements):
             if hasattr(placement, "cuts"):

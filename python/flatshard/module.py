@@ -236,8 +236,10 @@ class FSDPModule:
         parameters = [p for s in states for p in s.parameters]
         for p in parameters:
             self._check_conversion(fn, p)
+        for state in states:
+            state.initialized = True  # to_empty: what follows fills them
         for p in parameters:
-            local = p.shard.to_local().detach()
+            local = p.shard._local_tensor.detach()
             with torch.no_grad():
                 moved = fn(local)
                 if moved.data_ptr() != local.data_ptr():
@@ -247,7 +249,7 @@ class FSDPModule:
 
     @staticmethod
     def _check_conversion(fn, p):
-        local = p.shard.to_local()
+        local = p.shard._local_tensor
         probe = fn(local.new_empty(1))
         if probe.dtype != local.dtype or probe.device != local.device:
             raise NotImplementedError(
@@ -317,6 +319,7 @@ def restore_replaced(module, incompatible_keys):
     for child in module.modules():
         if state_of(child) is not None:
             state_of(child).adopt_replaced()
+            state_of(child).initialized = True
 
 
 def check_module(module):

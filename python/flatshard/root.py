@@ -3,6 +3,7 @@
 import weakref
 
 from flatshard import _C
+from flatshard.row_shard import writes
 
 
 class Root:
@@ -42,6 +43,7 @@ class Root:
             trace=False,
         )
         self._synced = None
+        self._seen_writes = -1
         for unit in units:
             unit.root = self
         for unit in units:
@@ -98,6 +100,13 @@ class Root:
         """Of the root."""
         for unit in self.units:
             unit.check_trainable()
+        self._pass_writes_on()
+
+    def _pass_writes_on(self):
+        if writes.count != self._seen_writes:
+            self._seen_writes = writes.count
+            for unit in self.units:
+                unit.core.mark_written()
 
     # -- what the core calls, with its lock held --------------------------------
 
@@ -107,6 +116,7 @@ class Root:
                 "set_requires_gradient_sync and set_requires_all_reduce: the units "
                 "of one model disagree; set them on the root module"
             )
+        self._pass_writes_on()
         for unit in self.units:
             unit.take_user_grads()
 

@@ -6,10 +6,53 @@ computes wrong values from others without a word (torch 2.11). ``RowShard`` says
 where the cuts are, and ``ShardedTensor`` keeps saying it of every result.
 """
 
+import functools
+
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+
+class Writes:
+    """Notices that somebody may have written sharded parameters.
+
+    Tensor versions do not tell: DTensor's operations work below the level that
+    counts them. So it is the way to the values that counts: operations in place,
+    `.data`, `to_local()`, and steps of torch's optimizers.
+    """
+
+    def __init__(self):
+        self.count = 0
+        self.storages = set()  # addresses, of the memory behind parameters
+
+    def note(self, tensor):
+        if isinstance(tensor, (list, tuple)):
+            tensor = tensor[0] if tensor else None  # foreach: parameters or not
+        if isinstance(tensor, ShardedTensor) and (
+            tensor._local_tensor.untyped_storage()._cdata in self.storages
+        ):
+            self.count += 1
+
+    def note_step(self, optimizer, args, kwargs):
+        if not getattr(optimizer, "writes_through_core", False):
+            self.count += 1
+
+
+writes = Writes()
+register_optimizer_step_post_hook(writes.note_step)
+
+_get_data = torch.Tensor.data.__get__
+_set_data = torch.Tensor.data.__set__
+
+
+@functools.lru_cache(maxsize=None)
+def _is_in_place(name):
+    name = name.split(".")[0]  # of an OpOverload
+    if name.startswith("__"):
+        return name == "__setitem__" or name.startswith("__i")
+    return name.endswith("_")
 
 
 class RowShard(Shard):
@@ -98,7 +141,8 @@ class ShardedTensor(DTensor):
 
     @staticmethod
     def wrap(local, mesh, placements, shape, requires_grad=False):
-        """A view: writes to it are writes to `local`.
+        """A view: writes to it are writes to `local`. A plain DTensor when no
+        placement is a RowShard.
 
         Args:
             local: [rows of this rank, ...] tensor.
@@ -114,15 +158,25 @@ class ShardedTensor(DTensor):
                 shape=torch.Size(shape),
                 stride=stride,
             )
-        tensor.__class__ = ShardedTensor
-        tensor._spec = RowSpec.of(tensor._spec)
+        if any(isinstance(p, RowShard) for p in placements):
+            tensor.__class__ = ShardedTensor
+            tensor._spec = RowSpec.of(tensor._spec)
         return tensor.requires_grad_(requires_grad)
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function == _set_data:
+            # It would replace the wrapper's data, which nobody reads.
+            with torch.no_grad():
+                args[0].copy_(args[1])
+            return None
         with torch._C.DisableTorchFunctionSubclass():
             args = _align(args)
             result = function(*args, **(kwargs or {}))
+        if args and (function == _get_data or _is_in_place(function.__name__)):
+            writes.note(args[0])
+        elif kwargs and "out" in kwargs:
+            writes.note(kwargs["out"])
         if isinstance(result, (bool, int, float, str, type(None), torch.Size)):
             return result
         return _retag(result, function, args, kwargs)
@@ -137,6 +191,10 @@ class ShardedTensor(DTensor):
                 device_mesh, placements, **options
             )
         return super().redistribute(device_mesh, placements, **options)
+
+    def to_local(self, **options):
+        writes.note(self)
+        return super().to_local(**options)
 
     def like(self, tensor):
         """`tensor`, plain or a DTensor of the same shape, cut as this one is.

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 
 from flatshard import _C
-from flatshard.row_shard import RowShard, ShardedTensor
+from flatshard.row_shard import RowShard, ShardedTensor, writes
 
 # Where a parameter went, kept on the tensor that the user had: meeting it again
 # in another unit means that two units share it.
@@ -62,6 +62,8 @@ class UnitState:
     root: object = None  # Root, once known
     id: int = -1
     name: str = ""
+    initialized: bool = True  # False: parameters that were on meta have no values
+    seen_writes: int = 0
     running: set = field(default_factory=set)  # modules of a list still to run
 
     # -- gradients -----------------------------------------------------------------
@@ -81,8 +83,8 @@ class UnitState:
                 if grad is p.grad:
                     continue
                 with torch.no_grad():
-                    own = p.grad.to_local()
-                    own.zero_() if grad is None else own.copy_(p.grad.like(grad).to_local())
+                    own = p.grad._local_tensor
+                    own.zero_() if grad is None else own.copy_(_cut_like(p.grad, grad))
 
     def show_grads(self):
         """Gives the shards their gradients after a backward."""
@@ -96,7 +98,7 @@ class UnitState:
                 continue
             if grad is not None:  # the user's own, from before
                 with torch.no_grad():
-                    p.grad.to_local().add_(p.grad.like(grad).to_local())
+                    p.grad._local_tensor.add_(_cut_like(p.grad, grad))
             p.shard.grad = p.grad
 
     def drop_grads(self):
@@ -117,6 +119,11 @@ class UnitState:
             p.shard = nn.Parameter(data, requires_grad=trainable)
             _copy_attributes(p.whole, p.shard)
             self.show(p, p.shard)
+        storages = {
+            p.shard._local_tensor.untyped_storage()._cdata for p in self.parameters
+        }
+        writes.storages |= storages
+        weakref.finalize(self, writes.storages.difference_update, storages)
 
     def _wrap(self, p, local):
         cuts = self.core.cuts(p.index)
@@ -143,12 +150,13 @@ class UnitState:
                         f"{tuple(found.shape)}, expected {tuple(p.shard.shape)}"
                     )
                 with torch.no_grad():
-                    p.shard.copy_(p.shard.like(found))
+                    p.shard._local_tensor.copy_(_cut_like(p.shard, found))
             self.show(p, p.shard)
+        writes.count += 1
 
     def check_initialized(self, names):
         for p in self.parameters:
-            if p.on_meta and not self.core.was_written(self.core.group_index(p.index)):
+            if p.on_meta and not self.initialized:
                 raise RuntimeError(
                     f"parameter {names[id(p)][0]} was on the meta device when it was "
                     "sharded and has no values yet: call "
@@ -163,6 +171,13 @@ class UnitState:
                     "was changed after fully_shard, which groups parameters by it: "
                     "freeze or unfreeze before fully_shard"
                 )
+
+
+def _cut_like(tensor, values):
+    """This rank's rows of `values`, which may be plain or any DTensor."""
+    if isinstance(tensor, ShardedTensor):
+        return tensor.like(values)._local_tensor
+    return values.full_tensor() if hasattr(values, "full_tensor") else values
 
 
 def _copy_attributes(source, target):

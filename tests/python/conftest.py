@@ -35,7 +35,7 @@ def pytest_runtest_makereport(item, call):
         dist.all_gather_object(outcomes, report.outcome)
         bad = [rank for rank, outcome in enumerate(outcomes) if outcome == "failed"]
         if bad:
-            item.session.shouldfail = f"{item.name} failed on ranks {bad}"
+            item.session._parted = f"{item.name} failed on ranks {bad}"
             if report.outcome != "failed":
                 report.outcome = "failed"
                 report.longrepr = f"failed on ranks {bad}, not on this one"

@@ -2,16 +2,19 @@
 data: bitwise equal at two ranks in float32, where sums have one order, else within
 a small multiple of the rounding of sums in another order."""
 
+import copy
+
 import pytest
 import torch
 
+import flatshard
 from tests.python.models import MODELS
-from tests.python.training import both, distance
+from tests.python.training import both, distance, shard
 
 STEPS = 3
-# AdamW divides by the gradient's size: a rounding error of a gradient moves a
-# weight by up to that share of the learning rate (1e-2) a step; weights are ~1.
-BOUND = STEPS * 1e-2 * 1e-3
+# A rounding error of a gradient (1e-7 of gradients of some 0.1) moves a weight by
+# that over AdamW's eps (1e-4), times the learning rate (1e-2), a step.
+BOUND = 3 * STEPS * 1e-2 * 1e-8 / 1e-4
 
 
 def check(world, ours, theirs, exact=True):
@@ -28,7 +31,31 @@ def check(world, ours, theirs, exact=True):
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_zero3(name, accumulation, mesh, world, rank):
     ours, theirs = both(MODELS[name], mesh, rank, steps=STEPS, accumulation=accumulation)
-    check(world, ours, theirs)
+    # FSDP2 puts nodes of its own into the graph, so that autograd adds the gradients
+    # of T5's shared embedding in another order; see the next test.
+    check(world, ours, theirs, exact=name != "t5")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_one_process(name, mesh, world, rank):
+    sharded = MODELS[name]()
+    single = copy.deepcopy(sharded)
+    shard(sharded, flatshard.fully_shard, mesh=mesh)
+    sharded.loss(torch.Generator().manual_seed(rank)).backward()
+    sums = {}
+    for r in range(world):
+        single.zero_grad()
+        single.loss(torch.Generator().manual_seed(r)).backward()
+        for key, p in single.named_parameters():
+            grad = torch.zeros_like(p) if p.grad is None else p.grad
+            sums[key] = sums[key] + grad if key in sums else grad.clone()
+    for key, p in sharded.named_parameters():
+        mean = sums[key] / world
+        grad = p.grad.full_tensor()
+        if world <= 2:
+            assert torch.equal(grad, mean), key
+        else:
+            torch.testing.assert_close(grad, mean, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])

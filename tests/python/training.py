@@ -18,7 +18,7 @@ def shard(model, function, **options):
 def train(model, rank, steps=3, accumulation=1, optimizer=None, sync_last_only=False):
     """Losses of this rank. Every rank sees batches of its own."""
     if optimizer is None:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
     losses = []
     for step in range(steps):
         for micro in range(accumulation):

@@ -259,6 +259,11 @@ TEST(Contract, R30_InPlaceOnInputsAndOutputs) {
           }
           return x * l.scale;
         };
+        // A view, whose node leaves the graph with the writes above; and it is
+        // not the last cell, which stays gathered.
+        lab.cells[0]->body = [](CellImpl& c, at::Tensor x) {
+          return c.standard(x).view({-1, 12});
+        };
         lab.cells[1]->body = [](CellImpl& c, at::Tensor x) {
           x.add_(c.gain);
           return c.standard(x);

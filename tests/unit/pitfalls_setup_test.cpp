@@ -284,7 +284,12 @@ TEST(Pitfalls, R6_GradientsTravelInTheReduceDtype) {
           context.mesh(),
           {.units = lab->units(),
            .precision = {.compute = at::kBFloat16, .reduce = reduce}});
-      lab(at::ones({2, 12}, at::kBFloat16)).sum().backward();
+      const at::Tensor x = at::ones({2, 12}, at::kBFloat16);
+      lab(x).sum().backward();
+      runtime->set_sync_gradients(false);
+      lab(x).sum().backward();
+      runtime->set_sync_gradients(true);
+      lab(x).sum().backward();  // with what was accumulated
       runtime->synchronize();
       int num_reductions = 0;
       for (const CollectiveRecord& record : context.log->records()) {
@@ -293,7 +298,7 @@ TEST(Pitfalls, R6_GradientsTravelInTheReduceDtype) {
           EXPECT_EQ(record.dtype, reduce);
         }
       }
-      EXPECT_EQ(num_reductions, 5);
+      EXPECT_EQ(num_reductions, 2 * 5);
       EXPECT_EQ(runtime->groups()[0]->grad().dtype(), at::kFloat);
     });
   }
