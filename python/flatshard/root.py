@@ -28,7 +28,8 @@ class Root:
                     for site, name in p.sites
                 ]
             )
-        self.units = units
+        # The units hold this object; they go with their modules.
+        self._units = [weakref.ref(unit) for unit in units]
         # The core would keep a bound method, and with it this object, for ever.
         me = weakref.ref(self)
         self.core = _C.Runtime(
@@ -63,13 +64,17 @@ class Root:
                     f"{state.mesh}: expected one mesh for all units of a model"
                 )
 
+    @property
+    def units(self):
+        return [unit for ref in self._units if (unit := ref()) is not None]
+
     # -- options -----------------------------------------------------------------
 
     def apply_policy(self, unit):
         policy = unit.policy
         reshard = policy.reshard_after_forward
         # FSDP2: the root's parameters are needed first in the backward.
-        default = unit is not self.units[0]
+        default = unit.id != 0
         ids = [
             None if modules is None else [m.id for m in modules]
             for modules in (policy.forward_prefetch, policy.backward_prefetch)
@@ -133,21 +138,7 @@ def _walk(root):
     """The units below `root`, parents first; their parents' numbers; and the
     names of each parameter, by id."""
     units, parents, module_names = [], [], {}
-
-    def visit(module, name, enclosing):
-        module_names.setdefault(id(module), []).append(name)
-        state = module.__dict__.get("_flatshard")
-        if state is not None and state not in units:
-            parents.append(enclosing)
-            enclosing = len(units)
-            state.name = name or "root"
-            units.append(state)
-        elif state is not None:
-            enclosing = units.index(state)
-        for key, child in module.named_children():
-            visit(child, f"{name}.{key}" if name else key, enclosing)
-
-    visit(root, "", -1)
+    _visit(root, "", -1, units, parents, module_names)
     names = {
         id(p): [
             f"{prefix}.{name}" if prefix else name
@@ -158,3 +149,18 @@ def _walk(root):
         for p in unit.parameters
     }
     return units, parents, names
+
+
+def _visit(module, name, enclosing, units, parents, module_names):
+    module_names.setdefault(id(module), []).append(name)
+    state = module.__dict__.get("_flatshard")
+    if state is not None and state not in units:
+        parents.append(enclosing)
+        enclosing = len(units)
+        state.name = name or "root"
+        units.append(state)
+    elif state is not None:
+        enclosing = units.index(state)
+    for key, child in module.named_children():
+        full = f"{name}.{key}" if name else key
+        _visit(child, full, enclosing, units, parents, module_names)

@@ -131,7 +131,7 @@ class RowSpec(DTensorSpec):
 
 
 class ShardedTensor(DTensor):
-    """A DTensor of which some mesh dimension is cut by a RowShard.
+    """A DTensor of which mesh dimensions may be cut by a RowShard.
 
     What is computed from it row by row has the same cuts. What needs another
     view of the rows is gathered first by DTensor, or refused by name.
@@ -141,8 +141,7 @@ class ShardedTensor(DTensor):
 
     @staticmethod
     def wrap(local, mesh, placements, shape, requires_grad=False):
-        """A view: writes to it are writes to `local`. A plain DTensor when no
-        placement is a RowShard.
+        """A view: writes to it are writes to `local`.
 
         Args:
             local: [rows of this rank, ...] tensor.
@@ -158,8 +157,8 @@ class ShardedTensor(DTensor):
                 shape=torch.Size(shape),
                 stride=stride,
             )
+        tensor.__class__ = ShardedTensor
         if any(isinstance(p, RowShard) for p in placements):
-            tensor.__class__ = ShardedTensor
             tensor._spec = RowSpec.of(tensor._spec)
         return tensor.requires_grad_(requires_grad)
 
@@ -290,15 +289,11 @@ def _retag(result, function, args, kwargs):
             continue
         if isinstance(placement, Partial) and placement.reduce_op == "avg":
             _refuse(function)
-        if not isinstance(placement, Shard):
-            continue
-        like = _same_rows(result, sources, dim)
-        if like is None:
-            _refuse(function)
-        placements[dim] = like
+        if isinstance(placement, Shard):
+            placements[dim] = _same_rows(result, sources, dim) or _refuse(function)
     if any(isinstance(p, RowShard) for p in placements):
         result._spec = RowSpec.of(spec, placements)
-        result.__class__ = ShardedTensor
+    result.__class__ = ShardedTensor
     return result
 
 

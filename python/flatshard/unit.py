@@ -85,6 +85,7 @@ class UnitState:
                 with torch.no_grad():
                     own = p.grad._local_tensor
                     own.zero_() if grad is None else own.copy_(_cut_like(p.grad, grad))
+                p.shard.grad = p.grad
 
     def show_grads(self):
         """Gives the shards their gradients after a backward."""
@@ -192,19 +193,20 @@ def _copy_attributes(source, target):
 def modules_of_unit(modules, is_unit):
     """The modules whose parameters belong to a unit of `modules`: all below
     them but what other units hold. Each once."""
-    found, seen = [], set()
-
-    def walk(module):
-        if id(module) in seen or is_unit(module):
-            return
-        seen.add(id(module))
-        found.append(module)
-        for child in module.children():
-            walk(child)
-
+    found = {}
     for module in modules:
-        walk(module)
-    return found
+        _walk(module, is_unit, found)
+    return list(found.values())
+
+
+# Not a function inside: one that calls itself is a cycle, which would keep the model
+# until the garbage collector runs.
+def _walk(module, is_unit, found):
+    if id(module) in found or is_unit(module):
+        return
+    found[id(module)] = module
+    for child in module.children():
+        _walk(child, is_unit, found)
 
 
 def collect_parameters(modules, owned, ignored):
@@ -216,8 +218,9 @@ def collect_parameters(modules, owned, ignored):
         ignored: ids of parameters to leave alone.
     """
     names = {}
-    for root in modules:
-        for name, module in root.named_modules():
+    for number, root in enumerate(modules):
+        prefix = str(number) if len(modules) > 1 else ""
+        for name, module in root.named_modules(prefix=prefix):
             names.setdefault(id(module), name)
     found = {}
     for module in owned:

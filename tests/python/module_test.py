@@ -1,0 +1,573 @@
+"""What programs do with modules: each must train like the unsharded one."""
+
+import contextlib
+import copy
+import gc
+import weakref
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import flatshard
+from flatshard import MixedPrecisionPolicy, fully_shard
+from tests.python.models import Block, Mlp, llama
+from tests.python.training import full_state, shard
+
+DIM = 13
+
+
+class Body(nn.Module):
+    """Blocks and a function that says how they are called."""
+
+    def __init__(self, body, blocks=3):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(DIM, 17) for _ in range(blocks))
+        self.head = nn.Linear(DIM, 5)
+        self.body = body
+
+    def forward(self, x):
+        return self.head(self.body(self, x))
+
+    def units(self):
+        return list(self.blocks)
+
+
+def data(rank, step=0):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(4, DIM, generator=generator)
+
+
+def against_one_process(model, mesh, rank, world, steps=2, act=None, **options):
+    """Trains `model` sharded and, on every rank, whole with all ranks' data."""
+
+    def plain_act(m, x):
+        m(x).square().mean().backward()
+
+    act = act or plain_act
+    single = copy.deepcopy(model)
+    shard(model, fully_shard, mesh=mesh, **options)
+    ours = torch.optim.SGD(model.parameters(), lr=0.1)
+    theirs = torch.optim.SGD(single.parameters(), lr=0.1)
+    for step in range(steps):
+        act(model, data(rank, step))
+        for r in range(world):
+            act(single, data(r, step))
+        for p in single.parameters():
+            if p.grad is not None:
+                p.grad /= world
+        ours.step(), ours.zero_grad()
+        theirs.step(), theirs.zero_grad()
+    for name, value in full_state(model).items():
+        torch.testing.assert_close(
+            value, single.state_dict()[name], rtol=1e-5, atol=1e-6, msg=name
+        )
+    return model
+
+
+def plain(m, x):
+    for block in m.blocks:
+        x = block(x)
+    return x
+
+
+def test_order_of_calls_may_change(mesh, rank, world):
+    orders = [[0, 1, 2], [2, 0, 1], [1, 2, 0], [0, 1, 2]]
+
+    def body(m, x):
+        for i in m.order:
+            x = m.blocks[i](x)
+        return x
+
+    def act(m, x):
+        for m.order in orders:
+            m(x).square().mean().backward()
+
+    against_one_process(Body(body), mesh, rank, world, act=act)
+
+
+def test_a_unit_called_twice(mesh, rank, world):
+    def body(m, x):
+        return m.blocks[2](m.blocks[1](m.blocks[0](m.blocks[0](x))))
+
+    against_one_process(Body(body), mesh, rank, world)
+
+
+def test_unused_unit_and_unused_parameter(mesh, rank, world):
+    class OnlyUp(Block):
+        def forward(self, x):
+            return x + self.up(x).sum(-1, keepdim=True)
+
+    model = Body(lambda m, x: m.blocks[1](m.blocks[0](x)))
+    model.blocks[1] = OnlyUp(DIM, 17)
+    against_one_process(model, mesh, rank, world)
+
+
+@dataclass
+class Result:
+    hidden: torch.Tensor
+    extra: dict
+
+
+class Nested(Block):
+    def forward(self, *, state):
+        hidden = super().forward(state.hidden)
+        return Result(hidden, {"pair": (hidden * 2, [hidden + 1])})
+
+
+def test_nested_outputs_and_keyword_only_inputs(mesh, rank, world):
+    def body(m, x):
+        state = Result(x, {})
+        for block in m.blocks:
+            state = block(state=state)
+        pair = state.extra["pair"]
+        return state.hidden + pair[0] + pair[1][0]
+
+    model = Body(body)
+    model.blocks = nn.ModuleList(Nested(DIM, 17) for _ in range(3))
+    against_one_process(model, mesh, rank, world)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_around_units(reentrant, mesh, rank, world):
+    def body(m, x):
+        x = x * m.head.weight.sum()  # reentrant checkpoints want an input with gradient
+        for block in m.blocks:
+            x = checkpoint(block, x, use_reentrant=reentrant)
+        return x
+
+    against_one_process(Body(body), mesh, rank, world)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_inside_units(reentrant, mesh, rank, world):
+    class Inside(Block):
+        def forward(self, x):
+            return x + checkpoint(self.inner, x, use_reentrant=reentrant)
+
+        def inner(self, x):
+            return self.down(torch.relu(self.up(x)))
+
+    model = Body(plain)
+    model.blocks = nn.ModuleList(Inside(DIM, 17) for _ in range(3))
+    against_one_process(model, mesh, rank, world)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_over_two_units(reentrant, mesh, rank, world):
+    def body(m, x):
+        x = x * m.head.weight.sum()
+        x = checkpoint(
+            lambda y: m.blocks[1](m.blocks[0](y)), x, use_reentrant=reentrant
+        )
+        return m.blocks[2](x)
+
+    against_one_process(Body(body), mesh, rank, world)
+
+
+def test_in_place_on_outputs_and_inputs(mesh, rank, world):
+    class Writes(Block):
+        def forward(self, x):
+            x.mul_(0.5)
+            return super().forward(x)
+
+    def body(m, x):
+        x = x + 0
+        for block in m.blocks:
+            x = block(x)
+            x.add_(1)
+        return x
+
+    model = Body(body)
+    model.blocks[1] = Writes(DIM, 17)
+    against_one_process(model, mesh, rank, world)
+
+
+def test_evaluation_between_steps(mesh, rank, world):
+    def act(m, x):
+        with torch.no_grad():
+            m(x)
+        loss = m(x).square().mean()
+        with torch.inference_mode():
+            m(x)
+        loss.backward()
+        with torch.no_grad():
+            m(x)
+
+    against_one_process(Body(plain), mesh, rank, world, act=act)
+
+
+def test_two_forwards_before_two_backwards(mesh, rank, world):
+    def act(m, x):
+        a, b = m(x).square().mean(), m(x + 1).square().mean()
+        a.backward()
+        b.backward()
+
+    against_one_process(Body(plain), mesh, rank, world, act=act)
+
+
+def test_autocast(mesh, rank, world):
+    def act(m, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = m(x).square().mean()
+        loss.backward()
+
+    model = Body(plain)
+    shard(model, fully_shard, mesh=mesh)
+    act(model, data(rank))
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_frozen_backbone_and_lora(mesh, rank, world):
+    class Lora(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base = nn.Linear(DIM, DIM).requires_grad_(False)
+            self.a = nn.Linear(DIM, 2, bias=False)
+            self.b = nn.Linear(2, DIM, bias=False)
+
+        def forward(self, x):
+            return x + self.base(x) + self.b(self.a(x))
+
+    model = Body(plain)
+    model.blocks = nn.ModuleList(Lora() for _ in range(3))
+    against_one_process(model, mesh, rank, world)
+    assert model.blocks[0].base.weight.grad is None
+
+
+def test_conditional_branches_differ_between_ranks(mesh, rank, world):
+    class Branch(Block):
+        def forward(self, x):
+            if x.sum() > 0:
+                return x + self.down(torch.relu(self.up(x)))
+            return x + self.up(x).sum(-1, keepdim=True)
+
+    model = Body(plain)
+    model.blocks = nn.ModuleList(Branch(DIM, 17) for _ in range(3))
+    against_one_process(model, mesh, rank, world)
+
+
+def test_errors_leave_the_model_usable(mesh, rank, world):
+    class Fails(Exception):
+        pass
+
+    class Bomb(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise Fails
+
+    model = Body(plain)
+    expected = copy.deepcopy(model)
+    shard(model, fully_shard, mesh=mesh)
+
+    def fail_forward(m, x):
+        m.blocks[0](x)
+        raise Fails
+
+    for body in (fail_forward, lambda m, x: m.blocks[1](Bomb.apply(m.blocks[0](x)))):
+        model.body = body
+        with pytest.raises(Fails):
+            model(data(rank)).square().mean().backward()
+        assert all(p.grad is None for p in model.parameters() if p.grad is not None)
+    model.body = plain
+    model(data(rank)).square().mean().backward()
+    for r in range(world):
+        (expected(data(r)).square().mean() / world).backward()
+    for ours, theirs in zip(model.parameters(), expected.parameters()):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+def test_gradients_that_the_user_touches(mesh, rank):
+    model = shard(Body(plain), fully_shard, mesh=mesh)
+    loss = lambda: model(data(rank)).square().mean()  # noqa: E731
+    loss().backward()
+    first = [p.grad.full_tensor().clone() for p in model.parameters()]
+    loss().backward()  # accumulates
+    for p, grad in zip(model.parameters(), first):
+        torch.testing.assert_close(p.grad.full_tensor(), 2 * grad)
+        p.grad = None
+    loss().backward()
+    for p, grad in zip(model.parameters(), first):
+        torch.testing.assert_close(p.grad.full_tensor(), grad)
+    model.zero_grad(set_to_none=False)
+    loss().backward()
+    for p, grad in zip(model.parameters(), first):
+        torch.testing.assert_close(p.grad.full_tensor(), grad)
+    model.head.bias.grad = None  # one of a unit
+    model.head.weight.grad = 3 * model.head.weight.grad
+    loss().backward()
+    torch.testing.assert_close(model.head.bias.grad.full_tensor(), first[-1])
+    torch.testing.assert_close(model.head.weight.grad.full_tensor(), 4 * first[-2])
+
+
+@pytest.mark.parametrize("strategy", flatshard.fully_shard.__globals__["STRATEGIES"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_writes_reach_the_next_forward(strategy, dtype, mesh, rank):
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    model = shard(
+        Body(plain), fully_shard, mesh=mesh, strategy=strategy, mp_policy=policy
+    )
+    x = data(rank)
+    model(x)
+    bias = model.head.bias
+
+    def out():
+        with torch.no_grad():
+            return model(x).float()
+
+    def write_local(value):
+        with torch.no_grad():
+            bias.to_local().fill_(value)
+
+    def write_data(value):
+        bias.data.copy_(torch.full_like(bias, value))
+
+    def write_in_place(value):
+        with torch.no_grad():
+            bias.fill_(value)
+
+    def assign_data(value):
+        bias.data = torch.full_like(bias, value)
+
+    def load(value):
+        state = model.state_dict()
+        state["head.bias"] = torch.full_like(state["head.bias"], value)
+        model.load_state_dict(state)
+
+    with torch.no_grad():
+        model.head.weight.zero_()
+    for step, write in enumerate(
+        (write_local, write_data, write_in_place, assign_data, load)
+    ):
+        write(float(step + 1))
+        assert torch.equal(out(), torch.full((4, 5), float(step + 1))), write.__name__
+
+
+def test_load_state_dict_assign(mesh, rank):
+    model = shard(Body(plain), fully_shard, mesh=mesh)
+    other = shard(Body(plain), fully_shard, mesh=mesh)
+    model.load_state_dict(other.state_dict(), assign=True)
+    assert torch.equal(model(data(rank)), other(data(rank)))
+    model(data(rank)).sum().backward()
+    assert model.head.weight.grad is not None
+
+
+def test_meta_device_and_reset_parameters(mesh, rank, world):
+    with torch.device("meta"):
+        model = Mlp()
+    shard(model, fully_shard, mesh=mesh)
+    with pytest.raises(RuntimeError, match="reset_parameters"):
+        model(data(rank))
+    flatshard.reset_parameters(model, seed=3)
+    state = full_state(model)
+    single = Mlp()
+    for name, module in single.named_modules():
+        if hasattr(module, "reset_parameters"):
+            torch.manual_seed(flatshard.initialize._seed(3, name))
+            module.reset_parameters()
+    for name, value in single.state_dict().items():
+        assert torch.equal(value, state[name]), name
+    model(data(rank)).sum().backward()
+
+
+def test_generate_while_sharded(mesh):
+    model = llama()
+    plain_model = copy.deepcopy(model)
+    for layer in model.model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model.model, mesh=mesh)
+    ids = torch.tensor([[1, 2, 3]])
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    expected = plain_model.model.generate(ids, **options)
+    assert torch.equal(model.model.generate(ids, **options), expected)
+
+
+def test_a_deleted_model_is_gone_at_once(mesh, rank):
+    # The first DTensor of a process leaves frames of torch's behind.
+    shard(Body(plain), fully_shard, mesh=mesh)(data(rank)).sum().backward()
+    gc.collect()
+    gc.disable()
+    try:
+        model = shard(Body(plain), fully_shard, mesh=mesh)
+        model(data(rank)).sum().backward()
+        watched = [
+            weakref.ref(model.blocks[0].up.weight),
+            weakref.ref(model),
+            weakref.ref(flatshard.module.state_of(model)),
+        ]
+        del model
+        assert [w() for w in watched] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_a_list_is_one_unit(mesh, rank, world):
+    model = Body(plain)
+    single = copy.deepcopy(model)
+    fully_shard(list(model.blocks), mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for _ in range(2):
+        model(data(rank)).square().mean().backward()
+    for _ in range(2):
+        for r in range(world):
+            (single(data(r)).square().mean() / world).backward()
+    for ours, theirs in zip(model.parameters(), single.parameters()):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+def test_setters(mesh, rank, world):
+    model = shard(Body(plain), fully_shard, mesh=mesh)
+    single_loss = model(data(rank)).square().mean()
+    single_loss.backward()
+    grads = [p.grad.full_tensor().clone() for p in model.parameters()]
+
+    def again():
+        model.zero_grad()
+        model(data(rank)).square().mean().backward()
+        return [p.grad.full_tensor() for p in model.parameters()]
+
+    a, b, c = model.blocks
+    a.set_modules_to_forward_prefetch([b, c])
+    c.set_modules_to_backward_prefetch([b, a])
+    model.set_reshard_after_forward(False)
+    model.set_reshard_after_backward(False)
+    for ours, theirs in zip(again(), grads):
+        torch.testing.assert_close(ours, theirs)
+    model.set_reshard_after_backward(True)
+    model.set_gradient_divide_factor(1.0)  # of the root's own parameters
+    for (name, _), ours, theirs in zip(model.named_parameters(), again(), grads):
+        factor = world if name.startswith("head") else 1
+        torch.testing.assert_close(ours, factor * theirs)
+
+
+def test_unshard_and_reshard(mesh, rank):
+    model = shard(Body(plain), fully_shard, mesh=mesh)
+    whole = full_state(model)
+    model(data(rank)).sum().backward()
+    block = model.blocks[1]
+    for async_op in (False, True):
+        handle = block.unshard(async_op)
+        if async_op:
+            handle.wait()
+        assert type(block.up.weight) is nn.Parameter
+        assert torch.equal(block.up.weight, whole["blocks.1.up.weight"])
+        block.reshard()
+        assert torch.equal(
+            block.up.weight.full_tensor(), whole["blocks.1.up.weight"]
+        )
+    block.unshard()
+    model(data(rank)).sum().backward()
+
+
+def test_registered_forward_method(mesh, rank, world):
+    class Encoder(Block):
+        def encode(self, x):
+            return self.forward(x)
+
+    def body(m, x):
+        for block in m.blocks:
+            x = block.encode(x)
+        return x
+
+    model = Body(body)
+    model.blocks = nn.ModuleList(Encoder(DIM, 17) for _ in range(3))
+    single = copy.deepcopy(model)
+    shard(model, fully_shard, mesh=mesh)
+    for block in model.blocks:
+        flatshard.register_fsdp_forward_method(block, "encode")
+    flatshard.register_fsdp_forward_method(single, "body")  # not wrapped: nothing
+    model(data(rank)).square().mean().backward()
+    for r in range(world):
+        (single(data(r)).square().mean() / world).backward()
+    for ours, theirs in zip(model.parameters(), single.parameters()):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+def test_no_sync(mesh, rank, world):
+    def act(m, x):
+        if hasattr(m, "no_sync"):
+            with m.no_sync():
+                m(x).square().mean().backward()
+        else:
+            m(x).square().mean().backward()
+        m(x).square().mean().backward()
+
+    against_one_process(Body(plain), mesh, rank, world, act=act)
+
+
+def test_dtypes_of_parameters_may_differ(mesh, rank):
+    model = Body(plain)
+    model.blocks[1].down.bias.data = model.blocks[1].down.bias.data.double()
+    model.blocks[1].register_buffer("steps", torch.zeros(3, dtype=torch.long))
+    with contextlib.suppress(Exception):
+        shard(model, fully_shard, mesh=mesh)
+
+
+def test_ignored_parameters_stay(mesh, rank):
+    model = Body(plain)
+    weight = model.head.weight
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh, ignored_params={weight})
+    assert model.head.weight is weight
+    model(data(rank)).sum().backward()
+    assert weight.grad is not None and not hasattr(weight.grad, "placements")
+
+
+def refused(match, kind=ValueError):
+    return pytest.raises(kind, match=match)
+
+
+def test_bad_arguments_are_named(mesh):
+    model = Body(plain)
+    with refused("strategy: expected one of"):
+        fully_shard(model, mesh=mesh, strategy="zero9")
+    with refused("granularity"):
+        fully_shard(model, mesh=mesh, granularity="row3")
+    with refused("container ModuleList"):
+        fully_shard(model.blocks, mesh=mesh)
+    with refused("mp_policy"):
+        fully_shard(model, mesh=mesh, mp_policy=3)
+    with refused("CPUOffloadPolicy", NotImplementedError):
+        fully_shard(model, mesh=mesh, offload_policy=flatshard.CPUOffloadPolicy())
+    with refused("reshard_after_forward", NotImplementedError):
+        fully_shard(model, mesh=mesh, reshard_after_forward=2)
+    with refused("shard_placement_fn", NotImplementedError):
+        fully_shard(
+            model,
+            mesh=mesh,
+            shard_placement_fn=lambda p: torch.distributed.tensor.Shard(1),
+        )
+    model.scalar = nn.Parameter(torch.tensor(1.0))
+    with refused("parameter scalar is a scalar"):
+        fully_shard(model, mesh=mesh)
+    del model.scalar
+    fully_shard(model.blocks[0], mesh=mesh)
+    with refused("applied to this FSDPBlock before"):
+        fully_shard(model.blocks[0], mesh=mesh)
+    with pytest.raises(AssertionError, match="cannot be copied"):
+        copy.deepcopy(model.blocks[0])
+    with pytest.raises(NotImplementedError, match="mp_policy"):
+        model.half()
+
+
+def test_ties_over_units_are_named(mesh):
+    model = Body(plain)
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    fully_shard(model.blocks[0], mesh=mesh)
+    with refused("up.weight is shared with a unit that was wrapped before"):
+        fully_shard(model.blocks[1], mesh=mesh)
+
+
+def test_changed_requires_grad_is_named(mesh, rank):
+    model = shard(Body(plain), fully_shard, mesh=mesh)
+    model(data(rank))
+    model.blocks[0].up.weight.requires_grad_(False)
+    with refused("requires_grad of parameter weight", RuntimeError):
+        model(data(rank))
