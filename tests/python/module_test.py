@@ -49,8 +49,8 @@ def against_one_process(model, mesh, rank, world, steps=2, act=None, **options):
     act = act or plain_act
     single = copy.deepcopy(model)
     shard(model, fully_shard, mesh=mesh, **options)
-    ours = torch.optim.SGD(model.parameters(), lr=0.1)
-    theirs = torch.optim.SGD(single.parameters(), lr=0.1)
+    ours = torch.optim.SGD(model.parameters(), lr=0.01)
+    theirs = torch.optim.SGD(single.parameters(), lr=0.01)
     for step in range(steps):
         act(model, data(rank, step))
         for r in range(world):
@@ -62,7 +62,7 @@ def against_one_process(model, mesh, rank, world, steps=2, act=None, **options):
         theirs.step(), theirs.zero_grad()
     for name, value in full_state(model).items():
         torch.testing.assert_close(
-            value, single.state_dict()[name], rtol=1e-5, atol=1e-6, msg=name
+            value, single.state_dict()[name], rtol=1e-5, atol=1e-6, msg=lambda text: f"{name}: {text}"
         )
     return model
 
@@ -390,7 +390,8 @@ def test_generate_while_sharded(mesh):
 
 def test_a_deleted_model_is_gone_at_once(mesh, rank):
     # The first DTensor of a process leaves frames of torch's behind.
-    shard(Body(plain), fully_shard, mesh=mesh)(data(rank)).sum().backward()
+    first = shard(Body(plain), fully_shard, mesh=mesh)
+    first(data(rank)).sum().backward()
     gc.collect()
     gc.disable()
     try:
