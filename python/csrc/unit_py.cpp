@@ -178,6 +178,15 @@ void bind_unit(py::module_& m) {
               self.group_at(g).set_divisor(divisor);
             }
           })
+      .def(
+          "set_attribute",
+          [](PyUnit& self,
+             std::size_t i,
+             const std::string& key,
+             const std::string& value) {
+            self.group_at(self.group_index(i))
+                .set_attribute(self.index_in_group(i), key, value);
+          })
       .def("set_names", &PyUnit::set_names);
 
   py::class_<PyRuntime>(m, "Runtime", "Gathers, releases and reduces.")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
+from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard import _C
 from flatshard.row_shard import RowShard, ShardedTensor, writes
@@ -19,6 +20,18 @@ from flatshard.row_shard import RowShard, ShardedTensor, writes
 # Where a parameter went, kept on the tensor that the user had: meeting it again
 # in another unit means that two units share it.
 _OWNER = "_flatshard_owner"
+
+
+# Where a sharded parameter lives.
+_places = WeakIdKeyDictionary()
+
+
+def unit_of(parameter):
+    """(UnitState, index in its core) of a sharded parameter, or None."""
+    place = _places.get(parameter)
+    if place is None or place[0]() is None:
+        return None
+    return place[0](), place[1]
 
 
 @dataclass
@@ -119,6 +132,7 @@ class UnitState:
             data = self._wrap(p, self.core.shard(i))
             p.shard = nn.Parameter(data, requires_grad=trainable)
             _copy_attributes(p.whole, p.shard)
+            _places[p.shard] = (weakref.ref(self), i)
             self.show(p, p.shard)
         storages = {
             p.shard._local_tensor.untyped_storage()._cdata for p in self.parameters

@@ -1,0 +1,182 @@
+"""Optimizers of the core for sharded parameters: one kernel per flat buffer,
+whatever the number of parameters."""
+
+import torch
+
+from flatshard import _C
+from flatshard.row_shard import ShardedTensor
+from flatshard.unit import unit_of
+
+
+class AdamW(torch.optim.Optimizer):
+    """torch.optim.AdamW for parameters that `fully_shard` sharded.
+
+    It writes the sharded parameters and the ones that are gathered in one pass. The
+    state (`exp_avg`, `exp_avg_sq`, `step`) is that of torch.optim.AdamW, so state
+    dicts of one load into the other.
+
+    Args:
+        params: parameters, or groups of them. All trainable parameters of a unit
+            have to be in it. Groups may differ only in whether `weight_decay` is 0.
+        lr: learning rate; schedulers change it as always, for all groups alike.
+        betas, eps, weight_decay: as in torch.optim.AdamW.
+
+    Raises:
+        ValueError: parameters or groups that cannot be updated together.
+        NotImplementedError: an option of torch's that is not supported.
+    """
+
+    # Its writes are known to the core, see row_shard.Writes.
+    writes_through_core = True
+
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=1e-2,
+        amsgrad=False,
+        *,
+        maximize=False,
+        foreach=None,
+        capturable=False,
+        differentiable=False,
+        fused=None,
+    ):
+        for name, value in (
+            ("amsgrad", amsgrad),
+            ("maximize", maximize),
+            ("capturable", capturable),
+            ("differentiable", differentiable),
+        ):
+            if value:
+                raise NotImplementedError(
+                    f"flatshard.optim.AdamW: {name}=True is not supported; use "
+                    "torch.optim.AdamW"
+                )
+        super().__init__(
+            params,
+            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
+        )
+        self._places = {}  # parameter -> (unit, index in it)
+        undecayed = self._check_groups()
+        self._check_units()
+        decay = {g["weight_decay"] for g in self.param_groups} - {0, 0.0}
+        for parameter in undecayed:
+            unit, index = self._places[parameter]
+            unit.core.set_attribute(index, "weight_decay", "none")
+        first = self.param_groups[0]
+        self._units = list(dict.fromkeys(unit for unit, _ in self._places.values()))
+        self._core = _C.AdamW(
+            [unit.core for unit in self._units],
+            beta1=first["betas"][0],
+            beta2=first["betas"][1],
+            eps=first["eps"],
+            weight_decay=decay.pop() if decay else 0.0,
+        )
+        self._show_state()
+
+    def _check_groups(self):
+        """The parameters that are not decayed."""
+        first = self.param_groups[0]
+        undecayed, decays = [], set()
+        for group in self.param_groups:
+            for name in ("lr", "betas", "eps"):
+                if group[name] != first[name]:
+                    raise ValueError(
+                        f"flatshard.optim.AdamW: expected one {name} for all groups, "
+                        f"got {first[name]} and {group[name]}; use torch.optim.AdamW"
+                    )
+            if group["weight_decay"] == 0:
+                undecayed += group["params"]
+            else:
+                decays.add(group["weight_decay"])
+            for parameter in group["params"]:
+                place = unit_of(parameter)
+                if place is None:
+                    raise ValueError(
+                        "flatshard.optim.AdamW: expected parameters that fully_shard "
+                        f"sharded, got one of shape {tuple(parameter.shape)} that it "
+                        "did not; make the optimizer after fully_shard"
+                    )
+                self._places[parameter] = place
+        if len(decays) > 1:
+            raise ValueError(
+                "flatshard.optim.AdamW: expected one weight_decay besides 0, got "
+                f"{sorted(decays)}; use torch.optim.AdamW"
+            )
+        return undecayed
+
+    def _check_units(self):
+        for unit in {unit for unit, _ in self._places.values()}:
+            for p in unit.parameters:
+                if p.group >= 0 and p.shard not in self._places:
+                    raise ValueError(
+                        f"flatshard.optim.AdamW: parameter {p.sites[0][1]} of unit "
+                        f"{unit.name or '(not run yet)'} is missing; a unit's "
+                        "parameters are updated together, use torch.optim.AdamW"
+                    )
+
+    def _show_state(self):
+        for parameter, (unit, index) in self._places.items():
+            if not parameter.requires_grad:
+                continue
+            views = self._core.state(unit.core, index)
+            self.state[parameter] = {
+                "step": torch.tensor(0.0),
+                **{
+                    name: ShardedTensor.wrap(
+                        view,
+                        parameter.device_mesh,
+                        list(parameter.placements),
+                        parameter.shape,
+                    )
+                    for name, view in views.items()
+                },
+            }
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One update. Units without a gradient are left alone.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        rates = {float(group["lr"]) for group in self.param_groups}
+        if len(rates) > 1:
+            raise ValueError(
+                f"flatshard.optim.AdamW: expected one lr for all groups, got {rates}"
+            )
+        for unit in self._units:
+            unit.take_user_grads()
+        self._core.step(rates.pop())
+        for parameter, (unit, index) in self._places.items():
+            if parameter in self.state:
+                updates = self._core.num_updates(unit.core, index)
+                self.state[parameter]["step"].fill_(float(updates))
+        return loss
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict):
+        """As torch.optim.Optimizer.load_state_dict; values go to where the core
+        keeps them."""
+        own = {p: dict(state) for p, state in self.state.items()}
+        super().load_state_dict(state_dict)
+        loaded, self.state = self.state, type(self.state)(dict)
+        for parameter, state in own.items():
+            found = loaded.get(parameter, {})
+            for name in ("exp_avg", "exp_avg_sq"):
+                if name in found:
+                    state[name].copy_(found[name])
+                else:
+                    state[name].zero_()
+            step = float(found.get("step", 0))
+            state["step"].fill_(step)
+            self.state[parameter] = state
+            unit, index = self._places[parameter]
+            self._core.set_num_updates(unit.core, index, int(step))

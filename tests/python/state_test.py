@@ -1,0 +1,318 @@
+"""Optimizers, clipping, state dicts and distributed checkpoints of torch on what
+`fully_shard` made, and the core's AdamW beside torch's."""
+
+import copy
+import shutil
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import flatshard
+from flatshard import fully_shard
+from flatshard.row_shard import RowShard, ShardedTensor
+from tests.python.models import Mlp
+from tests.python.training import distance, full_state, shard, train
+
+# -- DTensor ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair(mesh, world, rank):
+    """A tensor and the same one, cut unevenly."""
+    full = torch.arange(1.0, 1 + 3 * 4 * world).reshape(4 * world, 3)
+    return full, cut(full, mesh, rank, uneven_cuts(world, 4 * world))
+
+
+def uneven_cuts(world, rows):
+    return tuple(range(world)) + (rows,)
+
+
+def cut(full, mesh, rank, cuts):
+    local = full[cuts[rank] : cuts[rank + 1]].clone()
+    return ShardedTensor.wrap(local, mesh, [RowShard(cuts)], full.shape)
+
+
+RIGHT = {
+    "detach": lambda t: t.detach(),
+    "clone": lambda t: t.clone(),
+    "zeros_like": torch.zeros_like,
+    "mul": lambda t: t * 2,
+    "add": lambda t: t + t,
+    "where": lambda t: torch.where(t > 3, t, 0.0),
+    "to": lambda t: t.to(torch.bfloat16),
+    "in place": lambda t: t.clone().mul_(3).add_(t),
+    "sum": lambda t: t.sum(),
+    "sum of rows": lambda t: t.sum(1),
+    "sum of columns": lambda t: t.sum(0),
+    "norm": lambda t: t.norm(),
+    "max": lambda t: t.max(),
+    "std": lambda t: t.std(),
+    "one row": lambda t: t[2],
+    "some rows": lambda t: t[1:4],
+    "cumsum": lambda t: t.cumsum(0),
+    "tril": lambda t: t.tril(),
+    "softmax over rows": lambda t: t.softmax(0),
+    "cat": lambda t: torch.cat([t, t]),
+    "foreach": lambda t: torch._foreach_mul([t, t], 2.0)[1],
+}
+RIGHT_OR_REFUSED = {
+    "mean": lambda t: t.mean(),
+    "argmax": lambda t: t.argmax(),
+    "transpose": lambda t: t.t(),
+    "view": lambda t: t.view(-1),
+    "reshape": lambda t: t.reshape(t.shape[0] // 2, 6),
+    "flip": lambda t: t.flip(0),
+    "var over rows": lambda t: t.var(0),
+    "sort over rows": lambda t: t.sort(0, descending=True)[0],
+}
+
+
+def value(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_results_are_right(name, pair):
+    full, sharded = pair
+    torch.testing.assert_close(value(RIGHT[name](sharded)), RIGHT[name](full))
+
+
+@pytest.mark.parametrize("name", RIGHT_OR_REFUSED)
+def test_results_are_right_or_refused(name, pair):
+    full, sharded = pair
+    function = RIGHT_OR_REFUSED[name]
+    try:
+        result = function(sharded)
+    except Exception:
+        return
+    torch.testing.assert_close(value(result), function(full))
+
+
+def test_other_cuts_are_brought_together(pair, mesh, world, rank):
+    full, sharded = pair
+    rows = full.shape[0]
+    others = [
+        cut(full, mesh, rank, (0,) + tuple(rows - world + i for i in range(1, world + 1))),
+        distribute_tensor(full, mesh, [Shard(0)]),
+        distribute_tensor(full, mesh, [Replicate()]),
+    ]
+    for other in others:
+        assert torch.equal(value(sharded + other), 2 * full)
+        assert torch.equal(value(other + sharded), 2 * full)
+        assert torch.equal(value(sharded.clone().copy_(other * 3)), 3 * full)
+        assert torch.equal(value(other.clone().copy_(sharded * 3)), 3 * full)
+        assert torch.equal(value(torch._foreach_add([sharded], [other])[0]), 2 * full)
+    there = sharded.redistribute(mesh, [Shard(0)])
+    assert type(there.placements[0]) is Shard and torch.equal(value(there), full)
+
+
+def test_cuts_are_never_taken_for_others(mesh, world, rank):
+    """DTensor remembers how it did an operation, by the specs of its arguments."""
+    rows = 8 * world
+    full = torch.randn(rows, 3, generator=torch.Generator().manual_seed(1))
+    plain = distribute_tensor(full, mesh, [Shard(0)])
+    for first in range(1, 5):
+        cuts = (0,) + tuple(first + i for i in range(world - 1)) + (rows,)
+        sharded = cut(full, mesh, rank, cuts)
+        for tensor in (sharded, plain, sharded * 1, plain * 1):
+            assert torch.equal(value(tensor), full)
+            assert torch.equal(value(tensor[3]), full[3])
+
+
+# -- optimizers ----------------------------------------------------------------------
+
+OPTIMIZERS = {
+    "adamw": (torch.optim.AdamW, {}),
+    "adamw foreach": (torch.optim.AdamW, {"foreach": True}),
+    "adamw fused": (torch.optim.AdamW, {"fused": True}),
+    "adam": (torch.optim.Adam, {"amsgrad": True}),
+    "sgd": (torch.optim.SGD, {"momentum": 0.9}),
+    "rmsprop": (torch.optim.RMSprop, {}),
+    "adagrad": (torch.optim.Adagrad, {}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_of_torch(name, mesh, rank, world):
+    kind, options = OPTIMIZERS[name]
+    ours, theirs = Mlp(), None
+    theirs = copy.deepcopy(ours)
+    shard(ours, fully_shard, mesh=mesh)
+    shard(theirs, fsdp2, mesh=mesh)
+    for model in (ours, theirs):
+        optimizer = kind(model.parameters(), lr=1e-2, **options)
+        for step in range(3):
+            loss = model.loss(torch.Generator().manual_seed(10 * step + rank))
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert distance(full_state(ours), full_state(theirs)) < 1e-5
+    assert norm.full_tensor() > 0
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_the_cores_adamw_equals_torchs(strategy, dtype, mesh, rank):
+    options = {
+        "mesh": mesh,
+        "strategy": strategy,
+        "mp_policy": flatshard.MixedPrecisionPolicy(param_dtype=dtype),
+    }
+    ours = Mlp()
+    theirs = copy.deepcopy(ours)
+    for model, kind in ((ours, flatshard.optim.AdamW), (theirs, torch.optim.AdamW)):
+        shard(model, fully_shard, **options)
+        decayed = [p for p in model.parameters() if p.dim() > 1]
+        others = [p for p in model.parameters() if p.dim() <= 1]
+        optimizer = kind(
+            [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
+            lr=1e-2,
+            eps=1e-4,
+            weight_decay=0.1,
+        )
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, 4)
+        for step in range(4):
+            model.loss(torch.Generator().manual_seed(10 * step + rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+    assert distance(full_state(ours), full_state(theirs)) < 1e-5
+
+
+def test_state_of_the_cores_adamw_travels(mesh, rank):
+    def fresh(kind):
+        torch.manual_seed(0)
+        model = shard(Mlp(), fully_shard, mesh=mesh)
+        return model, kind(model.parameters(), lr=1e-2, eps=1e-4)
+
+    a, core = fresh(flatshard.optim.AdamW)
+    train(a, rank, steps=2, optimizer=core)
+    b, plain = fresh(torch.optim.AdamW)
+    b.load_state_dict(a.state_dict())
+    plain.load_state_dict(core.state_dict())
+    c, again = fresh(flatshard.optim.AdamW)
+    c.load_state_dict(a.state_dict())
+    again.load_state_dict(plain.state_dict())
+    for model, optimizer in ((a, core), (b, plain), (c, again)):
+        train(model, rank, steps=2, optimizer=optimizer)
+    assert distance(full_state(a), full_state(c)) == 0
+    assert distance(full_state(a), full_state(b)) < 1e-5
+
+
+def test_the_cores_adamw_names_what_it_cannot_do(mesh):
+    model = shard(Mlp(), fully_shard, mesh=mesh)
+    parameters = list(model.parameters())
+    with pytest.raises(NotImplementedError, match="amsgrad"):
+        flatshard.optim.AdamW(parameters, amsgrad=True)
+    with pytest.raises(ValueError, match="is missing"):
+        flatshard.optim.AdamW(parameters[1:])
+    with pytest.raises(ValueError, match="one lr"):
+        flatshard.optim.AdamW(
+            [{"params": parameters[:3]}, {"params": parameters[3:], "lr": 1.0}]
+        )
+    with pytest.raises(ValueError, match="sharded"):
+        flatshard.optim.AdamW([torch.nn.Parameter(torch.ones(3))])
+
+
+def test_clipping_sees_every_element_once(mesh, world, rank):
+    model = Mlp()
+    single = copy.deepcopy(model)
+    shard(model, fully_shard, mesh=mesh)
+    model.loss(torch.Generator().manual_seed(rank)).backward()
+    for r in range(world):
+        (single.loss(torch.Generator().manual_seed(r)) / world).backward()
+    for foreach in (True, False):
+        ours = torch.nn.utils.clip_grad_norm_(
+            model.parameters(), 1e9, foreach=foreach
+        ).full_tensor()
+        theirs = torch.nn.utils.clip_grad_norm_(single.parameters(), 1e9)
+        torch.testing.assert_close(ours, theirs)
+
+
+# -- checkpoints ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(rank):
+    name = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(name)
+    yield name[0]
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(name[0])
+
+
+def trained(function, mesh, rank, kind=torch.optim.AdamW, seed=0):
+    torch.manual_seed(seed)
+    model = shard(Mlp(), function, mesh=mesh)
+    optimizer = kind(model.parameters(), lr=1e-2)
+    train(model, rank, steps=2, optimizer=optimizer)
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    "writer, reader",
+    [(fully_shard, fsdp2), (fsdp2, fully_shard), (fully_shard, fully_shard)],
+    ids=["to fsdp2", "from fsdp2", "to itself"],
+)
+def test_dcp(writer, reader, folder, mesh, rank):
+    a, optimizer_a = trained(writer, mesh, rank)
+    model_state, optimizer_state = get_state_dict(a, optimizer_a)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    b, optimizer_b = trained(reader, mesh, rank, seed=1)
+    model_state, optimizer_state = get_state_dict(b, optimizer_b)
+    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    set_state_dict(
+        b,
+        optimizer_b,
+        model_state_dict=model_state,
+        optim_state_dict=optimizer_state,
+    )
+    assert distance(full_state(a), full_state(b)) == 0
+    for model, optimizer in ((a, optimizer_a), (b, optimizer_b)):
+        train(model, rank, steps=2, optimizer=optimizer)
+    assert distance(full_state(a), full_state(b)) < 1e-5
+
+
+def test_dcp_async_save(folder, mesh, rank):
+    model, _ = trained(fully_shard, mesh, rank)
+    before = full_state(model)
+    future = dcp.async_save(get_model_state_dict(model), checkpoint_id=folder)
+    future.result()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    state = get_model_state_dict(model)
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state)
+    assert distance(full_state(model), before) == 0
+
+
+def test_full_state_dicts(mesh, rank):
+    model, optimizer = trained(fully_shard, mesh, rank)
+    options = StateDictOptions(full_state_dict=True)
+    state = get_model_state_dict(model, options=options)
+    whole = full_state(model)
+    assert state.keys() == whole.keys()
+    assert all(torch.equal(state[name], whole[name]) for name in state)
+    Mlp().load_state_dict(state)
+    optimizer_state = get_optimizer_state_dict(model, optimizer, options=options)
+    shape = optimizer_state["state"]["head.weight"]["exp_avg"].shape
+    assert shape == (5, 13)
+    other, _ = trained(fully_shard, mesh, rank, seed=1)
+    set_model_state_dict(other, state, options=options)
+    assert distance(full_state(other), whole) == 0
