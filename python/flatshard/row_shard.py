@@ -171,14 +171,27 @@ class ShardedTensor(DTensor):
             return None
         with torch._C.DisableTorchFunctionSubclass():
             args = _align(args)
+            if kwargs and "out" in kwargs:
+                return _call_with_out(function, args, kwargs)
             result = function(*args, **(kwargs or {}))
         if args and (function == _get_data or _is_in_place(function.__name__)):
             writes.note(args[0])
-        elif kwargs and "out" in kwargs:
-            writes.note(kwargs["out"])
         if isinstance(result, (bool, int, float, str, type(None), torch.Size)):
             return result
         return _retag(result, function, args, kwargs)
+
+    def __deepcopy__(self, memo):
+        copied = ShardedTensor.wrap(
+            self._local_tensor.detach().clone(),
+            self.device_mesh,
+            list(self.placements),
+            self.shape,
+            self.requires_grad and self.is_leaf,
+        )
+        if getattr(self, "_is_param", False):
+            copied = torch.nn.Parameter(copied.detach(), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
 
     def redistribute(self, device_mesh=None, placements=None, **options):
         # RowShard equals Shard(0), so the way there leads over the whole tensor.
@@ -196,7 +209,7 @@ class ShardedTensor(DTensor):
         return super().to_local(**options)
 
     def like(self, tensor):
-        """`tensor`, plain or a DTensor of the same shape, cut as this one is.
+        """`tensor`, plain or a DTensor, with as many rows, cut as this one is.
 
         Collective when it is a DTensor.
         """
@@ -207,8 +220,24 @@ class ShardedTensor(DTensor):
                 rank = self.device_mesh.get_local_rank(dim)
                 local = local[placement.cuts[rank] : placement.cuts[rank + 1]]
         return ShardedTensor.wrap(
-            local, self.device_mesh, list(self.placements), self.shape
+            local, self.device_mesh, list(self.placements), full.shape
         )
+
+
+def _call_with_out(function, args, kwargs):
+    """DTensor gives `out` the placements that it worked out, without the cuts."""
+    out = kwargs["out"]
+    outs = list(out) if isinstance(out, (list, tuple)) else [out]
+    first = next((a for a in args if isinstance(a, DTensor)), None)
+    for tensor in outs:
+        if tensor.placements != getattr(first, "placements", tensor.placements):
+            _refuse(function)
+    specs = [tensor._spec for tensor in outs]
+    function(*args, **kwargs)
+    for tensor, spec in zip(outs, specs):
+        tensor._spec = spec
+        writes.note(tensor)
+    return out
 
 
 def _align(args):
@@ -239,24 +268,25 @@ def _align(args):
 
 
 def _align_to(reference, value):
-    if (
-        not isinstance(value, DTensor)
-        or not isinstance(reference, DTensor)
-        or value.shape != reference.shape
-        or value.placements == reference.placements
-        and isinstance(value, ShardedTensor) == isinstance(reference, ShardedTensor)
-        or not any(isinstance(p, Shard) for p in value.placements)
-    ):
+    if not isinstance(value, DTensor) or not isinstance(reference, DTensor):
         return value
-    if isinstance(reference, ShardedTensor):
+    cuts = isinstance(reference, ShardedTensor), isinstance(value, ShardedTensor)
+    same_rows = (
+        value.dim() == reference.dim()
+        and value.dim() > 0
+        and value.shape[0] == reference.shape[0]
+    )
+    if not any(cuts) or not same_rows:
+        return value
+    if all(cuts) and value.placements == reference.placements:
+        return value
+    if cuts[0]:
         return reference.like(value)
-    if isinstance(value, ShardedTensor):
-        mesh = value.device_mesh
-        full = DTensor.from_local(
-            value.full_tensor(), mesh, [Replicate()] * mesh.ndim, run_check=False
-        )
-        return full.redistribute(reference.device_mesh, reference.placements)
-    return value
+    mesh = value.device_mesh
+    full = DTensor.from_local(
+        value.full_tensor(), mesh, [Replicate()] * mesh.ndim, run_check=False
+    )
+    return full.redistribute(reference.device_mesh, reference.placements)
 
 
 def _cuts_of(value, found):
@@ -275,7 +305,11 @@ def _cuts_of(value, found):
 def _retag(result, function, args, kwargs):
     if isinstance(result, (list, tuple)):
         kind = type(result)
-        items = [_retag(item, function, args, kwargs) for item in result]
+        # Of foreach, the i-th result comes from the i-th arguments.
+        items = [
+            _retag(item, function, _position(args, i, len(result)), kwargs)
+            for i, item in enumerate(result)
+        ]
         return kind(items) if kind in (list, tuple) else kind(*items)
     if not isinstance(result, DTensor) or isinstance(result, ShardedTensor):
         return result
@@ -295,6 +329,12 @@ def _retag(result, function, args, kwargs):
         result._spec = RowSpec.of(spec, placements)
     result.__class__ = ShardedTensor
     return result
+
+
+def _position(args, i, length):
+    return [
+        a[i] if isinstance(a, (list, tuple)) and len(a) == length else a for a in args
+    ]
 
 
 def _same_rows(result, sources, dim):

@@ -3,6 +3,7 @@ torchrun). After each test the ranks compare how it went: one that failed fails 
 all, and the session ends there, since the ranks may have parted."""
 
 import os
+from datetime import timedelta
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ def pytest_configure(config):
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29411")
-    dist.init_process_group("gloo")
+    # A rank that left a test early is a failure soon, not a hang.
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     if dist.get_rank() != 0:
         config.option.verbose = -2
         config.option.tbstyle = "short"
@@ -35,7 +37,7 @@ def pytest_runtest_makereport(item, call):
         dist.all_gather_object(outcomes, report.outcome)
         bad = [rank for rank, outcome in enumerate(outcomes) if outcome == "failed"]
         if bad:
-            item.session._parted = f"{item.name} failed on ranks {bad}"
+            item.session.shouldfail = f"{item.name} failed on ranks {bad}"
             if report.outcome != "failed":
                 report.outcome = "failed"
                 report.longrepr = f"failed on ranks {bad}, not on this one"

@@ -190,7 +190,9 @@ def test_the_cores_adamw_equals_torchs(strategy, dtype, mesh, rank):
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-    assert distance(full_state(ours), full_state(theirs)) < 1e-5
+    # A weight that is rounded the other way to bf16 changes gradients by 2^-8.
+    bound = 1e-5 if dtype is None else 1e-3
+    assert distance(full_state(ours), full_state(theirs)) < bound
 
 
 def test_state_of_the_cores_adamw_travels(mesh, rank):
@@ -203,10 +205,11 @@ def test_state_of_the_cores_adamw_travels(mesh, rank):
     train(a, rank, steps=2, optimizer=core)
     b, plain = fresh(torch.optim.AdamW)
     b.load_state_dict(a.state_dict())
-    plain.load_state_dict(core.state_dict())
+    # torch's optimizers take the very tensors that they are given.
+    plain.load_state_dict(copy.deepcopy(core.state_dict()))
     c, again = fresh(flatshard.optim.AdamW)
     c.load_state_dict(a.state_dict())
-    again.load_state_dict(plain.state_dict())
+    again.load_state_dict(copy.deepcopy(plain.state_dict()))
     for model, optimizer in ((a, core), (b, plain), (c, again)):
         train(model, rank, steps=2, optimizer=optimizer)
     assert distance(full_state(a), full_state(c)) == 0
