@@ -2,6 +2,7 @@
 
 #include "flatshard/core/error.h"
 
+#include <ATen/ATen.h>
 #include <torch/csrc/Dtype.h>
 
 #include <algorithm>
@@ -102,7 +103,15 @@ at::Tensor PyUnit::rows_of(std::size_t i, const at::Tensor& flat) const {
   if (!shape.empty() && !is_whole(i)) {
     shape[0] = part.numel() / slice_numel(shape);
   }
-  return part.view(shape);
+  if (part.numel() == 0) {
+    return at::empty(shape, flat.options());
+  }
+  // With a storage of its own: who saves or stages a tensor takes its storage.
+  return at::from_blob(
+      part.data_ptr(),
+      shape,
+      [flat](void*) {},
+      flat.options());
 }
 
 at::Tensor PyUnit::shard(std::size_t i) const {

@@ -45,7 +45,7 @@ class PyUnit {
   ParamGroup& group_at(std::size_t g) const { return *groups_.at(g); }
 
   /// [rows, ...] this rank's slices of parameter i inside `flat`, which is laid
-  /// out like the main weights. A view.
+  /// out like the main weights. Shares its memory.
   at::Tensor rows_of(std::size_t i, const at::Tensor& flat) const;
   at::Tensor shard(std::size_t i) const;
   /// Nothing before the first reduction since the gradients were dropped.

@@ -224,6 +224,11 @@ class ShardedTensor(DTensor):
         )
 
 
+# None of its own: DTensor's class has to be assignable to it. But whoever copies a
+# tensor slot by slot (DCP's staging) asks the type for them.
+ShardedTensor.__slots__ = DTensor.__slots__
+
+
 def _call_with_out(function, args, kwargs):
     """DTensor gives `out` the placements that it worked out, without the cuts."""
     out = kwargs["out"]
