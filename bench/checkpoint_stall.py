@@ -42,9 +42,7 @@ log_freq = 1
 def train(arguments, config, *more):
     command = [arguments.program, "train", str(config), *more]
     command += ["--nproc", str(arguments.nproc)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     text = done.stdout + done.stderr
     if done.returncode != 0:
         raise SystemExit(text[-4000:])
@@ -99,9 +97,7 @@ def main():
     rows = [json.loads(line) for line in (output / "metrics.jsonl").open()]
     step_ms = {row["step"]: row["step_ms"] for row in rows if "loss" in row}
     usual = statistics.median(
-        ms
-        for step, ms in step_ms.items()
-        if step > 4 and step % arguments.interval > 2
+        ms for step, ms in step_ms.items() if step > 4 and step % arguments.interval > 2
     )
     # A save is begun after step n, so what it costs is in step n + 1 and on.
     stalls = [

@@ -29,13 +29,8 @@ CASES = [
 
 def step_ms(folder, warmup):
     """The times of the steps after the warm-up."""
-    rows = [
-        json.loads(line) for line in (folder / "metrics.jsonl").open()
-    ]
-    return [
-        row["step_ms"] for row in rows
-        if "step_ms" in row and row["step"] > warmup
-    ]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    return [row["step_ms"] for row in rows if "step_ms" in row and row["step"] > warmup]
 
 
 def run(arguments, overrides):
@@ -50,14 +45,23 @@ def run(arguments, overrides):
             *overrides,
         ]
         command = [
-            arguments.binary, "train", arguments.config, "--nproc",
-            str(arguments.nproc), "--device", arguments.device
+            arguments.binary,
+            "train",
+            arguments.config,
+            "--nproc",
+            str(arguments.nproc),
+            "--device",
+            arguments.device,
         ]
         for setting in settings:
             command += ["--set", setting]
         done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, check=False)
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
         if done.returncode != 0:
             sys.exit(done.stdout + f"\n{' '.join(command)} failed")
         return step_ms(folder, arguments.warmup)
@@ -72,7 +76,8 @@ def main():
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument(
-        "--set", action="append", default=[], help="more section.key=value")
+        "--set", action="append", default=[], help="more section.key=value"
+    )
     arguments = parser.parse_args()
     baseline = None
     print(f"{'':<14} {'ms/step':>10} {'fastest':>10} {'more':>9}")
@@ -83,7 +88,8 @@ def main():
         print(
             f"{name:<14} {median:>10.2f} {min(times):>10.2f} "
             f"{median - baseline:>+9.2f}",
-            flush=True)
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

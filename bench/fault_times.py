@@ -52,9 +52,7 @@ def run(program, ranks, timeout, number, culprit):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = folder / "run.toml"
-        config.write_text(
-            CONFIG.format(output=folder / "run", timeout=timeout)
-        )
+        config.write_text(CONFIG.format(output=folder / "run", timeout=timeout))
         environment = dict(
             os.environ,
             WORLD_SIZE=str(ranks),

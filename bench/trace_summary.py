@@ -51,11 +51,7 @@ def union(events):
 def main(path):
     with open(path) as file:
         events = json.load(file)["traceEvents"]
-    gpu = [
-        e
-        for e in events
-        if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
-    ]
+    gpu = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     time, count = collections.Counter(), collections.Counter()
     streams = collections.defaultdict(set)
     other = collections.Counter()

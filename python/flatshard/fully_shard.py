@@ -180,9 +180,7 @@ def _refuse_unsupported(offload_policy, reshard_after_forward):
 
 def _check_placement(shard_placement_fn, tensor, name):
     placement = None if shard_placement_fn is None else shard_placement_fn(tensor)
-    if placement is not None and not (
-        placement.is_shard() and placement.dim == 0
-    ):
+    if placement is not None and not (placement.is_shard() and placement.dim == 0):
         raise NotImplementedError(
             f"shard_placement_fn: expected None or Shard(0) for parameter {name}, got "
             f"{placement}"

@@ -311,7 +311,9 @@ def wrap_class(module):
 
 @functools.lru_cache(maxsize=None)
 def _wrapped_class(cls):
-    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+    return type(
+        f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__}
+    )
 
 
 def restore_replaced(module, incompatible_keys):

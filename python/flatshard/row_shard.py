@@ -199,8 +199,10 @@ class ShardedTensor(DTensor):
             isinstance(p, Shard) and not isinstance(p, RowShard) for p in placements
         ):
             whole = [Replicate()] * self.device_mesh.ndim
-            return super().redistribute(device_mesh, whole).redistribute(
-                device_mesh, placements, **options
+            return (
+                super()
+                .redistribute(device_mesh, whole)
+                .redistribute(device_mesh, placements, **options)
             )
         return super().redistribute(device_mesh, placements, **options)
 

@@ -83,8 +83,7 @@ class Hosts:
             if made.returncode != 0:
                 self.__exit__()
                 skip(
-                    "network namespaces are not permitted here: "
-                    + made.stderr.strip()
+                    "network namespaces are not permitted here: " + made.stderr.strip()
                 )
         made = ip(
             *["link", "add", self.cables[0], "netns", self.names[0]],
@@ -97,9 +96,7 @@ class Hosts:
         return self
 
     def connect(self):
-        for name, cable, address in zip(
-            self.names, self.cables, self.addresses
-        ):
+        for name, cable, address in zip(self.names, self.cables, self.addresses):
             for command in (
                 ["link", "set", "lo", "up"],
                 ["address", "replace", f"{address}/24", "dev", cable],
@@ -118,7 +115,7 @@ class Hosts:
     def start(self, host, command, variables, log):
         # A process table and a hostname of its own. --kill-child: nothing of
         # this host outlives us.
-        line = f"hostname {self.hostnames[host]}; exec \"$@\""
+        line = f'hostname {self.hostnames[host]}; exec "$@"'
         environment = {
             name: value
             for name, value in os.environ.items()
@@ -166,9 +163,7 @@ class Job:
         folder.mkdir()
         config = folder / "run.toml"
         config.write_text(
-            CONFIG.format(
-                output=folder / "run", steps=steps, timeout=TIMEOUT_S
-            )
+            CONFIG.format(output=folder / "run", steps=steps, timeout=TIMEOUT_S)
         )
         train = [program, "train", str(config), "--device", "cpu"]
         self.logs = [folder / f"rank_{rank}.log" for rank in (0, 1)]

@@ -38,9 +38,7 @@ class CheckLayers(unittest.TestCase):
         )
 
     def test_upward_include(self):
-        found = self.check(
-            nn__linear_dot_h='\n#include "flatshard/unit/unit.h"\n'
-        )
+        found = self.check(nn__linear_dot_h='\n#include "flatshard/unit/unit.h"\n')
         self.assertEqual(len(found), 1)
         self.assertTrue(found[0].startswith("flatshard/nn/linear.h:2: nn may"))
         self.assertIn("not flatshard/unit/unit.h", found[0])
@@ -84,9 +82,7 @@ class CheckLayers(unittest.TestCase):
         self.assertTrue(self.check(comm__CMakeLists_dot_txt=text))
 
     def test_umbrella_header(self):
-        self.assertTrue(
-            self.check(unit__a_dot_cpp='#include "flatshard/flatshard.h"')
-        )
+        self.assertTrue(self.check(unit__a_dot_cpp='#include "flatshard/flatshard.h"'))
 
     def test_relative_include(self):
         self.assertTrue(self.check(unit__a_dot_cpp='#include "unit.h"'))

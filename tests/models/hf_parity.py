@@ -130,8 +130,7 @@ def try_case(program, folder, name, options):
     loss = torch.nn.functional.cross_entropy(logits[0], tokens[0, 1:])
     loss.backward()
     rows = [
-        json.loads(line)
-        for line in (folder / f"{name}-run" / "metrics.jsonl").open()
+        json.loads(line) for line in (folder / f"{name}-run" / "metrics.jsonl").open()
     ]
     found = next(row["loss"] for row in rows if "loss" in row)
     compare(f"{name}: the loss", found, loss.item(), loss.item())

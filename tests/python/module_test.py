@@ -62,7 +62,11 @@ def against_one_process(model, mesh, rank, world, steps=2, act=None, **options):
         theirs.step(), theirs.zero_grad()
     for name, value in full_state(model).items():
         torch.testing.assert_close(
-            value, single.state_dict()[name], rtol=1e-5, atol=1e-6, msg=lambda text: f"{name}: {text}"
+            value,
+            single.state_dict()[name],
+            rtol=1e-5,
+            atol=1e-6,
+            msg=lambda text: f"{name}: {text}",
         )
     return model
 
@@ -459,9 +463,7 @@ def test_unshard_and_reshard(mesh, rank):
         assert type(block.up.weight) is nn.Parameter
         assert torch.equal(block.up.weight, whole["blocks.1.up.weight"])
         block.reshard()
-        assert torch.equal(
-            block.up.weight.full_tensor(), whole["blocks.1.up.weight"]
-        )
+        assert torch.equal(block.up.weight.full_tensor(), whole["blocks.1.up.weight"])
     block.unshard()
     model(data(rank)).sum().backward()
 

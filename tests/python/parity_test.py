@@ -30,7 +30,9 @@ def check(world, ours, theirs, exact=True):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_zero3(name, accumulation, mesh, world, rank):
-    ours, theirs = both(MODELS[name], mesh, rank, steps=STEPS, accumulation=accumulation)
+    ours, theirs = both(
+        MODELS[name], mesh, rank, steps=STEPS, accumulation=accumulation
+    )
     # FSDP2 puts nodes of its own into the graph, so that autograd adds the gradients
     # of T5's shared embedding in another order; see the next test.
     check(world, ours, theirs, exact=name != "t5")

@@ -105,7 +105,12 @@ def test_other_cuts_are_brought_together(pair, mesh, world, rank):
     full, sharded = pair
     rows = full.shape[0]
     others = [
-        cut(full, mesh, rank, (0,) + tuple(rows - world + i for i in range(1, world + 1))),
+        cut(
+            full,
+            mesh,
+            rank,
+            (0,) + tuple(rows - world + i for i in range(1, world + 1)),
+        ),
         distribute_tensor(full, mesh, [Shard(0)]),
         distribute_tensor(full, mesh, [Replicate()]),
     ]

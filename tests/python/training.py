@@ -60,7 +60,10 @@ def distance(a, b):
     """Largest difference of two states, relative to the largest weight."""
     assert a.keys() == b.keys()
     scale = max(t.abs().max().item() for t in b.values() if t.numel())
-    return max(
-        ((a[name] - b[name]).abs().max().item() for name in a if a[name].numel()),
-        default=0.0,
-    ) / scale
+    return (
+        max(
+            ((a[name] - b[name]).abs().max().item() for name in a if a[name].numel()),
+            default=0.0,
+        )
+        / scale
+    )
