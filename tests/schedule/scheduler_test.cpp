@@ -252,5 +252,95 @@ TEST(Scheduler, TaskThatAsksForNoParameterReducesNothing) {
   EXPECT_EQ(std::ranges::count(actions, ActionKind::reduce, &Action::kind), 4);
 }
 
+// -- policies, unshard and reshard --------------------------------------------
+
+// Units 1 to 4 below the root run forward and backward; returns the backward.
+std::string forward_then_backward(Scheduler& s) {
+  s.on({.kind = forward_begin, .unit = 0, .call = 0});
+  for (UnitId u = 1; u <= 4; ++u) {
+    s.on({.kind = forward_begin, .unit = u, .call = u});
+    s.on({.kind = forward_end, .unit = u, .call = u, .needs_backward = true});
+  }
+  s.on({.kind = forward_end, .unit = 0, .call = 0, .needs_backward = true});
+  s.on(
+      {.kind = task_begin,
+       .task = 0,
+       .expected = {{1, 1}, {2, 1}, {3, 1}, {4, 1}},
+       .calls = {{1, 1}, {2, 1}, {3, 1}, {4, 1}}});
+  std::string text;
+  for (UnitId u = 4; u >= 1; --u) {
+    text += run(s,
+                {.kind = backward_begin,
+                 .unit = u,
+                 .call = u,
+                 .task = 0,
+                 .waits_for_inputs = true}) +
+            " ";
+    text += run(s, {.kind = wgrad_done, .unit = u, .task = 0}) + " ";
+    text +=
+        run(s, {.kind = inputs_done, .unit = u, .call = u, .task = 0}) + " ";
+  }
+  return text + run(s, {.kind = task_end, .task = 0, .outermost = true});
+}
+
+TEST(Scheduler, UnitsThatStayAfterTheBackwardRest) {
+  Scheduler s(four_blocks(), {.prefetch = 0});
+  s.set_policy(2, {.reshard_after_backward = false});
+  forward_then_backward(s);
+  EXPECT_TRUE(s.is_gathered(2));
+  EXPECT_FALSE(s.is_gathered(1));
+  EXPECT_TRUE(s.resting());
+  // New weights are gathered anew.
+  EXPECT_EQ(run(s, {.kind = weights_changed}), "release(2)");
+}
+
+TEST(Scheduler, UnitsWhoseBackwardReadsNoWeightsAreNotGathered) {
+  Scheduler s(four_blocks(), {.prefetch = 1});
+  s.set_policy(2, {.unshard_in_backward = false});
+  const std::string backward = forward_then_backward(s);
+  EXPECT_EQ(backward.find("gather'(2)"), std::string::npos) << backward;
+  EXPECT_NE(backward.find("gather'(1)"), std::string::npos) << backward;
+  EXPECT_TRUE(s.resting());
+}
+
+TEST(Scheduler, ChosenPrefetchesReplaceThePredictedOnes) {
+  Scheduler s(four_blocks(), {.prefetch = 1});
+  s.set_policy(1, {.forward_prefetch = std::vector<UnitId>{3, 4}});
+  s.set_policy(2, {.forward_prefetch = std::vector<UnitId>{}});
+  s.on({.kind = forward_begin, .unit = 0, .call = 0});
+  EXPECT_EQ(
+      run(s, {.kind = forward_begin, .unit = 1, .call = 1}),
+      "gather(3) gather(4) await(1)");
+  s.on({.kind = forward_end, .unit = 1, .call = 1});
+  EXPECT_EQ(
+      run(s, {.kind = forward_begin, .unit = 2, .call = 2}),
+      "gather(2) await(2)");
+}
+
+TEST(Scheduler, UnshardGathersAndReshardReleases) {
+  Scheduler s(four_blocks(), {.prefetch = 1});
+  EXPECT_EQ(run(s, {.kind = unshard, .unit = 2}), "gather(2) await(2)");
+  EXPECT_TRUE(s.resting());
+  EXPECT_EQ(run(s, {.kind = reshard, .unit = 2}), "release(2)");
+  EXPECT_EQ(run(s, {.kind = reshard, .unit = 2}), "");
+  EXPECT_EQ(run(s, {.kind = unshard, .unit = 2, .awaits = false}), "gather(2)");
+  EXPECT_EQ(run(s, {.kind = unshard, .unit = 2}), "await(2)");
+  // The next use takes them over, and an open forward keeps them.
+  s.on({.kind = forward_begin, .unit = 2, .call = 1});
+  EXPECT_EQ(run(s, {.kind = reshard, .unit = 2}), "");
+  EXPECT_EQ(
+      run(s, {.kind = forward_end, .unit = 2, .call = 1}),
+      "release(2) release(3)");
+  EXPECT_TRUE(s.resting());
+}
+
+TEST(Scheduler, PoliciesNameUnitsThatExist) {
+  Scheduler s(four_blocks(), {.prefetch = 1});
+  EXPECT_THROW(s.set_policy(5, {}), Error);
+  EXPECT_THROW(
+      s.set_policy(1, {.backward_prefetch = std::vector<UnitId>{9}}),
+      Error);
+}
+
 }  // namespace
 }  // namespace flatshard
