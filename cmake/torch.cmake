@@ -3,7 +3,11 @@
 #
 # Targets: flatshard_fmt (torch's bundled fmt, header-only, for the layers that
 # know no torch) and flatshard_torch (headers, libraries, C++ ABI).
-set(FLATSHARD_PYTHON "${CMAKE_CURRENT_SOURCE_DIR}/.venv/bin/python"
+set(_default_python ${CMAKE_CURRENT_SOURCE_DIR}/.venv/bin/python)
+if(SKBUILD)
+  set(_default_python ${Python_EXECUTABLE})  # pip's
+endif()
+set(FLATSHARD_PYTHON "${_default_python}"
     CACHE FILEPATH "Python whose torch package is used")
 if(NOT FLATSHARD_TORCH_DIR)
   execute_process(
