@@ -1,0 +1,277 @@
+"""Megatron-FSDP's names (its first version) for those who come from there.
+
+The functions translate arguments; what they give is `flatshard.fully_shard`'s. An
+argument that has no counterpart is refused by name unless it has its default value.
+"""
+
+import functools
+import importlib
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from flatshard.fully_shard import fully_shard as _fully_shard
+from flatshard.initialize import reset_parameters
+from flatshard.module import FSDPModule
+from flatshard.policies import MixedPrecisionPolicy as _Policy
+
+_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+# Argument: (default, values that need nothing here, what to do instead).
+_WITHOUT_COUNTERPART = {
+    "tp_dim": (None, (), "tensor parallelism is not supported"),
+    "hybrid_fsdp_group": (None, (), "give a device_mesh with dp_outer_dim"),
+    "hybrid_fsdp_expt_group": (None, (), "experts on a mesh of their own"),
+    "expt_device_mesh": (None, (), "experts on a mesh of their own"),
+    "fsdp_group_ag": (None, (), "gathers have a group of their own always"),
+    "expt_fsdp_group_ag": (None, (), "experts on a mesh of their own"),
+    "overlap_grad_reduce": (True, (), "reductions always run beside compute"),
+    "overlap_param_gather": (True, (), "gathers always run beside compute"),
+    "sync_model_each_microbatch": (True, (), "use no_sync() around microbatches"),
+    "preproc_state_dict_for_dcp_ckpt": (True, (False,), ""),
+    "report_nan_in_param_grad": (False, (), "not reachable from Python yet"),
+    "average_in_collective": (False, (True,), ""),
+    "disable_bucketing": (False, (True,), ""),
+    "keep_fp8_transpose_cache": (False, (), "FP8 is not supported"),
+    "nccl_ub": (False, (), "NCCL user buffers are not supported"),
+    "disable_symmetric_registration": (False, (True,), ""),
+    "fsdp_double_buffer": (False, (True,), ""),  # slots have fixed places always
+    "maxpool_double_buffer": (False, (True,), ""),
+    "fsdp_db_use_persist_buf_on_alloc_fail": (False, (), "slots never fail"),
+    "enable_fine_grained_param_gather": (False, (), "wrap smaller modules"),
+    "use_decoupled_grad": (False, (), "gradients have the parameters' dtype"),
+    "cuda_graph_mode": (False, (), "CUDA graphs are not supported"),
+    "suggested_communication_unit_size": (None, (), "use prefetch="),
+    "gradient_reduce_div_fusion": (True, (False,), ""),
+    "fsdp_all_gather_in_start_param_sync": (True, (False,), ""),
+}
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Megatron-FSDP's dtypes.
+
+    Attributes:
+        main_params_dtype: of the sharded parameters that the optimizer updates. None:
+            the module's own. The module's dtype is that of forward and backward.
+        main_grads_dtype: of reduced gradients. None: that of the main parameters.
+        grad_comm_dtype: of gradients on the wire. None: main_grads_dtype.
+    """
+
+    main_params_dtype: torch.dtype | None = torch.float32
+    main_grads_dtype: torch.dtype | None = None
+    grad_comm_dtype: torch.dtype | None = None
+
+
+def fully_shard_model(
+    module,
+    fsdp_unit_modules=None,
+    device_mesh=None,
+    dp_shard_dim=None,
+    dp_outer_dim=None,
+    *,
+    zero_dp_strategy=3,
+    outer_dp_sharding_strategy=0,
+    device=None,
+    init_model_with_meta_device=False,
+    mixed_precision_policy=MixedPrecisionPolicy(),
+    calculate_per_token_loss=False,
+    **others,
+):
+    """Shards `module`. Returns it; it is an FSDPModule from now on.
+
+    Args:
+        fsdp_unit_modules: classes, or their import paths, whose instances are units.
+        device_mesh, dp_shard_dim, dp_outer_dim: the mesh and the names of its
+            dimensions that shard and that replicate. None: all ranks shard.
+        zero_dp_strategy: 0 to 3, or "no_shard", "optim", "optim_grads",
+            "optim_grads_params".
+        outer_dp_sharding_strategy: 0 or "no_shard".
+        init_model_with_meta_device: parameters on meta get their values from
+            reset_parameters().
+        mixed_precision_policy: MixedPrecisionPolicy of this module.
+        calculate_per_token_loss: gradients are summed, and the program divides.
+
+    Raises:
+        NotImplementedError, ValueError: naming the argument.
+    """
+    _check_others(others)
+    if device is not None and torch.device(device).type not in ("cpu", "cuda"):
+        raise ValueError(f"device: expected cpu or cuda, got {device}")
+    if outer_dp_sharding_strategy not in (0, "no_shard"):
+        raise NotImplementedError(
+            f"outer_dp_sharding_strategy: expected 0 or 'no_shard', got "
+            f"{outer_dp_sharding_strategy!r}; HFSDP is not supported from Python yet"
+        )
+    strategy = _strategy(zero_dp_strategy)
+    mesh = _mesh(device_mesh, dp_shard_dim, dp_outer_dim)
+    kinds = tuple(_class(kind) for kind in fsdp_unit_modules or ())
+    units = _outermost(module, kinds)
+    for unit in [*units, module]:
+        policy = _to_main_dtype(unit, mixed_precision_policy)
+        _fully_shard(unit, mesh=mesh, strategy=strategy, mp_policy=policy)
+        if calculate_per_token_loss:
+            unit.set_gradient_divide_factor(1.0)
+    if init_model_with_meta_device:
+        reset_parameters(module)
+    return module
+
+
+def fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt=True):
+    """Gives `step` and `zero_grad` Megatron-FSDP's keyword arguments. Returns
+    `optimizer`, which was made from the sharded module's parameters."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if not hasattr(p, "placements"):
+                raise ValueError(
+                    "fully_shard_optimizer: expected an optimizer of the sharded "
+                    f"module's parameters, got one of shape {tuple(p.shape)} that is "
+                    "not sharded; make it after fully_shard_model"
+                )
+    step, zero_grad = optimizer.step, optimizer.zero_grad
+
+    @functools.wraps(step)
+    def new_step(
+        *args,
+        sync_grad_before_optimizer_step=True,
+        install_optimized_model_weights=True,
+        **kwargs,
+    ):
+        for name, value in (
+            ("sync_grad_before_optimizer_step", sync_grad_before_optimizer_step),
+            ("install_optimized_model_weights", install_optimized_model_weights),
+        ):
+            if not value:
+                raise NotImplementedError(f"optimizer.step: {name}=False")
+        return step(*args, **kwargs)
+
+    @functools.wraps(zero_grad)
+    def new_zero_grad(*args, zero_grad_buffer=True, **kwargs):
+        return zero_grad(*args, **kwargs)
+
+    optimizer.step, optimizer.zero_grad = new_step, new_zero_grad
+    return optimizer
+
+
+def fully_shard(module, optimizer, preproc_state_dict_for_dcp_ckpt=True, **options):
+    """fully_shard_model and fully_shard_optimizer in one: `optimizer` was made from
+    the module's parameters before. Returns both."""
+    if optimizer.state:
+        raise ValueError("fully_shard: expected an optimizer that has not stepped yet")
+    names = {id(p): name for name, p in module.named_parameters()}
+    module = fully_shard_model(module, **options)
+    sharded = dict(module.named_parameters())
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if id(p) not in names:
+                raise ValueError(
+                    "fully_shard: the optimizer holds a parameter of shape "
+                    f"{tuple(p.shape)} that is not the module's"
+                )
+        group["params"] = [sharded[names[id(p)]] for p in group["params"]]
+    return module, fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt)
+
+
+def _check_others(others):
+    for name, value in others.items():
+        if name not in _WITHOUT_COUNTERPART:
+            raise TypeError(f"fully_shard_model has no argument {name!r}")
+        default, harmless, instead = _WITHOUT_COUNTERPART[name]
+        if value is not default and value not in (default, *harmless):
+            raise NotImplementedError(
+                f"{name}={value!r} is not supported"
+                + (f": {instead}" if instead else "")
+            )
+
+
+def _strategy(value):
+    if value in range(4):
+        return _STRATEGIES[value]
+    if value in _STRATEGIES:
+        return value
+    raise ValueError(
+        f"zero_dp_strategy: expected 0 to 3 or one of {', '.join(_STRATEGIES)}, got "
+        f"{value!r}"
+    )
+
+
+def _mesh(device_mesh, shard_dim, outer_dim):
+    if device_mesh is None:
+        return None
+    names = [name for name in (outer_dim, shard_dim) if name is not None]
+    for name in names:
+        if name not in (device_mesh.mesh_dim_names or ()):
+            raise ValueError(
+                f"device_mesh: expected a dimension {name!r}, it has "
+                f"{device_mesh.mesh_dim_names}"
+            )
+    if not names:
+        return device_mesh
+    return device_mesh[tuple(names)] if len(names) > 1 else device_mesh[names[0]]
+
+
+def _class(kind):
+    if isinstance(kind, type) and issubclass(kind, nn.Module):
+        return kind
+    try:
+        module, _, name = kind.rpartition(".")
+        return getattr(importlib.import_module(module), name)
+    except (AttributeError, ImportError, ValueError) as error:
+        raise ValueError(
+            "fsdp_unit_modules: expected classes or import paths such as "
+            f"'package.module.Class', got {kind!r}"
+        ) from error
+
+
+def _outermost(module, kinds):
+    units = []
+    for child in module.children():
+        if isinstance(child, kinds):
+            units.append(child)
+        else:
+            units += _outermost(child, kinds)
+    return units
+
+
+def _to_main_dtype(unit, policy):
+    """The unit's own parameters in the main dtype, and the policy that computes in
+    the dtype that they had."""
+    own = [
+        p
+        for m in unit.modules()
+        for p in m._parameters.values()
+        if p is not None and p.is_floating_point() and not hasattr(p, "placements")
+    ]
+    dtypes = {p.dtype for p in own}
+    main = policy.main_params_dtype
+    if main is None and len(dtypes) == 1:
+        main = next(iter(dtypes))
+    if policy.main_grads_dtype not in (None, main):
+        raise NotImplementedError(
+            f"mixed_precision_policy.main_grads_dtype={policy.main_grads_dtype} is not "
+            f"supported: gradients have the main parameters' dtype, {main}"
+        )
+    if len(dtypes) > 1:
+        raise NotImplementedError(
+            f"parameters of {type(unit).__name__} have the dtypes {dtypes}; expected "
+            "one per unit"
+        )
+    if main is not None:
+        for p in own:
+            p.data = p.data.to(main)
+    compute = next(iter(dtypes), None)
+    return _Policy(
+        param_dtype=compute,
+        reduce_dtype=policy.grad_comm_dtype or main,
+        cast_forward_inputs=False,
+    )
+
+
+__all__ = [
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "fully_shard",
+    "fully_shard_model",
+    "fully_shard_optimizer",
+]
