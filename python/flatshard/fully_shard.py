@@ -2,11 +2,10 @@
 
 import weakref
 
-import torch
 from torch import nn
 
 from flatshard import _C
-from flatshard.mesh import core_mesh, default_device_mesh
+from flatshard.mesh import core_mesh, default_device_mesh, device_of
 from flatshard.module import (
     FSDPModule,
     check_module,
@@ -189,9 +188,9 @@ def _check_placement(shard_placement_fn, tensor, name):
 
 def _move_buffers(modules, device_mesh):
     """Buffers, which stay whole, follow the parameters to the mesh's device."""
-    if device_mesh.device_type == "cpu":
+    device = device_of(device_mesh)
+    if device.type == "cpu":
         return
-    device = torch.device("cuda", torch.cuda.current_device())
     for module in modules:
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta and buffer.device != device:

@@ -28,14 +28,14 @@ def reset_parameters(model, seed=0, init_fn=None):
     places = {}
     for module in model.modules():
         state = state_of(module)
-        for p in state.parameters if state is not None else ():
+        if state is None:
+            continue
+        state.initialized = True
+        for p in state.parameters:
             for site, name in p.sites:
                 places.setdefault(id(site()), []).append((name, p))
     done = set()
     writes.count += 1
-    for module in model.modules():
-        if state_of(module) is not None:
-            state_of(module).initialized = True
     for full_name, module in model.named_modules():
         own = places.get(id(module))
         if own is None:
@@ -69,20 +69,11 @@ def _reset_module(module, own, seed, init_fn, done):
         for name, p in own:
             if id(p) not in done:  # a tied one has the values of its first place
                 done.add(id(p))
-                _copy_rows(whole[name].detach(), p.shard)
+                with torch.no_grad():
+                    p.shard._local_tensor.copy_(p.shard.rows_of(whole[name]))
     finally:
         for name, p in own:
             module._parameters[name] = p.shard
-
-
-def _copy_rows(values, shard):
-    local = shard._local_tensor
-    with torch.no_grad():
-        for dim, placement in enumerate(shard.placements):
-            if hasattr(placement, "cuts"):
-                rank = shard.device_mesh.get_local_rank(dim)
-                values = values[placement.cuts[rank] : placement.cuts[rank + 1]]
-        local.copy_(values)
 
 
 def _seed(seed, name):

@@ -317,11 +317,11 @@ def _wrapped_class(cls):
 
 
 def restore_replaced(module, incompatible_keys):
-    """After load_state_dict, which may put other parameters into modules."""
-    for child in module.modules():
-        if state_of(child) is not None:
-            state_of(child).adopt_replaced()
-            state_of(child).initialized = True
+    """After load_state_dict of a wrapped module and what is below it, which may put
+    other parameters into modules."""
+    state = state_of(module)
+    state.adopt_replaced()
+    state.initialized = True
 
 
 def check_module(module):

@@ -210,8 +210,8 @@ class ShardedTensor(DTensor):
         writes.note(self)
         return super().to_local(**options)
 
-    def like(self, tensor):
-        """`tensor`, plain or a DTensor, with as many rows, cut as this one is.
+    def rows_of(self, tensor):
+        """This rank's rows of `tensor`, plain or a DTensor, with as many rows.
 
         Collective when it is a DTensor.
         """
@@ -221,8 +221,15 @@ class ShardedTensor(DTensor):
             if isinstance(placement, RowShard):
                 rank = self.device_mesh.get_local_rank(dim)
                 local = local[placement.cuts[rank] : placement.cuts[rank + 1]]
+        return local
+
+    def like(self, tensor):
+        """The DTensor `tensor`, with as many rows, cut as this one is. Collective."""
         return ShardedTensor.wrap(
-            local, self.device_mesh, list(self.placements), full.shape
+            self.rows_of(tensor),
+            self.device_mesh,
+            list(self.placements),
+            tensor.shape,
         )
 
 

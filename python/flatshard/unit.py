@@ -76,7 +76,6 @@ class UnitState:
     id: int = -1
     name: str = ""
     initialized: bool = True  # False: parameters that were on meta have no values
-    seen_writes: int = 0
     running: set = field(default_factory=set)  # modules of a list still to run
 
     # -- gradients -----------------------------------------------------------------
@@ -97,7 +96,7 @@ class UnitState:
                     continue
                 with torch.no_grad():
                     own = p.grad._local_tensor
-                    own.zero_() if grad is None else own.copy_(_cut_like(p.grad, grad))
+                    own.zero_() if grad is None else own.copy_(p.grad.rows_of(grad))
                 p.shard.grad = p.grad
 
     def show_grads(self):
@@ -112,7 +111,7 @@ class UnitState:
                 continue
             if grad is not None:  # the user's own, from before
                 with torch.no_grad():
-                    p.grad._local_tensor.add_(_cut_like(p.grad, grad))
+                    p.grad._local_tensor.add_(p.grad.rows_of(grad))
             p.shard.grad = p.grad
 
     def drop_grads(self):
@@ -165,7 +164,7 @@ class UnitState:
                         f"{tuple(found.shape)}, expected {tuple(p.shard.shape)}"
                     )
                 with torch.no_grad():
-                    p.shard._local_tensor.copy_(_cut_like(p.shard, found))
+                    p.shard._local_tensor.copy_(p.shard.rows_of(found))
             self.show(p, p.shard)
         writes.count += 1
 
@@ -186,13 +185,6 @@ class UnitState:
                     "was changed after fully_shard, which groups parameters by it: "
                     "freeze or unfreeze before fully_shard"
                 )
-
-
-def _cut_like(tensor, values):
-    """This rank's rows of `values`, which may be plain or any DTensor."""
-    if isinstance(tensor, ShardedTensor):
-        return tensor.like(values)._local_tensor
-    return values.full_tensor() if hasattr(values, "full_tensor") else values
 
 
 def _copy_attributes(source, target):
