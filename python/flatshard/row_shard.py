@@ -43,6 +43,7 @@ class Writes:
 writes = Writes()
 register_optimizer_step_post_hook(writes.note_step)
 
+_unscale = torch._amp_foreach_non_finite_check_and_unscale_
 _get_data = torch.Tensor.data.__get__
 _set_data = torch.Tensor.data.__set__
 
@@ -170,6 +171,8 @@ class ShardedTensor(DTensor):
                 args[0].copy_(args[1])
             return None
         with torch._C.DisableTorchFunctionSubclass():
+            if function is _unscale:
+                return _unscale_gradients(*args)
             args = _align(args)
             if kwargs and "out" in kwargs:
                 return _call_with_out(function, args, kwargs)
@@ -236,6 +239,25 @@ class ShardedTensor(DTensor):
 # None of its own: DTensor's class has to be assignable to it. But whoever copies a
 # tensor slot by slot (DCP's staging) asks the type for them.
 ShardedTensor.__slots__ = DTensor.__slots__
+
+
+def _unscale_gradients(gradients, found_inf, inverse_scale):
+    """What GradScaler asks of gradients. All ranks get the same `found_inf`.
+
+    DTensor asks the first gradient alone over which ranks to agree, and takes no
+    plain tensors beside.
+    """
+    local = [g._local_tensor if isinstance(g, DTensor) else g for g in gradients]
+    _unscale(local, found_inf, inverse_scale)
+    groups = {}
+    for gradient in gradients:
+        if isinstance(gradient, DTensor):
+            mesh = gradient.device_mesh
+            for dim, placement in enumerate(gradient.placements):
+                if isinstance(placement, Shard):
+                    groups[mesh, dim] = mesh.get_group(dim)
+    for group in groups.values():
+        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
 
 
 def _call_with_out(function, args, kwargs):

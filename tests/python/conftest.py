@@ -3,6 +3,8 @@ torchrun). After each test the ranks compare how it went: one that failed fails 
 all, and the session ends there, since the ranks may have parted."""
 
 import os
+import shutil
+import tempfile
 from datetime import timedelta
 
 import pytest
@@ -64,6 +66,16 @@ def mesh_2d(world):
     if world % 2:
         pytest.skip("needs an even number of ranks")
     return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("outer", "dp"))
+
+
+@pytest.fixture
+def folder(rank):
+    name = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(name)
+    yield name[0]
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(name[0])
 
 
 @pytest.fixture(autouse=True)

@@ -34,6 +34,31 @@ class Mlp(nn.Module):
         return (self(x) - y).square().mean()
 
 
+DIM = 13
+
+
+class Body(nn.Module):
+    """Blocks and a function that says how they are called."""
+
+    def __init__(self, body, blocks=3):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(DIM, 17) for _ in range(blocks))
+        self.head = nn.Linear(DIM, 5)
+        self.body = body
+
+    def forward(self, x):
+        return self.head(self.body(self, x))
+
+    def units(self):
+        return list(self.blocks)
+
+
+def plain(m, x):
+    for block in m.blocks:
+        x = block(x)
+    return x
+
+
 class Cnn(nn.Module):
     def __init__(self):
         super().__init__()

@@ -13,68 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import flatshard
 from flatshard import MixedPrecisionPolicy, fully_shard
-from tests.python.models import Block, Mlp, llama
-from tests.python.training import full_state, shard
-
-DIM = 13
-
-
-class Body(nn.Module):
-    """Blocks and a function that says how they are called."""
-
-    def __init__(self, body, blocks=3):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(DIM, 17) for _ in range(blocks))
-        self.head = nn.Linear(DIM, 5)
-        self.body = body
-
-    def forward(self, x):
-        return self.head(self.body(self, x))
-
-    def units(self):
-        return list(self.blocks)
-
-
-def data(rank, step=0):
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(4, DIM, generator=generator)
-
-
-def against_one_process(model, mesh, rank, world, steps=2, act=None, **options):
-    """Trains `model` sharded and, on every rank, whole with all ranks' data."""
-
-    def plain_act(m, x):
-        m(x).square().mean().backward()
-
-    act = act or plain_act
-    single = copy.deepcopy(model)
-    shard(model, fully_shard, mesh=mesh, **options)
-    ours = torch.optim.SGD(model.parameters(), lr=0.01)
-    theirs = torch.optim.SGD(single.parameters(), lr=0.01)
-    for step in range(steps):
-        act(model, data(rank, step))
-        for r in range(world):
-            act(single, data(r, step))
-        for p in single.parameters():
-            if p.grad is not None:
-                p.grad /= world
-        ours.step(), ours.zero_grad()
-        theirs.step(), theirs.zero_grad()
-    for name, value in full_state(model).items():
-        torch.testing.assert_close(
-            value,
-            single.state_dict()[name],
-            rtol=1e-5,
-            atol=1e-6,
-            msg=lambda text: f"{name}: {text}",
-        )
-    return model
-
-
-def plain(m, x):
-    for block in m.blocks:
-        x = block(x)
-    return x
+from tests.python.models import DIM, Block, Body, Mlp, llama, plain
+from tests.python.training import against_one_process, data, full_state, shard
 
 
 def test_order_of_calls_may_change(mesh, rank, world):

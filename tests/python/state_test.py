@@ -2,12 +2,9 @@
 `fully_shard` made, and the core's AdamW beside torch's."""
 
 import copy
-import shutil
-import tempfile
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -252,16 +249,6 @@ def test_clipping_sees_every_element_once(mesh, world, rank):
 
 
 # -- checkpoints ------------------------------------------------------------------------
-
-
-@pytest.fixture
-def folder(rank):
-    name = [tempfile.mkdtemp() if rank == 0 else None]
-    dist.broadcast_object_list(name)
-    yield name[0]
-    dist.barrier()
-    if rank == 0:
-        shutil.rmtree(name[0])
 
 
 def trained(function, mesh, rank, kind=torch.optim.AdamW, seed=0):

@@ -7,6 +7,8 @@ import torch
 from torch.distributed.fsdp import fully_shard as fsdp2
 
 import flatshard
+from flatshard import fully_shard
+from tests.python.models import DIM
 
 
 def shard(model, function, **options):
@@ -67,3 +69,39 @@ def distance(a, b):
         )
         / scale
     )
+
+
+def data(rank, step=0):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(4, DIM, generator=generator)
+
+
+def against_one_process(model, mesh, rank, world, steps=2, act=None, **options):
+    """Trains `model` sharded and, on every rank, whole with all ranks' data."""
+
+    def plain_act(m, x):
+        m(x).square().mean().backward()
+
+    act = act or plain_act
+    single = copy.deepcopy(model)
+    shard(model, fully_shard, mesh=mesh, **options)
+    ours = torch.optim.SGD(model.parameters(), lr=0.01)
+    theirs = torch.optim.SGD(single.parameters(), lr=0.01)
+    for step in range(steps):
+        act(model, data(rank, step))
+        for r in range(world):
+            act(single, data(r, step))
+        for p in single.parameters():
+            if p.grad is not None:
+                p.grad /= world
+        ours.step(), ours.zero_grad()
+        theirs.step(), theirs.zero_grad()
+    for name, value in full_state(model).items():
+        torch.testing.assert_close(
+            value,
+            single.state_dict()[name],
+            rtol=1e-5,
+            atol=1e-6,
+            msg=lambda text: f"{name}: {text}",
+        )
+    return model
