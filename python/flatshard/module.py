@@ -208,6 +208,7 @@ class FSDPModule:
 
     def _set(self, name, value, recurse):
         modules = self.modules() if recurse else [self]
+        roots = {}
         for module in modules:
             state = state_of(module)
             if state is None:
@@ -215,7 +216,9 @@ class FSDPModule:
             setattr(state.policy, name, value)
             if state.root is not None:
                 state.root.apply_policy(state)
-                state.root.apply_sync()
+                roots[id(state.root)] = state.root
+        for root in roots.values():
+            root.apply_sync()
 
     def __deepcopy__(self, memo):
         raise AssertionError(

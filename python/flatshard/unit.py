@@ -281,3 +281,8 @@ def whole_parameter(tensor):
 
 def mark_owner(tensor, name):
     setattr(tensor, _OWNER, name)
+
+
+def former_name(tensor):
+    """The name of the parameter that `tensor` was before fully_shard, or None."""
+    return getattr(tensor, _OWNER, None)

@@ -1,20 +1,16 @@
-"""Megatron-FSDP's names (its first version) for those who come from there.
-
-The functions translate arguments; what they give is `flatshard.fully_shard`'s. An
-argument that has no counterpart is refused by name unless it has its default value.
-"""
+"""The names of Megatron-FSDP's first version (megatron_fsdp)."""
 
 import functools
 import importlib
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from flatshard.fully_shard import fully_shard as _fully_shard
 from flatshard.initialize import reset_parameters
+from flatshard.megatron import v2
+from flatshard.megatron.precision import MixedPrecisionPolicy, main_dtype
 from flatshard.module import FSDPModule
-from flatshard.policies import MixedPrecisionPolicy as _Policy
 
 _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
@@ -46,22 +42,6 @@ _WITHOUT_COUNTERPART = {
     "gradient_reduce_div_fusion": (True, (False,), ""),
     "fsdp_all_gather_in_start_param_sync": (True, (False,), ""),
 }
-
-
-@dataclass(frozen=True)
-class MixedPrecisionPolicy:
-    """Megatron-FSDP's dtypes.
-
-    Attributes:
-        main_params_dtype: of the sharded parameters that the optimizer updates. None:
-            the module's own. The module's dtype is that of forward and backward.
-        main_grads_dtype: of reduced gradients. None: that of the main parameters.
-        grad_comm_dtype: of gradients on the wire. None: main_grads_dtype.
-    """
-
-    main_params_dtype: torch.dtype | None = torch.float32
-    main_grads_dtype: torch.dtype | None = None
-    grad_comm_dtype: torch.dtype | None = None
 
 
 def fully_shard_model(
@@ -109,8 +89,8 @@ def fully_shard_model(
     kinds = tuple(_class(kind) for kind in fsdp_unit_modules or ())
     units = _outermost(module, kinds)
     for unit in [*units, module]:
-        policy = _to_main_dtype(unit, mixed_precision_policy)
-        _fully_shard(unit, mesh=mesh, strategy=strategy, mp_policy=policy)
+        with main_dtype(unit, mixed_precision_policy) as policy:
+            _fully_shard(unit, mesh=mesh, strategy=strategy, mp_policy=policy)
         if calculate_per_token_loss:
             unit.set_gradient_divide_factor(1.0)
     if init_model_with_meta_device:
@@ -118,17 +98,25 @@ def fully_shard_model(
     return module
 
 
-def fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt=True):
-    """Gives `step` and `zero_grad` Megatron-FSDP's keyword arguments. Returns
-    `optimizer`, which was made from the sharded module's parameters."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if not hasattr(p, "placements"):
-                raise ValueError(
-                    "fully_shard_optimizer: expected an optimizer of the sharded "
-                    f"module's parameters, got one of shape {tuple(p.shape)} that is "
-                    "not sharded; make it after fully_shard_model"
-                )
+def fully_shard_optimizer(
+    optimizer, preproc_state_dict_for_dcp_ckpt=True, *, precision_aware=False
+):
+    """Gives `step` and `zero_grad` the first version's keyword arguments. Returns
+    `optimizer`, which was made from the sharded module's parameters.
+
+    Args:
+        preproc_state_dict_for_dcp_ckpt: of the first version; state dicts are always
+            ready for torch.distributed.checkpoint.
+        precision_aware: of the second one, see v2.fully_shard_optimizer.
+    """
+    v2.fully_shard_optimizer(optimizer, precision_aware=precision_aware)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(hasattr(p, "placements") for p in parameters):
+        raise ValueError(
+            "fully_shard_optimizer: expected an optimizer of the sharded module's "
+            f"parameters, got one of {len(parameters)} that are not sharded; make it "
+            "after fully_shard_model"
+        )
     step, zero_grad = optimizer.step, optimizer.zero_grad
 
     @functools.wraps(step)
@@ -148,6 +136,8 @@ def fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt=True):
 
     @functools.wraps(zero_grad)
     def new_zero_grad(*args, zero_grad_buffer=True, **kwargs):
+        if not zero_grad_buffer:
+            raise NotImplementedError("optimizer.zero_grad: zero_grad_buffer=False")
         return zero_grad(*args, **kwargs)
 
     optimizer.step, optimizer.zero_grad = new_step, new_zero_grad
@@ -157,6 +147,12 @@ def fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt=True):
 def fully_shard(module, optimizer, preproc_state_dict_for_dcp_ckpt=True, **options):
     """fully_shard_model and fully_shard_optimizer in one: `optimizer` was made from
     the module's parameters before. Returns both."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"fully_shard: expected an optimizer, got a {type(optimizer).__name__}; "
+            "the second version's, which takes a mesh, is "
+            "flatshard.megatron.v2.fully_shard"
+        )
     if optimizer.state:
         raise ValueError("fully_shard: expected an optimizer that has not stepped yet")
     names = {id(p): name for name, p in module.named_parameters()}
@@ -232,40 +228,6 @@ def _outermost(module, kinds):
         else:
             units += _outermost(child, kinds)
     return units
-
-
-def _to_main_dtype(unit, policy):
-    """The unit's own parameters in the main dtype, and the policy that computes in
-    the dtype that they had."""
-    own = [
-        p
-        for m in unit.modules()
-        for p in m._parameters.values()
-        if p is not None and p.is_floating_point() and not hasattr(p, "placements")
-    ]
-    dtypes = {p.dtype for p in own}
-    main = policy.main_params_dtype
-    if main is None and len(dtypes) == 1:
-        main = next(iter(dtypes))
-    if policy.main_grads_dtype not in (None, main):
-        raise NotImplementedError(
-            f"mixed_precision_policy.main_grads_dtype={policy.main_grads_dtype} is not "
-            f"supported: gradients have the main parameters' dtype, {main}"
-        )
-    if len(dtypes) > 1:
-        raise NotImplementedError(
-            f"parameters of {type(unit).__name__} have the dtypes {dtypes}; expected "
-            "one per unit"
-        )
-    if main is not None:
-        for p in own:
-            p.data = p.data.to(main)
-    compute = next(iter(dtypes), None)
-    return _Policy(
-        param_dtype=compute,
-        reduce_dtype=policy.grad_comm_dtype or main,
-        cast_forward_inputs=False,
-    )
 
 
 __all__ = [

@@ -1,0 +1,45 @@
+"""Megatron-FSDP's names for those who come from there.
+
+    megatron_fsdp                   flatshard.megatron (first version)
+    megatron_fsdp.experimental      flatshard.megatron.v2
+
+Two names mean different things in the two versions. `fully_shard` of this module is
+the first version's: the second's takes a mesh where that takes an optimizer.
+`fully_shard_optimizer` of this module takes the arguments of either. The second
+version's other names are here too.
+
+The functions translate arguments; what they give is `flatshard.fully_shard`'s. An
+argument without a counterpart is refused by name unless it has its default value.
+"""
+
+from flatshard.megatron import v2
+from flatshard.megatron.precision import MixedPrecisionPolicy
+from flatshard.megatron.v1 import (
+    fully_shard,
+    fully_shard_model,
+    fully_shard_optimizer,
+)
+from flatshard.megatron.v2 import (
+    FsdpContext,
+    Placements,
+    fully_shard_context,
+    load_checkpoint,
+    microbatch,
+    save_checkpoint,
+)
+from flatshard.module import FSDPModule
+
+__all__ = [
+    "FSDPModule",
+    "FsdpContext",
+    "MixedPrecisionPolicy",
+    "Placements",
+    "fully_shard",
+    "fully_shard_context",
+    "fully_shard_model",
+    "fully_shard_optimizer",
+    "load_checkpoint",
+    "microbatch",
+    "save_checkpoint",
+    "v2",
+]

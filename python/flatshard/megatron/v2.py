@@ -1,0 +1,403 @@
+"""The names of Megatron-FSDP's second version (megatron_fsdp.experimental).
+
+with fully_shard_context() as context:
+    for block in model.layers:
+        fully_shard(block, mesh, placements)
+    fully_shard(model, mesh, placements)
+optimizer = torch.optim.AdamW(model.parameters())
+fully_shard_optimizer(optimizer)
+for i, batch in enumerate(batches):
+    with microbatch(context, is_last=i + 1 == len(batches)):
+        model(batch).backward()
+optimizer.step()
+"""
+
+import contextlib
+import contextvars
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement
+
+from flatshard.fully_shard import fully_shard as _fully_shard
+from flatshard.megatron.precision import MixedPrecisionPolicy, main_dtype
+from flatshard.module import FSDPModule, check_module
+from flatshard.unit import former_name
+
+# What rests where, a letter per mesh axis: Replicate, Partial, Shard.
+_STRATEGIES = {
+    ("R", "P", "R"): "no_shard",
+    ("R", "P", "S"): "optim",
+    ("R", "S", "S"): "optim_grads",
+    ("S", "S", "S"): "optim_grads_params",
+    ("RR", "PP", "RR"): "no_shard",
+    ("RR", "PP", "RS"): "optim",
+    ("RR", "PS", "RS"): "optim_grads",
+    ("RS", "PS", "RS"): "optim_grads_params",
+}
+_REFUSED = {
+    ("RS", "PS", "SS"): "sharding the optimizer over the outer axis too (HFSDP) is "
+    "not supported from Python yet; give Placements.optimizer [Replicate(), Shard(0)]",
+    ("SS", "SS", "SS"): "to shard over all ranks of two axes, give a mesh of one "
+    "axis over the same ranks",
+}
+
+
+@dataclass(frozen=True)
+class Placements:
+    """Where parameters, gradients and optimizer state rest, per mesh axis.
+
+    Attributes:
+        dp_axes: data-parallel axes of the mesh, by number or name, in its order.
+        parameter, gradient, optimizer: for each of these axes Replicate() or
+            Shard(0); for a gradient Partial("avg") instead of Replicate().
+    """
+
+    dp_axes: Sequence[int | str]
+    parameter: Sequence[Placement]
+    gradient: Sequence[Placement]
+    optimizer: Sequence[Placement]
+
+    def __post_init__(self):
+        for name in ("parameter", "gradient", "optimizer"):
+            placements = getattr(self, name)
+            if len(placements) != len(self.dp_axes):
+                raise ValueError(
+                    f"Placements.{name}: expected one placement per axis of dp_axes, "
+                    f"{len(self.dp_axes)}, got {len(placements)}"
+                )
+
+
+class FsdpContext:
+    """The modules that one `with fully_shard_context()` sharded."""
+
+    def __init__(self, device):
+        self.device = device
+        self._modules = []  # weak references, in the order of the calls
+        self._roots = None  # once the context has been left
+        self._is_last_microbatch = True
+
+    @property
+    def is_last_microbatch(self):
+        return self._is_last_microbatch
+
+    @is_last_microbatch.setter
+    def is_last_microbatch(self, is_last):
+        """See `microbatch`."""
+        self.ensure_finalized()
+        self._is_last_microbatch = bool(is_last)
+        for ref in self._roots:
+            root = ref()
+            if root is not None:
+                root.set_requires_all_reduce(self._is_last_microbatch)
+
+    def ensure_finalized(self):
+        if self._roots is None:
+            raise RuntimeError(
+                "microbatch: leave the fully_shard_context, without an exception, "
+                "before its modules run"
+            )
+
+    def _register(self, module):
+        self._modules.append(weakref.ref(module))
+        _contexts[module] = self
+
+    def _finalize(self):
+        below = {
+            id(child)
+            for ref in self._modules
+            for child in ref().modules()
+            if child is not ref()
+        }
+        self._roots = [ref for ref in self._modules if id(ref()) not in below]
+
+
+_contexts = weakref.WeakKeyDictionary()  # module -> its context
+_current = contextvars.ContextVar("flatshard_megatron_context", default=None)
+
+
+@contextlib.contextmanager
+def fully_shard_context(
+    device: torch.device | None = None,
+    *,
+    use_symmetric_memory: bool = False,
+    unify_communication_stream: bool = False,
+) -> Iterator[FsdpContext]:
+    """Around the calls of `fully_shard` for one or several models.
+
+    Args:
+        device: of the meshes. None: whichever they have.
+        use_symmetric_memory, unify_communication_stream: refused.
+
+    Raises:
+        RuntimeError: inside another one.
+        NotImplementedError: naming the argument.
+    """
+    if _current.get() is not None:
+        raise RuntimeError("fully_shard_context: expected to be outside of another")
+    if use_symmetric_memory:
+        raise NotImplementedError(
+            "use_symmetric_memory=True is not supported: collectives use buffers of "
+            "torch's allocator; leave it False"
+        )
+    if unify_communication_stream:
+        raise NotImplementedError(
+            "unify_communication_stream=True is not supported: gathers and reductions "
+            "have a stream each. To save memory, flatshard.fully_shard with prefetch=0 "
+            "gathers no unit ahead"
+        )
+    context = FsdpContext(None if device is None else torch.device(device))
+    token = _current.set(context)
+    try:
+        yield context
+    finally:
+        _current.reset(token)
+    context._finalize()
+
+
+def fully_shard(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    placements: Placements,
+    mixed_precision_policy: MixedPrecisionPolicy | None = None,
+    grad_divisor: int = 1,
+) -> None:
+    """Shards the parameters of `module` that no inner call has sharded, in place.
+
+    Args:
+        mesh: the mesh; the axes that `placements` does not name hold independent
+            copies, and a mesh that has any needs names for its axes.
+        placements: ZeRO-0 to 3 on one axis; on two the same with replicas over the
+            first (HSDP).
+        mixed_precision_policy: None: MixedPrecisionPolicy().
+        grad_divisor: gradients, averaged over the ranks, are divided by it too.
+
+    Raises:
+        RuntimeError: outside of fully_shard_context.
+        ValueError, NotImplementedError: naming the argument.
+    """
+    check_module(module)
+    context = _current.get()
+    if context is None:
+        raise RuntimeError("fully_shard: expected to be inside fully_shard_context")
+    for child in module.modules():
+        if isinstance(child, FSDPModule) and _contexts.get(child) is not context:
+            raise ValueError(
+                f"{type(module).__name__} holds a {type(child).__name__} that was "
+                "sharded outside of this fully_shard_context; shard both inside one"
+            )
+    if not grad_divisor > 0:
+        raise ValueError(f"grad_divisor: expected a number > 0, got {grad_divisor}")
+    strategy = _strategy(placements)
+    mesh = _data_parallel_mesh(mesh, placements.dp_axes)
+    _check_device(context.device, mesh)
+    policy = mixed_precision_policy or MixedPrecisionPolicy()
+    if policy.main_params_dtype is None:
+        policy = MixedPrecisionPolicy(
+            torch.float32, policy.main_grads_dtype, policy.grad_comm_dtype
+        )
+    with main_dtype(module, policy) as mp_policy:
+        _fully_shard(module, mesh=mesh, strategy=strategy, mp_policy=mp_policy)
+    if grad_divisor != 1:
+        module.set_gradient_divide_factor(mesh.size() * grad_divisor)
+    context._register(module)
+
+
+@contextlib.contextmanager
+def microbatch(context: FsdpContext, is_last: bool) -> Iterator[None]:
+    """A forward and backward of one of several microbatches.
+
+    What waits for the last one: with HSDP the reduction over the outer axis, with
+    ZeRO-0 and ZeRO-1 the only one. ZeRO-2 and 3 on one axis reduce each microbatch.
+    Equal on all ranks. Afterwards `context.is_last_microbatch` is what it was.
+
+    Raises:
+        RuntimeError: inside fully_shard_context, or after it failed.
+    """
+    if not isinstance(context, FsdpContext):
+        raise TypeError(
+            "microbatch: expected what `with fully_shard_context() as context` gives, "
+            f"got {type(context).__name__}"
+        )
+    context.ensure_finalized()
+    before = context.is_last_microbatch
+    context.is_last_microbatch = is_last
+    try:
+        yield
+    finally:
+        context.is_last_microbatch = before
+
+
+def fully_shard_optimizer(
+    optimizer: torch.optim.Optimizer, *, precision_aware: bool = False
+) -> None:
+    """Checks that `optimizer` was made from sharded parameters. It needs no more:
+    the core notices what an optimizer writes, and closures work.
+
+    Args:
+        precision_aware: whether the optimizer takes gradients of another dtype than
+            its parameters'. They have the same here, so both values do.
+
+    Raises:
+        TypeError: it holds something else than parameters.
+        ValueError: it holds parameters as they were before fully_shard.
+    """
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if not isinstance(p, nn.Parameter):
+                raise TypeError(
+                    "fully_shard_optimizer: expected an optimizer of nn.Parameters, "
+                    f"got a {type(p).__name__} of shape {tuple(p.shape)}"
+                )
+            if (name := former_name(p)) is not None:
+                raise ValueError(
+                    f"fully_shard_optimizer: the optimizer holds parameter {name} as "
+                    "it was before fully_shard and would not update the model; make "
+                    "it from model.parameters() afterwards"
+                )
+
+
+def save_checkpoint(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    checkpoint_dir: str | os.PathLike,
+) -> None:
+    """Writes both to a folder, with torch.distributed.checkpoint. Collective."""
+    dcp.save(_state(model, optimizer), checkpoint_id=checkpoint_dir)
+
+
+def load_checkpoint(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    checkpoint_dir: str | os.PathLike,
+    *,
+    sync_model_weights: bool = True,
+) -> None:
+    """Reads what save_checkpoint wrote, on any number of ranks. Collective."""
+    if not sync_model_weights:
+        raise NotImplementedError(
+            "sync_model_weights=False is not supported: the next forward always "
+            "computes with the loaded parameters"
+        )
+    state = _state(model, optimizer)
+    dcp.load(state, checkpoint_id=checkpoint_dir)
+    dcp_state.set_model_state_dict(model, state["model"])
+    dcp_state.set_optimizer_state_dict(model, optimizer, state["optimizer"])
+
+
+def _state(model, optimizer):
+    return {
+        "model": dcp_state.get_model_state_dict(model),
+        "optimizer": dcp_state.get_optimizer_state_dict(model, optimizer),
+    }
+
+
+def _strategy(placements):
+    lists = {
+        name: "".join(_letter(name, p) for p in getattr(placements, name))
+        for name in ("parameter", "gradient", "optimizer")
+    }
+    key = tuple(lists.values())
+    if key in _STRATEGIES:
+        return _STRATEGIES[key]
+    given = ", ".join(
+        f"{name} {list(getattr(placements, name))}"
+        for name in ("parameter", "gradient", "optimizer")
+    )
+    reason = _REFUSED.get(
+        key,
+        "expected those of ZeRO-0 to 3 on one axis, or on two with replicas over the "
+        "first (docs/python.md lists them)",
+    )
+    raise NotImplementedError(f"placements: {given} are not supported: {reason}")
+
+
+def _letter(name, placement):
+    if placement.is_shard():
+        if placement.dim != 0:
+            raise NotImplementedError(
+                f"Placements.{name}: expected Shard(0), got {placement}: parameters "
+                "are cut between rows"
+            )
+        return "S"
+    if name == "gradient" and placement.is_partial():
+        if placement.reduce_op != "avg":
+            raise NotImplementedError(
+                f"Placements.gradient: expected Partial('avg'), got {placement}; for "
+                "sums call set_gradient_divide_factor(1.0) on each sharded module"
+            )
+        return "P"
+    if name != "gradient" and placement.is_replicate():
+        return "R"
+    expected = "Partial('avg')" if name == "gradient" else "Replicate()"
+    raise ValueError(
+        f"Placements.{name}: expected {expected} or Shard(0) per axis, got {placement}"
+    )
+
+
+def _data_parallel_mesh(mesh, axes):
+    numbers = [_axis_number(mesh, axis) for axis in axes]
+    if numbers != sorted(set(numbers)):
+        raise ValueError(
+            "Placements.dp_axes: expected different axes in the mesh's order, got "
+            f"{list(axes)}"
+        )
+    if len(numbers) == mesh.ndim:
+        return mesh
+    if mesh.mesh_dim_names is None or not numbers:
+        raise ValueError(
+            f"Placements.dp_axes: {list(axes)} are a part of the axes of a mesh of "
+            f"{mesh.ndim}; expected at least one axis, and names: give "
+            "init_device_mesh mesh_dim_names"
+        )
+    names = tuple(mesh.mesh_dim_names[n] for n in numbers)
+    return mesh[names]
+
+
+def _axis_number(mesh, axis):
+    names = mesh.mesh_dim_names or ()
+    if isinstance(axis, str) and axis in names:
+        return names.index(axis)
+    if isinstance(axis, int) and -mesh.ndim <= axis < mesh.ndim:
+        return axis % mesh.ndim
+    raise ValueError(
+        f"Placements.dp_axes: expected axes of the mesh, which has {mesh.ndim} with "
+        f"the names {names or None}, got {axis!r}"
+    )
+
+
+def _check_device(device, mesh):
+    if device is not None and device.type != mesh.device_type:
+        raise ValueError(
+            f"fully_shard_context: device {device} is not of the mesh's type, "
+            f"{mesh.device_type}"
+        )
+    if device is not None and device.index not in (None, _current_index(device)):
+        raise ValueError(
+            f"fully_shard_context: expected the current device, got {device}; call "
+            "torch.cuda.set_device first"
+        )
+
+
+def _current_index(device):
+    return torch.cuda.current_device() if device.type == "cuda" else 0
+
+
+__all__ = [
+    "FsdpContext",
+    "MixedPrecisionPolicy",
+    "Placements",
+    "fully_shard",
+    "fully_shard_context",
+    "fully_shard_optimizer",
+    "load_checkpoint",
+    "microbatch",
+    "save_checkpoint",
+]
