@@ -2,6 +2,8 @@
 
 import weakref
 
+import torch
+
 from flatshard import _C
 from flatshard.row_shard import writes
 
@@ -103,8 +105,11 @@ class Root:
 
     def before_forward(self):
         """Of the root."""
-        for unit in self.units:
-            unit.check_trainable()
+        # Without gradients nothing depends on it: peft's disable_adapter() freezes
+        # adapters for the time that it lasts.
+        if torch.is_grad_enabled():
+            for unit in self.units:
+                unit.check_trainable()
         self._pass_writes_on()
 
     def _pass_writes_on(self):

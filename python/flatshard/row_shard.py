@@ -163,6 +163,13 @@ class ShardedTensor(DTensor):
             tensor._spec = RowSpec.of(tensor._spec)
         return tensor.requires_grad_(requires_grad)
 
+    def beside(self, local):
+        """`local`, cut as this one is and of the same dtype, as a tensor of its own
+        without gradient. Cheap: nothing is checked."""
+        tensor = DTensor.__new__(DTensor, local, self._spec, requires_grad=False)
+        tensor.__class__ = ShardedTensor
+        return tensor
+
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         if function == _set_data:
@@ -176,7 +183,12 @@ class ShardedTensor(DTensor):
             args = _align(args)
             if kwargs and "out" in kwargs:
                 return _call_with_out(function, args, kwargs)
-            result = function(*args, **(kwargs or {}))
+            try:
+                result = function(*args, **(kwargs or {}))
+            except RuntimeError as error:
+                if "got mixed torch.Tensor and DTensor" not in str(error):
+                    raise
+                raise _used_outside(function, args, kwargs) from error
         if args and (function == _get_data or _is_in_place(function.__name__)):
             writes.note(args[0])
         if isinstance(result, (bool, int, float, str, type(None), torch.Size)):
@@ -393,4 +405,24 @@ def _refuse(function):
     raise NotImplementedError(
         f"{name} of a sharded parameter: its rows are not cut in equal pieces, "
         f"and this result would be wrong. Take full_tensor() or to_local() first"
+    )
+
+
+def _used_outside(function, args, kwargs):
+    """The error of a module that computes with a parameter that is not gathered."""
+    from flatshard.unit import unit_of  # which imports this module
+
+    shards = _cuts_of((args, kwargs), [])
+    place = next((place for s in shards if (place := unit_of(s))), None)
+    what, unit = "a sharded tensor", "its unit"
+    if place is not None:
+        state, index = place
+        module, name = next(p for p in state.parameters if p.index == index).sites[0]
+        what = f"parameter {name} of {type(module()).__name__}"
+        unit = f"unit {state.name}" if state.name else "its unit"
+    return RuntimeError(
+        f"{function.__name__}: {what} meets plain tensors as a shard, outside of the "
+        f"forward of {unit}. Call the module that fully_shard wrapped, not one inside "
+        "it; name other methods with register_fsdp_forward_method(module, name); or "
+        "call unshard() of the unit first"
     )

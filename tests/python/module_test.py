@@ -500,6 +500,21 @@ def test_bad_arguments_are_named(mesh):
         model.half()
 
 
+def test_parameters_outside_of_their_unit_are_named(mesh, rank):
+    model = shard(Body(plain), fully_shard, mesh=mesh)
+    with refused("parameter weight of Linear .* of its unit.*unshard", RuntimeError):
+        model.blocks[1].up(data(rank))
+    model(data(rank)).sum().backward()
+    with refused("parameter weight of Linear .* unit root.*register", RuntimeError):
+        model.head(data(rank))
+    with refused("linear: parameter weight of Linear .* unit blocks.1", RuntimeError):
+        model.blocks[1].up(data(rank))
+    with refused("add: a sharded tensor", RuntimeError):
+        model.head.bias.detach() + torch.ones(5)
+    model.unshard()
+    model.head(data(rank))
+
+
 def test_ties_over_units_are_named(mesh):
     model = Body(plain)
     model.blocks[1].up.weight = model.blocks[0].up.weight
@@ -512,5 +527,7 @@ def test_changed_requires_grad_is_named(mesh, rank):
     model = shard(Body(plain), fully_shard, mesh=mesh)
     model(data(rank))
     model.blocks[0].up.weight.requires_grad_(False)
+    with torch.no_grad():
+        model(data(rank))
     with refused("requires_grad of parameter weight", RuntimeError):
         model(data(rank))
