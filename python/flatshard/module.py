@@ -6,6 +6,8 @@ hold no trace of sharding, and an exception on the way is noticed.
 """
 
 import contextlib
+import copy
+import dataclasses
 import functools
 
 import torch
@@ -35,14 +37,24 @@ def _outside_of_graphs(function):
 
 
 def _cast(tree, dtype):
+    """Floating-point tensors in any nesting, as `dtype`; containers are copied."""
     if isinstance(tree, torch.Tensor):
         return tree.to(dtype) if tree.is_floating_point() else tree
-    return tree_map(
-        lambda x: x.to(dtype)
-        if isinstance(x, torch.Tensor) and x.is_floating_point()
-        else x,
-        tree,
-    )
+    return tree_map(functools.partial(_cast_leaf, dtype), tree)
+
+
+def _cast_leaf(dtype, leaf):
+    if isinstance(leaf, torch.Tensor):
+        return leaf.to(dtype) if leaf.is_floating_point() else leaf
+    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+        return leaf
+    # Not dataclasses.replace: that runs __post_init__ again.
+    copied = copy.copy(leaf)
+    for field in dataclasses.fields(leaf):
+        if hasattr(leaf, field.name):
+            value = _cast(getattr(leaf, field.name), dtype)
+            object.__setattr__(copied, field.name, value)
+    return copied
 
 
 @_outside_of_graphs
