@@ -69,6 +69,11 @@ def _make(device_mesh, key, timeout_s):
             "FLATSHARD_CUDA=on (python -m flatshard.doctor shows what this build has)"
         )
     shape, ranks, _ = key
+    if dist.get_rank() not in ranks:
+        raise ValueError(
+            f"mesh: rank {dist.get_rank()} is not in it, its ranks are {list(ranks)}; "
+            "only they call fully_shard"
+        )
     if len(ranks) == 1 and len(shape) == 1:
         return _C.Mesh.single(device)
     names = device_mesh.mesh_dim_names or ("outer", "dp")[-len(shape) :]
