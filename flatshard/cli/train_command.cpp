@@ -85,7 +85,19 @@ void train(const TrainArguments& arguments, std::vector<std::string> argv) {
   setenv("TORCH_NCCL_ENABLE_MONITORING", "0", 0);
   // Its watchdog would write to the store, which may be the one that hangs.
   setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0", 0);
-  Trainer trainer(config, env, arguments.device, arguments.resume);
+  // Not by way of the destructors: they wait for the peers, who wait for this
+  // rank.
+  const auto leave = [](const std::exception& error) {
+    report_failure(error);
+    std::fflush(nullptr);
+    std::_Exit(1);
+  };
+  Trainer trainer(
+      config,
+      env,
+      arguments.device,
+      arguments.resume,
+      [leave](const Verdict& v) { leave(Error(v.code, v.text)); });
   auto end = Trainer::End::finished;
   try {
     end = trainer.run();
@@ -93,11 +105,7 @@ void train(const TrainArguments& arguments, std::vector<std::string> argv) {
     if (env.world_size == 1) {
       throw;
     }
-    // Not by way of the destructors: they wait for the peers, who wait for
-    // this rank.
-    report_failure(e);
-    std::fflush(nullptr);
-    std::_Exit(1);
+    leave(e);
   }
   if (end == Trainer::End::stopped) {
     throw CLI::RuntimeError(kStoppedExitCode);

@@ -4,6 +4,9 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
 #include <atomic>
+#include <chrono>
+#include <future>
+#include <thread>
 
 #include "flatshard/comm/backend.h"
 #include "flatshard/core/error.h"
@@ -14,6 +17,33 @@ namespace {
 
 c10d::ReduceOp nccl_op(ReduceOp op) {
   return op == ReduceOp::avg ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
+}
+
+constexpr auto kEndPatience = std::chrono::seconds(2);
+
+// Aborts `backend`, unless that is done, and destroys it on a thread of its
+// own, which is left behind when it takes long. The destructor joins torch's
+// watchdog thread, and that sleeps for a minute after an error of NCCL, or
+// waits for a store whose host hangs. Source: Watchdog::runLoop in torch's
+// ProcessGroupNCCL.cpp.
+void end_apart(BackendHandle backend, bool aborted, const std::string& name) {
+  std::promise<void> ended;
+  const std::future<void> end = ended.get_future();
+  std::thread([backend = std::move(backend),
+               ended = std::move(ended),
+               aborted,
+               name]() mutable {
+    try {
+      if (!aborted) {
+        backend->abort();
+      }
+    } catch (const std::exception& error) {
+      log_error("communicator '{}' ended badly: {}", name, error.what());
+    }
+    backend.reset();
+    ended.set_value();
+  }).detach();
+  end.wait_for(kEndPatience);
 }
 
 // Every call uses asyncOp = false: NCCL's kernel then goes to the current
@@ -28,20 +58,21 @@ class NcclCommunicator : public Communicator {
       bool owned)
       : Communicator(backend->getRank(), backend->getSize(), name, device),
         backend_(std::move(backend)),
-        owned_(owned) {}
+        end_(owned ? End::shut_down : End::of_its_owner) {}
 
   // A group of our own is shut down with its peers; after an exception they
   // may never come, so it is aborted then. A wrapped one is its owner's.
   ~NcclCommunicator() override {
-    if (!owned_.exchange(false)) {
+    const End end = end_;
+    if (end == End::of_its_owner) {
+      return;
+    }
+    if (end == End::aborted || std::uncaught_exceptions() > 0) {
+      end_apart(std::move(backend_), end == End::aborted, name());
       return;
     }
     try {
-      if (std::uncaught_exceptions() > 0) {
-        backend_->abort();
-      } else {
-        backend_->shutdown();
-      }
+      backend_->shutdown();
     } catch (const std::exception& error) {
       log_error("communicator '{}' ended badly: {}", name(), error.what());
     }
@@ -49,7 +80,8 @@ class NcclCommunicator : public Communicator {
 
   // May come from the watcher's thread while a collective is launched.
   void abort() override {
-    owned_ = false;
+    End ours = End::shut_down;
+    end_.compare_exchange_strong(ours, End::aborted);
     backend_->abort();
   }
 
@@ -136,8 +168,11 @@ class NcclCommunicator : public Communicator {
     });
   }
 
+  /// What the destructor has to do.
+  enum class End { shut_down, aborted, of_its_owner };
+
   BackendHandle backend_;
-  std::atomic<bool> owned_;  ///< to be shut down or aborted
+  std::atomic<End> end_;
 };
 
 void check_indexed(const std::string& name, at::Device device) {

@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -15,6 +16,14 @@ namespace flatshard {
 
 class Communicator;
 
+/// Called once, from a thread of the watcher, when there is a verdict but the
+/// communicators have not ended some ten seconds after it. NCCL's abort waits
+/// for the connections of all ranks of the host, also of one that is stopped,
+/// and what this process waits for on the GPU may then never come: a program
+/// can say the verdict and end its process here. The library does not.
+/// Source: ncclProxyService in NCCL's src/proxy.cc.
+using OnStuckAbort = std::function<void(const Verdict&)>;
+
 struct FlightRecorderOptions {
   /// A rank that is silent, or late for a collective, for this long is named
   /// and the communicators are aborted.
@@ -27,6 +36,8 @@ struct FlightRecorderOptions {
   std::string name = "mesh";
   /// torchrun's agent serves the store, not rank 0.
   bool launcher_serves_store = false;
+  /// Unset: a warning is logged.
+  OnStuckAbort on_stuck_abort;
 };
 
 /// Says what the collectives that this thread launches are for, as long as it
@@ -64,6 +75,7 @@ class CollectiveScope {
 /// named, with what every rank was doing, by a verdict that all ranks read. The
 /// watcher then aborts the communicators; whoever waits in a collective, or
 /// calls the next one, gets the verdict as an Error. Nothing ends the process.
+/// An abort that hangs holds up nobody: see OnStuckAbort.
 ///
 /// Thread-safe. Construction and destruction are collective: rank 0 stays until
 /// the others have left or know that it leaves, two seconds at most.

@@ -44,6 +44,7 @@ FlightWatcher::FlightWatcher(
       tick_(clamp(options_.timeout / 20, 20ms, 1s)),
       stalled_after_(options_.timeout - 4 * tick_),
       settle_(clamp(options_.timeout / 4, 100ms, 5s)),
+      abort_patience_(settle_ + kLinger),
       store_(make_prefix_store(
           "flight/" + options_.name,
           own_connection(std::move(store)))),
@@ -268,16 +269,23 @@ void FlightWatcher::leave() {
 
 void FlightWatcher::run_guard() {
   std::unique_lock lock(mutex_);
-  while (!stop_guard_) {
+  const auto self = shared_from_this();  // an abort may outlive the recorder
+  const auto aborts = [&] { return verdict_ && !aborted_ && !said_stuck_; };
+  while (!stop_guard_ || aborts()) {
     changed_.wait_for(lock, tick_, [&] {
-      return stop_guard_ || (verdict_ && !aborted_);
+      return (stop_guard_ && !aborts()) ||
+             (verdict_ && !abort_thread_.joinable());
     });
-    if (verdict_ && !aborted_) {
-      lock.unlock();
-      abort_all();
-      lock.lock();
-      aborted_ = true;
-      changed_.notify_all();
+    if (aborts()) {
+      if (!abort_thread_.joinable()) {
+        abort_thread_ = std::thread([self] { self->abort_all(); });
+      } else if (Clock::now() - verdict_at_ >= 2 * abort_patience_) {
+        said_stuck_ = true;
+        const Verdict verdict = *verdict_;
+        lock.unlock();
+        say_stuck(verdict);
+        lock.lock();
+      }
       continue;
     }
     const auto silent =
@@ -298,8 +306,26 @@ void FlightWatcher::run_guard() {
       lock.lock();
     }
   }
+  if (left_behind_ && abort_thread_.joinable()) {
+    abort_thread_.detach();
+  }
   guard_done_ = true;
   changed_.notify_all();
+}
+
+void FlightWatcher::say_stuck(const Verdict& verdict) {
+  log_warning(
+      "the communicators did not end within {:.1f} s after the verdict; what "
+      "waits for the GPU may wait for ever",
+      std::chrono::duration<double>(2 * abort_patience_).count());
+  if (!options_.on_stuck_abort) {
+    return;
+  }
+  try {
+    options_.on_stuck_abort(verdict);
+  } catch (const std::exception& error) {
+    log_error("on_stuck_abort: {}", error.what());
+  }
 }
 
 void FlightWatcher::abort_all() {
@@ -313,6 +339,11 @@ void FlightWatcher::abort_all() {
     }
   }
   abort_together(communicators);
+  {
+    const std::lock_guard lock(mutex_);
+    aborted_ = true;
+  }
+  changed_.notify_all();
 }
 
 // -- from any thread ----------------------------------------------------------
@@ -324,6 +355,7 @@ void FlightWatcher::conclude(const Verdict& verdict) {
       return;
     }
     verdict_ = verdict;
+    verdict_at_ = Clock::now();
     concluded_ = true;
   }
   changed_.notify_all();
@@ -337,7 +369,9 @@ std::optional<Verdict> FlightWatcher::verdict() const {
 std::optional<Verdict> FlightWatcher::final_verdict() {
   std::unique_lock lock(mutex_);
   if (verdict_) {
-    changed_.wait_for(lock, settle_ + kLinger, [this] { return aborted_; });
+    changed_.wait_until(lock, verdict_at_ + abort_patience_, [this] {
+      return aborted_;
+    });
   }
   return verdict_;
 }
@@ -408,12 +442,14 @@ void FlightWatcher::close(const std::optional<std::string>& failure) {
   changed_.wait_for(lock, patience, [this] { return guard_done_; });
   const bool store_done = store_done_;
   const bool guard_done = guard_done_;
+  const bool aborted = aborted_;
+  left_behind_ = !guard_done;
   lock.unlock();
   const auto end = [](std::thread& thread, bool done) {
     if (!thread.joinable()) {
       return;
     }
-    // The last owner may be the guard itself, which held a communicator.
+    // The last owner may be the abort thread, which held a communicator.
     if (done && thread.get_id() != std::this_thread::get_id()) {
       thread.join();
     } else {
@@ -422,6 +458,9 @@ void FlightWatcher::close(const std::optional<std::string>& failure) {
   };
   end(store_thread_, store_done);
   end(guard_thread_, guard_done);
+  if (guard_done) {
+    end(abort_thread_, aborted);
+  }
 }
 
 }  // namespace flatshard::detail

@@ -19,7 +19,8 @@ namespace flatshard::detail {
 ///
 /// The store thread publishes this rank's state and reads the others'. A read
 /// from a store whose host is stopped or cut off never returns, so the guard
-/// thread watches the store thread, and it also aborts the communicators.
+/// thread watches the store thread. The abort thread, which starts with the
+/// verdict, aborts the communicators; it may hang, too, and the guard says so.
 class FlightWatcher : public std::enable_shared_from_this<FlightWatcher> {
  public:
   FlightWatcher(
@@ -45,8 +46,9 @@ class FlightWatcher : public std::enable_shared_from_this<FlightWatcher> {
 
   bool concluded() const { return concluded_; }
   std::optional<Verdict> verdict() const;
-  /// The verdict, once the communicators are aborted: until then the guard
-  /// thread holds them, and a program that ends must not end under it.
+  /// The verdict, once the communicators are aborted: until then the abort
+  /// thread holds them, and a program that ends should not end under it. An
+  /// abort that hangs is not waited for longer than `abort_patience_`.
   std::optional<Verdict> final_verdict();
   /// Publishes `verdict` unless there is one already; returns the one that
   /// all ranks read.
@@ -96,6 +98,8 @@ class FlightWatcher : public std::enable_shared_from_this<FlightWatcher> {
 
   // Guard thread.
   void run_guard();
+  void say_stuck(const Verdict& verdict);
+  // Abort thread.
   void abort_all();
   Verdict store_verdict(const std::string& what, ErrorCode code);
 
@@ -111,6 +115,8 @@ class FlightWatcher : public std::enable_shared_from_this<FlightWatcher> {
   const Milliseconds stalled_after_;
   /// The same when a collective has already failed somewhere.
   const Milliseconds settle_;
+  /// How long a caller waits for the communicators to end.
+  const Milliseconds abort_patience_;
   StoreHandle store_;
   FlightRing ring_;
   std::atomic<std::int64_t> step_ = 0;
@@ -125,6 +131,9 @@ class FlightWatcher : public std::enable_shared_from_this<FlightWatcher> {
   bool woken_ = false;
   bool closing_ = false;
   bool aborted_ = false;
+  bool said_stuck_ = false;
+  bool left_behind_ = false;  ///< the guard, with the abort thread
+  Clock::time_point verdict_at_;
   bool store_done_ = false;
   bool store_lost_ = false;  ///< the store thread may never come back
   bool stop_guard_ = false;
@@ -143,6 +152,7 @@ class FlightWatcher : public std::enable_shared_from_this<FlightWatcher> {
 
   std::thread store_thread_;
   std::thread guard_thread_;
+  std::thread abort_thread_;  ///< the guard's until it is done
 };
 
 }  // namespace flatshard::detail

@@ -239,7 +239,8 @@ std::shared_ptr<Mesh> Mesh::create(
             .timeout = root->options.communicator.timeout,
             .connect_timeout = root->options.connect_timeout,
             .name = root->options.name,
-            .launcher_serves_store = root->options.launcher_serves_store});
+            .launcher_serves_store = root->options.launcher_serves_store,
+            .on_stuck_abort = root->options.on_stuck_abort});
   }
   const AxisSet all = all_axes(root->axes.size());
   // The same order on all ranks.

@@ -41,6 +41,8 @@ struct MeshOptions {
   std::chrono::milliseconds connect_timeout = std::chrono::minutes(5);
   /// RankEnvironment::launcher_serves_store, for the watcher's messages.
   bool launcher_serves_store = false;
+  /// When the communicators cannot be ended after a fault.
+  OnStuckAbort on_stuck_abort;
 };
 
 /// A communicator that serves `axes` of a mesh built from groups that exist

@@ -35,11 +35,13 @@ class Trainer {
   /// Builds everything; collective over all ranks.
   /// @param device  "auto", "cpu" or "cuda".
   /// @param resume  go on from the latest checkpoint, if there is one.
+  /// @param on_stuck_abort  for the mesh, see OnStuckAbort.
   Trainer(
       const Config& config,
       RankEnvironment env,
       const std::string& device,
-      bool resume = false);
+      bool resume = false,
+      OnStuckAbort on_stuck_abort = {});
   ~Trainer();
 
   /// Trains up to step `training.steps`.

@@ -18,8 +18,11 @@
 namespace flatshard {
 namespace {
 
-std::shared_ptr<Mesh>
-make_mesh(const Config& config, const RankEnvironment& env, at::Device device) {
+std::shared_ptr<Mesh> make_mesh(
+    const Config& config,
+    const RankEnvironment& env,
+    at::Device device,
+    OnStuckAbort on_stuck_abort) {
   if (env.world_size == 1) {
     return Mesh::single(device);
   }
@@ -29,6 +32,7 @@ make_mesh(const Config& config, const RankEnvironment& env, at::Device device) {
       std::chrono::duration_cast<std::chrono::milliseconds>(timeout);
   options.watcher = config.comm.watcher;
   options.launcher_serves_store = env.launcher_serves_store;
+  options.on_stuck_abort = std::move(on_stuck_abort);
   return Mesh::create(
       mesh_axes(config),
       env.rank,
@@ -43,7 +47,8 @@ Trainer::Trainer(
     const Config& config,
     RankEnvironment env,
     const std::string& device,
-    bool resume)
+    bool resume,
+    OnStuckAbort on_stuck_abort)
     : config_(resolve_config(config, env.world_size)),
       env_(std::move(env)),
       device_(choose_device(device, env_)),
@@ -99,7 +104,7 @@ Trainer::Trainer(
       train_loader_->num_microbatches(env_.world_size, t.local_batch_size);
 
   check_memory(config_, model_config_, env_.world_size, device_);
-  mesh_ = make_mesh(config_, env_, device_);
+  mesh_ = make_mesh(config_, env_, device_, std::move(on_stuck_abort));
   watched([&] { build(resume); });
 }
 

@@ -4,6 +4,9 @@
 #include <gtest/gtest.h>
 #include <poll.h>
 
+#include <atomic>
+#include <future>
+
 #include "flatshard/comm/make_communicator.h"
 #include "flatshard/core/error.h"
 #include "tests/support/ranks.h"
@@ -35,6 +38,24 @@ CollectiveSignature signature(std::string unit, std::int64_t numel = 8) {
       .dtype = at::kFloat,
       .unit = std::move(unit)};
 }
+
+// Its abort returns when the test lets it, as NCCL's with a stopped peer.
+class StuckCommunicator : public Communicator {
+ public:
+  explicit StuckCommunicator(std::shared_future<void> let_go)
+      : Communicator(0, 1, "dp.gather", at::kCPU), let_go_(std::move(let_go)) {}
+
+  void abort() override { let_go_.wait(); }
+
+ private:
+  void do_all_gather(Tensors, Tensors) override {}
+  void do_reduce_scatter(Tensors, Tensors, ReduceOp) override {}
+  void do_all_reduce(at::Tensor, ReduceOp) override {}
+  void do_broadcast(at::Tensor, int) override {}
+  void do_barrier() override {}
+
+  std::shared_future<void> let_go_;
+};
 
 // A communicator that nothing is sent over.
 std::shared_ptr<Communicator> silent_communicator() {
@@ -204,6 +225,34 @@ TEST(FlightRecorder, AnErrorIsExplainedByTheRankThatCausedIt) {
     }
     wait_for_verdict(*flight);
   });
+}
+
+// The verdict comes all the same, the program is told, and nothing waits for
+// ever for the abort.
+TEST(FlightRecorder, AnAbortThatHangsHoldsUpNobody) {
+  std::promise<void> let_go;
+  const auto released = let_go.get_future().share();
+  std::atomic<int> num_told = 0;
+  run_ranks(2, [&](RankContext& context) {
+    std::promise<std::string> told;
+    const auto flight = recorder(
+        context,
+        {.timeout = 400ms, .on_stuck_abort = [&](const Verdict& verdict) {
+           num_told += 1;
+           told.set_value(verdict.text);
+         }});
+    const auto group = std::make_shared<StuckCommunicator>(released);
+    flight->watch(group, "g");
+    if (context.rank == 1) {
+      flight->publish_failure("the data loader broke");
+    }
+    wait_for_verdict(*flight);
+    const auto says = HasSubstr("rank 1 of 2 failed: the data loader broke");
+    EXPECT_THAT(error_of(*flight), says);
+    EXPECT_THAT(told.get_future().get(), says);
+  });
+  EXPECT_EQ(num_told, 2);
+  let_go.set_value();
 }
 
 TEST(FlightRecorder, RefusesByName) {

@@ -128,7 +128,12 @@ std::vector<FaultReport> run_with_fault(const FaultCase& c) {
       ::setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", 1);
       ::setenv("TORCH_NCCL_ENABLE_MONITORING", "0", 1);
       ::setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0", 1);
-      device = {at::kCUDA, static_cast<c10::DeviceIndex>(context.rank)};
+      if (c.world > c.num_gpus) {
+        const int host = context.rank / c.num_gpus;
+        ::setenv("NCCL_HOSTID", fmt::format("host{}", host).c_str(), 1);
+      }
+      const int gpu = context.rank % c.num_gpus;
+      device = {at::kCUDA, static_cast<c10::DeviceIndex>(gpu)};
       set_current_device(device);
     }
     std::vector<MeshAxis> axes;

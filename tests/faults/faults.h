@@ -29,6 +29,8 @@ struct FaultCase {
   int world = 3;
   int culprit = 2;
   at::DeviceType device = at::kCPU;
+  /// Ranks beyond it share GPUs: to NCCL, each further round is another host.
+  int num_gpus = 0;
   std::string strategy = "zero3";
   std::vector<std::int64_t> mesh;  ///< axis sizes; empty: one axis
   int steps = 6;

@@ -1,5 +1,6 @@
-// The same faults over NCCL, one rank per GPU. Ranks are forked, so this
-// process never touches a GPU; with less than two it skips itself.
+// The same faults over NCCL. Ranks are forked, so this process never touches a
+// GPU; with less than two it skips itself. Up to four ranks, one per GPU, or
+// FLATSHARD_FAULT_RANKS of them, which share the GPUs as if on several hosts.
 #include "flatshard/core/error.h"
 #include "tests/faults/faults.h"
 
@@ -8,7 +9,9 @@
 
 #include <algorithm>
 #include <csignal>
+#include <cstdlib>
 #include <filesystem>
+#include <string>
 
 namespace flatshard {
 namespace {
@@ -39,12 +42,15 @@ class FaultsNccl : public ::testing::Test {
 
   // The last rank is at fault, unless it is rank 0.
   static FaultCase with(Fault fault, bool rank_zero = false) {
-    const int world = std::min(num_gpus(), 4);
+    const char* wanted = std::getenv("FLATSHARD_FAULT_RANKS");
+    const int world =
+        wanted != nullptr ? std::stoi(wanted) : std::min(num_gpus(), 4);
     return {
         .fault = fault,
         .world = world,
         .culprit = rank_zero ? 0 : world - 1,
         .device = at::kCUDA,
+        .num_gpus = num_gpus(),
         // Silent differences are found by and by.
         .steps = fault == Fault::none ? 20 : 100000,
         .timeout = std::chrono::seconds(6)};
