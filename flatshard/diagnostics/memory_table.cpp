@@ -55,7 +55,7 @@ std::vector<MemoryRow> memory_rows(
       {"gradients",
        grads,
        fmt::format(
-           "{}, reduced, from the first backward on",
+           "{}, reduced, from backward to zero_grad",
            c10::toString(precision.main_grads))},
       {"optimizer state", optimizer_nbytes, "of the main weights' shard"},
       {"slot pool",

@@ -49,6 +49,14 @@ bool any_sharded(const Mesh& mesh, const Placements& placements) {
   return false;
 }
 
+void sum_or_set(const at::Tensor& into, const at::Tensor& from, bool add) {
+  if (add) {
+    into.add_(from);
+  } else {
+    into.copy_(from);
+  }
+}
+
 Strategy with_reduce_op(Strategy strategy, ReduceOp op) {
   for (Placement& placement : strategy.gradient) {
     if (placement.is_partial()) {
@@ -237,6 +245,7 @@ ParamGroup::Reduction ParamGroup::plan_reduction(
   r.add_local = has_local_;
   if (!collective) {
     has_local_ = true;
+    allocate(local_, partial_everywhere());
     return r;
   }
   has_local_ = false;
@@ -247,6 +256,9 @@ ParamGroup::Reduction ParamGroup::plan_reduction(
       });
   r.add_inner = has_inner_;
   r.to_inner = has_partial && !is_last;
+  if (r.to_inner || r.add_inner) {
+    allocate(inner_, options_.strategy.gradient);
+  }
   if (r.to_inner) {
     has_inner_ = true;
     return r;
@@ -254,24 +266,15 @@ ParamGroup::Reduction ParamGroup::plan_reduction(
   has_inner_ = false;
   r.add_grad = has_grad_;
   has_grad_ = true;
+  allocate(grad_, final_gradient());
   return r;
 }
 
-at::Tensor
-ParamGroup::sum_or_set(FlatBuffer& into, const FlatBuffer& from, bool add) {
-  if (!into.defined()) {
-    into = FlatBuffer(
-        layout_,
-        mesh_,
-        from.placements(),
-        options_.precision.main_grads);
+void ParamGroup::allocate(FlatBuffer& buffer, const Placements& placements) {
+  if (!buffer.defined()) {
+    buffer =
+        FlatBuffer(layout_, mesh_, placements, options_.precision.main_grads);
   }
-  if (add) {
-    into.local().add_(from.local());
-  } else {
-    into.local().copy_(from.local());
-  }
-  return into.local();
 }
 
 void ParamGroup::reduce(const at::Tensor& slot, const Reduction& r) {
@@ -282,16 +285,17 @@ void ParamGroup::reduce(const at::Tensor& slot, const Reduction& r) {
   }
   FlatBuffer source = wrap_partial(slot);
   if (!r.collective) {
-    sum_or_set(local_, source, r.add_local);
+    sum_or_set(local_.local(), source.local(), r.add_local);
     return;
   }
   if (r.add_local) {
-    source = wrap_partial(sum_or_set(local_, source, true).to(wire));
+    local_.local().add_(source.local());
+    source = wrap_partial(local_.local().to(wire));
   }
   if (r.to_inner || r.add_inner) {
     const FlatBuffer inner =
         source.redistribute(strategy.gradient, Purpose::reduce);
-    sum_or_set(inner_, inner, r.add_inner);
+    sum_or_set(inner_.local(), inner.local(), r.add_inner);
     if (r.to_inner) {
       return;
     }
@@ -305,9 +309,6 @@ void ParamGroup::reduce(const at::Tensor& slot, const Reduction& r) {
   const bool direct = !r.add_grad && options_.grad_divisor == 1 &&
                       wire == options_.precision.main_grads;
   if (direct) {
-    if (!grad_.defined()) {
-      grad_ = FlatBuffer(layout_, mesh_, target, wire);
-    }
     source.redistribute(target, Purpose::reduce, &grad_);
     return;
   }
@@ -315,13 +316,20 @@ void ParamGroup::reduce(const at::Tensor& slot, const Reduction& r) {
   if (options_.grad_divisor != 1) {
     reduced.local().div_(options_.grad_divisor);
   }
-  sum_or_set(grad_, reduced, r.add_grad);
+  sum_or_set(grad_.local(), reduced.local(), r.add_grad);
 }
 
 void ParamGroup::zero_grad() {
-  has_grad_ = false;
+  forget_grad();
   has_inner_ = false;
   has_local_ = false;
+  inner_ = {};
+  local_ = {};
+}
+
+void ParamGroup::forget_grad() {
+  has_grad_ = false;
+  grad_ = {};
 }
 
 void ParamGroup::scale_gradients(double factor) {

@@ -53,7 +53,8 @@ struct ParamGroupOptions {
 /// | local   | main_grads  | partial   | not yet reduced at all             |
 ///
 /// inner is HSDP's and HFSDP's, local that of ZeRO-0/1 and no_sync; both are
-/// lazy too.
+/// lazy too. Lazy: from the first reduction of a step to zero_grad, so that the
+/// memory serves activations in between.
 ///
 /// A frozen group has no main weights and no gradients. When main and compute
 /// have one dtype they share memory.
@@ -135,6 +136,8 @@ class ParamGroup {
     bool add_grad = false;
     bool to_inner = false;
   };
+  /// Allocates what is missing, on the current stream: later work of the reduce
+  /// stream waits for it, and it waits for the reductions before zero_grad.
   Reduction plan_reduction(bool collective, bool is_last);
   /// Carries it out. Collective; inside Stream::submit.
   /// @param slot  [layout.numel()] reduce dtype, this rank's gradient; padding
@@ -145,12 +148,14 @@ class ParamGroup {
   bool has_grad() const { return has_grad_; }
   /// Microbatches were accumulated but not reduced over all axes.
   bool has_unreduced_grad() const { return has_local_ || has_inner_; }
-  /// [shard] like main. Undefined before the first reduction.
+  /// [shard] like main. Undefined from zero_grad to the next reduction.
   const FlatBuffer& grad() const { return grad_; }
+  /// Forgets all gradients and gives their memory back. The current stream has
+  /// waited for the reductions (it has at the end of a backward).
   void zero_grad();
-  /// Forgets the reduced gradient only: what was accumulated without a
+  /// The same for the reduced gradient only: what was accumulated without a
   /// reduction joins the next one.
-  void forget_grad() { has_grad_ = false; }
+  void forget_grad();
   /// Multiplies gradients (reduced and not) by `factor`. On the current stream.
   void scale_gradients(double factor);
   /// On how many ranks each element of `main` exists.
@@ -171,7 +176,7 @@ class ParamGroup {
 
  private:
   void initialize(const Initializer& initializer);
-  at::Tensor sum_or_set(FlatBuffer& into, const FlatBuffer& from, bool add);
+  void allocate(FlatBuffer& buffer, const Placements& placements);
   FlatBuffer wrap_partial(const at::Tensor& local) const;
   Placements partial_everywhere() const;
   Placements final_gradient() const;

@@ -106,6 +106,7 @@ void Optimizer::step(double lr, const at::Tensor& grad_scale) {
     flat.grad = group.grad().local();
     flat.grad_scale = grad_scale;
     update(i, flat, lr);
+    flat.grad.reset();  // zero_grad gives its memory back
     group.mark_weights_changed();
   }
 }

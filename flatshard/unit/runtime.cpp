@@ -396,20 +396,22 @@ void Runtime::reduce(Unit& unit, bool collective) {
   void* slot = grads_slot(unit);
   unit.finish_grads(slot);
   observe([&](RuntimeObserver& o) { o.gradients_ready(unit, slot); });
+  std::vector<std::pair<std::size_t, ParamGroup::Reduction>> planned;
+  for (std::size_t g = 0; g < unit.groups().size(); ++g) {
+    if (unit.groups()[g]->trainable()) {
+      planned.emplace_back(
+          g,
+          unit.groups()[g]->plan_reduction(collective, is_last_microbatch_));
+    }
+  }
   Event filled;
   filled.record(*current_stream(mesh_->device()));
   filled.wait(*reduce_stream_);
-  for (std::size_t g = 0; g < unit.groups().size(); ++g) {
-    ParamGroup& group = *unit.groups()[g];
-    if (!group.trainable()) {
-      continue;
-    }
-    const auto reduction =
-        group.plan_reduction(collective, is_last_microbatch_);
+  for (const auto& [g, reduction] : planned) {
     reduce_stream_->submit([&unit,
-                            &group,
+                            &group = *unit.groups()[g],
                             flat = unit.grad_flat(slot, g),
-                            reduction,
+                            reduction = reduction,
                             step = step_] {
       const CollectiveScope scope(step, unit.name());
       group.reduce(flat, reduction);

@@ -7,6 +7,10 @@ import torch
 from flatshard import _C
 from flatshard.row_shard import writes
 
+# `.grad` and `.requires_grad` of a tensor subclass go through __torch_function__
+# otherwise, at twenty times the price, for each parameter of the model.
+_plain_attributes = torch._C.DisableTorchFunctionSubclass
+
 
 class Root:
     """Made when the outermost unit runs for the first time: only then is it
@@ -46,6 +50,7 @@ class Root:
             trace=False,
         )
         self._synced = None
+        self._in_backward = False
         self._seen_writes = -1
         for unit in units:
             unit.root = self
@@ -105,11 +110,15 @@ class Root:
 
     def before_forward(self):
         """Of the root."""
-        # Without gradients nothing depends on it: peft's disable_adapter() freezes
-        # adapters for the time that it lasts.
-        if torch.is_grad_enabled():
+        with _plain_attributes():
             for unit in self.units:
-                unit.check_trainable()
+                # Without gradients nothing depends on it: peft's disable_adapter()
+                # freezes adapters for the time that it lasts.
+                if torch.is_grad_enabled():
+                    unit.check_trainable()
+                # Not in a recompute: this backward has not shown its gradients yet.
+                if not self._in_backward:
+                    unit.free_dropped_grads()
         self._pass_writes_on()
 
     def _pass_writes_on(self):
@@ -127,14 +136,19 @@ class Root:
                 "of one model disagree; set them on the root module"
             )
         self._pass_writes_on()
-        for unit in self.units:
-            unit.take_user_grads()
+        self._in_backward = True
+        with _plain_attributes():
+            for unit in self.units:
+                unit.take_user_grads()
 
     def _after_backward(self):
-        for unit in self.units:
-            unit.show_grads()
+        self._in_backward = False
+        with _plain_attributes():
+            for unit in self.units:
+                unit.show_grads()
 
     def _after_reset(self):
+        self._in_backward = False
         for unit in self.units:
             unit.drop_grads()
 

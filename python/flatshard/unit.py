@@ -56,7 +56,7 @@ class Parameter:
     shard: nn.Parameter = None
     index: int = -1  # in the core's unit
     group: int = -1
-    grad: ShardedTensor = None  # shows the core's gradient; made once
+    grad: ShardedTensor = None  # shows the core's gradient, while there is one
     on_meta: bool = False
 
 
@@ -72,6 +72,7 @@ class UnitState:
     mp_policy: object
     prefetch: int
     policy: Policy = field(default_factory=Policy)
+    groups: list = field(default_factory=list)  # trainable ones: (index, parameters)
     root: object = None  # Root, once known
     id: int = -1
     name: str = ""
@@ -80,15 +81,20 @@ class UnitState:
 
     # -- gradients -----------------------------------------------------------------
 
+    def free_dropped_grads(self):
+        """Gives back the memory of gradients whose `.grad`s are all None by now."""
+        for group, members in self.groups:
+            if self.core.has_grad(group) and all(p.shard.grad is None for p in members):
+                self.core.forget_grad(group)
+                for p in members:
+                    p.grad = None
+
     def take_user_grads(self):
         """Makes the core's gradients what the `.grad`s say: a user may have
         dropped or replaced them since the last backward."""
-        for group in range(self.core.num_groups):
+        self.free_dropped_grads()
+        for group, members in self.groups:
             if not self.core.has_grad(group):
-                continue
-            members = [p for p in self.parameters if p.group == group]
-            if all(p.shard.grad is None for p in members):
-                self.core.forget_grad(group)
                 continue
             for p in members:
                 grad = p.shard.grad
@@ -101,22 +107,23 @@ class UnitState:
 
     def show_grads(self):
         """Gives the shards their gradients after a backward."""
-        for p in self.parameters:
-            if p.group < 0 or not self.core.has_grad(p.group):
+        for group, members in self.groups:
+            if not self.core.has_grad(group):
                 continue
-            if p.grad is None:
-                p.grad = self._wrap(p, self.core.grad(p.index))
-            grad = p.shard.grad
-            if grad is p.grad:
-                continue
-            if grad is not None:  # the user's own, from before
-                with torch.no_grad():
-                    p.grad._local_tensor.add_(p.grad.rows_of(grad))
-            p.shard.grad = p.grad
+            for p in members:
+                if p.grad is None:
+                    p.grad = p.shard.beside(self.core.grad(p.index))
+                grad = p.shard.grad
+                if grad is p.grad:
+                    continue
+                if grad is not None:  # the user's own, from before
+                    with torch.no_grad():
+                        p.grad._local_tensor.add_(p.grad.rows_of(grad))
+                p.shard.grad = p.grad
 
     def drop_grads(self):
         for p in self.parameters:
-            p.shard.grad = None
+            p.shard.grad = p.grad = None
 
     # -- parameters ----------------------------------------------------------------
 
@@ -133,6 +140,10 @@ class UnitState:
             _copy_attributes(p.whole, p.shard)
             _places[p.shard] = (weakref.ref(self), i)
             self.show(p, p.shard)
+        self.groups = [
+            (group, [p for p in self.parameters if p.group == group])
+            for group in sorted({p.group for p in self.parameters} - {-1})
+        ]
         storages = {
             p.shard._local_tensor.untyped_storage()._cdata for p in self.parameters
         }

@@ -60,6 +60,11 @@ TEST_P(ParamGroups, PlacementsAndBytes) {
     EXPECT_EQ(group->grad().dtype(), at::kFloat);
     EXPECT_FALSE(group->has_unreduced_grad());
     EXPECT_TRUE(group->has_grad());
+
+    group->zero_grad();
+    EXPECT_FALSE(group->has_grad());
+    bytes = group->nbytes();
+    EXPECT_EQ(bytes.grad + bytes.inner + bytes.local, 0);
   });
 }
 

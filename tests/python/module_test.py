@@ -250,6 +250,23 @@ def test_gradients_that_the_user_touches(mesh, rank):
     torch.testing.assert_close(model.head.weight.grad.full_tensor(), 4 * first[-2])
 
 
+def test_dropped_gradients_give_their_memory_back(mesh, rank):
+    model = shard(Body(plain), fully_shard, mesh=mesh)
+    model(data(rank)).sum().backward()
+    kept = model.head.weight.grad
+    values = kept._local_tensor.clone()
+    model.zero_grad()
+    model(2 * data(rank)).sum().backward()
+    # What the user holds is the user's; the core fills new memory.
+    assert model.head.weight.grad is not kept
+    assert torch.equal(kept._local_tensor, values)
+    core = flatshard.module.state_of(model).core
+    assert core.has_grad(0)
+    model.zero_grad()
+    model(data(rank))
+    assert not core.has_grad(0)
+
+
 @pytest.mark.parametrize("strategy", flatshard.fully_shard.__globals__["STRATEGIES"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_writes_reach_the_next_forward(strategy, dtype, mesh, rank):

@@ -352,7 +352,6 @@ TEST(Recovery, B38_DestroyedRuntimeLeavesAUsableModule) {
       buffers.push_back(group->main().local().storage().getWeakStorageImpl());
       buffers.push_back(
           group->compute().local().storage().getWeakStorageImpl());
-      buffers.push_back(group->grad().local().storage().getWeakStorageImpl());
     }
     const std::weak_ptr<Runtime> weak = twin.runtime;
     twin.runtime.reset();
