@@ -3,9 +3,10 @@
 import weakref
 
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from flatshard import _C
-from flatshard.mesh import core_mesh, default_device_mesh, device_of
+from flatshard.mesh import DeviceMesh, core_mesh, default_device_mesh, device_of
 from flatshard.module import (
     FSDPModule,
     check_module,
@@ -82,12 +83,10 @@ def fully_shard(
         ValueError: an argument that cannot work, naming it.
         NotImplementedError: one that is not supported, naming it.
     """
-    modules = [module] if isinstance(module, nn.Module) else list(module)
-    if not modules:
-        raise ValueError("module: expected a module or a list of them, got none")
-    for m in modules:
-        check_module(m)
+    modules = _modules(module)
     device_mesh = default_device_mesh() if mesh is None else mesh
+    if not isinstance(device_mesh, DeviceMesh):
+        raise TypeError(f"mesh: expected a DeviceMesh, got {mesh!r}")
     name = _strategy_name(strategy, outer, device_mesh)
     mp_policy = _mixed_precision(mp_policy)
     _refuse_unsupported(offload_policy, reshard_after_forward)
@@ -97,7 +96,7 @@ def fully_shard(
         )
 
     core = core_mesh(device_mesh)
-    ignored = {id(p) for p in ignored_params or ()}
+    ignored = _ids(ignored_params)
     owned = modules_of_unit(modules, lambda m: state_of(m) is not None)
     found = collect_parameters(modules, owned, ignored)
     for tensor, full_name, _ in found:
@@ -140,6 +139,32 @@ def fully_shard(
     return module
 
 
+def _modules(module):
+    one = isinstance(module, nn.Module) or not hasattr(module, "__iter__")
+    modules = [module] if one else list(module)
+    if not modules:
+        raise ValueError("module: expected a module or a list of them, got none")
+    for m in modules:
+        if not isinstance(m, nn.Module):
+            raise TypeError(
+                "module: expected an nn.Module or a list of them, got "
+                f"{type(m).__name__}"
+            )
+        check_module(m)
+    return modules
+
+
+def _ids(ignored_params):
+    ignored = list(ignored_params or ())
+    for p in ignored:
+        if not isinstance(p, nn.Parameter):
+            raise TypeError(
+                "ignored_params: expected parameters, not their names or others, got "
+                f"{type(p).__name__}"
+            )
+    return {id(p) for p in ignored}
+
+
 def _strategy_name(strategy, outer, mesh):
     if strategy not in STRATEGIES:
         raise ValueError(
@@ -169,6 +194,11 @@ def _refuse_unsupported(offload_policy, reshard_after_forward):
         raise NotImplementedError(
             f"offload_policy: {type(offload_policy).__name__} is not supported yet"
         )
+    if not isinstance(reshard_after_forward, (bool, int, type(None))):
+        raise ValueError(
+            "reshard_after_forward: expected True, False or None, got "
+            f"{reshard_after_forward!r}"
+        )
     if not isinstance(reshard_after_forward, (bool, type(None))):
         raise NotImplementedError(
             "reshard_after_forward: resharding to a smaller number of ranks "
@@ -179,7 +209,9 @@ def _refuse_unsupported(offload_policy, reshard_after_forward):
 
 def _check_placement(shard_placement_fn, tensor, name):
     placement = None if shard_placement_fn is None else shard_placement_fn(tensor)
-    if placement is not None and not (placement.is_shard() and placement.dim == 0):
+    if placement is not None and not (
+        isinstance(placement, Shard) and placement.dim == 0
+    ):
         raise NotImplementedError(
             f"shard_placement_fn: expected None or Shard(0) for parameter {name}, got "
             f"{placement}"

@@ -17,6 +17,10 @@ from torch.utils._pytree import tree_map
 from flatshard.root import Root
 
 
+# Options that a number, as fully_shard's reshard_after_forward may be, is no value of.
+_WHETHER = ("reshard_after_forward", "reshard_after_backward", "unshard_in_backward")
+
+
 def state_of(module):
     return module.__dict__.get("_flatshard")
 
@@ -63,6 +67,7 @@ def _run(module, function, args, kwargs):
     state = module.__dict__["_flatshard"]
     root = state.root
     if root is None:
+        _check_root(state)
         root = Root(module, state)
     # Of a unit of several modules, the first to run begins and the last ends.
     if len(state.modules) > 1:
@@ -95,6 +100,16 @@ def _run(module, function, args, kwargs):
         core.forward_error(state.id)
         raise
     return output
+
+
+def _check_root(state):
+    if len(state.modules) > 1:
+        kinds = ", ".join(type(m()).__name__ for m in state.modules)
+        raise RuntimeError(
+            f"the outermost unit holds several modules ({kinds}), so none of them sees "
+            "where a step begins: apply fully_shard also to the module that calls them, "
+            "and run that"
+        )
 
 
 class UnshardHandle:
@@ -173,6 +188,10 @@ class FSDPModule:
         ranks."""
         self._state().core.set_divisor(float(factor))
 
+    def set_reduce_scatter_divide_factor(self, factor):
+        """The former name of set_gradient_divide_factor."""
+        self.set_gradient_divide_factor(factor)
+
     def set_all_reduce_hook(self, hook, *, stream=None):
         raise NotImplementedError(
             "set_all_reduce_hook is not supported: reductions are launched by the "
@@ -180,20 +199,44 @@ class FSDPModule:
             "cover scaling and the dtype on the wire"
         )
 
+    def set_custom_all_gather(self, comm):
+        raise NotImplementedError(_own_collectives("set_custom_all_gather"))
+
+    def set_custom_reduce_scatter(self, comm):
+        raise NotImplementedError(_own_collectives("set_custom_reduce_scatter"))
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable):
+        if enable:
+            name = "set_allocate_memory_from_process_group_for_comm"
+            raise NotImplementedError(_own_collectives(name))
+
+    def set_force_sum_reduction_for_comms(self, enable):
+        if enable:
+            raise NotImplementedError(
+                "set_force_sum_reduction_for_comms is not supported: call "
+                "set_gradient_divide_factor(number of ranks), which sums and divides"
+            )
+
+    def set_post_optim_event(self, event):
+        raise NotImplementedError(
+            "set_post_optim_event is not supported: gathers wait for the stream that "
+            "the forward runs on; let that one wait for the event"
+        )
+
     # -- how long parameters stay whole ------------------------------------------------
 
     def set_reshard_after_forward(self, reshard_after_forward, recurse=True):
         """False: parameters stay whole from forward to backward."""
-        self._set("reshard_after_forward", bool(reshard_after_forward), recurse)
+        self._set("reshard_after_forward", reshard_after_forward, recurse)
 
     def set_reshard_after_backward(self, reshard_after_backward, *, recurse=True):
         """False: parameters stay whole after the backward, until they change."""
-        self._set("reshard_after_backward", bool(reshard_after_backward), recurse)
+        self._set("reshard_after_backward", reshard_after_backward, recurse)
 
     def set_unshard_in_backward(self, unshard_in_backward):
         """False: the unit's backward does not read its parameters (embeddings),
         so they are not gathered for it."""
-        self._set("unshard_in_backward", bool(unshard_in_backward), False)
+        self._set("unshard_in_backward", unshard_in_backward, False)
 
     def set_modules_to_forward_prefetch(self, modules):
         """Units to gather when this one's forward begins, instead of those that
@@ -219,6 +262,8 @@ class FSDPModule:
         return state
 
     def _set(self, name, value, recurse):
+        if name in _WHETHER and not isinstance(value, bool):
+            raise ValueError(f"{name}: expected True or False, got {value!r}")
         modules = self.modules() if recurse else [self]
         roots = {}
         for module in modules:
@@ -274,6 +319,13 @@ class FSDPModule:
             )
 
 
+def _own_collectives(name):
+    return (
+        f"{name} is not supported: the core launches its collectives on communicators "
+        "and buffers of its own"
+    )
+
+
 @contextlib.contextmanager
 def _hidden(states):
     """nn.Module passes over parameters that are None."""
@@ -289,6 +341,8 @@ def _hidden(states):
 
 
 def _states(modules):
+    if not isinstance(modules, (list, tuple)):
+        raise ValueError(f"expected a list of modules, got {type(modules).__name__}")
     states = []
     for module in modules:
         if state_of(module) is None:
