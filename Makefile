@@ -37,4 +37,4 @@ format: ## Rewrite the C++ and CUDA files in the one format
 	@scripts/format
 
 clean: ## Remove the build folders, but not .venv
-	rm -rf build build-san build-coverage
+	rm -rf build build-san build-coverage build-wheel

@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# What `pip install` of this checkout gives: builds the wheel, installs it into a fresh
+# virtual environment that sees the torch of FLATSHARD_PYTHON, and trains from there.
+# FLATSHARD_WHEEL_BUILD is kept, so that a second time compiles only what changed.
+# usage: wheel_test.sh      CXX and FLATSHARD_CUDA as in the build that ccache knows
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+python=${FLATSHARD_PYTHON:-.venv/bin/python}
+build=${FLATSHARD_WHEEL_BUILD:-$PWD/build-wheel}
+jobs=$(source scripts/common.sh && num_jobs)
+export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+export CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$jobs}
+unset PYTHONPATH
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+"$python" -m pip wheel . -q --no-build-isolation --no-deps --no-index \
+  -C build-dir="$build" -w "$work/dist"
+wheels=("$work"/dist/*.whl)
+[ ${#wheels[@]} = 1 ]
+
+"$python" - "${wheels[0]}" <<'PYTHON'
+import sys
+import zipfile
+from pathlib import Path
+
+names = set(zipfile.ZipFile(sys.argv[1]).namelist())
+names = {name for name in names if ".dist-info/" not in name}
+package = Path("python/flatshard")
+wanted = {
+    str(path.relative_to("python"))
+    for kind in ("*.py", "*.pyi", "py.typed")
+    for path in package.rglob(kind)
+    if path.name != "prepare_tokens.py"
+}
+extension = {name for name in names if name.startswith("flatshard/_C.cpython")}
+assert names - extension == wanted, names ^ wanted
+assert len(extension) == 1, extension
+PYTHON
+
+# The environment sees what is installed for `python`, after its own packages.
+"$python" -m venv --without-pip "$work/venv"
+here=$work/venv/bin/python
+purelib='import sysconfig; print(sysconfig.get_paths()["purelib"])'
+"$python" -c "$purelib" >"$("$here" -c "$purelib")/flatshard_test.pth"
+# With its dependencies, which have to be met: there is no index to take them from.
+"$python" -m pip --python "$here" install -q --no-index "${wheels[0]}"
+
+cp tests/python/wheel_step.py "$work"
+cd "$work"
+# Status 1 where this build does not fit the machine, as one with CUDA without a GPU.
+"$here" -m flatshard.doctor | tee doctor.txt || grep -q '^would not work:' doctor.txt
+grep -q "^extension  *$work/venv/" doctor.txt
+grep -q '^one step on a CPU  *works' doctor.txt
+"$here" -m torch.distributed.run --standalone --nproc-per-node 2 \
+  wheel_step.py "$work/venv" 2>step.txt || { cat step.txt >&2; exit 1; }
