@@ -62,7 +62,7 @@ Checkpointer::Checkpointer(
       optimizer_(optimizer),
       options_(std::move(options)),
       image_(
-          runs_to_write(groups_, optimizer_),
+          runs_to_write(groups_, optimizer_, options_.whole_tensors),
           mesh_->rank(),
           mesh_->size(),
           options_.max_file_nbytes) {

@@ -27,6 +27,8 @@ struct CheckpointOptions {
   std::uint64_t max_file_nbytes = std::uint64_t{4} << 30;
   /// How long ranks wait for one another when all have written.
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
+  /// What belongs to the model beside its groups. The tensors must stay.
+  std::vector<WholeTensor> whole_tensors;
 };
 
 /// What became of one save.

@@ -12,11 +12,18 @@ struct Dtype {
   std::string_view name;
 };
 
-constexpr std::array<Dtype, 4> kDtypes{
+constexpr std::array<Dtype, 10> kDtypes{
     {{at::kFloat, "F32"},
      {at::kBFloat16, "BF16"},
      {at::kHalf, "F16"},
-     {at::kDouble, "F64"}}};
+     {at::kDouble, "F64"},
+     // Of buffers; weights are floating-point.
+     {at::kLong, "I64"},
+     {at::kInt, "I32"},
+     {at::kShort, "I16"},
+     {at::kChar, "I8"},
+     {at::kByte, "U8"},
+     {at::kBool, "BOOL"}}};
 
 }  // namespace
 
@@ -28,13 +35,14 @@ std::string safetensors_dtype(at::ScalarType dtype) {
   }
   FLATSHARD_THROW(
       usage,
-      "expected float32, bfloat16, float16 or float64, got {}",
+      "expected a floating-point, integer or bool dtype that safetensors "
+      "knows, got {}",
       c10::toString(dtype));
 }
 
 at::ScalarType scalar_type(std::string_view dtype, std::string_view what) {
   for (const Dtype& known : kDtypes) {
-    if (known.name == dtype) {
+    if (known.name == dtype && c10::isFloatingType(known.type)) {
       return known.type;
     }
   }

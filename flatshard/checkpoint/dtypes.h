@@ -7,12 +7,12 @@
 
 namespace flatshard {
 
-/// safetensors' name of a dtype that weights and optimizer states have.
+/// safetensors' name of a dtype.
 /// @throws Error{usage} for another one.
 std::string safetensors_dtype(at::ScalarType dtype);
 
-/// The inverse. @param what  for the message.
-/// @throws Error{format} naming `what` and the dtypes that are known.
+/// The inverse for weights. @param what  for the message.
+/// @throws Error{format} for what is no floating-point dtype, naming `what`.
 at::ScalarType scalar_type(std::string_view dtype, std::string_view what);
 
 }  // namespace flatshard

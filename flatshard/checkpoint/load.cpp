@@ -160,10 +160,11 @@ class Loader {
     FLATSHARD_CHECK(
         role != manifest_.tensors.end(),
         format,
-        "{}: the checkpoint has no '{}'; it was written by another optimizer, "
-        "or without one",
+        "{}: the checkpoint has no '{}', which {} has; it was written by "
+        "another optimizer or model, or without one",
         folder_.string(),
-        run.role);
+        run.role,
+        run.names.front());
     for (const std::string& name : run.names) {
       const auto found = role->second.find(name);
       if (found != role->second.end()) {
@@ -185,7 +186,8 @@ class Loader {
   }
 
   void match() {
-    for (const OwnedRun& run : owned_runs(groups_, optimizer_)) {
+    for (const OwnedRun& run :
+         owned_runs(groups_, optimizer_, options_.whole_tensors)) {
       if (excluded(run.names)) {
         continue;
       }
@@ -222,7 +224,7 @@ class Loader {
   /// What the checkpoint has and the model has not.
   void check_names() const {
     for (const auto& [role, tensors] : manifest_.tensors) {
-      if (optimizer_ == nullptr && role != kWeightRole) {
+      if (optimizer_ == nullptr && role != kWeightRole && role != kBufferRole) {
         continue;
       }
       for (const auto& [name, tensor] : tensors) {

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "flatshard/checkpoint/owned_runs.h"
 #include "flatshard/comm/mesh.h"
 #include "flatshard/group/param_group.h"
 #include "flatshard/optim/optimizer.h"
@@ -20,6 +21,8 @@ struct LoadOptions {
   /// Threads of this rank that read and check; 0: this machine's cores over
   /// the ranks of the mesh, from 2 to 16.
   int num_threads = 0;
+  /// What belongs to the model beside its groups; overwritten like weights.
+  std::vector<WholeTensor> whole_tensors;
 };
 
 /// What a checkpoint says beside its tensors.

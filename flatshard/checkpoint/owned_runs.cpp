@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "flatshard/core/error.h"
 #include "flatshard/format/manifest.h"
 
 namespace flatshard {
@@ -46,9 +47,29 @@ void append(
   }
 }
 
+void append(
+    std::vector<OwnedRun>& runs,
+    const WholeTensor& whole,
+    const Replica& replica) {
+  FLATSHARD_CHECK(
+      whole.tensor.is_contiguous(),
+      usage,
+      "checkpoint: expected {} to be contiguous",
+      whole.name);
+  const at::Tensor flat = whole.tensor.detach().view(-1);
+  const std::int64_t n = replica.index == 0 ? flat.numel() : 0;
+  runs.push_back(
+      {.role = std::string(kBufferRole),
+       .names = {whole.name},
+       .shape = whole.tensor.sizes().vec(),
+       .begin = 0,
+       .values = flat.narrow(0, 0, n)});
+}
+
 std::vector<OwnedRun> runs_of(
     const std::vector<ParamGroup*>& groups,
     const Optimizer* optimizer,
+    const std::vector<WholeTensor>& whole,
     bool share_replicas) {
   std::vector<OwnedRun> runs;
   for (const ParamGroup* group : groups) {
@@ -63,9 +84,13 @@ std::vector<OwnedRun> runs_of(
       continue;  // frozen
     }
     const auto index = static_cast<std::size_t>(found - trained.begin());
-    for (const auto& [name, state] : optimizer->state(index)) {
-      append(runs, name, group->shards_of(state), replica);
+    for (const auto& [name, shards] : optimizer->state_shards(index)) {
+      append(runs, name, shards, replica);
     }
+  }
+  const std::int64_t rank = share_replicas ? groups.front()->mesh()->rank() : 0;
+  for (const WholeTensor& tensor : whole) {
+    append(runs, tensor, Replica{.index = rank});
   }
   return runs;
 }
@@ -74,14 +99,16 @@ std::vector<OwnedRun> runs_of(
 
 std::vector<OwnedRun> owned_runs(
     const std::vector<ParamGroup*>& groups,
-    const Optimizer* optimizer) {
-  return runs_of(groups, optimizer, false);
+    const Optimizer* optimizer,
+    const std::vector<WholeTensor>& whole) {
+  return runs_of(groups, optimizer, whole, false);
 }
 
 std::vector<OwnedRun> runs_to_write(
     const std::vector<ParamGroup*>& groups,
-    const Optimizer* optimizer) {
-  return runs_of(groups, optimizer, true);
+    const Optimizer* optimizer,
+    const std::vector<WholeTensor>& whole) {
+  return runs_of(groups, optimizer, whole, true);
 }
 
 }  // namespace flatshard

@@ -4,12 +4,23 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "flatshard/group/param_group.h"
 #include "flatshard/optim/optimizer.h"
 
 namespace flatshard {
+
+/// The role of tensors that every rank holds as a whole.
+inline constexpr std::string_view kBufferRole = "buffer";
+
+/// A tensor that is not sharded, e.g. a module's buffer: rank 0's values are
+/// saved, and every rank loads them.
+struct WholeTensor {
+  std::string name;
+  at::Tensor tensor;  ///< contiguous
+};
 
 /// A run of one tensor of a checkpoint that this rank holds.
 struct OwnedRun {
@@ -22,18 +33,21 @@ struct OwnedRun {
   std::int64_t end() const { return begin + values.numel(); }
 };
 
-/// Weights and optimizer state of this rank. Every tensor occurs, with n = 0
-/// when the rank holds nothing of it.
+/// Weights, optimizer state and whole tensors of this rank. Every tensor
+/// occurs, with n = 0 when the rank holds nothing of it.
 ///
 /// @param optimizer  null: weights only.
+/// @throws Error{usage} for a whole tensor that is not contiguous.
 std::vector<OwnedRun> owned_runs(
     const std::vector<ParamGroup*>& groups,
-    const Optimizer* optimizer);
+    const Optimizer* optimizer,
+    const std::vector<WholeTensor>& whole = {});
 
 /// The same without what other ranks hold as well: replicas share the runs
 /// evenly, so that all ranks together hold every element once.
 std::vector<OwnedRun> runs_to_write(
     const std::vector<ParamGroup*>& groups,
-    const Optimizer* optimizer);
+    const Optimizer* optimizer,
+    const std::vector<WholeTensor>& whole = {});
 
 }  // namespace flatshard

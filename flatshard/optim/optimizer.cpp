@@ -122,6 +122,15 @@ at::Tensor Optimizer::new_state(std::size_t group) const {
   return at::zeros({main.numel()}, main.options().dtype(at::kFloat));
 }
 
+std::vector<std::pair<std::string, std::vector<NamedShard>>>
+Optimizer::state_shards(std::size_t group) const {
+  std::vector<std::pair<std::string, std::vector<NamedShard>>> shards;
+  for (const auto& [name, flat] : state(group)) {
+    shards.emplace_back(name, groups_[group]->shards_of(flat));
+  }
+  return shards;
+}
+
 std::int64_t Optimizer::state_nbytes() const {
   std::int64_t nbytes = 0;
   for (std::size_t i = 0; i < groups_.size(); ++i) {

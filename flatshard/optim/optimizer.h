@@ -55,6 +55,9 @@ class Optimizer {
   /// size of the group's main shard.
   virtual std::vector<std::pair<std::string, at::Tensor>> state(
       std::size_t group) const = 0;
+  /// The same by parameter: what checkpoints save and load.
+  virtual std::vector<std::pair<std::string, std::vector<NamedShard>>>
+  state_shards(std::size_t group) const;
   const std::vector<ParamGroup*>& groups() const { return groups_; }
   std::int64_t state_nbytes() const;
 

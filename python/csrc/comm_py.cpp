@@ -48,11 +48,6 @@ void bind_comm(py::module_& m) {
       .def_property_readonly("rank", &Mesh::rank)
       .def_property_readonly("size", &Mesh::size)
       .def_property_readonly("num_axes", &Mesh::num_axes)
-      .def("abort", &Mesh::abort, py::call_guard<py::gil_scoped_release>())
-      .def(
-          "publish_failure",
-          &Mesh::publish_failure,
-          py::call_guard<py::gil_scoped_release>())
       .def("__repr__", &Mesh::to_string);
 }
 

@@ -12,4 +12,5 @@ PYBIND11_MODULE(_C, m) {
   bind_comm(m);
   bind_unit(m);
   bind_optim(m);
+  bind_checkpoint(m);
 }

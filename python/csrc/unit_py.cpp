@@ -22,8 +22,7 @@ class PyRuntime {
       py::object before_backward,
       py::object after_backward,
       py::object after_reset,
-      int prefetch,
-      bool trace)
+      int prefetch)
       : views_(std::make_shared<ParameterViews>(
             std::move(places),
             std::move(before_backward),
@@ -40,7 +39,7 @@ class PyRuntime {
           mesh,
           std::move(list),
           std::move(parents),
-          {.prefetch = prefetch, .trace = trace});
+          {.prefetch = prefetch});
       runtime->add_observer(views_);
     }
     for (const auto& unit : units) {
@@ -95,15 +94,6 @@ class PyRuntime {
   std::shared_ptr<ParameterViews> views_;
   Released<Runtime> runtime_;
 };
-
-py::list trace_of(PyRuntime& self) {
-  py::list actions;
-  for (const Action& action : self.runtime().trace().actions) {
-    actions.append(
-        py::make_tuple(std::string(to_string(action.kind)), action.unit));
-  }
-  return actions;
-}
 
 }  // namespace
 
@@ -199,8 +189,7 @@ void bind_unit(py::module_& m) {
               py::object,
               py::object,
               py::object,
-              int,
-              bool>(),
+              int>(),
           py::arg("mesh"),
           py::arg("units"),
           py::arg("parents"),
@@ -208,8 +197,7 @@ void bind_unit(py::module_& m) {
           py::arg("before_backward"),
           py::arg("after_backward"),
           py::arg("after_reset"),
-          py::arg("prefetch"),
-          py::arg("trace"))
+          py::arg("prefetch"))
       .def("forward_begin", &PyRuntime::forward_begin)
       .def("forward_end", &PyRuntime::forward_end)
       .def("forward_error", &PyRuntime::forward_error)
@@ -251,24 +239,7 @@ void bind_unit(py::module_& m) {
           [](PyRuntime& self, bool last) {
             self.runtime().set_is_last_microbatch(last);
           },
-          NoGil())
-      .def(
-          "set_step",
-          [](PyRuntime& self, std::int64_t step) {
-            self.runtime().set_step(step);
-          })
-      .def(
-          "reset",
-          [](PyRuntime& self) { self.runtime().reset(); },
-          NoGil())
-      .def(
-          "synchronize",
-          [](PyRuntime& self) { self.runtime().synchronize(); },
-          NoGil())
-      .def("trace", &trace_of)
-      .def("clear_trace", [](PyRuntime& self) {
-        self.runtime().clear_trace();
-      });
+          NoGil());
 }
 
 }  // namespace flatshard::python

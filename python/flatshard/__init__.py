@@ -26,7 +26,7 @@ def _load_core():
 
 _load_core()
 
-from flatshard import optim  # noqa: E402
+from flatshard import checkpoint, optim  # noqa: E402
 from flatshard._C import ConfigError, Error  # noqa: E402
 from flatshard.fully_shard import FSDPModule, fully_shard  # noqa: E402
 from flatshard.initialize import reset_parameters  # noqa: E402
@@ -49,6 +49,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "UnshardHandle",
+    "checkpoint",
     "fully_shard",
     "optim",
     "register_fsdp_forward_method",

@@ -25,6 +25,25 @@ def state_of(module):
     return module.__dict__.get("_flatshard")
 
 
+def root_of(module):
+    """The Root of the outermost module that fully_shard wrapped."""
+    state = state_of(module)
+    if state is None:
+        raise ValueError(
+            "expected the outermost module that fully_shard wrapped, got a "
+            f"{type(module).__name__} that it did not wrap"
+        )
+    if state.root is None:
+        _check_root(state)
+        Root(module, state)
+    if state.id != 0:
+        raise ValueError(
+            f"expected the outermost module that fully_shard wrapped, got unit "
+            f"{state.name} of one"
+        )
+    return state.root
+
+
 def _outside_of_graphs(function):
     """Dynamo leaves the function's frame alone and compiles what it calls."""
     # Not torch.compiler.disable: that imports dynamo, which takes a second, and
@@ -177,11 +196,12 @@ class FSDPModule:
     @contextlib.contextmanager
     def no_sync(self):
         """Backwards inside accumulate gradients without collectives."""
+        former = self._state().policy.sync_gradients
         self.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            self.set_requires_gradient_sync(True)
+            self.set_requires_gradient_sync(former)
 
     def set_gradient_divide_factor(self, factor):
         """Reduced gradients are sums divided by `factor` instead of the number of

@@ -68,7 +68,7 @@ class AdamW(torch.optim.Optimizer):
             unit.core.set_attribute(index, "weight_decay", "none")
         first = self.param_groups[0]
         self._units = list(dict.fromkeys(unit for unit, _ in self._places.values()))
-        self._core = _C.AdamW(
+        self.core = _C.AdamW(
             [unit.core for unit in self._units],
             beta1=first["betas"][0],
             beta2=first["betas"][1],
@@ -122,7 +122,7 @@ class AdamW(torch.optim.Optimizer):
         for parameter, (unit, index) in self._places.items():
             if not parameter.requires_grad:
                 continue
-            views = self._core.state(unit.core, index)
+            views = self.core.state(unit.core, index)
             self.state[parameter] = {
                 "step": torch.tensor(0.0),
                 **{
@@ -154,12 +154,16 @@ class AdamW(torch.optim.Optimizer):
             )
         for unit in self._units:
             unit.take_user_grads()
-        self._core.step(rates.pop())
+        self.core.step(rates.pop())
+        self.show_steps()
+        return loss
+
+    def show_steps(self):
+        """Makes `step` of each parameter's state what the core counted."""
         for parameter, (unit, index) in self._places.items():
             if parameter in self.state:
-                updates = self._core.num_updates(unit.core, index)
+                updates = self.core.num_updates(unit.core, index)
                 self.state[parameter]["step"].fill_(float(updates))
-        return loss
 
     @torch.no_grad()
     def load_state_dict(self, state_dict):
@@ -179,4 +183,4 @@ class AdamW(torch.optim.Optimizer):
             state["step"].fill_(step)
             self.state[parameter] = state
             unit, index = self._places[parameter]
-            self._core.set_num_updates(unit.core, index, int(step))
+            self.core.set_num_updates(unit.core, index, int(step))

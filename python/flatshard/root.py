@@ -19,22 +19,23 @@ class Root:
     def __init__(self, module, state):
         units, parents, names = _walk(module)
         self._check(units, state)
-        for unit in units:
-            unit.check_initialized(names)
         places = []
         for number, unit in enumerate(units):
-            # In the core's order of parameters.
-            ordered = sorted(unit.parameters, key=lambda p: p.index)
-            unit.core.set_names(unit.name, [names[id(p)] for p in ordered])
+            for p in unit.parameters:
+                p.names = names[id(p)]
+            unit.core.set_names(unit.name, [p.names for p in unit.parameters])
             unit.id = number
+            _name_released(unit.parameters, names)
             places.append(
                 [
                     _C.Place(site()._parameters, name, p.whole, p.shard)
-                    for p in ordered
+                    for p in unit.parameters
                     for site, name in p.sites
                 ]
             )
         # The units hold this object; they go with their modules.
+        self.mesh = state.mesh
+        self.device_mesh = state.device_mesh
         self._units = [weakref.ref(unit) for unit in units]
         # The core would keep a bound method, and with it this object, for ever.
         me = weakref.ref(self)
@@ -47,10 +48,10 @@ class Root:
             after_backward=lambda: me()._after_backward(),
             after_reset=lambda: me()._after_reset(),
             prefetch=state.prefetch,
-            trace=False,
         )
         self._synced = None
         self._in_backward = False
+        self._initialized = False
         self._seen_writes = -1
         for unit in units:
             unit.root = self
@@ -110,6 +111,10 @@ class Root:
 
     def before_forward(self):
         """Of the root."""
+        if not self._initialized:
+            for unit in self.units:
+                unit.check_initialized()
+            self._initialized = True
         with _plain_attributes():
             for unit in self.units:
                 # Without gradients nothing depends on it: peft's disable_adapter()
@@ -151,6 +156,19 @@ class Root:
         self._in_backward = False
         for unit in self.units:
             unit.drop_grads()
+
+
+def _name_released(parameters, names):
+    """What reading a whole parameter says while it has no memory."""
+    for p in parameters:
+        if p.whole.numel():
+            torch._C._set_storage_data_ptr_access_error_msg(
+                p.whole.untyped_storage()._cdata,
+                f"parameter {names[id(p)][0]} is released: it is whole only while its "
+                "unit computes, and gone with its model. Read it in the unit's forward "
+                "or after unshard() of the unit, read the shard in parameters(), and "
+                "keep the model until backward() is done",
+            )
 
 
 def _walk(root):

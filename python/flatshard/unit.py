@@ -55,12 +55,13 @@ class Parameter:
     whole: nn.Parameter
     shard: nn.Parameter = None
     index: int = -1  # in the core's unit
+    names: list = field(default_factory=list)  # in the model, once that is known
     group: int = -1
     grad: ShardedTensor = None  # shows the core's gradient, while there is one
     on_meta: bool = False
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class UnitState:
     """One call of fully_shard."""
 
@@ -140,6 +141,7 @@ class UnitState:
             _copy_attributes(p.whole, p.shard)
             _places[p.shard] = (weakref.ref(self), i)
             self.show(p, p.shard)
+        self.parameters.sort(key=lambda p: p.index)
         self.groups = [
             (group, [p for p in self.parameters if p.group == group])
             for group in sorted({p.group for p in self.parameters} - {-1})
@@ -179,11 +181,11 @@ class UnitState:
             self.show(p, p.shard)
         writes.count += 1
 
-    def check_initialized(self, names):
+    def check_initialized(self):
         for p in self.parameters:
             if p.on_meta and not self.initialized:
                 raise RuntimeError(
-                    f"parameter {names[id(p)][0]} was on the meta device when it was "
+                    f"parameter {p.names[0]} was on the meta device when it was "
                     "sharded and has no values yet: call "
                     "flatshard.reset_parameters(model), or load a checkpoint"
                 )

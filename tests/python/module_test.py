@@ -45,7 +45,7 @@ def test_unused_unit_and_unused_parameter(mesh, rank, world):
             return x + self.up(x).sum(-1, keepdim=True)
 
     model = Body(lambda m, x: m.blocks[1](m.blocks[0](x)))
-    model.blocks[1] = OnlyUp(DIM, 17)
+    model.blocks[1] = OnlyUp(DIM, 40)
     against_one_process(model, mesh, rank, world)
 
 
@@ -70,7 +70,7 @@ def test_nested_outputs_and_keyword_only_inputs(mesh, rank, world):
         return state.hidden + pair[0] + pair[1][0]
 
     model = Body(body)
-    model.blocks = nn.ModuleList(Nested(DIM, 17) for _ in range(3))
+    model.blocks = nn.ModuleList(Nested(DIM, 40) for _ in range(3))
     against_one_process(model, mesh, rank, world)
 
 
@@ -95,7 +95,7 @@ def test_checkpoint_inside_units(reentrant, mesh, rank, world):
             return self.down(torch.relu(self.up(x)))
 
     model = Body(plain)
-    model.blocks = nn.ModuleList(Inside(DIM, 17) for _ in range(3))
+    model.blocks = nn.ModuleList(Inside(DIM, 40) for _ in range(3))
     against_one_process(model, mesh, rank, world)
 
 
@@ -125,7 +125,7 @@ def test_in_place_on_outputs_and_inputs(mesh, rank, world):
         return x
 
     model = Body(body)
-    model.blocks[1] = Writes(DIM, 17)
+    model.blocks[1] = Writes(DIM, 40)
     against_one_process(model, mesh, rank, world)
 
 
@@ -189,7 +189,7 @@ def test_conditional_branches_differ_between_ranks(mesh, rank, world):
             return x + self.up(x).sum(-1, keepdim=True)
 
     model = Body(plain)
-    model.blocks = nn.ModuleList(Branch(DIM, 17) for _ in range(3))
+    model.blocks = nn.ModuleList(Branch(DIM, 40) for _ in range(3))
     against_one_process(model, mesh, rank, world)
 
 
@@ -436,7 +436,7 @@ def test_registered_forward_method(mesh, rank, world):
         return x
 
     model = Body(body)
-    model.blocks = nn.ModuleList(Encoder(DIM, 17) for _ in range(3))
+    model.blocks = nn.ModuleList(Encoder(DIM, 40) for _ in range(3))
     single = copy.deepcopy(model)
     shard(model, fully_shard, mesh=mesh)
     for block in model.blocks:

@@ -1,0 +1,196 @@
+#include "flatshard/checkpoint/checkpointer.h"
+#include "flatshard/checkpoint/load.h"
+#include "flatshard/format/checkpoint_folder.h"
+#include "flatshard/format/manifest.h"
+#include "python/csrc/bind.h"
+#include "python/csrc/py_adamw.h"
+#include "python/csrc/tensor_states.h"
+
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace flatshard::python {
+namespace {
+
+using Units = std::vector<std::shared_ptr<PyUnit>>;
+using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
+using Texts = std::map<std::string, std::string>;
+
+/// One of Python's optimizers, or none.
+struct AnyOptimizer {
+  std::shared_ptr<PyAdamW> adamw;
+  std::shared_ptr<TensorStates> states;
+
+  static AnyOptimizer of(const py::object& object) {
+    AnyOptimizer any;
+    if (py::isinstance<PyAdamW>(object)) {
+      any.adamw = object.cast<std::shared_ptr<PyAdamW>>();
+    } else if (!object.is_none()) {
+      any.states = object.cast<std::shared_ptr<TensorStates>>();
+    }
+    return any;
+  }
+  Optimizer* get() const { return adamw ? &adamw->optimizer() : states.get(); }
+};
+
+std::vector<ParamGroup*> groups_of(const Units& units) {
+  std::vector<ParamGroup*> groups;
+  for (const auto& unit : units) {
+    for (std::size_t g = 0; g < unit->num_groups(); ++g) {
+      groups.push_back(&unit->group_at(g));
+    }
+  }
+  return groups;
+}
+
+std::vector<WholeTensor> whole_tensors(const NamedTensors& tensors) {
+  std::vector<WholeTensor> list;
+  for (const auto& [name, tensor] : tensors) {
+    list.push_back({name, tensor});
+  }
+  return list;
+}
+
+/// A Checkpointer and what it reads.
+class PyCheckpointer {
+ public:
+  PyCheckpointer(
+      const std::shared_ptr<Mesh>& mesh,
+      Units units,
+      const py::object& optimizer,
+      const NamedTensors& buffers,
+      const std::string& folder,
+      std::int64_t keep_latest)
+      : units_(std::move(units)), optimizer_(AnyOptimizer::of(optimizer)) {
+    const py::gil_scoped_release no_gil;
+    checkpointer_ = Released(std::make_shared<Checkpointer>(
+        mesh,
+        groups_of(units_),
+        optimizer_.get(),
+        CheckpointOptions{
+            .folder = folder,
+            .keep_latest = keep_latest,
+            .whole_tensors = whole_tensors(buffers)}));
+  }
+
+  void save(std::int64_t step, Texts state) {
+    checkpointer_->save(step, std::move(state));
+  }
+  void wait_for_copies() { checkpointer_->wait_for_copies(); }
+  void wait() { checkpointer_->wait(); }
+  std::vector<SaveResult> take_results() {
+    return checkpointer_->take_results();
+  }
+
+ private:
+  Units units_;
+  AnyOptimizer optimizer_;
+  Released<Checkpointer> checkpointer_;  // ends before what it reads
+};
+
+py::dict describe(const std::filesystem::path& folder) {
+  const Manifest manifest = read_manifest(folder);
+  py::dict roles;
+  for (const auto& [role, tensors] : manifest.tensors) {
+    py::dict dtypes;
+    for (const auto& [name, tensor] : tensors) {
+      dtypes[py::str(name)] = tensor.dtype;
+    }
+    roles[py::str(role)] = dtypes;
+  }
+  py::dict result;
+  result["step"] = manifest.step;
+  result["state"] = manifest.state;
+  result["updates"] = manifest.updates;
+  result["dtypes"] = roles;
+  return result;
+}
+
+}  // namespace
+
+void bind_checkpoint(py::module_& m) {
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+
+  py::class_<TensorStates, std::shared_ptr<TensorStates>>(
+      m,
+      "TensorStates",
+      "The state of an optimizer that the core does not know.")
+      .def(
+          py::init<
+              Units,
+              const std::vector<std::vector<TensorStates::States>>&>(),
+          py::arg("units"),
+          py::arg("states"))
+      .def("set_updates", &TensorStates::set_updates, py::arg("updates"));
+
+  py::class_<SaveResult>(m, "SaveResult", "What became of one save.")
+      .def_readonly("step", &SaveResult::step)
+      .def_readonly("seconds", &SaveResult::seconds)
+      .def_property_readonly("error", [](const SaveResult& self) {
+        return self.error ? std::optional<std::string>(self.error->what())
+                          : std::nullopt;
+      });
+
+  py::class_<PyCheckpointer>(m, "Checkpointer", "Writes checkpoints.")
+      .def(
+          py::init<
+              const std::shared_ptr<Mesh>&,
+              Units,
+              const py::object&,
+              const NamedTensors&,
+              const std::string&,
+              std::int64_t>(),
+          py::arg("mesh"),
+          py::arg("units"),
+          py::arg("optimizer"),
+          py::arg("buffers"),
+          py::arg("folder"),
+          py::arg("keep_latest"))
+      .def(
+          "save",
+          &PyCheckpointer::save,
+          py::arg("step"),
+          py::arg("state"),
+          NoGil())
+      .def("wait_for_copies", &PyCheckpointer::wait_for_copies, NoGil())
+      .def("wait", &PyCheckpointer::wait, NoGil())
+      .def("take_results", &PyCheckpointer::take_results);
+
+  m.def(
+      "latest_checkpoint",
+      [](const std::string& folder) { return latest_checkpoint(folder); },
+      py::arg("folder"),
+      "The step of the latest whole checkpoint, or None.");
+  m.def(
+      "describe_checkpoint",
+      [](const std::string& folder) { return describe(folder); },
+      py::arg("folder"),
+      "Step, state, updates, and dtypes by role and name.");
+  m.def(
+      "load_checkpoint",
+      [](const std::string& folder,
+         const Units& units,
+         const py::object& optimizer,
+         const NamedTensors& buffers,
+         const std::vector<std::string>& exclude) {
+        const AnyOptimizer any = AnyOptimizer::of(optimizer);
+        const py::gil_scoped_release no_gil;
+        load_checkpoint(
+            folder,
+            groups_of(units),
+            any.get(),
+            {.exclude = exclude, .whole_tensors = whole_tensors(buffers)});
+      },
+      py::arg("folder"),
+      py::arg("units"),
+      py::arg("optimizer"),
+      py::arg("buffers"),
+      py::arg("exclude"),
+      "Collective. All or nothing.");
+}
+
+}  // namespace flatshard::python
