@@ -95,19 +95,19 @@ CASES = {
     "linear": lambda tiny: (
         (lambda: Stack(lambda: LinearBlock(32), 3, 32), (8, 32))
         if tiny
-        else (lambda: Stack(lambda: LinearBlock(4096), 16, 4096), (4096, 4096))
+        else (lambda: Stack(lambda: LinearBlock(4096), 16, 4096), (16384, 4096))
     ),
     "cnn": lambda tiny: (
         (lambda: Stack(lambda: ConvBlock(8, 2), 3, 8), (2, 8, 6, 6))
         if tiny
-        else (lambda: Stack(lambda: ConvBlock(256, 32), 8, 256), (64, 256, 32, 32))
+        else (lambda: Stack(lambda: ConvBlock(256, 32), 8, 256), (256, 256, 32, 32))
     ),
     "transformer": lambda tiny: (
         (lambda: Stack(lambda: TransformerBlock(32, 2), 3, 32), (2, 16, 32))
         if tiny
         else (
             lambda: Stack(lambda: TransformerBlock(2048, 16), 8, 2048),
-            (2, 2048, 2048),
+            (4, 4096, 2048),
         )
     ),
 }

@@ -12,8 +12,6 @@ import argparse
 import copy
 import json
 import os
-import statistics
-import time
 
 import torch
 import torch.distributed as dist
@@ -24,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
 from torch.distributed.fsdp import fully_shard as fsdp2
 
 import flatshard
+from python_steps import measure, say
 
 
 class Norm(nn.Module):
@@ -93,11 +92,6 @@ def wrap(model, function, mesh, policy):
     return function(model, mesh=mesh, mp_policy=policy)
 
 
-def say(*values):
-    if dist.get_rank() == 0:
-        print(*values, flush=True)
-
-
 def parity(mesh, dtype):
     """Five steps of a small model: equal losses, and how far the weights are apart."""
     results = []
@@ -139,37 +133,7 @@ def bench(name, function, policy, mesh, args, core_adamw=False, compiled=False):
     kind = flatshard.optim.AdamW if core_adamw else torch.optim.AdamW
     options = {} if core_adamw else {"fused": True}
     optimizer = kind(model.parameters(), lr=1e-4, **options)
-    steps, host = [], []
-    for step in range(args.warmup + args.steps):
-        if step == args.warmup:
-            torch.cuda.reset_peak_memory_stats()
-        torch.cuda.synchronize()
-        times = [time.perf_counter()]
-        loss = model(ids)
-        times.append(time.perf_counter())
-        loss.backward()
-        times.append(time.perf_counter())
-        optimizer.step()
-        optimizer.zero_grad()
-        times.append(time.perf_counter())
-        torch.cuda.synchronize()
-        end = time.perf_counter()
-        if step >= args.warmup:
-            steps.append(1e3 * (end - times[0]))
-            host.append([1e3 * (b - a) for a, b in zip(times, times[1:])])
-    say(
-        f"{name:32}",
-        json.dumps(
-            {
-                "ms": round(statistics.median(steps), 1),
-                "ms_range": [round(min(steps), 1), round(max(steps), 1)],
-                "host_ms_forward_backward_step": [
-                    round(statistics.median(part), 1) for part in zip(*host)
-                ],
-                "peak_GiB": round(torch.cuda.max_memory_allocated() / 2**30, 1),
-            }
-        ),
-    )
+    say(f"{name:32}", json.dumps(measure(lambda: model(ids), optimizer, args)))
 
 
 def main():
