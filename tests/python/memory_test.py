@@ -56,8 +56,9 @@ def step(model, optimizer, number):
         model.loss(torch.Generator().manual_seed(number))
 
 
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name, strategy", [("adamw", "optim_grads_params"), ("the core's adamw", "optim")]
+)
 def test_nothing_grows_over_many_steps(name, strategy, mesh, rank):
     model = shard(
         Mlp(),
@@ -70,8 +71,8 @@ def test_nothing_grows_over_many_steps(name, strategy, mesh, rank):
     counts = []
     for number in range(STEPS):
         step(model, optimizer, 1000 * rank + number)
-        torch.nn.utils.get_total_norm(list(model.parameters()))
         if number % 50 == 9:
+            torch.nn.utils.get_total_norm(list(model.parameters()))
             counts.append(live())
     assert len(set(counts)) == 1, counts
 
