@@ -180,6 +180,11 @@ class ShardedTensor(DTensor):
         with torch._C.DisableTorchFunctionSubclass():
             if function is _unscale:
                 return _unscale_gradients(*args)
+            pieces = _pieces(function, args)
+            if pieces is not None:
+                result = function(*pieces, **(kwargs or {}))
+                writes.note(args[0])
+                return None if result is None else args[0]
             args = _align(args)
             if kwargs and "out" in kwargs:
                 return _call_with_out(function, args, kwargs)
@@ -335,6 +340,56 @@ def _align_to(reference, value):
         value.full_tensor(), mesh, [Replicate()] * mesh.ndim, run_check=False
     )
     return full.redistribute(reference.device_mesh, reference.placements)
+
+
+@functools.lru_cache(maxsize=None)
+def _updates_lists(function):
+    """foreach in place, or fused: what torch's optimizers call. Element by element."""
+    name = function.__name__.split(".")[0]
+    return name.startswith(("_foreach_", "_fused_")) and name.endswith("_")
+
+
+def _pieces(function, args):
+    """The arguments' local tensors, for a function to whose result they suffice; None
+    for another one. DTensor's own way costs the host ten times as much, and remembers
+    every scalar that it ever saw."""
+    if not _updates_lists(function) or torch.is_grad_enabled():
+        return None
+    first = args[0]
+    if not all(isinstance(tensor, ShardedTensor) for tensor in first):
+        return None
+    pieces = [[tensor._local_tensor for tensor in first]]
+    for value in args[1:]:
+        if isinstance(value, (list, tuple)) and len(value) == len(first):
+            value = [_piece_beside(a, b) for a, b in zip(first, value)]
+            if any(piece is None for piece in value):
+                return None
+        elif isinstance(value, torch.Tensor):
+            value = _piece_beside(None, value)
+            if value is None:
+                return None
+        pieces.append(value)
+    return pieces
+
+
+def _piece_beside(reference, value):
+    """What meets the local tensor of `reference`; None when that is not clear."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if not isinstance(value, DTensor):
+        return value if value.dim() == 0 else None
+    if value.dim() == 0:
+        whole = all(placement.is_replicate() for placement in value.placements)
+        return value._local_tensor if whole else None
+    if reference is None or not isinstance(value, ShardedTensor):
+        return None
+    a, b = value._spec, reference._spec
+    same = a is b or (
+        a.placements == b.placements
+        and a.mesh == b.mesh
+        and value._local_tensor.shape == reference._local_tensor.shape
+    )
+    return value._local_tensor if same else None
 
 
 def _cuts_of(value, found):

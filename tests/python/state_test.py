@@ -117,8 +117,31 @@ def test_other_cuts_are_brought_together(pair, mesh, world, rank):
         assert torch.equal(value(sharded.clone().copy_(other * 3)), 3 * full)
         assert torch.equal(value(other.clone().copy_(sharded * 3)), 3 * full)
         assert torch.equal(value(torch._foreach_add([sharded], [other])[0]), 2 * full)
+        for mine, yours in ((sharded, other), (other, sharded)):
+            lists = [mine.clone(), mine.clone()], [yours.clone(), mine.clone()]
+            with torch.no_grad():
+                torch._foreach_add_(*lists)
+            for result in lists[0]:
+                assert torch.equal(value(result), 2 * full)
     there = sharded.redistribute(mesh, [Shard(0)])
     assert type(there.placements[0]) is Shard and torch.equal(value(there), full)
+
+
+def test_lists_are_updated_piece_by_piece(pair, mesh):
+    full, sharded = pair
+    scalar = distribute_tensor(torch.tensor(3.0), mesh, [Replicate()])
+    partial = (sharded * 0 + 1).sum()  # to be summed over the ranks
+    with torch.no_grad():
+        for factor, expected in ((2.0, 2), ([2.0, 2.0], 2), (scalar, 3)):
+            tensors = [sharded.clone(), sharded.clone()]
+            torch._foreach_mul_(tensors, factor)
+            assert all(torch.equal(value(t), expected * full) for t in tensors)
+        tensors = [sharded.clone(), sharded.clone()]
+        torch._foreach_mul_(tensors, partial)
+        for result in tensors:
+            torch.testing.assert_close(value(result), full * full.numel())
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        torch._foreach_add_([sharded.detach().requires_grad_()], 1.0)
 
 
 def test_cuts_are_never_taken_for_others(mesh, world, rank):
