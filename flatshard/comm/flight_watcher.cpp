@@ -329,16 +329,18 @@ void FlightWatcher::say_stuck(const Verdict& verdict) {
 }
 
 void FlightWatcher::abort_all() {
-  std::vector<std::shared_ptr<Communicator>> communicators;
   {
-    const std::lock_guard lock(mutex_);
-    for (const auto& weak : communicators_) {
-      if (auto communicator = weak.lock()) {
-        communicators.push_back(std::move(communicator));
+    std::vector<std::shared_ptr<Communicator>> communicators;
+    {
+      const std::lock_guard lock(mutex_);
+      for (const auto& weak : communicators_) {
+        if (auto communicator = weak.lock()) {
+          communicators.push_back(std::move(communicator));
+        }
       }
     }
-  }
-  abort_together(communicators);
+    abort_together(communicators);
+  }  // who waits for the abort finds no owner beside himself
   {
     const std::lock_guard lock(mutex_);
     aborted_ = true;
@@ -432,6 +434,9 @@ void FlightWatcher::close(const std::optional<std::string>& failure) {
   }
   std::unique_lock lock(mutex_);
   closing_ = true;
+  if (abort_thread_.get_id() == std::this_thread::get_id()) {
+    aborted_ = true;  // by then; it held the last communicator
+  }
   changed_.notify_all();
   const auto patience = settle_ + 2 * kLinger;
   changed_.wait_for(lock, patience, [this] {

@@ -15,7 +15,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 "$python" -m pip wheel . -q --no-build-isolation --no-deps --no-index \
-  -C build-dir="$build" -w "$work/dist"
+  --config-settings=build-dir="$build" -w "$work/dist"
 wheels=("$work"/dist/*.whl)
 [ ${#wheels[@]} = 1 ]
 
