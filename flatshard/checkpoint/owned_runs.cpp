@@ -47,17 +47,14 @@ void append(
   }
 }
 
-void append(
-    std::vector<OwnedRun>& runs,
-    const WholeTensor& whole,
-    const Replica& replica) {
+void append(std::vector<OwnedRun>& runs, const WholeTensor& whole, bool owned) {
   FLATSHARD_CHECK(
       whole.tensor.is_contiguous(),
       usage,
       "checkpoint: expected {} to be contiguous",
       whole.name);
   const at::Tensor flat = whole.tensor.detach().view(-1);
-  const std::int64_t n = replica.index == 0 ? flat.numel() : 0;
+  const std::int64_t n = owned ? flat.numel() : 0;
   runs.push_back(
       {.role = std::string(kBufferRole),
        .names = {whole.name},
@@ -88,9 +85,9 @@ std::vector<OwnedRun> runs_of(
       append(runs, name, shards, replica);
     }
   }
-  const std::int64_t rank = share_replicas ? groups.front()->mesh()->rank() : 0;
+  const bool owned = !share_replicas || groups.front()->mesh()->rank() == 0;
   for (const WholeTensor& tensor : whole) {
-    append(runs, tensor, Replica{.index = rank});
+    append(runs, tensor, owned);
   }
   return runs;
 }

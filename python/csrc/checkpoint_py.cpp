@@ -37,16 +37,6 @@ struct AnyOptimizer {
   Optimizer* get() const { return adamw ? &adamw->optimizer() : states.get(); }
 };
 
-std::vector<ParamGroup*> groups_of(const Units& units) {
-  std::vector<ParamGroup*> groups;
-  for (const auto& unit : units) {
-    for (std::size_t g = 0; g < unit->num_groups(); ++g) {
-      groups.push_back(&unit->group_at(g));
-    }
-  }
-  return groups;
-}
-
 std::vector<WholeTensor> whole_tensors(const NamedTensors& tensors) {
   std::vector<WholeTensor> list;
   for (const auto& [name, tensor] : tensors) {

@@ -23,16 +23,8 @@ class PyAdamW {
       double eps,
       double weight_decay)
       : units_(std::move(units)) {
-    std::vector<ParamGroup*> groups;
-    for (const auto& unit : units_) {
-      for (std::size_t g = 0; g < unit->num_groups(); ++g) {
-        if (unit->group_at(g).trainable()) {
-          groups.push_back(&unit->group_at(g));
-        }
-      }
-    }
     optimizer_ = std::make_unique<AdamW>(
-        std::move(groups),
+        trainable_groups_of(units_),
         AdamWOptions{
             .beta1 = beta1,
             .beta2 = beta2,

@@ -163,4 +163,22 @@ std::unique_ptr<Unit> PyUnit::adopt(UnitId id) {
       std::move(contents_.parameters));
 }
 
+std::vector<ParamGroup*> groups_of(
+    const std::vector<std::shared_ptr<PyUnit>>& units) {
+  std::vector<ParamGroup*> groups;
+  for (const auto& unit : units) {
+    for (std::size_t g = 0; g < unit->num_groups(); ++g) {
+      groups.push_back(&unit->group_at(g));
+    }
+  }
+  return groups;
+}
+
+std::vector<ParamGroup*> trainable_groups_of(
+    const std::vector<std::shared_ptr<PyUnit>>& units) {
+  std::vector<ParamGroup*> groups = groups_of(units);
+  std::erase_if(groups, [](const ParamGroup* g) { return !g->trainable(); });
+  return groups;
+}
+
 }  // namespace flatshard::python

@@ -82,4 +82,11 @@ class PyUnit {
   Released<Runtime> runtime_;  ///< owns the groups once adopted
 };
 
+/// The groups of the units, in their order.
+std::vector<ParamGroup*> groups_of(
+    const std::vector<std::shared_ptr<PyUnit>>& units);
+/// Those of them that are trained.
+std::vector<ParamGroup*> trainable_groups_of(
+    const std::vector<std::shared_ptr<PyUnit>>& units);
+
 }  // namespace flatshard::python

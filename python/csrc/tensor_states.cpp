@@ -6,27 +6,10 @@
 #include <optional>
 
 namespace flatshard::python {
-namespace {
-
-std::vector<ParamGroup*> trainable_groups(
-    const std::vector<std::shared_ptr<PyUnit>>& units) {
-  std::vector<ParamGroup*> groups;
-  for (const auto& unit : units) {
-    for (std::size_t g = 0; g < unit->num_groups(); ++g) {
-      if (unit->group_at(g).trainable()) {
-        groups.push_back(&unit->group_at(g));
-      }
-    }
-  }
-  return groups;
-}
-
-}  // namespace
-
 TensorStates::TensorStates(
     std::vector<std::shared_ptr<PyUnit>> units,
     const std::vector<std::vector<States>>& states)
-    : Optimizer(trainable_groups(units), /*weight_decay=*/0),
+    : Optimizer(trainable_groups_of(units), /*weight_decay=*/0),
       units_(std::move(units)),
       states_(groups().size()) {
   for_trained([&](std::size_t u, std::size_t i, std::size_t g, std::size_t at) {

@@ -255,8 +255,10 @@ def _writer_for(root, model, optimizer, folder, keep_latest, states):
 
 
 def _core_optimizer(root, optimizer, states):
-    if optimizer is None or isinstance(optimizer, AdamW):
-        return None if optimizer is None else optimizer.core
+    if optimizer is None:
+        return None
+    if isinstance(optimizer, AdamW):
+        return optimizer.core
     return _C.TensorStates([unit.core for unit in root.units], states)
 
 
