@@ -171,19 +171,14 @@ def train_v2(model, context, rank, microbatches, steps=3):
     """As `train`, the outer reduction in the last microbatch only."""
     optimizer = sgd(model)
     v2.fully_shard_optimizer(optimizer)
-    losses = []
-    for step in range(steps):
-        for micro in range(microbatches):
-            with v2.microbatch(context, is_last=micro == microbatches - 1):
-                generator = torch.Generator().manual_seed(
-                    1000 * step + 10 * micro + 100_000 * rank
-                )
-                loss = model.loss(generator) / microbatches
-                loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+    return train(
+        model,
+        rank,
+        steps=steps,
+        accumulation=microbatches,
+        optimizer=optimizer,
+        around=lambda is_last: v2.microbatch(context, is_last=is_last),
+    )
 
 
 def check_v2_trains(which, strategy, mesh, rank, microbatches):

@@ -1,5 +1,6 @@
 """Training the same model twice, and how far two results may be apart."""
 
+import contextlib
 import copy
 import warnings
 
@@ -17,8 +18,17 @@ def shard(model, function, **options):
     return function(model, **options)
 
 
-def train(model, rank, steps=3, accumulation=1, optimizer=None, sync_last_only=False):
-    """Losses of this rank. Every rank sees batches of its own."""
+def train(
+    model,
+    rank,
+    steps=3,
+    accumulation=1,
+    optimizer=None,
+    sync_last_only=False,
+    around=lambda is_last: contextlib.nullcontext(),
+):
+    """Losses of this rank. Every rank sees batches of its own. Microbatches run inside
+    of `around(is_last)`."""
     if optimizer is None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
     losses = []
@@ -29,8 +39,9 @@ def train(model, rank, steps=3, accumulation=1, optimizer=None, sync_last_only=F
             generator = torch.Generator().manual_seed(
                 1000 * step + 10 * micro + 100_000 * rank
             )
-            loss = model.loss(generator) / accumulation
-            loss.backward()
+            with around(micro == accumulation - 1):
+                loss = model.loss(generator) / accumulation
+                loss.backward()
             losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
