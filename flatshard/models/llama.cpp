@@ -68,9 +68,11 @@ at::Tensor LlamaAttentionImpl::forward(const at::Tensor& x) {
     return t.view({batch, seq, -1, head_dim_});
   };
   const auto [cos, sin] = rope_->get(seq, x.device());
-  const at::Tensor q = nn::rope(heads(q_proj_(x)), cos, sin);
-  const at::Tensor k = nn::rope(heads(k_proj_(x)), cos, sin);
-  return o_proj_(nn::causal_attention(q, k, heads(v_proj_(x))));
+  const std::vector<at::Tensor> qkv =
+      nn::linears(x, {q_proj_.get(), k_proj_.get(), v_proj_.get()});
+  const at::Tensor q = nn::rope(heads(qkv[0]), cos, sin);
+  const at::Tensor k = nn::rope(heads(qkv[1]), cos, sin);
+  return o_proj_(nn::causal_attention(q, k, heads(qkv[2])));
 }
 
 LlamaMlpImpl::LlamaMlpImpl(const ModelConfig& config) : Module("LlamaMlp") {
@@ -88,7 +90,9 @@ LlamaMlpImpl::LlamaMlpImpl(const ModelConfig& config) : Module("LlamaMlp") {
 at::Tensor LlamaMlpImpl::forward(
     const at::Tensor& x,
     const at::Tensor& residual) {
-  return down_proj_(nn::swiglu(gate_proj_(x), up_proj_(x)), residual);
+  const std::vector<at::Tensor> in =
+      nn::linears(x, {gate_proj_.get(), up_proj_.get()});
+  return nn::swiglu_linear(in[0], in[1], *down_proj_, residual);
 }
 
 LlamaBlockImpl::LlamaBlockImpl(
@@ -107,16 +111,19 @@ LlamaBlockImpl::LlamaBlockImpl(
   mlp_ = register_module("mlp", LlamaMlp(config));
 }
 
-at::Tensor LlamaBlockImpl::run(const at::Tensor& x) {
-  const at::Tensor attention = self_attn_(input_layernorm_(x));
+at::Tensor LlamaBlockImpl::run(const at::Tensor& in) {
+  // x is `in`; gradients of both its uses meet in the norm's backward.
+  const auto [x, normed_x] = input_layernorm_(in, at::Tensor());
+  const at::Tensor attention = self_attn_(normed_x);
   if (checkpoint_ != ActivationCheckpoint::selective) {
     const auto [sum, normed] = post_attention_layernorm_(x, attention);
     return mlp_(normed, sum);
   }
   return nn::checkpoint(
       *this,
-      [this](const at::Tensor& sum) {
-        return mlp_(post_attention_layernorm_(sum), sum);
+      [this](const at::Tensor& y) {
+        const auto [sum, normed] = post_attention_layernorm_(y, at::Tensor());
+        return mlp_(normed, sum);
       },
       x + attention,
       kNoRng);

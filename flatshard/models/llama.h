@@ -69,7 +69,7 @@ class LlamaBlockImpl : public nn::Module {
   at::Tensor forward(const at::Tensor& x);
 
  private:
-  at::Tensor run(const at::Tensor& x);
+  at::Tensor run(const at::Tensor& in);
 
   ActivationCheckpoint checkpoint_;
   nn::RmsNorm input_layernorm_{nullptr};

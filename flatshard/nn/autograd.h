@@ -5,21 +5,28 @@
 #include "flatshard/core/error.h"
 #include "flatshard/nn/wgrad.h"
 
+#include <string>
+
 namespace flatshard::nn {
 
 // Helpers of this folder's autograd Functions.
 
-/// Keeps the module's context in a node; null stays null.
+/// Keeps a module's context in a node; null stays null. `index` tells those of
+/// several modules apart.
 inline void save_context(
     torch::autograd::AutogradContext* ctx,
-    const ModuleContextPtr& context) {
+    const ModuleContextPtr& context,
+    std::size_t index = 0) {
   if (context) {
-    ctx->saved_data["context"] = c10::IValue::make_capsule(context);
+    ctx->saved_data["context" + std::to_string(index)] =
+        c10::IValue::make_capsule(context);
   }
 }
 
-inline ModuleContextPtr saved_context(torch::autograd::AutogradContext* ctx) {
-  const auto found = ctx->saved_data.find("context");
+inline ModuleContextPtr saved_context(
+    torch::autograd::AutogradContext* ctx,
+    std::size_t index = 0) {
+  const auto found = ctx->saved_data.find("context" + std::to_string(index));
   if (found == ctx->saved_data.end()) {
     return {};
   }

@@ -196,7 +196,8 @@ at::Tensor swiglu_forward(const at::Tensor& gate, const at::Tensor& up) {
 std::tuple<at::Tensor, at::Tensor> swiglu_backward(
     const at::Tensor& dy,
     const at::Tensor& gate,
-    const at::Tensor& up) {
+    const at::Tensor& up,
+    at::Tensor* product) {
   const c10::cuda::CUDAGuard guard(gate.device());
   at::Tensor dgate = at::empty_like(gate);
   at::Tensor dup = at::empty_like(up);
@@ -206,6 +207,7 @@ std::tuple<at::Tensor, at::Tensor> swiglu_backward(
       in(up),
       out(dgate),
       out(dup),
+      product != nullptr ? out(*product) : nullptr,
       gate.numel(),
       dtype_of(gate),
       stream());

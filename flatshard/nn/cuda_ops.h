@@ -53,11 +53,14 @@ void rope(
     bool inverse);
 
 at::Tensor swiglu_forward(const at::Tensor& gate, const at::Tensor& up);
+/// @param product  when given, overwritten by swiglu_forward(gate, up); may be
+///                 dy.
 /// @return (dgate, dup)
 std::tuple<at::Tensor, at::Tensor> swiglu_backward(
     const at::Tensor& dy,
     const at::Tensor& gate,
-    const at::Tensor& up);
+    const at::Tensor& up,
+    at::Tensor* product);
 
 struct CrossEntropyArgs {
   std::int64_t ignore_index = -100;

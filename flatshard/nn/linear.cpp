@@ -1,12 +1,30 @@
 #include "flatshard/nn/linear.h"
 
 #include "flatshard/nn/autograd.h"
+#include "flatshard/nn/matmul.h"
+
+#include <algorithm>
 
 namespace flatshard::nn {
 namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
+
+std::vector<std::int64_t> with_last(const at::Tensor& x, std::int64_t last) {
+  std::vector<std::int64_t> sizes = x.sizes().vec();
+  sizes.back() = last;
+  return sizes;
+}
+
+void check_input(const at::Tensor& x, const at::Tensor& weight) {
+  FLATSHARD_CHECK(
+      x.dim() >= 1 && x.size(-1) == weight.size(1),
+      usage,
+      "linear: expected x of [..., {}], got {}",
+      weight.size(1),
+      c10::str(x.sizes()));
+}
 
 struct LinearFunction : torch::autograd::Function<LinearFunction> {
   enum Input { kX, kWeight, kBias, kResidual };
@@ -23,20 +41,12 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     save_context(ctx, context);
     ctx->save_for_backward({x, weight, bias});
     ctx->saved_data["residual"] = residual.defined();
-    const at::Tensor rows = as_rows(x);
-    const at::Tensor wt = weight.t();
-    at::Tensor y;
-    if (residual.defined()) {
-      y = at::addmm(as_rows(residual), rows, wt);
-      if (bias.defined()) {
-        y.add_(bias);
-      }
-    } else {
-      y = bias.defined() ? at::addmm(bias, rows, wt) : at::mm(rows, wt);
-    }
-    std::vector<std::int64_t> sizes = x.sizes().vec();
-    sizes.back() = weight.size(0);
-    return reshape_result(y, sizes);
+    const at::Tensor y = matmul_forward(
+        as_rows(x),
+        weight,
+        bias,
+        residual.defined() ? as_rows(residual) : residual);
+    return reshape_result(y, with_last(x, weight.size(0)));
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
@@ -52,27 +62,65 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
       out[kX] = at::mm(g, weight).view(x.sizes());
     }
     if (ctx->needs_input_grad(kWeight)) {
-      const at::Tensor rows = as_rows(x);
-      const auto compute = [&] { return at::mm(g.t(), rows); };
-      out[kWeight] = deliver_wgrad(
-          context,
-          weight,
-          compute,
-          [&](at::Tensor& grad, bool accumulate) {
-            if (grad.scalar_type() != g.scalar_type()) {
-              accumulate ? grad.add_(compute()) : grad.copy_(compute());
-            } else if (accumulate) {
-              at::addmm_out(grad, grad, g.t(), rows);
-            } else {
-              at::mm_out(grad, g.t(), rows);
-            }
-          });
+      out[kWeight] = deliver_matmul_wgrad(context, weight, g, as_rows(x));
     }
     if (bias.defined() && ctx->needs_input_grad(kBias)) {
       out[kBias] = deliver_wgrad(context, bias, [&] { return g.sum(0); });
     }
     if (has_residual && ctx->needs_input_grad(residual_edge)) {
       out[kResidual] = grads[0];
+    }
+    return out;
+  }
+};
+
+// Weights that read one input; x is input 0, then the weights.
+struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
+  static variable_list forward(
+      AutogradContext* ctx,
+      const at::Tensor& x,
+      at::TensorList weights,
+      const std::vector<ModuleContextPtr>& contexts) {
+    variable_list saved{x};
+    saved.insert(saved.end(), weights.begin(), weights.end());
+    ctx->save_for_backward(saved);
+    ctx->set_materialize_grads(false);
+    const at::Tensor rows = as_rows(x);
+    variable_list out;
+    for (std::size_t i = 0; i < weights.size(); ++i) {
+      save_context(ctx, contexts[i], i);
+      out.push_back(reshape_result(
+          matmul_forward(rows, weights[i]),
+          with_last(x, weights[i].size(0))));
+    }
+    return out;
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const at::Tensor& x = saved[0];
+    const at::Tensor rows = as_rows(x);
+    variable_list out(1 + grads.size() + 1);  // and the contexts
+    at::Tensor dx;
+    for (std::size_t i = 0; i < grads.size(); ++i) {
+      if (grads[i].defined()) {
+        grads[i] = as_rows(grads[i]);
+        if (ctx->needs_input_grad(0)) {
+          add_input_gradient(dx, grads[i], saved[1 + i]);
+        }
+      }
+    }
+    if (dx.defined()) {
+      out[0] = dx.view(x.sizes());
+    }
+    for (std::size_t i = 0; i < grads.size(); ++i) {
+      if (grads[i].defined() && ctx->needs_input_grad(1 + i)) {
+        out[1 + i] = deliver_matmul_wgrad(
+            saved_context(ctx, i),
+            saved[1 + i],
+            grads[i],
+            rows);
+      }
     }
     return out;
   }
@@ -86,12 +134,7 @@ at::Tensor linear(
     const at::Tensor& bias,
     const at::Tensor& residual,
     const ModuleContextPtr& context) {
-  FLATSHARD_CHECK(
-      x.dim() >= 1 && x.size(-1) == weight.size(1),
-      usage,
-      "linear: expected x of [..., {}], got {}",
-      weight.size(1),
-      c10::str(x.sizes()));
+  check_input(x, weight);
   // Undefined tensors go as empty optionals: a Function refuses them otherwise.
   return LinearFunction::apply(
       x,
@@ -117,6 +160,31 @@ at::Tensor LinearImpl::forward(
     const at::Tensor& x,
     const at::Tensor& residual) {
   return linear(x, weight_, bias_, residual, context());
+}
+
+std::vector<at::Tensor> linears(
+    const at::Tensor& x,
+    const std::vector<LinearImpl*>& layers) {
+  const bool together =
+      std::all_of(layers.begin(), layers.end(), [](const LinearImpl* layer) {
+        return layer->has_only_pre_hooks() && !layer->bias().defined();
+      });
+  std::vector<at::Tensor> out;
+  if (!together) {
+    for (LinearImpl* layer : layers) {
+      out.push_back(call_with_hooks(*layer, x));
+    }
+    return out;
+  }
+  std::vector<at::Tensor> weights;
+  std::vector<ModuleContextPtr> contexts;
+  for (LinearImpl* layer : layers) {
+    check_input(x, layer->weight());
+    layer->run_forward_pre_hooks({x});
+    weights.push_back(layer->weight());
+    contexts.push_back(layer->context());
+  }
+  return LinearsFunction::apply(x, at::TensorList(weights), contexts);
 }
 
 }  // namespace flatshard::nn

@@ -3,6 +3,7 @@
 #include "flatshard/nn/module.h"
 
 #include <cstdint>
+#include <vector>
 
 namespace flatshard::nn {
 
@@ -42,5 +43,16 @@ class LinearImpl : public Module {
   at::Tensor bias_;
 };
 FLATSHARD_MODULE(Linear);
+
+/// y_i = x W_i^T of layers that read one input. In backward the gradients of
+/// that input add up inside the matrix products, so they need neither tensors
+/// of their own nor additions. Layers with a bias, or with hooks behind their
+/// forward (units of their own), are called one by one instead.
+///
+/// @param x  [..., in]
+/// @return   one [..., out_i] per layer
+std::vector<at::Tensor> linears(
+    const at::Tensor& x,
+    const std::vector<LinearImpl*>& layers);
 
 }  // namespace flatshard::nn

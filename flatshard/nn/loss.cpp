@@ -2,6 +2,7 @@
 
 #include "flatshard/nn/autograd.h"
 #include "flatshard/nn/cuda_ops.h"
+#include "flatshard/nn/matmul.h"
 
 namespace flatshard::nn {
 namespace {
@@ -171,20 +172,7 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
       if (!one) {
         rows = (rows * g).to(d.scalar_type());
       }
-      const auto compute = [&] { return at::mm(d.t(), rows); };
-      out[kWeight] = deliver_wgrad(
-          saved_context(ctx),
-          weight,
-          compute,
-          [&](at::Tensor& grad, bool accumulate) {
-            if (grad.scalar_type() != d.scalar_type()) {
-              accumulate ? grad.add_(compute()) : grad.copy_(compute());
-            } else if (accumulate) {
-              at::addmm_out(grad, grad, d.t(), rows);
-            } else {
-              at::mm_out(grad, d.t(), rows);
-            }
-          });
+      out[kWeight] = deliver_matmul_wgrad(saved_context(ctx), weight, d, rows);
     }
   }
 

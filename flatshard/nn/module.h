@@ -100,6 +100,10 @@ class Module : public torch::nn::Module {
   bool has_forward_hooks() const {
     return !pre_hooks_.empty() || !hooks_.empty() || !error_hooks_.empty();
   }
+  /// Nobody wants to see the result of a call.
+  bool has_only_pre_hooks() const {
+    return hooks_.empty() && error_hooks_.empty();
+  }
   void run_forward_pre_hooks(const TensorList& inputs) {
     pre_hooks_.run(*this, inputs);
   }

@@ -49,8 +49,11 @@ void rope(
 at::Tensor swiglu_forward(const at::Tensor&, const at::Tensor&) {
   refuse();
 }
-std::tuple<at::Tensor, at::Tensor>
-swiglu_backward(const at::Tensor&, const at::Tensor&, const at::Tensor&) {
+std::tuple<at::Tensor, at::Tensor> swiglu_backward(
+    const at::Tensor&,
+    const at::Tensor&,
+    const at::Tensor&,
+    at::Tensor*) {
   refuse();
 }
 void cross_entropy(

@@ -81,6 +81,7 @@ struct RmsNormFunction : torch::autograd::Function<RmsNormFunction> {
       const std::optional<at::Tensor>& maybe_delta,
       const at::Tensor& weight,
       double eps,
+      bool wants_sum,
       const ModuleContextPtr& context) {
     const at::Tensor delta = maybe_delta.value_or(at::Tensor());
     save_context(ctx, context);
@@ -103,11 +104,13 @@ struct RmsNormFunction : torch::autograd::Function<RmsNormFunction> {
       std::tie(y, rstd) = forward_rows(sum.defined() ? sum : rows, weight, eps);
     }
     y = reshape_result(y, x.sizes());
-    if (!delta.defined()) {
+    if (!wants_sum) {
       ctx->save_for_backward({x, weight, rstd});
       return {y};
     }
-    sum = reshape_result(sum, x.sizes());
+    // Without delta another tensor over x's memory: autograd would take x
+    // itself for an identity.
+    sum = reshape_result(sum.defined() ? sum : x, x.sizes());
     ctx->save_for_backward({sum, weight, rstd});
     return {y, sum};
   }
@@ -116,7 +119,7 @@ struct RmsNormFunction : torch::autograd::Function<RmsNormFunction> {
     refuse_create_graph("RMSNorm");
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor &x = saved[0], &weight = saved[1], &rstd = saved[2];
-    variable_list out(5);
+    variable_list out(6);
     const at::Tensor dsum = grads.size() > 1 ? grads[1] : at::Tensor();
     if (!grads[0].defined()) {  // only the sum was used
       out[kX] = dsum;
@@ -178,7 +181,13 @@ at::Tensor rms_norm(
     double eps,
     const ModuleContextPtr& context) {
   check_shapes(x, weight);
-  return RmsNormFunction::apply(x, std::nullopt, weight, eps, context)[0];
+  return RmsNormFunction::apply(
+      x,
+      std::nullopt,
+      weight,
+      eps,
+      /*wants_sum=*/false,
+      context)[0];
 }
 
 std::tuple<at::Tensor, at::Tensor> add_rms_norm(
@@ -189,13 +198,19 @@ std::tuple<at::Tensor, at::Tensor> add_rms_norm(
     const ModuleContextPtr& context) {
   check_shapes(x, weight);
   FLATSHARD_CHECK(
-      x.sizes() == delta.sizes() && x.scalar_type() == delta.scalar_type(),
+      !delta.defined() || (x.sizes() == delta.sizes() &&
+                           x.scalar_type() == delta.scalar_type()),
       usage,
       "add_rms_norm: expected delta like x {}, got {}",
       c10::str(x.sizes()),
       c10::str(delta.sizes()));
-  const variable_list out =
-      RmsNormFunction::apply(x, as_optional(delta), weight, eps, context);
+  const variable_list out = RmsNormFunction::apply(
+      x,
+      as_optional(delta),
+      weight,
+      eps,
+      /*wants_sum=*/true,
+      context);
   return {out[1], out[0]};
 }
 

@@ -19,7 +19,11 @@ at::Tensor rms_norm(
     double eps,
     const ModuleContextPtr& context = {});
 
-/// sum = x + delta; returns (sum, rms_norm(sum)). One pass on CUDA.
+/// sum = x + delta; returns (sum, rms_norm(sum)). One pass on CUDA. Go on with
+/// `sum` as the residual stream, not with x: both gradients then meet in one
+/// pass of the backward.
+///
+/// @param delta  like x, or undefined: then sum is x, and no copy of it.
 std::tuple<at::Tensor, at::Tensor> add_rms_norm(
     const at::Tensor& x,
     const at::Tensor& delta,
@@ -32,7 +36,7 @@ class RmsNormImpl : public Module {
  public:
   explicit RmsNormImpl(std::int64_t dim, double eps = 1e-5);
   at::Tensor forward(const at::Tensor& x);
-  /// add_rms_norm with this module's weight.
+  /// add_rms_norm with this module's weight; delta may be undefined.
   std::tuple<at::Tensor, at::Tensor> forward(
       const at::Tensor& x,
       const at::Tensor& delta);

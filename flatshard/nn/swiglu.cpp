@@ -2,6 +2,7 @@
 
 #include "flatshard/nn/autograd.h"
 #include "flatshard/nn/cuda_ops.h"
+#include "flatshard/nn/matmul.h"
 
 namespace flatshard::nn {
 namespace {
@@ -9,14 +10,24 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
+at::Tensor product_of(const at::Tensor& gate, const at::Tensor& up) {
+  if (cuda::takes(gate) && !at::GradMode::is_enabled()) {
+    return cuda::swiglu_forward(gate.contiguous(), up.contiguous());
+  }
+  return at::silu(gate) * up;
+}
+
+// (dgate, dup) of the product's gradient d.
+std::pair<at::Tensor, at::Tensor>
+backward_of(const at::Tensor& d, const at::Tensor& gate, const at::Tensor& up) {
+  return {at::silu_backward(d * up, gate), d * at::silu(gate)};
+}
+
 struct SwigluFunction : torch::autograd::Function<SwigluFunction> {
   static at::Tensor
   forward(AutogradContext* ctx, const at::Tensor& gate, const at::Tensor& up) {
     ctx->save_for_backward({gate, up});
-    if (cuda::takes(gate)) {
-      return cuda::swiglu_forward(gate.contiguous(), up.contiguous());
-    }
-    return at::silu(gate).mul_(up);
+    return product_of(gate, up);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
@@ -26,23 +37,100 @@ struct SwigluFunction : torch::autograd::Function<SwigluFunction> {
       const auto [dgate, dup] = cuda::swiglu_backward(
           g.contiguous(),
           gate.contiguous(),
-          up.contiguous());
+          up.contiguous(),
+          /*product=*/nullptr);
       return {dgate, dup};
     }
-    return {at::silu_backward(g * up, gate), g * at::silu(gate)};
+    const auto [dgate, dup] = backward_of(g, gate, up);
+    return {dgate, dup};
   }
 };
 
-}  // namespace
+struct SwigluLinearFunction : torch::autograd::Function<SwigluLinearFunction> {
+  enum Input { kGate, kUp, kWeight, kResidual };
 
-at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
+  static at::Tensor forward(
+      AutogradContext* ctx,
+      const at::Tensor& gate,
+      const at::Tensor& up,
+      const at::Tensor& weight,
+      const at::Tensor& residual,
+      const ModuleContextPtr& context) {
+    save_context(ctx, context);
+    ctx->save_for_backward({gate, up, weight});
+    const at::Tensor y = matmul_forward(
+        as_rows(product_of(gate, up)),
+        weight,
+        {},
+        as_rows(residual));
+    return reshape_result(y, residual.sizes());
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const at::Tensor &gate = saved[0], &up = saved[1], &weight = saved[2];
+    const at::Tensor g = as_rows(grads[0]);
+    variable_list out(5);
+    at::Tensor product;
+    if (ctx->needs_input_grad(kGate) || ctx->needs_input_grad(kUp)) {
+      at::Tensor d = at::mm(g, weight).view(gate.sizes());
+      if (cuda::takes(gate) && !at::GradMode::is_enabled()) {
+        std::tie(out[kGate], out[kUp]) = cuda::swiglu_backward(
+            d,
+            gate.contiguous(),
+            up.contiguous(),
+            /*product=*/&d);
+        product = d;
+      } else {
+        std::tie(out[kGate], out[kUp]) = backward_of(d, gate, up);
+      }
+    }
+    if (ctx->needs_input_grad(kWeight)) {
+      if (!product.defined()) {
+        product = product_of(gate, up);
+      }
+      out[kWeight] =
+          deliver_matmul_wgrad(saved_context(ctx), weight, g, as_rows(product));
+    }
+    if (ctx->needs_input_grad(kResidual)) {
+      out[kResidual] = grads[0];
+    }
+    return out;
+  }
+};
+
+void check_pair(const at::Tensor& gate, const at::Tensor& up) {
   FLATSHARD_CHECK(
       gate.sizes() == up.sizes() && gate.scalar_type() == up.scalar_type(),
       usage,
       "swiglu: expected gate and up of one shape and dtype, got {} and {}",
       c10::str(gate.sizes()),
       c10::str(up.sizes()));
+}
+
+}  // namespace
+
+at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
+  check_pair(gate, up);
   return SwigluFunction::apply(gate, up);
+}
+
+at::Tensor swiglu_linear(
+    const at::Tensor& gate,
+    const at::Tensor& up,
+    LinearImpl& layer,
+    const at::Tensor& residual) {
+  check_pair(gate, up);
+  if (!layer.has_only_pre_hooks() || layer.bias().defined()) {
+    return call_with_hooks(layer, swiglu(gate, up), residual);
+  }
+  layer.run_forward_pre_hooks({gate, up, residual});
+  return SwigluLinearFunction::apply(
+      gate,
+      up,
+      layer.weight(),
+      residual,
+      layer.context());
 }
 
 }  // namespace flatshard::nn

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include "flatshard/nn/linear.h"
 
 namespace flatshard::nn {
 
@@ -8,5 +8,17 @@ namespace flatshard::nn {
 /// way in float32.
 /// Source: Shazeer, arXiv:2002.05202.
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
+
+/// layer(swiglu(gate, up), residual) without keeping the product of gate and
+/// up, the largest activation of a block: the pass of the backward that reads
+/// both writes it again.
+///
+/// @param gate, up  [..., in]
+/// @param residual  [..., out]
+at::Tensor swiglu_linear(
+    const at::Tensor& gate,
+    const at::Tensor& up,
+    LinearImpl& layer,
+    const at::Tensor& residual);
 
 }  // namespace flatshard::nn

@@ -192,6 +192,13 @@ TEST_P(CudaKernels, Swiglu) {
     expect_close(y, ye, "y");
     expect_close(gate.grad(), ge.grad(), "dgate");
     expect_close(up.grad(), ue.grad(), "dup");
+    // The product again, over the gradient that it was read from.
+    at::Tensor d = g.clone();
+    const auto [dgate, dup] =
+        cuda::swiglu_backward(d, gate.detach(), up.detach(), &d);
+    EXPECT_TRUE(at::equal(dgate, gate.grad()));
+    EXPECT_TRUE(at::equal(dup, up.grad()));
+    EXPECT_TRUE(at::equal(d, y));
   }
   // A start that 16-byte loads cannot take.
   const at::Tensor gate = leaf({1001}), up = leaf({1001});

@@ -96,6 +96,84 @@ TEST_P(Layers, LinearWritesIntoTheSink) {
   check_sink(run, b, tolerance(GetParam()));
 }
 
+TEST_P(Layers, LinearsMatchTheirLayersOneByOne) {
+  Linear a(7, 6), b(7, 3), c(7, 6);
+  const std::vector<LinearImpl*> layers{a.get(), b.get(), c.get()};
+  const at::Tensor x = leaf({2, 5, 7});
+  const at::Tensor xe = exact(x);
+  std::vector<at::Tensor> grads;
+  std::vector<at::Tensor> exact_weights;
+  for (LinearImpl* layer : layers) {
+    const at::Tensor w = leaf(layer->weight().sizes().vec()).detach();
+    set_parameter_data(layer->weight(), w);
+    exact_weights.push_back(exact(w));
+    grads.push_back(at::randn({2, 5, w.size(0)}, generator_).to(GetParam()));
+  }
+  std::vector<at::Tensor> outs = linears(x, layers);
+  ASSERT_EQ(outs.size(), 3U);
+  torch::autograd::backward(outs, grads);
+  std::vector<at::Tensor> exact_outs;
+  std::vector<at::Tensor> exact_grads;
+  for (std::size_t i = 0; i < 3; ++i) {
+    exact_outs.push_back(at::linear(xe, exact_weights[i]));
+    exact_grads.push_back(grads[i].to(at::kDouble));
+    expect_close(outs[i], exact_outs[i]);
+  }
+  torch::autograd::backward(exact_outs, exact_grads);
+  expect_close(x.grad(), xe.grad());
+  for (std::size_t i = 0; i < 3; ++i) {
+    expect_close(layers[i]->weight().grad(), exact_weights[i].grad());
+  }
+  // One node for all three, and a gradient of some of the outputs only.
+  EXPECT_EQ(outs[0].grad_fn(), outs[2].grad_fn());
+  b->weight().mutable_grad() = at::Tensor();
+  c->weight().mutable_grad() = at::Tensor();
+  outs = linears(x, layers);
+  outs[1].backward(grads[1]);
+  expect_close(b->weight().grad(), exact_weights[1].grad());
+  EXPECT_FALSE(c->weight().grad().defined());
+}
+
+TEST(Linears, WriteIntoTheSinksOfTheirLayers) {
+  Linear a(4, 2), b(4, 3);
+  materialize(*a, at::kCPU, at::kFloat, random_fill());
+  materialize(*b, at::kCPU, at::kFloat, random_fill());
+  const auto of_a = std::make_shared<FakeSink>(at::kFloat);
+  const auto of_b = std::make_shared<FakeSink>(at::kFloat);
+  a->set_wgrad_sink(of_a);
+  b->set_wgrad_sink(of_b);
+  const at::Tensor x = at::randn({5, 4});
+  const auto outs = linears(x, {a.get(), b.get()});
+  (outs[0].sum() + outs[1].sum()).backward();
+  const at::Tensor row = x.sum(0, /*keepdim=*/true);
+  EXPECT_LE(relative_error(of_a->grad(a->weight()), row.expand({2, 4})), 1e-6);
+  EXPECT_LE(relative_error(of_b->grad(b->weight()), row.expand({3, 4})), 1e-6);
+}
+
+TEST(Linears, LayersWithHooksOrABiasAreCalledOneByOne) {
+  Linear a(4, 2), b(4, 3, LinearOptions{.bias = true});
+  for (LinearImpl* layer : {a.get(), b.get()}) {
+    materialize(*layer, at::kCPU, at::kFloat, random_fill());
+  }
+  b->bias().detach().fill_(7);
+  const at::Tensor x = at::randn({5, 4});
+  EXPECT_TRUE(linears(x, {a.get(), b.get()})[1].equal(
+      at::linear(x, b->weight(), b->bias())));
+  int before = 0, after = 0;
+  const auto pre =
+      a->add_forward_pre_hook([&](Module&, const TensorList&) { ++before; });
+  linears(x, {a.get()});
+  EXPECT_EQ(before, 1);  // a hook before it does not keep them apart
+  const auto post = a->add_forward_hook(
+      [&](Module&, const TensorList&, const TensorList& outputs) {
+        EXPECT_EQ(outputs.size(), 1U);
+        ++after;
+      });
+  linears(x, {a.get()});
+  EXPECT_EQ(before, 2);
+  EXPECT_EQ(after, 1);
+}
+
 TEST_P(Layers, LinearTakesStridedInputAndFrozenWeights) {
   const at::Tensor x = leaf({3, 4, 5});
   const at::Tensor w = leaf({2, 4}).detach();
@@ -175,6 +253,23 @@ TEST_P(Layers, AddRmsNormMatchesPlainAutograd) {
   expect_close(w.grad(), we.grad());
 }
 
+TEST_P(Layers, AddRmsNormWithoutDeltaPassesItsInputOn) {
+  const at::Tensor x = leaf({6, 16}), w = leaf({16});
+  const at::Tensor gs = at::randn({6, 16}, generator_).to(GetParam());
+  const at::Tensor gy = at::randn({6, 16}, generator_).to(GetParam());
+  const at::Tensor xe = exact(x), we = exact(w);
+  const auto [sum, y] = add_rms_norm(x, {}, w, 1e-5);
+  EXPECT_EQ(sum.data_ptr(), x.data_ptr());
+  torch::autograd::backward({sum, y}, {gs, gy});
+  const at::Tensor ye = plain_rms_norm(xe, we);
+  torch::autograd::backward(
+      {xe * 1, ye},
+      {gs.to(at::kDouble), gy.to(at::kDouble)});
+  expect_close(y, ye);
+  expect_close(x.grad(), xe.grad());
+  expect_close(w.grad(), we.grad());
+}
+
 TEST_P(Layers, AddRmsNormWithOneOutputUnused) {
   const at::Tensor x = leaf({6, 16}), d = leaf({6, 16}), w = leaf({16});
   std::get<0>(add_rms_norm(x, d, w, 1e-5)).sum().backward();
@@ -212,6 +307,35 @@ TEST_P(Layers, SwigluMatchesPlainAutograd) {
   expect_close(y, ye);
   expect_close(gate.grad(), ge.grad());
   expect_close(up.grad(), ue.grad());
+}
+
+TEST_P(Layers, SwigluLinearMatchesPlainAutograd) {
+  Linear down(11, 6);
+  const at::Tensor gate = leaf({3, 11}), up = leaf({3, 11}), r = leaf({3, 6});
+  const at::Tensor w = leaf({6, 11}).detach();
+  set_parameter_data(down->weight(), w);
+  const at::Tensor g = at::randn({3, 6}, generator_).to(GetParam());
+  const at::Tensor ge = exact(gate), ue = exact(up), we = exact(w),
+                   re = exact(r);
+  const at::Tensor y = swiglu_linear(gate, up, *down, r);
+  y.backward(g);
+  const at::Tensor ye = at::linear(at::silu(ge) * ue, we) + re;
+  ye.backward(g.to(at::kDouble));
+  expect_close(y, ye);
+  expect_close(gate.grad(), ge.grad());
+  expect_close(up.grad(), ue.grad());
+  expect_close(down->weight().grad(), we.grad());
+  expect_close(r.grad(), re.grad());
+  // Only the weight: the product is needed, the gradient of it is not.
+  down->weight().mutable_grad() = at::Tensor();
+  swiglu_linear(gate.detach(), up.detach(), *down, r.detach()).backward(g);
+  expect_close(down->weight().grad(), we.grad());
+  // What hooks see of the layer is the product.
+  const auto hook = down->add_forward_hook(
+      [&](Module&, const TensorList& inputs, const TensorList&) {
+        expect_close(inputs.at(0), at::silu(ge) * ue);
+      });
+  expect_close(swiglu_linear(gate, up, *down, r), ye);
 }
 
 TEST_P(Layers, AttentionMatchesTheSoftmaxFormula) {

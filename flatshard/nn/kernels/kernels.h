@@ -77,12 +77,14 @@ void swiglu_forward(
     Dtype dtype,
     cudaStream_t stream);
 
+/// @param product  or null; may be dy.
 void swiglu_backward(
     const void* dy,
     const void* gate,
     const void* up,
     void* dgate,
     void* dup,
+    void* product,
     std::int64_t numel,
     Dtype dtype,
     cudaStream_t stream);

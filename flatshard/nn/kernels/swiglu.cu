@@ -7,6 +7,10 @@ __device__ inline float sigmoid(float v) {
   return 1.0F / (1.0F + __expf(-v));
 }
 
+__device__ inline float swiglu(float gate, float up) {
+  return gate * (sigmoid(gate) * up);
+}
+
 template <class T, int N>
 __device__ inline void
 forward_pack(const T* gate, const T* up, T* y, std::int64_t at) {
@@ -16,7 +20,7 @@ forward_pack(const T* gate, const T* up, T* y, std::int64_t at) {
   load<T, N>(up + at, u);
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    g[i] *= sigmoid(g[i]) * u[i];
+    g[i] = swiglu(g[i], u[i]);
   }
   store<T, N>(y + at, g);
 }
@@ -28,6 +32,7 @@ __device__ inline void backward_pack(
     const T* up,
     T* dgate,
     T* dup,
+    T* product,
     std::int64_t at) {
   float d[N];
   float g[N];
@@ -35,6 +40,14 @@ __device__ inline void backward_pack(
   load<T, N>(dy + at, d);
   load<T, N>(gate + at, g);
   load<T, N>(up + at, u);
+  if (product != nullptr) {  // may be dy, which was read above
+    float p[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      p[i] = swiglu(g[i], u[i]);
+    }
+    store<T, N>(product + at, p);
+  }
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     const float s = sigmoid(g[i]);
@@ -76,9 +89,10 @@ __global__ void backward_kernel(
     const T* up,
     T* dgate,
     T* dup,
+    T* product,
     std::int64_t numel) {
   for_each_pack<T, N>(numel, [&]<int M>(std::int64_t at) {
-    backward_pack<T, M>(dy, gate, up, dgate, dup, at);
+    backward_pack<T, M>(dy, gate, up, dgate, dup, product, at);
   });
 }
 
@@ -108,18 +122,31 @@ void launch_backward(
     const T* up,
     T* dgate,
     T* dup,
+    T* product,
     std::int64_t numel,
     cudaStream_t stream) {
   constexpr int kN = kWide<T>;
   if (aligned16(dy) && aligned16(gate) && aligned16(up) && aligned16(dgate) &&
-      aligned16(dup)) {
+      aligned16(dup) && aligned16(product)) {
     const int grid = divide_up(divide_up(numel, kN), kThreads);
-    backward_kernel<T, kN>
-        <<<grid, kThreads, 0, stream>>>(dy, gate, up, dgate, dup, numel);
+    backward_kernel<T, kN><<<grid, kThreads, 0, stream>>>(
+        dy,
+        gate,
+        up,
+        dgate,
+        dup,
+        product,
+        numel);
   } else {
     const int grid = divide_up(numel, kThreads);
-    backward_kernel<T, 1>
-        <<<grid, kThreads, 0, stream>>>(dy, gate, up, dgate, dup, numel);
+    backward_kernel<T, 1><<<grid, kThreads, 0, stream>>>(
+        dy,
+        gate,
+        up,
+        dgate,
+        dup,
+        product,
+        numel);
   }
 }
 
@@ -152,6 +179,7 @@ void swiglu_backward(
     const void* up,
     void* dgate,
     void* dup,
+    void* product,
     std::int64_t numel,
     Dtype dtype,
     cudaStream_t stream) {
@@ -165,6 +193,7 @@ void swiglu_backward(
         static_cast<const T*>(up),
         static_cast<T*>(dgate),
         static_cast<T*>(dup),
+        static_cast<T*>(product),
         numel,
         stream);
   };
