@@ -23,6 +23,7 @@ std::vector<MemoryRow> memory_rows(
   std::int64_t grads = 0;
   std::string strategy = "-";
   Precision precision;
+  at::ScalarType grads_dtype = precision.main_grads;
   for (const auto& unit : runtime.units()) {
     for (const auto& group : unit->groups()) {
       const ParamGroup::Bytes bytes = group->nbytes();
@@ -33,9 +34,10 @@ std::vector<MemoryRow> memory_rows(
       strategy = group->options().strategy.name;
       precision = group->options().precision;
       if (group->trainable()) {
-        grads +=
-            group->main().local().numel() *
-            static_cast<std::int64_t>(c10::elementSize(precision.main_grads));
+        grads_dtype = group->options().narrow_grads ? precision.reduce
+                                                    : precision.main_grads;
+        grads += group->main().local().numel() *
+                 static_cast<std::int64_t>(c10::elementSize(grads_dtype));
       }
     }
   }
@@ -56,7 +58,7 @@ std::vector<MemoryRow> memory_rows(
        grads,
        fmt::format(
            "{}, reduced, from backward to zero_grad",
-           c10::toString(precision.main_grads))},
+           c10::toString(grads_dtype))},
       {"optimizer state", optimizer_nbytes, "of the main weights' shard"},
       {"slot pool",
        runtime.pool().arena_nbytes(),

@@ -213,7 +213,12 @@ void ParamGroup::cast_main_to_compute() {
     compute_shard_.local().copy_(main_.local());
   }
   main_version_ = main_.local()._version();
+  mark_weights_changed();
+}
+
+void ParamGroup::mark_weights_changed() {
   ++generation_;
+  written_.record(*current_stream(mesh_->device()));
 }
 
 bool ParamGroup::adopt_foreign_writes() {
@@ -245,7 +250,7 @@ ParamGroup::Reduction ParamGroup::plan_reduction(
   r.add_local = has_local_;
   if (!collective) {
     has_local_ = true;
-    allocate(local_, partial_everywhere());
+    allocate(local_, partial_everywhere(), options_.precision.main_grads);
     return r;
   }
   has_local_ = false;
@@ -257,7 +262,7 @@ ParamGroup::Reduction ParamGroup::plan_reduction(
   r.add_inner = has_inner_;
   r.to_inner = has_partial && !is_last;
   if (r.to_inner || r.add_inner) {
-    allocate(inner_, options_.strategy.gradient);
+    allocate(inner_, options_.strategy.gradient, options_.precision.main_grads);
   }
   if (r.to_inner) {
     has_inner_ = true;
@@ -266,14 +271,29 @@ ParamGroup::Reduction ParamGroup::plan_reduction(
   has_inner_ = false;
   r.add_grad = has_grad_;
   has_grad_ = true;
-  allocate(grad_, final_gradient());
+  const Precision& precision = options_.precision;
+  const bool narrow = is_last && !r.add_grad && can_stay_narrow();
+  r.widen = r.add_grad && grad_.local().scalar_type() != precision.main_grads;
+  if (r.widen) {
+    narrow_ = std::exchange(grad_, {});
+  }
+  allocate(
+      grad_,
+      final_gradient(),
+      narrow ? precision.reduce : precision.main_grads);
   return r;
 }
 
-void ParamGroup::allocate(FlatBuffer& buffer, const Placements& placements) {
+bool ParamGroup::can_stay_narrow() const {
+  return options_.narrow_grads && options_.grad_divisor == 1;
+}
+
+void ParamGroup::allocate(
+    FlatBuffer& buffer,
+    const Placements& placements,
+    at::ScalarType dtype) {
   if (!buffer.defined()) {
-    buffer =
-        FlatBuffer(layout_, mesh_, placements, options_.precision.main_grads);
+    buffer = FlatBuffer(layout_, mesh_, placements, dtype);
   }
 }
 
@@ -306,8 +326,11 @@ void ParamGroup::reduce(const at::Tensor& slot, const Reduction& r) {
         strategy.gradient);
   }
   const Placements target = final_gradient();
+  if (r.widen) {
+    grad_.local().copy_(narrow_.local());
+  }
   const bool direct = !r.add_grad && options_.grad_divisor == 1 &&
-                      wire == options_.precision.main_grads;
+                      wire == grad_.local().scalar_type();
   if (direct) {
     source.redistribute(target, Purpose::reduce, &grad_);
     return;
@@ -330,11 +353,18 @@ void ParamGroup::zero_grad() {
 void ParamGroup::forget_grad() {
   has_grad_ = false;
   grad_ = {};
+  narrow_ = {};
 }
 
 void ParamGroup::scale_gradients(double factor) {
   const at::NoGradGuard no_grad;
   if (has_grad_) {
+    if (grad_.local().scalar_type() != options_.precision.main_grads) {
+      FlatBuffer wide;
+      allocate(wide, final_gradient(), options_.precision.main_grads);
+      wide.local().copy_(grad_.local());
+      grad_ = wide;
+    }
     grad_.local().mul_(factor);
   }
   if (has_inner_) {
@@ -402,7 +432,7 @@ ParamGroup::Bytes ParamGroup::nbytes() const {
   return {
       .main = main_is_compute_ ? 0 : of(main_),
       .compute = compute,
-      .grad = of(grad_),
+      .grad = of(grad_) + of(narrow_),
       .inner = of(inner_),
       .local = of(local_)};
 }

@@ -4,6 +4,7 @@
 
 #include "flatshard/buffer/flat_buffer.h"
 #include "flatshard/core/init_spec.h"
+#include "flatshard/device/stream.h"
 #include "flatshard/group/initializer.h"
 #include "flatshard/group/named_shard.h"
 #include "flatshard/group/precision.h"
@@ -38,6 +39,10 @@ struct ParamGroupOptions {
   /// that share the experts but not the data.
   double grad_divisor = 1;
   bool trainable = true;
+  /// The gradient of a step's only reduction stays in Precision::reduce, which
+  /// holds what came over the wire exactly; a second one widens it to
+  /// main_grads first. For optimizers that read any dtype, as Flatshard's do.
+  bool narrow_grads = false;
   LayoutOptions layout;
 };
 
@@ -48,13 +53,14 @@ struct ParamGroupOptions {
 /// |---------|-------------|-----------|------------------------------------|
 /// | main    | main_params | optimizer | what the optimizer updates         |
 /// | compute | compute     | parameter | what is gathered for the kernels   |
-/// | grad    | main_grads  | optimizer | the step's reduced gradient (lazy) |
+/// | grad    | main_grads* | optimizer | the step's reduced gradient (lazy) |
 /// | inner   | main_grads  | gradient  | not yet reduced over outer axes    |
 /// | local   | main_grads  | partial   | not yet reduced at all             |
 ///
 /// inner is HSDP's and HFSDP's, local that of ZeRO-0/1 and no_sync; both are
 /// lazy too. Lazy: from the first reduction of a step to zero_grad, so that the
-/// memory serves activations in between.
+/// memory serves activations in between. *: see
+/// ParamGroupOptions::narrow_grads.
 ///
 /// A frozen group has no main weights and no gradients. When main and compute
 /// have one dtype they share memory.
@@ -113,8 +119,11 @@ class ParamGroup {
   /// dtype. Collective; inside Stream::submit.
   void unshard(const at::Tensor& out) const;
 
-  /// The weights changed: call after writing main and compute shards.
-  void mark_weights_changed() { ++generation_; }
+  /// The weights changed: call after writing main and compute shards on the
+  /// current stream.
+  void mark_weights_changed();
+  /// Later work of `stream` sees what was written before the last change.
+  void wait_for_weights(Stream& stream) const { written_.wait(stream); }
   /// Rises with every change of the weights.
   std::int64_t generation() const { return generation_; }
   /// When somebody else wrote main (in place, through a tensor operation),
@@ -135,6 +144,7 @@ class ParamGroup {
     bool add_inner = false;
     bool add_grad = false;
     bool to_inner = false;
+    bool widen = false;  ///< grad from narrow_ first
   };
   /// Allocates what is missing, on the current stream: later work of the reduce
   /// stream waits for it, and it waits for the reductions before zero_grad.
@@ -148,7 +158,8 @@ class ParamGroup {
   bool has_grad() const { return has_grad_; }
   /// Microbatches were accumulated but not reduced over all axes.
   bool has_unreduced_grad() const { return has_local_ || has_inner_; }
-  /// [shard] like main. Undefined from zero_grad to the next reduction.
+  /// [shard] like main, in main_grads, or in the dtype of the reduction when it
+  /// is narrow. Undefined from zero_grad to the next reduction.
   const FlatBuffer& grad() const { return grad_; }
   /// Forgets all gradients and gives their memory back. The current stream has
   /// waited for the reductions (it has at the end of a backward).
@@ -176,7 +187,11 @@ class ParamGroup {
 
  private:
   void initialize(const Initializer& initializer);
-  void allocate(FlatBuffer& buffer, const Placements& placements);
+  void allocate(
+      FlatBuffer& buffer,
+      const Placements& placements,
+      at::ScalarType dtype);
+  bool can_stay_narrow() const;
   FlatBuffer wrap_partial(const at::Tensor& local) const;
   Placements partial_everywhere() const;
   Placements final_gradient() const;
@@ -195,8 +210,10 @@ class ParamGroup {
   std::uint32_t main_version_ = 0;
   std::int64_t generation_ = 1;
   std::int64_t refreshed_ = 0;
+  Event written_;
 
   FlatBuffer grad_;
+  FlatBuffer narrow_;  ///< what grad_ was before it was widened
   FlatBuffer inner_;
   FlatBuffer local_;
   bool has_grad_ = false;

@@ -63,11 +63,8 @@ void Trainer::load(
     std::int64_t microbatch,
     Interval& interval) {
   const auto begin = Clock::now();
-  if (device_.is_cuda()) {
-    // The last copy from the pinned buffers must be over.
-    current_stream(device_)->synchronize();
-    mesh_->check();
-  }
+  tokens_copied_.synchronize();  // the last copy from the pinned buffers
+  mesh_->check();
   const auto span = [](const at::Tensor& t) {
     return std::span<std::int64_t>(
         t.data_ptr<std::int64_t>(),
@@ -85,6 +82,7 @@ void Trainer::load(
   });
   tokens_.copy_(tokens_host_, /*non_blocking=*/true);
   targets_.copy_(targets_host_, /*non_blocking=*/true);
+  tokens_copied_.record(*current_stream(device_));
   interval.data_ms += ms_since(begin);
 }
 
@@ -286,6 +284,9 @@ Trainer::End Trainer::train() {
       NanCheck::check_weights(*runtime_);
     }
     runtime_->finish_step();
+    if (!last) {
+      runtime_->prefetch_forward();
+    }
     interval.host_ms += ms_since(host);
     ++interval.steps;
     if (profile) {

@@ -3,6 +3,7 @@
 #include "flatshard/comm/launch.h"
 #include "flatshard/comm/mesh.h"
 #include "flatshard/data/loader.h"
+#include "flatshard/device/stream.h"
 #include "flatshard/models/llama.h"
 #include "flatshard/optim/lr_schedule.h"
 #include "flatshard/optim/optimizer.h"
@@ -100,6 +101,7 @@ class Trainer {
   std::int64_t num_microbatches_ = 1;
   at::Tensor tokens_host_;   ///< [B, T] int64, pinned on CUDA
   at::Tensor targets_host_;  ///< [B, T]
+  Event tokens_copied_;      ///< from the two above
   at::Tensor tokens_;        ///< [B, T] on the device
   at::Tensor targets_;
   std::optional<RunOutput> output_;  ///< rank 0's

@@ -116,6 +116,7 @@ void Trainer::build(bool resume) {
           .activation_checkpoint = models::parse_activation_checkpoint(
               config_.activation_checkpoint.mode)});
   FullyShardOptions options = shard_options(config_);
+  options.narrow_grads = num_microbatches_ == 1;
   for (const auto& module : model_->unit_modules()) {
     options.units.push_back(module.get());
   }

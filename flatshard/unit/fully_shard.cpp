@@ -164,6 +164,7 @@ std::unique_ptr<Unit> build_unit(
        .strategy = strategy_of(options, *mesh),
        .scaling = options.scaling,
        .grad_divisor = options.grad_divisor,
+       .narrow_grads = options.narrow_grads,
        .layout = options.layout},
       Initializer(options.seed));
   return std::make_unique<Unit>(

@@ -26,6 +26,8 @@ struct FullyShardOptions {
   Precision precision;
   GradScaling scaling = GradScaling::mean;
   double grad_divisor = 1;
+  /// See ParamGroupOptions.
+  bool narrow_grads = false;
   /// Units gathered ahead.
   int prefetch = 1;
   /// false: weights stay gathered from forward to backward.

@@ -148,6 +148,25 @@ void Runtime::unshard(UnitId unit, bool awaits) {
   feed({.kind = EventKind::unshard, .unit = unit, .awaits = awaits});
 }
 
+void Runtime::prefetch_forward() {
+  const std::lock_guard lock(mutex_);
+  std::vector<UnitId> first;
+  for (const Action& action : step_actions_) {
+    if (action.kind == ActionKind::gather &&
+        static_cast<int>(first.size()) <= options_.prefetch &&
+        std::find(first.begin(), first.end(), action.unit) == first.end()) {
+      first.push_back(action.unit);
+    }
+  }
+  if (first.empty() || !open_calls_.empty() || !tasks_.empty()) {
+    return;
+  }
+  before_root_forward();
+  for (const UnitId unit : first) {
+    feed({.kind = EventKind::unshard, .unit = unit, .awaits = false});
+  }
+}
+
 void Runtime::reshard(UnitId unit) {
   const std::lock_guard lock(mutex_);
   feed({.kind = EventKind::reshard, .unit = unit});
@@ -318,7 +337,9 @@ void Runtime::gather(Unit& unit, Phase phase) {
     refresh.push_back(stale);
     group->mark_refreshed();
   }
-  weights_ready_.wait(*gather_stream_);
+  for (const auto& group : unit.groups()) {
+    group->wait_for_weights(*gather_stream_);
+  }
   void* slot = nullptr;
   if (!unit.resident()) {
     const SlotRole role = phase == Phase::forward ? SlotRole::forward_weights

@@ -73,6 +73,11 @@ class Runtime : public nn::WgradSink,
   /// forward or backward uses them and releases them as always.
   /// @param awaits  false: only queued; ask again before you read them.
   void unshard(UnitId unit, bool awaits = true);
+  /// Gathers what the last step's forward began with, so that it is there when
+  /// the next one begins; call after the optimizer, when another forward comes.
+  /// The gather of a unit waits for its own weights only and runs beside the
+  /// optimizer's work on later units. Collective; never blocks.
+  void prefetch_forward();
   /// Releases them, unless a forward or backward of the unit is open.
   void reshard(UnitId unit);
 
@@ -214,7 +219,6 @@ class Runtime : public nn::WgradSink,
   std::shared_ptr<Stream> reduce_stream_;
   std::unique_ptr<StreamTimer> exposed_;
   bool measure_exposed_ = false;
-  Event weights_ready_;
   Event all_reduced_;
   std::int64_t seen_generation_ = -1;
 

@@ -113,8 +113,6 @@ void Runtime::before_root_forward() {
   }
   seen_generation_ = generation;
   feed({.kind = EventKind::weights_changed});
-  // The optimizer wrote on this stream; the gathers read after it.
-  weights_ready_.record(*current_stream(mesh_->device()));
   if (pool_.num_dynamic() > planned_dynamic_ && pool_.num_held() == 0) {
     // The last step needed slots that the plan did not have: plan anew, from
     // what it did, while all rests.

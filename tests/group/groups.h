@@ -89,7 +89,8 @@ inline std::unique_ptr<ParamGroup> make_group(
     Precision precision = {},
     GradScaling scaling = GradScaling::mean,
     double grad_divisor = 1,
-    Granularity matrix = {}) {
+    Granularity matrix = {},
+    bool narrow_grads = false) {
   return std::make_unique<ParamGroup>(
       some_parameters(matrix),
       std::move(mesh),
@@ -99,7 +100,8 @@ inline std::unique_ptr<ParamGroup> make_group(
               Strategy::named(c.strategy, static_cast<int>(c.mesh.size())),
           .precision = precision,
           .scaling = scaling,
-          .grad_divisor = grad_divisor},
+          .grad_divisor = grad_divisor,
+          .narrow_grads = narrow_grads},
       Initializer(kGroupSeed));
 }
 

@@ -83,6 +83,7 @@ struct ReduceCase {
   GradScaling scaling;
   double divisor;
   Precision precision;
+  bool narrow_grads = false;
 };
 
 class Reductions : public ::testing::TestWithParam<GroupCase> {};
@@ -95,12 +96,20 @@ TEST_P(Reductions, ExactValues) {
       {GradScaling::pre_scaled, 1, kWide},
       {GradScaling::sum, 4, kWide},
       {GradScaling::mean, 1, kNarrowWire},
-      {GradScaling::sum, 2, kNarrowWire}};
+      {GradScaling::sum, 2, kNarrowWire},
+      {GradScaling::mean, 1, kNarrowWire, true},
+      {GradScaling::sum, 2, kNarrowWire, true}};
   run_ranks(c.world(), [&](RankContext& context) {
     const auto mesh = context.mesh(c.axes());
     for (const ReduceCase& mode : modes) {
-      const auto group =
-          make_group(c, mesh, mode.precision, mode.scaling, mode.divisor);
+      const auto group = make_group(
+          c,
+          mesh,
+          mode.precision,
+          mode.scaling,
+          mode.divisor,
+          {},
+          mode.narrow_grads);
       const FlatLayout& layout = group->layout();
       for (const Sequence& sequence : sequences()) {
         at::Tensor want = at::zeros({layout.numel()});
@@ -126,6 +135,40 @@ TEST_P(Reductions, ExactValues) {
         EXPECT_FALSE(group->has_grad());
       }
     }
+  });
+}
+
+// 1 + 1/512 needs more than the eight bits of a bfloat16.
+TEST(Reduction, ASecondOneWidensANarrowGradient) {
+  run_ranks(2, [](RankContext& context) {
+    const auto group = make_group(
+        {"zero3", {2}},
+        context.mesh(),
+        kNarrowWire,
+        GradScaling::mean,
+        1,
+        {},
+        /*narrow_grads=*/true);
+    const std::int64_t n = group->layout().numel();
+    const auto reduce = [&](double value, bool is_last) {
+      group->reduce(
+          at::full({n}, value, at::kBFloat16),
+          group->plan_reduction(true, is_last));
+    };
+    reduce(1, true);
+    EXPECT_EQ(group->grad().local().scalar_type(), at::kBFloat16);
+    EXPECT_EQ(group->nbytes().grad, n / 2 * 2);
+    reduce(1.0 / 512, true);
+    EXPECT_EQ(group->grad().local().scalar_type(), at::kFloat);
+    EXPECT_TRUE(group->grad().local().eq(1 + 1.0 / 512).all().item<bool>());
+    group->zero_grad();
+    EXPECT_EQ(group->nbytes().grad, 0);
+    reduce(1, true);
+    group->scale_gradients(1 + 1.0 / 512);
+    EXPECT_TRUE(group->grad().local().eq(1 + 1.0 / 512).all().item<bool>());
+    group->zero_grad();
+    reduce(1, false);  // another one is announced
+    EXPECT_EQ(group->grad().local().scalar_type(), at::kFloat);
   });
 }
 

@@ -243,5 +243,52 @@ TEST(Trace, B66_AddressesRepeatFromTheThirdStepOn) {
   }
 }
 
+TEST(Trace, PrefetchForwardGathersWhatTheForwardBeginsWith) {
+  for (const int prefetch : {0, 1, 3}) {
+    for_strategies([&](const RankContext& context, FullyShardOptions options) {
+      options.prefetch = prefetch;
+      Twin twin(context, {}, options);
+      Runtime& runtime = *twin.runtime;
+      runtime.prefetch_forward();  // there was no forward yet: nothing to learn
+      EXPECT_TRUE(runtime.trace().actions.empty());
+      std::int64_t num_dynamic = 0;
+      std::int64_t peak = 0;
+      for (int step = 0; step < 5; ++step) {
+        twin.step(forward_backward);
+        if (step == 2) {
+          num_dynamic = runtime.pool().num_dynamic();
+          peak = runtime.pool().peak_held_nbytes();
+        }
+        std::vector<UnitId> used;
+        for (const Action& action : runtime.trace().actions) {
+          if (action.kind == ActionKind::gather &&
+              action.phase == Phase::forward) {
+            used.push_back(action.unit);
+          }
+        }
+        runtime.clear_trace();
+        runtime.prefetch_forward();
+        std::vector<UnitId> ahead;
+        for (const Action& action : runtime.trace().actions) {
+          if (action.kind == ActionKind::gather) {
+            ahead.push_back(action.unit);
+          }
+        }
+        used.resize(std::min(used.size(), ahead.size()));
+        EXPECT_EQ(ahead, used);
+        const bool gathers = !runtime.units().back()->resident();
+        EXPECT_GE(ahead.size(), gathers ? prefetch + 1 : 0);
+      }
+      twin.step(forward_backward);
+      for (const auto& unit : runtime.units()) {
+        EXPECT_LE(count_gathers(runtime, unit->id(), Phase::forward), 1)
+            << unit->name();
+      }
+      EXPECT_EQ(runtime.pool().num_dynamic(), num_dynamic);
+      EXPECT_EQ(runtime.pool().peak_held_nbytes(), peak);
+    });
+  }
+}
+
 }  // namespace
 }  // namespace flatshard
