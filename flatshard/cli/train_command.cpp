@@ -29,6 +29,7 @@ struct TrainArguments {
   std::string device = "auto";
   bool resume = false;
   int max_restarts = 0;
+  bool profile = false;
   bool help_config = false;
 };
 
@@ -59,7 +60,11 @@ void train(const TrainArguments& arguments, std::vector<std::string> argv) {
       !arguments.config.empty(),
       config,
       "expected a config file: flatshard train CONFIG.toml");
-  const Config config = load_config(arguments.config, arguments.overrides);
+  std::vector<std::string> overrides = arguments.overrides;
+  if (arguments.profile) {
+    overrides.emplace_back("profiling.enabled=true");
+  }
+  const Config config = load_config(arguments.config, overrides);
   if (!launched_by_environment() && arguments.nproc > 1) {
     // Before any rank starts.
     model_config(resolve_config(config, arguments.nproc));
@@ -166,6 +171,11 @@ void add_train_command(
           "With --nproc: start all ranks again so often when one fails, from "
           "the latest checkpoint [0]")
       ->check(CLI::Range(0, 1000000));
+  command->add_flag(
+      "--profile",
+      arguments->profile,
+      "Write a Chrome trace of one step (profiling.step) and print where the "
+      "GPU's time went");
   command->add_flag(
       "--help-config",
       arguments->help_config,

@@ -61,7 +61,7 @@ void check_buffers(const Runtime& runtime) {
         add_buffer("compute shard" + of, shard, ranges);
       }
       const at::Tensor main = group->main().local();
-      if (main.defined() && !main.is_alias_of(compute) &&
+      if (main.defined() && !(compute.defined() && main.is_alias_of(compute)) &&
           !(shard.defined() && main.is_alias_of(shard))) {
         add_buffer("main weights" + of, main, ranges);
       }

@@ -1,17 +1,68 @@
 #include "flatshard/train/profile.h"
 
+#include "flatshard/core/file_writer.h"
 #include "flatshard/device/stream.h"
 
 #include <ATen/record_function.h>
+#include <fmt/format.h>
+#include <kineto/ActivityType.h>
 #include <torch/csrc/autograd/profiler_kineto.h>
 
+#include <fstream>
 #include <set>
+#include <sstream>
+#include <utility>
 
 namespace flatshard {
 
 using torch::profiler::impl::ActivityType;
 using torch::profiler::impl::ProfilerConfig;
 using torch::profiler::impl::ProfilerState;
+
+namespace {
+
+std::vector<KernelInterval> kernels_of(
+    const torch::autograd::profiler::ProfilerResult& result) {
+  std::vector<KernelInterval> kernels;
+  for (const auto& event : result.events()) {
+    const auto type =
+        static_cast<libkineto::ActivityType>(event.activityType());
+    if (type == libkineto::ActivityType::CONCURRENT_KERNEL ||
+        type == libkineto::ActivityType::GPU_MEMCPY ||
+        type == libkineto::ActivityType::GPU_MEMSET) {
+      kernels.push_back(
+          {.name = event.name(),
+           .begin_ns = static_cast<std::int64_t>(event.startNs()),
+           .end_ns = static_cast<std::int64_t>(event.endNs()),
+           .stream = event.deviceResourceId()});
+    }
+  }
+  return kernels;
+}
+
+// Kineto calls a stream "stream 7 "; what comes after the number is ours.
+void name_streams(
+    const std::filesystem::path& path,
+    const StepProfile& profile) {
+  if (profile.streams.empty()) {
+    return;
+  }
+  std::ostringstream read;
+  read << std::ifstream(path).rdbuf();
+  std::string text = std::move(read).str();
+  for (const auto& [stream, role] : profile.streams) {
+    const std::string old = fmt::format("\"name\": \"stream {} \"", stream);
+    const std::string name =
+        fmt::format("\"name\": \"stream {}: {}\"", stream, role);
+    for (auto at = text.find(old); at != std::string::npos;
+         at = text.find(old, at + name.size())) {
+      text.replace(at, old.size(), name);
+    }
+  }
+  write_file_atomic(path, text);
+}
+
+}  // namespace
 
 void TraceRecorder::start() {
   std::set<ActivityType> activities{ActivityType::CPU};
@@ -26,11 +77,14 @@ void TraceRecorder::start() {
       {at::RecordScope::FUNCTION});
 }
 
-void TraceRecorder::stop(const std::filesystem::path& path) {
+StepProfile TraceRecorder::stop(const std::filesystem::path& path) {
   current_stream(device_)->synchronize();
   const auto result = torch::autograd::profiler::disableProfiler();
   std::filesystem::create_directories(path.parent_path());
   result->save(path.string());
+  const StepProfile profile = profile_step(kernels_of(*result));
+  name_streams(path, profile);
+  return profile;
 }
 
 void TraceRecorder::discard() {

@@ -2,6 +2,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "flatshard/diagnostics/step_profile.h"
+
 #include <filesystem>
 
 namespace flatshard {
@@ -12,8 +14,10 @@ class TraceRecorder {
  public:
   explicit TraceRecorder(at::Device device) : device_(device) {}
   void start();
-  /// Waits for the device and writes a Chrome trace, making its folder.
-  void stop(const std::filesystem::path& path);
+  /// Waits for the device and writes a Chrome trace, making its folder. Streams
+  /// are named after what they are there for.
+  /// @return what ran on the GPU; empty without one.
+  StepProfile stop(const std::filesystem::path& path);
   /// Ends the recording and writes nothing.
   void discard();
 

@@ -7,6 +7,7 @@
 #include "flatshard/diagnostics/nan_check.h"
 #include "flatshard/diagnostics/norms.h"
 #include "flatshard/format/checkpoint_folder.h"
+#include "flatshard/models/flops.h"
 #include "flatshard/models/hf_names.h"
 #include "flatshard/optim/clip.h"
 #include "flatshard/train/export_hf.h"
@@ -290,10 +291,7 @@ Trainer::End Trainer::train() {
     interval.host_ms += ms_since(host);
     ++interval.steps;
     if (profile) {
-      recorder.stop(
-          std::filesystem::path(config_.run.output_dir) /
-          config_.profiling.folder /
-          fmt::format("step_{}_rank_{}.json", step, env_.rank));
+      report_profile(recorder, step);
     }
     Requests asked;
     if (logged) {
@@ -331,10 +329,10 @@ Trainer::End Trainer::train() {
   if (output_) {
     output_->status().clear();
   }
-  checkpoints_->finish();
   if (end == End::finished && config_.run.save_weights) {
     save();
   }
+  checkpoints_->finish();  // throws when the last one failed
   if (end == End::finished && config_.checkpoint.export_hf_at_end && output_) {
     const auto to = std::filesystem::path(config_.run.output_dir) / "hf";
     std::filesystem::remove_all(to);  // of the same run, when it was resumed
@@ -345,6 +343,34 @@ Trainer::End Trainer::train() {
          .to = to}));
   }
   return end;
+}
+
+void Trainer::report_profile(TraceRecorder& recorder, std::int64_t step) {
+  const auto path = std::filesystem::path(config_.run.output_dir) /
+                    config_.profiling.folder /
+                    fmt::format("step_{}_rank_{}.json", step, env_.rank);
+  const StepProfile profile = recorder.stop(path);
+  if (!output_) {
+    return;
+  }
+  output_->print(fmt::format("trace of step {}: {}", step, path.string()));
+  if (profile.classes.empty()) {
+    return;  // no GPU
+  }
+  const Config::Training& t = config_.training;
+  const double tokens =
+      static_cast<double>(t.local_batch_size * t.seq_len * num_microbatches_);
+  const double gemm =
+      6.0 * static_cast<double>(models::num_matmul_parameters(model_config_)) *
+      tokens;
+  const double all = tokens * models::flops_per_token(
+                                  model_config_,
+                                  t.seq_len,
+                                  models::FlopsConvention::causal);
+  SpeedOfLight light;
+  light.peak_flops = peak_flops(device_, config_).value_or(0);
+  light.flops = {{"GEMM", gemm}, {"attention", all - gemm}};
+  output_->print(to_string(profile, light));
 }
 
 void Trainer::spoil_gradient(std::int64_t step) {

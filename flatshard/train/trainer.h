@@ -21,6 +21,8 @@
 
 namespace flatshard {
 
+class TraceRecorder;
+
 /// One rank of a training run, from a Config to trained weights on disk.
 ///
 /// Rank 0 prints and writes below `run.output_dir`: config.toml,
@@ -80,6 +82,8 @@ class Trainer {
       double lr,
       Interval& interval);
   void install_diagnostics();
+  /// Ends the recording of a step: a trace, and a table when there is a GPU.
+  void report_profile(TraceRecorder& recorder, std::int64_t step);
   void spoil_gradient(std::int64_t step);
   /// Everything [diagnostics] wants between the backward and the optimizer.
   void diagnose_gradients(std::int64_t step);

@@ -24,6 +24,7 @@ struct TableCase {
   bool no_sync = false;
   Precision precision;
   bool whole_matrices = false;  ///< layouts of two segments
+  bool saves = false;           ///< narrow gradients, no compute weights
 };
 
 int world_of(const TableCase& c) {
@@ -82,6 +83,9 @@ TEST(MemoryTable, RowsAreTheBytesOfTheBuffers) {
       {"zero2", two, 1, false, mixed},
       {"zero3", two, 1, false, mixed},
       {"zero3", two, 1, false, full},
+      {"zero3", two, 1, false, mixed, false, true},
+      {"zero3", two, 1, false, mixed, true, true},
+      {"zero1", two, 1, false, mixed, false, true},
       {"zero3", two, 2, true, mixed},
       {"zero1", two, 2, false, mixed},
       {"hsdp", four, 2, false, mixed},
@@ -96,6 +100,8 @@ TEST(MemoryTable, RowsAreTheBytesOfTheBuffers) {
           {.units = model->unit_modules(),
            .strategy = c.strategy,
            .precision = c.precision,
+           .narrow_grads = c.saves,
+           .keep_compute_weights = !c.saves,
            .granularity_of = [&](const std::string& name) {
              return c.whole_matrices && name.ends_with("weight")
                         ? Granularity::tensor()

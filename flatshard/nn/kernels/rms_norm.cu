@@ -6,7 +6,8 @@ namespace {
 // A block handles one row at a time and a thread keeps its part of the row in
 // registers: P packs of N elements, pack p at column (p * threads + tid) * N.
 template <class T, class W, int N, int P>
-__global__ void __launch_bounds__(1024) forward_kernel(const RmsNormForward a) {
+__global__ void __launch_bounds__(1024)
+    rms_norm_forward_kernel(const RmsNormForward a) {
   __shared__ float scratch[33];
   const std::int64_t base = blockIdx.x * a.dim;
   const T* x = static_cast<const T*>(a.x) + base;
@@ -63,7 +64,7 @@ __global__ void __launch_bounds__(1024) forward_kernel(const RmsNormForward a) {
 
 template <class T, class W, int N, int P>
 __global__ void __launch_bounds__(1024)
-    backward_kernel(const RmsNormBackward a) {
+    rms_norm_backward_kernel(const RmsNormBackward a) {
   __shared__ float scratch[33];
   float dw[P][N] = {};
   float weight[P][N];
@@ -132,7 +133,7 @@ __global__ void __launch_bounds__(1024)
 
 // 32 columns a block, 8 rows of threads; fixed order, so deterministic.
 template <class G>
-__global__ void partials_kernel(
+__global__ void rms_norm_partials_kernel(
     const float* partial,
     G* grad,
     std::int64_t blocks,
@@ -214,7 +215,7 @@ void rms_norm_forward(const RmsNormForward& a, cudaStream_t stream) {
       a.dim,
       wide,
       [&]<class T, class W, int N, int P>(int threads) {
-        forward_kernel<T, W, N, P><<<a.rows, threads, 0, stream>>>(a);
+        rms_norm_forward_kernel<T, W, N, P><<<a.rows, threads, 0, stream>>>(a);
       });
 }
 
@@ -227,7 +228,8 @@ void rms_norm_backward(const RmsNormBackward& a, cudaStream_t stream) {
       a.dim,
       wide,
       [&]<class T, class W, int N, int P>(int threads) {
-        backward_kernel<T, W, N, P><<<a.blocks, threads, 0, stream>>>(a);
+        rms_norm_backward_kernel<T, W, N, P>
+            <<<a.blocks, threads, 0, stream>>>(a);
       });
 }
 
@@ -242,14 +244,14 @@ void sum_partials(
   const dim3 threads(32, 8);
   const int grid = divide_up(dim, 32);
   if (dtype == Dtype::f32) {
-    partials_kernel<<<grid, threads, 0, stream>>>(
+    rms_norm_partials_kernel<<<grid, threads, 0, stream>>>(
         partial,
         static_cast<float*>(grad),
         blocks,
         dim,
         accumulate);
   } else {
-    partials_kernel<<<grid, threads, 0, stream>>>(
+    rms_norm_partials_kernel<<<grid, threads, 0, stream>>>(
         partial,
         static_cast<__nv_bfloat16*>(grad),
         blocks,

@@ -76,14 +76,14 @@ __device__ inline void for_each_pack(std::int64_t numel, F&& run) {
 
 template <class T, int N>
 __global__ void
-forward_kernel(const T* gate, const T* up, T* y, std::int64_t numel) {
+swiglu_forward_kernel(const T* gate, const T* up, T* y, std::int64_t numel) {
   for_each_pack<T, N>(numel, [&]<int M>(std::int64_t at) {
     forward_pack<T, M>(gate, up, y, at);
   });
 }
 
 template <class T, int N>
-__global__ void backward_kernel(
+__global__ void swiglu_backward_kernel(
     const T* dy,
     const T* gate,
     const T* up,
@@ -108,10 +108,12 @@ void launch_forward(
   constexpr int kN = kWide<T>;
   if (aligned16(gate) && aligned16(up) && aligned16(y)) {
     const int grid = divide_up(divide_up(numel, kN), kThreads);
-    forward_kernel<T, kN><<<grid, kThreads, 0, stream>>>(gate, up, y, numel);
+    swiglu_forward_kernel<T, kN>
+        <<<grid, kThreads, 0, stream>>>(gate, up, y, numel);
   } else {
     const int grid = divide_up(numel, kThreads);
-    forward_kernel<T, 1><<<grid, kThreads, 0, stream>>>(gate, up, y, numel);
+    swiglu_forward_kernel<T, 1>
+        <<<grid, kThreads, 0, stream>>>(gate, up, y, numel);
   }
 }
 
@@ -129,7 +131,7 @@ void launch_backward(
   if (aligned16(dy) && aligned16(gate) && aligned16(up) && aligned16(dgate) &&
       aligned16(dup) && aligned16(product)) {
     const int grid = divide_up(divide_up(numel, kN), kThreads);
-    backward_kernel<T, kN><<<grid, kThreads, 0, stream>>>(
+    swiglu_backward_kernel<T, kN><<<grid, kThreads, 0, stream>>>(
         dy,
         gate,
         up,
@@ -139,7 +141,7 @@ void launch_backward(
         numel);
   } else {
     const int grid = divide_up(numel, kThreads);
-    backward_kernel<T, 1><<<grid, kThreads, 0, stream>>>(
+    swiglu_backward_kernel<T, 1><<<grid, kThreads, 0, stream>>>(
         dy,
         gate,
         up,

@@ -1,0 +1,52 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace flatshard {
+
+/// One kernel, copy or fill on a GPU.
+struct KernelInterval {
+  std::string name;
+  std::int64_t begin_ns = 0;
+  std::int64_t end_ns = 0;
+  std::int64_t stream = 0;
+};
+
+/// What the kernels of one kind took together; beside each other they count
+/// twice.
+struct KernelClass {
+  std::string name;  ///< "GEMM", "attention", "all-gather", ...
+  double ms = 0;
+  std::int64_t kernels = 0;
+};
+
+/// Where the time of one step on one GPU went.
+struct StepProfile {
+  double span_ms = 0;     ///< from the first kernel's begin to the last's end
+  double compute_ms = 0;  ///< a kernel that computes runs
+  double exposed_ms = 0;  ///< only communication runs
+  double idle_ms = 0;     ///< nothing runs
+  std::vector<KernelClass> classes;  ///< largest first
+  /// What a stream is there for ("compute", "gather", "reduce"), by its number.
+  std::map<std::int64_t, std::string> streams;
+};
+
+/// "other" for a kernel that no class knows.
+std::string kernel_class(const std::string& kernel_name);
+
+StepProfile profile_step(const std::vector<KernelInterval>& kernels);
+
+/// What the GPU could reach at most, and how much there was to do.
+struct SpeedOfLight {
+  double peak_flops = 0;  ///< per second; 0: unknown
+  /// Floating-point operations of the step by class, e.g. "GEMM".
+  std::map<std::string, double> flops;
+};
+
+/// A table with one line per class, and below it the lines of the span.
+std::string to_string(const StepProfile& profile, const SpeedOfLight& light);
+
+}  // namespace flatshard
