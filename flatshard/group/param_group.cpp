@@ -110,12 +110,29 @@ ParamGroup::ParamGroup(
   layout_ =
       build_layout(parameters_, strategy.num_shards(sizes), options_.layout);
 
+  allocate_weights();
+  initialize(initializer);
+}
+
+void ParamGroup::allocate_weights() {
+  const Strategy& strategy = options_.strategy;
   const Precision& precision = options_.precision;
-  compute_ = FlatBuffer(layout_, mesh_, strategy.parameter, precision.compute);
-  compute_.local().zero_();  // padding stays zero
   resident_ = !any_sharded(*mesh_, strategy.parameter);
   has_refresh_ = options_.trainable &&
                  !same_elements(*mesh_, strategy.parameter, strategy.optimizer);
+  main_is_compute_ =
+      !options_.trainable || precision.main_params == precision.compute;
+  if (!main_is_compute_) {
+    main_ =
+        FlatBuffer(layout_, mesh_, strategy.optimizer, precision.main_params);
+    main_.local().zero_();  // padding stays zero
+  }
+  if (!options_.keep_compute_weights && !main_is_compute_ && !resident_ &&
+      !has_refresh_) {
+    return;
+  }
+  compute_ = FlatBuffer(layout_, mesh_, strategy.parameter, precision.compute);
+  compute_.local().zero_();
   if (!has_refresh_) {
     compute_shard_ = compute_;
   } else if (layout_->segments().size() == 1) {
@@ -125,8 +142,6 @@ ParamGroup::ParamGroup(
         FlatBuffer(layout_, mesh_, strategy.optimizer, precision.compute);
     compute_shard_.local().zero_();
   }
-  main_is_compute_ =
-      !options_.trainable || precision.main_params == precision.compute;
   if (main_is_compute_) {
     // A version counter of its own, which only writes to main move.
     main_ = FlatBuffer::wrap(
@@ -134,12 +149,7 @@ ParamGroup::ParamGroup(
         layout_,
         mesh_,
         compute_shard_.placements());
-  } else {
-    main_ =
-        FlatBuffer(layout_, mesh_, strategy.optimizer, precision.main_params);
-    main_.local().zero_();
   }
-  initialize(initializer);
 }
 
 void ParamGroup::initialize(const Initializer& initializer) {
@@ -204,11 +214,19 @@ void ParamGroup::refresh() {
 void ParamGroup::unshard(const at::Tensor& out) const {
   const Placements whole(mesh_->num_axes(), Placement::replicate());
   const FlatBuffer target = FlatBuffer::wrap(out, layout_, mesh_, whole);
-  compute_.redistribute(whole, Purpose::gather, &target);
+  if (compute_.defined()) {
+    compute_.redistribute(whole, Purpose::gather, &target);
+    return;
+  }
+  // This rank's slice of the slot when that is one range, else a temporary.
+  const FlatBuffer shard =
+      target.redistribute(options_.strategy.parameter, Purpose::gather);
+  shard.local().copy_(main_.local());
+  shard.redistribute(whole, Purpose::gather, &target);
 }
 
 void ParamGroup::cast_main_to_compute() {
-  if (!main_is_compute_) {
+  if (compute_shard().defined()) {
     const at::NoGradGuard no_grad;
     compute_shard_.local().copy_(main_.local());
   }
@@ -423,7 +441,7 @@ ParamGroup::Bytes ParamGroup::nbytes() const {
   const auto of = [](const FlatBuffer& b) {
     return b.defined() ? b.nbytes() : 0;
   };
-  std::int64_t compute = of(compute_);
+  std::int64_t compute = of(compute_);  // none when it is not kept
   if (compute_shard_.defined() &&
       compute_shard_.local().storage().unsafeGetStorageImpl() !=
           compute_.local().storage().unsafeGetStorageImpl()) {

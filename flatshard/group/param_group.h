@@ -43,6 +43,12 @@ struct ParamGroupOptions {
   /// holds what came over the wire exactly; a second one widens it to
   /// main_grads first. For optimizers that read any dtype, as Flatshard's do.
   bool narrow_grads = false;
+  /// false: main weights are cast into the gathered slot before each gather and
+  /// nothing of compute's dtype rests in between. Saves its bytes and costs a
+  /// pass over the main weights per gather. Only where all of these are: main
+  /// weights of another dtype, and weights cut like the optimizer's (ZeRO-3);
+  /// elsewhere it has no effect.
+  bool keep_compute_weights = true;
   LayoutOptions layout;
 };
 
@@ -52,7 +58,8 @@ struct ParamGroupOptions {
 /// | buffer  | dtype       | placement | holds                              |
 /// |---------|-------------|-----------|------------------------------------|
 /// | main    | main_params | optimizer | what the optimizer updates         |
-/// | compute | compute     | parameter | what is gathered for the kernels   |
+/// | compute | compute     | parameter | what is gathered for the kernels;  |
+/// |         |             |           | see keep_compute_weights           |
 /// | grad    | main_grads* | optimizer | the step's reduced gradient (lazy) |
 /// | inner   | main_grads  | gradient  | not yet reduced over outer axes    |
 /// | local   | main_grads  | partial   | not yet reduced at all             |
@@ -98,8 +105,10 @@ class ParamGroup {
   /// [shard] main weights; frozen groups: the compute weights.
   const FlatBuffer& main() const { return main_; }
   /// [shard] the slice of the compute weights that belongs to `main`; the
-  /// optimizer writes it together with main. Undefined when main is that slice.
+  /// optimizer writes it together with main. Undefined when main is that slice
+  /// or when there is none.
   at::Tensor compute_shard() const;
+  /// Not defined when compute weights are not kept.
   const FlatBuffer& compute() const { return compute_; }
 
   /// True when compute weights rest whole on every rank.
@@ -186,6 +195,7 @@ class ParamGroup {
   Bytes nbytes() const;
 
  private:
+  void allocate_weights();
   void initialize(const Initializer& initializer);
   void allocate(
       FlatBuffer& buffer,

@@ -76,6 +76,7 @@ struct Config {
     std::int64_t data_parallel_shard_degree = -1;
     std::int64_t prefetch = 1;
     bool reshard_after_forward = true;
+    bool keep_compute_weights = true;
     std::string granularity = "element";
     double max_padding = 0.05;
   } parallelism;
@@ -126,7 +127,7 @@ struct Config {
   } diagnostics;
 
   struct Comm {
-    double timeout_s = 600;
+    double timeout_s = 300;
     bool watcher = true;
   } comm;
 

@@ -203,12 +203,16 @@ void check_parallelism(const Config& config) {
       parallel.strategy == "optim_grads" || parallel.strategy == "zero0" ||
       parallel.strategy == "zero1" || parallel.strategy == "zero2";
   if (keeps_weights) {
-    refuse_ignored(
-        config,
-        "parallelism.reshard_after_forward",
-        "parallelism.strategy",
-        parallel.strategy,
-        "strategies that shard the weights");
+    for (const char* key :
+         {"parallelism.reshard_after_forward",
+          "parallelism.keep_compute_weights"}) {
+      refuse_ignored(
+          config,
+          key,
+          "parallelism.strategy",
+          parallel.strategy,
+          "strategies that shard the weights");
+    }
   }
   const std::int64_t replicate = parallel.data_parallel_replicate_degree;
   const std::int64_t shard = parallel.data_parallel_shard_degree;

@@ -177,6 +177,10 @@ const ConfigKey kKeys[] = {
         reshard_after_forward,
         "release weights after forward and gather them again for backward"),
     KEY(parallelism,
+        keep_compute_weights,
+        "ZeRO-3: keep a shard in precision.compute beside the main weights; "
+        "false saves its memory and casts before every gather"),
+    KEY(parallelism,
         granularity,
         "what a rank boundary may not cut: element, row, block:N (N rows) or "
         "tensor"),

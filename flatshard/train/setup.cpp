@@ -165,6 +165,7 @@ FullyShardOptions shard_options(const Config& config) {
   options.scaling = parse_scaling(p.scaling);
   options.prefetch = static_cast<int>(config.parallelism.prefetch);
   options.reshard_after_forward = config.parallelism.reshard_after_forward;
+  options.keep_compute_weights = config.parallelism.keep_compute_weights;
   options.granularity = parse_granularity(config.parallelism.granularity);
   options.layout.max_padding = config.parallelism.max_padding;
   options.seed = static_cast<std::uint64_t>(config.run.seed);

@@ -165,6 +165,7 @@ std::unique_ptr<Unit> build_unit(
        .scaling = options.scaling,
        .grad_divisor = options.grad_divisor,
        .narrow_grads = options.narrow_grads,
+       .keep_compute_weights = options.keep_compute_weights,
        .layout = options.layout},
       Initializer(options.seed));
   return std::make_unique<Unit>(

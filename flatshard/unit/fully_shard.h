@@ -26,8 +26,9 @@ struct FullyShardOptions {
   Precision precision;
   GradScaling scaling = GradScaling::mean;
   double grad_divisor = 1;
-  /// See ParamGroupOptions.
+  /// Both: see ParamGroupOptions.
   bool narrow_grads = false;
+  bool keep_compute_weights = true;
   /// Units gathered ahead.
   int prefetch = 1;
   /// false: weights stay gathered from forward to backward.

@@ -77,6 +77,7 @@ PyUnit::PyUnit(
       mesh,
       {.name = members.empty() ? "unit" : "unit of " + std::get<0>(members[0]),
        .strategy = Strategy::named(strategy, mesh->num_axes()),
+       .keep_compute_weights = false,
        .layout = {.max_padding = max_padding}},
       Initializer(0));
   for (const auto& group : contents_.groups) {

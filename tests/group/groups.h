@@ -90,7 +90,8 @@ inline std::unique_ptr<ParamGroup> make_group(
     GradScaling scaling = GradScaling::mean,
     double grad_divisor = 1,
     Granularity matrix = {},
-    bool narrow_grads = false) {
+    bool narrow_grads = false,
+    bool keep_compute_weights = true) {
   return std::make_unique<ParamGroup>(
       some_parameters(matrix),
       std::move(mesh),
@@ -101,7 +102,8 @@ inline std::unique_ptr<ParamGroup> make_group(
           .precision = precision,
           .scaling = scaling,
           .grad_divisor = grad_divisor,
-          .narrow_grads = narrow_grads},
+          .narrow_grads = narrow_grads,
+          .keep_compute_weights = keep_compute_weights},
       Initializer(kGroupSeed));
 }
 

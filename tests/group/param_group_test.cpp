@@ -8,6 +8,7 @@
 
 #include <map>
 #include <mutex>
+#include <tuple>
 
 namespace flatshard::testing {
 namespace {
@@ -162,50 +163,61 @@ TEST_P(ParamGroups, NamedShardsCoverEachParameter) {
 
 TEST_P(ParamGroups, WholeWeightsAreTheSameOnAllRanks) {
   const GroupCase& c = GetParam();
-  for (const Granularity matrix :
-       {Granularity::element(), Granularity::row()}) {
-    for (const Precision precision : {kMixed, Precision::full()}) {
-      run_ranks(c.world(), [&](RankContext& context) {
-        const auto group = make_group(
-            c,
-            context.mesh(c.axes()),
-            precision,
-            GradScaling::mean,
-            1,
-            matrix);
-        const at::Tensor out =
-            at::full({group->layout().numel()}, 5.0, precision.compute);
-        const auto expect_weights = [&](double offset) {
-          if (group->has_refresh()) {
-            EXPECT_TRUE(group->needs_refresh());
-            group->refresh();
-            group->mark_refreshed();
-            EXPECT_FALSE(group->needs_refresh());
-          }
-          group->unshard(out);
-          for (std::size_t i = 0; i < group->parameters().size(); ++i) {
-            const at::Tensor want = (initial(group->parameters()[i]) + offset)
-                                        .to(precision.compute);
-            const at::Tensor got = out.narrow(
-                0,
-                group->layout().tensor_offset(i),
-                group->layout().tensor_numel(i));
-            EXPECT_TRUE(got.equal(want)) << group->parameters()[i].names[0];
-          }
-          EXPECT_EQ(padding_sum(group->layout(), out), 0);
-        };
-        expect_weights(0);
-        EXPECT_FALSE(group->adopt_foreign_writes());
-        const std::int64_t generation = group->generation();
-        for (const NamedShard& shard : group->main_shards()) {
-          shard.tensor.add_(1.5);
+  for (const auto& [matrix, precision, keeps] :
+       std::vector<std::tuple<Granularity, Precision, bool>>{
+           {Granularity::element(), kMixed, true},
+           {Granularity::row(), kMixed, true},
+           {Granularity::element(), Precision::full(), true},
+           {Granularity::row(), Precision::full(), true},
+           {Granularity::element(), kMixed, false},
+           {Granularity::row(), kMixed, false},
+           {Granularity::tensor(), kMixed, false}}) {
+    run_ranks(c.world(), [&](RankContext& context) {
+      const auto group = make_group(
+          c,
+          context.mesh(c.axes()),
+          precision,
+          GradScaling::mean,
+          1,
+          matrix,
+          /*narrow_grads=*/false,
+          keeps);
+      if (!keeps && c.strategy.find("zero3") != std::string::npos &&
+          !group->resident()) {
+        EXPECT_EQ(group->nbytes().compute, 0);
+      }
+      const at::Tensor out =
+          at::full({group->layout().numel()}, 5.0, precision.compute);
+      const auto expect_weights = [&](double offset) {
+        if (group->has_refresh()) {
+          EXPECT_TRUE(group->needs_refresh());
+          group->refresh();
+          group->mark_refreshed();
+          EXPECT_FALSE(group->needs_refresh());
         }
-        EXPECT_TRUE(group->adopt_foreign_writes());
-        EXPECT_FALSE(group->adopt_foreign_writes());
-        EXPECT_GT(group->generation(), generation);
-        expect_weights(1.5);
-      });
-    }
+        group->unshard(out);
+        for (std::size_t i = 0; i < group->parameters().size(); ++i) {
+          const at::Tensor want =
+              (initial(group->parameters()[i]) + offset).to(precision.compute);
+          const at::Tensor got = out.narrow(
+              0,
+              group->layout().tensor_offset(i),
+              group->layout().tensor_numel(i));
+          EXPECT_TRUE(got.equal(want)) << group->parameters()[i].names[0];
+        }
+        EXPECT_EQ(padding_sum(group->layout(), out), 0);
+      };
+      expect_weights(0);
+      EXPECT_FALSE(group->adopt_foreign_writes());
+      const std::int64_t generation = group->generation();
+      for (const NamedShard& shard : group->main_shards()) {
+        shard.tensor.add_(1.5);
+      }
+      EXPECT_TRUE(group->adopt_foreign_writes());
+      EXPECT_FALSE(group->adopt_foreign_writes());
+      EXPECT_GT(group->generation(), generation);
+      expect_weights(1.5);
+    });
   }
 }
 

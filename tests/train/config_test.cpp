@@ -256,6 +256,9 @@ TEST(Config, ContradictionsAreNamed) {
         "parallelism.reshard_after_forward=false"},
        "parallelism.reshard_after_forward is set, but parallelism.strategy = "
        "\"optim_grads\""},
+      {{"parallelism.strategy=optim", "parallelism.keep_compute_weights=false"},
+       "parallelism.keep_compute_weights is set, but parallelism.strategy = "
+       "\"optim\""},
       {{"parallelism.strategy=hsdp"}, "\"hsdp\" needs an outer axis"},
       {{"parallelism.data_parallel_replicate_degree=-1"},
        "are both -1; only one can be the rest"},

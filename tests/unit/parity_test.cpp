@@ -95,6 +95,25 @@ TEST_P(Parity, EqualsOneRankWithMicrobatches) {
   }
 }
 
+TEST_P(Parity, WhatSavesMemoryChangesNoBit) {
+  for (const int microbatches : {1, 3}) {
+    TrainingCase c{
+        .strategy = GetParam().strategy,
+        .mesh = GetParam().mesh,
+        .microbatches = microbatches,
+        .precision = {.reduce = at::kBFloat16},
+        // A norm of bfloat16 may be summed up in another order.
+        .max_norm = 1e9};
+    const TrainingResult expected = train_toy(c);
+    c.narrow_grads = true;
+    c.keep_compute_weights = false;
+    c.max_delay_us = 200;
+    const TrainingResult result = train_toy(c);
+    EXPECT_EQ(expected.losses, result.losses);
+    EXPECT_EQ(weight_distance(expected, result), 0) << microbatches;
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(
     Strategies,
     Parity,

@@ -146,6 +146,8 @@ TEST(Pitfalls, R21_EveryOptionHasAnEffect) {
          .precision = Precision::full(),
          .scaling = GradScaling::sum,
          .grad_divisor = 3,
+         .narrow_grads = true,
+         .keep_compute_weights = false,
          .prefetch = 3,
          .reshard_after_forward = false,
          .granularity = Granularity::row(),
@@ -166,6 +168,8 @@ TEST(Pitfalls, R21_EveryOptionHasAnEffect) {
     const ParamGroup& group = *runtime->units()[1]->groups()[0];
     EXPECT_EQ(group.options().scaling, GradScaling::sum);
     EXPECT_EQ(group.options().grad_divisor, 3);
+    EXPECT_TRUE(group.options().narrow_grads);
+    EXPECT_FALSE(group.options().keep_compute_weights);
     EXPECT_EQ(group.options().layout.alignment, 64);
     EXPECT_EQ(group.options().precision.compute, at::kFloat);
     const FlatLayout& layout = group.layout();

@@ -148,6 +148,8 @@ void train_rank(
        .strategy = c.strategy,
        .precision = c.precision,
        .scaling = c.scaling,
+       .narrow_grads = c.narrow_grads,
+       .keep_compute_weights = c.keep_compute_weights,
        .prefetch = c.prefetch,
        .reshard_after_forward = c.reshard_after_forward,
        .granularity = c.granularity,

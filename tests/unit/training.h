@@ -61,6 +61,8 @@ struct TrainingCase {
   double max_norm = 1.0;
   int batch_world = 0;  ///< ranks whose batches are drawn; 0: the mesh's
   bool with_root_parameter = true;
+  bool narrow_grads = false;
+  bool keep_compute_weights = true;
 
   int world() const;
 };
