@@ -140,7 +140,7 @@ void abort_together(
 struct CommunicatorOptions {
   /// How long a rank waits for its peers, at creation and (Gloo) in each
   /// collective.
-  std::chrono::milliseconds timeout = std::chrono::minutes(10);
+  std::chrono::milliseconds timeout = std::chrono::minutes(5);
   /// Gloo: ranks compare kind, size, dtype and unit of each collective before
   /// it runs, one small message more. Without, ranks that differ end the
   /// process from inside Gloo. Equal on all ranks.

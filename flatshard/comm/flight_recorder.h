@@ -27,7 +27,7 @@ using OnStuckAbort = std::function<void(const Verdict&)>;
 struct FlightRecorderOptions {
   /// A rank that is silent, or late for a collective, for this long is named
   /// and the communicators are aborted.
-  std::chrono::milliseconds timeout = std::chrono::minutes(10);
+  std::chrono::milliseconds timeout = std::chrono::minutes(5);
   /// How long the ranks wait for each other at creation.
   std::chrono::milliseconds connect_timeout = std::chrono::minutes(5);
   /// Collectives that each communicator remembers.

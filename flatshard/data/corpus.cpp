@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include "flatshard/core/error.h"
+#include "flatshard/core/mapped_file.h"
 
 namespace flatshard::data {
 namespace {
@@ -37,38 +38,36 @@ T take(const json& object, const char* key, const std::string& origin) {
   }
 }
 
-MappedFile map_sized(
+FileReader open_sized(
     const std::filesystem::path& path,
     std::int64_t expected_nbytes) {
-  MappedFile file(path);
+  FileReader file(path);
   FLATSHARD_CHECK(
-      static_cast<std::int64_t>(file.bytes().size()) == expected_nbytes,
+      file.nbytes() == expected_nbytes,
       format,
       "{}: expected {} bytes as meta.json says, got {}; the corpus is damaged, "
       "prepare it again",
       path.string(),
       expected_nbytes,
-      file.bytes().size());
+      file.nbytes());
   return file;
 }
 
+// The words [begin, begin + out.size()) of a file.
 template <class T>
-T load_word(std::span<const std::byte> bytes, std::int64_t index) {
-  T value;
-  std::memcpy(
-      &value,
-      bytes.data() + index * static_cast<std::int64_t>(sizeof(T)),
-      sizeof(T));
-  return value;
-}
-
-template <class T>
-void widen(
-    std::span<const std::byte> bytes,
+void read_words(
+    const FileReader& file,
     std::int64_t begin,
     std::span<std::int64_t> out) {
+  // Read into the end of `out` and widened from the front: word i never lies
+  // before the end of out[i - 1], so none is overwritten before its turn.
+  const std::span<std::byte> words =
+      std::as_writable_bytes(out).last(out.size() * sizeof(T));
+  file.read_at(begin * static_cast<std::int64_t>(sizeof(T)), words);
   for (std::size_t i = 0; i < out.size(); ++i) {
-    out[i] = load_word<T>(bytes, begin + static_cast<std::int64_t>(i));
+    T word;
+    std::memcpy(&word, words.data() + i * sizeof(T), sizeof(T));
+    out[i] = static_cast<std::int64_t>(word);
   }
 }
 
@@ -240,13 +239,13 @@ std::shared_ptr<const Corpus> Corpus::open(
   const std::int64_t nbytes = token_nbytes(corpus->meta_.token_type);
   std::int64_t begin = 0;
   for (std::size_t i = 0; i < found->shard_tokens.size(); ++i) {
-    corpus->shards_.push_back(map_sized(
+    corpus->shards_.push_back(open_sized(
         folder / found->shard_file(i),
         found->shard_tokens[i] * nbytes));
     corpus->shard_begin_.push_back(begin);
     begin += found->shard_tokens[i];
   }
-  corpus->documents_ = map_sized(
+  corpus->documents_ = open_sized(
       folder / found->document_file(),
       (found->num_documents + 1) * 8);
   return corpus;
@@ -259,8 +258,9 @@ std::int64_t Corpus::document_begin(std::int64_t i) const {
       "expected a document in [0, {}], got {}",
       num_documents(),
       i);
-  return static_cast<std::int64_t>(
-      load_word<std::uint64_t>(documents_.bytes(), i));
+  std::int64_t first = 0;
+  read_words<std::uint64_t>(documents_, i, {&first, 1});
+  return first;
 }
 
 void Corpus::read(std::int64_t begin, std::span<std::int64_t> out) const {
@@ -284,9 +284,9 @@ void Corpus::read(std::int64_t begin, std::span<std::int64_t> out) const {
         static_cast<std::size_t>(done),
         static_cast<std::size_t>(part));
     if (meta_.token_type == TokenType::uint16) {
-      widen<std::uint16_t>(shards_[at].bytes(), local, target);
+      read_words<std::uint16_t>(shards_[at], local, target);
     } else {
-      widen<std::uint32_t>(shards_[at].bytes(), local, target);
+      read_words<std::uint32_t>(shards_[at], local, target);
     }
     done += part;
   }

@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-#include "flatshard/core/mapped_file.h"
+#include "flatshard/core/file_reader.h"
 
 namespace flatshard::data {
 
@@ -59,8 +59,8 @@ struct CorpusMeta {
   static CorpusMeta load(const std::filesystem::path& folder);
 };
 
-/// One split of a prepared corpus, memory-mapped. Immutable and safe to read
-/// from several threads.
+/// One split of a prepared corpus, whose files stay open. Immutable and safe to
+/// read from several threads.
 class Corpus {
  public:
   /// @throws Error{io} when the folder or a file is missing, Error{format}
@@ -77,11 +77,12 @@ class Corpus {
   std::int64_t num_documents() const { return split_.num_documents; }
 
   /// First token of document i, for i in [0, num_documents]; the last one is
-  /// num_tokens.
+  /// num_tokens. @throws Error{io} as `read` does.
   std::int64_t document_begin(std::int64_t i) const;
 
   /// Copies tokens [begin, begin + out.size()) as int64.
-  /// @throws Error{usage} when that leaves the split.
+  /// @throws Error{usage} when that leaves the split, Error{io} when a file was
+  /// cut off since.
   void read(std::int64_t begin, std::span<std::int64_t> out) const;
 
  private:
@@ -89,9 +90,9 @@ class Corpus {
 
   CorpusMeta meta_;
   SplitMeta split_;
-  std::vector<MappedFile> shards_;
+  std::vector<FileReader> shards_;
   std::vector<std::int64_t> shard_begin_;  ///< first token of each shard
-  MappedFile documents_;
+  FileReader documents_;
 };
 
 }  // namespace flatshard::data

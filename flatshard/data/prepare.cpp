@@ -11,6 +11,7 @@
 #include <memory>
 
 #include "flatshard/core/error.h"
+#include "flatshard/core/mapped_file.h"
 #include "flatshard/core/philox.h"
 #include "flatshard/data/corpus_writer.h"
 #include "flatshard/data/input_files.h"

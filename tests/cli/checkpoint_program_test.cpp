@@ -5,6 +5,7 @@
 #include "flatshard/format/manifest.h"
 
 #include <gmock/gmock.h>
+#include <unistd.h>
 #include <nlohmann/json.hpp>
 
 namespace flatshard::testing {
@@ -315,6 +316,77 @@ TEST_F(Checkpoints, AGradientThatIsNotFinite) {
       AllOf(named, HasSubstr("going on from the checkpoint of step 4")));
   EXPECT_EQ(losses("rewind").size(), 12u);
   EXPECT_THAT(steps("rewind"), ElementsAre(4, 8, 12));
+}
+
+TEST_F(Checkpoints, FolderMayBeRelativeOrAbsolute) {
+  const std::string common = "--set training.steps=2 --set checkpoint.folder=";
+  const Result relative = run("run", 2, common + "saved/here");
+  ASSERT_EQ(relative.code, 0) << relative.output;
+  EXPECT_THAT(
+      list_checkpoints(folder_ / "run" / "saved" / "here"),
+      ElementsAre(2));
+  const fs::path elsewhere = folder_ / "elsewhere";
+  const Result absolute = run("other", 2, common + elsewhere.string());
+  ASSERT_EQ(absolute.code, 0) << absolute.output;
+  EXPECT_THAT(list_checkpoints(elsewhere), ElementsAre(2));
+  for (const char* name : {"run", "other"}) {
+    EXPECT_FALSE(fs::exists(folder_ / name / "checkpoints"));
+  }
+}
+
+TEST_F(Checkpoints, WithoutAsyncTheStepEndsWithTheSave) {
+  const Result result =
+      run("run",
+          2,
+          "--set training.steps=8 --set checkpoint.interval=1 "
+          "--set checkpoint.async=false");
+  ASSERT_EQ(result.code, 0) << result.output;
+  // An asynchronous save is reported after the next step at the earliest.
+  std::size_t at = 0;
+  for (int step = 1; step <= 8; ++step) {
+    for (const std::string& line :
+         {fmt::format("step: {}  loss", step),
+          fmt::format("checkpoints/step-{} in", step)}) {
+      const std::size_t found = result.output.find(line);
+      ASSERT_NE(found, std::string::npos) << line << "\n" << result.output;
+      EXPECT_GT(found, at) << line << "\n" << result.output;
+      at = found;
+    }
+  }
+}
+
+TEST_F(Checkpoints, AFolderThatIsReadOnlyEndsNoStep) {
+  fs::path folder = folder_ / "read_only";
+  fs::create_directories(folder);
+  fs::permissions(folder, fs::perms::owner_read | fs::perms::owner_exec);
+  if (::geteuid() == 0) {
+    folder = "/proc/self/task";  // root may not write there either
+  }
+  const Result result =
+      run("run",
+          2,
+          fmt::format(
+              "--set training.steps=8 --set checkpoint.interval=3 "
+              "--set checkpoint.folder='{}'",
+              folder.string()));
+  for (const int step : {3, 6, 8}) {
+    EXPECT_THAT(
+        result.output,
+        HasSubstr(fmt::format(
+            "warning: the checkpoint of step {} failed, the run goes on and "
+            "tries again at the next one: io error: rank",
+            step)));
+  }
+  EXPECT_THAT(
+      result.output,
+      HasSubstr(fmt::format("cannot make {}/step-3", folder.string())));
+  EXPECT_EQ(losses("run").size(), 8u) << result.output;
+  // Only the last one's failure is the run's.
+  EXPECT_EQ(result.code, 1) << result.output;
+  ASSERT_EQ(result.errors().size(), 1u) << result.output;
+  EXPECT_THAT(
+      result.errors()[0],
+      AllOf(HasSubstr("[checkpoint.folder]"), HasSubstr("/step-8")));
 }
 
 TEST_F(Checkpoints, ListInspectVerifyPrune) {

@@ -124,6 +124,50 @@ TEST(Corpus, DamagedFilesAreRefused) {
       HasSubstr("cannot open"));
 }
 
+TEST(Corpus, AFileCutOffDuringTheRunIsNamed) {
+  for (const TokenType type : {TokenType::uint16, TokenType::uint32}) {
+    const TempFolder temp;
+    write_corpus(temp / "c", type, 6000, {9000});
+    const auto corpus = Corpus::open(temp / "c");
+    const std::int64_t nbytes = 6000 * token_nbytes(type);
+    std::filesystem::resize_file(
+        temp / "c/train-00000.bin",
+        static_cast<std::uintmax_t>(nbytes / 2));
+    std::vector<std::int64_t> tokens(300);
+    const auto cut_off = testing::AllOf(
+        HasSubstr((temp / "c/train-00000.bin").string()),
+        HasSubstr(fmt::format("expected {} bytes, as when it was", nbytes)),
+        HasSubstr(fmt::format("got {};", nbytes / 2)),
+        HasSubstr("restore it and start again"));
+    for (const std::int64_t begin : {2900, 3000, 5900}) {
+      EXPECT_THAT(
+          error_message(ErrorCode::io, [&] { corpus->read(begin, tokens); }),
+          cut_off)
+          << begin;
+    }
+    // What is left of it, and the next file.
+    corpus->read(2700, tokens);
+    EXPECT_EQ(tokens.back(), 2999);
+    corpus->read(6000, tokens);
+    EXPECT_EQ(tokens.front(), 6000);
+    std::filesystem::resize_file(temp / "c/train.documents.bin", 0);
+    EXPECT_THAT(
+        error_message(ErrorCode::io, [&] { corpus->document_begin(0); }),
+        HasSubstr("train.documents.bin: expected 16 bytes"));
+  }
+}
+
+TEST(Corpus, ARemovedOneCanBeReadOn) {
+  const TempFolder temp;
+  write_corpus(temp / "c", TokenType::uint16, 4, {9});
+  const auto corpus = Corpus::open(temp / "c");
+  std::filesystem::remove_all(temp / "c");
+  std::vector<std::int64_t> tokens(9);
+  corpus->read(0, tokens);
+  EXPECT_EQ(tokens.back(), 8);
+  EXPECT_EQ(corpus->document_begin(1), 9);
+}
+
 TEST(CorpusMeta, SurvivesJson) {
   const CorpusMeta meta{
       .token_type = TokenType::uint32,

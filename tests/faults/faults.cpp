@@ -6,6 +6,7 @@
 #include "tests/unit/training.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 #include <poll.h>
 #include <unistd.h>
@@ -36,6 +37,11 @@ void do_wrong(Fault fault, ToyModel& model, const Mesh& mesh) {
       ::_exit(0);
     case Fault::exception:
       throw std::runtime_error("the data loader broke");
+    case Fault::no_memory:
+      TORCH_CHECK_WITH(
+          OutOfMemoryError,
+          false,
+          "CUDA out of memory. Tried to allocate 2.00 GiB");
     case Fault::hang:
       while (!mesh.flight_recorder()->verdict()) {
         ::poll(nullptr, 0, 5);

@@ -15,6 +15,7 @@ enum class Fault {
   stop,         ///< SIGSTOP
   exit,         ///< leaves the program as if it were done
   exception,    ///< throws
+  no_memory,    ///< throws what torch does when memory is used up
   hang,         ///< computes on and on, until it is told
   skip_unit,    ///< leaves out a block
   other_order,  ///< swaps two blocks

@@ -130,6 +130,20 @@ TEST(FaultsGloo, AnExceptionComesWithItsMessage) {
   }
 }
 
+TEST(FaultsGloo, ARankOutOfMemoryIsNamed) {
+  for (const int culprit : {0, 2}) {
+    const FaultCase c{.fault = Fault::no_memory, .culprit = culprit};
+    const auto reports = run_with_fault(c);
+    EXPECT_EQ(reports[culprit].outcome, testing::RankOutcome{});
+    EXPECT_THAT(reports[culprit].message, HasSubstr("out of memory"));
+    expect_survivors(
+        c,
+        reports,
+        HasSubstr(
+            fmt::format("rank {} of 3 failed: CUDA out of memory", culprit)));
+  }
+}
+
 TEST(FaultsGloo, ARankThatLeavesIsNamed) {
   const FaultCase c{.fault = Fault::exit};
   expect_survivors(

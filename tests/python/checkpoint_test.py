@@ -3,10 +3,12 @@
 import itertools
 import os
 import resource
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -227,6 +229,35 @@ def test_a_damaged_file_is_named(folder, mesh, rank):
     dist.barrier()
     with pytest.raises(flatshard.Error, match="shard-00001|rank 0 could not read"):
         checkpoint.load(folder, a, optimizer_a)
+
+
+@pytest.mark.parametrize("optimizer", [adam, core])
+def test_shards_are_plain_safetensors(optimizer, folder, mesh, rank, world):
+    a, own = made(optimizer, mesh)
+    train(a, rank, steps=1, optimizer=own)
+    checkpoint.save(folder, 1, a, own)
+    state = full_state(a)
+    if rank != 0:
+        return
+    paths = sorted(Path(folder, "step-1").glob("*.safetensors"))
+    assert len(paths) == world
+    numel = dict.fromkeys(["", "exp_avg", "exp_avg_sq"], 0)
+    for path in paths:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():
+                tensor = file.get_tensor(name)
+                assert file.get_slice(name).get_dtype() == "F32", name
+                assert tensor.dtype == torch.float32, name
+                role, _, name = name.rpartition("/")
+                name, _, run = name.partition("[")
+                value = state[name]
+                if run:
+                    begin, end = map(int, run.removesuffix("]").split(":"))
+                    value = value.flatten()[begin:end]
+                assert tensor.shape == value.shape, name
+                assert role or torch.equal(tensor, value), name
+                numel[role] += tensor.numel()
+    assert set(numel.values()) == {sum(value.numel() for value in state.values())}
 
 
 class Unusual(torch.optim.SGD):
