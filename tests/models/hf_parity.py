@@ -5,14 +5,22 @@ transformers makes small random Llamas (grouped heads, tied and untied
 embeddings, Llama-3 rope scaling) and saves them. `flatshard train` starts from
 each folder (model.init_from) on two ranks and takes one step with learning rate
 zero on a corpus of one sequence; its loss and the norm of every gradient have to
-be those that transformers computes. `flatshard export` then writes a folder that
+be those that transformers computes, and LOGITS_PROGRAM (build/tests/llama_logits)
+gives the gradients' elements on one rank. `flatshard export` then writes a folder that
 transformers loads, with identical logits.
 
-Exits with 77 (skipped) without transformers.
+With --gpu instead: the same models, wider, answer in bfloat16 on a GPU. The
+logits of LOGITS_PROGRAM and those of transformers
+are both compared with transformers' in float32 on the CPU, from the same
+weights; ours may be as far from them as theirs, see BF16_FACTOR.
 
-usage: hf_parity.py PROGRAM
+Exits with 77 (skipped) without transformers, and with --gpu without a GPU.
+
+usage: hf_parity.py PROGRAM LOGITS_PROGRAM
+       hf_parity.py --gpu LOGITS_PROGRAM [--device cpu]
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -24,6 +32,16 @@ SKIPPED = 77
 SEQ_LEN = 96
 # float32 sums in another order, relative to the largest gradient norm.
 TOLERANCE = 1e-5
+# Both sides round the same values to bfloat16 at nearly the same places, so
+# their errors are random with the same variance. Ours rounds at fewer places
+# (norm with residual and SwiGLU are one kernel each) and sums matrix products
+# in another order; half as much again is room for where it does so, and the
+# error of another formula is many times as large.
+BF16_FACTOR = 1.5
+# A logit is rounded itself: by half a unit of eight bits, at most.
+BF16_UNIT = 2.0**-9
+# Or the bound above would let everything pass.
+LARGEST_BF16_ERROR = 0.05
 
 CONFIG = """
 [run]
@@ -49,6 +67,7 @@ norms_freq = 1
 """
 
 CASES = {
+    "plain": {"num_key_value_heads": 4},
     "grouped": {"num_key_value_heads": 2},
     "tied": {"num_key_value_heads": 4, "tie_word_embeddings": True},
     "llama3": {
@@ -82,29 +101,40 @@ def compare(what, found, expected, scale):
         sys.exit(f"FAILED {what}: {found} is not {expected}")
 
 
-def try_case(program, folder, name, options):
+def make_model(options, **sizes):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
+    return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=257,
-            hidden_size=64,
-            intermediate_size=112,
             num_hidden_layers=3,
             num_attention_heads=4,
             max_position_embeddings=256,
+            **sizes,
             **options,
         )
     )
+
+
+def some_bytes():
+    return bytes((i * i * 7 + i // 3) % 251 for i in range(SEQ_LEN + 1))
+
+
+def try_case(program, logits_program, folder, name, options):
+    import torch
+    from safetensors.torch import load_file
+    from transformers import LlamaForCausalLM
+
+    model = make_model(options, hidden_size=64, intermediate_size=112)
     # Larger than its initialization, so that every gradient counts.
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3)
     model.save_pretrained(folder / name)
 
-    text = bytes((i * i * 7 + i // 3) % 251 for i in range(SEQ_LEN + 1))
+    text = some_bytes()
     texts = folder / f"{name}-texts"
     texts.mkdir()
     (texts / "a.txt").write_bytes(text)
@@ -146,26 +176,125 @@ def try_case(program, folder, name, options):
         theirs = "model.norm.weight" if key == "lm_head.norm.weight" else key
         compare(f"{name}: gradient of {key}", norm, expected[theirs], largest)
 
+    (folder / "tokens").write_text(" ".join(map(str, tokens[0].tolist())))
+    outputs = [folder / f"{name}-{what}.safetensors" for what in ("logits", "grads")]
+    run(
+        logits_program,
+        *[folder / name, folder / "tokens", outputs[0], "cpu", "float32", outputs[1]],
+    )
+    ours = load_file(outputs[1])
+    compare(f"{name}: the loss", ours.pop("loss").item(), loss.item(), loss.item())
+    if set(ours) != set(expected):
+        sys.exit(f"FAILED {name}: {sorted(ours)} are not {sorted(expected)}")
+    furthest = 0.0
+    for key, parameter in model.named_parameters():
+        apart = (ours[key] - parameter.grad).abs().max().item()
+        scale = parameter.grad.abs().max().item()
+        furthest = max(furthest, apart / scale)
+        compare(f"{name}: elements of the gradient of {key}", apart, 0.0, scale)
+
     exported = folder / f"{name}-exported"
     run(program, "export", "--run", folder / f"{name}-run", "--to", exported)
     again = LlamaForCausalLM.from_pretrained(exported)
     if not torch.equal(again(tokens[:, :-1]).logits, logits):
         sys.exit(f"FAILED {name}: exported weights give other logits")
-    print(f"{name}: loss {found:.6f}, {len(norms)} gradients, same logits")
+    print(
+        f"{name}: loss {found:.6f}, {len(norms)} gradients, {furthest:.1e} apart, "
+        "same logits"
+    )
+
+
+def rms(tensor):
+    return tensor.square().mean().sqrt().item()
+
+
+def try_logits(program, device, folder, name, options):
+    import torch
+    from safetensors.torch import load_file
+    from transformers import LlamaForCausalLM
+
+    # Heads of 64 elements, which GPUs have kernels for.
+    model = make_model(options, hidden_size=256, intermediate_size=448)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            # Attention that looks at some tokens more than at others; the same
+            # weights in float32 and bfloat16.
+            factor = 1 if key.endswith("norm.weight") else 3
+            parameter.copy_((parameter * factor).bfloat16())
+    model.save_pretrained(folder / name)
+    if "rope_scaling" in options:
+        written = (folder / name / "config.json").read_text()
+        if "llama3" not in written or "500000" not in written:
+            sys.exit(f"FAILED {name}: transformers wrote no rope scaling:\n{written}")
+    tokens = torch.tensor(list(some_bytes()))[None]
+    (folder / "tokens").write_text(" ".join(map(str, tokens[0].tolist())))
+    with torch.no_grad():
+        exact = model(tokens).logits[0]
+        # Not model.bfloat16(), which would round the rotation's frequencies.
+        theirs = LlamaForCausalLM.from_pretrained(folder / name, dtype=torch.bfloat16)
+        theirs = theirs.to(device)(tokens.to(device)).logits[0].float().cpu()
+    out = folder / f"{name}.safetensors"
+    run(program, folder / name, folder / "tokens", out, device, "bfloat16")
+    ours = load_file(out)["logits"]
+    if ours.shape != exact.shape:
+        sys.exit(f"FAILED {name}: logits {ours.shape} are not {exact.shape}")
+    scale = rms(exact)
+    if rms(theirs - exact) > LARGEST_BF16_ERROR * scale:
+        sys.exit(f"FAILED {name}: transformers' own error says nothing")
+    largest = exact.abs().max().item()
+    for what, found, expected, size in (
+        ("root mean square", rms(ours - exact), rms(theirs - exact), scale),
+        (
+            "maximum",
+            (ours - exact).abs().max().item(),
+            (theirs - exact).abs().max().item(),
+            largest,
+        ),
+    ):
+        bound = BF16_FACTOR * expected + BF16_UNIT * size
+        if not found <= bound:
+            sys.exit(
+                f"FAILED {name}: {what} of the logits' error {found:.4g}, bound "
+                f"{bound:.4g} (transformers {expected:.4g}, logits {size:.4g})"
+            )
+        print(
+            f"{name}: {what} of the logits' error {found:.4g}, transformers' "
+            f"{expected:.4g}, bound {bound:.4g}, of logits {size:.4g}"
+        )
+
+
+def skip(why):
+    print(f"SKIPPED hf_parity: {why}")
+    sys.exit(SKIPPED)
 
 
 def main():
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("program", nargs="?", help="flatshard")
+    parser.add_argument("logits_program", help="build/tests/llama_logits")
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument(
+        "--device", default="cuda", help="of --gpu; cpu tries it without one"
+    )
+    arguments = parser.parse_args()
+    if (arguments.program is None) != arguments.gpu:
+        parser.error("expected PROGRAM LOGITS_PROGRAM, or --gpu LOGITS_PROGRAM")
     try:
+        import torch
         import transformers  # noqa: F401
     except ImportError:
-        print("SKIPPED hf_parity: this Python has no transformers")
-        sys.exit(SKIPPED)
-    program = str(Path(sys.argv[1]).resolve())
+        skip("this Python has no transformers")
+    device = arguments.device
+    if arguments.gpu and device == "cuda" and not torch.cuda.is_available():
+        skip("there is no GPU")
+    logits_program = str(Path(arguments.logits_program).resolve())
     with tempfile.TemporaryDirectory() as folder:
         for name, options in CASES.items():
-            try_case(program, Path(folder), name, options)
+            if arguments.gpu:
+                try_logits(logits_program, device, Path(folder), name, options)
+            else:
+                program = str(Path(arguments.program).resolve())
+                try_case(program, logits_program, Path(folder), name, options)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,164 @@
+"""Trains Llama shapes with PyTorch's FSDP2 and torch.compile: what Flatshard is compared with.
+
+torchrun --nproc-per-node 4 bench/fsdp2_llama.py --seq 8192
+
+The same model, optimizer and precision as examples/llama3_8b.toml: bf16 compute and
+reduction, float32 weights and AdamW states, no recompute, random tokens. Embedding,
+blocks, and norm with head are the units. Prints one line of JSON on rank 0.
+"""
+
+import argparse
+import json
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from python_steps import measure, say
+
+
+def rotate(x, cos, sin):
+    first, second = x.float().chunk(2, -1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    return turned.to(x.dtype)
+
+
+class Block(nn.Module):
+    def __init__(self, args):
+        super().__init__()
+        dim, self.head_dim = args.dim, args.dim // args.heads
+        self.heads, self.kv_heads, self.native_gqa = args.heads, args.kv_heads, args.gqa
+        kv = args.kv_heads * self.head_dim
+        self.attention_norm = nn.RMSNorm(dim, eps=1e-5)
+        self.q = nn.Linear(dim, dim, bias=False)
+        self.k = nn.Linear(dim, kv, bias=False)
+        self.v = nn.Linear(dim, kv, bias=False)
+        self.o = nn.Linear(dim, dim, bias=False)
+        self.mlp_norm = nn.RMSNorm(dim, eps=1e-5)
+        self.gate = nn.Linear(dim, args.ffn, bias=False)
+        self.up = nn.Linear(dim, args.ffn, bias=False)
+        self.down = nn.Linear(args.ffn, dim, bias=False)
+
+    def forward(self, x, cos, sin):
+        batch, seq, dim = x.shape
+        y = self.attention_norm(x)
+        q = rotate(self.q(y).view(batch, seq, self.heads, -1), cos, sin)
+        k = rotate(self.k(y).view(batch, seq, self.kv_heads, -1), cos, sin)
+        v = self.v(y).view(batch, seq, self.kv_heads, -1)
+        if not self.native_gqa:
+            times = self.heads // self.kv_heads
+            k, v = k.repeat_interleave(times, 2), v.repeat_interleave(times, 2)
+        attention = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=self.native_gqa,
+        )
+        x = x + self.o(attention.transpose(1, 2).reshape(batch, seq, dim))
+        y = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+def loss_of(logits, targets):
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+class Llama(nn.Module):
+    def __init__(self, args):
+        super().__init__()
+        self.embed = nn.Embedding(args.vocab, args.dim)
+        self.layers = nn.ModuleList(Block(args) for _ in range(args.layers))
+        self.norm = nn.RMSNorm(args.dim, eps=1e-5)
+        self.head = nn.Linear(args.dim, args.vocab, bias=False)
+        self.loss = loss_of
+
+    def forward(self, tokens, targets, cos, sin):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return self.loss(self.head(self.norm(x)), targets)
+
+
+def shard(model):
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16
+    )
+    fully_shard(model.embed, mp_policy=policy)
+    for layer in model.layers:
+        fully_shard(layer, mp_policy=policy)
+    # Used again at once, by the backward.
+    last = [model.norm, model.head]
+    fully_shard(last, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mp_policy=policy)
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seq", type=int, default=8192)
+    parser.add_argument("--local-batch", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--dim", type=int, default=4096)
+    parser.add_argument("--ffn", type=int, default=14336)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--vocab", type=int, default=128256)
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument(
+        "--compile", choices=("none", "blocks", "blocks+loss"), default="blocks+loss"
+    )
+    parser.add_argument("--gqa", action="store_true", help="heads are not repeated")
+    args = parser.parse_args()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group("nccl", device_id=device)
+
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = Llama(args)
+    shard(model)
+    model.to_empty(device="cuda")
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            nn.init.ones_(parameter)
+        else:
+            nn.init.normal_(parameter, std=0.02)
+    if args.compile != "none":
+        for layer in model.layers:
+            layer.compile()
+    if args.compile == "blocks+loss":
+        model.loss = torch.compile(loss_of)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=3e-4, weight_decay=0.1, fused=True
+    )
+    half = args.dim // args.heads // 2
+    turns = 500000.0 ** -(torch.arange(half, device=device) / half)
+    angles = torch.outer(torch.arange(args.seq, device=device), turns)[:, None, :]
+    cos, sin = angles.cos(), angles.sin()
+    generator = torch.Generator(device).manual_seed(dist.get_rank())
+
+    def forward():
+        tokens = torch.randint(
+            args.vocab,
+            (args.local_batch, args.seq + 1),
+            device=device,
+            generator=generator,
+        )
+        with sdpa_kernel(
+            [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True
+        ):
+            return model(tokens[:, :-1], tokens[:, 1:], cos, sin)
+
+    say(json.dumps(measure(forward, optimizer, args)))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
