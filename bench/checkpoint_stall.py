@@ -4,7 +4,8 @@
 Trains a preset on random tokens with a checkpoint every INTERVAL steps and
 writes the time of every step; then resumes, which loads the last one, once from
 the page cache's point of view cold (dropped, when root) and once warm. Beside
-it: what `dd` with direct I/O writes with as many writers at the same place.
+it: what `dd` with direct I/O writes and reads with as many processes at the same
+place.
 
 usage: checkpoint_stall.py PROGRAM --to FOLDER [--nproc N] [--preset llama3_1b]
 """
@@ -49,24 +50,29 @@ def train(arguments, config, *more):
     return text
 
 
-def dd(folder, writers, gigabytes):
-    """GB/s of `writers` processes that write at once, past the page cache."""
+def dd(folder, processes, gigabytes):
+    """GB/s that `processes` at once write, then read, past the page cache."""
     folder.mkdir(parents=True, exist_ok=True)
-    begin = time.monotonic()
-    blocks = max(1, int(gigabytes * 1e9 / writers / (8 << 20)))
-    processes = [
-        subprocess.Popen(
-            ["dd", "if=/dev/zero", f"of={folder}/{i}", "bs=8M"]
-            + [f"count={blocks}", "oflag=direct", "conv=fsync"],
-            stderr=subprocess.DEVNULL,
-        )
-        for i in range(writers)
-    ]
-    for process in processes:
-        process.wait()
-    seconds = time.monotonic() - begin
+    blocks = max(1, int(gigabytes * 1e9 / processes / (8 << 20)))
+    rates = []
+    for arguments in (
+        ["if=/dev/zero", "of={}", f"count={blocks}", "oflag=direct", "conv=fsync"],
+        ["if={}", "of=/dev/null", "iflag=direct"],
+    ):
+        begin = time.monotonic()
+        started = [
+            subprocess.Popen(
+                ["dd", "bs=8M", *(a.format(folder / str(i)) for a in arguments)],
+                stderr=subprocess.DEVNULL,
+            )
+            for i in range(processes)
+        ]
+        for process in started:
+            process.wait()
+        seconds = time.monotonic() - begin
+        rates.append(blocks * processes * (8 << 20) * 1e-9 / seconds)
     shutil.rmtree(folder)
-    return blocks * writers * (8 << 20) * 1e-9 / seconds
+    return rates
 
 
 def main():
@@ -110,8 +116,11 @@ def main():
     print("stall of each save:", *(f"{s:.0f} ms" for s in stalls))
     for seconds in saved:
         print(f"saved in {seconds:.1f} s, {gigabytes / seconds:.2f} GB/s")
-    rate = dd(arguments.to / "dd", arguments.nproc, gigabytes)
-    print(f"dd, {arguments.nproc} writers, direct I/O: {rate:.2f} GB/s")
+    written, read = dd(arguments.to / "dd", arguments.nproc, gigabytes)
+    print(
+        f"dd, {arguments.nproc} at once, direct I/O: writes {written:.2f} GB/s, "
+        f"reads {read:.2f} GB/s"
+    )
     for what in ("cold", "warm"):
         if what == "cold":
             subprocess.run(

@@ -7,8 +7,9 @@ __device__ inline float sigmoid(float v) {
   return 1.0F / (1.0F + __expf(-v));
 }
 
-__device__ inline float swiglu(float gate, float up) {
-  return gate * (sigmoid(gate) * up);
+// With the sigmoid of gate. Forward and backward round alike.
+__device__ inline float swiglu(float gate, float sigmoid, float up) {
+  return gate * (sigmoid * up);
 }
 
 template <class T, int N>
@@ -20,7 +21,7 @@ forward_pack(const T* gate, const T* up, T* y, std::int64_t at) {
   load<T, N>(up + at, u);
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    g[i] = swiglu(g[i], u[i]);
+    g[i] = swiglu(g[i], sigmoid(g[i]), u[i]);
   }
   store<T, N>(y + at, g);
 }
@@ -40,20 +41,17 @@ __device__ inline void backward_pack(
   load<T, N>(dy + at, d);
   load<T, N>(gate + at, g);
   load<T, N>(up + at, u);
-  if (product != nullptr) {  // may be dy, which was read above
-    float p[N];
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      p[i] = swiglu(g[i], u[i]);
-    }
-    store<T, N>(product + at, p);
-  }
+  float p[N];
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     const float s = sigmoid(g[i]);
     const float silu = g[i] * s;
+    p[i] = swiglu(g[i], s, u[i]);
     g[i] = d[i] * u[i] * (s + silu * (1.0F - s));
     u[i] = d[i] * silu;
+  }
+  if (product != nullptr) {  // may be dy, which was read above
+    store<T, N>(product + at, p);
   }
   store<T, N>(dgate + at, g);
   store<T, N>(dup + at, u);
