@@ -43,6 +43,9 @@ struct UnitSpec {
   /// Gradients rest sharded (ZeRO-2 and ZeRO-3): every microbatch reduces.
   /// Otherwise only the last one does and the others accumulate locally.
   bool reduce_every_microbatch = true;
+  /// Layers write gradients into the slot while the backward runs. Otherwise
+  /// they come as tensors, and the slot is needed from the reduction on.
+  bool grads_in_place = true;
 };
 
 enum class EventKind {

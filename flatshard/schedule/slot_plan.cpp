@@ -131,7 +131,15 @@ std::vector<SlotLifetime> slot_lifetimes(
         close(weights, u, now);
         break;
       case ActionKind::acquire_grads:
-        open(grads, {u, SlotRole::gradients}, units[u].grad_nbytes, now);
+        if (units[u].grads_in_place) {
+          open(grads, {u, SlotRole::gradients}, units[u].grad_nbytes, now);
+        }
+        break;
+      case ActionKind::reduce:
+      case ActionKind::accumulate:
+        if (!units[u].grads_in_place) {
+          open(grads, {u, SlotRole::gradients}, units[u].grad_nbytes, now);
+        }
         break;
       case ActionKind::drain:
         close(grads, u, now);

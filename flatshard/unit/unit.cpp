@@ -87,6 +87,7 @@ UnitSpec Unit::spec(UnitId parent, UnitPolicy policy) const {
   }
   spec.grad_nbytes = grads_nbytes_;
   spec.policy = std::move(policy);
+  spec.grads_in_place = module_ != nullptr;  // others know no WgradSink
   spec.reduce_every_microbatch = false;
   for (const auto& group : groups_) {
     const Placements& gradient = group->options().strategy.gradient;

@@ -55,6 +55,25 @@ TEST(SlotPlan, EqualUnitsNeedAsManySlotsAsLiveAtOnce) {
   }
 }
 
+TEST(SlotPlan, GradientsThatComeAsTensorsNeedTheirSlotLater) {
+  // A root that is gathered all the time, as large as ten blocks.
+  auto units = blocks(12);
+  units[0].gather_nbytes = units[0].grad_nbytes = 10 * kUnit;
+  const auto arena = [&](bool grads_in_place) {
+    for (UnitSpec& unit : units) {
+      unit.grads_in_place = grads_in_place;
+    }
+    const auto lifetimes = slot_lifetimes(units, simulate_step(units, {}));
+    const SlotPlan plan = SlotPlan::build(lifetimes);
+    expect_no_overlap(plan, lifetimes);
+    return plan.arena_nbytes();
+  };
+  // The root's gradients lie beside its weights and blocks from its backward's
+  // begin on, or only when the blocks are through.
+  EXPECT_GE(arena(true), 22 * kUnit);
+  EXPECT_LE(arena(false), 21 * kUnit);
+}
+
 TEST(SlotPlan, RandomLifetimesNeverOverlap) {
   std::mt19937 random(1);
   for (int round = 0; round < 200; ++round) {
