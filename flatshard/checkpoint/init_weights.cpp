@@ -21,18 +21,12 @@ void read_run(const HfFolder::Found& from, const OwnedRun& run) {
   const at::ScalarType dtype = scalar_type(from.entry->dtype, from.entry->name);
   const auto item = static_cast<std::int64_t>(c10::elementSize(dtype));
   const std::int64_t most = kPieceNbytes / item;
-  const auto bytes = from.data();
   for (std::int64_t done = 0; done < run.values.numel(); done += most) {
     const std::int64_t n = std::min(most, run.values.numel() - done);
-    const auto part = bytes.subspan(
-        static_cast<std::size_t>((run.begin + done) * item),
-        static_cast<std::size_t>(n * item));
-    // A copy of its own: the file's bytes need not be aligned.
     const at::Tensor host = at::empty({n}, dtype);
-    std::copy(
-        part.begin(),
-        part.end(),
-        static_cast<std::byte*>(host.data_ptr()));
+    from.read(
+        static_cast<std::uint64_t>((run.begin + done) * item),
+        {static_cast<std::byte*>(host.data_ptr()), host.nbytes()});
     run.values.narrow(0, done, n).copy_(host);
   }
 }

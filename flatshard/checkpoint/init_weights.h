@@ -11,10 +11,9 @@ namespace flatshard {
 
 /// Fills the main weights of this rank from a Hugging Face folder, whatever
 /// float dtype it has. Each rank reads what it owns, a piece at a time: no rank
-/// ever holds the model. Host memory of its own is a piece of 64 MiB, and a
-/// second one where a GPU's weights have another dtype than the folder; pages
-/// of the mapped files, which the system may drop, come and go beside it.
-/// Optimizer state stays. Blocks; not collective.
+/// ever holds the model. Host memory grows by a piece of 64 MiB, and by one
+/// more where a GPU's weights have another dtype than the folder. Optimizer
+/// state stays. Blocks; not collective.
 ///
 /// Names, shapes and dtypes are checked before the first weight changes.
 /// @param rename  a parameter's name in the folder; a tied parameter is looked

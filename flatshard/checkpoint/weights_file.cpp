@@ -73,10 +73,12 @@ void WeightsFile::read(const std::string& name, const at::Tensor& out) const {
       impl_->reader.path().string(),
       c10::str(out.sizes()),
       fmt::join(entry.shape, ", "));
-  const auto bytes = impl_->reader.data(entry);
   const at::Tensor host =
       at::empty(entry.shape, scalar_type(entry.dtype, "tensor " + entry.name));
-  std::memcpy(host.data_ptr(), bytes.data(), bytes.size());
+  impl_->reader.read(
+      entry,
+      0,
+      {static_cast<std::byte*>(host.data_ptr()), host.nbytes()});
   out.copy_(host);
 }
 

@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <map>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -16,8 +17,7 @@ namespace flatshard {
 // model-00001-of-0000N.safetensors with model.safetensors.index.json, which
 // maps each tensor to its file.
 
-/// Reads such a folder by mapping its files: nothing is in memory before it is
-/// used, and nothing stays there for long.
+/// Reads such a folder: headers at once, tensors when they are asked for.
 class HfFolder {
  public:
   /// A tensor and the file that holds it.
@@ -25,7 +25,9 @@ class HfFolder {
     const SafetensorsReader* file;
     const SafetensorsEntry* entry;
 
-    std::span<const std::byte> data() const { return file->data(*entry); }
+    void read(std::uint64_t begin, std::span<std::byte> out) const {
+      file->read(*entry, begin, out);
+    }
   };
 
   /// @throws Error{io} or Error{format} naming the file: neither form is

@@ -283,7 +283,7 @@ void check_files(
     const StoredFile& stored =
         manifest.files.at(static_cast<std::size_t>(index));
     const auto path = folder / stored.name;
-    // Before it is mapped: a longer message than the reader's.
+    // First: a longer message than the reader's.
     const std::uint64_t nbytes = OpenFile(path).nbytes();
     FLATSHARD_CHECK(
         nbytes == stored.nbytes,

@@ -10,8 +10,8 @@
 #include <string_view>
 #include <vector>
 
+#include "flatshard/core/file_reader.h"
 #include "flatshard/core/file_writer.h"
-#include "flatshard/core/mapped_file.h"
 #include "flatshard/format/safetensors_layout.h"
 
 namespace flatshard {
@@ -34,23 +34,28 @@ struct SafetensorsHeader {
   std::size_t data_begin = 0;  ///< from the begin of the file
 };
 
-/// Checks and reads the header of the file with the content `bytes`: known
-/// dtypes, sizes that agree with shapes, data without gaps or overlaps up to
-/// the end. Format: https://huggingface.co/docs/safetensors: u64 length of the
-/// header, the header as JSON, then the data that its offsets point into.
+/// Checks and reads the header of a file: known dtypes, sizes that agree with
+/// shapes, data without gaps or overlaps up to the end. Format:
+/// https://huggingface.co/docs/safetensors: u64 length of the header, the
+/// header as JSON, then the data that its offsets point into.
+///
+/// @param begin  what the file begins with: its header, if it has a sound one.
+/// @param nbytes  of the whole file.
 /// @throws Error{format} naming `file`, the tensor and what is wrong with it.
 SafetensorsHeader parse_safetensors(
-    std::span<const std::byte> bytes,
+    std::span<const std::byte> begin,
+    std::uint64_t nbytes,
     const std::string& file);
 
-/// Reads a safetensors file by mapping it.
+/// Reads a safetensors file: its header at once, tensors when they are asked
+/// for.
 class SafetensorsReader {
  public:
   /// @throws Error{io} when the file cannot be read, or like
   /// parse_safetensors.
   explicit SafetensorsReader(const std::filesystem::path& path);
 
-  const std::filesystem::path& path() const { return path_; }
+  const std::filesystem::path& path() const { return file_.path(); }
   /// In the order of the data.
   const std::vector<SafetensorsEntry>& entries() const {
     return header_.entries;
@@ -67,16 +72,15 @@ class SafetensorsReader {
   std::uint64_t offset(const SafetensorsEntry& entry) const {
     return header_.data_begin + entry.begin;
   }
-  /// The tensor's bytes, valid as long as the reader. They are aligned to the
-  /// file's data only as well as its writer did it.
-  std::span<const std::byte> data(const SafetensorsEntry& entry) const;
-  std::span<const std::byte> data(std::string_view name) const {
-    return data(entry(name));
-  }
+  /// Fills `out` with the tensor's bytes from byte `begin` on.
+  /// @throws Error{io} when the file was cut off since.
+  void read(
+      const SafetensorsEntry& entry,
+      std::uint64_t begin,
+      std::span<std::byte> out) const;
 
  private:
-  std::filesystem::path path_;
-  MappedFile file_;
+  FileReader file_;
   SafetensorsHeader header_;
   std::map<std::string, std::size_t, std::less<>> index_;
 };

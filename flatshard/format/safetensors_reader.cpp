@@ -124,32 +124,55 @@ SafetensorsEntry parse_entry(
   return entry;
 }
 
+std::uint64_t header_length(std::span<const std::byte> begin) {
+  std::uint64_t nbytes = 0;
+  std::memcpy(&nbytes, begin.data(), 8);
+  return nbytes;
+}
+
+bool is_sound_length(std::uint64_t header_nbytes, std::uint64_t file_nbytes) {
+  return header_nbytes <= kSafetensorsMaxHeader &&
+         header_nbytes <= file_nbytes - 8;
+}
+
+// The header with its length before it, or the length alone when it cannot be
+// one, or what there is of a shorter file.
+std::vector<std::byte> read_begin(const FileReader& file) {
+  const auto nbytes = static_cast<std::uint64_t>(file.nbytes());
+  std::vector<std::byte> begin(std::min<std::uint64_t>(nbytes, 8));
+  file.read_at(0, begin);
+  if (begin.size() == 8 && is_sound_length(header_length(begin), nbytes)) {
+    begin.resize(8 + header_length(begin));
+    file.read_at(8, std::span(begin).subspan(8));
+  }
+  return begin;
+}
+
 }  // namespace
 
 SafetensorsHeader parse_safetensors(
-    std::span<const std::byte> bytes,
+    std::span<const std::byte> begin,
+    std::uint64_t nbytes,
     const std::string& file) {
   FLATSHARD_CHECK(
-      bytes.size() >= 8,
+      nbytes >= 8,
       format,
       "{}: expected a safetensors file, got {} bytes",
       file,
-      bytes.size());
-  std::uint64_t header_nbytes = 0;
-  std::memcpy(&header_nbytes, bytes.data(), 8);
+      nbytes);
+  const std::uint64_t header_nbytes = header_length(begin);
   FLATSHARD_CHECK(
-      header_nbytes <= kSafetensorsMaxHeader &&
-          header_nbytes <= bytes.size() - 8,
+      is_sound_length(header_nbytes, nbytes),
       format,
       "{}: the header should have {} bytes, but the file has {} after its "
       "length; it is cut off or not a safetensors file",
       file,
       header_nbytes,
-      bytes.size() - 8);
+      nbytes - 8);
   SafetensorsHeader parsed;
   parsed.data_begin = 8 + static_cast<std::size_t>(header_nbytes);
   const json header = parse_header(
-      {reinterpret_cast<const char*>(bytes.data()) + 8,
+      {reinterpret_cast<const char*>(begin.data()) + 8,
        static_cast<std::size_t>(header_nbytes)},
       file);
   for (const auto& [name, value] : header.items()) {
@@ -180,20 +203,22 @@ SafetensorsHeader parse_safetensors(
     expected = entry.end;
   }
   FLATSHARD_CHECK(
-      expected == bytes.size() - parsed.data_begin,
+      expected == nbytes - parsed.data_begin,
       format,
       "{}: the tensors have {} bytes, but the file has {} after its header; it "
       "is cut off or damaged",
       file,
       expected,
-      bytes.size() - parsed.data_begin);
+      nbytes - parsed.data_begin);
   return parsed;
 }
 
 SafetensorsReader::SafetensorsReader(const std::filesystem::path& path)
-    : path_(path),
-      file_(path),
-      header_(parse_safetensors(file_.bytes(), path.string())) {
+    : file_(path),
+      header_(parse_safetensors(
+          read_begin(file_),
+          static_cast<std::uint64_t>(file_.nbytes()),
+          path.string())) {
   for (const SafetensorsEntry& entry : header_.entries) {
     index_[entry.name] = index_.size();
   }
@@ -213,18 +238,27 @@ const SafetensorsEntry& SafetensorsReader::entry(std::string_view name) const {
     FLATSHARD_THROW(
         format,
         "{} has no tensor '{}'; the nearest name is '{}'",
-        path_.string(),
+        path().string(),
         name,
         nearest_name(name, names));
   }
   return header_.entries[found->second];
 }
 
-std::span<const std::byte> SafetensorsReader::data(
-    const SafetensorsEntry& entry) const {
-  return file_.bytes().subspan(
-      header_.data_begin + static_cast<std::size_t>(entry.begin),
-      static_cast<std::size_t>(entry.nbytes()));
+void SafetensorsReader::read(
+    const SafetensorsEntry& entry,
+    std::uint64_t begin,
+    std::span<std::byte> out) const {
+  FLATSHARD_CHECK(
+      begin + out.size() <= entry.nbytes(),
+      internal,
+      "{}: tensor '{}': expected bytes within {}, got {} to {}",
+      path().string(),
+      entry.name,
+      entry.nbytes(),
+      begin,
+      begin + out.size());
+  file_.read_at(static_cast<std::int64_t>(offset(entry) + begin), out);
 }
 
 }  // namespace flatshard

@@ -14,7 +14,7 @@ namespace {
 void parse(std::span<const std::byte> bytes, bool manifest) {
   using namespace flatshard;
   if (!manifest) {
-    parse_safetensors(bytes, "x.safetensors");
+    parse_safetensors(bytes, bytes.size(), "x.safetensors");
     return;
   }
   const Manifest parsed = parse_manifest(
