@@ -235,8 +235,12 @@ void ParamGroup::cast_main_to_compute() {
 }
 
 void ParamGroup::mark_weights_changed() {
+  mark_weights_changed(*current_stream(mesh_->device()));
+}
+
+void ParamGroup::mark_weights_changed(Stream& stream) {
   ++generation_;
-  written_.record(*current_stream(mesh_->device()));
+  written_.record(stream);
 }
 
 bool ParamGroup::adopt_foreign_writes() {

@@ -129,8 +129,9 @@ class ParamGroup {
   void unshard(const at::Tensor& out) const;
 
   /// The weights changed: call after writing main and compute shards on the
-  /// current stream.
+  /// current stream, or on `stream`.
   void mark_weights_changed();
+  void mark_weights_changed(Stream& stream);
   /// Later work of `stream` sees what was written before the last change.
   void wait_for_weights(Stream& stream) const { written_.wait(stream); }
   /// Rises with every change of the weights.

@@ -2,6 +2,7 @@
 #include "flatshard/optim/flat_update.h"
 #include "flatshard/optim/flat_update_kernels.h"
 
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -63,6 +64,17 @@ kernels::FlatUpdatePointers pointers_of(const FlatUpdate& u) {
   return p;
 }
 
+// The caller may give them back before this stream has read them.
+void keep_until_read(const FlatUpdate& u, c10::cuda::CUDAStream stream) {
+  for (const at::Tensor& t : {u.grad, u.grad_scale}) {
+    if (t.defined()) {
+      c10::cuda::CUDACachingAllocator::recordStream(
+          t.storage().data_ptr(),
+          stream);
+    }
+  }
+}
+
 }  // namespace
 
 void adamw_update_cuda(const FlatUpdate& u, const AdamWStep& s) {
@@ -72,6 +84,7 @@ void adamw_update_cuda(const FlatUpdate& u, const AdamWStep& s) {
       {s.lr, s.beta1, s.beta2, s.eps, s.bias_correction1, s.bias_correction2},
       c10::cuda::getCurrentCUDAStream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
+  keep_until_read(u, c10::cuda::getCurrentCUDAStream());
 }
 
 void sgd_update_cuda(const FlatUpdate& u, const SgdStep& s) {
@@ -81,6 +94,7 @@ void sgd_update_cuda(const FlatUpdate& u, const SgdStep& s) {
       {s.lr, s.first ? 0.0F : s.momentum},
       c10::cuda::getCurrentCUDAStream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
+  keep_until_read(u, c10::cuda::getCurrentCUDAStream());
 }
 
 }  // namespace flatshard

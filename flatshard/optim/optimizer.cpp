@@ -84,31 +84,56 @@ Optimizer::Optimizer(std::vector<ParamGroup*> groups, double weight_decay) {
   group_steps_.assign(groups_.size(), 0);
 }
 
+void Optimizer::wait() const {
+  if (!groups_.empty()) {
+    updated_.wait(*current_stream(groups_.front()->mesh()->device()));
+  }
+}
+
 void Optimizer::step(double lr, const at::Tensor& grad_scale) {
   const at::NoGradGuard no_grad;
-  ++num_steps_;
-  for (std::size_t i = 0; i < groups_.size(); ++i) {
-    ParamGroup& group = *groups_[i];
+  for (const ParamGroup* group : groups_) {
     FLATSHARD_CHECK(
-        !group.has_unreduced_grad(),
+        !group->has_unreduced_grad(),
         usage,
         "gradients of {} wait for the last microbatch: run its backward with "
         "is_last_microbatch and sync on before the optimizer steps",
-        group.options().name);
+        group->options().name);
+  }
+  wait();  // for a step that nobody used the weights of
+  ++num_steps_;
+  if (groups_.empty()) {
+    return;
+  }
+  const auto current = current_stream(groups_.front()->mesh()->device());
+  Stream& stream = stream_ ? *stream_ : *current;
+  for (ParamGroup* group : groups_) {
+    if (group->has_grad()) {
+      group->adopt_foreign_writes();
+    }
+  }
+  if (stream_) {
+    Event before;
+    before.record(*current);
+    before.wait(stream);
+  }
+  for (std::size_t i = 0; i < groups_.size(); ++i) {
+    ParamGroup& group = *groups_[i];
     if (!group.has_grad()) {
       continue;
     }
     ++group_steps_[i];
-    group.adopt_foreign_writes();
-    FlatUpdate& flat = updates_[i];
+    FlatUpdate flat = updates_[i];
     flat.main = group.main().local();
     flat.compute = group.compute_shard();
     flat.grad = group.grad().local();
     flat.grad_scale = grad_scale;
-    update(i, flat, lr);
-    flat.grad.reset();  // zero_grad gives its memory back
-    group.mark_weights_changed();
+    stream.submit([this, i, lr, flat = std::move(flat)]() mutable {
+      update(i, flat, lr);
+    });
+    group.mark_weights_changed(stream);
   }
+  updated_.record(stream);
 }
 
 void Optimizer::zero_grad() {

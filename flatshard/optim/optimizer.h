@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "flatshard/device/stream.h"
 #include "flatshard/group/param_group.h"
 #include "flatshard/optim/flat_update.h"
 
@@ -29,7 +30,18 @@ class Optimizer {
   Optimizer(const Optimizer&) = delete;
   Optimizer& operator=(const Optimizer&) = delete;
 
-  /// One update with learning rate `lr`; queues on the current stream.
+  /// Updates run on `stream` from the next step on, beside what is queued after
+  /// it: the next forward begins while later units are still updated. Gathers
+  /// wait for their own unit's weights; whoever else touches weights, states
+  /// or what `step` was given calls wait() first. Null: on the current stream.
+  void set_stream(std::shared_ptr<Stream> stream) {
+    stream_ = std::move(stream);
+  }
+  /// Later work of the current stream comes after the updates of the last step.
+  void wait() const;
+
+  /// One update with learning rate `lr`, after what the current stream has
+  /// queued.
   ///
   /// @param grad_scale  [] float32 on the device, multiplied into every
   ///   gradient (the clip factor); undefined for 1.
@@ -74,6 +86,8 @@ class Optimizer {
   std::vector<FlatUpdate> updates_;  ///< decay ranges, made once
   std::vector<std::int64_t> group_steps_;
   std::int64_t num_steps_ = 0;
+  std::shared_ptr<Stream> stream_;
+  Event updated_;
 };
 
 }  // namespace flatshard

@@ -61,6 +61,7 @@ struct Config {
     double eps = 1e-8;
     double weight_decay = 0.1;
     double momentum = 0.0;
+    bool overlap = false;
   } optimizer;
 
   struct LrScheduler {

@@ -123,6 +123,10 @@ const ConfigKey kKeys[] = {
         {},
         0),
     KEY(optimizer, momentum, "sgd: momentum", {}, 0, 1),
+    KEY(optimizer,
+        overlap,
+        "update on a stream of its own, beside the next forward: a unit's "
+        "gather waits for its own weights only"),
 
     KEY(lr_scheduler,
         name,

@@ -16,6 +16,7 @@
 #include "flatshard/train/profile.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/Exception.h>
 
 #include <chrono>
 #include <cmath>
@@ -53,6 +54,9 @@ struct Trainer::Interval {
 void Trainer::watched(const std::function<void()>& work) {
   try {
     work();
+  } catch (const c10::Error& error) {
+    mesh_->publish_failure(error.what_without_backtrace());
+    throw;
   } catch (const std::exception& error) {
     mesh_->publish_failure(error.what());
     throw;
@@ -149,6 +153,7 @@ std::int64_t Trainer::give_up_step(std::int64_t step) {
                        : fmt::format(", for the {}th time", kMostInARow + 1),
       what);
   optimizer_->zero_grad();
+  optimizer_->wait();
   runtime_->finish_step();
   std::int64_t last = step;
   if (wanted == "rewind") {
@@ -282,6 +287,7 @@ Trainer::End Trainer::train() {
     optimizer_->step(lr, clip.scale);
     optimizer_->zero_grad();
     if (config_.diagnostics.nan_check) {
+      optimizer_->wait();
       NanCheck::check_weights(*runtime_);
     }
     runtime_->finish_step();
@@ -300,6 +306,7 @@ Trainer::End Trainer::train() {
       asked = requests();
     }
     if (checkpoints_->due(step) || asked.save) {
+      optimizer_->wait();
       checkpoints_->save(step);
     }
     checkpoints_->report();
@@ -410,6 +417,7 @@ std::vector<ParamGroup*> Trainer::all_groups() const {
 
 void Trainer::save() {
   runtime_->synchronize();
+  optimizer_->wait();
   const auto groups = all_groups();
   const auto path =
       std::filesystem::path(config_.run.output_dir) / "model.safetensors";

@@ -123,6 +123,9 @@ void Trainer::build(bool resume) {
   runtime_ = fully_shard(*model_, mesh_, options);
   install_diagnostics();
   optimizer_ = make_optimizer(config_, runtime_->groups());
+  if (config_.optimizer.overlap) {
+    optimizer_->set_stream(make_stream(device_, "optimizer", options.streams));
+  }
   flops_per_token_ = models::flops_per_token(model_config_, t.seq_len);
 
   const auto shape = {t.local_batch_size, t.seq_len};

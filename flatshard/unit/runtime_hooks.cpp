@@ -112,6 +112,15 @@ void Runtime::before_root_forward() {
     strict_->weights_changed();
   }
   seen_generation_ = generation;
+  // Where nothing is gathered, compute itself reads what was written.
+  const auto compute = current_stream(mesh_->device());
+  for (const auto& unit : units_) {
+    for (const auto& group : unit->groups()) {
+      if (group->resident() && !group->has_refresh()) {
+        group->wait_for_weights(*compute);
+      }
+    }
+  }
   feed({.kind = EventKind::weights_changed});
   if (pool_.num_dynamic() > planned_dynamic_ && pool_.num_held() == 0) {
     // The last step needed slots that the plan did not have: plan anew, from

@@ -74,7 +74,9 @@ def test_nothing_grows_over_many_steps(name, strategy, mesh, rank):
         if number % 50 == 9:
             torch.nn.utils.get_total_norm(list(model.parameters()))
             counts.append(live())
-    assert len(set(counts)) == 1, counts
+    # Less is possible: what threads of earlier tests still held at first.
+    for column in zip(*counts):
+        assert list(column) == sorted(column, reverse=True), counts
 
 
 def test_a_step_leaves_no_object_behind(mesh, rank):

@@ -64,6 +64,10 @@ TEST_P(NcclParity, EqualsOneRankWithMicrobatches) {
             bf16,
             prefetch));
         c.prefetch = prefetch;
+        // What must change no result, some of it in each.
+        c.overlap_optimizer = prefetch > 0;
+        c.narrow_grads = prefetch == 3;
+        c.keep_compute_weights = prefetch != 3;
         c.max_delay_us = 300;
         TrainingResult mine;
         mine.losses.assign(c.steps, 0.0);

@@ -158,6 +158,13 @@ void train_rank(
            .delay_seed = 5 + static_cast<std::uint64_t>(rank),
            .max_delay_us = c.max_delay_us}});
   const auto optimizer = make_optimizer(c.optimizer, runtime->groups());
+  if (c.overlap_optimizer) {
+    optimizer->set_stream(make_stream(
+        mesh->device(),
+        "optimizer",
+        {.delay_seed = 50 + static_cast<std::uint64_t>(rank),
+         .max_delay_us = c.max_delay_us}));
+  }
   const int batch_world = c.batch_world > 0 ? c.batch_world : world;
   const int runs = batch_world / world;
   const double divisor = static_cast<double>(c.microbatches) * runs *
@@ -187,6 +194,7 @@ void train_rank(
       result.norms.push_back(norm);
     }
   }
+  optimizer->wait();
   collect_weights(*runtime, mutex, result.weights);
 }
 
