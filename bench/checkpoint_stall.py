@@ -43,6 +43,8 @@ log_freq = 1
 def train(arguments, config, *more):
     command = [arguments.program, "train", str(config), *more]
     command += ["--nproc", str(arguments.nproc)]
+    for setting in arguments.set:
+        command += ["--set", setting]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     text = done.stdout + done.stderr
     if done.returncode != 0:
@@ -84,6 +86,7 @@ def main():
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--interval", type=int, default=20)
     parser.add_argument("--saves", type=int, default=3)
+    parser.add_argument("--set", nargs="*", default=[], help="for the run's config")
     arguments = parser.parse_args()
     output = arguments.to / "run"
     config = arguments.to / "run.toml"
