@@ -8,8 +8,7 @@ is ended when its weights are there, before the first step. For every rank:
   peak    the highest resident memory so far (VmHWM)
   own     the most that was the rank's own at any time (RssAnon, RssShmem);
           sampled every millisecond
-  mapped  the most of mapped files (RssFile): programs, and pages of the folder,
-          which are those of the page cache and which the system may drop
+  mapped  the most of mapped files (RssFile): programs and libraries
 
 usage: init_from_memory.py PROGRAM --to FOLDER [--layers N] [--dtype T]
        [--nproc N] [--device D]
@@ -116,11 +115,22 @@ def memory(pid):
     return {name: int(kib) * 1024 for name, kib in found}
 
 
+def has_open(pid, folder):
+    """Whether a process has a file of the folder open."""
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            if Path(os.readlink(link)).parent == folder:
+                return True
+        except OSError:
+            pass  # closed since
+    return False
+
+
 def measure(arguments, weights, reads):
     """A list with one dict of peaks for each rank."""
     name = "read" if reads else "random"
     output = arguments.to / name
-    # The folder's files are mapped while they are read.
+    # The folder's files are open while they are read.
     weights = weights.resolve()
     model = (
         f'init_from = "{weights}"' if reads else f'hf_config = "{weights}/config.json"'
@@ -151,7 +161,7 @@ def measure(arguments, weights, reads):
                 now["own"] = now["RssAnon"] + now["RssShmem"]
                 before = peaks.setdefault(pid, now)
                 peaks[pid] = {key: max(now[key], before[key]) for key in now}
-                if str(weights) in Path(f"/proc/{pid}/maps").read_text():
+                if has_open(pid, weights):
                     reading.add(pid)
                 elif pid in reading:
                     done.add(pid)
