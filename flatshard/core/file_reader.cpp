@@ -64,13 +64,21 @@ void FileReader::read_at(std::int64_t offset, std::span<std::byte> out) const {
     if (n == 0) {
       struct stat status {};
       ::fstat(fd_, &status);
-      FLATSHARD_THROW(
+      FLATSHARD_CHECK(
+          status.st_size >= nbytes_,
           io,
           "{}: expected {} bytes, as when it was opened, got {}; it was cut "
           "off while in use: restore it and start again",
           path_.string(),
           nbytes_,
           status.st_size);
+      FLATSHARD_THROW(
+          format,
+          "{}: expected {} more bytes at byte {}, but the file ends there; it "
+          "is cut off",
+          path_.string(),
+          out.size(),
+          offset);
     }
     out = out.subspan(static_cast<std::size_t>(n));
     offset += n;

@@ -27,8 +27,8 @@ class FileReader {
   std::int64_t nbytes() const { return nbytes_; }
 
   /// Fills `out` from byte `offset` on.
-  /// @throws Error{io} with the file's name, when it has become too short with
-  /// both sizes.
+  /// @throws Error{io} with the file's name, when it has become shorter with
+  /// both sizes; Error{format} when it never had these bytes.
   void read_at(std::int64_t offset, std::span<std::byte> out) const;
 
  private:

@@ -1,21 +1,16 @@
 #include "flatshard/format/read_plan.h"
 
-#include <fcntl.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <cstring>
 #include <exception>
-#include <memory>
 #include <mutex>
 #include <set>
 #include <thread>
 #include <tuple>
 
 #include "flatshard/core/error.h"
+#include "flatshard/core/file_reader.h"
 #include "flatshard/format/digest.h"
 #include "flatshard/format/safetensors.h"
 
@@ -67,73 +62,14 @@ std::uint64_t block_begin(std::uint64_t offset) {
   return offset / kDigestBlock * kDigestBlock;
 }
 
-class OpenFile {
- public:
-  explicit OpenFile(const std::filesystem::path& path)
-      : path_(path.string()), fd_(::open(path_.c_str(), O_RDONLY | O_CLOEXEC)) {
-    FLATSHARD_CHECK(
-        fd_ >= 0,
-        io,
-        "cannot open {}: {}",
-        path_,
-        std::strerror(errno));
-  }
-  OpenFile(const OpenFile&) = delete;
-  OpenFile& operator=(const OpenFile&) = delete;
-  ~OpenFile() { ::close(fd_); }
-
-  std::uint64_t nbytes() const {
-    struct stat status {};
-    FLATSHARD_CHECK(
-        ::fstat(fd_, &status) == 0,
-        io,
-        "cannot read {}: {}",
-        path_,
-        std::strerror(errno));
-    return static_cast<std::uint64_t>(status.st_size);
-  }
-
-  void read(std::uint64_t offset, std::span<std::byte> out) const {
-    while (!out.empty()) {
-      const ssize_t n =
-          ::pread(fd_, out.data(), out.size(), static_cast<off_t>(offset));
-      if (n < 0 && errno == EINTR) {
-        continue;
-      }
-      FLATSHARD_CHECK(
-          n >= 0,
-          io,
-          "cannot read {}: {}",
-          path_,
-          std::strerror(errno));
-      FLATSHARD_CHECK(
-          n > 0,
-          format,
-          "{}: expected {} more bytes at byte {}, but the file ends there; it "
-          "is cut off",
-          path_,
-          out.size(),
-          offset);
-      out = out.subspan(static_cast<std::size_t>(n));
-      offset += static_cast<std::uint64_t>(n);
-    }
-  }
-
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-  int fd_ = -1;
-};
-
 void read_chunk(
-    const OpenFile& file,
+    const FileReader& file,
     const StoredFile& stored,
     const ReadChunk& chunk,
     std::vector<std::byte>& buffer,
     std::span<std::byte> out) {
   buffer.resize(static_cast<std::size_t>(chunk.end - chunk.begin));
-  file.read(chunk.begin, buffer);
+  file.read_at(static_cast<std::int64_t>(chunk.begin), buffer);
   for (std::uint64_t at = chunk.begin; at < chunk.end; at += kDigestBlock) {
     const auto offset = static_cast<std::size_t>(at - chunk.begin);
     const std::size_t n =
@@ -145,7 +81,7 @@ void read_chunk(
         found == expected,
         format,
         "{}: bytes [{}, {}) are damaged: expected digest {:016x}, got {:016x}",
-        file.path(),
+        file.path().string(),
         at,
         at + n,
         expected,
@@ -234,17 +170,17 @@ void read_chunks(
   std::exception_ptr error;
   const auto work = [&] {
     std::vector<std::byte> buffer;
-    std::unique_ptr<OpenFile> file;
+    FileReader file;
     std::int64_t open = -1;
     try {
       for (std::size_t i = next++; i < chunks.size(); i = next++) {
         const auto index = static_cast<std::size_t>(chunks[i].file);
         const StoredFile& stored = manifest.files.at(index);
         if (open != chunks[i].file) {
-          file = std::make_unique<OpenFile>(folder / stored.name);
+          file = FileReader(folder / stored.name);
           open = chunks[i].file;
         }
-        read_chunk(*file, stored, chunks[i], buffer, out);
+        read_chunk(file, stored, chunks[i], buffer, out);
       }
     } catch (...) {
       next = chunks.size();
@@ -284,7 +220,7 @@ void check_files(
         manifest.files.at(static_cast<std::size_t>(index));
     const auto path = folder / stored.name;
     // First: a longer message than the reader's.
-    const std::uint64_t nbytes = OpenFile(path).nbytes();
+    const auto nbytes = static_cast<std::uint64_t>(FileReader(path).nbytes());
     FLATSHARD_CHECK(
         nbytes == stored.nbytes,
         format,
