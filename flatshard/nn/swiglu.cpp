@@ -17,10 +17,21 @@ at::Tensor product_of(const at::Tensor& gate, const at::Tensor& up) {
   return at::silu(gate) * up;
 }
 
-// (dgate, dup) of the product's gradient d.
-std::pair<at::Tensor, at::Tensor>
-backward_of(const at::Tensor& d, const at::Tensor& gate, const at::Tensor& up) {
-  return {at::silu_backward(d * up, gate), d * at::silu(gate)};
+// (dgate, dup) of the product's gradient d. Where one pass does it, that pass
+// can also write the product over d: `product` is then d, else it stays.
+std::tuple<at::Tensor, at::Tensor> backward_of(
+    const at::Tensor& d,
+    const at::Tensor& gate,
+    const at::Tensor& up,
+    at::Tensor* product = nullptr) {
+  if (!cuda::takes(gate) || at::GradMode::is_enabled()) {
+    return {at::silu_backward(d * up, gate), d * at::silu(gate)};
+  }
+  const at::Tensor dy = d.contiguous();
+  if (product != nullptr) {
+    *product = dy;
+  }
+  return cuda::swiglu_backward(dy, gate.contiguous(), up.contiguous(), product);
 }
 
 struct SwigluFunction : torch::autograd::Function<SwigluFunction> {
@@ -32,16 +43,7 @@ struct SwigluFunction : torch::autograd::Function<SwigluFunction> {
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const variable_list saved = ctx->get_saved_variables();
-    const at::Tensor &gate = saved[0], &up = saved[1], &g = grads[0];
-    if (cuda::takes(gate) && !at::GradMode::is_enabled()) {
-      const auto [dgate, dup] = cuda::swiglu_backward(
-          g.contiguous(),
-          gate.contiguous(),
-          up.contiguous(),
-          /*product=*/nullptr);
-      return {dgate, dup};
-    }
-    const auto [dgate, dup] = backward_of(g, gate, up);
+    const auto [dgate, dup] = backward_of(grads[0], saved[0], saved[1]);
     return {dgate, dup};
   }
 };
@@ -73,17 +75,8 @@ struct SwigluLinearFunction : torch::autograd::Function<SwigluLinearFunction> {
     variable_list out(5);
     at::Tensor product;
     if (ctx->needs_input_grad(kGate) || ctx->needs_input_grad(kUp)) {
-      at::Tensor d = at::mm(g, weight).view(gate.sizes());
-      if (cuda::takes(gate) && !at::GradMode::is_enabled()) {
-        std::tie(out[kGate], out[kUp]) = cuda::swiglu_backward(
-            d,
-            gate.contiguous(),
-            up.contiguous(),
-            /*product=*/&d);
-        product = d;
-      } else {
-        std::tie(out[kGate], out[kUp]) = backward_of(d, gate, up);
-      }
+      const at::Tensor d = at::mm(g, weight).view(gate.sizes());
+      std::tie(out[kGate], out[kUp]) = backward_of(d, gate, up, &product);
     }
     if (ctx->needs_input_grad(kWeight)) {
       if (!product.defined()) {
