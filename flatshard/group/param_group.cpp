@@ -381,12 +381,12 @@ void ParamGroup::forget_grad() {
 void ParamGroup::scale_gradients(double factor) {
   const at::NoGradGuard no_grad;
   if (has_grad_) {
-    if (grad_.local().scalar_type() != options_.precision.main_grads) {
-      FlatBuffer wide;
-      allocate(wide, final_gradient(), options_.precision.main_grads);
-      wide.local().copy_(grad_.local());
-      grad_ = wide;
-    }
+    // A copy only when it is narrow.
+    grad_ = FlatBuffer::wrap(
+        grad_.local().to(options_.precision.main_grads),
+        layout_,
+        mesh_,
+        final_gradient());
     grad_.local().mul_(factor);
   }
   if (has_inner_) {

@@ -100,7 +100,7 @@ void Optimizer::step(double lr, const at::Tensor& grad_scale) {
         "is_last_microbatch and sync on before the optimizer steps",
         group->options().name);
   }
-  wait();  // for a step that nobody used the weights of
+  wait();  // for a step whose weights nobody used
   ++num_steps_;
   if (groups_.empty()) {
     return;
@@ -123,13 +123,14 @@ void Optimizer::step(double lr, const at::Tensor& grad_scale) {
       continue;
     }
     ++group_steps_[i];
-    FlatUpdate flat = updates_[i];
+    FlatUpdate& flat = updates_[i];  // the last step is done with it
     flat.main = group.main().local();
     flat.compute = group.compute_shard();
     flat.grad = group.grad().local();
     flat.grad_scale = grad_scale;
-    stream.submit([this, i, lr, flat = std::move(flat)]() mutable {
-      update(i, flat, lr);
+    stream.submit([this, i, lr] {
+      update(i, updates_[i], lr);
+      updates_[i].grad.reset();  // zero_grad gives its memory back
     });
     group.mark_weights_changed(stream);
   }
