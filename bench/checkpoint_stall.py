@@ -4,8 +4,8 @@
 Trains a preset on random tokens with a checkpoint every INTERVAL steps and
 writes the time of every step; then resumes, which loads the last one, once from
 the page cache's point of view cold (dropped, when root) and once warm. Beside
-it: what `dd` with direct I/O writes and reads with as many processes at the same
-place.
+it: what `dd` with direct I/O writes with as many processes at the same place, and
+how fast it reads the checkpoint's files.
 
 usage: checkpoint_stall.py PROGRAM --to FOLDER [--nproc N] [--preset llama3_1b]
 """
@@ -52,29 +52,33 @@ def train(arguments, config, *more):
     return text
 
 
-def dd(folder, processes, gigabytes):
-    """GB/s that `processes` at once write, then read, past the page cache."""
+def gb_per_s(commands, gigabytes):
+    """What processes reach that run at once and move so many bytes together."""
+    begin = time.monotonic()
+    started = [subprocess.Popen(c, stderr=subprocess.DEVNULL) for c in commands]
+    for process in started:
+        process.wait()
+    return gigabytes / (time.monotonic() - begin)
+
+
+def dd_writes(folder, processes, gigabytes):
     folder.mkdir(parents=True, exist_ok=True)
     blocks = max(1, int(gigabytes * 1e9 / processes / (8 << 20)))
-    rates = []
-    for arguments in (
-        ["if=/dev/zero", "of={}", f"count={blocks}", "oflag=direct", "conv=fsync"],
-        ["if={}", "of=/dev/null", "iflag=direct"],
-    ):
-        begin = time.monotonic()
-        started = [
-            subprocess.Popen(
-                ["dd", "bs=8M", *(a.format(folder / str(i)) for a in arguments)],
-                stderr=subprocess.DEVNULL,
-            )
-            for i in range(processes)
-        ]
-        for process in started:
-            process.wait()
-        seconds = time.monotonic() - begin
-        rates.append(blocks * processes * (8 << 20) * 1e-9 / seconds)
+    command = ["dd", "bs=8M", "if=/dev/zero", f"count={blocks}", "oflag=direct"]
+    rate = gb_per_s(
+        [[*command, "conv=fsync", f"of={folder / str(i)}"] for i in range(processes)],
+        blocks * processes * (8 << 20) * 1e-9,
+    )
     shutil.rmtree(folder)
-    return rates
+    return rate
+
+
+def dd_reads(files, gigabytes):
+    """Of the files' beginnings, all at once."""
+    blocks = max(1, int(gigabytes * 1e9 / len(files) / (8 << 20)))
+    command = ["dd", "bs=8M", "of=/dev/null", f"count={blocks}", "iflag=direct"]
+    read = sum(min(f.stat().st_size, blocks * (8 << 20)) for f in files)
+    return gb_per_s([[*command, f"if={f}"] for f in files], read * 1e-9)
 
 
 def main():
@@ -85,7 +89,12 @@ def main():
     parser.add_argument("--preset", default="llama3_1b")
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--interval", type=int, default=20)
-    parser.add_argument("--saves", type=int, default=3)
+    parser.add_argument(
+        "--saves", type=int, default=3, help="beside the last one; 0: loads only [3]"
+    )
+    parser.add_argument(
+        "--dd-gb", type=float, default=32, help="what dd moves at most, GB [32]"
+    )
     parser.add_argument("--set", nargs="*", default=[], help="for the run's config")
     arguments = parser.parse_args()
     output = arguments.to / "run"
@@ -118,12 +127,14 @@ def main():
     print(f"usual step {usual:.1f} ms; checkpoint {gigabytes:.2f} GB")
     print("stall of each save:", *(f"{s:.0f} ms" for s in stalls))
     for seconds in saved:
-        print(f"saved in {seconds:.1f} s, {gigabytes / seconds:.2f} GB/s")
-    written, read = dd(arguments.to / "dd", arguments.nproc, gigabytes)
-    print(
-        f"dd, {arguments.nproc} at once, direct I/O: writes {written:.2f} GB/s, "
-        f"reads {read:.2f} GB/s"
-    )
+        print(f"saved in {seconds:.1f} s, {gigabytes / max(seconds, 0.1):.2f} GB/s")
+    moved = min(arguments.dd_gb, gigabytes)
+    if arguments.saves > 0:
+        rate = dd_writes(arguments.to / "dd", arguments.nproc, moved)
+        print(f"dd, {arguments.nproc} at once, direct I/O: writes {rate:.2f} GB/s")
+    files = sorted(checkpoint.glob("*.safetensors"))
+    rate = dd_reads(files, moved)
+    print(f"dd, the {len(files)} files at once, direct I/O: reads {rate:.2f} GB/s")
     for what in ("cold", "warm"):
         if what == "cold":
             subprocess.run(
