@@ -133,7 +133,16 @@ void Checkpointer::save(
   }
   {
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return queue_.size() < buffers_.size(); });
+    const auto has_room = [&] { return queue_.size() < buffers_.size(); };
+    if (!has_room() && mesh_->rank() == 0) {
+      log_warning(
+          "the checkpoint of step {} waits until that of step {} is written: "
+          "the disk takes longer than the steps between checkpoints; save "
+          "less often (checkpoint.interval)",
+          job.step,
+          queue_.front().step);
+    }
+    changed_.wait(lock, has_room);
   }
   Event computed;
   computed.record(*current_stream(mesh_->device()));

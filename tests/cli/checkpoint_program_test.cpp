@@ -389,6 +389,37 @@ TEST_F(Checkpoints, AFolderThatIsReadOnlyEndsNoStep) {
       AllOf(HasSubstr("[checkpoint.folder]"), HasSubstr("/step-8")));
 }
 
+TEST_F(Checkpoints, ASlowDiskHoldsUpOnlyTheCheckpointsAfterNext) {
+  const std::string often = "--set checkpoint.interval=10";
+  ASSERT_EQ(run("whole", 2, often).code, 0);
+  const Result slow =
+      sh("export LD_PRELOAD='" FLATSHARD_SLOW_DISK "' SLOW_DISK_MS=1000\n" +
+         train(write_config("slow"), 2, often));
+  ASSERT_EQ(slow.code, 0) << slow.output;
+  const auto at = [&](const std::string& text) {
+    EXPECT_THAT(slow.output, HasSubstr(text));
+    return slow.output.find(text);
+  };
+  const auto saved = [&](int step) {
+    return at(fmt::format("checkpoints/step-{} in", step));
+  };
+  // Two buffers: the third save is the first one that has to wait.
+  EXPECT_LT(at("step: 15  loss"), saved(10));
+  EXPECT_LT(at("step: 25  loss"), saved(10));
+  EXPECT_LT(at("the checkpoint of step 30 waits"), saved(10));
+  EXPECT_GT(at("step: 31  loss"), saved(10));
+  EXPECT_LT(at("step: 31  loss"), saved(20));
+  EXPECT_THAT(slow.output, Not(HasSubstr("the checkpoint of step 20 waits")));
+  EXPECT_THAT(steps("slow"), ElementsAre(10, 20, 30, 40));
+  EXPECT_EQ(
+      sh(fmt::format(
+             "\"$PROGRAM\" checkpoint verify '{}'",
+             (folder_ / "slow" / "checkpoints").string()))
+          .code,
+      0);
+  EXPECT_TRUE(weights("slow") == weights("whole"));
+}
+
 TEST_F(Checkpoints, ListInspectVerifyPrune) {
   ASSERT_EQ(
       run("run", 2, "--set training.steps=6 --set checkpoint.interval=2").code,
