@@ -4,6 +4,7 @@
 #include <mutex>
 
 #include "flatshard/comm/make_communicator.h"
+#include "flatshard/comm/peer_memory.h"
 
 namespace flatshard::detail {
 
@@ -26,7 +27,7 @@ std::shared_ptr<Communicator> make_gloo_communicator(
     const std::string& name,
     const CommunicatorOptions& options);
 
-// cuda_nccl.cpp or no_cuda.cpp, chosen at link time.
+// cuda_*.cpp or no_cuda.cpp, chosen at link time.
 std::shared_ptr<Communicator> make_nccl_communicator(
     StoreHandle store,
     int rank,
@@ -38,6 +39,11 @@ std::shared_ptr<Communicator> wrap_nccl_backend(
     BackendHandle backend,
     const std::string& name,
     at::Device device);
+
+std::unique_ptr<PeerMemory> make_cuda_peer_memory(
+    Communicator& group,
+    const StoreHandle& store,
+    std::int64_t nbytes);
 
 /// Runs `function`; what torch or Gloo throws becomes Error{timeout} or
 /// Error{comm} with `where` as its context.

@@ -31,4 +31,16 @@ std::shared_ptr<Communicator> wrap_nccl_backend(
       device.str());
 }
 
+std::unique_ptr<PeerMemory> make_cuda_peer_memory(
+    Communicator& group,
+    const StoreHandle& /*store*/,
+    std::int64_t /*nbytes*/) {
+  FLATSHARD_THROW(
+      config,
+      "communicator '{}': device '{}' needs CUDA, which this build has not; "
+      "build with -DFLATSHARD_CUDA=on",
+      group.name(),
+      group.device().str());
+}
+
 }  // namespace flatshard::detail

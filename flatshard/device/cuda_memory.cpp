@@ -3,10 +3,30 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <cuda_runtime_api.h>
 
+#include <map>
+#include <mutex>
+
 #include "flatshard/core/error.h"
 #include "flatshard/device/backend.h"
 
 namespace flatshard::detail {
+
+namespace {
+
+std::mutex outside_mutex;
+std::map<at::DeviceIndex, std::int64_t> outside_nbytes;  // the allocator
+
+std::int64_t outside_allocator(at::DeviceIndex device) {
+  const std::lock_guard lock(outside_mutex);
+  return outside_nbytes[device];
+}
+
+}  // namespace
+
+void count_cuda_memory_outside(at::Device device, std::int64_t nbytes) {
+  const std::lock_guard lock(outside_mutex);
+  outside_nbytes[device.index()] += nbytes;
+}
 
 MemoryStats cuda_memory_stats(at::Device device) {
   at::globalContext().lazyInitDevice(at::kCUDA);  // the caching allocator
@@ -24,11 +44,13 @@ MemoryStats cuda_memory_stats(at::Device device) {
   const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(index);
   const auto& allocated = stats.allocated_bytes[0];  // 0: all pools together
   const auto& reserved = stats.reserved_bytes[0];
+  // Held from a run's beginning to its end, so a part of every peak.
+  const std::int64_t outside = outside_allocator(index);
   return {
-      .allocated_bytes = allocated.current,
-      .peak_allocated_bytes = allocated.peak,
-      .reserved_bytes = reserved.current,
-      .peak_reserved_bytes = reserved.peak,
+      .allocated_bytes = allocated.current + outside,
+      .peak_allocated_bytes = allocated.peak + outside,
+      .reserved_bytes = reserved.current + outside,
+      .peak_reserved_bytes = reserved.peak + outside,
       .capacity_bytes = static_cast<std::int64_t>(total_bytes)};
 }
 

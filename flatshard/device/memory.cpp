@@ -93,6 +93,12 @@ at::Tensor host_buffer(std::int64_t nbytes, at::Device device) {
       at::TensorOptions().dtype(at::kByte));
 }
 
+void count_memory_outside_allocator(at::Device device, std::int64_t nbytes) {
+  if (device.is_cuda()) {
+    detail::count_cuda_memory_outside(device, nbytes);
+  }
+}
+
 void reset_peak_memory(at::Device device) {
   if (device.is_cuda()) {
     detail::reset_cuda_peak_memory(device);

@@ -15,10 +15,10 @@ struct MemoryStats {
   std::int64_t capacity_bytes = 0;  ///< of the whole device or machine
 };
 
-/// CUDA: torch's caching allocator. It does not see what NCCL and the driver
-/// take. CPU: the resident set of the process from /proc (allocated =
-/// reserved = now, peak = its high-water mark, which cannot be reset); zeros
-/// where /proc is missing.
+/// CUDA: torch's caching allocator and what count_memory_outside_allocator was
+/// told. NCCL's and the driver's own is in neither. CPU: the resident set of
+/// the process from /proc (allocated = reserved = now, peak = its high-water
+/// mark, which cannot be reset); zeros where /proc is missing.
 MemoryStats memory_stats(at::Device device);
 
 /// Host memory for large copies and direct I/O: [nbytes] uint8, page-aligned
@@ -29,6 +29,10 @@ MemoryStats memory_stats(at::Device device);
 /// does no direct I/O from the latter.
 /// @throws Error{memory} when the machine cannot give it.
 at::Tensor host_buffer(std::int64_t nbytes, at::Device device);
+
+/// `nbytes` more (or, negative, fewer) are held on a GPU that its allocator
+/// does not see: memory_stats adds them.
+void count_memory_outside_allocator(at::Device device, std::int64_t nbytes);
 
 /// Peaks count from now on. CUDA only: the CPU's peak stays.
 void reset_peak_memory(at::Device device);

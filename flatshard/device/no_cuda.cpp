@@ -50,6 +50,10 @@ MemoryStats cuda_memory_stats(at::Device /*device*/) {
   throw_no_cuda("CUDA memory statistics");
 }
 
+void count_cuda_memory_outside(at::Device /*device*/, std::int64_t /*nbytes*/) {
+  throw_no_cuda("CUDA memory statistics");
+}
+
 void reset_cuda_peak_memory(at::Device /*device*/) {
   throw_no_cuda("CUDA memory statistics");
 }

@@ -87,6 +87,11 @@ ParamGroup::ParamGroup(
       "expected grad_divisor > 0, got {}",
       options_.grad_divisor);
   FLATSHARD_CHECK(
+      !options_.peers_read_weights || options_.keep_compute_weights,
+      config,
+      "peers can only read compute weights that are kept; choose one of "
+      "copy_gathers and keep_compute_weights = false");
+  FLATSHARD_CHECK(
       options_.strategy.num_axes() == mesh_->num_axes(),
       config,
       "strategy {} is for {} mesh axes, the mesh {} has {}",
@@ -131,8 +136,18 @@ void ParamGroup::allocate_weights() {
       !has_refresh_) {
     return;
   }
-  compute_ = FlatBuffer(layout_, mesh_, strategy.parameter, precision.compute);
-  compute_.local().zero_();
+  if (options_.peers_read_weights && !resident_) {
+    peers_ = std::make_unique<PeerBuffer>(
+        layout_,
+        mesh_,
+        strategy.parameter,
+        precision.compute);
+    compute_ = peers_->local();
+  } else {
+    compute_ =
+        FlatBuffer(layout_, mesh_, strategy.parameter, precision.compute);
+    compute_.local().zero_();
+  }
   if (!has_refresh_) {
     compute_shard_ = compute_;
   } else if (layout_->segments().size() == 1) {
@@ -204,11 +219,36 @@ at::Tensor ParamGroup::compute_shard() const {
   return main_is_compute_ ? at::Tensor() : compute_shard_.local();
 }
 
-void ParamGroup::refresh() {
-  compute_shard_.redistribute(
-      options_.strategy.parameter,
-      Purpose::gather,
-      &compute_);
+ParamGroup::Gather ParamGroup::plan_gather(bool copies) {
+  Gather gather;
+  gather.refresh = has_refresh_ && refreshed_ != generation_;
+  refreshed_ = generation_;
+  gather.copies = copies && peers_ != nullptr;
+  if (gather.copies) {
+    gather.fence = fenced_ != generation_;
+    fenced_ = generation_;
+  }
+  return gather;
+}
+
+void ParamGroup::gather(const at::Tensor& out, const Gather& gather) {
+  if (gather.refresh) {
+    compute_shard_.redistribute(
+        options_.strategy.parameter,
+        Purpose::gather,
+        &compute_);
+  }
+  if (resident_) {
+    return;
+  }
+  if (gather.fence) {
+    peers_->fence();
+  }
+  if (gather.copies) {
+    peers_->copy_whole(out);
+  } else {
+    unshard(out);
+  }
 }
 
 void ParamGroup::unshard(const at::Tensor& out) const {

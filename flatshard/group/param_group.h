@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "flatshard/buffer/flat_buffer.h"
+#include "flatshard/buffer/peer_buffer.h"
 #include "flatshard/core/init_spec.h"
 #include "flatshard/device/stream.h"
 #include "flatshard/group/initializer.h"
@@ -49,6 +50,10 @@ struct ParamGroupOptions {
   /// weights of another dtype, and weights cut like the optimizer's (ZeRO-3);
   /// elsewhere it has no effect.
   bool keep_compute_weights = true;
+  /// Compute weights lie where the other ranks can read them, so that a gather
+  /// can be copies: see Gather::copies. Needs all ranks on one host. Where
+  /// weights rest whole it has no effect.
+  bool peers_read_weights = false;
   LayoutOptions layout;
 };
 
@@ -115,18 +120,28 @@ class ParamGroup {
   bool resident() const { return resident_; }
   /// True when the ranks hold pieces that a change of the weights has to spread
   /// (ZeRO-1/2, HFSDP).
-  bool needs_refresh() const { return refreshed_ != generation_; }
-  /// Spreads the optimizer's slices to `compute`. Collective; inside
-  /// Stream::submit.
-  void refresh();
-  /// Marks the host side of a queued refresh.
-  void mark_refreshed() { refreshed_ = generation_; }
-  /// A refresh that was marked may not have been carried out.
-  void mark_stale() { refreshed_ = 0; }
   bool has_refresh() const { return has_refresh_; }
-  /// Gathers the whole compute weights into `out` [layout.numel()] compute
-  /// dtype. Collective; inside Stream::submit.
-  void unshard(const at::Tensor& out) const;
+
+  /// How one gather runs: decided on the host, carried out later on the gather
+  /// stream.
+  struct Gather {
+    /// First spread the optimizer's slices to `compute`. Collective.
+    bool refresh = false;
+    /// By copies of what the peers hold; else an all-gather, a collective.
+    bool copies = false;
+    /// Before the copies: the peers have written theirs. Collective.
+    bool fence = false;
+  };
+  /// Call it once per gather and then carry that out: what it plans for a
+  /// change of the weights it does not plan again.
+  /// @param copies  where the peers can read; equal on all ranks.
+  Gather plan_gather(bool copies = false);
+  /// A gather that was planned may not have been carried out.
+  void mark_stale() { refreshed_ = fenced_ = 0; }
+  /// Carries it out. Inside Stream::submit.
+  /// @param out  [layout.numel()] compute dtype, the whole weights. Resident
+  ///   groups do not use it: theirs are in `compute`.
+  void gather(const at::Tensor& out, const Gather& gather);
 
   /// The weights changed: call after writing main and compute shards on the
   /// current stream, or on `stream`.
@@ -197,6 +212,7 @@ class ParamGroup {
 
  private:
   void allocate_weights();
+  void unshard(const at::Tensor& out) const;
   void initialize(const Initializer& initializer);
   void allocate(
       FlatBuffer& buffer,
@@ -215,12 +231,14 @@ class ParamGroup {
   bool has_refresh_ = false;
   bool main_is_compute_ = false;
 
+  std::unique_ptr<PeerBuffer> peers_;  ///< owns compute_, where there is one
   FlatBuffer compute_;
   FlatBuffer compute_shard_;  ///< optimizer placement; mostly a view
   FlatBuffer main_;
   std::uint32_t main_version_ = 0;
   std::int64_t generation_ = 1;
-  std::int64_t refreshed_ = 0;
+  std::int64_t refreshed_ = 0;  ///< up to which generation
+  std::int64_t fenced_ = 0;
   Event written_;
 
   FlatBuffer grad_;

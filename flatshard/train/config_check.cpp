@@ -205,7 +205,8 @@ void check_parallelism(const Config& config) {
   if (keeps_weights) {
     for (const char* key :
          {"parallelism.reshard_after_forward",
-          "parallelism.keep_compute_weights"}) {
+          "parallelism.keep_compute_weights",
+          "parallelism.copy_gathers"}) {
       refuse_ignored(
           config,
           key,
@@ -214,6 +215,12 @@ void check_parallelism(const Config& config) {
           "strategies that shard the weights");
     }
   }
+  FLATSHARD_CHECK(
+      parallel.copy_gathers == "none" || parallel.keep_compute_weights,
+      config,
+      "parallelism.copy_gathers = \"{}\" copies compute weights, which "
+      "parallelism.keep_compute_weights = false does not keep; choose one",
+      parallel.copy_gathers);
   const std::int64_t replicate = parallel.data_parallel_replicate_degree;
   const std::int64_t shard = parallel.data_parallel_shard_degree;
   FLATSHARD_CHECK(

@@ -185,6 +185,11 @@ const ConfigKey kKeys[] = {
         "ZeRO-3: keep a shard in precision.compute beside the main weights; "
         "false saves its memory and casts before every gather"),
     KEY(parallelism,
+        copy_gathers,
+        "in which phases each rank copies the others' weights by itself (on "
+        "GPUs by copy engines) instead of an all-gather; all ranks on one host",
+        "none|forward|all"),
+    KEY(parallelism,
         granularity,
         "what a rank boundary may not cut: element, row, block:N (N rows) or "
         "tensor"),

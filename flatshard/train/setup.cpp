@@ -53,6 +53,18 @@ GradScaling parse_scaling(const std::string& name) {
   return name == "mean" ? GradScaling::mean : GradScaling::sum;
 }
 
+CopyGathers parse_copy_gathers(const std::string& name) {
+  if (name == "forward") {
+    return CopyGathers::forward;
+  }
+  FLATSHARD_CHECK(
+      name == "none" || name == "all",
+      config,
+      "parallelism.copy_gathers: expected none, forward or all, got '{}'",
+      name);
+  return name == "all" ? CopyGathers::all : CopyGathers::none;
+}
+
 }  // namespace
 
 models::ModelConfig model_config(const Config& config) {
@@ -166,6 +178,7 @@ FullyShardOptions shard_options(const Config& config) {
   options.prefetch = static_cast<int>(config.parallelism.prefetch);
   options.reshard_after_forward = config.parallelism.reshard_after_forward;
   options.keep_compute_weights = config.parallelism.keep_compute_weights;
+  options.copy_gathers = parse_copy_gathers(config.parallelism.copy_gathers);
   options.granularity = parse_granularity(config.parallelism.granularity);
   options.layout.max_padding = config.parallelism.max_padding;
   options.seed = static_cast<std::uint64_t>(config.run.seed);

@@ -166,6 +166,7 @@ std::unique_ptr<Unit> build_unit(
        .grad_divisor = options.grad_divisor,
        .narrow_grads = options.narrow_grads,
        .keep_compute_weights = options.keep_compute_weights,
+       .peers_read_weights = options.copy_gathers != CopyGathers::none,
        .layout = options.layout},
       Initializer(options.seed));
   return std::make_unique<Unit>(
@@ -215,6 +216,7 @@ std::shared_ptr<Runtime> fully_shard(
       tree.parents,
       {.prefetch = options.prefetch,
        .reshard_after_forward = options.reshard_after_forward,
+       .copy_gathers = options.copy_gathers,
        .streams = options.streams,
        .trace = options.trace,
        .debug = options.debug});

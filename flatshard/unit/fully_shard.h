@@ -29,6 +29,8 @@ struct FullyShardOptions {
   /// Both: see ParamGroupOptions.
   bool narrow_grads = false;
   bool keep_compute_weights = true;
+  /// All ranks on one host only.
+  CopyGathers copy_gathers = CopyGathers::none;
   /// Units gathered ahead.
   int prefetch = 1;
   /// false: weights stay gathered from forward to backward.

@@ -331,13 +331,12 @@ std::string Runtime::context(const Action& action) const {
 }
 
 void Runtime::gather(Unit& unit, Phase phase) {
-  std::vector<bool> refresh;
+  const bool copies = options_.copy_gathers == CopyGathers::all ||
+                      (options_.copy_gathers == CopyGathers::forward &&
+                       phase == Phase::forward);
+  std::vector<ParamGroup::Gather> gathers;
   for (const auto& group : unit.groups()) {
-    const bool stale = group->has_refresh() && group->needs_refresh();
-    refresh.push_back(stale);
-    group->mark_refreshed();
-  }
-  for (const auto& group : unit.groups()) {
+    gathers.push_back(group->plan_gather(copies));
     group->wait_for_weights(*gather_stream_);
   }
   void* slot = nullptr;
@@ -353,9 +352,9 @@ void Runtime::gather(Unit& unit, Phase phase) {
       o.slot_acquired(unit, role, unit.weights_slot);
     });
   }
-  gather_stream_->submit([&unit, slot, refresh, step = step_] {
+  gather_stream_->submit([&unit, slot, gathers, step = step_] {
     const CollectiveScope scope(step, unit.name());
-    unit.gather_into(slot, refresh);
+    unit.gather_into(slot, gathers);
   });
   unit.gathered.record(*gather_stream_);
 }

@@ -22,9 +22,21 @@
 
 namespace flatshard {
 
+/// Which gathers are copies that each rank makes of its peers' weights by
+/// itself (ParamGroup::Gather::copies). On GPUs copy engines do them, and leave
+/// the SMs to what computes.
+///
+/// A copy takes no peer's doing, so nothing but a later collective tells a rank
+/// that its weights were read. Between gathers and the next change of the
+/// weights there has to be one that follows the gathers on every rank: a
+/// backward's reductions are, after an evaluation Mesh::world().barrier() is.
+enum class CopyGathers { none, forward, all };
+
 struct RuntimeOptions {
   int prefetch = 1;
   bool reshard_after_forward = true;
+  /// Other than none: the groups have ParamGroupOptions::peers_read_weights.
+  CopyGathers copy_gathers = CopyGathers::none;
   /// Delays for tests; the names of the streams are part of the seed.
   StreamOptions streams;
   /// Keep every event and action since the last clear_trace (tests, reports).

@@ -98,19 +98,20 @@ UnitSpec Unit::spec(UnitId parent, UnitPolicy policy) const {
   return spec;
 }
 
-void Unit::gather_into(void* slot, const std::vector<bool>& refresh) const {
+void Unit::gather_into(
+    void* slot,
+    const std::vector<ParamGroup::Gather>& gathers) const {
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     ParamGroup& group = *groups_[g];
-    if (refresh[g]) {
-      group.refresh();
-    }
+    at::Tensor whole;
     if (!group.resident()) {
-      group.unshard(view_of_memory(
+      whole = view_of_memory(
           static_cast<char*>(slot) + weights_offset_[g],
           {group.layout().numel()},
           group.options().precision.compute,
-          group.mesh()->device()));
+          group.mesh()->device());
     }
+    group.gather(whole, gathers[g]);
   }
 }
 

@@ -68,7 +68,8 @@ class Unit {
   UnitSpec spec(UnitId parent, UnitPolicy policy) const;
 
   /// Gathers the weights of all groups into `slot`. Inside Stream::submit.
-  void gather_into(void* slot, const std::vector<bool>& refresh) const;
+  void gather_into(void* slot, const std::vector<ParamGroup::Gather>& gathers)
+      const;
   /// @throws Error{usage} when somebody gave a parameter another storage.
   void check_storage() const;
   /// Points the parameters at the slot / at nothing. Resident groups stay.

@@ -217,6 +217,26 @@ TEST_F(Program, TwoRanksTrainAndTheirRunGenerates) {
   EXPECT_NEAR(last_loss(outer.output), last_loss(one.output), 2e-4);
 }
 
+TEST_F(Program, RanksThatCopyWeightsTrainTheSame) {
+  write_config();
+  const std::string config = (folder_ / "run.toml").string();
+  std::string expected;
+  for (const char* phases : {"none", "forward", "all"}) {
+    const std::string to = (folder_ / phases).string();
+    const Result result = run(fmt::format(
+        "train '{}' --nproc 2 --device cpu --set run.output_dir='{}' "
+        "--set parallelism.copy_gathers={}",
+        config,
+        to,
+        phases));
+    ASSERT_EQ(result.code, 0) << result.output;
+    const std::string weights = read(folder_ / phases / "model.safetensors");
+    ASSERT_FALSE(weights.empty());
+    expected = expected.empty() ? weights : expected;
+    EXPECT_TRUE(weights == expected) << phases;
+  }
+}
+
 TEST_F(Program, AFailingRankEndsAll) {
   write_config();
   const Result failed =

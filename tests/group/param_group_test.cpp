@@ -189,13 +189,13 @@ TEST_P(ParamGroups, WholeWeightsAreTheSameOnAllRanks) {
       const at::Tensor out =
           at::full({group->layout().numel()}, 5.0, precision.compute);
       const auto expect_weights = [&](double offset) {
-        if (group->has_refresh()) {
-          EXPECT_TRUE(group->needs_refresh());
-          group->refresh();
-          group->mark_refreshed();
-          EXPECT_FALSE(group->needs_refresh());
+        const auto first = group->plan_gather();
+        EXPECT_EQ(first.refresh, group->has_refresh());
+        EXPECT_FALSE(group->plan_gather().refresh);
+        group->gather(out, first);
+        if (group->resident()) {
+          out.copy_(group->compute().local());
         }
-        group->unshard(out);
         for (std::size_t i = 0; i < group->parameters().size(); ++i) {
           const at::Tensor want =
               (initial(group->parameters()[i]) + offset).to(precision.compute);
@@ -239,7 +239,7 @@ TEST(ParamGroup, GivenValuesWinOverDrawnOnes) {
         {.strategy = Strategy::named("zero3", 1), .precision = kMixed},
         Initializer(0));
     const at::Tensor out = at::empty({group.layout().numel()}, at::kBFloat16);
-    group.unshard(out);
+    group.gather(out, group.plan_gather());
     EXPECT_TRUE(out.narrow(0, 0, 70).equal(values.flatten().to(at::kBFloat16)));
     EXPECT_FALSE(group.parameters()[0].values.defined());
   });
@@ -258,7 +258,8 @@ TEST(ParamGroup, FrozenGroupsHaveNoMainWeights) {
     EXPECT_EQ(group.main().dtype(), at::kBFloat16);
     EXPECT_FALSE(group.has_refresh());
     const at::Tensor out = at::empty({group.layout().numel()}, at::kBFloat16);
-    group.unshard(out);
+    group.gather(out, group.plan_gather());
+    out.copy_(group.compute().local());
     EXPECT_TRUE(out.narrow(0, group.layout().tensor_offset(0), 70)
                     .equal(initial(group.parameters()[0]).to(at::kBFloat16)));
   });
@@ -310,6 +311,12 @@ TEST(ParamGroup, ErrorsNameTheOption) {
   EXPECT_THAT(
       refusal({.strategy = zero3, .grad_divisor = 0}),
       HasSubstr("grad_divisor > 0, got 0"));
+  EXPECT_THAT(
+      refusal(
+          {.strategy = zero3,
+           .keep_compute_weights = false,
+           .peers_read_weights = true}),
+      HasSubstr("choose one of copy_gathers and keep_compute_weights"));
   const auto with = [&](Precision precision) {
     return refusal({.strategy = zero3, .precision = precision});
   };

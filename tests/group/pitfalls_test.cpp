@@ -103,9 +103,9 @@ TEST(Pitfalls, R13_WeightsKeepTheirAddresses) {
             group->plan_reduction(true, true));
         at::Tensor(group->main().local()).mul_(2);
         EXPECT_TRUE(group->adopt_foreign_writes());
-        if (group->has_refresh()) {
-          group->refresh();
-        }
+        const at::Tensor out =
+            at::empty({group->layout().numel()}, at::kBFloat16);
+        group->gather(out, group->plan_gather());
         const std::vector<const void*> now{
             group->main().local().data_ptr(),
             group->compute().local().data_ptr(),

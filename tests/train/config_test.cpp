@@ -259,6 +259,13 @@ TEST(Config, ContradictionsAreNamed) {
       {{"parallelism.strategy=optim", "parallelism.keep_compute_weights=false"},
        "parallelism.keep_compute_weights is set, but parallelism.strategy = "
        "\"optim\""},
+      {{"parallelism.strategy=no_shard", "parallelism.copy_gathers=all"},
+       "parallelism.copy_gathers is set, but parallelism.strategy = "
+       "\"no_shard\""},
+      {{"parallelism.copy_gathers=forward",
+        "parallelism.keep_compute_weights=false"},
+       "parallelism.copy_gathers = \"forward\" copies compute weights"},
+      {{"parallelism.copy_gathers=backward"}, "backward"},
       {{"parallelism.strategy=hsdp"}, "\"hsdp\" needs an outer axis"},
       {{"parallelism.data_parallel_replicate_degree=-1"},
        "are both -1; only one can be the rest"},

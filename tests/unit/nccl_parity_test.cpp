@@ -68,6 +68,9 @@ TEST_P(NcclParity, EqualsOneRankWithMicrobatches) {
         c.overlap_optimizer = prefetch > 0;
         c.narrow_grads = prefetch == 3;
         c.keep_compute_weights = prefetch != 3;
+        c.copy_gathers = prefetch == 0   ? CopyGathers::forward
+                         : prefetch == 1 ? CopyGathers::all
+                                         : CopyGathers::none;
         c.max_delay_us = 300;
         TrainingResult mine;
         mine.losses.assign(c.steps, 0.0);

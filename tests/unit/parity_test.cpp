@@ -1,6 +1,7 @@
 // N ranks give the losses and weights of one rank that runs the N local
 // batches as N microbatches in rank order: for every strategy, number of
 // microbatches, precision and prefetch depth, with delays on the streams.
+#include "flatshard/optim/adamw.h"
 #include "tests/unit/training.h"
 
 #include <gtest/gtest.h>
@@ -104,6 +105,37 @@ TEST_P(Parity, EqualsOneRankWithMicrobatches) {
   }
 }
 
+TEST_P(Parity, GathersByCopiesChangeNoBit) {
+  const std::string strategy = GetParam().strategy;
+  if (strategy.find("zero3") == std::string::npos && strategy != "hsdp" &&
+      strategy != "hfsdp") {
+    GTEST_SKIP() << "gathers nothing between changes of the weights";
+  }
+  struct Variant {
+    int microbatches;
+    int prefetch;
+    CopyGathers copies;
+  };
+  for (const auto& [microbatches, prefetch, copies] :
+       {Variant{1, 0, CopyGathers::forward},
+        Variant{1, 3, CopyGathers::all},
+        Variant{3, 3, CopyGathers::forward}}) {
+    TrainingCase c{
+        .strategy = strategy,
+        .mesh = GetParam().mesh,
+        .microbatches = microbatches,
+        .steps = 5,
+        .prefetch = prefetch};
+    const TrainingResult expected = train_toy(c);
+    c.copy_gathers = copies;
+    c.overlap_optimizer = prefetch > 0;
+    c.max_delay_us = 500;
+    SCOPED_TRACE(
+        fmt::format("microbatches {} prefetch {}", microbatches, prefetch));
+    expect_same_bits(expected, train_toy(c));
+  }
+}
+
 TEST_P(Parity, AnOptimizerBesideTheForwardChangesNoBit) {
   for (const char* optimizer : {"adamw", "sgd"}) {
     for (const int prefetch : {0, 3}) {
@@ -167,6 +199,59 @@ INSTANTIATE_TEST_SUITE_P(
         Layout{"hsdp_zero1", {2, 2}},
         Layout{"hsdp_zero2", {2, 2}}),
     [](const auto& info) { return name_of(info.param); });
+
+TEST(CopyGathers, TakeNoCollectiveButOneFenceAfterEachChange) {
+  for (const CopyGathers copies :
+       {CopyGathers::none, CopyGathers::forward, CopyGathers::all}) {
+    testing::run_ranks(2, [&](testing::RankContext& context) {
+      const auto log = std::make_shared<CollectiveLog>();
+      context.log = log;
+      constexpr std::int64_t kDim = 16;
+      testing::ToyModel model(kDim, 4, /*with_root_parameter=*/false);
+      const auto runtime = fully_shard(
+          *model,
+          context.mesh(),
+          {.units = model->unit_modules(),
+           .precision = Precision::full(),
+           .copy_gathers = copies});
+      AdamW optimizer(runtime->groups(), {});
+      const auto forward_backward = [&] {
+        model(at::ones({2, kDim}), at::zeros({2, kDim})).backward();
+      };
+      const auto count = [&](CollectiveKind kind) {
+        std::int64_t n = 0;
+        for (const CollectiveRecord& record : log->records()) {
+          n += record.kind == kind && record.communicator == "dp.gather";
+        }
+        return n;
+      };
+      const auto num_groups =
+          static_cast<std::int64_t>(runtime->groups().size());
+      for (int step = 1; step <= 3; ++step) {
+        for (const bool changed : {true, false}) {
+          runtime->synchronize();
+          log->clear();
+          forward_backward();
+          runtime->synchronize();
+          const std::int64_t gathers = count(CollectiveKind::all_gather);
+          if (copies == CopyGathers::none) {
+            EXPECT_GE(gathers, 2 * num_groups - 1);  // the last stays
+          } else if (copies == CopyGathers::forward) {
+            EXPECT_GE(gathers, num_groups - 1);
+            EXPECT_LE(gathers, num_groups);
+          } else {
+            EXPECT_EQ(gathers, 0);
+          }
+          EXPECT_EQ(
+              count(CollectiveKind::all_reduce),
+              copies != CopyGathers::none && changed ? num_groups : 0);
+        }
+        optimizer.step(1e-3);
+        optimizer.zero_grad();
+      }
+    });
+  }
+}
 
 TEST(Parity, OneRankEqualsPlainAutograd) {
   for (const char* optimizer : {"adamw", "sgd"}) {

@@ -150,6 +150,7 @@ void train_rank(
        .scaling = c.scaling,
        .narrow_grads = c.narrow_grads,
        .keep_compute_weights = c.keep_compute_weights,
+       .copy_gathers = c.copy_gathers,
        .prefetch = c.prefetch,
        .reshard_after_forward = c.reshard_after_forward,
        .granularity = c.granularity,

@@ -63,6 +63,7 @@ struct TrainingCase {
   bool with_root_parameter = true;
   bool narrow_grads = false;
   bool keep_compute_weights = true;
+  CopyGathers copy_gathers = CopyGathers::none;
   bool overlap_optimizer = false;
 
   int world() const;

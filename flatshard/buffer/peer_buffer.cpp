@@ -1,0 +1,62 @@
+#include "flatshard/buffer/peer_buffer.h"
+
+#include <ATen/ATen.h>
+
+#include <utility>
+
+#include "flatshard/buffer/transition.h"
+#include "flatshard/core/error.h"
+
+namespace flatshard {
+
+PeerBuffer::PeerBuffer(
+    std::shared_ptr<const FlatLayout> layout,
+    std::shared_ptr<Mesh> mesh,
+    Placements placements,
+    at::ScalarType dtype) {
+  const Placements whole(placements.size(), Placement::replicate());
+  const auto steps = plan_transition(placements, whole);
+  FLATSHARD_CHECK(
+      steps.size() == 1 &&
+          steps.front().kind == TransitionStep::Kind::all_gather,
+      internal,
+      "expected a buffer that one all-gather makes whole, got {}",
+      to_string(placements));
+  Communicator& group = mesh->communicator(steps.front().axes, Purpose::gather);
+  const std::int64_t numel =
+      FlatBuffer::local_numel(*layout, *mesh, placements);
+  const std::int64_t element = c10::elementSize(dtype);
+  memory_ = PeerMemory::create(group, mesh->store(), numel * element);
+  local_ = FlatBuffer::wrap(
+      memory_->local().view(dtype),
+      layout,
+      mesh,
+      std::move(placements));
+
+  // The ranks begin with their next one each, so that no two read from one.
+  for (int i = 1; i <= memory_->size(); ++i) {
+    const int rank = (memory_->rank() + i) % memory_->size();
+    const at::Tensor theirs = memory_->of(rank).view(dtype);
+    for (std::size_t s = 0; s < local_.local_ranges().size(); ++s) {
+      const LocalRange& range = local_.local_ranges()[s];
+      if (range.numel == 0) {
+        continue;
+      }
+      // All parts of a segment have the size of this rank's.
+      const std::int64_t segment = range.offset - memory_->rank() * range.numel;
+      parts_.push_back(
+          {segment + rank * range.numel,
+           theirs.narrow(0, range.local_offset, range.numel)});
+    }
+  }
+}
+
+void PeerBuffer::copy_whole(const at::Tensor& out) const {
+  const at::NoGradGuard no_grad;
+  for (const Part& part : parts_) {
+    out.narrow(0, part.offset, part.source.numel())
+        .copy_(part.source, /*non_blocking=*/true);
+  }
+}
+
+}  // namespace flatshard

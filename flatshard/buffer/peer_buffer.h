@@ -1,0 +1,47 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <vector>
+
+#include "flatshard/buffer/flat_buffer.h"
+#include "flatshard/comm/peer_memory.h"
+
+namespace flatshard {
+
+/// A sharded FlatBuffer whose local part the other ranks of its gather can
+/// read: each rank copies the whole together by itself, where
+/// FlatBuffer::redistribute runs an all-gather. The bytes are the same.
+class PeerBuffer {
+ public:
+  /// Zeroed. Collective.
+  ///
+  /// @param placements  with one group of sharded axes.
+  /// @throws Error{config, memory} as PeerMemory::create.
+  PeerBuffer(
+      std::shared_ptr<const FlatLayout> layout,
+      std::shared_ptr<Mesh> mesh,
+      Placements placements,
+      at::ScalarType dtype);
+
+  const FlatBuffer& local() const { return local_; }
+
+  /// See PeerMemory::fence: before the first copy after any rank has written.
+  void fence() const { memory_->fence(); }
+  /// Copies all ranks' parts. Inside Stream::submit; not a collective.
+  /// @param out  [layout.numel()] of the buffer's dtype; overwritten.
+  void copy_whole(const at::Tensor& out) const;
+
+ private:
+  struct Part {
+    std::int64_t offset = 0;  ///< in the whole
+    at::Tensor source;        ///< [numel] of the rank that holds it
+  };
+
+  std::unique_ptr<PeerMemory> memory_;
+  FlatBuffer local_;
+  std::vector<Part> parts_;  ///< in the order in which they are copied
+};
+
+}  // namespace flatshard

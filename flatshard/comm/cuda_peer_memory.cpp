@@ -1,0 +1,95 @@
+#include <ATen/Functions.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
+
+#include <algorithm>
+#include <random>
+
+#include "flatshard/comm/backend.h"
+#include "flatshard/comm/peer_memory.h"
+#include "flatshard/core/error.h"
+#include "flatshard/device/memory.h"
+
+namespace flatshard::detail {
+namespace {
+
+namespace symmetric_memory = c10d::symmetric_memory;
+
+// torch knows its groups by names; one of its own for each memory.
+std::string agree_on_name(Communicator& group) {
+  const at::Tensor id = at::zeros({1}, at::kLong);
+  if (group.rank() == 0) {
+    std::random_device random;
+    id.fill_(static_cast<std::int64_t>(
+        (std::uint64_t{random()} << 32 | random()) >> 1));
+  }
+  const at::Tensor shared = id.to(group.device());
+  group.broadcast(shared, 0);
+  return fmt::format("flatshard-{:x}", shared.item<std::int64_t>());
+}
+
+class SymmetricPeers : public PeerMemory {
+ public:
+  SymmetricPeers(
+      Communicator& group,
+      const StoreHandle& store,
+      std::int64_t nbytes)
+      : PeerMemory(group), device_(group.device()), nbytes_(nbytes) {
+    FLATSHARD_CHECK(
+        store != nullptr,
+        usage,
+        "memory that ranks read from each other needs a mesh with a store; "
+        "Mesh::from_groups has none");
+    const std::string name = agree_on_name(group);
+    const c10::cuda::CUDAGuard guard(device_);
+    with_comm_errors(
+        fmt::format(
+            "mapping the memory of peers of '{}' (all on one host, each on a "
+            "GPU of its own that reaches the others; else copy_gathers = none)",
+            group.name()),
+        [&] {
+          symmetric_memory::set_group_info(
+              name,
+              rank(),
+              size(),
+              make_prefix_store(name, store));
+          own_ = symmetric_memory::empty_strided_p2p(
+              {std::max<std::int64_t>(nbytes, 1)},
+              {1},
+              at::kByte,
+              device_,
+              std::nullopt,
+              std::nullopt);
+          own_.zero_();
+          peers_ = symmetric_memory::rendezvous(own_, name);
+          for (int rank = 0; rank < size(); ++rank) {
+            memory_.push_back(
+                rank == this->rank()
+                    ? own_.narrow(0, 0, nbytes)
+                    : peers_->get_buffer(rank, {nbytes}, at::kByte, 0));
+          }
+        });
+    count_memory_outside_allocator(device_, nbytes_);
+  }
+
+  ~SymmetricPeers() override {
+    count_memory_outside_allocator(device_, -nbytes_);
+  }
+
+ private:
+  at::Device device_;
+  std::int64_t nbytes_;
+  at::Tensor own_;
+  c10::intrusive_ptr<symmetric_memory::SymmetricMemory> peers_;
+};
+
+}  // namespace
+
+std::unique_ptr<PeerMemory> make_cuda_peer_memory(
+    Communicator& group,
+    const StoreHandle& store,
+    std::int64_t nbytes) {
+  return std::make_unique<SymmetricPeers>(group, store, nbytes);
+}
+
+}  // namespace flatshard::detail

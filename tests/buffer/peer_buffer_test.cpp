@@ -1,0 +1,83 @@
+// Copies of what the peers hold give the bytes of an all-gather.
+#include "flatshard/buffer/peer_buffer.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "tests/support/ranks.h"
+
+namespace flatshard {
+namespace {
+
+using testing::RankContext;
+using testing::run_ranks;
+
+const Placement R = Placement::replicate();
+const Placement S = Placement::shard();
+
+struct Case {
+  std::vector<MeshAxis> axes;
+  Placements placements;
+};
+
+class PeerBuffers : public ::testing::TestWithParam<Case> {};
+
+TEST_P(PeerBuffers, CopiesEqualAnAllGather) {
+  const auto& [axes, placements] = GetParam();
+  int world = 1;
+  int num_shards = 1;
+  for (std::size_t a = 0; a < axes.size(); ++a) {
+    world *= static_cast<int>(axes[a].size);
+    num_shards *= placements[a].is_shard() ? static_cast<int>(axes[a].size) : 1;
+  }
+  // Elements, rows, and both, which makes several segments.
+  const std::vector<std::vector<Granularity>> granularities{
+      {Granularity::element(), Granularity::element()},
+      {Granularity::row(), Granularity::row()},
+      {Granularity::row(), Granularity::element()},
+      {Granularity::tensor(), Granularity::element()}};
+  for (const auto& of : granularities) {
+    for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+      const auto layout = std::make_shared<const FlatLayout>(FlatLayout::build(
+          {{"matrix", {13, 7}, of[0]},
+           {"vector", {37}, of[1]},
+           {"empty", {0, 4}, of[1]}},
+          num_shards));
+      run_ranks(world, [&](RankContext& context) {
+        const auto mesh = context.mesh(axes);
+        const PeerBuffer buffer(layout, mesh, placements, dtype);
+        const Placements everywhere(axes.size(), R);
+        const at::Tensor got = at::full({layout->numel()}, -1, dtype);
+        for (int round = 1; round <= 3; ++round) {
+          // Equal on ranks that hold the same elements.
+          const at::Tensor& local = buffer.local().local();
+          std::int64_t begin = 0;
+          for (const LocalRange& range : buffer.local().local_ranges()) {
+            local.narrow(0, range.local_offset, range.numel)
+                .copy_((at::arange(range.numel) + range.offset + 3 * round)
+                           .remainder(97));
+            begin += range.numel;
+          }
+          ASSERT_EQ(begin, local.numel());
+          buffer.fence();
+          buffer.copy_whole(got);
+          const FlatBuffer want =
+              buffer.local().redistribute(everywhere, Purpose::gather);
+          EXPECT_TRUE(got.equal(want.local())) << c10::toString(dtype);
+        }
+      });
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Meshes,
+    PeerBuffers,
+    ::testing::Values(
+        Case{{{"dp", 2}}, {S}},
+        Case{{{"dp", 3}}, {S}},
+        Case{{{"outer", 2}, {"dp", 2}}, {R, S}},
+        Case{{{"outer", 2}, {"dp", 3}}, {S, S}}));
+
+}  // namespace
+}  // namespace flatshard
