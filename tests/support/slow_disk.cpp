@@ -1,5 +1,5 @@
-// LD_PRELOAD=this: each positioned write into a checkpoint's folder takes
-// SLOW_DISK_MS milliseconds longer, as on a disk that others use as well.
+// LD_PRELOAD=this: positioned writes into a checkpoint's folder do not come
+// back before the file SLOW_DISK_UNTIL exists, as on a disk that hangs.
 #include <dlfcn.h>
 #include <unistd.h>
 
@@ -26,9 +26,11 @@ ssize_t slow_write(
     const void* data,
     std::size_t nbytes,
     off_t offset) {
-  const char* ms = std::getenv("SLOW_DISK_MS");
-  if (ms != nullptr && in_checkpoint(fd)) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(std::atoi(ms)));
+  const char* until = std::getenv("SLOW_DISK_UNTIL");
+  if (until != nullptr && in_checkpoint(fd)) {
+    while (::access(until, F_OK) != 0) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
   }
   using Write = ssize_t (*)(int, const void*, std::size_t, off_t);
   return reinterpret_cast<Write>(
