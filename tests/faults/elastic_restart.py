@@ -24,6 +24,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from small_run import CONFIG, Failure, prepare_corpus
+
 SKIPPED = 77
 STEPS = 60
 INTERVAL = 5
@@ -34,41 +36,6 @@ CULPRITS = [1, 0]
 TIMEOUT_S = 10
 # Launchers that do not end by themselves are a failure.
 LIMIT_S = 120
-
-CONFIG = """
-[run]
-output_dir = "{output}"
-seed = 3
-[model]
-dim = 32
-layers = 2
-heads = 4
-kv_heads = 2
-ffn_dim = 64
-vocab_size = 257
-[data]
-train = "{corpus}"
-[training]
-steps = {steps}
-seq_len = 32
-local_batch_size = 1
-global_batch_size = 4
-[optimizer]
-lr = 1e-3
-[precision]
-compute = "float32"
-[checkpoint]
-interval = {interval}
-keep_latest_k = 2
-[metrics]
-log_freq = 1
-[comm]
-timeout_s = {timeout}
-"""
-
-
-class Failure(Exception):
-    pass
 
 
 def free_port():
@@ -123,7 +90,10 @@ class Job:
                 output=self.output,
                 corpus=corpus,
                 steps=STEPS,
+                batch=4,
+                warmup=0,
                 interval=INTERVAL,
+                keep=2,
                 timeout=TIMEOUT_S,
             )
         )
@@ -268,16 +238,7 @@ def main():
         sys.exit(SKIPPED)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        texts = folder / "texts"
-        texts.mkdir()
-        lines = (f"line {i % 10} of a text, {i * i % 101}\n" for i in range(4000))
-        (texts / "a.txt").write_text("".join(lines))
-        corpus = folder / "corpus"
-        subprocess.run(
-            [program, "data", "prepare", "--input", texts, "--output", corpus],
-            check=True,
-            capture_output=True,
-        )
+        corpus = prepare_corpus(program, folder)
         alone = Job(folder, corpus, "alone", [], program)
         process = alone.start("--nproc", "2")
         try:

@@ -31,6 +31,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from small_run import CONFIG, Failure, prepare_corpus
+
 STEPS = 900
 INTERVAL = 7
 GLOBAL_BATCH = 6
@@ -38,48 +40,6 @@ GLOBAL_BATCH = 6
 TOLERANCE = 1e-3
 # Nothing takes longer, on a busy machine either: a run that hangs fails.
 LIMIT_S = 600
-
-CONFIG = """
-[run]
-output_dir = "{output}"
-seed = 3
-[model]
-dim = 32
-layers = 2
-heads = 4
-kv_heads = 2
-ffn_dim = 64
-vocab_size = 257
-[data]
-train = "{corpus}"
-[training]
-steps = {steps}
-seq_len = 32
-local_batch_size = 1
-global_batch_size = {batch}
-[optimizer]
-lr = 1e-3
-[lr_scheduler]
-warmup_steps = 20
-[precision]
-compute = "float32"
-[checkpoint]
-interval = {interval}
-keep_latest_k = 3
-[metrics]
-log_freq = 1
-[comm]
-timeout_s = 6
-"""
-
-
-class Failure(Exception):
-    pass
-
-
-def text_of_corpus():
-    lines = (f"line {i % 10} of a text, {i * i % 101}\n" for i in range(4000))
-    return "".join(lines)
 
 
 class Run:
@@ -96,7 +56,10 @@ class Run:
                 corpus=corpus,
                 steps=STEPS,
                 batch=GLOBAL_BATCH,
+                warmup=20,
                 interval=INTERVAL,
+                keep=3,
+                timeout=6,
             )
         )
 
@@ -308,15 +271,7 @@ def main():
     folder = Path(tempfile.mkdtemp(prefix="flatshard-soak-"))
     begin = time.monotonic()
     try:
-        texts = folder / "texts"
-        texts.mkdir()
-        (texts / "a.txt").write_text(text_of_corpus())
-        corpus = folder / "corpus"
-        subprocess.run(
-            [program, "data", "prepare", "--input", texts, "--output", corpus],
-            check=True,
-            capture_output=True,
-        )
+        corpus = prepare_corpus(program, folder)
         alone = Run(program, folder, corpus, "alone")
         alone.finish(2)
         for name, worlds in (("constant", [2]), ("changing", [1, 2, 3])):
