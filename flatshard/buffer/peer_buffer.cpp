@@ -6,6 +6,7 @@
 
 #include "flatshard/buffer/transition.h"
 #include "flatshard/core/error.h"
+#include "flatshard/device/memory.h"
 
 namespace flatshard {
 
@@ -23,6 +24,8 @@ PeerBuffer::PeerBuffer(
       "expected a buffer that one all-gather makes whole, got {}",
       to_string(placements));
   Communicator& group = mesh->communicator(steps.front().axes, Purpose::gather);
+  group_ = group.shared_from_this();
+  flag_ = at::zeros({1}, at::TensorOptions().device(group.device()));
   const std::int64_t numel =
       FlatBuffer::local_numel(*layout, *mesh, placements);
   const std::int64_t element = c10::elementSize(dtype);
@@ -36,7 +39,8 @@ PeerBuffer::PeerBuffer(
   // The ranks begin with their next one each, so that no two read from one.
   for (int i = 1; i <= memory_->size(); ++i) {
     const int rank = (memory_->rank() + i) % memory_->size();
-    const at::Tensor theirs = memory_->of(rank).view(dtype);
+    const auto* const theirs =
+        static_cast<const char*>(memory_->of(rank).const_data_ptr());
     for (std::size_t s = 0; s < local_.local_ranges().size(); ++s) {
       const LocalRange& range = local_.local_ranges()[s];
       if (range.numel == 0) {
@@ -45,17 +49,17 @@ PeerBuffer::PeerBuffer(
       // All parts of a segment have the size of this rank's.
       const std::int64_t segment = range.offset - memory_->rank() * range.numel;
       parts_.push_back(
-          {segment + rank * range.numel,
-           theirs.narrow(0, range.local_offset, range.numel)});
+          {.offset = (segment + rank * range.numel) * element,
+           .source = theirs + range.local_offset * element,
+           .nbytes = range.numel * element});
     }
   }
 }
 
 void PeerBuffer::copy_whole(const at::Tensor& out) const {
-  const at::NoGradGuard no_grad;
+  auto* const whole = static_cast<char*>(out.mutable_data_ptr());
   for (const Part& part : parts_) {
-    out.narrow(0, part.offset, part.source.numel())
-        .copy_(part.source, /*non_blocking=*/true);
+    copy_bytes(whole + part.offset, part.source, part.nbytes, local_.device());
   }
 }
 

@@ -27,18 +27,22 @@ class PeerBuffer {
 
   const FlatBuffer& local() const { return local_; }
 
-  /// See PeerMemory::fence: before the first copy after any rank has written.
-  void fence() const { memory_->fence(); }
+  /// Later copies of every rank see what every rank wrote before its own call.
+  /// Collective; inside Stream::submit.
+  void fence() const { group_->all_reduce(flag_, ReduceOp::sum); }
   /// Copies all ranks' parts. Inside Stream::submit; not a collective.
   /// @param out  [layout.numel()] of the buffer's dtype; overwritten.
   void copy_whole(const at::Tensor& out) const;
 
  private:
   struct Part {
-    std::int64_t offset = 0;  ///< in the whole
-    at::Tensor source;        ///< [numel] of the rank that holds it
+    std::int64_t offset = 0;  ///< bytes, in the whole
+    const char* source = nullptr;
+    std::int64_t nbytes = 0;
   };
 
+  std::shared_ptr<Communicator> group_;
+  at::Tensor flag_;  ///< [1], what a fence reduces
   std::unique_ptr<PeerMemory> memory_;
   FlatBuffer local_;
   std::vector<Part> parts_;  ///< in the order in which they are copied

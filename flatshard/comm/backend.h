@@ -45,6 +45,9 @@ std::unique_ptr<PeerMemory> make_cuda_peer_memory(
     const StoreHandle& store,
     std::int64_t nbytes);
 
+/// See sum_rows.h. @param scale  of the sum.
+void cuda_sum_rows(const at::Tensor& out, const at::Tensor& rows, double scale);
+
 /// Runs `function`; what torch or Gloo throws becomes Error{timeout} or
 /// Error{comm} with `where` as its context.
 void with_comm_errors(

@@ -1,9 +1,12 @@
 #include "flatshard/comm/communicator.h"
 
+#include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
 #include <thread>
 
+#include "flatshard/comm/copy_reducer.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
 
@@ -62,6 +65,16 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
 }
 
 }  // namespace
+
+Communicator::Communicator(
+    int rank,
+    int size,
+    std::string name,
+    at::Device device)
+    : rank_(rank), size_(size), name_(std::move(name)), device_(device) {
+}
+
+Communicator::~Communicator() = default;
 
 void Communicator::set_flight_recorder(
     std::shared_ptr<FlightRecorder> recorder,
@@ -275,9 +288,37 @@ void Communicator::reduce_scatter(
   }
   if (!some_ins.empty()) {
     run(CollectiveKind::reduce_scatter, some_ins, static_cast<int>(op), [&] {
-      do_reduce_scatter(std::move(some_outs), some_ins, op);
+      if (copies_ == nullptr ||
+          !std::all_of(some_ins.begin(), some_ins.end(), CopyReducer::takes)) {
+        do_reduce_scatter(std::move(some_outs), some_ins, op);
+        return;
+      }
+      for (std::size_t i = 0; i < some_ins.size(); ++i) {
+        copies_->reduce_scatter(some_outs[i], some_ins[i], op, [&] {
+          do_all_reduce(fence_flag_, ReduceOp::sum);
+        });
+      }
     });
   }
+}
+
+void Communicator::reduce_by_copies(
+    const StoreHandle& store,
+    std::int64_t nbytes) {
+  if (copies_ == nullptr && size_ > 1) {
+    fence_flag_ = at::zeros({1}, at::TensorOptions().device(device_));
+    copies_ = std::make_unique<CopyReducer>(*this, store, nbytes);
+  }
+}
+
+void Communicator::restart_copies() {
+  if (copies_ != nullptr) {
+    copies_->restart();
+  }
+}
+
+std::int64_t Communicator::copy_nbytes() const {
+  return copies_ == nullptr ? 0 : copies_->nbytes();
 }
 
 void Communicator::all_reduce(const at::Tensor& inout, ReduceOp op) {

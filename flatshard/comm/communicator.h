@@ -11,9 +11,12 @@
 
 #include "flatshard/comm/collective_log.h"
 #include "flatshard/comm/flight_recorder.h"
+#include "flatshard/comm/store.h"
 #include "flatshard/layout/placement.h"
 
 namespace flatshard {
+
+class CopyReducer;
 
 /// One group of ranks for one purpose.
 ///
@@ -29,7 +32,7 @@ namespace flatshard {
 /// A group of one rank copies and never scales.
 class Communicator : public std::enable_shared_from_this<Communicator> {
  public:
-  virtual ~Communicator() = default;
+  virtual ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
@@ -61,6 +64,20 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
       std::span<const at::Tensor> ins,
       ReduceOp op);
 
+  /// From now on reduce-scatters of float32, bfloat16 and float16 are copies
+  /// into peers' memory and sums there (see CopyReducer), all of them from one
+  /// stream; over NCCL, too, sums are then float32 with one rounding. The
+  /// second call has no effect. Collective.
+  ///
+  /// @param store   of all ranks of the group; only used on GPUs.
+  /// @param nbytes  of memory on each rank, about.
+  /// @throws Error{config, memory} as PeerMemory::create.
+  void reduce_by_copies(const StoreHandle& store, std::int64_t nbytes);
+  /// See CopyReducer::restart.
+  void restart_copies();
+  /// The memory that it takes; 0 without.
+  std::int64_t copy_nbytes() const;
+
   /// Reduces `inout` over all ranks in place.
   void all_reduce(const at::Tensor& inout, ReduceOp op);
 
@@ -85,8 +102,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
       const std::string& group);
 
  protected:
-  Communicator(int rank, int size, std::string name, at::Device device)
-      : rank_(rank), size_(size), name_(std::move(name)), device_(device) {}
+  Communicator(int rank, int size, std::string name, at::Device device);
 
   using Tensors = std::vector<at::Tensor>;
   // Arguments are checked; each list has at least one non-empty tensor.
@@ -129,6 +145,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::shared_ptr<FlightRecorder> flight_;
   int flight_track_ = -1;
   std::int64_t num_launched_ = 0;
+  std::unique_ptr<CopyReducer> copies_;  ///< null: the backend reduces
+  at::Tensor fence_flag_;                ///< [1], what its fences reduce
 };
 
 /// Aborts all of them at once, each from a thread of its own: NCCL's abort

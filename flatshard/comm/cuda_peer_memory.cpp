@@ -38,14 +38,15 @@ class SymmetricPeers : public PeerMemory {
     FLATSHARD_CHECK(
         store != nullptr,
         usage,
-        "memory that ranks read from each other needs a mesh with a store; "
+        "memory that ranks share needs a mesh with a store; "
         "Mesh::from_groups has none");
     const std::string name = agree_on_name(group);
     const c10::cuda::CUDAGuard guard(device_);
     with_comm_errors(
         fmt::format(
             "mapping the memory of peers of '{}' (all on one host, each on a "
-            "GPU of its own that reaches the others; else copy_gathers = none)",
+            "GPU of its own that reaches the others; else copy_gathers = none "
+            "and copy_reductions = false)",
             group.name()),
         [&] {
           symmetric_memory::set_group_info(

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "flatshard/comm/backend.h"
+#include "flatshard/comm/sum_rows.h"
 #include "flatshard/core/error.h"
 
 namespace flatshard::detail {
@@ -14,10 +15,6 @@ namespace {
 // Up to this size an all-reduce is one gather and a local sum: one round trip
 // instead of two.
 constexpr std::int64_t kSmallAllReduceNumel = 4096;
-
-at::ScalarType sum_dtype(at::ScalarType dtype) {
-  return dtype == at::kHalf || dtype == at::kBFloat16 ? at::kFloat : dtype;
-}
 
 // Gloo moves bytes here and the sums are our own: every dtype works, addends
 // are taken in rank order (so N ranks equal one rank that accumulates N
@@ -205,23 +202,6 @@ class GlooCommunicator : public Communicator {
           ->alltoall_base(all_bytes, in_bytes, equal_splits, equal_splits);
     });
     sum_rows(out, all, op);
-  }
-
-  // out [n] = rows [size, n] added in rank order.
-  void sum_rows(const at::Tensor& out, const at::Tensor& rows, ReduceOp op) {
-    const bool direct = sum_dtype(out.scalar_type()) == out.scalar_type();
-    const at::Tensor sum =
-        direct ? out : at::empty(out.sizes(), out.options().dtype(at::kFloat));
-    sum.copy_(rows.select(0, 0));
-    for (int r = 1; r < size(); ++r) {
-      sum.add_(rows.select(0, r));
-    }
-    if (op == ReduceOp::avg) {
-      sum.mul_(1.0 / size());
-    }
-    if (!direct) {
-      out.copy_(sum);
-    }
   }
 
   BackendHandle backend_;

@@ -417,6 +417,22 @@ const StoreHandle& Mesh::store() const {
   return root_->store;
 }
 
+std::int64_t Mesh::copy_nbytes() const {
+  const std::lock_guard lock(root_->mutex);
+  std::int64_t nbytes = 0;
+  for (const auto& [key, communicator] : root_->groups) {
+    nbytes += communicator->copy_nbytes();
+  }
+  return nbytes;
+}
+
+void Mesh::restart_copies() {
+  const std::lock_guard lock(root_->mutex);
+  for (const auto& [key, communicator] : root_->groups) {
+    communicator->restart_copies();
+  }
+}
+
 void Mesh::abort() {
   const std::lock_guard lock(root_->mutex);
   std::vector<std::shared_ptr<Communicator>> all;

@@ -127,6 +127,10 @@ class Mesh {
   /// What `create` was given: for messages outside the order of collectives,
   /// under a prefix of their own. Null when there was none.
   const StoreHandle& store() const;
+  /// What Communicator::reduce_by_copies takes, all communicators together.
+  std::int64_t copy_nbytes() const;
+  /// Communicator::restart_copies for all of them.
+  void restart_copies();
   /// Aborts every communicator.
   void abort();
 

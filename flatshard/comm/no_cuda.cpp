@@ -31,6 +31,16 @@ std::shared_ptr<Communicator> wrap_nccl_backend(
       device.str());
 }
 
+void cuda_sum_rows(
+    const at::Tensor& /*out*/,
+    const at::Tensor& /*rows*/,
+    double /*scale*/) {
+  FLATSHARD_THROW(
+      config,
+      "sums on a GPU need CUDA, which this build has not; build with "
+      "-DFLATSHARD_CUDA=on");
+}
+
 std::unique_ptr<PeerMemory> make_cuda_peer_memory(
     Communicator& group,
     const StoreHandle& /*store*/,

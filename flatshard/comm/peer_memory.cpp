@@ -96,14 +96,14 @@ class SharedPages : public PeerMemory {
     return handles;
   }
 
-  // The same answer on every rank.
+  // Where two ranks differ, every rank finds one that differs from it.
   void check(const PageHandle& other, const PageHandle& mine, int rank) const {
     FLATSHARD_CHECK(
         other.host == mine.host && other.pid_namespace == mine.pid_namespace,
         config,
-        "memory that ranks read from each other: expected all ranks on one "
-        "host, but rank {} of the group is not where rank {} is; gather by "
-        "collectives instead (copy_gathers = none)",
+        "memory that ranks share: expected all ranks on one host, but rank {} "
+        "of the group is not where rank {} is; use collectives instead "
+        "(copy_gathers = none, copy_reductions = false)",
         rank,
         this->rank());
     FLATSHARD_CHECK(
@@ -116,20 +116,17 @@ class SharedPages : public PeerMemory {
 
   // What went wrong, or nothing.
   std::string map(const PageHandle& handle, std::int64_t nbytes, int rank) {
-    const bool own = rank == this->rank();
     const std::string path =
         fmt::format("/proc/{}/fd/{}", handle.pid, handle.fd);
-    const Descriptor file(
-        ::open(path.c_str(), (own ? O_RDWR : O_RDONLY) | O_CLOEXEC));
-    void* const begin = file.fd < 0
-                            ? MAP_FAILED
-                            : ::mmap(
-                                  nullptr,
-                                  static_cast<std::size_t>(nbytes_),
-                                  own ? PROT_READ | PROT_WRITE : PROT_READ,
-                                  MAP_SHARED,
-                                  file.fd,
-                                  0);
+    const Descriptor file(::open(path.c_str(), O_RDWR | O_CLOEXEC));
+    void* const begin = file.fd < 0 ? MAP_FAILED
+                                    : ::mmap(
+                                          nullptr,
+                                          static_cast<std::size_t>(nbytes_),
+                                          PROT_READ | PROT_WRITE,
+                                          MAP_SHARED,
+                                          file.fd,
+                                          0);
     if (begin == MAP_FAILED) {
       return fmt::format(
           "cannot map {} bytes that rank {} shares ({}): {}",
@@ -163,13 +160,6 @@ class OwnMemory : public PeerMemory {
 
 }  // namespace
 
-PeerMemory::PeerMemory(Communicator& group)
-    : group_(group.shared_from_this()),
-      flag_(at::zeros({1}, at::TensorOptions().device(group.device()))) {
-}
-
-PeerMemory::~PeerMemory() = default;
-
 std::unique_ptr<PeerMemory> PeerMemory::create(
     Communicator& group,
     const StoreHandle& store,
@@ -181,10 +171,6 @@ std::unique_ptr<PeerMemory> PeerMemory::create(
     return detail::make_cuda_peer_memory(group, store, nbytes);
   }
   return std::make_unique<SharedPages>(group, nbytes);
-}
-
-void PeerMemory::fence() const {
-  group_->all_reduce(flag_, ReduceOp::sum);
 }
 
 }  // namespace flatshard

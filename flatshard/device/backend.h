@@ -12,6 +12,11 @@ make_cuda_stream(at::Device device, std::string name, StreamOptions options);
 std::shared_ptr<Stream> current_cuda_stream(at::Device device);
 void set_current_cuda_device(at::Device device);
 MemoryStats cuda_memory_stats(at::Device device);
+void copy_cuda_bytes(
+    void* to,
+    const void* from,
+    std::size_t nbytes,
+    at::Device device);
 void count_cuda_memory_outside(at::Device device, std::int64_t nbytes);
 void reset_cuda_peak_memory(at::Device device);
 /// Pins pages of this process; false when the driver refuses.

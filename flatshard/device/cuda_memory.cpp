@@ -1,6 +1,8 @@
 #include <ATen/Context.h>
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
 
 #include <map>
@@ -52,6 +54,20 @@ MemoryStats cuda_memory_stats(at::Device device) {
       .reserved_bytes = reserved.current + outside,
       .peak_reserved_bytes = reserved.peak + outside,
       .capacity_bytes = static_cast<std::int64_t>(total_bytes)};
+}
+
+void copy_cuda_bytes(
+    void* to,
+    const void* from,
+    std::size_t nbytes,
+    at::Device device) {
+  const c10::cuda::CUDAGuard guard(device);
+  C10_CUDA_CHECK(cudaMemcpyAsync(
+      to,
+      from,
+      nbytes,
+      cudaMemcpyDeviceToDevice,
+      c10::cuda::getCurrentCUDAStream(device.index())));
 }
 
 void reset_cuda_peak_memory(at::Device device) {

@@ -93,6 +93,19 @@ at::Tensor host_buffer(std::int64_t nbytes, at::Device device) {
       at::TensorOptions().dtype(at::kByte));
 }
 
+void copy_bytes(
+    void* to,
+    const void* from,
+    std::int64_t nbytes,
+    at::Device device) {
+  const auto size = static_cast<std::size_t>(nbytes);
+  if (device.is_cuda()) {
+    detail::copy_cuda_bytes(to, from, size, device);
+  } else if (size > 0) {
+    std::memcpy(to, from, size);
+  }
+}
+
 void count_memory_outside_allocator(at::Device device, std::int64_t nbytes) {
   if (device.is_cuda()) {
     detail::count_cuda_memory_outside(device, nbytes);

@@ -30,6 +30,15 @@ MemoryStats memory_stats(at::Device device);
 /// @throws Error{memory} when the machine cannot give it.
 at::Tensor host_buffer(std::int64_t nbytes, at::Device device);
 
+/// Copies between two places of `device`, or of peers whose memory is mapped
+/// there. CUDA: queued on the current stream, for a copy engine where that can
+/// reach both. CPU: done on return.
+void copy_bytes(
+    void* to,
+    const void* from,
+    std::int64_t nbytes,
+    at::Device device);
+
 /// `nbytes` more (or, negative, fewer) are held on a GPU that its allocator
 /// does not see: memory_stats adds them.
 void count_memory_outside_allocator(at::Device device, std::int64_t nbytes);

@@ -50,6 +50,14 @@ MemoryStats cuda_memory_stats(at::Device /*device*/) {
   throw_no_cuda("CUDA memory statistics");
 }
 
+void copy_cuda_bytes(
+    void* /*to*/,
+    const void* /*from*/,
+    std::size_t /*nbytes*/,
+    at::Device /*device*/) {
+  throw_no_cuda("CUDA copy");
+}
+
 void count_cuda_memory_outside(at::Device /*device*/, std::int64_t /*nbytes*/) {
   throw_no_cuda("CUDA memory statistics");
 }

@@ -67,6 +67,12 @@ std::vector<MemoryRow> memory_rows(
            "alive at once is {}",
            plan.num_keys(),
            human(plan.peak_nbytes()))}};
+  if (runtime.mesh()->copy_nbytes() > 0) {
+    rows.push_back(
+        {"copied gradients",
+         runtime.mesh()->copy_nbytes(),
+         "what peers write for this rank to sum"});
+  }
   if (runtime.poison_nbytes() > 0) {
     rows.push_back(
         {"poison",

@@ -79,6 +79,7 @@ struct Config {
     bool reshard_after_forward = true;
     bool keep_compute_weights = true;
     std::string copy_gathers = "none";
+    bool copy_reductions = false;
     std::string granularity = "element";
     double max_padding = 0.05;
   } parallelism;

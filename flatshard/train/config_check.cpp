@@ -215,6 +215,14 @@ void check_parallelism(const Config& config) {
           "strategies that shard the weights");
     }
   }
+  if (parallel.strategy == "no_shard" || parallel.strategy == "zero0") {
+    refuse_ignored(
+        config,
+        "parallelism.copy_reductions",
+        "parallelism.strategy",
+        parallel.strategy,
+        "strategies that reduce-scatter");
+  }
   FLATSHARD_CHECK(
       parallel.copy_gathers == "none" || parallel.keep_compute_weights,
       config,

@@ -190,6 +190,11 @@ const ConfigKey kKeys[] = {
         "GPUs by copy engines) instead of an all-gather; all ranks on one host",
         "none|forward|all"),
     KEY(parallelism,
+        copy_reductions,
+        "gradients are copied into the memory of the rank that sums them (on "
+        "GPUs by copy engines) instead of reduce-scattered; all ranks on one "
+        "host; takes 256 MiB"),
+    KEY(parallelism,
         granularity,
         "what a rank boundary may not cut: element, row, block:N (N rows) or "
         "tensor"),

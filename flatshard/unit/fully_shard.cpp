@@ -1,5 +1,6 @@
 #include "flatshard/unit/fully_shard.h"
 
+#include "flatshard/buffer/transition.h"
 #include "flatshard/core/error.h"
 #include "flatshard/nn/module.h"
 #include "flatshard/unit/unit_contents.h"
@@ -177,6 +178,32 @@ std::unique_ptr<Unit> build_unit(
       std::move(contents.parameters));
 }
 
+// Every group over which gradients of this strategy are reduce-scattered.
+void reduce_by_copies(
+    Mesh& mesh,
+    const Strategy& strategy,
+    std::int64_t nbytes) {
+  const Placements partial(mesh.num_axes(), Placement::partial(ReduceOp::sum));
+  Placements inner = strategy.gradient;
+  for (Placement& placement : inner) {
+    if (placement.is_partial()) {
+      placement = partial.front();
+    }
+  }
+  const std::vector<std::pair<Placements, Placements>> ways{
+      {partial, strategy.optimizer},
+      {partial, inner},
+      {inner, strategy.optimizer}};
+  for (const auto& [from, to] : ways) {
+    for (const TransitionStep& step : plan_transition(from, to)) {
+      if (step.kind == TransitionStep::Kind::reduce_scatter) {
+        mesh.communicator(step.axes, Purpose::reduce)
+            .reduce_by_copies(mesh.store(), nbytes);
+      }
+    }
+  }
+}
+
 void connect(
     torch::nn::Module& module,
     const std::shared_ptr<Runtime>& runtime) {
@@ -209,6 +236,12 @@ std::shared_ptr<Runtime> fully_shard(
   std::vector<std::unique_ptr<Unit>> units;
   for (UnitId u = 0; u < static_cast<UnitId>(tree.modules.size()); ++u) {
     units.push_back(build_unit(u, tree, members[u], mesh, options));
+  }
+  if (options.copy_reductions_nbytes > 0) {
+    reduce_by_copies(
+        *mesh,
+        strategy_of(options, *mesh),
+        options.copy_reductions_nbytes);
   }
   auto runtime = Runtime::create(
       std::move(mesh),

@@ -31,6 +31,10 @@ struct FullyShardOptions {
   bool keep_compute_weights = true;
   /// All ranks on one host only.
   CopyGathers copy_gathers = CopyGathers::none;
+  /// Reduce-scatters are copies through so many bytes on each rank (see
+  /// Communicator::reduce_by_copies, which stays so for the mesh); 0: they are
+  /// collectives. All ranks of each group on one host.
+  std::int64_t copy_reductions_nbytes = 0;
   /// Units gathered ahead.
   int prefetch = 1;
   /// false: weights stay gathered from forward to backward.

@@ -206,6 +206,7 @@ void Runtime::reset_locked() {
   // between two actions: everything is laid to rest by hand.
   gather_stream_->reset();
   reduce_stream_->reset();
+  mesh_->restart_copies();
   all_reduced_ = {};
   pool_.forget_uses();
   failure_.clear();

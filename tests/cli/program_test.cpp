@@ -217,23 +217,27 @@ TEST_F(Program, TwoRanksTrainAndTheirRunGenerates) {
   EXPECT_NEAR(last_loss(outer.output), last_loss(one.output), 2e-4);
 }
 
-TEST_F(Program, RanksThatCopyWeightsTrainTheSame) {
+TEST_F(Program, RanksThatCopyTrainTheSame) {
   write_config();
   const std::string config = (folder_ / "run.toml").string();
   std::string expected;
-  for (const char* phases : {"none", "forward", "all"}) {
-    const std::string to = (folder_ / phases).string();
+  for (const char* set :
+       {"copy_gathers=none",
+        "copy_gathers=forward",
+        "copy_gathers=all --set parallelism.copy_reductions=true"}) {
     const Result result = run(fmt::format(
-        "train '{}' --nproc 2 --device cpu --set run.output_dir='{}' "
-        "--set parallelism.copy_gathers={}",
+        "train '{}' --nproc 2 --device cpu --set parallelism.{}",
         config,
-        to,
-        phases));
+        set));
     ASSERT_EQ(result.code, 0) << result.output;
-    const std::string weights = read(folder_ / phases / "model.safetensors");
+    EXPECT_EQ(
+        result.output.find("copied gradients") != std::string::npos,
+        std::string(set).find("reductions") != std::string::npos)
+        << result.output;
+    const std::string weights = read(folder_ / "run" / "model.safetensors");
     ASSERT_FALSE(weights.empty());
     expected = expected.empty() ? weights : expected;
-    EXPECT_TRUE(weights == expected) << phases;
+    EXPECT_TRUE(weights == expected) << set;
   }
 }
 

@@ -22,7 +22,7 @@ std::unique_ptr<PeerMemory> memory_of(RankContext& context, Mesh& mesh) {
       context.store,
       kNbytes);
   memory->local().fill_(context.rank + 1);
-  memory->fence();
+  mesh.world().barrier();
   return memory;
 }
 

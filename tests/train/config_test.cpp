@@ -262,6 +262,9 @@ TEST(Config, ContradictionsAreNamed) {
       {{"parallelism.strategy=no_shard", "parallelism.copy_gathers=all"},
        "parallelism.copy_gathers is set, but parallelism.strategy = "
        "\"no_shard\""},
+      {{"parallelism.strategy=no_shard", "parallelism.copy_reductions=true"},
+       "parallelism.copy_reductions is set, but parallelism.strategy = "
+       "\"no_shard\""},
       {{"parallelism.copy_gathers=forward",
         "parallelism.keep_compute_weights=false"},
        "parallelism.copy_gathers = \"forward\" copies compute weights"},

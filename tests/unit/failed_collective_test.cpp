@@ -99,10 +99,14 @@ struct FusedMesh {
   std::shared_ptr<Mesh> mesh;
 };
 
-TEST(FailedCollective, LeavesNothingBehind) {
-  for_strategies([](const RankContext& context, FullyShardOptions options) {
+void expect_nothing_behind(bool copies) {
+  for_strategies([&](const RankContext& context, FullyShardOptions options) {
     if (context.world == 1 || !context.axes.empty()) {
       return;  // one rank communicates with nobody; one axis has the fuses
+    }
+    if (copies) {
+      options.copy_gathers = CopyGathers::all;
+      options.copy_reductions_nbytes = 1 << 14;
     }
     FusedMesh fused(context);
     Twin twin(context, {}, options, fused.mesh);
@@ -135,6 +139,15 @@ TEST(FailedCollective, LeavesNothingBehind) {
     }
     twin.step(forward_backward);
   });
+}
+
+TEST(FailedCollective, LeavesNothingBehind) {
+  expect_nothing_behind(/*copies=*/false);
+}
+
+// What fails then are the fences, of reductions between two pieces.
+TEST(FailedCollective, LeavesNothingBehindAmongCopies) {
+  expect_nothing_behind(/*copies=*/true);
 }
 
 }  // namespace

@@ -71,6 +71,7 @@ TEST_P(NcclParity, EqualsOneRankWithMicrobatches) {
         c.copy_gathers = prefetch == 0   ? CopyGathers::forward
                          : prefetch == 1 ? CopyGathers::all
                                          : CopyGathers::none;
+        c.copy_reductions_nbytes = prefetch > 0 ? 1 << 16 : 0;
         c.max_delay_us = 300;
         TrainingResult mine;
         mine.losses.assign(c.steps, 0.0);

@@ -151,6 +151,7 @@ void train_rank(
        .narrow_grads = c.narrow_grads,
        .keep_compute_weights = c.keep_compute_weights,
        .copy_gathers = c.copy_gathers,
+       .copy_reductions_nbytes = c.copy_reductions_nbytes,
        .prefetch = c.prefetch,
        .reshard_after_forward = c.reshard_after_forward,
        .granularity = c.granularity,

@@ -64,6 +64,7 @@ struct TrainingCase {
   bool narrow_grads = false;
   bool keep_compute_weights = true;
   CopyGathers copy_gathers = CopyGathers::none;
+  std::int64_t copy_reductions_nbytes = 0;
   bool overlap_optimizer = false;
 
   int world() const;

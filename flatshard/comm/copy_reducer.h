@@ -1,0 +1,55 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "flatshard/comm/peer_memory.h"
+
+namespace flatshard {
+
+/// Reduce-scatters by copies: each rank writes every peer's slice of its input
+/// into that peer's memory, and sums what came into its own, in rank order,
+/// float16 and bfloat16 in float32 with one rounding. On GPUs copy engines move
+/// the data, and the SMs are needed for the sum alone.
+///
+/// The input goes in pieces, which use two halves of the memory by turns. One
+/// fence per piece is then enough: whoever is past that of piece k has summed
+/// piece k - 1, so its half is free for piece k + 1. All calls of a rank come
+/// from one stream.
+class CopyReducer {
+ public:
+  /// Collective.
+  /// @param nbytes  of memory on each rank, about.
+  CopyReducer(
+      Communicator& group,
+      const StoreHandle& store,
+      std::int64_t nbytes);
+
+  /// Of a dtype that it can sum; others are for the backend.
+  static bool takes(const at::Tensor& in);
+  std::int64_t nbytes() const { return memory_->local().numel(); }
+
+  /// Inside Stream::submit.
+  /// @param out  [n] overwritten; must not overlap `in`.
+  /// @param in  [size * n] unchanged.
+  /// @param fence  a collective of the group in this stream.
+  void reduce_scatter(
+      const at::Tensor& out,
+      const at::Tensor& in,
+      ReduceOp op,
+      const std::function<void()>& fence);
+
+  /// After a failure, when ranks may have got to different pieces: all of them
+  /// call it while their streams rest.
+  void restart() { half_ = 0; }
+
+ private:
+  std::int64_t row_nbytes_;
+  std::unique_ptr<PeerMemory> memory_;  ///< [2 halves][size][row_nbytes_]
+  int half_ = 0;
+};
+
+}  // namespace flatshard

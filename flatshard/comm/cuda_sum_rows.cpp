@@ -1,0 +1,46 @@
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "flatshard/comm/backend.h"
+#include "flatshard/comm/sum_rows_kernel.h"
+#include "flatshard/core/error.h"
+
+namespace flatshard::detail {
+namespace {
+
+kernels::RowDtype row_dtype(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return kernels::RowDtype::float32;
+    case at::kBFloat16:
+      return kernels::RowDtype::bfloat16;
+    case at::kHalf:
+      return kernels::RowDtype::float16;
+    default:
+      FLATSHARD_THROW(
+          internal,
+          "expected rows of float32, bfloat16 or float16, got {}",
+          c10::toString(dtype));
+  }
+}
+
+}  // namespace
+
+void cuda_sum_rows(
+    const at::Tensor& out,
+    const at::Tensor& rows,
+    double scale) {
+  const c10::cuda::CUDAGuard guard(out.device());
+  C10_CUDA_CHECK(kernels::sum_rows(
+      rows.const_data_ptr(),
+      rows.stride(0),
+      static_cast<int>(rows.size(0)),
+      out.mutable_data_ptr(),
+      out.numel(),
+      static_cast<float>(scale),
+      row_dtype(out.scalar_type()),
+      c10::cuda::getCurrentCUDAStream()));
+}
+
+}  // namespace flatshard::detail

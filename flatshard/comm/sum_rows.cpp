@@ -1,0 +1,32 @@
+#include "flatshard/comm/sum_rows.h"
+
+#include <ATen/ATen.h>
+
+#include "flatshard/comm/backend.h"
+
+namespace flatshard {
+
+void sum_rows(const at::Tensor& out, const at::Tensor& rows, ReduceOp op) {
+  const double scale =
+      op == ReduceOp::avg ? 1.0 / static_cast<double>(rows.size(0)) : 1.0;
+  if (out.is_cuda()) {
+    detail::cuda_sum_rows(out, rows, scale);
+    return;
+  }
+  const at::ScalarType dtype = out.scalar_type();
+  const bool direct = dtype != at::kHalf && dtype != at::kBFloat16;
+  const at::Tensor sum =
+      direct ? out : at::empty(out.sizes(), out.options().dtype(at::kFloat));
+  sum.copy_(rows.select(0, 0));
+  for (std::int64_t r = 1; r < rows.size(0); ++r) {
+    sum.add_(rows.select(0, r));
+  }
+  if (op == ReduceOp::avg) {
+    sum.mul_(scale);
+  }
+  if (!direct) {
+    out.copy_(sum);
+  }
+}
+
+}  // namespace flatshard

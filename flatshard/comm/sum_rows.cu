@@ -1,0 +1,148 @@
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "flatshard/comm/sum_rows_kernel.h"
+
+namespace flatshard::kernels {
+namespace {
+
+// Enough to reach the memory's speed, and few enough to leave most of the GPU
+// to what computes beside it.
+constexpr int kThreads = 256;
+constexpr std::int64_t kMaxBlocks = 264;
+
+__device__ inline float to_float(float v) {
+  return v;
+}
+__device__ inline float to_float(__nv_bfloat16 v) {
+  return __bfloat162float(v);
+}
+__device__ inline float to_float(__half v) {
+  return __half2float(v);
+}
+
+template <class T>
+__device__ inline T from_float(float v);
+template <>
+__device__ inline float from_float<float>(float v) {
+  return v;
+}
+template <>
+__device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float v) {
+  return __float2bfloat16_rn(v);
+}
+template <>
+__device__ inline __half from_float<__half>(float v) {
+  return __float2half_rn(v);
+}
+
+template <class T, int N>
+struct alignas(sizeof(T) * N) Pack {
+  T v[N];
+};
+
+template <class T, int N>
+__device__ inline void sum_pack(
+    const T* rows,
+    std::int64_t stride,
+    int num_rows,
+    T* out,
+    float scale,
+    std::int64_t at) {
+  float sum[N] = {};
+#pragma unroll 8
+  for (int r = 0; r < num_rows; ++r) {
+    const auto pack =
+        *reinterpret_cast<const Pack<T, N>*>(rows + r * stride + at);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      sum[i] += to_float(pack.v[i]);
+    }
+  }
+  Pack<T, N> result;
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    result.v[i] = from_float<T>(sum[i] * scale);
+  }
+  *reinterpret_cast<Pack<T, N>*>(out + at) = result;
+}
+
+template <class T, int N>
+__global__ void sum_rows_kernel(
+    const T* __restrict__ rows,
+    std::int64_t stride,
+    int num_rows,
+    T* __restrict__ out,
+    std::int64_t numel,
+    float scale) {
+  const std::int64_t thread =
+      static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const std::int64_t threads =
+      static_cast<std::int64_t>(gridDim.x) * blockDim.x;
+  const std::int64_t packs = numel / N;
+  for (std::int64_t p = thread; p < packs; p += threads) {
+    sum_pack<T, N>(rows, stride, num_rows, out, scale, p * N);
+  }
+  for (std::int64_t i = packs * N + thread; i < numel; i += threads) {
+    sum_pack<T, 1>(rows, stride, num_rows, out, scale, i);
+  }
+}
+
+template <class T>
+void launch(
+    const void* rows,
+    std::int64_t stride,
+    int num_rows,
+    void* out,
+    std::int64_t numel,
+    float scale,
+    cudaStream_t stream) {
+  constexpr int kWide = 16 / sizeof(T);
+  const auto starts_at_16 = [](const void* p) {
+    return reinterpret_cast<std::uintptr_t>(p) % 16 == 0;
+  };
+  const bool wide =
+      starts_at_16(rows) && starts_at_16(out) && stride % kWide == 0;
+  const std::int64_t items = wide ? numel / kWide + 1 : numel;
+  const std::int64_t wanted = (items + kThreads - 1) / kThreads;
+  const auto blocks =
+      static_cast<unsigned>(wanted < kMaxBlocks ? wanted : kMaxBlocks);
+  const auto kernel = wide ? sum_rows_kernel<T, kWide> : sum_rows_kernel<T, 1>;
+  kernel<<<blocks, kThreads, 0, stream>>>(
+      static_cast<const T*>(rows),
+      stride,
+      num_rows,
+      static_cast<T*>(out),
+      numel,
+      scale);
+}
+
+}  // namespace
+
+cudaError_t sum_rows(
+    const void* rows,
+    std::int64_t stride,
+    int num_rows,
+    void* out,
+    std::int64_t numel,
+    float scale,
+    RowDtype dtype,
+    cudaStream_t stream) {
+  if (numel == 0) {
+    return cudaSuccess;
+  }
+  switch (dtype) {
+    case RowDtype::float32:
+      launch<float>(rows, stride, num_rows, out, numel, scale, stream);
+      break;
+    case RowDtype::bfloat16:
+      launch<__nv_bfloat16>(rows, stride, num_rows, out, numel, scale, stream);
+      break;
+    case RowDtype::float16:
+      launch<__half>(rows, stride, num_rows, out, numel, scale, stream);
+      break;
+  }
+  return cudaGetLastError();
+}
+
+}  // namespace flatshard::kernels

@@ -1,0 +1,17 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "flatshard/layout/placement.h"
+
+namespace flatshard {
+
+/// out = rows added in their order; `avg` multiplies by 1 / size. float16 and
+/// bfloat16 add up in float32 and round once.
+///
+/// @param out   [n]. CUDA: float32, bfloat16 or float16.
+/// @param rows  [size, n] same dtype; each row is contiguous. On the current
+///   stream.
+void sum_rows(const at::Tensor& out, const at::Tensor& rows, ReduceOp op);
+
+}  // namespace flatshard

@@ -1,0 +1,26 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace flatshard::kernels {
+
+enum class RowDtype { float32, bfloat16, float16 };
+
+/// out[i] = scale * (rows[0][i] + rows[1][i] + ...), added in float32 in this
+/// order and rounded once.
+///
+/// @param rows  on the device, `num_rows` of them, `stride` elements apart.
+/// @param out   [numel] on the device, apart from the rows.
+cudaError_t sum_rows(
+    const void* rows,
+    std::int64_t stride,
+    int num_rows,
+    void* out,
+    std::int64_t numel,
+    float scale,
+    RowDtype dtype,
+    cudaStream_t stream);
+
+}  // namespace flatshard::kernels
