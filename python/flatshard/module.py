@@ -9,6 +9,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import weakref
 
 import torch
 from torch import nn
@@ -19,6 +20,10 @@ from flatshard.root import Root
 
 # Options that a number, as fully_shard's reshard_after_forward may be, is no value of.
 _WHETHER = ("reshard_after_forward", "reshard_after_backward", "unshard_in_backward")
+
+
+# Every module that is wrapped now.
+_wrapped = weakref.WeakSet()
 
 
 def state_of(module):
@@ -42,6 +47,12 @@ def root_of(module):
             f"{state.name} of one"
         )
     return state.root
+
+
+def _outermost(module):
+    """The wrapped module that `module` is part of and that is part of no other."""
+    around = [m for m in _wrapped if any(child is module for child in m.modules())]
+    return max(around, key=lambda m: sum(1 for _ in m.modules()))
 
 
 def _outside_of_graphs(function):
@@ -162,19 +173,26 @@ class FSDPModule:
         """Gathers the unit's parameters now. Collective.
 
         They stay whole until `reshard()`, or until the next forward or backward
-        of the unit releases them as always.
+        of the unit releases them as always. Before the first forward the outermost
+        module wrapped so far counts as the one whose forward that will be.
 
         Args:
             async_op: return a handle at once; call its `wait()` before reading.
         """
-        state = self._known_state("unshard")
+        state = self._state()
+        if state.root is None:
+            outermost = _outermost(self)
+            _check_root(state_of(outermost))
+            Root(outermost, state_of(outermost))
+        state.root.before_unshard()
         state.root.core.unshard(state.id, not async_op)
         return UnshardHandle(state) if async_op else None
 
     def reshard(self):
         """Releases the unit's gathered parameters."""
-        state = self._known_state("reshard")
-        state.root.core.reshard(state.id)
+        state = self._state()
+        if state.root is not None:  # else nothing was gathered
+            state.root.core.reshard(state.id)
 
     # -- when gradients are reduced --------------------------------------------------
 
@@ -271,15 +289,6 @@ class FSDPModule:
 
     def _state(self):
         return self.__dict__["_flatshard"]
-
-    def _known_state(self, method):
-        state = self._state()
-        if state.root is None:
-            raise RuntimeError(
-                f"{method}: the units of this model are known only after the first "
-                "forward of its root"
-            )
-        return state
 
     def _set(self, name, value, recurse):
         if name in _WHETHER and not isinstance(value, bool):
@@ -396,6 +405,7 @@ def wrap_class(module):
     """Puts FSDPModule before the module's class."""
     cls = type(module)
     module.__class__ = _wrapped_class(cls)
+    _wrapped.add(module)
 
 
 @functools.lru_cache(maxsize=None)

@@ -63,8 +63,9 @@ class Root:
         for unit in units:
             if unit.root is not None:
                 raise RuntimeError(
-                    f"unit {unit.name} ran before as the root of its own units; run "
-                    "the outermost module that fully_shard wrapped first"
+                    f"unit {unit.name} ran, or was unsharded, before as part of a "
+                    "smaller model; wrap all modules first, then run the outermost "
+                    "module"
                 )
             if unit.mesh is not state.mesh:
                 raise ValueError(
@@ -111,10 +112,7 @@ class Root:
 
     def before_forward(self):
         """Of the root."""
-        if not self._initialized:
-            for unit in self.units:
-                unit.check_initialized()
-            self._initialized = True
+        self._check_initialized()
         with _plain_attributes():
             for unit in self.units:
                 # Without gradients nothing depends on it: peft's disable_adapter()
@@ -125,6 +123,16 @@ class Root:
                 if not self._in_backward:
                     unit.free_dropped_grads()
         self._pass_writes_on()
+
+    def before_unshard(self):
+        self._check_initialized()
+        self._pass_writes_on()
+
+    def _check_initialized(self):
+        if not self._initialized:
+            for unit in self.units:
+                unit.check_initialized()
+            self._initialized = True
 
     def _pass_writes_on(self):
         if writes.count != self._seen_writes:
