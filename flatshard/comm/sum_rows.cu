@@ -1,7 +1,5 @@
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "flatshard/comm/sum_rows_kernel.h"
+#include "flatshard/device/pack.cuh"
 
 namespace flatshard::kernels {
 namespace {
@@ -10,36 +8,6 @@ namespace {
 // to what computes beside it.
 constexpr int kThreads = 256;
 constexpr std::int64_t kMaxBlocks = 264;
-
-__device__ inline float to_float(float v) {
-  return v;
-}
-__device__ inline float to_float(__nv_bfloat16 v) {
-  return __bfloat162float(v);
-}
-__device__ inline float to_float(__half v) {
-  return __half2float(v);
-}
-
-template <class T>
-__device__ inline T from_float(float v);
-template <>
-__device__ inline float from_float<float>(float v) {
-  return v;
-}
-template <>
-__device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float v) {
-  return __float2bfloat16_rn(v);
-}
-template <>
-__device__ inline __half from_float<__half>(float v) {
-  return __float2half_rn(v);
-}
-
-template <class T, int N>
-struct alignas(sizeof(T) * N) Pack {
-  T v[N];
-};
 
 template <class T, int N>
 __device__ inline void sum_pack(
@@ -52,19 +20,18 @@ __device__ inline void sum_pack(
   float sum[N] = {};
 #pragma unroll 8
   for (int r = 0; r < num_rows; ++r) {
-    const auto pack =
-        *reinterpret_cast<const Pack<T, N>*>(rows + r * stride + at);
+    float row[N];
+    load<T, N>(rows + r * stride + at, row);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      sum[i] += to_float(pack.v[i]);
+      sum[i] += row[i];
     }
   }
-  Pack<T, N> result;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    result.v[i] = from_float<T>(sum[i] * scale);
+    sum[i] *= scale;
   }
-  *reinterpret_cast<Pack<T, N>*>(out + at) = result;
+  store<T, N>(out + at, sum);
 }
 
 template <class T, int N>
@@ -97,17 +64,13 @@ void launch(
     std::int64_t numel,
     float scale,
     cudaStream_t stream) {
-  constexpr int kWide = 16 / sizeof(T);
-  const auto starts_at_16 = [](const void* p) {
-    return reinterpret_cast<std::uintptr_t>(p) % 16 == 0;
-  };
-  const bool wide =
-      starts_at_16(rows) && starts_at_16(out) && stride % kWide == 0;
-  const std::int64_t items = wide ? numel / kWide + 1 : numel;
+  const bool wide = aligned16(rows) && aligned16(out) && stride % kWide<T> == 0;
+  const std::int64_t items = wide ? numel / kWide<T> + 1 : numel;
   const std::int64_t wanted = (items + kThreads - 1) / kThreads;
   const auto blocks =
       static_cast<unsigned>(wanted < kMaxBlocks ? wanted : kMaxBlocks);
-  const auto kernel = wide ? sum_rows_kernel<T, kWide> : sum_rows_kernel<T, 1>;
+  const auto kernel =
+      wide ? sum_rows_kernel<T, kWide<T>> : sum_rows_kernel<T, 1>;
   kernel<<<blocks, kThreads, 0, stream>>>(
       static_cast<const T*>(rows),
       stride,

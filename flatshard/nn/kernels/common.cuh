@@ -1,62 +1,19 @@
 #pragma once
 
-#include <cuda_bf16.h>
-
 #include <cstdint>
 
+#include "flatshard/device/pack.cuh"
 #include "flatshard/nn/kernels/kernels.h"
 
 namespace flatshard::nn::kernels {
 
-__device__ inline float to_float(float v) {
-  return v;
-}
-__device__ inline float to_float(__nv_bfloat16 v) {
-  return __bfloat162float(v);
-}
-template <class T>
-__device__ inline T from_float(float v);
-template <>
-__device__ inline float from_float<float>(float v) {
-  return v;
-}
-template <>
-__device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float v) {
-  return __float2bfloat16_rn(v);
-}
-
-/// N elements moved by one load or store (16 bytes where T and N make it so).
-template <class T, int N>
-struct alignas(sizeof(T) * N) Pack {
-  T v[N];
-};
-
-template <class T, int N>
-__device__ inline void load(const T* from, float (&to)[N]) {
-  const Pack<T, N> pack = *reinterpret_cast<const Pack<T, N>*>(from);
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    to[i] = to_float(pack.v[i]);
-  }
-}
-
-template <class T, int N>
-__device__ inline void store(T* to, const float (&from)[N]) {
-  Pack<T, N> pack;
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    pack.v[i] = from_float<T>(from[i]);
-  }
-  *reinterpret_cast<Pack<T, N>*>(to) = pack;
-}
-
-/// As many elements as fit 16 bytes.
-template <class T>
-constexpr int kWide = 16 / sizeof(T);
-
-inline bool aligned16(const void* p) {
-  return reinterpret_cast<std::uintptr_t>(p) % 16 == 0;
-}
+using flatshard::kernels::aligned16;
+using flatshard::kernels::from_float;
+using flatshard::kernels::kWide;
+using flatshard::kernels::load;
+using flatshard::kernels::Pack;
+using flatshard::kernels::store;
+using flatshard::kernels::to_float;
 
 __device__ inline float warp_sum(float v) {
 #pragma unroll
