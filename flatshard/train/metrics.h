@@ -22,7 +22,7 @@ struct StepMetrics {
   double lr = 0;
   double step_ms = 0;
   double data_ms = 0;          ///< waiting for the loader
-  double host_ms = 0;          ///< host time to queue the step
+  double host_ms = 0;          ///< to queue the step, without waiting
   double exposed_comm_ms = 0;  ///< this step's waits for collectives
   double tokens_per_s_per_rank = 0;
   double tflops_per_rank = 0;  ///< model FLOP/s by the run's convention, 1e12

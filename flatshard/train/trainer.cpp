@@ -272,8 +272,13 @@ Trainer::End Trainer::train() {
     const ClipResult clip =
         clip_grad_norm(runtime_->groups(), config_.training.max_norm);
     diagnose_gradients(step);
-    if ((logged || config_.training.on_nonfinite != "stop") &&
-        !std::isfinite(clip.norm.item<double>())) {
+    bool finite = true;
+    if (logged || config_.training.on_nonfinite != "stop") {
+      const auto wait = Clock::now();
+      finite = std::isfinite(clip.norm.item<double>());
+      interval.host_ms -= ms_since(wait);  // the device's time, not the host's
+    }
+    if (!finite) {
       mesh_->check();
       if (profile) {
         recorder.discard();
