@@ -39,8 +39,7 @@ def root_of(module):
             f"{type(module).__name__} that it did not wrap"
         )
     if state.root is None:
-        _check_root(state)
-        Root(module, state)
+        _make_root(module)
     if state.id != 0:
         raise ValueError(
             f"expected the outermost module that fully_shard wrapped, got unit "
@@ -97,8 +96,7 @@ def _run(module, function, args, kwargs):
     state = module.__dict__["_flatshard"]
     root = state.root
     if root is None:
-        _check_root(state)
-        root = Root(module, state)
+        root = _make_root(module)
     # Of a unit of several modules, the first to run begins and the last ends.
     if len(state.modules) > 1:
         if not state.running:
@@ -132,7 +130,8 @@ def _run(module, function, args, kwargs):
     return output
 
 
-def _check_root(state):
+def _make_root(module):
+    state = state_of(module)
     if len(state.modules) > 1:
         kinds = ", ".join(type(m()).__name__ for m in state.modules)
         raise RuntimeError(
@@ -140,6 +139,7 @@ def _check_root(state):
             "where a step begins: apply fully_shard also to the module that calls them, "
             "and run that"
         )
+    return Root(module, state)
 
 
 class UnshardHandle:
@@ -181,9 +181,7 @@ class FSDPModule:
         """
         state = self._state()
         if state.root is None:
-            outermost = _outermost(self)
-            _check_root(state_of(outermost))
-            Root(outermost, state_of(outermost))
+            _make_root(_outermost(self))
         state.root.before_unshard()
         state.root.core.unshard(state.id, not async_op)
         return UnshardHandle(state) if async_op else None
