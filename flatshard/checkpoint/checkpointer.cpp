@@ -2,9 +2,8 @@
 
 #include <ATen/ATen.h>
 
-#include <random>
-
 #include "flatshard/checkpoint/state_keys.h"
+#include "flatshard/comm/agree_on_id.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/file_writer.h"
 #include "flatshard/core/log.h"
@@ -20,24 +19,6 @@ namespace fs = std::filesystem;
 // How a rank says what became of its files: one of these, then the text.
 constexpr std::string_view kDone = "done ";
 constexpr std::string_view kFailed = "failed ";
-
-/// The same random name on every rank. Collective.
-std::string agree_on_id(Mesh& mesh) {
-  const at::Tensor id = at::zeros({1}, at::kLong);
-  if (mesh.rank() == 0) {
-    std::random_device random;
-    id.fill_(static_cast<std::int64_t>(
-        (std::uint64_t{random()} << 32 | random()) >> 1));
-  }
-  if (mesh.size() == 1) {
-    return fmt::format("{:x}", id.item<std::int64_t>());
-  }
-  const at::Tensor shared = id.to(mesh.device());
-  mesh.world().broadcast(shared, 0);
-  const auto value = shared.item<std::int64_t>();
-  mesh.check();
-  return fmt::format("{:x}", value);
-}
 
 void make_folder(const fs::path& folder) {
   std::error_code error;
@@ -76,7 +57,8 @@ Checkpointer::Checkpointer(
     // Before any rank gets past the broadcast and writes.
     remove_leftovers(options_.folder);
   }
-  id_ = agree_on_id(*mesh_);
+  id_ = agree_on_id(mesh_->world());
+  mesh_->check();
   messages_ = std::make_unique<RankMessages>(mesh_, id_);
   stream_ = make_stream(mesh_->device(), "checkpoint");
   for (at::Tensor& buffer : buffers_) {

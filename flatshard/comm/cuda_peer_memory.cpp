@@ -3,8 +3,8 @@
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
 #include <algorithm>
-#include <random>
 
+#include "flatshard/comm/agree_on_id.h"
 #include "flatshard/comm/backend.h"
 #include "flatshard/comm/peer_memory.h"
 #include "flatshard/core/error.h"
@@ -14,19 +14,6 @@ namespace flatshard::detail {
 namespace {
 
 namespace symmetric_memory = c10d::symmetric_memory;
-
-// torch knows its groups by names; one of its own for each memory.
-std::string agree_on_name(Communicator& group) {
-  const at::Tensor id = at::zeros({1}, at::kLong);
-  if (group.rank() == 0) {
-    std::random_device random;
-    id.fill_(static_cast<std::int64_t>(
-        (std::uint64_t{random()} << 32 | random()) >> 1));
-  }
-  const at::Tensor shared = id.to(group.device());
-  group.broadcast(shared, 0);
-  return fmt::format("flatshard-{:x}", shared.item<std::int64_t>());
-}
 
 class SymmetricPeers : public PeerMemory {
  public:
@@ -40,7 +27,8 @@ class SymmetricPeers : public PeerMemory {
         usage,
         "memory that ranks share needs a mesh with a store; "
         "Mesh::from_groups has none");
-    const std::string name = agree_on_name(group);
+    // torch knows its groups by names; one of its own for each memory.
+    const std::string name = "flatshard-" + agree_on_id(group);
     const c10::cuda::CUDAGuard guard(device_);
     with_comm_errors(
         fmt::format(
