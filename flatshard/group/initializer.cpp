@@ -2,9 +2,9 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/core/philox.h"
+#include "flatshard/device/parallel_for.h"
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <array>
@@ -79,7 +79,7 @@ void Initializer::fill(
     float* values = host.data_ptr<float>();
     const std::int64_t first_block = first / 4;
     const std::int64_t end_block = (first + count + 3) / 4;
-    at::parallel_for(
+    parallel_for(
         first_block,
         end_block,
         1 << 14,

@@ -1,8 +1,8 @@
 #include "flatshard/core/error.h"
+#include "flatshard/device/parallel_for.h"
 #include "flatshard/optim/flat_update.h"
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <cmath>
@@ -14,7 +14,7 @@ namespace {
 // they stay in the first cache, and one loop serves every mix of dtypes.
 constexpr std::int64_t kBlock = 1024;
 // Below this many elements a thread costs more than it gives.
-constexpr std::int64_t kGrain = 1 << 15;
+constexpr std::int64_t kGrain = 1 << 17;
 
 template <class T>
 void load(const at::Tensor& from, std::int64_t at, std::int64_t n, float* to) {
@@ -111,7 +111,7 @@ __attribute__((optimize("O3"))) void sgd_block(
 template <class Block>
 void for_blocks(const FlatUpdate& u, Block block) {
   const at::NoGradGuard no_grad;
-  at::parallel_for(
+  parallel_for(
       0,
       u.main.numel(),
       kGrain,
