@@ -15,6 +15,8 @@ CLASSES = [
     ("all-gather", ("allgather",)),
     ("reduce-scatter", ("reducescatter",)),
     ("other nccl", ("nccl",)),
+    ("peer copies", ("ptop",)),
+    ("sums of gradients", ("sum_rows",)),
     ("attention", ("fmha", "flash", "sdpa", "attention")),
     ("gemm", ("gemm", "nvjet", "cutlass", "splitk")),
     ("rms_norm", ("rms_norm",)),

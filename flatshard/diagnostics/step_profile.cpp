@@ -19,10 +19,12 @@ struct Rule {
 
 // The first that fits. Names are those of cuBLAS, cuDNN, NCCL, ATen and of
 // Flatshard's own kernels.
-const std::array<Rule, 11> kRules{{
+const std::array<Rule, 13> kRules{{
     {"all-gather", {"allgather"}},
     {"reduce-scatter", {"reducescatter"}},
     {"other communication", {"nccl"}},
+    {"peer copies", {"ptop"}},
+    {"sums of gradients", {"sum_rows"}},
     {"attention", {"fmha", "flash", "sdpa", "attention", "cudnn"}},
     {"GEMM", {"gemm", "nvjet", "cutlass", "splitk"}},
     {"norm", {"rms_norm"}},
@@ -35,7 +37,8 @@ const std::array<Rule, 11> kRules{{
 
 bool communicates(const std::string& name) {
   return name == "all-gather" || name == "reduce-scatter" ||
-         name == "other communication";
+         name == "other communication" || name == "peer copies" ||
+         name == "sums of gradients";
 }
 
 using Intervals = std::vector<std::pair<std::int64_t, std::int64_t>>;
@@ -64,10 +67,12 @@ std::string stream_role(const std::map<std::string, std::int64_t>& ns) {
       std::max_element(ns.begin(), ns.end(), [](const auto& a, const auto& b) {
         return a.second < b.second;
       });
-  if (most->first == "all-gather") {
-    return "gather";
+  if (!communicates(most->first)) {
+    return "compute";
   }
-  return most->first == "reduce-scatter" ? "reduce" : "compute";
+  return ns.contains("reduce-scatter") || ns.contains("sums of gradients")
+             ? "reduce"
+             : "gather";
 }
 
 }  // namespace
@@ -95,7 +100,6 @@ StepProfile profile_step(const std::vector<KernelInterval>& kernels) {
   std::map<std::string, KernelClass> classes;
   std::map<std::int64_t, std::map<std::string, std::int64_t>> streams;
   Intervals all;
-  Intervals compute;
   std::int64_t begin = kernels.front().begin_ns;
   std::int64_t end = begin;
   for (const KernelInterval& kernel : kernels) {
@@ -107,11 +111,18 @@ StepProfile profile_step(const std::vector<KernelInterval>& kernels) {
     ++sum.kernels;
     streams[kernel.stream][name] += ns;
     all.emplace_back(kernel.begin_ns, kernel.end_ns);
-    if (!communicates(name)) {
-      compute.emplace_back(kernel.begin_ns, kernel.end_ns);
-    }
     begin = std::min(begin, kernel.begin_ns);
     end = std::max(end, kernel.end_ns);
+  }
+  for (const auto& [stream, ns] : streams) {
+    profile.streams[stream] = stream_role(ns);
+  }
+  Intervals compute;
+  for (const KernelInterval& kernel : kernels) {
+    if (profile.streams[kernel.stream] == "compute" &&
+        !communicates(kernel_class(kernel.name))) {
+      compute.emplace_back(kernel.begin_ns, kernel.end_ns);
+    }
   }
   const std::int64_t busy = covered(std::move(all));
   const std::int64_t computing = covered(std::move(compute));
@@ -126,9 +137,6 @@ StepProfile profile_step(const std::vector<KernelInterval>& kernels) {
       profile.classes.begin(),
       profile.classes.end(),
       [](const KernelClass& a, const KernelClass& b) { return a.ms > b.ms; });
-  for (const auto& [stream, ns] : streams) {
-    profile.streams[stream] = stream_role(ns);
-  }
   return profile;
 }
 

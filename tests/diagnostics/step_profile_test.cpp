@@ -58,6 +58,23 @@ TEST(StepProfile, SaysWhatIsExposedAndWhatIsIdle) {
   EXPECT_EQ(profile.streams.at(34), "reduce");
 }
 
+TEST(StepProfile, WhatCopiesToPeersOrSumsWhatCameIsCommunication) {
+  const StepProfile profile = profile_step(
+      {kernel("nvjet", 0, 10, 7),
+       kernel("Memcpy PtoP (Device -> Device)", 5, 15, 30),
+       kernel("Memcpy DtoD (Device -> Device)", 15, 16, 30),
+       kernel("Memcpy PtoP (Device -> Device)", 16, 20, 38),
+       kernel("sum_rows_kernel", 20, 22, 34),
+       kernel("Memcpy DtoD (Device -> Device)", 22, 23, 7)});
+  EXPECT_DOUBLE_EQ(profile.compute_ms, 11);
+  EXPECT_DOUBLE_EQ(profile.exposed_ms, 12);
+  EXPECT_DOUBLE_EQ(profile.idle_ms, 0);
+  EXPECT_EQ(profile.classes.front().name, "peer copies");
+  EXPECT_EQ(profile.streams.at(7), "compute");
+  EXPECT_EQ(profile.streams.at(30), "gather");
+  EXPECT_EQ(profile.streams.at(34), "reduce");
+}
+
 TEST(StepProfile, TheTableGivesSpeedsOfKnownWork) {
   const StepProfile profile = profile_step(
       {kernel("nvjet", 0, 10, 7), kernel("nothing known", 10, 20, 7)});
