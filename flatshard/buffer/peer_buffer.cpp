@@ -25,11 +25,10 @@ PeerBuffer::PeerBuffer(
       to_string(placements));
   Communicator& group = mesh->communicator(steps.front().axes, Purpose::gather);
   group_ = group.shared_from_this();
-  flag_ = at::zeros({1}, at::TensorOptions().device(group.device()));
   const std::int64_t numel =
       FlatBuffer::local_numel(*layout, *mesh, placements);
   const std::int64_t element = c10::elementSize(dtype);
-  memory_ = PeerMemory::create(group, mesh->store(), numel * element);
+  memory_ = PeerMemory::create(group, numel * element);
   local_ = FlatBuffer::wrap(
       memory_->local().view(dtype),
       layout,

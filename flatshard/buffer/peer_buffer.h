@@ -29,7 +29,7 @@ class PeerBuffer {
 
   /// Later copies of every rank see what every rank wrote before its own call.
   /// Collective; inside Stream::submit.
-  void fence() const { group_->all_reduce(flag_, ReduceOp::sum); }
+  void fence() const { group_->fence(); }
   /// Copies all ranks' parts. Inside Stream::submit; not a collective.
   /// @param out  [layout.numel()] of the buffer's dtype; overwritten.
   void copy_whole(const at::Tensor& out) const;
@@ -42,7 +42,6 @@ class PeerBuffer {
   };
 
   std::shared_ptr<Communicator> group_;
-  at::Tensor flag_;  ///< [1], what a fence reduces
   std::unique_ptr<PeerMemory> memory_;
   FlatBuffer local_;
   std::vector<Part> parts_;  ///< in the order in which they are copied

@@ -40,13 +40,20 @@ std::shared_ptr<Communicator> wrap_nccl_backend(
     const std::string& name,
     at::Device device);
 
+/// See PeerMemory::has_fast_links.
+bool cuda_peers_are_linked(Communicator& group);
+
 std::unique_ptr<PeerMemory> make_cuda_peer_memory(
     Communicator& group,
-    const StoreHandle& store,
     std::int64_t nbytes);
 
 /// See sum_rows.h. @param scale  of the sum.
-void cuda_sum_rows(const at::Tensor& out, const at::Tensor& rows, double scale);
+void cuda_sum_rows(
+    const at::Tensor& out,
+    const at::Tensor& rows,
+    int rank,
+    const at::Tensor& own,
+    double scale);
 
 /// Runs `function`; what torch or Gloo throws becomes Error{timeout} or
 /// Error{comm} with `where` as its context.

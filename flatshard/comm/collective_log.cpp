@@ -14,6 +14,8 @@ std::string_view to_string(CollectiveKind kind) {
       return "broadcast";
     case CollectiveKind::barrier:
       return "barrier";
+    case CollectiveKind::fence:
+      return "fence";
   }
   return "unknown";
 }

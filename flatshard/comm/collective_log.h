@@ -16,6 +16,7 @@ enum class CollectiveKind {
   all_reduce,
   broadcast,
   barrier,
+  fence,
 };
 
 std::string_view to_string(CollectiveKind kind);

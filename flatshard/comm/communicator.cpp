@@ -295,7 +295,7 @@ void Communicator::reduce_scatter(
       }
       for (std::size_t i = 0; i < some_ins.size(); ++i) {
         copies_->reduce_scatter(some_outs[i], some_ins[i], op, [&] {
-          do_all_reduce(fence_flag_, ReduceOp::sum);
+          do_fence();
         });
       }
     });
@@ -303,11 +303,10 @@ void Communicator::reduce_scatter(
 }
 
 void Communicator::reduce_by_copies(
-    const StoreHandle& store,
-    std::int64_t nbytes) {
+    std::int64_t nbytes,
+    const StreamOptions& stream) {
   if (copies_ == nullptr && size_ > 1) {
-    fence_flag_ = at::zeros({1}, at::TensorOptions().device(device_));
-    copies_ = std::make_unique<CopyReducer>(*this, store, nbytes);
+    copies_ = std::make_unique<CopyReducer>(*this, nbytes, stream);
   }
 }
 
@@ -357,6 +356,17 @@ void Communicator::broadcast(const at::Tensor& tensor, int root) {
 
 void Communicator::barrier() {
   run(CollectiveKind::barrier, {}, 0, [&] { do_barrier(); });
+}
+
+void Communicator::fence() {
+  run(CollectiveKind::fence, {}, 0, [&] { do_fence(); });
+}
+
+void Communicator::do_fence() {
+  if (!fence_flag_.defined()) {
+    fence_flag_ = at::zeros({1}, at::TensorOptions().device(device_));
+  }
+  do_all_reduce(fence_flag_, ReduceOp::sum);
 }
 
 void abort_together(

@@ -11,12 +11,12 @@
 
 #include "flatshard/comm/collective_log.h"
 #include "flatshard/comm/flight_recorder.h"
-#include "flatshard/comm/store.h"
 #include "flatshard/layout/placement.h"
 
 namespace flatshard {
 
 class CopyReducer;
+struct StreamOptions;
 
 /// One group of ranks for one purpose.
 ///
@@ -69,10 +69,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   /// stream; over NCCL, too, sums are then float32 with one rounding. The
   /// second call has no effect. Collective.
   ///
-  /// @param store   of all ranks of the group; only used on GPUs.
   /// @param nbytes  of memory on each rank, about.
   /// @throws Error{config, memory} as PeerMemory::create.
-  void reduce_by_copies(const StoreHandle& store, std::int64_t nbytes);
+  /// @param stream  of the copies.
+  void reduce_by_copies(std::int64_t nbytes, const StreamOptions& stream);
   /// See CopyReducer::restart.
   void restart_copies();
   /// The memory that it takes; 0 without.
@@ -86,6 +86,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   /// Returns when all ranks have called it; blocks the host.
   void barrier();
+
+  /// Between the ranks' streams what barrier() is between hosts: what a rank
+  /// wrote to PeerMemory before its fence is there for the others past theirs.
+  void fence();
 
   /// Ends the group: collectives that still run on the device fail or stop.
   /// The communicator cannot be used afterwards.
@@ -129,6 +133,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
       std::span<const at::Tensor> tensors,
       int detail,
       F&& launch);
+  void do_fence();
   void compare(const FlightEntry& mine);
   void check_tensor(CollectiveKind kind, const char* role, const at::Tensor& t)
       const;
@@ -146,7 +151,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   int flight_track_ = -1;
   std::int64_t num_launched_ = 0;
   std::unique_ptr<CopyReducer> copies_;  ///< null: the backend reduces
-  at::Tensor fence_flag_;                ///< [1], what its fences reduce
+  at::Tensor fence_flag_;                ///< [1], what a fence reduces
 };
 
 /// Aborts all of them at once, each from a thread of its own: NCCL's abort

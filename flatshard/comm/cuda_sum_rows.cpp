@@ -30,12 +30,16 @@ kernels::RowDtype row_dtype(at::ScalarType dtype) {
 void cuda_sum_rows(
     const at::Tensor& out,
     const at::Tensor& rows,
+    int rank,
+    const at::Tensor& own,
     double scale) {
   const c10::cuda::CUDAGuard guard(out.device());
   C10_CUDA_CHECK(kernels::sum_rows(
       rows.const_data_ptr(),
       rows.stride(0),
       static_cast<int>(rows.size(0)),
+      rank,
+      own.const_data_ptr(),
       out.mutable_data_ptr(),
       out.numel(),
       static_cast<float>(scale),

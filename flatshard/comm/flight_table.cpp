@@ -27,7 +27,7 @@ std::string detail::seconds(std::chrono::milliseconds time) {
 
 std::string detail::describe(const CollectiveSignature& s) {
   std::string text(to_string(s.kind));
-  if (s.kind != CollectiveKind::barrier) {
+  if (s.kind != CollectiveKind::barrier && s.kind != CollectiveKind::fence) {
     text +=
         fmt::format(" of {} {}{}", s.numel, c10::toString(s.dtype), op_name(s));
     if (s.kind == CollectiveKind::broadcast) {

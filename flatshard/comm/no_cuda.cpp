@@ -34,6 +34,8 @@ std::shared_ptr<Communicator> wrap_nccl_backend(
 void cuda_sum_rows(
     const at::Tensor& /*out*/,
     const at::Tensor& /*rows*/,
+    int /*rank*/,
+    const at::Tensor& /*own*/,
     double /*scale*/) {
   FLATSHARD_THROW(
       config,
@@ -41,9 +43,12 @@ void cuda_sum_rows(
       "-DFLATSHARD_CUDA=on");
 }
 
+bool cuda_peers_are_linked(Communicator& /*group*/) {
+  return false;
+}
+
 std::unique_ptr<PeerMemory> make_cuda_peer_memory(
     Communicator& group,
-    const StoreHandle& /*store*/,
     std::int64_t /*nbytes*/) {
   FLATSHARD_THROW(
       config,

@@ -13,8 +13,10 @@
 #include <functional>
 #include <string>
 
+#include "flatshard/comm/all_gather_values.h"
 #include "flatshard/comm/backend.h"
 #include "flatshard/core/error.h"
+#include "flatshard/core/log.h"
 
 namespace flatshard {
 namespace {
@@ -26,14 +28,6 @@ struct PageHandle {
   std::int64_t pid = 0;
   std::int64_t fd = -1;  ///< of that process; -1: it has no memory to give
 };
-constexpr std::int64_t kHandleNumel = sizeof(PageHandle) / sizeof(std::int64_t);
-
-std::int64_t running_kernel() {
-  std::ifstream file("/proc/sys/kernel/random/boot_id");
-  std::string id;
-  std::getline(file, id);
-  return static_cast<std::int64_t>(std::hash<std::string>{}(id));
-}
 
 std::int64_t pid_namespace() {
   struct stat status {};
@@ -62,58 +56,34 @@ class SharedPages : public PeerMemory {
       : PeerMemory(group), nbytes_(std::max<std::int64_t>(nbytes, 1)) {
     const Descriptor own(::memfd_create("flatshard", MFD_CLOEXEC));
     const bool made = own.fd >= 0 && ::ftruncate(own.fd, nbytes_) == 0;
-    const std::vector<PageHandle> handles = exchange(
-        group,
-        {running_kernel(), pid_namespace(), ::getpid(), made ? own.fd : -1});
+    const PageHandle mine{
+        .host = running_kernel(),
+        .pid_namespace = pid_namespace(),
+        .pid = ::getpid(),
+        .fd = made ? own.fd : -1};
+    const auto handles = all_gather_values(group, mine);
     for (int rank = 0; rank < size(); ++rank) {
-      check(handles[rank], handles[this->rank()], rank);
+      const PageHandle& theirs = handles[rank];
+      check_one_host(
+          theirs.host == mine.host &&
+              theirs.pid_namespace == mine.pid_namespace,
+          rank);
+      FLATSHARD_CHECK(
+          theirs.fd >= 0,
+          memory,
+          "rank {} of '{}' cannot get {} bytes of memory to share",
+          rank,
+          group.name(),
+          nbytes_);
     }
     std::string failure;
     for (int rank = 0; rank < size() && failure.empty(); ++rank) {
       failure = map(handles[rank], nbytes, rank);
     }
-    // Also: nobody closes before all have opened.
-    const at::Tensor num_failed = at::full({1}, failure.empty() ? 0 : 1);
-    group.all_reduce(num_failed, ReduceOp::sum);
-    FLATSHARD_CHECK(failure.empty(), memory, "{}", failure);
-    FLATSHARD_CHECK(
-        num_failed.item<int>() == 0,
-        memory,
-        "another rank of '{}' could not map what its peers share",
-        group.name());
+    agree_on_success(group, failure);
   }
 
  private:
-  static std::vector<PageHandle> exchange(
-      Communicator& group,
-      const PageHandle& mine) {
-    const at::Tensor in = at::empty({kHandleNumel}, at::kLong);
-    std::memcpy(in.mutable_data_ptr(), &mine, sizeof(mine));
-    const at::Tensor all = at::empty({group.size() * kHandleNumel}, at::kLong);
-    group.all_gather(all, in);
-    std::vector<PageHandle> handles(static_cast<std::size_t>(group.size()));
-    std::memcpy(handles.data(), all.const_data_ptr(), all.nbytes());
-    return handles;
-  }
-
-  // Where two ranks differ, every rank finds one that differs from it.
-  void check(const PageHandle& other, const PageHandle& mine, int rank) const {
-    FLATSHARD_CHECK(
-        other.host == mine.host && other.pid_namespace == mine.pid_namespace,
-        config,
-        "memory that ranks share: expected all ranks on one host, but rank {} "
-        "of the group is not where rank {} is; use collectives instead "
-        "(copy_gathers = none, copy_reductions = false)",
-        rank,
-        this->rank());
-    FLATSHARD_CHECK(
-        other.fd >= 0,
-        memory,
-        "rank {} of the group cannot get {} bytes of memory to share",
-        rank,
-        nbytes_);
-  }
-
   // What went wrong, or nothing.
   std::string map(const PageHandle& handle, std::int64_t nbytes, int rank) {
     const std::string path =
@@ -160,15 +130,69 @@ class OwnMemory : public PeerMemory {
 
 }  // namespace
 
+std::int64_t running_kernel() {
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string id;
+  std::getline(file, id);
+  return static_cast<std::int64_t>(std::hash<std::string>{}(id));
+}
+
+void PeerMemory::check_one_host(bool same, int rank) const {
+  FLATSHARD_CHECK(
+      same,
+      config,
+      "memory that ranks share: expected all ranks on one host, but rank {} "
+      "of the group is not where rank {} is; use collectives instead "
+      "(copy engines: none)",
+      rank,
+      rank_);
+}
+
+void PeerMemory::agree_on_success(
+    Communicator& group,
+    const std::string& failure) {
+  const at::Tensor num_failed = at::full(
+      {1},
+      failure.empty() ? 0 : 1,
+      at::TensorOptions().device(group.device()));
+  group.all_reduce(num_failed, ReduceOp::sum);
+  FLATSHARD_CHECK(
+      failure.empty(),
+      config,
+      "{}; use collectives instead (copy engines: none)",
+      failure);
+  FLATSHARD_CHECK(
+      num_failed.item<int>() == 0,
+      config,
+      "another rank of '{}' cannot map the memory that its peers share; use "
+      "collectives instead (copy engines: none)",
+      group.name());
+}
+
+bool PeerMemory::has_fast_links(Communicator& group) {
+  if (!group.device().is_cuda() || group.size() == 1 ||
+      !detail::cuda_peers_are_linked(group)) {
+    return false;
+  }
+  try {
+    create(group, 1);
+  } catch (const Error& error) {
+    log_warning(
+        "NVLink joins the GPUs, but they cannot share memory: {}",
+        error.what());
+    return false;
+  }
+  return true;
+}
+
 std::unique_ptr<PeerMemory> PeerMemory::create(
     Communicator& group,
-    const StoreHandle& store,
     std::int64_t nbytes) {
   if (group.size() == 1) {
     return std::make_unique<OwnMemory>(group, nbytes);
   }
   if (group.device().is_cuda()) {
-    return detail::make_cuda_peer_memory(group, store, nbytes);
+    return detail::make_cuda_peer_memory(group, nbytes);
   }
   return std::make_unique<SharedPages>(group, nbytes);
 }

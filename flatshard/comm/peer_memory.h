@@ -4,11 +4,15 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
+#include <vector>
 
 #include "flatshard/comm/communicator.h"
-#include "flatshard/comm/store.h"
 
 namespace flatshard {
+
+/// A number that processes on one host have in common.
+std::int64_t running_kernel();
 
 /// Memory of one size on every rank of a group, which all of them can read and
 /// write. What a rank wrote is there for its peers after a collective of the
@@ -16,32 +20,42 @@ namespace flatshard {
 /// reader: a fence. The same goes for overwriting what a peer reads.
 ///
 /// CPU: pages that the processes share. CUDA: memory that the GPUs map from
-/// each other (torch's symmetric memory), so that copies between them are the
-/// copy engines' and take no SM. What a rank that died has written stays
-/// readable.
+/// each other's processes (CUDA IPC), so that copies between them are the copy
+/// engines' and take no SM. What a rank that died has written stays readable.
 class PeerMemory {
  public:
   /// Zeroed. Collective.
   ///
-  /// @param store  of all ranks of `group`; only used with CUDA.
-  /// @throws Error{config} when ranks are on different hosts or GPUs cannot
-  ///   reach each other, on all ranks; Error{memory}.
-  static std::unique_ptr<PeerMemory>
-  create(Communicator& group, const StoreHandle& store, std::int64_t nbytes);
+  /// @throws Error{config} when ranks are on different hosts or cannot reach
+  ///   each other's memory, Error{memory}; on all ranks.
+  static std::unique_ptr<PeerMemory> create(
+      Communicator& group,
+      std::int64_t nbytes);
+  /// Whether the group's GPUs can share memory and NVLink joins each with each:
+  /// then copies beat collectives. The same on all ranks; false on CPUs.
+  /// Collective.
+  static bool has_fast_links(Communicator& group);
   virtual ~PeerMemory() = default;
   PeerMemory(const PeerMemory&) = delete;
   PeerMemory& operator=(const PeerMemory&) = delete;
 
   int rank() const { return rank_; }
   int size() const { return size_; }
-  /// [nbytes] uint8 on the group's device: the memory of rank `rank` of the
-  /// group. Valid while this object lives.
+  /// [nbytes] uint8 on the group's device: the memory of rank
+  /// `rank` of the group. Valid while this object lives.
   const at::Tensor& of(int rank) const { return memory_.at(rank); }
   const at::Tensor& local() const { return of(rank_); }
 
  protected:
   explicit PeerMemory(const Communicator& group)
       : rank_(group.rank()), size_(group.size()) {}
+
+  /// @param same  whether rank `rank` is where this one is. Of two ranks in
+  ///   different places, both find the other.
+  void check_one_host(bool same, int rank) const;
+  /// Throws on all ranks when one has a failure to tell. Past it every rank has
+  /// mapped all memory. Collective.
+  static void agree_on_success(Communicator& group, const std::string& failure);
 
   std::vector<at::Tensor> memory_;  ///< by rank of the group
 

@@ -6,20 +6,29 @@
 
 namespace flatshard {
 
-void sum_rows(const at::Tensor& out, const at::Tensor& rows, ReduceOp op) {
+void sum_rows(
+    const at::Tensor& out,
+    const at::Tensor& rows,
+    int rank,
+    const at::Tensor& own,
+    ReduceOp op) {
   const double scale =
       op == ReduceOp::avg ? 1.0 / static_cast<double>(rows.size(0)) : 1.0;
   if (out.is_cuda()) {
-    detail::cuda_sum_rows(out, rows, scale);
+    detail::cuda_sum_rows(out, rows, rank, own, scale);
     return;
   }
   const at::ScalarType dtype = out.scalar_type();
   const bool direct = dtype != at::kHalf && dtype != at::kBFloat16;
   const at::Tensor sum =
       direct ? out : at::empty(out.sizes(), out.options().dtype(at::kFloat));
-  sum.copy_(rows.select(0, 0));
-  for (std::int64_t r = 1; r < rows.size(0); ++r) {
-    sum.add_(rows.select(0, r));
+  for (std::int64_t r = 0; r < rows.size(0); ++r) {
+    const at::Tensor row = r == rank ? own : rows.select(0, r);
+    if (r == 0) {
+      sum.copy_(row);
+    } else {
+      sum.add_(row);
+    }
   }
   if (op == ReduceOp::avg) {
     sum.mul_(scale);
@@ -27,6 +36,10 @@ void sum_rows(const at::Tensor& out, const at::Tensor& rows, ReduceOp op) {
   if (!direct) {
     out.copy_(sum);
   }
+}
+
+void sum_rows(const at::Tensor& out, const at::Tensor& rows, ReduceOp op) {
+  sum_rows(out, rows, 0, rows.select(0, 0), op);
 }
 
 }  // namespace flatshard

@@ -14,6 +14,8 @@ __device__ inline void sum_pack(
     const T* rows,
     std::int64_t stride,
     int num_rows,
+    int rank,
+    const T* own,
     T* out,
     float scale,
     std::int64_t at) {
@@ -21,7 +23,7 @@ __device__ inline void sum_pack(
 #pragma unroll 8
   for (int r = 0; r < num_rows; ++r) {
     float row[N];
-    load<T, N>(rows + r * stride + at, row);
+    load<T, N>((r == rank ? own : rows + r * stride) + at, row);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       sum[i] += row[i];
@@ -39,6 +41,8 @@ __global__ void sum_rows_kernel(
     const T* __restrict__ rows,
     std::int64_t stride,
     int num_rows,
+    int rank,
+    const T* __restrict__ own,
     T* __restrict__ out,
     std::int64_t numel,
     float scale) {
@@ -48,10 +52,10 @@ __global__ void sum_rows_kernel(
       static_cast<std::int64_t>(gridDim.x) * blockDim.x;
   const std::int64_t packs = numel / N;
   for (std::int64_t p = thread; p < packs; p += threads) {
-    sum_pack<T, N>(rows, stride, num_rows, out, scale, p * N);
+    sum_pack<T, N>(rows, stride, num_rows, rank, own, out, scale, p * N);
   }
   for (std::int64_t i = packs * N + thread; i < numel; i += threads) {
-    sum_pack<T, 1>(rows, stride, num_rows, out, scale, i);
+    sum_pack<T, 1>(rows, stride, num_rows, rank, own, out, scale, i);
   }
 }
 
@@ -60,11 +64,14 @@ void launch(
     const void* rows,
     std::int64_t stride,
     int num_rows,
+    int rank,
+    const void* own,
     void* out,
     std::int64_t numel,
     float scale,
     cudaStream_t stream) {
-  const bool wide = aligned16(rows) && aligned16(out) && stride % kWide<T> == 0;
+  const bool wide = aligned16(rows) && aligned16(own) && aligned16(out) &&
+                    stride % kWide<T> == 0;
   const std::int64_t items = wide ? numel / kWide<T> + 1 : numel;
   const std::int64_t wanted = (items + kThreads - 1) / kThreads;
   const auto blocks =
@@ -75,6 +82,8 @@ void launch(
       static_cast<const T*>(rows),
       stride,
       num_rows,
+      rank,
+      static_cast<const T*>(own),
       static_cast<T*>(out),
       numel,
       scale);
@@ -86,6 +95,8 @@ cudaError_t sum_rows(
     const void* rows,
     std::int64_t stride,
     int num_rows,
+    int rank,
+    const void* own,
     void* out,
     std::int64_t numel,
     float scale,
@@ -96,13 +107,24 @@ cudaError_t sum_rows(
   }
   switch (dtype) {
     case RowDtype::float32:
-      launch<float>(rows, stride, num_rows, out, numel, scale, stream);
+      launch<
+          float>(rows, stride, num_rows, rank, own, out, numel, scale, stream);
       break;
     case RowDtype::bfloat16:
-      launch<__nv_bfloat16>(rows, stride, num_rows, out, numel, scale, stream);
+      launch<__nv_bfloat16>(
+          rows,
+          stride,
+          num_rows,
+          rank,
+          own,
+          out,
+          numel,
+          scale,
+          stream);
       break;
     case RowDtype::float16:
-      launch<__half>(rows, stride, num_rows, out, numel, scale, stream);
+      launch<
+          __half>(rows, stride, num_rows, rank, own, out, numel, scale, stream);
       break;
   }
   return cudaGetLastError();

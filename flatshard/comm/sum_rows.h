@@ -7,11 +7,17 @@
 namespace flatshard {
 
 /// out = rows added in their order; `avg` multiplies by 1 / size. float16 and
-/// bfloat16 add up in float32 and round once.
+/// bfloat16 add up in float32 and round once. On the current stream.
 ///
 /// @param out   [n]. CUDA: float32, bfloat16 or float16.
-/// @param rows  [size, n] same dtype; each row is contiguous. On the current
-///   stream.
+/// @param rows  [size, n] same dtype; each row is contiguous.
 void sum_rows(const at::Tensor& out, const at::Tensor& rows, ReduceOp op);
+/// Does not read row `rank`: `own`, [n] of the same dtype, takes its place.
+void sum_rows(
+    const at::Tensor& out,
+    const at::Tensor& rows,
+    int rank,
+    const at::Tensor& own,
+    ReduceOp op);
 
 }  // namespace flatshard

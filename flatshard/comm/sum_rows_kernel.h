@@ -12,11 +12,14 @@ enum class RowDtype { float32, bfloat16, float16 };
 /// order and rounded once.
 ///
 /// @param rows  on the device, `num_rows` of them, `stride` elements apart.
+/// @param own   what row `rank` is; not read from `rows`.
 /// @param out   [numel] on the device, apart from the rows.
 cudaError_t sum_rows(
     const void* rows,
     std::int64_t stride,
     int num_rows,
+    int rank,
+    const void* own,
     void* out,
     std::int64_t numel,
     float scale,

@@ -78,8 +78,7 @@ struct Config {
     std::int64_t prefetch = 1;
     bool reshard_after_forward = true;
     bool keep_compute_weights = true;
-    std::string copy_gathers = "none";
-    bool copy_reductions = false;
+    std::string copy_engines = "auto";
     std::string granularity = "element";
     double max_padding = 0.05;
   } parallelism;

@@ -205,8 +205,7 @@ void check_parallelism(const Config& config) {
   if (keeps_weights) {
     for (const char* key :
          {"parallelism.reshard_after_forward",
-          "parallelism.keep_compute_weights",
-          "parallelism.copy_gathers"}) {
+          "parallelism.keep_compute_weights"}) {
       refuse_ignored(
           config,
           key,
@@ -218,17 +217,24 @@ void check_parallelism(const Config& config) {
   if (parallel.strategy == "no_shard" || parallel.strategy == "zero0") {
     refuse_ignored(
         config,
-        "parallelism.copy_reductions",
+        "parallelism.copy_engines",
         "parallelism.strategy",
         parallel.strategy,
-        "strategies that reduce-scatter");
+        "strategies that shard something");
   }
   FLATSHARD_CHECK(
-      parallel.copy_gathers == "none" || parallel.keep_compute_weights,
+      parallel.copy_engines != "forward" || !keeps_weights,
       config,
-      "parallelism.copy_gathers = \"{}\" copies compute weights, which "
+      "parallelism.copy_engines = \"forward\" is for strategies that gather "
+      "weights in forward; \"{}\" does not: use none or all",
+      parallel.strategy);
+  FLATSHARD_CHECK(
+      parallel.copy_engines == "auto" || parallel.copy_engines == "none" ||
+          parallel.keep_compute_weights,
+      config,
+      "parallelism.copy_engines = \"{}\" copies compute weights, which "
       "parallelism.keep_compute_weights = false does not keep; choose one",
-      parallel.copy_gathers);
+      parallel.copy_engines);
   const std::int64_t replicate = parallel.data_parallel_replicate_degree;
   const std::int64_t shard = parallel.data_parallel_shard_degree;
   FLATSHARD_CHECK(

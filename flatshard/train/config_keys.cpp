@@ -185,15 +185,11 @@ const ConfigKey kKeys[] = {
         "ZeRO-3: keep a shard in precision.compute beside the main weights; "
         "false saves its memory and casts before every gather"),
     KEY(parallelism,
-        copy_gathers,
-        "in which phases each rank copies the others' weights by itself (on "
-        "GPUs by copy engines) instead of an all-gather; all ranks on one host",
-        "none|forward|all"),
-    KEY(parallelism,
-        copy_reductions,
-        "gradients are copied into the memory of the rank that sums them (on "
-        "GPUs by copy engines) instead of reduce-scattered; all ranks on one "
-        "host; takes 256 MiB"),
+        copy_engines,
+        "what GPUs copy to each other instead of running a collective on their "
+        "SMs: gathers of the forward, or all gathers and reductions (256 MiB "
+        "more); all ranks on one host. auto: all where NVLink joins them",
+        "auto|none|forward|all"),
     KEY(parallelism,
         granularity,
         "what a rank boundary may not cut: element, row, block:N (N rows) or "

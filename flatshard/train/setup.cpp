@@ -1,5 +1,6 @@
 #include "flatshard/train/setup.h"
 
+#include "flatshard/comm/peer_memory.h"
 #include "flatshard/core/error.h"
 #include "flatshard/device/memory.h"
 #include "flatshard/models/flops.h"
@@ -9,6 +10,8 @@
 #include "flatshard/train/option_errors.h"
 
 #include <fmt/ranges.h>
+
+#include <algorithm>
 
 namespace flatshard {
 namespace {
@@ -56,16 +59,20 @@ GradScaling parse_scaling(const std::string& name) {
   return name == "mean" ? GradScaling::mean : GradScaling::sum;
 }
 
-CopyGathers parse_copy_gathers(const std::string& name) {
+void set_copy_engines(FullyShardOptions& options, const std::string& name) {
   if (name == "forward") {
-    return CopyGathers::forward;
+    options.copy_gathers = CopyGathers::forward;
+  } else if (name == "all") {
+    options.copy_gathers = CopyGathers::all;
+    options.copy_reductions_nbytes = kCopyReductionsNbytes;
+  } else {
+    FLATSHARD_CHECK(
+        name == "none",
+        config,
+        "parallelism.copy_engines: expected auto, none, forward or all, got "
+        "'{}'",
+        name);
   }
-  FLATSHARD_CHECK(
-      name == "none" || name == "all",
-      config,
-      "parallelism.copy_gathers: expected none, forward or all, got '{}'",
-      name);
-  return name == "all" ? CopyGathers::all : CopyGathers::none;
 }
 
 }  // namespace
@@ -168,7 +175,23 @@ std::vector<MeshAxis> mesh_axes(const Config& config) {
       {"shard", p.data_parallel_shard_degree}};
 }
 
-FullyShardOptions shard_options(const Config& config) {
+std::string choose_copy_engines(const Config& config, Mesh& mesh) {
+  const Config::Parallelism& p = config.parallelism;
+  if (p.copy_engines != "auto") {
+    return p.copy_engines;
+  }
+  // Reductions alone gain nothing, so not where weights are not gathered.
+  const Strategy strategy =
+      Strategy::named(strategy_name(config), mesh.num_axes());
+  const bool gathers =
+      p.keep_compute_weights &&
+      std::ranges::any_of(strategy.parameter, &Placement::is_shard);
+  return gathers && PeerMemory::has_fast_links(mesh.world()) ? "all" : "none";
+}
+
+FullyShardOptions shard_options(
+    const Config& config,
+    const std::string& copy_engines) {
   const Config::Precision& p = config.precision;
   FullyShardOptions options;
   options.strategy = strategy_name(config);
@@ -181,10 +204,7 @@ FullyShardOptions shard_options(const Config& config) {
   options.prefetch = static_cast<int>(config.parallelism.prefetch);
   options.reshard_after_forward = config.parallelism.reshard_after_forward;
   options.keep_compute_weights = config.parallelism.keep_compute_weights;
-  options.copy_gathers = parse_copy_gathers(config.parallelism.copy_gathers);
-  if (config.parallelism.copy_reductions) {
-    options.copy_reductions_nbytes = kCopyReductionsNbytes;
-  }
+  set_copy_engines(options, copy_engines);
   options.granularity = parse_granularity(config.parallelism.granularity);
   options.layout.max_padding = config.parallelism.max_padding;
   options.seed = static_cast<std::uint64_t>(config.run.seed);

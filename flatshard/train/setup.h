@@ -29,8 +29,15 @@ std::string strategy_name(const Config& config);
 /// {dp: n}, or {replicate: r, shard: s}. The config is resolved.
 std::vector<MeshAxis> mesh_axes(const Config& config);
 
+/// none, forward or all: what the config says, and for auto what was measured
+/// to be fastest (docs/performance.md). Collective.
+std::string choose_copy_engines(const Config& config, Mesh& mesh);
+
 /// Everything but the units.
-FullyShardOptions shard_options(const Config& config);
+/// @param copy_engines  what choose_copy_engines said.
+FullyShardOptions shard_options(
+    const Config& config,
+    const std::string& copy_engines);
 
 std::unique_ptr<Optimizer> make_optimizer(
     const Config& config,

@@ -98,6 +98,7 @@ class Trainer {
   std::shared_ptr<Mesh> mesh_;
   models::Llama model_{nullptr};
   std::shared_ptr<Runtime> runtime_;
+  std::string copy_engines_;  ///< what choose_copy_engines said
   std::unique_ptr<Optimizer> optimizer_;
   LrSchedule schedule_;
   std::optional<data::Loader> train_loader_;

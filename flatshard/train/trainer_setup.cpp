@@ -115,7 +115,8 @@ void Trainer::build(bool resume) {
       models::LlamaOptions{
           .activation_checkpoint = models::parse_activation_checkpoint(
               config_.activation_checkpoint.mode)});
-  FullyShardOptions options = shard_options(config_);
+  copy_engines_ = choose_copy_engines(config_, *mesh_);
+  FullyShardOptions options = shard_options(config_, copy_engines_);
   options.narrow_grads = num_microbatches_ == 1;
   for (const auto& module : model_->unit_modules()) {
     options.units.push_back(module.get());
@@ -176,12 +177,13 @@ Trainer::~Trainer() = default;
 void Trainer::announce() {
   output_->print(to_toml(config_));
   output_->print(fmt::format(
-      "model: {} parameters; {} ranks of {}; strategy {}; {} microbatches per "
-      "step",
+      "model: {} parameters; {} ranks of {}; strategy {}; copy engines {}; {} "
+      "microbatches per step",
       with_commas(models::num_parameters(model_config_)),
       env_.world_size,
       device_.is_cuda() ? "GPU" : "CPU",
       strategy_name(config_),
+      copy_engines_,
       num_microbatches_));
   output_->print(fmt::format(
       "tflops and mfu count 6 N + 12 L d T per token (attention as if it were "

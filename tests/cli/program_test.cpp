@@ -221,19 +221,19 @@ TEST_F(Program, RanksThatCopyTrainTheSame) {
   write_config();
   const std::string config = (folder_ / "run.toml").string();
   std::string expected;
-  for (const char* set :
-       {"copy_gathers=none",
-        "copy_gathers=forward",
-        "copy_gathers=all --set parallelism.copy_reductions=true"}) {
+  for (const char* set : {"auto", "none", "forward", "all"}) {
     const Result result = run(fmt::format(
-        "train '{}' --nproc 2 --device cpu --set parallelism.{}",
+        "train '{}' --nproc 2 --device cpu "
+        "--set parallelism.copy_engines={}",
         config,
         set));
     ASSERT_EQ(result.code, 0) << result.output;
     EXPECT_EQ(
         result.output.find("copied gradients") != std::string::npos,
-        std::string(set).find("reductions") != std::string::npos)
+        std::string(set) == "all")
         << result.output;
+    const std::string taken = std::string(set) == "auto" ? "none" : set;
+    EXPECT_THAT(result.output, HasSubstr("copy engines " + taken + ";"));
     const std::string weights = read(folder_ / "run" / "model.safetensors");
     ASSERT_FALSE(weights.empty());
     expected = expected.empty() ? weights : expected;

@@ -5,7 +5,9 @@
 
 #include "flatshard/comm/make_communicator.h"
 #include "flatshard/comm/mesh.h"
+#include "flatshard/comm/peer_memory.h"
 #include "flatshard/core/error.h"
+#include "flatshard/device/memory.h"
 #include "flatshard/device/stream.h"
 #include "tests/support/gpu_ranks.h"
 
@@ -169,6 +171,48 @@ TEST_F(Nccl, RefusesTensorsOfAnotherDevice) {
   } catch (const Error& error) {
     EXPECT_THAT(error.what(), HasSubstr("expected device cuda:"));
   }
+}
+
+TEST_F(Nccl, PeersReadWhatWasWrittenBeforeTheFence) {
+  const auto ranks = mesh({{"dp", world}});
+  Communicator& group = ranks->communicator(0, Purpose::gather);
+  constexpr std::int64_t kNbytes = 5'000'001;
+  const auto memory = PeerMemory::create(group, kNbytes);
+  const at::Tensor flag = at::zeros({1}, options);
+  const at::Tensor copy = at::empty({kNbytes}, options.dtype(at::kByte));
+  for (int round = 1; round <= 20; ++round) {
+    memory->local().fill_(10 * rank + round);
+    group.all_reduce(flag, ReduceOp::sum);
+    for (int peer = 0; peer < world; ++peer) {
+      copy_bytes(
+          copy.mutable_data_ptr(),
+          memory->of(peer).const_data_ptr(),
+          kNbytes,
+          gpu_ranks().device);
+      EXPECT_TRUE(copy.eq(10 * peer + round).all().item<bool>())
+          << "of rank " << peer << " in round " << round;
+    }
+    group.all_reduce(flag, ReduceOp::sum);  // before it is overwritten
+  }
+}
+
+TEST_F(Nccl, MemoryOfARankThatGaveItUpStaysReadable) {
+  const auto ranks = mesh({{"dp", world}});
+  Communicator& group = ranks->communicator(0, Purpose::gather);
+  constexpr std::int64_t kNbytes = std::int64_t{8} << 20;
+  auto memory = PeerMemory::create(group, kNbytes);
+  memory->local().fill_(rank + 1);
+  group.barrier();
+  if (rank == world - 1) {
+    memory.reset();
+    // Whatever now gets its place in the memory is not what peers read.
+    at::full({16 * kNbytes}, 77, options.dtype(at::kByte));
+  }
+  group.barrier();
+  if (rank != world - 1) {
+    EXPECT_TRUE(memory->of(world - 1).eq(world).all().item<bool>());
+  }
+  group.barrier();
 }
 
 }  // namespace

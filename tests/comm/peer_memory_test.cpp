@@ -18,7 +18,7 @@ TEST(PeerMemory, APeerReadsWhatWasWrittenBeforeTheFence) {
       const auto mesh = context.mesh();
       Communicator& group = mesh->communicator(0, Purpose::gather);
       constexpr std::int64_t kNbytes = 5000;
-      const auto memory = PeerMemory::create(group, context.store, kNbytes);
+      const auto memory = PeerMemory::create(group, kNbytes);
       ASSERT_EQ(memory->size(), context.world);
       ASSERT_EQ(memory->rank(), context.rank);
       for (int rank = 0; rank < context.world; ++rank) {
@@ -42,10 +42,8 @@ TEST(PeerMemory, APeerReadsWhatWasWrittenBeforeTheFence) {
 TEST(PeerMemory, NoBytesAtAll) {
   run_ranks(2, [](RankContext& context) {
     const auto mesh = context.mesh();
-    const auto memory = PeerMemory::create(
-        mesh->communicator(0, Purpose::gather),
-        context.store,
-        0);
+    const auto memory =
+        PeerMemory::create(mesh->communicator(0, Purpose::gather), 0);
     EXPECT_EQ(memory->of(1 - context.rank).numel(), 0);
   });
 }

@@ -17,10 +17,8 @@ using testing::RankOutcome;
 constexpr std::int64_t kNbytes = 1 << 20;
 
 std::unique_ptr<PeerMemory> memory_of(RankContext& context, Mesh& mesh) {
-  auto memory = PeerMemory::create(
-      mesh.communicator(0, Purpose::gather),
-      context.store,
-      kNbytes);
+  auto memory =
+      PeerMemory::create(mesh.communicator(0, Purpose::gather), kNbytes);
   memory->local().fill_(context.rank + 1);
   mesh.world().barrier();
   return memory;

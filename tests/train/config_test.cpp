@@ -259,16 +259,15 @@ TEST(Config, ContradictionsAreNamed) {
       {{"parallelism.strategy=optim", "parallelism.keep_compute_weights=false"},
        "parallelism.keep_compute_weights is set, but parallelism.strategy = "
        "\"optim\""},
-      {{"parallelism.strategy=no_shard", "parallelism.copy_gathers=all"},
-       "parallelism.copy_gathers is set, but parallelism.strategy = "
+      {{"parallelism.strategy=no_shard", "parallelism.copy_engines=all"},
+       "parallelism.copy_engines is set, but parallelism.strategy = "
        "\"no_shard\""},
-      {{"parallelism.strategy=no_shard", "parallelism.copy_reductions=true"},
-       "parallelism.copy_reductions is set, but parallelism.strategy = "
-       "\"no_shard\""},
-      {{"parallelism.copy_gathers=forward",
+      {{"parallelism.strategy=optim_grads", "parallelism.copy_engines=forward"},
+       "\"optim_grads\" does not: use none or all"},
+      {{"parallelism.copy_engines=forward",
         "parallelism.keep_compute_weights=false"},
-       "parallelism.copy_gathers = \"forward\" copies compute weights"},
-      {{"parallelism.copy_gathers=backward"}, "backward"},
+       "parallelism.copy_engines = \"forward\" copies compute weights"},
+      {{"parallelism.copy_engines=backward"}, "backward"},
       {{"parallelism.strategy=hsdp"}, "\"hsdp\" needs an outer axis"},
       {{"parallelism.data_parallel_replicate_degree=-1"},
        "are both -1; only one can be the rest"},

@@ -263,7 +263,7 @@ TEST(CopyGathers, TakeNoCollectiveButOneFenceAfterEachChange) {
             EXPECT_EQ(gathers, 0);
           }
           EXPECT_EQ(
-              count(CollectiveKind::all_reduce),
+              count(CollectiveKind::fence),
               copies != CopyGathers::none && changed ? num_groups : 0);
         }
         optimizer.step(1e-3);
