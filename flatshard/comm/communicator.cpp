@@ -302,11 +302,9 @@ void Communicator::reduce_scatter(
   }
 }
 
-void Communicator::reduce_by_copies(
-    std::int64_t nbytes,
-    const StreamOptions& stream) {
+void Communicator::reduce_by_copies(std::int64_t nbytes) {
   if (copies_ == nullptr && size_ > 1) {
-    copies_ = std::make_unique<CopyReducer>(*this, nbytes, stream);
+    copies_ = std::make_unique<CopyReducer>(*this, nbytes);
   }
 }
 

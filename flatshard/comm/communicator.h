@@ -16,7 +16,6 @@
 namespace flatshard {
 
 class CopyReducer;
-struct StreamOptions;
 
 /// One group of ranks for one purpose.
 ///
@@ -71,8 +70,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   ///
   /// @param nbytes  of memory on each rank, about.
   /// @throws Error{config, memory} as PeerMemory::create.
-  /// @param stream  of the copies.
-  void reduce_by_copies(std::int64_t nbytes, const StreamOptions& stream);
+  void reduce_by_copies(std::int64_t nbytes);
   /// See CopyReducer::restart.
   void restart_copies();
   /// The memory that it takes; 0 without.

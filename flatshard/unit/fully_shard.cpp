@@ -182,9 +182,7 @@ std::unique_ptr<Unit> build_unit(
 void reduce_by_copies(
     Mesh& mesh,
     const Strategy& strategy,
-    std::int64_t nbytes,
-    StreamOptions stream) {
-  stream.high_priority = true;
+    std::int64_t nbytes) {
   const Placements partial(mesh.num_axes(), Placement::partial(ReduceOp::sum));
   Placements inner = strategy.gradient;
   for (Placement& placement : inner) {
@@ -199,8 +197,7 @@ void reduce_by_copies(
   for (const auto& [from, to] : ways) {
     for (const TransitionStep& step : plan_transition(from, to)) {
       if (step.kind == TransitionStep::Kind::reduce_scatter) {
-        mesh.communicator(step.axes, Purpose::reduce)
-            .reduce_by_copies(nbytes, stream);
+        mesh.communicator(step.axes, Purpose::reduce).reduce_by_copies(nbytes);
       }
     }
   }
@@ -243,8 +240,7 @@ std::shared_ptr<Runtime> fully_shard(
     reduce_by_copies(
         *mesh,
         strategy_of(options, *mesh),
-        options.copy_reductions_nbytes,
-        options.streams);
+        options.copy_reductions_nbytes);
   }
   auto runtime = Runtime::create(
       std::move(mesh),
