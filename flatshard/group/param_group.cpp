@@ -392,12 +392,15 @@ void ParamGroup::reduce(const at::Tensor& slot, const Reduction& r) {
     grad_.local().copy_(narrow_.local());
   }
   const bool direct = !r.add_grad && options_.grad_divisor == 1 &&
-                      wire == grad_.local().scalar_type();
+                      !reduced_hook_ && wire == grad_.local().scalar_type();
   if (direct) {
     source.redistribute(target, Purpose::reduce, &grad_);
     return;
   }
   const FlatBuffer reduced = source.redistribute(target, Purpose::reduce);
+  if (reduced_hook_) {
+    reduced_hook_(reduced.local());
+  }
   if (options_.grad_divisor != 1) {
     reduced.local().div_(options_.grad_divisor);
   }

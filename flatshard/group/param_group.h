@@ -12,6 +12,7 @@
 #include "flatshard/layout/flat_layout.h"
 #include "flatshard/layout/strategy.h"
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -100,6 +101,13 @@ class ParamGroup {
   /// ranks, from the next reduction on. Equal on all ranks.
   /// @throws Error{config} when divisor <= 0.
   void set_divisor(double divisor);
+  /// Called in the reduce stream with each reduced gradient: [shard] like main,
+  /// in the dtype of the reduction, not yet divided by a divisor or added to
+  /// those of microbatches before. What it changes in place is the gradient;
+  /// what it throws is an error of the reduction.
+  using ReducedHook = std::function<void(const at::Tensor& reduced)>;
+  /// From the next backward on; an empty function for none.
+  void set_reduced_hook(ReducedHook hook) { reduced_hook_ = std::move(hook); }
   /// Of a parameter, e.g. {"weight_decay", "none"}; optimizers read them when
   /// they are made.
   void
@@ -248,6 +256,7 @@ class ParamGroup {
   bool has_grad_ = false;
   bool has_inner_ = false;
   bool has_local_ = false;
+  ReducedHook reduced_hook_;
 };
 
 }  // namespace flatshard

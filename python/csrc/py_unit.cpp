@@ -1,6 +1,7 @@
 #include "python/csrc/py_unit.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/layout/local_range.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/Dtype.h>
@@ -143,6 +144,30 @@ std::vector<std::int64_t> PyUnit::cuts(std::size_t i) const {
     cuts.push_back(cuts.back() + numel / width);
   }
   return cuts;
+}
+
+std::vector<std::int64_t> PyUnit::shard_of_ranks() const {
+  const ParamGroup& g = *groups_.at(0);
+  const Mesh& mesh = *g.mesh();
+  std::vector<std::int64_t> sizes;
+  for (const MeshAxis& axis : mesh.axes()) {
+    sizes.push_back(axis.size);
+  }
+  std::vector<std::int64_t> shards;
+  for (std::int64_t rank = 0; rank < mesh.size(); ++rank) {
+    std::vector<std::int64_t> coordinate(sizes.size());
+    std::int64_t rest = rank;
+    for (std::size_t axis = sizes.size(); axis-- > 0; rest /= sizes[axis]) {
+      coordinate[axis] = rest % sizes[axis];
+    }
+    shards.push_back(shard_span(
+                         g.layout().num_shards(),
+                         g.options().strategy.optimizer,
+                         sizes,
+                         coordinate)
+                         .first);
+  }
+  return shards;
 }
 
 void PyUnit::set_names(

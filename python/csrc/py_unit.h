@@ -53,6 +53,9 @@ class PyUnit {
   /// Where the shards of parameter i begin along its first dimension, and the
   /// end; empty: every rank has all of it.
   std::vector<std::int64_t> cuts(std::size_t i) const;
+  /// The shard that each rank of the mesh holds of all that is cut; ranks by
+  /// their coordinates, the last axis fastest.
+  std::vector<std::int64_t> shard_of_ranks() const;
 
   void set_names(
       const std::string& unit,

@@ -95,6 +95,23 @@ class PyRuntime {
   Released<Runtime> runtime_;
 };
 
+// The reductions' thread calls it, and may be its last owner.
+ParamGroup::ReducedHook reduced_hook(py::object hook) {
+  if (hook.is_none()) {
+    return {};
+  }
+  const std::shared_ptr<py::object> held(
+      new py::object(std::move(hook)),
+      [](py::object* object) {
+        const py::gil_scoped_acquire gil;
+        delete object;
+      });
+  return [held](const at::Tensor& reduced) {
+    const py::gil_scoped_acquire gil;
+    (*held)(reduced);
+  };
+}
+
 }  // namespace
 
 void bind_unit(py::module_& m) {
@@ -143,6 +160,7 @@ void bind_unit(py::module_& m) {
       .def("shard", &PyUnit::shard)
       .def("grad", &PyUnit::grad)
       .def("cuts", &PyUnit::cuts)
+      .def_property_readonly("shard_of_ranks", &PyUnit::shard_of_ranks)
       .def("trainable", &PyUnit::trainable)
       .def("group_index", &PyUnit::group_index)
       .def(
@@ -168,6 +186,15 @@ void bind_unit(py::module_& m) {
               self.group_at(g).set_divisor(divisor);
             }
           })
+      .def(
+          "set_reduced_hook",
+          [](PyUnit& self, py::object hook) {
+            const auto call = reduced_hook(std::move(hook));
+            for (std::size_t g = 0; g < self.num_groups(); ++g) {
+              self.group_at(g).set_reduced_hook(call);
+            }
+          },
+          "None for none.")
       .def(
           "set_attribute",
           [](PyUnit& self,

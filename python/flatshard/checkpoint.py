@@ -21,7 +21,7 @@ from flatshard import _C
 from flatshard.mesh import device_of
 from flatshard.module import root_of
 from flatshard.optim import AdamW
-from flatshard.row_shard import ShardedTensor, writes
+from flatshard.sharded_tensor import ShardedTensor, writes
 from flatshard.unit import unit_of
 
 _OPTIMIZER = "optimizer"  # our own text in the manifest

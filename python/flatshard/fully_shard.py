@@ -69,7 +69,9 @@ def fully_shard(
         ignored_params: set of parameters to leave as they are on every rank.
         strategy: what is sharded: "no_shard" (ZeRO-0), "optim" (ZeRO-1),
             "optim_grads" (ZeRO-2) or "optim_grads_params" (ZeRO-3).
-        outer: what the outer of two mesh dimensions does: "replicate".
+        outer: what the outer of two mesh dimensions does: "replicate", or "optim"
+            with ZeRO-3: the optimizer state is sharded over it, too (HFSDP), and
+            parameters are DTensors over the flattened mesh.
         granularity: "row": parameters are cut between any two rows; "tensor":
             never cut, a rank holds it or not.
         prefetch: units gathered ahead of the one that computes. The root's counts.
@@ -88,6 +90,7 @@ def fully_shard(
     if not isinstance(device_mesh, DeviceMesh):
         raise TypeError(f"mesh: expected a DeviceMesh, got {mesh!r}")
     name = _strategy_name(strategy, outer, device_mesh)
+    shown_mesh = _shown_mesh(outer, device_mesh)
     mp_policy = _mixed_precision(mp_policy)
     _refuse_unsupported(offload_policy, reshard_after_forward)
     if granularity not in ("row", "tensor"):
@@ -122,7 +125,7 @@ def fully_shard(
         modules=[weakref.ref(m) for m in modules],
         core=unit,
         mesh=core,
-        device_mesh=device_mesh,
+        device_mesh=shown_mesh,
         parameters=parameters,
         mp_policy=mp_policy,
         prefetch=prefetch,
@@ -170,14 +173,32 @@ def _strategy_name(strategy, outer, mesh):
         raise ValueError(
             f"strategy: expected one of {', '.join(STRATEGIES)}, got {strategy!r}"
         )
-    if outer != "replicate":
-        raise NotImplementedError(
-            f"outer: expected 'replicate', got {outer!r}; sharding the optimizer over "
-            "the outer dimension (HFSDP) is not supported from Python yet"
+    if outer not in ("replicate", "optim"):
+        raise ValueError(f"outer: expected 'replicate' or 'optim', got {outer!r}")
+    if outer == "replicate":
+        return strategy if mesh.ndim == 1 else _REPLICATED_OUTER[strategy]
+    if mesh.ndim != 2:
+        raise ValueError(
+            f"outer: 'optim' expects a mesh of 2 dimensions, got {mesh.ndim}"
         )
-    if mesh.ndim == 1:
-        return strategy
-    return _REPLICATED_OUTER[strategy]
+    if strategy != "optim_grads_params":
+        raise NotImplementedError(
+            f"outer: 'optim' expects strategy 'optim_grads_params', got {strategy!r}: "
+            "a mesh of 1 dimension shards the optimizer state over all ranks"
+        )
+    return "hfsdp"
+
+
+def _shown_mesh(outer, mesh):
+    """Over which the parameters are DTensors."""
+    if outer == "replicate":
+        return mesh
+    if mesh.mesh_dim_names is None:
+        raise ValueError(
+            "outer: 'optim' flattens the mesh, which needs names: give "
+            "init_device_mesh mesh_dim_names"
+        )
+    return mesh._flatten()
 
 
 def _mixed_precision(policy):

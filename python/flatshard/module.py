@@ -229,11 +229,25 @@ class FSDPModule:
         self.set_gradient_divide_factor(factor)
 
     def set_all_reduce_hook(self, hook, *, stream=None):
-        raise NotImplementedError(
-            "set_all_reduce_hook is not supported: reductions are launched by the "
-            "core; set_gradient_divide_factor and MixedPrecisionPolicy.reduce_dtype "
-            "cover scaling and the dtype on the wire"
-        )
+        """Calls `hook(reduced)` with each reduced gradient of this unit, which it may
+        change in place; None for no hook. Set it between steps.
+
+        Args:
+            hook: takes [n] reduced, the flat gradients of the rows that this rank
+                has, with padding, in the dtype of the reduction: after the
+                reductions over all mesh dimensions, before the divide factor. Runs
+                on the stream of the reductions, on CPUs on their thread. What it
+                raises is raised by the backward.
+            stream: None; another stream is refused.
+        """
+        if hook is not None and not callable(hook):
+            raise TypeError(f"hook: expected a callable or None, got {hook!r}")
+        if stream is not None:
+            raise NotImplementedError(
+                "set_all_reduce_hook is not supported with a stream: the hook runs on "
+                "the stream of the reductions, where it may wait for another"
+            )
+        self._state().core.set_reduced_hook(hook)
 
     def set_custom_all_gather(self, comm):
         raise NotImplementedError(_own_collectives("set_custom_all_gather"))

@@ -4,7 +4,7 @@ whatever the number of parameters."""
 import torch
 
 from flatshard import _C
-from flatshard.row_shard import ShardedTensor
+from flatshard.sharded_tensor import ShardedTensor
 from flatshard.unit import unit_of
 
 
@@ -26,7 +26,7 @@ class AdamW(torch.optim.Optimizer):
         NotImplementedError: an option of torch's that is not supported.
     """
 
-    # Its writes are known to the core, see row_shard.Writes.
+    # Its writes are known to the core, see sharded_tensor.Writes.
     writes_through_core = True
 
     def __init__(

@@ -5,7 +5,7 @@ import weakref
 import torch
 
 from flatshard import _C
-from flatshard.row_shard import writes
+from flatshard.sharded_tensor import writes
 
 # `.grad` and `.requires_grad` of a tensor subclass go through __torch_function__
 # otherwise, at twenty times the price, for each parameter of the model.

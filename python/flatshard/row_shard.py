@@ -1,89 +1,57 @@
-"""How a shard is shown to PyTorch: a DTensor that knows where it was cut.
+"""A DTensor placement whose pieces have the lengths that the core's layout cut.
 
-A flat layout cuts a parameter between any two rows, so the ranks' pieces have
-different lengths. torch's ``Shard(0)`` assumes pieces as of ``torch.chunk`` and
-computes wrong values from others without a word (torch 2.11). ``RowShard`` says
-where the cuts are, and ``ShardedTensor`` keeps saying it of every result.
+torch's ``Shard(0)`` assumes pieces as of ``torch.chunk`` and computes wrong values
+from others without a word (torch 2.11).
 """
-
-import functools
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.optim.optimizer import register_optimizer_step_post_hook
-
-
-class Writes:
-    """Notices that somebody may have written sharded parameters.
-
-    Tensor versions do not tell: DTensor's operations work below the level that
-    counts them. So it is the way to the values that counts: operations in place,
-    `.data`, `to_local()`, and steps of torch's optimizers.
-    """
-
-    def __init__(self):
-        self.count = 0
-        self.storages = set()  # addresses, of the memory behind parameters
-
-    def note(self, tensor):
-        if isinstance(tensor, (list, tuple)):
-            tensor = tensor[0] if tensor else None  # foreach: parameters or not
-        if isinstance(tensor, ShardedTensor) and (
-            tensor._local_tensor.untyped_storage()._cdata in self.storages
-        ):
-            self.count += 1
-
-    def note_step(self, optimizer, args, kwargs):
-        if not getattr(optimizer, "writes_through_core", False):
-            self.count += 1
-
-
-writes = Writes()
-register_optimizer_step_post_hook(writes.note_step)
-
-_unscale = torch._amp_foreach_non_finite_check_and_unscale_
-_get_data = torch.Tensor.data.__get__
-_set_data = torch.Tensor.data.__set__
-
-
-@functools.lru_cache(maxsize=None)
-def _is_in_place(name):
-    name = name.split(".")[0]  # of an OpOverload
-    if name.startswith("__"):
-        return name == "__setitem__" or name.startswith("__i")
-    return name.endswith("_")
+from torch.distributed.tensor import Shard
 
 
 class RowShard(Shard):
-    """``Shard(0)`` whose piece r holds the rows ``cuts[r] : cuts[r + 1]``.
+    """``Shard(0)`` whose piece s holds the rows ``cuts[s] : cuts[s + 1]``.
 
     Args:
         cuts: ranks + 1 ascending row numbers, the first 0, the last the number
             of rows of the whole tensor.
+        piece_of_ranks: the piece that each rank of the mesh dimension has. None:
+            the rank's number.
     """
 
-    def __new__(cls, cuts):
+    def __new__(cls, cuts, piece_of_ranks=None):
         return super().__new__(cls, 0)
 
-    def __init__(self, cuts):
+    def __init__(self, cuts, piece_of_ranks=None):
         super().__init__(0)
         self.cuts = tuple(cuts)
+        self.piece_of_ranks = tuple(
+            range(len(self.cuts) - 1) if piece_of_ranks is None else piece_of_ranks
+        )
 
     def __reduce__(self):
-        return RowShard, (self.cuts,)
+        return RowShard, (self.cuts, self.piece_of_ranks)
 
     def __deepcopy__(self, memo):
         return self
 
+    def span(self, rank):
+        """First row of rank `rank`, and the end."""
+        piece = self.piece_of_ranks[rank]
+        return self.cuts[piece], self.cuts[piece + 1]
+
     def rows(self, rank):
-        return self.cuts[rank + 1] - self.cuts[rank]
+        begin, end = self.span(rank)
+        return end - begin
+
+    def slice(self, whole, rank):
+        begin, end = self.span(rank)
+        return whole[begin:end]
 
     # What DTensor asks a Shard.
 
     def _local_shard_size_and_offset(self, curr_local_size, num_chunks, rank):
-        return self.rows(rank), self.cuts[rank]
+        return self.rows(rank), self.span(rank)[0]
 
     def _to_replicate_tensor(self, local, mesh, mesh_dim, logical_shape):
         longest = max(self.rows(r) for r in range(len(self.cuts) - 1))
@@ -91,393 +59,25 @@ class RowShard(Shard):
         padded[: local.shape[0]] = local
         pieces = [torch.empty_like(padded) for _ in range(mesh.size(mesh_dim))]
         dist.all_gather(pieces, padded, group=mesh.get_group(mesh_dim))
-        return torch.cat([p[: self.rows(r)] for r, p in enumerate(pieces)])
+        order = sorted(range(len(pieces)), key=self.piece_of_ranks.__getitem__)
+        return torch.cat([pieces[r][: self.rows(r)] for r in order])
 
     def _replicate_to_shard(self, local, mesh, mesh_dim, shard_index):
-        return local[self.cuts[shard_index] : self.cuts[shard_index + 1]].clone()
+        return self.slice(local, shard_index).clone()
 
     # DTensor asks in many places whether a placement equals Shard(0). What must not
     # happen is that it takes a plan that it remembers for other cuts: see RowSpec.
 
     def __eq__(self, other):
         if isinstance(other, RowShard):
-            return other.cuts == self.cuts
+            return (other.cuts, other.piece_of_ranks) == (
+                self.cuts,
+                self.piece_of_ranks,
+            )
         return isinstance(other, Shard) and other.dim == self.dim
 
     def __hash__(self):
-        return hash(("RowShard", self.cuts))
+        return hash(("RowShard", self.cuts, self.piece_of_ranks))
 
     def __repr__(self):
         return f"RowShard{self.cuts}"
-
-
-class RowSpec(DTensorSpec):
-    """The spec of a ShardedTensor. DTensor finds what it has worked out for an
-    operation by the specs of its arguments: this one equals none with other cuts,
-    nor one with Shard(0)."""
-
-    def __eq__(self, other):
-        return isinstance(other, RowSpec) and super().__eq__(other)
-
-    def __hash__(self):
-        return hash(("RowSpec", super().__hash__()))
-
-    @staticmethod
-    def of(spec, placements=None):
-        return RowSpec(
-            spec.mesh,
-            spec.placements if placements is None else tuple(placements),
-            tensor_meta=spec.tensor_meta,
-        )
-
-
-class ShardedTensor(DTensor):
-    """A DTensor of which mesh dimensions may be cut by a RowShard.
-
-    What is computed from it row by row has the same cuts. What needs another
-    view of the rows is gathered first by DTensor, or refused by name.
-    """
-
-    __slots__ = ()
-
-    @staticmethod
-    def wrap(local, mesh, placements, shape, requires_grad=False):
-        """A view: writes to it are writes to `local`.
-
-        Args:
-            local: [rows of this rank, ...] tensor.
-            shape: of the whole tensor.
-        """
-        with torch.no_grad():
-            stride = torch.empty(shape, device="meta").stride()
-            tensor = DTensor.from_local(
-                local,
-                mesh,
-                placements,
-                run_check=False,
-                shape=torch.Size(shape),
-                stride=stride,
-            )
-        tensor.__class__ = ShardedTensor
-        if any(isinstance(p, RowShard) for p in placements):
-            tensor._spec = RowSpec.of(tensor._spec)
-        return tensor.requires_grad_(requires_grad)
-
-    def beside(self, local):
-        """`local`, cut as this one is and of the same dtype, as a tensor of its own
-        without gradient. Cheap: nothing is checked."""
-        tensor = DTensor.__new__(DTensor, local, self._spec, requires_grad=False)
-        tensor.__class__ = ShardedTensor
-        return tensor
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function == _set_data:
-            # It would replace the wrapper's data, which nobody reads.
-            with torch.no_grad():
-                args[0].copy_(args[1])
-            return None
-        with torch._C.DisableTorchFunctionSubclass():
-            if function is _unscale:
-                return _unscale_gradients(*args)
-            pieces = _pieces(function, args)
-            if pieces is not None:
-                result = function(*pieces, **(kwargs or {}))
-                writes.note(args[0])
-                return None if result is None else args[0]
-            args = _align(args)
-            if kwargs and "out" in kwargs:
-                return _call_with_out(function, args, kwargs)
-            try:
-                result = function(*args, **(kwargs or {}))
-            except RuntimeError as error:
-                if "got mixed torch.Tensor and DTensor" not in str(error):
-                    raise
-                raise _used_outside(function, args, kwargs) from error
-        if args and (function == _get_data or _is_in_place(function.__name__)):
-            writes.note(args[0])
-        if isinstance(result, (bool, int, float, str, type(None), torch.Size)):
-            return result
-        return _retag(result, function, args, kwargs)
-
-    def __deepcopy__(self, memo):
-        copied = ShardedTensor.wrap(
-            self._local_tensor.detach().clone(),
-            self.device_mesh,
-            list(self.placements),
-            self.shape,
-            self.requires_grad and self.is_leaf,
-        )
-        if getattr(self, "_is_param", False):
-            copied = torch.nn.Parameter(copied.detach(), self.requires_grad)
-        memo[id(self)] = copied
-        return copied
-
-    def redistribute(self, device_mesh=None, placements=None, **options):
-        # RowShard equals Shard(0), so the way there leads over the whole tensor.
-        if placements is not None and any(
-            isinstance(p, Shard) and not isinstance(p, RowShard) for p in placements
-        ):
-            whole = [Replicate()] * self.device_mesh.ndim
-            return (
-                super()
-                .redistribute(device_mesh, whole)
-                .redistribute(device_mesh, placements, **options)
-            )
-        return super().redistribute(device_mesh, placements, **options)
-
-    def to_local(self, **options):
-        writes.note(self)
-        return super().to_local(**options)
-
-    def rows_of(self, tensor):
-        """This rank's rows of `tensor`, plain or a DTensor, with as many rows.
-
-        Collective when it is a DTensor.
-        """
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        local = full.to(self._local_tensor.device)
-        for dim, placement in enumerate(self.placements):
-            if isinstance(placement, RowShard):
-                rank = self.device_mesh.get_local_rank(dim)
-                local = local[placement.cuts[rank] : placement.cuts[rank + 1]]
-        return local
-
-    def like(self, tensor):
-        """The DTensor `tensor`, with as many rows, cut as this one is. Collective."""
-        return ShardedTensor.wrap(
-            self.rows_of(tensor),
-            self.device_mesh,
-            list(self.placements),
-            tensor.shape,
-        )
-
-
-# None of its own: DTensor's class has to be assignable to it. But whoever copies a
-# tensor slot by slot (DCP's staging) asks the type for them.
-ShardedTensor.__slots__ = DTensor.__slots__
-
-
-def _unscale_gradients(gradients, found_inf, inverse_scale):
-    """What GradScaler asks of gradients. All ranks get the same `found_inf`.
-
-    DTensor asks the first gradient alone over which ranks to agree, and takes no
-    plain tensors beside.
-    """
-    local = [g._local_tensor if isinstance(g, DTensor) else g for g in gradients]
-    _unscale(local, found_inf, inverse_scale)
-    groups = {}
-    for gradient in gradients:
-        if isinstance(gradient, DTensor):
-            mesh = gradient.device_mesh
-            for dim, placement in enumerate(gradient.placements):
-                if isinstance(placement, Shard):
-                    groups[mesh, dim] = mesh.get_group(dim)
-    for group in groups.values():
-        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
-
-
-def _call_with_out(function, args, kwargs):
-    """DTensor gives `out` the placements that it worked out, without the cuts."""
-    out = kwargs["out"]
-    outs = list(out) if isinstance(out, (list, tuple)) else [out]
-    first = next((a for a in args if isinstance(a, DTensor)), None)
-    for tensor in outs:
-        if tensor.placements != getattr(first, "placements", tensor.placements):
-            _refuse(function)
-    specs = [tensor._spec for tensor in outs]
-    function(*args, **kwargs)
-    for tensor, spec in zip(outs, specs):
-        tensor._spec = spec
-        writes.note(tensor)
-    return out
-
-
-def _align(args):
-    """Arguments of one operation that are cut differently, cut alike.
-
-    Rank by rank, rows of one would meet other rows of the other. The first DTensor
-    decides; of lists (foreach) the first of each position.
-    """
-    if len(args) < 2:
-        return args
-    first = args[0]
-    if isinstance(first, DTensor):
-        return tuple([first] + [_align_to(first, value) for value in args[1:]])
-    if isinstance(first, (list, tuple)):
-        return tuple(
-            [first]
-            + [
-                [_align_to(a, b) for a, b in zip(first, value)]
-                if isinstance(value, (list, tuple)) and len(value) == len(first)
-                else value
-                for value in args[1:]
-            ]
-        )
-    tensors = [value for value in args if isinstance(value, DTensor)]
-    if len(tensors) < 2:
-        return args
-    return tuple(_align_to(tensors[0], value) for value in args)
-
-
-def _align_to(reference, value):
-    if not isinstance(value, DTensor) or not isinstance(reference, DTensor):
-        return value
-    cuts = isinstance(reference, ShardedTensor), isinstance(value, ShardedTensor)
-    same_rows = (
-        value.dim() == reference.dim()
-        and value.dim() > 0
-        and value.shape[0] == reference.shape[0]
-    )
-    if not any(cuts) or not same_rows:
-        return value
-    if all(cuts) and value.placements == reference.placements:
-        return value
-    if cuts[0]:
-        return reference.like(value)
-    mesh = value.device_mesh
-    full = DTensor.from_local(
-        value.full_tensor(), mesh, [Replicate()] * mesh.ndim, run_check=False
-    )
-    return full.redistribute(reference.device_mesh, reference.placements)
-
-
-@functools.lru_cache(maxsize=None)
-def _updates_lists(function):
-    """foreach in place, or fused: what torch's optimizers call. Element by element."""
-    name = function.__name__.split(".")[0]
-    return name.startswith(("_foreach_", "_fused_")) and name.endswith("_")
-
-
-def _pieces(function, args):
-    """The arguments' local tensors, for a function to whose result they suffice; None
-    for another one. DTensor's own way costs the host ten times as much, and remembers
-    every scalar that it ever saw."""
-    if not _updates_lists(function) or torch.is_grad_enabled():
-        return None
-    first = args[0]
-    if not all(isinstance(tensor, ShardedTensor) for tensor in first):
-        return None
-    pieces = [[tensor._local_tensor for tensor in first]]
-    for value in args[1:]:
-        if isinstance(value, (list, tuple)) and len(value) == len(first):
-            value = [_piece_beside(a, b) for a, b in zip(first, value)]
-            if any(piece is None for piece in value):
-                return None
-        elif isinstance(value, torch.Tensor):
-            value = _piece_beside(None, value)
-            if value is None:
-                return None
-        pieces.append(value)
-    return pieces
-
-
-def _piece_beside(reference, value):
-    """What meets the local tensor of `reference`; None when that is not clear."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if not isinstance(value, DTensor):
-        return value if value.dim() == 0 else None
-    if value.dim() == 0:
-        whole = all(placement.is_replicate() for placement in value.placements)
-        return value._local_tensor if whole else None
-    if reference is None or not isinstance(value, ShardedTensor):
-        return None
-    a, b = value._spec, reference._spec
-    same = a is b or (
-        a.placements == b.placements
-        and a.mesh == b.mesh
-        and value._local_tensor.shape == reference._local_tensor.shape
-    )
-    return value._local_tensor if same else None
-
-
-def _cuts_of(value, found):
-    """The ShardedTensors inside arguments."""
-    if isinstance(value, ShardedTensor):
-        found.append(value)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _cuts_of(item, found)
-    elif isinstance(value, dict):
-        for item in value.values():
-            _cuts_of(item, found)
-    return found
-
-
-def _retag(result, function, args, kwargs):
-    if isinstance(result, (list, tuple)):
-        kind = type(result)
-        # Of foreach, the i-th result comes from the i-th arguments.
-        items = [
-            _retag(item, function, _position(args, i, len(result)), kwargs)
-            for i, item in enumerate(result)
-        ]
-        return kind(items) if kind in (list, tuple) else kind(*items)
-    if not isinstance(result, DTensor) or isinstance(result, ShardedTensor):
-        return result
-    sources = _cuts_of((args, kwargs), [])
-    if not sources:
-        return result  # they were cut like a plain DTensor
-    spec = result._spec
-    placements = list(spec.placements)
-    for dim, placement in enumerate(placements):
-        if isinstance(placement, RowShard):
-            continue
-        if isinstance(placement, Partial) and placement.reduce_op == "avg":
-            _refuse(function)
-        if isinstance(placement, Shard):
-            placements[dim] = _same_rows(result, sources, dim) or _refuse(function)
-    if any(isinstance(p, RowShard) for p in placements):
-        result._spec = RowSpec.of(spec, placements)
-    result.__class__ = ShardedTensor
-    return result
-
-
-def _position(args, i, length):
-    return [
-        a[i] if isinstance(a, (list, tuple)) and len(a) == length else a for a in args
-    ]
-
-
-def _same_rows(result, sources, dim):
-    """The cuts of a source whose rows are the result's."""
-    rows = result.shape[0] if result.dim() else None
-    for source in sources:
-        placement = source.placements[dim]
-        if (
-            isinstance(placement, RowShard)
-            and source.shape[0] == rows
-            and result._local_tensor.shape[0] == source._local_tensor.shape[0]
-            and source.device_mesh == result.device_mesh
-        ):
-            return placement
-    return None
-
-
-def _refuse(function):
-    name = getattr(function, "__name__", str(function))
-    raise NotImplementedError(
-        f"{name} of a sharded parameter: its rows are not cut in equal pieces, "
-        f"and this result would be wrong. Take full_tensor() or to_local() first"
-    )
-
-
-def _used_outside(function, args, kwargs):
-    """The error of a module that computes with a parameter that is not gathered."""
-    from flatshard.unit import unit_of  # which imports this module
-
-    shards = _cuts_of((args, kwargs), [])
-    place = next((place for s in shards if (place := unit_of(s))), None)
-    what, unit = "a sharded tensor", "its unit"
-    if place is not None:
-        state, index = place
-        module, name = next(p for p in state.parameters if p.index == index).sites[0]
-        what = f"parameter {name} of {type(module()).__name__}"
-        unit = f"unit {state.name}" if state.name else "its unit"
-    return RuntimeError(
-        f"{function.__name__}: {what} meets plain tensors as a shard, outside of the "
-        f"forward of {unit}. Call the module that fully_shard wrapped, not one inside "
-        "it; name other methods with register_fsdp_forward_method(module, name); or "
-        "call unshard() of the unit first"
-    )

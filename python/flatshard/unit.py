@@ -15,7 +15,8 @@ from torch.distributed.tensor import Replicate
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard import _C
-from flatshard.row_shard import RowShard, ShardedTensor, writes
+from flatshard.row_shard import RowShard
+from flatshard.sharded_tensor import ShardedTensor, writes
 
 # Where a parameter went, kept on the tensor that the user had: meeting it again
 # in another unit means that two units share it.
@@ -154,9 +155,14 @@ class UnitState:
 
     def _wrap(self, p, local):
         cuts = self.core.cuts(p.index)
-        placement = RowShard(cuts) if cuts else Replicate()
-        placements = [Replicate()] * (self.device_mesh.ndim - 1) + [placement]
-        return ShardedTensor.wrap(local, self.device_mesh, placements, p.whole.shape)
+        mesh = self.device_mesh
+        if not cuts:
+            placements = [Replicate()] * mesh.ndim
+        elif mesh.ndim == 1:
+            placements = [RowShard(cuts, self.core.shard_of_ranks)]
+        else:
+            placements = [Replicate(), RowShard(cuts)]
+        return ShardedTensor.wrap(local, mesh, placements, p.whole.shape)
 
     @staticmethod
     def show(p, tensor):

@@ -153,7 +153,6 @@ def test_former_name_of_the_divisor(mesh, rank, world):
 @pytest.mark.parametrize(
     "setter, value",
     [
-        ("set_all_reduce_hook", print),
         ("set_custom_all_gather", None),
         ("set_custom_reduce_scatter", None),
         ("set_allocate_memory_from_process_group_for_comm", True),

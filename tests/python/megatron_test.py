@@ -11,7 +11,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 import flatshard
 from flatshard import megatron
 from flatshard.megatron import v2
-from flatshard.row_shard import ShardedTensor
+from flatshard.sharded_tensor import ShardedTensor
 from tests.python.models import Block, Mlp
 from tests.python.training import distance, full_state, shard, train
 
@@ -103,7 +103,6 @@ def test_per_token_loss_sums(mesh, rank, world):
         ("cuda_graph_mode", True),
         ("enable_fine_grained_param_gather", True),
         ("suggested_communication_unit_size", 10**9),
-        ("outer_dp_sharding_strategy", "optim"),
     ],
 )
 def test_what_has_no_counterpart_is_named(name, value, mesh):
@@ -116,6 +115,14 @@ def test_bad_arguments_are_named(mesh):
         megatron.fully_shard_model(Mlp(), device_mesh=mesh, no_such=1)
     with pytest.raises(ValueError, match="zero_dp_strategy"):
         megatron.fully_shard_model(Mlp(), device_mesh=mesh, zero_dp_strategy=4)
+    with pytest.raises(ValueError, match="outer_dp_sharding_strategy: .* got 'grads'"):
+        megatron.fully_shard_model(
+            Mlp(), device_mesh=mesh, outer_dp_sharding_strategy="grads"
+        )
+    with pytest.raises(ValueError, match="outer: 'optim' expects a mesh of 2"):
+        megatron.fully_shard_model(
+            Mlp(), device_mesh=mesh, outer_dp_sharding_strategy="optim"
+        )
     with pytest.raises(ValueError, match="fsdp_unit_modules"):
         megatron.fully_shard_model(Mlp(), ["no.such.Class"], device_mesh=mesh)
     with pytest.raises(ValueError, match="a dimension 'xp'"):
@@ -144,6 +151,7 @@ TWO_AXES = {
     "optim": ([R, R], [P, P], [R, S]),
     "optim_grads": ([R, R], [P, S], [R, S]),
     "optim_grads_params": ([R, S], [P, S], [R, S]),
+    "hfsdp": ([R, S], [P, S], [S, S]),
 }
 
 
@@ -204,7 +212,8 @@ def test_v2_trains(strategy, microbatches, mesh, rank):
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("strategy", TWO_AXES)
 def test_v2_trains_with_replicas(strategy, microbatches, mesh_2d, rank):
-    check_v2_trains(TWO_AXES[strategy], strategy, mesh_2d, rank, microbatches)
+    same = "optim_grads_params" if strategy == "hfsdp" else strategy
+    check_v2_trains(TWO_AXES[strategy], same, mesh_2d, rank, microbatches)
 
 
 def test_v2_microbatch_waits_with_the_outer_reduction(mesh_2d, rank):
@@ -325,7 +334,6 @@ def test_v2_axes_of_a_larger_mesh(world, rank):
 @pytest.mark.parametrize(
     "lists, error, problem",
     [
-        (([R, S], [P, S], [S, S]), NotImplementedError, "HFSDP"),
         (([S, S], [S, S], [S, S]), NotImplementedError, "a mesh of one axis"),
         (([S], [P], [S]), NotImplementedError, "gradient .*Partial.* not supported"),
         (([S], [Shard(1)], [S]), NotImplementedError, "Placements.gradient: .*Shard"),

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import flatshard
 from flatshard import MixedPrecisionPolicy, fully_shard
 from flatshard.module import state_of
-from flatshard.row_shard import ShardedTensor
+from flatshard.sharded_tensor import ShardedTensor
 from tests.python.models import DIM, Block, Body, plain
 from tests.python.training import against_one_process, data, full_state, shard
 

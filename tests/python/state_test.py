@@ -19,7 +19,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import flatshard
 from flatshard import fully_shard
-from flatshard.row_shard import RowShard, ShardedTensor
+from flatshard.row_shard import RowShard
+from flatshard.sharded_tensor import ShardedTensor
 from tests.python.models import Mlp
 from tests.python.training import distance, full_state, shard, train
 

@@ -43,6 +43,8 @@ _WITHOUT_COUNTERPART = {
     "fsdp_all_gather_in_start_param_sync": (True, (False,), ""),
 }
 
+_OUTER = {0: "replicate", "no_shard": "replicate", 1: "optim", "optim": "optim"}
+
 
 def fully_shard_model(
     module,
@@ -67,7 +69,8 @@ def fully_shard_model(
             dimensions that shard and that replicate. None: all ranks shard.
         zero_dp_strategy: 0 to 3, or "no_shard", "optim", "optim_grads",
             "optim_grads_params".
-        outer_dp_sharding_strategy: 0 or "no_shard".
+        outer_dp_sharding_strategy: 0 or "no_shard"; with zero_dp_strategy 3 also 1 or
+            "optim": the optimizer state is sharded over dp_outer_dim, too (HFSDP).
         init_model_with_meta_device: parameters on meta get their values from
             reset_parameters().
         mixed_precision_policy: MixedPrecisionPolicy of this module.
@@ -79,10 +82,10 @@ def fully_shard_model(
     _check_others(others)
     if device is not None and torch.device(device).type not in ("cpu", "cuda"):
         raise ValueError(f"device: expected cpu or cuda, got {device}")
-    if outer_dp_sharding_strategy not in (0, "no_shard"):
-        raise NotImplementedError(
-            f"outer_dp_sharding_strategy: expected 0 or 'no_shard', got "
-            f"{outer_dp_sharding_strategy!r}; HFSDP is not supported from Python yet"
+    if outer_dp_sharding_strategy not in _OUTER:
+        raise ValueError(
+            f"outer_dp_sharding_strategy: expected 0, 'no_shard', 1 or 'optim', got "
+            f"{outer_dp_sharding_strategy!r}"
         )
     strategy = _strategy(zero_dp_strategy)
     mesh = _mesh(device_mesh, dp_shard_dim, dp_outer_dim)
@@ -90,7 +93,13 @@ def fully_shard_model(
     units = _outermost(module, kinds)
     for unit in [*units, module]:
         with main_dtype(unit, mixed_precision_policy) as policy:
-            _fully_shard(unit, mesh=mesh, strategy=strategy, mp_policy=policy)
+            _fully_shard(
+                unit,
+                mesh=mesh,
+                strategy=strategy,
+                outer=_OUTER[outer_dp_sharding_strategy],
+                mp_policy=policy,
+            )
         if calculate_per_token_loss:
             unit.set_gradient_divide_factor(1.0)
     if init_model_with_meta_device:

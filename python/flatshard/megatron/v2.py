@@ -41,10 +41,10 @@ _STRATEGIES = {
     ("RR", "PP", "RS"): "optim",
     ("RR", "PS", "RS"): "optim_grads",
     ("RS", "PS", "RS"): "optim_grads_params",
+    ("RS", "PS", "SS"): "optim_grads_params",
 }
+_OUTER = {("RS", "PS", "SS"): "optim"}  # of two axes; "replicate" for all others
 _REFUSED = {
-    ("RS", "PS", "SS"): "sharding the optimizer over the outer axis too (HFSDP) is "
-    "not supported from Python yet; give Placements.optimizer [Replicate(), Shard(0)]",
     ("SS", "SS", "SS"): "to shard over all ranks of two axes, give a mesh of one "
     "axis over the same ranks",
 }
@@ -195,7 +195,7 @@ def fully_shard(
             )
     if not grad_divisor > 0:
         raise ValueError(f"grad_divisor: expected a number > 0, got {grad_divisor}")
-    strategy = _strategy(placements)
+    strategy, outer = _strategy(placements)
     mesh = _data_parallel_mesh(mesh, placements.dp_axes)
     _check_device(context.device, mesh)
     policy = mixed_precision_policy or MixedPrecisionPolicy()
@@ -204,7 +204,9 @@ def fully_shard(
             torch.float32, policy.main_grads_dtype, policy.grad_comm_dtype
         )
     with main_dtype(module, policy) as mp_policy:
-        _fully_shard(module, mesh=mesh, strategy=strategy, mp_policy=mp_policy)
+        _fully_shard(
+            module, mesh=mesh, strategy=strategy, outer=outer, mp_policy=mp_policy
+        )
     if grad_divisor != 1:
         module.set_gradient_divide_factor(mesh.size() * grad_divisor)
     context._register(module)
@@ -306,7 +308,7 @@ def _strategy(placements):
     }
     key = tuple(lists.values())
     if key in _STRATEGIES:
-        return _STRATEGIES[key]
+        return _STRATEGIES[key], _OUTER.get(key, "replicate")
     given = ", ".join(
         f"{name} {list(getattr(placements, name))}"
         for name in ("parameter", "gradient", "optimizer")
