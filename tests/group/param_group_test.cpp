@@ -333,5 +333,47 @@ TEST(ParamGroup, ErrorsNameTheOption) {
       HasSubstr("precision.main_params to be at least as wide"));
 }
 
+TEST(ParamGroup, AHookChangesWhatWasReduced) {
+  for (const GroupCase& c :
+       {GroupCase{"zero0", {2}},
+        GroupCase{"zero2", {2}},
+        GroupCase{"zero3", {2}},
+        GroupCase{"hfsdp", {2, 2}}}) {
+    for (const Precision& precision : {Precision{}, Precision::full()}) {
+      run_ranks(c.world(), [&](RankContext& context) {
+        const auto mesh = context.mesh(c.axes());
+        const auto plain = make_group(c, mesh, precision);
+        const auto hooked = make_group(c, mesh, precision);
+        int calls = 0;
+        hooked->set_reduced_hook([&](const at::Tensor& reduced) {
+          ++calls;
+          EXPECT_EQ(reduced.scalar_type(), precision.reduce);
+          EXPECT_EQ(reduced.numel(), hooked->main().local().numel());
+          reduced.mul_(2);
+        });
+        for (const bool last : {false, true}) {
+          for (ParamGroup* group : {plain.get(), hooked.get()}) {
+            const at::Tensor gradient = at::arange(group->layout().numel())
+                                            .remainder(7)
+                                            .to(precision.reduce);
+            group->reduce(gradient, group->plan_reduction(true, last));
+          }
+        }
+        EXPECT_GE(calls, 1);
+        EXPECT_TRUE(hooked->grad().local().equal(plain->grad().local() * 2))
+            << c.strategy;
+        hooked->set_reduced_hook([](const at::Tensor&) {
+          throw std::runtime_error("not this one");
+        });
+        const at::Tensor gradient =
+            at::ones({hooked->layout().numel()}, precision.reduce);
+        EXPECT_THROW(
+            hooked->reduce(gradient, hooked->plan_reduction(true, true)),
+            std::runtime_error);
+      });
+    }
+  }
+}
+
 }  // namespace
 }  // namespace flatshard::testing
