@@ -45,9 +45,16 @@ std::unique_ptr<Optimizer> make_optimizer(
 
 LrSchedule lr_schedule(const Config& config);
 
-/// Refuses a model whose main weights and gradients alone do not fit, before
-/// anything of that size is made: a machine that lends more memory than it has
-/// would end the run later, without a word. @throws Error{memory}.
+/// Bytes that a rank holds at least at the end of a backward: its part of main
+/// weights, gradients and optimizer state. The config is resolved.
+std::int64_t least_memory(
+    const Config& config,
+    const models::ModelConfig& model,
+    std::int64_t world);
+
+/// Refuses a model whose least_memory does not fit, before anything of that
+/// size is made: a machine that lends more memory than it has would end the run
+/// later, without a word. @throws Error{memory}.
 void check_memory(
     const Config& config,
     const models::ModelConfig& model,

@@ -2,8 +2,11 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/data/prepare.h"
+#include "flatshard/diagnostics/memory_table.h"
 #include "flatshard/format/safetensors.h"
+#include "flatshard/models/flops.h"
 #include "flatshard/train/generate.h"
+#include "flatshard/train/setup.h"
 #include "tests/support/temp_folder.h"
 
 #include <gmock/gmock.h>
@@ -11,6 +14,7 @@
 #include <nlohmann/json.hpp>
 
 #include <fstream>
+#include <map>
 #include <set>
 
 namespace flatshard {
@@ -257,6 +261,37 @@ TEST_F(TrainerTest, StrategyRecomputeAndMicrobatchesDoNotChangeTheRun) {
   }
 }
 
+TEST_F(TrainerTest, TheLeastMemoryIsWhatItTakesAndNoMore) {
+  for (const std::vector<std::string>& overrides :
+       std::vector<std::vector<std::string>>{
+           {},
+           {"parallelism.strategy=zero0"},
+           {"precision.reduce=bfloat16", "precision.compute=bfloat16"},
+           {"optimizer.name=sgd"},
+           {"optimizer.name=sgd", "optimizer.momentum=0.9"}}) {
+    const Config c = config(overrides);
+    const Trainer trainer(c, {}, "cpu");
+    const std::int64_t n = models::num_parameters(model_config(c));
+    const std::int64_t state = c.optimizer.name == "adamw" ? 8 * n
+                               : c.optimizer.momentum > 0  ? 4 * n
+                                                           : 0;
+    std::map<std::string, std::int64_t> rows;
+    for (const MemoryRow& row : memory_rows(trainer.runtime(), 0)) {
+      rows[row.role] = row.nbytes;
+    }
+    // In one dtype the main weights are the compute weights.
+    const std::int64_t weights = rows["main weights"] > 0
+                                     ? rows["main weights"]
+                                     : rows["compute weights"];
+    const std::int64_t taken = weights + rows["gradients"] + state;
+    const std::int64_t least = least_memory(c, model_config(c), 1);
+    EXPECT_LE(least, taken);
+    EXPECT_GE(static_cast<double>(least), 0.9 * static_cast<double>(taken));
+    const bool shards = c.parallelism.strategy != "zero0";
+    EXPECT_EQ(least_memory(c, model_config(c), 4), shards ? least / 4 : least);
+  }
+}
+
 TEST_F(TrainerTest, OtherOptimizersAndPrecision) {
   train(
       {"optimizer.name=sgd",
@@ -311,6 +346,9 @@ TEST_F(TrainerTest, ErrorsNameTheOption) {
       refusal({"precision.scaling=per_token"}),
       HasSubstr("precision.scaling = per_token"));
   EXPECT_THAT(refusal({"model.vocab_size=100"}), HasSubstr("vocab_size"));
+  EXPECT_THAT(
+      refusal({"model.layers=4096", "model.dim=16384", "model.ffn_dim=65536"}),
+      HasSubstr("use more ranks, or a parallelism.strategy that shards more"));
   EXPECT_THAT(
       refusal({"parallelism.data_parallel_shard_degree=2"}),
       HasSubstr("data_parallel_shard_degree"));
