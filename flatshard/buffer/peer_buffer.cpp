@@ -25,6 +25,8 @@ PeerBuffer::PeerBuffer(
       to_string(placements));
   Communicator& group = mesh->communicator(steps.front().axes, Purpose::gather);
   group_ = group.shared_from_this();
+  writes_ = mesh->communicator(steps.front().axes, Purpose::reduce)
+                .shared_from_this();
   const std::int64_t numel =
       FlatBuffer::local_numel(*layout, *mesh, placements);
   const std::int64_t element = c10::elementSize(dtype);

@@ -30,6 +30,10 @@ class PeerBuffer {
   /// Later copies of every rank see what every rank wrote before its own call.
   /// Collective; inside Stream::submit.
   void fence() const { group_->fence(); }
+  /// Later writes of every rank come after the copies that each rank's stream
+  /// had before its own call. Collective; inside Stream::submit, and on any
+  /// stream: it is no collective of the group that gathers.
+  void fence_writes() const { writes_->fence(); }
   /// Copies all ranks' parts. Inside Stream::submit; not a collective.
   /// @param out  [layout.numel()] of the buffer's dtype; overwritten.
   void copy_whole(const at::Tensor& out) const;
@@ -42,6 +46,7 @@ class PeerBuffer {
   };
 
   std::shared_ptr<Communicator> group_;
+  std::shared_ptr<Communicator> writes_;
   std::unique_ptr<PeerMemory> memory_;
   FlatBuffer local_;
   std::vector<Part> parts_;  ///< in the order in which they are copied

@@ -103,6 +103,9 @@ class Loader {
 
   LoadedCheckpoint apply() {
     const at::NoGradGuard no_grad;
+    for (ParamGroup* group : groups_) {
+      group->prepare_write();
+    }
     for (const Target& target : targets_) {
       const at::Tensor& values = target.values;
       const auto nbytes = static_cast<std::int64_t>(values.nbytes());

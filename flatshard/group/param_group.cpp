@@ -227,6 +227,7 @@ ParamGroup::Gather ParamGroup::plan_gather(bool copies) {
   if (gather.copies) {
     gather.fence = fenced_ != generation_;
     fenced_ = generation_;
+    copied_ = true;
   }
   return gather;
 }
@@ -274,6 +275,13 @@ void ParamGroup::cast_main_to_compute() {
   mark_weights_changed();
 }
 
+void ParamGroup::prepare_write() {
+  if (copied_) {
+    copied_ = false;
+    current_stream(mesh_->device())->submit([this] { peers_->fence_writes(); });
+  }
+}
+
 void ParamGroup::mark_weights_changed() {
   mark_weights_changed(*current_stream(mesh_->device()));
 }
@@ -316,6 +324,7 @@ ParamGroup::Reduction ParamGroup::plan_reduction(
     return r;
   }
   has_local_ = false;
+  copied_ = false;  // every rank's gradient needed its copies
   const Placements& rest = options_.strategy.gradient;
   const bool has_partial =
       std::any_of(rest.begin(), rest.end(), [](const Placement& p) {

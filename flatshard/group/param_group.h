@@ -151,6 +151,12 @@ class ParamGroup {
   ///   groups do not use it: theirs are in `compute`.
   void gather(const at::Tensor& out, const Gather& gather);
 
+  /// Later work of the current stream may overwrite the weights: no peer copies
+  /// them any more. Reductions say so by themselves; this is a fence where
+  /// there was none since the last copies (an evaluation before the optimizer's
+  /// step). Optimizers and loaders call it; who else writes weights that peers
+  /// read does, too, on all ranks.
+  void prepare_write();
   /// The weights changed: call after writing main and compute shards on the
   /// current stream, or on `stream`.
   void mark_weights_changed();
@@ -247,6 +253,7 @@ class ParamGroup {
   std::int64_t generation_ = 1;
   std::int64_t refreshed_ = 0;  ///< up to which generation
   std::int64_t fenced_ = 0;
+  bool copied_ = false;  ///< by peers, and no reduction since
   Event written_;
 
   FlatBuffer grad_;

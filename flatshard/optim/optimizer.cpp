@@ -109,6 +109,7 @@ void Optimizer::step(double lr, const at::Tensor& grad_scale) {
   Stream& stream = stream_ ? *stream_ : *current;
   for (ParamGroup* group : groups_) {
     if (group->has_grad()) {
+      group->prepare_write();
       group->adopt_foreign_writes();
     }
   }

@@ -115,23 +115,29 @@ TEST_P(Parity, GathersByCopiesChangeNoBit) {
     int microbatches;
     int prefetch;
     CopyGathers copies;
+    bool evaluate;
   };
-  for (const auto& [microbatches, prefetch, copies] :
-       {Variant{1, 0, CopyGathers::forward},
-        Variant{1, 3, CopyGathers::all},
-        Variant{3, 3, CopyGathers::forward}}) {
+  for (const auto& [microbatches, prefetch, copies, evaluate] :
+       {Variant{1, 0, CopyGathers::forward, false},
+        Variant{1, 3, CopyGathers::all, false},
+        Variant{1, 1, CopyGathers::all, true},
+        Variant{3, 3, CopyGathers::forward, false}}) {
     TrainingCase c{
         .strategy = strategy,
         .mesh = GetParam().mesh,
         .microbatches = microbatches,
         .steps = 5,
         .prefetch = prefetch};
+    c.evaluate = evaluate;
     const TrainingResult expected = train_toy(c);
     c.copy_gathers = copies;
     c.overlap_optimizer = prefetch > 0;
     c.max_delay_us = 500;
-    SCOPED_TRACE(
-        fmt::format("microbatches {} prefetch {}", microbatches, prefetch));
+    SCOPED_TRACE(fmt::format(
+        "microbatches {} prefetch {} evaluate {}",
+        microbatches,
+        prefetch,
+        evaluate));
     expect_same_bits(expected, train_toy(c));
   }
 }

@@ -187,7 +187,18 @@ void train_rank(
             loss.item<double>() / (batch_world * c.microbatches);
       }
     }
-    const ClipResult clip = clip_grad_norm(runtime->groups(), c.max_norm);
+    if (c.evaluate) {
+      const at::NoGradGuard no_grad;
+      const auto [x, y] = batch(step, rank, 0);
+      const double loss =
+          model(x.to(mesh->device(), c.precision.compute), y.to(mesh->device()))
+              .item<double>();
+      const std::lock_guard lock(mutex);
+      result.losses[step] += loss / world;
+    }
+    const ClipResult clip = c.evaluate
+                                ? ClipResult{.norm = at::zeros({})}
+                                : clip_grad_norm(runtime->groups(), c.max_norm);
     optimizer->step(kLr, clip.scale);
     optimizer->zero_grad();
     const double norm = clip.norm.item<double>();
