@@ -27,9 +27,10 @@ namespace flatshard {
 /// the SMs to what computes.
 ///
 /// A copy takes no peer's doing, so nothing but a later collective tells a rank
-/// that its weights were read. Between gathers and the next change of the
-/// weights there has to be one that follows the gathers on every rank: a
-/// backward's reductions are, after an evaluation Mesh::world().barrier() is.
+/// that its weights were read: a backward's reductions do, and where there were
+/// none (after an evaluation) ParamGroup::prepare_write. Optimizers and
+/// checkpoints call it before they write; whoever else writes weights does,
+/// too.
 enum class CopyGathers { none, forward, all };
 
 struct RuntimeOptions {
