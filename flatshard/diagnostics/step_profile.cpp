@@ -99,11 +99,12 @@ StepProfile profile_step(const std::vector<KernelInterval>& kernels) {
   }
   std::map<std::string, KernelClass> classes;
   std::map<std::int64_t, std::map<std::string, std::int64_t>> streams;
+  std::vector<std::string> names;  // the class of each kernel
   Intervals all;
   std::int64_t begin = kernels.front().begin_ns;
   std::int64_t end = begin;
   for (const KernelInterval& kernel : kernels) {
-    const std::string name = kernel_class(kernel.name);
+    const std::string& name = names.emplace_back(kernel_class(kernel.name));
     const std::int64_t ns = kernel.end_ns - kernel.begin_ns;
     KernelClass& sum = classes[name];
     sum.name = name;
@@ -118,9 +119,10 @@ StepProfile profile_step(const std::vector<KernelInterval>& kernels) {
     profile.streams[stream] = stream_role(ns);
   }
   Intervals compute;
-  for (const KernelInterval& kernel : kernels) {
+  for (std::size_t i = 0; i < kernels.size(); ++i) {
+    const KernelInterval& kernel = kernels[i];
     if (profile.streams[kernel.stream] == "compute" &&
-        !communicates(kernel_class(kernel.name))) {
+        !communicates(names[i])) {
       compute.emplace_back(kernel.begin_ns, kernel.end_ns);
     }
   }
