@@ -5,6 +5,7 @@
 #include <fnmatch.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <optional>
 #include <set>
@@ -17,6 +18,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/core/nearest_name.h"
 #include "flatshard/device/memory.h"
+#include "flatshard/device/upload.h"
 #include "flatshard/format/read_plan.h"
 
 namespace flatshard {
@@ -73,6 +75,7 @@ class Loader {
 
   /// Everything that can fail; changes nothing.
   void read() {
+    const auto begin = std::chrono::steady_clock::now();
     manifest_ = read_manifest(folder_);
     match();
     check_names();
@@ -98,7 +101,10 @@ class Loader {
     result_ = {
         .step = manifest_.step,
         .state = manifest_.state,
-        .read_nbytes = read_nbytes(chunks)};
+        .read_nbytes = read_nbytes(chunks),
+        .read_seconds = std::chrono::duration<double>(
+                            std::chrono::steady_clock::now() - begin)
+                            .count()};
   }
 
   LoadedCheckpoint apply() {
@@ -106,14 +112,20 @@ class Loader {
     for (ParamGroup* group : groups_) {
       group->prepare_write();
     }
+    const at::Device device = groups_.front()->mesh()->device();
+    std::vector<HostCopy> to_device;
+    std::vector<HostCopy> to_host;  // whole tensors may be there
     for (const Target& target : targets_) {
-      const at::Tensor& values = target.values;
-      const auto nbytes = static_cast<std::int64_t>(values.nbytes());
-      if (nbytes > 0) {
-        values.copy_(staging_.narrow(0, target.begin, nbytes)
-                         .view(values.scalar_type()));
-      }
+      const bool on_host = target.values.is_cpu();
+      (on_host ? to_host : to_device)
+          .push_back(
+              {.to = target.values.data_ptr(),
+               .from = static_cast<const std::byte*>(staging_.data_ptr()) +
+                       target.begin,
+               .nbytes = static_cast<std::int64_t>(target.values.nbytes())});
     }
+    upload(to_device, device, num_threads());
+    upload(to_host, at::kCPU, num_threads());
     for (ParamGroup* group : groups_) {
       group->cast_main_to_compute();
     }

@@ -30,6 +30,7 @@ struct LoadedCheckpoint {
   std::int64_t step = 0;
   std::map<std::string, std::string> state;
   std::uint64_t read_nbytes = 0;  ///< by this rank
+  double read_seconds = 0;        ///< this rank's, with all checks
 };
 
 /// Reads a checkpoint into the shards of this rank, whatever world size, mesh

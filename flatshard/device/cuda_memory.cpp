@@ -66,7 +66,7 @@ void copy_cuda_bytes(
       to,
       from,
       nbytes,
-      cudaMemcpyDeviceToDevice,
+      cudaMemcpyDefault,
       c10::cuda::getCurrentCUDAStream(device.index())));
 }
 

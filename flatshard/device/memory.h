@@ -30,9 +30,9 @@ MemoryStats memory_stats(at::Device device);
 /// @throws Error{memory} when the machine cannot give it.
 at::Tensor host_buffer(std::int64_t nbytes, at::Device device);
 
-/// Copies between two places of `device`, or of peers whose memory is mapped
-/// there. CUDA: queued on the current stream, for a copy engine where that can
-/// reach both. CPU: done on return.
+/// Copies between two places of `device`, of peers whose memory is mapped
+/// there, or of pinned host memory. CUDA: queued on the current stream, for a
+/// copy engine where that can reach both. CPU: done on return.
 void copy_bytes(
     void* to,
     const void* from,

@@ -1,16 +1,13 @@
 #include "flatshard/format/read_plan.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
-#include <exception>
-#include <mutex>
 #include <set>
-#include <thread>
 #include <tuple>
 
 #include "flatshard/core/error.h"
 #include "flatshard/core/file_reader.h"
+#include "flatshard/core/share_work.h"
 #include "flatshard/format/digest.h"
 #include "flatshard/format/safetensors.h"
 
@@ -165,43 +162,21 @@ void read_chunks(
     std::span<const ReadChunk> chunks,
     std::span<std::byte> out,
     int num_threads) {
-  std::atomic<std::size_t> next = 0;
-  std::mutex mutex;
-  std::exception_ptr error;
-  const auto work = [&] {
-    std::vector<std::byte> buffer;
-    FileReader file;
-    std::int64_t open = -1;
-    try {
-      for (std::size_t i = next++; i < chunks.size(); i = next++) {
-        const auto index = static_cast<std::size_t>(chunks[i].file);
-        const StoredFile& stored = manifest.files.at(index);
-        if (open != chunks[i].file) {
-          file = FileReader(folder / stored.name);
-          open = chunks[i].file;
-        }
-        read_chunk(file, stored, chunks[i], buffer, out);
+  share_work(chunks.size(), num_threads, [&] {
+    return [&,
+            buffer = std::vector<std::byte>(),
+            file = FileReader(),
+            open = std::int64_t{-1}](std::size_t i) mutable {
+      const ReadChunk& chunk = chunks[i];
+      const StoredFile& stored =
+          manifest.files.at(static_cast<std::size_t>(chunk.file));
+      if (open != chunk.file) {
+        file = FileReader(folder / stored.name);
+        open = chunk.file;
       }
-    } catch (...) {
-      next = chunks.size();
-      const std::lock_guard lock(mutex);
-      if (!error) {
-        error = std::current_exception();
-      }
-    }
-  };
-  std::vector<std::thread> threads;
-  const auto wanted = static_cast<std::size_t>(std::max(1, num_threads));
-  for (std::size_t i = 1; i < std::min(wanted, chunks.size()); ++i) {
-    threads.emplace_back(work);
-  }
-  work();
-  for (std::thread& thread : threads) {
-    thread.join();
-  }
-  if (error) {
-    std::rethrow_exception(error);
-  }
+      read_chunk(file, stored, chunk, buffer, out);
+    };
+  });
 }
 
 void check_files(

@@ -195,10 +195,12 @@ void RunCheckpoints::load(std::int64_t step) {
       std::chrono::duration<double>(std::chrono::steady_clock::now() - begin)
           .count();
   log_info(
-      "loaded {} in {:.1f} s ({:.2f} GB/s on this rank)",
+      "loaded {} in {:.1f} s ({:.2f} GB/s on this rank), {:.1f} s of it "
+      "reading and checking",
       path.string(),
       seconds,
-      static_cast<double>(loaded.read_nbytes) * 1e-9 / seconds);
+      static_cast<double>(loaded.read_nbytes) * 1e-9 / seconds,
+      loaded.read_seconds);
 }
 
 bool RunCheckpoints::due(std::int64_t step) const {

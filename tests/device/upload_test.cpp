@@ -1,0 +1,62 @@
+#include "flatshard/device/upload.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <vector>
+
+#include "flatshard/device/stream.h"
+
+namespace flatshard {
+namespace {
+
+class UploadTest : public ::testing::TestWithParam<at::DeviceType> {
+ protected:
+  void SetUp() override {
+    if (GetParam() == at::kCUDA && !cuda_available()) {
+      GTEST_SKIP() << "no GPU";
+    }
+  }
+  at::Device device() const {
+    return GetParam() == at::kCUDA ? at::Device(at::kCUDA, 0) : at::kCPU;
+  }
+};
+
+// Lengths about the piece of 8 MiB, and more pieces than threads.
+TEST_P(UploadTest, EveryByteArrives) {
+  for (const int threads : {1, 3}) {
+    std::vector<at::Tensor> values;
+    std::vector<at::Tensor> places;
+    std::vector<HostCopy> copies;
+    for (const std::int64_t n : {0, 1, 5, 8 << 20, (8 << 20) + 1, 50 << 20}) {
+      values.push_back(at::randint(0, 256, {n}, at::kByte));
+      places.push_back(
+          at::zeros({n + 2}, at::dtype(at::kByte).device(device())));
+      copies.push_back(
+          {static_cast<std::byte*>(places.back().data_ptr()) + 1,
+           values.back().data_ptr(),
+           n});
+    }
+    upload(copies, device(), threads);
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      const at::Tensor place = places[i].cpu();
+      const std::int64_t n = values[i].numel();
+      EXPECT_TRUE(place.narrow(0, 1, n).equal(values[i])) << n;
+      EXPECT_EQ(place[0].item<int>(), 0) << n;
+      EXPECT_EQ(place[n + 1].item<int>(), 0) << n;
+    }
+  }
+}
+
+TEST_P(UploadTest, NothingToCopy) {
+  upload({}, device(), 4);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Devices,
+    UploadTest,
+    ::testing::Values(at::kCPU, at::kCUDA),
+    [](const auto& test) { return at::DeviceTypeName(test.param, true); });
+
+}  // namespace
+}  // namespace flatshard
