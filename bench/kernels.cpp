@@ -110,7 +110,7 @@ void measure_layers(const Shape& s, std::int64_t tokens) {
         return std::vector{rows(s.dim), rows(s.dim), rows(s.dim)};
       },
       [&](auto& t) {
-        nn::cuda::rms_norm_backward(t[0], t[1], t[2], weight, rstd);
+        nn::cuda::rms_norm_backward(t[0], t[1], t[2], weight, rstd, nullptr);
       });
   measure(
       "rope",

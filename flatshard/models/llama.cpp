@@ -2,6 +2,7 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/nn/attention.h"
+#include "flatshard/nn/norm_linears.h"
 #include "flatshard/nn/recompute.h"
 #include "flatshard/nn/swiglu.h"
 
@@ -61,18 +62,23 @@ LlamaAttentionImpl::LlamaAttentionImpl(
       register_module("o_proj", nn::Linear(q, config.dim, residual(config)));
 }
 
-at::Tensor LlamaAttentionImpl::forward(const at::Tensor& x) {
+std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::forward(
+    const at::Tensor& x,
+    nn::RmsNormImpl* norm) {
   const std::int64_t batch = x.size(0);
   const std::int64_t seq = x.size(1);
   const auto heads = [&](const at::Tensor& t) {
     return t.view({batch, seq, -1, head_dim_});
   };
   const auto [cos, sin] = rope_->get(seq, x.device());
-  const std::vector<at::Tensor> qkv =
-      nn::linears(x, {q_proj_.get(), k_proj_.get(), v_proj_.get()});
+  const auto [in, qkv] = nn::norm_linears(
+      x,
+      {},
+      *norm,
+      {q_proj_.get(), k_proj_.get(), v_proj_.get()});
   const at::Tensor q = nn::rope(heads(qkv[0]), cos, sin);
   const at::Tensor k = nn::rope(heads(qkv[1]), cos, sin);
-  return o_proj_(nn::causal_attention(q, k, heads(qkv[2])));
+  return {in, o_proj_(nn::causal_attention(q, k, heads(qkv[2])))};
 }
 
 LlamaMlpImpl::LlamaMlpImpl(const ModelConfig& config) : Module("LlamaMlp") {
@@ -89,10 +95,11 @@ LlamaMlpImpl::LlamaMlpImpl(const ModelConfig& config) : Module("LlamaMlp") {
 
 at::Tensor LlamaMlpImpl::forward(
     const at::Tensor& x,
-    const at::Tensor& residual) {
-  const std::vector<at::Tensor> in =
-      nn::linears(x, {gate_proj_.get(), up_proj_.get()});
-  return nn::swiglu_linear(in[0], in[1], *down_proj_, residual);
+    const at::Tensor& delta,
+    nn::RmsNormImpl* norm) {
+  const auto [sum, in] =
+      nn::norm_linears(x, delta, *norm, {gate_proj_.get(), up_proj_.get()});
+  return nn::swiglu_linear(in[0], in[1], *down_proj_, sum);
 }
 
 LlamaBlockImpl::LlamaBlockImpl(
@@ -113,17 +120,14 @@ LlamaBlockImpl::LlamaBlockImpl(
 
 at::Tensor LlamaBlockImpl::run(const at::Tensor& in) {
   // x is `in`; gradients of both its uses meet in the norm's backward.
-  const auto [x, normed_x] = input_layernorm_(in, at::Tensor());
-  const at::Tensor attention = self_attn_(normed_x);
+  const auto [x, attention] = self_attn_(in, input_layernorm_.get());
   if (checkpoint_ != ActivationCheckpoint::selective) {
-    const auto [sum, normed] = post_attention_layernorm_(x, attention);
-    return mlp_(normed, sum);
+    return mlp_(x, attention, post_attention_layernorm_.get());
   }
   return nn::checkpoint(
       *this,
       [this](const at::Tensor& y) {
-        const auto [sum, normed] = post_attention_layernorm_(y, at::Tensor());
-        return mlp_(normed, sum);
+        return mlp_(y, at::Tensor(), post_attention_layernorm_.get());
       },
       x + attention,
       kNoRng);

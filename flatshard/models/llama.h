@@ -31,13 +31,16 @@ struct LlamaOptions {
 /// The RoPE table that all blocks of a model share.
 using SharedRope = std::shared_ptr<nn::RopeTable>;
 
-/// x + o_proj(attention(norm(x))): parameters {q,k,v,o}_proj.weight.
+/// o_proj(attention(norm(x))): parameters {q,k,v,o}_proj.weight.
 class LlamaAttentionImpl : public nn::Module {
  public:
   LlamaAttentionImpl(const ModelConfig& config, SharedRope rope);
-  /// @param x  [batch, seq, dim], already normalized
-  /// @return   [batch, seq, dim], without the residual
-  at::Tensor forward(const at::Tensor& x);
+  /// @param x  [batch, seq, dim]
+  /// @return   (x to go on with as the residual; see nn::norm_linears,
+  ///   [batch, seq, dim] to add to it)
+  std::tuple<at::Tensor, at::Tensor> forward(
+      const at::Tensor& x,
+      nn::RmsNormImpl* norm);
 
  private:
   std::int64_t head_dim_;
@@ -47,12 +50,14 @@ class LlamaAttentionImpl : public nn::Module {
 };
 FLATSHARD_MODULE(LlamaAttention);
 
-/// down(silu(gate(x)) * up(x)): parameters {gate,up,down}_proj.weight.
+/// h + down(silu(gate(norm(h))) * up(norm(h))): parameters
+/// {gate,up,down}_proj.weight.
 class LlamaMlpImpl : public nn::Module {
  public:
   explicit LlamaMlpImpl(const ModelConfig& config);
-  /// @return  down(...) + residual; both [batch, seq, dim]
-  at::Tensor forward(const at::Tensor& x, const at::Tensor& residual);
+  /// @param x, delta  [batch, seq, dim], h = x + delta; delta may be undefined
+  at::Tensor
+  forward(const at::Tensor& x, const at::Tensor& delta, nn::RmsNormImpl* norm);
 
  private:
   nn::Linear gate_proj_{nullptr}, up_proj_{nullptr}, down_proj_{nullptr};

@@ -111,7 +111,8 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
     const at::Tensor& dsum,
     const at::Tensor& x,
     const at::Tensor& weight,
-    const at::Tensor& rstd) {
+    const at::Tensor& rstd,
+    at::Tensor* y) {
   const c10::cuda::CUDAGuard guard(x.device());
   check_norm_dim(x.size(1));
   const at::Tensor w = fitting_weight(weight, x);
@@ -130,6 +131,7 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
        .weight = in(w),
        .rstd = rstd.const_data_ptr<float>(),
        .dx = out(dx),
+       .y = y != nullptr ? out(*y) : nullptr,
        .partial = partial.mutable_data_ptr<float>(),
        .blocks = blocks,
        .rows = x.size(0),

@@ -29,13 +29,15 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> rms_norm_forward(
     double eps);
 
 /// Adds `dsum` to dx when it is defined.
+/// @param y  when given, overwritten by the forward's y; may be dy.
 /// @return (dx, float32 partial sums [blocks, dim] of the weight gradient)
 std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
     const at::Tensor& dy,
     const at::Tensor& dsum,
     const at::Tensor& x,
     const at::Tensor& weight,
-    const at::Tensor& rstd);
+    const at::Tensor& rstd,
+    at::Tensor* y);
 
 /// grad = (accumulate ? grad : 0) + sum of partial over blocks; grad is
 /// float32 or bfloat16 [dim].

@@ -17,15 +17,6 @@ std::vector<std::int64_t> with_last(const at::Tensor& x, std::int64_t last) {
   return sizes;
 }
 
-void check_input(const at::Tensor& x, const at::Tensor& weight) {
-  FLATSHARD_CHECK(
-      x.dim() >= 1 && x.size(-1) == weight.size(1),
-      usage,
-      "linear: expected x of [..., {}], got {}",
-      weight.size(1),
-      c10::str(x.sizes()));
-}
-
 struct LinearFunction : torch::autograd::Function<LinearFunction> {
   enum Input { kX, kWeight, kBias, kResidual };
 
@@ -134,7 +125,7 @@ at::Tensor linear(
     const at::Tensor& bias,
     const at::Tensor& residual,
     const ModuleContextPtr& context) {
-  check_input(x, weight);
+  check_linear_input(x, weight);
   // Undefined tensors go as empty optionals: a Function refuses them otherwise.
   return LinearFunction::apply(
       x,
@@ -162,15 +153,17 @@ at::Tensor LinearImpl::forward(
   return linear(x, weight_, bias_, residual, context());
 }
 
+bool can_run_together(const std::vector<LinearImpl*>& layers) {
+  return std::all_of(layers.begin(), layers.end(), [](const LinearImpl* layer) {
+    return layer->has_only_pre_hooks() && !layer->bias().defined();
+  });
+}
+
 std::vector<at::Tensor> linears(
     const at::Tensor& x,
     const std::vector<LinearImpl*>& layers) {
-  const bool together =
-      std::all_of(layers.begin(), layers.end(), [](const LinearImpl* layer) {
-        return layer->has_only_pre_hooks() && !layer->bias().defined();
-      });
   std::vector<at::Tensor> out;
-  if (!together) {
+  if (!can_run_together(layers)) {
     for (LinearImpl* layer : layers) {
       out.push_back(call_with_hooks(*layer, x));
     }
@@ -179,7 +172,7 @@ std::vector<at::Tensor> linears(
   std::vector<at::Tensor> weights;
   std::vector<ModuleContextPtr> contexts;
   for (LinearImpl* layer : layers) {
-    check_input(x, layer->weight());
+    check_linear_input(x, layer->weight());
     layer->run_forward_pre_hooks({x});
     weights.push_back(layer->weight());
     contexts.push_back(layer->context());

@@ -44,6 +44,10 @@ class LinearImpl : public Module {
 };
 FLATSHARD_MODULE(Linear);
 
+/// Nothing but their weights takes part in a call of these layers, and nobody
+/// wants to see one's result.
+bool can_run_together(const std::vector<LinearImpl*>& layers);
+
 /// y_i = x W_i^T of layers that read one input. In backward the gradients of
 /// that input add up inside the matrix products, so they need neither tensors
 /// of their own nor additions. Layers with a bias, or with hooks behind their

@@ -4,6 +4,15 @@
 
 namespace flatshard::nn {
 
+void check_linear_input(const at::Tensor& x, const at::Tensor& weight) {
+  FLATSHARD_CHECK(
+      x.dim() >= 1 && x.size(-1) == weight.size(1),
+      usage,
+      "linear: expected x of [..., {}], got {}",
+      weight.size(1),
+      c10::str(x.sizes()));
+}
+
 at::Tensor matmul_forward(
     const at::Tensor& rows,
     const at::Tensor& weight,

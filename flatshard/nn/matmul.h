@@ -6,6 +6,9 @@ namespace flatshard::nn {
 
 // The matrix products that layers with a weight [out, in] have in common.
 
+/// @throws Error{usage} when x is not [..., in].
+void check_linear_input(const at::Tensor& x, const at::Tensor& weight);
+
 /// x W^T (+ bias) (+ residual), added inside the product.
 ///
 /// @param rows      [rows, in]

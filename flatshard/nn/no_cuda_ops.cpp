@@ -32,7 +32,8 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
     const at::Tensor&,
     const at::Tensor&,
     const at::Tensor&,
-    const at::Tensor&) {
+    const at::Tensor&,
+    at::Tensor*) {
   refuse();
 }
 void rms_norm_weight_gradient(const at::Tensor&, at::Tensor&, bool) {

@@ -1,76 +1,13 @@
 #include "flatshard/nn/rms_norm.h"
 
 #include "flatshard/nn/autograd.h"
-#include "flatshard/nn/cpu_kernels.h"
-#include "flatshard/nn/cuda_ops.h"
+#include "flatshard/nn/rms_norm_rows.h"
 
 namespace flatshard::nn {
 namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-at::Tensor as_float(const at::Tensor& tensor) {
-  return tensor.to(at::kFloat).contiguous();
-}
-
-// (y, rstd) of x; float32 loops on the CPU, ATen on devices without kernels.
-std::tuple<at::Tensor, at::Tensor>
-forward_rows(const at::Tensor& x, const at::Tensor& weight, double eps) {
-  const at::Tensor xf = as_float(x);
-  const at::Tensor wf = as_float(weight);
-  if (x.is_cpu()) {
-    at::Tensor y = at::empty_like(xf);
-    at::Tensor rstd = at::empty({x.size(0)}, xf.options());
-    cpu::rms_norm_forward(
-        xf.const_data_ptr<float>(),
-        wf.const_data_ptr<float>(),
-        y.mutable_data_ptr<float>(),
-        rstd.mutable_data_ptr<float>(),
-        x.size(0),
-        x.size(1),
-        static_cast<float>(eps));
-    return {y.to(x.scalar_type()), rstd};
-  }
-  const at::Tensor rstd = xf.square().mean(-1).add_(eps).rsqrt_();
-  return {(xf * rstd.unsqueeze(-1)).mul_(wf).to(x.scalar_type()), rstd};
-}
-
-// (dx, float32 dw) of rows.
-std::tuple<at::Tensor, at::Tensor> backward_rows(
-    const at::Tensor& dy,
-    const at::Tensor& dsum,
-    const at::Tensor& x,
-    const at::Tensor& weight,
-    const at::Tensor& rstd) {
-  const at::Tensor xf = as_float(x);
-  const at::Tensor wf = as_float(weight);
-  const at::Tensor gf = as_float(dy);
-  const at::Tensor sf = dsum.defined() ? as_float(dsum) : dsum;
-  if (x.is_cpu()) {
-    at::Tensor dx = at::empty_like(xf);
-    at::Tensor dw = at::zeros_like(wf);
-    cpu::rms_norm_backward(
-        gf.const_data_ptr<float>(),
-        sf.defined() ? sf.const_data_ptr<float>() : nullptr,
-        xf.const_data_ptr<float>(),
-        wf.const_data_ptr<float>(),
-        rstd.const_data_ptr<float>(),
-        dx.mutable_data_ptr<float>(),
-        dw.mutable_data_ptr<float>(),
-        x.size(0),
-        x.size(1));
-    return {dx.to(x.scalar_type()), dw};
-  }
-  const at::Tensor scale = rstd.unsqueeze(-1);
-  const at::Tensor gw = gf * wf;
-  const at::Tensor normed = xf * scale;
-  at::Tensor dx = (gw - normed * (gw * normed).mean(-1, true)) * scale;
-  if (sf.defined()) {
-    dx += sf;
-  }
-  return {dx.to(x.scalar_type()), (gf * normed).sum(0)};
-}
 
 struct RmsNormFunction : torch::autograd::Function<RmsNormFunction> {
   enum Input { kX, kDelta, kWeight };
@@ -87,22 +24,7 @@ struct RmsNormFunction : torch::autograd::Function<RmsNormFunction> {
     save_context(ctx, context);
     ctx->saved_data["delta"] = delta.defined();
     ctx->set_materialize_grads(false);
-    const at::Tensor rows = as_rows(x).contiguous();
-    at::Tensor y;
-    at::Tensor sum;
-    at::Tensor rstd;
-    if (cuda::takes(x)) {
-      std::tie(y, sum, rstd) = cuda::rms_norm_forward(
-          rows,
-          delta.defined() ? as_rows(delta).contiguous() : delta,
-          weight.contiguous(),
-          eps);
-    } else {
-      if (delta.defined()) {
-        sum = rows + as_rows(delta);
-      }
-      std::tie(y, rstd) = forward_rows(sum.defined() ? sum : rows, weight, eps);
-    }
+    auto [y, sum, rstd] = rms_norm_rows(x, delta, weight, eps);
     y = reshape_result(y, x.sizes());
     if (!wants_sum) {
       ctx->save_for_backward({x, weight, rstd});
@@ -128,17 +50,8 @@ struct RmsNormFunction : torch::autograd::Function<RmsNormFunction> {
       }
       return out;
     }
-    const at::Tensor rows = as_rows(x).contiguous();
-    const at::Tensor dy = as_rows(grads[0]).contiguous();
-    const at::Tensor ds =
-        dsum.defined() ? as_rows(dsum).contiguous() : at::Tensor();
-    const bool on_cuda = cuda::takes(x);
-    at::Tensor dx;
-    at::Tensor dw;
-    std::tie(dx, dw) =
-        on_cuda
-            ? cuda::rms_norm_backward(dy, ds, rows, weight.contiguous(), rstd)
-            : backward_rows(dy, ds, rows, weight, rstd);
+    const auto [dx, dw] =
+        rms_norm_rows_backward(grads[0], dsum, x, weight, rstd);
     out[kX] = dx.view(x.sizes());
     // Edges count defined tensors only.
     const bool has_delta = ctx->saved_data["delta"].toBool();
@@ -146,32 +59,11 @@ struct RmsNormFunction : torch::autograd::Function<RmsNormFunction> {
       out[kDelta] = out[kX];
     }
     if (ctx->needs_input_grad(has_delta ? kWeight : kDelta)) {
-      const auto write = [&](at::Tensor& grad, bool accumulate) {
-        if (on_cuda) {
-          cuda::rms_norm_weight_gradient(dw, grad, accumulate);
-        } else {
-          accumulate ? grad.add_(dw) : grad.copy_(dw);
-        }
-      };
-      const auto compute = [&] {
-        at::Tensor grad = at::empty_like(weight);
-        write(grad, false);
-        return grad;
-      };
-      out[kWeight] = deliver_wgrad(saved_context(ctx), weight, compute, write);
+      out[kWeight] = deliver_norm_wgrad(saved_context(ctx), weight, dw);
     }
     return out;
   }
 };
-
-void check_shapes(const at::Tensor& x, const at::Tensor& weight) {
-  FLATSHARD_CHECK(
-      x.dim() >= 1 && weight.dim() == 1 && x.size(-1) == weight.size(0),
-      usage,
-      "rms_norm: expected x of [..., {}], got {}",
-      weight.numel(),
-      c10::str(x.sizes()));
-}
 
 }  // namespace
 
@@ -180,7 +72,7 @@ at::Tensor rms_norm(
     const at::Tensor& weight,
     double eps,
     const ModuleContextPtr& context) {
-  check_shapes(x, weight);
+  check_norm_input(x, {}, weight);
   return RmsNormFunction::apply(
       x,
       std::nullopt,
@@ -196,14 +88,7 @@ std::tuple<at::Tensor, at::Tensor> add_rms_norm(
     const at::Tensor& weight,
     double eps,
     const ModuleContextPtr& context) {
-  check_shapes(x, weight);
-  FLATSHARD_CHECK(
-      !delta.defined() || (x.sizes() == delta.sizes() &&
-                           x.scalar_type() == delta.scalar_type()),
-      usage,
-      "add_rms_norm: expected delta like x {}, got {}",
-      c10::str(x.sizes()),
-      c10::str(delta.sizes()));
+  check_norm_input(x, delta, weight);
   const variable_list out = RmsNormFunction::apply(
       x,
       as_optional(delta),

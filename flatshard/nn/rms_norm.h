@@ -41,6 +41,7 @@ class RmsNormImpl : public Module {
       const at::Tensor& x,
       const at::Tensor& delta);
   const at::Tensor& weight() const { return weight_; }
+  double eps() const { return eps_; }
 
  private:
   at::Tensor weight_;

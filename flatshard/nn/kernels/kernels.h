@@ -36,6 +36,7 @@ struct RmsNormBackward {
   const void* weight;
   const float* rstd;
   void* dx;
+  void* y;         ///< or null; the forward's result once more, may be dy
   float* partial;  ///< [blocks, dim]; each block's part of the weight gradient
   std::int64_t blocks;
   std::int64_t rows;

@@ -116,6 +116,14 @@ __global__ void __launch_bounds__(1024)
         dx[i] += g[p][i] * rstd - x[p][i] * pull;
       }
       store<T, N>(static_cast<T*>(a.dx) + base + column, dx);
+      if (a.y) {
+        float y[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          y[i] = weight[p][i] * (x[p][i] * rstd);  // the forward's bits
+        }
+        store<T, N>(static_cast<T*>(a.y) + base + column, y);
+      }
     }
   }
 #pragma unroll
@@ -221,7 +229,7 @@ void rms_norm_forward(const RmsNormForward& a, cudaStream_t stream) {
 
 void rms_norm_backward(const RmsNormBackward& a, cudaStream_t stream) {
   const bool wide = aligned16(a.x) && aligned16(a.dy) && aligned16(a.dsum) &&
-                    aligned16(a.dx) && aligned16(a.weight);
+                    aligned16(a.dx) && aligned16(a.y) && aligned16(a.weight);
   choose_types(
       a.dtype,
       a.weight_dtype,

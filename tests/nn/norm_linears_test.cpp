@@ -1,0 +1,219 @@
+#include "flatshard/nn/norm_linears.h"
+
+#include <gtest/gtest.h>
+
+#include "check.h"
+#include "flatshard/core/error.h"
+
+namespace flatshard::nn {
+namespace {
+
+using Where = std::tuple<at::DeviceType, at::ScalarType>;
+
+// Against the norm and the layers one by one: the same bits in all results and
+// gradients.
+class NormLinearsTest : public testing::TestWithParam<Where> {
+ protected:
+  void SetUp() override {
+    if (device() == at::kCUDA && !at::hasCUDA()) {
+      GTEST_SKIP() << "no GPU, or a build without CUDA";
+    }
+    set_parameter_data(norm_->weight(), leaf({7}).detach());
+    set_parameter_data(a_->weight(), leaf({6, 7}).detach());
+    set_parameter_data(b_->weight(), leaf({3, 7}).detach());
+  }
+  at::DeviceType device() const { return std::get<0>(GetParam()); }
+  at::ScalarType dtype() const { return std::get<1>(GetParam()); }
+  at::Tensor random(at::IntArrayRef shape, at::Generator generator) const {
+    return at::randn(shape, generator).to(dtype()).to(device());
+  }
+  at::Tensor leaf(std::vector<std::int64_t> shape) {
+    return random(shape, generator_).requires_grad_();
+  }
+  std::vector<at::Tensor> parameters() {
+    return {norm_->weight(), a_->weight(), b_->weight()};
+  }
+  /// Gradients of x, delta (if defined) and the parameters that need one, for
+  /// random gradients of all results.
+  std::vector<at::Tensor> gradients(
+      const NormLinears& results,
+      std::vector<at::Tensor> of) {
+    for (const at::Tensor& p : parameters()) {
+      if (p.requires_grad()) {
+        of.push_back(p);
+      }
+    }
+    std::vector<at::Tensor> all{results.sum};
+    all.insert(all.end(), results.outs.begin(), results.outs.end());
+    std::vector<at::Tensor> grads;
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(3);
+    for (const at::Tensor& t : all) {
+      grads.push_back(random(t.sizes(), generator));
+    }
+    return torch::autograd::grad(all, of, grads);
+  }
+  NormLinears one_by_one(const at::Tensor& x, const at::Tensor& delta) {
+    const auto [sum, normed] = norm_(x, delta);
+    return {sum, linears(normed, layers_)};
+  }
+  NormLinears together(const at::Tensor& x, const at::Tensor& delta) {
+    return norm_linears(x, delta, *norm_, layers_);
+  }
+
+  at::Generator generator_ = at::make_generator<at::CPUGeneratorImpl>(7);
+  RmsNorm norm_{7};
+  Linear a_{7, 6}, b_{7, 3};
+  const std::vector<LinearImpl*> layers_{a_.get(), b_.get()};
+};
+
+TEST_P(NormLinearsTest, HasTheBitsOfItsLayersOneByOne) {
+  for (const bool adds : {false, true}) {
+    const at::Tensor x = leaf({2, 5, 7});
+    const at::Tensor delta = adds ? leaf({2, 5, 7}) : at::Tensor();
+    const NormLinears want = one_by_one(x, delta);
+    const NormLinears got = together(x, delta);
+    EXPECT_TRUE(got.sum.equal(want.sum));
+    ASSERT_EQ(got.outs.size(), 2U);
+    EXPECT_TRUE(got.outs[0].equal(want.outs[0]));
+    EXPECT_TRUE(got.outs[1].equal(want.outs[1]));
+    // One node for all.
+    EXPECT_EQ(got.outs[0].grad_fn(), got.sum.grad_fn());
+    std::vector<at::Tensor> inputs{x};
+    if (adds) {
+      inputs.push_back(delta);
+    }
+    const auto want_grads = gradients(want, inputs);
+    const auto got_grads = gradients(got, inputs);
+    for (std::size_t i = 0; i < want_grads.size(); ++i) {
+      EXPECT_TRUE(got_grads[i].equal(want_grads[i])) << adds << " " << i;
+    }
+  }
+}
+
+TEST_P(NormLinearsTest, WithPartsFrozen) {
+  // Bits: x, delta, norm, a, b need a gradient.
+  for (int needs = 1; needs < 32; ++needs) {
+    const at::Tensor x = leaf({5, 7}).detach();
+    const at::Tensor delta = leaf({5, 7}).detach();
+    std::vector<at::Tensor> inputs;
+    for (const at::Tensor& t : {x, delta}) {
+      if ((needs >> (t.is_same(x) ? 0 : 1) & 1) != 0) {
+        at::Tensor(t).requires_grad_();
+        inputs.push_back(t);
+      }
+    }
+    for (int i = 0; i < 3; ++i) {
+      at::Tensor p = parameters()[static_cast<std::size_t>(i)];
+      p.requires_grad_((needs >> (2 + i) & 1) != 0);
+    }
+    const auto of_results = [&](const NormLinears& r) {
+      std::vector<at::Tensor> of = inputs;
+      for (const at::Tensor& p : parameters()) {
+        if (p.requires_grad()) {
+          of.push_back(p);
+        }
+      }
+      at::Tensor total = at::zeros({}, at::dtype(at::kDouble).device(device()));
+      double factor = 1;
+      for (const at::Tensor& t : {r.sum, r.outs[0], r.outs[1]}) {
+        total = total + t.to(at::kDouble).square().sum() * (factor += 1);
+      }
+      return torch::autograd::grad({total}, of);
+    };
+    const auto want = of_results(one_by_one(x, delta));
+    const auto got = of_results(together(x, delta));
+    for (std::size_t i = 0; i < want.size(); ++i) {
+      EXPECT_TRUE(got[i].equal(want[i])) << needs << " " << i;
+    }
+  }
+}
+
+TEST_P(NormLinearsTest, WithSomeResultsUnused) {
+  const at::Tensor x = leaf({5, 7}), delta = leaf({5, 7});
+  const auto check = [&](const auto& used) {
+    const auto run = [&](const NormLinears& r) {
+      return torch::autograd::grad(
+          {used(r).sum()},
+          {x, delta, norm_->weight(), a_->weight(), b_->weight()},
+          {},
+          std::nullopt,
+          /*create_graph=*/false,
+          /*allow_unused=*/true);
+    };
+    const auto want = run(one_by_one(x, delta));
+    const auto got = run(together(x, delta));
+    for (std::size_t i = 0; i < want.size(); ++i) {
+      ASSERT_EQ(got[i].defined(), want[i].defined()) << i;
+      if (want[i].defined()) {
+        EXPECT_TRUE(got[i].equal(want[i])) << i;
+      }
+    }
+  };
+  check([](const NormLinears& r) { return r.sum; });
+  check([](const NormLinears& r) { return r.outs[1]; });
+  check([](const NormLinears& r) { return r.sum.sum() + r.outs[0].sum(); });
+}
+
+TEST_P(NormLinearsTest, WritesIntoTheSinksOfAllItsLayers) {
+  const at::Tensor x = leaf({5, 7}), delta = leaf({5, 7});
+  const auto want = gradients(one_by_one(x, delta), {x});
+  const auto sink = std::make_shared<FakeSink>(dtype());
+  norm_->set_wgrad_sink(sink);
+  a_->set_wgrad_sink(sink);
+  b_->set_wgrad_sink(sink);
+  const NormLinears results = together(x, delta);
+  std::vector<at::Tensor> all{results.sum, results.outs[0], results.outs[1]};
+  std::vector<at::Tensor> grads;
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(3);
+  for (const at::Tensor& t : all) {
+    grads.push_back(random(t.sizes(), generator));
+  }
+  torch::autograd::backward(all, grads);
+  EXPECT_TRUE(sink->balanced());
+  EXPECT_TRUE(x.grad().equal(want[0]));
+  for (std::size_t i = 0; i < 3; ++i) {
+    EXPECT_FALSE(parameters()[i].grad().defined());
+    EXPECT_TRUE(sink->grad(parameters()[i]).equal(want[1 + i])) << i;
+  }
+}
+
+TEST_P(NormLinearsTest, LayersWithHooksAreCalledOneByOne) {
+  const at::Tensor x = leaf({5, 7});
+  const NormLinears want = one_by_one(x, {});
+  int calls = 0;
+  const auto pre =
+      norm_->add_forward_pre_hook([&](Module&, const TensorList&) { ++calls; });
+  EXPECT_TRUE(together(x, {}).outs[1].equal(want.outs[1]));
+  EXPECT_EQ(calls, 1);
+  const auto post = norm_->add_forward_hook(
+      [&](Module&, const TensorList&, const TensorList& outputs) {
+        EXPECT_EQ(outputs.size(), 2U);  // the sum and what it made of it
+        ++calls;
+      });
+  EXPECT_TRUE(together(x, {}).outs[1].equal(want.outs[1]));
+  EXPECT_EQ(calls, 3);
+  Linear biased(7, 2, LinearOptions{.bias = true});
+  set_parameter_data(biased->weight(), leaf({2, 7}).detach());
+  set_parameter_data(biased->bias(), leaf({2}).detach());
+  const NormLinears got = norm_linears(x, {}, *norm_, {biased.get()});
+  EXPECT_TRUE(got.outs[0].equal(biased(std::get<1>(norm_(x, at::Tensor())))));
+}
+
+TEST_P(NormLinearsTest, WhatDoesNotFitIsRefused) {
+  EXPECT_THROW(together(leaf({5, 6}), {}), Error);
+  EXPECT_THROW(together(leaf({5, 7}), leaf({4, 7})), Error);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Dtypes,
+    NormLinearsTest,
+    testing::Combine(
+        testing::Values(at::kCPU, at::kCUDA),
+        testing::Values(at::kFloat, at::kBFloat16)),
+    [](const auto& info) {
+      return at::DeviceTypeName(std::get<0>(info.param), true) +
+             std::string(c10::toString(std::get<1>(info.param)));
+    });
+
+}  // namespace
+}  // namespace flatshard::nn
