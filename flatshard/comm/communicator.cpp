@@ -302,9 +302,11 @@ void Communicator::reduce_scatter(
   }
 }
 
-void Communicator::reduce_by_copies(std::int64_t nbytes) {
+void Communicator::reduce_by_copies(
+    std::int64_t nbytes,
+    const StreamOptions& stream) {
   if (copies_ == nullptr && size_ > 1) {
-    copies_ = std::make_unique<CopyReducer>(*this, nbytes);
+    copies_ = std::make_unique<CopyReducer>(*this, nbytes, stream);
   }
 }
 

@@ -16,6 +16,7 @@
 namespace flatshard {
 
 class CopyReducer;
+struct StreamOptions;
 
 /// One group of ranks for one purpose.
 ///
@@ -70,7 +71,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   ///
   /// @param nbytes  of memory on each rank, about.
   /// @throws Error{config, memory} as PeerMemory::create.
-  void reduce_by_copies(std::int64_t nbytes);
+  /// @param stream  of the copies.
+  void reduce_by_copies(std::int64_t nbytes, const StreamOptions& stream);
   /// See CopyReducer::restart.
   void restart_copies();
   /// The memory that it takes; 0 without.

@@ -21,14 +21,45 @@ std::int64_t row_nbytes(std::int64_t nbytes, int size) {
 
 }  // namespace
 
-CopyReducer::CopyReducer(Communicator& group, std::int64_t nbytes)
+CopyReducer::CopyReducer(
+    Communicator& group,
+    std::int64_t nbytes,
+    const StreamOptions& stream)
     : row_nbytes_(row_nbytes(nbytes, group.size())),
-      memory_(PeerMemory::create(group, kHalves * group.size() * row_nbytes_)) {
+      memory_(PeerMemory::create(group, kHalves * group.size() * row_nbytes_)),
+      copies_(make_stream(group.device(), "copies", stream)) {
 }
 
 bool CopyReducer::takes(const at::Tensor& in) {
   const at::ScalarType dtype = in.scalar_type();
   return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
+}
+
+void CopyReducer::restart() {
+  copies_->reset();
+  half_ = 0;
+}
+
+void CopyReducer::copy_piece(
+    const at::Tensor& in,
+    std::int64_t at,
+    std::int64_t n,
+    int half) const {
+  const int rank = memory_->rank();
+  const int size = memory_->size();
+  const auto element = static_cast<std::int64_t>(in.element_size());
+  const auto* const slices = static_cast<const char*>(in.const_data_ptr());
+  const std::int64_t slice = in.numel() / size;
+  const std::int64_t row = (half * size + rank) * row_nbytes_;
+  // The ranks begin with their next one each, so that no two write to one.
+  for (int i = 1; i < size; ++i) {
+    const int peer = (rank + i) % size;
+    copy_bytes(
+        static_cast<char*>(memory_->of(peer).mutable_data_ptr()) + row,
+        slices + (peer * slice + at) * element,
+        n * element,
+        in.device());
+  }
 }
 
 void CopyReducer::reduce_scatter(
@@ -38,34 +69,38 @@ void CopyReducer::reduce_scatter(
     const std::function<void()>& fence) {
   const int rank = memory_->rank();
   const int size = memory_->size();
-  const auto element = static_cast<std::int64_t>(in.element_size());
-  const auto* const slices = static_cast<const char*>(in.const_data_ptr());
   const at::Tensor result = out.view({-1});
-  const std::int64_t piece = row_nbytes_ / element;
-  for (std::int64_t at = 0; at < result.numel(); at += piece) {
+  const at::Tensor own =
+      in.view({-1}).narrow(0, rank * result.numel(), result.numel());
+  const std::int64_t piece =
+      row_nbytes_ / static_cast<std::int64_t>(in.element_size());
+  const auto begin_piece = [&](std::int64_t at) {
     const std::int64_t n = std::min(piece, result.numel() - at);
-    const std::int64_t row = (half_ * size + rank) * row_nbytes_;
-    // The ranks begin with their next one each, so that no two write to one.
-    for (int i = 1; i < size; ++i) {
-      const int peer = (rank + i) % size;
-      copy_bytes(
-          static_cast<char*>(memory_->of(peer).mutable_data_ptr()) + row,
-          slices + (peer * result.numel() + at) * element,
-          n * element,
-          in.device());
+    copies_->submit(
+        [this, in, at, n, half = half_] { copy_piece(in, at, n, half); });
+    half_ = 1 - half_;
+  };
+
+  const std::shared_ptr<Stream> here = current_stream(in.device());
+  summed_.record(*here);  // and what `in` waits for
+  summed_.wait(*copies_);
+  begin_piece(0);
+  for (std::int64_t at = 0; at < result.numel(); at += piece) {
+    summed_.wait(*copies_);
+    copies_->submit(fence);
+    arrived_.record(*copies_);
+    const int half = 1 - half_;
+    if (at + piece < result.numel()) {
+      begin_piece(at + piece);
     }
-    fence();
+    arrived_.wait(*here);
+    const std::int64_t n = std::min(piece, result.numel() - at);
     const at::Tensor rows =
         memory_->local()
             .view(in.scalar_type())
-            .as_strided({size, n}, {piece, 1}, half_ * size * piece);
-    sum_rows(
-        result.narrow(0, at, n),
-        rows,
-        rank,
-        in.view({-1}).narrow(0, rank * result.numel() + at, n),
-        op);
-    half_ = 1 - half_;
+            .as_strided({size, n}, {piece, 1}, half * size * piece);
+    sum_rows(result.narrow(0, at, n), rows, rank, own.narrow(0, at, n), op);
+    summed_.record(*here);
   }
 }
 

@@ -182,7 +182,9 @@ std::unique_ptr<Unit> build_unit(
 void reduce_by_copies(
     Mesh& mesh,
     const Strategy& strategy,
-    std::int64_t nbytes) {
+    std::int64_t nbytes,
+    StreamOptions stream) {
+  stream.high_priority = true;
   const Placements partial(mesh.num_axes(), Placement::partial(ReduceOp::sum));
   Placements inner = strategy.gradient;
   for (Placement& placement : inner) {
@@ -197,7 +199,8 @@ void reduce_by_copies(
   for (const auto& [from, to] : ways) {
     for (const TransitionStep& step : plan_transition(from, to)) {
       if (step.kind == TransitionStep::Kind::reduce_scatter) {
-        mesh.communicator(step.axes, Purpose::reduce).reduce_by_copies(nbytes);
+        mesh.communicator(step.axes, Purpose::reduce)
+            .reduce_by_copies(nbytes, stream);
       }
     }
   }
@@ -240,7 +243,8 @@ std::shared_ptr<Runtime> fully_shard(
     reduce_by_copies(
         *mesh,
         strategy_of(options, *mesh),
-        options.copy_reductions_nbytes);
+        options.copy_reductions_nbytes,
+        options.streams);
   }
   auto runtime = Runtime::create(
       std::move(mesh),

@@ -8,6 +8,7 @@
 
 #include "flatshard/comm/make_communicator.h"
 #include "flatshard/core/error.h"
+#include "flatshard/device/stream.h"
 #include "tests/support/ranks.h"
 
 namespace flatshard {
@@ -375,9 +376,9 @@ TEST(CommunicatorCopies, ReduceToTheBackendsBits) {
       const auto plain = make(context, "plain");
       const auto copies = make(context, "copies");
       // Rows of 256 bytes: the larger ones take many pieces.
-      copies->reduce_by_copies(1);
+      copies->reduce_by_copies(1, {.delay_seed = 5, .max_delay_us = 100});
       EXPECT_EQ(copies->copy_nbytes(), 2 * context.world * 256);
-      copies->reduce_by_copies(1 << 20);  // it stays as it is
+      copies->reduce_by_copies(1 << 20, {});  // it stays as it is
       EXPECT_EQ(copies->copy_nbytes(), 2 * context.world * 256);
       auto generator = at::detail::createCPUGenerator(
           static_cast<std::uint64_t>(context.rank));
