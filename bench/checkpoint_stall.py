@@ -40,6 +40,9 @@ log_freq = 1
 """
 
 
+LOADS = ["cold", "warm"]  # with the page cache dropped first, or as it is
+
+
 def train(arguments, config, *more):
     command = [arguments.program, "train", str(config), *more]
     command += ["--nproc", str(arguments.nproc)]
@@ -93,6 +96,9 @@ def main():
         "--saves", type=int, default=3, help="beside the last one; 0: loads only [3]"
     )
     parser.add_argument(
+        "--loads", nargs="*", choices=LOADS, default=LOADS, help="all of them"
+    )
+    parser.add_argument(
         "--dd-gb", type=float, default=32, help="what dd moves at most, GB [32]"
     )
     parser.add_argument("--set", nargs="*", default=[], help="for the run's config")
@@ -132,10 +138,11 @@ def main():
     if arguments.saves > 0:
         rate = dd_writes(arguments.to / "dd", arguments.nproc, moved)
         print(f"dd, {arguments.nproc} at once, direct I/O: writes {rate:.2f} GB/s")
-    files = sorted(checkpoint.glob("*.safetensors"))
-    rate = dd_reads(files, moved)
-    print(f"dd, the {len(files)} files at once, direct I/O: reads {rate:.2f} GB/s")
-    for what in ("cold", "warm"):
+    if "cold" in arguments.loads:
+        files = sorted(checkpoint.glob("*.safetensors"))
+        rate = dd_reads(files, moved)
+        print(f"dd, the {len(files)} files at once, direct I/O: reads {rate:.2f} GB/s")
+    for what in arguments.loads:
         if what == "cold":
             subprocess.run(
                 ["sh", "-c", "sync; echo 3 > /proc/sys/vm/drop_caches"],
