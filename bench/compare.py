@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -17,7 +18,7 @@ def run(command, log):
         )
         file.write(done.stdout)
     if done.returncode != 0:
-        sys.exit(f"{command[0]} ended with {done.returncode}; see {log}")
+        raise RuntimeError(f"{command[0]} ended with {done.returncode}; see {log}")
     return done.stdout
 
 
@@ -33,8 +34,7 @@ def fsdp2(args, seq, options):
     return row["ms"], row["ms_range"], host, row["peak_GiB"]
 
 
-def flatshard(args, seq):
-    folder = args.out / f"flatshard-{seq}"
+def flatshard(args, seq, folder):
     command = [args.program, "train", args.config, f"--nproc={args.nproc}"]
     for setting in (
         f"run.output_dir={folder}",
@@ -45,7 +45,7 @@ def flatshard(args, seq):
         *args.set,
     ):
         command += ["--set", setting]
-    run(command, args.out / f"flatshard-{seq}.log")
+    run(command, folder.with_suffix(".log"))
     lines = (folder / "metrics.jsonl").read_text().split("\n")
     rows = [json.loads(line) for line in lines if '"step_ms"' in line]
     rows = [row for row in rows if row["step"] > args.warmup]
@@ -56,6 +56,8 @@ def flatshard(args, seq):
 
 
 def machine():
+    if shutil.which("nvidia-smi") is None:
+        return "no GPU"
     done = subprocess.run(
         ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
         capture_output=True,
@@ -102,7 +104,8 @@ def main():
         for peer, options in tried:
             label = " ".join(["FSDP2", *options])
             report(results, f"{label}, seq {seq}", peer, None)
-        report(results, f"Flatshard, seq {seq}", flatshard(args, seq), best[0])
+        ours = flatshard(args, seq, args.out / f"flatshard-{seq}")
+        report(results, f"Flatshard, seq {seq}", ours, best[0])
     (args.out / "compare.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
@@ -123,4 +126,7 @@ def report(results, name, row, peer):
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except RuntimeError as error:
+        sys.exit(str(error))

@@ -1,0 +1,97 @@
+"""Flatshard alone under many settings, on one machine and in one call.
+
+python3 bench/variants.py --nproc 4
+
+Batches, recomputation, sizes of the model, ZeRO stages and a model that the host bounds:
+a row of a table for each, with the median step time, the host's part and the peak of
+allocated memory. `bench/compare.sh` is for what FSDP2 runs as well.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from compare import flatshard, machine
+
+# Sequence length and what differs from examples/llama3_8b.toml.
+VARIANTS = {
+    "8B, local batch 1": (8192, []),
+    "8B, local batch 2": (8192, ["training.local_batch_size=2"]),
+    "8B, local batch 3": (8192, ["training.local_batch_size=3"]),
+    "8B, recompute full": (8192, ["activation_checkpoint.mode=full"]),
+    "8B, recompute full, local batch 4": (
+        8192,
+        ["activation_checkpoint.mode=full", "training.local_batch_size=4"],
+    ),
+    "1B": (4096, ["model.preset=llama3_1b"]),
+    "3B": (4096, ["model.preset=llama3_3b"]),
+    "8B, ZeRO-3": (2048, []),
+    "8B, ZeRO-2": (2048, ["parallelism.strategy=optim_grads"]),
+    "8B, ZeRO-1": (2048, ["parallelism.strategy=optim"]),
+    "64 layers of dim 1024": (
+        2048,
+        [
+            "model.layers=64",
+            "model.dim=1024",
+            "model.heads=16",
+            "model.kv_heads=8",
+            "model.head_dim=64",
+            "model.ffn_dim=3584",
+        ],
+    ),
+}
+
+
+def row_of(args, nproc, name):
+    seq, settings = VARIANTS[name]
+    args.nproc = nproc
+    args.set = [*settings, *args.more]
+    label = f"{name}, {nproc} GPUs"
+    folder = args.out / label.replace(",", "").replace(" ", "-")
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        ms, (low, high), host, peak = flatshard(args, seq, folder)
+    except RuntimeError as error:  # e.g. out of memory: the others are still of use
+        print(f"| {name} | {nproc} | {seq} | {str(error)[-60:]} | | |", flush=True)
+        return {"name": name, "nproc": nproc, "seq": seq, "error": str(error)}
+    print(
+        f"| {name} | {nproc} | {seq} | {ms:.1f} ({low:.1f} to {high:.1f}) | "
+        f"{host:.0f} | {peak:.1f} |",
+        flush=True,
+    )
+    return {
+        "name": name,
+        "nproc": nproc,
+        "seq": seq,
+        "ms": ms,
+        "range": [low, high],
+        "host_ms": host,
+        "peak_GiB": peak,
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--program", default="build/flatshard")
+    parser.add_argument("--config", default="examples/llama3_8b.toml")
+    parser.add_argument("--nproc", type=int, nargs="+", default=[8], help="GPUs [8]")
+    parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--warmup", type=int, default=4, help="steps [4]")
+    parser.add_argument("--steps", type=int, default=8, help="measured [8]")
+    parser.add_argument(
+        "--set", dest="more", nargs="*", default=[], help="for all configs, last"
+    )
+    parser.add_argument("--out", type=Path, default=Path("outputs/variants"))
+    args = parser.parse_args()
+    counts = list(args.nproc)
+    print(f"{machine()}\n\n| | GPUs | seq | ms per step (range) | host ms | peak GiB |")
+    print("|---|---:|---:|---:|---:|---:|")
+    rows = [row_of(args, nproc, name) for nproc in counts for name in args.only]
+    results = {"machine": machine(), "rows": rows}
+    (args.out / "variants.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
