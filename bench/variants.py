@@ -72,12 +72,21 @@ def row_of(args, nproc, name):
 
 def main():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        epilog="variants:\n  " + "\n  ".join(VARIANTS),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--program", default="build/flatshard")
     parser.add_argument("--config", default="examples/llama3_8b.toml")
     parser.add_argument("--nproc", type=int, nargs="+", default=[8], help="GPUs [8]")
-    parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="VARIANT",
+        choices=VARIANTS,
+        default=list(VARIANTS),
+        help="of those below, in quotes [all]",
+    )
     parser.add_argument("--warmup", type=int, default=4, help="steps [4]")
     parser.add_argument("--steps", type=int, default=8, help="measured [8]")
     parser.add_argument(
