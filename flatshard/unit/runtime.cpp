@@ -150,14 +150,7 @@ void Runtime::unshard(UnitId unit, bool awaits) {
   if (open_calls_.empty() && tasks_.empty()) {
     before_root_forward();
   }
-  unshards_ = true;
-  try {
-    feed({.kind = EventKind::unshard, .unit = unit, .awaits = awaits});
-  } catch (...) {
-    unshards_ = false;
-    throw;
-  }
-  unshards_ = false;
+  feed({.kind = EventKind::unshard, .unit = unit, .awaits = awaits});
 }
 
 void Runtime::prefetch_forward() {
@@ -347,11 +340,9 @@ std::string Runtime::context(const Action& action) const {
 }
 
 void Runtime::gather(Unit& unit, Phase phase) {
-  // Who unshards by hand may write next, which no forward or backward fences.
-  const bool copies = !(unshards_ && options_.others_write) &&
-                      (options_.copy_gathers == CopyGathers::all ||
-                       (options_.copy_gathers == CopyGathers::forward &&
-                        phase == Phase::forward));
+  const bool copies = options_.copy_gathers == CopyGathers::all ||
+                      (options_.copy_gathers == CopyGathers::forward &&
+                       phase == Phase::forward);
   std::vector<ParamGroup::Gather> gathers;
   for (const auto& group : unit.groups()) {
     gathers.push_back(group->plan_gather(copies));

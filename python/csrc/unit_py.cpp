@@ -1,5 +1,4 @@
 #include "flatshard/nn/linear.h"
-#include "flatshard/unit/copy_reductions.h"
 #include "flatshard/unit/runtime.h"
 #include "python/csrc/bind.h"
 #include "python/csrc/collect_tensors.h"
@@ -13,9 +12,6 @@
 namespace flatshard::python {
 namespace {
 
-/// Of what peers write for this rank to sum.
-constexpr std::int64_t kCopyReductionsNbytes = std::int64_t{256} << 20;
-
 /// The Runtime and what Python sees of its parameters.
 class PyRuntime {
  public:
@@ -27,8 +23,7 @@ class PyRuntime {
       py::object before_backward,
       py::object after_backward,
       py::object after_reset,
-      int prefetch,
-      bool copies)
+      int prefetch)
       : views_(std::make_shared<ParameterViews>(
             std::move(places),
             std::move(before_backward),
@@ -41,23 +36,11 @@ class PyRuntime {
     std::shared_ptr<Runtime> runtime;
     {
       const py::gil_scoped_release no_gil;
-      if (copies) {
-        for (const auto& unit : list) {
-          for (const auto& group : unit->groups()) {
-            reduce_by_copies(
-                *mesh,
-                group->options().strategy,
-                kCopyReductionsNbytes);
-          }
-        }
-      }
       runtime = Runtime::create(
           mesh,
           std::move(list),
           std::move(parents),
-          {.prefetch = prefetch,
-           .copy_gathers = copies ? CopyGathers::all : CopyGathers::none,
-           .others_write = true});
+          {.prefetch = prefetch});
       runtime->add_observer(views_);
     }
     for (const auto& unit : units) {
@@ -176,7 +159,6 @@ void bind_unit(py::module_& m) {
               double,
               bool,
               bool,
-              bool,
               bool>(),
           py::arg("members"),
           py::arg("mesh"),
@@ -187,8 +169,7 @@ void bind_unit(py::module_& m) {
           py::arg("max_padding"),
           py::arg("offload"),
           py::arg("pin_memory"),
-          py::arg("grads_in_place"),
-          py::arg("copies"))
+          py::arg("grads_in_place"))
       .def_property_readonly("num_parameters", &PyUnit::num_parameters)
       .def_property_readonly("num_groups", &PyUnit::num_groups)
       .def("whole", &PyUnit::whole)
@@ -251,8 +232,7 @@ void bind_unit(py::module_& m) {
               py::object,
               py::object,
               py::object,
-              int,
-              bool>(),
+              int>(),
           py::arg("mesh"),
           py::arg("units"),
           py::arg("parents"),
@@ -260,8 +240,7 @@ void bind_unit(py::module_& m) {
           py::arg("before_backward"),
           py::arg("after_backward"),
           py::arg("after_reset"),
-          py::arg("prefetch"),
-          py::arg("copies"))
+          py::arg("prefetch"))
       .def(
           "linear",
           &PyRuntime::linear,
