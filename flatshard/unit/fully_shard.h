@@ -26,11 +26,9 @@ struct FullyShardOptions {
   Precision precision;
   GradScaling scaling = GradScaling::mean;
   double grad_divisor = 1;
-  /// All four: see ParamGroupOptions.
+  /// Both: see ParamGroupOptions.
   bool narrow_grads = false;
   bool keep_compute_weights = true;
-  bool offload = false;
-  bool pin_memory = true;
   /// All ranks on one host only.
   CopyGathers copy_gathers = CopyGathers::none;
   /// Reduce-scatters are copies through so many bytes on each rank (see

@@ -40,8 +40,7 @@ Unit::Unit(
       name_(std::move(name)),
       module_(module),
       groups_(std::move(groups)),
-      parameters_(std::move(parameters)),
-      writes_in_place_(module != nullptr) {
+      parameters_(std::move(parameters)) {
   for (const auto& group : groups_) {
     const Precision& precision = group->options().precision;
     const std::int64_t numel = group->layout().numel();
@@ -88,7 +87,7 @@ UnitSpec Unit::spec(UnitId parent, UnitPolicy policy) const {
   }
   spec.grad_nbytes = grads_nbytes_;
   spec.policy = std::move(policy);
-  spec.grads_in_place = writes_in_place_;
+  spec.grads_in_place = module_ != nullptr;  // others know no WgradSink
   spec.reduce_every_microbatch = false;
   for (const auto& group : groups_) {
     const Placements& gradient = group->options().strategy.gradient;

@@ -91,8 +91,7 @@ inline std::unique_ptr<ParamGroup> make_group(
     double grad_divisor = 1,
     Granularity matrix = {},
     bool narrow_grads = false,
-    bool keep_compute_weights = true,
-    bool offload = false) {
+    bool keep_compute_weights = true) {
   return std::make_unique<ParamGroup>(
       some_parameters(matrix),
       std::move(mesh),
@@ -104,8 +103,7 @@ inline std::unique_ptr<ParamGroup> make_group(
           .scaling = scaling,
           .grad_divisor = grad_divisor,
           .narrow_grads = narrow_grads,
-          .keep_compute_weights = keep_compute_weights,
-          .offload = offload},
+          .keep_compute_weights = keep_compute_weights},
       Initializer(kGroupSeed));
 }
 
