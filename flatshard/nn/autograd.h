@@ -6,6 +6,7 @@
 #include "flatshard/nn/wgrad.h"
 
 #include <string>
+#include <vector>
 
 namespace flatshard::nn {
 
@@ -52,6 +53,15 @@ inline std::optional<at::Tensor> as_optional(const at::Tensor& tensor) {
 /// [..., n] as [rows, n]; a copy only when the strides demand it.
 inline at::Tensor as_rows(const at::Tensor& tensor) {
   return tensor.reshape({-1, tensor.size(-1)});
+}
+
+/// The sizes of x with another last one.
+inline std::vector<std::int64_t> with_last(
+    const at::Tensor& x,
+    std::int64_t last) {
+  std::vector<std::int64_t> sizes = x.sizes().vec();
+  sizes.back() = last;
+  return sizes;
 }
 
 /// Another shape over the same memory without a view relation, so that a

@@ -11,12 +11,6 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-std::vector<std::int64_t> with_last(const at::Tensor& x, std::int64_t last) {
-  std::vector<std::int64_t> sizes = x.sizes().vec();
-  sizes.back() = last;
-  return sizes;
-}
-
 struct LinearFunction : torch::autograd::Function<LinearFunction> {
   enum Input { kX, kWeight, kBias, kResidual };
 
@@ -159,6 +153,19 @@ bool can_run_together(const std::vector<LinearImpl*>& layers) {
   });
 }
 
+JointLinears begin_together(
+    const at::Tensor& x,
+    const std::vector<LinearImpl*>& layers) {
+  JointLinears joint;
+  for (LinearImpl* layer : layers) {
+    check_linear_input(x, layer->weight());
+    layer->run_forward_pre_hooks({x});
+    joint.weights.push_back(layer->weight());
+    joint.contexts.push_back(layer->context());
+  }
+  return joint;
+}
+
 std::vector<at::Tensor> linears(
     const at::Tensor& x,
     const std::vector<LinearImpl*>& layers) {
@@ -169,15 +176,11 @@ std::vector<at::Tensor> linears(
     }
     return out;
   }
-  std::vector<at::Tensor> weights;
-  std::vector<ModuleContextPtr> contexts;
-  for (LinearImpl* layer : layers) {
-    check_linear_input(x, layer->weight());
-    layer->run_forward_pre_hooks({x});
-    weights.push_back(layer->weight());
-    contexts.push_back(layer->context());
-  }
-  return LinearsFunction::apply(x, at::TensorList(weights), contexts);
+  const JointLinears joint = begin_together(x, layers);
+  return LinearsFunction::apply(
+      x,
+      at::TensorList(joint.weights),
+      joint.contexts);
 }
 
 }  // namespace flatshard::nn

@@ -48,6 +48,18 @@ FLATSHARD_MODULE(Linear);
 /// wants to see one's result.
 bool can_run_together(const std::vector<LinearImpl*>& layers);
 
+/// What one node for several layers works with, in their order.
+struct JointLinears {
+  std::vector<at::Tensor> weights;
+  std::vector<ModuleContextPtr> contexts;
+};
+
+/// Begins a call of layers that can run together: checks x and runs the hooks
+/// before their forward.
+JointLinears begin_together(
+    const at::Tensor& x,
+    const std::vector<LinearImpl*>& layers);
+
 /// y_i = x W_i^T of layers that read one input. In backward the gradients of
 /// that input add up inside the matrix products, so they need neither tensors
 /// of their own nor additions. Layers with a bias, or with hooks behind their

@@ -33,9 +33,9 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
     ctx->save_for_backward(saved);
     variable_list results{sum};
     for (const at::Tensor& weight : weights) {
-      std::vector<std::int64_t> sizes = x.sizes().vec();
-      sizes.back() = weight.size(0);
-      results.push_back(reshape_result(matmul_forward(rows, weight), sizes));
+      results.push_back(reshape_result(
+          matmul_forward(rows, weight),
+          with_last(x, weight.size(0))));
     }
     for (std::size_t i = 0; i < contexts.size(); ++i) {
       save_context(ctx, contexts[i], i);
@@ -124,21 +124,15 @@ NormLinears norm_linears(
   }
   check_norm_input(x, delta, norm.weight());
   norm.run_forward_pre_hooks(collect_tensors(x, delta));
-  std::vector<at::Tensor> weights;
-  std::vector<ModuleContextPtr> contexts{norm.context()};
-  for (LinearImpl* layer : layers) {
-    check_linear_input(x, layer->weight());
-    layer->run_forward_pre_hooks({x});
-    weights.push_back(layer->weight());
-    contexts.push_back(layer->context());
-  }
+  JointLinears joint = begin_together(x, layers);
+  joint.contexts.insert(joint.contexts.begin(), norm.context());
   variable_list results = NormLinearsFunction::apply(
       x,
       as_optional(delta),
       norm.weight(),
-      at::TensorList(weights),
+      at::TensorList(joint.weights),
       norm.eps(),
-      contexts);
+      joint.contexts);
   NormLinears done{results.front(), {}};
   done.outs.assign(results.begin() + 1, results.end());
   return done;

@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include <latch>
-#include <set>
 #include <stdexcept>
 
 namespace flatshard {

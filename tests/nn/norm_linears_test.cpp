@@ -43,6 +43,12 @@ class NormLinearsTest : public testing::TestWithParam<Where> {
         of.push_back(p);
       }
     }
+    const auto [all, grads] = with_random_gradients(results);
+    return torch::autograd::grad(all, of, grads);
+  }
+  /// All results, and a gradient of each: the same in every call.
+  std::pair<std::vector<at::Tensor>, std::vector<at::Tensor>>
+  with_random_gradients(const NormLinears& results) {
     std::vector<at::Tensor> all{results.sum};
     all.insert(all.end(), results.outs.begin(), results.outs.end());
     std::vector<at::Tensor> grads;
@@ -50,7 +56,7 @@ class NormLinearsTest : public testing::TestWithParam<Where> {
     for (const at::Tensor& t : all) {
       grads.push_back(random(t.sizes(), generator));
     }
-    return torch::autograd::grad(all, of, grads);
+    return {all, grads};
   }
   NormLinears one_by_one(const at::Tensor& x, const at::Tensor& delta) {
     const auto [sum, normed] = norm_(x, delta);
@@ -161,13 +167,7 @@ TEST_P(NormLinearsTest, WritesIntoTheSinksOfAllItsLayers) {
   norm_->set_wgrad_sink(sink);
   a_->set_wgrad_sink(sink);
   b_->set_wgrad_sink(sink);
-  const NormLinears results = together(x, delta);
-  std::vector<at::Tensor> all{results.sum, results.outs[0], results.outs[1]};
-  std::vector<at::Tensor> grads;
-  auto generator = at::make_generator<at::CPUGeneratorImpl>(3);
-  for (const at::Tensor& t : all) {
-    grads.push_back(random(t.sizes(), generator));
-  }
+  const auto [all, grads] = with_random_gradients(together(x, delta));
   torch::autograd::backward(all, grads);
   EXPECT_TRUE(sink->balanced());
   EXPECT_TRUE(x.grad().equal(want[0]));
