@@ -30,11 +30,15 @@ SHAPES = {
     "tiny": (64, 128, 2, 4, 2),
 }
 DTYPES = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
+# The function, its policy, whether blocks are compiled, more of the function's options.
+OURS, THEIRS = flatshard.fully_shard, fsdp2
+POLICY = flatshard.MixedPrecisionPolicy
 WAYS = {
-    "fsdp2 eager": (fsdp2, Fsdp2Policy, False),
-    "flatshard eager": (flatshard.fully_shard, flatshard.MixedPrecisionPolicy, False),
-    "fsdp2 compiled": (fsdp2, Fsdp2Policy, True),
-    "flatshard compiled": (flatshard.fully_shard, flatshard.MixedPrecisionPolicy, True),
+    "fsdp2 eager": (THEIRS, Fsdp2Policy, False, {}),
+    "flatshard eager": (OURS, POLICY, False, {}),
+    "flatshard in place": (OURS, POLICY, False, {"grads_in_place": True}),
+    "fsdp2 compiled": (THEIRS, Fsdp2Policy, True, {}),
+    "flatshard compiled": (OURS, POLICY, True, {}),
 }
 
 
@@ -45,7 +49,7 @@ def draw(module):
 
 
 def build(way, args, mesh):
-    function, policy, compiled = WAYS[way]
+    function, policy, compiled, more = WAYS[way]
     hidden, intermediate, layers, heads, kv_heads = SHAPES[args.shape]
     config = LlamaConfig(
         hidden_size=hidden,
@@ -63,7 +67,7 @@ def build(way, args, mesh):
     if compiled:
         for layer in model.model.layers:
             layer.compile()
-    options = {"mesh": mesh, "mp_policy": policy(**DTYPES)}
+    options = {"mesh": mesh, "mp_policy": policy(**DTYPES), **more}
     for layer in model.model.layers:
         function(layer, **options)
     function(model, **options)

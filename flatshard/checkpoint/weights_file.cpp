@@ -36,7 +36,7 @@ void save_weights(
   for (const ParamGroup* group : groups) {
     const Placements whole(group->mesh()->num_axes(), Placement::replicate());
     const FlatBuffer gathered =
-        group->main().redistribute(whole, Purpose::gather);
+        group->main_on_device().redistribute(whole, Purpose::gather);
     if (!writes) {
       continue;
     }

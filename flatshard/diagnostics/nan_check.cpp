@@ -22,7 +22,7 @@ bool any_bad(const std::vector<at::Tensor>& flats) {
   std::vector<at::Tensor> flags;
   for (const at::Tensor& flat : flats) {
     if (flat.numel() > 0) {
-      flags.push_back(has_bad_values(flat));
+      flags.push_back(has_bad_values(flat).to(flats.front().device()));
     }
   }
   return !flags.empty() && at::stack(flags).any().item<bool>();

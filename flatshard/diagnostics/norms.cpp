@@ -29,7 +29,7 @@ void add_shards(
     }
     name = &group.parameters()[row - first_row].names.front();
     if (shard.tensor.numel() > 0) {
-      parts.pieces.push_back(shard.tensor);
+      parts.pieces.push_back(shard.tensor.to(group.mesh()->device()));
       parts.rows.push_back(row);
       parts.weights.push_back(1.0 / static_cast<double>(group.num_replicas()));
     }

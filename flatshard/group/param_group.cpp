@@ -1,6 +1,7 @@
 #include "flatshard/group/param_group.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/device/memory.h"
 
 #include <ATen/ATen.h>
 
@@ -49,14 +50,6 @@ bool any_sharded(const Mesh& mesh, const Placements& placements) {
   return false;
 }
 
-void sum_or_set(const at::Tensor& into, const at::Tensor& from, bool add) {
-  if (add) {
-    into.add_(from);
-  } else {
-    into.copy_(from);
-  }
-}
-
 Strategy with_reduce_op(Strategy strategy, ReduceOp op) {
   for (Placement& placement : strategy.gradient) {
     if (placement.is_partial()) {
@@ -91,6 +84,9 @@ ParamGroup::ParamGroup(
       config,
       "peers can only read compute weights that are kept; choose one of "
       "copy_gathers and keep_compute_weights = false");
+  // Their optimizers' updates wait for nothing on the GPU, so a gradient in
+  // main_grads is what they read.
+  options_.narrow_grads = options_.narrow_grads && !options_.offload;
   FLATSHARD_CHECK(
       options_.strategy.num_axes() == mesh_->num_axes(),
       config,
@@ -125,11 +121,11 @@ void ParamGroup::allocate_weights() {
   resident_ = !any_sharded(*mesh_, strategy.parameter);
   has_refresh_ = options_.trainable &&
                  !same_elements(*mesh_, strategy.parameter, strategy.optimizer);
-  main_is_compute_ =
-      !options_.trainable || precision.main_params == precision.compute;
+  const at::ScalarType main_dtype =
+      options_.trainable ? precision.main_params : precision.compute;
+  main_is_compute_ = !options_.offload && main_dtype == precision.compute;
   if (!main_is_compute_) {
-    main_ =
-        FlatBuffer(layout_, mesh_, strategy.optimizer, precision.main_params);
+    allocate(main_, strategy.optimizer, main_dtype, options_.offload);
     main_.local().zero_();  // padding stays zero
   }
   if (!options_.keep_compute_weights && !main_is_compute_ && !resident_ &&
@@ -165,6 +161,26 @@ void ParamGroup::allocate_weights() {
         mesh_,
         compute_shard_.placements());
   }
+}
+
+void ParamGroup::allocate(
+    FlatBuffer& buffer,
+    const Placements& placements,
+    at::ScalarType dtype,
+    bool on_host) {
+  if (buffer.defined()) {
+    return;
+  }
+  if (!on_host) {
+    buffer = FlatBuffer(layout_, mesh_, placements, dtype);
+    return;
+  }
+  const std::int64_t numel =
+      FlatBuffer::local_numel(*layout_, *mesh_, placements);
+  const at::Tensor memory = host_buffer(
+      numel * static_cast<std::int64_t>(c10::elementSize(dtype)),
+      options_.pin_memory ? mesh_->device() : at::Device(at::kCPU));
+  buffer = FlatBuffer::wrap(memory.view(dtype), layout_, mesh_, placements);
 }
 
 void ParamGroup::initialize(const Initializer& initializer) {
@@ -262,20 +278,41 @@ void ParamGroup::unshard(const at::Tensor& out) const {
   // This rank's slice of the slot when that is one range, else a temporary.
   const FlatBuffer shard =
       target.redistribute(options_.strategy.parameter, Purpose::gather);
-  shard.local().copy_(main_.local());
+  shard.local().copy_(main_on_device().local());
   shard.redistribute(whole, Purpose::gather, &target);
 }
 
-void ParamGroup::cast_main_to_compute() {
+FlatBuffer ParamGroup::main_on_device() const {
+  if (!options_.offload) {
+    return main_;
+  }
+  const at::Device device = mesh_->device();
+  const FlatBuffer there = FlatBuffer::wrap(
+      main_.local().to(device, /*non_blocking=*/true),
+      layout_,
+      mesh_,
+      main_.placements());
+  if (device.is_cuda()) {
+    uploaded_.record(*current_stream(device));
+  }
+  return there;
+}
+
+void ParamGroup::update_compute() {
   if (compute_shard().defined()) {
     const at::NoGradGuard no_grad;
-    compute_shard_.local().copy_(main_.local());
+    compute_shard_.local().copy_(main_on_device().local());
   }
+}
+
+void ParamGroup::cast_main_to_compute() {
+  update_compute();
   main_version_ = main_.local()._version();
   mark_weights_changed();
 }
 
 void ParamGroup::prepare_write() {
+  wait_for_uploads();
   if (copied_) {
     copied_ = false;
     current_stream(mesh_->device())->submit([this] { peers_->fence_writes(); });
@@ -297,156 +334,6 @@ bool ParamGroup::adopt_foreign_writes() {
   }
   cast_main_to_compute();
   return true;
-}
-
-Placements ParamGroup::partial_everywhere() const {
-  const ReduceOp op =
-      options_.scaling == GradScaling::mean ? ReduceOp::avg : ReduceOp::sum;
-  return Placements(mesh_->num_axes(), Placement::partial(op));
-}
-
-Placements ParamGroup::final_gradient() const {
-  return options_.strategy.optimizer;  // Shard or Replicate, never Partial
-}
-
-FlatBuffer ParamGroup::wrap_partial(const at::Tensor& local) const {
-  return FlatBuffer::wrap(local, layout_, mesh_, partial_everywhere());
-}
-
-ParamGroup::Reduction ParamGroup::plan_reduction(
-    bool collective,
-    bool is_last) {
-  Reduction r{.collective = collective};
-  r.add_local = has_local_;
-  if (!collective) {
-    has_local_ = true;
-    allocate(local_, partial_everywhere(), options_.precision.main_grads);
-    return r;
-  }
-  has_local_ = false;
-  copied_ = false;  // every rank's gradient needed its copies
-  const Placements& rest = options_.strategy.gradient;
-  const bool has_partial =
-      std::any_of(rest.begin(), rest.end(), [](const Placement& p) {
-        return p.is_partial();
-      });
-  r.add_inner = has_inner_;
-  r.to_inner = has_partial && !is_last;
-  if (r.to_inner || r.add_inner) {
-    allocate(inner_, options_.strategy.gradient, options_.precision.main_grads);
-  }
-  if (r.to_inner) {
-    has_inner_ = true;
-    return r;
-  }
-  has_inner_ = false;
-  r.add_grad = has_grad_;
-  has_grad_ = true;
-  const Precision& precision = options_.precision;
-  const bool narrow = is_last && !r.add_grad && can_stay_narrow();
-  r.widen = r.add_grad && grad_.local().scalar_type() != precision.main_grads;
-  if (r.widen) {
-    narrow_ = std::exchange(grad_, {});
-  }
-  allocate(
-      grad_,
-      final_gradient(),
-      narrow ? precision.reduce : precision.main_grads);
-  return r;
-}
-
-bool ParamGroup::can_stay_narrow() const {
-  return options_.narrow_grads && options_.grad_divisor == 1;
-}
-
-void ParamGroup::allocate(
-    FlatBuffer& buffer,
-    const Placements& placements,
-    at::ScalarType dtype) {
-  if (!buffer.defined()) {
-    buffer = FlatBuffer(layout_, mesh_, placements, dtype);
-  }
-}
-
-void ParamGroup::reduce(const at::Tensor& slot, const Reduction& r) {
-  const Strategy& strategy = options_.strategy;
-  const at::ScalarType wire = options_.precision.reduce;
-  if (options_.scaling == GradScaling::pre_scaled) {
-    slot.mul_(1.0 / mesh_->size());
-  }
-  FlatBuffer source = wrap_partial(slot);
-  if (!r.collective) {
-    sum_or_set(local_.local(), source.local(), r.add_local);
-    return;
-  }
-  if (r.add_local) {
-    local_.local().add_(source.local());
-    source = wrap_partial(local_.local().to(wire));
-  }
-  if (r.to_inner || r.add_inner) {
-    const FlatBuffer inner =
-        source.redistribute(strategy.gradient, Purpose::reduce);
-    sum_or_set(inner_.local(), inner.local(), r.add_inner);
-    if (r.to_inner) {
-      return;
-    }
-    source = FlatBuffer::wrap(
-        inner_.local().to(wire),
-        layout_,
-        mesh_,
-        strategy.gradient);
-  }
-  const Placements target = final_gradient();
-  if (r.widen) {
-    grad_.local().copy_(narrow_.local());
-  }
-  const bool direct = !r.add_grad && options_.grad_divisor == 1 &&
-                      !reduced_hook_ && wire == grad_.local().scalar_type();
-  if (direct) {
-    source.redistribute(target, Purpose::reduce, &grad_);
-    return;
-  }
-  const FlatBuffer reduced = source.redistribute(target, Purpose::reduce);
-  if (reduced_hook_) {
-    reduced_hook_(reduced.local());
-  }
-  if (options_.grad_divisor != 1) {
-    reduced.local().div_(options_.grad_divisor);
-  }
-  sum_or_set(grad_.local(), reduced.local(), r.add_grad);
-}
-
-void ParamGroup::zero_grad() {
-  forget_grad();
-  has_inner_ = false;
-  has_local_ = false;
-  inner_ = {};
-  local_ = {};
-}
-
-void ParamGroup::forget_grad() {
-  has_grad_ = false;
-  grad_ = {};
-  narrow_ = {};
-}
-
-void ParamGroup::scale_gradients(double factor) {
-  const at::NoGradGuard no_grad;
-  if (has_grad_) {
-    // A copy only when it is narrow.
-    grad_ = FlatBuffer::wrap(
-        grad_.local().to(options_.precision.main_grads),
-        layout_,
-        mesh_,
-        final_gradient());
-    grad_.local().mul_(factor);
-  }
-  if (has_inner_) {
-    inner_.local().mul_(factor);
-  }
-  if (has_local_) {
-    local_.local().mul_(factor);
-  }
 }
 
 std::int64_t ParamGroup::num_replicas() const {

@@ -55,6 +55,13 @@ struct ParamGroupOptions {
   /// can be copies: see Gather::copies. Needs all ranks on one host. Where
   /// weights rest whole it has no effect.
   bool peers_read_weights = false;
+  /// Main weights and reduced gradients rest in host memory, and so does what
+  /// optimizers keep beside them; updates run on the CPU. Compute weights that
+  /// are kept stay on the device; without them each gather begins with a copy
+  /// of this rank's main weights. Needs no communication of the host's own.
+  bool offload = false;
+  /// With offload: that host memory is pinned, so copies run beside kernels.
+  bool pin_memory = true;
   LayoutOptions layout;
 };
 
@@ -76,7 +83,9 @@ struct ParamGroupOptions {
 /// ParamGroupOptions::narrow_grads.
 ///
 /// A frozen group has no main weights and no gradients. When main and compute
-/// have one dtype they share memory.
+/// have one dtype they share memory. With ParamGroupOptions::offload main
+/// (a frozen group's too, in compute's dtype) and grad are in host memory and
+/// main shares none.
 class ParamGroup {
  public:
   ParamGroup(
@@ -117,6 +126,9 @@ class ParamGroup {
 
   /// [shard] main weights; frozen groups: the compute weights.
   const FlatBuffer& main() const { return main_; }
+  /// The same on the mesh's device: a copy, queued on the current stream, where
+  /// main is in host memory. Who overwrites main calls prepare_write first.
+  FlatBuffer main_on_device() const;
   /// [shard] the slice of the compute weights that belongs to `main`; the
   /// optimizer writes it together with main. Undefined when main is that slice
   /// or when there is none.
@@ -170,8 +182,12 @@ class ParamGroup {
   bool adopt_foreign_writes();
   /// Somebody else wrote main in a way that no tensor's version shows.
   void mark_written() { main_version_ = main_.local()._version() - 1; }
-  /// main -> compute shard, without looking. On the current stream.
+  /// main -> compute shard, and says so. On the current stream.
   void cast_main_to_compute();
+  /// The same without saying so. For optimizers that only write main.
+  void update_compute();
+  /// Blocks until main, in host memory, may be overwritten.
+  void wait_for_uploads() const { uploaded_.synchronize(); }
 
   // Gradients ----------------------------------------------------------------
 
@@ -231,7 +247,9 @@ class ParamGroup {
   void allocate(
       FlatBuffer& buffer,
       const Placements& placements,
-      at::ScalarType dtype);
+      at::ScalarType dtype,
+      bool on_host = false);
+  void download_grad(const at::Tensor& reduced, bool add);
   bool can_stay_narrow() const;
   FlatBuffer wrap_partial(const at::Tensor& local) const;
   Placements partial_everywhere() const;
@@ -255,9 +273,11 @@ class ParamGroup {
   std::int64_t fenced_ = 0;
   bool copied_ = false;  ///< by peers, and no reduction since
   Event written_;
+  mutable Event uploaded_;  ///< offload: main was read from host memory
 
   FlatBuffer grad_;
-  FlatBuffer narrow_;  ///< what grad_ was before it was widened
+  FlatBuffer host_grad_;  ///< offload: its memory between steps
+  FlatBuffer narrow_;     ///< what grad_ was before it was widened
   FlatBuffer inner_;
   FlatBuffer local_;
   bool has_grad_ = false;

@@ -28,8 +28,9 @@ ClipResult clip_grad_norm(
     const at::Tensor norm =
         at::linalg_vector_norm(group->grad().local(), 2, {}, false, at::kFloat);
     // Replicas hold the same values: each counts for its part.
-    parts.push_back(
-        norm.square().div_(static_cast<double>(group->num_replicas())));
+    parts.push_back(norm.square()
+                        .div_(static_cast<double>(group->num_replicas()))
+                        .to(mesh.device()));
   }
   const auto options =
       at::TensorOptions().dtype(at::kFloat).device(mesh.device());

@@ -118,6 +118,13 @@ void Optimizer::step(double lr, const at::Tensor& grad_scale) {
     before.record(*current);
     before.wait(stream);
   }
+  at::Tensor scale_on_host;  // waits for the device once, if at all
+  const auto host_scale = [&] {
+    if (grad_scale.defined() && !scale_on_host.defined()) {
+      scale_on_host = grad_scale.cpu();
+    }
+    return scale_on_host;
+  };
   for (std::size_t i = 0; i < groups_.size(); ++i) {
     ParamGroup& group = *groups_[i];
     if (!group.has_grad()) {
@@ -125,13 +132,17 @@ void Optimizer::step(double lr, const at::Tensor& grad_scale) {
     }
     ++group_steps_[i];
     FlatUpdate& flat = updates_[i];  // the last step is done with it
+    const bool offload = group.options().offload;
     flat.main = group.main().local();
-    flat.compute = group.compute_shard();
+    flat.compute = offload ? at::Tensor() : group.compute_shard();
     flat.grad = group.grad().local();
-    flat.grad_scale = grad_scale;
-    stream.submit([this, i, lr] {
+    flat.grad_scale = offload ? host_scale() : grad_scale;
+    stream.submit([this, i, lr, offload, &group] {
       update(i, updates_[i], lr);
       updates_[i].grad.reset();  // zero_grad gives its memory back
+      if (offload) {
+        group.update_compute();
+      }
     });
     group.mark_weights_changed(stream);
   }

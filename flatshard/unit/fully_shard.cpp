@@ -168,6 +168,8 @@ std::unique_ptr<Unit> build_unit(
        .narrow_grads = options.narrow_grads,
        .keep_compute_weights = options.keep_compute_weights,
        .peers_read_weights = options.copy_gathers != CopyGathers::none,
+       .offload = options.offload,
+       .pin_memory = options.pin_memory,
        .layout = options.layout},
       Initializer(options.seed));
   return std::make_unique<Unit>(

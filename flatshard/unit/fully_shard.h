@@ -26,9 +26,11 @@ struct FullyShardOptions {
   Precision precision;
   GradScaling scaling = GradScaling::mean;
   double grad_divisor = 1;
-  /// Both: see ParamGroupOptions.
+  /// All four: see ParamGroupOptions.
   bool narrow_grads = false;
   bool keep_compute_weights = true;
+  bool offload = false;
+  bool pin_memory = true;
   /// All ranks on one host only.
   CopyGathers copy_gathers = CopyGathers::none;
   /// Reduce-scatters are copies through so many bytes on each rank (see

@@ -58,6 +58,11 @@ Runtime::Runtime(
   reduce.delay_seed += 1;
   reduce_stream_ = make_stream(mesh_->device(), "reduce", reduce);
   exposed_ = make_stream_timer(mesh_->device());
+  for (const auto& unit : units_) {
+    for (const auto& group : unit->groups()) {
+      offloads_ |= group->options().offload;
+    }
+  }
   if (options.debug.poison) {
     poison_parameters();
   }
@@ -313,6 +318,9 @@ void Runtime::execute(const Action& action) {
         break;
       case ActionKind::join:
         compute_waits(all_reduced_);
+        if (offloads_) {
+          all_reduced_.synchronize();  // who reads these gradients is the host
+        }
         break;
     }
   } catch (const Error& e) {

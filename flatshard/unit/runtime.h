@@ -232,6 +232,7 @@ class Runtime : public nn::WgradSink,
   std::shared_ptr<Stream> reduce_stream_;
   std::unique_ptr<StreamTimer> exposed_;
   bool measure_exposed_ = false;
+  bool offloads_ = false;  ///< some group's main weights are in host memory
   Event all_reduced_;
   std::int64_t seen_generation_ = -1;
 

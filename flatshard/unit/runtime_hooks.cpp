@@ -191,6 +191,14 @@ void Runtime::forward_end(UnitId unit, const nn::TensorList& outputs) {
        .unit = unit,
        .call = call->id,
        .needs_backward = needs_backward});
+  if (offloads_ && open_calls_.empty() && !needs_backward) {
+    // No backward will wait for the last gathers before somebody writes.
+    for (const auto& u : units_) {
+      for (const auto& group : u->groups()) {
+        group->wait_for_uploads();
+      }
+    }
+  }
 }
 
 void Runtime::forward_error(UnitId unit) {

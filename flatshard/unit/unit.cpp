@@ -40,7 +40,8 @@ Unit::Unit(
       name_(std::move(name)),
       module_(module),
       groups_(std::move(groups)),
-      parameters_(std::move(parameters)) {
+      parameters_(std::move(parameters)),
+      writes_in_place_(module != nullptr) {
   for (const auto& group : groups_) {
     const Precision& precision = group->options().precision;
     const std::int64_t numel = group->layout().numel();
@@ -87,7 +88,7 @@ UnitSpec Unit::spec(UnitId parent, UnitPolicy policy) const {
   }
   spec.grad_nbytes = grads_nbytes_;
   spec.policy = std::move(policy);
-  spec.grads_in_place = module_ != nullptr;  // others know no WgradSink
+  spec.grads_in_place = writes_in_place_;
   spec.reduce_every_microbatch = false;
   for (const auto& group : groups_) {
     const Placements& gradient = group->options().strategy.gradient;

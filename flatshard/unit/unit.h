@@ -86,6 +86,9 @@ class Unit {
   /// Makes the slot complete: packs gradients that came as tensors, zeroes the
   /// parameters that got none and the padding. On the current stream.
   void finish_grads(void* slot);
+  /// Some layers write their gradients into the slot (see nn::WgradSink). True
+  /// at first for units with a module.
+  void set_writes_in_place(bool writes) { writes_in_place_ = writes; }
   /// Forgets gradients of an unfinished backward.
   void drop_grads();
 
@@ -105,6 +108,7 @@ class Unit {
   std::vector<std::int64_t> grads_offset_;
   std::int64_t weights_nbytes_ = 0;
   std::int64_t grads_nbytes_ = 0;
+  bool writes_in_place_;
 };
 
 }  // namespace flatshard

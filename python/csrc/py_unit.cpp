@@ -53,7 +53,11 @@ PyUnit::PyUnit(
     const std::string& granularity,
     const py::object& compute_dtype,
     const py::object& reduce_dtype,
-    double max_padding) {
+    double max_padding,
+    bool offload,
+    bool pin_memory,
+    bool grads_in_place)
+    : grads_in_place_(grads_in_place) {
   std::vector<UnitMember> list;
   for (const auto& [name, whole, values] : members) {
     const at::ScalarType own = values.scalar_type();
@@ -79,6 +83,8 @@ PyUnit::PyUnit(
       {.name = members.empty() ? "unit" : "unit of " + std::get<0>(members[0]),
        .strategy = Strategy::named(strategy, mesh->num_axes()),
        .keep_compute_weights = false,
+       .offload = offload,
+       .pin_memory = pin_memory,
        .layout = {.max_padding = max_padding}},
       Initializer(0));
   for (const auto& group : contents_.groups) {
@@ -181,12 +187,14 @@ void PyUnit::set_names(
 std::unique_ptr<Unit> PyUnit::adopt(UnitId id) {
   FLATSHARD_CHECK(!adopted_, usage, "unit {} has a runtime already", name_);
   adopted_ = true;
-  return std::make_unique<Unit>(
+  auto unit = std::make_unique<Unit>(
       id,
       name_,
       nullptr,
       std::move(contents_.groups),
       std::move(contents_.parameters));
+  unit->set_writes_in_place(grads_in_place_);
+  return unit;
 }
 
 std::vector<ParamGroup*> groups_of(

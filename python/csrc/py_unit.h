@@ -23,6 +23,7 @@ class PyUnit {
   ///   which a DTensor can say; "tensor": never cut.
   /// @param compute_dtype, reduce_dtype  torch.dtype or None: the parameter's
   ///   own, and that of compute.
+  /// @param grads_in_place  some layers call PyRuntime::linear.
   PyUnit(
       const std::vector<Member>& members,
       const std::shared_ptr<Mesh>& mesh,
@@ -30,7 +31,10 @@ class PyUnit {
       const std::string& granularity,
       const py::object& compute_dtype,
       const py::object& reduce_dtype,
-      double max_padding);
+      double max_padding,
+      bool offload,
+      bool pin_memory,
+      bool grads_in_place);
 
   std::int64_t num_parameters() const {
     return static_cast<std::int64_t>(places_.size());
@@ -82,6 +86,7 @@ class PyUnit {
   std::vector<at::Tensor> wholes_;
   std::string name_ = "unit";
   bool adopted_ = false;
+  bool grads_in_place_;
   Released<Runtime> runtime_;  ///< owns the groups once adopted
 };
 

@@ -1,3 +1,4 @@
+#include "flatshard/nn/linear.h"
 #include "flatshard/unit/runtime.h"
 #include "python/csrc/bind.h"
 #include "python/csrc/collect_tensors.h"
@@ -45,7 +46,15 @@ class PyRuntime {
     for (const auto& unit : units) {
       unit->keep(runtime);
     }
+    sink_->wgrad_sink = runtime;
     runtime_ = Released<Runtime>(std::move(runtime));
+  }
+
+  at::Tensor linear(
+      const at::Tensor& x,
+      const at::Tensor& weight,
+      const std::optional<at::Tensor>& bias) const {
+    return nn::linear(x, weight, bias.value_or(at::Tensor()), {}, sink_);
   }
 
   void forward_begin(UnitId unit, py::handle args, py::handle kwargs) {
@@ -92,6 +101,7 @@ class PyRuntime {
 
  private:
   std::shared_ptr<ParameterViews> views_;
+  nn::ModuleContextPtr sink_ = c10::make_intrusive<nn::ModuleContext>();
   Released<Runtime> runtime_;
 };
 
@@ -146,14 +156,20 @@ void bind_unit(py::module_& m) {
               const std::string&,
               const py::object&,
               const py::object&,
-              double>(),
+              double,
+              bool,
+              bool,
+              bool>(),
           py::arg("members"),
           py::arg("mesh"),
           py::arg("strategy"),
           py::arg("granularity"),
           py::arg("compute_dtype"),
           py::arg("reduce_dtype"),
-          py::arg("max_padding"))
+          py::arg("max_padding"),
+          py::arg("offload"),
+          py::arg("pin_memory"),
+          py::arg("grads_in_place"))
       .def_property_readonly("num_parameters", &PyUnit::num_parameters)
       .def_property_readonly("num_groups", &PyUnit::num_groups)
       .def("whole", &PyUnit::whole)
@@ -225,6 +241,16 @@ void bind_unit(py::module_& m) {
           py::arg("after_backward"),
           py::arg("after_reset"),
           py::arg("prefetch"))
+      .def(
+          "linear",
+          &PyRuntime::linear,
+          "torch.nn.functional.linear whose backward writes the gradients of "
+          "weight and bias into the memory that is reduced. Both are whole "
+          "parameters of this runtime's units.",
+          py::arg("input"),
+          py::arg("weight"),
+          py::arg("bias"),
+          NoGil())
       .def("forward_begin", &PyRuntime::forward_begin)
       .def("forward_end", &PyRuntime::forward_end)
       .def("forward_error", &PyRuntime::forward_error)

@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from flatshard import _C
+from flatshard.linear import write_grads_in_place
 from flatshard.mesh import DeviceMesh, core_mesh, default_device_mesh, device_of
 from flatshard.module import (
     FSDPModule,
@@ -49,6 +50,7 @@ def fully_shard(
     granularity="row",
     prefetch=1,
     max_padding=0.05,
+    grads_in_place=False,
 ):
     """Shards the parameters of `module` that no inner call has sharded yet.
 
@@ -65,7 +67,9 @@ def fully_shard(
             reshard to is refused.
         shard_placement_fn: function of a parameter; may return None or Shard(0).
         mp_policy: MixedPrecisionPolicy, of this package or FSDP2's.
-        offload_policy: OffloadPolicy(): nothing; others are refused.
+        offload_policy: OffloadPolicy(): nothing; CPUOffloadPolicy(): sharded
+            parameters, their gradients and optimizer state rest on the CPU. Of this
+            package or FSDP2's.
         ignored_params: set of parameters to leave as they are on every rank.
         strategy: what is sharded: "no_shard" (ZeRO-0), "optim" (ZeRO-1),
             "optim_grads" (ZeRO-2) or "optim_grads_params" (ZeRO-3).
@@ -77,6 +81,9 @@ def fully_shard(
         prefetch: units gathered ahead of the one that computes. The root's counts.
         max_padding: largest padding that is accepted, as a fraction of the
             unit's elements.
+        grads_in_place: the backward of each nn.Linear (not of subclasses) writes
+            gradients into the memory that is reduced, so they need no tensors of
+            their own and no copy. Compiled code and autocast go the usual way.
 
     Returns:
         `module`, which is an FSDPModule from now on.
@@ -92,7 +99,8 @@ def fully_shard(
     name = _strategy_name(strategy, outer, device_mesh)
     shown_mesh = _shown_mesh(outer, device_mesh)
     mp_policy = _mixed_precision(mp_policy)
-    _refuse_unsupported(offload_policy, reshard_after_forward)
+    offload = _offload(offload_policy)
+    _refuse_unsupported(reshard_after_forward)
     if granularity not in ("row", "tensor"):
         raise ValueError(
             f"granularity: expected 'row' or 'tensor', got {granularity!r}"
@@ -119,6 +127,9 @@ def fully_shard(
         compute_dtype=mp_policy.param_dtype,
         reduce_dtype=mp_policy.reduce_dtype,
         max_padding=max_padding,
+        offload=offload,
+        pin_memory=offload and offload_policy.pin_memory,
+        grads_in_place=grads_in_place,
     )
     members.clear()
     state = UnitState(
@@ -133,6 +144,8 @@ def fully_shard(
         initialized=not any(p.on_meta for p in parameters),
     )
     state.make_shards()
+    if grads_in_place:
+        write_grads_in_place(owned, state)
     for tensor, full_name, _ in found:
         mark_owner(tensor, full_name)
     for m in modules:
@@ -210,11 +223,17 @@ def _mixed_precision(policy):
     return policy
 
 
-def _refuse_unsupported(offload_policy, reshard_after_forward):
-    if type(offload_policy).__name__ != "OffloadPolicy":
-        raise NotImplementedError(
-            f"offload_policy: {type(offload_policy).__name__} is not supported yet"
+def _offload(policy):
+    name = type(policy).__name__
+    if name not in ("OffloadPolicy", "CPUOffloadPolicy"):
+        raise ValueError(
+            "offload_policy: expected OffloadPolicy() or CPUOffloadPolicy(), got "
+            f"{policy!r}"
         )
+    return name == "CPUOffloadPolicy"
+
+
+def _refuse_unsupported(reshard_after_forward):
     if not isinstance(reshard_after_forward, (bool, int, type(None))):
         raise ValueError(
             "reshard_after_forward: expected True, False or None, got "

@@ -40,7 +40,13 @@ class OffloadPolicy:
 class CPUOffloadPolicy(OffloadPolicy):
     """Sharded parameters, gradients and optimizer state in host memory.
 
-    Not supported yet: `fully_shard` refuses it by name.
+    Parameters are DTensors with local tensors on the CPU, also frozen ones, so
+    optimizers update there. Each gather copies this rank's part to the device
+    first, each reduction copies its result back, and backward returns when the
+    last is there. Gradients that are not reduced yet stay on the device.
+
+    Attributes:
+        pin_memory: the host memory is pinned, so copies run beside kernels.
     """
 
     pin_memory: bool = True

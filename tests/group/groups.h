@@ -91,7 +91,8 @@ inline std::unique_ptr<ParamGroup> make_group(
     double grad_divisor = 1,
     Granularity matrix = {},
     bool narrow_grads = false,
-    bool keep_compute_weights = true) {
+    bool keep_compute_weights = true,
+    bool offload = false) {
   return std::make_unique<ParamGroup>(
       some_parameters(matrix),
       std::move(mesh),
@@ -103,7 +104,8 @@ inline std::unique_ptr<ParamGroup> make_group(
           .scaling = scaling,
           .grad_divisor = grad_divisor,
           .narrow_grads = narrow_grads,
-          .keep_compute_weights = keep_compute_weights},
+          .keep_compute_weights = keep_compute_weights,
+          .offload = offload},
       Initializer(kGroupSeed));
 }
 

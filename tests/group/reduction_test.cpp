@@ -84,6 +84,7 @@ struct ReduceCase {
   double divisor;
   Precision precision;
   bool narrow_grads = false;
+  bool offload = false;
 };
 
 class Reductions : public ::testing::TestWithParam<GroupCase> {};
@@ -98,7 +99,9 @@ TEST_P(Reductions, ExactValues) {
       {GradScaling::mean, 1, kNarrowWire},
       {GradScaling::sum, 2, kNarrowWire},
       {GradScaling::mean, 1, kNarrowWire, true},
-      {GradScaling::sum, 2, kNarrowWire, true}};
+      {GradScaling::sum, 2, kNarrowWire, true},
+      {GradScaling::mean, 1, kNarrowWire, true, true},
+      {GradScaling::sum, 4, kWide, false, true}};
   run_ranks(c.world(), [&](RankContext& context) {
     const auto mesh = context.mesh(c.axes());
     for (const ReduceCase& mode : modes) {
@@ -109,7 +112,9 @@ TEST_P(Reductions, ExactValues) {
           mode.scaling,
           mode.divisor,
           {},
-          mode.narrow_grads);
+          mode.narrow_grads,
+          /*keep_compute_weights=*/true,
+          mode.offload);
       const FlatLayout& layout = group->layout();
       for (const Sequence& sequence : sequences()) {
         at::Tensor want = at::zeros({layout.numel()});
@@ -169,6 +174,39 @@ TEST(Reduction, ASecondOneWidensANarrowGradient) {
     group->zero_grad();
     reduce(1, false);  // another one is announced
     EXPECT_EQ(group->grad().local().scalar_type(), at::kFloat);
+  });
+}
+
+// Pinned memory is made once, and a user's gradient is the user's.
+TEST(Reduction, AnOffloadedGradientUsesItsMemoryAgainUnlessSomebodyKeptIt) {
+  run_ranks(2, [](RankContext& context) {
+    const auto group = make_group(
+        {"zero3", {2}},
+        context.mesh(),
+        kWide,
+        GradScaling::mean,
+        1,
+        {},
+        /*narrow_grads=*/false,
+        /*keep_compute_weights=*/false,
+        /*offload=*/true);
+    const auto reduce = [&](double value) {
+      group->reduce(
+          at::full({group->layout().numel()}, value),
+          group->plan_reduction(true, true));
+    };
+    reduce(1);
+    const void* const first = group->grad().local().data_ptr();
+    group->zero_grad();
+    EXPECT_FALSE(group->grad().defined());
+    reduce(2);
+    EXPECT_EQ(group->grad().local().data_ptr(), first);
+    EXPECT_TRUE(group->grad().local().eq(2).all().item<bool>());
+    const at::Tensor kept = group->grad().local();
+    group->zero_grad();
+    reduce(3);
+    EXPECT_TRUE(kept.eq(2).all().item<bool>());
+    EXPECT_TRUE(group->grad().local().eq(3).all().item<bool>());
   });
 }
 

@@ -199,6 +199,29 @@ TEST_P(Parity, WhatSavesMemoryChangesNoBit) {
   }
 }
 
+TEST_P(Parity, OffloadChangesNoBit) {
+  for (const bool bf16 : {false, true}) {
+    for (const bool keeps : {false, true}) {
+      const bool overlaps = bf16 == keeps;
+      TrainingCase c{
+          .strategy = GetParam().strategy,
+          .mesh = GetParam().mesh,
+          .microbatches = keeps ? 3 : 1,
+          .optimizer = overlaps ? "sgd" : "adamw"};
+      c.precision = bf16 ? Precision{} : Precision::full();
+      c.keep_compute_weights = keeps;
+      c.evaluate = !keeps;
+      const TrainingResult expected = train_toy(c);
+      c.offload = true;
+      c.overlap_optimizer = overlaps;
+      c.max_delay_us = 200;
+      const TrainingResult result = train_toy(c);
+      SCOPED_TRACE(fmt::format("bf16 {} keeps {}", bf16, keeps));
+      expect_same_bits(expected, result);
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(
     Strategies,
     Parity,

@@ -150,6 +150,7 @@ void train_rank(
        .scaling = c.scaling,
        .narrow_grads = c.narrow_grads,
        .keep_compute_weights = c.keep_compute_weights,
+       .offload = c.offload,
        .copy_gathers = c.copy_gathers,
        .copy_reductions_nbytes = c.copy_reductions_nbytes,
        .prefetch = c.prefetch,

@@ -63,6 +63,7 @@ struct TrainingCase {
   bool with_root_parameter = true;
   bool narrow_grads = false;
   bool keep_compute_weights = true;
+  bool offload = false;
   CopyGathers copy_gathers = CopyGathers::none;
   std::int64_t copy_reductions_nbytes = 0;
   bool overlap_optimizer = false;

@@ -1,0 +1,184 @@
+#include "flatshard/group/param_group.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace flatshard {
+namespace {
+
+void sum_or_set(const at::Tensor& into, const at::Tensor& from, bool add) {
+  if (add) {
+    into.add_(from);
+  } else {
+    into.copy_(from);
+  }
+}
+
+}  // namespace
+
+Placements ParamGroup::partial_everywhere() const {
+  const ReduceOp op =
+      options_.scaling == GradScaling::mean ? ReduceOp::avg : ReduceOp::sum;
+  return Placements(mesh_->num_axes(), Placement::partial(op));
+}
+
+Placements ParamGroup::final_gradient() const {
+  return options_.strategy.optimizer;  // Shard or Replicate, never Partial
+}
+
+FlatBuffer ParamGroup::wrap_partial(const at::Tensor& local) const {
+  return FlatBuffer::wrap(local, layout_, mesh_, partial_everywhere());
+}
+
+ParamGroup::Reduction ParamGroup::plan_reduction(
+    bool collective,
+    bool is_last) {
+  Reduction r{.collective = collective};
+  r.add_local = has_local_;
+  if (!collective) {
+    has_local_ = true;
+    allocate(local_, partial_everywhere(), options_.precision.main_grads);
+    return r;
+  }
+  has_local_ = false;
+  copied_ = false;  // every rank's gradient needed its copies
+  const Placements& rest = options_.strategy.gradient;
+  const bool has_partial =
+      std::any_of(rest.begin(), rest.end(), [](const Placement& p) {
+        return p.is_partial();
+      });
+  r.add_inner = has_inner_;
+  r.to_inner = has_partial && !is_last;
+  if (r.to_inner || r.add_inner) {
+    allocate(inner_, options_.strategy.gradient, options_.precision.main_grads);
+  }
+  if (r.to_inner) {
+    has_inner_ = true;
+    return r;
+  }
+  has_inner_ = false;
+  r.add_grad = has_grad_;
+  has_grad_ = true;
+  const Precision& precision = options_.precision;
+  const bool narrow = is_last && !r.add_grad && can_stay_narrow();
+  r.widen = r.add_grad && grad_.local().scalar_type() != precision.main_grads;
+  if (r.widen) {
+    narrow_ = std::exchange(grad_, {});
+  }
+  if (options_.offload && host_grad_.defined() &&
+      host_grad_.local().use_count() == 1) {  // nobody kept the last step's
+    grad_ = std::exchange(host_grad_, {});
+  }
+  allocate(
+      grad_,
+      final_gradient(),
+      narrow ? precision.reduce : precision.main_grads,
+      options_.offload);
+  return r;
+}
+
+bool ParamGroup::can_stay_narrow() const {
+  return options_.narrow_grads && options_.grad_divisor == 1;
+}
+
+void ParamGroup::reduce(const at::Tensor& slot, const Reduction& r) {
+  const Strategy& strategy = options_.strategy;
+  const at::ScalarType wire = options_.precision.reduce;
+  if (options_.scaling == GradScaling::pre_scaled) {
+    slot.mul_(1.0 / mesh_->size());
+  }
+  FlatBuffer source = wrap_partial(slot);
+  if (!r.collective) {
+    sum_or_set(local_.local(), source.local(), r.add_local);
+    return;
+  }
+  if (r.add_local) {
+    local_.local().add_(source.local());
+    source = wrap_partial(local_.local().to(wire));
+  }
+  if (r.to_inner || r.add_inner) {
+    const FlatBuffer inner =
+        source.redistribute(strategy.gradient, Purpose::reduce);
+    sum_or_set(inner_.local(), inner.local(), r.add_inner);
+    if (r.to_inner) {
+      return;
+    }
+    source = FlatBuffer::wrap(
+        inner_.local().to(wire),
+        layout_,
+        mesh_,
+        strategy.gradient);
+  }
+  const Placements target = final_gradient();
+  if (r.widen) {
+    grad_.local().copy_(narrow_.local());
+  }
+  const bool direct = !options_.offload && !r.add_grad &&
+                      options_.grad_divisor == 1 && !reduced_hook_ &&
+                      wire == grad_.local().scalar_type();
+  if (direct) {
+    source.redistribute(target, Purpose::reduce, &grad_);
+    return;
+  }
+  const FlatBuffer reduced = source.redistribute(target, Purpose::reduce);
+  if (reduced_hook_) {
+    reduced_hook_(reduced.local());
+  }
+  if (options_.grad_divisor != 1) {
+    reduced.local().div_(options_.grad_divisor);
+  }
+  if (options_.offload) {
+    download_grad(reduced.local(), r.add_grad);
+  } else {
+    sum_or_set(grad_.local(), reduced.local(), r.add_grad);
+  }
+}
+
+void ParamGroup::download_grad(const at::Tensor& reduced, bool add) {
+  // Sums are made on the device, so that all of it is queued.
+  at::Tensor sum = reduced.to(grad_.dtype());
+  if (add) {
+    sum = grad_.local().to(sum.device(), /*non_blocking=*/true).add_(sum);
+  }
+  grad_.local().copy_(sum, /*non_blocking=*/true);
+}
+
+void ParamGroup::zero_grad() {
+  forget_grad();
+  has_inner_ = false;
+  has_local_ = false;
+  inner_ = {};
+  local_ = {};
+}
+
+void ParamGroup::forget_grad() {
+  has_grad_ = false;
+  if (options_.offload && grad_.defined()) {
+    host_grad_ = std::move(grad_);  // pinning it anew takes longer than a step
+  }
+  grad_ = {};
+  narrow_ = {};
+}
+
+void ParamGroup::scale_gradients(double factor) {
+  const at::NoGradGuard no_grad;
+  if (has_grad_) {
+    // A copy only when it is narrow.
+    grad_ = FlatBuffer::wrap(
+        grad_.local().to(options_.precision.main_grads),
+        layout_,
+        mesh_,
+        final_gradient());
+    grad_.local().mul_(factor);
+  }
+  if (has_inner_) {
+    inner_.local().mul_(factor);
+  }
+  if (has_local_) {
+    local_.local().mul_(factor);
+  }
+}
+
+}  // namespace flatshard
