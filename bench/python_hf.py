@@ -37,8 +37,16 @@ WAYS = {
     "fsdp2 eager": (THEIRS, Fsdp2Policy, False, {}),
     "flatshard eager": (OURS, POLICY, False, {}),
     "flatshard in place": (OURS, POLICY, False, {"grads_in_place": True}),
+    "flatshard copies": (OURS, POLICY, False, {"copy_engines": "all"}),
+    "flatshard copies, in place": (
+        OURS,
+        POLICY,
+        False,
+        {"copy_engines": "all", "grads_in_place": True},
+    ),
     "fsdp2 compiled": (THEIRS, Fsdp2Policy, True, {}),
     "flatshard compiled": (OURS, POLICY, True, {}),
+    "flatshard compiled, copies": (OURS, POLICY, True, {"copy_engines": "all"}),
 }
 
 

@@ -1,8 +1,8 @@
 #include "flatshard/unit/fully_shard.h"
 
-#include "flatshard/buffer/transition.h"
 #include "flatshard/core/error.h"
 #include "flatshard/nn/module.h"
+#include "flatshard/unit/copy_reductions.h"
 #include "flatshard/unit/unit_contents.h"
 
 #include <ATen/ATen.h>
@@ -178,34 +178,6 @@ std::unique_ptr<Unit> build_unit(
       tree.modules[id],
       std::move(contents.groups),
       std::move(contents.parameters));
-}
-
-// Every group over which gradients of this strategy are reduce-scattered.
-void reduce_by_copies(
-    Mesh& mesh,
-    const Strategy& strategy,
-    std::int64_t nbytes,
-    StreamOptions stream) {
-  stream.high_priority = true;
-  const Placements partial(mesh.num_axes(), Placement::partial(ReduceOp::sum));
-  Placements inner = strategy.gradient;
-  for (Placement& placement : inner) {
-    if (placement.is_partial()) {
-      placement = partial.front();
-    }
-  }
-  const std::vector<std::pair<Placements, Placements>> ways{
-      {partial, strategy.optimizer},
-      {partial, inner},
-      {inner, strategy.optimizer}};
-  for (const auto& [from, to] : ways) {
-    for (const TransitionStep& step : plan_transition(from, to)) {
-      if (step.kind == TransitionStep::Kind::reduce_scatter) {
-        mesh.communicator(step.axes, Purpose::reduce)
-            .reduce_by_copies(nbytes, stream);
-      }
-    }
-  }
 }
 
 void connect(

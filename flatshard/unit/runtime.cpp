@@ -150,7 +150,14 @@ void Runtime::unshard(UnitId unit, bool awaits) {
   if (open_calls_.empty() && tasks_.empty()) {
     before_root_forward();
   }
-  feed({.kind = EventKind::unshard, .unit = unit, .awaits = awaits});
+  unshards_ = true;
+  try {
+    feed({.kind = EventKind::unshard, .unit = unit, .awaits = awaits});
+  } catch (...) {
+    unshards_ = false;
+    throw;
+  }
+  unshards_ = false;
 }
 
 void Runtime::prefetch_forward() {
@@ -340,9 +347,11 @@ std::string Runtime::context(const Action& action) const {
 }
 
 void Runtime::gather(Unit& unit, Phase phase) {
-  const bool copies = options_.copy_gathers == CopyGathers::all ||
-                      (options_.copy_gathers == CopyGathers::forward &&
-                       phase == Phase::forward);
+  // Who unshards by hand may write next, which no forward or backward fences.
+  const bool copies = !(unshards_ && options_.others_write) &&
+                      (options_.copy_gathers == CopyGathers::all ||
+                       (options_.copy_gathers == CopyGathers::forward &&
+                        phase == Phase::forward));
   std::vector<ParamGroup::Gather> gathers;
   for (const auto& group : unit.groups()) {
     gathers.push_back(group->plan_gather(copies));

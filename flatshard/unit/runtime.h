@@ -38,6 +38,9 @@ struct RuntimeOptions {
   bool reshard_after_forward = true;
   /// Other than none: the groups have ParamGroupOptions::peers_read_weights.
   CopyGathers copy_gathers = CopyGathers::none;
+  /// Weights are written by others, who do not call ParamGroup::prepare_write:
+  /// a forward without a backward ends when no peer copies weights any more.
+  bool others_write = false;
   /// Delays for tests; the names of the streams are part of the seed.
   StreamOptions streams;
   /// Keep every event and action since the last clear_trace (tests, reports).
@@ -220,6 +223,7 @@ class Runtime : public nn::WgradSink,
     }
   }
   void compute_waits(const Event& event);
+  void finish_evaluation();
   std::string context(const Action& action) const;
 
   std::shared_ptr<Mesh> mesh_;
@@ -232,6 +236,7 @@ class Runtime : public nn::WgradSink,
   std::shared_ptr<Stream> reduce_stream_;
   std::unique_ptr<StreamTimer> exposed_;
   bool measure_exposed_ = false;
+  bool unshards_ = false;  ///< gathers come from unshard()
   bool offloads_ = false;  ///< some group's main weights are in host memory
   Event all_reduced_;
   std::int64_t seen_generation_ = -1;

@@ -191,12 +191,21 @@ void Runtime::forward_end(UnitId unit, const nn::TensorList& outputs) {
        .unit = unit,
        .call = call->id,
        .needs_backward = needs_backward});
-  if (offloads_ && open_calls_.empty() && !needs_backward) {
-    // No backward will wait for the last gathers before somebody writes.
-    for (const auto& u : units_) {
-      for (const auto& group : u->groups()) {
-        group->wait_for_uploads();
-      }
+  if (open_calls_.empty() && !needs_backward) {
+    finish_evaluation();
+  }
+}
+
+// No backward comes whose reductions would end what reads the weights.
+void Runtime::finish_evaluation() {
+  const bool fences =
+      options_.others_write && options_.copy_gathers != CopyGathers::none;
+  if (!offloads_ && !fences) {
+    return;
+  }
+  for (const auto& unit : units_) {
+    for (const auto& group : unit->groups()) {
+      fences ? group->prepare_write() : group->wait_for_uploads();
     }
   }
 }

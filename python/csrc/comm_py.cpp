@@ -1,4 +1,5 @@
 #include "flatshard/comm/mesh.h"
+#include "flatshard/comm/peer_memory.h"
 #include "python/csrc/bind.h"
 
 #include <torch/csrc/Device.h>
@@ -48,6 +49,11 @@ void bind_comm(py::module_& m) {
       .def_property_readonly("rank", &Mesh::rank)
       .def_property_readonly("size", &Mesh::size)
       .def_property_readonly("num_axes", &Mesh::num_axes)
+      .def_property_readonly(
+          "has_fast_links",
+          [](Mesh& mesh) { return PeerMemory::has_fast_links(mesh.world()); },
+          py::call_guard<py::gil_scoped_release>(),
+          "Whether NVLink joins all GPUs of the mesh. Collective.")
       .def("__repr__", &Mesh::to_string);
 }
 

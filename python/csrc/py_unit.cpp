@@ -56,7 +56,8 @@ PyUnit::PyUnit(
     double max_padding,
     bool offload,
     bool pin_memory,
-    bool grads_in_place)
+    bool grads_in_place,
+    bool copies)
     : grads_in_place_(grads_in_place) {
   std::vector<UnitMember> list;
   for (const auto& [name, whole, values] : members) {
@@ -82,7 +83,8 @@ PyUnit::PyUnit(
       mesh,
       {.name = members.empty() ? "unit" : "unit of " + std::get<0>(members[0]),
        .strategy = Strategy::named(strategy, mesh->num_axes()),
-       .keep_compute_weights = false,
+       .keep_compute_weights = copies,
+       .peers_read_weights = copies,
        .offload = offload,
        .pin_memory = pin_memory,
        .layout = {.max_padding = max_padding}},

@@ -24,6 +24,7 @@ class PyUnit {
   /// @param compute_dtype, reduce_dtype  torch.dtype or None: the parameter's
   ///   own, and that of compute.
   /// @param grads_in_place  some layers call PyRuntime::linear.
+  /// @param copies  peers read compute weights, which are kept for it.
   PyUnit(
       const std::vector<Member>& members,
       const std::shared_ptr<Mesh>& mesh,
@@ -34,7 +35,8 @@ class PyUnit {
       double max_padding,
       bool offload,
       bool pin_memory,
-      bool grads_in_place);
+      bool grads_in_place,
+      bool copies);
 
   std::int64_t num_parameters() const {
     return static_cast<std::int64_t>(places_.size());

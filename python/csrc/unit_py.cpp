@@ -1,4 +1,5 @@
 #include "flatshard/nn/linear.h"
+#include "flatshard/unit/copy_reductions.h"
 #include "flatshard/unit/runtime.h"
 #include "python/csrc/bind.h"
 #include "python/csrc/collect_tensors.h"
@@ -12,6 +13,9 @@
 namespace flatshard::python {
 namespace {
 
+/// Of what peers write for this rank to sum.
+constexpr std::int64_t kCopyReductionsNbytes = std::int64_t{256} << 20;
+
 /// The Runtime and what Python sees of its parameters.
 class PyRuntime {
  public:
@@ -23,7 +27,8 @@ class PyRuntime {
       py::object before_backward,
       py::object after_backward,
       py::object after_reset,
-      int prefetch)
+      int prefetch,
+      bool copies)
       : views_(std::make_shared<ParameterViews>(
             std::move(places),
             std::move(before_backward),
@@ -36,11 +41,23 @@ class PyRuntime {
     std::shared_ptr<Runtime> runtime;
     {
       const py::gil_scoped_release no_gil;
+      if (copies) {
+        for (const auto& unit : list) {
+          for (const auto& group : unit->groups()) {
+            reduce_by_copies(
+                *mesh,
+                group->options().strategy,
+                kCopyReductionsNbytes);
+          }
+        }
+      }
       runtime = Runtime::create(
           mesh,
           std::move(list),
           std::move(parents),
-          {.prefetch = prefetch});
+          {.prefetch = prefetch,
+           .copy_gathers = copies ? CopyGathers::all : CopyGathers::none,
+           .others_write = true});
       runtime->add_observer(views_);
     }
     for (const auto& unit : units) {
@@ -159,6 +176,7 @@ void bind_unit(py::module_& m) {
               double,
               bool,
               bool,
+              bool,
               bool>(),
           py::arg("members"),
           py::arg("mesh"),
@@ -169,7 +187,8 @@ void bind_unit(py::module_& m) {
           py::arg("max_padding"),
           py::arg("offload"),
           py::arg("pin_memory"),
-          py::arg("grads_in_place"))
+          py::arg("grads_in_place"),
+          py::arg("copies"))
       .def_property_readonly("num_parameters", &PyUnit::num_parameters)
       .def_property_readonly("num_groups", &PyUnit::num_groups)
       .def("whole", &PyUnit::whole)
@@ -232,7 +251,8 @@ void bind_unit(py::module_& m) {
               py::object,
               py::object,
               py::object,
-              int>(),
+              int,
+              bool>(),
           py::arg("mesh"),
           py::arg("units"),
           py::arg("parents"),
@@ -240,7 +260,8 @@ void bind_unit(py::module_& m) {
           py::arg("before_backward"),
           py::arg("after_backward"),
           py::arg("after_reset"),
-          py::arg("prefetch"))
+          py::arg("prefetch"),
+          py::arg("copies"))
       .def(
           "linear",
           &PyRuntime::linear,

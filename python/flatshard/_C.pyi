@@ -34,6 +34,8 @@ class Mesh:
     def size(self) -> int: ...
     @property
     def num_axes(self) -> int: ...
+    @property
+    def has_fast_links(self) -> bool: ...
 
 class Unit:
     """The sharded parameters of one unit; `i` counts them in the core's order."""
@@ -50,6 +52,7 @@ class Unit:
         offload: bool,
         pin_memory: bool,
         grads_in_place: bool,
+        copies: bool,
     ) -> None: ...
     @property
     def num_parameters(self) -> int: ...
@@ -95,6 +98,7 @@ class Runtime:
         after_backward: Callable[[], None],
         after_reset: Callable[[], None],
         prefetch: int,
+        copies: bool,
     ) -> None: ...
     def linear(
         self,

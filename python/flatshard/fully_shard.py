@@ -26,6 +26,9 @@ from flatshard.unit import (
     whole_parameter,
 )
 
+# Of each mesh: asking is a collective.
+_fast_links = weakref.WeakKeyDictionary()
+
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 # With two mesh dimensions the first holds replicas.
 _REPLICATED_OUTER = {
@@ -51,6 +54,7 @@ def fully_shard(
     prefetch=1,
     max_padding=0.05,
     grads_in_place=False,
+    copy_engines="none",
 ):
     """Shards the parameters of `module` that no inner call has sharded yet.
 
@@ -84,6 +88,10 @@ def fully_shard(
         grads_in_place: the backward of each nn.Linear (not of subclasses) writes
             gradients into the memory that is reduced, so they need no tensors of
             their own and no copy. Compiled code and autocast go the usual way.
+        copy_engines: "all": gathers and reductions are copies between the ranks'
+            memory, which on GPUs take no SM, instead of collectives. Keeps the shard
+            of the compute weights and takes 256 MiB; all ranks on one host. "auto":
+            where NVLink joins all GPUs of the mesh. One for all units of a model.
 
     Returns:
         `module`, which is an FSDPModule from now on.
@@ -107,6 +115,7 @@ def fully_shard(
         )
 
     core = core_mesh(device_mesh)
+    copies = _copies(copy_engines, core)
     ignored = _ids(ignored_params)
     owned = modules_of_unit(modules, lambda m: state_of(m) is not None)
     found = collect_parameters(modules, owned, ignored)
@@ -130,6 +139,7 @@ def fully_shard(
         offload=offload,
         pin_memory=offload and offload_policy.pin_memory,
         grads_in_place=grads_in_place,
+        copies=copies,
     )
     members.clear()
     state = UnitState(
@@ -140,6 +150,7 @@ def fully_shard(
         parameters=parameters,
         mp_policy=mp_policy,
         prefetch=prefetch,
+        copies=copies,
         policy=Policy(reshard_after_forward=reshard_after_forward),
         initialized=not any(p.on_meta for p in parameters),
     )
@@ -221,6 +232,18 @@ def _mixed_precision(policy):
             f"mp_policy: expected a MixedPrecisionPolicy, got {type(policy).__name__}"
         )
     return policy
+
+
+def _copies(copy_engines, mesh):
+    if copy_engines not in ("none", "auto", "all"):
+        raise ValueError(
+            f"copy_engines: expected 'none', 'auto' or 'all', got {copy_engines!r}"
+        )
+    if copy_engines == "auto":
+        if mesh not in _fast_links:
+            _fast_links[mesh] = mesh.has_fast_links
+        return _fast_links[mesh]
+    return copy_engines == "all"
 
 
 def _offload(policy):

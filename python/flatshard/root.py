@@ -48,6 +48,7 @@ class Root:
             after_backward=lambda: me()._after_backward(),
             after_reset=lambda: me()._after_reset(),
             prefetch=state.prefetch,
+            copies=state.copies,
         )
         self._synced = None
         self._in_backward = False
@@ -66,6 +67,11 @@ class Root:
                     f"unit {unit.name} ran, or was unsharded, before as part of a "
                     "smaller model; wrap all modules first, then run the outermost "
                     "module"
+                )
+            if unit.copies != state.copies:
+                raise ValueError(
+                    f"copy_engines: unit {unit.name} and the root differ; choose one "
+                    "for all units of a model"
                 )
             if unit.mesh is not state.mesh:
                 raise ValueError(

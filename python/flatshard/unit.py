@@ -73,6 +73,7 @@ class UnitState:
     parameters: list
     mp_policy: object
     prefetch: int
+    copies: bool
     policy: Policy = field(default_factory=Policy)
     groups: list = field(default_factory=list)  # trainable ones: (index, parameters)
     root: object = None  # Root, once known
