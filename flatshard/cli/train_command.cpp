@@ -90,6 +90,9 @@ void train(const TrainArguments& arguments, std::vector<std::string> argv) {
   setenv("TORCH_NCCL_ENABLE_MONITORING", "0", 0);
   // Its watchdog would write to the store, which may be the one that hangs.
   setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0", 0);
+  // CUDA's queues of launches, read when it starts: as they are, they hold less
+  // than a step, and the host waits for the GPU in the middle of it.
+  setenv("CUDA_SCALE_LAUNCH_QUEUES", "4x", 0);
   // Not by way of the destructors: they wait for the peers, who wait for this
   // rank.
   const auto leave = [](const std::exception& error) {
