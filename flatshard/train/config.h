@@ -77,6 +77,7 @@ struct Config {
     std::int64_t data_parallel_shard_degree = -1;
     std::int64_t prefetch = 1;
     bool reshard_after_forward = true;
+    double memory_budget = 0.0;
     bool keep_compute_weights = true;
     std::string copy_engines = "auto";
     std::string granularity = "element";

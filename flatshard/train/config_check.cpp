@@ -205,6 +205,7 @@ void check_parallelism(const Config& config) {
   if (keeps_weights) {
     for (const char* key :
          {"parallelism.reshard_after_forward",
+          "parallelism.memory_budget",
           "parallelism.keep_compute_weights"}) {
       refuse_ignored(
           config,
@@ -221,6 +222,14 @@ void check_parallelism(const Config& config) {
         "parallelism.strategy",
         parallel.strategy,
         "strategies that shard something");
+  }
+  if (!parallel.reshard_after_forward) {
+    refuse_ignored(
+        config,
+        "parallelism.memory_budget",
+        "parallelism.reshard_after_forward",
+        "false",
+        "runs that release weights after forward");
   }
   FLATSHARD_CHECK(
       parallel.copy_engines != "forward" || !keeps_weights,

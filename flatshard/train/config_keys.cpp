@@ -181,6 +181,12 @@ const ConfigKey kKeys[] = {
         reshard_after_forward,
         "release weights after forward and gather them again for backward"),
     KEY(parallelism,
+        memory_budget,
+        "GiB on each rank that the memory table printed at start may come to: "
+        "as many units as fit stay gathered from forward to backward; 0: none",
+        {},
+        0),
+    KEY(parallelism,
         keep_compute_weights,
         "ZeRO-3: keep a shard in precision.compute beside the main weights; "
         "false saves its memory and casts before every gather"),

@@ -82,6 +82,9 @@ class Trainer {
       double lr,
       Interval& interval);
   void install_diagnostics();
+  /// Keeps units gathered as parallelism.memory_budget has room for.
+  /// Collective.
+  void spend_memory_budget();
   /// Ends the recording of a step: a trace, and a table when there is a GPU.
   void report_profile(TraceRecorder& recorder, std::int64_t step);
   void spoil_gradient(std::int64_t step);
@@ -99,6 +102,7 @@ class Trainer {
   models::Llama model_{nullptr};
   std::shared_ptr<Runtime> runtime_;
   std::string copy_engines_;  ///< what choose_copy_engines said
+  int num_kept_units_ = 0;
   std::unique_ptr<Optimizer> optimizer_;
   LrSchedule schedule_;
   std::optional<data::Loader> train_loader_;

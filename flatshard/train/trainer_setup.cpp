@@ -1,5 +1,6 @@
 // How a Trainer is put together; trainer.cpp has what it does then.
 #include "flatshard/checkpoint/init_weights.h"
+#include "flatshard/comm/all_gather_values.h"
 #include "flatshard/comm/store.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
@@ -14,6 +15,8 @@
 #include "flatshard/unit/fully_shard.h"
 
 #include <ATen/ATen.h>
+
+#include <algorithm>
 
 namespace flatshard {
 namespace {
@@ -127,6 +130,9 @@ void Trainer::build(bool resume) {
   if (config_.optimizer.overlap) {
     optimizer_->set_stream(make_stream(device_, "optimizer", options.streams));
   }
+  if (config_.parallelism.memory_budget > 0) {
+    spend_memory_budget();
+  }
   flops_per_token_ = models::flops_per_token(model_config_, t.seq_len);
 
   const auto shape = {t.local_batch_size, t.seq_len};
@@ -174,6 +180,25 @@ void Trainer::build(bool resume) {
 
 Trainer::~Trainer() = default;
 
+void Trainer::spend_memory_budget() {
+  constexpr double kGiB = 1024.0 * 1024 * 1024;
+  const auto budget =
+      static_cast<std::int64_t>(config_.parallelism.memory_budget * kGiB);
+  const std::int64_t mine =
+      total_nbytes(memory_rows(*runtime_, optimizer_->state_nbytes()));
+  const auto totals = all_gather_values(mesh_->world(), mine);
+  const std::int64_t total = std::ranges::max(totals);
+  FLATSHARD_CHECK(
+      budget >= total,
+      config,
+      "parallelism.memory_budget: expected at least {:.4g} GiB, which is what "
+      "the memory table comes to with no unit kept, got {:g}",
+      static_cast<double>(total) / kGiB,
+      config_.parallelism.memory_budget);
+  num_kept_units_ =
+      runtime_->keep_gathered(runtime_->pool().arena_nbytes() + budget - total);
+}
+
 void Trainer::announce() {
   output_->print(to_toml(config_));
   output_->print(fmt::format(
@@ -189,6 +214,13 @@ void Trainer::announce() {
       "tflops and mfu count 6 N + 12 L d T per token (attention as if it were "
       "not causal, no recompute): {:.2f} GFLOP per token",
       flops_per_token_ * 1e-9));
+  if (config_.parallelism.memory_budget > 0) {
+    output_->print(fmt::format(
+        "parallelism.memory_budget: {} of {} units stay gathered from forward "
+        "to backward",
+        num_kept_units_,
+        runtime_->units().size()));
+  }
   const auto rows = memory_rows(*runtime_, optimizer_->state_nbytes());
   std::vector<MemoryRow> host_rows;
   if (checkpoints_->enabled()) {

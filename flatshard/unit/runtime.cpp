@@ -3,6 +3,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
 #include "flatshard/nn/module.h"
+#include "flatshard/schedule/keep_units.h"
 #include "flatshard/schedule/simulate.h"
 #include "flatshard/unit/poison.h"
 #include "flatshard/unit/runtime_call.h"
@@ -143,6 +144,19 @@ void Runtime::set_sync_gradients(bool sync) {
 void Runtime::set_policy(UnitId unit, UnitPolicy policy) {
   const std::lock_guard lock(mutex_);
   scheduler_.set_policy(unit, std::move(policy));
+}
+
+int Runtime::keep_gathered(std::int64_t nbytes) {
+  const std::lock_guard lock(mutex_);
+  const SchedulerOptions options{.prefetch = options_.prefetch};
+  const auto kept = choose_kept_units(scheduler_.units(), options, nbytes);
+  for (const UnitId unit : kept) {
+    UnitPolicy policy = scheduler_.units()[unit].policy;
+    policy.reshard_after_forward = false;
+    scheduler_.set_policy(unit, std::move(policy));
+  }
+  plan_slots(simulate_step(scheduler_.units(), options));
+  return static_cast<int>(kept.size());
 }
 
 void Runtime::unshard(UnitId unit, bool awaits) {

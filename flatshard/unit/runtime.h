@@ -85,6 +85,11 @@ class Runtime : public nn::WgradSink,
   /// From the next event on; equal on all ranks, between two steps. Overrides
   /// RuntimeOptions::reshard_after_forward.
   void set_policy(UnitId unit, UnitPolicy policy);
+  /// As many units as fit stay gathered from forward to backward from now on,
+  /// while the slots of gathered weights and gradients take at most `nbytes`.
+  /// Before the first forward; equal on all ranks.
+  /// @return  how many; see choose_kept_units.
+  int keep_gathered(std::int64_t nbytes);
   /// Gathers the unit's weights outside of its forward. Collective. Its next
   /// forward or backward uses them and releases them as always.
   /// @param awaits  false: only queued; ask again before you read them.

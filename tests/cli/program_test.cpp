@@ -241,6 +241,36 @@ TEST_F(Program, RanksThatCopyTrainTheSame) {
   }
 }
 
+TEST_F(Program, AMemoryBudgetKeepsUnitsGathered) {
+  write_config();
+  const auto train = [&](const char* gib) {
+    return run(fmt::format(
+        "train {} --nproc 2 --device cpu --set model.layers=6 "
+        "--set parallelism.memory_budget={}",
+        config(),
+        gib));
+  };
+  const auto weights = [&] {
+    return read(folder_ / "run" / "model.safetensors");
+  };
+  const Result plain = train("0");
+  ASSERT_EQ(plain.code, 0) << plain.output;
+  EXPECT_THAT(plain.output, Not(HasSubstr("stay gathered")));
+  const std::string expected = weights();
+  ASSERT_FALSE(expected.empty());
+  // The embedding and six blocks; the head begins the backward.
+  const Result kept = train("1");
+  ASSERT_EQ(kept.code, 0) << kept.output;
+  EXPECT_THAT(kept.output, HasSubstr("7 of 9 units stay gathered"));
+  EXPECT_TRUE(weights() == expected);
+
+  const Result little = train("0.00001");
+  EXPECT_EQ(little.code, 1);
+  EXPECT_THAT(
+      little.output,
+      HasSubstr("parallelism.memory_budget: expected at least 0.00"));
+}
+
 TEST_F(Program, AFailingRankEndsAll) {
   write_config();
   const Result failed =

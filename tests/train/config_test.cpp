@@ -256,6 +256,14 @@ TEST(Config, ContradictionsAreNamed) {
         "parallelism.reshard_after_forward=false"},
        "parallelism.reshard_after_forward is set, but parallelism.strategy = "
        "\"optim_grads\""},
+      {{"parallelism.strategy=optim", "parallelism.memory_budget=40"},
+       "parallelism.memory_budget is set, but parallelism.strategy = "
+       "\"optim\""},
+      {{"parallelism.reshard_after_forward=false",
+        "parallelism.memory_budget=40"},
+       "parallelism.memory_budget is set, but "
+       "parallelism.reshard_after_forward = \"false\""},
+      {{"parallelism.memory_budget=-1"}, "parallelism.memory_budget"},
       {{"parallelism.strategy=optim", "parallelism.keep_compute_weights=false"},
        "parallelism.keep_compute_weights is set, but parallelism.strategy = "
        "\"optim\""},
