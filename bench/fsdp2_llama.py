@@ -84,13 +84,15 @@ class Llama(nn.Module):
         return self.loss(self.head(self.norm(x)), targets)
 
 
-def shard(model):
+def shard(model, keep):
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16
     )
     fully_shard(model.embed, mp_policy=policy)
-    for layer in model.layers:
+    for layer in model.layers[: len(model.layers) - keep]:
         fully_shard(layer, mp_policy=policy)
+    for layer in model.layers[len(model.layers) - keep :]:
+        fully_shard(layer, mp_policy=policy, reshard_after_forward=False)
     # Used again at once, by the backward.
     last = [model.norm, model.head]
     fully_shard(last, mp_policy=policy, reshard_after_forward=False)
@@ -114,6 +116,9 @@ def main():
     parser.add_argument(
         "--compile", choices=("none", "blocks", "blocks+loss"), default="blocks+loss"
     )
+    parser.add_argument(
+        "--keep", type=int, default=0, help="blocks that stay gathered for backward"
+    )
     parser.add_argument("--gqa", action="store_true", help="heads are not repeated")
     args = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -123,7 +128,7 @@ def main():
     torch.manual_seed(0)
     with torch.device("meta"):
         model = Llama(args)
-    shard(model)
+    shard(model, args.keep)
     model.to_empty(device="cuda")
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):

@@ -1,0 +1,63 @@
+"""Draws step times that bench/compare.sh measured, beside the limit, as an SVG.
+
+python3 bench/plot_step_time.py outputs/compare/compare.json --to step_time.svg
+
+A group of bars for each sequence length: FSDP2's fastest setting, Flatshard, and as a
+line what one GPU takes for the same step alone: without communication, waiting and AdamW.
+Needs matplotlib.
+"""
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+# ms of forward and backward on one GPU alone, and of AdamW over a rank's part.
+LIMITS = {8192: 715, 2048: 185}
+
+
+def bars(result):
+    """{seq: {"FSDP2": ms, "Flatshard": ms}} of the fastest of each."""
+    found = {}
+    for row in result["rows"]:
+        seq = int(re.search(r"seq (\d+)", row["name"])[1])
+        who = "FSDP2" if row["name"].startswith("FSDP2") else "Flatshard"
+        best = found.setdefault(seq, {})
+        best[who] = min(best.get(who, float("inf")), row["ms"])
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("compare", type=Path, help="compare.json")
+    parser.add_argument("--to", type=Path, required=True, help="the picture")
+    args = parser.parse_args()
+    try:
+        import matplotlib
+    except ImportError:
+        parser.exit(1, "expected matplotlib: pip install -r requirements-dev.txt\n")
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "flatshard"  # the same bytes each time
+    from matplotlib import pyplot
+
+    result = json.loads(args.compare.read_text())
+    found = bars(result)
+    figure, panels = pyplot.subplots(1, len(found), figsize=(4 * len(found), 4))
+    for panel, (seq, ms) in zip([panels] if len(found) == 1 else panels, found.items()):
+        names = ["FSDP2", "Flatshard"]
+        drawn = panel.bar(names, [ms[n] for n in names], color=["#b0b0b0", "#2f6fb3"])
+        panel.bar_label(drawn, fmt="%.0f")
+        if seq in LIMITS:
+            panel.axhline(LIMITS[seq], color="#c03020", linestyle="--", linewidth=1)
+            panel.text(-0.45, LIMITS[seq], f" limit {LIMITS[seq]}", va="bottom")
+        panel.set_title(f"seq {seq}")
+        panel.set_ylabel("ms per step")
+    figure.suptitle(f"Llama-3-8B, ZeRO-3, {result['machine']}")
+    figure.tight_layout()
+    figure.savefig(args.to, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()
