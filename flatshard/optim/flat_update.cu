@@ -10,7 +10,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kVector = 4;
-constexpr std::int64_t kMaxBlocks = 132 * 16;  // 16 a multiprocessor of H100
 
 // Four values as float, whatever their dtype, with one load.
 template <class T>
@@ -110,11 +109,8 @@ template <class Grad, class Compute, class Rule>
 __global__ void __launch_bounds__(kThreads)
     update_kernel(FlatUpdatePointers p, Rule rule) {
   const float scale = p.grad_scale == nullptr ? 1.0F : *p.grad_scale;
-  const std::int64_t vectors = p.numel / kVector;
-  const std::int64_t stride = std::int64_t{gridDim.x} * blockDim.x;
-  for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-       i < vectors;
-       i += stride) {
+  const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i < p.numel / kVector) {
     float4 w = load4<float>(p.main, i);
     const float4 g = load4<Grad>(p.grad, i);
     const float4 zero = {0, 0, 0, 0};
@@ -139,9 +135,10 @@ __global__ void __launch_bounds__(kThreads)
 template <class Grad, class Compute, class Rule>
 void launch(const FlatUpdatePointers& p, Rule rule, cudaStream_t stream) {
   const std::int64_t vectors = p.numel / kVector;
-  const std::int64_t blocks = (vectors + kThreads - 1) / kThreads;
-  const auto grid =
-      static_cast<unsigned>(std::clamp<std::int64_t>(blocks, 1, kMaxBlocks));
+  // One vector a thread: blocks that follow each other keep more loads under
+  // way than a loop does.
+  const auto grid = static_cast<unsigned>(
+      std::max<std::int64_t>((vectors + kThreads - 1) / kThreads, 1));
   const auto kernel = update_kernel<Grad, Compute, Rule>;
   kernel<<<grid, kThreads, 0, stream>>>(p, rule);
 }
