@@ -27,6 +27,8 @@ PeerBuffer::PeerBuffer(
   group_ = group.shared_from_this();
   writes_ = mesh->communicator(steps.front().axes, Purpose::reduce)
                 .shared_from_this();
+  group_->fence_by_memory();
+  writes_->fence_by_memory();
   const std::int64_t numel =
       FlatBuffer::local_numel(*layout, *mesh, placements);
   const std::int64_t element = c10::elementSize(dtype);

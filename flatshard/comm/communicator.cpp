@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <thread>
 
+#include "flatshard/comm/backend.h"
 #include "flatshard/comm/copy_reducer.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
@@ -306,6 +307,7 @@ void Communicator::reduce_by_copies(
     std::int64_t nbytes,
     const StreamOptions& stream) {
   if (copies_ == nullptr && size_ > 1) {
+    fence_by_memory();
     copies_ = std::make_unique<CopyReducer>(*this, nbytes, stream);
   }
 }
@@ -362,7 +364,26 @@ void Communicator::fence() {
   run(CollectiveKind::fence, {}, 0, [&] { do_fence(); });
 }
 
+void Communicator::fence_by_memory() {
+  if (!fences_chosen_ && device_.is_cuda() && size_ > 1) {
+    peer_fence_ = detail::make_cuda_peer_fence(*this);
+    abortable_ = peer_fence_.get();
+  }
+  fences_chosen_ = true;
+}
+
+void Communicator::abort() {
+  if (PeerFence* const fence = abortable_) {
+    fence->release();
+  }
+  do_abort();
+}
+
 void Communicator::do_fence() {
+  if (peer_fence_ != nullptr) {
+    peer_fence_->fence();
+    return;
+  }
   if (!fence_flag_.defined()) {
     fence_flag_ = at::zeros({1}, at::TensorOptions().device(device_));
   }

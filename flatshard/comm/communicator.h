@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <chrono>
 #include <memory>
 #include <optional>
@@ -16,6 +17,7 @@
 namespace flatshard {
 
 class CopyReducer;
+class PeerFence;
 struct StreamOptions;
 
 /// One group of ranks for one purpose.
@@ -90,10 +92,13 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   /// Between the ranks' streams what barrier() is between hosts: what a rank
   /// wrote to PeerMemory before its fence is there for the others past theirs.
   void fence();
+  /// From now on fences between GPUs are a PeerFence, where the ranks can have
+  /// one. The second call has no effect. Collective.
+  void fence_by_memory();
 
   /// Ends the group: collectives that still run on the device fail or stop.
   /// The communicator cannot be used afterwards.
-  virtual void abort() {}
+  void abort();
 
   /// Every later collective is appended to `log`; null for none.
   void set_log(std::shared_ptr<CollectiveLog> log) { log_ = std::move(log); }
@@ -115,6 +120,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   virtual void do_all_reduce(at::Tensor inout, ReduceOp op) = 0;
   virtual void do_broadcast(at::Tensor tensor, int root) = 0;
   virtual void do_barrier() = 0;
+  virtual void do_abort() {}
   /// Compares `mine` with the other ranks before the launch, where a mismatch
   /// would end the process. Empty: all agree.
   virtual std::optional<Verdict> disagreement(
@@ -150,8 +156,11 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::shared_ptr<FlightRecorder> flight_;
   int flight_track_ = -1;
   std::int64_t num_launched_ = 0;
-  std::unique_ptr<CopyReducer> copies_;  ///< null: the backend reduces
-  at::Tensor fence_flag_;                ///< [1], what a fence reduces
+  std::unique_ptr<CopyReducer> copies_;    ///< null: the backend reduces
+  std::unique_ptr<PeerFence> peer_fence_;  ///< null: fences are all-reduces
+  std::atomic<PeerFence*> abortable_ = nullptr;  ///< the same, from any thread
+  bool fences_chosen_ = false;
+  at::Tensor fence_flag_;  ///< [1], what an all-reduce for a fence reduces
 };
 
 /// Aborts all of them at once, each from a thread of its own: NCCL's abort

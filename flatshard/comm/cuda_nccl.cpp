@@ -79,7 +79,7 @@ class NcclCommunicator : public Communicator {
   }
 
   // May come from the watcher's thread while a collective is launched.
-  void abort() override {
+  void do_abort() override {
     End ours = End::shut_down;
     end_.compare_exchange_strong(ours, End::aborted);
     backend_->abort();

@@ -34,7 +34,7 @@ class GlooCommunicator : public Communicator {
         backend_(std::move(backend)),
         compare_collectives_(compare_collectives) {}
 
-  void abort() override { abort_gloo_backend(*backend_); }
+  void do_abort() override { abort_gloo_backend(*backend_); }
 
  protected:
   void do_all_gather(Tensors outs, Tensors ins) override {

@@ -58,4 +58,8 @@ std::unique_ptr<PeerMemory> make_cuda_peer_memory(
       group.device().str());
 }
 
+std::unique_ptr<PeerFence> make_cuda_peer_fence(Communicator& /*group*/) {
+  return nullptr;
+}
+
 }  // namespace flatshard::detail

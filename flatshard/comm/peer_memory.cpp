@@ -130,6 +130,12 @@ class OwnMemory : public PeerMemory {
 
 }  // namespace
 
+std::unique_ptr<PeerMemory> detail::make_shared_pages(
+    Communicator& group,
+    std::int64_t nbytes) {
+  return std::make_unique<SharedPages>(group, nbytes);
+}
+
 std::int64_t running_kernel() {
   std::ifstream file("/proc/sys/kernel/random/boot_id");
   std::string id;
@@ -194,7 +200,7 @@ std::unique_ptr<PeerMemory> PeerMemory::create(
   if (group.device().is_cuda()) {
     return detail::make_cuda_peer_memory(group, nbytes);
   }
-  return std::make_unique<SharedPages>(group, nbytes);
+  return detail::make_shared_pages(group, nbytes);
 }
 
 }  // namespace flatshard

@@ -45,7 +45,7 @@ class StuckCommunicator : public Communicator {
   explicit StuckCommunicator(std::shared_future<void> let_go)
       : Communicator(0, 1, "dp.gather", at::kCPU), let_go_(std::move(let_go)) {}
 
-  void abort() override { let_go_.wait(); }
+  void do_abort() override { let_go_.wait(); }
 
  private:
   void do_all_gather(Tensors, Tensors) override {}

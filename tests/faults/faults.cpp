@@ -73,6 +73,10 @@ void train(
       .units = model->unit_modules(),
       .strategy = c.strategy,
       .precision = precision};
+  if (c.copy_engines) {
+    options.copy_gathers = CopyGathers::all;
+    options.copy_reductions_nbytes = 1 << 20;
+  }
   const auto runtime = fully_shard(*model, mesh, options);
   Sgd optimizer(runtime->groups(), SgdOptions{});
   for (int step = 1; step <= c.steps; ++step) {

@@ -33,6 +33,7 @@ struct FaultCase {
   /// Ranks beyond it share GPUs: to NCCL, each further round is another host.
   int num_gpus = 0;
   std::string strategy = "zero3";
+  bool copy_engines = false;       ///< gathers and reductions are copies
   std::vector<std::int64_t> mesh;  ///< axis sizes; empty: one axis
   int steps = 6;
   /// What the other ranks compute before the step of the fault.

@@ -109,6 +109,23 @@ TEST_F(FaultsNccl, AKilledRankIsNamed) {
           kWaitsForBlock0));
 }
 
+// Streams wait for memory then, not in a kernel of NCCL's.
+TEST_F(FaultsNccl, AKilledOrStoppedRankIsNamedBesideCopies) {
+  for (const Fault fault : {Fault::none, Fault::kill, Fault::stop}) {
+    FaultCase c = with(fault);
+    c.copy_engines = true;
+    const auto reports = run_with_fault(c);
+    expect_survivors(
+        c,
+        reports,
+        fault == Fault::none ? ::testing::Matcher<const std::string&>("")
+                             : AllOf(
+                                   HasSubstr(culprit(c) + " is missing"),
+                                   HasSubstr("block0"),
+                                   HasSubstr("fence")));
+  }
+}
+
 TEST_F(FaultsNccl, RankZeroServesTheStoreAndIsNamedToo) {
   const FaultCase c = with(Fault::kill, true);
   expect_survivors(

@@ -1,0 +1,28 @@
+#pragma once
+
+namespace flatshard {
+
+/// A fence between the ranks' GPU streams that is no kernel: each rank's stream
+/// writes a count to where its peers look, and waits until theirs have come as
+/// far. That takes the host one call of the driver. The counts are in host
+/// memory that the processes share.
+///
+/// Fences of one rank come one after another, whichever streams they are in.
+class PeerFence {
+ public:
+  virtual ~PeerFence() = default;
+  PeerFence(const PeerFence&) = delete;
+  PeerFence& operator=(const PeerFence&) = delete;
+
+  /// See Communicator::fence. In the current stream; does not block the host.
+  /// @throws Error{comm} after release().
+  virtual void fence() = 0;
+  /// Streams of this rank stop waiting for peers, for good. From any thread,
+  /// also while the device waits.
+  virtual void release() = 0;
+
+ protected:
+  PeerFence() = default;
+};
+
+}  // namespace flatshard
