@@ -5,8 +5,8 @@ python3 bench/loss_parity.py --nproc 2
 Hugging Face's Llama of 1B shapes with random weights is saved as a folder that both start
 from. The text has as many sequences as a step takes, so every step of both sees all of
 them, in whatever order, and the mean loss over ranks is of the same tokens. bf16 compute
-and reduction, float32 main weights, AdamW, clipping at 1. Ends with 1 when a loss differs
-by more than --bound.
+and reduction, float32 main weights, AdamW whose learning rate grows from step to step,
+clipping at 1. Ends with 1 when a loss differs by more than --bound.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from compare import run
 
-LR, BETAS, EPS, DECAY, MAX_NORM = 1e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
+BETAS, EPS, DECAY, MAX_NORM = (0.9, 0.95), 1e-8, 0.1, 1.0
 # hidden, intermediate, layers, heads, kv heads, vocabulary
 SHAPES = {
     "1b": (2048, 8192, 16, 32, 8, 128256),
@@ -91,7 +91,10 @@ def train_fsdp2(args):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY
+        model.parameters(), lr=args.lr, betas=BETAS, eps=EPS, weight_decay=DECAY
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: (step + 1) / (args.steps + 1)
     )
     sample = sequences(args, args.out / "corpus")[dist.get_rank()].to(device)
     losses = []
@@ -101,6 +104,7 @@ def train_fsdp2(args):
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
+        schedule.step()
         optimizer.zero_grad()
         total = loss.detach().clone()
         dist.all_reduce(total)
@@ -114,6 +118,7 @@ def losses_of_fsdp2(args):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={args.nproc}", __file__, "--fsdp2"]
     command += [f"--seq={args.seq}", f"--steps={args.steps}", f"--out={args.out}"]
+    command += [f"--lr={args.lr}"]
     out = run(command, args.out / "fsdp2.log")
     return next(json.loads(line) for line in out.split("\n") if line.startswith("["))
 
@@ -134,14 +139,14 @@ steps = {args.steps}
 seq_len = {args.seq}
 max_norm = {MAX_NORM}
 [optimizer]
-lr = {LR}
+lr = {args.lr}
 beta1 = {BETAS[0]}
 beta2 = {BETAS[1]}
 eps = {EPS}
 weight_decay = {DECAY}
 [lr_scheduler]
 name = "constant"
-warmup_steps = 0
+warmup_steps = {args.steps}
 [precision]
 reduce = "bfloat16"
 [metrics]
@@ -164,6 +169,7 @@ def main():
     parser.add_argument("--shape", choices=SHAPES, default="1b")
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--lr", type=float, default=1e-5, help="of the last step")
     parser.add_argument("--bound", type=float, default=1e-2)
     parser.add_argument("--out", type=Path, default=Path("outputs/loss_parity"))
     parser.add_argument("--fsdp2", action="store_true", help=argparse.SUPPRESS)
