@@ -89,10 +89,9 @@ def shard(model, keep):
         param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16
     )
     fully_shard(model.embed, mp_policy=policy)
-    for layer in model.layers[: len(model.layers) - keep]:
-        fully_shard(layer, mp_policy=policy)
-    for layer in model.layers[len(model.layers) - keep :]:
-        fully_shard(layer, mp_policy=policy, reshard_after_forward=False)
+    resharded = len(model.layers) - keep
+    for i, layer in enumerate(model.layers):
+        fully_shard(layer, mp_policy=policy, reshard_after_forward=i < resharded)
     # Used again at once, by the backward.
     last = [model.norm, model.head]
     fully_shard(last, mp_policy=policy, reshard_after_forward=False)

@@ -16,11 +16,6 @@
 #include "flatshard/format/checkpoint_folder.h"
 
 namespace flatshard {
-namespace {
-
-constexpr double kGiB = 1024.0 * 1024.0 * 1024.0;
-
-}  // namespace
 
 std::string with_commas(std::int64_t value) {
   const std::string digits = fmt::format("{}", value);

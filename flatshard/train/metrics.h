@@ -10,6 +10,8 @@
 
 namespace flatshard {
 
+inline constexpr double kGiB = 1024.0 * 1024 * 1024;  ///< bytes
+
 struct ParameterNorm;  // diagnostics/norms.h
 
 /// What one logged step measured. Times are of the host's clock on this rank

@@ -8,6 +8,7 @@
 #include "flatshard/optim/sgd.h"
 #include "flatshard/train/metrics.h"
 #include "flatshard/train/option_errors.h"
+#include "flatshard/unit/copy_reductions.h"
 
 #include <fmt/ranges.h>
 
@@ -15,9 +16,6 @@
 
 namespace flatshard {
 namespace {
-
-// On eight GPUs that makes pieces of 16 MiB from each to each.
-constexpr std::int64_t kCopyReductionsNbytes = std::int64_t{256} << 20;
 
 template <class T, class U>
 void override_with(T& value, const std::optional<U>& key) {
@@ -287,7 +285,6 @@ void check_memory(
     at::Device device) {
   const std::int64_t capacity = memory_stats(device).capacity_bytes;
   const std::int64_t needed = least_memory(config, model, world);
-  constexpr double kGiB = 1024.0 * 1024 * 1024;
   FLATSHARD_CHECK(
       capacity <= 0 || needed <= capacity,
       memory,

@@ -9,6 +9,7 @@
 #include "flatshard/diagnostics/overlap_check.h"
 #include "flatshard/models/flops.h"
 #include "flatshard/models/hf_names.h"
+#include "flatshard/train/metrics.h"
 #include "flatshard/train/option_errors.h"
 #include "flatshard/train/setup.h"
 #include "flatshard/train/trainer.h"
@@ -181,7 +182,6 @@ void Trainer::build(bool resume) {
 Trainer::~Trainer() = default;
 
 void Trainer::spend_memory_budget() {
-  constexpr double kGiB = 1024.0 * 1024 * 1024;
   const auto budget =
       static_cast<std::int64_t>(config_.parallelism.memory_budget * kGiB);
   const std::int64_t mine =

@@ -9,6 +9,7 @@
 #include "flatshard/unit/runtime_call.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <utility>
@@ -67,9 +68,7 @@ Runtime::Runtime(
   if (options.debug.poison) {
     poison_parameters();
   }
-  plan_slots(simulate_step(
-      scheduler_.units(),
-      SchedulerOptions{.prefetch = options.prefetch}));
+  plan_slots(simulate_step(scheduler_.units(), scheduler_.options()));
 }
 
 std::shared_ptr<Runtime> Runtime::create(
@@ -148,14 +147,14 @@ void Runtime::set_policy(UnitId unit, UnitPolicy policy) {
 
 int Runtime::keep_gathered(std::int64_t nbytes) {
   const std::lock_guard lock(mutex_);
-  const SchedulerOptions options{.prefetch = options_.prefetch};
-  const auto kept = choose_kept_units(scheduler_.units(), options, nbytes);
+  const auto kept =
+      choose_kept_units(scheduler_.units(), scheduler_.options(), nbytes);
   for (const UnitId unit : kept) {
     UnitPolicy policy = scheduler_.units()[unit].policy;
     policy.reshard_after_forward = false;
     scheduler_.set_policy(unit, std::move(policy));
   }
-  plan_slots(simulate_step(scheduler_.units(), options));
+  plan_slots(simulate_step(scheduler_.units(), scheduler_.options()));
   return static_cast<int>(kept.size());
 }
 
@@ -165,13 +164,8 @@ void Runtime::unshard(UnitId unit, bool awaits) {
     before_root_forward();
   }
   unshards_ = true;
-  try {
-    feed({.kind = EventKind::unshard, .unit = unit, .awaits = awaits});
-  } catch (...) {
-    unshards_ = false;
-    throw;
-  }
-  unshards_ = false;
+  const auto done = c10::make_scope_exit([&] { unshards_ = false; });
+  feed({.kind = EventKind::unshard, .unit = unit, .awaits = awaits});
 }
 
 void Runtime::prefetch_forward() {

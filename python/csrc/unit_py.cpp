@@ -13,9 +13,6 @@
 namespace flatshard::python {
 namespace {
 
-/// Of what peers write for this rank to sum.
-constexpr std::int64_t kCopyReductionsNbytes = std::int64_t{256} << 20;
-
 /// The Runtime and what Python sees of its parameters.
 class PyRuntime {
  public:

@@ -1,16 +1,13 @@
 """copy_engines: gathers and reductions by copies between the ranks' memory."""
 
-import copy
-
 import pytest
 import torch
 
 import flatshard
 from flatshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from tests.python.models import Mlp
-from tests.python.training import distance, full_state, shard, train
+from tests.python.training import STRATEGIES, distance, full_state, shard, train, twins
 
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 OWN = MixedPrecisionPolicy()
 # Sums in another order: none on two ranks, and float32 with one rounding on more.
@@ -19,13 +16,7 @@ BOUND = {None: 1e-5, torch.bfloat16: 3e-2}
 
 def pair(mesh, make=Mlp, **options):
     """The same model sharded, by collectives and by copies."""
-    torch.manual_seed(0)
-    model = make()
-    other = copy.deepcopy(model)
-    return (
-        shard(model, fully_shard, mesh=mesh, **options),
-        shard(other, fully_shard, mesh=mesh, copy_engines="all", **options),
-    )
+    return twins(make, mesh, {"copy_engines": "all"}, **options)
 
 
 def assert_alike(models, precision, world):

@@ -9,9 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from flatshard import MixedPrecisionPolicy, fully_shard
 from tests.python.models import Body, Mlp, plain
-from tests.python.training import data, full_state, shard
-
-STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
+from tests.python.training import STRATEGIES, data, full_state, shard
 
 
 def set_hook(model, hook):

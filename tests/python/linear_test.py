@@ -1,6 +1,5 @@
 """grads_in_place: nn.Linear whose backward writes into the memory that is reduced."""
 
-import copy
 import functools
 
 import pytest
@@ -8,12 +7,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from flatshard import MixedPrecisionPolicy, fully_shard
+from flatshard import MixedPrecisionPolicy
 from flatshard.linear import InPlaceLinear
 from tests.python.models import Mlp
-from tests.python.training import distance, full_state, shard, train
+from tests.python.training import STRATEGIES, distance, full_state, train, twins
 
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 WIDE = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 # Products in another order: gradients of bfloat16 differ by a unit in the last place,
@@ -60,13 +58,7 @@ class Recomputing(Mlp):
 
 def pair(make, mesh, **options):
     """The same model sharded, with tensors of gradients and in place."""
-    torch.manual_seed(0)
-    model = make()
-    other = copy.deepcopy(model)
-    return (
-        shard(model, fully_shard, mesh=mesh, **options),
-        shard(other, fully_shard, mesh=mesh, grads_in_place=True, **options),
-    )
+    return twins(make, mesh, {"grads_in_place": True}, **options)
 
 
 def gradients_as_tensors(model, loss):

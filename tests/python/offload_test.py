@@ -3,8 +3,6 @@
 Here the device is a CPU as well, so every bit has to be that of no offloading.
 """
 
-import copy
-
 import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy as Fsdp2CPUOffloadPolicy
@@ -12,28 +10,19 @@ from torch.distributed.fsdp import CPUOffloadPolicy as Fsdp2CPUOffloadPolicy
 import flatshard
 from flatshard import CPUOffloadPolicy, MixedPrecisionPolicy, checkpoint, fully_shard
 from tests.python.models import Mlp
-from tests.python.training import full_state, shard, train
+from tests.python.training import STRATEGIES, full_state, shard, train, twins
 
 OPTIMIZERS = {
     "foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4, foreach=True),
     "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4, fused=True),
     "core": lambda p: flatshard.optim.AdamW(p, lr=1e-2, eps=1e-4),
 }
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def pair(make, mesh, **options):
     """The same model sharded, without and with offloading."""
-    torch.manual_seed(0)
-    model = make()
-    other = copy.deepcopy(model)
-    return (
-        shard(model, fully_shard, mesh=mesh, **options),
-        shard(
-            other, fully_shard, mesh=mesh, offload_policy=CPUOffloadPolicy(), **options
-        ),
-    )
+    return twins(make, mesh, {"offload_policy": CPUOffloadPolicy()}, **options)
 
 
 def assert_equal_states(a, b):

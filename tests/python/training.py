@@ -11,11 +11,24 @@ import flatshard
 from flatshard import fully_shard
 from tests.python.models import DIM
 
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
 
 def shard(model, function, **options):
     for unit in model.units():
         function(unit, **options)
     return function(model, **options)
+
+
+def twins(make, mesh, more, **options):
+    """The same model sharded with `options`, and with `more` of them."""
+    torch.manual_seed(0)
+    model = make()
+    other = copy.deepcopy(model)
+    return (
+        shard(model, fully_shard, mesh=mesh, **options),
+        shard(other, fully_shard, mesh=mesh, **more, **options),
+    )
 
 
 def train(

@@ -2,6 +2,7 @@
 
 #include "flatshard/schedule/simulate.h"
 #include "flatshard/schedule/slot_plan.h"
+#include "tests/schedule/blocks.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -14,20 +15,14 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::IsEmpty;
 
-constexpr std::int64_t kUnit = 1024;
+using testing::kUnit;
+
 constexpr SchedulerOptions kOptions{.prefetch = 1};
 
 std::vector<UnitSpec> blocks(int n) {
-  std::vector<UnitSpec> units{
-      {.name = "root", .gather_nbytes = kUnit, .grad_nbytes = kUnit}};
-  for (int i = 0; i < n; ++i) {
-    units.push_back(
-        {.name = std::to_string(i),
-         .parent = 0,
-         .gather_nbytes = kUnit,
-         .grad_nbytes = kUnit});
-  }
-  return units;
+  return testing::blocks(
+      n,
+      {.name = "root", .gather_nbytes = kUnit, .grad_nbytes = kUnit});
 }
 
 void keep(std::vector<UnitSpec>& units, const std::vector<UnitId>& kept) {

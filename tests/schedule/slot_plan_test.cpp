@@ -1,6 +1,7 @@
 #include "flatshard/schedule/slot_plan.h"
 
 #include "flatshard/schedule/simulate.h"
+#include "tests/schedule/blocks.h"
 
 #include <gtest/gtest.h>
 
@@ -9,19 +10,8 @@
 namespace flatshard {
 namespace {
 
-constexpr std::int64_t kUnit = 1024;
-
-std::vector<UnitSpec> blocks(int n) {
-  std::vector<UnitSpec> units{{.name = "root"}};
-  for (int i = 0; i < n; ++i) {
-    units.push_back(
-        {.name = std::to_string(i),
-         .parent = 0,
-         .gather_nbytes = kUnit,
-         .grad_nbytes = kUnit});
-  }
-  return units;
-}
+using testing::blocks;
+using testing::kUnit;
 
 void expect_no_overlap(
     const SlotPlan& plan,
