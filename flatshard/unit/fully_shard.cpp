@@ -227,6 +227,7 @@ std::shared_ptr<Runtime> fully_shard(
       {.prefetch = options.prefetch,
        .reshard_after_forward = options.reshard_after_forward,
        .copy_gathers = options.copy_gathers,
+       .slots_on_demand = options.slots_on_demand,
        .streams = options.streams,
        .trace = options.trace,
        .debug = options.debug});

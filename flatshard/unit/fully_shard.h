@@ -41,6 +41,8 @@ struct FullyShardOptions {
   int prefetch = 1;
   /// false: weights stay gathered from forward to backward.
   bool reshard_after_forward = true;
+  /// See RuntimeOptions.
+  bool slots_on_demand = false;
   Granularity granularity;
   /// Per parameter, e.g. rows for one that a row-wise optimizer takes;
   /// empty: `granularity` for all.

@@ -113,7 +113,10 @@ Runtime::~Runtime() {
 }
 
 void Runtime::plan_slots(const std::vector<Action>& actions) {
-  const auto lifetimes = slot_lifetimes(scheduler_.units(), actions);
+  std::vector<SlotLifetime> lifetimes;
+  if (!options_.slots_on_demand) {
+    lifetimes = slot_lifetimes(scheduler_.units(), actions);
+  }
   plan_ = SlotPlan::build(lifetimes);
   pool_.set_arena(plan_.arena_nbytes());
   planned_dynamic_ = pool_.num_dynamic();
@@ -228,6 +231,10 @@ void Runtime::reset_locked() {
   reduce_stream_->reset();
   mesh_->restart_copies();
   all_reduced_ = {};
+  for (Drained& drained : drained_) {
+    drained.last_use = {};  // it would repeat the error
+  }
+  release_drained();
   pool_.forget_uses();
   failure_.clear();
   for (const Action& action : decide({.kind = EventKind::reset})) {
@@ -333,6 +340,7 @@ void Runtime::execute(const Action& action) {
         break;
       case ActionKind::join:
         compute_waits(all_reduced_);
+        release_drained();
         if (offloads_) {
           all_reduced_.synchronize();  // who reads these gradients is the host
         }
@@ -427,6 +435,7 @@ void Runtime::release(Unit& unit) {
 
 void* Runtime::grads_slot(Unit& unit) {
   if (!unit.grads_slot.held()) {
+    release_drained();
     unit.grads_slot = pool_.acquire(
         plan_.offset({unit.id(), SlotRole::gradients}),
         unit.grads_nbytes(),
@@ -468,12 +477,26 @@ void Runtime::reduce(Unit& unit, bool collective) {
 }
 
 void Runtime::drain(Unit& unit) {
-  if (unit.grads_slot.held()) {  // nobody wrote it otherwise
-    observe(
-        [&](RuntimeObserver& o) { o.slot_released(unit, unit.grads_slot); });
+  if (!unit.grads_slot.held()) {
+    return;  // nobody wrote it
+  }
+  Event last_use =
+      options_.debug.poison ? poison_after_reduction(unit) : unit.reduced;
+  drained_.push_back(
+      {&unit, std::exchange(unit.grads_slot, {}), std::move(last_use)});
+  if (!options_.slots_on_demand) {
+    release_drained();
+  }
+}
+
+void Runtime::release_drained() {
+  for (Drained& drained : std::exchange(drained_, {})) {
+    observe([&](RuntimeObserver& o) {
+      o.slot_released(*drained.unit, drained.slot);
+    });
     pool_.release(
-        unit.grads_slot,
-        options_.debug.poison ? poison_after_reduction(unit) : unit.reduced,
+        drained.slot,
+        std::move(drained.last_use),
         current_stream(mesh_->device()));
   }
 }

@@ -41,6 +41,11 @@ struct RuntimeOptions {
   /// Weights are written by others, who do not call ParamGroup::prepare_write:
   /// a forward without a backward ends when no peer copies weights any more.
   bool others_write = false;
+  /// Each gather and each reduction allocates its slot and frees it afterwards,
+  /// instead of a plan giving it a place in one arena that is there all the
+  /// time. Addresses change from step to step; the end of a forward, where
+  /// activations and logits are at their largest, holds no slot of a gradient.
+  bool slots_on_demand = false;
   /// Delays for tests; the names of the streams are part of the seed.
   StreamOptions streams;
   /// Keep every event and action since the last clear_trace (tests, reports).
@@ -165,6 +170,11 @@ class Runtime : public nn::WgradSink,
   struct Call;  // one forward of one unit
   struct Task;  // one running backward
   struct WatchedTensor;
+  struct Drained {  ///< a gradient slot that may go
+    Unit* unit = nullptr;
+    Slot slot;
+    Event last_use;
+  };
   struct ParameterRef {
     UnitId unit = kNoUnit;
     std::size_t index = 0;
@@ -215,6 +225,7 @@ class Runtime : public nn::WgradSink,
   void drain(Unit& unit);
   void rest(Unit& unit);
   void* grads_slot(Unit& unit);
+  void release_drained();
   // DebugOptions; runtime_debug.cpp.
   void poison_parameters();
   Event poison_after_reduction(const Unit& unit);
@@ -244,6 +255,9 @@ class Runtime : public nn::WgradSink,
   bool unshards_ = false;  ///< gathers come from unshard()
   bool offloads_ = false;  ///< some group's main weights are in host memory
   Event all_reduced_;
+  /// With slots_on_demand: compute, which frees them, waits for their
+  /// reductions only when it takes the next one, or at the join.
+  std::vector<Drained> drained_;
   std::int64_t seen_generation_ = -1;
 
   std::unordered_map<const c10::TensorImpl*, ParameterRef> parameters_;

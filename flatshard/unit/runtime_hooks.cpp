@@ -122,7 +122,8 @@ void Runtime::before_root_forward() {
     }
   }
   feed({.kind = EventKind::weights_changed});
-  if (pool_.num_dynamic() > planned_dynamic_ && pool_.num_held() == 0) {
+  if (!options_.slots_on_demand && pool_.num_dynamic() > planned_dynamic_ &&
+      pool_.num_held() == 0) {
     // The last step needed slots that the plan did not have: plan anew, from
     // what it did, while all rests.
     plan_slots(step_actions_);

@@ -74,6 +74,7 @@ TEST_P(NcclParity, EqualsOneRankWithMicrobatches) {
                          : prefetch == 1 ? CopyGathers::all
                                          : CopyGathers::none;
         c.copy_reductions_nbytes = prefetch > 0 ? 1 << 16 : 0;
+        c.slots_on_demand = prefetch == 1;
         c.max_delay_us = 300;
         TrainingResult mine;
         mine.losses.assign(c.steps, 0.0);

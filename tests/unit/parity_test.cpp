@@ -142,6 +142,21 @@ TEST_P(Parity, GathersByCopiesChangeNoBit) {
   }
 }
 
+TEST_P(Parity, SlotsOnDemandChangeNoBit) {
+  for (const int microbatches : {1, 3}) {
+    TrainingCase c{
+        .strategy = GetParam().strategy,
+        .mesh = GetParam().mesh,
+        .microbatches = microbatches,
+        .steps = 5};
+    const TrainingResult expected = train_toy(c);
+    c.slots_on_demand = true;
+    c.max_delay_us = 500;
+    SCOPED_TRACE(microbatches);
+    expect_same_bits(expected, train_toy(c));
+  }
+}
+
 TEST_P(Parity, ReductionsByCopiesChangeNoBit) {
   if (GetParam().strategy == std::string("zero0")) {
     GTEST_SKIP() << "scatters nothing";

@@ -136,19 +136,49 @@ TEST(Pitfalls, B20_AllMemoryRestsAfterARecomputedStep) {
 
 TEST(Pitfalls, B51_GradientSlotsAreGivenBack) {
   for_strategies([](const RankContext& context, FullyShardOptions options) {
-    Twin twin(context, {}, options);
-    for (int step = 0; step < 3; ++step) {
-      // Two forwards first: more slots than were planned.
-      twin.step([](Lab& model, const Twin& t, int rank) {
-        const at::Tensor a = model(t.input(rank, 0));
-        const at::Tensor b = model(t.input(rank, 1));
-        (t.loss(a) + t.loss(b)).backward();
-      });
-      EXPECT_EQ(twin.runtime->pool().num_held(), 0);
-      EXPECT_EQ(twin.runtime->pool().dynamic_nbytes(), 0);
-      for (const auto& unit : twin.runtime->units()) {
-        EXPECT_FALSE(unit->grads_slot.held());
+    std::shared_ptr<Mesh> mesh;
+    for (const bool on_demand : {false, true}) {
+      options.slots_on_demand = on_demand;
+      Twin twin(context, {}, options, mesh);
+      mesh = twin.runtime->mesh();
+      for (int step = 0; step < 3; ++step) {
+        // Two forwards first: more slots than were planned.
+        twin.step([](Lab& model, const Twin& t, int rank) {
+          const at::Tensor a = model(t.input(rank, 0));
+          const at::Tensor b = model(t.input(rank, 1));
+          (t.loss(a) + t.loss(b)).backward();
+        });
+        EXPECT_EQ(twin.runtime->pool().num_held(), 0);
+        EXPECT_EQ(twin.runtime->pool().dynamic_nbytes(), 0);
+        for (const auto& unit : twin.runtime->units()) {
+          EXPECT_FALSE(unit->grads_slot.held());
+        }
       }
+    }
+  });
+}
+
+TEST(Pitfalls, B51_SlotsOnDemandAreOfWeightsAloneUntilTheBackward) {
+  run_ranks(2, [](const RankContext& context) {
+    Twin planned(context);
+    Twin twin(context, {}, {.slots_on_demand = true}, planned.runtime->mesh());
+    const SlotPool& pool = twin.runtime->pool();
+    for (int step = 0; step < 3; ++step) {
+      twin.step([&](Lab& model, const Twin& t, int rank) {
+        const at::Tensor out = model(t.input(rank));
+        if (model.get() == t.sharded.get()) {
+          std::int64_t weights = 0;
+          for (const auto& unit : t.runtime->units()) {
+            weights += unit->weights_slot.nbytes;
+            EXPECT_FALSE(unit->grads_slot.held());
+          }
+          EXPECT_EQ(pool.dynamic_nbytes(), weights);
+          EXPECT_LT(weights, planned.runtime->pool().arena_nbytes());
+        }
+        t.backward(out);
+      });
+      EXPECT_EQ(pool.arena_nbytes(), 0);
+      EXPECT_EQ(pool.num_held(), 0);
     }
   });
 }

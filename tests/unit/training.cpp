@@ -155,6 +155,7 @@ void train_rank(
        .copy_reductions_nbytes = c.copy_reductions_nbytes,
        .prefetch = c.prefetch,
        .reshard_after_forward = c.reshard_after_forward,
+       .slots_on_demand = c.slots_on_demand,
        .granularity = c.granularity,
        .seed = kSeed,
        .streams = {

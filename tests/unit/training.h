@@ -66,6 +66,7 @@ struct TrainingCase {
   bool offload = false;
   CopyGathers copy_gathers = CopyGathers::none;
   std::int64_t copy_reductions_nbytes = 0;
+  bool slots_on_demand = false;
   bool overlap_optimizer = false;
   bool evaluate = false;  ///< a forward before each step, which is not clipped
 
