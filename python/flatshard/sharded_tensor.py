@@ -10,7 +10,7 @@ import functools
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from flatshard.row_shard import RowShard
@@ -94,19 +94,9 @@ class ShardedTensor(DTensor):
             local: [rows of this rank, ...] tensor.
             shape: of the whole tensor.
         """
-        with torch.no_grad():
-            stride = torch.empty(shape, device="meta").stride()
-            tensor = DTensor.from_local(
-                local,
-                mesh,
-                placements,
-                run_check=False,
-                shape=torch.Size(shape),
-                stride=stride,
-            )
+        kind = RowSpec if any(isinstance(p, RowShard) for p in placements) else None
+        tensor = _from_local(local.detach(), mesh, placements, shape, kind)
         tensor.__class__ = ShardedTensor
-        if any(isinstance(p, RowShard) for p in placements):
-            tensor._spec = RowSpec.of(tensor._spec)
         return tensor.requires_grad_(requires_grad)
 
     def beside(self, local):
@@ -199,6 +189,15 @@ class ShardedTensor(DTensor):
         )
 
 
+def _from_local(local, mesh, placements, shape, spec=None):
+    """DTensor.from_local, which would copy what is on another device than the mesh: an
+    offloaded shard would be no view any more."""
+    stride = torch.empty(shape, device="meta").stride()
+    meta = TensorMeta(torch.Size(shape), stride, local.dtype)
+    spec = (spec or DTensorSpec)(mesh, tuple(placements), tensor_meta=meta)
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+
+
 # None of its own: DTensor's class has to be assignable to it. But whoever copies a
 # tensor slot by slot (DCP's staging) asks the type for them.
 ShardedTensor.__slots__ = DTensor.__slots__
@@ -282,8 +281,8 @@ def _align_to(reference, value):
     if cuts[0]:
         return reference.like(value)
     mesh = value.device_mesh
-    full = DTensor.from_local(
-        value.full_tensor(), mesh, [Replicate()] * mesh.ndim, run_check=False
+    full = _from_local(
+        value.full_tensor(), mesh, [Replicate()] * mesh.ndim, value.shape
     )
     return full.redistribute(reference.device_mesh, reference.placements)
 

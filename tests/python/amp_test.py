@@ -9,6 +9,7 @@ import torch
 import flatshard
 from flatshard import fully_shard
 from flatshard.row_shard import RowShard
+from tests.python.device import DEVICE
 from tests.python.models import Body, plain
 from tests.python.training import data, full_state, shard
 
@@ -23,7 +24,7 @@ OPTIMIZERS = {
 
 def scaler_of():
     # Powers of two: scaling and unscaling is exact.
-    return torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    return torch.amp.GradScaler(DEVICE, init_scale=1024.0, growth_interval=2)
 
 
 def step(model, optimizer, scaler, batches, clip=False, spoil=lambda: None):

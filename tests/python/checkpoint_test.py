@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import flatshard
 from flatshard import checkpoint, fully_shard
+from tests.python.device import DEVICE, on_device
 from tests.python.models import Mlp
 from tests.python.training import distance, full_state, shard, train
 
@@ -92,7 +93,7 @@ def test_other_numbers_of_ranks(folder, mesh, rank, world):
         for name, p in a.named_parameters()
     }
     # One mesh of one rank for each, with the whole model on it.
-    alone = [DeviceMesh("cpu", [r]) for r in range(world)][rank]
+    alone = [DeviceMesh(DEVICE, [r]) for r in range(world)][rank]
     b, optimizer_b = made(adam, alone, seed=1)
     checkpoint.load(folder, b, optimizer_b)
     for name, p in b.named_parameters():
@@ -117,6 +118,7 @@ class Normed(Mlp):
         self.norm = nn.BatchNorm1d(13)
         self.register_buffer("scratch", torch.ones(3), persistent=False)
         self.scale = nn.Parameter(torch.tensor(1.5))
+        on_device(self)
 
     def forward(self, x):
         return super().forward(self.norm(x)) * self.scale
@@ -144,7 +146,7 @@ def test_buffers_and_ignored_parameters(folder, mesh, rank):
     assert torch.equal(b.norm.running_mean, mean)
     assert b.norm.num_batches_tracked == 2
     assert b.scale == 2.5
-    assert torch.equal(b.scratch, torch.full((3,), 7.0))
+    assert torch.equal(b.scratch, torch.full_like(b.scratch, 7.0))
 
 
 def test_into_the_meta_device(folder, mesh, rank):
@@ -152,7 +154,7 @@ def test_into_the_meta_device(folder, mesh, rank):
     checkpoint.save(folder, 0, a)
     with torch.device("meta"):
         b = Normed()
-    b.scale = nn.Parameter(torch.zeros(()))
+    b.scale = nn.Parameter(on_device(torch.zeros(())))
     shard(b, fully_shard, mesh=mesh, ignored_params={b.scale})
     checkpoint.load(folder, b)
     assert distance(full_state(a), full_state(b)) == 0
@@ -245,7 +247,7 @@ def test_shards_are_plain_safetensors(optimizer, folder, mesh, rank, world):
     for path in paths:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():
-                tensor = file.get_tensor(name)
+                tensor = on_device(file.get_tensor(name))
                 assert file.get_slice(name).get_dtype() == "F32", name
                 assert tensor.dtype == torch.float32, name
                 role, _, name = name.rpartition("/")

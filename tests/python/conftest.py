@@ -1,6 +1,8 @@
 """Every rank runs the same tests (scripts/run_python_tests starts them under
 torchrun). After each test the ranks compare how it went: one that failed fails on
-all, and the session ends there, since the ranks may have parted."""
+all, and the session ends there, since the ranks may have parted.
+
+FLATSHARD_TEST_DEVICE=cuda runs them on GPUs, one for each rank."""
 
 import os
 import shutil
@@ -12,18 +14,48 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.python.device import DEVICE
+
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+
 
 def pytest_configure(config):
+    if DEVICE not in BACKENDS:
+        raise pytest.UsageError(
+            f"FLATSHARD_TEST_DEVICE: expected cpu or cuda, got {DEVICE!r}"
+        )
+    if DEVICE == "cuda":
+        use_a_gpu()
     torch.set_num_threads(1)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29411")
     # A rank that left a test early is a failure soon, not a hang.
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group(BACKENDS[DEVICE], timeout=timedelta(seconds=60))
     if dist.get_rank() != 0:
         config.option.verbose = -2
         config.option.tbstyle = "short"
+
+
+def use_a_gpu():
+    """That of this rank, where equal operations give equal bits in float32."""
+    # Read by cuBLAS when it starts.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    number = int(os.environ.get("LOCAL_RANK", 0))
+    wanted = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    found = torch.cuda.device_count()
+    if found < wanted:
+        pytest.exit(
+            f"FLATSHARD_TEST_DEVICE=cuda: expected a GPU for each of {wanted} ranks, "
+            f"found {found}; run fewer ranks",
+            returncode=1,
+        )
+    torch.cuda.set_device(number)
+    torch.use_deterministic_algorithms(True)
+    # That would also fill new memory, by kernels beside those that the core orders.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.backends.cudnn.allow_tf32 = False
 
 
 def pytest_unconfigure(config):
@@ -58,14 +90,14 @@ def rank():
 
 @pytest.fixture(scope="session")
 def mesh(world):
-    return init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    return init_device_mesh(DEVICE, (world,), mesh_dim_names=("dp",))
 
 
 @pytest.fixture(scope="session")
 def mesh_2d(world):
     if world % 2:
         pytest.skip("needs an even number of ranks")
-    return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("outer", "dp"))
+    return init_device_mesh(DEVICE, (2, world // 2), mesh_dim_names=("outer", "dp"))
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import torch
 
 import flatshard
 from flatshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from tests.python.device import DEVICE, on_device
 from tests.python.models import Mlp
 from tests.python.training import STRATEGIES, distance, full_state, shard, train, twins
 
@@ -19,9 +20,9 @@ def pair(mesh, make=Mlp, **options):
     return twins(make, mesh, {"copy_engines": "all"}, **options)
 
 
-def assert_alike(models, precision, world):
+def assert_alike(models, precision, world, exact=True):
     states = [full_state(model) for model in models]
-    if world <= 2:
+    if world <= 2 and exact:
         for name, value in states[0].items():
             assert value.equal(states[1][name]), name
     assert distance(*states) < BOUND[precision.param_dtype]
@@ -54,7 +55,9 @@ def test_beside_other_options(options, mesh, rank, world):
     for model in models:
         optimizer = flatshard.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
         train(model, rank, accumulation=2, optimizer=optimizer)
-    assert_alike(models, BF16, world)
+    # The core's kernel that also writes compute weights is another one, which rounds
+    # some products elsewhere.
+    assert_alike(models, BF16, world, exact=DEVICE == "cpu")
 
 
 @pytest.mark.parametrize("precision", [OWN, BF16], ids=["own", "bf16"])
@@ -66,7 +69,7 @@ def test_writes_after_an_evaluation_wait_for_the_peers(precision, mesh, rank):
         for step in range(20):
             # Peers may still read when the first rank writes.
             if (step + rank) % 2:
-                torch.randn(200, 200) @ torch.randn(200, 200)
+                on_device(torch.randn(200, 200)) @ on_device(torch.randn(200, 200))
             with torch.no_grad():
                 seen.append(model.loss(torch.Generator().manual_seed(step)).item())
                 for p in model.parameters():
@@ -93,6 +96,7 @@ def test_unsharded_by_hand(mesh, rank):
     assert distance(*states) == 0
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="counts pages of host memory")
 def test_weights_lie_where_the_peers_read(mesh, world):
     def shared_pages():
         with open("/proc/self/maps") as maps:
@@ -104,6 +108,7 @@ def test_weights_lie_where_the_peers_read(mesh, world):
     del models
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="with GPUs it is for their links to say")
 def test_auto_takes_collectives_without_gpus(mesh):
     model = shard(Mlp(), fully_shard, mesh=mesh, copy_engines="auto")
     assert not model._flatshard.copies

@@ -7,6 +7,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
 from torch.distributed.tensor import Replicate, Shard
 
 from flatshard import fully_shard, register_fsdp_forward_method
+from tests.python.device import on_device
 from tests.python.models import Mlp
 from tests.python.training import shard
 
@@ -80,18 +81,18 @@ def test_outermost_unit_of_several_modules(mesh):
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     fully_shard([first, second], mesh=mesh)
     with pytest.raises(RuntimeError, match=r"several modules \(FSDPLinear, FSDPLinear"):
-        first(torch.ones(2, 3))
+        first(on_device(torch.ones(2, 3)))
     # As it says: under one that calls them they train.
     both = fully_shard(nn.Sequential(first, second), mesh=mesh)
-    both(torch.ones(2, 3)).sum().backward()
+    both(on_device(torch.ones(2, 3))).sum().backward()
     assert first.weight.grad is not None
 
 
 def test_inner_unit_before_the_root(mesh):
     model = sharded(mesh)
-    model.blocks[1](torch.ones(2, 13))
+    model.blocks[1](on_device(torch.ones(2, 13)))
     with pytest.raises(RuntimeError, match="run the outermost module"):
-        model(torch.ones(2, 13))
+        model(on_device(torch.ones(2, 13)))
 
 
 def test_parameters_without_values(mesh):
@@ -100,13 +101,13 @@ def test_parameters_without_values(mesh):
     shard(model, fully_shard, mesh=mesh)
     problem = "parameter head.weight was on the meta device .*reset_parameters"
     with pytest.raises(RuntimeError, match=problem):
-        model(torch.ones(2, 13))
+        model(on_device(torch.ones(2, 13)))
 
 
 def test_non_contiguous_parameters_keep_their_values(mesh):
     """FSDP2 refuses them."""
-    layer = nn.Linear(4, 6)
-    values = torch.arange(24.0).view(4, 6).t()
+    layer = on_device(nn.Linear(4, 6))
+    values = on_device(torch.arange(24.0)).view(4, 6).t()
     layer.weight = nn.Parameter(values)
     fully_shard(layer, mesh=mesh)
     assert torch.equal(layer.weight.full_tensor(), values)

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import flatshard
 from flatshard import checkpoint, fully_shard
+from tests.python.device import DEVICE
 from tests.python.models import Body, Mlp, plain
 from tests.python.training import (
     against_one_process,
@@ -151,6 +152,6 @@ def test_what_is_refused(mesh, mesh_2d, world):
         fully_shard(Mlp(), mesh=mesh, outer="optim")
     with pytest.raises(NotImplementedError, match="outer: .* got 'optim_grads'"):
         fully_shard(Mlp(), mesh=mesh_2d, outer="optim", strategy="optim_grads")
-    unnamed = init_device_mesh("cpu", (world, 1))
+    unnamed = init_device_mesh(DEVICE, (world, 1))
     with pytest.raises(ValueError, match="mesh_dim_names"):
         fully_shard(Mlp(), mesh=unnamed, outer="optim")

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from flatshard import MixedPrecisionPolicy, fully_shard
+from tests.python.device import DEVICE
 from tests.python.models import Body, Mlp, plain
 from tests.python.training import STRATEGIES, data, full_state, shard
 
@@ -97,7 +98,7 @@ def test_replicas_that_the_core_does_not_know(world):
     """Two copies that are sharded on their own, and averaged by the hook."""
     if world != 4:
         pytest.skip("needs 4 ranks")
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "dp"))
+    grid = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("replica", "dp"))
     model = Body(plain)
     single = copy.deepcopy(model)
     shard(model, fully_shard, mesh=grid["dp"])

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flatshard import MixedPrecisionPolicy
 from flatshard.linear import InPlaceLinear
+from tests.python.device import DEVICE, on_device
 from tests.python.models import Mlp
 from tests.python.training import STRATEGIES, distance, full_state, train, twins
 
@@ -33,6 +34,7 @@ class Tied(nn.Module):
         self.twice = self.Twice(6, 6)
         self.head = nn.Linear(6, 11, bias=False)
         self.head.weight = self.embed.weight
+        on_device(self)
 
     def units(self):
         return []
@@ -43,7 +45,7 @@ class Tied(nn.Module):
         return self.head(x)
 
     def loss(self, generator):
-        tokens = torch.randint(0, 11, (3, 5), generator=generator)
+        tokens = on_device(torch.randint(0, 11, (3, 5), generator=generator))
         return nn.functional.cross_entropy(
             self(tokens).float().flatten(0, 1), tokens.flatten()
         )
@@ -159,7 +161,7 @@ def test_autocast_compiled_and_evaluated(mesh, rank):
     """Where the usual way is taken, and once more where it is not."""
     models = pair(Mlp, mesh)
     for model in models:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             model.loss(torch.Generator().manual_seed(rank)).backward()
         for block in model.units():
             block.compile(backend="aot_eager")

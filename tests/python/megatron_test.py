@@ -12,6 +12,7 @@ import flatshard
 from flatshard import megatron
 from flatshard.megatron import v2
 from flatshard.sharded_tensor import ShardedTensor
+from tests.python.device import DEVICE, on_device
 from tests.python.models import Block, Mlp
 from tests.python.training import distance, full_state, shard, train
 
@@ -57,7 +58,7 @@ def test_bf16_modules_keep_float32_main_parameters(mesh, rank):
     )
     assert all(p.dtype == torch.float32 for p in model.parameters())
     assert all(isinstance(p, ShardedTensor) for p in model.parameters())
-    out = model(torch.randn(2, 13, dtype=torch.bfloat16))
+    out = model(on_device(torch.randn(2, 13, dtype=torch.bfloat16)))
     assert out.dtype == torch.bfloat16
     out.sum().backward()
     optimizer = megatron.fully_shard_optimizer(
@@ -258,7 +259,7 @@ def test_v2_context_serves_several_roots(mesh, rank):
         for module in (first.blocks[0], first, second[0], second):
             v2.fully_shard(module, mesh, placements(ONE_AXIS["optim"]))
     optimizer = sgd(torch.nn.ModuleList([first, second]))
-    x = torch.randn(4, 13)
+    x = on_device(torch.randn(4, 13))
     before = second[0].weight.full_tensor().clone()
     for last in (False, True):
         with v2.microbatch(context, is_last=last):
@@ -299,7 +300,7 @@ def test_v2_grad_divisor_divides_the_mean(divisor, mesh, rank):
 def test_v2_dtypes(policy, main, mesh):
     model = Mlp().bfloat16()
     shard_v2(model, mesh, zero3(), mixed_precision_policy=policy)
-    out = model(torch.randn(2, 13, dtype=torch.bfloat16))
+    out = model(on_device(torch.randn(2, 13, dtype=torch.bfloat16)))
     out.sum().backward()
     assert out.dtype == torch.bfloat16
     for p in model.parameters():
@@ -308,7 +309,7 @@ def test_v2_dtypes(policy, main, mesh):
 
 def test_v2_axes_of_a_larger_mesh(world, rank):
     """The axes that are not named hold copies that know nothing of each other."""
-    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(DEVICE, (world, 1), mesh_dim_names=("dp", "tp"))
     lists = ONE_AXIS["optim_grads_params"]
     expected = None
     for axes in (["dp"], [0], [-2]):
@@ -318,7 +319,7 @@ def test_v2_axes_of_a_larger_mesh(world, rank):
         losses = train_v2(model, context, rank, 1)
         assert losses == (expected or losses)
         expected = losses
-    unnamed = init_device_mesh("cpu", (world, 1))
+    unnamed = init_device_mesh(DEVICE, (world, 1))
     for wrong, problem in (
         (placements(lists, ["xp"]), "dp_axes: .* names .*'tp'.*, got 'xp'"),
         (placements(lists, [2]), "dp_axes: .* got 2"),
@@ -344,7 +345,7 @@ def test_v2_axes_of_a_larger_mesh(world, rank):
 )
 def test_v2_other_placements_are_named(lists, error, problem, world):
     shape = (world,) if len(lists[0]) == 1 else (world, 1)
-    mesh = init_device_mesh("cpu", shape)
+    mesh = init_device_mesh(DEVICE, shape)
     with v2.fully_shard_context(), pytest.raises(error, match=problem):
         v2.fully_shard(Mlp(), mesh, placements(lists))
 
@@ -361,9 +362,9 @@ def test_v2_bad_arguments_are_named(mesh):
         with v2.fully_shard_context(unify_communication_stream=True):
             pass
     with v2.fully_shard_context(torch.device("meta")):
-        with pytest.raises(ValueError, match="device meta .* mesh's type, cpu"):
+        with pytest.raises(ValueError, match=f"device meta .* mesh's type, {DEVICE}"):
             v2.fully_shard(Mlp(), mesh, zero3())
-    with v2.fully_shard_context(device=torch.device("cpu")) as context:
+    with v2.fully_shard_context(device=torch.device(DEVICE)) as context:
         with pytest.raises(RuntimeError, match="outside of another"):
             with v2.fully_shard_context():
                 pass

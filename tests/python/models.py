@@ -3,12 +3,15 @@
 import torch
 from torch import nn
 
+from tests.python.device import on_device
+
 
 class Block(nn.Module):
     def __init__(self, dim, hidden):
         super().__init__()
         self.up = nn.Linear(dim, hidden)
         self.down = nn.Linear(hidden, dim)
+        on_device(self)
 
     def forward(self, x):
         return x + self.down(torch.relu(self.up(x)))
@@ -19,6 +22,7 @@ class Mlp(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block(dim, hidden) for _ in range(blocks))
         self.head = nn.Linear(dim, 5)
+        on_device(self)
 
     def forward(self, x):
         for block in self.blocks:
@@ -29,8 +33,8 @@ class Mlp(nn.Module):
         return list(self.blocks)
 
     def loss(self, generator):
-        x = torch.randn(4, 13, generator=generator)
-        y = torch.randn(4, 5, generator=generator)
+        x = on_device(torch.randn(4, 13, generator=generator))
+        y = on_device(torch.randn(4, 5, generator=generator))
         return (self(x) - y).square().mean()
 
 
@@ -47,6 +51,7 @@ class Body(nn.Module):
         self.blocks = nn.ModuleList(Block(DIM, HIDDEN) for _ in range(blocks))
         self.head = nn.Linear(DIM, 5)
         self.body = body
+        on_device(self)
 
     def forward(self, x):
         return self.head(self.body(self, x))
@@ -67,6 +72,7 @@ class Cnn(nn.Module):
         self.first = nn.Sequential(nn.Conv2d(3, 6, 3), nn.GroupNorm(2, 6), nn.ReLU())
         self.second = nn.Sequential(nn.Conv2d(6, 7, 3), nn.ReLU())
         self.head = nn.Linear(7, 4)
+        on_device(self)
 
     def forward(self, x):
         return self.head(self.second(self.first(x)).mean((2, 3)))
@@ -75,8 +81,8 @@ class Cnn(nn.Module):
         return [self.first, self.second]
 
     def loss(self, generator):
-        x = torch.randn(2, 3, 8, 8, generator=generator)
-        y = torch.randint(4, (2,), generator=generator)
+        x = on_device(torch.randn(2, 3, 8, 8, generator=generator))
+        y = on_device(torch.randint(4, (2,), generator=generator))
         return nn.functional.cross_entropy(self(x), y)
 
 
@@ -114,6 +120,7 @@ class Moe(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(MoeBlock(8, 4) for _ in range(2))
         self.head = nn.Linear(8, 3)
+        on_device(self)
 
     def forward(self, x):
         for block in self.blocks:
@@ -124,8 +131,8 @@ class Moe(nn.Module):
         return list(self.blocks)
 
     def loss(self, generator):
-        x = torch.randn(6, 8, generator=generator)
-        y = torch.randint(3, (6,), generator=generator)
+        x = on_device(torch.randn(6, 8, generator=generator))
+        y = on_device(torch.randint(3, (6,), generator=generator))
         return nn.functional.cross_entropy(self(x), y)
 
 
@@ -137,6 +144,7 @@ class HuggingFace(nn.Module):
         self.model = model
         self._units = units
         self._vocab = vocab
+        on_device(self)
 
     def forward(self, ids):
         return self.model(input_ids=ids, labels=ids).loss
@@ -145,7 +153,8 @@ class HuggingFace(nn.Module):
         return self._units(self.model)
 
     def loss(self, generator):
-        return self(torch.randint(self._vocab, (2, 10), generator=generator))
+        ids = torch.randint(self._vocab, (2, 10), generator=generator)
+        return self(on_device(ids))
 
 
 def llama(tied=False):

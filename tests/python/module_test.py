@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flatshard
 from flatshard import MixedPrecisionPolicy, fully_shard
+from tests.python.device import DEVICE, on_device
 from tests.python.models import DIM, Block, Body, Mlp, llama, plain
 from tests.python.training import against_one_process, data, full_state, shard
 
@@ -154,7 +155,7 @@ def test_two_forwards_before_two_backwards(mesh, rank, world):
 
 def test_autocast(mesh, rank, world):
     def act(m, x):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             loss = m(x).square().mean()
         loss.backward()
 
@@ -171,6 +172,7 @@ def test_frozen_backbone_and_lora(mesh, rank, world):
             self.base = nn.Linear(DIM, DIM).requires_grad_(False)
             self.a = nn.Linear(DIM, 2, bias=False)
             self.b = nn.Linear(2, DIM, bias=False)
+            on_device(self)
 
         def forward(self, x):
             return x + self.base(x) + self.b(self.a(x))
@@ -307,7 +309,8 @@ def test_writes_reach_the_next_forward(strategy, dtype, mesh, rank):
         (write_local, write_data, write_in_place, assign_data, load)
     ):
         write(float(step + 1))
-        assert torch.equal(out(), torch.full((4, 5), float(step + 1))), write.__name__
+        found = out()
+        assert torch.equal(found, torch.full_like(found, step + 1)), write.__name__
 
 
 def test_load_state_dict_assign(mesh, rank):
@@ -343,7 +346,7 @@ def test_generate_while_sharded(mesh):
     for layer in model.model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model.model, mesh=mesh)
-    ids = torch.tensor([[1, 2, 3]])
+    ids = on_device(torch.tensor([[1, 2, 3]]))
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     expected = plain_model.model.generate(ids, **options)
     assert torch.equal(model.model.generate(ids, **options), expected)
@@ -576,7 +579,7 @@ def test_parameters_outside_of_their_unit_are_named(mesh, rank):
     with refused("linear: parameter weight of Linear .* unit blocks.1", RuntimeError):
         model.blocks[1].up(data(rank))
     with refused("add: a sharded tensor", RuntimeError):
-        model.head.bias.detach() + torch.ones(5)
+        model.head.bias.detach() + on_device(torch.ones(5))
     model.unshard()
     model.head(data(rank))
 

@@ -1,6 +1,11 @@
 """Flatshard and FSDP2 train the same models from the same weights on the same
 data: bitwise equal at two ranks in float32, where sums have one order, else within
-a small multiple of the rounding of sums in another order."""
+a small multiple of the rounding of sums in another order.
+
+On GPUs a product's kernel depends on how its matrices are aligned, and rows of 13 in
+a flat buffer are not aligned as FSDP2's are; bench/python_llama.py compares the bits of
+a model whose rows are.
+"""
 
 import copy
 
@@ -8,6 +13,7 @@ import pytest
 import torch
 
 import flatshard
+from tests.python.device import DEVICE
 from tests.python.models import MODELS
 from tests.python.training import both, distance, shard
 
@@ -15,16 +21,23 @@ STEPS = 3
 # A rounding error of a gradient (1e-7 of gradients of some 0.1) moves a weight by
 # that over AdamW's eps (1e-4), times the learning rate (1e-2), a step.
 BOUND = 3 * STEPS * 1e-2 * 1e-8 / 1e-4
+# Products of bfloat16 by another kernel: a unit in the last place of a gradient, and
+# AdamW makes more of that where gradients are small.
+BF16_BOUND = BOUND if DEVICE == "cpu" else 3e-2
 
 
-def check(world, ours, theirs, exact=True):
+def is_exact(world):
+    return world <= 2 and DEVICE == "cpu"
+
+
+def check(world, ours, theirs, exact=True, bound=BOUND):
     assert all(torch.isfinite(torch.tensor(ours[0])))
-    if exact and world <= 2:
+    if exact and is_exact(world):
         assert ours[0] == theirs[0]
         assert distance(ours[1], theirs[1]) == 0
     else:
         assert ours[0] == pytest.approx(theirs[0], rel=1e-3)
-        assert distance(ours[1], theirs[1]) < BOUND
+        assert distance(ours[1], theirs[1]) < bound
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -54,7 +67,7 @@ def test_gradients_are_those_of_one_process(name, mesh, world, rank):
     for key, p in sharded.named_parameters():
         mean = sums[key] / world
         grad = p.grad.full_tensor()
-        if world <= 2:
+        if is_exact(world):
             assert torch.equal(grad, mean), key
         else:
             torch.testing.assert_close(grad, mean, rtol=1e-5, atol=1e-6)
@@ -101,4 +114,4 @@ def test_bf16_compute(name, mesh, world, rank):
         {"mp_policy": Theirs(**dtypes)},
         steps=STEPS,
     )
-    check(world, ours, theirs, exact=False)
+    check(world, ours, theirs, exact=False, bound=BF16_BOUND)

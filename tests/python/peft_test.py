@@ -17,6 +17,7 @@ from flatshard import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from tests.python.device import on_device
 from tests.python.models import llama
 from tests.python.training import full_state
 
@@ -33,10 +34,11 @@ def with_adapters():
     model = peft.get_peft_model(llama().model, config)
     # peft begins with zeros there, which would hide the gradients of lora_A.
     generator = torch.Generator().manual_seed(1)
-    for name, p in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(p, std=0.1, generator=generator)
-    return model
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.copy_(torch.normal(0.0, 0.1, p.shape, generator=generator))
+    return on_device(model)
 
 
 def shard(model, mesh, **options):
@@ -47,7 +49,7 @@ def shard(model, mesh, **options):
 
 def loss_of(model, rank, step):
     generator = torch.Generator().manual_seed(100 * step + rank)
-    ids = torch.randint(VOCABULARY, (2, 10), generator=generator)
+    ids = on_device(torch.randint(VOCABULARY, (2, 10), generator=generator))
     return model(input_ids=ids, labels=ids).loss
 
 
@@ -103,7 +105,7 @@ def test_state_of_the_adapters(mesh, rank, folder):
     trained = get_model_state_dict(model, options=options)
     if rank == 0:
         assert trained.keys() == {n for n in whole if "lora_" in n}
-        assert all(torch.equal(trained[name], whole[name]) for name in trained)
+        assert all(torch.equal(trained[name], whole[name].cpu()) for name in trained)
 
     # And sharded, to files and into another model.
     dcp.save(state, checkpoint_id=folder)
@@ -126,7 +128,7 @@ def test_generation_and_the_model_without_adapters(mesh):
     shard(model, mesh)
     # peft calls the model inside, below what is wrapped.
     register_fsdp_forward_method(model, "generate")
-    ids = torch.tensor([[1, 2, 3]])
+    ids = on_device(torch.tensor([[1, 2, 3]]))
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -15,6 +15,7 @@ import flatshard
 from flatshard import MixedPrecisionPolicy, fully_shard
 from flatshard.module import state_of
 from flatshard.sharded_tensor import ShardedTensor
+from tests.python.device import DEVICE, on_device
 from tests.python.models import DIM, Block, Body, plain
 from tests.python.training import against_one_process, data, full_state, shard
 
@@ -45,14 +46,18 @@ def test_B8_first_values_are_those_of_one_process(mesh, rank, world):
         model = Body(plain)
     shard(model, fully_shard, mesh=mesh)
     flatshard.reset_parameters(model, seed=1)
+
+    def values(of):
+        return {name: value.cpu() for name, value in full_state(of).items()}
+
     found = [None] * world
-    torch.distributed.all_gather_object(found, full_state(model))
+    torch.distributed.all_gather_object(found, values(model))
     with torch.device("meta"):
         again = Body(plain)
     shard(again, fully_shard, mesh=mesh)
     torch.manual_seed(100 + rank)  # what ranks drew before does not matter
     flatshard.reset_parameters(again, seed=1)
-    found.append(full_state(again))
+    found.append(values(again))
     for name, value in found[0].items():
         assert all(torch.equal(other[name], value) for other in found)
 
@@ -60,10 +65,10 @@ def test_B8_first_values_are_those_of_one_process(mesh, rank, world):
 def test_B9_first_values_leave_the_programs_generator_alone(mesh):
     model = sharded(mesh)
     torch.manual_seed(3)
-    expected = torch.rand(4)
+    expected = torch.rand(4, device=DEVICE)
     torch.manual_seed(3)
     flatshard.reset_parameters(model, seed=1)
-    assert torch.equal(torch.rand(4), expected)
+    assert torch.equal(torch.rand(4, device=DEVICE), expected)
 
 
 def test_B14_calling_below_the_root_is_named(mesh, rank):
@@ -80,7 +85,7 @@ def test_B33_ranks_without_rows_save_and_load(mesh, rank, folder):
         model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 1))  # a bias of one row
         fully_shard(model, mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        model(torch.ones(2, 4)).sum().backward()
+        model(on_device(torch.ones(2, 4))).sum().backward()
         optimizer.step()
         parts = get_state_dict(model, optimizer)
         return model, dict(zip(("model", "optimizer"), parts))

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from flatshard import fully_shard
+from tests.python.device import DEVICE
 from tests.python.models import Body, plain
 from tests.python.training import data, full_state, shard
 
@@ -17,14 +18,14 @@ def grid(world):
     """Data parallel ranks by model parallel ranks."""
     if world != 4:
         pytest.skip("needs 4 ranks")
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 @pytest.fixture(scope="module")
 def cube(world):
     if world != 4:
         pytest.skip("needs 4 ranks")
-    return init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("replica", "dp", "tp"))
+    return init_device_mesh(DEVICE, (2, 2, 1), mesh_dim_names=("replica", "dp", "tp"))
 
 
 def train(model, batches, steps=3):
@@ -106,7 +107,7 @@ def test_a_mesh_of_some_ranks(world, rank):
     if world < 3:
         pytest.skip("needs 3 ranks")
     members = [0, world - 1]
-    mesh = dist.device_mesh.DeviceMesh("cpu", members)
+    mesh = dist.device_mesh.DeviceMesh(DEVICE, members)
     if rank in members:
         model = Body(plain)
         single = copy.deepcopy(model)
@@ -120,7 +121,7 @@ def test_a_rank_outside_of_the_mesh_is_named(world, rank):
     if world < 3:
         pytest.skip("needs 3 ranks")
     members = [0, world - 1]
-    mesh = dist.device_mesh.DeviceMesh("cpu", members)
+    mesh = dist.device_mesh.DeviceMesh(DEVICE, members)
     if rank not in members:
         with pytest.raises(ValueError, match=f"rank {rank} is not in it"):
             fully_shard(Body(plain), mesh=mesh)

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 
 import flatshard
 from flatshard import fully_shard
+from tests.python.device import on_device
 from tests.python.models import DIM
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -62,8 +63,9 @@ def train(
 
 
 def full_state(model):
+    """Whole tensors on the tests' device, also of what rests on the CPU."""
     return {
-        name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone()
+        name: on_device(t.full_tensor() if hasattr(t, "full_tensor") else t).clone()
         for name, t in model.state_dict().items()
     }
 
@@ -97,7 +99,7 @@ def distance(a, b):
 
 def data(rank, step=0):
     generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(4, DIM, generator=generator)
+    return on_device(torch.randn(4, DIM, generator=generator))
 
 
 def against_one_process(model, mesh, rank, world, steps=2, act=None, **options):

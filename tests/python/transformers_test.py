@@ -10,6 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import flatshard
 from flatshard import fully_shard
+from tests.python.device import DEVICE, on_device
 from tests.python.models import Mlp, gpt2, llama, t5
 from tests.python.training import full_state, shard
 
@@ -39,7 +40,7 @@ def test_generate_between_steps(name, reshard, mesh, rank, world):
         flatshard.register_fsdp_forward_method(wrapper.model, "generate")
     ours = torch.optim.SGD(wrapper.parameters(), lr=0.5)
     theirs = torch.optim.SGD(single.parameters(), lr=0.5)
-    ids = torch.tensor([[3, 1, 2], [5, 4, 7]])
+    ids = on_device(torch.tensor([[3, 1, 2], [5, 4, 7]]))
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     seen = []
     for step in range(3):
@@ -65,15 +66,15 @@ def test_generate_with_sampling_is_the_same_on_all_ranks(cache, mesh):
     wrapper = shard_inner(llama(tied=True), mesh)
     torch.manual_seed(7)
     found = wrapper.model.generate(
-        torch.tensor([[1, 2]]),
+        on_device(torch.tensor([[1, 2]])),
         max_new_tokens=5,
         do_sample=True,
         use_cache=cache,
         pad_token_id=0,
     )
     all_found = [None] * mesh.size()
-    torch.distributed.all_gather_object(all_found, found)
-    assert all(torch.equal(found, other) for other in all_found)
+    torch.distributed.all_gather_object(all_found, found.tolist())
+    assert all(other == found.tolist() for other in all_found)
 
 
 def test_tied_parameters_stay_one(mesh, rank):
@@ -118,7 +119,7 @@ def test_default_device_meta(meta_by_default, mesh, rank):
 def test_default_device_meta_without_a_mesh(meta_by_default):
     model = fully_shard(Mlp())
     flatshard.reset_parameters(model)
-    assert all(p.to_local().device.type == "cpu" for p in model.parameters())
+    assert all(p.to_local().device.type == DEVICE for p in model.parameters())
 
 
 def test_transformers_model_from_meta(mesh, rank, world):
@@ -128,10 +129,10 @@ def test_transformers_model_from_meta(mesh, rank, world):
     shard_inner(wrapper, mesh)
     model = wrapper.model
     flatshard.reset_parameters(model, seed=5, init_fn=model._init_weights)
-    model.model.rotary_emb = LlamaRotaryEmbedding(model.config)
+    model.model.rotary_emb = on_device(LlamaRotaryEmbedding(model.config))
     state = full_state(model)
     assert 0.01 < state["model.layers.0.mlp.up_proj.weight"].std() < 0.03
-    assert torch.equal(state["model.norm.weight"], torch.ones(32))
+    assert (state["model.norm.weight"] == 1).all()
     single = llama()
     single.model.load_state_dict(state)
     expected = 0
@@ -152,8 +153,8 @@ def test_to_empty_and_first_values_by_hand(mesh, rank):
         wrapper = llama()
     shard_inner(wrapper, mesh)
     model = wrapper.model
-    model.to_empty(device="cpu")
-    model.model.rotary_emb = LlamaRotaryEmbedding(model.config)
+    model.to_empty(device=DEVICE)
+    model.model.rotary_emb = on_device(LlamaRotaryEmbedding(model.config))
     with torch.no_grad():
         for p in model.parameters():
             nn.init.constant_(p, 0.5)

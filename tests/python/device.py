@@ -1,0 +1,27 @@
+"""The device of the tests' models and data: FLATSHARD_TEST_DEVICE, cpu or cuda.
+
+First values and data are drawn on the CPU, so that they are the same on both, and
+then moved. What tests/python/models.py makes is on the device already.
+"""
+
+import itertools
+import os
+
+DEVICE = os.environ.get("FLATSHARD_TEST_DEVICE", "cpu")
+
+
+def on_device(value):
+    """A tensor there, or a module with its parameters and buffers moved there.
+
+    One with any of them on the meta device stays as it is: it has no values yet.
+    """
+    if DEVICE == "cpu" or _is_meta(value):
+        return value
+    return value.to(DEVICE)
+
+
+def _is_meta(value):
+    if not hasattr(value, "parameters"):
+        return value.is_meta
+    tensors = itertools.chain(value.parameters(), value.buffers())
+    return any(tensor.is_meta for tensor in tensors)
