@@ -1,4 +1,5 @@
 #include "flatshard/nn/linear.h"
+#include "flatshard/nn/loss.h"
 #include "flatshard/unit/copy_reductions.h"
 #include "flatshard/unit/runtime.h"
 #include "python/csrc/bind.h"
@@ -54,7 +55,8 @@ class PyRuntime {
           std::move(parents),
           {.prefetch = prefetch,
            .copy_gathers = copies ? CopyGathers::all : CopyGathers::none,
-           .others_write = true});
+           .others_write = true,
+           .slots_on_demand = true});
       runtime->add_observer(views_);
     }
     for (const auto& unit : units) {
@@ -70,6 +72,8 @@ class PyRuntime {
       const std::optional<at::Tensor>& bias) const {
     return nn::linear(x, weight, bias.value_or(at::Tensor()), {}, sink_);
   }
+
+  const nn::ModuleContextPtr& sink() const { return sink_; }
 
   void forward_begin(UnitId unit, py::handle args, py::handle kwargs) {
     nn::TensorList tensors;
@@ -118,6 +122,25 @@ class PyRuntime {
   nn::ModuleContextPtr sink_ = c10::make_intrusive<nn::ModuleContext>();
   Released<Runtime> runtime_;
 };
+
+// runtime: takes the weight's gradient where it is reduced; may be null.
+at::Tensor linear_cross_entropy(
+    const at::Tensor& input,
+    const at::Tensor& weight,
+    const at::Tensor& target,
+    bool mean,
+    std::int64_t ignore_index,
+    std::int64_t chunk_tokens,
+    const PyRuntime* runtime) {
+  return nn::linear_cross_entropy(
+      input,
+      weight,
+      target,
+      {.reduction = mean ? nn::LossReduction::mean : nn::LossReduction::sum,
+       .ignore_index = ignore_index,
+       .chunk_tokens = chunk_tokens},
+      runtime != nullptr ? runtime->sink() : nn::ModuleContextPtr());
+}
 
 // The reductions' thread calls it, and may be its last owner.
 ParamGroup::ReducedHook reduced_hook(py::object hook) {
@@ -311,6 +334,18 @@ void bind_unit(py::module_& m) {
             self.runtime().set_is_last_microbatch(last);
           },
           NoGil());
+
+  m.def(
+      "linear_cross_entropy",
+      &linear_cross_entropy,
+      py::arg("input"),
+      py::arg("weight"),
+      py::arg("target"),
+      py::arg("mean"),
+      py::arg("ignore_index"),
+      py::arg("chunk_tokens"),
+      py::arg("runtime").none(true),
+      NoGil());
 }
 
 }  // namespace flatshard::python

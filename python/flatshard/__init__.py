@@ -30,6 +30,7 @@ from flatshard import checkpoint, optim  # noqa: E402
 from flatshard._C import ConfigError, Error  # noqa: E402
 from flatshard.fully_shard import FSDPModule, fully_shard  # noqa: E402
 from flatshard.initialize import reset_parameters  # noqa: E402
+from flatshard.loss import linear_cross_entropy  # noqa: E402
 from flatshard.module import (  # noqa: E402
     UnshardHandle,
     register_fsdp_forward_method,
@@ -51,6 +52,7 @@ __all__ = [
     "UnshardHandle",
     "checkpoint",
     "fully_shard",
+    "linear_cross_entropy",
     "optim",
     "register_fsdp_forward_method",
     "reset_parameters",

@@ -1,8 +1,18 @@
 """nn.Linear whose backward writes gradients where they are reduced."""
 
+import weakref
+
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.weak import WeakIdKeyDictionary
+
+# Units of the whole parameters whose gradients are written in place.
+_in_place = WeakIdKeyDictionary()
+
+
+def _nobody():
+    return None
 
 
 class InPlaceLinear(nn.Linear):
@@ -43,3 +53,12 @@ def write_grads_in_place(modules, state):
         if type(module) is nn.Linear and id(module.weight) in trained:
             module.__class__ = InPlaceLinear
             module.__dict__["_flatshard_unit"] = state
+    for p in state.parameters:
+        if p.group >= 0:
+            _in_place[p.whole] = weakref.ref(state)
+
+
+def sink_of(whole):
+    """The core's Runtime that takes gradients of this whole parameter, or None."""
+    state = _in_place.get(whole, _nobody)()
+    return None if state is None or state.root is None else state.root.core

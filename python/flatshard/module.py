@@ -54,7 +54,7 @@ def _outermost(module):
     return max(around, key=lambda m: sum(1 for _ in m.modules()))
 
 
-def _outside_of_graphs(function):
+def outside_of_graphs(function):
     """Dynamo leaves the function's frame alone and compiles what it calls."""
     # Not torch.compiler.disable: that imports dynamo, which takes a second, and
     # puts a call around every call.
@@ -90,7 +90,7 @@ def _cast_leaf(dtype, leaf):
     return copied
 
 
-@_outside_of_graphs
+@outside_of_graphs
 def _run(module, function, args, kwargs):
     """function(*args, **kwargs) as a forward of the unit of `module`."""
     state = module.__dict__["_flatshard"]
@@ -163,7 +163,7 @@ class FSDPModule:
     equal arguments on all ranks, between two steps.
     """
 
-    @_outside_of_graphs
+    @outside_of_graphs
     def __call__(self, *args, **kwargs):
         return _run(self, super().__call__, args, kwargs)
 
