@@ -169,7 +169,7 @@ def main():
     parser.add_argument("--shape", choices=SHAPES, default="1b")
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--lr", type=float, default=1e-5, help="of the last step")
+    parser.add_argument("--lr", type=float, default=3e-6, help="of the last step")
     parser.add_argument("--bound", type=float, default=1e-2)
     parser.add_argument("--out", type=Path, default=Path("outputs/loss_parity"))
     parser.add_argument("--fsdp2", action="store_true", help=argparse.SUPPRESS)

@@ -17,9 +17,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
 from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.fsdp import register_fsdp_forward_method as fsdp2_forward
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import flatshard
+from flatshard import register_fsdp_forward_method as flatshard_forward
 from python_steps import measure, say
 
 # hidden, intermediate, layers, heads, kv heads
@@ -30,7 +32,8 @@ SHAPES = {
     "tiny": (64, 128, 2, 4, 2),
 }
 DTYPES = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
-# The function, its policy, whether blocks are compiled, more of the function's options.
+# The function, its policy, whether blocks are compiled, more of the function's options;
+# "loss": the logits are linear_cross_entropy's and the embedding is a unit of its own.
 OURS, THEIRS = flatshard.fully_shard, fsdp2
 POLICY = flatshard.MixedPrecisionPolicy
 WAYS = {
@@ -47,7 +50,29 @@ WAYS = {
     "fsdp2 compiled": (THEIRS, Fsdp2Policy, True, {}),
     "flatshard compiled": (OURS, POLICY, True, {}),
     "flatshard compiled, copies": (OURS, POLICY, True, {"copy_engines": "all"}),
+    "fsdp2 eager, loss": (THEIRS, Fsdp2Policy, False, {"loss": True}),
+    "flatshard eager, loss": (OURS, POLICY, False, {"loss": True}),
+    "flatshard copies, in place, loss": (
+        OURS,
+        POLICY,
+        False,
+        {"copy_engines": "all", "grads_in_place": True, "loss": True},
+    ),
+    "fsdp2 compiled, loss": (THEIRS, Fsdp2Policy, True, {"loss": True}),
+    "flatshard compiled, loss": (OURS, POLICY, True, {"loss": True}),
 }
+
+
+class LlamaWithLoss(LlamaForCausalLM):
+    def own_loss(self, ids):
+        hidden = self.model(input_ids=ids).last_hidden_state[:, :-1]
+        return flatshard.linear_cross_entropy(hidden, self.lm_head.weight, ids[:, 1:])
+
+
+def loss_of(way, model, ids):
+    if WAYS[way][3].get("loss"):
+        return model.own_loss(ids)
+    return model(input_ids=ids, labels=ids).loss
 
 
 def draw(module):
@@ -58,6 +83,8 @@ def draw(module):
 
 def build(way, args, mesh):
     function, policy, compiled, more = WAYS[way]
+    more = dict(more)
+    own_loss = more.pop("loss", False)
     hidden, intermediate, layers, heads, kv_heads = SHAPES[args.shape]
     config = LlamaConfig(
         hidden_size=hidden,
@@ -71,14 +98,18 @@ def build(way, args, mesh):
         use_cache=False,
     )
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)
+        model = LlamaWithLoss(config)
     if compiled:
         for layer in model.model.layers:
             layer.compile()
     options = {"mesh": mesh, "mp_policy": policy(**DTYPES), **more}
     for layer in model.model.layers:
         function(layer, **options)
+    if own_loss:
+        function(model.model.embed_tokens, **options)
     function(model, **options)
+    if own_loss:
+        (fsdp2_forward if function is fsdp2 else flatshard_forward)(model, "own_loss")
     torch.manual_seed(0)
     if function is fsdp2:
         model.to_empty(device="cuda")
@@ -118,7 +149,7 @@ def main():
         torch.manual_seed(1 + dist.get_rank())
         ids = torch.randint(args.vocab, (1, args.seq), device="cuda")
         result = measure(
-            lambda m=model, x=ids: m(input_ids=x, labels=x).loss, optimizer, args
+            lambda w=way, m=model, x=ids: loss_of(w, m, x), optimizer, args
         )
         say(f"{way:20}", json.dumps(result))
         del model, optimizer

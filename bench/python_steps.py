@@ -20,7 +20,7 @@ def measure(forward, optimizer, args):
 
     Returns:
         ms of a step with their range, the host's ms in each part, the peak of
-        allocated memory in GiB, and the last loss.
+        allocated memory and of what the allocator took in GiB, and the last loss.
     """
     steps, host = [], []
     for step in range(args.warmup + args.steps):
@@ -48,5 +48,6 @@ def measure(forward, optimizer, args):
             round(statistics.median(part), 1) for part in zip(*host)
         ],
         "peak_GiB": round(torch.cuda.max_memory_allocated() / 2**30, 1),
+        "reserved_GiB": round(torch.cuda.max_memory_reserved() / 2**30, 1),
         "loss": round(loss.item(), 3),
     }
