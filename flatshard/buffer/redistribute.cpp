@@ -38,6 +38,9 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
 }
 
 std::vector<at::Tensor> parts(const FlatBuffer& buffer) {
+  if (buffer.local_ranges().size() == 1) {
+    return {buffer.local()};
+  }
   std::vector<at::Tensor> result;
   for (const LocalRange& range : buffer.local_ranges()) {
     result.push_back(buffer.local().narrow(0, range.local_offset, range.numel));
@@ -121,10 +124,9 @@ void FlatBuffer::check_out(const Placements& to, const FlatBuffer& out) const {
       "one",
       flatshard::to_string(placements_),
       flatshard::to_string(to));
-  const auto check =
-      [&](bool good, const char* what, const auto& expected, const auto& got) {
-        FLATSHARD_CHECK(
-            good,
+  const auto refuse =
+      [&](const char* what, const auto& expected, const auto& got) {
+        FLATSHARD_THROW(
             usage,
             "redistribute from {} to {}: expected `out` with {} {}, got {}",
             flatshard::to_string(placements_),
@@ -133,29 +135,32 @@ void FlatBuffer::check_out(const Placements& to, const FlatBuffer& out) const {
             expected,
             got);
       };
-  check(
-      out.placements_ == to,
-      "placements",
-      flatshard::to_string(to),
-      flatshard::to_string(out.placements_));
-  check(
-      mesh_->same_as(*out.mesh_),
-      "the source's mesh",
-      mesh_->to_string(),
-      mesh_->to_string() == out.mesh_->to_string()
-          ? "another mesh of that shape"
-          : out.mesh_->to_string());
-  check(
-      layout_ == out.layout_,
-      "the source's layout of numel",
-      layout_->numel(),
-      fmt::format("another layout of numel {}", out.layout_->numel()));
-  check(
-      dtype() == out.dtype(),
-      "dtype",
-      c10::toString(dtype()),
-      c10::toString(out.dtype()));
-  check(device() == out.device(), "device", device().str(), out.device().str());
+  if (out.placements_ != to) {
+    refuse(
+        "placements",
+        flatshard::to_string(to),
+        flatshard::to_string(out.placements_));
+  }
+  if (!mesh_->same_as(*out.mesh_)) {
+    refuse(
+        "the source's mesh",
+        mesh_->to_string(),
+        mesh_->to_string() == out.mesh_->to_string()
+            ? "another mesh of that shape"
+            : out.mesh_->to_string());
+  }
+  if (layout_ != out.layout_) {
+    refuse(
+        "the source's layout of numel",
+        layout_->numel(),
+        fmt::format("another layout of numel {}", out.layout_->numel()));
+  }
+  if (dtype() != out.dtype()) {
+    refuse("dtype", c10::toString(dtype()), c10::toString(out.dtype()));
+  }
+  if (device() != out.device()) {
+    refuse("device", device().str(), out.device().str());
+  }
   FLATSHARD_CHECK(
       !overlap(local_, out.local_) || may_share_memory(to, out),
       usage,
