@@ -31,21 +31,24 @@ bool is_reducible(at::ScalarType dtype) {
 }
 
 void check_reducible(
-    const std::string& where,
+    CollectiveKind kind,
+    const std::string& name,
     at::ScalarType dtype,
     ReduceOp op) {
   FLATSHARD_CHECK(
       is_reducible(dtype),
       usage,
-      "{}: cannot reduce dtype {}; expected float32, float64, float16, "
+      "{} on '{}': cannot reduce dtype {}; expected float32, float64, float16, "
       "bfloat16, uint8, int8, int32 or int64",
-      where,
+      to_string(kind),
+      name,
       c10::toString(dtype));
   FLATSHARD_CHECK(
       op == ReduceOp::sum || c10::isFloatingType(dtype),
       usage,
-      "{}: avg expects a floating dtype, got {}; use sum",
-      where,
+      "{} on '{}': avg expects a floating dtype, got {}; use sum",
+      to_string(kind),
+      name,
       c10::toString(dtype));
 }
 
@@ -279,7 +282,8 @@ void Communicator::reduce_scatter(
   Tensors some_ins;
   for (std::size_t i = 0; i < ins.size(); ++i) {
     check_reducible(
-        fmt::format("reduce_scatter on '{}'", name_),
+        CollectiveKind::reduce_scatter,
+        name_,
         ins[i].scalar_type(),
         op);
     if (ins[i].numel() > 0) {
@@ -324,10 +328,7 @@ std::int64_t Communicator::copy_nbytes() const {
 
 void Communicator::all_reduce(const at::Tensor& inout, ReduceOp op) {
   check_tensor(CollectiveKind::all_reduce, "inout", inout);
-  check_reducible(
-      fmt::format("all_reduce on '{}'", name_),
-      inout.scalar_type(),
-      op);
+  check_reducible(CollectiveKind::all_reduce, name_, inout.scalar_type(), op);
   if (inout.numel() == 0) {
     return;
   }
