@@ -2,8 +2,8 @@
 
 PYTHONPATH=build/python torchrun --nproc-per-node 2 bench/python_hooks.py
 
-A stack of small layers, each a unit, so that the host is what takes time; what the
-same stack takes without sharding is subtracted. Beside it FSDP2. On CPUs (--device cpu)
+A stack of units of small layers, so that the host is what takes time; what the same
+stack takes without sharding is subtracted. Beside it FSDP2. On CPUs (--device cpu)
 collectives run on the host too, and the figures say little.
 """
 
@@ -44,8 +44,15 @@ def host_us(model, x, args):
 def stack(args):
     torch.manual_seed(0)
     return nn.Sequential(
-        *(nn.Linear(args.dim, args.dim, bias=False) for _ in range(args.units))
+        *(
+            nn.Sequential(*(linear(args) for _ in range(args.layers)))
+            for _ in range(args.units)
+        )
     ).to(args.device)
+
+
+def linear(args):
+    return nn.Linear(args.dim, args.dim, bias=False)
 
 
 def main():
@@ -53,6 +60,7 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--units", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=1, help="nn.Linear in a unit [1]")
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20)
@@ -65,11 +73,18 @@ def main():
     x = torch.ones(8, args.dim, device=args.device)
     plain = host_us(stack(args), x, args)
     say(f"plain: forward {plain[0]:.0f} us, backward {plain[1]:.0f} us")
-    for name, function in (("flatshard", flatshard.fully_shard), ("fsdp2", fsdp2)):
+    ours = flatshard.fully_shard
+    copies = {"copy_engines": "all"}
+    for name, function, options in (
+        ("flatshard", ours, {}),
+        ("flatshard, copies", ours, copies),
+        ("flatshard, copies, in place", ours, {**copies, "grads_in_place": True}),
+        ("fsdp2", fsdp2, {}),
+    ):
         model = stack(args)
-        for layer in model:
-            function(layer, mesh=mesh)
-        function(model, mesh=mesh)
+        for unit in model:
+            function(unit, mesh=mesh, **options)
+        function(model, mesh=mesh, **options)
         forward, backward = host_us(model, x, args)
         per_unit = [(a - b) / args.units for a, b in zip((forward, backward), plain)]
         say(f"{name}: {per_unit[0]:.1f} us a unit forward, {per_unit[1]:.1f} backward")
