@@ -8,6 +8,7 @@ the mesh take part. They live until the process ends.
 
 import atexit
 import hashlib
+import time
 
 import torch
 import torch.distributed as dist
@@ -93,10 +94,20 @@ def _make(device_mesh, key, timeout_s):
     )
 
 
+# Seconds in which another thread that waits for the GIL surely gets it.
+_LAST_TURN = 0.05
+
+
 @atexit.register
 def _close():
+    if not _meshes:
+        return
     # Before the interpreter takes torch apart; the ranks leave together.
     _meshes.clear()
+    # Gloo's threads want the GIL to let go of the tensors of the program's last
+    # collective. Once the interpreter is ending they never get it, and torch 2.11
+    # ends the process there ("terminate called without an active exception").
+    time.sleep(_LAST_TURN)
 
 
 __all__ = ["DeviceMesh", "core_mesh", "default_device_mesh", "device_of"]
