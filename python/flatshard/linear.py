@@ -5,14 +5,6 @@ import weakref
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.weak import WeakIdKeyDictionary
-
-# Units of the whole parameters whose gradients are written in place.
-_in_place = WeakIdKeyDictionary()
-
-
-def _nobody():
-    return None
 
 
 class InPlaceLinear(nn.Linear):
@@ -55,10 +47,11 @@ def write_grads_in_place(modules, state):
             module.__dict__["_flatshard_unit"] = state
     for p in state.parameters:
         if p.group >= 0:
-            _in_place[p.whole] = weakref.ref(state)
+            p.whole._flatshard_unit = weakref.ref(state)
 
 
 def sink_of(whole):
     """The core's Runtime that takes gradients of this whole parameter, or None."""
-    state = _in_place.get(whole, _nobody)()
+    unit = getattr(whole, "_flatshard_unit", None)
+    state = None if unit is None else unit()
     return None if state is None or state.root is None else state.root.core

@@ -94,7 +94,7 @@ def _make(device_mesh, key, timeout_s):
     )
 
 
-# Seconds in which another thread that waits for the GIL surely gets it.
+# Seconds for other threads that wait for the GIL.
 _LAST_TURN = 0.05
 
 

@@ -94,7 +94,8 @@ class ShardedTensor(DTensor):
             local: [rows of this rank, ...] tensor.
             shape: of the whole tensor.
         """
-        kind = RowSpec if any(isinstance(p, RowShard) for p in placements) else None
+        is_cut = any(isinstance(p, RowShard) for p in placements)
+        kind = RowSpec if is_cut else DTensorSpec
         tensor = _from_local(local.detach(), mesh, placements, shape, kind)
         tensor.__class__ = ShardedTensor
         return tensor.requires_grad_(requires_grad)
@@ -189,12 +190,12 @@ class ShardedTensor(DTensor):
         )
 
 
-def _from_local(local, mesh, placements, shape, spec=None):
+def _from_local(local, mesh, placements, shape, kind=DTensorSpec):
     """DTensor.from_local, which would copy what is on another device than the mesh: an
     offloaded shard would be no view any more."""
     stride = torch.empty(shape, device="meta").stride()
     meta = TensorMeta(torch.Size(shape), stride, local.dtype)
-    spec = (spec or DTensorSpec)(mesh, tuple(placements), tensor_meta=meta)
+    spec = kind(mesh, tuple(placements), tensor_meta=meta)
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
