@@ -390,10 +390,16 @@ ParamGroup::Bytes ParamGroup::nbytes() const {
           compute_.local().storage().unsafeGetStorageImpl()) {
     compute += of(compute_shard_);
   }
+  std::int64_t lent = 0;
+  if (lent_) {
+    if (const at::Tensor memory(lent_->lock()); memory.defined()) {
+      lent = static_cast<std::int64_t>(memory.nbytes());
+    }
+  }
   return {
       .main = main_is_compute_ ? 0 : of(main_),
       .compute = compute,
-      .grad = of(grad_) + of(narrow_),
+      .grad = of(grad_) + of(narrow_) + lent,
       .inner = of(inner_),
       .local = of(local_)};
 }

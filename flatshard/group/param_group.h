@@ -210,12 +210,20 @@ class ParamGroup {
   void reduce(const at::Tensor& slot, const Reduction& reduction);
 
   /// A reduced gradient is there since the last zero_grad.
-  bool has_grad() const { return has_grad_; }
+  bool has_grad() const { return has_grad_ && !(lent_ && lent_->expired()); }
   /// Microbatches were accumulated but not reduced over all axes.
   bool has_unreduced_grad() const { return has_local_ || has_inner_; }
   /// [shard] like main, in main_grads, or in the dtype of the reduction when it
   /// is narrow. Undefined from zero_grad to the next reduction.
-  const FlatBuffer& grad() const { return grad_; }
+  /// @throws Error{internal} while it is lent.
+  const FlatBuffer& grad() const;
+  /// Leaves the gradient to those who hold `grad().local()` already: it is gone
+  /// when the last of them drops it. Between steps, when users see gradients as
+  /// tensors of theirs. A gradient in host memory stays, since pinning it anew
+  /// takes longer than a step.
+  void lend_grad();
+  /// Takes back what is left of it: before a reduction and before grad().
+  void reclaim_grad();
   /// Forgets all gradients and gives their memory back. The current stream has
   /// waited for the reductions (it has at the end of a backward).
   void zero_grad();
@@ -251,6 +259,7 @@ class ParamGroup {
       bool on_host = false);
   void download_grad(const at::Tensor& reduced, bool add);
   bool can_stay_narrow() const;
+  void check_not_lent() const;
   FlatBuffer wrap_partial(const at::Tensor& local) const;
   Placements partial_everywhere() const;
   Placements final_gradient() const;
@@ -280,6 +289,10 @@ class ParamGroup {
   FlatBuffer narrow_;     ///< what grad_ was before it was widened
   FlatBuffer inner_;
   FlatBuffer local_;
+  /// grad_'s tensor while that is lent.
+  std::optional<
+      c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>>
+      lent_;
   bool has_grad_ = false;
   bool has_inner_ = false;
   bool has_local_ = false;

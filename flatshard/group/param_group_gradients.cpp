@@ -1,5 +1,7 @@
 #include "flatshard/group/param_group.h"
 
+#include "flatshard/core/error.h"
+
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -59,6 +61,7 @@ ParamGroup::Reduction ParamGroup::plan_reduction(
     return r;
   }
   has_inner_ = false;
+  check_not_lent();
   r.add_grad = has_grad_;
   has_grad_ = true;
   const Precision& precision = options_.precision;
@@ -155,6 +158,7 @@ void ParamGroup::zero_grad() {
 
 void ParamGroup::forget_grad() {
   has_grad_ = false;
+  lent_.reset();
   if (options_.offload && grad_.defined()) {
     host_grad_ = std::move(grad_);  // pinning it anew takes longer than a step
   }
@@ -162,8 +166,48 @@ void ParamGroup::forget_grad() {
   narrow_ = {};
 }
 
+const FlatBuffer& ParamGroup::grad() const {
+  check_not_lent();
+  return grad_;
+}
+
+void ParamGroup::lend_grad() {
+  if (!has_grad_ || lent_ || options_.offload) {
+    return;
+  }
+  lent_.emplace(grad_.local().getIntrusivePtr());
+  grad_ = {};
+  narrow_ = {};
+}
+
+void ParamGroup::reclaim_grad() {
+  if (!lent_) {
+    return;
+  }
+  auto memory = lent_->lock();
+  lent_.reset();
+  if (!memory) {
+    forget_grad();
+    return;
+  }
+  grad_ = FlatBuffer::wrap(
+      at::Tensor(std::move(memory)),
+      layout_,
+      mesh_,
+      final_gradient());
+}
+
+void ParamGroup::check_not_lent() const {
+  FLATSHARD_CHECK(
+      !lent_,
+      internal,
+      "the gradient of {} is lent: reclaim_grad() comes first",
+      options_.name);
+}
+
 void ParamGroup::scale_gradients(double factor) {
   const at::NoGradGuard no_grad;
+  check_not_lent();
   if (has_grad_) {
     // A copy only when it is narrow.
     grad_ = FlatBuffer::wrap(

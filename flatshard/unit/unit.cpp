@@ -22,10 +22,11 @@ at::Tensor view_of_memory(
     at::IntArrayRef sizes,
     at::ScalarType dtype,
     at::Device device) {
-  return at::from_blob(
-      data,
-      sizes,
-      at::TensorOptions().dtype(dtype).device(device));
+  // With the device given it does not ask the driver whose address that is.
+  return at::for_blob(data, sizes)
+      .options(at::TensorOptions().dtype(dtype).device(device))
+      .target_device(device)
+      .make_tensor();
 }
 
 }  // namespace

@@ -93,35 +93,41 @@ PyUnit::PyUnit(
     groups_.push_back(group.get());
   }
   for (const UnitParameter& p : contents_.parameters) {
-    places_.push_back({p.group, p.index});
+    places_.push_back({.group = p.group, .index = p.index});
+    find_rows(places_.back());
     wholes_.push_back(p.tensor);
   }
 }
 
-bool PyUnit::is_whole(std::size_t i) const {
-  const ParamGroup& g = group(i);
-  return g.main().local().numel() == g.layout().numel();
+void PyUnit::find_rows(PlaceInGroup& place) const {
+  const ParamGroup& g = *groups_[place.group];
+  place.shape = g.parameters().at(place.index).shape;
+  std::int64_t numel = 0;
+  for (const Piece& piece : g.main().local_pieces(place.index)) {
+    place.offset = piece.local_offset;
+    numel = piece.numel;
+  }
+  if (!place.shape.empty() && !is_whole(g)) {
+    place.shape[0] = numel / slice_numel(place.shape);
+  }
+}
+
+bool PyUnit::is_whole(const ParamGroup& group) {
+  return group.main().local().numel() == group.layout().numel();
 }
 
 at::Tensor PyUnit::rows_of(std::size_t i, const at::Tensor& flat) const {
-  const ParamGroup& g = group(i);
-  std::vector<std::int64_t> shape = g.parameters().at(places_[i].index).shape;
-  at::Tensor part = flat.narrow(0, 0, 0);
-  for (const Piece& piece : g.main().local_pieces(places_[i].index)) {
-    part = flat.narrow(0, piece.local_offset, piece.numel);
-  }
-  if (!shape.empty() && !is_whole(i)) {
-    shape[0] = part.numel() / slice_numel(shape);
-  }
-  if (part.numel() == 0) {
-    return at::empty(shape, flat.options());
-  }
+  const PlaceInGroup& place = places_.at(i);
   // With a storage of its own: who saves or stages a tensor takes its storage.
-  return at::from_blob(
-      part.data_ptr(),
-      shape,
-      [flat](void*) {},
-      flat.options());
+  // Without rows, too, it keeps `flat`.
+  return at::for_blob(
+             static_cast<char*>(flat.data_ptr()) +
+                 place.offset * static_cast<std::int64_t>(flat.element_size()),
+             place.shape)
+      .deleter([flat](void*) {})
+      .options(flat.options())
+      .target_device(flat.device())
+      .make_tensor();
 }
 
 at::Tensor PyUnit::shard(std::size_t i) const {
@@ -137,7 +143,7 @@ std::optional<at::Tensor> PyUnit::grad(std::size_t i) const {
 }
 
 std::vector<std::int64_t> PyUnit::cuts(std::size_t i) const {
-  if (is_whole(i)) {
+  if (is_whole(group(i))) {
     return {};
   }
   const FlatLayout& layout = group(i).layout();

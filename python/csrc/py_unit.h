@@ -76,11 +76,15 @@ class PyUnit {
   struct PlaceInGroup {
     std::size_t group;
     std::int64_t index;
+    /// This rank's rows in the group's main weights.
+    std::int64_t offset = 0;
+    std::vector<std::int64_t> shape{};
   };
+  void find_rows(PlaceInGroup& place) const;
   ParamGroup& group(std::size_t i) const {
     return *groups_[places_.at(i).group];
   }
-  bool is_whole(std::size_t i) const;
+  static bool is_whole(const ParamGroup& group);
 
   UnitContents contents_;
   std::vector<ParamGroup*> groups_;

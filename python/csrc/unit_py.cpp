@@ -4,6 +4,7 @@
 #include "flatshard/unit/runtime.h"
 #include "python/csrc/bind.h"
 #include "python/csrc/collect_tensors.h"
+#include "python/csrc/grad_views.h"
 #include "python/csrc/parameter_views.h"
 #include "python/csrc/py_unit.h"
 
@@ -219,14 +220,6 @@ void bind_unit(py::module_& m) {
       .def("trainable", &PyUnit::trainable)
       .def("group_index", &PyUnit::group_index)
       .def(
-          "has_grad",
-          [](PyUnit& self, std::size_t g) {
-            return self.group_at(g).has_grad();
-          })
-      .def(
-          "forget_grad",
-          [](PyUnit& self, std::size_t g) { self.group_at(g).forget_grad(); })
-      .def(
           "mark_written",
           [](PyUnit& self) {
             for (std::size_t g = 0; g < self.num_groups(); ++g) {
@@ -260,6 +253,24 @@ void bind_unit(py::module_& m) {
                 .set_attribute(self.index_in_group(i), key, value);
           })
       .def("set_names", &PyUnit::set_names);
+
+  py::class_<GradViews>(
+      m,
+      "GradViews",
+      "The gradients of a unit as `.grad`s of its shards.")
+      .def(
+          py::init<
+              std::shared_ptr<PyUnit>,
+              std::vector<at::Tensor>,
+              py::object>(),
+          py::arg("unit"),
+          py::arg("shards"),
+          py::arg("beside"))
+      .def("take", &GradViews::take)
+      .def("show", &GradViews::show)
+      .def("show_one", &GradViews::show_one)
+      .def("lend", &GradViews::lend)
+      .def("drop", &GradViews::drop);
 
   py::class_<PyRuntime>(m, "Runtime", "Gathers, releases and reduces.")
       .def(

@@ -155,6 +155,8 @@ class AdamW(torch.optim.Optimizer):
         for unit in self._units:
             unit.take_user_grads()
         self.core.step(rates.pop())
+        for unit in self._units:
+            unit.grads.lend()
         self.show_steps()
         return loss
 

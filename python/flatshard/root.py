@@ -51,7 +51,6 @@ class Root:
             copies=state.copies,
         )
         self._synced = None
-        self._in_backward = False
         self._initialized = False
         self._seen_writes = -1
         for unit in units:
@@ -125,9 +124,6 @@ class Root:
                 # freezes adapters for the time that it lasts.
                 if torch.is_grad_enabled():
                     unit.check_trainable()
-                # Not in a recompute: this backward has not shown its gradients yet.
-                if not self._in_backward:
-                    unit.free_dropped_grads()
         self._pass_writes_on()
 
     def before_unshard(self):
@@ -155,21 +151,18 @@ class Root:
                 "of one model disagree; set them on the root module"
             )
         self._pass_writes_on()
-        self._in_backward = True
         with _plain_attributes():
             for unit in self.units:
                 unit.take_user_grads()
 
     def _after_backward(self):
-        self._in_backward = False
         with _plain_attributes():
             for unit in self.units:
                 unit.show_grads()
 
     def _after_reset(self):
-        self._in_backward = False
         for unit in self.units:
-            unit.drop_grads()
+            unit.grads.drop()
 
 
 def _name_released(parameters, names):

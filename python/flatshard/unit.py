@@ -58,7 +58,6 @@ class Parameter:
     index: int = -1  # in the core's unit
     names: list = field(default_factory=list)  # in the model, once that is known
     group: int = -1
-    grad: ShardedTensor = None  # shows the core's gradient, while there is one
     on_meta: bool = False
 
 
@@ -75,7 +74,7 @@ class UnitState:
     prefetch: int
     copies: bool
     policy: Policy = field(default_factory=Policy)
-    groups: list = field(default_factory=list)  # trainable ones: (index, parameters)
+    grads: _C.GradViews = None
     root: object = None  # Root, once known
     id: int = -1
     name: str = ""
@@ -84,49 +83,26 @@ class UnitState:
 
     # -- gradients -----------------------------------------------------------------
 
-    def free_dropped_grads(self):
-        """Gives back the memory of gradients whose `.grad`s are all None by now."""
-        for group, members in self.groups:
-            if self.core.has_grad(group) and all(p.shard.grad is None for p in members):
-                self.core.forget_grad(group)
-                for p in members:
-                    p.grad = None
-
     def take_user_grads(self):
         """Makes the core's gradients what the `.grad`s say: a user may have
         dropped or replaced them since the last backward."""
-        self.free_dropped_grads()
-        for group, members in self.groups:
-            if not self.core.has_grad(group):
-                continue
-            for p in members:
-                grad = p.shard.grad
-                if grad is p.grad:
-                    continue
-                with torch.no_grad():
-                    own = p.grad._local_tensor
-                    own.zero_() if grad is None else own.copy_(p.grad.rows_of(grad))
-                p.shard.grad = p.grad
+        for i in self.grads.take():
+            shard = self.parameters[i].shard
+            with torch.no_grad():
+                own = self.core.grad(i)
+                own.zero_() if shard.grad is None else own.copy_(
+                    shard.rows_of(shard.grad)
+                )
+            self.grads.show_one(i)
 
     def show_grads(self):
         """Gives the shards their gradients after a backward."""
-        for group, members in self.groups:
-            if not self.core.has_grad(group):
-                continue
-            for p in members:
-                if p.grad is None:
-                    p.grad = p.shard.beside(self.core.grad(p.index))
-                grad = p.shard.grad
-                if grad is p.grad:
-                    continue
-                if grad is not None:  # the user's own, from before
-                    with torch.no_grad():
-                        p.grad._local_tensor.add_(p.grad.rows_of(grad))
-                p.shard.grad = p.grad
-
-    def drop_grads(self):
-        for p in self.parameters:
-            p.shard.grad = p.grad = None
+        for i in self.grads.show():
+            shard = self.parameters[i].shard
+            with torch.no_grad():
+                self.core.grad(i).add_(shard.rows_of(shard.grad))
+            self.grads.show_one(i)
+        self.grads.lend()
 
     # -- parameters ----------------------------------------------------------------
 
@@ -144,10 +120,9 @@ class UnitState:
             _places[p.shard] = (weakref.ref(self), i)
             self.show(p, p.shard)
         self.parameters.sort(key=lambda p: p.index)
-        self.groups = [
-            (group, [p for p in self.parameters if p.group == group])
-            for group in sorted({p.group for p in self.parameters} - {-1})
-        ]
+        self.grads = _C.GradViews(
+            self.core, [p.shard for p in self.parameters], ShardedTensor.beside
+        )
         storages = {
             p.shard._local_tensor.untyped_storage()._cdata for p in self.parameters
         }

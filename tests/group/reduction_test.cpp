@@ -4,10 +4,14 @@
 
 #include "tests/group/groups.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 namespace flatshard::testing {
 namespace {
+
+using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
 
 constexpr Precision kWide{
     .compute = at::kBFloat16,
@@ -174,6 +178,68 @@ TEST(Reduction, ASecondOneWidensANarrowGradient) {
     group->zero_grad();
     reduce(1, false);  // another one is announced
     EXPECT_EQ(group->grad().local().scalar_type(), at::kFloat);
+  });
+}
+
+TEST(Reduction, ALentGradientGoesWithItsLastHolder) {
+  run_ranks(2, [](RankContext& context) {
+    const auto group = make_group({"zero3", {2}}, context.mesh(), kWide);
+    const std::int64_t n = group->layout().numel();
+    const auto reduce = [&](double value) {
+      group->reduce(at::full({n}, value), group->plan_reduction(true, true));
+    };
+    reduce(1);
+    at::Tensor held = group->grad().local();
+    group->lend_grad();
+    EXPECT_TRUE(group->has_grad());
+    EXPECT_EQ(group->nbytes().grad, n / 2 * 4);
+    EXPECT_THAT(
+        [&] { reduce(2); },
+        ThrowsMessage<Error>(HasSubstr("is lent: reclaim_grad() comes first")));
+    EXPECT_THROW(group->grad(), Error);
+    EXPECT_THROW(group->scale_gradients(2), Error);
+
+    group->reclaim_grad();
+    EXPECT_EQ(group->grad().local().data_ptr(), held.data_ptr());
+    reduce(2);
+    EXPECT_TRUE(held.eq(3).all().item<bool>());
+
+    group->lend_grad();
+    held = at::Tensor();
+    EXPECT_FALSE(group->has_grad());
+    EXPECT_EQ(group->nbytes().grad, 0);
+    group->reclaim_grad();
+    EXPECT_FALSE(group->has_grad());
+    reduce(4);
+    EXPECT_TRUE(group->grad().local().eq(4).all().item<bool>());
+
+    held = group->grad().local();
+    group->lend_grad();
+    group->zero_grad();  // while somebody holds it
+    EXPECT_FALSE(group->has_grad());
+    reduce(5);
+    EXPECT_TRUE(held.eq(4).all().item<bool>());
+    EXPECT_TRUE(group->grad().local().eq(5).all().item<bool>());
+  });
+}
+
+TEST(Reduction, AnOffloadedGradientIsNotLent) {
+  run_ranks(2, [](RankContext& context) {
+    const auto group = make_group(
+        {"zero3", {2}},
+        context.mesh(),
+        kWide,
+        GradScaling::mean,
+        1,
+        {},
+        /*narrow_grads=*/false,
+        /*keep_compute_weights=*/false,
+        /*offload=*/true);
+    group->reduce(
+        at::full({group->layout().numel()}, 1.0),
+        group->plan_reduction(true, true));
+    group->lend_grad();
+    EXPECT_TRUE(group->grad().local().eq(1).all().item<bool>());
   });
 }
 

@@ -1,0 +1,66 @@
+#pragma once
+
+#include "python/csrc/bind.h"
+#include "python/csrc/py_unit.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+namespace flatshard::python {
+
+/// The gradients of one unit as its shards show them: each `.grad` is a DTensor
+/// over this rank's rows of the group's gradient.
+///
+/// Users may drop a `.grad`, replace it or keep it, as they may with any. So
+/// between a backward and the next one the memory belongs to the `.grad`s, and
+/// goes with the last of a group (zero_grad()).
+///
+/// Called with the GIL, between two backwards or while one begins or ends.
+class GradViews {
+ public:
+  using Indices = std::vector<std::size_t>;
+
+  /// @param shards  of the unit's parameters, in their order.
+  /// @param beside  called with a shard and [rows, ...] of its gradient; makes
+  ///   the DTensor to show.
+  GradViews(
+      std::shared_ptr<PyUnit> unit,
+      std::vector<at::Tensor> shards,
+      py::object beside);
+
+  /// The groups own their gradients again, and forget those that have no
+  /// `.grad` left.
+  /// @return  parameters whose `.grad` alone was dropped, or is another: the
+  ///   caller makes PyUnit::grad what it says, then calls show_one.
+  Indices take();
+  /// Gives each shard its gradient.
+  /// @return  parameters that have another one, from before the backward: the
+  ///   caller adds that to PyUnit::grad, then calls show_one.
+  Indices show();
+  void show_one(std::size_t parameter);
+  /// From here on the `.grad`s alone keep the gradients.
+  void lend();
+  /// No shard has a `.grad` any more.
+  void drop();
+
+ private:
+  using WeakTensor =
+      c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>;
+
+  const at::Tensor& grad_of(std::size_t parameter) const {
+    return shards_[parameter].grad();
+  }
+  /// `.grad` is what show_one made.
+  bool is_own(std::size_t parameter) const;
+
+  std::shared_ptr<PyUnit> unit_;
+  std::vector<at::Tensor> shards_;
+  py::object beside_;
+  std::vector<Indices> members_;  ///< of each group; none of frozen ones
+  std::vector<WeakTensor> shown_;
+};
+
+}  // namespace flatshard::python
