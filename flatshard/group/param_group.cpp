@@ -237,8 +237,9 @@ at::Tensor ParamGroup::compute_shard() const {
 
 ParamGroup::Gather ParamGroup::plan_gather(bool copies) {
   Gather gather;
-  gather.refresh = has_refresh_ && refreshed_ != generation_;
-  refreshed_ = generation_;
+  gather.is_first = gathered_ != generation_;
+  gather.refresh = has_refresh_ && gather.is_first;
+  gathered_ = generation_;
   gather.copies = copies && peers_ != nullptr;
   if (gather.copies) {
     gather.fence = fenced_ != generation_;

@@ -145,6 +145,8 @@ class ParamGroup {
   /// How one gather runs: decided on the host, carried out later on the gather
   /// stream.
   struct Gather {
+    /// No gather since the last change of the weights: wait_for_weights.
+    bool is_first = false;
     /// First spread the optimizer's slices to `compute`. Collective.
     bool refresh = false;
     /// By copies of what the peers hold; else an all-gather, a collective.
@@ -157,7 +159,7 @@ class ParamGroup {
   /// @param copies  where the peers can read; equal on all ranks.
   Gather plan_gather(bool copies = false);
   /// A gather that was planned may not have been carried out.
-  void mark_stale() { refreshed_ = fenced_ = 0; }
+  void mark_stale() { gathered_ = fenced_ = 0; }
   /// Carries it out. Inside Stream::submit.
   /// @param out  [layout.numel()] compute dtype, the whole weights. Resident
   ///   groups do not use it: theirs are in `compute`.
@@ -278,7 +280,7 @@ class ParamGroup {
   FlatBuffer main_;
   std::uint32_t main_version_ = 0;
   std::int64_t generation_ = 1;
-  std::int64_t refreshed_ = 0;  ///< up to which generation
+  std::int64_t gathered_ = 0;  ///< up to which generation
   std::int64_t fenced_ = 0;
   bool copied_ = false;  ///< by peers, and no reduction since
   Event written_;

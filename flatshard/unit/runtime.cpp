@@ -371,7 +371,9 @@ void Runtime::gather(Unit& unit, Phase phase) {
   std::vector<ParamGroup::Gather> gathers;
   for (const auto& group : unit.groups()) {
     gathers.push_back(group->plan_gather(copies));
-    group->wait_for_weights(*gather_stream_);
+    if (gathers.back().is_first) {
+      group->wait_for_weights(*gather_stream_);
+    }
   }
   void* slot = nullptr;
   if (!unit.resident()) {

@@ -191,7 +191,10 @@ TEST_P(ParamGroups, WholeWeightsAreTheSameOnAllRanks) {
       const auto expect_weights = [&](double offset) {
         const auto first = group->plan_gather();
         EXPECT_EQ(first.refresh, group->has_refresh());
-        EXPECT_FALSE(group->plan_gather().refresh);
+        EXPECT_TRUE(first.is_first);
+        const auto second = group->plan_gather();
+        EXPECT_FALSE(second.refresh);
+        EXPECT_FALSE(second.is_first);
         group->gather(out, first);
         if (group->resident()) {
           out.copy_(group->compute().local());
