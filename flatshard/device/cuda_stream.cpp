@@ -1,6 +1,6 @@
 #include <ATen/core/grad_mode.h>
-#include <ATen/cuda/CUDAEvent.h>
 #include <ATen/cuda/Sleep.h>
+#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -42,27 +42,57 @@ at::Device checked_device(at::Device device) {
   return indexed;
 }
 
+// Not at::cuda::CUDAEvent, which asks at each record and wait whether the
+// stream is being captured: that takes the host half as long again, and only
+// events that are shared with other libraries' graphs need it.
 class CudaEventState : public Event::State {
  public:
-  explicit CudaEventState(at::Device device) : device_(device) {}
+  explicit CudaEventState(at::Device device) : device_(device) {
+    const c10::cuda::CUDAGuard guard(device);
+    C10_CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming));
+  }
+  ~CudaEventState() override {
+    try {
+      const c10::cuda::CUDAGuard guard(device_);
+      C10_CUDA_CHECK_WARN(cudaEventDestroy(event_));
+    } catch (...) {  // the context is gone, and the event with it
+    }
+  }
 
   at::Device device() const { return device_; }
-  at::cuda::CUDAEvent& event() { return event_; }
+  void record(c10::cuda::CUDAStream stream) {
+    const c10::cuda::CUDAGuard guard(stream.device());
+    C10_CUDA_CHECK(cudaEventRecord(event_, stream));
+  }
+  void wait(c10::cuda::CUDAStream waiter) const {
+    const c10::cuda::CUDAGuard guard(waiter.device());
+    C10_CUDA_CHECK(cudaStreamWaitEvent(waiter, event_, 0));
+  }
 
   void synchronize() override {
-    with_cuda_errors("event", [&] { event_.synchronize(); });
+    with_cuda_errors("event", [&] {
+      C10_CUDA_CHECK(cudaEventSynchronize(event_));
+    });
   }
   bool query() override {
     // The flight recorder asks from its own thread, which must not spoil a
     // graph that another thread captures.
     const c10::cuda::CUDAStreamCaptureModeGuard not_global{
         cudaStreamCaptureModeThreadLocal};
-    return with_cuda_errors("event", [&] { return event_.query(); });
+    return with_cuda_errors("event", [&] {
+      const cudaError_t state = cudaEventQuery(event_);
+      if (state == cudaErrorNotReady) {
+        (void)cudaGetLastError();  // it stays there otherwise
+        return false;
+      }
+      C10_CUDA_CHECK(state);
+      return true;
+    });
   }
 
  private:
   at::Device device_;
-  at::cuda::CUDAEvent event_;  // without timing, which is the default
+  cudaEvent_t event_ = nullptr;
 };
 
 class CudaStream : public Stream {
@@ -106,13 +136,13 @@ class CudaStream : public Stream {
     if (!state || state.use_count() > 1 || state->device() != device()) {
       state = std::make_shared<CudaEventState>(device());
     }
-    with_cuda_errors(name(), [&] { state->event().record(stream_); });
+    with_cuda_errors(name(), [&] { state->record(stream_); });
     return state;
   }
 
   void wait(const std::shared_ptr<Event::State>& point) override {
     if (auto* cuda = dynamic_cast<CudaEventState*>(point.get())) {
-      with_cuda_errors(name(), [&] { cuda->event().block(stream_); });
+      with_cuda_errors(name(), [&] { cuda->wait(stream_); });
       return;
     }
     FLATSHARD_CHECK(
