@@ -19,6 +19,7 @@ function(flatshard_attach_torch fmt torch dir with_cuda)
   cmake_path(GET dir PARENT_PATH site)
   file(GLOB cudart ${site}/nvidia/cu[0-9]*/lib/libcudart.so.*
        ${site}/nvidia/cuda_runtime/lib/libcudart.so.*)
+  file(GLOB nccl ${site}/nvidia/nccl/lib/libnccl.so.*)
   file(GLOB headers ${site}/nvidia/nccl/include ${site}/nvidia/cu[0-9]*/include
        ${site}/nvidia/cuda_runtime/include)
   if(TARGET CUDA::toolkit)
@@ -32,5 +33,5 @@ function(flatshard_attach_torch fmt torch dir with_cuda)
     INTERFACE
       # Nothing may refer to these by symbol: they register themselves.
       "$<BUILD_INTERFACE:-Wl,--no-as-needed,${dir}/lib/libtorch_cuda.so,${dir}/lib/libc10_cuda.so,--as-needed>"
-      "$<BUILD_INTERFACE:${cudart}>")
+      "$<BUILD_INTERFACE:${cudart};${nccl}>")
 endfunction()

@@ -15,8 +15,36 @@
 namespace flatshard::detail {
 namespace {
 
-c10d::ReduceOp nccl_op(ReduceOp op) {
-  return op == ReduceOp::avg ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
+using NcclHandle = c10::intrusive_ptr<c10d::ProcessGroupNCCL>;
+
+ncclRedOp_t nccl_op(ReduceOp op) {
+  return op == ReduceOp::avg ? ncclAvg : ncclSum;
+}
+
+ncclDataType_t nccl_dtype(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat:
+      return ncclFloat32;
+    case at::kDouble:
+      return ncclFloat64;
+    case at::kHalf:
+      return ncclFloat16;
+    case at::kBFloat16:
+      return ncclBfloat16;
+    case at::kByte:
+      return ncclUint8;
+    case at::kChar:
+      return ncclInt8;
+    case at::kInt:
+      return ncclInt32;
+    case at::kLong:
+      return ncclInt64;
+    default:  // Communicator has checked
+      FLATSHARD_THROW(
+          usage,
+          "NCCL does not reduce dtype {}",
+          c10::toString(tensor.scalar_type()));
+  }
 }
 
 constexpr auto kEndPatience = std::chrono::seconds(2);
@@ -26,7 +54,7 @@ constexpr auto kEndPatience = std::chrono::seconds(2);
 // watchdog thread, and that sleeps for a minute after an error of NCCL, or
 // waits for a store whose host hangs. Source: Watchdog::runLoop in torch's
 // ProcessGroupNCCL.cpp.
-void end_apart(BackendHandle backend, bool aborted, const std::string& name) {
+void end_apart(NcclHandle backend, bool aborted, const std::string& name) {
   std::promise<void> ended;
   const std::future<void> end = ended.get_future();
   std::thread([backend = std::move(backend),
@@ -46,13 +74,15 @@ void end_apart(BackendHandle backend, bool aborted, const std::string& name) {
   end.wait_for(kEndPatience);
 }
 
-// Every call uses asyncOp = false: NCCL's kernel then goes to the current
-// stream, no work object is made, and nobody but that stream's owner keeps the
-// tensors alive.
+// c10d connects the ranks, and ends the group; the collectives go straight to
+// NCCL, on the current stream. c10d's own would each cost the host some ten us
+// more for its work objects, its flight recorder and its dispatch
+// (docs/performance.md), and nobody looks at those here: Communicator records,
+// and streams order.
 class NcclCommunicator : public Communicator {
  public:
   NcclCommunicator(
-      BackendHandle backend,
+      NcclHandle backend,
       const std::string& name,
       at::Device device,
       bool owned)
@@ -99,52 +129,55 @@ class NcclCommunicator : public Communicator {
 
  protected:
   void do_all_gather(Tensors outs, Tensors ins) override {
-    for (std::size_t i = 0; i < outs.size(); ++i) {
-      outs[i] = as_bytes(outs[i]);
-      ins[i] = as_bytes(ins[i]);
-    }
-    c10d::AllgatherOptions options;
-    options.asyncOp = false;
-    run(CollectiveKind::all_gather, [&] {
-      return outs.size() == 1
-                 ? backend_->_allgather_base(outs[0], ins[0], options)
-                 : backend_->allgather_into_tensor_coalesced(
-                       outs,
-                       ins,
-                       options);
+    run(CollectiveKind::all_gather, outs.size(), [&](auto i, auto c, auto s) {
+      return ncclAllGather(
+          ins[i].const_data_ptr(),
+          outs[i].data_ptr(),
+          ins[i].nbytes(),
+          ncclUint8,
+          c,
+          s);
     });
   }
 
   void do_reduce_scatter(Tensors outs, Tensors ins, ReduceOp op) override {
-    c10d::ReduceScatterOptions options;
-    options.reduceOp = nccl_op(op);
-    options.asyncOp = false;
-    run(CollectiveKind::reduce_scatter, [&] {
-      return outs.size() == 1
-                 ? backend_->_reduce_scatter_base(outs[0], ins[0], options)
-                 : backend_->reduce_scatter_tensor_coalesced(
-                       outs,
-                       ins,
-                       options);
+    const auto kind = CollectiveKind::reduce_scatter;
+    run(kind, outs.size(), [&](auto i, auto c, auto s) {
+      return ncclReduceScatter(
+          ins[i].const_data_ptr(),
+          outs[i].data_ptr(),
+          outs[i].numel(),
+          nccl_dtype(ins[i]),
+          nccl_op(op),
+          c,
+          s);
     });
   }
 
   void do_all_reduce(at::Tensor inout, ReduceOp op) override {
-    std::vector<at::Tensor> tensors{inout};
-    c10d::AllreduceOptions options;
-    options.reduceOp = nccl_op(op);
-    options.asyncOp = false;
-    run(CollectiveKind::all_reduce,
-        [&] { return backend_->allreduce(tensors, options); });
+    run(CollectiveKind::all_reduce, 1, [&](auto, auto c, auto s) {
+      return ncclAllReduce(
+          inout.const_data_ptr(),
+          inout.data_ptr(),
+          inout.numel(),
+          nccl_dtype(inout),
+          nccl_op(op),
+          c,
+          s);
+    });
   }
 
   void do_broadcast(at::Tensor tensor, int root) override {
-    std::vector<at::Tensor> tensors{as_bytes(tensor)};
-    c10d::BroadcastOptions options;
-    options.rootRank = root;
-    options.asyncOp = false;
-    run(CollectiveKind::broadcast,
-        [&] { return backend_->broadcast(tensors, options); });
+    run(CollectiveKind::broadcast, 1, [&](auto, auto c, auto s) {
+      return ncclBroadcast(
+          tensor.const_data_ptr(),
+          tensor.data_ptr(),
+          tensor.nbytes(),
+          ncclUint8,
+          root,
+          c,
+          s);
+    });
   }
 
   void do_barrier() override {
@@ -156,22 +189,64 @@ class NcclCommunicator : public Communicator {
   }
 
  private:
+  /// Calls launch(i, comm, stream) for each i < n, as one launch.
   template <class F>
-  void run(CollectiveKind kind, F&& launch) {
+  void run(CollectiveKind kind, std::size_t n, F&& launch) {
     const c10::cuda::CUDAGuard guard(device());
-    with_comm_errors(where(kind), [&] {
-      // A backend that ignores asyncOp = false returns work; waiting makes
-      // the current stream wait, not the host.
-      if (const auto work = launch()) {
-        work->wait();
+    const ncclComm_t comm = connected(kind);
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+    if (n == 1) {
+      check(kind, comm, launch(0, comm, stream));
+      return;
+    }
+    check(kind, comm, ncclGroupStart());
+    ncclResult_t first = ncclSuccess;
+    for (std::size_t i = 0; i < n && first == ncclSuccess; ++i) {
+      first = launch(i, comm, stream);
+    }
+    // A group that was begun has to end, or the thread stays in it.
+    const ncclResult_t end = ncclGroupEnd();
+    check(kind, comm, first == ncclSuccess ? end : first);
+  }
+
+  /// c10d connects at the first collective, and knows of no other time.
+  ncclComm_t connected(CollectiveKind kind) {
+    if (end_ == End::aborted) {
+      throw Error(ErrorCode::comm, "it was aborted", where(kind));
+    }
+    try {  // c10d throws when the owner of a wrapped one has aborted it
+      if (backend_->getCommPtr() == 0) {
+        std::vector<at::Tensor> one{
+            at::zeros({1}, at::TensorOptions(device()))};
+        backend_->allreduce(one, {})->wait();
       }
-    });
+      return reinterpret_cast<ncclComm_t>(backend_->getCommPtr());
+    } catch (const std::exception&) {
+      with_comm_errors(where(kind), [] { throw; });
+      throw;
+    }
+  }
+
+  void check(CollectiveKind kind, ncclComm_t comm, ncclResult_t result) const {
+    while (result == ncclInProgress) {  // a communicator that does not block
+      const ncclResult_t asked = ncclCommGetAsyncError(comm, &result);
+      result = asked == ncclSuccess ? result : asked;
+    }
+    if (result != ncclSuccess) {
+      throw Error(
+          ErrorCode::comm,
+          fmt::format(
+              "a peer or the network failed: NCCL: {}: {}",
+              ncclGetErrorString(result),
+              ncclGetLastError(comm)),
+          where(kind));
+    }
   }
 
   /// What the destructor has to do.
   enum class End { shut_down, aborted, of_its_owner };
 
-  BackendHandle backend_;
+  NcclHandle backend_;
   std::atomic<End> end_;
 };
 
@@ -222,8 +297,15 @@ std::shared_ptr<Communicator> wrap_nccl_backend(
     const std::string& name,
     at::Device device) {
   check_indexed(name, device);
+  auto* const nccl = dynamic_cast<c10d::ProcessGroupNCCL*>(backend.get());
+  FLATSHARD_CHECK(
+      nccl,
+      usage,
+      "communicator '{}': expected c10d's own backend, ProcessGroupNCCL, got "
+      "another that calls itself nccl",
+      name);
   return std::make_shared<NcclCommunicator>(
-      std::move(backend),
+      NcclHandle::reclaim_copy(nccl),
       name,
       device,
       /*owned=*/false);
