@@ -181,27 +181,43 @@ TEST(Reduction, ASecondOneWidensANarrowGradient) {
   });
 }
 
+void reduce_all(ParamGroup& group, double value) {
+  group.reduce(
+      at::full({group.layout().numel()}, value),
+      group.plan_reduction(true, true));
+}
+
+std::unique_ptr<ParamGroup> make_offloaded(std::shared_ptr<Mesh> mesh) {
+  return make_group(
+      {"zero3", {2}},
+      std::move(mesh),
+      kWide,
+      GradScaling::mean,
+      1,
+      {},
+      /*narrow_grads=*/false,
+      /*keep_compute_weights=*/false,
+      /*offload=*/true);
+}
+
 TEST(Reduction, ALentGradientGoesWithItsLastHolder) {
   run_ranks(2, [](RankContext& context) {
     const auto group = make_group({"zero3", {2}}, context.mesh(), kWide);
     const std::int64_t n = group->layout().numel();
-    const auto reduce = [&](double value) {
-      group->reduce(at::full({n}, value), group->plan_reduction(true, true));
-    };
-    reduce(1);
+    reduce_all(*group, 1);
     at::Tensor held = group->grad().local();
     group->lend_grad();
     EXPECT_TRUE(group->has_grad());
     EXPECT_EQ(group->nbytes().grad, n / 2 * 4);
     EXPECT_THAT(
-        [&] { reduce(2); },
+        [&] { reduce_all(*group, 2); },
         ThrowsMessage<Error>(HasSubstr("is lent: reclaim_grad() comes first")));
     EXPECT_THROW(group->grad(), Error);
     EXPECT_THROW(group->scale_gradients(2), Error);
 
     group->reclaim_grad();
     EXPECT_EQ(group->grad().local().data_ptr(), held.data_ptr());
-    reduce(2);
+    reduce_all(*group, 2);
     EXPECT_TRUE(held.eq(3).all().item<bool>());
 
     group->lend_grad();
@@ -210,14 +226,14 @@ TEST(Reduction, ALentGradientGoesWithItsLastHolder) {
     EXPECT_EQ(group->nbytes().grad, 0);
     group->reclaim_grad();
     EXPECT_FALSE(group->has_grad());
-    reduce(4);
+    reduce_all(*group, 4);
     EXPECT_TRUE(group->grad().local().eq(4).all().item<bool>());
 
     held = group->grad().local();
     group->lend_grad();
     group->zero_grad();  // while somebody holds it
     EXPECT_FALSE(group->has_grad());
-    reduce(5);
+    reduce_all(*group, 5);
     EXPECT_TRUE(held.eq(4).all().item<bool>());
     EXPECT_TRUE(group->grad().local().eq(5).all().item<bool>());
   });
@@ -225,19 +241,8 @@ TEST(Reduction, ALentGradientGoesWithItsLastHolder) {
 
 TEST(Reduction, AnOffloadedGradientIsNotLent) {
   run_ranks(2, [](RankContext& context) {
-    const auto group = make_group(
-        {"zero3", {2}},
-        context.mesh(),
-        kWide,
-        GradScaling::mean,
-        1,
-        {},
-        /*narrow_grads=*/false,
-        /*keep_compute_weights=*/false,
-        /*offload=*/true);
-    group->reduce(
-        at::full({group->layout().numel()}, 1.0),
-        group->plan_reduction(true, true));
+    const auto group = make_offloaded(context.mesh());
+    reduce_all(*group, 1);
     group->lend_grad();
     EXPECT_TRUE(group->grad().local().eq(1).all().item<bool>());
   });
@@ -246,31 +251,17 @@ TEST(Reduction, AnOffloadedGradientIsNotLent) {
 // Pinned memory is made once, and a user's gradient is the user's.
 TEST(Reduction, AnOffloadedGradientUsesItsMemoryAgainUnlessSomebodyKeptIt) {
   run_ranks(2, [](RankContext& context) {
-    const auto group = make_group(
-        {"zero3", {2}},
-        context.mesh(),
-        kWide,
-        GradScaling::mean,
-        1,
-        {},
-        /*narrow_grads=*/false,
-        /*keep_compute_weights=*/false,
-        /*offload=*/true);
-    const auto reduce = [&](double value) {
-      group->reduce(
-          at::full({group->layout().numel()}, value),
-          group->plan_reduction(true, true));
-    };
-    reduce(1);
+    const auto group = make_offloaded(context.mesh());
+    reduce_all(*group, 1);
     const void* const first = group->grad().local().data_ptr();
     group->zero_grad();
     EXPECT_FALSE(group->grad().defined());
-    reduce(2);
+    reduce_all(*group, 2);
     EXPECT_EQ(group->grad().local().data_ptr(), first);
     EXPECT_TRUE(group->grad().local().eq(2).all().item<bool>());
     const at::Tensor kept = group->grad().local();
     group->zero_grad();
-    reduce(3);
+    reduce_all(*group, 3);
     EXPECT_TRUE(kept.eq(2).all().item<bool>());
     EXPECT_TRUE(group->grad().local().eq(3).all().item<bool>());
   });
