@@ -75,8 +75,8 @@ void end_apart(NcclHandle backend, bool aborted, const std::string& name) {
 }
 
 // c10d connects the ranks, and ends the group; the collectives go straight to
-// NCCL, on the current stream. c10d's own would each cost the host some ten us
-// more for its work objects, its flight recorder and its dispatch
+// NCCL, on the current stream. c10d's own would each cost the host some tens of
+// us more for its work objects, its flight recorder and its dispatch
 // (docs/performance.md), and nobody looks at those here: Communicator records,
 // and streams order.
 class NcclCommunicator : public Communicator {
@@ -215,12 +215,14 @@ class NcclCommunicator : public Communicator {
       throw Error(ErrorCode::comm, "it was aborted", where(kind));
     }
     try {  // c10d throws when the owner of a wrapped one has aborted it
-      if (backend_->getCommPtr() == 0) {
+      std::int64_t comm = backend_->getCommPtr();
+      if (comm == 0) {
         std::vector<at::Tensor> one{
             at::zeros({1}, at::TensorOptions(device()))};
         backend_->allreduce(one, {})->wait();
+        comm = backend_->getCommPtr();
       }
-      return reinterpret_cast<ncclComm_t>(backend_->getCommPtr());
+      return reinterpret_cast<ncclComm_t>(comm);
     } catch (const std::exception&) {
       with_comm_errors(where(kind), [] { throw; });
       throw;

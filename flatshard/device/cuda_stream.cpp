@@ -48,8 +48,10 @@ at::Device checked_device(at::Device device) {
 class CudaEventState : public Event::State {
  public:
   explicit CudaEventState(at::Device device) : device_(device) {
-    const c10::cuda::CUDAGuard guard(device);
-    C10_CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming));
+    with_cuda_errors("event", [&] {
+      const c10::cuda::CUDAGuard guard(device);
+      C10_CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming));
+    });
   }
   ~CudaEventState() override {
     try {

@@ -77,9 +77,7 @@ void GradViews::show_one(std::size_t i) {
 
 void GradViews::lend() {
   for (std::size_t g = 0; g < members_.size(); ++g) {
-    if (!members_[g].empty()) {
-      unit_->group_at(g).lend_grad();
-    }
+    unit_->group_at(g).lend_grad();
   }
 }
 
