@@ -218,7 +218,6 @@ void bind_unit(py::module_& m) {
       .def("cuts", &PyUnit::cuts)
       .def_property_readonly("shard_of_ranks", &PyUnit::shard_of_ranks)
       .def("trainable", &PyUnit::trainable)
-      .def("group_index", &PyUnit::group_index)
       .def(
           "mark_written",
           [](PyUnit& self) {

@@ -40,13 +40,13 @@ def _is_plain(input, weight):
 
 def write_grads_in_place(modules, state):
     """Of the nn.Linear among the modules whose weights `state` trains."""
-    trained = {id(p.shard) for p in state.parameters if p.group >= 0}
+    trained = {id(p.shard) for p in state.parameters if p.trainable}
     for module in modules:
         if type(module) is nn.Linear and id(module.weight) in trained:
             module.__class__ = InPlaceLinear
             module.__dict__["_flatshard_unit"] = state
     for p in state.parameters:
-        if p.group >= 0:
+        if p.trainable:
             p.whole._flatshard_unit = weakref.ref(state)
 
 

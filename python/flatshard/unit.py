@@ -57,7 +57,7 @@ class Parameter:
     shard: nn.Parameter = None
     index: int = -1  # in the core's unit
     names: list = field(default_factory=list)  # in the model, once that is known
-    group: int = -1
+    trainable: bool = True
     on_meta: bool = False
 
 
@@ -112,10 +112,9 @@ class UnitState:
         for i in range(self.core.num_parameters):
             p = by_tensor[id(self.core.whole(i))]
             p.index = i
-            trainable = self.core.trainable(i)
-            p.group = self.core.group_index(i) if trainable else -1
+            p.trainable = self.core.trainable(i)
             data = self._wrap(p, self.core.shard(i))
-            p.shard = nn.Parameter(data, requires_grad=trainable)
+            p.shard = nn.Parameter(data, requires_grad=p.trainable)
             _copy_attributes(p.whole, p.shard)
             _places[p.shard] = (weakref.ref(self), i)
             self.show(p, p.shard)
@@ -174,7 +173,7 @@ class UnitState:
 
     def check_trainable(self):
         for p in self.parameters:
-            if p.shard.requires_grad != (p.group >= 0):
+            if p.shard.requires_grad != p.trainable:
                 raise RuntimeError(
                     f"requires_grad of parameter {p.sites[0][1]} of unit {self.name} "
                     "was changed after fully_shard, which groups parameters by it: "
