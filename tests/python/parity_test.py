@@ -21,13 +21,20 @@ STEPS = 3
 # A rounding error of a gradient (1e-7 of gradients of some 0.1) moves a weight by
 # that over AdamW's eps (1e-4), times the learning rate (1e-2), a step.
 BOUND = 3 * STEPS * 1e-2 * 1e-8 / 1e-4
-# Products of bfloat16 by another kernel: a unit in the last place of a gradient, and
-# AdamW makes more of that where gradients are small.
-BF16_BOUND = BOUND if DEVICE == "cpu" else 3e-2
+# A unit in the last place of a bfloat16 gradient, of which AdamW makes more where
+# gradients are small.
+BF16_BOUND = 3e-2
 
 
 def is_exact(world):
     return world <= 2 and DEVICE == "cpu"
+
+
+def bf16_bound(world):
+    # Products come from another kernel on a GPU. And where sums are taken in another
+    # order, some weight in twenty thousand rounds to another bfloat16 by the second
+    # step: on which machines depends on the order of their own kernels' sums.
+    return BOUND if is_exact(world) else BF16_BOUND
 
 
 def check(world, ours, theirs, exact=True, bound=BOUND):
@@ -114,4 +121,4 @@ def test_bf16_compute(name, mesh, world, rank):
         {"mp_policy": Theirs(**dtypes)},
         steps=STEPS,
     )
-    check(world, ours, theirs, exact=False, bound=BF16_BOUND)
+    check(world, ours, theirs, exact=False, bound=bf16_bound(world))
