@@ -19,6 +19,15 @@ std::int64_t row_nbytes(std::int64_t nbytes, int size) {
   return std::max(row / kRowAlignment, std::int64_t{1}) * kRowAlignment;
 }
 
+// Views that change nothing cost the host as much as those that do.
+at::Tensor flat(const at::Tensor& t) {
+  return t.dim() == 1 ? t : t.view({-1});
+}
+
+at::Tensor part(const at::Tensor& t, std::int64_t at, std::int64_t n) {
+  return n == t.numel() ? t : t.narrow(0, at, n);
+}
+
 }  // namespace
 
 CopyReducer::CopyReducer(
@@ -69,9 +78,12 @@ void CopyReducer::reduce_scatter(
     const std::function<void()>& fence) {
   const int rank = memory_->rank();
   const int size = memory_->size();
-  const at::Tensor result = out.view({-1});
+  const at::Tensor result = flat(out);
   const at::Tensor own =
-      in.view({-1}).narrow(0, rank * result.numel(), result.numel());
+      flat(in).narrow(0, rank * result.numel(), result.numel());
+  if (!typed_.defined() || typed_.scalar_type() != in.scalar_type()) {
+    typed_ = memory_->local().view(in.scalar_type());
+  }
   const std::int64_t piece =
       row_nbytes_ / static_cast<std::int64_t>(in.element_size());
   const auto begin_piece = [&](std::int64_t at) {
@@ -96,10 +108,8 @@ void CopyReducer::reduce_scatter(
     arrived_.wait(*here);
     const std::int64_t n = std::min(piece, result.numel() - at);
     const at::Tensor rows =
-        memory_->local()
-            .view(in.scalar_type())
-            .as_strided({size, n}, {piece, 1}, half * size * piece);
-    sum_rows(result.narrow(0, at, n), rows, rank, own.narrow(0, at, n), op);
+        typed_.as_strided({size, n}, {piece, 1}, half * size * piece);
+    sum_rows(part(result, at, n), rows, rank, part(own, at, n), op);
     summed_.record(*here);
   }
 }

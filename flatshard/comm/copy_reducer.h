@@ -60,6 +60,7 @@ class CopyReducer {
 
   std::int64_t row_nbytes_;
   std::unique_ptr<PeerMemory> memory_;  ///< [2 halves][size][row_nbytes_]
+  at::Tensor typed_;  ///< memory_, as the dtype of the last call
   std::shared_ptr<Stream> copies_;
   Event arrived_;  ///< in the stream of the copies: past the last fence
   Event summed_;   ///< in the caller's: the last sum
