@@ -11,6 +11,7 @@
 #include "flatshard/comm/backend.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
+#include "flatshard/device/cuda_scope.h"
 
 namespace flatshard::detail {
 namespace {
@@ -192,7 +193,7 @@ class NcclCommunicator : public Communicator {
   /// Calls launch(i, comm, stream) for each i < n, as one launch.
   template <class F>
   void run(CollectiveKind kind, std::size_t n, F&& launch) {
-    const c10::cuda::CUDAGuard guard(device());
+    const CudaDeviceScope scope(device());
     const ncclComm_t comm = connected(kind);
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
     if (n == 1) {

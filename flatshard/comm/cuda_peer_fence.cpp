@@ -13,6 +13,7 @@
 #include "flatshard/comm/backend.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
+#include "flatshard/device/cuda_scope.h"
 #include "flatshard/device/stream.h"
 
 namespace flatshard::detail {
@@ -96,7 +97,7 @@ class StreamMemoryFence : public PeerFence {
   }
 
   void fence() override {
-    const c10::cuda::CUDAGuard guard(device_);
+    const CudaDeviceScope scope(device_);
     const std::shared_ptr<Stream> here = current_stream(device_);
     last_.wait(*here);
     const std::uint32_t count = ++count_;

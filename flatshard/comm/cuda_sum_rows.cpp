@@ -1,10 +1,10 @@
 #include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include "flatshard/comm/backend.h"
 #include "flatshard/comm/sum_rows_kernel.h"
 #include "flatshard/core/error.h"
+#include "flatshard/device/cuda_scope.h"
 
 namespace flatshard::detail {
 namespace {
@@ -33,7 +33,7 @@ void cuda_sum_rows(
     int rank,
     const at::Tensor& own,
     double scale) {
-  const c10::cuda::CUDAGuard guard(out.device());
+  const CudaDeviceScope scope(out.device());
   C10_CUDA_CHECK(kernels::sum_rows(
       rows.const_data_ptr(),
       rows.stride(0),

@@ -10,6 +10,7 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/device/backend.h"
+#include "flatshard/device/cuda_scope.h"
 
 namespace flatshard::detail {
 
@@ -61,7 +62,7 @@ void copy_cuda_bytes(
     const void* from,
     std::size_t nbytes,
     at::Device device) {
-  const c10::cuda::CUDAGuard guard(device);
+  const CudaDeviceScope scope(device);
   C10_CUDA_CHECK(cudaMemcpyAsync(
       to,
       from,

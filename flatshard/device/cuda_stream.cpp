@@ -2,11 +2,17 @@
 #include <ATen/cuda/Sleep.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
-#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAMacros.h>
 #include <c10/cuda/CUDAStream.h>
+
+#include <array>
+#include <mutex>
+#include <typeinfo>
+#include <vector>
 
 #include "flatshard/core/error.h"
 #include "flatshard/device/backend.h"
+#include "flatshard/device/cuda_scope.h"
 
 namespace flatshard {
 namespace {
@@ -42,32 +48,69 @@ at::Device checked_device(at::Device device) {
   return indexed;
 }
 
+// Events that nobody holds any more, per GPU: to make and destroy one takes the
+// host longer than to record it.
+class FreeEvents {
+ public:
+  static FreeEvents& of(at::Device device) {
+    // Never destroyed: static objects elsewhere may hold events.
+    static auto* const all =
+        new std::array<FreeEvents, C10_COMPILE_TIME_MAX_GPUS>();
+    return all->at(device.index());
+  }
+
+  cudaEvent_t take(at::Device device) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (!events_.empty()) {
+        const cudaEvent_t event = events_.back();
+        events_.pop_back();
+        return event;
+      }
+    }
+    const detail::CudaDeviceScope scope(device);
+    cudaEvent_t event = nullptr;
+    C10_CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    return event;
+  }
+  void give_back(cudaEvent_t event) {
+    const std::lock_guard lock(mutex_);
+    events_.push_back(event);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<cudaEvent_t> events_;
+};
+
 // Not at::cuda::CUDAEvent, which asks at each record and wait whether the
 // stream is being captured: that takes the host half as long again, and only
 // events that are shared with other libraries' graphs need it.
-class CudaEventState : public Event::State {
+class CudaEventState final : public Event::State {
  public:
-  explicit CudaEventState(at::Device device) : device_(device) {
-    with_cuda_errors("event", [&] {
-      const c10::cuda::CUDAGuard guard(device);
-      C10_CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming));
-    });
-  }
-  ~CudaEventState() override {
-    try {
-      const c10::cuda::CUDAGuard guard(device_);
-      C10_CUDA_CHECK_WARN(cudaEventDestroy(event_));
-    } catch (...) {  // the context is gone, and the event with it
-    }
+  explicit CudaEventState(at::Device device)
+      : device_(device), event_(with_cuda_errors("event", [&] {
+          return FreeEvents::of(device).take(device);
+        })) {}
+  // Streams that wait for it keep the point that it had.
+  ~CudaEventState() override { FreeEvents::of(device_).give_back(event_); }
+  CudaEventState(const CudaEventState&) = delete;
+  CudaEventState& operator=(const CudaEventState&) = delete;
+
+  /// `state` as one of these; null for that of another backend.
+  static CudaEventState* from(Event::State* state) {
+    const bool is_cuda =
+        state != nullptr && typeid(*state) == typeid(CudaEventState);
+    return is_cuda ? static_cast<CudaEventState*>(state) : nullptr;
   }
 
   at::Device device() const { return device_; }
   void record(c10::cuda::CUDAStream stream) {
-    const c10::cuda::CUDAGuard guard(stream.device());
+    const detail::CudaDeviceScope scope(stream.device());
     C10_CUDA_CHECK(cudaEventRecord(event_, stream));
   }
   void wait(c10::cuda::CUDAStream waiter) const {
-    const c10::cuda::CUDAGuard guard(waiter.device());
+    const detail::CudaDeviceScope scope(waiter.device());
     C10_CUDA_CHECK(cudaStreamWaitEvent(waiter, event_, 0));
   }
 
@@ -94,7 +137,7 @@ class CudaEventState : public Event::State {
 
  private:
   at::Device device_;
-  cudaEvent_t event_ = nullptr;
+  cudaEvent_t event_;
 };
 
 class CudaStream : public Stream {
@@ -109,7 +152,7 @@ class CudaStream : public Stream {
 
   void submit(std::function<void()> work) override {
     const at::NoGradGuard no_grad;
-    const c10::cuda::CUDAStreamGuard guard(stream_);
+    const detail::CudaStreamScope scope(stream_);
     const int delay = detail::delay_us(name(), num_tasks_++, options_);
     if (delay > 0) {
       at::cuda::sleep(delay * kCyclesPerUs);
@@ -133,17 +176,19 @@ class CudaStream : public Stream {
       std::shared_ptr<Event::State> previous) override {
     // Waits captured the old point when they were queued, so an event object
     // with one owner can be recorded again.
-    auto state = std::dynamic_pointer_cast<CudaEventState>(previous);
-    previous.reset();
-    if (!state || state.use_count() > 1 || state->device() != device()) {
-      state = std::make_shared<CudaEventState>(device());
+    auto* own = CudaEventState::from(previous.get());
+    if (own == nullptr || previous.use_count() > 1 ||
+        own->device() != device()) {
+      auto fresh = std::make_shared<CudaEventState>(device());
+      own = fresh.get();
+      previous = std::move(fresh);
     }
-    with_cuda_errors(name(), [&] { state->record(stream_); });
-    return state;
+    with_cuda_errors(name(), [&] { own->record(stream_); });
+    return previous;
   }
 
   void wait(const std::shared_ptr<Event::State>& point) override {
-    if (auto* cuda = dynamic_cast<CudaEventState*>(point.get())) {
+    if (const auto* cuda = CudaEventState::from(point.get())) {
       with_cuda_errors(name(), [&] { cuda->wait(stream_); });
       return;
     }

@@ -302,5 +302,37 @@ TEST(CudaStream, EventsOrderTwoStreams) {
   EXPECT_EQ(wrong.item<std::int64_t>(), 0);
 }
 
+// Their handles serve other events by then.
+TEST(CudaStream, EventsThatAreGoneAreStillWaitedFor) {
+  if (!cuda_available()) {
+    GTEST_SKIP() << "no GPU";
+  }
+  const at::Device gpu(at::kCUDA, 0);
+  const auto a = make_stream(gpu, "a", {.max_delay_us = 500});
+  const auto b = make_stream(gpu, "b", {.max_delay_us = 500});
+  const auto idle = make_stream(gpu, "idle");
+  const auto wait_for = [&](Stream& earlier, Stream& later) {
+    {
+      Event event;
+      event.record(earlier);
+      event.wait(later);
+    }
+    Event reused;
+    reused.record(*idle);
+  };
+  const at::Tensor slot = at::zeros({1 << 16}, at::device(gpu));
+  const at::Tensor wrong = at::zeros({}, at::device(gpu).dtype(at::kLong));
+  wait_for(*current_stream(gpu), *a);
+  wait_for(*current_stream(gpu), *b);
+  for (int i = 0; i < 40; ++i) {
+    a->submit([&] { at::Tensor(slot).fill_(i); });
+    wait_for(*a, *b);
+    b->submit([&] { at::Tensor(wrong).add_(slot.ne(i).sum()); });
+    wait_for(*b, *a);
+  }
+  b->synchronize();
+  EXPECT_EQ(wrong.item<std::int64_t>(), 0);
+}
+
 }  // namespace
 }  // namespace flatshard
