@@ -3,7 +3,8 @@
 PYTHONPATH=build/python torchrun --nproc-per-node 2 bench/python_hooks.py
 
 A stack of units of small layers, so that the host is what takes time; what the same
-stack takes without sharding is subtracted. Beside it FSDP2. On CPUs (--device cpu)
+stack takes without sharding is subtracted. Beside it FSDP2. The variants of a group run
+by turns, a step each, since a host's speed changes by the second. On CPUs (--device cpu)
 collectives run on the host too, and the figures say little.
 """
 
@@ -22,23 +23,51 @@ import flatshard
 from python_steps import say
 
 
-def host_us(model, x, args):
-    """Medians of what forward and backward take until the host is through."""
-    forward, backward = [], []
+COPIES = {"copy_engines": "all"}
+# The copies' memory serves all models of a mesh, so they come last.
+GROUPS = (
+    {
+        "plain": None,
+        "flatshard": (flatshard.fully_shard, {}),
+        "fsdp2": (fsdp2, {}),
+    },
+    {
+        "plain": None,
+        "flatshard, copies": (flatshard.fully_shard, COPIES),
+        "flatshard, copies, in place": (
+            flatshard.fully_shard,
+            {**COPIES, "grads_in_place": True},
+        ),
+    },
+)
+
+
+def step_us(model, x):
+    """What forward and backward take until the host is through."""
+    if x.is_cuda:
+        torch.cuda.synchronize()
+    dist.barrier()
+    begin = time.perf_counter()
+    loss = model(x).sum()
+    middle = time.perf_counter()
+    loss.backward()
+    end = time.perf_counter()
+    model.zero_grad()
+    return 1e6 * (middle - begin), 1e6 * (end - middle)
+
+
+def by_turns(models, x, args):
+    """For each model the least and the median of its forwards, and of its backwards."""
+    times = {name: [] for name in models}
     for step in range(args.warmup + args.steps):
-        if x.is_cuda:
-            torch.cuda.synchronize()
-        dist.barrier()
-        begin = time.perf_counter()
-        loss = model(x).sum()
-        middle = time.perf_counter()
-        loss.backward()
-        end = time.perf_counter()
-        model.zero_grad()
-        if step >= args.warmup:
-            forward.append(1e6 * (middle - begin))
-            backward.append(1e6 * (end - middle))
-    return statistics.median(forward), statistics.median(backward)
+        for name, model in models.items():
+            taken = step_us(model, x)
+            if step >= args.warmup:
+                times[name].append(taken)
+    return {
+        name: [(min(part), statistics.median(part)) for part in zip(*taken)]
+        for name, taken in times.items()
+    }
 
 
 def stack(args):
@@ -63,7 +92,7 @@ def main():
     parser.add_argument("--layers", type=int, default=1, help="nn.Linear in a unit [1]")
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     args = parser.parse_args()
     if args.device == "cuda":
@@ -71,23 +100,28 @@ def main():
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     mesh = init_device_mesh(args.device, (dist.get_world_size(),))
     x = torch.ones(8, args.dim, device=args.device)
-    plain = host_us(stack(args), x, args)
-    say(f"plain: forward {plain[0]:.0f} us, backward {plain[1]:.0f} us")
-    ours = flatshard.fully_shard
-    copies = {"copy_engines": "all"}
-    for name, function, options in (
-        ("flatshard", ours, {}),
-        ("flatshard, copies", ours, copies),
-        ("flatshard, copies, in place", ours, {**copies, "grads_in_place": True}),
-        ("fsdp2", fsdp2, {}),
-    ):
-        model = stack(args)
-        for unit in model:
-            function(unit, mesh=mesh, **options)
-        function(model, mesh=mesh, **options)
-        forward, backward = host_us(model, x, args)
-        per_unit = [(a - b) / args.units for a, b in zip((forward, backward), plain)]
-        say(f"{name}: {per_unit[0]:.1f} us a unit forward, {per_unit[1]:.1f} backward")
+    for group in GROUPS:
+        models = {}
+        for name, chosen in group.items():
+            models[name] = stack(args)
+            if chosen is not None:
+                function, options = chosen
+                for unit in models[name]:
+                    function(unit, mesh=mesh, **options)
+                function(models[name], mesh=mesh, **options)
+        times = by_turns(models, x, args)
+        plain = times.pop("plain")
+        say("plain: {:.0f} us forward, {:.0f} backward".format(*(m for _, m in plain)))
+        for name, parts in times.items():
+            forward, backward = (
+                [(a - b) / args.units for a, b in zip(part, without)]
+                for part, without in zip(parts, plain)
+            )
+            say(
+                f"{name}: us a unit, at least and in the median: "
+                f"forward {forward[0]:.1f}, {forward[1]:.1f}; "
+                f"backward {backward[0]:.1f}, {backward[1]:.1f}"
+            )
     dist.destroy_process_group()
 
 
