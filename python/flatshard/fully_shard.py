@@ -92,6 +92,7 @@ def fully_shard(
             memory, which on GPUs take no SM, instead of collectives. Keeps the shard
             of the compute weights and takes 256 MiB; all ranks on one host. "auto":
             where NVLink joins all GPUs of the mesh. One for all units of a model.
+            Reductions of other models on the same mesh are copies from then on too.
 
     Returns:
         `module`, which is an FSDPModule from now on.
