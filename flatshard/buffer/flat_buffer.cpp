@@ -7,22 +7,6 @@
 namespace flatshard {
 namespace {
 
-std::vector<std::int64_t> axis_sizes(const Mesh& mesh) {
-  std::vector<std::int64_t> sizes;
-  for (const MeshAxis& axis : mesh.axes()) {
-    sizes.push_back(axis.size);
-  }
-  return sizes;
-}
-
-std::vector<std::int64_t> coordinates(const Mesh& mesh) {
-  std::vector<std::int64_t> result;
-  for (int axis = 0; axis < mesh.num_axes(); ++axis) {
-    result.push_back(mesh.coordinate(axis));
-  }
-  return result;
-}
-
 void check_owners(
     const std::shared_ptr<const FlatLayout>& layout,
     const std::shared_ptr<Mesh>& mesh) {
@@ -71,8 +55,8 @@ FlatBuffer FlatBuffer::wrap(
   result.ranges_ = flatshard::local_ranges(
       *layout,
       placements,
-      axis_sizes(*mesh),
-      coordinates(*mesh));
+      mesh->axis_sizes(),
+      mesh->coordinates());
   result.layout_ = std::move(layout);
   result.mesh_ = std::move(mesh);
   result.placements_ = std::move(placements);
@@ -84,7 +68,7 @@ std::int64_t FlatBuffer::local_numel(
     const FlatLayout& layout,
     const Mesh& mesh,
     const Placements& placements) {
-  return flatshard::local_numel(layout, placements, axis_sizes(mesh));
+  return flatshard::local_numel(layout, placements, mesh.axis_sizes());
 }
 
 at::Tensor FlatBuffer::view(std::int64_t i) const {
@@ -103,8 +87,8 @@ std::vector<Piece> FlatBuffer::local_pieces(std::int64_t i) const {
   const ShardSpan span = shard_span(
       layout_->num_shards(),
       placements_,
-      axis_sizes(*mesh_),
-      coordinates(*mesh_));
+      mesh_->axis_sizes(),
+      mesh_->coordinates());
   return layout_->shard_pieces(i, span);
 }
 

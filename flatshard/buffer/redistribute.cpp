@@ -4,28 +4,13 @@
 #include <algorithm>
 
 #include "flatshard/buffer/flat_buffer.h"
-#include "flatshard/buffer/transition.h"
+#include "flatshard/buffer/redistribution.h"
 #include "flatshard/core/error.h"
 
 namespace flatshard {
 namespace {
 
 using Kind = TransitionStep::Kind;
-
-bool communicates(Kind kind) {
-  return kind != Kind::slice && kind != Kind::relabel;
-}
-
-bool moves_data(const std::vector<TransitionStep>& steps) {
-  return std::any_of(
-      steps.begin(),
-      steps.end(),
-      [](const TransitionStep& step) { return communicates(step.kind); });
-}
-
-bool keeps_size(Kind kind) {
-  return kind == Kind::all_reduce || kind == Kind::relabel;
-}
 
 bool same_memory(const at::Tensor& a, const at::Tensor& b) {
   return a.const_data_ptr() == b.const_data_ptr() && a.numel() == b.numel();
@@ -35,83 +20,6 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
   const auto* const a_begin = static_cast<const char*>(a.const_data_ptr());
   const auto* const b_begin = static_cast<const char*>(b.const_data_ptr());
   return a_begin < b_begin + b.nbytes() && b_begin < a_begin + a.nbytes();
-}
-
-std::vector<at::Tensor> parts(const FlatBuffer& buffer) {
-  if (buffer.local_ranges().size() == 1) {
-    return {buffer.local()};
-  }
-  std::vector<at::Tensor> result;
-  for (const LocalRange& range : buffer.local_ranges()) {
-    result.push_back(buffer.local().narrow(0, range.local_offset, range.numel));
-  }
-  return result;
-}
-
-// The parts of `whole` that `part` holds, per segment.
-std::vector<at::Tensor> matching_parts(
-    const FlatBuffer& whole,
-    const FlatBuffer& part) {
-  std::vector<at::Tensor> result;
-  for (std::size_t s = 0; s < part.local_ranges().size(); ++s) {
-    const LocalRange& outer = whole.local_ranges()[s];
-    const LocalRange& inner = part.local_ranges()[s];
-    result.push_back(whole.local().narrow(
-        0,
-        outer.local_offset + inner.offset - outer.offset,
-        inner.numel));
-  }
-  return result;
-}
-
-void copy_unless_same(const at::Tensor& to, const at::Tensor& from) {
-  if (!same_memory(to, from)) {
-    to.copy_(from);
-  }
-}
-
-void run_step(
-    const TransitionStep& step,
-    const FlatBuffer& from,
-    const FlatBuffer& to,
-    Purpose purpose) {
-  Mesh& mesh = *from.mesh();
-  const auto group = [&]() -> Communicator& {
-    return mesh.communicator(step.axes, purpose);
-  };
-  switch (step.kind) {
-    case Kind::reduce_scatter:
-      group().reduce_scatter(parts(to), parts(from), step.op);
-      break;
-    case Kind::all_gather:
-      group().all_gather(parts(to), parts(from));
-      break;
-    case Kind::all_reduce:
-      copy_unless_same(to.local(), from.local());
-      group().all_reduce(to.local(), step.op);
-      break;
-    case Kind::relabel:
-      copy_unless_same(to.local(), from.local());
-      break;
-    case Kind::slice: {
-      const auto sources = matching_parts(from, to);
-      const auto targets = parts(to);
-      for (std::size_t s = 0; s < targets.size(); ++s) {
-        copy_unless_same(targets[s], sources[s]);
-      }
-      break;
-    }
-  }
-}
-
-// From which step on everything can be written into the final buffer: after
-// it the local size stays.
-std::size_t first_final_step(const std::vector<TransitionStep>& steps) {
-  std::size_t first = steps.size() - 1;
-  while (first > 0 && keeps_size(steps[first].kind)) {
-    --first;
-  }
-  return first;
 }
 
 }  // namespace
@@ -203,33 +111,17 @@ FlatBuffer FlatBuffer::redistribute(
       defined(),
       usage,
       "redistribute: expected a buffer, got an empty one");
-  const auto steps = plan_transition(placements_, to, options.reduce_op);
+  const Redistribution
+      change(layout_, mesh_, placements_, to, purpose, options.reduce_op);
   const at::NoGradGuard no_grad;
   FlatBuffer result;
   if (out != nullptr) {
     check_out(to, *out);
     result = *out;
   } else {
-    result = make_result(to, options.scale == 1.0 && !moves_data(steps));
+    result = make_result(to, options.scale == 1.0 && !change.communicates());
   }
-  if (steps.empty()) {
-    copy_unless_same(result.local_, local_);
-  }
-  FlatBuffer now = *this;
-  for (std::size_t i = 0; i < steps.size(); ++i) {
-    FlatBuffer target =
-        i < first_final_step(steps)
-            ? FlatBuffer::wrap(
-                  at::empty(
-                      {local_numel(*layout_, *mesh_, steps[i].after)},
-                      local_.options()),
-                  layout_,
-                  mesh_,
-                  steps[i].after)
-            : result;
-    run_step(steps[i], now, target, purpose);
-    now = std::move(target);
-  }
+  change.run(local_, result.local_);
   if (options.scale != 1.0) {
     result.local_.mul_(options.scale);
   }

@@ -86,6 +86,14 @@ std::string to_string(TransitionStep::Kind kind) {
   return "unknown";
 }
 
+bool communicates(TransitionStep::Kind kind) {
+  return kind != Kind::slice && kind != Kind::relabel;
+}
+
+bool keeps_size(TransitionStep::Kind kind) {
+  return kind == Kind::all_reduce || kind == Kind::relabel;
+}
+
 std::vector<TransitionStep> plan_transition(
     const Placements& from,
     const Placements& to,

@@ -305,6 +305,14 @@ int Mesh::size() const {
   return static_cast<int>(num_ranks(axes_));
 }
 
+std::vector<std::int64_t> Mesh::axis_sizes() const {
+  std::vector<std::int64_t> sizes;
+  for (const MeshAxis& axis : axes_) {
+    sizes.push_back(axis.size);
+  }
+  return sizes;
+}
+
 int Mesh::axis_index(std::string_view name) const {
   for (int a = 0; a < num_axes(); ++a) {
     if (axes_[a].name == name) {

@@ -99,7 +99,11 @@ class Mesh {
   const MeshAxis& axis(int index) const { return axes_.at(index); }
   /// @throws Error{usage} naming the axes that exist.
   int axis_index(std::string_view name) const;
+  /// The axes' sizes, outermost first.
+  std::vector<std::int64_t> axis_sizes() const;
   std::int64_t coordinate(int axis) const { return coordinates_.at(axis); }
+  /// One per axis.
+  const std::vector<std::int64_t>& coordinates() const { return coordinates_; }
   std::int64_t coordinate(std::string_view name) const;
   at::Device device() const;
 

@@ -23,14 +23,6 @@ std::shared_ptr<const FlatLayout> build_layout(
       FlatLayout::build(std::move(specs), num_shards, options));
 }
 
-std::vector<std::int64_t> axis_sizes(const Mesh& mesh) {
-  std::vector<std::int64_t> sizes;
-  for (const MeshAxis& axis : mesh.axes()) {
-    sizes.push_back(axis.size);
-  }
-  return sizes;
-}
-
 // Whether two placements put the same elements on a rank of this mesh.
 bool same_elements(const Mesh& mesh, const Placements& a, const Placements& b) {
   for (int axis = 0; axis < mesh.num_axes(); ++axis) {
@@ -107,9 +99,10 @@ ParamGroup::ParamGroup(
   options_.strategy.validate();
 
   const Strategy& strategy = options_.strategy;
-  const auto sizes = axis_sizes(*mesh_);
-  layout_ =
-      build_layout(parameters_, strategy.num_shards(sizes), options_.layout);
+  layout_ = build_layout(
+      parameters_,
+      strategy.num_shards(mesh_->axis_sizes()),
+      options_.layout);
 
   allocate_weights();
   initialize(initializer);
@@ -222,6 +215,7 @@ void ParamGroup::set_divisor(double divisor) {
   options_.scaling = GradScaling::sum;
   options_.grad_divisor = divisor;
   options_.strategy = with_reduce_op(options_.strategy, ReduceOp::sum);
+  ways_ = {};  // they had the mean
 }
 
 void ParamGroup::set_attribute(
@@ -270,17 +264,45 @@ void ParamGroup::gather(const at::Tensor& out, const Gather& gather) {
 }
 
 void ParamGroup::unshard(const at::Tensor& out) const {
-  const Placements whole(mesh_->num_axes(), Placement::replicate());
-  const FlatBuffer target = FlatBuffer::wrap(out, layout_, mesh_, whole);
   if (compute_.defined()) {
-    compute_.redistribute(whole, Purpose::gather, &target);
+    way(Way::gather).run(compute_.local(), out);
     return;
   }
   // This rank's slice of the slot when that is one range, else a temporary.
+  const Placements whole(mesh_->num_axes(), Placement::replicate());
+  const FlatBuffer target = FlatBuffer::wrap(out, layout_, mesh_, whole);
   const FlatBuffer shard =
       target.redistribute(options_.strategy.parameter, Purpose::gather);
   shard.local().copy_(main_on_device().local());
-  shard.redistribute(whole, Purpose::gather, &target);
+  way(Way::gather).run(shard.local(), out);
+}
+
+const Redistribution& ParamGroup::way(Way which) const {
+  auto& planned = ways_.at(static_cast<std::size_t>(which));
+  if (planned) {
+    return *planned;
+  }
+  const Strategy& strategy = options_.strategy;
+  const auto plan = [&](const Placements& from,
+                        const Placements& to,
+                        Purpose purpose) -> const Redistribution& {
+    return planned.emplace(layout_, mesh_, from, to, purpose);
+  };
+  switch (which) {
+    case Way::to_inner:
+      return plan(partial_everywhere(), strategy.gradient, Purpose::reduce);
+    case Way::inner_to_final:
+      return plan(strategy.gradient, final_gradient(), Purpose::reduce);
+    case Way::to_final:
+      return plan(partial_everywhere(), final_gradient(), Purpose::reduce);
+    case Way::gather:
+    case Way::count:
+      break;
+  }
+  return plan(
+      strategy.parameter,
+      Placements(mesh_->num_axes(), Placement::replicate()),
+      Purpose::gather);
 }
 
 FlatBuffer ParamGroup::main_on_device() const {

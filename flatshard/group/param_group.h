@@ -4,6 +4,7 @@
 
 #include "flatshard/buffer/flat_buffer.h"
 #include "flatshard/buffer/peer_buffer.h"
+#include "flatshard/buffer/redistribution.h"
 #include "flatshard/core/init_spec.h"
 #include "flatshard/device/stream.h"
 #include "flatshard/group/initializer.h"
@@ -12,6 +13,7 @@
 #include "flatshard/layout/flat_layout.h"
 #include "flatshard/layout/strategy.h"
 
+#include <array>
 #include <functional>
 #include <map>
 #include <memory>
@@ -251,6 +253,11 @@ class ParamGroup {
   Bytes nbytes() const;
 
  private:
+  /// What this group's tensors go through in every step.
+  enum class Way { gather, to_inner, inner_to_final, to_final, count };
+  /// Planned at its first use, on the stream that runs it.
+  const Redistribution& way(Way which) const;
+
   void allocate_weights();
   void unshard(const at::Tensor& out) const;
   void initialize(const Initializer& initializer);
@@ -262,7 +269,6 @@ class ParamGroup {
   void download_grad(const at::Tensor& reduced, bool add);
   bool can_stay_narrow() const;
   void check_not_lent() const;
-  FlatBuffer wrap_partial(const at::Tensor& local) const;
   Placements partial_everywhere() const;
   Placements final_gradient() const;
 
@@ -270,6 +276,9 @@ class ParamGroup {
   std::shared_ptr<Mesh> mesh_;
   ParamGroupOptions options_;
   std::shared_ptr<const FlatLayout> layout_;
+  mutable std::
+      array<std::optional<Redistribution>, static_cast<std::size_t>(Way::count)>
+          ways_;
   bool resident_ = true;
   bool has_refresh_ = false;
   bool main_is_compute_ = false;

@@ -30,10 +30,6 @@ Placements ParamGroup::final_gradient() const {
   return options_.strategy.optimizer;  // Shard or Replicate, never Partial
 }
 
-FlatBuffer ParamGroup::wrap_partial(const at::Tensor& local) const {
-  return FlatBuffer::wrap(local, layout_, mesh_, partial_everywhere());
-}
-
 ParamGroup::Reduction ParamGroup::plan_reduction(
     bool collective,
     bool is_last) {
@@ -87,34 +83,30 @@ bool ParamGroup::can_stay_narrow() const {
 }
 
 void ParamGroup::reduce(const at::Tensor& slot, const Reduction& r) {
-  const Strategy& strategy = options_.strategy;
   const at::ScalarType wire = options_.precision.reduce;
   if (options_.scaling == GradScaling::pre_scaled) {
     slot.mul_(1.0 / mesh_->size());
   }
-  FlatBuffer source = wrap_partial(slot);
   if (!r.collective) {
-    sum_or_set(local_.local(), source.local(), r.add_local);
+    sum_or_set(local_.local(), slot, r.add_local);
     return;
   }
+  at::Tensor source = slot;
   if (r.add_local) {
-    local_.local().add_(source.local());
-    source = wrap_partial(local_.local().to(wire));
+    local_.local().add_(slot);
+    source = local_.local().to(wire);
   }
-  if (r.to_inner || r.add_inner) {
-    const FlatBuffer inner =
-        source.redistribute(strategy.gradient, Purpose::reduce);
-    sum_or_set(inner_.local(), inner.local(), r.add_inner);
+  const bool by_inner = r.to_inner || r.add_inner;
+  if (by_inner) {
+    const at::Tensor inner = way(Way::to_inner).run(source);
+    sum_or_set(inner_.local(), inner, r.add_inner);
     if (r.to_inner) {
       return;
     }
-    source = FlatBuffer::wrap(
-        inner_.local().to(wire),
-        layout_,
-        mesh_,
-        strategy.gradient);
+    source = inner_.local().to(wire);
   }
-  const Placements target = final_gradient();
+  const Redistribution& rest =
+      way(by_inner ? Way::inner_to_final : Way::to_final);
   if (r.widen) {
     grad_.local().copy_(narrow_.local());
   }
@@ -122,20 +114,20 @@ void ParamGroup::reduce(const at::Tensor& slot, const Reduction& r) {
                       options_.grad_divisor == 1 && !reduced_hook_ &&
                       wire == grad_.local().scalar_type();
   if (direct) {
-    source.redistribute(target, Purpose::reduce, &grad_);
+    rest.run(source, grad_.local());
     return;
   }
-  const FlatBuffer reduced = source.redistribute(target, Purpose::reduce);
+  const at::Tensor reduced = rest.run(source);
   if (reduced_hook_) {
-    reduced_hook_(reduced.local());
+    reduced_hook_(reduced);
   }
   if (options_.grad_divisor != 1) {
-    reduced.local().div_(options_.grad_divisor);
+    reduced.div_(options_.grad_divisor);
   }
   if (options_.offload) {
-    download_grad(reduced.local(), r.add_grad);
+    download_grad(reduced, r.add_grad);
   } else {
-    sum_or_set(grad_.local(), reduced.local(), r.add_grad);
+    sum_or_set(grad_.local(), reduced, r.add_grad);
   }
 }
 

@@ -369,6 +369,7 @@ void Runtime::gather(Unit& unit, Phase phase) {
                        (options_.copy_gathers == CopyGathers::forward &&
                         phase == Phase::forward));
   std::vector<ParamGroup::Gather> gathers;
+  gathers.reserve(unit.groups().size());
   for (const auto& group : unit.groups()) {
     gathers.push_back(group->plan_gather(copies));
     if (gathers.back().is_first) {
@@ -388,10 +389,11 @@ void Runtime::gather(Unit& unit, Phase phase) {
       o.slot_acquired(unit, role, unit.weights_slot);
     });
   }
-  gather_stream_->submit([&unit, slot, gathers, step = step_] {
-    const CollectiveScope scope(step, unit.name());
-    unit.gather_into(slot, gathers);
-  });
+  gather_stream_->submit(
+      [&unit, slot, gathers = std::move(gathers), step = step_] {
+        const CollectiveScope scope(step, unit.name());
+        unit.gather_into(slot, gathers);
+      });
   unit.gathered.record(*gather_stream_);
 }
 

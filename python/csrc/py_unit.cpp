@@ -163,10 +163,7 @@ std::vector<std::int64_t> PyUnit::cuts(std::size_t i) const {
 std::vector<std::int64_t> PyUnit::shard_of_ranks() const {
   const ParamGroup& g = *groups_.at(0);
   const Mesh& mesh = *g.mesh();
-  std::vector<std::int64_t> sizes;
-  for (const MeshAxis& axis : mesh.axes()) {
-    sizes.push_back(axis.size);
-  }
+  const auto sizes = mesh.axis_sizes();
   std::vector<std::int64_t> shards;
   for (std::int64_t rank = 0; rank < mesh.size(); ++rank) {
     std::vector<std::int64_t> coordinate(sizes.size());

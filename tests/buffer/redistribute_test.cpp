@@ -7,6 +7,7 @@
 #include <random>
 
 #include "flatshard/buffer/flat_buffer.h"
+#include "flatshard/buffer/redistribution.h"
 #include "flatshard/buffer/transition.h"
 #include "flatshard/core/error.h"
 #include "tests/support/ranks.h"
@@ -380,6 +381,45 @@ TEST(Redistribute, PrepareMakesGroupsOfSomeAxes) {
     const auto records = context.log->records();
     ASSERT_EQ(records.size(), 1u);
     EXPECT_EQ(records[0].communicator, "outer+dp.gather");
+  });
+}
+
+TEST(Redistribution, OnePlanServesManyTensors) {
+  run_ranks(4, [](RankContext& context) {
+    const auto mesh = context.mesh({{"outer", 2}, {"dp", 2}});
+    const auto layout = random_layout(4, true, 6);
+    const Placements from{PS, PA};
+    for (const Placements& to : {Placements{R, S}, Placements{R, R}}) {
+      const Redistribution change(layout, mesh, from, to, Purpose::reduce);
+      EXPECT_TRUE(change.communicates());
+      EXPECT_EQ(change.from_numel(), layout->numel());
+      EXPECT_EQ(change.to_numel(), FlatBuffer::local_numel(*layout, *mesh, to));
+      for (const auto dtype : {at::kFloat, at::kBFloat16, at::kFloat}) {
+        const FlatBuffer source = make_source(layout, mesh, from, dtype);
+        const FlatBuffer out(layout, mesh, to, dtype);
+        change.run(source.local(), out.local());
+        expect_result(out, from, to, "out");
+        const at::Tensor made = change.run(source.local());
+        EXPECT_TRUE(made.equal(out.local()));
+      }
+    }
+  });
+}
+
+TEST(Redistribution, GivesBackWhatDoesNotChange) {
+  run_ranks(2, [](RankContext& context) {
+    const auto mesh = context.mesh({{"dp", 2}});
+    const auto layout = random_layout(2, false, 3);
+    const at::Tensor whole = make_source(layout, mesh, {R}, at::kFloat).local();
+    for (const Placements& to : {Placements{R}, Placements{PA}}) {
+      const Redistribution change(layout, mesh, {R}, to, Purpose::gather);
+      EXPECT_FALSE(change.communicates());
+      EXPECT_EQ(change.run(whole).data_ptr(), whole.data_ptr());
+    }
+    const Redistribution slice(layout, mesh, {R}, {S}, Purpose::gather);
+    const at::Tensor part = slice.run(whole);
+    EXPECT_EQ(part.numel(), whole.numel() / 2);
+    EXPECT_NE(part.data_ptr(), whole.data_ptr());
   });
 }
 

@@ -1,0 +1,84 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "flatshard/buffer/transition.h"
+#include "flatshard/comm/mesh.h"
+#include "flatshard/layout/flat_layout.h"
+#include "flatshard/layout/local_range.h"
+#include "flatshard/layout/placement.h"
+
+namespace flatshard {
+
+/// A change of placements, planned once and run for many tensors.
+///
+/// FlatBuffer::redistribute plans and checks for each call. What a training
+/// step repeats for every unit is planned when the unit first needs it, which
+/// leaves the host the collectives alone.
+class Redistribution {
+ public:
+  /// Makes the communicators that it needs and the mesh has not, so: same order
+  /// on all ranks.
+  /// @param purpose  whose communicators carry it.
+  /// @param reduce_op  overrides the operation of partial axes.
+  /// @throws Error{usage} for a transition that plan_transition refuses.
+  Redistribution(
+      std::shared_ptr<const FlatLayout> layout,
+      std::shared_ptr<Mesh> mesh,
+      Placements from,
+      const Placements& to,
+      Purpose purpose,
+      std::optional<ReduceOp> reduce_op = {});
+
+  /// What this rank holds before and after.
+  std::int64_t from_numel() const { return from_.numel; }
+  std::int64_t to_numel() const { return last().numel; }
+  /// Otherwise the values stay where they are, or are a slice of them.
+  bool communicates() const;
+
+  /// Runs the collectives at once in the calling context, so call it inside
+  /// Stream::submit of the stream meant.
+  /// @param in  [from_numel] contiguous; keeps its values unless `out` shares
+  ///   its memory.
+  /// @param out  [to_numel] contiguous, of `in`'s dtype and device;
+  ///   overwritten. Which overlaps with `in` are right says
+  ///   FlatBuffer::redistribute; nothing is checked here.
+  void run(const at::Tensor& in, const at::Tensor& out) const;
+  /// The same into memory of its own; `in` itself when nothing changes.
+  at::Tensor run(const at::Tensor& in) const;
+
+ private:
+  /// What a rank's tensor holds at one point of the way.
+  struct Stop {
+    std::int64_t numel = 0;
+    std::vector<LocalRange> ranges;  ///< one per segment
+  };
+  struct Step {
+    TransitionStep change;
+    Communicator* group = nullptr;  ///< the mesh's; null: local
+    Stop after;
+  };
+
+  Stop stop_at(const Placements& placements) const;
+  const Stop& last() const {
+    return steps_.empty() ? from_ : steps_.back().after;
+  }
+  void run_step(
+      const Step& step,
+      const Stop& before,
+      const at::Tensor& in,
+      const at::Tensor& out) const;
+
+  std::shared_ptr<const FlatLayout> layout_;
+  std::shared_ptr<Mesh> mesh_;
+  Stop from_;
+  std::vector<Step> steps_;
+  std::size_t first_final_ = 0;  ///< from here on steps write the last tensor
+};
+
+}  // namespace flatshard
