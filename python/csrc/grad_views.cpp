@@ -1,5 +1,7 @@
 #include "python/csrc/grad_views.h"
 
+#include <ATen/ATen.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -8,10 +10,12 @@ namespace flatshard::python {
 GradViews::GradViews(
     std::shared_ptr<PyUnit> unit,
     std::vector<at::Tensor> shards,
-    py::object beside)
+    py::object beside,
+    py::object rows_of)
     : unit_(std::move(unit)),
       shards_(std::move(shards)),
       beside_(std::move(beside)),
+      rows_of_(std::move(rows_of)),
       members_(unit_->num_groups()),
       shown_(shards_.size(), WeakTensor(at::Tensor().getIntrusivePtr())) {
   for (std::size_t i = 0; i < shards_.size(); ++i) {
@@ -28,8 +32,7 @@ bool GradViews::is_own(std::size_t i) const {
          grad_of(i).unsafeGetTensorImpl() == shown_[i]._unsafe_get_target();
 }
 
-GradViews::Indices GradViews::take() {
-  Indices others;
+void GradViews::take() {
   for (std::size_t g = 0; g < members_.size(); ++g) {
     ParamGroup& group = unit_->group_at(g);
     group.reclaim_grad();
@@ -43,30 +46,43 @@ GradViews::Indices GradViews::take() {
       group.forget_grad();
       continue;
     }
-    std::copy_if(
-        members.begin(),
-        members.end(),
-        std::back_inserter(others),
-        [&](std::size_t i) { return !is_own(i); });
+    for (const std::size_t i : members) {
+      if (is_own(i)) {
+        continue;
+      }
+      const at::NoGradGuard no_grad;
+      const at::Tensor own = unit_->grad(i).value();
+      if (grad_of(i).defined()) {
+        own.copy_(users_rows(i));
+      } else {
+        own.zero_();
+      }
+      show_one(i);
+    }
   }
-  return others;
 }
 
-GradViews::Indices GradViews::show() {
-  Indices others;
+void GradViews::show() {
   for (std::size_t g = 0; g < members_.size(); ++g) {
     if (!unit_->group_at(g).has_grad()) {
       continue;
     }
     for (const std::size_t i : members_[g]) {
-      if (!grad_of(i).defined()) {
-        show_one(i);
-      } else if (!is_own(i)) {
-        others.push_back(i);
+      if (is_own(i)) {
+        continue;
       }
+      if (grad_of(i).defined()) {
+        const at::NoGradGuard no_grad;
+        unit_->grad(i).value().add_(users_rows(i));
+      }
+      show_one(i);
     }
   }
-  return others;
+  lend();
+}
+
+at::Tensor GradViews::users_rows(std::size_t i) const {
+  return rows_of_(shards_[i], grad_of(i)).cast<at::Tensor>();
 }
 
 void GradViews::show_one(std::size_t i) {

@@ -21,32 +21,30 @@ namespace flatshard::python {
 /// Called with the GIL, between two backwards or while one begins or ends.
 class GradViews {
  public:
-  using Indices = std::vector<std::size_t>;
-
   /// @param shards  of the unit's parameters, in their order.
   /// @param beside  called with a shard and [rows, ...] of its gradient; makes
   ///   the DTensor to show.
+  /// @param rows_of  called with a shard and a gradient that a user gave it;
+  ///   returns [rows, ...] of that. May be a collective.
   GradViews(
       std::shared_ptr<PyUnit> unit,
       std::vector<at::Tensor> shards,
-      py::object beside);
+      py::object beside,
+      py::object rows_of);
 
-  /// The groups own their gradients again, and forget those that have no
-  /// `.grad` left.
-  /// @return  parameters whose `.grad` alone was dropped, or is another: the
-  ///   caller makes PyUnit::grad what it says, then calls show_one.
-  Indices take();
-  /// Gives each shard its gradient.
-  /// @return  parameters that have another one, from before the backward: the
-  ///   caller adds that to PyUnit::grad, then calls show_one.
-  Indices show();
-  void show_one(std::size_t parameter);
+  /// The groups own their gradients again, those that have no `.grad` left
+  /// none: users may have dropped or replaced them since the last backward.
+  void take();
+  /// Gives each shard its gradient, with what a user put there added, and lends
+  /// it. After a backward.
+  void show();
   /// From here on the `.grad`s alone keep the gradients.
   void lend();
   /// No shard has a `.grad` any more.
   void drop();
 
  private:
+  using Indices = std::vector<std::size_t>;
   using WeakTensor =
       c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>;
 
@@ -55,10 +53,13 @@ class GradViews {
   }
   /// `.grad` is what show_one made.
   bool is_own(std::size_t parameter) const;
+  void show_one(std::size_t parameter);
+  at::Tensor users_rows(std::size_t parameter) const;
 
   std::shared_ptr<PyUnit> unit_;
   std::vector<at::Tensor> shards_;
   py::object beside_;
+  py::object rows_of_;
   std::vector<Indices> members_;  ///< of each group; none of frozen ones
   std::vector<WeakTensor> shown_;
 };

@@ -5,15 +5,11 @@
 namespace flatshard::python {
 
 ParameterViews::ParameterViews(
-    std::vector<std::vector<Place>> places_of_units,
-    py::object before_backward,
-    py::object after_backward,
-    py::object after_reset)
-    : before_backward_(std::move(before_backward)),
-      after_backward_(std::move(after_backward)),
-      after_reset_(std::move(after_reset)) {
-  for (auto& places : places_of_units) {
-    units_.push_back({.places = std::move(places)});
+    std::vector<UnitViews> units,
+    py::object before_backward)
+    : before_backward_(std::move(before_backward)) {
+  for (UnitViews& views : units) {
+    units_.push_back({.views = std::move(views)});
   }
 }
 
@@ -21,8 +17,15 @@ ParameterViews::~ParameterViews() {
   const py::gil_scoped_acquire gil;
   units_.clear();
   before_backward_ = {};
-  after_backward_ = {};
-  after_reset_ = {};
+}
+
+template <class F>
+void ParameterViews::for_all_grads(F&& what) {
+  for (const State& state : units_) {
+    if (const auto grads = state.views.grads.lock()) {
+      what(*grads);
+    }
+  }
 }
 
 void ParameterViews::set(State& state, bool whole) {
@@ -30,7 +33,7 @@ void ParameterViews::set(State& state, bool whole) {
     return;
   }
   state.shows_whole = whole;
-  for (const Place& place : state.places) {
+  for (const Place& place : state.views.places) {
     const py::object& parameter = whole ? place.whole : place.shard;
     if (PyDict_SetItem(
             place.parameters.ptr(),
@@ -66,6 +69,7 @@ void ParameterViews::show(UnitId unit, bool whole) {
 void ParameterViews::backward_begins() {
   const py::gil_scoped_acquire gil;
   before_backward_();
+  for_all_grads([](GradViews& grads) { grads.take(); });
 }
 
 // A checkpoint inside the unit calls its modules again.
@@ -84,7 +88,7 @@ void ParameterViews::backward_ended() {
       set(state, false);
     }
   }
-  after_backward_();
+  for_all_grads([](GradViews& grads) { grads.show(); });
 }
 
 void ParameterViews::was_reset() {
@@ -94,7 +98,7 @@ void ParameterViews::was_reset() {
     state.in_backward = false;
     set(state, false);
   }
-  after_reset_();
+  for_all_grads([](GradViews& grads) { grads.drop(); });
 }
 
 }  // namespace flatshard::python

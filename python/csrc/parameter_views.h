@@ -2,13 +2,16 @@
 
 #include "flatshard/unit/observer.h"
 #include "python/csrc/bind.h"
+#include "python/csrc/grad_views.h"
 
+#include <memory>
 #include <vector>
 
 namespace flatshard::python {
 
 /// Which of its two faces a parameter shows in its modules: the whole one while
-/// its unit computes, the shard (a DTensor) otherwise.
+/// its unit computes, the shard (a DTensor) otherwise, with its gradient after
+/// a backward.
 ///
 /// Lives in the runtime as an observer, which calls it with its lock held and
 /// mostly without the GIL. It never calls the runtime.
@@ -22,13 +25,15 @@ class ParameterViews : public RuntimeObserver {
     py::object shard;
   };
 
-  /// @param before_backward, after_backward, after_reset  called without
-  ///   arguments.
-  ParameterViews(
-      std::vector<std::vector<Place>> places_of_units,
-      py::object before_backward,
-      py::object after_backward,
-      py::object after_reset);
+  /// What it needs of each unit. The unit's module owns the gradients' views,
+  /// which own the runtime.
+  struct UnitViews {
+    std::vector<Place> places;
+    std::weak_ptr<GradViews> grads;
+  };
+
+  /// @param before_backward  called without arguments.
+  ParameterViews(std::vector<UnitViews> units, py::object before_backward);
   ~ParameterViews() override;
 
   // Around a forward of `unit`, with the GIL.
@@ -45,17 +50,18 @@ class ParameterViews : public RuntimeObserver {
 
  private:
   struct State {
-    std::vector<Place> places;
+    UnitViews views;
     int open_forwards = 0;
     bool in_backward = false;
     bool shows_whole = false;
   };
   void set(State& state, bool whole);
+  /// Calls what(GradViews&) for each unit whose module still lives.
+  template <class F>
+  void for_all_grads(F&& what);
 
   std::vector<State> units_;
   py::object before_backward_;
-  py::object after_backward_;
-  py::object after_reset_;
 };
 
 }  // namespace flatshard::python

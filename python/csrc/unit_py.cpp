@@ -15,6 +15,16 @@
 namespace flatshard::python {
 namespace {
 
+std::vector<ParameterViews::UnitViews> views_of(
+    const std::vector<std::vector<ParameterViews::Place>>& places,
+    const std::vector<std::shared_ptr<GradViews>>& grads) {
+  std::vector<ParameterViews::UnitViews> views;
+  for (std::size_t unit = 0; unit < places.size(); ++unit) {
+    views.push_back({places[unit], grads.at(unit)});
+  }
+  return views;
+}
+
 /// The Runtime and what Python sees of its parameters.
 class PyRuntime {
  public:
@@ -22,17 +32,14 @@ class PyRuntime {
       const std::shared_ptr<Mesh>& mesh,
       const std::vector<std::shared_ptr<PyUnit>>& units,
       std::vector<UnitId> parents,
-      std::vector<std::vector<ParameterViews::Place>> places,
+      const std::vector<std::vector<ParameterViews::Place>>& places,
+      const std::vector<std::shared_ptr<GradViews>>& grads,
       py::object before_backward,
-      py::object after_backward,
-      py::object after_reset,
       int prefetch,
       bool copies)
       : views_(std::make_shared<ParameterViews>(
-            std::move(places),
-            std::move(before_backward),
-            std::move(after_backward),
-            std::move(after_reset))) {
+            views_of(places, grads),
+            std::move(before_backward))) {
     std::vector<std::unique_ptr<Unit>> list;
     for (const auto& unit : units) {
       list.push_back(unit->adopt(static_cast<UnitId>(list.size())));
@@ -253,7 +260,7 @@ void bind_unit(py::module_& m) {
           })
       .def("set_names", &PyUnit::set_names);
 
-  py::class_<GradViews>(
+  py::class_<GradViews, std::shared_ptr<GradViews>>(
       m,
       "GradViews",
       "The gradients of a unit as `.grad`s of its shards.")
@@ -261,15 +268,14 @@ void bind_unit(py::module_& m) {
           py::init<
               std::shared_ptr<PyUnit>,
               std::vector<at::Tensor>,
+              py::object,
               py::object>(),
           py::arg("unit"),
           py::arg("shards"),
-          py::arg("beside"))
+          py::arg("beside"),
+          py::arg("rows_of"))
       .def("take", &GradViews::take)
-      .def("show", &GradViews::show)
-      .def("show_one", &GradViews::show_one)
-      .def("lend", &GradViews::lend)
-      .def("drop", &GradViews::drop);
+      .def("lend", &GradViews::lend);
 
   py::class_<PyRuntime>(m, "Runtime", "Gathers, releases and reduces.")
       .def(
@@ -277,9 +283,8 @@ void bind_unit(py::module_& m) {
               const std::shared_ptr<Mesh>&,
               const std::vector<std::shared_ptr<PyUnit>>&,
               std::vector<UnitId>,
-              std::vector<std::vector<ParameterViews::Place>>,
-              py::object,
-              py::object,
+              const std::vector<std::vector<ParameterViews::Place>>&,
+              const std::vector<std::shared_ptr<GradViews>>&,
               py::object,
               int,
               bool>(),
@@ -287,9 +292,8 @@ void bind_unit(py::module_& m) {
           py::arg("units"),
           py::arg("parents"),
           py::arg("places"),
+          py::arg("grads"),
           py::arg("before_backward"),
-          py::arg("after_backward"),
-          py::arg("after_reset"),
           py::arg("prefetch"),
           py::arg("copies"))
       .def(

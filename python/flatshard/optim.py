@@ -153,7 +153,7 @@ class AdamW(torch.optim.Optimizer):
                 f"flatshard.optim.AdamW: expected one lr for all groups, got {rates}"
             )
         for unit in self._units:
-            unit.take_user_grads()
+            unit.grads.take()
         self.core.step(rates.pop())
         for unit in self._units:
             unit.grads.lend()

@@ -44,9 +44,8 @@ class Root:
             units=[unit.core for unit in units],
             parents=parents,
             places=places,
+            grads=[unit.grads for unit in units],
             before_backward=lambda: me()._before_backward(),
-            after_backward=lambda: me()._after_backward(),
-            after_reset=lambda: me()._after_reset(),
             prefetch=state.prefetch,
             copies=state.copies,
         )
@@ -142,27 +141,14 @@ class Root:
             for unit in self.units:
                 unit.core.mark_written()
 
-    # -- what the core calls, with its lock held --------------------------------
-
     def _before_backward(self):
+        """The core calls it, with its lock held."""
         if self._synced is None:
             raise RuntimeError(
                 "set_requires_gradient_sync and set_requires_all_reduce: the units "
                 "of one model disagree; set them on the root module"
             )
         self._pass_writes_on()
-        with _plain_attributes():
-            for unit in self.units:
-                unit.take_user_grads()
-
-    def _after_backward(self):
-        with _plain_attributes():
-            for unit in self.units:
-                unit.show_grads()
-
-    def _after_reset(self):
-        for unit in self.units:
-            unit.grads.drop()
 
 
 def _name_released(parameters, names):

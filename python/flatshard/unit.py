@@ -81,29 +81,6 @@ class UnitState:
     initialized: bool = True  # False: parameters that were on meta have no values
     running: set = field(default_factory=set)  # modules of a list still to run
 
-    # -- gradients -----------------------------------------------------------------
-
-    def take_user_grads(self):
-        """Makes the core's gradients what the `.grad`s say: a user may have
-        dropped or replaced them since the last backward."""
-        for i in self.grads.take():
-            shard = self.parameters[i].shard
-            with torch.no_grad():
-                own = self.core.grad(i)
-                own.zero_() if shard.grad is None else own.copy_(
-                    shard.rows_of(shard.grad)
-                )
-            self.grads.show_one(i)
-
-    def show_grads(self):
-        """Gives the shards their gradients after a backward."""
-        for i in self.grads.show():
-            shard = self.parameters[i].shard
-            with torch.no_grad():
-                self.core.grad(i).add_(shard.rows_of(shard.grad))
-            self.grads.show_one(i)
-        self.grads.lend()
-
     # -- parameters ----------------------------------------------------------------
 
     def make_shards(self):
@@ -120,7 +97,10 @@ class UnitState:
             self.show(p, p.shard)
         self.parameters.sort(key=lambda p: p.index)
         self.grads = _C.GradViews(
-            self.core, [p.shard for p in self.parameters], ShardedTensor.beside
+            self.core,
+            [p.shard for p in self.parameters],
+            ShardedTensor.beside,
+            ShardedTensor.rows_of,
         )
         storages = {
             p.shard._local_tensor.untyped_storage()._cdata for p in self.parameters
