@@ -150,6 +150,8 @@ class CudaStream : public Stream {
         stream_(stream),
         options_(options) {}
 
+  c10::cuda::CUDAStream cuda() const { return stream_; }
+
   void submit(std::function<void()> work) override {
     const at::NoGradGuard no_grad;
     const detail::CudaStreamScope scope(stream_);
@@ -229,11 +231,14 @@ make_cuda_stream(at::Device device, std::string name, StreamOptions options) {
 }
 
 std::shared_ptr<Stream> current_cuda_stream(at::Device device) {
-  const at::Device indexed = checked_device(device);
-  return std::make_shared<CudaStream>(
-      c10::cuda::getCurrentCUDAStream(indexed.index()),
-      "compute",
-      StreamOptions{});
+  // Asked for several times a unit, and nearly always the same.
+  thread_local std::shared_ptr<CudaStream> last;
+  const auto now =
+      c10::cuda::getCurrentCUDAStream(checked_device(device).index());
+  if (last == nullptr || last->cuda() != now) {
+    last = std::make_shared<CudaStream>(now, "compute", StreamOptions{});
+  }
+  return last;
 }
 
 void set_current_cuda_device(at::Device device) {

@@ -320,6 +320,7 @@ bool Runtime::failed() {
 std::vector<std::shared_ptr<Runtime::Call>> Runtime::calls_of_task() {
   std::erase_if(calls_, [](const auto& call) { return call.expired(); });
   std::vector<std::shared_ptr<Call>> calls;  // by their ends, as in calls_
+  calls.reserve(calls_.size());
   for (const auto& weak : calls_) {
     const auto call = weak.lock();
     if (std::any_of(
@@ -489,12 +490,10 @@ void Runtime::on_parameter_done(UnitId unit, std::size_t index) {
   if (strict_) {
     strict_->parameter_done(unit, p.name);
   }
-  at::Tensor& grad = p.tensor.mutable_grad();
+  const at::Tensor grad = std::exchange(p.tensor.mutable_grad(), {});
   if (grad.defined()) {
     const at::NoGradGuard no_grad;
-    p.pending_grad =
-        p.pending_grad.defined() ? p.pending_grad.add(grad) : grad.detach();
-    grad = at::Tensor();
+    p.pending_grad = p.pending_grad.defined() ? p.pending_grad.add(grad) : grad;
   }
   feed({.kind = EventKind::wgrad_done, .unit = unit, .task = task});
 }

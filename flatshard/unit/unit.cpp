@@ -46,6 +46,7 @@ Unit::Unit(
   for (const auto& group : groups_) {
     const Precision& precision = group->options().precision;
     const std::int64_t numel = group->layout().numel();
+    padding_.push_back(group->layout().padding_ranges());
     weights_offset_.push_back(weights_nbytes_);
     if (!group->resident()) {
       weights_nbytes_ += align_up(numel * c10::elementSize(precision.compute));
@@ -211,9 +212,8 @@ void Unit::finish_grads(void* slot) {
   }
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     if (groups_[g]->trainable()) {
-      const at::Tensor flat = grad_flat(slot, g);
-      for (const FlatRange& range : groups_[g]->layout().padding_ranges()) {
-        flat.narrow(0, range.offset, range.numel).zero_();
+      for (const FlatRange& range : padding_[g]) {
+        grad_flat(slot, g).narrow(0, range.offset, range.numel).zero_();
       }
     }
   }

@@ -106,6 +106,7 @@ class Unit {
   std::vector<UnitParameter> parameters_;
   std::vector<std::int64_t> weights_offset_;  ///< per group, bytes in the slot
   std::vector<std::int64_t> grads_offset_;
+  std::vector<std::vector<FlatRange>> padding_;  ///< per group
   std::int64_t weights_nbytes_ = 0;
   std::int64_t grads_nbytes_ = 0;
   bool writes_in_place_;
