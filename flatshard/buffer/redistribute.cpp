@@ -5,24 +5,10 @@
 
 #include "flatshard/buffer/flat_buffer.h"
 #include "flatshard/buffer/redistribution.h"
+#include "flatshard/comm/tensor_memory.h"
 #include "flatshard/core/error.h"
 
 namespace flatshard {
-namespace {
-
-using Kind = TransitionStep::Kind;
-
-bool same_memory(const at::Tensor& a, const at::Tensor& b) {
-  return a.const_data_ptr() == b.const_data_ptr() && a.numel() == b.numel();
-}
-
-bool overlap(const at::Tensor& a, const at::Tensor& b) {
-  const auto* const a_begin = static_cast<const char*>(a.const_data_ptr());
-  const auto* const b_begin = static_cast<const char*>(b.const_data_ptr());
-  return a_begin < b_begin + b.nbytes() && b_begin < a_begin + a.nbytes();
-}
-
-}  // namespace
 
 void FlatBuffer::check_out(const Placements& to, const FlatBuffer& out) const {
   FLATSHARD_CHECK(
@@ -80,6 +66,7 @@ void FlatBuffer::check_out(const Placements& to, const FlatBuffer& out) const {
 
 bool FlatBuffer::may_share_memory(const Placements& to, const FlatBuffer& out)
     const {
+  using Kind = TransitionStep::Kind;
   const auto steps = plan_transition(placements_, to);
   const auto all_are = [&](auto&& predicate) {
     return std::all_of(

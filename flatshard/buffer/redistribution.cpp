@@ -6,14 +6,12 @@
 #include <algorithm>
 #include <utility>
 
+#include "flatshard/comm/tensor_memory.h"
+
 namespace flatshard {
 namespace {
 
 using Kind = TransitionStep::Kind;
-
-bool same_memory(const at::Tensor& a, const at::Tensor& b) {
-  return a.const_data_ptr() == b.const_data_ptr() && a.numel() == b.numel();
-}
 
 void copy_unless_same(const at::Tensor& to, const at::Tensor& from) {
   if (!same_memory(to, from)) {

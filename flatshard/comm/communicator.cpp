@@ -8,6 +8,7 @@
 
 #include "flatshard/comm/backend.h"
 #include "flatshard/comm/copy_reducer.h"
+#include "flatshard/comm/tensor_memory.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
 
@@ -50,22 +51,6 @@ void check_reducible(
       to_string(kind),
       name,
       c10::toString(dtype));
-}
-
-struct Bytes {
-  const char* begin;
-  const char* end;
-};
-
-Bytes bytes_of(const at::Tensor& tensor) {
-  const auto* begin = static_cast<const char*>(tensor.const_data_ptr());
-  return {begin, begin + tensor.nbytes()};
-}
-
-bool overlap(const at::Tensor& a, const at::Tensor& b) {
-  const Bytes x = bytes_of(a);
-  const Bytes y = bytes_of(b);
-  return x.begin < y.end && y.begin < x.end;
 }
 
 }  // namespace
@@ -228,10 +213,9 @@ void Communicator::check_pairs(
     if (!overlap(l, s)) {
       continue;
     }
-    const auto own = bytes_of(l).begin + rank_ * s.nbytes();
+    const auto own = begin_of(l) + rank_ * s.nbytes();
     FLATSHARD_CHECK(
-        gather ? bytes_of(s).begin == own
-               : size_ == 1 && bytes_of(s).begin == own,
+        gather ? begin_of(s) == own : size_ == 1 && begin_of(s) == own,
         usage,
         "{} on '{}': {}",
         to_string(kind),

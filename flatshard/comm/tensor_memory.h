@@ -1,0 +1,23 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace flatshard {
+
+/// First byte of a contiguous tensor.
+inline const char* begin_of(const at::Tensor& tensor) {
+  return static_cast<const char*>(tensor.const_data_ptr());
+}
+
+/// Both are contiguous, begin at one place and have as many elements.
+inline bool same_memory(const at::Tensor& a, const at::Tensor& b) {
+  return begin_of(a) == begin_of(b) && a.numel() == b.numel();
+}
+
+/// Two contiguous tensors have bytes in common.
+inline bool overlap(const at::Tensor& a, const at::Tensor& b) {
+  return begin_of(a) < begin_of(b) + b.nbytes() &&
+         begin_of(b) < begin_of(a) + a.nbytes();
+}
+
+}  // namespace flatshard
