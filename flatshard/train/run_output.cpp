@@ -8,8 +8,6 @@
 namespace flatshard {
 namespace {
 
-constexpr std::string_view kOutputDir = "run.output_dir";
-
 void open(
     std::optional<MetricsFile>& metrics,
     const Config& config,

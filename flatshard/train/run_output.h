@@ -3,12 +3,16 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "flatshard/train/config.h"
 #include "flatshard/train/metrics.h"
 
 namespace flatshard {
+
+/// The option that errors of these files name.
+inline constexpr std::string_view kOutputDir = "run.output_dir";
 
 /// What a run prints and writes below run.output_dir: config.toml,
 /// metrics.jsonl, the lines of its log. One rank has it.

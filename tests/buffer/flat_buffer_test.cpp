@@ -5,17 +5,19 @@
 #include <gtest/gtest.h>
 
 #include "flatshard/core/error.h"
+#include "tests/buffer/placements.h"
+#include "tests/support/message_of.h"
 #include "tests/support/ranks.h"
 
 namespace flatshard {
 namespace {
 
 using ::testing::HasSubstr;
+using testing::message_of;
+using testing::R;
 using testing::RankContext;
 using testing::run_ranks;
-
-const Placement R = Placement::replicate();
-const Placement S = Placement::shard();
+using testing::S;
 
 std::shared_ptr<const FlatLayout> make_layout(
     std::int64_t num_shards,
@@ -27,15 +29,6 @@ std::shared_ptr<const FlatLayout> make_layout(
        {"none", {0, 4}, granularity},
        {"wide", {3, 48}, granularity}},
       num_shards));
-}
-
-std::string message_of(const std::function<void()>& function) {
-  try {
-    function();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "no error";
 }
 
 TEST(FlatBuffer, ViewsShareTheMemory) {

@@ -4,23 +4,23 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include "tests/buffer/placements.h"
 #include "tests/support/ranks.h"
 
 namespace flatshard {
 namespace {
 
+using testing::R;
 using testing::RankContext;
 using testing::run_ranks;
+using testing::S;
 
-const Placement R = Placement::replicate();
-const Placement S = Placement::shard();
-
-struct Case {
+struct PeerCase {
   std::vector<MeshAxis> axes;
   Placements placements;
 };
 
-class PeerBuffers : public ::testing::TestWithParam<Case> {};
+class PeerBuffers : public ::testing::TestWithParam<PeerCase> {};
 
 TEST_P(PeerBuffers, CopiesEqualAnAllGather) {
   const auto& [axes, placements] = GetParam();
@@ -74,10 +74,10 @@ INSTANTIATE_TEST_SUITE_P(
     Meshes,
     PeerBuffers,
     ::testing::Values(
-        Case{{{"dp", 2}}, {S}},
-        Case{{{"dp", 3}}, {S}},
-        Case{{{"outer", 2}, {"dp", 2}}, {R, S}},
-        Case{{{"outer", 2}, {"dp", 3}}, {S, S}}));
+        PeerCase{{{"dp", 2}}, {S}},
+        PeerCase{{{"dp", 3}}, {S}},
+        PeerCase{{{"outer", 2}, {"dp", 2}}, {R, S}},
+        PeerCase{{{"outer", 2}, {"dp", 3}}, {S, S}}));
 
 }  // namespace
 }  // namespace flatshard

@@ -10,19 +10,21 @@
 #include "flatshard/buffer/redistribution.h"
 #include "flatshard/buffer/transition.h"
 #include "flatshard/core/error.h"
+#include "tests/buffer/placements.h"
+#include "tests/support/message_of.h"
 #include "tests/support/ranks.h"
 
 namespace flatshard {
 namespace {
 
 using ::testing::HasSubstr;
+using testing::message_of;
+using testing::PA;
+using testing::PS;
+using testing::R;
 using testing::RankContext;
 using testing::run_ranks;
-
-const Placement R = Placement::replicate();
-const Placement S = Placement::shard();
-const Placement PA = Placement::partial(ReduceOp::avg);
-const Placement PS = Placement::partial(ReduceOp::sum);
+using testing::S;
 
 using Layout = std::shared_ptr<const FlatLayout>;
 using Coordinates = std::vector<std::int64_t>;
@@ -170,18 +172,18 @@ bool is_legal(const Placements& from, const Placements& to) {
   }
 }
 
-struct Case {
+struct PairsCase {
   std::vector<MeshAxis> axes;
   int num_legal_pairs;
 
-  friend void PrintTo(const Case& self, std::ostream* out) {
+  friend void PrintTo(const PairsCase& self, std::ostream* out) {
     for (const MeshAxis& axis : self.axes) {
       *out << axis.name << ": " << axis.size << " ";
     }
   }
 };
 
-class AllPairs : public ::testing::TestWithParam<Case> {};
+class AllPairs : public ::testing::TestWithParam<PairsCase> {};
 
 TEST_P(AllPairs, EqualTheDefinition) {
   const auto& [axes, num_legal_pairs] = GetParam();
@@ -234,25 +236,16 @@ INSTANTIATE_TEST_SUITE_P(
     Meshes,
     AllPairs,
     ::testing::Values(
-        Case{{{"dp", 1}}, kPairsOfOneAxis},
-        Case{{{"dp", 2}}, kPairsOfOneAxis},
-        Case{{{"dp", 3}}, kPairsOfOneAxis},
-        Case{{{"dp", 4}}, kPairsOfOneAxis},
-        Case{{{"dp", 5}}, kPairsOfOneAxis},
-        Case{{{"dp", 8}}, kPairsOfOneAxis},
-        Case{{{"outer", 2}, {"dp", 2}}, kPairsOfTwoAxes},
-        Case{{{"outer", 2}, {"dp", 4}}, kPairsOfTwoAxes},
-        Case{{{"outer", 4}, {"dp", 2}}, kPairsOfTwoAxes},
-        Case{{{"outer", 1}, {"dp", 3}}, kPairsOfTwoAxes}));
-
-std::string message_of(const std::function<void()>& function) {
-  try {
-    function();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "no error";
-}
+        PairsCase{{{"dp", 1}}, kPairsOfOneAxis},
+        PairsCase{{{"dp", 2}}, kPairsOfOneAxis},
+        PairsCase{{{"dp", 3}}, kPairsOfOneAxis},
+        PairsCase{{{"dp", 4}}, kPairsOfOneAxis},
+        PairsCase{{{"dp", 5}}, kPairsOfOneAxis},
+        PairsCase{{{"dp", 8}}, kPairsOfOneAxis},
+        PairsCase{{{"outer", 2}, {"dp", 2}}, kPairsOfTwoAxes},
+        PairsCase{{{"outer", 2}, {"dp", 4}}, kPairsOfTwoAxes},
+        PairsCase{{{"outer", 4}, {"dp", 2}}, kPairsOfTwoAxes},
+        PairsCase{{{"outer", 1}, {"dp", 3}}, kPairsOfTwoAxes}));
 
 TEST(Redistribute, GathersInPlace) {
   run_ranks(4, [](RankContext& context) {

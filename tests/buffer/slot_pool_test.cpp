@@ -13,7 +13,7 @@
 namespace flatshard {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 std::shared_ptr<Stream> slow_stream(int seed) {
   return make_stream(
@@ -22,7 +22,7 @@ std::shared_ptr<Stream> slow_stream(int seed) {
       {.delay_seed = static_cast<std::uint64_t>(seed), .max_delay_us = 20000});
 }
 
-struct SlotPoolTest : testing::Test {
+struct SlotPoolTest : ::testing::Test {
   SlotPoolTest() { pool.set_arena(1024); }
 
   Slot acquire(std::int64_t offset, std::int64_t nbytes) {

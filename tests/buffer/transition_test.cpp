@@ -6,17 +6,17 @@
 #include <gtest/gtest.h>
 
 #include "flatshard/core/error.h"
+#include "tests/buffer/placements.h"
 
 namespace flatshard {
 namespace {
 
 using ::testing::HasSubstr;
+using testing::PA;
+using testing::PS;
+using testing::R;
+using testing::S;
 using Kind = TransitionStep::Kind;
-
-const Placement R = Placement::replicate();
-const Placement S = Placement::shard();
-const Placement P = Placement::partial(ReduceOp::avg);
-const Placement PS = Placement::partial(ReduceOp::sum);
 
 // E.g. "reduce_scatter(1) all_reduce(0)".
 std::string steps_of(
@@ -46,11 +46,11 @@ std::string message_of(const Placements& from, const Placements& to) {
 
 TEST(Transition, OneAxis) {
   EXPECT_EQ(steps_of({S}, {R}), "all_gather(0)");
-  EXPECT_EQ(steps_of({P}, {R}), "all_reduce(0)");
-  EXPECT_EQ(steps_of({P}, {S}), "reduce_scatter(0)");
+  EXPECT_EQ(steps_of({PA}, {R}), "all_reduce(0)");
+  EXPECT_EQ(steps_of({PA}, {S}), "reduce_scatter(0)");
   EXPECT_EQ(steps_of({R}, {S}), "slice(0)");
-  EXPECT_EQ(steps_of({R}, {P}), "relabel(0)");
-  for (const Placement& same : {R, S, P, PS}) {
+  EXPECT_EQ(steps_of({R}, {PA}), "relabel(0)");
+  for (const Placement& same : {R, S, PA, PS}) {
     EXPECT_EQ(steps_of({same}, {same}), "");
   }
 }
@@ -58,32 +58,32 @@ TEST(Transition, OneAxis) {
 TEST(Transition, SeveralAxes) {
   // Full sharding over two axes is one collective over the flattened group.
   EXPECT_EQ(steps_of({S, S}, {R, R}), "all_gather(0,1)");
-  EXPECT_EQ(steps_of({P, P}, {S, S}), "reduce_scatter(0,1)");
-  EXPECT_EQ(steps_of({P, P}, {R, R}), "all_reduce(0,1)");
+  EXPECT_EQ(steps_of({PA, PA}, {S, S}), "reduce_scatter(0,1)");
+  EXPECT_EQ(steps_of({PA, PA}, {R, R}), "all_reduce(0,1)");
   // HSDP and HFSDP.
-  EXPECT_EQ(steps_of({P, P}, {R, S}), "reduce_scatter(1) all_reduce(0)");
-  EXPECT_EQ(steps_of({P, P}, {P, S}), "reduce_scatter(1)");
-  EXPECT_EQ(steps_of({P, S}, {R, S}), "all_reduce(0)");
-  EXPECT_EQ(steps_of({P, S}, {S, S}), "reduce_scatter(0)");
+  EXPECT_EQ(steps_of({PA, PA}, {R, S}), "reduce_scatter(1) all_reduce(0)");
+  EXPECT_EQ(steps_of({PA, PA}, {PA, S}), "reduce_scatter(1)");
+  EXPECT_EQ(steps_of({PA, S}, {R, S}), "all_reduce(0)");
+  EXPECT_EQ(steps_of({PA, S}, {S, S}), "reduce_scatter(0)");
   EXPECT_EQ(steps_of({S, S}, {R, S}), "all_gather(0)");
   // ZeRO-1 under an outer axis.
   EXPECT_EQ(steps_of({R, R}, {R, S}), "slice(1)");
   // Mixed: cut from the innermost axis outwards, reduce small, gather last.
-  EXPECT_EQ(steps_of({R, P}, {S, S}), "reduce_scatter(1) slice(0)");
-  EXPECT_EQ(steps_of({P, R}, {S, S}), "slice(1) reduce_scatter(0)");
-  EXPECT_EQ(steps_of({P, S}, {R, R}), "all_reduce(0) all_gather(1)");
-  EXPECT_EQ(steps_of({R, S}, {P, S}), "relabel(0)");
-  EXPECT_EQ(steps_of({P, R}, {R, P}), "all_reduce(0) relabel(1)");
+  EXPECT_EQ(steps_of({R, PA}, {S, S}), "reduce_scatter(1) slice(0)");
+  EXPECT_EQ(steps_of({PA, R}, {S, S}), "slice(1) reduce_scatter(0)");
+  EXPECT_EQ(steps_of({PA, S}, {R, R}), "all_reduce(0) all_gather(1)");
+  EXPECT_EQ(steps_of({R, S}, {PA, S}), "relabel(0)");
+  EXPECT_EQ(steps_of({PA, R}, {R, PA}), "all_reduce(0) relabel(1)");
   EXPECT_EQ(
-      steps_of({P, R, P}, {S, S, S}),
+      steps_of({PA, R, PA}, {S, S, S}),
       "reduce_scatter(2) slice(1) reduce_scatter(0)");
   EXPECT_EQ(steps_of({S, S, S}, {R, R, S}), "all_gather(0,1)");
 }
 
 TEST(Transition, OperationsThatDifferAreStepsOfTheirOwn) {
-  EXPECT_EQ(steps_of({PS, P}, {R, R}), "all_reduce(1) all_reduce(0)");
-  EXPECT_EQ(steps_of({PS, P}, {R, R}, ReduceOp::sum), "all_reduce(0,1)");
-  const auto steps = plan_transition({PS, P}, {S, S});
+  EXPECT_EQ(steps_of({PS, PA}, {R, R}), "all_reduce(1) all_reduce(0)");
+  EXPECT_EQ(steps_of({PS, PA}, {R, R}, ReduceOp::sum), "all_reduce(0,1)");
+  const auto steps = plan_transition({PS, PA}, {S, S});
   ASSERT_EQ(steps.size(), 2u);
   EXPECT_EQ(steps[0].op, ReduceOp::avg);
   EXPECT_EQ(steps[0].after, (Placements{PS, S}));
@@ -93,7 +93,7 @@ TEST(Transition, OperationsThatDifferAreStepsOfTheirOwn) {
 
 TEST(Transition, RefusedPairsNameBothPlacements) {
   EXPECT_THAT(
-      message_of({S}, {P}),
+      message_of({S}, {PA}),
       HasSubstr("cannot redistribute from [Shard] to [Partial(avg)]: axis 0 "
                 "cannot change from Shard to Partial(avg)"));
   EXPECT_THAT(
@@ -102,7 +102,7 @@ TEST(Transition, RefusedPairsNameBothPlacements) {
                 "[Partial(sum), Shard]: axis 0 cannot change from Replicate "
                 "to Partial(sum)"));
   EXPECT_THAT(
-      message_of({P}, {PS}),
+      message_of({PA}, {PS}),
       HasSubstr("axis 0 cannot change from Partial(avg) to Partial(sum)"));
   EXPECT_THAT(
       message_of({S}, {R, R}),

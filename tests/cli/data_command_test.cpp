@@ -15,9 +15,9 @@
 namespace flatshard {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
-class DataCommand : public testing::Test {
+class DataCommand : public ::testing::Test {
  protected:
   DataCommand() {
     std::string pattern =
@@ -34,16 +34,16 @@ class DataCommand : public testing::Test {
     add_data_command(program);
     // CLI11 takes them from the back.
     std::reverse(arguments.begin(), arguments.end());
-    testing::internal::CaptureStdout();
+    ::testing::internal::CaptureStdout();
     try {
       program.parse(std::move(arguments));
     } catch (...) {
       std::fflush(stdout);
-      testing::internal::GetCapturedStdout();
+      ::testing::internal::GetCapturedStdout();
       throw;
     }
     std::fflush(stdout);
-    return testing::internal::GetCapturedStdout();
+    return ::testing::internal::GetCapturedStdout();
   }
 
   std::string at(const char* name) const { return (folder_ / name).string(); }
@@ -68,7 +68,7 @@ TEST_F(DataCommand, PreparesAndShowsACorpus) {
       HasSubstr("train            10 tokens, 1 documents, 1 files"));
   EXPECT_THAT(made, HasSubstr("validation       10 tokens"));
   const std::string shown = run({"data", "info", at("corpus")});
-  EXPECT_THAT(made, testing::EndsWith(shown));
+  EXPECT_THAT(made, ::testing::EndsWith(shown));
 }
 
 TEST_F(DataCommand, SeveralInputsAndForce) {

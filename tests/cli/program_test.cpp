@@ -14,9 +14,9 @@
 namespace flatshard {
 namespace {
 
-using testing::AllOf;
-using testing::HasSubstr;
-using testing::Not;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
 
 struct Result {
   int code = -1;
@@ -42,7 +42,7 @@ std::string read(const std::filesystem::path& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-class Program : public testing::Test {
+class Program : public ::testing::Test {
  protected:
   void write_config(const std::string& more = {}) const {
     std::string text;
@@ -105,7 +105,7 @@ TEST_F(Program, HelpAndVersion) {
       AllOf(HasSubstr("train"), HasSubstr("generate"), HasSubstr("data")));
   const Result version = run("--version");
   EXPECT_EQ(version.code, 0);
-  EXPECT_THAT(version.output, testing::StartsWith("flatshard "));
+  EXPECT_THAT(version.output, ::testing::StartsWith("flatshard "));
   EXPECT_THAT(run("train --help").output, HasSubstr("--nproc"));
 }
 
@@ -194,7 +194,7 @@ TEST_F(Program, TwoRanksTrainAndTheirRunGenerates) {
       "--temperature 0 --device cpu",
       (folder_ / "run").string()));
   EXPECT_EQ(generated.code, 0);
-  EXPECT_THAT(generated.output, testing::StartsWith("line 3"));
+  EXPECT_THAT(generated.output, ::testing::StartsWith("line 3"));
   EXPECT_GT(generated.output.size(), 10U);
 
   // The same steps on one rank: the same global batches, the same losses.

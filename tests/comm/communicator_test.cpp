@@ -9,23 +9,16 @@
 #include "flatshard/comm/make_communicator.h"
 #include "flatshard/core/error.h"
 #include "flatshard/device/stream.h"
+#include "tests/support/message_of.h"
 #include "tests/support/ranks.h"
 
 namespace flatshard {
 namespace {
 
 using ::testing::HasSubstr;
+using testing::message_of;
 using testing::RankContext;
 using testing::run_ranks;
-
-std::string message_of(const std::function<void()>& function) {
-  try {
-    function();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "no error";
-}
 
 std::shared_ptr<Communicator> make(
     const RankContext& context,

@@ -14,7 +14,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-class FileWriterTest : public testing::Test {
+class FileWriterTest : public ::testing::Test {
  protected:
   FileWriterTest() { fs::create_directories(folder_); }
   ~FileWriterTest() override { fs::remove_all(folder_); }

@@ -12,7 +12,7 @@
 namespace flatshard::data {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 /// Writes documents of the given lengths; token i of the stream is i.
 CorpusMeta write_corpus(
@@ -43,7 +43,7 @@ CorpusMeta write_corpus(
   return meta;
 }
 
-class CorpusTypes : public testing::TestWithParam<TokenType> {};
+class CorpusTypes : public ::testing::TestWithParam<TokenType> {};
 
 TEST_P(CorpusTypes, ReadsAcrossShardsWhatWasWritten) {
   for (const std::int64_t shard_tokens : {1, 3, 7, 100}) {
@@ -71,7 +71,7 @@ TEST_P(CorpusTypes, ReadsAcrossShardsWhatWasWritten) {
 INSTANTIATE_TEST_SUITE_P(
     Both,
     CorpusTypes,
-    testing::Values(TokenType::uint16, TokenType::uint32),
+    ::testing::Values(TokenType::uint16, TokenType::uint32),
     [](const auto& info) { return std::string(to_string(info.param)); });
 
 TEST(Corpus, LargeTokens) {
@@ -99,7 +99,7 @@ TEST(Corpus, MissingThingsAreNamed) {
   const TempFolder temp;
   EXPECT_THAT(
       error_message(ErrorCode::io, [&] { Corpus::open(temp / "none"); }),
-      testing::AllOf(
+      ::testing::AllOf(
           HasSubstr("expected a corpus folder"),
           HasSubstr("flatshard data prepare")));
   write_corpus(temp / "c", TokenType::uint16, 100, {3});
@@ -134,7 +134,7 @@ TEST(Corpus, AFileCutOffDuringTheRunIsNamed) {
         temp / "c/train-00000.bin",
         static_cast<std::uintmax_t>(nbytes / 2));
     std::vector<std::int64_t> tokens(300);
-    const auto cut_off = testing::AllOf(
+    const auto cut_off = ::testing::AllOf(
         HasSubstr((temp / "c/train-00000.bin").string()),
         HasSubstr(fmt::format("expected {} bytes, as when it was", nbytes)),
         HasSubstr(fmt::format("got {};", nbytes / 2)),
@@ -232,7 +232,7 @@ TEST(FileWriter, AFullDiskIsAnErrorThatNamesTheFile) {
   writer.write("text");
   EXPECT_THAT(
       error_message(ErrorCode::io, [&] { writer.close(); }),
-      testing::AllOf(
+      ::testing::AllOf(
           HasSubstr("cannot write /dev/full"),
           HasSubstr("free some space")));
 }

@@ -9,10 +9,10 @@
 namespace flatshard::data {
 namespace {
 
-using testing::ElementsAre;
-using testing::HasSubstr;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
 
-class InputFiles : public testing::Test {
+class InputFiles : public ::testing::Test {
  protected:
   InputFiles() {
     temp_.write("b.py", "bb");
@@ -75,7 +75,7 @@ TEST_F(InputFiles, NoMatchIsAnErrorThatNamesTheInput) {
   for (const std::string input : {"*.rs", "nothing.txt", "x/*/*.rs"}) {
     EXPECT_THAT(
         error_message(ErrorCode::io, [&] { names({input}); }),
-        testing::AllOf(HasSubstr(input), HasSubstr("matches no file")));
+        ::testing::AllOf(HasSubstr(input), HasSubstr("matches no file")));
   }
   EXPECT_THAT(
       error_message(ErrorCode::io, [&] { names({"nowhere/*.py"}); }),

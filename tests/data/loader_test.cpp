@@ -10,7 +10,7 @@
 namespace flatshard::data {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 /// Sequence i is i * seq_len, i * seq_len + 1, ...
 class CountingSource : public TokenSource {

@@ -11,7 +11,7 @@
 namespace flatshard::data {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 /// A split's documents as text, each without its end-of-document token.
 std::vector<std::string> documents(

@@ -13,7 +13,7 @@
 namespace flatshard::data {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 constexpr const char* kPython = FLATSHARD_TEST_PYTHON;
 
@@ -132,7 +132,7 @@ TEST(PythonTokenizer, UnreadableFileIsNamed) {
       {{.path = temp / "gone.txt", .name = "gone.txt", .nbytes = 1}});
   EXPECT_THAT(
       error_message(ErrorCode::io, [&] { documents.next_document(); }),
-      testing::AllOf(HasSubstr("cannot read"), HasSubstr("gone.txt")));
+      ::testing::AllOf(HasSubstr("cannot read"), HasSubstr("gone.txt")));
 }
 
 TEST(PythonTokenizer, MissingPackageSaysHowToGetIt) {
@@ -156,7 +156,7 @@ TEST(PythonTokenizer, MissingPackageSaysHowToGetIt) {
                 "encode",
                 "text");
           }),
-      testing::AllOf(
+      ::testing::AllOf(
           HasSubstr("needs the Python package 'tokenizers'"),
           HasSubstr("-m pip install tokenizers")));
 }

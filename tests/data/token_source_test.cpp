@@ -12,7 +12,7 @@
 namespace flatshard::data {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 TEST(RandomTokens, DependOnSeedAndIndexAlone) {
   const RandomTokens a(1, 1000);

@@ -43,7 +43,7 @@ TEST(MemoryStats, OtherDevicesAreRefusedByName) {
     FAIL() << "no error";
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), ErrorCode::config);
-    EXPECT_THAT(error.what(), testing::HasSubstr("'meta'"));
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("'meta'"));
   }
 }
 

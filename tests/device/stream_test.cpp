@@ -12,22 +12,15 @@
 #include <vector>
 
 #include "flatshard/core/error.h"
+#include "tests/support/message_of.h"
 
 namespace flatshard {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
+using testing::message_of;
 
 const at::Device kCpu(at::kCPU);
-
-std::string message_of(const std::function<void()>& function) {
-  try {
-    function();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "no error";
-}
 
 TEST(CpuStream, RunsWorkInOrderOnItsOwnThread) {
   const auto stream = make_stream(kCpu, "order", {.max_delay_us = 50});
@@ -233,13 +226,13 @@ TEST(CpuStream, DestructorFinishesTheWorkAndDoesNotThrow) {
     }
   }
   EXPECT_EQ(count, 20);
-  testing::internal::CaptureStderr();
+  ::testing::internal::CaptureStderr();
   {
     const auto stream = make_stream(kCpu, "unseen");
     stream->submit([] { throw std::runtime_error("nobody looked"); });
   }
   EXPECT_THAT(
-      testing::internal::GetCapturedStderr(),
+      ::testing::internal::GetCapturedStderr(),
       HasSubstr("nobody looked"));
 }
 

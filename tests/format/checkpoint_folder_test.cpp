@@ -13,10 +13,10 @@ namespace flatshard {
 namespace {
 
 namespace fs = std::filesystem;
-using testing::ElementsAre;
-using testing::IsEmpty;
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
 
-class CheckpointFolder : public testing::Test {
+class CheckpointFolder : public ::testing::Test {
  protected:
   /// Writes a partial checkpoint that holds `text`.
   void write_partial(std::int64_t step, const std::string& text) {
@@ -113,7 +113,7 @@ TEST_F(CheckpointFolder, AFolderThatCannotBeRenamedIsAnError) {
     FAIL();
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), ErrorCode::io);
-    EXPECT_THAT(error.message(), testing::HasSubstr("step-10.partial-id"));
+    EXPECT_THAT(error.message(), ::testing::HasSubstr("step-10.partial-id"));
   }
 }
 

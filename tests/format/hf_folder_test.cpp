@@ -9,9 +9,9 @@
 namespace flatshard {
 namespace {
 
-using testing::AllOf;
-using testing::ElementsAre;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
 
 void write(
     const std::filesystem::path& path,

@@ -13,8 +13,8 @@ namespace flatshard {
 namespace {
 
 using nlohmann::json;
-using testing::AllOf;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 
 /// Two files, three tensors: one in two pieces, one whole, one empty.
 Manifest example() {

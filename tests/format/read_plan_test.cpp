@@ -15,8 +15,8 @@
 namespace flatshard {
 namespace {
 
-using testing::AllOf;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 
 /// A checkpoint with one weight of random bytes, cut over several files.
 struct Stored {

@@ -187,7 +187,7 @@ void check_random_layouts(
         num_shards,
         {.alignment = alignment, .max_padding = 1e18});
     check_layout(layout, alignment);
-    if (testing::Test::HasFatalFailure()) {
+    if (::testing::Test::HasFatalFailure()) {
       FAIL() << "trial " << trial << "\n" << layout.describe();
     }
   }

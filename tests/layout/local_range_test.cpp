@@ -3,15 +3,16 @@
 #include <gtest/gtest.h>
 
 #include "tests/layout/expect_error.h"
+#include "tests/layout/placements.h"
 
 namespace flatshard {
 namespace {
 
 using Sizes = std::vector<std::int64_t>;
 
-const Placement kR = Placement::replicate();
-const Placement kS = Placement::shard();
-const Placement kP = Placement::partial(ReduceOp::avg);
+using testing::kP;
+using testing::kR;
+using testing::kS;
 
 FlatLayout two_segments(std::int64_t num_shards) {
   return FlatLayout::build(

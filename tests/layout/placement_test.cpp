@@ -3,13 +3,14 @@
 #include <gtest/gtest.h>
 
 #include "tests/layout/expect_error.h"
+#include "tests/layout/placements.h"
 
 namespace flatshard {
 namespace {
 
-const Placement kR = Placement::replicate();
-const Placement kS = Placement::shard();
-const Placement kP = Placement::partial(ReduceOp::avg);
+using testing::kP;
+using testing::kR;
+using testing::kS;
 
 TEST(Placement, KnowsItsKind) {
   EXPECT_TRUE(kR.is_replicate() && !kR.is_shard() && !kR.is_partial());

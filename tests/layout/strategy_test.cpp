@@ -5,13 +5,14 @@
 #include <array>
 
 #include "tests/layout/expect_error.h"
+#include "tests/layout/placements.h"
 
 namespace flatshard {
 namespace {
 
-const Placement kR = Placement::replicate();
-const Placement kS = Placement::shard();
-const Placement kP = Placement::partial(ReduceOp::avg);
+using testing::kP;
+using testing::kR;
+using testing::kS;
 
 void expect_named(
     const char* name,

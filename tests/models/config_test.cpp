@@ -12,7 +12,7 @@
 namespace flatshard::models {
 namespace {
 
-class HfConfig : public testing::Test {
+class HfConfig : public ::testing::Test {
  protected:
   std::filesystem::path write(const std::string& text) {
     std::ofstream(path_) << text;
@@ -31,10 +31,10 @@ class HfConfig : public testing::Test {
   void TearDown() override { std::filesystem::remove(path_); }
 
   std::filesystem::path path_ =
-      std::filesystem::path(testing::TempDir()) /
+      std::filesystem::path(::testing::TempDir()) /
       ("flatshard_config_" +
        std::string(
-           testing::UnitTest::GetInstance()->current_test_info()->name()) +
+           ::testing::UnitTest::GetInstance()->current_test_info()->name()) +
        ".json");
 };
 
@@ -94,13 +94,13 @@ TEST_F(HfConfig, ErrorsNameFileAndKey) {
       file + ": expected the key 'hidden_size', found none");
   EXPECT_THAT(
       message(llama_json(R"(, "vocab_size": "x")"), ErrorCode::format),
-      testing::HasSubstr("key 'vocab_size' has the value \"x\""));
+      ::testing::HasSubstr("key 'vocab_size' has the value \"x\""));
   EXPECT_THAT(
       message("{", ErrorCode::format),
-      testing::HasSubstr("expected JSON"));
+      ::testing::HasSubstr("expected JSON"));
   EXPECT_THAT(
       message("[]", ErrorCode::format),
-      testing::HasSubstr("expected a JSON object, got array"));
+      ::testing::HasSubstr("expected a JSON object, got array"));
 }
 
 TEST(ModelConfigErrors, MissingFileAndUnknownPreset) {

@@ -112,12 +112,12 @@ struct Case {
   ActivationCheckpoint checkpoint;
 };
 
-class LlamaModel : public testing::TestWithParam<Case> {};
+class LlamaModel : public ::testing::TestWithParam<Case> {};
 
 INSTANTIATE_TEST_SUITE_P(
     Cases,
     LlamaModel,
-    testing::Values(
+    ::testing::Values(
         Case{false, at::kFloat, ActivationCheckpoint::none},
         Case{true, at::kFloat, ActivationCheckpoint::full},
         Case{false, at::kFloat, ActivationCheckpoint::selective},
@@ -195,7 +195,7 @@ TEST(LlamaNames, AreHuggingFaces) {
   }
   EXPECT_THAT(
       names,
-      testing::UnorderedElementsAre(
+      ::testing::UnorderedElementsAre(
           "model.embed_tokens.weight",
           "model.layers.0.input_layernorm.weight",
           "model.layers.0.self_attn.q_proj.weight",
@@ -248,7 +248,7 @@ TEST(LlamaUnits, HoldAllParametersInForwardOrder) {
   model(tokens(1), tokens(2));
   EXPECT_THAT(
       order,
-      testing::ElementsAre(
+      ::testing::ElementsAre(
           "Embedding",
           "LlamaBlock",
           "LlamaBlock",

@@ -22,7 +22,7 @@ struct Shape {
   std::int64_t dim;
 };
 
-class CudaKernels : public testing::TestWithParam<at::ScalarType> {
+class CudaKernels : public ::testing::TestWithParam<at::ScalarType> {
  protected:
   void SetUp() override {
     if (!at::hasCUDA()) {
@@ -82,7 +82,7 @@ class CudaKernels : public testing::TestWithParam<at::ScalarType> {
 INSTANTIATE_TEST_SUITE_P(
     Dtypes,
     CudaKernels,
-    testing::Values(at::kFloat, at::kBFloat16),
+    ::testing::Values(at::kFloat, at::kBFloat16),
     [](const auto& info) { return std::string(c10::toString(info.param)); });
 
 at::Tensor plain_norm(const at::Tensor& x, const at::Tensor& w) {
@@ -91,7 +91,7 @@ at::Tensor plain_norm(const at::Tensor& x, const at::Tensor& w) {
 
 TEST_P(CudaKernels, RmsNorm) {
   for (const auto& [rows, dim] : shapes(16384)) {
-    SCOPED_TRACE(testing::Message() << rows << " x " << dim);
+    SCOPED_TRACE(::testing::Message() << rows << " x " << dim);
     const at::Tensor x = leaf({rows, dim}), w = leaf({dim});
     const at::Tensor g = gradient({rows, dim});
     const at::Tensor xe = exact(x), we = exact(w);
@@ -116,7 +116,7 @@ TEST_P(CudaKernels, RmsNorm) {
 
 TEST_P(CudaKernels, AddRmsNormAndTheSink) {
   for (const auto& [rows, dim] : shapes(5000)) {
-    SCOPED_TRACE(testing::Message() << rows << " x " << dim);
+    SCOPED_TRACE(::testing::Message() << rows << " x " << dim);
     const at::Tensor x = leaf({rows, dim}), d = leaf({rows, dim});
     const at::Tensor w = leaf({dim});
     const at::Tensor gs = gradient({rows, dim}), gy = gradient({rows, dim});
@@ -181,7 +181,7 @@ TEST_P(CudaKernels, Rope) {
 
 TEST_P(CudaKernels, Swiglu) {
   for (const auto& [rows, dim] : shapes(4000)) {
-    SCOPED_TRACE(testing::Message() << rows << " x " << dim);
+    SCOPED_TRACE(::testing::Message() << rows << " x " << dim);
     const at::Tensor gate = leaf({rows, dim}), up = leaf({rows, dim});
     const at::Tensor g = gradient({rows, dim});
     const at::Tensor ge = exact(gate), ue = exact(up);
@@ -210,7 +210,7 @@ TEST_P(CudaKernels, Swiglu) {
 
 TEST_P(CudaKernels, CrossEntropy) {
   for (const auto& [rows, vocab] : shapes(20001)) {
-    SCOPED_TRACE(testing::Message() << rows << " x " << vocab);
+    SCOPED_TRACE(::testing::Message() << rows << " x " << vocab);
     at::Tensor logits = (gradient({rows, vocab}) * 4).contiguous();
     at::Tensor targets = at::randint(vocab, {rows}, generator_, at::kLong);
     if (rows > 1) {

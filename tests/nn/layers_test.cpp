@@ -21,7 +21,7 @@ double tolerance(at::ScalarType dtype) {
   return dtype == at::kBFloat16 ? 4 * epsilon(dtype) : 64 * epsilon(dtype);
 }
 
-class Layers : public testing::TestWithParam<at::ScalarType> {
+class Layers : public ::testing::TestWithParam<at::ScalarType> {
  protected:
   void SetUp() override { generator_.set_current_seed(7); }
 
@@ -46,7 +46,7 @@ class Layers : public testing::TestWithParam<at::ScalarType> {
 INSTANTIATE_TEST_SUITE_P(
     Dtypes,
     Layers,
-    testing::Values(at::kFloat, at::kBFloat16),
+    ::testing::Values(at::kFloat, at::kBFloat16),
     [](const auto& info) { return std::string(c10::toString(info.param)); });
 
 // weight's gradient plain, then through a sink twice: beta 0, then beta 1.

@@ -14,12 +14,12 @@ struct Case {
   LossReduction reduction;
 };
 
-class Loss : public testing::TestWithParam<Case> {};
+class Loss : public ::testing::TestWithParam<Case> {};
 
 INSTANTIATE_TEST_SUITE_P(
     Cases,
     Loss,
-    testing::Values(
+    ::testing::Values(
         Case{at::kFloat, 0, LossReduction::mean},
         Case{at::kFloat, 3, LossReduction::mean},
         Case{at::kFloat, 4, LossReduction::sum},
@@ -35,7 +35,7 @@ INSTANTIATE_TEST_SUITE_P(
 // Logits are rounded once to the compute dtype at a size of up to 8 (dim 16,
 // unit variance), so probabilities are off by 8 half-ulps; three roundings
 // more on the way. Chunks add into a gradient of that dtype: one each.
-double tolerance(at::ScalarType dtype) {
+double loss_tolerance(at::ScalarType dtype) {
   return dtype == at::kBFloat16 ? 16 * epsilon(dtype) : 64 * epsilon(dtype);
 }
 
@@ -63,7 +63,7 @@ TEST_P(Loss, MatchesPlainCrossEntropy) {
                                          : at::Reduction::Sum);
   want.backward(upstream.to(at::kDouble));
   EXPECT_EQ(loss.scalar_type(), at::kFloat);
-  const double tol = tolerance(c.dtype);
+  const double tol = loss_tolerance(c.dtype);
   EXPECT_LE(relative_error(loss, want), tol);
   EXPECT_LE(relative_error(h.grad(), he.grad()), tol);
   EXPECT_LE(relative_error(w.grad(), we.grad()), tol);

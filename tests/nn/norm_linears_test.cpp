@@ -12,7 +12,7 @@ using Where = std::tuple<at::DeviceType, at::ScalarType>;
 
 // Against the norm and the layers one by one: the same bits in all results and
 // gradients.
-class NormLinearsTest : public testing::TestWithParam<Where> {
+class NormLinearsTest : public ::testing::TestWithParam<Where> {
  protected:
   void SetUp() override {
     if (device() == at::kCUDA && !at::hasCUDA()) {
@@ -207,9 +207,9 @@ TEST_P(NormLinearsTest, WhatDoesNotFitIsRefused) {
 INSTANTIATE_TEST_SUITE_P(
     Dtypes,
     NormLinearsTest,
-    testing::Combine(
-        testing::Values(at::kCPU, at::kCUDA),
-        testing::Values(at::kFloat, at::kBFloat16)),
+    ::testing::Combine(
+        ::testing::Values(at::kCPU, at::kCUDA),
+        ::testing::Values(at::kFloat, at::kBFloat16)),
     [](const auto& info) {
       return at::DeviceTypeName(std::get<0>(info.param), true) +
              std::string(c10::toString(std::get<1>(info.param)));

@@ -110,7 +110,7 @@ void expect_compute_is_rounded(const FlatUpdate& update) {
   }
 }
 
-class FlatUpdates : public testing::TestWithParam<at::ScalarType> {
+class FlatUpdates : public ::testing::TestWithParam<at::ScalarType> {
  protected:
   void SetUp() override { at::set_num_threads(2); }
 };
@@ -191,7 +191,7 @@ TEST_P(FlatUpdates, SgdEqualsTorch) {
 INSTANTIATE_TEST_SUITE_P(
     ComputeDtypes,
     FlatUpdates,
-    testing::Values(at::kFloat, at::kBFloat16, at::kHalf),
+    ::testing::Values(at::kFloat, at::kBFloat16, at::kHalf),
     [](const auto& info) { return std::string(c10::toString(info.param)); });
 
 TEST(FlatUpdate, BFloat16MainWeights) {

@@ -10,7 +10,7 @@
 namespace flatshard {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 std::string message_of(const LrSchedule& schedule) {
   try {

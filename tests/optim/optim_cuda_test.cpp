@@ -80,7 +80,7 @@ void expect_equal(const FlatUpdate& gpu, const FlatUpdate& host) {
   }
 }
 
-class CudaUpdates : public testing::TestWithParam<
+class CudaUpdates : public ::testing::TestWithParam<
                         std::tuple<at::ScalarType, at::ScalarType>> {
  protected:
   void SetUp() override {
@@ -137,9 +137,9 @@ TEST_P(CudaUpdates, Sgd) {
 INSTANTIATE_TEST_SUITE_P(
     Dtypes,
     CudaUpdates,
-    testing::Combine(
-        testing::Values(at::kFloat, at::kBFloat16, at::kHalf),
-        testing::Values(at::kFloat, at::kBFloat16, at::kHalf)),
+    ::testing::Combine(
+        ::testing::Values(at::kFloat, at::kBFloat16, at::kHalf),
+        ::testing::Values(at::kFloat, at::kBFloat16, at::kHalf)),
     [](const auto& info) {
       return std::string(c10::toString(std::get<0>(info.param))) + "Grad" +
              c10::toString(std::get<1>(info.param)) + "Compute";

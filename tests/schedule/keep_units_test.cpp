@@ -19,7 +19,7 @@ using testing::kUnit;
 
 constexpr SchedulerOptions kOptions{.prefetch = 1};
 
-std::vector<UnitSpec> blocks(int n) {
+std::vector<UnitSpec> full_blocks(int n) {
   return testing::blocks(
       n,
       {.name = "root", .gather_nbytes = kUnit, .grad_nbytes = kUnit});
@@ -44,7 +44,7 @@ auto num_gathers(const std::vector<UnitSpec>& units) {
 }
 
 TEST(KeepUnits, TheLastOnesThatFit) {
-  auto units = blocks(8);
+  auto units = full_blocks(8);
   const std::int64_t least = arena(units);
   const auto before = num_gathers(units);
   // The last block, 8, begins the backward and is kept anyway.
@@ -61,7 +61,7 @@ TEST(KeepUnits, TheLastOnesThatFit) {
 }
 
 TEST(KeepUnits, AllOfThemInPlenty) {
-  auto units = blocks(5);
+  auto units = full_blocks(5);
   const auto kept = choose_kept_units(units, kOptions, 100 * kUnit);
   EXPECT_THAT(kept, ElementsAre(4, 3, 2, 1));
   keep(units, kept);
@@ -69,13 +69,13 @@ TEST(KeepUnits, AllOfThemInPlenty) {
 }
 
 TEST(KeepUnits, NoneWithoutRoom) {
-  const auto units = blocks(5);
+  const auto units = full_blocks(5);
   EXPECT_THAT(choose_kept_units(units, kOptions, 0), IsEmpty());
   EXPECT_THAT(choose_kept_units(units, kOptions, arena(units) - 1), IsEmpty());
 }
 
 TEST(KeepUnits, ASmallOneWhereALargeOneDoesNotFit) {
-  auto units = blocks(6);
+  auto units = full_blocks(6);
   units[2].gather_nbytes = units[3].gather_nbytes = 50 * kUnit;
   // Room for both at once, as when 3 is gathered ahead, and for one small unit
   // more.
@@ -84,7 +84,7 @@ TEST(KeepUnits, ASmallOneWhereALargeOneDoesNotFit) {
 }
 
 TEST(KeepUnits, NotThoseThatAreNeverGathered) {
-  auto units = blocks(5);
+  auto units = full_blocks(5);
   units[3].gather_nbytes = 0;
   EXPECT_THAT(
       choose_kept_units(units, kOptions, 100 * kUnit),

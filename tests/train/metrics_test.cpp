@@ -19,7 +19,7 @@ namespace flatshard {
 namespace {
 
 using nlohmann::json;
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 StepMetrics sample() {
   return {

@@ -21,7 +21,7 @@ namespace flatshard {
 namespace {
 
 using nlohmann::json;
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 // A small vocabulary of words, in an order that can be learnt.
 std::string text(int lines) {
@@ -32,7 +32,7 @@ std::string text(int lines) {
   return all;
 }
 
-class TrainerTest : public testing::Test {
+class TrainerTest : public ::testing::Test {
  protected:
   TrainerTest() {
     folder_.write("texts/a.txt", text(300));
@@ -80,16 +80,16 @@ log_freq = 4
   std::string train(
       const std::vector<std::string>& overrides = {},
       const std::string& device = "cpu") const {
-    testing::internal::CaptureStdout();
+    ::testing::internal::CaptureStdout();
     try {
       Trainer(config(overrides), {}, device).run();
     } catch (...) {
       std::fflush(stdout);
-      testing::internal::GetCapturedStdout();
+      ::testing::internal::GetCapturedStdout();
       throw;
     }
     std::fflush(stdout);
-    return testing::internal::GetCapturedStdout();
+    return ::testing::internal::GetCapturedStdout();
   }
 
   std::string refusal(
@@ -185,7 +185,7 @@ TEST_F(TrainerTest, LearnsAndWritesItsRun) {
       .temperature = 0,
       .device = "cpu"};
   const std::string generated = generate_text(options);
-  EXPECT_THAT(generated, testing::StartsWith("the quick"));
+  EXPECT_THAT(generated, ::testing::StartsWith("the quick"));
   EXPECT_GT(generated.size(), options.prompt.size());
   EXPECT_EQ(generate_text(options), generated);
   // It has learnt the only text there is: these are the trained weights.
@@ -232,7 +232,7 @@ TEST_F(TrainerTest, ATiedHeadIsWrittenOnce) {
   EXPECT_FALSE(file.contains("lm_head.weight"));
   const std::string generated = generate_text(
       {.run = run(), .prompt = "a", .max_new_tokens = 3, .device = "cpu"});
-  EXPECT_THAT(generated, testing::StartsWith("a"));
+  EXPECT_THAT(generated, ::testing::StartsWith("a"));
 }
 
 TEST_F(TrainerTest, StrategyRecomputeAndMicrobatchesDoNotChangeTheRun) {
@@ -319,7 +319,7 @@ TEST_F(TrainerTest, RandomTokens) {
        .max_new_tokens = 2,
        .device = "cpu",
        .corpus = (folder_ / "corpus").string()});
-  EXPECT_THAT(generated, testing::StartsWith("a"));
+  EXPECT_THAT(generated, ::testing::StartsWith("a"));
 }
 
 TEST_F(TrainerTest, WritesATrace) {

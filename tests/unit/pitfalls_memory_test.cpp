@@ -1,5 +1,6 @@
 // Mistakes that sharded runtimes are known to have made (docs/pitfalls.md):
 // what is allocated, kept, freed and read.
+#include "tests/support/message_of.h"
 #include "tests/unit/twin.h"
 
 #include "flatshard/nn/recompute.h"

@@ -264,13 +264,4 @@ void check(
   });
 }
 
-std::string message_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
-}
-
 }  // namespace flatshard::testing

@@ -112,7 +112,4 @@ void check(
     const std::function<void(LabImpl&)>& configure,
     const Twin::Program& program);
 
-/// The message that `action` throws, or "nothing was thrown".
-std::string message_of(const std::function<void()>& action);
-
 }  // namespace flatshard::testing
