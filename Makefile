@@ -1,31 +1,41 @@
 # The one place to start; `make` lists the targets. Each works from a bare clone
 # and installs what is missing first (scripts/bootstrap).
 #
+#   TORCH=2.15.0                 another version of torch, in folders of its own
 #   FLATSHARD_CUDA=auto|on|off   build the CUDA code; auto: when nvcc fits torch
+#   FLATSHARD_UNITY=ON|OFF       compile the sources of a folder together
 #   JOBS=N                       parallel compilers and tests
 #   SAN=address,undefined        sanitizers, for `make test` (or SAN=thread)
+#   COVERAGE=on                  count the lines that run, for `make test`
+#   V=1                          every compiler's line instead of a bar
 #   ARGS="..."                   further arguments, for `make demo`
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test coverage build lint format clean
+.PHONY: help demo check test coverage build lint format clean
 
 FLATSHARD_CUDA ?= auto
+TORCH ?=
 SAN ?=
+COVERAGE ?=
 JOBS ?=
+V ?=
 ARGS ?=
-export FLATSHARD_CUDA SAN JOBS
+export FLATSHARD_CUDA FLATSHARD_UNITY TORCH SAN COVERAGE JOBS V
 
 help: ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
 
-demo: build ## Train a small Llama on real text over two processes
+demo: ## Train a small Llama on real text over two processes
 	@scripts/demo $(ARGS)
+
+check: build ## Run the test cases that take at most a second, in a minute
+	@scripts/run_tests -L quick
 
 test: build ## Run every test; SAN=address,undefined for the sanitizers
 	@scripts/run_tests
 
-coverage: ## Which lines of flatshard/ the tests run; fails below 90 %
-	@scripts/coverage
+coverage: ## The same, and which lines of flatshard/ ran; fails below 90 %
+	@COVERAGE=on scripts/build && COVERAGE=on scripts/run_tests
 
 build: ## Install what is missing, configure, compile
 	@scripts/build
@@ -37,4 +47,4 @@ format: ## Rewrite the C++ and CUDA files in the one format
 	@scripts/format
 
 clean: ## Remove the build folders, but not .venv
-	rm -rf build build-san build-coverage build-wheel
+	rm -rf build build-*

@@ -8,7 +8,8 @@
 #   flatshard_<name>, which several tests use.
 # flatshard_test(<name> [PURE|THREADS] [MODULES] SOURCES ... DEPS ... [LIBS ...]
 #   [TIMEOUT s])
-#   one GoogleTest program, run as one ctest.
+#   one GoogleTest program. Its cases are the ctest <name>, labelled quick; those
+#   that tests/slow_cases.txt lists are a ctest <name>_slow.
 # MODULES: takes the precompiled header that has torch's modules.
 # With FLATSHARD_SANITIZE only what is PURE exists; with thread in it also what
 # is marked THREADS: it knows torch, and threads of its own run in it.
@@ -145,8 +146,43 @@ function(flatshard_test name)
     ${name} PRIVATE ${A_LIBS} GTest::gmock GTest::gtest_main)
   set_target_properties(
     ${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests)
-  add_test(NAME ${name} COMMAND ${name})
-  set_tests_properties(
-    ${name} PROPERTIES TIMEOUT ${A_TIMEOUT}
-    ENVIRONMENT "OMP_NUM_THREADS=1")
+  set(slow "")
+  if(NOT FLATSHARD_SANITIZE)
+    set(slow ${FLATSHARD_SLOW_CASES})
+  endif()
+  list(FILTER slow INCLUDE REGEX "^${name} ")
+  set(cases "")
+  set(seconds 0)
+  foreach(line ${slow})
+    string(REPLACE " " ";" line ${line})
+    list(GET line 1 case)
+    list(GET line 2 time)
+    list(APPEND cases ${case})
+    math(EXPR seconds "${seconds} + ${time}")
+  endforeach()
+  list(JOIN cases ":" cases)
+  _flatshard_ctest(${name} ${name} ${A_TIMEOUT})
+  set_tests_properties(${name} PROPERTIES LABELS quick)
+  if(cases)
+    set_property(
+      TEST ${name} APPEND PROPERTY ENVIRONMENT "GTEST_FILTER=-${cases}")
+    _flatshard_ctest(${name}_slow ${name} ${A_TIMEOUT})
+    set_property(
+      TEST ${name}_slow APPEND PROPERTY ENVIRONMENT "GTEST_FILTER=${cases}")
+    # The longest begin first.
+    set_tests_properties(${name}_slow PROPERTIES COST ${seconds})
+  endif()
 endfunction()
+
+# What each case took is left in build/reports, for scripts/slow_cases.
+function(_flatshard_ctest name program timeout)
+  add_test(NAME ${name} COMMAND ${program})
+  set_tests_properties(
+    ${name} PROPERTIES TIMEOUT ${timeout} ENVIRONMENT
+    "OMP_NUM_THREADS=1;GTEST_OUTPUT=xml:${PROJECT_BINARY_DIR}/reports/${name}.xml")
+endfunction()
+
+# "<program> <case> <seconds>", for pytest "python <file>::<test> <seconds>".
+set(_slow_cases ${PROJECT_SOURCE_DIR}/tests/slow_cases.txt)
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${_slow_cases})
+file(STRINGS ${_slow_cases} FLATSHARD_SLOW_CASES REGEX "^[^#]")

@@ -30,6 +30,14 @@ set(FLATSHARD_TORCH_VERSION ${CMAKE_MATCH_1})
 string(REGEX MATCH "cuda: Optional\\[str\\] = '([0-9]+)" _m
        "${_torch_version_py}")
 set(FLATSHARD_TORCH_CUDA_MAJOR "${CMAKE_MATCH_1}")
+string(REGEX MATCH "\"torch>=([0-9.]+),<([0-9.]+)\"" _m "${_pyproject}")
+if(FLATSHARD_TORCH_VERSION VERSION_LESS CMAKE_MATCH_1
+   OR FLATSHARD_TORCH_VERSION VERSION_GREATER_EQUAL CMAKE_MATCH_2)
+  message(FATAL_ERROR
+    "expected torch >= ${CMAKE_MATCH_1} and < ${CMAKE_MATCH_2}, got "
+    "${FLATSHARD_TORCH_VERSION} at ${FLATSHARD_TORCH_DIR}. Others have not been "
+    "tried: install one of these, or set -DFLATSHARD_PYTHON to a Python that has it.")
+endif()
 message(STATUS "torch ${FLATSHARD_TORCH_VERSION} at ${FLATSHARD_TORCH_DIR}")
 
 find_package(Threads REQUIRED)

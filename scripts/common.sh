@@ -10,6 +10,33 @@ die() {
   exit 1
 }
 
+# --- torch -----------------------------------------------------------------
+# TORCH=2.15.0 builds and tests with that version, in a virtual environment and
+# build folders of its own; without it, the version that requirements.txt pins.
+pinned_torch=$(sed -n 's/^torch==//p' requirements.txt)
+TORCH=${TORCH:-$pinned_torch}
+
+# Fails unless it is in the range that pyproject.toml builds with.
+check_torch_version() {
+  local least above
+  read -r least above < <(sed -n \
+    '/^requires/s/.*"torch>=\([0-9.]*\),<\([0-9.]*\)".*/\1 \2/p' pyproject.toml)
+  [[ $TORCH =~ ^[0-9]+\.[0-9]+\.[0-9]+$ ]] &&
+    [ "$(printf '%s\n' "$least" "$TORCH" | sort -V | head -1)" = "$least" ] &&
+    [ "$(printf '%s\n' "$TORCH" "$above" | sort -V | head -1)" = "$TORCH" ] ||
+    die "TORCH=$TORCH: expected a version of torch from $least on and below $above,
+such as TORCH=$pinned_torch; others have not been tried with Flatshard."
+}
+
+if [ "$TORCH" = "$pinned_torch" ]; then
+  venv=.venv torch_suffix=''
+else
+  venv=.venv-torch-$TORCH torch_suffix=-torch-$TORCH
+fi
+export TORCH
+export FLATSHARD_PYTHON=${FLATSHARD_PYTHON:-$root/$venv/bin/python}
+
+# --- the build -------------------------------------------------------------
 # Parallel compilers: one per core, but 2 GB of memory for each.
 num_jobs() {
   if [ -n "${JOBS:-}" ]; then
@@ -24,13 +51,21 @@ num_jobs() {
   echo $((cores > 0 ? cores : 1))
 }
 
-# The build folder: sanitizers and coverage have their own.
+counts_lines() { [[ ${COVERAGE:-off} =~ ^(1|on|ON)$ ]]; }
+
+# The build folder: another torch, sanitizers and coverage have their own.
 build_dir() {
-  if [ "${FLATSHARD_COVERAGE:-OFF}" = ON ]; then
-    echo build-coverage
+  if counts_lines; then
+    echo "build-coverage$torch_suffix"
   else
-    echo "build${SAN:+-san}"
+    echo "build${SAN:+-san}$torch_suffix"
   fi
+}
+
+# Seconds since $1, as 2:05.
+elapsed() {
+  local s=$(($(date +%s) - $1))
+  printf '%d:%02d' $((s / 60)) $((s % 60))
 }
 
 # clang-format 14, the version whose output the repository keeps.

@@ -53,11 +53,7 @@ Scheduler::Scheduler(std::vector<UnitSpec> units, SchedulerOptions options)
       config,
       "expected prefetch >= 0, got {}",
       options_.prefetch);
-  FLATSHARD_CHECK(
-      options_.max_grad_slots >= 1,
-      config,
-      "expected at least 1 gradient slot, got {}",
-      options_.max_grad_slots);
+  set_max_grad_slots(options_.max_grad_slots);
   for (UnitId u = 0; u < static_cast<UnitId>(units_.size()); ++u) {
     forward_order_.push_back(u);
     const UnitId parent = units_[u].parent;
@@ -73,6 +69,15 @@ Scheduler::Scheduler(std::vector<UnitSpec> units, SchedulerOptions options)
   }
   append_ends(units_, kNoUnit, backward_order_);
   std::reverse(backward_order_.begin(), backward_order_.end());
+}
+
+void Scheduler::set_max_grad_slots(int max_grad_slots) {
+  FLATSHARD_CHECK(
+      max_grad_slots >= 1,
+      config,
+      "expected at least 1 gradient slot, got {}",
+      max_grad_slots);
+  options_.max_grad_slots = max_grad_slots;
 }
 
 std::vector<Action> Scheduler::on(const ScheduleEvent& event) {

@@ -32,6 +32,9 @@ class Scheduler {
  public:
   Scheduler(std::vector<UnitSpec> units, SchedulerOptions options);
 
+  /// SchedulerOptions::max_grad_slots, from the next event on.
+  void set_max_grad_slots(int max_grad_slots);
+
   /// Takes one event and returns the actions it causes, in launch order.
   /// @throws Error{usage} when the event cannot follow the ones before it,
   /// naming the unit.

@@ -134,6 +134,16 @@ void Runtime::set_is_last_microbatch(bool is_last) {
        .sync = sync_gradients_});
 }
 
+void Runtime::set_max_grad_slots(int max_grad_slots) {
+  const std::lock_guard lock(mutex_);
+  FLATSHARD_CHECK(
+      options_.slots_on_demand,
+      usage,
+      "expected RuntimeOptions::slots_on_demand for set_max_grad_slots, got an "
+      "arena, which is planned before the first step");
+  scheduler_.set_max_grad_slots(max_grad_slots);
+}
+
 void Runtime::set_sync_gradients(bool sync) {
   const std::lock_guard lock(mutex_);
   sync_gradients_ = sync;

@@ -86,6 +86,11 @@ class Runtime : public nn::WgradSink,
   void set_is_last_microbatch(bool is_last);
   /// false (no_sync): gradients accumulate unsharded without any collective.
   void set_sync_gradients(bool sync);
+  /// How many gradient slots may live at once: one is filled while the others
+  /// are reduced. Between two steps, equal on all ranks, and only with
+  /// RuntimeOptions::slots_on_demand: an arena has room for the two of its
+  /// plan.
+  void set_max_grad_slots(int max_grad_slots);
 
   /// From the next event on; equal on all ranks, between two steps. Overrides
   /// RuntimeOptions::reshard_after_forward.

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "flatshard/unit/autograd_node.h"
 #include "flatshard/unit/runtime.h"
 
 #include <map>
@@ -18,7 +19,7 @@ struct Runtime::Call {
   /// Position among all forwards, in the order of their ends.
   std::int64_t end = -1;
   /// Who made its outputs: its backward begins before theirs.
-  std::vector<std::weak_ptr<torch::autograd::Node>> output_nodes;
+  std::vector<WeakNodePtr> output_nodes;
   /// Inputs whose gradient a hook announces, and whether some wanted input
   /// cannot be watched (a leaf): then the backward ends with its task.
   int num_watched_inputs = 0;
@@ -54,7 +55,7 @@ struct Runtime::WatchedTensor {
     Role role;
   };
 
-  std::weak_ptr<torch::autograd::Node> node;
+  WeakNodePtr node;
   std::vector<Use> uses;  ///< in the order of forward
 };
 

@@ -4,9 +4,8 @@
 #include "flatshard/device/stream.h"
 #include "flatshard/group/param_group.h"
 #include "flatshard/schedule/events.h"
+#include "flatshard/unit/autograd_node.h"
 #include "flatshard/unit/parameter_storage.h"
-
-#include <torch/csrc/autograd/function.h>
 
 #include <memory>
 #include <string>
@@ -26,7 +25,7 @@ struct UnitParameter {
   std::int64_t index = 0;  ///< in the group's layout
   ParameterStorage storage;
   /// Held: autograd keeps it weakly, and without it no hook fires.
-  std::shared_ptr<torch::autograd::Node> accumulator;
+  NodePtr accumulator;
   std::uintptr_t hook_id = 0;
 
   bool in_slot = false;     ///< the slot holds (a part of) the gradient

@@ -51,8 +51,10 @@ void bind_comm(py::module_& m) {
       .def_property_readonly("num_axes", &Mesh::num_axes)
       .def_property_readonly(
           "has_fast_links",
-          [](Mesh& mesh) { return PeerMemory::has_fast_links(mesh.world()); },
-          py::call_guard<py::gil_scoped_release>(),
+          [](Mesh& mesh) {
+            const py::gil_scoped_release no_gil;
+            return PeerMemory::has_fast_links(mesh.world());
+          },
           "Whether NVLink joins all GPUs of the mesh. Collective.")
       .def("__repr__", &Mesh::to_string);
 }

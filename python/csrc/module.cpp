@@ -6,6 +6,7 @@ PYBIND11_MODULE(_C, m) {
   using namespace flatshard::python;
   m.doc() = "The C++ core of Flatshard; use the package flatshard instead.";
   // What flatshard/__init__.py compares with the torch that is installed.
+  m.attr("version") = FLATSHARD_VERSION;
   m.attr("torch_version") = FLATSHARD_TORCH_VERSION;
   m.attr("with_cuda") = static_cast<bool>(FLATSHARD_WITH_CUDA);
   bind_errors(m);

@@ -52,7 +52,6 @@ PyUnit::PyUnit(
     const std::string& strategy,
     const std::string& granularity,
     const py::object& compute_dtype,
-    const py::object& reduce_dtype,
     double max_padding,
     bool offload,
     bool pin_memory,
@@ -60,7 +59,7 @@ PyUnit::PyUnit(
     bool copies)
     : grads_in_place_(grads_in_place) {
   std::vector<UnitMember> list;
-  for (const auto& [name, whole, values] : members) {
+  for (const auto& [name, whole, values, reduce_dtype] : members) {
     const at::ScalarType own = values.scalar_type();
     const at::ScalarType compute =
         compute_dtype.is_none() ? own : dtype_of(compute_dtype);
@@ -73,7 +72,7 @@ PyUnit::PyUnit(
           .init = InitSpec::zeros(),
           .values = values.is_meta() ? at::Tensor() : values.detach()},
          {.compute = compute,
-          .reduce = reduce_dtype.is_none() ? compute : dtype_of(reduce_dtype),
+          .reduce = dtype_of(reduce_dtype),
           .main_params = own,
           .main_grads = own}});
   }

@@ -16,13 +16,13 @@ namespace flatshard::python {
 /// Parameters have the order of `Unit::parameters`.
 class PyUnit {
  public:
-  /// Name, the tensor that modules compute with, its values.
-  using Member = std::tuple<std::string, at::Tensor, at::Tensor>;
+  /// Name, the tensor that modules compute with, its values, and the
+  /// torch.dtype of its gradients on the wire.
+  using Member = std::tuple<std::string, at::Tensor, at::Tensor, py::object>;
 
   /// @param granularity  "row": cut between slices along the first dimension,
   ///   which a DTensor can say; "tensor": never cut.
-  /// @param compute_dtype, reduce_dtype  torch.dtype or None: the parameter's
-  ///   own, and that of compute.
+  /// @param compute_dtype  torch.dtype or None: the parameter's own.
   /// @param grads_in_place  some layers call PyRuntime::linear.
   /// @param copies  peers read compute weights, which are kept for it.
   PyUnit(
@@ -31,7 +31,6 @@ class PyUnit {
       const std::string& strategy,
       const std::string& granularity,
       const py::object& compute_dtype,
-      const py::object& reduce_dtype,
       double max_padding,
       bool offload,
       bool pin_memory,

@@ -200,7 +200,6 @@ void bind_unit(py::module_& m) {
               const std::string&,
               const std::string&,
               const py::object&,
-              const py::object&,
               double,
               bool,
               bool,
@@ -211,7 +210,6 @@ void bind_unit(py::module_& m) {
           py::arg("strategy"),
           py::arg("granularity"),
           py::arg("compute_dtype"),
-          py::arg("reduce_dtype"),
           py::arg("max_padding"),
           py::arg("offload"),
           py::arg("pin_memory"),
@@ -341,6 +339,16 @@ void bind_unit(py::module_& m) {
           [](PyRuntime& self, bool sync) {
             self.runtime().set_sync_gradients(sync);
           },
+          NoGil())
+      .def(
+          "set_max_grad_slots",
+          [](PyRuntime& self, int max_grad_slots) {
+            self.runtime().set_max_grad_slots(max_grad_slots);
+          },
+          NoGil())
+      .def(
+          "reset",
+          [](PyRuntime& self) { self.runtime().reset(); },
           NoGil())
       .def(
           "set_is_last_microbatch",

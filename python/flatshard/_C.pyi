@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+version: str
 torch_version: str
 with_cuda: bool
 
@@ -42,12 +43,11 @@ class Unit:
 
     def __init__(
         self,
-        members: Sequence[tuple[str, torch.Tensor, torch.Tensor]],
+        members: Sequence[tuple[str, torch.Tensor, torch.Tensor, torch.dtype]],
         mesh: Mesh,
         strategy: str,
         granularity: str,
         compute_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype | None,
         max_padding: float,
         offload: bool,
         pin_memory: bool,
@@ -132,6 +132,8 @@ class Runtime:
     ) -> None: ...
     def set_sync_gradients(self, sync: bool) -> None: ...
     def set_is_last_microbatch(self, last: bool) -> None: ...
+    def set_max_grad_slots(self, max_grad_slots: int) -> None: ...
+    def reset(self) -> None: ...
 
 class AdamW:
     def __init__(

@@ -26,7 +26,7 @@ def _load_core():
 
 _load_core()
 
-from flatshard import checkpoint, optim  # noqa: E402
+from flatshard import _C, checkpoint, optim  # noqa: E402
 from flatshard._C import ConfigError, Error  # noqa: E402
 from flatshard.fully_shard import FSDPModule, fully_shard  # noqa: E402
 from flatshard.initialize import reset_parameters  # noqa: E402
@@ -34,6 +34,7 @@ from flatshard.loss import linear_cross_entropy  # noqa: E402
 from flatshard.module import (  # noqa: E402
     UnshardHandle,
     register_fsdp_forward_method,
+    share_comm_ctx,
 )
 from flatshard.policies import (  # noqa: E402
     CPUOffloadPolicy,
@@ -41,7 +42,7 @@ from flatshard.policies import (  # noqa: E402
     OffloadPolicy,
 )
 
-__version__ = "0.1.0"
+__version__ = _C.version
 __all__ = [
     "CPUOffloadPolicy",
     "ConfigError",
@@ -56,4 +57,5 @@ __all__ = [
     "optim",
     "register_fsdp_forward_method",
     "reset_parameters",
+    "share_comm_ctx",
 ]

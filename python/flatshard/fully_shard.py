@@ -16,6 +16,7 @@ from flatshard.module import (
     wrap_class,
 )
 from flatshard.policies import MixedPrecisionPolicy, OffloadPolicy
+from flatshard.torch_versions import default_reduce_dtype
 from flatshard.unit import (
     Parameter,
     Policy,
@@ -55,6 +56,7 @@ def fully_shard(
     max_padding=0.05,
     grads_in_place=False,
     copy_engines="none",
+    dp_mesh_dims=None,
 ):
     """Shards the parameters of `module` that no inner call has sharded yet.
 
@@ -93,6 +95,8 @@ def fully_shard(
             of the compute weights and takes 256 MiB; all ranks on one host. "auto":
             where NVLink joins all GPUs of the mesh. One for all units of a model.
             Reductions of other models on the same mesh are copies from then on too.
+        dp_mesh_dims: None; FSDP2's, for parameters that are DTensors already, is
+            refused.
 
     Returns:
         `module`, which is an FSDPModule from now on.
@@ -110,6 +114,11 @@ def fully_shard(
     mp_policy = _mixed_precision(mp_policy)
     offload = _offload(offload_policy)
     _refuse_unsupported(reshard_after_forward)
+    if dp_mesh_dims is not None:
+        raise NotImplementedError(
+            "dp_mesh_dims is not supported: parameters that are DTensors already are "
+            "not; pass the mesh of the data-parallel ranks as mesh"
+        )
     if granularity not in ("row", "tensor"):
         raise ValueError(
             f"granularity: expected 'row' or 'tensor', got {granularity!r}"
@@ -128,14 +137,16 @@ def fully_shard(
     for tensor, full_name, sites in found:
         p = Parameter(sites, whole_parameter(tensor), on_meta=tensor.is_meta)
         parameters.append(p)
-        members.append((full_name, p.whole, tensor.detach()))
+        reduce_dtype = mp_policy.reduce_dtype or default_reduce_dtype(
+            mp_policy.param_dtype, tensor.dtype
+        )
+        members.append((full_name, p.whole, tensor.detach(), reduce_dtype))
     unit = _C.Unit(
         members=members,
         mesh=core,
         strategy=name,
         granularity=granularity,
         compute_dtype=mp_policy.param_dtype,
-        reduce_dtype=mp_policy.reduce_dtype,
         max_padding=max_padding,
         offload=offload,
         pin_memory=offload and offload_policy.pin_memory,
@@ -231,6 +242,11 @@ def _mixed_precision(policy):
     if not all(hasattr(policy, name) for name in names):
         raise ValueError(
             f"mp_policy: expected a MixedPrecisionPolicy, got {type(policy).__name__}"
+        )
+    if getattr(policy, "param_dtype_override_fn", None) is not None:
+        raise NotImplementedError(
+            "mp_policy: param_dtype_override_fn is not supported; give the modules whose "
+            "parameters keep their dtype a fully_shard call and a policy of their own"
         )
     return policy
 

@@ -273,6 +273,62 @@ class FSDPModule:
             "the forward runs on; let that one wait for the event"
         )
 
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers, *, recurse=True):
+        """How many reductions may be under way while the next unit's gradients are
+        computed; 1 at first. More of them take a unit's gradients of memory each, and
+        help where reductions are slower than the backward. Call it on the root: one
+        number serves all units."""
+        n = max_input_buffers
+        if isinstance(n, bool) or not isinstance(n, int):
+            raise TypeError(f"max_input_buffers: expected an int, got {n!r}")
+        if n < 1:
+            raise ValueError(f"max_input_buffers: expected at least 1, got {n}")
+        if not recurse:
+            raise NotImplementedError(
+                "set_reduce_scatter_max_input_buffers is not supported with "
+                "recurse=False: one number serves all units of a model"
+            )
+        root_of(self).core.set_max_grad_slots(n + 1)
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params, *, recurse=True
+    ):
+        """True is how it always is: a parameter without a gradient counts as zeros in
+        the reduction of its unit, so ranks may differ in which these are."""
+        if not reduce_scatter_unused_params:
+            raise NotImplementedError(
+                "set_reduce_scatter_unused_params(False) is not supported: parameters "
+                "without a gradient always count as zeros in their unit's reduction"
+            )
+
+    def set_separate_reduce_scatter_group(self, enable=True, *, recurse=True):
+        """True is how it always is: reductions have a communicator of their own."""
+        if not enable:
+            raise NotImplementedError(
+                "set_separate_reduce_scatter_group(False) is not supported: reductions "
+                "always have a communicator of their own"
+            )
+
+    def set_symm_mem_for_comm(self, backend="NCCL"):
+        raise NotImplementedError(
+            "set_symm_mem_for_comm is not supported: for gathers and reductions by copy "
+            "engines use fully_shard(..., copy_engines='auto')"
+        )
+
+    def reset_iter_state(self):
+        """After an exception in forward or backward: ends what is open, releases all
+        weights and drops the gradients of the failed step, so that the next step starts
+        clean. The next forward of the root does it by itself, too. Call it on the root,
+        on all ranks. Blocks until the communication under way is over."""
+        root_of(self).core.reset()
+
+    def finalize_backward(self, async_op=False):
+        raise NotImplementedError(
+            "finalize_backward is not supported: each backward reduces at its end, "
+            "unless set_requires_gradient_sync(False) or no_sync() says otherwise; leave "
+            "the call out and let the last backward synchronize"
+        )
+
     # -- how long parameters stay whole ------------------------------------------------
 
     def set_reshard_after_forward(self, reshard_after_forward, recurse=True):
@@ -282,6 +338,15 @@ class FSDPModule:
     def set_reshard_after_backward(self, reshard_after_backward, *, recurse=True):
         """False: parameters stay whole after the backward, until they change."""
         self._set("reshard_after_backward", reshard_after_backward, recurse)
+
+    def set_keep_unsharded_storage(self, keep, *, recurse=True):
+        if keep:
+            raise NotImplementedError(
+                "set_keep_unsharded_storage(True) is not supported: the memory of "
+                "released parameters serves other units; "
+                "set_reshard_after_forward(False) and set_reshard_after_backward(False) "
+                "keep parameters whole, and where they are"
+            )
 
     def set_unshard_in_backward(self, unshard_in_backward):
         """False: the unit's backward does not read its parameters (embeddings),
@@ -411,6 +476,15 @@ def register_fsdp_forward_method(module, method_name):
 
     # A plain attribute, so that the class of other instances stays as it is.
     setattr(module, method_name, wrapped.__get__(module, type(module)))
+
+
+def share_comm_ctx(modules):
+    """FSDP2's, for the chunks of a pipeline that share streams; refused by name."""
+    raise NotImplementedError(
+        "share_comm_ctx is not supported: each outermost module has streams and "
+        "communicators of its own; wrap the chunks of one process as one model, whose "
+        "outermost module calls them"
+    )
 
 
 def wrap_class(module):

@@ -15,7 +15,9 @@ class MixedPrecisionPolicy:
     Attributes:
         param_dtype: of the gathered parameters, so of forward and backward.
             None: the parameters' own.
-        reduce_dtype: of gradients on the wire. None: `param_dtype`.
+        reduce_dtype: of gradients on the wire. None: as FSDP2 of the torch that is
+            installed, so `param_dtype` up to torch 2.14, and since 2.15 the dtype that
+            the parameters have.
         output_dtype: floating-point outputs of the unit's forward are cast to
             it. None: left as they are.
         cast_forward_inputs: cast floating-point inputs of the unit's forward to

@@ -1,0 +1,155 @@
+"""Every name of the FSDP2 that is installed is offered with its meaning, or refused
+with its own name."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+import torch.distributed.fsdp as fsdp
+from torch.distributed.fsdp import FSDPModule as Fsdp2Module
+
+import flatshard
+from flatshard import fully_shard
+from tests.python.models import Mlp
+from tests.python.training import distance, full_state, shard, train, twins
+
+# Of the package that FSDP2 shares with FSDP1: what fully_shard needs.
+PUBLIC = (
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+)
+
+
+def sharded(mesh):
+    return shard(Mlp(), fully_shard, mesh=mesh)
+
+
+def test_every_method_has_its_parameters():
+    for name, method in inspect.getmembers(Fsdp2Module, inspect.isfunction):
+        if name.startswith("_"):
+            continue
+        ours = getattr(flatshard.FSDPModule, name)
+        wanted = list(inspect.signature(method).parameters)
+        assert list(inspect.signature(ours).parameters) == wanted, name
+
+
+def test_every_option_of_fully_shard():
+    wanted = inspect.signature(fsdp.fully_shard).parameters
+    assert set(wanted) <= set(inspect.signature(fully_shard).parameters)
+
+
+def test_every_function():
+    # torch 2.11's package has not all of them.
+    assert [name for name in PUBLIC if not hasattr(flatshard, name)] == []
+
+
+@pytest.mark.parametrize(
+    "call, problem",
+    [
+        (lambda m: m.set_symm_mem_for_comm(), "set_symm_mem_for_comm.*copy_engines"),
+        (
+            lambda m: m.set_separate_reduce_scatter_group(False),
+            "set_separate_reduce_scatter_group.False.",
+        ),
+        (
+            lambda m: m.set_reduce_scatter_unused_params(False),
+            "set_reduce_scatter_unused_params.False.",
+        ),
+        (
+            lambda m: m.set_reduce_scatter_max_input_buffers(2, recurse=False),
+            "set_reduce_scatter_max_input_buffers.*recurse",
+        ),
+        (
+            lambda m: m.set_keep_unsharded_storage(True),
+            "set_keep_unsharded_storage.*set_reshard_after_forward",
+        ),
+        (lambda m: m.finalize_backward(), "finalize_backward.*leave the call out"),
+        (lambda m: flatshard.share_comm_ctx([m]), "share_comm_ctx"),
+    ],
+)
+def test_what_is_refused(call, problem, mesh):
+    with pytest.raises(NotImplementedError, match=problem):
+        call(sharded(mesh))
+
+
+def test_options_that_are_refused(mesh):
+    with pytest.raises(NotImplementedError, match="dp_mesh_dims"):
+        fully_shard(Mlp(), mesh=mesh, dp_mesh_dims=object())
+    policy = copy.copy(flatshard.MixedPrecisionPolicy())
+    object.__setattr__(policy, "param_dtype_override_fn", lambda p: None)
+    with pytest.raises(NotImplementedError, match="param_dtype_override_fn"):
+        fully_shard(Mlp(), mesh=mesh, mp_policy=policy)
+
+
+def test_a_mesh_for_one_parameter_is_refused(mesh):
+    class ShardPlacementResult:
+        placement, mesh_info = None, None
+
+    with pytest.raises(
+        NotImplementedError, match="shard_placement_fn: .* parameter up.weight"
+    ):
+        fully_shard(
+            Mlp().blocks[0],
+            mesh=mesh,
+            shard_placement_fn=lambda p: ShardPlacementResult(),
+        )
+
+
+def test_what_is_so_already(mesh):
+    model = sharded(mesh)
+    model.set_separate_reduce_scatter_group(True)
+    model.set_reduce_scatter_unused_params(True)
+    model.set_keep_unsharded_storage(False)
+
+
+@pytest.mark.parametrize("buffers", [1, 2, 3])
+def test_more_input_buffers_change_no_bit(buffers, mesh, rank):
+    plain, model = twins(lambda: Mlp(blocks=5), mesh, {})
+    model.set_reduce_scatter_max_input_buffers(buffers)
+    assert train(model, rank) == train(plain, rank)
+    assert distance(full_state(model), full_state(plain)) == 0
+
+
+@pytest.mark.parametrize("value, error", [(True, TypeError), ("2", TypeError), (0, ValueError)])
+def test_input_buffers_are_a_number(value, error, mesh):
+    with pytest.raises(error, match="max_input_buffers: expected"):
+        sharded(mesh).set_reduce_scatter_max_input_buffers(value)
+
+
+def test_reset_iter_state_lets_the_next_step_start_clean(mesh, rank):
+    plain, model = twins(Mlp, mesh, {})
+    model.reset_iter_state()  # nothing to do yet
+    generator = torch.Generator().manual_seed(rank)
+    loss = model.loss(generator)
+    model.blocks[1].register_forward_pre_hook(fail_once(RuntimeError("once")))
+    with pytest.raises(RuntimeError, match="once"):
+        model.loss(generator)
+    model.reset_iter_state()
+    del loss
+    assert all(p.grad is None for p in model.parameters())
+    assert train(model, rank) == train(plain, rank)
+    assert distance(full_state(model), full_state(plain)) == 0
+
+
+def fail_once(error):
+    def hook(module, args):
+        if hook.fails:
+            hook.fails = False
+            raise error
+
+    hook.fails = True
+    return hook
+
+
+def test_reset_iter_state_is_the_roots(mesh):
+    model = sharded(mesh)
+    model.reset_iter_state()
+    with pytest.raises(ValueError, match="outermost"):
+        model.blocks[0].reset_iter_state()
