@@ -34,8 +34,8 @@ check: build ## Run the test cases that take at most a second, in a minute
 test: build ## Run every test; SAN=address,undefined for the sanitizers
 	@scripts/run_tests
 
-coverage: ## The same, and which lines of flatshard/ ran; fails below 90 %
-	@COVERAGE=on scripts/build && COVERAGE=on scripts/run_tests
+coverage: ## Run every test and count lines: make test COVERAGE=on
+	@$(MAKE) --no-print-directory test COVERAGE=on
 
 build: ## Install what is missing, configure, compile
 	@scripts/build

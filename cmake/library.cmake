@@ -100,6 +100,7 @@ function(flatshard_library folder)
     ${target} PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}>
                      $<INSTALL_INTERFACE:include>)
   _flatshard_setup(${target} ${A_PURE})
+  flatshard_count_lines(${target})
   list(TRANSFORM A_DEPS PREPEND flatshard_)
   target_link_libraries(${target} PUBLIC ${A_DEPS})
   set_property(GLOBAL APPEND PROPERTY FLATSHARD_LIBRARIES ${target})

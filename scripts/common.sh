@@ -24,7 +24,7 @@ check_torch_version() {
   [[ $TORCH =~ ^[0-9]+\.[0-9]+\.[0-9]+$ ]] &&
     [ "$(printf '%s\n' "$least" "$TORCH" | sort -V | head -1)" = "$least" ] &&
     [ "$(printf '%s\n' "$TORCH" "$above" | sort -V | head -1)" = "$TORCH" ] ||
-    die "TORCH=$TORCH: expected a version of torch from $least on and below $above,
+    die "TORCH=$TORCH: expected a version of torch from $least on and below $above, \
 such as TORCH=$pinned_torch; others have not been tried with Flatshard."
 }
 

@@ -329,6 +329,13 @@ class FSDPModule:
             "the call out and let the last backward synchronize"
         )
 
+    def set_manual_backward_finalization(self, enabled):
+        if enabled:
+            raise NotImplementedError(
+                "set_manual_backward_finalization(True) is not supported: each backward "
+                "reduces at its end; no_sync() puts that off to the last one"
+            )
+
     # -- how long parameters stay whole ------------------------------------------------
 
     def set_reshard_after_forward(self, reshard_after_forward, recurse=True):

@@ -122,6 +122,10 @@ class ShardedTensor(DTensor):
                 result = function(*pieces, **(kwargs or {}))
                 writes.note(args[0])
                 return None if result is None else args[0]
+            if function.__name__ in _OF_NEW_VALUES:
+                made = _new_values(function, *args, **(kwargs or {}))
+                if made is not None:
+                    return made
             args = _align(args)
             if kwargs and "out" in kwargs:
                 return _call_with_out(function, args, kwargs)
@@ -336,6 +340,27 @@ def _piece_beside(reference, value):
         and value._local_tensor.shape == reference._local_tensor.shape
     )
     return value._local_tensor if same else None
+
+
+_OF_NEW_VALUES = ("new_empty", "new_zeros", "new_ones", "new_full")
+
+
+def _new_values(function, source, size=(), *args, **kwargs):
+    """Of a shard's own shape: its rows, with other values. None for other shapes, of
+    which DTensor makes what it can."""
+    if not isinstance(source, ShardedTensor) or not isinstance(size, (tuple, list)):
+        return None
+    if tuple(size) != tuple(source.shape):
+        return None
+    requires_grad = kwargs.pop("requires_grad", False)
+    local = source._local_tensor
+    return ShardedTensor.wrap(
+        function(local, local.shape, *args, **kwargs),
+        source.device_mesh,
+        source.placements,
+        source.shape,
+        requires_grad,
+    )
 
 
 def _cuts_of(value, found):

@@ -70,6 +70,10 @@ def test_every_function():
             lambda m: m.set_keep_unsharded_storage(True),
             "set_keep_unsharded_storage.*set_reshard_after_forward",
         ),
+        (
+            lambda m: m.set_manual_backward_finalization(True),
+            "set_manual_backward_finalization.True.*no_sync",
+        ),
         (lambda m: m.finalize_backward(), "finalize_backward.*leave the call out"),
         (lambda m: flatshard.share_comm_ctx([m]), "share_comm_ctx"),
     ],
@@ -107,6 +111,7 @@ def test_what_is_so_already(mesh):
     model.set_separate_reduce_scatter_group(True)
     model.set_reduce_scatter_unused_params(True)
     model.set_keep_unsharded_storage(False)
+    model.set_manual_backward_finalization(False)
 
 
 @pytest.mark.parametrize("buffers", [1, 2, 3])

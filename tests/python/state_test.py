@@ -338,3 +338,20 @@ def test_full_state_dicts(mesh, rank):
     other, _ = trained(fully_shard, mesh, rank, seed=1)
     set_model_state_dict(other, state, options=options)
     assert distance(full_state(other), whole) == 0
+
+
+def test_new_values_in_a_shards_shape_have_its_rows(mesh):
+    model = fully_shard(on_device(torch.nn.Linear(5, 7)), mesh=mesh)
+    for p in model.parameters():
+        rows = p.to_local().shape
+        for made in (
+            p.new_zeros(p.shape),
+            p.new_empty(p.shape, dtype=torch.float64).zero_(),
+            p.new_full(p.shape, 0.0),
+        ):
+            assert type(made) is type(p.data) and made.shape == p.shape
+            assert made.placements == p.placements
+            assert made.to_local().shape == rows
+            torch.testing.assert_close(
+                made.full_tensor(), on_device(torch.zeros(p.shape, dtype=made.dtype))
+            )
