@@ -22,9 +22,20 @@ wheels=("$work"/dist/*.whl)
 "$python" - "${wheels[0]}" <<'PYTHON'
 import sys
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
-names = set(zipfile.ZipFile(sys.argv[1]).namelist())
+wheel = zipfile.ZipFile(sys.argv[1])
+names = set(wheel.namelist())
+# It fits the torch it was built with and no other, and says so.
+metadata = next(name for name in names if name.endswith(".dist-info/METADATA"))
+requires = [
+    line.split(": ")[1]
+    for line in wheel.read(metadata).decode().splitlines()
+    if line.startswith("Requires-Dist:")
+]
+installed = version("torch").split("+")[0]
+assert [r.replace(" ", "") for r in requires] == [f"torch=={installed}"], requires
 names = {name for name in names if ".dist-info/" not in name}
 package = Path("python/flatshard")
 wanted = {

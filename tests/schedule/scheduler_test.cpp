@@ -77,6 +77,30 @@ TEST(Scheduler, GatheredUnitsAreBoundedByThePrefetchDepth) {
   }
 }
 
+TEST(Scheduler, AsManyGradientSlotsLiveAsItMay) {
+  const auto most = [](const std::vector<Action>& actions) {
+    int live = 0;
+    int most = 0;
+    for (const Action& a : actions) {
+      live += a.kind == ActionKind::acquire_grads;
+      live -= a.kind == ActionKind::drain;
+      most = std::max(most, live);
+    }
+    EXPECT_EQ(live, 0);
+    return most;
+  };
+  Scheduler changed(four_blocks(), {});
+  for (const int slots : {1, 2, 3}) {
+    const auto actions =
+        simulate_step(four_blocks(), {.max_grad_slots = slots});
+    EXPECT_EQ(most(actions), slots);
+    changed.set_max_grad_slots(slots);
+    const auto step = plain_step_events(four_blocks(), {0, 1, 1, 1, 1});
+    EXPECT_EQ(most(replay(changed, step)), slots);
+  }
+  EXPECT_THROW(changed.set_max_grad_slots(0), Error);
+}
+
 TEST(Scheduler, ResidentUnitsAreGatheredOncePerChange) {
   auto units = four_blocks();
   for (UnitSpec& unit : units) {
