@@ -7,7 +7,7 @@
 #   [LIBS ...])
 #   flatshard_<name>, which several tests use.
 # flatshard_test(<name> [PURE|THREADS] [MODULES] SOURCES ... DEPS ... [LIBS ...]
-#   [TIMEOUT s])
+#   [TIMEOUT s] [PROCESSORS n])
 #   one GoogleTest program. Its cases are the ctest <name>, labelled quick; those
 #   that tests/slow_cases.txt lists are a ctest <name>_slow.
 # MODULES: takes the precompiled header that has torch's modules.
@@ -132,13 +132,18 @@ function(flatshard_test_library name)
 endfunction()
 
 function(flatshard_test name)
-  cmake_parse_arguments(A "PURE;THREADS;MODULES" "TIMEOUT" "SOURCES;DEPS;LIBS" ${ARGN})
+  cmake_parse_arguments(
+    A "PURE;THREADS;MODULES" "TIMEOUT;PROCESSORS" "SOURCES;DEPS;LIBS" ${ARGN})
   _flatshard_skip(skip)
   if(skip)
     return()
   endif()
   if(NOT A_TIMEOUT)
     set(A_TIMEOUT 300)
+  endif()
+  # How many cores it keeps from others: more than 1 where it watches the clock.
+  if(NOT A_PROCESSORS)
+    set(A_PROCESSORS 1)
   endif()
   _flatshard_executable(${name} ${A_PURE})
   # Less to wait for when they are built, hardly more when they run.
@@ -179,7 +184,7 @@ endfunction()
 function(_flatshard_ctest name program timeout)
   add_test(NAME ${name} COMMAND ${program})
   set_tests_properties(
-    ${name} PROPERTIES TIMEOUT ${timeout} ENVIRONMENT
+    ${name} PROPERTIES TIMEOUT ${timeout} PROCESSORS ${A_PROCESSORS} ENVIRONMENT
     "OMP_NUM_THREADS=1;GTEST_OUTPUT=xml:${PROJECT_BINARY_DIR}/reports/${name}.xml")
 endfunction()
 
