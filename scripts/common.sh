@@ -62,9 +62,9 @@ build_dir() {
   fi
 }
 
-# Seconds since $1, as 2:05.
+# From second $1 to second $2, or until now, as 2:05.
 elapsed() {
-  local s=$(($(date +%s) - $1))
+  local s=$((${2:-$(date +%s)} - $1))
   printf '%d:%02d' $((s / 60)) $((s % 60))
 }
 
