@@ -7,8 +7,9 @@
 #include <cstdlib>
 #include <thread>
 
+#include "flatshard/comm/collective_scope.h"
 #include "flatshard/comm/make_communicator.h"
-#include "flatshard/comm/mesh.h"
+#include "flatshard/mesh/mesh.h"
 
 namespace flatshard {
 namespace {

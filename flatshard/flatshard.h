@@ -12,10 +12,11 @@
 #include "flatshard/layout/strategy.h"
 
 // Devices and ranks.
-#include "flatshard/comm/launch.h"
-#include "flatshard/comm/mesh.h"
 #include "flatshard/comm/store.h"
 #include "flatshard/device/stream.h"
+#include "flatshard/launch/environment.h"
+#include "flatshard/launch/local_ranks.h"
+#include "flatshard/mesh/mesh.h"
 
 // Modules and layers for one device.
 #include "flatshard/nn/attention.h"

@@ -7,10 +7,10 @@
 #include <string>
 #include <vector>
 
-#include "flatshard/comm/mesh.h"
 #include "flatshard/layout/flat_layout.h"
 #include "flatshard/layout/local_range.h"
 #include "flatshard/layout/placement.h"
+#include "flatshard/mesh/mesh.h"
 
 namespace flatshard {
 

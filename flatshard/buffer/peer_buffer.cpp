@@ -23,16 +23,12 @@ PeerBuffer::PeerBuffer(
       internal,
       "expected a buffer that one all-gather makes whole, got {}",
       to_string(placements));
-  Communicator& group = mesh->communicator(steps.front().axes, Purpose::gather);
-  group_ = group.shared_from_this();
-  writes_ = mesh->communicator(steps.front().axes, Purpose::reduce)
-                .shared_from_this();
-  group_->fence_by_memory();
-  writes_->fence_by_memory();
+  axes_ = steps.front().axes;
+  use_mesh(*mesh);
   const std::int64_t numel =
       FlatBuffer::local_numel(*layout, *mesh, placements);
   const std::int64_t element = c10::elementSize(dtype);
-  memory_ = PeerMemory::create(group, numel * element);
+  memory_ = PeerMemory::create(*group_, numel * element);
   local_ = FlatBuffer::wrap(
       memory_->local().view(dtype),
       layout,
@@ -57,6 +53,11 @@ PeerBuffer::PeerBuffer(
            .nbytes = range.numel * element});
     }
   }
+}
+
+void PeerBuffer::use_mesh(Mesh& mesh) {
+  group_ = mesh.communicator(axes_, Purpose::gather).shared_from_this();
+  writes_ = mesh.communicator(axes_, Purpose::reduce).shared_from_this();
 }
 
 void PeerBuffer::copy_whole(const at::Tensor& out) const {

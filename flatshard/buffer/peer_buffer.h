@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "flatshard/buffer/flat_buffer.h"
-#include "flatshard/comm/peer_memory.h"
+#include "flatshard/peer/peer_memory.h"
 
 namespace flatshard {
 
@@ -26,6 +26,9 @@ class PeerBuffer {
       at::ScalarType dtype);
 
   const FlatBuffer& local() const { return local_; }
+  /// Fences through the communicators of `mesh` from now on, which has the axes
+  /// of the one before.
+  void use_mesh(Mesh& mesh);
 
   /// Later copies of every rank see what every rank wrote before its own call.
   /// Collective; inside Stream::submit.
@@ -45,6 +48,7 @@ class PeerBuffer {
     std::int64_t nbytes = 0;
   };
 
+  std::vector<int> axes_;  ///< of the gather
   std::shared_ptr<Communicator> group_;
   std::shared_ptr<Communicator> writes_;
   std::unique_ptr<PeerMemory> memory_;

@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "flatshard/buffer/transition.h"
-#include "flatshard/comm/mesh.h"
 #include "flatshard/layout/flat_layout.h"
 #include "flatshard/layout/local_range.h"
 #include "flatshard/layout/placement.h"
+#include "flatshard/mesh/mesh.h"
 
 namespace flatshard {
 

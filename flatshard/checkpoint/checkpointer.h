@@ -16,8 +16,8 @@
 
 #include "flatshard/checkpoint/rank_messages.h"
 #include "flatshard/checkpoint/shard_image.h"
-#include "flatshard/comm/mesh.h"
 #include "flatshard/device/stream.h"
+#include "flatshard/mesh/mesh.h"
 
 namespace flatshard {
 

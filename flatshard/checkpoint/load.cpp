@@ -14,11 +14,12 @@
 #include "flatshard/checkpoint/dtypes.h"
 #include "flatshard/checkpoint/owned_runs.h"
 #include "flatshard/checkpoint/state_keys.h"
-#include "flatshard/comm/flight_recorder.h"
+#include "flatshard/comm/collective_scope.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/nearest_name.h"
 #include "flatshard/device/memory.h"
 #include "flatshard/device/upload.h"
+#include "flatshard/flight/recorder.h"
 #include "flatshard/format/read_plan.h"
 
 namespace flatshard {

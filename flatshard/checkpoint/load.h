@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "flatshard/checkpoint/owned_runs.h"
-#include "flatshard/comm/mesh.h"
 #include "flatshard/group/param_group.h"
+#include "flatshard/mesh/mesh.h"
 #include "flatshard/optim/optimizer.h"
 
 namespace flatshard {

@@ -4,7 +4,7 @@
 #include <memory>
 #include <string>
 
-#include "flatshard/comm/mesh.h"
+#include "flatshard/mesh/mesh.h"
 
 namespace flatshard {
 

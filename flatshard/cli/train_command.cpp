@@ -1,8 +1,9 @@
 #include "flatshard/cli/train_command.h"
 
-#include "flatshard/comm/launch.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
+#include "flatshard/launch/environment.h"
+#include "flatshard/launch/local_ranks.h"
 #include "flatshard/train/config.h"
 #include "flatshard/train/generate.h"
 #include "flatshard/train/setup.h"

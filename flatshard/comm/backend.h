@@ -4,8 +4,6 @@
 #include <mutex>
 
 #include "flatshard/comm/make_communicator.h"
-#include "flatshard/comm/peer_fence.h"
-#include "flatshard/comm/peer_memory.h"
 
 namespace flatshard::detail {
 
@@ -40,21 +38,6 @@ std::shared_ptr<Communicator> wrap_nccl_backend(
     BackendHandle backend,
     const std::string& name,
     at::Device device);
-
-/// See PeerMemory::has_fast_links.
-bool cuda_peers_are_linked(Communicator& group);
-
-std::unique_ptr<PeerMemory> make_cuda_peer_memory(
-    Communicator& group,
-    std::int64_t nbytes);
-
-/// PeerMemory in host memory, whatever the group's device. Collective.
-std::unique_ptr<PeerMemory> make_shared_pages(
-    Communicator& group,
-    std::int64_t nbytes);
-
-/// Null on all ranks when one's processes or driver cannot do it. Collective.
-std::unique_ptr<PeerFence> make_cuda_peer_fence(Communicator& group);
 
 /// See sum_rows.h. @param scale  of the sum.
 void cuda_sum_rows(

@@ -6,8 +6,7 @@
 #include <algorithm>
 #include <thread>
 
-#include "flatshard/comm/backend.h"
-#include "flatshard/comm/copy_reducer.h"
+#include "flatshard/comm/collective_scope.h"
 #include "flatshard/comm/tensor_memory.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
@@ -65,11 +64,11 @@ Communicator::Communicator(
 
 Communicator::~Communicator() = default;
 
-void Communicator::set_flight_recorder(
-    std::shared_ptr<FlightRecorder> recorder,
+void Communicator::set_observer(
+    std::shared_ptr<CollectiveObserver> observer,
     const std::string& group) {
-  flight_ = std::move(recorder);
-  flight_track_ = flight_ ? flight_->watch(shared_from_this(), group) : -1;
+  observer_ = std::move(observer);
+  track_ = observer_ ? observer_->watch(shared_from_this(), group) : -1;
 }
 
 std::string Communicator::where(CollectiveKind kind) const {
@@ -81,13 +80,14 @@ std::string Communicator::where(CollectiveKind kind) const {
       to_string(kind));
 }
 
-void Communicator::compare(const FlightEntry& mine) {
-  auto verdict = disagreement(flight_ ? flight_->rank() : rank_, mine);
-  if (verdict) {
-    if (flight_) {
-      *verdict = flight_->propose(*verdict);
-    }
-    throw Error(verdict->code, verdict->text, where(mine.signature.kind));
+void Communicator::compare(std::int64_t seq, const IssuedCollective& mine) {
+  const auto issued = find_mismatch(mine);
+  if (const auto text =
+          find_difference(fmt::format("{} #{}", name_, seq), issued)) {
+    throw(
+        observer_ ? observer_->explain_difference(*text, *this, seq, issued)
+                  : Error(ErrorCode::comm, *text))
+        .with_context(where(mine.signature.kind));
   }
 }
 
@@ -97,10 +97,11 @@ void Communicator::run(
     std::span<const at::Tensor> tensors,
     int detail,
     F&& launch) {
-  FlightEntry entry{
-      .seq = num_launched_++,
+  const std::int64_t seq = num_launched_++;
+  IssuedCollective mine{
+      .rank = rank_,
       .signature = {.kind = kind, .detail = detail}};
-  CollectiveSignature& signature = entry.signature;
+  CollectiveSignature& signature = mine.signature;
   for (const at::Tensor& tensor : tensors) {
     signature.numel += tensor.numel();
   }
@@ -109,33 +110,34 @@ void Communicator::run(
   }
   if (const CollectiveScope* scope = CollectiveScope::current()) {
     signature.unit = scope->unit();
-    entry.step = scope->step();
+    mine.step = scope->step();
   }
   if (log_) {
     log_->append(name_, kind, signature.numel, signature.dtype);
   }
-  if (!flight_) {
-    compare(entry);
+  if (!observer_) {
+    compare(seq, mine);
     launch();
     return;
   }
   try {
-    const auto ticket = flight_->begin(flight_track_, signature);
-    entry.step = ticket.step;
-    compare(entry);
+    const auto ticket = observer_->begin(track_, signature);
+    mine.rank = observer_->rank();
+    mine.step = ticket.step;
+    compare(seq, mine);
     launch();
     if (device_.is_cuda()) {
-      flight_->launched(ticket);
+      observer_->launched(ticket);
     } else {
-      flight_->completed(ticket);
+      observer_->completed(ticket);
     }
     if (kind == CollectiveKind::barrier) {
-      flight_->check();  // an aborted device does not wait for anybody
+      observer_->check();  // an aborted device does not wait for anybody
     }
   } catch (const Error& error) {
     const Error located =
         error.context().empty() ? error.with_context(where(kind)) : error;
-    throw flight_->explain(located);
+    throw observer_->explain(located);
   }
 }
 
@@ -277,37 +279,9 @@ void Communicator::reduce_scatter(
   }
   if (!some_ins.empty()) {
     run(CollectiveKind::reduce_scatter, some_ins, static_cast<int>(op), [&] {
-      if (copies_ == nullptr ||
-          !std::all_of(some_ins.begin(), some_ins.end(), CopyReducer::takes)) {
-        do_reduce_scatter(std::move(some_outs), some_ins, op);
-        return;
-      }
-      for (std::size_t i = 0; i < some_ins.size(); ++i) {
-        copies_->reduce_scatter(some_outs[i], some_ins[i], op, [&] {
-          do_fence();
-        });
-      }
+      do_reduce_scatter(std::move(some_outs), some_ins, op);
     });
   }
-}
-
-void Communicator::reduce_by_copies(
-    std::int64_t nbytes,
-    const StreamOptions& stream) {
-  if (copies_ == nullptr && size_ > 1) {
-    fence_by_memory();
-    copies_ = std::make_unique<CopyReducer>(*this, nbytes, stream);
-  }
-}
-
-void Communicator::restart_copies() {
-  if (copies_ != nullptr) {
-    copies_->restart();
-  }
-}
-
-std::int64_t Communicator::copy_nbytes() const {
-  return copies_ == nullptr ? 0 : copies_->nbytes();
 }
 
 void Communicator::all_reduce(const at::Tensor& inout, ReduceOp op) {
@@ -349,26 +323,7 @@ void Communicator::fence() {
   run(CollectiveKind::fence, {}, 0, [&] { do_fence(); });
 }
 
-void Communicator::fence_by_memory() {
-  if (!fences_chosen_ && device_.is_cuda() && size_ > 1) {
-    peer_fence_ = detail::make_cuda_peer_fence(*this);
-    abortable_ = peer_fence_.get();
-  }
-  fences_chosen_ = true;
-}
-
-void Communicator::abort() {
-  if (PeerFence* const fence = abortable_) {
-    fence->release();
-  }
-  do_abort();
-}
-
 void Communicator::do_fence() {
-  if (peer_fence_ != nullptr) {
-    peer_fence_->fence();
-    return;
-  }
   if (!fence_flag_.defined()) {
     fence_flag_ = at::zeros({1}, at::TensorOptions().device(device_));
   }

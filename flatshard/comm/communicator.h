@@ -2,23 +2,18 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <memory>
-#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "flatshard/comm/collective_log.h"
-#include "flatshard/comm/flight_recorder.h"
+#include "flatshard/comm/collective_observer.h"
 #include "flatshard/layout/placement.h"
 
 namespace flatshard {
-
-class CopyReducer;
-class PeerFence;
-struct StreamOptions;
 
 /// One group of ranks for one purpose.
 ///
@@ -66,20 +61,6 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
       std::span<const at::Tensor> ins,
       ReduceOp op);
 
-  /// From now on reduce-scatters of float32, bfloat16 and float16 are copies
-  /// into peers' memory and sums there (see CopyReducer), all of them from one
-  /// stream; over NCCL, too, sums are then float32 with one rounding. The
-  /// second call has no effect. Collective.
-  ///
-  /// @param nbytes  of memory on each rank, about.
-  /// @throws Error{config, memory} as PeerMemory::create.
-  /// @param stream  of the copies.
-  void reduce_by_copies(std::int64_t nbytes, const StreamOptions& stream);
-  /// See CopyReducer::restart.
-  void restart_copies();
-  /// The memory that it takes; 0 without.
-  std::int64_t copy_nbytes() const;
-
   /// Reduces `inout` over all ranks in place.
   void all_reduce(const at::Tensor& inout, ReduceOp op);
 
@@ -92,22 +73,25 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   /// Between the ranks' streams what barrier() is between hosts: what a rank
   /// wrote to PeerMemory before its fence is there for the others past theirs.
   void fence();
-  /// From now on fences between GPUs are a PeerFence, where the ranks can have
-  /// one. The second call has no effect. Collective.
-  void fence_by_memory();
+
+  /// After a failure, when ranks may have got to different places of what they
+  /// do together: all of them call it while their streams rest.
+  virtual void restart() {}
+  /// What it holds on the device for its own use.
+  virtual std::int64_t nbytes() const { return 0; }
 
   /// Ends the group: collectives that still run on the device fail or stop.
   /// The communicator cannot be used afterwards.
-  void abort();
+  /// From any thread.
+  void abort() { do_abort(); }
 
   /// Every later collective is appended to `log`; null for none.
   void set_log(std::shared_ptr<CollectiveLog> log) { log_ = std::move(log); }
 
-  /// Every later collective is recorded there, and its errors become the
-  /// verdict of all ranks. `group` names the ranks of this communicator: equal
-  /// on them, on no others.
-  void set_flight_recorder(
-      std::shared_ptr<FlightRecorder> recorder,
+  /// Sees every later collective. `group` names the ranks of this communicator:
+  /// equal on them, on no others.
+  void set_observer(
+      std::shared_ptr<CollectiveObserver> observer,
       const std::string& group);
 
  protected:
@@ -121,12 +105,36 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   virtual void do_broadcast(at::Tensor tensor, int root) = 0;
   virtual void do_barrier() = 0;
   virtual void do_abort() {}
-  /// Compares `mine` with the other ranks before the launch, where a mismatch
-  /// would end the process. Empty: all agree.
-  virtual std::optional<Verdict> disagreement(
-      int world_rank,
-      const FlightEntry& mine) {
-    return std::nullopt;
+  /// Unless overridden, a small all-reduce.
+  virtual void do_fence();
+  /// What every rank of the group is about to launch, in rank order, where they
+  /// differ and a mismatch would end the process; empty: all agree, or the
+  /// backend need not know. `mine` is this rank's.
+  virtual std::vector<IssuedCollective> find_mismatch(
+      const IssuedCollective& mine) {
+    return {};
+  }
+
+  // For a communicator that wraps another, which then sees nothing of it.
+  static void all_gather_of(Communicator& c, Tensors outs, Tensors ins) {
+    c.do_all_gather(std::move(outs), std::move(ins));
+  }
+  static void
+  reduce_scatter_of(Communicator& c, Tensors outs, Tensors ins, ReduceOp op) {
+    c.do_reduce_scatter(std::move(outs), std::move(ins), op);
+  }
+  static void all_reduce_of(Communicator& c, at::Tensor inout, ReduceOp op) {
+    c.do_all_reduce(std::move(inout), op);
+  }
+  static void broadcast_of(Communicator& c, at::Tensor tensor, int root) {
+    c.do_broadcast(std::move(tensor), root);
+  }
+  static void barrier_of(Communicator& c) { c.do_barrier(); }
+  static void fence_of(Communicator& c) { c.do_fence(); }
+  static std::vector<IssuedCollective> mismatch_of(
+      Communicator& c,
+      const IssuedCollective& mine) {
+    return c.find_mismatch(mine);
   }
 
   /// E.g. "rank 1/4 | dp.gather | all_gather".
@@ -139,8 +147,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
       std::span<const at::Tensor> tensors,
       int detail,
       F&& launch);
-  void do_fence();
-  void compare(const FlightEntry& mine);
+  void compare(std::int64_t seq, const IssuedCollective& mine);
   void check_tensor(CollectiveKind kind, const char* role, const at::Tensor& t)
       const;
   void check_pairs(
@@ -153,13 +160,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::string name_;
   at::Device device_;
   std::shared_ptr<CollectiveLog> log_;
-  std::shared_ptr<FlightRecorder> flight_;
-  int flight_track_ = -1;
+  std::shared_ptr<CollectiveObserver> observer_;
+  int track_ = -1;
   std::int64_t num_launched_ = 0;
-  std::unique_ptr<CopyReducer> copies_;    ///< null: the backend reduces
-  std::unique_ptr<PeerFence> peer_fence_;  ///< null: fences are all-reduces
-  std::atomic<PeerFence*> abortable_ = nullptr;  ///< the same, from any thread
-  bool fences_chosen_ = false;
   at::Tensor fence_flag_;  ///< [1], what an all-reduce for a fence reduces
 };
 

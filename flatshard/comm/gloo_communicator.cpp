@@ -85,12 +85,12 @@ class GlooCommunicator : public Communicator {
 
   // Gloo ends the process when a peer sends more than it has room for. So a
   // message of fixed size goes first and says what follows.
-  std::optional<Verdict> disagreement(int world_rank, const FlightEntry& mine)
-      override {
+  std::vector<IssuedCollective> find_mismatch(
+      const IssuedCollective& mine) override {
     if (!compare_collectives_) {
-      return std::nullopt;
+      return {};
     }
-    const Announcement own = announce(world_rank, mine);
+    const Announcement own = announce(mine);
     constexpr auto kBytes = static_cast<std::int64_t>(sizeof(Announcement));
     const at::Tensor in = at::empty({kBytes}, at::kByte);
     const at::Tensor all = at::empty({size(), kBytes}, at::kByte);
@@ -105,7 +105,7 @@ class GlooCommunicator : public Communicator {
                            reinterpret_cast<const char*>(&own) + kAgreedFrom,
                            sizeof(own) - kAgreedFrom) == 0;
     }
-    return equal ? std::nullopt : verdict_of(received, mine.seq);
+    return equal ? std::vector<IssuedCollective>() : issued(received);
   }
 
  private:
@@ -123,10 +123,10 @@ class GlooCommunicator : public Communicator {
   };
   static constexpr std::size_t kAgreedFrom = offsetof(Announcement, kind);
 
-  static Announcement announce(int world_rank, const FlightEntry& mine) {
+  static Announcement announce(const IssuedCollective& mine) {
     const CollectiveSignature& s = mine.signature;
     Announcement own{
-        .rank = world_rank,
+        .rank = mine.rank,
         .step = mine.step,
         .kind = static_cast<std::int64_t>(s.kind),
         .numel = s.numel,
@@ -138,37 +138,25 @@ class GlooCommunicator : public Communicator {
     return own;
   }
 
-  std::optional<Verdict> verdict_of(const char* received, std::int64_t seq)
-      const {
-    std::vector<RankView> views(size());
-    std::vector<FlightEntry> entries;
-    std::vector<int> ranks;
+  std::vector<IssuedCollective> issued(const char* received) const {
+    std::vector<IssuedCollective> all;
     for (int r = 0; r < size(); ++r) {
       Announcement other;
       std::memcpy(&other, received + r * sizeof(other), sizeof(other));
       const auto length = std::min<std::int64_t>(
           other.unit_length,
           static_cast<std::int64_t>(other.unit.size()));
-      entries.push_back(
-          {.seq = seq,
-           .signature =
-               {.kind = static_cast<CollectiveKind>(other.kind),
-                .numel = other.numel,
-                .dtype = static_cast<at::ScalarType>(other.dtype),
-                .detail = static_cast<int>(other.detail),
-                .unit = std::string(other.unit.data(), length)},
+      all.push_back(
+          {.rank = static_cast<int>(other.rank),
            .step = other.step,
-           .state = CollectiveState::started});
-      ranks.push_back(static_cast<int>(other.rank));
-      views[r].state.rank = ranks.back();
-      views[r].state.tracks.push_back({"", name(), seq + 1, {}, {entries[r]}});
+           .signature = {
+               .kind = static_cast<CollectiveKind>(other.kind),
+               .numel = other.numel,
+               .dtype = static_cast<at::ScalarType>(other.dtype),
+               .detail = static_cast<int>(other.detail),
+               .unit = std::string(other.unit.data(), length)}});
     }
-    auto verdict =
-        compare_signatures(fmt::format("{} #{}", name(), seq), entries, ranks);
-    if (verdict) {
-      verdict->text += "\n" + flight_table(views, "");
-    }
-    return verdict;
+    return all;
   }
 
   template <class F>

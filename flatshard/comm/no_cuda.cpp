@@ -43,23 +43,4 @@ void cuda_sum_rows(
       "-DFLATSHARD_CUDA=on");
 }
 
-bool cuda_peers_are_linked(Communicator& /*group*/) {
-  return false;
-}
-
-std::unique_ptr<PeerMemory> make_cuda_peer_memory(
-    Communicator& group,
-    std::int64_t /*nbytes*/) {
-  FLATSHARD_THROW(
-      config,
-      "communicator '{}': device '{}' needs CUDA, which this build has not; "
-      "build with -DFLATSHARD_CUDA=on",
-      group.name(),
-      group.device().str());
-}
-
-std::unique_ptr<PeerFence> make_cuda_peer_fence(Communicator& /*group*/) {
-  return nullptr;
-}
-
 }  // namespace flatshard::detail

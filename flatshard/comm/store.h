@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <string>
 
-#include "flatshard/comm/launch.h"
+#include "flatshard/launch/environment.h"
 
 namespace flatshard {
 

@@ -67,10 +67,10 @@ std::vector<MemoryRow> memory_rows(
            "alive at once is {}",
            plan.num_keys(),
            human(plan.peak_nbytes()))}};
-  if (runtime.mesh()->copy_nbytes() > 0) {
+  if (runtime.mesh()->communicator_nbytes() > 0) {
     rows.push_back(
         {"copied gradients",
-         runtime.mesh()->copy_nbytes(),
+         runtime.mesh()->communicator_nbytes(),
          "what peers write for this rank to sum"});
   }
   if (runtime.poison_nbytes() > 0) {

@@ -108,6 +108,21 @@ ParamGroup::ParamGroup(
   initialize(initializer);
 }
 
+void ParamGroup::use_mesh(std::shared_ptr<Mesh> mesh) {
+  FLATSHARD_CHECK(
+      mesh_->same_as(*mesh),
+      usage,
+      "{}: expected the mesh {} with other communicators, got mesh {}",
+      options_.name,
+      mesh_->to_string(),
+      mesh->to_string());
+  mesh_ = std::move(mesh);
+  ways_ = {};
+  if (peers_ != nullptr) {
+    peers_->use_mesh(*mesh_);
+  }
+}
+
 void ParamGroup::allocate_weights() {
   const Strategy& strategy = options_.strategy;
   const Precision& precision = options_.precision;

@@ -103,6 +103,9 @@ class ParamGroup {
   const FlatLayout& layout() const { return *layout_; }
   const std::vector<GroupParameter>& parameters() const { return parameters_; }
   const std::shared_ptr<Mesh>& mesh() const { return mesh_; }
+  /// Communicates through `mesh` from now on, which has the axes of the one
+  /// before (Mesh::same_as). While no gather and no reduction runs.
+  void use_mesh(std::shared_ptr<Mesh> mesh);
   bool trainable() const { return options_.trainable; }
   /// For messages.
   void set_name(std::string name) { options_.name = std::move(name); }

@@ -1,4 +1,5 @@
 #include "flatshard/optim/clip.h"
+#include "flatshard/comm/collective_scope.h"
 
 #include "flatshard/core/error.h"
 

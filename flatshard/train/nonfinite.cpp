@@ -1,13 +1,14 @@
 #include "flatshard/train/nonfinite.h"
+#include "flatshard/comm/collective_scope.h"
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
 #include <cstring>
 
-#include "flatshard/comm/flight_recorder.h"
 #include "flatshard/core/error.h"
 #include "flatshard/diagnostics/nan_check.h"
+#include "flatshard/flight/recorder.h"
 
 namespace flatshard {
 namespace {

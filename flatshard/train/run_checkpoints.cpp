@@ -1,9 +1,10 @@
 #include "flatshard/train/run_checkpoints.h"
 
 #include "flatshard/checkpoint/load.h"
-#include "flatshard/comm/flight_recorder.h"
+#include "flatshard/comm/collective_scope.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
+#include "flatshard/flight/recorder.h"
 #include "flatshard/format/checkpoint_folder.h"
 #include "flatshard/train/option_errors.h"
 

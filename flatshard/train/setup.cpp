@@ -1,14 +1,14 @@
 #include "flatshard/train/setup.h"
 
-#include "flatshard/comm/peer_memory.h"
+#include "flatshard/buffer/peer_mesh.h"
 #include "flatshard/core/error.h"
 #include "flatshard/device/memory.h"
 #include "flatshard/models/flops.h"
 #include "flatshard/optim/adamw.h"
 #include "flatshard/optim/sgd.h"
+#include "flatshard/peer/peer_memory.h"
 #include "flatshard/train/metrics.h"
 #include "flatshard/train/option_errors.h"
-#include "flatshard/unit/copy_reductions.h"
 
 #include <fmt/ranges.h>
 

@@ -1,7 +1,7 @@
 #pragma once
 
-#include "flatshard/comm/launch.h"
-#include "flatshard/comm/mesh.h"
+#include "flatshard/launch/environment.h"
+#include "flatshard/mesh/mesh.h"
 #include "flatshard/models/config.h"
 #include "flatshard/optim/lr_schedule.h"
 #include "flatshard/optim/optimizer.h"

@@ -1,11 +1,12 @@
 #include "flatshard/train/trainer.h"
 
 #include "flatshard/checkpoint/weights_file.h"
-#include "flatshard/comm/flight_recorder.h"
+#include "flatshard/comm/collective_scope.h"
 #include "flatshard/core/error.h"
 #include "flatshard/device/memory.h"
 #include "flatshard/diagnostics/nan_check.h"
 #include "flatshard/diagnostics/norms.h"
+#include "flatshard/flight/recorder.h"
 #include "flatshard/format/checkpoint_folder.h"
 #include "flatshard/models/flops.h"
 #include "flatshard/models/hf_names.h"

@@ -1,9 +1,9 @@
 #pragma once
 
-#include "flatshard/comm/launch.h"
-#include "flatshard/comm/mesh.h"
 #include "flatshard/data/loader.h"
 #include "flatshard/device/stream.h"
+#include "flatshard/launch/environment.h"
+#include "flatshard/mesh/mesh.h"
 #include "flatshard/models/llama.h"
 #include "flatshard/optim/lr_schedule.h"
 #include "flatshard/optim/optimizer.h"

@@ -1,8 +1,8 @@
 #include "flatshard/unit/fully_shard.h"
 
+#include "flatshard/buffer/peer_mesh.h"
 #include "flatshard/core/error.h"
 #include "flatshard/nn/module.h"
-#include "flatshard/unit/copy_reductions.h"
 #include "flatshard/unit/unit_contents.h"
 
 #include <ATen/ATen.h>
@@ -199,6 +199,13 @@ std::shared_ptr<Runtime> fully_shard(
     std::shared_ptr<Mesh> mesh,
     FullyShardOptions options) {
   set_current_device(mesh->device());
+  const Strategy strategy = strategy_of(options, *mesh);
+  mesh = with_peer_memory(
+      mesh,
+      std::span(&strategy, 1),
+      {.gathers = options.copy_gathers != CopyGathers::none,
+       .reductions_nbytes = options.copy_reductions_nbytes,
+       .stream = options.streams});
   const UnitTree tree = find_units(root, options.units);
   const auto found = find_parameters(root, tree, options);
   std::vector<std::vector<const FoundParameter*>> members(tree.modules.size());
@@ -212,13 +219,6 @@ std::shared_ptr<Runtime> fully_shard(
   std::vector<std::unique_ptr<Unit>> units;
   for (UnitId u = 0; u < static_cast<UnitId>(tree.modules.size()); ++u) {
     units.push_back(build_unit(u, tree, members[u], mesh, options));
-  }
-  if (options.copy_reductions_nbytes > 0) {
-    reduce_by_copies(
-        *mesh,
-        strategy_of(options, *mesh),
-        options.copy_reductions_nbytes,
-        options.streams);
   }
   auto runtime = Runtime::create(
       std::move(mesh),

@@ -1,9 +1,9 @@
 #pragma once
 
-#include "flatshard/comm/mesh.h"
 #include "flatshard/group/precision.h"
 #include "flatshard/layout/flat_layout.h"
 #include "flatshard/layout/strategy.h"
+#include "flatshard/mesh/mesh.h"
 #include "flatshard/unit/runtime.h"
 
 #include <cstdint>
@@ -34,8 +34,8 @@ struct FullyShardOptions {
   /// All ranks on one host only.
   CopyGathers copy_gathers = CopyGathers::none;
   /// Reduce-scatters are copies through so many bytes on each rank (see
-  /// Communicator::reduce_by_copies, which stays so for the mesh); 0: they are
-  /// collectives. All ranks of each group on one host.
+  /// with_peer_memory); 0: they are collectives. All ranks of each group on one
+  /// host.
   std::int64_t copy_reductions_nbytes = 0;
   /// Units gathered ahead.
   int prefetch = 1;

@@ -1,4 +1,5 @@
 #include "flatshard/unit/runtime.h"
+#include "flatshard/comm/collective_scope.h"
 
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
@@ -239,7 +240,7 @@ void Runtime::reset_locked() {
   // between two actions: everything is laid to rest by hand.
   gather_stream_->reset();
   reduce_stream_->reset();
-  mesh_->restart_copies();
+  mesh_->restart_communicators();
   all_reduced_ = {};
   for (Drained& drained : drained_) {
     drained.last_use = {};  // it would repeat the error

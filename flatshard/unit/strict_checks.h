@@ -1,6 +1,6 @@
 #pragma once
 
-#include "flatshard/comm/mesh.h"
+#include "flatshard/mesh/mesh.h"
 #include "flatshard/schedule/events.h"
 
 #include <cstdint>

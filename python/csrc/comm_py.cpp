@@ -1,5 +1,5 @@
-#include "flatshard/comm/mesh.h"
-#include "flatshard/comm/peer_memory.h"
+#include "flatshard/mesh/mesh.h"
+#include "flatshard/peer/peer_memory.h"
 #include "python/csrc/bind.h"
 
 #include <torch/csrc/Device.h>

@@ -1,6 +1,6 @@
+#include "flatshard/buffer/peer_mesh.h"
 #include "flatshard/nn/linear.h"
 #include "flatshard/nn/loss.h"
-#include "flatshard/unit/copy_reductions.h"
 #include "flatshard/unit/runtime.h"
 #include "python/csrc/bind.h"
 #include "python/csrc/collect_tensors.h"
@@ -14,6 +14,28 @@
 
 namespace flatshard::python {
 namespace {
+
+// The mesh through memory that its ranks share, for all groups of the units.
+std::shared_ptr<Mesh> over_peers(
+    std::shared_ptr<Mesh> mesh,
+    const std::vector<std::unique_ptr<Unit>>& units) {
+  std::vector<ParamGroup*> groups;
+  std::vector<Strategy> strategies;
+  for (const auto& unit : units) {
+    for (const auto& group : unit->groups()) {
+      groups.push_back(group.get());
+      strategies.push_back(group->options().strategy);
+    }
+  }
+  mesh = with_peer_memory(
+      std::move(mesh),
+      strategies,
+      {.gathers = true, .reductions_nbytes = kCopyReductionsNbytes});
+  for (ParamGroup* const group : groups) {
+    group->use_mesh(mesh);
+  }
+  return mesh;
+}
 
 std::vector<ParameterViews::UnitViews> views_of(
     const std::vector<std::vector<ParameterViews::Place>>& places,
@@ -47,18 +69,9 @@ class PyRuntime {
     std::shared_ptr<Runtime> runtime;
     {
       const py::gil_scoped_release no_gil;
-      if (copies) {
-        for (const auto& unit : list) {
-          for (const auto& group : unit->groups()) {
-            reduce_by_copies(
-                *mesh,
-                group->options().strategy,
-                kCopyReductionsNbytes);
-          }
-        }
-      }
+      const auto peers = copies ? over_peers(mesh, list) : mesh;
       runtime = Runtime::create(
-          mesh,
+          peers,
           std::move(list),
           std::move(parents),
           {.prefetch = prefetch,

@@ -94,7 +94,6 @@ def fully_shard(
             memory, which on GPUs take no SM, instead of collectives. Keeps the shard
             of the compute weights and takes 256 MiB; all ranks on one host. "auto":
             where NVLink joins all GPUs of the mesh. One for all units of a model.
-            Reductions of other models on the same mesh are copies from then on too.
         dp_mesh_dims: None; FSDP2's, for parameters that are DTensors already, is
             refused.
 

@@ -362,40 +362,5 @@ TEST(Communicator, MakeAndWrapRefuseByName) {
       1);
 }
 
-// The backend's own sums, rounded once, in the same order.
-TEST(CommunicatorCopies, ReduceToTheBackendsBits) {
-  for (const int world : {2, 3}) {
-    run_ranks(world, [](RankContext& context) {
-      const auto plain = make(context, "plain");
-      const auto copies = make(context, "copies");
-      // Rows of 256 bytes: the larger ones take many pieces.
-      copies->reduce_by_copies(1, {.delay_seed = 5, .max_delay_us = 100});
-      EXPECT_EQ(copies->copy_nbytes(), 2 * context.world * 256);
-      copies->reduce_by_copies(1 << 20, {});  // it stays as it is
-      EXPECT_EQ(copies->copy_nbytes(), 2 * context.world * 256);
-      auto generator = at::detail::createCPUGenerator(
-          static_cast<std::uint64_t>(context.rank));
-      for (const at::ScalarType dtype :
-           {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble, at::kLong}) {
-        for (const std::int64_t n : {0, 1, 63, 64, 65, 1000}) {
-          const at::Tensor in =
-              (at::randn({context.world * n}, generator) * 100).to(dtype);
-          const at::Tensor got = at::empty({n}, dtype);
-          const at::Tensor want = at::empty({n}, dtype);
-          for (const ReduceOp op : {ReduceOp::sum, ReduceOp::avg}) {
-            if (op == ReduceOp::avg && dtype == at::kLong) {
-              continue;
-            }
-            copies->reduce_scatter(got, in, op);
-            plain->reduce_scatter(want, in, op);
-            EXPECT_TRUE(got.equal(want)) << c10::toString(dtype) << " " << n;
-          }
-        }
-      }
-      plain->barrier();
-    });
-  }
-}
-
 }  // namespace
 }  // namespace flatshard

@@ -4,11 +4,11 @@
 #include <gtest/gtest.h>
 
 #include "flatshard/comm/make_communicator.h"
-#include "flatshard/comm/mesh.h"
-#include "flatshard/comm/peer_memory.h"
 #include "flatshard/core/error.h"
 #include "flatshard/device/memory.h"
 #include "flatshard/device/stream.h"
+#include "flatshard/mesh/mesh.h"
+#include "flatshard/peer/peer_memory.h"
 #include "tests/support/gpu_ranks.h"
 
 namespace flatshard {

@@ -9,8 +9,8 @@
 
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-#include "flatshard/comm/mesh.h"
 #include "flatshard/core/error.h"
+#include "flatshard/mesh/mesh.h"
 #include "tests/support/ranks.h"
 
 namespace flatshard {

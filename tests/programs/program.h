@@ -1,6 +1,6 @@
 #pragma once
 
-#include "flatshard/comm/mesh.h"
+#include "flatshard/mesh/mesh.h"
 
 #include <nlohmann/json.hpp>
 

@@ -1,6 +1,7 @@
 #include "tests/support/gpu_ranks.h"
 
 #include "flatshard/device/stream.h"
+#include "flatshard/launch/local_ranks.h"
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>

@@ -1,8 +1,8 @@
 #pragma once
 
-#include "flatshard/comm/launch.h"
-#include "flatshard/comm/mesh.h"
 #include "flatshard/comm/store.h"
+#include "flatshard/launch/environment.h"
+#include "flatshard/mesh/mesh.h"
 
 #include <memory>
 #include <string>

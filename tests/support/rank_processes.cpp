@@ -9,8 +9,8 @@
 #include <cstdio>
 #include <filesystem>
 
-#include "flatshard/comm/loopback_listener.h"
 #include "flatshard/core/error.h"
+#include "flatshard/launch/loopback_listener.h"
 #include "tests/support/ranks.h"
 
 namespace flatshard::testing {

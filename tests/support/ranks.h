@@ -5,8 +5,8 @@
 #include <memory>
 #include <vector>
 
-#include "flatshard/comm/mesh.h"
 #include "flatshard/comm/store.h"
+#include "flatshard/mesh/mesh.h"
 
 namespace flatshard::testing {
 

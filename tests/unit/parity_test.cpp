@@ -285,7 +285,8 @@ TEST(CopyGathers, TakeNoCollectiveButOneFenceAfterEachChange) {
       const auto count = [&](CollectiveKind kind) {
         std::int64_t n = 0;
         for (const CollectiveRecord& record : log->records()) {
-          n += record.kind == kind && record.communicator == "dp.gather";
+          n += record.kind == kind &&
+               record.communicator.starts_with("dp.gather");
         }
         return n;
       };

@@ -1,0 +1,35 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "flatshard/device/stream.h"
+#include "flatshard/layout/strategy.h"
+#include "flatshard/mesh/mesh.h"
+
+namespace flatshard {
+
+/// What reductions by copies take, where nobody asks for another size: on eight
+/// GPUs that makes pieces of 16 MiB from each to each.
+inline constexpr std::int64_t kCopyReductionsNbytes = std::int64_t{256} << 20;
+
+struct PeerMeshOptions {
+  /// Weights are gathered through PeerBuffers, which fence.
+  bool gathers = false;
+  /// Gradients are reduce-scattered by copies through about so many bytes on
+  /// each rank, for each group of ranks that reduce-scatters; 0: they are not.
+  std::int64_t reductions_nbytes = 0;
+  StreamOptions stream;
+};
+
+/// `mesh`, where what these strategies gather and reduce goes through memory
+/// that the ranks share: make_peer_communicator for each group that does.
+/// `mesh` itself, and who uses it, stay as they are. Collective.
+/// @throws Error{config, memory} as PeerMemory::create.
+std::shared_ptr<Mesh> with_peer_memory(
+    std::shared_ptr<Mesh> mesh,
+    std::span<const Strategy> strategies,
+    PeerMeshOptions options);
+
+}  // namespace flatshard

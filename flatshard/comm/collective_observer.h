@@ -1,0 +1,63 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "flatshard/comm/collective_signature.h"
+#include "flatshard/core/error.h"
+
+namespace flatshard {
+
+class Communicator;
+
+/// Sees every collective of the communicators that were given to it, and may
+/// refuse one or say more of an error than the backend knows: FlightRecorder.
+class CollectiveObserver {
+ public:
+  /// One collective of one communicator.
+  struct Ticket {
+    int track = -1;
+    std::int64_t seq = 0;
+    std::int64_t step = 0;
+  };
+
+  virtual ~CollectiveObserver() = default;
+
+  /// @param group  names the ranks of the communicator: equal on them, on no
+  ///   others.
+  /// @return  the track for `begin`.
+  virtual int watch(
+      const std::shared_ptr<Communicator>& communicator,
+      std::string group) = 0;
+  /// This process's rank, as messages name it.
+  virtual int rank() const = 0;
+
+  /// A collective is about to be launched.
+  /// @throws Error  when none may be launched any more.
+  virtual Ticket begin(int track, CollectiveSignature signature) = 0;
+  /// It is on the current CUDA stream.
+  virtual void launched(Ticket ticket) = 0;
+  /// It is over: the call blocked the host.
+  virtual void completed(Ticket ticket) = 0;
+  /// Throws when what the device computed cannot be trusted any more.
+  virtual void check() const = 0;
+
+  /// A collective threw `error`: what to throw for it, with its context.
+  virtual Error explain(const Error& error) = 0;
+  /// The ranks of a group compared what they are about to launch and differ, as
+  /// `text` says: what all of them throw.
+  virtual Error explain_difference(
+      const std::string& text,
+      const Communicator& communicator,
+      std::int64_t seq,
+      std::span<const IssuedCollective> issued) = 0;
+
+ protected:
+  CollectiveObserver() = default;
+  CollectiveObserver(const CollectiveObserver&) = default;
+  CollectiveObserver& operator=(const CollectiveObserver&) = default;
+};
+
+}  // namespace flatshard

@@ -1,0 +1,49 @@
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+
+#include "flatshard/comm/collective_log.h"
+
+namespace flatshard {
+
+/// What a collective is: all ranks of a group must agree on it.
+struct CollectiveSignature {
+  CollectiveKind kind{};
+  /// Elements of the larger side, summed over the tensors of one launch.
+  std::int64_t numel = 0;
+  at::ScalarType dtype = at::ScalarType::Undefined;
+  /// The ReduceOp of a reduction, the root of a broadcast, else 0.
+  int detail = 0;
+  /// What it is for, e.g. "layers.7"; empty when nobody said.
+  std::string unit;
+
+  bool operator==(const CollectiveSignature&) const = default;
+};
+
+/// One rank's part in a collective.
+struct IssuedCollective {
+  int rank = 0;  ///< as messages name it
+  std::int64_t step = 0;
+  CollectiveSignature signature;
+};
+
+/// E.g. "all_gather of 4096 Float".
+std::string describe(const CollectiveSignature& signature);
+/// E.g. "step 3, unit layers.2".
+std::string place_of(std::int64_t step, const CollectiveSignature& signature);
+
+/// What is wrong with ranks that issue different collectives at the same place,
+/// `at`, for instance "dp.gather #12". Empty: they agree.
+std::optional<std::string> find_difference(
+    const std::string& at,
+    std::span<const IssuedCollective> issued);
+
+/// "0-3, 7" for ascending ranks.
+std::string rank_list(std::span<const int> ranks);
+
+}  // namespace flatshard

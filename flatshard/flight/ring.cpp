@@ -1,0 +1,175 @@
+#include "flatshard/flight/ring.h"
+
+#include <algorithm>
+#include <functional>
+
+namespace flatshard::detail {
+namespace {
+
+// Ranks compare hashes at multiples of this; enough of them are kept for hosts
+// that queue a thousand collectives ahead of each other.
+constexpr std::int64_t kCheckpointEvery = 64;
+constexpr std::size_t kNumCheckpoints = 16;
+
+// FNV-1a: the same on every machine, which std::hash does not promise.
+std::uint64_t mix(std::uint64_t hash, std::string_view bytes) {
+  for (const char c : bytes) {
+    hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3ULL;
+  }
+  return hash;
+}
+
+std::uint64_t mix(std::uint64_t hash, const CollectiveSignature& s) {
+  const std::int64_t numbers[] = {
+      static_cast<std::int64_t>(s.kind),
+      s.numel,
+      static_cast<std::int64_t>(s.dtype),
+      s.detail};
+  hash =
+      mix(hash ^ 0xcbf29ce484222325ULL,
+          {reinterpret_cast<const char*>(numbers), sizeof(numbers)});
+  return mix(hash, s.unit);
+}
+
+std::int64_t ms(std::chrono::steady_clock::duration time) {
+  return std::chrono::duration_cast<std::chrono::milliseconds>(time).count();
+}
+
+}  // namespace
+
+int FlightRing::add_track(std::string group, std::string name) {
+  const std::lock_guard lock(mutex_);
+  auto track = std::make_unique<Track>();
+  track->group = std::move(group);
+  track->name = std::move(name);
+  track->slots.resize(capacity_);
+  tracks_.push_back(std::move(track));
+  return static_cast<int>(tracks_.size()) - 1;
+}
+
+FlightRecorder::Ticket FlightRing::begin(
+    int track_index,
+    CollectiveSignature signature,
+    std::int64_t step) {
+  FlightRecorder::Ticket ticket{track_index, 0, step};
+  Event before;
+  {
+    const std::lock_guard lock(mutex_);
+    Track& track = *tracks_[track_index];
+    ticket.seq = track.num_launched++;
+    track.hash = mix(track.hash, signature);
+    if (track.num_launched % kCheckpointEvery == 0) {
+      track.checkpoints.push_back({track.num_launched, track.hash});
+      if (track.checkpoints.size() > kNumCheckpoints) {
+        track.checkpoints.pop_front();
+      }
+    }
+    Slot& s = slot(track, ticket.seq);
+    s.signature = std::move(signature);
+    s.step = step;
+    s.launched_at = Clock::now();
+    s.on_stream = false;
+    std::swap(before, s.before);
+  }
+  if (device_.is_cuda()) {
+    before.record(*current_stream(device_));
+    const std::lock_guard lock(mutex_);
+    slot(*tracks_[track_index], ticket.seq).before = std::move(before);
+  }
+  return ticket;
+}
+
+void FlightRing::launched(FlightRecorder::Ticket ticket) {
+  Event after;
+  {
+    const std::lock_guard lock(mutex_);
+    std::swap(after, slot(*tracks_[ticket.track], ticket.seq).after);
+  }
+  after.record(*current_stream(device_));
+  const std::lock_guard lock(mutex_);
+  Slot& s = slot(*tracks_[ticket.track], ticket.seq);
+  s.after = std::move(after);
+  s.on_stream = true;
+}
+
+void FlightRing::completed(FlightRecorder::Ticket ticket) {
+  const std::lock_guard lock(mutex_);
+  Track& track = *tracks_[ticket.track];
+  slot(track, ticket.seq).completed_at = Clock::now();
+  track.num_completed = ticket.seq + 1;
+}
+
+// Collectives of one communicator complete in order.
+void FlightRing::poll(Track& track) {
+  track.num_completed =
+      std::max(track.num_completed, track.num_launched - capacity_);
+  while (track.num_completed < track.num_launched) {
+    Slot& s = slot(track, track.num_completed);
+    if (!s.on_stream) {
+      return;
+    }
+    try {
+      if (!s.after.query()) {
+        return;
+      }
+    } catch (const std::exception&) {
+      // The device failed: nothing runs there any more, and the training thread
+      // gets that error itself.
+    }
+    s.completed_at = Clock::now();
+    ++track.num_completed;
+  }
+}
+
+FlightEntry FlightRing::entry(Track& track, std::int64_t seq) const {
+  Slot& s = slot(track, seq);
+  FlightEntry entry{.seq = seq, .signature = s.signature, .step = s.step};
+  const auto now = Clock::now();
+  if (seq < track.num_completed) {
+    entry.state = CollectiveState::completed;
+    entry.age_ms = ms(now - s.completed_at);
+    return entry;
+  }
+  entry.age_ms = ms(now - s.launched_at);
+  entry.state = CollectiveState::started;
+  if (device_.is_cuda()) {
+    // Behind another collective, or behind work that has not ended.
+    bool reached = false;
+    try {
+      reached = s.before.recorded() && s.before.query();
+    } catch (const std::exception&) {}
+    entry.state = reached && seq == track.num_completed
+                      ? CollectiveState::started
+                      : CollectiveState::scheduled;
+  }
+  return entry;
+}
+
+std::vector<FlightTrack> FlightRing::tracks(int num_entries) {
+  const std::lock_guard lock(mutex_);
+  std::vector<FlightTrack> result;
+  for (const auto& owned : tracks_) {
+    Track& track = *owned;
+    poll(track);
+    FlightTrack out{
+        track.group,
+        track.name,
+        track.num_launched,
+        {track.checkpoints.begin(), track.checkpoints.end()},
+        {}};
+    const std::int64_t oldest =
+        std::max<std::int64_t>(0, track.num_launched - capacity_);
+    const std::int64_t first =
+        std::max(oldest, track.num_launched - num_entries);
+    if (track.num_completed < first) {
+      out.entries.push_back(entry(track, track.num_completed));
+    }
+    for (std::int64_t seq = first; seq < track.num_launched; ++seq) {
+      out.entries.push_back(entry(track, seq));
+    }
+    result.push_back(std::move(out));
+  }
+  return result;
+}
+
+}  // namespace flatshard::detail

@@ -1,0 +1,26 @@
+#pragma once
+
+#include <map>
+
+#include "flatshard/flight/diagnosis.h"
+
+// Wording and helpers that the parts of the diagnosis share.
+namespace flatshard::detail {
+
+std::string seconds(std::chrono::milliseconds time);
+/// E.g. "dp.gather #12".
+std::string at(const FlightTrack& track, std::int64_t seq);
+std::string with_table(
+    const std::string& headline,
+    std::span<const RankView> views,
+    std::string_view group);
+/// Who takes part in each group.
+std::map<std::string, std::vector<const RankView*>> members_of_groups(
+    std::span<const RankView> views);
+
+/// The first place at which ranks ran different collectives.
+std::optional<Verdict> find_difference(std::span<const RankView> views);
+/// The same when the rings have gone on since: only the hashes tell it.
+std::optional<Verdict> find_diverged(std::span<const RankView> views);
+
+}  // namespace flatshard::detail

@@ -1,0 +1,37 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace flatshard {
+
+/// Who this process is among the ranks of a job.
+struct RankEnvironment {
+  int rank = 0;
+  int world_size = 1;
+  int local_rank = 0;  ///< index on this machine, which GPU to take
+  std::string master_addr;
+  std::uint16_t master_port = 0;
+  /// torchrun already serves the store at master_addr:master_port.
+  bool launcher_serves_store = false;
+  /// How often torchrun has restarted the ranks; its store outlives them.
+  int restart_count = 0;
+  /// A listening socket on master_port inherited from the launcher; -1: none.
+  int master_listen_fd = -1;
+};
+
+/// True when a launcher started this process: RANK is set (torchrun, our own
+/// launcher) or SLURM_PROCID together with more than one SLURM_NTASKS.
+bool launched_by_environment();
+
+/// Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, else
+/// SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID; there MASTER_ADDR defaults to
+/// the first host of SLURM_JOB_NODELIST and MASTER_PORT to a port made of
+/// SLURM_JOB_ID. Without either: one rank, no address.
+/// @throws Error{config} naming the variable that is missing or wrong.
+RankEnvironment rank_environment_from_env();
+
+/// First host of a Slurm node list such as "gpu[007-9,12],login1".
+std::string first_slurm_host(const std::string& nodelist);
+
+}  // namespace flatshard

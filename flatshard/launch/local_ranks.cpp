@@ -1,0 +1,492 @@
+// Knows no torch: it forks, and torch's threads and locks would not survive.
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/prctl.h>
+#include <sys/signalfd.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <csignal>
+#include <cstring>
+#include <thread>
+
+#include "flatshard/core/error.h"
+#include "flatshard/core/log.h"
+#include "flatshard/launch/local_ranks.h"
+#include "flatshard/launch/loopback_listener.h"
+
+extern char** environ;
+
+namespace flatshard {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// A file descriptor that closes itself.
+class Fd {
+ public:
+  explicit Fd(int fd = -1) : fd_(fd) {}
+  Fd(Fd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Fd& operator=(Fd&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~Fd() { close(); }
+  int get() const { return fd_; }
+  void close() {
+    if (fd_ >= 0) {
+      ::close(std::exchange(fd_, -1));
+    }
+  }
+
+ private:
+  int fd_;
+};
+
+int checked(int result, const char* call) {
+  FLATSHARD_CHECK(result >= 0, io, "{} failed: {}", call, std::strerror(errno));
+  return result;
+}
+
+// SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGCHLD arrive through a descriptor
+// while this lives; the ranks get the old mask back.
+class SignalGate {
+ public:
+  SignalGate() {
+    sigset_t set;
+    sigemptyset(&set);
+    for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGCHLD}) {
+      sigaddset(&set, signal);
+    }
+    checked(sigprocmask(SIG_BLOCK, &set, &old_), "sigprocmask");
+    fd_ =
+        Fd(checked(signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK), "signalfd"));
+  }
+  ~SignalGate() { sigprocmask(SIG_SETMASK, &old_, nullptr); }
+  int fd() const { return fd_.get(); }
+  const sigset_t& old_mask() const { return old_; }
+
+ private:
+  sigset_t old_{};
+  Fd fd_;
+};
+
+constexpr const char* kReportVariable = "FLATSHARD_REPORT_FD";
+
+// A pipe with one byte in it: the rank that takes it writes the report.
+class ReportToken {
+ public:
+  ReportToken() {
+    int ends[2];
+    checked(::pipe2(ends, O_CLOEXEC | O_NONBLOCK), "pipe");
+    read_ = Fd(ends[0]);
+    write_ = Fd(ends[1]);
+    checked(static_cast<int>(::write(ends[1], "!", 1)), "write");
+  }
+  int fd() const { return read_.get(); }
+  bool take() const {
+    char byte = 0;
+    return ::read(read_.get(), &byte, 1) == 1;
+  }
+
+ private:
+  Fd read_;
+  Fd write_;
+};
+
+std::vector<std::string> rank_variables(
+    int rank,
+    int nproc,
+    const LoopbackListener& listener,
+    int report_fd) {
+  std::vector<std::string> result;
+  std::vector<std::string> own = {
+      fmt::format("RANK={}", rank),
+      fmt::format("WORLD_SIZE={}", nproc),
+      fmt::format("LOCAL_RANK={}", rank),
+      fmt::format("LOCAL_WORLD_SIZE={}", nproc),
+      "MASTER_ADDR=127.0.0.1",
+      fmt::format("MASTER_PORT={}", listener.port()),
+      fmt::format("{}={}", kReportVariable, report_fd)};
+  if (rank == 0) {
+    own.push_back(fmt::format("FLATSHARD_MASTER_LISTEN_FD={}", listener.fd()));
+  }
+  if (std::getenv("OMP_NUM_THREADS") == nullptr) {
+    const int cores = static_cast<int>(std::thread::hardware_concurrency());
+    own.push_back(
+        fmt::format("OMP_NUM_THREADS={}", std::max(1, cores / nproc)));
+  }
+  const std::string_view dropped[] = {
+      "FLATSHARD_MASTER_LISTEN_FD=",
+      "TORCHELASTIC_USE_AGENT_STORE="};
+  for (char** entry = environ; *entry != nullptr; ++entry) {
+    const std::string_view text(*entry);
+    const auto same_name = [&](std::string_view other) {
+      return text.starts_with(other.substr(0, other.find('=') + 1));
+    };
+    if (std::none_of(own.begin(), own.end(), same_name) &&
+        std::none_of(std::begin(dropped), std::end(dropped), same_name)) {
+      result.emplace_back(text);
+    }
+  }
+  result.insert(result.end(), own.begin(), own.end());
+  return result;
+}
+
+std::vector<char*> pointers(std::vector<std::string>& strings) {
+  std::vector<char*> result;
+  for (std::string& text : strings) {
+    result.push_back(text.data());
+  }
+  result.push_back(nullptr);
+  return result;
+}
+
+struct Rank {
+  int index = 0;
+  pid_t pid = -1;  // -1: it has ended
+  Fd errors;       // read end of its standard error
+  bool prefixed = false;
+  std::string line;  // not ended yet
+  std::string tail;  // the newest of what it wrote
+};
+
+constexpr std::size_t kTailBytes = 16384;
+
+void write_all(int fd, std::string_view text) {
+  while (!text.empty()) {
+    const ssize_t n = ::write(fd, text.data(), text.size());
+    if (n < 0 && errno != EINTR) {
+      return;
+    }
+    text.remove_prefix(static_cast<std::size_t>(std::max<ssize_t>(n, 0)));
+  }
+}
+
+// From the last line that reports an error, with the indented lines below it,
+// or else the last line. A library's warnings may come after the error.
+std::string last_message(const std::string& tail) {
+  std::vector<std::string_view> lines;
+  for (std::string_view rest = tail; !rest.empty();) {
+    const std::size_t end = rest.find('\n');
+    lines.push_back(rest.substr(0, end));
+    rest.remove_prefix(end == rest.npos ? rest.size() : end + 1);
+  }
+  for (std::size_t i = lines.size(); i-- > 0;) {
+    const std::size_t at = lines[i].find("error: ");
+    if (at == std::string_view::npos || (at != 0 && lines[i][0] != '[')) {
+      continue;
+    }
+    std::string message(lines[i]);
+    for (++i; i < lines.size() && lines[i].starts_with("  "); ++i) {
+      message += fmt::format("\n{}", lines[i]);
+    }
+    return message;
+  }
+  const auto text = std::find_if(lines.rbegin(), lines.rend(), [](auto line) {
+    return line.find_first_not_of(" \t") != line.npos;
+  });
+  return text == lines.rend() ? std::string() : std::string(*text);
+}
+
+// Passes on what a rank wrote: with a prefix whole lines, and at the end the
+// rest as well.
+void pass_on_errors(Rank& rank) {
+  char block[4096];
+  while (rank.errors.get() >= 0) {
+    const ssize_t n = ::read(rank.errors.get(), block, sizeof(block));
+    if (n < 0 && errno == EINTR) {
+      continue;
+    }
+    if (n < 0 && errno == EAGAIN) {
+      return;
+    }
+    if (n <= 0) {
+      rank.errors.close();
+      if (!rank.line.empty()) {
+        rank.line += '\n';
+      }
+    } else {
+      const std::string_view text(block, static_cast<std::size_t>(n));
+      rank.tail += text;
+      if (rank.tail.size() > 2 * kTailBytes) {
+        rank.tail.erase(0, rank.tail.size() - kTailBytes);
+      }
+      if (!rank.prefixed) {
+        write_all(STDERR_FILENO, text);
+        continue;
+      }
+      rank.line += text;
+    }
+    for (std::size_t end; (end = rank.line.find('\n')) != std::string::npos;) {
+      write_all(
+          STDERR_FILENO,
+          fmt::format(
+              "[rank {}] {}",
+              rank.index,
+              rank.line.substr(0, end + 1)));
+      rank.line.erase(0, end + 1);
+    }
+  }
+}
+
+class LocalRanks {
+ public:
+  LocalRanks(
+      int nproc,
+      const std::vector<std::string>& argv,
+      const SpawnOptions& options)
+      : options_(options), ranks_(nproc) {
+    const LoopbackListener listener;
+    for (int r = 0; r < nproc; ++r) {
+      ranks_[r].index = r;
+      start(ranks_[r], argv, listener);
+    }
+  }
+
+  // Only when something threw: nobody may stay behind.
+  ~LocalRanks() {
+    send_all(SIGKILL);
+    for (Rank& rank : ranks_) {
+      if (rank.pid > 0) {
+        ::waitpid(rank.pid, nullptr, 0);
+      }
+    }
+  }
+
+  int run() {
+    while (num_alive() > 0) {
+      wait_for_something();
+      read_signals();
+      for (Rank& rank : ranks_) {
+        pass_on_errors(rank);
+      }
+      reap();
+      if (ending_ && Clock::now() >= deadline_) {
+        send_all(SIGKILL);
+      }
+    }
+    for (Rank& rank : ranks_) {
+      pass_on_errors(rank);  // what was written just before the end
+    }
+    return exit_code_;
+  }
+
+  bool signalled() const { return signalled_; }
+
+ private:
+  void start(
+      Rank& rank,
+      const std::vector<std::string>& argv,
+      const LoopbackListener& listener) {
+    // All memory is taken before the fork.
+    auto variables = rank_variables(
+        rank.index,
+        static_cast<int>(ranks_.size()),
+        listener,
+        token_.fd());
+    auto arguments = argv;
+    const auto variable_pointers = pointers(variables);
+    const auto argument_pointers = pointers(arguments);
+    Fd write_end;
+    rank.prefixed = rank.index != 0 && options_.prefix_stderr;
+    if (rank.prefixed || ::isatty(STDERR_FILENO) == 0) {
+      int ends[2];
+      checked(::pipe2(ends, O_CLOEXEC), "pipe");
+      rank.errors = Fd(ends[0]);
+      write_end = Fd(ends[1]);
+      checked(::fcntl(ends[0], F_SETFL, O_NONBLOCK), "fcntl");
+    }
+    const pid_t parent = ::getpid();
+    rank.pid = checked(::fork(), "fork");
+    if (rank.pid != 0) {
+      return;
+    }
+    // In the child: only async-signal-safe calls.
+    ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (::getppid() != parent) {
+      ::_exit(1);  // the parent died before prctl
+    }
+    // Until the rank has a handler the signal must not end it.
+    ::signal(SIGUSR1, SIG_IGN);
+    ::sigprocmask(SIG_SETMASK, &gate_.old_mask(), nullptr);
+    if (write_end.get() >= 0) {
+      ::dup2(write_end.get(), STDERR_FILENO);
+    }
+    if (rank.index != 0 && !options_.other_ranks_stdout) {
+      ::dup2(::open("/dev/null", O_WRONLY), STDOUT_FILENO);
+    }
+    ::fcntl(token_.fd(), F_SETFD, 0);  // survives exec
+    if (rank.index == 0) {
+      ::fcntl(listener.fd(), F_SETFD, 0);
+    }
+    ::execve(
+        "/proc/self/exe",
+        argument_pointers.data(),
+        variable_pointers.data());
+    ::_exit(127);
+  }
+
+  int num_alive() const {
+    return static_cast<int>(
+        std::count_if(ranks_.begin(), ranks_.end(), [](const Rank& r) {
+          return r.pid > 0;
+        }));
+  }
+
+  void send_all(int signal) {
+    for (const Rank& rank : ranks_) {
+      if (rank.pid > 0) {
+        ::kill(rank.pid, signal);
+      }
+    }
+  }
+
+  void end_all() {
+    if (!ending_) {
+      ending_ = true;
+      deadline_ =
+          Clock::now() + std::chrono::milliseconds(options_.grace_period_ms);
+      send_all(SIGTERM);
+    }
+  }
+
+  void wait_for_something() {
+    std::vector<pollfd> watched{{gate_.fd(), POLLIN, 0}};
+    for (const Rank& rank : ranks_) {
+      if (rank.errors.get() >= 0) {
+        watched.push_back({rank.errors.get(), POLLIN, 0});
+      }
+    }
+    int timeout_ms = -1;
+    if (ending_) {
+      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
+          deadline_ - Clock::now());
+      // After SIGKILL the end of a rank comes as a signal.
+      timeout_ms =
+          std::clamp<int>(static_cast<int>(left.count()) + 1, 10, 1000);
+    }
+    ::poll(watched.data(), watched.size(), timeout_ms);
+  }
+
+  void read_signals() {
+    signalfd_siginfo info;
+    while (::read(gate_.fd(), &info, sizeof(info)) == sizeof(info)) {
+      const int signal = static_cast<int>(info.ssi_signo);
+      if (signal == SIGCHLD) {
+        continue;
+      }
+      if (signal == SIGUSR1) {
+        send_all(signal);  // asks for a checkpoint, ends nobody
+        continue;
+      }
+      if (exit_code_ == 0) {
+        exit_code_ = 128 + signal;
+      }
+      if (std::exchange(signalled_, true)) {
+        end_all();  // asked twice
+      } else if (info.ssi_code != SI_KERNEL) {
+        send_all(signal);  // from the terminal the ranks have it already
+      }
+    }
+  }
+
+  void reap() {
+    for (Rank& rank : ranks_) {
+      int status = 0;
+      if (rank.pid <= 0 || ::waitpid(rank.pid, &status, WNOHANG) != rank.pid) {
+        continue;
+      }
+      rank.pid = -1;
+      const bool killed = WIFSIGNALED(status);
+      const int code = killed ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
+      if (code == 0 || ending_) {
+        continue;
+      }
+      // It ended in order, as it was asked to; the others do the same.
+      if (signalled_ && !killed && code == exit_code_) {
+        continue;
+      }
+      if (!signalled_) {
+        exit_code_ = code;
+        pass_on_errors(rank);
+        // A rank that was killed could not say why; others may have.
+        if (token_.take() || killed) {
+          report(rank, killed ? WTERMSIG(status) : 0, code);
+        }
+      }
+      end_all();
+    }
+  }
+
+  void report(const Rank& rank, int signal, int code) const {
+    const std::string how = signal != 0
+                                ? fmt::format(
+                                      "was ended by signal {} ({})",
+                                      signal,
+                                      ::strsignal(signal))
+                                : fmt::format("ended with exit code {}", code);
+    const std::string message = last_message(rank.tail);
+    log_error(
+        "rank {} of {} {}; ending the other ranks{}",
+        rank.index,
+        ranks_.size(),
+        how,
+        message.empty() ? "" : "; its last message: " + message);
+  }
+
+  SpawnOptions options_;
+  SignalGate gate_;
+  ReportToken token_;
+  std::vector<Rank> ranks_;
+  bool ending_ = false;
+  bool signalled_ = false;
+  Clock::time_point deadline_;
+  int exit_code_ = 0;
+};
+
+}  // namespace
+
+bool claim_failure_report(int patience_ms) {
+  const char* variable = std::getenv(kReportVariable);
+  if (variable == nullptr) {
+    return true;
+  }
+  const int fd = std::atoi(variable);
+  const auto deadline = Clock::now() + std::chrono::milliseconds(patience_ms);
+  pollfd watched{fd, POLLIN, 0};
+  while (Clock::now() < deadline && ::poll(&watched, 1, 0) == 1) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  char byte = 0;
+  const ssize_t n = ::read(fd, &byte, 1);
+  // Anything but an empty pipe is no reason to be silent.
+  return n == 1 || (n < 0 && errno != EAGAIN);
+}
+
+int spawn_local_ranks(
+    int nproc,
+    const std::vector<std::string>& argv,
+    const SpawnOptions& options,
+    bool* signalled) {
+  FLATSHARD_CHECK(
+      nproc >= 1,
+      config,
+      "expected at least one rank for --nproc, got {}",
+      nproc);
+  FLATSHARD_CHECK(
+      !argv.empty(),
+      usage,
+      "expected the program's own arguments, got none");
+  LocalRanks ranks(nproc, argv, options);
+  const int code = ranks.run();
+  if (signalled != nullptr) {
+    *signalled = ranks.signalled();
+  }
+  return code;
+}
+
+}  // namespace flatshard

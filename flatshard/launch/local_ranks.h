@@ -1,0 +1,48 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace flatshard {
+
+/// Who tells the user why a job failed. Of the ranks that `spawn_local_ranks`
+/// started, true for the first that asks and false for all later ones, whose
+/// errors repeat it or follow from it. In any other process always true.
+///
+/// @param patience_ms  waits this long for another rank to ask first: for
+///   errors that say no more than that a peer is gone.
+bool claim_failure_report(int patience_ms = 0);
+
+struct SpawnOptions {
+  /// Time between SIGTERM and SIGKILL when the others are ended.
+  int grace_period_ms = 5000;
+  /// Lines that ranks other than 0 write to standard error get "[rank N] "
+  /// before them. Those of rank 0 pass as they are; a terminal stays its own,
+  /// and its last message is not repeated then.
+  bool prefix_stderr = true;
+  /// Standard output of ranks other than 0: pass through or drop.
+  bool other_ranks_stdout = true;
+};
+
+/// Runs this same program `nproc` times with torchrun's variables set, and
+/// waits for all of them. `argv` is main's own.
+///
+/// Call it before any call into torch: it forks. The port is found free on
+/// loopback and stays bound by this process; rank 0 inherits the socket.
+/// SIGINT, SIGTERM and SIGUSR1 go to all ranks, which ignore SIGUSR1 unless
+/// they do something with it. When one rank fails, the rest are ended
+/// (SIGTERM, then SIGKILL) and the first failure is written to standard error
+/// with its rank, exit code or signal, and last message, unless a rank has said
+/// why itself (claim_failure_report). Ranks die with this process, also when it
+/// is killed.
+///
+/// @param signalled  if not null: whether SIGINT, SIGTERM or SIGHUP came, so
+///   that the ranks were to end. The result is 128 + that signal then.
+/// @return 0, or the first failing rank's exit code (128 + signal).
+int spawn_local_ranks(
+    int nproc,
+    const std::vector<std::string>& argv,
+    const SpawnOptions& options = {},
+    bool* signalled = nullptr);
+
+}  // namespace flatshard

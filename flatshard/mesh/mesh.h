@@ -1,0 +1,178 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "flatshard/comm/communicator.h"
+#include "flatshard/comm/store.h"
+#include "flatshard/flight/recorder.h"
+
+namespace flatshard {
+
+/// What a communicator carries. Reductions have their own, so that a waiting
+/// one does not hold back a gather.
+enum class Purpose { gather, reduce };
+
+std::string_view to_string(Purpose purpose);
+
+struct MeshAxis {
+  std::string name;
+  std::int64_t size = 1;
+
+  bool operator==(const MeshAxis&) const = default;
+};
+
+struct MeshOptions {
+  CommunicatorOptions communicator;
+  /// Collectives of all communicators are appended here; may be null.
+  std::shared_ptr<CollectiveLog> log;
+  /// Key prefix in the store; two meshes over one store need different ones.
+  std::string name = "mesh";
+  /// Watch the ranks: one that is missing, late or differs is named on every
+  /// rank within communicator.timeout, and the collectives that wait end with
+  /// an Error. See FlightRecorder. Equal on all ranks.
+  bool watcher = true;
+  /// How long the watchers wait for each other in `create`.
+  std::chrono::milliseconds connect_timeout = std::chrono::minutes(5);
+  /// RankEnvironment::launcher_serves_store, for the watcher's messages.
+  bool launcher_serves_store = false;
+  /// When the communicators cannot be ended after a fault.
+  OnStuckAbort on_stuck_abort;
+};
+
+/// A communicator that serves `axes` of a mesh built from groups that exist
+/// already, e.g. those of a Python DeviceMesh.
+struct MeshGroup {
+  std::vector<std::string> axes;
+  std::shared_ptr<Communicator> communicator;
+  /// Used for both purposes when another group for the purpose is missing.
+  Purpose purpose = Purpose::gather;
+};
+
+/// Named axes over ranks, outermost first, and a communicator for each set of
+/// axes and purpose.
+///
+/// Rank r of the mesh has coordinates as in C order: the last axis varies
+/// fastest. The ranks of a group over several axes are in shard order, which
+/// is the other way round: the innermost axis is cut first, so
+/// index = inner * outer_size + outer.
+///
+/// Axes of size 1 never communicate.
+class Mesh {
+ public:
+  /// Builds the communicators: per axis, and over all axes when more than one
+  /// is larger than 1. Collective: all ranks call it with equal axes.
+  ///
+  /// @param rank of this process (or thread) in the mesh, 0 <= rank < product
+  ///   of the axis sizes.
+  /// @throws Error{config} for bad axes, Error{timeout} when peers are missing.
+  static std::shared_ptr<Mesh> create(
+      std::vector<MeshAxis> axes,
+      int rank,
+      StoreHandle store,
+      at::Device device,
+      MeshOptions options = {});
+
+  /// One process, no communication. One axis of size 1.
+  static std::shared_ptr<Mesh> single(
+      at::Device device,
+      std::string axis_name = "dp");
+
+  /// A mesh over groups that exist already; it makes none of its own. The
+  /// order of ranks in each group must be the shard order of its axes.
+  static std::shared_ptr<Mesh> from_groups(
+      std::vector<MeshAxis> axes,
+      int rank,
+      at::Device device,
+      std::vector<MeshGroup> groups);
+
+  int rank() const { return rank_; }
+  /// Number of ranks.
+  int size() const;
+  int num_axes() const { return static_cast<int>(axes_.size()); }
+  const std::vector<MeshAxis>& axes() const { return axes_; }
+  const MeshAxis& axis(int index) const { return axes_.at(index); }
+  /// @throws Error{usage} naming the axes that exist.
+  int axis_index(std::string_view name) const;
+  /// The axes' sizes, outermost first.
+  std::vector<std::int64_t> axis_sizes() const;
+  std::int64_t coordinate(int axis) const { return coordinates_.at(axis); }
+  /// One per axis.
+  const std::vector<std::int64_t>& coordinates() const { return coordinates_; }
+  std::int64_t coordinate(std::string_view name) const;
+  at::Device device() const;
+
+  /// Number of ranks of the group over `axes` (indices, ascending).
+  std::int64_t group_size(std::span<const int> axes) const;
+  /// This rank's position in that group, in shard order.
+  std::int64_t group_index(std::span<const int> axes) const;
+
+  /// The group over `axes` (ascending, at least one) that holds this rank.
+  /// A set of axes that `create` did not build is built now, collectively:
+  /// ask for it once at build time, in the same order on all ranks.
+  Communicator& communicator(std::span<const int> axes, Purpose purpose);
+  Communicator& communicator(int axis, Purpose purpose);
+  /// The group over all axes.
+  Communicator& world(Purpose purpose = Purpose::reduce);
+
+  /// The mesh over the named axes (in this mesh's order) at this rank's
+  /// coordinates of the others. Shares this mesh's communicators.
+  std::shared_ptr<Mesh> sub_mesh(const std::vector<std::string>& names) const;
+
+  /// This mesh, where what goes over a group's axes for its purpose goes
+  /// through the communicator that is given for it: over the same ranks in the
+  /// same order. All else is shared, also with further sub-meshes. Collective.
+  std::shared_ptr<Mesh> with_communicators(std::vector<MeshGroup> groups) const;
+
+  /// Same axes of the same mesh.
+  bool same_as(const Mesh& other) const;
+  /// E.g. "{outer: 2, dp: 4}".
+  std::string to_string() const;
+  /// What `create` was given: for messages outside the order of collectives,
+  /// under a prefix of their own. Null when there was none.
+  const StoreHandle& store() const;
+  /// What the communicators of with_communicators hold on the device.
+  std::int64_t communicator_nbytes() const;
+  /// Communicator::restart for all of them.
+  void restart_communicators();
+  /// Aborts every communicator.
+  void abort();
+
+  /// Null: one rank, MeshOptions::watcher off, or groups from elsewhere.
+  const std::shared_ptr<FlightRecorder>& flight_recorder() const;
+  /// Throws what the watcher found. A program on GPUs calls it after it waited
+  /// for the device and before it trusts what it reads: an aborted collective
+  /// ends without a result.
+  void check() const;
+  /// The watcher has found a fault: every collective throws it from now on.
+  bool has_verdict() const;
+  /// The step that the watcher's reports name.
+  void set_step(std::int64_t step);
+  /// Tells the other ranks at once that this one leaves with an exception. See
+  /// FlightRecorder::publish_failure.
+  void publish_failure(const std::string& message);
+
+ private:
+  struct Root;
+  Mesh(std::shared_ptr<Root> root, std::vector<int> root_axes);
+
+  using Groups = std::
+      map<std::pair<std::vector<int>, Purpose>, std::shared_ptr<Communicator>>;
+
+  std::shared_ptr<Root> root_;  // the communicators, shared by sub-meshes
+  Groups own_;                  // with_communicators: instead of the root's
+  std::vector<int> root_axes_;
+  std::vector<MeshAxis> axes_;
+  std::vector<std::int64_t> coordinates_;
+  int rank_ = 0;
+};
+
+}  // namespace flatshard

@@ -1,0 +1,70 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "flatshard/device/stream.h"
+#include "flatshard/peer/peer_memory.h"
+
+namespace flatshard {
+
+/// Reduce-scatters by copies: each rank writes every peer's slice of its input
+/// into that peer's memory, and sums what came into its own, in rank order,
+/// float16 and bfloat16 in float32 with one rounding. On GPUs copy engines move
+/// the data, and the SMs are needed for the sum alone.
+///
+/// The input goes in pieces, which use two halves of the memory by turns. A
+/// stream of its own copies piece k + 1 while the caller's sums piece k. One
+/// fence per piece, after its copies and after the sum of the piece before, is
+/// then enough: whoever is past that of piece k has summed piece k - 1, so its
+/// half is free for piece k + 1. All calls of a rank come from one stream.
+class CopyReducer {
+ public:
+  /// Collective.
+  /// @param nbytes  of memory on each rank, about.
+  /// @param stream  of the copies.
+  CopyReducer(
+      Communicator& group,
+      std::int64_t nbytes,
+      const StreamOptions& stream);
+
+  /// Of a dtype that it can sum; others are for the backend.
+  static bool takes(const at::Tensor& in);
+  std::int64_t nbytes() const { return memory_->local().numel(); }
+
+  /// Inside Stream::submit.
+  /// @param out  [n] overwritten; must not overlap `in`.
+  /// @param in  [size * n] unchanged.
+  /// @param fence  launches a collective of the group; called in the stream of
+  ///   the copies.
+  void reduce_scatter(
+      const at::Tensor& out,
+      const at::Tensor& in,
+      ReduceOp op,
+      const std::function<void()>& fence);
+
+  /// After a failure, when ranks may have got to different pieces: all of them
+  /// call it while their streams rest.
+  void restart();
+
+ private:
+  /// Of `n` elements per slice, from `at` on, to half `half` of every peer.
+  void copy_piece(
+      const at::Tensor& in,
+      std::int64_t at,
+      std::int64_t n,
+      int half) const;
+
+  std::int64_t row_nbytes_;
+  std::unique_ptr<PeerMemory> memory_;  ///< [2 halves][size][row_nbytes_]
+  at::Tensor typed_;  ///< memory_, as the dtype of the last call
+  std::shared_ptr<Stream> copies_;
+  Event arrived_;  ///< in the stream of the copies: past the last fence
+  Event summed_;   ///< in the caller's: the last sum
+  int half_ = 0;
+};
+
+}  // namespace flatshard

@@ -1,0 +1,217 @@
+#include "flatshard/mesh/mesh.h"
+
+#include <ATen/Functions.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "flatshard/comm/make_communicator.h"
+#include "flatshard/core/error.h"
+#include "tests/support/message_of.h"
+#include "tests/support/ranks.h"
+
+namespace flatshard {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::message_of;
+using testing::RankContext;
+using testing::run_ranks;
+
+// The mesh ranks of the group, in its order, as its own all-gather sees them.
+std::vector<int> members(Communicator& group, int mesh_rank) {
+  const at::Tensor all = at::empty({group.size()}, at::kInt);
+  group.all_gather(all, at::full({1}, mesh_rank, at::kInt));
+  return {all.data_ptr<int>(), all.data_ptr<int>() + all.numel()};
+}
+
+TEST(Mesh, SingleNeverCommunicates) {
+  const auto mesh = Mesh::single(at::kCPU, "dp");
+  EXPECT_EQ(mesh->rank(), 0);
+  EXPECT_EQ(mesh->size(), 1);
+  EXPECT_EQ(mesh->to_string(), "{dp: 1}");
+  const at::Tensor value = at::full({3}, 2.0);
+  mesh->world().all_reduce(value, ReduceOp::avg);
+  EXPECT_TRUE(value.equal(at::full({3}, 2.0)));
+  EXPECT_EQ(mesh->communicator(0, Purpose::gather).name(), "dp.gather");
+}
+
+// A rank that has its mesh may leave: the others must be connected by then.
+TEST(Mesh, RanksMayLeaveAsSoonAsTheyHaveIt) {
+  for (int round = 0; round < 60; ++round) {
+    EXPECT_NO_THROW(run_ranks(3, [](RankContext& context) {
+      EXPECT_EQ(context.mesh()->size(), 3);
+    }));
+  }
+}
+
+TEST(Mesh, CoordinatesAndGroupsOfTwoAxes) {
+  run_ranks(8, [](RankContext& context) {
+    const auto mesh = context.mesh({{"outer", 2}, {"dp", 4}});
+    const int outer = context.rank / 4;
+    const int inner = context.rank % 4;
+    EXPECT_EQ(mesh->rank(), context.rank);
+    EXPECT_EQ(mesh->coordinate("outer"), outer);
+    EXPECT_EQ(mesh->coordinate(1), inner);
+    EXPECT_EQ(mesh->size(), 8);
+    for (const Purpose purpose : {Purpose::gather, Purpose::reduce}) {
+      auto& dp = mesh->communicator(1, purpose);
+      EXPECT_EQ(
+          members(dp, context.rank),
+          (std::vector<int>{
+              outer * 4,
+              outer * 4 + 1,
+              outer * 4 + 2,
+              outer * 4 + 3}));
+      auto& replicate = mesh->communicator(0, purpose);
+      EXPECT_EQ(
+          members(replicate, context.rank),
+          (std::vector<int>{inner, inner + 4}));
+      // Shard order: the inner coordinate counts most.
+      EXPECT_EQ(
+          members(mesh->world(purpose), context.rank),
+          (std::vector<int>{0, 4, 1, 5, 2, 6, 3, 7}));
+      EXPECT_EQ(mesh->world(purpose).rank(), inner * 2 + outer);
+    }
+    const int both[] = {0, 1};
+    EXPECT_EQ(mesh->group_index(both), inner * 2 + outer);
+    EXPECT_EQ(mesh->group_size(both), 8);
+    EXPECT_NE(
+        &mesh->communicator(1, Purpose::gather),
+        &mesh->communicator(1, Purpose::reduce));
+    EXPECT_EQ(mesh->world(Purpose::gather).name(), "outer+dp.gather");
+  });
+}
+
+TEST(Mesh, AxesOfSizeOneShareTheGroupOfTheRest) {
+  run_ranks(2, [](RankContext& context) {
+    const auto mesh = context.mesh({{"outer", 1}, {"dp", 2}});
+    EXPECT_EQ(
+        &mesh->world(Purpose::gather),
+        &mesh->communicator(1, Purpose::gather));
+    EXPECT_EQ(mesh->communicator(0, Purpose::gather).size(), 1);
+  });
+}
+
+TEST(Mesh, ThreeAxesMakeOtherGroupsOnDemand) {
+  run_ranks(8, [](RankContext& context) {
+    const auto mesh = context.mesh({{"pp", 2}, {"outer", 2}, {"dp", 2}});
+    const int inner_two[] = {1, 2};
+    auto& group = mesh->communicator(inner_two, Purpose::reduce);
+    const int base = context.rank / 4 * 4;
+    EXPECT_EQ(
+        members(group, context.rank),
+        (std::vector<int>{base, base + 2, base + 1, base + 3}));
+    EXPECT_EQ(&mesh->communicator(inner_two, Purpose::reduce), &group);
+    const int outer_two[] = {0, 1};
+    const int dp = context.rank % 2;
+    EXPECT_EQ(
+        members(mesh->communicator(outer_two, Purpose::reduce), context.rank),
+        (std::vector<int>{dp, dp + 4, dp + 2, dp + 6}));
+  });
+}
+
+TEST(Mesh, SubMeshSharesGroups) {
+  run_ranks(4, [](RankContext& context) {
+    const auto mesh = context.mesh({{"pp", 2}, {"dp", 2}});
+    const auto dp = mesh->sub_mesh({"dp"});
+    EXPECT_EQ(dp->to_string(), "{dp: 2}");
+    EXPECT_EQ(dp->rank(), context.rank % 2);
+    EXPECT_EQ(
+        &dp->world(Purpose::reduce),
+        &mesh->communicator(1, Purpose::reduce));
+    EXPECT_TRUE(dp->same_as(*mesh->sub_mesh({"dp"})));
+    EXPECT_FALSE(dp->same_as(*mesh));
+    EXPECT_TRUE(mesh->sub_mesh({"dp", "pp"})->same_as(*mesh));
+  });
+}
+
+TEST(Mesh, TwoMeshesOverOneStore) {
+  run_ranks(2, [](RankContext& context) {
+    const auto a = context.mesh({{"dp", 2}}, "a");
+    const auto b = context.mesh({{"dp", 2}}, "b");
+    EXPECT_FALSE(a->same_as(*b));
+    b->world().barrier();
+    a->world().barrier();
+  });
+}
+
+TEST(Mesh, FromGroups) {
+  run_ranks(4, [](RankContext& context) {
+    const auto made = context.mesh({{"outer", 2}, {"dp", 2}});
+    const auto share = [&](int axis, Purpose purpose) {
+      return std::shared_ptr<Communicator>(
+          made,
+          &made->communicator(axis, purpose));
+    };
+    const auto mesh = Mesh::from_groups(
+        {{"outer", 2}, {"dp", 2}},
+        context.rank,
+        at::kCPU,
+        {{{"dp"}, share(1, Purpose::gather), Purpose::gather},
+         {{"outer"}, share(0, Purpose::reduce), Purpose::reduce}});
+    // One group serves both purposes.
+    EXPECT_EQ(
+        &mesh->communicator(1, Purpose::reduce),
+        &made->communicator(1, Purpose::gather));
+    EXPECT_EQ(
+        &mesh->communicator(0, Purpose::gather),
+        &made->communicator(0, Purpose::reduce));
+    EXPECT_THAT(
+        message_of([&] { mesh->world(); }),
+        HasSubstr("no group was given for the axes 'outer+dp'"));
+    if (context.rank == 1) {
+      EXPECT_THAT(
+          message_of([&] {
+            Mesh::from_groups(
+                {{"outer", 2}, {"dp", 2}},
+                context.rank,
+                at::kCPU,
+                {{{"outer"}, share(1, Purpose::gather)}});
+          }),
+          HasSubstr("expected rank 0 of 2 in the group over 'outer'"));
+    }
+  });
+}
+
+TEST(Mesh, RefusesByName) {
+  const auto create =
+      [](std::vector<MeshAxis> axes, int rank, at::Device device = at::kCPU) {
+        return message_of([&] { Mesh::create(axes, rank, {}, device); });
+      };
+  EXPECT_THAT(create({}, 0), HasSubstr("at least one axis"));
+  EXPECT_THAT(
+      create({{"dp", 2}, {"dp", 2}}, 0),
+      HasSubstr("mesh {dp: 2, dp: 2}: expected axis names that are not empty "
+                "and differ, got 'dp'"));
+  EXPECT_THAT(
+      create({{"dp", 0}}, 0),
+      HasSubstr("expected size >= 1 for axis 'dp', got 0"));
+  EXPECT_THAT(
+      create({{"dp", 2}}, 2),
+      HasSubstr("expected a rank below 2, got 2"));
+  EXPECT_THAT(create({{"dp", 2}}, 0), HasSubstr("expected a store"));
+  EXPECT_THAT(
+      create({{"dp", 1}}, 0, at::kCUDA),
+      HasSubstr("expected a GPU with an index such as cuda:0, got 'cuda'"));
+
+  const auto mesh = Mesh::create({{"outer", 1}, {"dp", 1}}, 0, {}, at::kCPU);
+  EXPECT_THAT(
+      message_of([&] { mesh->axis_index("tp"); }),
+      HasSubstr("mesh {outer: 1, dp: 1} has no axis 'tp'"));
+  const int descending[] = {1, 0};
+  EXPECT_THAT(
+      message_of([&] { mesh->communicator(descending, Purpose::gather); }),
+      HasSubstr("expected ascending axes below 2, got axis 0"));
+  EXPECT_THAT(
+      message_of([&] { mesh->communicator(2, Purpose::gather); }),
+      HasSubstr("got axis 2"));
+  EXPECT_THAT(message_of([&] { mesh->sub_mesh({}); }), HasSubstr("needs axes"));
+  EXPECT_THAT(
+      message_of([&] {
+        mesh->sub_mesh({"dp", "dp"});
+      }),
+      HasSubstr("names each axis once"));
+}
+
+}  // namespace
+}  // namespace flatshard

@@ -1,0 +1,100 @@
+#include "flatshard/peer/peer_communicator.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+
+#include "flatshard/comm/make_communicator.h"
+#include "flatshard/mesh/mesh.h"
+#include "tests/support/ranks.h"
+
+namespace flatshard {
+namespace {
+
+using testing::RankContext;
+using testing::run_ranks;
+
+// The group's own sums, rounded once, in the same order.
+TEST(PeerCommunicator, ReducesToTheGroupsBits) {
+  for (const int world : {2, 3}) {
+    run_ranks(world, [](RankContext& context) {
+      const auto plain = make_communicator(
+          context.store,
+          context.rank,
+          context.world,
+          "plain",
+          at::kCPU,
+          {.timeout = testing::kPeerTimeout});
+      // Rows of 256 bytes: the larger ones take many pieces.
+      const auto copies = make_peer_communicator(
+          plain,
+          {.reductions_nbytes = 1,
+           .stream = {.delay_seed = 5, .max_delay_us = 100}});
+      EXPECT_EQ(copies->nbytes(), 2 * context.world * 256);
+      EXPECT_EQ(plain->nbytes(), 0);
+      auto generator = at::detail::createCPUGenerator(
+          static_cast<std::uint64_t>(context.rank));
+      for (const at::ScalarType dtype :
+           {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble, at::kLong}) {
+        for (const std::int64_t n : {0, 1, 63, 64, 65, 1000}) {
+          const at::Tensor in =
+              (at::randn({context.world * n}, generator) * 100).to(dtype);
+          const at::Tensor got = at::empty({n}, dtype);
+          const at::Tensor want = at::empty({n}, dtype);
+          for (const ReduceOp op : {ReduceOp::sum, ReduceOp::avg}) {
+            if (op == ReduceOp::avg && dtype == at::kLong) {
+              continue;
+            }
+            copies->reduce_scatter(got, in, op);
+            plain->reduce_scatter(want, in, op);
+            EXPECT_TRUE(got.equal(want)) << c10::toString(dtype) << " " << n;
+          }
+        }
+      }
+      plain->barrier();
+    });
+  }
+}
+
+// Whoever else uses the mesh goes on as before, and sees nothing of it.
+TEST(PeerCommunicator, BelongsToTheMeshThatAsked) {
+  run_ranks(2, [](RankContext& context) {
+    const auto mesh = Mesh::create(
+        {{"dp", 2}},
+        context.rank,
+        context.store,
+        at::kCPU,
+        {.communicator = {.timeout = testing::kPeerTimeout},
+         .log = context.log});
+    const auto peers = mesh->with_communicators(
+        {{{"dp"},
+          make_peer_communicator(
+              mesh->communicator(0, Purpose::reduce).shared_from_this(),
+              {.reductions_nbytes = 1 << 10}),
+          Purpose::reduce}});
+    EXPECT_TRUE(peers->same_as(*mesh));
+    EXPECT_GT(peers->communicator_nbytes(), 0);
+    EXPECT_GT(peers->sub_mesh({"dp"})->communicator_nbytes(), 0);
+    EXPECT_EQ(mesh->communicator_nbytes(), 0);
+    EXPECT_EQ(
+        &peers->communicator(0, Purpose::gather),
+        &mesh->communicator(0, Purpose::gather));
+    context.log->clear();
+    const at::Tensor in = at::full({2}, context.rank + 1.0);
+    const at::Tensor out = at::empty({1});
+    for (Mesh* const each : {mesh.get(), peers.get()}) {
+      each->communicator(0, Purpose::reduce)
+          .reduce_scatter(out, in, ReduceOp::sum);
+      EXPECT_EQ(out.item<float>(), 3);
+    }
+    std::vector<std::string> names;
+    for (const CollectiveRecord& record : context.log->records()) {
+      names.push_back(record.communicator);
+    }
+    EXPECT_EQ(names, (std::vector<std::string>{"dp.reduce", "dp.reduce.peer"}));
+    mesh->world().barrier();
+  });
+}
+
+}  // namespace
+}  // namespace flatshard
