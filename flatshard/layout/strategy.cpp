@@ -8,54 +8,34 @@
 namespace flatshard {
 namespace {
 
-/// One value for the outer axis (axis 0) and one for all inner axes.
-struct OuterInner {
-  Placement outer;
-  Placement inner;
+constexpr std::array<StrategyName, 8> kStrategies{{
+    {"zero0", "no_shard", "zero0", "RR", "PP", "RR"},
+    {"zero1", "optim", "hsdp_zero1", "RR", "PP", "SS"},
+    {"zero2", "optim_grads", "hsdp_zero2", "RR", "SS", "SS"},
+    {"zero3", "optim_grads_params", "hsdp", "SS", "SS", "SS"},
+    {"hsdp", "", "", "RS", "PS", "RS"},
+    {"hfsdp", "", "", "RS", "PS", "SS"},
+    {"hsdp_zero1", "", "", "RR", "PP", "RS"},
+    {"hsdp_zero2", "", "", "RR", "PS", "RS"},
+}};
 
-  Placements expand(int num_axes) const {
-    Placements placements(num_axes, inner);
-    placements.front() = outer;
-    return placements;
-  }
-};
+Placement placement_of(char letter, ReduceOp op) {
+  return letter == 'S'   ? Placement::shard()
+         : letter == 'P' ? Placement::partial(op)
+                         : Placement::replicate();
+}
 
-struct Recipe {
-  OuterInner parameter;
-  OuterInner gradient;
-  OuterInner optimizer;
-  bool needs_outer_axis;
-};
-
-std::optional<Recipe> find_recipe(std::string_view name, ReduceOp op) {
-  const Placement r = Placement::replicate();
-  const Placement s = Placement::shard();
-  const Placement p = Placement::partial(op);
-  if (name == "no_shard" || name == "zero0") {
-    return Recipe{{r, r}, {p, p}, {r, r}, false};
+// Axis 0 is the outer one; of one axis alone it is an inner one.
+Placements placements_of(
+    std::string_view letters,
+    bool has_outer,
+    int num_axes,
+    ReduceOp op) {
+  Placements placements(num_axes, placement_of(letters[1], op));
+  if (has_outer) {
+    placements.front() = placement_of(letters[0], op);
   }
-  if (name == "optim" || name == "zero1") {
-    return Recipe{{r, r}, {p, p}, {s, s}, false};
-  }
-  if (name == "optim_grads" || name == "zero2") {
-    return Recipe{{r, r}, {s, s}, {s, s}, false};
-  }
-  if (name == "optim_grads_params" || name == "zero3") {
-    return Recipe{{s, s}, {s, s}, {s, s}, false};
-  }
-  if (name == "hsdp") {
-    return Recipe{{r, s}, {p, s}, {r, s}, true};
-  }
-  if (name == "hfsdp") {
-    return Recipe{{r, s}, {p, s}, {s, s}, true};
-  }
-  if (name == "hsdp_zero1") {
-    return Recipe{{r, r}, {p, p}, {r, s}, true};
-  }
-  if (name == "hsdp_zero2") {
-    return Recipe{{r, r}, {p, s}, {r, s}, true};
-  }
-  return std::nullopt;
+  return placements;
 }
 
 struct NamedList {
@@ -121,27 +101,47 @@ void check_implies(
 
 }  // namespace
 
-Strategy Strategy::named(std::string_view name, int num_axes, ReduceOp op) {
-  const std::optional<Recipe> recipe = find_recipe(name, op);
-  FLATSHARD_CHECK(
-      recipe.has_value(),
+std::span<const StrategyName> strategy_names() {
+  return kStrategies;
+}
+
+const StrategyName& find_strategy_name(std::string_view name) {
+  std::string known;
+  for (const StrategyName& row : kStrategies) {
+    if (name == row.name || (!name.empty() && name == row.other_name)) {
+      return row;
+    }
+    known += known.empty() ? "" : ", ";
+    known += row.name;
+    if (!row.other_name.empty()) {
+      known += fmt::format(" ({})", row.other_name);
+    }
+  }
+  FLATSHARD_THROW(
       config,
-      "unknown strategy '{}'; expected no_shard (zero0), optim (zero1), "
-      "optim_grads (zero2), optim_grads_params (zero3), hsdp, hfsdp, "
-      "hsdp_zero1 or hsdp_zero2",
-      name);
+      "unknown strategy '{}'; expected one of {}",
+      name,
+      known);
+}
+
+Strategy Strategy::named(std::string_view name, int num_axes, ReduceOp op) {
+  const StrategyName& row = find_strategy_name(name);
+  const int least = row.needs_outer_axis() ? 2 : 1;
   FLATSHARD_CHECK(
-      num_axes >= (recipe->needs_outer_axis ? 2 : 1),
+      num_axes >= least,
       config,
       "strategy '{}' needs at least {} mesh axes, got {}",
       name,
-      recipe->needs_outer_axis ? 2 : 1,
+      least,
       num_axes);
+  const auto expand = [&](std::string_view letters) {
+    return placements_of(letters, row.needs_outer_axis(), num_axes, op);
+  };
   return {
       .name = std::string(name),
-      .parameter = recipe->parameter.expand(num_axes),
-      .gradient = recipe->gradient.expand(num_axes),
-      .optimizer = recipe->optimizer.expand(num_axes)};
+      .parameter = expand(row.parameter),
+      .gradient = expand(row.gradient),
+      .optimizer = expand(row.optimizer)};
 }
 
 std::int64_t Strategy::num_shards(

@@ -17,10 +17,10 @@ namespace flatshard {
 ///
 /// | name                       | parameter | gradient     | optimizer |
 /// |----------------------------|-----------|--------------|-----------|
-/// | no_shard, zero0            | R         | Partial      | R         |
-/// | optim, zero1               | R         | Partial      | S         |
-/// | optim_grads, zero2         | R         | S            | S         |
-/// | optim_grads_params, zero3  | S         | S            | S         |
+/// | zero0, no_shard            | R         | Partial      | R         |
+/// | zero1, optim               | R         | Partial      | S         |
+/// | zero2, optim_grads         | R         | S            | S         |
+/// | zero3, optim_grads_params  | S         | S            | S         |
 /// | hsdp                       | R S       | Partial S    | R S       |
 /// | hfsdp                      | R S       | Partial S    | S S       |
 /// | hsdp_zero1                 | R R       | Partial both | R S       |
@@ -28,6 +28,7 @@ namespace flatshard {
 ///
 /// The first four apply the same placement to every axis. The others need at
 /// least two axes: axis 0 is the outer one, all further axes are inner ones.
+/// Both names of a row mean the same everywhere.
 /// Source: ZeRO, arXiv:1910.02054; HSDP as in PyTorch FSDP, arXiv:2304.11277.
 struct Strategy {
   std::string name;
@@ -38,7 +39,7 @@ struct Strategy {
   /// `parameter`. May be replicated on axes on which `parameter` is sharded.
   std::optional<Placements> post_forward = std::nullopt;
 
-  /// One of the strategies of the table for a mesh with `num_axes` axes. `op`
+  /// One of the strategies of the table, for a mesh with `num_axes` axes. `op`
   /// is the reduction of partial gradients.
   /// @throws Error{config} for an unknown name or too few axes.
   static Strategy
@@ -63,5 +64,26 @@ struct Strategy {
 
   bool operator==(const Strategy&) const = default;
 };
+
+/// One row of the table of named strategies.
+struct StrategyName {
+  std::string_view name;
+  std::string_view other_name;  ///< Megatron-FSDP's; empty: none
+  /// The strategy that keeps what is sharded within the inner axes and holds
+  /// replicas along axis 0; empty: it is about an outer axis already.
+  std::string_view with_replicas;
+  /// A letter for the outer and one for the inner axes: Replicate, Partial,
+  /// Shard.
+  std::string_view parameter;
+  std::string_view gradient;
+  std::string_view optimizer;
+
+  bool needs_outer_axis() const { return with_replicas.empty(); }
+};
+
+/// The table, in its order.
+std::span<const StrategyName> strategy_names();
+/// @throws Error{config} for an unknown name, with those that exist.
+const StrategyName& find_strategy_name(std::string_view name);
 
 }  // namespace flatshard

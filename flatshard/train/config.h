@@ -72,7 +72,7 @@ struct Config {
   } lr_scheduler;
 
   struct Parallelism {
-    std::string strategy = "optim_grads_params";
+    std::string strategy = "zero3";
     std::int64_t data_parallel_replicate_degree = 1;
     std::int64_t data_parallel_shard_degree = -1;
     std::int64_t prefetch = 1;

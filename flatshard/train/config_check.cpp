@@ -4,6 +4,7 @@
 #include <charconv>
 
 #include "flatshard/core/error.h"
+#include "flatshard/layout/strategy.h"
 
 namespace flatshard {
 namespace {
@@ -260,11 +261,10 @@ void check_parallelism(const Config& config) {
       "data_parallel_shard_degree are both -1; only one can be the rest");
   FLATSHARD_CHECK(
       replicate != 1 ||
-          (parallel.strategy != "hsdp" && parallel.strategy != "hfsdp"),
+          !find_strategy_name(parallel.strategy).needs_outer_axis(),
       config,
       "parallelism.strategy = \"{}\" needs an outer axis, but "
-      "data_parallel_replicate_degree is 1; set it to 2 or more, or use "
-      "optim_grads_params",
+      "data_parallel_replicate_degree is 1; set it to 2 or more, or use zero3",
       parallel.strategy);
 }
 

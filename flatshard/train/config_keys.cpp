@@ -1,12 +1,27 @@
+#include "flatshard/layout/strategy.h"
 #include "flatshard/train/config.h"
 
 namespace flatshard {
 namespace {
 
 constexpr std::string_view kDtypes = "float32|bfloat16";
-constexpr std::string_view kStrategies =
-    "no_shard|optim|optim_grads|optim_grads_params|zero0|zero1|zero2|zero3|"
-    "hsdp|hfsdp";
+
+// Both names of each.
+std::string_view strategies() {
+  static const std::string all = [] {
+    std::string text;
+    for (const StrategyName& row : strategy_names()) {
+      for (const std::string_view name : {row.name, row.other_name}) {
+        if (!name.empty()) {
+          text += text.empty() ? "" : "|";
+          text += name;
+        }
+      }
+    }
+    return text;
+  }();
+  return all;
+}
 
 // Far above what anyone trains, and low enough that no product of them
 // overflows and no cast to int cuts.
@@ -155,8 +170,11 @@ const ConfigKey kKeys[] = {
 
     KEY(parallelism,
         strategy,
-        "what is sharded; zero0 to zero3 are other names of the first four",
-        kStrategies),
+        "what is sharded: zero0 nothing (no_shard), zero1 the optimizer's "
+        "state "
+        "(optim), zero2 gradients too (optim_grads), zero3 weights too "
+        "(optim_grads_params)",
+        strategies()),
     KEY(parallelism,
         data_parallel_replicate_degree,
         "outer mesh axis: copies of the sharded group; -1: the rest of the "

@@ -151,16 +151,8 @@ std::string strategy_name(const Config& config) {
   if (config.parallelism.data_parallel_replicate_degree == 1) {
     return name;
   }
-  if (name == "optim_grads_params" || name == "zero3") {
-    return "hsdp";
-  }
-  if (name == "optim" || name == "zero1") {
-    return "hsdp_zero1";
-  }
-  if (name == "optim_grads" || name == "zero2") {
-    return "hsdp_zero2";
-  }
-  return name;
+  const StrategyName& row = find_strategy_name(name);
+  return std::string(row.needs_outer_axis() ? row.name : row.with_replicas);
 }
 
 std::vector<MeshAxis> mesh_axes(const Config& config) {

@@ -1,3 +1,4 @@
+#include "flatshard/layout/strategy.h"
 #include "flatshard/mesh/mesh.h"
 #include "flatshard/peer/peer_memory.h"
 #include "python/csrc/bind.h"
@@ -57,6 +58,24 @@ void bind_comm(py::module_& m) {
           },
           "Whether NVLink joins all GPUs of the mesh. Collective.")
       .def("__repr__", &Mesh::to_string);
+  m.def(
+      "strategies",
+      [] {
+        py::list rows;
+        for (const StrategyName& row : strategy_names()) {
+          rows.append(py::make_tuple(
+              row.name,
+              row.other_name,
+              row.with_replicas,
+              row.parameter,
+              row.gradient,
+              row.optimizer));
+        }
+        return rows;
+      },
+      "The table of named strategies: name, other name, name with replicas "
+      "along an outer axis, and what rests where, a letter each for outer and "
+      "inner axes.");
 }
 
 }  // namespace flatshard::python

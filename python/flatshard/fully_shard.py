@@ -16,6 +16,7 @@ from flatshard.module import (
     wrap_class,
 )
 from flatshard.policies import MixedPrecisionPolicy, OffloadPolicy
+from flatshard.strategies import find_strategy
 from flatshard.torch_versions import default_reduce_dtype
 from flatshard.unit import (
     Parameter,
@@ -30,15 +31,6 @@ from flatshard.unit import (
 # Of each mesh: asking is a collective.
 _fast_links = weakref.WeakKeyDictionary()
 
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-# With two mesh dimensions the first holds replicas.
-_REPLICATED_OUTER = {
-    "no_shard": "no_shard",
-    "optim": "hsdp_zero1",
-    "optim_grads": "hsdp_zero2",
-    "optim_grads_params": "hsdp",
-}
-
 
 def fully_shard(
     module,
@@ -49,7 +41,7 @@ def fully_shard(
     mp_policy=MixedPrecisionPolicy(),
     offload_policy=OffloadPolicy(),
     ignored_params=None,
-    strategy="optim_grads_params",
+    strategy="zero3",
     outer="replicate",
     granularity="row",
     prefetch=1,
@@ -77,8 +69,8 @@ def fully_shard(
             parameters, their gradients and optimizer state rest on the CPU. Of this
             package or FSDP2's.
         ignored_params: set of parameters to leave as they are on every rank.
-        strategy: what is sharded: "no_shard" (ZeRO-0), "optim" (ZeRO-1),
-            "optim_grads" (ZeRO-2) or "optim_grads_params" (ZeRO-3).
+        strategy: "zero0" (no_shard), "zero1" (optim), "zero2" (optim_grads) or "zero3"
+            (optim_grads_params); both names mean the same.
         outer: what the outer of two mesh dimensions does: "replicate", or "optim"
             with ZeRO-3: the optimizer state is sharded over it, too (HFSDP), and
             parameters are DTensors over the flattened mesh.
@@ -204,21 +196,18 @@ def _ids(ignored_params):
 
 
 def _strategy_name(strategy, outer, mesh):
-    if strategy not in STRATEGIES:
-        raise ValueError(
-            f"strategy: expected one of {', '.join(STRATEGIES)}, got {strategy!r}"
-        )
+    row = find_strategy(strategy)
     if outer not in ("replicate", "optim"):
         raise ValueError(f"outer: expected 'replicate' or 'optim', got {outer!r}")
     if outer == "replicate":
-        return strategy if mesh.ndim == 1 else _REPLICATED_OUTER[strategy]
+        return row.name if mesh.ndim == 1 else row.with_replicas
     if mesh.ndim != 2:
         raise ValueError(
             f"outer: 'optim' expects a mesh of 2 dimensions, got {mesh.ndim}"
         )
-    if strategy != "optim_grads_params":
+    if row.name != "zero3":
         raise NotImplementedError(
-            f"outer: 'optim' expects strategy 'optim_grads_params', got {strategy!r}: "
+            f"outer: 'optim' expects strategy 'zero3', got {strategy!r}: "
             "a mesh of 1 dimension shards the optimizer state over all ranks"
         )
     return "hfsdp"

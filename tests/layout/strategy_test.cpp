@@ -66,10 +66,31 @@ TEST(Strategy, NamedTakesTheReduction) {
       (Placements{Placement::partial(ReduceOp::sum), kS}));
 }
 
+TEST(Strategy, TheTableIsOneForAllNames) {
+  for (const StrategyName& row : strategy_names()) {
+    EXPECT_EQ(&find_strategy_name(row.name), &row);
+    Strategy named = Strategy::named(row.name, 2);
+    EXPECT_NO_THROW(named.validate()) << row.name;
+    if (row.needs_outer_axis()) {
+      continue;
+    }
+    Strategy other = Strategy::named(row.other_name, 2);
+    other.name = named.name;
+    EXPECT_EQ(other, named);
+    // Replicas along axis 0 change nothing within the inner axes.
+    const Strategy replicas = Strategy::named(row.with_replicas, 2);
+    EXPECT_TRUE(replicas.optimizer[0].is_replicate()) << row.name;
+    EXPECT_EQ(replicas.optimizer[1], named.optimizer[1]) << row.name;
+    EXPECT_EQ(replicas.parameter[1], named.parameter[1]) << row.name;
+    EXPECT_EQ(replicas.gradient[1], named.gradient[1]) << row.name;
+  }
+}
+
 TEST(Strategy, NamedRefusesByName) {
   expect_error(
       ErrorCode::config,
-      "unknown strategy 'zero4'; expected no_shard (zero0), optim (zero1)",
+      "unknown strategy 'zero4'; expected one of zero0 (no_shard), zero1 "
+      "(optim)",
       [] { Strategy::named("zero4", 1); });
   expect_error(
       ErrorCode::config,

@@ -16,7 +16,7 @@ import flatshard
 from flatshard import checkpoint, fully_shard
 from tests.python.device import DEVICE, on_device
 from tests.python.models import Mlp
-from tests.python.training import distance, full_state, shard, train
+from tests.python.training import STRATEGIES, distance, full_state, shard, train
 
 
 def adam(parameters):
@@ -69,7 +69,7 @@ def test_into_a_model_that_has_trained(optimizer, folder, mesh, rank):
     assert distance(full_state(a), full_state(b)) == 0
 
 
-@pytest.mark.parametrize("strategy", flatshard.fully_shard.__globals__["STRATEGIES"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("writer, reader", [(adam, core), (core, adam), (sgd, sgd)])
 def test_every_strategy_reads_every_other(writer, reader, strategy, folder, mesh, rank):
     a, optimizer_a = made(writer, mesh)

@@ -15,7 +15,7 @@ import flatshard
 from flatshard import MixedPrecisionPolicy, fully_shard
 from tests.python.device import DEVICE, on_device
 from tests.python.models import DIM, Block, Body, Mlp, llama, plain
-from tests.python.training import against_one_process, data, full_state, shard
+from tests.python.training import STRATEGIES, against_one_process, data, full_state, shard
 
 
 def test_order_of_calls_may_change(mesh, rank, world):
@@ -267,7 +267,7 @@ def test_dropped_gradients_give_their_memory_back(mesh, rank):
     assert core.grad(0) is None
 
 
-@pytest.mark.parametrize("strategy", flatshard.fully_shard.__globals__["STRATEGIES"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_writes_reach_the_next_forward(strategy, dtype, mesh, rank):
     policy = MixedPrecisionPolicy(param_dtype=dtype)

@@ -12,7 +12,7 @@ from flatshard import fully_shard
 from tests.python.device import on_device
 from tests.python.models import DIM
 
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+STRATEGIES = ("no_shard", "optim", "zero2", "optim_grads_params")
 
 
 def shard(model, function, **options):

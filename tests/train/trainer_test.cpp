@@ -135,7 +135,7 @@ TEST_F(TrainerTest, LearnsAndWritesItsRun) {
   EXPECT_THAT(printed, HasSubstr("step: 10  loss: "));
   EXPECT_THAT(printed, HasSubstr("step: 60  validation_loss: "));
   EXPECT_THAT(printed, HasSubstr("optimizer state"));
-  EXPECT_THAT(printed, HasSubstr("strategy = \"optim_grads_params\""));
+  EXPECT_THAT(printed, HasSubstr("strategy = \"zero3\""));
 
   std::vector<std::int64_t> steps;
   std::vector<std::int64_t> validated;

@@ -11,8 +11,7 @@ from flatshard.initialize import reset_parameters
 from flatshard.megatron import v2
 from flatshard.megatron.precision import MixedPrecisionPolicy, main_dtype
 from flatshard.module import FSDPModule
-
-_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+from flatshard.strategies import find_strategy
 
 # Argument: (default, values that need nothing here, what to do instead).
 _WITHOUT_COUNTERPART = {
@@ -191,14 +190,8 @@ def _check_others(others):
 
 
 def _strategy(value):
-    if value in range(4):
-        return _STRATEGIES[value]
-    if value in _STRATEGIES:
-        return value
-    raise ValueError(
-        f"zero_dp_strategy: expected 0 to 3 or one of {', '.join(_STRATEGIES)}, got "
-        f"{value!r}"
-    )
+    name = f"zero{value}" if value in range(4) else value
+    return find_strategy(name, "zero_dp_strategy").name
 
 
 def _mesh(device_mesh, shard_dim, outer_dim):

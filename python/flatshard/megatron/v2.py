@@ -29,21 +29,11 @@ from torch.distributed.tensor.placement_types import Placement
 from flatshard.fully_shard import fully_shard as _fully_shard
 from flatshard.megatron.precision import MixedPrecisionPolicy, main_dtype
 from flatshard.module import FSDPModule, check_module
+from flatshard.strategies import by_placements
 from flatshard.unit import former_name
 
 # What rests where, a letter per mesh axis: Replicate, Partial, Shard.
-_STRATEGIES = {
-    ("R", "P", "R"): "no_shard",
-    ("R", "P", "S"): "optim",
-    ("R", "S", "S"): "optim_grads",
-    ("S", "S", "S"): "optim_grads_params",
-    ("RR", "PP", "RR"): "no_shard",
-    ("RR", "PP", "RS"): "optim",
-    ("RR", "PS", "RS"): "optim_grads",
-    ("RS", "PS", "RS"): "optim_grads_params",
-    ("RS", "PS", "SS"): "optim_grads_params",
-}
-_OUTER = {("RS", "PS", "SS"): "optim"}  # of two axes; "replicate" for all others
+_STRATEGIES = by_placements()
 _REFUSED = {
     ("SS", "SS", "SS"): "to shard over all ranks of two axes, give a mesh of one "
     "axis over the same ranks",
@@ -308,7 +298,7 @@ def _strategy(placements):
     }
     key = tuple(lists.values())
     if key in _STRATEGIES:
-        return _STRATEGIES[key], _OUTER.get(key, "replicate")
+        return _STRATEGIES[key]
     given = ", ".join(
         f"{name} {list(getattr(placements, name))}"
         for name in ("parameter", "gradient", "optimizer")
