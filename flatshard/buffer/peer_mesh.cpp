@@ -46,27 +46,36 @@ std::vector<std::pair<Placements, Placements>> gradient_ways(
 
 std::shared_ptr<Mesh> with_peer_memory(
     std::shared_ptr<Mesh> mesh,
-    std::span<const Strategy> strategies,
+    std::span<const PeerUse> uses,
     PeerMeshOptions options) {
   options.stream.high_priority = true;
-  // The memory for each group's reductions. A gather's fences are in both.
+  // By axes of `mesh`: the memory for each group's reductions. A gather's
+  // fences are in both.
   std::map<std::pair<std::vector<int>, Purpose>, std::int64_t> groups;
-  for (const Strategy& strategy : strategies) {
+  const auto axes_in_mesh = [&](const Mesh& of, const std::vector<int>& axes) {
+    std::vector<int> found;
+    for (const int axis : axes) {
+      found.push_back(mesh->axis_index(of.axis(axis).name));
+    }
+    return found;
+  };
+  for (const auto& [of, strategy] : uses) {
     if (options.gathers) {
-      const Placements whole(mesh->num_axes(), Placement::replicate());
+      const Placements whole(of->num_axes(), Placement::replicate());
       for (const auto& axes : axes_of(
                TransitionStep::Kind::all_gather,
                strategy.parameter,
                whole)) {
-        groups.insert({{axes, Purpose::gather}, 0});
-        groups.insert({{axes, Purpose::reduce}, 0});
+        groups.insert({{axes_in_mesh(*of, axes), Purpose::gather}, 0});
+        groups.insert({{axes_in_mesh(*of, axes), Purpose::reduce}, 0});
       }
     }
     if (options.reductions_nbytes > 0) {
       for (const auto& [from, to] : gradient_ways(strategy)) {
         for (const auto& axes :
              axes_of(TransitionStep::Kind::reduce_scatter, from, to)) {
-          groups[{axes, Purpose::reduce}] = options.reductions_nbytes;
+          groups[{axes_in_mesh(*of, axes), Purpose::reduce}] =
+              options.reductions_nbytes;
         }
       }
     }

@@ -14,6 +14,12 @@ namespace flatshard {
 /// GPUs that makes pieces of 16 MiB from each to each.
 inline constexpr std::int64_t kCopyReductionsNbytes = std::int64_t{256} << 20;
 
+/// Parameters that rest on `mesh` by `strategy`.
+struct PeerUse {
+  std::shared_ptr<Mesh> mesh;
+  Strategy strategy;
+};
+
 struct PeerMeshOptions {
   /// Weights are gathered through PeerBuffers, which fence.
   bool gathers = false;
@@ -29,7 +35,7 @@ struct PeerMeshOptions {
 /// @throws Error{config, memory} as PeerMemory::create.
 std::shared_ptr<Mesh> with_peer_memory(
     std::shared_ptr<Mesh> mesh,
-    std::span<const Strategy> strategies,
+    std::span<const PeerUse> uses,
     PeerMeshOptions options);
 
 }  // namespace flatshard

@@ -185,6 +185,7 @@ std::string Checkpointer::write_files(const Job& job) {
   const fs::path folder = partial_folder(options_.folder, job.step, id_);
   make_folder(folder);
   Manifest part = image_.part();
+  part.updates = job.updates;
   for (std::size_t i = 0; i < part.files.size(); ++i) {
     part.files[i].digests = write_digested(
         folder / part.files[i].name,
@@ -261,7 +262,6 @@ void Checkpointer::commit(const Job& job, SaveResult& result) {
     manifest.mesh = mesh_->to_string();
     manifest.strategy =
         groups_.empty() ? "" : groups_.front()->options().strategy.name;
-    manifest.updates = job.updates;
     manifest.state = job.state;
     write_file_atomic(folder / kManifestName, to_json(manifest));
     publish_checkpoint(options_.folder, job.step, id_);

@@ -113,7 +113,7 @@ class Loader {
     for (ParamGroup* group : groups_) {
       group->prepare_write();
     }
-    const at::Device device = groups_.front()->mesh()->device();
+    const at::Device device = groups_.front()->model_mesh()->device();
     std::vector<HostCopy> to_device;
     std::vector<HostCopy> to_host;  // whole tensors may be there
     for (const Target& target : targets_) {
@@ -152,7 +152,7 @@ class Loader {
       return options_.num_threads;
     }
     const int cores = static_cast<int>(std::thread::hardware_concurrency());
-    return std::clamp(cores / groups_.front()->mesh()->size(), 2, 16);
+    return std::clamp(cores / groups_.front()->model_mesh()->size(), 2, 16);
   }
 
   bool excluded(const std::string& name) const {
@@ -324,7 +324,7 @@ LoadedCheckpoint load_checkpoint(
     const LoadOptions& options) {
   FLATSHARD_CHECK(!groups.empty(), usage, "expected at least one group");
   Loader loader(folder, groups, optimizer, options);
-  on_all_ranks(*groups.front()->mesh(), [&] { loader.read(); });
+  on_all_ranks(*groups.front()->model_mesh(), [&] { loader.read(); });
   return loader.apply();
 }
 

@@ -10,30 +10,11 @@
 namespace flatshard {
 namespace {
 
-/// Which of the ranks that hold the same shard this one is, and how many do.
-struct Replica {
-  std::int64_t index = 0;
-  std::int64_t count = 1;
-};
-
-Replica replica_of(const ParamGroup& group) {
-  Replica replica;
-  const Mesh& mesh = *group.mesh();
-  for (int axis = 0; axis < mesh.num_axes(); ++axis) {
-    if (!group.main().placements()[axis].is_shard()) {
-      const std::int64_t size = mesh.axis(axis).size;
-      replica.index = replica.index * size + mesh.coordinate(axis);
-      replica.count *= size;
-    }
-  }
-  return replica;
-}
-
 void append(
     std::vector<OwnedRun>& runs,
     std::string_view role,
     const std::vector<NamedShard>& shards,
-    const Replica& replica) {
+    const ParamGroup::Replicas& replica) {
   for (const NamedShard& shard : shards) {
     const std::int64_t n = shard.tensor.numel();
     const std::int64_t first = n * replica.index / replica.count;
@@ -70,7 +51,8 @@ std::vector<OwnedRun> runs_of(
     bool share_replicas) {
   std::vector<OwnedRun> runs;
   for (const ParamGroup* group : groups) {
-    const Replica replica = share_replicas ? replica_of(*group) : Replica{};
+    const ParamGroup::Replicas replica =
+        share_replicas ? group->replicas() : ParamGroup::Replicas{};
     append(runs, kWeightRole, group->main_shards(), replica);
     if (optimizer == nullptr) {
       continue;
@@ -85,7 +67,8 @@ std::vector<OwnedRun> runs_of(
       append(runs, name, shards, replica);
     }
   }
-  const bool owned = !share_replicas || groups.front()->mesh()->rank() == 0;
+  const bool owned =
+      !share_replicas || groups.front()->model_mesh()->rank() == 0;
   for (const WholeTensor& tensor : whole) {
     append(runs, tensor, owned);
   }

@@ -1,6 +1,7 @@
 #include "flatshard/checkpoint/weights_file.h"
 
 #include "flatshard/checkpoint/dtypes.h"
+#include "flatshard/comm/all_gather_values.h"
 #include "flatshard/core/error.h"
 #include "flatshard/format/safetensors.h"
 
@@ -9,8 +10,54 @@
 
 #include <cstring>
 #include <optional>
+#include <set>
+#include <vector>
 
 namespace flatshard {
+namespace {
+
+/// Puts the slices that the ranks of a model hold of one tensor together.
+/// Collective over the model's mesh.
+/// @param mine  this rank's slice.
+/// @return  the whole tensor on the host; undefined where `wanted` is false.
+at::Tensor join_slices(
+    Communicator& world,
+    const GroupParameter& parameter,
+    const at::Tensor& mine,
+    bool wanted) {
+  struct Part {
+    std::int64_t begin = 0;
+    std::int64_t size = 0;
+  };
+  const auto parts = all_gather_values(
+      world,
+      Part{parameter.slice->begin, parameter.shape.front()});
+  const std::vector<std::int64_t> shape = parameter.whole_shape();
+  at::Tensor whole;
+  if (wanted) {
+    whole = at::empty(shape, mine.options().device(at::kCPU));
+  }
+  std::set<std::int64_t> done;
+  for (int rank = 0; rank < world.size(); ++rank) {
+    const Part& part = parts[rank];
+    if (!done.insert(part.begin).second) {
+      continue;
+    }
+    std::vector<std::int64_t> part_shape = shape;
+    part_shape.front() = part.size;
+    const at::Tensor values = rank == world.rank()
+                                  ? mine.contiguous()
+                                  : at::empty(part_shape, mine.options());
+    world.broadcast(values, rank);
+    if (wanted) {
+      whole.narrow(0, part.begin, part.size).copy_(values);
+    }
+  }
+  return whole;
+}
+
+}  // namespace
+
 void save_weights(
     const std::vector<const ParamGroup*>& groups,
     const std::filesystem::path& path,
@@ -21,14 +68,16 @@ void save_weights(
     return rename ? rename(p.names.front()) : p.names.front();
   };
   FLATSHARD_CHECK(!groups.empty(), usage, "expected at least one group");
-  const bool writes = groups.front()->mesh()->rank() == 0;
+  const bool writes = groups.front()->model_mesh()->rank() == 0;
   std::optional<SafetensorsWriter> writer;
   if (writes) {
     std::vector<SafetensorsSpec> specs;
     for (const ParamGroup* group : groups) {
       for (const GroupParameter& p : group->parameters()) {
         specs.push_back(
-            {name_of(p), safetensors_dtype(group->main().dtype()), p.shape});
+            {name_of(p),
+             safetensors_dtype(group->main().dtype()),
+             p.whole_shape()});
       }
     }
     writer.emplace(path, specs, metadata);
@@ -37,14 +86,19 @@ void save_weights(
     const Placements whole(group->mesh()->num_axes(), Placement::replicate());
     const FlatBuffer gathered =
         group->main_on_device().redistribute(whole, Purpose::gather);
-    if (!writes) {
-      continue;
-    }
     for (std::size_t i = 0; i < group->parameters().size(); ++i) {
-      const at::Tensor values = gathered.view(i).cpu().contiguous();
-      writer->write(
-          name_of(group->parameters()[i]),
-          {static_cast<const std::byte*>(values.data_ptr()), values.nbytes()});
+      const GroupParameter& p = group->parameters()[i];
+      at::Tensor values = gathered.view(i);
+      if (p.slice) {
+        values = join_slices(group->model_mesh()->world(), p, values, writes);
+      }
+      if (writes) {
+        values = values.cpu().contiguous();
+        writer->write(
+            name_of(p),
+            {static_cast<const std::byte*>(values.data_ptr()),
+             values.nbytes()});
+      }
     }
   }
   if (writes) {

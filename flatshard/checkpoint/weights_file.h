@@ -14,7 +14,7 @@
 namespace flatshard {
 
 /// Writes the main weights of all groups to one safetensors file, under the
-/// parameters' names. Collective over the groups' mesh: rank 0 writes, all
+/// parameters' names. Collective over the model's mesh: rank 0 writes, all
 /// gather. At most one group is whole in memory at a time. A tied parameter is
 /// written once, under its main name. Blocks.
 ///

@@ -31,7 +31,8 @@ void add_shards(
     if (shard.tensor.numel() > 0) {
       parts.pieces.push_back(shard.tensor.to(group.mesh()->device()));
       parts.rows.push_back(row);
-      parts.weights.push_back(1.0 / static_cast<double>(group.num_replicas()));
+      parts.weights.push_back(
+          1.0 / static_cast<double>(group.replicas().count));
     }
   }
 }

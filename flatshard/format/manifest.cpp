@@ -408,6 +408,10 @@ Manifest merge_manifests(const std::vector<Manifest>& parts) {
         merged.files.end(),
         part.files.begin(),
         part.files.end());
+    for (const auto& [name, count] : part.updates) {
+      std::int64_t& most = merged.updates[name];
+      most = std::max(most, count);
+    }
     for (const auto& [role, tensors] : part.tensors) {
       for (const auto& [name, tensor] : tensors) {
         StoredTensor& into =

@@ -55,7 +55,8 @@ struct Manifest {
   std::vector<StoredFile> files;
   /// Role, then the parameter's name in the unsharded model.
   std::map<std::string, std::map<std::string, StoredTensor>> tensors;
-  /// How often the optimizer updated each parameter.
+  /// How often the optimizer updated each parameter; of one that ranks hold
+  /// slices of, the most of them.
   std::map<std::string, std::int64_t> updates;
   /// What else the run needs, each a text of its own (JSON or TOML).
   std::map<std::string, std::string> state;
@@ -85,8 +86,8 @@ Manifest parse_manifest(
 /// The manifest of a step-N folder. @throws like parse_manifest, or Error{io}.
 Manifest read_manifest(const std::filesystem::path& folder);
 
-/// One manifest of what several ranks wrote. Step, mesh, strategy, updates and
-/// state are the first one's.
+/// One manifest of what several ranks wrote. Step, mesh, strategy and state
+/// are the first one's.
 /// @throws Error{format} when the parts disagree on a tensor or leave a gap.
 Manifest merge_manifests(const std::vector<Manifest>& parts);
 

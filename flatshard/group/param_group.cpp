@@ -53,6 +53,25 @@ Strategy with_reduce_op(Strategy strategy, ReduceOp op) {
 
 }  // namespace
 
+std::vector<std::int64_t> GroupParameter::whole_shape() const {
+  std::vector<std::int64_t> whole = shape;
+  if (slice) {
+    whole.front() = slice->whole;
+  }
+  return whole;
+}
+
+std::int64_t GroupParameter::first_element() const {
+  if (!slice) {
+    return 0;
+  }
+  std::int64_t numel = slice->begin;
+  for (std::size_t d = 1; d < shape.size(); ++d) {
+    numel *= shape[d];
+  }
+  return numel;
+}
+
 ParamGroup::ParamGroup(
     std::vector<GroupParameter> parameters,
     std::shared_ptr<Mesh> mesh,
@@ -60,12 +79,14 @@ ParamGroup::ParamGroup(
     const Initializer& initializer)
     : parameters_(std::move(parameters)),
       mesh_(std::move(mesh)),
+      model_mesh_(options.model_mesh ? options.model_mesh : mesh_),
       options_(std::move(options)) {
   FLATSHARD_CHECK(
       !parameters_.empty(),
       internal,
       "a group needs at least one parameter");
   options_.precision.validate();
+  check_slices();
   FLATSHARD_CHECK(
       options_.grad_divisor > 0,
       config,
@@ -108,6 +129,43 @@ ParamGroup::ParamGroup(
   initialize(initializer);
 }
 
+void ParamGroup::check_slices() const {
+  FLATSHARD_CHECK(
+      mesh_->is_part_of(*model_mesh_),
+      config,
+      "{}: expected a mesh that is the model's, {}, or a part of it, got {}",
+      options_.name,
+      model_mesh_->to_string(),
+      mesh_->to_string());
+  for (const GroupParameter& p : parameters_) {
+    FLATSHARD_CHECK(
+        p.slice.has_value() == parameters_.front().slice.has_value(),
+        internal,
+        "{}: {} is a slice and {} is not; they need groups of their own",
+        options_.name,
+        p.slice ? p.names.front() : parameters_.front().names.front(),
+        p.slice ? parameters_.front().names.front() : p.names.front());
+    FLATSHARD_CHECK(
+        !p.slice || (!p.shape.empty() && p.slice->begin >= 0 &&
+                     p.slice->begin + p.shape.front() <= p.slice->whole),
+        config,
+        "parameter {}: expected slices within the {} of the whole tensor, got "
+        "{} from {} on",
+        p.names.front(),
+        p.slice ? p.slice->whole : 0,
+        p.shape.empty() ? 0 : p.shape.front(),
+        p.slice ? p.slice->begin : 0);
+    FLATSHARD_CHECK(
+        !p.slice || p.shape.front() == p.slice->whole ||
+            !mesh_->same_as(*model_mesh_),
+        config,
+        "parameter {} is a slice of a larger tensor, but all ranks of the "
+        "model share it; give it a sub-mesh without the axis along which the "
+        "slices lie",
+        p.names.front());
+  }
+}
+
 void ParamGroup::use_mesh(std::shared_ptr<Mesh> mesh) {
   FLATSHARD_CHECK(
       mesh_->same_as(*mesh),
@@ -116,6 +174,9 @@ void ParamGroup::use_mesh(std::shared_ptr<Mesh> mesh) {
       options_.name,
       mesh_->to_string(),
       mesh->to_string());
+  if (model_mesh_ == mesh_) {
+    model_mesh_ = mesh;
+  }
   mesh_ = std::move(mesh);
   ways_ = {};
   if (peers_ != nullptr) {
@@ -205,7 +266,11 @@ void ParamGroup::initialize(const Initializer& initializer) {
         out.copy_(
             p.values.flatten().narrow(0, piece.tensor_offset, piece.numel));
       } else {
-        initializer.fill(out, p.names.front(), p.init, piece.tensor_offset);
+        initializer.fill(
+            out,
+            p.names.front(),
+            p.init,
+            p.first_element() + piece.tensor_offset);
       }
     }
     p.values = at::Tensor();
@@ -374,11 +439,20 @@ bool ParamGroup::adopt_foreign_writes() {
   return true;
 }
 
-std::int64_t ParamGroup::num_replicas() const {
-  std::int64_t replicas = 1;
-  for (int axis = 0; axis < mesh_->num_axes(); ++axis) {
-    if (!main_.placements()[axis].is_shard()) {
-      replicas *= mesh_->axis(axis).size;
+ParamGroup::Replicas ParamGroup::replicas() const {
+  Replicas replicas;
+  const bool sliced = parameters_.front().slice.has_value();
+  const std::vector<std::string> own = mesh_->axis_names();
+  for (int axis = 0; axis < model_mesh_->num_axes(); ++axis) {
+    const auto found =
+        std::find(own.begin(), own.end(), model_mesh_->axis(axis).name);
+    const bool holds_others =
+        found == own.end() ? sliced
+                           : main_.placements()[found - own.begin()].is_shard();
+    if (!holds_others) {
+      const std::int64_t size = model_mesh_->axis(axis).size;
+      replicas.index = replicas.index * size + model_mesh_->coordinate(axis);
+      replicas.count *= size;
     }
   }
   return replicas;
@@ -404,15 +478,15 @@ std::vector<NamedShard> ParamGroup::shards_of(const at::Tensor& flat) const {
     for (const Piece& piece : pieces) {
       shards.push_back(
           {p.names,
-           p.shape,
-           piece.tensor_offset,
+           p.whole_shape(),
+           p.first_element() + piece.tensor_offset,
            piece.local_offset,
            flat.narrow(0, piece.local_offset, piece.numel),
            p.attributes});
     }
     if (pieces.empty()) {
       shards.push_back(
-          {p.names, p.shape, 0, 0, flat.narrow(0, 0, 0), p.attributes});
+          {p.names, p.whole_shape(), 0, 0, flat.narrow(0, 0, 0), p.attributes});
     }
   }
   return shards;

@@ -9,6 +9,7 @@
 #include "flatshard/device/stream.h"
 #include "flatshard/group/initializer.h"
 #include "flatshard/group/named_shard.h"
+#include "flatshard/group/parameter_placement.h"
 #include "flatshard/group/precision.h"
 #include "flatshard/layout/flat_layout.h"
 #include "flatshard/layout/strategy.h"
@@ -25,13 +26,20 @@ namespace flatshard {
 
 /// One parameter on its way into a group.
 struct GroupParameter {
-  std::vector<std::string> names;  ///< the main name first
-  std::vector<std::int64_t> shape;
+  std::vector<std::string> names;   ///< the main name first
+  std::vector<std::int64_t> shape;  ///< of this rank's tensor
   Granularity granularity;
   InitSpec init;
   /// Values to start from, the same on every rank; undefined: `init` draws.
   at::Tensor values;
   std::map<std::string, std::string> attributes;
+  /// Of a larger tensor; absent: the parameter is whole.
+  std::optional<TensorSlice> slice = std::nullopt;
+
+  /// Of the larger tensor, where the parameter is a part of one.
+  std::vector<std::int64_t> whole_shape() const;
+  /// Where the parameter's elements begin in it, flattened.
+  std::int64_t first_element() const;
 };
 
 struct ParamGroupOptions {
@@ -39,9 +47,12 @@ struct ParamGroupOptions {
   Strategy strategy;
   Precision precision;
   GradScaling scaling = GradScaling::mean;
-  /// Gradients are divided by this as well: for experts, the number of ranks
-  /// that share the experts but not the data.
+  /// Gradients are divided by this as well: for experts, the number of slices.
+  /// A narrow gradient is divided in Precision::reduce.
   double grad_divisor = 1;
+  /// The mesh of the whole model, of which the group's may be a part: norms,
+  /// checkpoints and exports count over it. Null: the group's own.
+  std::shared_ptr<Mesh> model_mesh = nullptr;
   bool trainable = true;
   /// The gradient of a step's only reduction stays in Precision::reduce, which
   /// holds what came over the wire exactly; a second one widens it to
@@ -103,6 +114,8 @@ class ParamGroup {
   const FlatLayout& layout() const { return *layout_; }
   const std::vector<GroupParameter>& parameters() const { return parameters_; }
   const std::shared_ptr<Mesh>& mesh() const { return mesh_; }
+  /// The whole model's.
+  const std::shared_ptr<Mesh>& model_mesh() const { return model_mesh_; }
   /// Communicates through `mesh` from now on, which has the axes of the one
   /// before (Mesh::same_as). While no gather and no reduction runs.
   void use_mesh(std::shared_ptr<Mesh> mesh);
@@ -239,8 +252,13 @@ class ParamGroup {
   void forget_grad();
   /// Multiplies gradients (reduced and not) by `factor`. On the current stream.
   void scale_gradients(double factor);
-  /// On how many ranks each element of `main` exists.
-  std::int64_t num_replicas() const;
+  /// The ranks of the model's mesh that hold the same elements of `main`: how
+  /// many they are, and which of them this one is.
+  struct Replicas {
+    std::int64_t index = 0;
+    std::int64_t count = 1;
+  };
+  Replicas replicas() const;
 
   // Views --------------------------------------------------------------------
 
@@ -261,6 +279,7 @@ class ParamGroup {
   /// Planned at its first use, on the stream that runs it.
   const Redistribution& way(Way which) const;
 
+  void check_slices() const;
   void allocate_weights();
   void unshard(const at::Tensor& out) const;
   void initialize(const Initializer& initializer);
@@ -277,6 +296,7 @@ class ParamGroup {
 
   std::vector<GroupParameter> parameters_;
   std::shared_ptr<Mesh> mesh_;
+  std::shared_ptr<Mesh> model_mesh_;
   ParamGroupOptions options_;
   std::shared_ptr<const FlatLayout> layout_;
   mutable std::

@@ -79,7 +79,7 @@ ParamGroup::Reduction ParamGroup::plan_reduction(
 }
 
 bool ParamGroup::can_stay_narrow() const {
-  return options_.narrow_grads && options_.grad_divisor == 1;
+  return options_.narrow_grads;
 }
 
 void ParamGroup::reduce(const at::Tensor& slot, const Reduction& r) {
@@ -110,19 +110,23 @@ void ParamGroup::reduce(const at::Tensor& slot, const Reduction& r) {
   if (r.widen) {
     grad_.local().copy_(narrow_.local());
   }
-  const bool direct = !options_.offload && !r.add_grad &&
-                      options_.grad_divisor == 1 && !reduced_hook_ &&
+  const double divisor = options_.grad_divisor;
+  const bool direct = !options_.offload && !r.add_grad && !reduced_hook_ &&
                       wire == grad_.local().scalar_type();
   if (direct) {
     rest.run(source, grad_.local());
+    if (divisor != 1) {
+      grad_.local().div_(divisor);
+    }
     return;
   }
-  const at::Tensor reduced = rest.run(source);
+  at::Tensor reduced = rest.run(source);
   if (reduced_hook_) {
     reduced_hook_(reduced);
   }
-  if (options_.grad_divisor != 1) {
-    reduced.div_(options_.grad_divisor);
+  if (divisor != 1) {
+    // Widened first: what accumulates is not rounded once more.
+    reduced = reduced.to(grad_.local().scalar_type()).div_(divisor);
   }
   if (options_.offload) {
     download_grad(reduced, r.add_grad);

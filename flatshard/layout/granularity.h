@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <string_view>
 
 namespace flatshard {
 
@@ -11,10 +12,19 @@ namespace flatshard {
 /// dim 0), 1 for vectors and scalars. At least 1, also for empty tensors.
 std::int64_t row_width(std::span<const std::int64_t> shape);
 
-/// The smallest piece of a tensor that a shard boundary may not cut.
+/// The smallest piece of a tensor that a shard boundary may not cut. A name
+/// means the same in C++, in the trainer's config and in Python:
+///
+/// | name    | granule                                                       |
+/// |---------|---------------------------------------------------------------|
+/// | element | 16 elements                                                   |
+/// | row     | a row along the last dimension; see row_width                 |
+/// | dim0    | a slice of dimension 0, which is what a DTensor can say       |
+/// | block:N | N rows                                                        |
+/// | tensor  | the whole tensor: it stays on one rank                        |
 class Granularity {
  public:
-  enum class Kind { element, row, block, tensor };
+  enum class Kind { element, row, dim0, block, tensor };
 
   /// element(16).
   Granularity() = default;
@@ -24,12 +34,20 @@ class Granularity {
   static Granularity element(std::int64_t n = 16);
   /// Rows of `row_width` elements.
   static Granularity row();
+  /// Slices along the first dimension.
+  static Granularity dim0();
   /// Blocks of `rows` rows, counted from the tensor's start; the last block of
   /// a tensor may be shorter.
   /// @throws Error{usage} when rows < 1.
   static Granularity block(std::int64_t rows);
   /// The whole tensor stays on one rank.
   static Granularity tensor();
+
+  /// Of a name in the table.
+  /// @throws Error{config} for another one, beginning with `option`.
+  static Granularity parse(
+      std::string_view name,
+      std::string_view option = "granularity");
 
   Kind kind() const { return kind_; }
 
@@ -39,7 +57,7 @@ class Granularity {
 
   bool operator==(const Granularity&) const = default;
 
-  /// "element(16)", "row", "block(128)" or "tensor".
+  /// "element(16)", "row", "dim0", "block(128)" or "tensor".
   std::string to_string() const;
 
  private:

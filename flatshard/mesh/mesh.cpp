@@ -14,7 +14,7 @@ namespace {
 
 using AxisSet = std::vector<int>;
 
-std::string axis_names(
+std::string joined_names(
     const std::vector<MeshAxis>& axes,
     std::span<const int> chosen) {
   std::string text;
@@ -158,7 +158,7 @@ struct Mesh::Root {
           "mesh {}: no group was given for the axes '{}'; pass one to "
           "Mesh::from_groups",
           axes_to_string(axes),
-          axis_names(axes, wanted));
+          joined_names(axes, wanted));
       found = groups.insert({{wanted, purpose}, make(wanted, purpose)}).first;
     }
     return *found->second;
@@ -167,7 +167,7 @@ struct Mesh::Root {
   std::shared_ptr<Communicator> make(const AxisSet& chosen, Purpose purpose) {
     const std::string name = fmt::format(
         "{}.{}",
-        axis_names(axes, chosen),
+        joined_names(axes, chosen),
         flatshard::to_string(purpose));
     const std::string prefix = prefix_of(chosen);
     const auto size = static_cast<int>(product(axes, chosen));
@@ -302,7 +302,7 @@ std::shared_ptr<Mesh> Mesh::from_groups(
         mesh->to_string(),
         mesh->group_index(chosen),
         mesh->group_size(chosen),
-        axis_names(root->axes, chosen),
+        joined_names(root->axes, chosen),
         group.communicator->rank(),
         group.communicator->size(),
         group.communicator->name());
@@ -431,6 +431,22 @@ std::shared_ptr<Mesh> Mesh::with_communicators(
 
 bool Mesh::same_as(const Mesh& other) const {
   return root_ == other.root_ && root_axes_ == other.root_axes_;
+}
+
+bool Mesh::is_part_of(const Mesh& other) const {
+  return root_ == other.root_ && std::includes(
+                                     other.root_axes_.begin(),
+                                     other.root_axes_.end(),
+                                     root_axes_.begin(),
+                                     root_axes_.end());
+}
+
+std::vector<std::string> Mesh::axis_names() const {
+  std::vector<std::string> names;
+  for (const MeshAxis& axis : axes_) {
+    names.push_back(axis.name);
+  }
+  return names;
 }
 
 std::string Mesh::to_string() const {

@@ -134,6 +134,10 @@ class Mesh {
 
   /// Same axes of the same mesh.
   bool same_as(const Mesh& other) const;
+  /// The axes of this one are axes of `other`, of the same mesh.
+  bool is_part_of(const Mesh& other) const;
+  /// Their names, outermost first.
+  std::vector<std::string> axis_names() const;
   /// E.g. "{outer: 2, dp: 4}".
   std::string to_string() const;
   /// What `create` was given: for messages outside the order of collectives,

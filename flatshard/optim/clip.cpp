@@ -12,17 +12,18 @@ ClipResult clip_grad_norm(
     double max_norm) {
   const at::NoGradGuard no_grad;
   FLATSHARD_CHECK(!groups.empty(), usage, "expected at least one group");
-  Mesh& mesh = *groups.front()->mesh();
+  Mesh& mesh = *groups.front()->model_mesh();
   std::vector<at::Tensor> parts;
   for (const ParamGroup* group : groups) {
     FLATSHARD_CHECK(
-        group->mesh()->same_as(mesh),
+        group->model_mesh()->same_as(mesh),
         usage,
-        "expected all groups on the mesh {}, got {} on {}; clip each mesh's "
-        "groups and combine the norms",
+        "expected the groups of one model, on the mesh {}, got {} of a model "
+        "on "
+        "{}; clip each model's groups and combine the norms",
         mesh.to_string(),
         group->options().name,
-        group->mesh()->to_string());
+        group->model_mesh()->to_string());
     if (!group->trainable() || !group->has_grad()) {
       continue;
     }
@@ -30,7 +31,7 @@ ClipResult clip_grad_norm(
         at::linalg_vector_norm(group->grad().local(), 2, {}, false, at::kFloat);
     // Replicas hold the same values: each counts for its part.
     parts.push_back(norm.square()
-                        .div_(static_cast<double>(group->num_replicas()))
+                        .div_(static_cast<double>(group->replicas().count))
                         .to(mesh.device()));
   }
   const auto options =

@@ -19,7 +19,7 @@ struct ClipResult {
 /// element counts once, whatever the strategy replicates. Groups without a
 /// gradient count as zero.
 ///
-/// @param groups    on one mesh.
+/// @param groups    of one model; each may rest on a part of its mesh.
 /// @param max_norm  0 or less: only the norm is computed, and the factor is
 ///   undefined, which Optimizer::step takes for 1.
 ClipResult clip_grad_norm(

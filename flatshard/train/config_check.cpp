@@ -4,6 +4,7 @@
 #include <charconv>
 
 #include "flatshard/core/error.h"
+#include "flatshard/layout/granularity.h"
 #include "flatshard/layout/strategy.h"
 
 namespace flatshard {
@@ -179,26 +180,9 @@ void check_checkpoint_folder(const std::string& text) {
       text);
 }
 
-void check_granularity(const std::string& text) {
-  constexpr std::string_view kBlock = "block:";
-  bool ok = text == "element" || text == "row" || text == "tensor";
-  if (text.starts_with(kBlock)) {
-    std::int64_t rows = 0;
-    const char* end = text.data() + text.size();
-    const auto parsed = std::from_chars(text.data() + kBlock.size(), end, rows);
-    ok = parsed.ec == std::errc() && parsed.ptr == end && rows >= 1;
-  }
-  FLATSHARD_CHECK(
-      ok,
-      config,
-      "parallelism.granularity expected element, row, block:N with N >= 1 "
-      "rows, or tensor, got \"{}\"",
-      text.substr(0, 80));
-}
-
 void check_parallelism(const Config& config) {
   const Config::Parallelism& parallel = config.parallelism;
-  check_granularity(parallel.granularity);
+  Granularity::parse(parallel.granularity, "parallelism.granularity");
   const bool keeps_weights =
       parallel.strategy == "no_shard" || parallel.strategy == "optim" ||
       parallel.strategy == "optim_grads" || parallel.strategy == "zero0" ||

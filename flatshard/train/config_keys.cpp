@@ -216,8 +216,9 @@ const ConfigKey kKeys[] = {
         "auto|none|forward|all"),
     KEY(parallelism,
         granularity,
-        "what a rank boundary may not cut: element, row, block:N (N rows) or "
-        "tensor"),
+        "what a rank boundary may not cut: element, row, dim0 (a slice along "
+        "the "
+        "first dimension), block:N (N rows) or tensor"),
     KEY(parallelism,
         max_padding,
         "a layout with a larger share of padding is refused",

@@ -24,26 +24,6 @@ void override_with(T& value, const std::optional<U>& key) {
   }
 }
 
-Granularity parse_granularity(const std::string& name) {
-  if (name == "row") {
-    return Granularity::row();
-  }
-  if (name == "tensor") {
-    return Granularity::tensor();
-  }
-  constexpr std::string_view kBlock = "block:";
-  if (name.starts_with(kBlock)) {  // the config was checked: a number follows
-    return Granularity::block(std::stoll(name.substr(kBlock.size())));
-  }
-  FLATSHARD_CHECK(
-      name == "element",
-      config,
-      "parallelism.granularity: expected element, row, block:N or tensor, got "
-      "'{}'",
-      name);
-  return Granularity::element();
-}
-
 GradScaling parse_scaling(const std::string& name) {
   if (name == "pre_scaled_sum") {
     return GradScaling::pre_scaled;
@@ -195,7 +175,7 @@ FullyShardOptions shard_options(
   options.reshard_after_forward = config.parallelism.reshard_after_forward;
   options.keep_compute_weights = config.parallelism.keep_compute_weights;
   set_copy_engines(options, copy_engines);
-  options.granularity = parse_granularity(config.parallelism.granularity);
+  options.granularity = Granularity::parse(config.parallelism.granularity);
   options.layout.max_padding = config.parallelism.max_padding;
   options.seed = static_cast<std::uint64_t>(config.run.seed);
   options.streams.delay_seed =

@@ -21,6 +21,7 @@ struct FoundParameter {
   at::Tensor tensor;
   const nn::ParameterInfo* info = nullptr;
   std::vector<UnitId> units;
+  ParameterPlacement placement;
 };
 
 /// The tree of units below a root.
@@ -105,7 +106,11 @@ std::vector<FoundParameter> find_parameters(
     const auto [at, is_new] =
         index.emplace(p.tensor.unsafeGetTensorImpl(), found.size());
     if (is_new) {
-      found.push_back({.tensor = p.tensor, .info = p.info});
+      found.push_back(
+          {.tensor = p.tensor,
+           .info = p.info,
+           .placement = options.placement_of ? options.placement_of(p.name)
+                                             : ParameterPlacement{}});
     }
     FoundParameter& parameter = found[at->second];
     parameter.names.push_back(p.name);
@@ -121,15 +126,33 @@ Strategy strategy_of(const FullyShardOptions& options, const Mesh& mesh) {
   return Strategy::named(options.strategy, mesh.num_axes());
 }
 
+/// Of a placement with a mesh of its own; absent: the model's.
+std::optional<Strategy> strategy_of(
+    const ParameterPlacement& placement,
+    const FullyShardOptions& options) {
+  if (placement.strategy || !placement.mesh) {
+    return placement.strategy;
+  }
+  FLATSHARD_CHECK(
+      !options.custom_strategy &&
+          !find_strategy_name(options.strategy).needs_outer_axis(),
+      config,
+      "placement_of: a parameter on the sub-mesh {} needs a strategy of its "
+      "own, "
+      "since the model's, {}, is for the model's axes",
+      placement.mesh->to_string(),
+      options.strategy);
+  return Strategy::named(options.strategy, placement.mesh->num_axes());
+}
+
 GroupParameter group_parameter(
     const FoundParameter& p,
     const FullyShardOptions& options) {
   GroupParameter g;
   g.names = p.names;
   g.shape = p.tensor.sizes().vec();
-  g.granularity = options.granularity_of
-                      ? options.granularity_of(p.names.front())
-                      : options.granularity;
+  g.granularity = p.placement.granularity.value_or(options.granularity);
+  g.slice = p.placement.slice;
   if (p.info != nullptr) {
     g.init = p.info->init;
     g.attributes = p.info->attributes;
@@ -155,8 +178,15 @@ std::unique_ptr<Unit> build_unit(
     const FullyShardOptions& options) {
   std::vector<UnitMember> members;
   for (const FoundParameter* p : parameters) {
+    const ParameterPlacement& placement = p->placement;
     members.push_back(
-        {p->tensor, group_parameter(*p, options), options.precision});
+        {.tensor = p->tensor,
+         .parameter = group_parameter(*p, options),
+         .precision = options.precision,
+         .mesh = placement.mesh ? mesh->sub_mesh(placement.mesh->axis_names())
+                                : nullptr,
+         .strategy = strategy_of(placement, options),
+         .grad_divisor = placement.grad_divisor});
   }
   UnitContents contents = make_unit_contents(
       std::move(members),
@@ -199,15 +229,28 @@ std::shared_ptr<Runtime> fully_shard(
     std::shared_ptr<Mesh> mesh,
     FullyShardOptions options) {
   set_current_device(mesh->device());
-  const Strategy strategy = strategy_of(options, *mesh);
+  const UnitTree tree = find_units(root, options.units);
+  const auto found = find_parameters(root, tree, options);
+  std::vector<PeerUse> uses{{mesh, strategy_of(options, *mesh)}};
+  for (const FoundParameter& p : found) {
+    if (p.placement.mesh) {
+      FLATSHARD_CHECK(
+          p.placement.mesh->is_part_of(*mesh),
+          config,
+          "parameter {}: expected a mesh that is the model's, {}, or a part of "
+          "it, got {}",
+          p.names.front(),
+          mesh->to_string(),
+          p.placement.mesh->to_string());
+      uses.push_back({p.placement.mesh, *strategy_of(p.placement, options)});
+    }
+  }
   mesh = with_peer_memory(
       mesh,
-      std::span(&strategy, 1),
+      uses,
       {.gathers = options.copy_gathers != CopyGathers::none,
        .reductions_nbytes = options.copy_reductions_nbytes,
        .stream = options.streams});
-  const UnitTree tree = find_units(root, options.units);
-  const auto found = find_parameters(root, tree, options);
   std::vector<std::vector<const FoundParameter*>> members(tree.modules.size());
   for (const FoundParameter& p : found) {
     UnitId owner = p.units.front();

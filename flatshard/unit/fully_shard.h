@@ -44,9 +44,9 @@ struct FullyShardOptions {
   /// See RuntimeOptions.
   bool slots_on_demand = false;
   Granularity granularity;
-  /// Per parameter, e.g. rows for one that a row-wise optimizer takes;
-  /// empty: `granularity` for all.
-  std::function<Granularity(const std::string& name)> granularity_of;
+  /// Per parameter, by its main name: experts that rest on a sub-mesh, rows for
+  /// a row-wise optimizer. Empty: all as the options above say.
+  std::function<ParameterPlacement(const std::string& name)> placement_of;
   LayoutOptions layout;
   /// Parameters that stay as they are: not sharded, not gathered, not reduced.
   std::function<bool(const std::string& name)> ignore;

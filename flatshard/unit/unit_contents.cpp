@@ -6,6 +6,38 @@
 #include <utility>
 
 namespace flatshard {
+namespace {
+
+/// What the parameters of one group have in common.
+struct Kind {
+  bool trainable;
+  Precision precision;
+  std::shared_ptr<Mesh> mesh;
+  Strategy strategy;
+  double grad_divisor;
+  bool is_slice;
+
+  bool operator==(const Kind& other) const {
+    return trainable == other.trainable && precision == other.precision &&
+           mesh->same_as(*other.mesh) && strategy == other.strategy &&
+           grad_divisor == other.grad_divisor && is_slice == other.is_slice;
+  }
+};
+
+Kind kind_of(
+    const UnitMember& m,
+    const std::shared_ptr<Mesh>& mesh,
+    const ParamGroupOptions& common) {
+  return {
+      .trainable = m.tensor.requires_grad(),
+      .precision = m.precision,
+      .mesh = m.mesh ? m.mesh : mesh,
+      .strategy = m.strategy.value_or(common.strategy),
+      .grad_divisor = m.grad_divisor.value_or(common.grad_divisor),
+      .is_slice = m.parameter.slice.has_value()};
+}
+
+}  // namespace
 
 void UnitContents::set_names(
     const std::string& unit,
@@ -33,11 +65,7 @@ UnitContents make_unit_contents(
     const std::shared_ptr<Mesh>& mesh,
     const ParamGroupOptions& common,
     const Initializer& initializer) {
-  struct Kind {
-    bool trainable;
-    Precision precision;
-    bool operator==(const Kind&) const = default;
-  };
+  std::vector<Kind> kinds_of;  // of each member
   std::vector<Kind> kinds;
   for (const UnitMember& m : members) {
     FLATSHARD_CHECK(
@@ -47,7 +75,8 @@ UnitContents make_unit_contents(
         "as a buffer or ignore it",
         m.parameter.names.front(),
         c10::toString(m.tensor.scalar_type()));
-    const Kind kind{m.tensor.requires_grad(), m.precision};
+    kinds_of.push_back(kind_of(m, mesh, common));
+    const Kind& kind = kinds_of.back();
     if (std::find(kinds.begin(), kinds.end(), kind) == kinds.end()) {
       kinds.push_back(kind);
     }
@@ -58,8 +87,9 @@ UnitContents make_unit_contents(
   UnitContents contents;
   for (const Kind& kind : kinds) {
     std::vector<GroupParameter> parameters;
-    for (UnitMember& m : members) {
-      if (kind == Kind{m.tensor.requires_grad(), m.precision}) {
+    for (std::size_t i = 0; i < members.size(); ++i) {
+      UnitMember& m = members[i];
+      if (kind == kinds_of[i]) {
         contents.parameters.push_back(
             {.name = m.parameter.names.front(),
              .tensor = m.tensor,
@@ -71,9 +101,12 @@ UnitContents make_unit_contents(
     ParamGroupOptions options = common;
     options.trainable = kind.trainable;
     options.precision = kind.precision;
+    options.strategy = kind.strategy;
+    options.grad_divisor = kind.grad_divisor;
+    options.model_mesh = mesh;
     contents.groups.push_back(std::make_unique<ParamGroup>(
         std::move(parameters),
-        mesh,
+        kind.mesh,
         std::move(options),
         initializer));
   }

@@ -3,6 +3,7 @@
 #include "flatshard/unit/unit.h"
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,10 @@ struct UnitMember {
   at::Tensor tensor;  ///< the one that modules compute with; may be on meta
   GroupParameter parameter;
   Precision precision;
+  /// Null, absent: as `common` and `mesh` of make_unit_contents say.
+  std::shared_ptr<Mesh> mesh = nullptr;
+  std::optional<Strategy> strategy = std::nullopt;
+  std::optional<double> grad_divisor = std::nullopt;
 };
 
 /// The sharded parameters of a unit before it has a place in a tree of units.
@@ -27,11 +32,12 @@ struct UnitContents {
       const std::vector<std::vector<std::string>>& names);
 };
 
-/// Shards the members: one group for all that share trainability and
-/// precision, the trainable ones first. The members' tensors have no data from
+/// Shards the members: one group for all that share trainability, precision and
+/// placement, the trainable ones first. The members' tensors have no data from
 /// now on. Collective where the strategy has to spread the values.
 ///
-/// @param common  trainable and precision are set per group.
+/// @param mesh  the model's.
+/// @param common  trainable, precision and placement are set per group.
 /// @throws Error{usage} for a tensor of an integer type, naming it.
 UnitContents make_unit_contents(
     std::vector<UnitMember> members,

@@ -23,25 +23,7 @@ at::ScalarType dtype_of(const py::object& dtype) {
 
 // Elements of one slice along the first dimension: what a DTensor may cut.
 std::int64_t slice_numel(const std::vector<std::int64_t>& shape) {
-  std::int64_t numel = 1;
-  for (std::size_t d = 1; d < shape.size(); ++d) {
-    numel *= shape[d];
-  }
-  return std::max<std::int64_t>(1, numel);
-}
-
-Granularity granularity_of(
-    const std::string& name,
-    const std::vector<std::int64_t>& shape) {
-  if (name == "row") {
-    return Granularity::element(slice_numel(shape));
-  }
-  FLATSHARD_CHECK(
-      name == "tensor",
-      config,
-      "expected granularity 'row' or 'tensor', got '{}'",
-      name);
-  return Granularity::tensor();
+  return Granularity::dim0().granule_numel(shape);
 }
 
 }  // namespace
@@ -68,7 +50,7 @@ PyUnit::PyUnit(
         {whole,
          {.names = {name},
           .shape = shape,
-          .granularity = granularity_of(granularity, shape),
+          .granularity = Granularity::parse(granularity),
           .init = InitSpec::zeros(),
           .values = values.is_meta() ? at::Tensor() : values.detach()},
          {.compute = compute,

@@ -20,7 +20,7 @@ class PyUnit {
   /// torch.dtype of its gradients on the wire.
   using Member = std::tuple<std::string, at::Tensor, at::Tensor, py::object>;
 
-  /// @param granularity  "row": cut between slices along the first dimension,
+  /// @param granularity  "dim0": cut between slices along the first dimension,
   ///   which a DTensor can say; "tensor": never cut.
   /// @param compute_dtype  torch.dtype or None: the parameter's own.
   /// @param grads_in_place  some layers call PyRuntime::linear.

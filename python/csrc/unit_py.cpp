@@ -20,16 +20,16 @@ std::shared_ptr<Mesh> over_peers(
     std::shared_ptr<Mesh> mesh,
     const std::vector<std::unique_ptr<Unit>>& units) {
   std::vector<ParamGroup*> groups;
-  std::vector<Strategy> strategies;
+  std::vector<PeerUse> uses;
   for (const auto& unit : units) {
     for (const auto& group : unit->groups()) {
       groups.push_back(group.get());
-      strategies.push_back(group->options().strategy);
+      uses.push_back({group->mesh(), group->options().strategy});
     }
   }
   mesh = with_peer_memory(
       std::move(mesh),
-      strategies,
+      uses,
       {.gathers = true, .reductions_nbytes = kCopyReductionsNbytes});
   for (ParamGroup* const group : groups) {
     group->use_mesh(mesh);

@@ -43,7 +43,7 @@ def fully_shard(
     ignored_params=None,
     strategy="zero3",
     outer="replicate",
-    granularity="row",
+    granularity="dim0",
     prefetch=1,
     max_padding=0.05,
     grads_in_place=False,
@@ -74,8 +74,9 @@ def fully_shard(
         outer: what the outer of two mesh dimensions does: "replicate", or "optim"
             with ZeRO-3: the optimizer state is sharded over it, too (HFSDP), and
             parameters are DTensors over the flattened mesh.
-        granularity: "row": parameters are cut between any two rows; "tensor":
-            never cut, a rank holds it or not.
+        granularity: "dim0": parameters are cut between any two slices along their
+            first dimension, which is what a DTensor can say; "tensor": never cut, a
+            rank holds it or not.
         prefetch: units gathered ahead of the one that computes. The root's counts.
         max_padding: largest padding that is accepted, as a fraction of the
             unit's elements.
@@ -110,9 +111,10 @@ def fully_shard(
             "dp_mesh_dims is not supported: parameters that are DTensors already are "
             "not; pass the mesh of the data-parallel ranks as mesh"
         )
-    if granularity not in ("row", "tensor"):
+    if granularity not in ("dim0", "tensor"):
         raise ValueError(
-            f"granularity: expected 'row' or 'tensor', got {granularity!r}"
+            f"granularity: expected 'dim0' or 'tensor', which DTensors can say, got "
+            f"{granularity!r}"
         )
 
     core = core_mesh(device_mesh)

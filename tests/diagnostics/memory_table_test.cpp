@@ -102,10 +102,11 @@ TEST(MemoryTable, RowsAreTheBytesOfTheBuffers) {
            .precision = c.precision,
            .narrow_grads = c.saves,
            .keep_compute_weights = !c.saves,
-           .granularity_of = [&](const std::string& name) {
-             return c.whole_matrices && name.ends_with("weight")
-                        ? Granularity::tensor()
-                        : Granularity();
+           .placement_of = [&](const std::string& name) {
+             return ParameterPlacement{
+                 .granularity = c.whole_matrices && name.ends_with("weight")
+                                    ? Granularity::tensor()
+                                    : Granularity()};
            }});
       AdamW adamw(runtime->groups(), {});
       const auto at_start = memory_rows(*runtime, adamw.state_nbytes());

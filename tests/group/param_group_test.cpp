@@ -32,7 +32,7 @@ TEST_P(ParamGroups, PlacementsAndBytes) {
     EXPECT_EQ(group->main().placements(), s.optimizer);
     EXPECT_EQ(group->compute().placements(), s.parameter);
     EXPECT_EQ(group->layout().num_shards(), c.parts(s.optimizer));
-    EXPECT_EQ(group->num_replicas(), c.world() / c.parts(s.optimizer));
+    EXPECT_EQ(group->replicas().count, c.world() / c.parts(s.optimizer));
     EXPECT_EQ(group->resident(), c.parts(s.parameter) == 1);
     EXPECT_EQ(
         group->has_refresh(),
@@ -149,7 +149,7 @@ TEST_P(ParamGroups, NamedShardsCoverEachParameter) {
         if (!count.defined()) {
           count = at::zeros({c10::multiply_integers(p.shape)});
         }
-        count.narrow(0, shard.begin, n) += 1.0 / group->num_replicas();
+        count.narrow(0, shard.begin, n) += 1.0 / group->replicas().count;
       }
       EXPECT_GE(seen, parameters.size());
     });

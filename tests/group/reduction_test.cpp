@@ -147,6 +147,30 @@ TEST_P(Reductions, ExactValues) {
   });
 }
 
+// Experts' gradients, whose divisor no collective knows.
+TEST(Reduction, B41_ADivisorLeavesAGradientNarrow) {
+  run_ranks(2, [](RankContext& context) {
+    const auto group = make_group(
+        {"zero3", {2}},
+        context.mesh(),
+        kNarrowWire,
+        GradScaling::mean,
+        /*grad_divisor=*/4,
+        {},
+        /*narrow_grads=*/true);
+    const std::int64_t n = group->layout().numel();
+    group->reduce(
+        at::full({n}, 1.0 + context.rank, at::kBFloat16),
+        group->plan_reduction(true, true));
+    EXPECT_EQ(group->grad().local().scalar_type(), at::kBFloat16);
+    EXPECT_TRUE(group->grad().local().eq(1.5 / 4).all().item<bool>());
+    group->reduce(
+        at::full({n}, 1.0, at::kBFloat16),
+        group->plan_reduction(true, true));
+    EXPECT_TRUE(group->grad().local().eq((1.5 + 1) / 4).all().item<bool>());
+  });
+}
+
 // 1 + 1/512 needs more than the eight bits of a bfloat16.
 TEST(Reduction, ASecondOneWidensANarrowGradient) {
   run_ranks(2, [](RankContext& context) {

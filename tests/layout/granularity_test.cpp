@@ -61,5 +61,26 @@ TEST(Granularity, RefusesOverflow) {
       });
 }
 
+TEST(Granularity, NamesAreOneForAllDoors) {
+  const std::vector<std::int64_t> experts{4, 6, 8};
+  EXPECT_EQ(Granularity::parse("element"), Granularity());
+  EXPECT_EQ(Granularity::parse("row").granule_numel(experts), 8);
+  EXPECT_EQ(Granularity::parse("dim0").granule_numel(experts), 48);
+  EXPECT_EQ(Granularity::parse("block:3").granule_numel(experts), 24);
+  EXPECT_EQ(Granularity::parse("tensor").granule_numel(experts), 192);
+  EXPECT_EQ(Granularity::dim0().to_string(), "dim0");
+  for (const std::vector<std::int64_t>& one :
+       {std::vector<std::int64_t>{}, {7}, {5, 0}}) {
+    EXPECT_EQ(Granularity::dim0().granule_numel(one), 1);
+  }
+  for (const char* wrong : {"rows", "block:", "block:0", "block:2x", ""}) {
+    expect_error(
+        ErrorCode::config,
+        "granularity expected element, row, dim0, block:N with N >= 1 rows, or "
+        "tensor, got",
+        [&] { Granularity::parse(wrong); });
+  }
+}
+
 }  // namespace
 }  // namespace flatshard

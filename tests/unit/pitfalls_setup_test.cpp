@@ -151,10 +151,11 @@ TEST(Pitfalls, R21_EveryOptionHasAnEffect) {
          .prefetch = 3,
          .reshard_after_forward = false,
          .granularity = Granularity::row(),
-         .granularity_of =
+         .placement_of =
              [](const std::string& name) {
-               return name == "cell0.gain" ? Granularity::tensor()
-                                           : Granularity::block(2);
+               return ParameterPlacement{
+                   .granularity = name == "cell0.gain" ? Granularity::tensor()
+                                                       : Granularity::block(2)};
              },
          .layout = {.alignment = 64, .max_padding = 1e9},
          .ignore =

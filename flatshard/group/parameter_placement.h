@@ -1,0 +1,40 @@
+#pragma once
+
+#include "flatshard/layout/granularity.h"
+#include "flatshard/layout/strategy.h"
+#include "flatshard/mesh/mesh.h"
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+namespace flatshard {
+
+/// A part of a larger tensor: the slices [begin, begin + n) along its dimension
+/// 0, where n is the first size of the tensor that holds the part.
+struct TensorSlice {
+  std::int64_t begin = 0;
+  std::int64_t whole = 0;  ///< the first size of the larger tensor
+
+  bool operator==(const TensorSlice&) const = default;
+};
+
+/// Where one parameter rests. What is not set is as for the rest of the model.
+struct ParameterPlacement {
+  /// The ranks that share the parameter: the model's mesh or a sub-mesh of it.
+  /// Ranks that differ in the model's other axes hold other slices, or, without
+  /// `slice`, the same values, and it is the program's to see that they stay so.
+  std::shared_ptr<Mesh> mesh;
+  /// For the axes of `mesh`.
+  std::optional<Strategy> strategy;
+  std::optional<Granularity> granularity;
+  /// See ParamGroupOptions::grad_divisor: for experts the number of slices, as
+  /// each sees the tokens of its own ranks only.
+  std::optional<double> grad_divisor;
+  /// Which part of a larger tensor this rank's parameter is. Values that are
+  /// drawn, checkpoints and exported weights are those of the larger one, so
+  /// that they do not depend on how it was cut.
+  std::optional<TensorSlice> slice;
+};
+
+}  // namespace flatshard
