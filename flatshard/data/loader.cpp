@@ -103,10 +103,29 @@ void Loader::read(
       numel,
       tokens.size(),
       targets.size());
+  read_samples(first_sample(slot), tokens, targets);
+}
+
+void Loader::read_samples(
+    std::int64_t first,
+    std::span<std::int64_t> tokens,
+    std::span<std::int64_t> targets) const {
+  const std::int64_t seq_len = options_.seq_len;
+  const auto numel = static_cast<std::int64_t>(tokens.size());
+  FLATSHARD_CHECK(
+      first >= 0 && numel % seq_len == 0 && targets.size() == tokens.size(),
+      usage,
+      "expected a sample of at least 0 and as many tokens as targets, a "
+      "multiple of seq_len = {}, got {}, {} and {}",
+      seq_len,
+      first,
+      numel,
+      targets.size());
   std::vector<std::int64_t> buffer(static_cast<std::size_t>(seq_len + 1));
   auto token_out = tokens.begin();
   auto target_out = targets.begin();
-  for (const std::int64_t sequence : sequences(slot)) {
+  for (std::int64_t i = 0; i < numel / seq_len; ++i) {
+    const std::int64_t sequence = sequence_of(first + i);
     source_->read(sequence, buffer);
     const auto worst = std::max_element(buffer.begin(), buffer.end());
     FLATSHARD_CHECK(

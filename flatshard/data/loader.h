@@ -72,13 +72,18 @@ class Loader {
       std::span<std::int64_t> tokens,
       std::span<std::int64_t> targets) const;
 
+  /// Fills tokens and targets, each [n, seq_len] row-major, with the samples
+  /// [first, first + n) of the run, wherever the position is. Same errors.
+  void read_samples(
+      std::int64_t first,
+      std::span<std::int64_t> tokens,
+      std::span<std::int64_t> targets) const;
+
   /// The sequence numbers that `read` would use, in its order.
   std::vector<std::int64_t> sequences(const BatchSlot& slot) const;
 
   /// Goes on to the next step.
   void advance() { samples_consumed_ += options_.global_batch_size; }
-  /// Goes to the first step (validation reads the same steps each time).
-  void rewind() { samples_consumed_ = 0; }
 
   LoaderState state() const;
   /// @throws Error{config} when the state belongs to another seed, sequence

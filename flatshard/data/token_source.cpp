@@ -35,6 +35,10 @@ std::string CorpusSource::describe() const {
       corpus_->num_tokens());
 }
 
+bool CorpusSource::tokens_are_bytes() const {
+  return corpus_->meta().tokenizer == "bytes";
+}
+
 RandomTokens::RandomTokens(std::uint64_t seed, std::int64_t vocab_size)
     : key_(mix_keys(seed, stable_hash("random tokens"))),
       vocab_size_(vocab_size) {

@@ -9,6 +9,9 @@
 
 namespace flatshard::data {
 
+/// Where TokenSource::tokens_are_bytes: tokens from here on are no bytes.
+inline constexpr std::int64_t kNumBytes = 256;
+
 /// Numbered sequences of tokens. Implementations are immutable and safe to
 /// read from several threads.
 class TokenSource {
@@ -23,6 +26,8 @@ class TokenSource {
   virtual std::int64_t vocab_size() const = 0;
   /// For messages: where the tokens come from.
   virtual std::string describe() const = 0;
+  /// Each token below kNumBytes is a byte of text.
+  virtual bool tokens_are_bytes() const { return false; }
 };
 
 /// The token stream of a corpus split cut into sequences: documents follow one
@@ -38,6 +43,7 @@ class CorpusSource : public TokenSource {
   void read(std::int64_t index, std::span<std::int64_t> out) const override;
   std::int64_t vocab_size() const override;
   std::string describe() const override;
+  bool tokens_are_bytes() const override;
 
  private:
   std::shared_ptr<const Corpus> corpus_;

@@ -98,7 +98,7 @@ struct Config {
 
   struct Validation {
     std::int64_t freq = 0;
-    std::int64_t steps = 10;
+    std::int64_t sequences = 256;
   } validation;
 
   struct Checkpoint {

@@ -228,10 +228,11 @@ const ConfigKey kKeys[] = {
         0,
         kMaxSteps),
     KEY(validation,
-        steps,
-        "global batches per validation, the same ones each time",
+        sequences,
+        "sequences of training.seq_len tokens per validation, the first ones "
+        "of the split; -1: the whole split",
         {},
-        1,
+        -1,
         kMaxSteps),
 
     KEY(checkpoint,

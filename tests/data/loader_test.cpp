@@ -168,7 +168,7 @@ TEST(Loader, ResumeWithAnotherGlobalBatchGoesOnWhereItWas) {
   EXPECT_EQ(wide.sequences({.local_batch = 16}), expected);
 }
 
-TEST(Loader, WithoutShuffleInOrderAndRewinds) {
+TEST(Loader, WithoutShuffleInOrder) {
   Loader loader = make_loader(5, 3, false);
   EXPECT_EQ(
       loader.sequences({.local_batch = 3}),
@@ -180,8 +180,17 @@ TEST(Loader, WithoutShuffleInOrderAndRewinds) {
   EXPECT_EQ(loader.epoch(), 0);
   loader.advance();
   EXPECT_EQ(loader.epoch(), 1);
-  loader.rewind();
-  EXPECT_EQ(loader.sequences({.local_batch = 1, .microbatch = 2})[0], 2);
+  // Wherever the position is.
+  std::vector<std::int64_t> tokens(8);
+  std::vector<std::int64_t> targets(8);
+  loader.read_samples(4, tokens, targets);
+  EXPECT_EQ(tokens, (std::vector<std::int64_t>{16, 17, 18, 19, 0, 1, 2, 3}));
+  EXPECT_EQ(targets[7], 4);
+  EXPECT_THAT(
+      error_message(
+          ErrorCode::usage,
+          [&] { loader.read_samples(0, tokens, std::span(targets).first(4)); }),
+      HasSubstr("multiple of seq_len = 4, got 0, 8 and 4"));
 }
 
 TEST(Loader, SeedsGiveOtherOrders) {
