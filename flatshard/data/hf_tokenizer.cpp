@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "flatshard/core/error.h"
+#include "flatshard/core/mapped_file.h"
 #include "flatshard/data/prepare.h"
 
 namespace flatshard::data {
@@ -59,6 +60,55 @@ std::vector<std::string> byte_characters() {
 }
 
 }  // namespace
+
+std::filesystem::path find_tokenizer(const std::filesystem::path& path) {
+  std::error_code error;
+  if (!std::filesystem::is_directory(path, error)) {
+    FLATSHARD_CHECK(
+        std::filesystem::is_regular_file(path, error),
+        config,
+        "tokenizer: expected \"bytes\", the path of a tokenizer.json or of a "
+        "folder that has one, got '{}'",
+        path.string());
+    return path;
+  }
+  FLATSHARD_CHECK(
+      std::filesystem::is_regular_file(path / kTokenizerFile, error),
+      config,
+      "tokenizer: {} has no {}; transformers writes one with "
+      "AutoTokenizer.from_pretrained('{}').save_pretrained('{}')",
+      path.string(),
+      kTokenizerFile,
+      path.string(),
+      path.string());
+  return path / kTokenizerFile;
+}
+
+std::string eos_token(const std::filesystem::path& folder) {
+  for (const char* name :
+       {"tokenizer_config.json", "special_tokens_map.json"}) {
+    std::error_code error;
+    if (!std::filesystem::is_regular_file(folder / name, error)) {
+      continue;
+    }
+    const MappedFile file(folder / name);
+    const auto json = nlohmann::json::parse(file.text(), nullptr, false);
+    FLATSHARD_CHECK(
+        json.is_object(),
+        format,
+        "{}: expected a JSON object",
+        (folder / name).string());
+    const auto found = json.find("eos_token");
+    if (found != json.end() && found->is_string()) {
+      return found->get<std::string>();
+    }
+    // An AddedToken.
+    if (found != json.end() && found->is_object()) {
+      return found->value("content", "");
+    }
+  }
+  return {};
+}
 
 std::vector<std::string> tokenizer_files(const std::filesystem::path& folder) {
   std::vector<std::string> found;

@@ -11,6 +11,15 @@ namespace flatshard::data {
 
 inline constexpr const char* kTokenizerFile = "tokenizer.json";
 
+/// The tokenizer.json that a user means: that file, or the folder that has it.
+/// @throws Error{config} when there is none.
+std::filesystem::path find_tokenizer(const std::filesystem::path& path);
+
+/// The token that ends a text, by tokenizer_config.json or
+/// special_tokens_map.json of a folder; empty when they say nothing.
+/// @throws Error{format} naming the file that is no JSON.
+std::string eos_token(const std::filesystem::path& folder);
+
 /// The tokenizer's files that a folder has, chat template included, by name.
 std::vector<std::string> tokenizer_files(const std::filesystem::path& folder);
 

@@ -142,16 +142,18 @@ def try_bytes(program, folder):
 def try_tokenizer_json(program, folder):
     tokenizer = make_tokenizer(folder / "bpe")
     corpus = prepare(
-        program, folder, "bpe", "--tokenizer", folder / "bpe" / "tokenizer.json"
+        *[program, folder, "bpe", "--tokenizer", folder / "bpe"],
+        *["--begin-of-document", "<|begin|>"],
     )
     out, _ = export(program, folder, "bpe", corpus, SHAPE.format(300))
     loaded, model = load_and_generate(out)
     expect(
-        loaded(TEXT)["input_ids"] == tokenizer.encode(TEXT).ids,
+        loaded(TEXT)["input_ids"] == [1, *tokenizer.encode(TEXT).ids],
         "tokenizer.json: other ids",
     )
     expect(loaded.eos_token == "<|endoftext|>", f"tokenizer.json: {loaded.eos_token}")
-    expect(model.config.bos_token_id == 0, "tokenizer.json: bos of config.json")
+    expect(loaded.bos_token == "<|begin|>", f"tokenizer.json: {loaded.bos_token}")
+    expect(model.config.bos_token_id == 1, "tokenizer.json: bos of config.json")
     return corpus
 
 
