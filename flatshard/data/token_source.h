@@ -4,6 +4,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "flatshard/data/corpus.h"
 
@@ -65,11 +66,27 @@ class RandomTokens : public TokenSource {
   std::int64_t vocab_size_;
 };
 
-/// What `[data] train = ...` names: "random", or a corpus folder's split.
+/// One of the sources that `[data] train = ...` names.
+struct SourceChoice {
+  std::string path;  ///< a corpus folder, or "random"
+  double weight = 1;
+
+  bool is_random() const { return path == "random"; }
+  friend bool operator==(const SourceChoice&, const SourceChoice&) = default;
+};
+
+struct WeightedSource {
+  std::shared_ptr<const TokenSource> source;
+  double weight = 1;
+};
+
+/// Opens the split of each corpus.
 ///
 /// @param vocab_size  the model's; the range of random tokens.
-std::shared_ptr<const TokenSource> open_token_source(
-    const std::string& train_or_folder,
+/// @throws Error{config} when there is none, or corpora have different
+/// tokenizers; what Corpus::open throws.
+std::vector<WeightedSource> open_token_sources(
+    const std::vector<SourceChoice>& choices,
     const std::string& split,
     std::uint64_t seed,
     std::int64_t vocab_size);

@@ -8,6 +8,7 @@
 #include "flatshard/core/mapped_file.h"
 #include "flatshard/data/corpus.h"
 #include "flatshard/data/hf_tokenizer.h"
+#include "flatshard/train/setup.h"
 
 namespace flatshard {
 namespace {
@@ -35,8 +36,8 @@ struct TrainedOn {
 };
 
 std::optional<TrainedOn> trained_on(const Config& config) {
-  const std::string& path = config.data.train;
-  if (path == "random") {
+  const std::string path = tokenizer_corpus(config);
+  if (path.empty()) {
     return std::nullopt;
   }
   try {

@@ -125,6 +125,9 @@ void MetricsFile::write_validation(const ValidationMetrics& metrics) {
   if (metrics.bits_per_byte) {
     row["bits_per_byte"] = *metrics.bits_per_byte;
   }
+  for (const auto& [folder, loss] : metrics.parts) {
+    row["validation_losses"][folder] = loss;
+  }
   write_line(row.dump());
 }
 

@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace flatshard {
@@ -47,6 +48,8 @@ struct ValidationMetrics {
   /// Of byte tokens: all sequences' loss in bits, over the bytes among their
   /// targets (the ends of documents are none).
   std::optional<double> bits_per_byte;
+  /// Of a mixture: each corpus' folder and loss.
+  std::vector<std::pair<std::string, double>> parts;
 
   double perplexity() const;  ///< exp(loss)
 };
@@ -82,8 +85,8 @@ class MetricsFile {
       std::int64_t step,
       const std::string& what,
       std::int64_t goes_on_after);
-  /// A row {"step", "validation_loss", "perplexity"}, and "bits_per_byte" of
-  /// byte tokens.
+  /// A row {"step", "validation_loss", "perplexity"}, "bits_per_byte" of byte
+  /// tokens, and "validation_losses" {folder: loss} of a mixture.
   void write_validation(const ValidationMetrics& metrics);
   /// A row {"step", "weight_norms": {name: norm}, "grad_norms": {name: norm}}.
   void write_norms(std::int64_t step, const std::vector<ParameterNorm>& norms);

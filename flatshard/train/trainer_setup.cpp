@@ -77,7 +77,7 @@ Trainer::Trainer(
       "\"random\"");
   for_option("data.train", [&] {
     train_loader_.emplace(
-        data::open_token_source(
+        data::open_token_sources(
             config_.data.train,
             "train",
             seed,

@@ -37,31 +37,43 @@ std::vector<ValidationSet> open_validation_sets(
   }
   const bool own = !config.data.validation.empty();
   const std::string option = own ? "data.validation" : "data.train";
-  const std::string& path = own ? config.data.validation : config.data.train;
+  const auto& choices = own ? config.data.validation : config.data.train;
   for_option(option, [&] {
-    const auto source = data::open_token_source(
-        path,
+    const auto sources = data::open_token_sources(
+        choices,
         "validation",
         static_cast<std::uint64_t>(config.run.seed) + 1,
         vocab_size);
-    data::Loader loader(
-        source,
-        {.seq_len = config.training.seq_len,
-         .global_batch_size = 1,
-         .vocab_size = vocab_size,
-         .shuffle = false});
+    double all_weights = 0;
+    for (const data::SourceChoice& choice : choices) {
+      all_weights += choice.weight;
+    }
     const std::int64_t wanted = config.validation.sequences;
-    FLATSHARD_CHECK(
-        wanted != -1 || path != "random",
-        config,
-        "validation.sequences = -1 is the whole split, and random tokens have "
-        "no end; give a number");
-    const std::int64_t all = loader.num_sequences();
-    sets.push_back(
-        {.loader = std::move(loader),
-         .num_sequences = wanted == -1 ? all : std::min(wanted, all),
-         .is_bytes = source->tokens_are_bytes(),
-         .option = option});
+    for (std::size_t i = 0; i < choices.size(); ++i) {
+      FLATSHARD_CHECK(
+          wanted != -1 || !choices[i].is_random(),
+          config,
+          "validation.sequences = -1 is the whole split, and random tokens "
+          "have no end; give a number");
+      data::Loader loader(
+          sources[i].source,
+          {.seq_len = config.training.seq_len,
+           .global_batch_size = 1,
+           .vocab_size = vocab_size,
+           .shuffle = false});
+      const double share = choices[i].weight / all_weights;
+      const std::int64_t all = loader.num_sequences();
+      const auto part = std::max<std::int64_t>(
+          1,
+          std::llround(static_cast<double>(wanted) * share));
+      sets.push_back(
+          {.path = choices[i].path,
+           .share = share,
+           .loader = std::move(loader),
+           .num_sequences = wanted == -1 ? all : std::min(part, all),
+           .is_bytes = sources[i].source->tokens_are_bytes(),
+           .option = option});
+    }
   });
   return sets;
 }
@@ -78,9 +90,13 @@ ValidationMetrics summarize(
     const double num_bytes = sums[2 * i + 1];
     const auto num_tokens = static_cast<double>(
         sets[i].num_sequences * sets[i].loader.options().seq_len);
-    metrics.loss += nats / num_tokens;
+    const double loss = nats / num_tokens;
+    metrics.loss += sets[i].share * loss;
     all_bytes = all_bytes && sets[i].is_bytes && num_bytes > 0;
-    bits_per_byte += nats / (std::numbers::ln2 * num_bytes);
+    bits_per_byte += sets[i].share * nats / (std::numbers::ln2 * num_bytes);
+    if (sets.size() > 1) {
+      metrics.parts.emplace_back(sets[i].path, loss);
+    }
   }
   if (all_bytes) {
     metrics.bits_per_byte = bits_per_byte;

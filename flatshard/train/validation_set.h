@@ -12,8 +12,11 @@
 namespace flatshard {
 
 /// Sequences that every validation of a run reads: the first ones of a corpus'
-/// validation split, whatever the batch and the number of ranks.
+/// validation split, whatever the batch and the number of ranks. A mixture has
+/// a set for each corpus, with its share of the sequences.
 struct ValidationSet {
+  std::string path;     ///< the corpus
+  double share = 1;     ///< in the loss of the mixture; their sum is 1
   data::Loader loader;  ///< in order
   std::int64_t num_sequences = 0;
   bool is_bytes = false;  ///< see TokenSource::tokens_are_bytes
@@ -29,12 +32,13 @@ struct ValidationSet {
       std::span<std::int64_t> targets) const;
 };
 
-/// Empty when validation.freq is 0. @throws like data::open_token_source, by
+/// Empty when validation.freq is 0. @throws like data::open_token_sources, by
 /// the option's name; Error{config} for the whole of random tokens.
 std::vector<ValidationSet> open_validation_sets(
     const Config& config,
     std::int64_t vocab_size);
 
+/// The loss of a mixture is the mean of its sets' by their shares.
 /// @param sums  for each set: the sum of its tokens' losses in nats, and the
 ///   number of bytes among its targets.
 ValidationMetrics summarize(

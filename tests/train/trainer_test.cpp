@@ -243,6 +243,72 @@ TEST_F(TrainerTest, ValidationDoesNotDependOnTheBatch) {
       HasSubstr("random tokens have no end"));
 }
 
+TEST_F(TrainerTest, AMixtureGoesOnWhereItStopped) {
+  folder_.write("numbers/a.txt", std::string(20000, '7'));
+  data::prepare_corpus(
+      {.inputs = {(folder_ / "numbers").string()},
+       .output = folder_ / "sevens",
+       .validation_fraction = 0.1});
+  const auto mixture = [&](double weight) {
+    return fmt::format(
+        "data.train=[{{path = '{}', weight = 3}}, {{path = '{}', weight = "
+        "{}}}]",
+        (folder_ / "corpus").string(),
+        (folder_ / "sevens").string(),
+        weight);
+  };
+  std::vector<std::string> overrides{
+      mixture(1),
+      "metrics.log_freq=1",
+      "training.steps=8",
+      "lr_scheduler.name=constant",
+      "checkpoint.interval=4",
+      "validation.freq=8",
+      "validation.sequences=8"};
+  train(overrides);
+  const auto whole = losses();
+  const json row = metrics().back();
+  // Six sequences of one, two of the other.
+  const json parts = row["validation_losses"];
+  ASSERT_EQ(parts.size(), 2U);
+  EXPECT_NEAR(
+      row["validation_loss"],
+      0.75 * parts[(folder_ / "corpus").string()].get<double>() +
+          0.25 * parts[(folder_ / "sevens").string()].get<double>(),
+      1e-9);
+  EXPECT_TRUE(row.contains("bits_per_byte"));
+
+  const auto resume = [&] {
+    overrides.emplace_back("checkpoint.load_step=4");
+    ::testing::internal::CaptureStdout();
+    try {
+      Trainer(config(overrides), {}, "cpu", /*resume=*/true).run();
+    } catch (...) {
+      std::fflush(stdout);
+      ::testing::internal::GetCapturedStdout();
+      throw;
+    }
+    std::fflush(stdout);
+    ::testing::internal::GetCapturedStdout();
+  };
+  resume();
+  const auto all = losses();
+  ASSERT_EQ(all.size(), 12U);
+  EXPECT_EQ(
+      (std::vector<double>(all.begin() + 8, all.end())),
+      (std::vector<double>(whole.begin() + 4, whole.end())));
+  overrides[0] = mixture(2);
+  try {
+    resume();
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_THAT(error.message(), HasSubstr("other corpora or weights"));
+  }
+  const std::string generated = generate_text(
+      {.run = run(), .prompt = "a", .max_new_tokens = 2, .device = "cpu"});
+  EXPECT_THAT(generated, ::testing::StartsWith("a"));
+}
+
 TEST_F(TrainerTest, WeightsHaveHuggingFacesNames) {
   train({"training.steps=1"});
   const SafetensorsReader file(run() / "model.safetensors");
