@@ -1,6 +1,7 @@
 """Fine-tunes a Hugging Face causal language model on text files, fully sharded.
 
 torchrun --nproc-per-node 8 finetune_hf.py --model meta-llama/Llama-3.2-1B --text *.txt
+torchrun --nproc-per-node 2 finetune_hf.py --model gpt2 --text README.md --out tuned
 torchrun --nproc-per-node 2 finetune_hf.py --model tiny --text README.md --steps 20
 """
 
@@ -22,7 +23,9 @@ parser.add_argument("--text", required=True, nargs="+", help="files of text")
 parser.add_argument("--steps", type=int, default=100)
 parser.add_argument("--seq", type=int, default=256, help="tokens of one sample")
 parser.add_argument("--lr", type=float, default=1e-4)
-parser.add_argument("--out", help="folder for the trained model; default: not saved")
+parser.add_argument(
+    "--out", help="folder for the trained model and its tokenizer; default: not saved"
+)
 args = parser.parse_args()
 
 cuda = torch.cuda.is_available()
@@ -34,21 +37,29 @@ device = "cuda" if cuda else "cpu"
 
 texts = "\n".join(open(name, encoding="utf-8").read() for name in args.text)
 torch.manual_seed(0)  # the ranks start from equal weights
+tokenizer = None
 if args.model == "tiny":
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=256, num_hidden_layers=2, **sizes)
+    ids = {"bos_token_id": None, "eos_token_id": None}  # bytes have neither
+    config = LlamaConfig(vocab_size=256, num_hidden_layers=2, **sizes, **ids)
     model = AutoModelForCausalLM.from_config(config)
     tokens = torch.tensor(list(texts.encode()))
 else:
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    tokens = torch.tensor(tokenizer(texts)["input_ids"])
+    # Without a warning that this is longer than the model's context: it is cut below.
+    tokens = torch.tensor(tokenizer(texts, verbose=False)["input_ids"])
 if len(tokens) <= args.seq:
     raise SystemExit(f"--text: expected more than {args.seq} tokens, got {len(tokens)}")
+model.train()
 
+# transformers names the class of a model's blocks, whatever the attribute is called
+# that holds them: model.model.layers, model.transformer.h, ...
+blocks = set(model._no_split_modules or [])
 policy = flatshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16 if cuda else None)
-for layer in model.model.layers:
-    flatshard.fully_shard(layer, mp_policy=policy)
+for module in list(model.modules()):
+    if type(module).__name__ in blocks:
+        flatshard.fully_shard(module, mp_policy=policy)
 flatshard.fully_shard(model, mp_policy=policy)
 optimizer = flatshard.optim.AdamW(model.parameters(), lr=args.lr)
 
@@ -71,7 +82,9 @@ if args.out:
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_model_state_dict(model, options=options)
     if rank == 0:
-        AutoModelForCausalLM.from_config(model.config).save_pretrained(
-            args.out, state_dict=state
-        )
+        whole = AutoModelForCausalLM.from_config(model.config)
+        whole.generation_config = model.generation_config
+        whole.save_pretrained(args.out, state_dict=state)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(args.out)
 dist.destroy_process_group()

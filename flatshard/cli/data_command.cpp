@@ -18,11 +18,14 @@ std::string summary(const data::CorpusMeta& meta) {
   std::string text = fmt::format(
       "tokenizer        {}\n"
       "vocab_size       {}    (model.vocab_size must be at least this)\n"
-      "end of document  token {}\n"
+      "end of document  token {}\n{}"
       "stored as        {}\n",
       meta.tokenizer,
       meta.vocab_size,
       meta.end_of_document,
+      meta.begin_of_document
+          ? fmt::format("begins with      token {}\n", *meta.begin_of_document)
+          : "",
       data::to_string(meta.token_type));
   for (const data::SplitMeta& split : meta.splits) {
     text += fmt::format(
@@ -45,7 +48,10 @@ void add_prepare(CLI::App& data) {
           "--input,-i",
           options->inputs,
           "Files, folders or globs (quote them: 'texts/**/*.txt'; ** is any "
-          "number of folders). Each file is one document")
+          "number of folders). Each file is one document, each line of a "
+          ".jsonl "
+          "and each row of a .parquet file as well. Binary files of folders "
+          "and globs are skipped")
       ->required();
   command
       ->add_option(
@@ -56,9 +62,14 @@ void add_prepare(CLI::App& data) {
   command->add_option(
       "--tokenizer,-t",
       options->tokenizer,
-      "'bytes' (a byte is a token, 256 ends a document, vocabulary 257), or "
-      "the path of a Hugging Face tokenizer.json (needs Python with the "
-      "tokenizers package) [bytes]");
+      "'bytes' (a byte is a token, 256 ends a document, vocabulary 257), or a "
+      "Hugging Face tokenizer: its folder or its tokenizer.json (needs Python "
+      "with the tokenizers package) [bytes]");
+  command->add_option(
+      "--text-field",
+      options->text_field,
+      "Field of .jsonl files, and column of .parquet files (which need Python "
+      "with the pyarrow package), that has the documents [text]");
   command->add_option(
       "--validation-fraction",
       options->validation_fraction,
@@ -68,12 +79,18 @@ void add_prepare(CLI::App& data) {
       "--end-of-document",
       options->end_of_document,
       "Text of the token that ends a document, for a tokenizer.json "
-      "[<|end_of_text|>, <|endoftext|>, </s> or <eos>, whichever it has]");
+      "[the folder's eos_token, or <|end_of_text|>, <|endoftext|>, </s> or "
+      "<eos>, whichever it has]");
+  command->add_option(
+      "--begin-of-document,--bos",
+      options->begin_of_document,
+      "Text of a token to put before each document, for a tokenizer.json "
+      "[none]");
   command->add_option(
       "--python",
       options->python,
-      "Python for a tokenizer.json [$FLATSHARD_PYTHON, else .venv/bin/python, "
-      "else python3]");
+      "Python for a tokenizer.json and .parquet files [$FLATSHARD_PYTHON, else "
+      ".venv/bin/python here or beside the program, else python3]");
   command->add_option(
       "--shard-tokens",
       options->shard_tokens,

@@ -121,6 +121,9 @@ std::string CorpusMeta::to_json() const {
   all["dtype"] = to_string(token_type);
   all["vocab_size"] = vocab_size;
   all["end_of_document"] = end_of_document;
+  if (begin_of_document) {
+    all["begin_of_document"] = *begin_of_document;
+  }
   all["tokenizer"] = tokenizer;
   all["num_tokens"] = num_tokens();
   all["num_documents"] = num_documents();
@@ -181,6 +184,18 @@ CorpusMeta CorpusMeta::from_json(
       origin,
       meta.end_of_document,
       meta.vocab_size);
+  if (all.contains("begin_of_document")) {
+    meta.begin_of_document =
+        take<std::int64_t>(all, "begin_of_document", origin);
+    FLATSHARD_CHECK(
+        *meta.begin_of_document >= 0 &&
+            *meta.begin_of_document < meta.vocab_size,
+        format,
+        "{}: expected 0 <= begin_of_document < vocab_size, got {} and {}",
+        origin,
+        *meta.begin_of_document,
+        meta.vocab_size);
+  }
   for (const json& item : take<json>(all, "splits", origin)) {
     SplitMeta split;
     split.name = take<std::string>(item, "name", origin);

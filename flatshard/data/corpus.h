@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -34,17 +35,22 @@ struct SplitMeta {
 /// The folder, format version 1, as `flatshard data prepare` writes it:
 ///   meta.json                    this
 ///   train-00000.bin, ...         the split's tokens one after the other; each
-///                                document ends with `end_of_document`
+///                                document ends with `end_of_document` and
+///                                may begin with `begin_of_document`
 ///   train.documents.bin          uint64[num_documents + 1]: first token of
 ///                                each document, then num_tokens
 ///   validation-00000.bin, ...    the same for the validation split
-///   tokenizer.json               a copy, when the tokenizer was such a file
+///   tokenizer.json               a copy, when the tokenizer was such a file,
+///                                and the files beside it when it was a
+///                                folder (see tokenizer_files)
 struct CorpusMeta {
   TokenType token_type = TokenType::uint16;
   std::int64_t vocab_size = 0;       ///< every token is below this
   std::int64_t end_of_document = 0;  ///< the token that ends a document
-  std::string tokenizer;             ///< "bytes" or "tokenizer.json"
-  std::string input_hash;            ///< of the input files' names and sizes
+  /// The token that begins each document; most corpora have none.
+  std::optional<std::int64_t> begin_of_document;
+  std::string tokenizer;   ///< "bytes" or "tokenizer.json"
+  std::string input_hash;  ///< of the input files' names and sizes
   std::vector<SplitMeta> splits;
 
   const SplitMeta* find_split(std::string_view name) const;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 
 namespace flatshard::data {
@@ -12,6 +13,9 @@ class DocumentStream {
 
   virtual std::int64_t vocab_size() const = 0;
   virtual std::int64_t end_of_document() const = 0;
+  virtual std::optional<std::int64_t> begin_of_document() const {
+    return std::nullopt;
+  }
 
   /// Goes to the next document and says how many tokens it has, without an
   /// end-of-document token. The last document must have been read to its end.

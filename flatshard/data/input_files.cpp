@@ -3,6 +3,8 @@
 #include <fnmatch.h>
 
 #include <algorithm>
+#include <array>
+#include <fstream>
 #include <set>
 
 #include "flatshard/core/error.h"
@@ -90,7 +92,8 @@ class Walker {
       files.push_back(
           {path,
            relative.generic_string(),
-           static_cast<std::int64_t>(fs::file_size(path))});
+           static_cast<std::int64_t>(fs::file_size(path)),
+           /*listed=*/true});
     }
   }
 
@@ -148,7 +151,41 @@ std::vector<InputFile> expand(const std::string& input) {
   return std::move(walker.files);
 }
 
+/// As git and grep tell it.
+bool looks_binary(const InputFile& file) {
+  if (file.path.extension() == ".pyc") {
+    return true;
+  }
+  std::array<char, 8192> begin{};
+  std::ifstream in(file.path, std::ios::binary);
+  in.read(begin.data(), begin.size());
+  const std::string_view read(
+      begin.data(),
+      static_cast<std::size_t>(in.gcount()));
+  return read.find('\0') != std::string_view::npos;
+}
+
 }  // namespace
+
+InputKind InputFile::kind() const {
+  const fs::path extension = path.extension();
+  return extension == ".jsonl"     ? InputKind::jsonl
+         : extension == ".parquet" ? InputKind::parquet
+                                   : InputKind::text;
+}
+
+std::vector<InputFile> take_binary_files(std::vector<InputFile>& files) {
+  std::vector<InputFile> taken;
+  std::erase_if(files, [&](const InputFile& file) {
+    const bool binary =
+        file.listed && file.kind() == InputKind::text && looks_binary(file);
+    if (binary) {
+      taken.push_back(file);
+    }
+    return binary;
+  });
+  return taken;
+}
 
 std::vector<InputFile> find_input_files(
     const std::vector<std::string>& inputs) {

@@ -7,9 +7,41 @@
 #include "flatshard/data/permutation.h"
 
 namespace flatshard::data {
+namespace {
+
+std::vector<double> weights_of(const std::vector<WeightedSource>& sources) {
+  std::vector<double> weights;
+  for (const WeightedSource& source : sources) {
+    weights.push_back(source.weight);
+  }
+  return weights;
+}
+
+/// "a mixture of 75.00% of 12 sequences and 25.00% of 30"
+std::string describe(const std::vector<LoaderState::Part>& parts) {
+  std::string text = parts.empty() ? "one corpus" : "a mixture of ";
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    text += fmt::format(
+        "{}{:.2f}% of {} sequences",
+        i == 0 ? "" : ", ",
+        100 * static_cast<double>(parts[i].share) * 0x1p-32,
+        parts[i].num_sequences);
+  }
+  return text;
+}
+
+}  // namespace
 
 Loader::Loader(std::shared_ptr<const TokenSource> source, LoaderOptions options)
-    : source_(std::move(source)), options_(options) {
+    : Loader(
+          std::vector<WeightedSource>{{.source = std::move(source)}},
+          options) {
+}
+
+Loader::Loader(std::vector<WeightedSource> sources, LoaderOptions options)
+    : sources_(std::move(sources)),
+      options_(options),
+      mixture_(weights_of(sources_)) {
   FLATSHARD_CHECK(
       options.seq_len >= 1,
       config,
@@ -20,22 +52,25 @@ Loader::Loader(std::shared_ptr<const TokenSource> source, LoaderOptions options)
       config,
       "training.global_batch_size: expected at least 1, got {}",
       options.global_batch_size);
-  FLATSHARD_CHECK(
-      source_->vocab_size() <= options.vocab_size,
-      config,
-      "the corpus has a vocabulary of {} tokens, but model.vocab_size is {}; "
-      "set model.vocab_size to at least {}",
-      source_->vocab_size(),
-      options.vocab_size,
-      source_->vocab_size());
-  num_sequences_ = source_->num_sequences(options.seq_len);
-  FLATSHARD_CHECK(
-      num_sequences_ >= 1,
-      config,
-      "one sequence needs training.seq_len + 1 = {} tokens, got {}; lower "
-      "seq_len or prepare a larger corpus",
-      options.seq_len + 1,
-      source_->describe());
+  for (const auto& [source, weight] : sources_) {
+    FLATSHARD_CHECK(
+        source->vocab_size() <= options.vocab_size,
+        config,
+        "the corpus has a vocabulary of {} tokens, but model.vocab_size is {}; "
+        "set model.vocab_size to at least {}",
+        source->vocab_size(),
+        options.vocab_size,
+        source->vocab_size());
+    const std::int64_t num_sequences = source->num_sequences(options.seq_len);
+    FLATSHARD_CHECK(
+        num_sequences >= 1,
+        config,
+        "one sequence needs training.seq_len + 1 = {} tokens, got {}; lower "
+        "seq_len or prepare a larger corpus",
+        options.seq_len + 1,
+        source->describe());
+    first_sequence_.push_back(first_sequence_.back() + num_sequences);
+  }
 }
 
 std::int64_t Loader::num_microbatches(int world, std::int64_t local_batch)
@@ -67,23 +102,30 @@ std::int64_t Loader::first_sample(const BatchSlot& slot) const {
          (slot.rank * count + slot.microbatch) * slot.local_batch;
 }
 
-std::int64_t Loader::sequence_of(std::int64_t sample) const {
-  const std::int64_t epoch = sample / num_sequences_;
-  const std::int64_t position = sample % num_sequences_;
+Mixture::Turn Loader::sequence_of(std::int64_t sample) const {
+  const auto [source, index] = mixture_(sample);
+  const std::int64_t num_sequences =
+      first_sequence_[source + 1] - first_sequence_[source];
+  const std::int64_t epoch = index / num_sequences;
+  const std::int64_t position = index % num_sequences;
   if (!options_.shuffle) {
-    return position;
+    return {source, position};
   }
-  const std::uint64_t key = mix_keys(
+  std::uint64_t key = mix_keys(
       mix_keys(options_.seed, stable_hash("loader order")),
       static_cast<std::uint64_t>(epoch));
-  return Permutation(key, num_sequences_)(position);
+  if (source > 0) {
+    key = mix_keys(key, source);
+  }
+  return {source, Permutation(key, num_sequences)(position)};
 }
 
 std::vector<std::int64_t> Loader::sequences(const BatchSlot& slot) const {
   const std::int64_t first = first_sample(slot);
   std::vector<std::int64_t> all;
   for (std::int64_t i = 0; i < slot.local_batch; ++i) {
-    all.push_back(sequence_of(first + i));
+    const auto [source, sequence] = sequence_of(first + i);
+    all.push_back(first_sequence_[source] + sequence);
   }
   return all;
 }
@@ -103,11 +145,31 @@ void Loader::read(
       numel,
       tokens.size(),
       targets.size());
+  read_samples(first_sample(slot), tokens, targets);
+}
+
+void Loader::read_samples(
+    std::int64_t first,
+    std::span<std::int64_t> tokens,
+    std::span<std::int64_t> targets) const {
+  const std::int64_t seq_len = options_.seq_len;
+  const auto numel = static_cast<std::int64_t>(tokens.size());
+  FLATSHARD_CHECK(
+      first >= 0 && numel % seq_len == 0 && targets.size() == tokens.size(),
+      usage,
+      "expected a sample of at least 0 and as many tokens as targets, a "
+      "multiple of seq_len = {}, got {}, {} and {}",
+      seq_len,
+      first,
+      numel,
+      targets.size());
   std::vector<std::int64_t> buffer(static_cast<std::size_t>(seq_len + 1));
   auto token_out = tokens.begin();
   auto target_out = targets.begin();
-  for (const std::int64_t sequence : sequences(slot)) {
-    source_->read(sequence, buffer);
+  for (std::int64_t i = 0; i < numel / seq_len; ++i) {
+    const auto [number, sequence] = sequence_of(first + i);
+    const TokenSource& source = *sources_[number].source;
+    source.read(sequence, buffer);
     const auto worst = std::max_element(buffer.begin(), buffer.end());
     FLATSHARD_CHECK(
         *worst < options_.vocab_size,
@@ -117,7 +179,7 @@ void Loader::read(
         *worst,
         worst - buffer.begin(),
         sequence,
-        source_->describe(),
+        source.describe(),
         options_.vocab_size);
     token_out = std::copy(buffer.begin(), buffer.end() - 1, token_out);
     target_out = std::copy(buffer.begin() + 1, buffer.end(), target_out);
@@ -125,7 +187,17 @@ void Loader::read(
 }
 
 LoaderState Loader::state() const {
-  return {options_.seed, options_.seq_len, num_sequences_, samples_consumed_};
+  LoaderState state{
+      .seed = options_.seed,
+      .seq_len = options_.seq_len,
+      .num_sequences = num_sequences(),
+      .samples_consumed = samples_consumed_};
+  for (std::size_t i = 0; i < sources_.size() && sources_.size() > 1; ++i) {
+    state.parts.push_back(
+        {.num_sequences = first_sequence_[i + 1] - first_sequence_[i],
+         .share = mixture_.shares()[i]});
+  }
+  return state;
 }
 
 void Loader::restore(const LoaderState& state) {
@@ -142,13 +214,22 @@ void Loader::restore(const LoaderState& state) {
       "the saved data order belongs to training.seq_len = {}, got {}",
       state.seq_len,
       options_.seq_len);
+  const std::vector<LoaderState::Part> parts = this->state().parts;
   FLATSHARD_CHECK(
-      state.num_sequences == num_sequences_,
+      state.parts == parts,
+      config,
+      "the saved data order belongs to {}, got {}; data.train has other "
+      "corpora or weights, or another order of them; checkpoint.exclude = "
+      "\"loader\" begins with the new ones at the first sample",
+      describe(state.parts),
+      describe(parts));
+  FLATSHARD_CHECK(
+      state.num_sequences == num_sequences(),
       config,
       "the saved data order belongs to a corpus of {} sequences, got one of "
       "{}; data.train is another folder or was prepared again",
       state.num_sequences,
-      num_sequences_);
+      num_sequences());
   FLATSHARD_CHECK(
       state.samples_consumed >= 0,
       format,

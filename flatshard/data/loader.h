@@ -5,6 +5,7 @@
 #include <span>
 #include <vector>
 
+#include "flatshard/data/mixture.h"
 #include "flatshard/data/token_source.h"
 
 namespace flatshard::data {
@@ -25,13 +26,22 @@ struct BatchSlot {
   std::int64_t microbatch = 0;
 };
 
-/// Everything a resumed run needs. The first three say which order was in use
-/// and are checked; the last is the position.
+/// Everything a resumed run needs. All but samples_consumed say which order was
+/// in use and are checked; that is the position.
 struct LoaderState {
+  /// A source of a mixture.
+  struct Part {
+    std::int64_t num_sequences = 0;
+    std::int64_t share = 0;  ///< see Mixture::shares
+
+    friend bool operator==(const Part&, const Part&) = default;
+  };
+
   std::uint64_t seed = 0;
   std::int64_t seq_len = 0;
   std::int64_t num_sequences = 0;
   std::int64_t samples_consumed = 0;
+  std::vector<Part> parts;  ///< empty: one source
 
   friend bool operator==(const LoaderState&, const LoaderState&) = default;
 };
@@ -44,6 +54,10 @@ struct LoaderState {
 /// a step sees depends on the seed and the step alone, never on the number of
 /// ranks or the local batch.
 ///
+/// Of several sources, Mixture says which one gives sample g, and which of its
+/// own samples, counted as g is above, that is. Each has its own permutations
+/// and epochs. Its sequences are numbered on from those of the one before.
+///
 /// Assignment is rank-major: with M = global_batch_size / (local_batch *
 /// world) microbatches, rank r reads samples (r * M + m) * local_batch + i of
 /// the step in microbatch m. N ranks with one microbatch each therefore hold
@@ -53,10 +67,13 @@ class Loader {
   /// @throws Error{config} when a number is not positive, when the source has
   /// no whole sequence, or when its vocabulary is larger than the model's.
   Loader(std::shared_ptr<const TokenSource> source, LoaderOptions options);
+  /// The same with sequences of several sources, by their weights.
+  Loader(std::vector<WeightedSource> sources, LoaderOptions options);
 
   const LoaderOptions& options() const { return options_; }
-  std::int64_t num_sequences() const { return num_sequences_; }
-  std::int64_t epoch() const { return samples_consumed_ / num_sequences_; }
+  /// Of all sources.
+  std::int64_t num_sequences() const { return first_sequence_.back(); }
+  std::int64_t epoch() const { return samples_consumed_ / num_sequences(); }
 
   /// Microbatches per step. @throws Error{config} when global_batch_size is
   /// not a multiple of local_batch * world.
@@ -72,26 +89,34 @@ class Loader {
       std::span<std::int64_t> tokens,
       std::span<std::int64_t> targets) const;
 
+  /// Fills tokens and targets, each [n, seq_len] row-major, with the samples
+  /// [first, first + n) of the run, wherever the position is. Same errors.
+  void read_samples(
+      std::int64_t first,
+      std::span<std::int64_t> tokens,
+      std::span<std::int64_t> targets) const;
+
   /// The sequence numbers that `read` would use, in its order.
   std::vector<std::int64_t> sequences(const BatchSlot& slot) const;
 
   /// Goes on to the next step.
   void advance() { samples_consumed_ += options_.global_batch_size; }
-  /// Goes to the first step (validation reads the same steps each time).
-  void rewind() { samples_consumed_ = 0; }
 
   LoaderState state() const;
   /// @throws Error{config} when the state belongs to another seed, sequence
-  /// length or corpus, naming both values.
+  /// length, corpus or mixture, naming both values.
   void restore(const LoaderState& state);
 
  private:
   std::int64_t first_sample(const BatchSlot& slot) const;
-  std::int64_t sequence_of(std::int64_t sample) const;
+  /// The source of a sample, and its sequence there.
+  Mixture::Turn sequence_of(std::int64_t sample) const;
 
-  std::shared_ptr<const TokenSource> source_;
+  std::vector<WeightedSource> sources_;
   LoaderOptions options_;
-  std::int64_t num_sequences_ = 0;
+  Mixture mixture_;
+  /// Of each source, counted over all of them; then the number of sequences.
+  std::vector<std::int64_t> first_sequence_{0};
   std::int64_t samples_consumed_ = 0;
 };
 

@@ -9,12 +9,16 @@
 #include <chrono>
 #include <cstring>
 #include <memory>
+#include <optional>
 
 #include "flatshard/core/error.h"
+#include "flatshard/core/log.h"
 #include "flatshard/core/mapped_file.h"
 #include "flatshard/core/philox.h"
 #include "flatshard/data/corpus_writer.h"
+#include "flatshard/data/hf_tokenizer.h"
 #include "flatshard/data/input_files.h"
+#include "flatshard/data/json_lines.h"
 #include "flatshard/data/python_tokenizer.h"
 
 namespace flatshard::data {
@@ -22,63 +26,136 @@ namespace {
 
 constexpr std::size_t kChunkTokens = std::size_t{1} << 18;
 
-/// Each byte of a file is one token.
+/// Each byte of a document is one token.
 class ByteDocuments : public DocumentStream {
  public:
-  explicit ByteDocuments(const std::vector<InputFile>& files)
-      : files_(files), bytes_(kChunkTokens) {}
-  ~ByteDocuments() override { close(); }
+  /// @param rows  reads .parquet files; used when there are any.
+  ByteDocuments(
+      const std::vector<InputFile>& files,
+      std::string text_field,
+      const PythonTokenizerOptions& rows)
+      : files_(files), text_field_(std::move(text_field)), rows_(rows) {}
 
   std::int64_t vocab_size() const override { return kByteVocabSize; }
   std::int64_t end_of_document() const override { return kByteEndOfDocument; }
 
   std::int64_t next_document() override {
-    close();
-    const InputFile& file = files_[next_++];
-    fd_ = ::open(file.path.c_str(), O_RDONLY | O_CLOEXEC);
-    check_read(fd_ >= 0);
-    return file.nbytes;
+    while (row_ == (file_ < 0 ? 0 : file().num_documents)) {
+      ++file_;
+      row_ = 0;
+      lines_.reset();
+    }
+    ++row_;
+    switch (file().kind()) {
+      case InputKind::parquet:
+        if (!parquet_) {
+          parquet_.emplace(
+              rows_,
+              "texts",
+              file_list(files_, InputKind::parquet));
+        }
+        return parquet_->read_count();
+      case InputKind::jsonl:
+        if (!lines_) {
+          lines_.emplace(file().path, text_field_);
+        }
+        text_at_ = 0;
+        check_there(lines_->next(text_));
+        return static_cast<std::int64_t>(text_.size());
+      case InputKind::text:
+        break;
+    }
+    plain_.open(file().path);
+    return file().nbytes;
   }
 
   void read(std::span<std::uint32_t> out) override {
-    while (!out.empty()) {
-      const ssize_t n =
-          ::read(fd_, bytes_.data(), std::min(out.size(), bytes_.size()));
-      if (n < 0 && errno == EINTR) {
-        continue;
-      }
-      check_read(n >= 0);
-      FLATSHARD_CHECK(
-          n > 0,
-          io,
-          "{} became shorter while it was read; expected {} bytes",
-          files_[next_ - 1].path.string(),
-          files_[next_ - 1].nbytes);
-      std::copy_n(bytes_.begin(), n, out.begin());
-      out = out.subspan(static_cast<std::size_t>(n));
+    bytes_.resize(out.size());
+    if (file().kind() == InputKind::parquet) {
+      parquet_->read(bytes_.data(), bytes_.size());
+    } else if (file().kind() == InputKind::jsonl) {
+      std::copy_n(text_.begin() + text_at_, out.size(), bytes_.begin());
+      text_at_ += static_cast<std::ptrdiff_t>(out.size());
+    } else {
+      check_there(plain_.read(bytes_));
     }
+    std::copy(bytes_.begin(), bytes_.end(), out.begin());
   }
 
  private:
-  void check_read(bool ok) const {
+  /// A file that is read from its start, once.
+  class PlainFile {
+   public:
+    PlainFile() = default;
+    PlainFile(const PlainFile&) = delete;
+    PlainFile& operator=(const PlainFile&) = delete;
+    ~PlainFile() { close(); }
+
+    void open(const std::filesystem::path& path) {
+      close();
+      path_ = path;
+      fd_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+      check_read(fd_ >= 0);
+    }
+    /// False when it ends before that.
+    bool read(std::span<unsigned char> out) {
+      while (!out.empty()) {
+        const ssize_t n = ::read(fd_, out.data(), out.size());
+        if (n < 0 && errno == EINTR) {
+          continue;
+        }
+        check_read(n >= 0);
+        if (n == 0) {
+          return false;
+        }
+        out = out.subspan(static_cast<std::size_t>(n));
+      }
+      return true;
+    }
+
+   private:
+    void close() {
+      if (fd_ >= 0) {
+        ::close(fd_);
+        fd_ = -1;
+      }
+    }
+    void check_read(bool ok) const {
+      FLATSHARD_CHECK(
+          ok,
+          io,
+          "cannot read {}: {}",
+          path_.string(),
+          std::strerror(errno));
+    }
+
+    std::filesystem::path path_;
+    int fd_ = -1;
+  };
+
+  const InputFile& file() const {
+    return files_[static_cast<std::size_t>(file_)];
+  }
+  void check_there(bool ok) const {
     FLATSHARD_CHECK(
         ok,
         io,
-        "cannot read {}: {}",
-        files_[next_ - 1].path.string(),
-        std::strerror(errno));
-  }
-  void close() {
-    if (fd_ >= 0) {
-      ::close(fd_);
-      fd_ = -1;
-    }
+        "{} became shorter while it was read; expected {} bytes",
+        file().path.string(),
+        file().nbytes);
   }
 
   const std::vector<InputFile>& files_;
+  std::string text_field_;
+  PythonTokenizerOptions rows_;
   std::vector<unsigned char> bytes_;
-  std::size_t next_ = 0;
-  int fd_ = -1;
+  std::ptrdiff_t file_ = -1;
+  std::int64_t row_ = 0;  ///< of the file, counted when it was begun
+  PlainFile plain_;
+  std::optional<JsonLines> lines_;
+  std::string text_;
+  std::ptrdiff_t text_at_ = 0;
+  std::optional<PythonChild> parquet_;
 };
 
 /// "12% of 34.5 MB" on a terminal, at most ten times a second.
@@ -93,7 +170,7 @@ class Progress {
     }
   }
 
-  void add(std::int64_t nbytes) {
+  void add(double nbytes) {
     done_ += nbytes;
     const auto now = std::chrono::steady_clock::now();
     if (!enabled_ || now - last_ < std::chrono::milliseconds(100)) {
@@ -103,39 +180,62 @@ class Progress {
     fmt::print(
         stderr,
         "\rprepared {:3.0f}% of {:.1f} MB\033[K",
-        100.0 * static_cast<double>(done_) / static_cast<double>(total_),
+        100.0 * done_ / static_cast<double>(total_),
         static_cast<double>(total_) / 1e6);
   }
 
  private:
   bool enabled_;
   std::int64_t total_;
-  std::int64_t done_ = 0;
+  double done_ = 0;
   std::chrono::steady_clock::time_point last_;
 };
+
+std::int64_t count_documents(const std::vector<InputFile>& files) {
+  std::int64_t sum = 0;
+  for (const InputFile& file : files) {
+    sum += file.num_documents;
+  }
+  return sum;
+}
+
+/// A number in [0, 1) of the document's name alone.
+double draw_of(const InputFile& file, std::int64_t row) {
+  const std::uint64_t hash =
+      file.kind() == InputKind::text
+          ? stable_hash(file.name)
+          : stable_hash(fmt::format("{}#{}", file.name, row));
+  return static_cast<double>(mix_keys(hash, 0) >> 11) * 0x1p-53;
+}
 
 /// Which documents belong to validation.
 std::vector<bool> choose_validation(
     const std::vector<InputFile>& files,
     double fraction) {
-  std::vector<double> draw;
-  for (const InputFile& file : files) {
-    draw.push_back(
-        static_cast<double>(mix_keys(stable_hash(file.name), 0) >> 11) *
-        0x1p-53);
-  }
   std::vector<bool> chosen;
-  for (const double value : draw) {
-    chosen.push_back(value < fraction);
+  // The documents with the lowest and the highest draw.
+  std::array<std::size_t, 2> ends{};
+  std::array<double, 2> draws{2, -1};
+  for (const InputFile& file : files) {
+    for (std::int64_t row = 0; row < file.num_documents; ++row) {
+      const double draw = draw_of(file, row);
+      if (draw < draws[0]) {
+        draws[0] = draw;
+        ends[0] = chosen.size();
+      }
+      if (draw > draws[1]) {
+        draws[1] = draw;
+        ends[1] = chosen.size();
+      }
+      chosen.push_back(draw < fraction);
+    }
   }
   const auto count = std::count(chosen.begin(), chosen.end(), true);
-  if (files.size() >= 2 && fraction > 0) {
+  if (chosen.size() >= 2 && fraction > 0) {
     if (count == 0) {
-      chosen[static_cast<std::size_t>(
-          std::min_element(draw.begin(), draw.end()) - draw.begin())] = true;
-    } else if (count == static_cast<std::ptrdiff_t>(files.size())) {
-      chosen[static_cast<std::size_t>(
-          std::max_element(draw.begin(), draw.end()) - draw.begin())] = false;
+      chosen[ends[0]] = true;
+    } else if (count == static_cast<std::ptrdiff_t>(chosen.size())) {
+      chosen[ends[1]] = false;
     }
   }
   return chosen;
@@ -164,58 +264,154 @@ void copy_tokens(
   }
 }
 
-void end_document(DocumentStream& stream, SplitWriter& writer) {
-  const std::array<std::uint32_t, 1> end{
-      static_cast<std::uint32_t>(stream.end_of_document())};
-  writer.append(end);
-  writer.end_document();
-}
+/// A split's documents, with the tokens around each.
+class DocumentWriter {
+ public:
+  DocumentWriter(
+      SplitWriter& writer,
+      const CorpusMeta& meta,
+      std::vector<std::uint32_t>& buffer)
+      : writer_(writer), meta_(meta), buffer_(buffer) {}
+
+  void write(DocumentStream& stream, std::int64_t count) {
+    if (meta_.begin_of_document) {
+      append(*meta_.begin_of_document);
+    }
+    copy_tokens(stream, count, writer_, buffer_);
+    append(meta_.end_of_document);
+    writer_.end_document();
+  }
+
+ private:
+  void append(std::int64_t token) {
+    const std::array<std::uint32_t, 1> one{static_cast<std::uint32_t>(token)};
+    writer_.append(one);
+  }
+
+  SplitWriter& writer_;
+  const CorpusMeta& meta_;
+  std::vector<std::uint32_t>& buffer_;
+};
 
 void write_documents(
     DocumentStream& stream,
     const std::vector<InputFile>& files,
     double validation_fraction,
-    SplitWriter& train,
-    SplitWriter& validation,
+    DocumentWriter train,
+    DocumentWriter validation,
     Progress& progress) {
-  std::vector<std::uint32_t> buffer(kChunkTokens);
   const auto to_validation = choose_validation(files, validation_fraction);
-  for (std::size_t i = 0; i < files.size(); ++i) {
-    const std::int64_t count = stream.next_document();
-    if (files.size() == 1 && validation_fraction > 0) {
-      const auto tail = static_cast<std::int64_t>(
-          static_cast<double>(count) * validation_fraction);
-      copy_tokens(stream, count - tail, train, buffer);
-      end_document(stream, train);
-      copy_tokens(stream, tail, validation, buffer);
-      end_document(stream, validation);
-    } else {
-      SplitWriter& writer = to_validation[i] ? validation : train;
-      copy_tokens(stream, count, writer, buffer);
-      end_document(stream, writer);
+  std::size_t i = 0;
+  for (const InputFile& file : files) {
+    for (std::int64_t row = 0; row < file.num_documents; ++row, ++i) {
+      const std::int64_t count = stream.next_document();
+      if (to_validation.size() == 1 && validation_fraction > 0) {
+        const auto tail = static_cast<std::int64_t>(
+            static_cast<double>(count) * validation_fraction);
+        train.write(stream, count - tail);
+        validation.write(stream, tail);
+      } else {
+        (to_validation[i] ? validation : train).write(stream, count);
+      }
+      progress.add(
+          static_cast<double>(file.nbytes) /
+          static_cast<double>(file.num_documents));
     }
-    progress.add(files[i].nbytes);
   }
+}
+
+/// "a, b, c and 4 more"
+std::string some_names(const std::vector<InputFile>& files) {
+  constexpr std::size_t kMost = 3;
+  std::string text;
+  for (std::size_t i = 0; i < std::min(files.size(), kMost); ++i) {
+    text += (i > 0 ? ", " : "") + files[i].name;
+  }
+  return files.size() > kMost
+             ? fmt::format("{} and {} more", text, files.size() - kMost)
+             : text;
+}
+
+/// Counts the documents of .jsonl and .parquet files, which finds what is wrong
+/// with them before hours of work.
+void count_rows(
+    std::vector<InputFile>& files,
+    const std::string& text_field,
+    const PythonTokenizerOptions& python) {
+  std::optional<PythonChild> parquet;
+  for (InputFile& file : files) {
+    if (file.kind() == InputKind::jsonl) {
+      JsonLines lines(file.path, text_field);
+      std::string text;
+      file.num_documents = 0;
+      while (lines.next(text)) {
+        ++file.num_documents;
+      }
+    } else if (file.kind() == InputKind::parquet) {
+      if (!parquet) {
+        parquet.emplace(python, "count", file_list(files, InputKind::parquet));
+      }
+      file.num_documents = parquet->read_count();
+    }
+  }
+}
+
+/// The files that hold documents, and how many each.
+std::vector<InputFile> find_documents(
+    const PrepareOptions& options,
+    const PythonTokenizerOptions& python) {
+  std::vector<InputFile> files = find_input_files(options.inputs);
+  const std::size_t num_found = files.size();
+  const auto binary = take_binary_files(files);
+  if (!binary.empty()) {
+    log_warning(
+        "skipped {} binary files of {}: {}; a file that --input names itself "
+        "is taken as it is",
+        binary.size(),
+        num_found,
+        some_names(binary));
+  }
+  FLATSHARD_CHECK(
+      options.text_field.empty() || std::ranges::any_of(
+                                        files,
+                                        [](const InputFile& file) {
+                                          return file.kind() != InputKind::text;
+                                        }),
+      config,
+      "--text-field belongs to .jsonl and .parquet files; --input has none");
+  std::erase_if(files, [](const InputFile& file) { return file.nbytes == 0; });
+  count_rows(files, python.text_field, python);
+  std::erase_if(files, [](const InputFile& file) {
+    return file.num_documents == 0;
+  });
+  FLATSHARD_CHECK(
+      !files.empty(),
+      io,
+      "--input: all {} files are empty{}, so the corpus would be empty",
+      num_found,
+      binary.empty() ? "" : " or binary");
+  return files;
 }
 
 std::unique_ptr<DocumentStream> open_stream(
     const PrepareOptions& options,
-    const std::vector<InputFile>& files) {
-  if (options.tokenizer == "bytes") {
-    FLATSHARD_CHECK(
-        options.end_of_document.empty(),
-        config,
-        "--end-of-document belongs to a tokenizer.json; byte tokens end a "
-        "document with token {}",
-        kByteEndOfDocument);
-    return std::make_unique<ByteDocuments>(files);
+    const std::vector<InputFile>& files,
+    const PythonTokenizerOptions& python) {
+  if (options.tokenizer != "bytes") {
+    return std::make_unique<PythonDocuments>(python, files);
   }
-  return std::make_unique<PythonDocuments>(
-      PythonTokenizerOptions{
-          .python = options.python,
-          .tokenizer = options.tokenizer,
-          .end_of_document = options.end_of_document},
-      files);
+  for (const auto& [name, value] :
+       {std::pair{"--end-of-document", options.end_of_document},
+        std::pair{"--begin-of-document", options.begin_of_document}}) {
+    FLATSHARD_CHECK(
+        value.empty(),
+        config,
+        "{} belongs to a tokenizer.json; byte tokens end a document with token "
+        "{} and begin it with none",
+        name,
+        kByteEndOfDocument);
+  }
+  return std::make_unique<ByteDocuments>(files, python.text_field, python);
 }
 
 void write_text_file(
@@ -234,16 +430,21 @@ CorpusMeta prepare_corpus(const PrepareOptions& options) {
       config,
       "--validation-fraction: expected a number in [0, 1), got {}",
       options.validation_fraction);
-  std::vector<InputFile> files = find_input_files(options.inputs);
-  const std::size_t num_found = files.size();
-  std::erase_if(files, [](const InputFile& file) { return file.nbytes == 0; });
-  FLATSHARD_CHECK(
-      !files.empty(),
-      io,
-      "--input: all {} files are empty, so the corpus would be empty",
-      num_found);
+  const bool is_bytes = options.tokenizer == "bytes";
+  PythonTokenizerOptions python{
+      .python = options.python,
+      .end_of_document = options.end_of_document,
+      .begin_of_document = options.begin_of_document,
+      .text_field = options.text_field.empty() ? "text" : options.text_field};
+  if (!is_bytes) {
+    python.tokenizer = find_tokenizer(options.tokenizer);
+    if (python.end_of_document.empty()) {
+      python.end_of_document = eos_token(options.tokenizer);
+    }
+  }
+  const std::vector<InputFile> files = find_documents(options, python);
   StagedFolder staged(options.output, options.force);
-  const auto stream = open_stream(options, files);
+  const auto stream = open_stream(options, files, python);
 
   CorpusMeta meta;
   meta.vocab_size = stream->vocab_size();
@@ -251,9 +452,11 @@ CorpusMeta prepare_corpus(const PrepareOptions& options) {
   meta.token_type =
       meta.vocab_size <= 65536 ? TokenType::uint16 : TokenType::uint32;
   meta.input_hash = hash_inputs(files);
-  meta.tokenizer = "bytes";
-  if (options.tokenizer != "bytes") {
-    meta.tokenizer = "tokenizer.json";
+  meta.begin_of_document = stream->begin_of_document();
+  meta.tokenizer = is_bytes ? "bytes" : kTokenizerFile;
+  if (std::filesystem::is_directory(options.tokenizer)) {
+    copy_tokenizer_files(options.tokenizer, staged.path());
+  } else if (!is_bytes) {
     const MappedFile tokenizer(options.tokenizer);
     write_text_file(staged.path() / meta.tokenizer, tokenizer.text());
   }
@@ -274,12 +477,13 @@ CorpusMeta prepare_corpus(const PrepareOptions& options) {
       options.shard_tokens);
   {
     Progress progress(options.progress, total_nbytes);
+    std::vector<std::uint32_t> buffer(kChunkTokens);
     write_documents(
         *stream,
         files,
         options.validation_fraction,
-        train,
-        validation,
+        {train, meta, buffer},
+        {validation, meta, buffer},
         progress);
   }
   meta.splits.push_back(train.finish());

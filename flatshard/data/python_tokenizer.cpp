@@ -13,6 +13,7 @@
 #include <nlohmann/json.hpp>
 
 #include "flatshard/core/error.h"
+#include "flatshard/core/log.h"
 #include "flatshard/data/prepare_script.h"
 
 extern char** environ;
@@ -46,8 +47,18 @@ std::string find_python(const std::string& wanted) {
   if (from_environment != nullptr && *from_environment != '\0') {
     return from_environment;
   }
-  if (std::filesystem::exists(".venv/bin/python")) {
-    return ".venv/bin/python";
+  std::error_code error;
+  std::vector<std::filesystem::path> folders{""};
+  const auto program = std::filesystem::read_symlink("/proc/self/exe", error);
+  if (!error) {
+    folders.push_back(program.parent_path());
+    folders.push_back(program.parent_path().parent_path());
+  }
+  for (const std::filesystem::path& folder : folders) {
+    const auto python = folder / ".venv/bin/python";
+    if (std::filesystem::exists(python, error)) {
+      return python.string();
+    }
   }
   return "python3";
 }
@@ -57,11 +68,6 @@ PythonChild::PythonChild(
     const std::string& mode,
     std::string_view input)
     : python_(find_python(options.python)) {
-  FLATSHARD_CHECK(
-      std::filesystem::is_regular_file(options.tokenizer),
-      config,
-      "tokenizer: expected \"bytes\" or the path of a tokenizer.json, got '{}'",
-      options.tokenizer.string());
   std::FILE* input_file = file_with(input);
   std::array<int, 2> pipe_ends{};
   if (::pipe2(pipe_ends.data(), O_CLOEXEC) != 0) {
@@ -69,13 +75,15 @@ PythonChild::PythonChild(
     FLATSHARD_THROW(io, "cannot make a pipe: {}", std::strerror(errno));
   }
   const std::string tokenizer = options.tokenizer.string();
-  std::array<const char*, 7> arguments{
+  std::array<const char*, 9> arguments{
       python_.c_str(),
       "-c",
       kPrepareScript,
       mode.c_str(),
       tokenizer.c_str(),
       options.end_of_document.c_str(),
+      options.begin_of_document.c_str(),
+      options.text_field.c_str(),
       nullptr};
   posix_spawn_file_actions_t actions;
   posix_spawn_file_actions_init(&actions);
@@ -96,7 +104,8 @@ PythonChild::PythonChild(
     FLATSHARD_THROW(
         config,
         "cannot start Python '{}': {}; a tokenizer.json needs a Python with "
-        "the tokenizers package: give --python or set FLATSHARD_PYTHON",
+        "the tokenizers package, a .parquet file one with pyarrow: give "
+        "--python or set FLATSHARD_PYTHON",
         python_,
         std::strerror(error));
   }
@@ -130,18 +139,22 @@ void PythonChild::read_header() {
   FLATSHARD_CHECK(
       !header.contains("error"),
       config,
-      "{} (Python: {})",
+      "{} (this Python is {}; name another with --python or FLATSHARD_PYTHON)",
       header.value("error", ""),
       python_);
   vocab_size_ = header.value("vocab_size", std::int64_t{0});
   end_of_document_ = header.value("end_of_document", std::int64_t{-1});
+  if (header.contains("begin_of_document")) {
+    begin_of_document_ = header.value("begin_of_document", std::int64_t{-1});
+  }
+  own_begin_ = header.value("own_begin", "");
 }
 
 void PythonChild::read(void* out, std::size_t nbytes) {
   FLATSHARD_CHECK(
       std::fread(out, 1, nbytes, stream_) == nbytes,
       io,
-      "Python '{}' ended before it had tokenized every file; see its message "
+      "Python '{}' ended before it had read every file; see its message "
       "above",
       python_);
 }
@@ -163,23 +176,34 @@ std::string PythonChild::read_text() {
   return text;
 }
 
-namespace {
-
-std::string joined_paths(const std::vector<InputFile>& files) {
+std::string file_list(
+    const std::vector<InputFile>& files,
+    std::optional<InputKind> only) {
   std::string all;
   for (const InputFile& file : files) {
-    all += file.path.string();
-    all.push_back('\0');
+    const InputKind kind = file.kind();
+    if (!only || kind == *only) {
+      all.push_back(
+          kind == InputKind::text    ? 't'
+          : kind == InputKind::jsonl ? 'j'
+                                     : 'p');
+      all += file.path.string();
+      all.push_back('\0');
+    }
   }
   return all;
 }
 
-}  // namespace
-
 PythonDocuments::PythonDocuments(
     const PythonTokenizerOptions& options,
     const std::vector<InputFile>& files)
-    : child_(options, "files", joined_paths(files)) {
+    : child_(options, "files", file_list(files)) {
+  if (!child_.begin_of_document() && !child_.own_begin().empty()) {
+    log_warning(
+        "the tokenizer puts '{0}' before each text where AutoTokenizer uses "
+        "it, and this corpus has none; --begin-of-document '{0}' adds it",
+        child_.own_begin());
+  }
 }
 
 std::int64_t PythonDocuments::next_document() {

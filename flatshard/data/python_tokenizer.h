@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <filesystem>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -12,24 +13,34 @@
 
 namespace flatshard::data {
 
-/// The interpreter for the tokenizers package: `wanted`, else
-/// $FLATSHARD_PYTHON, else .venv/bin/python of the working folder, else
-/// python3.
+/// The interpreter for the tokenizers and pyarrow packages: `wanted`, else
+/// $FLATSHARD_PYTHON, else .venv/bin/python of the working folder, of the
+/// program's folder or of the one above, else python3.
 std::string find_python(const std::string& wanted);
 
-/// How to reach a tokenizer.json.
+/// How to reach a tokenizer.json, and texts in Parquet files.
 struct PythonTokenizerOptions {
-  std::string python;  ///< see find_python
-  std::filesystem::path tokenizer;
-  std::string end_of_document;  ///< token text; "" = the usual names
+  std::string python;               ///< see find_python
+  std::filesystem::path tokenizer;  ///< empty: none, texts come as bytes
+  std::string end_of_document;      ///< token text; "" = the usual names
+  std::string begin_of_document;    ///< token text; "" = none
+  std::string text_field = "text";  ///< of .jsonl and .parquet files
 };
+
+/// The files' paths as the child's modes `files`, `count` and `texts` read
+/// them.
+/// @param only  files of this kind; unset: all.
+std::string file_list(
+    const std::vector<InputFile>& files,
+    std::optional<InputKind> only = {});
 
 /// A child process that runs python/flatshard/prepare_tokens.py with standard
 /// input and output connected to this one.
 class PythonChild {
  public:
-  /// @throws Error{config} when Python cannot be started, lacks the tokenizers
-  /// package, or cannot load the tokenizer.
+  /// @param mode  see prepare_tokens.py.
+  /// @throws Error{config} when Python cannot be started, lacks a package, or
+  /// cannot load the tokenizer.
   PythonChild(
       const PythonTokenizerOptions& options,
       const std::string& mode,
@@ -41,6 +52,11 @@ class PythonChild {
 
   std::int64_t vocab_size() const { return vocab_size_; }
   std::int64_t end_of_document() const { return end_of_document_; }
+  std::optional<std::int64_t> begin_of_document() const {
+    return begin_of_document_;
+  }
+  /// What the tokenizer itself puts before a text; "": nothing.
+  const std::string& own_begin() const { return own_begin_; }
 
   /// @throws Error{io} when the child ends before that.
   void read(void* out, std::size_t nbytes);
@@ -55,6 +71,8 @@ class PythonChild {
   std::FILE* stream_ = nullptr;
   std::int64_t vocab_size_ = 0;
   std::int64_t end_of_document_ = 0;
+  std::optional<std::int64_t> begin_of_document_;
+  std::string own_begin_;
 };
 
 /// Files tokenized by the Hugging Face tokenizers package. Each file is held
@@ -68,6 +86,9 @@ class PythonDocuments : public DocumentStream {
   std::int64_t vocab_size() const override { return child_.vocab_size(); }
   std::int64_t end_of_document() const override {
     return child_.end_of_document();
+  }
+  std::optional<std::int64_t> begin_of_document() const override {
+    return child_.begin_of_document();
   }
   std::int64_t next_document() override;
   void read(std::span<std::uint32_t> out) override;

@@ -34,8 +34,13 @@ class ByteCodec : public TextCodec {
 
 class JsonCodec : public TextCodec {
  public:
-  JsonCodec(PythonTokenizerOptions options, std::int64_t end_of_document)
-      : options_(std::move(options)), end_of_document_(end_of_document) {}
+  JsonCodec(
+      PythonTokenizerOptions options,
+      std::int64_t end_of_document,
+      std::optional<std::int64_t> begin_of_document)
+      : options_(std::move(options)),
+        end_of_document_(end_of_document),
+        begin_of_document_(begin_of_document) {}
 
   std::vector<std::int64_t> encode(std::string_view text) const override {
     PythonChild child(options_, "encode", text);
@@ -55,10 +60,14 @@ class JsonCodec : public TextCodec {
   }
 
   std::int64_t end_of_document() const override { return end_of_document_; }
+  std::optional<std::int64_t> begin_of_document() const override {
+    return begin_of_document_;
+  }
 
  private:
   PythonTokenizerOptions options_;
   std::int64_t end_of_document_;
+  std::optional<std::int64_t> begin_of_document_;
 };
 
 }  // namespace
@@ -70,12 +79,14 @@ std::unique_ptr<TextCodec> TextCodec::bytes() {
 std::unique_ptr<TextCodec> TextCodec::tokenizer_json(
     std::filesystem::path tokenizer,
     std::int64_t end_of_document,
+    std::optional<std::int64_t> begin_of_document,
     std::string python) {
   return std::make_unique<JsonCodec>(
       PythonTokenizerOptions{
           .python = std::move(python),
           .tokenizer = std::move(tokenizer)},
-      end_of_document);
+      end_of_document,
+      begin_of_document);
 }
 
 std::unique_ptr<TextCodec> TextCodec::open(
@@ -88,6 +99,7 @@ std::unique_ptr<TextCodec> TextCodec::open(
   return tokenizer_json(
       corpus / meta.tokenizer,
       meta.end_of_document,
+      meta.begin_of_document,
       std::move(python));
 }
 

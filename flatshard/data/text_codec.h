@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -19,14 +20,20 @@ class TextCodec {
   virtual std::string decode(const std::vector<std::int64_t>& tokens) const = 0;
   /// The token after which a text is over.
   virtual std::int64_t end_of_document() const = 0;
+  /// The token that a text begins with, if any; `encode` does not add it.
+  virtual std::optional<std::int64_t> begin_of_document() const {
+    return std::nullopt;
+  }
 
   /// Byte tokens: needs nothing.
   static std::unique_ptr<TextCodec> bytes();
   /// @param tokenizer  a tokenizer.json; each call runs Python once.
-  /// @param end_of_document  that token's id, as a corpus' meta.json says.
+  /// @param end_of_document, begin_of_document  ids of those tokens, as a
+  ///   corpus' meta.json says.
   static std::unique_ptr<TextCodec> tokenizer_json(
       std::filesystem::path tokenizer,
       std::int64_t end_of_document,
+      std::optional<std::int64_t> begin_of_document = {},
       std::string python = {});
   /// The codec of a corpus folder.
   static std::unique_ptr<TextCodec> open(

@@ -1,7 +1,9 @@
 #include "flatshard/data/token_source.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/core/mapped_file.h"
 #include "flatshard/core/philox.h"
+#include "flatshard/data/hf_tokenizer.h"
 
 namespace flatshard::data {
 namespace {
@@ -35,6 +37,10 @@ std::string CorpusSource::describe() const {
       corpus_->num_tokens());
 }
 
+bool CorpusSource::tokens_are_bytes() const {
+  return corpus_->meta().tokenizer == "bytes";
+}
+
 RandomTokens::RandomTokens(std::uint64_t seed, std::int64_t vocab_size)
     : key_(mix_keys(seed, stable_hash("random tokens"))),
       vocab_size_(vocab_size) {
@@ -60,21 +66,64 @@ void RandomTokens::read(std::int64_t index, std::span<std::int64_t> out) const {
   }
 }
 
-std::shared_ptr<const TokenSource> open_token_source(
-    const std::string& train_or_folder,
+namespace {
+
+std::string tokenizer_json(const SourceChoice& corpus) {
+  const MappedFile file(std::filesystem::path(corpus.path) / kTokenizerFile);
+  return std::string(file.text());
+}
+
+/// A token must mean the same in all corpora.
+void check_same_tokenizer(const SourceChoice& a, const SourceChoice& b) {
+  const CorpusMeta one = CorpusMeta::load(a.path);
+  const CorpusMeta other = CorpusMeta::load(b.path);
+  const bool same = one.tokenizer == other.tokenizer &&
+                    one.vocab_size == other.vocab_size &&
+                    one.end_of_document == other.end_of_document &&
+                    (one.tokenizer == "bytes" ||
+                     same_tokens(tokenizer_json(a), tokenizer_json(b), b.path));
+  FLATSHARD_CHECK(
+      same,
+      config,
+      "{} and {} were made with different tokenizers or end-of-document "
+      "tokens (vocabularies of {} and {}); prepare them with the same",
+      a.path,
+      b.path,
+      one.vocab_size,
+      other.vocab_size);
+}
+
+}  // namespace
+
+std::vector<WeightedSource> open_token_sources(
+    const std::vector<SourceChoice>& choices,
     const std::string& split,
     std::uint64_t seed,
     std::int64_t vocab_size) {
   FLATSHARD_CHECK(
-      !train_or_folder.empty(),
+      !choices.empty(),
       config,
       "data.train: expected a corpus folder or \"random\", got nothing");
-  if (train_or_folder == "random") {
-    return std::make_shared<RandomTokens>(
-        mix_keys(seed, stable_hash(split)),
-        vocab_size);
+  std::vector<WeightedSource> sources;
+  const SourceChoice* first = nullptr;
+  for (const SourceChoice& choice : choices) {
+    WeightedSource& opened = sources.emplace_back();
+    opened.weight = choice.weight;
+    if (choice.is_random()) {
+      opened.source = std::make_shared<RandomTokens>(
+          mix_keys(seed, stable_hash(split)),
+          vocab_size);
+      continue;
+    }
+    opened.source =
+        std::make_shared<CorpusSource>(Corpus::open(choice.path, split));
+    if (first == nullptr) {
+      first = &choice;
+    } else {
+      check_same_tokenizer(*first, choice);
+    }
   }
-  return std::make_shared<CorpusSource>(Corpus::open(train_or_folder, split));
+  return sources;
 }
 
 }  // namespace flatshard::data

@@ -4,10 +4,14 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "flatshard/data/corpus.h"
 
 namespace flatshard::data {
+
+/// Where TokenSource::tokens_are_bytes: tokens from here on are no bytes.
+inline constexpr std::int64_t kNumBytes = 256;
 
 /// Numbered sequences of tokens. Implementations are immutable and safe to
 /// read from several threads.
@@ -23,6 +27,8 @@ class TokenSource {
   virtual std::int64_t vocab_size() const = 0;
   /// For messages: where the tokens come from.
   virtual std::string describe() const = 0;
+  /// Each token below kNumBytes is a byte of text.
+  virtual bool tokens_are_bytes() const { return false; }
 };
 
 /// The token stream of a corpus split cut into sequences: documents follow one
@@ -38,6 +44,7 @@ class CorpusSource : public TokenSource {
   void read(std::int64_t index, std::span<std::int64_t> out) const override;
   std::int64_t vocab_size() const override;
   std::string describe() const override;
+  bool tokens_are_bytes() const override;
 
  private:
   std::shared_ptr<const Corpus> corpus_;
@@ -59,11 +66,27 @@ class RandomTokens : public TokenSource {
   std::int64_t vocab_size_;
 };
 
-/// What `[data] train = ...` names: "random", or a corpus folder's split.
+/// One of the sources that `[data] train = ...` names.
+struct SourceChoice {
+  std::string path;  ///< a corpus folder, or "random"
+  double weight = 1;
+
+  bool is_random() const { return path == "random"; }
+  friend bool operator==(const SourceChoice&, const SourceChoice&) = default;
+};
+
+struct WeightedSource {
+  std::shared_ptr<const TokenSource> source;
+  double weight = 1;
+};
+
+/// Opens the split of each corpus.
 ///
 /// @param vocab_size  the model's; the range of random tokens.
-std::shared_ptr<const TokenSource> open_token_source(
-    const std::string& train_or_folder,
+/// @throws Error{config} when there is none, or corpora have different
+/// tokenizers; what Corpus::open throws.
+std::vector<WeightedSource> open_token_sources(
+    const std::vector<SourceChoice>& choices,
     const std::string& split,
     std::uint64_t seed,
     std::int64_t vocab_size);

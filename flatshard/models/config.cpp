@@ -307,7 +307,53 @@ ModelConfig from_hf_json(const std::filesystem::path& path) {
   return config;
 }
 
-std::string to_hf_json(const ModelConfig& config, std::string_view dtype) {
+namespace {
+
+void add_tokens(nlohmann::ordered_json& json, const SpecialTokens& tokens) {
+  const auto one = [](const std::optional<std::int64_t>& token) {
+    return token ? nlohmann::ordered_json(*token) : nlohmann::ordered_json();
+  };
+  json["bos_token_id"] = one(tokens.bos);
+  json["eos_token_id"] = nullptr;
+  if (tokens.eos.size() == 1) {
+    json["eos_token_id"] = tokens.eos.front();
+  } else if (!tokens.eos.empty()) {
+    json["eos_token_id"] = tokens.eos;
+  }
+  json["pad_token_id"] = one(tokens.pad);
+}
+
+}  // namespace
+
+SpecialTokens special_tokens_from_hf_json(const std::filesystem::path& path) {
+  const Json json = read_json(path);
+  const Reader reader(path.string(), json);
+  SpecialTokens tokens;
+  const auto read = [&](const char* key) -> std::optional<std::int64_t> {
+    return reader.has(key) ? std::optional(reader.need<std::int64_t>(key))
+                           : std::nullopt;
+  };
+  tokens.bos = read("bos_token_id");
+  tokens.pad = read("pad_token_id");
+  constexpr const char* kEos = "eos_token_id";
+  if (reader.has(kEos) && json.at(kEos).is_array()) {
+    tokens.eos = reader.need<std::vector<std::int64_t>>(kEos);
+  } else if (reader.has(kEos)) {
+    tokens.eos = {reader.need<std::int64_t>(kEos)};
+  }
+  return tokens;
+}
+
+std::string to_generation_json(const SpecialTokens& tokens) {
+  nlohmann::ordered_json json = nlohmann::ordered_json::object();
+  add_tokens(json, tokens);
+  return json.dump(2) + "\n";
+}
+
+std::string to_hf_json(
+    const ModelConfig& config,
+    std::string_view dtype,
+    const SpecialTokens& tokens) {
   nlohmann::ordered_json json{
       {"architectures", {"LlamaForCausalLM"}},
       {"model_type", "llama"},
@@ -326,6 +372,7 @@ std::string to_hf_json(const ModelConfig& config, std::string_view dtype) {
       {"attention_bias", false},
       {"mlp_bias", false},
       {"hidden_act", "silu"}};
+  add_tokens(json, tokens);
   if (config.rope_scaling) {
     const nn::RopeScaling& scaling = *config.rope_scaling;
     json["rope_scaling"] = {

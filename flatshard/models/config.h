@@ -47,9 +47,31 @@ ModelConfig preset(std::string_view name);
 /// other rope types).
 ModelConfig from_hf_json(const std::filesystem::path& path);
 
+/// The ids of a tokenizer that a model's files name.
+struct SpecialTokens {
+  std::optional<std::int64_t> bos;  ///< begins a text
+  std::vector<std::int64_t> eos;    ///< each ends one
+  std::optional<std::int64_t> pad;
+
+  friend bool operator==(const SpecialTokens&, const SpecialTokens&) = default;
+};
+
+/// bos_token_id, eos_token_id and pad_token_id of a config.json.
+/// @throws Error{io}, Error{format} as `from_hf_json`.
+SpecialTokens special_tokens_from_hf_json(const std::filesystem::path& path);
+
 /// The content of a config.json for weights of this shape, which `from_hf_json`
 /// and transformers read.
 /// @param dtype  torch's name of the weights' dtype, e.g. "bfloat16".
-std::string to_hf_json(const ModelConfig& config, std::string_view dtype);
+/// @param tokens  those that are unset are null: without the key transformers
+///   would take ids of its own.
+std::string to_hf_json(
+    const ModelConfig& config,
+    std::string_view dtype,
+    const SpecialTokens& tokens = {});
+
+/// The content of a generation_config.json, which `generate` of transformers
+/// begins and ends texts by.
+std::string to_generation_json(const SpecialTokens& tokens);
 
 }  // namespace flatshard::models

@@ -158,6 +158,44 @@ void check_choice(
       nearest_name(value, choices));
 }
 
+void check_no_nul(
+    const ConfigKey& key,
+    const std::string& value,
+    const std::string& where) {
+  FLATSHARD_CHECK(
+      value.find('\0') == std::string::npos,
+      config,
+      "{}: {} has a NUL character; no file name can hold one",
+      where,
+      key.full_name());
+}
+
+void check_sources(
+    const ConfigKey& key,
+    const std::vector<data::SourceChoice>& sources,
+    const std::string& where) {
+  for (std::size_t i = 0; i < sources.size(); ++i) {
+    check_no_nul(key, sources[i].path, where);
+    FLATSHARD_CHECK(
+        std::isfinite(sources[i].weight) && sources[i].weight > 0,
+        config,
+        "{}: {} expected a weight above 0 for {}, got {}",
+        where,
+        key.full_name(),
+        shortened(sources[i].path),
+        sources[i].weight);
+    for (std::size_t j = 0; j < i; ++j) {
+      FLATSHARD_CHECK(
+          sources[j].path != sources[i].path,
+          config,
+          "{}: {} names {} twice; give it the sum of its weights once",
+          where,
+          key.full_name(),
+          shortened(sources[i].path));
+    }
+  }
+}
+
 /// Checks a value against its key's choices or range.
 void check_value(
     const ConfigKey& key,
@@ -166,13 +204,11 @@ void check_value(
   std::visit(
       Overloaded{
           [&](std::string* value) {
-            FLATSHARD_CHECK(
-                value->find('\0') == std::string::npos,
-                config,
-                "{}: {} has a NUL character; no file name can hold one",
-                where,
-                key.full_name());
+            check_no_nul(key, *value, where);
             check_choice(key, *value, where);
+          },
+          [&](std::vector<data::SourceChoice>* value) {
+            check_sources(key, *value, where);
           },
           [](bool*) {},
           [](std::optional<bool>*) {},
@@ -184,6 +220,59 @@ void check_value(
             }
           }},
       field);
+}
+
+/// "a/folder", or [{ path = "a/folder", weight = 2 }, ...]; unset when it is
+/// neither.
+std::optional<std::vector<data::SourceChoice>> read_sources(
+    const ConfigKey& key,
+    const toml::node& node,
+    const std::string& where) {
+  if (const auto path = node.value_exact<std::string>()) {
+    return path->empty() ? std::vector<data::SourceChoice>{}
+                         : std::vector<data::SourceChoice>{{.path = *path}};
+  }
+  const toml::array* array = node.as_array();
+  if (array == nullptr || array->empty()) {
+    return std::nullopt;
+  }
+  std::vector<data::SourceChoice> sources;
+  for (const toml::node& item : *array) {
+    const toml::table* table = item.as_table();
+    if (table == nullptr) {
+      return std::nullopt;
+    }
+    data::SourceChoice source;
+    for (const auto& [name, value] : *table) {
+      const bool is_path = name == "path" && value.is_string();
+      const bool is_weight = name == "weight" && value.is_number();
+      FLATSHARD_CHECK(
+          is_path || is_weight,
+          config,
+          "{}: {} expected path = \"folder\" and weight = number in a table "
+          "of its list, got {} = {}",
+          where,
+          key.full_name(),
+          shortened(name.str()),
+          shown(value));
+      if (is_path) {
+        source.path = *value.value<std::string>();
+      } else {
+        source.weight = *value.value<double>();
+      }
+    }
+    FLATSHARD_CHECK(
+        !source.path.empty(),
+        config,
+        "{}: {}: a table of its list has no path",
+        where,
+        key.full_name());
+    sources.push_back(std::move(source));
+  }
+  if (sources.size() == 1) {
+    sources[0].weight = 1;  // of one, any weight is all
+  }
+  return sources;
 }
 
 void set_field(
@@ -202,6 +291,9 @@ void set_field(
   std::visit(
       Overloaded{
           [&](std::string* out) { take(out, node.value_exact<std::string>()); },
+          [&](std::vector<data::SourceChoice>* out) {
+            take(out, read_sources(key, node, where));
+          },
           [&](bool* out) { take(out, node.value_exact<bool>()); },
           [&](std::optional<bool>* out) {
             take(out, node.value_exact<bool>());
@@ -326,7 +418,13 @@ void apply_override(Config& config, const std::string& text) {
     throw_unknown_key(section, name, where);
   }
   const ConfigField field = key->field(config);
-  if (std::holds_alternative<std::string*>(field) && !value.starts_with('"') &&
+  const bool is_list =
+      std::holds_alternative<std::vector<data::SourceChoice>*>(field) &&
+      value.starts_with('[');
+  const bool holds_text =
+      std::holds_alternative<std::string*>(field) ||
+      std::holds_alternative<std::vector<data::SourceChoice>*>(field);
+  if (holds_text && !is_list && !value.starts_with('"') &&
       !value.starts_with('\'')) {
     set_field(*key, config, toml::value<std::string>(value), where);
     return;

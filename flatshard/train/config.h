@@ -9,6 +9,8 @@
 #include <variant>
 #include <vector>
 
+#include "flatshard/data/token_source.h"
+
 namespace flatshard {
 
 /// A training run as a TOML file describes it. Each struct is a section, each
@@ -40,8 +42,8 @@ struct Config {
   } model;
 
   struct Data {
-    std::string train;
-    std::string validation;
+    std::vector<data::SourceChoice> train;
+    std::vector<data::SourceChoice> validation;
   } data;
 
   struct Training {
@@ -98,7 +100,7 @@ struct Config {
 
   struct Validation {
     std::int64_t freq = 0;
-    std::int64_t steps = 10;
+    std::int64_t sequences = 256;
   } validation;
 
   struct Checkpoint {
@@ -145,6 +147,7 @@ struct Config {
 /// A member of a Config.
 using ConfigField = std::variant<
     std::string*,
+    std::vector<data::SourceChoice>*,
     std::int64_t*,
     double*,
     bool*,

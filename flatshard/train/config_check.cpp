@@ -121,7 +121,7 @@ void check_lr_scheduler(const Config& config) {
 /// Keys that belong to something that is switched off.
 void check_unused(const Config& config) {
   if (config.validation.freq == 0) {
-    for (const char* key : {"validation.steps", "data.validation"}) {
+    for (const char* key : {"validation.sequences", "data.validation"}) {
       refuse_ignored(
           config,
           key,
@@ -274,6 +274,11 @@ void validate_config(const Config& config) {
   check_lr_scheduler(config);
   check_parallelism(config);
   check_checkpoint_folder(config.checkpoint.folder);
+  FLATSHARD_CHECK(
+      config.validation.sequences != 0,
+      config,
+      "validation.sequences expected -1 (the whole split) or at least 1, got "
+      "0; validation.freq = 0 is a run without validation");
   FLATSHARD_CHECK(
       config.training.on_nonfinite != "rewind" ||
           config.checkpoint.interval > 0,

@@ -93,11 +93,13 @@ const ConfigKey kKeys[] = {
     KEY(data,
         train,
         "corpus folder made by 'flatshard data prepare', or \"random\" for "
-        "random tokens (benchmarks)"),
+        "random tokens (benchmarks); or a mixture: [{ path = \"a\", weight = "
+        "0.7 }, { path = \"b\", weight = 0.3 }], whose weights are shares of "
+        "the sequences"),
     KEY(data,
         validation,
-        "corpus folder whose validation split is used; empty: that of "
-        "data.train"),
+        "corpus folder whose validation split is used, or a mixture; empty: "
+        "that of data.train"),
 
     KEY(training, steps, "optimizer steps of the run", {}, 1, kMaxSteps),
     KEY(training, seq_len, "tokens per sequence", {}, 1, kMaxTokens),
@@ -247,10 +249,11 @@ const ConfigKey kKeys[] = {
         0,
         kMaxSteps),
     KEY(validation,
-        steps,
-        "global batches per validation, the same ones each time",
+        sequences,
+        "sequences of training.seq_len tokens per validation, the first ones "
+        "of the split; -1: the whole split",
         {},
-        1,
+        -1,
         kMaxSteps),
 
     KEY(checkpoint,

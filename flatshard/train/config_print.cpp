@@ -39,12 +39,31 @@ std::string quoted_text(const std::string& value) {
   return text + "\"";
 }
 
+/// One folder as text, several as an array of tables, each on a line.
+std::string sources_text(const std::vector<data::SourceChoice>& sources) {
+  if (sources.size() <= 1) {
+    return quoted_text(sources.empty() ? std::string() : sources[0].path);
+  }
+  std::string text = "[";
+  for (const data::SourceChoice& source : sources) {
+    text += fmt::format(
+        "\n  {{ path = {}, weight = {} }},",
+        quoted_text(source.path),
+        number_text(source.weight));
+  }
+  return text + "\n]";
+}
+
 }  // namespace
 
 std::string_view type_name(const ConfigField& field) {
   return std::visit(
       Overloaded{
           [](std::string*) { return "text in quotes"; },
+          [](std::vector<data::SourceChoice>*) {
+            return "a folder in quotes, or a list of { path = \"folder\", "
+                   "weight = number }";
+          },
           [](std::int64_t*) { return "an integer"; },
           [](double*) { return "a number"; },
           [](bool*) { return "true or false"; },
@@ -58,6 +77,9 @@ std::string value_text(const ConfigField& field) {
   return std::visit(
       Overloaded{
           [](std::string* value) { return quoted_text(*value); },
+          [](std::vector<data::SourceChoice>* value) {
+            return sources_text(*value);
+          },
           [](std::int64_t* value) { return fmt::format("{}", *value); },
           [](double* value) { return number_text(*value); },
           [](bool* value) { return bool_text(*value); },

@@ -9,6 +9,7 @@
 #include "flatshard/format/read_plan.h"
 #include "flatshard/models/hf_names.h"
 #include "flatshard/train/config.h"
+#include "flatshard/train/export_tokenizer.h"
 #include "flatshard/train/run_checkpoints.h"
 #include "flatshard/train/setup.h"
 
@@ -136,13 +137,12 @@ std::string export_hf(const ExportOptions& options) {
     if (files.size() > 1) {
       write_file_atomic(partial / kHfIndexName, hf_index_json(files));
     }
+    const models::ModelConfig model = model_config(config);
+    const models::SpecialTokens tokens =
+        export_tokenizer(config, model, partial);
     write_file_atomic(
         partial / "config.json",
-        models::to_hf_json(model_config(config), dtype));
-    const fs::path tokenizer = fs::path(config.data.train) / "tokenizer.json";
-    if (fs::exists(tokenizer, error)) {
-      fs::copy_file(tokenizer, partial / "tokenizer.json");
-    }
+        models::to_hf_json(model, dtype, tokens));
     fs::remove(options.to, error);  // an empty one
     fs::rename(partial, options.to);
   } catch (...) {

@@ -16,9 +16,9 @@ struct ExportOptions {
 };
 
 /// Writes the weights of a checkpoint as a Hugging Face folder: config.json,
-/// model.safetensors (or numbered files with their index), and the corpus'
-/// tokenizer.json when there is one. The folder appears when it is whole. One
-/// tensor at a time is in memory.
+/// model.safetensors (or numbered files with their index), the tokenizer and
+/// generation_config.json (see export_tokenizer). The folder appears when it is
+/// whole. One tensor at a time is in memory.
 /// @return what was written, for the user.
 /// @throws Error{io}, Error{format}, Error{config}.
 std::string export_hf(const ExportOptions& options);

@@ -35,9 +35,9 @@ std::string generate_text(const GenerateOptions& options) {
         file.read(models::to_hf_name(name), parameter);
       });
   const std::string corpus =
-      options.corpus.empty() ? config.data.train : options.corpus;
+      options.corpus.empty() ? tokenizer_corpus(config) : options.corpus;
   FLATSHARD_CHECK(
-      corpus != "random",
+      !corpus.empty(),
       config,
       "the run was trained on random tokens; name a corpus folder whose "
       "tokenizer to use with --corpus");

@@ -60,8 +60,19 @@ std::string format_step(const StepMetrics& metrics) {
       metrics.mfu ? fmt::format("{:.2f}%", 100.0 * *metrics.mfu) : "N/A");
 }
 
-std::string format_validation(std::int64_t step, double loss) {
-  return fmt::format("step: {}  validation_loss: {:.4f}", step, loss);
+double ValidationMetrics::perplexity() const {
+  return std::exp(loss);
+}
+
+std::string format_validation(const ValidationMetrics& metrics) {
+  return fmt::format(
+      "step: {}  validation_loss: {:.4f}  perplexity: {:.4f}{}",
+      metrics.step,
+      metrics.loss,
+      metrics.perplexity(),
+      metrics.bits_per_byte
+          ? fmt::format("  bits_per_byte: {:.4f}", *metrics.bits_per_byte)
+          : "");
 }
 
 MetricsFile::MetricsFile(const std::filesystem::path& path, Mode mode)
@@ -106,10 +117,17 @@ void MetricsFile::write(const StepMetrics& metrics) {
   write_line(row.dump());
 }
 
-void MetricsFile::write_validation(std::int64_t step, double loss) {
+void MetricsFile::write_validation(const ValidationMetrics& metrics) {
   nlohmann::ordered_json row;
-  row["step"] = step;
-  row["validation_loss"] = loss;
+  row["step"] = metrics.step;
+  row["validation_loss"] = metrics.loss;
+  row["perplexity"] = metrics.perplexity();
+  if (metrics.bits_per_byte) {
+    row["bits_per_byte"] = *metrics.bits_per_byte;
+  }
+  for (const auto& [folder, loss] : metrics.parts) {
+    row["validation_losses"][folder] = loss;
+  }
   write_line(row.dump());
 }
 

@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace flatshard {
@@ -40,8 +41,22 @@ struct StepMetrics {
 /// reserved memory and its share of the device's; mfu is N/A without a peak.
 std::string format_step(const StepMetrics& metrics);
 
-/// "step: 10  validation_loss: 1.8342"
-std::string format_validation(std::int64_t step, double loss);
+/// What one validation found.
+struct ValidationMetrics {
+  std::int64_t step = 0;
+  double loss = 0;  ///< nats, mean over the tokens of the sequences
+  /// Of byte tokens: all sequences' loss in bits, over the bytes among their
+  /// targets (the ends of documents are none).
+  std::optional<double> bits_per_byte;
+  /// Of a mixture: each corpus' folder and loss.
+  std::vector<std::pair<std::string, double>> parts;
+
+  double perplexity() const;  ///< exp(loss)
+};
+
+/// "step: 10  validation_loss: 1.8342  perplexity: 6.2604
+///  bits_per_byte: 2.6532", in one line; the last for byte tokens alone.
+std::string format_validation(const ValidationMetrics& metrics);
 
 /// 1234567 -> "1,234,567"
 std::string with_commas(std::int64_t value);
@@ -70,8 +85,9 @@ class MetricsFile {
       std::int64_t step,
       const std::string& what,
       std::int64_t goes_on_after);
-  /// A row {"step", "validation_loss"}.
-  void write_validation(std::int64_t step, double loss);
+  /// A row {"step", "validation_loss", "perplexity"}, "bits_per_byte" of byte
+  /// tokens, and "validation_losses" {folder: loss} of a mixture.
+  void write_validation(const ValidationMetrics& metrics);
   /// A row {"step", "weight_norms": {name: norm}, "grad_norms": {name: norm}}.
   void write_norms(std::int64_t step, const std::vector<ParameterNorm>& norms);
 

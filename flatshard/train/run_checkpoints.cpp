@@ -54,12 +54,15 @@ bool take(std::vector<std::string>& items, std::string_view word) {
 }
 
 std::string to_json(const data::LoaderState& state) {
-  return nlohmann::json{
+  nlohmann::json json{
       {"seed", state.seed},
       {"seq_len", state.seq_len},
       {"num_sequences", state.num_sequences},
-      {"samples_consumed", state.samples_consumed}}
-      .dump();
+      {"samples_consumed", state.samples_consumed}};
+  for (const auto& part : state.parts) {
+    json["parts"].push_back({part.num_sequences, part.share});
+  }
+  return json.dump();
 }
 
 data::LoaderState loader_state(const std::string& text) {
@@ -74,11 +77,22 @@ data::LoaderState loader_state(const std::string& text) {
         text);
     return parsed[key].get<std::int64_t>();
   };
-  return {
+  data::LoaderState state{
       .seed = static_cast<std::uint64_t>(number("seed")),
       .seq_len = number("seq_len"),
       .num_sequences = number("num_sequences"),
       .samples_consumed = number("samples_consumed")};
+  for (const auto& part : parsed.value("parts", nlohmann::json::array())) {
+    FLATSHARD_CHECK(
+        part.is_array() && part.size() == 2 && part[0].is_number_integer() &&
+            part[1].is_number_integer(),
+        format,
+        "the checkpoint's loader state: expected pairs of numbers in 'parts', "
+        "got {}",
+        text);
+    state.parts.push_back({part[0], part[1]});
+  }
+  return state;
 }
 
 std::string schedule_state(const Config& config) {

@@ -50,9 +50,9 @@ void RunOutput::step(const StepMetrics& metrics) {
   for_option(kOutputDir, [&] { metrics_->write(metrics); });
 }
 
-void RunOutput::validation(std::int64_t step, double loss) {
-  print(format_validation(step, loss));
-  for_option(kOutputDir, [&] { metrics_->write_validation(step, loss); });
+void RunOutput::validation(const ValidationMetrics& metrics) {
+  print(format_validation(metrics));
+  for_option(kOutputDir, [&] { metrics_->write_validation(metrics); });
 }
 
 void RunOutput::norms(

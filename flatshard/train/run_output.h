@@ -25,7 +25,7 @@ class RunOutput {
 
   void print(const std::string& text);
   void step(const StepMetrics& metrics);
-  void validation(std::int64_t step, double loss);
+  void validation(const ValidationMetrics& metrics);
   void norms(std::int64_t step, const std::vector<ParameterNorm>& norms);
   /// A step whose gradient is not finite; the run goes on after `last`.
   void nonfinite(std::int64_t step, const std::string& what, std::int64_t last);

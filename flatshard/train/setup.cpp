@@ -110,6 +110,15 @@ models::ModelConfig model_config(const Config& config) {
   return model;
 }
 
+std::string tokenizer_corpus(const Config& config) {
+  for (const data::SourceChoice& choice : config.data.train) {
+    if (!choice.is_random()) {
+      return choice.path;
+    }
+  }
+  return {};
+}
+
 at::ScalarType parse_dtype(const std::string& name, const std::string& key) {
   if (name == "float32") {
     return at::kFloat;

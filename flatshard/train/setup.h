@@ -19,6 +19,10 @@ namespace flatshard {
 /// @throws Error{config} naming the key.
 models::ModelConfig model_config(const Config& config);
 
+/// The corpus folder whose tokenizer the run's tokens are of: the first of
+/// data.train; empty when all are random tokens.
+std::string tokenizer_corpus(const Config& config);
+
 /// torch's name of a dtype, e.g. "bfloat16". @throws Error{config}.
 at::ScalarType parse_dtype(const std::string& name, const std::string& key);
 

@@ -19,6 +19,7 @@
 #include <ATen/ATen.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 
@@ -63,8 +64,8 @@ void Trainer::watched(const std::function<void()>& work) {
 }
 
 void Trainer::load(
-    data::Loader& loader,
-    std::int64_t microbatch,
+    const std::function<void(std::span<std::int64_t>, std::span<std::int64_t>)>&
+        fill,
     Interval& interval) {
   const auto begin = Clock::now();
   tokens_copied_.synchronize();  // the last copy from the pinned buffers
@@ -74,16 +75,7 @@ void Trainer::load(
         t.data_ptr<std::int64_t>(),
         static_cast<std::size_t>(t.numel()));
   };
-  const bool trains = &loader == &*train_loader_;
-  for_option(trains ? "data.train" : "data.validation", [&] {
-    loader.read(
-        {.rank = env_.rank,
-         .world = env_.world_size,
-         .local_batch = config_.training.local_batch_size,
-         .microbatch = microbatch},
-        span(tokens_host_),
-        span(targets_host_));
-  });
+  fill(span(tokens_host_), span(targets_host_));
   tokens_.copy_(tokens_host_, /*non_blocking=*/true);
   targets_.copy_(targets_host_, /*non_blocking=*/true);
   tokens_copied_.record(*current_stream(device_));
@@ -94,7 +86,18 @@ at::Tensor Trainer::forward_backward(std::int64_t step, Interval& interval) {
   runtime_->set_step(step);
   at::Tensor sum;
   for (std::int64_t m = 0; m < num_microbatches_; ++m) {
-    load(*train_loader_, m, interval);
+    const data::BatchSlot slot{
+        .rank = env_.rank,
+        .world = env_.world_size,
+        .local_batch = config_.training.local_batch_size,
+        .microbatch = m};
+    load(
+        [&](auto tokens, auto targets) {
+          for_option("data.train", [&] {
+            train_loader_->read(slot, tokens, targets);
+          });
+        },
+        interval);
     const auto begin = Clock::now();
     runtime_->set_is_last_microbatch(m == num_microbatches_ - 1);
     const at::Tensor loss = model_(tokens_, targets_);
@@ -120,21 +123,47 @@ double Trainer::mean_over_ranks(const at::Tensor& loss) {
   return value;
 }
 
-double Trainer::validate() {
+ValidationMetrics Trainer::validate(std::int64_t step) {
   const at::NoGradGuard no_grad;
   Interval unused;
-  validation_loader_->rewind();
-  at::Tensor sum = at::zeros({}, at::TensorOptions().device(device_));
-  std::int64_t count = 0;
-  for (std::int64_t i = 0; i < config_.validation.steps; ++i) {
-    for (std::int64_t m = 0; m < num_microbatches_; ++m) {
-      load(*validation_loader_, m, unused);
-      sum += model_(tokens_, targets_);
-      ++count;
+  const std::int64_t seq_len = config_.training.seq_len;
+  const std::int64_t local_batch = config_.training.local_batch_size;
+  // Of each set: the loss of its tokens, and how many of them are bytes.
+  const auto num_sets = static_cast<std::int64_t>(validation_sets_.size());
+  const at::Tensor sums = at::zeros({num_sets, 2}, at::kDouble);
+  for (std::int64_t s = 0; s < num_sets; ++s) {
+    const ValidationSet& set = validation_sets_[static_cast<std::size_t>(s)];
+    at::Tensor loss =
+        at::zeros({}, at::TensorOptions().dtype(at::kDouble).device(device_));
+    std::int64_t num_bytes = 0;
+    // All ranks take part in each batch, also where the last one is short.
+    for (std::int64_t begin = 0; begin < set.num_sequences;
+         begin += local_batch * env_.world_size) {
+      const std::int64_t mine = begin + local_batch * env_.rank;
+      const std::int64_t count =
+          std::clamp<std::int64_t>(set.num_sequences - mine, 0, local_batch);
+      load(
+          [&](auto tokens, auto targets) {
+            num_bytes += set.read(mine, count, tokens, targets);
+          },
+          unused);
+      loss += model_(tokens_, targets_).to(at::kDouble) *
+              static_cast<double>(count * seq_len);
     }
-    validation_loader_->advance();
+    sums[s][0] = loss.cpu();
+    sums[s][1] = static_cast<double>(num_bytes);
   }
-  return mean_over_ranks(sum / static_cast<double>(count));
+  if (env_.world_size > 1) {
+    const CollectiveScope scope("validation");
+    const at::Tensor shared = sums.to(device_);
+    mesh_->world(Purpose::reduce).all_reduce(shared, ReduceOp::sum);
+    sums.copy_(shared);
+  }
+  mesh_->check();  // an aborted collective ends without a result
+  return summarize(
+      validation_sets_,
+      step,
+      {sums.data_ptr<double>(), static_cast<std::size_t>(sums.numel())});
 }
 
 std::int64_t Trainer::give_up_step(std::int64_t step) {
@@ -328,11 +357,11 @@ Trainer::End Trainer::train() {
           ms_since(begin) * 1e-3,
           first_step_ - 1);
     }
-    if (validation_loader_ && !asked.stop &&
+    if (!validation_sets_.empty() && !asked.stop &&
         (last || step % config_.validation.freq == 0)) {
-      const double validation = validate();
+      const ValidationMetrics validation = validate(step);
       if (output_) {
-        output_->validation(step, validation);
+        output_->validation(validation);
       }
       interval = {};
     }

@@ -11,12 +11,14 @@
 #include "flatshard/train/run_checkpoints.h"
 #include "flatshard/train/run_output.h"
 #include "flatshard/train/save_signals.h"
+#include "flatshard/train/validation_set.h"
 #include "flatshard/unit/runtime.h"
 
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <vector>
 
 namespace flatshard {
@@ -62,8 +64,13 @@ class Trainer {
   void announce();
   /// Runs all microbatches; returns this rank's mean loss, [] float32.
   at::Tensor forward_backward(std::int64_t step, Interval& interval);
-  void load(data::Loader& loader, std::int64_t microbatch, Interval& interval);
-  double validate();
+  /// Fills the host's tokens and targets and sends them to the device.
+  void load(
+      const std::function<
+          void(std::span<std::int64_t>, std::span<std::int64_t>)>& fill,
+      Interval& interval);
+  /// Collective.
+  ValidationMetrics validate(std::int64_t step);
   double mean_over_ranks(const at::Tensor& loss);
   /// What any rank was asked for by a signal; see SaveSignals.
   struct Requests {
@@ -106,7 +113,7 @@ class Trainer {
   std::unique_ptr<Optimizer> optimizer_;
   LrSchedule schedule_;
   std::optional<data::Loader> train_loader_;
-  std::optional<data::Loader> validation_loader_;
+  std::vector<ValidationSet> validation_sets_;  ///< empty: no validation
   std::int64_t num_microbatches_ = 1;
   at::Tensor tokens_host_;   ///< [B, T] int64, pinned on CUDA
   at::Tensor targets_host_;  ///< [B, T]

@@ -70,14 +70,6 @@ Trainer::Trainer(
   const Config::Training& t = config_.training;
   // Data first: a wrong path should not wait for the model.
   const auto seed = static_cast<std::uint64_t>(config_.run.seed);
-  const auto loader_options = [&](bool shuffle) {
-    return data::LoaderOptions{
-        .seed = seed,
-        .seq_len = t.seq_len,
-        .global_batch_size = t.global_batch_size,
-        .vocab_size = model_config_.vocab_size,
-        .shuffle = shuffle};
-  };
   FLATSHARD_CHECK(
       !config_.data.train.empty(),
       config,
@@ -85,25 +77,18 @@ Trainer::Trainer(
       "\"random\"");
   for_option("data.train", [&] {
     train_loader_.emplace(
-        data::open_token_source(
+        data::open_token_sources(
             config_.data.train,
             "train",
             seed,
             model_config_.vocab_size),
-        loader_options(true));
+        data::LoaderOptions{
+            .seed = seed,
+            .seq_len = t.seq_len,
+            .global_batch_size = t.global_batch_size,
+            .vocab_size = model_config_.vocab_size});
   });
-  if (config_.validation.freq > 0) {
-    const bool own = !config_.data.validation.empty();
-    for_option(own ? "data.validation" : "data.train", [&] {
-      validation_loader_.emplace(
-          data::open_token_source(
-              own ? config_.data.validation : config_.data.train,
-              "validation",
-              seed + 1,
-              model_config_.vocab_size),
-          loader_options(false));
-    });
-  }
+  validation_sets_ = open_validation_sets(config_, model_config_.vocab_size);
   num_microbatches_ =
       train_loader_->num_microbatches(env_.world_size, t.local_batch_size);
 

@@ -181,8 +181,12 @@ class BadInput : public ::testing::Test {
 
   // Makes the tokens of rank 1 in step `step`, counted from 0, too large.
   void damage_tokens_of_rank_1(int step) const {
-    const auto source =
-        data::open_token_source((folder_ / "corpus").string(), "train", 0, 257);
+    const auto source = data::open_token_sources(
+                            {{.path = (folder_ / "corpus").string()}},
+                            "train",
+                            0,
+                            257)[0]
+                            .source;
     data::Loader loader(
         source,
         {.seed = 0, .seq_len = 33, .global_batch_size = 4, .vocab_size = 257});

@@ -70,7 +70,7 @@ TEST_F(BadInput, FilesAndNumbers) {
       {"--set optimizer.name=sgd --set optimizer.eps=1e-3",
        {"optimizer.eps is set"}},
       {"--set profiling.step=3", {"profiling.step is set"}},
-      {"--set validation.steps=3", {"validation.steps is set"}},
+      {"--set validation.sequences=3", {"validation.sequences is set"}},
       {"--set diagnostics.poisson=true", {"did you mean 'poison'?"}},
       {"--set diagnostics.poison=1", {"diagnostics.poison", "true or false"}},
   };
@@ -264,7 +264,7 @@ TEST_F(BadInput, DiagnosticsOfAGoodRun) {
       "--set diagnostics.norms_freq=2 --set diagnostics.nan_check=true --set "
       "diagnostics.overlap_check=true --set diagnostics.poison=true --set "
       "diagnostics.strict=true --set validation.freq=3 --set "
-      "validation.steps=1"));
+      "validation.sequences=1"));
   EXPECT_EQ(run.code, 0) << run.output;
   EXPECT_THAT(run.output, HasSubstr("kept the earlier run's files in"));
   // The same weights as without.

@@ -80,7 +80,7 @@ lr = 1e-2
 compute = "float32"
 [validation]
 freq = 6
-steps = 1
+sequences = 3
 [metrics]
 log_freq = 4
 {}
@@ -208,6 +208,12 @@ TEST_F(Program, TwoRanksTrainAndTheirRunGenerates) {
     return std::stod(text.substr(at + 16));
   };
   EXPECT_NEAR(last_loss(two.output), last_loss(one.output), 2e-4);
+  // Three sequences, of which a rank has two and the other one.
+  const auto last_validation = [](const std::string& text) {
+    constexpr std::string_view kKey = "step: 12  validation_loss: ";
+    return std::stod(text.substr(text.find(kKey) + kKey.size()));
+  };
+  EXPECT_NEAR(last_validation(two.output), last_validation(one.output), 2e-4);
   const Result outer =
       run("train " + config() +
           " --nproc 2 --device cpu --set parallelism.strategy=hfsdp "

@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
+#include <map>
 
 #include "tests/data/expect_error.h"
 
@@ -168,7 +170,7 @@ TEST(Loader, ResumeWithAnotherGlobalBatchGoesOnWhereItWas) {
   EXPECT_EQ(wide.sequences({.local_batch = 16}), expected);
 }
 
-TEST(Loader, WithoutShuffleInOrderAndRewinds) {
+TEST(Loader, WithoutShuffleInOrder) {
   Loader loader = make_loader(5, 3, false);
   EXPECT_EQ(
       loader.sequences({.local_batch = 3}),
@@ -180,8 +182,129 @@ TEST(Loader, WithoutShuffleInOrderAndRewinds) {
   EXPECT_EQ(loader.epoch(), 0);
   loader.advance();
   EXPECT_EQ(loader.epoch(), 1);
-  loader.rewind();
-  EXPECT_EQ(loader.sequences({.local_batch = 1, .microbatch = 2})[0], 2);
+  // Wherever the position is.
+  std::vector<std::int64_t> tokens(8);
+  std::vector<std::int64_t> targets(8);
+  loader.read_samples(4, tokens, targets);
+  EXPECT_EQ(tokens, (std::vector<std::int64_t>{16, 17, 18, 19, 0, 1, 2, 3}));
+  EXPECT_EQ(targets[7], 4);
+  EXPECT_THAT(
+      error_message(
+          ErrorCode::usage,
+          [&] { loader.read_samples(0, tokens, std::span(targets).first(4)); }),
+      HasSubstr("multiple of seq_len = 4, got 0, 8 and 4"));
+}
+
+/// Sources of 30, 12 and 7 sequences with the shares 0.6, 0.3 and 0.1.
+Loader make_mixture(std::int64_t global_batch, double factor = 1) {
+  std::vector<WeightedSource> sources;
+  for (const auto& [n, weight] :
+       {std::pair{30, 6.0}, std::pair{12, 3.0}, std::pair{7, 1.0}}) {
+    sources.push_back(
+        {std::make_shared<CountingSource>(n, kVocab), weight * factor});
+  }
+  return Loader(
+      std::move(sources),
+      {.seed = 11,
+       .seq_len = 4,
+       .global_batch_size = global_batch,
+       .vocab_size = kVocab});
+}
+
+TEST(Mixture, SharesHoldAtEveryLength) {
+  const std::vector<double> weights{6, 3, 1, 0.01};
+  const Mixture mixture(weights);
+  std::vector<std::int64_t> counts(4);
+  for (std::int64_t i = 0; i < 20000; ++i) {
+    const auto [source, index] = mixture(i);
+    ASSERT_EQ(index, counts[source]) << i;
+    ++counts[source];
+    for (std::size_t s = 0; s < 4; ++s) {
+      // Half a turn for each side that was split before.
+      ASSERT_NEAR(
+          static_cast<double>(counts[s]),
+          weights[s] / 10.01 * static_cast<double>(i + 1),
+          2.0)
+          << i;
+    }
+  }
+  // Far out, and exactly: both sides of two are neighbours.
+  const Mixture two({1, 2});
+  constexpr std::int64_t kFar = (std::int64_t{1} << 61) + 12345;
+  for (std::int64_t i = kFar; i < kFar + 100; ++i) {
+    const auto [source, index] = two(i);
+    EXPECT_EQ(two(i + 3).source, source);
+    EXPECT_NEAR(
+        static_cast<double>(index),
+        static_cast<double>(i) / 3.0 * (source == 0 ? 1 : 2),
+        1e10);
+  }
+  EXPECT_EQ(Mixture({5.0})(7), (Mixture::Turn{0, 7}));
+  for (const std::vector<double>& bad : std::vector<std::vector<double>>{
+           {1, 0},
+           {1, -1},
+           {NAN},
+           {1, 1e-11},
+           {1e11, 1, 1},
+           {}}) {
+    EXPECT_THAT(
+        error_message(ErrorCode::config, [&] { Mixture m(bad); }),
+        ::testing::ContainsRegex("weight: |at least one source"));
+  }
+}
+
+TEST(Loader, AMixtureDependsOnSeedAndStepAlone) {
+  Loader reference = make_mixture(24);
+  std::map<std::int64_t, int> seen;
+  for (int step = 0; step < 30; ++step) {
+    const auto expected = whole_step(reference, 1, 24);
+    for (const int world : {2, 3, 8}) {
+      Loader loader = make_mixture(24, 0.1);  // only ratios matter
+      loader.restore(reference.state());
+      EXPECT_EQ(whole_step(loader, world, 1), expected) << step;
+    }
+    for (const std::int64_t s : reference.sequences({.local_batch = 24})) {
+      ++seen[s];
+    }
+    reference.advance();
+  }
+  // 720 samples: 432, 216 and 72 of the sources, each sequence as often as
+  // any other of its source.
+  EXPECT_EQ(seen.size(), 49U);
+  for (const auto& [sequence, count] : seen) {
+    const int times = sequence < 30 ? 432 / 30 : sequence < 42 ? 216 / 12 : 10;
+    EXPECT_NEAR(count, times, 1) << sequence;
+  }
+}
+
+TEST(Loader, AMixtureOfOneIsThatSource) {
+  Loader one(
+      std::vector<WeightedSource>{
+          {std::make_shared<CountingSource>(101, kVocab), 3}},
+      {.seed = 11,
+       .seq_len = 4,
+       .global_batch_size = 24,
+       .vocab_size = kVocab});
+  EXPECT_EQ(whole_step(one, 1, 24), whole_step(make_loader(101, 24), 1, 24));
+  EXPECT_EQ(one.state(), make_loader(101, 24).state());
+}
+
+TEST(Loader, RestoreRefusesAnotherMixture) {
+  Loader loader = make_mixture(6);
+  LoaderState state = loader.state();
+  state.parts[1].share /= 2;
+  EXPECT_THAT(
+      error_message(ErrorCode::config, [&] { loader.restore(state); }),
+      ::testing::AllOf(
+          HasSubstr("15.00% of 12 sequences"),
+          HasSubstr("30.00% of 12 sequences"),
+          HasSubstr("data.train has other corpora or weights"),
+          HasSubstr("checkpoint.exclude")));
+  EXPECT_THAT(
+      error_message(
+          ErrorCode::config,
+          [&] { loader.restore(make_loader(49, 6).state()); }),
+      HasSubstr("belongs to one corpus, got a mixture of 60.00% of 30"));
 }
 
 TEST(Loader, SeedsGiveOtherOrders) {

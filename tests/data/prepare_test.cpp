@@ -196,8 +196,92 @@ TEST(Prepare, ErrorsLeaveNothingBehind) {
       HasSubstr("expected an output folder"));
   EXPECT_THAT(
       message(ErrorCode::config, [](auto& o) { o.tokenizer = "/none.json"; }),
-      HasSubstr("expected \"bytes\" or the path of a tokenizer.json, got "
-                "'/none.json'"));
+      HasSubstr("expected \"bytes\", the path of a tokenizer.json or of a "
+                "folder that has one, got '/none.json'"));
+  EXPECT_THAT(
+      message(
+          ErrorCode::config,
+          [&](auto& o) { o.tokenizer = (temp / "in").string(); }),
+      HasSubstr("has no tokenizer.json; transformers writes one with"));
+  EXPECT_THAT(
+      message(ErrorCode::config, [](auto& o) { o.begin_of_document = "<s>"; }),
+      HasSubstr("--begin-of-document belongs to a tokenizer.json"));
+  EXPECT_THAT(
+      message(ErrorCode::config, [](auto& o) { o.text_field = "body"; }),
+      HasSubstr("--text-field belongs to .jsonl and .parquet files"));
+}
+
+TEST(Prepare, BinaryFilesOfFoldersAreSkippedWithAWarning) {
+  const TempFolder temp;
+  temp.write("in/a.txt", "text");
+  temp.write("in/module.pyc", "no NUL");
+  for (int i = 0; i < 4; ++i) {
+    temp.write(fmt::format("in/{}.png", i), std::string("\x89PNG\0", 5));
+  }
+  PrepareOptions options{
+      .inputs = {(temp / "in").string()},
+      .output = temp / "out",
+      .validation_fraction = 0};
+  ::testing::internal::CaptureStderr();
+  prepare_corpus(options);
+  EXPECT_THAT(
+      ::testing::internal::GetCapturedStderr(),
+      HasSubstr("skipped 5 binary files of 6: 0.png, 1.png, 2.png and 2 more"));
+  EXPECT_EQ(
+      documents(temp / "out", "train"),
+      (std::vector<std::string>{"text"}));
+  // One that is named is wanted.
+  options.inputs = {(temp / "in/0.png").string()};
+  options.output = temp / "named";
+  prepare_corpus(options);
+  EXPECT_EQ(documents(temp / "named", "train")[0].size(), 5U);
+  options.inputs = {(temp / "in/*.p*").string()};
+  options.output = temp / "none";
+  ::testing::internal::CaptureStderr();
+  EXPECT_THAT(
+      error_message(ErrorCode::io, [&] { prepare_corpus(options); }),
+      HasSubstr("all 5 files are empty or binary"));
+  ::testing::internal::GetCapturedStderr();
+}
+
+TEST(Prepare, EachLineOfJsonlIsADocument) {
+  const TempFolder temp;
+  temp.write(
+      "in/a.jsonl",
+      "{\"text\": \"one\", \"id\": 1}\n\n{\"text\": \"\"}\r\n"
+      "{\"text\": null}\n{\"text\": \"tw\\u00f6\\n\"}");
+  temp.write("in/b.txt", "three");
+  temp.write("in/c.jsonl", "\n");
+  PrepareOptions options{
+      .inputs = {(temp / "in").string()},
+      .output = temp / "out",
+      .validation_fraction = 0};
+  prepare_corpus(options);
+  EXPECT_EQ(
+      documents(temp / "out", "train"),
+      (std::vector<std::string>{"one", "tw\u00f6\n", "three"}));
+  // Rows are split by their names, as files are.
+  options.output = temp / "split";
+  options.validation_fraction = 0.01;
+  prepare_corpus(options);
+  EXPECT_EQ(documents(temp / "split", "train").size(), 2U);
+  EXPECT_EQ(documents(temp / "split", "validation").size(), 1U);
+
+  options.output = temp / "none";
+  options.text_field = "id";
+  EXPECT_THAT(
+      error_message(ErrorCode::format, [&] { prepare_corpus(options); }),
+      HasSubstr("a.jsonl:1: expected text in the field 'id', got number"));
+  options.text_field = "body";
+  EXPECT_THAT(
+      error_message(ErrorCode::format, [&] { prepare_corpus(options); }),
+      HasSubstr("a.jsonl:1: expected the text field 'body', found id, text; "
+                "name another with --text-field"));
+  temp.write("in/a.jsonl", "{\"body\": \"a\"}\n[1]\n");
+  EXPECT_THAT(
+      error_message(ErrorCode::format, [&] { prepare_corpus(options); }),
+      HasSubstr("a.jsonl:2: expected a JSON object"));
+  EXPECT_FALSE(std::filesystem::exists(temp / "none"));
 }
 
 TEST(Prepare, UnreadableFileIsNamed) {

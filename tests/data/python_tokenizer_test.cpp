@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdlib>
+#include <fstream>
 
 #include "flatshard/data/prepare.h"
 #include "flatshard/data/text_codec.h"
@@ -51,7 +52,21 @@ TEST(FindPython, InOrder) {
   EXPECT_EQ(find_python(""), "from-environment");
   ::unsetenv("FLATSHARD_PYTHON");
   const std::string found = find_python("");
-  EXPECT_TRUE(found == ".venv/bin/python" || found == "python3") << found;
+  EXPECT_TRUE(found.ends_with(".venv/bin/python") || found == "python3")
+      << found;
+  // Beside the program, wherever it is started.
+  const auto program =
+      std::filesystem::read_symlink("/proc/self/exe").parent_path();
+  const auto here = std::filesystem::current_path();
+  const TempFolder temp;
+  std::filesystem::current_path(temp.path());
+  if (!std::filesystem::exists(program / ".venv")) {
+    std::filesystem::create_directories(program / ".venv/bin");
+    std::ofstream(program / ".venv/bin/python") << "";
+    EXPECT_EQ(find_python(""), (program / ".venv/bin/python").string());
+    std::filesystem::remove_all(program / ".venv");
+  }
+  std::filesystem::current_path(here);
 }
 
 TEST(PythonTokenizer, PreparesTheSameCorpusAsItsOwnEncode) {
@@ -104,6 +119,106 @@ TEST(PythonTokenizer, NamedEndOfDocument) {
       HasSubstr("has no token <none>; name the token that ends a document "
                 "with --end-of-document"));
   EXPECT_FALSE(std::filesystem::exists(temp / "other"));
+}
+
+TEST(PythonTokenizer, AFolderAndATokenBeforeEachDocument) {
+  const TempFolder temp;
+  NEEDS_TOKENIZERS(temp.path());
+  temp.write("tokenizer_config.json", R"({"eos_token": "<|stop|>"})");
+  temp.write("chat_template.jinja", "{{ messages }}");
+  temp.write(
+      "in/a.jsonl",
+      "{\"text\": \"the cat\"}\n{\"text\": \"\"}\n{\"text\": \"sat\"}\n");
+  PrepareOptions options{
+      .inputs = {(temp / "in").string()},
+      .output = temp / "out",
+      .tokenizer = temp.path().string(),
+      .validation_fraction = 0,
+      .python = kPython,
+      .begin_of_document = "<|endoftext|>"};
+  const CorpusMeta meta = prepare_corpus(options);
+  EXPECT_EQ(meta.end_of_document, 1);
+  EXPECT_EQ(meta.begin_of_document, 0);
+  EXPECT_EQ(CorpusMeta::load(temp / "out").begin_of_document, 0);
+  for (const char* name :
+       {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}) {
+    EXPECT_TRUE(std::filesystem::exists(temp / "out" / name)) << name;
+  }
+  const auto codec = TextCodec::open(temp / "out", kPython);
+  std::vector<std::int64_t> expected;
+  for (const char* text : {"the cat", "sat"}) {
+    expected.push_back(0);
+    const auto part = codec->encode(text);
+    expected.insert(expected.end(), part.begin(), part.end());
+    expected.push_back(1);
+  }
+  const auto corpus = Corpus::open(temp / "out");
+  std::vector<std::int64_t> tokens(
+      static_cast<std::size_t>(corpus->num_tokens()));
+  corpus->read(0, tokens);
+  EXPECT_EQ(tokens, expected);
+  // A prompt begins as a document does.
+  EXPECT_EQ(codec->begin_of_document(), 0);
+
+  options.begin_of_document = "<none>";
+  options.output = temp / "other";
+  EXPECT_THAT(
+      error_message(ErrorCode::config, [&] { prepare_corpus(options); }),
+      HasSubstr("has no token <none>; name one that it has with "
+                "--begin-of-document"));
+}
+
+TEST(PythonTokenizer, ParquetThroughPyarrow) {
+  const TempFolder temp;
+  if (run_python("") != 0) {
+    GTEST_SKIP() << "no Python at " << kPython;
+  }
+  temp.write("in/a.parquet", "one\n\ntwo\n");
+  PrepareOptions options{
+      .inputs = {(temp / "in").string()},
+      .output = temp / "out",
+      .validation_fraction = 0,
+      .python = kPython};
+  // What the reader uses of pyarrow, for files that are lines of text: a Python
+  // that has it, and one that has not.
+  temp.write("with/pyarrow/__init__.py", "");
+  temp.write(
+      "with/pyarrow/parquet.py",
+      "class ParquetFile:\n"
+      "    def __init__(self, path):\n"
+      "        self.rows = open(path).read().splitlines()\n"
+      "        self.schema_arrow = self\n"
+      "        self.names = ['id', 'text']\n"
+      "    def iter_batches(self, columns):\n"
+      "        assert columns == ['text']\n"
+      "        yield self\n"
+      "    def column(self, i):\n"
+      "        return self\n"
+      "    def to_pylist(self):\n"
+      "        return [row or None for row in self.rows]\n");
+  temp.write("without/pyarrow.py", "raise ImportError('none')\n");
+  ::setenv("PYTHONPATH", (temp / "without").c_str(), 1);
+  EXPECT_THAT(
+      error_message(ErrorCode::config, [&] { prepare_corpus(options); }),
+      ::testing::AllOf(
+          HasSubstr("a .parquet file needs the Python package 'pyarrow'"),
+          HasSubstr("-m pip install pyarrow"),
+          HasSubstr("--python or FLATSHARD_PYTHON")));
+  ::setenv("PYTHONPATH", (temp / "with").c_str(), 1);
+  EXPECT_EQ(prepare_corpus(options).num_documents(), 2);
+  const auto corpus = Corpus::open(temp / "out");
+  std::vector<std::int64_t> tokens(8);
+  corpus->read(0, tokens);
+  EXPECT_EQ(
+      tokens,
+      (std::vector<std::int64_t>{'o', 'n', 'e', 256, 't', 'w', 'o', 256}));
+  options.text_field = "body";
+  options.output = temp / "other";
+  EXPECT_THAT(
+      error_message(ErrorCode::io, [&] { prepare_corpus(options); }),
+      HasSubstr("expected the text field 'body', found id, text; name another "
+                "with --text-field"));
+  ::unsetenv("PYTHONPATH");
 }
 
 TEST(PythonTokenizer, BadTokenizerFile) {

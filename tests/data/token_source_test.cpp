@@ -14,6 +14,13 @@ namespace {
 
 using ::testing::HasSubstr;
 
+std::shared_ptr<const TokenSource> open_one(
+    const std::string& path,
+    const std::string& split,
+    std::int64_t vocab_size) {
+  return open_token_sources({{.path = path}}, split, 1, vocab_size)[0].source;
+}
+
 TEST(RandomTokens, DependOnSeedAndIndexAlone) {
   const RandomTokens a(1, 1000);
   const RandomTokens b(1, 1000);
@@ -49,22 +56,56 @@ TEST(RandomTokens, NeedsAVocabulary) {
 }
 
 TEST(OpenTokenSource, ByName) {
-  EXPECT_EQ(open_token_source("random", "train", 1, 9)->vocab_size(), 9);
+  EXPECT_EQ(open_one("random", "train", 9)->vocab_size(), 9);
   std::array<std::int64_t, 9> train{};
   std::array<std::int64_t, 9> validation{};
-  open_token_source("random", "train", 1, 999)->read(0, train);
-  open_token_source("random", "validation", 1, 999)->read(0, validation);
+  open_one("random", "train", 999)->read(0, train);
+  open_one("random", "validation", 999)->read(0, validation);
   EXPECT_NE(train, validation);
   EXPECT_THAT(
       error_message(
           ErrorCode::config,
-          [] { open_token_source("", "train", 1, 9); }),
+          [] { open_token_sources({}, "train", 1, 9); }),
       HasSubstr("data.train: expected a corpus folder or \"random\""));
   EXPECT_THAT(
       error_message(
           ErrorCode::io,
-          [] { open_token_source("/no/such/corpus", "train", 1, 9); }),
+          [] { open_one("/no/such/corpus", "train", 9); }),
       HasSubstr("flatshard data prepare --input"));
+}
+
+TEST(OpenTokenSource, CorporaOfAMixtureShareATokenizer) {
+  const TempFolder temp;
+  temp.write("a.txt", "0123456789");
+  for (const char* name : {"a", "b", "c"}) {
+    prepare_corpus(
+        {.inputs = {(temp / "a.txt").string()},
+         .output = temp / name,
+         .validation_fraction = 0});
+  }
+  CorpusMeta other = CorpusMeta::load(temp / "c");
+  other.vocab_size = 300;
+  temp.write("c/meta.json", other.to_json());
+  const SourceChoice a{.path = (temp / "a").string(), .weight = 3};
+  const SourceChoice b{.path = (temp / "b").string()};
+  const SourceChoice c{.path = (temp / "c").string()};
+  const auto sources =
+      open_token_sources({{.path = "random"}, a, b}, "train", 1, 257);
+  ASSERT_EQ(sources.size(), 3U);
+  EXPECT_EQ(sources[1].weight, 3);
+  EXPECT_TRUE(sources[1].source->tokens_are_bytes());
+  EXPECT_FALSE(sources[0].source->tokens_are_bytes());
+  EXPECT_THAT(
+      error_message(
+          ErrorCode::config,
+          [&] {
+            open_token_sources({a, b, c}, "train", 1, 300);
+          }),
+      ::testing::AllOf(
+          HasSubstr(a.path),
+          HasSubstr(c.path),
+          HasSubstr("different tokenizers"),
+          HasSubstr("257 and 300")));
 }
 
 TEST(CorpusSource, SequencesOverlapByOneToken) {

@@ -68,6 +68,44 @@ TEST(Config, ReadsValuesAndKeepsDefaults) {
   EXPECT_FALSE(config.model.tie_embeddings.has_value());
 }
 
+TEST(Config, AMixtureIsAListOfFoldersWithWeights) {
+  const std::vector<data::SourceChoice> mixture{
+      {.path = "a \"b\"", .weight = 0.75},
+      {.path = "c"}};
+  const Config config = parse_config(
+      kSmall,
+      "run.toml",
+      {"data.train=[{path = 'a \"b\"', weight = 0.75}, {path = 'c'}]",
+       "validation.freq=2",
+       "data.validation=[{path = 'v', weight = 7}]"});
+  EXPECT_EQ(config.data.train, mixture);
+  EXPECT_EQ(
+      config.data.validation,
+      (std::vector<data::SourceChoice>{{.path = "v"}}));
+  const Config again = parse_config(to_toml(config), "again.toml");
+  EXPECT_EQ(again.data.train, mixture);
+  EXPECT_EQ(again.data.validation, config.data.validation);
+  const auto refused_list = [](const std::string& list) {
+    return refused({"data.train=" + list});
+  };
+  EXPECT_THAT(
+      refused_list("[{path = 'a', weight = 0}, {path = 'b'}]"),
+      HasSubstr("data.train expected a weight above 0 for a, got 0"));
+  EXPECT_THAT(
+      refused_list("[{path = 'a'}, {path = 'a'}]"),
+      HasSubstr("data.train names a twice"));
+  EXPECT_THAT(
+      refused_list("[{path = 'a', wieght = 1}]"),
+      HasSubstr("expected path = \"folder\" and weight = number"));
+  EXPECT_THAT(refused_list("[{weight = 1}]"), HasSubstr("has no path"));
+  for (const char* list : {"[]", "['a']", "[1]", "[{path = 'a'}"}) {
+    EXPECT_THAT(
+        refused_list(list),
+        HasSubstr("data.train expected a folder in quotes, or a list of"))
+        << list;
+  }
+}
+
 TEST(Config, TheWatchersTimeoutHasARange) {
   const Config config = parse_config(
       kSmall,
@@ -93,7 +131,9 @@ TEST(Config, OverridesWinInOrder) {
   EXPECT_EQ(config.training.steps, 8);
   EXPECT_EQ(config.optimizer.lr, 1e-2);
   EXPECT_EQ(config.run.output_dir, "out/a=b");
-  EXPECT_EQ(config.data.train, "quoted");
+  EXPECT_EQ(
+      config.data.train,
+      (std::vector<data::SourceChoice>{{.path = "quoted"}}));
   EXPECT_EQ(config.model.tie_embeddings, true);
   EXPECT_EQ(config.model.rope_theta, 500000.0);
 }

@@ -21,7 +21,7 @@ constexpr std::uint64_t kSeed = 20240607;
 // Every key with a good value.
 std::string good_config() {
   Config config;
-  config.data.train = "corpus";
+  config.data.train = {{.path = "corpus"}, {.path = "more", .weight = 2.5}};
   config.model.dim = 192;
   config.model.layers = 4;
   config.model.heads = 6;

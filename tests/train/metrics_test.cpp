@@ -76,8 +76,12 @@ TEST(FormatStep, KeepsItsFieldsWithoutAPeak) {
 
 TEST(FormatStep, Validation) {
   EXPECT_EQ(
-      format_validation(600, 1.83421),
-      "step: 600  validation_loss: 1.8342");
+      format_validation({.step = 600, .loss = 1.83421}),
+      "step: 600  validation_loss: 1.8342  perplexity: 6.2602");
+  EXPECT_EQ(
+      format_validation({.step = 600, .loss = 1.83421, .bits_per_byte = 2.65}),
+      "step: 600  validation_loss: 1.8342  perplexity: 6.2602  bits_per_byte: "
+      "2.6500");
 }
 
 TEST(Format, Commas) {
@@ -103,10 +107,11 @@ TEST(MetricsFile, WritesOneObjectALine) {
     metrics.write(sample());
     // On its way at once, not at the end.
     EXPECT_EQ(file.rows().size(), 1U);
-    metrics.write_validation(20, 1.5);
+    metrics.write_validation({.step = 20});
+    metrics.write_validation({.step = 30, .bits_per_byte = 1.5});
   }
   const auto rows = file.rows();
-  ASSERT_EQ(rows.size(), 2U);
+  ASSERT_EQ(rows.size(), 3U);
   EXPECT_EQ(rows[0], json::parse(R"({
         "step": 10, "loss": 9.9493, "grad_norm": 4.47171, "lr": 3e-4,
         "step_ms": 1400.5, "data_ms": 0.25, "host_ms": 31.0,
@@ -115,7 +120,11 @@ TEST(MetricsFile, WritesOneObjectALine) {
         "memory_allocated_bytes": 1, "memory_peak_bytes": 2,
         "memory_reserved_bytes": 53322020291,
         "memory_total_bytes": 101993152049})"));
-  EXPECT_EQ(rows[1], json::parse(R"({"step": 20, "validation_loss": 1.5})"));
+  EXPECT_EQ(
+      rows[1],
+      json::parse(
+          R"({"step": 20, "validation_loss": 0.0, "perplexity": 1.0})"));
+  EXPECT_EQ(rows[2]["bits_per_byte"], 1.5);
 }
 
 TEST(MetricsFile, NotFiniteIsNull) {
@@ -128,10 +137,11 @@ TEST(MetricsFile, NotFiniteIsNull) {
 
 TEST(MetricsFile, TruncatesOrAppends) {
   const TempFile file;
-  MetricsFile(file.path).write_validation(1, 1);
-  MetricsFile(file.path, MetricsFile::Mode::append).write_validation(2, 1);
+  MetricsFile(file.path).write_validation({.step = 1, .loss = 1});
+  MetricsFile(file.path, MetricsFile::Mode::append)
+      .write_validation({.step = 2, .loss = 1});
   EXPECT_EQ(file.rows().size(), 2U);
-  MetricsFile(file.path).write_validation(3, 1);
+  MetricsFile(file.path).write_validation({.step = 3, .loss = 1});
   EXPECT_EQ(file.rows().size(), 1U);
 }
 
@@ -147,7 +157,7 @@ TEST(MetricsFile, ErrorsNameTheFile) {
   }
   if (std::filesystem::exists("/dev/full")) {
     MetricsFile full("/dev/full");
-    EXPECT_THROW(full.write_validation(1, 1), Error);
+    EXPECT_THROW(full.write_validation({.step = 1, .loss = 1}), Error);
   }
 }
 

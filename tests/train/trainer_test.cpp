@@ -131,7 +131,7 @@ TEST_F(TrainerTest, LearnsAndWritesItsRun) {
       {"training.steps=60",
        "metrics.log_freq=10",
        "validation.freq=30",
-       "validation.steps=2"});
+       "validation.sequences=8"});
   EXPECT_THAT(printed, HasSubstr("step: 10  loss: "));
   EXPECT_THAT(printed, HasSubstr("step: 60  validation_loss: "));
   EXPECT_THAT(printed, HasSubstr("optimizer state"));
@@ -190,6 +190,123 @@ TEST_F(TrainerTest, LearnsAndWritesItsRun) {
   EXPECT_EQ(generate_text(options), generated);
   // It has learnt the only text there is: these are the trained weights.
   EXPECT_EQ(generated, "the quick brown fox j");
+}
+
+TEST_F(TrainerTest, ValidationDoesNotDependOnTheBatch) {
+  std::string varied;
+  for (int i = 0; i < 400; ++i) {
+    varied += fmt::format("{} squared is {}\n", i, i * i);
+  }
+  folder_.write("numbers/a.txt", varied);
+  data::prepare_corpus(
+      {.inputs = {(folder_ / "numbers").string()},
+       .output = folder_ / "squares",
+       .validation_fraction = 0.1});
+  const auto validate = [&](std::vector<std::string> overrides) {
+    // The same weights, those of the seed.
+    overrides.insert(
+        overrides.end(),
+        {"data.train=" + (folder_ / "squares").string(),
+         "training.steps=1",
+         "optimizer.lr=0",
+         "validation.freq=1"});
+    train(overrides);
+    return metrics().back();
+  };
+  const json first = validate({"validation.sequences=11"});
+  const double reference = first["validation_loss"];
+  EXPECT_NEAR(first["perplexity"], std::exp(reference), 1e-9);
+  // 352 targets, all of them within the one document.
+  EXPECT_NEAR(first["bits_per_byte"], reference / std::log(2.0), 1e-9);
+  for (const std::vector<std::string>& batch :
+       std::vector<std::vector<std::string>>{
+           {"training.global_batch_size=8"},
+           {"training.global_batch_size=16", "training.local_batch_size=16"},
+           {"training.local_batch_size=1"}}) {
+    auto overrides = batch;
+    overrides.emplace_back("validation.sequences=11");
+    EXPECT_NEAR(validate(overrides)["validation_loss"], reference, 1e-5)
+        << batch[0];
+  }
+  // The whole split, whose end of document is no byte.
+  const auto split = data::Corpus::open(folder_ / "squares", "validation");
+  const std::int64_t whole = (split->num_tokens() - 1) / 32;
+  const json all = validate({"validation.sequences=-1"});
+  EXPECT_EQ(all, validate({fmt::format("validation.sequences={}", whole)}));
+  EXPECT_EQ(all, validate({"validation.sequences=1000000"}));
+  EXPECT_NE(all["validation_loss"], reference);
+  EXPECT_THAT(
+      refusal(
+          {"data.train=random",
+           "validation.freq=1",
+           "validation.sequences=-1"}),
+      HasSubstr("random tokens have no end"));
+}
+
+TEST_F(TrainerTest, AMixtureGoesOnWhereItStopped) {
+  folder_.write("numbers/a.txt", std::string(20000, '7'));
+  data::prepare_corpus(
+      {.inputs = {(folder_ / "numbers").string()},
+       .output = folder_ / "sevens",
+       .validation_fraction = 0.1});
+  const auto mixture = [&](double weight) {
+    return fmt::format(
+        "data.train=[{{path = '{}', weight = 3}}, {{path = '{}', weight = "
+        "{}}}]",
+        (folder_ / "corpus").string(),
+        (folder_ / "sevens").string(),
+        weight);
+  };
+  std::vector<std::string> overrides{
+      mixture(1),
+      "metrics.log_freq=1",
+      "training.steps=8",
+      "lr_scheduler.name=constant",
+      "checkpoint.interval=4",
+      "validation.freq=8",
+      "validation.sequences=8"};
+  train(overrides);
+  const auto whole = losses();
+  const json row = metrics().back();
+  // Six sequences of one, two of the other.
+  const json parts = row["validation_losses"];
+  ASSERT_EQ(parts.size(), 2U);
+  EXPECT_NEAR(
+      row["validation_loss"],
+      0.75 * parts[(folder_ / "corpus").string()].get<double>() +
+          0.25 * parts[(folder_ / "sevens").string()].get<double>(),
+      1e-9);
+  EXPECT_TRUE(row.contains("bits_per_byte"));
+
+  const auto resume = [&] {
+    overrides.emplace_back("checkpoint.load_step=4");
+    ::testing::internal::CaptureStdout();
+    try {
+      Trainer(config(overrides), {}, "cpu", /*resume=*/true).run();
+    } catch (...) {
+      std::fflush(stdout);
+      ::testing::internal::GetCapturedStdout();
+      throw;
+    }
+    std::fflush(stdout);
+    ::testing::internal::GetCapturedStdout();
+  };
+  resume();
+  const auto all = losses();
+  ASSERT_EQ(all.size(), 12U);
+  EXPECT_EQ(
+      (std::vector<double>(all.begin() + 8, all.end())),
+      (std::vector<double>(whole.begin() + 4, whole.end())));
+  overrides[0] = mixture(2);
+  try {
+    resume();
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_THAT(error.message(), HasSubstr("other corpora or weights"));
+  }
+  const std::string generated = generate_text(
+      {.run = run(), .prompt = "a", .max_new_tokens = 2, .device = "cpu"});
+  EXPECT_THAT(generated, ::testing::StartsWith("a"));
 }
 
 TEST_F(TrainerTest, WeightsHaveHuggingFacesNames) {

@@ -1,0 +1,299 @@
+#include "flatshard/data/hf_tokenizer.h"
+
+#include <array>
+#include <nlohmann/json.hpp>
+
+#include "flatshard/core/error.h"
+#include "flatshard/core/mapped_file.h"
+#include "flatshard/data/prepare.h"
+
+namespace flatshard::data {
+namespace {
+
+using OrderedJson = nlohmann::ordered_json;
+
+constexpr std::array kFiles{
+    kTokenizerFile,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json"};
+
+OrderedJson parse_tokenizer(
+    const std::string& text,
+    const std::string& origin) {
+  OrderedJson json = OrderedJson::parse(text, nullptr, false);
+  FLATSHARD_CHECK(
+      json.is_object() && json.contains("model"),
+      format,
+      "{}: expected a tokenizer.json of Hugging Face's tokenizers",
+      origin);
+  return json;
+}
+
+std::string utf8(unsigned code) {
+  if (code < 0x80) {
+    return {static_cast<char>(code)};
+  }
+  return {
+      static_cast<char>(0xC0 | (code >> 6)),
+      static_cast<char>(0x80 | (code & 0x3F))};
+}
+
+/// The character that byte-level vocabularies write for each byte: itself
+/// where it can be printed, else the next one from U+0100 on.
+/// Source: GPT-2's encoder.py.
+std::vector<std::string> byte_characters() {
+  std::vector<std::string> characters;
+  unsigned next = 256;
+  for (unsigned byte = 0; byte < 256; ++byte) {
+    const bool printed = (byte >= 33 && byte <= 126) ||
+                         (byte >= 161 && byte <= 172) || byte >= 174;
+    characters.push_back(utf8(printed ? byte : next++));
+  }
+  return characters;
+}
+
+}  // namespace
+
+std::filesystem::path find_tokenizer(const std::filesystem::path& path) {
+  std::error_code error;
+  if (!std::filesystem::is_directory(path, error)) {
+    FLATSHARD_CHECK(
+        std::filesystem::is_regular_file(path, error),
+        config,
+        "tokenizer: expected \"bytes\", the path of a tokenizer.json or of a "
+        "folder that has one, got '{}'",
+        path.string());
+    return path;
+  }
+  FLATSHARD_CHECK(
+      std::filesystem::is_regular_file(path / kTokenizerFile, error),
+      config,
+      "tokenizer: {} has no {}; transformers writes one with "
+      "AutoTokenizer.from_pretrained('{}').save_pretrained('{}')",
+      path.string(),
+      kTokenizerFile,
+      path.string(),
+      path.string());
+  return path / kTokenizerFile;
+}
+
+std::string eos_token(const std::filesystem::path& folder) {
+  for (const char* name :
+       {"tokenizer_config.json", "special_tokens_map.json"}) {
+    std::error_code error;
+    if (!std::filesystem::is_regular_file(folder / name, error)) {
+      continue;
+    }
+    const MappedFile file(folder / name);
+    const auto json = nlohmann::json::parse(file.text(), nullptr, false);
+    FLATSHARD_CHECK(
+        json.is_object(),
+        format,
+        "{}: expected a JSON object",
+        (folder / name).string());
+    const auto found = json.find("eos_token");
+    if (found != json.end() && found->is_string()) {
+      return found->get<std::string>();
+    }
+    // An AddedToken.
+    if (found != json.end() && found->is_object()) {
+      return found->value("content", "");
+    }
+  }
+  return {};
+}
+
+std::vector<std::string> tokenizer_files(const std::filesystem::path& folder) {
+  std::vector<std::string> found;
+  std::error_code error;
+  for (const char* name : kFiles) {
+    if (std::filesystem::is_regular_file(folder / name, error)) {
+      found.emplace_back(name);
+    }
+  }
+  return found;
+}
+
+void copy_tokenizer_files(
+    const std::filesystem::path& from,
+    const std::filesystem::path& to) {
+  for (const std::string& name : tokenizer_files(from)) {
+    std::error_code error;
+    std::filesystem::copy_file(from / name, to / name, error);
+    FLATSHARD_CHECK(
+        !error,
+        io,
+        "cannot copy {} to {}: {}",
+        (from / name).string(),
+        to.string(),
+        error.message());
+  }
+}
+
+std::string byte_tokenizer_json() {
+  OrderedJson vocab = OrderedJson::object();
+  std::int64_t id = 0;
+  for (const std::string& character : byte_characters()) {
+    vocab[character] = id++;
+  }
+  const OrderedJson end{
+      {"id", kByteEndOfDocument},
+      {"content", kByteEndText},
+      {"single_word", false},
+      {"lstrip", false},
+      {"rstrip", false},
+      {"normalized", false},
+      {"special", true}};
+  const auto byte_level = [](bool use_regex) {
+    return OrderedJson{
+        {"type", "ByteLevel"},
+        {"add_prefix_space", false},
+        {"trim_offsets", true},
+        {"use_regex", use_regex}};
+  };
+  const OrderedJson json{
+      {"version", "1.0"},
+      {"truncation", nullptr},
+      {"padding", nullptr},
+      {"added_tokens", OrderedJson::array({end})},
+      {"normalizer", nullptr},
+      {"pre_tokenizer", byte_level(false)},
+      {"post_processor", nullptr},
+      {"decoder", byte_level(true)},
+      {"model",
+       {{"type", "BPE"},
+        {"dropout", nullptr},
+        {"unk_token", nullptr},
+        {"continuing_subword_prefix", nullptr},
+        {"end_of_word_suffix", nullptr},
+        {"fuse_unk", false},
+        {"byte_fallback", false},
+        {"ignore_merges", false},
+        {"vocab", vocab},
+        {"merges", OrderedJson::array()}}}};
+  return json.dump(2) + "\n";
+}
+
+bool same_tokens(
+    const std::string& a,
+    const std::string& b,
+    const std::string& origin) {
+  if (a == b) {
+    return true;
+  }
+  // Objects compare whatever their order.
+  const auto relevant = [&](const std::string& text) {
+    const nlohmann::json json = parse_tokenizer(text, origin);
+    const nlohmann::json& model = json.at("model");
+    nlohmann::json kept;
+    for (const char* key : {"type", "vocab", "merges"}) {
+      kept[key] = model.is_object() && model.contains(key) ? model.at(key)
+                                                           : nlohmann::json();
+    }
+    kept["added_tokens"] = json.value("added_tokens", nlohmann::json::array());
+    return kept;
+  };
+  return relevant(a) == relevant(b);
+}
+
+std::string token_text(
+    const std::string& tokenizer_json,
+    std::int64_t id,
+    const std::string& origin) {
+  const OrderedJson json = parse_tokenizer(tokenizer_json, origin);
+  for (const OrderedJson& token :
+       json.value("added_tokens", OrderedJson::array())) {
+    if (token.value("id", std::int64_t{-1}) == id) {
+      return token.value("content", "");
+    }
+  }
+  const OrderedJson& model = json.at("model");
+  const auto vocab = model.is_object() ? model.find("vocab") : model.end();
+  if (vocab == model.end()) {
+    return {};
+  }
+  if (vocab->is_object()) {
+    for (const auto& [text, value] : vocab->items()) {
+      if (value == id) {
+        return text;
+      }
+    }
+  } else if (
+      vocab->is_array() && id >= 0 &&
+      id < static_cast<std::int64_t>(vocab->size())) {
+    // Unigram: [text, score] by id.
+    const OrderedJson& entry = (*vocab)[static_cast<std::size_t>(id)];
+    if (entry.is_array() && !entry.empty() && entry[0].is_string()) {
+      return entry[0].get<std::string>();
+    }
+  }
+  return {};
+}
+
+std::string with_first_token(
+    const std::string& tokenizer_json,
+    std::int64_t id,
+    const std::string& origin) {
+  const std::string text = token_text(tokenizer_json, id, origin);
+  FLATSHARD_CHECK(
+      !text.empty(),
+      format,
+      "{}: expected a token of id {}, found none",
+      origin,
+      id);
+  OrderedJson json = parse_tokenizer(tokenizer_json, origin);
+  OrderedJson& post = json["post_processor"];
+  const OrderedJson quoted = text;
+  if (post.dump().find(quoted.dump()) != std::string::npos) {
+    return tokenizer_json;  // it does so already
+  }
+  const auto special = [&](int type) {
+    return OrderedJson{{"SpecialToken", {{"id", text}, {"type_id", type}}}};
+  };
+  const auto sequence = [](const char* name, int type) {
+    return OrderedJson{{"Sequence", {{"id", name}, {"type_id", type}}}};
+  };
+  const OrderedJson first{
+      {"type", "TemplateProcessing"},
+      {"single", OrderedJson::array({special(0), sequence("A", 0)})},
+      {"pair",
+       OrderedJson::array(
+           {special(0), sequence("A", 0), special(1), sequence("B", 1)})},
+      {"special_tokens",
+       {{text,
+         {{"id", text},
+          {"ids", OrderedJson::array({id})},
+          {"tokens", OrderedJson::array({text})}}}}}};
+  if (post.is_null()) {
+    post = first;
+  } else {
+    post = OrderedJson{
+        {"type", "Sequence"},
+        {"processors", OrderedJson::array({post, first})}};
+  }
+  return json.dump(2) + "\n";
+}
+
+std::string tokenizer_config_json(
+    const std::string& first,
+    const std::string& end,
+    std::int64_t max_tokens) {
+  const OrderedJson json{
+      {"tokenizer_class", "PreTrainedTokenizerFast"},
+      {"bos_token", first},
+      {"eos_token", end},
+      {"model_max_length", max_tokens},
+      // Without token_type_ids, which `generate` of a Llama refuses.
+      {"model_input_names", {"input_ids", "attention_mask"}},
+      {"clean_up_tokenization_spaces", false}};
+  return json.dump(2) + "\n";
+}
+
+}  // namespace flatshard::data

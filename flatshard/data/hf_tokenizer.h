@@ -1,0 +1,65 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+namespace flatshard::data {
+
+// The files of a tokenizer as transformers' AutoTokenizer reads them.
+
+inline constexpr const char* kTokenizerFile = "tokenizer.json";
+
+/// The tokenizer.json that a user means: that file, or the folder that has it.
+/// @throws Error{config} when there is none.
+std::filesystem::path find_tokenizer(const std::filesystem::path& path);
+
+/// The token that ends a text, by tokenizer_config.json or
+/// special_tokens_map.json of a folder; empty when they say nothing.
+/// @throws Error{format} naming the file that is no JSON.
+std::string eos_token(const std::filesystem::path& folder);
+
+/// The tokenizer's files that a folder has, chat template included, by name.
+std::vector<std::string> tokenizer_files(const std::filesystem::path& folder);
+
+/// Copies them. @throws Error{io}.
+void copy_tokenizer_files(
+    const std::filesystem::path& from,
+    const std::filesystem::path& to);
+
+/// The content of a tokenizer.json for byte tokens: a byte is its own token,
+/// and kByteEndOfDocument is the special token "<|endoftext|>".
+std::string byte_tokenizer_json();
+
+/// Whether two tokenizer.json give the same tokens: equal vocabularies, merges
+/// and added tokens. @throws Error{format} by `origin` when one is no JSON.
+bool same_tokens(
+    const std::string& a,
+    const std::string& b,
+    const std::string& origin);
+
+/// What a tokenizer.json calls a token; empty when it has no such id.
+/// @throws Error{format} by `origin` when it is no JSON.
+std::string token_text(
+    const std::string& tokenizer_json,
+    std::int64_t id,
+    const std::string& origin);
+
+/// A tokenizer.json that puts the token `id` before each text when it is asked
+/// for special tokens, which is what AutoTokenizer does.
+/// @throws Error{format} by `origin` when it is no JSON or has no such token.
+std::string with_first_token(
+    const std::string& tokenizer_json,
+    std::int64_t id,
+    const std::string& origin);
+
+/// The content of a tokenizer_config.json beside a tokenizer.json.
+/// @param first, end  texts of the tokens that begin and end a document.
+/// @param max_tokens  that the model has positions for.
+std::string tokenizer_config_json(
+    const std::string& first,
+    const std::string& end,
+    std::int64_t max_tokens);
+
+}  // namespace flatshard::data
