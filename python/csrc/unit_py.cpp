@@ -34,11 +34,13 @@ class PyRuntime {
       std::vector<UnitId> parents,
       const std::vector<std::vector<ParameterViews::Place>>& places,
       const std::vector<std::shared_ptr<GradViews>>& grads,
+      py::object before_forward,
       py::object before_backward,
       int prefetch,
       bool copies)
       : views_(std::make_shared<ParameterViews>(
             views_of(places, grads),
+            std::move(before_forward),
             std::move(before_backward))) {
     std::vector<std::unique_ptr<Unit>> list;
     for (const auto& unit : units) {
@@ -91,23 +93,23 @@ class PyRuntime {
       const py::gil_scoped_release no_gil;
       runtime_->forward_begin(unit, tensors);
     }
-    views_->forward_begins(unit);
+    views_->unit_begins(unit);
   }
-  void forward_end(UnitId unit, py::handle output) {
+  void forward_end(UnitId unit, py::handle output, bool more_follow) {
     nn::TensorList tensors;
     collect_tensors(output, tensors);
     {
       const py::gil_scoped_release no_gil;
-      runtime_->forward_end(unit, tensors);
+      runtime_->forward_end(unit, tensors, more_follow);
     }
-    views_->forward_ended(unit);
+    views_->unit_ended(unit, more_follow);
   }
   void forward_error(UnitId unit) {
     {
       const py::gil_scoped_release no_gil;
       runtime_->forward_error(unit);
     }
-    views_->forward_ended(unit);
+    views_->unit_ended(unit);
   }
   void unshard(UnitId unit, bool awaits) {
     {
@@ -284,6 +286,7 @@ void bind_unit(py::module_& m) {
               const std::vector<std::vector<ParameterViews::Place>>&,
               const std::vector<std::shared_ptr<GradViews>>&,
               py::object,
+              py::object,
               int,
               bool>(),
           py::arg("mesh"),
@@ -291,6 +294,7 @@ void bind_unit(py::module_& m) {
           py::arg("parents"),
           py::arg("places"),
           py::arg("grads"),
+          py::arg("before_forward"),
           py::arg("before_backward"),
           py::arg("prefetch"),
           py::arg("copies"))

@@ -65,7 +65,9 @@ def fully_shard(
     Collective over the ranks of the mesh.
 
     Args:
-        module: an nn.Module, or a list of modules that form one unit.
+        module: an nn.Module, or a list of modules that form one unit. In a forward it
+            is whole from the first of them that runs until each has run, in any order
+            and as often as they like; when one does not run, until the backward.
         mesh: DeviceMesh of one dimension, or two: replicas over the first, shards
             over the second (HSDP). None: all ranks.
         reshard_after_forward: False keeps parameters whole from forward to

@@ -97,34 +97,23 @@ def _run(module, function, args, kwargs):
     root = state.root
     if root is None:
         root = _make_root(module)
-    # Of a unit of several modules, the first to run begins and the last ends.
-    if len(state.modules) > 1:
-        if not state.running:
-            state.running = {id(m()) for m in state.modules}
-            begins = True
-        else:
-            begins = False
-        state.running.discard(id(module))
-        ends = not state.running
-    else:
-        begins = ends = True
     policy = state.mp_policy
     if policy.param_dtype is not None and policy.cast_forward_inputs:
         args = tuple(_cast(a, policy.param_dtype) for a in args)
         kwargs = {k: _cast(v, policy.param_dtype) for k, v in kwargs.items()}
-    if state.id == 0:
-        root.before_forward()
     core = root.core
     try:
-        if begins:
-            core.forward_begin(state.id, args, kwargs)
+        core.forward_begin(state.id, args, kwargs)
+        if len(state.modules) > 1 and not state.running:
+            state.running.update(id(m()) for m in state.modules)
         output = function(*args, **kwargs)
         if policy.output_dtype is not None:
             output = _cast(output, policy.output_dtype)
-        if ends:
-            core.forward_end(state.id, output)
+        # The weights of a unit of several modules stay for those still to run.
+        state.running.discard(id(module))
+        core.forward_end(state.id, output, bool(state.running))
     except BaseException:
-        state.running = set()
+        state.running.clear()
         core.forward_error(state.id)
         raise
     return output
@@ -182,7 +171,6 @@ class FSDPModule:
         state = self._state()
         if state.root is None:
             _make_root(_outermost(self))
-        state.root.before_unshard()
         state.root.core.unshard(state.id, not async_op)
         return UnshardHandle(state) if async_op else None
 

@@ -45,6 +45,7 @@ class Root:
             parents=parents,
             places=places,
             grads=[unit.grads for unit in units],
+            before_forward=lambda: me()._before_forward(),
             before_backward=lambda: me()._before_backward(),
             prefetch=state.prefetch,
             copies=state.copies,
@@ -114,26 +115,21 @@ class Root:
             self._synced = synced
         return True
 
-    def before_forward(self):
-        """Of the root."""
-        self._check_initialized()
+    def _before_forward(self):
+        """Before a forward of any unit, or an unshard, when none is open. The core calls
+        it, with its lock held."""
+        if not self._initialized:
+            for unit in self.units:
+                unit.check_initialized()
+            self._initialized = True
         with _plain_attributes():
             for unit in self.units:
                 # Without gradients nothing depends on it: peft's disable_adapter()
                 # freezes adapters for the time that it lasts.
                 if torch.is_grad_enabled():
                     unit.check_trainable()
+                unit.running.clear()
         self._pass_writes_on()
-
-    def before_unshard(self):
-        self._check_initialized()
-        self._pass_writes_on()
-
-    def _check_initialized(self):
-        if not self._initialized:
-            for unit in self.units:
-                unit.check_initialized()
-            self._initialized = True
 
     def _pass_writes_on(self):
         if writes.count != self._seen_writes:

@@ -79,7 +79,7 @@ class UnitState:
     id: int = -1
     name: str = ""
     initialized: bool = True  # False: parameters that were on meta have no values
-    running: set = field(default_factory=set)  # modules of a list still to run
+    running: set = field(default_factory=set)  # ids of a list's modules still to run
 
     # -- parameters ----------------------------------------------------------------
 
