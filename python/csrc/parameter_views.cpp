@@ -85,6 +85,17 @@ void ParameterViews::show(UnitId unit, bool whole) {
   }
 }
 
+bool ParameterViews::shows_others() const {
+  return std::any_of(units_.begin(), units_.end(), [](const State& state) {
+    const auto& places = state.views.places;
+    return std::any_of(places.begin(), places.end(), [&](const Place& place) {
+      const py::object& put = state.shows_whole ? place.whole : place.shard;
+      return PyDict_GetItem(place.parameters.ptr(), place.name.ptr()) !=
+             put.ptr();
+    });
+  });
+}
+
 void ParameterViews::forward_begins() {
   const py::gil_scoped_acquire gil;
   before_forward_();

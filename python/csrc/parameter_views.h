@@ -46,6 +46,8 @@ class ParameterViews : public RuntimeObserver {
   void unit_ended(UnitId unit, bool more_follow = false);
   /// Outside of any forward: after unshard and reshard.
   void show(UnitId unit, bool whole);
+  /// Somebody put another tensor into a place. With the GIL.
+  bool shows_others() const;
 
   // As RuntimeObserver.
   void forward_begins() override;

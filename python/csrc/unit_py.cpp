@@ -120,6 +120,7 @@ class PyRuntime {
       views_->show(unit, true);
     }
   }
+  bool shows_others() const { return views_->shows_others(); }
   void reshard(UnitId unit) {
     views_->show(unit, false);
     const py::gil_scoped_release no_gil;
@@ -258,6 +259,12 @@ void bind_unit(py::module_& m) {
             self.group_at(self.group_index(i))
                 .set_attribute(self.index_in_group(i), key, value);
           })
+      .def(
+          "drop",
+          [](PyUnit& self, std::size_t i) {
+            self.group_at(self.group_index(i)).drop(self.index_in_group(i));
+          },
+          "Checkpoints leave parameter i out from now on.")
       .def("set_names", &PyUnit::set_names);
 
   py::class_<GradViews, std::shared_ptr<GradViews>>(
@@ -311,6 +318,10 @@ void bind_unit(py::module_& m) {
       .def("forward_begin", &PyRuntime::forward_begin)
       .def("forward_end", &PyRuntime::forward_end)
       .def("forward_error", &PyRuntime::forward_error)
+      .def(
+          "shows_others",
+          &PyRuntime::shows_others,
+          "Some module shows another tensor than the one put there last.")
       .def("unshard", &PyRuntime::unshard)
       .def("reshard", &PyRuntime::reshard)
       .def(

@@ -11,11 +11,11 @@ from flatshard.mesh import DeviceMesh, core_mesh, default_device_mesh, device_of
 from flatshard.module import (
     FSDPModule,
     check_module,
-    restore_replaced,
     state_of,
     wrap_class,
 )
 from flatshard.policies import MixedPrecisionPolicy, OffloadPolicy
+from flatshard.replaced import watch_loads
 from flatshard.torch_versions import default_reduce_dtype
 from flatshard.unit import (
     Parameter,
@@ -137,7 +137,9 @@ def fully_shard(
 
     parameters, members = [], []
     for tensor, full_name, sites in found:
-        p = Parameter(sites, whole_parameter(tensor), on_meta=tensor.is_meta)
+        p = Parameter(
+            sites, whole_parameter(tensor), on_meta=tensor.is_meta, label=full_name
+        )
         parameters.append(p)
         reduce_dtype = mp_policy.reduce_dtype or default_reduce_dtype(
             mp_policy.param_dtype, tensor.dtype
@@ -166,6 +168,7 @@ def fully_shard(
         prefetch=prefetch,
         copies=copies,
         policy=Policy(reshard_after_forward=reshard_after_forward),
+        ignored=_places_of(ignored, owned),
         initialized=not any(p.on_meta for p in parameters),
     )
     state.make_shards()
@@ -176,7 +179,8 @@ def fully_shard(
     for m in modules:
         m.__dict__["_flatshard"] = state
         wrap_class(m)
-        m.register_load_state_dict_post_hook(restore_replaced)
+    for m in owned:
+        watch_loads(m, state)
     return module
 
 
@@ -204,6 +208,15 @@ def _ids(ignored_params):
                 f"{type(p).__name__}"
             )
     return {id(p) for p in ignored}
+
+
+def _places_of(tensors, modules):
+    return [
+        (weakref.ref(module), name)
+        for module in modules
+        for name, tensor in module._parameters.items()
+        if id(tensor) in tensors
+    ]
 
 
 def _strategy_name(strategy, outer, mesh):

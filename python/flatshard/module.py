@@ -45,6 +45,7 @@ def root_of(module):
             f"expected the outermost module that fully_shard wrapped, got unit "
             f"{state.name} of one"
         )
+    state.root.check_replaced()
     return state.root
 
 
@@ -105,7 +106,8 @@ def _run(module, function, args, kwargs):
     try:
         core.forward_begin(state.id, args, kwargs)
         if len(state.modules) > 1 and not state.running:
-            state.running.update(id(m()) for m in state.modules)
+            # Of those that are still there.
+            state.running.update(id(m) for r in state.modules if (m := r()) is not None)
         output = function(*args, **kwargs)
         if policy.output_dtype is not None:
             output = _cast(output, policy.output_dtype)
@@ -113,7 +115,6 @@ def _run(module, function, args, kwargs):
         state.running.discard(id(module))
         core.forward_end(state.id, output, bool(state.running))
     except BaseException:
-        state.running.clear()
         core.forward_error(state.id)
         raise
     return output
@@ -414,7 +415,7 @@ class FSDPModule:
         probe = fn(local.new_empty(1))
         if probe.dtype != local.dtype or probe.device != local.device:
             raise NotImplementedError(
-                f"parameter {p.sites[0][1]}: cannot move a sharded module from "
+                f"parameter {p.title}: cannot move a sharded module from "
                 f"{local.dtype} on {local.device} to {probe.dtype} on {probe.device}; "
                 "convert the module before fully_shard, or use mp_policy"
             )
@@ -430,15 +431,20 @@ def _own_collectives(name):
 @contextlib.contextmanager
 def _hidden(states):
     """nn.Module passes over parameters that are None."""
+    hidden = []
     try:
-        for state in states:
-            for p in state.parameters:
-                state.show(p, None)
+        parameters = [p for state in states for p in state.parameters]
+        own = {id(tensor) for p in parameters for tensor in (p.shard, p.whole)}
+        for module, name in [site for p in parameters for site in p.sites]:
+            shown = module()._parameters if module() is not None else {}
+            found = shown.get(name)
+            if id(found) in own:
+                hidden.append((shown, name, found))
+                shown[name] = None
         yield
     finally:
-        for state in states:
-            for p in state.parameters:
-                state.show(p, p.shard)
+        for shown, name, found in hidden:
+            shown[name] = found
 
 
 def _states(modules):
@@ -494,14 +500,6 @@ def _wrapped_class(cls):
     return type(
         f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__}
     )
-
-
-def restore_replaced(module, incompatible_keys):
-    """After load_state_dict of a wrapped module and what is below it, which may put
-    other parameters into modules."""
-    state = state_of(module)
-    state.adopt_replaced()
-    state.initialized = True
 
 
 def check_module(module):

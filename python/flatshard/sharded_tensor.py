@@ -443,8 +443,10 @@ def _used_outside(function, args, kwargs):
     what, unit = "a sharded tensor", "its unit"
     if place is not None:
         state, index = place
-        module, name = next(p for p in state.parameters if p.index == index).sites[0]
-        what = f"parameter {name} of {type(module()).__name__}"
+        p = state.parameters[index]
+        what = f"parameter {p.title}"
+        if p.sites and p.sites[0][0]() is not None:
+            what += f" of {type(p.sites[0][0]()).__name__}"
         unit = f"unit {state.name}" if state.name else "its unit"
     return RuntimeError(
         f"{function.__name__}: {what} meets plain tensors as a shard, outside of the "

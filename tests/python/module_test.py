@@ -453,7 +453,9 @@ def test_lists_that_interleave_or_nest(mesh, rank, world):
                 act(model, data(rank))
             states.append({n: p.grad for n, p in model.named_parameters()})
         for name, grad in states[0].items():
-            torch.testing.assert_close(grad.full_tensor(), states[1][name].full_tensor())
+            torch.testing.assert_close(
+                grad.full_tensor(), states[1][name].full_tensor()
+            )
 
 
 def test_weights_of_a_list_stay_for_all_its_modules(mesh, rank):
