@@ -153,6 +153,11 @@ class FSDPModule:
     equal arguments on all ranks, between two steps.
     """
 
+    def __new__(cls, *args, **kwargs):
+        # Only fully_shard makes one, of a module. What modules make of their own class
+        # (slices of nn.Sequential) is of the class that they had before.
+        return cls.__mro__[cls.__mro__.index(FSDPModule) + 1](*args, **kwargs)
+
     @outside_of_graphs
     def __call__(self, *args, **kwargs):
         return _run(self, super().__call__, args, kwargs)

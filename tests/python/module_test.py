@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import flatshard
 from flatshard import MixedPrecisionPolicy, fully_shard
 from tests.python.device import DEVICE, on_device
-from tests.python.models import DIM, Block, Body, Mlp, llama, plain
+from tests.python.models import DIM, HIDDEN, Block, Body, Mlp, llama, plain
 from tests.python.training import (
     against_one_process,
     data,
@@ -389,6 +389,34 @@ def test_a_list_is_one_unit(mesh, rank, world):
             (single(data(r)).square().mean() / world).backward()
     for ours, theirs in zip(model.parameters(), single.parameters()):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+@pytest.mark.parametrize("function", [fully_shard, fsdp2])
+def test_slices_of_a_sequence_are_plain(function, mesh, rank):
+    """As FSDP2's are."""
+    model = nn.Sequential(*(Block(DIM, HIDDEN) for _ in range(3)))
+    single = copy.deepcopy(model)
+    for block in model:
+        function(block, mesh=mesh)
+    function(model, mesh=mesh)
+    x = data(rank)
+    model(x)
+    part = model[:2]
+    assert type(part) is nn.Sequential and part[1] is model[1]
+    torch.testing.assert_close(part(x), single[:2](x))
+    part(x).square().mean().backward()
+    assert part[0].up.weight.grad is not None and model[2].up.weight.grad is None
+
+
+def test_a_slice_without_units_runs_while_whole(mesh, rank):
+    model = nn.Sequential(*(Block(DIM, HIDDEN) for _ in range(2)))
+    single = copy.deepcopy(model)
+    fully_shard(model, mesh=mesh)
+    x = data(rank)
+    with refused("weight of Linear .*unit root", RuntimeError):
+        model(x), model[:1](x)
+    model.unshard()
+    torch.testing.assert_close(model[:1](x), single[:1](x))
 
 
 class Tail(nn.Module):
