@@ -16,6 +16,7 @@ from flatshard.module import (
 )
 from flatshard.policies import MixedPrecisionPolicy, OffloadPolicy
 from flatshard.replaced import watch_loads
+from flatshard.same_values import digest
 from flatshard.torch_versions import default_reduce_dtype
 from flatshard.unit import (
     Parameter,
@@ -56,6 +57,7 @@ def fully_shard(
     max_padding=0.05,
     grads_in_place=False,
     copy_engines="none",
+    check_same_values=True,
     dp_mesh_dims=None,
 ):
     """Shards the parameters of `module` that no inner call has sharded yet.
@@ -97,6 +99,9 @@ def fully_shard(
             of the compute weights and takes 256 MiB; all ranks on one host. "auto":
             where NVLink joins all GPUs of the mesh. One for all units of a model.
             Reductions of other models on the same mesh are copies from then on too.
+        check_same_values: the first forward compares a digest of what the ranks of the
+            mesh had here, but for parameters on the meta device or written since, and
+            raises RuntimeError where they differ. False: they may, on purpose.
         dp_mesh_dims: None; FSDP2's, for parameters that are DTensors already, is
             refused.
 
@@ -140,6 +145,8 @@ def fully_shard(
         p = Parameter(
             sites, whole_parameter(tensor), on_meta=tensor.is_meta, label=full_name
         )
+        if check_same_values and device_mesh.size() > 1 and not tensor.is_meta:
+            p.digest = digest(tensor)
         parameters.append(p)
         reduce_dtype = mp_policy.reduce_dtype or default_reduce_dtype(
             mp_policy.param_dtype, tensor.dtype
@@ -168,6 +175,7 @@ def fully_shard(
         prefetch=prefetch,
         copies=copies,
         policy=Policy(reshard_after_forward=reshard_after_forward),
+        check_same_values=check_same_values,
         ignored=_places_of(ignored, owned),
         initialized=not any(p.on_meta for p in parameters),
     )

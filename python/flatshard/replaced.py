@@ -1,4 +1,5 @@
-"""Parameters and modules that somebody replaced after fully_shard."""
+"""Parameters that fully_shard replaced, and parameters and modules that somebody
+replaced after it."""
 
 import functools
 import weakref
@@ -6,9 +7,34 @@ import weakref
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from flatshard import unit as unit_module
 from flatshard.sharded_tensor import ShardedTensor, writes
-from flatshard.unit import unit_of
+from flatshard.unit import former_name, unit_of
+
+# -- optimizers made before fully_shard ------------------------------------------------
+
+# Of each optimizer: of how many parameters, and how many were sharded then.
+_checked = weakref.WeakKeyDictionary()
+
+
+def _before_step(optimizer, args, kwargs):
+    groups = optimizer.param_groups
+    seen = sum(len(group["params"]) for group in groups), unit_module.num_marked
+    if _checked.get(optimizer) == seen:
+        return
+    for parameter in [p for group in groups for p in group["params"]]:
+        if (name := former_name(parameter)) is not None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} was made before fully_shard: it holds "
+                f"parameter {name} as it was then, and would not train the model; make "
+                "the optimizer from model.parameters() after the last fully_shard"
+            )
+    _checked[optimizer] = seen
+
+
+register_optimizer_step_pre_hook(_before_step)
 
 # -- load_state_dict -----------------------------------------------------------------
 
@@ -66,6 +92,7 @@ def _after_load(unit, module, incompatible_keys):
             with torch.no_grad():
                 p.shard._local_tensor.copy_(p.shard.rows_of(found))
             p.on_meta = False
+            p.digest = None
             owner._parameters[site[1]] = p.shard
             writes.count += 1
 

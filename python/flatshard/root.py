@@ -6,6 +6,7 @@ import torch
 
 from flatshard import _C
 from flatshard.replaced import refuse_plain, refuse_replaced, settle
+from flatshard.same_values import compare
 from flatshard.sharded_tensor import writes
 
 # `.grad` and `.requires_grad` of a tensor subclass go through __torch_function__
@@ -125,6 +126,9 @@ class Root:
         if not self._initialized:
             for unit in self.units:
                 unit.check_initialized()
+            compare(self.units, self.device_mesh)
+            for unit in self.units:
+                unit.forget_digests()
             self._initialized = True
         self.check_replaced()
         if torch.is_grad_enabled() and not self._saw_all:

@@ -27,16 +27,22 @@ class Writes:
     def __init__(self):
         self.count = 0
         self.storages = set()  # addresses, of the memory behind parameters
+        self.written = set()  # those that were written by themselves
+        self.lists = 0  # writes to several at once
 
     def note(self, tensor):
-        if isinstance(tensor, (list, tuple)):
+        is_list = isinstance(tensor, (list, tuple))
+        if is_list:
             tensor = tensor[0] if tensor else None  # foreach: parameters or not
-        if isinstance(tensor, ShardedTensor) and (
-            tensor._local_tensor.untyped_storage()._cdata in self.storages
-        ):
-            self.count += 1
+        if isinstance(tensor, ShardedTensor):
+            storage = tensor._local_tensor.untyped_storage()._cdata
+            if storage in self.storages:
+                self.count += 1
+                self.lists += is_list
+                self.written.add(storage)
 
     def note_step(self, optimizer, args, kwargs):
+        self.lists += 1
         if not getattr(optimizer, "writes_through_core", False):
             self.count += 1
 

@@ -21,6 +21,7 @@ from flatshard.sharded_tensor import ShardedTensor, writes
 # Where a parameter went, kept on the tensor that the user had: meeting it again
 # in another unit means that two units share it.
 _OWNER = "_flatshard_owner"
+num_marked = 0
 
 
 # Where a sharded parameter lives.
@@ -59,6 +60,7 @@ class Parameter:
     names: list = field(default_factory=list)  # in the model, once that is known
     trainable: bool = True
     on_meta: bool = False
+    digest: torch.Tensor | None = None  # of the whole values, see same_values.py
     label: str = ""  # its name below the modules given to fully_shard
 
     @property
@@ -89,6 +91,8 @@ class UnitState:
     root: object = None  # Root, once known
     id: int = -1
     name: str = ""
+    check_same_values: bool = False
+    seen_list_writes: int = field(default_factory=lambda: writes.lists)
     ignored: list = field(default_factory=list)  # places of ignored_params
     loads_by_assign: bool = False  # the load_state_dict that runs
     initialized: bool = True  # False: parameters that were on meta have no values
@@ -115,6 +119,12 @@ class UnitState:
         }
         writes.storages |= storages
         weakref.finalize(self, writes.storages.difference_update, storages)
+        weakref.finalize(self, writes.written.difference_update, storages)
+
+    def forget_digests(self):
+        """The values are others now."""
+        for p in self.parameters:
+            p.digest = None
 
     def make_grads(self):
         self.grads = _C.GradViews(
@@ -132,6 +142,7 @@ class UnitState:
             with torch.no_grad():
                 p.shard._local_tensor.copy_(p.shard.rows_of(tensor))
             p.on_meta = False
+        p.digest = None
         _places.pop(p.shard)
         tensor._local_tensor, tensor._spec = p.shard._local_tensor, p.shard._spec
         tensor.__class__ = ShardedTensor
@@ -267,6 +278,8 @@ def whole_parameter(tensor):
 
 
 def mark_owner(tensor, name):
+    global num_marked
+    num_marked += 1
     setattr(tensor, _OWNER, name)
 
 
