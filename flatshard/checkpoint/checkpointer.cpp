@@ -93,7 +93,9 @@ std::map<std::string, std::int64_t> Checkpointer::updates() const {
   const auto& groups = optimizer_->groups();
   for (std::size_t i = 0; i < groups.size(); ++i) {
     for (const GroupParameter& parameter : groups[i]->parameters()) {
-      updates[parameter.names.front()] = optimizer_->num_updates(i);
+      if (!parameter.dropped) {
+        updates[parameter.names.front()] = optimizer_->num_updates(i);
+      }
     }
   }
   return updates;

@@ -271,7 +271,7 @@ class Loader {
     for (const ParamGroup* group : optimizer_->groups()) {
       std::optional<std::int64_t> updates;
       for (const GroupParameter& parameter : group->parameters()) {
-        if (excluded(parameter.names)) {
+        if (parameter.dropped || excluded(parameter.names)) {
           continue;
         }
         const auto found = std::find_if(

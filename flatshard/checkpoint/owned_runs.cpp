@@ -16,6 +16,9 @@ void append(
     const std::vector<NamedShard>& shards,
     const ParamGroup::Replicas& replica) {
   for (const NamedShard& shard : shards) {
+    if (shard.dropped) {
+      continue;
+    }
     const std::int64_t n = shard.tensor.numel();
     const std::int64_t first = n * replica.index / replica.count;
     const std::int64_t last = n * (replica.index + 1) / replica.count;

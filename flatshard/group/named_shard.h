@@ -18,6 +18,7 @@ struct NamedShard {
   std::int64_t local_offset = 0;    ///< where that lies in the flat shard
   at::Tensor tensor;                ///< [n], n >= 0 elements from `begin`
   std::map<std::string, std::string> attributes;  ///< as the user set them
+  bool dropped = false;                           ///< see GroupParameter
 
   const std::string& name() const { return names.front(); }
 };

@@ -482,11 +482,18 @@ std::vector<NamedShard> ParamGroup::shards_of(const at::Tensor& flat) const {
            p.first_element() + piece.tensor_offset,
            piece.local_offset,
            flat.narrow(0, piece.local_offset, piece.numel),
-           p.attributes});
+           p.attributes,
+           p.dropped});
     }
     if (pieces.empty()) {
       shards.push_back(
-          {p.names, p.whole_shape(), 0, 0, flat.narrow(0, 0, 0), p.attributes});
+          {p.names,
+           p.whole_shape(),
+           0,
+           0,
+           flat.narrow(0, 0, 0),
+           p.attributes,
+           p.dropped});
     }
   }
   return shards;

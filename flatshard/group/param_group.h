@@ -33,6 +33,8 @@ struct GroupParameter {
   /// Values to start from, the same on every rank; undefined: `init` draws.
   at::Tensor values;
   std::map<std::string, std::string> attributes;
+  /// No module has it any more: checkpoints leave it out.
+  bool dropped = false;
   /// Of a larger tensor; absent: the parameter is whole.
   std::optional<TensorSlice> slice = std::nullopt;
 
@@ -139,6 +141,10 @@ class ParamGroup {
   /// they are made.
   void
   set_attribute(std::int64_t parameter, std::string key, std::string value);
+  /// From now on checkpoints know nothing of the parameter. It keeps its place.
+  void drop(std::int64_t parameter) {
+    parameters_.at(parameter).dropped = true;
+  }
 
   // Weights ------------------------------------------------------------------
 

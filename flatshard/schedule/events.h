@@ -74,6 +74,9 @@ struct ScheduleEvent {
   TaskId task = -1;
   /// forward_end: a backward can follow.
   bool needs_backward = false;
+  /// forward_end: other modules of the unit are to run in this forward, with
+  /// the same gathered weights.
+  bool more_follow = false;
   /// backward_begin: some input wants a gradient, inputs_done will tell.
   bool waits_for_inputs = false;
   /// task_end: no other backward is running around this one.

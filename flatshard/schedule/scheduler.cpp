@@ -158,6 +158,7 @@ void Scheduler::forward_begin(const ScheduleEvent& event, Actions& out) {
   recorded_forward_.push_back(u);
   ++state_[u].open_forwards;
   state_[u].kept = false;
+  state_[u].waits = false;
   forward_position_ = position_after(forward_order_, forward_position_, u);
   gather(u, Phase::forward, out);
   prefetch(
@@ -184,14 +185,20 @@ void Scheduler::forward_end(const ScheduleEvent& event, Actions& out) {
   const bool runs_last = forward_position_ >= forward_order_.size();
   const bool keep = event.needs_backward &&
                     (runs_last || !units_[u].policy.reshard_after_forward);
+  state_[u].waits = event.more_follow;
+  state_[u].needs_backward = event.needs_backward;
   if (state_[u].open_forwards == 0 && state_[u].backward_calls.empty() &&
-      !keep) {
+      !keep && !event.more_follow) {
     release(u, out);
   }
   if (open_forwards_.empty()) {
     for (UnitId v = 0; v < static_cast<UnitId>(units_.size()); ++v) {
-      if (!state_[v].awaited) {
-        release(v, out);  // was prefetched and did not run
+      // Who waited for a module that did not run may have lent its weights to
+      // others, whose backward reads them too.
+      const bool waited_in_vain =
+          std::exchange(state_[v].waits, false) && !state_[v].needs_backward;
+      if (!state_[v].awaited || waited_in_vain) {
+        release(v, out);  // or was prefetched and did not run
       }
     }
     forward_order_ = recorded_forward_;
@@ -406,6 +413,7 @@ void Scheduler::release(UnitId unit, Actions& out) {
   state.present = false;
   state.awaited = false;
   state.kept = false;
+  state.waits = false;
   out.push_back({ActionKind::release, unit});
 }
 
@@ -457,7 +465,8 @@ void Scheduler::prefetch(
     if (ahead >= options_.prefetch) {
       break;
     }
-    if (wanted(order[i])) {
+    const bool runs_now = position > 0 && order[i] == order[position - 1];
+    if (wanted(order[i]) && !runs_now) {
       ++ahead;
       gather(order[i], phase, out);
     }

@@ -76,6 +76,10 @@ class Scheduler {
     bool present = false;  ///< gathered, or its gather is queued
     bool awaited = false;
     bool kept = false;  ///< gathered on demand: may outlive a backward
+    /// Stays gathered for modules of the unit that are still to run in this
+    /// forward.
+    bool waits = false;
+    bool needs_backward = false;  ///< its last forward, while it waits
     int open_forwards = 0;
     int open_recomputes = 0;
     std::vector<BackwardCall> backward_calls;

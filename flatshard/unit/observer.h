@@ -22,6 +22,9 @@ class RuntimeObserver {
   virtual void slot_released(const Unit& unit, const Slot& slot) {}
   /// The parameters of `unit` point at its slot.
   virtual void parameters_pointed(Unit& unit) {}
+  /// A forward or a gather by hand is to begin, and none is open: weights that
+  /// others wrote are taken next.
+  virtual void forward_begins() {}
   /// An outermost backward begins; gradients of earlier ones may be there.
   virtual void backward_begins() {}
   /// The backward of a forward of `unit` begins.

@@ -135,7 +135,13 @@ class Runtime : public nn::WgradSink,
   /// @param inputs  tensors that go into the module, as they are.
   void forward_begin(UnitId unit, const nn::TensorList& inputs);
   /// @param outputs  tensors that come out of it, as they are.
-  void forward_end(UnitId unit, const nn::TensorList& outputs);
+  /// @param more_follow  the unit is one of several modules, of which others
+  ///   are to run in this forward: its weights stay gathered for them, until
+  ///   the outermost forward ends.
+  void forward_end(
+      UnitId unit,
+      const nn::TensorList& outputs,
+      bool more_follow = false);
   /// Instead of forward_end, after an exception.
   void forward_error(UnitId unit);
 

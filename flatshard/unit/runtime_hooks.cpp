@@ -96,6 +96,7 @@ void Runtime::before_root_forward() {
   if (failed()) {
     reset_after_failure();
   }
+  observe([](RuntimeObserver& o) { o.forward_begins(); });
   forget_dead_tensors();
   std::int64_t generation = 0;
   for (const auto& unit : units_) {
@@ -173,7 +174,10 @@ void Runtime::forward_begin(UnitId unit, const nn::TensorList& inputs) {
        .call = call->id});
 }
 
-void Runtime::forward_end(UnitId unit, const nn::TensorList& outputs) {
+void Runtime::forward_end(
+    UnitId unit,
+    const nn::TensorList& outputs,
+    bool more_follow) {
   const std::lock_guard lock(mutex_);
   FLATSHARD_CHECK(
       !open_calls_.empty() && open_calls_.back()->unit == unit,
@@ -191,7 +195,8 @@ void Runtime::forward_end(UnitId unit, const nn::TensorList& outputs) {
            call->recompute ? EventKind::recompute_end : EventKind::forward_end,
        .unit = unit,
        .call = call->id,
-       .needs_backward = needs_backward});
+       .needs_backward = needs_backward,
+       .more_follow = more_follow});
   if (open_calls_.empty() && !needs_backward) {
     finish_evaluation();
   }

@@ -1,13 +1,16 @@
 #include "python/csrc/parameter_views.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace flatshard::python {
 
 ParameterViews::ParameterViews(
     std::vector<UnitViews> units,
+    py::object before_forward,
     py::object before_backward)
-    : before_backward_(std::move(before_backward)) {
+    : before_forward_(std::move(before_forward)),
+      before_backward_(std::move(before_backward)) {
   for (UnitViews& views : units) {
     units_.push_back({.views = std::move(views)});
   }
@@ -16,6 +19,7 @@ ParameterViews::ParameterViews(
 ParameterViews::~ParameterViews() {
   const py::gil_scoped_acquire gil;
   units_.clear();
+  before_forward_ = {};
   before_backward_ = {};
 }
 
@@ -44,26 +48,57 @@ void ParameterViews::set(State& state, bool whole) {
   }
 }
 
-void ParameterViews::forward_begins(UnitId unit) {
+void ParameterViews::unit_begins(UnitId unit) {
   State& state = units_.at(unit);
   ++state.open_forwards;
   set(state, true);
 }
 
-void ParameterViews::forward_ended(UnitId unit) {
+void ParameterViews::unit_ended(UnitId unit, bool more_follow) {
   State& state = units_.at(unit);
   // An early end of a recompute may have been dropped by a reset.
   state.open_forwards = std::max(0, state.open_forwards - 1);
-  if (state.open_forwards == 0 && !state.in_backward) {
+  state.waits = more_follow;
+  if (state.open_forwards == 0 && !state.in_backward && !more_follow) {
     set(state, false);
+  }
+  if (std::all_of(units_.begin(), units_.end(), [](const State& s) {
+        return s.open_forwards == 0;
+      })) {
+    end_waits();
+  }
+}
+
+void ParameterViews::end_waits() {
+  for (State& state : units_) {
+    if (std::exchange(state.waits, false) && !state.in_backward) {
+      set(state, false);
+    }
   }
 }
 
 void ParameterViews::show(UnitId unit, bool whole) {
   State& state = units_.at(unit);
   if (state.open_forwards == 0 && !state.in_backward) {
+    state.waits = false;
     set(state, whole);
   }
+}
+
+bool ParameterViews::shows_others() const {
+  return std::any_of(units_.begin(), units_.end(), [](const State& state) {
+    const auto& places = state.views.places;
+    return std::any_of(places.begin(), places.end(), [&](const Place& place) {
+      const py::object& put = state.shows_whole ? place.whole : place.shard;
+      return PyDict_GetItem(place.parameters.ptr(), place.name.ptr()) !=
+             put.ptr();
+    });
+  });
+}
+
+void ParameterViews::forward_begins() {
+  const py::gil_scoped_acquire gil;
+  before_forward_();
 }
 
 void ParameterViews::backward_begins() {
@@ -85,6 +120,7 @@ void ParameterViews::backward_ended() {
   for (State& state : units_) {
     state.in_backward = false;
     if (state.open_forwards == 0) {
+      state.waits = false;
       set(state, false);
     }
   }
@@ -96,6 +132,7 @@ void ParameterViews::was_reset() {
   for (State& state : units_) {
     state.open_forwards = 0;
     state.in_backward = false;
+    state.waits = false;
     set(state, false);
   }
   for_all_grads([](GradViews& grads) { grads.drop(); });

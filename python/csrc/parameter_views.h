@@ -32,17 +32,25 @@ class ParameterViews : public RuntimeObserver {
     std::weak_ptr<GradViews> grads;
   };
 
-  /// @param before_backward  called without arguments.
-  ParameterViews(std::vector<UnitViews> units, py::object before_backward);
+  /// @param before_forward, before_backward  called without arguments, before
+  ///   an outermost one.
+  ParameterViews(
+      std::vector<UnitViews> units,
+      py::object before_forward,
+      py::object before_backward);
   ~ParameterViews() override;
 
   // Around a forward of `unit`, with the GIL.
-  void forward_begins(UnitId unit);
-  void forward_ended(UnitId unit);
+  void unit_begins(UnitId unit);
+  /// @param more_follow  the whole ones show until the outermost forward ends.
+  void unit_ended(UnitId unit, bool more_follow = false);
   /// Outside of any forward: after unshard and reshard.
   void show(UnitId unit, bool whole);
+  /// Somebody put another tensor into a place. With the GIL.
+  bool shows_others() const;
 
   // As RuntimeObserver.
+  void forward_begins() override;
   void backward_begins() override;
   void backward_began(Unit& unit) override;
   void backward_ended() override;
@@ -53,14 +61,17 @@ class ParameterViews : public RuntimeObserver {
     UnitViews views;
     int open_forwards = 0;
     bool in_backward = false;
+    bool waits = false;  ///< for other modules of the unit
     bool shows_whole = false;
   };
   void set(State& state, bool whole);
+  void end_waits();
   /// Calls what(GradViews&) for each unit whose module still lives.
   template <class F>
   void for_all_grads(F&& what);
 
   std::vector<State> units_;
+  py::object before_forward_;
   py::object before_backward_;
 };
 

@@ -22,6 +22,9 @@ void TensorStates::set_updates(
     const std::vector<std::vector<std::int64_t>>& updates) {
   std::vector<std::optional<std::int64_t>> counts(groups().size());
   for_trained([&](std::size_t u, std::size_t i, std::size_t g, std::size_t at) {
+    if (groups()[g]->parameters()[at].dropped) {
+      return;
+    }
     const std::int64_t count = updates.at(u).at(i);
     FLATSHARD_CHECK(
         counts[g].value_or(count) == count,
@@ -60,10 +63,20 @@ TensorStates::state_shards(std::size_t group) const {
   std::vector<std::pair<std::string, std::vector<NamedShard>>> result;
   const std::vector<NamedShard> shards = groups()[group]->main_shards();
   const std::vector<States>& states = states_[group];
-  for (const auto& [name, first] : states.front()) {
+  // Cut between rows, a parameter is one piece on a rank.
+  const auto first =
+      std::find_if(shards.begin(), shards.end(), [](const NamedShard& shard) {
+        return !shard.dropped;
+      });
+  if (first == shards.end()) {
+    return result;
+  }
+  for (const auto& [name, tensor] : states[first - shards.begin()]) {
     std::vector<NamedShard> named;
-    // Cut between rows, a parameter is one piece on a rank.
     for (std::size_t i = 0; i < shards.size(); ++i) {
+      if (shards[i].dropped) {
+        continue;
+      }
       const auto found = states.at(i).find(name);
       FLATSHARD_CHECK(
           found != states[i].end() &&

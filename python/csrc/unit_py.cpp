@@ -56,11 +56,13 @@ class PyRuntime {
       std::vector<UnitId> parents,
       const std::vector<std::vector<ParameterViews::Place>>& places,
       const std::vector<std::shared_ptr<GradViews>>& grads,
+      py::object before_forward,
       py::object before_backward,
       int prefetch,
       bool copies)
       : views_(std::make_shared<ParameterViews>(
             views_of(places, grads),
+            std::move(before_forward),
             std::move(before_backward))) {
     std::vector<std::unique_ptr<Unit>> list;
     for (const auto& unit : units) {
@@ -104,23 +106,23 @@ class PyRuntime {
       const py::gil_scoped_release no_gil;
       runtime_->forward_begin(unit, tensors);
     }
-    views_->forward_begins(unit);
+    views_->unit_begins(unit);
   }
-  void forward_end(UnitId unit, py::handle output) {
+  void forward_end(UnitId unit, py::handle output, bool more_follow) {
     nn::TensorList tensors;
     collect_tensors(output, tensors);
     {
       const py::gil_scoped_release no_gil;
-      runtime_->forward_end(unit, tensors);
+      runtime_->forward_end(unit, tensors, more_follow);
     }
-    views_->forward_ended(unit);
+    views_->unit_ended(unit, more_follow);
   }
   void forward_error(UnitId unit) {
     {
       const py::gil_scoped_release no_gil;
       runtime_->forward_error(unit);
     }
-    views_->forward_ended(unit);
+    views_->unit_ended(unit);
   }
   void unshard(UnitId unit, bool awaits) {
     {
@@ -131,6 +133,7 @@ class PyRuntime {
       views_->show(unit, true);
     }
   }
+  bool shows_others() const { return views_->shows_others(); }
   void reshard(UnitId unit) {
     views_->show(unit, false);
     const py::gil_scoped_release no_gil;
@@ -269,6 +272,12 @@ void bind_unit(py::module_& m) {
             self.group_at(self.group_index(i))
                 .set_attribute(self.index_in_group(i), key, value);
           })
+      .def(
+          "drop",
+          [](PyUnit& self, std::size_t i) {
+            self.group_at(self.group_index(i)).drop(self.index_in_group(i));
+          },
+          "Checkpoints leave parameter i out from now on.")
       .def("set_names", &PyUnit::set_names);
 
   py::class_<GradViews, std::shared_ptr<GradViews>>(
@@ -297,6 +306,7 @@ void bind_unit(py::module_& m) {
               const std::vector<std::vector<ParameterViews::Place>>&,
               const std::vector<std::shared_ptr<GradViews>>&,
               py::object,
+              py::object,
               int,
               bool>(),
           py::arg("mesh"),
@@ -304,6 +314,7 @@ void bind_unit(py::module_& m) {
           py::arg("parents"),
           py::arg("places"),
           py::arg("grads"),
+          py::arg("before_forward"),
           py::arg("before_backward"),
           py::arg("prefetch"),
           py::arg("copies"))
@@ -320,6 +331,10 @@ void bind_unit(py::module_& m) {
       .def("forward_begin", &PyRuntime::forward_begin)
       .def("forward_end", &PyRuntime::forward_end)
       .def("forward_error", &PyRuntime::forward_error)
+      .def(
+          "shows_others",
+          &PyRuntime::shows_others,
+          "Some module shows another tensor than the one put there last.")
       .def("unshard", &PyRuntime::unshard)
       .def("reshard", &PyRuntime::reshard)
       .def(

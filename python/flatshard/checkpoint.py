@@ -137,6 +137,7 @@ def load(folder, model, optimizer=None, *, step=None, exclude=()):
         raise
     for unit in root.units:
         unit.initialized = True
+        unit.forget_digests()
     writes.count += 1
     if optimizer is not None and described:
         _take_options(optimizer, described["param_groups"])

@@ -1,6 +1,6 @@
 """`python -m flatshard.doctor`: what this installation has, and what would not work.
 
-Ends with 0 when training would work here, else with 1.
+Ends with 0 when training works on what this machine has, a CPU or GPUs, else with 1.
 """
 
 import platform
@@ -38,12 +38,16 @@ def problems():
             "training on this machine's GPUs: flatshard was built without CUDA; install "
             "the toolkit of torch's CUDA version and rebuild with FLATSHARD_CUDA=on"
         )
-    if _C.with_cuda and not torch.cuda.is_available():
-        yield "training on GPUs: torch sees none (look at nvidia-smi)"
     if torch.cuda.is_available() and not dist.is_nccl_available():
         yield "training on several GPUs: this torch has no NCCL"
     if not dist.is_gloo_available():
         yield "training on CPUs: this torch has no Gloo"
+
+
+def notes():
+    """What this machine does not have, as far as torch sees."""
+    if _C.with_cuda and not torch.cuda.is_available():
+        yield "torch sees no GPU, so training is on the CPU (look at nvidia-smi)"
 
 
 def try_out():
@@ -65,7 +69,9 @@ def try_out():
 def main():
     for name, value in findings():
         print(f"{name:18} {value}")
-    works = try_out()
+    for note in notes():
+        print(f"{'note':18} {note}")
+    works = dist.is_gloo_available() and try_out()
     print(f"{'one step on a CPU':18} {'works' if works else 'FAILED'}")
     found = list(problems())
     for problem in found:

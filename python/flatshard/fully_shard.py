@@ -11,11 +11,12 @@ from flatshard.mesh import DeviceMesh, core_mesh, default_device_mesh, device_of
 from flatshard.module import (
     FSDPModule,
     check_module,
-    restore_replaced,
     state_of,
     wrap_class,
 )
 from flatshard.policies import MixedPrecisionPolicy, OffloadPolicy
+from flatshard.replaced import watch_loads
+from flatshard.same_values import digest
 from flatshard.strategies import find_strategy
 from flatshard.torch_versions import default_reduce_dtype
 from flatshard.unit import (
@@ -48,6 +49,7 @@ def fully_shard(
     max_padding=0.05,
     grads_in_place=False,
     copy_engines="none",
+    check_same_values=True,
     dp_mesh_dims=None,
 ):
     """Shards the parameters of `module` that no inner call has sharded yet.
@@ -57,7 +59,9 @@ def fully_shard(
     Collective over the ranks of the mesh.
 
     Args:
-        module: an nn.Module, or a list of modules that form one unit.
+        module: an nn.Module, or a list of modules that form one unit. In a forward it
+            is whole from the first of them that runs until each has run, in any order
+            and as often as they like; when one does not run, until the backward.
         mesh: DeviceMesh of one dimension, or two: replicas over the first, shards
             over the second (HSDP). None: all ranks.
         reshard_after_forward: False keeps parameters whole from forward to
@@ -87,6 +91,9 @@ def fully_shard(
             memory, which on GPUs take no SM, instead of collectives. Keeps the shard
             of the compute weights and takes 256 MiB; all ranks on one host. "auto":
             where NVLink joins all GPUs of the mesh. One for all units of a model.
+        check_same_values: the first forward compares a digest of what the ranks of the
+            mesh had here, but for parameters on the meta device or written since, and
+            raises RuntimeError where they differ. False: they may, on purpose.
         dp_mesh_dims: None; FSDP2's, for parameters that are DTensors already, is
             refused.
 
@@ -128,7 +135,11 @@ def fully_shard(
 
     parameters, members = [], []
     for tensor, full_name, sites in found:
-        p = Parameter(sites, whole_parameter(tensor), on_meta=tensor.is_meta)
+        p = Parameter(
+            sites, whole_parameter(tensor), on_meta=tensor.is_meta, label=full_name
+        )
+        if check_same_values and device_mesh.size() > 1 and not tensor.is_meta:
+            p.digest = digest(tensor)
         parameters.append(p)
         reduce_dtype = mp_policy.reduce_dtype or default_reduce_dtype(
             mp_policy.param_dtype, tensor.dtype
@@ -157,6 +168,8 @@ def fully_shard(
         prefetch=prefetch,
         copies=copies,
         policy=Policy(reshard_after_forward=reshard_after_forward),
+        check_same_values=check_same_values,
+        ignored=_places_of(ignored, owned),
         initialized=not any(p.on_meta for p in parameters),
     )
     state.make_shards()
@@ -167,7 +180,8 @@ def fully_shard(
     for m in modules:
         m.__dict__["_flatshard"] = state
         wrap_class(m)
-        m.register_load_state_dict_post_hook(restore_replaced)
+    for m in owned:
+        watch_loads(m, state)
     return module
 
 
@@ -195,6 +209,15 @@ def _ids(ignored_params):
                 f"{type(p).__name__}"
             )
     return {id(p) for p in ignored}
+
+
+def _places_of(tensors, modules):
+    return [
+        (weakref.ref(module), name)
+        for module in modules
+        for name, tensor in module._parameters.items()
+        if id(tensor) in tensors
+    ]
 
 
 def _strategy_name(strategy, outer, mesh):

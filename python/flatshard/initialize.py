@@ -31,6 +31,7 @@ def reset_parameters(model, seed=0, init_fn=None):
         if state is None:
             continue
         state.initialized = True
+        state.forget_digests()
         for p in state.parameters:
             for site, name in p.sites:
                 places.setdefault(id(site()), []).append((name, p))

@@ -45,6 +45,7 @@ def root_of(module):
             f"expected the outermost module that fully_shard wrapped, got unit "
             f"{state.name} of one"
         )
+    state.root.check_replaced()
     return state.root
 
 
@@ -97,34 +98,23 @@ def _run(module, function, args, kwargs):
     root = state.root
     if root is None:
         root = _make_root(module)
-    # Of a unit of several modules, the first to run begins and the last ends.
-    if len(state.modules) > 1:
-        if not state.running:
-            state.running = {id(m()) for m in state.modules}
-            begins = True
-        else:
-            begins = False
-        state.running.discard(id(module))
-        ends = not state.running
-    else:
-        begins = ends = True
     policy = state.mp_policy
     if policy.param_dtype is not None and policy.cast_forward_inputs:
         args = tuple(_cast(a, policy.param_dtype) for a in args)
         kwargs = {k: _cast(v, policy.param_dtype) for k, v in kwargs.items()}
-    if state.id == 0:
-        root.before_forward()
     core = root.core
     try:
-        if begins:
-            core.forward_begin(state.id, args, kwargs)
+        core.forward_begin(state.id, args, kwargs)
+        if len(state.modules) > 1 and not state.running:
+            # Of those that are still there.
+            state.running.update(id(m) for r in state.modules if (m := r()) is not None)
         output = function(*args, **kwargs)
         if policy.output_dtype is not None:
             output = _cast(output, policy.output_dtype)
-        if ends:
-            core.forward_end(state.id, output)
+        # The weights of a unit of several modules stay for those still to run.
+        state.running.discard(id(module))
+        core.forward_end(state.id, output, bool(state.running))
     except BaseException:
-        state.running = set()
         core.forward_error(state.id)
         raise
     return output
@@ -163,6 +153,11 @@ class FSDPModule:
     equal arguments on all ranks, between two steps.
     """
 
+    def __new__(cls, *args, **kwargs):
+        # Only fully_shard makes one, of a module. What modules make of their own class
+        # (slices of nn.Sequential) is of the class that they had before.
+        return cls.__mro__[cls.__mro__.index(FSDPModule) + 1](*args, **kwargs)
+
     @outside_of_graphs
     def __call__(self, *args, **kwargs):
         return _run(self, super().__call__, args, kwargs)
@@ -182,7 +177,6 @@ class FSDPModule:
         state = self._state()
         if state.root is None:
             _make_root(_outermost(self))
-        state.root.before_unshard()
         state.root.core.unshard(state.id, not async_op)
         return UnshardHandle(state) if async_op else None
 
@@ -426,7 +420,7 @@ class FSDPModule:
         probe = fn(local.new_empty(1))
         if probe.dtype != local.dtype or probe.device != local.device:
             raise NotImplementedError(
-                f"parameter {p.sites[0][1]}: cannot move a sharded module from "
+                f"parameter {p.title}: cannot move a sharded module from "
                 f"{local.dtype} on {local.device} to {probe.dtype} on {probe.device}; "
                 "convert the module before fully_shard, or use mp_policy"
             )
@@ -442,15 +436,20 @@ def _own_collectives(name):
 @contextlib.contextmanager
 def _hidden(states):
     """nn.Module passes over parameters that are None."""
+    hidden = []
     try:
-        for state in states:
-            for p in state.parameters:
-                state.show(p, None)
+        parameters = [p for state in states for p in state.parameters]
+        own = {id(tensor) for p in parameters for tensor in (p.shard, p.whole)}
+        for module, name in [site for p in parameters for site in p.sites]:
+            shown = module()._parameters if module() is not None else {}
+            found = shown.get(name)
+            if id(found) in own:
+                hidden.append((shown, name, found))
+                shown[name] = None
         yield
     finally:
-        for state in states:
-            for p in state.parameters:
-                state.show(p, p.shard)
+        for shown, name, found in hidden:
+            shown[name] = found
 
 
 def _states(modules):
@@ -506,14 +505,6 @@ def _wrapped_class(cls):
     return type(
         f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__}
     )
-
-
-def restore_replaced(module, incompatible_keys):
-    """After load_state_dict of a wrapped module and what is below it, which may put
-    other parameters into modules."""
-    state = state_of(module)
-    state.adopt_replaced()
-    state.initialized = True
 
 
 def check_module(module):

@@ -111,9 +111,9 @@ class AdamW(torch.optim.Optimizer):
     def _check_units(self):
         for unit in {unit for unit, _ in self._places.values()}:
             for p in unit.parameters:
-                if p.trainable and p.shard not in self._places:
+                if p.trainable and p.is_shown() and p.shard not in self._places:
                     raise ValueError(
-                        f"flatshard.optim.AdamW: parameter {p.sites[0][1]} of unit "
+                        f"flatshard.optim.AdamW: parameter {p.title} of unit "
                         f"{unit.name or '(not run yet)'} is missing; a unit's "
                         "parameters are updated together, use torch.optim.AdamW"
                     )

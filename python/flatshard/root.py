@@ -5,6 +5,8 @@ import weakref
 import torch
 
 from flatshard import _C
+from flatshard.replaced import refuse_plain, refuse_replaced, settle
+from flatshard.same_values import compare
 from flatshard.sharded_tensor import writes
 
 # `.grad` and `.requires_grad` of a tensor subclass go through __torch_function__
@@ -17,15 +19,16 @@ class Root:
     known which units lie below it, and under which names."""
 
     def __init__(self, module, state):
-        units, parents, names = _walk(module)
+        units, parents, module_names = _walk(module)
         self._check(units, state)
+        settle(units, module_names)
         places = []
         for number, unit in enumerate(units):
             for p in unit.parameters:
-                p.names = names[id(p)]
+                p.names = _names(p, module_names) or [p.label]
             unit.core.set_names(unit.name, [p.names for p in unit.parameters])
             unit.id = number
-            _name_released(unit.parameters, names)
+            _name_released(unit.parameters)
             places.append(
                 [
                     _C.Place(site()._parameters, name, p.whole, p.shard)
@@ -36,6 +39,7 @@ class Root:
         # The units hold this object; they go with their modules.
         self.mesh = state.mesh
         self.device_mesh = state.device_mesh
+        self._module = weakref.ref(module)
         self._units = [weakref.ref(unit) for unit in units]
         # The core would keep a bound method, and with it this object, for ever.
         me = weakref.ref(self)
@@ -45,12 +49,14 @@ class Root:
             parents=parents,
             places=places,
             grads=[unit.grads for unit in units],
+            before_forward=lambda: me()._before_forward(),
             before_backward=lambda: me()._before_backward(),
             prefetch=state.prefetch,
             copies=state.copies,
         )
         self._synced = None
         self._initialized = False
+        self._saw_all = False
         self._seen_writes = -1
         for unit in units:
             unit.root = self
@@ -114,26 +120,32 @@ class Root:
             self._synced = synced
         return True
 
-    def before_forward(self):
-        """Of the root."""
-        self._check_initialized()
+    def _before_forward(self):
+        """Before a forward of any unit, or an unshard, when none is open. The core calls
+        it, with its lock held."""
+        if not self._initialized:
+            for unit in self.units:
+                unit.check_initialized()
+            compare(self.units, self.device_mesh)
+            for unit in self.units:
+                unit.forget_digests()
+            self._initialized = True
+        self.check_replaced()
+        if torch.is_grad_enabled() and not self._saw_all:
+            refuse_plain(self._module(), self.units)
+            self._saw_all = True
         with _plain_attributes():
             for unit in self.units:
                 # Without gradients nothing depends on it: peft's disable_adapter()
                 # freezes adapters for the time that it lasts.
                 if torch.is_grad_enabled():
                     unit.check_trainable()
+                unit.running.clear()
         self._pass_writes_on()
 
-    def before_unshard(self):
-        self._check_initialized()
-        self._pass_writes_on()
-
-    def _check_initialized(self):
-        if not self._initialized:
-            for unit in self.units:
-                unit.check_initialized()
-            self._initialized = True
+    def check_replaced(self):
+        if self.core.shows_others():
+            refuse_replaced(self.units)
 
     def _pass_writes_on(self):
         if writes.count != self._seen_writes:
@@ -151,13 +163,21 @@ class Root:
         self._pass_writes_on()
 
 
-def _name_released(parameters, names):
+def _names(p, module_names):
+    return [
+        f"{prefix}.{name}" if prefix else name
+        for module, name in p.sites
+        for prefix in module_names[id(module())]
+    ]
+
+
+def _name_released(parameters):
     """What reading a whole parameter says while it has no memory."""
     for p in parameters:
         if p.whole.numel():
             torch._C._set_storage_data_ptr_access_error_msg(
                 p.whole.untyped_storage()._cdata,
-                f"parameter {names[id(p)][0]} is released: it is whole only while its "
+                f"parameter {p.names[0]} is released: it is whole only while its "
                 "unit computes, and gone with its model. Read it in the unit's forward "
                 "or after unshard() of the unit, read the shard in parameters(), and "
                 "keep the model until backward() is done",
@@ -166,19 +186,10 @@ def _name_released(parameters, names):
 
 def _walk(root):
     """The units below `root`, parents first; their parents' numbers; and the
-    names of each parameter, by id."""
+    names of each module, by id."""
     units, parents, module_names = [], [], {}
     _visit(root, "", -1, units, parents, module_names)
-    names = {
-        id(p): [
-            f"{prefix}.{name}" if prefix else name
-            for module, name in p.sites
-            for prefix in module_names[id(module())]
-        ]
-        for unit in units
-        for p in unit.parameters
-    }
-    return units, parents, names
+    return units, parents, module_names
 
 
 def _visit(module, name, enclosing, units, parents, module_names):

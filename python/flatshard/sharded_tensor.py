@@ -27,16 +27,22 @@ class Writes:
     def __init__(self):
         self.count = 0
         self.storages = set()  # addresses, of the memory behind parameters
+        self.written = set()  # those that were written by themselves
+        self.lists = 0  # writes to several at once
 
     def note(self, tensor):
-        if isinstance(tensor, (list, tuple)):
+        is_list = isinstance(tensor, (list, tuple))
+        if is_list:
             tensor = tensor[0] if tensor else None  # foreach: parameters or not
-        if isinstance(tensor, ShardedTensor) and (
-            tensor._local_tensor.untyped_storage()._cdata in self.storages
-        ):
-            self.count += 1
+        if isinstance(tensor, ShardedTensor):
+            storage = tensor._local_tensor.untyped_storage()._cdata
+            if storage in self.storages:
+                self.count += 1
+                self.lists += is_list
+                self.written.add(storage)
 
     def note_step(self, optimizer, args, kwargs):
+        self.lists += 1
         if not getattr(optimizer, "writes_through_core", False):
             self.count += 1
 
@@ -443,8 +449,10 @@ def _used_outside(function, args, kwargs):
     what, unit = "a sharded tensor", "its unit"
     if place is not None:
         state, index = place
-        module, name = next(p for p in state.parameters if p.index == index).sites[0]
-        what = f"parameter {name} of {type(module()).__name__}"
+        p = state.parameters[index]
+        what = f"parameter {p.title}"
+        if p.sites and p.sites[0][0]() is not None:
+            what += f" of {type(p.sites[0][0]()).__name__}"
         unit = f"unit {state.name}" if state.name else "its unit"
     return RuntimeError(
         f"{function.__name__}: {what} meets plain tensors as a shard, outside of the "

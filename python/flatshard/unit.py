@@ -21,6 +21,7 @@ from flatshard.sharded_tensor import ShardedTensor, writes
 # Where a parameter went, kept on the tensor that the user had: meeting it again
 # in another unit means that two units share it.
 _OWNER = "_flatshard_owner"
+num_marked = 0
 
 
 # Where a sharded parameter lives.
@@ -59,6 +60,18 @@ class Parameter:
     names: list = field(default_factory=list)  # in the model, once that is known
     trainable: bool = True
     on_meta: bool = False
+    digest: torch.Tensor | None = None  # of the whole values, see same_values.py
+    label: str = ""  # its name below the modules given to fully_shard
+
+    @property
+    def title(self):
+        """For messages."""
+        return self.sites[0][1] if self.sites else self.label
+
+    def is_shown(self):
+        """Some module has it."""
+        shown = [m._parameters.get(n) for r, n in self.sites if (m := r()) is not None]
+        return any(tensor is self.shard or tensor is self.whole for tensor in shown)
 
 
 @dataclass(eq=False, repr=False)
@@ -78,8 +91,12 @@ class UnitState:
     root: object = None  # Root, once known
     id: int = -1
     name: str = ""
+    check_same_values: bool = False
+    seen_list_writes: int = field(default_factory=lambda: writes.lists)
+    ignored: list = field(default_factory=list)  # places of ignored_params
+    loads_by_assign: bool = False  # the load_state_dict that runs
     initialized: bool = True  # False: parameters that were on meta have no values
-    running: set = field(default_factory=set)  # modules of a list still to run
+    running: set = field(default_factory=set)  # ids of a list's modules still to run
 
     # -- parameters ----------------------------------------------------------------
 
@@ -96,17 +113,42 @@ class UnitState:
             _places[p.shard] = (weakref.ref(self), i)
             self.show(p, p.shard)
         self.parameters.sort(key=lambda p: p.index)
+        self.make_grads()
+        storages = {
+            p.shard._local_tensor.untyped_storage()._cdata for p in self.parameters
+        }
+        writes.storages |= storages
+        weakref.finalize(self, writes.storages.difference_update, storages)
+        weakref.finalize(self, writes.written.difference_update, storages)
+
+    def forget_digests(self):
+        """The values are others now."""
+        for p in self.parameters:
+            p.digest = None
+
+    def make_grads(self):
         self.grads = _C.GradViews(
             self.core,
             [p.shard for p in self.parameters],
             ShardedTensor.beside,
             ShardedTensor.rows_of,
         )
-        storages = {
-            p.shard._local_tensor.untyped_storage()._cdata for p in self.parameters
-        }
-        writes.storages |= storages
-        weakref.finalize(self, writes.storages.difference_update, storages)
+
+    def take(self, p, tensor):
+        """Makes `tensor`, a DTensor like p's shard, that shard. Collective."""
+        if tensor._local_tensor.is_meta:
+            p.on_meta = True
+        else:
+            with torch.no_grad():
+                p.shard._local_tensor.copy_(p.shard.rows_of(tensor))
+            p.on_meta = False
+        p.digest = None
+        _places.pop(p.shard)
+        tensor._local_tensor, tensor._spec = p.shard._local_tensor, p.shard._spec
+        tensor.__class__ = ShardedTensor
+        p.shard = tensor
+        _places[tensor] = (weakref.ref(self), p.index)
+        writes.count += 1
 
     def _wrap(self, p, local):
         cuts = self.core.cuts(p.index)
@@ -124,24 +166,6 @@ class UnitState:
         for module, name in p.sites:
             module()._parameters[name] = tensor
 
-    def adopt_replaced(self):
-        """Takes the values of parameters that somebody put in place of a shard
-        (`load_state_dict(assign=True)`), and puts the shard back."""
-        for p in self.parameters:
-            for module, name in p.sites:
-                found = module()._parameters[name]
-                if found is p.shard or found is p.whole or found is None:
-                    continue
-                if found.shape != p.shard.shape:
-                    raise ValueError(
-                        f"parameter {name} was replaced by one of shape "
-                        f"{tuple(found.shape)}, expected {tuple(p.shard.shape)}"
-                    )
-                with torch.no_grad():
-                    p.shard._local_tensor.copy_(p.shard.rows_of(found))
-            self.show(p, p.shard)
-        writes.count += 1
-
     def check_initialized(self):
         for p in self.parameters:
             if p.on_meta and not self.initialized:
@@ -155,7 +179,7 @@ class UnitState:
         for p in self.parameters:
             if p.shard.requires_grad != p.trainable:
                 raise RuntimeError(
-                    f"requires_grad of parameter {p.sites[0][1]} of unit {self.name} "
+                    f"requires_grad of parameter {p.title} of unit {self.name} "
                     "was changed after fully_shard, which groups parameters by it: "
                     "freeze or unfreeze before fully_shard"
                 )
@@ -254,6 +278,8 @@ def whole_parameter(tensor):
 
 
 def mark_owner(tensor, name):
+    global num_marked
+    num_marked += 1
     setattr(tensor, _OWNER, name)
 
 

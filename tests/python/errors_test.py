@@ -1,12 +1,20 @@
 """Where FSDP2 raises, and where it ought to: what is wrong is named, and what to do."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    set_model_state_dict,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
 from torch.distributed.tensor import Replicate, Shard
 
+import flatshard
 from flatshard import fully_shard, register_fsdp_forward_method
+from flatshard.same_values import digest
 from tests.python.device import on_device
 from tests.python.models import Mlp
 from tests.python.training import shard
@@ -169,3 +177,120 @@ def test_setters_of_fsdp2_that_are_refused(setter, value, mesh):
 def test_forward_methods(mesh):
     with pytest.raises(ValueError, match="FSDPMlp has no method nope"):
         register_fsdp_forward_method(sharded(mesh), "nope")
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_optimizer_made_before(kind, mesh, rank):
+    model = Mlp()
+    optimizer = kind(model.parameters(), lr=0.1)
+    later = kind(model.head.parameters(), lr=0.1)
+    fully_shard(model.blocks[0], mesh=mesh)
+    between = kind(model.head.parameters(), lr=0.1)
+    between.step()  # these are as they were
+    fully_shard(model, mesh=mesh)
+    model.loss(torch.Generator().manual_seed(rank)).backward()
+    for made in (optimizer, later, between):
+        problem = f"{kind.__name__} was made before fully_shard: .* parameter .*weight"
+        with pytest.raises(RuntimeError, match=problem):
+            made.step()
+    afterwards = kind(model.blocks.parameters(), lr=0.1)
+    afterwards.step()
+    afterwards.add_param_group(optimizer.param_groups[0])
+    with pytest.raises(RuntimeError, match="was made before fully_shard"):
+        afterwards.step()
+    kind(model.parameters(), lr=0.1).step()
+
+
+def differently_made(rank, mesh, change=lambda m: None, **options):
+    """The weights of another rank are others, of its own seed."""
+    torch.manual_seed(rank)
+    model = Mlp()
+    change(model)
+    return shard(model, fully_shard, mesh=mesh, **options)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
+def test_ranks_that_made_other_weights(strategy, mesh, rank, world):
+    x = on_device(torch.ones(2, 13))
+
+    def noticed(what):
+        problem = f"parameter {what}: the ranks had different values"
+        several = pytest.raises(RuntimeError, match=problem)
+        return several if world > 1 else contextlib.nullcontext()
+
+    model = differently_made(rank, mesh, strategy=strategy)
+    for call in (lambda: model(x), torch.no_grad()(lambda: model(x)), model.unshard):
+        with noticed("head.weight and [0-9]+ more"):
+            call()
+
+    def equal_but_the_last_row(m):
+        torch.manual_seed(0)
+        for p in m.parameters():
+            nn.init.normal_(p)
+        with torch.no_grad():
+            m.blocks[1].down.bias[-1] += rank
+
+    with noticed("blocks.1.down.bias"):
+        differently_made(rank, mesh, equal_but_the_last_row, strategy=strategy)(x)
+    differently_made(rank, mesh, strategy=strategy, check_same_values=False)(x)
+
+
+def test_ranks_that_got_their_weights_later(mesh, rank, world, folder):
+    x = on_device(torch.ones(2, 13))
+    torch.manual_seed(5)
+    single = Mlp()
+    state = single.state_dict()
+    options = StateDictOptions(full_state_dict=True)
+
+    def load_whole(m):
+        set_model_state_dict(m, state, options=options)
+
+    def load_assigned(m):
+        m.load_state_dict(state, assign=True)
+
+    def write(m):
+        with torch.no_grad():
+            for name, p in m.named_parameters():
+                p.copy_(fully_sharded.get_parameter(name))
+
+    def load_checkpoint(m):
+        flatshard.checkpoint.load(folder, m)
+
+    fully_sharded = Mlp()
+    fully_sharded.load_state_dict(state)
+    shard(fully_sharded, fully_shard, mesh=mesh)
+    flatshard.checkpoint.save(folder, 1, fully_sharded)
+    for load in (load_whole, load_assigned, write, load_checkpoint):
+        model = differently_made(rank, mesh)
+        load(model)
+        torch.testing.assert_close(model(x), single(x))
+    model = differently_made(rank, mesh)
+    flatshard.reset_parameters(model, seed=1)
+    model(x)
+    if world > 1:
+        partly = differently_made(rank, mesh)
+        with torch.no_grad():
+            for p in partly.head.parameters():
+                p.fill_(1.0)
+        with pytest.raises(
+            RuntimeError, match="parameter blocks.0.up.weight and 11 more"
+        ):
+            partly(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_digests_see_every_bit(dtype):
+    values = on_device(torch.arange(15.0).to(dtype))
+    one = digest(values)
+    assert one.dtype == torch.int64 and one >= 0
+    for i in range(15):
+        other = values.clone()
+        other[i] += 0.5
+        assert digest(other) != one
+    # Wherever they lie.
+    wide = on_device(torch.zeros(15, 2, dtype=dtype))
+    wide[:, 1] = values
+    moved = on_device(torch.zeros(16, dtype=dtype))[1:]
+    moved.copy_(values)
+    assert digest(wide[:, 1]) == one and digest(moved) == one
+    assert digest(values[:0]) == 0

@@ -10,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import flatshard
 from flatshard import MixedPrecisionPolicy, fully_shard
@@ -127,8 +128,12 @@ def test_B35_a_replacement_of_another_shape_is_refused(mesh):
         model.load_state_dict(state, assign=True)
     # One row would be spread over all of them.
     model.head._parameters["weight"] = nn.Parameter(torch.ones(1, DIM))
-    with pytest.raises(ValueError, match="weight was replaced by one of shape"):
-        model.load_state_dict({}, strict=False)
+    with pytest.raises(ValueError, match="head.weight was replaced .*plain tensor"):
+        model(data(0))
+    row = distribute_tensor(torch.ones(1, DIM), mesh, [Shard(0)])
+    model.head._parameters["weight"] = nn.Parameter(row)
+    with pytest.raises(ValueError, match="head.weight was replaced .*one of shape"):
+        model(data(0))
 
 
 def test_B38_a_deleted_model_needs_no_collector(mesh, rank):

@@ -59,8 +59,7 @@ purelib='import sysconfig; print(sysconfig.get_paths()["purelib"])'
 
 cp tests/python/wheel_step.py "$work"
 cd "$work"
-# Status 1 where this build does not fit the machine, as one with CUDA without a GPU.
-"$here" -m flatshard.doctor | tee doctor.txt || grep -q '^would not work:' doctor.txt
+"$here" -m flatshard.doctor | tee doctor.txt
 grep -q "^extension  *$work/venv/" doctor.txt
 grep -q '^one step on a CPU  *works' doctor.txt
 "$here" -m torch.distributed.run --standalone --nproc-per-node 2 \

@@ -156,6 +156,66 @@ TEST(Scheduler, R11_UnitThatDidNotRunIsReleasedAfterItsPrefetch) {
   EXPECT_TRUE(s.resting());
 }
 
+// Units 1, 2 and 1 again: two modules of unit 1 with another between them.
+std::string forward_of_two_modules(Scheduler& s, bool second_runs, bool grad) {
+  std::string text = run(s, {.kind = forward_begin, .unit = 0, .call = 0});
+  for (const UnitId u : {1, 2, 1}) {
+    const bool is_last = text.find("(2)") != std::string::npos && u == 1;
+    if (is_last && !second_runs) {
+      break;
+    }
+    text += run(s, {.kind = forward_begin, .unit = u, .call = u}) + " ";
+    text += run(s,
+                {.kind = forward_end,
+                 .unit = u,
+                 .call = u,
+                 .needs_backward = grad,
+                 .more_follow = u == 1 && !is_last}) +
+            " ";
+  }
+  return text + run(s,
+                    {.kind = forward_end,
+                     .unit = 0,
+                     .call = 0,
+                     .needs_backward = grad});
+}
+
+TEST(Scheduler, WeightsStayForModulesOfTheUnitThatFollow) {
+  for (const bool grad : {false, true}) {
+    Scheduler s(four_blocks(), {.prefetch = 0});
+    EXPECT_EQ(
+        forward_of_two_modules(s, true, grad),
+        "gather(1) await(1)  gather(2) await(2) release(2)  release(1) ");
+    // One that does not come after all: until the forward ends, or its
+    // backward.
+    EXPECT_EQ(
+        forward_of_two_modules(s, false, grad),
+        std::string("gather(1) await(1)  gather(2) await(2) release(2) ") +
+            (grad ? "" : "release(1)"));
+    EXPECT_EQ(s.num_gathered(), grad ? 1 : 0);
+    s.on({.kind = weights_changed});
+    EXPECT_EQ(s.num_gathered(), 0);
+  }
+}
+
+TEST(Scheduler, UnitThatRunsAgainIsNoPrefetch) {
+  Scheduler s(four_blocks(), {.prefetch = 1});
+  std::string text;
+  for (int step = 0; step < 2; ++step) {
+    s.on({.kind = forward_begin, .unit = 0, .call = 0});
+    for (const UnitId u : {1, 1, 3}) {
+      text = run(s, {.kind = forward_begin, .unit = u, .call = u}) + " " + text;
+      s.on({.kind = forward_end, .unit = u, .call = u});
+    }
+    s.on({.kind = forward_end, .unit = 0, .call = 0});
+    if (step == 0) {
+      text.clear();
+    }
+  }
+  // Of the second step, the last call first. Unit 3 is gathered ahead of both.
+  EXPECT_EQ(text, "await(3) gather(1) await(1) gather(3) await(1) ");
+}
+
 TEST(Scheduler, TwoForwardsThenTwoBackwards) {
   const auto units = four_blocks();
   Scheduler s(units, {.prefetch = 1});

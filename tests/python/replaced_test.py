@@ -1,0 +1,286 @@
+"""Parameters and modules that are replaced after fully_shard: taken where FSDP2 takes
+them, refused by name otherwise."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import flatshard
+from flatshard import checkpoint, fully_shard
+from tests.python.device import on_device
+from tests.python.training import distance, full_state
+
+DIM = 6
+
+
+def two_linears():
+    torch.manual_seed(0)
+    return on_device(nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)))
+
+
+def values(scale=0.1):
+    return scale * on_device(torch.arange(float(DIM * DIM))).view(DIM, DIM).cos()
+
+
+def rows(tensor, mesh):
+    return distribute_tensor(tensor, mesh, [Shard(0)])
+
+
+def steps(model, rank, kind=torch.optim.SGD, num=2):
+    """Outputs, the first before any step; the optimizer is made now."""
+    optimizer = kind(model.parameters(), lr=0.1)
+    x = on_device(torch.randn(3, DIM, generator=torch.Generator().manual_seed(rank)))
+    outputs = []
+    for _ in range(num):
+        output = model(x)
+        outputs.append(output.detach())
+        output.square().mean().backward()
+        optimizer.step(), optimizer.zero_grad()
+    return outputs
+
+
+def set_weight(model, mesh):
+    model[0].weight = nn.Parameter(rows(values(), mesh))
+
+
+def load_child(model, mesh):
+    state = {"weight": rows(values(), mesh), "bias": rows(values()[0], mesh)}
+    model[0].load_state_dict(state, assign=True)
+
+
+def tie(model, mesh):
+    model[1].weight = model[0].weight
+
+
+def set_both(model, mesh):
+    model[0].weight = model[1].weight = nn.Parameter(rows(values(), mesh))
+
+
+def swap(model, mesh):
+    model[0].weight, model[1].weight = model[1].weight, model[0].weight
+
+
+def leave_out(model, mesh):
+    model[0] = nn.Identity()
+
+
+@pytest.mark.parametrize(
+    "change", [set_weight, load_child, tie, set_both, swap, leave_out]
+)
+def test_taken_like_fsdp2(change, mesh, rank):
+    results = []
+    for function in (fully_shard, fsdp2):
+        model = function(two_linears(), mesh=mesh)
+        change(model, mesh)
+        outputs = steps(model, rank)
+        results.append((outputs, full_state(model)))
+    (ours, state), (theirs, other) = results
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a, b)
+    assert distance(state, other) < 1e-5
+
+
+def test_load_of_a_child_after_a_step(mesh, rank):
+    results = []
+    for function in (fully_shard, fsdp2):
+        model = function(two_linears(), mesh=mesh)
+        steps(model, rank, num=1)
+        load_child(model, mesh)
+        results.append(steps(model, rank))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize(
+    "name, strategy", [("hsdp", "optim_grads_params"), ("", "optim")]
+)
+def test_taken_with_the_placements_of_the_strategy(name, strategy, request, mesh, rank):
+    mesh = request.getfixturevalue("mesh_2d") if name == "hsdp" else mesh
+    model = fully_shard(two_linears(), mesh=mesh, strategy=strategy)
+    kinds = [
+        Shard(0) if p.is_shard() else Replicate() for p in model[0].weight.placements
+    ]
+    mine = nn.Parameter(distribute_tensor(values(), mesh, kinds))
+    model[0].weight = mine
+    steps(model, rank)
+    assert model[0].weight is mine
+    assert not torch.equal(mine.full_tensor(), values())  # it was trained
+
+
+def test_a_sharded_parameter_of_another_model_is_taken_as_values(mesh, rank):
+    model, other = (fully_shard(two_linears(), mesh=mesh) for _ in range(2))
+    with torch.no_grad():
+        other[0].weight.mul_(2)
+    model.load_state_dict(other.state_dict(keep_vars=True), assign=True)
+    model[1].weight = nn.Parameter((other[1].weight * 3).detach())
+    steps(model, rank, num=1)
+    assert model[0].weight is not other[0].weight
+    state = {n: p.full_tensor() for n, p in other.named_parameters()}
+    single = two_linears()
+    single.load_state_dict({**state, "1.weight": 3 * state["1.weight"]})
+    steps(other, rank, num=1)
+    x = on_device(torch.ones(1, DIM))
+    fresh = fully_shard(two_linears(), mesh=mesh)
+    fresh.load_state_dict(model.state_dict())
+    torch.testing.assert_close(fresh(x), model(x))
+
+
+def test_parameters_on_meta_get_values(mesh, rank):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+    fully_shard(model, mesh=mesh)
+    for layer in model:
+        state = {"weight": rows(values(), mesh), "bias": rows(values()[0], mesh)}
+        layer.load_state_dict(state, assign=True)
+    single = two_linears()
+    for layer in single:
+        layer.load_state_dict({"weight": values(), "bias": values()[0]})
+    x = on_device(torch.ones(1, DIM))
+    torch.testing.assert_close(model(x), single(x))
+
+
+@pytest.mark.parametrize("change", [tie, leave_out])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, flatshard.optim.AdamW])
+def test_checkpoints_know_what_is_left(change, kind, folder, mesh, rank):
+    """They load into a model that was made so."""
+    model = fully_shard(two_linears(), mesh=mesh)
+    change(model, mesh)
+    optimizer = kind(model.parameters(), lr=0.1)
+    x = on_device(torch.ones(1, DIM))
+    for _ in range(2):
+        model(x).square().mean().backward()
+        optimizer.step(), optimizer.zero_grad()
+    checkpoint.save(folder, 2, model, optimizer)
+    other = two_linears()
+    change(other, mesh)
+    fully_shard(other, mesh=mesh)
+    loaded = kind(other.parameters(), lr=0.1)
+    checkpoint.load(folder, other, loaded)
+    assert distance(full_state(model), full_state(other)) == 0
+    assert (
+        distance(
+            full_state(model),
+            full_state(fully_shard_again(model, mesh, change, folder, kind)),
+        )
+        == 0
+    )
+    for m, o in ((model, optimizer), (other, loaded)):
+        m(x).square().mean().backward()
+        o.step()
+    assert distance(full_state(model), full_state(other)) < 1e-6
+
+
+def fully_shard_again(model, mesh, change, folder, kind):
+    """Changed after fully_shard as `model` was, and loaded before any forward."""
+    again = fully_shard(two_linears(), mesh=mesh)
+    change(again, mesh)
+    checkpoint.load(folder, again, kind(again.parameters(), lr=0.1))
+    return again
+
+
+REFUSED = {
+    "plain": (
+        lambda mesh: values(),
+        "0.weight .*by a plain tensor, expected a DTensor",
+    ),
+    "shape": (
+        lambda mesh: rows(values()[:2], mesh),
+        r"shape \(2, 6\), expected \(6, 6\)",
+    ),
+    "dtype": (lambda mesh: rows(values().double(), mesh), "dtype torch.float64, exp"),
+    "columns": (
+        lambda mesh: distribute_tensor(values(), mesh, [Shard(1)]),
+        r"placements .Shard.dim=1.,., expected .Shard.0",
+    ),
+    "whole": (
+        lambda mesh: distribute_tensor(values(), mesh, [Replicate()]),
+        r"placements .Replicate.*, expected .Shard.0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused(name, mesh, rank):
+    make, problem = REFUSED[name]
+    model = fully_shard(two_linears(), mesh=mesh)
+    before = full_state(model)
+    shard = model[0].weight
+    model[0].weight = nn.Parameter(make(mesh))
+    for _ in range(2):  # it is not forgotten
+        with pytest.raises(ValueError, match=problem):
+            model(on_device(torch.ones(1, DIM)))
+    model[0].weight = shard
+    steps(model, rank, num=1)
+    assert distance(full_state(model), before) > 0
+
+
+def test_other_changes_are_named(mesh, rank):
+    x = on_device(torch.ones(1, DIM))
+
+    def refused(change, problem, kind=ValueError, first=False, inner=False):
+        model = two_linears()
+        if inner:
+            fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        if first:
+            model(x)
+        change(model)
+        with pytest.raises(kind, match=problem):
+            model(x)
+
+    def untie(model):
+        model[1].weight = model[0].weight
+        model.to(x.device)
+        model.load_state_dict(model.state_dict())
+        assert model[1].weight is model[0].weight  # the tie is as it was
+        model[1].bias = None
+        model[0] = nn.Linear(DIM, DIM)
+
+    refused(lambda m: tie(m, mesh), "1.weight .*another unit holds", inner=True)
+    refused(
+        lambda m: set_weight(m, mesh),
+        "0.weight was replaced after the first",
+        RuntimeError,
+        True,
+    )
+    refused(
+        lambda m: setattr(m[1], "bias", None),
+        "1.bias was removed after",
+        RuntimeError,
+        True,
+    )
+    refused(
+        lambda m: m.__setitem__(0, nn.Linear(DIM, DIM)),
+        "0.weight came into .*not sharded",
+        RuntimeError,
+    )
+    refused(
+        lambda m: m.register_parameter("more", nn.Parameter(x)),
+        "parameter more came into",
+        RuntimeError,
+    )
+    refused(untie, "0.weight came into", RuntimeError)
+
+
+def test_new_modules_that_are_sharded_or_frozen_or_ignored_run(mesh, rank):
+    model = fully_shard(two_linears(), mesh=mesh)
+    model[0] = fully_shard(on_device(nn.Linear(DIM, DIM)), mesh=mesh)
+    model.append(on_device(nn.Linear(DIM, DIM)).requires_grad_(False))
+    steps(model, rank, num=1)
+    kept = two_linears()
+    fully_shard(kept, mesh=mesh, ignored_params=set(kept[1].parameters()))
+    steps(kept, rank, num=1)
+
+
+def test_whole_state_dicts_say_what_to_call(mesh):
+    model = fully_shard(nn.Sequential(two_linears()), mesh=mesh)
+    state = {f"0.{name}": t for name, t in two_linears().state_dict().items()}
+    for module, own in ((model, state), (model[0], two_linears().state_dict())):
+        problem = (
+            "load_state_dict: (0.)?0.weight is a whole tensor.*set_model_state_dict"
+        )
+        with pytest.raises(ValueError, match=problem):
+            module.load_state_dict(own)
+        module.load_state_dict(own, assign=True)  # takes this rank's rows
+    assert distance(full_state(model), state) == 0
