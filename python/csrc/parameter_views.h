@@ -47,6 +47,13 @@ class ParameterViews : public RuntimeObserver {
   void backward_began(Unit& unit) override;
   void backward_ended() override;
   void was_reset() override;
+  bool wants_reduced_gradients(const Unit& unit) override;
+  void gradients_reduced(Unit& unit) override;
+  void gradients_ready(Unit& unit, void* slot) override;
+
+  /// @throws Error{usage} inside of a hook that these views call, which must
+  ///   not call the runtime: that waits for the hook.
+  void check_no_hook() const;
 
  private:
   struct State {
@@ -54,6 +61,10 @@ class ParameterViews : public RuntimeObserver {
     int open_forwards = 0;
     bool in_backward = false;
     bool shows_whole = false;
+    /// A hook may have dropped the gradients of the backward that runs.
+    bool ran_hooks = false;
+    /// Of the places, those that are trained: looked at without the GIL.
+    std::vector<at::Tensor> trained;
   };
   void set(State& state, bool whole);
   /// Calls what(GradViews&) for each unit whose module still lives.
@@ -62,6 +73,7 @@ class ParameterViews : public RuntimeObserver {
 
   std::vector<State> units_;
   py::object before_backward_;
+  bool runs_hooks_ = false;
 };
 
 }  // namespace flatshard::python

@@ -64,7 +64,8 @@ class PyRuntime {
           {.prefetch = prefetch,
            .copy_gathers = copies ? CopyGathers::all : CopyGathers::none,
            .others_write = true,
-           .slots_on_demand = true});
+           .slots_on_demand = true,
+           .unused_grads_stay_undefined = true});
       runtime->add_observer(views_);
     }
     for (const auto& unit : units) {
@@ -87,6 +88,7 @@ class PyRuntime {
     nn::TensorList tensors;
     collect_tensors(args, tensors);
     collect_tensors(kwargs, tensors);
+    views_->check_no_hook();
     {
       const py::gil_scoped_release no_gil;
       runtime_->forward_begin(unit, tensors);
@@ -110,6 +112,7 @@ class PyRuntime {
     views_->forward_ended(unit);
   }
   void unshard(UnitId unit, bool awaits) {
+    views_->check_no_hook();
     {
       const py::gil_scoped_release no_gil;
       runtime_->unshard(unit, awaits);
@@ -119,11 +122,15 @@ class PyRuntime {
     }
   }
   void reshard(UnitId unit) {
+    views_->check_no_hook();
     views_->show(unit, false);
     const py::gil_scoped_release no_gil;
     runtime_->reshard(unit);
   }
-  Runtime& runtime() { return *runtime_; }
+  Runtime& runtime() {
+    views_->check_no_hook();
+    return *runtime_;
+  }
 
  private:
   std::shared_ptr<ParameterViews> views_;
