@@ -235,6 +235,12 @@ class ParamGroup {
   ///   is zero. Overwritten.
   void reduce(const at::Tensor& slot, const Reduction& reduction);
 
+  /// This rank has a gradient of some parameter, not only zeros, for the
+  /// reductions from here on.
+  void mark_contributed() { contributes_ = true; }
+  /// The last reduction to grad() had one from this rank.
+  bool contributed() const { return contributed_; }
+
   /// A reduced gradient is there since the last zero_grad.
   bool has_grad() const { return has_grad_ && !(lent_ && lent_->expired()); }
   /// Microbatches were accumulated but not reduced over all axes.
@@ -336,6 +342,8 @@ class ParamGroup {
   bool has_grad_ = false;
   bool has_inner_ = false;
   bool has_local_ = false;
+  bool contributes_ = false;
+  bool contributed_ = false;
   ReducedHook reduced_hook_;
 };
 

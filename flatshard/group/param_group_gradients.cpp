@@ -57,6 +57,7 @@ ParamGroup::Reduction ParamGroup::plan_reduction(
     return r;
   }
   has_inner_ = false;
+  contributed_ = std::exchange(contributes_, false);
   check_not_lent();
   r.add_grad = has_grad_;
   has_grad_ = true;
@@ -148,6 +149,7 @@ void ParamGroup::zero_grad() {
   forget_grad();
   has_inner_ = false;
   has_local_ = false;
+  contributes_ = false;
   inner_ = {};
   local_ = {};
 }

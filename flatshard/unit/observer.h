@@ -36,6 +36,13 @@ class RuntimeObserver {
   /// `slot` holds this rank's whole gradient of `unit`; its reduction is queued
   /// next. Kernels run here go to the current stream, after the gradient's.
   virtual void gradients_ready(Unit& unit, void* slot) {}
+  /// Whether to call gradients_reduced, for which the host waits on CPUs and
+  /// with offloading.
+  virtual bool wants_reduced_gradients(const Unit& unit) { return false; }
+  /// The groups of `unit` have their reduced gradients, for kernels that go to
+  /// the current stream, which is that of the reductions on a GPU. In a
+  /// backward that goes on; the unit's own is over.
+  virtual void gradients_reduced(Unit& unit) {}
   /// Another plan for the slots is in force, made for these lifetimes.
   virtual void slots_planned(
       const SlotPlan& plan,

@@ -233,6 +233,7 @@ void Runtime::reset_locked() {
   tasks_.clear();
   open_calls_.clear();
   watched_.clear();
+  reduced_groups_.clear();
   if (strict_) {
     strict_->reset();
   }
@@ -302,6 +303,9 @@ void Runtime::feed(ScheduleEvent event) {
   try {
     for (const Action& action : decide(event)) {
       execute(action);
+      if (action.kind == ActionKind::reduce) {
+        tell_reduced(*units_[action.unit]);
+      }
     }
   } catch (const std::exception& e) {
     failure_ = e.what();
@@ -463,6 +467,9 @@ void* Runtime::grads_slot(Unit& unit) {
 }
 
 void Runtime::reduce(Unit& unit, bool collective) {
+  if (unit.reduced.recorded() && wants_reduced(unit)) {
+    unit.reduced.wait(*current_stream(mesh_->device()));
+  }
   void* slot = grads_slot(unit);
   unit.finish_grads(slot);
   observe([&](RuntimeObserver& o) { o.gradients_ready(unit, slot); });
@@ -472,6 +479,12 @@ void Runtime::reduce(Unit& unit, bool collective) {
       planned.emplace_back(
           g,
           unit.groups()[g]->plan_reduction(collective, is_last_microbatch_));
+      const ParamGroup::Reduction& planned_last = planned.back().second;
+      if (planned_last.collective && !planned_last.to_inner) {
+        reduced_groups_.emplace_back(
+            unit.groups()[g].get(),
+            !planned_last.add_grad);
+      }
     }
   }
   Event filled;
@@ -489,6 +502,75 @@ void Runtime::reduce(Unit& unit, bool collective) {
   }
   unit.reduced.record(*reduce_stream_);
   all_reduced_ = unit.reduced;
+}
+
+bool Runtime::wants_reduced(const Unit& unit) const {
+  return std::any_of(
+      observers_.begin(),
+      observers_.end(),
+      [&](const auto& observer) {
+        return observer->wants_reduced_gradients(unit);
+      });
+}
+
+void Runtime::tell_reduced(Unit& unit) {
+  if (unit.has_unreduced_grad() || !wants_reduced(unit)) {
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  const auto tell = [&] {
+    observe([&](RuntimeObserver& o) { o.gradients_reduced(unit); });
+  };
+  if (!mesh_->device().is_cuda() || offloads_) {
+    unit.reduced.synchronize();
+    tell();
+    return;
+  }
+  reduce_stream_->submit(tell);
+  unit.reduced.record(*reduce_stream_);
+  all_reduced_ = unit.reduced;
+}
+
+void Runtime::forget_unused_grads() {
+  const auto reduced = std::exchange(reduced_groups_, {});
+  if (!options_.unused_grads_stay_undefined || reduced.empty()) {
+    return;
+  }
+  std::vector<float> had(reduced.size());
+  bool in_doubt = false;
+  for (std::size_t i = 0; i < reduced.size(); ++i) {
+    const auto& [group, is_first] = reduced[i];
+    had[i] = group->contributed() ? 1 : 0;
+    in_doubt |= is_first && !group->contributed();
+  }
+  at::Tensor flags = at::tensor(had);
+  if (mesh_->size() > 1) {
+    const auto of_all = std::make_shared<at::Tensor>();
+    reduce_stream_->submit([flags,
+                            of_all,
+                            device = mesh_->device(),
+                            &world = mesh_->world(Purpose::reduce),
+                            step = step_] {
+      const CollectiveScope scope(step, "which gradients there are");
+      *of_all = flags.to(device);
+      world.all_reduce(*of_all, ReduceOp::sum);
+    });
+    Event done;
+    done.record(*reduce_stream_);
+    // As all reductions: another runtime may use the communicator next.
+    done.wait(*current_stream(mesh_->device()));
+    if (!in_doubt) {
+      return;
+    }
+    flags = of_all->cpu();
+  }
+  const auto ranks = flags.accessor<float, 1>();
+  for (std::size_t i = 0; i < reduced.size(); ++i) {
+    const auto& [group, is_first] = reduced[i];
+    if (is_first && ranks[static_cast<std::int64_t>(i)] == 0) {
+      group->forget_grad();
+    }
+  }
 }
 
 void Runtime::drain(Unit& unit) {

@@ -46,6 +46,12 @@ struct RuntimeOptions {
   /// time. Addresses change from step to step; the end of a forward, where
   /// activations and logits are at their largest, holds no slot of a gradient.
   bool slots_on_demand = false;
+  /// A group of which no rank got a gradient in a backward has none after it,
+  /// as parameters of torch have. Otherwise, and where another rank got one, a
+  /// rank without a gradient counts zeros. Costs an all-reduce of a flag for
+  /// each group at the end of a backward; the host waits for it only where this
+  /// rank got none for a group.
+  bool unused_grads_stay_undefined = false;
   /// Delays for tests; the names of the streams are part of the seed.
   StreamOptions streams;
   /// Keep every event and action since the last clear_trace (tests, reports).
@@ -234,6 +240,9 @@ class Runtime : public nn::WgradSink,
   void release(Unit& unit);
   void reduce(Unit& unit, bool collective);
   void drain(Unit& unit);
+  bool wants_reduced(const Unit& unit) const;
+  void tell_reduced(Unit& unit);
+  void forget_unused_grads();
   void rest(Unit& unit);
   void* grads_slot(Unit& unit);
   void release_drained();
@@ -287,6 +296,9 @@ class Runtime : public nn::WgradSink,
 
   /// What an action threw; from then to the reset no event has an effect.
   std::string failure_;
+  /// Groups that this backward reduced, and whether each had no gradient
+  /// before.
+  std::vector<std::pair<ParamGroup*, bool>> reduced_groups_;
   bool is_last_microbatch_ = true;
   bool sync_gradients_ = true;
   std::vector<Action> step_actions_;  ///< since the weights last changed

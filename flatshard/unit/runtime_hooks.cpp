@@ -533,6 +533,14 @@ void Runtime::on_task_end(TaskId task) {
     return;
   }
   forget_dead_tensors();
+  if (failure_.empty()) {
+    try {
+      forget_unused_grads();
+    } catch (const std::exception& e) {
+      failure_ = e.what();
+      throw;
+    }
+  }
   observe([](RuntimeObserver& o) { o.backward_ended(); });
   if (failure_.empty() && !scheduler_.in_forward()) {
     FLATSHARD_CHECK(

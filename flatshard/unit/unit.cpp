@@ -193,6 +193,9 @@ void Unit::finish_grads(void* slot) {
     if (!groups_[p.group]->trainable()) {
       continue;
     }
+    if (p.in_slot || p.pending_grad.defined()) {
+      groups_[p.group]->mark_contributed();
+    }
     if (p.pending_grad.defined()) {
       const at::Tensor view = grad_view(slot, p);
       if (p.in_slot) {

@@ -83,7 +83,8 @@ class Unit {
   /// The whole flat gradient of group `group` inside the slot.
   at::Tensor grad_flat(void* slot, std::size_t group) const;
   /// Makes the slot complete: packs gradients that came as tensors, zeroes the
-  /// parameters that got none and the padding. On the current stream.
+  /// parameters that got none and the padding, and tells groups whether they
+  /// got any. On the current stream.
   void finish_grads(void* slot);
   /// Some layers write their gradients into the slot (see nn::WgradSink). True
   /// at first for units with a module.

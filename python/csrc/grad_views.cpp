@@ -2,6 +2,10 @@
 
 #include <ATen/ATen.h>
 
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -17,7 +21,8 @@ GradViews::GradViews(
       beside_(std::move(beside)),
       rows_of_(std::move(rows_of)),
       members_(unit_->num_groups()),
-      shown_(shards_.size(), WeakTensor(at::Tensor().getIntrusivePtr())) {
+      shown_(shards_.size(), WeakTensor(at::Tensor().getIntrusivePtr())),
+      stages_(unit_->num_groups(), Stage::waits) {
   for (std::size_t i = 0; i < shards_.size(); ++i) {
     if (unit_->trainable(i)) {
       members_[unit_->group_index(i)].push_back(i);
@@ -64,21 +69,69 @@ void GradViews::take() {
 
 void GradViews::show() {
   for (std::size_t g = 0; g < members_.size(); ++g) {
-    if (!unit_->group_at(g).has_grad()) {
+    if (stages_[g] == Stage::shown || !unit_->group_at(g).has_grad()) {
       continue;
     }
-    for (const std::size_t i : members_[g]) {
-      if (is_own(i)) {
-        continue;
-      }
-      if (grad_of(i).defined()) {
-        const at::NoGradGuard no_grad;
-        unit_->grad(i).value().add_(users_rows(i));
-      }
-      show_one(i);
-    }
+    show_group(g);
   }
   lend();
+  const std::vector<Stage> stages = stages_;
+  end_backward();
+  for (std::size_t g = 0; g < stages.size(); ++g) {
+    if (stages[g] == Stage::reduced && unit_->group_at(g).has_grad()) {
+      run_hooks(g);
+    }
+  }
+}
+
+void GradViews::show_reduced() {
+  for (std::size_t g = 0; g < members_.size(); ++g) {
+    ParamGroup& group = unit_->group_at(g);
+    if (members_[g].empty()) {
+      continue;
+    }
+    stages_[g] = Stage::reduced;
+    if (!group.contributed()) {
+      continue;
+    }
+    stages_[g] = Stage::shown;
+    show_group(g);
+    const at::Tensor& flat = group.grad().local();
+    if (flat.is_cuda()) {
+      // A hook that drops the last .grad frees this while its kernels run on
+      // another stream than the one that allocates.
+      flat.record_stream(
+          c10::impl::VirtualGuardImpl(c10::kCUDA).getStream(flat.device()));
+    }
+    group.lend_grad();
+    run_hooks(g);
+  }
+}
+
+void GradViews::end_backward() {
+  std::fill(stages_.begin(), stages_.end(), Stage::waits);
+}
+
+void GradViews::show_group(std::size_t g) {
+  for (const std::size_t i : members_[g]) {
+    if (is_own(i)) {
+      continue;
+    }
+    if (grad_of(i).defined()) {
+      const at::NoGradGuard no_grad;
+      unit_->grad(i).value().add_(users_rows(i));
+    }
+    show_one(i);
+  }
+}
+
+void GradViews::run_hooks(std::size_t g) {
+  for (const std::size_t i : members_[g]) {
+    const auto& hooks = torch::autograd::impl::post_acc_grad_hooks(shards_[i]);
+    if (hooks != nullptr) {
+      (*hooks)(shards_[i]);
+    }
+  }
 }
 
 at::Tensor GradViews::users_rows(std::size_t i) const {
@@ -98,6 +151,7 @@ void GradViews::lend() {
 }
 
 void GradViews::drop() {
+  end_backward();
   for (const at::Tensor& shard : shards_) {
     shard.mutable_grad() = at::Tensor();
   }

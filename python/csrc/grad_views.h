@@ -36,8 +36,12 @@ class GradViews {
   /// none: users may have dropped or replaced them since the last backward.
   void take();
   /// Gives each shard its gradient, with what a user put there added, and lends
-  /// it. After a backward.
+  /// it; then calls the hooks that show_reduced left. After a backward.
   void show();
+  /// The unit's gradients were reduced in a backward that goes on: shows them
+  /// and calls the hooks, on the current stream. A group of which this rank had
+  /// no gradient waits for show(): only then it is known whether others had.
+  void show_reduced();
   /// From here on the `.grad`s alone keep the gradients.
   void lend();
   /// No shard has a `.grad` any more.
@@ -54,6 +58,9 @@ class GradViews {
   /// `.grad` is what show_one made.
   bool is_own(std::size_t parameter) const;
   void show_one(std::size_t parameter);
+  void show_group(std::size_t group);
+  void run_hooks(std::size_t group);
+  void end_backward();
   at::Tensor users_rows(std::size_t parameter) const;
 
   std::shared_ptr<PyUnit> unit_;
@@ -62,6 +69,9 @@ class GradViews {
   py::object rows_of_;
   std::vector<Indices> members_;  ///< of each group; none of frozen ones
   std::vector<WeakTensor> shown_;
+  /// What happened to a group in the backward that runs.
+  enum class Stage { waits, reduced, shown };
+  std::vector<Stage> stages_;
 };
 
 }  // namespace flatshard::python

@@ -1,5 +1,11 @@
 #include "python/csrc/parameter_views.h"
 
+#include "flatshard/core/error.h"
+
+#include <c10/util/ScopeExit.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -12,7 +18,14 @@ ParameterViews::ParameterViews(
     : before_forward_(std::move(before_forward)),
       before_backward_(std::move(before_backward)) {
   for (UnitViews& views : units) {
-    units_.push_back({.views = std::move(views)});
+    State state{.views = std::move(views)};
+    for (const Place& place : state.views.places) {
+      const auto shard = place.shard.cast<at::Tensor>();
+      if (shard.requires_grad()) {
+        state.trained.push_back(shard);
+      }
+    }
+    units_.push_back(std::move(state));
   }
 }
 
@@ -119,12 +132,57 @@ void ParameterViews::backward_ended() {
   const py::gil_scoped_acquire gil;
   for (State& state : units_) {
     state.in_backward = false;
+    state.ran_hooks = false;
     if (state.open_forwards == 0) {
       state.waits = false;
       set(state, false);
     }
   }
+  runs_hooks_ = true;
+  const auto done = c10::make_scope_exit([&] { runs_hooks_ = false; });
+  const at::NoGradGuard no_grad;
   for_all_grads([](GradViews& grads) { grads.show(); });
+}
+
+bool ParameterViews::wants_reduced_gradients(const Unit& unit) {
+  const auto& trained = units_.at(unit.id()).trained;
+  return std::any_of(trained.begin(), trained.end(), [](const auto& shard) {
+    return torch::autograd::impl::post_acc_grad_hooks(shard) != nullptr;
+  });
+}
+
+void ParameterViews::gradients_reduced(Unit& unit) {
+  const py::gil_scoped_acquire gil;
+  State& state = units_.at(unit.id());
+  if (const auto grads = state.views.grads.lock()) {
+    state.ran_hooks = true;
+    runs_hooks_ = true;
+    const auto done = c10::make_scope_exit([&] { runs_hooks_ = false; });
+    grads->show_reduced();
+  }
+}
+
+// Again in one backward: a unit in two reentrant checkpoints.
+void ParameterViews::gradients_ready(Unit& unit, void*) {
+  State& state = units_.at(unit.id());
+  if (!state.ran_hooks) {
+    return;
+  }
+  const py::gil_scoped_acquire gil;
+  state.ran_hooks = false;
+  if (const auto grads = state.views.grads.lock()) {
+    grads->take();
+  }
+}
+
+void ParameterViews::check_no_hook() const {
+  FLATSHARD_CHECK(
+      !runs_hooks_,
+      usage,
+      "a hook of register_post_accumulate_grad_hook called the model whose "
+      "backward runs, or gathered or released its parameters; it may read and "
+      "write its parameter and step an optimizer. Do the rest after "
+      "backward()");
 }
 
 void ParameterViews::was_reset() {
@@ -133,6 +191,7 @@ void ParameterViews::was_reset() {
     state.open_forwards = 0;
     state.in_backward = false;
     state.waits = false;
+    state.ran_hooks = false;
     set(state, false);
   }
   for_all_grads([](GradViews& grads) { grads.drop(); });

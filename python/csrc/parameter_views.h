@@ -55,6 +55,13 @@ class ParameterViews : public RuntimeObserver {
   void backward_began(Unit& unit) override;
   void backward_ended() override;
   void was_reset() override;
+  bool wants_reduced_gradients(const Unit& unit) override;
+  void gradients_reduced(Unit& unit) override;
+  void gradients_ready(Unit& unit, void* slot) override;
+
+  /// @throws Error{usage} inside of a hook that these views call, which must
+  ///   not call the runtime: that waits for the hook.
+  void check_no_hook() const;
 
  private:
   struct State {
@@ -63,6 +70,10 @@ class ParameterViews : public RuntimeObserver {
     bool in_backward = false;
     bool waits = false;  ///< for other modules of the unit
     bool shows_whole = false;
+    /// A hook may have dropped the gradients of the backward that runs.
+    bool ran_hooks = false;
+    /// Of the places, those that are trained: looked at without the GIL.
+    std::vector<at::Tensor> trained;
   };
   void set(State& state, bool whole);
   void end_waits();
@@ -73,6 +84,7 @@ class ParameterViews : public RuntimeObserver {
   std::vector<State> units_;
   py::object before_forward_;
   py::object before_backward_;
+  bool runs_hooks_ = false;
 };
 
 }  // namespace flatshard::python

@@ -79,7 +79,8 @@ class PyRuntime {
           {.prefetch = prefetch,
            .copy_gathers = copies ? CopyGathers::all : CopyGathers::none,
            .others_write = true,
-           .slots_on_demand = true});
+           .slots_on_demand = true,
+           .unused_grads_stay_undefined = true});
       runtime->add_observer(views_);
     }
     for (const auto& unit : units) {
@@ -102,6 +103,7 @@ class PyRuntime {
     nn::TensorList tensors;
     collect_tensors(args, tensors);
     collect_tensors(kwargs, tensors);
+    views_->check_no_hook();
     {
       const py::gil_scoped_release no_gil;
       runtime_->forward_begin(unit, tensors);
@@ -125,6 +127,7 @@ class PyRuntime {
     views_->unit_ended(unit);
   }
   void unshard(UnitId unit, bool awaits) {
+    views_->check_no_hook();
     {
       const py::gil_scoped_release no_gil;
       runtime_->unshard(unit, awaits);
@@ -135,11 +138,15 @@ class PyRuntime {
   }
   bool shows_others() const { return views_->shows_others(); }
   void reshard(UnitId unit) {
+    views_->check_no_hook();
     views_->show(unit, false);
     const py::gil_scoped_release no_gil;
     runtime_->reshard(unit);
   }
-  Runtime& runtime() { return *runtime_; }
+  Runtime& runtime() {
+    views_->check_no_hook();
+    return *runtime_;
+  }
 
  private:
   std::shared_ptr<ParameterViews> views_;

@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from flatshard import row_functions
+from flatshard.row_functions import refuse
 from flatshard.row_shard import RowShard
 
 
@@ -120,28 +122,35 @@ class ShardedTensor(DTensor):
             with torch.no_grad():
                 args[0].copy_(args[1])
             return None
+        kwargs = kwargs or {}
+        name = function.__name__
+        if name == "aminmax":
+            return row_functions.aminmax(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if function is _unscale:
                 return _unscale_gradients(*args)
             pieces = _pieces(function, args)
             if pieces is not None:
-                result = function(*pieces, **(kwargs or {}))
+                result = function(*pieces, **kwargs)
                 writes.note(args[0])
                 return None if result is None else args[0]
-            if function.__name__ in _OF_NEW_VALUES:
-                made = _new_values(function, *args, **(kwargs or {}))
+            if name in _OF_NEW_VALUES:
+                made = _new_values(function, *args, **kwargs)
                 if made is not None:
                     return made
+            if name in row_functions.VIEWS and row_functions.is_view(args):
+                return row_functions.view(function, *args, **kwargs)
+            args = row_functions.prepare(function, args, kwargs)
             args = _align(args)
-            if kwargs and "out" in kwargs:
+            if "out" in kwargs:
                 return _call_with_out(function, args, kwargs)
             try:
-                result = function(*args, **(kwargs or {}))
+                result = function(*args, **kwargs)
             except RuntimeError as error:
                 if "got mixed torch.Tensor and DTensor" not in str(error):
                     raise
                 raise _used_outside(function, args, kwargs) from error
-        if args and (function == _get_data or _is_in_place(function.__name__)):
+        if args and (function == _get_data or _is_in_place(name)):
             writes.note(args[0])
         if isinstance(result, (bool, int, float, str, type(None), torch.Size)):
             return result
@@ -240,7 +249,7 @@ def _call_with_out(function, args, kwargs):
     first = next((a for a in args if isinstance(a, DTensor)), None)
     for tensor in outs:
         if tensor.placements != getattr(first, "placements", tensor.placements):
-            _refuse(function)
+            refuse(function)
     specs = [tensor._spec for tensor in outs]
     function(*args, **kwargs)
     for tensor, spec in zip(outs, specs):
@@ -390,7 +399,8 @@ def _retag(result, function, args, kwargs):
             _retag(item, function, _position(args, i, len(result)), kwargs)
             for i, item in enumerate(result)
         ]
-        return kind(items) if kind in (list, tuple) else kind(*items)
+        # A collections.namedtuple takes its items one by one.
+        return kind(*items) if hasattr(kind, "_fields") else kind(items)
     if not isinstance(result, DTensor) or isinstance(result, ShardedTensor):
         return result
     sources = _cuts_of((args, kwargs), [])
@@ -402,9 +412,9 @@ def _retag(result, function, args, kwargs):
         if isinstance(placement, RowShard):
             continue
         if isinstance(placement, Partial) and placement.reduce_op == "avg":
-            _refuse(function)
+            refuse(function)
         if isinstance(placement, Shard):
-            placements[dim] = _same_rows(result, sources, dim) or _refuse(function)
+            placements[dim] = _same_rows(result, sources, dim) or refuse(function)
     if any(isinstance(p, RowShard) for p in placements):
         result._spec = RowSpec.of(spec, placements)
     result.__class__ = ShardedTensor
@@ -430,14 +440,6 @@ def _same_rows(result, sources, dim):
         ):
             return placement
     return None
-
-
-def _refuse(function):
-    name = getattr(function, "__name__", str(function))
-    raise NotImplementedError(
-        f"{name} of a sharded parameter: its rows are not cut in equal pieces, "
-        f"and this result would be wrong. Take full_tensor() or to_local() first"
-    )
 
 
 def _used_outside(function, args, kwargs):

@@ -255,6 +255,17 @@ def _check_parameter(tensor, name):
             f"parameter {name} is a DTensor; tensor parallelism under fully_shard is "
             "not supported yet"
         )
+    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        raise ValueError(
+            f"parameter {name} has no shape yet ({type(tensor).__name__}): run the "
+            "module once before fully_shard"
+        )
+    if type(tensor) is not nn.Parameter:
+        raise NotImplementedError(
+            f"parameter {name} is a {type(tensor).__name__}, a subclass that sharding "
+            "would turn into a plain tensor: put nn.Parameter(its plain values) in its "
+            "place before fully_shard, or name it in ignored_params"
+        )
     if tensor.dim() == 0:
         raise ValueError(
             f"parameter {name} is a scalar, which has no rows to shard; make it a "

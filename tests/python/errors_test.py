@@ -112,6 +112,44 @@ def test_parameters_without_values(mesh):
         model(on_device(torch.ones(2, 13)))
 
 
+class Scaled(torch.Tensor):
+    """A tensor that computes in its own way, as those of quantized weights do."""
+
+
+class Tagged(nn.Parameter):
+    """Another kind of parameter for whoever asks for its type."""
+
+
+@pytest.mark.parametrize(
+    "parameter, error, problem",
+    [
+        (
+            lambda: nn.Parameter(torch.ones(2, 2).as_subclass(Scaled)),
+            NotImplementedError,
+            "parameter weight is a Scaled, .*nn.Parameter.*ignored_params",
+        ),
+        (
+            lambda: Tagged(torch.ones(2, 2)),
+            NotImplementedError,
+            "parameter weight is a Tagged",
+        ),
+        (
+            nn.UninitializedParameter,
+            ValueError,
+            "parameter weight has no shape yet .*run the module once",
+        ),
+    ],
+)
+def test_parameters_that_are_no_plain_tensors(parameter, error, problem, mesh):
+    layer = nn.Linear(2, 2)
+    layer.weight = parameter()
+    with pytest.raises(error, match=problem):
+        fully_shard(layer, mesh=mesh)
+    ignored = {layer.weight}
+    fully_shard(layer, mesh=mesh, ignored_params=ignored)
+    assert layer.weight in ignored and hasattr(layer.bias, "placements")
+
+
 def test_non_contiguous_parameters_keep_their_values(mesh):
     """FSDP2 refuses them."""
     layer = on_device(nn.Linear(4, 6))

@@ -1,16 +1,21 @@
-"""set_all_reduce_hook: what programs do to reduced gradients."""
+"""Hooks on gradients: set_all_reduce_hook, and register_post_accumulate_grad_hook on
+sharded parameters."""
 
 import copy
+import functools
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.utils.checkpoint import checkpoint
 
+import flatshard
 from flatshard import MixedPrecisionPolicy, fully_shard
 from tests.python.device import DEVICE
 from tests.python.models import Body, Mlp, plain
-from tests.python.training import STRATEGIES, data, full_state, shard
+from tests.python.training import STRATEGIES, data, distance, full_state, shard, twins
 
 
 def set_hook(model, hook):
@@ -128,3 +133,154 @@ def test_what_is_refused(mesh):
         model.set_all_reduce_hook(3)
     with pytest.raises(NotImplementedError, match="not supported with a stream"):
         model.set_all_reduce_hook(print, stream="a stream")
+
+
+# -- register_post_accumulate_grad_hook --------------------------------------------------
+
+
+def steps_in_backward(model, kind=torch.optim.AdamW, **options):
+    """Each parameter has an optimizer, which its hook steps."""
+    optimizers = {}
+
+    def hook(p):
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in model.parameters():
+        optimizers[p] = kind([p], **options)
+        p.register_post_accumulate_grad_hook(hook)
+
+
+def run_steps(model, rank, steps=3):
+    for step in range(steps):
+        model.loss(torch.Generator().manual_seed(10 * step + rank)).backward()
+
+
+def test_optimizers_in_backward_train_as_under_fsdp2(mesh, rank):
+    ours = Mlp()
+    theirs = copy.deepcopy(ours)
+    before = copy.deepcopy(ours).state_dict()
+    for model, function in ((ours, fully_shard), (theirs, fsdp2)):
+        shard(model, function, mesh=mesh)
+        steps_in_backward(model, lr=1e-2, eps=1e-4)
+        run_steps(model, rank)
+        assert all(p.grad is None for p in model.parameters())
+    assert distance(full_state(ours), full_state(theirs)) < 1e-5
+    assert distance(full_state(ours), before) > 1e-3
+    core = flatshard.module.state_of(ours.blocks[0]).core
+    assert core.grad(0) is None  # its memory is free
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_optimizers_in_backward_do_what_one_does_after_it(mesh, rank, strategy, dtype):
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    options = {"strategy": strategy, "mp_policy": policy}
+    ours, after = twins(Mlp, mesh, {}, **options)
+    steps_in_backward(ours, lr=1e-2, eps=1e-4)
+    run_steps(ours, rank)
+    optimizer = torch.optim.AdamW(after.parameters(), lr=1e-2, eps=1e-4)
+    for step in range(3):
+        after.loss(torch.Generator().manual_seed(10 * step + rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert distance(full_state(ours), full_state(after)) == 0
+
+
+def test_hooks_run_once_when_fsdp2_runs_them(mesh, rank):
+    def seen(function):
+        torch.manual_seed(0)
+        model = shard(Mlp(), function, mesh=mesh)
+        calls, grads = [], {}
+
+        def hook(name, p):
+            calls.append(name)
+            grads[name] = p.grad.full_tensor()
+
+        for name, p in model.named_parameters():
+            p.register_post_accumulate_grad_hook(functools.partial(hook, name))
+        for name, block in list(model.blocks.named_children())[1:]:
+            block.register_full_backward_hook(
+                lambda *_, name=name: calls.append(f"backward of {name}")
+            )
+        model.loss(torch.Generator().manual_seed(rank)).backward()
+        assert all(p.grad is not None for p in model.parameters())
+        return calls, grads
+
+    (ours, our_grads), (theirs, their_grads) = seen(fully_shard), seen(fsdp2)
+    assert ours == theirs
+    for name, grad in their_grads.items():
+        torch.testing.assert_close(our_grads[name], grad)
+
+
+def test_a_removed_hook_and_one_without_synchronization(mesh, rank):
+    model = shard(Mlp(), fully_shard, mesh=mesh)
+    calls = []
+    handle = model.head.weight.register_post_accumulate_grad_hook(calls.append)
+    loss = lambda: model.loss(torch.Generator().manual_seed(rank))  # noqa: E731
+    with model.no_sync():
+        loss().backward()
+    assert calls == []
+    loss().backward()
+    assert calls == [model.head.weight]
+    handle.remove()
+    loss().backward()
+    assert len(calls) == 1
+
+
+def test_a_unit_in_two_reentrant_checkpoints(mesh, rank, world):
+    """Its gradients are reduced twice in one backward; steps see their sum."""
+
+    def body(m, x):
+        x = x * m.head.weight.sum()
+        for _ in range(2):
+            x = checkpoint(m.blocks[0], x, use_reentrant=True)
+        return x
+
+    def grads(drops):
+        torch.manual_seed(0)
+        model = shard(Body(body), fully_shard, mesh=mesh)
+        sums = {}
+
+        def hook(p):
+            sums[p] = sums.get(p, 0) + p.grad.full_tensor()
+            p.grad = None
+
+        if drops:
+            for p in model.blocks[0].parameters():
+                p.register_post_accumulate_grad_hook(hook)
+        model(data(rank)).square().mean().backward()
+        if drops:
+            return [sums[p] for p in model.blocks[0].parameters()]
+        return [p.grad.full_tensor() for p in model.blocks[0].parameters()]
+
+    for ours, theirs in zip(grads(True), grads(False)):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_what_a_hook_raises_is_raised_by_backward(mesh, rank):
+    model = shard(Mlp(), fully_shard, mesh=mesh)
+
+    class Stop(Exception):
+        pass
+
+    def stop(p):
+        raise Stop
+
+    loss = lambda: model.loss(torch.Generator().manual_seed(rank))  # noqa: E731
+    weight = model.blocks[1].up.weight
+    handle = weight.register_post_accumulate_grad_hook(stop)
+    with pytest.raises(Stop):
+        loss().backward()
+    handle.remove()
+    for call in (
+        lambda p: model.blocks[1].unshard(),
+        lambda p: model.set_requires_gradient_sync(False),
+    ):
+        handle = weight.register_post_accumulate_grad_hook(call)
+        with pytest.raises(Exception, match="a hook of register_post_acc.*after back"):
+            loss().backward()
+        handle.remove()
+        model.set_requires_gradient_sync(True)
+    loss().backward()
+    assert all(p.grad is not None for p in model.parameters())

@@ -58,6 +58,78 @@ def test_unused_unit_and_unused_parameter(mesh, rank, world):
     against_one_process(model, mesh, rank, world)
 
 
+class Skips(Block):
+    """Its parameters are gathered and get no gradient."""
+
+    used = False
+
+    def forward(self, x):
+        return super().forward(x) if self.used else x + 0
+
+
+def skipping_model():
+    model = Body(lambda m, x: plain(m, x))
+    model.blocks[1] = Skips(DIM, 40)
+    model.scale = nn.Parameter(torch.ones(3))
+    model.head.requires_grad_(False)
+    return on_device(model)
+
+
+def test_units_without_a_gradient_have_none_as_under_fsdp2(mesh, rank):
+    model = skipping_model()
+    theirs = shard(copy.deepcopy(model), fsdp2, mesh=mesh)
+    before = copy.deepcopy(model).state_dict()
+    shard(model, fully_shard, mesh=mesh)
+    for m in (model, theirs):
+        m(data(rank)).sum().backward()
+    without = {name for name, p in model.named_parameters() if p.grad is None}
+    assert without == {n for n, p in theirs.named_parameters() if p.grad is None}
+    assert {"scale", "blocks.1.up.weight"} < without
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    optimizer.step()
+    after = full_state(model)
+    for name, value in before.items():
+        assert torch.equal(value, after[name]) == (name in without), name
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_unit_with_a_gradient_on_one_rank(hooked, mesh, rank, world):
+    """FSDP2 of torch 2.11 waits for ever: the other ranks do not reduce."""
+    torch.manual_seed(0)
+    model = skipping_model()
+    single = copy.deepcopy(model)
+    shard(model, fully_shard, mesh=mesh)
+    seen = []
+    weight = model.blocks[1].up.weight
+    if hooked:
+        weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+    model(data(rank)).sum().backward()
+    assert weight.grad is None and not seen
+    model.zero_grad()
+    model.blocks[1].used = rank == 0
+    model(data(rank)).sum().backward()
+    single.blocks[1].used = True
+    (single(data(0)).sum() / world).backward()
+    expected = single.blocks[1].up.weight.grad
+    torch.testing.assert_close(weight.grad.full_tensor(), expected)
+    assert len(seen) == hooked
+    # A backward that has none leaves what is there.
+    model.blocks[1].used = False
+    model(data(rank)).sum().backward()
+    torch.testing.assert_close(weight.grad.full_tensor(), expected)
+    model.zero_grad()
+    # Nor does the last microbatch forget what others had.
+    model.blocks[1].used = rank == 0
+    with model.no_sync():
+        model(data(rank)).sum().backward()
+    model.blocks[1].used = False
+    model(data(rank)).sum().backward()
+    torch.testing.assert_close(weight.grad.full_tensor(), expected)
+    model.zero_grad()
+    model(data(rank)).sum().backward()
+    assert weight.grad is None
+
+
 @dataclass
 class Result:
     hidden: torch.Tensor

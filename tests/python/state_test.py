@@ -28,15 +28,17 @@ from tests.python.training import distance, full_state, shard, train
 # -- DTensor ---------------------------------------------------------------------
 
 
-@pytest.fixture
-def pair(mesh, world, rank):
-    """A tensor and the same one, cut unevenly."""
-    full = on_device(torch.arange(1.0, 1 + 3 * 4 * world)).reshape(4 * world, 3)
-    return full, cut(full, mesh, rank, uneven_cuts(world, 4 * world))
-
-
-def uneven_cuts(world, rows):
-    return tuple(range(world)) + (rows,)
+@pytest.fixture(params=["uneven", "first rank alone", "last rank alone"])
+def pair(request, mesh, world, rank):
+    """A tensor and the same one, cut unevenly; or one rank has all rows."""
+    rows = 4 * world
+    full = on_device(torch.arange(1.0, 1 + 3 * rows)).reshape(rows, 3)
+    cuts = {
+        "uneven": tuple(range(world)) + (rows,),
+        "first rank alone": (0,) + world * (rows,),
+        "last rank alone": world * (0,) + (rows,),
+    }[request.param]
+    return full, cut(full, mesh, rank, cuts)
 
 
 def cut(full, mesh, rank, cuts):
@@ -58,6 +60,23 @@ RIGHT = {
     "sum of columns": lambda t: t.sum(0),
     "norm": lambda t: t.norm(),
     "max": lambda t: t.max(),
+    "min": lambda t: (-t).min(),
+    "max of integers": lambda t: t.to(torch.int32).max(),
+    "max of columns": lambda t: t.amax(0),
+    "max of rows": lambda t: t.amax(1),
+    "aminmax": lambda t: t.aminmax()[0],
+    "inf-norm": lambda t: t.norm(float("inf")),
+    "inf-norm of columns": lambda t: torch.linalg.vector_norm(t, torch.inf, dim=0),
+    "negative norm": lambda t: torch.linalg.vector_norm(t, ord=-1),
+    "foreach inf-norm": lambda t: torch._foreach_norm([t, t], torch.inf)[1],
+    "largest of rows": lambda t: t.max(dim=1).values,
+    "largest of columns": lambda t: t.max(dim=0).indices,
+    "topk": lambda t: t.topk(2).values,
+    "sort": lambda t: t.sort(descending=True).indices,
+    "qr": lambda t: torch.linalg.qr(t).Q,
+    "singular values": lambda t: torch.linalg.svd(t).S,
+    "view of rows": lambda t: t.view(-1, 3, 1),
+    "squeeze": lambda t: t.unsqueeze(-1).squeeze(),
     "std": lambda t: t.std(),
     "one row": lambda t: t[2],
     "some rows": lambda t: t[1:4],
@@ -69,10 +88,6 @@ RIGHT = {
 }
 RIGHT_OR_REFUSED = {
     "mean": lambda t: t.mean(),
-    "argmax": lambda t: t.argmax(),
-    "transpose": lambda t: t.t(),
-    "view": lambda t: t.view(-1),
-    "reshape": lambda t: t.reshape(t.shape[0] // 2, 6),
     "flip": lambda t: t.flip(0),
     "var over rows": lambda t: t.var(0),
     "sort over rows": lambda t: t.sort(0, descending=True)[0],
@@ -100,6 +115,36 @@ def test_results_are_right_or_refused(name, pair):
     except Exception:
         return
     torch.testing.assert_close(value(result), function(full))
+
+
+REFUSED = {
+    "view": lambda t: t.view(-1),
+    "reshape": lambda t: t.reshape(t.shape[0] // 2, 6),
+    "flatten": lambda t: t.flatten(),
+    "unflatten": lambda t: t.unflatten(0, (2, -1)),
+    "mean": lambda t: t.mean(),
+    "argmax": lambda t: t.argmax(),
+    "t": lambda t: t.t(),
+    "T": lambda t: t.T,
+    "quantile": lambda t: t.quantile(0.5),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_is_refused_by_name(name, pair):
+    with pytest.raises(NotImplementedError, match=f"^{name} of a sharded .*full_te"):
+        REFUSED[name](pair[1])
+
+
+def test_reductions_of_a_rank_without_rows_have_gradients(pair):
+    full, sharded = pair
+    for reduce in (lambda t: t.abs().max(), lambda t: t.view(-1, 1, 3).amax(0).sum()):
+        grads = []
+        for tensor in (full, sharded):
+            leaf = tensor.detach().requires_grad_()
+            value(reduce(leaf)).backward()
+            grads.append(value(leaf.grad))
+        assert torch.equal(*grads)
 
 
 def test_other_cuts_are_brought_together(pair, mesh, world, rank):
@@ -273,6 +318,13 @@ def test_clipping_sees_every_element_once(mesh, world, rank):
         ).full_tensor()
         theirs = torch.nn.utils.clip_grad_norm_(single.parameters(), 1e9)
         torch.testing.assert_close(ours, theirs)
+        # Some biases have no rows on some rank.
+        torch.testing.assert_close(
+            torch.nn.utils.clip_grad_norm_(
+                model.parameters(), 1e9, norm_type=torch.inf, foreach=foreach
+            ).full_tensor(),
+            torch.nn.utils.clip_grad_norm_(single.parameters(), 1e9, torch.inf),
+        )
 
 
 # -- checkpoints ------------------------------------------------------------------------
