@@ -10,6 +10,7 @@
 #include "flatshard/checkpoint/owned_runs.h"
 #include "flatshard/core/error.h"
 #include "flatshard/format/hf_folder.h"
+#include "flatshard/group/weight_write.h"
 
 namespace flatshard {
 namespace {
@@ -75,11 +76,17 @@ void init_weights(
         folder.string(),
         name);
   }
+  if (groups.empty()) {
+    return;
+  }
+  WeightWrite write(
+      groups,
+      *current_stream(groups.front()->model_mesh()->device()));
   for (std::size_t i = 0; i < runs.size(); ++i) {
     read_run(sources[i], runs[i]);
   }
   for (ParamGroup* group : groups) {
-    group->cast_main_to_compute();
+    write.end(*group, WeightWrite::Cast::here);
   }
 }
 

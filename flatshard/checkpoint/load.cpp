@@ -21,6 +21,7 @@
 #include "flatshard/device/upload.h"
 #include "flatshard/flight/recorder.h"
 #include "flatshard/format/read_plan.h"
+#include "flatshard/group/weight_write.h"
 
 namespace flatshard {
 namespace {
@@ -110,10 +111,8 @@ class Loader {
 
   LoadedCheckpoint apply() {
     const at::NoGradGuard no_grad;
-    for (ParamGroup* group : groups_) {
-      group->prepare_write();
-    }
     const at::Device device = groups_.front()->model_mesh()->device();
+    WeightWrite write(groups_, *current_stream(device));
     std::vector<HostCopy> to_device;
     std::vector<HostCopy> to_host;  // whole tensors may be there
     for (const Target& target : targets_) {
@@ -128,7 +127,7 @@ class Loader {
     upload(to_device, device, num_threads());
     upload(to_host, at::kCPU, num_threads());
     for (ParamGroup* group : groups_) {
-      group->cast_main_to_compute();
+      write.end(*group, WeightWrite::Cast::here);
     }
     if (optimizer_ != nullptr) {
       for (std::size_t i = 0; i < updates_.size(); ++i) {

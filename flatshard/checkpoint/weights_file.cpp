@@ -76,7 +76,7 @@ void save_weights(
       for (const GroupParameter& p : group->parameters()) {
         specs.push_back(
             {name_of(p),
-             safetensors_dtype(group->main().dtype()),
+             safetensors_dtype(group->weights().main().dtype()),
              p.whole_shape()});
       }
     }
@@ -85,7 +85,7 @@ void save_weights(
   for (const ParamGroup* group : groups) {
     const Placements whole(group->mesh()->num_axes(), Placement::replicate());
     const FlatBuffer gathered =
-        group->main_on_device().redistribute(whole, Purpose::gather);
+        group->weights().main_on_device().redistribute(whole, Purpose::gather);
     for (std::size_t i = 0; i < group->parameters().size(); ++i) {
       const GroupParameter& p = group->parameters()[i];
       at::Tensor values = gathered.view(i);

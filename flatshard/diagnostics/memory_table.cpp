@@ -19,24 +19,26 @@ std::string human(std::int64_t nbytes) {
 std::vector<MemoryRow> memory_rows(
     const Runtime& runtime,
     std::int64_t optimizer_nbytes) {
-  ParamGroup::Bytes sum;
+  WeightPlanes::Bytes weights;
+  GradientPipeline::Bytes waiting;
   std::int64_t grads = 0;
   std::string strategy = "-";
   Precision precision;
   at::ScalarType grads_dtype = precision.main_grads;
   for (const auto& unit : runtime.units()) {
     for (const auto& group : unit->groups()) {
-      const ParamGroup::Bytes bytes = group->nbytes();
-      sum.main += bytes.main;
-      sum.compute += bytes.compute;
-      sum.inner += bytes.inner;
-      sum.local += bytes.local;
+      const WeightPlanes::Bytes planes = group->weights().nbytes();
+      weights.main += planes.main;
+      weights.compute += planes.compute;
+      const GradientPipeline::Bytes gradients = group->gradients().nbytes();
+      waiting.inner += gradients.inner;
+      waiting.local += gradients.local;
       strategy = group->options().strategy.name;
       precision = group->options().precision;
       if (group->trainable()) {
         grads_dtype = group->options().narrow_grads ? precision.reduce
                                                     : precision.main_grads;
-        grads += group->main().local().numel() *
+        grads += group->weights().main().local().numel() *
                  static_cast<std::int64_t>(c10::elementSize(grads_dtype));
       }
     }
@@ -44,12 +46,12 @@ std::vector<MemoryRow> memory_rows(
   const SlotPlan& plan = runtime.plan();
   std::vector<MemoryRow> rows{
       {"main weights",
-       sum.main,
+       weights.main,
        fmt::format(
            "{}, the optimizer's shard",
            c10::toString(precision.main_params))},
       {"compute weights",
-       sum.compute,
+       weights.compute,
        fmt::format(
            "{}, what is gathered ({})",
            c10::toString(precision.compute),
@@ -79,11 +81,11 @@ std::vector<MemoryRow> memory_rows(
          runtime.poison_nbytes(),
          "NaN that released parameters point at (diagnostics.poison)"});
   }
-  if (sum.inner > 0) {
-    rows.push_back({"inner gradients", sum.inner, "before the outer axes"});
+  if (waiting.inner > 0) {
+    rows.push_back({"inner gradients", waiting.inner, "before the outer axes"});
   }
-  if (sum.local > 0) {
-    rows.push_back({"local gradients", sum.local, "not yet reduced"});
+  if (waiting.local > 0) {
+    rows.push_back({"local gradients", waiting.local, "not yet reduced"});
   }
   return rows;
 }

@@ -149,8 +149,9 @@ void NanCheck::check_reduced_gradients(const Runtime& runtime) {
       runtime,
       "this rank's shard of the reduced gradient",
       [](const ParamGroup& group) {
-        return group.trainable() && group.has_grad() ? group.grad().local()
-                                                     : at::Tensor();
+        return group.trainable() && group.gradients().has_reduced()
+                   ? group.gradients().reduced().local()
+                   : at::Tensor();
       });
 }
 
@@ -158,7 +159,7 @@ void NanCheck::check_weights(const Runtime& runtime) {
   check_shards(
       runtime,
       "this rank's shard of the weight",
-      [](const ParamGroup& group) { return group.main().local(); });
+      [](const ParamGroup& group) { return group.weights().main().local(); });
 }
 
 }  // namespace flatshard

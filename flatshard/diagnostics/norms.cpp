@@ -65,10 +65,11 @@ std::vector<ParameterNorm> parameter_norms(const Runtime& runtime) {
   for (const auto& unit : runtime.units()) {
     for (const auto& group : unit->groups()) {
       const auto first = static_cast<std::int64_t>(result.size());
-      add_shards(*group, group->main().local(), first, parts);
+      add_shards(*group, group->weights().main().local(), first, parts);
       for (const GroupParameter& p : group->parameters()) {
         result.push_back({.name = p.names.front()});
-        has_grad.push_back(group->trainable() && group->has_grad());
+        has_grad.push_back(
+            group->trainable() && group->gradients().has_reduced());
       }
     }
   }
@@ -76,8 +77,12 @@ std::vector<ParameterNorm> parameter_norms(const Runtime& runtime) {
   std::int64_t first = 0;
   for (const auto& unit : runtime.units()) {
     for (const auto& group : unit->groups()) {
-      if (group->trainable() && group->has_grad()) {
-        add_shards(*group, group->grad().local(), num + first, parts);
+      if (group->trainable() && group->gradients().has_reduced()) {
+        add_shards(
+            *group,
+            group->gradients().reduced().local(),
+            num + first,
+            parts);
       }
       first += static_cast<std::int64_t>(group->parameters().size());
     }

@@ -53,19 +53,22 @@ void check_buffers(const Runtime& runtime) {
     for (const auto& group : unit->groups()) {
       const std::string of = " of " + group->options().name +
                              (group->trainable() ? "" : " (frozen)");
-      const at::Tensor compute = group->compute().local();
+      const at::Tensor compute = group->weights().compute().local();
       add_buffer("compute weights" + of, compute, ranges);
       // Views on purpose: main weights of compute's dtype, a shard of it.
-      const at::Tensor shard = group->compute_shard();
+      const at::Tensor shard = group->weights().compute_shard();
       if (shard.defined() && !inside(shard, compute)) {
         add_buffer("compute shard" + of, shard, ranges);
       }
-      const at::Tensor main = group->main().local();
+      const at::Tensor main = group->weights().main().local();
       if (main.defined() && !(compute.defined() && main.is_alias_of(compute)) &&
           !(shard.defined() && main.is_alias_of(shard))) {
         add_buffer("main weights" + of, main, ranges);
       }
-      add_buffer("gradients" + of, group->grad().local(), ranges);
+      add_buffer(
+          "gradients" + of,
+          group->gradients().reduced().local(),
+          ranges);
     }
   }
   check_disjoint(std::move(ranges), "between steps");
@@ -248,7 +251,7 @@ void OverlapCheck::parameters_pointed(Unit& unit) {
       range_of({}, unit.weights_slot.data, unit.weights_slot.nbytes);
   std::vector<UsedRange> ranges;
   for (const UnitParameter& p : unit.parameters()) {
-    if (unit.groups()[p.group]->resident()) {
+    if (unit.groups()[p.group]->weights().resident()) {
       continue;
     }
     ranges.push_back(range_of(

@@ -1,7 +1,6 @@
 #include "flatshard/group/param_group.h"
 
 #include "flatshard/core/error.h"
-#include "flatshard/device/memory.h"
 
 #include <ATen/ATen.h>
 
@@ -21,25 +20,6 @@ std::shared_ptr<const FlatLayout> build_layout(
   }
   return std::make_shared<const FlatLayout>(
       FlatLayout::build(std::move(specs), num_shards, options));
-}
-
-// Whether two placements put the same elements on a rank of this mesh.
-bool same_elements(const Mesh& mesh, const Placements& a, const Placements& b) {
-  for (int axis = 0; axis < mesh.num_axes(); ++axis) {
-    if (mesh.axis(axis).size > 1 && a[axis] != b[axis]) {
-      return false;
-    }
-  }
-  return true;
-}
-
-bool any_sharded(const Mesh& mesh, const Placements& placements) {
-  for (int axis = 0; axis < mesh.num_axes(); ++axis) {
-    if (mesh.axis(axis).size > 1 && placements[axis].is_shard()) {
-      return true;
-    }
-  }
-  return false;
 }
 
 Strategy with_reduce_op(Strategy strategy, ReduceOp op) {
@@ -78,71 +58,74 @@ ParamGroup::ParamGroup(
     ParamGroupOptions options,
     const Initializer& initializer)
     : parameters_(std::move(parameters)),
-      mesh_(std::move(mesh)),
-      model_mesh_(options.model_mesh ? options.model_mesh : mesh_),
-      options_(std::move(options)) {
+      context_{.options = std::move(options), .mesh = std::move(mesh)},
+      model_mesh_(
+          context_.options.model_mesh ? context_.options.model_mesh
+                                      : context_.mesh) {
+  ParamGroupOptions& own = context_.options;
+  const Mesh& m = *context_.mesh;
   FLATSHARD_CHECK(
       !parameters_.empty(),
       internal,
       "a group needs at least one parameter");
-  options_.precision.validate();
+  own.precision.validate();
   check_slices();
   FLATSHARD_CHECK(
-      options_.grad_divisor > 0,
+      own.grad_divisor > 0,
       config,
       "expected grad_divisor > 0, got {}",
-      options_.grad_divisor);
+      own.grad_divisor);
   FLATSHARD_CHECK(
-      !options_.peers_read_weights || options_.keep_compute_weights,
+      !own.peers_read_weights || own.keep_compute_weights,
       config,
       "peers can only read compute weights that are kept; choose one of "
       "copy_gathers and keep_compute_weights = false");
   // Their optimizers' updates wait for nothing on the GPU, so a gradient in
   // main_grads is what they read.
-  options_.narrow_grads = options_.narrow_grads && !options_.offload;
+  own.narrow_grads = own.narrow_grads && !own.offload;
   FLATSHARD_CHECK(
-      options_.strategy.num_axes() == mesh_->num_axes(),
+      own.strategy.num_axes() == m.num_axes(),
       config,
       "strategy {} is for {} mesh axes, the mesh {} has {}",
-      options_.strategy.name,
-      options_.strategy.num_axes(),
-      mesh_->to_string(),
-      mesh_->num_axes());
+      own.strategy.name,
+      own.strategy.num_axes(),
+      m.to_string(),
+      m.num_axes());
   FLATSHARD_CHECK(
-      !options_.strategy.post_forward ||
-          *options_.strategy.post_forward == options_.strategy.parameter,
+      !own.strategy.post_forward ||
+          *own.strategy.post_forward == own.strategy.parameter,
       config,
       "strategy.post_forward other than the parameter's placement is not "
       "supported; use reshard_after_forward");
-  options_.strategy = with_reduce_op(
-      options_.strategy,
-      options_.scaling == GradScaling::mean ? ReduceOp::avg : ReduceOp::sum);
-  options_.strategy.validate();
+  own.strategy = with_reduce_op(
+      own.strategy,
+      own.scaling == GradScaling::mean ? ReduceOp::avg : ReduceOp::sum);
+  own.strategy.validate();
 
-  const Strategy& strategy = options_.strategy;
-  layout_ = build_layout(
+  const Strategy& strategy = own.strategy;
+  context_.layout = build_layout(
       parameters_,
-      strategy.num_shards(mesh_->axis_sizes()),
-      options_.layout);
+      strategy.num_shards(m.axis_sizes()),
+      own.layout);
 
-  allocate_weights();
+  weights_ = std::make_unique<WeightPlanes>(context_);
   initialize(initializer);
 }
 
 void ParamGroup::check_slices() const {
   FLATSHARD_CHECK(
-      mesh_->is_part_of(*model_mesh_),
+      mesh()->is_part_of(*model_mesh_),
       config,
       "{}: expected a mesh that is the model's, {}, or a part of it, got {}",
-      options_.name,
+      options().name,
       model_mesh_->to_string(),
-      mesh_->to_string());
+      mesh()->to_string());
   for (const GroupParameter& p : parameters_) {
     FLATSHARD_CHECK(
         p.slice.has_value() == parameters_.front().slice.has_value(),
         internal,
         "{}: {} is a slice and {} is not; they need groups of their own",
-        options_.name,
+        options().name,
         p.slice ? p.names.front() : parameters_.front().names.front(),
         p.slice ? parameters_.front().names.front() : p.names.front());
     FLATSHARD_CHECK(
@@ -157,7 +140,7 @@ void ParamGroup::check_slices() const {
         p.slice ? p.slice->begin : 0);
     FLATSHARD_CHECK(
         !p.slice || p.shape.front() == p.slice->whole ||
-            !mesh_->same_as(*model_mesh_),
+            !mesh()->same_as(*model_mesh_),
         config,
         "parameter {} is a slice of a larger tensor, but all ranks of the "
         "model share it; give it a sub-mesh without the axis along which the "
@@ -168,100 +151,31 @@ void ParamGroup::check_slices() const {
 
 void ParamGroup::use_mesh(std::shared_ptr<Mesh> mesh) {
   FLATSHARD_CHECK(
-      mesh_->same_as(*mesh),
+      context_.mesh->same_as(*mesh),
       usage,
       "{}: expected the mesh {} with other communicators, got mesh {}",
-      options_.name,
-      mesh_->to_string(),
+      options().name,
+      context_.mesh->to_string(),
       mesh->to_string());
-  if (model_mesh_ == mesh_) {
+  if (model_mesh_ == context_.mesh) {
     model_mesh_ = mesh;
   }
-  mesh_ = std::move(mesh);
-  ways_ = {};
-  if (peers_ != nullptr) {
-    peers_->use_mesh(*mesh_);
-  }
-}
-
-void ParamGroup::allocate_weights() {
-  const Strategy& strategy = options_.strategy;
-  const Precision& precision = options_.precision;
-  resident_ = !any_sharded(*mesh_, strategy.parameter);
-  has_refresh_ = options_.trainable &&
-                 !same_elements(*mesh_, strategy.parameter, strategy.optimizer);
-  const at::ScalarType main_dtype =
-      options_.trainable ? precision.main_params : precision.compute;
-  main_is_compute_ = !options_.offload && main_dtype == precision.compute;
-  if (!main_is_compute_) {
-    allocate(main_, strategy.optimizer, main_dtype, options_.offload);
-    main_.local().zero_();  // padding stays zero
-  }
-  if (!options_.keep_compute_weights && !main_is_compute_ && !resident_ &&
-      !has_refresh_) {
-    return;
-  }
-  if (options_.peers_read_weights && !resident_) {
-    peers_ = std::make_unique<PeerBuffer>(
-        layout_,
-        mesh_,
-        strategy.parameter,
-        precision.compute);
-    compute_ = peers_->local();
-  } else {
-    compute_ =
-        FlatBuffer(layout_, mesh_, strategy.parameter, precision.compute);
-    compute_.local().zero_();
-  }
-  if (!has_refresh_) {
-    compute_shard_ = compute_;
-  } else if (layout_->segments().size() == 1) {
-    compute_shard_ = compute_.redistribute(strategy.optimizer, Purpose::gather);
-  } else {
-    compute_shard_ =
-        FlatBuffer(layout_, mesh_, strategy.optimizer, precision.compute);
-    compute_shard_.local().zero_();
-  }
-  if (main_is_compute_) {
-    // A version counter of its own, which only writes to main move.
-    main_ = FlatBuffer::wrap(
-        compute_shard_.local().variable_data(),
-        layout_,
-        mesh_,
-        compute_shard_.placements());
-  }
-}
-
-void ParamGroup::allocate(
-    FlatBuffer& buffer,
-    const Placements& placements,
-    at::ScalarType dtype,
-    bool on_host) {
-  if (buffer.defined()) {
-    return;
-  }
-  if (!on_host) {
-    buffer = FlatBuffer(layout_, mesh_, placements, dtype);
-    return;
-  }
-  const std::int64_t numel =
-      FlatBuffer::local_numel(*layout_, *mesh_, placements);
-  const at::Tensor memory = host_buffer(
-      numel * static_cast<std::int64_t>(c10::elementSize(dtype)),
-      options_.pin_memory ? mesh_->device() : at::Device(at::kCPU));
-  buffer = FlatBuffer::wrap(memory.view(dtype), layout_, mesh_, placements);
+  context_.mesh = std::move(mesh);
+  weights_->use_mesh();
+  gradients_.replan();
 }
 
 void ParamGroup::initialize(const Initializer& initializer) {
   const at::NoGradGuard no_grad;
+  const FlatBuffer& main = weights_->main();
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     GroupParameter& p = parameters_[i];
-    for (const Piece& piece : main_.local_pieces(i)) {
+    for (const Piece& piece : main.local_pieces(i)) {
       if (piece.numel == 0) {
         continue;
       }
       const at::Tensor out =
-          main_.local().narrow(0, piece.local_offset, piece.numel);
+          main.local().narrow(0, piece.local_offset, piece.numel);
       if (p.values.defined()) {
         out.copy_(
             p.values.flatten().narrow(0, piece.tensor_offset, piece.numel));
@@ -275,7 +189,7 @@ void ParamGroup::initialize(const Initializer& initializer) {
     }
     p.values = at::Tensor();
   }
-  cast_main_to_compute();
+  weights_->initialized();
 }
 
 void ParamGroup::set_names(
@@ -290,12 +204,13 @@ void ParamGroup::set_divisor(double divisor) {
       divisor > 0,
       config,
       "{}: expected a gradient divisor > 0, got {}",
-      options_.name,
+      options().name,
       divisor);
-  options_.scaling = GradScaling::sum;
-  options_.grad_divisor = divisor;
-  options_.strategy = with_reduce_op(options_.strategy, ReduceOp::sum);
-  ways_ = {};  // they had the mean
+  ParamGroupOptions& own = context_.options;
+  own.scaling = GradScaling::sum;
+  own.grad_divisor = divisor;
+  own.strategy = with_reduce_op(own.strategy, ReduceOp::sum);
+  gradients_.replan();  // the plans had the mean
 }
 
 void ParamGroup::set_attribute(
@@ -305,150 +220,26 @@ void ParamGroup::set_attribute(
   parameters_.at(parameter).attributes[std::move(key)] = std::move(value);
 }
 
-at::Tensor ParamGroup::compute_shard() const {
-  return main_is_compute_ ? at::Tensor() : compute_shard_.local();
-}
-
-ParamGroup::Gather ParamGroup::plan_gather(bool copies) {
-  Gather gather;
-  gather.is_first = gathered_ != generation_;
-  gather.refresh = has_refresh_ && gather.is_first;
-  gathered_ = generation_;
-  gather.copies = copies && peers_ != nullptr;
-  if (gather.copies) {
-    gather.fence = fenced_ != generation_;
-    fenced_ = generation_;
-    copied_ = true;
+GradientPipeline::Reduction ParamGroup::plan_reduction(
+    bool collective,
+    bool is_last) {
+  if (collective) {
+    weights_->peers_have_read();
   }
-  return gather;
-}
-
-void ParamGroup::gather(const at::Tensor& out, const Gather& gather) {
-  if (gather.refresh) {
-    compute_shard_.redistribute(
-        options_.strategy.parameter,
-        Purpose::gather,
-        &compute_);
-  }
-  if (resident_) {
-    return;
-  }
-  if (gather.fence) {
-    peers_->fence();
-  }
-  if (gather.copies) {
-    peers_->copy_whole(out);
-  } else {
-    unshard(out);
-  }
-}
-
-void ParamGroup::unshard(const at::Tensor& out) const {
-  if (compute_.defined()) {
-    way(Way::gather).run(compute_.local(), out);
-    return;
-  }
-  // This rank's slice of the slot when that is one range, else a temporary.
-  const Placements whole(mesh_->num_axes(), Placement::replicate());
-  const FlatBuffer target = FlatBuffer::wrap(out, layout_, mesh_, whole);
-  const FlatBuffer shard =
-      target.redistribute(options_.strategy.parameter, Purpose::gather);
-  shard.local().copy_(main_on_device().local());
-  way(Way::gather).run(shard.local(), out);
-}
-
-const Redistribution& ParamGroup::way(Way which) const {
-  auto& planned = ways_.at(static_cast<std::size_t>(which));
-  if (planned) {
-    return *planned;
-  }
-  const Strategy& strategy = options_.strategy;
-  const auto plan = [&](const Placements& from,
-                        const Placements& to,
-                        Purpose purpose) -> const Redistribution& {
-    return planned.emplace(layout_, mesh_, from, to, purpose);
-  };
-  switch (which) {
-    case Way::to_inner:
-      return plan(partial_everywhere(), strategy.gradient, Purpose::reduce);
-    case Way::inner_to_final:
-      return plan(strategy.gradient, final_gradient(), Purpose::reduce);
-    case Way::to_final:
-      return plan(partial_everywhere(), final_gradient(), Purpose::reduce);
-    case Way::gather:
-    case Way::count:
-      break;
-  }
-  return plan(
-      strategy.parameter,
-      Placements(mesh_->num_axes(), Placement::replicate()),
-      Purpose::gather);
-}
-
-FlatBuffer ParamGroup::main_on_device() const {
-  if (!options_.offload) {
-    return main_;
-  }
-  const at::Device device = mesh_->device();
-  const FlatBuffer there = FlatBuffer::wrap(
-      main_.local().to(device, /*non_blocking=*/true),
-      layout_,
-      mesh_,
-      main_.placements());
-  if (device.is_cuda()) {
-    uploaded_.record(*current_stream(device));
-  }
-  return there;
-}
-
-void ParamGroup::update_compute() {
-  if (compute_shard().defined()) {
-    const at::NoGradGuard no_grad;
-    compute_shard_.local().copy_(main_on_device().local());
-  }
-}
-
-void ParamGroup::cast_main_to_compute() {
-  update_compute();
-  main_version_ = main_.local()._version();
-  mark_weights_changed();
-}
-
-void ParamGroup::prepare_write() {
-  wait_for_uploads();
-  if (copied_) {
-    copied_ = false;
-    current_stream(mesh_->device())->submit([this] { peers_->fence_writes(); });
-  }
-}
-
-void ParamGroup::mark_weights_changed() {
-  mark_weights_changed(*current_stream(mesh_->device()));
-}
-
-void ParamGroup::mark_weights_changed(Stream& stream) {
-  ++generation_;
-  written_.record(stream);
-}
-
-bool ParamGroup::adopt_foreign_writes() {
-  if (main_.local()._version() == main_version_) {
-    return false;
-  }
-  cast_main_to_compute();
-  return true;
+  return gradients_.plan(collective, is_last);
 }
 
 ParamGroup::Replicas ParamGroup::replicas() const {
   Replicas replicas;
   const bool sliced = parameters_.front().slice.has_value();
-  const std::vector<std::string> own = mesh_->axis_names();
+  const std::vector<std::string> own = mesh()->axis_names();
   for (int axis = 0; axis < model_mesh_->num_axes(); ++axis) {
     const auto found =
         std::find(own.begin(), own.end(), model_mesh_->axis(axis).name);
     const bool holds_others =
-        found == own.end() ? sliced
-                           : main_.placements()[found - own.begin()].is_shard();
+        found == own.end()
+            ? sliced
+            : weights_->main().placements()[found - own.begin()].is_shard();
     if (!holds_others) {
       const std::int64_t size = model_mesh_->axis(axis).size;
       replicas.index = replicas.index * size + model_mesh_->coordinate(axis);
@@ -459,22 +250,22 @@ ParamGroup::Replicas ParamGroup::replicas() const {
 }
 
 std::vector<NamedShard> ParamGroup::main_shards() const {
-  return shards_of(main_.local());
+  return shards_of(weights_->main().local());
 }
 
 std::vector<NamedShard> ParamGroup::shards_of(const at::Tensor& flat) const {
   FLATSHARD_CHECK(
-      flat.numel() == main_.local().numel(),
+      flat.numel() == weights_->main().local().numel(),
       usage,
       "expected a flat tensor of {} elements like the main weights of {}, "
       "got {}",
-      main_.local().numel(),
-      options_.name,
+      weights_->main().local().numel(),
+      options().name,
       flat.numel());
   std::vector<NamedShard> shards;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const GroupParameter& p = parameters_[i];
-    const auto pieces = main_.local_pieces(i);
+    const auto pieces = weights_->main().local_pieces(i);
     for (const Piece& piece : pieces) {
       shards.push_back(
           {p.names,
@@ -497,30 +288,6 @@ std::vector<NamedShard> ParamGroup::shards_of(const at::Tensor& flat) const {
     }
   }
   return shards;
-}
-
-ParamGroup::Bytes ParamGroup::nbytes() const {
-  const auto of = [](const FlatBuffer& b) {
-    return b.defined() ? b.nbytes() : 0;
-  };
-  std::int64_t compute = of(compute_);  // none when it is not kept
-  if (compute_shard_.defined() &&
-      compute_shard_.local().storage().unsafeGetStorageImpl() !=
-          compute_.local().storage().unsafeGetStorageImpl()) {
-    compute += of(compute_shard_);
-  }
-  std::int64_t lent = 0;
-  if (lent_) {
-    if (const at::Tensor memory(lent_->lock()); memory.defined()) {
-      lent = static_cast<std::int64_t>(memory.nbytes());
-    }
-  }
-  return {
-      .main = main_is_compute_ ? 0 : of(main_),
-      .compute = compute,
-      .grad = of(grad_) + of(narrow_) + lent,
-      .inner = of(inner_),
-      .local = of(local_)};
 }
 
 }  // namespace flatshard

@@ -23,7 +23,8 @@ struct TensorSlice {
 struct ParameterPlacement {
   /// The ranks that share the parameter: the model's mesh or a sub-mesh of it.
   /// Ranks that differ in the model's other axes hold other slices, or, without
-  /// `slice`, the same values, and it is the program's to see that they stay so.
+  /// `slice`, the same values, and it is the program's to see that they stay
+  /// so.
   std::shared_ptr<Mesh> mesh;
   /// For the axes of `mesh`.
   std::optional<Strategy> strategy;

@@ -24,11 +24,15 @@ ClipResult clip_grad_norm(
         mesh.to_string(),
         group->options().name,
         group->model_mesh()->to_string());
-    if (!group->trainable() || !group->has_grad()) {
+    if (!group->trainable() || !group->gradients().has_reduced()) {
       continue;
     }
-    const at::Tensor norm =
-        at::linalg_vector_norm(group->grad().local(), 2, {}, false, at::kFloat);
+    const at::Tensor norm = at::linalg_vector_norm(
+        group->gradients().reduced().local(),
+        2,
+        {},
+        false,
+        at::kFloat);
     // Replicas hold the same values: each counts for its part.
     parts.push_back(norm.square()
                         .div_(static_cast<double>(group->replicas().count))

@@ -1,6 +1,7 @@
 #include "flatshard/optim/optimizer.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/group/weight_write.h"
 
 #include <ATen/ATen.h>
 
@@ -45,7 +46,7 @@ std::vector<DecayRange> decay_ranges(
       ranges.push_back({end, decay});
     }
   }
-  const std::int64_t numel = group.main().local().numel();
+  const std::int64_t numel = group.weights().main().local().numel();
   if (ranges.empty()) {
     ranges.push_back({numel, static_cast<float>(weight_decay)});
   }
@@ -67,14 +68,14 @@ Optimizer::Optimizer(std::vector<ParamGroup*> groups, double weight_decay) {
     }
     FlatUpdate update;
     update.decay = decay_ranges(*group, weight_decay);
-    if (update.decay.size() > 1 && group->main().local().is_cuda()) {
+    if (update.decay.size() > 1 && group->weights().main().local().is_cuda()) {
       std::vector<std::int64_t> ends;
       std::vector<float> decays;
       for (const DecayRange& range : update.decay) {
         ends.push_back(range.end);
         decays.push_back(range.weight_decay);
       }
-      const at::Device device = group->main().local().device();
+      const at::Device device = group->weights().main().local().device();
       update.device_ends = at::tensor(ends, at::kLong).to(device);
       update.device_decays = at::tensor(decays, at::kFloat).to(device);
     }
@@ -94,7 +95,7 @@ void Optimizer::step(double lr, const at::Tensor& grad_scale) {
   const at::NoGradGuard no_grad;
   for (const ParamGroup* group : groups_) {
     FLATSHARD_CHECK(
-        !group->has_unreduced_grad(),
+        !group->gradients().has_unreduced(),
         usage,
         "gradients of {} wait for the last microbatch: run its backward with "
         "is_last_microbatch and sync on before the optimizer steps",
@@ -107,17 +108,13 @@ void Optimizer::step(double lr, const at::Tensor& grad_scale) {
   }
   const auto current = current_stream(groups_.front()->mesh()->device());
   Stream& stream = stream_ ? *stream_ : *current;
+  std::vector<ParamGroup*> written;
   for (ParamGroup* group : groups_) {
-    if (group->has_grad()) {
-      group->prepare_write();
-      group->adopt_foreign_writes();
+    if (group->gradients().has_reduced()) {
+      written.push_back(group);
     }
   }
-  if (stream_) {
-    Event before;
-    before.record(*current);
-    before.wait(stream);
-  }
+  WeightWrite write(std::move(written), stream);
   at::Tensor scale_on_host;  // waits for the device once, if at all
   const auto host_scale = [&] {
     if (grad_scale.defined() && !scale_on_host.defined()) {
@@ -127,36 +124,35 @@ void Optimizer::step(double lr, const at::Tensor& grad_scale) {
   };
   for (std::size_t i = 0; i < groups_.size(); ++i) {
     ParamGroup& group = *groups_[i];
-    if (!group.has_grad()) {
+    if (!group.gradients().has_reduced()) {
       continue;
     }
     ++group_steps_[i];
     FlatUpdate& flat = updates_[i];  // the last step is done with it
     const bool offload = group.options().offload;
-    flat.main = group.main().local();
-    flat.compute = offload ? at::Tensor() : group.compute_shard();
-    flat.grad = group.grad().local();
+    flat.main = group.weights().main().local();
+    flat.compute = offload ? at::Tensor() : group.weights().compute_shard();
+    flat.grad = group.gradients().reduced().local();
     flat.grad_scale = offload ? host_scale() : grad_scale;
-    stream.submit([this, i, lr, offload, &group] {
+    stream.submit([this, i, lr] {
       update(i, updates_[i], lr);
       updates_[i].grad.reset();  // zero_grad gives its memory back
-      if (offload) {
-        group.update_compute();
-      }
     });
-    group.mark_weights_changed(stream);
+    write.end(
+        group,
+        offload ? WeightWrite::Cast::here : WeightWrite::Cast::by_writer);
   }
   updated_.record(stream);
 }
 
 void Optimizer::zero_grad() {
   for (ParamGroup* group : groups_) {
-    group->zero_grad();
+    group->gradients().zero();
   }
 }
 
 at::Tensor Optimizer::new_state(std::size_t group) const {
-  const at::Tensor& main = groups_[group]->main().local();
+  const at::Tensor& main = groups_[group]->weights().main().local();
   return at::zeros({main.numel()}, main.options().dtype(at::kFloat));
 }
 

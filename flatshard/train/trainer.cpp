@@ -419,7 +419,7 @@ void Trainer::spoil_gradient(std::int64_t step) {
   }
   spoilt_ = true;  // once, also when the step comes again
   if (env_.rank == 0) {
-    const at::Tensor grad = runtime_->groups().front()->grad().local();
+    const at::Tensor grad = runtime_->groups().front()->gradients().reduced().local();
     grad.narrow(0, 0, 1).fill_(std::nan(""));
   }
 }

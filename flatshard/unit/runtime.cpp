@@ -220,7 +220,7 @@ std::vector<ParamGroup*> Runtime::groups() const {
 
 void Runtime::zero_grad() {
   for (ParamGroup* group : groups()) {
-    group->zero_grad();
+    group->gradients().zero();
   }
 }
 
@@ -267,7 +267,8 @@ void Runtime::reset_locked() {
 void Runtime::reset_after_failure() {
   const auto all = groups();
   if (std::any_of(all.begin(), all.end(), [](const ParamGroup* group) {
-        return group->has_grad() || group->has_unreduced_grad();
+        return group->gradients().has_reduced() ||
+               group->gradients().has_unreduced();
       })) {
     log_warning(
         "step {}: the gradients of this step are dropped, because {} failed",
@@ -383,12 +384,12 @@ void Runtime::gather(Unit& unit, Phase phase) {
                       (options_.copy_gathers == CopyGathers::all ||
                        (options_.copy_gathers == CopyGathers::forward &&
                         phase == Phase::forward));
-  std::vector<ParamGroup::Gather> gathers;
+  std::vector<WeightPlanes::Gather> gathers;
   gathers.reserve(unit.groups().size());
   for (const auto& group : unit.groups()) {
-    gathers.push_back(group->plan_gather(copies));
+    gathers.push_back(group->weights().plan_gather(copies));
     if (gathers.back().is_first) {
-      group->wait_for_weights(*gather_stream_);
+      group->weights().wait_for_weights(*gather_stream_);
     }
   }
   void* slot = nullptr;
@@ -473,17 +474,17 @@ void Runtime::reduce(Unit& unit, bool collective) {
   void* slot = grads_slot(unit);
   unit.finish_grads(slot);
   observe([&](RuntimeObserver& o) { o.gradients_ready(unit, slot); });
-  std::vector<std::pair<std::size_t, ParamGroup::Reduction>> planned;
+  std::vector<std::pair<std::size_t, GradientPipeline::Reduction>> planned;
   for (std::size_t g = 0; g < unit.groups().size(); ++g) {
     if (unit.groups()[g]->trainable()) {
       planned.emplace_back(
           g,
           unit.groups()[g]->plan_reduction(collective, is_last_microbatch_));
-      const ParamGroup::Reduction& planned_last = planned.back().second;
+      const GradientPipeline::Reduction& planned_last = planned.back().second;
       if (planned_last.collective && !planned_last.to_inner) {
         reduced_groups_.emplace_back(
             unit.groups()[g].get(),
-            !planned_last.add_grad);
+            !planned_last.add_reduced);
       }
     }
   }
@@ -497,7 +498,7 @@ void Runtime::reduce(Unit& unit, bool collective) {
                             reduction = reduction,
                             step = step_] {
       const CollectiveScope scope(step, unit.name());
-      group.reduce(flat, reduction);
+      group.gradients().reduce(flat, reduction);
     });
   }
   unit.reduced.record(*reduce_stream_);
@@ -540,8 +541,8 @@ void Runtime::forget_unused_grads() {
   bool in_doubt = false;
   for (std::size_t i = 0; i < reduced.size(); ++i) {
     const auto& [group, is_first] = reduced[i];
-    had[i] = group->contributed() ? 1 : 0;
-    in_doubt |= is_first && !group->contributed();
+    had[i] = group->gradients().contributed() ? 1 : 0;
+    in_doubt |= is_first && !group->gradients().contributed();
   }
   at::Tensor flags = at::tensor(had);
   if (mesh_->size() > 1) {
@@ -568,7 +569,7 @@ void Runtime::forget_unused_grads() {
   for (std::size_t i = 0; i < reduced.size(); ++i) {
     const auto& [group, is_first] = reduced[i];
     if (is_first && ranks[static_cast<std::int64_t>(i)] == 0) {
-      group->forget_grad();
+      group->gradients().drop_reduced();
     }
   }
 }
@@ -606,7 +607,7 @@ void Runtime::rest(Unit& unit) {
   unit.gathered = {};
   unit.reduced = {};
   for (const auto& group : unit.groups()) {
-    group->mark_stale();
+    group->weights().mark_stale();
   }
   // The communication streams are idle.
   const auto give_back = [&](Slot& slot,

@@ -23,12 +23,12 @@
 namespace flatshard {
 
 /// Which gathers are copies that each rank makes of its peers' weights by
-/// itself (ParamGroup::Gather::copies). On GPUs copy engines do them, and leave
-/// the SMs to what computes.
+/// itself (WeightPlanes::Gather::copies). On GPUs copy engines do them, and
+/// leave the SMs to what computes.
 ///
 /// A copy takes no peer's doing, so nothing but a later collective tells a rank
 /// that its weights were read: a backward's reductions do, and where there were
-/// none (after an evaluation) ParamGroup::prepare_write. Optimizers and
+/// none (after an evaluation) WeightPlanes::wait_for_readers. Optimizers and
 /// checkpoints call it before they write; whoever else writes weights does,
 /// too.
 enum class CopyGathers { none, forward, all };
@@ -38,8 +38,9 @@ struct RuntimeOptions {
   bool reshard_after_forward = true;
   /// Other than none: the groups have ParamGroupOptions::peers_read_weights.
   CopyGathers copy_gathers = CopyGathers::none;
-  /// Weights are written by others, who do not call ParamGroup::prepare_write:
-  /// a forward without a backward ends when no peer copies weights any more.
+  /// Weights are written by others, who do not call
+  /// WeightPlanes::wait_for_readers: a forward without a backward ends when no
+  /// peer copies weights any more.
   bool others_write = false;
   /// Each gather and each reduction allocates its slot and frees it afterwards,
   /// instead of a plan giving it a place in one arena that is there all the

@@ -101,7 +101,7 @@ void Runtime::before_root_forward() {
   std::int64_t generation = 0;
   for (const auto& unit : units_) {
     for (const auto& group : unit->groups()) {
-      group->adopt_foreign_writes();
+      group->weights().adopt_foreign_writes();
     }
     generation += unit->generation();
   }
@@ -117,8 +117,8 @@ void Runtime::before_root_forward() {
   const auto compute = current_stream(mesh_->device());
   for (const auto& unit : units_) {
     for (const auto& group : unit->groups()) {
-      if (group->resident() && !group->has_refresh()) {
-        group->wait_for_weights(*compute);
+      if (group->weights().resident() && !group->weights().has_refresh()) {
+        group->weights().wait_for_weights(*compute);
       }
     }
   }
@@ -211,7 +211,8 @@ void Runtime::finish_evaluation() {
   }
   for (const auto& unit : units_) {
     for (const auto& group : unit->groups()) {
-      fences ? group->prepare_write() : group->wait_for_uploads();
+      fences ? group->weights().wait_for_readers()
+             : group->weights().wait_for_uploads();
     }
   }
 }
@@ -358,7 +359,7 @@ TaskId Runtime::ensure_task() {
       // A write since the forward raises the generation, which then differs
       // from the call's.
       for (const auto& group : unit->groups()) {
-        group->adopt_foreign_writes();
+        group->weights().adopt_foreign_writes();
       }
     }
     int count = 0;

@@ -48,7 +48,7 @@ Unit::Unit(
     const std::int64_t numel = group->layout().numel();
     padding_.push_back(group->layout().padding_ranges());
     weights_offset_.push_back(weights_nbytes_);
-    if (!group->resident()) {
+    if (!group->weights().resident()) {
       weights_nbytes_ += align_up(numel * c10::elementSize(precision.compute));
     }
     grads_offset_.push_back(grads_nbytes_);
@@ -61,20 +61,20 @@ Unit::Unit(
 
 bool Unit::has_refresh() const {
   return std::any_of(groups_.begin(), groups_.end(), [](const auto& group) {
-    return group->has_refresh();
+    return group->weights().has_refresh();
   });
 }
 
 bool Unit::has_unreduced_grad() const {
   return std::any_of(groups_.begin(), groups_.end(), [](const auto& group) {
-    return group->has_unreduced_grad();
+    return group->gradients().has_unreduced();
   });
 }
 
 std::int64_t Unit::generation() const {
   std::int64_t sum = 0;
   for (const auto& group : groups_) {
-    sum += group->generation();
+    sum += group->weights().version();
   }
   return sum;
 }
@@ -85,7 +85,7 @@ UnitSpec Unit::spec(UnitId parent, UnitPolicy policy) const {
   spec.gather_nbytes = weights_nbytes_;
   if (spec.resident && has_refresh()) {
     for (const auto& group : groups_) {
-      spec.gather_nbytes += group->compute().nbytes();
+      spec.gather_nbytes += group->weights().compute().nbytes();
     }
   }
   spec.grad_nbytes = grads_nbytes_;
@@ -103,18 +103,18 @@ UnitSpec Unit::spec(UnitId parent, UnitPolicy policy) const {
 
 void Unit::gather_into(
     void* slot,
-    const std::vector<ParamGroup::Gather>& gathers) const {
+    const std::vector<WeightPlanes::Gather>& gathers) const {
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     ParamGroup& group = *groups_[g];
     at::Tensor whole;
-    if (!group.resident()) {
+    if (!group.weights().resident()) {
       whole = view_of_memory(
           static_cast<char*>(slot) + weights_offset_[g],
           {group.layout().numel()},
           group.options().precision.compute,
           group.mesh()->device());
     }
-    group.gather(whole, gathers[g]);
+    group.weights().gather(whole, gathers[g]);
   }
 }
 
@@ -133,7 +133,7 @@ void Unit::point_at(void* slot) {
   check_storage();
   for (UnitParameter& p : parameters_) {
     const ParamGroup& group = *groups_[p.group];
-    if (!group.resident()) {
+    if (!group.weights().resident()) {
       const std::int64_t offset =
           group.layout().tensor_offset(p.index) *
           c10::elementSize(group.options().precision.compute);
@@ -145,7 +145,7 @@ void Unit::point_at(void* slot) {
 
 void Unit::clear() {
   for (UnitParameter& p : parameters_) {
-    if (!groups_[p.group]->resident()) {
+    if (!groups_[p.group]->weights().resident()) {
       p.storage.clear();
     }
   }
@@ -154,8 +154,8 @@ void Unit::clear() {
 void Unit::point_residents() {
   for (UnitParameter& p : parameters_) {
     const ParamGroup& group = *groups_[p.group];
-    if (group.resident()) {
-      const at::Tensor& flat = group.compute().local();
+    if (group.weights().resident()) {
+      const at::Tensor& flat = group.weights().compute().local();
       const std::int64_t offset =
           group.layout().tensor_offset(p.index) *
           static_cast<std::int64_t>(flat.element_size());
@@ -194,7 +194,7 @@ void Unit::finish_grads(void* slot) {
       continue;
     }
     if (p.in_slot || p.pending_grad.defined()) {
-      groups_[p.group]->mark_contributed();
+      groups_[p.group]->gradients().mark_contributed();
     }
     if (p.pending_grad.defined()) {
       const at::Tensor view = grad_view(slot, p);

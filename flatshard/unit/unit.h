@@ -67,7 +67,7 @@ class Unit {
   UnitSpec spec(UnitId parent, UnitPolicy policy) const;
 
   /// Gathers the weights of all groups into `slot`. Inside Stream::submit.
-  void gather_into(void* slot, const std::vector<ParamGroup::Gather>& gathers)
+  void gather_into(void* slot, const std::vector<WeightPlanes::Gather>& gathers)
       const;
   /// @throws Error{usage} when somebody gave a parameter another storage.
   void check_storage() const;

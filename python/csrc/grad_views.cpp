@@ -40,15 +40,15 @@ bool GradViews::is_own(std::size_t i) const {
 void GradViews::take() {
   for (std::size_t g = 0; g < members_.size(); ++g) {
     ParamGroup& group = unit_->group_at(g);
-    group.reclaim_grad();
-    if (!group.has_grad()) {
+    group.gradients().take_back();
+    if (!group.gradients().has_reduced()) {
       continue;
     }
     const Indices& members = members_[g];
     if (std::none_of(members.begin(), members.end(), [&](std::size_t i) {
           return grad_of(i).defined();
         })) {
-      group.forget_grad();
+      group.gradients().drop_reduced();
       continue;
     }
     for (const std::size_t i : members) {
@@ -69,7 +69,8 @@ void GradViews::take() {
 
 void GradViews::show() {
   for (std::size_t g = 0; g < members_.size(); ++g) {
-    if (stages_[g] == Stage::shown || !unit_->group_at(g).has_grad()) {
+    if (stages_[g] == Stage::shown ||
+        !unit_->group_at(g).gradients().has_reduced()) {
       continue;
     }
     show_group(g);
@@ -78,7 +79,8 @@ void GradViews::show() {
   const std::vector<Stage> stages = stages_;
   end_backward();
   for (std::size_t g = 0; g < stages.size(); ++g) {
-    if (stages[g] == Stage::reduced && unit_->group_at(g).has_grad()) {
+    if (stages[g] == Stage::reduced &&
+        unit_->group_at(g).gradients().has_reduced()) {
       run_hooks(g);
     }
   }
@@ -91,19 +93,19 @@ void GradViews::show_reduced() {
       continue;
     }
     stages_[g] = Stage::reduced;
-    if (!group.contributed()) {
+    if (!group.gradients().contributed()) {
       continue;
     }
     stages_[g] = Stage::shown;
     show_group(g);
-    const at::Tensor& flat = group.grad().local();
+    const at::Tensor& flat = group.gradients().reduced().local();
     if (flat.is_cuda()) {
       // A hook that drops the last .grad frees this while its kernels run on
       // another stream than the one that allocates.
       flat.record_stream(
           c10::impl::VirtualGuardImpl(c10::kCUDA).getStream(flat.device()));
     }
-    group.lend_grad();
+    group.gradients().give_up();
     run_hooks(g);
   }
 }
@@ -146,7 +148,7 @@ void GradViews::show_one(std::size_t i) {
 
 void GradViews::lend() {
   for (std::size_t g = 0; g < members_.size(); ++g) {
-    unit_->group_at(g).lend_grad();
+    unit_->group_at(g).gradients().give_up();
   }
 }
 

@@ -84,7 +84,7 @@ void PyUnit::find_rows(PlaceInGroup& place) const {
   const ParamGroup& g = *groups_[place.group];
   place.shape = g.parameters().at(place.index).shape;
   std::int64_t numel = 0;
-  for (const Piece& piece : g.main().local_pieces(place.index)) {
+  for (const Piece& piece : g.weights().main().local_pieces(place.index)) {
     place.offset = piece.local_offset;
     numel = piece.numel;
   }
@@ -94,7 +94,7 @@ void PyUnit::find_rows(PlaceInGroup& place) const {
 }
 
 bool PyUnit::is_whole(const ParamGroup& group) {
-  return group.main().local().numel() == group.layout().numel();
+  return group.weights().main().local().numel() == group.layout().numel();
 }
 
 at::Tensor PyUnit::rows_of(std::size_t i, const at::Tensor& flat) const {
@@ -112,15 +112,15 @@ at::Tensor PyUnit::rows_of(std::size_t i, const at::Tensor& flat) const {
 }
 
 at::Tensor PyUnit::shard(std::size_t i) const {
-  return rows_of(i, group(i).main().local());
+  return rows_of(i, group(i).weights().main().local());
 }
 
 std::optional<at::Tensor> PyUnit::grad(std::size_t i) const {
   const ParamGroup& g = group(i);
-  if (!g.trainable() || !g.has_grad()) {
+  if (!g.trainable() || !g.gradients().has_reduced()) {
     return std::nullopt;
   }
-  return rows_of(i, g.grad().local());
+  return rows_of(i, g.gradients().reduced().local());
 }
 
 std::vector<std::int64_t> PyUnit::cuts(std::size_t i) const {

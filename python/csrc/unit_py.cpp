@@ -174,7 +174,7 @@ at::Tensor linear_cross_entropy(
 }
 
 // The reductions' thread calls it, and may be its last owner.
-ParamGroup::ReducedHook reduced_hook(py::object hook) {
+GradientPipeline::Hook reduced_hook(py::object hook) {
   if (hook.is_none()) {
     return {};
   }
@@ -250,7 +250,7 @@ void bind_unit(py::module_& m) {
           "mark_written",
           [](PyUnit& self) {
             for (std::size_t g = 0; g < self.num_groups(); ++g) {
-              self.group_at(g).mark_written();
+              self.group_at(g).weights().mark_foreign_write();
             }
           },
           "Somebody else may have written the shards.")
@@ -266,7 +266,7 @@ void bind_unit(py::module_& m) {
           [](PyUnit& self, py::object hook) {
             const auto call = reduced_hook(std::move(hook));
             for (std::size_t g = 0; g < self.num_groups(); ++g) {
-              self.group_at(g).set_reduced_hook(call);
+              self.group_at(g).gradients().set_hook(call);
             }
           },
           "None for none.")

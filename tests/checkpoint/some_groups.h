@@ -109,9 +109,10 @@ struct SomeGroups {
       }
     }
     for (const ParamGroup* group : groups) {
-      const at::Tensor compute = group->compute_shard();
+      const at::Tensor compute = group->weights().compute_shard();
       if (compute.defined() &&
-          !compute.equal(group->main().local().to(compute.scalar_type()))) {
+          !compute.equal(
+              group->weights().main().local().to(compute.scalar_type()))) {
         names.push_back("compute weights of " + group->options().name);
       }
     }

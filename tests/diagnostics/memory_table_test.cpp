@@ -129,12 +129,13 @@ TEST(MemoryTable, RowsAreTheBytesOfTheBuffers) {
         for (const auto& group : unit->groups()) {
           num_segments =
               std::max(num_segments, group->layout().segments().size());
-          all.add(group->main().local());
-          all.add(group->compute().local());
-          all.add(group->compute_shard());
-          all.add(group->grad().local());
-          grads.add(group->grad().local());
-          not_final += group->nbytes().inner + group->nbytes().local;
+          all.add(group->weights().main().local());
+          all.add(group->weights().compute().local());
+          all.add(group->weights().compute_shard());
+          all.add(group->gradients().reduced().local());
+          grads.add(group->gradients().reduced().local());
+          not_final += group->gradients().nbytes().inner +
+                       group->gradients().nbytes().local;
         }
       }
       for (std::size_t g = 0; g < adamw.groups().size(); ++g) {

@@ -132,8 +132,8 @@ TEST(NanCheck, WeightsAndReducedGradientsByShard) {
                   HasSubstr(fmt::format("rank {}/2 | step 3", context.rank))));
         }
       };
-      check(group->main().local(), true);
-      check(group->grad().local(), false);
+      check(group->weights().main().local(), true);
+      check(group->gradients().reduced().local(), false);
     }
     NanCheck::check_weights(*twin.runtime);
     NanCheck::check_reduced_gradients(*twin.runtime);

@@ -118,7 +118,7 @@ TEST(Norms, AreThoseOfTheTensors) {
   const auto norms = parameter_norms(*runtime);
   std::map<std::string, std::pair<double, double>> expected;
   for (ParamGroup* group : runtime->groups()) {
-    const auto grads = group->shards_of(group->grad().local());
+    const auto grads = group->shards_of(group->gradients().reduced().local());
     const auto weights = group->main_shards();
     for (std::size_t i = 0; i < grads.size(); ++i) {
       expected[grads[i].name()] = {

@@ -29,43 +29,50 @@ TEST_P(ParamGroups, PlacementsAndBytes) {
     const auto group = make_group(c, context.mesh(c.axes()), kMixed);
     const Strategy& s = group->options().strategy;
     const std::int64_t n = group->layout().numel();
-    EXPECT_EQ(group->main().placements(), s.optimizer);
-    EXPECT_EQ(group->compute().placements(), s.parameter);
+    EXPECT_EQ(group->weights().main().placements(), s.optimizer);
+    EXPECT_EQ(group->weights().compute().placements(), s.parameter);
     EXPECT_EQ(group->layout().num_shards(), c.parts(s.optimizer));
     EXPECT_EQ(group->replicas().count, c.world() / c.parts(s.optimizer));
-    EXPECT_EQ(group->resident(), c.parts(s.parameter) == 1);
+    EXPECT_EQ(group->weights().resident(), c.parts(s.parameter) == 1);
     EXPECT_EQ(
-        group->has_refresh(),
+        group->weights().has_refresh(),
         c.parts(s.parameter) != group->layout().num_shards());
-    ParamGroup::Bytes bytes = group->nbytes();
-    EXPECT_EQ(bytes.main, n / c.parts(s.optimizer) * 4);
-    EXPECT_EQ(bytes.compute, n / c.parts(s.parameter) * 2);
-    EXPECT_EQ(bytes.grad + bytes.inner + bytes.local, 0);
+    const WeightPlanes::Bytes weights = group->weights().nbytes();
+    EXPECT_EQ(weights.main, n / c.parts(s.optimizer) * 4);
+    EXPECT_EQ(weights.compute, n / c.parts(s.parameter) * 2);
+    GradientPipeline::Bytes bytes = group->gradients().nbytes();
+    EXPECT_EQ(bytes.reduced + bytes.inner + bytes.local, 0);
 
     const at::Tensor slot = at::zeros({n});
-    group->reduce(slot, group->plan_reduction(false, false));
-    EXPECT_EQ(group->nbytes().local, n * 4);
-    EXPECT_EQ(group->nbytes().grad + group->nbytes().inner, 0);
-    EXPECT_TRUE(group->has_unreduced_grad());
+    group->gradients().reduce(slot, group->plan_reduction(false, false));
+    EXPECT_EQ(group->gradients().nbytes().local, n * 4);
+    EXPECT_EQ(
+        group->gradients().nbytes().reduced + group->gradients().nbytes().inner,
+        0);
+    EXPECT_TRUE(group->gradients().has_unreduced());
     const auto plan = group->plan_reduction(true, false);
-    group->reduce(slot, plan);
+    group->gradients().reduce(slot, plan);
     bool partial = false;
     for (const Placement& p : s.gradient) {
       partial = partial || p.is_partial();
     }
     EXPECT_EQ(plan.to_inner, partial);
-    EXPECT_EQ(group->nbytes().inner, partial ? n / c.parts(s.gradient) * 4 : 0);
-    group->reduce(slot, group->plan_reduction(true, true));
-    EXPECT_EQ(group->nbytes().grad, n / c.parts(s.optimizer) * 4);
-    EXPECT_EQ(group->grad().placements(), s.optimizer);
-    EXPECT_EQ(group->grad().dtype(), at::kFloat);
-    EXPECT_FALSE(group->has_unreduced_grad());
-    EXPECT_TRUE(group->has_grad());
+    EXPECT_EQ(
+        group->gradients().nbytes().inner,
+        partial ? n / c.parts(s.gradient) * 4 : 0);
+    group->gradients().reduce(slot, group->plan_reduction(true, true));
+    EXPECT_EQ(
+        group->gradients().nbytes().reduced,
+        n / c.parts(s.optimizer) * 4);
+    EXPECT_EQ(group->gradients().reduced().placements(), s.optimizer);
+    EXPECT_EQ(group->gradients().reduced().dtype(), at::kFloat);
+    EXPECT_FALSE(group->gradients().has_unreduced());
+    EXPECT_TRUE(group->gradients().has_reduced());
 
-    group->zero_grad();
-    EXPECT_FALSE(group->has_grad());
-    bytes = group->nbytes();
-    EXPECT_EQ(bytes.grad + bytes.inner + bytes.local, 0);
+    group->gradients().zero();
+    EXPECT_FALSE(group->gradients().has_reduced());
+    bytes = group->gradients().nbytes();
+    EXPECT_EQ(bytes.reduced + bytes.inner + bytes.local, 0);
   });
 }
 
@@ -83,9 +90,9 @@ TEST_P(ParamGroups, R18_BytesAreThoseOfTheStorages) {
           matrix);
       std::map<const void*, std::int64_t> storages;
       for (const at::Tensor& tensor :
-           {group->main().local(),
-            group->compute().local(),
-            group->compute_shard()}) {
+           {group->weights().main().local(),
+            group->weights().compute().local(),
+            group->weights().compute_shard()}) {
         storages[tensor.storage().unsafeGetStorageImpl()] =
             static_cast<std::int64_t>(tensor.storage().nbytes());
       }
@@ -93,7 +100,7 @@ TEST_P(ParamGroups, R18_BytesAreThoseOfTheStorages) {
       for (const auto& [storage, nbytes] : storages) {
         sum += nbytes;
       }
-      const ParamGroup::Bytes bytes = group->nbytes();
+      const WeightPlanes::Bytes bytes = group->weights().nbytes();
       EXPECT_EQ(bytes.main + bytes.compute, sum) << matrix.to_string();
     });
   }
@@ -103,11 +110,11 @@ TEST_P(ParamGroups, OneDtypeSharesMemory) {
   const GroupCase& c = GetParam();
   run_ranks(c.world(), [&](RankContext& context) {
     const auto group = make_group(c, context.mesh(c.axes()), Precision::full());
-    EXPECT_EQ(group->nbytes().main, 0);
-    EXPECT_FALSE(group->compute_shard().defined());
+    EXPECT_EQ(group->weights().nbytes().main, 0);
+    EXPECT_FALSE(group->weights().compute_shard().defined());
     EXPECT_EQ(
-        group->main().local().storage().data(),
-        group->compute().local().storage().data());
+        group->weights().main().local().storage().data(),
+        group->weights().compute().local().storage().data());
   });
 }
 
@@ -141,9 +148,9 @@ TEST_P(ParamGroups, NamedShardsCoverEachParameter) {
         const std::int64_t n = shard.tensor.numel();
         EXPECT_TRUE(shard.tensor.equal(initial(p).narrow(0, shard.begin, n)));
         EXPECT_TRUE(
-            n == 0 ||
-            shard.tensor.data_ptr<float>() ==
-                group->main().local().data_ptr<float>() + shard.local_offset);
+            n == 0 || shard.tensor.data_ptr<float>() ==
+                          group->weights().main().local().data_ptr<float>() +
+                              shard.local_offset);
         const std::lock_guard lock(mutex);
         at::Tensor& count = counts[shard.name()];
         if (!count.defined()) {
@@ -183,21 +190,21 @@ TEST_P(ParamGroups, WholeWeightsAreTheSameOnAllRanks) {
           /*narrow_grads=*/false,
           keeps);
       if (!keeps && c.strategy.find("zero3") != std::string::npos &&
-          !group->resident()) {
-        EXPECT_EQ(group->nbytes().compute, 0);
+          !group->weights().resident()) {
+        EXPECT_EQ(group->weights().nbytes().compute, 0);
       }
       const at::Tensor out =
           at::full({group->layout().numel()}, 5.0, precision.compute);
       const auto expect_weights = [&](double offset) {
-        const auto first = group->plan_gather();
-        EXPECT_EQ(first.refresh, group->has_refresh());
+        const auto first = group->weights().plan_gather();
+        EXPECT_EQ(first.refresh, group->weights().has_refresh());
         EXPECT_TRUE(first.is_first);
-        const auto second = group->plan_gather();
+        const auto second = group->weights().plan_gather();
         EXPECT_FALSE(second.refresh);
         EXPECT_FALSE(second.is_first);
-        group->gather(out, first);
-        if (group->resident()) {
-          out.copy_(group->compute().local());
+        group->weights().gather(out, first);
+        if (group->weights().resident()) {
+          out.copy_(group->weights().compute().local());
         }
         for (std::size_t i = 0; i < group->parameters().size(); ++i) {
           const at::Tensor want =
@@ -211,14 +218,14 @@ TEST_P(ParamGroups, WholeWeightsAreTheSameOnAllRanks) {
         EXPECT_EQ(padding_sum(group->layout(), out), 0);
       };
       expect_weights(0);
-      EXPECT_FALSE(group->adopt_foreign_writes());
-      const std::int64_t generation = group->generation();
+      EXPECT_FALSE(group->weights().adopt_foreign_writes());
+      const std::int64_t generation = group->weights().version();
       for (const NamedShard& shard : group->main_shards()) {
         shard.tensor.add_(1.5);
       }
-      EXPECT_TRUE(group->adopt_foreign_writes());
-      EXPECT_FALSE(group->adopt_foreign_writes());
-      EXPECT_GT(group->generation(), generation);
+      EXPECT_TRUE(group->weights().adopt_foreign_writes());
+      EXPECT_FALSE(group->weights().adopt_foreign_writes());
+      EXPECT_GT(group->weights().version(), generation);
       expect_weights(1.5);
     });
   }
@@ -242,7 +249,7 @@ TEST(ParamGroup, GivenValuesWinOverDrawnOnes) {
         {.strategy = Strategy::named("zero3", 1), .precision = kMixed},
         Initializer(0));
     const at::Tensor out = at::empty({group.layout().numel()}, at::kBFloat16);
-    group.gather(out, group.plan_gather());
+    group.weights().gather(out, group.weights().plan_gather());
     EXPECT_TRUE(out.narrow(0, 0, 70).equal(values.flatten().to(at::kBFloat16)));
     EXPECT_FALSE(group.parameters()[0].values.defined());
   });
@@ -257,12 +264,12 @@ TEST(ParamGroup, FrozenGroupsHaveNoMainWeights) {
          .precision = kMixed,
          .trainable = false},
         Initializer(kGroupSeed));
-    EXPECT_EQ(group.nbytes().main, 0);
-    EXPECT_EQ(group.main().dtype(), at::kBFloat16);
-    EXPECT_FALSE(group.has_refresh());
+    EXPECT_EQ(group.weights().nbytes().main, 0);
+    EXPECT_EQ(group.weights().main().dtype(), at::kBFloat16);
+    EXPECT_FALSE(group.weights().has_refresh());
     const at::Tensor out = at::empty({group.layout().numel()}, at::kBFloat16);
-    group.gather(out, group.plan_gather());
-    out.copy_(group.compute().local());
+    group.weights().gather(out, group.weights().plan_gather());
+    out.copy_(group.weights().compute().local());
     EXPECT_TRUE(out.narrow(0, group.layout().tensor_offset(0), 70)
                     .equal(initial(group.parameters()[0]).to(at::kBFloat16)));
   });
@@ -272,7 +279,7 @@ TEST(ParamGroup, ShardsOfOtherTensors) {
   run_ranks(2, [](RankContext& context) {
     const auto group = make_group({"zero3", {2}}, context.mesh());
     const at::Tensor state =
-        at::arange(group->main().local().numel(), at::kFloat);
+        at::arange(group->weights().main().local().numel(), at::kFloat);
     for (const NamedShard& shard : group->shards_of(state)) {
       if (shard.tensor.numel() > 0) {
         EXPECT_EQ(shard.tensor[0].item<double>(), shard.local_offset);
@@ -359,11 +366,14 @@ TEST(ParamGroup, AHookChangesWhatWasReduced) {
             const at::Tensor gradient = at::arange(group->layout().numel())
                                             .remainder(7)
                                             .to(precision.reduce);
-            group->reduce(gradient, group->plan_reduction(true, last));
+            group->gradients().reduce(
+                gradient,
+                group->plan_reduction(true, last));
           }
         }
         EXPECT_GE(calls, 1);
-        EXPECT_TRUE(hooked->grad().local().equal(plain->grad().local() * 2))
+        EXPECT_TRUE(hooked->grad().local().equal(
+            plain->gradients().reduced().local() * 2))
             << c.strategy;
         hooked->set_reduced_hook([](const at::Tensor&) {
           throw std::runtime_error("not this one");

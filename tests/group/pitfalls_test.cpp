@@ -62,9 +62,14 @@ TEST(Pitfalls, B41_ExpertsDivideByTheRanksThatShareTheirTokens) {
           GradScaling::mean,
           /*grad_divisor=*/4);
       const at::Tensor gradient = at::ones({dense->layout().numel()});
-      dense->reduce(gradient.clone(), dense->plan_reduction(true, true));
-      expert->reduce(gradient * 4, expert->plan_reduction(true, true));
-      EXPECT_TRUE(expert->grad().local().equal(dense->grad().local()));
+      dense->gradients().reduce(
+          gradient.clone(),
+          dense->plan_reduction(true, true));
+      expert->gradients().reduce(
+          gradient * 4,
+          expert->plan_reduction(true, true));
+      EXPECT_TRUE(expert->gradients().reduced().local().equal(
+          dense->gradients().reduced().local()));
     });
   }
 }
@@ -78,14 +83,14 @@ TEST(Pitfalls, R7_OneLayoutServesAllBuffersAndSteps) {
       const FlatLayout* layout = &group->layout();
       for (int step = 0; step < 3; ++step) {
         for (const bool last : {false, true}) {
-          group->reduce(
+          group->gradients().reduce(
               at::zeros({layout->numel()}, precision.reduce),
               group->plan_reduction(true, last));
         }
-        EXPECT_EQ(group->grad().layout_ptr().get(), layout);
-        EXPECT_EQ(group->main().layout_ptr().get(), layout);
-        EXPECT_EQ(group->compute().layout_ptr().get(), layout);
-        group->zero_grad();
+        EXPECT_EQ(group->gradients().reduced().layout_ptr().get(), layout);
+        EXPECT_EQ(group->weights().main().layout_ptr().get(), layout);
+        EXPECT_EQ(group->weights().compute().layout_ptr().get(), layout);
+        group->gradients().zero();
       }
     }
   });
@@ -98,21 +103,21 @@ TEST(Pitfalls, R13_WeightsKeepTheirAddresses) {
       const auto group = make_group(c, context.mesh(c.axes()));
       std::vector<const void*> first;
       for (int step = 0; step < 3; ++step) {
-        group->reduce(
+        group->gradients().reduce(
             at::zeros({group->layout().numel()}, at::kBFloat16),
             group->plan_reduction(true, true));
-        at::Tensor(group->main().local()).mul_(2);
-        EXPECT_TRUE(group->adopt_foreign_writes());
+        at::Tensor(group->weights().main().local()).mul_(2);
+        EXPECT_TRUE(group->weights().adopt_foreign_writes());
         const at::Tensor out =
             at::empty({group->layout().numel()}, at::kBFloat16);
-        group->gather(out, group->plan_gather());
+        group->weights().gather(out, group->weights().plan_gather());
         const std::vector<const void*> now{
-            group->main().local().data_ptr(),
-            group->compute().local().data_ptr(),
-            group->compute_shard().data_ptr()};
+            group->weights().main().local().data_ptr(),
+            group->weights().compute().local().data_ptr(),
+            group->weights().compute_shard().data_ptr()};
         first = first.empty() ? now : first;
         EXPECT_EQ(now, first);
-        group->zero_grad();
+        group->gradients().zero();
       }
     });
   }

@@ -57,7 +57,7 @@ at::Tensor gradient(
 
 // What one rank holds of a whole flat tensor, by its shards.
 void expect_grad(const ParamGroup& group, const at::Tensor& whole) {
-  const at::Tensor& local = group.grad().local();
+  const at::Tensor& local = group.gradients().reduced().local();
   const at::Tensor covered = at::zeros({local.numel()});
   for (const NamedShard& shard : group.shards_of(local)) {
     const auto index = group.layout().find(shard.name()).value();
@@ -131,17 +131,17 @@ TEST_P(Reductions, ExactValues) {
           const auto plan = group->plan_reduction(
               sequence[m].collective,
               sequence[m].is_last);
-          group->reduce(slot, plan);
+          group->gradients().reduce(slot, plan);
         }
         want /=
             mode.divisor * (mode.scaling == GradScaling::sum ? 1 : c.world());
-        EXPECT_TRUE(group->has_grad());
-        EXPECT_FALSE(group->has_unreduced_grad());
+        EXPECT_TRUE(group->gradients().has_reduced());
+        EXPECT_FALSE(group->gradients().has_unreduced());
         expect_grad(*group, want);
-        group->scale_gradients(0.5);
+        group->gradients().scale(0.5);
         expect_grad(*group, want * 0.5);
-        group->zero_grad();
-        EXPECT_FALSE(group->has_grad());
+        group->gradients().zero();
+        EXPECT_FALSE(group->gradients().has_reduced());
       }
     }
   });
@@ -159,15 +159,23 @@ TEST(Reduction, B41_ADivisorLeavesAGradientNarrow) {
         {},
         /*narrow_grads=*/true);
     const std::int64_t n = group->layout().numel();
-    group->reduce(
+    group->gradients().reduce(
         at::full({n}, 1.0 + context.rank, at::kBFloat16),
         group->plan_reduction(true, true));
-    EXPECT_EQ(group->grad().local().scalar_type(), at::kBFloat16);
-    EXPECT_TRUE(group->grad().local().eq(1.5 / 4).all().item<bool>());
-    group->reduce(
+    EXPECT_EQ(
+        group->gradients().reduced().local().scalar_type(),
+        at::kBFloat16);
+    EXPECT_TRUE(
+        group->gradients().reduced().local().eq(1.5 / 4).all().item<bool>());
+    group->gradients().reduce(
         at::full({n}, 1.0, at::kBFloat16),
         group->plan_reduction(true, true));
-    EXPECT_TRUE(group->grad().local().eq((1.5 + 1) / 4).all().item<bool>());
+    EXPECT_TRUE(group->gradients()
+                    .reduced()
+                    .local()
+                    .eq((1.5 + 1) / 4)
+                    .all()
+                    .item<bool>());
   });
 }
 
@@ -184,29 +192,41 @@ TEST(Reduction, ASecondOneWidensANarrowGradient) {
         /*narrow_grads=*/true);
     const std::int64_t n = group->layout().numel();
     const auto reduce = [&](double value, bool is_last) {
-      group->reduce(
+      group->gradients().reduce(
           at::full({n}, value, at::kBFloat16),
           group->plan_reduction(true, is_last));
     };
     reduce(1, true);
-    EXPECT_EQ(group->grad().local().scalar_type(), at::kBFloat16);
-    EXPECT_EQ(group->nbytes().grad, n / 2 * 2);
+    EXPECT_EQ(
+        group->gradients().reduced().local().scalar_type(),
+        at::kBFloat16);
+    EXPECT_EQ(group->gradients().nbytes().reduced, n / 2 * 2);
     reduce(1.0 / 512, true);
-    EXPECT_EQ(group->grad().local().scalar_type(), at::kFloat);
-    EXPECT_TRUE(group->grad().local().eq(1 + 1.0 / 512).all().item<bool>());
-    group->zero_grad();
-    EXPECT_EQ(group->nbytes().grad, 0);
+    EXPECT_EQ(group->gradients().reduced().local().scalar_type(), at::kFloat);
+    EXPECT_TRUE(group->gradients()
+                    .reduced()
+                    .local()
+                    .eq(1 + 1.0 / 512)
+                    .all()
+                    .item<bool>());
+    group->gradients().zero();
+    EXPECT_EQ(group->gradients().nbytes().reduced, 0);
     reduce(1, true);
-    group->scale_gradients(1 + 1.0 / 512);
-    EXPECT_TRUE(group->grad().local().eq(1 + 1.0 / 512).all().item<bool>());
-    group->zero_grad();
+    group->gradients().scale(1 + 1.0 / 512);
+    EXPECT_TRUE(group->gradients()
+                    .reduced()
+                    .local()
+                    .eq(1 + 1.0 / 512)
+                    .all()
+                    .item<bool>());
+    group->gradients().zero();
     reduce(1, false);  // another one is announced
-    EXPECT_EQ(group->grad().local().scalar_type(), at::kFloat);
+    EXPECT_EQ(group->gradients().reduced().local().scalar_type(), at::kFloat);
   });
 }
 
 void reduce_all(ParamGroup& group, double value) {
-  group.reduce(
+  group.gradients().reduce(
       at::full({group.layout().numel()}, value),
       group.plan_reduction(true, true));
 }
@@ -229,37 +249,37 @@ TEST(Reduction, ALentGradientGoesWithItsLastHolder) {
     const auto group = make_group({"zero3", {2}}, context.mesh(), kWide);
     const std::int64_t n = group->layout().numel();
     reduce_all(*group, 1);
-    at::Tensor held = group->grad().local();
-    group->lend_grad();
-    EXPECT_TRUE(group->has_grad());
-    EXPECT_EQ(group->nbytes().grad, n / 2 * 4);
+    at::Tensor held = group->gradients().reduced().local();
+    group->gradients().give_up();
+    EXPECT_TRUE(group->gradients().has_reduced());
+    EXPECT_EQ(group->gradients().nbytes().reduced, n / 2 * 4);
     EXPECT_THAT(
         [&] { reduce_all(*group, 2); },
         ThrowsMessage<Error>(HasSubstr("is lent: reclaim_grad() comes first")));
-    EXPECT_THROW(group->grad(), Error);
-    EXPECT_THROW(group->scale_gradients(2), Error);
+    EXPECT_THROW(group->gradients().reduced(), Error);
+    EXPECT_THROW(group->gradients().scale(2), Error);
 
-    group->reclaim_grad();
-    EXPECT_EQ(group->grad().local().data_ptr(), held.data_ptr());
+    group->gradients().take_back();
+    EXPECT_EQ(group->gradients().reduced().local().data_ptr(), held.data_ptr());
     reduce_all(*group, 2);
     EXPECT_TRUE(held.eq(3).all().item<bool>());
 
-    group->lend_grad();
+    group->gradients().give_up();
     held = at::Tensor();
-    EXPECT_FALSE(group->has_grad());
-    EXPECT_EQ(group->nbytes().grad, 0);
-    group->reclaim_grad();
-    EXPECT_FALSE(group->has_grad());
+    EXPECT_FALSE(group->gradients().has_reduced());
+    EXPECT_EQ(group->gradients().nbytes().reduced, 0);
+    group->gradients().take_back();
+    EXPECT_FALSE(group->gradients().has_reduced());
     reduce_all(*group, 4);
-    EXPECT_TRUE(group->grad().local().eq(4).all().item<bool>());
+    EXPECT_TRUE(group->gradients().reduced().local().eq(4).all().item<bool>());
 
-    held = group->grad().local();
-    group->lend_grad();
-    group->zero_grad();  // while somebody holds it
-    EXPECT_FALSE(group->has_grad());
+    held = group->gradients().reduced().local();
+    group->gradients().give_up();
+    group->gradients().zero();  // while somebody holds it
+    EXPECT_FALSE(group->gradients().has_reduced());
     reduce_all(*group, 5);
     EXPECT_TRUE(held.eq(4).all().item<bool>());
-    EXPECT_TRUE(group->grad().local().eq(5).all().item<bool>());
+    EXPECT_TRUE(group->gradients().reduced().local().eq(5).all().item<bool>());
   });
 }
 
@@ -267,8 +287,8 @@ TEST(Reduction, AnOffloadedGradientIsNotLent) {
   run_ranks(2, [](RankContext& context) {
     const auto group = make_offloaded(context.mesh());
     reduce_all(*group, 1);
-    group->lend_grad();
-    EXPECT_TRUE(group->grad().local().eq(1).all().item<bool>());
+    group->gradients().give_up();
+    EXPECT_TRUE(group->gradients().reduced().local().eq(1).all().item<bool>());
   });
 }
 
@@ -277,17 +297,17 @@ TEST(Reduction, AnOffloadedGradientUsesItsMemoryAgainUnlessSomebodyKeptIt) {
   run_ranks(2, [](RankContext& context) {
     const auto group = make_offloaded(context.mesh());
     reduce_all(*group, 1);
-    const void* const first = group->grad().local().data_ptr();
-    group->zero_grad();
-    EXPECT_FALSE(group->grad().defined());
+    const void* const first = group->gradients().reduced().local().data_ptr();
+    group->gradients().zero();
+    EXPECT_FALSE(group->gradients().reduced().defined());
     reduce_all(*group, 2);
-    EXPECT_EQ(group->grad().local().data_ptr(), first);
-    EXPECT_TRUE(group->grad().local().eq(2).all().item<bool>());
-    const at::Tensor kept = group->grad().local();
-    group->zero_grad();
+    EXPECT_EQ(group->gradients().reduced().local().data_ptr(), first);
+    EXPECT_TRUE(group->gradients().reduced().local().eq(2).all().item<bool>());
+    const at::Tensor kept = group->gradients().reduced().local();
+    group->gradients().zero();
     reduce_all(*group, 3);
     EXPECT_TRUE(kept.eq(2).all().item<bool>());
-    EXPECT_TRUE(group->grad().local().eq(3).all().item<bool>());
+    EXPECT_TRUE(group->gradients().reduced().local().eq(3).all().item<bool>());
   });
 }
 
@@ -303,11 +323,11 @@ TEST_P(Reductions, B26_UnreducedGradientsAreScaledToo) {
         want += gradient(layout, rank, 0, at::kFloat) * 0.25 +
                 gradient(layout, rank, 1, at::kFloat);
       }
-      group->reduce(
+      group->gradients().reduce(
           gradient(layout, context.rank, 0, at::kFloat),
           group->plan_reduction(collective, false));
-      group->scale_gradients(0.25);
-      group->reduce(
+      group->gradients().scale(0.25);
+      group->gradients().reduce(
           gradient(layout, context.rank, 1, at::kFloat),
           group->plan_reduction(true, true));
       expect_grad(*group, want / c.world());
@@ -326,10 +346,11 @@ TEST(Reduction, ThreeRanksAreCloseToTheMean) {
     for (int rank = 0; rank < c.world(); ++rank) {
       want += gradient(layout, rank, 0, at::kFloat) / c.world();
     }
-    group->reduce(
+    group->gradients().reduce(
         gradient(layout, context.rank, 0, at::kFloat),
         group->plan_reduction(true, true));
-    for (const NamedShard& shard : group->shards_of(group->grad().local())) {
+    for (const NamedShard& shard :
+         group->shards_of(group->gradients().reduced().local())) {
       const auto index = layout.find(shard.name()).value();
       EXPECT_TRUE(at::allclose(
           shard.tensor,

@@ -47,7 +47,7 @@ inline at::Tensor whole_gradient(
 }
 
 inline void reduce(ParamGroup& group, const at::Tensor& gradient) {
-  group.reduce(gradient, group.plan_reduction(true, true));
+  group.gradients().reduce(gradient, group.plan_reduction(true, true));
 }
 
 }  // namespace flatshard::testing

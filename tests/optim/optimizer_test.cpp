@@ -57,14 +57,14 @@ TEST(Optimizer, DecaysOnlyWhereItShould) {
 TEST(Optimizer, WritesComputeWeightsAndSaysSo) {
   const auto group = make_group(one_rank());
   AdamW adamw({group.get()}, {});
-  const std::int64_t generation = group->generation();
+  const std::int64_t generation = group->weights().version();
   reduce_constant(*group, 1);
   adamw.step(0.1);
-  EXPECT_TRUE(
-      group->compute_shard().equal(group->main().local().to(at::kBFloat16)));
-  EXPECT_GT(group->generation(), generation);
+  EXPECT_TRUE(group->weights().compute_shard().equal(
+      group->weights().main().local().to(at::kBFloat16)));
+  EXPECT_GT(group->weights().version(), generation);
   // The optimizer's own write is no foreign one.
-  EXPECT_FALSE(group->adopt_foreign_writes());
+  EXPECT_FALSE(group->weights().adopt_foreign_writes());
 }
 
 TEST(Optimizer, B13_TheFirstAdamWStepIsTheSign) {
@@ -118,22 +118,24 @@ TEST(Optimizer, StartsFromForeignWrites) {
   reduce_constant(*group, 1);
   sgd.step(0.5);
   EXPECT_TRUE(weight(*group).equal(at::full({40}, 7.5)));
-  EXPECT_TRUE(group->compute_shard().narrow(0, 0, 40).equal(
+  EXPECT_TRUE(group->weights().compute_shard().narrow(0, 0, 40).equal(
       at::full({40}, 7.5, at::kBFloat16)));
 }
 
 TEST(Optimizer, RefusesUnreducedGradients) {
   const auto group = make_group(one_rank(), "zero1");
   Sgd sgd({group.get()}, {});
-  const at::Tensor before = group->main().local().clone();
+  const at::Tensor before = group->weights().main().local().clone();
   for (const bool collective : {false, true}) {
     const at::Tensor gradient =
         whole_gradient(*group, at::ones({40}), at::ones({25}));
-    group->reduce(gradient, group->plan_reduction(collective, false));
+    group->gradients().reduce(
+        gradient,
+        group->plan_reduction(collective, false));
     EXPECT_THAT(
         message(ErrorCode::usage, [&] { sgd.step(1); }),
         HasSubstr("gradients of block wait for the last microbatch"));
-    EXPECT_TRUE(group->main().local().equal(before));
+    EXPECT_TRUE(group->weights().main().local().equal(before));
     sgd.zero_grad();
     EXPECT_NO_THROW(sgd.step(1));
   }
@@ -145,10 +147,12 @@ TEST(Optimizer, FrozenGroupsAreSkipped) {
   AdamW adamw({frozen.get(), group.get()}, {});
   ASSERT_EQ(adamw.groups().size(), 1U);
   EXPECT_EQ(adamw.groups()[0], group.get());
-  EXPECT_EQ(adamw.state_nbytes(), 2 * 4 * group->main().local().numel());
+  EXPECT_EQ(
+      adamw.state_nbytes(),
+      2 * 4 * group->weights().main().local().numel());
   EXPECT_EQ(
       Sgd({group.get()}, {.momentum = 0.5}).state_nbytes(),
-      4 * group->main().local().numel());
+      4 * group->weights().main().local().numel());
   EXPECT_EQ(Sgd({group.get()}, {}).state_nbytes(), 0);
 }
 

@@ -80,7 +80,7 @@ TEST(Pitfalls, B3_TheStateHoldsNoCopyOfTheWeights) {
     EXPECT_EQ(names, (std::vector<std::string>{"exp_avg", "exp_avg_sq"}));
     for (const double start : {8.0, -2.0}) {
       // A hidden copy would write its own values back.
-      at::Tensor(group->main().local()).fill_(start);
+      at::Tensor(group->weights().main().local()).fill_(start);
       reduce(*group, whole_gradient(*group, at::ones({40}), at::ones({25})));
       adamw.step(1.0);
       EXPECT_LT(
@@ -97,15 +97,15 @@ TEST(Pitfalls, B3_TheStateHoldsNoCopyOfTheWeights) {
 TEST(Pitfalls, R14_MakingTheStateIsNotAStep) {
   const auto group = make_group(Mesh::single(at::kCPU));
   const auto fresh = make_group(Mesh::single(at::kCPU));
-  const std::int64_t generation = group->generation();
+  const std::int64_t generation = group->weights().version();
   AdamW adamw({group.get()}, {});
   for (const auto& [name, state] : adamw.state(0)) {
-    EXPECT_EQ(state.numel(), group->main().local().numel());
+    EXPECT_EQ(state.numel(), group->weights().main().local().numel());
     EXPECT_EQ(state.abs().sum().item<double>(), 0) << name;
   }
   EXPECT_EQ(adamw.num_steps(), 0);
-  EXPECT_EQ(group->generation(), generation);
-  EXPECT_TRUE(group->main().local().equal(fresh->main().local()));
+  EXPECT_EQ(group->weights().version(), generation);
+  EXPECT_TRUE(group->weights().main().local().equal(fresh->main().local()));
   // The first step is that of an optimizer that never stepped.
   reduce(*group, whole_gradient(*group, at::ones({40}), at::ones({25})));
   adamw.step(0.01);

@@ -314,8 +314,8 @@ void compare_gradients(
     const std::string& what,
     Comparison& compare) {
   for (const ParamGroup* group : runtime.groups()) {
-    if (group->has_grad()) {
-      const at::Tensor grad = group->grad().local();
+    if (group->gradients().has_reduced()) {
+      const at::Tensor grad = group->gradients().reduced().local();
       compare_shards(group->shards_of(grad), expected, what, compare);
       continue;
     }

@@ -34,8 +34,8 @@ TEST(Contract, UnitThatDoesNotRunKeepsItsWeights) {
     }
     for (int i = 0; i < 2; ++i) {
       twin.run(forward_backward);
-      EXPECT_FALSE(twin.group_of("cell2.gain").has_grad());
-      EXPECT_TRUE(twin.group_of("cell1.gain").has_grad());
+      EXPECT_FALSE(twin.group_of("cell2.gain").gradients().has_reduced());
+      EXPECT_TRUE(twin.group_of("cell1.gain").gradients().has_reduced());
       twin.update();
     }
   });
@@ -302,8 +302,8 @@ TEST(Contract, GradientsOfInputsLeaveNothingBehind) {
     program(twin.plain, twin, 0);
     EXPECT_TRUE(at::allclose(grads[0], grads[1], 1e-5, 1e-6));
     for (const ParamGroup* group : twin.runtime->groups()) {
-      EXPECT_FALSE(group->has_grad());
-      EXPECT_FALSE(group->has_unreduced_grad());
+      EXPECT_FALSE(group->gradients().has_reduced());
+      EXPECT_FALSE(group->gradients().has_unreduced());
     }
     twin.expect_rest();
     twin.step(forward_backward);

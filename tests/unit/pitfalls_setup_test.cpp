@@ -304,7 +304,9 @@ TEST(Pitfalls, R6_GradientsTravelInTheReduceDtype) {
         }
       }
       EXPECT_EQ(num_reductions, 2 * 5);
-      EXPECT_EQ(runtime->groups()[0]->grad().dtype(), at::kFloat);
+      EXPECT_EQ(
+          runtime->groups()[0]->gradients().reduced().dtype(),
+          at::kFloat);
     });
   }
 }

@@ -326,7 +326,7 @@ TEST(Pitfalls, B53_StepsStartWithoutGradients) {
     Twin twin(context, {}, options);
     for (int step = 0; step < 3; ++step) {
       for (const ParamGroup* group : twin.runtime->groups()) {
-        EXPECT_FALSE(group->has_grad());
+        EXPECT_FALSE(group->gradients().has_reduced());
       }
       twin.step(forward_backward);
     }

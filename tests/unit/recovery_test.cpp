@@ -136,7 +136,7 @@ TEST(Recovery, StepBetweenForwardAndBackward) {
     const auto [code2, message2] = error_of([&] {
       twin.run_sharded([](Lab& model, const Twin& t, int rank) {
         const at::Tensor out = model(t.input(rank, 1));
-        at::Tensor main = t.group_of("scale").main().local();
+        at::Tensor main = t.group_of("scale").weights().main().local();
         main.mul_(1.0);
         t.backward(out);
       });
@@ -205,7 +205,7 @@ TEST(Recovery, ForeignWritesAreSeen) {
     twin.step(forward_backward);
     for (const char* name : {"cell1.up.weight", "scale"}) {
       ParamGroup& group = twin.group_of(name);
-      const std::int64_t generation = group.generation();
+      const std::int64_t generation = group.weights().version();
       for (NamedShard& shard : group.main_shards()) {
         if (shard.name() == name) {
           shard.tensor.mul_(1.5);
@@ -216,7 +216,7 @@ TEST(Recovery, ForeignWritesAreSeen) {
         twin.plain_parameters.at(name).mul_(1.5);
       }
       twin.step(forward_backward);
-      EXPECT_GT(group.generation(), generation);
+      EXPECT_GT(group.weights().version(), generation);
     }
   });
 }
@@ -312,8 +312,9 @@ TEST(Recovery, R27_NestedInputsAndOutputs) {
       runtime->synchronize();
       EXPECT_TRUE(runtime->scheduler().resting());
       for (const ParamGroup* group : runtime->groups()) {
-        ASSERT_TRUE(group->has_grad());
-        for (const auto& shard : group->shards_of(group->grad().local())) {
+        ASSERT_TRUE(group->gradients().has_reduced());
+        for (const auto& shard :
+             group->shards_of(group->gradients().reduced().local())) {
           const at::Tensor whole = plain->named_parameters()[shard.name()];
           EXPECT_TRUE(at::allclose(
               shard.tensor,
@@ -349,9 +350,10 @@ TEST(Recovery, B38_DestroyedRuntimeLeavesAUsableModule) {
     twin.sgd.reset();
     std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> buffers;
     for (const ParamGroup* group : twin.runtime->groups()) {
-      buffers.push_back(group->main().local().storage().getWeakStorageImpl());
       buffers.push_back(
-          group->compute().local().storage().getWeakStorageImpl());
+          group->weights().main().local().storage().getWeakStorageImpl());
+      buffers.push_back(
+          group->weights().compute().local().storage().getWeakStorageImpl());
     }
     const std::weak_ptr<Runtime> weak = twin.runtime;
     twin.runtime.reset();

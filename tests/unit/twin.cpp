@@ -170,8 +170,9 @@ void Twin::update() {
 void Twin::expect_same_gradients() const {
   runtime->synchronize();
   for (const ParamGroup* group : runtime->groups()) {
-    if (group->has_grad()) {
-      for (const auto& shard : group->shards_of(group->grad().local())) {
+    if (group->gradients().has_reduced()) {
+      for (const auto& shard :
+           group->shards_of(group->gradients().reduced().local())) {
         expect_near(
             shard,
             plain_parameters.at(shard.name()).grad(),

@@ -1,0 +1,277 @@
+#include "flatshard/group/gradient_pipeline.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "flatshard/core/error.h"
+#include "flatshard/group/host_memory.h"
+
+namespace flatshard {
+namespace {
+
+void sum_or_set(const at::Tensor& into, const at::Tensor& from, bool add) {
+  if (add) {
+    into.add_(from);
+  } else {
+    into.copy_(from);
+  }
+}
+
+}  // namespace
+
+Placements GradientPipeline::partial_everywhere() const {
+  const ReduceOp op = context_.options.scaling == GradScaling::mean
+                          ? ReduceOp::avg
+                          : ReduceOp::sum;
+  return Placements(context_.num_axes(), Placement::partial(op));
+}
+
+const Placements& GradientPipeline::at_rest() const {
+  return context_.options.strategy.optimizer;
+}
+
+void GradientPipeline::allocate(
+    FlatBuffer& buffer,
+    const Placements& placements,
+    at::ScalarType dtype) const {
+  if (!buffer.defined()) {
+    buffer = FlatBuffer(context_.layout, context_.mesh, placements, dtype);
+  }
+}
+
+const Redistribution& GradientPipeline::plan_of(
+    std::optional<Redistribution>& planned,
+    const Placements& from,
+    const Placements& to) const {
+  if (!planned) {
+    planned.emplace(context_.layout, context_.mesh, from, to, Purpose::reduce);
+  }
+  return *planned;
+}
+
+void GradientPipeline::replan() {
+  to_inner_.reset();
+  inner_to_rest_.reset();
+  to_rest_.reset();
+}
+
+GradientPipeline::Reduction GradientPipeline::plan(
+    bool collective,
+    bool is_last) {
+  const ParamGroupOptions& options = context_.options;
+  const Precision& precision = options.precision;
+  Reduction r{.collective = collective};
+  r.add_local = local_.is_filled;
+  local_.is_filled = !collective;
+  if (!collective) {
+    allocate(local_.buffer, partial_everywhere(), precision.main_grads);
+    return r;
+  }
+  const Placements& between = options.strategy.gradient;
+  const bool has_partial =
+      std::any_of(between.begin(), between.end(), [](const Placement& p) {
+        return p.is_partial();
+      });
+  r.add_inner = inner_.is_filled;
+  r.to_inner = has_partial && !is_last;
+  inner_.is_filled = r.to_inner;
+  if (r.to_inner || r.add_inner) {
+    allocate(inner_.buffer, between, precision.main_grads);
+  }
+  if (r.to_inner) {
+    return r;
+  }
+  contributed_ = std::exchange(contributes_, false);
+  check_owned();
+  r.add_reduced = owner_ == Owner::us;
+  owner_ = Owner::us;
+  const bool narrow = is_last && !r.add_reduced && options.narrow_grads;
+  r.widen =
+      r.add_reduced && reduced_.local().scalar_type() != precision.main_grads;
+  if (r.widen) {
+    in_reduce_dtype_ = std::exchange(reduced_, {});
+  }
+  if (!options.offload) {
+    allocate(
+        reduced_,
+        at_rest(),
+        narrow ? precision.reduce : precision.main_grads);
+    return r;
+  }
+  if (kept_host_memory_.defined() &&
+      kept_host_memory_.local().use_count() == 1) {  // nobody kept the last's
+    reduced_ = std::exchange(kept_host_memory_, {});
+  }
+  if (!reduced_.defined()) {
+    reduced_ = in_host_memory(context_, at_rest(), precision.main_grads);
+  }
+  return r;
+}
+
+void GradientPipeline::reduce(const at::Tensor& slot, const Reduction& r) {
+  const ParamGroupOptions& options = context_.options;
+  const at::ScalarType wire = options.precision.reduce;
+  if (options.scaling == GradScaling::pre_scaled) {
+    slot.mul_(1.0 / context_.mesh->size());
+  }
+  if (!r.collective) {
+    sum_or_set(local_.buffer.local(), slot, r.add_local);
+    return;
+  }
+  at::Tensor source = slot;
+  if (r.add_local) {
+    local_.buffer.local().add_(slot);
+    source = local_.buffer.local().to(wire);
+  }
+  const Placements& between = options.strategy.gradient;
+  const bool by_inner = r.to_inner || r.add_inner;
+  if (by_inner) {
+    const at::Tensor inner =
+        plan_of(to_inner_, partial_everywhere(), between).run(source);
+    sum_or_set(inner_.buffer.local(), inner, r.add_inner);
+    if (r.to_inner) {
+      return;
+    }
+    source = inner_.buffer.local().to(wire);
+  }
+  const Redistribution& last =
+      by_inner ? plan_of(inner_to_rest_, between, at_rest())
+               : plan_of(to_rest_, partial_everywhere(), at_rest());
+  if (r.widen) {
+    reduced_.local().copy_(in_reduce_dtype_.local());
+  }
+  const bool direct = !options.offload && !r.add_reduced && !hook_ &&
+                      wire == reduced_.local().scalar_type();
+  if (direct) {
+    last.run(source, reduced_.local());
+    if (options.grad_divisor != 1) {
+      reduced_.local().div_(options.grad_divisor);
+    }
+    return;
+  }
+  const at::Tensor reduced = last.run(source);
+  if (hook_) {
+    hook_(reduced);
+  }
+  add_to_reduced(reduced, r.add_reduced);
+}
+
+void GradientPipeline::add_to_reduced(at::Tensor reduced, bool add) {
+  const ParamGroupOptions& options = context_.options;
+  const at::Tensor into = reduced_.local();
+  if (options.grad_divisor != 1) {
+    // Widened first: what accumulates is not rounded once more.
+    reduced = reduced.to(into.scalar_type()).div_(options.grad_divisor);
+  }
+  if (!options.offload) {
+    sum_or_set(into, reduced, add);
+    return;
+  }
+  // Sums are made on the device, so that all of it is queued.
+  at::Tensor sum = reduced.to(into.scalar_type());
+  if (add) {
+    sum = into.to(sum.device(), /*non_blocking=*/true).add_(sum);
+  }
+  into.copy_(sum, /*non_blocking=*/true);
+}
+
+bool GradientPipeline::has_reduced() const {
+  return owner_ == Owner::us || (owner_ == Owner::others && !given_->expired());
+}
+
+const FlatBuffer& GradientPipeline::reduced() const {
+  check_owned();
+  return reduced_;
+}
+
+void GradientPipeline::check_owned() const {
+  FLATSHARD_CHECK(
+      owner_ != Owner::others,
+      internal,
+      "the gradient of {} is others': take_back() comes first",
+      context_.options.name);
+}
+
+FlatBuffer GradientPipeline::wrap_reduced(at::Tensor tensor) const {
+  return FlatBuffer::wrap(
+      std::move(tensor),
+      context_.layout,
+      context_.mesh,
+      at_rest());
+}
+
+void GradientPipeline::give_up() {
+  if (owner_ != Owner::us || context_.options.offload) {
+    return;
+  }
+  given_.emplace(reduced_.local().getIntrusivePtr());
+  owner_ = Owner::others;
+  reduced_ = {};
+  in_reduce_dtype_ = {};
+}
+
+void GradientPipeline::take_back() {
+  if (owner_ != Owner::others) {
+    return;
+  }
+  auto memory = given_->lock();
+  given_.reset();
+  owner_ = memory ? Owner::us : Owner::none;
+  if (memory) {
+    reduced_ = wrap_reduced(at::Tensor(std::move(memory)));
+  }
+}
+
+void GradientPipeline::zero() {
+  drop_reduced();
+  contributes_ = false;
+  local_ = {};
+  inner_ = {};
+}
+
+void GradientPipeline::drop_reduced() {
+  owner_ = Owner::none;
+  given_.reset();
+  if (context_.options.offload && reduced_.defined()) {
+    // Pinning it anew takes longer than a step.
+    kept_host_memory_ = std::move(reduced_);
+  }
+  reduced_ = {};
+  in_reduce_dtype_ = {};
+}
+
+void GradientPipeline::scale(double factor) {
+  const at::NoGradGuard no_grad;
+  check_owned();
+  if (owner_ == Owner::us) {
+    // A copy only when it is narrow.
+    reduced_ = wrap_reduced(
+        reduced_.local().to(context_.options.precision.main_grads));
+    reduced_.local().mul_(factor);
+  }
+  for (const Sum* sum : {&inner_, &local_}) {
+    if (sum->is_filled) {
+      sum->buffer.local().mul_(factor);
+    }
+  }
+}
+
+GradientPipeline::Bytes GradientPipeline::nbytes() const {
+  const auto of = [](const FlatBuffer& b) {
+    return b.defined() ? b.nbytes() : 0;
+  };
+  std::int64_t given = 0;
+  if (owner_ == Owner::others) {
+    if (const at::Tensor memory(given_->lock()); memory.defined()) {
+      given = static_cast<std::int64_t>(memory.nbytes());
+    }
+  }
+  return {
+      .reduced = of(reduced_) + of(in_reduce_dtype_) + given,
+      .inner = of(inner_.buffer),
+      .local = of(local_.buffer)};
+}
+
+}  // namespace flatshard

@@ -1,0 +1,146 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+
+#include "flatshard/buffer/flat_buffer.h"
+#include "flatshard/buffer/redistribution.h"
+#include "flatshard/group/group_options.h"
+
+namespace flatshard {
+
+/// The gradient of a ParamGroup on its way from the slots of a step's
+/// microbatches to what the optimizer reads. It waits in up to three places:
+///
+/// | place   | dtype       | placement | holds                              |
+/// |---------|-------------|-----------|------------------------------------|
+/// | local   | main_grads  | partial   | not yet reduced at all             |
+/// | inner   | main_grads  | gradient  | not yet reduced over outer axes    |
+/// | reduced | main_grads* | optimizer | the step's gradient                |
+///
+/// local is that of ZeRO-0/1 and no_sync, inner HSDP's and HFSDP's. Each has
+/// memory from the first reduction into it to zero(), so that the memory serves
+/// activations in between. *: see ParamGroupOptions::narrow_grads. With
+/// ParamGroupOptions::offload the reduced one is in host memory.
+class GradientPipeline {
+ public:
+  /// @param context  outlives this.
+  explicit GradientPipeline(const GroupContext& context) : context_(context) {}
+  GradientPipeline(const GradientPipeline&) = delete;
+  GradientPipeline& operator=(const GradientPipeline&) = delete;
+
+  /// How a reduction of one microbatch begins: decided on the host, carried
+  /// out later on the reduce stream.
+  struct Reduction {
+    bool collective = true;
+    bool add_local = false;
+    bool add_inner = false;
+    bool add_reduced = false;
+    bool to_inner = false;
+    bool widen = false;  ///< what is there from the reduce dtype first
+  };
+  /// Allocates what is missing, on the current stream: later work of the reduce
+  /// stream waits for it, and it waits for the reductions before zero().
+  Reduction plan(bool collective, bool is_last);
+  /// Carries it out. Collective; inside Stream::submit.
+  /// @param slot  [layout.numel()] reduce dtype, this rank's gradient; padding
+  ///   is zero. Overwritten.
+  void reduce(const at::Tensor& slot, const Reduction& reduction);
+
+  /// Called in the reduce stream with each reduced gradient: [shard] like main,
+  /// in the dtype of the reduction, not yet divided by a divisor or added to
+  /// those of microbatches before. What it changes in place is the gradient;
+  /// what it throws is an error of the reduction.
+  using Hook = std::function<void(const at::Tensor& reduced)>;
+  /// From the next backward on; an empty function for none.
+  void set_hook(Hook hook) { hook_ = std::move(hook); }
+
+  /// This rank has a gradient of some parameter, not only zeros, for the
+  /// reductions from here on.
+  void mark_contributed() { contributes_ = true; }
+  /// The last reduction had one from this rank.
+  bool contributed() const { return contributed_; }
+
+  /// A reduced gradient is there since the last zero().
+  bool has_reduced() const;
+  /// Microbatches were accumulated but not reduced over all axes.
+  bool has_unreduced() const { return local_.is_filled || inner_.is_filled; }
+  /// [shard] like main, in main_grads, or in the dtype of the reduction when it
+  /// is narrow. Undefined from zero() to the next reduction.
+  /// @throws Error{internal} while others own it.
+  const FlatBuffer& reduced() const;
+  /// Leaves the reduced gradient to those who hold its tensor already: it is
+  /// gone when the last of them drops it. Between steps, when users see
+  /// gradients as tensors of theirs. One in host memory stays, since pinning it
+  /// anew takes longer than a step.
+  void give_up();
+  /// Takes back what is left of it: before a reduction and before reduced().
+  void take_back();
+
+  /// Drops all gradients and gives their memory back. The current stream has
+  /// waited for the reductions (it has at the end of a backward).
+  void zero();
+  /// The same for the reduced one only: what was accumulated without a
+  /// reduction joins the next one.
+  void drop_reduced();
+  /// Multiplies gradients (reduced and not) by `factor`. On the current stream.
+  void scale(double factor);
+
+  /// The mesh, or how gradients are divided, is another one now.
+  void replan();
+
+  struct Bytes {
+    std::int64_t reduced = 0, inner = 0, local = 0;
+  };
+  Bytes nbytes() const;
+
+ private:
+  /// Where gradients of microbatches add up on the way.
+  struct Sum {
+    FlatBuffer buffer;
+    bool is_filled = false;
+  };
+  /// Whose the reduced gradient is.
+  enum class Owner {
+    none,    ///< there is none
+    us,      ///< `reduced_`
+    others,  ///< `given_`, for as long as they hold it
+  };
+
+  void allocate(
+      FlatBuffer& buffer,
+      const Placements& placements,
+      at::ScalarType dtype) const;
+  /// Planned at its first use, on the stream that runs it.
+  const Redistribution& plan_of(
+      std::optional<Redistribution>& planned,
+      const Placements& from,
+      const Placements& to) const;
+  void add_to_reduced(at::Tensor reduced, bool add);
+  FlatBuffer wrap_reduced(at::Tensor tensor) const;
+  void check_owned() const;
+  Placements partial_everywhere() const;
+  const Placements& at_rest() const;  ///< Shard or Replicate, never Partial
+
+  const GroupContext& context_;
+  Sum local_;
+  Sum inner_;
+  Owner owner_ = Owner::none;
+  FlatBuffer reduced_;
+  FlatBuffer in_reduce_dtype_;   ///< what reduced_ was before it was widened
+  FlatBuffer kept_host_memory_;  ///< offload: reduced_'s between steps
+  std::optional<
+      c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>>
+      given_;
+  bool contributes_ = false;
+  bool contributed_ = false;
+  Hook hook_;
+  mutable std::optional<Redistribution> to_inner_;
+  mutable std::optional<Redistribution> inner_to_rest_;
+  mutable std::optional<Redistribution> to_rest_;
+};
+
+}  // namespace flatshard

@@ -1,0 +1,238 @@
+#include "flatshard/group/weight_planes.h"
+
+#include <ATen/ATen.h>
+
+#include <utility>
+
+#include "flatshard/core/error.h"
+#include "flatshard/group/host_memory.h"
+
+namespace flatshard {
+namespace {
+
+// Whether two placements put the same elements on a rank of this mesh.
+bool same_elements(const Mesh& mesh, const Placements& a, const Placements& b) {
+  for (int axis = 0; axis < mesh.num_axes(); ++axis) {
+    if (mesh.axis(axis).size > 1 && a[axis] != b[axis]) {
+      return false;
+    }
+  }
+  return true;
+}
+
+bool any_sharded(const Mesh& mesh, const Placements& placements) {
+  for (int axis = 0; axis < mesh.num_axes(); ++axis) {
+    if (mesh.axis(axis).size > 1 && placements[axis].is_shard()) {
+      return true;
+    }
+  }
+  return false;
+}
+
+}  // namespace
+
+WeightPlanes::WeightPlanes(const GroupContext& context) : context_(context) {
+  const ParamGroupOptions& options = context.options;
+  const Strategy& strategy = options.strategy;
+  const Precision& precision = options.precision;
+  const auto& mesh = context.mesh;
+  const auto& layout = context.layout;
+  resident_ = !any_sharded(*mesh, strategy.parameter);
+  has_refresh_ = options.trainable &&
+                 !same_elements(*mesh, strategy.parameter, strategy.optimizer);
+  const at::ScalarType main_dtype =
+      options.trainable ? precision.main_params : precision.compute;
+  main_is_compute_ = !options.offload && main_dtype == precision.compute;
+  if (!main_is_compute_) {
+    main_ = options.offload
+                ? in_host_memory(context, strategy.optimizer, main_dtype)
+                : FlatBuffer(layout, mesh, strategy.optimizer, main_dtype);
+    main_.local().zero_();  // padding stays zero
+  }
+  if (!options.keep_compute_weights && !main_is_compute_ && !resident_ &&
+      !has_refresh_) {
+    return;
+  }
+  if (options.peers_read_weights && !resident_) {
+    peers_ = std::make_unique<PeerBuffer>(
+        layout,
+        mesh,
+        strategy.parameter,
+        precision.compute);
+    compute_ = peers_->local();
+  } else {
+    compute_ = FlatBuffer(layout, mesh, strategy.parameter, precision.compute);
+    compute_.local().zero_();
+  }
+  if (!has_refresh_) {
+    compute_shard_ = compute_;
+  } else if (layout->segments().size() == 1) {
+    compute_shard_ = compute_.redistribute(strategy.optimizer, Purpose::gather);
+  } else {
+    compute_shard_ =
+        FlatBuffer(layout, mesh, strategy.optimizer, precision.compute);
+    compute_shard_.local().zero_();
+  }
+  if (main_is_compute_) {
+    // A version counter of its own, which only writes to main move.
+    main_ = FlatBuffer::wrap(
+        compute_shard_.local().variable_data(),
+        layout,
+        mesh,
+        compute_shard_.placements());
+  }
+}
+
+std::vector<WeightPlane> WeightPlanes::planes() const {
+  const Precision& precision = context_.options.precision;
+  const WeightPlane compute{
+      .name = "compute",
+      .origin = WeightPlane::Origin::derived,
+      .dtype = precision.compute,
+      .data = &compute_};
+  if (!context_.options.trainable) {
+    return {
+        {.name = "compute",
+         .dtype = precision.compute,
+         .data = compute_.defined() ? &compute_ : &main_}};
+  }
+  return {
+      {.name = "main", .dtype = precision.main_params, .data = &main_},
+      compute};
+}
+
+at::Tensor WeightPlanes::compute_shard() const {
+  return main_is_compute_ ? at::Tensor() : compute_shard_.local();
+}
+
+FlatBuffer WeightPlanes::main_on_device() const {
+  if (!context_.options.offload) {
+    return main_;
+  }
+  const at::Device device = context_.mesh->device();
+  const FlatBuffer there = FlatBuffer::wrap(
+      main_.local().to(device, /*non_blocking=*/true),
+      context_.layout,
+      context_.mesh,
+      main_.placements());
+  if (device.is_cuda()) {
+    uploaded_.record(*current_stream(device));
+  }
+  return there;
+}
+
+void WeightPlanes::use_mesh() {
+  gather_.reset();
+  if (peers_ != nullptr) {
+    peers_->use_mesh(*context_.mesh);
+  }
+}
+
+// -- reading ------------------------------------------------------------------
+
+WeightPlanes::Gather WeightPlanes::plan_gather(bool copies) {
+  Gather gather;
+  gather.is_first = gathered_ != version_;
+  gather.refresh = has_refresh_ && gather.is_first;
+  gathered_ = version_;
+  gather.copies = copies && peers_ != nullptr;
+  if (gather.copies) {
+    gather.fence = fenced_ != version_;
+    fenced_ = version_;
+    copied_ = true;
+  }
+  return gather;
+}
+
+void WeightPlanes::gather(const at::Tensor& out, const Gather& gather) {
+  if (gather.refresh) {
+    compute_shard_.redistribute(
+        context_.options.strategy.parameter,
+        Purpose::gather,
+        &compute_);
+  }
+  if (resident_) {
+    return;
+  }
+  if (gather.fence) {
+    peers_->fence();
+  }
+  if (gather.copies) {
+    peers_->copy_whole(out);
+  } else {
+    unshard(out);
+  }
+}
+
+void WeightPlanes::unshard(const at::Tensor& out) {
+  const Placements& resting = context_.options.strategy.parameter;
+  if (!gather_) {
+    gather_.emplace(
+        context_.layout,
+        context_.mesh,
+        resting,
+        context_.whole(),
+        Purpose::gather);
+  }
+  if (compute_.defined()) {
+    gather_->run(compute_.local(), out);
+    return;
+  }
+  // This rank's slice of the slot when that is one range, else a temporary.
+  const FlatBuffer target =
+      FlatBuffer::wrap(out, context_.layout, context_.mesh, context_.whole());
+  const FlatBuffer shard = target.redistribute(resting, Purpose::gather);
+  shard.local().copy_(main_on_device().local());
+  gather_->run(shard.local(), out);
+}
+
+// -- writing ------------------------------------------------------------------
+
+void WeightPlanes::wait_for_readers() {
+  wait_for_uploads();
+  if (copied_) {
+    copied_ = false;
+    current_stream(context_.mesh->device())->submit([this] {
+      peers_->fence_writes();
+    });
+  }
+}
+
+void WeightPlanes::cast() {
+  if (compute_shard().defined()) {
+    const at::NoGradGuard no_grad;
+    compute_shard_.local().copy_(main_on_device().local());
+  }
+}
+
+void WeightPlanes::end_write(Stream& stream, bool casts) {
+  if (casts) {
+    stream.submit([this] { cast(); });
+    seen_ = main_.local()._version();
+  }
+  ++version_;
+  written_.record(stream);
+}
+
+bool WeightPlanes::adopt_foreign_writes() {
+  if (main_.local()._version() == seen_) {
+    return false;
+  }
+  end_write(*current_stream(context_.mesh->device()), true);
+  return true;
+}
+
+WeightPlanes::Bytes WeightPlanes::nbytes() const {
+  const auto of = [](const FlatBuffer& b) {
+    return b.defined() ? b.nbytes() : 0;
+  };
+  std::int64_t compute = of(compute_);  // none when it is not kept
+  if (compute_shard_.defined() &&
+      compute_shard_.local().storage().unsafeGetStorageImpl() !=
+          compute_.local().storage().unsafeGetStorageImpl()) {
+    compute += of(compute_shard_);
+  }
+  return {.main = main_is_compute_ ? 0 : of(main_), .compute = compute};
+}
+
+}  // namespace flatshard

@@ -1,0 +1,160 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string_view>
+#include <vector>
+
+#include "flatshard/buffer/flat_buffer.h"
+#include "flatshard/buffer/peer_buffer.h"
+#include "flatshard/buffer/redistribution.h"
+#include "flatshard/device/stream.h"
+#include "flatshard/group/group_options.h"
+
+namespace flatshard {
+
+/// One representation of a group's weights: what this rank holds of it. Plain
+/// data, for reports and checks.
+struct WeightPlane {
+  /// Where its values come from.
+  enum class Origin {
+    stored,   ///< it is what the optimizer updates
+    derived,  ///< cast from the stored one when that was written
+  };
+  std::string_view name;
+  Origin origin = Origin::stored;
+  at::ScalarType dtype = at::kFloat;
+  const FlatBuffer* data = nullptr;  ///< not defined: it rests nowhere
+};
+
+/// The weights of a ParamGroup: their planes, and what keeps them equal.
+///
+/// | plane   | dtype       | placement | holds                              |
+/// |---------|-------------|-----------|------------------------------------|
+/// | main    | main_params | optimizer | what the optimizer updates         |
+/// | compute | compute     | parameter | what is gathered for the kernels;  |
+/// |         |             |           | see keep_compute_weights           |
+///
+/// When both have one dtype they share memory. A frozen group has one plane,
+/// compute. With ParamGroupOptions::offload main (a frozen group's too, in
+/// compute's dtype) is in host memory and shares none.
+///
+/// The weights have a version that rises with every change. Who has read them
+/// remembers up to which version; "what changed since" is one comparison. They
+/// are written by WeightWrite, and by nobody else.
+class WeightPlanes {
+ public:
+  /// @param context  outlives this.
+  explicit WeightPlanes(const GroupContext& context);
+  WeightPlanes(const WeightPlanes&) = delete;
+  WeightPlanes& operator=(const WeightPlanes&) = delete;
+
+  /// main first.
+  std::vector<WeightPlane> planes() const;
+  /// [shard] main weights; frozen groups: the compute weights.
+  const FlatBuffer& main() const { return main_; }
+  /// The same on the mesh's device: a copy, queued on the current stream, where
+  /// main is in host memory.
+  FlatBuffer main_on_device() const;
+  /// Not defined when compute weights are not kept.
+  const FlatBuffer& compute() const { return compute_; }
+  /// [shard] the slice of the compute weights that belongs to `main`; the
+  /// optimizer may write it together with main. Undefined when main is that
+  /// slice or when there is none.
+  at::Tensor compute_shard() const;
+
+  /// True when compute weights rest whole on every rank.
+  bool resident() const { return resident_; }
+  /// True when the ranks hold pieces that a change of the weights has to spread
+  /// (ZeRO-1/2, HFSDP).
+  bool has_refresh() const { return has_refresh_; }
+
+  /// How one gather runs: decided on the host, carried out later on the gather
+  /// stream.
+  struct Gather {
+    /// No gather since the last change of the weights: wait_for_weights.
+    bool is_first = false;
+    /// First spread the optimizer's slices to `compute`. Collective.
+    bool refresh = false;
+    /// By copies of what the peers hold; else an all-gather, a collective.
+    bool copies = false;
+    /// Before the copies: the peers have written theirs. Collective.
+    bool fence = false;
+  };
+  /// Call it once per gather and then carry that out: what it plans for a
+  /// change of the weights it does not plan again.
+  /// @param copies  where the peers can read; equal on all ranks.
+  Gather plan_gather(bool copies = false);
+  /// A gather that was planned may not have been carried out.
+  void mark_stale() { gathered_ = fenced_ = 0; }
+  /// Carries it out. Inside Stream::submit.
+  /// @param out  [layout.numel()] compute dtype, the whole weights. Resident
+  ///   groups do not use it: theirs are in `compute`.
+  void gather(const at::Tensor& out, const Gather& gather);
+  /// Later work of `stream` sees what was written before the last change.
+  void wait_for_weights(Stream& stream) const { written_.wait(stream); }
+
+  /// Rises with every change of the weights.
+  std::int64_t version() const { return version_; }
+  /// When somebody else wrote main (in place, through a tensor operation),
+  /// makes the other planes anew and says so. On the current stream.
+  bool adopt_foreign_writes();
+  /// Somebody else wrote main in a way that no tensor's version shows.
+  void mark_foreign_write() { seen_ = main_.local()._version() - 1; }
+
+  /// Later work of the current stream may overwrite the weights: no peer copies
+  /// them any more, and the host may write main. A backward's reductions say so
+  /// for the peers (peers_have_read); this is a fence where there was none
+  /// since the last copies. Collective then. WeightWrite calls it; who writes
+  /// weights that peers read by hand does, too, on all ranks.
+  void wait_for_readers();
+  /// Every rank's gradient needed its copies, so they are done.
+  void peers_have_read() { copied_ = false; }
+  /// Blocks until main, in host memory, may be overwritten.
+  void wait_for_uploads() const { uploaded_.synchronize(); }
+
+  /// The mesh has other communicators now.
+  void use_mesh();
+  /// The values of new weights are in main: the first version.
+  void initialized() {
+    end_write(*current_stream(context_.mesh->device()), true);
+  }
+
+  struct Bytes {
+    std::int64_t main = 0, compute = 0;
+  };
+  Bytes nbytes() const;
+
+ private:
+  friend class WeightWrite;
+  /// main -> compute's slice of it. On the current stream.
+  void cast();
+  /// What `stream` has queued wrote main.
+  /// @param casts  the other planes are made from it, in `stream`.
+  void end_write(Stream& stream, bool casts);
+  void unshard(const at::Tensor& out);
+
+  const GroupContext& context_;
+  bool resident_ = true;
+  bool has_refresh_ = false;
+  bool main_is_compute_ = false;
+  std::unique_ptr<PeerBuffer> peers_;  ///< owns compute_, where there is one
+  FlatBuffer compute_;
+  FlatBuffer compute_shard_;  ///< optimizer placement; mostly a view
+  FlatBuffer main_;
+  std::optional<Redistribution> gather_;  ///< planned at its first use
+
+  std::int64_t version_ = 0;
+  std::int64_t gathered_ = 0;  ///< up to which version
+  std::int64_t fenced_ = 0;
+  std::uint32_t seen_ = 0;  ///< main's tensor version, after our last write
+  bool copied_ = false;     ///< by peers, and no reduction since
+  Event written_;
+  mutable Event uploaded_;  ///< offload: main was read from host memory
+};
+
+}  // namespace flatshard

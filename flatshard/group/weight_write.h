@@ -1,0 +1,44 @@
+#pragma once
+
+#include <vector>
+
+#include "flatshard/device/stream.h"
+#include "flatshard/group/param_group.h"
+
+namespace flatshard {
+
+/// One write of the weights of some groups: the only way to write them, for
+/// optimizers, loaders and whoever draws values.
+///
+///     WeightWrite write(groups, *stream);
+///     for (ParamGroup* group : groups) {
+///       stream->submit([&] { ... writes group->weights().main() ... });
+///       write.end(*group, WeightWrite::Cast::here);
+///     }
+///
+/// Collective where ranks read each other's weights (copy gathers).
+class WeightWrite {
+ public:
+  /// Who brings the compute weights up to date.
+  enum class Cast {
+    here,       ///< `end` casts main, on the stream of the write
+    by_writer,  ///< whoever wrote main wrote compute_shard() as well
+  };
+
+  /// Takes what others wrote before and waits until nobody reads the old
+  /// values: later work of `stream` may write. Queues on the current stream.
+  WeightWrite(std::vector<ParamGroup*> groups, Stream& stream);
+  WeightWrite(const WeightWrite&) = delete;
+  WeightWrite& operator=(const WeightWrite&) = delete;
+  /// Groups that an exception left without `end` count as written.
+  ~WeightWrite();
+
+  /// The work that writes `group` is queued on the stream, or done.
+  void end(ParamGroup& group, Cast cast);
+
+ private:
+  std::vector<ParamGroup*> open_;
+  Stream& stream_;
+};
+
+}  // namespace flatshard

@@ -1,0 +1,98 @@
+#include "flatshard/group/weight_write.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "flatshard/core/error.h"
+#include "tests/group/groups.h"
+#include "tests/support/message_of.h"
+#include "tests/support/ranks.h"
+
+namespace flatshard::testing {
+namespace {
+
+std::int64_t num_fences(const CollectiveLog& log) {
+  const auto records = log.records();
+  return std::count_if(records.begin(), records.end(), [](const auto& record) {
+    return record.kind == CollectiveKind::fence;
+  });
+}
+
+// After an evaluation, say, in whose gathers peers copied and no reduction
+// came.
+TEST(WeightWrite, WaitsOnceForPeersThatCopied) {
+  run_ranks(2, [](RankContext& context) {
+    context.log = std::make_shared<CollectiveLog>();
+    const auto mesh = context.mesh();
+    ParamGroup group(
+        some_parameters(),
+        mesh,
+        {.strategy = Strategy::named("zero3", 1), .peers_read_weights = true},
+        Initializer(kGroupSeed));
+    const auto stream = current_stream(at::kCPU);
+    const auto fences_of_a_write = [&] {
+      context.log->clear();
+      WeightWrite write({&group}, *stream);
+      group.weights().main().local().add_(1);
+      write.end(group, WeightWrite::Cast::here);
+      return num_fences(*context.log);
+    };
+    EXPECT_EQ(fences_of_a_write(), 0);  // nobody read
+    const at::Tensor out = at::empty({group.layout().numel()}, at::kBFloat16);
+    group.weights().gather(out, group.weights().plan_gather(/*copies=*/true));
+    EXPECT_EQ(fences_of_a_write(), 1);
+    EXPECT_EQ(fences_of_a_write(), 0);
+    group.weights().gather(out, group.weights().plan_gather(/*copies=*/true));
+    group.gradients().reduce(
+        at::zeros({group.layout().numel()}, at::kBFloat16),
+        group.plan_reduction(true, true));
+    EXPECT_EQ(fences_of_a_write(), 0);  // the reduction said so
+    mesh->world().barrier();
+  });
+}
+
+TEST(WeightWrite, EachOneIsAVersionThatTheOtherPlanesHave) {
+  run_ranks(1, [](RankContext& context) {
+    ParamGroup group(
+        some_parameters(),
+        context.mesh(),
+        {.strategy = Strategy::named("zero3", 1)},
+        Initializer(kGroupSeed));
+    WeightPlanes& weights = group.weights();
+    const auto stream = current_stream(at::kCPU);
+    const auto planes = weights.planes();
+    ASSERT_EQ(planes.size(), 2);
+    EXPECT_EQ(planes[0].name, "main");
+    EXPECT_EQ(planes[1].name, "compute");
+    EXPECT_EQ(planes[1].origin, WeightPlane::Origin::derived);
+    std::int64_t version = weights.version();
+    {
+      WeightWrite write({&group}, *stream);
+      weights.main().local().fill_(3);
+      write.end(group, WeightWrite::Cast::here);
+      EXPECT_EQ(
+          message_of([&] { write.end(group, WeightWrite::Cast::here); }),
+          "internal error: " + group.options().name +
+              " was not being written, or its write has ended");
+    }
+    EXPECT_EQ(weights.version(), version + 1);
+    EXPECT_TRUE(planes[1].data->local().eq(3).all().item<bool>());
+    EXPECT_FALSE(weights.adopt_foreign_writes());
+
+    // What others wrote is taken before: it has a version of its own.
+    weights.main().local().fill_(4);
+    version = weights.version();
+    try {
+      WeightWrite write({&group}, *stream);
+      EXPECT_TRUE(planes[1].data->local().eq(4).all().item<bool>());
+      throw std::runtime_error("in mid-write");
+    } catch (const std::runtime_error&) {}
+    EXPECT_EQ(weights.version(), version + 2);
+  });
+}
+
+}  // namespace
+}  // namespace flatshard::testing
