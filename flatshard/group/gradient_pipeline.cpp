@@ -28,6 +28,25 @@ Placements GradientPipeline::partial_everywhere() const {
   return Placements(context_.num_axes(), Placement::partial(op));
 }
 
+Placements GradientPipeline::partial_outside() const {
+  Placements placements = at_rest();
+  placements.front() = partial_everywhere().front();
+  return placements;
+}
+
+bool GradientPipeline::has_outer_stage() const {
+  const Strategy& strategy = context_.options.strategy;
+  const Placements& rest = strategy.optimizer;
+  if (context_.num_axes() < 2 || context_.mesh->axis(0).size == 1 ||
+      !strategy.gradient.front().is_partial()) {
+    return false;
+  }
+  // ZeRO-1 over two axes is one reduce-scatter over all ranks.
+  return num_sharded_axes(rest) > 0 &&
+         (rest.front().is_replicate() ||
+          num_sharded_axes(strategy.gradient) > 0);
+}
+
 const Placements& GradientPipeline::at_rest() const {
   return context_.options.strategy.optimizer;
 }
@@ -55,6 +74,8 @@ void GradientPipeline::replan() {
   to_inner_.reset();
   inner_to_rest_.reset();
   to_rest_.reset();
+  to_outside_.reset();
+  outside_to_rest_.reset();
 }
 
 GradientPipeline::Reduction GradientPipeline::plan(
@@ -83,6 +104,7 @@ GradientPipeline::Reduction GradientPipeline::plan(
   if (r.to_inner) {
     return r;
   }
+  r.by_outer = has_outer_stage();
   contributed_ = std::exchange(contributes_, false);
   check_owned();
   r.add_reduced = owner_ == Owner::us;
@@ -110,7 +132,9 @@ GradientPipeline::Reduction GradientPipeline::plan(
   return r;
 }
 
-void GradientPipeline::reduce(const at::Tensor& slot, const Reduction& r) {
+at::Tensor GradientPipeline::reduce_inner(
+    const at::Tensor& slot,
+    const Reduction& r) {
   const ParamGroupOptions& options = context_.options;
   const at::ScalarType wire = options.precision.reduce;
   if (options.scaling == GradScaling::pre_scaled) {
@@ -118,7 +142,7 @@ void GradientPipeline::reduce(const at::Tensor& slot, const Reduction& r) {
   }
   if (!r.collective) {
     sum_or_set(local_.buffer.local(), slot, r.add_local);
-    return;
+    return {};
   }
   at::Tensor source = slot;
   if (r.add_local) {
@@ -126,24 +150,49 @@ void GradientPipeline::reduce(const at::Tensor& slot, const Reduction& r) {
     source = local_.buffer.local().to(wire);
   }
   const Placements& between = options.strategy.gradient;
-  const bool by_inner = r.to_inner || r.add_inner;
-  if (by_inner) {
+  if (r.to_inner || r.add_inner) {
     const at::Tensor inner =
         plan_of(to_inner_, partial_everywhere(), between).run(source);
     sum_or_set(inner_.buffer.local(), inner, r.add_inner);
     if (r.to_inner) {
-      return;
+      return {};
     }
     source = inner_.buffer.local().to(wire);
+    if (!r.by_outer) {
+      finish(source, plan_of(inner_to_rest_, between, at_rest()), r);
+      return {};
+    }
+    if (between == partial_outside()) {
+      return source;
+    }
   }
-  const Redistribution& last =
-      by_inner ? plan_of(inner_to_rest_, between, at_rest())
-               : plan_of(to_rest_, partial_everywhere(), at_rest());
+  if (r.by_outer) {
+    return plan_of(to_outside_, partial_everywhere(), partial_outside())
+        .run(source);
+  }
+  finish(source, plan_of(to_rest_, partial_everywhere(), at_rest()), r);
+  return {};
+}
+
+void GradientPipeline::reduce_outer(
+    const at::Tensor& inner,
+    const Reduction& r) {
+  if (inner.defined()) {
+    finish(inner, plan_of(outside_to_rest_, partial_outside(), at_rest()), r);
+  }
+}
+
+void GradientPipeline::finish(
+    const at::Tensor& source,
+    const Redistribution& last,
+    const Reduction& r) {
+  const ParamGroupOptions& options = context_.options;
   if (r.widen) {
     reduced_.local().copy_(in_reduce_dtype_.local());
   }
-  const bool direct = !options.offload && !r.add_reduced && !hook_ &&
-                      wire == reduced_.local().scalar_type();
+  const bool direct =
+      !options.offload && !r.add_reduced && !hook_ &&
+      options.precision.reduce == reduced_.local().scalar_type();
   if (direct) {
     last.run(source, reduced_.local());
     if (options.grad_divisor != 1) {

@@ -40,15 +40,26 @@ class GradientPipeline {
     bool add_inner = false;
     bool add_reduced = false;
     bool to_inner = false;
-    bool widen = false;  ///< what is there from the reduce dtype first
+    bool by_outer = false;  ///< reduce_outer ends it
+    bool widen = false;     ///< what is there from the reduce dtype first
   };
   /// Allocates what is missing, on the current stream: later work of the reduce
   /// stream waits for it, and it waits for the reductions before zero().
   Reduction plan(bool collective, bool is_last);
-  /// Carries it out. Collective; inside Stream::submit.
+  /// Carries it out, but for the outer axis where Reduction::by_outer says so.
+  /// Collective; inside Stream::submit, on the reduce stream.
   /// @param slot  [layout.numel()] reduce dtype, this rank's gradient; padding
-  ///   is zero. Overwritten.
-  void reduce(const at::Tensor& slot, const Reduction& reduction);
+  ///   is zero. Overwritten, and read by nothing that comes later.
+  /// @return  what reduce_outer takes; undefined where there is nothing to do.
+  at::Tensor reduce_inner(const at::Tensor& slot, const Reduction& reduction);
+  /// The rest: over the outer axis of HSDP and HFSDP, often a slower network,
+  /// so on a stream and communicator of its own it does not hold back the inner
+  /// axes' next reduction. Collective; inside Stream::submit.
+  void reduce_outer(const at::Tensor& inner, const Reduction& reduction);
+  /// Both, on one stream.
+  void reduce(const at::Tensor& slot, const Reduction& reduction) {
+    reduce_outer(reduce_inner(slot, reduction), reduction);
+  }
 
   /// Called in the reduce stream with each reduced gradient: [shard] like main,
   /// in the dtype of the reduction, not yet divided by a divisor or added to
@@ -122,7 +133,15 @@ class GradientPipeline {
   void add_to_reduced(at::Tensor reduced, bool add);
   FlatBuffer wrap_reduced(at::Tensor tensor) const;
   void check_owned() const;
+  /// The outer axis is reduced apart from the inner ones.
+  bool has_outer_stage() const;
+  void finish(
+      const at::Tensor& source,
+      const Redistribution& last,
+      const Reduction& r);
   Placements partial_everywhere() const;
+  /// Reduced over the inner axes only.
+  Placements partial_outside() const;
   const Placements& at_rest() const;  ///< Shard or Replicate, never Partial
 
   const GroupContext& context_;
@@ -141,6 +160,8 @@ class GradientPipeline {
   mutable std::optional<Redistribution> to_inner_;
   mutable std::optional<Redistribution> inner_to_rest_;
   mutable std::optional<Redistribution> to_rest_;
+  mutable std::optional<Redistribution> to_outside_;
+  mutable std::optional<Redistribution> outside_to_rest_;
 };
 
 }  // namespace flatshard
