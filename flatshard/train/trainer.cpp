@@ -409,13 +409,7 @@ void Trainer::diagnose_gradients(std::int64_t step) {
 }
 
 std::vector<ParamGroup*> Trainer::all_groups() const {
-  std::vector<ParamGroup*> groups;
-  for (const auto& unit : runtime_->units()) {
-    for (const auto& group : unit->groups()) {
-      groups.push_back(group.get());
-    }
-  }
-  return groups;
+  return runtime_->all_groups();
 }
 
 void Trainer::save() {
