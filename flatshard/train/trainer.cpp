@@ -3,6 +3,7 @@
 #include "flatshard/checkpoint/weights_file.h"
 #include "flatshard/comm/flight_recorder.h"
 #include "flatshard/core/error.h"
+#include "flatshard/device/device_name.h"
 #include "flatshard/device/memory.h"
 #include "flatshard/diagnostics/nan_check.h"
 #include "flatshard/diagnostics/norms.h"
@@ -13,6 +14,7 @@
 #include "flatshard/train/export_hf.h"
 #include "flatshard/train/nonfinite.h"
 #include "flatshard/train/option_errors.h"
+#include "flatshard/train/peak_flops.h"
 #include "flatshard/train/profile.h"
 
 #include <ATen/ATen.h>
@@ -32,10 +34,10 @@ double ms_since(Clock::time_point begin) {
 }
 
 // Dense bf16 peak of the GPU in FLOP/s, for mfu; unset when unknown.
-// Source: NVIDIA H100 and H200 data sheets (SXM, without sparsity).
 std::optional<double> peak_flops(at::Device device, const Config& config) {
   if (device.is_cuda() && config.precision.compute == "bfloat16") {
-    return 989e12;
+    static const std::string name = cuda_device_name(device);
+    return dense_bf16_flops(name);
   }
   return std::nullopt;
 }
