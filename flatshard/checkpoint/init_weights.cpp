@@ -75,6 +75,9 @@ void init_weights(
         folder.string(),
         name);
   }
+  for (ParamGroup* group : groups) {
+    group->prepare_write();
+  }
   for (std::size_t i = 0; i < runs.size(); ++i) {
     read_run(sources[i], runs[i]);
   }

@@ -13,7 +13,8 @@ namespace flatshard {
 /// float dtype it has. Each rank reads what it owns, a piece at a time: no rank
 /// ever holds the model. Host memory grows by a piece of 64 MiB, and by one
 /// more where a GPU's weights have another dtype than the folder. Optimizer
-/// state stays. Blocks; not collective.
+/// state stays. Blocks. Collective only where peers copy weights
+/// (ParamGroup::prepare_write).
 ///
 /// Names, shapes and dtypes are checked before the first weight changes.
 /// @param rename  a parameter's name in the folder; a tied parameter is looked
