@@ -9,6 +9,10 @@ if(SKBUILD)
 endif()
 set(FLATSHARD_PYTHON "${_default_python}"
     CACHE FILEPATH "Python whose torch package is used")
+if(SKBUILD AND NOT EXISTS "${FLATSHARD_TORCH_DIR}/version.py")
+  # The environment of an earlier isolated build in this folder is gone.
+  unset(FLATSHARD_TORCH_DIR CACHE)
+endif()
 if(NOT FLATSHARD_TORCH_DIR)
   execute_process(
     COMMAND ${FLATSHARD_PYTHON} -c

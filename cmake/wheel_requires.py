@@ -9,4 +9,4 @@ __all__ = ["dynamic_metadata"]
 def dynamic_metadata(field, settings=None):
     if field != "dependencies":
         raise ValueError(f"expected the field dependencies, got {field}")
-    return [f"torch=={version('torch').split('+')[0]}"]
+    return [f"torch=={version('torch')}"]

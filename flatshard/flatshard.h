@@ -30,6 +30,13 @@
 #include "flatshard/nn/rope.h"
 #include "flatshard/nn/swiglu.h"
 
+// Saving and loading at any number of ranks.
+#include "flatshard/checkpoint/checkpointer.h"
+#include "flatshard/checkpoint/init_weights.h"
+#include "flatshard/checkpoint/load.h"
+#include "flatshard/checkpoint/weights_file.h"
+#include "flatshard/format/checkpoint_folder.h"
+
 // Sharding a module and updating its weights.
 #include "flatshard/diagnostics/memory_table.h"
 #include "flatshard/diagnostics/nan_check.h"

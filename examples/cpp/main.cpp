@@ -1,6 +1,8 @@
-// A model of one's own, fully sharded: residual blocks learn a function.
-//   build-example/example                                       one rank
-//   torchrun --no-python --nproc_per_node 2 build-example/example
+// A model of one's own, fully sharded: residual blocks learn a function. Train,
+// accumulate, evaluate, save and go on; docs/cpp.md walks through it.
+//   build-example/example FOLDER                one rank; again: goes on
+//   build-example/example FOLDER 2              two ranks on this host
+//   torchrun --no-python --nproc_per_node 2 build-example/example FOLDER
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <flatshard/flatshard.h>
@@ -8,24 +10,58 @@
 using namespace flatshard;
 
 constexpr std::int64_t kDim = 8;
+constexpr int kSteps = 100;  // a run
+constexpr int kMicrobatches = 2;
+constexpr int kInterval = 50;  // steps between checkpoints
 
 struct BlockImpl : nn::Module {
   nn::Linear up = register_module("up", nn::Linear(kDim, 4 * kDim));
   nn::Linear down = register_module("down", nn::Linear(4 * kDim, kDim));
-  at::Tensor forward(const at::Tensor& x) { return x + down(at::gelu(up(x))); }
+  at::Tensor gain = declare_parameter("gain", {kDim}, InitSpec::ones());
+  BlockImpl() { set_attribute("gain", kWeightDecayAttribute, "none"); }
+  at::Tensor forward(const at::Tensor& x) {
+    return x + down(at::gelu(up(x))) * gain;
+  }
 };
 FLATSHARD_MODULE(Block);
 
 struct MlpImpl : nn::Module {
+  nn::Linear mix = register_module("mix", nn::Linear(kDim, kDim));
   Block first = register_module("first", Block());
   Block second = register_module("second", Block());
+  MlpImpl() {
+    mix->weight().set_requires_grad(false);  // frozen: before fully_shard
+  }
   at::Tensor forward(const at::Tensor& x, const at::Tensor& target) {
-    return at::mse_loss(second(first(x)), target);
+    return at::mse_loss(second(first(x + mix(x))), target);
   }
 };
 FLATSHARD_MODULE(Mlp);
 
-int main() {
+struct Batch {
+  at::Tensor x, target;
+};
+
+Batch draw_batch(std::int64_t seed, at::Device device) {
+  at::Generator random = at::make_generator<at::CPUGeneratorImpl>(seed);
+  const at::Tensor x = at::randn({128, kDim}, random).to(device);
+  return {x, at::sin(2 * x)};
+}
+
+// The mean loss of eight batches that no step sees. Collective: as many
+// forwards on every rank.
+double evaluate(Mlp& model, Mesh& mesh) {
+  const at::NoGradGuard no_grad;
+  at::Tensor sum = at::zeros({}, at::TensorOptions(mesh.device()));
+  for (int i = mesh.rank(); i < 8; i += mesh.size()) {
+    const Batch batch = draw_batch(1'000'000 + i, mesh.device());
+    sum += model(batch.x, batch.target);
+  }
+  mesh.world().all_reduce(sum, ReduceOp::sum);
+  return sum.item<double>() / 8;
+}
+
+int train(const std::string& folder) {
   const RankEnvironment env = rank_environment_from_env();
   const at::Device device = num_cuda_devices() > env.local_rank
                                 ? at::Device(at::kCUDA, env.local_rank)
@@ -41,21 +77,79 @@ int main() {
       *model,
       mesh,
       {.units = {model->first.get(), model->second.get()},  // gathered whole
+       .strategy = "zero3",
        .precision = Precision::full()});
   AdamW optimizer(runtime->groups(), {.weight_decay = 0.01});
 
-  // Every rank draws batches of its own; the gradients are averaged.
-  at::Generator random = at::make_generator<at::CPUGeneratorImpl>(1 + env.rank);
-  double begin = 0, loss_value = 0;
-  for (int step = 0; step < 200; ++step) {
-    const at::Tensor x = at::randn({256, kDim}, random).to(device);
-    const at::Tensor loss = model(x, at::sin(2 * x));
-    loss.backward();
-    optimizer.step(/*lr=*/1e-2, clip_grad_norm(runtime->groups(), 1.0).scale);
-    optimizer.zero_grad();
-    loss_value = loss.item<double>();
-    begin = step == 0 ? loss_value : begin;
+  std::int64_t step = 0;
+  if (const auto latest = latest_checkpoint(folder)) {
+    step = load_checkpoint(
+               step_folder(folder, *latest),
+               runtime->all_groups(),
+               &optimizer)
+               .step;
   }
-  fmt::print("rank {}: loss {:.4f} -> {:.4f}\n", env.rank, begin, loss_value);
-  return loss_value < 0.5 * begin ? 0 : 1;
+  Checkpointer checkpointer(
+      mesh,
+      runtime->all_groups(),  // frozen ones as well
+      &optimizer,
+      {.folder = folder, .keep_latest = 2});
+
+  const double before = evaluate(model, *mesh);
+  const std::int64_t begin = step;
+  while (step < begin + kSteps) {
+    ++step;
+    runtime->set_step(step);  // errors name it
+    for (int m = 0; m < kMicrobatches; ++m) {
+      runtime->set_is_last_microbatch(m + 1 == kMicrobatches);
+      // Every rank draws batches of its own; the gradients are averaged.
+      const Batch batch = draw_batch(
+          (step * kMicrobatches + m) * mesh->size() + mesh->rank(),
+          device);
+      (model(batch.x, batch.target) / kMicrobatches).backward();
+    }
+    const ClipResult clip = clip_grad_norm(runtime->groups(), 1.0);
+    checkpointer.wait_for_copies();  // before anything is updated
+    optimizer.step(/*lr=*/1e-2, clip.scale);
+    optimizer.zero_grad();
+    if (step % kInterval == 0) {
+      checkpointer.save(step, {{"note", "any text"}});
+    }
+  }
+
+  const double after = evaluate(model, *mesh);
+  checkpointer.wait();
+  for (const SaveResult& saved : checkpointer.take_results()) {
+    if (saved.error) {
+      throw *saved.error;
+    }
+  }
+  if (mesh->rank() == 0) {
+    fmt::print(
+        "steps {} to {} on {} ranks: loss {:.5f} -> {:.5f}\n",
+        begin,
+        step,
+        mesh->size(),
+        before,
+        after);
+  }
+  return after < before ? 0 : 1;
+}
+
+int main(int argc, char** argv) {
+  const std::vector<std::string> args(argv, argv + argc);
+  try {
+    FLATSHARD_CHECK(
+        argc == 2 || argc == 3,
+        usage,
+        "expected FOLDER [RANKS], got {} arguments",
+        argc - 1);
+    if (argc == 3 && !launched_by_environment()) {
+      return spawn_local_ranks(std::stoi(args[2]), args);
+    }
+    return train(args[1]);
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "{}\n", error.what());
+    return 1;
+  }
 }

@@ -1,6 +1,7 @@
 // Stands in for cuda_*.cpp in a build without CUDA.
 #include "flatshard/core/error.h"
 #include "flatshard/device/backend.h"
+#include "flatshard/device/device_name.h"
 #include "flatshard/device/nvtx.h"
 
 namespace flatshard {
@@ -23,6 +24,10 @@ bool cuda_available() {
 
 int num_cuda_devices() {
   return 0;
+}
+
+std::string cuda_device_name(at::Device /*device*/) {
+  throw_no_cuda("CUDA device name");
 }
 
 NvtxRange::NvtxRange(const char* /*name*/) {

@@ -1,6 +1,7 @@
 #include "flatshard/nn/embedding.h"
 
 #include "flatshard/nn/autograd.h"
+#include "flatshard/nn/parameter_check.h"
 
 namespace flatshard::nn {
 namespace {
@@ -66,6 +67,7 @@ at::Tensor embedding(
       usage,
       "embedding: expected int64 tokens, got {}",
       c10::toString(tokens.scalar_type()));
+  check_has_memory("Embedding", tokens, weight);
   return EmbeddingFunction::apply(weight, tokens, context);
 }
 

@@ -1,5 +1,7 @@
 #include "flatshard/nn/matmul.h"
 
+#include "flatshard/nn/parameter_check.h"
+
 #include <ATen/ATen.h>
 
 namespace flatshard::nn {
@@ -11,6 +13,8 @@ void check_linear_input(const at::Tensor& x, const at::Tensor& weight) {
       "linear: expected x of [..., {}], got {}",
       weight.size(1),
       c10::str(x.sizes()));
+  check_has_memory("Linear", x, weight);
+  check_same_dtype("Linear", x, weight);
 }
 
 at::Tensor matmul_forward(

@@ -6,7 +6,8 @@ namespace flatshard::nn {
 
 // The matrix products that layers with a weight [out, in] have in common.
 
-/// @throws Error{usage} when x is not [..., in].
+/// @throws Error{usage} when x is not [..., in] or has another dtype, or when
+/// the weight has no memory.
 void check_linear_input(const at::Tensor& x, const at::Tensor& weight);
 
 /// x W^T (+ bias) (+ residual), added inside the product.

@@ -2,8 +2,9 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
+#include "flatshard/nn/parameter_check.h"
 
-#include <unordered_set>
+#include <algorithm>
 
 namespace flatshard::nn {
 
@@ -24,6 +25,7 @@ at::Tensor Module::declare_parameter(
       at::empty(shape, at::TensorOptions().device(at::kMeta).dtype(at::kFloat));
   register_parameter(name, parameter, requires_grad);
   infos_[name] = ParameterInfo{.init = init, .attributes = {}};
+  has_memory_ = false;
   return parameter;
 }
 
@@ -94,13 +96,32 @@ void Module::set_recompute_listener(
   context_->recompute_listener = listener;
 }
 
-void Module::run_forward_error_hooks(std::exception_ptr error) noexcept {
+std::exception_ptr Module::run_forward_error_hooks(
+    std::exception_ptr error) noexcept {
   try {
     error_hooks_.run(*this, error);
   } catch (const std::exception& e) {
     // The first exception is on its way to the caller; it must not be lost.
     log_error("forward error hook of {} threw: {}", name(), e.what());
   }
+  return error;
+}
+
+void Module::check_memory(const TensorList& inputs) {
+  const bool has_inputs =
+      std::any_of(inputs.begin(), inputs.end(), [](const at::Tensor& input) {
+        return !input.is_meta();
+      });
+  for (const NamedParameter& p : nn::named_parameters(*this)) {
+    if (!p.tensor.is_meta()) {
+      continue;
+    }
+    if (has_inputs) {
+      refuse_without_memory(p.name, name(), p.tensor);
+    }
+    return;  // shapes alone are asked for
+  }
+  has_memory_ = true;
 }
 
 void set_parameter_data(at::Tensor parameter, const at::Tensor& data) {

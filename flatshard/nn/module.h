@@ -36,7 +36,7 @@ class Module : public torch::nn::Module {
   using PreHook = std::function<void(Module&, const TensorList& inputs)>;
   using Hook = std::function<
       void(Module&, const TensorList& inputs, const TensorList& outputs)>;
-  using ErrorHook = std::function<void(Module&, std::exception_ptr)>;
+  using ErrorHook = std::function<void(Module&, std::exception_ptr& error)>;
 
   Module();
   explicit Module(std::string name);
@@ -79,7 +79,8 @@ class Module : public torch::nn::Module {
   /// Runs after forward with the tensors of its result.
   HookHandle add_forward_hook(Hook hook);
   /// Runs when a pre-hook, forward or a forward hook throws; the exception
-  /// then goes on. What an error hook throws itself is logged.
+  /// then goes on, or the one that the hook puts in its place. What an error
+  /// hook throws itself is logged.
   HookHandle add_forward_error_hook(ErrorHook hook);
 
   /// The sink for this module's own parameters (not its children's), held
@@ -110,13 +111,20 @@ class Module : public torch::nn::Module {
   void run_forward_hooks(const TensorList& inputs, const TensorList& outputs) {
     hooks_.run(*this, inputs, outputs);
   }
-  void run_forward_error_hooks(std::exception_ptr error) noexcept;
+  /// @return  what goes on.
+  std::exception_ptr run_forward_error_hooks(std::exception_ptr error) noexcept;
+  /// Whether a call has found memory for all parameters below.
+  bool has_memory() const { return has_memory_; }
+  /// @throws Error{usage} naming a parameter that was declared and never got
+  /// memory, when `inputs` have some.
+  void check_memory(const TensorList& inputs);
 
  private:
   std::map<std::string, ParameterInfo> infos_;
   HookList<Module&, const TensorList&> pre_hooks_;
   HookList<Module&, const TensorList&, const TensorList&> hooks_;
-  HookList<Module&, std::exception_ptr> error_hooks_;
+  HookList<Module&, std::exception_ptr&> error_hooks_;
+  bool has_memory_ = false;
   ModuleContextPtr context_;
 };
 
@@ -157,6 +165,9 @@ ParameterFill random_fill(std::optional<at::Generator> generator = {});
 /// forward(args...) with hooks around it.
 template <std::derived_from<Module> M, class... Args>
 decltype(auto) call_with_hooks(M& module, Args&&... args) {
+  if (!module.has_memory()) [[unlikely]] {
+    module.check_memory(collect_tensors(args...));
+  }
   if (!module.has_forward_hooks()) {
     return module.forward(std::forward<Args>(args)...);
   }
@@ -173,8 +184,8 @@ decltype(auto) call_with_hooks(M& module, Args&&... args) {
       return static_cast<Result>(std::forward<Result>(result));
     }
   } catch (...) {
-    module.run_forward_error_hooks(std::current_exception());
-    throw;
+    std::rethrow_exception(
+        module.run_forward_error_hooks(std::current_exception()));
   }
 }
 

@@ -3,6 +3,7 @@
 #include "flatshard/nn/autograd.h"
 #include "flatshard/nn/cpu_kernels.h"
 #include "flatshard/nn/cuda_ops.h"
+#include "flatshard/nn/parameter_check.h"
 
 namespace flatshard::nn {
 namespace {
@@ -88,6 +89,7 @@ void check_norm_input(
       "add_rms_norm: expected delta like x {}, got {}",
       c10::str(x.sizes()),
       c10::str(delta.sizes()));
+  check_has_memory("RmsNorm", x, weight);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> rms_norm_rows(

@@ -3,6 +3,7 @@
 #include "flatshard/core/error.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 namespace flatshard {
@@ -55,7 +56,7 @@ Scheduler::Scheduler(std::vector<UnitSpec> units, SchedulerOptions options)
       options_.prefetch);
   set_max_grad_slots(options_.max_grad_slots);
   for (UnitId u = 0; u < static_cast<UnitId>(units_.size()); ++u) {
-    forward_order_.push_back(u);
+    root_order_.push_back(u);
     const UnitId parent = units_[u].parent;
     FLATSHARD_CHECK(
         parent < u,
@@ -150,24 +151,81 @@ void Scheduler::set_policy(UnitId unit, UnitPolicy policy) {
 void Scheduler::forward_begin(const ScheduleEvent& event, Actions& out) {
   const UnitId u = event.unit;
   if (open_forwards_.empty()) {
-    forward_position_ = 0;
-    recorded_forward_.clear();
-    recorded_ends_.clear();
+    outer_forward_begin(u);
   }
   open_forwards_.push_back(u);
   recorded_forward_.push_back(u);
   ++state_[u].open_forwards;
   state_[u].kept = false;
   state_[u].waits = false;
-  forward_position_ = position_after(forward_order_, forward_position_, u);
+  const std::vector<UnitId>& order = forward_order();
+  forward_position_ = position_after(order, forward_position_, u);
   gather(u, Phase::forward, out);
   prefetch(
-      forward_order_,
-      forward_position_,
-      units_[u].policy.forward_prefetch,
+      ahead(
+          order,
+          forward_position_,
+          units_[u].policy.forward_prefetch,
+          Phase::forward),
       Phase::forward,
       out);
   await(u, out);
+}
+
+const std::vector<UnitId>& Scheduler::forward_order() const {
+  const bool of_path = !is_root(outer_calls_.back()) && !path_order_.empty();
+  return of_path ? path_order_ : root_order_;
+}
+
+void Scheduler::outer_forward_begin(UnitId u) {
+  const bool again = std::find(outer_calls_.begin(), outer_calls_.end(), u) !=
+                     outer_calls_.end();
+  if (is_root(u) || path_ended_ || again) {
+    if (outer_calls_.size() > 1 && !is_root(outer_calls_.front())) {
+      path_order_ = recorded_forward_;
+    }
+    path_ended_ = false;
+    forward_position_ = 0;
+    outer_calls_.clear();
+    recorded_forward_.clear();
+    recorded_ends_.clear();
+  }
+  outer_calls_.push_back(u);
+}
+
+void Scheduler::outer_forward_end(UnitId u, bool needs_backward, Actions& out) {
+  // Where a path goes on, the next call uses what was prefetched. Who calls a
+  // single unit goes on nowhere.
+  std::vector<UnitId> next;
+  if (!is_root(outer_calls_.front()) &&
+      (outer_calls_.size() > 1 || !path_order_.empty())) {
+    next = ahead(
+        forward_order(),
+        forward_position_,
+        units_[u].policy.forward_prefetch,
+        Phase::forward);
+  }
+  for (UnitId v = 0; v < static_cast<UnitId>(units_.size()); ++v) {
+    // Who waited for a module that did not run may have lent its weights to
+    // others, whose backward reads them too.
+    const bool waited_in_vain =
+        std::exchange(state_[v].waits, false) && !state_[v].needs_backward;
+    if (state_[v].awaited && !waited_in_vain) {
+      continue;
+    }
+    if (!waited_in_vain &&
+        std::find(next.begin(), next.end(), v) != next.end()) {
+      state_[v].kept = state_[v].present;
+    } else {
+      release(v, out);  // was prefetched and did not run
+    }
+  }
+  if (is_root(u)) {
+    root_order_ = recorded_forward_;
+  }
+  if (is_root(u) || needs_backward) {
+    backward_order_.assign(recorded_ends_.rbegin(), recorded_ends_.rend());
+  }
 }
 
 void Scheduler::forward_end(const ScheduleEvent& event, Actions& out) {
@@ -181,8 +239,12 @@ void Scheduler::forward_end(const ScheduleEvent& event, Actions& out) {
   open_forwards_.pop_back();
   recorded_ends_.push_back(u);
   --state_[u].open_forwards;
-  // What ran last begins the backward: keeping it saves a gather.
-  const bool runs_last = forward_position_ >= forward_order_.size();
+  // What ran last begins the backward: keeping it saves a gather. A unit that
+  // the order does not know may be anywhere.
+  const std::vector<UnitId>& order = forward_order();
+  const bool runs_last =
+      forward_position_ >= order.size() &&
+      std::find(order.begin(), order.end(), u) != order.end();
   const bool keep = event.needs_backward &&
                     (runs_last || !units_[u].policy.reshard_after_forward);
   state_[u].waits = event.more_follow;
@@ -192,17 +254,7 @@ void Scheduler::forward_end(const ScheduleEvent& event, Actions& out) {
     release(u, out);
   }
   if (open_forwards_.empty()) {
-    for (UnitId v = 0; v < static_cast<UnitId>(units_.size()); ++v) {
-      // Who waited for a module that did not run may have lent its weights to
-      // others, whose backward reads them too.
-      const bool waited_in_vain =
-          std::exchange(state_[v].waits, false) && !state_[v].needs_backward;
-      if (!state_[v].awaited || waited_in_vain) {
-        release(v, out);  // or was prefetched and did not run
-      }
-    }
-    forward_order_ = recorded_forward_;
-    backward_order_.assign(recorded_ends_.rbegin(), recorded_ends_.rend());
+    outer_forward_end(u, event.needs_backward, out);
   }
 }
 
@@ -220,6 +272,7 @@ void Scheduler::recompute_end(const ScheduleEvent& event) {
 }
 
 void Scheduler::task_begin(const ScheduleEvent& event) {
+  path_ended_ = true;
   if (tasks_.empty()) {
     backward_position_ = 0;
     recorded_backward_.clear();
@@ -254,9 +307,11 @@ void Scheduler::backward_begin(const ScheduleEvent& event, Actions& out) {
     gather(u, Phase::backward, out);
   }
   prefetch(
-      backward_order_,
-      backward_position_,
-      policy.backward_prefetch,
+      ahead(
+          backward_order_,
+          backward_position_,
+          policy.backward_prefetch,
+          Phase::backward),
       Phase::backward,
       out);
   if (policy.unshard_in_backward) {
@@ -334,6 +389,7 @@ void Scheduler::task_end(const ScheduleEvent& event, Actions& out) {
 }
 
 void Scheduler::weights_changed(Actions& out) {
+  path_ended_ = true;
   for (UnitId u = 0; u < static_cast<UnitId>(units_.size()); ++u) {
     FLATSHARD_CHECK(
         state_[u].open_forwards == 0 && state_[u].backward_calls.empty(),
@@ -368,6 +424,8 @@ void Scheduler::reshard(const ScheduleEvent& event, Actions& out) {
 
 void Scheduler::reset(Actions& out) {
   open_forwards_.clear();
+  outer_calls_.clear();
+  path_ended_ = true;
   tasks_.clear();
   unreduced_tasks_.clear();
   grad_queue_.clear();
@@ -442,34 +500,42 @@ void Scheduler::end_backward(UnitId unit, Actions& out) {
   }
 }
 
-void Scheduler::prefetch(
+std::vector<UnitId> Scheduler::ahead(
     const std::vector<UnitId>& order,
     std::size_t position,
     const std::optional<std::vector<UnitId>>& chosen,
-    Phase phase,
-    Actions& out) {
+    Phase phase) const {
+  std::vector<UnitId> units;
   const auto wanted = [&](UnitId unit) {
     return gathers(unit) &&
            (phase == Phase::forward || units_[unit].policy.unshard_in_backward);
   };
   if (chosen) {
-    for (const UnitId unit : *chosen) {
-      if (wanted(unit)) {
-        gather(unit, phase, out);
-      }
-    }
-    return;
+    std::copy_if(
+        chosen->begin(),
+        chosen->end(),
+        std::back_inserter(units),
+        wanted);
+    return units;
   }
-  int ahead = 0;
   for (std::size_t i = position; i < order.size(); ++i) {
-    if (ahead >= options_.prefetch) {
+    if (static_cast<int>(units.size()) >= options_.prefetch) {
       break;
     }
     const bool runs_now = position > 0 && order[i] == order[position - 1];
     if (wanted(order[i]) && !runs_now) {
-      ++ahead;
-      gather(order[i], phase, out);
+      units.push_back(order[i]);
     }
+  }
+  return units;
+}
+
+void Scheduler::prefetch(
+    const std::vector<UnitId>& units,
+    Phase phase,
+    Actions& out) {
+  for (const UnitId unit : units) {
+    gather(unit, phase, out);
   }
 }
 

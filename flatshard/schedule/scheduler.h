@@ -28,6 +28,10 @@ struct SchedulerOptions {
 /// Order is predicted, never assumed: the units' order of registration serves
 /// the first step, the recorded order of the last forward and backward every
 /// later one. A program that leaves the prediction only loses prefetches.
+///
+/// A forward is that of a root, or a path of calls from outside: units that a
+/// program calls one after the other, without their root. Each has an order of
+/// its own, and a single unit's own call changes neither.
 class Scheduler {
  public:
   Scheduler(std::vector<UnitSpec> units, SchedulerOptions options);
@@ -108,12 +112,18 @@ class Scheduler {
   void release(UnitId unit, Actions& out);
   void release_after_backward(UnitId unit, Actions& out);
   void end_backward(UnitId unit, Actions& out);
-  void prefetch(
+  /// Units to gather ahead, in order.
+  std::vector<UnitId> ahead(
       const std::vector<UnitId>& order,
       std::size_t position,
       const std::optional<std::vector<UnitId>>& chosen,
-      Phase phase,
-      Actions& out);
+      Phase phase) const;
+  void prefetch(const std::vector<UnitId>& units, Phase phase, Actions& out);
+  bool is_root(UnitId unit) const { return units_[unit].parent == kNoUnit; }
+  void outer_forward_begin(UnitId unit);
+  void outer_forward_end(UnitId unit, bool needs_backward, Actions& out);
+  /// What the forward that runs goes by.
+  const std::vector<UnitId>& forward_order() const;
   void queue_grads(UnitId unit, Actions& out);
   /// Reduces the queued units that are ready; `current` still computes.
   void reduce_ready(UnitId current, Actions& out);
@@ -129,11 +139,14 @@ class Scheduler {
   std::vector<bool> has_children_;
 
   // The prediction, and what is recorded now to become the next one.
-  std::vector<UnitId> forward_order_;
+  std::vector<UnitId> root_order_;
+  std::vector<UnitId> path_order_;  ///< empty: no path was seen
   std::vector<UnitId> backward_order_;
   std::vector<UnitId> recorded_forward_;
   std::vector<UnitId> recorded_ends_;
   std::vector<UnitId> recorded_backward_;
+  std::vector<UnitId> outer_calls_;  ///< of the path that is recorded
+  bool path_ended_ = true;
   std::size_t forward_position_ = 0;
   std::size_t backward_position_ = 0;
 

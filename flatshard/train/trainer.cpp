@@ -3,6 +3,7 @@
 #include "flatshard/checkpoint/weights_file.h"
 #include "flatshard/comm/collective_scope.h"
 #include "flatshard/core/error.h"
+#include "flatshard/device/device_name.h"
 #include "flatshard/device/memory.h"
 #include "flatshard/diagnostics/nan_check.h"
 #include "flatshard/diagnostics/norms.h"
@@ -14,6 +15,7 @@
 #include "flatshard/train/export_hf.h"
 #include "flatshard/train/nonfinite.h"
 #include "flatshard/train/option_errors.h"
+#include "flatshard/train/peak_flops.h"
 #include "flatshard/train/profile.h"
 
 #include <ATen/ATen.h>
@@ -34,10 +36,10 @@ double ms_since(Clock::time_point begin) {
 }
 
 // Dense bf16 peak of the GPU in FLOP/s, for mfu; unset when unknown.
-// Source: NVIDIA H100 and H200 data sheets (SXM, without sparsity).
 std::optional<double> peak_flops(at::Device device, const Config& config) {
   if (device.is_cuda() && config.precision.compute == "bfloat16") {
-    return 989e12;
+    static const std::string name = cuda_device_name(device);
+    return dense_bf16_flops(name);
   }
   return std::nullopt;
 }
@@ -439,13 +441,7 @@ void Trainer::diagnose_gradients(std::int64_t step) {
 }
 
 std::vector<ParamGroup*> Trainer::all_groups() const {
-  std::vector<ParamGroup*> groups;
-  for (const auto& unit : runtime_->units()) {
-    for (const auto& group : unit->groups()) {
-      groups.push_back(group.get());
-    }
-  }
-  return groups;
+  return runtime_->all_groups();
 }
 
 void Trainer::save() {

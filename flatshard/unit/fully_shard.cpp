@@ -88,6 +88,27 @@ UnitTree find_units(nn::Module& root, const std::vector<nn::Module*>& chosen) {
   return tree;
 }
 
+void check_not_sharded(const nn::NamedParameter& p) {
+  const auto owner = ParameterStorage::owner_of(p.tensor);
+  FLATSHARD_CHECK(
+      !owner || !owner->retired,
+      usage,
+      "expected parameter {} to have values, got one that fully_shard had "
+      "sharded before, in {}: the Runtime that it returned is gone, and the "
+      "weights with it. Make the model anew, or keep the Runtime",
+      p.name,
+      owner->unit);
+  FLATSHARD_CHECK(
+      !owner,
+      usage,
+      "expected parameter {} not to be sharded yet, got one of {} of an "
+      "earlier "
+      "fully_shard; call it once, for the outermost module, with all modules "
+      "that are gathered as a whole in FullyShardOptions::units",
+      p.name,
+      owner->unit);
+}
+
 std::vector<FoundParameter> find_parameters(
     nn::Module& root,
     const UnitTree& tree,
@@ -103,6 +124,7 @@ std::vector<FoundParameter> find_parameters(
           p.name);
       continue;
     }
+    check_not_sharded(p);
     const auto [at, is_new] =
         index.emplace(p.tensor.unsafeGetTensorImpl(), found.size());
     if (is_new) {

@@ -73,9 +73,13 @@ struct FullyShardOptions {
 /// The module holds the Runtime only weakly: keep the result. Destroying it
 /// frees all memory and leaves the parameters without data.
 ///
-/// @throws Error{config, usage} when options contradict each other, naming
-/// the option, unit or parameter.
-std::shared_ptr<Runtime> fully_shard(
+/// Called once, for the outermost module. Outside of its unit's forward and
+/// backward a parameter has a shape and no data: who reads or writes it, or
+/// calls a module with it and not its unit, gets an exception that names both.
+///
+/// @throws Error{config, usage} when options contradict each other, or when a
+/// parameter was sharded before, naming the option, unit or parameter.
+[[nodiscard]] std::shared_ptr<Runtime> fully_shard(
     nn::Module& root,
     std::shared_ptr<Mesh> mesh,
     FullyShardOptions options);

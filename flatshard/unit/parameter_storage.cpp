@@ -17,10 +17,37 @@ at::Storage storage_without_memory(std::size_t nbytes, at::Device device) {
       /*resizable=*/false);
 }
 
+// Throws when data are asked for; tells by its type whose they are.
+struct RefusingStorage : c10::StorageImpl {
+  RefusingStorage(std::size_t nbytes, at::Device device)
+      : c10::StorageImpl(
+            use_byte_size_t(),
+            nbytes,
+            at::DataPtr(nullptr, device),
+            /*allocator=*/nullptr,
+            /*resizable=*/false) {}
+
+  ParameterOwner owner;
+};
+
+RefusingStorage& refusal(const at::Storage& storage) {
+  return static_cast<RefusingStorage&>(*storage.unsafeGetStorageImpl());
+}
+
+std::string retired_message(const ParameterOwner& owner) {
+  return fmt::format(
+      "parameter {} of {} is released for good: the Runtime that fully_shard "
+      "returned is gone, and the weights with it; keep it for as long as the "
+      "model is used",
+      owner.parameter,
+      owner.unit);
+}
+
 }  // namespace
 
 ParameterStorage::ParameterStorage(
     at::Tensor parameter,
+    const std::string& unit,
     const std::string& name,
     at::ScalarType dtype,
     at::Device device)
@@ -30,8 +57,10 @@ ParameterStorage::ParameterStorage(
   nbytes_ = parameter_.numel() * c10::elementSize(dtype);
   // A tensor of these sizes over a storage that never had memory.
   storage_ = storage_without_memory(nbytes_, device);
-  refusing_ = storage_without_memory(0, device);
-  set_name(name);
+  // As large, so that views of it can be taken: their data are refused.
+  refusing_ = at::Storage(c10::intrusive_ptr<c10::StorageImpl>(
+      c10::make_intrusive<RefusingStorage>(nbytes_, device)));
+  set_name(unit, name);
   at::Tensor shell =
       at::empty({0}, at::TensorOptions().dtype(dtype).device(device));
   shell.set_(storage_, 0, sizes);
@@ -41,13 +70,33 @@ ParameterStorage::ParameterStorage(
   clear();
 }
 
-void ParameterStorage::set_name(const std::string& name) const {
+std::optional<ParameterOwner> ParameterStorage::owner_of(
+    const at::Tensor& tensor) {
+  if (!tensor.has_storage()) {
+    return std::nullopt;
+  }
+  const auto* refusing = dynamic_cast<const RefusingStorage*>(
+      tensor.storage().unsafeGetStorageImpl());
+  if (refusing == nullptr) {
+    return std::nullopt;
+  }
+  return refusing->owner;
+}
+
+void ParameterStorage::set_name(
+    const std::string& unit,
+    const std::string& name) const {
+  refusal(refusing_).owner = {.unit = unit, .parameter = name};
   refusing_.unsafeGetStorageImpl()
       ->release_data_and_set_meta_custom_data_ptr_error_msg_(fmt::format(
-          "parameter {} is released: its data exist only while its unit "
-          "computes. Read the shards of its group, or register it with "
-          "share_parameter in the module that uses it",
-          name));
+          "parameter {} of {} is released: its values are there only while the "
+          "unit computes. Call the unit itself, through its holder "
+          "(`block(x)`, not `block->forward(x)` or one of its submodules); a "
+          "module outside of the unit that uses the parameter registers it "
+          "with share_parameter; whoever reads or writes values takes the "
+          "shards of its group (Runtime::all_groups)",
+          name,
+          unit));
 }
 
 void ParameterStorage::point_at(void* data) const {
@@ -71,9 +120,24 @@ void ParameterStorage::clear() const {
   }
   impl->set_data_ptr_noswap(at::DataPtr(nullptr, impl->device()));
   impl->set_nbytes(0);
-  // An empty parameter has no data at any time, and is never pointed at them
-  // when its unit has nothing else to gather.
-  show(nbytes_ > 0 ? refusing_ : storage_);
+  hide();
+}
+
+void ParameterStorage::retire() const {
+  clear();
+  if (released_) {
+    return;  // who reads that is told by its handler
+  }
+  ParameterOwner& owner = refusal(refusing_).owner;
+  owner.retired = true;
+  storage_.unsafeGetStorageImpl()->set_nbytes(nbytes_);
+  if (nbytes_ > 0) {
+    for (const at::Storage& storage : {storage_, refusing_}) {
+      storage.unsafeGetStorageImpl()
+          ->release_data_and_set_meta_custom_data_ptr_error_msg_(
+              retired_message(owner));
+    }
+  }
 }
 
 void ParameterStorage::show(const at::Storage& storage) const {

@@ -4,18 +4,27 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
 namespace flatshard {
 
+/// Whose a sharded parameter is.
+struct ParameterOwner {
+  std::string unit;  ///< e.g. "unit layers.3"
+  std::string parameter;
+  bool retired = false;  ///< its Runtime is gone
+};
+
 /// The storage of one gathered parameter: a StorageImpl of its own that points
 /// into a slot while the unit is gathered and at nothing while it rests. The
 /// tensor object stays, and views that autograd saved follow.
 ///
-/// While it rests the tensor itself shows another storage, which throws when
-/// its data are read or written: kernels would follow the null pointer. Views
-/// that are older than that do follow it; unit/poison.h is for them.
+/// While it rests, or is hidden, the tensor itself shows another storage, which
+/// throws when its data are read or written and names the parameter: kernels
+/// would follow the null pointer. Views that are older than that do follow it;
+/// unit/poison.h is for them.
 ///
 /// A storage of its own, since autograd and AOTAutograd take tensors that share
 /// one for aliases of each other.
@@ -24,22 +33,35 @@ class ParameterStorage {
   ParameterStorage() = default;
 
   /// Gives `parameter` (also one on the meta device) a storage without memory
-  /// on `device`, with `dtype`. requires_grad and all handles stay. `name` is
-  /// for the error of who reads it while it has no data.
+  /// on `device`, with `dtype`. requires_grad and all handles stay. `unit`
+  /// ("unit layers.3") and `name` are for the error of who reads it while it
+  /// has no data.
   ParameterStorage(
       at::Tensor parameter,
+      const std::string& unit,
       const std::string& name,
       at::ScalarType dtype,
       at::Device device);
 
+  /// The owner of a parameter that rests or is hidden; none for other tensors.
+  static std::optional<ParameterOwner> owner_of(const at::Tensor& tensor);
+
   /// For the error of who reads it while it has no data.
-  void set_name(const std::string& name) const;
+  void set_name(const std::string& unit, const std::string& name) const;
 
   /// The parameter's data is at `data` from now on. Not owned.
   void point_at(void* data) const;
   /// The parameter has no data; its shape stays. With `set_released_memory` it
   /// points there instead of nowhere.
   void clear() const;
+  /// The parameter refuses to be read and written from now on, or no longer.
+  /// Its data stay where they are. Two pointers are exchanged; nothing else.
+  /// An empty parameter has no data at any time, and is never pointed at them
+  /// when its unit has nothing else to gather: it stays as it is.
+  void hide() const { show(nbytes_ > 0 ? refusing_ : storage_); }
+  void reveal() const { show(storage_); }
+  /// For good, views as well: the memory goes with the Runtime.
+  void retire() const;
   /// Where the cleared parameter points, for debugging; see unit/poison.h. Has
   /// the parameter's size, and lives as long as the parameter points there.
   void set_released_memory(std::shared_ptr<void> memory) {

@@ -83,6 +83,7 @@ std::shared_ptr<Runtime> Runtime::create(
       std::move(parents),
       options));
   runtime->install_hooks();
+  runtime->hide_all();
   if (options.debug.strict) {
     FLATSHARD_CHECK(
         runtime->units_.front()->module() != nullptr,
@@ -108,7 +109,8 @@ Runtime::~Runtime() {
       if (p.accumulator && p.hook_id != 0) {
         p.accumulator->del_post_hook(p.hook_id);
       }
-      p.storage.clear();  // the memory goes with this object
+      // The memory goes with this object. Python's units say so themselves.
+      unit->module() != nullptr ? p.storage.retire() : p.storage.clear();
     }
   }
 }
@@ -180,6 +182,10 @@ void Runtime::unshard(UnitId unit, bool awaits) {
   unshards_ = true;
   const auto done = c10::make_scope_exit([&] { unshards_ = false; });
   feed({.kind = EventKind::unshard, .unit = unit, .awaits = awaits});
+  if (awaits) {
+    units_[unit]->by_hand = true;
+    reveal(*units_[unit]);
+  }
 }
 
 void Runtime::prefetch_forward() {
@@ -204,15 +210,21 @@ void Runtime::prefetch_forward() {
 void Runtime::reshard(UnitId unit) {
   const std::lock_guard lock(mutex_);
   feed({.kind = EventKind::reshard, .unit = unit});
+  units_[unit]->by_hand = false;
+  hide(*units_[unit]);
 }
 
 std::vector<ParamGroup*> Runtime::groups() const {
+  std::vector<ParamGroup*> groups = all_groups();
+  std::erase_if(groups, [](const ParamGroup* g) { return !g->trainable(); });
+  return groups;
+}
+
+std::vector<ParamGroup*> Runtime::all_groups() const {
   std::vector<ParamGroup*> groups;
   for (const auto& unit : units_) {
     for (const auto& group : unit->groups()) {
-      if (group->trainable()) {
-        groups.push_back(group.get());
-      }
+      groups.push_back(group.get());
     }
   }
   return groups;
@@ -253,8 +265,11 @@ void Runtime::reset_locked() {
     record(action);
   }
   for (auto& unit : units_) {
+    unit->by_hand = false;
     rest(*unit);
   }
+  graph_reads_weights_ = false;
+  hide_all();
   zero_grad();
   observe([](RuntimeObserver& o) { o.was_reset(); });
   seen_generation_ = -1;  // refreshes that failed are done again
@@ -451,6 +466,28 @@ void Runtime::release(Unit& unit) {
   Event last_use;
   last_use.record(*compute);
   pool_.release(unit.weights_slot, last_use, gather_stream_);
+}
+
+void Runtime::reveal(Unit& unit) {
+  if (unit.awaited || unit.resident()) {
+    unit.reveal();
+  }
+}
+
+void Runtime::hide(Unit& unit) {
+  const bool is_open =
+      std::any_of(open_calls_.begin(), open_calls_.end(), [&](const auto& c) {
+        return c->unit == unit.id();
+      });
+  if (!is_open && !unit.by_hand && tasks_.empty() && !graph_reads_weights_) {
+    unit.hide();
+  }
+}
+
+void Runtime::hide_all() {
+  for (const auto& unit : units_) {
+    hide(*unit);
+  }
 }
 
 void* Runtime::grads_slot(Unit& unit) {

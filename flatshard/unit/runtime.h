@@ -13,6 +13,7 @@
 #include "flatshard/unit/strict_checks.h"
 #include "flatshard/unit/unit.h"
 
+#include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -107,8 +108,9 @@ class Runtime : public nn::WgradSink,
   /// Before the first forward; equal on all ranks.
   /// @return  how many; see choose_kept_units.
   int keep_gathered(std::int64_t nbytes);
-  /// Gathers the unit's weights outside of its forward. Collective. Its next
-  /// forward or backward uses them and releases them as always.
+  /// Gathers the unit's weights outside of its forward, and lets everybody
+  /// read its parameters. Collective. Its next forward or backward uses them
+  /// and releases them as always.
   /// @param awaits  false: only queued; ask again before you read them.
   void unshard(UnitId unit, bool awaits = true);
   /// Gathers what the last step's forward began with, so that it is there when
@@ -119,8 +121,12 @@ class Runtime : public nn::WgradSink,
   /// Releases them, unless a forward or backward of the unit is open.
   void reshard(UnitId unit);
 
-  /// All trainable groups, in order of units: what an optimizer takes.
+  /// All trainable groups, in order of units: what an optimizer takes. The
+  /// Runtime owns them.
   std::vector<ParamGroup*> groups() const;
+  /// The same and the frozen ones, in order of units: what checkpoints, exports
+  /// and whoever reads or writes weights take.
+  std::vector<ParamGroup*> all_groups() const;
   void zero_grad();
   /// Ends every open forward and backward after an exception, releases all
   /// weights, drops the gradients of the step and forgets errors of the
@@ -245,6 +251,11 @@ class Runtime : public nn::WgradSink,
   void tell_reduced(Unit& unit);
   void forget_unused_grads();
   void rest(Unit& unit);
+  // Who may read parameters: Unit::hide.
+  void reveal(Unit& unit);
+  void hide(Unit& unit);
+  void hide_all();
+  void explain(UnitId unit, std::exception_ptr& error) const;
   void* grads_slot(Unit& unit);
   void release_drained();
   // DebugOptions; runtime_debug.cpp.
@@ -274,6 +285,8 @@ class Runtime : public nn::WgradSink,
   std::unique_ptr<StreamTimer> exposed_;
   bool measure_exposed_ = false;
   bool unshards_ = false;  ///< gathers come from unshard()
+  /// A backward with create_graph left a graph that reads the weights.
+  bool graph_reads_weights_ = false;
   bool offloads_ = false;  ///< some group's main weights are in host memory
   Event all_reduced_;
   /// With slots_on_demand: compute, which frees them, waits for their

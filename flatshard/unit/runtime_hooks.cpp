@@ -3,6 +3,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
 #include "flatshard/nn/module.h"
+#include "flatshard/nn/parameter_check.h"
 #include "flatshard/unit/autograd_task.h"
 #include "flatshard/unit/runtime_call.h"
 
@@ -11,6 +12,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <cctype>
 #include <utility>
 
 namespace flatshard {
@@ -66,9 +68,10 @@ void Runtime::install_hooks() {
           }
         }));
     module_hooks_.push_back(module.add_forward_error_hook(
-        [weak, id](nn::Module&, std::exception_ptr) {
+        [weak, id](nn::Module&, std::exception_ptr& error) {
           if (const auto self = weak.lock()) {
             self->forward_error(id);
+            self->explain(id, error);
           }
         }));
   }
@@ -113,6 +116,10 @@ void Runtime::before_root_forward() {
     strict_->weights_changed();
   }
   seen_generation_ = generation;
+  if (graph_reads_weights_) {
+    graph_reads_weights_ = false;
+    hide_all();
+  }
   // Where nothing is gathered, compute itself reads what was written.
   const auto compute = current_stream(mesh_->device());
   for (const auto& unit : units_) {
@@ -172,6 +179,8 @@ void Runtime::forward_begin(UnitId unit, const nn::TensorList& inputs) {
                                : EventKind::forward_begin,
        .unit = unit,
        .call = call->id});
+  units_[unit]->by_hand = false;
+  reveal(*units_[unit]);
 }
 
 void Runtime::forward_end(
@@ -197,6 +206,7 @@ void Runtime::forward_end(
        .call = call->id,
        .needs_backward = needs_backward,
        .more_follow = more_follow});
+  hide(*units_[unit]);
   if (open_calls_.empty() && !needs_backward) {
     finish_evaluation();
   }
@@ -224,6 +234,7 @@ void Runtime::forward_error(UnitId unit) {
   }
   const auto call = open_calls_.back();
   open_calls_.pop_back();
+  hide(*units_[unit]);
   if (strict_) {
     strict_->forward_end(call->id, /*needs_backward=*/false);
   }
@@ -240,6 +251,60 @@ void Runtime::forward_error(UnitId unit) {
     }
     // A peer is gone: the error that ends this forward says so already.
     log_debug("while a forward was given up: {}", e.what());
+  }
+}
+
+// What torch says of two dtypes that do not fit names no parameter.
+void Runtime::explain(UnitId id, std::exception_ptr& error) const {
+  const auto advice = [](const Unit& unit, const UnitParameter& p) {
+    const char* dtype =
+        c10::toString(unit.groups()[p.group]->options().precision.compute);
+    return fmt::format(
+        "parameter {} of unit {} is gathered as {} "
+        "(FullyShardOptions::precision.compute): give the unit inputs of that "
+        "dtype, e.g. x.to(at::k{}), or choose another Precision, such as "
+        "Precision::full()",
+        p.name,
+        unit.name(),
+        dtype,
+        dtype);
+  };
+  try {
+    std::rethrow_exception(error);
+  } catch (const nn::ParameterMismatch& e) {
+    const auto found = parameters_.find(e.parameter().unsafeGetTensorImpl());
+    if (found != parameters_.end()) {
+      Unit& unit = *units_[found->second.unit];
+      error = std::make_exception_ptr(Error(
+          e.code(),
+          fmt::format(
+              "{}; {}",
+              e.message(),
+              advice(unit, unit.parameters()[found->second.index]))));
+    }
+  } catch (const c10::Error& e) {
+    const std::string text = e.what_without_backtrace();
+    Unit& unit = *units_[id];
+    if (text.find("type") != std::string::npos && !unit.parameters().empty()) {
+      const UnitParameter& p = unit.parameters().front();
+      const std::string dtype =
+          c10::toString(unit.groups()[p.group]->options().precision.compute);
+      const auto same_letter = [](char a, char b) {
+        return std::tolower(a) == std::tolower(b);
+      };
+      if (std::search(
+              text.begin(),
+              text.end(),
+              dtype.begin(),
+              dtype.end(),
+              same_letter) != text.end()) {
+        error = std::make_exception_ptr(Error(
+            ErrorCode::usage,
+            fmt::format("{}; {}", text, advice(unit, p))));
+      }
+    }
+  } catch (...) {
+    // It speaks for itself.
   }
 }
 
@@ -352,6 +417,9 @@ TaskId Runtime::ensure_task() {
   }
   if (tasks_.empty()) {
     observe([](RuntimeObserver& o) { o.backward_begins(); });
+    for (const auto& unit : units_) {
+      reveal(*unit);  // kept since the forward, or always there
+    }
   }
   ScheduleEvent begin{.kind = EventKind::task_begin, .task = task};
   for (const auto& unit : units_) {
@@ -429,6 +497,8 @@ void Runtime::begin_backward(Call& call, TaskId task) {
       "backward with create_graph would read the weights of unit {} after "
       "they are released; use zero0, zero1 or zero2",
       unit.name());
+  graph_reads_weights_ |= at::GradMode::is_enabled();
+  units_[call.unit]->by_hand = false;
   call.inputs_left[task] = call.num_watched_inputs;
   if (strict_) {
     strict_->backward_begin(call.id);
@@ -533,6 +603,7 @@ void Runtime::on_task_end(TaskId task) {
   if (!outermost) {
     return;
   }
+  hide_all();
   forget_dead_tensors();
   if (failure_.empty()) {
     try {

@@ -123,9 +123,11 @@ void Unit::check_storage() const {
     FLATSHARD_CHECK(
         p.storage.is_intact(),
         usage,
-        "parameter {} was given another storage (`p.data = x` or `set_`); "
-        "write into it with copy_ instead",
-        p.name);
+        "parameter {} of unit {} was given another storage (`p.data = x` or "
+        "`set_`); write into the shards of its group with copy_ instead "
+        "(Runtime::all_groups, ParamGroup::main_shards)",
+        p.name,
+        name_);
   }
 }
 
@@ -141,6 +143,7 @@ void Unit::point_at(void* slot) {
           static_cast<char*>(slot) + weights_offset_[p.group] + offset);
     }
   }
+  revealed_ = revealed_ || !resident();
 }
 
 void Unit::clear() {
@@ -149,6 +152,7 @@ void Unit::clear() {
       p.storage.clear();
     }
   }
+  revealed_ = revealed_ && resident();
 }
 
 void Unit::point_residents() {
@@ -160,6 +164,24 @@ void Unit::point_residents() {
           group.layout().tensor_offset(p.index) *
           static_cast<std::int64_t>(flat.element_size());
       p.storage.point_at(static_cast<char*>(flat.data_ptr()) + offset);
+    }
+  }
+}
+
+void Unit::hide() {
+  if (module_ != nullptr && revealed_) {
+    revealed_ = false;
+    for (const UnitParameter& p : parameters_) {
+      p.storage.hide();
+    }
+  }
+}
+
+void Unit::reveal() {
+  if (!revealed_) {
+    revealed_ = true;
+    for (const UnitParameter& p : parameters_) {
+      p.storage.reveal();
     }
   }
 }

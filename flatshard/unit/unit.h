@@ -77,6 +77,11 @@ class Unit {
   void clear();
   /// Points the parameters of resident groups at their weights, for good.
   void point_residents();
+  /// Whether the parameters of a unit with a module may be read: they refuse
+  /// while no forward or backward of the unit runs, whether or not their values
+  /// are there. Nothing happens when it is so already.
+  void hide();
+  void reveal();
 
   /// The gradient of `parameter` inside the gradient slot.
   at::Tensor grad_view(void* slot, const UnitParameter& parameter) const;
@@ -94,6 +99,7 @@ class Unit {
 
   Slot weights_slot;
   Slot grads_slot;
+  bool by_hand = false;  ///< somebody asked for the weights; never hidden
   Event gathered;        ///< the gather is done
   bool awaited = false;  ///< compute waits for `gathered`
   Event reduced;         ///< the last reduction is done
@@ -110,6 +116,7 @@ class Unit {
   std::int64_t weights_nbytes_ = 0;
   std::int64_t grads_nbytes_ = 0;
   bool writes_in_place_;
+  bool revealed_ = true;
 };
 
 }  // namespace flatshard

@@ -52,7 +52,7 @@ void UnitContents::set_names(
   for (std::size_t i = 0; i < names.size(); ++i) {
     UnitParameter& p = parameters[i];
     p.name = names[i].front();
-    p.storage.set_name(p.name);
+    p.storage.set_name("unit " + unit, p.name);
     groups[p.group]->set_names(p.index, names[i]);
   }
   for (const auto& group : groups) {
@@ -114,6 +114,7 @@ UnitContents make_unit_contents(
   for (UnitParameter& p : contents.parameters) {
     p.storage = ParameterStorage(
         p.tensor,
+        common.name,
         p.name,
         contents.groups[p.group]->options().precision.compute,
         mesh->device());

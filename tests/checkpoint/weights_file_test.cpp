@@ -1,5 +1,7 @@
 #include "flatshard/checkpoint/weights_file.h"
 
+#include "flatshard/checkpoint/init_weights.h"
+#include "flatshard/comm/collective_log.h"
 #include "flatshard/core/error.h"
 #include "tests/support/ranks.h"
 #include "tests/support/temp_folder.h"
@@ -180,6 +182,44 @@ TEST(WeightsFile, B35_ErrorsNameTensorAndFile) {
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), ErrorCode::io);
   }
+}
+
+// Peers may copy weights until a fence says that they do not any more.
+TEST(InitWeights, WaitsForPeersThatCopyWeights) {
+  const TempFolder folder;
+  run_ranks(2, [&](RankContext& context) {
+    const auto mesh = context.mesh();
+    ParamGroup group(
+        {{.names = {"weight"},
+          .shape = {9, 5},
+          .init = InitSpec::normal(0, 1)}},
+        mesh,
+        ParamGroupOptions{
+            .name = "group",
+            .strategy = Strategy::named("zero3", 1),
+            .precision = Precision::full(),
+            .peers_read_weights = true},
+        Initializer(4));
+    save_weights({&group}, folder / "model.safetensors");
+    mesh->world().barrier();
+    // An evaluation: copies without a reduction after them.
+    const at::Tensor whole = at::empty({group.layout().numel()});
+    group.weights().gather(whole, group.weights().plan_gather(/*copies=*/true));
+    const auto num_fences = [&] {
+      std::int64_t n = 0;
+      for (const CollectiveRecord& record : context.log->records()) {
+        n += record.kind == CollectiveKind::fence;
+      }
+      return n;
+    };
+    const std::int64_t before = num_fences();
+    mesh->world().barrier();
+    init_weights(folder.path(), {&group}, [](const std::string& name) {
+      return name;
+    });
+    mesh->world().barrier();
+    EXPECT_GT(num_fences(), before);
+  });
 }
 
 }  // namespace

@@ -15,5 +15,19 @@ if grep -rF "$build" "$work"/prefix/lib*/cmake/flatshard/flatshardTargets*; then
 fi
 "$cmake" -S "$example" -B "$work/build" -G Ninja \
   -DCMAKE_PREFIX_PATH="$work/prefix"
+# Another torch than that of the libraries is refused.
+mkdir -p "$work/torch/lib"
+touch "$work/torch/lib/libtorch_cpu.so"
+echo "__version__ = '2.12.0'" >"$work/torch/version.py"
+"$cmake" -S "$example" -B "$work/other" -G Ninja -DCMAKE_PREFIX_PATH="$work/prefix" \
+  -DFLATSHARD_TORCH_DIR="$work/torch" >"$work/other.log" 2>&1 && {
+  echo "expected torch 2.12.0 to be refused"
+  exit 1
+}
+tr -s ' \n' ' ' <"$work/other.log" |
+  grep -q "which this Flatshard was built with, got '2.12.0'" || {
+  cat "$work/other.log"
+  exit 1
+}
 "$cmake" --build "$work/build"
-"$work/build/example"
+"$work/build/example" "$work/checkpoints"

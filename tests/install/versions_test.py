@@ -1,11 +1,14 @@
-"""The version stands in pyproject.toml, and everything that says it says the same.
+"""The version stands in pyproject.toml, and everything that says it says the same;
+so does the range of torch's versions that were tried.
 
 usage: versions_test.py BUILD_FOLDER     with PYTHONPATH at its python/
 """
 
+import importlib.metadata
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import flatshard
@@ -25,3 +28,47 @@ package = (build / "flatshardConfigVersion.cmake").read_text()
 assert f'set(PACKAGE_VERSION "{version}")' in package, package
 newest = re.search(r"^## \[?([\d.]+)", (root / "CHANGELOG.md").read_text(), re.M)
 assert newest and newest.group(1) == version, newest
+
+
+# -- torch ---------------------------------------------------------------------
+
+least, above = re.search(
+    r'"torch>=([\d.]+),<([\d.]+)"', (root / "pyproject.toml").read_text()
+).groups()
+
+
+def configure(torch_version):
+    """What CMake says of a torch of this version."""
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        (folder / "version.py").write_text(f"__version__ = '{torch_version}'\n")
+        (folder / "only_torch.cmake").write_text(
+            f"file(READ {root}/pyproject.toml _pyproject)\n"
+            f"include({root}/cmake/torch.cmake)\n"
+        )
+        done = subprocess.run(
+            ["cmake", f"-DFLATSHARD_TORCH_DIR={folder}", "-P", "only_torch.cmake"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+        )
+    return " ".join((done.stdout + done.stderr).split())
+
+
+refusal = f"expected torch >= {least} and < {above}, got "
+for untried in ("2.10.2", "2.10.0+cpu", above + ".0", above + ".0.dev20270101+cu130"):
+    said = configure(untried)
+    assert refusal + untried in said, said
+for tried in (least + ".0", least + ".1+cpu", "2.15.9"):
+    said = configure(tried)
+    assert f"torch {tried} at" in said and refusal not in said, said
+
+# A wheel requires the torch that it is built with, up to the label of builds that
+# are another program: the extension of one with CUDA does not load in one without.
+sys.path.insert(0, str(root / "cmake"))
+import wheel_requires  # noqa: E402
+
+for built_with in (importlib.metadata.version("torch"), "2.13.0", "2.14.1+cpu"):
+    wheel_requires.version = {"torch": built_with}.__getitem__
+    requires = wheel_requires.dynamic_metadata("dependencies")
+    assert requires == [f"torch=={built_with}"], requires

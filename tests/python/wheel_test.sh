@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# What `pip install` of this checkout gives: builds the wheel, installs it into a fresh
-# virtual environment that sees the torch of FLATSHARD_PYTHON, and trains from there.
+# What `pip install .` of this checkout gives: builds the wheel in an environment of its
+# own, installs it into a fresh virtual environment, and trains from there. Both get the
+# torch of FLATSHARD_PYTHON, by way of wheels that point at it: no index, no download.
 # FLATSHARD_WHEEL_BUILD is kept, so that a second time compiles only what changed.
 # usage: wheel_test.sh      CXX and FLATSHARD_CUDA as in the build that ccache knows
 set -euo pipefail
@@ -14,7 +15,8 @@ unset PYTHONPATH
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-"$python" -m pip wheel . -q --no-build-isolation --no-deps --no-index \
+"$python" tests/python/pointer_wheels.py "$work/index" torch scikit-build-core ninja
+"$python" -m pip wheel . -q --no-deps --no-index --find-links "$work/index" \
   --config-settings=build-dir="$build" -w "$work/dist"
 wheels=("$work"/dist/*.whl)
 [ ${#wheels[@]} = 1 ]
@@ -34,7 +36,7 @@ requires = [
     for line in wheel.read(metadata).decode().splitlines()
     if line.startswith("Requires-Dist:")
 ]
-installed = version("torch").split("+")[0]
+installed = version("torch")
 assert [r.replace(" ", "") for r in requires] == [f"torch=={installed}"], requires
 names = {name for name in names if ".dist-info/" not in name}
 package = Path("python/flatshard")
@@ -49,13 +51,11 @@ assert names - extension == wanted, names ^ wanted
 assert len(extension) == 1, extension
 PYTHON
 
-# The environment sees what is installed for `python`, after its own packages.
+# With its dependency, torch, which makes all visible that is installed for `python`.
 "$python" -m venv --without-pip "$work/venv"
 here=$work/venv/bin/python
-purelib='import sysconfig; print(sysconfig.get_paths()["purelib"])'
-"$python" -c "$purelib" >"$("$here" -c "$purelib")/flatshard_test.pth"
-# With its dependencies, which have to be met: there is no index to take them from.
-"$python" -m pip --python "$here" install -q --no-index "${wheels[0]}"
+"$python" -m pip --python "$here" install -q --no-index --find-links "$work/index" \
+  "${wheels[0]}"
 
 cp tests/python/wheel_step.py "$work"
 cd "$work"

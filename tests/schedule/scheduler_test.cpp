@@ -5,6 +5,8 @@
 
 #include <gtest/gtest.h>
 
+#include <fmt/format.h>
+
 #include <algorithm>
 
 namespace flatshard {
@@ -214,6 +216,105 @@ TEST(Scheduler, UnitThatRunsAgainIsNoPrefetch) {
   }
   // Of the second step, the last call first. Unit 3 is gathered ahead of both.
   EXPECT_EQ(text, "await(3) gather(1) await(1) gather(3) await(1) ");
+}
+
+// A program that calls its blocks one after the other, without the root.
+std::vector<ScheduleEvent> without_root(
+    const std::vector<UnitSpec>& units,
+    const std::vector<UnitId>& order) {
+  std::vector<ScheduleEvent> events{{.kind = weights_changed}};
+  for (const UnitId u : order) {
+    events.push_back({.kind = forward_begin, .unit = u, .call = u});
+    events.push_back(
+        {.kind = forward_end, .unit = u, .call = u, .needs_backward = true});
+  }
+  ScheduleEvent begin{.kind = task_begin, .task = 0};
+  for (const UnitId u : order) {
+    begin.expected.emplace_back(u, 1);
+    begin.calls.emplace_back(u, 1);
+  }
+  events.push_back(begin);
+  for (auto u = order.rbegin(); u != order.rend(); ++u) {
+    events.push_back(
+        {.kind = backward_begin, .unit = *u, .call = *u, .task = 0});
+    events.push_back({.kind = wgrad_done, .unit = *u, .task = 0});
+  }
+  events.push_back({.kind = task_end, .task = 0, .outermost = true});
+  return events;
+}
+
+TEST(Scheduler, BlocksThatAreCalledWithoutTheRoot) {
+  for (const std::vector<UnitId>& order :
+       {std::vector<UnitId>{1, 2, 3, 4}, std::vector<UnitId>{3, 1, 4, 2}}) {
+    Scheduler s(four_blocks(), {.prefetch = 1});
+    const auto step = without_root(four_blocks(), order);
+    const auto first = replay(s, step);  // learns the order
+    EXPECT_TRUE(s.resting());
+    for (int i = 0; i < 3; ++i) {
+      const auto actions = replay(s, step);
+      EXPECT_TRUE(s.resting());
+      EXPECT_EQ(s.num_gathered(), 0);
+      // The golden step of ZeRO-3, as the root has it.
+      EXPECT_EQ(
+          to_string(actions),
+          fmt::format(
+              "gather({0}) gather({1}) await({0}) release({0}) "
+              "gather({2}) await({1}) release({1}) "
+              "gather({3}) await({2}) release({2}) "
+              "await({3}) "
+              "gather'({2}) acquire_grads({3}) release({3}) "
+              "gather'({1}) await({2}) reduce({3}) acquire_grads({2}) "
+              "release({2}) "
+              "gather'({0}) await({1}) reduce({2}) drain({3}) "
+              "acquire_grads({1}) release({1}) "
+              "await({0}) reduce({1}) drain({2}) acquire_grads({0}) "
+              "release({0}) reduce({0}) drain({1}) drain({0}) join",
+              order[0],
+              order[1],
+              order[2],
+              order[3]));
+    }
+  }
+}
+
+TEST(Scheduler, AUnitsOwnCallLeavesTheRootsOrder) {
+  Scheduler s(four_blocks(), {.prefetch = 1});
+  const auto step = plain_step_events(four_blocks(), {0, 1, 1, 1, 1});
+  const std::string golden = to_string(replay(s, step));
+  for (const UnitId u : {1, 3, 4}) {
+    s.on({.kind = forward_begin, .unit = u, .call = 90});
+    s.on({.kind = forward_end, .unit = u, .call = 90});
+    EXPECT_TRUE(s.resting());
+    EXPECT_EQ(s.num_gathered(), 0);
+    EXPECT_EQ(to_string(replay(s, step)), golden);
+  }
+  // Between a forward and its backward, too.
+  std::vector<Action> actions;
+  for (const ScheduleEvent& event : step) {
+    if (event.kind == task_begin) {
+      s.on({.kind = forward_begin, .unit = 2, .call = 91});
+      s.on({.kind = forward_end, .unit = 2, .call = 91});
+    }
+    const auto some = s.on(event);
+    actions.insert(actions.end(), some.begin(), some.end());
+  }
+  EXPECT_EQ(to_string(actions), golden);
+}
+
+TEST(Scheduler, AUnitThatTheOrderDoesNotKnowIsNotKept) {
+  Scheduler s(four_blocks(), {.prefetch = 1});
+  s.on({.kind = forward_begin, .unit = 0, .call = 0});
+  for (const UnitId u : {1, 2}) {
+    s.on({.kind = forward_begin, .unit = u, .call = u});
+    s.on({.kind = forward_end, .unit = u, .call = u});
+  }
+  s.on({.kind = forward_end, .unit = 0, .call = 0});
+  s.on({.kind = forward_begin, .unit = 0, .call = 0});
+  s.on({.kind = forward_begin, .unit = 4, .call = 1});
+  EXPECT_EQ(
+      run(s,
+          {.kind = forward_end, .unit = 4, .call = 1, .needs_backward = true}),
+      "release(4)");
 }
 
 TEST(Scheduler, TwoForwardsThenTwoBackwards) {

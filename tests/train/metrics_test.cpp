@@ -1,5 +1,7 @@
 #include "flatshard/train/metrics.h"
 
+#include "flatshard/train/peak_flops.h"
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
@@ -257,6 +259,35 @@ TEST(StatusLine, IsSilentWithoutATerminal) {
   }
   EXPECT_EQ(std::ftell(file), 0);
   std::fclose(file);
+}
+
+TEST(PeakFlops, IsThatOfTheDevice) {
+  const auto peak = [](const char* name) {
+    return dense_bf16_flops(name).value_or(0) * 1e-12;
+  };
+  EXPECT_EQ(peak("NVIDIA A100-SXM4-80GB"), 312);
+  EXPECT_EQ(peak("NVIDIA A100 80GB PCIe"), 312);
+  EXPECT_EQ(peak("NVIDIA H100 80GB HBM3"), 989);
+  EXPECT_EQ(peak("NVIDIA H100 PCIe"), 756);
+  EXPECT_EQ(peak("NVIDIA H100 NVL"), 835);
+  EXPECT_EQ(peak("NVIDIA H200"), 989);
+  EXPECT_EQ(peak("NVIDIA H200 NVL"), 835);
+  EXPECT_EQ(peak("NVIDIA H20"), 148);
+  EXPECT_EQ(peak("NVIDIA H20-3e"), 148);
+  EXPECT_EQ(peak("NVIDIA L40S"), 362);
+  EXPECT_EQ(peak("NVIDIA B200"), 2250);
+  EXPECT_EQ(peak("NVIDIA GeForce RTX 4090"), 165.2);
+  EXPECT_EQ(peak("NVIDIA GeForce RTX 5090"), 209.5);
+  for (const char* unknown :
+       {"NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 5090 Laptop GPU",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA L40",
+        "NVIDIA A10",
+        "NVIDIA RTX PRO 6000",
+        ""}) {
+    EXPECT_FALSE(dense_bf16_flops(unknown)) << unknown;
+  }
 }
 
 }  // namespace

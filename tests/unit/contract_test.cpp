@@ -215,6 +215,31 @@ TEST(Contract, OrderThatChangesEveryStep) {
   });
 }
 
+// Without the root, which would say where a forward begins and ends.
+TEST(Contract, BlocksThatAreCalledOneByOne) {
+  run_ranks(2, [](const RankContext& context) {
+    Twin twin(context);
+    for (int step = 0; step < 3; ++step) {
+      twin.runtime->clear_trace();
+      twin.step([](Lab& model, const Twin& t, int rank) {
+        at::Tensor x = t.input(rank);
+        for (auto& cell : model->cells) {
+          x = cell(x);
+          EXPECT_LE(t.runtime->scheduler().num_gathered(), 1);
+        }
+        t.backward(x);
+      });
+      const auto actions = twin.runtime->trace().actions;
+      if (step > 0) {  // the first one learned the way
+        EXPECT_TRUE(to_string(actions).starts_with(
+            "gather(1) gather(2) await(1) release(1) gather(3) await(2) "
+            "release(2) gather(4) await(3) release(3) await(4) gather'(3)"))
+            << to_string(actions);
+      }
+    }
+  });
+}
+
 TEST(Contract, CheckpointOverTwoUnits) {
   check(
       [](LabImpl& lab) {

@@ -186,8 +186,8 @@ TEST(Strict, ASubmoduleCalledWithoutItsUnit) {
   });
 }
 
-// Weights that rest whole are there without any hook, so this is silent
-// otherwise.
+// Weights that were gathered by hand are there without any hook, so this is
+// silent otherwise.
 TEST(Strict, AForwardWithoutHooksThatStillGetsAGradient) {
   run_ranks(2, [](RankContext& context) {
     FullyShardOptions options = strict_zero3();
@@ -200,6 +200,7 @@ TEST(Strict, AForwardWithoutHooksThatStillGetsAGradient) {
     twin.sharded->body = [](LabImpl& lab, at::Tensor x) {
       return lab.cells[1]->forward(lab.cells[0](x));
     };
+    twin.runtime->unshard(2);
     EXPECT_THAT(
         usage_error([&] { twin.run_sharded(forward_backward); }),
         AllOf(
@@ -300,11 +301,11 @@ TEST(Strict, AModuleWithoutHooksIsNamed) {
   const auto mesh = Mesh::single(at::kCPU);
   FullyShardOptions options{.precision = Precision::full()};
   Plain allowed;
-  fully_shard(*allowed, mesh, options);
+  const auto runtime = fully_shard(*allowed, mesh, options);
   options.debug.strict = true;
   Plain refused;
   EXPECT_THAT(
-      usage_error([&] { fully_shard(*refused, mesh, options); }),
+      usage_error([&] { (void)fully_shard(*refused, mesh, options); }),
       AllOf(
           HasSubstr("module scale owns parameter scale.gain of unit root"),
           HasSubstr("flatshard::nn::Module")));

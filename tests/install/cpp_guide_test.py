@@ -1,0 +1,59 @@
+"""examples/cpp trains, saves, and goes on from its checkpoint at another number of
+ranks; docs/cpp.md quotes it line by line.
+
+usage: cpp_guide_test.py PROGRAM WORK_FOLDER
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+program, work = Path(sys.argv[1]), Path(sys.argv[2])
+root = Path(__file__).resolve().parents[2]
+
+
+def lines(text):
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+source = lines((root / "examples/cpp/main.cpp").read_text())
+page = (root / "docs/cpp.md").read_text()
+blocks = re.findall(r"^```cpp\n(.*?)^```$", page, re.M | re.S)
+assert len(blocks) >= 6, f"{len(blocks)} blocks of code in docs/cpp.md"
+for block in blocks:
+    quoted = lines(block)
+    n = len(quoted)
+    assert any(source[i : i + n] == quoted for i in range(len(source))), (
+        f"docs/cpp.md quotes what examples/cpp/main.cpp does not have:\n{block}"
+    )
+
+
+def run(*arguments):
+    """What the program says of its run: first and last step, ranks, losses."""
+    done = subprocess.run(
+        [program, *arguments], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    said = re.fullmatch(
+        r"steps (\d+) to (\d+) on (\d+) ranks: loss ([\d.]+) -> ([\d.]+)\n",
+        done.stdout,
+    )
+    assert said, done.stdout
+    return [float(x) if "." in x else int(x) for x in said.groups()]
+
+
+shutil.rmtree(work, ignore_errors=True)
+work.mkdir(parents=True)
+folder = str(work / "checkpoints")
+*steps, before, after = run(folder, "2")
+assert steps == [0, 100, 2], steps
+assert after < 0.5 * before, (before, after)
+*steps, again, best = run(folder)
+assert steps == [100, 200, 1], steps
+# Sums of float32 in another order, and five printed digits.
+assert abs(again - after) < 5e-5, (after, again)
+assert best < after, (after, best)
+failed = subprocess.run([program], capture_output=True, text=True)
+assert failed.returncode == 1 and "expected FOLDER" in failed.stderr, failed
