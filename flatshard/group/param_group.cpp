@@ -65,7 +65,9 @@ ParamGroup::ParamGroup(
       !parameters_.empty(),
       internal,
       "a group needs at least one parameter");
-  options_.precision.validate();
+  if (options_.trainable) {
+    options_.precision.validate();
+  }
   FLATSHARD_CHECK(
       options_.grad_divisor > 0,
       config,

@@ -36,18 +36,24 @@ UnitContents make_unit_contents(
   struct Kind {
     bool trainable;
     Precision precision;
+    bool whole;
     bool operator==(const Kind&) const = default;
+  };
+  const auto kind_of = [](const UnitMember& m) {
+    return Kind{m.tensor.requires_grad(), m.precision, m.whole};
   };
   std::vector<Kind> kinds;
   for (const UnitMember& m : members) {
     FLATSHARD_CHECK(
-        at::isFloatingType(m.tensor.scalar_type()),
+        !m.tensor.requires_grad() ||
+            (at::isFloatingType(m.tensor.scalar_type()) &&
+             m.tensor.element_size() > 1),
         usage,
-        "expected parameter {} to be of a floating type, got {}; register it "
-        "as a buffer or ignore it",
+        "expected trainable parameter {} to be float64, float32, bfloat16 or "
+        "float16, got {}; freeze it, register it as a buffer or ignore it",
         m.parameter.names.front(),
         c10::toString(m.tensor.scalar_type()));
-    const Kind kind{m.tensor.requires_grad(), m.precision};
+    const Kind kind = kind_of(m);
     if (std::find(kinds.begin(), kinds.end(), kind) == kinds.end()) {
       kinds.push_back(kind);
     }
@@ -59,7 +65,7 @@ UnitContents make_unit_contents(
   for (const Kind& kind : kinds) {
     std::vector<GroupParameter> parameters;
     for (UnitMember& m : members) {
-      if (kind == Kind{m.tensor.requires_grad(), m.precision}) {
+      if (kind == kind_of(m)) {
         contents.parameters.push_back(
             {.name = m.parameter.names.front(),
              .tensor = m.tensor,
@@ -71,6 +77,9 @@ UnitContents make_unit_contents(
     ParamGroupOptions options = common;
     options.trainable = kind.trainable;
     options.precision = kind.precision;
+    if (kind.whole) {
+      options.strategy = Strategy::named("no_shard", mesh->num_axes());
+    }
     contents.groups.push_back(std::make_unique<ParamGroup>(
         std::move(parameters),
         mesh,

@@ -13,6 +13,9 @@ struct UnitMember {
   at::Tensor tensor;  ///< the one that modules compute with; may be on meta
   GroupParameter parameter;
   Precision precision;
+  /// Every rank holds and updates all of it, whatever the strategy: its
+  /// gradient is all-reduced.
+  bool whole = false;
 };
 
 /// The sharded parameters of a unit before it has a place in a tree of units.
@@ -27,12 +30,13 @@ struct UnitContents {
       const std::vector<std::vector<std::string>>& names);
 };
 
-/// Shards the members: one group for all that share trainability and
-/// precision, the trainable ones first. The members' tensors have no data from
-/// now on. Collective where the strategy has to spread the values.
+/// Shards the members: one group for all that share trainability, precision and
+/// whether they stay whole, the trainable ones first. The members' tensors have
+/// no data from now on. Collective where the strategy has to spread the values.
 ///
 /// @param common  trainable and precision are set per group.
-/// @throws Error{usage} for a tensor of an integer type, naming it.
+/// @throws Error{usage} for a trainable tensor of another type than those of
+///   Precision, naming it. Frozen ones may have any.
 UnitContents make_unit_contents(
     std::vector<UnitMember> members,
     const std::shared_ptr<Mesh>& mesh,

@@ -23,6 +23,8 @@ from flatshard.sharded_tensor import ShardedTensor, writes
 _OWNER = "_flatshard_owner"
 
 
+_TRAINABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 # Where a sharded parameter lives.
 _places = WeakIdKeyDictionary()
 
@@ -114,7 +116,7 @@ class UnitState:
         if not cuts:
             placements = [Replicate()] * mesh.ndim
         elif mesh.ndim == 1:
-            placements = [RowShard(cuts, self.core.shard_of_ranks)]
+            placements = [RowShard(cuts, self.core.shard_of_ranks(p.index))]
         else:
             placements = [Replicate(), RowShard(cuts)]
         return ShardedTensor.wrap(local, mesh, placements, p.whole.shape)
@@ -242,15 +244,11 @@ def _check_parameter(tensor, name):
             "would turn into a plain tensor: put nn.Parameter(its plain values) in its "
             "place before fully_shard, or name it in ignored_params"
         )
-    if tensor.dim() == 0:
+    if tensor.requires_grad and tensor.dtype not in _TRAINABLE:
         raise ValueError(
-            f"parameter {name} is a scalar, which has no rows to shard; make it a "
-            "1-D tensor with one element, or name it in ignored_params"
-        )
-    if not tensor.is_floating_point():
-        raise ValueError(
-            f"parameter {name} is of type {tensor.dtype}; expected a floating-point "
-            "type. Register it as a buffer, or name it in ignored_params"
+            f"parameter {name} is of type {tensor.dtype} and trainable; expected one of "
+            f"{', '.join(map(str, _TRAINABLE))}. Freeze it (requires_grad_(False)), or "
+            "name it in ignored_params"
         )
 
 
