@@ -11,6 +11,7 @@ from flatshard.mesh import DeviceMesh, core_mesh, default_device_mesh, device_of
 from flatshard.module import (
     FSDPModule,
     check_module,
+    expect_values,
     restore_replaced,
     state_of,
     wrap_class,
@@ -174,6 +175,7 @@ def fully_shard(
     for m in modules:
         m.__dict__["_flatshard"] = state
         wrap_class(m)
+        m.register_load_state_dict_pre_hook(expect_values)
         m.register_load_state_dict_post_hook(restore_replaced)
     return module
 

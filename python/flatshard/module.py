@@ -410,7 +410,9 @@ class FSDPModule:
         for p in parameters:
             self._check_conversion(fn, p)
         for state in states:
-            state.initialized = True  # to_empty: what follows fills them
+            # As for a tensor on meta: `to` raises, what follows to_empty gives values.
+            if not state.initialized and not fn(torch.empty(0, device="meta")).is_meta:
+                state.initialized = True
         for p in parameters:
             local = p.shard._local_tensor.detach()
             with torch.no_grad():
@@ -506,6 +508,11 @@ def _wrapped_class(cls):
     return type(
         f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__}
     )
+
+
+def expect_values(module, *_):
+    """Before load_state_dict: it need not warn that copies to meta do nothing."""
+    state_of(module).initialized = True
 
 
 def restore_replaced(module, incompatible_keys):

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard import _C
 from flatshard.row_shard import RowShard
-from flatshard.sharded_tensor import ShardedTensor, writes
+from flatshard.sharded_tensor import ShardedTensor, mark_of_meta, writes
 
 # Where a parameter went, kept on the tensor that the user had: meeting it again
 # in another unit means that two units share it.
@@ -108,6 +108,14 @@ class UnitState:
             p.shard._local_tensor.untyped_storage()._cdata for p in self.parameters
         }
         writes.storages |= storages
+        mark_of_meta(
+            {
+                p.shard._local_tensor.untyped_storage()._cdata
+                for p in self.parameters
+                if p.on_meta
+            },
+            self,
+        )
         weakref.finalize(self, writes.storages.difference_update, storages)
 
     def _wrap(self, p, local):

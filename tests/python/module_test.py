@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import warnings
 import weakref
 from dataclasses import dataclass
 
@@ -409,6 +410,54 @@ def test_meta_device_and_reset_parameters(mesh, rank, world):
     for name, value in single.state_dict().items():
         assert torch.equal(value, state[name]), name
     model(data(rank)).sum().backward()
+
+
+def test_a_model_on_meta_says_so_until_it_has_values(mesh, rank, folder):
+    def on_meta(function):
+        with torch.device("meta"):
+            return shard(Mlp(), function, mesh=mesh)
+
+    filled = shard(Mlp(), fully_shard, mesh=mesh)
+    expected = full_state(filled)
+    dcp.save({"model": filled.state_dict()}, checkpoint_id=f"{folder}/dcp")
+    optimizer = torch.optim.SGD(filled.parameters(), lr=0.1)
+    flatshard.checkpoint.save(f"{folder}/own", 1, filled, optimizer)
+
+    def load_dcp(model):
+        state = {"model": model.state_dict()}
+        dcp.load(state, checkpoint_id=f"{folder}/dcp")
+        model.load_state_dict(state["model"])
+
+    def to_empty(model):
+        model.to_empty(device=DEVICE)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(filled.state_dict()[name])
+
+    for fill in (
+        lambda m: m.load_state_dict(filled.state_dict()),
+        lambda m: m.load_state_dict(filled.state_dict(), assign=True),
+        lambda m: flatshard.checkpoint.load(f"{folder}/own", m),
+        load_dcp,
+        to_empty,
+    ):
+        ours, theirs = on_meta(fully_shard), on_meta(fsdp2)
+        parameters = list(ours.parameters())
+        for p, q in zip(parameters, theirs.parameters()):
+            for tensor in (p, p.data, p.detach()):
+                assert tensor.is_meta and tensor.device == q.device
+        for model in (ours, theirs):
+            with pytest.raises(NotImplementedError, match="copy out of meta.*to_empty"):
+                model.to(DEVICE)
+        assert all(t.is_meta for t in ours.state_dict().values())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*no-op")
+            fill(ours)
+        for p, q in zip(parameters, ours.parameters()):
+            assert p is q and p.device.type == DEVICE and not p.is_meta
+        for name, value in full_state(ours).items():
+            assert torch.equal(value, expected[name]), name
+        ours(data(rank))
 
 
 def test_generate_while_sharded(mesh):
