@@ -41,7 +41,7 @@ def report_nan_in_param_grad(model, enabled=True):
     """From the next backward on, looks for NaN and infinite values in the gradients of
     each unit before they are reduced, when it is still known where they come from.
 
-    The backward of the rank that has one raises a ConfigError with the parameter's
+    The backward of the rank that has one raises a RuntimeError with the parameter's
     name, the first element and their number. The other ranks wait for this one in the
     reduction until it ends or they time out, so let the error end the process. One
     pass over the gradients of a unit, for which the host waits.
