@@ -12,12 +12,14 @@ struct Dtype {
   std::string_view name;
 };
 
-constexpr std::array<Dtype, 10> kDtypes{
+constexpr std::array<Dtype, 12> kDtypes{
     {{at::kFloat, "F32"},
      {at::kBFloat16, "BF16"},
      {at::kHalf, "F16"},
      {at::kDouble, "F64"},
-     // Of buffers; weights are floating-point.
+     // Of buffers and frozen weights.
+     {at::kFloat8_e4m3fn, "F8_E4M3"},
+     {at::kFloat8_e5m2, "F8_E5M2"},
      {at::kLong, "I64"},
      {at::kInt, "I32"},
      {at::kShort, "I16"},
@@ -42,7 +44,8 @@ std::string safetensors_dtype(at::ScalarType dtype) {
 
 at::ScalarType scalar_type(std::string_view dtype, std::string_view what) {
   for (const Dtype& known : kDtypes) {
-    if (known.name == dtype && c10::isFloatingType(known.type)) {
+    if (known.name == dtype && c10::isFloatingType(known.type) &&
+        c10::elementSize(known.type) > 1) {
       return known.type;
     }
   }

@@ -121,6 +121,9 @@ std::shared_ptr<NanCheck> NanCheck::install(
 }
 
 void NanCheck::gradients_ready(Unit& unit, void* slot) {
+  if (!enabled_) {
+    return;
+  }
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> flats;
   for (std::size_t g = 0; g < unit.groups().size(); ++g) {

@@ -28,7 +28,13 @@ class NanCheck : public RuntimeObserver {
   /// This rank's shards of the main weights. Blocks the host.
   static void check_weights(const Runtime& runtime);
 
+  /// false: gradients are not looked at until it is true again.
+  void set_enabled(bool enabled) { enabled_ = enabled; }
+
   void gradients_ready(Unit& unit, void* slot) override;
+
+ private:
+  bool enabled_ = true;
 };
 
 }  // namespace flatshard

@@ -53,7 +53,8 @@ void Initializer::fill(
     InitSpec spec,
     std::int64_t begin) const {
   FLATSHARD_CHECK(
-      out.is_contiguous() && at::isFloatingType(out.scalar_type()),
+      out.is_contiguous() && (spec.kind == InitSpec::Kind::zeros ||
+                              at::isFloatingType(out.scalar_type())),
       internal,
       "expected a contiguous floating-point tensor for the values of {}",
       name);

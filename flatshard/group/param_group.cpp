@@ -68,7 +68,9 @@ ParamGroup::ParamGroup(
       !parameters_.empty(),
       internal,
       "a group needs at least one parameter");
-  own.precision.validate();
+  if (own.trainable) {
+    own.precision.validate();
+  }
   check_slices();
   FLATSHARD_CHECK(
       own.grad_divisor > 0,

@@ -7,23 +7,26 @@
 namespace flatshard {
 namespace {
 
-void check_dtype(const char* option, at::ScalarType dtype) {
+void check_dtype(const char* option, at::ScalarType dtype, bool wide) {
   FLATSHARD_CHECK(
-      dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf,
+      dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf ||
+          (wide && dtype == at::kDouble),
       config,
-      "expected precision.{} to be float32, bfloat16 or float16, "
+      "expected precision.{} to be float32, bfloat16 or float16{}, "
       "got {}",
       option,
+      wide ? ", or float64" : " (float64 only where main_params is)",
       c10::toString(dtype));
 }
 
 }  // namespace
 
 void Precision::validate() const {
-  check_dtype("compute", compute);
-  check_dtype("reduce", reduce);
-  check_dtype("main_params", main_params);
-  check_dtype("main_grads", main_grads);
+  const bool wide = main_params == at::kDouble;
+  check_dtype("compute", compute, wide);
+  check_dtype("reduce", reduce, wide);
+  check_dtype("main_params", main_params, wide);
+  check_dtype("main_grads", main_grads, wide);
   FLATSHARD_CHECK(
       c10::elementSize(main_params) >= c10::elementSize(compute),
       config,

@@ -32,7 +32,8 @@ Kind kind_of(
       .trainable = m.tensor.requires_grad(),
       .precision = m.precision,
       .mesh = m.mesh ? m.mesh : mesh,
-      .strategy = m.strategy.value_or(common.strategy),
+      .strategy = m.whole ? Strategy::named("zero0", mesh->num_axes())
+                          : m.strategy.value_or(common.strategy),
       .grad_divisor = m.grad_divisor.value_or(common.grad_divisor),
       .is_slice = m.parameter.slice.has_value()};
 }
@@ -69,10 +70,12 @@ UnitContents make_unit_contents(
   std::vector<Kind> kinds;
   for (const UnitMember& m : members) {
     FLATSHARD_CHECK(
-        at::isFloatingType(m.tensor.scalar_type()),
+        !m.tensor.requires_grad() ||
+            (at::isFloatingType(m.tensor.scalar_type()) &&
+             m.tensor.element_size() > 1),
         usage,
-        "expected parameter {} to be of a floating type, got {}; register it "
-        "as a buffer or ignore it",
+        "expected trainable parameter {} to be float64, float32, bfloat16 or "
+        "float16, got {}; freeze it, register it as a buffer or ignore it",
         m.parameter.names.front(),
         c10::toString(m.tensor.scalar_type()));
     kinds_of.push_back(kind_of(m, mesh, common));

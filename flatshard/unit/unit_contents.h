@@ -18,6 +18,9 @@ struct UnitMember {
   std::shared_ptr<Mesh> mesh = nullptr;
   std::optional<Strategy> strategy = std::nullopt;
   std::optional<double> grad_divisor = std::nullopt;
+  /// Every rank holds and updates all of it, whatever the strategy: its
+  /// gradient is all-reduced.
+  bool whole = false;
 };
 
 /// The sharded parameters of a unit before it has a place in a tree of units.
@@ -38,7 +41,8 @@ struct UnitContents {
 ///
 /// @param mesh  the model's.
 /// @param common  trainable, precision and placement are set per group.
-/// @throws Error{usage} for a tensor of an integer type, naming it.
+/// @throws Error{usage} for a trainable tensor of another type than those of
+///   Precision, naming it. Frozen ones may have any.
 UnitContents make_unit_contents(
     std::vector<UnitMember> members,
     const std::shared_ptr<Mesh>& mesh,

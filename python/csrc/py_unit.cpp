@@ -21,6 +21,10 @@ at::ScalarType dtype_of(const py::object& dtype) {
   return reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
 }
 
+bool is_computed_with(at::ScalarType dtype) {
+  return at::isFloatingType(dtype) && c10::elementSize(dtype) > 1;
+}
+
 // Elements of one slice along the first dimension: what a DTensor may cut.
 std::int64_t slice_numel(const std::vector<std::int64_t>& shape) {
   return Granularity::dim0().granule_numel(shape);
@@ -44,7 +48,9 @@ PyUnit::PyUnit(
   for (const auto& [name, whole, values, reduce_dtype] : members) {
     const at::ScalarType own = values.scalar_type();
     const at::ScalarType compute =
-        compute_dtype.is_none() ? own : dtype_of(compute_dtype);
+        compute_dtype.is_none() || !is_computed_with(own)
+            ? own
+            : dtype_of(compute_dtype);
     const auto shape = values.sizes().vec();
     list.push_back(
         {whole,
@@ -56,7 +62,9 @@ PyUnit::PyUnit(
          {.compute = compute,
           .reduce = dtype_of(reduce_dtype),
           .main_params = own,
-          .main_grads = own}});
+          .main_grads = own},
+         // Without a dimension that a DTensor could be cut along.
+         /*whole=*/shape.empty()});
   }
   const py::gil_scoped_release no_gil;
   contents_ = make_unit_contents(
@@ -141,8 +149,8 @@ std::vector<std::int64_t> PyUnit::cuts(std::size_t i) const {
   return cuts;
 }
 
-std::vector<std::int64_t> PyUnit::shard_of_ranks() const {
-  const ParamGroup& g = *groups_.at(0);
+std::vector<std::int64_t> PyUnit::shard_of_ranks(std::size_t i) const {
+  const ParamGroup& g = group(i);
   const Mesh& mesh = *g.mesh();
   const auto sizes = mesh.axis_sizes();
   std::vector<std::int64_t> shards;

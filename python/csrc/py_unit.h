@@ -22,7 +22,8 @@ class PyUnit {
 
   /// @param granularity  "dim0": cut between slices along the first dimension,
   ///   which a DTensor can say; "tensor": never cut.
-  /// @param compute_dtype  torch.dtype or None: the parameter's own.
+  /// @param compute_dtype  torch.dtype or None: the parameter's own, as for
+  ///   those of which nothing is computed: integers, bool, float8.
   /// @param grads_in_place  some layers call PyRuntime::linear.
   /// @param copies  peers read compute weights, which are kept for it.
   PyUnit(
@@ -58,9 +59,9 @@ class PyUnit {
   /// Where the shards of parameter i begin along its first dimension, and the
   /// end; empty: every rank has all of it.
   std::vector<std::int64_t> cuts(std::size_t i) const;
-  /// The shard that each rank of the mesh holds of all that is cut; ranks by
-  /// their coordinates, the last axis fastest.
-  std::vector<std::int64_t> shard_of_ranks() const;
+  /// The shard of parameter i that each rank of the mesh holds; ranks by their
+  /// coordinates, the last axis fastest.
+  std::vector<std::int64_t> shard_of_ranks(std::size_t i) const;
 
   void set_names(
       const std::string& unit,

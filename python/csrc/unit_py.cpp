@@ -1,4 +1,6 @@
 #include "flatshard/buffer/peer_mesh.h"
+#include "flatshard/diagnostics/nan_check.h"
+#include "flatshard/diagnostics/norms.h"
 #include "flatshard/nn/linear.h"
 #include "flatshard/nn/loss.h"
 #include "flatshard/unit/runtime.h"
@@ -143,6 +145,24 @@ class PyRuntime {
     const py::gil_scoped_release no_gil;
     runtime_->reshard(unit);
   }
+  /// Name, 2-norm of the weight, and of the gradient if there is one.
+  using Norm = std::tuple<std::string, double, std::optional<double>>;
+  std::vector<Norm> parameter_norms() {
+    std::vector<Norm> norms;
+    for (const ParameterNorm& n : flatshard::parameter_norms(runtime())) {
+      norms.emplace_back(n.name, n.weight, n.grad);
+    }
+    return norms;
+  }
+  void report_nan_in_param_grad(bool enabled) {
+    runtime();
+    if (!nan_check_ && enabled) {
+      nan_check_ = NanCheck::install(runtime_.shared());
+    }
+    if (nan_check_) {
+      nan_check_->set_enabled(enabled);
+    }
+  }
   Runtime& runtime() {
     views_->check_no_hook();
     return *runtime_;
@@ -151,6 +171,7 @@ class PyRuntime {
  private:
   std::shared_ptr<ParameterViews> views_;
   nn::ModuleContextPtr sink_ = c10::make_intrusive<nn::ModuleContext>();
+  std::shared_ptr<NanCheck> nan_check_;
   Released<Runtime> runtime_;
 };
 
@@ -244,7 +265,7 @@ void bind_unit(py::module_& m) {
       .def("shard", &PyUnit::shard)
       .def("grad", &PyUnit::grad)
       .def("cuts", &PyUnit::cuts)
-      .def_property_readonly("shard_of_ranks", &PyUnit::shard_of_ranks)
+      .def("shard_of_ranks", &PyUnit::shard_of_ranks)
       .def("trainable", &PyUnit::trainable)
       .def(
           "mark_written",
@@ -380,6 +401,11 @@ void bind_unit(py::module_& m) {
           [](PyRuntime& self, int max_grad_slots) {
             self.runtime().set_max_grad_slots(max_grad_slots);
           },
+          NoGil())
+      .def("parameter_norms", &PyRuntime::parameter_norms, NoGil())
+      .def(
+          "report_nan_in_param_grad",
+          &PyRuntime::report_nan_in_param_grad,
           NoGil())
       .def(
           "reset",

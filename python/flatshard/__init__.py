@@ -26,7 +26,7 @@ def _load_core():
 
 _load_core()
 
-from flatshard import _C, checkpoint, optim  # noqa: E402
+from flatshard import _C, checkpoint, diagnostics, optim  # noqa: E402
 from flatshard._C import ConfigError, Error  # noqa: E402
 from flatshard.fully_shard import FSDPModule, fully_shard  # noqa: E402
 from flatshard.initialize import reset_parameters  # noqa: E402
@@ -52,6 +52,7 @@ __all__ = [
     "OffloadPolicy",
     "UnshardHandle",
     "checkpoint",
+    "diagnostics",
     "fully_shard",
     "linear_cross_entropy",
     "optim",

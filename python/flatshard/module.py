@@ -404,7 +404,9 @@ class FSDPModule:
         for p in parameters:
             self._check_conversion(fn, p)
         for state in states:
-            state.initialized = True  # to_empty: what follows fills them
+            # As for a tensor on meta: `to` raises, what follows to_empty gives values.
+            if not state.initialized and not fn(torch.empty(0, device="meta")).is_meta:
+                state.initialized = True
         for p in parameters:
             local = p.shard._local_tensor.detach()
             with torch.no_grad():

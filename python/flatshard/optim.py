@@ -100,6 +100,12 @@ class AdamW(torch.optim.Optimizer):
                         f"sharded, got one of shape {tuple(parameter.shape)} that it "
                         "did not; make the optimizer after fully_shard"
                     )
+                if parameter.dtype == torch.float64:
+                    raise NotImplementedError(
+                        "flatshard.optim.AdamW: float64 parameters are not supported, "
+                        f"as it computes in float32; got one of shape "
+                        f"{tuple(parameter.shape)}. Use torch.optim.AdamW"
+                    )
                 self._places[parameter] = place
         if len(decays) > 1:
             raise ValueError(

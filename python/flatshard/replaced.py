@@ -64,6 +64,8 @@ def _before_load(unit, module, state_dict, prefix, local_metadata, *_):
                 "options=StateDictOptions(full_state_dict=True)), with "
                 "broadcast_from_rank0=True when only rank 0 has it"
             )
+    if any(module is m() for m in unit().modules):
+        unit().initialized = True  # torch need not warn that copies to meta do nothing
 
 
 def _after_load(unit, module, incompatible_keys):

@@ -58,7 +58,9 @@ class RowShard(Shard):
         padded = local.new_zeros((longest, *local.shape[1:]))
         padded[: local.shape[0]] = local
         pieces = [torch.empty_like(padded) for _ in range(mesh.size(mesh_dim))]
-        dist.all_gather(pieces, padded, group=mesh.get_group(mesh_dim))
+        # Gloo does not know every dtype.
+        sent = [p.flatten().view(torch.uint8) for p in (*pieces, padded)]
+        dist.all_gather(sent[:-1], sent[-1], group=mesh.get_group(mesh_dim))
         order = sorted(range(len(pieces)), key=self.piece_of_ranks.__getitem__)
         return torch.cat([pieces[r][: self.rows(r)] for r in order])
 

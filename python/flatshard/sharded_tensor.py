@@ -6,6 +6,7 @@ saying it of every result.
 """
 
 import functools
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,35 @@ class Writes:
 
 writes = Writes()
 register_optimizer_step_post_hook(writes.note_step)
+
+# Of parameters that came on the meta device: the address of the memory behind a shard
+# -> its unit, which says whether there are values yet.
+_of_meta = {}
+
+
+def mark_of_meta(storages, state):
+    _of_meta.update(dict.fromkeys(storages, weakref.ref(state)))
+    weakref.finalize(state, lambda: [_of_meta.pop(s, None) for s in storages])
+
+
+def _where_it_is(tensor, attribute):
+    """What a tensor on meta would say, for a shard without values; else None. The memory
+    is there before the values are."""
+    storage = tensor._local_tensor.untyped_storage()._cdata
+    state = _of_meta[storage]() if storage in _of_meta else None
+    if state is None:
+        return None
+    if state.initialized:
+        del _of_meta[storage]
+        return None
+    answers = {
+        "device": torch.device("meta"),
+        "is_meta": True,
+        "is_cpu": False,
+        "is_cuda": False,
+    }
+    return answers.get(attribute)
+
 
 _unscale = torch._amp_foreach_non_finite_check_and_unscale_
 _get_data = torch.Tensor.data.__get__
@@ -124,6 +154,10 @@ class ShardedTensor(DTensor):
             return None
         kwargs = kwargs or {}
         name = function.__name__
+        if _of_meta and name == "__get__" and isinstance(args[0], ShardedTensor):
+            place = _where_it_is(args[0], function.__self__.__name__)
+            if place is not None:
+                return place
         if name == "aminmax":
             return row_functions.aminmax(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():

@@ -16,13 +16,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard import _C
 from flatshard.row_shard import RowShard
-from flatshard.sharded_tensor import ShardedTensor, writes
+from flatshard.sharded_tensor import ShardedTensor, mark_of_meta, writes
 
 # Where a parameter went, kept on the tensor that the user had: meeting it again
 # in another unit means that two units share it.
 _OWNER = "_flatshard_owner"
 num_marked = 0
 
+
+_TRAINABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # Where a sharded parameter lives.
 _places = WeakIdKeyDictionary()
@@ -118,6 +120,14 @@ class UnitState:
             p.shard._local_tensor.untyped_storage()._cdata for p in self.parameters
         }
         writes.storages |= storages
+        mark_of_meta(
+            {
+                p.shard._local_tensor.untyped_storage()._cdata
+                for p in self.parameters
+                if p.on_meta
+            },
+            self,
+        )
         weakref.finalize(self, writes.storages.difference_update, storages)
         weakref.finalize(self, writes.written.difference_update, storages)
 
@@ -156,7 +166,7 @@ class UnitState:
         if not cuts:
             placements = [Replicate()] * mesh.ndim
         elif mesh.ndim == 1:
-            placements = [RowShard(cuts, self.core.shard_of_ranks)]
+            placements = [RowShard(cuts, self.core.shard_of_ranks(p.index))]
         else:
             placements = [Replicate(), RowShard(cuts)]
         return ShardedTensor.wrap(local, mesh, placements, p.whole.shape)
@@ -266,15 +276,11 @@ def _check_parameter(tensor, name):
             "would turn into a plain tensor: put nn.Parameter(its plain values) in its "
             "place before fully_shard, or name it in ignored_params"
         )
-    if tensor.dim() == 0:
+    if tensor.requires_grad and tensor.dtype not in _TRAINABLE:
         raise ValueError(
-            f"parameter {name} is a scalar, which has no rows to shard; make it a "
-            "1-D tensor with one element, or name it in ignored_params"
-        )
-    if not tensor.is_floating_point():
-        raise ValueError(
-            f"parameter {name} is of type {tensor.dtype}; expected a floating-point "
-            "type. Register it as a buffer, or name it in ignored_params"
+            f"parameter {name} is of type {tensor.dtype} and trainable; expected one of "
+            f"{', '.join(map(str, _TRAINABLE))}. Freeze it (requires_grad_(False)), or "
+            "name it in ignored_params"
         )
 
 

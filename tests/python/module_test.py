@@ -1,13 +1,14 @@
 """What programs do with modules: each must train like the unsharded one."""
 
-import contextlib
 import copy
 import gc
+import warnings
 import weakref
 from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.utils.checkpoint import checkpoint
@@ -418,6 +419,54 @@ def test_meta_device_and_reset_parameters(mesh, rank, world):
     model(data(rank)).sum().backward()
 
 
+def test_a_model_on_meta_says_so_until_it_has_values(mesh, rank, folder):
+    def on_meta(function):
+        with torch.device("meta"):
+            return shard(Mlp(), function, mesh=mesh)
+
+    filled = shard(Mlp(), fully_shard, mesh=mesh)
+    expected = full_state(filled)
+    dcp.save({"model": filled.state_dict()}, checkpoint_id=f"{folder}/dcp")
+    optimizer = torch.optim.SGD(filled.parameters(), lr=0.1)
+    flatshard.checkpoint.save(f"{folder}/own", 1, filled, optimizer)
+
+    def load_dcp(model):
+        state = {"model": model.state_dict()}
+        dcp.load(state, checkpoint_id=f"{folder}/dcp")
+        model.load_state_dict(state["model"])
+
+    def to_empty(model):
+        model.to_empty(device=DEVICE)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(filled.state_dict()[name])
+
+    for fill in (
+        lambda m: m.load_state_dict(filled.state_dict()),
+        lambda m: m.load_state_dict(filled.state_dict(), assign=True),
+        lambda m: flatshard.checkpoint.load(f"{folder}/own", m),
+        load_dcp,
+        to_empty,
+    ):
+        ours, theirs = on_meta(fully_shard), on_meta(fsdp2)
+        parameters = list(ours.parameters())
+        for p, q in zip(parameters, theirs.parameters()):
+            for tensor in (p, p.data, p.detach()):
+                assert tensor.is_meta and tensor.device == q.device
+        for model in (ours, theirs):
+            with pytest.raises(NotImplementedError, match="copy out of meta.*to_empty"):
+                model.to(DEVICE)
+        assert all(t.is_meta for t in ours.state_dict().values())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*no-op")
+            fill(ours)
+        for p, q in zip(parameters, ours.parameters()):
+            assert p is q and p.device.type == DEVICE and not p.is_meta
+        for name, value in full_state(ours).items():
+            assert torch.equal(value, expected[name]), name
+        ours(data(rank))
+
+
 def test_generate_while_sharded(mesh):
     model = llama()
     plain_model = copy.deepcopy(model)
@@ -719,12 +768,175 @@ def test_no_sync(mesh, rank, world):
     against_one_process(Body(plain), mesh, rank, world, act=act)
 
 
-def test_dtypes_of_parameters_may_differ(mesh, rank):
+class Doubles(Block):
+    def __init__(self, dim, hidden):
+        super().__init__(dim, hidden)
+        self.double()
+
+    def forward(self, x):
+        return super().forward(x.to(self.up.weight.dtype)).to(x.dtype)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_float64_parameters_train(strategy, mesh, rank, world):
     model = Body(plain)
-    model.blocks[1].down.bias.data = model.blocks[1].down.bias.data.double()
-    model.blocks[1].register_buffer("steps", torch.zeros(3, dtype=torch.long))
-    with contextlib.suppress(Exception):
-        shard(model, fully_shard, mesh=mesh)
+    model.blocks[1] = Doubles(DIM, 40)
+    model.blocks[0].down.bias.requires_grad_(False)
+    against_one_process(model, mesh, rank, world, strategy=strategy)
+    assert model.blocks[1].up.weight.dtype == torch.float64
+    with refused("float64 parameters are not supported.*torch.optim", RuntimeError):
+        flatshard.optim.AdamW(model.parameters())
+
+
+FROZEN = (
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.uint8,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float64,
+)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+def test_frozen_parameters_of_any_dtype(strategy, param_dtype, mesh, rank, folder):
+    class Quantized(nn.Module):
+        def __init__(self, dtype):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+            values = torch.randint(2, (5, 3)).to(dtype)
+            self.codes = nn.Parameter(values, requires_grad=False)
+
+        def forward(self, x):
+            return x + (self.codes.to(x.dtype) * self.scale).sum()
+
+    model = on_device(nn.Sequential(*(Quantized(dtype) for dtype in FROZEN)))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype)
+    fully_shard(model, mesh=mesh, strategy=strategy, mp_policy=policy)
+    model(on_device(torch.ones(2, 3))).sum().backward()
+    after = full_state(model)
+    for name, value in before.items():
+        if value.is_floating_point() and value.element_size() > 1 and param_dtype:
+            assert torch.equal(after[name].to(value), value.to(param_dtype).to(value))
+        else:
+            assert after[name].dtype == value.dtype
+            # Bits: float8 has no comparisons.
+            ours, theirs = (t.flatten().view(torch.uint8) for t in (after[name], value))
+            assert torch.equal(ours, theirs), name
+    assert all(m.scale.grad is not None for m in model)
+    optimizer = torch.optim.SGD((m.scale for m in model), lr=0.1)
+    optimizer.step()
+    flatshard.checkpoint.save(folder, 1, model, optimizer)
+    saved = full_state(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p._local_tensor.zero_()
+    flatshard.checkpoint.load(folder, model, optimizer)
+    for name, value in full_state(model).items():
+        ours, theirs = (t.flatten().view(torch.uint8) for t in (value, saved[name]))
+        assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64])
+def test_trainable_parameters_of_other_dtypes_are_named(dtype, mesh):
+    layer = nn.Linear(2, 2)
+    layer.weight = nn.Parameter(torch.ones(2, 2).to(dtype))
+    with refused("parameter weight is of type .* and trainable; .*Freeze it"):
+        fully_shard(layer, mesh=mesh)
+
+
+class Scalars(nn.Module):
+    """A temperature, as contrastive models have, and a frozen one."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+        self.offset = nn.Parameter(torch.tensor(2), requires_grad=False)
+        on_device(self)
+
+    def forward(self, x):
+        return self.linear(x) * self.temperature.exp() + self.offset
+
+
+def scalar_model():
+    model = Body(plain)
+    model.blocks[1] = Scalars()
+    model.bias = nn.Parameter(on_device(torch.tensor(0.1)))
+    model.body = lambda m, x: plain(m, x) + m.bias
+    return model
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_scalar_parameters_train(strategy, mesh, rank, world):
+    def act(m, x):
+        if hasattr(m, "no_sync"):
+            with m.no_sync():
+                m(x).square().mean().backward()
+        else:
+            m(x).square().mean().backward()
+        m(x).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(m.parameters(), 1e9)
+
+    torch.manual_seed(0)
+    model = scalar_model()
+    against_one_process(model, mesh, rank, world, act=act, strategy=strategy)
+    temperature = model.blocks[1].temperature
+    assert temperature.shape == () and temperature.placements[0].is_replicate()
+
+
+def test_scalar_parameters_in_replicas(mesh_2d, rank, world):
+    against_one_process(scalar_model(), mesh_2d, rank, world)
+
+
+def test_scalar_parameters_are_clipped_saved_and_loaded(mesh, rank, folder):
+    def made(function, seed):
+        torch.manual_seed(seed)
+        model = scalar_model()
+        if function is not None:
+            shard(model, function, mesh=mesh)
+        return model
+
+    single, model, norms = made(None, 1), made(fully_shard, 1), []
+    for m in (single, model):
+        m(data(0)).square().mean().backward()
+        for order in (2.0, torch.inf):
+            norm = torch.nn.utils.clip_grad_norm_(m.parameters(), 1e9, order)
+            norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    torch.testing.assert_close(norms[:2], norms[2:])
+    for kind in (torch.optim.AdamW, flatshard.optim.AdamW):
+        model, other = made(fully_shard, 1), made(fully_shard, 2)
+        optimizers = [kind(m.parameters(), lr=0.1) for m in (model, other)]
+
+        def step(m, optimizer):
+            m(data(rank)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step(model, optimizers[0])
+        path = f"{folder}/{kind.__module__}"
+        flatshard.checkpoint.save(path, 1, model, optimizers[0])
+        flatshard.checkpoint.load(path, other, optimizers[1])
+        step(model, optimizers[0])
+        step(other, optimizers[1])
+        ours, theirs = full_state(model), full_state(other)
+        assert ours["blocks.1.temperature"] != 0.5
+        for name, value in ours.items():
+            assert torch.equal(value, theirs[name]), name
+    # And DCP, and the unsharded model.
+    state = {"model": model.state_dict()}
+    dcp.save(state, checkpoint_id=f"{folder}/dcp")
+    other = made(fully_shard, 3)
+    state = {"model": other.state_dict()}
+    dcp.load(state, checkpoint_id=f"{folder}/dcp")
+    other.load_state_dict(state["model"])
+    for name, value in full_state(model).items():
+        assert torch.equal(value, full_state(other)[name]), name
+    single.load_state_dict(full_state(model))
 
 
 def test_ignored_parameters_stay(mesh, rank):
@@ -762,10 +974,6 @@ def test_bad_arguments_are_named(mesh):
             mesh=mesh,
             shard_placement_fn=lambda p: torch.distributed.tensor.Shard(1),
         )
-    model.scalar = nn.Parameter(torch.tensor(1.0))
-    with refused("parameter scalar is a scalar"):
-        fully_shard(model, mesh=mesh)
-    del model.scalar
     fully_shard(model.blocks[0], mesh=mesh)
     with refused("applied to this FSDPBlock before"):
         fully_shard(model.blocks[0], mesh=mesh)

@@ -6,6 +6,7 @@ import importlib
 import torch
 from torch import nn
 
+from flatshard import diagnostics
 from flatshard.fully_shard import fully_shard as _fully_shard
 from flatshard.initialize import reset_parameters
 from flatshard.megatron import v2
@@ -25,7 +26,6 @@ _WITHOUT_COUNTERPART = {
     "overlap_param_gather": (True, (), "gathers always run beside compute"),
     "sync_model_each_microbatch": (True, (), "use no_sync() around microbatches"),
     "preproc_state_dict_for_dcp_ckpt": (True, (False,), ""),
-    "report_nan_in_param_grad": (False, (), "not reachable from Python yet"),
     "average_in_collective": (False, (True,), ""),
     "disable_bucketing": (False, (True,), ""),
     "keep_fp8_transpose_cache": (False, (), "FP8 is not supported"),
@@ -58,6 +58,7 @@ def fully_shard_model(
     init_model_with_meta_device=False,
     mixed_precision_policy=MixedPrecisionPolicy(),
     calculate_per_token_loss=False,
+    report_nan_in_param_grad=False,
     **others,
 ):
     """Shards `module`. Returns it; it is an FSDPModule from now on.
@@ -74,6 +75,7 @@ def fully_shard_model(
             reset_parameters().
         mixed_precision_policy: MixedPrecisionPolicy of this module.
         calculate_per_token_loss: gradients are summed, and the program divides.
+        report_nan_in_param_grad: see flatshard.diagnostics.report_nan_in_param_grad.
 
     Raises:
         NotImplementedError, ValueError: naming the argument.
@@ -103,6 +105,8 @@ def fully_shard_model(
             unit.set_gradient_divide_factor(1.0)
     if init_model_with_meta_device:
         reset_parameters(module)
+    if report_nan_in_param_grad:
+        diagnostics.report_nan_in_param_grad(module)
     return module
 
 
