@@ -33,7 +33,8 @@ class Writes:
         self.units = {}  # weak references, by the address of the memory of a parameter
         self.written = set()  # those addresses that were written by themselves
         self.lists = 0  # writes to several at once
-        self._stepping = False
+        self._stepping = False  # in an optimizer, as far as is known
+        self._left_to_step = False  # writes to lists, for note_step to count
         self._units_of = weakref.WeakKeyDictionary()  # of an optimizer's parameters
 
     def note(self, tensor):
@@ -44,15 +45,18 @@ class Writes:
                 self.written.add(_address(tensor))
         elif tensor and self._unit_of(tensor[0]) is not None:  # foreach: of parameters
             self.lists += 1
-            if not self._stepping:  # else note_step knows them
-                for unit in filter(None, map(self._unit_of, tensor)):
-                    unit.num_writes += 1
+            if self._stepping:
+                self._left_to_step = True
+                return
+            for unit in filter(None, map(self._unit_of, tensor)):
+                unit.num_writes += 1
 
     def note_before_step(self, optimizer, args, kwargs):
+        self._give_up_step()
         self._stepping = True
 
     def note_step(self, optimizer, args, kwargs):
-        self._stepping = False
+        self._stepping = self._left_to_step = False
         self.lists += 1
         if getattr(optimizer, "writes_through_core", False):
             return
@@ -68,10 +72,14 @@ class Writes:
 
     def seen_by(self, unit):
         """Another value when parameters of the unit may have been written."""
-        if self._stepping:  # a step that failed, or one that calls the model
-            self._stepping = False
-            self.count += 1
+        self._give_up_step()
         return self.count, unit.num_writes
+
+    def _give_up_step(self):
+        """A step that failed, or one that calls the model after it wrote."""
+        if self._left_to_step:
+            self._stepping = self._left_to_step = False
+            self.count += 1
 
     def _unit_of(self, tensor):
         if not isinstance(tensor, ShardedTensor):

@@ -556,6 +556,9 @@ def test_a_step_that_fails_or_calls_the_model_is_seen(mesh, rank):
     check()
     optimizer.step(check)
     check()
+    loss = model(data(rank)).square().mean()
+    torch.optim.SGD(model.parameters(), lr=0.1).step(loss.backward)
+    check()
 
 
 def test_a_unit_called_alone_after_a_step(mesh, rank):
