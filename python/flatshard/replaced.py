@@ -186,9 +186,11 @@ def _check_taken(p, found, name, kept):
 
 def _fits(found, p):
     """Rows that are cut elsewhere come to where they belong."""
-    return len(found.placements) == len(p.shard.placements) and all(
-        (isinstance(a, Shard) and a.dim == 0) if b.is_shard() else a.is_replicate()
-        for a, b in zip(found.placements, p.shard.placements)
+    own, mesh = p.shard.placements, p.shard.device_mesh
+    return len(found.placements) == len(own) and all(
+        mesh.size(dim) == 1  # all of it, whatever it is called
+        or ((isinstance(a, Shard) and a.dim == 0) if b.is_shard() else a.is_replicate())
+        for dim, (a, b) in enumerate(zip(found.placements, own))
     )
 
 

@@ -57,7 +57,6 @@ class Root:
         self._synced = None
         self._initialized = False
         self._saw_all = False
-        self._seen_writes = -1
         for unit in units:
             unit.root = self
         for unit in units:
@@ -148,9 +147,9 @@ class Root:
             refuse_replaced(self.units)
 
     def _pass_writes_on(self):
-        if writes.count != self._seen_writes:
-            self._seen_writes = writes.count
-            for unit in self.units:
+        for unit in self.units:
+            if (seen := writes.seen_by(unit)) != unit.seen_writes:
+                unit.seen_writes = seen
                 unit.core.mark_written()
 
     def _before_backward(self):

@@ -93,6 +93,8 @@ class UnitState:
     root: object = None  # Root, once known
     id: int = -1
     name: str = ""
+    num_writes: int = 0  # that others may have made to its parameters
+    seen_writes: tuple = ()  # see Writes.seen_by
     check_same_values: bool = False
     seen_list_writes: int = field(default_factory=lambda: writes.lists)
     ignored: list = field(default_factory=list)  # places of ignored_params
@@ -116,10 +118,7 @@ class UnitState:
             self.show(p, p.shard)
         self.parameters.sort(key=lambda p: p.index)
         self.make_grads()
-        storages = {
-            p.shard._local_tensor.untyped_storage()._cdata for p in self.parameters
-        }
-        writes.storages |= storages
+        writes.add(self, [p.shard for p in self.parameters])
         mark_of_meta(
             {
                 p.shard._local_tensor.untyped_storage()._cdata
@@ -128,8 +127,6 @@ class UnitState:
             },
             self,
         )
-        weakref.finalize(self, writes.storages.difference_update, storages)
-        weakref.finalize(self, writes.written.difference_update, storages)
 
     def forget_digests(self):
         """The values are others now."""

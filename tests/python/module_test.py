@@ -623,6 +623,66 @@ def test_weights_of_a_list_stay_for_all_its_modules(mesh, rank):
     assert seen == [False, True, False, False, False, False]
 
 
+def test_steps_of_other_models_change_nothing_here(mesh, rank):
+    """A model waits for its backward while others are trained, as in a GAN. FSDP2's
+    weights."""
+    states = []
+    for function in (fully_shard, fsdp2):
+        torch.manual_seed(0)
+        model, other, average = (
+            shard(Body(plain), function, mesh=mesh) for _ in range(3)
+        )
+        optimizers = [
+            torch.optim.AdamW(m.parameters(), lr=0.01, foreach=True)
+            for m in (model, other)
+        ]
+        for _ in range(2):
+            loss = model(data(rank)).square().mean()
+            other(data(rank)).square().mean().backward()
+            optimizers[1].step(), optimizers[1].zero_grad()
+            with torch.no_grad():
+                averages, weights = list(average.parameters()), list(other.parameters())
+                torch._foreach_mul_(averages, 0.9)
+                torch._foreach_add_(averages, weights, alpha=0.1)
+                averages[0].mul_(2)
+            loss.backward()
+            optimizers[0].step(), optimizers[0].zero_grad()
+            average(data(rank))
+            average.reshard()  # FSDP2 shows the root's weights whole
+        states.append([full_state(m) for m in (model, other, average)])
+    for ours, theirs in zip(*states):
+        assert distance(ours, theirs) < 1e-5
+
+
+def test_a_step_that_fails_or_calls_the_model_is_seen(mesh, rank):
+    class Fails(torch.optim.SGD):
+        def step(self, closure=None):
+            with torch.no_grad():
+                torch._foreach_mul_(self.param_groups[0]["params"], 2.0)
+                if closure is None:
+                    raise ValueError
+                closure()
+                torch._foreach_mul_(self.param_groups[0]["params"], 0.25)
+
+    model = shard(Body(plain), fully_shard, mesh=mesh)
+    single = Body(plain)
+
+    def check():
+        single.load_state_dict(full_state(model))
+        torch.testing.assert_close(model(data(rank)), single(data(rank)))
+
+    check()
+    optimizer = Fails(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError):
+        optimizer.step()
+    check()
+    optimizer.step(check)
+    check()
+    loss = model(data(rank)).square().mean()
+    torch.optim.SGD(model.parameters(), lr=0.1).step(loss.backward)
+    check()
+
+
 def test_a_unit_called_alone_after_a_step(mesh, rank):
     """FSDP2's weights."""
     states = []

@@ -201,7 +201,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_is_refused(name, mesh, rank):
+def test_what_does_not_fit_is_refused(name, mesh, rank, world):
+    if world == 1 and name in ("columns", "whole"):
+        pytest.skip("on one rank every placement is all of it")
     make, problem = REFUSED[name]
     model = fully_shard(two_linears(), mesh=mesh)
     before = full_state(model)
