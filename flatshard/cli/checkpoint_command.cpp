@@ -13,6 +13,7 @@
 #include "flatshard/format/manifest.h"
 #include "flatshard/format/read_plan.h"
 #include "flatshard/train/export_hf.h"
+#include "flatshard/train/stored_model.h"
 
 namespace flatshard {
 namespace {
@@ -20,7 +21,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* kFolderHelp =
-    "A folder of checkpoints (a run's output_dir/checkpoints), or one of them "
+    "output_dir of a run, its folder of checkpoints, or one of them "
     "(.../step-100)";
 
 double gigabytes(std::uint64_t nbytes) {
@@ -35,30 +36,15 @@ std::uint64_t total_nbytes(const Manifest& manifest) {
   return nbytes;
 }
 
-/// The step-N folder that `text` means: itself, or the latest in it.
-fs::path one_checkpoint(const std::string& text) {
-  const fs::path path(text);
-  if (fs::exists(path / kManifestName)) {
-    return path;
-  }
-  const auto latest = latest_checkpoint(path);
-  FLATSHARD_CHECK(
-      latest.has_value(),
-      io,
-      "expected a checkpoint in {}, found neither {} nor a folder step-N",
-      text,
-      kManifestName);
-  return step_folder(path, *latest);
-}
-
-void list(const std::string& folder) {
+void list(const std::string& text) {
+  const fs::path folder = checkpoints_of(text);
   const auto steps = list_checkpoints(folder);
   FLATSHARD_CHECK(
       !steps.empty(),
       io,
       "expected folders step-N with a {} in {}, found none",
       kManifestName,
-      folder);
+      folder.string());
   const auto latest = latest_checkpoint(folder);
   for (const std::int64_t step : steps) {
     const Manifest manifest = read_manifest(step_folder(folder, step));
@@ -74,7 +60,7 @@ void list(const std::string& folder) {
 }
 
 void inspect(const std::string& folder, bool with_tensors, bool with_config) {
-  const fs::path path = one_checkpoint(folder);
+  const fs::path path = find_checkpoint(folder);
   const Manifest manifest = read_manifest(path);
   fmt::print(
       "{}\nstep      {}\nwritten   by {} on {}\nfiles     {}, {:.3f} GB\n",
@@ -115,7 +101,7 @@ void inspect(const std::string& folder, bool with_tensors, bool with_config) {
 }
 
 void verify(const std::string& folder, int num_threads) {
-  const fs::path path = one_checkpoint(folder);
+  const fs::path path = find_checkpoint(folder);
   const Manifest manifest = read_manifest(path);
   check_files(path, manifest);
   const auto begin = std::chrono::steady_clock::now();
@@ -180,7 +166,8 @@ void add_checkpoint_command(CLI::App& program) {
       ->required()
       ->check(CLI::PositiveNumber);
   pruner->callback([arguments] {
-    const auto removed = prune_checkpoints(arguments->folder, arguments->keep);
+    const auto removed =
+        prune_checkpoints(checkpoints_of(arguments->folder), arguments->keep);
     fmt::print(
         "removed {} checkpoints{}{}\n",
         removed.size(),
@@ -198,7 +185,8 @@ void add_export_command(CLI::App& program) {
       ->add_option(
           "--run",
           options->run,
-          "output_dir of a run, or one checkpoint (.../step-100)")
+          "output_dir of a run, its folder of checkpoints, or one of them "
+          "(.../step-100)")
       ->required();
   command->add_option("--step", options->step, "Which step [the latest]")
       ->check(CLI::NonNegativeNumber);

@@ -195,10 +195,19 @@ void add_train_command(
 void add_generate_command(CLI::App& program) {
   CLI::App* command = program.add_subcommand(
       "generate",
-      "Continue a text with the weights of a finished run");
+      "Continue a text with the weights of a run, a checkpoint or a Hugging "
+      "Face folder");
   const auto options = std::make_shared<GenerateOptions>();
-  command->add_option("--run", options->run, "output_dir of the run")
+  command
+      ->add_option(
+          "--run",
+          options->run,
+          "output_dir of a run (its last weights, or of an interrupted one the "
+          "latest checkpoint), a checkpoint (.../step-100) or a Hugging Face "
+          "folder")
       ->required();
+  command->add_option("--step", options->step, "Checkpoint of that step")
+      ->check(CLI::NonNegativeNumber);
   command->add_option("--prompt", options->prompt, "Text to continue");
   command->add_option(
       "--max-new-tokens",
@@ -217,7 +226,14 @@ void add_generate_command(CLI::App& program) {
   command->add_option(
       "--corpus",
       options->corpus,
-      "Corpus folder whose tokenizer is used [the run's data.train]");
+      "Corpus folder whose tokenizer is used [the run's data.train, or the "
+      "Hugging Face folder's own]");
+  command->add_option(
+      "--python",
+      options->python,
+      "Python with the tokenizers package, for a tokenizer.json "
+      "[$FLATSHARD_PYTHON, else .venv/bin/python here or beside the program, "
+      "else python3]");
   command->callback([options] { fmt::print("{}\n", generate_text(*options)); });
 }
 

@@ -147,7 +147,11 @@ void PythonChild::read_header() {
   if (header.contains("begin_of_document")) {
     begin_of_document_ = header.value("begin_of_document", std::int64_t{-1});
   }
-  own_begin_ = header.value("own_begin", "");
+  if (header.contains("own_begin")) {
+    own_begin_ = {
+        .id = header.value("own_begin_id", std::int64_t{0}),
+        .text = header.value("own_begin", "")};
+  }
 }
 
 void PythonChild::read(void* out, std::size_t nbytes) {
@@ -198,11 +202,11 @@ PythonDocuments::PythonDocuments(
     const PythonTokenizerOptions& options,
     const std::vector<InputFile>& files)
     : child_(options, "files", file_list(files)) {
-  if (!child_.begin_of_document() && !child_.own_begin().empty()) {
+  if (!child_.begin_of_document() && child_.own_begin()) {
     log_warning(
         "the tokenizer puts '{0}' before each text where AutoTokenizer uses "
         "it, and this corpus has none; --begin-of-document '{0}' adds it",
-        child_.own_begin());
+        child_.own_begin()->text);
   }
 }
 

@@ -55,8 +55,12 @@ class PythonChild {
   std::optional<std::int64_t> begin_of_document() const {
     return begin_of_document_;
   }
-  /// What the tokenizer itself puts before a text; "": nothing.
-  const std::string& own_begin() const { return own_begin_; }
+  struct Token {
+    std::int64_t id = 0;
+    std::string text;
+  };
+  /// What the tokenizer itself puts before a text.
+  const std::optional<Token>& own_begin() const { return own_begin_; }
 
   /// @throws Error{io} when the child ends before that.
   void read(void* out, std::size_t nbytes);
@@ -72,7 +76,7 @@ class PythonChild {
   std::int64_t vocab_size_ = 0;
   std::int64_t end_of_document_ = 0;
   std::optional<std::int64_t> begin_of_document_;
-  std::string own_begin_;
+  std::optional<Token> own_begin_;
 };
 
 /// Files tokenized by the Hugging Face tokenizers package. Each file is held

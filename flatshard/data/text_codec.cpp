@@ -44,10 +44,7 @@ class JsonCodec : public TextCodec {
 
   std::vector<std::int64_t> encode(std::string_view text) const override {
     PythonChild child(options_, "encode", text);
-    std::vector<std::uint32_t> words(
-        static_cast<std::size_t>(child.read_count()));
-    child.read(words.data(), words.size() * sizeof(std::uint32_t));
-    return {words.begin(), words.end()};
+    return read_tokens(child);
   }
 
   std::string decode(const std::vector<std::int64_t>& tokens) const override {
@@ -64,10 +61,48 @@ class JsonCodec : public TextCodec {
     return begin_of_document_;
   }
 
+ protected:
+  const PythonTokenizerOptions& options() const { return options_; }
+  static std::vector<std::int64_t> read_tokens(PythonChild& child) {
+    std::vector<std::uint32_t> words(
+        static_cast<std::size_t>(child.read_count()));
+    child.read(words.data(), words.size() * sizeof(std::uint32_t));
+    return {words.begin(), words.end()};
+  }
+
  private:
   PythonTokenizerOptions options_;
   std::int64_t end_of_document_;
   std::optional<std::int64_t> begin_of_document_;
+};
+
+class HfCodec : public JsonCodec {
+ public:
+  HfCodec(PythonTokenizerOptions options, std::vector<std::int64_t> eos)
+      : JsonCodec(std::move(options), eos.empty() ? -1 : eos.front(), {}),
+        eos_(std::move(eos)) {}
+
+  std::vector<std::int64_t> encode(std::string_view text) const override {
+    PythonChild child(options(), "encode", text);
+    auto tokens = read_tokens(child);
+    if (const auto begin = child.own_begin()) {
+      tokens.insert(tokens.begin(), begin->id);
+    }
+    return tokens;
+  }
+
+  std::int64_t end_of_document() const override {
+    FLATSHARD_CHECK(
+        !eos_.empty(),
+        config,
+        "--prompt: expected a text, since config.json has no eos_token_id to "
+        "begin with");
+    return eos_.front();
+  }
+  std::vector<std::int64_t> stop_tokens() const override { return eos_; }
+
+ private:
+  std::vector<std::int64_t> eos_;
 };
 
 }  // namespace
@@ -87,6 +122,17 @@ std::unique_ptr<TextCodec> TextCodec::tokenizer_json(
           .tokenizer = std::move(tokenizer)},
       end_of_document,
       begin_of_document);
+}
+
+std::unique_ptr<TextCodec> TextCodec::hf_tokenizer(
+    std::filesystem::path tokenizer,
+    std::vector<std::int64_t> eos,
+    std::string python) {
+  return std::make_unique<HfCodec>(
+      PythonTokenizerOptions{
+          .python = std::move(python),
+          .tokenizer = std::move(tokenizer)},
+      std::move(eos));
 }
 
 std::unique_ptr<TextCodec> TextCodec::open(

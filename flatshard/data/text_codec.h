@@ -24,6 +24,10 @@ class TextCodec {
   virtual std::optional<std::int64_t> begin_of_document() const {
     return std::nullopt;
   }
+  /// The tokens that end a text that is generated.
+  virtual std::vector<std::int64_t> stop_tokens() const {
+    return {end_of_document()};
+  }
 
   /// Byte tokens: needs nothing.
   static std::unique_ptr<TextCodec> bytes();
@@ -34,6 +38,13 @@ class TextCodec {
       std::filesystem::path tokenizer,
       std::int64_t end_of_document,
       std::optional<std::int64_t> begin_of_document = {},
+      std::string python = {});
+  /// @param tokenizer  a tokenizer.json of a Hugging Face model.
+  /// @param eos  tokens that end its texts. `encode` puts the token before the
+  ///   text that the tokenizer itself puts there, as AutoTokenizer does.
+  static std::unique_ptr<TextCodec> hf_tokenizer(
+      std::filesystem::path tokenizer,
+      std::vector<std::int64_t> eos,
       std::string python = {});
   /// The codec of a corpus folder.
   static std::unique_ptr<TextCodec> open(

@@ -64,7 +64,7 @@ std::vector<std::int64_t> sample(
     const at::Tensor out = logits(context);
     tokens.push_back(
         draw(out.select(0, 0).select(0, length - 1), generator, options));
-    if (options.stop_token && tokens.back() == *options.stop_token) {
+    if (std::ranges::count(options.stop_tokens, tokens.back()) > 0) {
       break;
     }
   }

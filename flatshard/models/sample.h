@@ -12,10 +12,10 @@ namespace flatshard::models {
 
 struct SampleOptions {
   std::int64_t max_new_tokens = 128;
-  double temperature = 1.0;                ///< 0: always the likeliest token
-  std::int64_t top_k = 0;                  ///< 0: all tokens
-  std::int64_t max_context = 2048;         ///< older tokens are dropped
-  std::optional<std::int64_t> stop_token;  ///< ends generation, is returned
+  double temperature = 1.0;               ///< 0: always the likeliest token
+  std::int64_t top_k = 0;                 ///< 0: all tokens
+  std::int64_t max_context = 2048;        ///< older tokens are dropped
+  std::vector<std::int64_t> stop_tokens;  ///< each ends it, and is returned
 };
 
 /// tokens int64 [1, seq] -> logits [1, seq, vocab]

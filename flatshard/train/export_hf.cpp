@@ -3,56 +3,23 @@
 #include "flatshard/checkpoint/dtypes.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/file_writer.h"
-#include "flatshard/format/checkpoint_folder.h"
 #include "flatshard/format/hf_folder.h"
 #include "flatshard/format/manifest.h"
 #include "flatshard/format/read_plan.h"
 #include "flatshard/models/hf_names.h"
 #include "flatshard/train/config.h"
 #include "flatshard/train/export_tokenizer.h"
-#include "flatshard/train/run_checkpoints.h"
+#include "flatshard/train/option_errors.h"
 #include "flatshard/train/setup.h"
+#include "flatshard/train/stored_model.h"
 
 #include <ATen/ATen.h>
-#include <fmt/ranges.h>
-
 #include <unistd.h>
 
 namespace flatshard {
 namespace {
 
 namespace fs = std::filesystem;
-
-fs::path find_checkpoint(const ExportOptions& options) {
-  if (fs::exists(options.run / kManifestName)) {
-    FLATSHARD_CHECK(
-        options.step < 0,
-        config,
-        "--step: {} is one checkpoint already; leave the step out",
-        options.run.string());
-    return options.run;
-  }
-  const fs::path config = options.run / "config.toml";
-  FLATSHARD_CHECK(
-      fs::exists(config),
-      io,
-      "--run: expected the output_dir of a run (with config.toml) or a "
-      "checkpoint (with {}), got {}",
-      kManifestName,
-      options.run.string());
-  // The run may have been moved since.
-  const fs::path folder = options.run / load_config(config).checkpoint.folder;
-  const auto step = options.step >= 0 ? std::optional(options.step)
-                                      : latest_checkpoint(folder);
-  FLATSHARD_CHECK(
-      step && fs::exists(step_folder(folder, *step)),
-      io,
-      "--step: expected a checkpoint{} in {}; it has those of the steps [{}]",
-      step ? fmt::format(" of step {}", *step) : "",
-      folder.string(),
-      fmt::to_string(fmt::join(list_checkpoints(folder), ", ")));
-  return step_folder(folder, *step);
-}
 
 void write_tensors(
     const fs::path& from,
@@ -62,17 +29,10 @@ void write_tensors(
     const ExportOptions& options) {
   SafetensorsWriter writer(path, file.tensors, {{"format", "pt"}});
   for (const SafetensorsSpec& spec : file.tensors) {
-    const StoredTensor& stored = manifest.tensors.at(std::string(kWeightRole))
-                                     .at(models::from_hf_name(spec.name));
-    const at::Tensor values =
-        at::empty(stored.shape, scalar_type(stored.dtype, spec.name));
-    const WantedRange whole{&stored, 0, stored.numel(), 0};
-    read_chunks(
+    const at::Tensor values = read_weight(
         from,
         manifest,
-        plan_reads(manifest, std::span(&whole, 1)),
-        {static_cast<std::byte*>(values.data_ptr()),
-         static_cast<std::size_t>(values.nbytes())},
+        models::from_hf_name(spec.name),
         options.num_threads);
     const at::Tensor out = values.to(scalar_type(spec.dtype, spec.name));
     writer.write(
@@ -86,18 +46,13 @@ void write_tensors(
 }  // namespace
 
 std::string export_hf(const ExportOptions& options) {
-  const fs::path from = find_checkpoint(options);
+  const fs::path from = for_option("--run", [&] {
+    return find_checkpoint(options.run, options.step);
+  });
   const Manifest manifest = read_manifest(from);
   check_files(from, manifest);
-  const auto config_text = manifest.state.find("config");
+  const Config config = checkpoint_config(from, manifest);
   const auto weights = manifest.tensors.find(std::string(kWeightRole));
-  FLATSHARD_CHECK(
-      config_text != manifest.state.end() && weights != manifest.tensors.end(),
-      format,
-      "{}: expected the weights and the config of a training run",
-      from.string());
-  const Config config =
-      parse_config(config_text->second, (from / kManifestName).string());
   std::error_code error;
   FLATSHARD_CHECK(
       !fs::exists(options.to, error) || fs::is_empty(options.to, error),

@@ -1,51 +1,64 @@
 #include "flatshard/train/generate.h"
 
-#include "flatshard/checkpoint/weights_file.h"
 #include "flatshard/core/error.h"
+#include "flatshard/core/log.h"
 #include "flatshard/data/text_codec.h"
-#include "flatshard/models/hf_names.h"
 #include "flatshard/models/llama.h"
 #include "flatshard/models/sample.h"
-#include "flatshard/train/config.h"
+#include "flatshard/train/option_errors.h"
 #include "flatshard/train/setup.h"
+#include "flatshard/train/stored_model.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 
 namespace flatshard {
+namespace {
 
-std::string generate_text(const GenerateOptions& options) {
-  const at::NoGradGuard no_grad;
-  const auto weights = options.run / "model.safetensors";
+std::unique_ptr<data::TextCodec> open_codec(
+    const GenerateOptions& options,
+    const StoredModel& stored) {
+  if (!options.corpus.empty()) {
+    return for_option("--corpus", [&] {
+      return data::TextCodec::open(options.corpus, options.python);
+    });
+  }
+  if (!stored.hf_folder.empty()) {
+    return open_hf_codec(stored.hf_folder, options.python);
+  }
   FLATSHARD_CHECK(
-      std::filesystem::exists(weights),
-      io,
-      "--run: expected {} with a model.safetensors; a run writes it when it "
-      "ends",
-      options.run.string());
-  const Config config = load_config(options.run / "config.toml");
-  const models::ModelConfig shape = model_config(config);
-  const at::Device device = choose_device(options.device, {});
-  models::Llama model(shape);
-  const WeightsFile file(weights);
-  nn::materialize(
-      *model,
-      device,
-      parse_dtype(config.precision.compute, "precision.compute"),
-      [&](const std::string& name, const InitSpec&, at::Tensor& parameter) {
-        file.read(models::to_hf_name(name), parameter);
-      });
-  const std::string corpus =
-      options.corpus.empty() ? tokenizer_corpus(config) : options.corpus;
-  FLATSHARD_CHECK(
-      !corpus.empty(),
+      !stored.corpus.empty(),
       config,
       "the run was trained on random tokens; name a corpus folder whose "
       "tokenizer to use with --corpus");
-  const auto codec = data::TextCodec::open(corpus);
+  return for_option("data.train, or --corpus", [&] {
+    return data::TextCodec::open(stored.corpus, options.python);
+  });
+}
+
+}  // namespace
+
+std::string generate_text(const GenerateOptions& options) {
+  const at::NoGradGuard no_grad;
+  const StoredModel stored = open_model(options.run, options.step);
+  // What is quick to find wrong comes before the weights.
+  const auto codec = open_codec(options, stored);
   std::vector<std::int64_t> prompt = codec->encode(options.prompt);
+  if (const auto begin = codec->begin_of_document()) {
+    prompt.insert(prompt.begin(), *begin);
+  }
   if (prompt.empty()) {
     prompt.push_back(codec->end_of_document());
   }
+  const at::Device device = choose_device(options.device, {});
+  models::Llama model(stored.shape);
+  nn::materialize(
+      *model,
+      device,
+      parse_dtype(stored.compute, "precision.compute"),
+      [&](const std::string& name, const InitSpec&, at::Tensor& parameter) {
+        stored.read(name, parameter);
+      });
+  log_info("weights of {}", stored.what);
   const auto tokens = models::sample(
       [&](const at::Tensor& context) { return model(context); },
       prompt,
@@ -54,8 +67,8 @@ std::string generate_text(const GenerateOptions& options) {
       {.max_new_tokens = options.max_new_tokens,
        .temperature = options.temperature,
        .top_k = options.top_k,
-       .max_context = shape.max_seq_len,
-       .stop_token = codec->end_of_document()});
+       .max_context = stored.shape.max_seq_len,
+       .stop_tokens = codec->stop_tokens()});
   return options.prompt + codec->decode(tokens);
 }
 

@@ -7,18 +7,23 @@
 namespace flatshard {
 
 struct GenerateOptions {
-  std::filesystem::path run;  ///< the output_dir of a finished run
+  /// The output_dir of a run, finished or not, a checkpoint, or a Hugging Face
+  /// folder.
+  std::filesystem::path run;
+  std::int64_t step = -1;  ///< of a checkpoint; -1: see open_model
   std::string prompt;
   std::int64_t max_new_tokens = 200;
   double temperature = 0.8;  ///< 0: always the likeliest token
   std::int64_t top_k = 0;    ///< 0: all tokens
   std::int64_t seed = 0;
   std::string device = "auto";
-  /// The corpus whose tokenizer is used; empty: the run's data.train.
+  /// The corpus whose tokenizer is used; empty: the run's data.train, or the
+  /// Hugging Face folder's own.
   std::string corpus;
+  std::string python;  ///< for a tokenizer.json; see data::find_python
 };
 
-/// Loads config.toml and model.safetensors of a run and continues the prompt.
+/// Continues the prompt with the weights of a run.
 /// @return the prompt and what follows, as text.
 std::string generate_text(const GenerateOptions& options);
 

@@ -18,8 +18,8 @@ one document; j, each line is a JSON object with a document in TEXT_FIELD; p, th
 for each row of a Parquet file. Of j and p, documents that are empty are left out.
 
 Output begins with one line of JSON: vocab_size and end_of_document, begin_of_document
-when one is wanted, and own_begin, the token that the tokenizer itself puts before a
-text; or error. A frame is an int64 count and that many uint32 ids; count -1 is an
+when one is wanted, and own_begin with own_begin_id, the token that the tokenizer itself
+puts before a text; or error. A frame is an int64 count and that many uint32 ids; count -1 is an
 error, with an int64 length and a text after it. All numbers are little-endian.
 """
 
@@ -79,6 +79,7 @@ def load(mode, path, end_name, begin_name):
     whole = tokenizer.encode("a")
     if whole.special_tokens_mask[:1] == [1]:
         header["own_begin"] = whole.tokens[0]
+        header["own_begin_id"] = whole.ids[0]
     return tokenizer, header
 
 

@@ -440,6 +440,12 @@ TEST_F(Checkpoints, ListInspectVerifyPrune) {
   EXPECT_THAT(
       listed.output,
       AllOf(HasSubstr("step 2 "), HasSubstr("step 6 "), HasSubstr("latest")));
+  // The run's folder means its checkpoints.
+  const std::string whole_run = (folder_ / "run").string();
+  const Result of_run = checkpoint(fmt::format("list '{}'", whole_run));
+  EXPECT_EQ(of_run.code, 0);
+  EXPECT_EQ(of_run.output, listed.output);
+  EXPECT_EQ(checkpoint(fmt::format("verify '{}'", whole_run)).code, 0);
   const Result inspected =
       checkpoint(fmt::format("inspect '{}' --tensors --config", folder));
   EXPECT_EQ(inspected.code, 0) << inspected.output;
@@ -451,7 +457,8 @@ TEST_F(Checkpoints, ListInspectVerifyPrune) {
           HasSubstr("exp_avg of lm_head.weight  F32 [257, 32]"),
           HasSubstr("samples_consumed"),
           HasSubstr("seq_len = 33")));
-  const Result pruned = checkpoint(fmt::format("prune '{}' --keep 1", folder));
+  const Result pruned =
+      checkpoint(fmt::format("prune '{}' --keep 1", whole_run));
   EXPECT_EQ(pruned.code, 0) << pruned.output;
   EXPECT_THAT(pruned.output, HasSubstr("removed 2 checkpoints: step 2, 4"));
   EXPECT_THAT(steps("run"), ElementsAre(6));

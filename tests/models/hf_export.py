@@ -154,6 +154,20 @@ def try_tokenizer_json(program, folder):
     expect(loaded.eos_token == "<|endoftext|>", f"tokenizer.json: {loaded.eos_token}")
     expect(loaded.bos_token == "<|begin|>", f"tokenizer.json: {loaded.bos_token}")
     expect(model.config.bos_token_id == 1, "tokenizer.json: bos of config.json")
+    # And by the program, with the Python that it is told of.
+    arguments = ["generate", "--run", out, "--prompt", "the cat", "--device", "cpu"]
+    said = run(program, *arguments, "--max-new-tokens", 3)
+    expect("the cat" in said, f"generate: {said}")
+    failed = subprocess.run(
+        [program, *map(str, arguments), "--python", "/none/python"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    expect(
+        failed.returncode == 1 and "give --python or set FLATSHARD_PYTHON" in failed.stderr,
+        f"generate without Python: {failed.stderr}",
+    )
     return corpus
 
 

@@ -43,7 +43,7 @@ TEST(Sample, StopsAfterTheStopToken) {
       {5},
       at::kCPU,
       generator(),
-      {.temperature = 0.0, .stop_token = 8});
+      {.temperature = 0.0, .stop_tokens = {99, 8}});
   EXPECT_EQ(out, (std::vector<std::int64_t>{6, 7, 8}));
 }
 

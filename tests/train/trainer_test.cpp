@@ -7,12 +7,14 @@
 #include "flatshard/models/flops.h"
 #include "flatshard/train/generate.h"
 #include "flatshard/train/setup.h"
+#include "flatshard/train/stored_model.h"
 #include "tests/support/temp_folder.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 
+#include <chrono>
 #include <fstream>
 #include <map>
 #include <set>
@@ -307,6 +309,66 @@ TEST_F(TrainerTest, AMixtureGoesOnWhereItStopped) {
   const std::string generated = generate_text(
       {.run = run(), .prompt = "a", .max_new_tokens = 2, .device = "cpu"});
   EXPECT_THAT(generated, ::testing::StartsWith("a"));
+}
+
+TEST_F(TrainerTest, GeneratesFromWhatARunLeaves) {
+  const std::vector<std::string> overrides{
+      "training.steps=4",
+      "checkpoint.interval=2",
+      "checkpoint.export_hf_at_end=true"};
+  train(overrides);
+  const auto generate = [&](const std::filesystem::path& from,
+                            std::int64_t step = -1) {
+    return generate_text(
+        {.run = from,
+         .step = step,
+         .prompt = "the quick",
+         .max_new_tokens = 3,
+         .temperature = 0,
+         .device = "cpu"});
+  };
+  const auto weights = run() / "model.safetensors";
+  const auto checkpoints = run() / "checkpoints";
+  const std::string expected = generate(run());
+  EXPECT_EQ(generate(checkpoints / "step-4"), expected);
+  EXPECT_EQ(generate(checkpoints), expected);
+  EXPECT_EQ(generate(run() / "hf"), expected);  // bytes need no Python
+  EXPECT_EQ(generate(run(), 2), generate(checkpoints / "step-2"));
+
+  // Another run in the same folder that has not ended: not the old weights.
+  const auto now = std::filesystem::last_write_time(
+      checkpoints / "step-4" / "manifest.json");
+  std::filesystem::last_write_time(weights, now - std::chrono::hours(1));
+  EXPECT_THAT(
+      open_model(run(), -1).what,
+      ::testing::EndsWith("checkpoints/step-4"));
+  std::filesystem::last_write_time(weights, now + std::chrono::hours(1));
+  EXPECT_EQ(open_model(run(), -1).what, weights.string());
+  // Interrupted.
+  std::filesystem::remove(weights);
+  EXPECT_EQ(generate(run()), expected);
+  EXPECT_THAT(
+      open_model(run(), -1).what,
+      ::testing::EndsWith("checkpoints/step-4"));
+
+  const auto refused = [&](const std::filesystem::path& from,
+                           std::int64_t step = -1) {
+    try {
+      generate(from, step);
+    } catch (const Error& error) {
+      return error.message();
+    }
+    return std::string("nothing");
+  };
+  EXPECT_THAT(
+      refused(run(), 3),
+      HasSubstr("--step: expected a checkpoint of step 3"));
+  EXPECT_THAT(refused(run() / "hf", 2), HasSubstr("which has no steps"));
+  EXPECT_THAT(
+      refused(folder_ / "corpus"),
+      HasSubstr("a checkpoint (.../step-100) or a Hugging Face folder"));
+  std::filesystem::remove_all(checkpoints);
+  EXPECT_THAT(refused(run()), HasSubstr("has neither model.safetensors"));
 }
 
 TEST_F(TrainerTest, WeightsHaveHuggingFacesNames) {

@@ -1,0 +1,69 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "flatshard/data/text_codec.h"
+#include "flatshard/format/manifest.h"
+#include "flatshard/models/config.h"
+#include "flatshard/train/config.h"
+
+// What a run leaves, found by any of the paths that a user has of it.
+namespace flatshard {
+
+/// The folder of checkpoints that `path` means: that of the run whose
+/// output_dir it is, else `path` itself.
+std::filesystem::path checkpoints_of(const std::filesystem::path& path);
+
+/// The step-N folder that `path` means: itself, or one of the checkpoints of a
+/// run's output_dir or of a folder of checkpoints.
+/// @param step  -1: the latest.
+/// @throws Error{io} when there is none; Error{config} for a step of what is
+/// one checkpoint already.
+std::filesystem::path find_checkpoint(
+    const std::filesystem::path& path,
+    std::int64_t step = -1);
+
+/// The config that a training run left in its checkpoint.
+/// @throws Error{format} when it is another one's.
+Config checkpoint_config(
+    const std::filesystem::path& folder,
+    const Manifest& manifest);
+
+/// A weight of a checkpoint as it is stored, whole, checked by its digests.
+/// @param name  the parameter's name.
+at::Tensor read_weight(
+    const std::filesystem::path& folder,
+    const Manifest& manifest,
+    const std::string& name,
+    int num_threads);
+
+/// A model with its weights: of a finished run, an interrupted one (its latest
+/// checkpoint), a checkpoint, or a Hugging Face folder.
+struct StoredModel {
+  models::ModelConfig shape;
+  std::string what;                 ///< for users: where the weights come from
+  std::string compute = "float32";  ///< the dtype that it computed in
+  /// Fills `out` (any float dtype and device) with a parameter, by its name.
+  std::function<void(const std::string& name, const at::Tensor& out)> read;
+  std::string corpus;               ///< whose tokenizer it knows; may be empty
+  std::filesystem::path hf_folder;  ///< empty: none
+};
+
+/// @param step  of a checkpoint; -1: the finished run's weights, or the latest.
+/// @throws Error{io} naming --run and what it may be.
+StoredModel open_model(const std::filesystem::path& path, std::int64_t step);
+
+/// The tokenizer of a Hugging Face folder, which begins texts as AutoTokenizer
+/// does. @throws Error{config} when it has no tokenizer.json.
+std::unique_ptr<data::TextCodec> open_hf_codec(
+    const std::filesystem::path& folder,
+    const std::string& python);
+
+}  // namespace flatshard
