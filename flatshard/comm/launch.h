@@ -17,6 +17,8 @@ struct RankEnvironment {
   bool launcher_serves_store = false;
   /// How often torchrun has restarted the ranks; its store outlives them.
   int restart_count = 0;
+  /// The numbers are Slurm's.
+  bool from_slurm = false;
   /// A listening socket on master_port inherited from the launcher; -1: none.
   int master_listen_fd = -1;
 };
@@ -24,6 +26,9 @@ struct RankEnvironment {
 /// True when a launcher started this process: RANK is set (torchrun, our own
 /// launcher) or SLURM_PROCID together with more than one SLURM_NTASKS.
 bool launched_by_environment();
+
+/// True in a rank that spawn_local_ranks started.
+bool launched_by_this_program();
 
 /// Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, else
 /// SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID; there MASTER_ADDR defaults to
@@ -46,9 +51,9 @@ std::string first_slurm_host(const std::string& nodelist);
 struct SpawnOptions {
   /// Time between SIGTERM and SIGKILL when the others are ended.
   int grace_period_ms = 5000;
-  /// Lines that ranks other than 0 write to standard error get "[rank N] "
-  /// before them. Those of rank 0 pass as they are; a terminal stays its own,
-  /// and its last message is not repeated then.
+  /// Lines that other ranks than 0 write to standard error get "[rank N] "
+  /// before them, unless they say "[rank N/" themselves. Those of rank 0 pass
+  /// unchanged; a terminal stays its own: its last message is not repeated.
   bool prefix_stderr = true;
   /// Standard output of ranks other than 0: pass through or drop.
   bool other_ranks_stdout = true;
