@@ -200,9 +200,9 @@ StoreHandle make_tcp_store(
     notice.reset();
     // What ranks wrote before a restart must not be read after it.
     if (environment.launcher_serves_store) {
-      store = make_prefix_store(
+      return make_prefix_store(
           fmt::format("attempt_{}", environment.restart_count),
-          std::move(store));
+          std::move(store));  // and the launcher has started all ranks
     }
     meet(*store, environment, options);
     return store;
