@@ -71,7 +71,7 @@ def run(program, ranks, timeout, number, culprit):
             for rank, log in enumerate(logs)
         ]
         try:
-            while "step: 100 " not in logs[0].read_text():
+            while "step: 100/" not in logs[0].read_text():
                 assert processes[0].poll() is None, logs[0].read_text()
                 time.sleep(0.01)
             processes[culprit].send_signal(number)

@@ -5,6 +5,7 @@
 #include "flatshard/cli/train_command.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
+#include "flatshard/core/nearest_name.h"
 
 #include <CLI/CLI.hpp>
 
@@ -12,6 +13,41 @@
 #include <exception>
 #include <string>
 #include <vector>
+
+namespace {
+
+constexpr std::size_t kLongestShown = 80;
+
+/// CLI11 calls a word that is no subcommand an unexpected argument.
+void refuse_unknown_command(const CLI::App& program, int argc, char** argv) {
+  const CLI::App* command = &program;
+  std::string path;
+  for (int i = 1; i < argc && argv[i][0] != '-'; ++i) {
+    std::vector<std::string> names;
+    const CLI::App* next = nullptr;
+    for (const CLI::App* sub : command->get_subcommands({})) {
+      names.push_back(sub->get_name());
+      next = sub->check_name(argv[i]) ? sub : next;
+    }
+    if (names.empty()) {
+      return;  // the rest is its arguments
+    }
+    const std::string word = argv[i];
+    FLATSHARD_CHECK(
+        next != nullptr,
+        usage,
+        "flatshard{} has no subcommand '{}'; did you mean '{}'? (all: "
+        "flatshard{} --help)",
+        path,
+        word.substr(0, kLongestShown),
+        flatshard::nearest_name(word, names),
+        path);
+    path += " " + word;
+    command = next;
+  }
+}
+
+}  // namespace
 
 int main(int argc, char** argv) {
   // A file that grows past `ulimit -f` is an error with its name, not the end.
@@ -30,6 +66,7 @@ int main(int argc, char** argv) {
   flatshard::add_data_command(program);
   flatshard::add_norms_command(program);
   try {
+    refuse_unknown_command(program, argc, argv);
     program.parse(argc, argv);
   } catch (const CLI::ParseError& e) {
     return program.exit(e);

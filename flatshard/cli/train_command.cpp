@@ -6,22 +6,27 @@
 #include "flatshard/launch/local_ranks.h"
 #include "flatshard/train/config.h"
 #include "flatshard/train/generate.h"
+#include "flatshard/train/run_lock.h"
 #include "flatshard/train/setup.h"
 #include "flatshard/train/trainer.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
 #include <CLI/CLI.hpp>
+
+#include <sys/stat.h>
 
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <memory>
 
 namespace flatshard {
 namespace {
 
-// What a shell makes of SIGTERM: the run was stopped, and can go on.
-constexpr int kStoppedExitCode = 128 + SIGTERM;
+// What a shell makes of a process that a signal ended.
+constexpr int kSignalExitCode = 128;
 
 struct TrainArguments {
   std::string config;
@@ -34,22 +39,108 @@ struct TrainArguments {
   bool help_config = false;
 };
 
+/// Which file config.toml of a run is: another one when a new run has begun.
+std::pair<std::uint64_t, std::int64_t> config_file(const Config& config) {
+  struct stat info {};
+  const auto path =
+      std::filesystem::path(config.run.output_dir) / "config.toml";
+  if (::stat(path.c_str(), &info) != 0) {
+    return {0, 0};
+  }
+  return {
+      info.st_ino,
+      info.st_mtim.tv_sec * 1'000'000'000 + info.st_mtim.tv_nsec};
+}
+
 /// Starts the ranks, and again from the last checkpoint when they fail.
-int spawn(const TrainArguments& arguments, std::vector<std::string> argv) {
+int spawn(
+    const TrainArguments& arguments,
+    const Config& config,
+    std::vector<std::string> argv) {
+  const auto before = config_file(config);
+  bool resumes = arguments.resume;
   for (int restarts = 0;; ++restarts) {
     bool signalled = false;
     const int code = spawn_local_ranks(arguments.nproc, argv, {}, &signalled);
     if (code == 0 || signalled || restarts == arguments.max_restarts) {
       return code;
     }
-    if (restarts == 0 && !arguments.resume) {
+    // Until the run has begun the checkpoints there are an earlier run's.
+    if (!resumes && config_file(config) != before) {
+      resumes = true;
       argv.emplace_back("--resume");
     }
     log_warning(
-        "restart {} of {}, from the latest checkpoint",
+        "restart {} of {}, from the {}",
         restarts + 1,
-        arguments.max_restarts);
+        arguments.max_restarts,
+        resumes ? "latest checkpoint" : "first step");
   }
+}
+
+/// torch::Warning as a line of the log.
+class LoggedWarnings : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning& warning) override {
+    log_warning("torch: {}", warning.msg());
+  }
+};
+
+/// c10d writes a dozen lines of C++ frames whenever the process that serves its
+/// store ends, and the errors of ranks have said by then who did. Warnings that
+/// torch means for its users stay, and TORCH_CPP_LOG_LEVEL brings all back.
+void quiet_torch() {
+  static LoggedWarnings warnings;
+  if (std::getenv("TORCH_CPP_LOG_LEVEL") == nullptr) {
+    setenv("TORCH_CPP_LOG_LEVEL", "ERROR", 0);
+    c10::WarningUtils::set_warning_handler(&warnings);
+  }
+  c10::initLogging();
+}
+
+/// As one would type it.
+std::string shell_word(const std::string& word) {
+  constexpr std::string_view kPlain = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMN"
+                                      "OPQRSTUVWXYZ0123456789_-./=,:+@%";
+  if (!word.empty() && word.find_first_not_of(kPlain) == std::string::npos) {
+    return word;
+  }
+  std::string quoted = "'";
+  for (const char c : word) {
+    quoted += c == '\'' ? std::string("'\\''") : std::string(1, c);
+  }
+  return quoted + "'";
+}
+
+std::string resume_command(
+    const TrainArguments& arguments,
+    const std::vector<std::string>& argv) {
+  std::string command;
+  for (const std::string& word : argv) {
+    command += (command.empty() ? "" : " ") + shell_word(word);
+  }
+  return arguments.resume ? command : command + " --resume";
+}
+
+void report_stop(const Trainer::Stop& stop, const std::string& command) {
+  const char* name = stop.signal == SIGINT ? "SIGINT" : "SIGTERM";
+  if (!stop.saved) {
+    log_info(
+        "stopped by {} after step {}; nothing was saved, since "
+        "checkpoint.interval = 0",
+        name,
+        stop.step);
+    return;
+  }
+  const bool by_others =
+      launched_by_environment() && !launched_by_this_program();
+  log_info(
+      "stopped by {} after step {}, which has a checkpoint; go on{} with:\n  "
+      "{}",
+      name,
+      stop.step,
+      by_others ? ", under the same launcher," : "",
+      command);
 }
 
 void train(const TrainArguments& arguments, std::vector<std::string> argv) {
@@ -65,7 +156,15 @@ void train(const TrainArguments& arguments, std::vector<std::string> argv) {
   if (arguments.profile) {
     overrides.emplace_back("profiling.enabled=true");
   }
-  const Config config = load_config(arguments.config, overrides);
+  std::vector<std::string> notes;
+  const Config config = load_config(arguments.config, overrides, &notes);
+  const bool is_first =
+      !launched_by_environment() ||
+      (!launched_by_this_program() && rank_environment_from_env().rank == 0);
+  for (const std::string& note :
+       is_first ? notes : std::vector<std::string>()) {
+    log_info("note: {}", note);
+  }
   if (!launched_by_environment() && arguments.nproc > 1) {
     // Before any rank starts.
     model_config(resolve_config(config, arguments.nproc));
@@ -75,7 +174,7 @@ void train(const TrainArguments& arguments, std::vector<std::string> argv) {
         "--max-restarts goes back to checkpoints, and checkpoint.interval is "
         "0, "
         "so there are none");
-    const int code = spawn(arguments, argv);
+    const int code = spawn(arguments, config, argv);
     if (code != 0) {
       throw CLI::RuntimeError(code);
     }
@@ -94,10 +193,12 @@ void train(const TrainArguments& arguments, std::vector<std::string> argv) {
   // CUDA's queues of launches, read when it starts: as they are, they hold less
   // than a step, and the host waits for the GPU in the middle of it.
   setenv("CUDA_SCALE_LAUNCH_QUEUES", "4x", 0);
+  quiet_torch();
   // Not by way of the destructors: they wait for the peers, who wait for this
   // rank.
   const auto leave = [](const std::exception& error) {
     report_failure(error);
+    RunLock::remove_file_at_exit();
     std::fflush(nullptr);
     std::_Exit(1);
   };
@@ -117,7 +218,11 @@ void train(const TrainArguments& arguments, std::vector<std::string> argv) {
     leave(e);
   }
   if (end == Trainer::End::stopped) {
-    throw CLI::RuntimeError(kStoppedExitCode);
+    const Trainer::Stop& stop = trainer.stop();
+    if (env.rank == 0) {
+      report_stop(stop, resume_command(arguments, argv));
+    }
+    throw CLI::RuntimeError(kSignalExitCode + stop.signal);
   }
 }
 
@@ -179,7 +284,7 @@ void add_train_command(
       "--profile",
       arguments->profile,
       "Write a Chrome trace of one step (profiling.step) and print where the "
-      "GPU's time went");
+      "GPU's time went, without one the CPU's");
   command->add_flag(
       "--help-config",
       arguments->help_config,

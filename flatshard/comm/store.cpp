@@ -4,8 +4,19 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <utility>
+#include <vector>
+
 #include "flatshard/comm/backend.h"
 #include "flatshard/core/error.h"
+#include "flatshard/core/log.h"
 
 namespace flatshard {
 namespace {
@@ -34,18 +45,11 @@ namespace {
       text.find("imeout") != std::string::npos) {
     throw Error(
         ErrorCode::timeout,
-        serves ? fmt::format(
-                     "the store at {} expected {} ranks within {} ms and not "
-                     "all came; look for ranks that did not start or that "
-                     "have another MASTER_ADDR or MASTER_PORT",
-                     address,
-                     environment.world_size,
-                     options.timeout.count())
-               : fmt::format(
-                     "no store answered at {} within {} ms; is rank 0 "
-                     "running, and do MASTER_ADDR and MASTER_PORT name it?",
-                     address,
-                     options.timeout.count()),
+        fmt::format(
+            "no store answered at {} within {} ms; is rank 0 running, and do "
+            "MASTER_ADDR and MASTER_PORT name it?",
+            address,
+            options.timeout.count()),
         context);
   }
   throw Error(
@@ -56,6 +60,106 @@ namespace {
           address,
           text),
       context);
+}
+
+/// Says what is waited for, when that takes long.
+class WaitNotice {
+ public:
+  WaitNotice(std::string text, std::chrono::milliseconds silence)
+      : thread_([this, silence, text = std::move(text)] {
+          std::unique_lock lock(mutex_);
+          if (!changed_.wait_for(lock, silence, [this] { return over_; })) {
+            log_info("{}", text);
+          }
+        }) {}
+  ~WaitNotice() {
+    {
+      const std::lock_guard lock(mutex_);
+      over_ = true;
+    }
+    changed_.notify_all();
+    thread_.join();
+  }
+  WaitNotice(const WaitNotice&) = delete;
+  WaitNotice& operator=(const WaitNotice&) = delete;
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool over_ = false;
+  std::thread thread_;  // last: it uses the others
+};
+
+std::string here_key(int rank) {
+  return fmt::format("flatshard/here/{}", rank);
+}
+
+std::string waiting_for(
+    const RankEnvironment& environment,
+    const std::vector<int>& missing) {
+  constexpr std::size_t kMostNamed = 8;
+  const std::vector<int> named(
+      missing.begin(),
+      missing.begin() +
+          static_cast<std::ptrdiff_t>(std::min(missing.size(), kMostNamed)));
+  return fmt::format(
+      "waiting for rank{} {}{} of {} at {}:{}{}",
+      missing.size() == 1 ? "" : "s",
+      fmt::join(named, ", "),
+      missing.size() > named.size() ? ", ..." : "",
+      environment.world_size,
+      environment.master_addr,
+      environment.master_port,
+      environment.from_slurm
+          ? "; SLURM_NTASKS says how many are to come: srun starts them all, "
+            "and --nproc counts only where SLURM_NTASKS is not set"
+          : "");
+}
+
+/// Every rank says that it has come; rank 0 waits for all.
+void meet(
+    c10d::Store& store,
+    const RankEnvironment& environment,
+    const StoreOptions& options) {
+  store.set(here_key(environment.rank), std::vector<std::uint8_t>{1});
+  if (environment.rank != 0) {
+    return;
+  }
+  const auto begin = std::chrono::steady_clock::now();
+  bool said = false;
+  for (int rank = 1; rank < environment.world_size; ++rank) {
+    auto pause = std::chrono::milliseconds(1);
+    while (!store.check({here_key(rank)})) {
+      std::this_thread::sleep_for(pause);
+      pause = std::min(pause * 2, std::chrono::milliseconds(50));
+      const auto waited = std::chrono::steady_clock::now() - begin;
+      const bool late = waited >= options.timeout;
+      if (!late && (said || waited < options.silence)) {
+        continue;
+      }
+      std::vector<int> missing;
+      for (int other = rank; other < environment.world_size; ++other) {
+        if (!store.check({here_key(other)})) {
+          missing.push_back(other);
+        }
+      }
+      if (late && !missing.empty()) {
+        throw Error(
+            ErrorCode::timeout,
+            fmt::format(
+                "{}: expected {} ranks within {} ms and not all came; look for "
+                "ranks that did not start or that have another MASTER_ADDR or "
+                "MASTER_PORT",
+                waiting_for(environment, missing),
+                environment.world_size,
+                options.timeout.count()),
+            fmt::format("rank 0/{}", environment.world_size));
+      }
+      if (!std::exchange(said, true)) {
+        log_info("{}", waiting_for(environment, missing));
+      }
+    }
+  }
 }
 
 }  // namespace
@@ -75,21 +179,35 @@ StoreHandle make_tcp_store(
   tcp.port = environment.master_port;
   tcp.isServer = environment.rank == 0 && !environment.launcher_serves_store;
   tcp.timeout = options.timeout;
-  if (!environment.launcher_serves_store) {
-    tcp.numWorkers = environment.world_size;
-  }
+  tcp.waitWorkers = false;  // `meet` says who is missing
   if (tcp.isServer && environment.master_listen_fd >= 0) {
     tcp.masterListenFd = environment.master_listen_fd;
   }
   try {
-    auto store =
+    std::optional<WaitNotice> notice;
+    if (!tcp.isServer) {
+      notice.emplace(
+          environment.launcher_serves_store
+              ? fmt::format(
+                    "waiting for the launcher's store at {}:{}",
+                    environment.master_addr,
+                    environment.master_port)
+              : waiting_for(environment, {0}),
+          options.silence);
+    }
+    StoreHandle store =
         c10::make_intrusive<c10d::TCPStore>(environment.master_addr, tcp);
+    notice.reset();
     // What ranks wrote before a restart must not be read after it.
-    return environment.launcher_serves_store
-               ? make_prefix_store(
-                     fmt::format("attempt_{}", environment.restart_count),
-                     std::move(store))
-               : StoreHandle(std::move(store));
+    if (environment.launcher_serves_store) {
+      return make_prefix_store(
+          fmt::format("attempt_{}", environment.restart_count),
+          std::move(store));  // and the launcher has started all ranks
+    }
+    meet(*store, environment, options);
+    return store;
+  } catch (const Error&) {
+    throw;
   } catch (const c10::Error& error) {
     throw_store_error(environment, options, error.what_without_backtrace());
   } catch (const std::exception& error) {

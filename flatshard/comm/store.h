@@ -15,12 +15,14 @@ using StoreHandle = c10::intrusive_ptr<c10d::Store>;
 
 struct StoreOptions {
   std::chrono::milliseconds timeout = std::chrono::minutes(5);
+  /// A longer wait is logged, with the ranks that are missing.
+  std::chrono::milliseconds silence = std::chrono::seconds(5);
 };
 
-/// Connects to (rank 0: serves, unless the launcher already does) the store at
-/// `environment.master_addr:master_port`. A single rank gets a local store.
-/// Ignores SIGPIPE from then on when it had its default action, so that a peer
-/// that dies is an error in a collective and not the end of this process.
+/// Connects to (rank 0: serves, unless the launcher does, and waits for all)
+/// the store at `environment.master_addr:master_port`. A single rank gets a
+/// local one. Ignores SIGPIPE from then on when it had its default action: a
+/// peer that dies is then an error in a collective, not this process's end.
 /// @throws Error{comm} port in use or host unknown, Error{timeout} when rank 0
 ///   or other ranks do not come.
 StoreHandle make_tcp_store(

@@ -87,6 +87,15 @@ std::int64_t Loader::num_microbatches(int world, std::int64_t local_batch)
   return options_.global_batch_size / (local_batch * world);
 }
 
+void Loader::set_global_batch_size(std::int64_t size) {
+  FLATSHARD_CHECK(
+      size >= 1,
+      config,
+      "training.global_batch_size: expected at least 1, got {}",
+      size);
+  options_.global_batch_size = size;
+}
+
 std::int64_t Loader::first_sample(const BatchSlot& slot) const {
   const std::int64_t count = num_microbatches(slot.world, slot.local_batch);
   FLATSHARD_CHECK(

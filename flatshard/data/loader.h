@@ -99,6 +99,8 @@ class Loader {
   /// The sequence numbers that `read` would use, in its order.
   std::vector<std::int64_t> sequences(const BatchSlot& slot) const;
 
+  /// The size of the steps from here on. @throws Error{config} below 1.
+  void set_global_batch_size(std::int64_t size);
   /// Goes on to the next step.
   void advance() { samples_consumed_ += options_.global_batch_size; }
 

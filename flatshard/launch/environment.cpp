@@ -79,6 +79,7 @@ RankEnvironment from_torchrun() {
 
 RankEnvironment from_slurm() {
   RankEnvironment result;
+  result.from_slurm = true;
   result.world_size =
       number("SLURM_NTASKS", *variable("SLURM_NTASKS"), 1, kMaxRanks);
   result.rank = number(

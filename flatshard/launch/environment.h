@@ -16,6 +16,8 @@ struct RankEnvironment {
   bool launcher_serves_store = false;
   /// How often torchrun has restarted the ranks; its store outlives them.
   int restart_count = 0;
+  /// The numbers are Slurm's.
+  bool from_slurm = false;
   /// A listening socket on master_port inherited from the launcher; -1: none.
   int master_listen_fd = -1;
 };
@@ -23,6 +25,9 @@ struct RankEnvironment {
 /// True when a launcher started this process: RANK is set (torchrun, our own
 /// launcher) or SLURM_PROCID together with more than one SLURM_NTASKS.
 bool launched_by_environment();
+
+/// True in a rank that spawn_local_ranks started.
+bool launched_by_this_program();
 
 /// Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, else
 /// SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID; there MASTER_ADDR defaults to

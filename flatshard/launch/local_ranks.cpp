@@ -222,12 +222,14 @@ void pass_on_errors(Rank& rank) {
       rank.line += text;
     }
     for (std::size_t end; (end = rank.line.find('\n')) != std::string::npos;) {
+      const std::string_view line =
+          std::string_view(rank.line).substr(0, end + 1);
+      const bool says_it =
+          line.starts_with(fmt::format("[rank {}/", rank.index));
       write_all(
           STDERR_FILENO,
-          fmt::format(
-              "[rank {}] {}",
-              rank.index,
-              rank.line.substr(0, end + 1)));
+          says_it ? std::string(line)
+                  : fmt::format("[rank {}] {}", rank.index, line));
       rank.line.erase(0, end + 1);
     }
   }
@@ -449,6 +451,10 @@ class LocalRanks {
 };
 
 }  // namespace
+
+bool launched_by_this_program() {
+  return std::getenv(kReportVariable) != nullptr;
+}
 
 bool claim_failure_report(int patience_ms) {
   const char* variable = std::getenv(kReportVariable);

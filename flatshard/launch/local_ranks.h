@@ -16,9 +16,9 @@ bool claim_failure_report(int patience_ms = 0);
 struct SpawnOptions {
   /// Time between SIGTERM and SIGKILL when the others are ended.
   int grace_period_ms = 5000;
-  /// Lines that ranks other than 0 write to standard error get "[rank N] "
-  /// before them. Those of rank 0 pass as they are; a terminal stays its own,
-  /// and its last message is not repeated then.
+  /// Lines that other ranks than 0 write to standard error get "[rank N] "
+  /// before them, unless they say "[rank N/" themselves. Those of rank 0 pass
+  /// unchanged; a terminal stays its own: its last message is not repeated.
   bool prefix_stderr = true;
   /// Standard output of ranks other than 0: pass through or drop.
   bool other_ranks_stdout = true;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <fstream>
+#include <set>
 #include <sstream>
 #include <stdexcept>
 
@@ -397,7 +398,8 @@ void apply_table(
   }
 }
 
-void apply_override(Config& config, const std::string& text) {
+/// @return the full name of the key.
+std::string apply_override(Config& config, const std::string& text) {
   const std::string where = fmt::format("--set {}", shortened(text));
   const auto equals = text.find('=');
   const auto dot = text.find('.');
@@ -427,7 +429,7 @@ void apply_override(Config& config, const std::string& text) {
   if (holds_text && !is_list && !value.starts_with('"') &&
       !value.starts_with('\'')) {
     set_field(*key, config, toml::value<std::string>(value), where);
-    return;
+    return key->full_name();
   }
   check_line_lengths(value, where);
   const toml::parse_result parsed = [&]() -> toml::parse_result {
@@ -450,6 +452,7 @@ void apply_override(Config& config, const std::string& text) {
       where,
       shortened(value));
   set_field(*key, config, *parsed.get("value"), where);
+  return key->full_name();
 }
 
 }  // namespace
@@ -457,11 +460,17 @@ void apply_override(Config& config, const std::string& text) {
 Config parse_config(
     std::string_view text,
     const std::string& origin,
-    const std::vector<std::string>& overrides) {
+    const std::vector<std::string>& overrides,
+    std::vector<std::string>* notes) {
   Config config;
   apply_table(config, parse_toml(text, origin), origin);
+  std::set<std::string> overridden;
   for (const std::string& item : overrides) {
-    apply_override(config, item);
+    overridden.insert(apply_override(config, item));
+  }
+  const auto settled = settle_overrides(config, overridden);
+  if (notes != nullptr) {
+    notes->insert(notes->end(), settled.begin(), settled.end());
   }
   validate_config(config);
   return config;
@@ -469,7 +478,8 @@ Config parse_config(
 
 Config load_config(
     const std::filesystem::path& path,
-    const std::vector<std::string>& overrides) {
+    const std::vector<std::string>& overrides,
+    std::vector<std::string>* notes) {
   std::error_code error;
   const bool is_file = std::filesystem::is_regular_file(path, error);
   std::ifstream file(path, std::ios::binary);
@@ -481,7 +491,7 @@ Config load_config(
       "cannot read the config {}; expected a TOML file (all keys: flatshard "
       "train --help-config)",
       path.string());
-  return parse_config(text.str(), path.string(), overrides);
+  return parse_config(text.str(), path.string(), overrides, notes);
 }
 
 void check_config_values(const Config& config) {

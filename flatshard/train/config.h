@@ -176,18 +176,23 @@ std::span<const ConfigKey> config_keys();
 /// @param origin     the file's name for messages ("run.toml:12:8: ...").
 /// @param overrides  "section.key=value" each, applied in order. The value is
 ///                   TOML; for keys that hold text the quotes may be left out.
+///                   What it leaves without use is a note and no error.
+/// @param notes      if not null: gets what the overrides changed besides, a
+///                   sentence each.
 /// @throws Error{config}: not TOML, unknown section or key (naming the nearest
 /// known one), wrong type, value out of range, keys that contradict each
 /// other.
 Config parse_config(
     std::string_view text,
     const std::string& origin,
-    const std::vector<std::string>& overrides = {});
+    const std::vector<std::string>& overrides = {},
+    std::vector<std::string>* notes = nullptr);
 
 /// The same from a file. @throws Error{io} when it cannot be read.
 Config load_config(
     const std::filesystem::path& path,
-    const std::vector<std::string>& overrides = {});
+    const std::vector<std::string>& overrides = {},
+    std::vector<std::string>* notes = nullptr);
 
 /// Checks what does not depend on the number of ranks. `parse_config` has done
 /// this already. @throws Error{config}.
@@ -201,6 +206,10 @@ Config resolve_config(const Config& config, std::int64_t world);
 /// The whole config as TOML, defaults included; `parse_config` reads it back
 /// to an equal one. Unset keys are comments.
 std::string to_toml(const Config& config);
+
+/// The keys of `config` that differ from `base`, a line a section:
+/// "  [training] steps = 700, seq_len = 256". Empty when all are equal.
+std::string differing_keys(const Config& config, const Config& base);
 
 /// Writes to_toml to <output_dir>/config.toml, making the folder.
 std::filesystem::path save_config(const Config& config);

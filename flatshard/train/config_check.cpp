@@ -6,28 +6,46 @@
 #include "flatshard/core/error.h"
 #include "flatshard/layout/granularity.h"
 #include "flatshard/layout/strategy.h"
+#include "flatshard/optim/lr_schedule.h"
+#include "flatshard/train/config_field.h"
 
 namespace flatshard {
 namespace {
 
-/// Refuses a key that the chosen `chooser = value` would ignore.
-void refuse_ignored(
-    const Config& config,
-    std::string_view full_name,
-    std::string_view chooser,
-    std::string_view value,
-    std::string_view belongs_to) {
-  for (const ConfigKey& key : config_keys()) {
-    FLATSHARD_CHECK(
-        key.full_name() != full_name || !differs_from_default(config, key),
-        config,
-        "{} is set, but {} = \"{}\" does not use it; it belongs to {}",
-        full_name,
-        chooser,
-        value,
-        belongs_to);
+/// A key that the chosen `chooser = value` leaves without use.
+struct UnusedKey {
+  const ConfigKey* key;
+  std::string chooser;
+  std::string value;
+  std::string belongs_to;
+};
+
+/// Collects the keys that are set and not used.
+class UnusedKeys {
+ public:
+  explicit UnusedKeys(const Config& config) : config_(config) {}
+  void look_at(
+      std::string_view full_name,
+      std::string_view chooser,
+      std::string_view value,
+      std::string_view belongs_to) {
+    for (const ConfigKey& key : config_keys()) {
+      if (key.full_name() == full_name && differs_from_default(config_, key)) {
+        found_.push_back(
+            {&key,
+             std::string(chooser),
+             std::string(value),
+             std::string(belongs_to)});
+      }
+    }
   }
-}
+  const Config& config() const { return config_; }
+  std::vector<UnusedKey> take() { return std::move(found_); }
+
+ private:
+  const Config& config_;
+  std::vector<UnusedKey> found_;
+};
 
 void check_model(const Config& config) {
   const Config::Model& model = config.model;
@@ -78,38 +96,42 @@ void check_model(const Config& config) {
       model.max_seq_len.value_or(0));
 }
 
-void check_optimizer(const Config& config) {
-  const std::string& name = config.optimizer.name;
+void unused_of_optimizer(UnusedKeys& unused) {
+  const std::string& name = unused.config().optimizer.name;
   constexpr std::string_view kChooser = "optimizer.name";
   if (name == "adamw") {
-    refuse_ignored(config, "optimizer.momentum", kChooser, name, "sgd");
+    unused.look_at("optimizer.momentum", kChooser, name, "sgd");
+  } else {
+    for (const char* key :
+         {"optimizer.beta1", "optimizer.beta2", "optimizer.eps"}) {
+      unused.look_at(key, kChooser, name, "adamw");
+    }
+  }
+}
+
+void check_optimizer(const Config& config) {
+  if (config.optimizer.name == "adamw") {
     FLATSHARD_CHECK(
         config.optimizer.beta1 < 1 && config.optimizer.beta2 < 1,
         config,
         "optimizer.beta1 and optimizer.beta2 must be below 1, got {} and {}",
         config.optimizer.beta1,
         config.optimizer.beta2);
-  } else {
+  }
+}
+
+void unused_of_lr_scheduler(UnusedKeys& unused) {
+  const std::string& name = unused.config().lr_scheduler.name;
+  if (name == "constant") {
     for (const char* key :
-         {"optimizer.beta1", "optimizer.beta2", "optimizer.eps"}) {
-      refuse_ignored(config, key, kChooser, name, "adamw");
+         {"lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor"}) {
+      unused.look_at(key, "lr_scheduler.name", name, "linear, cosine and wsd");
     }
   }
 }
 
 void check_lr_scheduler(const Config& config) {
   const Config::LrScheduler& scheduler = config.lr_scheduler;
-  if (scheduler.name == "constant") {
-    for (const char* key :
-         {"lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor"}) {
-      refuse_ignored(
-          config,
-          key,
-          "lr_scheduler.name",
-          scheduler.name,
-          "linear, cosine and wsd");
-    }
-  }
   FLATSHARD_CHECK(
       scheduler.warmup_steps <= config.training.steps,
       config,
@@ -119,11 +141,11 @@ void check_lr_scheduler(const Config& config) {
 }
 
 /// Keys that belong to something that is switched off.
-void check_unused(const Config& config) {
+void unused_of_features(UnusedKeys& unused) {
+  const Config& config = unused.config();
   if (config.validation.freq == 0) {
     for (const char* key : {"validation.sequences", "data.validation"}) {
-      refuse_ignored(
-          config,
+      unused.look_at(
           key,
           "validation.freq",
           "0",
@@ -132,8 +154,7 @@ void check_unused(const Config& config) {
   }
   if (!config.profiling.enabled) {
     for (const char* key : {"profiling.step", "profiling.folder"}) {
-      refuse_ignored(
-          config,
+      unused.look_at(
           key,
           "profiling.enabled",
           "false",
@@ -145,8 +166,7 @@ void check_unused(const Config& config) {
          {"checkpoint.keep_latest_k",
           "checkpoint.async",
           "checkpoint.export_hf_at_end"}) {
-      refuse_ignored(
-          config,
+      unused.look_at(
           key,
           "checkpoint.interval",
           "0",
@@ -154,8 +174,7 @@ void check_unused(const Config& config) {
     }
   }
   if (config.debug.comm_delay_us == 0) {
-    refuse_ignored(
-        config,
+    unused.look_at(
         "debug.comm_delay_seed",
         "debug.comm_delay_us",
         "0",
@@ -180,42 +199,45 @@ void check_checkpoint_folder(const std::string& text) {
       text);
 }
 
-void check_parallelism(const Config& config) {
-  const Config::Parallelism& parallel = config.parallelism;
-  Granularity::parse(parallel.granularity, "parallelism.granularity");
-  const bool keeps_weights =
-      parallel.strategy == "no_shard" || parallel.strategy == "optim" ||
-      parallel.strategy == "optim_grads" || parallel.strategy == "zero0" ||
-      parallel.strategy == "zero1" || parallel.strategy == "zero2";
-  if (keeps_weights) {
+/// The strategies under which every rank keeps whole weights.
+bool keeps_whole_weights(const std::string& strategy) {
+  return find_strategy_name(strategy).parameter == "RR";
+}
+
+void unused_of_parallelism(UnusedKeys& unused) {
+  const Config::Parallelism& parallel = unused.config().parallelism;
+  if (keeps_whole_weights(parallel.strategy)) {
     for (const char* key :
          {"parallelism.reshard_after_forward",
           "parallelism.memory_budget",
           "parallelism.keep_compute_weights"}) {
-      refuse_ignored(
-          config,
+      unused.look_at(
           key,
           "parallelism.strategy",
           parallel.strategy,
           "strategies that shard the weights");
     }
   }
-  if (parallel.strategy == "no_shard" || parallel.strategy == "zero0") {
-    refuse_ignored(
-        config,
+  if (find_strategy_name(parallel.strategy).name == "zero0") {
+    unused.look_at(
         "parallelism.copy_engines",
         "parallelism.strategy",
         parallel.strategy,
         "strategies that shard something");
   }
   if (!parallel.reshard_after_forward) {
-    refuse_ignored(
-        config,
+    unused.look_at(
         "parallelism.memory_budget",
         "parallelism.reshard_after_forward",
         "false",
         "runs that release weights after forward");
   }
+}
+
+void check_parallelism(const Config& config) {
+  const Config::Parallelism& parallel = config.parallelism;
+  Granularity::parse(parallel.granularity, "parallelism.granularity");
+  const bool keeps_weights = keeps_whole_weights(parallel.strategy);
   FLATSHARD_CHECK(
       parallel.copy_engines != "forward" || !keeps_weights,
       config,
@@ -252,7 +274,84 @@ void check_parallelism(const Config& config) {
       parallel.strategy);
 }
 
+std::vector<UnusedKey> find_unused(const Config& config) {
+  UnusedKeys unused(config);
+  unused_of_optimizer(unused);
+  unused_of_lr_scheduler(unused);
+  unused_of_parallelism(unused);
+  unused_of_features(unused);
+  return unused.take();
+}
+
+/// Steps that a warm-up may take beside the decay.
+std::int64_t longest_warmup(const Config& config) {
+  const bool has_decay = config.lr_scheduler.name == "wsd" ||
+                         (config.lr_scheduler.name != "constant" &&
+                          config.lr_scheduler.decay_ratio);
+  const LrSchedule schedule{
+      .kind = LrSchedule::parse_kind(config.lr_scheduler.name),
+      .total_steps = config.training.steps,
+      .decay_ratio = config.lr_scheduler.decay_ratio};
+  return config.training.steps - (has_decay ? schedule.decay_steps() : 0);
+}
+
 }  // namespace
+
+std::vector<std::string> settle_overrides(
+    Config& config,
+    const std::set<std::string>& overridden) {
+  std::vector<std::string> notes;
+  const auto given = [&](const std::string& name) {
+    return overridden.contains(name);
+  };
+  for (bool again = true; std::exchange(again, false);) {
+    for (const UnusedKey& unused : find_unused(config)) {
+      const std::string name = unused.key->full_name();
+      if (!given(unused.chooser) || given(name)) {
+        continue;
+      }
+      const ConfigField field = unused.key->field(config);
+      notes.push_back(fmt::format(
+          "{} = {} is not used, since --set {}={}",
+          name,
+          value_text(field),
+          unused.chooser,
+          unused.value));
+      set_to_default(config, *unused.key);
+      again = true;
+    }
+  }
+  std::int64_t& warmup = config.lr_scheduler.warmup_steps;
+  if (given("training.steps") && !given("lr_scheduler.warmup_steps") &&
+      warmup > longest_warmup(config)) {
+    const std::int64_t most = std::max<std::int64_t>(0, longest_warmup(config));
+    notes.push_back(fmt::format(
+        "lr_scheduler.warmup_steps = {} instead of {}, since --set "
+        "training.steps={}",
+        most,
+        std::exchange(warmup, most),
+        config.training.steps));
+  }
+  std::int64_t& traced = config.profiling.step;
+  if ((given("training.steps") || given("profiling.enabled")) &&
+      !given("profiling.step") && config.profiling.enabled &&
+      traced > config.training.steps) {
+    notes.push_back(fmt::format(
+        "profiling.step = {} instead of {}, since there are no more "
+        "training.steps",
+        config.training.steps,
+        std::exchange(traced, config.training.steps)));
+  }
+  std::string& nonfinite = config.training.on_nonfinite;
+  if (given("checkpoint.interval") && !given("training.on_nonfinite") &&
+      config.checkpoint.interval == 0 && nonfinite == "rewind") {
+    nonfinite = "stop";
+    notes.emplace_back(
+        "training.on_nonfinite = \"stop\" instead of \"rewind\", since --set "
+        "checkpoint.interval=0 leaves nothing to rewind to");
+  }
+  return notes;
+}
 
 void validate_config(const Config& config) {
   check_config_values(config);
@@ -285,7 +384,15 @@ void validate_config(const Config& config) {
       config,
       "training.on_nonfinite = \"rewind\" goes back to checkpoints, and "
       "checkpoint.interval is 0, so there are none");
-  check_unused(config);
+  for (const UnusedKey& unused : find_unused(config)) {
+    FLATSHARD_THROW(
+        config,
+        "{} is set, but {} = \"{}\" does not use it; it belongs to {}",
+        unused.key->full_name(),
+        unused.chooser,
+        unused.value,
+        unused.belongs_to);
+  }
   FLATSHARD_CHECK(
       !config.profiling.enabled ||
           config.profiling.step <= config.training.steps,

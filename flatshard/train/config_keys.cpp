@@ -39,7 +39,10 @@ constexpr double kMaxRanks = 1 << 20;
   }
 
 const ConfigKey kKeys[] = {
-    KEY(run, output_dir, "folder for config.toml, metrics.jsonl and weights"),
+    KEY(run,
+        output_dir,
+        "folder for config.toml, metrics.jsonl and weights, of one run at a "
+        "time"),
     KEY(run,
         seed,
         "of the weights, the data order and dropout; the same seed gives the "
@@ -113,7 +116,7 @@ const ConfigKey kKeys[] = {
         global_batch_size,
         "sequences per step over all ranks; gradients are accumulated over "
         "global_batch_size / (local_batch_size * ranks) microbatches; -1: one "
-        "microbatch",
+        "microbatch, or as in the checkpoint that the run goes on from",
         {},
         -1,
         kMaxBatch),

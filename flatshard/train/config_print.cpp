@@ -101,6 +101,37 @@ bool differs_from_default(const Config& config, const ConfigKey& key) {
   return value_text(key.field(copy)) != value_text(key.field(defaults));
 }
 
+void set_to_default(Config& config, const ConfigKey& key) {
+  Config defaults;
+  std::visit(
+      [&](auto* value) {
+        *value = *std::get<decltype(value)>(key.field(defaults));
+      },
+      key.field(config));
+}
+
+std::string differing_keys(const Config& config, const Config& base) {
+  Config copy = config;
+  Config other = base;
+  std::string text;
+  std::string_view section;
+  for (const ConfigKey& key : config_keys()) {
+    const std::string value = value_text(key.field(copy));
+    if (value == value_text(key.field(other))) {
+      continue;
+    }
+    if (key.section != section) {
+      text +=
+          fmt::format("{}  [{}] ", section.empty() ? "" : "\n", key.section);
+      section = key.section;
+    } else {
+      text += ", ";
+    }
+    text += fmt::format("{} = {}", key.name, value.empty() ? "unset" : value);
+  }
+  return text;
+}
+
 std::string to_toml(const Config& config) {
   Config copy = config;
   std::string text;

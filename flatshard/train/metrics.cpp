@@ -5,12 +5,18 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
+#include <chrono>
 #include <cmath>
 #include <cstring>
+#include <ctime>
+#include <fstream>
+#include <functional>
 #include <nlohmann/json.hpp>
 
 #include "flatshard/core/error.h"
+#include "flatshard/core/file_writer.h"
 #include "flatshard/core/log.h"
 #include "flatshard/diagnostics/norms.h"
 #include "flatshard/format/checkpoint_folder.h"
@@ -47,16 +53,25 @@ std::string format_step(const StepMetrics& metrics) {
           ? 100.0 * static_cast<double>(metrics.memory_reserved_bytes) /
                 static_cast<double>(metrics.memory_total_bytes)
           : 0.0;
+  const auto all = std::llround(metrics.tokens_per_s);
+  const auto each = std::llround(metrics.tokens_per_s_per_rank);
+  // A small model on a CPU has thousandths of a TFLOP/s.
+  constexpr double kTwoDigitsShow = 0.1;
   return fmt::format(
-      "step: {}  loss: {:.4f}  grad_norm: {:.4f}  memory: {:.2f}GiB({:.2f}%)  "
-      "tps: {}  tflops: {:.2f}  mfu: {}",
+      "step: {}{}  loss: {:.4f}  grad_norm: {:.4f}  lr: {:.3g}  memory: "
+      "{:.2f}GiB({:.2f}%)  tps: {}{}  tflops: {}  mfu: {}",
       metrics.step,
+      metrics.steps > 0 ? fmt::format("/{}", metrics.steps) : "",
       metrics.loss,
       metrics.grad_norm,
+      metrics.lr,
       static_cast<double>(metrics.memory_reserved_bytes) / kGiB,
       share,
-      with_commas(std::llround(metrics.tokens_per_s_per_rank)),
-      metrics.tflops_per_rank,
+      with_commas(all),
+      all == each ? "" : fmt::format(" ({}/rank)", with_commas(each)),
+      metrics.tflops_per_rank < kTwoDigitsShow
+          ? fmt::format("{:.2g}", metrics.tflops_per_rank)
+          : fmt::format("{:.2f}", metrics.tflops_per_rank),
       metrics.mfu ? fmt::format("{:.2f}%", 100.0 * *metrics.mfu) : "N/A");
 }
 
@@ -75,28 +90,130 @@ std::string format_validation(const ValidationMetrics& metrics) {
           : "");
 }
 
+std::string format_flop(double flop) {
+  constexpr std::array<const char*, 6> kUnits =
+      {"FLOP", "KFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"};
+  std::size_t unit = 0;
+  while (flop >= 1000 && unit + 1 < kUnits.size()) {
+    flop /= 1000;
+    ++unit;
+  }
+  return fmt::format("{:.2f} {}", flop, kUnits.at(unit));
+}
+
+namespace {
+
+/// Calls `see` with each line of a file and the object that it holds.
+void for_each_row(
+    const std::filesystem::path& path,
+    const std::function<void(const std::string&, const nlohmann::json&)>& see) {
+  std::ifstream file(path);
+  for (std::string line; std::getline(file, line);) {
+    see(line, nlohmann::json::parse(line, nullptr, false));
+  }
+}
+
+std::int64_t number_of(const nlohmann::json& row, const char* key) {
+  return row.is_object() && row.contains(key) && row[key].is_number_integer()
+             ? row[key].get<std::int64_t>()
+             : -1;
+}
+
+std::string utc_ms() {
+  const auto now = std::chrono::system_clock::now();
+  const std::time_t seconds = std::chrono::system_clock::to_time_t(now);
+  const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(
+                      now.time_since_epoch())
+                      .count() %
+                  1000;
+  std::tm parts{};
+  ::gmtime_r(&seconds, &parts);
+  std::array<char, 32> text{};
+  std::strftime(text.data(), text.size(), "%Y-%m-%dT%H:%M:%S", &parts);
+  return fmt::format("{}.{:03}Z", text.data(), ms);
+}
+
+/// What every row begins with.
+nlohmann::ordered_json begin_row(std::int64_t step, int attempt) {
+  nlohmann::ordered_json row;
+  row["step"] = step;
+  row["time"] = utc_ms();
+  row["attempt"] = attempt;
+  return row;
+}
+
+}  // namespace
+
 MetricsFile::MetricsFile(const std::filesystem::path& path, Mode mode)
-    : path_(path),
-      fd_(::open(
-          path.c_str(),
-          O_WRONLY | O_CREAT | O_CLOEXEC | O_APPEND |
-              (mode == Mode::append ? 0 : O_TRUNC),
-          0644)) {
-  FLATSHARD_CHECK(
-      fd_ >= 0,
-      io,
-      "cannot write {}: {}",
-      path.string(),
-      std::strerror(errno));
+    : path_(path) {
+  if (mode == Mode::append) {
+    std::int64_t last = 0;
+    for_each_row(path, [&](const std::string&, const nlohmann::json& row) {
+      last = std::max({last, number_of(row, "attempt"), std::int64_t{0}});
+    });
+    attempt_ = static_cast<int>(last) + 1;
+  }
+  open(mode == Mode::append ? 0 : O_TRUNC);
 }
 
 MetricsFile::~MetricsFile() {
   ::close(fd_);
 }
 
+void MetricsFile::open(int flags) {
+  if (fd_ >= 0) {
+    ::close(fd_);
+  }
+  fd_ = ::open(
+      path_.c_str(),
+      O_WRONLY | O_CREAT | O_CLOEXEC | O_APPEND | flags,
+      0644);
+  FLATSHARD_CHECK(
+      fd_ >= 0,
+      io,
+      "cannot write {}: {}",
+      path_.string(),
+      std::strerror(errno));
+}
+
+void MetricsFile::mark_overtaken(std::int64_t step) {
+  std::string text;
+  bool changed = false;
+  for_each_row(path_, [&](const std::string& line, const nlohmann::json& row) {
+    if (row.is_discarded()) {
+      changed = true;  // half a line, of a machine that lost its power
+      return;
+    }
+    const bool marks = number_of(row, "step") > step &&
+                       !row.contains("overtaken") && line.ends_with('}');
+    text +=
+        marks ? line.substr(0, line.size() - 1) + ",\"overtaken\":true}" : line;
+    text += '\n';
+    changed = changed || marks;
+  });
+  if (changed) {
+    write_file_atomic(path_, text);
+    open(0);
+  }
+}
+
+bool metrics_say_ended(const std::filesystem::path& path, std::int64_t step) {
+  bool ended = false;
+  for_each_row(path, [&](const std::string&, const nlohmann::json& row) {
+    ended = ended || (number_of(row, "step") == step && row.contains("ended") &&
+                      !row.contains("overtaken"));
+  });
+  return ended;
+}
+
+void MetricsFile::write_ended(std::int64_t step) {
+  auto row = begin_row(step, attempt_);
+  row["ended"] = true;
+  write_line(row.dump());
+}
+
 void MetricsFile::write(const StepMetrics& metrics) {
-  nlohmann::ordered_json row;
-  row["step"] = metrics.step;
+  auto row = begin_row(metrics.step, attempt_);
   row["loss"] = metrics.loss;
   row["grad_norm"] = metrics.grad_norm;
   row["lr"] = metrics.lr;
@@ -104,6 +221,7 @@ void MetricsFile::write(const StepMetrics& metrics) {
   row["data_ms"] = metrics.data_ms;
   row["host_ms"] = metrics.host_ms;
   row["exposed_comm_ms"] = metrics.exposed_comm_ms;
+  row["tokens_per_s"] = metrics.tokens_per_s;
   row["tokens_per_s_per_rank"] = metrics.tokens_per_s_per_rank;
   row["tflops_per_rank"] = metrics.tflops_per_rank;
   row["mfu"] = nullptr;
@@ -118,8 +236,7 @@ void MetricsFile::write(const StepMetrics& metrics) {
 }
 
 void MetricsFile::write_validation(const ValidationMetrics& metrics) {
-  nlohmann::ordered_json row;
-  row["step"] = metrics.step;
+  auto row = begin_row(metrics.step, attempt_);
   row["validation_loss"] = metrics.loss;
   row["perplexity"] = metrics.perplexity();
   if (metrics.bits_per_byte) {
@@ -135,8 +252,7 @@ void MetricsFile::write_nonfinite(
     std::int64_t step,
     const std::string& what,
     std::int64_t goes_on_after) {
-  nlohmann::ordered_json row;
-  row["step"] = step;
+  auto row = begin_row(step, attempt_);
   row["nonfinite"] = what;
   row["goes_on_after"] = goes_on_after;
   write_line(row.dump());
@@ -153,8 +269,7 @@ void MetricsFile::write_norms(
       grads[norm.name] = *norm.grad;
     }
   }
-  nlohmann::ordered_json row;
-  row["step"] = step;
+  auto row = begin_row(step, attempt_);
   row["weight_norms"] = std::move(weights);
   row["grad_norms"] = std::move(grads);
   write_line(row.dump());
@@ -205,16 +320,20 @@ bool holds_something(const std::filesystem::path& path) {
 
 }  // namespace
 
-std::filesystem::path keep_earlier_run(
-    const std::filesystem::path& output_dir,
-    const std::filesystem::path& checkpoints) {
-  namespace fs = std::filesystem;
+void refuse_foreign_checkpoints(const std::filesystem::path& checkpoints) {
   FLATSHARD_CHECK(
       checkpoints.is_relative() || list_checkpoints(checkpoints).empty(),
       config,
       "checkpoint.folder = {} holds the checkpoints of another run; go on from "
       "them with --resume, or choose another folder",
       checkpoints.string());
+}
+
+std::filesystem::path keep_earlier_run(
+    const std::filesystem::path& output_dir,
+    const std::filesystem::path& checkpoints) {
+  namespace fs = std::filesystem;
+  refuse_foreign_checkpoints(checkpoints);
   fs::path kept;
   for (const fs::path& name : files_of_a_run(checkpoints)) {
     if (!holds_something(output_dir / name)) {

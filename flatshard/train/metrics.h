@@ -19,14 +19,16 @@ struct ParameterNorm;  // diagnostics/norms.h
 /// and per step; where several steps lie between two log lines the caller
 /// gives their mean.
 struct StepMetrics {
-  std::int64_t step = 0;  ///< counted from 1
-  double loss = 0;        ///< mean over the tokens of the global batch
-  double grad_norm = 0;   ///< global 2-norm before clipping
+  std::int64_t step = 0;   ///< counted from 1
+  std::int64_t steps = 0;  ///< of the whole run; 0: not shown
+  double loss = 0;         ///< mean over the tokens of the global batch
+  double grad_norm = 0;    ///< global 2-norm before clipping
   double lr = 0;
   double step_ms = 0;
   double data_ms = 0;          ///< waiting for the loader
   double host_ms = 0;          ///< to queue the step, without waiting
   double exposed_comm_ms = 0;  ///< this step's waits for collectives
+  double tokens_per_s = 0;     ///< of all ranks together
   double tokens_per_s_per_rank = 0;
   double tflops_per_rank = 0;  ///< model FLOP/s by the run's convention, 1e12
   std::optional<double> mfu;   ///< in [0, 1]; unset: the peak is unknown
@@ -36,9 +38,11 @@ struct StepMetrics {
   std::int64_t memory_total_bytes = 0;     ///< of the device
 };
 
-/// "step: 10  loss: 9.9493  grad_norm: 4.4717  memory: 49.66GiB(52.28%)
-///  tps: 5,850  tflops: 338.79  mfu: 34.26%", in one line. Memory is the
-/// reserved memory and its share of the device's; mfu is N/A without a peak.
+/// "step: 10/1000  loss: 9.9493  grad_norm: 4.4717  lr: 3e-04
+///  memory: 49.66GiB(52.28%)  tps: 11,699 (5,850/rank)  tflops: 338.79
+///  mfu: 34.26%", in one line. Memory is the reserved memory and its share of
+/// the device's; tps are tokens per second, of all ranks and of one when there
+/// are several; tflops are a rank's; mfu is N/A without a peak.
 std::string format_step(const StepMetrics& metrics);
 
 /// What one validation found.
@@ -58,6 +62,10 @@ struct ValidationMetrics {
 ///  bits_per_byte: 2.6532", in one line; the last for byte tokens alone.
 std::string format_validation(const ValidationMetrics& metrics);
 
+/// Floating-point operations in the unit that leaves a number to read:
+/// 2.5e9 -> "2.50 GFLOP", 3100 -> "3.10 KFLOP".
+std::string format_flop(double flop);
+
 /// 1234567 -> "1,234,567"
 std::string with_commas(std::int64_t value);
 
@@ -67,6 +75,10 @@ std::string format_duration(double seconds);
 /// Appends one JSON object a line to metrics.jsonl; every line is on its way
 /// to the file when the call returns, whole or not at all: a line that does not
 /// fit the disk is taken back. A loss that is not finite is null.
+///
+/// Every row has "step", "time" (UTC, ISO 8601) and "attempt", which counts how
+/// often the run was begun: 1, and one more each time that the file is appended
+/// to. A row whose step was or will be trained again has "overtaken": true.
 class MetricsFile {
  public:
   enum class Mode { truncate, append };
@@ -79,7 +91,15 @@ class MetricsFile {
   MetricsFile& operator=(const MetricsFile&) = delete;
   ~MetricsFile();
 
+  int attempt() const { return attempt_; }
+
+  /// Marks all rows of steps after `step`: the run goes on from there. The file
+  /// is replaced in one step. @throws Error{io}.
+  void mark_overtaken(std::int64_t step);
+
   void write(const StepMetrics& metrics);
+  /// A row {"step", "ended": true}: what comes after the last step is on disk.
+  void write_ended(std::int64_t step);
   /// A row {"step", "nonfinite": what, "goes_on_after": step}.
   void write_nonfinite(
       std::int64_t step,
@@ -92,11 +112,21 @@ class MetricsFile {
   void write_norms(std::int64_t step, const std::vector<ParameterNorm>& norms);
 
  private:
+  void open(int flags);
   void write_line(const std::string& line);
 
   std::filesystem::path path_;
   int fd_ = -1;
+  int attempt_ = 1;
 };
+
+/// Whether a metrics.jsonl has the row of `write_ended` for `step`, not
+/// overtaken. False when there is no such file.
+bool metrics_say_ended(const std::filesystem::path& path, std::int64_t step);
+
+/// @throws Error{config} when `checkpoints` is an absolute folder that holds
+/// some: they are not a new run's to move.
+void refuse_foreign_checkpoints(const std::filesystem::path& checkpoints);
 
 /// Moves what an earlier run wrote into `output_dir` and a new one would
 /// overwrite from the start (config.toml, metrics.jsonl) to
@@ -105,9 +135,7 @@ class MetricsFile {
 ///
 /// @param checkpoints  their folder, below `output_dir` or absolute.
 /// @return that folder, empty when there was nothing to keep.
-/// @throws Error{io}.
-/// @throws Error{config} for checkpoints in an absolute folder: they are not
-/// this run's to move.
+/// @throws Error{io}; like refuse_foreign_checkpoints.
 std::filesystem::path keep_earlier_run(
     const std::filesystem::path& output_dir,
     const std::filesystem::path& checkpoints = "checkpoints");

@@ -6,6 +6,8 @@
 #include "flatshard/core/log.h"
 #include "flatshard/flight/recorder.h"
 #include "flatshard/format/checkpoint_folder.h"
+#include "flatshard/format/manifest.h"
+#include "flatshard/train/metrics.h"
 #include "flatshard/train/option_errors.h"
 
 #include <ATen/ATen.h>
@@ -106,6 +108,20 @@ std::string schedule_state(const Config& config) {
       .dump();
 }
 
+/// What rank 0 finds, on all ranks. Collective.
+std::int64_t of_rank_0(Mesh& mesh, const std::function<std::int64_t()>& find) {
+  const std::int64_t found = mesh.rank() == 0 ? find() : 0;
+  if (mesh.size() == 1) {
+    return found;
+  }
+  const at::Tensor shared = at::full({1}, found, at::kLong).to(mesh.device());
+  const CollectiveScope scope("find checkpoint");
+  mesh.world().broadcast(shared, 0);
+  const auto value = shared.item<std::int64_t>();
+  mesh.check();
+  return value;
+}
+
 }  // namespace
 
 fs::path checkpoint_folder(const Config& config) {
@@ -118,15 +134,10 @@ find_start(const Config& config, bool resume, Mesh& mesh) {
   const fs::path folder = checkpoint_folder(config);
   const std::int64_t wanted = config.checkpoint.load_step;
   std::int64_t step = wanted;
-  if (wanted < 0 && resume && mesh.rank() == 0) {
-    step = latest_checkpoint(folder).value_or(kScratch);
-  }
-  if (mesh.size() > 1) {
-    const at::Tensor shared = at::full({1}, step, at::kLong).to(mesh.device());
-    const CollectiveScope scope("find checkpoint");
-    mesh.world().broadcast(shared, 0);
-    step = shared.item<std::int64_t>();
-    mesh.check();
+  if (wanted < 0 && resume) {
+    step = of_rank_0(mesh, [&] {
+      return latest_checkpoint(folder).value_or(kScratch);
+    });
   }
   if (step < 0) {
     return std::nullopt;
@@ -140,6 +151,39 @@ find_start(const Config& config, bool resume, Mesh& mesh) {
       folder.string(),
       fmt::to_string(fmt::join(list_checkpoints(folder), ", ")));
   return step;
+}
+
+bool run_has_ended(const Config& config, std::int64_t step, Mesh& mesh) {
+  if (step != config.training.steps) {
+    return step > config.training.steps;
+  }
+  return of_rank_0(mesh, [&] {
+           return static_cast<std::int64_t>(metrics_say_ended(
+               fs::path(config.run.output_dir) / "metrics.jsonl",
+               step));
+         }) != 0;
+}
+
+std::int64_t
+checkpoint_global_batch(const Config& config, std::int64_t step, Mesh& mesh) {
+  return of_rank_0(mesh, [&]() -> std::int64_t {
+    const fs::path folder = step_folder(checkpoint_folder(config), step);
+    const Manifest manifest = read_manifest(folder);
+    const auto text = manifest.state.find(std::string(kConfigState));
+    if (text == manifest.state.end()) {
+      return 0;
+    }
+    try {
+      return parse_config(text->second, folder.string())
+          .training.global_batch_size;
+    } catch (const Error& error) {
+      log_warning(
+          "the global batch of {} is not known: {}",
+          folder.string(),
+          error.what());
+      return 0;
+    }
+  });
 }
 
 RunCheckpoints::RunCheckpoints(const Config& config, Parts parts)

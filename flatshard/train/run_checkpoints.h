@@ -25,6 +25,16 @@ std::filesystem::path checkpoint_folder(const Config& config);
 std::optional<std::int64_t>
 find_start(const Config& config, bool resume, Mesh& mesh);
 
+/// Whether nothing is left to do for a run that goes on from the checkpoint of
+/// `step`: it is past training.steps, or just there and metrics.jsonl says that
+/// everything after the last step was written. Rank 0 looks. Collective.
+bool run_has_ended(const Config& config, std::int64_t step, Mesh& mesh);
+
+/// Sequences per step of the run that wrote the checkpoint of `step`; 0 when it
+/// does not say. Rank 0 looks. Collective.
+std::int64_t
+checkpoint_global_batch(const Config& config, std::int64_t step, Mesh& mesh);
+
 /// The checkpoints of a training run: when one is due, what belongs to it
 /// beside the tensors, and what a user is told of it.
 class RunCheckpoints {

@@ -8,14 +8,16 @@
 namespace flatshard {
 namespace {
 
-void open(
+void open_files(
     std::optional<MetricsFile>& metrics,
     const Config& config,
-    bool resumed) {
+    bool resumed,
+    std::int64_t done) {
   const std::filesystem::path folder = config.run.output_dir;
   if (resumed) {
     save_config(config);
     metrics.emplace(folder / "metrics.jsonl", MetricsFile::Mode::append);
+    metrics->mark_overtaken(done);
     return;
   }
   const auto kept = keep_earlier_run(folder, config.checkpoint.folder);
@@ -35,8 +37,8 @@ void open(
 
 }  // namespace
 
-RunOutput::RunOutput(const Config& config, bool resumed) {
-  for_option(kOutputDir, [&] { open(metrics_, config, resumed); });
+void RunOutput::open(const Config& config, bool resumed, std::int64_t done) {
+  for_option(kOutputDir, [&] { open_files(metrics_, config, resumed, done); });
 }
 
 void RunOutput::print(const std::string& text) {
@@ -61,6 +63,10 @@ void RunOutput::norms(
   for_option(kOutputDir, [&] { metrics_->write_norms(step, norms); });
 }
 
+void RunOutput::ended(std::int64_t step) {
+  for_option(kOutputDir, [&] { metrics_->write_ended(step); });
+}
+
 void RunOutput::nonfinite(
     std::int64_t step,
     const std::string& what,
@@ -75,7 +81,12 @@ void RunOutput::nonfinite(
           : fmt::format(
                 "going on from the checkpoint of step {}, with new data",
                 last));
-  for_option(kOutputDir, [&] { metrics_->write_nonfinite(step, what, last); });
+  for_option(kOutputDir, [&] {
+    if (last < step) {
+      metrics_->mark_overtaken(last);
+    }
+    metrics_->write_nonfinite(step, what, last);
+  });
 }
 
 }  // namespace flatshard

@@ -18,15 +18,22 @@ inline constexpr std::string_view kOutputDir = "run.output_dir";
 /// metrics.jsonl, the lines of its log. One rank has it.
 class RunOutput {
  public:
-  /// Opens the files. Those of an earlier run are put aside, unless this one
-  /// goes on with it.
+  /// Touches no file: `open` does.
+  RunOutput() = default;
+
+  /// Opens the files, when all that can fail has gone well on all ranks. Those
+  /// of an earlier run are put aside, unless this one goes on with it. Once.
+  /// @param resumed  the files of the run that this one goes on with are there
+  ///   already; rows of steps after `done` are marked as overtaken.
   /// @throws Error{io} naming run.output_dir; earlier files are back then.
-  RunOutput(const Config& config, bool resumed);
+  void open(const Config& config, bool resumed, std::int64_t done);
 
   void print(const std::string& text);
   void step(const StepMetrics& metrics);
   void validation(const ValidationMetrics& metrics);
   void norms(std::int64_t step, const std::vector<ParameterNorm>& norms);
+  /// Everything that comes after the last step is on disk.
+  void ended(std::int64_t step);
   /// A step whose gradient is not finite; the run goes on after `last`.
   void nonfinite(std::int64_t step, const std::string& what, std::int64_t last);
 

@@ -2,9 +2,9 @@
 
 namespace flatshard {
 
-/// While it lives, SIGUSR1 asks this process to save a checkpoint, and SIGTERM
-/// to save one and end. A second SIGTERM ends the process at once. At most one
-/// at a time.
+/// While it lives, SIGUSR1 asks this process to save a checkpoint, and the
+/// first SIGINT (Ctrl-C) or SIGTERM asks it to stop in order. The next one of
+/// the two ends the process at once. At most one at a time.
 class SaveSignals {
  public:
   SaveSignals();
@@ -15,8 +15,8 @@ class SaveSignals {
 
   /// SIGUSR1 came since the last call.
   bool take_save_request();
-  /// SIGTERM came.
-  bool stop_requested() const;
+  /// SIGINT or SIGTERM, the one that came first; 0: neither.
+  int stop_signal() const;
 };
 
 }  // namespace flatshard

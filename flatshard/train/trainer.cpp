@@ -4,6 +4,7 @@
 #include "flatshard/comm/collective_scope.h"
 #include "flatshard/core/error.h"
 #include "flatshard/device/device_name.h"
+#include "flatshard/core/log.h"
 #include "flatshard/device/memory.h"
 #include "flatshard/diagnostics/nan_check.h"
 #include "flatshard/diagnostics/norms.h"
@@ -22,8 +23,10 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cmath>
+#include <csignal>
 
 namespace flatshard {
 namespace {
@@ -206,26 +209,75 @@ std::int64_t Trainer::give_up_step(std::int64_t step) {
   return last;
 }
 
-Trainer::Requests Trainer::requests() {
-  Requests mine;
-  if (!signals_) {
-    return mine;
+Trainer::Requests Trainer::requests(std::int64_t step) {
+  const int mine = signals_->stop_signal();
+  std::array<std::int64_t, 4> counts{
+      static_cast<std::int64_t>(signals_->take_save_request()),
+      static_cast<std::int64_t>(mine == SIGINT),
+      static_cast<std::int64_t>(mine == SIGTERM),
+      // Rank 0's clock counts.
+      env_.rank == 0 ? std::llround(step_ms_ * 1000) : 0};
+  if (env_.world_size > 1) {
+    const at::Tensor sum =
+        at::tensor(at::ArrayRef<std::int64_t>(counts)).to(device_);
+    const CollectiveScope scope("signals");
+    mesh_->world(Purpose::reduce).all_reduce(sum, ReduceOp::sum);
+    const at::Tensor host = sum.cpu();
+    mesh_->check();
+    std::copy_n(
+        host.const_data_ptr<std::int64_t>(),
+        counts.size(),
+        counts.begin());
+    constexpr std::int64_t kLookEveryUs = 1'000'000;
+    requests_freq_ = std::clamp<std::int64_t>(
+        kLookEveryUs / std::max<std::int64_t>(counts[3], 1),
+        1,
+        config_.metrics.log_freq);
   }
-  mine.stop = signals_->stop_requested();
-  mine.save = signals_->take_save_request() || mine.stop;
-  if (env_.world_size == 1) {
-    return mine;
+  const Requests asked{
+      .save = counts[0] > 0,
+      .stop_signal = counts[2] > 0   ? SIGTERM
+                     : counts[1] > 0 ? SIGINT
+                                     : 0};
+  if (!output_ || (!asked.save && asked.stop_signal == 0)) {
+    return asked;
   }
-  const at::Tensor wanted = at::tensor({static_cast<std::int64_t>(mine.save),
-                                        static_cast<std::int64_t>(mine.stop)})
-                                .to(device_);
-  const CollectiveScope scope("signals");
-  mesh_->world(Purpose::reduce).all_reduce(wanted, ReduceOp::sum);
-  const at::Tensor sum = wanted.cpu();
+  output_->status().clear();
+  if (asked.stop_signal != 0) {
+    log_info(
+        "{}: ending after step {}{}; once more ends it at once",
+        asked.stop_signal == SIGINT ? "SIGINT" : "SIGTERM",
+        step,
+        checkpoints_->enabled() ? " with a checkpoint" : "");
+  } else if (!checkpoints_->enabled()) {
+    log_warning("SIGUSR1: nothing is saved, since checkpoint.interval = 0");
+  }
+  return asked;
+}
+
+void Trainer::check_gradient_norms(std::int64_t step) {
+  if (gradient_norms_.empty()) {
+    return;
+  }
+  const auto looked_at = std::exchange(gradient_norms_, {});
+  std::vector<at::Tensor> norms;
+  norms.reserve(looked_at.size());
+  for (const auto& [at, norm] : looked_at) {
+    norms.push_back(norm);
+  }
+  const at::Tensor finite = at::isfinite(at::stack(norms)).cpu();
   mesh_->check();
-  return {
-      .save = sum[0].item<std::int64_t>() > 0,
-      .stop = sum[1].item<std::int64_t>() > 0};
+  const bool* good = finite.const_data_ptr<bool>();
+  const auto first = static_cast<std::size_t>(
+      std::find(good, good + norms.size(), false) - good);
+  FLATSHARD_CHECK(
+      first == norms.size(),
+      usage,
+      "the gradient of step {} is not finite, as was seen in step {}; lower "
+      "optimizer.lr, check the data, or set training.on_nonfinite to skip or "
+      "rewind; metrics.log_freq = 1 looks at each step and names the parameter",
+      looked_at[first].first,
+      step);
 }
 
 void Trainer::log_step(
@@ -242,6 +294,7 @@ void Trainer::log_step(
   const MemoryStats memory = memory_stats(device_);
   StepMetrics metrics{
       .step = step,
+      .steps = config_.training.steps,
       .loss = mean_loss,
       .grad_norm = norm.item<double>(),
       .lr = lr,
@@ -249,6 +302,7 @@ void Trainer::log_step(
       .data_ms = interval.data_ms / steps,
       .host_ms = interval.host_ms / steps,
       .exposed_comm_ms = runtime_->wait_and_take_exposed_ms(),
+      .tokens_per_s = tokens / (step_ms * 1e-3),
       .tokens_per_s_per_rank = tokens / env_.world_size / (step_ms * 1e-3)};
   metrics.tflops_per_rank =
       metrics.tokens_per_s_per_rank * flops_per_token_ * 1e-12;
@@ -268,12 +322,15 @@ void Trainer::log_step(
   if (output_) {
     output_->step(metrics);
   }
+  step_ms_ = step_ms;
   interval = {};
 }
 
 Trainer::End Trainer::run() {
   End end = End::finished;
-  watched([&] { end = train(); });
+  if (!nothing_left_) {
+    watched([&] { end = train(); });
+  }
   return end;
 }
 
@@ -301,12 +358,17 @@ Trainer::End Trainer::train() {
     spoil_gradient(step);
     const ClipResult clip =
         clip_grad_norm(runtime_->groups(), config_.training.max_norm);
+    open_output();
     diagnose_gradients(step);
     bool finite = true;
-    if (logged || config_.training.on_nonfinite != "stop") {
+    const bool stops = config_.training.on_nonfinite == "stop";
+    if (logged || !stops) {
       const auto wait = Clock::now();
+      check_gradient_norms(step);  // of the steps before
       finite = std::isfinite(clip.norm.item<double>());
       interval.host_ms -= ms_since(wait);  // the device's time, not the host's
+    } else {
+      gradient_norms_.emplace_back(step, clip.norm);
     }
     if (!finite) {
       mesh_->check();
@@ -338,15 +400,24 @@ Trainer::End Trainer::train() {
     if (logged) {
       runtime_->set_measure_exposed(false);
       log_step(step, loss, clip.norm, lr, interval);
-      asked = requests();
     }
-    if (checkpoints_->due(step) || asked.save) {
+    if (logged || step % requests_freq_ == 0) {
+      asked = requests(step);
+    }
+    const bool saves =
+        checkpoints_->enabled() && (asked.save || asked.stop_signal != 0);
+    if (checkpoints_->due(step) || saves) {
+      check_gradient_norms(step);
       optimizer_->wait();
       checkpoints_->save(step);
     }
     checkpoints_->report();
-    if (asked.stop) {
+    if (asked.stop_signal != 0 && !last) {
       end = End::stopped;
+      stop_ = {
+          .signal = asked.stop_signal,
+          .step = step,
+          .saved = checkpoints_->enabled()};
     }
     if (output_ && output_->status().enabled()) {
       if (!device_.is_cuda()) {
@@ -359,7 +430,7 @@ Trainer::End Trainer::train() {
           ms_since(begin) * 1e-3,
           first_step_ - 1);
     }
-    if (!validation_sets_.empty() && !asked.stop &&
+    if (!validation_sets_.empty() && end == End::finished &&
         (last || step % config_.validation.freq == 0)) {
       const ValidationMetrics validation = validate(step);
       if (output_) {
@@ -371,6 +442,7 @@ Trainer::End Trainer::train() {
   if (output_) {
     output_->status().clear();
   }
+  open_output();  // no step was left, only what comes after the last one
   if (end == End::finished && config_.run.save_weights) {
     save();
   }
@@ -384,6 +456,9 @@ Trainer::End Trainer::train() {
              *checkpoints_->last_saved()),
          .to = to}));
   }
+  if (end == End::finished && output_) {
+    output_->ended(config_.training.steps);
+  }
   return end;
 }
 
@@ -396,8 +471,9 @@ void Trainer::report_profile(TraceRecorder& recorder, std::int64_t step) {
     return;
   }
   output_->print(fmt::format("trace of step {}: {}", step, path.string()));
-  if (profile.classes.empty()) {
-    return;  // no GPU
+  if (profile.classes.empty()) {  // no GPU
+    output_->print(recorder.host_table());
+    return;
   }
   const Config::Training& t = config_.training;
   const double tokens =

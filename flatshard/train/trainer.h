@@ -9,6 +9,7 @@
 #include "flatshard/optim/optimizer.h"
 #include "flatshard/train/config.h"
 #include "flatshard/train/run_checkpoints.h"
+#include "flatshard/train/run_lock.h"
 #include "flatshard/train/run_output.h"
 #include "flatshard/train/save_signals.h"
 #include "flatshard/train/validation_set.h"
@@ -19,6 +20,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 namespace flatshard {
@@ -34,7 +36,13 @@ class Trainer {
   /// How a run ended.
   enum class End {
     finished,
-    stopped,  ///< by SIGTERM, after a checkpoint of the last step
+    stopped,  ///< by SIGINT or SIGTERM; see `stop`
+  };
+  /// How a run was stopped.
+  struct Stop {
+    int signal = 0;         ///< SIGINT or SIGTERM
+    std::int64_t step = 0;  ///< the last one that was trained
+    bool saved = false;     ///< it has a checkpoint
   };
 
   /// Builds everything; collective over all ranks.
@@ -52,12 +60,20 @@ class Trainer {
   /// Trains up to step `training.steps`.
   End run();
 
+  const Stop& stop() const { return stop_; }
   const Runtime& runtime() const { return *runtime_; }
 
  private:
   struct Interval;  // what is measured between two log lines
 
   void build(bool resume);
+  /// What a run that goes on from the checkpoint of `step` takes from it before
+  /// anything is built: its global batch, unless the config has a number.
+  /// Collective. @throws Error{config} when these ranks cannot train on it.
+  void keep_global_batch(std::int64_t step);
+  /// Rank 0 opens the run's files when all ranks have come so far, and no rank
+  /// goes on before. Collective; once.
+  void open_output();
   /// Runs `work`; what it throws is told to the other ranks.
   void watched(const std::function<void()>& work);
   End train();
@@ -75,10 +91,13 @@ class Trainer {
   /// What any rank was asked for by a signal; see SaveSignals.
   struct Requests {
     bool save = false;
-    bool stop = false;
+    int stop_signal = 0;
   };
   /// The same answer on all ranks. Collective.
-  Requests requests();
+  Requests requests(std::int64_t step);
+  /// Throws when the gradient of a step up to `step` was not finite: nothing
+  /// that comes from it is to be saved. Waits for the device.
+  void check_gradient_norms(std::int64_t step);
   /// What `training.on_nonfinite` wants of a step whose gradient is not finite:
   /// throws, or returns the step after which the run goes on. Collective.
   std::int64_t give_up_step(std::int64_t step);
@@ -101,6 +120,7 @@ class Trainer {
   /// Of all units, frozen ones as well.
   std::vector<ParamGroup*> all_groups() const;
 
+  const bool derives_global_batch_;  ///< training.global_batch_size was -1
   Config config_;
   RankEnvironment env_;
   at::Device device_;
@@ -120,13 +140,23 @@ class Trainer {
   Event tokens_copied_;      ///< from the two above
   at::Tensor tokens_;        ///< [B, T] on the device
   at::Tensor targets_;
+  std::optional<RunLock> lock_;      ///< rank 0's
   std::optional<RunOutput> output_;  ///< rank 0's
+  bool opened_output_ = false;
+  bool goes_on_ = false;       ///< with an earlier run's files
+  bool nothing_left_ = false;  ///< the run had ended before
   std::optional<SaveSignals> signals_;
   std::optional<RunCheckpoints> checkpoints_;  ///< ends before what it saves
   bool spoilt_ = false;  ///< debug.spoil_gradient_step was done
   std::int64_t first_step_ = 1;
   std::int64_t num_given_up_ = 0;  ///< steps in a row
   double flops_per_token_ = 0;
+  Stop stop_;
+  /// Steps between two looks at signals: about a second, the same on all ranks.
+  std::int64_t requests_freq_ = 1;
+  double step_ms_ = 0;  ///< as last logged
+  /// Of the steps since the last look at them: [] float32 on the device each.
+  std::vector<std::pair<std::int64_t, at::Tensor>> gradient_norms_;
 };
 
 }  // namespace flatshard

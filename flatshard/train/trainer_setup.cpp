@@ -22,6 +22,9 @@
 namespace flatshard {
 namespace {
 
+// Longer than a rank takes to notice that its peers are gone.
+constexpr std::chrono::seconds kRestartPatience(60);
+
 std::shared_ptr<Mesh> make_mesh(
     const Config& config,
     const RankEnvironment& env,
@@ -53,7 +56,8 @@ Trainer::Trainer(
     const std::string& device,
     bool resume,
     OnStuckAbort on_stuck_abort)
-    : config_(resolve_config(config, env.world_size)),
+    : derives_global_batch_(config.training.global_batch_size == -1),
+      config_(resolve_config(config, env.world_size)),
       env_(std::move(env)),
       device_(choose_device(device, env_)),
       model_config_(model_config(config_)),
@@ -98,6 +102,38 @@ Trainer::Trainer(
 }
 
 void Trainer::build(bool resume) {
+  // Nothing below touches a file of an earlier run: open_output() does, when
+  // the first backward has shown that data, weights and memory are in order.
+  if (env_.rank == 0) {
+    for_option(kOutputDir, [&] {
+      // torchrun may start ranks here before those elsewhere have ended.
+      lock_.emplace(
+          config_.run.output_dir,
+          RunLock::Options{
+              .patience = env_.restart_count > 0 ? kRestartPatience
+                                                 : std::chrono::seconds(0)});
+    });
+    output_.emplace();
+  }
+  const auto start = find_start(config_, resume, *mesh_);
+  goes_on_ = resume || start;
+  if (output_ && !goes_on_) {
+    refuse_foreign_checkpoints(config_.checkpoint.folder);
+  }
+  if (start && run_has_ended(config_, *start, *mesh_)) {
+    nothing_left_ = true;
+    if (output_) {
+      log_info(
+          "nothing is left to do: the run has a checkpoint of step {}, and "
+          "training.steps = {}; raise it to go on",
+          *start,
+          config_.training.steps);
+    }
+    return;
+  }
+  if (start) {
+    keep_global_batch(*start);
+  }
   const Config::Training& t = config_.training;
   model_ = models::Llama(
       model_config_,
@@ -127,11 +163,6 @@ void Trainer::build(bool resume) {
   targets_host_ = at::empty(shape, host.pinned_memory(device_.is_cuda()));
   tokens_ = at::empty(shape, host.device(device_));
   targets_ = at::empty(shape, host.device(device_));
-  const auto start = find_start(config_, resume, *mesh_);
-  if (env_.rank == 0) {
-    output_.emplace(config_, start.has_value());
-  }
-  mesh_->world().barrier();  // what was there before is out of the way
   const auto groups = all_groups();
   checkpoints_.emplace(
       config_,
@@ -159,12 +190,71 @@ void Trainer::build(bool resume) {
         "no checkpoint in {} yet: starting from the first step",
         checkpoint_folder(config_).string());
   }
-  if (checkpoints_->enabled()) {
-    signals_.emplace();
-  }
+  signals_.emplace();
 }
 
 Trainer::~Trainer() = default;
+
+void Trainer::keep_global_batch(std::int64_t step) {
+  Config::Training& t = config_.training;
+  const std::int64_t before = checkpoint_global_batch(config_, step, *mesh_);
+  if (before <= 0 || before == t.global_batch_size) {
+    return;
+  }
+  if (!derives_global_batch_) {
+    if (output_) {
+      log_info(
+          "training.global_batch_size = {}, as the config says; the checkpoint "
+          "of step {} was trained with {}",
+          t.global_batch_size,
+          step,
+          before);
+    }
+    return;
+  }
+  const std::int64_t ranks_batch = t.local_batch_size * env_.world_size;
+  FLATSHARD_CHECK(
+      before % ranks_batch == 0,
+      config,
+      "training.global_batch_size: the checkpoint of step {} was trained with "
+      "{} sequences a step, which is no multiple of local_batch_size * ranks = "
+      "{} * {} = {}; set training.global_batch_size to a number, or change "
+      "training.local_batch_size or the number of ranks",
+      step,
+      before,
+      t.local_batch_size,
+      env_.world_size,
+      ranks_batch);
+  if (output_) {
+    log_info(
+        "training.global_batch_size = {}, as in the checkpoint of step {}; "
+        "these ranks alone would make it {}",
+        before,
+        step,
+        t.global_batch_size);
+  }
+  t.global_batch_size = before;
+  train_loader_->set_global_batch_size(before);
+  if (validation_loader_) {
+    validation_loader_->set_global_batch_size(before);
+  }
+  num_microbatches_ =
+      train_loader_->num_microbatches(env_.world_size, t.local_batch_size);
+}
+
+void Trainer::open_output() {
+  if (std::exchange(opened_output_, true)) {
+    return;
+  }
+  runtime_->synchronize();
+  mesh_->world().barrier();
+  mesh_->check();
+  if (output_) {
+    output_->open(config_, goes_on_, first_step_ - 1);
+  }
+  mesh_->world().barrier();  // what was there before is out of the way
+  mesh_->check();
+}
 
 void Trainer::spend_memory_budget() {
   const auto budget =
@@ -185,7 +275,26 @@ void Trainer::spend_memory_budget() {
 }
 
 void Trainer::announce() {
-  output_->print(to_toml(config_));
+  // A restart of the same run on the same ranks has nothing new to say.
+  std::optional<Config> before;
+  const auto path =
+      std::filesystem::path(config_.run.output_dir) / "config.toml";
+  if (goes_on_ && std::filesystem::exists(path)) {
+    try {
+      before = load_config(path);
+    } catch (const Error&) {}  // of another version: as if it were not there
+  }
+  const std::string changed =
+      differing_keys(config_, before.value_or(Config()));
+  if (!before) {
+    output_->print(fmt::format(
+        "config: all of it is in {}; not as by default are\n{}",
+        path.string(),
+        changed));
+  } else if (!changed.empty()) {
+    output_->print(
+        fmt::format("config: changed since the run's last start\n{}", changed));
+  }
   output_->print(fmt::format(
       "model: {} parameters; {} ranks of {}; strategy {}; copy engines {}; {} "
       "microbatches per step",
@@ -195,10 +304,13 @@ void Trainer::announce() {
       strategy_name(config_),
       copy_engines_,
       num_microbatches_));
+  if (before && changed.empty()) {
+    return;
+  }
   output_->print(fmt::format(
       "tflops and mfu count 6 N + 12 L d T per token (attention as if it were "
-      "not causal, no recompute): {:.2f} GFLOP per token",
-      flops_per_token_ * 1e-9));
+      "not causal, no recompute): {} per token",
+      format_flop(flops_per_token_)));
   if (config_.parallelism.memory_budget > 0) {
     output_->print(fmt::format(
         "parallelism.memory_budget: {} of {} units stay gathered from forward "

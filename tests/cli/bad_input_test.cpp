@@ -231,7 +231,7 @@ TEST_F(BadInput, ARankThatIsKilledEndsTheOthers) {
   std::FILE* output = ::fdopen(ends[0], "r");
   std::string text;
   std::array<char, 4096> line{};
-  while (text.find("step: 3 ") == std::string::npos &&
+  while (text.find("step: 3/") == std::string::npos &&
          std::fgets(line.data(), line.size(), output) != nullptr) {
     text += line.data();
   }

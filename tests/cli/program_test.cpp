@@ -9,6 +9,7 @@
 
 #include <array>
 #include <cstdio>
+#include <map>
 #include <string>
 
 namespace flatshard {
@@ -137,6 +138,15 @@ TEST_F(Program, WrongOptionsFailByName) {
   const Result nothing = run("");
   EXPECT_NE(nothing.code, 0);
   EXPECT_THAT(nothing.output, HasSubstr("subcommand is required"));
+  for (const auto& [words, says] : std::map<std::string, std::string>{
+           {"tarin x.toml", "no subcommand 'tarin'; did you mean 'train'?"},
+           {"checkpoint lst /x",
+            "flatshard checkpoint has no subcommand 'lst'; did you mean "
+            "'list'?"}}) {
+    const Result typo = run(words);
+    EXPECT_EQ(typo.code, 1);
+    EXPECT_THAT(typo.output, HasSubstr(says));
+  }
   const Result option = run("train --nothing x.toml");
   EXPECT_NE(option.code, 0);
   EXPECT_THAT(option.output, HasSubstr("--nothing"));
@@ -181,13 +191,13 @@ TEST_F(Program, TwoRanksTrainAndTheirRunGenerates) {
   ASSERT_EQ(two.code, 0) << two.output;
   EXPECT_THAT(two.output, HasSubstr("2 ranks of CPU"));
   EXPECT_THAT(two.output, HasSubstr("2 microbatches per step"));
-  EXPECT_THAT(two.output, HasSubstr("step: 12  loss: "));
+  EXPECT_THAT(two.output, HasSubstr("step: 12/12  loss: "));
   EXPECT_THAT(two.output, HasSubstr("step: 12  validation_loss: "));
   EXPECT_THAT(two.output, HasSubstr("saved "));
   const std::string metrics = read(folder_ / "run" / "metrics.jsonl");
   EXPECT_THAT(metrics, HasSubstr("\"step\":12"));
-  // Rank 0 alone writes: steps 1, 4, 8 and 12, validations 6 and 12.
-  EXPECT_EQ(std::count(metrics.begin(), metrics.end(), '\n'), 6);
+  // Rank 0 alone writes: steps 1, 4, 8 and 12, validations 6 and 12, the end.
+  EXPECT_EQ(std::count(metrics.begin(), metrics.end(), '\n'), 7);
 
   const Result generated = run(fmt::format(
       "generate --run '{}' --prompt 'line 3' --max-new-tokens 20 "
@@ -204,8 +214,8 @@ TEST_F(Program, TwoRanksTrainAndTheirRunGenerates) {
       (folder_ / "one").string()));
   ASSERT_EQ(one.code, 0) << one.output;
   const auto last_loss = [](const std::string& text) {
-    const auto at = text.find("step: 12  loss: ");
-    return std::stod(text.substr(at + 16));
+    const auto at = text.find("step: 12/12  loss: ");
+    return std::stod(text.substr(at + 19));
   };
   EXPECT_NEAR(last_loss(two.output), last_loss(one.output), 2e-4);
   // Three sequences, of which a rank has two and the other one.

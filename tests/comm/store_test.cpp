@@ -192,6 +192,31 @@ TEST(TcpStore, MissingRanksAreATimeout) {
        .master_port = port});
   EXPECT_EQ(error.code(), ErrorCode::timeout);
   EXPECT_THAT(error.what(), HasSubstr("expected 2 ranks within 300 ms"));
+  // Said while it waits, from both sides; of Slurm's ranks why they are so
+  // many.
+  for (const int rank : {0, 1}) {
+    ::testing::internal::CaptureStderr();
+    try {
+      make_tcp_store(
+          {.rank = rank,
+           .world_size = 2,
+           .master_addr = "127.0.0.1",
+           .master_port = port,
+           .from_slurm = true},
+          {.timeout = std::chrono::milliseconds(300),
+           .silence = std::chrono::milliseconds(20)});
+      ADD_FAILURE() << "expected an error";
+    } catch (const Error&) {}
+    EXPECT_THAT(
+        ::testing::internal::GetCapturedStderr(),
+        HasSubstr(fmt::format(
+            "waiting for rank {} of 2 at 127.0.0.1:{}; SLURM_NTASKS says",
+            1 - rank,
+            port)));
+  }
+  EXPECT_THAT(
+      error.what(),
+      HasSubstr(fmt::format("waiting for rank 1 of 2 at 127.0.0.1:{}", port)));
 }
 
 TEST(PrefixStore, SeparatesKeysAndNeedsAStore) {

@@ -121,7 +121,7 @@ class Job:
             if line.startswith("model: "):
                 attempts.append([])
             elif line.startswith("step: "):
-                attempts[-1].append(int(line.split()[1]))
+                attempts[-1].append(int(line.split()[1].split("/")[0]))
         return attempts
 
     def weights(self):

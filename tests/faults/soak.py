@@ -78,7 +78,7 @@ class Run:
         """The last step of this start, 0 before the first."""
         for line in reversed(self.log.read_text(errors="replace").split("\n")):
             if line.startswith("step: "):
-                return int(line.split()[1])
+                return int(line.split()[1].split("/")[0])
         return 0
 
     def wait(self, process):

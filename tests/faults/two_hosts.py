@@ -212,7 +212,7 @@ def check(hosts, folder, program, python, launcher, port):
         wait_until("the run", lambda: None not in job.codes())
         if job.codes() != [0, 0]:
             raise Failure(f"the run ended with {job.codes()}")
-        expect(job, 0, "2 ranks of CPU", "step: 5  loss: ")
+        expect(job, 0, "2 ranks of CPU", "step: 5/5  loss: ")
 
         job = Job(
             *[hosts, folder / "cut", program, python, launcher],
@@ -220,7 +220,7 @@ def check(hosts, folder, program, python, launcher, port):
         )
         wait_until(
             "three steps",
-            lambda: "step: 3 " in job.text(0) or None not in job.codes(),
+            lambda: "step: 3/" in job.text(0) or None not in job.codes(),
         )
         if job.codes() != [None, None]:
             raise Failure(f"the run ended early with {job.codes()}")

@@ -190,6 +190,12 @@ TEST(SpawnLocalRanks, TheLastMessageComesWithTheFailure) {
                 "its last message: [rank 1/2] error: no data left\n"
                 "  rank  step\n  1     7\n"));
   EXPECT_THAT(result.errors, HasSubstr("[rank 1] warning: from a library\n"));
+  // It says its rank itself, and once is enough.
+  EXPECT_THAT(
+      result.errors,
+      AllOf(
+          HasSubstr("\n[rank 1/2] error: no data left\n"),
+          Not(HasSubstr("[rank 1] [rank 1/2]"))));
   // Rank 0 is not prefixed, and quoted all the same.
   const Result zero = Helper(2, "message0").finish();
   EXPECT_THAT(

@@ -1,5 +1,6 @@
 #include "flatshard/train/config.h"
 
+#include <fmt/ranges.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -438,6 +439,74 @@ TEST(Config, FilesAreReadAndSaved) {
         error.message(),
         HasSubstr("cannot read the config /none/run.toml"));
   }
+}
+
+// Each of them would be an error if the file said so itself.
+TEST(Config, OverridesSwitchFeaturesOff) {
+  const std::string file = R"(
+[model]
+preset = "llama3_8b"
+[data]
+train = "corpus"
+validation = "other"
+[training]
+steps = 700
+on_nonfinite = "rewind"
+[lr_scheduler]
+name = "wsd"
+warmup_steps = 30
+min_lr_factor = 0.05
+[optimizer]
+beta2 = 0.9
+[validation]
+freq = 100
+sequences = 20
+[checkpoint]
+interval = 50
+keep_latest_k = 3
+)";
+  const auto notes_of = [&](const std::vector<std::string>& overrides) {
+    std::vector<std::string> notes;
+    const Config config = parse_config(file, "run.toml", overrides, &notes);
+    // What is written to config.toml is a config like any other.
+    parse_config(to_toml(config), "config.toml");
+    return fmt::format("{}", fmt::join(notes, "\n"));
+  };
+  EXPECT_EQ(notes_of({}), "");
+  EXPECT_EQ(notes_of({"training.steps=70"}), "");
+  EXPECT_EQ(
+      notes_of({"validation.freq=0"}),
+      "validation.sequences = 20 is not used, since --set validation.freq=0\n"
+      "data.validation = \"other\" is not used, since --set validation.freq=0");
+  EXPECT_EQ(
+      notes_of({"lr_scheduler.name=constant"}),
+      "lr_scheduler.min_lr_factor = 0.05 is not used, since --set "
+      "lr_scheduler.name=constant");
+  EXPECT_EQ(
+      notes_of({"optimizer.name=sgd"}),
+      "optimizer.beta2 = 0.9 is not used, since --set optimizer.name=sgd");
+  EXPECT_EQ(
+      notes_of({"checkpoint.interval=0"}),
+      "checkpoint.keep_latest_k = 3 is not used, since --set "
+      "checkpoint.interval=0\n"
+      "training.on_nonfinite = \"stop\" instead of \"rewind\", since --set "
+      "checkpoint.interval=0 leaves nothing to rewind to");
+  // A decay takes its fifth of the steps.
+  EXPECT_EQ(
+      notes_of({"training.steps=10"}),
+      "lr_scheduler.warmup_steps = 8 instead of 30, since --set "
+      "training.steps=10");
+  EXPECT_EQ(
+      notes_of({"training.steps=3", "profiling.enabled=true"}),
+      "lr_scheduler.warmup_steps = 2 instead of 30, since --set "
+      "training.steps=3\n"
+      "profiling.step = 3 instead of 5, since there are no more "
+      "training.steps");
+  // Who asks for both means something else.
+  EXPECT_THROW(notes_of({"validation.freq=0", "validation.sequences=2"}), Error);
+  EXPECT_THROW(
+      notes_of({"training.steps=5", "lr_scheduler.warmup_steps=6"}),
+      Error);
 }
 
 }  // namespace

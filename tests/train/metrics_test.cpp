@@ -26,6 +26,7 @@ using ::testing::HasSubstr;
 StepMetrics sample() {
   return {
       .step = 10,
+      .steps = 1000,
       .loss = 9.94930,
       .grad_norm = 4.47171,
       .lr = 3e-4,
@@ -33,6 +34,7 @@ StepMetrics sample() {
       .data_ms = 0.25,
       .host_ms = 31,
       .exposed_comm_ms = 12.5,
+      .tokens_per_s = 11699.2,
       .tokens_per_s_per_rank = 5849.6,
       .tflops_per_rank = 338.789,
       .mfu = 0.34256,
@@ -65,15 +67,19 @@ class TempFile {
 TEST(FormatStep, IsTheLinePeopleGrep) {
   EXPECT_EQ(
       format_step(sample()),
-      "step: 10  loss: 9.9493  grad_norm: 4.4717  memory: 49.66GiB(52.28%)  "
-      "tps: 5,850  tflops: 338.79  mfu: 34.26%");
+      "step: 10/1000  loss: 9.9493  grad_norm: 4.4717  lr: 0.0003  memory: "
+      "49.66GiB(52.28%)  tps: 11,699 (5,850/rank)  tflops: 338.79  mfu: "
+      "34.26%");
 }
 
 TEST(FormatStep, KeepsItsFieldsWithoutAPeak) {
   EXPECT_EQ(
       format_step({.step = 1, .loss = std::nan("")}),
-      "step: 1  loss: nan  grad_norm: 0.0000  memory: 0.00GiB(0.00%)  tps: 0  "
-      "tflops: 0.00  mfu: N/A");
+      "step: 1  loss: nan  grad_norm: 0.0000  lr: 0  memory: 0.00GiB(0.00%)  "
+      "tps: 0  tflops: 0  mfu: N/A");
+  EXPECT_THAT(
+      format_step({.tflops_per_rank = 0.00123}),
+      HasSubstr("tflops: 0.0012  "));
 }
 
 TEST(FormatStep, Validation) {
@@ -84,6 +90,12 @@ TEST(FormatStep, Validation) {
       format_validation({.step = 600, .loss = 1.83421, .bits_per_byte = 2.65}),
       "step: 600  validation_loss: 1.8342  perplexity: 6.2602  bits_per_byte: "
       "2.6500");
+}
+
+TEST(Format, Flop) {
+  EXPECT_EQ(format_flop(12), "12.00 FLOP");
+  EXPECT_EQ(format_flop(345600), "345.60 KFLOP");
+  EXPECT_EQ(format_flop(4.8e10), "48.00 GFLOP");
 }
 
 TEST(Format, Commas) {
@@ -112,10 +124,20 @@ TEST(MetricsFile, WritesOneObjectALine) {
     metrics.write_validation({.step = 20});
     metrics.write_validation({.step = 30, .bits_per_byte = 1.5});
   }
-  const auto rows = file.rows();
+  auto rows = file.rows();
   ASSERT_EQ(rows.size(), 3U);
+  // UTC, to the millisecond: texts sort like times.
+  EXPECT_THAT(
+      rows[0]["time"].get<std::string>(),
+      ::testing::MatchesRegex("20..-..-..T..:..:..\\....Z"));
+  EXPECT_LE(
+      rows[0]["time"].get<std::string>(),
+      rows[1]["time"].get<std::string>());
+  rows[0].erase("time");
+  rows[1].erase("time");
   EXPECT_EQ(rows[0], json::parse(R"({
-        "step": 10, "loss": 9.9493, "grad_norm": 4.47171, "lr": 3e-4,
+        "step": 10, "attempt": 1, "tokens_per_s": 11699.2,
+        "loss": 9.9493, "grad_norm": 4.47171, "lr": 3e-4,
         "step_ms": 1400.5, "data_ms": 0.25, "host_ms": 31.0,
         "exposed_comm_ms": 12.5, "tokens_per_s_per_rank": 5849.6,
         "tflops_per_rank": 338.789, "mfu": 0.34256,
@@ -125,7 +147,8 @@ TEST(MetricsFile, WritesOneObjectALine) {
   EXPECT_EQ(
       rows[1],
       json::parse(
-          R"({"step": 20, "validation_loss": 0.0, "perplexity": 1.0})"));
+          R"({"step": 20, "attempt": 1, "validation_loss": 0.0,
+              "perplexity": 1.0})"));
   EXPECT_EQ(rows[2]["bits_per_byte"], 1.5);
 }
 
@@ -145,6 +168,41 @@ TEST(MetricsFile, TruncatesOrAppends) {
   EXPECT_EQ(file.rows().size(), 2U);
   MetricsFile(file.path).write_validation({.step = 3, .loss = 1});
   EXPECT_EQ(file.rows().size(), 1U);
+}
+
+TEST(MetricsFile, RowsThatAreTrainedAgainAreMarked) {
+  const TempFile file;
+  {
+    MetricsFile metrics(file.path);
+    for (const int step : {1, 2, 3, 4}) {
+      metrics.write_validation(step, step);
+    }
+    metrics.write_ended(4);
+  }
+  EXPECT_TRUE(metrics_say_ended(file.path, 4));
+  EXPECT_FALSE(metrics_say_ended(file.path, 3));
+  {
+    // As a machine that lost its power leaves it.
+    std::ofstream(file.path, std::ios::app) << R"({"step": 5, "lo)";
+    MetricsFile metrics(file.path, MetricsFile::Mode::append);
+    EXPECT_EQ(metrics.attempt(), 2);
+    metrics.mark_overtaken(2);
+    metrics.write_validation(3, 30);
+    metrics.mark_overtaken(2);  // of a rewind: its own row as well
+    metrics.write_validation(3, 300);
+  }
+  EXPECT_EQ(MetricsFile(file.path, MetricsFile::Mode::append).attempt(), 3);
+  EXPECT_FALSE(metrics_say_ended(file.path, 4));
+  EXPECT_FALSE(metrics_say_ended("/none", 4));
+  std::string curve;
+  for (const json& row : file.rows()) {
+    curve += fmt::format(
+        "{}{}{} ",
+        row["step"].get<int>(),
+        row["attempt"] == 1 ? "a" : "b",
+        row.value("overtaken", false) ? "-" : "");
+  }
+  EXPECT_EQ(curve, "1a 2a 3a- 4a- 4a- 3b- 3b ");
 }
 
 TEST(MetricsFile, ErrorsNameTheFile) {
@@ -188,9 +246,12 @@ TEST(MetricsFile, NormsAreARow) {
   MetricsFile(file.path).write_norms(
       3,
       {{"b", 2.0, 0.5}, {"a", 1.0, std::nullopt}});
+  json row = file.rows()[0];
+  row.erase("time");
   EXPECT_EQ(
-      file.rows()[0],
-      json::parse(R"({"step": 3, "weight_norms": {"b": 2.0, "a": 1.0},
+      row,
+      json::parse(
+          R"({"step": 3, "attempt": 1, "weight_norms": {"b": 2.0, "a": 1.0},
                       "grad_norms": {"b": 0.5}})"));
 }
 

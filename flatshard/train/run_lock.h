@@ -1,0 +1,63 @@
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <filesystem>
+#include <mutex>
+#include <string>
+#include <thread>
+
+namespace flatshard {
+
+/// Keeps a folder to one run at a time: `<folder>/run.lock`, which names host,
+/// process and start time of the run that holds it.
+///
+/// Who holds it is the kernel's business where it can be (flock, which NFS
+/// passes to its server): a process that died, however it did, holds nothing.
+/// On a file system whose locks other hosts may not see, the holder touches the
+/// file, and who finds the name of another host in it waits for the next touch:
+/// without one, that process is gone.
+class RunLock {
+ public:
+  struct Options {
+    /// How long to wait for a run that is about to end: a restart may come
+    /// before the last of its predecessor is gone.
+    std::chrono::milliseconds patience{0};
+    /// How often the holder touches the file. Others wait for four of them.
+    std::chrono::milliseconds touch_every{5000};
+    /// False: as on a file system whose locks hold on one host only.
+    bool trust_locks = true;
+  };
+
+  /// Takes the lock; makes the folder when there is none.
+  /// @throws Error{usage} naming host, process and start time of the run that
+  /// holds it; Error{io} when the folder or the file cannot be made.
+  RunLock(const std::filesystem::path& folder, const Options& options);
+  explicit RunLock(const std::filesystem::path& folder)
+      : RunLock(folder, Options()) {}
+  /// Gives it back: removes the file, and the folder if it made that and
+  /// nothing else is in it.
+  ~RunLock();
+  RunLock(const RunLock&) = delete;
+  RunLock& operator=(const RunLock&) = delete;
+
+  /// Removes the file of this process's lock, if it holds one: for a process
+  /// that ends without destructors. From any thread.
+  static void remove_file_at_exit() noexcept;
+
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  bool try_take(const Options& options, std::string& holder);
+  void touch(std::chrono::milliseconds every);
+
+  std::filesystem::path path_;
+  bool made_folder_ = false;
+  int fd_ = -1;
+  std::mutex mutex_;
+  std::condition_variable ended_;
+  bool ending_ = false;
+  std::thread toucher_;
+};
+
+}  // namespace flatshard
