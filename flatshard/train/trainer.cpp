@@ -3,8 +3,8 @@
 #include "flatshard/checkpoint/weights_file.h"
 #include "flatshard/comm/collective_scope.h"
 #include "flatshard/core/error.h"
-#include "flatshard/device/device_name.h"
 #include "flatshard/core/log.h"
+#include "flatshard/device/device_name.h"
 #include "flatshard/device/memory.h"
 #include "flatshard/diagnostics/nan_check.h"
 #include "flatshard/diagnostics/norms.h"
@@ -497,7 +497,8 @@ void Trainer::spoil_gradient(std::int64_t step) {
   }
   spoilt_ = true;  // once, also when the step comes again
   if (env_.rank == 0) {
-    const at::Tensor grad = runtime_->groups().front()->gradients().reduced().local();
+    const at::Tensor grad =
+        runtime_->groups().front()->gradients().reduced().local();
     grad.narrow(0, 0, 1).fill_(std::nan(""));
   }
 }

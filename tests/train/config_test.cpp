@@ -503,7 +503,9 @@ keep_latest_k = 3
       "profiling.step = 3 instead of 5, since there are no more "
       "training.steps");
   // Who asks for both means something else.
-  EXPECT_THROW(notes_of({"validation.freq=0", "validation.sequences=2"}), Error);
+  EXPECT_THROW(
+      notes_of({"validation.freq=0", "validation.sequences=2"}),
+      Error);
   EXPECT_THROW(
       notes_of({"training.steps=5", "lr_scheduler.warmup_steps=6"}),
       Error);
