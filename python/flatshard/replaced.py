@@ -47,8 +47,11 @@ def watch_loads(module, state):
 
 
 def _before_load(unit, module, state_dict, prefix, local_metadata, *_):
-    unit().loads_by_assign = local_metadata.get("assign_to_params_buffers", False)
-    if unit().loads_by_assign:
+    state = unit()
+    if state is None:
+        return  # the wrapped module is gone, and this one is not
+    state.loads_by_assign = local_metadata.get("assign_to_params_buffers", False)
+    if state.loads_by_assign:
         return
     for name, parameter in module._parameters.items():
         value = state_dict.get(prefix + name)
@@ -72,6 +75,8 @@ def _after_load(unit, module, incompatible_keys):
     """load_state_dict(assign=True) puts other parameters into modules: the shards take
     their values and come back."""
     state = unit()
+    if state is None:
+        return
     wrapped = any(module is m() for m in state.modules)
     if wrapped:
         state.initialized = True

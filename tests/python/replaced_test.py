@@ -286,3 +286,6 @@ def test_whole_state_dicts_say_what_to_call(mesh):
             module.load_state_dict(own)
         module.load_state_dict(own, assign=True)  # takes this rank's rows
     assert distance(full_state(model), state) == 0
+    child = model[0][0]
+    del model, module
+    child.load_state_dict(child.state_dict())
