@@ -385,12 +385,16 @@ def test_v2_bad_arguments_are_named(mesh):
             v2.fully_shard(model, mesh, zero3())
 
 
+class Tagged(torch.nn.Parameter):
+    pass
+
+
 def test_v2_a_refused_module_is_as_before(mesh):
     model = torch.nn.Module()
     model.rows = torch.nn.Parameter(torch.ones(3, 2, dtype=torch.bfloat16))
-    model.scalar = torch.nn.Parameter(torch.ones((), dtype=torch.bfloat16))
+    model.tagged = Tagged(torch.ones(2, dtype=torch.bfloat16))
     with v2.fully_shard_context():
-        with pytest.raises(ValueError, match="scalar"):
+        with pytest.raises(NotImplementedError, match="parameter tagged is a Tagged"):
             v2.fully_shard(model, mesh, zero3())
     assert type(model) is torch.nn.Module
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
