@@ -218,7 +218,9 @@ class Runtime : public nn::WgradSink,
   void on_task_end(TaskId task);
 
   // With the lock held.
-  TaskId ensure_task();
+  /// The running backward; opened at its first event.
+  /// @param arrived  the parameter whose gradient is that event, or null.
+  TaskId ensure_task(const UnitParameter* arrived = nullptr);
   std::vector<std::shared_ptr<Call>> calls_of_task();
   bool backward_failed();
   void before_root_forward();

@@ -407,7 +407,24 @@ std::vector<std::shared_ptr<Runtime::Call>> Runtime::calls_of_task() {
   return calls;
 }
 
-TaskId Runtime::ensure_task() {
+namespace {
+
+// The reduction of its backward has counted it as zero.
+[[noreturn]] void refuse_late_grad(const Unit& unit, const UnitParameter& p) {
+  FLATSHARD_THROW(
+      usage,
+      "parameter {} of unit {} got its gradient outside of a backward: the "
+      "unit "
+      "was reduced without it when its backward ended. Compute weight "
+      "gradients "
+      "inside the backward; delayed ones are not supported",
+      p.name,
+      unit.name());
+}
+
+}  // namespace
+
+TaskId Runtime::ensure_task(const UnitParameter* arrived) {
   const TaskId task = autograd_task::current_id();
   if (tasks_.contains(task)) {
     return task;
@@ -433,6 +450,9 @@ TaskId Runtime::ensure_task() {
     int count = 0;
     for (const UnitParameter& p : unit->parameters()) {
       count += p.accumulator && autograd_task::expects(p.accumulator.get());
+      if (tasks_.empty() && &p != arrived && p.tensor.grad().defined()) {
+        refuse_late_grad(*unit, p);
+      }
     }
     if (count > 0) {
       begin.expected.emplace_back(unit->id(), count);
@@ -543,6 +563,9 @@ std::optional<nn::WgradTarget> Runtime::begin_wgrad(
   if (!p.accumulator) {
     return std::nullopt;
   }
+  if (autograd_task::current_id() < 0) {
+    refuse_late_grad(unit, p);
+  }
   ensure_task();
   // With backward(inputs=...) or grad() this parameter may not be asked for.
   if (!autograd_task::expects(p.accumulator.get())) {
@@ -561,8 +584,8 @@ void Runtime::end_wgrad(const at::Tensor& parameter) {
 
 void Runtime::on_parameter_done(UnitId unit, std::size_t index) {
   const std::lock_guard lock(mutex_);
-  const TaskId task = ensure_task();
   UnitParameter& p = units_[unit]->parameters()[index];
+  const TaskId task = ensure_task(&p);
   if (strict_) {
     strict_->parameter_done(unit, p.name);
   }

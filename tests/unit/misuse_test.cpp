@@ -269,5 +269,32 @@ TEST(Misuse, AnotherDtypeThanTheWeights) {
   });
 }
 
+// As layers do that delay the products of weight gradients.
+TEST(Misuse, AWeightGradientAfterItsBackward) {
+  for (const int world : {1, 2}) {
+    run_ranks(world, [](const RankContext& context) {
+      Twin twin(context);
+      twin.step(forward_backward);
+      twin.run_sharded(forward_backward);
+      const auto named = [](const char* parameter) {
+        return AllOf(
+            HasSubstr(std::string("parameter ") + parameter),
+            HasSubstr("of unit cell1 "),
+            HasSubstr("outside of a backward"));
+      };
+      CellImpl& cell = *twin.sharded->cells[1];
+      EXPECT_THAT(
+          message_of([&] { twin.runtime->begin_wgrad(cell.up->weight()); }),
+          named("cell1.up.weight"));
+      cell.gain.mutable_grad() = at::ones_like(twin.plain->cells[1]->gain);
+      EXPECT_THAT(
+          message_of([&] { twin.run_sharded(forward_backward); }),
+          named("cell1.gain"));
+      twin.runtime->reset();
+      twin.step(forward_backward);
+    });
+  }
+}
+
 }  // namespace
 }  // namespace flatshard
