@@ -58,7 +58,9 @@ std::string generate_text(const GenerateOptions& options) {
       [&](const std::string& name, const InitSpec&, at::Tensor& parameter) {
         stored.read(name, parameter);
       });
-  log_info("weights of {}", stored.what);
+  if (stored.is_latest) {
+    log_info("weights of {}", stored.what);
+  }
   const auto tokens = models::sample(
       [&](const at::Tensor& context) { return model(context); },
       prompt,

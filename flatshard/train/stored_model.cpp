@@ -203,7 +203,10 @@ StoredModel open_model(const fs::path& path, std::int64_t step) {
       "checkpoint, which it writes each checkpoint.interval steps",
       path.string(),
       kRunWeights);
-  return of_checkpoint(find_checkpoint(path, step));
+  const fs::path folder = find_checkpoint(path, step);
+  StoredModel model = of_checkpoint(folder);
+  model.is_latest = step < 0 && folder != path;
+  return model;
 }
 
 std::unique_ptr<data::TextCodec> open_hf_codec(

@@ -49,6 +49,7 @@ at::Tensor read_weight(
 struct StoredModel {
   models::ModelConfig shape;
   std::string what;                 ///< for users: where the weights come from
+  bool is_latest = false;           ///< a checkpoint that the path did not name
   std::string compute = "float32";  ///< the dtype that it computed in
   /// Fills `out` (any float dtype and device) with a parameter, by its name.
   std::function<void(const std::string& name, const at::Tensor& out)> read;

@@ -235,9 +235,6 @@ void Trainer::keep_global_batch(std::int64_t step) {
   }
   t.global_batch_size = before;
   train_loader_->set_global_batch_size(before);
-  if (validation_loader_) {
-    validation_loader_->set_global_batch_size(before);
-  }
   num_microbatches_ =
       train_loader_->num_microbatches(env_.world_size, t.local_batch_size);
 }
