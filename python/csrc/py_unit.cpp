@@ -53,18 +53,20 @@ PyUnit::PyUnit(
             : dtype_of(compute_dtype);
     const auto shape = values.sizes().vec();
     list.push_back(
-        {whole,
-         {.names = {name},
-          .shape = shape,
-          .granularity = Granularity::parse(granularity),
-          .init = InitSpec::zeros(),
-          .values = values.is_meta() ? at::Tensor() : values.detach()},
-         {.compute = compute,
-          .reduce = dtype_of(reduce_dtype),
-          .main_params = own,
-          .main_grads = own},
+        {.tensor = whole,
+         .parameter =
+             {.names = {name},
+              .shape = shape,
+              .granularity = Granularity::parse(granularity),
+              .init = InitSpec::zeros(),
+              .values = values.is_meta() ? at::Tensor() : values.detach()},
+         .precision =
+             {.compute = compute,
+              .reduce = dtype_of(reduce_dtype),
+              .main_params = own,
+              .main_grads = own},
          // Without a dimension that a DTensor could be cut along.
-         /*whole=*/shape.empty()});
+         .whole = shape.empty()});
   }
   const py::gil_scoped_release no_gil;
   contents_ = make_unit_contents(

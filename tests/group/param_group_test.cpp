@@ -355,10 +355,10 @@ TEST(ParamGroup, AHookChangesWhatWasReduced) {
         const auto plain = make_group(c, mesh, precision);
         const auto hooked = make_group(c, mesh, precision);
         int calls = 0;
-        hooked->set_reduced_hook([&](const at::Tensor& reduced) {
+        hooked->gradients().set_hook([&](const at::Tensor& reduced) {
           ++calls;
           EXPECT_EQ(reduced.scalar_type(), precision.reduce);
-          EXPECT_EQ(reduced.numel(), hooked->main().local().numel());
+          EXPECT_EQ(reduced.numel(), hooked->weights().main().local().numel());
           reduced.mul_(2);
         });
         for (const bool last : {false, true}) {
@@ -372,16 +372,18 @@ TEST(ParamGroup, AHookChangesWhatWasReduced) {
           }
         }
         EXPECT_GE(calls, 1);
-        EXPECT_TRUE(hooked->grad().local().equal(
+        EXPECT_TRUE(hooked->gradients().reduced().local().equal(
             plain->gradients().reduced().local() * 2))
             << c.strategy;
-        hooked->set_reduced_hook([](const at::Tensor&) {
+        hooked->gradients().set_hook([](const at::Tensor&) {
           throw std::runtime_error("not this one");
         });
         const at::Tensor gradient =
             at::ones({hooked->layout().numel()}, precision.reduce);
         EXPECT_THROW(
-            hooked->reduce(gradient, hooked->plan_reduction(true, true)),
+            hooked->gradients().reduce(
+                gradient,
+                hooked->plan_reduction(true, true)),
             std::runtime_error);
       });
     }

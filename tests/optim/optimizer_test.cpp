@@ -79,14 +79,14 @@ TEST(Optimizer, B13_TheFirstAdamWStepIsTheSign) {
 TEST(Optimizer, GroupsWithoutGradientAreLeftAlone) {
   const auto used = make_group(one_rank());
   const auto idle = make_group(one_rank());
-  const at::Tensor before = idle->main().local().clone();
+  const at::Tensor before = idle->weights().main().local().clone();
   AdamW adamw({used.get(), idle.get()}, {});
   for (int step = 0; step < 3; ++step) {
     reduce_constant(*used, 1);
     adamw.step(0.1);
     adamw.zero_grad();
   }
-  EXPECT_TRUE(idle->main().local().equal(before));
+  EXPECT_TRUE(idle->weights().main().local().equal(before));
   for (const auto& [name, state] : adamw.state(1)) {
     EXPECT_EQ(state.abs().sum().item<double>(), 0) << name;
   }
@@ -108,7 +108,7 @@ TEST(Optimizer, GradScaleMultipliesGradients) {
     sgd_a.step(0.1, at::scalar_tensor(0.25));
     sgd_b.step(0.1);
   }
-  EXPECT_TRUE(a->main().local().equal(b->main().local()));
+  EXPECT_TRUE(a->weights().main().local().equal(b->weights().main().local()));
 }
 
 TEST(Optimizer, StartsFromForeignWrites) {

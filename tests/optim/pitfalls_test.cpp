@@ -105,7 +105,8 @@ TEST(Pitfalls, R14_MakingTheStateIsNotAStep) {
   }
   EXPECT_EQ(adamw.num_steps(), 0);
   EXPECT_EQ(group->weights().version(), generation);
-  EXPECT_TRUE(group->weights().main().local().equal(fresh->main().local()));
+  EXPECT_TRUE(
+      group->weights().main().local().equal(fresh->weights().main().local()));
   // The first step is that of an optimizer that never stepped.
   reduce(*group, whole_gradient(*group, at::ones({40}), at::ones({25})));
   adamw.step(0.01);

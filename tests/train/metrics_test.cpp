@@ -175,7 +175,7 @@ TEST(MetricsFile, RowsThatAreTrainedAgainAreMarked) {
   {
     MetricsFile metrics(file.path);
     for (const int step : {1, 2, 3, 4}) {
-      metrics.write_validation(step, step);
+      metrics.write_validation({.step = step, .loss = 1.0 * step});
     }
     metrics.write_ended(4);
   }
@@ -187,9 +187,9 @@ TEST(MetricsFile, RowsThatAreTrainedAgainAreMarked) {
     MetricsFile metrics(file.path, MetricsFile::Mode::append);
     EXPECT_EQ(metrics.attempt(), 2);
     metrics.mark_overtaken(2);
-    metrics.write_validation(3, 30);
+    metrics.write_validation({.step = 3, .loss = 30});
     metrics.mark_overtaken(2);  // of a rewind: its own row as well
-    metrics.write_validation(3, 300);
+    metrics.write_validation({.step = 3, .loss = 300});
   }
   EXPECT_EQ(MetricsFile(file.path, MetricsFile::Mode::append).attempt(), 3);
   EXPECT_FALSE(metrics_say_ended(file.path, 4));
