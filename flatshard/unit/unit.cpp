@@ -141,9 +141,11 @@ void Unit::point_at(void* slot) {
           c10::elementSize(group.options().precision.compute);
       p.storage.point_at(
           static_cast<char*>(slot) + weights_offset_[p.group] + offset);
+    } else if (!revealed_) {
+      p.storage.reveal();
     }
   }
-  revealed_ = revealed_ || !resident();
+  revealed_ = true;
 }
 
 void Unit::clear() {
@@ -152,13 +154,14 @@ void Unit::clear() {
       p.storage.clear();
     }
   }
-  revealed_ = revealed_ && resident();
+  revealed_ = revealed_ && has_residents_;
 }
 
 void Unit::point_residents() {
   for (UnitParameter& p : parameters_) {
     const ParamGroup& group = *groups_[p.group];
     if (group.weights().resident()) {
+      has_residents_ = true;
       const at::Tensor& flat = group.weights().compute().local();
       const std::int64_t offset =
           group.layout().tensor_offset(p.index) *

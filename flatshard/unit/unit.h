@@ -116,7 +116,8 @@ class Unit {
   std::int64_t weights_nbytes_ = 0;
   std::int64_t grads_nbytes_ = 0;
   bool writes_in_place_;
-  bool revealed_ = true;
+  bool revealed_ = true;  ///< the parameters of resident groups, if any
+  bool has_residents_ = false;
 };
 
 }  // namespace flatshard

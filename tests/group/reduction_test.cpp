@@ -244,7 +244,7 @@ std::unique_ptr<ParamGroup> make_offloaded(std::shared_ptr<Mesh> mesh) {
       /*offload=*/true);
 }
 
-TEST(Reduction, ALentGradientGoesWithItsLastHolder) {
+TEST(Reduction, AGradientThatWasGivenUpGoesWithItsLastHolder) {
   run_ranks(2, [](RankContext& context) {
     const auto group = make_group({"zero3", {2}}, context.mesh(), kWide);
     const std::int64_t n = group->layout().numel();
@@ -255,7 +255,7 @@ TEST(Reduction, ALentGradientGoesWithItsLastHolder) {
     EXPECT_EQ(group->gradients().nbytes().reduced, n / 2 * 4);
     EXPECT_THAT(
         [&] { reduce_all(*group, 2); },
-        ThrowsMessage<Error>(HasSubstr("is lent: reclaim_grad() comes first")));
+        ThrowsMessage<Error>(HasSubstr("is others': take_back() comes first")));
     EXPECT_THROW(group->gradients().reduced(), Error);
     EXPECT_THROW(group->gradients().scale(2), Error);
 

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "flatshard/core/error.h"
 #include "tests/group/groups.h"
 #include "tests/support/message_of.h"
 #include "tests/support/ranks.h"
@@ -73,10 +72,11 @@ TEST(WeightWrite, EachOneIsAVersionThatTheOtherPlanesHave) {
       WeightWrite write({&group}, *stream);
       weights.main().local().fill_(3);
       write.end(group, WeightWrite::Cast::here);
-      EXPECT_EQ(
-          message_of([&] { write.end(group, WeightWrite::Cast::here); }),
-          "internal error: " + group.options().name +
-              " was not being written, or its write has ended");
+      EXPECT_NE(
+          message_of([&] {
+            write.end(group, WeightWrite::Cast::here);
+          }).find("was not being written, or its write has ended"),
+          std::string::npos);
     }
     EXPECT_EQ(weights.version(), version + 1);
     EXPECT_TRUE(planes[1].data->local().eq(3).all().item<bool>());

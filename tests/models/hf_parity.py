@@ -135,9 +135,8 @@ def try_case(program, logits_program, folder, name, options):
     model.save_pretrained(folder / name)
 
     text = some_bytes()
-    texts = folder / f"{name}-texts"
-    texts.mkdir()
-    (texts / "a.txt").write_bytes(text)
+    texts = folder / f"{name}-text"
+    texts.write_bytes(text)
     corpus = folder / f"{name}-corpus"
     run(
         program,
