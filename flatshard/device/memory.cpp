@@ -1,6 +1,7 @@
 #include "flatshard/device/memory.h"
 
 #include <ATen/ops/from_blob.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -115,6 +116,13 @@ void count_memory_outside_allocator(at::Device device, std::int64_t nbytes) {
 void reset_peak_memory(at::Device device) {
   if (device.is_cuda()) {
     detail::reset_cuda_peak_memory(device);
+  }
+}
+
+void keep_for_current_stream(const at::Tensor& tensor) {
+  if (tensor.is_cuda()) {
+    tensor.record_stream(
+        c10::impl::VirtualGuardImpl(c10::kCUDA).getStream(tensor.device()));
   }
 }
 

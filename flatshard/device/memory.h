@@ -39,6 +39,10 @@ void copy_bytes(
     std::int64_t nbytes,
     at::Device device);
 
+/// The memory of `tensor`, which another stream may have allocated, is not used
+/// again before what the current stream has queued by its end. CUDA only.
+void keep_for_current_stream(const at::Tensor& tensor);
+
 /// `nbytes` more (or, negative, fewer) are held on a GPU that its allocator
 /// does not see: memory_stats adds them.
 void count_memory_outside_allocator(at::Device device, std::int64_t nbytes);

@@ -56,6 +56,8 @@ class GradientPipeline {
   /// so on a stream and communicator of its own it does not hold back the inner
   /// axes' next reduction. Collective; inside Stream::submit.
   void reduce_outer(const at::Tensor& inner, const Reduction& reduction);
+  /// The outer axis is reduced apart from the inner ones.
+  bool has_outer_stage() const;
   /// Both, on one stream.
   void reduce(const at::Tensor& slot, const Reduction& reduction) {
     reduce_outer(reduce_inner(slot, reduction), reduction);
@@ -133,8 +135,6 @@ class GradientPipeline {
   void add_to_reduced(at::Tensor reduced, bool add);
   FlatBuffer wrap_reduced(at::Tensor tensor) const;
   void check_owned() const;
-  /// The outer axis is reduced apart from the inner ones.
-  bool has_outer_stage() const;
   void finish(
       const at::Tensor& source,
       const Redistribution& last,

@@ -25,6 +25,8 @@ struct Action {
   ActionKind kind{};
   UnitId unit = kNoUnit;
   Phase phase = Phase::forward;  ///< of a gather: for which use
+  /// Of a reduction: its backward began as the step's last.
+  bool is_last = true;
 
   friend bool operator==(const Action&, const Action&) = default;
 };

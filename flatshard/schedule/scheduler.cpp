@@ -121,8 +121,7 @@ std::vector<Action> Scheduler::on(const ScheduleEvent& event) {
       reshard(event, out);
       break;
     case EventKind::microbatch:
-      is_last_microbatch_ = event.is_last;
-      sync_gradients_ = event.sync;
+      next_ = {.is_last = event.is_last, .sync = event.sync};
       break;
     case EventKind::reset:
       reset(out);
@@ -274,6 +273,7 @@ void Scheduler::recompute_end(const ScheduleEvent& event) {
 void Scheduler::task_begin(const ScheduleEvent& event) {
   path_ended_ = true;
   if (tasks_.empty()) {
+    running_ = next_;
     backward_position_ = 0;
     recorded_backward_.clear();
   }
@@ -366,7 +366,7 @@ void Scheduler::task_end(const ScheduleEvent& event, Actions& out) {
   }
   tasks_.clear();
   unreduced_tasks_.clear();
-  if (is_last_microbatch_ && sync_gradients_) {
+  if (running_.is_last && running_.sync) {
     for (const UnitId u : event.unfinished) {
       queue_grads(u, out);  // it did not run in this microbatch
     }
@@ -577,10 +577,12 @@ void Scheduler::reduce(UnitId unit, Actions& out) {
   grad_queue_.erase(std::find(grad_queue_.begin(), grad_queue_.end(), unit));
   state_[unit].in_grad_queue = false;
   const bool collective =
-      sync_gradients_ &&
-      (units_[unit].reduce_every_microbatch || is_last_microbatch_);
+      running_.sync &&
+      (units_[unit].reduce_every_microbatch || running_.is_last);
   out.push_back(
-      {collective ? ActionKind::reduce : ActionKind::accumulate, unit});
+      {.kind = collective ? ActionKind::reduce : ActionKind::accumulate,
+       .unit = unit,
+       .is_last = running_.is_last});
   reducing_.push_back(unit);
 }
 

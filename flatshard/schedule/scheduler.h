@@ -155,8 +155,14 @@ class Scheduler {
   std::set<TaskId> unreduced_tasks_;
   std::vector<UnitId> grad_queue_;  ///< slots being filled, in order of begin
   std::deque<UnitId> reducing_;     ///< reduced, not yet drained
-  bool is_last_microbatch_ = true;
-  bool sync_gradients_ = true;
+  /// As the last `microbatch` event said, and as it was when the outermost
+  /// backward began, to which a reduction belongs.
+  struct Microbatch {
+    bool is_last = true;
+    bool sync = true;
+  };
+  Microbatch next_;
+  Microbatch running_;
 };
 
 }  // namespace flatshard

@@ -4,6 +4,9 @@
 #include "flatshard/schedule/slot_plan.h"
 #include "flatshard/unit/unit.h"
 
+#include <algorithm>
+#include <memory>
+#include <utility>
 #include <vector>
 
 namespace flatshard {
@@ -47,6 +50,28 @@ class RuntimeObserver {
   virtual void slots_planned(
       const SlotPlan& plan,
       const std::vector<SlotLifetime>& lifetimes) {}
+};
+
+/// Those of one Runtime. Without any nothing is spent on them.
+class RuntimeObservers {
+ public:
+  void add(std::shared_ptr<RuntimeObserver> observer) {
+    list_.push_back(std::move(observer));
+  }
+  template <class F>
+  void tell(F&& what) const {
+    for (const auto& observer : list_) {
+      what(*observer);
+    }
+  }
+  bool want_reduced_gradients(const Unit& unit) const {
+    return std::any_of(list_.begin(), list_.end(), [&](const auto& observer) {
+      return observer->wants_reduced_gradients(unit);
+    });
+  }
+
+ private:
+  std::vector<std::shared_ptr<RuntimeObserver>> list_;
 };
 
 }  // namespace flatshard

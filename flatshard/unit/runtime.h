@@ -1,15 +1,12 @@
 #pragma once
 
-#include "flatshard/buffer/slot_pool.h"
-#include "flatshard/device/stream.h"
-#include "flatshard/device/timer.h"
 #include "flatshard/nn/hooks.h"
 #include "flatshard/nn/visit.h"
 #include "flatshard/nn/wgrad.h"
 #include "flatshard/schedule/scheduler.h"
-#include "flatshard/schedule/slot_plan.h"
-#include "flatshard/unit/debug_options.h"
+#include "flatshard/unit/executor.h"
 #include "flatshard/unit/observer.h"
+#include "flatshard/unit/runtime_options.h"
 #include "flatshard/unit/strict_checks.h"
 #include "flatshard/unit/unit.h"
 
@@ -23,44 +20,6 @@
 
 namespace flatshard {
 
-/// Which gathers are copies that each rank makes of its peers' weights by
-/// itself (WeightPlanes::Gather::copies). On GPUs copy engines do them, and
-/// leave the SMs to what computes.
-///
-/// A copy takes no peer's doing, so nothing but a later collective tells a rank
-/// that its weights were read: a backward's reductions do, and where there were
-/// none (after an evaluation) WeightPlanes::wait_for_readers. Optimizers and
-/// checkpoints call it before they write; whoever else writes weights does,
-/// too.
-enum class CopyGathers { none, forward, all };
-
-struct RuntimeOptions {
-  int prefetch = 1;
-  bool reshard_after_forward = true;
-  /// Other than none: the groups have ParamGroupOptions::peers_read_weights.
-  CopyGathers copy_gathers = CopyGathers::none;
-  /// Weights are written by others, who do not call
-  /// WeightPlanes::wait_for_readers: a forward without a backward ends when no
-  /// peer copies weights any more.
-  bool others_write = false;
-  /// Each gather and each reduction allocates its slot and frees it afterwards,
-  /// instead of a plan giving it a place in one arena that is there all the
-  /// time. Addresses change from step to step; the end of a forward, where
-  /// activations and logits are at their largest, holds no slot of a gradient.
-  bool slots_on_demand = false;
-  /// A group of which no rank got a gradient in a backward has none after it,
-  /// as parameters of torch have. Otherwise, and where another rank got one, a
-  /// rank without a gradient counts zeros. Costs an all-reduce of a flag for
-  /// each group at the end of a backward; the host waits for it only where this
-  /// rank got none for a group.
-  bool unused_grads_stay_undefined = false;
-  /// Delays for tests; the names of the streams are part of the seed.
-  StreamOptions streams;
-  /// Keep every event and action since the last clear_trace (tests, reports).
-  bool trace = false;
-  DebugOptions debug;
-};
-
 /// Events that came and actions that were really carried out, in order.
 struct RuntimeTrace {
   std::vector<ScheduleEvent> events;
@@ -68,8 +27,8 @@ struct RuntimeTrace {
 };
 
 /// Turns what a training program does (forward, backward, step) into events
-/// for the Scheduler and carries its actions out on streams: the only place
-/// that touches both tensors and time.
+/// for the Scheduler, and has an Executor carry its actions out: the only place
+/// that knows both autograd and the schedule.
 ///
 /// Made by `fully_shard`. Call it from one thread at a time; autograd may call
 /// it from its own. A destroyed Runtime leaves hooks that do nothing.
@@ -163,13 +122,15 @@ class Runtime : public nn::WgradSink,
   const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
   const std::shared_ptr<Mesh>& mesh() const { return mesh_; }
   const Scheduler& scheduler() const { return scheduler_; }
-  const SlotPool& pool() const { return pool_; }
-  const SlotPlan& plan() const { return plan_; }
+  const SlotPool& pool() const { return executor_.pool(); }
+  const SlotPlan& plan() const { return executor_.plan(); }
   /// Measure how long compute waits for gathers and reductions from now on
   /// (two timing events per wait on a GPU). Default: off.
-  void set_measure_exposed(bool measure) { measure_exposed_ = measure; }
+  void set_measure_exposed(bool measure) { executor_.measure_exposed(measure); }
   /// The measured waits since the last call. Blocks the host.
-  double wait_and_take_exposed_ms();
+  double wait_and_take_exposed_ms() {
+    return executor_.wait_and_take_exposed_ms();
+  }
   RuntimeTrace trace() const;
   void clear_trace();
   /// The step that error messages name.
@@ -180,7 +141,7 @@ class Runtime : public nn::WgradSink,
   void add_observer(std::shared_ptr<RuntimeObserver> observer);
   /// Bytes of the block that released parameters point at on CUDA
   /// (DebugOptions::poison), else 0.
-  std::int64_t poison_nbytes() const { return poison_nbytes_; }
+  std::int64_t poison_nbytes() const { return executor_.poison_nbytes(); }
 
   // nn::WgradSink and nn::RecomputeListener ----------------------------------
 
@@ -194,11 +155,6 @@ class Runtime : public nn::WgradSink,
   struct Call;  // one forward of one unit
   struct Task;  // one running backward
   struct WatchedTensor;
-  struct Drained {  ///< a gradient slot that may go
-    Unit* unit = nullptr;
-    Slot slot;
-    Event last_use;
-  };
   struct ParameterRef {
     UnitId unit = kNoUnit;
     std::size_t index = 0;
@@ -241,59 +197,26 @@ class Runtime : public nn::WgradSink,
   void feed(ScheduleEvent event);
   std::vector<Action> decide(const ScheduleEvent& event);
   void record(const Action& action);
-  void execute(const Action& action);
-  void plan_slots(const std::vector<Action>& actions);
+  void plan_next_step();
 
-  void gather(Unit& unit, Phase phase);
-  void await(Unit& unit);
-  void release(Unit& unit);
-  void reduce(Unit& unit, bool collective);
-  void drain(Unit& unit);
-  bool wants_reduced(const Unit& unit) const;
-  void tell_reduced(Unit& unit);
-  void forget_unused_grads();
-  void rest(Unit& unit);
   // Who may read parameters: Unit::hide.
   void reveal(Unit& unit);
   void hide(Unit& unit);
   void hide_all();
   void explain(UnitId unit, std::exception_ptr& error) const;
-  void* grads_slot(Unit& unit);
-  void release_drained();
-  // DebugOptions; runtime_debug.cpp.
-  void poison_parameters();
-  Event poison_after_reduction(const Unit& unit);
+  // DebugOptions::strict; runtime_debug.cpp.
   void watch_modules();
   void say_next(UnitId next);
   void on_module_called(UnitId unit, const std::string& name);
-  template <class F>
-  void observe(F&& tell) {
-    for (const auto& observer : observers_) {
-      tell(*observer);
-    }
-  }
-  void compute_waits(const Event& event);
-  void finish_evaluation();
-  std::string context(const Action& action) const;
 
   std::shared_ptr<Mesh> mesh_;
   RuntimeOptions options_;
   std::vector<std::unique_ptr<Unit>> units_;
   Scheduler scheduler_;
-  SlotPool pool_;
-  SlotPlan plan_;
-  std::shared_ptr<Stream> gather_stream_;
-  std::shared_ptr<Stream> reduce_stream_;
-  std::unique_ptr<StreamTimer> exposed_;
-  bool measure_exposed_ = false;
-  bool unshards_ = false;  ///< gathers come from unshard()
+  RuntimeObservers observers_;
+  Executor executor_;
   /// A backward with create_graph left a graph that reads the weights.
   bool graph_reads_weights_ = false;
-  bool offloads_ = false;  ///< some group's main weights are in host memory
-  Event all_reduced_;
-  /// With slots_on_demand: compute, which frees them, waits for their
-  /// reductions only when it takes the next one, or at the join.
-  std::vector<Drained> drained_;
   std::int64_t seen_generation_ = -1;
 
   std::unordered_map<const c10::TensorImpl*, ParameterRef> parameters_;
@@ -312,17 +235,11 @@ class Runtime : public nn::WgradSink,
 
   /// What an action threw; from then to the reset no event has an effect.
   std::string failure_;
-  /// Groups that this backward reduced, and whether each had no gradient
-  /// before.
-  std::vector<std::pair<ParamGroup*, bool>> reduced_groups_;
   bool is_last_microbatch_ = true;
   bool sync_gradients_ = true;
   std::vector<Action> step_actions_;  ///< since the weights last changed
-  std::int64_t planned_dynamic_ = 0;  ///< dynamic slots when the plan was made
   RuntimeTrace trace_;
   std::unique_ptr<StrictChecks> strict_;  ///< null unless asked for
-  std::vector<std::shared_ptr<RuntimeObserver>> observers_;
-  std::int64_t poison_nbytes_ = 0;
   std::int64_t step_ = 0;
   mutable std::mutex mutex_;
 };

@@ -16,6 +16,7 @@ namespace flatshard {
 void Runtime::set_step(std::int64_t step) {
   step_ = step;
   mesh_->set_step(step);
+  executor_.set_step(step);
   if (options_.debug.poison) {
     set_poison_step(step);
   }
@@ -23,52 +24,8 @@ void Runtime::set_step(std::int64_t step) {
 
 void Runtime::add_observer(std::shared_ptr<RuntimeObserver> observer) {
   const std::lock_guard lock(mutex_);
-  observers_.push_back(std::move(observer));
+  observers_.add(std::move(observer));
 }
-
-// -- poison ------------------------------------------------------------------
-
-void Runtime::poison_parameters() {
-  std::vector<PoisonSpec> specs;
-  for (const auto& unit : units_) {
-    for (const UnitParameter& p : unit->parameters()) {
-      specs.push_back({unit->name(), p.name, p.storage.nbytes()});
-      if (mesh_->device().is_cuda()) {
-        poison_nbytes_ = std::max(
-            poison_nbytes_,
-            static_cast<std::int64_t>(p.storage.nbytes()));
-      }
-    }
-  }
-  const auto memory = make_poison(
-      mesh_->device(),
-      fmt::format("rank {}/{}", mesh_->rank(), mesh_->size()),
-      specs);
-  std::size_t next = 0;
-  for (const auto& unit : units_) {
-    for (UnitParameter& p : unit->parameters()) {
-      p.storage.set_released_memory(memory[next++]);
-    }
-    unit->clear();
-  }
-}
-
-Event Runtime::poison_after_reduction(const Unit& unit) {
-  // After an exception the slot may still be written by compute, and no
-  // reduction follows.
-  Event written;
-  written.record(*current_stream(mesh_->device()));
-  written.wait(*reduce_stream_);
-  reduce_stream_->submit(
-      [data = unit.grads_slot.data,
-       nbytes = unit.grads_slot.nbytes,
-       device = mesh_->device()] { fill_with_nan(data, nbytes, device); });
-  Event last_use;
-  last_use.record(*reduce_stream_);
-  return last_use;
-}
-
-// -- strict ------------------------------------------------------------------
 
 void Runtime::watch_modules() {
   std::vector<std::string> names;
@@ -120,7 +77,7 @@ void Runtime::on_module_called(UnitId unit, const std::string& name) {
 void Runtime::say_next(UnitId next) {
   // After a backward that failed, reductions may still be under way; they use
   // the same communicator.
-  reduce_stream_->synchronize();
+  executor_.synchronize_reductions();
   compare_next(*mesh_, next, strict_->unit_names(), step_);
 }
 

@@ -99,7 +99,7 @@ void Runtime::before_root_forward() {
   if (failed()) {
     reset_after_failure();
   }
-  observe([](RuntimeObserver& o) { o.forward_begins(); });
+  observers_.tell([](RuntimeObserver& o) { o.forward_begins(); });
   forget_dead_tensors();
   std::int64_t generation = 0;
   for (const auto& unit : units_) {
@@ -120,21 +120,10 @@ void Runtime::before_root_forward() {
     graph_reads_weights_ = false;
     hide_all();
   }
-  // Where nothing is gathered, compute itself reads what was written.
-  const auto compute = current_stream(mesh_->device());
-  for (const auto& unit : units_) {
-    for (const auto& group : unit->groups()) {
-      if (group->weights().resident() && !group->weights().has_refresh()) {
-        group->weights().wait_for_weights(*compute);
-      }
-    }
-  }
+  executor_.wait_for_written_weights();
   feed({.kind = EventKind::weights_changed});
-  if (!options_.slots_on_demand && pool_.num_dynamic() > planned_dynamic_ &&
-      pool_.num_held() == 0) {
-    // The last step needed slots that the plan did not have: plan anew, from
-    // what it did, while all rests.
-    plan_slots(step_actions_);
+  if (executor_.should_replan()) {
+    executor_.plan_slots(scheduler_.units(), step_actions_);  // what it did
   }
   step_actions_.clear();
 }
@@ -208,22 +197,7 @@ void Runtime::forward_end(
        .more_follow = more_follow});
   hide(*units_[unit]);
   if (open_calls_.empty() && !needs_backward) {
-    finish_evaluation();
-  }
-}
-
-// No backward comes whose reductions would end what reads the weights.
-void Runtime::finish_evaluation() {
-  const bool fences =
-      options_.others_write && options_.copy_gathers != CopyGathers::none;
-  if (!offloads_ && !fences) {
-    return;
-  }
-  for (const auto& unit : units_) {
-    for (const auto& group : unit->groups()) {
-      fences ? group->weights().wait_for_readers()
-             : group->weights().wait_for_uploads();
-    }
+    executor_.end_evaluation();
   }
 }
 
@@ -433,7 +407,7 @@ TaskId Runtime::ensure_task(const UnitParameter* arrived) {
     reset_after_failure();
   }
   if (tasks_.empty()) {
-    observe([](RuntimeObserver& o) { o.backward_begins(); });
+    observers_.tell([](RuntimeObserver& o) { o.backward_begins(); });
     for (const auto& unit : units_) {
       reveal(*unit);  // kept since the forward, or always there
     }
@@ -523,7 +497,8 @@ void Runtime::begin_backward(Call& call, TaskId task) {
   if (strict_) {
     strict_->backward_begin(call.id);
   }
-  observe([&](RuntimeObserver& o) { o.backward_began(*units_[call.unit]); });
+  observers_.tell(
+      [&](RuntimeObserver& o) { o.backward_began(*units_[call.unit]); });
   feed(
       {.kind = EventKind::backward_begin,
        .unit = call.unit,
@@ -572,7 +547,7 @@ std::optional<nn::WgradTarget> Runtime::begin_wgrad(
     return std::nullopt;
   }
   return nn::WgradTarget{
-      unit.grad_view(grads_slot(unit), p),
+      unit.grad_view(executor_.grads_slot(unit), p),
       /*accumulate=*/p.in_slot};
 }
 
@@ -630,13 +605,13 @@ void Runtime::on_task_end(TaskId task) {
   forget_dead_tensors();
   if (failure_.empty()) {
     try {
-      forget_unused_grads();
+      executor_.drop_unused_grads();
     } catch (const std::exception& e) {
       failure_ = e.what();
       throw;
     }
   }
-  observe([](RuntimeObserver& o) { o.backward_ended(); });
+  observers_.tell([](RuntimeObserver& o) { o.backward_ended(); });
   if (failure_.empty() && !scheduler_.in_forward()) {
     FLATSHARD_CHECK(
         scheduler_.resting(),

@@ -94,6 +94,7 @@ class Unit {
   /// Some layers write their gradients into the slot (see nn::WgradSink). True
   /// at first for units with a module.
   void set_writes_in_place(bool writes) { writes_in_place_ = writes; }
+  bool writes_in_place() const { return writes_in_place_; }
   /// Forgets gradients of an unfinished backward.
   void drop_grads();
 
@@ -102,6 +103,7 @@ class Unit {
   bool by_hand = false;  ///< somebody asked for the weights; never hidden
   Event gathered;        ///< the gather is done
   bool awaited = false;  ///< compute waits for `gathered`
+  Event grads_read;      ///< the last reduction has read the gradient slot
   Event reduced;         ///< the last reduction is done
 
  private:

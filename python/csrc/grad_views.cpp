@@ -1,8 +1,9 @@
 #include "python/csrc/grad_views.h"
 
+#include "flatshard/device/memory.h"
+
 #include <ATen/ATen.h>
 
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -99,12 +100,9 @@ void GradViews::show_reduced() {
     stages_[g] = Stage::shown;
     show_group(g);
     const at::Tensor& flat = group.gradients().reduced().local();
-    if (flat.is_cuda()) {
-      // A hook that drops the last .grad frees this while its kernels run on
-      // another stream than the one that allocates.
-      flat.record_stream(
-          c10::impl::VirtualGuardImpl(c10::kCUDA).getStream(flat.device()));
-    }
+    // A hook that drops the last .grad frees this while its kernels run on
+    // another stream than the one that allocates.
+    keep_for_current_stream(flat);
     group.gradients().give_up();
     run_hooks(g);
   }

@@ -7,6 +7,10 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
 namespace flatshard {
 namespace {
 
@@ -367,6 +371,87 @@ TEST(Contract, GradientsOfChosenParameters) {
     });
     twin.step(forward_backward);
   });
+}
+
+// All-reduces only when that many reduce-scatters have been launched.
+class WaitingCommunicator : public Communicator {
+ public:
+  WaitingCommunicator(
+      std::shared_ptr<Communicator> group,
+      std::shared_ptr<CollectiveLog> log,
+      std::int64_t num_scatters)
+      : Communicator(group->rank(), group->size(), "waiting", group->device()),
+        group_(std::move(group)),
+        log_(std::move(log)),
+        num_scatters_(num_scatters) {}
+
+  bool waited_in_vain = false;
+
+ protected:
+  void do_all_gather(Tensors outs, Tensors ins) override {
+    all_gather_of(*group_, std::move(outs), std::move(ins));
+  }
+  void do_reduce_scatter(Tensors outs, Tensors ins, ReduceOp op) override {
+    reduce_scatter_of(*group_, std::move(outs), std::move(ins), op);
+  }
+  void do_all_reduce(at::Tensor inout, ReduceOp op) override {
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(5);
+    while (num_launched() < num_scatters_) {
+      if (std::chrono::steady_clock::now() > end) {
+        waited_in_vain = true;
+        break;
+      }
+      std::this_thread::yield();
+    }
+    all_reduce_of(*group_, std::move(inout), op);
+  }
+  void do_broadcast(at::Tensor tensor, int root) override {
+    broadcast_of(*group_, std::move(tensor), root);
+  }
+  void do_barrier() override { barrier_of(*group_); }
+
+ private:
+  std::int64_t num_launched() const {
+    const auto records = log_->records();
+    return std::count_if(records.begin(), records.end(), [](const auto& r) {
+      return r.kind == CollectiveKind::reduce_scatter;
+    });
+  }
+
+  std::shared_ptr<Communicator> group_;
+  std::shared_ptr<CollectiveLog> log_;
+  std::int64_t num_scatters_;
+};
+
+// The network between hosts may be slow: the ranks of a host reduce the next
+// unit meanwhile.
+TEST(Contract, ASlowOuterAxisHoldsBackNoInnerReduction) {
+  for (const char* strategy : {"hsdp", "hsdp_zero2"}) {
+    testing::run_ranks(4, [&](testing::RankContext& context) {
+      context.log = std::make_shared<CollectiveLog>();
+      auto mesh = context.mesh({{"outer", 2}, {"dp", 2}});
+      testing::Lab lab;
+      const auto units = static_cast<std::int64_t>(lab->units().size());
+      const auto waiting = std::make_shared<WaitingCommunicator>(
+          mesh->communicator(0, Purpose::reduce).shared_from_this(),
+          context.log,
+          units);
+      mesh = mesh->with_communicators({{{"outer"}, waiting, Purpose::reduce}});
+      const auto runtime = fully_shard(
+          *lab,
+          mesh,
+          {.units = lab->units(),
+           .strategy = strategy,
+           .precision = Precision::full()});
+      context.log->clear();
+      lab(at::ones({4, lab->cells[0]->gain.size(0)}))
+          .square()
+          .mean()
+          .backward();
+      runtime->synchronize();
+      EXPECT_FALSE(waiting->waited_in_vain) << strategy;
+    });
+  }
 }
 
 }  // namespace

@@ -1,0 +1,141 @@
+#pragma once
+
+#include "flatshard/buffer/slot_pool.h"
+#include "flatshard/device/stream.h"
+#include "flatshard/device/timer.h"
+#include "flatshard/mesh/mesh.h"
+#include "flatshard/schedule/actions.h"
+#include "flatshard/schedule/slot_plan.h"
+#include "flatshard/unit/observer.h"
+#include "flatshard/unit/runtime_options.h"
+#include "flatshard/unit/unit.h"
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace flatshard {
+
+/// Carries the Scheduler's actions out: on streams, with slots, by collectives.
+/// Knows units and time, and nothing of autograd. One caller at a time.
+class Executor {
+ public:
+  using Units = std::vector<std::unique_ptr<Unit>>;
+
+  /// @param units, observers  outlive this.
+  Executor(
+      std::shared_ptr<Mesh> mesh,
+      const Units& units,
+      const RuntimeObservers& observers,
+      const RuntimeOptions& options);
+  /// Waits for the streams.
+  ~Executor();
+  Executor(const Executor&) = delete;
+  Executor& operator=(const Executor&) = delete;
+
+  /// Gives each use of a slot its place, as `actions` need them. While nothing
+  /// is held.
+  void plan_slots(
+      std::span<const UnitSpec> specs,
+      std::span<const Action> actions);
+  /// A step needed slots that the plan does not have, and nothing is held now.
+  bool should_replan() const;
+
+  /// @throws Error with rank, step, unit and action as its context.
+  void execute(const Action& action);
+  /// The gathers to come are asked for by hand.
+  void set_by_hand(bool by_hand) { by_hand_ = by_hand; }
+  /// Where layers write the unit's gradients: taken now if it is not yet.
+  void* grads_slot(Unit& unit);
+
+  /// A forward without a backward is over: nobody reads the weights any more
+  /// that others write.
+  void end_evaluation();
+  /// Where nothing is gathered, compute itself reads what was written.
+  void wait_for_written_weights();
+  /// The outermost backward is over: with
+  /// RuntimeOptions::unused_grads_stay_undefined, groups of which no rank got a
+  /// gradient have none. Collective then.
+  void drop_unused_grads();
+
+  /// Lays streams, slots and units to rest, whatever they were at.
+  void reset();
+  /// Blocks until all work of its streams is done.
+  void synchronize();
+  /// The same of the reductions alone.
+  void synchronize_reductions();
+
+  /// The step that errors and the flight recorder name.
+  void set_step(std::int64_t step) { step_ = step; }
+  void measure_exposed(bool measure) { measures_ = measure; }
+  double wait_and_take_exposed_ms() { return exposed_->wait_and_take_ms(); }
+  const SlotPool& pool() const { return pool_; }
+  const SlotPlan& plan() const { return plan_; }
+  /// DebugOptions::poison: of the block that released parameters point at.
+  std::int64_t poison_nbytes() const { return poison_nbytes_; }
+
+ private:
+  /// The reduction of one group of a unit.
+  struct Planned {
+    ParamGroup* group = nullptr;
+    at::Tensor flat;  ///< in the slot
+    GradientPipeline::Reduction reduction;
+    /// What the outer stream reads when it gets there; null: nothing.
+    std::shared_ptr<at::Tensor> inner;
+  };
+  struct Drained {  ///< a gradient slot that may go
+    Unit* unit = nullptr;
+    Slot slot;
+    Event last_use;
+  };
+
+  void gather(Unit& unit, Phase phase);
+  void await(Unit& unit);
+  void release(Unit& unit);
+  void reduce(Unit& unit, bool collective, bool is_last);
+  void reduce_outer(Unit& unit, const std::vector<Planned>& planned);
+  void tell_reduced(Unit& unit);
+  void drain(Unit& unit);
+  void join();
+  void release_drained();
+  void rest(Unit& unit);
+  void compute_waits(const Event& event);
+  std::shared_ptr<Stream> compute() const;
+  void for_all_streams(const std::function<void(Stream&)>& function) const;
+  std::string context(const Action& action) const;
+  // DebugOptions::poison; executor_poison.cpp.
+  void poison_parameters();
+  Event poison_after_reduction(const Unit& unit);
+
+  std::shared_ptr<Mesh> mesh_;
+  const Units& units_;
+  const RuntimeObservers& observers_;
+  const RuntimeOptions options_;
+  SlotPool pool_;
+  SlotPlan plan_;
+  std::int64_t planned_dynamic_ = 0;  ///< dynamic slots when the plan was made
+  std::shared_ptr<Stream> gather_stream_;
+  std::shared_ptr<Stream> reduce_stream_;
+  /// Reductions over the outer axis of HSDP and HFSDP; null: there are none.
+  std::shared_ptr<Stream> outer_stream_;
+  std::unique_ptr<StreamTimer> exposed_;
+  bool measures_ = false;
+  bool by_hand_ = false;
+  bool offloads_ = false;  ///< some group's main weights are in host memory
+  Event all_reduced_;
+  Event all_outer_reduced_;
+  /// With slots_on_demand: compute, which frees them, waits for their
+  /// reductions only when it takes the next one, or at the join.
+  std::vector<Drained> drained_;
+  /// Groups that this backward reduced, and whether each had no gradient
+  /// before.
+  std::vector<std::pair<ParamGroup*, bool>> reduced_groups_;
+  std::int64_t poison_nbytes_ = 0;
+  std::int64_t step_ = 0;
+};
+
+}  // namespace flatshard

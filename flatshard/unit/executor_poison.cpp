@@ -1,0 +1,51 @@
+// What DebugOptions::poison asks of the Executor.
+#include "flatshard/unit/executor.h"
+#include "flatshard/unit/poison.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+namespace flatshard {
+
+void Executor::poison_parameters() {
+  std::vector<PoisonSpec> specs;
+  for (const auto& unit : units_) {
+    for (const UnitParameter& p : unit->parameters()) {
+      specs.push_back({unit->name(), p.name, p.storage.nbytes()});
+      if (mesh_->device().is_cuda()) {
+        poison_nbytes_ = std::max(
+            poison_nbytes_,
+            static_cast<std::int64_t>(p.storage.nbytes()));
+      }
+    }
+  }
+  const auto memory = make_poison(
+      mesh_->device(),
+      fmt::format("rank {}/{}", mesh_->rank(), mesh_->size()),
+      specs);
+  std::size_t next = 0;
+  for (const auto& unit : units_) {
+    for (UnitParameter& p : unit->parameters()) {
+      p.storage.set_released_memory(memory[next++]);
+    }
+    unit->clear();
+  }
+}
+
+Event Executor::poison_after_reduction(const Unit& unit) {
+  // After an exception the slot may still be written by compute, and no
+  // reduction follows.
+  Event written;
+  written.record(*compute());
+  written.wait(*reduce_stream_);
+  reduce_stream_->submit(
+      [data = unit.grads_slot.data,
+       nbytes = unit.grads_slot.nbytes,
+       device = mesh_->device()] { fill_with_nan(data, nbytes, device); });
+  Event last_use;
+  last_use.record(*reduce_stream_);
+  return last_use;
+}
+
+}  // namespace flatshard
