@@ -34,7 +34,17 @@ Placements GradientPipeline::partial_outside() const {
   return placements;
 }
 
+bool GradientPipeline::lies_on_outer_axis() const {
+  const auto& model = context_.options.model_mesh;
+  return context_.num_axes() == 1 && context_.mesh->axis(0).size > 1 &&
+         model != nullptr && model->size() > context_.mesh->size() &&
+         model->axis(0) == context_.mesh->axis(0);
+}
+
 bool GradientPipeline::has_outer_stage() const {
+  if (lies_on_outer_axis()) {
+    return true;
+  }
   const Strategy& strategy = context_.options.strategy;
   const Placements& rest = strategy.optimizer;
   if (context_.num_axes() < 2 || context_.mesh->axis(0).size == 1 ||
@@ -105,6 +115,7 @@ GradientPipeline::Reduction GradientPipeline::plan(
     return r;
   }
   r.by_outer = has_outer_stage();
+  r.outer_reads_slot = lies_on_outer_axis() && !r.add_local && !r.add_inner;
   contributed_ = std::exchange(contributes_, false);
   check_owned();
   r.add_reduced = owner_ == Owner::us;
@@ -167,8 +178,10 @@ at::Tensor GradientPipeline::reduce_inner(
     }
   }
   if (r.by_outer) {
-    return plan_of(to_outside_, partial_everywhere(), partial_outside())
-        .run(source);
+    return lies_on_outer_axis()
+               ? source
+               : plan_of(to_outside_, partial_everywhere(), partial_outside())
+                     .run(source);
   }
   finish(source, plan_of(to_rest_, partial_everywhere(), at_rest()), r);
   return {};

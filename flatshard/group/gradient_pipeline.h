@@ -41,7 +41,9 @@ class GradientPipeline {
     bool add_reduced = false;
     bool to_inner = false;
     bool by_outer = false;  ///< reduce_outer ends it
-    bool widen = false;     ///< what is there from the reduce dtype first
+    /// There is no inner axis: what reduce_outer takes is the slot itself.
+    bool outer_reads_slot = false;
+    bool widen = false;  ///< what is there from the reduce dtype first
   };
   /// Allocates what is missing, on the current stream: later work of the reduce
   /// stream waits for it, and it waits for the reductions before zero().
@@ -49,14 +51,15 @@ class GradientPipeline {
   /// Carries it out, but for the outer axis where Reduction::by_outer says so.
   /// Collective; inside Stream::submit, on the reduce stream.
   /// @param slot  [layout.numel()] reduce dtype, this rank's gradient; padding
-  ///   is zero. Overwritten, and read by nothing that comes later.
+  ///   is zero. Overwritten; see Reduction::outer_reads_slot.
   /// @return  what reduce_outer takes; undefined where there is nothing to do.
   at::Tensor reduce_inner(const at::Tensor& slot, const Reduction& reduction);
   /// The rest: over the outer axis of HSDP and HFSDP, often a slower network,
   /// so on a stream and communicator of its own it does not hold back the inner
   /// axes' next reduction. Collective; inside Stream::submit.
   void reduce_outer(const at::Tensor& inner, const Reduction& reduction);
-  /// The outer axis is reduced apart from the inner ones.
+  /// The outer axis is reduced apart from the inner ones, in all groups of a
+  /// model alike: a communicator has one stream.
   bool has_outer_stage() const;
   /// Both, on one stream.
   void reduce(const at::Tensor& slot, const Reduction& reduction) {
@@ -139,6 +142,8 @@ class GradientPipeline {
       const at::Tensor& source,
       const Redistribution& last,
       const Reduction& r);
+  /// The group's whole mesh is the outer axis of the model's.
+  bool lies_on_outer_axis() const;
   Placements partial_everywhere() const;
   /// Reduced over the inner axes only.
   Placements partial_outside() const;

@@ -139,7 +139,6 @@ void Executor::execute(const Action& action) {
         break;
       case ActionKind::reduce:
         reduce(*units_[action.unit], true, action.is_last);
-        tell_reduced(*units_[action.unit]);
         break;
       case ActionKind::accumulate:
         reduce(*units_[action.unit], false, action.is_last);
@@ -351,6 +350,11 @@ void Executor::reduce_outer(Unit& unit, const std::vector<Planned>& planned) {
   unit.reduced = {};
   unit.reduced.record(*outer_stream_);
   all_outer_reduced_ = unit.reduced;
+  if (std::any_of(planned.begin(), planned.end(), [](const Planned& p) {
+        return p.reduction.outer_reads_slot;
+      })) {
+    unit.grads_read = unit.reduced;
+  }
 }
 
 void Executor::tell_reduced(Unit& unit) {

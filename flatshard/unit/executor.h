@@ -47,6 +47,9 @@ class Executor {
 
   /// @throws Error with rank, step, unit and action as its context.
   void execute(const Action& action);
+  /// After a unit's reduction: observers that want its gradients get them. What
+  /// they throw is theirs and gets no context.
+  void tell_reduced(Unit& unit);
   /// The gathers to come are asked for by hand.
   void set_by_hand(bool by_hand) { by_hand_ = by_hand; }
   /// Where layers write the unit's gradients: taken now if it is not yet.
@@ -98,7 +101,6 @@ class Executor {
   void release(Unit& unit);
   void reduce(Unit& unit, bool collective, bool is_last);
   void reduce_outer(Unit& unit, const std::vector<Planned>& planned);
-  void tell_reduced(Unit& unit);
   void drain(Unit& unit);
   void join();
   void release_drained();

@@ -39,6 +39,7 @@ Event Executor::poison_after_reduction(const Unit& unit) {
   Event written;
   written.record(*compute());
   written.wait(*reduce_stream_);
+  unit.grads_read.wait(*reduce_stream_);
   reduce_stream_->submit(
       [data = unit.grads_slot.data,
        nbytes = unit.grads_slot.nbytes,

@@ -282,6 +282,9 @@ void Runtime::feed(ScheduleEvent event) {
     for (const Action& action : decide(event)) {
       record(action);
       executor_.execute(action);
+      if (action.kind == ActionKind::reduce) {
+        executor_.tell_reduced(*units_[action.unit]);
+      }
     }
   } catch (const std::exception& e) {
     failure_ = e.what();

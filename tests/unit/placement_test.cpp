@@ -290,7 +290,8 @@ INSTANTIATE_TEST_SUITE_P(
         ExpertCase{"zero2"},
         ExpertCase{"zero3"},
         ExpertCase{"hsdp", /*hybrid=*/true},
-        ExpertCase{"zero3", /*hybrid=*/false, /*degree=*/4}),
+        ExpertCase{"zero3", /*hybrid=*/false, /*degree=*/4},
+        ExpertCase{"zero3", /*hybrid=*/false, /*degree=*/1}),
     [](const auto& info) {
       return fmt::format("{}_ep{}", info.param.strategy, info.param.degree);
     });
