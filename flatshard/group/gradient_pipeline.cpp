@@ -34,20 +34,29 @@ Placements GradientPipeline::partial_outside() const {
   return placements;
 }
 
+bool GradientPipeline::has_models_outer_axis() const {
+  const auto& model = context_.options.model_mesh;
+  return context_.mesh->axis(0).size > 1 &&
+         (model == nullptr || model->axis(0) == context_.mesh->axis(0));
+}
+
 bool GradientPipeline::lies_on_outer_axis() const {
   const auto& model = context_.options.model_mesh;
-  return context_.num_axes() == 1 && context_.mesh->axis(0).size > 1 &&
-         model != nullptr && model->size() > context_.mesh->size() &&
-         model->axis(0) == context_.mesh->axis(0);
+  return has_models_outer_axis() && model != nullptr &&
+         context_.mesh->size() == context_.mesh->axis(0).size &&
+         model->size() > context_.mesh->size();
 }
 
 bool GradientPipeline::has_outer_stage() const {
   if (lies_on_outer_axis()) {
     return true;
   }
+  // Without inner ranks the outer axis' communicator is that of the whole mesh,
+  // which other groups use on the reduce stream.
   const Strategy& strategy = context_.options.strategy;
   const Placements& rest = strategy.optimizer;
-  if (context_.num_axes() < 2 || context_.mesh->axis(0).size == 1 ||
+  if (!has_models_outer_axis() ||
+      context_.mesh->size() == context_.mesh->axis(0).size ||
       !strategy.gradient.front().is_partial()) {
     return false;
   }

@@ -142,6 +142,7 @@ class GradientPipeline {
       const at::Tensor& source,
       const Redistribution& last,
       const Reduction& r);
+  bool has_models_outer_axis() const;
   /// The group's whole mesh is the outer axis of the model's.
   bool lies_on_outer_axis() const;
   Placements partial_everywhere() const;

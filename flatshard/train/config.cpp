@@ -102,6 +102,13 @@ std::vector<std::string> section_names() {
     std::string_view section,
     std::string_view name,
     const std::string& where) {
+  FLATSHARD_CHECK(
+      section != "validation" || name != "steps",
+      config,
+      "{}: section [validation] has no key 'steps' any more; give 'sequences', "
+      "the number of sequences that are validated on (steps times the global "
+      "batch)",
+      where);
   std::vector<std::string> in_section;
   std::string elsewhere;
   for (const ConfigKey& key : config_keys()) {

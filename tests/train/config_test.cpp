@@ -208,6 +208,9 @@ TEST(Config, UnknownNamesPointAtTheNearest) {
       "--set training.stesp=3: section [training] has no key 'stesp'; did you "
       "mean 'steps'?");
   EXPECT_THAT(
+      refused({"validation.steps=3"}),
+      HasSubstr("has no key 'steps' any more; give 'sequences'"));
+  EXPECT_THAT(
       refused({"traning.steps=3"}),
       HasSubstr("did you mean [training]?"));
 }
