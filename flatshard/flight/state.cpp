@@ -3,13 +3,11 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <charconv>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 
 #include "flatshard/core/error.h"
+#include "flatshard/core/process.h"
 
 namespace flatshard {
 namespace {
@@ -59,31 +57,6 @@ void check_fields(const std::vector<std::string_view>& fields, std::size_t n) {
       "the same version?",
       n,
       fields.size());
-}
-
-std::string read_file(const std::filesystem::path& path) {
-  std::ifstream file(path);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
-
-struct ProcStat {
-  char state = 0;  // 0: there is no such process
-  std::int64_t start = 0;
-};
-
-// /proc/PID/stat: "pid (name) state ppid ...", start time is field 22. The
-// name may hold spaces and parentheses.
-ProcStat proc_stat(std::int64_t pid) {
-  const std::string text = read_file(fmt::format("/proc/{}/stat", pid));
-  const std::size_t close = text.rfind(')');
-  if (close == std::string::npos || close + 2 >= text.size()) {
-    return {};
-  }
-  const auto fields = split(std::string_view(text).substr(close + 2), ' ');
-  if (fields.size() < 20) {
-    return {};
-  }
-  return {fields[0][0], number<std::int64_t>(fields[19])};
 }
 
 }  // namespace
@@ -257,16 +230,13 @@ FlightState parse_flight_state(std::string_view text) {
 FlightState this_process(int rank) {
   FlightState state;
   state.rank = rank;
-  std::array<char, 256> host{};
-  ::gethostname(host.data(), host.size() - 1);
-  state.host = host.data();
+  state.host = host_name();
   state.pid = ::getpid();
   std::error_code ignored;
   const auto pid_namespace =
       std::filesystem::read_symlink("/proc/self/ns/pid", ignored);
-  state.process_space = plain(read_file("/proc/sys/kernel/random/boot_id")) +
-                        "/" + pid_namespace.string();
-  state.process_start = proc_stat(state.pid).start;
+  state.process_space = boot_id() + "/" + pid_namespace.string();
+  state.process_start = process_stat(state.pid).start_ticks;
   return state;
 }
 
@@ -276,9 +246,9 @@ ProcessState process_state(const FlightState& state) {
       state.process_space != self.process_space) {
     return ProcessState::unknown;
   }
-  const ProcStat now = proc_stat(state.pid);
-  if (now.state == 0 || now.start != state.process_start || now.state == 'Z' ||
-      now.state == 'X') {
+  const ProcessStat now = process_stat(state.pid);
+  if (now.state == 0 || now.start_ticks != state.process_start ||
+      now.state == 'Z' || now.state == 'X') {
     return ProcessState::gone;
   }
   return now.state == 'T' || now.state == 't' ? ProcessState::stopped

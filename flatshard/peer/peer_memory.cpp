@@ -9,13 +9,13 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <fstream>
 #include <functional>
 #include <string>
 
 #include "flatshard/comm/all_gather_values.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
+#include "flatshard/core/process.h"
 #include "flatshard/peer/backend.h"
 
 namespace flatshard {
@@ -137,10 +137,7 @@ std::unique_ptr<PeerMemory> detail::make_shared_pages(
 }
 
 std::int64_t running_kernel() {
-  std::ifstream file("/proc/sys/kernel/random/boot_id");
-  std::string id;
-  std::getline(file, id);
-  return static_cast<std::int64_t>(std::hash<std::string>{}(id));
+  return static_cast<std::int64_t>(std::hash<std::string>{}(boot_id()));
 }
 
 void PeerMemory::check_one_host(bool same, int rank) const {

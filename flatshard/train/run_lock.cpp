@@ -15,10 +15,10 @@
 #include <iterator>
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <sstream>
 
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
+#include "flatshard/core/process.h"
 
 namespace flatshard {
 namespace {
@@ -40,36 +40,10 @@ std::string read_text(const fs::path& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-std::string host_name() {
-  std::array<char, 256> name{};
-  ::gethostname(name.data(), name.size() - 1);
-  return name.data();
-}
-
-/// Of the running kernel: the same host after a restart is another one.
-std::string boot_id() {
-  std::string id = read_text("/proc/sys/kernel/random/boot_id");
-  while (!id.empty() && id.back() == '\n') {
-    id.pop_back();
-  }
-  return id;
-}
-
-/// When the process began, in ticks since boot; empty when there is none.
+/// When the process began; empty when there is none.
 std::string start_ticks(std::int64_t process) {
-  const std::string stat = read_text(fmt::format("/proc/{}/stat", process));
-  // The second field is a name in parentheses, which may hold anything.
-  const std::size_t name_end = stat.rfind(')');
-  if (name_end == std::string::npos) {
-    return {};
-  }
-  std::istringstream fields(stat.substr(name_end + 1));
-  constexpr int kStartTimeAfterName = 20;  // field 22 of 52
-  std::string field;
-  for (int i = 0; i < kStartTimeAfterName; ++i) {
-    fields >> field;
-  }
-  return field;
+  const ProcessStat stat = process_stat(process);
+  return stat.state == 0 ? "" : std::to_string(stat.start_ticks);
 }
 
 std::string utc_now() {
