@@ -21,17 +21,24 @@ void sum_or_set(const at::Tensor& into, const at::Tensor& from, bool add) {
 
 }  // namespace
 
-Placements GradientPipeline::partial_everywhere() const {
-  const ReduceOp op = context_.options.scaling == GradScaling::mean
-                          ? ReduceOp::avg
-                          : ReduceOp::sum;
-  return Placements(context_.num_axes(), Placement::partial(op));
-}
-
-Placements GradientPipeline::partial_outside() const {
-  Placements placements = at_rest();
-  placements.front() = partial_everywhere().front();
-  return placements;
+Placements GradientPipeline::placements_at(Stage stage) const {
+  const Placement partial = Placement::partial(
+      context_.options.scaling == GradScaling::mean ? ReduceOp::avg
+                                                    : ReduceOp::sum);
+  switch (stage) {
+    case Stage::unreduced:
+      return Placements(context_.num_axes(), partial);
+    case Stage::inner:
+      return context_.options.strategy.gradient;
+    case Stage::outside: {
+      Placements placements = at_rest();
+      placements.front() = partial;
+      return placements;
+    }
+    case Stage::rest:
+      break;
+  }
+  return at_rest();
 }
 
 bool GradientPipeline::has_models_outer_axis() const {
@@ -79,22 +86,22 @@ void GradientPipeline::allocate(
   }
 }
 
-const Redistribution& GradientPipeline::plan_of(
-    std::optional<Redistribution>& planned,
-    const Placements& from,
-    const Placements& to) const {
-  if (!planned) {
-    planned.emplace(context_.layout, context_.mesh, from, to, Purpose::reduce);
+const Redistribution& GradientPipeline::way(Stage from, Stage to) {
+  const auto known = ways_.find({from, to});
+  if (known != ways_.end()) {
+    return known->second;
   }
-  return *planned;
+  Redistribution planned(
+      context_.layout,
+      context_.mesh,
+      placements_at(from),
+      placements_at(to),
+      Purpose::reduce);
+  return ways_.emplace(std::pair(from, to), std::move(planned)).first->second;
 }
 
 void GradientPipeline::replan() {
-  to_inner_.reset();
-  inner_to_rest_.reset();
-  to_rest_.reset();
-  to_outside_.reset();
-  outside_to_rest_.reset();
+  ways_.clear();
 }
 
 GradientPipeline::Reduction GradientPipeline::plan(
@@ -106,7 +113,10 @@ GradientPipeline::Reduction GradientPipeline::plan(
   r.add_local = local_.is_filled;
   local_.is_filled = !collective;
   if (!collective) {
-    allocate(local_.buffer, partial_everywhere(), precision.main_grads);
+    allocate(
+        local_.buffer,
+        placements_at(Stage::unreduced),
+        precision.main_grads);
     return r;
   }
   const Placements& between = options.strategy.gradient;
@@ -165,42 +175,33 @@ at::Tensor GradientPipeline::reduce_inner(
     return {};
   }
   at::Tensor source = slot;
+  Stage reached = Stage::unreduced;
   if (r.add_local) {
     local_.buffer.local().add_(slot);
     source = local_.buffer.local().to(wire);
   }
-  const Placements& between = options.strategy.gradient;
   if (r.to_inner || r.add_inner) {
-    const at::Tensor inner =
-        plan_of(to_inner_, partial_everywhere(), between).run(source);
+    const at::Tensor inner = way(reached, Stage::inner).run(source);
     sum_or_set(inner_.buffer.local(), inner, r.add_inner);
     if (r.to_inner) {
       return {};
     }
     source = inner_.buffer.local().to(wire);
-    if (!r.by_outer) {
-      finish(source, plan_of(inner_to_rest_, between, at_rest()), r);
-      return {};
-    }
-    if (between == partial_outside()) {
-      return source;
-    }
+    reached = Stage::inner;
   }
-  if (r.by_outer) {
-    return lies_on_outer_axis()
-               ? source
-               : plan_of(to_outside_, partial_everywhere(), partial_outside())
-                     .run(source);
+  if (!r.by_outer) {
+    finish(source, way(reached, Stage::rest), r);
+    return {};
   }
-  finish(source, plan_of(to_rest_, partial_everywhere(), at_rest()), r);
-  return {};
+  return lies_on_outer_axis() ? source
+                              : way(reached, Stage::outside).run(source);
 }
 
 void GradientPipeline::reduce_outer(
     const at::Tensor& inner,
     const Reduction& r) {
   if (inner.defined()) {
-    finish(inner, plan_of(outside_to_rest_, partial_outside(), at_rest()), r);
+    finish(inner, way(Stage::outside, Stage::rest), r);
   }
 }
 

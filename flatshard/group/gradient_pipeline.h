@@ -4,7 +4,9 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <optional>
+#include <utility>
 
 #include "flatshard/buffer/flat_buffer.h"
 #include "flatshard/buffer/redistribution.h"
@@ -119,6 +121,13 @@ class GradientPipeline {
     FlatBuffer buffer;
     bool is_filled = false;
   };
+  /// What it is reduced over so far.
+  enum class Stage {
+    unreduced,  ///< nothing: it is this rank's
+    inner,      ///< what waits between microbatches
+    outside,    ///< all but the outer axis
+    rest,       ///< all
+  };
   /// Whose the reduced gradient is.
   enum class Owner {
     none,    ///< there is none
@@ -130,11 +139,9 @@ class GradientPipeline {
       FlatBuffer& buffer,
       const Placements& placements,
       at::ScalarType dtype) const;
+  Placements placements_at(Stage stage) const;
   /// Planned at its first use, on the stream that runs it.
-  const Redistribution& plan_of(
-      std::optional<Redistribution>& planned,
-      const Placements& from,
-      const Placements& to) const;
+  const Redistribution& way(Stage from, Stage to);
   void add_to_reduced(at::Tensor reduced, bool add);
   FlatBuffer wrap_reduced(at::Tensor tensor) const;
   void check_owned() const;
@@ -145,9 +152,6 @@ class GradientPipeline {
   bool has_models_outer_axis() const;
   /// The group's whole mesh is the outer axis of the model's.
   bool lies_on_outer_axis() const;
-  Placements partial_everywhere() const;
-  /// Reduced over the inner axes only.
-  Placements partial_outside() const;
   const Placements& at_rest() const;  ///< Shard or Replicate, never Partial
 
   const GroupContext& context_;
@@ -163,11 +167,7 @@ class GradientPipeline {
   bool contributes_ = false;
   bool contributed_ = false;
   Hook hook_;
-  mutable std::optional<Redistribution> to_inner_;
-  mutable std::optional<Redistribution> inner_to_rest_;
-  mutable std::optional<Redistribution> to_rest_;
-  mutable std::optional<Redistribution> to_outside_;
-  mutable std::optional<Redistribution> outside_to_rest_;
+  std::map<std::pair<Stage, Stage>, Redistribution> ways_;
 };
 
 }  // namespace flatshard

@@ -147,17 +147,24 @@ TEST_P(Reductions, ExactValues) {
   });
 }
 
+// Its gradient rests in the dtype of the wire.
+std::unique_ptr<ParamGroup> make_narrow_group(
+    RankContext& context,
+    double grad_divisor) {
+  return make_group(
+      {"zero3", {2}},
+      context.mesh(),
+      kNarrowWire,
+      GradScaling::mean,
+      grad_divisor,
+      {},
+      /*narrow_grads=*/true);
+}
+
 // Experts' gradients, whose divisor no collective knows.
 TEST(Reduction, B41_ADivisorLeavesAGradientNarrow) {
   run_ranks(2, [](RankContext& context) {
-    const auto group = make_group(
-        {"zero3", {2}},
-        context.mesh(),
-        kNarrowWire,
-        GradScaling::mean,
-        /*grad_divisor=*/4,
-        {},
-        /*narrow_grads=*/true);
+    const auto group = make_narrow_group(context, /*grad_divisor=*/4);
     const std::int64_t n = group->layout().numel();
     group->gradients().reduce(
         at::full({n}, 1.0 + context.rank, at::kBFloat16),
@@ -182,14 +189,7 @@ TEST(Reduction, B41_ADivisorLeavesAGradientNarrow) {
 // 1 + 1/512 needs more than the eight bits of a bfloat16.
 TEST(Reduction, ASecondOneWidensANarrowGradient) {
   run_ranks(2, [](RankContext& context) {
-    const auto group = make_group(
-        {"zero3", {2}},
-        context.mesh(),
-        kNarrowWire,
-        GradScaling::mean,
-        1,
-        {},
-        /*narrow_grads=*/true);
+    const auto group = make_narrow_group(context, /*grad_divisor=*/1);
     const std::int64_t n = group->layout().numel();
     const auto reduce = [&](double value, bool is_last) {
       group->gradients().reduce(
