@@ -237,6 +237,9 @@ void Executor::gather(Unit& unit, Phase phase) {
 }
 
 void Executor::compute_waits(const Event& event) {
+  if (!event.recorded()) {
+    return;
+  }
   const auto stream = compute();
   if (measures_) {
     exposed_->start();

@@ -388,10 +388,8 @@ namespace {
   FLATSHARD_THROW(
       usage,
       "parameter {} of unit {} got its gradient outside of a backward: the "
-      "unit "
-      "was reduced without it when its backward ended. Compute weight "
-      "gradients "
-      "inside the backward; delayed ones are not supported",
+      "unit was reduced without it when its backward ended. Compute weight "
+      "gradients inside the backward; delayed ones are not supported",
       p.name,
       unit.name());
 }

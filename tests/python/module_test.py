@@ -816,16 +816,17 @@ def test_registered_forward_method(mesh, rank, world):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
 
 
-def test_no_sync(mesh, rank, world):
-    def act(m, x):
-        if hasattr(m, "no_sync"):
-            with m.no_sync():
-                m(x).square().mean().backward()
-        else:
+def two_microbatches(m, x):
+    if hasattr(m, "no_sync"):
+        with m.no_sync():
             m(x).square().mean().backward()
+    else:
         m(x).square().mean().backward()
+    m(x).square().mean().backward()
 
-    against_one_process(Body(plain), mesh, rank, world, act=act)
+
+def test_no_sync(mesh, rank, world):
+    against_one_process(Body(plain), mesh, rank, world, act=two_microbatches)
 
 
 class Doubles(Block):
@@ -934,12 +935,7 @@ def scalar_model():
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_scalar_parameters_train(strategy, mesh, rank, world):
     def act(m, x):
-        if hasattr(m, "no_sync"):
-            with m.no_sync():
-                m(x).square().mean().backward()
-        else:
-            m(x).square().mean().backward()
-        m(x).square().mean().backward()
+        two_microbatches(m, x)
         torch.nn.utils.clip_grad_norm_(m.parameters(), 1e9)
 
     torch.manual_seed(0)
