@@ -1,5 +1,6 @@
 #pragma once
 
+#include "flatshard/device/graph.h"
 #include "flatshard/device/memory.h"
 #include "flatshard/device/stream.h"
 #include "flatshard/device/timer.h"
@@ -23,6 +24,7 @@ void reset_cuda_peak_memory(at::Device device);
 bool pin_host_memory(void* begin, std::size_t nbytes);
 void unpin_host_memory(void* begin) noexcept;
 std::unique_ptr<StreamTimer> make_cuda_timer(at::Device device);
+std::shared_ptr<GraphPool> make_cuda_graph_pool(at::Device device);
 
 std::shared_ptr<Stream> make_cpu_stream(
     std::string name,

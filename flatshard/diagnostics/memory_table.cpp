@@ -75,6 +75,13 @@ std::vector<MemoryRow> memory_rows(
          runtime.mesh()->communicator_nbytes(),
          "what peers write for this rank to sum"});
   }
+  if (const GraphStats graphs = runtime.graph_stats(); graphs.nbytes > 0) {
+    rows.push_back(
+        {"CUDA graphs",
+         graphs.nbytes,
+         "what recorded regions save, give out and use in between; in place of "
+         "activations"});
+  }
   if (runtime.poison_nbytes() > 0) {
     rows.push_back(
         {"poison",

@@ -4,6 +4,7 @@
 #include "flatshard/nn/attention.h"
 #include "flatshard/nn/norm_linears.h"
 #include "flatshard/nn/recompute.h"
+#include "flatshard/nn/region.h"
 #include "flatshard/nn/swiglu.h"
 
 #include <cmath>
@@ -65,6 +66,26 @@ LlamaAttentionImpl::LlamaAttentionImpl(
 std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::forward(
     const at::Tensor& x,
     nn::RmsNormImpl* norm) {
+  const nn::TensorList out = nn::region(
+      *this,
+      "attn",
+      [this, norm](const nn::TensorList& in) {
+        const auto [y, attention] = attend(in[0], *norm);
+        return nn::TensorList{y, attention};
+      },
+      {x},
+      {.constants = constants(x)});
+  return {out[0], out[1]};
+}
+
+nn::TensorList LlamaAttentionImpl::constants(const at::Tensor& x) {
+  const auto [cos, sin] = rope_->get(x.size(1), x.device());
+  return {cos, sin};
+}
+
+std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::attend(
+    const at::Tensor& x,
+    nn::RmsNormImpl& norm) {
   const std::int64_t batch = x.size(0);
   const std::int64_t seq = x.size(1);
   const auto heads = [&](const at::Tensor& t) {
@@ -74,7 +95,7 @@ std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::forward(
   const auto [in, qkv] = nn::norm_linears(
       x,
       {},
-      *norm,
+      norm,
       {q_proj_.get(), k_proj_.get(), v_proj_.get()});
   const at::Tensor q = nn::rope(heads(qkv[0]), cos, sin);
   const at::Tensor k = nn::rope(heads(qkv[1]), cos, sin);
@@ -97,9 +118,24 @@ at::Tensor LlamaMlpImpl::forward(
     const at::Tensor& x,
     const at::Tensor& delta,
     nn::RmsNormImpl* norm) {
-  const auto [sum, in] =
-      nn::norm_linears(x, delta, *norm, {gate_proj_.get(), up_proj_.get()});
-  return nn::swiglu_linear(in[0], in[1], *down_proj_, sum);
+  nn::TensorList inputs{x};
+  if (delta.defined()) {
+    inputs.push_back(delta);
+  }
+  return nn::region(
+      *this,
+      "mlp",
+      [this, norm](const nn::TensorList& in) {
+        const at::Tensor delta = in.size() > 1 ? in[1] : at::Tensor();
+        const auto [sum, outs] = nn::norm_linears(
+            in[0],
+            delta,
+            *norm,
+            {gate_proj_.get(), up_proj_.get()});
+        return nn::TensorList{
+            nn::swiglu_linear(outs[0], outs[1], *down_proj_, sum)};
+      },
+      inputs)[0];
 }
 
 LlamaBlockImpl::LlamaBlockImpl(
@@ -134,14 +170,16 @@ at::Tensor LlamaBlockImpl::run(const at::Tensor& in) {
 }
 
 at::Tensor LlamaBlockImpl::forward(const at::Tensor& x) {
-  if (checkpoint_ != ActivationCheckpoint::full) {
-    return run(x);
+  nn::RegionOptions options{.constants = self_attn_->constants(x)};
+  if (checkpoint_ == ActivationCheckpoint::full) {
+    options.recompute = kNoRng;
   }
-  return nn::checkpoint(
+  return nn::region(
       *this,
-      [this](const at::Tensor& in) { return run(in); },
-      x,
-      kNoRng);
+      "block",
+      [this](const nn::TensorList& in) { return nn::TensorList{run(in[0])}; },
+      {x},
+      options)[0];
 }
 
 LlamaHeadImpl::LlamaHeadImpl(

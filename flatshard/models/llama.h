@@ -41,8 +41,14 @@ class LlamaAttentionImpl : public nn::Module {
   std::tuple<at::Tensor, at::Tensor> forward(
       const at::Tensor& x,
       nn::RmsNormImpl* norm);
+  /// What the forward of x reads that is no parameter: the rotary table.
+  nn::TensorList constants(const at::Tensor& x);
 
  private:
+  std::tuple<at::Tensor, at::Tensor> attend(
+      const at::Tensor& x,
+      nn::RmsNormImpl& norm);
+
   std::int64_t head_dim_;
   SharedRope rope_;
   nn::Linear q_proj_{nullptr}, k_proj_{nullptr}, v_proj_{nullptr},

@@ -96,6 +96,10 @@ void Module::set_recompute_listener(
   context_->recompute_listener = listener;
 }
 
+void Module::set_region_runner(const std::shared_ptr<RegionRunner>& runner) {
+  context_->region_runner = runner;
+}
+
 std::exception_ptr Module::run_forward_error_hooks(
     std::exception_ptr error) noexcept {
   try {

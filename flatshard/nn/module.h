@@ -90,6 +90,9 @@ class Module : public torch::nn::Module {
   void set_recompute_listener(
       const std::shared_ptr<RecomputeListener>& listener);
 
+  /// Runs the regions that this module owns (nn/region.h); held weakly.
+  void set_region_runner(const std::shared_ptr<RegionRunner>& runner);
+
   /// Explicit generators this module's own forward draws from (not its
   /// children's); recomputation replays them.
   virtual std::vector<at::Generator> own_generators() const { return {}; }

@@ -2,9 +2,8 @@
 
 #include "flatshard/core/log.h"
 #include "flatshard/nn/autograd.h"
-#include "flatshard/nn/cuda_ops.h"
+#include "flatshard/nn/generator_states.h"
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/engine.h>
 
@@ -14,73 +13,14 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-at::Tensor state_of(const at::Generator& generator) {
-  at::Generator g = generator;
-  const std::lock_guard lock(g.mutex());
-  return g.get_state();
-}
+thread_local int first_runs = 0;  // open on this thread
 
-void set_state(at::Generator generator, const at::Tensor& state) {
-  const std::lock_guard lock(generator.mutex());
-  generator.set_state(state);
-}
-
-using GeneratorStates = std::vector<std::pair<at::Generator, at::Tensor>>;
-
-// Everything that fn may draw from.
-GeneratorStates capture(Module& owner, const TensorList& inputs) {
-  GeneratorStates states;
-  const auto add = [&](const at::Generator& generator) {
-    for (const auto& [seen, state] : states) {
-      if (seen == generator) {
-        return;
-      }
-    }
-    states.emplace_back(generator, state_of(generator));
-  };
-  add(at::detail::getDefaultCPUGenerator());
-  for (const at::Tensor& input : inputs) {
-    if (const auto generator = cuda::default_generator(input.device())) {
-      add(*generator);
-    }
-  }
-  for (const auto& module : owner.modules()) {
-    if (const auto* ours = dynamic_cast<const Module*>(module.get())) {
-      for (const at::Generator& generator : ours->own_generators()) {
-        add(generator);
-      }
-    }
-  }
-  return states;
-}
-
-// Drops generators that fn did not move: nothing to replay there, and the
-// default one is shared with other threads.
-void keep_moved(GeneratorStates& states) {
-  std::erase_if(states, [](const auto& entry) {
-    return at::equal(entry.second, state_of(entry.first));
-  });
-}
-
-// Sets generators back to saved states and restores them when it ends.
-class Replay {
+class FirstRun {
  public:
-  explicit Replay(const GeneratorStates& states) {
-    for (const auto& [generator, state] : states) {
-      before_.emplace_back(generator, state_of(generator));
-      set_state(generator, state);
-    }
-  }
-  Replay(const Replay&) = delete;
-  Replay& operator=(const Replay&) = delete;
-  ~Replay() {
-    for (const auto& [generator, state] : before_) {
-      set_state(generator, state);
-    }
-  }
-
- private:
-  GeneratorStates before_;
+  FirstRun() { ++first_runs; }
+  ~FirstRun() { --first_runs; }
+  FirstRun(const FirstRun&) = delete;
+  FirstRun& operator=(const FirstRun&) = delete;
 };
 
 // What the node keeps beside the saved inputs.
@@ -135,10 +75,13 @@ struct CheckpointFunction : torch::autograd::Function<CheckpointFunction> {
       bool preserve_rng) {
     const TensorList args(inputs.begin(), inputs.end() - 1);
     if (preserve_rng) {
-      recipe->states = capture(*recipe->owner, args);
+      recipe->states = generator_states(*recipe->owner, args);
     }
     const auto versions = versions_of(args);
-    TensorList outputs = recipe->fn(args);
+    TensorList outputs = [&] {
+      const FirstRun first;
+      return recipe->fn(args);
+    }();
     FLATSHARD_CHECK(
         versions_of(args) == versions,
         usage,
@@ -181,7 +124,7 @@ struct CheckpointFunction : torch::autograd::Function<CheckpointFunction> {
     const Notice notice(*recipe.owner);
     TensorList outputs;
     {
-      const Replay replay(recipe.states);
+      const DrawAgain again(recipe.states);
       const at::AutoGradMode grad_mode(true);
       outputs = recipe.fn(args);
     }
@@ -220,6 +163,10 @@ bool any_requires_grad(const TensorList& tensors) {
 }
 
 }  // namespace
+
+bool in_checkpointed_forward() {
+  return first_runs > 0;
+}
 
 TensorList checkpoint(
     Module& owner,

@@ -45,9 +45,12 @@ class RecomputeListener {
   virtual void recompute_end(Module& owner) = 0;
 };
 
-/// What autograd nodes of a module's layers reach it by. Both are held weakly:
+class RegionRunner;
+
+/// What autograd nodes of a module's layers reach it by. All are held weakly:
 /// a graph or a module never keeps a runtime alive.
 struct ModuleContext : torch::CustomClassHolder {
+  std::weak_ptr<RegionRunner> region_runner;  ///< see nn/region.h
   std::weak_ptr<WgradSink> wgrad_sink;
   std::weak_ptr<RecomputeListener> recompute_listener;
 };

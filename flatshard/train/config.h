@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <string_view>
@@ -97,6 +98,13 @@ struct Config {
   struct ActivationCheckpoint {
     std::string mode = "none";
   } activation_checkpoint;
+
+  struct CudaGraph {
+    std::string impl = "none";
+    std::string modules;
+    std::int64_t warmup_steps = 3;
+    std::string on_miss = "eager";
+  } cuda_graph;
 
   struct Validation {
     std::int64_t freq = 0;
@@ -197,6 +205,10 @@ Config load_config(
 /// Checks what does not depend on the number of ranks. `parse_config` has done
 /// this already. @throws Error{config}.
 void validate_config(const Config& config);
+
+/// The regions of a block that cuda_graph.modules names: "block" when it is
+/// empty. @throws Error{config} for a name that no model has.
+std::set<std::string> graph_regions(const Config& config);
 
 /// Fills in what depends on the number of ranks (shard degree, global batch)
 /// and checks it: replicate * shard == world, and global_batch_size a multiple

@@ -1,6 +1,7 @@
 #include "flatshard/train/config_check.h"
 
 #include <algorithm>
+#include <sstream>
 #include <charconv>
 
 #include "flatshard/core/error.h"
@@ -161,6 +162,18 @@ void unused_of_features(UnusedKeys& unused) {
           "runs that write a trace");
     }
   }
+  if (config.cuda_graph.impl == "none") {
+    for (const char* key :
+         {"cuda_graph.modules",
+          "cuda_graph.warmup_steps",
+          "cuda_graph.on_miss"}) {
+      unused.look_at(
+          key,
+          "cuda_graph.impl",
+          "none",
+          "runs with CUDA graphs; set cuda_graph.impl to unit");
+    }
+  }
   if (config.checkpoint.interval == 0) {
     for (const char* key :
          {"checkpoint.keep_latest_k",
@@ -180,6 +193,32 @@ void unused_of_features(UnusedKeys& unused) {
         "0",
         "runs with delays");
   }
+}
+
+void check_cuda_graph(const Config& config) {
+  const Config::CudaGraph& graph = config.cuda_graph;
+  if (graph.impl == "none") {
+    return;
+  }
+  graph_regions(config);  // throws
+  const auto refuse = [&](bool found, const char* what, const char* why) {
+    FLATSHARD_CHECK(
+        !found,
+        config,
+        "cuda_graph.impl = \"{}\" with {}: {}",
+        graph.impl,
+        what,
+        why);
+  };
+  refuse(
+      config.diagnostics.strict,
+      "diagnostics.strict = true",
+      "a replay calls no modules whose calls could be checked");
+  refuse(
+      config.activation_checkpoint.mode == "selective" && graph.modules.empty(),
+      "activation_checkpoint.mode = \"selective\"",
+      "a block cannot be recorded with a recomputation inside; record attn "
+      "alone (cuda_graph.modules), or use \"full\" or \"none\"");
 }
 
 void check_checkpoint_folder(const std::string& text) {
@@ -372,6 +411,7 @@ void validate_config(const Config& config) {
   check_optimizer(config);
   check_lr_scheduler(config);
   check_parallelism(config);
+  check_cuda_graph(config);
   check_checkpoint_folder(config.checkpoint.folder);
   FLATSHARD_CHECK(
       config.validation.sequences != 0,
@@ -401,6 +441,22 @@ void validate_config(const Config& config) {
       "no trace",
       config.profiling.step,
       config.training.steps);
+}
+
+std::set<std::string> graph_regions(const Config& config) {
+  std::set<std::string> regions;
+  std::istringstream text(config.cuda_graph.modules);
+  for (std::string name; std::getline(text, name, ',');) {
+    std::erase_if(name, [](char c) { return c == ' '; });
+    FLATSHARD_CHECK(
+        name == "attn" || name == "mlp",
+        config,
+        "cuda_graph.modules: expected attn, mlp or both with a comma between, "
+        "or nothing for whole blocks; got '{}'",
+        name);
+    regions.insert(name);
+  }
+  return regions.empty() ? std::set<std::string>{"block"} : regions;
 }
 
 Config resolve_config(const Config& config, std::int64_t world) {

@@ -293,6 +293,28 @@ const ConfigKey kKeys[] = {
 
     KEY(metrics, log_freq, "steps between log lines", {}, 1, kMaxSteps),
 
+    KEY(cuda_graph,
+        impl,
+        "record each block once and replay its forward and its backward as one "
+        "launch each; for small models, whose kernels the host cannot launch "
+        "as fast as the GPU runs them",
+        "none|unit"),
+    KEY(cuda_graph,
+        modules,
+        "parts of blocks to record instead of whole ones: attn, mlp or both, "
+        "with a comma between"),
+    KEY(cuda_graph,
+        warmup_steps,
+        "steps before anything is recorded",
+        {},
+        1,
+        kMaxSteps),
+    KEY(cuda_graph,
+        on_miss,
+        "what a block does that cannot be replayed: run without a graph, "
+        "which is counted and logged once for each reason, or end the run",
+        "eager|error"),
+
     KEY(profiling, enabled, "write a Chrome trace of one step"),
     KEY(profiling, step, "the step to trace, counted from 1", {}, 1, kMaxSteps),
     KEY(profiling, folder, "where traces go, below run.output_dir"),

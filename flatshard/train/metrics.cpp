@@ -1,5 +1,7 @@
 #include "flatshard/train/metrics.h"
 
+#include "flatshard/unit/graph_options.h"
+
 #include <fcntl.h>
 #include <sys/ioctl.h>
 #include <unistd.h>
@@ -209,6 +211,17 @@ bool metrics_say_ended(const std::filesystem::path& path, std::int64_t step) {
 void MetricsFile::write_ended(std::int64_t step) {
   auto row = begin_row(step, attempt_);
   row["ended"] = true;
+  write_line(row.dump());
+}
+
+void MetricsFile::write_graphs(std::int64_t step, const GraphStats& stats) {
+  auto row = begin_row(step, attempt_);
+  auto& graphs = row["cuda_graph"];
+  graphs["captures"] = stats.captures;
+  graphs["forward_replays"] = stats.forward_replays;
+  graphs["backward_replays"] = stats.backward_replays;
+  graphs["nbytes"] = stats.nbytes;
+  graphs["fallbacks"] = stats.fallbacks;
   write_line(row.dump());
 }
 

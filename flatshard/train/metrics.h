@@ -13,6 +13,7 @@ namespace flatshard {
 
 inline constexpr double kGiB = 1024.0 * 1024 * 1024;  ///< bytes
 
+struct GraphStats;     // unit/graph_options.h
 struct ParameterNorm;  // diagnostics/norms.h
 
 /// What one logged step measured. Times are of the host's clock on this rank
@@ -100,6 +101,9 @@ class MetricsFile {
   void write(const StepMetrics& metrics);
   /// A row {"step", "ended": true}: what comes after the last step is on disk.
   void write_ended(std::int64_t step);
+  /// A row {"step", "cuda_graph": {"captures", "forward_replays",
+  /// "backward_replays", "nbytes", "fallbacks": {reason: count}}}.
+  void write_graphs(std::int64_t step, const GraphStats& stats);
   /// A row {"step", "nonfinite": what, "goes_on_after": step}.
   void write_nonfinite(
       std::int64_t step,

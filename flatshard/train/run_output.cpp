@@ -89,4 +89,9 @@ void RunOutput::nonfinite(
   });
 }
 
+void RunOutput::graphs(std::int64_t step, const GraphStats& stats) {
+  log_info("{}", to_string(stats));
+  for_option(kOutputDir, [&] { metrics_->write_graphs(step, stats); });
+}
+
 }  // namespace flatshard

@@ -8,6 +8,7 @@
 
 #include "flatshard/train/config.h"
 #include "flatshard/train/metrics.h"
+#include "flatshard/unit/graph_options.h"
 
 namespace flatshard {
 
@@ -32,6 +33,8 @@ class RunOutput {
   void step(const StepMetrics& metrics);
   void validation(const ValidationMetrics& metrics);
   void norms(std::int64_t step, const std::vector<ParameterNorm>& norms);
+  /// What CUDA graphs did in this run.
+  void graphs(std::int64_t step, const GraphStats& stats);
   /// Everything that comes after the last step is on disk.
   void ended(std::int64_t step);
   /// A step whose gradient is not finite; the run goes on after `last`.

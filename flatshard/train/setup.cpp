@@ -190,6 +190,11 @@ FullyShardOptions shard_options(
   options.streams.delay_seed =
       static_cast<std::uint64_t>(config.debug.comm_delay_seed);
   options.streams.max_delay_us = static_cast<int>(config.debug.comm_delay_us);
+  options.graphs = {
+      .enabled = config.cuda_graph.impl == "unit",
+      .regions = graph_regions(config),
+      .warmup_steps = static_cast<int>(config.cuda_graph.warmup_steps),
+      .miss_is_error = config.cuda_graph.on_miss == "error"};
   options.debug = {
       .poison = config.diagnostics.poison,
       .strict = config.diagnostics.strict};

@@ -456,6 +456,11 @@ Trainer::End Trainer::train() {
              *checkpoints_->last_saved()),
          .to = to}));
   }
+  if (output_ && config_.cuda_graph.impl != "none") {
+    output_->graphs(
+        end == End::finished ? config_.training.steps : stop_.step,
+        runtime_->graph_stats());
+  }
   if (end == End::finished && output_) {
     output_->ended(config_.training.steps);
   }

@@ -238,6 +238,7 @@ void connect(
   if (auto* ours = dynamic_cast<nn::Module*>(&module)) {
     ours->set_wgrad_sink(runtime);
     ours->set_recompute_listener(runtime);
+    ours->set_region_runner(runtime->region_runner());
   }
   for (const auto& child : module.children()) {
     connect(*child, runtime);
@@ -295,7 +296,8 @@ std::shared_ptr<Runtime> fully_shard(
        .slots_on_demand = options.slots_on_demand,
        .streams = options.streams,
        .trace = options.trace,
-       .debug = options.debug});
+       .debug = options.debug,
+       .graphs = options.graphs});
   connect(root, runtime);
   return runtime;
 }

@@ -57,6 +57,8 @@ struct FullyShardOptions {
   bool trace = false;
   /// Checks that are off by default: poisoned memory, strict life cycles.
   DebugOptions debug;
+  /// Regions of units as CUDA graphs; see docs/graphs.md.
+  GraphOptions graphs;
 };
 
 /// Shards every parameter below `root` over `mesh` and installs the hooks that

@@ -6,6 +6,7 @@
 #include "flatshard/schedule/scheduler.h"
 #include "flatshard/unit/executor.h"
 #include "flatshard/unit/observer.h"
+#include "flatshard/unit/region_graphs.h"
 #include "flatshard/unit/runtime_options.h"
 #include "flatshard/unit/strict_checks.h"
 #include "flatshard/unit/unit.h"
@@ -139,6 +140,12 @@ class Runtime : public nn::WgradSink,
   /// Shown from now on what happens with memory. Without any observer nothing
   /// is spent on it.
   void add_observer(std::shared_ptr<RuntimeObserver> observer);
+  /// Runs the regions of modules as graphs; null unless GraphOptions::enabled.
+  std::shared_ptr<nn::RegionRunner> region_runner() const { return graphs_; }
+  GraphStats graph_stats() const;
+  /// Drops all graphs; regions are captured again behind another warm-up.
+  /// Between two steps.
+  void reset_graphs();
   /// Bytes of the block that released parameters point at on CUDA
   /// (DebugOptions::poison), else 0.
   std::int64_t poison_nbytes() const { return executor_.poison_nbytes(); }
@@ -239,6 +246,7 @@ class Runtime : public nn::WgradSink,
   bool sync_gradients_ = true;
   std::vector<Action> step_actions_;  ///< since the weights last changed
   RuntimeTrace trace_;
+  std::shared_ptr<RegionGraphs> graphs_;  ///< null unless asked for
   std::unique_ptr<StrictChecks> strict_;  ///< null unless asked for
   std::int64_t step_ = 0;
   mutable std::mutex mutex_;

@@ -126,6 +126,11 @@ void Runtime::before_root_forward() {
     executor_.plan_slots(scheduler_.units(), step_actions_);  // what it did
   }
   step_actions_.clear();
+  if (graphs_) {
+    graphs_->step_begins(
+        executor_.pool().num_held() == 0 && open_calls_.empty() &&
+        tasks_.empty());
+  }
 }
 
 void Runtime::forward_begin(UnitId unit, const nn::TensorList& inputs) {

@@ -2,6 +2,7 @@
 
 #include "flatshard/device/stream.h"
 #include "flatshard/unit/debug_options.h"
+#include "flatshard/unit/graph_options.h"
 
 namespace flatshard {
 
@@ -41,6 +42,7 @@ struct RuntimeOptions {
   /// Keep every event and action since the last clear_trace (tests, reports).
   bool trace = false;
   DebugOptions debug;
+  GraphOptions graphs;
 };
 
 }  // namespace flatshard

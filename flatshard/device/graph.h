@@ -1,0 +1,56 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+namespace flatshard {
+
+/// Work of a device that was recorded once and is launched as a whole.
+///
+/// CUDA: an executable CUDA graph. Capture executes nothing: kernels are
+/// recorded with the addresses that their tensors have, so what is read may be
+/// filled later. A replay costs the host one launch and goes to the current
+/// stream. CPU: the function itself, which each replay runs again into the same
+/// output tensors; for tests of what is built on graphs.
+class DeviceGraph {
+ public:
+  /// What is recorded. Its tensors are the graph's outputs; some may be
+  /// undefined.
+  using Work = std::function<std::vector<at::Tensor>()>;
+
+  virtual ~DeviceGraph() = default;
+  /// The tensors that each replay writes: same addresses every time.
+  virtual const std::vector<at::Tensor>& outputs() const = 0;
+  /// Queues the work on the current stream.
+  virtual void replay() = 0;
+};
+
+/// The memory that graphs share. Tensors that a capture leaves behind (its
+/// outputs, what autograd saved) keep their place; memory that was freed within
+/// a capture serves the next one. So replays of one pool must not overlap in
+/// time, and may come in any order.
+class GraphPool {
+ public:
+  virtual ~GraphPool() = default;
+  /// Records `work`. What it throws, or what the device says at the end of the
+  /// recording, is thrown on; the pool and the device stay usable then.
+  /// @param generators  that `work` draws from besides the device's default
+  ///   one. A replay draws what the same work would have drawn at its place.
+  virtual std::unique_ptr<DeviceGraph> capture(
+      DeviceGraph::Work work,
+      const std::vector<at::Generator>& generators = {}) = 0;
+  /// Gives back what the device's allocator keeps for nobody, before the first
+  /// of several captures: their memory is none of it.
+  virtual void make_room() = 0;
+  /// Bytes taken from the device for the graphs, freed ones included.
+  virtual std::int64_t nbytes() const = 0;
+};
+
+/// @throws Error{config} for CUDA in a build without it.
+std::shared_ptr<GraphPool> make_graph_pool(at::Device device);
+
+}  // namespace flatshard

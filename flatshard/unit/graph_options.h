@@ -1,0 +1,43 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <set>
+#include <string>
+
+namespace flatshard {
+
+/// Regions of units (nn/region.h) as CUDA graphs: their forward is one launch,
+/// and so is their backward. Gathers, reductions and hooks stay outside.
+struct GraphOptions {
+  bool enabled = false;
+  /// Names of the regions: "block" for whole blocks, or their parts such as
+  /// "attn" and "mlp".
+  std::set<std::string> regions = {"block"};
+  /// Steps that run eagerly before regions are captured, and again after
+  /// addresses changed. At least 1.
+  int warmup_steps = 3;
+  /// A region that cannot be replayed is an error; otherwise it runs eagerly,
+  /// is counted, and each reason is logged once.
+  bool miss_is_error = false;
+  /// Without a GPU replays run the captured function again, into the tensors of
+  /// a graph. For tests; refused otherwise.
+  bool emulate_on_cpu = false;
+};
+
+/// What happened since the Runtime was made.
+struct GraphStats {
+  std::int64_t captures = 0;  ///< forwards and backwards
+  std::int64_t forward_replays = 0;
+  std::int64_t backward_replays = 0;
+  /// Forwards and backwards of regions that ran eagerly behind the warm-up, by
+  /// reason.
+  std::map<std::string, std::int64_t> fallbacks;
+  std::int64_t nbytes = 0;  ///< taken from the device for the graphs
+};
+
+/// "CUDA graphs: 128 captured (1.2 GB), 640 forward and 640 backward replays; 2
+/// ran eagerly: an input has another shape (2)".
+std::string to_string(const GraphStats& stats);
+
+}  // namespace flatshard

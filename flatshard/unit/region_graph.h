@@ -1,0 +1,184 @@
+#pragma once
+
+#include "flatshard/device/graph.h"
+#include "flatshard/nn/region.h"
+#include "flatshard/unit/unit.h"
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+namespace flatshard {
+
+/// Takes the gradients of parameters to places that are known beforehand.
+class TargetSink final : public nn::WgradSink {
+ public:
+  void add(const at::Tensor& parameter, nn::WgradTarget target);
+  bool written(const at::Tensor& parameter) const;
+  /// Those of `parameter` that come next are added to what is there.
+  std::optional<nn::WgradTarget> begin_wgrad(
+      const at::Tensor& parameter) override;
+  void end_wgrad(const at::Tensor& parameter) override;
+
+ private:
+  std::unordered_map<const c10::TensorImpl*, nn::WgradTarget> targets_;
+  std::unordered_set<const c10::TensorImpl*> written_;
+};
+
+/// One region of a unit in one gradient mode: its forward and its backward as
+/// graphs, and the memory that these read and write.
+///
+/// What a kernel of a graph knows is an address: of static inputs, outputs and
+/// saved tensors, which are here, and of the unit's parameters and gradients,
+/// which are where the plan of slots has them. Both are compared before each
+/// replay, and nothing is overwritten that somebody still holds. A forward that
+/// cannot be replayed is the caller's to run eagerly; a backward runs the
+/// recorded autograd graph kernel by kernel then.
+class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
+ public:
+  /// One input, as the last eager call had it.
+  struct Input {
+    std::vector<std::int64_t> sizes;
+    std::vector<std::int64_t> strides;
+    at::TensorOptions options;
+    bool requires_grad = false;
+    /// The region that wrote its memory, or null: in a graph they share it.
+    std::shared_ptr<RegionGraph> source;
+    std::size_t source_output = 0;
+    /// The region whose output it is for autograd, or null.
+    std::shared_ptr<RegionGraph> producer;
+    std::size_t producer_output = 0;
+  };
+  struct Call {
+    nn::RegionFn fn;
+    nn::TensorList constants;
+    bool recompute = false;
+    bool preserve_rng = false;  ///< it draws the same numbers then
+    /// The forward ran within a backward, with the weights gathered for it.
+    bool in_backward = false;
+    std::vector<Input> inputs;
+  };
+  /// Who alone takes an output; null: somebody else than a region does.
+  struct Consumer {
+    std::shared_ptr<RegionGraph> region;
+    std::size_t input = 0;
+  };
+  /// Misses that another capture mends: it copies what came from elsewhere.
+  static constexpr const char* kOtherInput = "an input comes from elsewhere";
+  static constexpr const char* kOtherGradient =
+      "the gradient of an output comes from elsewhere";
+  /// Told of each backward: null for a replay, else why it was none.
+  using OnBackward =
+      std::function<void(const RegionGraph& region, const char* miss)>;
+
+  /// @param owner    the module whose region it is.
+  /// @param unit     outlives this.
+  /// @param modules  whose layers may ask for a WgradSink.
+  /// @param sink     where gradients go: the Runtime.
+  /// @param with_grad  a backward follows its forward.
+  RegionGraph(
+      std::string name,
+      nn::Module& owner,
+      Unit& unit,
+      std::vector<nn::Module*> modules,
+      std::weak_ptr<nn::WgradSink> sink,
+      bool with_grad,
+      OnBackward on_backward);
+  ~RegionGraph();
+
+  /// "attn of unit layers.3".
+  const std::string& name() const { return name_; }
+  Unit& unit() const { return unit_; }
+  bool with_grad() const { return with_grad_; }
+  /// What the next capture records.
+  void learn(Call call) { call_ = std::move(call); }
+  const Call& call() const { return call_; }
+
+  // Capture, while the unit's parameters point at where they will be. Sources
+  // come before, consumers after in the forward; the backwards in reverse.
+
+  void capture_forward(GraphPool& pool);
+  /// @param consumers  one per output.
+  /// @param targets    where gradients of parameters will go.
+  void capture_backward(
+      GraphPool& pool,
+      const std::vector<Consumer>& consumers,
+      TargetSink& targets);
+  bool captured() const { return captured_; }
+  std::size_t num_outputs() const { return outputs_.size(); }
+  /// Gives the memory back. A backward that comes later is an error.
+  void drop();
+
+  /// Why a call with `inputs` cannot be a replay; null: it can.
+  const char* miss(const nn::TensorList& inputs);
+  /// Queues the forward on the current stream. After `miss` gave null.
+  nn::TensorList replay(const nn::TensorList& inputs);
+
+ private:
+  struct Open;
+  struct ReplayFunction;
+  class ParameterScope;
+
+  nn::TensorList run_forward();
+  nn::TensorList grads_of_inputs(TargetSink& sink);
+  nn::TensorList differentiate(const nn::TensorList& grads, TargetSink& sink);
+  nn::TensorList outputs_of_replay(const nn::TensorList& inputs);
+  nn::TensorList backward(Open& open, const nn::TensorList& grads);
+  const char* miss_of_backward(
+      const nn::TensorList& grads,
+      const std::vector<std::optional<nn::WgradTarget>>& targets);
+  std::vector<const void*> parameter_addresses() const;
+  /// Parameters that the recorded autograd graph reaches.
+  std::size_t num_used() const;
+
+  std::string name_;
+  nn::Module& owner_;
+  Unit& unit_;
+  std::vector<nn::Module*> modules_;
+  std::weak_ptr<nn::WgradSink> sink_;
+  bool with_grad_;
+  OnBackward on_backward_;
+  Call call_;
+  bool captured_ = false;
+  std::vector<at::Generator> generators_;
+
+  std::unique_ptr<DeviceGraph> forward_;
+  nn::TensorList inputs_;   ///< static; leaves of the recorded autograd graph
+  std::vector<bool> chained_;  ///< an input that is another's output
+  nn::TensorList live_;     ///< outputs with the recorded autograd graph
+  nn::TensorList outputs_;  ///< static
+  std::vector<int> aliased_input_;  ///< whose memory an output is, or -1
+  std::vector<const void*> forward_addresses_;
+  /// Accumulators of the recorded graph, by parameter; null: not used.
+  std::vector<NodePtr> accumulators_;
+
+  std::unique_ptr<DeviceGraph> backward_;
+  nn::TensorList grad_outputs_;  ///< static; undefined: needs none
+  std::vector<bool> chained_grads_;
+  std::vector<const void*> backward_addresses_;
+  /// Parameters whose gradients a backward writes: which, where, and whether it
+  /// adds to what was there.
+  struct Written {
+    std::size_t parameter = 0;
+    const void* data = nullptr;
+    bool accumulate = false;
+  };
+  std::vector<Written> written_;
+
+  /// Those that came from elsewhere once, by number.
+  std::set<std::size_t> copied_inputs_;
+  std::set<std::size_t> copied_grads_;
+
+  std::int64_t num_forwards_ = 0;
+  std::weak_ptr<int> waits_;  ///< for the backward of the last forward
+  std::vector<std::weak_ptr<void>> held_outputs_;
+  std::vector<std::weak_ptr<void>> held_grads_;
+};
+
+}  // namespace flatshard

@@ -1,0 +1,480 @@
+#include "flatshard/unit/region_graphs.h"
+
+#include "flatshard/core/error.h"
+#include "flatshard/core/log.h"
+#include "flatshard/nn/module.h"
+#include "flatshard/unit/autograd_task.h"
+
+#include <ATen/ATen.h>
+#include <c10/util/ScopeExit.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace flatshard {
+
+std::string to_string(const GraphStats& stats) {
+  std::string text = fmt::format(
+      "CUDA graphs: {} captured ({:.0f} MB), {} forward and {} backward replays",
+      stats.captures,
+      static_cast<double>(stats.nbytes) * 1e-6,
+      stats.forward_replays,
+      stats.backward_replays);
+  std::int64_t eager = 0;
+  std::string reasons;
+  for (const auto& [reason, count] : stats.fallbacks) {
+    eager += count;
+    reasons += fmt::format("{}{} ({})", eager > count ? "; " : "", reason, count);
+  }
+  return eager == 0 ? text
+                    : fmt::format("{}; {} ran eagerly: {}", text, eager, reasons);
+}
+
+/// One unit, and where its slots were in the step that runs.
+struct RegionGraphs::UnitRegions {
+  Unit* unit = nullptr;
+  std::vector<nn::Module*> modules;  ///< the unit's own and all below
+  /// Those of them that own a region that is captured: hooks of theirs run
+  /// outside.
+  std::vector<const nn::Module*> owners;
+  void* forward = nullptr;
+  void* backward = nullptr;
+  void* gradients = nullptr;
+  bool moved = false;  ///< a slot had no place in the plan
+  TargetSink targets;
+};
+
+struct RegionGraphs::Region {
+  const char* name = nullptr;
+  UnitRegions* unit = nullptr;
+  /// Without and with gradients.
+  std::shared_ptr<RegionGraph> graphs[2];
+  std::string failure;  ///< of a capture: eager for good
+};
+
+struct RegionGraphs::Source {
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+  std::shared_ptr<RegionGraph> graph;
+  std::size_t output = 0;
+};
+
+struct RegionGraphs::Producer {
+  WeakNodePtr node;  ///< another one may come to its address
+  std::shared_ptr<RegionGraph> graph;
+  std::size_t output = 0;
+};
+
+RegionGraphs::RegionGraphs(
+    const std::vector<std::unique_ptr<Unit>>& units,
+    at::Device device,
+    GraphOptions options,
+    std::weak_ptr<nn::WgradSink> sink)
+    : units_(units),
+      device_(device),
+      options_(std::move(options)),
+      sink_(std::move(sink)) {
+  for (const auto& unit : units_) {
+    auto& regions =
+        unit_regions_.emplace_back(std::make_unique<UnitRegions>());
+    regions->unit = unit.get();
+    if (unit->module() == nullptr) {
+      continue;
+    }
+    for (const auto& module : unit->module()->modules()) {
+      if (auto* ours = dynamic_cast<nn::Module*>(module.get())) {
+        regions->modules.push_back(ours);
+        unit_of_module_[ours] = unit->id();  // children's units come later
+      }
+    }
+  }
+}
+
+RegionGraphs::~RegionGraphs() = default;
+
+void RegionGraphs::slot_acquired(
+    const Unit& unit,
+    SlotRole role,
+    const Slot& slot) {
+  UnitRegions& regions = *unit_regions_[unit.id()];
+  regions.moved |= slot.offset < 0;
+  switch (role) {
+    case SlotRole::forward_weights:
+      regions.forward = slot.data;
+      break;
+    case SlotRole::backward_weights:
+      regions.backward = slot.data;
+      break;
+    case SlotRole::gradients:
+      regions.gradients = slot.data;
+      break;
+  }
+}
+
+void RegionGraphs::slots_planned(
+    const SlotPlan& /*plan*/,
+    const std::vector<SlotLifetime>& /*lifetimes*/) {
+  reset();
+}
+
+void RegionGraphs::reset() {
+  for (const auto& [owner, regions] : regions_) {
+    for (const auto& region : regions) {
+      for (const auto& graph : region->graphs) {
+        if (graph) {
+          graph->drop();
+        }
+      }
+      region->failure.clear();
+    }
+  }
+  pool_.reset();
+  captured_ = again_ = false;
+  num_steps_ = 0;
+  began_ = false;
+  forget_step();
+}
+
+GraphStats RegionGraphs::stats() const {
+  GraphStats stats = stats_;
+  stats.nbytes = pool_ ? pool_->nbytes() : 0;
+  return stats;
+}
+
+void RegionGraphs::forget_step() {
+  order_.clear();
+  sources_.clear();
+  producers_.clear();
+  for (const auto& unit : unit_regions_) {
+    unit->forward = unit->backward = unit->gradients = nullptr;
+    unit->moved = false;
+  }
+}
+
+void RegionGraphs::step_begins(bool at_rest) {
+  num_steps_ += std::exchange(began_, true) ? 1 : 0;
+  if (captured_ && again_ && at_rest) {
+    reset();
+    began_ = true;
+    num_steps_ = options_.warmup_steps - 1;  // one more to learn from
+    return;
+  }
+  if (captured_) {
+    return;
+  }
+  if (num_steps_ >= options_.warmup_steps && !order_.empty() && at_rest) {
+    capture_all();
+    captured_ = true;
+  }
+  forget_step();
+}
+
+// -- a call ------------------------------------------------------------------
+
+RegionGraphs::UnitRegions* RegionGraphs::unit_of(nn::Module& owner) {
+  const auto found = unit_of_module_.find(&owner);
+  return found == unit_of_module_.end() ? nullptr
+                                        : unit_regions_[found->second].get();
+}
+
+RegionGraphs::Region& RegionGraphs::region_of(
+    nn::Module& owner,
+    const char* name,
+    UnitRegions& unit) {
+  auto& regions = regions_[&owner];
+  for (const auto& region : regions) {
+    if (region->name == name || std::strcmp(region->name, name) == 0) {
+      return *region;
+    }
+  }
+  auto& region = *regions.emplace_back(std::make_unique<Region>());
+  region.name = name;
+  region.unit = &unit;
+  unit.owners.push_back(&owner);
+  for (const bool with_grad : {false, true}) {
+    region.graphs[with_grad] = std::make_shared<RegionGraph>(
+        fmt::format("region {} of unit {}", name, unit.unit->name()),
+        owner,
+        *unit.unit,
+        unit.modules,
+        sink_,
+        with_grad,
+        [this](const RegionGraph& graph, const char* miss) {
+          if (miss == nullptr) {
+            ++stats_.backward_replays;
+          } else {
+            again_ |= miss == RegionGraph::kOtherGradient;
+            fallback(&graph, miss);
+          }
+        });
+  }
+  return region;
+}
+
+// Why the region cannot be part of a graph now; empty: it can.
+std::string RegionGraphs::obstacle(const UnitRegions& unit) {
+  for (nn::Module* module : unit.modules) {
+    if (module->has_forward_hooks() && module != unit.unit->module() &&
+        std::find(unit.owners.begin(), unit.owners.end(), module) ==
+            unit.owners.end()) {
+      return fmt::format("{} inside of it has forward hooks", module->name());
+    }
+  }
+  return {};
+}
+
+void RegionGraphs::fallback(
+    const RegionGraph* graph,
+    const std::string& reason) {
+  if (++stats_.fallbacks[reason] == 1) {
+    log_warning(
+        "{} runs eagerly and not as a CUDA graph: {} (logged once for each "
+        "reason)",
+        graph->name(),
+        reason);
+  }
+  FLATSHARD_CHECK(
+      !options_.miss_is_error,
+      usage,
+      "{} cannot be replayed as a CUDA graph: {}; let GraphOptions::on_miss "
+      "run it eagerly, or mend that",
+      graph->name(),
+      reason);
+}
+
+nn::TensorList RegionGraphs::run(
+    nn::Module& owner,
+    const char* name,
+    nn::RegionFn fn,
+    const nn::TensorList& inputs,
+    const nn::RegionOptions& options) {
+  const bool with_grad = at::GradMode::is_enabled();
+  const bool trains = with_grad || nn::in_checkpointed_forward();
+  UnitRegions* unit = nullptr;
+  if (trains && !capturing_ && options_.regions.contains(name)) {
+    unit = unit_of(owner);
+  }
+  if (unit == nullptr) {  // an evaluation, among others
+    return nn::run_region(owner, std::move(fn), inputs, options);
+  }
+  Region& region = region_of(owner, name, *unit);
+  const auto& graph = region.graphs[with_grad];
+  if (captured_) {
+    std::string reason = region.failure;
+    if (reason.empty()) {
+      reason = obstacle(*unit);
+    }
+    if (reason.empty()) {
+      const char* miss = graph->miss(inputs);
+      if (miss == nullptr) {
+        ++stats_.forward_replays;
+        return graph->replay(inputs);
+      }
+      again_ |= miss == RegionGraph::kOtherInput;
+      reason = miss;
+    }
+    fallback(graph.get(), reason);
+    return nn::run_region(owner, std::move(fn), inputs, options);
+  }
+  if (region.failure.empty() && obstacle(*unit).empty()) {
+    learn(region, with_grad, fn, inputs, options);
+    nn::TensorList outputs =
+        nn::run_region(owner, std::move(fn), inputs, options);
+    remember_outputs(graph, inputs, outputs);
+    return outputs;
+  }
+  return nn::run_region(owner, std::move(fn), inputs, options);
+}
+
+// -- learning ----------------------------------------------------------------
+
+std::shared_ptr<RegionGraph> RegionGraphs::source_of(
+    const at::Tensor& input,
+    std::size_t& output) {
+  const auto found = sources_.find(input.const_data_ptr());
+  if (found == sources_.end()) {
+    return nullptr;
+  }
+  const auto storage = found->second.storage.lock();
+  if (storage.get() != input.storage().unsafeGetStorageImpl()) {
+    return nullptr;  // other memory was there
+  }
+  output = found->second.output;
+  return found->second.graph;
+}
+
+void RegionGraphs::learn(
+    Region& region,
+    bool with_grad,
+    const nn::RegionFn& fn,
+    const nn::TensorList& inputs,
+    const nn::RegionOptions& options) {
+  const auto& graph = region.graphs[with_grad];
+  RegionGraph::Call call{
+      .fn = fn,
+      .constants = options.constants,
+      .recompute = options.recompute.has_value(),
+      .preserve_rng = options.recompute && options.recompute->preserve_rng,
+      .in_backward = autograd_task::current_id() >= 0};
+  for (const at::Tensor& input : inputs) {
+    RegionGraph::Input in{
+        .sizes = input.sizes().vec(),
+        .strides = input.strides().vec(),
+        .options = input.options(),
+        .requires_grad = input.requires_grad()};
+    in.source = source_of(input, in.source_output);
+    if (input.grad_fn()) {
+      const auto found =
+          producers_.find({input.grad_fn().get(), input.output_nr()});
+      if (found != producers_.end() &&
+          found->second.node.lock() == input.grad_fn()) {
+        in.producer = found->second.graph;
+        in.producer_output = found->second.output;
+      }
+    }
+    call.inputs.push_back(std::move(in));
+  }
+  graph->learn(std::move(call));
+  if (std::find(order_.begin(), order_.end(), graph) == order_.end()) {
+    order_.push_back(graph);
+  }
+}
+
+void RegionGraphs::remember_outputs(
+    const std::shared_ptr<RegionGraph>& graph,
+    const nn::TensorList& inputs,
+    const nn::TensorList& outputs) {
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    if (outputs[i].grad_fn()) {
+      producers_.insert_or_assign(
+          {outputs[i].grad_fn().get(), outputs[i].output_nr()},
+          Producer{outputs[i].grad_fn(), graph, i});
+    }
+    if (std::any_of(inputs.begin(), inputs.end(), [&](const at::Tensor& in) {
+          return in.const_data_ptr() == outputs[i].const_data_ptr();
+        })) {
+      continue;  // somebody else wrote it
+    }
+    sources_.insert_or_assign(
+        outputs[i].const_data_ptr(),
+        Source{
+            c10::weak_intrusive_ptr<c10::StorageImpl>(
+                c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(
+                    outputs[i].storage().unsafeGetStorageImpl())),
+            graph,
+            i});
+  }
+}
+
+// -- capture -----------------------------------------------------------------
+
+void RegionGraphs::point(Unit& unit, bool in_backward) {
+  const UnitRegions& regions = *unit_regions_[unit.id()];
+  void* slot = in_backward && regions.backward != nullptr ? regions.backward
+                                                          : regions.forward;
+  unit.point_at(slot);
+}
+
+void RegionGraphs::rest(Unit& unit) {
+  unit.clear();
+  unit.hide();
+}
+
+void RegionGraphs::capture_all() {
+  capturing_ = true;
+  const auto done = c10::make_scope_exit([&] { capturing_ = false; });
+  pool_ = make_graph_pool(device_);
+  pool_->make_room();
+  for (const auto& regions : unit_regions_) {
+    regions->targets = {};
+    for (const UnitParameter& p : regions->unit->parameters()) {
+      if (p.accumulator && regions->gradients != nullptr) {
+        regions->targets.add(
+            p.tensor,
+            {.grad = regions->unit->grad_view(regions->gradients, p)});
+      }
+    }
+  }
+  for (const auto& graph : order_) {
+    capture(graph);
+  }
+  for (auto graph = order_.rbegin(); graph != order_.rend(); ++graph) {
+    if ((*graph)->captured() && (*graph)->with_grad()) {
+      capture_backward(*graph);
+    }
+  }
+  const auto num = std::count_if(
+      order_.begin(),
+      order_.end(),
+      [](const auto& graph) { return graph->captured(); });
+  log_info(
+      "CUDA graphs: {} of {} regions captured, {:.0f} MB",
+      num,
+      order_.size(),
+      static_cast<double>(pool_->nbytes()) * 1e-6);
+}
+
+void RegionGraphs::capture(const std::shared_ptr<RegionGraph>& graph) {
+  Unit& unit = graph->unit();
+  const UnitRegions& regions = *unit_regions_[unit.id()];
+  if (regions.moved || (!unit.resident() && regions.forward == nullptr)) {
+    return;  // its slots have no place of their own
+  }
+  point(unit, graph->call().in_backward);
+  const auto done = c10::make_scope_exit([&] { rest(unit); });
+  try {
+    graph->capture_forward(*pool_);
+    ++stats_.captures;
+  } catch (const std::exception& e) {
+    give_up(*graph, e.what());
+  }
+}
+
+void RegionGraphs::capture_backward(const std::shared_ptr<RegionGraph>& graph) {
+  std::vector<RegionGraph::Consumer> consumers(graph->num_outputs());
+  for (std::size_t output = 0; output < consumers.size(); ++output) {
+    int count = 0;
+    for (const auto& other : order_) {
+      const auto& inputs = other->call().inputs;
+      for (std::size_t i = 0; other->with_grad() && i < inputs.size(); ++i) {
+        if (inputs[i].producer == graph &&
+            inputs[i].producer_output == output) {
+          consumers[output] = {other, i};
+          ++count;
+        }
+      }
+    }
+    if (count != 1) {
+      consumers[output] = {};
+    }
+  }
+  Unit& unit = graph->unit();
+  point(unit, /*in_backward=*/true);
+  const auto done = c10::make_scope_exit([&] { rest(unit); });
+  try {
+    graph->capture_backward(
+        *pool_,
+        consumers,
+        unit_regions_[unit.id()]->targets);
+    ++stats_.captures;
+  } catch (const std::exception& e) {
+    give_up(*graph, e.what());
+  }
+}
+
+void RegionGraphs::give_up(RegionGraph& graph, const std::string& why) {
+  graph.drop();
+  for (const auto& [owner, regions] : regions_) {
+    for (const auto& region : regions) {
+      if (region->graphs[graph.with_grad()].get() == &graph) {
+        region->failure = "its capture failed: " + why;
+      }
+    }
+  }
+  log_warning(
+      "{} stays eager, because it could not be captured: {}",
+      graph.name(),
+      why);
+}
+
+}  // namespace flatshard

@@ -1,0 +1,113 @@
+#pragma once
+
+#include "flatshard/device/graph.h"
+#include "flatshard/nn/region.h"
+#include "flatshard/unit/graph_options.h"
+#include "flatshard/unit/observer.h"
+#include "flatshard/unit/region_graph.h"
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace flatshard {
+
+/// The graphs of all regions of one model.
+///
+/// The first steps run eagerly and are watched: which regions run, on what
+/// inputs, and where the unit's weights and gradients lie. Then all are captured
+/// at once, between two steps, and replayed from there on. Capture executes
+/// nothing, so it needs no gathered weights: parameters point at the places that
+/// the plan of slots has for them.
+class RegionGraphs : public nn::RegionRunner, public RuntimeObserver {
+ public:
+  /// @param units  outlive this.
+  /// @param sink   where gradients go: the Runtime.
+  RegionGraphs(
+      const std::vector<std::unique_ptr<Unit>>& units,
+      at::Device device,
+      GraphOptions options,
+      std::weak_ptr<nn::WgradSink> sink);
+  ~RegionGraphs() override;
+
+  /// The weights changed: what runs next belongs to another step. Captures when
+  /// enough was seen.
+  /// @param at_rest  no slot is held and no backward is open.
+  void step_begins(bool at_rest);
+  /// Drops all graphs and learns again.
+  void reset();
+  GraphStats stats() const;
+
+  nn::TensorList run(
+      nn::Module& owner,
+      const char* name,
+      nn::RegionFn fn,
+      const nn::TensorList& inputs,
+      const nn::RegionOptions& options) override;
+
+  void slot_acquired(const Unit& unit, SlotRole role, const Slot& slot)
+      override;
+  void slots_planned(
+      const SlotPlan& plan,
+      const std::vector<SlotLifetime>& lifetimes) override;
+
+ private:
+  struct UnitRegions;
+  struct Region;
+  struct Source;
+  struct Producer;
+
+  UnitRegions* unit_of(nn::Module& owner);
+  Region& region_of(nn::Module& owner, const char* name, UnitRegions& unit);
+  static std::string obstacle(const UnitRegions& unit);
+  void learn(
+      Region& region,
+      bool with_grad,
+      const nn::RegionFn& fn,
+      const nn::TensorList& inputs,
+      const nn::RegionOptions& options);
+  void remember_outputs(
+      const std::shared_ptr<RegionGraph>& graph,
+      const nn::TensorList& inputs,
+      const nn::TensorList& outputs);
+  std::shared_ptr<RegionGraph> source_of(
+      const at::Tensor& input,
+      std::size_t& output);
+  void capture_all();
+  void capture(const std::shared_ptr<RegionGraph>& graph);
+  void capture_backward(const std::shared_ptr<RegionGraph>& graph);
+  /// The unit's parameters point at where they will be in a forward or in a
+  /// backward, until `rest`.
+  void point(Unit& unit, bool in_backward);
+  void rest(Unit& unit);
+  void forget_step();
+  void give_up(RegionGraph& graph, const std::string& why);
+  void fallback(const RegionGraph* graph, const std::string& reason);
+
+  const std::vector<std::unique_ptr<Unit>>& units_;
+  at::Device device_;
+  GraphOptions options_;
+  std::weak_ptr<nn::WgradSink> sink_;
+  std::shared_ptr<GraphPool> pool_;
+  std::vector<std::unique_ptr<UnitRegions>> unit_regions_;  ///< by UnitId
+  std::unordered_map<const nn::Module*, UnitId> unit_of_module_;
+  std::unordered_map<const nn::Module*, std::vector<std::unique_ptr<Region>>>
+      regions_;
+  bool capturing_ = false;
+  bool captured_ = false;
+  bool again_ = false;  ///< capture once more: see RegionGraph::kOtherInput
+  int num_steps_ = 0;   ///< watched since the last drop
+  bool began_ = false;
+  // Of the step that runs.
+  std::vector<std::shared_ptr<RegionGraph>> order_;
+  std::unordered_map<const void*, Source> sources_;
+  /// By autograd's node and its output: the region that made it.
+  std::map<std::pair<const void*, std::uint32_t>, Producer> producers_;
+  GraphStats stats_;
+};
+
+}  // namespace flatshard

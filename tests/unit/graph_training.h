@@ -1,0 +1,87 @@
+#pragma once
+
+#include "flatshard/unit/fully_shard.h"
+#include "tests/support/ranks.h"
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+namespace flatshard::testing {
+
+/// One cell of the matrix: a small model, trained with or without graphs.
+struct GraphCase {
+  static constexpr int kLayers = 3;
+
+  std::set<std::string> regions = {"block"};
+  std::string strategy = "zero3";
+  std::vector<std::int64_t> mesh = {1};  ///< axis sizes, outermost first
+  bool recompute = false;
+  int microbatches = 1;
+  bool float32_reduce = true;
+  bool bf16_compute = false;
+  bool dropout = false;
+  int steps = 8;
+  int warmup_steps = 2;
+  int prefetch = 1;
+  bool graphs = true;
+  bool miss_is_error = false;
+  int max_delay_us = 0;
+
+  std::string name() const;
+  int world() const;
+};
+
+/// What one rank saw.
+struct GraphRun {
+  std::vector<double> losses;         ///< by microbatch
+  std::vector<at::Tensor> gradients;  ///< by step and group, on the host
+  std::string actions;                ///< of all steps
+  GraphStats stats;
+};
+
+/// The model, its runtime, and what happens between two of its steps.
+class GraphTraining;
+struct GraphHooks {
+  /// Before step `step`.
+  std::function<void(GraphTraining& training, int step)> before_step;
+  /// Of microbatch `m` of the step, between forward and backward.
+  std::function<void(GraphTraining& training, int step, at::Tensor& loss)>
+      before_backward;
+};
+
+class GraphTraining {
+ public:
+  GraphTraining(const GraphCase& c, std::shared_ptr<Mesh> mesh);
+  ~GraphTraining();
+  GraphRun run(const GraphHooks& hooks = {});
+  /// One forward; the loss.
+  at::Tensor forward(int step, int microbatch, std::int64_t batch = 2);
+  Runtime& runtime() { return *runtime_; }
+  nn::Module& model();
+  /// Modules of the units, in order.
+  std::vector<nn::Module*> units() const { return units_; }
+
+ private:
+  struct Model;
+
+  GraphCase case_;
+  std::shared_ptr<Mesh> mesh_;
+  std::unique_ptr<Model> model_;
+  std::vector<nn::Module*> units_;
+  std::shared_ptr<Runtime> runtime_;
+};
+
+/// Rank 0's run of a case, on thread ranks and CPUs.
+GraphRun train_graphs(const GraphCase& c, const GraphHooks& hooks = {});
+
+/// Each pair of values of two options stands in one of them, at 1, 2 and 4
+/// ranks.
+std::vector<GraphCase> pairwise_graph_cases();
+/// All values of all options, on one axis of `world` ranks.
+std::vector<GraphCase> all_graph_cases(int world);
+
+}  // namespace flatshard::testing
