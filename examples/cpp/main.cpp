@@ -78,7 +78,7 @@ int train(const std::string& folder) {
       mesh,
       {.units = {model->first.get(), model->second.get()},  // gathered whole
        .strategy = "zero3",
-       .precision = Precision::full()});
+       .group = {.precision = Precision::full()}});
   AdamW optimizer(runtime->groups(), {.weight_decay = 0.01});
 
   std::int64_t step = 0;

@@ -29,7 +29,7 @@ Placements GradientPipeline::placements_at(Stage stage) const {
     case Stage::unreduced:
       return Placements(context_.num_axes(), partial);
     case Stage::inner:
-      return context_.options.strategy.gradient;
+      return context_.strategy.gradient;
     case Stage::outside: {
       Placements placements = at_rest();
       placements.front() = partial;
@@ -42,14 +42,14 @@ Placements GradientPipeline::placements_at(Stage stage) const {
 }
 
 bool GradientPipeline::has_models_outer_axis() const {
-  const auto& model = context_.options.model_mesh;
+  const auto& model = context_.model_mesh;
   return context_.mesh->axis(0).size > 1 &&
-         (model == nullptr || model->axis(0) == context_.mesh->axis(0));
+         model->axis(0) == context_.mesh->axis(0);
 }
 
 bool GradientPipeline::lies_on_outer_axis() const {
-  const auto& model = context_.options.model_mesh;
-  return has_models_outer_axis() && model != nullptr &&
+  const auto& model = context_.model_mesh;
+  return has_models_outer_axis() &&
          context_.mesh->size() == context_.mesh->axis(0).size &&
          model->size() > context_.mesh->size();
 }
@@ -60,7 +60,7 @@ bool GradientPipeline::has_outer_stage() const {
   }
   // Without inner ranks the outer axis' communicator is that of the whole mesh,
   // which other groups use on the reduce stream.
-  const Strategy& strategy = context_.options.strategy;
+  const Strategy& strategy = context_.strategy;
   const Placements& rest = strategy.optimizer;
   if (!has_models_outer_axis() ||
       context_.mesh->size() == context_.mesh->axis(0).size ||
@@ -74,7 +74,7 @@ bool GradientPipeline::has_outer_stage() const {
 }
 
 const Placements& GradientPipeline::at_rest() const {
-  return context_.options.strategy.optimizer;
+  return context_.strategy.optimizer;
 }
 
 void GradientPipeline::allocate(
@@ -119,7 +119,7 @@ GradientPipeline::Reduction GradientPipeline::plan(
         precision.main_grads);
     return r;
   }
-  const Placements& between = options.strategy.gradient;
+  const Placements& between = context_.strategy.gradient;
   const bool has_partial =
       std::any_of(between.begin(), between.end(), [](const Placement& p) {
         return p.is_partial();
@@ -139,7 +139,8 @@ GradientPipeline::Reduction GradientPipeline::plan(
   check_owned();
   r.add_reduced = owner_ == Owner::us;
   owner_ = Owner::us;
-  const bool narrow = is_last && !r.add_reduced && options.narrow_grads;
+  const bool in_reduce_dtype =
+      is_last && !r.add_reduced && options.grads_in_reduce_dtype;
   r.widen =
       r.add_reduced && reduced_.local().scalar_type() != precision.main_grads;
   if (r.widen) {
@@ -149,7 +150,7 @@ GradientPipeline::Reduction GradientPipeline::plan(
     allocate(
         reduced_,
         at_rest(),
-        narrow ? precision.reduce : precision.main_grads);
+        in_reduce_dtype ? precision.reduce : precision.main_grads);
     return r;
   }
   if (kept_host_memory_.defined() &&
@@ -263,7 +264,7 @@ void GradientPipeline::check_owned() const {
       owner_ != Owner::others,
       internal,
       "the gradient of {} is others': take_back() comes first",
-      context_.options.name);
+      context_.name);
 }
 
 FlatBuffer GradientPipeline::wrap_reduced(at::Tensor tensor) const {
@@ -318,7 +319,7 @@ void GradientPipeline::scale(double factor) {
   const at::NoGradGuard no_grad;
   check_owned();
   if (owner_ == Owner::us) {
-    // A copy only when it is narrow.
+    // A copy only when it is in another dtype.
     reduced_ = wrap_reduced(
         reduced_.local().to(context_.options.precision.main_grads));
     reduced_.local().mul_(factor);

@@ -22,7 +22,7 @@ ClipResult clip_grad_norm(
         "on "
         "{}; clip each model's groups and combine the norms",
         mesh.to_string(),
-        group->options().name,
+        group->name(),
         group->model_mesh()->to_string());
     if (!group->trainable() || !group->gradients().has_reduced()) {
       continue;

@@ -72,10 +72,11 @@ void train(
   FullyShardOptions options{
       .units = model->unit_modules(),
       .strategy = c.strategy,
-      .precision = precision};
+      .group = {.precision = precision}};
   if (c.copy_engines) {
-    options.copy_gathers = CopyGathers::all;
-    options.copy_reductions_nbytes = 1 << 20;
+    options.runtime.copy_engines = {
+        .gathers = CopyEngines::Gathers::all,
+        .reductions_nbytes = 1 << 20};
   }
   const auto runtime = fully_shard(*model, mesh, options);
   Sgd optimizer(runtime->groups(), SgdOptions{});
