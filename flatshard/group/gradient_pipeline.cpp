@@ -86,9 +86,9 @@ void GradientPipeline::allocate(
   }
 }
 
-const Redistribution& GradientPipeline::way(Stage from, Stage to) {
-  const auto known = ways_.find({from, to});
-  if (known != ways_.end()) {
+const Redistribution& GradientPipeline::redistribution(Stage from, Stage to) {
+  const auto known = redistributions_.find({from, to});
+  if (known != redistributions_.end()) {
     return known->second;
   }
   Redistribution planned(
@@ -97,11 +97,12 @@ const Redistribution& GradientPipeline::way(Stage from, Stage to) {
       placements_at(from),
       placements_at(to),
       Purpose::reduce);
-  return ways_.emplace(std::pair(from, to), std::move(planned)).first->second;
+  return redistributions_.emplace(std::pair(from, to), std::move(planned))
+      .first->second;
 }
 
 void GradientPipeline::replan() {
-  ways_.clear();
+  redistributions_.clear();
 }
 
 GradientPipeline::Reduction GradientPipeline::plan(
@@ -182,7 +183,7 @@ at::Tensor GradientPipeline::reduce_inner(
     source = local_.buffer.local().to(wire);
   }
   if (r.to_inner || r.add_inner) {
-    const at::Tensor inner = way(reached, Stage::inner).run(source);
+    const at::Tensor inner = redistribution(reached, Stage::inner).run(source);
     sum_or_set(inner_.buffer.local(), inner, r.add_inner);
     if (r.to_inner) {
       return {};
@@ -191,18 +192,19 @@ at::Tensor GradientPipeline::reduce_inner(
     reached = Stage::inner;
   }
   if (!r.by_outer) {
-    finish(source, way(reached, Stage::rest), r);
+    finish(source, redistribution(reached, Stage::rest), r);
     return {};
   }
-  return lies_on_outer_axis() ? source
-                              : way(reached, Stage::outside).run(source);
+  return lies_on_outer_axis()
+             ? source
+             : redistribution(reached, Stage::outside).run(source);
 }
 
 void GradientPipeline::reduce_outer(
     const at::Tensor& inner,
     const Reduction& r) {
   if (inner.defined()) {
-    finish(inner, way(Stage::outside, Stage::rest), r);
+    finish(inner, redistribution(Stage::outside, Stage::rest), r);
   }
 }
 

@@ -143,7 +143,7 @@ class GradientPipeline {
       at::ScalarType dtype) const;
   Placements placements_at(Stage stage) const;
   /// Planned at its first use, on the stream that runs it.
-  const Redistribution& way(Stage from, Stage to);
+  const Redistribution& redistribution(Stage from, Stage to);
   void add_to_reduced(at::Tensor reduced, bool add);
   FlatBuffer wrap_reduced(at::Tensor tensor) const;
   void check_owned() const;
@@ -169,7 +169,7 @@ class GradientPipeline {
   bool contributes_ = false;
   bool contributed_ = false;
   Hook hook_;
-  std::map<std::pair<Stage, Stage>, Redistribution> ways_;
+  std::map<std::pair<Stage, Stage>, Redistribution> redistributions_;
 };
 
 }  // namespace flatshard

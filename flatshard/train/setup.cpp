@@ -248,9 +248,10 @@ std::int64_t least_memory(
   const std::int64_t each = size(p.main_params, "precision.main_params") +
                             gradient +
                             states * static_cast<std::int64_t>(sizeof(float));
-  const std::string& strategy = config.parallelism.strategy;
+  const std::string_view strategy =
+      find_strategy_name(config.parallelism.strategy).name;
   std::int64_t shards = world;
-  if (strategy == "no_shard" || strategy == "zero0") {
+  if (strategy == "zero0") {
     shards = 1;
   } else if (strategy != "hfsdp") {
     shards /= std::max<std::int64_t>(

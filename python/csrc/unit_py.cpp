@@ -319,7 +319,7 @@ void bind_unit(py::module_& m) {
           py::arg("beside"),
           py::arg("rows_of"))
       .def("take", &GradViews::take)
-      .def("lend", &GradViews::lend);
+      .def("release", &GradViews::release);
 
   py::class_<PyRuntime>(m, "Runtime", "Gathers, releases and reduces.")
       .def(

@@ -95,8 +95,8 @@ TEST(Reshard, WhatOneMeshWroteAnyOtherReads) {
     Sharding reader = random_sharding(random);
     if (random.below(2) == 0) {
       // bfloat16 compute weights beside float32 main weights.
-      writer.precision = Precision{};
-      reader.precision = Precision{};
+      writer.precision = Precision{.reduce = at::kBFloat16};
+      reader.precision = Precision{.reduce = at::kBFloat16};
     }
     SCOPED_TRACE(fmt::format(
         "seed {}: {} -> {}",

@@ -24,7 +24,7 @@ struct TableCase {
   bool no_sync = false;
   Precision precision;
   bool whole_matrices = false;  ///< layouts of two segments
-  bool saves = false;           ///< narrow gradients, no compute weights
+  bool saves = false;  ///< gradients in the reduce dtype, no compute weights
 };
 
 int world_of(const TableCase& c) {

@@ -67,7 +67,8 @@ void train(
   const bool rounded = wrong && c.fault == Fault::other_dtype;
   const std::int64_t dim = wide ? 2 * kDim : kDim;
   const Precision precision =
-      rounded ? Precision{.compute = at::kBFloat16} : Precision::full();
+      rounded ? Precision{.compute = at::kBFloat16, .reduce = at::kBFloat16}
+              : Precision::full();
   ToyModel model(dim, kBlocks, /*with_root_parameter=*/false);
   FullyShardOptions options{
       .units = model->unit_modules(),

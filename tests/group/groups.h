@@ -86,7 +86,7 @@ inline constexpr std::uint64_t kGroupSeed = 3;
 inline std::unique_ptr<ParamGroup> make_group(
     const GroupCase& c,
     std::shared_ptr<Mesh> mesh,
-    Precision precision = {},
+    Precision precision = {.reduce = at::kBFloat16},
     GradScaling scaling = GradScaling::mean,
     double grad_divisor = 1,
     Granularity matrix = {},

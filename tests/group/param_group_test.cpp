@@ -356,7 +356,8 @@ TEST(ParamGroup, AHookChangesWhatWasReduced) {
         GroupCase{"zero2", {2}},
         GroupCase{"zero3", {2}},
         GroupCase{"hfsdp", {2, 2}}}) {
-    for (const Precision& precision : {Precision{}, Precision::full()}) {
+    for (const Precision& precision :
+         {Precision{.reduce = at::kBFloat16}, Precision::full()}) {
       run_ranks(c.world(), [&](RankContext& context) {
         const auto mesh = context.mesh(c.axes());
         const auto plain = make_group(c, mesh, precision);

@@ -78,7 +78,8 @@ TEST(Pitfalls, R7_OneLayoutServesAllBuffersAndSteps) {
   const GroupCase c{"hfsdp", {2, 2}};
   run_ranks(c.world(), [&](RankContext& context) {
     const auto mesh = context.mesh(c.axes());
-    for (const Precision& precision : {Precision{}, Precision::full()}) {
+    for (const Precision& precision :
+         {Precision{.reduce = at::kBFloat16}, Precision::full()}) {
       const auto group = make_group(c, mesh, precision);
       const FlatLayout* layout = &group->layout();
       for (int step = 0; step < 3; ++step) {

@@ -18,7 +18,8 @@ constexpr Precision kWide{
     .reduce = at::kFloat,
     .main_params = at::kFloat,
     .main_grads = at::kFloat};
-constexpr Precision kNarrowWire{};  // bf16 on the wire, summed up in float32
+// bf16 on the wire, summed up in float32.
+constexpr Precision kNarrowWire{.reduce = at::kBFloat16};
 
 struct Micro {
   bool collective = true;

@@ -31,7 +31,7 @@ TEST(WeightWrite, WaitsOnceForPeersThatCopied) {
          .mesh = mesh,
          .strategy = Strategy::named("zero3", 1),
          .copy_engines = true},
-        {},
+        {.precision = {.reduce = at::kBFloat16}},
         Initializer(kGroupSeed));
     const auto stream = current_stream(at::kCPU);
     const auto fences_of_a_write = [&] {

@@ -16,7 +16,7 @@ namespace flatshard::testing {
 inline std::unique_ptr<ParamGroup> make_group(
     std::shared_ptr<Mesh> mesh,
     const std::string& strategy = "zero3",
-    Precision precision = {},
+    Precision precision = {.reduce = at::kBFloat16},
     bool trainable = true) {
   const int num_axes = mesh->num_axes();
   return std::make_unique<ParamGroup>(

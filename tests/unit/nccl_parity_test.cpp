@@ -48,7 +48,8 @@ TEST_P(NcclParity, EqualsOneRankWithMicrobatches) {
   for (const int microbatches : {1, 3}) {
     for (const bool bf16 : {false, true}) {
       TrainingCase c{.strategy = strategy, .microbatches = microbatches};
-      c.precision = bf16 ? Precision{} : Precision::full();
+      c.precision =
+          bf16 ? Precision{.reduce = at::kBFloat16} : Precision::full();
       c.max_norm = 1e9;
       std::mutex mutex;
       TrainingCase one = c;

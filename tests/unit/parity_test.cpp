@@ -80,7 +80,7 @@ TEST_P(Parity, EqualsOneRankWithMicrobatches) {
           .microbatches = microbatches};
       c.max_delay_us = 200;
       if (bf16) {
-        c.precision = Precision{};
+        c.precision = Precision{.reduce = at::kBFloat16};
       }
       // The norm is summed over shards in another order: clipping would make
       // the last bit of every weight depend on the number of ranks.
@@ -166,7 +166,8 @@ TEST_P(Parity, ReductionsByCopiesChangeNoBit) {
         .strategy = GetParam().strategy,
         .mesh = GetParam().mesh,
         .microbatches = bf16 ? 1 : 3,
-        .precision = bf16 ? Precision{} : Precision::full()};
+        .precision =
+            bf16 ? Precision{.reduce = at::kBFloat16} : Precision::full()};
     const TrainingResult expected = train_toy(c);
     // So little that every reduction is many pieces.
     c.copy_engines = {CopyEngines::Gathers::all, 4096};
@@ -222,7 +223,8 @@ TEST_P(Parity, OffloadChangesNoBit) {
           .mesh = GetParam().mesh,
           .microbatches = keeps ? 3 : 1,
           .optimizer = overlaps ? "sgd" : "adamw"};
-      c.precision = bf16 ? Precision{} : Precision::full();
+      c.precision =
+          bf16 ? Precision{.reduce = at::kBFloat16} : Precision::full();
       c.keep_compute_weights = keeps;
       c.evaluate = !keeps;
       const TrainingResult expected = train_toy(c);

@@ -13,7 +13,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/diagnostics/norms.h"
 #include "flatshard/optim/adamw.h"
-#include "flatshard/optim/clip.h"
+#include "flatshard/optim/grad_norm.h"
 #include "tests/support/message_of.h"
 #include "tests/support/temp_folder.h"
 #include "tests/unit/training.h"
@@ -230,7 +230,7 @@ struct ShardedRun {
        kNumMicrobatches)
           .backward();
     }
-    const ClipResult clip = clip_grad_norm(runtime->groups(), kMaxNorm);
+    const GradNorm clip = grad_norm_and_scale(runtime->groups(), kMaxNorm);
     if (plain != nullptr) {
       for (const ParameterNorm& norm : parameter_norms(*runtime)) {
         const double want = plain->grad_norms[number].at(norm.name);

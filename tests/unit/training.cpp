@@ -2,7 +2,7 @@
 
 #include "flatshard/group/initializer.h"
 #include "flatshard/optim/adamw.h"
-#include "flatshard/optim/clip.h"
+#include "flatshard/optim/grad_norm.h"
 #include "flatshard/optim/sgd.h"
 
 #include <ATen/ATen.h>
@@ -199,9 +199,9 @@ void train_rank(
       const std::lock_guard lock(mutex);
       result.losses[step] += loss / world;
     }
-    const ClipResult clip = c.evaluate
-                                ? ClipResult{.norm = at::zeros({})}
-                                : clip_grad_norm(runtime->groups(), c.max_norm);
+    const GradNorm clip =
+        c.evaluate ? GradNorm{.norm = at::zeros({})}
+                   : grad_norm_and_scale(runtime->groups(), c.max_norm);
     optimizer->step(kLr, clip.scale);
     optimizer->zero_grad();
     const double norm = clip.norm.item<double>();
