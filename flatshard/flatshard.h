@@ -46,7 +46,7 @@
 #include "flatshard/group/param_group.h"
 #include "flatshard/group/precision.h"
 #include "flatshard/optim/adamw.h"
-#include "flatshard/optim/clip.h"
+#include "flatshard/optim/grad_norm.h"
 #include "flatshard/optim/lr_schedule.h"
 #include "flatshard/optim/sgd.h"
 #include "flatshard/unit/fully_shard.h"

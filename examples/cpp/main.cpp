@@ -78,7 +78,7 @@ int train(const std::string& folder) {
       mesh,
       {.units = {model->first.get(), model->second.get()},  // gathered whole
        .strategy = "zero3",
-       .precision = Precision::full()});
+       .group = {.precision = Precision::full()}});
   AdamW optimizer(runtime->groups(), {.weight_decay = 0.01});
 
   std::int64_t step = 0;
@@ -108,7 +108,7 @@ int train(const std::string& folder) {
           device);
       (model(batch.x, batch.target) / kMicrobatches).backward();
     }
-    const ClipResult clip = clip_grad_norm(runtime->groups(), 1.0);
+    const GradNorm clip = grad_norm_and_scale(runtime->groups(), 1.0);
     checkpointer.wait_for_copies();  // before anything is updated
     optimizer.step(/*lr=*/1e-2, clip.scale);
     optimizer.zero_grad();

@@ -10,7 +10,7 @@
 namespace flatshard {
 namespace {
 
-// The axes of each step of this kind on the way.
+// The axes of each step of this kind.
 std::vector<std::vector<int>> axes_of(
     TransitionStep::Kind kind,
     const Placements& from,
@@ -25,7 +25,7 @@ std::vector<std::vector<int>> axes_of(
 }
 
 // Partial gradients to where they rest, at once or by way of the inner axes.
-std::vector<std::pair<Placements, Placements>> gradient_ways(
+std::vector<std::pair<Placements, Placements>> gradient_redistributions(
     const Strategy& strategy) {
   const Placements partial(
       strategy.gradient.size(),
@@ -71,7 +71,7 @@ std::shared_ptr<Mesh> with_peer_memory(
       }
     }
     if (options.reductions_nbytes > 0) {
-      for (const auto& [from, to] : gradient_ways(strategy)) {
+      for (const auto& [from, to] : gradient_redistributions(strategy)) {
         for (const auto& axes :
              axes_of(TransitionStep::Kind::reduce_scatter, from, to)) {
           groups[{axes_in_mesh(*of, axes), Purpose::reduce}] =

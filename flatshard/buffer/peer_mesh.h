@@ -10,10 +10,6 @@
 
 namespace flatshard {
 
-/// What reductions by copies take, where nobody asks for another size: on eight
-/// GPUs that makes pieces of 16 MiB from each to each.
-inline constexpr std::int64_t kCopyReductionsNbytes = std::int64_t{256} << 20;
-
 /// Parameters that rest on `mesh` by `strategy`.
 struct PeerUse {
   std::shared_ptr<Mesh> mesh;

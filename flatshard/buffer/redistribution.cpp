@@ -59,14 +59,14 @@ Redistribution::Redistribution(
     std::optional<ReduceOp> reduce_op)
     : layout_(std::move(layout)), mesh_(std::move(mesh)) {
   for (TransitionStep& change : plan_transition(from, to, reduce_op)) {
-    Step step{.after = stop_at(change.after)};
+    Step step{.after = local_part_at(change.after)};
     if (flatshard::communicates(change.kind)) {
       step.group = &mesh_->communicator(change.axes, purpose);
     }
     step.change = std::move(change);
     steps_.push_back(std::move(step));
   }
-  from_ = stop_at(from);
+  from_ = local_part_at(from);
   // Until the local size stays, steps need memory in between.
   first_final_ = steps_.empty() ? 0 : steps_.size() - 1;
   while (first_final_ > 0 && keeps_size(steps_[first_final_].change.kind)) {
@@ -74,7 +74,7 @@ Redistribution::Redistribution(
   }
 }
 
-Redistribution::Stop Redistribution::stop_at(
+Redistribution::LocalPart Redistribution::local_part_at(
     const Placements& placements) const {
   const auto sizes = mesh_->axis_sizes();
   return {
@@ -95,7 +95,7 @@ void Redistribution::run(const at::Tensor& in, const at::Tensor& out) const {
     return;
   }
   at::Tensor now = in;
-  const Stop* before = &from_;
+  const LocalPart* before = &from_;
   for (std::size_t i = 0; i < steps_.size(); ++i) {
     const Step& step = steps_[i];
     const at::Tensor target =
@@ -117,7 +117,7 @@ at::Tensor Redistribution::run(const at::Tensor& in) const {
 
 void Redistribution::run_step(
     const Step& step,
-    const Stop& before,
+    const LocalPart& before,
     const at::Tensor& in,
     const at::Tensor& out) const {
   switch (step.change.kind) {

@@ -53,30 +53,30 @@ class Redistribution {
   at::Tensor run(const at::Tensor& in) const;
 
  private:
-  /// What a rank's tensor holds at one point of the way.
-  struct Stop {
+  /// What a rank's tensor holds under some placements.
+  struct LocalPart {
     std::int64_t numel = 0;
     std::vector<LocalRange> ranges;  ///< one per segment
   };
   struct Step {
     TransitionStep change;
     Communicator* group = nullptr;  ///< the mesh's; null: local
-    Stop after;
+    LocalPart after;
   };
 
-  Stop stop_at(const Placements& placements) const;
-  const Stop& last() const {
+  LocalPart local_part_at(const Placements& placements) const;
+  const LocalPart& last() const {
     return steps_.empty() ? from_ : steps_.back().after;
   }
   void run_step(
       const Step& step,
-      const Stop& before,
+      const LocalPart& before,
       const at::Tensor& in,
       const at::Tensor& out) const;
 
   std::shared_ptr<const FlatLayout> layout_;
   std::shared_ptr<Mesh> mesh_;
-  Stop from_;
+  LocalPart from_;
   std::vector<Step> steps_;
   std::size_t first_final_ = 0;  ///< from here on steps write the last tensor
 };

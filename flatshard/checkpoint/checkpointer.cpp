@@ -262,8 +262,7 @@ void Checkpointer::commit(const Job& job, SaveResult& result) {
     Manifest manifest = merge_manifests(parts);
     manifest.step = job.step;
     manifest.mesh = mesh_->to_string();
-    manifest.strategy =
-        groups_.empty() ? "" : groups_.front()->options().strategy.name;
+    manifest.strategy = groups_.empty() ? "" : groups_.front()->strategy().name;
     manifest.state = job.state;
     write_file_atomic(folder / kManifestName, to_json(manifest));
     publish_checkpoint(options_.folder, job.step, id_);

@@ -31,7 +31,7 @@ at::Tensor join_slices(
   };
   const auto parts = all_gather_values(
       world,
-      Part{parameter.slice->begin, parameter.shape.front()});
+      Part{parameter.placement.slice->begin, parameter.shape.front()});
   const std::vector<std::int64_t> shape = parameter.whole_shape();
   at::Tensor whole;
   if (wanted) {
@@ -89,7 +89,7 @@ void save_weights(
     for (std::size_t i = 0; i < group->parameters().size(); ++i) {
       const GroupParameter& p = group->parameters()[i];
       at::Tensor values = gathered.view(i);
-      if (p.slice) {
+      if (p.placement.slice) {
         values = join_slices(group->model_mesh()->world(), p, values, writes);
       }
       if (writes) {

@@ -27,13 +27,14 @@ void save_weights(
     const std::map<std::string, std::string>& metadata = {},
     const std::function<std::string(const std::string&)>& rename = {});
 
-/// Fills `out` (any float dtype, CPU or CUDA) with the tensor `name` of the
-/// file. @throws Error{format} when it is missing or of another shape.
+/// A safetensors file of whole tensors that is open for reading.
 class WeightsFile {
  public:
   explicit WeightsFile(const std::filesystem::path& path);
   ~WeightsFile();
 
+  /// Fills `out` (any float dtype, CPU or CUDA) with the tensor `name` of the
+  /// file. @throws Error{format} when it is missing or of another shape.
   void read(const std::string& name, const at::Tensor& out) const;
   const std::map<std::string, std::string>& metadata() const;
 

@@ -33,11 +33,12 @@ std::vector<MemoryRow> memory_rows(
       const GradientPipeline::Bytes gradients = group->gradients().nbytes();
       waiting.inner += gradients.inner;
       waiting.local += gradients.local;
-      strategy = group->options().strategy.name;
+      strategy = group->strategy().name;
       precision = group->options().precision;
       if (group->trainable()) {
-        grads_dtype = group->options().narrow_grads ? precision.reduce
-                                                    : precision.main_grads;
+        grads_dtype = group->options().grads_in_reduce_dtype
+                          ? precision.reduce
+                          : precision.main_grads;
         grads += group->weights().main().local().numel() *
                  static_cast<std::int64_t>(c10::elementSize(grads_dtype));
       }

@@ -51,8 +51,8 @@ void check_buffers(const Runtime& runtime) {
   std::vector<UsedRange> ranges;
   for (const auto& unit : runtime.units()) {
     for (const auto& group : unit->groups()) {
-      const std::string of = " of " + group->options().name +
-                             (group->trainable() ? "" : " (frozen)");
+      const std::string of =
+          " of " + group->name() + (group->trainable() ? "" : " (frozen)");
       const at::Tensor compute = group->weights().compute().local();
       add_buffer("compute weights" + of, compute, ranges);
       // Views on purpose: main weights of compute's dtype, a shard of it.
@@ -95,15 +95,13 @@ void check_layouts(const Runtime& runtime) {
             begin,
             begin + numel,
             layout.numel(),
-            group->options().name);
+            group->name());
         ranges.push_back(
             {"parameter " + p.names.front(),
              static_cast<std::uintptr_t>(begin),
              static_cast<std::uintptr_t>(begin + numel)});
       }
-      check_disjoint(
-          std::move(ranges),
-          "the layout of " + group->options().name);
+      check_disjoint(std::move(ranges), "the layout of " + group->name());
     }
   }
 }

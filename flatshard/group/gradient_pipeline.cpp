@@ -29,7 +29,7 @@ Placements GradientPipeline::placements_at(Stage stage) const {
     case Stage::unreduced:
       return Placements(context_.num_axes(), partial);
     case Stage::inner:
-      return context_.options.strategy.gradient;
+      return context_.strategy.gradient;
     case Stage::outside: {
       Placements placements = at_rest();
       placements.front() = partial;
@@ -42,14 +42,14 @@ Placements GradientPipeline::placements_at(Stage stage) const {
 }
 
 bool GradientPipeline::has_models_outer_axis() const {
-  const auto& model = context_.options.model_mesh;
+  const auto& model = context_.model_mesh;
   return context_.mesh->axis(0).size > 1 &&
-         (model == nullptr || model->axis(0) == context_.mesh->axis(0));
+         model->axis(0) == context_.mesh->axis(0);
 }
 
 bool GradientPipeline::lies_on_outer_axis() const {
-  const auto& model = context_.options.model_mesh;
-  return has_models_outer_axis() && model != nullptr &&
+  const auto& model = context_.model_mesh;
+  return has_models_outer_axis() &&
          context_.mesh->size() == context_.mesh->axis(0).size &&
          model->size() > context_.mesh->size();
 }
@@ -60,7 +60,7 @@ bool GradientPipeline::has_outer_stage() const {
   }
   // Without inner ranks the outer axis' communicator is that of the whole mesh,
   // which other groups use on the reduce stream.
-  const Strategy& strategy = context_.options.strategy;
+  const Strategy& strategy = context_.strategy;
   const Placements& rest = strategy.optimizer;
   if (!has_models_outer_axis() ||
       context_.mesh->size() == context_.mesh->axis(0).size ||
@@ -74,7 +74,7 @@ bool GradientPipeline::has_outer_stage() const {
 }
 
 const Placements& GradientPipeline::at_rest() const {
-  return context_.options.strategy.optimizer;
+  return context_.strategy.optimizer;
 }
 
 void GradientPipeline::allocate(
@@ -86,9 +86,9 @@ void GradientPipeline::allocate(
   }
 }
 
-const Redistribution& GradientPipeline::way(Stage from, Stage to) {
-  const auto known = ways_.find({from, to});
-  if (known != ways_.end()) {
+const Redistribution& GradientPipeline::redistribution(Stage from, Stage to) {
+  const auto known = redistributions_.find({from, to});
+  if (known != redistributions_.end()) {
     return known->second;
   }
   Redistribution planned(
@@ -97,11 +97,12 @@ const Redistribution& GradientPipeline::way(Stage from, Stage to) {
       placements_at(from),
       placements_at(to),
       Purpose::reduce);
-  return ways_.emplace(std::pair(from, to), std::move(planned)).first->second;
+  return redistributions_.emplace(std::pair(from, to), std::move(planned))
+      .first->second;
 }
 
 void GradientPipeline::replan() {
-  ways_.clear();
+  redistributions_.clear();
 }
 
 GradientPipeline::Reduction GradientPipeline::plan(
@@ -119,7 +120,7 @@ GradientPipeline::Reduction GradientPipeline::plan(
         precision.main_grads);
     return r;
   }
-  const Placements& between = options.strategy.gradient;
+  const Placements& between = context_.strategy.gradient;
   const bool has_partial =
       std::any_of(between.begin(), between.end(), [](const Placement& p) {
         return p.is_partial();
@@ -139,7 +140,8 @@ GradientPipeline::Reduction GradientPipeline::plan(
   check_owned();
   r.add_reduced = owner_ == Owner::us;
   owner_ = Owner::us;
-  const bool narrow = is_last && !r.add_reduced && options.narrow_grads;
+  const bool in_reduce_dtype =
+      is_last && !r.add_reduced && options.grads_in_reduce_dtype;
   r.widen =
       r.add_reduced && reduced_.local().scalar_type() != precision.main_grads;
   if (r.widen) {
@@ -149,7 +151,7 @@ GradientPipeline::Reduction GradientPipeline::plan(
     allocate(
         reduced_,
         at_rest(),
-        narrow ? precision.reduce : precision.main_grads);
+        in_reduce_dtype ? precision.reduce : precision.main_grads);
     return r;
   }
   if (kept_host_memory_.defined() &&
@@ -181,7 +183,7 @@ at::Tensor GradientPipeline::reduce_inner(
     source = local_.buffer.local().to(wire);
   }
   if (r.to_inner || r.add_inner) {
-    const at::Tensor inner = way(reached, Stage::inner).run(source);
+    const at::Tensor inner = redistribution(reached, Stage::inner).run(source);
     sum_or_set(inner_.buffer.local(), inner, r.add_inner);
     if (r.to_inner) {
       return {};
@@ -190,18 +192,19 @@ at::Tensor GradientPipeline::reduce_inner(
     reached = Stage::inner;
   }
   if (!r.by_outer) {
-    finish(source, way(reached, Stage::rest), r);
+    finish(source, redistribution(reached, Stage::rest), r);
     return {};
   }
-  return lies_on_outer_axis() ? source
-                              : way(reached, Stage::outside).run(source);
+  return lies_on_outer_axis()
+             ? source
+             : redistribution(reached, Stage::outside).run(source);
 }
 
 void GradientPipeline::reduce_outer(
     const at::Tensor& inner,
     const Reduction& r) {
   if (inner.defined()) {
-    finish(inner, way(Stage::outside, Stage::rest), r);
+    finish(inner, redistribution(Stage::outside, Stage::rest), r);
   }
 }
 
@@ -263,7 +266,7 @@ void GradientPipeline::check_owned() const {
       owner_ != Owner::others,
       internal,
       "the gradient of {} is others': take_back() comes first",
-      context_.options.name);
+      context_.name);
 }
 
 FlatBuffer GradientPipeline::wrap_reduced(at::Tensor tensor) const {
@@ -318,7 +321,7 @@ void GradientPipeline::scale(double factor) {
   const at::NoGradGuard no_grad;
   check_owned();
   if (owner_ == Owner::us) {
-    // A copy only when it is narrow.
+    // A copy only when it is in another dtype.
     reduced_ = wrap_reduced(
         reduced_.local().to(context_.options.precision.main_grads));
     reduced_.local().mul_(factor);

@@ -25,8 +25,9 @@ namespace flatshard {
 ///
 /// local is that of ZeRO-0/1 and no_sync, inner HSDP's and HFSDP's. Each has
 /// memory from the first reduction into it to zero(), so that the memory serves
-/// activations in between. *: see ParamGroupOptions::narrow_grads. With
-/// ParamGroupOptions::offload the reduced one is in host memory.
+/// activations in between. *: see
+/// ParamGroupOptions::grads_in_reduce_dtype. With ParamGroupOptions::offload
+/// the reduced one is in host memory.
 class GradientPipeline {
  public:
   /// @param context  outlives this.
@@ -86,8 +87,9 @@ class GradientPipeline {
   bool has_reduced() const;
   /// Microbatches were accumulated but not reduced over all axes.
   bool has_unreduced() const { return local_.is_filled || inner_.is_filled; }
-  /// [shard] like main, in main_grads, or in the dtype of the reduction when it
-  /// is narrow. Undefined from zero() to the next reduction.
+  /// [shard] like main, in main_grads, or see
+  /// ParamGroupOptions::grads_in_reduce_dtype. Undefined from zero() to the
+  /// next reduction.
   /// @throws Error{internal} while others own it.
   const FlatBuffer& reduced() const;
   /// Leaves the reduced gradient to those who hold its tensor already: it is
@@ -141,7 +143,7 @@ class GradientPipeline {
       at::ScalarType dtype) const;
   Placements placements_at(Stage stage) const;
   /// Planned at its first use, on the stream that runs it.
-  const Redistribution& way(Stage from, Stage to);
+  const Redistribution& redistribution(Stage from, Stage to);
   void add_to_reduced(at::Tensor reduced, bool add);
   FlatBuffer wrap_reduced(at::Tensor tensor) const;
   void check_owned() const;
@@ -167,7 +169,7 @@ class GradientPipeline {
   bool contributes_ = false;
   bool contributed_ = false;
   Hook hook_;
-  std::map<std::pair<Stage, Stage>, Redistribution> ways_;
+  std::map<std::pair<Stage, Stage>, Redistribution> redistributions_;
 };
 
 }  // namespace flatshard

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -11,32 +10,24 @@
 
 namespace flatshard {
 
+/// How a group holds its weights and gradients: what a program chooses for all
+/// groups of a model.
 struct ParamGroupOptions {
-  std::string name;  ///< for messages, e.g. the unit's
-  Strategy strategy;
   Precision precision;
   GradScaling scaling = GradScaling::mean;
   /// Gradients are divided by this as well: for experts, the number of slices.
-  /// A narrow gradient is divided in Precision::reduce.
+  /// A gradient that stays in Precision::reduce is divided there.
   double grad_divisor = 1;
-  /// The mesh of the whole model, of which the group's may be a part: norms,
-  /// checkpoints and exports count over it. Null: the group's own.
-  std::shared_ptr<Mesh> model_mesh = nullptr;
-  bool trainable = true;
   /// The gradient of a step's only reduction stays in Precision::reduce, which
   /// holds what came over the wire exactly; a second one widens it to
   /// main_grads first. For optimizers that read any dtype, as Flatshard's do.
-  bool narrow_grads = false;
+  bool grads_in_reduce_dtype = false;
   /// false: main weights are cast into the gathered slot before each gather and
   /// nothing of compute's dtype rests in between. Saves its bytes and costs a
   /// pass over the main weights per gather. Only where all of these are: main
   /// weights of another dtype, and weights cut like the optimizer's (ZeRO-3);
-  /// elsewhere it has no effect.
+  /// elsewhere it has no effect. Not with copy engines.
   bool keep_compute_weights = true;
-  /// Compute weights lie where the other ranks can read them, so that a gather
-  /// can be copies: see Gather::copies. Needs all ranks on one host. Where
-  /// weights rest whole it has no effect.
-  bool peers_read_weights = false;
   /// Main weights and reduced gradients rest in host memory, and so does what
   /// optimizers keep beside them; updates run on the CPU. Compute weights that
   /// are kept stay on the device; without them each gather begins with a copy
@@ -49,9 +40,14 @@ struct ParamGroupOptions {
 
 /// What the weights and the gradients of one group have in common.
 struct GroupContext {
+  std::string name;
+  Strategy strategy;  ///< its gradients are summed or averaged as options say
+  std::shared_ptr<Mesh> mesh;
+  std::shared_ptr<Mesh> model_mesh;
+  bool trainable = true;
+  bool copy_engines = false;
   ParamGroupOptions options;
   std::shared_ptr<const FlatLayout> layout;
-  std::shared_ptr<Mesh> mesh;
 
   int num_axes() const { return mesh->num_axes(); }
   Placements whole() const {

@@ -16,7 +16,10 @@ std::shared_ptr<const FlatLayout> build_layout(
     const LayoutOptions& options) {
   std::vector<TensorSpec> specs;
   for (const GroupParameter& p : parameters) {
-    specs.push_back({p.names.front(), p.shape, p.granularity});
+    specs.push_back(
+        {p.names.front(),
+         p.shape,
+         p.placement.granularity.value_or(Granularity())});
   }
   return std::make_shared<const FlatLayout>(
       FlatLayout::build(std::move(specs), num_shards, options));
@@ -33,42 +36,31 @@ Strategy with_reduce_op(Strategy strategy, ReduceOp op) {
 
 }  // namespace
 
-std::vector<std::int64_t> GroupParameter::whole_shape() const {
-  std::vector<std::int64_t> whole = shape;
-  if (slice) {
-    whole.front() = slice->whole;
-  }
-  return whole;
-}
-
-std::int64_t GroupParameter::first_element() const {
-  if (!slice) {
-    return 0;
-  }
-  std::int64_t numel = slice->begin;
-  for (std::size_t d = 1; d < shape.size(); ++d) {
-    numel *= shape[d];
-  }
-  return numel;
-}
-
 ParamGroup::ParamGroup(
-    std::vector<GroupParameter> parameters,
-    std::shared_ptr<Mesh> mesh,
+    GroupSpec spec,
     ParamGroupOptions options,
     const Initializer& initializer)
-    : parameters_(std::move(parameters)),
-      context_{.options = std::move(options), .mesh = std::move(mesh)},
-      model_mesh_(
-          context_.options.model_mesh ? context_.options.model_mesh
-                                      : context_.mesh) {
+    : parameters_(std::move(spec.parameters)),
+      context_{
+          .name = std::move(spec.name),
+          .strategy = with_reduce_op(
+              std::move(spec.strategy),
+              options.scaling == GradScaling::mean ? ReduceOp::avg
+                                                   : ReduceOp::sum),
+          .mesh = spec.mesh,
+          .model_mesh = spec.model_mesh ? std::move(spec.model_mesh)
+                                        : std::move(spec.mesh),
+          .trainable = spec.trainable,
+          .copy_engines = spec.copy_engines,
+          .options = std::move(options)} {
   ParamGroupOptions& own = context_.options;
+  const Strategy& strategy = context_.strategy;
   const Mesh& m = *context_.mesh;
   FLATSHARD_CHECK(
       !parameters_.empty(),
       internal,
       "a group needs at least one parameter");
-  if (own.trainable) {
+  if (trainable()) {
     own.precision.validate();
   }
   check_slices();
@@ -78,33 +70,28 @@ ParamGroup::ParamGroup(
       "expected grad_divisor > 0, got {}",
       own.grad_divisor);
   FLATSHARD_CHECK(
-      !own.peers_read_weights || own.keep_compute_weights,
+      !context_.copy_engines || own.keep_compute_weights,
       config,
-      "peers can only read compute weights that are kept; choose one of "
-      "copy_gathers and keep_compute_weights = false");
+      "copy engines can only read compute weights that are kept; choose one of "
+      "copy_engines and keep_compute_weights = false");
   // Their optimizers' updates wait for nothing on the GPU, so a gradient in
   // main_grads is what they read.
-  own.narrow_grads = own.narrow_grads && !own.offload;
+  own.grads_in_reduce_dtype = own.grads_in_reduce_dtype && !own.offload;
   FLATSHARD_CHECK(
-      own.strategy.num_axes() == m.num_axes(),
+      strategy.num_axes() == m.num_axes(),
       config,
       "strategy {} is for {} mesh axes, the mesh {} has {}",
-      own.strategy.name,
-      own.strategy.num_axes(),
+      strategy.name,
+      strategy.num_axes(),
       m.to_string(),
       m.num_axes());
   FLATSHARD_CHECK(
-      !own.strategy.post_forward ||
-          *own.strategy.post_forward == own.strategy.parameter,
+      !strategy.post_forward || *strategy.post_forward == strategy.parameter,
       config,
       "strategy.post_forward other than the parameter's placement is not "
       "supported; use reshard_after_forward");
-  own.strategy = with_reduce_op(
-      own.strategy,
-      own.scaling == GradScaling::mean ? ReduceOp::avg : ReduceOp::sum);
-  own.strategy.validate();
+  strategy.validate();
 
-  const Strategy& strategy = own.strategy;
   context_.layout = build_layout(
       parameters_,
       strategy.num_shards(m.axis_sizes()),
@@ -116,33 +103,37 @@ ParamGroup::ParamGroup(
 
 void ParamGroup::check_slices() const {
   FLATSHARD_CHECK(
-      mesh()->is_part_of(*model_mesh_),
+      mesh()->is_part_of(*model_mesh()),
       config,
       "{}: expected a mesh that is the model's, {}, or a part of it, got {}",
-      options().name,
-      model_mesh_->to_string(),
+      name(),
+      model_mesh()->to_string(),
       mesh()->to_string());
   for (const GroupParameter& p : parameters_) {
     FLATSHARD_CHECK(
-        p.slice.has_value() == parameters_.front().slice.has_value(),
+        p.placement.slice.has_value() ==
+            parameters_.front().placement.slice.has_value(),
         internal,
         "{}: {} is a slice and {} is not; they need groups of their own",
-        options().name,
-        p.slice ? p.names.front() : parameters_.front().names.front(),
-        p.slice ? parameters_.front().names.front() : p.names.front());
+        name(),
+        p.placement.slice ? p.names.front() : parameters_.front().names.front(),
+        p.placement.slice ? parameters_.front().names.front()
+                          : p.names.front());
     FLATSHARD_CHECK(
-        !p.slice || (!p.shape.empty() && p.slice->begin >= 0 &&
-                     p.slice->begin + p.shape.front() <= p.slice->whole),
+        !p.placement.slice ||
+            (!p.shape.empty() && p.placement.slice->begin >= 0 &&
+             p.placement.slice->begin + p.shape.front() <=
+                 p.placement.slice->whole),
         config,
         "parameter {}: expected slices within the {} of the whole tensor, got "
         "{} from {} on",
         p.names.front(),
-        p.slice ? p.slice->whole : 0,
+        p.placement.slice ? p.placement.slice->whole : 0,
         p.shape.empty() ? 0 : p.shape.front(),
-        p.slice ? p.slice->begin : 0);
+        p.placement.slice ? p.placement.slice->begin : 0);
     FLATSHARD_CHECK(
-        !p.slice || p.shape.front() == p.slice->whole ||
-            !mesh()->same_as(*model_mesh_),
+        !p.placement.slice || p.shape.front() == p.placement.slice->whole ||
+            !mesh()->same_as(*model_mesh()),
         config,
         "parameter {} is a slice of a larger tensor, but all ranks of the "
         "model share it; give it a sub-mesh without the axis along which the "
@@ -151,18 +142,18 @@ void ParamGroup::check_slices() const {
   }
 }
 
-void ParamGroup::use_mesh(std::shared_ptr<Mesh> mesh) {
+void ParamGroup::use_model_mesh(std::shared_ptr<Mesh> mesh) {
   FLATSHARD_CHECK(
-      context_.mesh->same_as(*mesh),
+      model_mesh()->same_as(*mesh),
       usage,
       "{}: expected the mesh {} with other communicators, got mesh {}",
-      options().name,
-      context_.mesh->to_string(),
+      name(),
+      model_mesh()->to_string(),
       mesh->to_string());
-  if (model_mesh_ == context_.mesh) {
-    model_mesh_ = mesh;
-  }
-  context_.mesh = std::move(mesh);
+  context_.mesh = this->mesh()->same_as(*mesh)
+                      ? mesh
+                      : mesh->sub_mesh(this->mesh()->axis_names());
+  context_.model_mesh = std::move(mesh);
   weights_->use_mesh();
   gradients_.replan();
 }
@@ -206,12 +197,13 @@ void ParamGroup::set_divisor(double divisor) {
       divisor > 0,
       config,
       "{}: expected a gradient divisor > 0, got {}",
-      options().name,
+      name(),
       divisor);
   ParamGroupOptions& own = context_.options;
   own.scaling = GradScaling::sum;
   own.grad_divisor = divisor;
-  own.strategy = with_reduce_op(own.strategy, ReduceOp::sum);
+  context_.strategy =
+      with_reduce_op(std::move(context_.strategy), ReduceOp::sum);
   gradients_.replan();  // the plans had the mean
 }
 
@@ -233,18 +225,18 @@ GradientPipeline::Reduction ParamGroup::plan_reduction(
 
 ParamGroup::Replicas ParamGroup::replicas() const {
   Replicas replicas;
-  const bool sliced = parameters_.front().slice.has_value();
+  const bool sliced = parameters_.front().placement.slice.has_value();
   const std::vector<std::string> own = mesh()->axis_names();
-  for (int axis = 0; axis < model_mesh_->num_axes(); ++axis) {
+  for (int axis = 0; axis < model_mesh()->num_axes(); ++axis) {
     const auto found =
-        std::find(own.begin(), own.end(), model_mesh_->axis(axis).name);
+        std::find(own.begin(), own.end(), model_mesh()->axis(axis).name);
     const bool holds_others =
         found == own.end()
             ? sliced
             : weights_->main().placements()[found - own.begin()].is_shard();
     if (!holds_others) {
-      const std::int64_t size = model_mesh_->axis(axis).size;
-      replicas.index = replicas.index * size + model_mesh_->coordinate(axis);
+      const std::int64_t size = model_mesh()->axis(axis).size;
+      replicas.index = replicas.index * size + model_mesh()->coordinate(axis);
       replicas.count *= size;
     }
   }
@@ -262,7 +254,7 @@ std::vector<NamedShard> ParamGroup::shards_of(const at::Tensor& flat) const {
       "expected a flat tensor of {} elements like the main weights of {}, "
       "got {}",
       weights_->main().local().numel(),
-      options().name,
+      name(),
       flat.numel());
   std::vector<NamedShard> shards;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {

@@ -2,40 +2,33 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "flatshard/core/init_spec.h"
 #include "flatshard/group/gradient_pipeline.h"
 #include "flatshard/group/group_options.h"
+#include "flatshard/group/group_parameter.h"
 #include "flatshard/group/initializer.h"
 #include "flatshard/group/named_shard.h"
-#include "flatshard/group/parameter_placement.h"
 #include "flatshard/group/weight_planes.h"
 
-#include <map>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
 namespace flatshard {
 
-/// One parameter on its way into a group.
-struct GroupParameter {
-  std::vector<std::string> names;   ///< the main name first
-  std::vector<std::int64_t> shape;  ///< of this rank's tensor
-  Granularity granularity;
-  InitSpec init;
-  /// Values to start from, the same on every rank; undefined: `init` draws.
-  at::Tensor values;
-  std::map<std::string, std::string> attributes;
-  /// No module has it any more: checkpoints leave it out.
-  bool dropped = false;
-  /// Of a larger tensor; absent: the parameter is whole.
-  std::optional<TensorSlice> slice = std::nullopt;
-
-  /// Of the larger tensor, where the parameter is a part of one.
-  std::vector<std::int64_t> whole_shape() const;
-  /// Where the parameter's elements begin in it, flattened.
-  std::int64_t first_element() const;
+/// Which group: what the program's choices (ParamGroupOptions) do not say.
+struct GroupSpec {
+  std::string name;                        ///< for messages, e.g. the unit's
+  std::vector<GroupParameter> parameters;  ///< at least one
+  std::shared_ptr<Mesh> mesh;
+  Strategy strategy;  ///< for the axes of `mesh`
+  /// The mesh of the whole model, of which the group's may be a part: norms,
+  /// checkpoints and exports count over it. Null: the group's own.
+  std::shared_ptr<Mesh> model_mesh = nullptr;
+  bool trainable = true;
+  /// Compute weights lie where the copy engines of the other ranks read them:
+  /// see Gather::copy_engines. Needs all ranks on one host. Where weights rest
+  /// whole it has no effect.
+  bool copy_engines = false;
 };
 
 /// The parameters of one unit that share dtype, trainability, mesh and
@@ -44,8 +37,7 @@ struct GroupParameter {
 class ParamGroup {
  public:
   ParamGroup(
-      std::vector<GroupParameter> parameters,
-      std::shared_ptr<Mesh> mesh,
+      GroupSpec spec,
       ParamGroupOptions options,
       const Initializer& initializer);
   /// A copy would share the memory and not what is known of it.
@@ -57,19 +49,24 @@ class ParamGroup {
   GradientPipeline& gradients() { return gradients_; }
   const GradientPipeline& gradients() const { return gradients_; }
 
+  const std::string& name() const { return context_.name; }
+  const Strategy& strategy() const { return context_.strategy; }
   const ParamGroupOptions& options() const { return context_.options; }
   const FlatLayout& layout() const { return *context_.layout; }
   const std::vector<GroupParameter>& parameters() const { return parameters_; }
   const std::shared_ptr<Mesh>& mesh() const { return context_.mesh; }
   /// The whole model's.
-  const std::shared_ptr<Mesh>& model_mesh() const { return model_mesh_; }
-  /// Communicates through `mesh` from now on, which has the axes of the one
-  /// before (Mesh::same_as). While no gather and no reduction runs.
-  void use_mesh(std::shared_ptr<Mesh> mesh);
-  bool trainable() const { return options().trainable; }
+  const std::shared_ptr<Mesh>& model_mesh() const {
+    return context_.model_mesh;
+  }
+  /// Communicates through the model's mesh `mesh` and its part that is the
+  /// group's from now on; it has the axes of the one before (Mesh::same_as).
+  /// While no gather and no reduction runs.
+  void use_model_mesh(std::shared_ptr<Mesh> mesh);
+  bool trainable() const { return context_.trainable; }
 
   /// For messages.
-  void set_name(std::string name) { context_.options.name = std::move(name); }
+  void set_name(std::string name) { context_.name = std::move(name); }
   /// The main name first. The layout keeps the names it was built with.
   void set_names(std::int64_t parameter, std::vector<std::string> names);
   /// Gradients are summed and divided by `divisor` instead of the number of
@@ -108,7 +105,6 @@ class ParamGroup {
 
   std::vector<GroupParameter> parameters_;
   GroupContext context_;
-  std::shared_ptr<Mesh> model_mesh_;
   std::unique_ptr<WeightPlanes> weights_;
   GradientPipeline gradients_{context_};
 };

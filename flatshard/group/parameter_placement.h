@@ -26,7 +26,7 @@ struct ParameterPlacement {
   /// `slice`, the same values, and it is the program's to see that they stay
   /// so.
   std::shared_ptr<Mesh> mesh;
-  /// For the axes of `mesh`.
+  /// For the axes of `mesh`. Not set: the model's by its name, for these axes.
   std::optional<Strategy> strategy;
   std::optional<Granularity> granularity;
   /// See ParamGroupOptions::grad_divisor: for experts the number of slices, as
@@ -36,6 +36,10 @@ struct ParameterPlacement {
   /// drawn, checkpoints and exported weights are those of the larger one, so
   /// that they do not depend on how it was cut.
   std::optional<TensorSlice> slice;
+
+  /// What is not set here is as in `rest`. A strategy is for the axes of its
+  /// mesh, so one of `rest` is not taken where `mesh` is set and another.
+  ParameterPlacement or_else(const ParameterPlacement& rest) const;
 };
 
 }  // namespace flatshard

@@ -5,9 +5,12 @@
 namespace flatshard {
 
 /// Which dtype each representation of a unit's values has. A leaf value.
+///
+/// Gradients are reduced in float32 by default, as by the trainer: bfloat16 on
+/// the wire moves half the bytes and rounds each partial sum.
 struct Precision {
   at::ScalarType compute = at::kBFloat16;   ///< weights in forward, backward
-  at::ScalarType reduce = at::kBFloat16;    ///< gradients on the wire
+  at::ScalarType reduce = at::kFloat;       ///< gradients on the wire
   at::ScalarType main_params = at::kFloat;  ///< what the optimizer updates
   at::ScalarType main_grads = at::kFloat;   ///< where microbatches accumulate
 

@@ -33,15 +33,15 @@ bool any_sharded(const Mesh& mesh, const Placements& placements) {
 
 WeightPlanes::WeightPlanes(const GroupContext& context) : context_(context) {
   const ParamGroupOptions& options = context.options;
-  const Strategy& strategy = options.strategy;
+  const Strategy& strategy = context.strategy;
   const Precision& precision = options.precision;
   const auto& mesh = context.mesh;
   const auto& layout = context.layout;
   resident_ = !any_sharded(*mesh, strategy.parameter);
-  has_refresh_ = options.trainable &&
+  has_refresh_ = context.trainable &&
                  !same_elements(*mesh, strategy.parameter, strategy.optimizer);
   const at::ScalarType main_dtype =
-      options.trainable ? precision.main_params : precision.compute;
+      context.trainable ? precision.main_params : precision.compute;
   main_is_compute_ = !options.offload && main_dtype == precision.compute;
   if (!main_is_compute_) {
     main_ = options.offload
@@ -53,7 +53,7 @@ WeightPlanes::WeightPlanes(const GroupContext& context) : context_(context) {
       !has_refresh_) {
     return;
   }
-  if (options.peers_read_weights && !resident_) {
+  if (context.copy_engines && !resident_) {
     peers_ = std::make_unique<PeerBuffer>(
         layout,
         mesh,
@@ -90,7 +90,7 @@ std::vector<WeightPlane> WeightPlanes::planes() const {
       .origin = WeightPlane::Origin::derived,
       .dtype = precision.compute,
       .data = &compute_};
-  if (!context_.options.trainable) {
+  if (!context_.trainable) {
     return {
         {.name = "compute",
          .dtype = precision.compute,
@@ -130,13 +130,13 @@ void WeightPlanes::use_mesh() {
 
 // -- reading ------------------------------------------------------------------
 
-WeightPlanes::Gather WeightPlanes::plan_gather(bool copies) {
+WeightPlanes::Gather WeightPlanes::plan_gather(bool copy_engines) {
   Gather gather;
   gather.is_first = gathered_ != version_;
   gather.refresh = has_refresh_ && gather.is_first;
   gathered_ = version_;
-  gather.copies = copies && peers_ != nullptr;
-  if (gather.copies) {
+  gather.copy_engines = copy_engines && peers_ != nullptr;
+  if (gather.copy_engines) {
     gather.fence = fenced_ != version_;
     fenced_ = version_;
     copied_ = true;
@@ -147,7 +147,7 @@ WeightPlanes::Gather WeightPlanes::plan_gather(bool copies) {
 void WeightPlanes::gather(const at::Tensor& out, const Gather& gather) {
   if (gather.refresh) {
     compute_shard_.redistribute(
-        context_.options.strategy.parameter,
+        context_.strategy.parameter,
         Purpose::gather,
         &compute_);
   }
@@ -157,7 +157,7 @@ void WeightPlanes::gather(const at::Tensor& out, const Gather& gather) {
   if (gather.fence) {
     peers_->fence();
   }
-  if (gather.copies) {
+  if (gather.copy_engines) {
     peers_->copy_whole(out);
   } else {
     unshard(out);
@@ -165,7 +165,7 @@ void WeightPlanes::gather(const at::Tensor& out, const Gather& gather) {
 }
 
 void WeightPlanes::unshard(const at::Tensor& out) {
-  const Placements& resting = context_.options.strategy.parameter;
+  const Placements& resting = context_.strategy.parameter;
   if (!gather_) {
     gather_.emplace(
         context_.layout,

@@ -80,15 +80,16 @@ class WeightPlanes {
     bool is_first = false;
     /// First spread the optimizer's slices to `compute`. Collective.
     bool refresh = false;
-    /// By copies of what the peers hold; else an all-gather, a collective.
-    bool copies = false;
+    /// By copies of what the peers hold, which on GPUs copy engines make; else
+    /// an all-gather, a collective.
+    bool copy_engines = false;
     /// Before the copies: the peers have written theirs. Collective.
     bool fence = false;
   };
   /// Call it once per gather and then carry that out: what it plans for a
   /// change of the weights it does not plan again.
-  /// @param copies  where the peers can read; equal on all ranks.
-  Gather plan_gather(bool copies = false);
+  /// @param copy_engines  where the peers can read; equal on all ranks.
+  Gather plan_gather(bool copy_engines = false);
   /// A gather that was planned may not have been carried out.
   void mark_stale() { gathered_ = fenced_ = 0; }
   /// Carries it out. Inside Stream::submit.

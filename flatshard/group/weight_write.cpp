@@ -42,7 +42,7 @@ void WeightWrite::end(ParamGroup& group, Cast cast) {
       found != open_.end(),
       internal,
       "{} was not being written, or its write has ended",
-      group.options().name);
+      group.name());
   open_.erase(found);
   group.weights().end_write(stream_, cast == Cast::here);
 }

@@ -99,7 +99,7 @@ void Optimizer::step(double lr, const at::Tensor& grad_scale) {
         usage,
         "gradients of {} wait for the last microbatch: run its backward with "
         "is_last_microbatch and sync on before the optimizer steps",
-        group->options().name);
+        group->name());
   }
   wait();  // for a step whose weights nobody used
   ++num_steps_;

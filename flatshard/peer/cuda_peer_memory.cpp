@@ -54,7 +54,7 @@ class IpcMemory : public PeerMemory {
 
  private:
   void open(Communicator& group, std::int64_t nbytes) {
-    IpcHandle mine{.host = running_kernel(), .pid = ::getpid()};
+    IpcHandle mine{.host = host_identity(), .pid = ::getpid()};
     mine.allocated =
         allocate() && cudaIpcGetMemHandle(&mine.memory, own_) == cudaSuccess;
     const auto handles = all_gather_values(group, mine);
@@ -173,7 +173,7 @@ bool linked(const GpuPlace& mine, const GpuPlace& theirs, int device) {
 
 bool cuda_peers_are_linked(Communicator& group) {
   const int device = group.device().index();
-  GpuPlace mine{.host = running_kernel(), .pid = ::getpid()};
+  GpuPlace mine{.host = host_identity(), .pid = ::getpid()};
   if (cudaDeviceGetPCIBusId(
           mine.bus_id.data(),
           static_cast<int>(mine.bus_id.size()),

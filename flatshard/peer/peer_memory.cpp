@@ -57,7 +57,7 @@ class SharedPages : public PeerMemory {
     const Descriptor own(::memfd_create("flatshard", MFD_CLOEXEC));
     const bool made = own.fd >= 0 && ::ftruncate(own.fd, nbytes_) == 0;
     const PageHandle mine{
-        .host = running_kernel(),
+        .host = host_identity(),
         .pid_namespace = pid_namespace(),
         .pid = ::getpid(),
         .fd = made ? own.fd : -1};
@@ -136,7 +136,7 @@ std::unique_ptr<PeerMemory> detail::make_shared_pages(
   return std::make_unique<SharedPages>(group, nbytes);
 }
 
-std::int64_t running_kernel() {
+std::int64_t host_identity() {
   return static_cast<std::int64_t>(std::hash<std::string>{}(boot_id()));
 }
 

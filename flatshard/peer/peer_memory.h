@@ -12,7 +12,7 @@
 namespace flatshard {
 
 /// A number that processes on one host have in common.
-std::int64_t running_kernel();
+std::int64_t host_identity();
 
 /// Memory of one size on every rank of a group, which all of them can read and
 /// write. What a rank wrote is there for its peers after a collective of the

@@ -1,6 +1,5 @@
 #include "flatshard/train/setup.h"
 
-#include "flatshard/buffer/peer_mesh.h"
 #include "flatshard/core/error.h"
 #include "flatshard/device/memory.h"
 #include "flatshard/models/flops.h"
@@ -37,20 +36,20 @@ GradScaling parse_scaling(const std::string& name) {
   return name == "mean" ? GradScaling::mean : GradScaling::sum;
 }
 
-void set_copy_engines(FullyShardOptions& options, const std::string& name) {
+CopyEngines parse_copy_engines(const std::string& name) {
   if (name == "forward") {
-    options.copy_gathers = CopyGathers::forward;
-  } else if (name == "all") {
-    options.copy_gathers = CopyGathers::all;
-    options.copy_reductions_nbytes = kCopyReductionsNbytes;
-  } else {
-    FLATSHARD_CHECK(
-        name == "none",
-        config,
-        "parallelism.copy_engines: expected auto, none, forward or all, got "
-        "'{}'",
-        name);
+    return {.gathers = CopyEngines::Gathers::forward};
   }
+  if (name == "all") {
+    return CopyEngines::all();
+  }
+  FLATSHARD_CHECK(
+      name == "none",
+      config,
+      "parallelism.copy_engines: expected auto, none, forward or all, got "
+      "'{}'",
+      name);
+  return {};
 }
 
 }  // namespace
@@ -174,28 +173,30 @@ FullyShardOptions shard_options(
   const Config::Precision& p = config.precision;
   FullyShardOptions options;
   options.strategy = strategy_name(config);
-  options.precision = {
+  options.group.precision = {
       .compute = parse_dtype(p.compute, "precision.compute"),
       .reduce = parse_dtype(p.reduce, "precision.reduce"),
       .main_params = parse_dtype(p.main_params, "precision.main_params"),
       .main_grads = parse_dtype(p.main_grads, "precision.main_grads")};
-  options.scaling = parse_scaling(p.scaling);
-  options.prefetch = static_cast<int>(config.parallelism.prefetch);
-  options.reshard_after_forward = config.parallelism.reshard_after_forward;
-  options.keep_compute_weights = config.parallelism.keep_compute_weights;
-  set_copy_engines(options, copy_engines);
+  options.group.scaling = parse_scaling(p.scaling);
+  options.runtime.prefetch = static_cast<int>(config.parallelism.prefetch);
+  options.runtime.reshard_after_forward =
+      config.parallelism.reshard_after_forward;
+  options.group.keep_compute_weights = config.parallelism.keep_compute_weights;
+  options.runtime.copy_engines = parse_copy_engines(copy_engines);
   options.granularity = Granularity::parse(config.parallelism.granularity);
-  options.layout.max_padding = config.parallelism.max_padding;
+  options.group.layout.max_padding = config.parallelism.max_padding;
   options.seed = static_cast<std::uint64_t>(config.run.seed);
-  options.streams.delay_seed =
+  options.runtime.streams.delay_seed =
       static_cast<std::uint64_t>(config.debug.comm_delay_seed);
-  options.streams.max_delay_us = static_cast<int>(config.debug.comm_delay_us);
-  options.graphs = {
+  options.runtime.streams.max_delay_us =
+      static_cast<int>(config.debug.comm_delay_us);
+  options.runtime.graphs = {
       .enabled = config.cuda_graph.impl == "unit",
       .regions = graph_regions(config),
       .warmup_steps = static_cast<int>(config.cuda_graph.warmup_steps),
       .miss_is_error = config.cuda_graph.on_miss == "error"};
-  options.debug = {
+  options.runtime.debug = {
       .poison = config.diagnostics.poison,
       .strict = config.diagnostics.strict};
   return options;
@@ -252,9 +253,10 @@ std::int64_t least_memory(
   const std::int64_t each = size(p.main_params, "precision.main_params") +
                             gradient +
                             states * static_cast<std::int64_t>(sizeof(float));
-  const std::string& strategy = config.parallelism.strategy;
+  const std::string_view strategy =
+      find_strategy_name(config.parallelism.strategy).name;
   std::int64_t shards = world;
-  if (strategy == "no_shard" || strategy == "zero0") {
+  if (strategy == "zero0") {
     shards = 1;
   } else if (strategy != "hfsdp") {
     shards /= std::max<std::int64_t>(

@@ -12,7 +12,7 @@
 #include "flatshard/format/checkpoint_folder.h"
 #include "flatshard/models/flops.h"
 #include "flatshard/models/hf_names.h"
-#include "flatshard/optim/clip.h"
+#include "flatshard/optim/grad_norm.h"
 #include "flatshard/train/export_hf.h"
 #include "flatshard/train/nonfinite.h"
 #include "flatshard/train/option_errors.h"
@@ -356,8 +356,8 @@ Trainer::End Trainer::train() {
     const auto host = Clock::now();
     const double lr = schedule_.lr(step - 1);
     spoil_gradient(step);
-    const ClipResult clip =
-        clip_grad_norm(runtime_->groups(), config_.training.max_norm);
+    const GradNorm clip =
+        grad_norm_and_scale(runtime_->groups(), config_.training.max_norm);
     open_output();
     diagnose_gradients(step);
     bool finite = true;

@@ -142,7 +142,7 @@ void Trainer::build(bool resume) {
               config_.activation_checkpoint.mode)});
   copy_engines_ = choose_copy_engines(config_, *mesh_);
   FullyShardOptions options = shard_options(config_, copy_engines_);
-  options.narrow_grads = num_microbatches_ == 1;
+  options.group.grads_in_reduce_dtype = num_microbatches_ == 1;
   for (const auto& module : model_->unit_modules()) {
     options.units.push_back(module.get());
   }
@@ -150,7 +150,8 @@ void Trainer::build(bool resume) {
   install_diagnostics();
   optimizer_ = make_optimizer(config_, runtime_->groups());
   if (config_.optimizer.overlap) {
-    optimizer_->set_stream(make_stream(device_, "optimizer", options.streams));
+    optimizer_->set_stream(
+        make_stream(device_, "optimizer", options.runtime.streams));
   }
   if (config_.parallelism.memory_budget > 0) {
     spend_memory_budget();

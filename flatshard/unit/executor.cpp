@@ -168,8 +168,7 @@ void Executor::join() {
 }
 
 void Executor::end_evaluation() {
-  const bool fences =
-      options_.others_write && options_.copy_gathers != CopyGathers::none;
+  const bool fences = options_.foreign_writes && options_.copy_engines.gather();
   if (!offloads_ && !fences) {
     return;
   }
@@ -203,14 +202,15 @@ std::string Executor::context(const Action& action) const {
 
 void Executor::gather(Unit& unit, Phase phase) {
   // Who unshards by hand may write next, which no forward or backward fences.
-  const bool copies = !(by_hand_ && options_.others_write) &&
-                      (options_.copy_gathers == CopyGathers::all ||
-                       (options_.copy_gathers == CopyGathers::forward &&
-                        phase == Phase::forward));
+  const CopyEngines::Gathers asked = options_.copy_engines.gathers;
+  const bool copy_engines =
+      !(by_hand_ && options_.foreign_writes) &&
+      (asked == CopyEngines::Gathers::all ||
+       (asked == CopyEngines::Gathers::forward && phase == Phase::forward));
   std::vector<WeightPlanes::Gather> gathers;
   gathers.reserve(unit.groups().size());
   for (const auto& group : unit.groups()) {
-    gathers.push_back(group->weights().plan_gather(copies));
+    gathers.push_back(group->weights().plan_gather(copy_engines));
     if (gathers.back().is_first) {
       group->weights().wait_for_weights(*gather_stream_);
     }

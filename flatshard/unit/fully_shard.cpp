@@ -1,6 +1,5 @@
 #include "flatshard/unit/fully_shard.h"
 
-#include "flatshard/buffer/peer_mesh.h"
 #include "flatshard/core/error.h"
 #include "flatshard/nn/module.h"
 #include "flatshard/unit/unit_contents.h"
@@ -8,27 +7,18 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <map>
 #include <unordered_map>
 #include <utility>
 
 namespace flatshard {
 namespace {
 
-/// One parameter with all its names and the units that use it.
-struct FoundParameter {
-  std::vector<std::string> names;
-  at::Tensor tensor;
-  const nn::ParameterInfo* info = nullptr;
-  std::vector<UnitId> units;
-  ParameterPlacement placement;
-};
-
 /// The tree of units below a root.
 struct UnitTree {
   std::vector<nn::Module*> modules;
   std::vector<std::string> names;
   std::vector<UnitId> parents;
+  std::vector<const UnitChoice*> choices;  ///< the options'; null: none
   /// Every module below the root -> its closest unit.
   std::unordered_map<const torch::nn::Module*, UnitId> unit_of;
 
@@ -76,14 +66,29 @@ void walk(
   }
 }
 
-UnitTree find_units(nn::Module& root, const std::vector<nn::Module*>& chosen) {
+UnitTree find_units(nn::Module& root, const FullyShardOptions& options) {
+  std::vector<nn::Module*> chosen = options.units;
+  for (const UnitChoice& choice : options.unit_choices) {
+    chosen.push_back(choice.module);
+  }
   UnitTree tree;
   walk(root, "", kNoUnit, chosen, tree);
-  for (nn::Module* module : chosen) {
+  for (std::size_t i = 0; i < chosen.size(); ++i) {
     FLATSHARD_CHECK(
-        module != nullptr && tree.unit_of.contains(module),
+        chosen[i] != nullptr && tree.unit_of.contains(chosen[i]),
         usage,
-        "a module in FullyShardOptions::units is not below the root");
+        "a module in FullyShardOptions::{} is not below the root",
+        i < options.units.size() ? "units" : "unit_choices");
+  }
+  tree.choices.resize(tree.modules.size());
+  for (const UnitChoice& choice : options.unit_choices) {
+    const UnitId unit = tree.unit_of.at(choice.module);
+    FLATSHARD_CHECK(
+        tree.choices[unit] == nullptr,
+        config,
+        "FullyShardOptions::unit_choices: expected unit {} once, got it twice",
+        tree.names[unit]);
+    tree.choices[unit] = &choice;
   }
   return tree;
 }
@@ -109,38 +114,6 @@ void check_not_sharded(const nn::NamedParameter& p) {
       owner->unit);
 }
 
-std::vector<FoundParameter> find_parameters(
-    nn::Module& root,
-    const UnitTree& tree,
-    const FullyShardOptions& options) {
-  std::vector<FoundParameter> found;
-  std::unordered_map<const c10::TensorImpl*, std::size_t> index;
-  for (const nn::NamedParameter& p : nn::named_parameters(root)) {
-    if (options.ignore && options.ignore(p.name)) {
-      FLATSHARD_CHECK(
-          !p.tensor.is_meta(),
-          usage,
-          "parameter {} is ignored but has no memory; materialize it first",
-          p.name);
-      continue;
-    }
-    check_not_sharded(p);
-    const auto [at, is_new] =
-        index.emplace(p.tensor.unsafeGetTensorImpl(), found.size());
-    if (is_new) {
-      found.push_back(
-          {.tensor = p.tensor,
-           .info = p.info,
-           .placement = options.placement_of ? options.placement_of(p.name)
-                                             : ParameterPlacement{}});
-    }
-    FoundParameter& parameter = found[at->second];
-    parameter.names.push_back(p.name);
-    parameter.units.push_back(tree.unit_of.at(p.owner));
-  }
-  return found;
-}
-
 Strategy strategy_of(const FullyShardOptions& options, const Mesh& mesh) {
   if (options.custom_strategy) {
     return *options.custom_strategy;
@@ -159,22 +132,49 @@ std::optional<Strategy> strategy_of(
       !options.custom_strategy &&
           !find_strategy_name(options.strategy).needs_outer_axis(),
       config,
-      "placement_of: a parameter on the sub-mesh {} needs a strategy of its "
-      "own, "
-      "since the model's, {}, is for the model's axes",
+      "placement_of, unit_choices: a parameter on the sub-mesh {} needs a "
+      "strategy of its own, since the model's, {}, is for the model's axes",
       placement.mesh->to_string(),
       options.strategy);
   return Strategy::named(options.strategy, placement.mesh->num_axes());
 }
 
-GroupParameter group_parameter(
-    const FoundParameter& p,
+/// @param choice  of its unit; may be null.
+/// @param mesh  the model's.
+ParameterPlacement placement_of(
+    const std::string& name,
+    const UnitChoice* choice,
+    const Mesh& mesh,
     const FullyShardOptions& options) {
+  ParameterPlacement placement;
+  if (options.placement_of) {
+    placement = options.placement_of(name);
+  }
+  if (choice != nullptr) {
+    placement = placement.or_else(choice->placement);
+  }
+  if (!placement.granularity) {
+    placement.granularity = options.granularity;
+  }
+  placement.strategy = strategy_of(placement, options);
+  if (placement.mesh) {
+    FLATSHARD_CHECK(
+        placement.mesh->is_part_of(mesh),
+        config,
+        "parameter {}: expected a mesh that is the model's, {}, or a part of "
+        "it, got {}",
+        name,
+        mesh.to_string(),
+        placement.mesh->to_string());
+    placement.mesh = mesh.sub_mesh(placement.mesh->axis_names());
+  }
+  return placement;
+}
+
+GroupParameter group_parameter(const nn::NamedParameter& p) {
   GroupParameter g;
-  g.names = p.names;
   g.shape = p.tensor.sizes().vec();
-  g.granularity = p.placement.granularity.value_or(options.granularity);
-  g.slice = p.placement.slice;
+  g.tensor = p.tensor;
   if (p.info != nullptr) {
     g.init = p.info->init;
     g.attributes = p.info->attributes;
@@ -185,51 +185,53 @@ GroupParameter group_parameter(
         usage,
         "parameter {} has neither memory nor an InitSpec; declare it with "
         "nn::Module::declare_parameter",
-        p.names.front());
+        p.name);
   } else {
     g.values = p.tensor.detach();
   }
   return g;
 }
 
-std::unique_ptr<Unit> build_unit(
-    UnitId id,
+/// The parameters of each unit of the tree.
+std::vector<std::vector<GroupParameter>> find_parameters(
+    nn::Module& root,
     const UnitTree& tree,
-    const std::vector<const FoundParameter*>& parameters,
-    const std::shared_ptr<Mesh>& mesh,
+    const Mesh& mesh,
     const FullyShardOptions& options) {
-  std::vector<UnitMember> members;
-  for (const FoundParameter* p : parameters) {
-    const ParameterPlacement& placement = p->placement;
-    members.push_back(
-        {.tensor = p->tensor,
-         .parameter = group_parameter(*p, options),
-         .precision = options.precision,
-         .mesh = placement.mesh ? mesh->sub_mesh(placement.mesh->axis_names())
-                                : nullptr,
-         .strategy = strategy_of(placement, options),
-         .grad_divisor = placement.grad_divisor});
+  std::vector<GroupParameter> found;
+  std::vector<UnitId> owners;
+  std::unordered_map<const c10::TensorImpl*, std::size_t> index;
+  for (const nn::NamedParameter& p : nn::named_parameters(root)) {
+    if (options.ignore && options.ignore(p.name)) {
+      FLATSHARD_CHECK(
+          !p.tensor.is_meta(),
+          usage,
+          "parameter {} is ignored but has no memory; materialize it first",
+          p.name);
+      continue;
+    }
+    check_not_sharded(p);
+    const UnitId user = tree.unit_of.at(p.owner);
+    const auto [at, is_new] =
+        index.emplace(p.tensor.unsafeGetTensorImpl(), found.size());
+    if (is_new) {
+      found.push_back(group_parameter(p));
+      owners.push_back(user);
+    }
+    found[at->second].names.push_back(p.name);
+    UnitId& owner = owners[at->second];
+    owner = tree.common_ancestor(owner, user);
   }
-  UnitContents contents = make_unit_contents(
-      std::move(members),
-      mesh,
-      {.name = "unit " + tree.names[id],
-       .strategy = strategy_of(options, *mesh),
-       .scaling = options.scaling,
-       .grad_divisor = options.grad_divisor,
-       .narrow_grads = options.narrow_grads,
-       .keep_compute_weights = options.keep_compute_weights,
-       .peers_read_weights = options.copy_gathers != CopyGathers::none,
-       .offload = options.offload,
-       .pin_memory = options.pin_memory,
-       .layout = options.layout},
-      Initializer(options.seed));
-  return std::make_unique<Unit>(
-      id,
-      tree.names[id],
-      tree.modules[id],
-      std::move(contents.groups),
-      std::move(contents.parameters));
+  std::vector<std::vector<GroupParameter>> of_unit(tree.modules.size());
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    found[i].placement = placement_of(
+        found[i].names.front(),
+        tree.choices[owners[i]],
+        mesh,
+        options);
+    of_unit[owners[i]].push_back(std::move(found[i]));
+  }
+  return of_unit;
 }
 
 void connect(
@@ -252,52 +254,37 @@ std::shared_ptr<Runtime> fully_shard(
     std::shared_ptr<Mesh> mesh,
     FullyShardOptions options) {
   set_current_device(mesh->device());
-  const UnitTree tree = find_units(root, options.units);
-  const auto found = find_parameters(root, tree, options);
-  std::vector<PeerUse> uses{{mesh, strategy_of(options, *mesh)}};
-  for (const FoundParameter& p : found) {
-    if (p.placement.mesh) {
-      FLATSHARD_CHECK(
-          p.placement.mesh->is_part_of(*mesh),
-          config,
-          "parameter {}: expected a mesh that is the model's, {}, or a part of "
-          "it, got {}",
-          p.names.front(),
-          mesh->to_string(),
-          p.placement.mesh->to_string());
-      uses.push_back({p.placement.mesh, *strategy_of(p.placement, options)});
-    }
-  }
-  mesh = with_peer_memory(
-      mesh,
-      uses,
-      {.gathers = options.copy_gathers != CopyGathers::none,
-       .reductions_nbytes = options.copy_reductions_nbytes,
-       .stream = options.streams});
-  std::vector<std::vector<const FoundParameter*>> members(tree.modules.size());
-  for (const FoundParameter& p : found) {
-    UnitId owner = p.units.front();
-    for (const UnitId unit : p.units) {
-      owner = tree.common_ancestor(owner, unit);
-    }
-    members[owner].push_back(&p);
-  }
+  const UnitTree tree = find_units(root, options);
+  auto parameters = find_parameters(root, tree, *mesh, options);
+  const Strategy strategy = strategy_of(options, *mesh);
   std::vector<std::unique_ptr<Unit>> units;
-  for (UnitId u = 0; u < static_cast<UnitId>(tree.modules.size()); ++u) {
-    units.push_back(build_unit(u, tree, members[u], mesh, options));
+  for (std::size_t u = 0; u < tree.modules.size(); ++u) {
+    UnitContents contents = make_unit_contents(
+        {.name = "unit " + tree.names[u],
+         .parameters = std::move(parameters[u]),
+         .mesh = mesh,
+         .strategy = strategy,
+         .copy_engines = options.runtime.copy_engines.gather()},
+        options.group,
+        Initializer(options.seed));
+    units.push_back(std::make_unique<Unit>(
+        static_cast<UnitId>(u),
+        tree.names[u],
+        tree.modules[u],
+        std::move(contents.groups),
+        std::move(contents.parameters)));
   }
   auto runtime = Runtime::create(
       std::move(mesh),
       std::move(units),
       tree.parents,
-      {.prefetch = options.prefetch,
-       .reshard_after_forward = options.reshard_after_forward,
-       .copy_gathers = options.copy_gathers,
-       .slots_on_demand = options.slots_on_demand,
-       .streams = options.streams,
-       .trace = options.trace,
-       .debug = options.debug,
-       .graphs = options.graphs});
+      options.runtime);
+  for (std::size_t u = 0; u < tree.modules.size(); ++u) {
+    const UnitChoice* const choice = tree.choices[u];
+    if (choice != nullptr && choice->policy) {
+      runtime->set_policy(static_cast<UnitId>(u), *choice->policy);
+    }
+  }
   connect(root, runtime);
   return runtime;
 }

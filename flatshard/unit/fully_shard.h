@@ -1,7 +1,6 @@
 #pragma once
 
-#include "flatshard/group/precision.h"
-#include "flatshard/layout/flat_layout.h"
+#include "flatshard/group/param_group.h"
 #include "flatshard/layout/strategy.h"
 #include "flatshard/mesh/mesh.h"
 #include "flatshard/unit/runtime.h"
@@ -15,50 +14,40 @@
 
 namespace flatshard {
 
+/// A module that is a unit, and in what it differs from the model.
+struct UnitChoice {
+  nn::Module* module = nullptr;
+  /// Of all parameters that belong to the unit; what `placement_of` sets for
+  /// one of them wins.
+  ParameterPlacement placement;
+  /// Not set: as RuntimeOptions says. Prefetch lists name units by their ids:
+  /// 0 is the root, the others follow in the order of the module tree.
+  std::optional<UnitPolicy> policy = std::nullopt;
+};
+
 struct FullyShardOptions {
   /// Modules that are gathered and released as a whole, e.g. the blocks.
   /// Parameters below none of them belong to the root. Order does not matter.
   std::vector<nn::Module*> units;
+  /// Units, the root among them if you like, that differ from the model: each
+  /// once, whether or not `units` has it.
+  std::vector<UnitChoice> unit_choices;
   /// A name of Strategy::named for the mesh's number of axes...
   std::string strategy = "zero3";
   /// ... or lists of placements of your own.
   std::optional<Strategy> custom_strategy;
-  Precision precision;
-  GradScaling scaling = GradScaling::mean;
-  double grad_divisor = 1;
-  /// All four: see ParamGroupOptions.
-  bool narrow_grads = false;
-  bool keep_compute_weights = true;
-  bool offload = false;
-  bool pin_memory = true;
-  /// All ranks on one host only.
-  CopyGathers copy_gathers = CopyGathers::none;
-  /// Reduce-scatters are copies through so many bytes on each rank (see
-  /// with_peer_memory); 0: they are collectives. All ranks of each group on one
-  /// host.
-  std::int64_t copy_reductions_nbytes = 0;
-  /// Units gathered ahead.
-  int prefetch = 1;
-  /// false: weights stay gathered from forward to backward.
-  bool reshard_after_forward = true;
-  /// See RuntimeOptions.
-  bool slots_on_demand = false;
   Granularity granularity;
   /// Per parameter, by its main name: experts that rest on a sub-mesh, rows for
-  /// a row-wise optimizer. Empty: all as the options above say.
+  /// a row-wise optimizer. Empty: all as their unit.
   std::function<ParameterPlacement(const std::string& name)> placement_of;
-  LayoutOptions layout;
   /// Parameters that stay as they are: not sharded, not gathered, not reduced.
   std::function<bool(const std::string& name)> ignore;
   /// Of the values that parameters without memory start from.
   std::uint64_t seed = 0;
-  /// For tests: delays on the communication streams.
-  StreamOptions streams;
-  bool trace = false;
-  /// Checks that are off by default: poisoned memory, strict life cycles.
-  DebugOptions debug;
-  /// Regions of units as CUDA graphs; see docs/graphs.md.
-  GraphOptions graphs;
+  /// How weights and gradients are held: dtypes, scaling, offloading, padding.
+  ParamGroupOptions group;
+  /// How a step runs: prefetching, copy engines, memory, debugging.
+  RuntimeOptions runtime;
 };
 
 /// Shards every parameter below `root` over `mesh` and installs the hooks that

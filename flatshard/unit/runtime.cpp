@@ -95,6 +95,11 @@ std::shared_ptr<Runtime> Runtime::create(
     std::vector<std::unique_ptr<Unit>> units,
     std::vector<UnitId> parents,
     RuntimeOptions options) {
+  mesh = use_copy_engines(
+      std::move(mesh),
+      units,
+      options.copy_engines,
+      options.streams);
   std::shared_ptr<Runtime> runtime(new Runtime(
       std::move(mesh),
       std::move(units),
@@ -176,9 +181,28 @@ void Runtime::set_sync_gradients(bool sync) {
        .sync = sync});
 }
 
+UnitId Runtime::unit_of(const nn::Module& module) const {
+  for (const auto& unit : units_) {
+    if (unit->module() == &module) {
+      return unit->id();
+    }
+  }
+  throw Error(
+      ErrorCode::usage,
+      fmt::format(
+          "expected the root or a module of FullyShardOptions::units or "
+          "unit_choices, got a {} that is none of them; its weights belong to "
+          "the closest unit around it",
+          module.name()));
+}
+
 void Runtime::set_policy(UnitId unit, UnitPolicy policy) {
   const std::lock_guard lock(mutex_);
   scheduler_.set_policy(unit, std::move(policy));
+  if (!options_.slots_on_demand && step_actions_.empty() &&
+      executor_.pool().num_held() == 0) {
+    plan_next_step();
+  }
 }
 
 int Runtime::keep_gathered(std::int64_t nbytes) {

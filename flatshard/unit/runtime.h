@@ -38,7 +38,7 @@ class Runtime : public nn::WgradSink,
                 public std::enable_shared_from_this<Runtime> {
  public:
   /// Units in order of registration, parents before children; `parents` has one
-  /// entry per unit. Collectives are not run here.
+  /// entry per unit. Collective where options.copy_engines asks for any.
   static std::shared_ptr<Runtime> create(
       std::shared_ptr<Mesh> mesh,
       std::vector<std::unique_ptr<Unit>> units,
@@ -60,6 +60,9 @@ class Runtime : public nn::WgradSink,
   /// plan.
   void set_max_grad_slots(int max_grad_slots);
 
+  /// The unit that a module is: the root, or one of FullyShardOptions::units or
+  /// unit_choices. @throws Error{usage} naming the module when it is none.
+  UnitId unit_of(const nn::Module& module) const;
   /// From the next event on; equal on all ranks, between two steps. Overrides
   /// RuntimeOptions::reshard_after_forward.
   void set_policy(UnitId unit, UnitPolicy policy);
@@ -101,9 +104,8 @@ class Runtime : public nn::WgradSink,
   /// then, and blocks the host. Otherwise it does nothing.
   void finish_step();
 
-  // For whoever calls modules itself
-  // ------------------------------------------- Hooks of nn::Module do this for
-  // a Unit that has one.
+  // For programs that call modules themselves -------------------------------
+  // Hooks of nn::Module do this for a Unit that has one.
 
   /// @param inputs  tensors that go into the module, as they are.
   void forward_begin(UnitId unit, const nn::TensorList& inputs);

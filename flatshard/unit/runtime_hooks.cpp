@@ -240,7 +240,8 @@ void Runtime::explain(UnitId id, std::exception_ptr& error) const {
         c10::toString(unit.groups()[p.group]->options().precision.compute);
     return fmt::format(
         "parameter {} of unit {} is gathered as {} "
-        "(FullyShardOptions::precision.compute): give the unit inputs of that "
+        "(FullyShardOptions::group.precision.compute): give the unit inputs of "
+        "that "
         "dtype, e.g. x.to(at::k{}), or choose another Precision, such as "
         "Precision::full()",
         p.name,

@@ -1,31 +1,26 @@
 #pragma once
 
 #include "flatshard/device/stream.h"
+#include "flatshard/unit/copy_engines.h"
 #include "flatshard/unit/debug_options.h"
 #include "flatshard/unit/graph_options.h"
 
 namespace flatshard {
 
-/// Which gathers are copies that each rank makes of its peers' weights by
-/// itself (WeightPlanes::Gather::copies). On GPUs copy engines do them, and
-/// leave the SMs to what computes.
-///
-/// A copy takes no peer's doing, so nothing but a later collective tells a rank
-/// that its weights were read: a backward's reductions do, and where there were
-/// none (after an evaluation) WeightPlanes::wait_for_readers. Optimizers and
-/// checkpoints call it before they write; whoever else writes weights does,
-/// too.
-enum class CopyGathers { none, forward, all };
-
+/// How a Runtime runs a step: what a program chooses for a model.
 struct RuntimeOptions {
+  /// Units gathered ahead.
   int prefetch = 1;
+  /// false: weights stay gathered from forward to backward.
   bool reshard_after_forward = true;
-  /// Other than none: the groups have ParamGroupOptions::peers_read_weights.
-  CopyGathers copy_gathers = CopyGathers::none;
-  /// Weights are written by others, who do not call
-  /// WeightPlanes::wait_for_readers: a forward without a backward ends when no
-  /// peer copies weights any more.
-  bool others_write = false;
+  /// With gathers: the groups have GroupSpec::copy_engines, which fully_shard
+  /// sees to.
+  CopyEngines copy_engines;
+  /// Weights are written by programs that do not call
+  /// WeightPlanes::wait_for_readers (WeightPlanes::mark_foreign_write says so
+  /// afterwards): a forward without a backward ends when no copy engine reads
+  /// weights any more.
+  bool foreign_writes = false;
   /// Each gather and each reduction allocates its slot and frees it afterwards,
   /// instead of a plan giving it a place in one arena that is there all the
   /// time. Addresses change from step to step; the end of a forward, where

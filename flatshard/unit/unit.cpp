@@ -93,7 +93,7 @@ UnitSpec Unit::spec(UnitId parent, UnitPolicy policy) const {
   spec.grads_in_place = writes_in_place_;
   spec.reduce_every_microbatch = false;
   for (const auto& group : groups_) {
-    const Placements& gradient = group->options().strategy.gradient;
+    const Placements& gradient = group->strategy().gradient;
     if (group->trainable() && num_sharded_axes(gradient) > 0) {
       spec.reduce_every_microbatch = true;
     }

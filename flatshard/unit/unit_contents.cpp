@@ -25,17 +25,16 @@ struct Kind {
 };
 
 Kind kind_of(
-    const UnitMember& m,
-    const std::shared_ptr<Mesh>& mesh,
-    const ParamGroupOptions& common) {
+    const GroupParameter& p,
+    const GroupSpec& unit,
+    const ParamGroupOptions& options) {
   return {
-      .trainable = m.tensor.requires_grad(),
-      .precision = m.precision,
-      .mesh = m.mesh ? m.mesh : mesh,
-      .strategy = m.whole ? Strategy::named("zero0", mesh->num_axes())
-                          : m.strategy.value_or(common.strategy),
-      .grad_divisor = m.grad_divisor.value_or(common.grad_divisor),
-      .is_slice = m.parameter.slice.has_value()};
+      .trainable = p.tensor.requires_grad(),
+      .precision = p.precision.value_or(options.precision),
+      .mesh = p.placement.mesh ? p.placement.mesh : unit.mesh,
+      .strategy = p.placement.strategy.value_or(unit.strategy),
+      .grad_divisor = p.placement.grad_divisor.value_or(options.grad_divisor),
+      .is_slice = p.placement.slice.has_value()};
 }
 
 }  // namespace
@@ -62,23 +61,22 @@ void UnitContents::set_names(
 }
 
 UnitContents make_unit_contents(
-    std::vector<UnitMember> members,
-    const std::shared_ptr<Mesh>& mesh,
-    const ParamGroupOptions& common,
+    GroupSpec unit,
+    const ParamGroupOptions& options,
     const Initializer& initializer) {
-  std::vector<Kind> kinds_of;  // of each member
+  std::vector<Kind> kinds_of;  // of each parameter
   std::vector<Kind> kinds;
-  for (const UnitMember& m : members) {
+  for (const GroupParameter& p : unit.parameters) {
     FLATSHARD_CHECK(
-        !m.tensor.requires_grad() ||
-            (at::isFloatingType(m.tensor.scalar_type()) &&
-             m.tensor.element_size() > 1),
+        !p.tensor.requires_grad() ||
+            (at::isFloatingType(p.tensor.scalar_type()) &&
+             p.tensor.element_size() > 1),
         usage,
         "expected trainable parameter {} to be float64, float32, bfloat16 or "
         "float16, got {}; freeze it, register it as a buffer or ignore it",
-        m.parameter.names.front(),
-        c10::toString(m.tensor.scalar_type()));
-    kinds_of.push_back(kind_of(m, mesh, common));
+        p.names.front(),
+        c10::toString(p.tensor.scalar_type()));
+    kinds_of.push_back(kind_of(p, unit, options));
     const Kind& kind = kinds_of.back();
     if (std::find(kinds.begin(), kinds.end(), kind) == kinds.end()) {
       kinds.push_back(kind);
@@ -89,38 +87,40 @@ UnitContents make_unit_contents(
   });
   UnitContents contents;
   for (const Kind& kind : kinds) {
-    std::vector<GroupParameter> parameters;
-    for (std::size_t i = 0; i < members.size(); ++i) {
-      UnitMember& m = members[i];
+    GroupSpec spec{
+        .name = unit.name,
+        .mesh = kind.mesh,
+        .strategy = kind.strategy,
+        .model_mesh = unit.mesh,
+        .trainable = kind.trainable,
+        .copy_engines = unit.copy_engines};
+    for (std::size_t i = 0; i < unit.parameters.size(); ++i) {
+      GroupParameter& p = unit.parameters[i];
       if (kind == kinds_of[i]) {
         contents.parameters.push_back(
-            {.name = m.parameter.names.front(),
-             .tensor = m.tensor,
+            {.name = p.names.front(),
+             .tensor = std::move(p.tensor),
              .group = contents.groups.size(),
-             .index = static_cast<std::int64_t>(parameters.size())});
-        parameters.push_back(std::move(m.parameter));
+             .index = static_cast<std::int64_t>(spec.parameters.size())});
+        spec.parameters.push_back(std::move(p));
       }
     }
-    ParamGroupOptions options = common;
-    options.trainable = kind.trainable;
-    options.precision = kind.precision;
-    options.strategy = kind.strategy;
-    options.grad_divisor = kind.grad_divisor;
-    options.model_mesh = mesh;
+    ParamGroupOptions own = options;
+    own.precision = kind.precision;
+    own.grad_divisor = kind.grad_divisor;
     contents.groups.push_back(std::make_unique<ParamGroup>(
-        std::move(parameters),
-        kind.mesh,
-        std::move(options),
+        std::move(spec),
+        std::move(own),
         initializer));
   }
   // Only now, when the values are in the groups' own memory.
   for (UnitParameter& p : contents.parameters) {
     p.storage = ParameterStorage(
         p.tensor,
-        common.name,
+        unit.name,
         p.name,
         contents.groups[p.group]->options().precision.compute,
-        mesh->device());
+        unit.mesh->device());
   }
   return contents;
 }

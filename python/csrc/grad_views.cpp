@@ -76,7 +76,7 @@ void GradViews::show() {
     }
     show_group(g);
   }
-  lend();
+  release();
   const std::vector<Stage> stages = stages_;
   end_backward();
   for (std::size_t g = 0; g < stages.size(); ++g) {
@@ -144,7 +144,7 @@ void GradViews::show_one(std::size_t i) {
   shown_[i] = WeakTensor(grad_of(i).getIntrusivePtr());
 }
 
-void GradViews::lend() {
+void GradViews::release() {
   for (std::size_t g = 0; g < members_.size(); ++g) {
     unit_->group_at(g).gradients().give_up();
   }

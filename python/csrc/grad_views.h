@@ -35,15 +35,16 @@ class GradViews {
   /// The groups own their gradients again, those that have no `.grad` left
   /// none: users may have dropped or replaced them since the last backward.
   void take();
-  /// Gives each shard its gradient, with what a user put there added, and lends
-  /// it; then calls the hooks that show_reduced left. After a backward.
+  /// Gives each shard its gradient, with what a user put there added, and
+  /// releases it; then calls the hooks that show_reduced left. After a
+  /// backward.
   void show();
   /// The unit's gradients were reduced in a backward that goes on: shows them
   /// and calls the hooks, on the current stream. A group of which this rank had
   /// no gradient waits for show(): only then it is known whether others had.
   void show_reduced();
   /// From here on the `.grad`s alone keep the gradients.
-  void lend();
+  void release();
   /// No shard has a `.grad` any more.
   void drop();
 

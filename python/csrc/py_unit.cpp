@@ -12,15 +12,6 @@
 namespace flatshard::python {
 namespace {
 
-at::ScalarType dtype_of(const py::object& dtype) {
-  FLATSHARD_CHECK(
-      THPDtype_Check(dtype.ptr()),
-      usage,
-      "expected a torch.dtype, got {}",
-      std::string(py::str(dtype)));
-  return reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
-}
-
 bool is_computed_with(at::ScalarType dtype) {
   return at::isFloatingType(dtype) && c10::elementSize(dtype) > 1;
 }
@@ -32,53 +23,55 @@ std::int64_t slice_numel(const std::vector<std::int64_t>& shape) {
 
 }  // namespace
 
+at::ScalarType dtype_of(const py::object& dtype) {
+  FLATSHARD_CHECK(
+      THPDtype_Check(dtype.ptr()),
+      usage,
+      "expected a torch.dtype, got {}",
+      std::string(py::str(dtype)));
+  return reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
+}
+
 PyUnit::PyUnit(
     const std::vector<Member>& members,
     const std::shared_ptr<Mesh>& mesh,
-    const std::string& strategy,
-    const std::string& granularity,
-    const py::object& compute_dtype,
-    double max_padding,
-    bool offload,
-    bool pin_memory,
-    bool grads_in_place,
-    bool copies)
-    : grads_in_place_(grads_in_place) {
-  std::vector<UnitMember> list;
+    Options options)
+    : grads_in_place_(options.grads_in_place) {
+  std::vector<GroupParameter> list;
   for (const auto& [name, whole, values, reduce_dtype] : members) {
     const at::ScalarType own = values.scalar_type();
-    const at::ScalarType compute =
-        compute_dtype.is_none() || !is_computed_with(own)
-            ? own
-            : dtype_of(compute_dtype);
     const auto shape = values.sizes().vec();
+    ParameterPlacement placement{.granularity = options.granularity};
+    if (shape.empty()) {
+      // Without a dimension that a DTensor could be cut along: every rank holds
+      // and updates all of it, and its gradient is all-reduced.
+      placement.strategy = Strategy::named("zero0", mesh->num_axes());
+    }
     list.push_back(
-        {.tensor = whole,
-         .parameter =
-             {.names = {name},
-              .shape = shape,
-              .granularity = Granularity::parse(granularity),
-              .init = InitSpec::zeros(),
-              .values = values.is_meta() ? at::Tensor() : values.detach()},
+        {.names = {name},
+         .shape = shape,
+         .placement = std::move(placement),
          .precision =
-             {.compute = compute,
-              .reduce = dtype_of(reduce_dtype),
-              .main_params = own,
-              .main_grads = own},
-         // Without a dimension that a DTensor could be cut along.
-         .whole = shape.empty()});
+             Precision{
+                 .compute = is_computed_with(own)
+                                ? options.compute_dtype.value_or(own)
+                                : own,
+                 .reduce = dtype_of(reduce_dtype),
+                 .main_params = own,
+                 .main_grads = own},
+         .init = InitSpec::zeros(),
+         .values = values.is_meta() ? at::Tensor() : values.detach(),
+         .tensor = whole});
   }
+  options.group.keep_compute_weights = options.copy_engines;
   const py::gil_scoped_release no_gil;
   contents_ = make_unit_contents(
-      std::move(list),
-      mesh,
       {.name = members.empty() ? "unit" : "unit of " + std::get<0>(members[0]),
-       .strategy = Strategy::named(strategy, mesh->num_axes()),
-       .keep_compute_weights = copies,
-       .peers_read_weights = copies,
-       .offload = offload,
-       .pin_memory = pin_memory,
-       .layout = {.max_padding = max_padding}},
+       .parameters = std::move(list),
+       .mesh = mesh,
+       .strategy = Strategy::named(options.strategy, mesh->num_axes()),
+       .copy_engines = options.copy_engines},
+      options.group,
       Initializer(0));
   for (const auto& group : contents_.groups) {
     groups_.push_back(group.get());
@@ -164,7 +157,7 @@ std::vector<std::int64_t> PyUnit::shard_of_ranks(std::size_t i) const {
     }
     shards.push_back(shard_span(
                          g.layout().num_shards(),
-                         g.options().strategy.optimizer,
+                         g.strategy().optimizer,
                          sizes,
                          coordinate)
                          .first);

@@ -20,23 +20,26 @@ class PyUnit {
   /// torch.dtype of its gradients on the wire.
   using Member = std::tuple<std::string, at::Tensor, at::Tensor, py::object>;
 
-  /// @param granularity  "dim0": cut between slices along the first dimension,
-  ///   which a DTensor can say; "tensor": never cut.
-  /// @param compute_dtype  torch.dtype or None: the parameter's own, as for
-  ///   those of which nothing is computed: integers, bool, float8.
-  /// @param grads_in_place  some layers call PyRuntime::linear.
-  /// @param copies  peers read compute weights, which are kept for it.
+  struct Options {
+    std::string strategy;  ///< see Strategy::named
+    /// dim0: cut between slices along the first dimension, which a DTensor can
+    /// say; tensor: never cut.
+    Granularity granularity;
+    /// Absent: the parameter's own, as for those of which nothing is computed:
+    /// integers, bool, float8.
+    std::optional<at::ScalarType> compute_dtype;
+    /// Without precision, which is each parameter's, and keep_compute_weights.
+    ParamGroupOptions group;
+    /// Some layers call PyRuntime::linear.
+    bool grads_in_place = false;
+    /// Those of the peers read compute weights, which are kept for it.
+    bool copy_engines = false;
+  };
+
   PyUnit(
       const std::vector<Member>& members,
       const std::shared_ptr<Mesh>& mesh,
-      const std::string& strategy,
-      const std::string& granularity,
-      const py::object& compute_dtype,
-      double max_padding,
-      bool offload,
-      bool pin_memory,
-      bool grads_in_place,
-      bool copies);
+      Options options);
 
   std::int64_t num_parameters() const {
     return static_cast<std::int64_t>(places_.size());
@@ -95,6 +98,9 @@ class PyUnit {
   bool grads_in_place_;
   Released<Runtime> runtime_;  ///< owns the groups once adopted
 };
+
+/// @throws Error{usage} when it is no torch.dtype.
+at::ScalarType dtype_of(const py::object& dtype);
 
 /// The groups of the units, in their order.
 std::vector<ParamGroup*> groups_of(

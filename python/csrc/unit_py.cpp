@@ -1,4 +1,3 @@
-#include "flatshard/buffer/peer_mesh.h"
 #include "flatshard/diagnostics/nan_check.h"
 #include "flatshard/diagnostics/norms.h"
 #include "flatshard/nn/linear.h"
@@ -16,28 +15,6 @@
 
 namespace flatshard::python {
 namespace {
-
-// The mesh through memory that its ranks share, for all groups of the units.
-std::shared_ptr<Mesh> over_peers(
-    std::shared_ptr<Mesh> mesh,
-    const std::vector<std::unique_ptr<Unit>>& units) {
-  std::vector<ParamGroup*> groups;
-  std::vector<PeerUse> uses;
-  for (const auto& unit : units) {
-    for (const auto& group : unit->groups()) {
-      groups.push_back(group.get());
-      uses.push_back({group->mesh(), group->options().strategy});
-    }
-  }
-  mesh = with_peer_memory(
-      std::move(mesh),
-      uses,
-      {.gathers = true, .reductions_nbytes = kCopyReductionsNbytes});
-  for (ParamGroup* const group : groups) {
-    group->use_mesh(mesh);
-  }
-  return mesh;
-}
 
 std::vector<ParameterViews::UnitViews> views_of(
     const std::vector<std::vector<ParameterViews::Place>>& places,
@@ -61,7 +38,7 @@ class PyRuntime {
       py::object before_forward,
       py::object before_backward,
       int prefetch,
-      bool copies)
+      bool copy_engines)
       : views_(std::make_shared<ParameterViews>(
             views_of(places, grads),
             std::move(before_forward),
@@ -73,14 +50,13 @@ class PyRuntime {
     std::shared_ptr<Runtime> runtime;
     {
       const py::gil_scoped_release no_gil;
-      const auto peers = copies ? over_peers(mesh, list) : mesh;
       runtime = Runtime::create(
-          peers,
+          mesh,
           std::move(list),
           std::move(parents),
           {.prefetch = prefetch,
-           .copy_gathers = copies ? CopyGathers::all : CopyGathers::none,
-           .others_write = true,
+           .copy_engines = copy_engines ? CopyEngines::all() : CopyEngines{},
+           .foreign_writes = true,
            .slots_on_demand = true,
            .unused_grads_stay_undefined = true});
       runtime->add_observer(views_);
@@ -233,6 +209,40 @@ void bind_unit(py::module_& m) {
           py::arg("whole"),
           py::arg("shard"));
 
+  py::class_<PyUnit::Options>(m, "UnitOptions", "How a unit is sharded.")
+      .def(
+          py::init([](std::string strategy,
+                      const std::string& granularity,
+                      const py::object& compute_dtype,
+                      double max_padding,
+                      bool offload,
+                      bool pin_memory,
+                      bool grads_in_place,
+                      bool copy_engines) {
+            PyUnit::Options options{
+                .strategy = std::move(strategy),
+                .granularity = Granularity::parse(granularity),
+                .group =
+                    {.offload = offload,
+                     .pin_memory = pin_memory,
+                     .layout = {.max_padding = max_padding}},
+                .grads_in_place = grads_in_place,
+                .copy_engines = copy_engines};
+            if (!compute_dtype.is_none()) {
+              options.compute_dtype = dtype_of(compute_dtype);
+            }
+            return options;
+          }),
+          py::kw_only(),
+          py::arg("strategy"),
+          py::arg("granularity"),
+          py::arg("compute_dtype"),
+          py::arg("max_padding"),
+          py::arg("offload"),
+          py::arg("pin_memory"),
+          py::arg("grads_in_place"),
+          py::arg("copy_engines"));
+
   py::class_<PyUnit, std::shared_ptr<PyUnit>>(
       m,
       "Unit",
@@ -241,24 +251,10 @@ void bind_unit(py::module_& m) {
           py::init<
               const std::vector<PyUnit::Member>&,
               const std::shared_ptr<Mesh>&,
-              const std::string&,
-              const std::string&,
-              const py::object&,
-              double,
-              bool,
-              bool,
-              bool,
-              bool>(),
+              PyUnit::Options>(),
           py::arg("members"),
           py::arg("mesh"),
-          py::arg("strategy"),
-          py::arg("granularity"),
-          py::arg("compute_dtype"),
-          py::arg("max_padding"),
-          py::arg("offload"),
-          py::arg("pin_memory"),
-          py::arg("grads_in_place"),
-          py::arg("copies"))
+          py::arg("options"))
       .def_property_readonly("num_parameters", &PyUnit::num_parameters)
       .def_property_readonly("num_groups", &PyUnit::num_groups)
       .def("whole", &PyUnit::whole)
@@ -323,7 +319,7 @@ void bind_unit(py::module_& m) {
           py::arg("beside"),
           py::arg("rows_of"))
       .def("take", &GradViews::take)
-      .def("lend", &GradViews::lend);
+      .def("release", &GradViews::release);
 
   py::class_<PyRuntime>(m, "Runtime", "Gathers, releases and reduces.")
       .def(
@@ -345,7 +341,7 @@ void bind_unit(py::module_& m) {
           py::arg("before_forward"),
           py::arg("before_backward"),
           py::arg("prefetch"),
-          py::arg("copies"))
+          py::arg("copy_engines"))
       .def(
           "linear",
           &PyRuntime::linear,

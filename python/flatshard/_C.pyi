@@ -38,13 +38,12 @@ class Mesh:
     @property
     def has_fast_links(self) -> bool: ...
 
-class Unit:
-    """The sharded parameters of one unit; `i` counts them in the core's order."""
+class UnitOptions:
+    """How a unit is sharded."""
 
     def __init__(
         self,
-        members: Sequence[tuple[str, torch.Tensor, torch.Tensor, torch.dtype]],
-        mesh: Mesh,
+        *,
         strategy: str,
         granularity: str,
         compute_dtype: torch.dtype | None,
@@ -52,7 +51,17 @@ class Unit:
         offload: bool,
         pin_memory: bool,
         grads_in_place: bool,
-        copies: bool,
+        copy_engines: bool,
+    ) -> None: ...
+
+class Unit:
+    """The sharded parameters of one unit; `i` counts them in the core's order."""
+
+    def __init__(
+        self,
+        members: Sequence[tuple[str, torch.Tensor, torch.Tensor, torch.dtype]],
+        mesh: Mesh,
+        options: UnitOptions,
     ) -> None: ...
     @property
     def num_parameters(self) -> int: ...
@@ -85,7 +94,7 @@ class GradViews:
         rows_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> None: ...
     def take(self) -> None: ...
-    def lend(self) -> None: ...
+    def release(self) -> None: ...
 
 class Place:
     """Where a parameter stands in a module: its `_parameters` and the name."""
@@ -109,7 +118,7 @@ class Runtime:
         before_forward: Callable[[], None],
         before_backward: Callable[[], None],
         prefetch: int,
-        copies: bool,
+        copy_engines: bool,
     ) -> None: ...
     def linear(
         self,

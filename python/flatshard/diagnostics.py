@@ -33,7 +33,7 @@ def parameter_norms(model):
         unit.grads.take()
     norms = root.core.parameter_norms()
     for unit in units:
-        unit.grads.lend()
+        unit.grads.release()
     return [ParameterNorm(*norm) for norm in norms]
 
 

@@ -125,7 +125,7 @@ def fully_shard(
         )
 
     core = core_mesh(device_mesh)
-    copies = _copies(copy_engines, core)
+    copy_engines = _uses_copy_engines(copy_engines, core)
     ignored = _ids(ignored_params)
     owned = modules_of_unit(modules, lambda m: state_of(m) is not None)
     found = collect_parameters(modules, owned, ignored)
@@ -148,14 +148,16 @@ def fully_shard(
     unit = _C.Unit(
         members=members,
         mesh=core,
-        strategy=name,
-        granularity=granularity,
-        compute_dtype=mp_policy.param_dtype,
-        max_padding=max_padding,
-        offload=offload,
-        pin_memory=offload and offload_policy.pin_memory,
-        grads_in_place=grads_in_place,
-        copies=copies,
+        options=_C.UnitOptions(
+            strategy=name,
+            granularity=granularity,
+            compute_dtype=mp_policy.param_dtype,
+            max_padding=max_padding,
+            offload=offload,
+            pin_memory=offload and offload_policy.pin_memory,
+            grads_in_place=grads_in_place,
+            copy_engines=copy_engines,
+        ),
     )
     members.clear()
     state = UnitState(
@@ -166,7 +168,7 @@ def fully_shard(
         parameters=parameters,
         mp_policy=mp_policy,
         prefetch=prefetch,
-        copies=copies,
+        copy_engines=copy_engines,
         policy=Policy(reshard_after_forward=reshard_after_forward),
         check_same_values=check_same_values,
         ignored=_places_of(ignored, owned),
@@ -264,7 +266,7 @@ def _mixed_precision(policy):
     return policy
 
 
-def _copies(copy_engines, mesh):
+def _uses_copy_engines(copy_engines, mesh):
     if copy_engines not in ("none", "auto", "all"):
         raise ValueError(
             f"copy_engines: expected 'none', 'auto' or 'all', got {copy_engines!r}"

@@ -162,7 +162,7 @@ class AdamW(torch.optim.Optimizer):
             unit.grads.take()
         self.core.step(rates.pop())
         for unit in self._units:
-            unit.grads.lend()
+            unit.grads.release()
         self.show_steps()
         return loss
 

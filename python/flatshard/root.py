@@ -52,7 +52,7 @@ class Root:
             before_forward=lambda: me()._before_forward(),
             before_backward=lambda: me()._before_backward(),
             prefetch=state.prefetch,
-            copies=state.copies,
+            copy_engines=state.copy_engines,
         )
         self._synced = None
         self._initialized = False
@@ -71,7 +71,7 @@ class Root:
                     "smaller model; wrap all modules first, then run the outermost "
                     "module"
                 )
-            if unit.copies != state.copies:
+            if unit.copy_engines != state.copy_engines:
                 raise ValueError(
                     f"copy_engines: unit {unit.name} and the root differ; choose one "
                     "for all units of a model"

@@ -87,7 +87,7 @@ class UnitState:
     parameters: list
     mp_policy: object
     prefetch: int
-    copies: bool
+    copy_engines: bool
     policy: Policy = field(default_factory=Policy)
     grads: _C.GradViews = None
     root: object = None  # Root, once known

@@ -30,7 +30,7 @@ GroupParameter parameter(
       .init = InitSpec::normal(0, 1)};
 }
 
-std::vector<GroupSpec> two_groups() {
+std::vector<SomeGroup> two_groups() {
   return {
       {.parameters = {parameter("a.weight", {40, 9}), parameter("a.bias", {9})},
        .trainable = true},
@@ -77,7 +77,7 @@ void write_checkpoint(int world, const fs::path& folder) {
 /// stay as it was.
 std::vector<std::string> refused(
     const fs::path& folder,
-    const std::vector<GroupSpec>& specs,
+    const std::vector<SomeGroup>& specs,
     const Sharding& sharding = {"zero3", {{"dp", 2}}},
     const LoadOptions& options = {}) {
   std::vector<std::string> errors(2);
@@ -206,7 +206,7 @@ TEST(Checkpointer, RemovesWhatADeadProcessLeft) {
 
 TEST(Checkpointer, B33_RanksWithoutAPieceSaveToo) {
   const TempFolder folder;
-  const std::vector<GroupSpec> specs{
+  const std::vector<SomeGroup> specs{
       {.parameters = {parameter("a", {3}), parameter("empty", {0, 2})},
        .trainable = true}};
   const Sharding five{"zero3", {{"dp", 5}}, Granularity::tensor()};

@@ -29,7 +29,7 @@ class Random {
   std::mt19937_64 engine_;
 };
 
-std::vector<GroupSpec> random_specs(Random& random) {
+std::vector<SomeGroup> random_specs(Random& random) {
   // Scalars, nothing at all, fewer rows than ranks, no multiple of anything.
   const std::vector<std::vector<std::int64_t>> shapes{
       {},
@@ -43,9 +43,9 @@ std::vector<GroupSpec> random_specs(Random& random) {
       {257, 3},
       {1000},
       {131, 17}};
-  std::vector<GroupSpec> specs(1 + random.below(3));
+  std::vector<SomeGroup> specs(1 + random.below(3));
   int number = 0;
-  for (GroupSpec& spec : specs) {
+  for (SomeGroup& spec : specs) {
     for (std::size_t n = 1 + random.below(4); n > 0; --n) {
       GroupParameter parameter{
           .names = {fmt::format("layer.{}.weight", number)},
@@ -95,8 +95,8 @@ TEST(Reshard, WhatOneMeshWroteAnyOtherReads) {
     Sharding reader = random_sharding(random);
     if (random.below(2) == 0) {
       // bfloat16 compute weights beside float32 main weights.
-      writer.precision = Precision{};
-      reader.precision = Precision{};
+      writer.precision = Precision{.reduce = at::kBFloat16};
+      reader.precision = Precision{.reduce = at::kBFloat16};
     }
     SCOPED_TRACE(fmt::format(
         "seed {}: {} -> {}",

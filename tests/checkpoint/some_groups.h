@@ -13,7 +13,7 @@
 namespace flatshard::testing {
 
 /// Parameters of one group, whatever the mesh.
-struct GroupSpec {
+struct SomeGroup {
   std::vector<GroupParameter> parameters;
   bool trainable = true;
 };
@@ -44,22 +44,23 @@ struct Sharding {
 /// Groups and an optimizer without a model around them.
 struct SomeGroups {
   SomeGroups(
-      const std::vector<GroupSpec>& specs,
+      const std::vector<SomeGroup>& specs,
       const Sharding& sharding,
       const std::shared_ptr<Mesh>& mesh) {
     for (std::size_t i = 0; i < specs.size(); ++i) {
       std::vector<GroupParameter> parameters = specs[i].parameters;
       for (GroupParameter& parameter : parameters) {
-        parameter.granularity = sharding.granularity;
+        parameter.placement.granularity = sharding.granularity;
       }
       owned.push_back(std::make_unique<ParamGroup>(
-          std::move(parameters),
-          mesh,
-          ParamGroupOptions{
+          GroupSpec{
               .name = fmt::format("group {}", i),
+              .parameters = std::move(parameters),
+              .mesh = mesh,
               .strategy = Strategy::named(sharding.strategy, mesh->num_axes()),
+              .trainable = specs[i].trainable},
+          ParamGroupOptions{
               .precision = sharding.precision,
-              .trainable = specs[i].trainable,
               .layout = {.max_padding = 1e9}},
           Initializer(3)));
       groups.push_back(owned.back().get());
@@ -113,7 +114,7 @@ struct SomeGroups {
       if (compute.defined() &&
           !compute.equal(
               group->weights().main().local().to(compute.scalar_type()))) {
-        names.push_back("compute weights of " + group->options().name);
+        names.push_back("compute weights of " + group->name());
       }
     }
     return names;

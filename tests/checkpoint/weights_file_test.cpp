@@ -22,21 +22,21 @@ std::unique_ptr<ParamGroup> make_group(
     const std::string& prefix,
     Precision precision = {}) {
   return std::make_unique<ParamGroup>(
-      std::vector<GroupParameter>{
-          {.names = {prefix + "weight", "tied." + prefix},
-           .shape = {9, 5},
-           .init = InitSpec::normal(0, 1)},
-          {.names = {prefix + "scale"},
-           .shape = {},
-           .init = InitSpec::uniform(0, 1)},
-          {.names = {prefix + "bias"},
-           .shape = {33},
-           .init = InitSpec::normal(0, 1)}},
-      mesh,
-      ParamGroupOptions{
+      GroupSpec{
           .name = prefix,
-          .strategy = Strategy::named(strategy, mesh->num_axes()),
-          .precision = precision},
+          .parameters =
+              {{.names = {prefix + "weight", "tied." + prefix},
+                .shape = {9, 5},
+                .init = InitSpec::normal(0, 1)},
+               {.names = {prefix + "scale"},
+                .shape = {},
+                .init = InitSpec::uniform(0, 1)},
+               {.names = {prefix + "bias"},
+                .shape = {33},
+                .init = InitSpec::normal(0, 1)}},
+          .mesh = mesh,
+          .strategy = Strategy::named(strategy, mesh->num_axes())},
+      ParamGroupOptions{.precision = precision},
       Initializer(4));
 }
 
@@ -105,16 +105,16 @@ TEST(SaveWeights, B33_RanksWithoutAPieceSaveToo) {
       parameters.push_back(
           {.names = {name},
            .shape = {3},
-           .granularity = Granularity::tensor(),
+           .placement = {.granularity = Granularity::tensor()},
            .init = InitSpec::normal(0, 1)});
     }
     parameters.push_back({.names = {"empty"}, .shape = {0, 2}});
     const ParamGroup group(
-        std::move(parameters),
-        context.mesh(),
         {.name = "few",
-         .strategy = Strategy::named("zero3", 1),
-         .layout = {.max_padding = 1e9}},
+         .parameters = std::move(parameters),
+         .mesh = context.mesh(),
+         .strategy = Strategy::named("zero3", 1)},
+        {.layout = {.max_padding = 1e9}},
         Initializer(4));
     save_weights({&group}, path);
   });
@@ -190,21 +190,23 @@ TEST(InitWeights, WaitsForPeersThatCopyWeights) {
   run_ranks(2, [&](RankContext& context) {
     const auto mesh = context.mesh();
     ParamGroup group(
-        {{.names = {"weight"},
-          .shape = {9, 5},
-          .init = InitSpec::normal(0, 1)}},
-        mesh,
-        ParamGroupOptions{
-            .name = "group",
-            .strategy = Strategy::named("zero3", 1),
-            .precision = Precision::full(),
-            .peers_read_weights = true},
+        {.name = "group",
+         .parameters =
+             {{.names = {"weight"},
+               .shape = {9, 5},
+               .init = InitSpec::normal(0, 1)}},
+         .mesh = mesh,
+         .strategy = Strategy::named("zero3", 1),
+         .copy_engines = true},
+        {.precision = Precision::full()},
         Initializer(4));
     save_weights({&group}, folder / "model.safetensors");
     mesh->world().barrier();
     // An evaluation: copies without a reduction after them.
     const at::Tensor whole = at::empty({group.layout().numel()});
-    group.weights().gather(whole, group.weights().plan_gather(/*copies=*/true));
+    group.weights().gather(
+        whole,
+        group.weights().plan_gather(/*copy_engines=*/true));
     const auto num_fences = [&] {
       std::int64_t n = 0;
       for (const CollectiveRecord& record : context.log->records()) {

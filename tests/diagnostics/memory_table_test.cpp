@@ -24,7 +24,7 @@ struct TableCase {
   bool no_sync = false;
   Precision precision;
   bool whole_matrices = false;  ///< layouts of two segments
-  bool saves = false;           ///< narrow gradients, no compute weights
+  bool saves = false;  ///< gradients in the reduce dtype, no compute weights
 };
 
 int world_of(const TableCase& c) {
@@ -99,15 +99,17 @@ TEST(MemoryTable, RowsAreTheBytesOfTheBuffers) {
           context.mesh(c.axes),
           {.units = model->unit_modules(),
            .strategy = c.strategy,
-           .precision = c.precision,
-           .narrow_grads = c.saves,
-           .keep_compute_weights = !c.saves,
-           .placement_of = [&](const std::string& name) {
-             return ParameterPlacement{
-                 .granularity = c.whole_matrices && name.ends_with("weight")
-                                    ? Granularity::tensor()
-                                    : Granularity()};
-           }});
+           .placement_of =
+               [&](const std::string& name) {
+                 return ParameterPlacement{
+                     .granularity = c.whole_matrices && name.ends_with("weight")
+                                        ? Granularity::tensor()
+                                        : Granularity()};
+               },
+           .group = {
+               .precision = c.precision,
+               .grads_in_reduce_dtype = c.saves,
+               .keep_compute_weights = !c.saves}});
       AdamW adamw(runtime->groups(), {});
       const auto at_start = memory_rows(*runtime, adamw.state_nbytes());
       for (int m = 0; m < c.microbatches; ++m) {

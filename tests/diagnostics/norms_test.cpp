@@ -46,7 +46,7 @@ std::vector<ParameterNorm> norms_of(const NormsCase& c, std::size_t* launches) {
         context.mesh(c.axes),
         {.units = model->unit_modules(),
          .strategy = c.strategy,
-         .precision = Precision::full()});
+         .group = {.precision = Precision::full()}});
     const at::Tensor x = at::linspace(-1, 1, 4 * kDim).view({4, kDim});
     for (int m = 0; m < c.microbatches; ++m) {
       runtime->set_is_last_microbatch(m == c.microbatches - 1);
@@ -110,7 +110,8 @@ TEST(Norms, AreThoseOfTheTensors) {
   const auto runtime = fully_shard(
       *model,
       Mesh::single(at::kCPU),
-      {.units = model->unit_modules(), .precision = Precision::full()});
+      {.units = model->unit_modules(),
+       .group = {.precision = Precision::full()}});
   for (const ParameterNorm& norm : parameter_norms(*runtime)) {
     EXPECT_FALSE(norm.grad) << norm.name << " has no gradient yet";
   }

@@ -67,15 +67,17 @@ void train(
   const bool rounded = wrong && c.fault == Fault::other_dtype;
   const std::int64_t dim = wide ? 2 * kDim : kDim;
   const Precision precision =
-      rounded ? Precision{.compute = at::kBFloat16} : Precision::full();
+      rounded ? Precision{.compute = at::kBFloat16, .reduce = at::kBFloat16}
+              : Precision::full();
   ToyModel model(dim, kBlocks, /*with_root_parameter=*/false);
   FullyShardOptions options{
       .units = model->unit_modules(),
       .strategy = c.strategy,
-      .precision = precision};
+      .group = {.precision = precision}};
   if (c.copy_engines) {
-    options.copy_gathers = CopyGathers::all;
-    options.copy_reductions_nbytes = 1 << 20;
+    options.runtime.copy_engines = {
+        .gathers = CopyEngines::Gathers::all,
+        .reductions_nbytes = 1 << 20};
   }
   const auto runtime = fully_shard(*model, mesh, options);
   Sgd optimizer(runtime->groups(), SgdOptions{});

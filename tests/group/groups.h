@@ -71,7 +71,7 @@ inline std::vector<GroupParameter> some_parameters(Granularity matrix = {}) {
   return {
       {.names = {"weight"},
        .shape = {10, 7},
-       .granularity = matrix,
+       .placement = {.granularity = matrix},
        .init = InitSpec::normal(0, 1)},
       {.names = {"bias", "tied.bias"},
        .shape = {37},
@@ -86,24 +86,25 @@ inline constexpr std::uint64_t kGroupSeed = 3;
 inline std::unique_ptr<ParamGroup> make_group(
     const GroupCase& c,
     std::shared_ptr<Mesh> mesh,
-    Precision precision = {},
+    Precision precision = {.reduce = at::kBFloat16},
     GradScaling scaling = GradScaling::mean,
     double grad_divisor = 1,
     Granularity matrix = {},
-    bool narrow_grads = false,
+    bool grads_in_reduce_dtype = false,
     bool keep_compute_weights = true,
     bool offload = false) {
   return std::make_unique<ParamGroup>(
-      some_parameters(matrix),
-      std::move(mesh),
-      ParamGroupOptions{
+      GroupSpec{
           .name = "block",
+          .parameters = some_parameters(matrix),
+          .mesh = std::move(mesh),
           .strategy =
-              Strategy::named(c.strategy, static_cast<int>(c.mesh.size())),
+              Strategy::named(c.strategy, static_cast<int>(c.mesh.size()))},
+      ParamGroupOptions{
           .precision = precision,
           .scaling = scaling,
           .grad_divisor = grad_divisor,
-          .narrow_grads = narrow_grads,
+          .grads_in_reduce_dtype = grads_in_reduce_dtype,
           .keep_compute_weights = keep_compute_weights,
           .offload = offload},
       Initializer(kGroupSeed));

@@ -27,7 +27,7 @@ TEST_P(ParamGroups, PlacementsAndBytes) {
   const GroupCase& c = GetParam();
   run_ranks(c.world(), [&](RankContext& context) {
     const auto group = make_group(c, context.mesh(c.axes()), kMixed);
-    const Strategy& s = group->options().strategy;
+    const Strategy& s = group->strategy();
     const std::int64_t n = group->layout().numel();
     EXPECT_EQ(group->weights().main().placements(), s.optimizer);
     EXPECT_EQ(group->weights().compute().placements(), s.parameter);
@@ -187,7 +187,7 @@ TEST_P(ParamGroups, WholeWeightsAreTheSameOnAllRanks) {
           GradScaling::mean,
           1,
           matrix,
-          /*narrow_grads=*/false,
+          /*grads_in_reduce_dtype=*/false,
           keeps);
       if (!keeps && c.strategy.find("zero3") != std::string::npos &&
           !group->weights().resident()) {
@@ -241,12 +241,14 @@ TEST(ParamGroup, GivenValuesWinOverDrawnOnes) {
   run_ranks(2, [](RankContext& context) {
     const at::Tensor values = at::arange(70, at::kFloat).view({10, 7});
     ParamGroup group(
-        {{.names = {"w"},
-          .shape = {10, 7},
-          .init = InitSpec::ones(),
-          .values = values}},
-        context.mesh(),
-        {.strategy = Strategy::named("zero3", 1), .precision = kMixed},
+        {.parameters =
+             {{.names = {"w"},
+               .shape = {10, 7},
+               .init = InitSpec::ones(),
+               .values = values}},
+         .mesh = context.mesh(),
+         .strategy = Strategy::named("zero3", 1)},
+        {.precision = kMixed},
         Initializer(0));
     const at::Tensor out = at::empty({group.layout().numel()}, at::kBFloat16);
     group.weights().gather(out, group.weights().plan_gather());
@@ -258,11 +260,11 @@ TEST(ParamGroup, GivenValuesWinOverDrawnOnes) {
 TEST(ParamGroup, FrozenGroupsHaveNoMainWeights) {
   run_ranks(2, [](RankContext& context) {
     ParamGroup group(
-        some_parameters(),
-        context.mesh(),
-        {.strategy = Strategy::named("zero1", 1),
-         .precision = kMixed,
+        {.parameters = some_parameters(),
+         .mesh = context.mesh(),
+         .strategy = Strategy::named("zero1", 1),
          .trainable = false},
+        {.precision = kMixed},
         Initializer(kGroupSeed));
     EXPECT_EQ(group.weights().nbytes().main, 0);
     EXPECT_EQ(group.weights().main().dtype(), at::kBFloat16);
@@ -295,11 +297,16 @@ TEST(ParamGroup, ShardsOfOtherTensors) {
   });
 }
 
-std::string refusal(ParamGroupOptions options) {
+std::string refusal(
+    Strategy strategy,
+    ParamGroupOptions options,
+    bool copy_engines = false) {
   try {
     ParamGroup(
-        some_parameters(),
-        Mesh::single(at::kCPU),
+        {.parameters = some_parameters(),
+         .mesh = Mesh::single(at::kCPU),
+         .strategy = std::move(strategy),
+         .copy_engines = copy_engines},
         std::move(options),
         Initializer(0));
   } catch (const Error& error) {
@@ -314,21 +321,21 @@ TEST(ParamGroup, ErrorsNameTheOption) {
   const Strategy zero3 = Strategy::named("zero3", 1);
   Strategy other_forward = zero3;
   other_forward.post_forward = Placements{Placement::replicate()};
-  EXPECT_THAT(refusal({.strategy = other_forward}), HasSubstr("post_forward"));
+  EXPECT_THAT(refusal(other_forward, {}), HasSubstr("post_forward"));
   EXPECT_THAT(
-      refusal({.strategy = Strategy::named("hsdp", 2)}),
+      refusal(Strategy::named("hsdp", 2), {}),
       HasSubstr("strategy hsdp is for 2 mesh axes"));
   EXPECT_THAT(
-      refusal({.strategy = zero3, .grad_divisor = 0}),
+      refusal(zero3, {.grad_divisor = 0}),
       HasSubstr("grad_divisor > 0, got 0"));
   EXPECT_THAT(
       refusal(
-          {.strategy = zero3,
-           .keep_compute_weights = false,
-           .peers_read_weights = true}),
-      HasSubstr("choose one of copy_gathers and keep_compute_weights"));
+          zero3,
+          {.keep_compute_weights = false},
+          /*copy_engines=*/true),
+      HasSubstr("choose one of copy_engines and keep_compute_weights"));
   const auto with = [&](Precision precision) {
-    return refusal({.strategy = zero3, .precision = precision});
+    return refusal(zero3, {.precision = precision});
   };
   EXPECT_THAT(with({.compute = at::kLong}), HasSubstr("precision.compute"));
   EXPECT_THAT(with({.reduce = at::kDouble}), HasSubstr("precision.reduce"));
@@ -349,7 +356,8 @@ TEST(ParamGroup, AHookChangesWhatWasReduced) {
         GroupCase{"zero2", {2}},
         GroupCase{"zero3", {2}},
         GroupCase{"hfsdp", {2, 2}}}) {
-    for (const Precision& precision : {Precision{}, Precision::full()}) {
+    for (const Precision& precision :
+         {Precision{.reduce = at::kBFloat16}, Precision::full()}) {
       run_ranks(c.world(), [&](RankContext& context) {
         const auto mesh = context.mesh(c.axes());
         const auto plain = make_group(c, mesh, precision);

@@ -23,15 +23,15 @@ TEST(Pitfalls, B34_WeightsOfFourDimensionsAreCutAtRows) {
     std::mutex mutex;
     run_ranks(3, [&](RankContext& context) {
       const ParamGroup group(
-          {{.names = {"conv.weight"},
-            .shape = shape,
-            .granularity = granularity,
-            .init = InitSpec::normal(0, 1)}},
-          context.mesh(),
           {.name = "conv",
-           .strategy = Strategy::named("zero3", 1),
-           .precision = Precision::full(),
-           .layout = {.max_padding = 1e9}},
+           .parameters =
+               {{.names = {"conv.weight"},
+                 .shape = shape,
+                 .placement = {.granularity = granularity},
+                 .init = InitSpec::normal(0, 1)}},
+           .mesh = context.mesh(),
+           .strategy = Strategy::named("zero3", 1)},
+          {.precision = Precision::full(), .layout = {.max_padding = 1e9}},
           Initializer(kGroupSeed));
       const std::lock_guard lock(mutex);
       for (const NamedShard& shard : group.main_shards()) {
@@ -78,7 +78,8 @@ TEST(Pitfalls, R7_OneLayoutServesAllBuffersAndSteps) {
   const GroupCase c{"hfsdp", {2, 2}};
   run_ranks(c.world(), [&](RankContext& context) {
     const auto mesh = context.mesh(c.axes());
-    for (const Precision& precision : {Precision{}, Precision::full()}) {
+    for (const Precision& precision :
+         {Precision{.reduce = at::kBFloat16}, Precision::full()}) {
       const auto group = make_group(c, mesh, precision);
       const FlatLayout* layout = &group->layout();
       for (int step = 0; step < 3; ++step) {

@@ -18,7 +18,8 @@ constexpr Precision kWide{
     .reduce = at::kFloat,
     .main_params = at::kFloat,
     .main_grads = at::kFloat};
-constexpr Precision kNarrowWire{};  // bf16 on the wire, summed up in float32
+// bf16 on the wire, summed up in float32.
+constexpr Precision kNarrowWire{.reduce = at::kBFloat16};
 
 struct Micro {
   bool collective = true;
@@ -87,7 +88,7 @@ struct ReduceCase {
   GradScaling scaling;
   double divisor;
   Precision precision;
-  bool narrow_grads = false;
+  bool grads_in_reduce_dtype = false;
   bool offload = false;
 };
 
@@ -116,7 +117,7 @@ TEST_P(Reductions, ExactValues) {
           mode.scaling,
           mode.divisor,
           {},
-          mode.narrow_grads,
+          mode.grads_in_reduce_dtype,
           /*keep_compute_weights=*/true,
           mode.offload);
       const FlatLayout& layout = group->layout();
@@ -158,7 +159,7 @@ std::unique_ptr<ParamGroup> make_narrow_group(
       GradScaling::mean,
       grad_divisor,
       {},
-      /*narrow_grads=*/true);
+      /*grads_in_reduce_dtype=*/true);
 }
 
 // Experts' gradients, whose divisor no collective knows.
@@ -239,7 +240,7 @@ std::unique_ptr<ParamGroup> make_offloaded(std::shared_ptr<Mesh> mesh) {
       GradScaling::mean,
       1,
       {},
-      /*narrow_grads=*/false,
+      /*grads_in_reduce_dtype=*/false,
       /*keep_compute_weights=*/false,
       /*offload=*/true);
 }

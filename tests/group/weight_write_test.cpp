@@ -27,9 +27,11 @@ TEST(WeightWrite, WaitsOnceForPeersThatCopied) {
     context.log = std::make_shared<CollectiveLog>();
     const auto mesh = context.mesh();
     ParamGroup group(
-        some_parameters(),
-        mesh,
-        {.strategy = Strategy::named("zero3", 1), .peers_read_weights = true},
+        {.parameters = some_parameters(),
+         .mesh = mesh,
+         .strategy = Strategy::named("zero3", 1),
+         .copy_engines = true},
+        {.precision = {.reduce = at::kBFloat16}},
         Initializer(kGroupSeed));
     const auto stream = current_stream(at::kCPU);
     const auto fences_of_a_write = [&] {
@@ -41,10 +43,14 @@ TEST(WeightWrite, WaitsOnceForPeersThatCopied) {
     };
     EXPECT_EQ(fences_of_a_write(), 0);  // nobody read
     const at::Tensor out = at::empty({group.layout().numel()}, at::kBFloat16);
-    group.weights().gather(out, group.weights().plan_gather(/*copies=*/true));
+    group.weights().gather(
+        out,
+        group.weights().plan_gather(/*copy_engines=*/true));
     EXPECT_EQ(fences_of_a_write(), 1);
     EXPECT_EQ(fences_of_a_write(), 0);
-    group.weights().gather(out, group.weights().plan_gather(/*copies=*/true));
+    group.weights().gather(
+        out,
+        group.weights().plan_gather(/*copy_engines=*/true));
     group.gradients().reduce(
         at::zeros({group.layout().numel()}, at::kBFloat16),
         group.plan_reduction(true, true));
@@ -56,9 +62,10 @@ TEST(WeightWrite, WaitsOnceForPeersThatCopied) {
 TEST(WeightWrite, EachOneIsAVersionThatTheOtherPlanesHave) {
   run_ranks(1, [](RankContext& context) {
     ParamGroup group(
-        some_parameters(),
-        context.mesh(),
-        {.strategy = Strategy::named("zero3", 1)},
+        {.parameters = some_parameters(),
+         .mesh = context.mesh(),
+         .strategy = Strategy::named("zero3", 1)},
+        {},
         Initializer(kGroupSeed));
     WeightPlanes& weights = group.weights();
     const auto stream = current_stream(at::kCPU);

@@ -16,22 +16,24 @@ namespace flatshard::testing {
 inline std::unique_ptr<ParamGroup> make_group(
     std::shared_ptr<Mesh> mesh,
     const std::string& strategy = "zero3",
-    Precision precision = {},
+    Precision precision = {.reduce = at::kBFloat16},
     bool trainable = true) {
   const int num_axes = mesh->num_axes();
   return std::make_unique<ParamGroup>(
-      std::vector<GroupParameter>{
-          {.names = {"weight"}, .shape = {40}, .init = InitSpec::normal(0, 1)},
-          {.names = {"bias"},
-           .shape = {25},
-           .init = InitSpec::normal(0, 1),
-           .attributes = {{"weight_decay", "none"}}}},
-      std::move(mesh),
-      ParamGroupOptions{
+      GroupSpec{
           .name = "block",
+          .parameters =
+              {{.names = {"weight"},
+                .shape = {40},
+                .init = InitSpec::normal(0, 1)},
+               {.names = {"bias"},
+                .shape = {25},
+                .init = InitSpec::normal(0, 1),
+                .attributes = {{"weight_decay", "none"}}}},
+          .mesh = std::move(mesh),
           .strategy = Strategy::named(strategy, num_axes),
-          .precision = precision,
           .trainable = trainable},
+      ParamGroupOptions{.precision = precision},
       Initializer(5));
 }
 

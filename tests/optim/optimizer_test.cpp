@@ -171,11 +171,13 @@ TEST(Optimizer, ErrorsNameTheOption) {
   EXPECT_THAT(sgd({.weight_decay = -1}), HasSubstr("weight_decay"));
 
   ParamGroup odd(
-      {{.names = {"odd"},
-        .shape = {4},
-        .attributes = {{"weight_decay", "half"}}}},
-      one_rank(),
-      {.strategy = Strategy::named("zero3", 1)},
+      {.parameters =
+           {{.names = {"odd"},
+             .shape = {4},
+             .attributes = {{"weight_decay", "half"}}}},
+       .mesh = one_rank(),
+       .strategy = Strategy::named("zero3", 1)},
+      {},
       Initializer(0));
   EXPECT_THAT(
       message(ErrorCode::config, [&] { Sgd({&odd}, {}); }),

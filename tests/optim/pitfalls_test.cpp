@@ -14,7 +14,7 @@ std::unique_ptr<ParamGroup> few_whole_tensors(std::shared_ptr<Mesh> mesh) {
     GroupParameter p{
         .names = {"p" + std::to_string(i)},
         .shape = {5 + 8 * i},
-        .granularity = Granularity::tensor(),
+        .placement = {.granularity = Granularity::tensor()},
         .init = InitSpec::normal(0, 1)};
     if (i == 1) {
       p.attributes = {{"weight_decay", "none"}};
@@ -22,11 +22,12 @@ std::unique_ptr<ParamGroup> few_whole_tensors(std::shared_ptr<Mesh> mesh) {
     parameters.push_back(std::move(p));
   }
   return std::make_unique<ParamGroup>(
-      std::move(parameters),
-      std::move(mesh),
-      ParamGroupOptions{
+      GroupSpec{
           .name = "few",
-          .strategy = Strategy::named("zero3", 1),
+          .parameters = std::move(parameters),
+          .mesh = std::move(mesh),
+          .strategy = Strategy::named("zero3", 1)},
+      ParamGroupOptions{
           .precision = Precision::full(),
           .layout = {.max_padding = 1e9}},
       Initializer(5));

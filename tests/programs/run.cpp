@@ -352,21 +352,22 @@ void compare_rest(
 FullyShardOptions options_of(const json& program, int rank) {
   FullyShardOptions options{
       .strategy = program.at("strategy"),
-      .precision = Precision::full(),
-      .prefetch = program.at("prefetch"),
-      .reshard_after_forward = program.at("reshard"),
       .seed = program.at("seed"),
-      .streams = {
-          .delay_seed = program.at("seed").get<std::uint64_t>() +
-                        static_cast<std::uint64_t>(rank),
-          .max_delay_us = program.at("delay_us")}};
+      .group = {.precision = Precision::full()},
+      .runtime = {
+          .prefetch = program.at("prefetch"),
+          .reshard_after_forward = program.at("reshard"),
+          .streams = {
+              .delay_seed = program.at("seed").get<std::uint64_t>() +
+                            static_cast<std::uint64_t>(rank),
+              .max_delay_us = program.at("delay_us")}}};
   const std::string granularity = program.at("granularity");
   if (granularity == "row") {
     options.granularity = Granularity::row();
   } else if (granularity == "tensor") {
     options.granularity = Granularity::tensor();
   }
-  options.layout.max_padding = 1e9;  // tiny tensors
+  options.group.layout.max_padding = 1e9;  // tiny tensors
   return options;
 }
 

@@ -491,6 +491,32 @@ TEST_F(TrainerTest, TheLeastMemoryIsWhatItTakesAndNoMore) {
   }
 }
 
+// One default through both doors (docs/cpp.md): copy engines aside, which the
+// trainer chooses by what links there are.
+TEST(Defaults, AreThoseOfTheLibrary) {
+  const FullyShardOptions library;
+  const FullyShardOptions trainer = shard_options(Config{}, "none");
+  EXPECT_EQ(trainer.strategy, library.strategy);
+  EXPECT_EQ(trainer.granularity, library.granularity);
+  EXPECT_EQ(trainer.seed, library.seed);
+  const ParamGroupOptions& group = trainer.group;
+  EXPECT_TRUE(group.precision == library.group.precision);
+  EXPECT_EQ(group.precision.reduce, at::kFloat);
+  EXPECT_EQ(group.scaling, library.group.scaling);
+  EXPECT_EQ(group.grad_divisor, library.group.grad_divisor);
+  EXPECT_EQ(group.keep_compute_weights, library.group.keep_compute_weights);
+  EXPECT_EQ(group.offload, library.group.offload);
+  EXPECT_EQ(group.layout.alignment, library.group.layout.alignment);
+  EXPECT_EQ(group.layout.max_padding, library.group.layout.max_padding);
+  const RuntimeOptions& runtime = trainer.runtime;
+  EXPECT_EQ(runtime.prefetch, library.runtime.prefetch);
+  EXPECT_EQ(
+      runtime.reshard_after_forward,
+      library.runtime.reshard_after_forward);
+  EXPECT_EQ(runtime.slots_on_demand, library.runtime.slots_on_demand);
+  EXPECT_EQ(runtime.copy_engines.gathers, library.runtime.copy_engines.gathers);
+}
+
 TEST_F(TrainerTest, OtherOptimizersAndPrecision) {
   train(
       {"optimizer.name=sgd",

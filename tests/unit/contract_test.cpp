@@ -442,7 +442,7 @@ TEST(Contract, ASlowOuterAxisHoldsBackNoInnerReduction) {
           mesh,
           {.units = lab->units(),
            .strategy = strategy,
-           .precision = Precision::full()});
+           .group = {.precision = Precision::full()}});
       context.log->clear();
       lab(at::ones({4, lab->cells[0]->gain.size(0)}))
           .square()

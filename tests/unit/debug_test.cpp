@@ -52,7 +52,7 @@ bool all_nan(const at::Tensor& tensor) {
 }
 
 FullyShardOptions strict_zero3() {
-  return {.strategy = "zero3", .debug = {.strict = true}};
+  return {.strategy = "zero3", .runtime = {.debug = {.strict = true}}};
 }
 
 TEST(Poison, FillIsNanInEveryType) {
@@ -68,7 +68,7 @@ TEST(Poison, FillIsNanInEveryType) {
 
 TEST(Debug, TrainingIsTheSameWithEverythingOn) {
   for_strategies([](const RankContext& context, FullyShardOptions options) {
-    options.debug = kAll;
+    options.runtime.debug = kAll;
     Twin twin(context, {}, options);
     for (int i = 0; i < 3; ++i) {
       twin.runtime->set_step(i + 1);
@@ -105,7 +105,7 @@ TEST(Debug, RecomputeAndRecoveryAreLegalWhenStrict) {
     };
   };
   for_strategies([&](const RankContext& context, FullyShardOptions options) {
-    options.debug = kAll;
+    options.runtime.debug = kAll;
     Twin twin(context, configure, options);
     twin.step(forward_backward);
     twin.runtime->finish_step();
@@ -140,8 +140,8 @@ TEST(Poison, AnAliasOfAReleasedSlotReadsNan) {
       };
     };
     FullyShardOptions options{.strategy = "zero3"};
-    options.prefetch = 0;
-    options.debug.poison = true;
+    options.runtime.prefetch = 0;
+    options.runtime.debug.poison = true;
     Twin twin(context, configure, options);
     // Only the sharded model: `plain` runs the same body.
     runtime = twin.runtime.get();
@@ -240,7 +240,7 @@ TEST(Strict, AForwardThatWaitsForItsBackward) {
 
 TEST(Strict, RanksInDifferentOrders) {
   for_strategies([](const RankContext& context, FullyShardOptions options) {
-    options.debug.strict = true;
+    options.runtime.debug.strict = true;
     Twin twin(context, {}, options);
     twin.step(forward_backward);
     twin.runtime->finish_step();
@@ -299,10 +299,10 @@ FLATSHARD_MODULE(Plain);
 
 TEST(Strict, AModuleWithoutHooksIsNamed) {
   const auto mesh = Mesh::single(at::kCPU);
-  FullyShardOptions options{.precision = Precision::full()};
+  FullyShardOptions options{.group = {.precision = Precision::full()}};
   Plain allowed;
   const auto runtime = fully_shard(*allowed, mesh, options);
-  options.debug.strict = true;
+  options.runtime.debug.strict = true;
   Plain refused;
   EXPECT_THAT(
       usage_error([&] { (void)fully_shard(*refused, mesh, options); }),

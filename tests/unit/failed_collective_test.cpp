@@ -105,8 +105,9 @@ void expect_nothing_behind(bool copies) {
       return;  // one rank communicates with nobody; one axis has the fuses
     }
     if (copies) {
-      options.copy_gathers = CopyGathers::all;
-      options.copy_reductions_nbytes = 1 << 14;
+      options.runtime.copy_engines = {
+          .gathers = CopyEngines::Gathers::all,
+          .reductions_nbytes = 1 << 14};
     }
     FusedMesh fused(context);
     Twin twin(context, {}, options, fused.mesh);

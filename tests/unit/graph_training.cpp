@@ -6,7 +6,7 @@
 #include "flatshard/nn/region.h"
 #include "flatshard/nn/rms_norm.h"
 #include "flatshard/optim/adamw.h"
-#include "flatshard/optim/clip.h"
+#include "flatshard/optim/grad_norm.h"
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -200,19 +200,20 @@ GraphTraining::GraphTraining(const GraphCase& c, std::shared_ptr<Mesh> mesh)
       mesh_,
       {.units = units_,
        .strategy = c.strategy,
-       .precision = precision,
-       .prefetch = c.prefetch,
        .seed = 5,
-       .streams =
-           {.delay_seed = 3 + static_cast<std::uint64_t>(mesh_->rank()),
-            .max_delay_us = c.max_delay_us},
-       .trace = true,
-       .graphs = {
-           .enabled = c.graphs,
-           .regions = c.regions,
-           .warmup_steps = c.warmup_steps,
-           .miss_is_error = c.miss_is_error,
-           .emulate_on_cpu = true}});
+       .group = {.precision = precision},
+       .runtime = {
+           .prefetch = c.prefetch,
+           .streams =
+               {.delay_seed = 3 + static_cast<std::uint64_t>(mesh_->rank()),
+                .max_delay_us = c.max_delay_us},
+           .trace = true,
+           .graphs = {
+               .enabled = c.graphs,
+               .regions = c.regions,
+               .warmup_steps = c.warmup_steps,
+               .miss_is_error = c.miss_is_error,
+               .emulate_on_cpu = true}}});
 }
 
 GraphTraining::~GraphTraining() = default;
@@ -253,14 +254,14 @@ GraphRun GraphTraining::run(const GraphHooks& hooks) {
         (loss / case_.microbatches).backward();
       }
     }
-    const ClipResult clip = clip_grad_norm(runtime_->groups(), 1.0);
+    const GradNorm norm = grad_norm_and_scale(runtime_->groups(), 1.0);
     for (ParamGroup* group : runtime_->groups()) {
       if (group->gradients().has_reduced()) {
         run.gradients.push_back(
             group->gradients().reduced().local().to(at::kCPU).clone());
       }
     }
-    optimizer.step(1e-2, clip.scale);
+    optimizer.step(1e-2, norm.scale);
     optimizer.zero_grad();
     if (step % 2 == 0) {
       runtime_->prefetch_forward();

@@ -43,7 +43,7 @@ void for_ranks(
         Case{2, "zero2"}}) {
     SCOPED_TRACE(fmt::format("{} on {}, {}", c.strategy, c.world, c.reshard));
     FullyShardOptions options{.strategy = c.strategy};
-    options.reshard_after_forward = c.reshard;
+    options.runtime.reshard_after_forward = c.reshard;
     run_ranks(c.world, [&](RankContext& context) { test(context, options); });
   }
 }
@@ -185,7 +185,7 @@ TEST(Misuse, ASecondFullyShard) {
   for_ranks([](const RankContext& context, FullyShardOptions options) {
     const auto mesh = context.mesh({{"dp", context.world}}, "again");
     const auto again = [&](Lab& lab) {
-      FullyShardOptions more{.precision = Precision::full()};
+      FullyShardOptions more{.group = {.precision = Precision::full()}};
       more.units = lab->units();
       return message_of([&] { (void)fully_shard(*lab, mesh, more); });
     };
@@ -207,7 +207,7 @@ TEST(Misuse, ASecondFullyShard) {
     }
     // A unit first, as FSDP2 does it, then the root.
     Lab lab;
-    options.precision = Precision::full();
+    options.group.precision = Precision::full();
     const auto runtime = fully_shard(*lab->cells[2], mesh, options);
     EXPECT_THAT(
         again(lab),

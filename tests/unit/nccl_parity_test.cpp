@@ -48,7 +48,8 @@ TEST_P(NcclParity, EqualsOneRankWithMicrobatches) {
   for (const int microbatches : {1, 3}) {
     for (const bool bf16 : {false, true}) {
       TrainingCase c{.strategy = strategy, .microbatches = microbatches};
-      c.precision = bf16 ? Precision{} : Precision::full();
+      c.precision =
+          bf16 ? Precision{.reduce = at::kBFloat16} : Precision::full();
       c.max_norm = 1e9;
       std::mutex mutex;
       TrainingCase one = c;
@@ -66,14 +67,14 @@ TEST_P(NcclParity, EqualsOneRankWithMicrobatches) {
         c.prefetch = prefetch;
         // What must change no result, some of it in each.
         c.overlap_optimizer = prefetch > 0;
-        c.narrow_grads = prefetch == 3;
+        c.grads_in_reduce_dtype = prefetch == 3;
         c.keep_compute_weights = prefetch != 3;
         // Updates on the CPU round as those of one GPU need not.
         c.offload = microbatches == 3 && prefetch != 1;
-        c.copy_gathers = prefetch == 0   ? CopyGathers::forward
-                         : prefetch == 1 ? CopyGathers::all
-                                         : CopyGathers::none;
-        c.copy_reductions_nbytes = prefetch > 0 ? 1 << 16 : 0;
+        c.copy_engines.gathers = prefetch == 0   ? CopyEngines::Gathers::forward
+                                 : prefetch == 1 ? CopyEngines::Gathers::all
+                                                 : CopyEngines::Gathers::none;
+        c.copy_engines.reductions_nbytes = prefetch > 0 ? 1 << 16 : 0;
         c.slots_on_demand = prefetch == 1;
         c.max_delay_us = 300;
         TrainingResult mine;
@@ -117,7 +118,9 @@ TEST_P(NcclSchedule, LaunchesWhatTheSchedulerSaysAtStableAddresses) {
   const auto runtime = fully_shard(
       *model,
       mesh,
-      {.units = model->unit_modules(), .strategy = GetParam(), .trace = true});
+      {.units = model->unit_modules(),
+       .strategy = GetParam(),
+       .runtime = {.trace = true}});
   AdamW optimizer(runtime->groups(), {});
   std::vector<void*> addresses;
   std::vector<nn::HookHandle> hooks;

@@ -80,7 +80,7 @@ TEST_P(Parity, EqualsOneRankWithMicrobatches) {
           .microbatches = microbatches};
       c.max_delay_us = 200;
       if (bf16) {
-        c.precision = Precision{};
+        c.precision = Precision{.reduce = at::kBFloat16};
       }
       // The norm is summed over shards in another order: clipping would make
       // the last bit of every weight depend on the number of ranks.
@@ -114,14 +114,14 @@ TEST_P(Parity, GathersByCopiesChangeNoBit) {
   struct Variant {
     int microbatches;
     int prefetch;
-    CopyGathers copies;
+    CopyEngines::Gathers gathers;
     bool evaluate;
   };
-  for (const auto& [microbatches, prefetch, copies, evaluate] :
-       {Variant{1, 0, CopyGathers::forward, false},
-        Variant{1, 3, CopyGathers::all, false},
-        Variant{1, 1, CopyGathers::all, true},
-        Variant{3, 3, CopyGathers::forward, false}}) {
+  for (const auto& [microbatches, prefetch, gathers, evaluate] :
+       {Variant{1, 0, CopyEngines::Gathers::forward, false},
+        Variant{1, 3, CopyEngines::Gathers::all, false},
+        Variant{1, 1, CopyEngines::Gathers::all, true},
+        Variant{3, 3, CopyEngines::Gathers::forward, false}}) {
     TrainingCase c{
         .strategy = strategy,
         .mesh = GetParam().mesh,
@@ -130,7 +130,7 @@ TEST_P(Parity, GathersByCopiesChangeNoBit) {
         .prefetch = prefetch};
     c.evaluate = evaluate;
     const TrainingResult expected = train_toy(c);
-    c.copy_gathers = copies;
+    c.copy_engines.gathers = gathers;
     c.overlap_optimizer = prefetch > 0;
     c.max_delay_us = 500;
     SCOPED_TRACE(fmt::format(
@@ -166,11 +166,11 @@ TEST_P(Parity, ReductionsByCopiesChangeNoBit) {
         .strategy = GetParam().strategy,
         .mesh = GetParam().mesh,
         .microbatches = bf16 ? 1 : 3,
-        .precision = bf16 ? Precision{} : Precision::full()};
+        .precision =
+            bf16 ? Precision{.reduce = at::kBFloat16} : Precision::full()};
     const TrainingResult expected = train_toy(c);
     // So little that every reduction is many pieces.
-    c.copy_reductions_nbytes = 4096;
-    c.copy_gathers = CopyGathers::all;
+    c.copy_engines = {CopyEngines::Gathers::all, 4096};
     c.max_delay_us = 300;
     SCOPED_TRACE(bf16);
     expect_same_bits(expected, train_toy(c));
@@ -205,7 +205,7 @@ TEST_P(Parity, WhatSavesMemoryChangesNoBit) {
         // A norm of bfloat16 may be summed up in another order.
         .max_norm = 1e9};
     const TrainingResult expected = train_toy(c);
-    c.narrow_grads = true;
+    c.grads_in_reduce_dtype = true;
     c.keep_compute_weights = false;
     c.max_delay_us = 200;
     const TrainingResult result = train_toy(c);
@@ -223,7 +223,8 @@ TEST_P(Parity, OffloadChangesNoBit) {
           .mesh = GetParam().mesh,
           .microbatches = keeps ? 3 : 1,
           .optimizer = overlaps ? "sgd" : "adamw"};
-      c.precision = bf16 ? Precision{} : Precision::full();
+      c.precision =
+          bf16 ? Precision{.reduce = at::kBFloat16} : Precision::full();
       c.keep_compute_weights = keeps;
       c.evaluate = !keeps;
       const TrainingResult expected = train_toy(c);
@@ -264,9 +265,11 @@ INSTANTIATE_TEST_SUITE_P(
         Layout{"hsdp_zero2", {2, 2}}),
     [](const auto& info) { return name_of(info.param); });
 
-TEST(CopyGathers, TakeNoCollectiveButOneFenceAfterEachChange) {
-  for (const CopyGathers copies :
-       {CopyGathers::none, CopyGathers::forward, CopyGathers::all}) {
+TEST(CopyEngines, TakeNoCollectiveButOneFenceAfterEachChange) {
+  for (const CopyEngines::Gathers asked :
+       {CopyEngines::Gathers::none,
+        CopyEngines::Gathers::forward,
+        CopyEngines::Gathers::all}) {
     testing::run_ranks(2, [&](testing::RankContext& context) {
       const auto log = std::make_shared<CollectiveLog>();
       context.log = log;
@@ -276,8 +279,8 @@ TEST(CopyGathers, TakeNoCollectiveButOneFenceAfterEachChange) {
           *model,
           context.mesh(),
           {.units = model->unit_modules(),
-           .precision = Precision::full(),
-           .copy_gathers = copies});
+           .group = {.precision = Precision::full()},
+           .runtime = {.copy_engines = {.gathers = asked}}});
       AdamW optimizer(runtime->groups(), {});
       const auto forward_backward = [&] {
         model(at::ones({2, kDim}), at::zeros({2, kDim})).backward();
@@ -299,9 +302,9 @@ TEST(CopyGathers, TakeNoCollectiveButOneFenceAfterEachChange) {
           forward_backward();
           runtime->synchronize();
           const std::int64_t gathers = count(CollectiveKind::all_gather);
-          if (copies == CopyGathers::none) {
+          if (asked == CopyEngines::Gathers::none) {
             EXPECT_GE(gathers, 2 * num_groups - 1);  // the last stays
-          } else if (copies == CopyGathers::forward) {
+          } else if (asked == CopyEngines::Gathers::forward) {
             EXPECT_GE(gathers, num_groups - 1);
             EXPECT_LE(gathers, num_groups);
           } else {
@@ -309,7 +312,7 @@ TEST(CopyGathers, TakeNoCollectiveButOneFenceAfterEachChange) {
           }
           EXPECT_EQ(
               count(CollectiveKind::fence),
-              copies != CopyGathers::none && changed ? num_groups : 0);
+              asked != CopyEngines::Gathers::none && changed ? num_groups : 0);
         }
         optimizer.step(1e-3);
         optimizer.zero_grad();

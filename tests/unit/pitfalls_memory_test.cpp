@@ -66,7 +66,7 @@ TEST(Pitfalls, B52_WrappingAModelWithMemoryDoesNotHoldItTwice) {
     const auto meter = std::make_shared<Meter>();
     const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, meter);
     Wide wide;
-    FullyShardOptions options{.precision = Precision::full()};
+    FullyShardOptions options{.group = {.precision = Precision::full()}};
     std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> originals;
     for (auto& layer : wide->layers) {
       options.units.push_back(layer.get());
@@ -142,7 +142,7 @@ TEST(Pitfalls, B51_GradientSlotsAreGivenBack) {
   for_strategies([](const RankContext& context, FullyShardOptions options) {
     std::shared_ptr<Mesh> mesh;
     for (const bool on_demand : {false, true}) {
-      options.slots_on_demand = on_demand;
+      options.runtime.slots_on_demand = on_demand;
       Twin twin(context, {}, options, mesh);
       mesh = twin.runtime->mesh();
       for (int step = 0; step < 3; ++step) {
@@ -165,7 +165,11 @@ TEST(Pitfalls, B51_GradientSlotsAreGivenBack) {
 TEST(Pitfalls, B51_SlotsOnDemandAreOfWeightsAloneUntilTheBackward) {
   run_ranks(2, [](const RankContext& context) {
     Twin planned(context);
-    Twin twin(context, {}, {.slots_on_demand = true}, planned.runtime->mesh());
+    Twin twin(
+        context,
+        {},
+        {.runtime = {.slots_on_demand = true}},
+        planned.runtime->mesh());
     const SlotPool& pool = twin.runtime->pool();
     for (int step = 0; step < 3; ++step) {
       twin.step([&](Lab& model, const Twin& t, int rank) {

@@ -89,7 +89,9 @@ TEST(Pitfalls, B9_ReplicasOutsideTheMeshStartEqual) {
     const auto runtime = fully_shard(
         *lab,
         mesh->sub_mesh({"dp"}),
-        {.units = lab->units(), .precision = Precision::full(), .seed = kSeed});
+        {.units = lab->units(),
+         .seed = kSeed,
+         .group = {.precision = Precision::full()}});
     for (const ParamGroup* group : runtime->groups()) {
       for (const NamedShard& shard : group->main_shards()) {
         const auto index = group->layout().find(shard.name()).value();
@@ -120,7 +122,7 @@ TEST(Pitfalls, B32_WhatHasMemoryKeepsItsValues) {
     const auto runtime = fully_shard(
         *lab,
         context.mesh(),
-        {.units = lab->units(), .precision = Precision::full()});
+        {.units = lab->units(), .group = {.precision = Precision::full()}});
     EXPECT_TRUE(buffer.equal(at::arange(5)));
     EXPECT_TRUE(lab->named_buffers()["table"].is_same(buffer));
     for (const ParamGroup* group : runtime->groups()) {
@@ -143,13 +145,6 @@ TEST(Pitfalls, R21_EveryOptionHasAnEffect) {
         context.mesh(),
         {.units = lab->units(),
          .strategy = "zero3",
-         .precision = Precision::full(),
-         .scaling = GradScaling::sum,
-         .grad_divisor = 3,
-         .narrow_grads = true,
-         .keep_compute_weights = false,
-         .prefetch = 3,
-         .reshard_after_forward = false,
          .granularity = Granularity::row(),
          .placement_of =
              [](const std::string& name) {
@@ -157,11 +152,20 @@ TEST(Pitfalls, R21_EveryOptionHasAnEffect) {
                    .granularity = name == "cell0.gain" ? Granularity::tensor()
                                                        : Granularity::block(2)};
              },
-         .layout = {.alignment = 64, .max_padding = 1e9},
          .ignore =
              [](const std::string& name) { return name.ends_with("scale"); },
-         .streams = {.max_delay_us = 2000},
-         .trace = true});
+         .group =
+             {.precision = Precision::full(),
+              .scaling = GradScaling::sum,
+              .grad_divisor = 3,
+              .grads_in_reduce_dtype = true,
+              .keep_compute_weights = false,
+              .layout = {.alignment = 64, .max_padding = 1e9}},
+         .runtime =
+             {.prefetch = 3,
+              .reshard_after_forward = false,
+              .streams = {.max_delay_us = 2000},
+              .trace = true}});
     runtime->set_measure_exposed(true);
     EXPECT_EQ(runtime->scheduler().options().prefetch, 3);
     EXPECT_FALSE(runtime->scheduler().units()[1].policy.reshard_after_forward);
@@ -169,7 +173,7 @@ TEST(Pitfalls, R21_EveryOptionHasAnEffect) {
     const ParamGroup& group = *runtime->units()[1]->groups()[0];
     EXPECT_EQ(group.options().scaling, GradScaling::sum);
     EXPECT_EQ(group.options().grad_divisor, 3);
-    EXPECT_TRUE(group.options().narrow_grads);
+    EXPECT_TRUE(group.options().grads_in_reduce_dtype);
     EXPECT_FALSE(group.options().keep_compute_weights);
     EXPECT_EQ(group.options().layout.alignment, 64);
     EXPECT_EQ(group.options().precision.compute, at::kFloat);
@@ -288,7 +292,8 @@ TEST(Pitfalls, R6_GradientsTravelInTheReduceDtype) {
           *lab,
           context.mesh(),
           {.units = lab->units(),
-           .precision = {.compute = at::kBFloat16, .reduce = reduce}});
+           .group = {
+               .precision = {.compute = at::kBFloat16, .reduce = reduce}}});
       const at::Tensor x = at::ones({2, 12}, at::kBFloat16);
       lab(x).sum().backward();
       runtime->set_sync_gradients(false);

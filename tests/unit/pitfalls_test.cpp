@@ -62,10 +62,11 @@ TEST(Pitfalls, R1_UnusedParametersDoNotHoldTheirUnit) {
     for (int step = 0; step < 3; ++step) {
       twin.runtime->clear_trace();
       twin.step(forward_backward);
-      if (options.strategy == "zero3" && options.reshard_after_forward) {
+      if (options.strategy == "zero3" &&
+          options.runtime.reshard_after_forward) {
         EXPECT_LE(
             most_at_once(twin, ActionKind::gather, ActionKind::release),
-            1 + options.prefetch);
+            1 + options.runtime.prefetch);
       }
     }
   });
@@ -100,7 +101,10 @@ TEST(Pitfalls, R3_AUnitCalledTwiceIsGatheredOncePerDirection) {
   };
   check(configure, forward_backward);
   run_ranks(2, [&](const RankContext& context) {
-    Twin twin(context, configure, {.reshard_after_forward = false});
+    Twin twin(
+        context,
+        configure,
+        {.runtime = {.reshard_after_forward = false}});
     twin.step(forward_backward);
     twin.runtime->clear_trace();
     twin.step(forward_backward);
@@ -158,7 +162,7 @@ TEST(Pitfalls, B10_FusedGradientsOverwriteFirstAndThenAdd) {
 
 TEST(Pitfalls, B6_ASlotIsFreeOnlyAfterItsReduction) {
   for_strategies([](const RankContext& context, FullyShardOptions options) {
-    options.streams.max_delay_us = 2000;
+    options.runtime.streams.max_delay_us = 2000;
     Twin twin(context, {}, options);
     for (int step = 0; step < 3; ++step) {
       twin.step(forward_backward);
@@ -189,7 +193,7 @@ TEST(Pitfalls, B15_AGradientSlotIsNotWrittenWhileItIsReduced) {
       }
     };
     for_strategies([&](const RankContext& context, FullyShardOptions options) {
-      options.streams.max_delay_us = 2000;
+      options.runtime.streams.max_delay_us = 2000;
       Twin twin(context, configure, options);
       for (int step = 0; step < 3; ++step) {
         twin.runtime->clear_trace();
@@ -239,7 +243,7 @@ TEST(Pitfalls, B21_FrozenUnitsAnywhere) {
 TEST(Pitfalls, R25_TheAwaitCoversAllGroupsOfAUnit) {
   run_ranks(2, [](const RankContext& context) {
     FullyShardOptions options;
-    options.streams.max_delay_us = 3000;
+    options.runtime.streams.max_delay_us = 3000;
     Twin twin(
         context,
         [](LabImpl& lab) {
@@ -380,10 +384,11 @@ TEST(Pitfalls, B27_ARecomputedUnitIsNotReleasedBeforeItsBackward) {
       for (UnitId unit = 1; unit < 5; ++unit) {
         EXPECT_LE(count(twin, ActionKind::gather, unit), 2);
       }
-      if (options.reshard_after_forward && options.strategy == "zero3") {
+      if (options.runtime.reshard_after_forward &&
+          options.strategy == "zero3") {
         EXPECT_LE(
             most_at_once(twin, ActionKind::gather, ActionKind::release),
-            1 + options.prefetch);
+            1 + options.runtime.prefetch);
       }
     }
   });

@@ -13,7 +13,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/diagnostics/norms.h"
 #include "flatshard/optim/adamw.h"
-#include "flatshard/optim/clip.h"
+#include "flatshard/optim/grad_norm.h"
 #include "tests/support/message_of.h"
 #include "tests/support/temp_folder.h"
 #include "tests/unit/training.h"
@@ -205,14 +205,14 @@ struct ShardedRun {
         mesh,
         {.units = model->unit_modules(),
          .strategy = c.strategy,
-         .precision = Precision::full(),
          .placement_of =
              [experts](const std::string& parameter) {
                return parameter.ends_with("experts") ? experts
                                                      : ParameterPlacement{};
              },
          .seed = kExpertSeed,
-         .streams = {.delay_seed = 3, .max_delay_us = 200}});
+         .group = {.precision = Precision::full()},
+         .runtime = {.streams = {.delay_seed = 3, .max_delay_us = 200}}});
     adamw = std::make_unique<AdamW>(runtime->groups(), AdamWOptions{});
     for (const auto& unit : runtime->units()) {
       for (const auto& group : unit->groups()) {
@@ -230,7 +230,7 @@ struct ShardedRun {
        kNumMicrobatches)
           .backward();
     }
-    const ClipResult clip = clip_grad_norm(runtime->groups(), kMaxNorm);
+    const GradNorm clip = grad_norm_and_scale(runtime->groups(), kMaxNorm);
     if (plain != nullptr) {
       for (const ParameterNorm& norm : parameter_norms(*runtime)) {
         const double want = plain->grad_norms[number].at(norm.name);
@@ -347,6 +347,86 @@ TEST(Placement, R23_ACheckpointIsOfTheWholeExperts) {
   }
 }
 
+TEST(Placement, R23_AUnitChoiceIsForAllOfItsUnit) {
+  run_ranks(kRanks, [](RankContext& context) {
+    const auto mesh = context.mesh({{"edp", 2}, {"ep", 2}});
+    ExpertModel model(2);
+    nn::Module& block = *model->unit_modules()[1];
+    const auto runtime = fully_shard(
+        *model,
+        mesh,
+        {.units = model->unit_modules(),
+         .unit_choices =
+             {{.module = &block,
+               .placement =
+                   {.mesh = mesh->sub_mesh({"edp"}),
+                    .strategy = Strategy::named("zero1", 1),
+                    .granularity = Granularity::row(),
+                    .grad_divisor = 2},
+               .policy = UnitPolicy{.reshard_after_forward = false}},
+              {.module = model.get(), .placement = {.grad_divisor = 3}}},
+         .placement_of = [](const std::string& name) {
+           return name == "block1.experts"
+                      ? ParameterPlacement{.granularity = Granularity::tensor()}
+                      : ParameterPlacement{};
+         }});
+    const UnitId id = runtime->unit_of(block);
+    EXPECT_EQ(runtime->units()[id]->name(), "block1");
+    for (const auto& unit : runtime->units()) {
+      const bool chosen = unit->id() == id;
+      const bool is_root = unit->id() == runtime->unit_of(*model);
+      EXPECT_EQ(
+          runtime->scheduler().units()[unit->id()].policy.reshard_after_forward,
+          !chosen);
+      for (const auto& group : unit->groups()) {
+        EXPECT_EQ(group->mesh()->num_axes(), chosen ? 1 : 2);
+        EXPECT_EQ(group->strategy().name, chosen ? "zero1" : "zero3");
+        EXPECT_EQ(group->options().grad_divisor, chosen ? 2 : is_root ? 3 : 1);
+        for (std::int64_t i = 0; i < group->layout().num_tensors(); ++i) {
+          const TensorSpec& spec = group->layout().spec(i);
+          EXPECT_EQ(
+              spec.granularity,
+              spec.name == "block1.experts" ? Granularity::tensor()
+              : chosen                      ? Granularity::row()
+                                            : Granularity())
+              << spec.name;
+        }
+      }
+    }
+    EXPECT_THAT(
+        message_of([&] {
+          (void)runtime->unit_of(
+              dynamic_cast<nn::Module&>(*block.children().front()));
+        }),
+        HasSubstr("expected the root or a module of FullyShardOptions::units"));
+  });
+}
+
+TEST(Placement, R23_SlotsArePlannedForThePoliciesOfUnits) {
+  const auto arena_nbytes = [](bool by_choice, bool reshard) {
+    std::int64_t nbytes = 0;
+    run_ranks(1, [&](RankContext& context) {
+      ExpertModel model(2);
+      FullyShardOptions options{.units = model->unit_modules()};
+      options.runtime.reshard_after_forward = by_choice || reshard;
+      if (by_choice) {
+        options.unit_choices.push_back({.module = model.get()});
+        for (nn::Module* const unit : model->unit_modules()) {
+          options.unit_choices.push_back({.module = unit});
+        }
+        for (UnitChoice& choice : options.unit_choices) {
+          choice.policy = UnitPolicy{.reshard_after_forward = reshard};
+        }
+      }
+      nbytes =
+          fully_shard(*model, context.mesh(), options)->plan().arena_nbytes();
+    });
+    return nbytes;
+  };
+  EXPECT_EQ(arena_nbytes(true, true), arena_nbytes(false, true));
+  EXPECT_EQ(arena_nbytes(true, false), arena_nbytes(false, false));
+}
+
 TEST(Placement, WhatCannotBeIsRefusedByName) {
   run_ranks(kRanks, [](RankContext& context) {
     const auto mesh = context.mesh({{"edp", 2}, {"ep", 2}});
@@ -354,7 +434,7 @@ TEST(Placement, WhatCannotBeIsRefusedByName) {
                              const std::string& strategy = "zero3") {
       ExpertModel model(2);
       return message_of([&] {
-        fully_shard(
+        (void)fully_shard(
             *model,
             mesh,
             {.units = model->unit_modules(),
@@ -383,6 +463,22 @@ TEST(Placement, WhatCannotBeIsRefusedByName) {
         refusal({.mesh = Mesh::single(at::kCPU)}),
         HasSubstr("parameter block0.experts: expected a mesh that is the "
                   "model's, {edp: 2, ep: 2}, or a part of it, got {dp: 1}"));
+    const auto choices = [&](std::vector<nn::Module*> modules) {
+      ExpertModel model(2);
+      FullyShardOptions options;
+      for (nn::Module* const module : modules) {
+        options.unit_choices.push_back(
+            {.module = module != nullptr ? module : model.get()});
+      }
+      return message_of([&] { (void)fully_shard(*model, mesh, options); });
+    };
+    ExpertModel other(2);
+    EXPECT_THAT(
+        choices({nullptr, nullptr}),
+        HasSubstr("unit_choices: expected unit root once, got it twice"));
+    EXPECT_THAT(
+        choices({other.get()}),
+        HasSubstr("FullyShardOptions::unit_choices is not below the root"));
   });
 }
 

@@ -37,7 +37,7 @@ std::pair<testing::RankOutcome, std::string> ends_with(
       before();
     }
     FullyShardOptions options{.strategy = "zero3"};
-    options.debug.poison = true;
+    options.runtime.debug.poison = true;
     Twin twin(context, {}, options);
     twin.runtime->set_step(41);
     twin.step(forward_backward);

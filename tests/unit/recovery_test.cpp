@@ -294,7 +294,7 @@ TEST(Recovery, R27_NestedInputsAndOutputs) {
             t.copy_(start);
           });
     }
-    FullyShardOptions options{.precision = Precision::full()};
+    FullyShardOptions options{.group = {.precision = Precision::full()}};
     for (Nest& nest : sharded->nests) {
       options.units.push_back(nest.get());
     }

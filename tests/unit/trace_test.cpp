@@ -246,7 +246,7 @@ TEST(Trace, B66_AddressesRepeatFromTheThirdStepOn) {
 TEST(Trace, PrefetchForwardGathersWhatTheForwardBeginsWith) {
   for (const int prefetch : {0, 1, 3}) {
     for_strategies([&](const RankContext& context, FullyShardOptions options) {
-      options.prefetch = prefetch;
+      options.runtime.prefetch = prefetch;
       Twin twin(context, {}, options);
       Runtime& runtime = *twin.runtime;
       runtime.prefetch_forward();  // there was no forward yet: nothing to learn

@@ -2,7 +2,7 @@
 
 #include "flatshard/group/initializer.h"
 #include "flatshard/optim/adamw.h"
-#include "flatshard/optim/clip.h"
+#include "flatshard/optim/grad_norm.h"
 #include "flatshard/optim/sgd.h"
 
 #include <ATen/ATen.h>
@@ -146,21 +146,22 @@ void train_rank(
       mesh,
       {.units = model->unit_modules(),
        .strategy = c.strategy,
-       .precision = c.precision,
-       .scaling = c.scaling,
-       .narrow_grads = c.narrow_grads,
-       .keep_compute_weights = c.keep_compute_weights,
-       .offload = c.offload,
-       .copy_gathers = c.copy_gathers,
-       .copy_reductions_nbytes = c.copy_reductions_nbytes,
-       .prefetch = c.prefetch,
-       .reshard_after_forward = c.reshard_after_forward,
-       .slots_on_demand = c.slots_on_demand,
        .granularity = c.granularity,
        .seed = kSeed,
-       .streams = {
-           .delay_seed = 5 + static_cast<std::uint64_t>(rank),
-           .max_delay_us = c.max_delay_us}});
+       .group =
+           {.precision = c.precision,
+            .scaling = c.scaling,
+            .grads_in_reduce_dtype = c.grads_in_reduce_dtype,
+            .keep_compute_weights = c.keep_compute_weights,
+            .offload = c.offload},
+       .runtime = {
+           .prefetch = c.prefetch,
+           .reshard_after_forward = c.reshard_after_forward,
+           .copy_engines = c.copy_engines,
+           .slots_on_demand = c.slots_on_demand,
+           .streams = {
+               .delay_seed = 5 + static_cast<std::uint64_t>(rank),
+               .max_delay_us = c.max_delay_us}}});
   const auto optimizer = make_optimizer(c.optimizer, runtime->groups());
   if (c.overlap_optimizer) {
     optimizer->set_stream(make_stream(
@@ -198,9 +199,9 @@ void train_rank(
       const std::lock_guard lock(mutex);
       result.losses[step] += loss / world;
     }
-    const ClipResult clip = c.evaluate
-                                ? ClipResult{.norm = at::zeros({})}
-                                : clip_grad_norm(runtime->groups(), c.max_norm);
+    const GradNorm clip =
+        c.evaluate ? GradNorm{.norm = at::zeros({})}
+                   : grad_norm_and_scale(runtime->groups(), c.max_norm);
     optimizer->step(kLr, clip.scale);
     optimizer->zero_grad();
     const double norm = clip.norm.item<double>();

@@ -61,11 +61,10 @@ struct TrainingCase {
   double max_norm = 1.0;
   int batch_world = 0;  ///< ranks whose batches are drawn; 0: the mesh's
   bool with_root_parameter = true;
-  bool narrow_grads = false;
+  bool grads_in_reduce_dtype = false;
   bool keep_compute_weights = true;
   bool offload = false;
-  CopyGathers copy_gathers = CopyGathers::none;
-  std::int64_t copy_reductions_nbytes = 0;
+  CopyEngines copy_engines;
   bool slots_on_demand = false;
   bool overlap_optimizer = false;
   bool evaluate = false;  ///< a forward before each step, which is not clipped

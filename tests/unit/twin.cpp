@@ -102,13 +102,13 @@ Twin::Twin(
     plain_parameters[p.name] = p.tensor;
   }
   options.units = sharded->units();
-  options.precision = Precision::full();
+  options.group.precision = Precision::full();
   options.seed = kSeed;
-  options.streams.delay_seed = 7 + static_cast<std::uint64_t>(rank);
-  if (options.streams.max_delay_us == 0) {
-    options.streams.max_delay_us = 50;
+  options.runtime.streams.delay_seed = 7 + static_cast<std::uint64_t>(rank);
+  if (options.runtime.streams.max_delay_us == 0) {
+    options.runtime.streams.max_delay_us = 50;
   }
-  options.trace = true;
+  options.runtime.trace = true;
   runtime = fully_shard(*sharded, mesh ? mesh : context.mesh(), options);
   sgd = std::make_unique<Sgd>(runtime->groups(), SgdOptions{.momentum = 0});
 }
@@ -234,8 +234,8 @@ void for_strategies(
         c.prefetch,
         c.reshard));
     FullyShardOptions options{.strategy = c.strategy};
-    options.prefetch = c.prefetch;
-    options.reshard_after_forward = c.reshard;
+    options.runtime.prefetch = c.prefetch;
+    options.runtime.reshard_after_forward = c.reshard;
     run_ranks(c.world, [&](RankContext& context) {
       if (c.outer > 0) {
         context.axes = {{"outer", c.outer}, {"dp", c.world / c.outer}};

@@ -67,8 +67,8 @@ def fully_shard_model(
         fsdp_unit_modules: classes, or their import paths, whose instances are units.
         device_mesh, dp_shard_dim, dp_outer_dim: the mesh and the names of its
             dimensions that shard and that replicate. None: all ranks shard.
-        zero_dp_strategy: 0 to 3, or "no_shard", "optim", "optim_grads",
-            "optim_grads_params".
+        zero_dp_strategy: 0 to 3, or a name: "no_shard" ("zero0"), "optim" ("zero1"),
+            "optim_grads" ("zero2"), "optim_grads_params" ("zero3").
         outer_dp_sharding_strategy: 0 or "no_shard"; with zero_dp_strategy 3 also 1 or
             "optim": the optimizer state is sharded over dp_outer_dim, too (HFSDP).
         init_model_with_meta_device: parameters on meta get their values from

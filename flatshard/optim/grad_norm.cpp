@@ -1,4 +1,4 @@
-#include "flatshard/optim/clip.h"
+#include "flatshard/optim/grad_norm.h"
 #include "flatshard/comm/collective_scope.h"
 
 #include "flatshard/core/error.h"
@@ -7,7 +7,7 @@
 
 namespace flatshard {
 
-ClipResult clip_grad_norm(
+GradNorm grad_norm_and_scale(
     const std::vector<ParamGroup*>& groups,
     double max_norm) {
   const at::NoGradGuard no_grad;
@@ -22,7 +22,7 @@ ClipResult clip_grad_norm(
         "on "
         "{}; clip each model's groups and combine the norms",
         mesh.to_string(),
-        group->options().name,
+        group->name(),
         group->model_mesh()->to_string());
     if (!group->trainable() || !group->gradients().has_reduced()) {
       continue;

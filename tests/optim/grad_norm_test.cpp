@@ -1,4 +1,4 @@
-#include "flatshard/optim/clip.h"
+#include "flatshard/optim/grad_norm.h"
 
 #include "flatshard/core/error.h"
 #include "tests/optim/one_group.h"
@@ -25,7 +25,7 @@ double norm_of_base() {
   return std::sqrt(40 * 4.0 + 25);
 }
 
-TEST(ClipGradNorm, B22_EveryElementCountsOnceWhateverIsReplicated) {
+TEST(GradNorm, B22_EveryElementCountsOnceWhateverIsReplicated) {
   const std::vector<ClipCase> cases{
       {"zero0", {{"dp", 1}}},
       {"zero0", {{"dp", 2}}},
@@ -44,7 +44,7 @@ TEST(ClipGradNorm, B22_EveryElementCountsOnceWhateverIsReplicated) {
       reduce(*group, base(*group) * (context.rank + 1));
       const double norm = norm_of_base() * (world + 1) / 2;  // the mean
       for (const double max_norm : {0.5, 1e6}) {
-        const ClipResult clip = clip_grad_norm({group.get()}, max_norm);
+        const GradNorm clip = grad_norm_and_scale({group.get()}, max_norm);
         EXPECT_NEAR(clip.norm.item<double>(), norm, norm * 1e-6) << c.strategy;
         EXPECT_NEAR(
             clip.scale.item<double>(),
@@ -55,7 +55,7 @@ TEST(ClipGradNorm, B22_EveryElementCountsOnceWhateverIsReplicated) {
   }
 }
 
-TEST(ClipGradNorm, GroupsOfDifferentStrategiesAddUp) {
+TEST(GradNorm, GroupsOfDifferentStrategiesAddUp) {
   run_ranks(2, [](RankContext& context) {
     const auto mesh = context.mesh();
     const auto replicated = make_group(mesh, "zero0");
@@ -64,7 +64,7 @@ TEST(ClipGradNorm, GroupsOfDifferentStrategiesAddUp) {
     const auto frozen = make_group(mesh, "zero3", {}, false);
     reduce(*replicated, base(*replicated));
     reduce(*sharded, base(*sharded));
-    const ClipResult clip = clip_grad_norm(
+    const GradNorm clip = grad_norm_and_scale(
         {replicated.get(), sharded.get(), idle.get(), frozen.get()},
         1);
     const double norm = norm_of_base() * std::sqrt(2.0);
@@ -72,21 +72,21 @@ TEST(ClipGradNorm, GroupsOfDifferentStrategiesAddUp) {
   });
 }
 
-TEST(ClipGradNorm, WithoutALimitOnlyTheNorm) {
+TEST(GradNorm, WithoutALimitOnlyTheNorm) {
   const auto group = make_group(Mesh::single(at::kCPU));
-  EXPECT_EQ(clip_grad_norm({group.get()}, 0).norm.item<double>(), 0);
+  EXPECT_EQ(grad_norm_and_scale({group.get()}, 0).norm.item<double>(), 0);
   reduce(*group, base(*group));
-  const ClipResult clip = clip_grad_norm({group.get()}, 0);
+  const GradNorm clip = grad_norm_and_scale({group.get()}, 0);
   EXPECT_NEAR(clip.norm.item<double>(), norm_of_base(), 1e-5);
   EXPECT_FALSE(clip.scale.defined());
 }
 
-TEST(ClipGradNorm, RefusesGroupsOfSeveralMeshes) {
+TEST(GradNorm, RefusesGroupsOfSeveralMeshes) {
   const auto a = make_group(Mesh::single(at::kCPU));
   const auto b = make_group(Mesh::single(at::kCPU, "other"));
-  EXPECT_THROW(clip_grad_norm({}, 1), Error);
+  EXPECT_THROW((void)grad_norm_and_scale({}, 1), Error);
   try {
-    clip_grad_norm({a.get(), b.get()}, 1);
+    (void)grad_norm_and_scale({a.get(), b.get()}, 1);
     ADD_FAILURE();
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), ErrorCode::usage);

@@ -8,13 +8,15 @@
 
 namespace flatshard {
 
-struct ClipResult {
+/// A norm, and what clips to a limit.
+struct GradNorm {
   at::Tensor norm;   ///< [] float32 on the device: the global gradient norm
   at::Tensor scale;  ///< [] float32: min(1, max_norm / (norm + 1e-6))
 };
 
 /// The norm over all gradients of all ranks and the factor that brings it to
-/// `max_norm`; give the factor to Optimizer::step. One collective over the
+/// `max_norm`. Changes no gradient: Optimizer::step, given the factor, applies
+/// it. One collective over the
 /// mesh; queues on the current stream without a host wait (CPU: blocks). Every
 /// element counts once, whatever the strategy replicates. Groups without a
 /// gradient count as zero.
@@ -22,7 +24,7 @@ struct ClipResult {
 /// @param groups    of one model; each may rest on a part of its mesh.
 /// @param max_norm  0 or less: only the norm is computed, and the factor is
 ///   undefined, which Optimizer::step takes for 1.
-ClipResult clip_grad_norm(
+[[nodiscard]] GradNorm grad_norm_and_scale(
     const std::vector<ParamGroup*>& groups,
     double max_norm);
 

@@ -1,0 +1,41 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "flatshard/core/init_spec.h"
+#include "flatshard/group/parameter_placement.h"
+#include "flatshard/group/precision.h"
+
+namespace flatshard {
+
+/// One parameter, from the module tree to its group.
+struct GroupParameter {
+  std::vector<std::string> names;   ///< the main name first
+  std::vector<std::int64_t> shape;  ///< of this rank's tensor
+  /// What of it is set differs from the model's.
+  ParameterPlacement placement;
+  /// Absent: as ParamGroupOptions says.
+  std::optional<Precision> precision = std::nullopt;
+  InitSpec init;
+  /// Values to start from, the same on every rank; undefined: `init` draws.
+  at::Tensor values;
+  std::map<std::string, std::string> attributes;
+  /// No module has it any more: checkpoints leave it out.
+  bool dropped = false;
+  /// The one that modules compute with; may be on meta. make_unit_contents
+  /// moves it into the unit.
+  at::Tensor tensor;
+
+  /// Of the larger tensor, where the parameter is a slice of one.
+  std::vector<std::int64_t> whole_shape() const;
+  /// Where the parameter's elements begin in it, flattened.
+  std::int64_t first_element() const;
+};
+
+}  // namespace flatshard
