@@ -92,26 +92,21 @@ class Scheduler {
 
   using Actions = std::vector<Action>;
 
-  void forward_begin(const ScheduleEvent& event, Actions& out);
-  void forward_end(const ScheduleEvent& event, Actions& out);
-  void recompute_begin(const ScheduleEvent& event, Actions& out);
-  void recompute_end(const ScheduleEvent& event);
-  void task_begin(const ScheduleEvent& event);
-  void backward_begin(const ScheduleEvent& event, Actions& out);
-  void wgrad_done(const ScheduleEvent& event, Actions& out);
-  void inputs_done(const ScheduleEvent& event, Actions& out);
-  void task_end(const ScheduleEvent& event, Actions& out);
+  // Between steps, and what forward and backward share; scheduler.cpp.
   void weights_changed(Actions& out);
   void unshard(const ScheduleEvent& event, Actions& out);
   void reshard(const ScheduleEvent& event, Actions& out);
   void reset(Actions& out);
-
   bool gathers(UnitId unit) const { return units_[unit].gather_nbytes > 0; }
   void gather(UnitId unit, Phase phase, Actions& out);
   void await(UnitId unit, Actions& out);
   void release(UnitId unit, Actions& out);
-  void release_after_backward(UnitId unit, Actions& out);
-  void end_backward(UnitId unit, Actions& out);
+  /// The position after the next occurrence of `unit`, looking from `from` and
+  /// then from the start; the size when it does not occur.
+  static std::size_t position_after(
+      const std::vector<UnitId>& order,
+      std::size_t from,
+      UnitId unit);
   /// Units to gather ahead, in order.
   std::vector<UnitId> ahead(
       const std::vector<UnitId>& order,
@@ -119,18 +114,33 @@ class Scheduler {
       const std::optional<std::vector<UnitId>>& chosen,
       Phase phase) const;
   void prefetch(const std::vector<UnitId>& units, Phase phase, Actions& out);
-  bool is_root(UnitId unit) const { return units_[unit].parent == kNoUnit; }
+
+  // Forwards, their order, recomputes; scheduler_forward.cpp.
+  void forward_begin(const ScheduleEvent& event, Actions& out);
+  void forward_end(const ScheduleEvent& event, Actions& out);
   void outer_forward_begin(UnitId unit);
   void outer_forward_end(UnitId unit, bool needs_backward, Actions& out);
+  bool is_root(UnitId unit) const { return units_[unit].parent == kNoUnit; }
   /// What the forward that runs goes by.
   const std::vector<UnitId>& forward_order() const;
+  void recompute_begin(const ScheduleEvent& event, Actions& out);
+  void recompute_end(const ScheduleEvent& event);
+
+  // Graph tasks, the backwards of units, gradients; scheduler_backward.cpp.
+  void task_begin(const ScheduleEvent& event);
+  void backward_begin(const ScheduleEvent& event, Actions& out);
+  void wgrad_done(const ScheduleEvent& event, Actions& out);
+  void inputs_done(const ScheduleEvent& event, Actions& out);
+  void task_end(const ScheduleEvent& event, Actions& out);
+  void release_after_backward(UnitId unit, Actions& out);
+  void end_backward(UnitId unit, Actions& out);
+  /// More of its calls, or gradients, are to come in a running backward.
+  bool is_pending(UnitId unit) const;
   void queue_grads(UnitId unit, Actions& out);
   /// Reduces the queued units that are ready; `current` still computes.
   void reduce_ready(UnitId current, Actions& out);
   void reduce(UnitId unit, Actions& out);
   void drain_down_to(std::size_t num_slots, Actions& out);
-  /// More of its calls, or gradients, are to come in a running backward.
-  bool is_pending(UnitId unit) const;
   std::size_t num_leaf_grad_slots() const;
 
   std::vector<UnitSpec> units_;
