@@ -22,6 +22,31 @@ void append_ends(
   }
 }
 
+void check_planes(const UnitSpec& unit) {
+  const auto num_planes = static_cast<PlaneId>(unit.weights_nbytes.size());
+  FLATSHARD_CHECK(
+      num_planes <= PlaneSet::kMaxPlanes,
+      internal,
+      "unit {}: expected at most {} planes, got {}",
+      unit.name,
+      PlaneSet::kMaxPlanes,
+      num_planes);
+  for (const PlaneSet reads : {unit.forward_reads, unit.backward_reads}) {
+    if (reads == PlaneSet::all()) {
+      continue;
+    }
+    reads.for_each([&](PlaneId plane) {
+      FLATSHARD_CHECK(
+          plane < num_planes,
+          internal,
+          "unit {} reads plane {}, but has {}",
+          unit.name,
+          plane,
+          num_planes);
+    });
+  }
+}
+
 }  // namespace
 
 Scheduler::Scheduler(std::vector<UnitSpec> units, SchedulerOptions options)
@@ -47,6 +72,7 @@ Scheduler::Scheduler(std::vector<UnitSpec> units, SchedulerOptions options)
     if (parent != kNoUnit) {
       has_children_[parent] = true;
     }
+    check_planes(units_[u]);
   }
   append_ends(units_, kNoUnit, backward_order_);
   std::reverse(backward_order_.begin(), backward_order_.end());
@@ -74,7 +100,7 @@ std::vector<Action> Scheduler::on(const ScheduleEvent& event) {
       recompute_begin(event, out);
       break;
     case EventKind::recompute_end:
-      recompute_end(event);
+      recompute_end(event, out);
       break;
     case EventKind::task_begin:
       task_begin(event);
@@ -137,27 +163,28 @@ void Scheduler::weights_changed(Actions& out) {
         "step the optimizer between them",
         units_[u].name);
     if (units_[u].resident) {
-      state_[u].present = false;  // gathered again into the same place
-      state_[u].awaited = false;
+      state_[u].present = {};  // gathered again into the same place
+      state_[u].awaited = {};
     } else {
-      release(u, out);
+      release(u, PlaneSet::all(), out);
     }
   }
 }
 
 void Scheduler::unshard(const ScheduleEvent& event, Actions& out) {
-  gather(event.unit, Phase::forward, out);
+  const PlaneSet planes = units_[event.unit].reads(Phase::forward);
+  gather(event.unit, planes, Phase::forward, out);
   if (event.awaits) {
-    await(event.unit, out);
+    await(event.unit, planes, out);
   }
-  state_[event.unit].kept = state_[event.unit].present;
+  state_[event.unit].kept = !state_[event.unit].present.empty();
 }
 
 void Scheduler::reshard(const ScheduleEvent& event, Actions& out) {
   const UnitState& state = state_[event.unit];
   if (state.open_forwards == 0 && state.open_recomputes == 0 &&
       state.backward_calls.empty()) {
-    release(event.unit, out);
+    release(event.unit, PlaneSet::all(), out);
   }
 }
 
@@ -177,41 +204,56 @@ void Scheduler::reset(Actions& out) {
       state.in_grad_queue = false;
       out.push_back({ActionKind::drain, u});
     }
-    release(u, out);
+    release(u, PlaneSet::all(), out);
   }
   drain_down_to(0, out);
   out.push_back({ActionKind::join});
 }
 
-void Scheduler::gather(UnitId unit, Phase phase, Actions& out) {
+void Scheduler::gather(
+    UnitId unit,
+    PlaneSet planes,
+    Phase phase,
+    Actions& out) {
   UnitState& state = state_[unit];
-  if (!gathers(unit) || state.present) {
-    return;
-  }
-  state.present = true;
-  state.awaited = false;
-  out.push_back({ActionKind::gather, unit, phase});
+  (planes - state.present).for_each([&](PlaneId plane) {
+    state.present.insert(plane);
+    out.push_back({ActionKind::gather, unit, plane, phase});
+  });
 }
 
-void Scheduler::await(UnitId unit, Actions& out) {
+void Scheduler::await(UnitId unit, PlaneSet planes, Actions& out) {
   UnitState& state = state_[unit];
-  if (!gathers(unit) || state.awaited) {
-    return;
-  }
-  state.awaited = true;
-  out.push_back({ActionKind::await, unit});
+  (planes - state.awaited).for_each([&](PlaneId plane) {
+    state.awaited.insert(plane);
+    out.push_back({ActionKind::await, unit, plane});
+  });
 }
 
-void Scheduler::release(UnitId unit, Actions& out) {
+void Scheduler::release(UnitId unit, PlaneSet planes, Actions& out) {
   UnitState& state = state_[unit];
-  if (!state.present || units_[unit].resident) {
+  const PlaneSet released = planes & state.present;
+  if (released.empty() || units_[unit].resident) {
     return;
   }
-  state.present = false;
-  state.awaited = false;
-  state.kept = false;
-  state.waits = false;
-  out.push_back({ActionKind::release, unit});
+  state.present = state.present - released;
+  state.awaited = state.awaited - released;
+  released.for_each([&](PlaneId plane) {
+    out.push_back({ActionKind::release, unit, plane});
+  });
+  if (state.present.empty()) {
+    state.kept = false;
+    state.waits = false;
+  }
+}
+
+PlaneSet Scheduler::unread_in_backward(UnitId unit) const {
+  const UnitSpec& spec = units_[unit];
+  if (!spec.policy.reshard_after_forward &&
+      !spec.policy.reshard_after_backward) {
+    return {};  // the next forward reads them
+  }
+  return spec.planes() - spec.backward_reads;
 }
 
 std::size_t Scheduler::position_after(
@@ -232,7 +274,7 @@ std::vector<UnitId> Scheduler::ahead(
     Phase phase) const {
   std::vector<UnitId> units;
   const auto wanted = [&](UnitId unit) {
-    return gathers(unit) &&
+    return !units_[unit].reads(phase).empty() &&
            (phase == Phase::forward || units_[unit].policy.unshard_in_backward);
   };
   if (chosen) {
@@ -260,7 +302,7 @@ void Scheduler::prefetch(
     Phase phase,
     Actions& out) {
   for (const UnitId unit : units) {
-    gather(unit, phase, out);
+    gather(unit, units_[unit].reads(phase), phase, out);
   }
 }
 
@@ -272,7 +314,8 @@ std::vector<std::string> Scheduler::restless_units() const {
   std::vector<std::string> names;
   for (std::size_t u = 0; u < units_.size(); ++u) {
     const UnitState& state = state_[u];
-    const bool gathered = state.present && !state.kept && !units_[u].resident;
+    const bool gathered =
+        !state.present.empty() && !state.kept && !units_[u].resident;
     if (gathered || state.open_forwards > 0 || !state.backward_calls.empty() ||
         state.in_grad_queue) {
       names.push_back(units_[u].name);
@@ -284,7 +327,7 @@ std::vector<std::string> Scheduler::restless_units() const {
 int Scheduler::num_gathered() const {
   return static_cast<int>(
       std::count_if(state_.begin(), state_.end(), [](const UnitState& s) {
-        return s.present;
+        return !s.present.empty();
       }));
 }
 

@@ -57,7 +57,9 @@ class Scheduler {
   bool resting() const;
   /// Names of the units that do not rest, for an error message.
   std::vector<std::string> restless_units() const;
-  bool is_gathered(UnitId unit) const { return state_[unit].present; }
+  /// The planes of `unit` that are gathered, or whose gather is queued.
+  PlaneSet gathered_planes(UnitId unit) const { return state_[unit].present; }
+  /// Units of which some plane is.
   int num_gathered() const;
   /// True while a forward outside any backward is open.
   bool in_forward() const { return !open_forwards_.empty(); }
@@ -77,8 +79,8 @@ class Scheduler {
   };
 
   struct UnitState {
-    bool present = false;  ///< gathered, or its gather is queued
-    bool awaited = false;
+    PlaneSet present;   ///< gathered, or the gather is queued
+    PlaneSet awaited;   ///< of these, what compute waits for
     bool kept = false;  ///< gathered on demand: may outlive a backward
     /// Stays gathered for modules of the unit that are still to run in this
     /// forward.
@@ -97,10 +99,14 @@ class Scheduler {
   void unshard(const ScheduleEvent& event, Actions& out);
   void reshard(const ScheduleEvent& event, Actions& out);
   void reset(Actions& out);
-  bool gathers(UnitId unit) const { return units_[unit].gather_nbytes > 0; }
-  void gather(UnitId unit, Phase phase, Actions& out);
-  void await(UnitId unit, Actions& out);
-  void release(UnitId unit, Actions& out);
+  /// Those of `planes` that are not there yet; `phase` is what they are for.
+  void gather(UnitId unit, PlaneSet planes, Phase phase, Actions& out);
+  void await(UnitId unit, PlaneSet planes, Actions& out);
+  /// Those of `planes` that are there.
+  void release(UnitId unit, PlaneSet planes, Actions& out);
+  /// What has no reader left when a forward or a recompute is over and the
+  /// unit stays for its backward.
+  PlaneSet unread_in_backward(UnitId unit) const;
   /// The position after the next occurrence of `unit`, looking from `from` and
   /// then from the start; the size when it does not occur.
   static std::size_t position_after(
@@ -124,7 +130,9 @@ class Scheduler {
   /// What the forward that runs goes by.
   const std::vector<UnitId>& forward_order() const;
   void recompute_begin(const ScheduleEvent& event, Actions& out);
-  void recompute_end(const ScheduleEvent& event);
+  void recompute_end(const ScheduleEvent& event, Actions& out);
+  /// Releases what was there for a recompute alone, once none is open.
+  void end_recompute(UnitId unit, Actions& out);
 
   // Graph tasks, the backwards of units, gradients; scheduler_backward.cpp.
   void task_begin(const ScheduleEvent& event);

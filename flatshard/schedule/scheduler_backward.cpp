@@ -49,9 +49,10 @@ void Scheduler::backward_begin(const ScheduleEvent& event, Actions& out) {
       {event.call, event.task, !event.waits_for_inputs});
   backward_position_ = position_after(backward_order_, backward_position_, u);
   const UnitPolicy& policy = units_[u].policy;
-  if (policy.unshard_in_backward) {
-    gather(u, Phase::backward, out);
-  }
+  const PlaneSet planes = policy.unshard_in_backward
+                              ? units_[u].reads(Phase::backward)
+                              : PlaneSet();
+  gather(u, planes, Phase::backward, out);
   prefetch(
       ahead(
           backward_order_,
@@ -60,9 +61,8 @@ void Scheduler::backward_begin(const ScheduleEvent& event, Actions& out) {
           Phase::backward),
       Phase::backward,
       out);
-  if (policy.unshard_in_backward) {
-    await(u, out);
-  }
+  await(u, planes, out);
+  end_recompute(u, out);
   reduce_ready(u, out);
   if (!unreduced_tasks_.contains(event.task)) {
     queue_grads(u, out);
@@ -151,12 +151,11 @@ void Scheduler::release_after_backward(UnitId unit, Actions& out) {
 void Scheduler::end_backward(UnitId unit, Actions& out) {
   UnitState& state = state_[unit];
   if (units_[unit].policy.reshard_after_backward) {
-    release(unit, out);
-  } else if (state.awaited) {
-    state.kept = true;
-  } else {
-    release(unit, out);  // was prefetched and did not run
+    release(unit, PlaneSet::all(), out);
+    return;
   }
+  release(unit, state.present - state.awaited, out);  // prefetched in vain
+  state.kept = state.kept || !state.awaited.empty();
 }
 
 void Scheduler::queue_grads(UnitId unit, Actions& out) {

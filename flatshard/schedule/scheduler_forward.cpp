@@ -19,7 +19,8 @@ void Scheduler::forward_begin(const ScheduleEvent& event, Actions& out) {
   state_[u].waits = false;
   const std::vector<UnitId>& order = forward_order();
   forward_position_ = position_after(order, forward_position_, u);
-  gather(u, Phase::forward, out);
+  const PlaneSet planes = units_[u].reads(Phase::forward);
+  gather(u, planes, Phase::forward, out);
   prefetch(
       ahead(
           order,
@@ -28,7 +29,7 @@ void Scheduler::forward_begin(const ScheduleEvent& event, Actions& out) {
           Phase::forward),
       Phase::forward,
       out);
-  await(u, out);
+  await(u, planes, out);
 }
 
 void Scheduler::forward_end(const ScheduleEvent& event, Actions& out) {
@@ -53,8 +54,8 @@ void Scheduler::forward_end(const ScheduleEvent& event, Actions& out) {
   state_[u].waits = event.more_follow;
   state_[u].needs_backward = event.needs_backward;
   if (state_[u].open_forwards == 0 && state_[u].backward_calls.empty() &&
-      !keep && !event.more_follow) {
-    release(u, out);
+      !event.more_follow) {
+    release(u, keep ? unread_in_backward(u) : PlaneSet::all(), out);
   }
   if (open_forwards_.empty()) {
     outer_forward_end(u, event.needs_backward, out);
@@ -63,15 +64,24 @@ void Scheduler::forward_end(const ScheduleEvent& event, Actions& out) {
 
 void Scheduler::recompute_begin(const ScheduleEvent& event, Actions& out) {
   // No prefetch: what runs next in a recompute is not what runs next in a
-  // forward. This gather is the one that the unit's backward uses.
+  // forward. What the unit's backward reads too is not gathered once more.
   ++state_[event.unit].open_recomputes;
-  gather(event.unit, Phase::backward, out);
-  await(event.unit, out);
+  const PlaneSet planes = units_[event.unit].reads(Phase::forward);
+  gather(event.unit, planes, Phase::backward, out);
+  await(event.unit, planes, out);
 }
 
-void Scheduler::recompute_end(const ScheduleEvent& event) {
-  int& open = state_[event.unit].open_recomputes;
-  open = std::max(0, open - 1);
+void Scheduler::recompute_end(const ScheduleEvent& event, Actions& out) {
+  UnitState& state = state_[event.unit];
+  state.open_recomputes = std::max(0, state.open_recomputes - 1);
+  end_recompute(event.unit, out);
+}
+
+void Scheduler::end_recompute(UnitId unit, Actions& out) {
+  const UnitState& state = state_[unit];
+  if (state.open_forwards == 0 && state.open_recomputes == 0 && !state.waits) {
+    release(unit, unread_in_backward(unit), out);
+  }
 }
 
 void Scheduler::outer_forward_begin(UnitId u) {
@@ -107,14 +117,14 @@ void Scheduler::outer_forward_end(UnitId u, bool needs_backward, Actions& out) {
     // others, whose backward reads them too.
     const bool waited_in_vain =
         std::exchange(state_[v].waits, false) && !state_[v].needs_backward;
-    if (state_[v].awaited && !waited_in_vain) {
-      continue;
-    }
-    if (!waited_in_vain &&
+    const PlaneSet unused = waited_in_vain
+                                ? state_[v].present
+                                : state_[v].present - state_[v].awaited;
+    if (!waited_in_vain && !unused.empty() &&
         std::find(next.begin(), next.end(), v) != next.end()) {
-      state_[v].kept = state_[v].present;
+      state_[v].kept = true;
     } else {
-      release(v, out);  // was prefetched and did not run
+      release(v, unused, out);  // was prefetched and did not run
     }
   }
   if (is_root(u)) {
