@@ -11,16 +11,17 @@
 namespace flatshard {
 namespace {
 
-const char* role_name(SlotRole role) {
-  switch (role) {
-    case SlotRole::forward_weights:
-      return "weights for the forward";
-    case SlotRole::backward_weights:
-      return "weights for the backward";
-    case SlotRole::gradients:
-      return "gradients";
+// e.g. "weights for the forward"; planes other than the first are named.
+std::string use_name(const SlotKey& key) {
+  if (key.role == SlotRole::gradients) {
+    return "gradients";
   }
-  return "?";
+  std::string text = "weights for the ";
+  text += key.role == SlotRole::forward_weights ? "forward" : "backward";
+  if (key.plane > 0) {
+    text += fmt::format(" (plane {})", key.plane);
+  }
+  return text;
 }
 
 UsedRange range_of(std::string name, const void* data, std::int64_t nbytes) {
@@ -192,10 +193,10 @@ std::shared_ptr<OverlapCheck> OverlapCheck::install(
 
 void OverlapCheck::slot_acquired(
     const Unit& unit,
-    SlotRole role,
+    const SlotKey& key,
     const Slot& slot) {
   const UsedRange taken = range_of(
-      fmt::format("the {} of unit {}", role_name(role), unit.name()),
+      fmt::format("the {} of unit {}", use_name(key), unit.name()),
       slot.data,
       slot.nbytes);
   for (const auto& [data, other] : held_) {
@@ -230,7 +231,7 @@ void OverlapCheck::slots_planned(
       uses.push_back(
           {fmt::format(
                "the {} of unit {}",
-               role_name(life.key.role),
+               use_name(life.key),
                unit_names_[life.key.unit]),
            life.begin,
            life.end,

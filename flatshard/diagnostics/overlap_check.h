@@ -49,7 +49,7 @@ class OverlapCheck : public RuntimeObserver {
   static std::shared_ptr<OverlapCheck> install(
       const std::shared_ptr<Runtime>& runtime);
 
-  void slot_acquired(const Unit& unit, SlotRole role, const Slot& slot)
+  void slot_acquired(const Unit& unit, const SlotKey& key, const Slot& slot)
       override;
   void slot_released(const Unit& unit, const Slot& slot) override;
   void parameters_pointed(Unit& unit) override;

@@ -37,7 +37,9 @@ std::string to_string(std::span<const Action> actions) {
       text += '\'';
     }
     if (action.unit != kNoUnit) {
-      text += fmt::format("({})", action.unit);
+      text += action.plane == 0
+                  ? fmt::format("({})", action.unit)
+                  : fmt::format("({}.{})", action.unit, action.plane);
     }
   }
   return text;

@@ -9,7 +9,7 @@
 namespace flatshard {
 
 enum class ActionKind {
-  gather,         ///< queue the all-gather of a unit's weights
+  gather,         ///< queue the all-gather of one plane of a unit's weights
   await,          ///< compute waits for it; parameters point at the slot
   release,        ///< the slot may be reused after the queued compute
   acquire_grads,  ///< a gradient slot is needed from here on
@@ -19,11 +19,10 @@ enum class ActionKind {
   join,           ///< compute waits for all reductions
 };
 
-enum class Phase { forward, backward };
-
 struct Action {
   ActionKind kind{};
   UnitId unit = kNoUnit;
+  PlaneId plane = 0;             ///< of a gather, await or release
   Phase phase = Phase::forward;  ///< of a gather: for which use
   /// Of a reduction: its backward began as the step's last.
   bool is_last = true;
@@ -34,6 +33,7 @@ struct Action {
 std::string_view to_string(ActionKind kind);
 
 /// e.g. "gather(2) await(1) join"; backward gathers are written gather'(2).
+/// Plane 0 goes without saying; another one of unit 2 is written gather(2.1).
 std::string to_string(std::span<const Action> actions);
 
 }  // namespace flatshard

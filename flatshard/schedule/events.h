@@ -1,5 +1,7 @@
 #pragma once
 
+#include "flatshard/schedule/plane_set.h"
+
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -15,6 +17,9 @@ using CallId = std::int64_t;
 using TaskId = std::int64_t;
 
 inline constexpr UnitId kNoUnit = -1;
+
+/// What weights are gathered for. A recompute is part of the backward.
+enum class Phase { forward, backward };
 
 /// What a program may choose for one unit, and change between two steps.
 struct UnitPolicy {
@@ -33,9 +38,17 @@ struct UnitPolicy {
 /// What the Scheduler has to know of a unit. Bytes are those of the slots.
 struct UnitSpec {
   std::string name;
-  UnitId parent = kNoUnit;         ///< the enclosing unit
-  std::int64_t gather_nbytes = 0;  ///< 0: nothing is ever gathered
-  std::int64_t grad_nbytes = 0;    ///< 0: no trainable parameter
+  UnitId parent = kNoUnit;  ///< the enclosing unit
+  /// By plane: the slot that holds it gathered. 0: never gathered. Empty:
+  /// nothing ever is.
+  std::vector<std::int64_t> weights_nbytes;
+  std::int64_t grad_nbytes = 0;  ///< 0: no trainable parameter
+  /// The planes that kernels of the forward read; a recompute is one.
+  PlaneSet forward_reads = PlaneSet::all();
+  /// Those that kernels of the backward read. Where a part of the unit is
+  /// recomputed in its backward, that part's are among them. All of them stay
+  /// until the unit's backward is over.
+  PlaneSet backward_reads = PlaneSet::all();
   /// The gathered weights rest unsharded (ZeRO-1 and ZeRO-2): gathered once
   /// after each change of the weights, never released.
   bool resident = false;
@@ -46,6 +59,22 @@ struct UnitSpec {
   /// Layers write gradients into the slot while the backward runs. Otherwise
   /// they come as tensors, and the slot is needed from the reduction on.
   bool grads_in_place = true;
+
+  /// Those that `phase` reads, of `planes`.
+  PlaneSet reads(Phase phase) const {
+    return planes() &
+           (phase == Phase::forward ? forward_reads : backward_reads);
+  }
+  /// Those that are ever gathered.
+  PlaneSet planes() const {
+    PlaneSet planes;
+    for (std::size_t plane = 0; plane < weights_nbytes.size(); ++plane) {
+      if (weights_nbytes[plane] > 0) {
+        planes.insert(static_cast<PlaneId>(plane));
+      }
+    }
+    return planes;
+  }
 };
 
 enum class EventKind {

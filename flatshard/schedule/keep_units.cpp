@@ -3,21 +3,26 @@
 #include "flatshard/schedule/simulate.h"
 #include "flatshard/schedule/slot_plan.h"
 
+#include <map>
+#include <utility>
+
 namespace flatshard {
 
 std::vector<UnitId> choose_kept_units(
     std::vector<UnitSpec> units,
     SchedulerOptions options,
     std::int64_t nbytes) {
-  std::vector<int> num_gathers(units.size());
+  std::map<std::pair<UnitId, PlaneId>, int> num_gathers;
+  std::vector<bool> gathered_twice(units.size());
   for (const Action& action : simulate_step(units, options)) {
-    if (action.kind == ActionKind::gather) {
-      ++num_gathers[action.unit];
+    if (action.kind == ActionKind::gather &&
+        ++num_gathers[{action.unit, action.plane}] == 2) {
+      gathered_twice[action.unit] = true;
     }
   }
   std::vector<UnitId> kept;
   for (UnitId u = static_cast<UnitId>(units.size()) - 1; u >= 0; --u) {
-    if (num_gathers[u] < 2) {
+    if (!gathered_twice[u]) {
       continue;
     }
     bool& reshard = units[u].policy.reshard_after_forward;

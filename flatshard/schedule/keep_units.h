@@ -12,7 +12,8 @@ namespace flatshard {
 /// backward (UnitPolicy::reshard_after_forward = false), so that their second
 /// gather disappears. As many as possible while the slots of a plain step stay
 /// within `nbytes`, from the one that runs last on: its weights are held the
-/// shortest. Units that are gathered once anyway are not among them.
+/// shortest. Units of which each plane is gathered once anyway are not among
+/// them.
 ///
 /// @return  empty when the slots exceed `nbytes` without any.
 std::vector<UnitId> choose_kept_units(

@@ -9,26 +9,6 @@
 namespace flatshard {
 namespace {
 
-// The position after the next occurrence of `unit`, looking from `from` and
-// then from the start; the size when it does not occur.
-std::size_t position_after(
-    const std::vector<UnitId>& order,
-    std::size_t from,
-    UnitId unit) {
-  auto found = std::find(order.begin() + from, order.end(), unit);
-  if (found == order.end()) {
-    found = std::find(order.begin(), order.end(), unit);
-  }
-  return found == order.end() ? order.size() : found - order.begin() + 1;
-}
-
-void count_down(std::map<UnitId, int>& counts, UnitId unit) {
-  const auto found = counts.find(unit);
-  if (found != counts.end() && --found->second == 0) {
-    counts.erase(found);
-  }
-}
-
 // Units in the order in which their forwards end: children before parents.
 void append_ends(
     const std::vector<UnitSpec>& units,
@@ -39,6 +19,31 @@ void append_ends(
       append_ends(units, u, ends);
       ends.push_back(u);
     }
+  }
+}
+
+void check_planes(const UnitSpec& unit) {
+  const auto num_planes = static_cast<PlaneId>(unit.weights_nbytes.size());
+  FLATSHARD_CHECK(
+      num_planes <= PlaneSet::kMaxPlanes,
+      internal,
+      "unit {}: expected at most {} planes, got {}",
+      unit.name,
+      PlaneSet::kMaxPlanes,
+      num_planes);
+  for (const PlaneSet reads : {unit.forward_reads, unit.backward_reads}) {
+    if (reads == PlaneSet::all()) {
+      continue;
+    }
+    reads.for_each([&](PlaneId plane) {
+      FLATSHARD_CHECK(
+          plane < num_planes,
+          internal,
+          "unit {} reads plane {}, but has {}",
+          unit.name,
+          plane,
+          num_planes);
+    });
   }
 }
 
@@ -67,6 +72,7 @@ Scheduler::Scheduler(std::vector<UnitSpec> units, SchedulerOptions options)
     if (parent != kNoUnit) {
       has_children_[parent] = true;
     }
+    check_planes(units_[u]);
   }
   append_ends(units_, kNoUnit, backward_order_);
   std::reverse(backward_order_.begin(), backward_order_.end());
@@ -94,7 +100,7 @@ std::vector<Action> Scheduler::on(const ScheduleEvent& event) {
       recompute_begin(event, out);
       break;
     case EventKind::recompute_end:
-      recompute_end(event);
+      recompute_end(event, out);
       break;
     case EventKind::task_begin:
       task_begin(event);
@@ -147,247 +153,6 @@ void Scheduler::set_policy(UnitId unit, UnitPolicy policy) {
   units_[unit].policy = std::move(policy);
 }
 
-void Scheduler::forward_begin(const ScheduleEvent& event, Actions& out) {
-  const UnitId u = event.unit;
-  if (open_forwards_.empty()) {
-    outer_forward_begin(u);
-  }
-  open_forwards_.push_back(u);
-  recorded_forward_.push_back(u);
-  ++state_[u].open_forwards;
-  state_[u].kept = false;
-  state_[u].waits = false;
-  const std::vector<UnitId>& order = forward_order();
-  forward_position_ = position_after(order, forward_position_, u);
-  gather(u, Phase::forward, out);
-  prefetch(
-      ahead(
-          order,
-          forward_position_,
-          units_[u].policy.forward_prefetch,
-          Phase::forward),
-      Phase::forward,
-      out);
-  await(u, out);
-}
-
-const std::vector<UnitId>& Scheduler::forward_order() const {
-  const bool of_path = !is_root(outer_calls_.back()) && !path_order_.empty();
-  return of_path ? path_order_ : root_order_;
-}
-
-void Scheduler::outer_forward_begin(UnitId u) {
-  const bool again = std::find(outer_calls_.begin(), outer_calls_.end(), u) !=
-                     outer_calls_.end();
-  if (is_root(u) || path_ended_ || again) {
-    if (outer_calls_.size() > 1 && !is_root(outer_calls_.front())) {
-      path_order_ = recorded_forward_;
-    }
-    path_ended_ = false;
-    forward_position_ = 0;
-    outer_calls_.clear();
-    recorded_forward_.clear();
-    recorded_ends_.clear();
-  }
-  outer_calls_.push_back(u);
-}
-
-void Scheduler::outer_forward_end(UnitId u, bool needs_backward, Actions& out) {
-  // Where a path goes on, the next call uses what was prefetched. Who calls a
-  // single unit goes on nowhere.
-  std::vector<UnitId> next;
-  if (!is_root(outer_calls_.front()) &&
-      (outer_calls_.size() > 1 || !path_order_.empty())) {
-    next = ahead(
-        forward_order(),
-        forward_position_,
-        units_[u].policy.forward_prefetch,
-        Phase::forward);
-  }
-  for (UnitId v = 0; v < static_cast<UnitId>(units_.size()); ++v) {
-    // Who waited for a module that did not run may have lent its weights to
-    // others, whose backward reads them too.
-    const bool waited_in_vain =
-        std::exchange(state_[v].waits, false) && !state_[v].needs_backward;
-    if (state_[v].awaited && !waited_in_vain) {
-      continue;
-    }
-    if (!waited_in_vain &&
-        std::find(next.begin(), next.end(), v) != next.end()) {
-      state_[v].kept = state_[v].present;
-    } else {
-      release(v, out);  // was prefetched and did not run
-    }
-  }
-  if (is_root(u)) {
-    root_order_ = recorded_forward_;
-  }
-  if (is_root(u) || needs_backward) {
-    backward_order_.assign(recorded_ends_.rbegin(), recorded_ends_.rend());
-  }
-}
-
-void Scheduler::forward_end(const ScheduleEvent& event, Actions& out) {
-  const UnitId u = event.unit;
-  FLATSHARD_CHECK(
-      !open_forwards_.empty() && open_forwards_.back() == u,
-      usage,
-      "unit {} ended a forward that is not the innermost open one; call "
-      "reset() after a forward that was abandoned",
-      units_[u].name);
-  open_forwards_.pop_back();
-  recorded_ends_.push_back(u);
-  --state_[u].open_forwards;
-  // What ran last begins the backward: keeping it saves a gather. A unit that
-  // the order does not know may be anywhere.
-  const std::vector<UnitId>& order = forward_order();
-  const bool runs_last =
-      forward_position_ >= order.size() &&
-      std::find(order.begin(), order.end(), u) != order.end();
-  const bool keep = event.needs_backward &&
-                    (runs_last || !units_[u].policy.reshard_after_forward);
-  state_[u].waits = event.more_follow;
-  state_[u].needs_backward = event.needs_backward;
-  if (state_[u].open_forwards == 0 && state_[u].backward_calls.empty() &&
-      !keep && !event.more_follow) {
-    release(u, out);
-  }
-  if (open_forwards_.empty()) {
-    outer_forward_end(u, event.needs_backward, out);
-  }
-}
-
-void Scheduler::recompute_begin(const ScheduleEvent& event, Actions& out) {
-  // No prefetch: what runs next in a recompute is not what runs next in a
-  // forward. This gather is the one that the unit's backward uses.
-  ++state_[event.unit].open_recomputes;
-  gather(event.unit, Phase::backward, out);
-  await(event.unit, out);
-}
-
-void Scheduler::recompute_end(const ScheduleEvent& event) {
-  int& open = state_[event.unit].open_recomputes;
-  open = std::max(0, open - 1);
-}
-
-void Scheduler::task_begin(const ScheduleEvent& event) {
-  path_ended_ = true;
-  if (tasks_.empty()) {
-    running_ = next_;
-    backward_position_ = 0;
-    recorded_backward_.clear();
-  }
-  if (!event.reduces) {
-    unreduced_tasks_.insert(event.task);
-  }
-  Task& task = tasks_[event.task];
-  for (const auto& [unit, count] : event.calls) {
-    task.calls[unit] += count;
-  }
-  for (const auto& [unit, count] : event.expected) {
-    task.grads[unit] += count;
-  }
-}
-
-void Scheduler::backward_begin(const ScheduleEvent& event, Actions& out) {
-  const UnitId u = event.unit;
-  recorded_backward_.push_back(u);
-  if (const auto task = tasks_.find(event.task); task != tasks_.end()) {
-    count_down(task->second.calls, u);
-  }
-  UnitState& state = state_[u];
-  // Its recompute is over, also when an early stop hid the end.
-  state.open_recomputes = 0;
-  state.kept = false;
-  state.backward_calls.push_back(
-      {event.call, event.task, !event.waits_for_inputs});
-  backward_position_ = position_after(backward_order_, backward_position_, u);
-  const UnitPolicy& policy = units_[u].policy;
-  if (policy.unshard_in_backward) {
-    gather(u, Phase::backward, out);
-  }
-  prefetch(
-      ahead(
-          backward_order_,
-          backward_position_,
-          policy.backward_prefetch,
-          Phase::backward),
-      Phase::backward,
-      out);
-  if (policy.unshard_in_backward) {
-    await(u, out);
-  }
-  reduce_ready(u, out);
-  if (!unreduced_tasks_.contains(event.task)) {
-    queue_grads(u, out);
-  }
-}
-
-void Scheduler::wgrad_done(const ScheduleEvent& event, Actions& out) {
-  auto task = tasks_.find(event.task);
-  FLATSHARD_CHECK(
-      task != tasks_.end(),
-      internal,
-      "unit {} got a gradient in graph task {} that never began",
-      units_[event.unit].name,
-      event.task);
-  count_down(task->second.grads, event.unit);
-  queue_grads(event.unit, out);
-  release_after_backward(event.unit, out);
-}
-
-void Scheduler::inputs_done(const ScheduleEvent& event, Actions& out) {
-  for (BackwardCall& call : state_[event.unit].backward_calls) {
-    if (call.call == event.call && call.task == event.task) {
-      call.inputs_done = true;
-    }
-  }
-  release_after_backward(event.unit, out);
-}
-
-void Scheduler::task_end(const ScheduleEvent& event, Actions& out) {
-  tasks_.erase(event.task);
-  unreduced_tasks_.erase(event.task);
-  const auto num_units = static_cast<UnitId>(units_.size());
-  if (!event.outermost) {
-    for (UnitId u = 0; u < num_units; ++u) {
-      bool began_here = false;
-      for (BackwardCall& call : state_[u].backward_calls) {
-        if (call.task == event.task) {
-          call.inputs_done = true;
-          began_here = true;
-        }
-      }
-      if (began_here) {
-        release_after_backward(u, out);
-      }
-    }
-    return;
-  }
-  tasks_.clear();
-  unreduced_tasks_.clear();
-  if (running_.is_last && running_.sync) {
-    for (const UnitId u : event.unfinished) {
-      queue_grads(u, out);  // it did not run in this microbatch
-    }
-  }
-  while (!grad_queue_.empty()) {
-    reduce(grad_queue_.front(), out);
-  }
-  for (UnitId u = 0; u < num_units; ++u) {
-    state_[u].backward_calls.clear();
-    state_[u].open_recomputes = 0;
-    if (state_[u].open_forwards == 0) {
-      end_backward(u, out);
-    }
-  }
-  drain_down_to(0, out);
-  out.push_back({ActionKind::join});
-  if (!recorded_backward_.empty()) {
-    backward_order_ = recorded_backward_;
-  }
-}
-
 void Scheduler::weights_changed(Actions& out) {
   path_ended_ = true;
   for (UnitId u = 0; u < static_cast<UnitId>(units_.size()); ++u) {
@@ -398,27 +163,28 @@ void Scheduler::weights_changed(Actions& out) {
         "step the optimizer between them",
         units_[u].name);
     if (units_[u].resident) {
-      state_[u].present = false;  // gathered again into the same place
-      state_[u].awaited = false;
+      state_[u].present = {};  // gathered again into the same place
+      state_[u].awaited = {};
     } else {
-      release(u, out);
+      release(u, PlaneSet::all(), out);
     }
   }
 }
 
 void Scheduler::unshard(const ScheduleEvent& event, Actions& out) {
-  gather(event.unit, Phase::forward, out);
+  const PlaneSet planes = units_[event.unit].reads(Phase::forward);
+  gather(event.unit, planes, Phase::forward, out);
   if (event.awaits) {
-    await(event.unit, out);
+    await(event.unit, planes, out);
   }
-  state_[event.unit].kept = state_[event.unit].present;
+  state_[event.unit].kept = !state_[event.unit].present.empty();
 }
 
 void Scheduler::reshard(const ScheduleEvent& event, Actions& out) {
   const UnitState& state = state_[event.unit];
   if (state.open_forwards == 0 && state.open_recomputes == 0 &&
       state.backward_calls.empty()) {
-    release(event.unit, out);
+    release(event.unit, PlaneSet::all(), out);
   }
 }
 
@@ -438,66 +204,67 @@ void Scheduler::reset(Actions& out) {
       state.in_grad_queue = false;
       out.push_back({ActionKind::drain, u});
     }
-    release(u, out);
+    release(u, PlaneSet::all(), out);
   }
   drain_down_to(0, out);
   out.push_back({ActionKind::join});
 }
 
-void Scheduler::gather(UnitId unit, Phase phase, Actions& out) {
+void Scheduler::gather(
+    UnitId unit,
+    PlaneSet planes,
+    Phase phase,
+    Actions& out) {
   UnitState& state = state_[unit];
-  if (!gathers(unit) || state.present) {
-    return;
-  }
-  state.present = true;
-  state.awaited = false;
-  out.push_back({ActionKind::gather, unit, phase});
+  (planes - state.present).for_each([&](PlaneId plane) {
+    state.present.insert(plane);
+    out.push_back({ActionKind::gather, unit, plane, phase});
+  });
 }
 
-void Scheduler::await(UnitId unit, Actions& out) {
+void Scheduler::await(UnitId unit, PlaneSet planes, Actions& out) {
   UnitState& state = state_[unit];
-  if (!gathers(unit) || state.awaited) {
-    return;
-  }
-  state.awaited = true;
-  out.push_back({ActionKind::await, unit});
+  (planes - state.awaited).for_each([&](PlaneId plane) {
+    state.awaited.insert(plane);
+    out.push_back({ActionKind::await, unit, plane});
+  });
 }
 
-void Scheduler::release(UnitId unit, Actions& out) {
+void Scheduler::release(UnitId unit, PlaneSet planes, Actions& out) {
   UnitState& state = state_[unit];
-  if (!state.present || units_[unit].resident) {
+  const PlaneSet released = planes & state.present;
+  if (released.empty() || units_[unit].resident) {
     return;
   }
-  state.present = false;
-  state.awaited = false;
-  state.kept = false;
-  state.waits = false;
-  out.push_back({ActionKind::release, unit});
+  state.present = state.present - released;
+  state.awaited = state.awaited - released;
+  released.for_each([&](PlaneId plane) {
+    out.push_back({ActionKind::release, unit, plane});
+  });
+  if (state.present.empty()) {
+    state.kept = false;
+    state.waits = false;
+  }
 }
 
-void Scheduler::release_after_backward(UnitId unit, Actions& out) {
-  UnitState& state = state_[unit];
-  const bool inputs_done = std::all_of(
-      state.backward_calls.begin(),
-      state.backward_calls.end(),
-      [](const BackwardCall& call) { return call.inputs_done; });
-  if (!inputs_done || state.open_forwards > 0 || state.open_recomputes > 0 ||
-      is_pending(unit)) {
-    return;
+PlaneSet Scheduler::unread_in_backward(UnitId unit) const {
+  const UnitSpec& spec = units_[unit];
+  if (!spec.policy.reshard_after_forward &&
+      !spec.policy.reshard_after_backward) {
+    return {};  // the next forward reads them
   }
-  state.backward_calls.clear();
-  end_backward(unit, out);
+  return spec.planes() - spec.backward_reads;
 }
 
-void Scheduler::end_backward(UnitId unit, Actions& out) {
-  UnitState& state = state_[unit];
-  if (units_[unit].policy.reshard_after_backward) {
-    release(unit, out);
-  } else if (state.awaited) {
-    state.kept = true;
-  } else {
-    release(unit, out);  // was prefetched and did not run
+std::size_t Scheduler::position_after(
+    const std::vector<UnitId>& order,
+    std::size_t from,
+    UnitId unit) {
+  auto found = std::find(order.begin() + from, order.end(), unit);
+  if (found == order.end()) {
+    found = std::find(order.begin(), order.end(), unit);
   }
+  return found == order.end() ? order.size() : found - order.begin() + 1;
 }
 
 std::vector<UnitId> Scheduler::ahead(
@@ -507,7 +274,7 @@ std::vector<UnitId> Scheduler::ahead(
     Phase phase) const {
   std::vector<UnitId> units;
   const auto wanted = [&](UnitId unit) {
-    return gathers(unit) &&
+    return !units_[unit].reads(phase).empty() &&
            (phase == Phase::forward || units_[unit].policy.unshard_in_backward);
   };
   if (chosen) {
@@ -535,75 +302,8 @@ void Scheduler::prefetch(
     Phase phase,
     Actions& out) {
   for (const UnitId unit : units) {
-    gather(unit, phase, out);
+    gather(unit, units_[unit].reads(phase), phase, out);
   }
-}
-
-void Scheduler::queue_grads(UnitId unit, Actions& out) {
-  UnitState& state = state_[unit];
-  if (units_[unit].grad_nbytes == 0 || state.in_grad_queue) {
-    return;
-  }
-  if (!has_children_[unit]) {
-    drain_down_to(options_.max_grad_slots - 1, out);
-  }
-  // The same unit again while its last reduction is under way: that slot has
-  // to be free first.
-  const auto again = std::find(reducing_.begin(), reducing_.end(), unit);
-  if (again != reducing_.end()) {
-    reducing_.erase(again);
-    out.push_back({ActionKind::drain, unit});
-  }
-  state.in_grad_queue = true;
-  grad_queue_.push_back(unit);
-  out.push_back({ActionKind::acquire_grads, unit});
-}
-
-void Scheduler::reduce_ready(UnitId current, Actions& out) {
-  // A unit with children ends after all of them: it waits for the outermost
-  // end, on every rank alike, whichever of its parameters got gradients.
-  std::vector<UnitId> ready;
-  for (const UnitId v : grad_queue_) {
-    if (v != current && !has_children_[v] && !is_pending(v)) {
-      ready.push_back(v);
-    }
-  }
-  for (const UnitId v : ready) {
-    reduce(v, out);
-  }
-}
-
-void Scheduler::reduce(UnitId unit, Actions& out) {
-  grad_queue_.erase(std::find(grad_queue_.begin(), grad_queue_.end(), unit));
-  state_[unit].in_grad_queue = false;
-  const bool collective =
-      running_.sync &&
-      (units_[unit].reduce_every_microbatch || running_.is_last);
-  out.push_back(
-      {.kind = collective ? ActionKind::reduce : ActionKind::accumulate,
-       .unit = unit,
-       .is_last = running_.is_last});
-  reducing_.push_back(unit);
-}
-
-void Scheduler::drain_down_to(std::size_t num_slots, Actions& out) {
-  while (!reducing_.empty() &&
-         (num_slots == 0 || num_leaf_grad_slots() > num_slots)) {
-    out.push_back({ActionKind::drain, reducing_.front()});
-    reducing_.pop_front();
-  }
-}
-
-bool Scheduler::is_pending(UnitId unit) const {
-  return std::any_of(tasks_.begin(), tasks_.end(), [unit](const auto& task) {
-    return task.second.calls.contains(unit) || task.second.grads.contains(unit);
-  });
-}
-
-std::size_t Scheduler::num_leaf_grad_slots() const {
-  const auto is_leaf = [this](UnitId u) { return !has_children_[u]; };
-  return std::count_if(grad_queue_.begin(), grad_queue_.end(), is_leaf) +
-         std::count_if(reducing_.begin(), reducing_.end(), is_leaf);
 }
 
 bool Scheduler::resting() const {
@@ -614,7 +314,8 @@ std::vector<std::string> Scheduler::restless_units() const {
   std::vector<std::string> names;
   for (std::size_t u = 0; u < units_.size(); ++u) {
     const UnitState& state = state_[u];
-    const bool gathered = state.present && !state.kept && !units_[u].resident;
+    const bool gathered =
+        !state.present.empty() && !state.kept && !units_[u].resident;
     if (gathered || state.open_forwards > 0 || !state.backward_calls.empty() ||
         state.in_grad_queue) {
       names.push_back(units_[u].name);
@@ -626,7 +327,7 @@ std::vector<std::string> Scheduler::restless_units() const {
 int Scheduler::num_gathered() const {
   return static_cast<int>(
       std::count_if(state_.begin(), state_.end(), [](const UnitState& s) {
-        return s.present;
+        return !s.present.empty();
       }));
 }
 

@@ -57,7 +57,9 @@ class Scheduler {
   bool resting() const;
   /// Names of the units that do not rest, for an error message.
   std::vector<std::string> restless_units() const;
-  bool is_gathered(UnitId unit) const { return state_[unit].present; }
+  /// The planes of `unit` that are gathered, or whose gather is queued.
+  PlaneSet gathered_planes(UnitId unit) const { return state_[unit].present; }
+  /// Units of which some plane is.
   int num_gathered() const;
   /// True while a forward outside any backward is open.
   bool in_forward() const { return !open_forwards_.empty(); }
@@ -77,8 +79,8 @@ class Scheduler {
   };
 
   struct UnitState {
-    bool present = false;  ///< gathered, or its gather is queued
-    bool awaited = false;
+    PlaneSet present;   ///< gathered, or the gather is queued
+    PlaneSet awaited;   ///< of these, what compute waits for
     bool kept = false;  ///< gathered on demand: may outlive a backward
     /// Stays gathered for modules of the unit that are still to run in this
     /// forward.
@@ -92,26 +94,25 @@ class Scheduler {
 
   using Actions = std::vector<Action>;
 
-  void forward_begin(const ScheduleEvent& event, Actions& out);
-  void forward_end(const ScheduleEvent& event, Actions& out);
-  void recompute_begin(const ScheduleEvent& event, Actions& out);
-  void recompute_end(const ScheduleEvent& event);
-  void task_begin(const ScheduleEvent& event);
-  void backward_begin(const ScheduleEvent& event, Actions& out);
-  void wgrad_done(const ScheduleEvent& event, Actions& out);
-  void inputs_done(const ScheduleEvent& event, Actions& out);
-  void task_end(const ScheduleEvent& event, Actions& out);
+  // Between steps, and what forward and backward share; scheduler.cpp.
   void weights_changed(Actions& out);
   void unshard(const ScheduleEvent& event, Actions& out);
   void reshard(const ScheduleEvent& event, Actions& out);
   void reset(Actions& out);
-
-  bool gathers(UnitId unit) const { return units_[unit].gather_nbytes > 0; }
-  void gather(UnitId unit, Phase phase, Actions& out);
-  void await(UnitId unit, Actions& out);
-  void release(UnitId unit, Actions& out);
-  void release_after_backward(UnitId unit, Actions& out);
-  void end_backward(UnitId unit, Actions& out);
+  /// Those of `planes` that are not there yet; `phase` is what they are for.
+  void gather(UnitId unit, PlaneSet planes, Phase phase, Actions& out);
+  void await(UnitId unit, PlaneSet planes, Actions& out);
+  /// Those of `planes` that are there.
+  void release(UnitId unit, PlaneSet planes, Actions& out);
+  /// What has no reader left when a forward or a recompute is over and the
+  /// unit stays for its backward.
+  PlaneSet unread_in_backward(UnitId unit) const;
+  /// The position after the next occurrence of `unit`, looking from `from` and
+  /// then from the start; the size when it does not occur.
+  static std::size_t position_after(
+      const std::vector<UnitId>& order,
+      std::size_t from,
+      UnitId unit);
   /// Units to gather ahead, in order.
   std::vector<UnitId> ahead(
       const std::vector<UnitId>& order,
@@ -119,18 +120,35 @@ class Scheduler {
       const std::optional<std::vector<UnitId>>& chosen,
       Phase phase) const;
   void prefetch(const std::vector<UnitId>& units, Phase phase, Actions& out);
-  bool is_root(UnitId unit) const { return units_[unit].parent == kNoUnit; }
+
+  // Forwards, their order, recomputes; scheduler_forward.cpp.
+  void forward_begin(const ScheduleEvent& event, Actions& out);
+  void forward_end(const ScheduleEvent& event, Actions& out);
   void outer_forward_begin(UnitId unit);
   void outer_forward_end(UnitId unit, bool needs_backward, Actions& out);
+  bool is_root(UnitId unit) const { return units_[unit].parent == kNoUnit; }
   /// What the forward that runs goes by.
   const std::vector<UnitId>& forward_order() const;
+  void recompute_begin(const ScheduleEvent& event, Actions& out);
+  void recompute_end(const ScheduleEvent& event, Actions& out);
+  /// Releases what was there for a recompute alone, once none is open.
+  void end_recompute(UnitId unit, Actions& out);
+
+  // Graph tasks, the backwards of units, gradients; scheduler_backward.cpp.
+  void task_begin(const ScheduleEvent& event);
+  void backward_begin(const ScheduleEvent& event, Actions& out);
+  void wgrad_done(const ScheduleEvent& event, Actions& out);
+  void inputs_done(const ScheduleEvent& event, Actions& out);
+  void task_end(const ScheduleEvent& event, Actions& out);
+  void release_after_backward(UnitId unit, Actions& out);
+  void end_backward(UnitId unit, Actions& out);
+  /// More of its calls, or gradients, are to come in a running backward.
+  bool is_pending(UnitId unit) const;
   void queue_grads(UnitId unit, Actions& out);
   /// Reduces the queued units that are ready; `current` still computes.
   void reduce_ready(UnitId current, Actions& out);
   void reduce(UnitId unit, Actions& out);
   void drain_down_to(std::size_t num_slots, Actions& out);
-  /// More of its calls, or gradients, are to come in a running backward.
-  bool is_pending(UnitId unit) const;
   std::size_t num_leaf_grad_slots() const;
 
   std::vector<UnitSpec> units_;

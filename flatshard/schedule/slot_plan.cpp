@@ -97,52 +97,53 @@ std::vector<SlotLifetime> slot_lifetimes(
     std::span<const UnitSpec> units,
     std::span<const Action> actions) {
   std::vector<SlotLifetime> lifetimes;
-  std::map<UnitId, std::size_t> weights;
-  std::map<UnitId, std::size_t> grads;
+  // By unit and plane; gradients have one.
+  using Open = std::map<std::pair<UnitId, PlaneId>, std::size_t>;
+  Open weights;
+  Open grads;
   const auto now_end = static_cast<std::int64_t>(actions.size());
-  const auto open = [&](std::map<UnitId, std::size_t>& where,
-                        SlotKey key,
-                        std::int64_t nbytes,
-                        std::int64_t now) {
-    where[key.unit] = lifetimes.size();
-    lifetimes.push_back({key, now, now_end, nbytes});
-  };
-  const auto close =
-      [&](std::map<UnitId, std::size_t>& where, UnitId unit, std::int64_t now) {
-        const auto found = where.find(unit);
-        if (found != where.end()) {
-          lifetimes[found->second].end = now;
-          where.erase(found);
-        }
+  const auto open =
+      [&](Open& where, SlotKey key, std::int64_t nbytes, std::int64_t now) {
+        where[{key.unit, key.plane}] = lifetimes.size();
+        lifetimes.push_back({key, now, now_end, nbytes});
       };
+  const auto close = [&](Open& where, const Action& action, std::int64_t now) {
+    const auto found = where.find({action.unit, action.plane});
+    if (found != where.end()) {
+      lifetimes[found->second].end = now;
+      where.erase(found);
+    }
+  };
   for (std::int64_t now = 0; now < now_end; ++now) {
     const Action& action = actions[now];
     const UnitId u = action.unit;
+    const SlotKey gradients{.unit = u, .role = SlotRole::gradients};
     switch (action.kind) {
       case ActionKind::gather:
         if (!units[u].resident) {
           const SlotRole role = action.phase == Phase::forward
                                     ? SlotRole::forward_weights
                                     : SlotRole::backward_weights;
-          open(weights, {u, role}, units[u].gather_nbytes, now);
+          const PlaneId plane = action.plane;
+          open(weights, {u, plane, role}, units[u].weights_nbytes[plane], now);
         }
         break;
       case ActionKind::release:
-        close(weights, u, now);
+        close(weights, action, now);
         break;
       case ActionKind::acquire_grads:
         if (units[u].grads_in_place) {
-          open(grads, {u, SlotRole::gradients}, units[u].grad_nbytes, now);
+          open(grads, gradients, units[u].grad_nbytes, now);
         }
         break;
       case ActionKind::reduce:
       case ActionKind::accumulate:
         if (!units[u].grads_in_place) {
-          open(grads, {u, SlotRole::gradients}, units[u].grad_nbytes, now);
+          open(grads, gradients, units[u].grad_nbytes, now);
         }
         break;
       case ActionKind::drain:
-        close(grads, u, now);
+        close(grads, action, now);
         break;
       default:
         break;

@@ -17,6 +17,7 @@ enum class SlotRole { forward_weights, backward_weights, gradients };
 
 struct SlotKey {
   UnitId unit = kNoUnit;
+  PlaneId plane = 0;  ///< of weights
   SlotRole role = SlotRole::forward_weights;
 
   friend auto operator<=>(const SlotKey&, const SlotKey&) = default;

@@ -121,7 +121,7 @@ void Executor::execute(const Action& action) {
   try {
     switch (action.kind) {
       case ActionKind::gather:
-        gather(*units_[action.unit], action.phase);
+        gather(*units_[action.unit], action.plane, action.phase);
         break;
       case ActionKind::await:
         await(*units_[action.unit]);
@@ -200,7 +200,13 @@ std::string Executor::context(const Action& action) const {
   return fmt::format("{} | {}", text, to_string(action.kind));
 }
 
-void Executor::gather(Unit& unit, Phase phase) {
+void Executor::gather(Unit& unit, PlaneId plane, Phase phase) {
+  FLATSHARD_CHECK(
+      plane == Unit::kComputePlane,
+      internal,
+      "unit {} has one plane, got a gather of plane {}",
+      unit.name(),
+      plane);
   // Who unshards by hand may write next, which no forward or backward fences.
   const CopyEngines::Gathers asked = options_.copy_engines.gathers;
   const bool copy_engines =
@@ -217,15 +223,16 @@ void Executor::gather(Unit& unit, Phase phase) {
   }
   void* slot = nullptr;
   if (!unit.resident()) {
-    const SlotRole role = phase == Phase::forward ? SlotRole::forward_weights
-                                                  : SlotRole::backward_weights;
-    unit.weights_slot = pool_.acquire(
-        plan_.offset({unit.id(), role}),
-        unit.weights_nbytes(),
-        gather_stream_);
+    const SlotKey key{
+        .unit = unit.id(),
+        .plane = plane,
+        .role = phase == Phase::forward ? SlotRole::forward_weights
+                                        : SlotRole::backward_weights};
+    unit.weights_slot =
+        pool_.acquire(plan_.offset(key), unit.weights_nbytes(), gather_stream_);
     slot = unit.weights_slot.data;
     observers_.tell([&](RuntimeObserver& o) {
-      o.slot_acquired(unit, role, unit.weights_slot);
+      o.slot_acquired(unit, key, unit.weights_slot);
     });
   }
   gather_stream_->submit(
@@ -278,12 +285,11 @@ void Executor::release(Unit& unit) {
 void* Executor::grads_slot(Unit& unit) {
   if (!unit.grads_slot.held()) {
     release_drained();
-    unit.grads_slot = pool_.acquire(
-        plan_.offset({unit.id(), SlotRole::gradients}),
-        unit.grads_nbytes(),
-        compute());
+    const SlotKey key{.unit = unit.id(), .role = SlotRole::gradients};
+    unit.grads_slot =
+        pool_.acquire(plan_.offset(key), unit.grads_nbytes(), compute());
     observers_.tell([&](RuntimeObserver& o) {
-      o.slot_acquired(unit, SlotRole::gradients, unit.grads_slot);
+      o.slot_acquired(unit, key, unit.grads_slot);
     });
   }
   return unit.grads_slot.data;

@@ -96,7 +96,7 @@ class Executor {
     Event last_use;
   };
 
-  void gather(Unit& unit, Phase phase);
+  void gather(Unit& unit, PlaneId plane, Phase phase);
   void await(Unit& unit);
   void release(Unit& unit);
   void reduce(Unit& unit, bool collective, bool is_last);

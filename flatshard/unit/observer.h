@@ -18,9 +18,9 @@ class RuntimeObserver {
  public:
   virtual ~RuntimeObserver() = default;
 
-  /// `unit` holds `slot` from here on.
+  /// `unit` holds `slot` from here on, for `key`.
   virtual void
-  slot_acquired(const Unit& unit, SlotRole role, const Slot& slot) {}
+  slot_acquired(const Unit& unit, const SlotKey& key, const Slot& slot) {}
   /// `unit` gives `slot` back.
   virtual void slot_released(const Unit& unit, const Slot& slot) {}
   /// The parameters of `unit` point at its slot.

@@ -82,12 +82,13 @@ std::int64_t Unit::generation() const {
 UnitSpec Unit::spec(UnitId parent, UnitPolicy policy) const {
   UnitSpec spec{.name = name_, .parent = parent};
   spec.resident = resident();
-  spec.gather_nbytes = weights_nbytes_;
+  std::int64_t gathered_nbytes = weights_nbytes_;
   if (spec.resident && has_refresh()) {
     for (const auto& group : groups_) {
-      spec.gather_nbytes += group->weights().compute().nbytes();
+      gathered_nbytes += group->weights().compute().nbytes();
     }
   }
+  spec.weights_nbytes = {gathered_nbytes};
   spec.grad_nbytes = grads_nbytes_;
   spec.policy = std::move(policy);
   spec.grads_in_place = writes_in_place_;

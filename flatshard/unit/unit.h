@@ -54,6 +54,9 @@ class Unit {
   }
   std::vector<UnitParameter>& parameters() { return parameters_; }
 
+  /// The one plane that is gathered: the compute weights (WeightPlanes).
+  static constexpr PlaneId kComputePlane = 0;
+
   /// Bytes of the slot that holds the gathered weights of all groups that are
   /// not resident, and of the one for the gradients.
   std::int64_t weights_nbytes() const { return weights_nbytes_; }

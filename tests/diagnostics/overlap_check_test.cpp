@@ -64,16 +64,17 @@ TEST(OverlapCheck, ASlotThatIsTakenTwice) {
     std::array<std::uint8_t, 64> memory{};
     const Slot first{.data = memory.data(), .offset = 0, .nbytes = 32};
     const Slot second{.data = memory.data() + 16, .offset = 16, .nbytes = 32};
-    check->slot_acquired(*units[1], SlotRole::forward_weights, first);
+    const SlotKey weights{.unit = 1, .role = SlotRole::forward_weights};
+    const SlotKey gradients{.unit = 2, .role = SlotRole::gradients};
+    check->slot_acquired(*units[1], weights, first);
     EXPECT_THAT(
-        memory_error([&] {
-          check->slot_acquired(*units[2], SlotRole::gradients, second);
-        }),
+        memory_error(
+            [&] { check->slot_acquired(*units[2], gradients, second); }),
         AllOf(
             HasSubstr("the gradients of unit cell1 got bytes"),
             HasSubstr("the weights for the forward of unit cell0 holds")));
     check->slot_released(*units[1], first);
-    check->slot_acquired(*units[2], SlotRole::gradients, second);
+    check->slot_acquired(*units[2], gradients, second);
     EXPECT_THAT(
         memory_error([&] { check->slot_released(*units[1], first); }),
         HasSubstr("unit cell0 gave back a slot that it did not hold"));

@@ -18,7 +18,7 @@ inline std::vector<UnitSpec> blocks(int n, UnitSpec root = {.name = "root"}) {
     units.push_back(
         {.name = std::to_string(i),
          .parent = 0,
-         .gather_nbytes = kUnit,
+         .weights_nbytes = {kUnit},
          .grad_nbytes = kUnit});
   }
   return units;

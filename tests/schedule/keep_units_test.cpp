@@ -22,7 +22,7 @@ constexpr SchedulerOptions kOptions{.prefetch = 1};
 std::vector<UnitSpec> full_blocks(int n) {
   return testing::blocks(
       n,
-      {.name = "root", .gather_nbytes = kUnit, .grad_nbytes = kUnit});
+      {.name = "root", .weights_nbytes = {kUnit}, .grad_nbytes = kUnit});
 }
 
 void keep(std::vector<UnitSpec>& units, const std::vector<UnitId>& kept) {
@@ -76,7 +76,7 @@ TEST(KeepUnits, NoneWithoutRoom) {
 
 TEST(KeepUnits, ASmallOneWhereALargeOneDoesNotFit) {
   auto units = full_blocks(6);
-  units[2].gather_nbytes = units[3].gather_nbytes = 50 * kUnit;
+  units[2].weights_nbytes = units[3].weights_nbytes = {50 * kUnit};
   // Room for both at once, as when 3 is gathered ahead, and for one small unit
   // more.
   const auto kept = choose_kept_units(units, kOptions, arena(units) + kUnit);
@@ -85,7 +85,7 @@ TEST(KeepUnits, ASmallOneWhereALargeOneDoesNotFit) {
 
 TEST(KeepUnits, NotThoseThatAreNeverGathered) {
   auto units = full_blocks(5);
-  units[3].gather_nbytes = 0;
+  units[3].weights_nbytes = {0};
   EXPECT_THAT(
       choose_kept_units(units, kOptions, 100 * kUnit),
       ElementsAre(4, 2, 1));

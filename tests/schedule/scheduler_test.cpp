@@ -21,7 +21,7 @@ std::vector<UnitSpec> four_blocks() {
     units.push_back(
         {.name = "b" + std::to_string(i),
          .parent = 0,
-         .gather_nbytes = 100,
+         .weights_nbytes = {100},
          .grad_nbytes = 100});
   }
   return units;
@@ -472,8 +472,8 @@ TEST(Scheduler, UnitsThatStayAfterTheBackwardRest) {
   Scheduler s(four_blocks(), {.prefetch = 0});
   s.set_policy(2, {.reshard_after_backward = false});
   forward_then_backward(s);
-  EXPECT_TRUE(s.is_gathered(2));
-  EXPECT_FALSE(s.is_gathered(1));
+  EXPECT_EQ(s.gathered_planes(2), PlaneSet{0});
+  EXPECT_TRUE(s.gathered_planes(1).empty());
   EXPECT_TRUE(s.resting());
   // New weights are gathered anew.
   EXPECT_EQ(run(s, {.kind = weights_changed}), "release(2)");

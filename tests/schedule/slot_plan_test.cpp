@@ -48,7 +48,8 @@ TEST(SlotPlan, EqualUnitsNeedAsManySlotsAsLiveAtOnce) {
 TEST(SlotPlan, GradientsThatComeAsTensorsNeedTheirSlotLater) {
   // A root that is gathered all the time, as large as ten blocks.
   auto units = blocks(12);
-  units[0].gather_nbytes = units[0].grad_nbytes = 10 * kUnit;
+  units[0].weights_nbytes = {10 * kUnit};
+  units[0].grad_nbytes = 10 * kUnit;
   const auto arena = [&](bool grads_in_place) {
     for (UnitSpec& unit : units) {
       unit.grads_in_place = grads_in_place;
@@ -72,7 +73,7 @@ TEST(SlotPlan, RandomLifetimesNeverOverlap) {
     for (int i = 0; i < count; ++i) {
       const std::int64_t begin = random() % 50;
       lifetimes.push_back(
-          {{i, SlotRole::gradients},
+          {{.unit = i, .role = SlotRole::gradients},
            begin,
            begin + 1 + static_cast<std::int64_t>(random() % 20),
            static_cast<std::int64_t>(random() % 5000)});
@@ -84,7 +85,7 @@ TEST(SlotPlan, RandomLifetimesNeverOverlap) {
 }
 
 TEST(SlotPlan, UnknownKeyHasNoOffset) {
-  EXPECT_EQ(SlotPlan().offset({3, SlotRole::gradients}), -1);
+  EXPECT_EQ(SlotPlan().offset({.unit = 3, .role = SlotRole::gradients}), -1);
 }
 
 TEST(SlotPlan, ResidentUnitsTakeNoWeightSlot) {

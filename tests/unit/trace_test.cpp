@@ -25,7 +25,9 @@ using testing::Twin;
 
 std::int64_t count_gathers(const Runtime& runtime, UnitId unit, Phase phase) {
   const auto actions = runtime.trace().actions;
-  return std::ranges::count(actions, Action{ActionKind::gather, unit, phase});
+  return std::ranges::count(
+      actions,
+      Action{.kind = ActionKind::gather, .unit = unit, .phase = phase});
 }
 
 // checkpoint inside each cell, with a trainable parameter outside of it.

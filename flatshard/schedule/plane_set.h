@@ -1,0 +1,55 @@
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+
+namespace flatshard {
+
+/// One representation of a unit's weights among those that are gathered for
+/// it, e.g. rows for the forward and columns for the backward. From 0.
+using PlaneId = int;
+
+/// Planes of one unit.
+class PlaneSet {
+ public:
+  static constexpr int kMaxPlanes = 32;
+
+  constexpr PlaneSet() = default;
+  constexpr PlaneSet(std::initializer_list<PlaneId> planes) {
+    for (const PlaneId plane : planes) {
+      insert(plane);
+    }
+  }
+  /// Whatever planes a unit has.
+  static constexpr PlaneSet all() { return PlaneSet(~0U); }
+
+  constexpr bool empty() const { return bits_ == 0; }
+  constexpr bool contains(PlaneId plane) const { return bits_ >> plane & 1U; }
+  constexpr void insert(PlaneId plane) { bits_ |= 1U << plane; }
+
+  /// What is in both / in `a` and not in `b`.
+  friend constexpr PlaneSet operator&(PlaneSet a, PlaneSet b) {
+    return PlaneSet(a.bits_ & b.bits_);
+  }
+  friend constexpr PlaneSet operator-(PlaneSet a, PlaneSet b) {
+    return PlaneSet(a.bits_ & ~b.bits_);
+  }
+  friend constexpr bool operator==(PlaneSet, PlaneSet) = default;
+
+  /// Calls `function` with each plane, in rising order.
+  template <class F>
+  constexpr void for_each(F&& function) const {
+    for (PlaneId plane = 0; plane < kMaxPlanes; ++plane) {
+      if (contains(plane)) {
+        function(plane);
+      }
+    }
+  }
+
+ private:
+  explicit constexpr PlaneSet(std::uint32_t bits) : bits_(bits) {}
+
+  std::uint32_t bits_ = 0;
+};
+
+}  // namespace flatshard

@@ -1,0 +1,228 @@
+#include "flatshard/schedule/scheduler.h"
+
+#include "flatshard/core/error.h"
+
+#include <algorithm>
+
+namespace flatshard {
+namespace {
+
+void count_down(std::map<UnitId, int>& counts, UnitId unit) {
+  const auto found = counts.find(unit);
+  if (found != counts.end() && --found->second == 0) {
+    counts.erase(found);
+  }
+}
+
+}  // namespace
+
+void Scheduler::task_begin(const ScheduleEvent& event) {
+  path_ended_ = true;
+  if (tasks_.empty()) {
+    running_ = next_;
+    backward_position_ = 0;
+    recorded_backward_.clear();
+  }
+  if (!event.reduces) {
+    unreduced_tasks_.insert(event.task);
+  }
+  Task& task = tasks_[event.task];
+  for (const auto& [unit, count] : event.calls) {
+    task.calls[unit] += count;
+  }
+  for (const auto& [unit, count] : event.expected) {
+    task.grads[unit] += count;
+  }
+}
+
+void Scheduler::backward_begin(const ScheduleEvent& event, Actions& out) {
+  const UnitId u = event.unit;
+  recorded_backward_.push_back(u);
+  if (const auto task = tasks_.find(event.task); task != tasks_.end()) {
+    count_down(task->second.calls, u);
+  }
+  UnitState& state = state_[u];
+  // Its recompute is over, also when an early stop hid the end.
+  state.open_recomputes = 0;
+  state.kept = false;
+  state.backward_calls.push_back(
+      {event.call, event.task, !event.waits_for_inputs});
+  backward_position_ = position_after(backward_order_, backward_position_, u);
+  const UnitPolicy& policy = units_[u].policy;
+  const PlaneSet planes = policy.unshard_in_backward
+                              ? units_[u].reads(Phase::backward)
+                              : PlaneSet();
+  gather(u, planes, Phase::backward, out);
+  prefetch(
+      ahead(
+          backward_order_,
+          backward_position_,
+          policy.backward_prefetch,
+          Phase::backward),
+      Phase::backward,
+      out);
+  await(u, planes, out);
+  end_recompute(u, out);
+  reduce_ready(u, out);
+  if (!unreduced_tasks_.contains(event.task)) {
+    queue_grads(u, out);
+  }
+}
+
+void Scheduler::wgrad_done(const ScheduleEvent& event, Actions& out) {
+  auto task = tasks_.find(event.task);
+  FLATSHARD_CHECK(
+      task != tasks_.end(),
+      internal,
+      "unit {} got a gradient in graph task {} that never began",
+      units_[event.unit].name,
+      event.task);
+  count_down(task->second.grads, event.unit);
+  queue_grads(event.unit, out);
+  release_after_backward(event.unit, out);
+}
+
+void Scheduler::inputs_done(const ScheduleEvent& event, Actions& out) {
+  for (BackwardCall& call : state_[event.unit].backward_calls) {
+    if (call.call == event.call && call.task == event.task) {
+      call.inputs_done = true;
+    }
+  }
+  release_after_backward(event.unit, out);
+}
+
+void Scheduler::task_end(const ScheduleEvent& event, Actions& out) {
+  tasks_.erase(event.task);
+  unreduced_tasks_.erase(event.task);
+  const auto num_units = static_cast<UnitId>(units_.size());
+  if (!event.outermost) {
+    for (UnitId u = 0; u < num_units; ++u) {
+      bool began_here = false;
+      for (BackwardCall& call : state_[u].backward_calls) {
+        if (call.task == event.task) {
+          call.inputs_done = true;
+          began_here = true;
+        }
+      }
+      if (began_here) {
+        release_after_backward(u, out);
+      }
+    }
+    return;
+  }
+  tasks_.clear();
+  unreduced_tasks_.clear();
+  if (running_.is_last && running_.sync) {
+    for (const UnitId u : event.unfinished) {
+      queue_grads(u, out);  // it did not run in this microbatch
+    }
+  }
+  while (!grad_queue_.empty()) {
+    reduce(grad_queue_.front(), out);
+  }
+  for (UnitId u = 0; u < num_units; ++u) {
+    state_[u].backward_calls.clear();
+    state_[u].open_recomputes = 0;
+    if (state_[u].open_forwards == 0) {
+      end_backward(u, out);
+    }
+  }
+  drain_down_to(0, out);
+  out.push_back({ActionKind::join});
+  if (!recorded_backward_.empty()) {
+    backward_order_ = recorded_backward_;
+  }
+}
+
+void Scheduler::release_after_backward(UnitId unit, Actions& out) {
+  UnitState& state = state_[unit];
+  const bool inputs_done = std::all_of(
+      state.backward_calls.begin(),
+      state.backward_calls.end(),
+      [](const BackwardCall& call) { return call.inputs_done; });
+  if (!inputs_done || state.open_forwards > 0 || state.open_recomputes > 0 ||
+      is_pending(unit)) {
+    return;
+  }
+  state.backward_calls.clear();
+  end_backward(unit, out);
+}
+
+void Scheduler::end_backward(UnitId unit, Actions& out) {
+  UnitState& state = state_[unit];
+  if (units_[unit].policy.reshard_after_backward) {
+    release(unit, PlaneSet::all(), out);
+    return;
+  }
+  release(unit, state.present - state.awaited, out);  // prefetched in vain
+  state.kept = state.kept || !state.awaited.empty();
+}
+
+void Scheduler::queue_grads(UnitId unit, Actions& out) {
+  UnitState& state = state_[unit];
+  if (units_[unit].grad_nbytes == 0 || state.in_grad_queue) {
+    return;
+  }
+  if (!has_children_[unit]) {
+    drain_down_to(options_.max_grad_slots - 1, out);
+  }
+  // The same unit again while its last reduction is under way: that slot has
+  // to be free first.
+  const auto again = std::find(reducing_.begin(), reducing_.end(), unit);
+  if (again != reducing_.end()) {
+    reducing_.erase(again);
+    out.push_back({ActionKind::drain, unit});
+  }
+  state.in_grad_queue = true;
+  grad_queue_.push_back(unit);
+  out.push_back({ActionKind::acquire_grads, unit});
+}
+
+void Scheduler::reduce_ready(UnitId current, Actions& out) {
+  // A unit with children ends after all of them: it waits for the outermost
+  // end, on every rank alike, whichever of its parameters got gradients.
+  std::vector<UnitId> ready;
+  for (const UnitId v : grad_queue_) {
+    if (v != current && !has_children_[v] && !is_pending(v)) {
+      ready.push_back(v);
+    }
+  }
+  for (const UnitId v : ready) {
+    reduce(v, out);
+  }
+}
+
+void Scheduler::reduce(UnitId unit, Actions& out) {
+  grad_queue_.erase(std::find(grad_queue_.begin(), grad_queue_.end(), unit));
+  state_[unit].in_grad_queue = false;
+  const bool collective =
+      running_.sync &&
+      (units_[unit].reduce_every_microbatch || running_.is_last);
+  out.push_back(
+      {.kind = collective ? ActionKind::reduce : ActionKind::accumulate,
+       .unit = unit,
+       .is_last = running_.is_last});
+  reducing_.push_back(unit);
+}
+
+void Scheduler::drain_down_to(std::size_t num_slots, Actions& out) {
+  while (!reducing_.empty() &&
+         (num_slots == 0 || num_leaf_grad_slots() > num_slots)) {
+    out.push_back({ActionKind::drain, reducing_.front()});
+    reducing_.pop_front();
+  }
+}
+
+bool Scheduler::is_pending(UnitId unit) const {
+  return std::any_of(tasks_.begin(), tasks_.end(), [unit](const auto& task) {
+    return task.second.calls.contains(unit) || task.second.grads.contains(unit);
+  });
+}
+
+std::size_t Scheduler::num_leaf_grad_slots() const {
+  const auto is_leaf = [this](UnitId u) { return !has_children_[u]; };
+  return std::count_if(grad_queue_.begin(), grad_queue_.end(), is_leaf) +
+         std::count_if(reducing_.begin(), reducing_.end(), is_leaf);
+}
+
+}  // namespace flatshard

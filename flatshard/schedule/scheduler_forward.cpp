@@ -1,0 +1,143 @@
+#include "flatshard/schedule/scheduler.h"
+
+#include "flatshard/core/error.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace flatshard {
+
+void Scheduler::forward_begin(const ScheduleEvent& event, Actions& out) {
+  const UnitId u = event.unit;
+  if (open_forwards_.empty()) {
+    outer_forward_begin(u);
+  }
+  open_forwards_.push_back(u);
+  recorded_forward_.push_back(u);
+  ++state_[u].open_forwards;
+  state_[u].kept = false;
+  state_[u].waits = false;
+  const std::vector<UnitId>& order = forward_order();
+  forward_position_ = position_after(order, forward_position_, u);
+  const PlaneSet planes = units_[u].reads(Phase::forward);
+  gather(u, planes, Phase::forward, out);
+  prefetch(
+      ahead(
+          order,
+          forward_position_,
+          units_[u].policy.forward_prefetch,
+          Phase::forward),
+      Phase::forward,
+      out);
+  await(u, planes, out);
+}
+
+void Scheduler::forward_end(const ScheduleEvent& event, Actions& out) {
+  const UnitId u = event.unit;
+  FLATSHARD_CHECK(
+      !open_forwards_.empty() && open_forwards_.back() == u,
+      usage,
+      "unit {} ended a forward that is not the innermost open one; call "
+      "reset() after a forward that was abandoned",
+      units_[u].name);
+  open_forwards_.pop_back();
+  recorded_ends_.push_back(u);
+  --state_[u].open_forwards;
+  // What ran last begins the backward: keeping it saves a gather. A unit that
+  // the order does not know may be anywhere.
+  const std::vector<UnitId>& order = forward_order();
+  const bool runs_last =
+      forward_position_ >= order.size() &&
+      std::find(order.begin(), order.end(), u) != order.end();
+  const bool keep = event.needs_backward &&
+                    (runs_last || !units_[u].policy.reshard_after_forward);
+  state_[u].waits = event.more_follow;
+  state_[u].needs_backward = event.needs_backward;
+  if (state_[u].open_forwards == 0 && state_[u].backward_calls.empty() &&
+      !event.more_follow) {
+    release(u, keep ? unread_in_backward(u) : PlaneSet::all(), out);
+  }
+  if (open_forwards_.empty()) {
+    outer_forward_end(u, event.needs_backward, out);
+  }
+}
+
+void Scheduler::recompute_begin(const ScheduleEvent& event, Actions& out) {
+  // No prefetch: what runs next in a recompute is not what runs next in a
+  // forward. What the unit's backward reads too is not gathered once more.
+  ++state_[event.unit].open_recomputes;
+  const PlaneSet planes = units_[event.unit].reads(Phase::forward);
+  gather(event.unit, planes, Phase::backward, out);
+  await(event.unit, planes, out);
+}
+
+void Scheduler::recompute_end(const ScheduleEvent& event, Actions& out) {
+  UnitState& state = state_[event.unit];
+  state.open_recomputes = std::max(0, state.open_recomputes - 1);
+  end_recompute(event.unit, out);
+}
+
+void Scheduler::end_recompute(UnitId unit, Actions& out) {
+  const UnitState& state = state_[unit];
+  if (state.open_forwards == 0 && state.open_recomputes == 0 && !state.waits) {
+    release(unit, unread_in_backward(unit), out);
+  }
+}
+
+void Scheduler::outer_forward_begin(UnitId u) {
+  const bool again = std::find(outer_calls_.begin(), outer_calls_.end(), u) !=
+                     outer_calls_.end();
+  if (is_root(u) || path_ended_ || again) {
+    if (outer_calls_.size() > 1 && !is_root(outer_calls_.front())) {
+      path_order_ = recorded_forward_;
+    }
+    path_ended_ = false;
+    forward_position_ = 0;
+    outer_calls_.clear();
+    recorded_forward_.clear();
+    recorded_ends_.clear();
+  }
+  outer_calls_.push_back(u);
+}
+
+void Scheduler::outer_forward_end(UnitId u, bool needs_backward, Actions& out) {
+  // Where a path goes on, the next call uses what was prefetched. Who calls a
+  // single unit goes on nowhere.
+  std::vector<UnitId> next;
+  if (!is_root(outer_calls_.front()) &&
+      (outer_calls_.size() > 1 || !path_order_.empty())) {
+    next = ahead(
+        forward_order(),
+        forward_position_,
+        units_[u].policy.forward_prefetch,
+        Phase::forward);
+  }
+  for (UnitId v = 0; v < static_cast<UnitId>(units_.size()); ++v) {
+    // Who waited for a module that did not run may have lent its weights to
+    // others, whose backward reads them too.
+    const bool waited_in_vain =
+        std::exchange(state_[v].waits, false) && !state_[v].needs_backward;
+    const PlaneSet unused = waited_in_vain
+                                ? state_[v].present
+                                : state_[v].present - state_[v].awaited;
+    if (!waited_in_vain && !unused.empty() &&
+        std::find(next.begin(), next.end(), v) != next.end()) {
+      state_[v].kept = true;
+    } else {
+      release(v, unused, out);  // was prefetched and did not run
+    }
+  }
+  if (is_root(u)) {
+    root_order_ = recorded_forward_;
+  }
+  if (is_root(u) || needs_backward) {
+    backward_order_.assign(recorded_ends_.rbegin(), recorded_ends_.rend());
+  }
+}
+
+const std::vector<UnitId>& Scheduler::forward_order() const {
+  const bool of_path = !is_root(outer_calls_.back()) && !path_order_.empty();
+  return of_path ? path_order_ : root_order_;
+}
+
+}  // namespace flatshard
