@@ -69,7 +69,7 @@ std::string context(const Runtime& runtime, const Unit& unit) {
       "rank {}/{} | step {} | unit {}",
       runtime.mesh()->rank(),
       runtime.mesh()->size(),
-      runtime.step(),
+      runtime.executor().step(),
       unit.name());
 }
 

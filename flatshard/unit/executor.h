@@ -50,6 +50,11 @@ class Executor {
   /// After a unit's reduction: observers that want its gradients get them. What
   /// they throw is theirs and gets no context.
   void tell_reduced(Unit& unit);
+  /// The unit's weights may be read on compute: it waits for their gather, or
+  /// they rest whole.
+  bool has_weights(const Unit& unit) const {
+    return unit.awaited || unit.resident();
+  }
   /// The gathers to come are asked for by hand.
   void set_by_hand(bool by_hand) { by_hand_ = by_hand; }
   /// Where layers write the unit's gradients: taken now if it is not yet.
@@ -74,6 +79,7 @@ class Executor {
 
   /// The step that errors and the flight recorder name.
   void set_step(std::int64_t step) { step_ = step; }
+  std::int64_t step() const { return step_; }
   void measure_exposed(bool measure) { measures_ = measure; }
   double wait_and_take_exposed_ms() { return exposed_->wait_and_take_ms(); }
   const SlotPool& pool() const { return pool_; }

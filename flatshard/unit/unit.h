@@ -4,7 +4,6 @@
 #include "flatshard/device/stream.h"
 #include "flatshard/group/param_group.h"
 #include "flatshard/schedule/events.h"
-#include "flatshard/unit/autograd_node.h"
 #include "flatshard/unit/parameter_storage.h"
 
 #include <memory>
@@ -24,10 +23,6 @@ struct UnitParameter {
   std::size_t group = 0;
   std::int64_t index = 0;  ///< in the group's layout
   ParameterStorage storage;
-  /// Held: autograd keeps it weakly, and without it no hook fires.
-  NodePtr accumulator;
-  std::uintptr_t hook_id = 0;
-
   bool in_slot = false;     ///< the slot holds (a part of) the gradient
   at::Tensor pending_grad;  ///< arrived as a tensor, not yet packed
 };
@@ -100,7 +95,6 @@ class Unit {
 
   Slot weights_slot;
   Slot grads_slot;
-  bool by_hand = false;  ///< somebody asked for the weights; never hidden
   Event gathered;        ///< the gather is done
   bool awaited = false;  ///< compute waits for `gathered`
   Event grads_read;      ///< the last reduction has read the gradient slot

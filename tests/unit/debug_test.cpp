@@ -122,17 +122,17 @@ TEST(Poison, AnAliasOfAReleasedSlotReadsNan) {
   run_ranks(2, [](RankContext& context) {
     at::Tensor weight;    // the gathered weight of cell 0
     at::Tensor gradient;  // its place in the gradient slot
-    Runtime* runtime = nullptr;
+    nn::WgradSink* sink = nullptr;
     const auto configure = [&](LabImpl& lab) {
       lab.cells[0]->body = [&](CellImpl& cell, at::Tensor x) {
-        if (cell.up->weight().data_ptr() != nullptr && runtime != nullptr) {
+        if (cell.up->weight().data_ptr() != nullptr && sink != nullptr) {
           weight = floats_at(cell.up->weight());
           EXPECT_FALSE(weight.isnan().any().item<bool>());
         }
         at::Tensor y = cell.standard(x);
         y.register_hook(std::function<void(at::Tensor)>([&](const at::Tensor&) {
-          if (runtime != nullptr) {
-            const auto target = runtime->begin_wgrad(cell.up->weight());
+          if (sink != nullptr) {
+            const auto target = sink->begin_wgrad(cell.up->weight());
             gradient = floats_at(target->grad);
           }
         }));
@@ -144,7 +144,7 @@ TEST(Poison, AnAliasOfAReleasedSlotReadsNan) {
     options.debug.poison = true;
     Twin twin(context, configure, options);
     // Only the sharded model: `plain` runs the same body.
-    runtime = twin.runtime.get();
+    sink = twin.runtime.get();
     const at::Tensor first = twin.sharded->cells[0](twin.input(context.rank));
     EXPECT_TRUE(first.isfinite().all().item<bool>());
     // Kept for its backward, as the outermost forward ended with it.
@@ -155,7 +155,7 @@ TEST(Poison, AnAliasOfAReleasedSlotReadsNan) {
     ASSERT_TRUE(gradient.defined());
     EXPECT_TRUE(all_nan(gradient));
     EXPECT_TRUE(all_nan(weight));
-    runtime = nullptr;
+    sink = nullptr;
   });
 }
 

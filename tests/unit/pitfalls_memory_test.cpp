@@ -152,8 +152,8 @@ TEST(Pitfalls, B51_GradientSlotsAreGivenBack) {
           const at::Tensor b = model(t.input(rank, 1));
           (t.loss(a) + t.loss(b)).backward();
         });
-        EXPECT_EQ(twin.runtime->pool().num_held(), 0);
-        EXPECT_EQ(twin.runtime->pool().dynamic_nbytes(), 0);
+        EXPECT_EQ(twin.runtime->executor().pool().num_held(), 0);
+        EXPECT_EQ(twin.runtime->executor().pool().dynamic_nbytes(), 0);
         for (const auto& unit : twin.runtime->units()) {
           EXPECT_FALSE(unit->grads_slot.held());
         }
@@ -166,7 +166,7 @@ TEST(Pitfalls, B51_SlotsOnDemandAreOfWeightsAloneUntilTheBackward) {
   run_ranks(2, [](const RankContext& context) {
     Twin planned(context);
     Twin twin(context, {}, {.slots_on_demand = true}, planned.runtime->mesh());
-    const SlotPool& pool = twin.runtime->pool();
+    const SlotPool& pool = twin.runtime->executor().pool();
     for (int step = 0; step < 3; ++step) {
       twin.step([&](Lab& model, const Twin& t, int rank) {
         const at::Tensor out = model(t.input(rank));
@@ -177,7 +177,7 @@ TEST(Pitfalls, B51_SlotsOnDemandAreOfWeightsAloneUntilTheBackward) {
             EXPECT_FALSE(unit->grads_slot.held());
           }
           EXPECT_EQ(pool.dynamic_nbytes(), weights);
-          EXPECT_LT(weights, planned.runtime->pool().arena_nbytes());
+          EXPECT_LT(weights, planned.runtime->executor().pool().arena_nbytes());
         }
         t.backward(out);
       });

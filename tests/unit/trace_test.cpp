@@ -231,12 +231,12 @@ TEST(Trace, B66_AddressesRepeatFromTheThirdStepOn) {
         twin.step(program);
         if (step == 3) {
           expected = seen;
-          num_dynamic = twin.runtime->pool().num_dynamic();
-          arena = twin.runtime->pool().arena_nbytes();
+          num_dynamic = twin.runtime->executor().pool().num_dynamic();
+          arena = twin.runtime->executor().pool().arena_nbytes();
         } else if (step > 3) {
           EXPECT_EQ(seen, expected) << "step " << step;
-          EXPECT_EQ(twin.runtime->pool().num_dynamic(), num_dynamic);
-          EXPECT_EQ(twin.runtime->pool().arena_nbytes(), arena);
+          EXPECT_EQ(twin.runtime->executor().pool().num_dynamic(), num_dynamic);
+          EXPECT_EQ(twin.runtime->executor().pool().arena_nbytes(), arena);
         }
       }
     });
@@ -256,8 +256,8 @@ TEST(Trace, PrefetchForwardGathersWhatTheForwardBeginsWith) {
       for (int step = 0; step < 5; ++step) {
         twin.step(forward_backward);
         if (step == 2) {
-          num_dynamic = runtime.pool().num_dynamic();
-          peak = runtime.pool().peak_held_nbytes();
+          num_dynamic = runtime.executor().pool().num_dynamic();
+          peak = runtime.executor().pool().peak_held_nbytes();
         }
         std::vector<UnitId> used;
         for (const Action& action : runtime.trace().actions) {
@@ -284,8 +284,8 @@ TEST(Trace, PrefetchForwardGathersWhatTheForwardBeginsWith) {
         EXPECT_LE(count_gathers(runtime, unit->id(), Phase::forward), 1)
             << unit->name();
       }
-      EXPECT_EQ(runtime.pool().num_dynamic(), num_dynamic);
-      EXPECT_EQ(runtime.pool().peak_held_nbytes(), peak);
+      EXPECT_EQ(runtime.executor().pool().num_dynamic(), num_dynamic);
+      EXPECT_EQ(runtime.executor().pool().peak_held_nbytes(), peak);
     });
   }
 }
