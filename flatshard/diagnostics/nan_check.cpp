@@ -120,7 +120,7 @@ std::shared_ptr<NanCheck> NanCheck::install(
   return check;
 }
 
-void NanCheck::gradients_ready(Unit& unit, void* slot) {
+void NanCheck::gradients_ready(Unit& unit, const SlotView& slot) {
   if (!enabled_) {
     return;
   }

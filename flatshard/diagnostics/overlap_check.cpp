@@ -243,12 +243,11 @@ void OverlapCheck::slots_planned(
   check_placement(uses, plan.arena_nbytes());
 }
 
-void OverlapCheck::parameters_pointed(Unit& unit) {
+void OverlapCheck::parameters_pointed(Unit& unit, const SlotView& view) {
   if (unit.resident()) {
     return;
   }
-  const UsedRange slot =
-      range_of({}, unit.weights_slot.data, unit.weights_slot.nbytes);
+  const UsedRange slot = range_of({}, view.data, view.nbytes);
   std::vector<UsedRange> ranges;
   for (const UnitParameter& p : unit.parameters()) {
     if (unit.groups()[p.group]->weights().resident()) {

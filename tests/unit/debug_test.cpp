@@ -59,9 +59,8 @@ TEST(Poison, FillIsNanInEveryType) {
   for (const at::ScalarType type : {at::kFloat, at::kBFloat16, at::kHalf}) {
     const at::Tensor t = at::zeros({5}, type);
     fill_with_nan(
-        t.data_ptr(),
-        static_cast<std::int64_t>(t.nbytes()),
-        at::kCPU);
+        {.data = t.data_ptr(),
+         .nbytes = static_cast<std::int64_t>(t.nbytes())});
     EXPECT_TRUE(all_nan(t)) << type;
   }
 }

@@ -204,6 +204,20 @@ void watch_addresses(LabImpl& lab, Addresses& seen) {
   }
 }
 
+// Where the slots of each unit lay last, by role.
+std::vector<const void*> last_slots(const Runtime& runtime) {
+  std::vector<const void*> addresses;
+  for (const auto& unit : runtime.units()) {
+    for (const SlotRole role :
+         {SlotRole::forward_weights,
+          SlotRole::backward_weights,
+          SlotRole::gradients}) {
+      addresses.push_back(runtime.executor().last_slot(*unit, role).data);
+    }
+  }
+  return addresses;
+}
+
 TEST(Trace, B66_AddressesRepeatFromTheThirdStepOn) {
   const auto two_forwards = [](Lab& model, const Twin& twin, int rank) {
     const at::Tensor a = model(twin.input(rank, 0));
@@ -224,6 +238,7 @@ TEST(Trace, B66_AddressesRepeatFromTheThirdStepOn) {
       Addresses seen;
       watch_addresses(*twin.sharded, seen);
       Addresses expected;
+      std::vector<const void*> slots;
       std::int64_t num_dynamic = 0;
       std::int64_t arena = 0;
       for (int step = 1; step <= 6; ++step) {
@@ -231,10 +246,12 @@ TEST(Trace, B66_AddressesRepeatFromTheThirdStepOn) {
         twin.step(program);
         if (step == 3) {
           expected = seen;
+          slots = last_slots(*twin.runtime);
           num_dynamic = twin.runtime->executor().pool().num_dynamic();
           arena = twin.runtime->executor().pool().arena_nbytes();
         } else if (step > 3) {
           EXPECT_EQ(seen, expected) << "step " << step;
+          EXPECT_EQ(last_slots(*twin.runtime), slots) << "step " << step;
           EXPECT_EQ(twin.runtime->executor().pool().num_dynamic(), num_dynamic);
           EXPECT_EQ(twin.runtime->executor().pool().arena_nbytes(), arena);
         }
