@@ -154,7 +154,6 @@ void Scheduler::forward_begin(const ScheduleEvent& event, Actions& out) {
   }
   open_forwards_.push_back(u);
   recorded_forward_.push_back(u);
-  ++state_[u].open_forwards;
   state_[u].kept = false;
   state_[u].waits = false;
   const std::vector<UnitId>& order = forward_order();
@@ -237,7 +236,6 @@ void Scheduler::forward_end(const ScheduleEvent& event, Actions& out) {
       units_[u].name);
   open_forwards_.pop_back();
   recorded_ends_.push_back(u);
-  --state_[u].open_forwards;
   // What ran last begins the backward: keeping it saves a gather. A unit that
   // the order does not know may be anywhere.
   const std::vector<UnitId>& order = forward_order();
@@ -248,8 +246,8 @@ void Scheduler::forward_end(const ScheduleEvent& event, Actions& out) {
                     (runs_last || !units_[u].policy.reshard_after_forward);
   state_[u].waits = event.more_follow;
   state_[u].needs_backward = event.needs_backward;
-  if (state_[u].open_forwards == 0 && state_[u].backward_calls.empty() &&
-      !keep && !event.more_follow) {
+  if (!in_forward(u) && state_[u].backward_calls.empty() && !keep &&
+      !event.more_follow) {
     release(u, out);
   }
   if (open_forwards_.empty()) {
@@ -377,7 +375,7 @@ void Scheduler::task_end(const ScheduleEvent& event, Actions& out) {
   for (UnitId u = 0; u < num_units; ++u) {
     state_[u].backward_calls.clear();
     state_[u].open_recomputes = 0;
-    if (state_[u].open_forwards == 0) {
+    if (!in_forward(u)) {
       end_backward(u, out);
     }
   }
@@ -392,7 +390,7 @@ void Scheduler::weights_changed(Actions& out) {
   path_ended_ = true;
   for (UnitId u = 0; u < static_cast<UnitId>(units_.size()); ++u) {
     FLATSHARD_CHECK(
-        state_[u].open_forwards == 0 && state_[u].backward_calls.empty(),
+        !in_forward(u) && state_[u].backward_calls.empty(),
         usage,
         "the weights of unit {} changed while its forward or backward runs; "
         "step the optimizer between them",
@@ -416,7 +414,7 @@ void Scheduler::unshard(const ScheduleEvent& event, Actions& out) {
 
 void Scheduler::reshard(const ScheduleEvent& event, Actions& out) {
   const UnitState& state = state_[event.unit];
-  if (state.open_forwards == 0 && state.open_recomputes == 0 &&
+  if (!in_forward(event.unit) && state.open_recomputes == 0 &&
       state.backward_calls.empty()) {
     release(event.unit, out);
   }
@@ -431,7 +429,6 @@ void Scheduler::reset(Actions& out) {
   grad_queue_.clear();
   for (UnitId u = 0; u < static_cast<UnitId>(units_.size()); ++u) {
     UnitState& state = state_[u];
-    state.open_forwards = 0;
     state.open_recomputes = 0;
     state.backward_calls.clear();
     if (state.in_grad_queue) {
@@ -481,7 +478,7 @@ void Scheduler::release_after_backward(UnitId unit, Actions& out) {
       state.backward_calls.begin(),
       state.backward_calls.end(),
       [](const BackwardCall& call) { return call.inputs_done; });
-  if (!inputs_done || state.open_forwards > 0 || state.open_recomputes > 0 ||
+  if (!inputs_done || in_forward(unit) || state.open_recomputes > 0 ||
       is_pending(unit)) {
     return;
   }
@@ -612,15 +609,20 @@ bool Scheduler::resting() const {
 
 std::vector<std::string> Scheduler::restless_units() const {
   std::vector<std::string> names;
-  for (std::size_t u = 0; u < units_.size(); ++u) {
+  for (UnitId u = 0; u < static_cast<UnitId>(units_.size()); ++u) {
     const UnitState& state = state_[u];
     const bool gathered = state.present && !state.kept && !units_[u].resident;
-    if (gathered || state.open_forwards > 0 || !state.backward_calls.empty() ||
+    if (gathered || in_forward(u) || !state.backward_calls.empty() ||
         state.in_grad_queue) {
       names.push_back(units_[u].name);
     }
   }
   return names;
+}
+
+bool Scheduler::in_forward(UnitId unit) const {
+  return std::find(open_forwards_.begin(), open_forwards_.end(), unit) !=
+         open_forwards_.end();
 }
 
 int Scheduler::num_gathered() const {
