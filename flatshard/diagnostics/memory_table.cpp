@@ -44,7 +44,7 @@ std::vector<MemoryRow> memory_rows(
       }
     }
   }
-  const SlotPlan& plan = runtime.plan();
+  const SlotPlan& plan = runtime.executor().plan();
   std::vector<MemoryRow> rows{
       {"main weights",
        weights.main,
@@ -64,7 +64,7 @@ std::vector<MemoryRow> memory_rows(
            c10::toString(grads_dtype))},
       {"optimizer state", optimizer_nbytes, "of the main weights' shard"},
       {"slot pool",
-       runtime.pool().arena_nbytes(),
+       runtime.executor().pool().arena_nbytes(),
        fmt::format(
            "{} uses of gathered weights and gradient slots share it; the most "
            "alive at once is {}",
@@ -83,10 +83,10 @@ std::vector<MemoryRow> memory_rows(
          "what recorded regions save, give out and use in between; in place of "
          "activations"});
   }
-  if (runtime.poison_nbytes() > 0) {
+  if (runtime.executor().poison_nbytes() > 0) {
     rows.push_back(
         {"poison",
-         runtime.poison_nbytes(),
+         runtime.executor().poison_nbytes(),
          "NaN that released parameters point at (diagnostics.poison)"});
   }
   if (waiting.inner > 0) {

@@ -69,7 +69,7 @@ std::string context(const Runtime& runtime, const Unit& unit) {
       "rank {}/{} | step {} | unit {}",
       runtime.mesh()->rank(),
       runtime.mesh()->size(),
-      runtime.step(),
+      runtime.executor().step(),
       unit.name());
 }
 
@@ -120,7 +120,7 @@ std::shared_ptr<NanCheck> NanCheck::install(
   return check;
 }
 
-void NanCheck::gradients_ready(Unit& unit, void* slot) {
+void NanCheck::gradients_ready(Unit& unit, const SlotView& slot) {
   if (!enabled_) {
     return;
   }

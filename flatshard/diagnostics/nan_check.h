@@ -31,7 +31,7 @@ class NanCheck : public RuntimeObserver {
   /// false: gradients are not looked at until it is true again.
   void set_enabled(bool enabled) { enabled_ = enabled; }
 
-  void gradients_ready(Unit& unit, void* slot) override;
+  void gradients_ready(Unit& unit, const SlotView& slot) override;
 
  private:
   bool enabled_ = true;

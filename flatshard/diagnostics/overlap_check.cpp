@@ -170,11 +170,11 @@ void check_placement(
 std::shared_ptr<OverlapCheck> OverlapCheck::install(
     const std::shared_ptr<Runtime>& runtime) {
   FLATSHARD_CHECK(
-      runtime->pool().num_held() == 0,
+      runtime->executor().pool().num_held() == 0,
       usage,
       "expected no gathered unit when the overlap check is installed, got {} "
       "held slots; install it right after fully_shard",
-      runtime->pool().num_held());
+      runtime->executor().pool().num_held());
   check_buffers(*runtime);
   check_layouts(*runtime);
   auto check = std::make_shared<OverlapCheck>();
@@ -183,7 +183,7 @@ std::shared_ptr<OverlapCheck> OverlapCheck::install(
     check->unit_names_.push_back(unit.name);
   }
   check->slots_planned(
-      runtime->plan(),
+      runtime->executor().plan(),
       slot_lifetimes(
           scheduler.units(),
           simulate_step(scheduler.units(), scheduler.options())));
@@ -242,12 +242,11 @@ void OverlapCheck::slots_planned(
   check_placement(uses, plan.arena_nbytes());
 }
 
-void OverlapCheck::parameters_pointed(Unit& unit) {
+void OverlapCheck::parameters_pointed(Unit& unit, const SlotView& view) {
   if (unit.resident()) {
     return;
   }
-  const UsedRange slot =
-      range_of({}, unit.weights_slot.data, unit.weights_slot.nbytes);
+  const UsedRange slot = range_of({}, view.data, view.nbytes);
   std::vector<UsedRange> ranges;
   for (const UnitParameter& p : unit.parameters()) {
     if (unit.groups()[p.group]->weights().resident()) {

@@ -52,7 +52,7 @@ class OverlapCheck : public RuntimeObserver {
   void slot_acquired(const Unit& unit, const SlotKey& key, const Slot& slot)
       override;
   void slot_released(const Unit& unit, const Slot& slot) override;
-  void parameters_pointed(Unit& unit) override;
+  void parameters_pointed(Unit& unit, const SlotView& slot) override;
   void slots_planned(
       const SlotPlan& plan,
       const std::vector<SlotLifetime>& lifetimes) override;

@@ -157,7 +157,7 @@ void Scheduler::weights_changed(Actions& out) {
   path_ended_ = true;
   for (UnitId u = 0; u < static_cast<UnitId>(units_.size()); ++u) {
     FLATSHARD_CHECK(
-        state_[u].open_forwards == 0 && state_[u].backward_calls.empty(),
+        !in_forward(u) && state_[u].backward_calls.empty(),
         usage,
         "the weights of unit {} changed while its forward or backward runs; "
         "step the optimizer between them",
@@ -182,7 +182,7 @@ void Scheduler::unshard(const ScheduleEvent& event, Actions& out) {
 
 void Scheduler::reshard(const ScheduleEvent& event, Actions& out) {
   const UnitState& state = state_[event.unit];
-  if (state.open_forwards == 0 && state.open_recomputes == 0 &&
+  if (!in_forward(event.unit) && state.open_recomputes == 0 &&
       state.backward_calls.empty()) {
     release(event.unit, PlaneSet::all(), out);
   }
@@ -197,7 +197,6 @@ void Scheduler::reset(Actions& out) {
   grad_queue_.clear();
   for (UnitId u = 0; u < static_cast<UnitId>(units_.size()); ++u) {
     UnitState& state = state_[u];
-    state.open_forwards = 0;
     state.open_recomputes = 0;
     state.backward_calls.clear();
     if (state.in_grad_queue) {
@@ -306,17 +305,22 @@ void Scheduler::prefetch(
   }
 }
 
+bool Scheduler::in_forward(UnitId unit) const {
+  return std::find(open_forwards_.begin(), open_forwards_.end(), unit) !=
+         open_forwards_.end();
+}
+
 bool Scheduler::resting() const {
   return restless_units().empty();
 }
 
 std::vector<std::string> Scheduler::restless_units() const {
   std::vector<std::string> names;
-  for (std::size_t u = 0; u < units_.size(); ++u) {
+  for (UnitId u = 0; u < static_cast<UnitId>(units_.size()); ++u) {
     const UnitState& state = state_[u];
     const bool gathered =
         !state.present.empty() && !state.kept && !units_[u].resident;
-    if (gathered || state.open_forwards > 0 || !state.backward_calls.empty() ||
+    if (gathered || in_forward(u) || !state.backward_calls.empty() ||
         state.in_grad_queue) {
       names.push_back(units_[u].name);
     }

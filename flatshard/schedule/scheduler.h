@@ -22,7 +22,7 @@ struct SchedulerOptions {
 ///
 /// Pure: events in, actions out, no tensors and no time. Every rank feeds the
 /// same events and so launches the same collectives in the same order. Three
-/// parties carry the actions out: the Runtime (streams), the simulator (bytes
+/// parties carry the actions out: the Executor (streams), the simulator (bytes
 /// and prices) and the tests (plain lists).
 ///
 /// Order is predicted, never assumed: the units' order of registration serves
@@ -63,6 +63,8 @@ class Scheduler {
   int num_gathered() const;
   /// True while a forward outside any backward is open.
   bool in_forward() const { return !open_forwards_.empty(); }
+  /// The same of one unit.
+  bool in_forward(UnitId unit) const;
 
  private:
   /// One unit's backward of one call inside one graph task.
@@ -86,7 +88,6 @@ class Scheduler {
     /// forward.
     bool waits = false;
     bool needs_backward = false;  ///< its last forward, while it waits
-    int open_forwards = 0;
     int open_recomputes = 0;
     std::vector<BackwardCall> backward_calls;
     bool in_grad_queue = false;

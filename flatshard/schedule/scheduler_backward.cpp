@@ -123,7 +123,7 @@ void Scheduler::task_end(const ScheduleEvent& event, Actions& out) {
   for (UnitId u = 0; u < num_units; ++u) {
     state_[u].backward_calls.clear();
     state_[u].open_recomputes = 0;
-    if (state_[u].open_forwards == 0) {
+    if (!in_forward(u)) {
       end_backward(u, out);
     }
   }
@@ -140,7 +140,7 @@ void Scheduler::release_after_backward(UnitId unit, Actions& out) {
       state.backward_calls.begin(),
       state.backward_calls.end(),
       [](const BackwardCall& call) { return call.inputs_done; });
-  if (!inputs_done || state.open_forwards > 0 || state.open_recomputes > 0 ||
+  if (!inputs_done || in_forward(unit) || state.open_recomputes > 0 ||
       is_pending(unit)) {
     return;
   }

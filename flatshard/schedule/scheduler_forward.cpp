@@ -14,7 +14,6 @@ void Scheduler::forward_begin(const ScheduleEvent& event, Actions& out) {
   }
   open_forwards_.push_back(u);
   recorded_forward_.push_back(u);
-  ++state_[u].open_forwards;
   state_[u].kept = false;
   state_[u].waits = false;
   const std::vector<UnitId>& order = forward_order();
@@ -42,7 +41,6 @@ void Scheduler::forward_end(const ScheduleEvent& event, Actions& out) {
       units_[u].name);
   open_forwards_.pop_back();
   recorded_ends_.push_back(u);
-  --state_[u].open_forwards;
   // What ran last begins the backward: keeping it saves a gather. A unit that
   // the order does not know may be anywhere.
   const std::vector<UnitId>& order = forward_order();
@@ -53,7 +51,7 @@ void Scheduler::forward_end(const ScheduleEvent& event, Actions& out) {
                     (runs_last || !units_[u].policy.reshard_after_forward);
   state_[u].waits = event.more_follow;
   state_[u].needs_backward = event.needs_backward;
-  if (state_[u].open_forwards == 0 && state_[u].backward_calls.empty() &&
+  if (!in_forward(u) && state_[u].backward_calls.empty() &&
       !event.more_follow) {
     release(u, keep ? unread_in_backward(u) : PlaneSet::all(), out);
   }
@@ -79,7 +77,7 @@ void Scheduler::recompute_end(const ScheduleEvent& event, Actions& out) {
 
 void Scheduler::end_recompute(UnitId unit, Actions& out) {
   const UnitState& state = state_[unit];
-  if (state.open_forwards == 0 && state.open_recomputes == 0 && !state.waits) {
+  if (!in_forward(unit) && state.open_recomputes == 0 && !state.waits) {
     release(unit, unread_in_backward(unit), out);
   }
 }

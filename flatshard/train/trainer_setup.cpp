@@ -268,8 +268,8 @@ void Trainer::spend_memory_budget() {
       "the memory table comes to with no unit kept, got {:g}",
       static_cast<double>(total) / kGiB,
       config_.parallelism.memory_budget);
-  num_kept_units_ =
-      runtime_->keep_gathered(runtime_->pool().arena_nbytes() + budget - total);
+  num_kept_units_ = runtime_->keep_gathered(
+      runtime_->executor().pool().arena_nbytes() + budget - total);
 }
 
 void Trainer::announce() {

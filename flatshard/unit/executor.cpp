@@ -19,6 +19,7 @@ Executor::Executor(
     const RuntimeOptions& options)
     : mesh_(std::move(mesh)),
       units_(units),
+      states_(units.size()),
       observers_(observers),
       options_(options),
       pool_(mesh_->device()) {
@@ -43,6 +44,11 @@ Executor::Executor(
   if (options.debug.poison) {
     poison_parameters();
   }
+}
+
+Executor::HeldSlots Executor::held_slots(const Unit& unit) const {
+  const UnitState& held = states_[unit.id()];
+  return {.weights = view(held.weights), .grads = view(held.grads)};
 }
 
 Executor::~Executor() {
@@ -221,26 +227,27 @@ void Executor::gather(Unit& unit, PlaneId plane, Phase phase) {
       group->weights().wait_for_weights(*gather_stream_);
     }
   }
-  void* slot = nullptr;
+  UnitState& held = state(unit);
+  SlotView slot;
   if (!unit.resident()) {
     const SlotKey key{
         .unit = unit.id(),
         .plane = plane,
         .role = phase == Phase::forward ? SlotRole::forward_weights
                                         : SlotRole::backward_weights};
-    unit.weights_slot =
+    held.weights =
         pool_.acquire(plan_.offset(key), unit.weights_nbytes(), gather_stream_);
-    slot = unit.weights_slot.data;
-    observers_.tell([&](RuntimeObserver& o) {
-      o.slot_acquired(unit, key, unit.weights_slot);
-    });
+    slot = view(held.weights);
+    held.last[static_cast<std::size_t>(key.role)] = slot;
+    observers_.tell(
+        [&](RuntimeObserver& o) { o.slot_acquired(unit, key, held.weights); });
   }
   gather_stream_->submit(
       [&unit, slot, gathers = std::move(gathers), step = step_] {
         const CollectiveScope scope(step, unit.name());
         unit.gather_into(slot, gathers);
       });
-  unit.gathered.record(*gather_stream_);
+  held.gathered.record(*gather_stream_);
 }
 
 void Executor::compute_waits(const Event& event) {
@@ -258,48 +265,54 @@ void Executor::compute_waits(const Event& event) {
 }
 
 void Executor::await(Unit& unit) {
-  compute_waits(unit.gathered);
-  unit.awaited = true;
-  unit.point_at(unit.weights_slot.data);
-  observers_.tell([&](RuntimeObserver& o) { o.parameters_pointed(unit); });
+  UnitState& held = state(unit);
+  compute_waits(held.gathered);
+  held.awaited = true;
+  const SlotView slot = view(held.weights);
+  unit.point_at(slot);
+  observers_.tell(
+      [&](RuntimeObserver& o) { o.parameters_pointed(unit, slot); });
 }
 
 void Executor::release(Unit& unit) {
+  UnitState& held = state(unit);
   unit.clear();
   const auto stream = compute();
-  if (!unit.awaited) {
-    unit.gathered.wait(*stream);  // a prefetch that nobody used
+  if (!held.awaited) {
+    held.gathered.wait(*stream);  // a prefetch that nobody used
   }
-  unit.awaited = false;
+  held.awaited = false;
   observers_.tell(
-      [&](RuntimeObserver& o) { o.slot_released(unit, unit.weights_slot); });
+      [&](RuntimeObserver& o) { o.slot_released(unit, held.weights); });
   if (options_.debug.poison) {
-    const Slot& slot = unit.weights_slot;
-    fill_with_nan(slot.data, slot.nbytes, mesh_->device());
+    fill_with_nan(view(held.weights));
   }
   Event last_use;
   last_use.record(*stream);
-  pool_.release(unit.weights_slot, last_use, gather_stream_);
+  pool_.release(held.weights, last_use, gather_stream_);
 }
 
-void* Executor::grads_slot(Unit& unit) {
-  if (!unit.grads_slot.held()) {
+SlotView Executor::grads_slot(Unit& unit) {
+  UnitState& held = state(unit);
+  if (!held.grads.held()) {
     release_drained();
     const SlotKey key{.unit = unit.id(), .role = SlotRole::gradients};
-    unit.grads_slot =
+    held.grads =
         pool_.acquire(plan_.offset(key), unit.grads_nbytes(), compute());
     observers_.tell([&](RuntimeObserver& o) {
-      o.slot_acquired(unit, key, unit.grads_slot);
+      o.slot_acquired(unit, key, held.grads);
     });
+    held.last[static_cast<std::size_t>(SlotRole::gradients)] = view(held.grads);
   }
-  return unit.grads_slot.data;
+  return view(held.grads);
 }
 
 void Executor::reduce(Unit& unit, bool collective, bool is_last) {
-  if (unit.reduced.recorded() && observers_.want_reduced_gradients(unit)) {
-    unit.reduced.wait(*compute());
+  UnitState& held = state(unit);
+  if (held.reduced.recorded() && observers_.want_reduced_gradients(unit)) {
+    held.reduced.wait(*compute());
   }
-  void* slot = grads_slot(unit);
+  const SlotView slot = grads_slot(unit);
   unit.finish_grads(slot);
   observers_.tell([&](RuntimeObserver& o) { o.gradients_ready(unit, slot); });
   std::vector<Planned> planned;
@@ -332,9 +345,9 @@ void Executor::reduce(Unit& unit, bool collective, bool is_last) {
       }
     });
   }
-  unit.grads_read.record(*reduce_stream_);
-  unit.reduced = unit.grads_read;
-  all_reduced_ = unit.reduced;
+  held.grads_read.record(*reduce_stream_);
+  held.reduced = held.grads_read;
+  all_reduced_ = held.reduced;
   reduce_outer(unit, planned);
 }
 
@@ -344,7 +357,8 @@ void Executor::reduce_outer(Unit& unit, const std::vector<Planned>& planned) {
       })) {
     return;
   }
-  unit.grads_read.wait(*outer_stream_);
+  UnitState& held = state(unit);
+  held.grads_read.wait(*outer_stream_);
   for (const Planned& p : planned) {
     if (p.inner == nullptr) {
       continue;
@@ -356,13 +370,13 @@ void Executor::reduce_outer(Unit& unit, const std::vector<Planned>& planned) {
       p.inner->reset();
     });
   }
-  unit.reduced = {};
-  unit.reduced.record(*outer_stream_);
-  all_outer_reduced_ = unit.reduced;
+  held.reduced = {};
+  held.reduced.record(*outer_stream_);
+  all_outer_reduced_ = held.reduced;
   if (std::any_of(planned.begin(), planned.end(), [](const Planned& p) {
         return p.reduction.outer_reads_slot;
       })) {
-    unit.grads_read = unit.reduced;
+    held.grads_read = held.reduced;
   }
 }
 
@@ -374,16 +388,17 @@ void Executor::tell_reduced(Unit& unit) {
   const auto tell = [&] {
     observers_.tell([&](RuntimeObserver& o) { o.gradients_reduced(unit); });
   };
+  Event& reduced = state(unit).reduced;
   if (!mesh_->device().is_cuda() || offloads_) {
-    unit.reduced.synchronize();
+    reduced.synchronize();
     tell();
     return;
   }
   // After the unit's reduction, wherever that ended.
-  unit.reduced.wait(*reduce_stream_);
+  reduced.wait(*reduce_stream_);
   reduce_stream_->submit(tell);
-  unit.reduced.record(*reduce_stream_);
-  all_reduced_ = unit.reduced;
+  reduced.record(*reduce_stream_);
+  all_reduced_ = reduced;
 }
 
 void Executor::drop_unused_grads() {
@@ -429,13 +444,14 @@ void Executor::drop_unused_grads() {
 }
 
 void Executor::drain(Unit& unit) {
-  if (!unit.grads_slot.held()) {
+  UnitState& held = state(unit);
+  if (!held.grads.held()) {
     return;  // nobody wrote it
   }
   Event last_use =
-      options_.debug.poison ? poison_after_reduction(unit) : unit.grads_read;
+      options_.debug.poison ? poison_after_reduction(unit) : held.grads_read;
   drained_.push_back(
-      {&unit, std::exchange(unit.grads_slot, {}), std::move(last_use)});
+      {&unit, std::exchange(held.grads, {}), std::move(last_use)});
   if (!options_.slots_on_demand) {
     release_drained();
   }
@@ -454,10 +470,11 @@ void Executor::rest(Unit& unit) {
   const auto stream = compute();
   unit.drop_grads();
   unit.clear();
-  unit.awaited = false;
-  unit.gathered = {};
-  unit.grads_read = {};
-  unit.reduced = {};
+  UnitState& held = state(unit);
+  held.awaited = false;
+  held.gathered = {};
+  held.grads_read = {};
+  held.reduced = {};
   for (const auto& group : unit.groups()) {
     group->weights().mark_stale();
   }
@@ -469,14 +486,14 @@ void Executor::rest(Unit& unit) {
     }
     observers_.tell([&](RuntimeObserver& o) { o.slot_released(unit, slot); });
     if (options_.debug.poison) {
-      fill_with_nan(slot.data, slot.nbytes, mesh_->device());
+      fill_with_nan(view(slot));
     }
     Event last_use;
     last_use.record(*stream);
     pool_.release(slot, last_use, filler);
   };
-  give_back(unit.weights_slot, gather_stream_);
-  give_back(unit.grads_slot, stream);
+  give_back(held.weights, gather_stream_);
+  give_back(held.grads, stream);
 }
 
 }  // namespace flatshard

@@ -10,6 +10,8 @@
 #include "flatshard/unit/runtime_options.h"
 #include "flatshard/unit/unit.h"
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -50,10 +52,15 @@ class Executor {
   /// After a unit's reduction: observers that want its gradients get them. What
   /// they throw is theirs and gets no context.
   void tell_reduced(Unit& unit);
+  /// The unit's weights may be read on compute: it waits for their gather, or
+  /// they rest whole.
+  bool has_weights(const Unit& unit) const {
+    return states_[unit.id()].awaited || unit.resident();
+  }
   /// The gathers to come are asked for by hand.
   void set_by_hand(bool by_hand) { by_hand_ = by_hand; }
   /// Where layers write the unit's gradients: taken now if it is not yet.
-  void* grads_slot(Unit& unit);
+  SlotView grads_slot(Unit& unit);
 
   /// A forward without a backward is over: nobody reads the weights any more
   /// that others write.
@@ -74,14 +81,37 @@ class Executor {
 
   /// The step that errors and the flight recorder name.
   void set_step(std::int64_t step) { step_ = step; }
+  std::int64_t step() const { return step_; }
   void measure_exposed(bool measure) { measures_ = measure; }
   double wait_and_take_exposed_ms() { return exposed_->wait_and_take_ms(); }
+  struct HeldSlots {
+    SlotView weights;
+    SlotView grads;
+  };
+  /// What the unit has now; data is null where it has none.
+  HeldSlots held_slots(const Unit& unit) const;
+  /// Where the unit's slot of `role` lies, or lay when it had one. data is null
+  /// when it never had. With an arena the same in every step that repeats the
+  /// one before.
+  SlotView last_slot(const Unit& unit, SlotRole role) const {
+    return states_[unit.id()].last[static_cast<std::size_t>(role)];
+  }
   const SlotPool& pool() const { return pool_; }
   const SlotPlan& plan() const { return plan_; }
   /// DebugOptions::poison: of the block that released parameters point at.
   std::int64_t poison_nbytes() const { return poison_nbytes_; }
 
  private:
+  /// The slots of one unit, and how far the streams are with it.
+  struct UnitState {
+    Slot weights;
+    Slot grads;
+    std::array<SlotView, 3> last;  ///< by SlotRole
+    Event gathered;                ///< the gather is done
+    bool awaited = false;          ///< compute waits for `gathered`
+    Event grads_read;  ///< the last reduction has read the gradient slot
+    Event reduced;     ///< the last reduction is done
+  };
   /// The reduction of one group of a unit.
   struct Planned {
     ParamGroup* group = nullptr;
@@ -96,6 +126,10 @@ class Executor {
     Event last_use;
   };
 
+  UnitState& state(const Unit& unit) { return states_[unit.id()]; }
+  SlotView view(const Slot& slot) const {
+    return {slot.data, slot.nbytes, mesh_->device()};
+  }
   void gather(Unit& unit, PlaneId plane, Phase phase);
   void await(Unit& unit);
   void release(Unit& unit);
@@ -115,6 +149,7 @@ class Executor {
 
   std::shared_ptr<Mesh> mesh_;
   const Units& units_;
+  std::vector<UnitState> states_;  ///< per unit
   const RuntimeObservers& observers_;
   const RuntimeOptions options_;
   SlotPool pool_;

@@ -34,16 +34,14 @@ void Executor::poison_parameters() {
 }
 
 Event Executor::poison_after_reduction(const Unit& unit) {
+  const UnitState& held = state(unit);
   // After an exception the slot may still be written by compute, and no
   // reduction follows.
   Event written;
   written.record(*compute());
   written.wait(*reduce_stream_);
-  unit.grads_read.wait(*reduce_stream_);
-  reduce_stream_->submit(
-      [data = unit.grads_slot.data,
-       nbytes = unit.grads_slot.nbytes,
-       device = mesh_->device()] { fill_with_nan(data, nbytes, device); });
+  held.grads_read.wait(*reduce_stream_);
+  reduce_stream_->submit([slot = view(held.grads)] { fill_with_nan(slot); });
   Event last_use;
   last_use.record(*reduce_stream_);
   return last_use;

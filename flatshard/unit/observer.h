@@ -23,8 +23,8 @@ class RuntimeObserver {
   slot_acquired(const Unit& unit, const SlotKey& key, const Slot& slot) {}
   /// `unit` gives `slot` back.
   virtual void slot_released(const Unit& unit, const Slot& slot) {}
-  /// The parameters of `unit` point at its slot.
-  virtual void parameters_pointed(Unit& unit) {}
+  /// The parameters of `unit` point at `slot`; resident ones never do.
+  virtual void parameters_pointed(Unit& unit, const SlotView& slot) {}
   /// A forward or a gather by hand is to begin, and none is open: weights that
   /// others wrote are taken next.
   virtual void forward_begins() {}
@@ -38,7 +38,7 @@ class RuntimeObserver {
   virtual void was_reset() {}
   /// `slot` holds this rank's whole gradient of `unit`; its reduction is queued
   /// next. Kernels run here go to the current stream, after the gradient's.
-  virtual void gradients_ready(Unit& unit, void* slot) {}
+  virtual void gradients_ready(Unit& unit, const SlotView& slot) {}
   /// Whether to call gradients_reduced, for which the host waits on CPUs and
   /// with offloading.
   virtual bool wants_reduced_gradients(const Unit& unit) { return false; }

@@ -224,13 +224,9 @@ void set_poison_step(std::int64_t step) {
   g_step = step;
 }
 
-void fill_with_nan(void* data, std::int64_t nbytes, at::Device device) {
+void fill_with_nan(const SlotView& slot) {
   const at::NoGradGuard no_grad;
-  at::from_blob(
-      data,
-      {nbytes},
-      at::TensorOptions().dtype(at::kByte).device(device))
-      .fill_(kNanByte);
+  slot.tensor(0, {slot.nbytes}, at::kByte).fill_(kNanByte);
 }
 
 }  // namespace flatshard

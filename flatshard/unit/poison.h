@@ -1,5 +1,7 @@
 #pragma once
 
+#include "flatshard/unit/slot_view.h"
+
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
@@ -34,8 +36,8 @@ std::vector<std::shared_ptr<void>> make_poison(
 /// The step that the message names; one per process.
 void set_poison_step(std::int64_t step);
 
-/// Fills memory with bytes that are NaN in every floating type. On the current
+/// Fills a slot with bytes that are NaN in every floating type. On the current
 /// stream.
-void fill_with_nan(void* data, std::int64_t nbytes, at::Device device);
+void fill_with_nan(const SlotView& slot);
 
 }  // namespace flatshard

@@ -19,25 +19,17 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-bool is_held(const std::vector<std::weak_ptr<void>>& holders) {
-  return std::any_of(holders.begin(), holders.end(), [](const auto& holder) {
-    return !holder.expired();
-  });
-}
-
-// A tensor over the memory of a graph, as its user sees it: `holder` tells when
-// all of them are gone.
+// A tensor over the memory of a graph, as its user sees it. It keeps `use`, and
+// `other`, whose memory it is too.
 at::Tensor hand_out(
     const at::Tensor& memory,
-    std::weak_ptr<void>& holder,
-    at::Tensor also) {
-  auto token = std::make_shared<at::Tensor>(std::move(also));
-  holder = token;
+    std::shared_ptr<void> use,
+    at::Tensor other = {}) {
   return at::from_blob(
       memory.data_ptr(),
       memory.sizes(),
       memory.strides(),
-      [token](void*) {},
+      [use = std::move(use), other = std::move(other)](void*) {},
       memory.options(),
       memory.device());
 }
@@ -82,6 +74,22 @@ std::vector<at::Generator> generators_of(
 
 }  // namespace
 
+// -- what is in use ------------------------------------------------------------
+
+bool GraphUses::blocks(std::int64_t number) {
+  while (!uses_.empty() && uses_.back().token.expired()) {
+    uses_.pop_back();
+  }
+  return !uses_.empty() && uses_.back().number >= number;
+}
+
+std::shared_ptr<void> GraphUses::begin(std::int64_t number) {
+  ++clock_;
+  auto token = std::make_shared<int>();
+  uses_.push_back({number, token});
+  return token;
+}
+
 // -- gradients of parameters -------------------------------------------------
 
 void TargetSink::add(const at::Tensor& parameter, nn::WgradTarget target) {
@@ -113,22 +121,25 @@ void TargetSink::end_wgrad(const at::Tensor& parameter) {
 class RegionGraph::ParameterScope {
  public:
   explicit ParameterScope(RegionGraph& region) : region_(region) {
-    auto& parameters = region.unit_.parameters();
+    const auto& parameters = region.unit_.parameters();
     region.accumulators_.resize(parameters.size());
+    own_.resize(parameters.size());
     for (std::size_t i = 0; i < parameters.size(); ++i) {
-      if (parameters[i].accumulator) {
-        set(parameters[i].tensor, region.accumulators_[i]);
+      const at::Tensor& parameter = parameters[i].tensor;
+      if (parameter.requires_grad()) {
+        own_[i] = torch::autograd::impl::try_get_grad_accumulator(parameter);
+        set(parameter, region.accumulators_[i]);
       }
     }
   }
   ~ParameterScope() {
-    auto& parameters = region_.unit_.parameters();
+    const auto& parameters = region_.unit_.parameters();
     for (std::size_t i = 0; i < parameters.size(); ++i) {
-      if (parameters[i].accumulator) {
+      const at::Tensor& parameter = parameters[i].tensor;
+      if (parameter.requires_grad()) {
         region_.accumulators_[i] =
-            torch::autograd::impl::try_get_grad_accumulator(
-                parameters[i].tensor);
-        set(parameters[i].tensor, parameters[i].accumulator);
+            torch::autograd::impl::try_get_grad_accumulator(parameter);
+        set(parameter, own_[i]);
       }
     }
   }
@@ -143,6 +154,7 @@ class RegionGraph::ParameterScope {
   }
 
   RegionGraph& region_;
+  std::vector<NodePtr> own_;
 };
 
 // -- one forward and its backward --------------------------------------------
@@ -152,7 +164,9 @@ struct RegionGraph::Open : torch::CustomClassHolder {
   std::int64_t number = 0;
   std::vector<bool> is_leaf;   // by input
   nn::GeneratorStates states;  // before the forward; a recomputation's
-  std::shared_ptr<int> waits;  // null: its backward was
+  std::shared_ptr<void> waits; // for its backward
+  std::shared_ptr<void> use;   // null: its backward was
+  std::int64_t clock = -1;     // at the end of that
 };
 
 struct RegionGraph::ReplayFunction
@@ -164,9 +178,11 @@ struct RegionGraph::ReplayFunction
       const c10::intrusive_ptr<Open>& open) {
     ctx->saved_data["open"] = c10::IValue::make_capsule(open);
     ctx->set_materialize_grads(false);
-    const std::size_t num_inputs = open->region->inputs_.size();
+    const auto num_inputs =
+        static_cast<std::ptrdiff_t>(open->region->inputs_.size());
     return open->region->outputs_of_replay(
-        nn::TensorList(all.begin(), all.begin() + num_inputs));
+        nn::TensorList(all.begin(), all.begin() + num_inputs),
+        open->use);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
@@ -184,6 +200,7 @@ RegionGraph::RegionGraph(
     Unit& unit,
     std::vector<nn::Module*> modules,
     std::weak_ptr<nn::WgradSink> sink,
+    std::shared_ptr<GraphUses> uses,
     bool with_grad,
     OnBackward on_backward)
     : name_(std::move(name)),
@@ -191,6 +208,7 @@ RegionGraph::RegionGraph(
       unit_(unit),
       modules_(std::move(modules)),
       sink_(std::move(sink)),
+      uses_(std::move(uses)),
       with_grad_(with_grad),
       on_backward_(std::move(on_backward)),
       generators_(generators_of(modules_)) {}
@@ -250,6 +268,7 @@ void RegionGraph::capture_forward(GraphPool& pool) {
     chained_.push_back(chained);
   }
   forward_addresses_ = parameter_addresses();
+  forward_number_ = uses_->next();
   forward_ = pool.capture([this] { return run_forward(); }, generators_);
   outputs_ = forward_->outputs();
   for (std::size_t i = 0; i < outputs_.size(); ++i) {
@@ -263,7 +282,6 @@ void RegionGraph::capture_forward(GraphPool& pool) {
       outputs_[i] = inputs_[aliased_input_[i]].variable_data();
     }
   }
-  held_outputs_.resize(outputs_.size());
   captured_ = true;
 }
 
@@ -298,8 +316,7 @@ nn::TensorList RegionGraph::differentiate(
   std::vector<std::size_t> used;
   for (std::size_t i = 0; i < unit_.parameters().size(); ++i) {
     const UnitParameter& p = unit_.parameters()[i];
-    if (p.accumulator &&
-        torch::autograd::impl::try_get_grad_accumulator(p.tensor)) {
+    if (torch::autograd::impl::try_get_grad_accumulator(p.tensor)) {
       used.push_back(i);
       wanted.push_back(p.tensor);
     }
@@ -349,6 +366,7 @@ void RegionGraph::capture_backward(
     chained_grads_.push_back(chained);
   }
   backward_addresses_ = parameter_addresses();
+  backward_number_ = uses_->next();
   TargetSink sink;
   for (const UnitParameter& p : unit_.parameters()) {
     if (const auto target = targets.begin_wgrad(p.tensor)) {
@@ -365,7 +383,6 @@ void RegionGraph::capture_backward(
         return grads_of_inputs(*now);
       },
       generators_);
-  held_grads_.resize(inputs_.size());
   for (std::size_t i = 0; i < unit_.parameters().size(); ++i) {
     const at::Tensor& parameter = unit_.parameters()[i].tensor;
     if (first->written(parameter)) {
@@ -414,8 +431,6 @@ void RegionGraph::drop() {
   chained_grads_.clear();
   accumulators_.clear();
   written_.clear();
-  held_outputs_.clear();
-  held_grads_.clear();
 }
 
 // -- replay ------------------------------------------------------------------
@@ -427,8 +442,8 @@ const char* RegionGraph::miss(const nn::TensorList& inputs) {
   if (!waits_.expired()) {
     return "an earlier forward of it waits for its backward";
   }
-  if (is_held(held_outputs_)) {
-    return "an output of an earlier forward of it is still held";
+  if (uses_->blocks(forward_number_)) {
+    return kInUse;
   }
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     const at::Tensor& in = inputs[i];
@@ -455,7 +470,9 @@ const char* RegionGraph::miss(const nn::TensorList& inputs) {
   return nullptr;
 }
 
-nn::TensorList RegionGraph::outputs_of_replay(const nn::TensorList& inputs) {
+nn::TensorList RegionGraph::outputs_of_replay(
+    const nn::TensorList& inputs,
+    const std::shared_ptr<void>& use) {
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     if (inputs[i].const_data_ptr() != inputs_[i].const_data_ptr()) {
       inputs_[i].variable_data().copy_(inputs[i].detach());
@@ -467,7 +484,7 @@ nn::TensorList RegionGraph::outputs_of_replay(const nn::TensorList& inputs) {
     const int alias = aliased_input_[i];
     outputs.push_back(hand_out(
         outputs_[i],
-        held_outputs_[i],
+        use,
         alias < 0 ? at::Tensor() : inputs[alias].detach()));
   }
   return outputs;
@@ -477,11 +494,12 @@ nn::TensorList RegionGraph::replay(const nn::TensorList& inputs) {
   ++num_forwards_;
   if (!with_grad_) {
     const at::NoGradGuard no_grad;
-    return outputs_of_replay(inputs);
+    return outputs_of_replay(inputs, uses_->begin(forward_number_));
   }
   auto open = c10::make_intrusive<Open>();
   open->region = shared_from_this();
   open->number = num_forwards_;
+  open->use = uses_->begin(forward_number_);
   open->waits = std::make_shared<int>();
   waits_ = open->waits;
   if (call_.preserve_rng) {
@@ -504,6 +522,9 @@ nn::TensorList RegionGraph::replay(const nn::TensorList& inputs) {
 const char* RegionGraph::miss_of_backward(
     const nn::TensorList& grads,
     const std::vector<std::optional<nn::WgradTarget>>& targets) {
+  if (!backward_) {
+    return "its backward was not captured";
+  }
   for (std::size_t i = 0; i < grads.size(); ++i) {
     if (chained_grads_[i] &&
         (!grads[i].defined() ||
@@ -517,8 +538,8 @@ const char* RegionGraph::miss_of_backward(
       return "the gradient of an output has another shape or dtype";
     }
   }
-  if (is_held(held_grads_)) {
-    return "the gradient of an input of an earlier backward is still held";
+  if (uses_->blocks(backward_number_)) {
+    return kInUse;
   }
   const auto& parameters = unit_.parameters();
   for (std::size_t i = 0; i < parameters.size(); ++i) {
@@ -554,6 +575,13 @@ nn::TensorList RegionGraph::backward(Open& open, const nn::TensorList& grads) {
       "{}: its backward comes after {}, which took what its forward had saved",
       name_,
       captured_ ? "another forward of it" : "its graphs were dropped");
+  FLATSHARD_CHECK(
+      open.use || open.clock == uses_->clock(),
+      usage,
+      "{}: its second backward (retain_graph) comes after other regions ran, "
+      "which may have taken what its forward had saved; run it at once, or "
+      "switch graphs off for it",
+      name_);
   const auto sink = sink_.lock();
   FLATSHARD_CHECK(sink != nullptr, usage, "{}: its Runtime is gone", name_);
   // The slot first: waits for who used it before stand in front of the launch.
@@ -575,6 +603,7 @@ nn::TensorList RegionGraph::backward(Open& open, const nn::TensorList& grads) {
         memory.copy_(grads[i]);
       }
     }
+    const auto use = uses_->begin(backward_number_);
     backward_->replay();
     for (std::size_t i = 0; i < inputs_.size(); ++i) {
       const at::Tensor& grad = backward_->outputs()[i];
@@ -583,7 +612,7 @@ nn::TensorList RegionGraph::backward(Open& open, const nn::TensorList& grads) {
       } else if (open.is_leaf[i]) {
         out.push_back(grad.clone());  // its owner may keep it
       } else {
-        out.push_back(hand_out(grad, held_grads_[i], {}));
+        out.push_back(hand_out(grad, use));
       }
     }
     out.resize(inputs_.size() + num_used());
@@ -609,6 +638,8 @@ nn::TensorList RegionGraph::backward(Open& open, const nn::TensorList& grads) {
     }
   }
   open.waits.reset();
+  open.use.reset();
+  open.clock = uses_->clock();
   if (on_backward_) {
     on_backward_(*this, miss);
   }

@@ -31,6 +31,34 @@ class TargetSink final : public nn::WgradSink {
   std::unordered_set<const c10::TensorImpl*> written_;
 };
 
+/// What of the graphs of one pool is in use.
+///
+/// Memory that a recording freed serves the next one, for what it keeps as
+/// well. So a replay overwrites what graphs recorded *later* keep; and it
+/// overwrites nothing that is in use when graphs are replayed in the order in
+/// which they were recorded, which is the order of a step. Any other order is
+/// seen here.
+class GraphUses {
+ public:
+  /// The number of the next recording.
+  std::int64_t next() { return ++num_recorded_; }
+  /// Something of a graph recorded as or behind `number` is in use.
+  bool blocks(std::int64_t number);
+  /// A replay of that graph: what it wrote is in use as long as the token.
+  std::shared_ptr<void> begin(std::int64_t number);
+  /// Rises with each begin.
+  std::int64_t clock() const { return clock_; }
+
+ private:
+  struct Use {
+    std::int64_t number = 0;
+    std::weak_ptr<void> token;
+  };
+  std::vector<Use> uses_;  ///< numbers rise
+  std::int64_t num_recorded_ = 0;
+  std::int64_t clock_ = 0;
+};
+
 /// One region of a unit in one gradient mode: its forward and its backward as
 /// graphs, and the memory that these read and write.
 ///
@@ -73,6 +101,8 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
   static constexpr const char* kOtherInput = "an input comes from elsewhere";
   static constexpr const char* kOtherGradient =
       "the gradient of an output comes from elsewhere";
+  static constexpr const char* kInUse =
+      "what it or a region behind it wrote before is still in use";
   /// Told of each backward: null for a replay, else why it was none.
   using OnBackward =
       std::function<void(const RegionGraph& region, const char* miss)>;
@@ -81,6 +111,7 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
   /// @param unit     outlives this.
   /// @param modules  whose layers may ask for a WgradSink.
   /// @param sink     where gradients go: the Runtime.
+  /// @param uses  of all graphs of the pool.
   /// @param with_grad  a backward follows its forward.
   RegionGraph(
       std::string name,
@@ -88,6 +119,7 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
       Unit& unit,
       std::vector<nn::Module*> modules,
       std::weak_ptr<nn::WgradSink> sink,
+      std::shared_ptr<GraphUses> uses,
       bool with_grad,
       OnBackward on_backward);
   ~RegionGraph();
@@ -100,8 +132,8 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
   void learn(Call call) { call_ = std::move(call); }
   const Call& call() const { return call_; }
 
-  // Capture, while the unit's parameters point at where they will be. Sources
-  // come before, consumers after in the forward; the backwards in reverse.
+  // Capture, in the order of a step, while the unit's parameters point at where
+  // they will be.
 
   void capture_forward(GraphPool& pool);
   /// @param consumers  one per output.
@@ -128,7 +160,9 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
   nn::TensorList run_forward();
   nn::TensorList grads_of_inputs(TargetSink& sink);
   nn::TensorList differentiate(const nn::TensorList& grads, TargetSink& sink);
-  nn::TensorList outputs_of_replay(const nn::TensorList& inputs);
+  nn::TensorList outputs_of_replay(
+      const nn::TensorList& inputs,
+      const std::shared_ptr<void>& use);
   nn::TensorList backward(Open& open, const nn::TensorList& grads);
   const char* miss_of_backward(
       const nn::TensorList& grads,
@@ -142,6 +176,7 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
   Unit& unit_;
   std::vector<nn::Module*> modules_;
   std::weak_ptr<nn::WgradSink> sink_;
+  std::shared_ptr<GraphUses> uses_;
   bool with_grad_;
   OnBackward on_backward_;
   Call call_;
@@ -149,6 +184,7 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
   std::vector<at::Generator> generators_;
 
   std::unique_ptr<DeviceGraph> forward_;
+  std::int64_t forward_number_ = 0;
   nn::TensorList inputs_;   ///< static; leaves of the recorded autograd graph
   std::vector<bool> chained_;  ///< an input that is another's output
   nn::TensorList live_;     ///< outputs with the recorded autograd graph
@@ -159,6 +195,7 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
   std::vector<NodePtr> accumulators_;
 
   std::unique_ptr<DeviceGraph> backward_;
+  std::int64_t backward_number_ = 0;
   nn::TensorList grad_outputs_;  ///< static; undefined: needs none
   std::vector<bool> chained_grads_;
   std::vector<const void*> backward_addresses_;
@@ -176,9 +213,7 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
   std::set<std::size_t> copied_grads_;
 
   std::int64_t num_forwards_ = 0;
-  std::weak_ptr<int> waits_;  ///< for the backward of the last forward
-  std::vector<std::weak_ptr<void>> held_outputs_;
-  std::vector<std::weak_ptr<void>> held_grads_;
+  std::weak_ptr<void> waits_;  ///< for the backward of the last forward
 };
 
 }  // namespace flatshard

@@ -38,9 +38,9 @@ struct RegionGraphs::UnitRegions {
   /// Those of them that own a region that is captured: hooks of theirs run
   /// outside.
   std::vector<const nn::Module*> owners;
-  void* forward = nullptr;
-  void* backward = nullptr;
-  void* gradients = nullptr;
+  SlotView forward;
+  SlotView backward;
+  SlotView gradients;
   bool moved = false;  ///< a slot had no place in the plan
   TargetSink targets;
 };
@@ -94,19 +94,20 @@ RegionGraphs::~RegionGraphs() = default;
 
 void RegionGraphs::slot_acquired(
     const Unit& unit,
-    SlotRole role,
+    const SlotKey& key,
     const Slot& slot) {
   UnitRegions& regions = *unit_regions_[unit.id()];
   regions.moved |= slot.offset < 0;
-  switch (role) {
+  const SlotView view{slot.data, slot.nbytes, device_};
+  switch (key.role) {
     case SlotRole::forward_weights:
-      regions.forward = slot.data;
+      regions.forward = view;
       break;
     case SlotRole::backward_weights:
-      regions.backward = slot.data;
+      regions.backward = view;
       break;
     case SlotRole::gradients:
-      regions.gradients = slot.data;
+      regions.gradients = view;
       break;
   }
 }
@@ -146,7 +147,7 @@ void RegionGraphs::forget_step() {
   sources_.clear();
   producers_.clear();
   for (const auto& unit : unit_regions_) {
-    unit->forward = unit->backward = unit->gradients = nullptr;
+    unit->forward = unit->backward = unit->gradients = {};
     unit->moved = false;
   }
 }
@@ -198,6 +199,7 @@ RegionGraphs::Region& RegionGraphs::region_of(
         *unit.unit,
         unit.modules,
         sink_,
+        uses_,
         with_grad,
         [this](const RegionGraph& graph, const char* miss) {
           if (miss == nullptr) {
@@ -335,8 +337,18 @@ void RegionGraphs::learn(
     call.inputs.push_back(std::move(in));
   }
   graph->learn(std::move(call));
-  if (std::find(order_.begin(), order_.end(), graph) == order_.end()) {
-    order_.push_back(graph);
+  ran(graph, /*backward=*/false);
+}
+
+void RegionGraphs::ran(
+    const std::shared_ptr<RegionGraph>& graph,
+    bool backward) {
+  const bool again =
+      std::any_of(order_.begin(), order_.end(), [&](const Run& run) {
+        return run.graph == graph && run.backward == backward;
+      });
+  if (!again) {
+    order_.push_back({graph, backward});
   }
 }
 
@@ -346,6 +358,14 @@ void RegionGraphs::remember_outputs(
     const nn::TensorList& outputs) {
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     if (outputs[i].grad_fn()) {
+      // Its gradient comes just before the region's backward.
+      outputs[i].register_hook(std::function<void(at::Tensor)>(
+          [weak = weak_from_this(), graph](const at::Tensor&) {
+            const auto self = weak.lock();
+            if (self && !self->captured_) {
+              self->ran(graph, /*backward=*/true);
+            }
+          }));
       producers_.insert_or_assign(
           {outputs[i].grad_fn().get(), outputs[i].output_nr()},
           Producer{outputs[i].grad_fn(), graph, i});
@@ -370,9 +390,8 @@ void RegionGraphs::remember_outputs(
 
 void RegionGraphs::point(Unit& unit, bool in_backward) {
   const UnitRegions& regions = *unit_regions_[unit.id()];
-  void* slot = in_backward && regions.backward != nullptr ? regions.backward
-                                                          : regions.forward;
-  unit.point_at(slot);
+  const bool own = in_backward && static_cast<bool>(regions.backward);
+  unit.point_at(own ? regions.backward : regions.forward);
 }
 
 void RegionGraphs::rest(Unit& unit) {
@@ -388,36 +407,37 @@ void RegionGraphs::capture_all() {
   for (const auto& regions : unit_regions_) {
     regions->targets = {};
     for (const UnitParameter& p : regions->unit->parameters()) {
-      if (p.accumulator && regions->gradients != nullptr) {
+      if (p.tensor.requires_grad() && regions->gradients) {
         regions->targets.add(
             p.tensor,
             {.grad = regions->unit->grad_view(regions->gradients, p)});
       }
     }
   }
-  for (const auto& graph : order_) {
-    capture(graph);
-  }
-  for (auto graph = order_.rbegin(); graph != order_.rend(); ++graph) {
-    if ((*graph)->captured() && (*graph)->with_grad()) {
-      capture_backward(*graph);
+  for (const auto& [graph, backward] : order_) {
+    if (!backward) {
+      capture(graph);
+    } else if (graph->captured()) {
+      capture_backward(graph);
     }
   }
-  const auto num = std::count_if(
-      order_.begin(),
-      order_.end(),
-      [](const auto& graph) { return graph->captured(); });
+  std::int64_t captured = 0;
+  std::int64_t all = 0;
+  for (const auto& [graph, backward] : order_) {
+    all += backward ? 0 : 1;
+    captured += !backward && graph->captured() ? 1 : 0;
+  }
   log_info(
       "CUDA graphs: {} of {} regions captured, {:.0f} MB",
-      num,
-      order_.size(),
+      captured,
+      all,
       static_cast<double>(pool_->nbytes()) * 1e-6);
 }
 
 void RegionGraphs::capture(const std::shared_ptr<RegionGraph>& graph) {
   Unit& unit = graph->unit();
   const UnitRegions& regions = *unit_regions_[unit.id()];
-  if (regions.moved || (!unit.resident() && regions.forward == nullptr)) {
+  if (regions.moved || (!unit.resident() && !regions.forward)) {
     return;  // its slots have no place of their own
   }
   point(unit, graph->call().in_backward);
@@ -434,7 +454,10 @@ void RegionGraphs::capture_backward(const std::shared_ptr<RegionGraph>& graph) {
   std::vector<RegionGraph::Consumer> consumers(graph->num_outputs());
   for (std::size_t output = 0; output < consumers.size(); ++output) {
     int count = 0;
-    for (const auto& other : order_) {
+    for (const auto& [other, backward] : order_) {
+      if (backward) {
+        continue;
+      }
       const auto& inputs = other->call().inputs;
       for (std::size_t i = 0; other->with_grad() && i < inputs.size(); ++i) {
         if (inputs[i].producer == graph &&

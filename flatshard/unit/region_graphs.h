@@ -23,7 +23,9 @@ namespace flatshard {
 /// at once, between two steps, and replayed from there on. Capture executes
 /// nothing, so it needs no gathered weights: parameters point at the places that
 /// the plan of slots has for them.
-class RegionGraphs : public nn::RegionRunner, public RuntimeObserver {
+class RegionGraphs : public nn::RegionRunner,
+                     public RuntimeObserver,
+                     public std::enable_shared_from_this<RegionGraphs> {
  public:
   /// @param units  outlive this.
   /// @param sink   where gradients go: the Runtime.
@@ -49,7 +51,7 @@ class RegionGraphs : public nn::RegionRunner, public RuntimeObserver {
       const nn::TensorList& inputs,
       const nn::RegionOptions& options) override;
 
-  void slot_acquired(const Unit& unit, SlotRole role, const Slot& slot)
+  void slot_acquired(const Unit& unit, const SlotKey& key, const Slot& slot)
       override;
   void slots_planned(
       const SlotPlan& plan,
@@ -77,6 +79,7 @@ class RegionGraphs : public nn::RegionRunner, public RuntimeObserver {
   std::shared_ptr<RegionGraph> source_of(
       const at::Tensor& input,
       std::size_t& output);
+  void ran(const std::shared_ptr<RegionGraph>& graph, bool backward);
   void capture_all();
   void capture(const std::shared_ptr<RegionGraph>& graph);
   void capture_backward(const std::shared_ptr<RegionGraph>& graph);
@@ -93,6 +96,7 @@ class RegionGraphs : public nn::RegionRunner, public RuntimeObserver {
   GraphOptions options_;
   std::weak_ptr<nn::WgradSink> sink_;
   std::shared_ptr<GraphPool> pool_;
+  std::shared_ptr<GraphUses> uses_ = std::make_shared<GraphUses>();
   std::vector<std::unique_ptr<UnitRegions>> unit_regions_;  ///< by UnitId
   std::unordered_map<const nn::Module*, UnitId> unit_of_module_;
   std::unordered_map<const nn::Module*, std::vector<std::unique_ptr<Region>>>
@@ -103,7 +107,11 @@ class RegionGraphs : public nn::RegionRunner, public RuntimeObserver {
   int num_steps_ = 0;   ///< watched since the last drop
   bool began_ = false;
   // Of the step that runs.
-  std::vector<std::shared_ptr<RegionGraph>> order_;
+  struct Run {
+    std::shared_ptr<RegionGraph> graph;
+    bool backward = false;
+  };
+  std::vector<Run> order_;  ///< each once
   std::unordered_map<const void*, Source> sources_;
   /// By autograd's node and its output: the region that made it.
   std::map<std::pair<const void*, std::uint32_t>, Producer> producers_;

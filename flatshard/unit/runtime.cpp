@@ -5,7 +5,6 @@
 #include "flatshard/nn/module.h"
 #include "flatshard/schedule/keep_units.h"
 #include "flatshard/schedule/simulate.h"
-#include "flatshard/unit/runtime_call.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/ScopeExit.h>
@@ -86,7 +85,9 @@ Runtime::Runtime(
       scheduler_(
           specs_of(units_, parents, options),
           SchedulerOptions{.prefetch = options.prefetch}),
-      executor_(mesh_, units_, observers_, options) {
+      executor_(mesh_, units_, observers_, options),
+      events_(units_, *this),
+      by_hand_(units_.size(), false) {
   plan_next_step();
 }
 
@@ -105,7 +106,8 @@ std::shared_ptr<Runtime> Runtime::create(
       std::move(units),
       std::move(parents),
       options));
-  runtime->install_hooks();
+  runtime->events_.install_hooks(runtime);
+  runtime->hook_modules();
   runtime->hide_all();
   if (options.graphs.enabled) {
     check_graphs(options, runtime->mesh_->device(), runtime->units_);
@@ -135,9 +137,6 @@ Runtime::~Runtime() {
   }
   for (auto& unit : units_) {
     for (UnitParameter& p : unit->parameters()) {
-      if (p.accumulator && p.hook_id != 0) {
-        p.accumulator->del_post_hook(p.hook_id);
-      }
       // The memory goes with this object. Python's units say so themselves.
       unit->module() != nullptr ? p.storage.retire() : p.storage.clear();
     }
@@ -220,14 +219,14 @@ int Runtime::keep_gathered(std::int64_t nbytes) {
 
 void Runtime::unshard(UnitId unit, bool awaits) {
   const std::lock_guard lock(mutex_);
-  if (open_calls_.empty() && tasks_.empty()) {
+  if (rests()) {
     before_root_forward();
   }
   executor_.set_by_hand(true);
   const auto done = c10::make_scope_exit([&] { executor_.set_by_hand(false); });
   feed({.kind = EventKind::unshard, .unit = unit, .awaits = awaits});
   if (awaits) {
-    units_[unit]->by_hand = true;
+    by_hand_[unit] = true;
     reveal(*units_[unit]);
   }
 }
@@ -242,7 +241,7 @@ void Runtime::prefetch_forward() {
       first.push_back(action.unit);
     }
   }
-  if (first.empty() || !open_calls_.empty() || !tasks_.empty()) {
+  if (first.empty() || !rests()) {
     return;
   }
   before_root_forward();
@@ -254,7 +253,7 @@ void Runtime::prefetch_forward() {
 void Runtime::reshard(UnitId unit) {
   const std::lock_guard lock(mutex_);
   feed({.kind = EventKind::reshard, .unit = unit});
-  units_[unit]->by_hand = false;
+  by_hand_[unit] = false;
   hide(*units_[unit]);
 }
 
@@ -286,9 +285,7 @@ void Runtime::reset() {
 }
 
 void Runtime::reset_locked() {
-  tasks_.clear();
-  open_calls_.clear();
-  watched_.clear();
+  events_.reset();
   if (strict_) {
     strict_->reset();
   }
@@ -296,9 +293,7 @@ void Runtime::reset_locked() {
   for (const Action& action : decide({.kind = EventKind::reset})) {
     record(action);
   }
-  for (const auto& unit : units_) {
-    unit->by_hand = false;
-  }
+  by_hand_.assign(units_.size(), false);
   executor_.reset();
   graph_reads_weights_ = false;
   hide_all();
@@ -319,7 +314,7 @@ void Runtime::reset_after_failure() {
       })) {
     log_warning(
         "step {}: the gradients of this step are dropped, because {} failed",
-        step_,
+        executor_.step(),
         failure_.empty() ? "a backward" : failure_);
   }
   reset_locked();
@@ -354,7 +349,7 @@ void Runtime::clear_trace() {
 
 // -- actions -----------------------------------------------------------------
 
-void Runtime::feed(ScheduleEvent event) {
+void Runtime::feed(const ScheduleEvent& event) {
   if (!failure_.empty()) {
     return;  // units and scheduler disagree until the reset
   }
@@ -389,17 +384,14 @@ void Runtime::record(const Action& action) {
 }
 
 void Runtime::reveal(Unit& unit) {
-  if (unit.awaited || unit.resident()) {
+  if (executor_.has_weights(unit)) {
     unit.reveal();
   }
 }
 
 void Runtime::hide(Unit& unit) {
-  const bool is_open =
-      std::any_of(open_calls_.begin(), open_calls_.end(), [&](const auto& c) {
-        return c->unit == unit.id();
-      });
-  if (!is_open && !unit.by_hand && tasks_.empty() && !graph_reads_weights_) {
+  if (!events_.is_open(unit.id()) && !by_hand_[unit.id()] &&
+      !events_.in_task() && !graph_reads_weights_) {
     unit.hide();
   }
 }

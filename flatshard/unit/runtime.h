@@ -4,6 +4,7 @@
 #include "flatshard/nn/visit.h"
 #include "flatshard/nn/wgrad.h"
 #include "flatshard/schedule/scheduler.h"
+#include "flatshard/unit/autograd_events.h"
 #include "flatshard/unit/executor.h"
 #include "flatshard/unit/observer.h"
 #include "flatshard/unit/region_graphs.h"
@@ -11,12 +12,11 @@
 #include "flatshard/unit/strict_checks.h"
 #include "flatshard/unit/unit.h"
 
-#include <exception>
-#include <map>
+#include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 namespace flatshard {
@@ -27,14 +27,16 @@ struct RuntimeTrace {
   std::vector<Action> actions;
 };
 
-/// Turns what a training program does (forward, backward, step) into events
-/// for the Scheduler, and has an Executor carry its actions out: the only place
-/// that knows both autograd and the schedule.
+/// The door to three: what AutogradEvents sees of a training program (forward,
+/// backward, step) goes to the Scheduler, and an Executor carries out what that
+/// answers. Here are the lock, who may read parameters when, and what happens
+/// after a failure.
 ///
 /// Made by `fully_shard`. Call it from one thread at a time; autograd may call
 /// it from its own. A destroyed Runtime leaves hooks that do nothing.
 class Runtime : public nn::WgradSink,
                 public nn::RecomputeListener,
+                public AutogradListener,
                 public std::enable_shared_from_this<Runtime> {
  public:
   /// Units in order of registration, parents before children; `parents` has one
@@ -104,7 +106,7 @@ class Runtime : public nn::WgradSink,
   /// then, and blocks the host. Otherwise it does nothing.
   void finish_step();
 
-  // For programs that call modules themselves -------------------------------
+  // For whoever calls modules itself -----------------------------------------
   // Hooks of nn::Module do this for a Unit that has one.
 
   /// @param inputs  tensors that go into the module, as they are.
@@ -125,8 +127,8 @@ class Runtime : public nn::WgradSink,
   const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
   const std::shared_ptr<Mesh>& mesh() const { return mesh_; }
   const Scheduler& scheduler() const { return scheduler_; }
-  const SlotPool& pool() const { return executor_.pool(); }
-  const SlotPlan& plan() const { return executor_.plan(); }
+  /// Slots, their plan and their addresses.
+  const Executor& executor() const { return executor_; }
   /// Measure how long compute waits for gathers and reductions from now on
   /// (two timing events per wait on a GPU). Default: off.
   void set_measure_exposed(bool measure) { executor_.measure_exposed(measure); }
@@ -136,9 +138,8 @@ class Runtime : public nn::WgradSink,
   }
   RuntimeTrace trace() const;
   void clear_trace();
-  /// The step that error messages name.
+  /// The step that error messages name: Executor::step.
   void set_step(std::int64_t step);
-  std::int64_t step() const { return step_; }
   /// Shown from now on what happens with memory. Without any observer nothing
   /// is spent on it.
   void add_observer(std::shared_ptr<RuntimeObserver> observer);
@@ -148,62 +149,43 @@ class Runtime : public nn::WgradSink,
   /// Drops all graphs; regions are captured again behind another warm-up.
   /// Between two steps.
   void reset_graphs();
-  /// Bytes of the block that released parameters point at on CUDA
-  /// (DebugOptions::poison), else 0.
-  std::int64_t poison_nbytes() const { return executor_.poison_nbytes(); }
 
-  // nn::WgradSink and nn::RecomputeListener ----------------------------------
+ private:
+  Runtime(
+      std::shared_ptr<Mesh> mesh,
+      std::vector<std::unique_ptr<Unit>> units,
+      std::vector<UnitId> parents,
+      RuntimeOptions options);
 
+  // As nn::WgradSink and nn::RecomputeListener. Each takes the lock.
   std::optional<nn::WgradTarget> begin_wgrad(
       const at::Tensor& parameter) override;
   void end_wgrad(const at::Tensor& parameter) override;
   void recompute_begin(nn::Module& owner) override;
   void recompute_end(nn::Module& owner) override;
 
- private:
-  struct Call;  // one forward of one unit
-  struct Task;  // one running backward
-  struct WatchedTensor;
-  struct ParameterRef {
-    UnitId unit = kNoUnit;
-    std::size_t index = 0;
-  };
+  // As AutogradListener. The first three take the lock, the others have it.
+  void on_tensor_grad(const WatchedTensor& tensor) override;
+  void on_parameter_done(ParameterRef parameter) override;
+  void on_task_end(TaskId task) override;
+  void feed(const ScheduleEvent& event) override;
+  void forward_begins(UnitId unit, bool outermost) override;
+  void task_begins() override;
+  void backward_begins(UnitId unit, CallId call) override;
 
-  Runtime(
-      std::shared_ptr<Mesh> mesh,
-      std::vector<std::unique_ptr<Unit>> units,
-      std::vector<UnitId> parents,
-      RuntimeOptions options);
-  void install_hooks();
-  void hook_parameter(UnitId unit, std::size_t index);
-
-  // Events, as the hooks see them. Each takes the lock.
-  void on_tensor_grad(const WatchedTensor& tensor);
-  void on_parameter_done(UnitId unit, std::size_t index);
-  void on_task_end(TaskId task);
+  // Hooks on modules of nn::Module; runtime_modules.cpp.
+  void hook_modules();
+  /// DebugOptions::strict.
+  void watch_modules();
+  void on_module_called(UnitId unit, const std::string& name);
 
   // With the lock held.
-  /// The running backward; opened at its first event.
-  /// @param arrived  the parameter whose gradient is that event, or null.
-  TaskId ensure_task(const UnitParameter* arrived = nullptr);
-  std::vector<std::shared_ptr<Call>> calls_of_task();
-  bool backward_failed();
+  bool rests() const { return !events_.is_open() && !events_.in_task(); }
   void before_root_forward();
-  WatchedTensor& watch(const at::Tensor& tensor);
-  void forget_dead_tensors();
-  void watch_inputs(
-      const std::shared_ptr<Call>& call,
-      const nn::TensorList& inputs);
-  bool watch_outputs(
-      const std::shared_ptr<Call>& call,
-      const nn::TensorList& outputs);
-  void begin_backward(Call& call, TaskId task);
-  void begin_backward_up_to(const std::shared_ptr<Call>& call, TaskId task);
-  void input_grad_arrived(const std::shared_ptr<Call>& call, TaskId task);
+  void adopt_foreign_writes();
   void reset_locked();
   void reset_after_failure();
-  bool failed();
-  void feed(ScheduleEvent event);
+  bool failed() const;
   std::vector<Action> decide(const ScheduleEvent& event);
   void record(const Action& action);
   void plan_next_step();
@@ -212,11 +194,9 @@ class Runtime : public nn::WgradSink,
   void reveal(Unit& unit);
   void hide(Unit& unit);
   void hide_all();
-  void explain(UnitId unit, std::exception_ptr& error) const;
-  // DebugOptions::strict; runtime_debug.cpp.
-  void watch_modules();
+
+  // DebugOptions::strict; takes the lock itself, if any.
   void say_next(UnitId next);
-  void on_module_called(UnitId unit, const std::string& name);
 
   std::shared_ptr<Mesh> mesh_;
   RuntimeOptions options_;
@@ -224,24 +204,14 @@ class Runtime : public nn::WgradSink,
   Scheduler scheduler_;
   RuntimeObservers observers_;
   Executor executor_;
+  AutogradEvents events_;
+  std::vector<nn::HookHandle> module_hooks_;
+
+  /// Per unit: somebody asked for its weights, so they are not hidden.
+  std::vector<bool> by_hand_;
   /// A backward with create_graph left a graph that reads the weights.
   bool graph_reads_weights_ = false;
   std::int64_t seen_generation_ = -1;
-
-  std::unordered_map<const c10::TensorImpl*, ParameterRef> parameters_;
-  std::vector<nn::HookHandle> module_hooks_;
-  /// Calls whose forward is open, innermost last; recomputes included.
-  std::vector<std::shared_ptr<Call>> open_calls_;
-  /// Calls that may have a backward.
-  std::vector<std::weak_ptr<Call>> calls_;
-  /// By the tensor's autograd node and its number among the node's outputs.
-  std::
-      map<std::pair<const void*, std::uint32_t>, std::shared_ptr<WatchedTensor>>
-          watched_;
-  std::map<TaskId, Task> tasks_;
-  CallId next_call_ = 0;
-  std::int64_t next_end_ = 0;
-
   /// What an action threw; from then to the reset no event has an effect.
   std::string failure_;
   bool is_last_microbatch_ = true;
@@ -250,7 +220,6 @@ class Runtime : public nn::WgradSink,
   RuntimeTrace trace_;
   std::shared_ptr<RegionGraphs> graphs_;  ///< null unless asked for
   std::unique_ptr<StrictChecks> strict_;  ///< null unless asked for
-  std::int64_t step_ = 0;
   mutable std::mutex mutex_;
 };
 

@@ -10,30 +10,15 @@
 namespace flatshard {
 
 StrictChecks::StrictChecks(std::vector<std::string> unit_names)
-    : names_(std::move(unit_names)),
-      open_(names_.size(), 0),
-      ran_(names_.size(), false) {
+    : names_(std::move(unit_names)), ran_(names_.size(), false) {
 }
 
-void StrictChecks::forward_begin(UnitId unit, CallId call, bool outermost) {
-  ++open_[unit];
+void StrictChecks::forward_begin(UnitId unit) {
   ran_[unit] = true;
-  running_[call] = unit;
-  if (outermost) {
-    outermost_.insert(call);
-  }
 }
 
-void StrictChecks::forward_end(CallId call, bool needs_backward) {
-  const auto found = running_.find(call);
-  if (found == running_.end()) {
-    return;
-  }
-  --open_[found->second];
-  if (outermost_.erase(call) > 0 && needs_backward) {
-    waiting_.insert(*found);
-  }
-  running_.erase(found);
+void StrictChecks::expect_backward(UnitId unit, CallId call) {
+  waiting_.emplace(call, unit);
 }
 
 void StrictChecks::backward_begin(CallId call) {
@@ -41,18 +26,15 @@ void StrictChecks::backward_begin(CallId call) {
 }
 
 void StrictChecks::reset() {
-  std::fill(open_.begin(), open_.end(), 0);
-  running_.clear();
   waiting_.clear();
-  outermost_.clear();
 }
 
 void StrictChecks::module_called(
     UnitId unit,
     const std::string& module,
-    bool in_backward) const {
+    bool runs) const {
   FLATSHARD_CHECK(
-      open_[unit] > 0 || in_backward,
+      runs,
       usage,
       "module {} was called, but its weights belong to unit {}, whose forward "
       "is not running, so they are not gathered; call the unit through its "

@@ -5,7 +5,6 @@
 
 #include <cstdint>
 #include <map>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -18,18 +17,18 @@ class StrictChecks {
  public:
   explicit StrictChecks(std::vector<std::string> unit_names);
 
-  /// @param outermost  no other forward is open, and no backward runs.
-  void forward_begin(UnitId unit, CallId call, bool outermost);
-  void forward_end(CallId call, bool needs_backward);
+  void forward_begin(UnitId unit);
+  /// An outermost forward ended, and a backward is to come.
+  void expect_backward(UnitId unit, CallId call);
   /// The backward of a call begins.
   void backward_begin(CallId call);
   void reset();
 
   /// A module below `unit` that owns parameters of it is called.
-  /// @param in_backward  the unit is gathered for a backward that runs.
-  /// @throws Error{usage} when the unit has no open forward.
-  void module_called(UnitId unit, const std::string& module, bool in_backward)
-      const;
+  /// @param runs  the unit has an open forward, or is gathered for a backward
+  ///   that runs.
+  /// @throws Error{usage} when it does not.
+  void module_called(UnitId unit, const std::string& module, bool runs) const;
 
   /// A gradient of one of the unit's parameters arrived.
   /// @throws Error{usage} when the unit had no forward with these weights: it
@@ -47,11 +46,8 @@ class StrictChecks {
   const std::string& name(UnitId unit) const { return names_[unit]; }
 
   std::vector<std::string> names_;
-  std::vector<int> open_;  ///< per unit, forwards that run now
-  std::map<CallId, UnitId> running_;
   /// Outermost forwards that want a backward and had none: call -> unit.
   std::map<CallId, UnitId> waiting_;
-  std::set<CallId> outermost_;
   std::vector<bool> ran_;  ///< per unit, since the weights changed
 };
 

@@ -17,18 +17,6 @@ std::int64_t align_up(std::int64_t n) {
   return (n + kGroupAlignment - 1) / kGroupAlignment * kGroupAlignment;
 }
 
-at::Tensor view_of_memory(
-    void* data,
-    at::IntArrayRef sizes,
-    at::ScalarType dtype,
-    at::Device device) {
-  // With the device given it does not ask the driver whose address that is.
-  return at::for_blob(data, sizes)
-      .options(at::TensorOptions().dtype(dtype).device(device))
-      .target_device(device)
-      .make_tensor();
-}
-
 }  // namespace
 
 Unit::Unit(
@@ -102,18 +90,23 @@ UnitSpec Unit::spec(UnitId parent, UnitPolicy policy) const {
   return spec;
 }
 
+std::int64_t Unit::offset_in_group(const UnitParameter& p, at::ScalarType dtype)
+    const {
+  return groups_[p.group]->layout().tensor_offset(p.index) *
+         static_cast<std::int64_t>(c10::elementSize(dtype));
+}
+
 void Unit::gather_into(
-    void* slot,
+    const SlotView& slot,
     const std::vector<WeightPlanes::Gather>& gathers) const {
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     ParamGroup& group = *groups_[g];
     at::Tensor whole;
     if (!group.weights().resident()) {
-      whole = view_of_memory(
-          static_cast<char*>(slot) + weights_offset_[g],
+      whole = slot.tensor(
+          weights_offset_[g],
           {group.layout().numel()},
-          group.options().precision.compute,
-          group.mesh()->device());
+          group.options().precision.compute);
     }
     group.weights().gather(whole, gathers[g]);
   }
@@ -132,16 +125,14 @@ void Unit::check_storage() const {
   }
 }
 
-void Unit::point_at(void* slot) {
+void Unit::point_at(const SlotView& slot) {
   check_storage();
   for (UnitParameter& p : parameters_) {
     const ParamGroup& group = *groups_[p.group];
     if (!group.weights().resident()) {
-      const std::int64_t offset =
-          group.layout().tensor_offset(p.index) *
-          c10::elementSize(group.options().precision.compute);
-      p.storage.point_at(
-          static_cast<char*>(slot) + weights_offset_[p.group] + offset);
+      p.storage.point_at(slot.at(
+          weights_offset_[p.group] +
+          offset_in_group(p, group.options().precision.compute)));
     } else if (!revealed_) {
       p.storage.reveal();
     }
@@ -164,10 +155,8 @@ void Unit::point_residents() {
     if (group.weights().resident()) {
       has_residents_ = true;
       const at::Tensor& flat = group.weights().compute().local();
-      const std::int64_t offset =
-          group.layout().tensor_offset(p.index) *
-          static_cast<std::int64_t>(flat.element_size());
-      p.storage.point_at(static_cast<char*>(flat.data_ptr()) + offset);
+      const SlotView whole{.data = flat.data_ptr()};
+      p.storage.point_at(whole.at(offset_in_group(p, flat.scalar_type())));
     }
   }
 }
@@ -190,28 +179,23 @@ void Unit::reveal() {
   }
 }
 
-at::Tensor Unit::grad_view(void* slot, const UnitParameter& p) const {
-  const ParamGroup& group = *groups_[p.group];
-  const at::ScalarType dtype = group.options().precision.reduce;
-  const std::int64_t offset =
-      group.layout().tensor_offset(p.index) * c10::elementSize(dtype);
-  return view_of_memory(
-      static_cast<char*>(slot) + grads_offset_[p.group] + offset,
+at::Tensor Unit::grad_view(const SlotView& slot, const UnitParameter& p) const {
+  const at::ScalarType dtype = groups_[p.group]->options().precision.reduce;
+  return slot.tensor(
+      grads_offset_[p.group] + offset_in_group(p, dtype),
       p.tensor.sizes(),
-      dtype,
-      group.mesh()->device());
+      dtype);
 }
 
-at::Tensor Unit::grad_flat(void* slot, std::size_t g) const {
+at::Tensor Unit::grad_flat(const SlotView& slot, std::size_t g) const {
   const ParamGroup& group = *groups_[g];
-  return view_of_memory(
-      static_cast<char*>(slot) + grads_offset_[g],
+  return slot.tensor(
+      grads_offset_[g],
       {group.layout().numel()},
-      group.options().precision.reduce,
-      group.mesh()->device());
+      group.options().precision.reduce);
 }
 
-void Unit::finish_grads(void* slot) {
+void Unit::finish_grads(const SlotView& slot) {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> packed;
   std::vector<at::Tensor> arrived;

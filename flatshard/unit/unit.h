@@ -1,11 +1,9 @@
 #pragma once
 
-#include "flatshard/buffer/slot_pool.h"
-#include "flatshard/device/stream.h"
 #include "flatshard/group/param_group.h"
 #include "flatshard/schedule/events.h"
-#include "flatshard/unit/autograd_node.h"
 #include "flatshard/unit/parameter_storage.h"
+#include "flatshard/unit/slot_view.h"
 
 #include <memory>
 #include <string>
@@ -24,16 +22,13 @@ struct UnitParameter {
   std::size_t group = 0;
   std::int64_t index = 0;  ///< in the group's layout
   ParameterStorage storage;
-  /// Held: autograd keeps it weakly, and without it no hook fires.
-  NodePtr accumulator;
-  std::uintptr_t hook_id = 0;
-
   bool in_slot = false;     ///< the slot holds (a part of) the gradient
   at::Tensor pending_grad;  ///< arrived as a tensor, not yet packed
 };
 
-/// One module whose weights are gathered and released together: the memory
-/// side. What happens when is the Scheduler's, carrying it out the Runtime's.
+/// One module whose weights are gathered and released together: what lies where
+/// in its slots. What happens when is the Scheduler's; slots, and how far the
+/// streams are with them, the Executor's.
 class Unit {
  public:
   /// @param module  null: somebody else than its hooks tells the Runtime when
@@ -70,13 +65,14 @@ class Unit {
   UnitSpec spec(UnitId parent, UnitPolicy policy) const;
 
   /// Gathers the weights of all groups into `slot`. Inside Stream::submit.
-  void gather_into(void* slot, const std::vector<WeightPlanes::Gather>& gathers)
-      const;
+  void gather_into(
+      const SlotView& slot,
+      const std::vector<WeightPlanes::Gather>& gathers) const;
   /// @throws Error{usage} when somebody gave a parameter another storage.
   void check_storage() const;
   /// Points the parameters at the slot / at nothing. Resident groups stay.
   /// Checks the storage.
-  void point_at(void* slot);
+  void point_at(const SlotView& slot);
   void clear();
   /// Points the parameters of resident groups at their weights, for good.
   void point_residents();
@@ -87,13 +83,14 @@ class Unit {
   void reveal();
 
   /// The gradient of `parameter` inside the gradient slot.
-  at::Tensor grad_view(void* slot, const UnitParameter& parameter) const;
+  at::Tensor grad_view(const SlotView& slot, const UnitParameter& parameter)
+      const;
   /// The whole flat gradient of group `group` inside the slot.
-  at::Tensor grad_flat(void* slot, std::size_t group) const;
+  at::Tensor grad_flat(const SlotView& slot, std::size_t group) const;
   /// Makes the slot complete: packs gradients that came as tensors, zeroes the
   /// parameters that got none and the padding, and tells groups whether they
   /// got any. On the current stream.
-  void finish_grads(void* slot);
+  void finish_grads(const SlotView& slot);
   /// Some layers write their gradients into the slot (see nn::WgradSink). True
   /// at first for units with a module.
   void set_writes_in_place(bool writes) { writes_in_place_ = writes; }
@@ -101,15 +98,11 @@ class Unit {
   /// Forgets gradients of an unfinished backward.
   void drop_grads();
 
-  Slot weights_slot;
-  Slot grads_slot;
-  bool by_hand = false;  ///< somebody asked for the weights; never hidden
-  Event gathered;        ///< the gather is done
-  bool awaited = false;  ///< compute waits for `gathered`
-  Event grads_read;      ///< the last reduction has read the gradient slot
-  Event reduced;         ///< the last reduction is done
-
  private:
+  /// Bytes from the begin of the group's flat buffer of `dtype`.
+  std::int64_t offset_in_group(const UnitParameter& p, at::ScalarType dtype)
+      const;
+
   UnitId id_;
   std::string name_;
   nn::Module* module_;

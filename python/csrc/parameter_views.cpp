@@ -163,7 +163,7 @@ void ParameterViews::gradients_reduced(Unit& unit) {
 }
 
 // Again in one backward: a unit in two reentrant checkpoints.
-void ParameterViews::gradients_ready(Unit& unit, void*) {
+void ParameterViews::gradients_ready(Unit& unit, const SlotView&) {
   State& state = units_.at(unit.id());
   if (!state.ran_hooks) {
     return;

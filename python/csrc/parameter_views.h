@@ -57,7 +57,7 @@ class ParameterViews : public RuntimeObserver {
   void was_reset() override;
   bool wants_reduced_gradients(const Unit& unit) override;
   void gradients_reduced(Unit& unit) override;
-  void gradients_ready(Unit& unit, void* slot) override;
+  void gradients_ready(Unit& unit, const SlotView& slot) override;
 
   /// @throws Error{usage} inside of a hook that these views call, which must
   ///   not call the runtime: that waits for the hook.

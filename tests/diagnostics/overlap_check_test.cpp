@@ -88,16 +88,16 @@ TEST(OverlapCheck, AParameterOutsideOfItsSlot) {
     Unit& unit = *twin.runtime->units()[1];
     const at::Tensor slot =
         at::empty({unit.weights_nbytes()}, at::TensorOptions(at::kByte));
-    unit.weights_slot = {
+    const SlotView view{
         .data = slot.data_ptr(),
         .nbytes = unit.weights_nbytes()};
-    unit.point_at(slot.data_ptr());
-    check->parameters_pointed(unit);
+    unit.point_at(view);
+    check->parameters_pointed(unit, view);
     UnitParameter& first = unit.parameters()[0];
     UnitParameter& second = unit.parameters()[1];
     first.storage.point_at(second.tensor.data_ptr());
     EXPECT_THAT(
-        memory_error([&] { check->parameters_pointed(unit); }),
+        memory_error([&] { check->parameters_pointed(unit, view); }),
         AllOf(
             HasSubstr(first.name),
             HasSubstr(second.name),
@@ -105,10 +105,9 @@ TEST(OverlapCheck, AParameterOutsideOfItsSlot) {
     std::vector<float> elsewhere(1000);
     first.storage.point_at(elsewhere.data());
     EXPECT_THAT(
-        memory_error([&] { check->parameters_pointed(unit); }),
+        memory_error([&] { check->parameters_pointed(unit, view); }),
         AllOf(HasSubstr(first.name), HasSubstr("outside of the slot")));
     unit.clear();
-    unit.weights_slot = {};
   });
 }
 

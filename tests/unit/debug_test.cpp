@@ -59,9 +59,8 @@ TEST(Poison, FillIsNanInEveryType) {
   for (const at::ScalarType type : {at::kFloat, at::kBFloat16, at::kHalf}) {
     const at::Tensor t = at::zeros({5}, type);
     fill_with_nan(
-        t.data_ptr(),
-        static_cast<std::int64_t>(t.nbytes()),
-        at::kCPU);
+        {.data = t.data_ptr(),
+         .nbytes = static_cast<std::int64_t>(t.nbytes())});
     EXPECT_TRUE(all_nan(t)) << type;
   }
 }
@@ -122,17 +121,17 @@ TEST(Poison, AnAliasOfAReleasedSlotReadsNan) {
   run_ranks(2, [](RankContext& context) {
     at::Tensor weight;    // the gathered weight of cell 0
     at::Tensor gradient;  // its place in the gradient slot
-    Runtime* runtime = nullptr;
+    nn::WgradSink* sink = nullptr;
     const auto configure = [&](LabImpl& lab) {
       lab.cells[0]->body = [&](CellImpl& cell, at::Tensor x) {
-        if (cell.up->weight().data_ptr() != nullptr && runtime != nullptr) {
+        if (cell.up->weight().data_ptr() != nullptr && sink != nullptr) {
           weight = floats_at(cell.up->weight());
           EXPECT_FALSE(weight.isnan().any().item<bool>());
         }
         at::Tensor y = cell.standard(x);
         y.register_hook(std::function<void(at::Tensor)>([&](const at::Tensor&) {
-          if (runtime != nullptr) {
-            const auto target = runtime->begin_wgrad(cell.up->weight());
+          if (sink != nullptr) {
+            const auto target = sink->begin_wgrad(cell.up->weight());
             gradient = floats_at(target->grad);
           }
         }));
@@ -144,7 +143,7 @@ TEST(Poison, AnAliasOfAReleasedSlotReadsNan) {
     options.runtime.debug.poison = true;
     Twin twin(context, configure, options);
     // Only the sharded model: `plain` runs the same body.
-    runtime = twin.runtime.get();
+    sink = twin.runtime.get();
     const at::Tensor first = twin.sharded->cells[0](twin.input(context.rank));
     EXPECT_TRUE(first.isfinite().all().item<bool>());
     // Kept for its backward, as the outermost forward ended with it.
@@ -155,7 +154,7 @@ TEST(Poison, AnAliasOfAReleasedSlotReadsNan) {
     ASSERT_TRUE(gradient.defined());
     EXPECT_TRUE(all_nan(gradient));
     EXPECT_TRUE(all_nan(weight));
-    runtime = nullptr;
+    sink = nullptr;
   });
 }
 

@@ -284,7 +284,10 @@ TEST(Misuse, AWeightGradientAfterItsBackward) {
       };
       CellImpl& cell = *twin.sharded->cells[1];
       EXPECT_THAT(
-          message_of([&] { twin.runtime->begin_wgrad(cell.up->weight()); }),
+          message_of([&] {
+            nn::WgradSink& sink = *twin.runtime;
+            sink.begin_wgrad(cell.up->weight());
+          }),
           named("cell1.up.weight"));
       cell.gain.mutable_grad() = at::ones_like(twin.plain->cells[1]->gain);
       EXPECT_THAT(

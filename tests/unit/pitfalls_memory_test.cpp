@@ -128,8 +128,9 @@ TEST(Pitfalls, B20_AllMemoryRestsAfterARecomputedStep) {
     for (int step = 0; step < 3; ++step) {
       twin.step(forward_backward);
       for (const auto& unit : twin.runtime->units()) {
-        EXPECT_FALSE(unit->weights_slot.held()) << unit->name();
-        EXPECT_FALSE(unit->grads_slot.held()) << unit->name();
+        const auto held = twin.runtime->executor().held_slots(*unit);
+        EXPECT_FALSE(held.weights) << unit->name();
+        EXPECT_FALSE(held.grads) << unit->name();
         for (const auto& p : unit->parameters()) {
           EXPECT_TRUE(ParameterStorage::owner_of(p.tensor)) << p.name;
         }
@@ -152,10 +153,10 @@ TEST(Pitfalls, B51_GradientSlotsAreGivenBack) {
           const at::Tensor b = model(t.input(rank, 1));
           (t.loss(a) + t.loss(b)).backward();
         });
-        EXPECT_EQ(twin.runtime->pool().num_held(), 0);
-        EXPECT_EQ(twin.runtime->pool().dynamic_nbytes(), 0);
+        EXPECT_EQ(twin.runtime->executor().pool().num_held(), 0);
+        EXPECT_EQ(twin.runtime->executor().pool().dynamic_nbytes(), 0);
         for (const auto& unit : twin.runtime->units()) {
-          EXPECT_FALSE(unit->grads_slot.held());
+          EXPECT_FALSE(twin.runtime->executor().held_slots(*unit).grads);
         }
       }
     }
@@ -170,18 +171,19 @@ TEST(Pitfalls, B51_SlotsOnDemandAreOfWeightsAloneUntilTheBackward) {
         {},
         {.runtime = {.slots_on_demand = true}},
         planned.runtime->mesh());
-    const SlotPool& pool = twin.runtime->pool();
+    const SlotPool& pool = twin.runtime->executor().pool();
     for (int step = 0; step < 3; ++step) {
       twin.step([&](Lab& model, const Twin& t, int rank) {
         const at::Tensor out = model(t.input(rank));
         if (model.get() == t.sharded.get()) {
           std::int64_t weights = 0;
           for (const auto& unit : t.runtime->units()) {
-            weights += unit->weights_slot.nbytes;
-            EXPECT_FALSE(unit->grads_slot.held());
+            const auto held = t.runtime->executor().held_slots(*unit);
+            weights += held.weights.nbytes;
+            EXPECT_FALSE(held.grads);
           }
           EXPECT_EQ(pool.dynamic_nbytes(), weights);
-          EXPECT_LT(weights, planned.runtime->pool().arena_nbytes());
+          EXPECT_LT(weights, planned.runtime->executor().pool().arena_nbytes());
         }
         t.backward(out);
       });

@@ -419,7 +419,7 @@ TEST(Placement, R23_SlotsArePlannedForThePoliciesOfUnits) {
         }
       }
       nbytes =
-          fully_shard(*model, context.mesh(), options)->plan().arena_nbytes();
+          fully_shard(*model, context.mesh(), options)->executor().plan().arena_nbytes();
     });
     return nbytes;
   };

@@ -1,16 +1,18 @@
 #pragma once
 
+#include "flatshard/schedule/events.h"
 #include "flatshard/unit/autograd_node.h"
-#include "flatshard/unit/runtime.h"
 
+#include <cstdint>
 #include <map>
 #include <memory>
 #include <vector>
 
+// What AutogradEvents remembers of a program.
 namespace flatshard {
 
 /// One forward of one unit: what the hooks on its inputs and outputs share.
-struct Runtime::Call {
+struct UnitCall {
   UnitId unit = kNoUnit;
   CallId id = -1;
   bool recompute = false;
@@ -36,9 +38,9 @@ struct Runtime::Call {
 /// but for a unit that returns its own input: the gradient of that tensor may
 /// be complete much later. Whether a unit does so may depend on the rank; the
 /// order of its collectives must not.
-struct Runtime::Task {
-  std::weak_ptr<void> alive;                    ///< expired: the backward threw
-  std::vector<std::shared_ptr<Call>> to_begin;  ///< the next one last
+struct BackwardTask {
+  std::weak_ptr<void> alive;  ///< expired: the backward threw
+  std::vector<std::shared_ptr<UnitCall>> to_begin;  ///< the next one last
 };
 
 /// A tensor that units take or give, with one hook for all of them.
@@ -48,10 +50,10 @@ struct Runtime::Task {
 /// begins. A unit that returns its own input did both, and an enclosing unit
 /// may give the very tensor that its last child gave; so the order of hooks
 /// would not do.
-struct Runtime::WatchedTensor {
+struct WatchedTensor {
   enum class Role { input, output };
   struct Use {
-    std::shared_ptr<Call> call;
+    std::shared_ptr<UnitCall> call;
     Role role;
   };
 

@@ -1,0 +1,221 @@
+// Between AutogradEvents, Scheduler and Executor: what the Runtime does when a
+// program's forwards and backwards begin and end.
+#include "flatshard/core/error.h"
+#include "flatshard/core/log.h"
+#include "flatshard/unit/runtime.h"
+
+#include <ATen/ATen.h>
+#include <c10/util/ScopeExit.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace flatshard {
+
+// -- forward -----------------------------------------------------------------
+
+void Runtime::adopt_foreign_writes() {
+  for (const auto& unit : units_) {
+    for (const auto& group : unit->groups()) {
+      group->weights().adopt_foreign_writes();
+    }
+  }
+}
+
+void Runtime::before_root_forward() {
+  if (failed()) {
+    reset_after_failure();
+  }
+  observers_.tell([](RuntimeObserver& o) { o.forward_begins(); });
+  events_.forget_dead_tensors();
+  adopt_foreign_writes();
+  std::int64_t generation = 0;
+  for (const auto& unit : units_) {
+    generation += unit->generation();
+  }
+  if (generation == seen_generation_) {
+    return;
+  }
+  if (strict_) {
+    strict_->end_step();
+    strict_->weights_changed();
+  }
+  seen_generation_ = generation;
+  if (graph_reads_weights_) {
+    graph_reads_weights_ = false;
+    hide_all();
+  }
+  executor_.wait_for_written_weights();
+  feed({.kind = EventKind::weights_changed});
+  if (executor_.should_replan()) {
+    executor_.plan_slots(scheduler_.units(), step_actions_);  // what it did
+  }
+  step_actions_.clear();
+  if (graphs_) {
+    graphs_->step_begins(
+        executor_.pool().num_held() == 0 && !events_.is_open() &&
+        !AutogradEvents::in_backward());
+  }
+}
+
+void Runtime::forward_begin(UnitId unit, const nn::TensorList& inputs) {
+  if (strict_ && !AutogradEvents::in_backward()) {
+    say_next(unit);
+  }
+  const std::lock_guard lock(mutex_);
+  events_.forward_begin(unit, inputs);
+  by_hand_[unit] = false;
+  reveal(*units_[unit]);
+}
+
+void Runtime::forward_begins(UnitId unit, bool outermost) {
+  FLATSHARD_CHECK(
+      failure_.empty() || outermost,
+      usage,
+      "unit {} was called although this forward or backward failed: {}; let "
+      "the exception leave the model, or call reset()",
+      units_[unit]->name(),
+      failure_);
+  if (outermost) {
+    before_root_forward();
+  }
+  if (units_[unit]->resident()) {
+    units_[unit]->check_storage();  // nothing else looks at it
+  }
+  if (strict_) {
+    strict_->forward_begin(unit);
+  }
+}
+
+void Runtime::forward_end(
+    UnitId unit,
+    const nn::TensorList& outputs,
+    bool more_follow) {
+  const std::lock_guard lock(mutex_);
+  const auto ended = events_.forward_end(unit, outputs, more_follow);
+  if (strict_ && ended.outermost && ended.needs_backward) {
+    strict_->expect_backward(unit, ended.call);
+  }
+  hide(*units_[unit]);
+  if (!events_.is_open() && !ended.needs_backward) {
+    executor_.end_evaluation();
+  }
+}
+
+void Runtime::forward_error(UnitId unit) {
+  const std::lock_guard lock(mutex_);
+  const auto done = c10::make_scope_exit([&] { hide(*units_[unit]); });
+  try {
+    events_.forward_error(unit);
+  } catch (const Error& e) {
+    if (e.code() != ErrorCode::comm && e.code() != ErrorCode::timeout &&
+        !mesh_->has_verdict()) {
+      throw;
+    }
+    // A peer is gone: the error that ends this forward says so already.
+    log_debug("while a forward was given up: {}", e.what());
+  }
+}
+
+// -- backward ----------------------------------------------------------------
+
+bool Runtime::failed() const {
+  return !failure_.empty() || events_.has_dead_task();
+}
+
+void Runtime::task_begins() {
+  if (failed()) {
+    reset_after_failure();
+  }
+  if (events_.in_task()) {
+    return;
+  }
+  observers_.tell([](RuntimeObserver& o) { o.backward_begins(); });
+  for (const auto& unit : units_) {
+    reveal(*unit);  // kept since the forward, or always there
+  }
+  // A write since the forward raises the generation, which then differs from
+  // the call's.
+  adopt_foreign_writes();
+}
+
+void Runtime::backward_begins(UnitId unit, CallId call) {
+  graph_reads_weights_ |= at::GradMode::is_enabled();
+  by_hand_[unit] = false;
+  if (strict_) {
+    strict_->backward_begin(call);
+  }
+  observers_.tell([&](RuntimeObserver& o) { o.backward_began(*units_[unit]); });
+}
+
+void Runtime::on_tensor_grad(const WatchedTensor& tensor) {
+  const std::lock_guard lock(mutex_);
+  events_.tensor_grad(tensor);
+}
+
+void Runtime::on_parameter_done(ParameterRef ref) {
+  const std::lock_guard lock(mutex_);
+  if (strict_) {
+    const UnitParameter& p = units_[ref.unit]->parameters()[ref.index];
+    events_.enter_task(&p);
+    strict_->parameter_done(ref.unit, p.name);
+  }
+  events_.parameter_done(ref);
+}
+
+void Runtime::on_task_end(TaskId task) {
+  const std::lock_guard lock(mutex_);
+  if (!events_.task_end(task)) {
+    return;
+  }
+  hide_all();
+  if (failure_.empty()) {
+    try {
+      executor_.drop_unused_grads();
+    } catch (const std::exception& e) {
+      failure_ = e.what();
+      throw;
+    }
+  }
+  observers_.tell([](RuntimeObserver& o) { o.backward_ended(); });
+  if (failure_.empty() && !events_.in_forward()) {
+    FLATSHARD_CHECK(
+        scheduler_.resting(),
+        internal,
+        "after the backward these units do not rest: {}",
+        fmt::join(scheduler_.restless_units(), ", "));
+  }
+}
+
+std::optional<nn::WgradTarget> Runtime::begin_wgrad(
+    const at::Tensor& parameter) {
+  const std::lock_guard lock(mutex_);
+  const ParameterRef* const ref = events_.wgrad_begins(parameter);
+  if (ref == nullptr) {
+    return std::nullopt;
+  }
+  Unit& unit = *units_[ref->unit];
+  const UnitParameter& p = unit.parameters()[ref->index];
+  return nn::WgradTarget{
+      unit.grad_view(executor_.grads_slot(unit), p),
+      /*accumulate=*/p.in_slot};
+}
+
+void Runtime::end_wgrad(const at::Tensor& parameter) {
+  const std::lock_guard lock(mutex_);
+  const ParameterRef ref = *events_.find(parameter);
+  units_[ref.unit]->parameters()[ref.index].in_slot = true;
+}
+
+void Runtime::recompute_begin(nn::Module&) {
+  const std::lock_guard lock(mutex_);
+  if (AutogradEvents::in_backward()) {
+    events_.enter_task();
+  }
+}
+
+void Runtime::recompute_end(nn::Module&) {
+}
+
+}  // namespace flatshard
