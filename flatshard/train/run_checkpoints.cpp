@@ -7,7 +7,6 @@
 #include "flatshard/flight/recorder.h"
 #include "flatshard/format/checkpoint_folder.h"
 #include "flatshard/format/manifest.h"
-#include "flatshard/train/metrics.h"
 #include "flatshard/train/option_errors.h"
 
 #include <ATen/ATen.h>

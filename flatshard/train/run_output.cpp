@@ -4,6 +4,7 @@
 #include <cstdio>
 
 #include "flatshard/core/log.h"
+#include "flatshard/train/earlier_run.h"
 #include "flatshard/train/option_errors.h"
 
 namespace flatshard {

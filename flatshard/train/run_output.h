@@ -9,7 +9,9 @@
 
 #include "flatshard/train/config.h"
 #include "flatshard/train/metrics.h"
+#include "flatshard/train/metrics_file.h"
 #include "flatshard/train/signal_requests.h"
+#include "flatshard/train/status_line.h"
 
 namespace flatshard {
 

@@ -11,7 +11,8 @@
 #include "flatshard/core/log.h"
 #include "flatshard/format/checkpoint_folder.h"
 #include "flatshard/format/manifest.h"
-#include "flatshard/train/metrics.h"
+#include "flatshard/train/earlier_run.h"
+#include "flatshard/train/metrics_file.h"
 #include "flatshard/train/run_checkpoints.h"
 
 namespace flatshard {

@@ -9,7 +9,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/diagnostics/memory_table.h"
 #include "flatshard/models/flops.h"
-#include "flatshard/train/metrics.h"
+#include "flatshard/train/number_text.h"
 #include "flatshard/train/parallelism.h"
 
 namespace flatshard {

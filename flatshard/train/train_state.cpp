@@ -5,7 +5,7 @@
 #include "flatshard/comm/all_gather_values.h"
 #include "flatshard/core/error.h"
 #include "flatshard/diagnostics/memory_table.h"
-#include "flatshard/train/metrics.h"
+#include "flatshard/train/number_text.h"
 #include "flatshard/train/optimizer.h"
 #include "flatshard/train/parallelism.h"
 
