@@ -6,8 +6,8 @@
 #include "flatshard/launch/local_ranks.h"
 #include "flatshard/train/config.h"
 #include "flatshard/train/generate.h"
+#include "flatshard/train/model_config.h"
 #include "flatshard/train/run_lock.h"
-#include "flatshard/train/setup.h"
 #include "flatshard/train/trainer.h"
 
 #include <c10/util/Exception.h>

@@ -1,13 +1,10 @@
 #include "flatshard/data/prepare.h"
 
-#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
-#include <cerrno>
 #include <chrono>
-#include <cstring>
 #include <memory>
 #include <optional>
 
@@ -15,6 +12,7 @@
 #include "flatshard/core/log.h"
 #include "flatshard/core/mapped_file.h"
 #include "flatshard/core/philox.h"
+#include "flatshard/data/byte_documents.h"
 #include "flatshard/data/corpus_writer.h"
 #include "flatshard/data/hf_tokenizer.h"
 #include "flatshard/data/input_files.h"
@@ -25,138 +23,6 @@ namespace flatshard::data {
 namespace {
 
 constexpr std::size_t kChunkTokens = std::size_t{1} << 18;
-
-/// Each byte of a document is one token.
-class ByteDocuments : public DocumentStream {
- public:
-  /// @param rows  reads .parquet files; used when there are any.
-  ByteDocuments(
-      const std::vector<InputFile>& files,
-      std::string text_field,
-      const PythonTokenizerOptions& rows)
-      : files_(files), text_field_(std::move(text_field)), rows_(rows) {}
-
-  std::int64_t vocab_size() const override { return kByteVocabSize; }
-  std::int64_t end_of_document() const override { return kByteEndOfDocument; }
-
-  std::int64_t next_document() override {
-    while (row_ == (file_ < 0 ? 0 : file().num_documents)) {
-      ++file_;
-      row_ = 0;
-      lines_.reset();
-    }
-    ++row_;
-    switch (file().kind()) {
-      case InputKind::parquet:
-        if (!parquet_) {
-          parquet_.emplace(
-              rows_,
-              "texts",
-              file_list(files_, InputKind::parquet));
-        }
-        return parquet_->read_count();
-      case InputKind::jsonl:
-        if (!lines_) {
-          lines_.emplace(file().path, text_field_);
-        }
-        text_at_ = 0;
-        check_there(lines_->next(text_));
-        return static_cast<std::int64_t>(text_.size());
-      case InputKind::text:
-        break;
-    }
-    plain_.open(file().path);
-    return file().nbytes;
-  }
-
-  void read(std::span<std::uint32_t> out) override {
-    bytes_.resize(out.size());
-    if (file().kind() == InputKind::parquet) {
-      parquet_->read(bytes_.data(), bytes_.size());
-    } else if (file().kind() == InputKind::jsonl) {
-      std::copy_n(text_.begin() + text_at_, out.size(), bytes_.begin());
-      text_at_ += static_cast<std::ptrdiff_t>(out.size());
-    } else {
-      check_there(plain_.read(bytes_));
-    }
-    std::copy(bytes_.begin(), bytes_.end(), out.begin());
-  }
-
- private:
-  /// A file that is read from its start, once.
-  class PlainFile {
-   public:
-    PlainFile() = default;
-    PlainFile(const PlainFile&) = delete;
-    PlainFile& operator=(const PlainFile&) = delete;
-    ~PlainFile() { close(); }
-
-    void open(const std::filesystem::path& path) {
-      close();
-      path_ = path;
-      fd_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-      check_read(fd_ >= 0);
-    }
-    /// False when it ends before that.
-    bool read(std::span<unsigned char> out) {
-      while (!out.empty()) {
-        const ssize_t n = ::read(fd_, out.data(), out.size());
-        if (n < 0 && errno == EINTR) {
-          continue;
-        }
-        check_read(n >= 0);
-        if (n == 0) {
-          return false;
-        }
-        out = out.subspan(static_cast<std::size_t>(n));
-      }
-      return true;
-    }
-
-   private:
-    void close() {
-      if (fd_ >= 0) {
-        ::close(fd_);
-        fd_ = -1;
-      }
-    }
-    void check_read(bool ok) const {
-      FLATSHARD_CHECK(
-          ok,
-          io,
-          "cannot read {}: {}",
-          path_.string(),
-          std::strerror(errno));
-    }
-
-    std::filesystem::path path_;
-    int fd_ = -1;
-  };
-
-  const InputFile& file() const {
-    return files_[static_cast<std::size_t>(file_)];
-  }
-  void check_there(bool ok) const {
-    FLATSHARD_CHECK(
-        ok,
-        io,
-        "{} became shorter while it was read; expected {} bytes",
-        file().path.string(),
-        file().nbytes);
-  }
-
-  const std::vector<InputFile>& files_;
-  std::string text_field_;
-  PythonTokenizerOptions rows_;
-  std::vector<unsigned char> bytes_;
-  std::ptrdiff_t file_ = -1;
-  std::int64_t row_ = 0;  ///< of the file, counted when it was begun
-  PlainFile plain_;
-  std::optional<JsonLines> lines_;
-  std::string text_;
-  std::ptrdiff_t text_at_ = 0;
-  std::optional<PythonChild> parquet_;
-};
 
 /// "12% of 34.5 MB" on a terminal, at most ten times a second.
 class Progress {
@@ -190,14 +56,6 @@ class Progress {
   double done_ = 0;
   std::chrono::steady_clock::time_point last_;
 };
-
-std::int64_t count_documents(const std::vector<InputFile>& files) {
-  std::int64_t sum = 0;
-  for (const InputFile& file : files) {
-    sum += file.num_documents;
-  }
-  return sum;
-}
 
 /// A number in [0, 1) of the document's name alone.
 double draw_of(const InputFile& file, std::int64_t row) {

@@ -5,15 +5,10 @@
 #include <string>
 #include <vector>
 
+#include "flatshard/data/byte_tokens.h"
 #include "flatshard/data/corpus.h"
 
 namespace flatshard::data {
-
-/// Byte tokens: a byte is its own token, and this one ends a document.
-inline constexpr std::int64_t kByteEndOfDocument = 256;
-inline constexpr std::int64_t kByteVocabSize = 257;
-/// What Hugging Face's tokenizers are told to call it.
-inline constexpr const char* kByteEndText = "<|endoftext|>";
 
 struct PrepareOptions {
   std::vector<std::string> inputs;  ///< files, folders, globs

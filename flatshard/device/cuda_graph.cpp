@@ -19,9 +19,8 @@ namespace {
 // The stream of all captures on one GPU: autograd runs a backward on the stream
 // of its forward, and cuBLAS keeps a workspace for each stream it has seen.
 c10::cuda::CUDAStream capture_stream(at::Device device) {
-  static auto* const all = new std::array<
-      std::optional<c10::cuda::CUDAStream>,
-      C10_COMPILE_TIME_MAX_GPUS>();
+  static auto* const all = new std::
+      array<std::optional<c10::cuda::CUDAStream>, C10_COMPILE_TIME_MAX_GPUS>();
   auto& stream = all->at(device.index());
   if (!stream) {
     stream = c10::cuda::getStreamFromPool(true, device.index());
@@ -135,16 +134,12 @@ class CudaGraphPool final : public GraphPool {
     }
   }
 
-  void make_room() override {
-    c10::cuda::CUDACachingAllocator::emptyCache();
-  }
+  void make_room() override { c10::cuda::CUDACachingAllocator::emptyCache(); }
 
   std::int64_t nbytes() const override { return nbytes_; }
 
  private:
-  std::int64_t reserved() const {
-    return memory_stats(device_).reserved_bytes;
-  }
+  std::int64_t reserved() const { return memory_stats(device_).reserved_bytes; }
 
   // cuBLAS allocates a workspace for each thread and stream at their first
   // product. Had it come out of the pool, the pool would live as long as the

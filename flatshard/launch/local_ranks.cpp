@@ -15,8 +15,10 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
+#include "flatshard/launch/fd.h"
 #include "flatshard/launch/local_ranks.h"
 #include "flatshard/launch/loopback_listener.h"
+#include "flatshard/launch/rank_stderr.h"
 
 extern char** environ;
 
@@ -24,32 +26,6 @@ namespace flatshard {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-// A file descriptor that closes itself.
-class Fd {
- public:
-  explicit Fd(int fd = -1) : fd_(fd) {}
-  Fd(Fd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  Fd& operator=(Fd&& other) noexcept {
-    std::swap(fd_, other.fd_);
-    return *this;
-  }
-  ~Fd() { close(); }
-  int get() const { return fd_; }
-  void close() {
-    if (fd_ >= 0) {
-      ::close(std::exchange(fd_, -1));
-    }
-  }
-
- private:
-  int fd_;
-};
-
-int checked(int result, const char* call) {
-  FLATSHARD_CHECK(result >= 0, io, "{} failed: {}", call, std::strerror(errno));
-  return result;
-}
 
 // SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGCHLD arrive through a descriptor
 // while this lives; the ranks get the old mask back.
@@ -61,9 +37,10 @@ class SignalGate {
     for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGCHLD}) {
       sigaddset(&set, signal);
     }
-    checked(sigprocmask(SIG_BLOCK, &set, &old_), "sigprocmask");
-    fd_ =
-        Fd(checked(signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK), "signalfd"));
+    checked_call(sigprocmask(SIG_BLOCK, &set, &old_), "sigprocmask");
+    fd_ = Fd(checked_call(
+        signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK),
+        "signalfd"));
   }
   ~SignalGate() { sigprocmask(SIG_SETMASK, &old_, nullptr); }
   int fd() const { return fd_.get(); }
@@ -81,10 +58,10 @@ class ReportToken {
  public:
   ReportToken() {
     int ends[2];
-    checked(::pipe2(ends, O_CLOEXEC | O_NONBLOCK), "pipe");
+    checked_call(::pipe2(ends, O_CLOEXEC | O_NONBLOCK), "pipe");
     read_ = Fd(ends[0]);
     write_ = Fd(ends[1]);
-    checked(static_cast<int>(::write(ends[1], "!", 1)), "write");
+    checked_call(static_cast<int>(::write(ends[1], "!", 1)), "write");
   }
   int fd() const { return read_.get(); }
   bool take() const {
@@ -148,92 +125,8 @@ std::vector<char*> pointers(std::vector<std::string>& strings) {
 struct Rank {
   int index = 0;
   pid_t pid = -1;  // -1: it has ended
-  Fd errors;       // read end of its standard error
-  bool prefixed = false;
-  std::string line;  // not ended yet
-  std::string tail;  // the newest of what it wrote
+  RankStderr errors;
 };
-
-constexpr std::size_t kTailBytes = 16384;
-
-void write_all(int fd, std::string_view text) {
-  while (!text.empty()) {
-    const ssize_t n = ::write(fd, text.data(), text.size());
-    if (n < 0 && errno != EINTR) {
-      return;
-    }
-    text.remove_prefix(static_cast<std::size_t>(std::max<ssize_t>(n, 0)));
-  }
-}
-
-// From the last line that reports an error, with the indented lines below it,
-// or else the last line. A library's warnings may come after the error.
-std::string last_message(const std::string& tail) {
-  std::vector<std::string_view> lines;
-  for (std::string_view rest = tail; !rest.empty();) {
-    const std::size_t end = rest.find('\n');
-    lines.push_back(rest.substr(0, end));
-    rest.remove_prefix(end == rest.npos ? rest.size() : end + 1);
-  }
-  for (std::size_t i = lines.size(); i-- > 0;) {
-    const std::size_t at = lines[i].find("error: ");
-    if (at == std::string_view::npos || (at != 0 && lines[i][0] != '[')) {
-      continue;
-    }
-    std::string message(lines[i]);
-    for (++i; i < lines.size() && lines[i].starts_with("  "); ++i) {
-      message += fmt::format("\n{}", lines[i]);
-    }
-    return message;
-  }
-  const auto text = std::find_if(lines.rbegin(), lines.rend(), [](auto line) {
-    return line.find_first_not_of(" \t") != line.npos;
-  });
-  return text == lines.rend() ? std::string() : std::string(*text);
-}
-
-// Passes on what a rank wrote: with a prefix whole lines, and at the end the
-// rest as well.
-void pass_on_errors(Rank& rank) {
-  char block[4096];
-  while (rank.errors.get() >= 0) {
-    const ssize_t n = ::read(rank.errors.get(), block, sizeof(block));
-    if (n < 0 && errno == EINTR) {
-      continue;
-    }
-    if (n < 0 && errno == EAGAIN) {
-      return;
-    }
-    if (n <= 0) {
-      rank.errors.close();
-      if (!rank.line.empty()) {
-        rank.line += '\n';
-      }
-    } else {
-      const std::string_view text(block, static_cast<std::size_t>(n));
-      rank.tail += text;
-      if (rank.tail.size() > 2 * kTailBytes) {
-        rank.tail.erase(0, rank.tail.size() - kTailBytes);
-      }
-      if (!rank.prefixed) {
-        write_all(STDERR_FILENO, text);
-        continue;
-      }
-      rank.line += text;
-    }
-    for (std::size_t end; (end = rank.line.find('\n')) != std::string::npos;) {
-      const std::string_view line =
-          std::string_view(rank.line).substr(0, end + 1);
-      const bool says_it =
-          line.starts_with(fmt::format("[rank {}/", rank.index));
-      write_all(
-          STDERR_FILENO,
-          says_it ? std::string(line)
-                  : fmt::format("[rank {}] {}", rank.index, line));
-      rank.line.erase(0, end + 1);
-    }
-  }
-}
 
 class LocalRanks {
  public:
@@ -264,7 +157,7 @@ class LocalRanks {
       wait_for_something();
       read_signals();
       for (Rank& rank : ranks_) {
-        pass_on_errors(rank);
+        rank.errors.pass_on();
       }
       reap();
       if (ending_ && Clock::now() >= deadline_) {
@@ -272,7 +165,7 @@ class LocalRanks {
       }
     }
     for (Rank& rank : ranks_) {
-      pass_on_errors(rank);  // what was written just before the end
+      rank.errors.pass_on();  // what was written just before the end
     }
     return exit_code_;
   }
@@ -294,16 +187,16 @@ class LocalRanks {
     const auto variable_pointers = pointers(variables);
     const auto argument_pointers = pointers(arguments);
     Fd write_end;
-    rank.prefixed = rank.index != 0 && options_.prefix_stderr;
-    if (rank.prefixed || ::isatty(STDERR_FILENO) == 0) {
+    const bool prefixed = rank.index != 0 && options_.prefix_stderr;
+    if (prefixed || ::isatty(STDERR_FILENO) == 0) {
       int ends[2];
-      checked(::pipe2(ends, O_CLOEXEC), "pipe");
-      rank.errors = Fd(ends[0]);
+      checked_call(::pipe2(ends, O_CLOEXEC), "pipe");
+      rank.errors = RankStderr(rank.index, Fd(ends[0]), prefixed);
       write_end = Fd(ends[1]);
-      checked(::fcntl(ends[0], F_SETFL, O_NONBLOCK), "fcntl");
+      checked_call(::fcntl(ends[0], F_SETFL, O_NONBLOCK), "fcntl");
     }
     const pid_t parent = ::getpid();
-    rank.pid = checked(::fork(), "fork");
+    rank.pid = checked_call(::fork(), "fork");
     if (rank.pid != 0) {
       return;
     }
@@ -359,8 +252,8 @@ class LocalRanks {
   void wait_for_something() {
     std::vector<pollfd> watched{{gate_.fd(), POLLIN, 0}};
     for (const Rank& rank : ranks_) {
-      if (rank.errors.get() >= 0) {
-        watched.push_back({rank.errors.get(), POLLIN, 0});
+      if (rank.errors.fd() >= 0) {
+        watched.push_back({rank.errors.fd(), POLLIN, 0});
       }
     }
     int timeout_ms = -1;
@@ -414,7 +307,7 @@ class LocalRanks {
       }
       if (!signalled_) {
         exit_code_ = code;
-        pass_on_errors(rank);
+        rank.errors.pass_on();
         // A rank that was killed could not say why; others may have.
         if (token_.take() || killed) {
           report(rank, killed ? WTERMSIG(status) : 0, code);
@@ -431,7 +324,7 @@ class LocalRanks {
                                       signal,
                                       ::strsignal(signal))
                                 : fmt::format("ended with exit code {}", code);
-    const std::string message = last_message(rank.tail);
+    const std::string message = rank.errors.last_message();
     log_error(
         "rank {} of {} {}; ending the other ranks{}",
         rank.index,

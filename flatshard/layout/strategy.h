@@ -79,6 +79,8 @@ struct StrategyName {
   std::string_view optimizer;
 
   bool needs_outer_axis() const { return with_replicas.empty(); }
+  /// Every rank keeps whole weights.
+  bool keeps_whole_weights() const { return parameter == "RR"; }
 };
 
 /// The table, in its order.

@@ -13,6 +13,7 @@
 #include "flatshard/core/nearest_name.h"
 #include "flatshard/train/config_check.h"
 #include "flatshard/train/config_field.h"
+#include "flatshard/train/config_value.h"
 
 namespace flatshard {
 namespace {
@@ -49,14 +50,6 @@ std::string place(const std::string& origin, const toml::source_region& where) {
                            where.begin.line,
                            where.begin.column)
                      : origin;
-}
-
-/// What the user wrote, in a length that a message can bear.
-std::string shortened(std::string_view text) {
-  constexpr std::size_t kLongest = 80;
-  return text.size() <= kLongest
-             ? std::string(text)
-             : std::string(text.substr(0, kLongest)) + "...";
 }
 
 std::string shown(const toml::node& node) {
@@ -127,107 +120,6 @@ std::vector<std::string> section_names() {
       section,
       shortened(name),
       elsewhere.empty() || is_close ? nearest : elsewhere);
-}
-
-template <class T>
-void check_range(const ConfigKey& key, T value, const std::string& where) {
-  const auto number = static_cast<double>(value);
-  FLATSHARD_CHECK(
-      std::isfinite(number) && number >= key.min && number <= key.max,
-      config,
-      "{}: {} expected a number {}, got {}",
-      where,
-      key.full_name(),
-      key.max >= 1e300 ? fmt::format(">= {}", key.min)
-                       : fmt::format("in [{}, {}]", key.min, key.max),
-      value);
-}
-
-void check_choice(
-    const ConfigKey& key,
-    const std::string& value,
-    const std::string& where) {
-  if (key.choices.empty()) {
-    return;
-  }
-  std::vector<std::string> choices;
-  std::istringstream list{std::string(key.choices)};
-  for (std::string choice; std::getline(list, choice, '|');) {
-    choices.push_back(choice);
-  }
-  FLATSHARD_CHECK(
-      std::find(choices.begin(), choices.end(), value) != choices.end(),
-      config,
-      "{}: {} expected one of {}, got \"{}\"; did you mean \"{}\"?",
-      where,
-      key.full_name(),
-      fmt::join(choices, ", "),
-      shortened(value),
-      nearest_name(value, choices));
-}
-
-void check_no_nul(
-    const ConfigKey& key,
-    const std::string& value,
-    const std::string& where) {
-  FLATSHARD_CHECK(
-      value.find('\0') == std::string::npos,
-      config,
-      "{}: {} has a NUL character; no file name can hold one",
-      where,
-      key.full_name());
-}
-
-void check_sources(
-    const ConfigKey& key,
-    const std::vector<data::SourceChoice>& sources,
-    const std::string& where) {
-  for (std::size_t i = 0; i < sources.size(); ++i) {
-    check_no_nul(key, sources[i].path, where);
-    FLATSHARD_CHECK(
-        std::isfinite(sources[i].weight) && sources[i].weight > 0,
-        config,
-        "{}: {} expected a weight above 0 for {}, got {}",
-        where,
-        key.full_name(),
-        shortened(sources[i].path),
-        sources[i].weight);
-    for (std::size_t j = 0; j < i; ++j) {
-      FLATSHARD_CHECK(
-          sources[j].path != sources[i].path,
-          config,
-          "{}: {} names {} twice; give it the sum of its weights once",
-          where,
-          key.full_name(),
-          shortened(sources[i].path));
-    }
-  }
-}
-
-/// Checks a value against its key's choices or range.
-void check_value(
-    const ConfigKey& key,
-    const ConfigField& field,
-    const std::string& where) {
-  std::visit(
-      Overloaded{
-          [&](std::string* value) {
-            check_no_nul(key, *value, where);
-            check_choice(key, *value, where);
-          },
-          [&](std::vector<data::SourceChoice>* value) {
-            check_sources(key, *value, where);
-          },
-          [](bool*) {},
-          [](std::optional<bool>*) {},
-          [&](std::int64_t* value) { check_range(key, *value, where); },
-          [&](double* value) { check_range(key, *value, where); },
-          [&](auto* value) {
-            if (*value) {
-              check_range(key, **value, where);
-            }
-          }},
-      field);
 }
 
 /// "a/folder", or [{ path = "a/folder", weight = 2 }, ...]; unset when it is
@@ -327,7 +219,7 @@ void set_field(
       key.full_name(),
       type_name(field),
       shown(node));
-  check_value(key, field, where);
+  check_config_value(key, field, where);
 }
 
 /// A key of a hundred thousand dots becomes as many tables in one another,
@@ -499,13 +391,6 @@ Config load_config(
       "train --help-config)",
       path.string());
   return parse_config(text.str(), path.string(), overrides, notes);
-}
-
-void check_config_values(const Config& config) {
-  Config copy = config;
-  for (const ConfigKey& key : config_keys()) {
-    check_value(key, key.field(copy), "config");
-  }
 }
 
 }  // namespace flatshard

@@ -1,52 +1,18 @@
 #include "flatshard/train/config_check.h"
 
 #include <algorithm>
-#include <sstream>
 #include <charconv>
+#include <sstream>
 
 #include "flatshard/core/error.h"
 #include "flatshard/layout/granularity.h"
 #include "flatshard/layout/strategy.h"
 #include "flatshard/optim/lr_schedule.h"
 #include "flatshard/train/config_field.h"
+#include "flatshard/train/config_unused.h"
 
 namespace flatshard {
 namespace {
-
-/// A key that the chosen `chooser = value` leaves without use.
-struct UnusedKey {
-  const ConfigKey* key;
-  std::string chooser;
-  std::string value;
-  std::string belongs_to;
-};
-
-/// Collects the keys that are set and not used.
-class UnusedKeys {
- public:
-  explicit UnusedKeys(const Config& config) : config_(config) {}
-  void look_at(
-      std::string_view full_name,
-      std::string_view chooser,
-      std::string_view value,
-      std::string_view belongs_to) {
-    for (const ConfigKey& key : config_keys()) {
-      if (key.full_name() == full_name && differs_from_default(config_, key)) {
-        found_.push_back(
-            {&key,
-             std::string(chooser),
-             std::string(value),
-             std::string(belongs_to)});
-      }
-    }
-  }
-  const Config& config() const { return config_; }
-  std::vector<UnusedKey> take() { return std::move(found_); }
-
- private:
-  const Config& config_;
-  std::vector<UnusedKey> found_;
-};
 
 void check_model(const Config& config) {
   const Config::Model& model = config.model;
@@ -97,19 +63,6 @@ void check_model(const Config& config) {
       model.max_seq_len.value_or(0));
 }
 
-void unused_of_optimizer(UnusedKeys& unused) {
-  const std::string& name = unused.config().optimizer.name;
-  constexpr std::string_view kChooser = "optimizer.name";
-  if (name == "adamw") {
-    unused.look_at("optimizer.momentum", kChooser, name, "sgd");
-  } else {
-    for (const char* key :
-         {"optimizer.beta1", "optimizer.beta2", "optimizer.eps"}) {
-      unused.look_at(key, kChooser, name, "adamw");
-    }
-  }
-}
-
 void check_optimizer(const Config& config) {
   if (config.optimizer.name == "adamw") {
     FLATSHARD_CHECK(
@@ -121,16 +74,6 @@ void check_optimizer(const Config& config) {
   }
 }
 
-void unused_of_lr_scheduler(UnusedKeys& unused) {
-  const std::string& name = unused.config().lr_scheduler.name;
-  if (name == "constant") {
-    for (const char* key :
-         {"lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor"}) {
-      unused.look_at(key, "lr_scheduler.name", name, "linear, cosine and wsd");
-    }
-  }
-}
-
 void check_lr_scheduler(const Config& config) {
   const Config::LrScheduler& scheduler = config.lr_scheduler;
   FLATSHARD_CHECK(
@@ -139,60 +82,6 @@ void check_lr_scheduler(const Config& config) {
       "lr_scheduler.warmup_steps = {} is more than training.steps = {}",
       scheduler.warmup_steps,
       config.training.steps);
-}
-
-/// Keys that belong to something that is switched off.
-void unused_of_features(UnusedKeys& unused) {
-  const Config& config = unused.config();
-  if (config.validation.freq == 0) {
-    for (const char* key : {"validation.sequences", "data.validation"}) {
-      unused.look_at(
-          key,
-          "validation.freq",
-          "0",
-          "runs that validate; set validation.freq to 1 or more");
-    }
-  }
-  if (!config.profiling.enabled) {
-    for (const char* key : {"profiling.step", "profiling.folder"}) {
-      unused.look_at(
-          key,
-          "profiling.enabled",
-          "false",
-          "runs that write a trace");
-    }
-  }
-  if (config.cuda_graph.impl == "none") {
-    for (const char* key :
-         {"cuda_graph.modules",
-          "cuda_graph.warmup_steps",
-          "cuda_graph.on_miss"}) {
-      unused.look_at(
-          key,
-          "cuda_graph.impl",
-          "none",
-          "runs with CUDA graphs; set cuda_graph.impl to unit");
-    }
-  }
-  if (config.checkpoint.interval == 0) {
-    for (const char* key :
-         {"checkpoint.keep_latest_k",
-          "checkpoint.async",
-          "checkpoint.export_hf_at_end"}) {
-      unused.look_at(
-          key,
-          "checkpoint.interval",
-          "0",
-          "runs that write checkpoints; set checkpoint.interval to 1 or more");
-    }
-  }
-  if (config.debug.comm_delay_us == 0) {
-    unused.look_at(
-        "debug.comm_delay_seed",
-        "debug.comm_delay_us",
-        "0",
-        "runs with delays");
-  }
 }
 
 void check_cuda_graph(const Config& config) {
@@ -238,45 +127,11 @@ void check_checkpoint_folder(const std::string& text) {
       text);
 }
 
-/// The strategies under which every rank keeps whole weights.
-bool keeps_whole_weights(const std::string& strategy) {
-  return find_strategy_name(strategy).parameter == "RR";
-}
-
-void unused_of_parallelism(UnusedKeys& unused) {
-  const Config::Parallelism& parallel = unused.config().parallelism;
-  if (keeps_whole_weights(parallel.strategy)) {
-    for (const char* key :
-         {"parallelism.reshard_after_forward",
-          "parallelism.memory_budget",
-          "parallelism.keep_compute_weights"}) {
-      unused.look_at(
-          key,
-          "parallelism.strategy",
-          parallel.strategy,
-          "strategies that shard the weights");
-    }
-  }
-  if (find_strategy_name(parallel.strategy).name == "zero0") {
-    unused.look_at(
-        "parallelism.copy_engines",
-        "parallelism.strategy",
-        parallel.strategy,
-        "strategies that shard something");
-  }
-  if (!parallel.reshard_after_forward) {
-    unused.look_at(
-        "parallelism.memory_budget",
-        "parallelism.reshard_after_forward",
-        "false",
-        "runs that release weights after forward");
-  }
-}
-
 void check_parallelism(const Config& config) {
   const Config::Parallelism& parallel = config.parallelism;
   Granularity::parse(parallel.granularity, "parallelism.granularity");
-  const bool keeps_weights = keeps_whole_weights(parallel.strategy);
+  const bool keeps_weights =
+      find_strategy_name(parallel.strategy).keeps_whole_weights();
   FLATSHARD_CHECK(
       parallel.copy_engines != "forward" || !keeps_weights,
       config,
@@ -311,15 +166,6 @@ void check_parallelism(const Config& config) {
       "parallelism.strategy = \"{}\" needs an outer axis, but "
       "data_parallel_replicate_degree is 1; set it to 2 or more, or use zero3",
       parallel.strategy);
-}
-
-std::vector<UnusedKey> find_unused(const Config& config) {
-  UnusedKeys unused(config);
-  unused_of_optimizer(unused);
-  unused_of_lr_scheduler(unused);
-  unused_of_parallelism(unused);
-  unused_of_features(unused);
-  return unused.take();
 }
 
 /// Steps that a warm-up may take beside the decay.

@@ -9,8 +9,9 @@
 #include "flatshard/models/hf_names.h"
 #include "flatshard/train/config.h"
 #include "flatshard/train/export_tokenizer.h"
+#include "flatshard/train/model_config.h"
 #include "flatshard/train/option_errors.h"
-#include "flatshard/train/setup.h"
+#include "flatshard/train/precision.h"
 #include "flatshard/train/stored_model.h"
 
 #include <ATen/ATen.h>

@@ -8,7 +8,7 @@
 #include "flatshard/core/mapped_file.h"
 #include "flatshard/data/corpus.h"
 #include "flatshard/data/hf_tokenizer.h"
-#include "flatshard/train/setup.h"
+#include "flatshard/train/stored_model.h"
 
 namespace flatshard {
 namespace {

@@ -5,8 +5,9 @@
 #include "flatshard/data/text_codec.h"
 #include "flatshard/models/llama.h"
 #include "flatshard/models/sample.h"
+#include "flatshard/train/device.h"
 #include "flatshard/train/option_errors.h"
-#include "flatshard/train/setup.h"
+#include "flatshard/train/precision.h"
 #include "flatshard/train/stored_model.h"
 
 #include <ATen/CPUGeneratorImpl.h>

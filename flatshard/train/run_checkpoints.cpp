@@ -7,7 +7,6 @@
 #include "flatshard/flight/recorder.h"
 #include "flatshard/format/checkpoint_folder.h"
 #include "flatshard/format/manifest.h"
-#include "flatshard/train/metrics.h"
 #include "flatshard/train/option_errors.h"
 
 #include <ATen/ATen.h>
@@ -23,7 +22,6 @@ namespace fs = std::filesystem;
 
 constexpr std::string_view kFolderOption = "checkpoint.folder";
 constexpr std::string_view kLoaderState = "loader";
-constexpr std::string_view kConfigState = "config";
 constexpr std::string_view kScheduleState = "lr_scheduler";
 constexpr std::string_view kRandomState = "random";
 // Words of checkpoint.exclude that are no parameters.
@@ -108,82 +106,10 @@ std::string schedule_state(const Config& config) {
       .dump();
 }
 
-/// What rank 0 finds, on all ranks. Collective.
-std::int64_t of_rank_0(Mesh& mesh, const std::function<std::int64_t()>& find) {
-  const std::int64_t found = mesh.rank() == 0 ? find() : 0;
-  if (mesh.size() == 1) {
-    return found;
-  }
-  const at::Tensor shared = at::full({1}, found, at::kLong).to(mesh.device());
-  const CollectiveScope scope("find checkpoint");
-  mesh.world().broadcast(shared, 0);
-  const auto value = shared.item<std::int64_t>();
-  mesh.check();
-  return value;
-}
-
 }  // namespace
 
 fs::path checkpoint_folder(const Config& config) {
   return fs::path(config.run.output_dir) / config.checkpoint.folder;
-}
-
-std::optional<std::int64_t>
-find_start(const Config& config, bool resume, Mesh& mesh) {
-  constexpr std::int64_t kScratch = -1;
-  const fs::path folder = checkpoint_folder(config);
-  const std::int64_t wanted = config.checkpoint.load_step;
-  std::int64_t step = wanted;
-  if (wanted < 0 && resume) {
-    step = of_rank_0(mesh, [&] {
-      return latest_checkpoint(folder).value_or(kScratch);
-    });
-  }
-  if (step < 0) {
-    return std::nullopt;
-  }
-  FLATSHARD_CHECK(
-      fs::exists(step_folder(folder, step)),
-      io,
-      "checkpoint.load_step: expected {}, which is not there; checkpoints of "
-      "{}: {}",
-      step_folder(folder, step).string(),
-      folder.string(),
-      fmt::to_string(fmt::join(list_checkpoints(folder), ", ")));
-  return step;
-}
-
-bool run_has_ended(const Config& config, std::int64_t step, Mesh& mesh) {
-  if (step != config.training.steps) {
-    return step > config.training.steps;
-  }
-  return of_rank_0(mesh, [&] {
-           return static_cast<std::int64_t>(metrics_say_ended(
-               fs::path(config.run.output_dir) / "metrics.jsonl",
-               step));
-         }) != 0;
-}
-
-std::int64_t
-checkpoint_global_batch(const Config& config, std::int64_t step, Mesh& mesh) {
-  return of_rank_0(mesh, [&]() -> std::int64_t {
-    const fs::path folder = step_folder(checkpoint_folder(config), step);
-    const Manifest manifest = read_manifest(folder);
-    const auto text = manifest.state.find(std::string(kConfigState));
-    if (text == manifest.state.end()) {
-      return 0;
-    }
-    try {
-      return parse_config(text->second, folder.string())
-          .training.global_batch_size;
-    } catch (const Error& error) {
-      log_warning(
-          "the global batch of {} is not known: {}",
-          folder.string(),
-          error.what());
-      return 0;
-    }
-  });
 }
 
 RunCheckpoints::RunCheckpoints(const Config& config, Parts parts)

@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace flatshard {
@@ -18,22 +19,8 @@ namespace flatshard {
 /// unless it is absolute.
 std::filesystem::path checkpoint_folder(const Config& config);
 
-/// The step that a run goes on from: checkpoint.load_step, or with `resume` the
-/// latest one; unset: from scratch. Rank 0 looks, all ranks get its answer.
-/// Collective.
-/// @throws Error{io} when load_step has no checkpoint.
-std::optional<std::int64_t>
-find_start(const Config& config, bool resume, Mesh& mesh);
-
-/// Whether nothing is left to do for a run that goes on from the checkpoint of
-/// `step`: it is past training.steps, or just there and metrics.jsonl says that
-/// everything after the last step was written. Rank 0 looks. Collective.
-bool run_has_ended(const Config& config, std::int64_t step, Mesh& mesh);
-
-/// Sequences per step of the run that wrote the checkpoint of `step`; 0 when it
-/// does not say. Rank 0 looks. Collective.
-std::int64_t
-checkpoint_global_batch(const Config& config, std::int64_t step, Mesh& mesh);
+/// The config among the texts of a run's checkpoint (Manifest::state).
+inline constexpr std::string_view kConfigState = "config";
 
 /// The checkpoints of a training run: when one is due, what belongs to it
 /// beside the tensors, and what a user is told of it.

@@ -1,8 +1,10 @@
 #include "flatshard/train/run_output.h"
 
+#include <csignal>
 #include <cstdio>
 
 #include "flatshard/core/log.h"
+#include "flatshard/train/earlier_run.h"
 #include "flatshard/train/option_errors.h"
 
 namespace flatshard {
@@ -89,9 +91,40 @@ void RunOutput::nonfinite(
   });
 }
 
+void RunOutput::requested(
+    const Requests& requests,
+    std::int64_t step,
+    bool saves) {
+  if (!requests.save && requests.stop_signal == 0) {
+    return;
+  }
+  status_.clear();
+  if (requests.stop_signal != 0) {
+    log_info(
+        "{}: ending after step {}{}; once more ends it at once",
+        requests.stop_signal == SIGINT ? "SIGINT" : "SIGTERM",
+        step,
+        saves ? " with a checkpoint" : "");
+  } else if (!saves) {
+    log_warning("SIGUSR1: nothing is saved, since checkpoint.interval = 0");
+  }
+}
+
 void RunOutput::graphs(std::int64_t step, const GraphStats& stats) {
   log_info("{}", to_string(stats));
   for_option(kOutputDir, [&] { metrics_->write_graphs(step, stats); });
+}
+
+void RunOutput::begin_progress(std::int64_t done, std::int64_t total) {
+  begin_ = std::chrono::steady_clock::now();
+  first_ = done;
+  total_ = total;
+}
+
+void RunOutput::progress(std::int64_t step, double loss) {
+  const std::chrono::duration<double> elapsed =
+      std::chrono::steady_clock::now() - begin_;
+  status_.update(step, total_, loss, elapsed.count(), first_);
 }
 
 }  // namespace flatshard

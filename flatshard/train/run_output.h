@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -8,6 +9,9 @@
 
 #include "flatshard/train/config.h"
 #include "flatshard/train/metrics.h"
+#include "flatshard/train/metrics_file.h"
+#include "flatshard/train/signal_requests.h"
+#include "flatshard/train/status_line.h"
 #include "flatshard/unit/graph_options.h"
 
 namespace flatshard {
@@ -40,12 +44,23 @@ class RunOutput {
   /// A step whose gradient is not finite; the run goes on after `last`.
   void nonfinite(std::int64_t step, const std::string& what, std::int64_t last);
 
-  /// The line at the bottom of a terminal; off elsewhere.
-  StatusLine& status() { return status_; }
+  /// What a signal asked for after `step`. @param saves  checkpoints are
+  /// written.
+  void requested(const Requests& requests, std::int64_t step, bool saves);
+
+  /// Begins the line at the bottom of a terminal: `done` steps of `total`.
+  void begin_progress(std::int64_t done, std::int64_t total);
+  /// Whether there is such a line.
+  bool shows_progress() const { return status_.enabled(); }
+  void progress(std::int64_t step, double loss);
+  void end_progress() { status_.clear(); }
 
  private:
   std::optional<MetricsFile> metrics_;
   StatusLine status_;
+  std::chrono::steady_clock::time_point begin_;
+  std::int64_t first_ = 0;
+  std::int64_t total_ = 0;
 };
 
 }  // namespace flatshard

@@ -12,8 +12,8 @@
 #include "flatshard/format/hf_folder.h"
 #include "flatshard/format/read_plan.h"
 #include "flatshard/models/hf_names.h"
+#include "flatshard/train/model_config.h"
 #include "flatshard/train/run_checkpoints.h"
-#include "flatshard/train/setup.h"
 
 namespace flatshard {
 namespace {
@@ -131,8 +131,17 @@ fs::path find_checkpoint(const fs::path& path, std::int64_t step) {
   return step_folder(folder, *found);
 }
 
+std::string tokenizer_corpus(const Config& config) {
+  for (const data::SourceChoice& choice : config.data.train) {
+    if (!choice.is_random()) {
+      return choice.path;
+    }
+  }
+  return {};
+}
+
 Config checkpoint_config(const fs::path& folder, const Manifest& manifest) {
-  const auto text = manifest.state.find("config");
+  const auto text = manifest.state.find(std::string(kConfigState));
   FLATSHARD_CHECK(
       text != manifest.state.end() &&
           manifest.tensors.contains(std::string(kWeightRole)),

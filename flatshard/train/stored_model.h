@@ -36,6 +36,10 @@ Config checkpoint_config(
     const std::filesystem::path& folder,
     const Manifest& manifest);
 
+/// The corpus folder whose tokenizer the run's tokens are of: the first of
+/// data.train; empty when all are random tokens.
+std::string tokenizer_corpus(const Config& config);
+
 /// A weight of a checkpoint as it is stored, whole, checked by its digests.
 /// @param name  the parameter's name.
 at::Tensor read_weight(

@@ -299,9 +299,8 @@ SlotView Executor::grads_slot(Unit& unit) {
     const SlotKey key{.unit = unit.id(), .role = SlotRole::gradients};
     held.grads =
         pool_.acquire(plan_.offset(key), unit.grads_nbytes(), compute());
-    observers_.tell([&](RuntimeObserver& o) {
-      o.slot_acquired(unit, key, held.grads);
-    });
+    observers_.tell(
+        [&](RuntimeObserver& o) { o.slot_acquired(unit, key, held.grads); });
     held.last[static_cast<std::size_t>(SlotRole::gradients)] = view(held.grads);
   }
   return view(held.grads);

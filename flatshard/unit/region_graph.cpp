@@ -74,7 +74,8 @@ std::vector<at::Generator> generators_of(
 
 }  // namespace
 
-// -- what is in use ------------------------------------------------------------
+// -- what is in use
+// ------------------------------------------------------------
 
 bool GraphUses::blocks(std::int64_t number) {
   while (!uses_.empty() && uses_.back().token.expired()) {
@@ -162,11 +163,11 @@ class RegionGraph::ParameterScope {
 struct RegionGraph::Open : torch::CustomClassHolder {
   std::shared_ptr<RegionGraph> region;
   std::int64_t number = 0;
-  std::vector<bool> is_leaf;   // by input
-  nn::GeneratorStates states;  // before the forward; a recomputation's
-  std::shared_ptr<void> waits; // for its backward
-  std::shared_ptr<void> use;   // null: its backward was
-  std::int64_t clock = -1;     // at the end of that
+  std::vector<bool> is_leaf;    // by input
+  nn::GeneratorStates states;   // before the forward; a recomputation's
+  std::shared_ptr<void> waits;  // for its backward
+  std::shared_ptr<void> use;    // null: its backward was
+  std::int64_t clock = -1;      // at the end of that
 };
 
 struct RegionGraph::ReplayFunction
@@ -211,7 +212,8 @@ RegionGraph::RegionGraph(
       uses_(std::move(uses)),
       with_grad_(with_grad),
       on_backward_(std::move(on_backward)),
-      generators_(generators_of(modules_)) {}
+      generators_(generators_of(modules_)) {
+}
 
 RegionGraph::~RegionGraph() = default;
 
@@ -339,8 +341,7 @@ nn::TensorList RegionGraph::differentiate(
     at::Tensor grad = *next++;
     if (grad.defined()) {
       if (auto target = sink.begin_wgrad(parameter)) {
-        target->accumulate ? target->grad.add_(grad)
-                           : target->grad.copy_(grad);
+        target->accumulate ? target->grad.add_(grad) : target->grad.copy_(grad);
         sink.end_wgrad(parameter);
         grad = at::Tensor();
       }
@@ -356,10 +357,10 @@ void RegionGraph::capture_backward(
     TargetSink& targets) {
   for (std::size_t i = 0; i < outputs_.size(); ++i) {
     const Consumer& consumer = consumers[i];
-    const bool chained = consumer.region && consumer.region->backward_ &&
-                         consumer.region->backward_->outputs()[consumer.input]
-                             .defined() &&
-                         !copied_grads_.contains(i);
+    const bool chained =
+        consumer.region && consumer.region->backward_ &&
+        consumer.region->backward_->outputs()[consumer.input].defined() &&
+        !copied_grads_.contains(i);
     grad_outputs_.push_back(
         chained ? consumer.region->backward_->outputs()[consumer.input]
                 : at::empty_like(outputs_[i]));
@@ -404,13 +405,13 @@ nn::TensorList RegionGraph::grads_of_inputs(TargetSink& sink) {
         name_,
         i - inputs_.size());
     // Who gave a gradient may write it again before this one is read.
-    if (out[i].defined() &&
-        std::any_of(
-            grad_outputs_.begin(),
-            grad_outputs_.end(),
-            [&](const at::Tensor& grad) {
-              return grad.const_data_ptr() == out[i].const_data_ptr();
-            })) {
+    if (out[i].defined() && std::any_of(
+                                grad_outputs_.begin(),
+                                grad_outputs_.end(),
+                                [&](const at::Tensor& grad) {
+                                  return grad.const_data_ptr() ==
+                                         out[i].const_data_ptr();
+                                })) {
       out[i] = out[i].clone();
     }
   }

@@ -185,10 +185,10 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
 
   std::unique_ptr<DeviceGraph> forward_;
   std::int64_t forward_number_ = 0;
-  nn::TensorList inputs_;   ///< static; leaves of the recorded autograd graph
+  nn::TensorList inputs_;  ///< static; leaves of the recorded autograd graph
   std::vector<bool> chained_;  ///< an input that is another's output
-  nn::TensorList live_;     ///< outputs with the recorded autograd graph
-  nn::TensorList outputs_;  ///< static
+  nn::TensorList live_;        ///< outputs with the recorded autograd graph
+  nn::TensorList outputs_;     ///< static
   std::vector<int> aliased_input_;  ///< whose memory an output is, or -1
   std::vector<const void*> forward_addresses_;
   /// Accumulators of the recorded graph, by parameter; null: not used.

@@ -16,7 +16,8 @@ namespace flatshard {
 
 std::string to_string(const GraphStats& stats) {
   std::string text = fmt::format(
-      "CUDA graphs: {} captured ({:.0f} MB), {} forward and {} backward replays",
+      "CUDA graphs: {} captured ({:.0f} MB), {} forward and {} backward "
+      "replays",
       stats.captures,
       static_cast<double>(stats.nbytes) * 1e-6,
       stats.forward_replays,
@@ -25,10 +26,12 @@ std::string to_string(const GraphStats& stats) {
   std::string reasons;
   for (const auto& [reason, count] : stats.fallbacks) {
     eager += count;
-    reasons += fmt::format("{}{} ({})", eager > count ? "; " : "", reason, count);
+    reasons +=
+        fmt::format("{}{} ({})", eager > count ? "; " : "", reason, count);
   }
-  return eager == 0 ? text
-                    : fmt::format("{}; {} ran eagerly: {}", text, eager, reasons);
+  return eager == 0
+             ? text
+             : fmt::format("{}; {} ran eagerly: {}", text, eager, reasons);
 }
 
 /// One unit, and where its slots were in the step that runs.
@@ -75,8 +78,7 @@ RegionGraphs::RegionGraphs(
       options_(std::move(options)),
       sink_(std::move(sink)) {
   for (const auto& unit : units_) {
-    auto& regions =
-        unit_regions_.emplace_back(std::make_unique<UnitRegions>());
+    auto& regions = unit_regions_.emplace_back(std::make_unique<UnitRegions>());
     regions->unit = unit.get();
     if (unit->module() == nullptr) {
       continue;

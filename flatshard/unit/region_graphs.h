@@ -19,10 +19,10 @@ namespace flatshard {
 /// The graphs of all regions of one model.
 ///
 /// The first steps run eagerly and are watched: which regions run, on what
-/// inputs, and where the unit's weights and gradients lie. Then all are captured
-/// at once, between two steps, and replayed from there on. Capture executes
-/// nothing, so it needs no gathered weights: parameters point at the places that
-/// the plan of slots has for them.
+/// inputs, and where the unit's weights and gradients lie. Then all are
+/// captured at once, between two steps, and replayed from there on. Capture
+/// executes nothing, so it needs no gathered weights: parameters point at the
+/// places that the plan of slots has for them.
 class RegionGraphs : public nn::RegionRunner,
                      public RuntimeObserver,
                      public std::enable_shared_from_this<RegionGraphs> {

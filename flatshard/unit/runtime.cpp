@@ -60,7 +60,8 @@ void check_graphs(
   FLATSHARD_CHECK(
       !options.debug.strict,
       config,
-      "GraphOptions::enabled with DebugOptions::strict, which watches the calls "
+      "GraphOptions::enabled with DebugOptions::strict, which watches the "
+      "calls "
       "of inner modules: a replay makes none");
   for (const auto& unit : units) {
     for (const auto& group : unit->groups()) {

@@ -1,6 +1,10 @@
 #include "flatshard/train/metrics.h"
 
+#include "flatshard/train/earlier_run.h"
+#include "flatshard/train/metrics_file.h"
+#include "flatshard/train/number_text.h"
 #include "flatshard/train/peak_flops.h"
+#include "flatshard/train/status_line.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -6,8 +6,11 @@
 #include "flatshard/format/safetensors.h"
 #include "flatshard/models/flops.h"
 #include "flatshard/train/generate.h"
-#include "flatshard/train/setup.h"
+#include "flatshard/train/memory_check.h"
+#include "flatshard/train/model_config.h"
+#include "flatshard/train/parallelism.h"
 #include "flatshard/train/stored_model.h"
+#include "flatshard/unit/fully_shard.h"
 #include "tests/support/temp_folder.h"
 
 #include <gmock/gmock.h>

@@ -29,10 +29,9 @@ GraphRun train(const GraphCase& c, const std::string& name) {
   at::manual_seed(3);
   GraphTraining training(
       c,
-      gpu_ranks().world() == 1 ? Mesh::single(gpu_ranks().device)
-                               : gpu_ranks().mesh(
-                                     {{"dp", gpu_ranks().world()}},
-                                     name));
+      gpu_ranks().world() == 1
+          ? Mesh::single(gpu_ranks().device)
+          : gpu_ranks().mesh({{"dp", gpu_ranks().world()}}, name));
   return training.run();
 }
 
@@ -52,9 +51,9 @@ TEST_P(GraphMatrix, EqualsEagerBitForBit) {
         << "gradient " << i;
   }
   EXPECT_EQ(eager.actions, graphs.actions);
-  const std::int64_t regions =
-      (c.steps - c.warmup_steps) * c.microbatches * GraphCase::kLayers *
-      static_cast<std::int64_t>(c.regions.size());
+  const std::int64_t regions = (c.steps - c.warmup_steps) * c.microbatches *
+                               GraphCase::kLayers *
+                               static_cast<std::int64_t>(c.regions.size());
   const bool twice = c.recompute && !c.regions.contains("block");
   EXPECT_EQ(graphs.stats.forward_replays, regions * (twice ? 2 : 1));
   EXPECT_EQ(graphs.stats.backward_replays, regions);
@@ -64,9 +63,7 @@ TEST_P(GraphMatrix, EqualsEagerBitForBit) {
 INSTANTIATE_TEST_SUITE_P(
     All,
     GraphMatrix,
-    ::testing::Range(
-        0,
-        static_cast<int>(testing::all_graph_cases(1).size())),
+    ::testing::Range(0, static_cast<int>(testing::all_graph_cases(1).size())),
     [](const auto& info) {
       return testing::all_graph_cases(1)[info.param].name();
     });

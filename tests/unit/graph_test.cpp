@@ -30,9 +30,8 @@ void expect_same(const GraphRun& eager, const GraphRun& graphs) {
 
 void expect_replays(const GraphCase& c, const GraphRun& run) {
   const std::int64_t steps = c.steps - c.warmup_steps;
-  const std::int64_t regions =
-      steps * c.microbatches * GraphCase::kLayers *
-      static_cast<std::int64_t>(c.regions.size());
+  const std::int64_t regions = steps * c.microbatches * GraphCase::kLayers *
+                               static_cast<std::int64_t>(c.regions.size());
   const bool twice = c.recompute && !c.regions.contains("block");
   EXPECT_EQ(run.stats.forward_replays, regions * (twice ? 2 : 1));
   EXPECT_EQ(run.stats.backward_replays, regions);

@@ -184,9 +184,9 @@ GraphTraining::GraphTraining(const GraphCase& c, std::shared_ptr<Mesh> mesh)
             .vocab_size = kVocab,
             .max_seq_len = kSeq},
         models::LlamaOptions{
-            .activation_checkpoint =
-                c.recompute ? models::ActivationCheckpoint::full
-                            : models::ActivationCheckpoint::none});
+            .activation_checkpoint = c.recompute
+                                         ? models::ActivationCheckpoint::full
+                                         : models::ActivationCheckpoint::none});
     for (const auto& unit : (*model_->llama)->unit_modules()) {
       units_.push_back(unit.get());
     }
@@ -225,10 +225,8 @@ nn::Module& GraphTraining::model() {
   return **model_->with_dropout;
 }
 
-at::Tensor GraphTraining::forward(
-    int step,
-    int microbatch,
-    std::int64_t batch) {
+at::Tensor
+GraphTraining::forward(int step, int microbatch, std::int64_t batch) {
   const at::Tensor in =
       tokens(step, microbatch, mesh_->rank(), batch).to(mesh_->device());
   const at::Tensor targets = in.roll(1, 1);

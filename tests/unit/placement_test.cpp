@@ -418,8 +418,10 @@ TEST(Placement, R23_SlotsArePlannedForThePoliciesOfUnits) {
           choice.policy = UnitPolicy{.reshard_after_forward = reshard};
         }
       }
-      nbytes =
-          fully_shard(*model, context.mesh(), options)->executor().plan().arena_nbytes();
+      nbytes = fully_shard(*model, context.mesh(), options)
+                   ->executor()
+                   .plan()
+                   .arena_nbytes();
     });
     return nbytes;
   };

@@ -1,0 +1,39 @@
+#pragma once
+
+#include <string>
+
+#include "flatshard/launch/fd.h"
+
+namespace flatshard {
+
+/// What a rank writes to its standard error, by way of a pipe to ours.
+class RankStderr {
+ public:
+  /// Of a rank that writes to ours itself.
+  RankStderr() = default;
+  /// @param read_end  of the pipe; does not block.
+  /// @param prefixed  whole lines are passed on, each with the rank's number.
+  RankStderr(int rank, Fd read_end, bool prefixed)
+      : rank_(rank), read_end_(std::move(read_end)), prefixed_(prefixed) {}
+
+  /// To wait for; -1 once the rank has closed it.
+  int fd() const { return read_end_.get(); }
+
+  /// Passes on what there is, and when the rank has closed its end the rest of
+  /// a line as well. Does not wait.
+  void pass_on();
+
+  /// From the last line that reports an error, with the indented lines below
+  /// it, or else the last line: a library's warnings may come after the error.
+  /// Of the newest that was passed on; empty when there was nothing.
+  std::string last_message() const;
+
+ private:
+  int rank_ = 0;
+  Fd read_end_;
+  bool prefixed_ = false;
+  std::string line_;  ///< not ended yet
+  std::string tail_;  ///< the newest of what it wrote
+};
+
+}  // namespace flatshard

@@ -1,0 +1,55 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "flatshard/mesh/mesh.h"
+#include "flatshard/models/llama.h"
+#include "flatshard/train/config.h"
+#include "flatshard/train/metrics.h"
+#include "flatshard/train/token_buffers.h"
+#include "flatshard/train/validation_set.h"
+
+namespace flatshard {
+
+/// The loss on the validation sets of a run, measured every validation.freq
+/// steps and after the last one.
+class Evaluation {
+ public:
+  /// @param sets  at least one.
+  Evaluation(
+      const Config& config,
+      std::vector<ValidationSet> sets,
+      std::shared_ptr<Mesh> mesh,
+      models::Llama model);
+
+  /// Whether one belongs after this step.
+  bool due(std::int64_t step) const;
+
+  /// Runs the forward of every sequence of the sets, shared out to the ranks in
+  /// batches of training.local_batch_size. Collective; blocks the host.
+  /// @return the same on all ranks.
+  /// @throws Error{format, io} naming the option of the data; the verdict on a
+  /// rank that failed.
+  ValidationMetrics run(std::int64_t step);
+
+ private:
+  /// What this rank's part of a set sums up to.
+  struct Sums {
+    double nats = 0;             ///< the losses of its tokens
+    std::int64_t num_bytes = 0;  ///< among its targets
+  };
+  Sums sum_of(const ValidationSet& set);
+
+  const std::int64_t freq_;
+  const std::int64_t last_step_;
+  const std::int64_t local_batch_;
+  const std::int64_t seq_len_;
+  const std::vector<ValidationSet> sets_;
+  std::shared_ptr<Mesh> mesh_;
+  models::Llama model_;
+  TokenBuffers buffers_;  ///< [local_batch_size, seq_len]
+};
+
+}  // namespace flatshard

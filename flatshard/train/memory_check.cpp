@@ -1,0 +1,63 @@
+#include "flatshard/train/memory_check.h"
+
+#include <algorithm>
+
+#include "flatshard/core/error.h"
+#include "flatshard/device/memory.h"
+#include "flatshard/layout/strategy.h"
+#include "flatshard/models/flops.h"
+#include "flatshard/train/number_text.h"
+#include "flatshard/train/precision.h"
+
+namespace flatshard {
+
+std::int64_t least_memory(
+    const Config& config,
+    const models::ModelConfig& model,
+    std::int64_t world) {
+  const auto size = [](const std::string& dtype, const char* key) {
+    return static_cast<std::int64_t>(c10::elementSize(parse_dtype(dtype, key)));
+  };
+  const Config::Precision& p = config.precision;
+  const Config::Optimizer& o = config.optimizer;
+  const std::int64_t gradient = std::min(
+      size(p.reduce, "precision.reduce"),
+      size(p.main_grads, "precision.main_grads"));
+  const std::int64_t states = o.name == "adamw" ? 2 : o.momentum > 0 ? 1 : 0;
+  const std::int64_t each = size(p.main_params, "precision.main_params") +
+                            gradient +
+                            states * static_cast<std::int64_t>(sizeof(float));
+  const std::string_view strategy =
+      find_strategy_name(config.parallelism.strategy).name;
+  std::int64_t shards = world;
+  if (strategy == "zero0") {
+    shards = 1;
+  } else if (strategy != "hfsdp") {
+    shards /= std::max<std::int64_t>(
+        1,
+        config.parallelism.data_parallel_replicate_degree);
+  }
+  return models::num_parameters(model) * each / shards;
+}
+
+void check_memory(
+    const Config& config,
+    const models::ModelConfig& model,
+    std::int64_t world,
+    at::Device device) {
+  const std::int64_t capacity = memory_stats(device).capacity_bytes;
+  const std::int64_t needed = least_memory(config, model, world);
+  FLATSHARD_CHECK(
+      capacity <= 0 || needed <= capacity,
+      memory,
+      "a model of {} parameters needs at least {:.1f} GiB on each of {} ranks "
+      "for weights, gradients and optimizer state, and this device has {:.1f} "
+      "GiB; lower the sizes in [model], use more ranks, or a "
+      "parallelism.strategy that shards more",
+      with_commas(models::num_parameters(model)),
+      static_cast<double>(needed) / kGiB,
+      world,
+      static_cast<double>(capacity) / kGiB);
+}
+
+}  // namespace flatshard

@@ -1,0 +1,20 @@
+#pragma once
+
+#include "flatshard/optim/lr_schedule.h"
+#include "flatshard/optim/optimizer.h"
+#include "flatshard/train/config.h"
+
+#include <memory>
+#include <vector>
+
+namespace flatshard {
+
+/// The optimizer that [optimizer] describes. @throws Error{config}.
+std::unique_ptr<Optimizer> make_optimizer(
+    const Config& config,
+    const std::vector<ParamGroup*>& groups);
+
+/// The learning rate of each step, by [lr_scheduler]. @throws Error{config}.
+LrSchedule lr_schedule(const Config& config);
+
+}  // namespace flatshard

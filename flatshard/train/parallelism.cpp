@@ -1,0 +1,118 @@
+#include "flatshard/train/parallelism.h"
+
+#include "flatshard/comm/store.h"
+#include "flatshard/core/error.h"
+#include "flatshard/peer/peer_memory.h"
+#include "flatshard/train/precision.h"
+
+#include <algorithm>
+#include <chrono>
+
+namespace flatshard {
+namespace {
+
+CopyEngines parse_copy_engines(const std::string& name) {
+  if (name == "forward") {
+    return {.gathers = CopyEngines::Gathers::forward};
+  }
+  if (name == "all") {
+    return CopyEngines::all();
+  }
+  FLATSHARD_CHECK(
+      name == "none",
+      config,
+      "parallelism.copy_engines: expected auto, none, forward or all, got "
+      "'{}'",
+      name);
+  return {};
+}
+
+}  // namespace
+
+std::string strategy_name(const Config& config) {
+  const std::string& name = config.parallelism.strategy;
+  if (config.parallelism.data_parallel_replicate_degree == 1) {
+    return name;
+  }
+  const StrategyName& row = find_strategy_name(name);
+  return std::string(row.needs_outer_axis() ? row.name : row.with_replicas);
+}
+
+std::vector<MeshAxis> mesh_axes(const Config& config) {
+  const auto& p = config.parallelism;
+  if (p.data_parallel_replicate_degree == 1) {
+    return {{"dp", p.data_parallel_shard_degree}};
+  }
+  return {
+      {"replicate", p.data_parallel_replicate_degree},
+      {"shard", p.data_parallel_shard_degree}};
+}
+
+std::shared_ptr<Mesh> make_mesh(
+    const Config& config,
+    const RankEnvironment& env,
+    at::Device device,
+    OnStuckAbort on_stuck_abort) {
+  if (env.world_size == 1) {
+    return Mesh::single(device);
+  }
+  const std::chrono::duration<double> timeout(config.comm.timeout_s);
+  MeshOptions options;
+  options.communicator.timeout =
+      std::chrono::duration_cast<std::chrono::milliseconds>(timeout);
+  options.watcher = config.comm.watcher;
+  options.launcher_serves_store = env.launcher_serves_store;
+  options.on_stuck_abort = std::move(on_stuck_abort);
+  return Mesh::create(
+      mesh_axes(config),
+      env.rank,
+      make_tcp_store(env),
+      device,
+      options);
+}
+
+std::string choose_copy_engines(const Config& config, Mesh& mesh) {
+  const Config::Parallelism& p = config.parallelism;
+  if (p.copy_engines != "auto") {
+    return p.copy_engines;
+  }
+  // Reductions alone gain nothing, so not where weights are not gathered.
+  const Strategy strategy =
+      Strategy::named(strategy_name(config), mesh.num_axes());
+  const bool gathers =
+      p.keep_compute_weights &&
+      std::ranges::any_of(strategy.parameter, &Placement::is_shard);
+  return gathers && PeerMemory::has_fast_links(mesh.world()) ? "all" : "none";
+}
+
+FullyShardOptions shard_options(
+    const Config& config,
+    const std::string& copy_engines) {
+  FullyShardOptions options;
+  options.strategy = strategy_name(config);
+  options.group.precision = precision(config);
+  options.group.scaling = grad_scaling(config);
+  options.group.keep_compute_weights = config.parallelism.keep_compute_weights;
+  options.group.layout.max_padding = config.parallelism.max_padding;
+  options.runtime.prefetch = static_cast<int>(config.parallelism.prefetch);
+  options.runtime.reshard_after_forward =
+      config.parallelism.reshard_after_forward;
+  options.runtime.copy_engines = parse_copy_engines(copy_engines);
+  options.granularity = Granularity::parse(config.parallelism.granularity);
+  options.seed = static_cast<std::uint64_t>(config.run.seed);
+  options.runtime.streams.delay_seed =
+      static_cast<std::uint64_t>(config.debug.comm_delay_seed);
+  options.runtime.streams.max_delay_us =
+      static_cast<int>(config.debug.comm_delay_us);
+  options.runtime.graphs = {
+      .enabled = config.cuda_graph.impl == "unit",
+      .regions = graph_regions(config),
+      .warmup_steps = static_cast<int>(config.cuda_graph.warmup_steps),
+      .miss_is_error = config.cuda_graph.on_miss == "error"};
+  options.runtime.debug = {
+      .poison = config.diagnostics.poison,
+      .strict = config.diagnostics.strict};
+  return options;
+}
+
+}  // namespace flatshard

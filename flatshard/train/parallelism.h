@@ -1,0 +1,41 @@
+#pragma once
+
+#include "flatshard/launch/environment.h"
+#include "flatshard/mesh/mesh.h"
+#include "flatshard/train/config.h"
+#include "flatshard/unit/fully_shard.h"
+
+#include <memory>
+#include <string>
+#include <vector>
+
+// How a run is spread over its ranks, from [parallelism] to the library's
+// words.
+namespace flatshard {
+
+/// The name that Strategy::named knows for this mesh: a replicate degree above
+/// 1 turns zero1, zero2 and zero3 into their HSDP forms.
+std::string strategy_name(const Config& config);
+
+/// {dp: n}, or {replicate: r, shard: s}. The config is resolved.
+std::vector<MeshAxis> mesh_axes(const Config& config);
+
+/// The mesh of all ranks with these axes; its watcher and timeouts are
+/// [comm]'s. Collective.
+std::shared_ptr<Mesh> make_mesh(
+    const Config& config,
+    const RankEnvironment& env,
+    at::Device device,
+    OnStuckAbort on_stuck_abort);
+
+/// none, forward or all: what the config says, and for auto what was measured
+/// to be fastest (docs/performance.md). Collective.
+std::string choose_copy_engines(const Config& config, Mesh& mesh);
+
+/// Everything but the units.
+/// @param copy_engines  what choose_copy_engines said.
+FullyShardOptions shard_options(
+    const Config& config,
+    const std::string& copy_engines);
+
+}  // namespace flatshard

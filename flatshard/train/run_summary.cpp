@@ -1,0 +1,82 @@
+#include "flatshard/train/run_summary.h"
+
+#include <fmt/ranges.h>
+
+#include <filesystem>
+#include <optional>
+#include <vector>
+
+#include "flatshard/core/error.h"
+#include "flatshard/diagnostics/memory_table.h"
+#include "flatshard/models/flops.h"
+#include "flatshard/train/number_text.h"
+#include "flatshard/train/parallelism.h"
+
+namespace flatshard {
+namespace {
+
+std::string memory_table(const RunSummary& summary) {
+  const auto rows = memory_rows(
+      *summary.state.runtime,
+      summary.state.optimizer->state_nbytes());
+  std::vector<MemoryRow> host_rows;
+  if (summary.config.checkpoint.interval > 0) {
+    host_rows.push_back(
+        {"checkpoint",
+         summary.staging_nbytes,
+         "two buffers, from which checkpoints are written"});
+  }
+  return to_string(rows, host_rows);
+}
+
+}  // namespace
+
+std::string to_string(const RunSummary& summary) {
+  const Config& config = summary.config;
+  // A restart of the same run on the same ranks has nothing new to say.
+  std::optional<Config> before;
+  const auto path =
+      std::filesystem::path(config.run.output_dir) / "config.toml";
+  if (summary.goes_on && std::filesystem::exists(path)) {
+    try {
+      before = load_config(path);
+    } catch (const Error&) {}  // of another version: as if it were not there
+  }
+  const std::string changed = differing_keys(config, before.value_or(Config()));
+  std::vector<std::string> parts;
+  if (!before) {
+    parts.push_back(fmt::format(
+        "config: all of it is in {}; not as by default are\n{}",
+        path.string(),
+        changed));
+  } else if (!changed.empty()) {
+    parts.push_back(
+        fmt::format("config: changed since the run's last start\n{}", changed));
+  }
+  parts.push_back(fmt::format(
+      "model: {} parameters; {} ranks of {}; strategy {}; copy engines {}; {} "
+      "microbatches per step",
+      with_commas(models::num_parameters(summary.model)),
+      summary.mesh.size(),
+      summary.mesh.device().is_cuda() ? "GPU" : "CPU",
+      strategy_name(config),
+      summary.state.copy_engines,
+      summary.num_microbatches));
+  if (!before || !changed.empty()) {
+    parts.push_back(fmt::format(
+        "tflops and mfu count 6 N + 12 L d T per token (attention as if it "
+        "were not causal, no recompute): {} per token",
+        format_flop(summary.flops_per_token)));
+    if (config.parallelism.memory_budget > 0) {
+      parts.push_back(fmt::format(
+          "parallelism.memory_budget: {} of {} units stay gathered from "
+          "forward to backward",
+          summary.state.num_kept_units,
+          summary.state.runtime->units().size()));
+    }
+    parts.push_back(memory_table(summary));
+  }
+  return fmt::to_string(fmt::join(parts, "\n"));
+}
+
+}  // namespace flatshard

@@ -1,0 +1,31 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+
+#include "flatshard/models/config.h"
+#include "flatshard/train/config.h"
+#include "flatshard/train/train_state.h"
+
+namespace flatshard {
+
+/// What a run says of itself before its first step.
+struct RunSummary {
+  const Config& config;
+  const models::ModelConfig& model;
+  const Mesh& mesh;
+  const TrainState& state;
+  bool goes_on = false;  ///< with an earlier run's files
+  std::int64_t num_microbatches = 1;
+  double flops_per_token = 0;
+  std::int64_t staging_nbytes = 0;  ///< in which checkpoints wait; 0: none
+};
+
+/// What the config changes, the model, how it is spread, and the memory table,
+/// without a line end after the last line. A restart of the same run has little
+/// new to say. Reads the config.toml of the run that it goes on with.
+std::string to_string(const RunSummary& summary);
+
+}  // namespace flatshard

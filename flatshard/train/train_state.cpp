@@ -1,0 +1,66 @@
+#include "flatshard/train/train_state.h"
+
+#include <algorithm>
+
+#include "flatshard/comm/all_gather_values.h"
+#include "flatshard/core/error.h"
+#include "flatshard/diagnostics/memory_table.h"
+#include "flatshard/train/number_text.h"
+#include "flatshard/train/optimizer.h"
+#include "flatshard/train/parallelism.h"
+
+namespace flatshard {
+namespace {
+
+/// Keeps as many units gathered as parallelism.memory_budget has room for.
+/// Collective. @return how many.
+int spend_memory_budget(const Config& config, Mesh& mesh, TrainState& state) {
+  const double budget_gib = config.parallelism.memory_budget;
+  const auto budget = static_cast<std::int64_t>(budget_gib * kGiB);
+  const std::int64_t mine = total_nbytes(
+      memory_rows(*state.runtime, state.optimizer->state_nbytes()));
+  const auto totals = all_gather_values(mesh.world(), mine);
+  const std::int64_t total = std::ranges::max(totals);
+  FLATSHARD_CHECK(
+      budget >= total,
+      config,
+      "parallelism.memory_budget: expected at least {:.4g} GiB, which is what "
+      "the memory table comes to with no unit kept, got {:g}",
+      static_cast<double>(total) / kGiB,
+      budget_gib);
+  return state.runtime->keep_gathered(
+      state.runtime->executor().pool().arena_nbytes() + budget - total);
+}
+
+}  // namespace
+
+TrainState make_train_state(
+    const Config& config,
+    const models::ModelConfig& model,
+    const std::shared_ptr<Mesh>& mesh,
+    std::int64_t num_microbatches) {
+  TrainState state;
+  state.model = models::Llama(
+      model,
+      models::LlamaOptions{
+          .activation_checkpoint = models::parse_activation_checkpoint(
+              config.activation_checkpoint.mode)});
+  state.copy_engines = choose_copy_engines(config, *mesh);
+  FullyShardOptions options = shard_options(config, state.copy_engines);
+  options.group.grads_in_reduce_dtype = num_microbatches == 1;
+  for (const auto& module : state.model->unit_modules()) {
+    options.units.push_back(module.get());
+  }
+  state.runtime = fully_shard(*state.model, mesh, options);
+  state.optimizer = make_optimizer(config, state.runtime->groups());
+  if (config.optimizer.overlap) {
+    state.optimizer->set_stream(
+        make_stream(mesh->device(), "optimizer", options.runtime.streams));
+  }
+  if (config.parallelism.memory_budget > 0) {
+    state.num_kept_units = spend_memory_budget(config, *mesh, state);
+  }
+  return state;
+}
+
+}  // namespace flatshard

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "flatshard/mesh/mesh.h"
+#include "flatshard/models/llama.h"
+#include "flatshard/optim/optimizer.h"
+#include "flatshard/train/config.h"
+#include "flatshard/unit/runtime.h"
+
+namespace flatshard {
+
+/// What a run trains: a model, sharded over the ranks, and its optimizer.
+struct TrainState {
+  models::Llama model{nullptr};
+  std::shared_ptr<Runtime> runtime;
+  std::unique_ptr<Optimizer> optimizer;
+  std::string copy_engines;  ///< none, forward or all
+  /// Units that parallelism.memory_budget keeps from forward to backward.
+  int num_kept_units = 0;
+};
+
+/// Builds it as the config says, with weights as the seed makes them.
+/// Collective. The config is resolved.
+/// @param num_microbatches  of a step on each rank.
+/// @throws Error{config} naming the key, also when parallelism.memory_budget is
+/// less than what the run takes without it.
+TrainState make_train_state(
+    const Config& config,
+    const models::ModelConfig& model,
+    const std::shared_ptr<Mesh>& mesh,
+    std::int64_t num_microbatches);
+
+}  // namespace flatshard
