@@ -34,42 +34,41 @@ at::Tensor hand_out(
       memory.device());
 }
 
-// Layers of these modules ask another sink while this lives.
+// Layers with these contexts ask another sink while this lives.
 class SinkScope {
  public:
-  SinkScope(const std::vector<nn::Module*>& modules, nn::WgradSink& sink)
-      : modules_(modules) {
+  SinkScope(
+      const std::vector<nn::ModuleContextPtr>& contexts,
+      nn::WgradSink& sink)
+      : contexts_(contexts) {
     other_ = std::shared_ptr<nn::WgradSink>(&sink, [](nn::WgradSink*) {});
-    for (nn::Module* module : modules_) {
-      before_.push_back(module->context()->wgrad_sink);
-      module->context()->wgrad_sink = other_;
+    for (const nn::ModuleContextPtr& context : contexts_) {
+      before_.push_back(context->wgrad_sink);
+      context->wgrad_sink = other_;
     }
   }
   ~SinkScope() {
-    for (std::size_t i = 0; i < modules_.size(); ++i) {
-      modules_[i]->context()->wgrad_sink = before_[i];
+    for (std::size_t i = 0; i < contexts_.size(); ++i) {
+      contexts_[i]->wgrad_sink = before_[i];
     }
   }
   SinkScope(const SinkScope&) = delete;
   SinkScope& operator=(const SinkScope&) = delete;
 
  private:
-  const std::vector<nn::Module*>& modules_;
+  const std::vector<nn::ModuleContextPtr>& contexts_;
   std::shared_ptr<nn::WgradSink> other_;
   std::vector<std::weak_ptr<nn::WgradSink>> before_;
 };
 
-std::vector<at::Generator> generators_of(
-    const std::vector<nn::Module*>& modules) {
-  std::vector<at::Generator> found;
-  for (const nn::Module* module : modules) {
-    for (const at::Generator& generator : module->own_generators()) {
-      if (std::find(found.begin(), found.end(), generator) == found.end()) {
-        found.push_back(generator);
-      }
+// What `expand` repeats is one element in memory, which is written once.
+at::Tensor without_repeats(at::Tensor tensor) {
+  for (std::int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    if (tensor.stride(dim) == 0 && tensor.size(dim) > 1) {
+      tensor = tensor.narrow(dim, 0, 1);
     }
   }
-  return found;
+  return tensor;
 }
 
 }  // namespace
@@ -181,9 +180,18 @@ struct RegionGraph::ReplayFunction
     ctx->set_materialize_grads(false);
     const auto num_inputs =
         static_cast<std::ptrdiff_t>(open->region->inputs_.size());
-    return open->region->outputs_of_replay(
+    const RegionGraph& region = *open->region;
+    variable_list outputs = open->region->outputs_of_replay(
         nn::TensorList(all.begin(), all.begin() + num_inputs),
         open->use);
+    variable_list constants;
+    for (std::size_t i = 0; i < outputs.size(); ++i) {
+      if (region.is_constant_[i]) {
+        constants.push_back(outputs[i]);
+      }
+    }
+    ctx->mark_non_differentiable(constants);
+    return outputs;
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
@@ -197,22 +205,19 @@ struct RegionGraph::ReplayFunction
 
 RegionGraph::RegionGraph(
     std::string name,
-    nn::Module& owner,
+    RegionOwner owner,
     Unit& unit,
-    std::vector<nn::Module*> modules,
     std::weak_ptr<nn::WgradSink> sink,
     std::shared_ptr<GraphUses> uses,
     bool with_grad,
     OnBackward on_backward)
     : name_(std::move(name)),
-      owner_(owner),
+      owner_(std::move(owner)),
       unit_(unit),
-      modules_(std::move(modules)),
       sink_(std::move(sink)),
       uses_(std::move(uses)),
       with_grad_(with_grad),
-      on_backward_(std::move(on_backward)),
-      generators_(generators_of(modules_)) {
+      on_backward_(std::move(on_backward)) {
 }
 
 RegionGraph::~RegionGraph() = default;
@@ -241,8 +246,10 @@ nn::TensorList RegionGraph::run_forward() {
   live_ = call_.fn(inputs_);
   nn::TensorList outputs;
   aliased_input_.clear();
+  is_constant_.clear();
   for (const at::Tensor& output : live_) {
     outputs.push_back(output.detach());
+    is_constant_.push_back(!call_.recompute && !output.requires_grad());
     const auto same = std::find_if(
         inputs_.begin(),
         inputs_.end(),
@@ -265,13 +272,16 @@ void RegionGraph::capture_forward(GraphPool& pool) {
     at::Tensor memory =
         chained ? input.source->outputs_[input.source_output].variable_data()
                 : at::empty_strided(input.sizes, input.strides, input.options);
+    if (!chained && !memory.is_floating_point()) {
+      without_repeats(memory).zero_();  // indices, which a CPU's capture uses
+    }
     memory.set_requires_grad(input.requires_grad && with_grad_);
     inputs_.push_back(std::move(memory));
     chained_.push_back(chained);
   }
   forward_addresses_ = parameter_addresses();
   forward_number_ = uses_->next();
-  forward_ = pool.capture([this] { return run_forward(); }, generators_);
+  forward_ = pool.capture([this] { return run_forward(); }, owner_.generators);
   outputs_ = forward_->outputs();
   for (std::size_t i = 0; i < outputs_.size(); ++i) {
     FLATSHARD_CHECK(
@@ -295,7 +305,7 @@ nn::TensorList RegionGraph::differentiate(
       live_.clear();  // the accumulators are held by then
     }
   });
-  const SinkScope layers(modules_, sink);
+  const SinkScope layers(owner_.contexts, sink);
   const ParameterScope parameters(*this);
   if (call_.recompute) {
     const at::AutoGradMode grad_mode(true);
@@ -383,7 +393,7 @@ void RegionGraph::capture_backward(
         next = nullptr;
         return grads_of_inputs(*now);
       },
-      generators_);
+      owner_.generators);
   for (std::size_t i = 0; i < unit_.parameters().size(); ++i) {
     const at::Tensor& parameter = unit_.parameters()[i].tensor;
     if (first->written(parameter)) {
@@ -428,6 +438,7 @@ void RegionGraph::drop() {
   chained_.clear();
   outputs_.clear();
   aliased_input_.clear();
+  is_constant_.clear();
   grad_outputs_.clear();
   chained_grads_.clear();
   accumulators_.clear();
@@ -476,7 +487,8 @@ nn::TensorList RegionGraph::outputs_of_replay(
     const std::shared_ptr<void>& use) {
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     if (inputs[i].const_data_ptr() != inputs_[i].const_data_ptr()) {
-      inputs_[i].variable_data().copy_(inputs[i].detach());
+      without_repeats(inputs_[i].variable_data())
+          .copy_(without_repeats(inputs[i].detach()));
     }
   }
   forward_->replay();
@@ -503,8 +515,8 @@ nn::TensorList RegionGraph::replay(const nn::TensorList& inputs) {
   open->use = uses_->begin(forward_number_);
   open->waits = std::make_shared<int>();
   waits_ = open->waits;
-  if (call_.preserve_rng) {
-    open->states = nn::generator_states(owner_, inputs);
+  if (call_.preserve_rng && owner_.module != nullptr) {
+    open->states = nn::generator_states(*owner_.module, inputs);
   }
   variable_list all = inputs;
   for (const at::Tensor& input : inputs) {

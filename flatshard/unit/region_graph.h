@@ -59,6 +59,16 @@ class GraphUses {
   std::int64_t clock_ = 0;
 };
 
+/// Whose code a region is.
+struct RegionOwner {
+  /// Null: a program in another language, whose regions are not recomputed.
+  nn::Module* module = nullptr;
+  /// Those of the layers that may ask for a WgradSink.
+  std::vector<nn::ModuleContextPtr> contexts;
+  /// What these layers draw from besides the default generators.
+  std::vector<at::Generator> generators;
+};
+
 /// One region of a unit in one gradient mode: its forward and its backward as
 /// graphs, and the memory that these read and write.
 ///
@@ -107,17 +117,14 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
   using OnBackward =
       std::function<void(const RegionGraph& region, const char* miss)>;
 
-  /// @param owner    the module whose region it is.
-  /// @param unit     outlives this.
-  /// @param modules  whose layers may ask for a WgradSink.
-  /// @param sink     where gradients go: the Runtime.
+  /// @param unit  outlives this.
+  /// @param sink  where gradients go: the Runtime.
   /// @param uses  of all graphs of the pool.
   /// @param with_grad  a backward follows its forward.
   RegionGraph(
       std::string name,
-      nn::Module& owner,
+      RegionOwner owner,
       Unit& unit,
-      std::vector<nn::Module*> modules,
       std::weak_ptr<nn::WgradSink> sink,
       std::shared_ptr<GraphUses> uses,
       bool with_grad,
@@ -172,16 +179,14 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
   std::size_t num_used() const;
 
   std::string name_;
-  nn::Module& owner_;
+  RegionOwner owner_;
   Unit& unit_;
-  std::vector<nn::Module*> modules_;
   std::weak_ptr<nn::WgradSink> sink_;
   std::shared_ptr<GraphUses> uses_;
   bool with_grad_;
   OnBackward on_backward_;
   Call call_;
   bool captured_ = false;
-  std::vector<at::Generator> generators_;
 
   std::unique_ptr<DeviceGraph> forward_;
   std::int64_t forward_number_ = 0;
@@ -190,6 +195,7 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
   nn::TensorList live_;        ///< outputs with the recorded autograd graph
   nn::TensorList outputs_;     ///< static
   std::vector<int> aliased_input_;  ///< whose memory an output is, or -1
+  std::vector<bool> is_constant_;   ///< an output that no gradient flows to
   std::vector<const void*> forward_addresses_;
   /// Accumulators of the recorded graph, by parameter; null: not used.
   std::vector<NodePtr> accumulators_;

@@ -53,7 +53,8 @@ struct RegionGraphs::Region {
   UnitRegions* unit = nullptr;
   /// Without and with gradients.
   std::shared_ptr<RegionGraph> graphs[2];
-  std::string failure;  ///< of a capture: eager for good
+  std::string failure;      ///< of a capture: eager for good
+  bool obstructed = false;  ///< when it would have been watched
 };
 
 struct RegionGraphs::Source {
@@ -129,6 +130,7 @@ void RegionGraphs::reset() {
         }
       }
       region->failure.clear();
+      region->obstructed = false;
     }
   }
   pool_.reset();
@@ -180,11 +182,31 @@ RegionGraphs::UnitRegions* RegionGraphs::unit_of(nn::Module& owner) {
                                         : unit_regions_[found->second].get();
 }
 
+RegionOwner RegionGraphs::owner_of(nn::Module* module, const UnitRegions& unit)
+    const {
+  RegionOwner owner{.module = module};
+  if (module == nullptr && program_.context) {
+    owner.contexts.push_back(program_.context);
+  }
+  auto& found = owner.generators;
+  for (const nn::Module* layer : unit.modules) {
+    owner.contexts.push_back(layer->context());
+    for (const at::Generator& generator : layer->own_generators()) {
+      if (std::find(found.begin(), found.end(), generator) == found.end()) {
+        found.push_back(generator);
+      }
+    }
+  }
+  return owner;
+}
+
 RegionGraphs::Region& RegionGraphs::region_of(
-    nn::Module& owner,
+    nn::Module* owner,
     const char* name,
     UnitRegions& unit) {
-  auto& regions = regions_[&owner];
+  const void* const key =
+      owner != nullptr ? static_cast<const void*>(owner) : unit.unit;
+  auto& regions = regions_[key];
   for (const auto& region : regions) {
     if (region->name == name || std::strcmp(region->name, name) == 0) {
       return *region;
@@ -193,13 +215,14 @@ RegionGraphs::Region& RegionGraphs::region_of(
   auto& region = *regions.emplace_back(std::make_unique<Region>());
   region.name = name;
   region.unit = &unit;
-  unit.owners.push_back(&owner);
+  if (owner != nullptr) {
+    unit.owners.push_back(owner);
+  }
   for (const bool with_grad : {false, true}) {
     region.graphs[with_grad] = std::make_shared<RegionGraph>(
         fmt::format("region {} of unit {}", name, unit.unit->name()),
-        owner,
+        owner_of(owner, unit),
         *unit.unit,
-        unit.modules,
         sink_,
         uses_,
         with_grad,
@@ -261,23 +284,12 @@ nn::TensorList RegionGraphs::run(
   if (unit == nullptr) {  // an evaluation, among others
     return nn::run_region(owner, std::move(fn), inputs, options);
   }
-  Region& region = region_of(owner, name, *unit);
+  Region& region = region_of(&owner, name, *unit);
   const auto& graph = region.graphs[with_grad];
   if (captured_) {
-    std::string reason = region.failure;
-    if (reason.empty()) {
-      reason = obstacle(*unit);
+    if (auto outputs = try_replay(region, with_grad, inputs, obstacle(*unit))) {
+      return *std::move(outputs);
     }
-    if (reason.empty()) {
-      const char* miss = graph->miss(inputs);
-      if (miss == nullptr) {
-        ++stats_.forward_replays;
-        return graph->replay(inputs);
-      }
-      again_ |= miss == RegionGraph::kOtherInput;
-      reason = miss;
-    }
-    fallback(graph.get(), reason);
     return nn::run_region(owner, std::move(fn), inputs, options);
   }
   if (region.failure.empty() && obstacle(*unit).empty()) {
@@ -288,6 +300,70 @@ nn::TensorList RegionGraphs::run(
     return outputs;
   }
   return nn::run_region(owner, std::move(fn), inputs, options);
+}
+
+std::optional<nn::TensorList> RegionGraphs::try_replay(
+    Region& region,
+    bool with_grad,
+    const nn::TensorList& inputs,
+    std::string reason) {
+  RegionGraph& graph = *region.graphs[with_grad];
+  if (!region.failure.empty()) {
+    reason = region.failure;
+  }
+  if (reason.empty()) {
+    const char* miss = graph.miss(inputs);
+    if (miss == nullptr) {
+      ++stats_.forward_replays;
+      return graph.replay(inputs);
+    }
+    // What stood in the way when it would have been watched is gone.
+    again_ |= miss == RegionGraph::kOtherInput ||
+              (!graph.captured() && std::exchange(region.obstructed, false));
+    reason = miss;
+  }
+  fallback(&graph, reason);
+  return std::nullopt;
+}
+
+// -- units without a module --------------------------------------------------
+
+RegionGraphs::UnitOutcome RegionGraphs::run_unit(const UnitForward& forward) {
+  if (!at::GradMode::is_enabled() || capturing_) {
+    return {};
+  }
+  UnitRegions& unit = *unit_regions_.at(forward.unit);
+  Region& region = region_of(nullptr, "block", unit);
+  if (captured_) {
+    return {
+        .outputs = try_replay(
+            region,
+            /*with_grad=*/true,
+            forward.inputs,
+            forward.obstacle.empty() ? forward.difference : forward.obstacle)};
+  }
+  if (!forward.obstacle.empty()) {
+    region.obstructed = true;
+    if (num_steps_ >= options_.warmup_steps) {
+      fallback(region.graphs[true].get(), forward.obstacle);
+    }
+    return {};
+  }
+  learn(
+      region,
+      /*with_grad=*/true,
+      forward.fn,
+      forward.inputs,
+      {.constants = forward.constants});
+  return {.watched = true};
+}
+
+void RegionGraphs::unit_ran(
+    UnitId unit,
+    const nn::TensorList& inputs,
+    const nn::TensorList& outputs) {
+  const Region& region = region_of(nullptr, "block", *unit_regions_.at(unit));
+  remember_outputs(region.graphs[true], inputs, outputs);
 }
 
 // -- learning ----------------------------------------------------------------
@@ -394,9 +470,15 @@ void RegionGraphs::point(Unit& unit, bool in_backward) {
   const UnitRegions& regions = *unit_regions_[unit.id()];
   const bool own = in_backward && static_cast<bool>(regions.backward);
   unit.point_at(own ? regions.backward : regions.forward);
+  if (unit.module() == nullptr && program_.around_capture) {
+    program_.around_capture(unit, true);
+  }
 }
 
 void RegionGraphs::rest(Unit& unit) {
+  if (unit.module() == nullptr && program_.around_capture) {
+    program_.around_capture(unit, false);
+  }
   unit.clear();
   unit.hide();
 }

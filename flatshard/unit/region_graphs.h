@@ -7,8 +7,10 @@
 #include "flatshard/unit/region_graph.h"
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -51,6 +53,43 @@ class RegionGraphs : public nn::RegionRunner,
       const nn::TensorList& inputs,
       const nn::RegionOptions& options) override;
 
+  // Units without an nn::Module: the forward of each is one region, "block",
+  // and whoever runs it asks here first.
+
+  struct UnitForward {
+    UnitId unit = kNoUnit;
+    /// The forward as a function of `inputs`. Captures call it, while the
+    /// unit's parameters have their addresses and no values.
+    nn::RegionFn fn;
+    nn::TensorList inputs;     ///< defined
+    nn::TensorList constants;  ///< as in nn::RegionOptions
+    /// Why it cannot be part of a graph now; empty: it can.
+    std::string obstacle;
+    /// In what it differs from the forward of this unit that was watched last,
+    /// beside its inputs' shapes; empty: in nothing.
+    std::string difference;
+  };
+  struct UnitOutcome {
+    std::optional<nn::TensorList> outputs;  ///< of a replay
+    /// It was watched: run it, then say so by `unit_ran`.
+    bool watched = false;
+  };
+  /// Without outputs the caller runs it.
+  UnitOutcome run_unit(const UnitForward& forward);
+  void unit_ran(
+      UnitId unit,
+      const nn::TensorList& inputs,
+      const nn::TensorList& outputs);
+  struct UnitProgram {
+    /// By what layers reach their WgradSink.
+    nn::ModuleContextPtr context;
+    /// Called around each capture of such a unit, of its forward or backward:
+    /// its code runs next with the unit's parameters, or was run.
+    std::function<void(const Unit& unit, bool captures)> around_capture;
+  };
+  /// Whoever runs these units. Before the first of them runs.
+  void set_unit_program(UnitProgram program) { program_ = std::move(program); }
+
   void slot_acquired(const Unit& unit, const SlotKey& key, const Slot& slot)
       override;
   void slots_planned(
@@ -64,7 +103,16 @@ class RegionGraphs : public nn::RegionRunner,
   struct Producer;
 
   UnitRegions* unit_of(nn::Module& owner);
-  Region& region_of(nn::Module& owner, const char* name, UnitRegions& unit);
+  /// @param owner  null: the unit has no module.
+  Region& region_of(nn::Module* owner, const char* name, UnitRegions& unit);
+  RegionOwner owner_of(nn::Module* owner, const UnitRegions& unit) const;
+  /// A replay, or null behind a fallback.
+  /// @param reason  not to be one; empty: none so far.
+  std::optional<nn::TensorList> try_replay(
+      Region& region,
+      bool with_grad,
+      const nn::TensorList& inputs,
+      std::string reason);
   static std::string obstacle(const UnitRegions& unit);
   void learn(
       Region& region,
@@ -99,8 +147,10 @@ class RegionGraphs : public nn::RegionRunner,
   std::shared_ptr<GraphUses> uses_ = std::make_shared<GraphUses>();
   std::vector<std::unique_ptr<UnitRegions>> unit_regions_;  ///< by UnitId
   std::unordered_map<const nn::Module*, UnitId> unit_of_module_;
-  std::unordered_map<const nn::Module*, std::vector<std::unique_ptr<Region>>>
+  /// By the module that owns them, or the unit that has none.
+  std::unordered_map<const void*, std::vector<std::unique_ptr<Region>>>
       regions_;
+  UnitProgram program_;
   bool capturing_ = false;
   bool captured_ = false;
   bool again_ = false;  ///< capture once more: see RegionGraph::kOtherInput

@@ -145,6 +145,8 @@ class Runtime : public nn::WgradSink,
   void add_observer(std::shared_ptr<RuntimeObserver> observer);
   /// Runs the regions of modules as graphs; null unless GraphOptions::enabled.
   std::shared_ptr<nn::RegionRunner> region_runner() const { return graphs_; }
+  /// For whoever runs units without an nn::Module; null as above.
+  const std::shared_ptr<RegionGraphs>& region_graphs() const { return graphs_; }
   GraphStats graph_stats() const;
   /// Drops all graphs; regions are captured again behind another warm-up.
   /// Between two steps.
