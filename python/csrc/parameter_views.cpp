@@ -98,6 +98,11 @@ void ParameterViews::show(UnitId unit, bool whole) {
   }
 }
 
+void ParameterViews::capture(UnitId unit, bool captures) {
+  captures_ = captures;
+  set(units_.at(unit), captures);
+}
+
 bool ParameterViews::shows_others() const {
   return std::any_of(units_.begin(), units_.end(), [](const State& state) {
     const auto& places = state.views.places;
@@ -183,6 +188,12 @@ void ParameterViews::check_no_hook() const {
       "backward runs, or gathered or released its parameters; it may read and "
       "write its parameter and step an optimizer. Do the rest after "
       "backward()");
+  FLATSHARD_CHECK(
+      !captures_,
+      usage,
+      "the forward of a unit with cuda_graph=True called another unit, or "
+      "gathered or released parameters, which a CUDA graph cannot do; give the "
+      "inner unit cuda_graph=True and leave it out here");
 }
 
 void ParameterViews::was_reset() {

@@ -46,6 +46,10 @@ class ParameterViews : public RuntimeObserver {
   void unit_ended(UnitId unit, bool more_follow = false);
   /// Outside of any forward: after unshard and reshard.
   void show(UnitId unit, bool whole);
+  /// A capture calls the unit's modules, or did: the whole ones show. With the
+  /// GIL, while no forward and no backward is open.
+  void capture(UnitId unit, bool captures);
+  bool captures() const { return captures_; }
   /// Somebody put another tensor into a place. With the GIL.
   bool shows_others() const;
 
@@ -59,8 +63,8 @@ class ParameterViews : public RuntimeObserver {
   void gradients_reduced(Unit& unit) override;
   void gradients_ready(Unit& unit, const SlotView& slot) override;
 
-  /// @throws Error{usage} inside of a hook that these views call, which must
-  ///   not call the runtime: that waits for the hook.
+  /// @throws Error{usage} inside of a hook that these views call, or of a
+  ///   capture, which must not call the runtime: that waits for them.
   void check_no_hook() const;
 
  private:
@@ -85,6 +89,7 @@ class ParameterViews : public RuntimeObserver {
   py::object before_forward_;
   py::object before_backward_;
   bool runs_hooks_ = false;
+  bool captures_ = false;
 };
 
 }  // namespace flatshard::python

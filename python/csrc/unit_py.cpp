@@ -1,3 +1,4 @@
+#include "flatshard/core/error.h"
 #include "flatshard/diagnostics/nan_check.h"
 #include "flatshard/diagnostics/norms.h"
 #include "flatshard/nn/linear.h"
@@ -26,6 +27,14 @@ std::vector<ParameterViews::UnitViews> views_of(
   return views;
 }
 
+// What may be freed by a thread without the GIL.
+std::shared_ptr<py::object> held_with_gil(py::object object) {
+  return {new py::object(std::move(object)), [](py::object* held) {
+            const py::gil_scoped_acquire gil;
+            delete held;
+          }};
+}
+
 /// The Runtime and what Python sees of its parameters.
 class PyRuntime {
  public:
@@ -38,7 +47,9 @@ class PyRuntime {
       py::object before_forward,
       py::object before_backward,
       int prefetch,
-      bool copy_engines)
+      bool copy_engines,
+      bool cuda_graphs,
+      bool emulate_graphs)
       : views_(std::make_shared<ParameterViews>(
             views_of(places, grads),
             std::move(before_forward),
@@ -57,9 +68,26 @@ class PyRuntime {
           {.prefetch = prefetch,
            .copy_engines = copy_engines ? CopyEngines::all() : CopyEngines{},
            .foreign_writes = true,
-           .slots_on_demand = true,
-           .unused_grads_stay_undefined = true});
+           .slots_on_demand = !cuda_graphs,
+           .unused_grads_stay_undefined = true,
+           .graphs = {
+               .enabled = cuda_graphs,
+               .emulate_on_cpu = emulate_graphs}});
       runtime->add_observer(views_);
+      if (cuda_graphs) {
+        runtime->region_graphs()->set_unit_program(
+            {.context = sink_,
+             .around_capture = [views =
+                                    views_](const Unit& unit, bool captures) {
+               const py::gil_scoped_acquire gil;
+               views->capture(unit.id(), captures);
+               if (!captures) {
+                 // autograd restores an error of Python before it throws it;
+                 // a capture that fails is no error.
+                 PyErr_Clear();
+               }
+             }});
+      }
     }
     for (const auto& unit : units) {
       unit->keep(runtime);
@@ -98,6 +126,9 @@ class PyRuntime {
     views_->unit_ended(unit, more_follow);
   }
   void forward_error(UnitId unit) {
+    if (views_->captures()) {
+      return;  // forward_begin refused
+    }
     {
       const py::gil_scoped_release no_gil;
       runtime_->forward_error(unit);
@@ -114,6 +145,39 @@ class PyRuntime {
       views_->show(unit, true);
     }
   }
+  /// A replay's outputs, if it was one, and whether the caller is to tell of
+  /// the forward that it runs.
+  using Outcome = std::pair<std::optional<nn::TensorList>, bool>;
+  Outcome graph_forward(
+      UnitId unit,
+      py::object function,
+      nn::TensorList inputs,
+      nn::TensorList constants,
+      std::string obstacle,
+      std::string difference) {
+    const RegionGraphs::UnitForward forward{
+        .unit = unit,
+        .fn =
+            [function = held_with_gil(std::move(function))](
+                const nn::TensorList& tensors) {
+              const py::gil_scoped_acquire gil;
+              return (*function)(tensors).cast<nn::TensorList>();
+            },
+        .inputs = std::move(inputs),
+        .constants = std::move(constants),
+        .obstacle = std::move(obstacle),
+        .difference = std::move(difference)};
+    const py::gil_scoped_release no_gil;
+    auto outcome = graphs().run_unit(forward);
+    return {std::move(outcome.outputs), outcome.watched};
+  }
+  void graph_ran(
+      UnitId unit,
+      const nn::TensorList& inputs,
+      const nn::TensorList& outputs) const {
+    graphs().unit_ran(unit, inputs, outputs);
+  }
+  GraphStats graph_stats() const { return runtime_->graph_stats(); }
   bool shows_others() const { return views_->shows_others(); }
   void reshard(UnitId unit) {
     views_->check_no_hook();
@@ -145,6 +209,14 @@ class PyRuntime {
   }
 
  private:
+  RegionGraphs& graphs() const {
+    FLATSHARD_CHECK(
+        runtime_->region_graphs() != nullptr,
+        internal,
+        "no unit has cuda_graph=True");
+    return *runtime_->region_graphs();
+  }
+
   std::shared_ptr<ParameterViews> views_;
   nn::ModuleContextPtr sink_ = c10::make_intrusive<nn::ModuleContext>();
   std::shared_ptr<NanCheck> nan_check_;
@@ -175,13 +247,7 @@ GradientPipeline::Hook reduced_hook(py::object hook) {
   if (hook.is_none()) {
     return {};
   }
-  const std::shared_ptr<py::object> held(
-      new py::object(std::move(hook)),
-      [](py::object* object) {
-        const py::gil_scoped_acquire gil;
-        delete object;
-      });
-  return [held](const at::Tensor& reduced) {
+  return [held = held_with_gil(std::move(hook))](const at::Tensor& reduced) {
     const py::gil_scoped_acquire gil;
     (*held)(reduced);
   };
@@ -257,6 +323,16 @@ void bind_unit(py::module_& m) {
           py::arg("options"))
       .def_property_readonly("num_parameters", &PyUnit::num_parameters)
       .def_property_readonly("num_groups", &PyUnit::num_groups)
+      .def_property_readonly(
+          "offloads",
+          [](const PyUnit& self) {
+            for (std::size_t g = 0; g < self.num_groups(); ++g) {
+              if (self.group_at(g).options().offload) {
+                return true;
+              }
+            }
+            return false;
+          })
       .def("whole", &PyUnit::whole)
       .def("shard", &PyUnit::shard)
       .def("grad", &PyUnit::grad)
@@ -332,6 +408,8 @@ void bind_unit(py::module_& m) {
               py::object,
               py::object,
               int,
+              bool,
+              bool,
               bool>(),
           py::arg("mesh"),
           py::arg("units"),
@@ -341,7 +419,9 @@ void bind_unit(py::module_& m) {
           py::arg("before_forward"),
           py::arg("before_backward"),
           py::arg("prefetch"),
-          py::arg("copy_engines"))
+          py::arg("copy_engines"),
+          py::arg("cuda_graphs"),
+          py::arg("emulate_graphs"))
       .def(
           "linear",
           &PyRuntime::linear,
@@ -355,6 +435,36 @@ void bind_unit(py::module_& m) {
       .def("forward_begin", &PyRuntime::forward_begin)
       .def("forward_end", &PyRuntime::forward_end)
       .def("forward_error", &PyRuntime::forward_error)
+      .def(
+          "graph_forward",
+          &PyRuntime::graph_forward,
+          py::arg("unit"),
+          py::kw_only(),
+          py::arg("function"),
+          py::arg("inputs"),
+          py::arg("constants"),
+          py::arg("obstacle"),
+          py::arg("difference"),
+          "RegionGraphs::run_unit: outputs of a replay or None, and whether "
+          "graph_ran is to follow the forward. `function` takes a list of "
+          "tensors and returns one, is kept, and must not keep the model.")
+      .def("graph_ran", &PyRuntime::graph_ran, NoGil())
+      .def(
+          "graph_stats",
+          [](const PyRuntime& self) {
+            const GraphStats stats = self.graph_stats();
+            py::dict found;
+            found["captures"] = stats.captures;
+            found["forward_replays"] = stats.forward_replays;
+            found["backward_replays"] = stats.backward_replays;
+            found["fallbacks"] = stats.fallbacks;
+            found["nbytes"] = stats.nbytes;
+            return found;
+          })
+      .def(
+          "reset_graphs",
+          [](PyRuntime& self) { self.runtime().reset_graphs(); },
+          NoGil())
       .def(
           "shows_others",
           &PyRuntime::shows_others,

@@ -29,6 +29,7 @@ _load_core()
 from flatshard import _C, checkpoint, diagnostics, optim  # noqa: E402
 from flatshard._C import ConfigError, Error  # noqa: E402
 from flatshard.fully_shard import FSDPModule, fully_shard  # noqa: E402
+from flatshard.graphs import cuda_graph_stats  # noqa: E402
 from flatshard.initialize import reset_parameters  # noqa: E402
 from flatshard.loss import linear_cross_entropy  # noqa: E402
 from flatshard.module import (  # noqa: E402
@@ -52,6 +53,7 @@ __all__ = [
     "OffloadPolicy",
     "UnshardHandle",
     "checkpoint",
+    "cuda_graph_stats",
     "diagnostics",
     "fully_shard",
     "linear_cross_entropy",

@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from flatshard import _C
+from flatshard.graphs import check_cuda_graph
 from flatshard.linear import write_grads_in_place
 from flatshard.mesh import DeviceMesh, core_mesh, default_device_mesh, device_of
 from flatshard.module import (
@@ -49,6 +50,7 @@ def fully_shard(
     max_padding=0.05,
     grads_in_place=False,
     copy_engines="none",
+    cuda_graph=False,
     check_same_values=True,
     dp_mesh_dims=None,
 ):
@@ -91,6 +93,11 @@ def fully_shard(
             memory, which on GPUs take no SM, instead of collectives. Keeps the shard
             of the compute weights and takes 256 MiB; all ranks on one host. "auto":
             where NVLink joins all GPUs of the mesh. One for all units of a model.
+        cuda_graph: after three steps the forward of this module, with its backward, is
+            captured as CUDA graphs and replayed, with the same bits. For blocks: modules
+            that hold no other unit, take and return tensors in any nesting, and do the
+            same work in each step. What cannot be replayed runs eagerly, see
+            cuda_graph_stats. GPUs only.
         check_same_values: the first forward compares a digest of what the ranks of the
             mesh had here, but for parameters on the meta device or written since, and
             raises RuntimeError where they differ. False: they may, on purpose.
@@ -105,6 +112,8 @@ def fully_shard(
         NotImplementedError: one that is not supported, naming it.
     """
     modules = _modules(module)
+    if not isinstance(cuda_graph, bool):
+        raise ValueError(f"cuda_graph: expected True or False, got {cuda_graph!r}")
     device_mesh = default_device_mesh() if mesh is None else mesh
     if not isinstance(device_mesh, DeviceMesh):
         raise TypeError(f"mesh: expected a DeviceMesh, got {mesh!r}")
@@ -113,6 +122,8 @@ def fully_shard(
     mp_policy = _mixed_precision(mp_policy)
     offload = _offload(offload_policy)
     _refuse_unsupported(reshard_after_forward)
+    if cuda_graph:
+        check_cuda_graph(modules, device_mesh, offload)
     if dp_mesh_dims is not None:
         raise NotImplementedError(
             "dp_mesh_dims is not supported: parameters that are DTensors already are "
@@ -155,7 +166,8 @@ def fully_shard(
             max_padding=max_padding,
             offload=offload,
             pin_memory=offload and offload_policy.pin_memory,
-            grads_in_place=grads_in_place,
+            # A graph writes them where they are reduced.
+            grads_in_place=grads_in_place or cuda_graph,
             copy_engines=copy_engines,
         ),
     )
@@ -169,6 +181,7 @@ def fully_shard(
         mp_policy=mp_policy,
         prefetch=prefetch,
         copy_engines=copy_engines,
+        cuda_graph=cuda_graph,
         policy=Policy(reshard_after_forward=reshard_after_forward),
         check_same_values=check_same_values,
         ignored=_places_of(ignored, owned),
@@ -181,7 +194,7 @@ def fully_shard(
         mark_owner(tensor, full_name)
     for m in modules:
         m.__dict__["_flatshard"] = state
-        wrap_class(m)
+        wrap_class(m, cuda_graph)
     for m in owned:
         watch_loads(m, state)
     return module

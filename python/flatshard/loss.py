@@ -4,7 +4,7 @@ import torch
 
 from flatshard import _C
 from flatshard.linear import sink_of
-from flatshard.module import outside_of_graphs
+from flatshard.dynamo import outside_of_graphs
 from flatshard.sharded_tensor import ShardedTensor
 
 

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from flatshard.dynamo import outside_of_graphs
+from flatshard.graphs import UnitGraph, refuse_foreign_capture
 from flatshard.root import Root
 
 
@@ -55,21 +57,6 @@ def _outermost(module):
     return max(around, key=lambda m: sum(1 for _ in m.modules()))
 
 
-def outside_of_graphs(function):
-    """Dynamo leaves the function's frame alone and compiles what it calls."""
-    # Not torch.compiler.disable: that imports dynamo, which takes a second, and
-    # puts a call around every call.
-    frames = torch._C._dynamo.eval_frame
-    frames.set_code_exec_strategy(
-        function.__code__,
-        frames._FrameExecStrategy(
-            frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
-        ),
-    )
-    function._torchdynamo_disable = True
-    return function
-
-
 def _cast(tree, dtype):
     """Floating-point tensors in any nesting, as `dtype`; containers are copied."""
     if isinstance(tree, torch.Tensor):
@@ -103,6 +90,7 @@ def _run(module, function, args, kwargs):
         args = tuple(_cast(a, policy.param_dtype) for a in args)
         kwargs = {k: _cast(v, policy.param_dtype) for k, v in kwargs.items()}
     core = root.core
+    refuse_foreign_capture(root.device)
     try:
         core.forward_begin(state.id, args, kwargs)
         if len(state.modules) > 1 and not state.running:
@@ -282,6 +270,11 @@ class FSDPModule:
                 "set_reduce_scatter_max_input_buffers is not supported with "
                 "recurse=False: one number serves all units of a model"
             )
+        if root_of(self).cuda_graphs:
+            raise NotImplementedError(
+                "set_reduce_scatter_max_input_buffers is not supported with "
+                "cuda_graph=True, where gradients have two fixed places"
+            )
         root_of(self).core.set_max_grad_slots(n + 1)
 
     def set_reduce_scatter_unused_params(
@@ -315,6 +308,13 @@ class FSDPModule:
         clean. The next forward of the root does it by itself, too. Call it on the root,
         on all ranks. Blocks until the communication under way is over."""
         root_of(self).core.reset()
+
+    def reset_cuda_graphs(self):
+        """Drops the CUDA graphs of fully_shard(..., cuda_graph=True); blocks are captured
+        again behind another warm-up. For what a graph cannot see: a tensor that is no
+        argument, parameter or buffer and lies elsewhere now. Call it on the root, between
+        steps."""
+        root_of(self).core.reset_graphs()
 
     def finalize_backward(self, async_op=False):
         raise NotImplementedError(
@@ -495,18 +495,29 @@ def share_comm_ctx(modules):
     )
 
 
-def wrap_class(module):
+def wrap_class(module, cuda_graph=False):
     """Puts FSDPModule before the module's class."""
     cls = type(module)
-    module.__class__ = _wrapped_class(cls)
+    module.__class__ = _wrapped_class(cls, cuda_graph)
+    if cuda_graph:
+        module.__dict__["_flatshard_graph"] = UnitGraph()
     _wrapped.add(module)
 
 
 @functools.lru_cache(maxsize=None)
-def _wrapped_class(cls):
-    return type(
-        f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__}
-    )
+def _wrapped_class(cls, cuda_graph):
+    members = {"__module__": cls.__module__}
+    if cuda_graph:
+        members["forward"] = _graphed_forward(cls.forward)
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), members)
+
+
+def _graphed_forward(forward):
+    @outside_of_graphs
+    def graphed(self, *args, **kwargs):
+        return self.__dict__["_flatshard_graph"].run(self, forward, args, kwargs)
+
+    return functools.wraps(forward)(graphed)
 
 
 def check_module(module):

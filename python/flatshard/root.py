@@ -5,6 +5,8 @@ import weakref
 import torch
 
 from flatshard import _C
+from flatshard.graphs import emulates_on_cpu
+from flatshard.mesh import device_of
 from flatshard.replaced import refuse_plain, refuse_replaced, settle
 from flatshard.same_values import compare
 from flatshard.sharded_tensor import writes
@@ -20,7 +22,7 @@ class Root:
 
     def __init__(self, module, state):
         units, parents, module_names = _walk(module)
-        self._check(units, state)
+        self._check(units, parents, state)
         settle(units, module_names)
         places = []
         for number, unit in enumerate(units):
@@ -41,6 +43,8 @@ class Root:
         self.device_mesh = state.device_mesh
         self._module = weakref.ref(module)
         self._units = [weakref.ref(unit) for unit in units]
+        self.device = device_of(state.device_mesh)
+        self.cuda_graphs = any(unit.cuda_graph for unit in units)
         # The core would keep a bound method, and with it this object, for ever.
         me = weakref.ref(self)
         self.core = _C.Runtime(
@@ -53,6 +57,8 @@ class Root:
             before_backward=lambda: me()._before_backward(),
             prefetch=state.prefetch,
             copy_engines=state.copy_engines,
+            cuda_graphs=self.cuda_graphs,
+            emulate_graphs=self.cuda_graphs and emulates_on_cpu(),
         )
         self._synced = None
         self._initialized = False
@@ -63,8 +69,20 @@ class Root:
             self.apply_policy(unit)
         self.apply_sync()
 
-    def _check(self, units, state):
-        for unit in units:
+    def _check(self, units, parents, state):
+        has_graphs = any(unit.cuda_graph for unit in units)
+        for unit, parent in zip(units, parents):
+            if parent >= 0 and units[parent].cuda_graph:
+                raise ValueError(
+                    f"cuda_graph: unit {units[parent].name} holds unit {unit.name}, "
+                    "which is gathered inside of its forward; give only the inner one "
+                    "cuda_graph=True"
+                )
+            if has_graphs and unit.core.offloads:
+                raise NotImplementedError(
+                    f"cuda_graph is not supported in a model with CPUOffloadPolicy, "
+                    f"which unit {unit.name} has"
+                )
             if unit.root is not None:
                 raise RuntimeError(
                     f"unit {unit.name} ran, or was unsharded, before as part of a "

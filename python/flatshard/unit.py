@@ -88,6 +88,7 @@ class UnitState:
     mp_policy: object
     prefetch: int
     copy_engines: bool
+    cuda_graph: bool = False
     policy: Policy = field(default_factory=Policy)
     grads: _C.GradViews = None
     root: object = None  # Root, once known

@@ -101,7 +101,7 @@ def test_per_token_loss_sums(mesh, rank, world):
         ("overlap_grad_reduce", False),
         ("sync_model_each_microbatch", False),
         ("nccl_ub", True),
-        ("cuda_graph_mode", True),
+        ("cuda_graph_mode", "full"),
         ("enable_fine_grained_param_gather", True),
         ("suggested_communication_unit_size", 10**9),
     ],

@@ -36,7 +36,6 @@ _WITHOUT_COUNTERPART = {
     "fsdp_db_use_persist_buf_on_alloc_fail": (False, (), "slots never fail"),
     "enable_fine_grained_param_gather": (False, (), "wrap smaller modules"),
     "use_decoupled_grad": (False, (), "gradients have the parameters' dtype"),
-    "cuda_graph_mode": (False, (), "CUDA graphs are not supported"),
     "suggested_communication_unit_size": (None, (), "use prefetch="),
     "gradient_reduce_div_fusion": (True, (False,), ""),
     "fsdp_all_gather_in_start_param_sync": (True, (False,), ""),
@@ -59,6 +58,7 @@ def fully_shard_model(
     mixed_precision_policy=MixedPrecisionPolicy(),
     calculate_per_token_loss=False,
     report_nan_in_param_grad=False,
+    cuda_graph_mode=False,
     **others,
 ):
     """Shards `module`. Returns it; it is an FSDPModule from now on.
@@ -75,6 +75,8 @@ def fully_shard_model(
             reset_parameters().
         mixed_precision_policy: MixedPrecisionPolicy of this module.
         calculate_per_token_loss: gradients are summed, and the program divides.
+        cuda_graph_mode: True: fully_shard's cuda_graph for the units of
+            fsdp_unit_modules.
         report_nan_in_param_grad: see flatshard.diagnostics.report_nan_in_param_grad.
 
     Raises:
@@ -92,6 +94,7 @@ def fully_shard_model(
     mesh = _mesh(device_mesh, dp_shard_dim, dp_outer_dim)
     kinds = tuple(_class(kind) for kind in fsdp_unit_modules or ())
     units = _outermost(module, kinds)
+    _check_cuda_graph_mode(cuda_graph_mode, units)
     for unit in [*units, module]:
         with main_dtype(unit, mixed_precision_policy) as policy:
             _fully_shard(
@@ -100,6 +103,7 @@ def fully_shard_model(
                 strategy=strategy,
                 outer=_OUTER[outer_dp_sharding_strategy],
                 mp_policy=policy,
+                cuda_graph=cuda_graph_mode and unit is not module,
             )
         if calculate_per_token_loss:
             unit.set_gradient_divide_factor(1.0)
@@ -191,6 +195,18 @@ def _check_others(others):
                 f"{name}={value!r} is not supported"
                 + (f": {instead}" if instead else "")
             )
+
+
+def _check_cuda_graph_mode(mode, units):
+    if not isinstance(mode, bool):
+        raise NotImplementedError(
+            f"cuda_graph_mode={mode!r} is not supported: expected True or False"
+        )
+    if mode and not units:
+        raise ValueError(
+            "cuda_graph_mode: expected modules of the classes of fsdp_unit_modules, "
+            "whose forwards become CUDA graphs, found none"
+        )
 
 
 def _strategy(value):
