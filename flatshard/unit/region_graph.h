@@ -48,13 +48,16 @@ class GraphUses {
   std::shared_ptr<void> begin(std::int64_t number);
   /// Rises with each begin.
   std::int64_t clock() const { return clock_; }
+  /// Since then a graph recorded before `number` was replayed.
+  bool began_before(std::int64_t number, std::int64_t since) const;
 
  private:
   struct Use {
     std::int64_t number = 0;
     std::weak_ptr<void> token;
   };
-  std::vector<Use> uses_;  ///< numbers rise
+  std::vector<Use> uses_;                 ///< numbers rise
+  std::vector<std::int64_t> last_clock_;  ///< by number
   std::int64_t num_recorded_ = 0;
   std::int64_t clock_ = 0;
 };
@@ -186,9 +189,10 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
   std::unique_ptr<DeviceGraph> forward_;
   std::int64_t forward_number_ = 0;
   nn::TensorList inputs_;  ///< static; leaves of the recorded autograd graph
-  std::vector<bool> chained_;  ///< an input that is another's output
-  nn::TensorList live_;        ///< outputs with the recorded autograd graph
-  nn::TensorList outputs_;     ///< static
+  /// By input: whose output it is, where the two share memory; else null.
+  std::vector<std::shared_ptr<RegionGraph>> chained_;
+  nn::TensorList live_;     ///< outputs with the recorded autograd graph
+  nn::TensorList outputs_;  ///< static
   std::vector<int> aliased_input_;  ///< whose memory an output is, or -1
   std::vector<const void*> forward_addresses_;
   /// Accumulators of the recorded graph, by parameter; null: not used.
@@ -197,7 +201,8 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
   std::unique_ptr<DeviceGraph> backward_;
   std::int64_t backward_number_ = 0;
   nn::TensorList grad_outputs_;  ///< static; undefined: needs none
-  std::vector<bool> chained_grads_;
+  /// By output: whose input's gradient it is, where the two share memory.
+  std::vector<std::shared_ptr<RegionGraph>> chained_grads_;
   std::vector<const void*> backward_addresses_;
   /// Parameters whose gradients a backward writes: which, where, and whether it
   /// adds to what was there.
@@ -213,7 +218,9 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
   std::set<std::size_t> copied_grads_;
 
   std::int64_t num_forwards_ = 0;
-  std::weak_ptr<void> waits_;  ///< for the backward of the last forward
+  std::weak_ptr<void> waits_;        ///< for the backward of the last forward
+  std::weak_ptr<void> forward_use_;  ///< what the last one wrote
+  std::weak_ptr<void> backward_use_;
 };
 
 }  // namespace flatshard

@@ -53,6 +53,11 @@ void check_graphs(
       "GraphOptions::warmup_steps: expected at least 1, got {}",
       options.graphs.warmup_steps);
   FLATSHARD_CHECK(
+      !options.graphs.regions.empty(),
+      config,
+      "GraphOptions::regions: expected names of regions, such as block, got "
+      "none");
+  FLATSHARD_CHECK(
       !options.slots_on_demand,
       config,
       "GraphOptions::enabled with slots_on_demand: a graph needs weights and "
