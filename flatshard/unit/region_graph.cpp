@@ -74,57 +74,6 @@ std::vector<at::Generator> generators_of(
 
 }  // namespace
 
-// -- what is in use
-// ------------------------------------------------------------
-
-bool GraphUses::blocks(std::int64_t number) {
-  while (!uses_.empty() && uses_.back().token.expired()) {
-    uses_.pop_back();
-  }
-  return !uses_.empty() && uses_.back().number >= number;
-}
-
-std::shared_ptr<void> GraphUses::begin(std::int64_t number) {
-  ++clock_;
-  last_clock_.resize(static_cast<std::size_t>(num_recorded_) + 1);
-  last_clock_[static_cast<std::size_t>(number)] = clock_;
-  auto token = std::make_shared<int>();
-  uses_.push_back({number, token});
-  return token;
-}
-
-bool GraphUses::began_before(std::int64_t number, std::int64_t since) const {
-  return std::any_of(
-      last_clock_.begin(),
-      last_clock_.begin() + number,
-      [&](std::int64_t clock) { return clock > since; });
-}
-
-// -- gradients of parameters -------------------------------------------------
-
-void TargetSink::add(const at::Tensor& parameter, nn::WgradTarget target) {
-  targets_[parameter.unsafeGetTensorImpl()] = std::move(target);
-}
-
-bool TargetSink::written(const at::Tensor& parameter) const {
-  return written_.contains(parameter.unsafeGetTensorImpl());
-}
-
-std::optional<nn::WgradTarget> TargetSink::begin_wgrad(
-    const at::Tensor& parameter) {
-  const auto found = targets_.find(parameter.unsafeGetTensorImpl());
-  if (found == targets_.end()) {
-    return std::nullopt;
-  }
-  nn::WgradTarget target = found->second;
-  target.accumulate = target.accumulate || written(parameter);
-  return target;
-}
-
-void TargetSink::end_wgrad(const at::Tensor& parameter) {
-  written_.insert(parameter.unsafeGetTensorImpl());
-}
-
 // While it lives, parameters have the accumulators of the recorded graph: those
 // of the unit belong to the stream that made them, and a recording may not wait
 // for another stream.

@@ -2,6 +2,8 @@
 
 #include "flatshard/device/graph.h"
 #include "flatshard/nn/region.h"
+#include "flatshard/unit/graph_uses.h"
+#include "flatshard/unit/target_sink.h"
 #include "flatshard/unit/unit.h"
 
 #include <cstdint>
@@ -10,57 +12,9 @@
 #include <optional>
 #include <set>
 #include <string>
-#include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 namespace flatshard {
-
-/// Takes the gradients of parameters to places that are known beforehand.
-class TargetSink final : public nn::WgradSink {
- public:
-  void add(const at::Tensor& parameter, nn::WgradTarget target);
-  bool written(const at::Tensor& parameter) const;
-  /// Those of `parameter` that come next are added to what is there.
-  std::optional<nn::WgradTarget> begin_wgrad(
-      const at::Tensor& parameter) override;
-  void end_wgrad(const at::Tensor& parameter) override;
-
- private:
-  std::unordered_map<const c10::TensorImpl*, nn::WgradTarget> targets_;
-  std::unordered_set<const c10::TensorImpl*> written_;
-};
-
-/// What of the graphs of one pool is in use.
-///
-/// Memory that a recording freed serves the next one, for what it keeps as
-/// well. So a replay overwrites what graphs recorded *later* keep; and it
-/// overwrites nothing that is in use when graphs are replayed in the order in
-/// which they were recorded, which is the order of a step. Any other order is
-/// seen here.
-class GraphUses {
- public:
-  /// The number of the next recording.
-  std::int64_t next() { return ++num_recorded_; }
-  /// Something of a graph recorded as or behind `number` is in use.
-  bool blocks(std::int64_t number);
-  /// A replay of that graph: what it wrote is in use as long as the token.
-  std::shared_ptr<void> begin(std::int64_t number);
-  /// Rises with each begin.
-  std::int64_t clock() const { return clock_; }
-  /// Since then a graph recorded before `number` was replayed.
-  bool began_before(std::int64_t number, std::int64_t since) const;
-
- private:
-  struct Use {
-    std::int64_t number = 0;
-    std::weak_ptr<void> token;
-  };
-  std::vector<Use> uses_;                 ///< numbers rise
-  std::vector<std::int64_t> last_clock_;  ///< by number
-  std::int64_t num_recorded_ = 0;
-  std::int64_t clock_ = 0;
-};
 
 /// One region of a unit in one gradient mode: its forward and its backward as
 /// graphs, and the memory that these read and write.

@@ -14,26 +14,6 @@
 
 namespace flatshard {
 
-std::string to_string(const GraphStats& stats) {
-  std::string text = fmt::format(
-      "CUDA graphs: {} captured ({:.0f} MB), {} forward and {} backward "
-      "replays",
-      stats.captures,
-      static_cast<double>(stats.nbytes) * 1e-6,
-      stats.forward_replays,
-      stats.backward_replays);
-  std::int64_t eager = 0;
-  std::string reasons;
-  for (const auto& [reason, count] : stats.fallbacks) {
-    eager += count;
-    reasons +=
-        fmt::format("{}{} ({})", eager > count ? "; " : "", reason, count);
-  }
-  return eager == 0
-             ? text
-             : fmt::format("{}; {} ran eagerly: {}", text, eager, reasons);
-}
-
 /// One unit, and where its slots were in the step that runs.
 struct RegionGraphs::UnitRegions {
   Unit* unit = nullptr;
