@@ -11,8 +11,8 @@ void check_graph_options(
   FLATSHARD_CHECK(
       device.is_cuda() || options.graphs.emulate_on_cpu,
       config,
-      "GraphOptions::enabled: expected a mesh of GPUs, got {}: there are no "
-      "CUDA graphs on a CPU",
+      "GraphOptions::enabled (cuda_graph.impl): expected a mesh of GPUs, got "
+      "{}: there are no CUDA graphs on a CPU",
       device.str());
   FLATSHARD_CHECK(
       options.graphs.warmup_steps >= 1,
@@ -24,6 +24,12 @@ void check_graph_options(
       config,
       "GraphOptions::regions: expected names of regions, such as block, got "
       "none");
+  FLATSHARD_CHECK(
+      options.graphs.regions.size() == 1 ||
+          !options.graphs.regions.contains("block"),
+      config,
+      "GraphOptions::regions: expected either block or parts of blocks, got "
+      "both: a whole block holds its parts");
   FLATSHARD_CHECK(
       !options.slots_on_demand,
       config,

@@ -54,7 +54,8 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
     std::shared_ptr<RegionGraph> region;
     std::size_t input = 0;
   };
-  /// Misses that another capture mends: it copies what came from elsewhere.
+  /// Misses. The first two are mended by another capture, which copies what
+  /// came from elsewhere.
   static constexpr const char* kOtherInput = "an input comes from elsewhere";
   static constexpr const char* kOtherGradient =
       "the gradient of an output comes from elsewhere";

@@ -6,6 +6,7 @@
 #include "flatshard/unit/autograd_task.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/Exception.h>
 #include <c10/util/ScopeExit.h>
 
 #include <algorithm>
@@ -220,8 +221,9 @@ void RegionGraphs::fallback(
   FLATSHARD_CHECK(
       !options_.miss_is_error,
       usage,
-      "{} cannot be replayed as a CUDA graph: {}; let GraphOptions::on_miss "
-      "run it eagerly, or mend that",
+      "{} cannot be replayed as a CUDA graph: {}; mend that, or "
+      "let it run eagerly (GraphOptions::miss_is_error = false, "
+      "cuda_graph.on_miss = \"eager\")",
       graph->name(),
       reason);
 }
@@ -427,6 +429,8 @@ void RegionGraphs::capture(const std::shared_ptr<RegionGraph>& graph) {
   try {
     graph->capture_forward(*pool_);
     ++stats_.captures;
+  } catch (const c10::Error& e) {
+    give_up(*graph, e.what_without_backtrace());
   } catch (const std::exception& e) {
     give_up(*graph, e.what());
   }
@@ -462,6 +466,8 @@ void RegionGraphs::capture_backward(const std::shared_ptr<RegionGraph>& graph) {
         consumers,
         unit_regions_[unit.id()]->targets);
     ++stats_.captures;
+  } catch (const c10::Error& e) {
+    give_up(*graph, e.what_without_backtrace());
   } catch (const std::exception& e) {
     give_up(*graph, e.what());
   }

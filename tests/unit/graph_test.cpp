@@ -359,6 +359,10 @@ TEST(Graphs, WhatTheyDoNotGoWithIsRefusedByName) {
     EXPECT_THAT(
         message({}),
         ::testing::HasSubstr("expected a mesh of GPUs, got cpu"));
+    EXPECT_THAT(
+        message(
+            {.graphs = {.regions = {"block", "attn"}, .emulate_on_cpu = true}}),
+        ::testing::HasSubstr("either block or parts of blocks"));
     const GraphOptions on_cpu{.emulate_on_cpu = true};
     EXPECT_THAT(
         message({.slots_on_demand = true, .graphs = on_cpu}),
