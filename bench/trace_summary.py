@@ -26,6 +26,7 @@ CLASSES = [
     ("optimizer", ("update_kernel",)),
     ("copy/set", ("memcpy", "memset", "copy", "cat")),
 ]
+COMM = ("all-gather", "reduce-scatter", "other nccl")
 
 
 def class_of(name):
@@ -50,10 +51,14 @@ def union(events):
     return covered
 
 
-def main(path):
+def gpu_events(path):
     with open(path) as file:
         events = json.load(file)["traceEvents"]
-    gpu = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    return [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+
+
+def main(path):
+    gpu = gpu_events(path)
     time, count = collections.Counter(), collections.Counter()
     streams = collections.defaultdict(set)
     other = collections.Counter()
@@ -64,8 +69,7 @@ def main(path):
         streams[label].add(e["args"].get("stream"))
         if label in ("other", "copy/set"):
             other[e["name"][:80]] += e["dur"]
-    comm = ("all-gather", "reduce-scatter", "other nccl")
-    compute = [e for e in gpu if class_of(e["name"]) not in comm]
+    compute = [e for e in gpu if class_of(e["name"]) not in COMM]
     heavy = sorted(
         (e["ts"], e["ts"] + e["dur"])
         for e in gpu
@@ -81,7 +85,7 @@ def main(path):
         )
     for name, total in other.most_common(8):
         print(f"     {total / 1e3:7.2f} ms {name}")
-    for label in comm[:2]:
+    for label in COMM[:2]:
         kernels = [e for e in gpu if class_of(e["name"]) == label]
         beside = sum(
             any(b < e["ts"] + e["dur"] and e["ts"] < f for b, f in heavy)

@@ -26,6 +26,7 @@
 #include "flatshard/nn/loss.h"
 #include "flatshard/nn/module.h"
 #include "flatshard/nn/recompute.h"
+#include "flatshard/nn/region.h"
 #include "flatshard/nn/rms_norm.h"
 #include "flatshard/nn/rope.h"
 #include "flatshard/nn/swiglu.h"

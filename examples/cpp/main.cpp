@@ -20,7 +20,15 @@ struct BlockImpl : nn::Module {
   at::Tensor gain = declare_parameter("gain", {kDim}, InitSpec::ones());
   BlockImpl() { set_attribute("gain", kWeightDecayAttribute, "none"); }
   at::Tensor forward(const at::Tensor& x) {
-    return x + down(at::gelu(up(x))) * gain;
+    // The same kernels each time: a region, which may run as a CUDA graph.
+    return nn::region(
+        *this,
+        "block",
+        [this](const nn::TensorList& in) {
+          const at::Tensor& x = in[0];
+          return nn::TensorList{x + down(at::gelu(up(x))) * gain};
+        },
+        {x})[0];
   }
 };
 FLATSHARD_MODULE(Block);
@@ -78,7 +86,8 @@ int train(const std::string& folder) {
       mesh,
       {.units = {model->first.get(), model->second.get()},  // gathered whole
        .strategy = "zero3",
-       .group = {.precision = Precision::full()}});
+       .group = {.precision = Precision::full()},
+       .runtime = {.graphs = {.enabled = device.is_cuda()}}});
   AdamW optimizer(runtime->groups(), {.weight_decay = 0.01});
 
   std::int64_t step = 0;
@@ -123,6 +132,9 @@ int train(const std::string& folder) {
     if (saved.error) {
       throw *saved.error;
     }
+  }
+  if (device.is_cuda()) {
+    fmt::print(stderr, "{}\n", to_string(runtime->graph_stats()));
   }
   if (mesh->rank() == 0) {
     fmt::print(

@@ -3,9 +3,9 @@
 #include "flatshard/core/error.h"
 #include "flatshard/device/backend.h"
 #include "flatshard/device/cuda_scope.h"
+#include "flatshard/device/graph_recording.h"
 
 #include <ATen/ATen.h>
-#include <ATen/cuda/CUDAGraph.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
 
@@ -28,58 +28,6 @@ c10::cuda::CUDAStream capture_stream(at::Device device) {
   return *stream;
 }
 
-// torch's graph, which leaves the allocator in the middle of a capture when the
-// recording fails.
-class Recording : public at::cuda::CUDAGraph {
- public:
-  void begin(at::cuda::MempoolId_t pool) {
-    capture_begin(pool, cudaStreamCaptureModeThreadLocal);
-    recording_ = true;
-  }
-  void end() {
-    recording_ = false;
-    try {
-      capture_end();
-    } catch (...) {
-      stop_allocating();
-      throw;
-    }
-  }
-  // After an exception of what was recorded.
-  void give_up() noexcept {
-    if (!std::exchange(recording_, false)) {
-      return;
-    }
-    cudaGraph_t graph = nullptr;
-    cudaStreamEndCapture(capture_stream_, &graph);
-    if (graph != nullptr) {
-      cudaGraphDestroy(graph);
-    }
-    cudaGetLastError();  // the capture's, which is over
-    stop_allocating();
-  }
-
- private:
-  // Newer versions of torch do it when the graph is destroyed.
-  template <class Graph = Recording>
-  void stop_allocating() noexcept {
-    if constexpr (!requires(Graph & graph) { graph.has_graph_exec(); }) {
-      try {
-        c10::cuda::CUDACachingAllocator::endAllocateToPool(
-            capture_stream_.device_index(),
-            mempool_id_);
-        c10::cuda::CUDACachingAllocator::releasePool(
-            capture_stream_.device_index(),
-            mempool_id_);
-      } catch (const std::exception&) {
-        // It had ended by itself.
-      }
-    }
-  }
-
-  bool recording_ = false;
-};
-
 class CudaGraph final : public DeviceGraph {
  public:
   CudaGraph(
@@ -90,7 +38,7 @@ class CudaGraph final : public DeviceGraph {
       : device_(device) {
     const c10::cuda::CUDAStreamGuard on(capture_stream(device));
     for (const at::Generator& generator : generators) {
-      recording_.register_generator_state(generator);
+      recording_.draws_from(generator);
     }
     recording_.begin(pool);
     try {
@@ -111,7 +59,7 @@ class CudaGraph final : public DeviceGraph {
 
  private:
   at::Device device_;
-  Recording recording_;
+  GraphRecording recording_;
   std::vector<at::Tensor> outputs_;
 };
 

@@ -8,8 +8,10 @@ namespace {
 
 bool cudnn_takes(const at::Tensor& q) {
   const at::ScalarType dtype = q.scalar_type();
-  return q.is_cuda() && (dtype == at::kBFloat16 || dtype == at::kHalf) &&
-         q.size(-1) <= 128 && q.size(-1) % 8 == 0 && q.size(1) > 1 &&
+  // Its backward adds in the order in which blocks end.
+  return !at::globalContext().deterministicAlgorithms() && q.is_cuda() &&
+         (dtype == at::kBFloat16 || dtype == at::kHalf) && q.size(-1) <= 128 &&
+         q.size(-1) % 8 == 0 && q.size(1) > 1 &&
          at::globalContext().userEnabledCuDNNSDP() &&
          cuda::has_cudnn_attention();
 }

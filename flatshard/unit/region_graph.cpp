@@ -73,48 +73,6 @@ at::Tensor without_repeats(at::Tensor tensor) {
 
 }  // namespace
 
-// -- what is in use
-// ------------------------------------------------------------
-
-bool GraphUses::blocks(std::int64_t number) {
-  while (!uses_.empty() && uses_.back().token.expired()) {
-    uses_.pop_back();
-  }
-  return !uses_.empty() && uses_.back().number >= number;
-}
-
-std::shared_ptr<void> GraphUses::begin(std::int64_t number) {
-  ++clock_;
-  auto token = std::make_shared<int>();
-  uses_.push_back({number, token});
-  return token;
-}
-
-// -- gradients of parameters -------------------------------------------------
-
-void TargetSink::add(const at::Tensor& parameter, nn::WgradTarget target) {
-  targets_[parameter.unsafeGetTensorImpl()] = std::move(target);
-}
-
-bool TargetSink::written(const at::Tensor& parameter) const {
-  return written_.contains(parameter.unsafeGetTensorImpl());
-}
-
-std::optional<nn::WgradTarget> TargetSink::begin_wgrad(
-    const at::Tensor& parameter) {
-  const auto found = targets_.find(parameter.unsafeGetTensorImpl());
-  if (found == targets_.end()) {
-    return std::nullopt;
-  }
-  nn::WgradTarget target = found->second;
-  target.accumulate = target.accumulate || written(parameter);
-  return target;
-}
-
-void TargetSink::end_wgrad(const at::Tensor& parameter) {
-  written_.insert(parameter.unsafeGetTensorImpl());
-}
-
 // While it lives, parameters have the accumulators of the recorded graph: those
 // of the unit belong to the stream that made them, and a recording may not wait
 // for another stream.
@@ -166,7 +124,7 @@ struct RegionGraph::Open : torch::CustomClassHolder {
   nn::GeneratorStates states;   // before the forward; a recomputation's
   std::shared_ptr<void> waits;  // for its backward
   std::shared_ptr<void> use;    // null: its backward was
-  std::int64_t clock = -1;      // at the end of that
+  std::int64_t clock = 0;       // at the forward
 };
 
 struct RegionGraph::ReplayFunction
@@ -277,7 +235,7 @@ void RegionGraph::capture_forward(GraphPool& pool) {
     }
     memory.set_requires_grad(input.requires_grad && with_grad_);
     inputs_.push_back(std::move(memory));
-    chained_.push_back(chained);
+    chained_.push_back(chained ? input.source : nullptr);
   }
   forward_addresses_ = parameter_addresses();
   forward_number_ = uses_->next();
@@ -374,7 +332,7 @@ void RegionGraph::capture_backward(
     grad_outputs_.push_back(
         chained ? consumer.region->backward_->outputs()[consumer.input]
                 : at::empty_like(outputs_[i]));
-    chained_grads_.push_back(chained);
+    chained_grads_.push_back(chained ? consumer.region : nullptr);
   }
   backward_addresses_ = parameter_addresses();
   backward_number_ = uses_->next();
@@ -468,7 +426,8 @@ const char* RegionGraph::miss(const nn::TensorList& inputs) {
     if (with_grad_ && in.requires_grad() != memory.requires_grad()) {
       return "an input needs a gradient and did not, or the other way round";
     }
-    if (chained_[i] && in.const_data_ptr() != memory.const_data_ptr()) {
+    if (chained_[i] && in.const_data_ptr() != memory.const_data_ptr() &&
+        !chained_[i]->forward_use_.expired()) {
       copied_inputs_.insert(i);
       return kOtherInput;
     }
@@ -507,12 +466,16 @@ nn::TensorList RegionGraph::replay(const nn::TensorList& inputs) {
   ++num_forwards_;
   if (!with_grad_) {
     const at::NoGradGuard no_grad;
-    return outputs_of_replay(inputs, uses_->begin(forward_number_));
+    const auto use = uses_->begin(forward_number_);
+    forward_use_ = use;
+    return outputs_of_replay(inputs, use);
   }
   auto open = c10::make_intrusive<Open>();
   open->region = shared_from_this();
   open->number = num_forwards_;
   open->use = uses_->begin(forward_number_);
+  open->clock = uses_->clock();
+  forward_use_ = open->use;
   open->waits = std::make_shared<int>();
   waits_ = open->waits;
   if (call_.preserve_rng && owner_.module != nullptr) {
@@ -539,7 +502,7 @@ const char* RegionGraph::miss_of_backward(
     return "its backward was not captured";
   }
   for (std::size_t i = 0; i < grads.size(); ++i) {
-    if (chained_grads_[i] &&
+    if (chained_grads_[i] && !chained_grads_[i]->backward_use_.expired() &&
         (!grads[i].defined() ||
          grads[i].const_data_ptr() != grad_outputs_[i].const_data_ptr())) {
       copied_grads_.insert(i);
@@ -589,11 +552,11 @@ nn::TensorList RegionGraph::backward(Open& open, const nn::TensorList& grads) {
       name_,
       captured_ ? "another forward of it" : "its graphs were dropped");
   FLATSHARD_CHECK(
-      open.use || open.clock == uses_->clock(),
+      open.use || !uses_->began_before(forward_number_, open.clock),
       usage,
-      "{}: its second backward (retain_graph) comes after other regions ran, "
-      "which may have taken what its forward had saved; run it at once, or "
-      "switch graphs off for it",
+      "{}: its second backward (retain_graph) comes after another forward, "
+      "which may have taken what its own had saved; run it before, or switch "
+      "graphs off for it",
       name_);
   const auto sink = sink_.lock();
   FLATSHARD_CHECK(sink != nullptr, usage, "{}: its Runtime is gone", name_);
@@ -617,6 +580,7 @@ nn::TensorList RegionGraph::backward(Open& open, const nn::TensorList& grads) {
       }
     }
     const auto use = uses_->begin(backward_number_);
+    backward_use_ = use;
     backward_->replay();
     for (std::size_t i = 0; i < inputs_.size(); ++i) {
       const at::Tensor& grad = backward_->outputs()[i];
@@ -652,7 +616,6 @@ nn::TensorList RegionGraph::backward(Open& open, const nn::TensorList& grads) {
   }
   open.waits.reset();
   open.use.reset();
-  open.clock = uses_->clock();
   if (on_backward_) {
     on_backward_(*this, miss);
   }

@@ -2,6 +2,8 @@
 
 #include "flatshard/device/graph.h"
 #include "flatshard/nn/region.h"
+#include "flatshard/unit/graph_uses.h"
+#include "flatshard/unit/target_sink.h"
 #include "flatshard/unit/unit.h"
 
 #include <cstdint>
@@ -10,54 +12,9 @@
 #include <optional>
 #include <set>
 #include <string>
-#include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 namespace flatshard {
-
-/// Takes the gradients of parameters to places that are known beforehand.
-class TargetSink final : public nn::WgradSink {
- public:
-  void add(const at::Tensor& parameter, nn::WgradTarget target);
-  bool written(const at::Tensor& parameter) const;
-  /// Those of `parameter` that come next are added to what is there.
-  std::optional<nn::WgradTarget> begin_wgrad(
-      const at::Tensor& parameter) override;
-  void end_wgrad(const at::Tensor& parameter) override;
-
- private:
-  std::unordered_map<const c10::TensorImpl*, nn::WgradTarget> targets_;
-  std::unordered_set<const c10::TensorImpl*> written_;
-};
-
-/// What of the graphs of one pool is in use.
-///
-/// Memory that a recording freed serves the next one, for what it keeps as
-/// well. So a replay overwrites what graphs recorded *later* keep; and it
-/// overwrites nothing that is in use when graphs are replayed in the order in
-/// which they were recorded, which is the order of a step. Any other order is
-/// seen here.
-class GraphUses {
- public:
-  /// The number of the next recording.
-  std::int64_t next() { return ++num_recorded_; }
-  /// Something of a graph recorded as or behind `number` is in use.
-  bool blocks(std::int64_t number);
-  /// A replay of that graph: what it wrote is in use as long as the token.
-  std::shared_ptr<void> begin(std::int64_t number);
-  /// Rises with each begin.
-  std::int64_t clock() const { return clock_; }
-
- private:
-  struct Use {
-    std::int64_t number = 0;
-    std::weak_ptr<void> token;
-  };
-  std::vector<Use> uses_;  ///< numbers rise
-  std::int64_t num_recorded_ = 0;
-  std::int64_t clock_ = 0;
-};
 
 /// Whose code a region is.
 struct RegionOwner {
@@ -107,7 +64,8 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
     std::shared_ptr<RegionGraph> region;
     std::size_t input = 0;
   };
-  /// Misses that another capture mends: it copies what came from elsewhere.
+  /// Misses. The first two are mended by another capture, which copies what
+  /// came from elsewhere.
   static constexpr const char* kOtherInput = "an input comes from elsewhere";
   static constexpr const char* kOtherGradient =
       "the gradient of an output comes from elsewhere";
@@ -191,9 +149,10 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
   std::unique_ptr<DeviceGraph> forward_;
   std::int64_t forward_number_ = 0;
   nn::TensorList inputs_;  ///< static; leaves of the recorded autograd graph
-  std::vector<bool> chained_;  ///< an input that is another's output
-  nn::TensorList live_;        ///< outputs with the recorded autograd graph
-  nn::TensorList outputs_;     ///< static
+  /// By input: whose output it is, where the two share memory; else null.
+  std::vector<std::shared_ptr<RegionGraph>> chained_;
+  nn::TensorList live_;     ///< outputs with the recorded autograd graph
+  nn::TensorList outputs_;  ///< static
   std::vector<int> aliased_input_;  ///< whose memory an output is, or -1
   std::vector<bool> is_constant_;   ///< an output that no gradient flows to
   std::vector<const void*> forward_addresses_;
@@ -203,7 +162,8 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
   std::unique_ptr<DeviceGraph> backward_;
   std::int64_t backward_number_ = 0;
   nn::TensorList grad_outputs_;  ///< static; undefined: needs none
-  std::vector<bool> chained_grads_;
+  /// By output: whose input's gradient it is, where the two share memory.
+  std::vector<std::shared_ptr<RegionGraph>> chained_grads_;
   std::vector<const void*> backward_addresses_;
   /// Parameters whose gradients a backward writes: which, where, and whether it
   /// adds to what was there.
@@ -219,7 +179,9 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
   std::set<std::size_t> copied_grads_;
 
   std::int64_t num_forwards_ = 0;
-  std::weak_ptr<void> waits_;  ///< for the backward of the last forward
+  std::weak_ptr<void> waits_;        ///< for the backward of the last forward
+  std::weak_ptr<void> forward_use_;  ///< what the last one wrote
+  std::weak_ptr<void> backward_use_;
 };
 
 }  // namespace flatshard

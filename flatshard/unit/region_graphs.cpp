@@ -6,6 +6,7 @@
 #include "flatshard/unit/autograd_task.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/Exception.h>
 #include <c10/util/ScopeExit.h>
 
 #include <algorithm>
@@ -13,26 +14,6 @@
 #include <utility>
 
 namespace flatshard {
-
-std::string to_string(const GraphStats& stats) {
-  std::string text = fmt::format(
-      "CUDA graphs: {} captured ({:.0f} MB), {} forward and {} backward "
-      "replays",
-      stats.captures,
-      static_cast<double>(stats.nbytes) * 1e-6,
-      stats.forward_replays,
-      stats.backward_replays);
-  std::int64_t eager = 0;
-  std::string reasons;
-  for (const auto& [reason, count] : stats.fallbacks) {
-    eager += count;
-    reasons +=
-        fmt::format("{}{} ({})", eager > count ? "; " : "", reason, count);
-  }
-  return eager == 0
-             ? text
-             : fmt::format("{}; {} ran eagerly: {}", text, eager, reasons);
-}
 
 /// One unit, and where its slots were in the step that runs.
 struct RegionGraphs::UnitRegions {
@@ -263,8 +244,9 @@ void RegionGraphs::fallback(
   FLATSHARD_CHECK(
       !options_.miss_is_error,
       usage,
-      "{} cannot be replayed as a CUDA graph: {}; let GraphOptions::on_miss "
-      "run it eagerly, or mend that",
+      "{} cannot be replayed as a CUDA graph: {}; mend that, or "
+      "let it run eagerly (GraphOptions::miss_is_error = false, "
+      "cuda_graph.on_miss = \"eager\")",
       graph->name(),
       reason);
 }
@@ -529,6 +511,8 @@ void RegionGraphs::capture(const std::shared_ptr<RegionGraph>& graph) {
   try {
     graph->capture_forward(*pool_);
     ++stats_.captures;
+  } catch (const c10::Error& e) {
+    give_up(*graph, e.what_without_backtrace());
   } catch (const std::exception& e) {
     give_up(*graph, e.what());
   }
@@ -564,6 +548,8 @@ void RegionGraphs::capture_backward(const std::shared_ptr<RegionGraph>& graph) {
         consumers,
         unit_regions_[unit.id()]->targets);
     ++stats_.captures;
+  } catch (const c10::Error& e) {
+    give_up(*graph, e.what_without_backtrace());
   } catch (const std::exception& e) {
     give_up(*graph, e.what());
   }

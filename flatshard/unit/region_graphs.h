@@ -18,6 +18,14 @@
 
 namespace flatshard {
 
+struct RuntimeOptions;
+
+/// @throws Error{config} for options that graphs do not go with, by name.
+void check_graph_options(
+    const RuntimeOptions& options,
+    at::Device device,
+    const std::vector<std::unique_ptr<Unit>>& units);
+
 /// The graphs of all regions of one model.
 ///
 /// The first steps run eagerly and are watched: which regions run, on what

@@ -36,43 +36,6 @@ std::vector<UnitSpec> specs_of(
   return specs;
 }
 
-// What graphs do not go with, by name.
-void check_graphs(
-    const RuntimeOptions& options,
-    at::Device device,
-    const std::vector<std::unique_ptr<Unit>>& units) {
-  FLATSHARD_CHECK(
-      device.is_cuda() || options.graphs.emulate_on_cpu,
-      config,
-      "GraphOptions::enabled: expected a mesh of GPUs, got {}: there are no "
-      "CUDA graphs on a CPU",
-      device.str());
-  FLATSHARD_CHECK(
-      options.graphs.warmup_steps >= 1,
-      config,
-      "GraphOptions::warmup_steps: expected at least 1, got {}",
-      options.graphs.warmup_steps);
-  FLATSHARD_CHECK(
-      !options.slots_on_demand,
-      config,
-      "GraphOptions::enabled with slots_on_demand: a graph needs weights and "
-      "gradients at the same addresses in every step; use the arena");
-  FLATSHARD_CHECK(
-      !options.debug.strict,
-      config,
-      "GraphOptions::enabled with DebugOptions::strict, which watches the "
-      "calls "
-      "of inner modules: a replay makes none");
-  for (const auto& unit : units) {
-    for (const auto& group : unit->groups()) {
-      FLATSHARD_CHECK(
-          !group->options().offload,
-          config,
-          "GraphOptions::enabled with offload: not supported");
-    }
-  }
-}
-
 }  // namespace
 
 Runtime::Runtime(
@@ -111,7 +74,7 @@ std::shared_ptr<Runtime> Runtime::create(
   runtime->hook_modules();
   runtime->hide_all();
   if (options.graphs.enabled) {
-    check_graphs(options, runtime->mesh_->device(), runtime->units_);
+    check_graph_options(options, runtime->mesh_->device(), runtime->units_);
     runtime->graphs_ = std::make_shared<RegionGraphs>(
         runtime->units_,
         runtime->mesh_->device(),

@@ -4,8 +4,9 @@
 `flatshard train --resume` runs under `torchrun --max-restarts 2` on two ranks
 of this machine. SIGKILL ends rank 1 in mid-run, and rank 0 in the run that
 torchrun starts again. Each time the other rank has to name the one that is
-gone, and the next run has to go on from the latest checkpoint. At the end the
-weights have to be, bit for bit, those of two ranks that were left alone.
+gone, and the next run has to go on from the last checkpoint that was whole. At
+the end the weights have to be, bit for bit, those of two ranks that were left
+alone.
 
 Tried with both ways in which torchrun brings its ranks together: a fixed port
 (static) and --standalone (c10d). Exits with 77 (skipped) where PYTHON has no
@@ -29,8 +30,10 @@ from small_run import CONFIG, Failure, prepare_corpus
 SKIPPED = 77
 STEPS = 60
 INTERVAL = 5
-# So many steps after the first of an attempt a rank is killed.
+# A rank is killed when the checkpoint of so many steps of its attempt is whole.
 AHEAD = 2 * INTERVAL
+# Checkpoints have two buffers: so many are written beside the steps at most.
+BEING_WRITTEN = 2
 # Killed in this order, one per attempt.
 CULPRITS = [1, 0]
 TIMEOUT_S = 10
@@ -124,27 +127,43 @@ class Job:
                 attempts[-1].append(int(line.split()[1].split("/")[0]))
         return attempts
 
+    def checkpoint(self):
+        """The step of the last checkpoint that is whole, 0 without any."""
+        try:
+            latest = (self.output / "checkpoints" / "latest").read_text()
+        except FileNotFoundError:
+            return 0
+        return int(latest.removeprefix("step-"))
+
     def weights(self):
         return (self.output / "model.safetensors").read_bytes()
 
 
 def wait_for_attempt(job, process, number):
-    """Waits until attempt `number` (from 0) is AHEAD steps past its first."""
+    """Waits until attempt `number` (from 0) has AHEAD steps on disk.
+
+    The line of a step says nothing of that: checkpoints are written beside the
+    steps that follow.
+    """
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
         attempts = job.steps()
         if len(attempts) > number and attempts[number]:
-            steps = attempts[number]
-            if steps[-1] >= steps[0] + AHEAD:
+            before = attempts[number][0] - 1
+            if job.checkpoint() >= before + AHEAD:
                 return
         if process.poll() is not None:
             raise Failure(f"ended with {process.returncode}:\n{job.text()[-3000:]}")
         time.sleep(0.01)
-    raise Failure(f"attempt {number + 1} does not train:\n{job.text()[-3000:]}")
+    raise Failure(f"attempt {number + 1} saves nothing:\n{job.text()[-3000:]}")
 
 
 def kill_rank(job, process, culprit):
-    """Kills a rank; returns after how many seconds the other one had ended."""
+    """Kills a rank.
+
+    Returns after how many seconds the other one had ended, and the step of the
+    checkpoint that they left.
+    """
     ranks = ranks_of(process.pid)
     begin = time.monotonic()
     os.kill(ranks[culprit], signal.SIGKILL)
@@ -155,7 +174,8 @@ def kill_rank(job, process, culprit):
                 f"rank {1 - culprit} goes on without {culprit}:\n{job.text()[-3000:]}"
             )
         time.sleep(0.01)
-    return time.monotonic() - begin
+    # torchrun starts the next ones, and those train INTERVAL steps before they save.
+    return time.monotonic() - begin, job.checkpoint()
 
 
 def end_all(process):
@@ -181,17 +201,26 @@ def check_messages(job):
             raise Failure(f"rank {other} does not name rank {culprit}:\n{text[-6000:]}")
 
 
-def check_steps(job):
+def check_steps(job, left):
+    """`left`: the checkpoints that the killed attempts left; the steps lost."""
     attempts = job.steps()
     if len(attempts) != len(CULPRITS) + 1:
         raise Failure(f"{len(attempts)} attempts, expected {len(CULPRITS) + 1}")
     lost = []
-    for before, after in zip(attempts, attempts[1:]):
-        # From a checkpoint: the last, or the one before when that was being
-        # written.
+    for before, after, checkpoint in zip(attempts, attempts[1:], left):
         again = before[-1] + 1 - after[0]
-        if (after[0] - 1) % INTERVAL != 0 or not 0 <= again < 2 * INTERVAL:
-            raise Failure(f"after step {before[-1]} it went on with {after[0]}")
+        if after[0] != checkpoint + 1:
+            raise Failure(
+                f"after step {before[-1]} it went on with {after[0]}, not from the "
+                f"checkpoint of step {checkpoint}"
+            )
+        # The steps after the last save, and those of the saves not yet whole.
+        most = (1 + BEING_WRITTEN) * INTERVAL
+        if checkpoint % INTERVAL != 0 or not 0 <= again <= most:
+            raise Failure(
+                f"after step {before[-1]} the checkpoint of step {checkpoint} was "
+                "the last one"
+            )
         lost.append(again)
     if attempts[-1][-1] != STEPS:
         raise Failure(f"it ended with step {attempts[-1][-1]}")
@@ -208,17 +237,18 @@ def check(folder, corpus, program, python, rendezvous, alone):
     job = Job(folder, corpus, rendezvous, launcher, program)
     begin = time.monotonic()
     process = job.start()
-    seconds = []
+    seconds, left = [], []
     try:
         for number, culprit in enumerate(CULPRITS):
             wait_for_attempt(job, process, number)
-            took = kill_rank(job, process, culprit)
+            took, checkpoint = kill_rank(job, process, culprit)
             seconds.append(f"{took:.1f}")
+            left.append(checkpoint)
         finish(process, job.log)
     finally:
         end_all(process)
     check_messages(job)
-    lost = check_steps(job)
+    lost = check_steps(job, left)
     if job.weights() != alone.weights():
         raise Failure("the weights are not those of the run left alone")
     print(

@@ -1,5 +1,5 @@
 """examples/cpp trains, saves, and goes on from its checkpoint at another number of
-ranks; docs/cpp.md quotes it line by line.
+ranks; docs/cpp.md and docs/graphs.md quote it line by line.
 
 usage: cpp_guide_test.py PROGRAM WORK_FOLDER
 """
@@ -19,15 +19,16 @@ def lines(text):
 
 
 source = lines((root / "examples/cpp/main.cpp").read_text())
-page = (root / "docs/cpp.md").read_text()
-blocks = re.findall(r"^```cpp\n(.*?)^```$", page, re.M | re.S)
-assert len(blocks) >= 6, f"{len(blocks)} blocks of code in docs/cpp.md"
-for block in blocks:
-    quoted = lines(block)
-    n = len(quoted)
-    assert any(source[i : i + n] == quoted for i in range(len(source))), (
-        f"docs/cpp.md quotes what examples/cpp/main.cpp does not have:\n{block}"
-    )
+for page, at_least in (("docs/cpp.md", 7), ("docs/graphs.md", 1)):
+    text = (root / page).read_text()
+    blocks = re.findall(r"^```cpp\n(.*?)^```$", text, re.M | re.S)
+    assert len(blocks) >= at_least, f"{len(blocks)} blocks of code in {page}"
+    for block in blocks:
+        quoted = lines(block)
+        n = len(quoted)
+        assert any(source[i : i + n] == quoted for i in range(len(source))), (
+            f"{page} quotes what examples/cpp/main.cpp does not have:\n{block}"
+        )
 
 
 def run(*arguments):

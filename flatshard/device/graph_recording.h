@@ -1,0 +1,77 @@
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <ATen/cuda/CUDAGraph.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+
+#include <exception>
+#include <utility>
+
+// The one place that knows how torch's versions differ in CUDA graphs.
+namespace flatshard::detail {
+
+/// torch's graph while it is recorded. Older versions of torch have to be told
+/// which generators are drawn from, and leave the allocator in the middle of a
+/// capture when the recording fails.
+class GraphRecording : public at::cuda::CUDAGraph {
+ public:
+  /// Before `begin`; each generator that is drawn from besides the default one.
+  void draws_from(const at::Generator& generator) { enlist(*this, generator); }
+
+  void begin(at::cuda::MempoolId_t pool) {
+    capture_begin(pool, cudaStreamCaptureModeThreadLocal);
+    recording_ = true;
+  }
+  void end() {
+    recording_ = false;
+    try {
+      capture_end();
+    } catch (...) {
+      stop_allocating();
+      throw;
+    }
+  }
+  /// After an exception of what was recorded.
+  void give_up() noexcept {
+    if (!std::exchange(recording_, false)) {
+      return;
+    }
+    cudaGraph_t graph = nullptr;
+    cudaStreamEndCapture(capture_stream_, &graph);
+    if (graph != nullptr) {
+      cudaGraphDestroy(graph);
+    }
+    cudaGetLastError();  // the capture's, which is over
+    stop_allocating();
+  }
+
+ private:
+  // Newer versions do it at a generator's first draw.
+  template <class Graph>
+  static void enlist(Graph& graph, const at::Generator& generator) {
+    if constexpr (requires { graph.register_generator_state(generator); }) {
+      graph.register_generator_state(generator);
+    }
+  }
+
+  // Newer versions note it, and do it when the graph is destroyed.
+  template <class Graph = GraphRecording>
+  void stop_allocating() noexcept {
+    if constexpr (!requires(Graph & graph) { graph.capturing_to_pool_; }) {
+      try {
+        c10::cuda::CUDACachingAllocator::endAllocateToPool(
+            capture_stream_.device_index(),
+            mempool_id_);
+        c10::cuda::CUDACachingAllocator::releasePool(
+            capture_stream_.device_index(),
+            mempool_id_);
+      } catch (const std::exception&) {
+        // It had ended by itself.
+      }
+    }
+  }
+
+  bool recording_ = false;
+};
+
+}  // namespace flatshard::detail

@@ -1,0 +1,40 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace flatshard {
+
+/// What of the graphs of one pool is in use.
+///
+/// Memory that a recording freed serves the next one, for what it keeps as
+/// well. So a replay overwrites what graphs recorded *later* keep; and it
+/// overwrites nothing that is in use when graphs are replayed in the order in
+/// which they were recorded, which is the order of a step. Any other order is
+/// seen here.
+class GraphUses {
+ public:
+  /// The number of the next recording.
+  std::int64_t next() { return ++num_recorded_; }
+  /// Something of a graph recorded as or behind `number` is in use.
+  bool blocks(std::int64_t number);
+  /// A replay of that graph: what it wrote is in use as long as the token.
+  std::shared_ptr<void> begin(std::int64_t number);
+  /// Rises with each begin.
+  std::int64_t clock() const { return clock_; }
+  /// Since then a graph recorded before `number` was replayed.
+  bool began_before(std::int64_t number, std::int64_t since) const;
+
+ private:
+  struct Use {
+    std::int64_t number = 0;
+    std::weak_ptr<void> token;
+  };
+  std::vector<Use> uses_;                 ///< numbers rise
+  std::vector<std::int64_t> last_clock_;  ///< by number
+  std::int64_t num_recorded_ = 0;
+  std::int64_t clock_ = 0;
+};
+
+}  // namespace flatshard

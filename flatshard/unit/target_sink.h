@@ -1,0 +1,26 @@
+#pragma once
+
+#include "flatshard/nn/wgrad.h"
+
+#include <optional>
+#include <unordered_map>
+#include <unordered_set>
+
+namespace flatshard {
+
+/// Takes the gradients of parameters to places that are known beforehand.
+class TargetSink final : public nn::WgradSink {
+ public:
+  void add(const at::Tensor& parameter, nn::WgradTarget target);
+  bool written(const at::Tensor& parameter) const;
+  /// Those of `parameter` that come next are added to what is there.
+  std::optional<nn::WgradTarget> begin_wgrad(
+      const at::Tensor& parameter) override;
+  void end_wgrad(const at::Tensor& parameter) override;
+
+ private:
+  std::unordered_map<const c10::TensorImpl*, nn::WgradTarget> targets_;
+  std::unordered_set<const c10::TensorImpl*> written_;
+};
+
+}  // namespace flatshard
