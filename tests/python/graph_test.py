@@ -249,8 +249,9 @@ def test_an_inner_hook_comes_and_goes(first, last, mesh, rank):
 
     stats, _ = both(Transformer, mesh, rank, before=before, after=after, steps=12)
     assert len(calls) == 2 * (last - first + 1)
-    # While all are watched once more, eager steps are none in place of replays.
-    assert 1 <= stats["fallbacks"]["a module inside of it has hooks"] <= 2
+    # Eager steps of a warm-up are none in place of replays.
+    hooked = stats["fallbacks"]["a module inside of it has hooks"]
+    assert 1 <= hooked <= last - first + 1
     assert replays[-1] - replays[-2] == BLOCKS
 
 
