@@ -87,6 +87,7 @@ GraphStats StepGraph::stats() const {
 }
 
 nn::TensorList StepGraph::run(const nn::TensorList& inputs) {
+  runtime_->mesh_->check();
   {
     const std::lock_guard lock(runtime_->mutex_);
     FLATSHARD_CHECK(
