@@ -60,8 +60,7 @@ void check_graph_options(
       !options.debug.strict,
       config,
       "GraphOptions::enabled with DebugOptions::strict, which watches the "
-      "calls "
-      "of inner modules: a replay makes none");
+      "calls of inner modules: a replay makes none");
   if (options.graphs.whole_step) {
     check_whole_step(options);
   }
