@@ -7,8 +7,10 @@
 
 #include <ATen/ATen.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
+#include <chrono>
 #include <utility>
 
 namespace flatshard {
@@ -66,12 +68,32 @@ StepGraph::StepGraph(std::shared_ptr<Runtime> runtime, Work work)
         [&](const auto& unit) { return unit->module() == module; });
     num_own_hooks_.push_back(is_unit ? kOwnHooks : 0);
   }
+  if (runtime_->mesh_->device().is_cuda()) {
+    flight_ = runtime_->mesh_->flight_recorder().get();
+  }
+  if (flight_ != nullptr) {
+    before_abort_ = flight_->before_abort([weak = std::weak_ptr(held_)] {
+      // Whoever holds it for so long waits for the device, which the abort
+      // sets free.
+      constexpr std::chrono::seconds kPatience(1);
+      if (const auto held = weak.lock()) {
+        if (const std::unique_lock lock(held->mutex, kPatience); lock) {
+          held->graph.reset();
+        }
+      }
+    });
+  }
 }
 
 StepGraph::~StepGraph() = default;
 
 void StepGraph::reset() {
-  graph_.reset();
+  captured_ = false;
+  {
+    const std::lock_guard lock(held_->mutex);
+    held_->graph.reset();
+  }
+  collectives_.reset();
   effects_.reset();
   stamp_.reset();
   inputs_.clear();
@@ -98,10 +120,10 @@ nn::TensorList StepGraph::run(const nn::TensorList& inputs) {
     runtime_->before_root_forward();
   }
   drop_if_outdated();
-  if (!graph_ && failure_.empty() && num_steps_ >= options_.warmup_steps) {
+  if (!captured_ && failure_.empty() && num_steps_ >= options_.warmup_steps) {
     try_to_capture(inputs);
   }
-  if (graph_ || !failure_.empty()) {
+  if (captured_ || !failure_.empty()) {
     const std::string reason = miss(inputs);
     if (reason.empty()) {
       return replay(inputs);
@@ -196,9 +218,15 @@ std::string StepGraph::capture(const nn::TensorList& inputs) {
   }
   pool_ = make_graph_pool(runtime_->mesh_->device());
   pool_->make_room();
+  if (flight_ != nullptr) {
+    collectives_ = flight_->make_captured();
+  }
   try {
-    graph_ =
+    auto graph =
         pool_->capture([this] { return record(); }, generators_of(modules_));
+    const std::lock_guard lock(held_->mutex);
+    held_->graph = std::move(graph);
+    captured_ = true;
     return {};
   } catch (const Error& e) {
     return e.message();
@@ -210,12 +238,25 @@ std::string StepGraph::capture(const nn::TensorList& inputs) {
 }
 
 std::vector<at::Tensor> StepGraph::record() {
+  bool failed = true;
+  if (flight_ != nullptr) {
+    flight_->begin_capture(collectives_);
+  }
+  const auto done = c10::make_scope_exit([&] {
+    if (flight_ != nullptr && failed) {
+      flight_->end_capture(/*failed=*/true);
+    }
+  });
   Recording recording(*runtime_);
   std::vector<at::Tensor> all;
   for (const at::Tensor& output : work_(inputs_)) {
     all.push_back(output.detach());
   }
   StepEffects effects = recording.end();
+  failed = false;
+  if (flight_ != nullptr) {
+    flight_->end_capture(/*failed=*/false);
+  }
   const std::size_t num_outputs = all.size();
   for (const StepEffects::Group& group : effects.groups) {
     for (const at::Tensor& tensor : group.gradients.tensors) {
@@ -316,18 +357,30 @@ nn::TensorList StepGraph::replay(const nn::TensorList& inputs) {
     runtime_->executor_.join_streams();
     runtime_->executor_.wait_for_all_written_weights();
   }
-  graph_->replay();
-  apply();
+  nn::TensorList all;
+  {
+    const std::lock_guard lock(held_->mutex);
+    if (!held_->graph) {
+      runtime_->mesh_->check();  // throws the verdict that took it
+    }
+    FLATSHARD_CHECK(held_->graph, internal, "the graph of the step is gone");
+    held_->graph->replay();
+    all = held_->graph->outputs();
+  }
+  if (flight_ != nullptr) {
+    flight_->replayed(collectives_, runtime_->executor_.step());
+  }
+  apply(all);
   ++stats_.step_replays;
   nn::TensorList outputs;
   for (std::size_t i = 0; i < num_outputs_; ++i) {
-    outputs.push_back(graph_->outputs()[i].clone());
+    outputs.push_back(all[i].clone());
   }
   return outputs;
 }
 
 // What the step would have done on the host.
-void StepGraph::apply() {
+void StepGraph::apply(const std::vector<at::Tensor>& outputs) {
   Runtime& runtime = *runtime_;
   const std::lock_guard lock(runtime.mutex_);
   runtime.executor_.forget_queued();
@@ -347,8 +400,7 @@ void StepGraph::apply() {
   runtime.by_hand_.assign(runtime.units_.size(), false);
   runtime.hide_all();
   const std::vector<ParamGroup*> groups = runtime.all_groups();
-  auto output =
-      graph_->outputs().begin() + static_cast<std::ptrdiff_t>(num_outputs_);
+  auto output = outputs.begin() + static_cast<std::ptrdiff_t>(num_outputs_);
   for (std::size_t g = 0; g < groups.size(); ++g) {
     const StepEffects::Group& group = effects_->groups[g];
     GradientPipeline::Contents gradients = group.gradients;

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -54,11 +55,17 @@ class StepGraph {
   /// steps, on all ranks.
   void reset();
   /// The next step is a replay, unless it differs.
-  bool captured() const { return graph_ != nullptr; }
+  bool captured() const { return captured_; }
   GraphStats stats() const;
 
  private:
   class Recording;
+  /// What the flight recorder's thread may drop, when it is to end the
+  /// communicators that the graph holds.
+  struct Held {
+    std::timed_mutex mutex;
+    std::unique_ptr<DeviceGraph> graph;
+  };
 
   bool all_ranks(bool mine) const;
   void drop_if_outdated();
@@ -68,7 +75,7 @@ class StepGraph {
   /// Why this step is not a replay; empty: it is.
   std::string miss(const nn::TensorList& inputs) const;
   nn::TensorList replay(const nn::TensorList& inputs);
-  void apply();
+  void apply(const std::vector<at::Tensor>& outputs);
   void fallback(const std::string& reason);
 
   std::shared_ptr<Runtime> runtime_;
@@ -81,7 +88,11 @@ class StepGraph {
   std::unique_ptr<StepEffects> effects_;
   std::unique_ptr<StepStamp> stamp_;
   std::size_t num_outputs_ = 0;  ///< of the graph's; then come gradients
-  std::unique_ptr<DeviceGraph> graph_;
+  std::shared_ptr<Held> held_ = std::make_shared<Held>();
+  bool captured_ = false;
+  FlightRecorder* flight_ = nullptr;  ///< the mesh's; null: none, or on a CPU
+  FlightRecorder::BeforeAbort before_abort_;
+  std::shared_ptr<CapturedCollectives> collectives_;
   int num_steps_ = 0;  ///< since the last drop
   std::string failure_;
   GraphStats stats_;
