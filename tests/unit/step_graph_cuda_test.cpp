@@ -1,6 +1,8 @@
 // The whole matrix of step_graph_test.cpp on GPUs, one rank for each; without a
 // GPU it skips itself. With one GPU, scripts/share_gpu lets two ranks share it.
+#include "flatshard/device/graph.h"
 #include "flatshard/device/stream.h"
+#include "flatshard/device/stream_word.h"
 #include "tests/support/gpu_ranks.h"
 #include "tests/unit/graph_training.h"
 
@@ -47,6 +49,31 @@ void expect_equal(const GraphRun& eager, const GraphRun& graphs) {
   for (std::size_t i = 0; i < eager.gradients.size(); ++i) {
     EXPECT_TRUE(at::equal(eager.gradients[i], graphs.gradients[i]))
         << "gradient " << i;
+  }
+}
+
+TEST_F(StepGraphOnGpus, AGraphWritesNumbersForTheHost) {
+  const at::Device device = gpu_ranks().device;
+  const auto word = make_stream_word(device);
+  word->write(1);
+  current_stream(device)->synchronize();
+  EXPECT_EQ(word->read(), 1U);
+  const auto pool = make_graph_pool(device);
+  EXPECT_FALSE(current_stream_records(device));
+  const auto graph = pool->capture([&] {
+    EXPECT_TRUE(current_stream_records(device));
+    word->write(2);
+    at::Tensor x = at::ones({4}, at::TensorOptions(device));
+    word->write(3);
+    return std::vector<at::Tensor>{x};
+  });
+  EXPECT_EQ(word->read(), 1U);
+  for (int i = 0; i < 2; ++i) {
+    graph->replay();
+    current_stream(device)->synchronize();
+    EXPECT_EQ(word->read(), 3U);
+    word->write(1);
+    current_stream(device)->synchronize();
   }
 }
 
