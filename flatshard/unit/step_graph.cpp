@@ -211,6 +211,10 @@ void StepGraph::try_to_capture(const nn::TensorList& inputs) {
 
 // Why it failed; empty: it did not.
 std::string StepGraph::capture(const nn::TensorList& inputs) {
+  {
+    const std::lock_guard lock(runtime_->mutex_);
+    runtime_->executor_.wait_for_all_written_weights();
+  }
   runtime_->synchronize();
   inputs_.clear();
   for (const at::Tensor& input : inputs) {
