@@ -60,7 +60,7 @@ void check_case(const GraphCase& c) {
 
 class StepGraphParity : public ::testing::TestWithParam<GraphCase> {};
 
-TEST_P(StepGraphParity, EqualsEagerBitForBit) {
+TEST_P(StepGraphParity, B55_EqualsEagerBitForBit) {
   check_case(GetParam());
 }
 
