@@ -50,6 +50,7 @@ class PyRuntime {
       bool copy_engines,
       bool cuda_graphs,
       int graph_warmup_steps,
+      bool audit_graphs,
       bool emulate_graphs)
       : views_(std::make_shared<ParameterViews>(
             views_of(places, grads),
@@ -74,6 +75,7 @@ class PyRuntime {
            .graphs = {
                .enabled = cuda_graphs,
                .warmup_steps = graph_warmup_steps,
+               .audit = audit_graphs,
                .emulate_on_cpu = emulate_graphs}});
       runtime->add_observer(views_);
       if (cuda_graphs) {
@@ -414,6 +416,7 @@ void bind_unit(py::module_& m) {
               bool,
               bool,
               int,
+              bool,
               bool>(),
           py::arg("mesh"),
           py::arg("units"),
@@ -426,6 +429,7 @@ void bind_unit(py::module_& m) {
           py::arg("copy_engines"),
           py::arg("cuda_graphs"),
           py::arg("graph_warmup_steps"),
+          py::arg("audit_graphs"),
           py::arg("emulate_graphs"))
       .def(
           "linear",
@@ -464,6 +468,7 @@ void bind_unit(py::module_& m) {
             found["backward_replays"] = stats.backward_replays;
             found["fallbacks"] = stats.fallbacks;
             found["nbytes"] = stats.nbytes;
+            found["audited_addresses"] = stats.audited_addresses;
             return found;
           })
       .def(

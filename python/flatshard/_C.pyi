@@ -124,6 +124,7 @@ class Runtime:
         copy_engines: bool,
         cuda_graphs: bool,
         graph_warmup_steps: int,
+        audit_graphs: bool,
         emulate_graphs: bool,
     ) -> None: ...
     def linear(

@@ -5,7 +5,11 @@ import weakref
 import torch
 
 from flatshard import _C
-from flatshard.graph_checks import DEFAULT_WARMUP_STEPS, emulates_on_cpu
+from flatshard.graph_checks import (
+    DEFAULT_WARMUP_STEPS,
+    audits_graphs,
+    emulates_on_cpu,
+)
 from flatshard.mesh import device_of
 from flatshard.replaced import refuse_plain, refuse_replaced, settle
 from flatshard.same_values import compare
@@ -60,6 +64,7 @@ class Root:
             copy_engines=state.copy_engines,
             cuda_graphs=self.cuda_graphs,
             graph_warmup_steps=max(warmup_steps, default=DEFAULT_WARMUP_STEPS),
+            audit_graphs=audits_graphs(),
             emulate_graphs=self.cuda_graphs and emulates_on_cpu(),
         )
         self._synced = None

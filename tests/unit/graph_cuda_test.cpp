@@ -43,6 +43,7 @@ TEST_P(GraphMatrix, EqualsEagerBitForBit) {
   c.graphs = false;
   const GraphRun eager = train(c, name + "eager");
   c.graphs = true;
+  c.audit = true;
   const GraphRun graphs = train(c, name);
   EXPECT_EQ(eager.losses, graphs.losses);
   ASSERT_EQ(eager.gradients.size(), graphs.gradients.size());
@@ -58,6 +59,7 @@ TEST_P(GraphMatrix, EqualsEagerBitForBit) {
   EXPECT_EQ(graphs.stats.forward_replays, regions * (twice ? 2 : 1));
   EXPECT_EQ(graphs.stats.backward_replays, regions);
   EXPECT_THAT(graphs.stats.fallbacks, ::testing::IsEmpty());
+  EXPECT_GT(graphs.stats.audited_addresses, graphs.stats.captures);
 }
 
 INSTANTIATE_TEST_SUITE_P(

@@ -29,6 +29,7 @@ struct GraphCase {
   int prefetch = 1;
   bool graphs = true;
   bool miss_is_error = false;
+  bool audit = false;
   int max_delay_us = 0;
 
   std::string name() const;
