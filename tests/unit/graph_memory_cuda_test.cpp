@@ -2,10 +2,9 @@
 #include "flatshard/device/graph.h"
 #include "flatshard/device/memory.h"
 #include "flatshard/device/stream.h"
-#include "flatshard/nn/linear.h"
-#include "flatshard/nn/region.h"
 #include "flatshard/optim/adamw.h"
 #include "tests/support/gpu_ranks.h"
+#include "tests/unit/factor_model.h"
 #include "tests/unit/graph_training.h"
 
 #include <ATen/ATen.h>
@@ -19,67 +18,9 @@ using testing::gpu_ranks;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
-constexpr int kNumBlocks = 4;
+constexpr int kNumBlocks = testing::FactorModelImpl::kNumBlocks;
 constexpr int kSteps = 5;
 constexpr int kWarmupSteps = 2;
-
-// x + linear(x) * factor, where factor is no parameter.
-class FactorBlockImpl : public nn::Module {
- public:
-  FactorBlockImpl(std::int64_t dim, at::Tensor factor, bool declared)
-      : factor_(std::move(factor)), declared_(declared) {
-    linear_ = register_module("linear", nn::Linear(dim, dim));
-  }
-  at::Tensor forward(const at::Tensor& x) {
-    nn::RegionOptions options;
-    if (declared_) {
-      options.constants = {factor_};
-    }
-    return nn::region(
-        *this,
-        "block",
-        [this](const nn::TensorList& in) {
-          return nn::TensorList{in[0] + linear_(in[0]) * factor_};
-        },
-        {x},
-        options)[0];
-  }
-
- private:
-  nn::Linear linear_{nullptr};
-  at::Tensor factor_;
-  bool declared_;
-};
-FLATSHARD_MODULE(FactorBlock);
-
-class FactorModelImpl : public nn::Module {
- public:
-  FactorModelImpl(std::int64_t dim, const at::Tensor& factor, bool declared) {
-    for (int i = 0; i < kNumBlocks; ++i) {
-      blocks_.push_back(register_module(
-          "block" + std::to_string(i),
-          FactorBlock(dim, factor, declared)));
-    }
-  }
-  at::Tensor forward(const at::Tensor& x) {
-    at::Tensor y = x;
-    for (FactorBlock& block : blocks_) {
-      y = block(y);
-    }
-    return y.square().mean();
-  }
-  std::vector<nn::Module*> units() {
-    std::vector<nn::Module*> units;
-    for (FactorBlock& block : blocks_) {
-      units.push_back(block.get());
-    }
-    return units;
-  }
-
- private:
-  std::vector<FactorBlock> blocks_;
-};
-FLATSHARD_MODULE(FactorModel);
 
 // Gives unused memory back, so that what is reserved is in use.
 std::int64_t reserved_nbytes(at::Device device) {
@@ -99,7 +40,7 @@ class GraphMemoryOnGpu : public ::testing::Test {
   GraphStats train(std::int64_t dim, bool declared) {
     const at::Device device = gpu_ranks().device;
     const at::Tensor factor = at::ones({dim}, at::device(device)) * 0.5;
-    FactorModel model(dim, factor, declared);
+    testing::FactorModel model(dim, factor, declared);
     const auto runtime = fully_shard(
         *model,
         Mesh::single(device),
