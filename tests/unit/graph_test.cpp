@@ -337,6 +337,7 @@ TEST(Graphs, ConstantsAreKeptForTheGraphs) {
         *model,
         context.mesh(),
         {.units = model->units(),
+         .group = {.precision = Precision::full()},
          .runtime = {
              .graphs = {
                  .enabled = true,
