@@ -43,7 +43,7 @@ struct PlaneOptions {
   /// need it. False: data is [rows, columns].
   bool transpose = true;
   /// Transposed data gets rows of a multiple of this length, filled up with
-  /// zeros; the last block of a row may then be short.
+  /// zeros; the last block of a row may then be short. A divisor of 128.
   std::int64_t multiple = 1;
   /// tensorwise [] and rowwise [outer]: the largest magnitudes, float32, when
   /// they are known or are those of more than this tensor.
@@ -60,6 +60,24 @@ struct PlaneOptions {
 /// Queues on the current stream.
 Plane quantize(
     const at::Tensor& x,
+    const Quantizer& quantizer,
+    const PlaneOptions& options = {});
+
+/// quantize into memory that is there, such as that of a flat buffer.
+/// @param out  data and scales of the shapes, strides and dtypes that quantize
+///             gives; data may be uint8.
+void quantize_into(
+    const Plane& out,
+    const at::Tensor& x,
+    const Quantizer& quantizer,
+    const PlaneOptions& options = {});
+
+/// Memory for a plane of a tensor [rows, columns]: data and scales, of which
+/// nothing is written but what fills rows up.
+Plane empty_plane(
+    std::int64_t rows,
+    std::int64_t columns,
+    at::Device device,
     const Quantizer& quantizer,
     const PlaneOptions& options = {});
 
