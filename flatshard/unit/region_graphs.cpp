@@ -466,7 +466,7 @@ void RegionGraphs::rest(Unit& unit) {
 void RegionGraphs::capture_all() {
   capturing_ = true;
   const auto done = c10::make_scope_exit([&] { capturing_ = false; });
-  pool_ = make_graph_pool(device_);
+  pool_ = make_graph_pool(device_, options_.audit);
   pool_->make_room();
   for (const auto& regions : unit_regions_) {
     regions->targets = {};
@@ -509,6 +509,7 @@ void RegionGraphs::capture(const std::shared_ptr<RegionGraph>& graph) {
   try {
     graph->capture_forward(*pool_);
     ++stats_.captures;
+    audit(*graph);
   } catch (const c10::Error& e) {
     give_up(*graph, e.what_without_backtrace());
   } catch (const std::exception& e) {
@@ -546,10 +547,18 @@ void RegionGraphs::capture_backward(const std::shared_ptr<RegionGraph>& graph) {
         consumers,
         unit_regions_[unit.id()]->targets);
     ++stats_.captures;
+    audit(*graph);
   } catch (const c10::Error& e) {
     give_up(*graph, e.what_without_backtrace());
   } catch (const std::exception& e) {
     give_up(*graph, e.what());
+  }
+}
+
+void RegionGraphs::audit(const RegionGraph& graph) {
+  if (options_.audit) {
+    stats_.audited_addresses +=
+        graph.audit(unit_regions_[graph.unit().id()]->targets);
   }
 }
 

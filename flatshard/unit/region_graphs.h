@@ -144,6 +144,7 @@ class RegionGraphs : public nn::RegionRunner,
   void point(Unit& unit, bool in_backward);
   void rest(Unit& unit);
   void forget_step();
+  void audit(const RegionGraph& graph);
   void give_up(RegionGraph& graph, const std::string& why);
   void fallback(const RegionGraph* graph, const std::string& reason);
 
