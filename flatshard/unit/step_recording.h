@@ -28,21 +28,6 @@ struct StepEffects {
   bool sync_gradients = true;
 };
 
-/// What a step was captured with, and so has to find again.
-struct StepStamp {
-  std::int64_t num_plans = 0;
-  std::int64_t num_rule_changes = 0;
-  bool is_last_microbatch = true;
-  bool sync_gradients = true;
-  std::vector<bool> requires_grad;     ///< by parameter
-  std::vector<bool> training;          ///< by module
-  std::vector<const void*> addresses;  ///< of the groups' weights
-
-  static StepStamp of(
-      const Runtime& runtime,
-      const std::vector<nn::Module*>& modules);
-};
-
 /// While a step is recorded: the Runtime is as if nothing had been done since
 /// the weights changed, all its streams follow the current one, and nothing
 /// refers to work that is not recorded. Then it is as it was before.
