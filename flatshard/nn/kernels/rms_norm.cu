@@ -1,4 +1,4 @@
-#include "flatshard/nn/kernels/common.cuh"
+#include "flatshard/nn/kernels/amax.cuh"
 
 namespace flatshard::nn::kernels {
 namespace {
@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(1024)
   const T* delta = a.delta ? static_cast<const T*>(a.delta) + base : nullptr;
   T* sum = a.delta ? static_cast<T*>(a.sum) + base : nullptr;
   const W* weight = static_cast<const W*>(a.weight);
-  T* y = static_cast<T*>(a.y) + base;
+  T* y = a.y ? static_cast<T*>(a.y) + base : nullptr;
   float values[P][N];
   float squares = 0.0F;
 #pragma unroll
@@ -45,6 +45,10 @@ __global__ void __launch_bounds__(1024)
   if (threadIdx.x == 0) {
     a.rstd[blockIdx.x] = rstd;
   }
+  if (!a.y && !a.amax) {
+    return;
+  }
+  std::uint32_t amax = 0;
 #pragma unroll
   for (int p = 0; p < P; ++p) {
     const std::int64_t column =
@@ -58,7 +62,15 @@ __global__ void __launch_bounds__(1024)
     for (int i = 0; i < N; ++i) {
       w[i] *= values[p][i] * rstd;
     }
-    store<T, N>(y + column, w);
+    if (y) {
+      store<T, N>(y + column, w);
+    }
+    if (a.amax) {
+      amax = larger(amax, stored_amax<T>(w));
+    }
+  }
+  if (a.amax) {
+    deliver_amax(amax, a.amax);
   }
 }
 
@@ -66,6 +78,7 @@ template <class T, class W, int N, int P>
 __global__ void __launch_bounds__(1024)
     rms_norm_backward_kernel(const RmsNormBackward a) {
   __shared__ float scratch[33];
+  std::uint32_t amax = 0;
   float dw[P][N] = {};
   float weight[P][N];
 #pragma unroll
@@ -116,6 +129,9 @@ __global__ void __launch_bounds__(1024)
         dx[i] += g[p][i] * rstd - x[p][i] * pull;
       }
       store<T, N>(static_cast<T*>(a.dx) + base + column, dx);
+      if (a.amax) {
+        amax = larger(amax, stored_amax<T>(dx));
+      }
       if (a.y) {
         float y[N];
 #pragma unroll
@@ -136,6 +152,9 @@ __global__ void __launch_bounds__(1024)
         a.partial[blockIdx.x * a.dim + column + i] = dw[p][i];
       }
     }
+  }
+  if (a.amax) {
+    deliver_amax(amax, a.amax);
   }
 }
 
