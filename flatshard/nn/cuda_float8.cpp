@@ -17,7 +17,42 @@ bool is_wide(const at::Tensor& t) {
          reinterpret_cast<std::uintptr_t>(t.const_data_ptr()) % 16 == 0;
 }
 
-// Both planes of values that have no memory.
+// Both planes of a tensor [rows, columns], and what kernels take of them.
+struct BothPlanes {
+  BothPlanes(
+      std::int64_t rows,
+      std::int64_t columns,
+      at::Device device,
+      const at::Tensor& amax,
+      const float8::Quantizer& q,
+      std::int64_t multiple) {
+    const auto make = [&](const float8::PlaneOptions& options) {
+      return float8::plane_over(
+          float8::empty_plane(rows, columns, device, q, options),
+          rows,
+          columns,
+          q,
+          options);
+    };
+    row = make({.amax = amax});
+    column = make(
+        {.axis = float8::Axis::column, .multiple = multiple, .amax = amax});
+    args = {
+        .row = float8::cuda::pointers_of(&row),
+        .column = float8::cuda::pointers_of(&column),
+        .padded_rows = column.padded_rows,
+        .recipe = q.recipe,
+        .format = q.format,
+        .rounding = q.rounding};
+  }
+  Float8Planes planes() const { return {row.plane, column.plane}; }
+
+  float8::PlaneView row;
+  float8::PlaneView column;
+  float8::kernels::Quantize args;
+};
+
+// Values that have no memory.
 Float8Planes quantize_computed(
     const kernels::Float8Values& values,
     std::int64_t rows,
@@ -28,24 +63,7 @@ Float8Planes quantize_computed(
     std::int64_t multiple) {
   const detail::CudaDeviceScope scope(device);
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
-  const auto make = [&](const float8::PlaneOptions& options) {
-    return float8::plane_over(
-        float8::empty_plane(rows, columns, device, q, options),
-        rows,
-        columns,
-        q,
-        options);
-  };
-  const float8::PlaneView row = make({.amax = amax});
-  const float8::PlaneView column =
-      make({.axis = float8::Axis::column, .multiple = multiple, .amax = amax});
-  float8::kernels::Quantize args{
-      .row = float8::cuda::pointers_of(&row),
-      .column = float8::cuda::pointers_of(&column),
-      .padded_rows = column.padded_rows,
-      .recipe = q.recipe,
-      .format = q.format,
-      .rounding = q.rounding};
+  BothPlanes both(rows, columns, device, amax, q, multiple);
   const auto found = float8::cuda::find_amax(
       rows,
       columns,
@@ -59,10 +77,10 @@ Float8Planes quantize_computed(
                  of_columns,
                  stream);
            }},
-      args);
-  kernels::quantize_values(values, args, stream);
+      both.args);
+  kernels::quantize_values(values, both.args, stream);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
-  return {row.plane, column.plane};
+  return both.planes();
 }
 
 }  // namespace
@@ -143,6 +161,31 @@ Float8Planes quantize_norm(
       amax,
       q,
       multiple);
+}
+
+Float8Planes quantize_side_by_side(
+    const at::Tensor& left,
+    const at::Tensor& right,
+    const at::Tensor& amax,
+    const float8::Quantizer& q,
+    std::int64_t multiple) {
+  const detail::CudaDeviceScope scope(left.device());
+  const std::int64_t rows = left.size(0);
+  const std::int64_t width = left.size(1);
+  BothPlanes both(rows, 2 * width, left.device(), amax, q, multiple);
+  for (const at::Tensor& half : {left, right}) {
+    float8::kernels::quantize_tiles(
+        {.data = half.const_data_ptr(),
+         .rows = rows,
+         .columns = width,
+         .dtype = float8::kernels::Dtype::bf16},
+        both.args,
+        at::cuda::getCurrentCUDAStream());
+    both.args.row.data += width * both.args.row.column_stride;
+    both.args.column.data += width * both.args.column.column_stride;
+  }
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  return both.planes();
 }
 
 }  // namespace flatshard::nn::cuda

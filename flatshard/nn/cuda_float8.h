@@ -25,6 +25,14 @@ Float8Planes quantize_swiglu_gradient(
     const float8::Quantizer& quantizer,
     std::int64_t multiple);
 
+/// Tensorwise planes of two contiguous tensors beside each other.
+Float8Planes quantize_side_by_side(
+    const at::Tensor& left,
+    const at::Tensor& right,
+    const at::Tensor& amax,
+    const float8::Quantizer& quantizer,
+    std::int64_t multiple);
+
 /// @param amax  of the result, for tensorwise.
 Float8Planes quantize_norm(
     const at::Tensor& x,

@@ -72,19 +72,22 @@ Float8Planes swiglu_backward_float8(
     std::int64_t multiple) {
   const at::NoGradGuard no_grad;
   check_rows("swiglu_backward_float8", gate, {up, dy});
+  const bool fused =
+      cuda::quantizes(gate) && cuda::quantizes(up) && cuda::quantizes(dy);
+  if (quantizer.recipe != float8::Recipe::tensorwise) {
+    if (fused) {
+      return cuda::quantize_swiglu_gradient(dy, gate, up, quantizer, multiple);
+    }
+    const auto [dgate, dup] = swiglu_gradients(dy, gate, up);
+    return planes_of(at::cat({dgate, dup}, 1), quantizer, multiple);
+  }
   // Tensorwise scales want amax first: finding it where the values are stored
   // moves less than computing them twice.
-  const bool stored = quantizer.recipe == float8::Recipe::tensorwise;
-  if (!stored && cuda::quantizes(gate) && cuda::quantizes(up) &&
-      cuda::quantizes(dy)) {
-    return cuda::quantize_swiglu_gradient(dy, gate, up, quantizer, multiple);
-  }
   const auto [dgate, dup, amax] = swiglu_backward_amax(dy, gate, up);
-  return planes_of(
-      at::cat({dgate, dup}, 1),
-      quantizer,
-      multiple,
-      stored ? amax : at::Tensor());
+  if (fused) {
+    return cuda::quantize_side_by_side(dgate, dup, amax, quantizer, multiple);
+  }
+  return planes_of(at::cat({dgate, dup}, 1), quantizer, multiple, amax);
 }
 
 std::tuple<at::Tensor, at::Tensor> swiglu_amax(

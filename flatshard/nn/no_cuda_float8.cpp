@@ -35,6 +35,15 @@ Float8Planes quantize_swiglu_gradient(
   refuse_float8();
 }
 
+Float8Planes quantize_side_by_side(
+    const at::Tensor&,
+    const at::Tensor&,
+    const at::Tensor&,
+    const float8::Quantizer&,
+    std::int64_t) {
+  refuse_float8();
+}
+
 Float8Planes quantize_norm(
     const at::Tensor&,
     const at::Tensor&,

@@ -5,7 +5,7 @@ namespace {
 
 // A block handles one row at a time and a thread keeps its part of the row in
 // registers: P packs of N elements, pack p at column (p * threads + tid) * N.
-template <class T, class W, int N, int P>
+template <class T, class W, int N, int P, bool Amax>
 __global__ void __launch_bounds__(1024)
     rms_norm_forward_kernel(const RmsNormForward a) {
   __shared__ float scratch[33];
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(1024)
   if (threadIdx.x == 0) {
     a.rstd[blockIdx.x] = rstd;
   }
-  if (!a.y && !a.amax) {
+  if (!a.y && !Amax) {
     return;
   }
   std::uint32_t amax = 0;
@@ -65,16 +65,16 @@ __global__ void __launch_bounds__(1024)
     if (y) {
       store<T, N>(y + column, w);
     }
-    if (a.amax) {
+    if constexpr (Amax) {
       amax = larger(amax, stored_amax<T>(w));
     }
   }
-  if (a.amax) {
+  if constexpr (Amax) {
     deliver_amax(amax, a.amax);
   }
 }
 
-template <class T, class W, int N, int P>
+template <class T, class W, int N, int P, bool Amax>
 __global__ void __launch_bounds__(1024)
     rms_norm_backward_kernel(const RmsNormBackward a) {
   __shared__ float scratch[33];
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(1024)
         dx[i] += g[p][i] * rstd - x[p][i] * pull;
       }
       store<T, N>(static_cast<T*>(a.dx) + base + column, dx);
-      if (a.amax) {
+      if constexpr (Amax) {
         amax = larger(amax, stored_amax<T>(dx));
       }
       if (a.y) {
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(1024)
       }
     }
   }
-  if (a.amax) {
+  if constexpr (Amax) {
     deliver_amax(amax, a.amax);
   }
 }
@@ -242,7 +242,13 @@ void rms_norm_forward(const RmsNormForward& a, cudaStream_t stream) {
       a.dim,
       wide,
       [&]<class T, class W, int N, int P>(int threads) {
-        rms_norm_forward_kernel<T, W, N, P><<<a.rows, threads, 0, stream>>>(a);
+        if (a.amax) {
+          rms_norm_forward_kernel<T, W, N, P, true>
+              <<<a.rows, threads, 0, stream>>>(a);
+        } else {
+          rms_norm_forward_kernel<T, W, N, P, false>
+              <<<a.rows, threads, 0, stream>>>(a);
+        }
       });
 }
 
@@ -255,8 +261,13 @@ void rms_norm_backward(const RmsNormBackward& a, cudaStream_t stream) {
       a.dim,
       wide,
       [&]<class T, class W, int N, int P>(int threads) {
-        rms_norm_backward_kernel<T, W, N, P>
-            <<<a.blocks, threads, 0, stream>>>(a);
+        if (a.amax) {
+          rms_norm_backward_kernel<T, W, N, P, true>
+              <<<a.blocks, threads, 0, stream>>>(a);
+        } else {
+          rms_norm_backward_kernel<T, W, N, P, false>
+              <<<a.blocks, threads, 0, stream>>>(a);
+        }
       });
 }
 
