@@ -2,6 +2,7 @@
 
 #include "flatshard/device/graph.h"
 #include "flatshard/nn/region.h"
+#include "flatshard/unit/autograd_node.h"
 #include "flatshard/unit/graph_uses.h"
 #include "flatshard/unit/target_sink.h"
 #include "flatshard/unit/unit.h"
