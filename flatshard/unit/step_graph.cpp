@@ -11,7 +11,6 @@
 #include <c10/util/ScopeExit.h>
 
 #include <algorithm>
-#include <chrono>
 #include <utility>
 
 namespace flatshard {
@@ -73,14 +72,11 @@ StepGraph::StepGraph(std::shared_ptr<Runtime> runtime, Work work)
     flight_ = runtime_->mesh_->flight_recorder().get();
   }
   if (flight_ != nullptr) {
-    before_abort_ = flight_->before_abort([weak = std::weak_ptr(held_)] {
-      // Whoever holds it for so long waits for the device, which the abort
-      // sets free.
-      constexpr std::chrono::seconds kPatience(1);
+    with_abort_ = flight_->with_abort([weak = std::weak_ptr(held_)] {
       if (const auto held = weak.lock()) {
-        if (const std::unique_lock lock(held->mutex, kPatience); lock) {
-          held->graph.reset();
-        }
+        // Who launches may wait for the device, until the abort sets it free.
+        const std::lock_guard lock(held->mutex);
+        held->graph.reset();
       }
     });
   }
@@ -252,7 +248,7 @@ std::vector<at::Tensor> StepGraph::record() {
       flight_->end_capture(/*failed=*/true);
     }
   });
-  Recording recording(*runtime_);
+  Recording recording(*runtime_, effects_.get());
   std::vector<at::Tensor> all;
   for (const at::Tensor& output : work_(inputs_)) {
     all.push_back(output.detach());
@@ -314,12 +310,14 @@ nn::TensorList StepGraph::replay(const nn::TensorList& inputs) {
   nn::TensorList all;
   {
     const std::lock_guard lock(held_->mutex);
-    if (!held_->graph) {
-      runtime_->mesh_->check();  // throws the verdict that took it
+    if (held_->graph) {
+      held_->graph->replay();
+      all = held_->graph->outputs();
     }
-    FLATSHARD_CHECK(held_->graph, internal, "the graph of the step is gone");
-    held_->graph->replay();
-    all = held_->graph->outputs();
+  }
+  if (all.empty()) {
+    runtime_->mesh_->check();  // throws the verdict that took the graph
+    FLATSHARD_THROW(internal, "the graph of the step is gone");
   }
   if (flight_ != nullptr) {
     flight_->replayed(collectives_, runtime_->executor_.step());

@@ -18,8 +18,10 @@ struct StepEffects {
   struct Group {
     GradientPipeline::Contents gradients;
     bool is_gathered = false;
+    bool was_gathered = false;  ///< at its begin
   };
   std::vector<Group> groups;  ///< as Runtime::all_groups
+  Scheduler before;           ///< as the step found it
   Scheduler scheduler;
   std::vector<Action> actions;
   std::vector<ScheduleEvent> events;  ///< for RuntimeOptions::trace
@@ -33,7 +35,9 @@ struct StepEffects {
 /// refers to work that is not recorded. Then it is as it was before.
 class StepGraph::Recording {
  public:
-  explicit Recording(Runtime& runtime);
+  /// @param first  of an emulation that records again: what it was captured
+  ///   with decides what it does, as in a graph. Null: this is the capture.
+  Recording(Runtime& runtime, const StepEffects* first);
   ~Recording();
   Recording(const Recording&) = delete;
   Recording& operator=(const Recording&) = delete;
@@ -50,6 +54,8 @@ class StepGraph::Recording {
   std::vector<ParamGroup*> groups_;
   std::int64_t generation_ = 0;
   bool ended_ = false;
+  std::vector<bool> was_gathered_;
+  Scheduler before_;
   // As it was.
   Scheduler scheduler_;
   std::vector<WeightPlanes::Progress> progress_;

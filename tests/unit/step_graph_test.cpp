@@ -102,6 +102,16 @@ std::vector<StepDeviation> step_deviations() {
                   t.forward(90, 0);
                 }},
        .gathers_before = true},
+      {.name = "AnEvaluationBeforeTheCapture",
+       .hooks =
+           {.before_step =
+                [](Training& t, int step) {
+                  if (step == 2) {
+                    const at::NoGradGuard no_grad;
+                    t.forward(90, 0);
+                  }
+                }},
+       .gathers_before = true},
       {.name = "WeightsWrittenByOthers",
        .hooks =
            {.before_step =
