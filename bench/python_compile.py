@@ -16,6 +16,7 @@ tries the script and measures nothing.
 
 import argparse
 import contextlib
+import functools
 import gc
 import json
 import os
@@ -169,12 +170,12 @@ def gpu_ms(step):
     return busy / 1e3
 
 
-def compile_inside(block, backend):
-    """What is captured is the block, and the block calls compiled code."""
-    kind = type(block)
+@functools.cache
+def compiled_inside(kind, backend):
+    """The same block, whose forward calls compiled code; one class for all of them."""
     compiled = torch.compile(kind.forward, backend=backend)
     inside = {"forward": lambda self, x: compiled(self, x)}
-    block.__class__ = type(f"Compiled{kind.__name__}", (kind,), inside)
+    return type(f"Compiled{kind.__name__}", (kind,), inside)
 
 
 @contextlib.contextmanager
@@ -221,7 +222,8 @@ def measure_counted(case, library, kind, mesh, args, recordings):
         if overhead:
             block.compile(mode="reduce-overhead")
         elif kind == "compiled" and graphs:
-            compile_inside(block, args.backend)
+            # What is captured is the block.
+            block.__class__ = compiled_inside(type(block), args.backend)
         elif kind == "compiled":
             block.compile(backend=args.backend)
         function(block, mesh=mesh, mp_policy=policy, **options)

@@ -442,6 +442,20 @@ std::vector<GraphCase> pairwise_graph_cases() {
   return chosen;
 }
 
+std::vector<int> pairwise_step_indices() {
+  const std::vector<GraphCase> all = all_step_cases(1);
+  std::vector<int> indices;
+  for (GraphCase c : pairwise(all)) {
+    c.mesh = {1};
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      if (all[i].name() == c.name()) {
+        indices.push_back(static_cast<int>(i));
+      }
+    }
+  }
+  return indices;
+}
+
 std::vector<GraphCase> pairwise_step_cases() {
   std::vector<GraphCase> chosen = pairwise(all_step_cases(1));
   chosen.push_back(

@@ -110,5 +110,7 @@ std::vector<GraphCase> all_graph_cases(int world);
 /// which they refuse.
 std::vector<GraphCase> pairwise_step_cases();
 std::vector<GraphCase> all_step_cases(int world);
+/// Where in all_step_cases the former are.
+std::vector<int> pairwise_step_indices();
 
 }  // namespace flatshard::testing
