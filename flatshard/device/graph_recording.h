@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Generator.h>
+#include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/cuda/CUDAGraph.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 
@@ -15,11 +16,21 @@ namespace flatshard::detail {
 /// capture when the recording fails.
 class GraphRecording : public at::cuda::CUDAGraph {
  public:
+  /// @param keeps_nodes  `raw_cuda_graph` is there behind `end`.
+  explicit GraphRecording(bool keeps_nodes)
+      : CUDAGraph(keeps_nodes), keeps_nodes_(keeps_nodes) {}
+
   /// Before `begin`; each generator that is drawn from besides the default one.
   void draws_from(const at::Generator& generator) { enlist(*this, generator); }
 
   void begin(at::cuda::MempoolId_t pool) {
-    capture_begin(pool, cudaStreamCaptureModeThreadLocal);
+    try {
+      capture_begin(pool, cudaStreamCaptureModeThreadLocal);
+    } catch (...) {
+      stop_allocating();
+      stop_drawing();
+      throw;
+    }
     recording_ = true;
   }
   void end() {
@@ -28,7 +39,11 @@ class GraphRecording : public at::cuda::CUDAGraph {
       capture_end();
     } catch (...) {
       stop_allocating();
+      stop_drawing();
       throw;
+    }
+    if (keeps_nodes_) {
+      instantiate();
     }
   }
   /// After an exception of what was recorded.
@@ -43,6 +58,7 @@ class GraphRecording : public at::cuda::CUDAGraph {
     }
     cudaGetLastError();  // the capture's, which is over
     stop_allocating();
+    stop_drawing();
   }
 
  private:
@@ -51,6 +67,20 @@ class GraphRecording : public at::cuda::CUDAGraph {
   static void enlist(Graph& graph, const at::Generator& generator) {
     if constexpr (requires { graph.register_generator_state(generator); }) {
       graph.register_generator_state(generator);
+    }
+  }
+
+  // A generator that is left in the middle of a capture refuses to draw.
+  // Newer versions have a state for each capture, which goes with the graph.
+  void stop_drawing() noexcept {
+    for (const auto& [generator, increment] : captured_generator_states_) {
+      stop_drawing(*generator);
+    }
+  }
+  template <class State>
+  static void stop_drawing(State& generator) {
+    if constexpr (requires { generator.capturing_ = false; }) {
+      generator.capturing_ = false;
     }
   }
 
@@ -71,6 +101,7 @@ class GraphRecording : public at::cuda::CUDAGraph {
     }
   }
 
+  bool keeps_nodes_;
   bool recording_ = false;
 };
 

@@ -6,6 +6,8 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/nn/linear.h"
+#include "flatshard/optim/adamw.h"
+#include "tests/unit/factor_model.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -144,6 +146,20 @@ std::vector<Deviation> deviations() {
                     loss.backward({}, /*retain_graph=*/true);
                   }
                 }},
+       .captures_again = 1},
+      {.name = "ABackwardOfSomeParameters",
+       .hooks =
+           {.before_backward =
+                [](Training& t, int step, at::Tensor& loss) {
+                  if (step == 5) {
+                    loss.backward(
+                        {},
+                        /*retain_graph=*/true,
+                        /*create_graph=*/false,
+                        {{t.units()[1]->parameters().front()}});
+                  }
+                }},
+       .reason = "a parameter gets no gradient in this backward",
        .captures_again = 1},
       {.name = "ABackwardThatNeverComes",
        .hooks =
@@ -310,6 +326,95 @@ TEST(Graphs, HooksOnUnitsRunEveryStep) {
       }});
   EXPECT_EQ(calls, c.steps);
   expect_replays(c, run);
+}
+
+// What a forward does depends on train() and eval(): a recording is of what the
+// warm-up had, and a call with other modes is none of its replays.
+TEST(Graphs, B55_ModesOfModulesAreThoseOfTheWarmUp) {
+  testing::run_ranks(1, [](const testing::RankContext& context) {
+    testing::FactorModel model(8, at::full({8}, 0.5), /*declared=*/true);
+    const auto runtime = fully_shard(
+        *model,
+        context.mesh(),
+        {.units = model->units(),
+         .group = {.precision = Precision::full()},
+         .runtime = {
+             .graphs = {
+                 .enabled = true,
+                 .warmup_steps = 1,
+                 .emulate_on_cpu = true}}});
+    AdamW optimizer(runtime->groups(), {});
+    auto& seen = testing::FactorBlockImpl::seen();
+    seen.clear();
+    for (int step = 0; step < 5; ++step) {
+      {
+        const c10::InferenceMode inference;
+        model->eval();
+        model(at::ones({2, 8}));
+        model->train();
+      }
+      if (step == 1) {  // which captures
+        model->units()[1]->eval();
+      }
+      model(at::ones({2, 8})).backward();
+      optimizer.step(1e-3);
+      optimizer.zero_grad();
+    }
+    // In gradient mode all ran as in training, but that one call.
+    using Seen = testing::FactorBlockImpl::Seen;
+    EXPECT_EQ(
+        std::count_if(
+            seen.begin(),
+            seen.end(),
+            [](const Seen& s) { return s.grad_mode && !s.training; }),
+        1);
+    EXPECT_EQ(
+        std::count_if(
+            seen.begin(),
+            seen.end(),
+            [](const Seen& s) { return !s.grad_mode && s.training; }),
+        0);
+    const GraphStats stats = runtime->graph_stats();
+    EXPECT_EQ(
+        stats.fallbacks.at(
+            "a module of the unit changed between train() and eval()"),
+        1);
+    EXPECT_EQ(
+        stats.forward_replays,
+        4 * testing::FactorModelImpl::kNumBlocks - 1);
+  });
+}
+
+// A table that is replaced later: graphs have its address.
+TEST(Graphs, ConstantsAreKeptForTheGraphs) {
+  testing::run_ranks(1, [](const testing::RankContext& context) {
+    at::Tensor factor = at::full({8}, 0.5);
+    testing::FactorModel model(8, factor, /*declared=*/true);
+    const auto runtime = fully_shard(
+        *model,
+        context.mesh(),
+        {.units = model->units(),
+         .group = {.precision = Precision::full()},
+         .runtime = {
+             .graphs = {
+                 .enabled = true,
+                 .warmup_steps = 1,
+                 .emulate_on_cpu = true}}});
+    AdamW optimizer(runtime->groups(), {});
+    const c10::weak_intrusive_ptr<c10::StorageImpl> kept(
+        factor.storage().getWeakStorageImpl());
+    for (int step = 0; step < 4; ++step) {
+      if (step == 3) {
+        factor = at::full({8}, 0.5);
+        model->set_factor(factor);
+      }
+      model(at::ones({2, 8})).backward();
+      optimizer.step(1e-3);
+      optimizer.zero_grad();
+    }
+    EXPECT_GT(runtime->graph_stats().forward_replays, 0);
+    EXPECT_FALSE(kept.expired());
+  });
 }
 
 TEST(Graphs, AMissCanBeAnError) {

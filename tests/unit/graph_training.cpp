@@ -213,6 +213,7 @@ GraphTraining::GraphTraining(const GraphCase& c, std::shared_ptr<Mesh> mesh)
                .regions = c.regions,
                .warmup_steps = c.warmup_steps,
                .miss_is_error = c.miss_is_error,
+               .audit = c.audit,
                .emulate_on_cpu = true}}});
   if (c.graphs && c.whole_step) {
     step_graph_ = std::make_unique<StepGraph>(

@@ -33,6 +33,7 @@ struct GraphCase {
   /// By StepGraph instead of by regions.
   bool whole_step = false;
   bool miss_is_error = false;
+  bool audit = false;
   int max_delay_us = 0;
 
   std::string name() const;
