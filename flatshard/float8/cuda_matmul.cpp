@@ -4,6 +4,7 @@
 #include <ATen/cuda/CUDAContext.h>
 #include <cublasLt.h>
 
+#include "flatshard/core/error.h"
 #include "flatshard/device/cuda_scope.h"
 #include "flatshard/float8/cublaslt_product.h"
 
