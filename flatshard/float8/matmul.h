@@ -28,7 +28,8 @@ struct MatmulOptions {
 };
 
 /// out[m, n] = sum over k of a[m, k] * b[n, k], with both operands' scales;
-/// sums in float32.
+/// sums in float32. A product may be rounded to a bfloat16 out's dtype before
+/// it is added there.
 ///
 /// | product        | a [m, k]               | b [n, k]                |
 /// |----------------|------------------------|-------------------------|
