@@ -158,7 +158,13 @@ class CudaGraph final : public DeviceGraph {
       if (segment.device != device_.index()) {
         continue;
       }
-      memory.add_managed(segment.address, segment.total_size);
+      std::uint64_t begin = segment.address;
+      for (const auto& block : segment.blocks) {
+        if (block.allocated) {  // what is free is nobody's
+          memory.add_managed(begin, block.size);
+        }
+        begin += block.size;
+      }
       // Outside of the pool that stream has the workspace of cuBLAS alone.
       if (segment.owner_private_pool_id == pool_->id() ||
           segment.stream == stream) {

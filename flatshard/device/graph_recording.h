@@ -1,5 +1,6 @@
 #pragma once
 
+#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/core/Generator.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/cuda/CUDAGraph.h>
@@ -97,6 +98,12 @@ class GraphRecording : public at::cuda::CUDAGraph {
             mempool_id_);
       } catch (const std::exception&) {
         // It had ended by itself.
+      }
+      try {
+        // Not released: a pool that nobody uses any more takes no recordings.
+        at::getHostAllocator(at::kCUDA)->end_allocate_to_pool(mempool_id_);
+      } catch (const std::exception&) {
+        // As above.
       }
     }
   }

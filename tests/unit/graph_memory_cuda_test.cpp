@@ -138,7 +138,14 @@ TEST_F(GraphMemoryOnGpu, ComeBackWithTheModel) {
   const GraphStats stats = train(/*dim=*/256, /*declared=*/true);
   EXPECT_GT(stats.nbytes, 0);
   EXPECT_GE(reserved_with_model_, before + stats.nbytes);
-  EXPECT_EQ(reserved_nbytes(gpu_ranks().device), before);
+  constexpr int kMore = 5;
+  for (int model = 0; model < kMore; ++model) {
+    train(/*dim=*/256, /*declared=*/true);
+  }
+  // A small segment may hold what lives on; a pool for each would be more.
+  EXPECT_LT(
+      reserved_nbytes(gpu_ranks().device),
+      before + (kMore + 1) * stats.nbytes / 2);
 }
 
 TEST_F(GraphMemoryOnGpu, ComeBackWithAReset) {
