@@ -213,7 +213,9 @@ std::vector<FaultReport> run_with_fault(const FaultCase& c) {
         context.store,
         device,
         {.communicator = {.timeout = c.timeout},
-         .on_stuck_abort = c.whole_step ? leave_with : OnStuckAbort()});
+         .on_stuck_abort = c.whole_step || c.fault == Fault::device_hang
+                               ? leave_with
+                               : OnStuckAbort()});
     ends.flight = mesh->flight_recorder();
     try {
       train(c, context, mesh);
