@@ -129,6 +129,8 @@ void Executor::execute(const Action& action) {
       case ActionKind::gather:
         gather(*units_[action.unit], action.plane, action.phase);
         break;
+      case ActionKind::derive:
+        FLATSHARD_THROW(internal, "no unit has derived planes");
       case ActionKind::await:
         await(*units_[action.unit]);
         break;
