@@ -3,11 +3,12 @@
 PYTHONPATH=build/python torchrun --nproc-per-node 2 bench/python_compile.py
 
 Each case is a stack of equal blocks, a unit each, and runs four ways: Flatshard and
-FSDP2, eager and with `block.compile()`. Prints one table: the median step (forward,
-backward, AdamW) in ms, its range, the host's part, the peak of allocated memory and the
-last loss, then the ratios; writes all of it as JSON. A way that fails is a row that says
-so, and the exit status is 1. Without a GPU the sizes are tiny: that tries the script and
-measures nothing.
+FSDP2, eager and with `block.compile()`; with --graphs also Flatshard with
+`cuda_graph=True`, eager and with what its forward calls compiled. Prints one table: the median step (forward,
+backward, AdamW) in ms, its range, the host's part, what one more step's kernels took
+the GPU (profiled), the peak of allocated memory and the last loss, then the ratios;
+writes all of it as JSON. A way that fails is a row that says so, and the exit status is
+1. Without a GPU the sizes are tiny: that tries the script and measures nothing.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch._functorch.config
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
@@ -116,12 +118,16 @@ LIBRARIES = {
     "flatshard": (flatshard.fully_shard, flatshard.MixedPrecisionPolicy(**DTYPES)),
     "fsdp2": (fsdp2, Fsdp2Policy(**DTYPES)),
 }
+GRAPHS = "flatshard graphs"  # a library of the ways, as those of LIBRARIES
 # (name, numerator, denominator) of step times.
 RATIOS = (
     ("flatshard compiled / eager", "flatshard compiled", "flatshard eager"),
     ("fsdp2 compiled / eager", "fsdp2 compiled", "fsdp2 eager"),
     ("eager: flatshard / fsdp2", "flatshard eager", "fsdp2 eager"),
     ("compiled: flatshard / fsdp2", "flatshard compiled", "fsdp2 compiled"),
+    ("flatshard graphs / eager", f"{GRAPHS} eager", "flatshard eager"),
+    ("flatshard graphs / compiled", f"{GRAPHS} eager", "flatshard compiled"),
+    ("compiled: graphs / none", f"{GRAPHS} compiled", "flatshard compiled"),
 )
 
 
@@ -135,9 +141,40 @@ def synchronize(mesh):
         torch.cuda.synchronize()
 
 
+def gpu_ms(step):
+    """What the kernels and copies of step() take on this GPU; beside each other, once."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        step()
+        torch.cuda.synchronize()
+    busy, end = 0.0, 0.0
+    spans = [
+        (e.time_range.start, e.time_range.end)
+        for e in profile.events()
+        if e.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    for first, last in sorted(spans):
+        busy += max(0.0, last - max(first, end))
+        end = max(end, last)
+    return busy / 1e3
+
+
+def compile_inside(block, backend):
+    """What is captured is the block, and the block calls compiled code."""
+    kind = type(block)
+    compiled = torch.compile(kind.forward, backend=backend)
+    inside = {"forward": lambda self, x: compiled(self, x)}
+    block.__class__ = type(f"Compiled{kind.__name__}", (kind,), inside)
+
+
 def measure(case, library, compiled, mesh, args):
     make, shape = CASES[case](args.tiny)
-    function, policy = LIBRARIES[library]
+    shape = (max(1, shape[0] // args.rows_divisor), *shape[1:])
+    graphs = library == GRAPHS
+    function, policy = LIBRARIES["flatshard" if graphs else library]
+    options = {"cuda_graph": True} if graphs else {}
+    # Saved tensors keep their places in a graph, so compiled code gives none away.
+    torch._functorch.config.donated_buffer = not graphs
     cuda = mesh.device_type == "cuda"
     torch.manual_seed(0)
     with torch.device(mesh.device_type):
@@ -147,11 +184,21 @@ def measure(case, library, compiled, mesh, args):
     if x.dim() == 4 and cuda:  # on CPUs GroupNorm's backward crashes (torch 2.11)
         x = x.to(memory_format=torch.channels_last)
     for block in model.blocks:
-        if compiled:
+        if compiled and graphs:
+            compile_inside(block, args.backend)
+        elif compiled:
             block.compile(backend=args.backend)
-        function(block, mesh=mesh, mp_policy=policy)
+        function(block, mesh=mesh, mp_policy=policy, **options)
     function(model, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def train_step():
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
     steps, host = [], []
     begin = time.perf_counter()
     for step in range(args.warmup + args.steps):
@@ -162,17 +209,14 @@ def measure(case, library, compiled, mesh, args):
                 torch.cuda.reset_peak_memory_stats()
         synchronize(mesh)
         start = time.perf_counter()
-        loss = model(x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        loss = train_step()
         queued = time.perf_counter()
         synchronize(mesh)
         end = time.perf_counter()
         if step >= args.warmup:
             steps.append(1e3 * (end - start))
             host.append(1e3 * (queued - start))
-    return {
+    result = {
         "ms": statistics.median(steps),
         "ms_range": [min(steps), max(steps)],
         "host_ms": statistics.median(host),
@@ -180,6 +224,10 @@ def measure(case, library, compiled, mesh, args):
         "loss": loss.item(),
         "warmup_s": warmup_s,
     }
+    result["gpu_ms"] = gpu_ms(train_step) if cuda else None
+    if graphs:
+        result["cuda_graph"] = flatshard.cuda_graph_stats(model)
+    return result
 
 
 def attempt(*what):
@@ -218,19 +266,21 @@ def ratios(ways):
 
 def print_table(results):
     say(
-        f"\n{'case':12} {'way':20} {'ms':>8} {'range':>17} {'host ms':>8} "
-        f"{'peak GiB':>9} {'loss':>9} {'warm-up s':>9}"
+        f"\n{'case':12} {'way':25} {'ms':>8} {'range':>17} {'host ms':>8} "
+        f"{'GPU ms':>8} {'peak GiB':>9} {'loss':>9} {'warm-up s':>9}"
     )
     for case, ways in results.items():
         for way, r in ways.items():
             if "error" in r:
-                say(f"{case:12} {way:20} FAILED: {r['error'].splitlines()[-1]}")
+                say(f"{case:12} {way:25} FAILED: {r['error'].splitlines()[-1]}")
                 continue
             low, high = r["ms_range"]
             peak = "-" if r["peak_GiB"] is None else f"{r['peak_GiB']:.2f}"
+            gpu = "-" if r["gpu_ms"] is None else f"{r['gpu_ms']:.2f}"
             say(
-                f"{case:12} {way:20} {r['ms']:8.2f} {f'{low:.2f} to {high:.2f}':>17} "
-                f"{r['host_ms']:8.2f} {peak:>9} {r['loss']:9.5f} {r['warmup_s']:9.1f}"
+                f"{case:12} {way:25} {r['ms']:8.2f} {f'{low:.2f} to {high:.2f}':>17} "
+                f"{r['host_ms']:8.2f} {gpu:>8} {peak:>9} {r['loss']:9.5f} "
+                f"{r['warmup_s']:9.1f}"
             )
     say(f"\n{'ratio of step times':30}" + "".join(f"{case:>13}" for case in results))
     for name, _, _ in RATIOS:
@@ -247,6 +297,13 @@ def main():
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    parser.add_argument("--graphs", action="store_true", help="CUDA graphs as well")
+    parser.add_argument(
+        "--rows-divisor",
+        type=int,
+        default=1,
+        help="4: a quarter of the batch, with which the host is what takes time",
+    )
     parser.add_argument("--tiny", action="store_true", help="sizes to try the script")
     parser.add_argument("--budget-s", type=float, default=100, help="start none later")
     parser.add_argument("--out", default="outputs/python_compile.json")
@@ -264,7 +321,7 @@ def main():
     for case in args.cases:
         results[case] = {}
         for compiled in (False, True):
-            for library in LIBRARIES:
+            for library in (*LIBRARIES, *([GRAPHS] if args.graphs else [])):
                 way = f"{library} {'compiled' if compiled else 'eager'}"
                 if over_budget(begin, args):
                     result = {"error": f"not started within {args.budget_s:g} s"}

@@ -1,42 +1,15 @@
 #include "flatshard/device/graph.h"
 
 #include "flatshard/device/backend.h"
+#include "flatshard/device/generator_states.h"
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 
-#include <mutex>
 #include <utility>
 
 namespace flatshard {
 namespace {
-
-// Draws of a recording never happened.
-class KeptGenerators {
- public:
-  explicit KeptGenerators(const std::vector<at::Generator>& generators) {
-    add(at::detail::getDefaultCPUGenerator());
-    for (const at::Generator& generator : generators) {
-      add(generator);
-    }
-  }
-  ~KeptGenerators() {
-    for (auto& [generator, state] : states_) {
-      const std::lock_guard lock(generator.mutex());
-      generator.set_state(state);
-    }
-  }
-  KeptGenerators(const KeptGenerators&) = delete;
-  KeptGenerators& operator=(const KeptGenerators&) = delete;
-
- private:
-  void add(at::Generator generator) {
-    const std::lock_guard lock(generator.mutex());
-    states_.emplace_back(generator, generator.get_state());
-  }
-
-  std::vector<std::pair<at::Generator, at::Tensor>> states_;
-};
 
 class CpuGraph final : public DeviceGraph {
  public:
@@ -68,7 +41,10 @@ class CpuGraphPool final : public GraphPool {
   std::unique_ptr<DeviceGraph> capture(
       DeviceGraph::Work work,
       const std::vector<at::Generator>& generators) override {
-    const KeptGenerators kept(generators);
+    // Draws of a recording never happened.
+    std::vector<at::Generator> drawn{at::detail::getDefaultCPUGenerator()};
+    drawn.insert(drawn.end(), generators.begin(), generators.end());
+    const SetBack when_done(states_of(drawn));
     auto graph = std::make_unique<CpuGraph>(std::move(work));
     for (const at::Tensor& output : graph->outputs()) {
       nbytes_ += output.defined() ? static_cast<std::int64_t>(output.nbytes())

@@ -30,9 +30,12 @@ class DeviceGraph {
 };
 
 /// The memory that graphs share. Tensors that a capture leaves behind (its
-/// outputs, what autograd saved) keep their place; memory that was freed within
-/// a capture serves the next one. So replays of one pool must not overlap in
-/// time, and may come in any order.
+/// outputs, what autograd saved) keep their place among the captures behind it;
+/// memory that was freed within a capture serves the next one, for what that
+/// leaves behind as well. So replays of one pool must not overlap in time, and
+/// a replay overwrites what graphs captured later left behind: whoever replays
+/// in another order than that of the captures sees to it that nobody reads
+/// that any more.
 class GraphPool {
  public:
   virtual ~GraphPool() = default;

@@ -39,8 +39,7 @@ void check_graph_options(
       !options.debug.strict,
       config,
       "GraphOptions::enabled with DebugOptions::strict, which watches the "
-      "calls "
-      "of inner modules: a replay makes none");
+      "calls of inner modules: a replay makes none");
   for (const auto& unit : units) {
     for (const auto& group : unit->groups()) {
       FLATSHARD_CHECK(

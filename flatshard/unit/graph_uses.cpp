@@ -4,8 +4,6 @@
 
 namespace flatshard {
 
-// ------------------------------------------------------------
-
 bool GraphUses::blocks(std::int64_t number) {
   while (!uses_.empty() && uses_.back().token.expired()) {
     uses_.pop_back();

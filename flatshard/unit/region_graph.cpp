@@ -121,7 +121,7 @@ struct RegionGraph::Open : torch::CustomClassHolder {
   std::shared_ptr<RegionGraph> region;
   std::int64_t number = 0;
   std::vector<bool> is_leaf;    // by input
-  nn::GeneratorStates states;   // before the forward; a recomputation's
+  GeneratorStates states;   // before the forward; a recomputation's
   std::shared_ptr<void> waits;  // for its backward
   std::shared_ptr<void> use;    // null: its backward was
   std::int64_t clock = 0;       // at the forward
@@ -491,7 +491,7 @@ nn::TensorList RegionGraph::replay(const nn::TensorList& inputs) {
     }
   }
   nn::TensorList outputs = ReplayFunction::apply(at::TensorList(all), open);
-  nn::keep_moved(open->states);
+  keep_moved(open->states);
   return outputs;
 }
 
@@ -567,7 +567,7 @@ nn::TensorList RegionGraph::backward(Open& open, const nn::TensorList& grads) {
         sink->begin_wgrad(unit_.parameters()[w.parameter].tensor));
   }
   const char* miss = miss_of_backward(grads, targets);
-  const nn::DrawAgain again(open.states);
+  const DrawAgain again(open.states);
   nn::TensorList out;
   if (miss == nullptr) {
     const at::NoGradGuard no_grad;

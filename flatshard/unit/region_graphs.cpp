@@ -31,7 +31,6 @@ struct RegionGraphs::UnitRegions {
 
 struct RegionGraphs::Region {
   const char* name = nullptr;
-  UnitRegions* unit = nullptr;
   /// Without and with gradients.
   std::shared_ptr<RegionGraph> graphs[2];
   std::string failure;      ///< of a capture: eager for good
@@ -195,7 +194,6 @@ RegionGraphs::Region& RegionGraphs::region_of(
   }
   auto& region = *regions.emplace_back(std::make_unique<Region>());
   region.name = name;
-  region.unit = &unit;
   if (owner != nullptr) {
     unit.owners.push_back(owner);
   }

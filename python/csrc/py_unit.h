@@ -66,6 +66,9 @@ class PyUnit {
   /// coordinates, the last axis fastest.
   std::vector<std::int64_t> shard_of_ranks(std::size_t i) const;
 
+  /// Some layers call PyRuntime::linear. Before `adopt`.
+  void write_grads_in_place() { grads_in_place_ = true; }
+
   void set_names(
       const std::string& unit,
       const std::vector<std::vector<std::string>>& names);

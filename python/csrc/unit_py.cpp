@@ -49,6 +49,7 @@ class PyRuntime {
       int prefetch,
       bool copy_engines,
       bool cuda_graphs,
+      int graph_warmup_steps,
       bool emulate_graphs)
       : views_(std::make_shared<ParameterViews>(
             views_of(places, grads),
@@ -72,6 +73,7 @@ class PyRuntime {
            .unused_grads_stay_undefined = true,
            .graphs = {
                .enabled = cuda_graphs,
+               .warmup_steps = graph_warmup_steps,
                .emulate_on_cpu = emulate_graphs}});
       runtime->add_observer(views_);
       if (cuda_graphs) {
@@ -333,6 +335,7 @@ void bind_unit(py::module_& m) {
             }
             return false;
           })
+      .def("write_grads_in_place", &PyUnit::write_grads_in_place)
       .def("whole", &PyUnit::whole)
       .def("shard", &PyUnit::shard)
       .def("grad", &PyUnit::grad)
@@ -410,6 +413,7 @@ void bind_unit(py::module_& m) {
               int,
               bool,
               bool,
+              int,
               bool>(),
           py::arg("mesh"),
           py::arg("units"),
@@ -421,6 +425,7 @@ void bind_unit(py::module_& m) {
           py::arg("prefetch"),
           py::arg("copy_engines"),
           py::arg("cuda_graphs"),
+          py::arg("graph_warmup_steps"),
           py::arg("emulate_graphs"))
       .def(
           "linear",

@@ -29,6 +29,7 @@ _load_core()
 from flatshard import _C, checkpoint, diagnostics, optim  # noqa: E402
 from flatshard._C import ConfigError, Error  # noqa: E402
 from flatshard.fully_shard import FSDPModule, fully_shard  # noqa: E402
+from flatshard.graphed_callables import make_graphed_callables  # noqa: E402
 from flatshard.graphs import cuda_graph_stats  # noqa: E402
 from flatshard.initialize import reset_parameters  # noqa: E402
 from flatshard.loss import linear_cross_entropy  # noqa: E402
@@ -57,6 +58,7 @@ __all__ = [
     "diagnostics",
     "fully_shard",
     "linear_cross_entropy",
+    "make_graphed_callables",
     "optim",
     "register_fsdp_forward_method",
     "reset_parameters",

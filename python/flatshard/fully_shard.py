@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from flatshard import _C
-from flatshard.graphs import check_cuda_graph
+from flatshard.graph_checks import check_cuda_graph
 from flatshard.linear import write_grads_in_place
 from flatshard.mesh import DeviceMesh, core_mesh, default_device_mesh, device_of
 from flatshard.module import (

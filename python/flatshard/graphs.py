@@ -6,7 +6,6 @@ depends on, and why a call of it cannot be a replay.
 """
 
 import enum
-import os
 import weakref
 
 import torch
@@ -33,6 +32,11 @@ _PLAIN = {
     torch.Size,
 }
 
+
+def is_plain(leaf):
+    return type(leaf) in _PLAIN or isinstance(leaf, enum.Enum)
+
+
 # Hooks of all modules, which a replay does not call either.
 _GLOBAL_HOOKS = (
     nn_module._global_forward_pre_hooks,
@@ -40,58 +44,6 @@ _GLOBAL_HOOKS = (
     nn_module._global_backward_pre_hooks,
     nn_module._global_backward_hooks,
 )
-
-
-def emulates_on_cpu():
-    """Tests: without a GPU a replay calls the captured forward again."""
-    return os.environ.get("FLATSHARD_EMULATE_CUDA_GRAPHS") == "1"
-
-
-def check_cuda_graph(modules, device_mesh, offload):
-    """Of fully_shard's arguments.
-
-    Raises:
-        ValueError, NotImplementedError: cuda_graph=True does not go with them.
-    """
-    device = device_of(device_mesh)
-    if device.type != "cuda" and not emulates_on_cpu():
-        raise ValueError(
-            f"cuda_graph: expected a mesh of GPUs, got {device.type}, which has no CUDA "
-            "graphs; leave cuda_graph out"
-        )
-    if offload:
-        raise NotImplementedError(
-            "cuda_graph with CPUOffloadPolicy is not supported; choose one of them"
-        )
-    if len(modules) > 1:
-        raise NotImplementedError(
-            f"cuda_graph: expected one module, got a list of {len(modules)}; wrap each "
-            "by a call of its own"
-        )
-    module = modules[0]
-    for name, inner in module.named_modules():
-        if inner is not module and "_flatshard" in inner.__dict__:
-            raise ValueError(
-                f"cuda_graph: {type(module).__name__} holds a unit, {name}, which is "
-                "gathered inside of its forward; give the inner units cuda_graph=True "
-                "and leave it out for those around them"
-            )
-    if "forward" in module.__dict__:
-        raise ValueError(
-            f"cuda_graph: the forward of this {type(module).__name__} was replaced on "
-            "the instance; replace it after fully_shard, or put it into the class"
-        )
-
-
-def refuse_foreign_capture(device):
-    """A forward of a unit gathers and waits, which no other's CUDA graph may hold."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "a sharded module was called while a CUDA graph is captured "
-            "(torch.cuda.graph, torch.cuda.make_graphed_callables): gathers and "
-            "reductions cannot be part of it. Use fully_shard(block, cuda_graph=True), "
-            "which captures the forward and backward of the block between them"
-        )
 
 
 class Recorded:
@@ -146,6 +98,12 @@ class Recorded:
     @never_compiled
     def strange_output(self):
         return _strange(self._output[0])
+
+    @never_compiled
+    def returned(self, tensors, outputs):
+        """The tensors of the result, arguments among them included."""
+        found = [*tensors, *outputs]
+        return [found[leaf.value] for leaf in self._output[0] if type(leaf) is _Number]
 
     @never_compiled
     def output(self, tensors, outputs):
@@ -206,7 +164,7 @@ def _number_tensors(leaves, tensors):
                 places[id(leaf)] = len(tensors)
                 tensors.append(leaf)
             numbered.append(_Number(places[id(leaf)]))
-        elif kind in _PLAIN or isinstance(leaf, enum.Enum):
+        elif is_plain(leaf):
             numbered.append((kind, leaf))
         else:
             numbered.append(_Strange(kind.__name__))
@@ -267,9 +225,13 @@ class _Tree:
     def is_current(self):
         return self._shape == self._children_now()
 
-    @property
-    def trains_others(self):
-        return any(parameter.requires_grad for parameter in self._ignored)
+    @never_compiled
+    def trains(self):
+        """What it trains beside its parameters; empty: nothing."""
+        if any(parameter.requires_grad for parameter in self._ignored):
+            return "parameters of ignored_params"
+        buffers = (b for held in self._buffers for b in held.values() if b is not None)
+        return "a buffer" if any(b.requires_grad for b in buffers) else ""
 
     @never_compiled
     def constants(self):
@@ -297,7 +259,8 @@ class UnitGraph:
     hold the module: a deleted model is gone at once.
     """
 
-    def __init__(self):
+    def __init__(self, sample=None):
+        self._sample = sample  # make_graphed_callables's: the one call to capture
         self._tree = None
         self._recorded = None  # the forward that was watched last
         self._refused = ""  # for good
@@ -317,14 +280,16 @@ class UnitGraph:
             # A capture would record what is not compiled.
             obstacle = "torch.compile is around it"
         else:
-            obstacle = self._obstacle(recorded, tensors)
+            obstacle = self._obstacle(recorded, tensors, args, kwargs)
         outputs, is_watched = state.root.core.graph_forward(
             state.id,
             function=recorded,
             inputs=[] if obstacle else tensors,
             constants=self._tree.constants(),
             obstacle=obstacle,
-            difference="" if self._recorded is None else recorded.difference(self._recorded),
+            difference=""
+            if self._recorded is None
+            else recorded.difference(self._recorded),
         )
         if outputs is not None:
             return self._recorded.output(tensors, outputs)
@@ -338,21 +303,29 @@ class UnitGraph:
             self._refused = "it writes into an argument in place"
         elif kind := recorded.strange_output():
             self._refused = f"it returns a {kind}, neither tensor nor plain value"
+        if self._sample:
+            self._sample.check_used(
+                tensors, recorded.returned(tensors, outputs), state.name
+            )
         state.root.core.graph_ran(state.id, tensors, outputs)
         return output
 
     @never_compiled
-    def _obstacle(self, recorded, tensors):
+    def _obstacle(self, recorded, tensors, args, kwargs):
         """Why the call cannot be part of a graph; empty: it can."""
         tree = self._tree
         if self._refused:
             return self._refused
         if any(tree.hooks):
             return "a module inside of it has hooks"
-        if tree.trains_others:
-            return "it trains parameters of ignored_params"
+        if trained := tree.trains():
+            return f"it trains {trained}"
         if recorded.strange:
-            return f"an argument is a {recorded.strange}, neither tensor nor plain value"
+            return (
+                f"an argument is a {recorded.strange}, neither tensor nor plain value"
+            )
+        if self._sample and (why := self._sample.difference(args, kwargs)):
+            return why
         for tensor in tensors:
             if type(tensor) not in (torch.Tensor, nn.Parameter):
                 return f"an argument is a {type(tensor).__name__}, a kind of tensor"

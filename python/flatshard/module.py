@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from flatshard.dynamo import outside_of_graphs
-from flatshard.graphs import UnitGraph, refuse_foreign_capture
+from flatshard.graph_checks import refuse_foreign_capture
+from flatshard.graphs import UnitGraph
 from flatshard.root import Root
 
 
@@ -497,11 +498,18 @@ def share_comm_ctx(modules):
 
 def wrap_class(module, cuda_graph=False):
     """Puts FSDPModule before the module's class."""
-    cls = type(module)
-    module.__class__ = _wrapped_class(cls, cuda_graph)
+    module.__class__ = _wrapped_class(type(module), False)
     if cuda_graph:
-        module.__dict__["_flatshard_graph"] = UnitGraph()
+        capture_forward(module)
     _wrapped.add(module)
+
+
+def capture_forward(module, sample=None):
+    """The forward of a wrapped module is captured, of calls like `sample` if any."""
+    cls = type(module)
+    own = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
+    module.__class__ = _wrapped_class(own, True)
+    module.__dict__["_flatshard_graph"] = UnitGraph(sample)
 
 
 @functools.lru_cache(maxsize=None)

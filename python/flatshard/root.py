@@ -5,7 +5,7 @@ import weakref
 import torch
 
 from flatshard import _C
-from flatshard.graphs import emulates_on_cpu
+from flatshard.graph_checks import DEFAULT_WARMUP_STEPS, emulates_on_cpu
 from flatshard.mesh import device_of
 from flatshard.replaced import refuse_plain, refuse_replaced, settle
 from flatshard.same_values import compare
@@ -44,7 +44,8 @@ class Root:
         self._module = weakref.ref(module)
         self._units = [weakref.ref(unit) for unit in units]
         self.device = device_of(state.device_mesh)
-        self.cuda_graphs = any(unit.cuda_graph for unit in units)
+        warmup_steps = [u.graph_warmup_steps for u in units if u.cuda_graph]
+        self.cuda_graphs = bool(warmup_steps)
         # The core would keep a bound method, and with it this object, for ever.
         me = weakref.ref(self)
         self.core = _C.Runtime(
@@ -58,6 +59,7 @@ class Root:
             prefetch=state.prefetch,
             copy_engines=state.copy_engines,
             cuda_graphs=self.cuda_graphs,
+            graph_warmup_steps=max(warmup_steps, default=DEFAULT_WARMUP_STEPS),
             emulate_graphs=self.cuda_graphs and emulates_on_cpu(),
         )
         self._synced = None

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard import _C
+from flatshard.graph_checks import DEFAULT_WARMUP_STEPS
 from flatshard.row_shard import RowShard
 from flatshard.sharded_tensor import ShardedTensor, mark_of_meta, writes
 
@@ -89,6 +90,7 @@ class UnitState:
     prefetch: int
     copy_engines: bool
     cuda_graph: bool = False
+    graph_warmup_steps: int = DEFAULT_WARMUP_STEPS
     policy: Policy = field(default_factory=Policy)
     grads: _C.GradViews = None
     root: object = None  # Root, once known

@@ -135,3 +135,10 @@ def folder(rank):
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def graphs_on_cpu(monkeypatch):
+    """CUDA graphs of blocks where there is no GPU."""
+    if DEVICE == "cpu":
+        monkeypatch.setenv("FLATSHARD_EMULATE_CUDA_GRAPHS", "1")

@@ -4,8 +4,6 @@ graphs with the bits of eager training.
 On CPUs a replay calls the captured forward again; the rest is the same. On GPUs
 (FLATSHARD_TEST_DEVICE=cuda) graphs are captured."""
 
-import contextlib
-import copy
 import functools
 import gc
 import re
@@ -22,134 +20,30 @@ from torch.utils.checkpoint import checkpoint
 import flatshard
 from flatshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, megatron
 from tests.python.device import DEVICE, on_device
+from tests.python.graph_training import (
+    BLOCKS,
+    DIM,
+    HEADS,
+    LATE,
+    REPLAYED,
+    SEQ,
+    STEPS,
+    VOCAB,
+    WARMUP,
+    Around,
+    Block,
+    Body,
+    Transformer,
+    assert_replays,
+    assert_same,
+    both,
+    pair,
+    shard,
+    train,
+)
 from tests.python.models import Mlp
 
-DIM, HEADS, VOCAB, BLOCKS, SEQ = 16, 2, 29, 3, 6
-STEPS, WARMUP = 6, 3
-REPLAYED = STEPS - WARMUP  # steps
-# On several ranks slots may be planned anew after the first step.
-LATE = (REPLAYED - 1, REPLAYED)
-
-
-@pytest.fixture(autouse=True)
-def emulated(monkeypatch):
-    if DEVICE == "cpu":
-        monkeypatch.setenv("FLATSHARD_EMULATE_CUDA_GRAPHS", "1")
-
-
-class Block(nn.Module):
-    """Arguments in a tuple and by keyword, a plain one, a buffer, dropout; the result
-    in a dict, with an argument in it."""
-
-    def __init__(self, dropout):
-        super().__init__()
-        self.norm = nn.LayerNorm(DIM)
-        self.qkv = nn.Linear(DIM, 3 * DIM)
-        self.out = nn.Linear(DIM, DIM)
-        self.mlp = nn.Sequential(
-            nn.Linear(DIM, 3 * DIM), nn.GELU(), nn.Linear(3 * DIM, DIM)
-        )
-        self.dropout = nn.Dropout(dropout)
-        self.register_buffer("scale", torch.tensor(0.5))
-
-    def forward(self, x, rope, *, mask, factor=1.0):
-        cos, sin = rope
-        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
-        q, k = q * cos + k * sin, k * cos
-        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in (q, k, v))
-        scores = (q @ k.transpose(-1, -2)) * self.scale
-        weights = scores.masked_fill(~mask, -1e4).softmax(-1)
-        attended = (weights @ v).transpose(1, 2).flatten(-2)
-        x = x + self.dropout(self.out(attended)) * factor
-        return {"x": x + self.mlp(x), "mask": mask}
-
-
-class Transformer(nn.Module):
-    def __init__(self, dropout=0.1):
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, DIM)
-        self.blocks = nn.ModuleList(Block(dropout) for _ in range(BLOCKS))
-        self.head = nn.Linear(DIM, VOCAB, bias=False)
-        self.factor = 1.0
-        self.call = lambda block, *args, **kwargs: block(*args, **kwargs)
-        on_device(self)
-
-    def units(self):
-        return list(self.blocks)
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        at = torch.arange(tokens.shape[1], device=x.device, dtype=x.dtype)
-        rope = at[:, None].cos().expand(-1, DIM), at[:, None].sin().expand(-1, DIM)
-        mask = (at[:, None] >= at).expand(len(tokens), 1, -1, -1)
-        for block in self.blocks:
-            out = self.call(block, x, rope, mask=mask, factor=self.factor)
-            x, mask = out["x"], out["mask"]
-        return self.head(x)
-
-    def loss(self, generator, batch=2):
-        tokens = torch.randint(VOCAB, (batch, SEQ), generator=generator)
-        tokens = on_device(tokens)
-        logits = self(tokens).float().flatten(0, 1)
-        return nn.functional.cross_entropy(logits, tokens.flatten())
-
-
-def shard(model, mesh, cuda_graph, **options):
-    for block in model.units():
-        fully_shard(block, mesh=mesh, cuda_graph=cuda_graph, **options)
-    return fully_shard(model, mesh=mesh, **options)
-
-
-def pair(make, mesh, **options):
-    """The same model eager and with graphs."""
-    torch.manual_seed(0)
-    model = make()
-    other = copy.deepcopy(model)
-    return shard(model, mesh, False, **options), shard(other, mesh, True, **options)
-
-
-def train(
-    model, rank, steps=STEPS, microbatches=1, before=None, after=None, around=None
-):
-    """Losses and gradients of all microbatches; `before(model, step)` each step."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    seen = []
-    torch.manual_seed(rank)
-    for step in range(steps):
-        size = (before(model, step) if before else None) or {}
-        for micro in range(microbatches):
-            generator = torch.Generator().manual_seed(1000 * rank + 10 * step + micro)
-            last = micro == microbatches - 1
-            with model.no_sync() if not last else contextlib.nullcontext():
-                with around() if around else contextlib.nullcontext():
-                    loss = model.loss(generator, **size) / microbatches
-                loss.backward()
-            seen.append(loss.detach())
-        seen += [p.grad.to_local().clone() for p in model.parameters()]
-        optimizer.step()
-        optimizer.zero_grad()
-        if after:
-            seen += after(model, step)
-    return seen
-
-
-def assert_same(a, b):
-    assert len(a) == len(b)
-    for one, other in zip(a, b):
-        assert torch.equal(one, other)
-
-
-def both(make, mesh, rank, options=None, **training):
-    """Trains both, whose bits have to be equal. The stats, and the model."""
-    eager, graphs = pair(make, mesh, **(options or {}))
-    assert_same(train(eager, rank, **training), train(graphs, rank, **training))
-    return flatshard.cuda_graph_stats(graphs), graphs
-
-
-def assert_replays(stats, forwards, backwards=None, fallbacks=None):
-    assert stats["forward_replays"] == forwards
-    assert stats["backward_replays"] == (forwards if backwards is None else backwards)
-    assert stats["fallbacks"] == (fallbacks or {})
+pytestmark = pytest.mark.usefixtures("graphs_on_cpu")
 
 
 @pytest.mark.parametrize("in_place", (False, True))
@@ -281,9 +175,7 @@ def test_another_shape(mesh, rank):
         return {"batch": 3} if step == WARMUP + 1 else {}
 
     stats, _ = both(Transformer, mesh, rank, before=before)
-    assert stats["fallbacks"] == {
-        "an input has another shape, layout or dtype": BLOCKS
-    }
+    assert stats["fallbacks"] == {"an input has another shape, layout or dtype": BLOCKS}
     assert stats["forward_replays"] == (REPLAYED - 1) * BLOCKS
 
 
@@ -310,9 +202,7 @@ def test_another_shape(mesh, rank):
         ),
     ],
 )
-def test_what_differs_from_the_captured_call_runs_eagerly(
-    change, reason, mesh, rank
-):
+def test_what_differs_from_the_captured_call_runs_eagerly(change, reason, mesh, rank):
     def before(model, step):
         if step == WARMUP + 1:
             change(model)
@@ -373,37 +263,6 @@ class Odd:
         self.mask = mask
 
 
-class Body(nn.Module):
-    """A block of one Linear and a function."""
-
-    def __init__(self, body):
-        super().__init__()
-        self.inner = nn.Linear(DIM, DIM)
-        self.body = body
-        on_device(self)
-
-    def forward(self, *args):
-        return self.body(self, *args)
-
-
-class Around(nn.Module):
-    def __init__(self, body, call):
-        super().__init__()
-        self.first = nn.Linear(DIM, DIM)
-        self.block = Body(body)
-        self.call = call
-        on_device(self)
-
-    def units(self):
-        return [self.block]
-
-    def forward(self, x):
-        return self.call(self.block, self.first(x))
-
-    def loss(self, generator):
-        return self(on_device(torch.randn(4, DIM, generator=generator))).mean()
-
-
 def in_place(block, x):
     x.mul_(2)
     return block.inner(x)
@@ -447,9 +306,7 @@ def test_calls_that_stay_eager(body, call, reason, mesh, rank):
         # A result twice, one without a gradient, an argument, a plain value.
         (
             lambda b, x: [y := b.inner(x), y, y.detach() * 2, x, None, 3],
-            lambda b, x: (
-                (y := b(x))[0] * y[1] + y[2] + y[3] + (y[4] is None) * y[5]
-            ),
+            lambda b, x: ((y := b(x))[0] * y[1] + y[2] + y[3] + (y[4] is None) * y[5]),
         ),
         # The same tensor twice.
         (lambda b, x, y, z: b.inner(x) * y + z, lambda b, x: b(x, x, x)),
@@ -698,12 +555,16 @@ def test_cpus_are_refused(mesh, monkeypatch):
     if DEVICE != "cpu":
         pytest.skip("of CPUs")
     monkeypatch.delenv("FLATSHARD_EMULATE_CUDA_GRAPHS")
-    with pytest.raises(ValueError, match="cuda_graph: expected a mesh of GPUs, got cpu"):
+    with pytest.raises(
+        ValueError, match="cuda_graph: expected a mesh of GPUs, got cpu"
+    ):
         fully_shard(Mlp().blocks[0], mesh=mesh, cuda_graph=True)
 
 
 def test_lists_are_refused(mesh):
-    with pytest.raises(NotImplementedError, match="expected one module, got a list of 3"):
+    with pytest.raises(
+        NotImplementedError, match="expected one module, got a list of 3"
+    ):
         fully_shard(list(Mlp().blocks), mesh=mesh, cuda_graph=True)
 
 
@@ -729,7 +590,9 @@ def test_offloading_elsewhere_is_refused(mesh):
     model = Mlp()
     fully_shard(model.blocks[0], mesh=mesh, cuda_graph=True)
     fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy())
-    with pytest.raises(NotImplementedError, match="CPUOffloadPolicy, which unit root has"):
+    with pytest.raises(
+        NotImplementedError, match="CPUOffloadPolicy, which unit root has"
+    ):
         model.loss(torch.Generator())
 
 
@@ -775,6 +638,20 @@ def test_trained_ignored_parameters_stay_eager(mesh, rank):
     assert stats["forward_replays"] == stats["fallbacks"][reason] * 2
 
 
+def test_trained_buffers_stay_eager(mesh, rank):
+    model = Around(lambda b, x: b.inner(x) * b.scale, lambda b, x: b(x))
+    scale = on_device(torch.ones(())).requires_grad_()
+    model.block.register_buffer("scale", scale)
+    shard(model, mesh, True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        scale.grad = None
+        model.loss(torch.Generator().manual_seed(step)).backward()
+        assert scale.grad is not None
+        optimizer.step()
+    assert set(flatshard.cuda_graph_stats(model)["fallbacks"]) == {"it trains a buffer"}
+
+
 def test_a_foreign_capture_is_refused(mesh, monkeypatch):
     model = shard(Mlp(), mesh, False)
     if DEVICE == "cpu":
@@ -794,9 +671,7 @@ def test_a_foreign_capture_is_refused(mesh, monkeypatch):
 def test_megatron_names(mesh, rank):
     torch.manual_seed(0)
     model = Transformer()
-    megatron.fully_shard_model(
-        model, [Block], mesh, "dp", cuda_graph_mode=True
-    )
+    megatron.fully_shard_model(model, [Block], mesh, "dp", cuda_graph_mode=True)
     assert all("_flatshard_graph" in block.__dict__ for block in model.blocks)
     assert "_flatshard_graph" not in model.__dict__
     train(model, rank)
@@ -806,7 +681,12 @@ def test_megatron_names(mesh, rank):
 @pytest.mark.parametrize(
     "units, mode, error, problem",
     [
-        ([Block], "full", NotImplementedError, "cuda_graph_mode='full' .* True or False"),
+        (
+            [Block],
+            "full",
+            NotImplementedError,
+            "cuda_graph_mode='full' .* True or False",
+        ),
         ([], True, ValueError, "cuda_graph_mode: expected modules of the classes"),
     ],
 )
@@ -815,4 +695,3 @@ def test_megatron_names_that_are_refused(units, mode, error, problem, mesh):
         megatron.fully_shard_model(
             Transformer(), units, mesh, "dp", cuda_graph_mode=mode
         )
-

@@ -354,7 +354,7 @@ TEST(Graphs, WhatTheyDoNotGoWithIsRefusedByName) {
       runtime.graphs.enabled = true;
       nn::Linear model(4, 4);
       try {
-        fully_shard(
+        const auto sharded = fully_shard(
             *model,
             context.mesh(),
             {.units = {model.get()},

@@ -1,0 +1,42 @@
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+
+#include <utility>
+#include <vector>
+
+namespace flatshard {
+
+/// Generators and where each of them was.
+using GeneratorStates = std::vector<std::pair<at::Generator, at::Tensor>>;
+
+/// Where they are now, each once.
+GeneratorStates states_of(const std::vector<at::Generator>& generators);
+
+/// Drops the generators that were not moved since: nothing to draw again there,
+/// and a default one is shared with other threads.
+void keep_moved(GeneratorStates& states);
+
+/// When it ends, sets generators back to `states`.
+class SetBack {
+ public:
+  explicit SetBack(GeneratorStates states) : states_(std::move(states)) {}
+  SetBack(const SetBack&) = delete;
+  SetBack& operator=(const SetBack&) = delete;
+  ~SetBack();
+
+ private:
+  GeneratorStates states_;
+};
+
+/// Sets generators back to `states` and, when it ends, to where they had been.
+class DrawAgain {
+ public:
+  explicit DrawAgain(const GeneratorStates& states);
+
+ private:
+  SetBack before_;
+};
+
+}  // namespace flatshard

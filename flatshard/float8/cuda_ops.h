@@ -1,0 +1,31 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "flatshard/float8/grid.h"
+
+/// What quantize.h declares, on CUDA. Built twice: cuda_ops.cpp with CUDA,
+/// no_cuda_ops.cpp without, whose functions throw Error{config}. Tensors are
+/// contiguous and on one GPU; work goes to the current stream, and nothing
+/// blocks the host.
+namespace flatshard::float8::cuda {
+
+/// Fills one plane or both, of which one is null then.
+void quantize(
+    const at::Tensor& x,
+    const Quantizer& q,
+    const PlaneView* row,
+    const PlaneView* column);
+
+void dequantize(
+    const at::Tensor& data,
+    Format format,
+    const ScaleGrid& grid,
+    const at::Tensor& scales,
+    at::Tensor& out);
+
+at::Tensor amax_of(const at::Tensor& x);
+void transpose_bytes(const at::Tensor& data, at::Tensor& out);
+void swizzle_mx_scales(const at::Tensor& scales, at::Tensor& out);
+
+}  // namespace flatshard::float8::cuda

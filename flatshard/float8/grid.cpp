@@ -1,0 +1,230 @@
+#include "flatshard/float8/grid.h"
+
+#include <ATen/ATen.h>
+
+#include "flatshard/core/error.h"
+
+namespace flatshard::float8 {
+namespace {
+
+std::int64_t divide_up(std::int64_t a, std::int64_t b) {
+  return (a + b - 1) / b;
+}
+std::int64_t round_up(std::int64_t a, std::int64_t b) {
+  return divide_up(a, b) * b;
+}
+
+// Elements of one scale in a plane [outer, inner]; 0 for all there are.
+struct BlockShape {
+  std::int64_t outer;
+  std::int64_t inner;
+};
+
+BlockShape block_of(Recipe recipe) {
+  switch (recipe) {
+    case Recipe::tensorwise:
+      return {0, 0};
+    case Recipe::rowwise:
+      return {1, 0};
+    case Recipe::blockwise:
+      return {kBlock, kBlock};
+    case Recipe::blockwise_1x128:
+      return {1, kBlock};
+    case Recipe::mxfp8:
+      return {1, kMxBlock};
+  }
+  FLATSHARD_THROW(internal, "an unknown recipe");
+}
+
+// Memory whose rows are filled up with zeros to a multiple of 4, for TMA.
+at::Tensor
+padded_rows(std::int64_t rows, std::int64_t columns, at::TensorOptions to) {
+  const std::int64_t wide = round_up(columns, 4);
+  return wide == columns ? at::empty({rows, columns}, to)
+                         : at::zeros({rows, wide}, to).narrow(1, 0, columns);
+}
+
+at::Tensor make_scales(
+    Recipe recipe,
+    bool as_the_tensor_lies,
+    std::int64_t outer,
+    std::int64_t inner,
+    at::Device device) {
+  const at::TensorOptions f32 = at::TensorOptions(device).dtype(at::kFloat);
+  const BlockShape block = block_of(recipe);
+  switch (recipe) {
+    case Recipe::tensorwise:
+      return at::empty({}, f32);
+    case Recipe::rowwise:
+      return at::empty({outer}, f32);
+    case Recipe::blockwise: {
+      const std::int64_t rows = divide_up(outer, kBlock);
+      const std::int64_t columns = divide_up(inner, kBlock);
+      return as_the_tensor_lies ? padded_rows(columns, rows, f32).t()
+                                : padded_rows(rows, columns, f32);
+    }
+    case Recipe::blockwise_1x128:
+      return padded_rows(divide_up(inner, block.inner), outer, f32).t();
+    case Recipe::mxfp8: {
+      const auto e8m0 = f32.dtype(at::kFloat8_e8m0fnu);
+      const std::int64_t blocks = divide_up(inner, block.inner);
+      return as_the_tensor_lies ? at::empty({blocks, outer}, e8m0).t()
+                                : at::empty({outer, blocks}, e8m0);
+    }
+  }
+  FLATSHARD_THROW(internal, "an unknown recipe");
+}
+
+void check_divides(
+    Recipe recipe,
+    const char* what,
+    std::int64_t size,
+    std::int64_t block) {
+  FLATSHARD_CHECK(
+      block == 0 || size % block == 0,
+      config,
+      "{}: expected {} divisible by {}, got {}; leave this tensor in bfloat16, "
+      "or take another recipe",
+      to_string(recipe),
+      what,
+      block,
+      size);
+}
+
+void check_tensor(const at::Tensor& x) {
+  FLATSHARD_CHECK(
+      x.defined() && x.dim() == 2,
+      config,
+      "float8: expected a tensor [rows, columns], got {}",
+      x.defined() ? c10::str(x.sizes()) : "none");
+  FLATSHARD_CHECK(
+      x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16,
+      config,
+      "float8: expected a float32 or bfloat16 tensor, got {}",
+      c10::toString(x.scalar_type()));
+  FLATSHARD_CHECK(
+      x.is_cpu() || x.is_cuda(),
+      config,
+      "float8: expected a tensor on the CPU or on CUDA, got {}",
+      x.device().str());
+}
+
+void check_options(const Quantizer& q, const PlaneOptions& options) {
+  FLATSHARD_CHECK(
+      q.rounding == Rounding::up || has_power_of_two_scales(q.recipe),
+      config,
+      "rounding: {} has scales of {}.0 / amax, which rounding = 'floor' does "
+      "not fit; expected 'up', or recipe rowwise or mxfp8",
+      to_string(q.recipe),
+      static_cast<int>(traits_of(q.format).largest));
+  FLATSHARD_CHECK(
+      options.multiple >= 1 &&
+          (options.multiple == 1 ||
+           (options.axis == Axis::column && options.transpose)),
+      config,
+      "multiple: expected 1, or more for a transposed column plane, got {}",
+      options.multiple);
+  const bool takes_amax =
+      q.recipe == Recipe::tensorwise || q.recipe == Recipe::rowwise;
+  FLATSHARD_CHECK(
+      !options.amax.defined() || takes_amax,
+      config,
+      "amax: expected none for recipe {}, whose blocks are local; give scales",
+      to_string(q.recipe));
+  FLATSHARD_CHECK(
+      !options.scales.defined() || !takes_amax,
+      config,
+      "scales: expected none for recipe {}; give amax",
+      to_string(q.recipe));
+}
+
+void check_given(
+    const char* what,
+    const at::Tensor& given,
+    const at::Tensor& like) {
+  FLATSHARD_CHECK(
+      given.sizes() == like.sizes() &&
+          given.scalar_type() == like.scalar_type() &&
+          given.device() == like.device() && given.strides() == like.strides(),
+      config,
+      "{}: expected {} {} with strides {} on {}, got {} {} with strides {} on "
+      "{}",
+      what,
+      c10::toString(like.scalar_type()),
+      c10::str(like.sizes()),
+      c10::str(like.strides()),
+      like.device().str(),
+      c10::toString(given.scalar_type()),
+      c10::str(given.sizes()),
+      c10::str(given.strides()),
+      given.device().str());
+}
+
+}  // namespace
+
+ScaleGrid scale_grid(
+    Recipe recipe,
+    Axis axis,
+    std::int64_t rows,
+    std::int64_t columns,
+    const at::Tensor& scales) {
+  const bool row = axis == Axis::row;
+  const std::int64_t outer = row ? rows : columns;
+  const std::int64_t inner = row ? columns : rows;
+  const BlockShape block = block_of(recipe);
+  const auto size_of = [](std::int64_t block, std::int64_t all) {
+    return block == 0 ? std::max<std::int64_t>(1, all) : block;
+  };
+  const std::int64_t outer_size = size_of(block.outer, outer);
+  const std::int64_t inner_size = size_of(block.inner, inner);
+  const std::int64_t outer_stride = scales.dim() > 0 ? scales.stride(0) : 0;
+  const std::int64_t inner_stride = scales.dim() > 1 ? scales.stride(1) : 0;
+  return row ? ScaleGrid{outer_size, inner_size, outer_stride, inner_stride}
+             : ScaleGrid{inner_size, outer_size, inner_stride, outer_stride};
+}
+
+PlaneView make_plane(
+    const at::Tensor& x,
+    const Quantizer& q,
+    const PlaneOptions& options) {
+  check_tensor(x);
+  check_options(q, options);
+  const std::int64_t rows = x.size(0);
+  const std::int64_t columns = x.size(1);
+  const bool row = options.axis == Axis::row;
+  const bool transposed = !row && options.transpose;
+  const std::int64_t outer = row ? rows : columns;
+  const std::int64_t inner = row ? columns : rows;
+  const BlockShape block = block_of(q.recipe);
+  check_divides(
+      q.recipe,
+      row ? "rows" : "columns",
+      outer,
+      block.outer == 1 ? 0 : block.outer);
+  if (options.multiple == 1) {
+    check_divides(q.recipe, row ? "columns" : "rows", inner, block.inner);
+  }
+  PlaneView view;
+  view.padded_rows = round_up(rows, options.multiple);
+  const auto data = x.options().dtype(scalar_type(q.format));
+  view.plane.data = transposed ? at::empty({columns, view.padded_rows}, data)
+                               : at::empty({rows, columns}, data);
+  view.row_stride = transposed ? 1 : columns;
+  view.column_stride = transposed ? view.padded_rows : 1;
+  view.plane.scales =
+      make_scales(q.recipe, !row && !transposed, outer, inner, x.device());
+  if (options.scales.defined()) {
+    check_given("scales", options.scales, view.plane.scales);
+    view.plane.scales = options.scales;
+    view.given_scales = true;
+  }
+  if (options.amax.defined()) {
+    check_given("amax", options.amax, view.plane.scales);
+    view.amax = options.amax;
+  }
+  view.grid =
+      scale_grid(q.recipe, options.axis, rows, columns, view.plane.scales);
+  return view;
+}
+
+}  // namespace flatshard::float8
