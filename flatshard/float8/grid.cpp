@@ -118,11 +118,13 @@ void check_options(const Quantizer& q, const PlaneOptions& options) {
       to_string(q.recipe),
       static_cast<int>(traits_of(q.format).largest));
   FLATSHARD_CHECK(
-      options.multiple >= 1 &&
+      options.multiple >= 1 && kBlock % options.multiple == 0 &&
           (options.multiple == 1 ||
            (options.axis == Axis::column && options.transpose)),
       config,
-      "multiple: expected 1, or more for a transposed column plane, got {}",
+      "multiple: expected 1, or a divisor of {} for a transposed column plane, "
+      "got {}",
+      kBlock,
       options.multiple);
   const bool takes_amax =
       q.recipe == Recipe::tensorwise || q.recipe == Recipe::rowwise;

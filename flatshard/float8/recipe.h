@@ -28,7 +28,7 @@ struct Quantizer {
 };
 
 /// Whether scales are powers of two, so that `rounding` counts.
-constexpr bool has_power_of_two_scales(Recipe recipe) {
+FLATSHARD_HOST_DEVICE constexpr bool has_power_of_two_scales(Recipe recipe) {
   return recipe == Recipe::rowwise || recipe == Recipe::mxfp8;
 }
 

@@ -1,0 +1,210 @@
+#include "flatshard/float8/cuda_ops.h"
+
+#include <ATen/ATen.h>
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAException.h>
+
+#include "flatshard/core/error.h"
+#include "flatshard/device/cuda_scope.h"
+#include "flatshard/float8/kernels/kernels.h"
+
+namespace flatshard::float8::cuda {
+namespace {
+
+using detail::CudaDeviceScope;
+
+cudaStream_t stream() {
+  return at::cuda::getCurrentCUDAStream().stream();
+}
+
+kernels::Dtype dtype_of(const at::Tensor& x) {
+  return x.scalar_type() == at::kFloat ? kernels::Dtype::f32
+                                       : kernels::Dtype::bf16;
+}
+
+kernels::Values values_of(const at::Tensor& x) {
+  return {
+      .data = x.const_data_ptr(),
+      .rows = x.size(0),
+      .columns = x.size(1),
+      .dtype = dtype_of(x)};
+}
+
+kernels::PlanePointers pointers_of(const PlaneView* view) {
+  if (view == nullptr) {
+    return {};
+  }
+  return {
+      .data = view->data(),
+      .row_stride = view->row_stride,
+      .column_stride = view->column_stride,
+      .scales = view->scales(),
+      .scale_row_stride = view->grid.row_stride,
+      .scale_column_stride = view->grid.column_stride,
+      .given_scales = view->given_scales,
+      .amax =
+          view->amax.defined() ? view->amax.const_data_ptr<float>() : nullptr};
+}
+
+// Of a tensor without elements: those of zeros.
+void fill_scales(const Quantizer& q, const PlaneView& view) {
+  if (view.given_scales || view.plane.scales.numel() == 0) {
+    return;
+  }
+  if (q.recipe == Recipe::mxfp8) {
+    view.plane.scales.view(at::kByte).zero_();
+  } else {
+    const Scale scale = has_power_of_two_scales(q.recipe)
+                            ? scale_of_e8m0(0)
+                            : float_scale_of(0.0F, q.format);
+    view.plane.scales.fill_(scale.dequantize);
+  }
+}
+
+at::Tensor zeros(std::int64_t num, const at::Tensor& like) {
+  return at::zeros({num}, like.options().dtype(at::kFloat));
+}
+
+// Kernels that read amax need it; it lives until the next one is queued.
+std::vector<at::Tensor>
+find_amax(const at::Tensor& x, Recipe recipe, kernels::Quantize& args) {
+  std::vector<at::Tensor> made;
+  const auto missing = [](const kernels::PlanePointers& p) {
+    return p.scales != nullptr && p.amax == nullptr;
+  };
+  if (recipe == Recipe::tensorwise &&
+      (missing(args.row) || missing(args.column))) {
+    made.push_back(amax_of(x));
+    args.row.amax = args.column.amax = made[0].const_data_ptr<float>();
+  }
+  if (recipe == Recipe::rowwise) {
+    float* rows = nullptr;
+    float* columns = nullptr;
+    if (missing(args.row)) {
+      made.push_back(zeros(x.size(0), x));
+      args.row.amax = rows = made.back().mutable_data_ptr<float>();
+    }
+    if (missing(args.column)) {
+      made.push_back(zeros(x.size(1), x));
+      args.column.amax = columns = made.back().mutable_data_ptr<float>();
+    }
+    if (rows != nullptr || columns != nullptr) {
+      kernels::row_and_column_amax(values_of(x), rows, columns, stream());
+      C10_CUDA_KERNEL_LAUNCH_CHECK();
+    }
+  }
+  return made;
+}
+
+}  // namespace
+
+void quantize(
+    const at::Tensor& x,
+    const Quantizer& q,
+    const PlaneView* row,
+    const PlaneView* column) {
+  const CudaDeviceScope scope(x.device());
+  kernels::Quantize args{
+      .row = pointers_of(row),
+      .column = pointers_of(column),
+      .padded_rows = column != nullptr ? column->padded_rows : 0,
+      .recipe = q.recipe,
+      .format = q.format,
+      .rounding = q.rounding};
+  const bool only_rows = column == nullptr;
+  if (only_rows && q.recipe == Recipe::tensorwise) {
+    const auto amax = find_amax(x, q.recipe, args);
+    kernels::quantize_flat(values_of(x), args, stream());
+  } else if (x.numel() == 0) {
+    for (const PlaneView* view : {row, column}) {
+      if (view == nullptr) {
+        continue;
+      }
+      fill_scales(q, *view);
+      FLATSHARD_CHECK(
+          !view->amax.defined(),
+          config,
+          "amax: expected none for an empty tensor in this plane");
+    }
+    return;
+  } else if (
+      only_rows && q.recipe == Recipe::rowwise && args.row.amax == nullptr &&
+      x.size(1) <= kernels::kMaxRow) {
+    kernels::quantize_rows(values_of(x), args, stream());
+  } else {
+    const auto amax = find_amax(x, q.recipe, args);
+    kernels::quantize_tiles(values_of(x), args, stream());
+  }
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+void dequantize(
+    const at::Tensor& data,
+    Format format,
+    const ScaleGrid& grid,
+    const at::Tensor& scales,
+    at::Tensor& out) {
+  if (data.numel() == 0) {
+    return;
+  }
+  const CudaDeviceScope scope(data.device());
+  kernels::dequantize(
+      {.data = static_cast<const std::uint8_t*>(data.const_data_ptr()),
+       .out = out.mutable_data_ptr(),
+       .rows = data.size(0),
+       .columns = data.size(1),
+       .scales = scales.const_data_ptr(),
+       .block_rows = grid.block_rows,
+       .block_columns = grid.block_columns,
+       .scale_row_stride = grid.row_stride,
+       .scale_column_stride = grid.column_stride,
+       .e8m0 = scales.scalar_type() == at::kFloat8_e8m0fnu,
+       .format = format,
+       .dtype = dtype_of(out)},
+      stream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+at::Tensor amax_of(const at::Tensor& x) {
+  const CudaDeviceScope scope(x.device());
+  at::Tensor found = at::zeros({}, x.options().dtype(at::kFloat));
+  kernels::amax(
+      {.data = x.const_data_ptr(),
+       .rows = 1,
+       .columns = x.numel(),
+       .dtype = dtype_of(x)},
+      found.mutable_data_ptr<float>(),
+      stream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  return found;
+}
+
+void transpose_bytes(const at::Tensor& data, at::Tensor& out) {
+  if (data.numel() == 0) {
+    return;
+  }
+  const CudaDeviceScope scope(data.device());
+  kernels::transpose_bytes(
+      data.const_data_ptr<std::uint8_t>(),
+      out.mutable_data_ptr<std::uint8_t>(),
+      data.size(0),
+      data.size(1),
+      stream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+void swizzle_mx_scales(const at::Tensor& scales, at::Tensor& out) {
+  if (out.numel() == 0) {
+    return;
+  }
+  const CudaDeviceScope scope(scales.device());
+  kernels::swizzle_mx_scales(
+      scales.const_data_ptr<std::uint8_t>(),
+      out.mutable_data_ptr<std::uint8_t>(),
+      scales.size(0),
+      scales.size(1),
+      stream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+}  // namespace flatshard::float8::cuda

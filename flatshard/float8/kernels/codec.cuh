@@ -1,0 +1,165 @@
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp8.h>
+
+#include <cstdint>
+
+#include "flatshard/device/pack.cuh"
+#include "flatshard/float8/formats.h"
+#include "flatshard/float8/kernels/kernels.h"
+
+// What the kernels share: runs of eight values, their codes, largest
+// magnitudes.
+namespace flatshard::float8::kernels {
+
+__host__ __device__ inline bool aligned(const void* p, unsigned nbytes) {
+  return reinterpret_cast<std::uintptr_t>(p) % nbytes == 0;
+}
+__host__ __device__ inline bool aligned16(const void* p) {
+  return aligned(p, 16);
+}
+
+inline std::int64_t divide_up(std::int64_t a, std::int64_t b) {
+  return (a + b - 1) / b;
+}
+
+/// Eight neighbours of a row, as they lie in memory.
+template <class T>
+struct Eight;
+
+template <>
+struct alignas(16) Eight<__nv_bfloat16> {
+  std::uint32_t w[4];
+
+  __device__ float operator[](int i) const {
+    return float_of(i % 2 == 0 ? w[i / 2] << 16 : w[i / 2] & 0xffff0000U);
+  }
+  __device__ void set(const float (&v)[8]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(v[2 * i], v[2 * i + 1]);
+      w[i] = *reinterpret_cast<const std::uint32_t*>(&pair);
+    }
+  }
+};
+
+template <>
+struct alignas(16) Eight<float> {
+  float w[8];
+
+  __device__ float operator[](int i) const { return w[i]; }
+  __device__ void set(const float (&v)[8]) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      w[i] = v[i];
+    }
+  }
+};
+
+template <class T>
+__device__ inline Eight<T> zeros() {
+  Eight<T> v;
+#pragma unroll
+  for (auto& word : v.w) {
+    word = 0;
+  }
+  return v;
+}
+
+/// Eight values at x + at of which `num` are there; the others are zeros.
+/// @param wide  x + at is aligned to 16 bytes, and num is 8 or at most 0.
+template <class T>
+__device__ inline Eight<T>
+load_eight(const T* x, std::int64_t at, std::int64_t num, bool wide) {
+  if (num <= 0) {
+    return zeros<T>();
+  }
+  if (wide) {
+    return *reinterpret_cast<const Eight<T>*>(x + at);
+  }
+  float v[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    v[i] = i < num ? flatshard::kernels::to_float(x[at + i]) : 0.0F;
+  }
+  Eight<T> result;
+  result.set(v);
+  return result;
+}
+
+/// Two codes, a's in the low byte.
+template <Format F>
+__device__ inline std::uint32_t encode2(float a, float b) {
+#if __CUDA_ARCH__ >= 890
+  return __nv_cvt_float2_to_fp8x2(
+      make_float2(a, b),
+      __NV_SATFINITE,
+      F == Format::e4m3 ? __NV_E4M3 : __NV_E5M2);
+#else
+  return encode(a, F) | static_cast<std::uint32_t>(encode(b, F)) << 8;
+#endif
+}
+
+template <Format F>
+__device__ inline std::uint32_t encode4(float a, float b, float c, float d) {
+  return encode2<F>(a, b) | encode2<F>(c, d) << 16;
+}
+
+/// Bits of |v|: they order as magnitudes do, NaN last.
+__device__ inline std::uint32_t magnitude(float v) {
+  return bits_of(v) & 0x7fffffffU;
+}
+
+__device__ inline std::uint32_t larger(std::uint32_t a, std::uint32_t b) {
+  return a > b ? a : b;
+}
+
+template <class T>
+__device__ inline std::uint32_t largest_of(const Eight<T>& v) {
+  std::uint32_t found = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    found = larger(found, magnitude(v[i]));
+  }
+  return found;
+}
+
+/// Over groups of `Lanes` neighbouring lanes; every lane gets it.
+template <int Lanes>
+__device__ inline std::uint32_t lanes_max(std::uint32_t v) {
+#pragma unroll
+  for (int offset = Lanes / 2; offset > 0; offset /= 2) {
+    v = larger(v, __shfl_xor_sync(0xffffffffU, v, offset));
+  }
+  return v;
+}
+
+/// Over the block, given to every thread; `scratch` holds 32.
+__device__ inline std::uint32_t block_max(
+    std::uint32_t v,
+    std::uint32_t* scratch) {
+  v = lanes_max<32>(v);
+  if (threadIdx.x % 32 == 0) {
+    scratch[threadIdx.x / 32] = v;
+  }
+  __syncthreads();
+  const int warps = static_cast<int>((blockDim.x + 31) / 32);
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  return lanes_max<32>(lane < warps ? scratch[lane] : 0);
+}
+
+__device__ inline void atomic_amax(float* to, std::uint32_t magnitude_bits) {
+  atomicMax(reinterpret_cast<unsigned*>(to), magnitude_bits);
+}
+
+/// The scale of a block, by the recipe's rule.
+template <Recipe R>
+__device__ inline Scale
+scale_of(std::uint32_t amax, Format format, Rounding rounding) {
+  return has_power_of_two_scales(R)
+             ? scale_of_e8m0(e8m0_of(float_of(amax), format, rounding))
+             : float_scale_of(float_of(amax), format);
+}
+
+}  // namespace flatshard::float8::kernels
