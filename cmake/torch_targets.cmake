@@ -15,10 +15,12 @@ function(flatshard_attach_torch fmt torch dir with_cuda)
   if(NOT with_cuda)
     return()
   endif()
-  # The runtime and the NCCL that torch loads, never a second one.
+  # The runtime, cuBLASLt and NCCL that torch loads, never a second one.
   cmake_path(GET dir PARENT_PATH site)
   file(GLOB cudart ${site}/nvidia/cu[0-9]*/lib/libcudart.so.*
        ${site}/nvidia/cuda_runtime/lib/libcudart.so.*)
+  file(GLOB cublaslt ${site}/nvidia/cu[0-9]*/lib/libcublasLt.so.*
+       ${site}/nvidia/cublas/lib/libcublasLt.so.*)
   file(GLOB nccl ${site}/nvidia/nccl/lib/libnccl.so.*)
   file(GLOB headers ${site}/nvidia/nccl/include ${site}/nvidia/cu[0-9]*/include
        ${site}/nvidia/cuda_runtime/include)
@@ -33,5 +35,5 @@ function(flatshard_attach_torch fmt torch dir with_cuda)
     INTERFACE
       # Nothing may refer to these by symbol: they register themselves.
       "$<BUILD_INTERFACE:-Wl,--no-as-needed,${dir}/lib/libtorch_cuda.so,${dir}/lib/libc10_cuda.so,--as-needed>"
-      "$<BUILD_INTERFACE:${cudart};${nccl}>")
+      "$<BUILD_INTERFACE:${cudart};${cublaslt};${nccl}>")
 endfunction()

@@ -185,14 +185,13 @@ ScaleGrid scale_grid(
              : ScaleGrid{inner_size, outer_size, inner_stride, outer_stride};
 }
 
-PlaneView make_plane(
-    const at::Tensor& x,
+Plane empty_plane(
+    std::int64_t rows,
+    std::int64_t columns,
+    at::Device device,
     const Quantizer& q,
     const PlaneOptions& options) {
-  check_tensor(x);
   check_options(q, options);
-  const std::int64_t rows = x.size(0);
-  const std::int64_t columns = x.size(1);
   const bool row = options.axis == Axis::row;
   const bool transposed = !row && options.transpose;
   const std::int64_t outer = row ? rows : columns;
@@ -206,26 +205,49 @@ PlaneView make_plane(
   if (options.multiple == 1) {
     check_divides(q.recipe, row ? "columns" : "rows", inner, block.inner);
   }
+  const auto data = at::TensorOptions(device).dtype(scalar_type(q.format));
+  return {
+      transposed ? at::empty({columns, round_up(rows, options.multiple)}, data)
+                 : at::empty({rows, columns}, data),
+      make_scales(q.recipe, !row && !transposed, outer, inner, device)};
+}
+
+PlaneView make_plane(
+    const at::Tensor& x,
+    const Quantizer& q,
+    const PlaneOptions& options) {
+  check_tensor(x);
+  return plane_over(
+      empty_plane(x.size(0), x.size(1), x.device(), q, options),
+      x,
+      q,
+      options);
+}
+
+PlaneView plane_over(
+    const Plane& out,
+    const at::Tensor& x,
+    const Quantizer& q,
+    const PlaneOptions& options) {
+  check_tensor(x);
+  const std::int64_t rows = x.size(0);
+  const std::int64_t columns = x.size(1);
+  const bool transposed = options.axis == Axis::column && options.transpose;
   PlaneView view;
+  view.plane = out;
   view.padded_rows = round_up(rows, options.multiple);
-  const auto data = x.options().dtype(scalar_type(q.format));
-  view.plane.data = transposed ? at::empty({columns, view.padded_rows}, data)
-                               : at::empty({rows, columns}, data);
   view.row_stride = transposed ? 1 : columns;
   view.column_stride = transposed ? view.padded_rows : 1;
-  view.plane.scales =
-      make_scales(q.recipe, !row && !transposed, outer, inner, x.device());
   if (options.scales.defined()) {
-    check_given("scales", options.scales, view.plane.scales);
+    check_given("scales", options.scales, out.scales);
     view.plane.scales = options.scales;
     view.given_scales = true;
   }
   if (options.amax.defined()) {
-    check_given("amax", options.amax, view.plane.scales);
+    check_given("amax", options.amax, out.scales);
     view.amax = options.amax;
   }
-  view.grid =
-      scale_grid(q.recipe, options.axis, rows, columns, view.plane.scales);
+  view.grid = scale_grid(q.recipe, options.axis, rows, columns, out.scales);
   return view;
 }
 

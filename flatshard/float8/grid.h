@@ -48,4 +48,11 @@ PlaneView make_plane(
     const Quantizer& quantizer,
     const PlaneOptions& options);
 
+/// The same over memory that is there.
+PlaneView plane_over(
+    const Plane& out,
+    const at::Tensor& x,
+    const Quantizer& quantizer,
+    const PlaneOptions& options);
+
 }  // namespace flatshard::float8

@@ -46,6 +46,55 @@ bool fits(
   return false;
 }
 
+void fill(
+    const PlaneView& view,
+    const at::Tensor& x,
+    const Quantizer& quantizer,
+    Axis axis) {
+  const at::Tensor values = x.detach().contiguous();
+  if (x.is_cpu()) {
+    cpu::quantize(values, quantizer, view);
+  } else if (axis == Axis::row) {
+    cuda::quantize(values, quantizer, &view, nullptr);
+  } else {
+    cuda::quantize(values, quantizer, nullptr, &view);
+  }
+}
+
+void check_out(
+    const Plane& out,
+    const at::Tensor& x,
+    const Quantizer& quantizer,
+    const PlaneOptions& options) {
+  FLATSHARD_CHECK(
+      x.defined() && x.dim() == 2,
+      config,
+      "float8: expected a tensor [rows, columns], got {}",
+      x.defined() ? c10::str(x.sizes()) : "none");
+  // Sizes and strides only: no memory.
+  const Plane like = empty_plane(
+      x.size(0),
+      x.size(1),
+      at::Device(at::kMeta),
+      quantizer,
+      {.axis = options.axis,
+       .transpose = options.transpose,
+       .multiple = options.multiple});
+  const auto fits = [&](const at::Tensor& got, const at::Tensor& want) {
+    return got.defined() && got.sizes() == want.sizes() &&
+           got.strides() == want.strides() && got.device() == x.device() &&
+           got.element_size() == want.element_size();
+  };
+  FLATSHARD_CHECK(
+      fits(out.data, like.data) && fits(out.scales, like.scales),
+      config,
+      "out: expected data {} with strides {} and scales {} with strides {}",
+      c10::str(like.data.sizes()),
+      c10::str(like.data.strides()),
+      c10::str(like.scales.sizes()),
+      c10::str(like.scales.strides()));
+}
+
 }  // namespace
 
 at::ScalarType scalar_type(Format format) {
@@ -57,15 +106,17 @@ Plane quantize(
     const Quantizer& quantizer,
     const PlaneOptions& options) {
   const PlaneView view = make_plane(x, quantizer, options);
-  const at::Tensor values = x.detach().contiguous();
-  if (x.is_cpu()) {
-    cpu::quantize(values, quantizer, view);
-  } else if (options.axis == Axis::row) {
-    cuda::quantize(values, quantizer, &view, nullptr);
-  } else {
-    cuda::quantize(values, quantizer, nullptr, &view);
-  }
+  fill(view, x, quantizer, options.axis);
   return view.plane;
+}
+
+void quantize_into(
+    const Plane& out,
+    const at::Tensor& x,
+    const Quantizer& quantizer,
+    const PlaneOptions& options) {
+  check_out(out, x, quantizer, options);
+  fill(plane_over(out, x, quantizer, options), x, quantizer, options.axis);
 }
 
 std::pair<Plane, Plane> quantize_both(

@@ -63,6 +63,24 @@ Plane quantize(
     const Quantizer& quantizer,
     const PlaneOptions& options = {});
 
+/// quantize into memory that is there, such as that of a flat buffer.
+/// @param out  data and scales of the shapes, strides and dtypes that quantize
+///             gives; data may be uint8.
+void quantize_into(
+    const Plane& out,
+    const at::Tensor& x,
+    const Quantizer& quantizer,
+    const PlaneOptions& options = {});
+
+/// Memory for a plane of a tensor [rows, columns]: data and scales, of which
+/// nothing is written but what fills rows up.
+Plane empty_plane(
+    std::int64_t rows,
+    std::int64_t columns,
+    at::Device device,
+    const Quantizer& quantizer,
+    const PlaneOptions& options = {});
+
 /// The row plane and the transposed column plane from one reading of x (two for
 /// rowwise, and for tensorwise without amax).
 /// @param amax  tensorwise: see PlaneOptions.

@@ -14,4 +14,5 @@ PYBIND11_MODULE(_C, m) {
   bind_unit(m);
   bind_optim(m);
   bind_checkpoint(m);
+  bind_float8(m);
 }

@@ -228,6 +228,30 @@ def linear_cross_entropy(
     chunk_tokens: int,
     runtime: Runtime | None,
 ) -> torch.Tensor: ...
+def float8_quantize(
+    tensor: torch.Tensor,
+    recipe: str,
+    *,
+    axis: str,
+    rounding: str,
+    format: str,
+    transpose: bool,
+    multiple: int,
+    amax: torch.Tensor | None,
+    scales: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def float8_dequantize(
+    data: torch.Tensor,
+    scales: torch.Tensor,
+    recipe: str,
+    *,
+    axis: str,
+    transpose: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor: ...
+def float8_amax(tensor: torch.Tensor) -> torch.Tensor: ...
+def float8_swizzle_mx_scales(scales: torch.Tensor) -> torch.Tensor: ...
+def float8_transpose(data: torch.Tensor) -> torch.Tensor: ...
 def latest_checkpoint(folder: str) -> int | None: ...
 def describe_checkpoint(folder: str) -> dict[str, object]: ...
 def load_checkpoint(

@@ -26,7 +26,7 @@ def _load_core():
 
 _load_core()
 
-from flatshard import _C, checkpoint, diagnostics, optim  # noqa: E402
+from flatshard import _C, checkpoint, diagnostics, float8, optim  # noqa: E402
 from flatshard._C import ConfigError, Error  # noqa: E402
 from flatshard.fully_shard import FSDPModule, fully_shard  # noqa: E402
 from flatshard.graphed_callables import make_graphed_callables  # noqa: E402
@@ -56,6 +56,7 @@ __all__ = [
     "checkpoint",
     "cuda_graph_stats",
     "diagnostics",
+    "float8",
     "fully_shard",
     "linear_cross_entropy",
     "make_graphed_callables",

@@ -219,6 +219,25 @@ TEST(Quantize, GivenAmaxAndScales) {
       encode(x[5][7].item<float>() / 8, Format::e4m3));
 }
 
+TEST(Quantize, IntoMemoryThatIsThere) {
+  const at::Tensor x = any_values(128, 256, 6);
+  for (const Recipe recipe : kRecipes) {
+    SCOPED_TRACE(to_string(recipe));
+    for (const Axis axis : {Axis::row, Axis::column}) {
+      const PlaneOptions options{.axis = axis};
+      const Plane want = quantize(x, {recipe}, options);
+      const Plane out = empty_plane(128, 256, at::kCPU, {recipe}, options);
+      quantize_into(
+          {out.data.view(at::kByte), out.scales},
+          x,
+          {recipe},
+          options);
+      expect_same_bytes(out.data, want.data, "data");
+      expect_same_bytes(out.scales, want.scales, "scales");
+    }
+  }
+}
+
 TEST(Quantize, InfAndNanSpoilTheirBlockOnly) {
   for (const float bad : {kInf, -kInf, std::nanf("")}) {
     for (const Recipe recipe : kRecipes) {
@@ -371,6 +390,9 @@ TEST(BadInput, IsNamed) {
   expect_problem(
       on(x, {.recipe = Recipe::blockwise, .rounding = Rounding::floor}),
       "rounding: blockwise has scales of 448.0 / amax");
+  expect_problem(
+      [&] { quantize_into(quantize(x, {}), x, {Recipe::rowwise}); },
+      "out: expected data [128, 128] with strides [128, 1] and scales [128]");
   expect_problem(on(x, {}, {.multiple = 16}), "multiple: expected 1");
   expect_problem(
       on(x, {Recipe::mxfp8}, {.amax = at::ones({})}),

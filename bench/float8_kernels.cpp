@@ -1,0 +1,241 @@
+// How fast the kernels of FP8 run on the shapes of an 8B Llama: for each the
+// bytes that it has to move at least, over its time, beside what the card's
+// memory gives a copy. bench/float8_kernels.py sets PyTorch's beside them.
+// usage: flatshard_float8_kernels [--json] [tokens]
+#include <ATen/Functions.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "flatshard/device/stream.h"
+#include "flatshard/device/timer.h"
+#include "flatshard/float8/quantize.h"
+
+namespace flatshard {
+namespace {
+
+using float8::Axis;
+using float8::Plane;
+using float8::Quantizer;
+using float8::Recipe;
+
+// Of arguments, so that none is still in a cache when its turn comes.
+constexpr std::int64_t kWorkingSet = std::int64_t{1} << 30;
+
+const at::TensorOptions kBf16 =
+    at::TensorOptions(at::kCUDA).dtype(at::kBFloat16);
+
+struct Options {
+  bool json = false;
+  std::int64_t tokens = 8192;
+};
+
+struct Result {
+  std::string op;
+  std::string shape;
+  std::int64_t nbytes;
+  double us;
+  double gb_per_s() const { return static_cast<double>(nbytes) / us * 1e-3; }
+};
+
+// Median over rounds, of one call.
+double microseconds(
+    std::int64_t num_sets,
+    const std::function<void(std::int64_t)>& call) {
+  const auto timer = make_stream_timer(at::Device(at::kCUDA, 0));
+  constexpr int kCalls = 20;
+  std::vector<double> rounds;
+  for (int round = 0; round < 8; ++round) {
+    timer->start();
+    for (int i = 0; i < kCalls; ++i) {
+      call(i % num_sets);
+    }
+    timer->stop();
+    const double us = timer->wait_and_take_ms() * 1e3 / kCalls;
+    if (round > 0) {  // the first one warms up
+      rounds.push_back(us);
+    }
+  }
+  std::ranges::sort(rounds);
+  return rounds[rounds.size() / 2];
+}
+
+class Table {
+ public:
+  explicit Table(Options options) : options_(options) {}
+
+  // `call` takes one of the tensors that `make` made.
+  void add(
+      const std::string& op,
+      const std::string& shape,
+      std::int64_t nbytes,
+      const std::function<at::Tensor()>& make,
+      const std::function<void(const at::Tensor&)>& call) {
+    const std::int64_t num = std::max<std::int64_t>(
+        1,
+        kWorkingSet / std::max(nbytes, std::int64_t{1}));
+    std::vector<at::Tensor> sets;
+    for (std::int64_t i = 0; i < std::min<std::int64_t>(num, 16); ++i) {
+      sets.push_back(make());
+    }
+    const auto size = static_cast<std::int64_t>(sets.size());
+    const double us =
+        microseconds(size, [&](std::int64_t i) { call(sets[i]); });
+    report({op, shape, nbytes, us});
+  }
+
+ private:
+  void report(const Result& r) {
+    if (r.op == "copy") {
+      copy_ = r.gb_per_s();
+    }
+    if (options_.json) {
+      fmt::print(
+          "{{\"op\": \"{}\", \"shape\": \"{}\", \"bytes\": {}, \"us\": {:.2f}, "
+          "\"gb_per_s\": {:.0f}, \"of_copy\": {:.3f}}}\n",
+          r.op,
+          r.shape,
+          r.nbytes,
+          r.us,
+          r.gb_per_s(),
+          r.gb_per_s() / copy_);
+    } else {
+      fmt::print(
+          "{:<34} {:<14} {:>9.1f} us {:>6.0f} GB/s {:>5.2f} of a copy\n",
+          r.op,
+          r.shape,
+          r.us,
+          r.gb_per_s(),
+          r.gb_per_s() / copy_);
+    }
+    std::fflush(stdout);
+  }
+
+  Options options_;
+  double copy_ = 1;
+};
+
+void measure(Table& table, std::int64_t rows, std::int64_t columns) {
+  const std::string shape = fmt::format("{}x{}", rows, columns);
+  const std::int64_t n = rows * columns;
+  const auto values = [=] { return at::randn({rows, columns}, kBf16); };
+  const at::Tensor amax = at::full({}, 4.0, kBf16.dtype(at::kFloat));
+  table.add("amax", shape, 2 * n, values, [](const at::Tensor& x) {
+    float8::amax_of(x);
+  });
+  table.add("cast tensorwise", shape, 3 * n, values, [&](const at::Tensor& x) {
+    float8::quantize(x, {}, {.amax = amax});
+  });
+  table.add(
+      "cast and transpose tensorwise",
+      shape,
+      4 * n,
+      values,
+      [&](const at::Tensor& x) { float8::quantize_both(x, {}, 1, amax); });
+  table.add("rowwise rows", shape, 3 * n, values, [](const at::Tensor& x) {
+    float8::quantize(x, {Recipe::rowwise});
+  });
+  // Its columns' scales need a reading of their own.
+  table.add("rowwise both", shape, 6 * n, values, [](const at::Tensor& x) {
+    float8::quantize_both(x, {Recipe::rowwise});
+  });
+  for (const Recipe recipe :
+       {Recipe::blockwise, Recipe::blockwise_1x128, Recipe::mxfp8}) {
+    const std::string name(to_string(recipe));
+    table.add(name + " rows", shape, 3 * n, values, [=](const at::Tensor& x) {
+      float8::quantize(x, {recipe});
+    });
+    table
+        .add(name + " columns", shape, 3 * n, values, [=](const at::Tensor& x) {
+          float8::quantize(x, {recipe}, {.axis = Axis::column});
+        });
+    table.add(name + " both", shape, 4 * n, values, [=](const at::Tensor& x) {
+      float8::quantize_both(x, {recipe});
+    });
+  }
+  table.add(
+      "cast tensorwise from float32",
+      shape,
+      5 * n,
+      [=] {
+        return at::randn({rows, columns}, kBf16.dtype(at::kFloat));
+      },
+      [&](const at::Tensor& x) { float8::quantize(x, {}, {.amax = amax}); });
+  table.add(
+      "mxfp8 both from float32",
+      shape,
+      6 * n,
+      [=] {
+        return at::randn({rows, columns}, kBf16.dtype(at::kFloat));
+      },
+      [](const at::Tensor& x) { float8::quantize_both(x, {Recipe::mxfp8}); });
+  const auto bytes = [=] {
+    return at::randint(256, {rows, columns}, kBf16.dtype(at::kByte));
+  };
+  table.add("byte transpose", shape, 2 * n, bytes, [](const at::Tensor& x) {
+    float8::transpose_bytes(x);
+  });
+  const at::Tensor scales = float8::quantize(values(), {Recipe::mxfp8}).scales;
+  table.add(
+      "dequantize mxfp8 to bfloat16",
+      shape,
+      3 * n,
+      [=] { return bytes().bitwise_and(0x77).view(at::kFloat8_e4m3fn); },
+      [=](const at::Tensor& x) {
+        float8::dequantize(
+            {x, scales},
+            Recipe::mxfp8,
+            {.dtype = at::kBFloat16});
+      });
+  table.add(
+      "swizzle of scales",
+      shape,
+      n / 16,
+      [=] {
+        return at::randint(256, {rows, columns / 32}, kBf16.dtype(at::kByte))
+            .view(at::kFloat8_e8m0fnu);
+      },
+      [](const at::Tensor& x) { float8::swizzle_mx_scales(x); });
+}
+
+int run(const Options& options) {
+  if (!cuda_available()) {
+    fmt::print(
+        stderr,
+        "flatshard_float8_kernels: expected a GPU, and found none\n");
+    return 77;
+  }
+  Table table(options);
+  const std::int64_t n = std::int64_t{1} << 28;
+  const at::Tensor to = at::empty({n}, kBf16.dtype(at::kByte));
+  table.add(
+      "copy",
+      "256MiB",
+      2 * n,
+      [=] { return at::zeros({n}, kBf16.dtype(at::kByte)); },
+      [=](const at::Tensor& from) { to.copy_(from); });
+  for (const std::int64_t columns : {4096, 14336}) {
+    measure(table, options.tokens, columns);
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace flatshard
+
+int main(int argc, char** argv) {
+  flatshard::Options options;
+  for (int i = 1; i < argc; ++i) {
+    if (std::string(argv[i]) == "--json") {
+      options.json = true;
+    } else {
+      options.tokens = std::atoll(argv[i]);
+    }
+  }
+  return flatshard::run(options);
+}

@@ -1,0 +1,59 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "flatshard/float8/quantize.h"
+
+namespace flatshard::float8 {
+
+/// A plane [outer, inner] in a product that sums over inner: a row plane, or a
+/// transposed column plane.
+struct Operand {
+  Plane plane;
+  Recipe recipe = Recipe::tensorwise;
+};
+
+struct MatmulOptions {
+  /// Adds to out (beta 1) instead of overwriting it.
+  bool accumulate = false;
+  /// out = addend + product in one pass; [m, n] of out's dtype, not with
+  /// accumulate.
+  at::Tensor addend;
+  /// Tensor cores keep fewer bits of sums; for forward products. tensorwise and
+  /// rowwise only, no effect on the others and on the CPU.
+  bool fast_accumulation = false;
+  /// mxfp8 on CUDA below sm_100: decoded to bfloat16, which is exact, and
+  /// multiplied so. No faster than bfloat16.
+  bool emulate = false;
+};
+
+/// out[m, n] = sum over k of a[m, k] * b[n, k], with both operands' scales;
+/// sums in float32.
+///
+/// | product        | a [m, k]               | b [n, k]                |
+/// |----------------|------------------------|-------------------------|
+/// | y = x w^T      | x, rows                | w, rows                 |
+/// | dx = dy w      | dy, rows               | w, columns              |
+/// | dw = dy^T x    | dy, columns            | x, columns              |
+///
+/// Recipes of a and b: tensorwise with tensorwise, rowwise with rowwise,
+/// blockwise_1x128 with itself or blockwise, mxfp8 with mxfp8; e4m3 with either
+/// format. On CUDA by cuBLASLt: k and n divisible by 16 (blocks of 128: k by
+/// 128), any m. The fastest of its algorithms is found at the first call of a
+/// shape, where the host waits; in a graph's recording and with torch's
+/// deterministic algorithms it is the heuristic's first one.
+///
+/// @param out  [m, n] float32 or bfloat16, rows contiguous.
+/// @throws Error{config} for what does not fit, by name.
+/// Queues on the current stream.
+void matmul(
+    at::Tensor& out,
+    const Operand& a,
+    const Operand& b,
+    const MatmulOptions& options = {});
+
+/// Whether the GPU multiplies this recipe in FP8: sm_90 all but mxfp8, which
+/// sm_100 has. False for the CPU, where products are emulated.
+bool multiplies(Recipe recipe, at::Device device);
+
+}  // namespace flatshard::float8

@@ -1,0 +1,96 @@
+#include "flatshard/core/error.h"
+#include "flatshard/float8/quantize.h"
+#include "python/csrc/bind.h"
+
+#include <optional>
+#include <string>
+
+namespace flatshard::python {
+namespace {
+
+using Tensors = std::pair<at::Tensor, at::Tensor>;
+
+float8::Axis axis_of(const std::string& name) {
+  FLATSHARD_CHECK(
+      name == "row" || name == "column",
+      config,
+      "axis: expected 'row' or 'column', got '{}'",
+      name);
+  return name == "row" ? float8::Axis::row : float8::Axis::column;
+}
+
+Tensors quantize(
+    const at::Tensor& tensor,
+    const std::string& recipe,
+    const std::string& axis,
+    const std::string& rounding,
+    const std::string& format,
+    bool transpose,
+    std::int64_t multiple,
+    const std::optional<at::Tensor>& amax,
+    const std::optional<at::Tensor>& scales) {
+  const float8::Plane plane = float8::quantize(
+      tensor,
+      {.recipe = float8::recipe_of(recipe),
+       .format = float8::format_of(format),
+       .rounding = float8::rounding_of(rounding)},
+      {.axis = axis_of(axis),
+       .transpose = transpose,
+       .multiple = multiple,
+       .amax = amax.value_or(at::Tensor()),
+       .scales = scales.value_or(at::Tensor())});
+  return {plane.data, plane.scales};
+}
+
+at::Tensor dequantize(
+    const at::Tensor& data,
+    const at::Tensor& scales,
+    const std::string& recipe,
+    const std::string& axis,
+    bool transpose,
+    at::ScalarType dtype) {
+  return float8::dequantize(
+      {data, scales},
+      float8::recipe_of(recipe),
+      {.axis = axis_of(axis), .transpose = transpose, .dtype = dtype});
+}
+
+}  // namespace
+
+void bind_float8(py::module_& m) {
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+  m.def(
+      "float8_quantize",
+      &quantize,
+      NoGil(),
+      py::arg("tensor"),
+      py::arg("recipe"),
+      py::kw_only(),
+      py::arg("axis"),
+      py::arg("rounding"),
+      py::arg("format"),
+      py::arg("transpose"),
+      py::arg("multiple"),
+      py::arg("amax").none(true),
+      py::arg("scales").none(true));
+  m.def(
+      "float8_dequantize",
+      &dequantize,
+      NoGil(),
+      py::arg("data"),
+      py::arg("scales"),
+      py::arg("recipe"),
+      py::kw_only(),
+      py::arg("axis"),
+      py::arg("transpose"),
+      py::arg("dtype"));
+  m.def("float8_amax", &float8::amax_of, NoGil(), py::arg("tensor"));
+  m.def(
+      "float8_swizzle_mx_scales",
+      &float8::swizzle_mx_scales,
+      NoGil(),
+      py::arg("scales"));
+  m.def("float8_transpose", &float8::transpose_bytes, NoGil(), py::arg("data"));
+}
+
+}  // namespace flatshard::python

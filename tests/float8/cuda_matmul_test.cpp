@@ -1,0 +1,155 @@
+#include "flatshard/core/error.h"
+#include "flatshard/device/stream.h"
+#include "products.h"
+
+// cuBLASLt's products against float64. Skips itself without a GPU.
+namespace flatshard::float8 {
+namespace {
+
+// Hopper's tensor cores keep 13 bits of a sum of FP8 products; without fast
+// accumulation such sums have at most 128 terms and are added in float32.
+constexpr double kSums = 0x1p-12;
+constexpr double kFastSums = 0x1p-9;
+
+class Float8Matmul : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!cuda_available()) {
+      GTEST_SKIP() << "no GPU, or a build without CUDA";
+    }
+    if (!multiplies(Recipe::rowwise, device_)) {
+      GTEST_SKIP() << "no FP8 products on this GPU";
+    }
+  }
+
+  void expect_right(
+      const Operand& a,
+      const Operand& b,
+      at::ScalarType dtype,
+      bool fast = false) {
+    const std::int64_t m = a.plane.data.size(0), n = b.plane.data.size(0);
+    const Exact want = exact(a, b);
+    const double of_sums = fast ? kFastSums : kSums;
+    MatmulOptions options{.fast_accumulation = fast, .emulate = true};
+    at::Tensor out =
+        at::full({m, n}, NAN, at::TensorOptions(device_).dtype(dtype));
+    matmul(out, a, b, options);
+    expect_product(out, want.product, want.magnitudes, of_sums);
+    const at::Tensor first = out.cpu().to(at::kDouble);
+    options.accumulate = true;
+    matmul(out, a, b, options);
+    expect_product(
+        out,
+        first + want.product,
+        want.magnitudes + first.abs(),
+        of_sums);
+    options.accumulate = false;
+    options.addend = at::randn({m, n}, out.options());
+    matmul(out, a, b, options);
+    expect_product(
+        out,
+        options.addend.cpu().to(at::kDouble) + want.product,
+        want.magnitudes,
+        of_sums);
+  }
+
+  at::Device device_{at::kCUDA, 0};
+};
+
+TEST_F(Float8Matmul, EveryPairOfRecipes) {
+  for (const auto& [ra, rb] : kPairs) {
+    for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+      for (const auto& [m, n, k] :
+           {std::tuple{128, 256, 512}, {1024, 512, 2048}, {4096, 128, 128}}) {
+        SCOPED_TRACE(
+            std::string(to_string(ra)) + " " + std::string(to_string(rb)) +
+            " " + c10::toString(dtype) + " " + std::to_string(m));
+        expect_right(
+            operand(m, k, ra, device_, 1),
+            operand(n, k, rb, device_, 2),
+            dtype);
+      }
+    }
+  }
+}
+
+TEST_F(Float8Matmul, AnyNumberOfTokens) {
+  for (const auto& [ra, rb] : kPairs) {
+    for (const std::int64_t m : {1, 2, 7, 8, 77, 130, 1001}) {
+      SCOPED_TRACE(
+          std::string(to_string(ra)) + " " + std::string(to_string(rb)) + " " +
+          std::to_string(m));
+      expect_right(
+          operand(m, 512, ra, device_, 1),
+          operand(256, 512, rb, device_, 2),
+          at::kBFloat16);
+    }
+  }
+}
+
+TEST_F(Float8Matmul, FormatsAndFastAccumulation) {
+  for (const Recipe recipe : {Recipe::tensorwise, Recipe::rowwise}) {
+    for (const bool fast : {false, true}) {
+      for (const auto& [fa, fb] :
+           {std::pair{Format::e4m3, Format::e4m3},
+            {Format::e5m2, Format::e4m3},
+            {Format::e4m3, Format::e5m2}}) {
+        SCOPED_TRACE(to_string(recipe));
+        expect_right(
+            operand(256, 1024, recipe, device_, 1, fa),
+            operand(512, 1024, recipe, device_, 2, fb),
+            at::kBFloat16,
+            fast);
+      }
+    }
+  }
+}
+
+// dw of tokens that fill no block, into a slot whose rows lie apart.
+TEST_F(Float8Matmul, WeightGradients) {
+  for (const Recipe recipe :
+       {Recipe::tensorwise, Recipe::rowwise, Recipe::blockwise_1x128}) {
+    SCOPED_TRACE(to_string(recipe));
+    const at::Tensor x = at::randn({1000, 384}, seeded(1)).to(device_);
+    const at::Tensor dy = at::randn({1000, 256}, seeded(2)).to(device_);
+    const std::int64_t multiple = recipe == Recipe::blockwise_1x128 ? 128 : 16;
+    const Operand a{quantize_both(dy, {recipe}, multiple).second, recipe};
+    const Operand b{quantize_both(x, {recipe}, multiple).second, recipe};
+    const Exact want = exact(a, b);
+    at::Tensor slot = at::zeros({256, 512}, x.options());
+    at::Tensor out = slot.narrow(1, 64, 384);
+    matmul(out, a, b, {.accumulate = true});
+    matmul(out, a, b, {.accumulate = true});
+    expect_product(out, 2 * want.product, 2 * want.magnitudes, kSums);
+    EXPECT_EQ(slot.narrow(1, 0, 64).count_nonzero().item<int>(), 0);
+  }
+}
+
+TEST_F(Float8Matmul, WhatDoesNotFitIsNamed) {
+  const auto problem = [&](Recipe recipe, std::int64_t n, std::int64_t k) {
+    at::Tensor out = at::empty({64, n}, at::TensorOptions(device_));
+    try {
+      matmul(
+          out,
+          operand(64, k, recipe, device_, 1),
+          operand(n, k, recipe, device_, 2));
+    } catch (const Error& error) {
+      return error.message();
+    }
+    return std::string("no error");
+  };
+  EXPECT_NE(
+      problem(Recipe::tensorwise, 64, 40).find("k divisible by 16"),
+      std::string::npos);
+  EXPECT_NE(
+      problem(Recipe::rowwise, 40, 64).find("n by 16"),
+      std::string::npos);
+  if (!multiplies(Recipe::mxfp8, device_)) {
+    EXPECT_NE(
+        problem(Recipe::mxfp8, 64, 64).find("emulate = true"),
+        std::string::npos);
+  }
+}
+
+}  // namespace
+}  // namespace flatshard::float8
