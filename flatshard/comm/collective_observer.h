@@ -21,6 +21,7 @@ class CollectiveObserver {
     int track = -1;
     std::int64_t seq = 0;
     std::int64_t step = 0;
+    bool captured = false;  ///< into a graph: it does not run yet
   };
 
   virtual ~CollectiveObserver() = default;

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <future>
 #include <thread>
 
@@ -265,6 +266,14 @@ void check_indexed(const std::string& name, at::Device device) {
       device.str());
 }
 
+// In a graph NCCL would register the buffers of its collectives, which takes
+// all ranks of a group to capture alike and to replay alike: a rank that runs
+// one step without its graph would wait for ever. Read by NCCL once; a user's
+// own value stays.
+void keep_buffers_out_of_graphs() {
+  ::setenv("NCCL_GRAPH_REGISTER", "0", /*overwrite=*/0);
+}
+
 }  // namespace
 
 std::shared_ptr<Communicator> make_nccl_communicator(
@@ -275,6 +284,7 @@ std::shared_ptr<Communicator> make_nccl_communicator(
     at::Device device,
     const CommunicatorOptions& options) {
   check_indexed(name, device);
+  keep_buffers_out_of_graphs();
   std::shared_ptr<NcclCommunicator> communicator;
   with_comm_errors(
       fmt::format("rank {}/{} | {} | connect", rank, size, name),

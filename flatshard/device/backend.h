@@ -3,6 +3,7 @@
 #include "flatshard/device/graph.h"
 #include "flatshard/device/memory.h"
 #include "flatshard/device/stream.h"
+#include "flatshard/device/stream_word.h"
 #include "flatshard/device/timer.h"
 
 // The link-time choice inside this folder: cuda_*.cpp or no_cuda.cpp.
@@ -25,6 +26,8 @@ bool pin_host_memory(void* begin, std::size_t nbytes);
 void unpin_host_memory(void* begin) noexcept;
 std::unique_ptr<StreamTimer> make_cuda_timer(at::Device device);
 std::shared_ptr<GraphPool> make_cuda_graph_pool(at::Device device);
+std::unique_ptr<StreamWord> make_cuda_stream_word(at::Device device);
+bool current_cuda_stream_records(at::Device device);
 
 std::shared_ptr<Stream> make_cpu_stream(
     std::string name,

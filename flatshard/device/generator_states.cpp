@@ -51,7 +51,9 @@ void keep_moved(GeneratorStates& states) {
   });
 }
 
-SetBack::~SetBack() { set_states(states_); }
+SetBack::~SetBack() {
+  set_states(states_);
+}
 
 DrawAgain::DrawAgain(const GeneratorStates& states)
     : before_(states_of(generators_of(states))) {

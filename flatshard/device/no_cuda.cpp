@@ -86,5 +86,13 @@ std::shared_ptr<GraphPool> make_cuda_graph_pool(at::Device /*device*/) {
   throw_no_cuda("CUDA graph");
 }
 
+std::unique_ptr<StreamWord> make_cuda_stream_word(at::Device /*device*/) {
+  throw_no_cuda("CUDA stream");
+}
+
+bool current_cuda_stream_records(at::Device /*device*/) {
+  return false;
+}
+
 }  // namespace detail
 }  // namespace flatshard

@@ -242,6 +242,48 @@ std::string late_text(const Late& late, std::size_t world) {
       seconds(late.stuck.age));
 }
 
+// All ranks have launched it, and the devices of some wait in it for those of
+// others, which are held up by work before it.
+std::optional<Verdict> find_held_device(std::span<const RankView> views) {
+  const auto groups = members_of_groups(views);
+  for (const Stuck& stuck : stuck_groups(views)) {
+    std::vector<int> late;
+    std::vector<int> there;
+    for (const RankView* view : groups.at(stuck.group)) {
+      const FlightEntry* entry = view->state.find(stuck.group)->find(stuck.seq);
+      if (entry != nullptr && entry->state == CollectiveState::scheduled) {
+        late.push_back(view->state.rank);
+      } else if (entry != nullptr && entry->state == CollectiveState::started) {
+        there.push_back(view->state.rank);
+      }
+    }
+    if (late.empty() || there.empty()) {
+      continue;
+    }
+    std::string text = fmt::format(
+        "rank {} of {} is late: its device has not come to {}: {} ({})",
+        late.front(),
+        views.size(),
+        place_of(stuck.entry->step, stuck.entry->signature),
+        describe(stuck.entry->signature),
+        at(*stuck.track, stuck.seq));
+    if (late.size() > 1) {
+      text += fmt::format("; late are ranks {}", rank_list(late));
+    }
+    Stuck waiting = stuck;
+    waiting.waiting = there;
+    text += fmt::format(
+        "; {} there for {}",
+        who_waits(waiting),
+        seconds(stuck.age));
+    return Verdict{
+        ErrorCode::timeout,
+        0,
+        with_table(std::move(text), views, stuck.group)};
+  }
+  return std::nullopt;
+}
+
 Verdict find_trouble(
     std::span<const RankView> views,
     milliseconds stalled_after) {
@@ -322,6 +364,9 @@ Verdict diagnose(
         ErrorCode::timeout,
         0,
         with_table(late_text(*late, views.size()), views, late->stuck.group)};
+  }
+  if (auto verdict = find_held_device(views)) {
+    return *verdict;
   }
   return find_trouble(views, stalled_after);
 }

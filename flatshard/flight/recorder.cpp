@@ -101,6 +101,34 @@ void FlightRecorder::publish_failure(const std::string& message) {
   }
 }
 
+std::shared_ptr<CapturedCollectives> FlightRecorder::make_captured() {
+  return impl_->ring().make_captured();
+}
+
+void FlightRecorder::begin_capture(
+    const std::shared_ptr<CapturedCollectives>& captured) {
+  impl_->ring().begin_capture(captured);
+}
+
+void FlightRecorder::end_capture(bool failed) {
+  impl_->ring().end_capture(failed);
+}
+
+void FlightRecorder::replayed(
+    const std::shared_ptr<CapturedCollectives>& captured,
+    std::int64_t step) {
+  Event done;
+  done.record(*current_stream(impl_->device()));
+  impl_->ring().replayed(captured, step, std::move(done));
+}
+
+FlightRecorder::BeforeAbort FlightRecorder::before_abort(
+    std::function<void()> action) {
+  auto handle = std::make_shared<std::function<void()>>(std::move(action));
+  impl_->add_before_abort(handle);
+  return handle;
+}
+
 int FlightRecorder::rank() const {
   return impl_->rank();
 }

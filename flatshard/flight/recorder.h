@@ -10,6 +10,7 @@
 
 #include "flatshard/comm/collective_observer.h"
 #include "flatshard/comm/store.h"
+#include "flatshard/flight/captured.h"
 #include "flatshard/flight/diagnosis.h"
 
 namespace flatshard {
@@ -75,6 +76,25 @@ class FlightRecorder : public CollectiveObserver {
   /// NCCL may be the echo of another rank's end: the ranks are compared first.
   /// @throws the verdict for such an error.
   void publish_failure(const std::string& message);
+
+  // Graphs that hold collectives: what is launched while the current stream
+  // records is the graph's, and is launched by each replay.
+
+  /// Before the recording.
+  std::shared_ptr<CapturedCollectives> make_captured();
+  /// First in the recording, on the stream that everything in it follows.
+  void begin_capture(const std::shared_ptr<CapturedCollectives>& captured);
+  /// Last in it; or, `failed`, at any time.
+  void end_capture(bool failed);
+  /// The graph was launched on the current stream.
+  void replayed(
+      const std::shared_ptr<CapturedCollectives>& captured,
+      std::int64_t step);
+  /// Called once a verdict is there, before the communicators are aborted, from
+  /// a thread of the watcher, for as long as the returned handle lives. NCCL's
+  /// abort waits until the graphs are gone that hold its collectives.
+  using BeforeAbort = std::shared_ptr<std::function<void()>>;
+  [[nodiscard]] BeforeAbort before_abort(std::function<void()> action);
 
   std::optional<Verdict> verdict() const;
   /// This rank's own state, with all entries.

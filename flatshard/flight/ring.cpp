@@ -47,29 +47,52 @@ int FlightRing::add_track(std::string group, std::string name) {
   return static_cast<int>(tracks_.size()) - 1;
 }
 
+FlightRing::Slot& FlightRing::append(
+    Track& track,
+    CollectiveSignature signature,
+    std::int64_t step) const {
+  const std::int64_t seq = track.num_launched++;
+  track.hash = mix(track.hash, signature);
+  if (track.num_launched % kCheckpointEvery == 0) {
+    track.checkpoints.push_back({track.num_launched, track.hash});
+    if (track.checkpoints.size() > kNumCheckpoints) {
+      track.checkpoints.pop_front();
+    }
+  }
+  Slot& s = slot(track, seq);
+  s.signature = std::move(signature);
+  s.step = step;
+  s.launched_at = Clock::now();
+  s.on_stream = false;
+  s.captured.reset();
+  s.replay.reset();
+  return s;
+}
+
 FlightRecorder::Ticket FlightRing::begin(
     int track_index,
     CollectiveSignature signature,
     std::int64_t step) {
   FlightRecorder::Ticket ticket{track_index, 0, step};
   Event before;
+  std::shared_ptr<CapturedCollectives> captured;
+  {
+    const std::lock_guard lock(mutex_);
+    captured = captured_;
+  }
+  if (captured && (device_.is_cpu() || current_stream_records(device_))) {
+    CapturedCollectives::Track& track = captured->tracks_[track_index];
+    ticket.captured = true;
+    track.signatures.push_back(std::move(signature));
+    ticket.seq = static_cast<std::int64_t>(track.signatures.size());
+    track.begun->write(static_cast<std::uint32_t>(ticket.seq));
+    return ticket;
+  }
   {
     const std::lock_guard lock(mutex_);
     Track& track = *tracks_[track_index];
-    ticket.seq = track.num_launched++;
-    track.hash = mix(track.hash, signature);
-    if (track.num_launched % kCheckpointEvery == 0) {
-      track.checkpoints.push_back({track.num_launched, track.hash});
-      if (track.checkpoints.size() > kNumCheckpoints) {
-        track.checkpoints.pop_front();
-      }
-    }
-    Slot& s = slot(track, ticket.seq);
-    s.signature = std::move(signature);
-    s.step = step;
-    s.launched_at = Clock::now();
-    s.on_stream = false;
-    std::swap(before, s.before);
+    ticket.seq = track.num_launched;
+    std::swap(before, append(track, std::move(signature), step).before);
   }
   if (device_.is_cuda()) {
     before.record(*current_stream(device_));
@@ -81,15 +104,94 @@ FlightRecorder::Ticket FlightRing::begin(
 
 void FlightRing::launched(FlightRecorder::Ticket ticket) {
   Event after;
+  std::shared_ptr<CapturedCollectives> captured;
   {
     const std::lock_guard lock(mutex_);
-    std::swap(after, slot(*tracks_[ticket.track], ticket.seq).after);
+    if (ticket.captured) {
+      captured = captured_;
+    } else {
+      std::swap(after, slot(*tracks_[ticket.track], ticket.seq).after);
+    }
+  }
+  if (ticket.captured) {
+    captured->tracks_[ticket.track].ended->write(
+        static_cast<std::uint32_t>(ticket.seq));
+    return;
   }
   after.record(*current_stream(device_));
   const std::lock_guard lock(mutex_);
   Slot& s = slot(*tracks_[ticket.track], ticket.seq);
   s.after = std::move(after);
   s.on_stream = true;
+}
+
+// -- graphs ------------------------------------------------------------------
+
+std::shared_ptr<CapturedCollectives> FlightRing::make_captured() {
+  std::size_t num_tracks = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    num_tracks = tracks_.size();
+  }
+  return std::make_shared<CapturedCollectives>(device_, num_tracks);
+}
+
+void FlightRing::begin_capture(std::shared_ptr<CapturedCollectives> captured) {
+  for (const CapturedCollectives::Track& track : captured->tracks_) {
+    track.begun->write(0);
+    track.ended->write(0);
+  }
+  captured->running_->write(1);
+  const std::lock_guard lock(mutex_);
+  captured_ = std::move(captured);
+}
+
+void FlightRing::end_capture(bool failed) {
+  std::shared_ptr<CapturedCollectives> captured;
+  {
+    const std::lock_guard lock(mutex_);
+    captured.swap(captured_);
+  }
+  if (captured && !failed) {
+    captured->running_->write(0);
+  }
+}
+
+void FlightRing::grow(Track& track, std::int64_t capacity) {
+  std::vector<Slot> slots(static_cast<std::size_t>(capacity));
+  const std::int64_t oldest = std::max<std::int64_t>(
+      0,
+      track.num_launched - FlightRing::capacity(track));
+  for (std::int64_t seq = oldest; seq < track.num_launched; ++seq) {
+    slots[seq % capacity] = std::move(slot(track, seq));
+  }
+  track.slots = std::move(slots);
+}
+
+void FlightRing::replayed(
+    const std::shared_ptr<CapturedCollectives>& captured,
+    std::int64_t step,
+    Event done) {
+  const auto replay = std::make_shared<const CapturedCollectives::Replay>(
+      CapturedCollectives::Replay{std::move(done)});
+  const std::lock_guard lock(mutex_);
+  captured->replays_.push_back(replay);
+  for (std::size_t i = 0; i < captured->tracks_.size(); ++i) {
+    Track& track = *tracks_[i];
+    const auto& signatures = captured->tracks_[i].signatures;
+    // Of two replays all are kept: the host may be so far ahead.
+    const auto needed = static_cast<std::int64_t>(2 * signatures.size());
+    if (needed > capacity(track)) {
+      grow(track, needed);
+    }
+    for (std::uint32_t index = 0; index < signatures.size(); ++index) {
+      Slot& s = append(track, signatures[index], step);
+      s.captured = captured;
+      s.replay = replay;
+      s.index = index;
+      s.on_stream = true;
+    }
+  }
 }
 
 void FlightRing::completed(FlightRecorder::Ticket ticket) {
@@ -100,16 +202,18 @@ void FlightRing::completed(FlightRecorder::Ticket ticket) {
 }
 
 // Collectives of one communicator complete in order.
-void FlightRing::poll(Track& track) {
+void FlightRing::poll(std::size_t index) {
+  Track& track = *tracks_[index];
   track.num_completed =
-      std::max(track.num_completed, track.num_launched - capacity_);
+      std::max(track.num_completed, track.num_launched - capacity(track));
   while (track.num_completed < track.num_launched) {
     Slot& s = slot(track, track.num_completed);
     if (!s.on_stream) {
       return;
     }
     try {
-      if (!s.after.query()) {
+      if (s.replay ? s.captured->num_ended(*s.replay, index) <= s.index
+                   : !s.after.query()) {
         return;
       }
     } catch (const std::exception&) {
@@ -117,11 +221,14 @@ void FlightRing::poll(Track& track) {
       // gets that error itself.
     }
     s.completed_at = Clock::now();
+    s.captured.reset();
+    s.replay.reset();
     ++track.num_completed;
   }
 }
 
-FlightEntry FlightRing::entry(Track& track, std::int64_t seq) const {
+FlightEntry FlightRing::entry(std::size_t index, std::int64_t seq) const {
+  Track& track = *tracks_[index];
   Slot& s = slot(track, seq);
   FlightEntry entry{.seq = seq, .signature = s.signature, .step = s.step};
   const auto now = Clock::now();
@@ -132,7 +239,12 @@ FlightEntry FlightRing::entry(Track& track, std::int64_t seq) const {
   }
   entry.age_ms = ms(now - s.launched_at);
   entry.state = CollectiveState::started;
-  if (device_.is_cuda()) {
+  if (s.replay) {
+    entry.state = s.captured->num_begun(*s.replay, index) > s.index &&
+                          seq == track.num_completed
+                      ? CollectiveState::started
+                      : CollectiveState::scheduled;
+  } else if (device_.is_cuda()) {
     // Behind another collective, or behind work that has not ended.
     bool reached = false;
     try {
@@ -148,9 +260,9 @@ FlightEntry FlightRing::entry(Track& track, std::int64_t seq) const {
 std::vector<FlightTrack> FlightRing::tracks(int num_entries) {
   const std::lock_guard lock(mutex_);
   std::vector<FlightTrack> result;
-  for (const auto& owned : tracks_) {
-    Track& track = *owned;
-    poll(track);
+  for (std::size_t index = 0; index < tracks_.size(); ++index) {
+    Track& track = *tracks_[index];
+    poll(index);
     FlightTrack out{
         track.group,
         track.name,
@@ -158,14 +270,14 @@ std::vector<FlightTrack> FlightRing::tracks(int num_entries) {
         {track.checkpoints.begin(), track.checkpoints.end()},
         {}};
     const std::int64_t oldest =
-        std::max<std::int64_t>(0, track.num_launched - capacity_);
+        std::max<std::int64_t>(0, track.num_launched - capacity(track));
     const std::int64_t first =
         std::max(oldest, track.num_launched - num_entries);
     if (track.num_completed < first) {
-      out.entries.push_back(entry(track, track.num_completed));
+      out.entries.push_back(entry(index, track.num_completed));
     }
     for (std::int64_t seq = first; seq < track.num_launched; ++seq) {
-      out.entries.push_back(entry(track, seq));
+      out.entries.push_back(entry(index, seq));
     }
     result.push_back(std::move(out));
   }

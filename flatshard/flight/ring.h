@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "flatshard/device/stream.h"
+#include "flatshard/flight/captured.h"
 #include "flatshard/flight/recorder.h"
 
 namespace flatshard::detail {
@@ -27,6 +28,22 @@ class FlightRing {
   void launched(FlightRecorder::Ticket ticket);
   void completed(FlightRecorder::Ticket ticket);
 
+  // Graphs that hold collectives. What begins on a stream that records, between
+  // the second and the third, is the graph's and runs with each replay.
+
+  /// Before the recording.
+  std::shared_ptr<CapturedCollectives> make_captured();
+  /// First in the recording, on the current stream.
+  void begin_capture(std::shared_ptr<CapturedCollectives> captured);
+  /// Last in it, or after it has failed.
+  void end_capture(bool failed);
+  /// The graph was launched, and with it its collectives.
+  /// @param done  the launch is over.
+  void replayed(
+      const std::shared_ptr<CapturedCollectives>& captured,
+      std::int64_t step,
+      Event done);
+
   /// The newest `num_entries` of each communicator and the one that waits
   /// longest. Asks the device which collectives are over.
   std::vector<FlightTrack> tracks(int num_entries);
@@ -43,6 +60,11 @@ class FlightRing {
     Event before;
     Event after;
     bool on_stream = false;
+    // Of a graph, instead of the events: the launch, and which of the track's
+    // collectives in it.
+    std::shared_ptr<CapturedCollectives> captured;
+    std::shared_ptr<const CapturedCollectives::Replay> replay;
+    std::uint32_t index = 0;
   };
 
   struct Track {
@@ -55,16 +77,24 @@ class FlightRing {
     std::vector<Slot> slots;
   };
 
-  Slot& slot(Track& track, std::int64_t seq) const {
-    return track.slots[seq % capacity_];
+  static std::int64_t capacity(const Track& track) {
+    return static_cast<std::int64_t>(track.slots.size());
   }
-  void poll(Track& track);
-  FlightEntry entry(Track& track, std::int64_t seq) const;
+  static Slot& slot(Track& track, std::int64_t seq) {
+    return track.slots[seq % capacity(track)];
+  }
+  /// @return  the slot of one more collective.
+  Slot& append(Track& track, CollectiveSignature signature, std::int64_t step)
+      const;
+  static void grow(Track& track, std::int64_t capacity);
+  void poll(std::size_t index);
+  FlightEntry entry(std::size_t index, std::int64_t seq) const;
 
   at::Device device_;
   int capacity_;
   std::mutex mutex_;
   std::vector<std::unique_ptr<Track>> tracks_;
+  std::shared_ptr<CapturedCollectives> captured_;  ///< being recorded
 };
 
 }  // namespace flatshard::detail

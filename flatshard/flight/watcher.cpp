@@ -98,6 +98,13 @@ void FlightWatcher::add(std::weak_ptr<Communicator> communicator) {
   communicators_.push_back(std::move(communicator));
 }
 
+void FlightWatcher::add_before_abort(
+    std::weak_ptr<std::function<void()>> action) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(before_abort_, [](const auto& a) { return a.expired(); });
+  before_abort_.push_back(std::move(action));
+}
+
 FlightState FlightWatcher::state(int num_entries) {
   FlightState state;
   {
@@ -331,12 +338,25 @@ void FlightWatcher::say_stuck(const Verdict& verdict) {
 void FlightWatcher::abort_all() {
   {
     std::vector<std::shared_ptr<Communicator>> communicators;
+    std::vector<std::shared_ptr<std::function<void()>>> actions;
     {
       const std::lock_guard lock(mutex_);
+      for (const auto& weak : before_abort_) {
+        if (auto action = weak.lock()) {
+          actions.push_back(std::move(action));
+        }
+      }
       for (const auto& weak : communicators_) {
         if (auto communicator = weak.lock()) {
           communicators.push_back(std::move(communicator));
         }
+      }
+    }
+    for (const auto& action : actions) {
+      try {
+        (*action)();
+      } catch (const std::exception& error) {
+        log_error("before the communicators end: {}", error.what());
       }
     }
     abort_together(communicators);

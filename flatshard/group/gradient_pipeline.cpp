@@ -317,6 +317,49 @@ void GradientPipeline::drop_reduced() {
   in_reduce_dtype_ = {};
 }
 
+bool GradientPipeline::is_empty() const {
+  return owner_ == Owner::none && !has_unreduced() && !contributes_;
+}
+
+GradientPipeline::Contents GradientPipeline::take() {
+  check_owned();
+  const Contents contents{
+      .tensors =
+          {local_.buffer.local(),
+           inner_.buffer.local(),
+           reduced_.local(),
+           in_reduce_dtype_.local()},
+      .local_is_filled = local_.is_filled,
+      .inner_is_filled = inner_.is_filled,
+      .has_reduced = owner_ == Owner::us,
+      .contributed = contributed_};
+  zero();
+  return contents;
+}
+
+void GradientPipeline::put(const Contents& contents) {
+  FLATSHARD_CHECK(
+      is_empty(),
+      internal,
+      "{}: expected no gradient before those of a graph",
+      context_.name);
+  const auto wrap = [&](const at::Tensor& tensor, const Placements& at) {
+    return tensor.defined()
+               ? FlatBuffer::wrap(tensor, context_.layout, context_.mesh, at)
+               : FlatBuffer();
+  };
+  local_ = {
+      wrap(contents.tensors[0], placements_at(Stage::unreduced)),
+      contents.local_is_filled};
+  inner_ = {
+      wrap(contents.tensors[1], placements_at(Stage::inner)),
+      contents.inner_is_filled};
+  reduced_ = wrap(contents.tensors[2], at_rest());
+  in_reduce_dtype_ = wrap(contents.tensors[3], at_rest());
+  owner_ = contents.has_reduced ? Owner::us : Owner::none;
+  contributed_ = contents.contributed;
+}
+
 void GradientPipeline::scale(double factor) {
   const at::NoGradGuard no_grad;
   check_owned();

@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -111,6 +112,27 @@ class GradientPipeline {
 
   /// The mesh, or how gradients are divided, is another one now.
   void replan();
+
+  // For graphs of steps, whose replay does what the device did and nothing of
+  // what the host remembers.
+
+  /// What a step leaves behind.
+  struct Contents {
+    /// The memory of local, inner and reduced, and of reduced before it was
+    /// widened; undefined where there is none.
+    std::array<at::Tensor, 4> tensors;
+    bool local_is_filled = false;
+    bool inner_is_filled = false;
+    bool has_reduced = false;
+    bool contributed = false;
+  };
+  /// No gradient is there: as after zero().
+  bool is_empty() const;
+  /// Hands out what is there; then it is as after zero().
+  Contents take();
+  /// Instead of the reductions of a step. Nothing was there.
+  void put(const Contents& contents);
+  bool has_hook() const { return static_cast<bool>(hook_); }
 
   struct Bytes {
     std::int64_t reduced = 0, inner = 0, local = 0;

@@ -144,6 +144,19 @@ FlatBuffer WeightPlanes::main_on_device() const {
   return there;
 }
 
+WeightPlanes::Progress WeightPlanes::forget_progress() {
+  return {
+      .gathered = std::exchange(gathered_, 0),
+      .fenced = std::exchange(fenced_, 0),
+      .written = std::exchange(written_, {})};
+}
+
+void WeightPlanes::restore_progress(Progress progress) {
+  gathered_ = progress.gathered;
+  fenced_ = progress.fenced;
+  written_ = std::move(progress.written);
+}
+
 void WeightPlanes::use_mesh() {
   gather_.reset();
   if (float8_ != nullptr) {

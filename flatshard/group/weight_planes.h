@@ -132,6 +132,21 @@ class WeightPlanes {
   /// Blocks until main, in host memory, may be overwritten.
   void wait_for_uploads() const { uploaded_.synchronize(); }
 
+  // For graphs of steps: what is recorded gathers anew and waits for nothing
+  // that is not recorded.
+
+  /// What forget_progress forgets.
+  struct Progress {
+    std::int64_t gathered = 0, fenced = 0;
+    Event written;
+  };
+  /// As if nothing was gathered, and what was written is there.
+  Progress forget_progress();
+  void restore_progress(Progress progress);
+  /// All gathers of this version are planned, as far as this goes.
+  bool is_gathered() const { return gathered_ == version_; }
+  void mark_gathered() { gathered_ = version_; }
+
   /// The mesh has other communicators now.
   void use_mesh();
   /// The values of new weights are in main: the first version.

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -59,6 +60,7 @@ class HookList {
   }
 
   bool empty() const { return state_->hooks->empty(); }
+  std::size_t size() const { return state_->hooks->size(); }
 
   /// Runs the hooks in the order of registration.
   template <class... Actual>

@@ -104,6 +104,9 @@ class Module : public torch::nn::Module {
   bool has_forward_hooks() const {
     return !pre_hooks_.empty() || !hooks_.empty() || !error_hooks_.empty();
   }
+  std::size_t num_forward_hooks() const {
+    return pre_hooks_.size() + hooks_.size() + error_hooks_.size();
+  }
   /// Nobody wants to see the result of a call.
   bool has_only_pre_hooks() const {
     return hooks_.empty() && error_hooks_.empty();

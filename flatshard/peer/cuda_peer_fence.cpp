@@ -1,7 +1,5 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
-#include <cudaTypedefs.h>
-#include <cuda_runtime_api.h>
 
 #include <algorithm>
 #include <atomic>
@@ -12,6 +10,7 @@
 #include "flatshard/comm/all_gather_values.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
+#include "flatshard/device/cuda_driver.h"
 #include "flatshard/device/cuda_scope.h"
 #include "flatshard/device/stream.h"
 #include "flatshard/peer/backend.h"
@@ -19,30 +18,12 @@
 namespace flatshard::detail {
 namespace {
 
-using RunInStream = PFN_cuStreamBatchMemOp_v11070;
 using Operation = CUstreamBatchMemOpParams;
 
 constexpr std::int64_t kCountNbytes = 64;  // each writer has a cache line
 // Ahead of every count that a peer has written, also in the driver's
 // comparison, which goes by the sign of a difference.
 constexpr std::uint32_t kReleased = std::uint32_t{1} << 30;
-
-// Found at run time: the program also runs where there is no driver.
-RunInStream find_driver_function() {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found{};
-  constexpr unsigned kVersion = 12000;
-  const cudaError_t status = cudaGetDriverEntryPointByVersion(
-      "cuStreamBatchMemOp",
-      &function,
-      kVersion,
-      cudaEnableDefault,
-      &found);
-  (void)cudaGetLastError();
-  return status == cudaSuccess && found == cudaDriverEntryPointSuccess
-             ? reinterpret_cast<RunInStream>(function)
-             : nullptr;
-}
 
 // The memory of rank r has the counts that r's peers write for it.
 class StreamMemoryFence : public PeerFence {
@@ -52,7 +33,7 @@ class StreamMemoryFence : public PeerFence {
       std::unique_ptr<PeerMemory> counts)
       : device_(group.device()),
         counts_(std::move(counts)),
-        run_(find_driver_function()) {}
+        run_(find_stream_batch_mem_op()) {}
 
   ~StreamMemoryFence() override {
     release();  // what comes next waits for the device
@@ -152,7 +133,7 @@ class StreamMemoryFence : public PeerFence {
 
   at::Device device_;
   std::unique_ptr<PeerMemory> counts_;
-  RunInStream run_;
+  StreamBatchMemOp run_;
   std::vector<void*> registered_;
   std::vector<Operation> writes_;
   std::vector<Operation> waits_;

@@ -149,6 +149,7 @@ struct Config {
     std::int64_t comm_delay_seed = 0;
     bool deterministic = false;
     std::int64_t spoil_gradient_step = 0;
+    bool emulate_graphs = false;
   } debug;
 };
 

@@ -103,6 +103,27 @@ void check_cuda_graph(const Config& config) {
       config.diagnostics.strict,
       "diagnostics.strict = true",
       "a replay calls no modules whose calls could be checked");
+  if (graph.impl == "full_iteration") {
+    refuse(
+        !graph.modules.empty(),
+        "cuda_graph.modules",
+        "the whole step is one graph; leave modules empty, or use \"unit\"");
+    refuse(
+        config.parallelism.copy_engines != "auto" &&
+            config.parallelism.copy_engines != "none",
+        "parallelism.copy_engines",
+        "copies between the memory of GPUs are not recorded; use \"none\", "
+        "which \"auto\" means here");
+    refuse(
+        config.diagnostics.nan_check || config.diagnostics.overlap_check,
+        "diagnostics.nan_check or diagnostics.overlap_check",
+        "they watch what is inside of a step, where a replay stops for nobody");
+    refuse(
+        config.diagnostics.poison,
+        "diagnostics.poison = true",
+        "what a replay releases is not poisoned");
+    return;
+  }
   refuse(
       config.activation_checkpoint.mode == "selective" && graph.modules.empty(),
       "activation_checkpoint.mode = \"selective\"",

@@ -296,9 +296,10 @@ const ConfigKey kKeys[] = {
     KEY(cuda_graph,
         impl,
         "record each block once and replay its forward and its backward as one "
-        "launch each; for small models, whose kernels the host cannot launch "
-        "as fast as the GPU runs them",
-        "none|unit"),
+        "launch each (unit), or forward and backward of the whole step, with "
+        "its collectives, as one (full_iteration); for small models, whose "
+        "kernels the host cannot launch as fast as the GPU runs them",
+        "none|unit|full_iteration"),
     KEY(cuda_graph,
         modules,
         "parts of blocks to record instead of whole ones: attn, mlp or both, "
@@ -311,7 +312,8 @@ const ConfigKey kKeys[] = {
         kMaxSteps),
     KEY(cuda_graph,
         on_miss,
-        "what a block does that cannot be replayed: run without a graph, "
+        "what a block or step does that cannot be replayed: run without a "
+        "graph, "
         "which is counted and logged once for each reason, or end the run",
         "eager|error"),
 
@@ -376,6 +378,9 @@ const ConfigKey kKeys[] = {
         {},
         0,
         kMaxSteps),
+    KEY(debug,
+        emulate_graphs,
+        "CPU only: what would be replayed as a CUDA graph runs again instead"),
 };
 
 #undef KEY

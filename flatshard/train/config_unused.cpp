@@ -113,12 +113,14 @@ void unused_of_features(UnusedKeys& unused) {
     for (const char* key :
          {"cuda_graph.modules",
           "cuda_graph.warmup_steps",
-          "cuda_graph.on_miss"}) {
+          "cuda_graph.on_miss",
+          "debug.emulate_graphs"}) {
       unused.look_at(
           key,
           "cuda_graph.impl",
           "none",
-          "runs with CUDA graphs; set cuda_graph.impl to unit");
+          "runs with CUDA graphs; set cuda_graph.impl to unit or "
+          "full_iteration");
     }
   }
   if (config.checkpoint.interval == 0) {

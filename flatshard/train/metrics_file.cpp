@@ -137,6 +137,7 @@ void MetricsFile::write_graphs(std::int64_t step, const GraphStats& stats) {
   graphs["captures"] = stats.captures;
   graphs["forward_replays"] = stats.forward_replays;
   graphs["backward_replays"] = stats.backward_replays;
+  graphs["step_replays"] = stats.step_replays;
   graphs["nbytes"] = stats.nbytes;
   graphs["fallbacks"] = stats.fallbacks;
   write_line(row.dump());

@@ -41,7 +41,8 @@ class MetricsFile {
   /// A row {"step", "ended": true}: what comes after the last step is on disk.
   void write_ended(std::int64_t step);
   /// A row {"step", "cuda_graph": {"captures", "forward_replays",
-  /// "backward_replays", "nbytes", "fallbacks": {reason: count}}}.
+  /// "backward_replays", "step_replays", "nbytes", "fallbacks": {reason:
+  /// count}}}.
   void write_graphs(std::int64_t step, const GraphStats& stats);
   /// A row {"step", "nonfinite": what, "goes_on_after": step}.
   void write_nonfinite(

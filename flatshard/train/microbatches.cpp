@@ -8,14 +8,29 @@ Microbatches::Microbatches(
     models::Llama model,
     std::shared_ptr<Runtime> runtime,
     std::shared_ptr<Mesh> mesh,
-    const Batches& batches)
+    const Batches& batches,
+    bool as_graph)
     : model_(std::move(model)),
       runtime_(std::move(runtime)),
       mesh_(std::move(mesh)),
       batches_(batches) {
+  if (as_graph) {
+    // Batches has them at the same addresses in every step.
+    graph_ = std::make_unique<StepGraph>(
+        runtime_,
+        [this](const nn::TensorList&) { return nn::TensorList{run()}; });
+  }
+}
+
+GraphStats Microbatches::graph_stats() const {
+  return graph_ ? graph_->stats() : runtime_->graph_stats();
 }
 
 at::Tensor Microbatches::forward_backward() {
+  return graph_ ? graph_->run({})[0] : run();
+}
+
+at::Tensor Microbatches::run() {
   const std::int64_t count = batches_.num_microbatches();
   const auto divisor = static_cast<double>(count);
   at::Tensor sum;

@@ -76,6 +76,9 @@ std::string choose_copy_engines(const Config& config, Mesh& mesh) {
   if (p.copy_engines != "auto") {
     return p.copy_engines;
   }
+  if (config.cuda_graph.impl == "full_iteration") {
+    return "none";
+  }
   // Reductions alone gain nothing, so not where weights are not gathered.
   const Strategy strategy =
       Strategy::named(strategy_name(config), mesh.num_axes());
@@ -105,10 +108,12 @@ FullyShardOptions shard_options(
   options.runtime.streams.max_delay_us =
       static_cast<int>(config.debug.comm_delay_us);
   options.runtime.graphs = {
-      .enabled = config.cuda_graph.impl == "unit",
+      .enabled = config.cuda_graph.impl != "none",
+      .whole_step = config.cuda_graph.impl == "full_iteration",
       .regions = graph_regions(config),
       .warmup_steps = static_cast<int>(config.cuda_graph.warmup_steps),
-      .miss_is_error = config.cuda_graph.on_miss == "error"};
+      .miss_is_error = config.cuda_graph.on_miss == "error",
+      .emulate_on_cpu = config.debug.emulate_graphs};
   options.runtime.debug = {
       .poison = config.diagnostics.poison,
       .strict = config.diagnostics.strict};

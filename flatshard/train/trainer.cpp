@@ -212,7 +212,7 @@ void Trainer::finish(End end) {
   if (output_ && config_.cuda_graph.impl != "none") {
     output_->graphs(
         end == End::finished ? config_.training.steps : stop_.step,
-        state_.runtime->graph_stats());
+        microbatches_->graph_stats());
   }
   if (end == End::stopped || !output_) {
     return;

@@ -108,7 +108,12 @@ void Trainer::build(std::vector<ValidationSet> validation_sets) {
           .optimizer = state_.optimizer.get(),
           .loader = &loader_});
   batches_.emplace(config_, mesh_, loader_);
-  microbatches_.emplace(state_.model, state_.runtime, mesh_, *batches_);
+  microbatches_.emplace(
+      state_.model,
+      state_.runtime,
+      mesh_,
+      *batches_,
+      /*as_graph=*/config_.cuda_graph.impl == "full_iteration");
   if (!validation_sets.empty()) {
     evaluation_
         .emplace(config_, std::move(validation_sets), mesh_, state_.model);

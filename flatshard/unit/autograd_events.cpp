@@ -45,7 +45,11 @@ AutogradEvents::AutogradEvents(const Units& units, AutogradListener& listener)
 }
 
 AutogradEvents::~AutogradEvents() {
-  for (const auto& of_unit : accumulators_) {
+  unhook(accumulators_);
+}
+
+void AutogradEvents::unhook(const Accumulators& accumulators) {
+  for (const auto& of_unit : accumulators) {
     for (const Accumulator& accumulator : of_unit) {
       if (accumulator.hook_id != 0) {
         accumulator.node->del_post_hook(accumulator.hook_id);
@@ -56,6 +60,10 @@ AutogradEvents::~AutogradEvents() {
 
 void AutogradEvents::install_hooks(std::weak_ptr<AutogradListener> hooks) {
   hooks_ = std::move(hooks);
+  hook_parameters();
+}
+
+void AutogradEvents::hook_parameters() {
   for (const auto& unit : units_) {
     for (std::size_t i = 0; i < unit->parameters().size(); ++i) {
       const UnitParameter& p = unit->parameters()[i];
@@ -81,6 +89,35 @@ void AutogradEvents::hook_parameter(ParameterRef ref) {
           self->on_parameter_done(ref);
         }
       }));
+}
+
+AutogradEvents::OwnAccumulators::OwnAccumulators(AutogradEvents& events)
+    : events_(events), others_(events.accumulators_) {
+  for (std::size_t u = 0; u < others_.size(); ++u) {
+    for (std::size_t i = 0; i < others_[u].size(); ++i) {
+      events_.accumulators_[u][i] = {};
+      if (others_[u][i].node) {
+        torch::autograd::impl::set_grad_accumulator(
+            events_.units_[u]->parameters()[i].tensor,
+            detail::WeakPtrOf<NodePtr>::type(NodePtr()));
+      }
+    }
+  }
+  events_.hook_parameters();
+}
+
+AutogradEvents::OwnAccumulators::~OwnAccumulators() {
+  unhook(events_.accumulators_);
+  for (std::size_t u = 0; u < others_.size(); ++u) {
+    for (std::size_t i = 0; i < others_[u].size(); ++i) {
+      if (others_[u][i].node) {
+        torch::autograd::impl::set_grad_accumulator(
+            events_.units_[u]->parameters()[i].tensor,
+            detail::WeakPtrOf<NodePtr>::type(others_[u][i].node));
+      }
+    }
+  }
+  events_.accumulators_ = std::move(others_);
 }
 
 void AutogradEvents::reset() {

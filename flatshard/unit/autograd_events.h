@@ -75,6 +75,11 @@ class AutogradEvents {
   /// @throws Error{usage} for a parameter that is no leaf.
   void install_hooks(std::weak_ptr<AutogradListener> hooks);
 
+  /// While it lives, parameters have accumulators that belong to the current
+  /// stream, watched like those of install_hooks: these belong to the stream
+  /// that was current then, and a recording may not wait for another stream.
+  class OwnAccumulators;
+
   // Forwards -----------------------------------------------------------------
 
   /// @param inputs  tensors that go into the unit, as they are.
@@ -144,7 +149,11 @@ class AutogradEvents {
     std::uintptr_t hook_id = 0;
   };
 
+  using Accumulators = std::vector<std::vector<Accumulator>>;
+
+  void hook_parameters();
   void hook_parameter(ParameterRef parameter);
+  static void unhook(const Accumulators& accumulators);
   WatchedTensor& watch(const at::Tensor& tensor);
   void watch_inputs(
       const std::shared_ptr<UnitCall>& call,
@@ -165,7 +174,7 @@ class AutogradEvents {
   std::weak_ptr<AutogradListener> hooks_;
 
   std::unordered_map<const c10::TensorImpl*, ParameterRef> parameters_;
-  std::vector<std::vector<Accumulator>> accumulators_;  ///< per unit
+  Accumulators accumulators_;  ///< per unit
   /// Calls whose forward is open, innermost last; recomputes included.
   std::vector<std::shared_ptr<UnitCall>> open_calls_;
   /// Calls that may have a backward.
@@ -177,6 +186,19 @@ class AutogradEvents {
   std::map<TaskId, BackwardTask> tasks_;
   CallId next_call_ = 0;
   std::int64_t next_end_ = 0;
+};
+
+class AutogradEvents::OwnAccumulators {
+ public:
+  /// No forward or backward is open at either end.
+  explicit OwnAccumulators(AutogradEvents& events);
+  ~OwnAccumulators();
+  OwnAccumulators(const OwnAccumulators&) = delete;
+  OwnAccumulators& operator=(const OwnAccumulators&) = delete;
+
+ private:
+  AutogradEvents& events_;
+  Accumulators others_;
 };
 
 }  // namespace flatshard

@@ -68,6 +68,7 @@ void Executor::plan_slots(
   if (!options_.slots_on_demand) {
     lifetimes = slot_lifetimes(specs, actions);
   }
+  ++num_plans_;
   plan_ = SlotPlan::build(lifetimes);
   pool_.set_arena(plan_.arena_nbytes());
   planned_dynamic_ = pool_.num_dynamic();
@@ -101,6 +102,41 @@ void Executor::synchronize_reductions() {
   for (const auto& stream : {reduce_stream_, outer_stream_}) {
     if (stream != nullptr) {
       stream->synchronize();
+    }
+  }
+}
+
+void Executor::join_streams() {
+  const auto stream = compute();
+  for_all_streams([&](Stream& other) {
+    Event queued;
+    queued.record(other);
+    queued.wait(*stream);
+  });
+}
+
+void Executor::fork_streams() {
+  Event queued;
+  queued.record(*compute());
+  for_all_streams([&](Stream& other) { queued.wait(other); });
+}
+
+void Executor::forget_queued() {
+  all_reduced_ = {};
+  all_outer_reduced_ = {};
+  for (UnitState& state : states_) {
+    state.gathered = {};
+    state.grads_read = {};
+    state.reduced = {};
+  }
+  pool_.forget_uses();
+}
+
+void Executor::wait_for_all_written_weights() {
+  const auto stream = compute();
+  for (const auto& unit : units_) {
+    for (const auto& group : unit->groups()) {
+      group->weights().wait_for_weights(*stream);
     }
   }
 }

@@ -46,6 +46,8 @@ class Executor {
       std::span<const Action> actions);
   /// A step needed slots that the plan does not have, and nothing is held now.
   bool should_replan() const;
+  /// Of plan_slots so far.
+  std::int64_t num_plans() const { return num_plans_; }
 
   /// @throws Error with rank, step, unit and action as its context.
   void execute(const Action& action);
@@ -72,6 +74,17 @@ class Executor {
   /// gradient have none. Collective then.
   void drop_unused_grads();
 
+  // For graphs of steps, while nothing is held.
+
+  /// What compute does next waits for all that its streams have queued.
+  void join_streams();
+  /// What its streams do next waits for all that compute has queued.
+  void fork_streams();
+  /// Nothing waits any more for points in what was queued.
+  void forget_queued();
+  /// Compute waits for all weights that were written.
+  void wait_for_all_written_weights();
+
   /// Lays streams, slots and units to rest, whatever they were at.
   void reset();
   /// Blocks until all work of its streams is done.
@@ -83,6 +96,7 @@ class Executor {
   void set_step(std::int64_t step) { step_ = step; }
   std::int64_t step() const { return step_; }
   void measure_exposed(bool measure) { measures_ = measure; }
+  bool measures_exposed() const { return measures_; }
   double wait_and_take_exposed_ms() { return exposed_->wait_and_take_ms(); }
   struct HeldSlots {
     SlotView weights;
@@ -155,6 +169,7 @@ class Executor {
   SlotPool pool_;
   SlotPlan plan_;
   std::int64_t planned_dynamic_ = 0;  ///< dynamic slots when the plan was made
+  std::int64_t num_plans_ = 0;
   std::shared_ptr<Stream> gather_stream_;
   std::shared_ptr<Stream> reduce_stream_;
   /// Reductions over the outer axis of HSDP and HFSDP; null: there are none.

@@ -3,6 +3,27 @@
 #include "flatshard/unit/runtime_options.h"
 
 namespace flatshard {
+namespace {
+
+void check_whole_step(const RuntimeOptions& options) {
+  FLATSHARD_CHECK(
+      !options.copy_engines.any(),
+      config,
+      "GraphOptions::whole_step with copy_engines: fences and copies between "
+      "the memory of GPUs are not recorded; use collectives "
+      "(parallelism.copy_engines = \"none\")");
+  FLATSHARD_CHECK(
+      !options.unused_grads_stay_undefined,
+      config,
+      "GraphOptions::whole_step with unused_grads_stay_undefined: the host "
+      "would decide after each backward which gradients there are");
+  FLATSHARD_CHECK(
+      !options.debug.poison,
+      config,
+      "GraphOptions::whole_step with DebugOptions::poison: not supported");
+}
+
+}  // namespace
 
 void check_graph_options(
     const RuntimeOptions& options,
@@ -40,6 +61,9 @@ void check_graph_options(
       config,
       "GraphOptions::enabled with DebugOptions::strict, which watches the "
       "calls of inner modules: a replay makes none");
+  if (options.graphs.whole_step) {
+    check_whole_step(options);
+  }
   for (const auto& unit : units) {
     for (const auto& group : unit->groups()) {
       FLATSHARD_CHECK(
@@ -52,12 +76,15 @@ void check_graph_options(
 
 std::string to_string(const GraphStats& stats) {
   std::string text = fmt::format(
-      "CUDA graphs: {} captured ({:.0f} MB), {} forward and {} backward "
-      "replays",
+      "CUDA graphs: {} captured ({:.0f} MB), ",
       stats.captures,
-      static_cast<double>(stats.nbytes) * 1e-6,
-      stats.forward_replays,
-      stats.backward_replays);
+      static_cast<double>(stats.nbytes) * 1e-6);
+  text += stats.step_replays > 0
+              ? fmt::format("{} replays of whole steps", stats.step_replays)
+              : fmt::format(
+                    "{} forward and {} backward replays",
+                    stats.forward_replays,
+                    stats.backward_replays);
   std::int64_t eager = 0;
   std::string reasons;
   for (const auto& [reason, count] : stats.fallbacks) {

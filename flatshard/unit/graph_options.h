@@ -8,17 +8,21 @@
 namespace flatshard {
 
 /// Regions of units (nn/region.h) as CUDA graphs: their forward is one launch,
-/// and so is their backward. Gathers, reductions and hooks stay outside.
+/// and so is their backward. Gathers, reductions and hooks stay outside. Or
+/// whole steps.
 struct GraphOptions {
   bool enabled = false;
+  /// Not regions but forward and backward of a step as one graph, with all
+  /// gathers and reductions: for programs that run their steps by StepGraph.
+  bool whole_step = false;
   /// Names of the regions: "block" for whole blocks, or their parts such as
   /// "attn" and "mlp".
   std::set<std::string> regions = {"block"};
-  /// Steps that run eagerly before regions are captured, and again after
+  /// Steps that run eagerly before anything is captured, and again after
   /// addresses changed. At least 1.
   int warmup_steps = 3;
-  /// A region that cannot be replayed is an error; otherwise it runs eagerly,
-  /// is counted, and each reason is logged once.
+  /// A region, or step, that cannot be replayed is an error; otherwise it runs
+  /// eagerly, is counted, and each reason is logged once.
   bool miss_is_error = false;
   /// Without a GPU replays run the captured function again, into the tensors of
   /// a graph. For tests; refused otherwise.
@@ -30,8 +34,9 @@ struct GraphStats {
   std::int64_t captures = 0;  ///< forwards and backwards
   std::int64_t forward_replays = 0;
   std::int64_t backward_replays = 0;
-  /// Forwards and backwards of regions that ran eagerly behind the warm-up, by
-  /// reason.
+  std::int64_t step_replays = 0;  ///< of StepGraph
+  /// Forwards and backwards of regions, or steps, that ran eagerly behind the
+  /// warm-up, by reason.
   std::map<std::string, std::int64_t> fallbacks;
   std::int64_t nbytes = 0;  ///< taken from the device for the graphs
 };

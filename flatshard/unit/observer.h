@@ -64,6 +64,7 @@ class RuntimeObservers {
       what(*observer);
     }
   }
+  bool empty() const { return list_.empty(); }
   bool want_reduced_gradients(const Unit& unit) const {
     return std::any_of(list_.begin(), list_.end(), [&](const auto& observer) {
       return observer->wants_reduced_gradients(unit);

@@ -75,6 +75,10 @@ std::shared_ptr<Runtime> Runtime::create(
   runtime->hide_all();
   if (options.graphs.enabled) {
     check_graph_options(options, runtime->mesh_->device(), runtime->units_);
+  }
+  if (options.graphs.enabled && options.graphs.whole_step) {
+    runtime->constants_ = std::make_shared<KeptConstants>();
+  } else if (options.graphs.enabled) {
     runtime->graphs_ = std::make_shared<RegionGraphs>(
         runtime->units_,
         runtime->mesh_->device(),
@@ -162,6 +166,7 @@ UnitId Runtime::unit_of(const nn::Module& module) const {
 void Runtime::set_policy(UnitId unit, UnitPolicy policy) {
   const std::lock_guard lock(mutex_);
   scheduler_.set_policy(unit, std::move(policy));
+  ++num_rule_changes_;
   if (!options_.slots_on_demand && step_actions_.empty() &&
       executor_.pool().num_held() == 0) {
     plan_next_step();
@@ -197,6 +202,9 @@ void Runtime::unshard(UnitId unit, bool awaits) {
 
 void Runtime::prefetch_forward() {
   const std::lock_guard lock(mutex_);
+  if (options_.graphs.whole_step) {
+    return;  // a graph gathers everything itself
+  }
   std::vector<UnitId> first;
   for (const Action& action : step_actions_) {
     if (action.kind == ActionKind::gather &&
@@ -290,12 +298,20 @@ void Runtime::synchronize() {
   mesh_->check();
 }
 
+std::shared_ptr<nn::RegionRunner> Runtime::region_runner() const {
+  if (constants_) {
+    return constants_;
+  }
+  return graphs_;
+}
+
 GraphStats Runtime::graph_stats() const {
   return graphs_ ? graphs_->stats() : GraphStats{};
 }
 
 void Runtime::reset_graphs() {
   const std::lock_guard lock(mutex_);
+  ++num_rule_changes_;
   if (graphs_) {
     graphs_->reset();
   }

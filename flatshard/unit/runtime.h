@@ -6,6 +6,7 @@
 #include "flatshard/schedule/scheduler.h"
 #include "flatshard/unit/autograd_events.h"
 #include "flatshard/unit/executor.h"
+#include "flatshard/unit/kept_constants.h"
 #include "flatshard/unit/observer.h"
 #include "flatshard/unit/region_graphs.h"
 #include "flatshard/unit/runtime_options.h"
@@ -81,7 +82,8 @@ class Runtime : public nn::WgradSink,
   /// Gathers what the last step's forward began with, so that it is there when
   /// the next one begins; call after the optimizer, when another forward comes.
   /// The gather of a unit waits for its own weights only and runs beside the
-  /// optimizer's work on later units. Collective; never blocks.
+  /// optimizer's work on later units. Collective; never blocks. Does nothing
+  /// with GraphOptions::whole_step.
   void prefetch_forward();
   /// Releases them, unless a forward or backward of the unit is open.
   void reshard(UnitId unit);
@@ -143,16 +145,19 @@ class Runtime : public nn::WgradSink,
   /// Shown from now on what happens with memory. Without any observer nothing
   /// is spent on it.
   void add_observer(std::shared_ptr<RuntimeObserver> observer);
-  /// Runs the regions of modules as graphs; null unless GraphOptions::enabled.
-  std::shared_ptr<nn::RegionRunner> region_runner() const { return graphs_; }
+  /// Runs the regions of modules as graphs, or keeps their constants for that
+  /// of a step; null unless GraphOptions::enabled.
+  std::shared_ptr<nn::RegionRunner> region_runner() const;
   /// For whoever runs units without an nn::Module; null as above.
   const std::shared_ptr<RegionGraphs>& region_graphs() const { return graphs_; }
   GraphStats graph_stats() const;
-  /// Drops all graphs; regions are captured again behind another warm-up.
-  /// Between two steps.
+  /// Drops all graphs; regions and steps are captured again behind another
+  /// warm-up. Between two steps.
   void reset_graphs();
 
  private:
+  friend class StepGraph;
+  friend struct StepStamp;
   Runtime(
       std::shared_ptr<Mesh> mesh,
       std::vector<std::unique_ptr<Unit>> units,
@@ -221,6 +226,10 @@ class Runtime : public nn::WgradSink,
   std::vector<Action> step_actions_;  ///< since the weights last changed
   RuntimeTrace trace_;
   std::shared_ptr<RegionGraphs> graphs_;  ///< null unless asked for
+  /// GraphOptions::whole_step: of the regions of a StepGraph.
+  std::shared_ptr<KeptConstants> constants_;
+  /// Changes of what a graph of a step was recorded with.
+  std::int64_t num_rule_changes_ = 0;
   std::unique_ptr<StrictChecks> strict_;  ///< null unless asked for
   mutable std::mutex mutex_;
 };

@@ -1,7 +1,9 @@
 #include "tests/faults/faults.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/device/stream.h"
 #include "flatshard/optim/sgd.h"
+#include "flatshard/unit/step_graph.h"
 #include "tests/support/temp_folder.h"
 #include "tests/unit/training.h"
 
@@ -15,6 +17,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <iterator>
+#include <optional>
 #include <thread>
 
 namespace flatshard::testing {
@@ -58,6 +61,22 @@ void do_wrong(Fault fault, ToyModel& model, const Mesh& mesh) {
   }
 }
 
+// What the current stream does next has to wait for this.
+void hold_device(at::Device device, std::chrono::seconds timeout) {
+  // A stream draws its delays: one of them may be short.
+  const auto slow = make_stream(
+      device,
+      "slow",
+      {.delay_seed = 1,
+       .max_delay_us = static_cast<int>(1000000 * timeout.count())});
+  for (int i = 0; i < 5; ++i) {
+    slow->submit([] {});
+  }
+  Event end;
+  end.record(*slow);
+  end.wait(*current_stream(device));
+}
+
 void train(
     const FaultCase& c,
     const RankContext& context,
@@ -79,12 +98,29 @@ void train(
         .gathers = CopyEngines::Gathers::all,
         .reductions_nbytes = 1 << 20};
   }
+  options.runtime.graphs = {
+      .enabled = c.whole_step,
+      .whole_step = c.whole_step,
+      .warmup_steps = 1,
+      .emulate_on_cpu = true};
   const auto runtime = fully_shard(*model, mesh, options);
+  const auto forward_backward = [&](const nn::TensorList& in) {
+    const at::Tensor loss = model(in[0], in[1]);
+    loss.backward();
+    return nn::TensorList{loss};
+  };
+  std::optional<StepGraph> graph;
+  if (c.whole_step) {
+    graph.emplace(runtime, forward_backward);
+  }
   Sgd optimizer(runtime->groups(), SgdOptions{});
   for (int step = 1; step <= c.steps; ++step) {
     runtime->set_step(step);
     if (wrong && step == kFaultStep) {
       do_wrong(c.fault, model, *mesh);
+      if (c.fault == Fault::device_hang) {
+        hold_device(mesh->device(), c.timeout);
+      }
     }
     if (!wrong && step == kFaultStep) {
       std::this_thread::sleep_for(c.others_compute);
@@ -92,14 +128,15 @@ void train(
     const auto like = at::TensorOptions().device(mesh->device());
     const at::Tensor x =
         at::full({2, dim}, 0.1 * step, like.dtype(precision.compute));
-    const at::Tensor loss = model(x, at::zeros({2, dim}, like));
-    loss.backward();
+    const nn::TensorList in{x, at::zeros({2, dim}, like)};
+    const at::Tensor loss = (graph ? graph->run(in) : forward_backward(in))[0];
     optimizer.step(1e-2, {});
     optimizer.zero_grad();
     loss.item<float>();
     mesh->check();
   }
   runtime->synchronize();
+  EXPECT_TRUE(!graph || graph->stats().step_replays == c.steps - 1);
 }
 
 std::string read_file(const std::filesystem::path& path) {

@@ -17,6 +17,7 @@ enum class Fault {
   exception,    ///< throws
   no_memory,    ///< throws what torch does when memory is used up
   hang,         ///< computes on and on, until it is told
+  device_hang,  ///< its GPU does, for much longer than the timeout
   skip_unit,    ///< leaves out a block
   other_order,  ///< swaps two blocks
   other_size,   ///< trains a wider model from the start
@@ -33,7 +34,8 @@ struct FaultCase {
   /// Ranks beyond it share GPUs: to NCCL, each further round is another host.
   int num_gpus = 0;
   std::string strategy = "zero3";
-  bool copy_engines = false;       ///< gathers and reductions are copies
+  bool copy_engines = false;  ///< gathers and reductions are copies
+  bool whole_step = false;    ///< the step of the fault is a graph's replay
   std::vector<std::int64_t> mesh;  ///< axis sizes; empty: one axis
   int steps = 6;
   /// What the other ranks compute before the step of the fault.

@@ -58,6 +58,19 @@ TEST(FaultsGloo, AKilledRankIsNamed) {
           kWaitsForBlock0));
 }
 
+TEST(FaultsGloo, WholeSteps) {
+  FaultCase c{.whole_step = true};
+  for (const FaultReport& report : run_with_fault(c)) {
+    EXPECT_EQ(report.outcome, testing::RankOutcome{});
+    EXPECT_EQ(report.message, "");
+  }
+  c.fault = Fault::kill;
+  expect_survivors(
+      c,
+      run_with_fault(c),
+      AllOf(HasSubstr("rank 2 of 3 is missing"), kWaitsForBlock0));
+}
+
 // They come to the collective only after the watcher knows that it is dead.
 TEST(FaultsGloo, AKilledRankIsNamedWithWhatTheOthersComeTo) {
   const FaultCase c{

@@ -164,6 +164,57 @@ TEST_F(FaultsNccl, ARankThatNeverComesIsLate) {
   expect_all(c, AllOf(HasSubstr(culprit(c) + " is late"), kWaitsForBlock0));
 }
 
+// All work of a step is one launch then, and the host is far ahead. What
+// happens in it is told by the numbers that the graph writes; and the graph has
+// to go before NCCL can end.
+TEST_F(FaultsNccl, WholeSteps) {
+  for (const Fault fault :
+       {Fault::none,
+        Fault::kill,
+        Fault::stop,
+        Fault::hang,
+        Fault::device_hang}) {
+    SCOPED_TRACE(static_cast<int>(fault));
+    FaultCase c = with(fault);
+    c.whole_step = true;
+    const auto reports = run_with_fault(c);
+    const auto late = HasSubstr(culprit(c) + " is late");
+    switch (fault) {
+      case Fault::none:
+        for (const FaultReport& report : reports) {
+          EXPECT_EQ(report.outcome, testing::RankOutcome{});
+          EXPECT_EQ(report.message, "");
+        }
+        break;
+      case Fault::kill:
+      case Fault::stop:
+        expect_survivors(
+            c,
+            reports,
+            AllOf(HasSubstr(culprit(c) + " is missing"), kWaitsForBlock0));
+        break;
+      default:
+        expect_survivors(c, reports, AllOf(late, kWaitsForBlock0));
+        EXPECT_EQ(reports[c.culprit].outcome, testing::RankOutcome{});
+        EXPECT_THAT(
+            reports[c.culprit].message,
+            fault == Fault::hang
+                ? ::testing::Matcher<const std::string&>(late)
+                : HasSubstr(
+                      culprit(c) + " is late: its device has not come to"));
+    }
+  }
+}
+
+// The same without graphs.
+TEST_F(FaultsNccl, ADeviceThatDoesNotComeIsNamed) {
+  expect_all(
+      with(Fault::device_hang),
+      AllOf(
+          HasSubstr(" is late: its device has not come to"),
+          HasSubstr("block0")));
+}
+
 TEST_F(FaultsNccl, AnExceptionComesWithItsMessage) {
   for (const bool rank_zero : {false, true}) {
     const FaultCase c = with(Fault::exception, rank_zero);

@@ -212,6 +212,19 @@ TEST(FlightDiagnosis, WaitingInACircleNamesBothPlaces) {
           HasSubstr("(reduce #4)")));
 }
 
+// All have launched it; the device of one does not come to it.
+TEST(FlightDiagnosis, ADeviceThatDoesNotComeIsNamed) {
+  std::vector<RankView> views{waiting(0), waiting(1), waiting(2)};
+  views[1].state.tracks[0].entries[1].state = kScheduled;
+  const Verdict verdict = diagnose(views, 2s);
+  EXPECT_EQ(verdict.code, ErrorCode::timeout);
+  EXPECT_THAT(
+      verdict.text,
+      HasSubstr("rank 1 of 3 is late: its device has not come to step 7, unit "
+                "b: all_gather of 64 Float (dp #5); ranks 0, 2 wait there for "
+                "2.9 s"));
+}
+
 TEST(FlightDiagnosis, NobodyLateIsTheNetwork) {
   const std::vector<RankView> views{waiting(0), waiting(1)};
   EXPECT_THAT(

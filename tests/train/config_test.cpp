@@ -348,6 +348,20 @@ TEST(Config, ContradictionsAreNamed) {
       {{"checkpoint.folder="}, "or an absolute one, got \"\""},
       {{"training.on_nonfinite=rewind"},
        "checkpoint.interval is 0, so there are none"},
+      {{"cuda_graph.impl=full_iteration", "cuda_graph.modules=attn"},
+       "\"full_iteration\" with cuda_graph.modules: the whole step"},
+      {{"cuda_graph.impl=full_iteration", "parallelism.copy_engines=all"},
+       "\"full_iteration\" with parallelism.copy_engines: copies"},
+      {{"cuda_graph.impl=full_iteration", "diagnostics.nan_check=true"},
+       "\"full_iteration\" with diagnostics.nan_check"},
+      {{"cuda_graph.impl=full_iteration", "diagnostics.overlap_check=true"},
+       "diagnostics.overlap_check: they watch"},
+      {{"cuda_graph.impl=full_iteration", "diagnostics.poison=true"},
+       "\"full_iteration\" with diagnostics.poison"},
+      {{"cuda_graph.impl=full_iteration", "diagnostics.strict=true"},
+       "\"full_iteration\" with diagnostics.strict"},
+      {{"debug.emulate_graphs=true"},
+       "debug.emulate_graphs is set, but cuda_graph.impl = \"none\""},
   };
   for (const auto& [overrides, expected] : cases) {
     EXPECT_THAT(refused(overrides), HasSubstr(expected));

@@ -463,6 +463,56 @@ TEST_F(TrainerTest, StrategyRecomputeAndMicrobatchesDoNotChangeTheRun) {
   }
 }
 
+// Evaluation, checkpoints, a skipped step and a rewind lie between replays.
+TEST_F(TrainerTest, StepsAsOneGraphChangeNoBitOfTheRun) {
+  const std::vector<std::string> common{
+      "training.global_batch_size=8",
+      "metrics.log_freq=1",
+      "validation.freq=3",
+      "checkpoint.interval=4",
+      "training.on_nonfinite=rewind",
+      "debug.spoil_gradient_step=7"};
+  const auto rows = [&](std::vector<std::string> overrides) {
+    std::filesystem::remove_all(run());
+    overrides.insert(overrides.end(), common.begin(), common.end());
+    train(overrides);
+    std::vector<json> values;
+    for (json row : metrics()) {
+      for (const char* value : {"loss", "grad_norm", "validation_loss"}) {
+        if (row.contains(value)) {
+          values.push_back({row["step"], value, row[value]});
+        }
+      }
+    }
+    return values;
+  };
+  const std::vector<json> eager = rows({});
+  const std::vector<json> graphs =
+      rows({"cuda_graph.impl=full_iteration", "debug.emulate_graphs=true"});
+  EXPECT_GT(eager.size(), 24U);
+  EXPECT_EQ(eager, graphs);
+  const json last = [&] {
+    for (const json& row : metrics()) {
+      if (row.contains("cuda_graph")) {
+        return row["cuda_graph"];
+      }
+    }
+    return json();
+  }();
+  // Steps 5 to 7 run twice.
+  EXPECT_EQ(last["step_replays"], 12 + 3 - 3);
+  EXPECT_EQ(last["captures"], 1);
+  EXPECT_TRUE(last["fallbacks"].empty());
+}
+
+TEST_F(TrainerTest, ThereAreNoGraphsOnCpus) {
+  for (const char* impl : {"unit", "full_iteration"}) {
+    EXPECT_THAT(
+        refusal({fmt::format("cuda_graph.impl={}", impl)}),
+        HasSubstr("expected a mesh of GPUs, got cpu"));
+  }
+}
+
 TEST_F(TrainerTest, TheLeastMemoryIsWhatItTakesAndNoMore) {
   for (const std::vector<std::string>& overrides :
        std::vector<std::vector<std::string>>{

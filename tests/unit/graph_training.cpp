@@ -5,7 +5,6 @@
 #include "flatshard/nn/dropout.h"
 #include "flatshard/nn/region.h"
 #include "flatshard/nn/rms_norm.h"
-#include "flatshard/optim/adamw.h"
 #include "flatshard/optim/grad_norm.h"
 
 #include <ATen/ATen.h>
@@ -210,10 +209,18 @@ GraphTraining::GraphTraining(const GraphCase& c, std::shared_ptr<Mesh> mesh)
            .trace = true,
            .graphs = {
                .enabled = c.graphs,
+               .whole_step = c.whole_step,
                .regions = c.regions,
                .warmup_steps = c.warmup_steps,
                .miss_is_error = c.miss_is_error,
                .emulate_on_cpu = true}}});
+  if (c.graphs && c.whole_step) {
+    step_graph_ = std::make_unique<StepGraph>(
+        runtime_,
+        [this](const nn::TensorList& inputs) {
+          return forward_backward(inputs, {});
+        });
+  }
 }
 
 GraphTraining::~GraphTraining() = default;
@@ -225,32 +232,69 @@ nn::Module& GraphTraining::model() {
   return **model_->with_dropout;
 }
 
-at::Tensor
-GraphTraining::forward(int step, int microbatch, std::int64_t batch) {
+nn::TensorList GraphTraining::batch(int step, int microbatch, std::int64_t rows)
+    const {
   const at::Tensor in =
-      tokens(step, microbatch, mesh_->rank(), batch).to(mesh_->device());
-  const at::Tensor targets = in.roll(1, 1);
+      tokens(step, microbatch, mesh_->rank(), rows).to(mesh_->device());
+  return {in, in.roll(1, 1)};
+}
+
+at::Tensor GraphTraining::loss_of(
+    const at::Tensor& in,
+    const at::Tensor& targets) {
   return model_->llama ? (*model_->llama)(in, targets)
                        : (*model_->with_dropout)(in, targets);
 }
 
+at::Tensor GraphTraining::forward(int step, int microbatch, std::int64_t rows) {
+  const nn::TensorList in = batch(step, microbatch, rows);
+  return loss_of(in[0], in[1]);
+}
+
+nn::TensorList GraphTraining::forward_backward(
+    const nn::TensorList& inputs,
+    const std::function<void(at::Tensor&)>& before_backward) {
+  nn::TensorList losses;
+  for (int m = 0; m < case_.microbatches; ++m) {
+    runtime_->set_is_last_microbatch(m == case_.microbatches - 1);
+    at::Tensor loss = loss_of(inputs[2 * m], inputs[2 * m + 1]);
+    losses.push_back(loss.detach());
+    if (before_backward) {
+      before_backward(loss);
+    }
+    if (loss.defined()) {
+      (loss / case_.microbatches).backward();
+    }
+  }
+  return losses;
+}
+
 GraphRun GraphTraining::run(const GraphHooks& hooks) {
   GraphRun run;
-  AdamW optimizer(runtime_->groups(), {});
+  optimizer_ = std::make_unique<AdamW>(runtime_->groups(), AdamWOptions{});
+  AdamW& optimizer = *optimizer_;
   for (int step = 0; step < case_.steps; ++step) {
     if (hooks.before_step) {
       hooks.before_step(*this, step);
     }
+    nn::TensorList inputs;
     for (int m = 0; m < case_.microbatches; ++m) {
-      runtime_->set_is_last_microbatch(m == case_.microbatches - 1);
-      at::Tensor loss = forward(step, m);
+      for (at::Tensor& tensor : batch(step, m, batch_)) {
+        inputs.push_back(std::move(tensor));
+      }
+    }
+    const nn::TensorList losses =
+        step_graph_ ? step_graph_->run(inputs)
+                    : forward_backward(inputs, [&](at::Tensor& loss) {
+                        if (hooks.before_backward) {
+                          hooks.before_backward(*this, step, loss);
+                        }
+                      });
+    for (const at::Tensor& loss : losses) {
       run.losses.push_back(loss.item<double>());
-      if (hooks.before_backward) {
-        hooks.before_backward(*this, step, loss);
-      }
-      if (loss.defined()) {
-        (loss / case_.microbatches).backward();
-      }
+    }
+    if (hooks.before_update) {
+      hooks.before_update(*this, step);
     }
     const GradNorm norm = grad_norm_and_scale(runtime_->groups(), 1.0);
     for (ParamGroup* group : runtime_->groups()) {
@@ -268,7 +312,7 @@ GraphRun GraphTraining::run(const GraphHooks& hooks) {
   optimizer.wait();
   runtime_->synchronize();
   run.actions = to_string(runtime_->trace().actions);
-  run.stats = runtime_->graph_stats();
+  run.stats = step_graph_ ? step_graph_->stats() : runtime_->graph_stats();
   return run;
 }
 
@@ -319,7 +363,20 @@ std::vector<GraphCase> all_graph_cases(int world) {
   return cases;
 }
 
-std::vector<GraphCase> pairwise_graph_cases() {
+std::vector<GraphCase> all_step_cases(int world) {
+  std::vector<GraphCase> cases = all_graph_cases(world);
+  std::erase_if(cases, [](const GraphCase& c) {
+    return !c.regions.contains("block") || (c.recompute && c.dropout);
+  });
+  for (GraphCase& c : cases) {
+    c.whole_step = true;
+  }
+  return cases;
+}
+
+namespace {
+
+std::vector<GraphCase> pairwise(const std::vector<GraphCase>& all) {
   // Greedy: whichever next case of the whole matrix has the most new pairs.
   const auto values = [](const GraphCase& c) {
     return std::vector<int>{
@@ -346,7 +403,6 @@ std::vector<GraphCase> pairwise_graph_cases() {
     }
     return found;
   };
-  const auto all = all_graph_cases(1);
   std::set<std::vector<std::size_t>> missing;
   for (const GraphCase& c : all) {
     missing.merge(pairs(c));
@@ -374,7 +430,24 @@ std::vector<GraphCase> pairwise_graph_cases() {
     chosen.back().mesh = {world};
     chosen.back().max_delay_us = world > 1 ? 100 : 0;
   }
+  return chosen;
+}
+
+}  // namespace
+
+std::vector<GraphCase> pairwise_graph_cases() {
+  std::vector<GraphCase> chosen = pairwise(all_graph_cases(1));
   chosen.push_back({.strategy = "hsdp", .mesh = {2, 2}, .microbatches = 3});
+  return chosen;
+}
+
+std::vector<GraphCase> pairwise_step_cases() {
+  std::vector<GraphCase> chosen = pairwise(all_step_cases(1));
+  chosen.push_back(
+      {.strategy = "hsdp",
+       .mesh = {2, 2},
+       .microbatches = 3,
+       .whole_step = true});
   return chosen;
 }
 

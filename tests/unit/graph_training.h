@@ -1,6 +1,8 @@
 #pragma once
 
+#include "flatshard/optim/adamw.h"
 #include "flatshard/unit/fully_shard.h"
+#include "flatshard/unit/step_graph.h"
 #include "tests/support/ranks.h"
 
 #include <cstdint>
@@ -28,6 +30,8 @@ struct GraphCase {
   int warmup_steps = 2;
   int prefetch = 1;
   bool graphs = true;
+  /// By StepGraph instead of by regions.
+  bool whole_step = false;
   bool miss_is_error = false;
   int max_delay_us = 0;
 
@@ -48,9 +52,12 @@ class GraphTraining;
 struct GraphHooks {
   /// Before step `step`.
   std::function<void(GraphTraining& training, int step)> before_step;
-  /// Of microbatch `m` of the step, between forward and backward.
+  /// Of microbatch `m` of the step, between forward and backward. Not in what
+  /// a StepGraph replays.
   std::function<void(GraphTraining& training, int step, at::Tensor& loss)>
       before_backward;
+  /// Behind the backwards of step `step`, before clipping and optimizer.
+  std::function<void(GraphTraining& training, int step)> before_update;
 };
 
 class GraphTraining {
@@ -60,6 +67,11 @@ class GraphTraining {
   GraphRun run(const GraphHooks& hooks = {});
   /// One forward; the loss.
   at::Tensor forward(int step, int microbatch, std::int64_t batch = 2);
+  /// Rows of each microbatch's batch in the steps to come.
+  void set_batch(std::int64_t batch) { batch_ = batch; }
+  /// GraphCase::whole_step; null without.
+  StepGraph* step_graph() { return step_graph_.get(); }
+  AdamW& optimizer() { return *optimizer_; }
   Runtime& runtime() { return *runtime_; }
   nn::Module& model();
   /// Modules of the units, in order.
@@ -68,11 +80,21 @@ class GraphTraining {
  private:
   struct Model;
 
+  nn::TensorList batch(int step, int microbatch, std::int64_t rows) const;
+  at::Tensor loss_of(const at::Tensor& in, const at::Tensor& targets);
+  /// The losses of all microbatches, behind their backwards.
+  nn::TensorList forward_backward(
+      const nn::TensorList& inputs,
+      const std::function<void(at::Tensor&)>& before_backward);
+
   GraphCase case_;
   std::shared_ptr<Mesh> mesh_;
   std::unique_ptr<Model> model_;
   std::vector<nn::Module*> units_;
   std::shared_ptr<Runtime> runtime_;
+  std::unique_ptr<StepGraph> step_graph_;
+  std::unique_ptr<AdamW> optimizer_;
+  std::int64_t batch_ = 2;
 };
 
 /// Rank 0's run of a case, on thread ranks and CPUs.
@@ -83,5 +105,9 @@ GraphRun train_graphs(const GraphCase& c, const GraphHooks& hooks = {});
 std::vector<GraphCase> pairwise_graph_cases();
 /// All values of all options, on one axis of `world` ranks.
 std::vector<GraphCase> all_graph_cases(int world);
+/// The same of whole steps. Without recomputation that draws random numbers,
+/// which they refuse.
+std::vector<GraphCase> pairwise_step_cases();
+std::vector<GraphCase> all_step_cases(int world);
 
 }  // namespace flatshard::testing

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+
+namespace flatshard {
+
+/// A number that streams write and the host reads: how far work has come,
+/// also work of a graph, whose events the host cannot ask. Starts at 0.
+class StreamWord {
+ public:
+  virtual ~StreamWord() = default;
+  /// Queued on the current stream, behind what is there; into a graph where
+  /// that records. CPU: done on return.
+  /// @throws Error{cuda} when the driver refuses it.
+  virtual void write(std::uint32_t value) = 0;
+  /// As the device has written it by now; does not wait.
+  virtual std::uint32_t read() const = 0;
+};
+
+/// While nothing is recorded.
+std::unique_ptr<StreamWord> make_stream_word(at::Device device);
+
+/// The current stream of `device` records a graph. Never on a CPU.
+bool current_stream_records(at::Device device);
+
+}  // namespace flatshard

@@ -1,0 +1,60 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "flatshard/comm/collective_signature.h"
+#include "flatshard/device/stream.h"
+#include "flatshard/device/stream_word.h"
+
+namespace flatshard {
+
+namespace detail {
+class FlightRing;
+}
+
+/// The collectives that a graph holds, and how far the replay that runs has
+/// come: numbers that the graph itself writes, since events in a graph cannot
+/// be asked. Belongs to a FlightRecorder and to the owner of the graph.
+class CapturedCollectives {
+ public:
+  /// @param num_tracks  communicators that are watched.
+  CapturedCollectives(at::Device device, std::size_t num_tracks);
+
+  /// Those of one communicator.
+  struct Track {
+    std::vector<CollectiveSignature> signatures;
+    // How many of them the device has come to, and how many it has done.
+    std::unique_ptr<StreamWord> begun;
+    std::unique_ptr<StreamWord> ended;
+  };
+  std::vector<Track>& tracks() { return tracks_; }
+  /// 1 within a replay.
+  StreamWord& running() { return *running_; }
+
+ private:
+  friend class detail::FlightRing;
+
+  /// One launch of the graph.
+  struct Replay {
+    Event done;
+  };
+
+  // Under the ring's lock.
+  bool is_over(const Replay& replay) const;
+  /// It is the one whose numbers the words are.
+  bool runs(const Replay& replay);
+  /// Of a track's collectives: how many the device has come to, or has done.
+  std::uint32_t num_begun(const Replay& replay, std::size_t track);
+  std::uint32_t num_ended(const Replay& replay, std::size_t track);
+
+  std::vector<Track> tracks_;  ///< as the ring's
+  std::unique_ptr<StreamWord> running_;
+  /// Launched and not known to be over, oldest first.
+  std::deque<std::shared_ptr<const Replay>> replays_;
+};
+
+}  // namespace flatshard

@@ -1,0 +1,417 @@
+#include "flatshard/unit/step_graph.h"
+
+#include "flatshard/comm/collective_scope.h"
+#include "flatshard/core/error.h"
+#include "flatshard/core/log.h"
+#include "flatshard/unit/step_recording.h"
+
+#include <ATen/ATen.h>
+#include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+namespace flatshard {
+namespace {
+
+std::vector<nn::Module*> modules_below(nn::Module& root) {
+  std::vector<nn::Module*> found;
+  for (const auto& module : root.modules()) {
+    if (auto* ours = dynamic_cast<nn::Module*>(module.get())) {
+      found.push_back(ours);
+    }
+  }
+  return found;
+}
+
+std::vector<at::Generator> generators_of(
+    const std::vector<nn::Module*>& modules) {
+  std::vector<at::Generator> found;
+  for (const nn::Module* module : modules) {
+    for (const at::Generator& generator : module->own_generators()) {
+      if (std::find(found.begin(), found.end(), generator) == found.end()) {
+        found.push_back(generator);
+      }
+    }
+  }
+  return found;
+}
+
+bool same_kind(const at::Tensor& a, const at::Tensor& b) {
+  return a.sizes() == b.sizes() && a.strides() == b.strides() &&
+         a.scalar_type() == b.scalar_type() && a.device() == b.device();
+}
+
+}  // namespace
+
+StepGraph::StepGraph(std::shared_ptr<Runtime> runtime, Work work)
+    : runtime_(std::move(runtime)), work_(std::move(work)) {
+  options_ = runtime_->options_.graphs;
+  FLATSHARD_CHECK(
+      options_.enabled && options_.whole_step,
+      usage,
+      "StepGraph: expected a Runtime made with GraphOptions::enabled and "
+      "whole_step");
+  nn::Module* const root = runtime_->units_.front()->module();
+  FLATSHARD_CHECK(
+      root != nullptr,
+      usage,
+      "StepGraph: expected units of nn::Module");
+  modules_ = modules_below(*root);
+  constexpr std::size_t kOwnHooks = 3;  // Runtime::hook_modules
+  for (const nn::Module* module : modules_) {
+    const bool is_unit = std::any_of(
+        runtime_->units_.begin(),
+        runtime_->units_.end(),
+        [&](const auto& unit) { return unit->module() == module; });
+    num_own_hooks_.push_back(is_unit ? kOwnHooks : 0);
+  }
+  if (runtime_->mesh_->device().is_cuda()) {
+    flight_ = runtime_->mesh_->flight_recorder().get();
+  }
+  if (flight_ != nullptr) {
+    before_abort_ = flight_->before_abort([weak = std::weak_ptr(held_)] {
+      // Whoever holds it for so long waits for the device, which the abort
+      // sets free.
+      constexpr std::chrono::seconds kPatience(1);
+      if (const auto held = weak.lock()) {
+        if (const std::unique_lock lock(held->mutex, kPatience); lock) {
+          held->graph.reset();
+        }
+      }
+    });
+  }
+}
+
+StepGraph::~StepGraph() = default;
+
+void StepGraph::reset() {
+  captured_ = false;
+  {
+    const std::lock_guard lock(held_->mutex);
+    held_->graph.reset();
+  }
+  collectives_.reset();
+  effects_.reset();
+  stamp_.reset();
+  inputs_.clear();
+  pool_.reset();
+  failure_.clear();
+  num_steps_ = 0;
+}
+
+GraphStats StepGraph::stats() const {
+  GraphStats stats = stats_;
+  stats.nbytes = pool_ ? pool_->nbytes() : 0;
+  return stats;
+}
+
+nn::TensorList StepGraph::run(const nn::TensorList& inputs) {
+  runtime_->mesh_->check();
+  {
+    const std::lock_guard lock(runtime_->mutex_);
+    FLATSHARD_CHECK(
+        runtime_->rests() || runtime_->failed(),
+        usage,
+        "StepGraph::run: expected to be called between two steps, got a call "
+        "inside of a forward or backward");
+    runtime_->before_root_forward();
+  }
+  drop_if_outdated();
+  if (!captured_ && failure_.empty() && num_steps_ >= options_.warmup_steps) {
+    try_to_capture(inputs);
+  }
+  if (captured_ || !failure_.empty()) {
+    const std::string reason = miss(inputs);
+    if (reason.empty()) {
+      return replay(inputs);
+    }
+    fallback(reason);
+  }
+  ++num_steps_;
+  nn::TensorList outputs = work_(inputs);
+  for (at::Tensor& output : outputs) {
+    output = output.detach();
+  }
+  return outputs;
+}
+
+void StepGraph::drop_if_outdated() {
+  if (stamp_ && (stamp_->num_plans != runtime_->executor_.num_plans() ||
+                 stamp_->num_rule_changes != runtime_->num_rule_changes_)) {
+    reset();
+  }
+}
+
+void StepGraph::fallback(const std::string& reason) {
+  if (++stats_.fallbacks[reason] == 1) {
+    log_warning(
+        "the step runs eagerly and not as a CUDA graph: {} (logged once for "
+        "each reason)",
+        reason);
+  }
+  FLATSHARD_CHECK(
+      !options_.miss_is_error,
+      usage,
+      "the step cannot be replayed as a CUDA graph: {}; mend that, or let it "
+      "run eagerly (GraphOptions::miss_is_error = false, cuda_graph.on_miss = "
+      "\"eager\")",
+      reason);
+}
+
+// -- capture -----------------------------------------------------------------
+
+// What ranks decide together. Collective; blocks.
+bool StepGraph::all_ranks(bool mine) const {
+  Mesh& mesh = *runtime_->mesh_;
+  if (mesh.size() == 1) {
+    return mine;
+  }
+  const CollectiveScope scope("graph of a step");
+  const at::Tensor count = at::full(
+      {1},
+      mine ? 1 : 0,
+      at::TensorOptions(mesh.device()).dtype(at::kFloat));
+  mesh.world(Purpose::reduce).all_reduce(count, ReduceOp::sum);
+  const bool all = count.item<float>() == static_cast<float>(mesh.size());
+  mesh.check();
+  return all;
+}
+
+void StepGraph::try_to_capture(const nn::TensorList& inputs) {
+  stamp_ = std::make_unique<StepStamp>(StepStamp::of(*runtime_, modules_));
+  inputs_ = inputs;
+  const std::string obstacle = miss(inputs);
+  if (!all_ranks(obstacle.empty())) {
+    stamp_.reset();
+    inputs_.clear();
+    fallback(obstacle.empty() ? "another rank cannot capture it" : obstacle);
+    return;
+  }
+  const std::string failure = capture(inputs);
+  if (all_ranks(failure.empty())) {
+    ++stats_.captures;
+    log_info(
+        "CUDA graphs: the step captured, {:.0f} MB",
+        static_cast<double>(pool_->nbytes()) * 1e-6);
+    return;
+  }
+  auto stamp = std::move(stamp_);
+  reset();
+  stamp_ = std::move(stamp);
+  failure_ = failure.empty() ? "its capture failed on another rank"
+                             : "its capture failed: " + failure;
+  log_warning(
+      "steps stay eager, because one could not be captured: {}",
+      failure_);
+  runtime_->reset();
+}
+
+// Why it failed; empty: it did not.
+std::string StepGraph::capture(const nn::TensorList& inputs) {
+  runtime_->synchronize();
+  inputs_.clear();
+  for (const at::Tensor& input : inputs) {
+    inputs_.push_back(at::empty_like(input).copy_(input));
+  }
+  pool_ = make_graph_pool(runtime_->mesh_->device());
+  pool_->make_room();
+  if (flight_ != nullptr) {
+    collectives_ = flight_->make_captured();
+  }
+  try {
+    auto graph =
+        pool_->capture([this] { return record(); }, generators_of(modules_));
+    const std::lock_guard lock(held_->mutex);
+    held_->graph = std::move(graph);
+    captured_ = true;
+    return {};
+  } catch (const Error& e) {
+    return e.message();
+  } catch (const c10::Error& e) {
+    return e.what_without_backtrace();
+  } catch (const std::exception& e) {
+    return e.what();
+  }
+}
+
+std::vector<at::Tensor> StepGraph::record() {
+  bool failed = true;
+  if (flight_ != nullptr) {
+    flight_->begin_capture(collectives_);
+  }
+  const auto done = c10::make_scope_exit([&] {
+    if (flight_ != nullptr && failed) {
+      flight_->end_capture(/*failed=*/true);
+    }
+  });
+  Recording recording(*runtime_);
+  std::vector<at::Tensor> all;
+  for (const at::Tensor& output : work_(inputs_)) {
+    all.push_back(output.detach());
+  }
+  StepEffects effects = recording.end();
+  failed = false;
+  if (flight_ != nullptr) {
+    flight_->end_capture(/*failed=*/false);
+  }
+  const std::size_t num_outputs = all.size();
+  for (const StepEffects::Group& group : effects.groups) {
+    for (const at::Tensor& tensor : group.gradients.tensors) {
+      all.push_back(tensor);
+    }
+  }
+  if (!effects_) {
+    effects_ = std::make_unique<StepEffects>(std::move(effects));
+    num_outputs_ = num_outputs;
+  }
+  return all;
+}
+
+// -- replay ------------------------------------------------------------------
+
+StepStamp StepStamp::of(
+    const Runtime& runtime,
+    const std::vector<nn::Module*>& modules) {
+  StepStamp stamp{
+      .num_plans = runtime.executor().num_plans(),
+      .num_rule_changes = runtime.num_rule_changes_,
+      .is_last_microbatch = runtime.is_last_microbatch_,
+      .sync_gradients = runtime.sync_gradients_};
+  for (const auto& unit : runtime.units()) {
+    for (const UnitParameter& p : unit->parameters()) {
+      stamp.requires_grad.push_back(p.tensor.requires_grad());
+    }
+    for (const auto& group : unit->groups()) {
+      for (const WeightPlane& plane : group->weights().planes()) {
+        stamp.addresses.push_back(
+            plane.data->defined() ? plane.data->local().const_data_ptr()
+                                  : nullptr);
+      }
+    }
+  }
+  for (const nn::Module* module : modules) {
+    stamp.training.push_back(module->is_training());
+  }
+  return stamp;
+}
+
+std::string StepGraph::miss(const nn::TensorList& inputs) const {
+  if (!failure_.empty()) {
+    return failure_;
+  }
+  if (inputs.size() != inputs_.size() ||
+      !std::equal(inputs.begin(), inputs.end(), inputs_.begin(), same_kind)) {
+    return "an input has another shape, layout or dtype";
+  }
+  const Runtime& runtime = *runtime_;
+  if (!runtime.observers_.empty()) {
+    return "a RuntimeObserver watches what is inside of it";
+  }
+  for (const auto& unit : runtime.units_) {
+    unit->check_storage();
+    for (const auto& group : unit->groups()) {
+      if (!group->gradients().is_empty()) {
+        return "there are gradients of an earlier backward";
+      }
+      if (group->gradients().has_hook()) {
+        return "a gradient has a hook";
+      }
+    }
+  }
+  if (runtime.executor_.pool().num_held() != 0) {
+    return "weights are gathered before it begins";
+  }
+  const StepStamp now = StepStamp::of(runtime, modules_);
+  if (now.is_last_microbatch != stamp_->is_last_microbatch ||
+      now.sync_gradients != stamp_->sync_gradients) {
+    return "it begins with other microbatch flags";
+  }
+  if (now.requires_grad != stamp_->requires_grad) {
+    return "other parameters require a gradient";
+  }
+  if (now.training != stamp_->training) {
+    return "modules were set to train() or eval()";
+  }
+  if (now.addresses != stamp_->addresses) {
+    return "weights lie elsewhere";
+  }
+  for (std::size_t m = 0; m < modules_.size(); ++m) {
+    if (modules_[m]->num_forward_hooks() > num_own_hooks_[m]) {
+      return fmt::format("{} has forward hooks", modules_[m]->name());
+    }
+  }
+  return {};
+}
+
+nn::TensorList StepGraph::replay(const nn::TensorList& inputs) {
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    if (inputs[i].const_data_ptr() != inputs_[i].const_data_ptr()) {
+      inputs_[i].copy_(inputs[i]);
+    }
+  }
+  {
+    const std::lock_guard lock(runtime_->mutex_);
+    runtime_->executor_.join_streams();
+    runtime_->executor_.wait_for_all_written_weights();
+  }
+  nn::TensorList all;
+  {
+    const std::lock_guard lock(held_->mutex);
+    if (!held_->graph) {
+      runtime_->mesh_->check();  // throws the verdict that took it
+    }
+    FLATSHARD_CHECK(held_->graph, internal, "the graph of the step is gone");
+    held_->graph->replay();
+    all = held_->graph->outputs();
+  }
+  if (flight_ != nullptr) {
+    flight_->replayed(collectives_, runtime_->executor_.step());
+  }
+  apply(all);
+  ++stats_.step_replays;
+  nn::TensorList outputs;
+  for (std::size_t i = 0; i < num_outputs_; ++i) {
+    outputs.push_back(all[i].clone());
+  }
+  return outputs;
+}
+
+// What the step would have done on the host.
+void StepGraph::apply(const std::vector<at::Tensor>& outputs) {
+  Runtime& runtime = *runtime_;
+  const std::lock_guard lock(runtime.mutex_);
+  runtime.executor_.forget_queued();
+  runtime.executor_.fork_streams();
+  runtime.scheduler_ = effects_->scheduler;
+  for (const Action& action : effects_->actions) {
+    runtime.record(action);
+  }
+  if (runtime.options_.trace) {
+    runtime.trace_.events.insert(
+        runtime.trace_.events.end(),
+        effects_->events.begin(),
+        effects_->events.end());
+  }
+  runtime.is_last_microbatch_ = effects_->is_last_microbatch;
+  runtime.sync_gradients_ = effects_->sync_gradients;
+  runtime.by_hand_.assign(runtime.units_.size(), false);
+  runtime.hide_all();
+  const std::vector<ParamGroup*> groups = runtime.all_groups();
+  auto output = outputs.begin() + static_cast<std::ptrdiff_t>(num_outputs_);
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    const StepEffects::Group& group = effects_->groups[g];
+    GradientPipeline::Contents gradients = group.gradients;
+    for (at::Tensor& tensor : gradients.tensors) {
+      tensor = *output++;
+    }
+    groups[g]->gradients().put(gradients);
+    if (group.is_gathered) {
+      groups[g]->weights().mark_gathered();
+    }
+  }
+}
+
+}  // namespace flatshard

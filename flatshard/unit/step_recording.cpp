@@ -1,0 +1,100 @@
+#include "flatshard/unit/step_recording.h"
+
+#include "flatshard/core/error.h"
+
+#include <fmt/ranges.h>
+
+#include <utility>
+
+namespace flatshard {
+
+StepGraph::Recording::Recording(Runtime& runtime)
+    : runtime_(runtime),
+      groups_(runtime.all_groups()),
+      scheduler_(runtime.scheduler_),
+      is_last_microbatch_(runtime.is_last_microbatch_),
+      sync_gradients_(runtime.sync_gradients_),
+      measures_exposed_(runtime.executor_.measures_exposed()) {
+  const std::lock_guard lock(runtime_.mutex_);
+  for (ParamGroup* group : groups_) {
+    progress_.push_back(group->weights().forget_progress());
+    group->gradients().zero();
+  }
+  generation_ = runtime_.seen_generation_;
+  actions_ = std::exchange(runtime_.step_actions_, {});
+  trace_ = std::exchange(runtime_.trace_, {});
+  runtime_.executor_.measure_exposed(false);
+  runtime_.executor_.forget_queued();
+  runtime_.executor_.fork_streams();
+  accumulators_.emplace(runtime_.events_);
+  runtime_.constants_->begin();
+}
+
+StepGraph::Recording::~Recording() {
+  if (!ended_) {
+    restore();
+  }
+}
+
+void StepGraph::Recording::check_rest() const {
+  FLATSHARD_CHECK(
+      runtime_.rests() && runtime_.executor_.pool().num_held() == 0,
+      usage,
+      "the step of a graph ended and these units do not rest: {}; each forward "
+      "in it needs its backward in it",
+      fmt::join(runtime_.scheduler_.restless_units(), ", "));
+  FLATSHARD_CHECK(
+      !runtime_.graph_reads_weights_,
+      usage,
+      "the step of a graph has a backward with create_graph, whose graph reads "
+      "the weights afterwards; run it without GraphOptions::whole_step");
+  std::int64_t generation = 0;
+  for (const auto& unit : runtime_.units_) {
+    generation += unit->generation();
+  }
+  FLATSHARD_CHECK(
+      generation == generation_,
+      usage,
+      "the step of a graph changed weights; step the optimizer outside of "
+      "StepGraph::run");
+}
+
+StepEffects StepGraph::Recording::end() {
+  const std::lock_guard lock(runtime_.mutex_);
+  check_rest();
+  runtime_.executor_.join_streams();
+  StepEffects effects{
+      .scheduler = runtime_.scheduler_,
+      .actions = runtime_.step_actions_,
+      .events = runtime_.trace_.events,
+      .constants = runtime_.constants_->end(),
+      .is_last_microbatch = runtime_.is_last_microbatch_,
+      .sync_gradients = runtime_.sync_gradients_};
+  for (ParamGroup* group : groups_) {
+    effects.groups.push_back(
+        {.gradients = group->gradients().take(),
+         .is_gathered = group->weights().is_gathered()});
+  }
+  ended_ = true;
+  restore();
+  return effects;
+}
+
+// Host alone: the recording may have failed.
+void StepGraph::Recording::restore() {
+  runtime_.constants_->end();
+  accumulators_.reset();
+  runtime_.executor_.forget_queued();
+  runtime_.executor_.measure_exposed(measures_exposed_);
+  runtime_.trace_ = std::move(trace_);
+  runtime_.step_actions_ = std::move(actions_);
+  runtime_.scheduler_ = std::move(scheduler_);
+  runtime_.is_last_microbatch_ = is_last_microbatch_;
+  runtime_.sync_gradients_ = sync_gradients_;
+  for (std::size_t g = 0; g < groups_.size(); ++g) {
+    groups_[g]->gradients().zero();
+    groups_[g]->weights().restore_progress(std::move(progress_[g]));
+  }
+}
+
+}  // namespace flatshard

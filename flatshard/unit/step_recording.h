@@ -1,0 +1,79 @@
+#pragma once
+
+#include "flatshard/group/gradient_pipeline.h"
+#include "flatshard/group/weight_planes.h"
+#include "flatshard/schedule/scheduler.h"
+#include "flatshard/unit/autograd_events.h"
+#include "flatshard/unit/runtime.h"
+#include "flatshard/unit/step_graph.h"
+
+#include <optional>
+#include <vector>
+
+// What of a step is the host's.
+namespace flatshard {
+
+/// What a step leaves behind on the host.
+struct StepEffects {
+  struct Group {
+    GradientPipeline::Contents gradients;
+    bool is_gathered = false;
+  };
+  std::vector<Group> groups;  ///< as Runtime::all_groups
+  Scheduler scheduler;
+  std::vector<Action> actions;
+  std::vector<ScheduleEvent> events;  ///< for RuntimeOptions::trace
+  nn::TensorList constants;           ///< of regions
+  bool is_last_microbatch = true;
+  bool sync_gradients = true;
+};
+
+/// What a step was captured with, and so has to find again.
+struct StepStamp {
+  std::int64_t num_plans = 0;
+  std::int64_t num_rule_changes = 0;
+  bool is_last_microbatch = true;
+  bool sync_gradients = true;
+  std::vector<bool> requires_grad;     ///< by parameter
+  std::vector<bool> training;          ///< by module
+  std::vector<const void*> addresses;  ///< of the groups' weights
+
+  static StepStamp of(
+      const Runtime& runtime,
+      const std::vector<nn::Module*>& modules);
+};
+
+/// While a step is recorded: the Runtime is as if nothing had been done since
+/// the weights changed, all its streams follow the current one, and nothing
+/// refers to work that is not recorded. Then it is as it was before.
+class StepGraph::Recording {
+ public:
+  explicit Recording(Runtime& runtime);
+  ~Recording();
+  Recording(const Recording&) = delete;
+  Recording& operator=(const Recording&) = delete;
+
+  /// The step is over.
+  /// @throws Error{usage} when it left something open.
+  StepEffects end();
+
+ private:
+  void check_rest() const;
+  void restore();
+
+  Runtime& runtime_;
+  std::vector<ParamGroup*> groups_;
+  std::int64_t generation_ = 0;
+  bool ended_ = false;
+  // As it was.
+  Scheduler scheduler_;
+  std::vector<WeightPlanes::Progress> progress_;
+  std::vector<Action> actions_;
+  RuntimeTrace trace_;
+  bool is_last_microbatch_;
+  bool sync_gradients_;
+  bool measures_exposed_;
+  std::optional<AutogradEvents::OwnAccumulators> accumulators_;
+};
+
+}  // namespace flatshard
