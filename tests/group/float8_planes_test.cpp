@@ -172,7 +172,7 @@ Reference reference_of(const Float8Format& format) {
   return reference;
 }
 
-TEST(Float8Planes, B70_AreBitwiseThoseOfOneRankForEveryStrategyAndWorld) {
+TEST(Float8Planes, F2_AreBitwiseThoseOfOneRankForEveryStrategyAndWorld) {
   std::vector<Reference> references;
   for (const Float8Format& format : formats()) {
     references.push_back(reference_of(format));
@@ -324,7 +324,7 @@ TEST(Float8Planes, FrozenGroupsHaveThem) {
   }
 }
 
-TEST(Float8Planes, B69_RestInAByteAWeightAndItsShareOfTheScales) {
+TEST(Float8Planes, F1_RestInAByteAWeightAndItsShareOfTheScales) {
   run_ranks(4, [](RankContext& context) {
     const auto of = [&](Float8Format format) {
       const auto group = fp8_group(
