@@ -22,6 +22,10 @@ struct Float8Format {
   /// Each parameter is a part (UnitSpec::part_nbytes). Costs padding for each.
   bool cut_in_parts = true;
 
+  /// Where the GPU does not multiply the recipe: decode and multiply in
+  /// bfloat16. CPUs do that in any case.
+  bool emulate = false;
+
   float8::Quantizer quantizer() const {
     return {.recipe = recipe, .rounding = rounding};
   }

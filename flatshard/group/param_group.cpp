@@ -1,6 +1,7 @@
 #include "flatshard/group/param_group.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/float8/matmul.h"
 
 #include <ATen/ATen.h>
 
@@ -171,6 +172,15 @@ void ParamGroup::check_float8() const {
       config,
       "{}: blockwise_1x128 is for activations; take blockwise for weights",
       name());
+  const at::Device device = mesh()->device();
+  FLATSHARD_CHECK(
+      device.is_cpu() || own.float8->emulate ||
+          float8::multiplies(recipe, device),
+      config,
+      "{}: this GPU does not multiply {}; take another recipe, or emulate = "
+      "true, which is no faster than bfloat16",
+      name(),
+      float8::to_string(recipe));
   FLATSHARD_CHECK(
       !own.float8->stored_columns || float8::has_power_of_two_scales(recipe),
       config,

@@ -98,10 +98,7 @@ Bytes gathered(ParamGroup& group) {
     for (const auto plane : {kRows, kColumns}) {
       slots[plane] = slot(plane, part);
       if (!planes.stores(plane)) {
-        const_cast<Float8Planes&>(planes).derive(
-            part,
-            slots[kRows],
-            slots[plane]);
+        planes.derive(part, slots[kRows], slots[plane]);
         continue;
       }
       weights.gather(plane, part, slots[plane], weights.plan_gather());
