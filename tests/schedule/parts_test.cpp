@@ -230,7 +230,7 @@ TEST(Parts, GoldenStepGathersTheRowsOfTheRecomputedPartBesideTheColumns) {
 }
 
 // docs/float8.md: what a step of `n` units gathers, exactly.
-TEST(Parts, AStepGathersWhatTheTableSays) {
+TEST(Parts, F4_AStepGathersWhatTheTableSays) {
   constexpr int n = 4;
   const std::vector<PartId> all{0, 1, 2};
   const auto backward = [&](Columns columns,
