@@ -10,11 +10,14 @@
 #include <cstdlib>
 #include <functional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "flatshard/device/stream.h"
 #include "flatshard/device/timer.h"
 #include "flatshard/float8/quantize.h"
+#include "flatshard/nn/float8_fused.h"
+#include "flatshard/optim/flat_update.h"
 
 namespace flatshard {
 namespace {
@@ -203,6 +206,108 @@ void measure(Table& table, std::int64_t rows, std::int64_t columns) {
       [](const at::Tensor& x) { float8::swizzle_mx_scales(x); });
 }
 
+// What is quantized where it is computed: a tensor holds its inputs side by
+// side. Bytes are those of all passes that a recipe needs.
+void measure_fused(Table& table, std::int64_t tokens) {
+  constexpr std::int64_t kDim = 4096;
+  constexpr std::int64_t kFfn = 14336;
+  const std::int64_t inner = tokens * kFfn;
+  const std::int64_t hidden = tokens * kDim;
+  const auto halves = [=] { return at::randn({tokens, 2 * kFfn}, kBf16); };
+  const at::Tensor dy = at::randn({tokens, kFfn}, kBf16);
+  const at::Tensor weight = at::ones({kDim}, kBf16);
+  const at::Tensor rstd = at::ones({tokens}, kBf16.dtype(at::kFloat));
+  const std::string wide = fmt::format("{}x{}", tokens, kFfn);
+  const std::string narrow = fmt::format("{}x{}", tokens, kDim);
+  for (const Recipe recipe :
+       {Recipe::tensorwise, Recipe::blockwise_1x128, Recipe::mxfp8}) {
+    const std::string name(to_string(recipe));
+    // Tensorwise reads everything twice: for amax, and for the planes.
+    const bool twice = recipe == Recipe::tensorwise;
+    table.add(
+        "swiglu " + name,
+        wide,
+        inner * (twice ? 10 : 6),
+        halves,
+        [=](const at::Tensor& x) {
+          nn::swiglu_float8(
+              x.narrow(1, 0, kFfn),
+              x.narrow(1, kFfn, kFfn),
+              {recipe});
+        });
+    table.add(
+        "swiglu backward " + name,
+        wide,
+        inner * (twice ? 18 : 10),
+        [=] { return halves(); },
+        [=](const at::Tensor& x) {
+          // Tensorwise takes contiguous halves.
+          const at::Tensor gate =
+              twice ? x.view({2, tokens, kFfn})[0] : x.narrow(1, 0, kFfn);
+          const at::Tensor up =
+              twice ? x.view({2, tokens, kFfn})[1] : x.narrow(1, kFfn, kFfn);
+          nn::swiglu_backward_float8(dy, gate, up, {recipe});
+        });
+    table.add(
+        "add and norm " + name,
+        narrow,
+        hidden * 10,
+        [=] {
+          return at::randn({2, tokens, kDim}, kBf16);
+        },
+        [=](const at::Tensor& x) {
+          nn::rms_norm_float8(x[0], x[1], weight, 1e-5, {recipe});
+        });
+  }
+  table.add(
+      "norm backward, add and amax",
+      narrow,
+      hidden * 8,
+      [=] {
+        return at::randn({3, tokens, kDim}, kBf16);
+      },
+      [=](const at::Tensor& x) {
+        nn::rms_norm_backward_amax(x[0], x[1], x[2], weight, rstd);
+      });
+}
+
+void measure_adamw(Table& table) {
+  constexpr std::int64_t kShard = std::int64_t{1} << 26;
+  const auto f32 = kBf16.dtype(at::kFloat);
+  const at::Tensor grad = at::randn({kShard}, kBf16);
+  const at::Tensor states = at::zeros({2, kShard}, f32);
+  const Float8Outputs amax{.ends = {kShard}, .amax = at::zeros({1}, f32)};
+  const Float8Outputs mx{
+      .ends = {kShard},
+      .data = at::empty({kShard}, f32.dtype(at::kFloat8_e4m3fn)),
+      .scales = at::empty({kShard / 32}, f32.dtype(at::kFloat8_e8m0fnu))};
+  for (const auto& [name, outputs, nbytes] :
+       {std::tuple{"AdamW", Float8Outputs{}, 26},
+        {"AdamW and amax", amax, 26},
+        {"AdamW and mxfp8", mx, 27}}) {
+    table.add(
+        name,
+        "shard",
+        kShard * nbytes,
+        [=] { return at::randn({kShard}, f32); },
+        [&, outputs = outputs](const at::Tensor& main) {
+          adamw_update(
+              {.main = main,
+               .grad = grad,
+               .state0 = states[0],
+               .state1 = states[1],
+               .decay = {{kShard, 0.1F}},
+               .float8 = outputs},
+              {.lr = 1e-4F,
+               .beta1 = 0.9F,
+               .beta2 = 0.95F,
+               .eps = 1e-8F,
+               .bias_correction1 = 0.5F,
+               .bias_correction2 = 0.5F});
+        });
+  }
+}
+
 int run(const Options& options) {
   if (!cuda_available()) {
     fmt::print(
@@ -222,6 +327,8 @@ int run(const Options& options) {
   for (const std::int64_t columns : {4096, 14336}) {
     measure(table, options.tokens, columns);
   }
+  measure_fused(table, options.tokens);
+  measure_adamw(table);
   return 0;
 }
 

@@ -3,9 +3,10 @@
 python3 bench/graphs.py --program build/flatshard --peer --fsdp2
 
 On one GPU, for a model that the host bounds and one that the GPU bounds: each pair runs
-the trainer as it is and with `cuda_graph.impl=unit`, the first one first in every other
-pair. Then one step of each is traced, which says what the GPU itself computes: the
-eager trace's is the limit. Beside the model that the host bounds, when asked for:
+the trainer as it is and with `cuda_graph.impl=unit`, and with `full_iteration` when
+`--ways eager unit step` asks for it, the first one first in every other pair. Then one
+step of each is traced, which says what the GPU itself computes: the eager trace's is
+the limit. Beside the model that the host bounds, when asked for:
 
   --peer   bench/graph_peer.py, or another script with its options and output: PyTorch
            unsharded and without an optimizer, launched in several ways. Compared with
@@ -37,6 +38,7 @@ WAYS = {
     "eager": [],
     "unit": ["cuda_graph.impl=unit"],
     "parts": ["cuda_graph.impl=unit", "cuda_graph.modules=attn,mlp"],
+    "step": ["cuda_graph.impl=full_iteration"],
 }
 
 
@@ -196,7 +198,8 @@ def main():
         nargs="+",
         choices=WAYS,
         default=["eager", "unit"],
-        help="of running the trainer; parts: attn and mlp of each block [eager unit]",
+        help="of running the trainer; parts: attn and mlp of each block; step: forward "
+        "and backward of a step as one graph [eager unit]",
     )
     parser.add_argument("--pairs", type=int, default=5, help="runs of each way [5]")
     parser.add_argument("--warmup", type=int, default=12, help="steps [12]")

@@ -4,14 +4,19 @@ PYTHONPATH=build/python torchrun --nproc-per-node 2 bench/python_compile.py
 
 Each case is a stack of equal blocks, a unit each, and runs four ways: Flatshard and
 FSDP2, eager and with `block.compile()`; with --graphs also Flatshard with
-`cuda_graph=True`, eager and with what its forward calls compiled. Prints one table: the median step (forward,
-backward, AdamW) in ms, its range, the host's part, what one more step's kernels took
-the GPU (profiled), the peak of allocated memory and the last loss, then the ratios;
-writes all of it as JSON. A way that fails is a row that says so, and the exit status is
-1. Without a GPU the sizes are tiny: that tries the script and measures nothing.
+`cuda_graph=True`, eager and with what its forward calls compiled; with
+--reduce-overhead both with `block.compile(mode="reduce-overhead")`, Flatshard in its
+arena, and how many CUDA graphs torch recorded in the warm-up and again behind it.
+Prints one table: the median step (forward, backward, AdamW) in ms, its range, the
+host's part, what one more step's kernels took the GPU (profiled), the peak of allocated
+memory and the last loss, then the ratios; writes all of it as JSON. A way that fails is
+a row that says so, and the exit status is 1. Without a GPU the sizes are tiny: that
+tries the script and measures nothing.
 """
 
 import argparse
+import contextlib
+import functools
 import gc
 import json
 import os
@@ -128,6 +133,12 @@ RATIOS = (
     ("flatshard graphs / eager", f"{GRAPHS} eager", "flatshard eager"),
     ("flatshard graphs / compiled", f"{GRAPHS} eager", "flatshard compiled"),
     ("compiled: graphs / none", f"{GRAPHS} compiled", "flatshard compiled"),
+    ("reduce-overhead / compiled", "flatshard reduce-overhead", "flatshard compiled"),
+    (
+        "reduce-overhead: flatshard / fsdp2",
+        "flatshard reduce-overhead",
+        "fsdp2 reduce-overhead",
+    ),
 )
 
 
@@ -159,20 +170,44 @@ def gpu_ms(step):
     return busy / 1e3
 
 
-def compile_inside(block, backend):
-    """What is captured is the block, and the block calls compiled code."""
-    kind = type(block)
+@functools.cache
+def compiled_inside(kind, backend):
+    """The same block, whose forward calls compiled code; one class for all of them."""
     compiled = torch.compile(kind.forward, backend=backend)
     inside = {"forward": lambda self, x: compiled(self, x)}
-    block.__class__ = type(f"Compiled{kind.__name__}", (kind,), inside)
+    return type(f"Compiled{kind.__name__}", (kind,), inside)
 
 
-def measure(case, library, compiled, mesh, args):
+@contextlib.contextmanager
+def counted_recordings():
+    """A list that grows by one for each CUDA graph that torch records."""
+    begin = torch.cuda.CUDAGraph.capture_begin
+    seen = []
+
+    def counted(self, *args, **kwargs):
+        seen.append(1)
+        return begin(self, *args, **kwargs)
+
+    torch.cuda.CUDAGraph.capture_begin = counted
+    try:
+        yield seen
+    finally:
+        torch.cuda.CUDAGraph.capture_begin = begin
+
+
+def measure(case, library, kind, mesh, args):
+    with counted_recordings() as recordings:
+        return measure_counted(case, library, kind, mesh, args, recordings)
+
+
+def measure_counted(case, library, kind, mesh, args, recordings):
     make, shape = CASES[case](args.tiny)
     shape = (max(1, shape[0] // args.rows_divisor), *shape[1:])
     graphs = library == GRAPHS
     function, policy = LIBRARIES["flatshard" if graphs else library]
     options = {"cuda_graph": True} if graphs else {}
+    overhead = kind == "reduce-overhead"
+    arena = {"slots_on_demand": False} if overhead and library == "flatshard" else {}
     # Saved tensors keep their places in a graph, so compiled code gives none away.
     torch._functorch.config.donated_buffer = not graphs
     cuda = mesh.device_type == "cuda"
@@ -184,15 +219,20 @@ def measure(case, library, compiled, mesh, args):
     if x.dim() == 4 and cuda:  # on CPUs GroupNorm's backward crashes (torch 2.11)
         x = x.to(memory_format=torch.channels_last)
     for block in model.blocks:
-        if compiled and graphs:
-            compile_inside(block, args.backend)
-        elif compiled:
+        if overhead:
+            block.compile(mode="reduce-overhead")
+        elif kind == "compiled" and graphs:
+            # What is captured is the block.
+            block.__class__ = compiled_inside(type(block), args.backend)
+        elif kind == "compiled":
             block.compile(backend=args.backend)
         function(block, mesh=mesh, mp_policy=policy, **options)
-    function(model, mesh=mesh, mp_policy=policy)
+    function(model, mesh=mesh, mp_policy=policy, **arena)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def train_step():
+        if overhead:
+            torch.compiler.cudagraph_mark_step_begin()
         loss = model(x)
         loss.backward()
         optimizer.step()
@@ -205,6 +245,7 @@ def measure(case, library, compiled, mesh, args):
         if step == args.warmup:
             synchronize(mesh)
             warmup_s = time.perf_counter() - begin
+            recorded = len(recordings)
             if cuda:
                 torch.cuda.reset_peak_memory_stats()
         synchronize(mesh)
@@ -225,6 +266,9 @@ def measure(case, library, compiled, mesh, args):
         "warmup_s": warmup_s,
     }
     result["gpu_ms"] = gpu_ms(train_step) if cuda else None
+    if overhead:
+        result["recorded"] = recorded
+        result["recorded_again"] = len(recordings) - recorded
     if graphs:
         result["cuda_graph"] = flatshard.cuda_graph_stats(model)
     return result
@@ -247,6 +291,15 @@ def attempt(*what):
         torch.cuda.empty_cache()
     torch._dynamo.reset()
     return result
+
+
+def ways_of(args):
+    """Pairs of a library and a kind."""
+    libraries = [*LIBRARIES, *([GRAPHS] if args.graphs else [])]
+    pairs = [(library, kind) for kind in ("eager", "compiled") for library in libraries]
+    if args.reduce_overhead:
+        pairs += [(library, "reduce-overhead") for library in LIBRARIES]
+    return pairs
 
 
 def over_budget(begin, args):
@@ -282,11 +335,18 @@ def print_table(results):
                 f"{r['host_ms']:8.2f} {gpu:>8} {peak:>9} {r['loss']:9.5f} "
                 f"{r['warmup_s']:9.1f}"
             )
-    say(f"\n{'ratio of step times':30}" + "".join(f"{case:>13}" for case in results))
+    for case, ways in results.items():
+        for way, r in ways.items():
+            if "recorded" in r:
+                say(
+                    f"{case}, {way}: torch recorded {r['recorded']} CUDA graphs in the "
+                    f"warm-up, {r['recorded_again']} behind it"
+                )
+    say(f"\n{'ratio of step times':35}" + "".join(f"{case:>13}" for case in results))
     for name, _, _ in RATIOS:
         values = [ratios(ways).get(name) for ways in results.values()]
         texts = ["-" if v is None else f"{v:.3f}" for v in values]
-        say(f"{name:30}" + "".join(f"{text:>13}" for text in texts))
+        say(f"{name:35}" + "".join(f"{text:>13}" for text in texts))
 
 
 def main():
@@ -298,6 +358,9 @@ def main():
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--graphs", action="store_true", help="CUDA graphs as well")
+    parser.add_argument(
+        "--reduce-overhead", action="store_true", help="torch's own graphs as well"
+    )
     parser.add_argument(
         "--rows-divisor",
         type=int,
@@ -320,15 +383,14 @@ def main():
     results = {}
     for case in args.cases:
         results[case] = {}
-        for compiled in (False, True):
-            for library in (*LIBRARIES, *([GRAPHS] if args.graphs else [])):
-                way = f"{library} {'compiled' if compiled else 'eager'}"
-                if over_budget(begin, args):
-                    result = {"error": f"not started within {args.budget_s:g} s"}
-                else:
-                    result = attempt(case, library, compiled, mesh, args)
-                results[case][way] = result
-                say(f"{case}, {way}:", result.get("error", f"{result.get('ms')} ms"))
+        for library, kind in ways_of(args):
+            way = f"{library} {kind}"
+            if over_budget(begin, args):
+                result = {"error": f"not started within {args.budget_s:g} s"}
+            else:
+                result = attempt(case, library, kind, mesh, args)
+            results[case][way] = result
+            say(f"{case}, {way}:", result.get("error", f"{result.get('ms')} ms"))
     device = torch.cuda.get_device_name() if cuda else "CPU"
     about = f"{dist.get_world_size()}x {device}, torch {torch.__version__}"
     say(f"\n{about}" + (", tiny sizes" if args.tiny else ""))

@@ -51,3 +51,4 @@
 #include "flatshard/optim/lr_schedule.h"
 #include "flatshard/optim/sgd.h"
 #include "flatshard/unit/fully_shard.h"
+#include "flatshard/unit/step_graph.h"

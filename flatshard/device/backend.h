@@ -25,7 +25,9 @@ void reset_cuda_peak_memory(at::Device device);
 bool pin_host_memory(void* begin, std::size_t nbytes);
 void unpin_host_memory(void* begin) noexcept;
 std::unique_ptr<StreamTimer> make_cuda_timer(at::Device device);
-std::shared_ptr<GraphPool> make_cuda_graph_pool(at::Device device);
+std::shared_ptr<GraphPool> make_cuda_graph_pool(
+    at::Device device,
+    bool audited);
 std::unique_ptr<StreamWord> make_cuda_stream_word(at::Device device);
 bool current_cuda_stream_records(at::Device device);
 

@@ -2,14 +2,18 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/device/backend.h"
+#include "flatshard/device/cuda_graph_audit.h"
 #include "flatshard/device/cuda_scope.h"
 #include "flatshard/device/graph_recording.h"
 
 #include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
 
 #include <array>
+#include <mutex>
 #include <optional>
 #include <utility>
 
@@ -28,20 +32,35 @@ c10::cuda::CUDAStream capture_stream(at::Device device) {
   return *stream;
 }
 
+// Where a replay reads the seed and offset of `generator`. In a recording.
+std::vector<const void*> words_of_generator(at::Generator generator) {
+  auto* const gpu = at::check_generator<at::CUDAGeneratorImpl>(generator);
+  const std::lock_guard lock(gpu->mutex_);
+  const at::PhiloxCudaState state = gpu->philox_cuda_state(0);
+  if (!state.captured_) {
+    return {};
+  }
+  return {state.seed_.ptr, state.offset_.ptr};
+}
+
 class CudaGraph final : public DeviceGraph {
  public:
   CudaGraph(
       at::Device device,
       at::cuda::MempoolId_t pool,
       const Work& work,
-      const std::vector<at::Generator>& generators)
-      : device_(device) {
+      const std::vector<at::Generator>& generators,
+      bool audited)
+      : device_(device), pool_(pool), audited_(audited), recording_(audited) {
     const c10::cuda::CUDAStreamGuard on(capture_stream(device));
     for (const at::Generator& generator : generators) {
       recording_.draws_from(generator);
     }
     recording_.begin(pool);
     try {
+      if (audited_) {
+        find_generators(generators);
+      }
       outputs_ = work();
     } catch (...) {
       recording_.give_up();
@@ -57,16 +76,68 @@ class CudaGraph final : public DeviceGraph {
     recording_.replay();
   }
 
+  GraphAudit audit(const std::vector<at::Tensor>& declared) const override {
+    FLATSHARD_CHECK(
+        audited_,
+        usage,
+        "audit of a CUDA graph: expected one of a pool that was made for "
+        "audits (make_graph_pool)");
+    GraphMemory memory;
+    void* const stream = capture_stream(device_).stream();
+    for (const auto& segment :
+         c10::cuda::CUDACachingAllocator::snapshot().segments) {
+      if (segment.device != device_.index()) {
+        continue;
+      }
+      memory.add_managed(segment.address, segment.total_size);
+      // Outside of the pool that stream has the workspace of cuBLAS alone.
+      if (segment.owner_private_pool_id == pool_ || segment.stream == stream) {
+        memory.allow(segment.address, segment.total_size);
+      }
+    }
+    for (const void* word : generator_words_) {
+      memory.allow(reinterpret_cast<std::uint64_t>(word), sizeof(std::int64_t));
+    }
+    for (const at::Tensor& tensor : declared) {
+      if (tensor.defined() && tensor.is_cuda()) {
+        memory.allow(
+            reinterpret_cast<std::uint64_t>(tensor.const_data_ptr()),
+            at::detail::computeStorageNbytes(
+                tensor.sizes(),
+                tensor.strides(),
+                tensor.element_size()));
+      }
+    }
+    return audit_graph(recording_.raw_cuda_graph(), memory);
+  }
+
  private:
+  void find_generators(const std::vector<at::Generator>& generators) {
+    generator_words_ = words_of_generator(
+        at::cuda::detail::getDefaultCUDAGenerator(device_.index()));
+    for (const at::Generator& generator : generators) {
+      if (generator.device().is_cuda()) {
+        for (const void* word : words_of_generator(generator)) {
+          generator_words_.push_back(word);
+        }
+      }
+    }
+  }
+
   at::Device device_;
-  GraphRecording recording_;
+  at::cuda::MempoolId_t pool_;
+  bool audited_;
+  mutable GraphRecording recording_;  // torch's getter is not const
+  std::vector<const void*> generator_words_;
   std::vector<at::Tensor> outputs_;
 };
 
 class CudaGraphPool final : public GraphPool {
  public:
-  explicit CudaGraphPool(at::Device device)
-      : device_(device), id_(at::cuda::graph_pool_handle()) {}
+  CudaGraphPool(at::Device device, bool audited)
+      : device_(device),
+        id_(at::cuda::graph_pool_handle()),
+        audited_(audited) {}
 
   std::unique_ptr<DeviceGraph> capture(
       DeviceGraph::Work work,
@@ -74,7 +145,8 @@ class CudaGraphPool final : public GraphPool {
     warm_up();
     const std::int64_t before = reserved();
     try {
-      auto graph = std::make_unique<CudaGraph>(device_, id_, work, generators);
+      auto graph =
+          std::make_unique<CudaGraph>(device_, id_, work, generators, audited_);
       nbytes_ += reserved() - before;
       return graph;
     } catch (const c10::Error& error) {
@@ -108,14 +180,17 @@ class CudaGraphPool final : public GraphPool {
 
   at::Device device_;
   at::cuda::MempoolId_t id_;
+  bool audited_;
   std::int64_t nbytes_ = 0;
   bool warm_ = false;
 };
 
 }  // namespace
 
-std::shared_ptr<GraphPool> make_cuda_graph_pool(at::Device device) {
-  return std::make_shared<CudaGraphPool>(device);
+std::shared_ptr<GraphPool> make_cuda_graph_pool(
+    at::Device device,
+    bool audited) {
+  return std::make_shared<CudaGraphPool>(device, audited);
 }
 
 }  // namespace flatshard::detail

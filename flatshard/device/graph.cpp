@@ -21,6 +21,8 @@ class CpuGraph final : public DeviceGraph {
 
   const std::vector<at::Tensor>& outputs() const override { return outputs_; }
 
+  GraphAudit audit(const std::vector<at::Tensor>&) const override { return {}; }
+
   void replay() override {
     const std::vector<at::Tensor> values = work_();
     const at::NoGradGuard no_grad;
@@ -61,9 +63,9 @@ class CpuGraphPool final : public GraphPool {
 
 }  // namespace
 
-std::shared_ptr<GraphPool> make_graph_pool(at::Device device) {
+std::shared_ptr<GraphPool> make_graph_pool(at::Device device, bool audited) {
   if (device.is_cuda()) {
-    return detail::make_cuda_graph_pool(device);
+    return detail::make_cuda_graph_pool(device, audited);
   }
   return std::make_shared<CpuGraphPool>();
 }

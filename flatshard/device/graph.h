@@ -1,5 +1,7 @@
 #pragma once
 
+#include "flatshard/device/graph_audit.h"
+
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -27,6 +29,10 @@ class DeviceGraph {
   virtual const std::vector<at::Tensor>& outputs() const = 0;
   /// Queues the work on the current stream.
   virtual void replay() = 0;
+  /// Looks at the addresses that the graph's kernels have. CPU: at nothing.
+  /// @param declared  what they may touch besides the memory of the pool.
+  /// @throws Error{usage} when the pool is not for audits.
+  virtual GraphAudit audit(const std::vector<at::Tensor>& declared) const = 0;
 };
 
 /// The memory that graphs share. Tensors that a capture leaves behind (its
@@ -53,7 +59,10 @@ class GraphPool {
   virtual std::int64_t nbytes() const = 0;
 };
 
+/// @param audited  its graphs keep their nodes, for DeviceGraph::audit.
 /// @throws Error{config} for CUDA in a build without it.
-std::shared_ptr<GraphPool> make_graph_pool(at::Device device);
+std::shared_ptr<GraphPool> make_graph_pool(
+    at::Device device,
+    bool audited = false);
 
 }  // namespace flatshard

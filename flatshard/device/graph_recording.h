@@ -15,6 +15,10 @@ namespace flatshard::detail {
 /// capture when the recording fails.
 class GraphRecording : public at::cuda::CUDAGraph {
  public:
+  /// @param keeps_nodes  `raw_cuda_graph` is there behind `end`.
+  explicit GraphRecording(bool keeps_nodes)
+      : CUDAGraph(keeps_nodes), keeps_nodes_(keeps_nodes) {}
+
   /// Before `begin`; each generator that is drawn from besides the default one.
   void draws_from(const at::Generator& generator) { enlist(*this, generator); }
 
@@ -29,6 +33,9 @@ class GraphRecording : public at::cuda::CUDAGraph {
     } catch (...) {
       stop_allocating();
       throw;
+    }
+    if (keeps_nodes_) {
+      instantiate();
     }
   }
   /// After an exception of what was recorded.
@@ -71,6 +78,7 @@ class GraphRecording : public at::cuda::CUDAGraph {
     }
   }
 
+  bool keeps_nodes_;
   bool recording_ = false;
 };
 

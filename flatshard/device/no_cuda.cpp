@@ -82,7 +82,9 @@ std::unique_ptr<StreamTimer> make_cuda_timer(at::Device /*device*/) {
   throw_no_cuda("CUDA timer");
 }
 
-std::shared_ptr<GraphPool> make_cuda_graph_pool(at::Device /*device*/) {
+std::shared_ptr<GraphPool> make_cuda_graph_pool(
+    at::Device /*device*/,
+    bool /*audited*/) {
   throw_no_cuda("CUDA graph");
 }
 

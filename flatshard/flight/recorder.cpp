@@ -122,10 +122,10 @@ void FlightRecorder::replayed(
   impl_->ring().replayed(captured, step, std::move(done));
 }
 
-FlightRecorder::BeforeAbort FlightRecorder::before_abort(
+FlightRecorder::WithAbort FlightRecorder::with_abort(
     std::function<void()> action) {
   auto handle = std::make_shared<std::function<void()>>(std::move(action));
-  impl_->add_before_abort(handle);
+  impl_->add_with_abort(handle);
   return handle;
 }
 

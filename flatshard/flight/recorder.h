@@ -90,11 +90,11 @@ class FlightRecorder : public CollectiveObserver {
   void replayed(
       const std::shared_ptr<CapturedCollectives>& captured,
       std::int64_t step);
-  /// Called once a verdict is there, before the communicators are aborted, from
-  /// a thread of the watcher, for as long as the returned handle lives. NCCL's
-  /// abort waits until the graphs are gone that hold its collectives.
-  using BeforeAbort = std::shared_ptr<std::function<void()>>;
-  [[nodiscard]] BeforeAbort before_abort(std::function<void()> action);
+  /// Called once a verdict is there, beside the communicators' aborts, from a
+  /// thread of its own, for as long as the returned handle lives. NCCL's abort
+  /// waits until the graphs are gone that hold its collectives.
+  using WithAbort = std::shared_ptr<std::function<void()>>;
+  [[nodiscard]] WithAbort with_abort(std::function<void()> action);
 
   std::optional<Verdict> verdict() const;
   /// This rank's own state, with all entries.

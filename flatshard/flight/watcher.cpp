@@ -98,11 +98,11 @@ void FlightWatcher::add(std::weak_ptr<Communicator> communicator) {
   communicators_.push_back(std::move(communicator));
 }
 
-void FlightWatcher::add_before_abort(
+void FlightWatcher::add_with_abort(
     std::weak_ptr<std::function<void()>> action) {
   const std::lock_guard lock(mutex_);
-  std::erase_if(before_abort_, [](const auto& a) { return a.expired(); });
-  before_abort_.push_back(std::move(action));
+  std::erase_if(with_abort_, [](const auto& a) { return a.expired(); });
+  with_abort_.push_back(std::move(action));
 }
 
 FlightState FlightWatcher::state(int num_entries) {
@@ -341,7 +341,7 @@ void FlightWatcher::abort_all() {
     std::vector<std::shared_ptr<std::function<void()>>> actions;
     {
       const std::lock_guard lock(mutex_);
-      for (const auto& weak : before_abort_) {
+      for (const auto& weak : with_abort_) {
         if (auto action = weak.lock()) {
           actions.push_back(std::move(action));
         }
@@ -352,14 +352,22 @@ void FlightWatcher::abort_all() {
         }
       }
     }
+    // Beside the aborts: to drop a graph may wait for its replay, which an
+    // abort ends, and the abort then waits for the graph.
+    std::vector<std::thread> beside;
     for (const auto& action : actions) {
-      try {
-        (*action)();
-      } catch (const std::exception& error) {
-        log_error("before the communicators end: {}", error.what());
-      }
+      beside.emplace_back([&action] {
+        try {
+          (*action)();
+        } catch (const std::exception& error) {
+          log_error("while the communicators end: {}", error.what());
+        }
+      });
     }
     abort_together(communicators);
+    for (std::thread& thread : beside) {
+      thread.join();
+    }
   }  // who waits for the abort finds no owner beside himself
   {
     const std::lock_guard lock(mutex_);

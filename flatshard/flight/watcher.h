@@ -41,7 +41,7 @@ class FlightWatcher : public std::enable_shared_from_this<FlightWatcher> {
   FlightRing& ring() { return ring_; }
   const FlightRecorderOptions& options() const { return options_; }
   void add(std::weak_ptr<Communicator> communicator);
-  void add_before_abort(std::weak_ptr<std::function<void()>> action);
+  void add_with_abort(std::weak_ptr<std::function<void()>> action);
   void set_step(std::int64_t step) { step_ = step; }
   std::int64_t step() const { return step_; }
   FlightState state(int num_entries);
@@ -130,7 +130,7 @@ class FlightWatcher : public std::enable_shared_from_this<FlightWatcher> {
   std::optional<Verdict> verdict_;
   std::optional<Verdict> proposal_;
   std::vector<std::weak_ptr<Communicator>> communicators_;
-  std::vector<std::weak_ptr<std::function<void()>>> before_abort_;
+  std::vector<std::weak_ptr<std::function<void()>>> with_abort_;
   bool woken_ = false;
   bool closing_ = false;
   bool aborted_ = false;

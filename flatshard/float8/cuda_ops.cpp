@@ -6,7 +6,7 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/device/cuda_scope.h"
-#include "flatshard/float8/kernels/kernels.h"
+#include "flatshard/float8/cuda_planes.h"
 
 namespace flatshard::float8::cuda {
 namespace {
@@ -30,6 +30,23 @@ kernels::Values values_of(const at::Tensor& x) {
       .dtype = dtype_of(x)};
 }
 
+// Of a tensor without elements: those of zeros.
+void fill_scales(const Quantizer& q, const PlaneView& view) {
+  if (view.given_scales || view.plane.scales.numel() == 0) {
+    return;
+  }
+  if (q.recipe == Recipe::mxfp8) {
+    view.plane.scales.view(at::kByte).zero_();
+  } else {
+    const Scale scale = has_power_of_two_scales(q.recipe)
+                            ? scale_of_e8m0(0)
+                            : float_scale_of(0.0F, q.format);
+    view.plane.scales.fill_(scale.dequantize);
+  }
+}
+
+}  // namespace
+
 kernels::PlanePointers pointers_of(const PlaneView* view) {
   if (view == nullptr) {
     return {};
@@ -46,54 +63,56 @@ kernels::PlanePointers pointers_of(const PlaneView* view) {
           view->amax.defined() ? view->amax.const_data_ptr<float>() : nullptr};
 }
 
-// Of a tensor without elements: those of zeros.
-void fill_scales(const Quantizer& q, const PlaneView& view) {
-  if (view.given_scales || view.plane.scales.numel() == 0) {
-    return;
-  }
-  if (q.recipe == Recipe::mxfp8) {
-    view.plane.scales.view(at::kByte).zero_();
-  } else {
-    const Scale scale = has_power_of_two_scales(q.recipe)
-                            ? scale_of_e8m0(0)
-                            : float_scale_of(0.0F, q.format);
-    view.plane.scales.fill_(scale.dequantize);
-  }
-}
-
-at::Tensor zeros(std::int64_t num, const at::Tensor& like) {
-  return at::zeros({num}, like.options().dtype(at::kFloat));
-}
-
-// Kernels that read amax need it; it lives until the next one is queued.
-std::vector<at::Tensor>
-find_amax(const at::Tensor& x, Recipe recipe, kernels::Quantize& args) {
+std::vector<at::Tensor> find_amax(
+    std::int64_t rows,
+    std::int64_t columns,
+    at::Device device,
+    const AmaxKernels& find,
+    kernels::Quantize& args) {
   std::vector<at::Tensor> made;
+  const auto make = [&](std::int64_t num) {
+    const auto f32 = at::TensorOptions(device).dtype(at::kFloat);
+    made.push_back(at::zeros({num}, f32));
+    return made.back().mutable_data_ptr<float>();
+  };
   const auto missing = [](const kernels::PlanePointers& p) {
     return p.scales != nullptr && p.amax == nullptr;
   };
-  if (recipe == Recipe::tensorwise &&
+  if (args.recipe == Recipe::tensorwise &&
       (missing(args.row) || missing(args.column))) {
-    made.push_back(amax_of(x));
-    args.row.amax = args.column.amax = made[0].const_data_ptr<float>();
+    float* all = make(1);
+    args.row.amax = args.column.amax = all;
+    find.all(all);
   }
-  if (recipe == Recipe::rowwise) {
-    float* rows = nullptr;
-    float* columns = nullptr;
-    if (missing(args.row)) {
-      made.push_back(zeros(x.size(0), x));
-      args.row.amax = rows = made.back().mutable_data_ptr<float>();
-    }
-    if (missing(args.column)) {
-      made.push_back(zeros(x.size(1), x));
-      args.column.amax = columns = made.back().mutable_data_ptr<float>();
-    }
-    if (rows != nullptr || columns != nullptr) {
-      kernels::row_and_column_amax(values_of(x), rows, columns, stream());
-      C10_CUDA_KERNEL_LAUNCH_CHECK();
+  if (args.recipe == Recipe::rowwise) {
+    float* of_rows = missing(args.row) ? make(rows) : nullptr;
+    float* of_columns = missing(args.column) ? make(columns) : nullptr;
+    args.row.amax = of_rows != nullptr ? of_rows : args.row.amax;
+    args.column.amax = of_columns != nullptr ? of_columns : args.column.amax;
+    if (of_rows != nullptr || of_columns != nullptr) {
+      find.rows_and_columns(of_rows, of_columns);
     }
   }
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
   return made;
+}
+
+namespace {
+
+std::vector<at::Tensor> find_amax(
+    const at::Tensor& x,
+    kernels::Quantize& args) {
+  const kernels::Values values = values_of(x);
+  return cuda::find_amax(
+      x.size(0),
+      x.size(1),
+      x.device(),
+      {.all = [&](float* to) { kernels::amax(values, to, stream()); },
+       .rows_and_columns =
+           [&](float* rows, float* columns) {
+             kernels::row_and_column_amax(values, rows, columns, stream());
+           }},
+      args);
 }
 
 }  // namespace
@@ -113,7 +132,7 @@ void quantize(
       .rounding = q.rounding};
   const bool only_rows = column == nullptr;
   if (only_rows && q.recipe == Recipe::tensorwise) {
-    const auto amax = find_amax(x, q.recipe, args);
+    const auto amax = find_amax(x, args);
     kernels::quantize_flat(values_of(x), args, stream());
   } else if (x.numel() == 0) {
     for (const PlaneView* view : {row, column}) {
@@ -132,7 +151,7 @@ void quantize(
       x.size(1) <= kernels::kMaxRow) {
     kernels::quantize_rows(values_of(x), args, stream());
   } else {
-    const auto amax = find_amax(x, q.recipe, args);
+    const auto amax = find_amax(x, args);
     kernels::quantize_tiles(values_of(x), args, stream());
   }
   C10_CUDA_KERNEL_LAUNCH_CHECK();

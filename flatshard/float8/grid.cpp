@@ -91,24 +91,6 @@ void check_divides(
       size);
 }
 
-void check_tensor(const at::Tensor& x) {
-  FLATSHARD_CHECK(
-      x.defined() && x.dim() == 2,
-      config,
-      "float8: expected a tensor [rows, columns], got {}",
-      x.defined() ? c10::str(x.sizes()) : "none");
-  FLATSHARD_CHECK(
-      x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16,
-      config,
-      "float8: expected a float32 or bfloat16 tensor, got {}",
-      c10::toString(x.scalar_type()));
-  FLATSHARD_CHECK(
-      x.is_cpu() || x.is_cuda(),
-      config,
-      "float8: expected a tensor on the CPU or on CUDA, got {}",
-      x.device().str());
-}
-
 void check_options(const Quantizer& q, const PlaneOptions& options) {
   FLATSHARD_CHECK(
       q.rounding == Rounding::up || has_power_of_two_scales(q.recipe),
@@ -185,6 +167,24 @@ ScaleGrid scale_grid(
              : ScaleGrid{inner_size, outer_size, inner_stride, outer_stride};
 }
 
+void check_tensor(const at::Tensor& x) {
+  FLATSHARD_CHECK(
+      x.defined() && x.dim() == 2,
+      config,
+      "float8: expected a tensor [rows, columns], got {}",
+      x.defined() ? c10::str(x.sizes()) : "none");
+  FLATSHARD_CHECK(
+      x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16,
+      config,
+      "float8: expected a float32 or bfloat16 tensor, got {}",
+      c10::toString(x.scalar_type()));
+  FLATSHARD_CHECK(
+      x.is_cpu() || x.is_cuda(),
+      config,
+      "float8: expected a tensor on the CPU or on CUDA, got {}",
+      x.device().str());
+}
+
 Plane empty_plane(
     std::int64_t rows,
     std::int64_t columns,
@@ -219,19 +219,18 @@ PlaneView make_plane(
   check_tensor(x);
   return plane_over(
       empty_plane(x.size(0), x.size(1), x.device(), q, options),
-      x,
+      x.size(0),
+      x.size(1),
       q,
       options);
 }
 
 PlaneView plane_over(
     const Plane& out,
-    const at::Tensor& x,
+    std::int64_t rows,
+    std::int64_t columns,
     const Quantizer& q,
     const PlaneOptions& options) {
-  check_tensor(x);
-  const std::int64_t rows = x.size(0);
-  const std::int64_t columns = x.size(1);
   const bool transposed = options.axis == Axis::column && options.transpose;
   PlaneView view;
   view.plane = out;

@@ -51,8 +51,13 @@ PlaneView make_plane(
 /// The same over memory that is there.
 PlaneView plane_over(
     const Plane& out,
-    const at::Tensor& x,
+    std::int64_t rows,
+    std::int64_t columns,
     const Quantizer& quantizer,
     const PlaneOptions& options);
+
+/// @throws Error{config} unless x is [rows, columns] float32 or bfloat16 on the
+/// CPU or CUDA.
+void check_tensor(const at::Tensor& x);
 
 }  // namespace flatshard::float8

@@ -66,11 +66,7 @@ void check_out(
     const at::Tensor& x,
     const Quantizer& quantizer,
     const PlaneOptions& options) {
-  FLATSHARD_CHECK(
-      x.defined() && x.dim() == 2,
-      config,
-      "float8: expected a tensor [rows, columns], got {}",
-      x.defined() ? c10::str(x.sizes()) : "none");
+  check_tensor(x);
   // Sizes and strides only: no memory.
   const Plane like = empty_plane(
       x.size(0),
@@ -116,7 +112,11 @@ void quantize_into(
     const Quantizer& quantizer,
     const PlaneOptions& options) {
   check_out(out, x, quantizer, options);
-  fill(plane_over(out, x, quantizer, options), x, quantizer, options.axis);
+  fill(
+      plane_over(out, x.size(0), x.size(1), quantizer, options),
+      x,
+      quantizer,
+      options.axis);
 }
 
 std::pair<Plane, Plane> quantize_both(

@@ -82,11 +82,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> rms_norm_forward(
     const at::Tensor& x,
     const at::Tensor& delta,
     const at::Tensor& weight,
-    double eps) {
+    double eps,
+    const RmsNormExtras& extras) {
   const c10::cuda::CUDAGuard guard(x.device());
   check_norm_dim(x.size(1));
   const at::Tensor w = fitting_weight(weight, x);
-  at::Tensor y = at::empty_like(x);
+  at::Tensor y = extras.store_y ? at::empty_like(x) : at::Tensor();
   at::Tensor sum = delta.defined() ? at::empty_like(x) : at::Tensor();
   at::Tensor rstd = at::empty({x.size(0)}, x.options().dtype(at::kFloat));
   kernels::rms_norm_forward(
@@ -100,7 +101,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> rms_norm_forward(
        .dim = x.size(1),
        .eps = static_cast<float>(eps),
        .dtype = dtype_of(x),
-       .weight_dtype = dtype_of(w)},
+       .weight_dtype = dtype_of(w),
+       .amax = static_cast<float*>(out(extras.amax))},
       stream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return {y, sum, rstd};
@@ -112,7 +114,8 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
     const at::Tensor& x,
     const at::Tensor& weight,
     const at::Tensor& rstd,
-    at::Tensor* y) {
+    at::Tensor* y,
+    const at::Tensor& amax) {
   const c10::cuda::CUDAGuard guard(x.device());
   check_norm_dim(x.size(1));
   const at::Tensor w = fitting_weight(weight, x);
@@ -137,7 +140,8 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
        .rows = x.size(0),
        .dim = x.size(1),
        .dtype = dtype_of(x),
-       .weight_dtype = dtype_of(w)},
+       .weight_dtype = dtype_of(w),
+       .amax = static_cast<float*>(out(amax))},
       stream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return {dx, partial};
@@ -181,7 +185,10 @@ void rope(
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-at::Tensor swiglu_forward(const at::Tensor& gate, const at::Tensor& up) {
+at::Tensor swiglu_forward(
+    const at::Tensor& gate,
+    const at::Tensor& up,
+    const at::Tensor& amax) {
   const c10::cuda::CUDAGuard guard(gate.device());
   at::Tensor y = at::empty_like(gate);
   kernels::swiglu_forward(
@@ -190,7 +197,8 @@ at::Tensor swiglu_forward(const at::Tensor& gate, const at::Tensor& up) {
       out(y),
       gate.numel(),
       dtype_of(gate),
-      stream());
+      stream(),
+      static_cast<float*>(out(amax)));
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return y;
 }
@@ -199,7 +207,8 @@ std::tuple<at::Tensor, at::Tensor> swiglu_backward(
     const at::Tensor& dy,
     const at::Tensor& gate,
     const at::Tensor& up,
-    at::Tensor* product) {
+    at::Tensor* product,
+    const at::Tensor& amax) {
   const c10::cuda::CUDAGuard guard(gate.device());
   at::Tensor dgate = at::empty_like(gate);
   at::Tensor dup = at::empty_like(up);
@@ -212,7 +221,8 @@ std::tuple<at::Tensor, at::Tensor> swiglu_backward(
       product != nullptr ? out(*product) : nullptr,
       gate.numel(),
       dtype_of(gate),
-      stream());
+      stream(),
+      static_cast<float*>(out(amax)));
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return {dgate, dup};
 }

@@ -19,6 +19,13 @@ bool has_cudnn_attention();
 /// The default generator of a CUDA device; empty for any other device.
 std::optional<at::Generator> default_generator(at::Device device);
 
+/// What the forward of a norm leaves out, or finds besides.
+struct RmsNormExtras {
+  bool store_y = true;  ///< false: y is undefined
+  /// [] float32 when defined: max(amax, y's largest magnitude).
+  at::Tensor amax;
+};
+
 /// @param delta  added to x first when defined; `sum` is then x + delta, else
 ///               undefined.
 /// @return (y, sum, rstd float32 [rows])
@@ -26,10 +33,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> rms_norm_forward(
     const at::Tensor& x,
     const at::Tensor& delta,
     const at::Tensor& weight,
-    double eps);
+    double eps,
+    const RmsNormExtras& extras = {});
 
 /// Adds `dsum` to dx when it is defined.
-/// @param y  when given, overwritten by the forward's y; may be dy.
+/// @param y     when given, overwritten by the forward's y; may be dy.
+/// @param amax  [] float32 when defined: max(amax, dx's largest magnitude).
 /// @return (dx, float32 partial sums [blocks, dim] of the weight gradient)
 std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
     const at::Tensor& dy,
@@ -37,7 +46,8 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
     const at::Tensor& x,
     const at::Tensor& weight,
     const at::Tensor& rstd,
-    at::Tensor* y);
+    at::Tensor* y,
+    const at::Tensor& amax = {});
 
 /// grad = (accumulate ? grad : 0) + sum of partial over blocks; grad is
 /// float32 or bfloat16 [dim].
@@ -54,15 +64,21 @@ void rope(
     const at::Tensor& sin,
     bool inverse);
 
-at::Tensor swiglu_forward(const at::Tensor& gate, const at::Tensor& up);
+/// @param amax  [] float32 when defined: max(amax, the largest magnitude).
+at::Tensor swiglu_forward(
+    const at::Tensor& gate,
+    const at::Tensor& up,
+    const at::Tensor& amax = {});
 /// @param product  when given, overwritten by swiglu_forward(gate, up); may be
 ///                 dy.
+/// @param amax     [] float32 when defined: max(amax, the largest magnitude).
 /// @return (dgate, dup)
 std::tuple<at::Tensor, at::Tensor> swiglu_backward(
     const at::Tensor& dy,
     const at::Tensor& gate,
     const at::Tensor& up,
-    at::Tensor* product);
+    at::Tensor* product,
+    const at::Tensor& amax = {});
 
 struct CrossEntropyArgs {
   std::int64_t ignore_index = -100;

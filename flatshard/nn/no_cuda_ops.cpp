@@ -24,7 +24,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> rms_norm_forward(
     const at::Tensor&,
     const at::Tensor&,
     const at::Tensor&,
-    double) {
+    double,
+    const RmsNormExtras&) {
   refuse();
 }
 std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
@@ -33,7 +34,8 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
     const at::Tensor&,
     const at::Tensor&,
     const at::Tensor&,
-    at::Tensor*) {
+    at::Tensor*,
+    const at::Tensor&) {
   refuse();
 }
 void rms_norm_weight_gradient(const at::Tensor&, at::Tensor&, bool) {
@@ -47,14 +49,16 @@ void rope(
     bool) {
   refuse();
 }
-at::Tensor swiglu_forward(const at::Tensor&, const at::Tensor&) {
+at::Tensor
+swiglu_forward(const at::Tensor&, const at::Tensor&, const at::Tensor&) {
   refuse();
 }
 std::tuple<at::Tensor, at::Tensor> swiglu_backward(
     const at::Tensor&,
     const at::Tensor&,
     const at::Tensor&,
-    at::Tensor*) {
+    at::Tensor*,
+    const at::Tensor&) {
   refuse();
 }
 void cross_entropy(

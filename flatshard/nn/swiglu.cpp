@@ -115,6 +115,15 @@ at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
   return SwigluFunction::apply(gate, up);
 }
 
+std::tuple<at::Tensor, at::Tensor> swiglu_gradients(
+    const at::Tensor& dy,
+    const at::Tensor& gate,
+    const at::Tensor& up) {
+  check_pair(gate, up);
+  const at::NoGradGuard no_grad;
+  return backward_of(dy, gate, up);
+}
+
 at::Tensor swiglu_linear(
     const at::Tensor& gate,
     const at::Tensor& up,

@@ -1,6 +1,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "flatshard/float8/kernels/codec.cuh"
 #include "flatshard/optim/flat_update_kernels.h"
 
 #include <algorithm>
@@ -63,25 +64,84 @@ __device__ void store4<__half>(void* to, std::int64_t i, float4 v) {
       *reinterpret_cast<const unsigned*>(&hi)};
 }
 
-// The decay of element i: ranges are few, so a binary search stays in cache.
-__device__ float decay_of(const FlatUpdatePointers& p, std::int64_t i) {
-  if (p.num_ranges == 0) {
-    return p.weight_decay;
-  }
+// The run that element i is in: runs are few, so a search stays in cache.
+__device__ int run_of(const std::int64_t* ends, int num_runs, std::int64_t i) {
   int low = 0;
-  int high = p.num_ranges - 1;
+  int high = num_runs - 1;
   while (low < high) {
     const int middle = (low + high) / 2;
-    if (p.ends[middle] <= i) {
+    if (ends[middle] <= i) {
       low = middle + 1;
     } else {
       high = middle;
     }
   }
-  return p.decays[low];
+  return low;
+}
+
+__device__ float decay_of(const FlatUpdatePointers& p, std::int64_t i) {
+  return p.num_ranges == 0 ? p.weight_decay
+                           : p.decays[run_of(p.ends, p.num_ranges, i)];
+}
+
+// Four new weights from element `at` on to the bytes and the scale of their 32;
+// eight threads have those.
+__device__ void
+store_mxfp8(const Float8Pointers& p, std::int64_t at, float4 w, unsigned amax) {
+  const unsigned mates = 0xffU << (threadIdx.x % 32 / 8 * 8);
+#pragma unroll
+  for (int offset = 4; offset > 0; offset /= 2) {
+    amax = max(amax, __shfl_xor_sync(mates, amax, offset));
+  }
+  const std::uint8_t code =
+      float8::e8m0_of(float8::float_of(amax), p.format, p.rounding);
+  if (threadIdx.x % 8 == 0) {
+    p.scales[at / 32] = code;
+  }
+  const float q = float8::scale_of_e8m0(code).quantize;
+  using float8::Format;
+  using float8::kernels::encode4;
+  *reinterpret_cast<std::uint32_t*>(p.data + at) =
+      p.format == Format::e4m3
+          ? encode4<Format::e4m3>(w.x * q, w.y * q, w.z * q, w.w * q)
+          : encode4<Format::e5m2>(w.x * q, w.y * q, w.z * q, w.w * q);
+}
+
+// Largest magnitudes of runs; every thread of the block calls it, those beyond
+// the shard with zeros. Most blocks are in one run.
+__device__ void find_amax(
+    const Float8Pointers& p,
+    std::int64_t numel,
+    std::int64_t at,
+    float4 w) {
+  using float8::kernels::atomic_amax;
+  using float8::kernels::magnitude;
+  __shared__ std::uint32_t scratch[32];
+  const std::int64_t begin = std::int64_t{blockIdx.x} * kThreads * kVector;
+  const std::int64_t last = min(begin + kThreads * kVector, numel) - 1;
+  const auto run = [&](std::int64_t i) {
+    return p.num_runs > 1 ? run_of(p.ends, p.num_runs, i) : 0;
+  };
+  const float v[] = {w.x, w.y, w.z, w.w};
+  const int first = run(begin);
+  if (first == run(last)) {
+    std::uint32_t found = 0;
+    for (const float value : v) {
+      found = max(found, magnitude(value));
+    }
+    found = float8::kernels::block_max(found, scratch);
+    if (threadIdx.x == 0) {
+      atomic_amax(p.amax + first, found);
+    }
+  } else if (at < numel) {
+    for (int i = 0; i < kVector; ++i) {
+      atomic_amax(p.amax + run(at + i), magnitude(v[i]));
+    }
+  }
 }
 
 struct AdamWRule {
+  static constexpr bool kFloat8 = true;
   AdamWScalars s;
   float step_size;
   float inverse_c2;
@@ -96,6 +156,7 @@ struct AdamWRule {
 };
 
 struct SgdRule {
+  static constexpr bool kFloat8 = false;
   SgdScalars s;
 
   __device__ void operator()(float& w, float g, float& u, float&, float decay)
@@ -105,13 +166,14 @@ struct SgdRule {
   }
 };
 
-template <class Grad, class Compute, class Rule>
+template <class Grad, class Compute, class Rule, bool Float8>
 __global__ void __launch_bounds__(kThreads)
     update_kernel(FlatUpdatePointers p, Rule rule) {
   const float scale = p.grad_scale == nullptr ? 1.0F : *p.grad_scale;
   const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  float4 w = {0, 0, 0, 0};
   if (i < p.numel / kVector) {
-    float4 w = load4<float>(p.main, i);
+    w = load4<float>(p.main, i);
     const float4 g = load4<Grad>(p.grad, i);
     const float4 zero = {0, 0, 0, 0};
     float4 a = p.state0 == nullptr ? zero : load4<float>(p.state0, i);
@@ -129,6 +191,22 @@ __global__ void __launch_bounds__(kThreads)
     if (p.state1 != nullptr) {
       store4<float>(p.state1, i, b);
     }
+    if constexpr (Float8) {
+      if (p.float8.data != nullptr) {
+        using float8::kernels::magnitude;
+        store_mxfp8(
+            p.float8,
+            e,
+            w,
+            max(max(magnitude(w.x), magnitude(w.y)),
+                max(magnitude(w.z), magnitude(w.w))));
+      }
+    }
+  }
+  if constexpr (Float8) {
+    if (p.float8.amax != nullptr) {
+      find_amax(p.float8, p.numel, i * kVector, w);
+    }
   }
 }
 
@@ -139,7 +217,14 @@ void launch(const FlatUpdatePointers& p, Rule rule, cudaStream_t stream) {
   // way than a loop does.
   const auto grid = static_cast<unsigned>(
       std::max<std::int64_t>((vectors + kThreads - 1) / kThreads, 1));
-  const auto kernel = update_kernel<Grad, Compute, Rule>;
+  if constexpr (Rule::kFloat8) {
+    if (p.float8.amax != nullptr || p.float8.data != nullptr) {
+      const auto kernel = update_kernel<Grad, Compute, Rule, true>;
+      kernel<<<grid, kThreads, 0, stream>>>(p, rule);
+      return;
+    }
+  }
+  const auto kernel = update_kernel<Grad, Compute, Rule, false>;
   kernel<<<grid, kThreads, 0, stream>>>(p, rule);
 }
 

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "flatshard/float8/formats.h"
+
 namespace flatshard {
 
 /// A run of the flat shard whose elements share their weight decay.
@@ -13,6 +15,24 @@ struct DecayRange {
   float weight_decay = 0;
 
   friend bool operator==(const DecayRange&, const DecayRange&) = default;
+};
+
+/// FP8 that an update makes of the new main weights in its pass.
+struct Float8Outputs {
+  /// Runs of the shard, such as its parameters' parts; the last end is n.
+  std::vector<std::int64_t> ends;
+  /// CUDA with several runs: `ends` as int64 [runs].
+  at::Tensor device_ends;
+  /// [runs] float32: max(amax, the run's largest magnitude), for scales of
+  /// whole tensors; NaN stays NaN. Undefined: not wanted.
+  at::Tensor amax;
+  /// [n] float8_e4m3fn or float8_e5m2: mxfp8 of each 32 elements; n is a
+  /// multiple of 32. Undefined: not wanted.
+  at::Tensor data;
+  at::Tensor scales;  ///< [n / 32] float8_e8m0fnu, with data
+  float8::Rounding rounding = float8::Rounding::up;
+
+  bool wanted() const { return amax.defined() || data.defined(); }
 };
 
 /// One optimizer update of one flat shard: reads main weights, gradient and
@@ -31,6 +51,7 @@ struct FlatUpdate {
   /// CUDA with several ranges: their ends [r] int64 and decays [r] float32.
   at::Tensor device_ends;
   at::Tensor device_decays;
+  Float8Outputs float8;  ///< AdamW only
 };
 
 struct AdamWStep {

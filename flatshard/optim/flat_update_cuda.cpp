@@ -34,6 +34,10 @@ float* floats(const at::Tensor& t) {
   return t.defined() ? t.data_ptr<float>() : nullptr;
 }
 
+std::uint8_t* bytes(const at::Tensor& t) {
+  return t.defined() ? static_cast<std::uint8_t*>(t.data_ptr()) : nullptr;
+}
+
 kernels::FlatUpdatePointers pointers_of(const FlatUpdate& u) {
   FLATSHARD_CHECK(
       u.main.scalar_type() == at::kFloat,
@@ -61,6 +65,18 @@ kernels::FlatUpdatePointers pointers_of(const FlatUpdate& u) {
     p.decays = u.device_decays.data_ptr<float>();
     p.num_ranges = static_cast<int>(u.decay.size());
   }
+  const Float8Outputs& f = u.float8;
+  p.float8 = {
+      .amax = floats(f.amax),
+      .ends =
+          f.ends.size() > 1 ? f.device_ends.data_ptr<std::int64_t>() : nullptr,
+      .num_runs = static_cast<int>(f.ends.size()),
+      .data = bytes(f.data),
+      .scales = bytes(f.scales),
+      .format = f.data.defined() && f.data.scalar_type() == at::kFloat8_e5m2
+                    ? float8::Format::e5m2
+                    : float8::Format::e4m3,
+      .rounding = f.rounding};
   return p;
 }
 

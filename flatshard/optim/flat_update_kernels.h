@@ -4,7 +4,20 @@
 
 #include <cstdint>
 
+#include "flatshard/float8/formats.h"
+
 namespace flatshard::kernels {
+
+/// See Float8Outputs of flat_update.h.
+struct Float8Pointers {
+  float* amax = nullptr;
+  const std::int64_t* ends = nullptr;  ///< with several runs
+  int num_runs = 0;
+  std::uint8_t* data = nullptr;
+  std::uint8_t* scales = nullptr;
+  float8::Format format = float8::Format::e4m3;
+  float8::Rounding rounding = float8::Rounding::up;
+};
 
 enum class Dtype { none, float32, bfloat16, float16 };
 
@@ -24,6 +37,7 @@ struct FlatUpdatePointers {
   const std::int64_t* ends = nullptr;
   const float* decays = nullptr;
   int num_ranges = 0;
+  Float8Pointers float8;
 };
 
 struct AdamWScalars {

@@ -24,6 +24,11 @@ struct GraphOptions {
   /// A region, or step, that cannot be replayed is an error; otherwise it runs
   /// eagerly, is counted, and each reason is logged once.
   bool miss_is_error = false;
+  /// Debugging: each captured graph is looked at, whether its kernels touch
+  /// memory that is neither the graphs', nor the unit's parameters and
+  /// gradients, nor an input or a declared constant. A region whose graph does
+  /// stays eager and says so. Graphs keep their nodes in host memory then.
+  bool audit = false;
   /// Without a GPU replays run the captured function again, into the tensors of
   /// a graph. For tests; refused otherwise.
   bool emulate_on_cpu = false;
@@ -39,6 +44,8 @@ struct GraphStats {
   /// warm-up, by reason.
   std::map<std::string, std::int64_t> fallbacks;
   std::int64_t nbytes = 0;  ///< taken from the device for the graphs
+  /// With GraphOptions::audit: addresses in the kernels of captured graphs.
+  std::int64_t audited_addresses = 0;
 };
 
 /// "CUDA graphs: 128 captured (1.2 GB), 640 forward and 640 backward replays; 2

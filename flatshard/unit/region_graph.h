@@ -2,6 +2,7 @@
 
 #include "flatshard/device/graph.h"
 #include "flatshard/nn/region.h"
+#include "flatshard/unit/autograd_node.h"
 #include "flatshard/unit/graph_uses.h"
 #include "flatshard/unit/target_sink.h"
 #include "flatshard/unit/unit.h"
@@ -107,6 +108,12 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
       GraphPool& pool,
       const std::vector<Consumer>& consumers,
       TargetSink& targets);
+  /// Of the graph that was captured last, forward or backward, before its
+  /// parameters point elsewhere.
+  /// @param targets  as for `capture_backward`.
+  /// @return addresses that were looked at.
+  /// @throws Error{usage} when one lies in memory of others.
+  std::int64_t audit(const TargetSink& targets) const;
   bool captured() const { return captured_; }
   std::size_t num_outputs() const { return outputs_.size(); }
   /// Gives the memory back. A backward that comes later is an error.

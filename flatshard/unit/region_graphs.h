@@ -5,19 +5,19 @@
 #include "flatshard/unit/graph_options.h"
 #include "flatshard/unit/observer.h"
 #include "flatshard/unit/region_graph.h"
+#include "flatshard/unit/unit_slots.h"
 
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <unordered_map>
-#include <utility>
 #include <vector>
 
 namespace flatshard {
 
+class StepWatch;
 struct RuntimeOptions;
 
 /// @throws Error{config} for options that graphs do not go with, by name.
@@ -105,10 +105,24 @@ class RegionGraphs : public nn::RegionRunner,
       const std::vector<SlotLifetime>& lifetimes) override;
 
  private:
-  struct UnitRegions;
-  struct Region;
-  struct Source;
-  struct Producer;
+  struct UnitRegions {
+    UnitSlots slots;
+    std::vector<nn::Module*> modules{};  ///< the unit's own and all below
+    /// Those of them that own a region that is captured: hooks of theirs run
+    /// outside.
+    std::vector<const nn::Module*> owners{};
+    TargetSink targets{};
+
+    Unit& unit() const { return slots.unit(); }
+  };
+
+  struct Region {
+    const char* name = nullptr;
+    /// Without and with gradients.
+    std::shared_ptr<RegionGraph> graphs[2];
+    std::string failure;      ///< of a capture: eager for good
+    bool obstructed = false;  ///< when it would have been watched
+  };
 
   UnitRegions* unit_of(nn::Module& owner);
   /// @param owner  null: the unit has no module.
@@ -128,21 +142,15 @@ class RegionGraphs : public nn::RegionRunner,
       const nn::RegionFn& fn,
       const nn::TensorList& inputs,
       const nn::RegionOptions& options);
-  void remember_outputs(
-      const std::shared_ptr<RegionGraph>& graph,
-      const nn::TensorList& inputs,
-      const nn::TensorList& outputs);
-  std::shared_ptr<RegionGraph> source_of(
-      const at::Tensor& input,
-      std::size_t& output);
-  void ran(const std::shared_ptr<RegionGraph>& graph, bool backward);
   void capture_all();
   void capture(const std::shared_ptr<RegionGraph>& graph);
   void capture_backward(const std::shared_ptr<RegionGraph>& graph);
-  /// The unit's parameters point at where they will be in a forward or in a
-  /// backward, until `rest`.
-  void point(Unit& unit, bool in_backward);
-  void rest(Unit& unit);
+  /// A recording, while the unit's parameters point at where they will be in a
+  /// forward or in a backward. Eager for good when it fails.
+  void attempt(
+      RegionGraph& graph,
+      bool in_backward,
+      const std::function<void(UnitRegions& unit)>& record);
   void forget_step();
   void give_up(RegionGraph& graph, const std::string& why);
   void fallback(const RegionGraph* graph, const std::string& reason);
@@ -158,21 +166,14 @@ class RegionGraphs : public nn::RegionRunner,
   /// By the module that owns them, or the unit that has none.
   std::unordered_map<const void*, std::vector<std::unique_ptr<Region>>>
       regions_;
+  std::unordered_map<const RegionGraph*, Region*> region_of_graph_;
   UnitProgram program_;
   bool capturing_ = false;
   bool captured_ = false;
   bool again_ = false;  ///< capture once more: see RegionGraph::kOtherInput
   int num_steps_ = 0;   ///< watched since the last drop
   bool began_ = false;
-  // Of the step that runs.
-  struct Run {
-    std::shared_ptr<RegionGraph> graph;
-    bool backward = false;
-  };
-  std::vector<Run> order_;  ///< each once
-  std::unordered_map<const void*, Source> sources_;
-  /// By autograd's node and its output: the region that made it.
-  std::map<std::pair<const void*, std::uint32_t>, Producer> producers_;
+  std::shared_ptr<StepWatch> watch_;
   GraphStats stats_;
 };
 

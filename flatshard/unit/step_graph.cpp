@@ -4,13 +4,13 @@
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
 #include "flatshard/unit/step_recording.h"
+#include "flatshard/unit/step_stamp.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/Exception.h>
 #include <c10/util/ScopeExit.h>
 
 #include <algorithm>
-#include <chrono>
 #include <utility>
 
 namespace flatshard {
@@ -72,14 +72,11 @@ StepGraph::StepGraph(std::shared_ptr<Runtime> runtime, Work work)
     flight_ = runtime_->mesh_->flight_recorder().get();
   }
   if (flight_ != nullptr) {
-    before_abort_ = flight_->before_abort([weak = std::weak_ptr(held_)] {
-      // Whoever holds it for so long waits for the device, which the abort
-      // sets free.
-      constexpr std::chrono::seconds kPatience(1);
+    with_abort_ = flight_->with_abort([weak = std::weak_ptr(held_)] {
       if (const auto held = weak.lock()) {
-        if (const std::unique_lock lock(held->mutex, kPatience); lock) {
-          held->graph.reset();
-        }
+        // Who launches may wait for the device, until the abort sets it free.
+        const std::lock_guard lock(held->mutex);
+        held->graph.reset();
       }
     });
   }
@@ -211,6 +208,10 @@ void StepGraph::try_to_capture(const nn::TensorList& inputs) {
 
 // Why it failed; empty: it did not.
 std::string StepGraph::capture(const nn::TensorList& inputs) {
+  {
+    const std::lock_guard lock(runtime_->mutex_);
+    runtime_->executor_.wait_for_all_written_weights();
+  }
   runtime_->synchronize();
   inputs_.clear();
   for (const at::Tensor& input : inputs) {
@@ -247,7 +248,7 @@ std::vector<at::Tensor> StepGraph::record() {
       flight_->end_capture(/*failed=*/true);
     }
   });
-  Recording recording(*runtime_);
+  Recording recording(*runtime_, effects_.get());
   std::vector<at::Tensor> all;
   for (const at::Tensor& output : work_(inputs_)) {
     all.push_back(output.detach());
@@ -272,32 +273,6 @@ std::vector<at::Tensor> StepGraph::record() {
 
 // -- replay ------------------------------------------------------------------
 
-StepStamp StepStamp::of(
-    const Runtime& runtime,
-    const std::vector<nn::Module*>& modules) {
-  StepStamp stamp{
-      .num_plans = runtime.executor().num_plans(),
-      .num_rule_changes = runtime.num_rule_changes_,
-      .is_last_microbatch = runtime.is_last_microbatch_,
-      .sync_gradients = runtime.sync_gradients_};
-  for (const auto& unit : runtime.units()) {
-    for (const UnitParameter& p : unit->parameters()) {
-      stamp.requires_grad.push_back(p.tensor.requires_grad());
-    }
-    for (const auto& group : unit->groups()) {
-      for (const WeightPlane& plane : group->weights().planes()) {
-        stamp.addresses.push_back(
-            plane.data->defined() ? plane.data->local().const_data_ptr()
-                                  : nullptr);
-      }
-    }
-  }
-  for (const nn::Module* module : modules) {
-    stamp.training.push_back(module->is_training());
-  }
-  return stamp;
-}
-
 std::string StepGraph::miss(const nn::TensorList& inputs) const {
   if (!failure_.empty()) {
     return failure_;
@@ -306,37 +281,12 @@ std::string StepGraph::miss(const nn::TensorList& inputs) const {
       !std::equal(inputs.begin(), inputs.end(), inputs_.begin(), same_kind)) {
     return "an input has another shape, layout or dtype";
   }
-  const Runtime& runtime = *runtime_;
-  if (!runtime.observers_.empty()) {
-    return "a RuntimeObserver watches what is inside of it";
+  std::string obstacle = StepStamp::obstacle(*runtime_);
+  if (obstacle.empty()) {
+    obstacle = stamp_->difference(StepStamp::of(*runtime_, modules_));
   }
-  for (const auto& unit : runtime.units_) {
-    unit->check_storage();
-    for (const auto& group : unit->groups()) {
-      if (!group->gradients().is_empty()) {
-        return "there are gradients of an earlier backward";
-      }
-      if (group->gradients().has_hook()) {
-        return "a gradient has a hook";
-      }
-    }
-  }
-  if (runtime.executor_.pool().num_held() != 0) {
-    return "weights are gathered before it begins";
-  }
-  const StepStamp now = StepStamp::of(runtime, modules_);
-  if (now.is_last_microbatch != stamp_->is_last_microbatch ||
-      now.sync_gradients != stamp_->sync_gradients) {
-    return "it begins with other microbatch flags";
-  }
-  if (now.requires_grad != stamp_->requires_grad) {
-    return "other parameters require a gradient";
-  }
-  if (now.training != stamp_->training) {
-    return "modules were set to train() or eval()";
-  }
-  if (now.addresses != stamp_->addresses) {
-    return "weights lie elsewhere";
+  if (!obstacle.empty()) {
+    return obstacle;
   }
   for (std::size_t m = 0; m < modules_.size(); ++m) {
     if (modules_[m]->num_forward_hooks() > num_own_hooks_[m]) {
@@ -360,12 +310,14 @@ nn::TensorList StepGraph::replay(const nn::TensorList& inputs) {
   nn::TensorList all;
   {
     const std::lock_guard lock(held_->mutex);
-    if (!held_->graph) {
-      runtime_->mesh_->check();  // throws the verdict that took it
+    if (held_->graph) {
+      held_->graph->replay();
+      all = held_->graph->outputs();
     }
-    FLATSHARD_CHECK(held_->graph, internal, "the graph of the step is gone");
-    held_->graph->replay();
-    all = held_->graph->outputs();
+  }
+  if (all.empty()) {
+    runtime_->mesh_->check();  // throws the verdict that took the graph
+    FLATSHARD_THROW(internal, "the graph of the step is gone");
   }
   if (flight_ != nullptr) {
     flight_->replayed(collectives_, runtime_->executor_.step());

@@ -63,7 +63,7 @@ class StepGraph {
   /// What the flight recorder's thread may drop, when it is to end the
   /// communicators that the graph holds.
   struct Held {
-    std::timed_mutex mutex;
+    std::mutex mutex;
     std::unique_ptr<DeviceGraph> graph;
   };
 
@@ -91,7 +91,7 @@ class StepGraph {
   std::shared_ptr<Held> held_ = std::make_shared<Held>();
   bool captured_ = false;
   FlightRecorder* flight_ = nullptr;  ///< the mesh's; null: none, or on a CPU
-  FlightRecorder::BeforeAbort before_abort_;
+  FlightRecorder::WithAbort with_abort_;
   std::shared_ptr<CapturedCollectives> collectives_;
   int num_steps_ = 0;  ///< since the last drop
   std::string failure_;

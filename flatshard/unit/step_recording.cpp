@@ -8,17 +8,32 @@
 
 namespace flatshard {
 
-StepGraph::Recording::Recording(Runtime& runtime)
+StepGraph::Recording::Recording(Runtime& runtime, const StepEffects* first)
     : runtime_(runtime),
       groups_(runtime.all_groups()),
+      before_(runtime.scheduler_),
       scheduler_(runtime.scheduler_),
       is_last_microbatch_(runtime.is_last_microbatch_),
       sync_gradients_(runtime.sync_gradients_),
       measures_exposed_(runtime.executor_.measures_exposed()) {
   const std::lock_guard lock(runtime_.mutex_);
-  for (ParamGroup* group : groups_) {
-    progress_.push_back(group->weights().forget_progress());
-    group->gradients().zero();
+  // Weights that rest whole count as gathered once they were spread, also by an
+  // evaluation since; the graph is for steps in which nobody did that.
+  before_.on({.kind = EventKind::weights_changed});
+  if (first != nullptr) {
+    before_ = first->before;
+  }
+  runtime_.scheduler_ = before_;
+  for (std::size_t g = 0; g < groups_.size(); ++g) {
+    WeightPlanes& weights = groups_[g]->weights();
+    progress_.push_back(weights.forget_progress());
+    was_gathered_.push_back(
+        first != nullptr ? first->groups[g].was_gathered
+                         : weights.is_gathered());
+    if (was_gathered_.back()) {
+      weights.mark_gathered();
+    }
+    groups_[g]->gradients().zero();
   }
   generation_ = runtime_.seen_generation_;
   actions_ = std::exchange(runtime_.step_actions_, {});
@@ -64,16 +79,18 @@ StepEffects StepGraph::Recording::end() {
   check_rest();
   runtime_.executor_.join_streams();
   StepEffects effects{
+      .before = before_,
       .scheduler = runtime_.scheduler_,
       .actions = runtime_.step_actions_,
       .events = runtime_.trace_.events,
       .constants = runtime_.constants_->end(),
       .is_last_microbatch = runtime_.is_last_microbatch_,
       .sync_gradients = runtime_.sync_gradients_};
-  for (ParamGroup* group : groups_) {
+  for (std::size_t g = 0; g < groups_.size(); ++g) {
     effects.groups.push_back(
-        {.gradients = group->gradients().take(),
-         .is_gathered = group->weights().is_gathered()});
+        {.gradients = groups_[g]->gradients().take(),
+         .is_gathered = groups_[g]->weights().is_gathered(),
+         .was_gathered = was_gathered_[g]});
   }
   ended_ = true;
   restore();

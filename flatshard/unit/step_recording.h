@@ -18,8 +18,10 @@ struct StepEffects {
   struct Group {
     GradientPipeline::Contents gradients;
     bool is_gathered = false;
+    bool was_gathered = false;  ///< at its begin
   };
   std::vector<Group> groups;  ///< as Runtime::all_groups
+  Scheduler before;           ///< as the step found it
   Scheduler scheduler;
   std::vector<Action> actions;
   std::vector<ScheduleEvent> events;  ///< for RuntimeOptions::trace
@@ -28,27 +30,14 @@ struct StepEffects {
   bool sync_gradients = true;
 };
 
-/// What a step was captured with, and so has to find again.
-struct StepStamp {
-  std::int64_t num_plans = 0;
-  std::int64_t num_rule_changes = 0;
-  bool is_last_microbatch = true;
-  bool sync_gradients = true;
-  std::vector<bool> requires_grad;     ///< by parameter
-  std::vector<bool> training;          ///< by module
-  std::vector<const void*> addresses;  ///< of the groups' weights
-
-  static StepStamp of(
-      const Runtime& runtime,
-      const std::vector<nn::Module*>& modules);
-};
-
 /// While a step is recorded: the Runtime is as if nothing had been done since
 /// the weights changed, all its streams follow the current one, and nothing
 /// refers to work that is not recorded. Then it is as it was before.
 class StepGraph::Recording {
  public:
-  explicit Recording(Runtime& runtime);
+  /// @param first  of an emulation that records again: what it was captured
+  ///   with decides what it does, as in a graph. Null: this is the capture.
+  Recording(Runtime& runtime, const StepEffects* first);
   ~Recording();
   Recording(const Recording&) = delete;
   Recording& operator=(const Recording&) = delete;
@@ -65,6 +54,8 @@ class StepGraph::Recording {
   std::vector<ParamGroup*> groups_;
   std::int64_t generation_ = 0;
   bool ended_ = false;
+  std::vector<bool> was_gathered_;
+  Scheduler before_;
   // As it was.
   Scheduler scheduler_;
   std::vector<WeightPlanes::Progress> progress_;

@@ -12,6 +12,11 @@ bool TargetSink::written(const at::Tensor& parameter) const {
   return written_.contains(parameter.unsafeGetTensorImpl());
 }
 
+at::Tensor TargetSink::place(const at::Tensor& parameter) const {
+  const auto found = targets_.find(parameter.unsafeGetTensorImpl());
+  return found == targets_.end() ? at::Tensor() : found->second.grad;
+}
+
 std::optional<nn::WgradTarget> TargetSink::begin_wgrad(
     const at::Tensor& parameter) {
   const auto found = targets_.find(parameter.unsafeGetTensorImpl());

@@ -13,6 +13,8 @@ class TargetSink final : public nn::WgradSink {
  public:
   void add(const at::Tensor& parameter, nn::WgradTarget target);
   bool written(const at::Tensor& parameter) const;
+  /// Where its gradient goes; undefined: nowhere.
+  at::Tensor place(const at::Tensor& parameter) const;
   /// Those of `parameter` that come next are added to what is there.
   std::optional<nn::WgradTarget> begin_wgrad(
       const at::Tensor& parameter) override;

@@ -48,8 +48,10 @@ class PyRuntime {
       py::object before_backward,
       int prefetch,
       bool copy_engines,
+      bool slots_on_demand,
       bool cuda_graphs,
       int graph_warmup_steps,
+      bool audit_graphs,
       bool emulate_graphs)
       : views_(std::make_shared<ParameterViews>(
             views_of(places, grads),
@@ -69,11 +71,12 @@ class PyRuntime {
           {.prefetch = prefetch,
            .copy_engines = copy_engines ? CopyEngines::all() : CopyEngines{},
            .foreign_writes = true,
-           .slots_on_demand = !cuda_graphs,
+           .slots_on_demand = slots_on_demand,
            .unused_grads_stay_undefined = true,
            .graphs = {
                .enabled = cuda_graphs,
                .warmup_steps = graph_warmup_steps,
+               .audit = audit_graphs,
                .emulate_on_cpu = emulate_graphs}});
       runtime->add_observer(views_);
       if (cuda_graphs) {
@@ -413,7 +416,9 @@ void bind_unit(py::module_& m) {
               int,
               bool,
               bool,
+              bool,
               int,
+              bool,
               bool>(),
           py::arg("mesh"),
           py::arg("units"),
@@ -424,8 +429,10 @@ void bind_unit(py::module_& m) {
           py::arg("before_backward"),
           py::arg("prefetch"),
           py::arg("copy_engines"),
+          py::arg("slots_on_demand"),
           py::arg("cuda_graphs"),
           py::arg("graph_warmup_steps"),
+          py::arg("audit_graphs"),
           py::arg("emulate_graphs"))
       .def(
           "linear",
@@ -464,6 +471,7 @@ void bind_unit(py::module_& m) {
             found["backward_replays"] = stats.backward_replays;
             found["fallbacks"] = stats.fallbacks;
             found["nbytes"] = stats.nbytes;
+            found["audited_addresses"] = stats.audited_addresses;
             return found;
           })
       .def(

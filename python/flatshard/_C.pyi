@@ -122,8 +122,10 @@ class Runtime:
         before_backward: Callable[[], None],
         prefetch: int,
         copy_engines: bool,
+        slots_on_demand: bool,
         cuda_graphs: bool,
         graph_warmup_steps: int,
+        audit_graphs: bool,
         emulate_graphs: bool,
     ) -> None: ...
     def linear(

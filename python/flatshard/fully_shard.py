@@ -51,6 +51,7 @@ def fully_shard(
     grads_in_place=False,
     copy_engines="none",
     cuda_graph=False,
+    slots_on_demand=None,
     check_same_values=True,
     dp_mesh_dims=None,
 ):
@@ -98,6 +99,11 @@ def fully_shard(
             that hold no other unit, take and return tensors in any nesting, and do the
             same work in each step. What cannot be replayed runs eagerly, see
             cuda_graph_stats. GPUs only.
+        slots_on_demand: True: whole parameters and gradients are allocated when a unit
+            needs them. False: they lie in one arena that is there all the time, at the
+            same addresses in every step, as torch.compile(mode="reduce-overhead") wants
+            them. None: True, but False where a unit has cuda_graph=True. The root's
+            counts.
         check_same_values: the first forward compares a digest of what the ranks of the
             mesh had here, but for parameters on the meta device or written since, and
             raises RuntimeError where they differ. False: they may, on purpose.
@@ -114,6 +120,10 @@ def fully_shard(
     modules = _modules(module)
     if not isinstance(cuda_graph, bool):
         raise ValueError(f"cuda_graph: expected True or False, got {cuda_graph!r}")
+    if slots_on_demand is not None and not isinstance(slots_on_demand, bool):
+        raise ValueError(
+            f"slots_on_demand: expected True, False or None, got {slots_on_demand!r}"
+        )
     device_mesh = default_device_mesh() if mesh is None else mesh
     if not isinstance(device_mesh, DeviceMesh):
         raise TypeError(f"mesh: expected a DeviceMesh, got {mesh!r}")
@@ -182,6 +192,7 @@ def fully_shard(
         prefetch=prefetch,
         copy_engines=copy_engines,
         cuda_graph=cuda_graph,
+        slots_on_demand=slots_on_demand,
         policy=Policy(reshard_after_forward=reshard_after_forward),
         check_same_values=check_same_values,
         ignored=_places_of(ignored, owned),

@@ -15,6 +15,11 @@ def emulates_on_cpu():
     return os.environ.get("FLATSHARD_EMULATE_CUDA_GRAPHS") == "1"
 
 
+def audits_graphs():
+    """Debugging: captured graphs are looked at for memory of others (docs/graphs.md)."""
+    return os.environ.get("FLATSHARD_AUDIT_CUDA_GRAPHS") == "1"
+
+
 def check_cuda_graph(modules, device_mesh, offload, option="cuda_graph"):
     """Of fully_shard's arguments; `option` asks for graphs.
 

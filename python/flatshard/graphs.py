@@ -360,7 +360,8 @@ def cuda_graph_stats(model):
         dict of `captures`, forwards and backwards; `forward_replays`;
         `backward_replays`; `fallbacks`, a dict: how many forwards and backwards ran
         eagerly behind the warm-up, by reason; `nbytes`, taken from the GPU for the
-        graphs. Zeros where no unit has cuda_graph=True.
+        graphs; `audited_addresses`, looked at where FLATSHARD_AUDIT_CUDA_GRAPHS=1 asks
+        for it. Zeros where no unit has cuda_graph=True.
 
     Raises:
         ValueError: it is another module.

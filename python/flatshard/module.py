@@ -271,10 +271,11 @@ class FSDPModule:
                 "set_reduce_scatter_max_input_buffers is not supported with "
                 "recurse=False: one number serves all units of a model"
             )
-        if root_of(self).cuda_graphs:
+        if not root_of(self).slots_on_demand:
             raise NotImplementedError(
                 "set_reduce_scatter_max_input_buffers is not supported with "
-                "cuda_graph=True, where gradients have two fixed places"
+                "cuda_graph=True or slots_on_demand=False, where gradients have two "
+                "fixed places"
             )
         root_of(self).core.set_max_grad_slots(n + 1)
 

@@ -5,7 +5,11 @@ import weakref
 import torch
 
 from flatshard import _C
-from flatshard.graph_checks import DEFAULT_WARMUP_STEPS, emulates_on_cpu
+from flatshard.graph_checks import (
+    DEFAULT_WARMUP_STEPS,
+    audits_graphs,
+    emulates_on_cpu,
+)
 from flatshard.mesh import device_of
 from flatshard.replaced import refuse_plain, refuse_replaced, settle
 from flatshard.same_values import compare
@@ -46,6 +50,7 @@ class Root:
         self.device = device_of(state.device_mesh)
         warmup_steps = [u.graph_warmup_steps for u in units if u.cuda_graph]
         self.cuda_graphs = bool(warmup_steps)
+        self.slots_on_demand = self._slots_on_demand(state)
         # The core would keep a bound method, and with it this object, for ever.
         me = weakref.ref(self)
         self.core = _C.Runtime(
@@ -58,8 +63,10 @@ class Root:
             before_backward=lambda: me()._before_backward(),
             prefetch=state.prefetch,
             copy_engines=state.copy_engines,
+            slots_on_demand=self.slots_on_demand,
             cuda_graphs=self.cuda_graphs,
             graph_warmup_steps=max(warmup_steps, default=DEFAULT_WARMUP_STEPS),
+            audit_graphs=audits_graphs(),
             emulate_graphs=self.cuda_graphs and emulates_on_cpu(),
         )
         self._synced = None
@@ -101,6 +108,17 @@ class Root:
                     f"unit {unit.name} is on mesh {unit.mesh}, the root on "
                     f"{state.mesh}: expected one mesh for all units of a model"
                 )
+
+    def _slots_on_demand(self, state):
+        if state.slots_on_demand is None:
+            return not self.cuda_graphs
+        if state.slots_on_demand and self.cuda_graphs:
+            raise ValueError(
+                "slots_on_demand: expected None or False for the root of a model with "
+                "cuda_graph=True, got True: a graph needs weights and gradients at the "
+                "same addresses in every step"
+            )
+        return state.slots_on_demand
 
     @property
     def units(self):

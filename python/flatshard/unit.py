@@ -90,6 +90,7 @@ class UnitState:
     prefetch: int
     copy_engines: bool
     cuda_graph: bool = False
+    slots_on_demand: bool | None = None
     graph_warmup_steps: int = DEFAULT_WARMUP_STEPS
     policy: Policy = field(default_factory=Policy)
     grads: _C.GradViews = None

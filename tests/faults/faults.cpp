@@ -139,6 +139,18 @@ void train(
   EXPECT_TRUE(!graph || graph->stats().step_replays == c.steps - 1);
 }
 
+// Of this process, which is one rank: where its message goes.
+std::filesystem::path& report_path() {
+  static std::filesystem::path path;
+  return path;
+}
+
+// What `flatshard train` does when the communicators cannot be ended.
+void leave_with(const Verdict& verdict) {
+  std::ofstream(report_path()) << verdict.text;
+  ::_exit(0);
+}
+
 std::string read_file(const std::filesystem::path& path) {
   std::ifstream file(path);
   return {std::istreambuf_iterator<char>(file), {}};
@@ -156,10 +168,11 @@ std::vector<FaultReport> run_reporting(
   const auto outcomes = rank_process_outcomes(
       world,
       [&](RankContext& context) {
+        report_path() = path(context.rank);
         try {
           function(context);
         } catch (const std::exception& error) {
-          std::ofstream(path(context.rank)) << error.what();
+          std::ofstream(report_path()) << error.what();
         }
       },
       std::chrono::seconds(90));
@@ -199,7 +212,8 @@ std::vector<FaultReport> run_with_fault(const FaultCase& c) {
         context.rank,
         context.store,
         device,
-        {.communicator = {.timeout = c.timeout}});
+        {.communicator = {.timeout = c.timeout},
+         .on_stuck_abort = c.whole_step ? leave_with : OnStuckAbort()});
     ends.flight = mesh->flight_recorder();
     try {
       train(c, context, mesh);

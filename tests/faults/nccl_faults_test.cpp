@@ -165,45 +165,42 @@ TEST_F(FaultsNccl, ARankThatNeverComesIsLate) {
 }
 
 // All work of a step is one launch then, and the host is far ahead. What
-// happens in it is told by the numbers that the graph writes; and the graph has
-// to go before NCCL can end.
-TEST_F(FaultsNccl, WholeSteps) {
-  for (const Fault fault :
-       {Fault::none,
-        Fault::kill,
-        Fault::stop,
-        Fault::hang,
-        Fault::device_hang}) {
-    SCOPED_TRACE(static_cast<int>(fault));
+// happens in it is told by the numbers that the graph writes; and NCCL can only
+// end together with the graph.
+TEST_F(FaultsNccl, WholeStepsWithoutAFault) {
+  FaultCase c = with(Fault::none);
+  c.whole_step = true;
+  for (const FaultReport& report : run_with_fault(c)) {
+    EXPECT_EQ(report.outcome, testing::RankOutcome{});
+    EXPECT_EQ(report.message, "");
+  }
+}
+
+TEST_F(FaultsNccl, WholeStepsWithARankThatIsGone) {
+  for (const Fault fault : {Fault::kill, Fault::stop}) {
     FaultCase c = with(fault);
     c.whole_step = true;
-    const auto reports = run_with_fault(c);
-    const auto late = HasSubstr(culprit(c) + " is late");
-    switch (fault) {
-      case Fault::none:
-        for (const FaultReport& report : reports) {
-          EXPECT_EQ(report.outcome, testing::RankOutcome{});
-          EXPECT_EQ(report.message, "");
-        }
-        break;
-      case Fault::kill:
-      case Fault::stop:
-        expect_survivors(
-            c,
-            reports,
-            AllOf(HasSubstr(culprit(c) + " is missing"), kWaitsForBlock0));
-        break;
-      default:
-        expect_survivors(c, reports, AllOf(late, kWaitsForBlock0));
-        EXPECT_EQ(reports[c.culprit].outcome, testing::RankOutcome{});
-        EXPECT_THAT(
-            reports[c.culprit].message,
-            fault == Fault::hang
-                ? ::testing::Matcher<const std::string&>(late)
-                : HasSubstr(
-                      culprit(c) + " is late: its device has not come to"));
-    }
+    expect_survivors(
+        c,
+        run_with_fault(c),
+        AllOf(HasSubstr(culprit(c) + " is missing"), kWaitsForBlock0));
   }
+}
+
+TEST_F(FaultsNccl, WholeStepsWithARankThatNeverComes) {
+  FaultCase c = with(Fault::hang);
+  c.whole_step = true;
+  expect_all(c, AllOf(HasSubstr(culprit(c) + " is late"), kWaitsForBlock0));
+}
+
+TEST_F(FaultsNccl, WholeStepsWithADeviceThatDoesNotCome) {
+  FaultCase c = with(Fault::device_hang);
+  c.whole_step = true;
+  expect_all(
+      c,
+      AllOf(
+          HasSubstr(culprit(c) + " is late: its device has not come to"),
+          kWaitsForBlock0));
 }
 
 // The same without graphs.

@@ -43,10 +43,20 @@ CollectiveSignature signature(std::string unit, std::int64_t numel = 8) {
 // Its abort returns when the test lets it, as NCCL's with a stopped peer.
 class StuckCommunicator : public Communicator {
  public:
-  explicit StuckCommunicator(std::shared_future<void> let_go)
-      : Communicator(0, 1, "dp.gather", at::kCPU), let_go_(std::move(let_go)) {}
+  /// @param began  told when the abort begins; may be null.
+  explicit StuckCommunicator(
+      std::shared_future<void> let_go,
+      std::promise<void>* began = nullptr)
+      : Communicator(0, 1, "dp.gather", at::kCPU),
+        let_go_(std::move(let_go)),
+        began_(began) {}
 
-  void do_abort() override { let_go_.wait(); }
+  void do_abort() override {
+    if (began_ != nullptr) {
+      began_->set_value();
+    }
+    let_go_.wait();
+  }
 
  private:
   void do_all_gather(Tensors, Tensors) override {}
@@ -56,6 +66,7 @@ class StuckCommunicator : public Communicator {
   void do_barrier() override {}
 
   std::shared_future<void> let_go_;
+  std::promise<void>* began_;
 };
 
 // A communicator that nothing is sent over.
@@ -254,6 +265,28 @@ TEST(FlightRecorder, AnAbortThatHangsHoldsUpNobody) {
   });
   EXPECT_EQ(num_told, 2);
   let_go.set_value();
+}
+
+// To drop a graph may wait for an abort, which then waits for the graph.
+TEST(FlightRecorder, ActionsRunBesideTheAborts) {
+  run_ranks(2, [](const RankContext& context) {
+    std::promise<void> aborts;
+    std::promise<void> acts;
+    const auto acted = acts.get_future().share();
+    const auto flight = recorder(context, {.timeout = 400ms});
+    const auto group = std::make_shared<StuckCommunicator>(acted, &aborts);
+    flight->watch(group, "g");
+    const auto handle = flight->with_abort([&] {
+      aborts.get_future().wait();
+      acts.set_value();
+    });
+    if (context.rank == 1) {
+      flight->publish_failure("the data loader broke");
+    }
+    wait_for_verdict(*flight);
+    acted.wait();
+    EXPECT_THAT(error_of(*flight), HasSubstr("the data loader broke"));
+  });
 }
 
 TEST(FlightRecorder, RefusesByName) {

@@ -140,7 +140,7 @@ TEST_P(Formats, DISABLED_AllFloats) {
   }
 }
 
-TEST(FormatsE4m3, Limits) {
+TEST(FormatsE4m3, F11_SaturatesAndKeepsNan) {
   const auto e4m3 = [](float x) { return encode(x, Format::e4m3); };
   EXPECT_EQ(e4m3(0.0F), 0x00);
   EXPECT_EQ(e4m3(-0.0F), 0x80);

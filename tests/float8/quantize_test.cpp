@@ -257,7 +257,33 @@ TEST(Quantize, InfAndNanSpoilTheirBlockOnly) {
   EXPECT_EQ(amax_of(at::empty({0})).item<float>(), 0.0F);
 }
 
-TEST(Quantize, EmptyTensors) {
+TEST(Quantize, F12_ZerosHaveAScale) {
+  const at::Tensor x = at::zeros({128, 128});
+  for (const Recipe recipe : kRecipes) {
+    SCOPED_TRACE(to_string(recipe));
+    const Plane plane = quantize(x, {recipe});
+    EXPECT_TRUE(plane.scales.to(at::kFloat).isfinite().all().item<bool>());
+    EXPECT_EQ(bytes(plane.data).count_nonzero().item<int>(), 0);
+    EXPECT_TRUE(at::equal(dequantize(plane, recipe), x));
+  }
+}
+
+TEST(Quantize, F13_NothingSaturatesWhenScalesRoundUp) {
+  const at::Tensor x = at::randn({256, 256}, seeded(5));
+  for (const Recipe recipe : {Recipe::rowwise, Recipe::mxfp8}) {
+    SCOPED_TRACE(to_string(recipe));
+    const auto saturated = [&](Rounding rounding) {
+      const Quantizer q{.recipe = recipe, .rounding = rounding};
+      const Plane plane = quantize(x, q);
+      const at::Tensor scales = spread(plane.scales, recipe, x.sizes());
+      return (x.abs() > 448 * scales).sum().item<std::int64_t>();
+    };
+    EXPECT_EQ(saturated(Rounding::up), 0);
+    EXPECT_GT(saturated(Rounding::floor), 0);
+  }
+}
+
+TEST(Quantize, F14_EmptyTensors) {
   for (const Recipe recipe : kRecipes) {
     for (const std::int64_t rows : {0, 128}) {
       for (const Axis axis : {Axis::row, Axis::column}) {

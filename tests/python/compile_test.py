@@ -1,13 +1,16 @@
 """torch.compile over and inside sharded modules: the graphs hold no trace of
 sharding, so they are compiled once and give what eager code gives."""
 
+import contextlib
 import copy
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
+import flatshard
 from flatshard import fully_shard
+from tests.python.device import DEVICE, on_device
 from tests.python.models import Mlp, llama
 from tests.python.training import shard
 
@@ -56,3 +59,102 @@ def test_compiled_trains_like_eager(make, whole, order, mesh, rank):
     assert found == pytest.approx(expected, rel=1e-5)
     assert graphs[-1] > 0, "nothing was compiled"
     assert graphs[2] == graphs[-1], "compiled again after the third step"
+
+
+# -- mode="reduce-overhead": torch's own CUDA graphs ---------------------------------------
+
+
+def arena(model, mesh, **options):
+    for unit in model.units():
+        fully_shard(unit, mesh=mesh)
+    return fully_shard(model, mesh=mesh, slots_on_demand=False, **options)
+
+
+@contextlib.contextmanager
+def counted_recordings():
+    """A list that grows by one for each CUDA graph that torch records."""
+    begin = torch.cuda.CUDAGraph.capture_begin
+    seen = []
+
+    def counted(self, *args, **kwargs):
+        seen.append(1)
+        return begin(self, *args, **kwargs)
+
+    torch.cuda.CUDAGraph.capture_begin = counted
+    try:
+        yield seen
+    finally:
+        torch.cuda.CUDAGraph.capture_begin = begin
+
+
+def test_addresses_repeat_in_the_arena(mesh, rank):
+    model = arena(Mlp(), mesh)
+    steps = []
+
+    def note(module, args):
+        steps[-1] += [p.data_ptr() for p in module.parameters()]
+
+    for unit in model.units():
+        unit.register_forward_pre_hook(note)
+    for unit in model.units()[1:]:  # the first one's input needs no gradient
+        unit.register_full_backward_pre_hook(note)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept = []
+    for step in range(6):
+        steps.append([])
+        model.loss(torch.Generator().manual_seed(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        kept.append(on_device(torch.empty(100 * step)))  # allocations in between
+    assert steps[2] and steps[2] == steps[3] == steps[4] == steps[5]
+
+
+def test_reduce_overhead_records_once(mesh, rank):
+    if DEVICE != "cuda":
+        pytest.skip("CUDA graphs want a GPU")
+    pytest.importorskip("triton")
+    torch._dynamo.reset()
+    plain = Mlp()
+    model = copy.deepcopy(plain)
+    for unit in plain.units():
+        unit.compile()
+    arena(plain, mesh)
+    for unit in model.units():
+        unit.compile(mode="reduce-overhead")
+    arena(model, mesh)
+
+    expected, _ = losses(plain, plain.loss, rank)
+    with counted_recordings() as seen:
+        found, recordings = [], []
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+        for number in range(3 * STEPS):
+            torch.compiler.cudagraph_mark_step_begin()
+            seed = 10 * (number % STEPS) + rank
+            loss = model.loss(torch.Generator().manual_seed(seed))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+            recordings.append(len(seen))
+    assert recordings[-1] >= 2 * len(model.units()), "nothing was recorded"
+    assert recordings[STEPS] == recordings[-1], f"recorded again: {recordings}"
+    assert found[:STEPS] == pytest.approx(expected, rel=1e-5)
+
+
+def test_slots_on_demand_are_refused_by_name(mesh, monkeypatch):
+    with pytest.raises(
+        ValueError, match="slots_on_demand: expected True, False or None"
+    ):
+        fully_shard(Mlp(), mesh=mesh, slots_on_demand=0)
+    model = arena(Mlp(), mesh)
+    with pytest.raises(NotImplementedError, match="slots_on_demand=False"):
+        model.set_reduce_scatter_max_input_buffers(2)
+    core = flatshard.module.root_of(model).core
+    with pytest.raises(flatshard.Error, match="got an arena"):
+        core.set_max_grad_slots(3)
+    monkeypatch.setenv("FLATSHARD_EMULATE_CUDA_GRAPHS", "1")
+    model = Mlp()
+    fully_shard(model.blocks[0], mesh=mesh, cuda_graph=True)
+    fully_shard(model, mesh=mesh, slots_on_demand=True)
+    with pytest.raises(ValueError, match="slots_on_demand: .* with cuda_graph=True"):
+        model.loss(torch.Generator())

@@ -508,6 +508,7 @@ def test_no_units_with_graphs(mesh):
         "backward_replays": 0,
         "fallbacks": {},
         "nbytes": 0,
+        "audited_addresses": 0,
     }
     model.reset_cuda_graphs()
     with pytest.raises(ValueError, match="outermost module .* got unit blocks.0"):

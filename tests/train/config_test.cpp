@@ -371,6 +371,36 @@ TEST(Config, ContradictionsAreNamed) {
       HasSubstr("'layers' is missing"));
 }
 
+TEST(Config, WhatCudaGraphsDoNotGoWithIsNamed) {
+  const std::string graphs = "cuda_graph.impl=unit";
+  EXPECT_THAT(
+      refused({graphs, "diagnostics.strict=true"}),
+      HasSubstr("cuda_graph.impl = \"unit\" with diagnostics.strict = true"));
+  const std::string selective = "activation_checkpoint.mode=selective";
+  EXPECT_THAT(
+      refused({graphs, selective}),
+      HasSubstr(
+          "with activation_checkpoint.mode = \"selective\": a block cannot "
+          "be recorded"));
+  EXPECT_EQ(
+      parse_config(
+          kSmall,
+          "run.toml",
+          {graphs, selective, "cuda_graph.modules=attn"})
+          .cuda_graph.modules,
+      "attn");
+  EXPECT_THAT(
+      refused({graphs, "cuda_graph.modules=attn,moe_router"}),
+      HasSubstr("cuda_graph.modules: expected attn, mlp or both with a comma "
+                "between, or nothing for whole blocks; got 'moe_router'"));
+  EXPECT_THAT(
+      refused({"cuda_graph.impl=layers"}),
+      HasSubstr("cuda_graph.impl expected one of none, unit"));
+  EXPECT_THAT(
+      refused({"cuda_graph.modules=attn"}),
+      HasSubstr("set cuda_graph.impl to unit"));
+}
+
 TEST(Config, GoodGranularitiesAndPresets) {
   for (const char* text : {"element", "row", "tensor", "block:128"}) {
     parse_config(kSmall, "r", {std::string("parallelism.granularity=") + text});

@@ -1,5 +1,7 @@
-// The whole matrix of graph_test.cpp on GPUs, one rank for each; without a GPU
-// it skips itself. With one GPU, scripts/share_gpu lets two ranks share it.
+// The matrix of graph_test.cpp on GPUs, one rank for each; without a GPU it
+// skips itself. Two ranks on one GPU, the pairwise part:
+// scripts/share_gpu 2 build/tests/unit_graph_cuda_test
+// --gtest_filter='Pairwise/*'
 #include "flatshard/device/stream.h"
 #include "tests/support/gpu_ranks.h"
 #include "tests/unit/graph_training.h"
@@ -16,7 +18,7 @@ using testing::GraphCase;
 using testing::GraphRun;
 using testing::GraphTraining;
 
-class GraphMatrix : public ::testing::TestWithParam<int> {
+class GraphMatrix : public ::testing::TestWithParam<GraphCase> {
  protected:
   void SetUp() override {
     if (!cuda_available()) {
@@ -25,24 +27,39 @@ class GraphMatrix : public ::testing::TestWithParam<int> {
   }
 };
 
+std::shared_ptr<Mesh> mesh_of(const GraphCase& c, const std::string& name) {
+  const int world = gpu_ranks().world();
+  if (c.mesh.size() == 2) {  // HSDP; one shard for each replica of two ranks
+    const int replicas = std::min(world, 2);
+    return gpu_ranks().mesh(
+        {{"replica", replicas}, {"dp", world / replicas}},
+        name);
+  }
+  return world == 1 ? Mesh::single(gpu_ranks().device)
+                    : gpu_ranks().mesh({{"dp", world}}, name);
+}
+
 GraphRun train(const GraphCase& c, const std::string& name) {
   at::manual_seed(3);
-  GraphTraining training(
-      c,
-      gpu_ranks().world() == 1
-          ? Mesh::single(gpu_ranks().device)
-          : gpu_ranks().mesh({{"dp", gpu_ranks().world()}}, name));
+  GraphTraining training(c, mesh_of(c, name));
   return training.run();
 }
 
 TEST_P(GraphMatrix, EqualsEagerBitForBit) {
-  GraphCase c = testing::all_graph_cases(gpu_ranks().world())[GetParam()];
+  GraphCase c = GetParam();
+  if (c.mesh.size() == 2 && gpu_ranks().world() % 2 != 0) {
+    GTEST_SKIP() << "HSDP needs an even number of ranks";
+  }
   c.steps = 20;
   SCOPED_TRACE(c.name());
-  const std::string name = fmt::format("graphs{}", GetParam());
+  const auto* const info =
+      ::testing::UnitTest::GetInstance()->current_test_info();
+  const std::string name =
+      fmt::format("{}{}", info->test_suite_name(), c.name());
   c.graphs = false;
   const GraphRun eager = train(c, name + "eager");
   c.graphs = true;
+  c.audit = true;
   const GraphRun graphs = train(c, name);
   EXPECT_EQ(eager.losses, graphs.losses);
   ASSERT_EQ(eager.gradients.size(), graphs.gradients.size());
@@ -58,15 +75,25 @@ TEST_P(GraphMatrix, EqualsEagerBitForBit) {
   EXPECT_EQ(graphs.stats.forward_replays, regions * (twice ? 2 : 1));
   EXPECT_EQ(graphs.stats.backward_replays, regions);
   EXPECT_THAT(graphs.stats.fallbacks, ::testing::IsEmpty());
+  EXPECT_GT(graphs.stats.audited_addresses, graphs.stats.captures);
+}
+
+std::string name_of(const ::testing::TestParamInfo<GraphCase>& info) {
+  return info.param.name();
 }
 
 INSTANTIATE_TEST_SUITE_P(
     All,
     GraphMatrix,
-    ::testing::Range(0, static_cast<int>(testing::all_graph_cases(1).size())),
-    [](const auto& info) {
-      return testing::all_graph_cases(1)[info.param].name();
-    });
+    ::testing::ValuesIn(testing::all_graph_cases(1)),
+    name_of);
+
+// Some of these, with each pair of values: what several ranks run.
+INSTANTIATE_TEST_SUITE_P(
+    Pairwise,
+    GraphMatrix,
+    ::testing::ValuesIn(testing::pairwise_graph_cases()),
+    name_of);
 
 }  // namespace
 }  // namespace flatshard

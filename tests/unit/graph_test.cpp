@@ -6,6 +6,8 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/nn/linear.h"
+#include "flatshard/optim/adamw.h"
+#include "tests/unit/factor_model.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -144,6 +146,20 @@ std::vector<Deviation> deviations() {
                     loss.backward({}, /*retain_graph=*/true);
                   }
                 }},
+       .captures_again = 1},
+      {.name = "ABackwardOfSomeParameters",
+       .hooks =
+           {.before_backward =
+                [](Training& t, int step, at::Tensor& loss) {
+                  if (step == 5) {
+                    loss.backward(
+                        {},
+                        /*retain_graph=*/true,
+                        /*create_graph=*/false,
+                        {{t.units()[1]->parameters().front()}});
+                  }
+                }},
+       .reason = "a parameter gets no gradient in this backward",
        .captures_again = 1},
       {.name = "ABackwardThatNeverComes",
        .hooks =
@@ -310,6 +326,38 @@ TEST(Graphs, HooksOnUnitsRunEveryStep) {
       }});
   EXPECT_EQ(calls, c.steps);
   expect_replays(c, run);
+}
+
+// A table that is replaced later: graphs have its address.
+TEST(Graphs, ConstantsAreKeptForTheGraphs) {
+  testing::run_ranks(1, [](const testing::RankContext& context) {
+    at::Tensor factor = at::full({8}, 0.5);
+    testing::FactorModel model(8, factor, /*declared=*/true);
+    const auto runtime = fully_shard(
+        *model,
+        context.mesh(),
+        {.units = model->units(),
+         .group = {.precision = Precision::full()},
+         .runtime = {
+             .graphs = {
+                 .enabled = true,
+                 .warmup_steps = 1,
+                 .emulate_on_cpu = true}}});
+    AdamW optimizer(runtime->groups(), {});
+    const c10::weak_intrusive_ptr<c10::StorageImpl> kept(
+        factor.storage().getWeakStorageImpl());
+    for (int step = 0; step < 4; ++step) {
+      if (step == 3) {
+        factor = at::full({8}, 0.5);
+        model->set_factor(factor);
+      }
+      model(at::ones({2, 8})).backward();
+      optimizer.step(1e-3);
+      optimizer.zero_grad();
+    }
+    EXPECT_GT(runtime->graph_stats().forward_replays, 0);
+    EXPECT_FALSE(kept.expired());
+  });
 }
 
 TEST(Graphs, AMissCanBeAnError) {

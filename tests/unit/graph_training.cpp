@@ -213,6 +213,7 @@ GraphTraining::GraphTraining(const GraphCase& c, std::shared_ptr<Mesh> mesh)
                .regions = c.regions,
                .warmup_steps = c.warmup_steps,
                .miss_is_error = c.miss_is_error,
+               .audit = c.audit,
                .emulate_on_cpu = true}}});
   if (c.graphs && c.whole_step) {
     step_graph_ = std::make_unique<StepGraph>(
@@ -439,6 +440,20 @@ std::vector<GraphCase> pairwise_graph_cases() {
   std::vector<GraphCase> chosen = pairwise(all_graph_cases(1));
   chosen.push_back({.strategy = "hsdp", .mesh = {2, 2}, .microbatches = 3});
   return chosen;
+}
+
+std::vector<int> pairwise_step_indices() {
+  const std::vector<GraphCase> all = all_step_cases(1);
+  std::vector<int> indices;
+  for (GraphCase c : pairwise(all)) {
+    c.mesh = {1};
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      if (all[i].name() == c.name()) {
+        indices.push_back(static_cast<int>(i));
+      }
+    }
+  }
+  return indices;
 }
 
 std::vector<GraphCase> pairwise_step_cases() {

@@ -33,6 +33,7 @@ struct GraphCase {
   /// By StepGraph instead of by regions.
   bool whole_step = false;
   bool miss_is_error = false;
+  bool audit = false;
   int max_delay_us = 0;
 
   std::string name() const;
@@ -109,5 +110,7 @@ std::vector<GraphCase> all_graph_cases(int world);
 /// which they refuse.
 std::vector<GraphCase> pairwise_step_cases();
 std::vector<GraphCase> all_step_cases(int world);
+/// Where in all_step_cases the former are.
+std::vector<int> pairwise_step_indices();
 
 }  // namespace flatshard::testing

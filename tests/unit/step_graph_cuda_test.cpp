@@ -1,6 +1,8 @@
 // The whole matrix of step_graph_test.cpp on GPUs, one rank for each; without a
-// GPU it skips itself. With one GPU, scripts/share_gpu lets two ranks share it.
+// GPU it skips itself. With one GPU, scripts/share_gpu lets two ranks share it,
+// and --gtest_filter='Pairs/*:*OnGpus*' leaves out what says little more.
 #include "flatshard/device/graph.h"
+#include "flatshard/device/memory.h"
 #include "flatshard/device/stream.h"
 #include "flatshard/device/stream_word.h"
 #include "tests/support/gpu_ranks.h"
@@ -34,12 +36,15 @@ GraphRun train(GraphCase c, bool graphs, const GraphHooks& hooks = {}) {
   static int meshes = 0;
   at::manual_seed(3);
   c.graphs = graphs;
+  std::vector<MeshAxis> axes{{"dp", gpu_ranks().world()}};
+  if (c.mesh.size() == 2) {
+    axes = {{"outer", c.mesh[0]}, {"inner", c.mesh[1]}};
+  }
   GraphTraining training(
       c,
-      gpu_ranks().world() == 1 ? Mesh::single(gpu_ranks().device)
-                               : gpu_ranks().mesh(
-                                     {{"dp", gpu_ranks().world()}},
-                                     fmt::format("steps{}", meshes++)));
+      gpu_ranks().world() == 1
+          ? Mesh::single(gpu_ranks().device)
+          : gpu_ranks().mesh(axes, fmt::format("steps{}", meshes++)));
   return training.run(hooks);
 }
 
@@ -79,7 +84,7 @@ TEST_F(StepGraphOnGpus, AGraphWritesNumbersForTheHost) {
 
 TEST_P(StepGraphMatrix, EqualsEagerBitForBit) {
   GraphCase c = testing::all_step_cases(gpu_ranks().world())[GetParam()];
-  c.steps = 20;
+  c.steps = gpu_ranks().world() == 1 ? 20 : 8;
   const GraphRun eager = train(c, false);
   const GraphRun graphs = train(c, true);
   expect_equal(eager, graphs);
@@ -87,6 +92,14 @@ TEST_P(StepGraphMatrix, EqualsEagerBitForBit) {
   EXPECT_EQ(graphs.stats.step_replays, c.steps - c.warmup_steps);
   EXPECT_THAT(graphs.stats.fallbacks, ::testing::IsEmpty());
 }
+
+INSTANTIATE_TEST_SUITE_P(
+    Pairs,
+    StepGraphMatrix,
+    ::testing::ValuesIn(testing::pairwise_step_indices()),
+    [](const auto& info) {
+      return testing::all_step_cases(1)[info.param].name();
+    });
 
 INSTANTIATE_TEST_SUITE_P(
     All,
@@ -98,11 +111,11 @@ INSTANTIATE_TEST_SUITE_P(
 
 // An evaluation between two steps uses the slots, streams and communicators
 // that the graph uses, and a step of another shape runs between two replays.
-TEST_F(StepGraphOnGpus, EagerWorkBetweenReplays) {
+TEST_F(StepGraphOnGpus, B55_EagerWorkBetweenReplays) {
   for (const char* strategy : {"zero1", "zero2", "zero3"}) {
     GraphCase c{.strategy = strategy, .steps = 12, .whole_step = true};
-    const GraphHooks hooks{.before_step = [](GraphTraining& t, int step) {
-      if (step % 2 == 1) {
+    const GraphHooks hooks{.before_step = [&](GraphTraining& t, int step) {
+      if (step % 2 == 1 || step == c.warmup_steps) {  // also before the capture
         const at::NoGradGuard no_grad;
         t.forward(90, 0);
       }
@@ -114,6 +127,37 @@ TEST_F(StepGraphOnGpus, EagerWorkBetweenReplays) {
     EXPECT_EQ(graphs.stats.step_replays, c.steps - c.warmup_steps - 1);
     EXPECT_EQ(graphs.stats.fallbacks.size(), 1U);
   }
+}
+
+// The outer axis has a stream and a communicator of its own.
+TEST_F(StepGraphOnGpus, Hsdp) {
+  const int world = gpu_ranks().world();
+  if (world % 2 != 0) {
+    GTEST_SKIP() << "expected an even number of ranks";
+  }
+  const GraphCase c{
+      .strategy = "hsdp",
+      .mesh = {2, world / 2},
+      .microbatches = 3,
+      .steps = 12,
+      .whole_step = true};
+  const GraphRun eager = train(c, false);
+  const GraphRun graphs = train(c, true);
+  expect_equal(eager, graphs);
+  EXPECT_EQ(graphs.stats.step_replays, c.steps - c.warmup_steps);
+}
+
+TEST_F(StepGraphOnGpus, GivesItsMemoryBack) {
+  const GraphCase c{.steps = 5, .whole_step = true};
+  const auto reserved = [] {
+    make_graph_pool(gpu_ranks().device)->make_room();
+    return memory_stats(gpu_ranks().device).reserved_bytes;
+  };
+  train(c, true);
+  const std::int64_t before = reserved();
+  const GraphRun run = train(c, true);
+  EXPECT_GT(run.stats.nbytes, 0);
+  EXPECT_EQ(reserved(), before);
 }
 
 }  // namespace

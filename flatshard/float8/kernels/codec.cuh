@@ -149,8 +149,12 @@ __device__ inline std::uint32_t block_max(
   return lanes_max<32>(lane < warps ? scratch[lane] : 0);
 }
 
+/// Most callers find that what is there is larger, and need no atomic.
 __device__ inline void atomic_amax(float* to, std::uint32_t magnitude_bits) {
-  atomicMax(reinterpret_cast<unsigned*>(to), magnitude_bits);
+  auto* bits = reinterpret_cast<unsigned*>(to);
+  if (magnitude_bits > *static_cast<volatile unsigned*>(bits)) {
+    atomicMax(bits, magnitude_bits);
+  }
 }
 
 /// The scale of a block, by the recipe's rule.

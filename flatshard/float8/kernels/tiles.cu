@@ -16,7 +16,8 @@ void with_source(const Values& x, Run&& run) {
 
 void quantize_tiles(const Values& x, const Quantize& a, cudaStream_t stream) {
   with_source(x, [&](const auto& source) {
-    quantize_source(source, a, stream);
+    a.format == Format::e4m3 ? quantize_source<Format::e4m3>(source, a, stream)
+                             : quantize_source<Format::e5m2>(source, a, stream);
   });
 }
 
@@ -26,11 +27,7 @@ void row_and_column_amax(
     float* columns,
     cudaStream_t stream) {
   with_source(x, [&](const auto& source) {
-    row_and_column_amax_kernel<<<
-        tile_grid(x.rows, x.columns),
-        kTileThreads,
-        0,
-        stream>>>(source, rows, columns);
+    source_row_and_column_amax(source, rows, columns, stream);
   });
 }
 

@@ -18,14 +18,15 @@ struct RmsNormForward {
   const void* x;
   const void* delta;  ///< or null: then nothing is added
   const void* weight;
-  void* sum;  ///< x + delta, written when delta is given
-  void* y;
+  void* sum;    ///< x + delta, written when delta is given
+  void* y;      ///< or null: then only sum, rstd and amax
   float* rstd;  ///< [rows]
   std::int64_t rows;
   std::int64_t dim;
   float eps;
   Dtype dtype;
   Dtype weight_dtype;
+  float* amax = nullptr;  ///< or null; max(amax, largest magnitude of y)
 };
 void rms_norm_forward(const RmsNormForward& args, cudaStream_t stream);
 
@@ -43,6 +44,7 @@ struct RmsNormBackward {
   std::int64_t dim;
   Dtype dtype;
   Dtype weight_dtype;
+  float* amax = nullptr;  ///< or null; max(amax, largest magnitude of dx)
 };
 void rms_norm_backward(const RmsNormBackward& args, cudaStream_t stream);
 
@@ -70,15 +72,18 @@ struct Rope {
 };
 void rope(const Rope& args, cudaStream_t stream);
 
+/// @param amax  or null; max(amax, largest magnitude of y).
 void swiglu_forward(
     const void* gate,
     const void* up,
     void* y,
     std::int64_t numel,
     Dtype dtype,
-    cudaStream_t stream);
+    cudaStream_t stream,
+    float* amax = nullptr);
 
 /// @param product  or null; may be dy.
+/// @param amax     or null; max(amax, largest magnitude of dgate and dup).
 void swiglu_backward(
     const void* dy,
     const void* gate,
@@ -88,7 +93,8 @@ void swiglu_backward(
     void* product,
     std::int64_t numel,
     Dtype dtype,
-    cudaStream_t stream);
+    cudaStream_t stream,
+    float* amax = nullptr);
 
 struct CrossEntropy {
   void* logits;  ///< [rows, vocab]

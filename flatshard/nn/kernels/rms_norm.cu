@@ -1,11 +1,11 @@
-#include "flatshard/nn/kernels/common.cuh"
+#include "flatshard/nn/kernels/amax.cuh"
 
 namespace flatshard::nn::kernels {
 namespace {
 
 // A block handles one row at a time and a thread keeps its part of the row in
 // registers: P packs of N elements, pack p at column (p * threads + tid) * N.
-template <class T, class W, int N, int P>
+template <class T, class W, int N, int P, bool Amax>
 __global__ void __launch_bounds__(1024)
     rms_norm_forward_kernel(const RmsNormForward a) {
   __shared__ float scratch[33];
@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(1024)
   const T* delta = a.delta ? static_cast<const T*>(a.delta) + base : nullptr;
   T* sum = a.delta ? static_cast<T*>(a.sum) + base : nullptr;
   const W* weight = static_cast<const W*>(a.weight);
-  T* y = static_cast<T*>(a.y) + base;
+  T* y = a.y ? static_cast<T*>(a.y) + base : nullptr;
   float values[P][N];
   float squares = 0.0F;
 #pragma unroll
@@ -45,6 +45,10 @@ __global__ void __launch_bounds__(1024)
   if (threadIdx.x == 0) {
     a.rstd[blockIdx.x] = rstd;
   }
+  if (!a.y && !Amax) {
+    return;
+  }
+  std::uint32_t amax = 0;
 #pragma unroll
   for (int p = 0; p < P; ++p) {
     const std::int64_t column =
@@ -58,14 +62,23 @@ __global__ void __launch_bounds__(1024)
     for (int i = 0; i < N; ++i) {
       w[i] *= values[p][i] * rstd;
     }
-    store<T, N>(y + column, w);
+    if (y) {
+      store<T, N>(y + column, w);
+    }
+    if constexpr (Amax) {
+      amax = larger(amax, stored_amax<T>(w));
+    }
+  }
+  if constexpr (Amax) {
+    deliver_amax(amax, a.amax);
   }
 }
 
-template <class T, class W, int N, int P>
+template <class T, class W, int N, int P, bool Amax>
 __global__ void __launch_bounds__(1024)
     rms_norm_backward_kernel(const RmsNormBackward a) {
   __shared__ float scratch[33];
+  std::uint32_t amax = 0;
   float dw[P][N] = {};
   float weight[P][N];
 #pragma unroll
@@ -116,6 +129,9 @@ __global__ void __launch_bounds__(1024)
         dx[i] += g[p][i] * rstd - x[p][i] * pull;
       }
       store<T, N>(static_cast<T*>(a.dx) + base + column, dx);
+      if constexpr (Amax) {
+        amax = larger(amax, stored_amax<T>(dx));
+      }
       if (a.y) {
         float y[N];
 #pragma unroll
@@ -136,6 +152,9 @@ __global__ void __launch_bounds__(1024)
         a.partial[blockIdx.x * a.dim + column + i] = dw[p][i];
       }
     }
+  }
+  if constexpr (Amax) {
+    deliver_amax(amax, a.amax);
   }
 }
 
@@ -223,7 +242,13 @@ void rms_norm_forward(const RmsNormForward& a, cudaStream_t stream) {
       a.dim,
       wide,
       [&]<class T, class W, int N, int P>(int threads) {
-        rms_norm_forward_kernel<T, W, N, P><<<a.rows, threads, 0, stream>>>(a);
+        if (a.amax) {
+          rms_norm_forward_kernel<T, W, N, P, true>
+              <<<a.rows, threads, 0, stream>>>(a);
+        } else {
+          rms_norm_forward_kernel<T, W, N, P, false>
+              <<<a.rows, threads, 0, stream>>>(a);
+        }
       });
 }
 
@@ -236,8 +261,13 @@ void rms_norm_backward(const RmsNormBackward& a, cudaStream_t stream) {
       a.dim,
       wide,
       [&]<class T, class W, int N, int P>(int threads) {
-        rms_norm_backward_kernel<T, W, N, P>
-            <<<a.blocks, threads, 0, stream>>>(a);
+        if (a.amax) {
+          rms_norm_backward_kernel<T, W, N, P, true>
+              <<<a.blocks, threads, 0, stream>>>(a);
+        } else {
+          rms_norm_backward_kernel<T, W, N, P, false>
+              <<<a.blocks, threads, 0, stream>>>(a);
+        }
       });
 }
 

@@ -1,19 +1,11 @@
-#include "flatshard/nn/kernels/common.cuh"
+#include "flatshard/nn/kernels/amax.cuh"
+#include "flatshard/nn/kernels/swiglu.cuh"
 
 namespace flatshard::nn::kernels {
 namespace {
 
-__device__ inline float sigmoid(float v) {
-  return 1.0F / (1.0F + __expf(-v));
-}
-
-// With the sigmoid of gate. Forward and backward round alike.
-__device__ inline float swiglu(float gate, float sigmoid, float up) {
-  return gate * (sigmoid * up);
-}
-
 template <class T, int N>
-__device__ inline void
+__device__ inline std::uint32_t
 forward_pack(const T* gate, const T* up, T* y, std::int64_t at) {
   float g[N];
   float u[N];
@@ -24,10 +16,11 @@ forward_pack(const T* gate, const T* up, T* y, std::int64_t at) {
     g[i] = swiglu(g[i], sigmoid(g[i]), u[i]);
   }
   store<T, N>(y + at, g);
+  return stored_amax<T>(g);
 }
 
 template <class T, int N>
-__device__ inline void backward_pack(
+__device__ inline std::uint32_t backward_pack(
     const T* dy,
     const T* gate,
     const T* up,
@@ -45,16 +38,17 @@ __device__ inline void backward_pack(
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     const float s = sigmoid(g[i]);
-    const float silu = g[i] * s;
     p[i] = swiglu(g[i], s, u[i]);
-    g[i] = d[i] * u[i] * (s + silu * (1.0F - s));
-    u[i] = d[i] * silu;
+    const SwigluGradient gradient = swiglu_gradient(d[i], g[i], s, u[i]);
+    g[i] = gradient.gate;
+    u[i] = gradient.up;
   }
   if (product != nullptr) {  // may be dy, which was read above
     store<T, N>(product + at, p);
   }
   store<T, N>(dgate + at, g);
   store<T, N>(dup + at, u);
+  return larger(stored_amax<T>(g), stored_amax<T>(u));
 }
 
 // The thread after the last whole pack handles the rest one by one.
@@ -72,15 +66,23 @@ __device__ inline void for_each_pack(std::int64_t numel, F&& run) {
   }
 }
 
-template <class T, int N>
-__global__ void
-swiglu_forward_kernel(const T* gate, const T* up, T* y, std::int64_t numel) {
+template <class T, int N, bool Amax>
+__global__ void swiglu_forward_kernel(
+    const T* gate,
+    const T* up,
+    T* y,
+    std::int64_t numel,
+    float* amax) {
+  std::uint32_t found = 0;
   for_each_pack<T, N>(numel, [&]<int M>(std::int64_t at) {
-    forward_pack<T, M>(gate, up, y, at);
+    found = larger(found, forward_pack<T, M>(gate, up, y, at));
   });
+  if constexpr (Amax) {
+    deliver_amax(found, amax);
+  }
 }
 
-template <class T, int N>
+template <class T, int N, bool Amax>
 __global__ void swiglu_backward_kernel(
     const T* dy,
     const T* gate,
@@ -88,66 +90,31 @@ __global__ void swiglu_backward_kernel(
     T* dgate,
     T* dup,
     T* product,
-    std::int64_t numel) {
+    std::int64_t numel,
+    float* amax) {
+  std::uint32_t found = 0;
   for_each_pack<T, N>(numel, [&]<int M>(std::int64_t at) {
-    backward_pack<T, M>(dy, gate, up, dgate, dup, product, at);
+    found = larger(
+        found,
+        backward_pack<T, M>(dy, gate, up, dgate, dup, product, at));
   });
+  if constexpr (Amax) {
+    deliver_amax(found, amax);
+  }
 }
 
 constexpr int kThreads = 256;
 
-template <class T>
-void launch_forward(
-    const T* gate,
-    const T* up,
-    T* y,
-    std::int64_t numel,
-    cudaStream_t stream) {
+// Calls run<N, whether amax is wanted>(grid).
+template <class T, class Run>
+void launch(std::int64_t numel, bool wide, const float* amax, Run&& run) {
   constexpr int kN = kWide<T>;
-  if (aligned16(gate) && aligned16(up) && aligned16(y)) {
-    const int grid = divide_up(divide_up(numel, kN), kThreads);
-    swiglu_forward_kernel<T, kN>
-        <<<grid, kThreads, 0, stream>>>(gate, up, y, numel);
-  } else {
-    const int grid = divide_up(numel, kThreads);
-    swiglu_forward_kernel<T, 1>
-        <<<grid, kThreads, 0, stream>>>(gate, up, y, numel);
-  }
-}
-
-template <class T>
-void launch_backward(
-    const T* dy,
-    const T* gate,
-    const T* up,
-    T* dgate,
-    T* dup,
-    T* product,
-    std::int64_t numel,
-    cudaStream_t stream) {
-  constexpr int kN = kWide<T>;
-  if (aligned16(dy) && aligned16(gate) && aligned16(up) && aligned16(dgate) &&
-      aligned16(dup) && aligned16(product)) {
-    const int grid = divide_up(divide_up(numel, kN), kThreads);
-    swiglu_backward_kernel<T, kN><<<grid, kThreads, 0, stream>>>(
-        dy,
-        gate,
-        up,
-        dgate,
-        dup,
-        product,
-        numel);
-  } else {
-    const int grid = divide_up(numel, kThreads);
-    swiglu_backward_kernel<T, 1><<<grid, kThreads, 0, stream>>>(
-        dy,
-        gate,
-        up,
-        dgate,
-        dup,
-        product,
-        numel);
-  }
+  const auto with = [&]<int N>() {
+    const int grid = divide_up(divide_up(numel, N), kThreads);
+    amax != nullptr ? run.template operator()<N, true>(grid)
+                    : run.template operator()<N, false>(grid);
+  };
+  wide ? with.template operator()<kN>() : with.template operator()<1>();
 }
 
 }  // namespace
@@ -158,17 +125,21 @@ void swiglu_forward(
     void* y,
     std::int64_t numel,
     Dtype dtype,
-    cudaStream_t stream) {
+    cudaStream_t stream,
+    float* amax) {
   if (numel == 0) {
     return;
   }
+  const bool wide = aligned16(gate) && aligned16(up) && aligned16(y);
   const auto run = [&]<class T>(T) {
-    launch_forward(
-        static_cast<const T*>(gate),
-        static_cast<const T*>(up),
-        static_cast<T*>(y),
-        numel,
-        stream);
+    launch<T>(numel, wide, amax, [&]<int N, bool Amax>(int grid) {
+      swiglu_forward_kernel<T, N, Amax><<<grid, kThreads, 0, stream>>>(
+          static_cast<const T*>(gate),
+          static_cast<const T*>(up),
+          static_cast<T*>(y),
+          numel,
+          amax);
+    });
   };
   dtype == Dtype::f32 ? run(float{}) : run(__nv_bfloat16{});
 }
@@ -182,20 +153,25 @@ void swiglu_backward(
     void* product,
     std::int64_t numel,
     Dtype dtype,
-    cudaStream_t stream) {
+    cudaStream_t stream,
+    float* amax) {
   if (numel == 0) {
     return;
   }
+  const bool wide = aligned16(dy) && aligned16(gate) && aligned16(up) &&
+                    aligned16(dgate) && aligned16(dup) && aligned16(product);
   const auto run = [&]<class T>(T) {
-    launch_backward(
-        static_cast<const T*>(dy),
-        static_cast<const T*>(gate),
-        static_cast<const T*>(up),
-        static_cast<T*>(dgate),
-        static_cast<T*>(dup),
-        static_cast<T*>(product),
-        numel,
-        stream);
+    launch<T>(numel, wide, amax, [&]<int N, bool Amax>(int grid) {
+      swiglu_backward_kernel<T, N, Amax><<<grid, kThreads, 0, stream>>>(
+          static_cast<const T*>(dy),
+          static_cast<const T*>(gate),
+          static_cast<const T*>(up),
+          static_cast<T*>(dgate),
+          static_cast<T*>(dup),
+          static_cast<T*>(product),
+          numel,
+          amax);
+    });
   };
   dtype == Dtype::f32 ? run(float{}) : run(__nv_bfloat16{});
 }

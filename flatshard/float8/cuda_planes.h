@@ -1,0 +1,33 @@
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "flatshard/float8/grid.h"
+#include "flatshard/float8/kernels/kernels.h"
+
+// Planes as kernels take them, also those of other folders whose values are
+// computed where they are quantized. Exists with CUDA only.
+namespace flatshard::float8::cuda {
+
+/// Of a plane that is not wanted: null.
+kernels::PlanePointers pointers_of(const PlaneView* view);
+
+/// Kernels that find largest magnitudes: into one zero; into a zero for each
+/// row and each column, of which one pointer may be null.
+struct AmaxKernels {
+  std::function<void(float* all)> all;
+  std::function<void(float* rows, float* columns)> rows_and_columns;
+};
+
+/// Gives tensorwise and rowwise planes the amax that they lack, from the
+/// values themselves.
+/// @return memory to keep until the kernel that reads it is queued.
+std::vector<at::Tensor> find_amax(
+    std::int64_t rows,
+    std::int64_t columns,
+    at::Device device,
+    const AmaxKernels& find,
+    kernels::Quantize& args);
+
+}  // namespace flatshard::float8::cuda

@@ -1,0 +1,87 @@
+#pragma once
+
+#include "flatshard/float8/kernels/codec.cuh"
+
+// A tile of 128 x 128 values, whatever they come from: a thread holds 8 rows of
+// 8 columns, a warp 16 rows of 128.
+namespace flatshard::float8::kernels {
+
+constexpr int kTileThreads = 256;
+constexpr int kTileWarps = kTileThreads / 32;
+constexpr int kTile = 128;
+
+/// A source gives eight values of a row: `load` begins it, `finish` makes them
+/// of it, so that a thread's loads are all under way before the first is used.
+template <class T>
+struct MemorySource {
+  using Value = T;
+  using Loaded = Eight<T>;
+  const T* x;
+  std::int64_t rows;
+  std::int64_t columns;
+  bool wide;
+
+  __device__ Loaded load(std::int64_t r, std::int64_t c) const {
+    return load_eight<T>(x, r * columns + c, r < rows ? columns - c : 0, wide);
+  }
+  __device__ Eight<T> finish(const Loaded& v, std::int64_t, std::int64_t)
+      const {
+    return v;
+  }
+};
+
+/// Whether eight-value loads from rows of `columns` may be wide.
+template <class T>
+bool wide_rows(const T* x, std::int64_t columns) {
+  return aligned16(x) && columns % 8 == 0;
+}
+
+/// The place of this thread in its tile.
+struct TilePlace {
+  int group = threadIdx.x % 16;  ///< of 8 columns
+  int row = threadIdx.x / 16 * 8;
+  int warp = threadIdx.x / 32;
+  std::int64_t r = std::int64_t{blockIdx.y} * kTile + row;
+  std::int64_t c = std::int64_t{blockIdx.x} * kTile + group * 8;
+};
+
+template <class Source>
+__device__ inline void load_tile(
+    const Source& source,
+    const TilePlace& at,
+    Eight<typename Source::Value> (&v)[8]) {
+  typename Source::Loaded loaded[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    loaded[i] = source.load(at.r + i, at.c);
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    v[i] = source.finish(loaded[i], at.r + i, at.c);
+  }
+}
+
+/// Largest magnitudes of the columns of 16 rows, in all lanes.
+template <class T>
+__device__ inline void column_max(
+    const Eight<T> (&v)[8],
+    std::uint32_t (&found)[8]) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    found[j] = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      found[j] = larger(found[j], magnitude(v[i][j]));
+    }
+    found[j] = larger(found[j], __shfl_xor_sync(0xffffffffU, found[j], 16));
+  }
+}
+
+struct TileScratch {
+  alignas(16) std::uint32_t columns[kTileWarps][kTile];
+  std::uint32_t block[32];
+  /// The transpose: 128 rows of 16 words of 8 bytes.
+  alignas(16) uint2 bytes[kTile][kTile / 8];
+};
+
+}  // namespace flatshard::float8::kernels

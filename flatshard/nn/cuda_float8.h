@@ -1,0 +1,45 @@
+#pragma once
+
+#include "flatshard/nn/float8_fused.h"
+
+/// float8_fused.h on CUDA, for bfloat16. Built twice, as cuda_ops.h is.
+namespace flatshard::nn::cuda {
+
+/// Whether the kernels take rows like these: CUDA, bfloat16, rows divisible by
+/// 8 that begin at multiples of 16 bytes.
+bool quantizes(const at::Tensor& rows);
+
+/// Whether a contiguous tensor begins at a multiple of 16 bytes.
+bool is_aligned(const at::Tensor& tensor);
+
+Float8Planes quantize_swiglu(
+    const at::Tensor& gate,
+    const at::Tensor& up,
+    const float8::Quantizer& quantizer,
+    std::int64_t multiple);
+
+Float8Planes quantize_swiglu_gradient(
+    const at::Tensor& dy,
+    const at::Tensor& gate,
+    const at::Tensor& up,
+    const float8::Quantizer& quantizer,
+    std::int64_t multiple);
+
+/// Tensorwise planes of two contiguous tensors beside each other.
+Float8Planes quantize_side_by_side(
+    const at::Tensor& left,
+    const at::Tensor& right,
+    const at::Tensor& amax,
+    const float8::Quantizer& quantizer,
+    std::int64_t multiple);
+
+/// @param amax  of the result, for tensorwise.
+Float8Planes quantize_norm(
+    const at::Tensor& x,
+    const at::Tensor& rstd,
+    const at::Tensor& weight,
+    const at::Tensor& amax,
+    const float8::Quantizer& quantizer,
+    std::int64_t multiple);
+
+}  // namespace flatshard::nn::cuda

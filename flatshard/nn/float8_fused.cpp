@@ -1,0 +1,188 @@
+#include "flatshard/nn/float8_fused.h"
+
+#include <ATen/ATen.h>
+
+#include "flatshard/core/error.h"
+#include "flatshard/nn/cuda_float8.h"
+#include "flatshard/nn/cuda_ops.h"
+#include "flatshard/nn/rms_norm_rows.h"
+#include "flatshard/nn/swiglu.h"
+
+namespace flatshard::nn {
+namespace {
+
+Float8Planes planes_of(
+    const at::Tensor& values,
+    const float8::Quantizer& quantizer,
+    std::int64_t multiple,
+    const at::Tensor& amax = {}) {
+  const auto [rows, columns] =
+      float8::quantize_both(values, quantizer, multiple, amax);
+  return {rows, columns};
+}
+
+void check_rows(
+    const char* op,
+    const at::Tensor& like,
+    std::initializer_list<at::Tensor> others) {
+  FLATSHARD_CHECK(
+      like.dim() == 2,
+      usage,
+      "{}: expected rows [tokens, dim], got {}",
+      op,
+      c10::str(like.sizes()));
+  for (const at::Tensor& other : others) {
+    FLATSHARD_CHECK(
+        other.sizes() == like.sizes() &&
+            other.scalar_type() == like.scalar_type(),
+        usage,
+        "{}: expected tensors of one shape and dtype, got {} and {}",
+        op,
+        c10::str(like.sizes()),
+        c10::str(other.sizes()));
+  }
+}
+
+at::Tensor zero_like(const at::Tensor& t) {
+  return at::zeros({}, t.options().dtype(at::kFloat));
+}
+
+}  // namespace
+
+Float8Planes swiglu_float8(
+    const at::Tensor& gate,
+    const at::Tensor& up,
+    const float8::Quantizer& quantizer,
+    std::int64_t multiple) {
+  const at::NoGradGuard no_grad;
+  check_rows("swiglu_float8", gate, {up});
+  // Kernels for activations are those of e4m3.
+  if (cuda::quantizes(gate) && cuda::quantizes(up) &&
+      quantizer.format == float8::Format::e4m3) {
+    return cuda::quantize_swiglu(gate, up, quantizer, multiple);
+  }
+  return planes_of(swiglu(gate, up), quantizer, multiple);
+}
+
+Float8Planes swiglu_backward_float8(
+    const at::Tensor& dy,
+    const at::Tensor& gate,
+    const at::Tensor& up,
+    const float8::Quantizer& quantizer,
+    std::int64_t multiple) {
+  const at::NoGradGuard no_grad;
+  check_rows("swiglu_backward_float8", gate, {up, dy});
+  const bool fused =
+      cuda::quantizes(gate) && cuda::quantizes(up) && cuda::quantizes(dy);
+  if (quantizer.recipe != float8::Recipe::tensorwise) {
+    if (fused) {
+      return cuda::quantize_swiglu_gradient(dy, gate, up, quantizer, multiple);
+    }
+    const auto [dgate, dup] = swiglu_gradients(dy, gate, up);
+    return planes_of(at::cat({dgate, dup}, 1), quantizer, multiple);
+  }
+  // Tensorwise scales want amax first: finding it where the values are stored
+  // moves less than computing them twice.
+  const auto [dgate, dup, amax] = swiglu_backward_amax(dy, gate, up);
+  if (fused) {
+    return cuda::quantize_side_by_side(dgate, dup, amax, quantizer, multiple);
+  }
+  return planes_of(at::cat({dgate, dup}, 1), quantizer, multiple, amax);
+}
+
+std::tuple<at::Tensor, at::Tensor> swiglu_amax(
+    const at::Tensor& gate,
+    const at::Tensor& up) {
+  const at::NoGradGuard no_grad;
+  if (cuda::takes(gate)) {
+    const at::Tensor amax = zero_like(gate);
+    const at::Tensor y =
+        cuda::swiglu_forward(gate.contiguous(), up.contiguous(), amax);
+    return {y, amax};
+  }
+  const at::Tensor y = swiglu(gate, up);
+  return {y, float8::amax_of(y)};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> swiglu_backward_amax(
+    const at::Tensor& dy,
+    const at::Tensor& gate,
+    const at::Tensor& up) {
+  const at::NoGradGuard no_grad;
+  if (cuda::takes(gate)) {
+    const at::Tensor amax = zero_like(gate);
+    const auto [dgate, dup] = cuda::swiglu_backward(
+        dy.contiguous(),
+        gate.contiguous(),
+        up.contiguous(),
+        nullptr,
+        amax);
+    return {dgate, dup, amax};
+  }
+  const auto [dgate, dup] = swiglu_gradients(dy, gate, up);
+  return {
+      dgate,
+      dup,
+      at::maximum(float8::amax_of(dgate), float8::amax_of(dup))};
+}
+
+NormFloat8 rms_norm_float8(
+    const at::Tensor& x,
+    const at::Tensor& delta,
+    const at::Tensor& weight,
+    double eps,
+    const float8::Quantizer& quantizer,
+    std::int64_t multiple) {
+  const at::NoGradGuard no_grad;
+  check_norm_input(x, delta, weight);
+  const at::Tensor rows = x.contiguous();
+  check_rows("rms_norm_float8", rows, {});
+  // A weight is a row of its own.
+  if (!cuda::quantizes(rows) || quantizer.format != float8::Format::e4m3 ||
+      !cuda::is_aligned(weight)) {
+    const auto [y, sum, rstd] = rms_norm_rows(rows, delta, weight, eps);
+    return {
+        sum.defined() ? sum : rows,
+        rstd,
+        planes_of(y, quantizer, multiple)};
+  }
+  const at::Tensor w = weight.contiguous();
+  const bool needs_amax = quantizer.recipe == float8::Recipe::tensorwise;
+  const at::Tensor amax = needs_amax ? zero_like(rows) : at::Tensor();
+  const auto [y, sum, rstd] = cuda::rms_norm_forward(
+      rows,
+      delta.defined() ? delta.contiguous() : delta,
+      w,
+      eps,
+      {.store_y = false, .amax = amax});
+  const at::Tensor normed = sum.defined() ? sum : rows;
+  return {
+      normed,
+      rstd,
+      cuda::quantize_norm(normed, rstd, w, amax, quantizer, multiple)};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> rms_norm_backward_amax(
+    const at::Tensor& dy,
+    const at::Tensor& dsum,
+    const at::Tensor& x,
+    const at::Tensor& weight,
+    const at::Tensor& rstd) {
+  const at::NoGradGuard no_grad;
+  if (cuda::takes(x)) {
+    const at::Tensor amax = zero_like(x);
+    const auto [dx, dw] = cuda::rms_norm_backward(
+        dy.contiguous(),
+        dsum.defined() ? dsum.contiguous() : dsum,
+        x.contiguous(),
+        weight.contiguous(),
+        rstd,
+        nullptr,
+        amax);
+    return {dx, dw, amax};
+  }
+  const auto [dx, dw] = rms_norm_rows_backward(dy, dsum, x, weight, rstd);
+  return {dx, dw, float8::amax_of(dx)};
+}
+
+}  // namespace flatshard::nn

@@ -1,0 +1,33 @@
+#pragma once
+
+#include "flatshard/float8/kernels/codec.cuh"
+#include "flatshard/nn/kernels/common.cuh"
+
+// The largest magnitude of what a kernel stores, for the scale of a tensor.
+namespace flatshard::nn::kernels {
+
+using float8::kernels::larger;
+
+/// Of values as they are stored, as bits.
+template <class T, int N>
+__device__ inline std::uint32_t stored_amax(const float (&v)[N]) {
+  std::uint32_t found = 0;
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    found = larger(
+        found,
+        float8::kernels::magnitude(to_float(from_float<T>(v[i]))));
+  }
+  return found;
+}
+
+/// amax = max(amax, what the block's threads found), all of which call it.
+__device__ inline void deliver_amax(std::uint32_t found, float* amax) {
+  __shared__ std::uint32_t scratch[32];
+  found = float8::kernels::block_max(found, scratch);
+  if (threadIdx.x == 0) {
+    float8::kernels::atomic_amax(amax, found);
+  }
+}
+
+}  // namespace flatshard::nn::kernels

@@ -1,0 +1,65 @@
+#pragma once
+
+#include <cstdint>
+#include <variant>
+
+#include "flatshard/float8/kernels/kernels.h"
+
+/// Values that are quantized where they are computed, and never stored in
+/// bfloat16: what they are computed from, as bfloat16 in device memory. Rows
+/// begin so many elements apart; they are divisible by 8, and begin at
+/// multiples of 16 bytes.
+namespace flatshard::nn::kernels {
+
+/// silu(gate) * up [rows, columns]
+struct SwigluValues {
+  const void* gate;
+  const void* up;
+  std::int64_t gate_stride;
+  std::int64_t up_stride;
+  std::int64_t rows;
+  std::int64_t columns;
+};
+
+/// The gradients of gate and up side by side [rows, columns = 2 * ffn].
+struct SwigluGradientValues {
+  const void* dy;
+  const void* gate;
+  const void* up;
+  std::int64_t dy_stride;
+  std::int64_t gate_stride;
+  std::int64_t up_stride;
+  std::int64_t rows;
+  std::int64_t columns;
+};
+
+/// x * rstd * weight [rows, columns]; x is contiguous.
+struct NormValues {
+  const void* x;
+  const float* rstd;
+  const void* weight;
+  bool float_weight;
+  std::int64_t rows;
+  std::int64_t columns;
+};
+
+using Float8Values =
+    std::variant<SwigluValues, SwigluGradientValues, NormValues>;
+
+/// As float8::kernels::quantize_tiles. Activations are e4m3.
+void quantize_values(
+    const Float8Values& values,
+    const float8::kernels::Quantize& args,
+    cudaStream_t stream);
+
+/// amax = max(amax, the largest magnitude).
+void values_amax(const Float8Values& values, float* amax, cudaStream_t stream);
+
+/// The same for each row and each column; either may be null.
+void values_row_and_column_amax(
+    const Float8Values& values,
+    float* rows,
+    float* columns,
+    cudaStream_t stream);
+
+}  // namespace flatshard::nn::kernels

@@ -1,0 +1,57 @@
+#include "flatshard/core/error.h"
+#include "flatshard/nn/cuda_float8.h"
+
+namespace flatshard::nn::cuda {
+namespace {
+
+[[noreturn]] void refuse_float8() {
+  FLATSHARD_THROW(usage, "this build has no CUDA kernels");
+}
+
+}  // namespace
+
+bool quantizes(const at::Tensor&) {
+  return false;
+}
+
+bool is_aligned(const at::Tensor&) {
+  return false;
+}
+
+Float8Planes quantize_swiglu(
+    const at::Tensor&,
+    const at::Tensor&,
+    const float8::Quantizer&,
+    std::int64_t) {
+  refuse_float8();
+}
+
+Float8Planes quantize_swiglu_gradient(
+    const at::Tensor&,
+    const at::Tensor&,
+    const at::Tensor&,
+    const float8::Quantizer&,
+    std::int64_t) {
+  refuse_float8();
+}
+
+Float8Planes quantize_side_by_side(
+    const at::Tensor&,
+    const at::Tensor&,
+    const at::Tensor&,
+    const float8::Quantizer&,
+    std::int64_t) {
+  refuse_float8();
+}
+
+Float8Planes quantize_norm(
+    const at::Tensor&,
+    const at::Tensor&,
+    const at::Tensor&,
+    const at::Tensor&,
+    const float8::Quantizer&,
+    std::int64_t) {
+  refuse_float8();
+}
+
+}  // namespace flatshard::nn::cuda

@@ -1,0 +1,23 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+
+namespace flatshard {
+
+// Tensors over memory that graphs read and write at the same address in every
+// replay.
+
+/// `memory` as its user sees it: another tensor, which keeps `use` and `other`,
+/// whose memory it is too.
+at::Tensor hand_out(
+    const at::Tensor& memory,
+    std::shared_ptr<void> use,
+    at::Tensor other = {});
+
+/// What `expand` repeats is one element in memory, which is written once: the
+/// part of `tensor` that is all of its memory.
+at::Tensor without_repeats(at::Tensor tensor);
+
+}  // namespace flatshard

@@ -1,0 +1,36 @@
+#pragma once
+
+#include "flatshard/nn/module.h"
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace flatshard {
+
+class Runtime;
+
+/// What a step was captured with, and so has to find again.
+struct StepStamp {
+  // Another one of these, and what was captured is dropped.
+  std::int64_t num_plans = 0;
+  std::int64_t num_rule_changes = 0;
+  // Another one of these, and the step runs eagerly.
+  bool is_last_microbatch = true;
+  bool sync_gradients = true;
+  std::vector<bool> requires_grad;     ///< by parameter
+  std::vector<bool> training;          ///< by module
+  std::vector<const void*> addresses;  ///< of the groups' weights
+
+  /// Between two steps.
+  static StepStamp of(
+      const Runtime& runtime,
+      const std::vector<nn::Module*>& modules);
+  /// In what `now` differs, for who runs eagerly; empty: in nothing.
+  std::string difference(const StepStamp& now) const;
+  /// Why no step that begins now can be a graph's; empty: it can.
+  /// @throws Error{usage} when a parameter has another storage.
+  static std::string obstacle(const Runtime& runtime);
+};
+
+}  // namespace flatshard

@@ -1,0 +1,41 @@
+#pragma once
+
+#include "flatshard/buffer/slot_pool.h"
+#include "flatshard/schedule/slot_plan.h"
+#include "flatshard/unit/slot_view.h"
+#include "flatshard/unit/target_sink.h"
+#include "flatshard/unit/unit.h"
+
+namespace flatshard {
+
+/// Where the slots of one unit were in the step that runs: where the plan has
+/// them in every step.
+class UnitSlots {
+ public:
+  /// @param unit  outlives this.
+  UnitSlots(Unit& unit, at::Device device) : unit_(unit), device_(device) {}
+
+  Unit& unit() const { return unit_; }
+  void acquired(const SlotKey& key, const Slot& slot);
+  /// Another step begins.
+  void forget();
+  /// The unit can be pointed at its weights' place, which the next step has.
+  bool planned() const;
+
+  /// The unit's parameters point at where they will be in a forward or in a
+  /// backward, until `rest`.
+  void point(bool in_backward);
+  void rest();
+  /// Where the unit's gradients will be; new ones, which nobody wrote.
+  TargetSink targets() const;
+
+ private:
+  Unit& unit_;
+  at::Device device_;
+  SlotView forward_;
+  SlotView backward_;
+  SlotView gradients_;
+  bool moved_ = false;  ///< a slot had no place in the plan
+};
+
+}  // namespace flatshard
