@@ -1,6 +1,7 @@
 // How FP8 planes are made of main weights.
 #include <ATen/ATen.h>
 
+#include <limits>
 #include <utility>
 
 #include "flatshard/core/error.h"
@@ -16,6 +17,16 @@ using float8::Recipe;
 
 std::int64_t round_up_to(std::int64_t n, std::int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
+}
+
+// In one pass; NaN where there is one.
+at::Tensor largest_magnitude(const at::Tensor& x, std::int64_t dim) {
+  return at::linalg_vector_norm(
+      x,
+      std::numeric_limits<double>::infinity(),
+      dim,
+      /*keepdim=*/false,
+      at::kFloat);
 }
 
 }  // namespace
@@ -89,17 +100,16 @@ void Float8Planes::find_amax(const FlatBuffer& main, const at::Tensor& amax)
       }
       const at::Tensor x = main.local()
                                .narrow(0, piece.local_offset, piece.numel)
-                               .view({rows, columns})
-                               .abs();
+                               .view({rows, columns});
       const at::Tensor of_rows = scales_of(amax, kRows, i);
       switch (format().recipe) {
         case Recipe::tensorwise:
-          of_rows.copy_(x.max());
+          of_rows.copy_(float8::amax_of(x));
           break;
         case Recipe::rowwise:
-          of_rows.narrow(0, begin, rows).copy_(x.amax(1));
+          of_rows.narrow(0, begin, rows).copy_(largest_magnitude(x, 1));
           if (format().stored_columns) {
-            scales_of(amax, kColumns, i).copy_(x.amax(0));
+            scales_of(amax, kColumns, i).copy_(largest_magnitude(x, 0));
           }
           break;
         default: {
@@ -108,7 +118,7 @@ void Float8Planes::find_amax(const FlatBuffer& main, const at::Tensor& amax)
           const std::int64_t end =
               round_up_to(begin + rows, float8::kBlock) / float8::kBlock;
           const at::Tensor padded = at::constant_pad_nd(
-              x.view({rows, n, float8::kBlock}).amax(2),
+              largest_magnitude(x.view({rows, n, float8::kBlock}), 2),
               {0,
                0,
                begin - first * float8::kBlock,

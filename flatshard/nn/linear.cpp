@@ -39,7 +39,9 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor &x = saved[0], &weight = saved[1], &bias = saved[2];
     const ModuleContextPtr context = saved_context(ctx);
-    const MatmulRows g = gradient_rows(as_rows(grads[0]));
+    const MatmulRows g = gradient_rows(
+        as_rows(grads[0]),
+        ctx->needs_input_grad(kX) && ctx->needs_input_grad(kWeight));
     variable_list out(5);
     // Edges count defined tensors only.
     const std::size_t residual_edge = kBias + (bias.defined() ? 1 : 0);
@@ -95,7 +97,9 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
     std::vector<std::optional<MatmulRows>> g(grads.size());
     for (std::size_t i = 0; i < grads.size(); ++i) {
       if (grads[i].defined()) {
-        g[i] = gradient_rows(as_rows(grads[i]));
+        g[i].emplace(gradient_rows(
+            as_rows(grads[i]),
+            ctx->needs_input_grad(0) && ctx->needs_input_grad(1 + i)));
         if (ctx->needs_input_grad(0)) {
           add_input_gradient(dx, *g[i], saved[1 + i], saved_context(ctx, i));
         }

@@ -175,7 +175,7 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
       out[kWeight] = deliver_matmul_wgrad(
           saved_context(ctx),
           weight,
-          gradient_rows(d),
+          gradient_rows(d, false),
           MatmulRows(rows));
     }
   }

@@ -52,8 +52,9 @@ at::Tensor deliver_matmul_wgrad(
     const MatmulRows& x);
 
 /// A gradient for the functions above.
-inline MatmulRows gradient_rows(at::Tensor g) {
-  return MatmulRows(std::move(g), MatmulRows::Kind::gradient);
+/// @param both  of them.
+inline MatmulRows gradient_rows(at::Tensor g, bool both) {
+  return MatmulRows(std::move(g), MatmulRows::Kind::gradient, both);
 }
 
 }  // namespace flatshard::nn

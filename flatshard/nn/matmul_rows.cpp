@@ -28,9 +28,20 @@ float8::Quantizer MatmulRows::quantizer(float8::Recipe weights) const {
       .format = wide ? float8::Format::e5m2 : float8::Format::e4m3};
 }
 
+void MatmulRows::quantize_both(const float8::Quantizer& q) const {
+  auto [row, column] = float8::quantize_both(rows_, q, multiple_of(q.recipe));
+  row_ = {std::move(row), q.recipe};
+  column_ = {std::move(column), q.recipe};
+}
+
 const float8::Operand& MatmulRows::row(float8::Recipe weights) const {
   const float8::Quantizer q = quantizer(weights);
-  if (!row_ || row_->recipe != q.recipe) {
+  if (row_ && row_->recipe == q.recipe) {
+    return *row_;
+  }
+  if (both_) {
+    quantize_both(q);
+  } else {
     row_ = {float8::quantize(rows_, q), q.recipe};
   }
   return *row_;
@@ -38,7 +49,12 @@ const float8::Operand& MatmulRows::row(float8::Recipe weights) const {
 
 const float8::Operand& MatmulRows::column(float8::Recipe weights) const {
   const float8::Quantizer q = quantizer(weights);
-  if (!column_ || column_->recipe != q.recipe) {
+  if (column_ && column_->recipe == q.recipe) {
+    return *column_;
+  }
+  if (both_) {
+    quantize_both(q);
+  } else {
     column_ = {
         float8::quantize(
             rows_,

@@ -17,8 +17,12 @@ class MatmulRows {
   enum class Kind { activation, gradient };
 
   /// @param rows  [rows, n]
-  explicit MatmulRows(at::Tensor rows, Kind kind = Kind::activation)
-      : rows_(std::move(rows)), kind_(kind) {}
+  /// @param both  row() and column() will be asked for: one reading makes both.
+  explicit MatmulRows(
+      at::Tensor rows,
+      Kind kind = Kind::activation,
+      bool both = false)
+      : rows_(std::move(rows)), kind_(kind), both_(both) {}
 
   const at::Tensor& tensor() const { return rows_; }
   /// [rows, n], for products that sum over n.
@@ -29,9 +33,11 @@ class MatmulRows {
 
  private:
   float8::Quantizer quantizer(float8::Recipe weights) const;
+  void quantize_both(const float8::Quantizer& q) const;
 
   at::Tensor rows_;
   Kind kind_;
+  bool both_;
   mutable std::optional<float8::Operand> row_;
   mutable std::optional<float8::Operand> column_;
 };

@@ -67,7 +67,9 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
     for (std::size_t i = 1; i <= num_weights; ++i) {
       wants_weights |= wants_weight(i);
       if (grads[i].defined()) {
-        g[i] = gradient_rows(as_rows(grads[i]));
+        g[i].emplace(gradient_rows(
+            as_rows(grads[i]),
+            (wants_dx || wants_norm) && wants_weight(i)));
         if (wants_dx || wants_norm) {
           add_input_gradient(dy, *g[i], weight(i), saved_context(ctx, i));
         }

@@ -73,7 +73,10 @@ struct SwigluLinearFunction : torch::autograd::Function<SwigluLinearFunction> {
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor &gate = saved[0], &up = saved[1], &weight = saved[2];
     const ModuleContextPtr context = saved_context(ctx);
-    const MatmulRows g = gradient_rows(as_rows(grads[0]));
+    const MatmulRows g = gradient_rows(
+        as_rows(grads[0]),
+        (ctx->needs_input_grad(kGate) || ctx->needs_input_grad(kUp)) &&
+            ctx->needs_input_grad(kWeight));
     variable_list out(5);
     at::Tensor product;
     if (ctx->needs_input_grad(kGate) || ctx->needs_input_grad(kUp)) {
