@@ -61,7 +61,8 @@ Granularity Float8Planes::granularity(const Float8Format& format) {
              : Granularity::row();
 }
 
-Float8Planes::Float8Planes(const GroupContext& context) : context_(context) {
+Float8Planes::Float8Planes(const GroupContext& context, bool resident)
+    : context_(context) {
   const std::int64_t block = format().block_of_stored_scales();
   layout_ = block > 0 ? std::make_shared<const FlatLayout>(
                             context.layout->with_scales(block))
@@ -71,6 +72,11 @@ Float8Planes::Float8Planes(const GroupContext& context) : context_(context) {
   const Strategy& strategy = context.strategy;
   for (const Plane plane : {kRows, kColumns}) {
     if (!stores(plane)) {
+      if (resident) {
+        derived_columns_ = at::zeros(
+            {slot_nbytes(plane)},
+            at::TensorOptions(context.mesh->device()).dtype(at::kByte));
+      }
       continue;
     }
     Stored& stored = planes_[plane];
@@ -157,7 +163,10 @@ std::int64_t Float8Planes::slot_nbytes(Plane plane, int part) const {
 }
 
 std::int64_t Float8Planes::nbytes() const {
-  std::int64_t sum = scales_.defined() ? scales_.nbytes() : 0;
+  std::int64_t sum = 0;
+  for (const at::Tensor& tensor : {scales_, derived_columns_}) {
+    sum += tensor.defined() ? static_cast<std::int64_t>(tensor.nbytes()) : 0;
+  }
   for (const Plane plane : {kRows, kColumns}) {
     const Stored& stored = planes_[plane];
     if (stores(plane)) {
@@ -215,7 +224,8 @@ void Float8Planes::derive(
       continue;
     }
     const float8::Plane made = float8::quantize(
-        float8::dequantize(from, format().recipe),
+        // Exact: 3 bits, and scales that are powers of two.
+        float8::dequantize(from, format().recipe, {.dtype = at::kBFloat16}),
         format().quantizer(),
         {.axis = Axis::column});
     to.data.copy_(made.data);

@@ -42,7 +42,9 @@ class Float8Planes {
 
   /// @param context  outlives this. Its layout has a part for each of
   ///   `parts_of(...)`.
-  explicit Float8Planes(const GroupContext& context);
+  /// @param resident  the weights rest whole on every rank: derived columns,
+  ///   too, have a place of their own.
+  Float8Planes(const GroupContext& context, bool resident);
 
   /// To which part each of `num_parameters` parameters belongs.
   static std::vector<std::int64_t> parts_of(
@@ -82,9 +84,9 @@ class Float8Planes {
   /// float8::Plane says.
   float8::Plane
   view(Plane plane, std::int64_t i, int part, const at::Tensor& slot) const;
-  /// Of groups whose weights rest whole: the slot of a stored plane.
+  /// Of groups whose weights rest whole: what others have in a slot.
   const at::Tensor& resting(Plane plane) const {
-    return planes_[plane].resting.local();
+    return stores(plane) ? planes_[plane].resting.local() : derived_columns_;
   }
   const FlatBuffer& stored(Plane plane) const { return planes_[plane].resting; }
   /// Whether rows and stored columns of parameter `i` are finite on this rank.
@@ -139,6 +141,7 @@ class Float8Planes {
   std::vector<ScaleOffsets> scale_offsets_;
   std::vector<std::int64_t> extra_offsets_;  ///< rowwise, derived: see .cpp
   std::int64_t extra_nbytes_ = 0;
+  at::Tensor derived_columns_;  ///< of resident groups
   at::Tensor scales_;  ///< float32, of both planes; undefined with mxfp8
 };
 

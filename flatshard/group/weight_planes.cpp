@@ -53,7 +53,7 @@ WeightPlanes::WeightPlanes(const GroupContext& context) : context_(context) {
     main_.local().zero_();  // padding stays zero
   }
   if (options.float8) {
-    float8_ = std::make_unique<Float8Planes>(context);
+    float8_ = std::make_unique<Float8Planes>(context, resident_);
     return;
   }
   if (!options.keep_compute_weights && !main_is_compute_ && !resident_ &&

@@ -32,7 +32,6 @@ Unit::Unit(
       parameters_(std::move(parameters)),
       writes_in_place_(module != nullptr) {
   weights_offset_.resize(3);
-  resident_columns_.resize(groups_.size());
   for (const auto& group : groups_) {
     const Precision& precision = group->options().precision;
     const std::int64_t numel = group->layout().numel();

@@ -158,8 +158,6 @@ class Unit {
   };
   std::vector<Part> parts_;
   UnitSpec planes_;
-  /// Of resident FP8 groups whose columns are derived; per group.
-  std::vector<at::Tensor> resident_columns_;
   std::vector<std::int64_t> grads_offset_;
   std::vector<std::vector<FlatRange>> padding_;  ///< per group
   std::int64_t weights_nbytes_ = 0;

@@ -39,13 +39,7 @@ void Unit::add_float8_planes() {
         name_,
         float8::to_string(first->format().recipe),
         float8::to_string(planes->format().recipe));
-    if (groups_[g]->weights().resident()) {
-      if (!planes->stores(Float8Planes::kColumns)) {
-        resident_columns_[g] = at::zeros(
-            {planes->slot_nbytes(Float8Planes::kColumns)},
-            at::TensorOptions(groups_[g]->mesh()->device()).dtype(at::kByte));
-      }
-    } else if (planes->format().cut_in_parts) {
+    if (!groups_[g]->weights().resident() && planes->format().cut_in_parts) {
       for (int part = 0; part < planes->num_parts(); ++part) {
         parts_.push_back({g, part});
       }
@@ -108,7 +102,7 @@ at::Tensor Unit::float8_slot(
   const auto of = float8_plane_of(plane);
   const Float8Planes& planes = *groups_[g]->weights().float8();
   if (groups_[g]->weights().resident()) {
-    return planes.stores(of) ? planes.resting(of) : resident_columns_[g];
+    return planes.resting(of);
   }
   return slot.tensor(
       part == kWhole ? weights_offset_[plane][g] : 0,
