@@ -1,6 +1,7 @@
 #include "flatshard/device/graph.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/core/log.h"
 #include "flatshard/device/backend.h"
 #include "flatshard/device/cuda_graph_audit.h"
 #include "flatshard/device/cuda_scope.h"
@@ -11,8 +12,11 @@
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include <array>
+#include <exception>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <utility>
@@ -43,20 +47,85 @@ std::vector<const void*> words_of_generator(at::Generator generator) {
   return {state.seed_.ptr, state.offset_.ptr};
 }
 
+// Structs that kernels take have room that nobody fills: in it lies what was on
+// the stack, such as addresses that others had. An audit cannot tell those from
+// the kernel's own.
+[[gnu::noinline]] void overwrite_stack() {
+  constexpr std::size_t kNbytes = 256 * 1024;
+  volatile unsigned char bytes[kNbytes];
+  for (volatile unsigned char& byte : bytes) {
+    byte = 0;
+  }
+}
+
+// That of the thread which runs backwards.
+struct OverwriteStack : torch::autograd::Function<OverwriteStack> {
+  static at::Tensor forward(
+      torch::autograd::AutogradContext* /*ctx*/,
+      const at::Tensor& x) {
+    return x.clone();
+  }
+  static torch::autograd::variable_list backward(
+      torch::autograd::AutogradContext* /*ctx*/,
+      const torch::autograd::variable_list& grads) {
+    overwrite_stack();
+    return grads;
+  }
+};
+
+void overwrite_stacks(at::Device device) {
+  overwrite_stack();
+  const at::AutoGradMode grad_mode(true);
+  const at::Tensor x = at::ones({1}, at::device(device));
+  OverwriteStack::apply(x.set_requires_grad(true)).backward();
+}
+
+// A pool of torch's allocator. It is there as long as somebody uses it, and
+// cannot be used again after that: so it is used by more than its graphs, of
+// which the first may fail.
+class MemoryPool {
+ public:
+  explicit MemoryPool(at::Device device)
+      : device_(device), id_(at::cuda::graph_pool_handle()) {
+    c10::cuda::CUDACachingAllocator::createOrIncrefPool(device_.index(), id_);
+  }
+  ~MemoryPool() {
+    try {
+      c10::cuda::CUDACachingAllocator::releasePool(device_.index(), id_);
+    } catch (const std::exception& error) {
+      log_warning("memory of CUDA graphs is not given back: {}", error.what());
+    }
+  }
+  MemoryPool(const MemoryPool&) = delete;
+  MemoryPool& operator=(const MemoryPool&) = delete;
+
+  at::cuda::MempoolId_t id() const { return id_; }
+
+ private:
+  at::Device device_;
+  at::cuda::MempoolId_t id_;
+};
+
 class CudaGraph final : public DeviceGraph {
  public:
   CudaGraph(
       at::Device device,
-      at::cuda::MempoolId_t pool,
+      std::shared_ptr<MemoryPool> pool,
       const Work& work,
       const std::vector<at::Generator>& generators,
       bool audited)
-      : device_(device), pool_(pool), audited_(audited), recording_(audited) {
+      : device_(device),
+        pool_(std::move(pool)),
+        audited_(audited),
+        recording_(audited) {
     const c10::cuda::CUDAStreamGuard on(capture_stream(device));
+    if (audited_) {
+      overwrite_stacks(device);
+    }
     for (const at::Generator& generator : generators) {
       recording_.draws_from(generator);
     }
-    recording_.begin(pool);
+    recording_.begin(pool_->id());
     try {
       if (audited_) {
         find_generators(generators);
@@ -91,7 +160,8 @@ class CudaGraph final : public DeviceGraph {
       }
       memory.add_managed(segment.address, segment.total_size);
       // Outside of the pool that stream has the workspace of cuBLAS alone.
-      if (segment.owner_private_pool_id == pool_ || segment.stream == stream) {
+      if (segment.owner_private_pool_id == pool_->id() ||
+          segment.stream == stream) {
         memory.allow(segment.address, segment.total_size);
       }
     }
@@ -125,7 +195,7 @@ class CudaGraph final : public DeviceGraph {
   }
 
   at::Device device_;
-  at::cuda::MempoolId_t pool_;
+  std::shared_ptr<MemoryPool> pool_;  // outlives the recording
   bool audited_;
   mutable GraphRecording recording_;  // torch's getter is not const
   std::vector<const void*> generator_words_;
@@ -136,7 +206,7 @@ class CudaGraphPool final : public GraphPool {
  public:
   CudaGraphPool(at::Device device, bool audited)
       : device_(device),
-        id_(at::cuda::graph_pool_handle()),
+        memory_(std::make_shared<MemoryPool>(device)),
         audited_(audited) {}
 
   std::unique_ptr<DeviceGraph> capture(
@@ -145,8 +215,12 @@ class CudaGraphPool final : public GraphPool {
     warm_up();
     const std::int64_t before = reserved();
     try {
-      auto graph =
-          std::make_unique<CudaGraph>(device_, id_, work, generators, audited_);
+      auto graph = std::make_unique<CudaGraph>(
+          device_,
+          memory_,
+          work,
+          generators,
+          audited_);
       nbytes_ += reserved() - before;
       return graph;
     } catch (const c10::Error& error) {
@@ -179,7 +253,7 @@ class CudaGraphPool final : public GraphPool {
   }
 
   at::Device device_;
-  at::cuda::MempoolId_t id_;
+  std::shared_ptr<MemoryPool> memory_;
   bool audited_;
   std::int64_t nbytes_ = 0;
   bool warm_ = false;

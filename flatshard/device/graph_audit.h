@@ -8,7 +8,8 @@
 
 namespace flatshard {
 
-/// What the nodes of a graph point at.
+/// What the nodes of a graph point at. A kernel's parameters may have room that
+/// nobody fills, so an address that is found need not be the kernel's.
 struct GraphAudit {
   std::int64_t nodes = 0;  ///< kernels, copies and fills that were looked at
   /// Words of their parameters that are addresses of the device's allocator.

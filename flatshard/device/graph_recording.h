@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Generator.h>
+#include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/cuda/CUDAGraph.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 
@@ -23,7 +24,13 @@ class GraphRecording : public at::cuda::CUDAGraph {
   void draws_from(const at::Generator& generator) { enlist(*this, generator); }
 
   void begin(at::cuda::MempoolId_t pool) {
-    capture_begin(pool, cudaStreamCaptureModeThreadLocal);
+    try {
+      capture_begin(pool, cudaStreamCaptureModeThreadLocal);
+    } catch (...) {
+      stop_allocating();
+      stop_drawing();
+      throw;
+    }
     recording_ = true;
   }
   void end() {
@@ -32,6 +39,7 @@ class GraphRecording : public at::cuda::CUDAGraph {
       capture_end();
     } catch (...) {
       stop_allocating();
+      stop_drawing();
       throw;
     }
     if (keeps_nodes_) {
@@ -50,6 +58,7 @@ class GraphRecording : public at::cuda::CUDAGraph {
     }
     cudaGetLastError();  // the capture's, which is over
     stop_allocating();
+    stop_drawing();
   }
 
  private:
@@ -58,6 +67,20 @@ class GraphRecording : public at::cuda::CUDAGraph {
   static void enlist(Graph& graph, const at::Generator& generator) {
     if constexpr (requires { graph.register_generator_state(generator); }) {
       graph.register_generator_state(generator);
+    }
+  }
+
+  // A generator that is left in the middle of a capture refuses to draw.
+  // Newer versions have a state for each capture, which goes with the graph.
+  void stop_drawing() noexcept {
+    for (const auto& [generator, increment] : captured_generator_states_) {
+      stop_drawing(*generator);
+    }
+  }
+  template <class State>
+  static void stop_drawing(State& generator) {
+    if constexpr (requires { generator.capturing_ = false; }) {
+      generator.capturing_ = false;
     }
   }
 

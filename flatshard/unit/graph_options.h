@@ -4,6 +4,7 @@
 #include <map>
 #include <set>
 #include <string>
+#include <vector>
 
 namespace flatshard {
 
@@ -26,8 +27,8 @@ struct GraphOptions {
   bool miss_is_error = false;
   /// Debugging: each captured graph is looked at, whether its kernels touch
   /// memory that is neither the graphs', nor the unit's parameters and
-  /// gradients, nor an input or a declared constant. A region whose graph does
-  /// stays eager and says so. Graphs keep their nodes in host memory then.
+  /// gradients, nor an input or a declared constant. What is found is logged
+  /// and in GraphStats. Graphs keep their nodes in host memory then.
   bool audit = false;
   /// Without a GPU replays run the captured function again, into the tensors of
   /// a graph. For tests; refused otherwise.
@@ -46,6 +47,8 @@ struct GraphStats {
   std::int64_t nbytes = 0;  ///< taken from the device for the graphs
   /// With GraphOptions::audit: addresses in the kernels of captured graphs.
   std::int64_t audited_addresses = 0;
+  /// Those of memory that others have, each with its region and kernel.
+  std::vector<std::string> audit_findings;
 };
 
 /// "CUDA graphs: 128 captured (1.2 GB), 640 forward and 640 backward replays; 2

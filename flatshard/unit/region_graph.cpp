@@ -6,7 +6,6 @@
 
 #include <ATen/ATen.h>
 #include <c10/util/ScopeExit.h>
-#include <fmt/ranges.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -282,7 +281,7 @@ void RegionGraph::capture_backward(
   }
 }
 
-std::int64_t RegionGraph::audit(const TargetSink& targets) const {
+GraphAudit RegionGraph::audit(const TargetSink& targets) const {
   nn::TensorList declared = inputs_;
   declared.insert(declared.end(), outputs_.begin(), outputs_.end());
   declared.insert(declared.end(), grad_outputs_.begin(), grad_outputs_.end());
@@ -294,23 +293,7 @@ std::int64_t RegionGraph::audit(const TargetSink& targets) const {
       declared.push_back(targets.place(p.tensor));
     }
   }
-  const GraphAudit audit = (backward_ ? backward_ : forward_)->audit(declared);
-  constexpr std::size_t kShown = 3;
-  FLATSHARD_CHECK(
-      audit.strays.empty(),
-      usage,
-      "{}: expected kernels that touch its inputs, its constants and its "
-      "unit's parameters and gradients, got {} addresses of other memory, "
-      "which may move: {}; make it an input of the region or name it in "
-      "RegionOptions::constants",
-      name_,
-      audit.strays.size(),
-      fmt::join(
-          audit.strays.begin(),
-          audit.strays.begin() + static_cast<std::ptrdiff_t>(
-                                     std::min(kShown, audit.strays.size())),
-          "; "));
-  return audit.addresses;
+  return (backward_ ? backward_ : forward_)->audit(declared);
 }
 
 nn::TensorList RegionGraph::grads_of_inputs(TargetSink& sink) {

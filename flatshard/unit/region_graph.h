@@ -111,9 +111,7 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
   /// Of the graph that was captured last, forward or backward, before its
   /// parameters point elsewhere.
   /// @param targets  as for `capture_backward`.
-  /// @return addresses that were looked at.
-  /// @throws Error{usage} when one lies in memory of others.
-  std::int64_t audit(const TargetSink& targets) const;
+  GraphAudit audit(const TargetSink& targets) const;
   bool captured() const { return captured_; }
   std::size_t num_outputs() const { return outputs_.size(); }
   /// Gives the memory back. A backward that comes later is an error.

@@ -4,6 +4,7 @@
 #include "flatshard/core/log.h"
 #include "flatshard/nn/module.h"
 #include "flatshard/unit/autograd_task.h"
+#include "flatshard/unit/module_modes.h"
 #include "flatshard/unit/step_watch.h"
 
 #include <ATen/ATen.h>
@@ -45,7 +46,9 @@ void RegionGraphs::slot_acquired(
     const Unit& unit,
     const SlotKey& key,
     const Slot& slot) {
-  unit_regions_[unit.id()]->slots.acquired(key, slot);
+  if (trains_ || key.role != SlotRole::forward_weights) {
+    unit_regions_[unit.id()]->slots.acquired(key, slot);
+  }
 }
 
 void RegionGraphs::slots_planned(
@@ -84,6 +87,14 @@ void RegionGraphs::forget_step() {
   watch_->forget();
   for (const auto& unit : unit_regions_) {
     unit->slots.forget();
+  }
+}
+
+void RegionGraphs::root_forward_begins(bool weights_changed, bool at_rest) {
+  trains_ = at::GradMode::is_enabled() || nn::in_checkpointed_forward();
+  weights_changed_ |= weights_changed;
+  if (trains_ && std::exchange(weights_changed_, false)) {
+    step_begins(at_rest);
   }
 }
 
@@ -221,12 +232,19 @@ nn::TensorList RegionGraphs::run(
   Region& region = region_of(&owner, name, *unit);
   const auto& graph = region.graphs[with_grad];
   if (captured_) {
-    if (auto outputs = try_replay(region, with_grad, inputs, obstacle(*unit))) {
+    std::string reason = obstacle(*unit);
+    if (reason.empty() && !region.training.empty() &&
+        !has_modes(unit->modules, region.training)) {
+      reason = "a module of the unit changed between train() and eval()";
+    }
+    if (auto outputs =
+            try_replay(region, with_grad, inputs, std::move(reason))) {
       return *std::move(outputs);
     }
     return nn::run_region(owner, std::move(fn), inputs, options);
   }
   if (region.failure.empty() && obstacle(*unit).empty()) {
+    region.training = modes_of(unit->modules);
     learn(region, with_grad, fn, inputs, options);
     nn::TensorList outputs =
         nn::run_region(owner, std::move(fn), inputs, options);

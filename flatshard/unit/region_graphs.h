@@ -46,10 +46,10 @@ class RegionGraphs : public nn::RegionRunner,
       std::weak_ptr<nn::WgradSink> sink);
   ~RegionGraphs() override;
 
-  /// The weights changed: what runs next belongs to another step. Captures when
-  /// enough was seen.
+  /// A forward of the root begins. After a change of the weights the first one
+  /// in gradient mode begins another step, and captures when enough was seen.
   /// @param at_rest  no slot is held and no backward is open.
-  void step_begins(bool at_rest);
+  void root_forward_begins(bool weights_changed, bool at_rest);
   /// Drops all graphs and learns again.
   void reset();
   GraphStats stats() const;
@@ -120,6 +120,8 @@ class RegionGraphs : public nn::RegionRunner,
     const char* name = nullptr;
     /// Without and with gradients.
     std::shared_ptr<RegionGraph> graphs[2];
+    /// train() or eval() of the unit's modules, in the call that was watched.
+    std::vector<bool> training;
     std::string failure;      ///< of a capture: eager for good
     bool obstructed = false;  ///< when it would have been watched
   };
@@ -136,6 +138,7 @@ class RegionGraphs : public nn::RegionRunner,
       const nn::TensorList& inputs,
       std::string reason);
   static std::string obstacle(const UnitRegions& unit);
+  void step_begins(bool at_rest);
   void learn(
       Region& region,
       bool with_grad,
@@ -152,6 +155,7 @@ class RegionGraphs : public nn::RegionRunner,
       bool in_backward,
       const std::function<void(UnitRegions& unit)>& record);
   void forget_step();
+  void audit(const RegionGraph& graph, const TargetSink& targets);
   void give_up(RegionGraph& graph, const std::string& why);
   void fallback(const RegionGraph* graph, const std::string& reason);
 
@@ -173,6 +177,9 @@ class RegionGraphs : public nn::RegionRunner,
   bool again_ = false;  ///< capture once more: see RegionGraph::kOtherInput
   int num_steps_ = 0;   ///< watched since the last drop
   bool began_ = false;
+  /// Evaluations in between belong to no step.
+  bool trains_ = false;
+  bool weights_changed_ = false;
   std::shared_ptr<StepWatch> watch_;
   GraphStats stats_;
 };

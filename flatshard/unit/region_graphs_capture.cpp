@@ -1,4 +1,5 @@
 #include "flatshard/core/log.h"
+#include "flatshard/unit/module_modes.h"
 #include "flatshard/unit/region_graphs.h"
 #include "flatshard/unit/step_watch.h"
 
@@ -55,6 +56,7 @@ void RegionGraphs::attempt(
     bool in_backward,
     const std::function<void(UnitRegions& unit)>& record) {
   UnitRegions& unit = *unit_regions_[graph.unit().id()];
+  const ModesScope modes(unit.modules, region_of_graph_.at(&graph)->training);
   const auto tell_program = [&](bool captures) {
     if (unit.unit().module() == nullptr && program_.around_capture) {
       program_.around_capture(unit.unit(), captures);
@@ -69,13 +71,32 @@ void RegionGraphs::attempt(
   try {
     record(unit);
     ++stats_.captures;
-    if (options_.audit) {
-      stats_.audited_addresses += graph.audit(unit.targets);
-    }
   } catch (const c10::Error& e) {
     give_up(graph, e.what_without_backtrace());
   } catch (const std::exception& e) {
     give_up(graph, e.what());
+  }
+  if (options_.audit && graph.captured()) {
+    audit(graph, unit.targets);
+  }
+}
+
+void RegionGraphs::audit(const RegionGraph& graph, const TargetSink& targets) {
+  const GraphAudit found = graph.audit(targets);
+  stats_.audited_addresses += found.addresses;
+  if (found.strays.empty()) {
+    return;
+  }
+  log_warning(
+      "{}: {} addresses of its kernels are in memory that is not of its "
+      "inputs, constants, parameters or gradients, and may move: {}. If a "
+      "tensor of yours is there, make it an input of the region or name it in "
+      "RegionOptions::constants",
+      graph.name(),
+      found.strays.size(),
+      found.strays.front());
+  for (const std::string& stray : found.strays) {
+    stats_.audit_findings.push_back(graph.name() + ": " + stray);
   }
 }
 

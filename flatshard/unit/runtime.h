@@ -198,6 +198,8 @@ class Runtime : public nn::WgradSink,
   // With the lock held.
   bool rests() const { return !events_.is_open() && !events_.in_task(); }
   void before_root_forward();
+  /// The weights are of another `generation` than in the last step.
+  void begin_step(std::int64_t generation);
   void adopt_foreign_writes();
   void reset_locked();
   void reset_after_failure();

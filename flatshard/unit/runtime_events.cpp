@@ -34,9 +34,19 @@ void Runtime::before_root_forward() {
   for (const auto& unit : units_) {
     generation += unit->generation();
   }
-  if (generation == seen_generation_) {
-    return;
+  const bool weights_changed = generation != seen_generation_;
+  if (weights_changed) {
+    begin_step(generation);
   }
+  if (graphs_) {
+    graphs_->root_forward_begins(
+        weights_changed,
+        executor_.pool().num_held() == 0 && !events_.is_open() &&
+            !AutogradEvents::in_backward());
+  }
+}
+
+void Runtime::begin_step(std::int64_t generation) {
   if (strict_) {
     strict_->end_step();
     strict_->weights_changed();
@@ -52,11 +62,6 @@ void Runtime::before_root_forward() {
     executor_.plan_slots(scheduler_.units(), step_actions_);  // what it did
   }
   step_actions_.clear();
-  if (graphs_) {
-    graphs_->step_begins(
-        executor_.pool().num_held() == 0 && !events_.is_open() &&
-        !AutogradEvents::in_backward());
-  }
 }
 
 void Runtime::forward_begin(UnitId unit, const nn::TensorList& inputs) {

@@ -472,6 +472,7 @@ void bind_unit(py::module_& m) {
             found["fallbacks"] = stats.fallbacks;
             found["nbytes"] = stats.nbytes;
             found["audited_addresses"] = stats.audited_addresses;
+            found["audit_findings"] = stats.audit_findings;
             return found;
           })
       .def(

@@ -71,6 +71,8 @@ class Recorded:
     def __call__(self, tensors):
         """The forward's tensors, each once; those of `tensors` are left out."""
         args, kwargs = self._arguments(tensors)
+        module = self._module()
+        modes = self._set_modes(module, self._modes)
         enabled, dtype, cache = self._autocast
         # Casts of weights that others made hold other memory.
         torch.clear_autocast_cache()
@@ -78,10 +80,25 @@ class Recorded:
             with torch.autocast(
                 self._device_type, dtype=dtype, enabled=enabled, cache_enabled=cache
             ):
-                output = self._forward(self._module(), *args, **kwargs)
+                output = self._forward(module, *args, **kwargs)
         finally:
             torch.clear_autocast_cache()
+            self._set_modes(module, modes)
         return self.take_output(output, tensors)
+
+    @staticmethod
+    @never_compiled
+    def _set_modes(module, modes):
+        """train() or eval() of the module and each inside of it. What they were."""
+        modules = (module, *(m for m in module.modules() if m is not module))
+        if len(modules) != len(modes):
+            raise RuntimeError(
+                f"a module inside of {type(module).__name__} came or went"
+            )
+        before = tuple(m.training for m in modules)
+        for m, mode in zip(modules, modes):
+            m.training = mode
+        return before
 
     @never_compiled
     def _arguments(self, tensors):
@@ -361,7 +378,7 @@ def cuda_graph_stats(model):
         `backward_replays`; `fallbacks`, a dict: how many forwards and backwards ran
         eagerly behind the warm-up, by reason; `nbytes`, taken from the GPU for the
         graphs; `audited_addresses`, looked at where FLATSHARD_AUDIT_CUDA_GRAPHS=1 asks
-        for it. Zeros where no unit has cuda_graph=True.
+        for it, and `audit_findings`, a list of those in memory of others. Zeros where no unit has cuda_graph=True.
 
     Raises:
         ValueError: it is another module.

@@ -69,7 +69,7 @@ void hold_device(at::Device device, std::chrono::seconds timeout) {
       "slow",
       {.delay_seed = 1,
        .max_delay_us = static_cast<int>(1000000 * timeout.count())});
-  for (int i = 0; i < 5; ++i) {
+  for (int i = 0; i < 8; ++i) {
     slow->submit([] {});
   }
   Event end;

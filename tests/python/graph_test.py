@@ -123,6 +123,52 @@ def test_evaluation_in_between(mesh, rank):
     assert_replays(stats, REPLAYED * BLOCKS)
 
 
+@pytest.mark.parametrize("inference", (False, True))
+def test_a_capture_is_of_a_training_step(inference, mesh, rank):
+    """Also when an evaluation is what runs first behind the warm-up."""
+    seen = []
+
+    def body(block, x):
+        seen.append((torch.is_grad_enabled(), block.training, torch.is_inference(x)))
+        return block.inner(x)
+
+    def evaluate(model, step):
+        model.eval()
+        with torch.inference_mode() if inference else torch.no_grad():
+            model.loss(torch.Generator().manual_seed(step))
+        model.train()
+        return []
+
+    model = shard(Around(body, lambda b, x: b(x)), mesh, True)
+    train(model, rank, after=evaluate)
+    stats = flatshard.cuda_graph_stats(model)
+    assert stats["forward_replays"] in LATE
+    assert_replays(stats, stats["forward_replays"])
+    assert set(seen) == {(True, True, False), (False, False, inference)}
+
+
+def test_a_capture_has_the_modes_of_the_watched_call(mesh, rank):
+    """Not those that the program has when it captures."""
+    seen = []
+
+    def body(block, x):
+        seen.append(block.inner.training)
+        return block.inner(x)
+
+    def before(model, step):
+        model.block.inner.train(step != WARMUP)
+
+    model = shard(Around(body, lambda b, x: b(x)), mesh, True)
+    train(model, rank, steps=WARMUP, before=before)
+    seen.clear()
+    train(model, rank, steps=3, before=lambda model, step: before(model, step + WARMUP))
+    stats = flatshard.cuda_graph_stats(model)
+    reason = "it or a module inside of it changed between train() and eval()"
+    if stats["forward_replays"] == 2:  # else another plan came in between
+        assert stats["fallbacks"] == {reason: 1}
+        assert seen[:2] == [True, False]  # the capture; the call
+
+
 @pytest.mark.parametrize("first, last", ((0, 4), (WARMUP + 1, WARMUP + 1), (4, 6)))
 def test_an_inner_hook_comes_and_goes(first, last, mesh, rank):
     handles, calls, replays = [], [], []
@@ -509,6 +555,7 @@ def test_no_units_with_graphs(mesh):
         "fallbacks": {},
         "nbytes": 0,
         "audited_addresses": 0,
+        "audit_findings": [],
     }
     model.reset_cuda_graphs()
     with pytest.raises(ValueError, match="outermost module .* got unit blocks.0"):

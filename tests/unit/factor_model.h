@@ -27,10 +27,26 @@ class FactorBlockImpl : public nn::Module {
         *this,
         "block",
         [this](const nn::TensorList& in) {
+          seen().push_back({at::GradMode::is_enabled(), is_training()});
+          if (waits) {
+            in[0].sum().item<float>();
+          }
           return nn::TensorList{in[0] + linear_(in[0]) * factor_};
         },
         {x},
         options)[0];
+  }
+  /// The region waits for the device, which no recording can.
+  bool waits = false;
+
+  /// In which modes the region's function ran, for all blocks of a thread.
+  struct Seen {
+    bool grad_mode = false;
+    bool training = false;
+  };
+  static std::vector<Seen>& seen() {
+    static thread_local std::vector<Seen> all;
+    return all;
   }
   void set_factor(at::Tensor factor) { factor_ = std::move(factor); }
 
@@ -67,6 +83,7 @@ class FactorModelImpl : public nn::Module {
       block->set_factor(factor);
     }
   }
+  FactorBlock& block(int i) { return blocks_.at(i); }
   std::vector<nn::Module*> units() {
     std::vector<nn::Module*> units;
     for (FactorBlock& block : blocks_) {

@@ -328,6 +328,63 @@ TEST(Graphs, HooksOnUnitsRunEveryStep) {
   expect_replays(c, run);
 }
 
+// What a forward does depends on train() and eval(): a recording is of what the
+// warm-up had, and a call with other modes is none of its replays.
+TEST(Graphs, B55_ModesOfModulesAreThoseOfTheWarmUp) {
+  testing::run_ranks(1, [](const testing::RankContext& context) {
+    testing::FactorModel model(8, at::full({8}, 0.5), /*declared=*/true);
+    const auto runtime = fully_shard(
+        *model,
+        context.mesh(),
+        {.units = model->units(),
+         .group = {.precision = Precision::full()},
+         .runtime = {
+             .graphs = {
+                 .enabled = true,
+                 .warmup_steps = 1,
+                 .emulate_on_cpu = true}}});
+    AdamW optimizer(runtime->groups(), {});
+    auto& seen = testing::FactorBlockImpl::seen();
+    seen.clear();
+    for (int step = 0; step < 5; ++step) {
+      {
+        const c10::InferenceMode inference;
+        model->eval();
+        model(at::ones({2, 8}));
+        model->train();
+      }
+      if (step == 1) {  // which captures
+        model->units()[1]->eval();
+      }
+      model(at::ones({2, 8})).backward();
+      optimizer.step(1e-3);
+      optimizer.zero_grad();
+    }
+    // In gradient mode all ran as in training, but that one call.
+    using Seen = testing::FactorBlockImpl::Seen;
+    EXPECT_EQ(
+        std::count_if(
+            seen.begin(),
+            seen.end(),
+            [](const Seen& s) { return s.grad_mode && !s.training; }),
+        1);
+    EXPECT_EQ(
+        std::count_if(
+            seen.begin(),
+            seen.end(),
+            [](const Seen& s) { return !s.grad_mode && s.training; }),
+        0);
+    const GraphStats stats = runtime->graph_stats();
+    EXPECT_EQ(
+        stats.fallbacks.at(
+            "a module of the unit changed between train() and eval()"),
+        1);
+    EXPECT_EQ(
+        stats.forward_replays,
+        4 * testing::FactorModelImpl::kNumBlocks - 1);
+  });
+}
+
 // A table that is replaced later: graphs have its address.
 TEST(Graphs, ConstantsAreKeptForTheGraphs) {
   testing::run_ranks(1, [](const testing::RankContext& context) {
