@@ -153,6 +153,27 @@ TEST_F(Float8Trainer, OptionsChooseWeights) {
   EXPECT_THAT(down.output, HasSubstr("2 (excluded by '*down_proj*')"));
 }
 
+TEST_F(Float8Trainer, DiagnosticsLookAtFp8WeightsToo) {
+  const auto with = [&](const std::string& run, bool diagnostics) {
+    std::vector<std::string> overrides{
+        "training.steps=3",
+        "float8.recipe=rowwise",
+        "float8.column_plane=stored",
+        "activation_checkpoint.mode=selective"};
+    if (diagnostics) {
+      for (const char* name :
+           {"nan_check", "overlap_check", "poison", "strict"}) {
+        overrides.push_back(fmt::format("diagnostics.{}=true", name));
+      }
+      overrides.emplace_back("diagnostics.norms_freq=1");
+    }
+    return train(run, overrides).losses;
+  };
+  const auto losses = with("plain", false);
+  ASSERT_EQ(losses.size(), 3U);
+  EXPECT_EQ(with("watched", true), losses);
+}
+
 // Checkpoints hold main weights, whatever they were gathered as.
 TEST_F(Float8Trainer, ACheckpointGoesOnWithAnotherRecipe) {
   const auto go_on = [&](int steps, const std::string& recipe) {
