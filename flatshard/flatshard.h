@@ -18,6 +18,10 @@
 #include "flatshard/launch/local_ranks.h"
 #include "flatshard/mesh/mesh.h"
 
+// FP8 tensors and their products.
+#include "flatshard/float8/matmul.h"
+#include "flatshard/float8/quantize.h"
+
 // Modules and layers for one device.
 #include "flatshard/nn/attention.h"
 #include "flatshard/nn/dropout.h"

@@ -5,24 +5,29 @@
 
 namespace flatshard::detail {
 
-using StreamBatchMemOp = PFN_cuStreamBatchMemOp_v11070;
-
-/// cuStreamBatchMemOp, found at run time: the program also runs where there is
-/// no driver. Null: there is none.
-inline StreamBatchMemOp find_stream_batch_mem_op() {
+/// A function of the driver, found at run time: the program also runs where
+/// there is no driver. Null: there is none, or it is older than `version`
+/// (12040 is CUDA 12.4), which also says which form of the function it is.
+template <class Pointer>
+Pointer find_driver_function(const char* name, unsigned version) {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found{};
-  constexpr unsigned kVersion = 12000;
   const cudaError_t status = cudaGetDriverEntryPointByVersion(
-      "cuStreamBatchMemOp",
+      name,
       &function,
-      kVersion,
+      version,
       cudaEnableDefault,
       &found);
   (void)cudaGetLastError();
   return status == cudaSuccess && found == cudaDriverEntryPointSuccess
-             ? reinterpret_cast<StreamBatchMemOp>(function)
+             ? reinterpret_cast<Pointer>(function)
              : nullptr;
+}
+
+using StreamBatchMemOp = PFN_cuStreamBatchMemOp_v11070;
+
+inline StreamBatchMemOp find_stream_batch_mem_op() {
+  return find_driver_function<StreamBatchMemOp>("cuStreamBatchMemOp", 12000);
 }
 
 }  // namespace flatshard::detail

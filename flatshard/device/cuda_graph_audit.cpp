@@ -1,6 +1,7 @@
 #include "flatshard/device/cuda_graph_audit.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/device/cuda_driver.h"
 
 #include <cuda.h>
 
@@ -16,25 +17,16 @@ void check(cudaError_t status, const char* what) {
       cudaGetErrorString(status));
 }
 
-// Found at run time: the program also runs where there is no driver.
 template <class Function>
 Function* driver_function(const char* name, unsigned version) {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found{};
-  const cudaError_t status = cudaGetDriverEntryPointByVersion(
-      name,
-      &function,
-      version,
-      cudaEnableDefault,
-      &found);
-  (void)cudaGetLastError();
+  auto* const function = find_driver_function<Function*>(name, version);
   FLATSHARD_CHECK(
-      status == cudaSuccess && found == cudaDriverEntryPointSuccess,
+      function != nullptr,
       cuda,
       "audit of a CUDA graph: expected a driver of CUDA 12.4 or newer, which "
       "has {}; switch GraphOptions::audit off",
       name);
-  return reinterpret_cast<Function*>(function);
+  return function;
 }
 
 struct Driver {

@@ -2,38 +2,14 @@
 
 #include <ATen/ATen.h>
 #include <ATen/cuda/CUDAContext.h>
+#include <cublasLt.h>
 
-#include <algorithm>
-#include <array>
-#include <functional>
-#include <limits>
-#include <map>
-#include <mutex>
-#include <vector>
-
+#include "flatshard/core/error.h"
 #include "flatshard/device/cuda_scope.h"
-#include "flatshard/device/timer.h"
-#include "flatshard/float8/cublaslt.h"
+#include "flatshard/float8/cublaslt_product.h"
 
 namespace flatshard::float8::cuda {
 namespace {
-
-constexpr int kCandidates = 8;
-// Above this many bytes of results no other memory is taken to try algorithms.
-constexpr std::int64_t kMostTrialBytes = std::int64_t{1} << 30;
-
-cudaDataType_t type_of(const at::Tensor& t) {
-  switch (t.scalar_type()) {
-    case at::kFloat8_e4m3fn:
-      return CUDA_R_8F_E4M3;
-    case at::kFloat8_e5m2:
-      return CUDA_R_8F_E5M2;
-    case at::kBFloat16:
-      return CUDA_R_16BF;
-    default:
-      return CUDA_R_32F;
-  }
-}
 
 // -1: no scales.
 std::int32_t mode_of(Recipe recipe) {
@@ -52,250 +28,32 @@ std::int32_t mode_of(Recipe recipe) {
   return -1;
 }
 
-// The largest power of two up to 256 that divides an address.
-std::uint32_t alignment_of(const void* p) {
-  const auto address = reinterpret_cast<std::uintptr_t>(p);
-  std::uint32_t found = 256;
-  while (address % found != 0) {
-    found /= 2;
+// Products of 1x128 blocks want some numbers of rows in a: rows of zeros are
+// added, and dropped again.
+bool run_with_more_rows(const Product& p) {
+  const std::int64_t m = p.a.data.size(0);
+  const std::int64_t more = (m + kBlock - 1) / kBlock * kBlock;
+  Product whole = p;
+  at::Tensor data =
+      at::zeros({more, p.a.data.size(1)}, p.a.data.options().dtype(at::kByte));
+  data.narrow(0, 0, m).copy_(p.a.data.view(at::kByte));
+  at::Tensor scales =
+      at::ones({p.a.scales.size(1), more}, p.a.scales.options()).t();
+  scales.narrow(0, 0, m).copy_(p.a.scales);
+  whole.a.data = data.view(p.a.data.scalar_type());
+  whole.a.scales = scales;
+  whole.out = at::empty({more, p.out.size(1)}, p.out.options());
+  if (p.beta != 0.0F) {
+    whole.out.narrow(0, 0, m).copy_(p.c);
+    whole.out.narrow(0, m, more - m).zero_();
   }
-  return found;
-}
-
-// One side of a product as cuBLASLt gets it.
-struct Side {
-  at::Tensor data;    ///< [outer, inner]
-  at::Tensor scales;  ///< undefined for bfloat16
-  std::int32_t mode = -1;
-};
-
-// All that a choice of algorithm depends on.
-struct Problem {
-  std::int64_t m, n, k, stride_c, stride_d;
-  std::int32_t type_a, type_b, type_d, mode_a, mode_b;
-  std::uint32_t align_a, align_b, align_c, align_d;
-  std::int32_t device;
-  bool fast, beta;
-
-  auto operator<=>(const Problem&) const = default;
-};
-
-struct Product {
-  Side a, b;  ///< a is out's rows: cuBLASLt's B, and b its A
-  at::Tensor out;
-  at::Tensor c;  ///< what beta multiplies; out when there is none
-  float beta;
-  bool fast;
-};
-
-Problem problem_of(const Product& p) {
-  return {
-      .m = p.b.data.size(0),
-      .n = p.a.data.size(0),
-      .k = p.a.data.size(1),
-      .stride_c = p.c.stride(0),
-      .stride_d = p.out.stride(0),
-      .type_a = type_of(p.b.data),
-      .type_b = type_of(p.a.data),
-      .type_d = type_of(p.out),
-      .mode_a = p.b.mode,
-      .mode_b = p.a.mode,
-      .align_a = alignment_of(p.b.data.const_data_ptr()),
-      .align_b = alignment_of(p.a.data.const_data_ptr()),
-      .align_c = alignment_of(p.c.const_data_ptr()),
-      .align_d = alignment_of(p.out.const_data_ptr()),
-      .device = p.out.device().index(),
-      .fast = p.fast,
-      .beta = p.beta != 0.0F};
-}
-
-// What a call of cublasLtMatmul takes, made once for each call.
-struct Call {
-  explicit Call(const Problem& q)
-      : desc(make_desc()),
-        a(make_layout(static_cast<cudaDataType_t>(q.type_a), q.k, q.m, q.k)),
-        b(make_layout(static_cast<cudaDataType_t>(q.type_b), q.k, q.n, q.k)),
-        c(make_layout(
-            static_cast<cudaDataType_t>(q.type_d),
-            q.m,
-            q.n,
-            q.stride_c)),
-        d(make_layout(
-            static_cast<cudaDataType_t>(q.type_d),
-            q.m,
-            q.n,
-            q.stride_d)) {
-    set(desc, CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T);
-    set(desc, CUBLASLT_MATMUL_DESC_TRANSB, CUBLAS_OP_N);
-    if (q.fast) {
-      set(desc, CUBLASLT_MATMUL_DESC_FAST_ACCUM, std::int8_t{1});
-    }
-    if (q.mode_a >= 0) {
-      set(desc, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, q.mode_a);
-      set(desc, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, q.mode_b);
-    }
+  whole.c = whole.out;
+  if (!run_product(whole)) {
+    return false;
   }
-
-  void set_scales(const Product& p) const {
-    if (p.a.mode >= 0) {
-      set(desc,
-          CUBLASLT_MATMUL_DESC_A_SCALE_POINTER,
-          p.b.scales.const_data_ptr());
-      set(desc,
-          CUBLASLT_MATMUL_DESC_B_SCALE_POINTER,
-          p.a.scales.const_data_ptr());
-    }
-  }
-
-  cublasStatus_t run(
-      const Product& p,
-      const at::Tensor& out,
-      const cublasLtMatmulAlgo_t& algorithm) const {
-    const float alpha = 1.0F;
-    return cublasLtMatmul(
-        at::cuda::getCurrentCUDABlasLtHandle(),
-        desc.get(),
-        &alpha,
-        p.b.data.const_data_ptr(),
-        a.get(),
-        p.a.data.const_data_ptr(),
-        b.get(),
-        &p.beta,
-        p.c.const_data_ptr(),
-        c.get(),
-        out.mutable_data_ptr(),
-        d.get(),
-        &algorithm,
-        at::cuda::getCUDABlasLtWorkspace(),
-        at::cuda::getCUDABlasLtWorkspaceSize(),
-        at::cuda::getCurrentCUDAStream());
-  }
-
-  MatmulDesc desc;
-  MatrixLayout a, b, c, d;
-};
-
-std::vector<cublasLtMatmulAlgo_t> candidates(
-    const Problem& q,
-    const Call& call) {
-  const Preference preference = make_preference();
-  set(preference,
-      CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-      at::cuda::getCUDABlasLtWorkspaceSize());
-  set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, q.align_a);
-  set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, q.align_b);
-  set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, q.align_c);
-  set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, q.align_d);
-  std::array<cublasLtMatmulHeuristicResult_t, kCandidates> results;
-  int num = 0;
-  const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
-      at::cuda::getCurrentCUDABlasLtHandle(),
-      call.desc.get(),
-      call.a.get(),
-      call.b.get(),
-      call.c.get(),
-      call.d.get(),
-      preference.get(),
-      kCandidates,
-      results.data(),
-      &num);
-  FLATSHARD_CHECK(
-      status == CUBLAS_STATUS_SUCCESS && num > 0,
-      config,
-      "matmul: cuBLASLt has no algorithm for [{}, {}] x [{}, {}]^T with scale "
-      "modes {} and {} on this GPU ({}); leave this layer in bfloat16 "
-      "(exclude)",
-      q.n,
-      q.k,
-      q.m,
-      q.k,
-      q.mode_b,
-      q.mode_a,
-      cublasLtGetStatusString(status));
-  std::vector<cublasLtMatmulAlgo_t> found;
-  for (int i = 0; i < num; ++i) {
-    if (results[i].state == CUBLAS_STATUS_SUCCESS) {
-      found.push_back(results[i].algo);
-    }
-  }
-  FLATSHARD_CHECK(!found.empty(), cuda, "cuBLASLt's algorithms all fail");
-  return found;
-}
-
-// Milliseconds of a few calls on the current stream; no time when they fail.
-float time_of(StreamTimer& timer, const std::function<cublasStatus_t()>& run) {
-  constexpr int kCalls = 3;
-  if (run() != CUBLAS_STATUS_SUCCESS) {
-    return std::numeric_limits<float>::infinity();
-  }
-  timer.start();
-  for (int i = 0; i < kCalls; ++i) {
-    run();
-  }
-  timer.stop();
-  return static_cast<float>(timer.wait_and_take_ms());
-}
-
-bool may_wait() {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  C10_CUDA_CHECK(
-      cudaStreamIsCapturing(at::cuda::getCurrentCUDAStream(), &status));
-  return status == cudaStreamCaptureStatusNone;
-}
-
-// The fastest algorithm; what is tried writes to `out`, or beside it when the
-// product adds to what is there.
-cublasLtMatmulAlgo_t
-choose(const Problem& q, const Call& call, const Product& p, bool& sure) {
-  const auto found = candidates(q, call);
-  const bool adds = p.beta != 0.0F && p.c.is_same(p.out);
-  const std::int64_t nbytes = q.n * q.stride_d * p.out.element_size();
-  sure = true;
-  if (found.size() == 1 || at::globalContext().deterministicAlgorithms() ||
-      (adds && nbytes > kMostTrialBytes)) {
-    return found.front();
-  }
-  if (!may_wait()) {
-    sure = false;
-    return found.front();
-  }
-  const at::Tensor trial =
-      adds ? at::empty_strided(p.out.sizes(), p.out.strides(), p.out.options())
-           : p.out;
-  const auto timer = make_stream_timer(p.out.device());
-  std::size_t best = 0;
-  float best_ms = std::numeric_limits<float>::infinity();
-  for (std::size_t i = 0; i < found.size(); ++i) {
-    const float ms =
-        time_of(*timer, [&] { return call.run(p, trial, found[i]); });
-    if (ms < best_ms) {
-      best = i;
-      best_ms = ms;
-    }
-  }
-  return found[best];
-}
-
-cublasLtMatmulAlgo_t
-algorithm_of(const Problem& q, const Call& call, const Product& p) {
-  // Choices with and without deterministic algorithms are kept apart.
-  static std::mutex mutex;
-  static std::map<std::pair<bool, Problem>, cublasLtMatmulAlgo_t> chosen;
-  const std::pair key{at::globalContext().deterministicAlgorithms(), q};
-  {
-    const std::lock_guard lock(mutex);
-    const auto found = chosen.find(key);
-    if (found != chosen.end()) {
-      return found->second;
-    }
-  }
-  bool sure = false;
-  const cublasLtMatmulAlgo_t algorithm = choose(q, call, p, sure);
-  if (sure) {
-    const std::lock_guard lock(mutex);
-    chosen.emplace(key, algorithm);
-  }
-  return algorithm;
+  at::Tensor out = p.out;
+  out.copy_(whole.out.narrow(0, 0, m));
+  return true;
 }
 
 void check_shape(const Side& a, const Side& b, Recipe recipe) {
@@ -367,11 +125,18 @@ void matmul(
       .beta = options.accumulate || options.addend.defined() ? 1.0F : 0.0F,
       .fast = options.fast_accumulation && simple};
   check_shape(p.a, p.b, b.recipe == Recipe::blockwise ? b.recipe : a.recipe);
-  const Problem problem = problem_of(p);
-  const Call call(problem);
-  call.set_scales(p);
-  const cublasLtMatmulAlgo_t algorithm = algorithm_of(problem, call, p);
-  check_cublas(call.run(p, out, algorithm), "a product");
+  const bool may_add_rows = p.a.mode == mode_of(Recipe::blockwise_1x128) &&
+                            p.a.data.size(0) % kBlock != 0;
+  FLATSHARD_CHECK(
+      run_product(p) || (may_add_rows && run_with_more_rows(p)),
+      config,
+      "matmul: cuBLASLt has no algorithm for {} {} x {} {}^T on this GPU; "
+      "leave "
+      "this layer in bfloat16 (exclude)",
+      to_string(a.recipe),
+      c10::str(p.a.data.sizes()),
+      to_string(b.recipe),
+      c10::str(p.b.data.sizes()));
 }
 
 }  // namespace flatshard::float8::cuda

@@ -63,35 +63,37 @@ kernels::PlanePointers pointers_of(const PlaneView* view) {
           view->amax.defined() ? view->amax.const_data_ptr<float>() : nullptr};
 }
 
-std::vector<at::Tensor> find_amax(
+at::Tensor find_amax(
     std::int64_t rows,
     std::int64_t columns,
     at::Device device,
     const AmaxKernels& find,
     kernels::Quantize& args) {
-  std::vector<at::Tensor> made;
-  const auto make = [&](std::int64_t num) {
-    const auto f32 = at::TensorOptions(device).dtype(at::kFloat);
-    made.push_back(at::zeros({num}, f32));
-    return made.back().mutable_data_ptr<float>();
-  };
   const auto missing = [](const kernels::PlanePointers& p) {
     return p.scales != nullptr && p.amax == nullptr;
   };
-  if (args.recipe == Recipe::tensorwise &&
-      (missing(args.row) || missing(args.column))) {
-    float* all = make(1);
-    args.row.amax = args.column.amax = all;
-    find.all(all);
+  const bool of_rows = missing(args.row);
+  const bool of_columns = missing(args.column);
+  if (!(of_rows || of_columns) ||
+      (args.recipe != Recipe::tensorwise && args.recipe != Recipe::rowwise)) {
+    return {};
   }
-  if (args.recipe == Recipe::rowwise) {
-    float* of_rows = missing(args.row) ? make(rows) : nullptr;
-    float* of_columns = missing(args.column) ? make(columns) : nullptr;
-    args.row.amax = of_rows != nullptr ? of_rows : args.row.amax;
-    args.column.amax = of_columns != nullptr ? of_columns : args.column.amax;
-    if (of_rows != nullptr || of_columns != nullptr) {
-      find.rows_and_columns(of_rows, of_columns);
-    }
+  const bool one = args.recipe == Recipe::tensorwise;
+  const std::int64_t num_rows = one || !of_rows ? 0 : rows;
+  const std::int64_t num =
+      one ? 1 : num_rows + (of_columns ? columns : std::int64_t{0});
+  at::Tensor made =
+      at::zeros({num}, at::TensorOptions(device).dtype(at::kFloat));
+  auto* found = made.mutable_data_ptr<float>();
+  if (one) {
+    args.row.amax = args.column.amax = found;
+    find.all(found);
+  } else {
+    args.row.amax = of_rows ? found : args.row.amax;
+    args.column.amax = of_columns ? found + num_rows : args.column.amax;
+    find.rows_and_columns(
+        of_rows ? found : nullptr,
+        of_columns ? found + num_rows : nullptr);
   }
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return made;
@@ -99,9 +101,7 @@ std::vector<at::Tensor> find_amax(
 
 namespace {
 
-std::vector<at::Tensor> find_amax(
-    const at::Tensor& x,
-    kernels::Quantize& args) {
+at::Tensor find_amax(const at::Tensor& x, kernels::Quantize& args) {
   const kernels::Values values = values_of(x);
   return cuda::find_amax(
       x.size(0),

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <functional>
-#include <vector>
 
 #include "flatshard/float8/grid.h"
 #include "flatshard/float8/kernels/kernels.h"
@@ -23,7 +22,7 @@ struct AmaxKernels {
 /// Gives tensorwise and rowwise planes the amax that they lack, from the
 /// values themselves.
 /// @return memory to keep until the kernel that reads it is queued.
-std::vector<at::Tensor> find_amax(
+at::Tensor find_amax(
     std::int64_t rows,
     std::int64_t columns,
     at::Device device,

@@ -147,15 +147,23 @@ struct Scale {
 /// block of zeros has its scale.
 inline constexpr float kLeastAmax = 0x1p-110F;
 
-/// largest / amax, both factors rounded to nearest; NaN for a block with Inf or
-/// NaN.
-FLATSHARD_HOST_DEVICE inline Scale float_scale_of(float amax, Format format) {
+/// largest / amax, rounded to nearest; NaN for a block with Inf or NaN.
+FLATSHARD_HOST_DEVICE inline float quantizer_of(float amax, Format format) {
   if (bits_of(amax) >= kInfBits) {
-    return {float_of(0x7fc00000U), float_of(0x7fc00000U)};
+    return float_of(0x7fc00000U);
   }
   const float counted = amax < kLeastAmax ? kLeastAmax : amax;
-  const float quantize = traits_of(format).largest / counted;
-  return {quantize, 1.0F / quantize};
+  return traits_of(format).largest / counted;
+}
+
+/// 1 / quantize, rounded to nearest.
+FLATSHARD_HOST_DEVICE inline float dequantizer_of(float quantize) {
+  return quantize != quantize ? quantize : 1.0F / quantize;
+}
+
+FLATSHARD_HOST_DEVICE inline Scale float_scale_of(float amax, Format format) {
+  const float quantize = quantizer_of(amax, format);
+  return {quantize, dequantizer_of(quantize)};
 }
 
 /// The factors of an E8M0 scale; both exact.

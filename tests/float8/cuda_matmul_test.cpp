@@ -6,9 +6,10 @@
 namespace flatshard::float8 {
 namespace {
 
-// Hopper's tensor cores keep 13 bits of a sum of FP8 products; without fast
-// accumulation such sums have at most 128 terms and are added in float32.
-constexpr double kSums = 0x1p-12;
+// Hopper's tensor cores cut sums of FP8 products to 13 bits; without fast
+// accumulation that happens four times, for 32 products each, before the sum
+// of 128 is added in float32: 4 * 2^-13.
+constexpr double kSums = 0x1p-11;
 constexpr double kFastSums = 0x1p-9;
 
 class Float8Matmul : public ::testing::Test {

@@ -453,6 +453,17 @@ TEST(StepGraphs, WhatAReplayReturnsIsTheCallers) {
   });
 }
 
+// The collectives are the same in the same order, so ranks need not agree.
+TEST(StepGraphs, OneRankMayRunAStepEagerly) {
+  const StepRuns runs =
+      train_both({.mesh = {2}}, {.before_step = [](GraphTraining& t, int step) {
+                   t.set_batch(
+                       step == 5 && t.runtime().mesh()->rank() == 1 ? 3 : 2);
+                 }});
+  expect_same_steps(runs.eager, runs.graphs);
+  EXPECT_EQ(runs.graphs.stats.step_replays, 6);  // rank 0's
+}
+
 // All ranks together launch what they launch without graphs.
 TEST(StepGraphs, B65_AReplayLaunchesTheCollectivesOfAnEagerStep) {
   const auto launched = [](bool graphs) {

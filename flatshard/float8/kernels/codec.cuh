@@ -115,14 +115,62 @@ __device__ inline std::uint32_t larger(std::uint32_t a, std::uint32_t b) {
   return a > b ? a : b;
 }
 
+/// Magnitudes of eight values; bfloat16's two at a time, as their bits are.
 template <class T>
-__device__ inline std::uint32_t largest_of(const Eight<T>& v) {
-  std::uint32_t found = 0;
+struct Peaks {
+  static constexpr int kWords = sizeof(T) == 2 ? 4 : 8;
+  std::uint32_t w[kWords];
+
+  __device__ void merge(const std::uint32_t (&other)[kWords]) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    found = larger(found, magnitude(v[i]));
+    for (int i = 0; i < kWords; ++i) {
+      w[i] = larger_word(w[i], other[i]);
+    }
+  }
+  /// Of value i, as float32's bits.
+  __device__ std::uint32_t operator[](int i) const {
+    if constexpr (sizeof(T) == 2) {
+      return i % 2 == 0 ? w[i / 2] << 16 : w[i / 2] & 0xffff0000U;
+    } else {
+      return w[i];
+    }
+  }
+  __device__ std::uint32_t largest() const {
+    std::uint32_t found = w[0];
+#pragma unroll
+    for (int i = 1; i < kWords; ++i) {
+      found = larger_word(found, w[i]);
+    }
+    return sizeof(T) == 2 ? larger(found << 16, found & 0xffff0000U) : found;
+  }
+  __device__ static std::uint32_t larger_word(
+      std::uint32_t a,
+      std::uint32_t b) {
+    if constexpr (sizeof(T) == 2) {
+      return __vmaxu2(a, b);
+    } else {
+      return larger(a, b);
+    }
+  }
+};
+
+template <class T>
+__device__ inline Peaks<T> peaks_of(const Eight<T>& v) {
+  Peaks<T> found;
+#pragma unroll
+  for (int i = 0; i < Peaks<T>::kWords; ++i) {
+    if constexpr (sizeof(T) == 2) {
+      found.w[i] = v.w[i] & 0x7fff7fffU;
+    } else {
+      found.w[i] = magnitude(v.w[i]);
+    }
   }
   return found;
+}
+
+template <class T>
+__device__ inline std::uint32_t largest_of(const Eight<T>& v) {
+  return peaks_of(v).largest();
 }
 
 /// Over groups of `Lanes` neighbouring lanes; every lane gets it.
@@ -157,13 +205,14 @@ __device__ inline void atomic_amax(float* to, std::uint32_t magnitude_bits) {
   }
 }
 
-/// The scale of a block, by the recipe's rule.
+/// What values are multiplied by, by the recipe's rule. A power of two has an
+/// exact inverse.
 template <Recipe R>
-__device__ inline Scale
-scale_of(std::uint32_t amax, Format format, Rounding rounding) {
+__device__ inline float
+quantizer(std::uint32_t amax, Format format, Rounding rounding) {
   return has_power_of_two_scales(R)
-             ? scale_of_e8m0(e8m0_of(float_of(amax), format, rounding))
-             : float_scale_of(float_of(amax), format);
+             ? scale_of_e8m0(e8m0_of(float_of(amax), format, rounding)).quantize
+             : quantizer_of(float_of(amax), format);
 }
 
 }  // namespace flatshard::float8::kernels

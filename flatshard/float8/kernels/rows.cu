@@ -44,9 +44,9 @@ __global__ void __launch_bounds__(kThreads) quantize_flat_kernel(
     std::int64_t numel,
     bool wide,
     const PlanePointers p) {
-  const Scale scale = float_scale_of(float_of(magnitude(*p.amax)), F);
+  const float quantize = quantizer_of(float_of(magnitude(*p.amax)), F);
   if (blockIdx.x == 0 && threadIdx.x == 0) {
-    *static_cast<float*>(p.scales) = scale.dequantize;
+    *static_cast<float*>(p.scales) = dequantizer_of(quantize);
   }
   const std::int64_t at =
       (std::int64_t{blockIdx.x} * kThreads + threadIdx.x) * 16;
@@ -62,10 +62,10 @@ __global__ void __launch_bounds__(kThreads) quantize_flat_kernel(
     const Eight<T>& v = i < 2 ? a : b;
     const int j = i % 2 * 4;
     codes[i] = encode4<F>(
-        v[j] * scale.quantize,
-        v[j + 1] * scale.quantize,
-        v[j + 2] * scale.quantize,
-        v[j + 3] * scale.quantize);
+        v[j] * quantize,
+        v[j + 1] * quantize,
+        v[j + 2] * quantize,
+        v[j + 3] * quantize);
   }
   if (whole) {
     *reinterpret_cast<uint4*>(
@@ -105,9 +105,10 @@ __global__ void __launch_bounds__(1024) quantize_rows_kernel(
     amax = larger(amax, largest_of(v[i]));
   }
   amax = block_max(amax, scratch);
-  const Scale scale = scale_of<Recipe::rowwise>(amax, F, rounding);
+  const float quantize = quantizer<Recipe::rowwise>(amax, F, rounding);
   if (threadIdx.x == 0) {
-    static_cast<float*>(p.scales)[row * p.scale_row_stride] = scale.dequantize;
+    static_cast<float*>(p.scales)[row * p.scale_row_stride] =
+        dequantizer_of(quantize);
   }
   std::uint8_t* to = p.data + row * p.row_stride;
 #pragma unroll
@@ -119,7 +120,7 @@ __global__ void __launch_bounds__(1024) quantize_rows_kernel(
     float f[8];
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      f[j] = v[i][j] * scale.quantize;
+      f[j] = v[i][j] * quantize;
     }
     const std::uint32_t low = encode4<F>(f[0], f[1], f[2], f[3]);
     const std::uint32_t high = encode4<F>(f[4], f[5], f[6], f[7]);

@@ -16,6 +16,10 @@ template <class T>
 struct MemorySource {
   using Value = T;
   using Loaded = Eight<T>;
+  /// Blocks that share a multiprocessor, as registers allow; and with one
+  /// scale for a whole tile.
+  static constexpr int kBlocks = sizeof(T) == 2 ? 3 : 2;
+  static constexpr int kBlocksOfOneScale = sizeof(T) == 2 ? 4 : 2;
   const T* x;
   std::int64_t rows;
   std::int64_t columns;
@@ -61,24 +65,57 @@ __device__ inline void load_tile(
   }
 }
 
-/// Largest magnitudes of the columns of 16 rows, in all lanes.
+/// Largest magnitudes of all values of a thread.
 template <class T>
-__device__ inline void column_max(
-    const Eight<T> (&v)[8],
-    std::uint32_t (&found)[8]) {
+__device__ inline Peaks<T> thread_peaks(const Eight<T> (&v)[8]) {
+  Peaks<T> found = peaks_of(v[0]);
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    found[j] = 0;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      found[j] = larger(found[j], magnitude(v[i][j]));
-    }
-    found[j] = larger(found[j], __shfl_xor_sync(0xffffffffU, found[j], 16));
+  for (int i = 1; i < 8; ++i) {
+    found.merge(peaks_of(v[i]).w);
   }
+  return found;
 }
 
+/// Largest magnitudes of the columns of each warp's 16 rows.
+struct ColumnPeaks {
+  alignas(16) std::uint32_t w[kTileWarps][kTile];
+
+  /// Each thread brings those of its 8 columns. Ends with the block's barrier.
+  template <class T>
+  __device__ void gather(const Eight<T> (&v)[8], const TilePlace& at) {
+    Peaks<T> found = thread_peaks(v);
+#pragma unroll
+    for (int k = 0; k < Peaks<T>::kWords; ++k) {
+      found.w[k] = Peaks<T>::larger_word(
+          found.w[k],
+          __shfl_xor_sync(0xffffffffU, found.w[k], 16));
+      if (threadIdx.x % 32 < 16) {
+        w[at.warp][at.group * Peaks<T>::kWords + k] = found.w[k];
+      }
+    }
+    __syncthreads();
+  }
+
+  /// Of a thread's 8 columns in Warps warps from the one that it is in.
+  template <int Warps, class T>
+  __device__ Peaks<T> take(const TilePlace& at) const {
+    const int first = at.warp / Warps * Warps;
+    Peaks<T> found = {};
+#pragma unroll
+    for (int i = 0; i < Warps; ++i) {
+      std::uint32_t words[Peaks<T>::kWords];
+#pragma unroll
+      for (int k = 0; k < Peaks<T>::kWords; ++k) {
+        words[k] = w[first + i][at.group * Peaks<T>::kWords + k];
+      }
+      found.merge(words);
+    }
+    return found;
+  }
+};
+
 struct TileScratch {
-  alignas(16) std::uint32_t columns[kTileWarps][kTile];
+  ColumnPeaks columns;
   std::uint32_t block[32];
   /// The transpose: 128 rows of 16 words of 8 bytes.
   alignas(16) uint2 bytes[kTile][kTile / 8];

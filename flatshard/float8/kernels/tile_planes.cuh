@@ -27,11 +27,11 @@ __device__ inline float take_scale(
     if (p.given_scales) {
       return 1.0F / scales[at];
     }
-    const Scale scale = scale_of<R>(amax, format, rounding);
+    const float quantize = quantizer<R>(amax, format, rounding);
     if (stores) {
-      scales[at] = scale.dequantize;
+      scales[at] = dequantizer_of(quantize);
     }
-    return scale.quantize;
+    return quantize;
   }
 }
 
@@ -76,25 +76,11 @@ __device__ inline void column_factors(
     TileScratch& scratch,
     float (&factors)[8]) {
   const PlanePointers& p = a.column;
-  std::uint32_t amax[8] = {};
   constexpr int kWarps = R == Recipe::mxfp8 ? 2 : kTileWarps;
+  Peaks<T> peaks = {};
   if constexpr (R != Recipe::rowwise) {
-    column_max(v, amax);
-    if (threadIdx.x % 32 < 16) {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        scratch.columns[at.warp][at.group * 8 + j] = amax[j];
-      }
-    }
-    __syncthreads();
-    const int first = at.warp / kWarps * kWarps;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        amax[j] = larger(amax[j], scratch.columns[first + w][at.group * 8 + j]);
-      }
-    }
+    scratch.columns.gather(v, at);
+    peaks = scratch.columns.template take<kWarps, T>(at);
   }
   const std::int64_t block = R == Recipe::rowwise ? 0 : at.r / (kWarps * 16);
   const bool first_rows =
@@ -103,13 +89,14 @@ __device__ inline void column_factors(
   for (int j = 0; j < 8; ++j) {
     const std::int64_t c = at.c + j;
     const bool inside = at.r < rows && c < columns;
+    std::uint32_t amax = peaks[j];
     if constexpr (R == Recipe::rowwise) {
-      amax[j] = c < columns ? magnitude(p.amax[c]) : 0;
+      amax = c < columns ? magnitude(p.amax[c]) : 0;
     }
     const std::int64_t scale =
         inside ? block * p.scale_row_stride + c * p.scale_column_stride : 0;
     factors[j] =
-        take_scale<R>(p, scale, amax[j], inside && first_rows, F, a.rounding);
+        take_scale<R>(p, scale, amax, inside && first_rows, F, a.rounding);
   }
 }
 

@@ -6,8 +6,13 @@
 // memory, or are computed from what does.
 namespace flatshard::float8::kernels {
 
+template <class Source, Recipe R>
+constexpr int kBlocksOf = R == Recipe::tensorwise || R == Recipe::blockwise
+                              ? Source::kBlocksOfOneScale
+                              : Source::kBlocks;
+
 template <class Source, Recipe R, Format F>
-__global__ void __launch_bounds__(kTileThreads)
+__global__ void __launch_bounds__(kTileThreads, kBlocksOf<Source, R>)
     quantize_tiles_kernel(const Source source, const Quantize a) {
   __shared__ TileScratch scratch;
   const TilePlace at;
@@ -23,11 +28,7 @@ __global__ void __launch_bounds__(kTileThreads)
       const PlanePointers& p = a.row.data != nullptr ? a.row : a.column;
       amax = magnitude(*p.amax);
     } else {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        amax = larger(amax, largest_of(v[i]));
-      }
-      amax = block_max(amax, scratch.block);
+      amax = block_max(thread_peaks(v).largest(), scratch.block);
     }
     const bool first =
         R == Recipe::blockwise || (blockIdx.x == 0 && blockIdx.y == 0);
@@ -80,12 +81,7 @@ __global__ void __launch_bounds__(kTileThreads)
   const TilePlace at;
   Eight<typename Source::Value> v[8];
   load_tile(source, at, v);
-  std::uint32_t found = 0;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    found = larger(found, largest_of(v[i]));
-  }
-  found = block_max(found, scratch);
+  const std::uint32_t found = block_max(thread_peaks(v).largest(), scratch);
   if (threadIdx.x == 0) {
     atomic_amax(amax, found);
   }
@@ -96,7 +92,7 @@ __global__ void __launch_bounds__(kTileThreads) row_and_column_amax_kernel(
     const Source source,
     float* row_amax,
     float* column_amax) {
-  __shared__ std::uint32_t scratch[kTileWarps][kTile];
+  __shared__ ColumnPeaks scratch;
   const TilePlace at;
   Eight<typename Source::Value> v[8];
   load_tile(source, at, v);
@@ -110,24 +106,16 @@ __global__ void __launch_bounds__(kTileThreads) row_and_column_amax_kernel(
     }
   }
   if (column_amax != nullptr) {
-    std::uint32_t found[8];
-    column_max(v, found);
-    if (threadIdx.x % 32 < 16) {
+    scratch.gather(v, at);
+    if (threadIdx.x < 16) {
+      const auto found =
+          scratch.template take<kTileWarps, typename Source::Value>(at);
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        scratch[at.warp][at.group * 8 + j] = found[j];
+        if (at.c + j < source.columns) {
+          atomic_amax(column_amax + at.c + j, found[j]);
+        }
       }
-    }
-    __syncthreads();
-    const int column = threadIdx.x;
-    const std::int64_t c = std::int64_t{blockIdx.x} * kTile + column;
-    if (column < kTile && c < source.columns) {
-      std::uint32_t largest = 0;
-#pragma unroll
-      for (int w = 0; w < kTileWarps; ++w) {
-        largest = larger(largest, scratch[w][column]);
-      }
-      atomic_amax(column_amax + c, largest);
     }
   }
 }

@@ -24,6 +24,8 @@ load(const void* from, std::int64_t stride, std::int64_t r, std::int64_t c) {
 // planes are those of the stored values.
 struct SwigluSource : SwigluValues {
   using Value = Bf16;
+  static constexpr int kBlocks = 3;
+  static constexpr int kBlocksOfOneScale = 3;
   struct Loaded {
     Eights gate, up;
   };
@@ -50,6 +52,8 @@ struct SwigluSource : SwigluValues {
 
 struct SwigluGradientSource : SwigluGradientValues {
   using Value = Bf16;
+  static constexpr int kBlocks = 2;
+  static constexpr int kBlocksOfOneScale = 2;
   struct Loaded {
     Eights dy, gate, up;
   };
@@ -85,6 +89,8 @@ struct SwigluGradientSource : SwigluGradientValues {
 template <class Weight>
 struct NormSource : NormValues {
   using Value = Bf16;
+  static constexpr int kBlocks = 3;
+  static constexpr int kBlocksOfOneScale = 4;
   using Loaded = Eights;
 
   __device__ Loaded load(std::int64_t r, std::int64_t c) const {

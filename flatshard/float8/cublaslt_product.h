@@ -1,0 +1,31 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+namespace flatshard::float8::cuda {
+
+/// One side of a product as cuBLASLt gets it.
+struct Side {
+  at::Tensor data;    ///< [outer, inner]
+  at::Tensor scales;  ///< undefined for bfloat16
+  std::int32_t mode = -1;
+};
+
+/// out = a b^T + beta c.
+struct Product {
+  Side a, b;  ///< a is out's rows: cuBLASLt's B, and b its A
+  at::Tensor out;
+  at::Tensor c;  ///< what beta multiplies; out when there is none
+  float beta;
+  bool fast;
+};
+
+/// Runs a product on the current stream with the fastest algorithm that
+/// cuBLASLt knows of, found at the first call of its kind.
+/// @return false when it has none.
+/// @throws Error{cuda}
+bool run_product(const Product& product);
+
+}  // namespace flatshard::float8::cuda
