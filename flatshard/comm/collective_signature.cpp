@@ -15,7 +15,9 @@ namespace {
 std::string_view op_name(const CollectiveSignature& s) {
   if (s.kind == CollectiveKind::reduce_scatter ||
       s.kind == CollectiveKind::all_reduce) {
-    return s.detail == static_cast<int>(ReduceOp::avg) ? ", avg" : ", sum";
+    return s.detail == static_cast<int>(ReduceOp::avg)   ? ", avg"
+           : s.detail == static_cast<int>(ReduceOp::max) ? ", max"
+                                                         : ", sum";
   }
   return "";
 }

@@ -44,9 +44,17 @@ void check_reducible(
       name,
       c10::toString(dtype));
   FLATSHARD_CHECK(
-      op == ReduceOp::sum || c10::isFloatingType(dtype),
+      op != ReduceOp::avg || c10::isFloatingType(dtype),
       usage,
       "{} on '{}': avg expects a floating dtype, got {}; use sum",
+      to_string(kind),
+      name,
+      c10::toString(dtype));
+  FLATSHARD_CHECK(
+      op != ReduceOp::max ||
+          (dtype == at::kInt && kind == CollectiveKind::all_reduce),
+      usage,
+      "{} on '{}': max expects an all-reduce of int32, got {}",
       to_string(kind),
       name,
       c10::toString(dtype));

@@ -20,7 +20,9 @@ namespace {
 using NcclHandle = c10::intrusive_ptr<c10d::ProcessGroupNCCL>;
 
 ncclRedOp_t nccl_op(ReduceOp op) {
-  return op == ReduceOp::avg ? ncclAvg : ncclSum;
+  return op == ReduceOp::avg   ? ncclAvg
+         : op == ReduceOp::max ? ncclMax
+                               : ncclSum;
 }
 
 ncclDataType_t nccl_dtype(const at::Tensor& tensor) {

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "flatshard/comm/backend.h"
+#include "flatshard/core/error.h"
 
 namespace flatshard {
 
@@ -14,6 +15,10 @@ void sum_rows(
     ReduceOp op) {
   const double scale =
       op == ReduceOp::avg ? 1.0 / static_cast<double>(rows.size(0)) : 1.0;
+  FLATSHARD_CHECK(
+      op != ReduceOp::max || !out.is_cuda(),
+      internal,
+      "sum_rows has no max on CUDA, whose all-reduces are NCCL's");
   if (out.is_cuda()) {
     detail::cuda_sum_rows(out, rows, rank, own, scale);
     return;
@@ -26,6 +31,8 @@ void sum_rows(
     const at::Tensor row = r == rank ? own : rows.select(0, r);
     if (r == 0) {
       sum.copy_(row);
+    } else if (op == ReduceOp::max) {
+      sum.copy_(at::maximum(sum, row));
     } else {
       sum.add_(row);
     }

@@ -6,7 +6,8 @@
 
 namespace flatshard {
 
-/// out = rows added in their order; `avg` multiplies by 1 / size. float16 and
+/// out = rows added in their order; `avg` multiplies by 1 / size, `max` takes
+/// the largest instead. float16 and
 /// bfloat16 add up in float32 and round once. On the current stream.
 ///
 /// @param out   [n]. CUDA: float32, bfloat16 or float16.

@@ -249,7 +249,8 @@ void OverlapCheck::parameters_pointed(Unit& unit, const SlotView& view) {
   const UsedRange slot = range_of({}, view.data, view.nbytes);
   std::vector<UsedRange> ranges;
   for (const UnitParameter& p : unit.parameters()) {
-    if (unit.groups()[p.group]->weights().resident()) {
+    if (unit.groups()[p.group]->weights().resident() ||
+        unit.groups()[p.group]->weights().float8()) {
       continue;
     }
     ranges.push_back(range_of(

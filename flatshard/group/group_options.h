@@ -1,8 +1,10 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 
+#include "flatshard/group/float8_format.h"
 #include "flatshard/group/precision.h"
 #include "flatshard/layout/flat_layout.h"
 #include "flatshard/layout/strategy.h"
@@ -36,6 +38,9 @@ struct ParamGroupOptions {
   /// With offload: that host memory is pinned, so copies run beside kernels.
   bool pin_memory = true;
   LayoutOptions layout;
+  /// The weights are gathered as FP8 planes; absent: as Precision::compute.
+  /// GroupParameter::float8 says so of single parameters.
+  std::optional<Float8Format> float8 = std::nullopt;
 };
 
 /// What the weights and the gradients of one group have in common.

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "flatshard/core/init_spec.h"
+#include "flatshard/group/float8_format.h"
 #include "flatshard/group/parameter_placement.h"
 #include "flatshard/group/precision.h"
 
@@ -22,6 +23,8 @@ struct GroupParameter {
   ParameterPlacement placement;
   /// Absent: as ParamGroupOptions says.
   std::optional<Precision> precision = std::nullopt;
+  /// Absent: as ParamGroupOptions says.
+  std::optional<Float8Format> float8 = std::nullopt;
   InitSpec init;
   /// Values to start from, the same on every rank; undefined: `init` draws.
   at::Tensor values;

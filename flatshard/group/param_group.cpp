@@ -1,6 +1,7 @@
 #include "flatshard/group/param_group.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/float8/matmul.h"
 
 #include <ATen/ATen.h>
 
@@ -13,7 +14,7 @@ namespace {
 std::shared_ptr<const FlatLayout> build_layout(
     const std::vector<GroupParameter>& parameters,
     std::int64_t num_shards,
-    const LayoutOptions& options) {
+    const ParamGroupOptions& options) {
   std::vector<TensorSpec> specs;
   for (const GroupParameter& p : parameters) {
     specs.push_back(
@@ -21,8 +22,21 @@ std::shared_ptr<const FlatLayout> build_layout(
          p.shape,
          p.placement.granularity.value_or(Granularity())});
   }
+  LayoutOptions layout = options.layout;
+  if (options.float8) {
+    layout = Float8Planes::layout_options(layout, *options.float8);
+    const auto parts = Float8Planes::parts_of(
+        static_cast<std::int64_t>(specs.size()),
+        *options.float8);
+    for (std::size_t i = 0; i < specs.size(); ++i) {
+      specs[i].part = parts[i];
+      if (specs[i].granularity.kind() != Granularity::Kind::tensor) {
+        specs[i].granularity = Float8Planes::granularity(*options.float8);
+      }
+    }
+  }
   return std::make_shared<const FlatLayout>(
-      FlatLayout::build(std::move(specs), num_shards, options));
+      FlatLayout::build(std::move(specs), num_shards, layout));
 }
 
 Strategy with_reduce_op(Strategy strategy, ReduceOp op) {
@@ -64,6 +78,7 @@ ParamGroup::ParamGroup(
     own.precision.validate();
   }
   check_slices();
+  check_float8();
   FLATSHARD_CHECK(
       own.grad_divisor > 0,
       config,
@@ -92,10 +107,8 @@ ParamGroup::ParamGroup(
       "supported; use reshard_after_forward");
   strategy.validate();
 
-  context_.layout = build_layout(
-      parameters_,
-      strategy.num_shards(m.axis_sizes()),
-      own.layout);
+  context_.layout =
+      build_layout(parameters_, strategy.num_shards(m.axis_sizes()), own);
 
   weights_ = std::make_unique<WeightPlanes>(context_);
   initialize(initializer);
@@ -139,6 +152,51 @@ void ParamGroup::check_slices() const {
         "model share it; give it a sub-mesh without the axis along which the "
         "slices lie",
         p.names.front());
+  }
+}
+
+void ParamGroup::check_float8() const {
+  const ParamGroupOptions& own = context_.options;
+  if (!own.float8) {
+    return;
+  }
+  FLATSHARD_CHECK(
+      own.precision.compute == at::kBFloat16,
+      config,
+      "{}: FP8 weights compute beside bfloat16, got precision.compute = {}",
+      name(),
+      c10::toString(own.precision.compute));
+  const float8::Recipe recipe = own.float8->recipe;
+  FLATSHARD_CHECK(
+      recipe != float8::Recipe::blockwise_1x128,
+      config,
+      "{}: blockwise_1x128 is for activations; take blockwise for weights",
+      name());
+  const at::Device device = mesh()->device();
+  FLATSHARD_CHECK(
+      device.is_cpu() || own.float8->emulate ||
+          float8::multiplies(recipe, device),
+      config,
+      "{}: this GPU does not multiply {}; take another recipe, or emulate = "
+      "true, which is no faster than bfloat16",
+      name(),
+      float8::to_string(recipe));
+  FLATSHARD_CHECK(
+      !own.float8->stored_columns || float8::has_power_of_two_scales(recipe),
+      config,
+      "{}: expected derived columns with {}, whose rows and columns hold the "
+      "same numbers, got stored_columns",
+      name(),
+      float8::to_string(recipe));
+  for (const GroupParameter& p : parameters_) {
+    const std::string why_not = own.float8->why_not(p.shape);
+    FLATSHARD_CHECK(
+        why_not.empty(),
+        config,
+        "parameter {} cannot be FP8 ({}): {}; exclude it",
+        p.names.front(),
+        float8::to_string(recipe),
+        why_not);
   }
 }
 

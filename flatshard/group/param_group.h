@@ -101,6 +101,7 @@ class ParamGroup {
 
  private:
   void check_slices() const;
+  void check_float8() const;
   void initialize(const Initializer& initializer);
 
   std::vector<GroupParameter> parameters_;

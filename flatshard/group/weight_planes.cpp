@@ -38,16 +38,23 @@ WeightPlanes::WeightPlanes(const GroupContext& context) : context_(context) {
   const auto& mesh = context.mesh;
   const auto& layout = context.layout;
   resident_ = !any_sharded(*mesh, strategy.parameter);
-  has_refresh_ = context.trainable &&
-                 !same_elements(*mesh, strategy.parameter, strategy.optimizer);
+  has_refresh_ =
+      options.float8 ||
+      (context.trainable &&
+       !same_elements(*mesh, strategy.parameter, strategy.optimizer));
   const at::ScalarType main_dtype =
       context.trainable ? precision.main_params : precision.compute;
-  main_is_compute_ = !options.offload && main_dtype == precision.compute;
+  main_is_compute_ =
+      !options.offload && !options.float8 && main_dtype == precision.compute;
   if (!main_is_compute_) {
     main_ = options.offload
                 ? in_host_memory(context, strategy.optimizer, main_dtype)
                 : FlatBuffer(layout, mesh, strategy.optimizer, main_dtype);
     main_.local().zero_();  // padding stays zero
+  }
+  if (options.float8) {
+    float8_ = std::make_unique<Float8Planes>(context, resident_);
+    return;
   }
   if (!options.keep_compute_weights && !main_is_compute_ && !resident_ &&
       !has_refresh_) {
@@ -90,6 +97,22 @@ std::vector<WeightPlane> WeightPlanes::planes() const {
       .origin = WeightPlane::Origin::derived,
       .dtype = precision.compute,
       .data = &compute_};
+  if (float8_ != nullptr) {
+    std::vector<WeightPlane> planes{
+        {.name = context_.trainable ? "main" : "compute",
+         .dtype = main_.dtype(),
+         .data = &main_},
+        {.name = "rows",
+         .origin = WeightPlane::Origin::derived,
+         .dtype = at::kFloat8_e4m3fn,
+         .data = &float8_->stored(Float8Planes::kRows)}};
+    if (float8_->stores(Float8Planes::kColumns)) {
+      planes.push_back(planes.back());
+      planes.back().name = "columns";
+      planes.back().data = &float8_->stored(Float8Planes::kColumns);
+    }
+    return planes;
+  }
   if (!context_.trainable) {
     return {
         {.name = "compute",
@@ -136,6 +159,9 @@ void WeightPlanes::restore_progress(Progress progress) {
 
 void WeightPlanes::use_mesh() {
   gather_.reset();
+  if (float8_ != nullptr) {
+    float8_->use_mesh();
+  }
   if (peers_ != nullptr) {
     peers_->use_mesh(*context_.mesh);
   }
@@ -174,6 +200,19 @@ void WeightPlanes::gather(const at::Tensor& out, const Gather& gather) {
     peers_->copy_whole(out);
   } else {
     unshard(out);
+  }
+}
+
+void WeightPlanes::gather(
+    Float8Planes::Plane plane,
+    int part,
+    const at::Tensor& out,
+    const Gather& gather) {
+  if (gather.refresh) {
+    float8_->refresh(main_on_device());
+  }
+  if (!resident_) {
+    float8_->gather(plane, part, out);
   }
 }
 
@@ -240,6 +279,9 @@ WeightPlanes::Bytes WeightPlanes::nbytes() const {
     return b.defined() ? b.nbytes() : 0;
   };
   std::int64_t compute = of(compute_);  // none when it is not kept
+  if (float8_ != nullptr) {
+    compute += float8_->nbytes();
+  }
   if (compute_shard_.defined() &&
       compute_shard_.local().storage().unsafeGetStorageImpl() !=
           compute_.local().storage().unsafeGetStorageImpl()) {

@@ -13,6 +13,7 @@
 #include "flatshard/buffer/peer_buffer.h"
 #include "flatshard/buffer/redistribution.h"
 #include "flatshard/device/stream.h"
+#include "flatshard/group/float8_planes.h"
 #include "flatshard/group/group_options.h"
 
 namespace flatshard {
@@ -39,6 +40,9 @@ struct WeightPlane {
 /// | compute | compute     | parameter | what is gathered for the kernels;  |
 /// |         |             |           | see keep_compute_weights           |
 ///
+/// With ParamGroupOptions::float8 there is no compute plane but Float8Planes:
+/// rows and columns, made anew by the first gather after a change.
+///
 /// When both have one dtype they share memory. A frozen group has one plane,
 /// compute. With ParamGroupOptions::offload main (a frozen group's too, in
 /// compute's dtype) is in host memory and shares none.
@@ -62,6 +66,8 @@ class WeightPlanes {
   FlatBuffer main_on_device() const;
   /// Not defined when compute weights are not kept.
   const FlatBuffer& compute() const { return compute_; }
+  /// Null: weights are gathered in compute's dtype.
+  const Float8Planes* float8() const { return float8_.get(); }
   /// [shard] the slice of the compute weights that belongs to `main`; the
   /// optimizer may write it together with main. Undefined when main is that
   /// slice or when there is none.
@@ -96,6 +102,14 @@ class WeightPlanes {
   /// @param out  [layout.numel()] compute dtype, the whole weights. Resident
   ///   groups do not use it: theirs are in `compute`.
   void gather(const at::Tensor& out, const Gather& gather);
+  /// The same of a stored plane of float8(), or of one part of it.
+  /// @param out  [Float8Planes::slot_nbytes] uint8. Resident groups do not use
+  ///   it.
+  void gather(
+      Float8Planes::Plane plane,
+      int part,
+      const at::Tensor& out,
+      const Gather& gather);
   /// Later work of `stream` sees what was written before the last change.
   void wait_for_weights(Stream& stream) const { written_.wait(stream); }
 
@@ -159,6 +173,7 @@ class WeightPlanes {
   bool has_refresh_ = false;
   bool main_is_compute_ = false;
   std::unique_ptr<PeerBuffer> peers_;  ///< owns compute_, where there is one
+  std::unique_ptr<Float8Planes> float8_;
   FlatBuffer compute_;
   FlatBuffer compute_shard_;  ///< optimizer placement; mostly a view
   FlatBuffer main_;

@@ -16,6 +16,9 @@ struct TensorSpec {
   std::string name;
   std::vector<std::int64_t> shape;
   Granularity granularity = {};
+  /// Tensors of different parts share no segment, so that each part can be
+  /// gathered alone.
+  std::int64_t part = 0;
 };
 
 struct LayoutOptions {
@@ -96,6 +99,17 @@ class FlatLayout {
       std::int64_t num_shards,
       LayoutOptions options = {});
 
+  /// This layout for elements of one byte that have a scale of one byte for
+  /// each `block` of them, as MXFP8 has for 32: behind each segment comes one
+  /// of its scales, cut at the same places. Tensor i keeps its number; its
+  /// scales are tensor num_tensors() + i.
+  /// @throws Error{config} where a boundary, or a tensor, is no multiple of
+  ///   `block`.
+  FlatLayout with_scales(std::int64_t block) const;
+  /// The layout of some neighbouring segments alone, without the tensors: for a
+  /// Redistribution of them.
+  FlatLayout of_segments(std::int64_t first, std::int64_t count) const;
+
   /// Elements of the flat space, padding included; equals
   /// num_shards() * shard_numel().
   std::int64_t numel() const { return numel_; }
@@ -148,6 +162,7 @@ class FlatLayout {
   struct Bundle {
     bool whole_tensors = false;
     std::int64_t granule = 1;
+    std::int64_t part = 0;
     std::vector<std::int64_t> tensors;
   };
 

@@ -39,7 +39,8 @@ void FlatLayout::pack(std::int64_t num_shards, const LayoutOptions& options) {
   }
 }
 
-/// One bundle per distinct granule, and one for all tensors that stay whole.
+/// One bundle per part and distinct granule, and one per part for all tensors
+/// that stay whole.
 std::vector<FlatLayout::Bundle> FlatLayout::bundles(
     const LayoutOptions& options) const {
   std::vector<Bundle> bundles;
@@ -54,10 +55,12 @@ std::vector<FlatLayout::Bundle> FlatLayout::bundles(
     const std::int64_t granule = places_[i].granule;
     auto same =
         std::find_if(bundles.begin(), bundles.end(), [&](const Bundle& bundle) {
-          return bundle.whole_tensors == whole && bundle.granule == granule;
+          return bundle.whole_tensors == whole && bundle.granule == granule &&
+                 bundle.part == specs_[i].part;
         });
     if (same == bundles.end()) {
-      bundles.push_back({.whole_tensors = whole, .granule = granule});
+      bundles.push_back(
+          {.whole_tensors = whole, .granule = granule, .part = specs_[i].part});
       same = std::prev(bundles.end());
     }
     same->tensors.push_back(i);
@@ -84,8 +87,8 @@ void FlatLayout::merge(std::vector<Bundle>& bundles) {
     std::int64_t best_growth = pack_bundle(bundle);
     Bundle* best_host = nullptr;
     for (Bundle& host : kept) {
-      if (host.whole_tensors || bundle.whole_tensors ||
-          host.granule % bundle.granule != 0) {
+      if (host.part != bundle.part || host.whole_tensors ||
+          bundle.whole_tensors || host.granule % bundle.granule != 0) {
         continue;
       }
       Bundle merged = host;

@@ -7,7 +7,7 @@
 namespace flatshard {
 
 std::string to_string(ReduceOp op) {
-  return op == ReduceOp::sum ? "sum" : "avg";
+  return op == ReduceOp::sum ? "sum" : op == ReduceOp::avg ? "avg" : "max";
 }
 
 ReduceOp Placement::reduce_op() const {

@@ -6,7 +6,11 @@
 namespace flatshard {
 
 /// How the addends of a reduction are combined.
-enum class ReduceOp { sum, avg };
+enum class ReduceOp {
+  sum,
+  avg,
+  max,  ///< all-reduces of int32 only
+};
 
 std::string to_string(ReduceOp op);
 

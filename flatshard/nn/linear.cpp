@@ -27,8 +27,9 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     ctx->save_for_backward({x, weight, bias});
     ctx->saved_data["residual"] = residual.defined();
     const at::Tensor y = matmul_forward(
-        as_rows(x),
+        MatmulRows(as_rows(x)),
         weight,
+        context,
         bias,
         residual.defined() ? as_rows(residual) : residual);
     return reshape_result(y, with_last(x, weight.size(0)));
@@ -38,19 +39,25 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor &x = saved[0], &weight = saved[1], &bias = saved[2];
     const ModuleContextPtr context = saved_context(ctx);
-    const at::Tensor g = as_rows(grads[0]);
+    const MatmulRows g = gradient_rows(
+        as_rows(grads[0]),
+        ctx->needs_input_grad(kX) && ctx->needs_input_grad(kWeight));
     variable_list out(5);
     // Edges count defined tensors only.
     const std::size_t residual_edge = kBias + (bias.defined() ? 1 : 0);
     const bool has_residual = ctx->saved_data["residual"].toBool();
     if (ctx->needs_input_grad(kX)) {
-      out[kX] = at::mm(g, weight).view(x.sizes());
+      at::Tensor dx;
+      add_input_gradient(dx, g, weight, context);
+      out[kX] = dx.view(x.sizes());
     }
     if (ctx->needs_input_grad(kWeight)) {
-      out[kWeight] = deliver_matmul_wgrad(context, weight, g, as_rows(x));
+      out[kWeight] =
+          deliver_matmul_wgrad(context, weight, g, MatmulRows(as_rows(x)));
     }
     if (bias.defined() && ctx->needs_input_grad(kBias)) {
-      out[kBias] = deliver_wgrad(context, bias, [&] { return g.sum(0); });
+      out[kBias] =
+          deliver_wgrad(context, bias, [&] { return g.tensor().sum(0); });
     }
     if (has_residual && ctx->needs_input_grad(residual_edge)) {
       out[kResidual] = grads[0];
@@ -70,12 +77,12 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
     saved.insert(saved.end(), weights.begin(), weights.end());
     ctx->save_for_backward(saved);
     ctx->set_materialize_grads(false);
-    const at::Tensor rows = as_rows(x);
+    const MatmulRows rows(as_rows(x));
     variable_list out;
     for (std::size_t i = 0; i < weights.size(); ++i) {
       save_context(ctx, contexts[i], i);
       out.push_back(reshape_result(
-          matmul_forward(rows, weights[i]),
+          matmul_forward(rows, weights[i], contexts[i]),
           with_last(x, weights[i].size(0))));
     }
     return out;
@@ -84,14 +91,17 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor& x = saved[0];
-    const at::Tensor rows = as_rows(x);
+    const MatmulRows rows(as_rows(x));
     variable_list out(1 + grads.size() + 1);  // and the contexts
     at::Tensor dx;
+    std::vector<std::optional<MatmulRows>> g(grads.size());
     for (std::size_t i = 0; i < grads.size(); ++i) {
       if (grads[i].defined()) {
-        grads[i] = as_rows(grads[i]);
+        g[i].emplace(gradient_rows(
+            as_rows(grads[i]),
+            ctx->needs_input_grad(0) && ctx->needs_input_grad(1 + i)));
         if (ctx->needs_input_grad(0)) {
-          add_input_gradient(dx, grads[i], saved[1 + i]);
+          add_input_gradient(dx, *g[i], saved[1 + i], saved_context(ctx, i));
         }
       }
     }
@@ -103,7 +113,7 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
         out[1 + i] = deliver_matmul_wgrad(
             saved_context(ctx, i),
             saved[1 + i],
-            grads[i],
+            *g[i],
             rows);
       }
     }
@@ -136,6 +146,7 @@ LinearImpl::LinearImpl(
     : Module("Linear") {
   weight_ =
       declare_parameter("weight", {out_features, in_features}, options.init);
+  set_reads_planes("weight");
   if (options.bias) {
     bias_ = declare_parameter("bias", {out_features}, InitSpec::zeros());
   }

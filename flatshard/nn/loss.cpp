@@ -172,7 +172,11 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
       if (!one) {
         rows = (rows * g).to(d.scalar_type());
       }
-      out[kWeight] = deliver_matmul_wgrad(saved_context(ctx), weight, d, rows);
+      out[kWeight] = deliver_matmul_wgrad(
+          saved_context(ctx),
+          weight,
+          gradient_rows(d, false),
+          MatmulRows(rows));
     }
   }
 

@@ -1,6 +1,9 @@
 #pragma once
 
+#include "flatshard/nn/matmul_rows.h"
 #include "flatshard/nn/wgrad.h"
+
+#include <utility>
 
 namespace flatshard::nn {
 
@@ -10,34 +13,48 @@ namespace flatshard::nn {
 /// the weight has no memory.
 void check_linear_input(const at::Tensor& x, const at::Tensor& weight);
 
+// The products of layers. A weight that `context`'s WeightSource holds in FP8
+// is multiplied in FP8: the other operand is quantized by the weight's recipe,
+// sums are float32, biases and residuals are added in the rows' dtype.
+
 /// x W^T (+ bias) (+ residual), added inside the product.
 ///
-/// @param rows      [rows, in]
+/// @param x         [rows, in]
 /// @param bias      [out] or undefined
 /// @param residual  [rows, out] or undefined
+/// @param context   of the module that owns the weight; may be null.
 /// @return          [rows, out]
 at::Tensor matmul_forward(
-    const at::Tensor& rows,
+    const MatmulRows& x,
     const at::Tensor& weight,
+    const ModuleContextPtr& context,
     const at::Tensor& bias = {},
     const at::Tensor& residual = {});
 
-/// dx += g W. An undefined dx is set. Differentiable when gradient mode is on.
+/// dx += g W. An undefined dx is set. Differentiable when gradient mode is on,
+/// which FP8 weights refuse.
 ///
 /// @param g  [rows, out]
 void add_input_gradient(
     at::Tensor& dx,
-    const at::Tensor& g,
-    const at::Tensor& weight);
+    const MatmulRows& g,
+    const at::Tensor& weight,
+    const ModuleContextPtr& context);
 
 /// Hands g^T x to the sink of `context`; see deliver_wgrad.
 ///
-/// @param g     [rows, out]
-/// @param rows  [rows, in]
+/// @param g  [rows, out]
+/// @param x  [rows, in]
 at::Tensor deliver_matmul_wgrad(
     const ModuleContextPtr& context,
     const at::Tensor& weight,
-    const at::Tensor& g,
-    const at::Tensor& rows);
+    const MatmulRows& g,
+    const MatmulRows& x);
+
+/// A gradient for the functions above.
+/// @param both  of them.
+inline MatmulRows gradient_rows(at::Tensor g, bool both) {
+  return MatmulRows(std::move(g), MatmulRows::Kind::gradient, both);
+}
 
 }  // namespace flatshard::nn

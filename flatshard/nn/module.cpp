@@ -43,6 +43,8 @@ at::Tensor Module::share_parameter(
       owner_name);
   register_parameter(name, *parameter, parameter->requires_grad());
   infos_[name] = info;
+  // Whether its sharer does, nobody said.
+  infos_[name].reads_planes = false;
   return *parameter;
 }
 
@@ -67,6 +69,10 @@ void Module::set_init_spec(const std::string& name, InitSpec init) {
   const_cast<ParameterInfo&>(parameter_info(name)).init = init;
 }
 
+void Module::set_reads_planes(const std::string& name) {
+  const_cast<ParameterInfo&>(parameter_info(name)).reads_planes = true;
+}
+
 void Module::set_attribute(
     const std::string& name,
     std::string key,
@@ -89,6 +95,10 @@ HookHandle Module::add_forward_error_hook(ErrorHook hook) {
 
 void Module::set_wgrad_sink(const std::shared_ptr<WgradSink>& sink) {
   context_->wgrad_sink = sink;
+}
+
+void Module::set_weight_source(const std::shared_ptr<WeightSource>& source) {
+  context_->weight_source = source;
 }
 
 void Module::set_recompute_listener(

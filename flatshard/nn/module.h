@@ -23,6 +23,8 @@ namespace flatshard::nn {
 /// What a module knows about one of its parameters besides the tensor.
 struct ParameterInfo {
   InitSpec init;
+  /// Layers read it through nn::WeightSource, so it may be FP8.
+  bool reads_planes = false;
   /// Free text of the user, e.g. {"weight_decay", "none"}.
   std::map<std::string, std::string> attributes;
 };
@@ -69,6 +71,8 @@ class Module : public torch::nn::Module {
     return parameter_info(name).init;
   }
   void set_init_spec(const std::string& name, InitSpec init);
+  /// See ParameterInfo::reads_planes.
+  void set_reads_planes(const std::string& name);
   void
   set_attribute(const std::string& name, std::string key, std::string value);
 
@@ -86,6 +90,9 @@ class Module : public torch::nn::Module {
   /// The sink for this module's own parameters (not its children's), held
   /// weakly; nullptr removes it. Also reaches graphs that exist already.
   void set_wgrad_sink(const std::shared_ptr<WgradSink>& sink);
+  /// Gives this module's own layers the FP8 planes of their weights; held
+  /// weakly.
+  void set_weight_source(const std::shared_ptr<WeightSource>& source);
   /// Hears of recomputations that this module owns; held weakly.
   void set_recompute_listener(
       const std::shared_ptr<RecomputeListener>& listener);

@@ -32,10 +32,12 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
     saved.insert(saved.end(), weights.begin(), weights.end());
     ctx->save_for_backward(saved);
     variable_list results{sum};
-    for (const at::Tensor& weight : weights) {
+    const MatmulRows normed(rows);
+    for (std::size_t i = 0; i < weights.size(); ++i) {
+      // The norm's context is the first.
       results.push_back(reshape_result(
-          matmul_forward(rows, weight),
-          with_last(x, weight.size(0))));
+          matmul_forward(normed, weights[i], contexts[1 + i]),
+          with_last(x, weights[i].size(0))));
     }
     for (std::size_t i = 0; i < contexts.size(); ++i) {
       save_context(ctx, contexts[i], i);
@@ -61,12 +63,15 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
     // Of what the layers read, then of the norm's input.
     at::Tensor dy;
     bool wants_weights = false;
+    std::vector<std::optional<MatmulRows>> g(grads.size());
     for (std::size_t i = 1; i <= num_weights; ++i) {
       wants_weights |= wants_weight(i);
       if (grads[i].defined()) {
-        grads[i] = as_rows(grads[i]);
+        g[i].emplace(gradient_rows(
+            as_rows(grads[i]),
+            (wants_dx || wants_norm) && wants_weight(i)));
         if (wants_dx || wants_norm) {
-          add_input_gradient(dy, grads[i], weight(i));
+          add_input_gradient(dy, *g[i], weight(i), saved_context(ctx, i));
         }
       }
     }
@@ -98,13 +103,11 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
     if (wants_norm && dw.defined()) {
       out[2] = deliver_norm_wgrad(saved_context(ctx), norm_weight, dw);
     }
+    const MatmulRows rows(normed);
     for (std::size_t i = 1; i <= num_weights; ++i) {
       if (wants_weight(i)) {
-        out[2 + i] = deliver_matmul_wgrad(
-            saved_context(ctx, i),
-            weight(i),
-            grads[i],
-            normed);
+        out[2 + i] =
+            deliver_matmul_wgrad(saved_context(ctx, i), weight(i), *g[i], rows);
       }
     }
     return out;

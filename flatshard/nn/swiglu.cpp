@@ -61,8 +61,9 @@ struct SwigluLinearFunction : torch::autograd::Function<SwigluLinearFunction> {
     save_context(ctx, context);
     ctx->save_for_backward({gate, up, weight});
     const at::Tensor y = matmul_forward(
-        as_rows(product_of(gate, up)),
+        MatmulRows(as_rows(product_of(gate, up))),
         weight,
+        context,
         {},
         as_rows(residual));
     return reshape_result(y, residual.sizes());
@@ -71,19 +72,28 @@ struct SwigluLinearFunction : torch::autograd::Function<SwigluLinearFunction> {
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor &gate = saved[0], &up = saved[1], &weight = saved[2];
-    const at::Tensor g = as_rows(grads[0]);
+    const ModuleContextPtr context = saved_context(ctx);
+    const MatmulRows g = gradient_rows(
+        as_rows(grads[0]),
+        (ctx->needs_input_grad(kGate) || ctx->needs_input_grad(kUp)) &&
+            ctx->needs_input_grad(kWeight));
     variable_list out(5);
     at::Tensor product;
     if (ctx->needs_input_grad(kGate) || ctx->needs_input_grad(kUp)) {
-      const at::Tensor d = at::mm(g, weight).view(gate.sizes());
+      at::Tensor d;
+      add_input_gradient(d, g, weight, context);
+      d = d.view(gate.sizes());
       std::tie(out[kGate], out[kUp]) = backward_of(d, gate, up, &product);
     }
     if (ctx->needs_input_grad(kWeight)) {
       if (!product.defined()) {
         product = product_of(gate, up);
       }
-      out[kWeight] =
-          deliver_matmul_wgrad(saved_context(ctx), weight, g, as_rows(product));
+      out[kWeight] = deliver_matmul_wgrad(
+          context,
+          weight,
+          g,
+          MatmulRows(as_rows(product)));
     }
     if (ctx->needs_input_grad(kResidual)) {
       out[kResidual] = grads[0];

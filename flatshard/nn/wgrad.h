@@ -46,12 +46,14 @@ class RecomputeListener {
 };
 
 class RegionRunner;
+class WeightSource;
 
 /// What autograd nodes of a module's layers reach it by. All are held weakly:
 /// a graph or a module never keeps a runtime alive.
 struct ModuleContext : torch::CustomClassHolder {
   std::weak_ptr<RegionRunner> region_runner;  ///< see nn/region.h
   std::weak_ptr<WgradSink> wgrad_sink;
+  std::weak_ptr<WeightSource> weight_source;  ///< see nn/weight_source.h
   std::weak_ptr<RecomputeListener> recompute_listener;
 };
 using ModuleContextPtr = c10::intrusive_ptr<ModuleContext>;

@@ -8,6 +8,8 @@ std::string_view to_string(ActionKind kind) {
   switch (kind) {
     case ActionKind::gather:
       return "gather";
+    case ActionKind::derive:
+      return "derive";
     case ActionKind::await:
       return "await";
     case ActionKind::release:
@@ -33,13 +35,16 @@ std::string to_string(std::span<const Action> actions) {
       text += ' ';
     }
     text += to_string(action.kind);
-    if (action.kind == ActionKind::gather && action.phase == Phase::backward) {
+    const bool fills =
+        action.kind == ActionKind::gather || action.kind == ActionKind::derive;
+    if (fills && action.phase == Phase::backward) {
       text += '\'';
     }
     if (action.unit != kNoUnit) {
-      text += action.plane == 0
-                  ? fmt::format("({})", action.unit)
-                  : fmt::format("({}.{})", action.unit, action.plane);
+      text += fmt::format("({}", action.unit);
+      text += action.plane == 0 ? "" : fmt::format(".{}", action.plane);
+      text += action.part == kWhole ? "" : fmt::format(":{}", action.part);
+      text += ')';
     }
   }
   return text;

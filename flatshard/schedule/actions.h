@@ -10,6 +10,7 @@ namespace flatshard {
 
 enum class ActionKind {
   gather,         ///< queue the all-gather of one plane of a unit's weights
+  derive,         ///< queue what makes a plane of one that is gathered
   await,          ///< compute waits for it; parameters point at the slot
   release,        ///< the slot may be reused after the queued compute
   acquire_grads,  ///< a gradient slot is needed from here on
@@ -22,10 +23,11 @@ enum class ActionKind {
 struct Action {
   ActionKind kind{};
   UnitId unit = kNoUnit;
-  PlaneId plane = 0;             ///< of a gather, await or release
-  Phase phase = Phase::forward;  ///< of a gather: for which use
+  PlaneId plane = 0;             ///< of a gather, derive, await or release
+  Phase phase = Phase::forward;  ///< of a gather or derive: for which use
   /// Of a reduction: its backward began as the step's last.
   bool is_last = true;
+  PartId part = kWhole;  ///< of a gather, derive, await or release
 
   friend bool operator==(const Action&, const Action&) = default;
 };
@@ -33,7 +35,8 @@ struct Action {
 std::string_view to_string(ActionKind kind);
 
 /// e.g. "gather(2) await(1) join"; backward gathers are written gather'(2).
-/// Plane 0 goes without saying; another one of unit 2 is written gather(2.1).
+/// Plane 0 goes without saying; another one of unit 2 is written gather(2.1),
+/// and its part 3 gather(2.1:3).
 std::string to_string(std::span<const Action> actions);
 
 }  // namespace flatshard

@@ -21,6 +21,17 @@ inline constexpr UnitId kNoUnit = -1;
 /// What weights are gathered for. A recompute is part of the backward.
 enum class Phase { forward, backward };
 
+/// In which pieces planes are gathered that consist of parts.
+enum class GatherParts {
+  unit,        ///< whole planes only
+  recomputed,  ///< whole planes, but of a plane that the backward does not read
+               ///< the parts that a recompute asked for in the backward before
+  module,      ///< part by part, each awaited when it is asked for
+};
+
+/// PlaneId of no plane: `UnitSpec::derived_from`.
+inline constexpr PlaneId kStored = -1;
+
 /// What a program may choose for one unit, and change between two steps.
 struct UnitPolicy {
   bool reshard_after_forward = true;
@@ -49,6 +60,16 @@ struct UnitSpec {
   /// recomputed in its backward, that part's are among them. All of them stay
   /// until the unit's backward is over.
   PlaneSet backward_reads = PlaneSet::all();
+  /// By plane: the plane of a lower number that it is made of on each rank,
+  /// once that is gathered. kStored, or no entry: it is gathered itself.
+  std::vector<PlaneId> derived_from;
+  /// By plane: the bytes of its parts, as many as those of the plane that it is
+  /// derived from. No entry, or an empty one: only gathered whole.
+  std::vector<std::vector<std::int64_t>> part_nbytes;
+  GatherParts gather_parts = GatherParts::recomputed;
+  /// Planes whose kernels ask for them (EventKind::read). Compute waits for
+  /// them only then, and what a recompute reads of them is learned.
+  PlaneSet on_request;
   /// The gathered weights rest unsharded (ZeRO-1 and ZeRO-2): gathered once
   /// after each change of the weights, never released.
   bool resident = false;
@@ -65,7 +86,7 @@ struct UnitSpec {
     return planes() &
            (phase == Phase::forward ? forward_reads : backward_reads);
   }
-  /// Those that are ever gathered.
+  /// Those that are ever gathered, or made of such ones.
   PlaneSet planes() const {
     PlaneSet planes;
     for (std::size_t plane = 0; plane < weights_nbytes.size(); ++plane) {
@@ -74,6 +95,28 @@ struct UnitSpec {
       }
     }
     return planes;
+  }
+
+  /// The number of a plane's part among the planes and parts of the unit: that
+  /// of the plane itself for kWhole.
+  PlaneId slice(PlaneId plane, PartId part) const;
+  struct PlanePart {
+    PlaneId plane = 0;
+    PartId part = kWhole;
+  };
+  /// The other way.
+  PlanePart plane_part(PlaneId slice) const;
+  int num_slices() const;
+  int num_parts(PlaneId plane) const {
+    const auto p = static_cast<std::size_t>(plane);
+    return p < part_nbytes.size() ? static_cast<int>(part_nbytes[p].size()) : 0;
+  }
+  /// The plane's parts; empty where it has none.
+  PlaneSet parts(PlaneId plane) const;
+  /// The slice that this one is made of, or kStored.
+  PlaneId source(PlaneId slice) const;
+  std::int64_t nbytes(PlaneId plane, PartId part) const {
+    return part == kWhole ? weights_nbytes[plane] : part_nbytes[plane][part];
   }
 };
 
@@ -87,6 +130,7 @@ enum class EventKind {
   wgrad_done,
   inputs_done,
   task_end,
+  read,  ///< a kernel of `unit` is to read `part` of `plane`
   weights_changed,
   unshard,  ///< gather now; the next forward, backward or reshard releases
   reshard,  ///< release, unless a forward or backward of the unit is open
@@ -101,6 +145,9 @@ struct ScheduleEvent {
   UnitId unit = kNoUnit;
   CallId call = -1;
   TaskId task = -1;
+  /// read: what is read.
+  PlaneId plane = 0;
+  PartId part = kWhole;
   /// forward_end: a backward can follow.
   bool needs_backward = false;
   /// forward_end: other modules of the unit are to run in this forward, with

@@ -4,7 +4,7 @@
 #include "flatshard/schedule/slot_plan.h"
 
 #include <map>
-#include <utility>
+#include <tuple>
 
 namespace flatshard {
 
@@ -12,11 +12,11 @@ std::vector<UnitId> choose_kept_units(
     std::vector<UnitSpec> units,
     SchedulerOptions options,
     std::int64_t nbytes) {
-  std::map<std::pair<UnitId, PlaneId>, int> num_gathers;
+  std::map<std::tuple<UnitId, PlaneId, PartId>, int> num_gathers;
   std::vector<bool> gathered_twice(units.size());
   for (const Action& action : simulate_step(units, options)) {
     if (action.kind == ActionKind::gather &&
-        ++num_gathers[{action.unit, action.plane}] == 2) {
+        ++num_gathers[{action.unit, action.plane, action.part}] == 2) {
       gathered_twice[action.unit] = true;
     }
   }

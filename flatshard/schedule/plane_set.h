@@ -8,11 +8,16 @@ namespace flatshard {
 /// One representation of a unit's weights among those that are gathered for
 /// it, e.g. rows for the forward and columns for the backward. From 0.
 using PlaneId = int;
+/// A contiguous run of a plane, e.g. one submodule's. From 0.
+using PartId = int;
 
-/// Planes of one unit.
+/// All of a plane, in one slot.
+inline constexpr PartId kWhole = -1;
+
+/// Planes of one unit, and parts of planes: UnitSpec::slice numbers both.
 class PlaneSet {
  public:
-  static constexpr int kMaxPlanes = 32;
+  static constexpr int kMaxPlanes = 64;
 
   constexpr PlaneSet() = default;
   constexpr PlaneSet(std::initializer_list<PlaneId> planes) {
@@ -21,18 +26,23 @@ class PlaneSet {
     }
   }
   /// Whatever planes a unit has.
-  static constexpr PlaneSet all() { return PlaneSet(~0U); }
+  static constexpr PlaneSet all() { return PlaneSet(~std::uint64_t{0}); }
 
   constexpr bool empty() const { return bits_ == 0; }
-  constexpr bool contains(PlaneId plane) const { return bits_ >> plane & 1U; }
-  constexpr void insert(PlaneId plane) { bits_ |= 1U << plane; }
+  constexpr bool contains(PlaneId plane) const {
+    return (bits_ >> plane & 1U) != 0;
+  }
+  constexpr void insert(PlaneId plane) { bits_ |= std::uint64_t{1} << plane; }
 
-  /// What is in both / in `a` and not in `b`.
+  /// What is in both / in `a` and not in `b` / in one of them.
   friend constexpr PlaneSet operator&(PlaneSet a, PlaneSet b) {
     return PlaneSet(a.bits_ & b.bits_);
   }
   friend constexpr PlaneSet operator-(PlaneSet a, PlaneSet b) {
     return PlaneSet(a.bits_ & ~b.bits_);
+  }
+  friend constexpr PlaneSet operator|(PlaneSet a, PlaneSet b) {
+    return PlaneSet(a.bits_ | b.bits_);
   }
   friend constexpr bool operator==(PlaneSet, PlaneSet) = default;
 
@@ -47,9 +57,9 @@ class PlaneSet {
   }
 
  private:
-  explicit constexpr PlaneSet(std::uint32_t bits) : bits_(bits) {}
+  explicit constexpr PlaneSet(std::uint64_t bits) : bits_(bits) {}
 
-  std::uint32_t bits_ = 0;
+  std::uint64_t bits_ = 0;
 };
 
 }  // namespace flatshard

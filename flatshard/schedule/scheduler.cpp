@@ -25,13 +25,14 @@ void append_ends(
 void check_planes(const UnitSpec& unit) {
   const auto num_planes = static_cast<PlaneId>(unit.weights_nbytes.size());
   FLATSHARD_CHECK(
-      num_planes <= PlaneSet::kMaxPlanes,
+      unit.num_slices() <= PlaneSet::kMaxPlanes,
       internal,
-      "unit {}: expected at most {} planes, got {}",
+      "unit {}: expected at most {} planes and parts, got {}",
       unit.name,
       PlaneSet::kMaxPlanes,
-      num_planes);
-  for (const PlaneSet reads : {unit.forward_reads, unit.backward_reads}) {
+      unit.num_slices());
+  for (const PlaneSet reads :
+       {unit.forward_reads, unit.backward_reads, unit.on_request}) {
     if (reads == PlaneSet::all()) {
       continue;
     }
@@ -44,6 +45,19 @@ void check_planes(const UnitSpec& unit) {
           plane,
           num_planes);
     });
+  }
+  for (PlaneId plane = 0; plane < num_planes; ++plane) {
+    const PlaneId source = unit.source(plane);
+    FLATSHARD_CHECK(
+        source == kStored ||
+            (source >= 0 && source < plane && unit.source(source) == kStored &&
+             unit.num_parts(source) == unit.num_parts(plane)),
+        internal,
+        "unit {}: expected plane {} to be derived from a lower one that is "
+        "gathered and has as many parts, got {}",
+        unit.name,
+        plane,
+        source);
   }
 }
 
@@ -117,6 +131,9 @@ std::vector<Action> Scheduler::on(const ScheduleEvent& event) {
     case EventKind::task_end:
       task_end(event, out);
       break;
+    case EventKind::read:
+      read(event, out);
+      break;
     case EventKind::weights_changed:
       weights_changed(out);
       break;
@@ -172,7 +189,7 @@ void Scheduler::weights_changed(Actions& out) {
 }
 
 void Scheduler::unshard(const ScheduleEvent& event, Actions& out) {
-  const PlaneSet planes = units_[event.unit].reads(Phase::forward);
+  const PlaneSet planes = wanted(event.unit, Phase::forward);
   gather(event.unit, planes, Phase::forward, out);
   if (event.awaits) {
     await(event.unit, planes, out);
@@ -207,52 +224,6 @@ void Scheduler::reset(Actions& out) {
   }
   drain_down_to(0, out);
   out.push_back({ActionKind::join});
-}
-
-void Scheduler::gather(
-    UnitId unit,
-    PlaneSet planes,
-    Phase phase,
-    Actions& out) {
-  UnitState& state = state_[unit];
-  (planes - state.present).for_each([&](PlaneId plane) {
-    state.present.insert(plane);
-    out.push_back({ActionKind::gather, unit, plane, phase});
-  });
-}
-
-void Scheduler::await(UnitId unit, PlaneSet planes, Actions& out) {
-  UnitState& state = state_[unit];
-  (planes - state.awaited).for_each([&](PlaneId plane) {
-    state.awaited.insert(plane);
-    out.push_back({ActionKind::await, unit, plane});
-  });
-}
-
-void Scheduler::release(UnitId unit, PlaneSet planes, Actions& out) {
-  UnitState& state = state_[unit];
-  const PlaneSet released = planes & state.present;
-  if (released.empty() || units_[unit].resident) {
-    return;
-  }
-  state.present = state.present - released;
-  state.awaited = state.awaited - released;
-  released.for_each([&](PlaneId plane) {
-    out.push_back({ActionKind::release, unit, plane});
-  });
-  if (state.present.empty()) {
-    state.kept = false;
-    state.waits = false;
-  }
-}
-
-PlaneSet Scheduler::unread_in_backward(UnitId unit) const {
-  const UnitSpec& spec = units_[unit];
-  if (!spec.policy.reshard_after_forward &&
-      !spec.policy.reshard_after_backward) {
-    return {};  // the next forward reads them
-  }
-  return spec.planes() - spec.backward_reads;
 }
 
 std::size_t Scheduler::position_after(
@@ -301,7 +272,12 @@ void Scheduler::prefetch(
     Phase phase,
     Actions& out) {
   for (const UnitId unit : units) {
-    gather(unit, units_[unit].reads(phase), phase, out);
+    PlaneSet slices = wanted(unit, phase);
+    if (phase == Phase::backward) {
+      const Asked& asked = state_[unit].learned;
+      slices = slices | learned(unit, asked.in_recompute | asked.in_backward);
+    }
+    gather(unit, slices, phase, out);
   }
 }
 

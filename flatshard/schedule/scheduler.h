@@ -57,7 +57,8 @@ class Scheduler {
   bool resting() const;
   /// Names of the units that do not rest, for an error message.
   std::vector<std::string> restless_units() const;
-  /// The planes of `unit` that are gathered, or whose gather is queued.
+  /// The planes of `unit`, and the parts (UnitSpec::slice), that are gathered
+  /// or whose gather is queued.
   PlaneSet gathered_planes(UnitId unit) const { return state_[unit].present; }
   /// Units of which some plane is.
   int num_gathered() const;
@@ -80,9 +81,19 @@ class Scheduler {
     std::map<UnitId, int> grads;
   };
 
+  /// Slices that kernels asked for in a backward beyond what it reads anyway.
+  struct Asked {
+    PlaneSet in_recompute;  ///< between recompute_begin and its end
+    PlaneSet in_backward;   ///< otherwise, e.g. a recompute of a part
+  };
+
   struct UnitState {
+    // By slice: planes, and parts of planes.
     PlaneSet present;   ///< gathered, or the gather is queued
     PlaneSet awaited;   ///< of these, what compute waits for
+    PlaneSet saved;     ///< of these, what was derived for the backward
+    Asked asked;        ///< in the running backward
+    Asked learned;      ///< in the one before
     bool kept = false;  ///< gathered on demand: may outlive a backward
     /// Stays gathered for modules of the unit that are still to run in this
     /// forward.
@@ -100,14 +111,6 @@ class Scheduler {
   void unshard(const ScheduleEvent& event, Actions& out);
   void reshard(const ScheduleEvent& event, Actions& out);
   void reset(Actions& out);
-  /// Those of `planes` that are not there yet; `phase` is what they are for.
-  void gather(UnitId unit, PlaneSet planes, Phase phase, Actions& out);
-  void await(UnitId unit, PlaneSet planes, Actions& out);
-  /// Those of `planes` that are there.
-  void release(UnitId unit, PlaneSet planes, Actions& out);
-  /// What has no reader left when a forward or a recompute is over and the
-  /// unit stays for its backward.
-  PlaneSet unread_in_backward(UnitId unit) const;
   /// The position after the next occurrence of `unit`, looking from `from` and
   /// then from the start; the size when it does not occur.
   static std::size_t position_after(
@@ -122,6 +125,27 @@ class Scheduler {
       Phase phase) const;
   void prefetch(const std::vector<UnitId>& units, Phase phase, Actions& out);
 
+  // Planes and their parts; scheduler_planes.cpp. A set is one of slices.
+  /// Those that are not there yet; `phase` is what they are for.
+  void gather(UnitId unit, PlaneSet slices, Phase phase, Actions& out);
+  /// Those that nobody asks for when it comes to them.
+  void await(UnitId unit, PlaneSet slices, Actions& out);
+  void await_slices(UnitId unit, PlaneSet slices, Actions& out);
+  /// Those that are there.
+  void release(UnitId unit, PlaneSet slices, Actions& out);
+  void read(const ScheduleEvent& event, Actions& out);
+  /// What `phase` reads, in the pieces in which it is gathered.
+  PlaneSet wanted(UnitId unit, Phase phase) const;
+  PlaneSet in_pieces(UnitId unit, PlaneSet planes) const;
+  /// The pieces in which these slices, which were asked for, are gathered.
+  PlaneSet learned(UnitId unit, PlaneSet asked) const;
+  /// What has no reader left when a forward or a recompute is over and the
+  /// unit stays for its backward.
+  PlaneSet unread_in_backward(UnitId unit) const;
+  /// Of a unit that stays for its backward: makes what that reads of planes
+  /// that are still there, and releases those that it does not read.
+  void keep_for_backward(UnitId unit, Actions& out);
+
   // Forwards, their order, recomputes; scheduler_forward.cpp.
   void forward_begin(const ScheduleEvent& event, Actions& out);
   void forward_end(const ScheduleEvent& event, Actions& out);
@@ -133,7 +157,8 @@ class Scheduler {
   void recompute_begin(const ScheduleEvent& event, Actions& out);
   void recompute_end(const ScheduleEvent& event, Actions& out);
   /// Releases what was there for a recompute alone, once none is open.
-  void end_recompute(UnitId unit, Actions& out);
+  /// @param still_read  not these.
+  void end_recompute(UnitId unit, PlaneSet still_read, Actions& out);
 
   // Graph tasks, the backwards of units, gradients; scheduler_backward.cpp.
   void task_begin(const ScheduleEvent& event);

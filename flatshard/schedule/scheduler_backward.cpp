@@ -3,6 +3,7 @@
 #include "flatshard/core/error.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace flatshard {
 namespace {
@@ -49,8 +50,9 @@ void Scheduler::backward_begin(const ScheduleEvent& event, Actions& out) {
       {event.call, event.task, !event.waits_for_inputs});
   backward_position_ = position_after(backward_order_, backward_position_, u);
   const UnitPolicy& policy = units_[u].policy;
+  const PlaneSet also = learned(u, state.learned.in_backward);
   const PlaneSet planes = policy.unshard_in_backward
-                              ? units_[u].reads(Phase::backward)
+                              ? wanted(u, Phase::backward) | also
                               : PlaneSet();
   gather(u, planes, Phase::backward, out);
   prefetch(
@@ -62,7 +64,7 @@ void Scheduler::backward_begin(const ScheduleEvent& event, Actions& out) {
       Phase::backward,
       out);
   await(u, planes, out);
-  end_recompute(u, out);
+  end_recompute(u, also, out);
   reduce_ready(u, out);
   if (!unreduced_tasks_.contains(event.task)) {
     queue_grads(u, out);
@@ -123,6 +125,7 @@ void Scheduler::task_end(const ScheduleEvent& event, Actions& out) {
   for (UnitId u = 0; u < num_units; ++u) {
     state_[u].backward_calls.clear();
     state_[u].open_recomputes = 0;
+    state_[u].learned = std::exchange(state_[u].asked, {});
     if (!in_forward(u)) {
       end_backward(u, out);
     }

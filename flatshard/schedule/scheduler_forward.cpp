@@ -18,7 +18,7 @@ void Scheduler::forward_begin(const ScheduleEvent& event, Actions& out) {
   state_[u].waits = false;
   const std::vector<UnitId>& order = forward_order();
   forward_position_ = position_after(order, forward_position_, u);
-  const PlaneSet planes = units_[u].reads(Phase::forward);
+  const PlaneSet planes = wanted(u, Phase::forward);
   gather(u, planes, Phase::forward, out);
   prefetch(
       ahead(
@@ -53,7 +53,7 @@ void Scheduler::forward_end(const ScheduleEvent& event, Actions& out) {
   state_[u].needs_backward = event.needs_backward;
   if (!in_forward(u) && state_[u].backward_calls.empty() &&
       !event.more_follow) {
-    release(u, keep ? unread_in_backward(u) : PlaneSet::all(), out);
+    keep ? keep_for_backward(u, out) : release(u, PlaneSet::all(), out);
   }
   if (open_forwards_.empty()) {
     outer_forward_end(u, event.needs_backward, out);
@@ -63,8 +63,12 @@ void Scheduler::forward_end(const ScheduleEvent& event, Actions& out) {
 void Scheduler::recompute_begin(const ScheduleEvent& event, Actions& out) {
   // No prefetch: what runs next in a recompute is not what runs next in a
   // forward. What the unit's backward reads too is not gathered once more.
-  ++state_[event.unit].open_recomputes;
-  const PlaneSet planes = units_[event.unit].reads(Phase::forward);
+  UnitState& state = state_[event.unit];
+  ++state.open_recomputes;
+  const UnitSpec& spec = units_[event.unit];
+  const PlaneSet planes =
+      in_pieces(event.unit, spec.reads(Phase::forward) - spec.on_request) |
+      learned(event.unit, state.learned.in_recompute);
   gather(event.unit, planes, Phase::backward, out);
   await(event.unit, planes, out);
 }
@@ -72,13 +76,13 @@ void Scheduler::recompute_begin(const ScheduleEvent& event, Actions& out) {
 void Scheduler::recompute_end(const ScheduleEvent& event, Actions& out) {
   UnitState& state = state_[event.unit];
   state.open_recomputes = std::max(0, state.open_recomputes - 1);
-  end_recompute(event.unit, out);
+  end_recompute(event.unit, {}, out);
 }
 
-void Scheduler::end_recompute(UnitId unit, Actions& out) {
+void Scheduler::end_recompute(UnitId unit, PlaneSet still_read, Actions& out) {
   const UnitState& state = state_[unit];
   if (!in_forward(unit) && state.open_recomputes == 0 && !state.waits) {
-    release(unit, unread_in_backward(unit), out);
+    release(unit, unread_in_backward(unit) - still_read, out);
   }
 }
 
@@ -115,9 +119,10 @@ void Scheduler::outer_forward_end(UnitId u, bool needs_backward, Actions& out) {
     // others, whose backward reads them too.
     const bool waited_in_vain =
         std::exchange(state_[v].waits, false) && !state_[v].needs_backward;
-    const PlaneSet unused = waited_in_vain
-                                ? state_[v].present
-                                : state_[v].present - state_[v].awaited;
+    const PlaneSet unused =
+        waited_in_vain
+            ? state_[v].present
+            : state_[v].present - state_[v].awaited - state_[v].saved;
     if (!waited_in_vain && !unused.empty() &&
         std::find(next.begin(), next.end(), v) != next.end()) {
       state_[v].kept = true;

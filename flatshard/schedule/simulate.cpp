@@ -100,4 +100,16 @@ std::vector<Action> simulate_step(
   return replay(scheduler, plain_step_events(units, num_grads));
 }
 
+std::int64_t gathered_nbytes(
+    const std::vector<UnitSpec>& units,
+    const std::vector<Action>& actions) {
+  std::int64_t sum = 0;
+  for (const Action& a : actions) {
+    if (a.kind == ActionKind::gather) {
+      sum += units[a.unit].nbytes(a.plane, a.part);
+    }
+  }
+  return sum;
+}
+
 }  // namespace flatshard

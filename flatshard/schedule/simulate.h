@@ -4,6 +4,7 @@
 #include "flatshard/schedule/events.h"
 #include "flatshard/schedule/scheduler.h"
 
+#include <cstdint>
 #include <vector>
 
 namespace flatshard {
@@ -24,5 +25,11 @@ std::vector<Action> replay(
 std::vector<Action> simulate_step(
     const std::vector<UnitSpec>& units,
     SchedulerOptions options);
+
+/// What `actions` gather: the bytes of the whole planes and of the parts, not
+/// of what is derived from them.
+std::int64_t gathered_nbytes(
+    const std::vector<UnitSpec>& units,
+    const std::vector<Action>& actions);
 
 }  // namespace flatshard

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <set>
+#include <tuple>
 
 namespace flatshard {
 namespace {
@@ -97,18 +98,18 @@ std::vector<SlotLifetime> slot_lifetimes(
     std::span<const UnitSpec> units,
     std::span<const Action> actions) {
   std::vector<SlotLifetime> lifetimes;
-  // By unit and plane; gradients have one.
-  using Open = std::map<std::pair<UnitId, PlaneId>, std::size_t>;
+  // By unit, plane and part; gradients have one.
+  using Open = std::map<std::tuple<UnitId, PlaneId, PartId>, std::size_t>;
   Open weights;
   Open grads;
   const auto now_end = static_cast<std::int64_t>(actions.size());
   const auto open =
       [&](Open& where, SlotKey key, std::int64_t nbytes, std::int64_t now) {
-        where[{key.unit, key.plane}] = lifetimes.size();
+        where[{key.unit, key.plane, key.part}] = lifetimes.size();
         lifetimes.push_back({key, now, now_end, nbytes});
       };
   const auto close = [&](Open& where, const Action& action, std::int64_t now) {
-    const auto found = where.find({action.unit, action.plane});
+    const auto found = where.find({action.unit, action.plane, action.part});
     if (found != where.end()) {
       lifetimes[found->second].end = now;
       where.erase(found);
@@ -120,12 +121,15 @@ std::vector<SlotLifetime> slot_lifetimes(
     const SlotKey gradients{.unit = u, .role = SlotRole::gradients};
     switch (action.kind) {
       case ActionKind::gather:
+      case ActionKind::derive:
         if (!units[u].resident) {
           const SlotRole role = action.phase == Phase::forward
                                     ? SlotRole::forward_weights
                                     : SlotRole::backward_weights;
           const PlaneId plane = action.plane;
-          open(weights, {u, plane, role}, units[u].weights_nbytes[plane], now);
+          const PartId part = action.part;
+          const std::int64_t nbytes = units[u].nbytes(plane, part);
+          open(weights, {u, plane, role, part}, nbytes, now);
         }
         break;
       case ActionKind::release:

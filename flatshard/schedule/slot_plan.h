@@ -19,6 +19,7 @@ struct SlotKey {
   UnitId unit = kNoUnit;
   PlaneId plane = 0;  ///< of weights
   SlotRole role = SlotRole::forward_weights;
+  PartId part = kWhole;  ///< of the plane
 
   friend auto operator<=>(const SlotKey&, const SlotKey&) = default;
 };

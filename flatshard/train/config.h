@@ -95,6 +95,15 @@ struct Config {
     std::string scaling = "mean";
   } precision;
 
+  struct Float8 {
+    std::string recipe = "none";
+    std::string exclude;
+    bool keep_first_last = false;
+    std::string column_plane = "auto";
+    std::string gather_parts = "recomputed";
+    bool emulate = false;
+  } float8;
+
   struct ActivationCheckpoint {
     std::string mode = "none";
   } activation_checkpoint;

@@ -131,6 +131,40 @@ void check_cuda_graph(const Config& config) {
       "alone (cuda_graph.modules), or use \"full\" or \"none\"");
 }
 
+void check_float8(const Config& config) {
+  const Config::Float8& float8 = config.float8;
+  if (float8.recipe == "none") {
+    return;
+  }
+  FLATSHARD_CHECK(
+      config.precision.compute == "bfloat16",
+      config,
+      "float8.recipe = \"{}\" computes beside bfloat16, got precision.compute "
+      "= \"{}\"",
+      float8.recipe,
+      config.precision.compute);
+  FLATSHARD_CHECK(
+      config.cuda_graph.impl == "none",
+      config,
+      "float8.recipe = \"{}\" with cuda_graph.impl = \"{}\": graphs do not "
+      "know FP8 weights yet; leave one of them out",
+      float8.recipe,
+      config.cuda_graph.impl);
+  FLATSHARD_CHECK(
+      config.parallelism.keep_compute_weights,
+      config,
+      "float8.recipe = \"{}\" with parallelism.keep_compute_weights = false: "
+      "FP8 planes rest on each rank; leave one of them out",
+      float8.recipe);
+  FLATSHARD_CHECK(
+      float8.column_plane != "stored" || float8.recipe == "rowwise" ||
+          float8.recipe == "mxfp8",
+      config,
+      "float8.column_plane = \"stored\" is for rowwise and mxfp8: rows and "
+      "columns of {} hold the same numbers; use auto",
+      float8.recipe);
+}
+
 void check_checkpoint_folder(const std::string& text) {
   const std::filesystem::path folder(text);
   const bool leaves = std::any_of(
@@ -279,6 +313,7 @@ void validate_config(const Config& config) {
   check_lr_scheduler(config);
   check_parallelism(config);
   check_cuda_graph(config);
+  check_float8(config);
   check_checkpoint_folder(config.checkpoint.folder);
   FLATSHARD_CHECK(
       config.validation.sequences != 0,

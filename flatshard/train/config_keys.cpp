@@ -240,6 +240,36 @@ const ConfigKey kKeys[] = {
         "before a sum, or per token",
         "mean|pre_scaled_sum|per_token"),
 
+    KEY(float8,
+        recipe,
+        "weights of linear layers are gathered and multiplied in FP8, see "
+        "docs/float8.md: a scale for each tensor, each row and column, each "
+        "128 x 128, or each 32 elements",
+        "none|tensorwise|rowwise|blockwise|mxfp8"),
+    KEY(float8,
+        exclude,
+        "parameters that stay in precision.compute: shell patterns of their "
+        "names with commas between them"),
+    KEY(float8,
+        keep_first_last,
+        "the first and the last block stay in precision.compute"),
+    KEY(float8,
+        column_plane,
+        "what the gradient of a layer's input reads: made of the rows that "
+        "were gathered (derived), or quantized from main weights and gathered "
+        "by itself (stored; rowwise and mxfp8). auto: derived",
+        "auto|derived|stored"),
+    KEY(float8,
+        gather_parts,
+        "what a backward gathers for a recomputation beside a stored column "
+        "plane: the whole unit's rows, the recomputed layers' rows, or all "
+        "planes layer by layer",
+        "unit|recomputed|module"),
+    KEY(float8,
+        emulate,
+        "GPUs that do not multiply the recipe decode it to bfloat16, which is "
+        "no faster than bfloat16; CPUs always do"),
+
     KEY(activation_checkpoint,
         mode,
         "what backward computes again instead of keeping it",

@@ -123,6 +123,20 @@ void unused_of_features(UnusedKeys& unused) {
           "full_iteration");
     }
   }
+  if (config.float8.recipe == "none") {
+    for (const char* key :
+         {"float8.exclude",
+          "float8.keep_first_last",
+          "float8.column_plane",
+          "float8.gather_parts",
+          "float8.emulate"}) {
+      unused.look_at(
+          key,
+          "float8.recipe",
+          "none",
+          "runs with FP8 weights; set float8.recipe");
+    }
+  }
   if (config.checkpoint.interval == 0) {
     for (const char* key :
          {"checkpoint.keep_latest_k",

@@ -62,6 +62,9 @@ std::string to_string(const RunSummary& summary) {
       strategy_name(config),
       summary.state.copy_engines,
       summary.num_microbatches));
+  if (!summary.state.float8.empty()) {
+    parts.push_back(summary.state.float8);
+  }
   if (!before || !changed.empty()) {
     parts.push_back(fmt::format(
         "tflops and mfu count 6 N + 12 L d T per token (attention as if it "

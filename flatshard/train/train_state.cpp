@@ -5,6 +5,7 @@
 #include "flatshard/comm/all_gather_values.h"
 #include "flatshard/core/error.h"
 #include "flatshard/diagnostics/memory_table.h"
+#include "flatshard/train/float8.h"
 #include "flatshard/train/number_text.h"
 #include "flatshard/train/optimizer.h"
 #include "flatshard/train/parallelism.h"
@@ -48,10 +49,15 @@ TrainState make_train_state(
   state.copy_engines = choose_copy_engines(config, *mesh);
   FullyShardOptions options = shard_options(config, state.copy_engines);
   options.group.grads_in_reduce_dtype = num_microbatches == 1;
+  const Float8Choice float8(config, model);
+  float8.apply_to(options);
   for (const auto& module : state.model->unit_modules()) {
     options.units.push_back(module.get());
   }
   state.runtime = fully_shard(*state.model, mesh, options);
+  if (float8.enabled()) {
+    state.float8 = float8.describe(*state.runtime);
+  }
   state.optimizer = make_optimizer(config, state.runtime->groups());
   if (config.optimizer.overlap) {
     state.optimizer->set_stream(

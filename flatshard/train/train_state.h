@@ -20,6 +20,7 @@ struct TrainState {
   std::string copy_engines;  ///< none, forward or all
   /// Units that parallelism.memory_budget keeps from forward to backward.
   int num_kept_units = 0;
+  std::string float8;  ///< Float8Choice::describe; empty: no FP8 weights
 };
 
 /// Builds it as the config says, with weights as the seed makes them.

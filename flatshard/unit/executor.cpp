@@ -25,6 +25,7 @@ Executor::Executor(
       pool_(mesh_->device()) {
   bool has_outer = false;
   for (const auto& unit : units_) {
+    states_[unit->id()].weights.resize(unit->planes().num_slices());
     for (const auto& group : unit->groups()) {
       offloads_ |= group->options().offload;
       has_outer |= group->trainable() && group->gradients().has_outer_stage();
@@ -48,7 +49,9 @@ Executor::Executor(
 
 Executor::HeldSlots Executor::held_slots(const Unit& unit) const {
   const UnitState& held = states_[unit.id()];
-  return {.weights = view(held.weights), .grads = view(held.grads)};
+  return {
+      .weights = view(held.weights[Unit::kComputePlane].slot),
+      .grads = view(held.grads)};
 }
 
 Executor::~Executor() {
@@ -125,7 +128,10 @@ void Executor::forget_queued() {
   all_reduced_ = {};
   all_outer_reduced_ = {};
   for (UnitState& state : states_) {
-    state.gathered = {};
+    for (WeightSlot& weights : state.weights) {
+      weights.filled = {};
+      weights.read_by_gather = {};
+    }
     state.grads_read = {};
     state.reduced = {};
   }
@@ -163,13 +169,16 @@ void Executor::execute(const Action& action) {
   try {
     switch (action.kind) {
       case ActionKind::gather:
-        gather(*units_[action.unit], action.plane, action.phase);
+        gather(*units_[action.unit], action);
+        break;
+      case ActionKind::derive:
+        derive(*units_[action.unit], action);
         break;
       case ActionKind::await:
-        await(*units_[action.unit]);
+        await(*units_[action.unit], action);
         break;
       case ActionKind::release:
-        release(*units_[action.unit]);
+        release(*units_[action.unit], action);
         break;
       case ActionKind::acquire_grads:
         // On demand at the first write: the root's would come back to where the
@@ -242,50 +251,6 @@ std::string Executor::context(const Action& action) const {
   return fmt::format("{} | {}", text, to_string(action.kind));
 }
 
-void Executor::gather(Unit& unit, PlaneId plane, Phase phase) {
-  FLATSHARD_CHECK(
-      plane == Unit::kComputePlane,
-      internal,
-      "unit {} has one plane, got a gather of plane {}",
-      unit.name(),
-      plane);
-  // Who unshards by hand may write next, which no forward or backward fences.
-  const CopyEngines::Gathers asked = options_.copy_engines.gathers;
-  const bool copy_engines =
-      !(by_hand_ && options_.foreign_writes) &&
-      (asked == CopyEngines::Gathers::all ||
-       (asked == CopyEngines::Gathers::forward && phase == Phase::forward));
-  std::vector<WeightPlanes::Gather> gathers;
-  gathers.reserve(unit.groups().size());
-  for (const auto& group : unit.groups()) {
-    gathers.push_back(group->weights().plan_gather(copy_engines));
-    if (gathers.back().is_first) {
-      group->weights().wait_for_weights(*gather_stream_);
-    }
-  }
-  UnitState& held = state(unit);
-  SlotView slot;
-  if (!unit.resident()) {
-    const SlotKey key{
-        .unit = unit.id(),
-        .plane = plane,
-        .role = phase == Phase::forward ? SlotRole::forward_weights
-                                        : SlotRole::backward_weights};
-    held.weights =
-        pool_.acquire(plan_.offset(key), unit.weights_nbytes(), gather_stream_);
-    slot = view(held.weights);
-    held.last[static_cast<std::size_t>(key.role)] = slot;
-    observers_.tell(
-        [&](RuntimeObserver& o) { o.slot_acquired(unit, key, held.weights); });
-  }
-  gather_stream_->submit(
-      [&unit, slot, gathers = std::move(gathers), step = step_] {
-        const CollectiveScope scope(step, unit.name());
-        unit.gather_into(slot, gathers);
-      });
-  held.gathered.record(*gather_stream_);
-}
-
 void Executor::compute_waits(const Event& event) {
   if (!event.recorded()) {
     return;
@@ -298,34 +263,6 @@ void Executor::compute_waits(const Event& event) {
   if (measures_) {
     exposed_->stop();
   }
-}
-
-void Executor::await(Unit& unit) {
-  UnitState& held = state(unit);
-  compute_waits(held.gathered);
-  held.awaited = true;
-  const SlotView slot = view(held.weights);
-  unit.point_at(slot);
-  observers_.tell(
-      [&](RuntimeObserver& o) { o.parameters_pointed(unit, slot); });
-}
-
-void Executor::release(Unit& unit) {
-  UnitState& held = state(unit);
-  unit.clear();
-  const auto stream = compute();
-  if (!held.awaited) {
-    held.gathered.wait(*stream);  // a prefetch that nobody used
-  }
-  held.awaited = false;
-  observers_.tell(
-      [&](RuntimeObserver& o) { o.slot_released(unit, held.weights); });
-  if (options_.debug.poison) {
-    fill_with_nan(view(held.weights));
-  }
-  Event last_use;
-  last_use.record(*stream);
-  pool_.release(held.weights, last_use, gather_stream_);
 }
 
 SlotView Executor::grads_slot(Unit& unit) {
@@ -347,8 +284,6 @@ void Executor::rest(Unit& unit) {
   unit.drop_grads();
   unit.clear();
   UnitState& held = state(unit);
-  held.awaited = false;
-  held.gathered = {};
   held.grads_read = {};
   held.reduced = {};
   for (const auto& group : unit.groups()) {
@@ -368,7 +303,10 @@ void Executor::rest(Unit& unit) {
     last_use.record(*stream);
     pool_.release(slot, last_use, filler);
   };
-  give_back(held.weights, gather_stream_);
+  for (WeightSlot& weights : held.weights) {
+    give_back(weights.slot, gather_stream_);
+    weights = {};
+  }
   give_back(held.grads, stream);
 }
 

@@ -57,8 +57,13 @@ class Executor {
   /// The unit's weights may be read on compute: it waits for their gather, or
   /// they rest whole.
   bool has_weights(const Unit& unit) const {
-    return states_[unit.id()].awaited || unit.resident();
+    return states_[unit.id()].weights[Unit::kComputePlane].awaited ||
+           unit.resident();
   }
+  /// The FP8 weight `p` as products read it: its plane, or the part that has
+  /// it, is awaited. Valid until that is released.
+  float8::Operand
+  float8_operand(const Unit& unit, const UnitParameter& p, PlaneId plane) const;
   /// The gathers to come are asked for by hand.
   void set_by_hand(bool by_hand) { by_hand_ = by_hand; }
   /// Where layers write the unit's gradients: taken now if it is not yet.
@@ -116,13 +121,18 @@ class Executor {
   std::int64_t poison_nbytes() const { return poison_nbytes_; }
 
  private:
+  /// A plane of one unit, or a part of one, while it is gathered.
+  struct WeightSlot {
+    Slot slot;             ///< resident units have none
+    Event filled;          ///< the gather, or the derivation, is done
+    Event read_by_gather;  ///< so is what the gather stream derived of it
+    bool awaited = false;  ///< compute waits for `filled`
+  };
   /// The slots of one unit, and how far the streams are with it.
   struct UnitState {
-    Slot weights;
+    std::vector<WeightSlot> weights;  ///< by slice: UnitSpec::slice
     Slot grads;
-    std::array<SlotView, 3> last;  ///< by SlotRole
-    Event gathered;                ///< the gather is done
-    bool awaited = false;          ///< compute waits for `gathered`
+    std::array<SlotView, 3> last;  ///< by SlotRole; compute plane
     Event grads_read;  ///< the last reduction has read the gradient slot
     Event reduced;     ///< the last reduction is done
   };
@@ -144,9 +154,15 @@ class Executor {
   SlotView view(const Slot& slot) const {
     return {slot.data, slot.nbytes, mesh_->device()};
   }
-  void gather(Unit& unit, PlaneId plane, Phase phase);
-  void await(Unit& unit);
-  void release(Unit& unit);
+  // executor_weights.cpp
+  WeightSlot& weight_slot(const Unit& unit, PlaneId plane, PartId part) {
+    return state(unit).weights[unit.planes().slice(plane, part)];
+  }
+  SlotView acquire_weights(Unit& unit, const Action& action);
+  void gather(Unit& unit, const Action& action);
+  void derive(Unit& unit, const Action& action);
+  void await(Unit& unit, const Action& action);
+  void release(Unit& unit, const Action& action);
   void reduce(Unit& unit, bool collective, bool is_last);
   void reduce_outer(Unit& unit, const std::vector<Planned>& planned);
   void drain(Unit& unit);

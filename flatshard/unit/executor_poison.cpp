@@ -27,7 +27,10 @@ void Executor::poison_parameters() {
   std::size_t next = 0;
   for (const auto& unit : units_) {
     for (UnitParameter& p : unit->parameters()) {
-      p.storage.set_released_memory(memory[next++]);
+      const auto& poison = memory[next++];
+      if (!unit->groups()[p.group]->weights().float8()) {
+        p.storage.set_released_memory(poison);
+      }
     }
     unit->clear();
   }

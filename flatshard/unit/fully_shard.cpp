@@ -200,6 +200,7 @@ std::vector<std::vector<GroupParameter>> find_parameters(
     const FullyShardOptions& options) {
   std::vector<GroupParameter> found;
   std::vector<UnitId> owners;
+  std::vector<bool> reads_planes;
   std::unordered_map<const c10::TensorImpl*, std::size_t> index;
   for (const nn::NamedParameter& p : nn::named_parameters(root)) {
     if (options.ignore && options.ignore(p.name)) {
@@ -217,7 +218,11 @@ std::vector<std::vector<GroupParameter>> find_parameters(
     if (is_new) {
       found.push_back(group_parameter(p));
       owners.push_back(user);
+      reads_planes.push_back(true);
     }
+    // Whoever shares it has to read it so.
+    reads_planes[at->second] =
+        reads_planes[at->second] && p.info != nullptr && p.info->reads_planes;
     found[at->second].names.push_back(p.name);
     UnitId& owner = owners[at->second];
     owner = tree.common_ancestor(owner, user);
@@ -229,6 +234,10 @@ std::vector<std::vector<GroupParameter>> find_parameters(
         tree.choices[owners[i]],
         mesh,
         options);
+    if (options.float8_of && reads_planes[i]) {
+      found[i].float8 =
+          options.float8_of(found[i].names.front(), found[i].shape);
+    }
     of_unit[owners[i]].push_back(std::move(found[i]));
   }
   return of_unit;
@@ -236,14 +245,18 @@ std::vector<std::vector<GroupParameter>> find_parameters(
 
 void connect(
     torch::nn::Module& module,
-    const std::shared_ptr<Runtime>& runtime) {
+    const std::shared_ptr<Runtime>& runtime,
+    bool has_float8) {
   if (auto* ours = dynamic_cast<nn::Module*>(&module)) {
     ours->set_wgrad_sink(runtime);
     ours->set_recompute_listener(runtime);
+    if (has_float8) {
+      ours->set_weight_source(runtime);
+    }
     ours->set_region_runner(runtime->region_runner());
   }
   for (const auto& child : module.children()) {
-    connect(*child, runtime);
+    connect(*child, runtime, has_float8);
   }
 }
 
@@ -273,6 +286,7 @@ std::shared_ptr<Runtime> fully_shard(
         tree.modules[u],
         std::move(contents.groups),
         std::move(contents.parameters)));
+    units.back()->set_gather_parts(options.gather_parts);
   }
   auto runtime = Runtime::create(
       std::move(mesh),
@@ -285,7 +299,11 @@ std::shared_ptr<Runtime> fully_shard(
       runtime->set_policy(static_cast<UnitId>(u), *choice->policy);
     }
   }
-  connect(root, runtime);
+  const bool has_float8 = std::any_of(
+      runtime->units().begin(),
+      runtime->units().end(),
+      [](const auto& unit) { return unit->has_float8(); });
+  connect(root, runtime, has_float8);
   return runtime;
 }
 

@@ -40,6 +40,16 @@ struct FullyShardOptions {
   /// Per parameter, by its main name: experts that rest on a sub-mesh, rows for
   /// a row-wise optimizer. Empty: all as their unit.
   std::function<ParameterPlacement(const std::string& name)> placement_of;
+  /// Per parameter, by its main name: FP8 weights. Only asked for parameters
+  /// that layers read through nn::WeightSource
+  /// (nn::ParameterInfo::reads_planes) and that Float8Format::why_not accepts.
+  /// Empty: none.
+  std::function<std::optional<Float8Format>(
+      const std::string& name,
+      const std::vector<std::int64_t>& shape)>
+      float8_of;
+  /// Of FP8 weights; see docs/float8.md.
+  GatherParts gather_parts = GatherParts::recomputed;
   /// Parameters that stay as they are: not sharded, not gathered, not reduced.
   std::function<bool(const std::string& name)> ignore;
   /// Of the values that parameters without memory start from.

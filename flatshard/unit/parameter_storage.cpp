@@ -86,7 +86,23 @@ std::optional<ParameterOwner> ParameterStorage::owner_of(
 void ParameterStorage::set_name(
     const std::string& unit,
     const std::string& name) const {
-  refusal(refusing_).owner = {.unit = unit, .parameter = name};
+  const bool float8 = refusal(refusing_).owner.float8;
+  refusal(refusing_).owner = {
+      .unit = unit,
+      .parameter = name,
+      .float8 = float8};
+  if (float8) {
+    refusing_.unsafeGetStorageImpl()
+        ->release_data_and_set_meta_custom_data_ptr_error_msg_(fmt::format(
+            "parameter {} of {} is held in FP8 and has no values of its own "
+            "dtype: nn::Linear and what is built of it read its planes "
+            "(nn/weight_source.h). Exclude a parameter that other code reads; "
+            "whoever reads or writes values takes the shards of its group "
+            "(Runtime::all_groups)",
+            name,
+            unit));
+    return;
+  }
   refusing_.unsafeGetStorageImpl()
       ->release_data_and_set_meta_custom_data_ptr_error_msg_(fmt::format(
           "parameter {} of {} is released: its values are there only while the "
@@ -97,6 +113,12 @@ void ParameterStorage::set_name(
           "shards of its group (Runtime::all_groups)",
           name,
           unit));
+}
+
+void ParameterStorage::refuse_as_float8() const {
+  ParameterOwner& owner = refusal(refusing_).owner;
+  owner.float8 = true;
+  set_name(std::string(owner.unit), std::string(owner.parameter));
 }
 
 void ParameterStorage::point_at(void* data) const {

@@ -15,6 +15,7 @@ struct ParameterOwner {
   std::string unit;  ///< e.g. "unit layers.3"
   std::string parameter;
   bool retired = false;  ///< its Runtime is gone
+  bool float8 = false;   ///< it has FP8 planes and no values of its own
 };
 
 /// The storage of one gathered parameter: a StorageImpl of its own that points
@@ -49,6 +50,8 @@ class ParameterStorage {
   /// For the error of who reads it while it has no data.
   void set_name(const std::string& unit, const std::string& name) const;
 
+  /// It has FP8 planes and never data of its own; the error says so.
+  void refuse_as_float8() const;
   /// The parameter's data is at `data` from now on. Not owned.
   void point_at(void* data) const;
   /// The parameter has no data; its shape stays. With `set_released_memory` it

@@ -2,6 +2,7 @@
 
 #include "flatshard/nn/hooks.h"
 #include "flatshard/nn/visit.h"
+#include "flatshard/nn/weight_source.h"
 #include "flatshard/nn/wgrad.h"
 #include "flatshard/schedule/scheduler.h"
 #include "flatshard/unit/autograd_events.h"
@@ -37,6 +38,7 @@ struct RuntimeTrace {
 /// it from its own. A destroyed Runtime leaves hooks that do nothing.
 class Runtime : public nn::WgradSink,
                 public nn::RecomputeListener,
+                public nn::WeightSource,
                 public AutogradListener,
                 public std::enable_shared_from_this<Runtime> {
  public:
@@ -163,6 +165,13 @@ class Runtime : public nn::WgradSink,
       std::vector<std::unique_ptr<Unit>> units,
       std::vector<UnitId> parents,
       RuntimeOptions options);
+
+  // As nn::WeightSource; runtime_float8.cpp. `plane` takes the lock.
+  std::optional<float8::Recipe> recipe(
+      const at::Tensor& parameter) const override;
+  std::optional<nn::Float8Weight> plane(
+      const at::Tensor& parameter,
+      nn::PlaneUse use) override;
 
   // As nn::WgradSink and nn::RecomputeListener. Each takes the lock.
   std::optional<nn::WgradTarget> begin_wgrad(

@@ -31,12 +31,14 @@ Unit::Unit(
       groups_(std::move(groups)),
       parameters_(std::move(parameters)),
       writes_in_place_(module != nullptr) {
+  weights_offset_.resize(3);
   for (const auto& group : groups_) {
     const Precision& precision = group->options().precision;
     const std::int64_t numel = group->layout().numel();
     padding_.push_back(group->layout().padding_ranges());
-    weights_offset_.push_back(weights_nbytes_);
-    if (!group->weights().resident()) {
+    weights_offset_[kComputePlane].push_back(weights_nbytes_);
+    resident_ = resident_ && group->weights().resident();
+    if (!group->weights().resident() && !group->weights().float8()) {
       weights_nbytes_ += align_up(numel * c10::elementSize(precision.compute));
     }
     grads_offset_.push_back(grads_nbytes_);
@@ -44,13 +46,9 @@ Unit::Unit(
       grads_nbytes_ += align_up(numel * c10::elementSize(precision.reduce));
     }
   }
+  planes_.weights_nbytes = {weights_nbytes_};
+  add_float8_planes();
   point_residents();
-}
-
-bool Unit::has_refresh() const {
-  return std::any_of(groups_.begin(), groups_.end(), [](const auto& group) {
-    return group->weights().has_refresh();
-  });
 }
 
 bool Unit::has_unreduced_grad() const {
@@ -68,15 +66,16 @@ std::int64_t Unit::generation() const {
 }
 
 UnitSpec Unit::spec(UnitId parent, UnitPolicy policy) const {
-  UnitSpec spec{.name = name_, .parent = parent};
+  UnitSpec spec = planes_;
+  spec.name = name_;
+  spec.parent = parent;
   spec.resident = resident();
-  std::int64_t gathered_nbytes = weights_nbytes_;
-  if (spec.resident && has_refresh()) {
-    for (const auto& group : groups_) {
-      gathered_nbytes += group->weights().compute().nbytes();
+  for (const auto& group : groups_) {
+    if (spec.resident && !group->weights().float8() &&
+        group->weights().has_refresh()) {
+      spec.weights_nbytes[kComputePlane] += group->weights().compute().nbytes();
     }
   }
-  spec.weights_nbytes = {gathered_nbytes};
   spec.grad_nbytes = grads_nbytes_;
   spec.policy = std::move(policy);
   spec.grads_in_place = writes_in_place_;
@@ -98,17 +97,33 @@ std::int64_t Unit::offset_in_group(const UnitParameter& p, at::ScalarType dtype)
 
 void Unit::gather_into(
     const SlotView& slot,
+    PlaneId plane,
+    PartId part,
     const std::vector<WeightPlanes::Gather>& gathers) const {
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     ParamGroup& group = *groups_[g];
-    at::Tensor whole;
-    if (!group.weights().resident()) {
-      whole = slot.tensor(
-          weights_offset_[g],
-          {group.layout().numel()},
-          group.options().precision.compute);
+    if (!is_in_plane(group, plane) ||
+        (part != kWhole && parts_[part].group != g)) {
+      continue;
     }
-    group.weights().gather(whole, gathers[g]);
+    const bool resident = group.weights().resident();
+    if (plane == kComputePlane) {
+      group.weights().gather(
+          resident ? at::Tensor()
+                   : slot.tensor(
+                         weights_offset_[plane][g],
+                         {group.layout().numel()},
+                         group.options().precision.compute),
+          gathers[g]);
+      continue;
+    }
+    const auto float8_plane =
+        plane == kRowPlane ? Float8Planes::kRows : Float8Planes::kColumns;
+    group.weights().gather(
+        float8_plane,
+        part == kWhole ? Float8Planes::kWhole : parts_[part].part,
+        resident ? at::Tensor() : float8_slot(g, plane, part, slot),
+        gathers[g]);
   }
 }
 
@@ -129,9 +144,12 @@ void Unit::point_at(const SlotView& slot) {
   check_storage();
   for (UnitParameter& p : parameters_) {
     const ParamGroup& group = *groups_[p.group];
+    if (group.weights().float8()) {
+      continue;  // it has no values of its own
+    }
     if (!group.weights().resident()) {
       p.storage.point_at(slot.at(
-          weights_offset_[p.group] +
+          weights_offset_[kComputePlane][p.group] +
           offset_in_group(p, group.options().precision.compute)));
     } else if (!revealed_) {
       p.storage.reveal();
@@ -152,7 +170,7 @@ void Unit::clear() {
 void Unit::point_residents() {
   for (UnitParameter& p : parameters_) {
     const ParamGroup& group = *groups_[p.group];
-    if (group.weights().resident()) {
+    if (group.weights().resident() && !group.weights().float8()) {
       has_residents_ = true;
       const at::Tensor& flat = group.weights().compute().local();
       const SlotView whole{.data = flat.data_ptr()};
@@ -174,7 +192,9 @@ void Unit::reveal() {
   if (!revealed_) {
     revealed_ = true;
     for (const UnitParameter& p : parameters_) {
-      p.storage.reveal();
+      if (!groups_[p.group]->weights().float8()) {
+        p.storage.reveal();
+      }
     }
   }
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "flatshard/float8/matmul.h"
 #include "flatshard/group/param_group.h"
 #include "flatshard/schedule/events.h"
 #include "flatshard/unit/parameter_storage.h"
@@ -48,26 +49,59 @@ class Unit {
     return groups_;
   }
   std::vector<UnitParameter>& parameters() { return parameters_; }
+  const std::vector<UnitParameter>& parameters() const { return parameters_; }
 
-  /// The one plane that is gathered: the compute weights (WeightPlanes).
+  /// The planes that are gathered: the compute weights (WeightPlanes), and in
+  /// units with FP8 weights (Float8Planes) what their forwards and their
+  /// backwards read.
   static constexpr PlaneId kComputePlane = 0;
+  static constexpr PlaneId kRowPlane = 1;
+  static constexpr PlaneId kColumnPlane = 2;
 
-  /// Bytes of the slot that holds the gathered weights of all groups that are
-  /// not resident, and of the one for the gradients.
+  /// What `spec` says of planes, and their slices.
+  const UnitSpec& planes() const { return planes_; }
+  /// Before the Runtime has it.
+  void set_gather_parts(GatherParts parts);
+  bool has_float8() const { return planes_.weights_nbytes.size() > 1; }
+  /// Whether `plane` has weights of the group.
+  bool is_in_plane(const ParamGroup& group, PlaneId plane) const {
+    return (group.weights().float8() != nullptr) == (plane != kComputePlane);
+  }
+  /// Bytes of the slot that holds a plane, or a part of one, of all groups that
+  /// are not resident; and of the one for the gradients.
+  std::int64_t slot_nbytes(PlaneId plane, PartId part) const {
+    return planes_.nbytes(plane, part);
+  }
   std::int64_t weights_nbytes() const { return weights_nbytes_; }
   std::int64_t grads_nbytes() const { return grads_nbytes_; }
-  bool resident() const { return weights_nbytes_ == 0; }
-  bool has_refresh() const;
+  bool resident() const { return resident_; }
   /// Microbatches were accumulated but not reduced over all ranks.
   bool has_unreduced_grad() const;
   /// Rises with every change of the weights.
   std::int64_t generation() const;
   UnitSpec spec(UnitId parent, UnitPolicy policy) const;
 
-  /// Gathers the weights of all groups into `slot`. Inside Stream::submit.
+  /// Gathers a plane of all groups, or a part of one, into `slot`. Inside
+  /// Stream::submit.
+  /// @param gathers  by group; those that are not in the plane are not used.
   void gather_into(
       const SlotView& slot,
+      PlaneId plane,
+      PartId part,
       const std::vector<WeightPlanes::Gather>& gathers) const;
+  /// Makes the columns, or a part of them, of gathered rows.
+  void derive_into(PartId part, const SlotView& rows, const SlotView& columns)
+      const;
+  /// The part that has the parameter; kWhole where there are none.
+  PartId part_of(const UnitParameter& parameter) const;
+  /// A parameter of an FP8 group as one product reads it: kRowPlane, or
+  /// kColumnPlane with transposed data.
+  /// @param slot  that holds `part` of the plane; resident groups use none.
+  float8::Operand float8_operand(
+      const UnitParameter& parameter,
+      PlaneId plane,
+      PartId part,
+      const SlotView& slot) const;
   /// @throws Error{usage} when somebody gave a parameter another storage.
   void check_storage() const;
   /// Points the parameters at the slot / at nothing. Resident groups stay.
@@ -99,6 +133,13 @@ class Unit {
   void drop_grads();
 
  private:
+  void add_float8_planes();
+  /// What group `g` has of the slot for a plane or a part of one.
+  at::Tensor float8_slot(
+      std::size_t g,
+      PlaneId plane,
+      PartId part,
+      const SlotView& slot) const;
   /// Bytes from the begin of the group's flat buffer of `dtype`.
   std::int64_t offset_in_group(const UnitParameter& p, at::ScalarType dtype)
       const;
@@ -108,7 +149,15 @@ class Unit {
   nn::Module* module_;
   std::vector<std::unique_ptr<ParamGroup>> groups_;
   std::vector<UnitParameter> parameters_;
-  std::vector<std::int64_t> weights_offset_;  ///< per group, bytes in the slot
+  /// Per plane and group, bytes in the slot.
+  std::vector<std::vector<std::int64_t>> weights_offset_;
+  /// A part of the FP8 planes: a part of one group's.
+  struct Part {
+    std::size_t group = 0;
+    int part = 0;
+  };
+  std::vector<Part> parts_;
+  UnitSpec planes_;
   std::vector<std::int64_t> grads_offset_;
   std::vector<std::vector<FlatRange>> padding_;  ///< per group
   std::int64_t weights_nbytes_ = 0;
@@ -116,6 +165,7 @@ class Unit {
   bool writes_in_place_;
   bool revealed_ = true;  ///< the parameters of resident groups, if any
   bool has_residents_ = false;
+  bool resident_ = true;
 };
 
 }  // namespace flatshard

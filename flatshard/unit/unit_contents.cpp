@@ -16,11 +16,13 @@ struct Kind {
   Strategy strategy;
   double grad_divisor;
   bool is_slice;
+  std::optional<Float8Format> float8;
 
   bool operator==(const Kind& other) const {
     return trainable == other.trainable && precision == other.precision &&
            mesh->same_as(*other.mesh) && strategy == other.strategy &&
-           grad_divisor == other.grad_divisor && is_slice == other.is_slice;
+           grad_divisor == other.grad_divisor && is_slice == other.is_slice &&
+           float8 == other.float8;
   }
 };
 
@@ -34,7 +36,8 @@ Kind kind_of(
       .mesh = p.placement.mesh ? p.placement.mesh : unit.mesh,
       .strategy = p.placement.strategy.value_or(unit.strategy),
       .grad_divisor = p.placement.grad_divisor.value_or(options.grad_divisor),
-      .is_slice = p.placement.slice.has_value()};
+      .is_slice = p.placement.slice.has_value(),
+      .float8 = p.float8};
 }
 
 }  // namespace
@@ -108,6 +111,7 @@ UnitContents make_unit_contents(
     ParamGroupOptions own = options;
     own.precision = kind.precision;
     own.grad_divisor = kind.grad_divisor;
+    own.float8 = kind.float8;
     contents.groups.push_back(std::make_unique<ParamGroup>(
         std::move(spec),
         std::move(own),
@@ -121,6 +125,9 @@ UnitContents make_unit_contents(
         p.name,
         contents.groups[p.group]->options().precision.compute,
         unit.mesh->device());
+    if (contents.groups[p.group]->weights().float8()) {
+      p.storage.refuse_as_float8();
+    }
   }
   return contents;
 }

@@ -103,6 +103,26 @@ TEST_P(Worlds, AllCollectivesInEveryDtype) {
   });
 }
 
+TEST_P(Worlds, TheLargestOfBitsIsThatOfMagnitudes) {
+  run_ranks(GetParam(), [](RankContext& context) {
+    const auto communicator = make(context);
+    constexpr float kInf = std::numeric_limits<float>::infinity();
+    constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+    for (const std::int64_t numel : {4, 6000}) {
+      at::Tensor largest = at::full({numel}, context.rank * 0.5F);
+      largest[0] = context.rank == 0 ? kInf : 1.0F;
+      largest[1] = context.rank == context.world - 1 ? kNan : kInf;
+      communicator->all_reduce(largest.view(at::kInt), ReduceOp::max);
+      EXPECT_EQ(largest[0].item<float>(), kInf);
+      EXPECT_TRUE(largest[1].isnan().item<bool>());
+      EXPECT_TRUE(largest.slice(0, 2)
+                      .eq((context.world - 1) * 0.5F)
+                      .all()
+                      .item<bool>());
+    }
+  });
+}
+
 TEST_P(Worlds, AverageIsTheSumTimesOneOverSize) {
   run_ranks(GetParam(), [](RankContext& context) {
     const auto communicator = make(context);
@@ -296,6 +316,9 @@ TEST(Communicator, RefusesBadArgumentsByName) {
         message_of(
             [&] { c->all_reduce(at::ones({2}, at::kInt), ReduceOp::avg); }),
         HasSubstr("avg expects a floating dtype, got Int"));
+    EXPECT_THAT(
+        message_of([&] { c->all_reduce(at::ones({2}), ReduceOp::max); }),
+        HasSubstr("max expects an all-reduce of int32, got Float"));
     EXPECT_THAT(
         message_of([&] { c->broadcast(whole, 2); }),
         HasSubstr("expected a root below 2, got 2"));

@@ -1,0 +1,44 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "flatshard/float8/recipe.h"
+
+namespace flatshard {
+
+/// How the weights of a group become FP8. Two planes are read: rows by the
+/// forward's products, columns by those of the gradient of the input. See
+/// docs/float8.md.
+struct Float8Format {
+  float8::Recipe recipe = float8::Recipe::tensorwise;
+  /// Of scales that are powers of two (rowwise and mxfp8).
+  float8::Rounding rounding = float8::Rounding::up;
+  /// Columns are quantized from main weights and gathered. Otherwise each rank
+  /// makes them of the rows that it gathered. For rowwise and mxfp8; with the
+  /// other recipes both planes hold the same numbers.
+  bool stored_columns = false;
+  /// Each parameter is a part (UnitSpec::part_nbytes). Costs padding for each.
+  bool cut_in_parts = true;
+
+  /// Where the GPU does not multiply the recipe: decode and multiply in
+  /// bfloat16. CPUs do that in any case.
+  bool emulate = false;
+
+  float8::Quantizer quantizer() const {
+    return {.recipe = recipe, .rounding = rounding};
+  }
+  /// Elements of a scale that lies beside its elements in the flat space; 0:
+  /// each rank has all scales.
+  std::int64_t block_of_stored_scales() const {
+    return recipe == float8::Recipe::mxfp8 ? float8::kMxBlock : 0;
+  }
+  /// Why a parameter of this shape stays in Precision::compute, e.g. "20
+  /// columns are no multiple of 16"; empty when it can be FP8.
+  std::string why_not(std::span<const std::int64_t> shape) const;
+
+  friend bool operator==(const Float8Format&, const Float8Format&) = default;
+};
+
+}  // namespace flatshard

@@ -1,0 +1,41 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "flatshard/float8/matmul.h"
+
+#include <optional>
+
+namespace flatshard::nn {
+
+/// Which product reads a weight [out, in].
+enum class PlaneUse {
+  fprop,  ///< x W^T, which sums over in: rows
+  dgrad,  ///< dY W, which sums over out: columns
+};
+
+/// A weight in FP8, as one of its products reads it.
+struct Float8Weight {
+  float8::Operand operand;  ///< fprop: [out, in]; dgrad: [in, out]
+  bool emulate = false;     ///< float8::MatmulOptions::emulate
+};
+
+/// Gives layers the FP8 planes of weights that have no values of their own
+/// dtype. Layers ask for each product anew and keep nothing: a plane may be
+/// gathered for this one product.
+class WeightSource {
+ public:
+  virtual ~WeightSource() = default;
+  /// How `parameter` (same TensorImpl as the module's) is held; absent: as the
+  /// tensor says.
+  virtual std::optional<float8::Recipe> recipe(
+      const at::Tensor& parameter) const = 0;
+  /// The plane that `use` reads, for kernels on the current stream; absent: the
+  /// tensor itself is read.
+  /// @throws Error{usage} outside of a forward or backward of its unit.
+  virtual std::optional<Float8Weight> plane(
+      const at::Tensor& parameter,
+      PlaneUse use) = 0;
+};
+
+}  // namespace flatshard::nn

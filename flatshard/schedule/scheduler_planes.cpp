@@ -1,0 +1,189 @@
+#include "flatshard/schedule/scheduler.h"
+
+#include "flatshard/core/error.h"
+
+namespace flatshard {
+
+void Scheduler::gather(
+    UnitId unit,
+    PlaneSet slices,
+    Phase phase,
+    Actions& out) {
+  const UnitSpec& spec = units_[unit];
+  UnitState& state = state_[unit];
+  const auto act = [&](ActionKind kind, PlaneId slice) {
+    const auto [plane, part] = spec.plane_part(slice);
+    out.push_back(
+        {.kind = kind,
+         .unit = unit,
+         .plane = plane,
+         .phase = phase,
+         .part = part});
+  };
+  (slices - state.present).for_each([&](PlaneId slice) {
+    state.present.insert(slice);
+    const PlaneId source = spec.source(slice);
+    if (source == kStored) {
+      act(ActionKind::gather, slice);
+      return;
+    }
+    // Who reads the source besides has it already: it has a lower number.
+    const bool staged = !state.present.contains(source);
+    if (staged) {
+      act(ActionKind::gather, source);
+    }
+    act(ActionKind::derive, slice);
+    if (staged && !spec.resident) {
+      out.push_back(
+          {.kind = ActionKind::release,
+           .unit = unit,
+           .plane = spec.plane_part(source).plane,
+           .part = spec.plane_part(source).part});
+    }
+  });
+}
+
+void Scheduler::await(UnitId unit, PlaneSet slices, Actions& out) {
+  const UnitSpec& spec = units_[unit];
+  PlaneSet asked = spec.on_request;
+  spec.on_request.for_each(
+      [&](PlaneId plane) { asked = asked | spec.parts(plane); });
+  await_slices(unit, slices - asked, out);
+}
+
+void Scheduler::await_slices(UnitId unit, PlaneSet slices, Actions& out) {
+  UnitState& state = state_[unit];
+  (slices - state.awaited).for_each([&](PlaneId slice) {
+    state.awaited.insert(slice);
+    const auto [plane, part] = units_[unit].plane_part(slice);
+    out.push_back(
+        {.kind = ActionKind::await,
+         .unit = unit,
+         .plane = plane,
+         .part = part});
+  });
+}
+
+void Scheduler::release(UnitId unit, PlaneSet slices, Actions& out) {
+  UnitState& state = state_[unit];
+  const PlaneSet released = slices & state.present;
+  if (released.empty() || units_[unit].resident) {
+    return;
+  }
+  state.present = state.present - released;
+  state.awaited = state.awaited - released;
+  state.saved = state.saved - released;
+  released.for_each([&](PlaneId slice) {
+    const auto [plane, part] = units_[unit].plane_part(slice);
+    out.push_back(
+        {.kind = ActionKind::release,
+         .unit = unit,
+         .plane = plane,
+         .part = part});
+  });
+  if (state.present.empty()) {
+    state.kept = false;
+    state.waits = false;
+  }
+}
+
+void Scheduler::read(const ScheduleEvent& event, Actions& out) {
+  const UnitSpec& spec = units_[event.unit];
+  UnitState& state = state_[event.unit];
+  const bool in_backward = !tasks_.empty() && !in_forward(event.unit);
+  const PlaneId part = spec.num_parts(event.plane) > 0
+                           ? spec.slice(event.plane, event.part)
+                           : event.plane;
+  const bool by_part =
+      spec.gather_parts == GatherParts::module ||
+      (spec.gather_parts == GatherParts::recomputed && in_backward);
+  const PlaneId slice =
+      by_part && !state.present.contains(event.plane) ? part : event.plane;
+  const Phase phase = in_backward ? Phase::backward : Phase::forward;
+  gather(event.unit, {slice}, phase, out);
+  await_slices(event.unit, {slice}, out);
+  if (in_backward && !spec.reads(Phase::backward).contains(event.plane)) {
+    state.open_recomputes > 0 ? state.asked.in_recompute.insert(part)
+                              : state.asked.in_backward.insert(part);
+  }
+}
+
+PlaneSet Scheduler::in_pieces(UnitId unit, PlaneSet planes) const {
+  const UnitSpec& spec = units_[unit];
+  if (spec.gather_parts != GatherParts::module) {
+    return planes;
+  }
+  PlaneSet pieces;
+  planes.for_each([&](PlaneId plane) {
+    pieces = pieces |
+             (spec.num_parts(plane) > 0 ? spec.parts(plane) : PlaneSet{plane});
+  });
+  return pieces;
+}
+
+PlaneSet Scheduler::wanted(UnitId unit, Phase phase) const {
+  return in_pieces(unit, units_[unit].reads(phase));
+}
+
+PlaneSet Scheduler::learned(UnitId unit, PlaneSet asked) const {
+  const UnitSpec& spec = units_[unit];
+  if (asked.empty() || spec.gather_parts == GatherParts::module) {
+    return asked;
+  }
+  // What the backward derives a plane of is gathered whole in any case, and so
+  // is what is read as a whole.
+  PlaneSet sources;
+  spec.reads(Phase::backward).for_each([&](PlaneId plane) {
+    if (const PlaneId source = spec.source(plane); source != kStored) {
+      sources.insert(source);
+    }
+  });
+  PlaneSet pieces;
+  spec.planes().for_each([&](PlaneId plane) {
+    const PlaneSet parts = spec.parts(plane);
+    const PlaneSet of_plane = asked & (parts | PlaneSet{plane});
+    if (of_plane.empty()) {
+      return;
+    }
+    if (spec.gather_parts == GatherParts::unit || of_plane == parts ||
+        sources.contains(plane)) {
+      pieces.insert(plane);
+    } else {
+      pieces = pieces | of_plane;
+    }
+  });
+  return pieces;
+}
+
+PlaneSet Scheduler::unread_in_backward(UnitId unit) const {
+  const UnitSpec& spec = units_[unit];
+  if (!spec.policy.reshard_after_forward &&
+      !spec.policy.reshard_after_backward) {
+    return {};  // the next forward reads them
+  }
+  const PlaneSet unread = spec.planes() - spec.backward_reads;
+  PlaneSet slices = unread;
+  unread.for_each([&](PlaneId plane) { slices = slices | spec.parts(plane); });
+  return slices;
+}
+
+void Scheduler::keep_for_backward(UnitId unit, Actions& out) {
+  const UnitSpec& spec = units_[unit];
+  UnitState& state = state_[unit];
+  if (spec.policy.unshard_in_backward) {
+    PlaneSet derived;
+    wanted(unit, Phase::backward).for_each([&](PlaneId slice) {
+      const PlaneId source = spec.source(slice);
+      if (source != kStored && state.present.contains(source)) {
+        derived.insert(slice);
+      }
+    });
+    gather(unit, derived, Phase::forward, out);
+    state.saved = state.saved | derived;
+  }
+  const PlaneSet also =
+      learned(unit, state.learned.in_recompute | state.learned.in_backward);
+  release(unit, unread_in_backward(unit) - also, out);
+}
+
+}  // namespace flatshard

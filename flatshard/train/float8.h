@@ -1,0 +1,37 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "flatshard/models/config.h"
+#include "flatshard/train/config.h"
+#include "flatshard/unit/fully_shard.h"
+
+namespace flatshard {
+
+/// What [float8] says of each weight.
+class Float8Choice {
+ public:
+  Float8Choice(const Config& config, const models::ModelConfig& model);
+
+  /// FP8 is chosen for some weights.
+  bool enabled() const { return format_.has_value(); }
+  /// Why a parameter that linear layers read stays in bfloat16; empty: it does
+  /// not.
+  std::string why_not(
+      const std::string& name,
+      const std::vector<std::int64_t>& shape) const;
+  /// Sets FullyShardOptions::float8_of and gather_parts.
+  void apply_to(FullyShardOptions& options) const;
+  /// How many weights are FP8, and why the others are not.
+  std::string describe(const Runtime& runtime) const;
+
+ private:
+  std::optional<Float8Format> format_;
+  std::vector<std::string> excluded_;  ///< shell patterns
+  GatherParts gather_parts_ = GatherParts::recomputed;
+};
+
+}  // namespace flatshard

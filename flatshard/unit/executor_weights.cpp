@@ -1,0 +1,145 @@
+// The Executor's side of weights: from a gather to a slot's way back.
+#include "flatshard/comm/collective_scope.h"
+#include "flatshard/core/error.h"
+#include "flatshard/device/memory.h"
+#include "flatshard/unit/executor.h"
+
+#include <ATen/ATen.h>
+
+#include <utility>
+#include <vector>
+
+namespace flatshard {
+
+SlotView Executor::acquire_weights(Unit& unit, const Action& action) {
+  if (unit.resident()) {
+    return {};
+  }
+  const SlotKey key{
+      .unit = unit.id(),
+      .plane = action.plane,
+      .role = action.phase == Phase::forward ? SlotRole::forward_weights
+                                             : SlotRole::backward_weights,
+      .part = action.part};
+  Slot& slot = weight_slot(unit, action.plane, action.part).slot;
+  slot = pool_.acquire(
+      plan_.offset(key),
+      unit.slot_nbytes(action.plane, action.part),
+      gather_stream_);
+  if (action.plane == Unit::kComputePlane) {
+    state(unit).last[static_cast<std::size_t>(key.role)] = view(slot);
+  }
+  observers_.tell(
+      [&](RuntimeObserver& o) { o.slot_acquired(unit, key, slot); });
+  return view(slot);
+}
+
+void Executor::gather(Unit& unit, const Action& action) {
+  // Who unshards by hand may write next, which no forward or backward fences.
+  const CopyEngines::Gathers asked = options_.copy_engines.gathers;
+  const bool copy_engines = !(by_hand_ && options_.foreign_writes) &&
+                            (asked == CopyEngines::Gathers::all ||
+                             (asked == CopyEngines::Gathers::forward &&
+                              action.phase == Phase::forward));
+  std::vector<WeightPlanes::Gather> gathers;
+  gathers.reserve(unit.groups().size());
+  for (const auto& group : unit.groups()) {
+    gathers.emplace_back();
+    if (unit.is_in_plane(*group, action.plane)) {
+      gathers.back() = group->weights().plan_gather(copy_engines);
+      if (gathers.back().is_first) {
+        group->weights().wait_for_weights(*gather_stream_);
+      }
+    }
+  }
+  const SlotView slot = acquire_weights(unit, action);
+  gather_stream_->submit([&unit,
+                          slot,
+                          gathers = std::move(gathers),
+                          plane = action.plane,
+                          part = action.part,
+                          step = step_] {
+    const CollectiveScope scope(step, unit.name());
+    unit.gather_into(slot, plane, part, gathers);
+  });
+  weight_slot(unit, action.plane, action.part).filled.record(*gather_stream_);
+}
+
+void Executor::derive(Unit& unit, const Action& action) {
+  WeightSlot& source =
+      weight_slot(unit, unit.planes().derived_from[action.plane], action.part);
+  const SlotView columns = acquire_weights(unit, action);
+  gather_stream_->submit(
+      [&unit, rows = view(source.slot), columns, part = action.part] {
+        unit.derive_into(part, rows, columns);
+      });
+  source.read_by_gather.record(*gather_stream_);
+  weight_slot(unit, action.plane, action.part).filled.record(*gather_stream_);
+}
+
+void Executor::await(Unit& unit, const Action& action) {
+  WeightSlot& held = weight_slot(unit, action.plane, action.part);
+  compute_waits(held.filled);
+  held.awaited = true;
+  if (action.plane != Unit::kComputePlane) {
+    return;  // layers ask for FP8 weights
+  }
+  const SlotView slot = view(held.slot);
+  unit.point_at(slot);
+  observers_.tell(
+      [&](RuntimeObserver& o) { o.parameters_pointed(unit, slot); });
+}
+
+void Executor::release(Unit& unit, const Action& action) {
+  WeightSlot& held = weight_slot(unit, action.plane, action.part);
+  if (action.plane == Unit::kComputePlane) {
+    unit.clear();
+  }
+  const auto stream = compute();
+  const bool staged = held.read_by_gather.recorded();
+  if (!held.awaited && (!staged || options_.debug.poison)) {
+    held.filled.wait(*stream);  // a prefetch that nobody used
+  }
+  observers_.tell(
+      [&](RuntimeObserver& o) { o.slot_released(unit, held.slot); });
+  if (options_.debug.poison) {
+    if (staged) {
+      held.read_by_gather.wait(*stream);
+    }
+    fill_with_nan(view(held.slot));
+  }
+  Event last_use;
+  last_use.record(*stream);
+  if (staged) {
+    // The gather stream read it as well, and compute need not wait for that.
+    if (held.awaited || options_.debug.poison) {
+      last_use.wait(*gather_stream_);
+    }
+    last_use = {};
+    last_use.record(*gather_stream_);
+  }
+  pool_.release(held.slot, last_use, gather_stream_);
+  held.awaited = false;
+  held.read_by_gather = {};
+}
+
+float8::Operand Executor::float8_operand(
+    const Unit& unit,
+    const UnitParameter& p,
+    PlaneId plane) const {
+  const std::vector<WeightSlot>& slices = states_[unit.id()].weights;
+  for (const PartId part : {kWhole, unit.part_of(p)}) {
+    const WeightSlot& held = slices[unit.planes().slice(plane, part)];
+    if (held.awaited) {
+      return unit.float8_operand(p, plane, part, view(held.slot));
+    }
+  }
+  FLATSHARD_THROW(
+      internal,
+      "parameter {} of unit {}: plane {} was asked for and is not there",
+      p.name,
+      unit.name(),
+      plane);
+}
+
+}  // namespace flatshard

@@ -1,0 +1,151 @@
+// A unit's FP8 planes: what lies where in their slots, and how products read
+// it.
+#include "flatshard/core/error.h"
+#include "flatshard/unit/unit.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+namespace flatshard {
+namespace {
+
+constexpr std::int64_t kPlaneAlignment = 256;
+
+std::int64_t align_plane(std::int64_t n) {
+  return (n + kPlaneAlignment - 1) / kPlaneAlignment * kPlaneAlignment;
+}
+
+Float8Planes::Plane float8_plane_of(PlaneId plane) {
+  return plane == Unit::kRowPlane ? Float8Planes::kRows
+                                  : Float8Planes::kColumns;
+}
+
+}  // namespace
+
+void Unit::add_float8_planes() {
+  const Float8Planes* first = nullptr;
+  for (std::size_t g = 0; g < groups_.size(); ++g) {
+    const Float8Planes* planes = groups_[g]->weights().float8();
+    if (planes == nullptr) {
+      continue;
+    }
+    first = first == nullptr ? planes : first;
+    FLATSHARD_CHECK(
+        planes->format() == first->format(),
+        config,
+        "unit {}: expected one FP8 format for its weights, got {} and {}, or "
+        "other options",
+        name_,
+        float8::to_string(first->format().recipe),
+        float8::to_string(planes->format().recipe));
+    if (!groups_[g]->weights().resident() && planes->format().cut_in_parts) {
+      for (int part = 0; part < planes->num_parts(); ++part) {
+        parts_.push_back({g, part});
+      }
+    }
+  }
+  if (first == nullptr) {
+    return;
+  }
+  planes_.weights_nbytes.resize(3, 0);
+  planes_.forward_reads = {kComputePlane, kRowPlane};
+  planes_.backward_reads = {kComputePlane, kColumnPlane};
+  planes_.on_request = {kRowPlane, kColumnPlane};
+  planes_.derived_from = {
+      kStored,
+      kStored,
+      first->stores(Float8Planes::kColumns) ? kStored : kRowPlane};
+  // Two planes have them; one part is the whole.
+  if (parts_.size() < 2 || 3 + 2 * parts_.size() > PlaneSet::kMaxPlanes) {
+    parts_.clear();
+  }
+  planes_.part_nbytes.resize(3);
+  for (const PlaneId plane : {kRowPlane, kColumnPlane}) {
+    const auto of = float8_plane_of(plane);
+    std::int64_t& nbytes = planes_.weights_nbytes[plane];
+    for (const auto& group : groups_) {
+      const Float8Planes* planes = group->weights().float8();
+      weights_offset_[plane].push_back(nbytes);
+      if (planes != nullptr && !group->weights().resident()) {
+        nbytes += align_plane(planes->slot_nbytes(of));
+      }
+    }
+    nbytes = std::max(nbytes, kPlaneAlignment);  // 0: never gathered
+    for (const Part& part : parts_) {
+      planes_.part_nbytes[plane].push_back(
+          groups_[part.group]->weights().float8()->slot_nbytes(of, part.part));
+    }
+  }
+}
+
+void Unit::set_gather_parts(GatherParts parts) {
+  planes_.gather_parts = parts;
+}
+
+PartId Unit::part_of(const UnitParameter& p) const {
+  for (std::size_t i = 0; i < parts_.size(); ++i) {
+    if (parts_[i].group == p.group &&
+        groups_[p.group]->weights().float8()->part_of(p.index) ==
+            parts_[i].part) {
+      return static_cast<PartId>(i);
+    }
+  }
+  return kWhole;
+}
+
+at::Tensor Unit::float8_slot(
+    std::size_t g,
+    PlaneId plane,
+    PartId part,
+    const SlotView& slot) const {
+  const auto of = float8_plane_of(plane);
+  const Float8Planes& planes = *groups_[g]->weights().float8();
+  if (groups_[g]->weights().resident()) {
+    return planes.resting(of);
+  }
+  return slot.tensor(
+      part == kWhole ? weights_offset_[plane][g] : 0,
+      {planes.slot_nbytes(
+          of,
+          part == kWhole ? Float8Planes::kWhole : parts_[part].part)},
+      at::kByte);
+}
+
+void Unit::derive_into(
+    PartId part,
+    const SlotView& rows,
+    const SlotView& columns) const {
+  for (std::size_t g = 0; g < groups_.size(); ++g) {
+    const Float8Planes* planes = groups_[g]->weights().float8();
+    if (planes == nullptr || (part != kWhole && parts_[part].group != g)) {
+      continue;
+    }
+    planes->derive(
+        part == kWhole ? Float8Planes::kWhole : parts_[part].part,
+        float8_slot(g, kRowPlane, part, rows),
+        float8_slot(g, kColumnPlane, part, columns));
+  }
+}
+
+float8::Operand Unit::float8_operand(
+    const UnitParameter& p,
+    PlaneId plane,
+    PartId part,
+    const SlotView& slot) const {
+  const Float8Planes& planes = *groups_[p.group]->weights().float8();
+  const bool resident = groups_[p.group]->weights().resident();
+  float8::Plane view = planes.view(
+      float8_plane_of(plane),
+      p.index,
+      part == kWhole || resident ? Float8Planes::kWhole : parts_[part].part,
+      float8_slot(p.group, plane, part, slot));
+  if (plane == kColumnPlane && planes.stores(Float8Planes::kColumns)) {
+    // It travelled as the rows lie; products read the transpose.
+    view.data = float8::transpose_bytes(view.data);
+    view.scales = view.scales.contiguous();
+  }
+  return {std::move(view), planes.format().recipe};
+}
+
+}  // namespace flatshard

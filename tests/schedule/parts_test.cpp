@@ -1,0 +1,449 @@
+// Planes that are made of others after the gather, and planes that are gathered
+// in parts: rows, which forwards and recomputes read, and columns, which the
+// rest of a backward reads. Layers ask for both. docs/float8.md has the table.
+#include "flatshard/core/error.h"
+#include "flatshard/schedule/keep_units.h"
+#include "flatshard/schedule/scheduler.h"
+#include "flatshard/schedule/simulate.h"
+#include "flatshard/schedule/slot_plan.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace flatshard {
+namespace {
+
+using enum EventKind;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+constexpr PlaneId kRow = 0;
+constexpr PlaneId kColumn = 1;
+const std::vector<std::int64_t> kRowParts{512, 256, 256};
+const std::vector<std::int64_t> kColumnParts{1024, 512, 512};
+constexpr std::int64_t kAllRows = 1024;
+constexpr std::int64_t kAllColumns = 2048;
+constexpr std::int64_t kGrads = 4096;
+constexpr PartId kNumParts = 3;
+
+enum class Columns { derived, stored };
+
+// A root without parameters around `n` units of three layers.
+std::vector<UnitSpec> fp8_units(
+    int n,
+    Columns columns,
+    GatherParts gather_parts = GatherParts::recomputed) {
+  std::vector<UnitSpec> units{{.name = "root"}};
+  for (int i = 0; i < n; ++i) {
+    units.push_back(
+        {.name = "b" + std::to_string(i),
+         .parent = 0,
+         .weights_nbytes = {kAllRows, kAllColumns},
+         .grad_nbytes = kGrads,
+         .forward_reads = {kRow},
+         .backward_reads = {kColumn},
+         .derived_from =
+             {kStored, columns == Columns::derived ? kRow : kStored},
+         .part_nbytes = {kRowParts, kColumnParts},
+         .gather_parts = gather_parts,
+         .on_request = {kRow, kColumn}});
+  }
+  return units;
+}
+
+// The events of one step: layers ask for the rows of their parts in forward and
+// for the columns in backward. A backward recomputes `recomputed` first.
+std::vector<ScheduleEvent> fp8_step(
+    const std::vector<UnitSpec>& units,
+    const std::vector<PartId>& recomputed = {}) {
+  std::vector<int> num_grads(units.size(), 1);
+  num_grads[0] = 0;
+  std::vector<ScheduleEvent> events;
+  for (const ScheduleEvent& event : plain_step_events(units, num_grads)) {
+    events.push_back(event);
+    const UnitId u = event.unit;
+    const auto read = [&](PlaneId plane, PartId part) {
+      events.push_back(
+          {.kind = EventKind::read, .unit = u, .plane = plane, .part = part});
+    };
+    if (u > 0 && event.kind == forward_begin) {
+      for (PartId part = 0; part < kNumParts; ++part) {
+        read(kRow, part);
+      }
+    } else if (u > 0 && event.kind == backward_begin) {
+      for (const PartId part : recomputed) {
+        read(kRow, part);
+      }
+      for (PartId part = kNumParts - 1; part >= 0; --part) {
+        read(kColumn, part);
+      }
+    }
+  }
+  return events;
+}
+
+// What the second step of a program does: the first one teaches it.
+std::vector<Action> second_step(
+    const std::vector<UnitSpec>& units,
+    const std::vector<PartId>& recomputed = {},
+    int prefetch = 1) {
+  Scheduler s(units, {.prefetch = prefetch});
+  replay(s, fp8_step(units, recomputed));
+  EXPECT_TRUE(s.resting());
+  s.on({.kind = weights_changed});
+  auto actions = replay(s, fp8_step(units, recomputed));
+  EXPECT_TRUE(s.resting());
+  EXPECT_EQ(s.num_gathered(), 0);
+  return actions;
+}
+
+std::int64_t of_phase(
+    const std::vector<UnitSpec>& units,
+    std::vector<Action> actions,
+    Phase phase) {
+  std::erase_if(actions, [&](const Action& a) { return a.phase != phase; });
+  return gathered_nbytes(units, actions);
+}
+
+// -- derived columns ----------------------------------------------------------
+
+TEST(DerivedPlanes, GoldenStepStagesTheRowsForTheColumns) {
+  EXPECT_EQ(
+      to_string(second_step(fp8_units(3, Columns::derived))),
+      "gather(1) gather(2) await(1) release(1) "
+      "gather(3) await(2) release(2) "
+      // What runs last makes its columns of the rows that are still there.
+      "await(3) derive(3.1) release(3) "
+      "gather'(2) derive'(2.1) release(2) acquire_grads(3) await(3.1) "
+      "release(3.1) "
+      "gather'(1) derive'(1.1) release(1) reduce(3) acquire_grads(2) "
+      "await(2.1) release(2.1) "
+      "reduce(2) drain(3) acquire_grads(1) await(1.1) release(1.1) "
+      "reduce(1) drain(2) drain(1) join");
+}
+
+TEST(DerivedPlanes, OneGatherOfTheRowsServesRecomputeAndColumns) {
+  const auto units = fp8_units(3, Columns::derived);
+  for (const auto& parts : {std::vector<PartId>{1}, std::vector{0, 1, 2}}) {
+    const auto actions = second_step(units, parts);
+    const std::string text = to_string(actions);
+    EXPECT_THAT(
+        text,
+        HasSubstr("gather'(1) derive'(1.1) reduce(3) acquire_grads(2) await(2) "
+                  "await(2.1) release(2) release(2.1)"));
+    EXPECT_EQ(of_phase(units, actions, Phase::forward), 3 * kAllRows);
+    // The last unit's stay.
+    EXPECT_EQ(of_phase(units, actions, Phase::backward), 2 * kAllRows);
+  }
+}
+
+TEST(DerivedPlanes, KeptAndResidentUnitsDeriveOncePerChange) {
+  auto units = fp8_units(3, Columns::derived);
+  units[1].policy.reshard_after_forward = false;
+  auto actions = second_step(units);
+  EXPECT_THAT(to_string(actions), HasSubstr("await(1) derive(1.1) release(1)"));
+  EXPECT_EQ(of_phase(units, actions, Phase::backward), kAllRows);
+
+  for (UnitSpec& unit : units) {
+    unit.resident = true;
+    unit.policy = {};
+  }
+  Scheduler s(units, {.prefetch = 1});
+  for (int change = 0; change < 2; ++change) {
+    s.on({.kind = weights_changed});
+    for (const int num : {3, 0}) {
+      actions = replay(s, fp8_step(units));
+      for (const ActionKind kind : {ActionKind::gather, ActionKind::derive}) {
+        EXPECT_EQ(std::ranges::count(actions, kind, &Action::kind), num);
+      }
+      EXPECT_EQ(
+          std::ranges::count(actions, ActionKind::release, &Action::kind),
+          0);
+    }
+  }
+}
+
+TEST(DerivedPlanes, StagingIsSharedByAllUnits) {
+  const auto arena = [](int n) {
+    const auto units = fp8_units(n, Columns::derived);
+    const auto actions = second_step(units);
+    return SlotPlan::build(slot_lifetimes(units, actions)).arena_nbytes();
+  };
+  EXPECT_EQ(arena(6), arena(12));
+  EXPECT_EQ(arena(6), kAllRows + 2 * kAllColumns + 2 * kGrads);
+}
+
+TEST(DerivedPlanes, AKeptUnitSavesTheGatherOfItsStaging) {
+  EXPECT_THAT(
+      choose_kept_units(
+          fp8_units(4, Columns::derived),
+          {.prefetch = 1},
+          1 << 20),
+      ElementsAre(3, 2, 1));
+}
+
+TEST(DerivedPlanes, ASourceIsALowerPlaneThatIsGathered) {
+  for (const PlaneId source : {kColumn, 5}) {
+    auto units = fp8_units(1, Columns::stored);
+    units[1].derived_from = {kStored, source};
+    EXPECT_THROW(Scheduler(units, {}), Error);
+  }
+  auto units = fp8_units(1, Columns::derived);
+  units[1].part_nbytes[kColumn].pop_back();
+  EXPECT_THROW(Scheduler(units, {}), Error);
+}
+
+// -- parts --------------------------------------------------------------------
+
+TEST(Parts, GoldenStepWithoutRecomputeHasNone) {
+  EXPECT_EQ(
+      to_string(second_step(fp8_units(3, Columns::stored))),
+      "gather(1) gather(2) await(1) release(1) "
+      "gather(3) await(2) release(2) "
+      "await(3) release(3) "
+      "gather'(3.1) "
+      "gather'(2.1) acquire_grads(3) await(3.1) release(3.1) "
+      "gather'(1.1) reduce(3) acquire_grads(2) await(2.1) release(2.1) "
+      "reduce(2) drain(3) acquire_grads(1) await(1.1) release(1.1) "
+      "reduce(1) drain(2) drain(1) join");
+}
+
+TEST(Parts, GoldenStepGathersTheRowsOfTheRecomputedPartBesideTheColumns) {
+  EXPECT_EQ(
+      to_string(second_step(fp8_units(3, Columns::stored), {1})),
+      "gather(1) gather(2) await(1) release(1) "
+      "gather(3) await(2) release(2) "
+      "await(3) release(3) "
+      "gather'(3.1) gather'(3:1) "
+      "gather'(2.1) gather'(2:1) acquire_grads(3) await(3:1) await(3.1) "
+      "release(3.1) release(3:1) "
+      "gather'(1.1) gather'(1:1) reduce(3) acquire_grads(2) await(2:1) "
+      "await(2.1) release(2.1) release(2:1) "
+      "reduce(2) drain(3) acquire_grads(1) await(1:1) await(1.1) "
+      "release(1.1) release(1:1) "
+      "reduce(1) drain(2) drain(1) join");
+}
+
+// docs/float8.md: what a step of `n` units gathers, exactly.
+TEST(Parts, F4_AStepGathersWhatTheTableSays) {
+  constexpr int n = 4;
+  const std::vector<PartId> all{0, 1, 2};
+  const auto backward = [&](Columns columns,
+                            GatherParts parts,
+                            const std::vector<PartId>& recomputed) {
+    const auto units = fp8_units(n, columns, parts);
+    const auto actions = second_step(units, recomputed);
+    // A forward gathers the rows once and no column.
+    EXPECT_EQ(of_phase(units, actions, Phase::forward), n * kAllRows);
+    for (const Action& a : actions) {
+      if (a.kind == ActionKind::gather && a.phase == Phase::forward) {
+        EXPECT_EQ(a.plane, kRow);
+      }
+    }
+    return of_phase(units, actions, Phase::backward);
+  };
+  for (const GatherParts parts :
+       {GatherParts::unit, GatherParts::recomputed, GatherParts::module}) {
+    // Derived: rows alone travel, with a recompute and without.
+    for (const auto& recomputed : {std::vector<PartId>{}, {1}, all}) {
+      EXPECT_EQ(
+          backward(Columns::derived, parts, recomputed),
+          (n - 1) * kAllRows);
+    }
+    // Stored, no recompute: columns alone.
+    EXPECT_EQ(backward(Columns::stored, parts, {}), n * kAllColumns);
+    // Stored, all recomputed: both. The last unit's rows stay.
+    EXPECT_EQ(
+        backward(Columns::stored, parts, all),
+        n * kAllColumns + (n - 1) * kAllRows);
+  }
+  // Stored, a part recomputed: that part's rows and no more, unless the option
+  // is off.
+  const auto some = [&](GatherParts parts, const std::vector<PartId>& read) {
+    return backward(Columns::stored, parts, read) - n * kAllColumns;
+  };
+  EXPECT_EQ(some(GatherParts::unit, {1}), (n - 1) * kAllRows);
+  EXPECT_EQ(some(GatherParts::recomputed, {1}), n * kRowParts[1]);
+  EXPECT_EQ(
+      some(GatherParts::recomputed, {0, 2}),
+      n * (kRowParts[0] + kRowParts[2]));
+  EXPECT_EQ(some(GatherParts::module, {1}), (n - 1) * kRowParts[1]);
+}
+
+TEST(Parts, TheFirstStepGathersOnRequestAndTheNextOnesAhead) {
+  const auto units = fp8_units(3, Columns::stored);
+  Scheduler s(units, {.prefetch = 1});
+  const auto first = replay(s, fp8_step(units, {1, 2}));
+  EXPECT_THAT(
+      to_string(first),
+      HasSubstr("gather'(2.1) acquire_grads(3) gather'(3:1) await(3:1) "
+                "gather'(3:2) await(3:2) await(3.1)"));
+  // Off again by itself.
+  const auto last_but_one = replay(s, fp8_step(units));
+  const auto last = replay(s, fp8_step(units));
+  EXPECT_THAT(to_string(last_but_one), HasSubstr("gather'(2:1)"));
+  EXPECT_EQ(of_phase(units, last, Phase::backward), 3 * kAllColumns);
+}
+
+TEST(Parts, ModuleGathersAndAwaitsEachPart) {
+  const auto actions =
+      second_step(fp8_units(2, Columns::derived, GatherParts::module), {}, 0);
+  EXPECT_EQ(
+      to_string(actions),
+      "gather(1:0) gather(1:1) gather(1:2) await(1:0) await(1:1) await(1:2) "
+      "release(1:0) release(1:1) release(1:2) "
+      "gather(2:0) gather(2:1) gather(2:2) await(2:0) await(2:1) await(2:2) "
+      "derive(2.1:0) derive(2.1:1) derive(2.1:2) "
+      "release(2:0) release(2:1) release(2:2) "
+      "acquire_grads(2) await(2.1:2) await(2.1:1) await(2.1:0) "
+      "release(2.1:0) release(2.1:1) release(2.1:2) "
+      "gather'(1:0) derive'(1.1:0) release(1:0) "
+      "gather'(1:1) derive'(1.1:1) release(1:1) "
+      "gather'(1:2) derive'(1.1:2) release(1:2) "
+      "reduce(2) acquire_grads(1) await(1.1:2) await(1.1:1) await(1.1:0) "
+      "release(1.1:0) release(1.1:1) release(1.1:2) "
+      "reduce(1) drain(2) drain(1) join");
+}
+
+TEST(Parts, ARecomputeOfTheWholeUnitGathersItsPartsAheadFromTheSecondStepOn) {
+  const auto units = fp8_units(4, Columns::stored);
+  Scheduler s(units, {.prefetch = 0});
+  const auto backward = [&] {
+    std::string text;
+    s.on({.kind = task_begin, .task = 1, .expected = {{3, 1}}});
+    for (const ScheduleEvent& event : std::vector<ScheduleEvent>{
+             {.kind = recompute_begin, .unit = 3, .task = 1},
+             {.kind = read, .unit = 3, .plane = kRow, .part = 0},
+             {.kind = recompute_end, .unit = 3, .task = 1},
+             {.kind = backward_begin, .unit = 3, .task = 1},
+             {.kind = read, .unit = 3, .plane = kColumn, .part = 0},
+             {.kind = wgrad_done, .unit = 3, .task = 1}}) {
+      text += to_string(s.on(event)) + "; ";
+    }
+    s.on({.kind = task_end, .task = 1, .outermost = true});
+    EXPECT_TRUE(s.resting());
+    return text;
+  };
+  EXPECT_EQ(
+      backward(),
+      "; gather'(3:0) await(3:0); release(3:0); "
+      "gather'(3.1) acquire_grads(3); await(3.1); release(3.1); ");
+  EXPECT_EQ(
+      backward(),
+      "gather'(3:0); await(3:0); release(3:0); "
+      "gather'(3.1) acquire_grads(3); await(3.1); release(3.1); ");
+}
+
+TEST(Parts, EachHasASlotOfItsOwn) {
+  const auto units = fp8_units(3, Columns::stored);
+  const auto actions = second_step(units, {0, 2});
+  const auto lifetimes = slot_lifetimes(units, actions);
+  const SlotPlan plan = SlotPlan::build(lifetimes);
+  std::map<PartId, int> uses;
+  for (const SlotLifetime& life : lifetimes) {
+    if (life.key.role == SlotRole::backward_weights && life.key.plane == kRow) {
+      ++uses[life.key.part];
+      EXPECT_EQ(life.nbytes, kRowParts[life.key.part]);
+      EXPECT_EQ(actions[life.end].part, life.key.part);
+    }
+  }
+  EXPECT_EQ(uses, (std::map<PartId, int>{{0, 3}, {2, 3}}));
+  EXPECT_EQ(plan.arena_nbytes(), plan.peak_nbytes());
+}
+
+TEST(Parts, ResetRestsAll) {
+  for (const Columns columns : {Columns::derived, Columns::stored}) {
+    const auto units = fp8_units(3, columns, GatherParts::module);
+    const auto step = fp8_step(units, {1});
+    for (std::size_t stop = 1; stop < step.size(); ++stop) {
+      Scheduler s(units, {.prefetch = 2});
+      replay(s, {step.begin(), step.begin() + stop});
+      s.on({.kind = reset});
+      EXPECT_TRUE(s.resting()) << "after " << stop << " events";
+      EXPECT_EQ(s.num_gathered(), 0);
+    }
+  }
+}
+
+// Whatever is recomputed, nothing is gathered twice, read before it came or
+// released unread, and all is released.
+TEST(Parts, EachIsThereWhenItIsRead) {
+  for (const Columns columns : {Columns::derived, Columns::stored}) {
+    for (const auto parts :
+         {GatherParts::unit, GatherParts::recomputed, GatherParts::module}) {
+      for (unsigned bits = 0; bits < 8; ++bits) {
+        std::vector<PartId> recomputed;
+        for (PartId part = 0; part < kNumParts; ++part) {
+          if ((bits >> part & 1U) != 0) {
+            recomputed.push_back(part);
+          }
+        }
+        const auto units = fp8_units(4, columns, parts);
+        Scheduler s(units, {.prefetch = 1});
+        for (int step = 0; step < 3; ++step) {
+          std::map<std::pair<UnitId, PlaneId>, bool> there;  // and awaited
+          for (const ScheduleEvent& event : fp8_step(units, recomputed)) {
+            for (const Action& a : s.on(event)) {
+              if (a.unit == kNoUnit) {
+                continue;
+              }
+              const UnitSpec& spec = units[a.unit];
+              const std::pair key{a.unit, spec.slice(a.plane, a.part)};
+              switch (a.kind) {
+                case ActionKind::derive:
+                  EXPECT_TRUE(
+                      there.contains({a.unit, spec.source(key.second)}));
+                  [[fallthrough]];
+                case ActionKind::gather:
+                  EXPECT_TRUE(there.emplace(key, false).second);
+                  break;
+                case ActionKind::await:
+                  ASSERT_TRUE(there.contains(key));
+                  there[key] = true;
+                  break;
+                case ActionKind::release:
+                  EXPECT_EQ(there.erase(key), 1);
+                  break;
+                default:
+                  break;
+              }
+            }
+            if (event.kind == read) {
+              const UnitSpec& spec = units[event.unit];
+              const auto is_there = [&](PartId part) {
+                const auto found =
+                    there.find({event.unit, spec.slice(event.plane, part)});
+                return found != there.end() && found->second;
+              };
+              EXPECT_TRUE(is_there(kWhole) || is_there(event.part));
+            }
+          }
+          EXPECT_TRUE(there.empty());
+        }
+      }
+    }
+  }
+}
+
+TEST(UnitSpec, NumbersPlanesAndPartsInOneRow) {
+  const UnitSpec spec = fp8_units(1, Columns::derived)[1];
+  EXPECT_EQ(spec.num_slices(), 2 + 3 + 3);
+  for (PlaneId slice = 0; slice < spec.num_slices(); ++slice) {
+    const auto [plane, part] = spec.plane_part(slice);
+    EXPECT_EQ(spec.slice(plane, part), slice);
+    EXPECT_EQ(part == kWhole, slice < 2);
+  }
+  EXPECT_EQ(spec.parts(kColumn), (PlaneSet{5, 6, 7}));
+  EXPECT_EQ(spec.source(6), 3);
+  EXPECT_EQ(spec.source(kColumn), kRow);
+  EXPECT_EQ(spec.source(kRow), kStored);
+  EXPECT_EQ(spec.nbytes(kColumn, 1), 512);
+}
+
+}  // namespace
+}  // namespace flatshard

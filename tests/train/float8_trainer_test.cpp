@@ -1,0 +1,217 @@
+// Runs with [float8].
+#include "flatshard/core/error.h"
+#include "flatshard/data/prepare.h"
+#include "flatshard/train/trainer.h"
+#include "tests/support/temp_folder.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+
+#include <fstream>
+#include <string>
+#include <vector>
+
+namespace flatshard {
+namespace {
+
+using ::testing::HasSubstr;
+
+class Float8Trainer : public ::testing::Test {
+ protected:
+  Float8Trainer() {
+    std::string text;
+    for (int i = 0; i < 300; ++i) {
+      text += "the quick brown fox jumps over the lazy dog.\n";
+    }
+    folder_.write("texts/a.txt", text);
+    data::prepare_corpus(
+        {.inputs = {(folder_ / "texts").string()},
+         .output = folder_ / "corpus",
+         .validation_fraction = 0.2});
+  }
+
+  Config config(const std::string& run, std::vector<std::string> overrides)
+      const {
+    const std::string toml = fmt::format(
+        R"(
+[run]
+output_dir = "{}"
+seed = 1
+save_weights = false
+[model]
+dim = 128
+layers = 2
+heads = 4
+kv_heads = 4
+ffn_dim = 128
+vocab_size = 257
+[data]
+train = "{}"
+[training]
+steps = 200
+seq_len = 24
+local_batch_size = 2
+[optimizer]
+lr = 3e-3
+[metrics]
+log_freq = 1
+)",
+        (folder_ / run).string(),
+        (folder_ / "corpus").string());
+    return parse_config(toml, "test.toml", overrides);
+  }
+
+  struct Outcome {
+    std::string output;
+    std::vector<double> losses;
+  };
+
+  Outcome train(
+      const std::string& run,
+      std::vector<std::string> overrides,
+      bool resume = false) const {
+    ::testing::internal::CaptureStdout();
+    Outcome outcome;
+    try {
+      Trainer(config(run, std::move(overrides)), {}, "cpu", resume).run();
+    } catch (...) {
+      std::fflush(stdout);
+      ::testing::internal::GetCapturedStdout();
+      throw;
+    }
+    std::fflush(stdout);
+    outcome.output = ::testing::internal::GetCapturedStdout();
+    std::ifstream file(folder_ / run / "metrics.jsonl");
+    for (std::string line; std::getline(file, line);) {
+      const auto row = nlohmann::json::parse(line);
+      if (row.contains("loss")) {
+        outcome.losses.push_back(row["loss"].get<double>());
+      }
+    }
+    return outcome;
+  }
+
+  std::string refusal(std::vector<std::string> overrides) const {
+    try {
+      config("run", std::move(overrides));
+    } catch (const Error& error) {
+      return error.what();
+    }
+    ADD_FAILURE() << "expected an error";
+    return {};
+  }
+
+  TempFolder folder_;
+};
+
+double last_mean(const std::vector<double>& losses) {
+  constexpr int kNum = 50;
+  double sum = 0;
+  for (std::size_t i = losses.size() - kNum; i < losses.size(); ++i) {
+    sum += losses[i];
+  }
+  return sum / kNum;
+}
+
+// The text is learnt by heart in 200 steps, from ln 257 = 5.5 on.
+TEST_F(Float8Trainer, EachRecipeLearnsLikeBfloat16) {
+  const double bf16 = last_mean(train("bf16", {}).losses);
+  EXPECT_LT(bf16, 0.5);
+  for (const std::string recipe :
+       {"tensorwise", "rowwise", "blockwise", "mxfp8"}) {
+    const Outcome fp8 = train(recipe, {"float8.recipe=" + recipe});
+    EXPECT_THAT(
+        fp8.output,
+        HasSubstr(
+            "float8: 14 parameters with 77.5 % of the elements, " + recipe +
+            " (emulated), derived columns; bfloat16: 2 (257 rows are "
+            "no multiple of "));
+    ASSERT_EQ(fp8.losses.size(), 200U) << recipe;
+    EXPECT_NEAR(last_mean(fp8.losses), bf16, 0.1) << recipe;
+  }
+}
+
+TEST_F(Float8Trainer, OptionsChooseWeights) {
+  const Outcome some = train(
+      "some",
+      {"training.steps=2",
+       "float8.recipe=rowwise",
+       "float8.column_plane=stored",
+       "float8.gather_parts=module",
+       "float8.keep_first_last=true"});
+  EXPECT_THAT(
+      some.output,
+      HasSubstr("float8: 0 parameters with 0.0 % of the elements"));
+  EXPECT_THAT(some.output, HasSubstr("(excluded by '*layers.0.*')"));
+  const Outcome down = train(
+      "down",
+      {"training.steps=2",
+       "float8.recipe=mxfp8",
+       "float8.exclude=*down_proj*, *.q_proj.*"});
+  EXPECT_THAT(down.output, HasSubstr("float8: 10 parameters"));
+  EXPECT_THAT(down.output, HasSubstr("2 (excluded by '*down_proj*')"));
+}
+
+TEST_F(Float8Trainer, DiagnosticsLookAtFp8WeightsToo) {
+  const auto with = [&](const std::string& run, bool diagnostics) {
+    std::vector<std::string> overrides{
+        "training.steps=3",
+        "float8.recipe=rowwise",
+        "float8.column_plane=stored",
+        "activation_checkpoint.mode=selective"};
+    if (diagnostics) {
+      for (const char* name :
+           {"nan_check", "overlap_check", "poison", "strict"}) {
+        overrides.push_back(fmt::format("diagnostics.{}=true", name));
+      }
+      overrides.emplace_back("diagnostics.norms_freq=1");
+    }
+    return train(run, overrides).losses;
+  };
+  const auto losses = with("plain", false);
+  ASSERT_EQ(losses.size(), 3U);
+  EXPECT_EQ(with("watched", true), losses);
+}
+
+// Checkpoints hold main weights, whatever they were gathered as.
+TEST_F(Float8Trainer, ACheckpointGoesOnWithAnotherRecipe) {
+  const auto go_on = [&](int steps, const std::string& recipe) {
+    return train(
+        "run",
+        {"checkpoint.interval=2",
+         fmt::format("training.steps={}", steps),
+         "lr_scheduler.name=constant",
+         "float8.recipe=" + recipe},
+        steps > 2);
+  };
+  go_on(2, "tensorwise");
+  go_on(4, "none");
+  const Outcome run = go_on(6, "mxfp8");
+  ASSERT_EQ(run.losses.size(), 6U);
+  EXPECT_LT(run.losses.back(), run.losses.front());
+}
+
+TEST_F(Float8Trainer, WhatDoesNotFitIsRefusedByName) {
+  EXPECT_THAT(
+      refusal({"float8.recipe=rowwise", "precision.compute=float32"}),
+      HasSubstr("float8.recipe = \"rowwise\" computes beside bfloat16, got "
+                "precision.compute = \"float32\""));
+  EXPECT_THAT(
+      refusal({"float8.recipe=rowwise", "cuda_graph.impl=unit"}),
+      HasSubstr("graphs do not know FP8 weights yet"));
+  EXPECT_THAT(
+      refusal(
+          {"float8.recipe=mxfp8", "parallelism.keep_compute_weights=false"}),
+      HasSubstr("parallelism.keep_compute_weights = false"));
+  EXPECT_THAT(
+      refusal({"float8.recipe=blockwise", "float8.column_plane=stored"}),
+      HasSubstr("float8.column_plane = \"stored\" is for rowwise and mxfp8"));
+  EXPECT_THAT(refusal({"float8.recipe=e4m3"}), HasSubstr("float8.recipe"));
+  EXPECT_THAT(
+      refusal({"float8.exclude=*"}) + refusal({"float8.emulate=true"}),
+      HasSubstr("runs with FP8 weights; set float8.recipe"));
+}
+
+}  // namespace
+}  // namespace flatshard

@@ -1,0 +1,243 @@
+// A Llama with FP8 weights: N ranks against one, whatever is gathered when.
+#include "tests/unit/float8_training.h"
+#include "tests/support/message_of.h"
+
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+
+namespace flatshard::testing {
+namespace {
+
+using float8::Recipe;
+using models::ActivationCheckpoint;
+using ::testing::HasSubstr;
+
+void expect_same(const Float8Run& a, const Float8Run& b) {
+  EXPECT_EQ(a.losses, b.losses);
+  EXPECT_FALSE(a.weights.empty());
+  EXPECT_EQ(a.weights, b.weights);
+}
+
+class Float8Formats : public ::testing::TestWithParam<Float8Format> {};
+INSTANTIATE_TEST_SUITE_P(
+    All,
+    Float8Formats,
+    ::testing::ValuesIn(float8_formats()),
+    [](const auto& info) { return name_of_format(info.param); });
+
+TEST_P(Float8Formats, TwoRanksAreBitwiseOneWithTwoMicrobatches) {
+  const Float8Run one = train_float8({.format = GetParam(), .microbatches = 2});
+  const Float8Run two =
+      train_float8({.format = GetParam(), .mesh = {2}, .max_delay_us = 300});
+  expect_same(two, one);
+  EXPECT_LT(one.losses.at({2, 0}), one.losses.at({0, 0}));
+  // It is FP8, and near to bfloat16: products are off by 2^-4 / sqrt(k) or so,
+  // of logits that are small at first.
+  static const Float8Run bf16 = train_float8({.microbatches = 2});
+  EXPECT_NE(one.losses.at({0, 0}), bf16.losses.at({0, 0}));
+  for (const auto& [at, loss] : bf16.losses) {
+    EXPECT_NEAR(one.losses.at(at), loss, 0.05) << at.first;
+  }
+}
+
+// A LoRA's base, say.
+TEST_P(Float8Formats, FrozenWeightsAreGatheredToo) {
+  Float8Case c{
+      .format = GetParam(),
+      .microbatches = 2,
+      .steps = 2,
+      .freezes_attention = true};
+  const Float8Run one = train_float8(c);
+  c.microbatches = 1;
+  c.mesh = {2};
+  expect_same(train_float8(c), one);
+}
+
+TEST(Float8Training, EveryStrategyComputesTheSame) {
+  const Float8Format format{.recipe = Recipe::rowwise, .stored_columns = true};
+  const Float8Run one = train_float8({.format = format, .microbatches = 2});
+  for (const char* strategy : {"zero0", "zero1", "zero2"}) {
+    SCOPED_TRACE(strategy);
+    expect_same(
+        train_float8({.format = format, .strategy = strategy, .mesh = {2}}),
+        one);
+    expect_same(
+        train_float8(
+            {.format = Float8Format{.recipe = Recipe::tensorwise},
+             .strategy = strategy,
+             .mesh = {2}}),
+        train_float8(
+            {.format = Float8Format{.recipe = Recipe::tensorwise},
+             .microbatches = 2}));
+  }
+  const Float8Run four = train_float8({.format = format, .microbatches = 4});
+  for (const char* strategy : {"hsdp", "hfsdp"}) {
+    SCOPED_TRACE(strategy);
+    const Float8Run run =
+        train_float8({.format = format, .strategy = strategy, .mesh = {2, 2}});
+    for (const auto& [at, loss] : four.losses) {
+      // The sums of four gradients are taken in another order.
+      EXPECT_NEAR(run.losses.at(at), loss, at.first == 0 ? 0 : 2e-2);
+    }
+  }
+}
+
+// What is gathered when changes no bit.
+class Float8Columns : public ::testing::TestWithParam<bool> {};
+INSTANTIATE_TEST_SUITE_P(DerivedAndStored, Float8Columns, ::testing::Bool());
+
+TEST_P(Float8Columns, PartsKeepingOffloadAndPoisonChangeNothing) {
+  Float8Case plain{
+      .format =
+          Float8Format{.recipe = Recipe::rowwise, .stored_columns = GetParam()},
+      .mesh = {2}};
+  const Float8Run want = train_float8(plain);
+  plain.max_delay_us = 200;
+  const auto check = [&](const std::function<void(Float8Case&)>& change) {
+    Float8Case c = plain;
+    change(c);
+    expect_same(train_float8(c), want);
+  };
+  for (const GatherParts parts :
+       {GatherParts::unit, GatherParts::recomputed, GatherParts::module}) {
+    check([&](Float8Case& c) {
+      c.gather_parts = parts;
+      c.checkpoint = ActivationCheckpoint::selective;
+    });
+  }
+  check([](Float8Case& c) { c.gather_parts = GatherParts::module; });
+  check([](Float8Case& c) { c.checkpoint = ActivationCheckpoint::full; });
+  check([](Float8Case& c) { c.reshard_after_forward = false; });
+  check([](Float8Case& c) { c.offload = true; });
+  check([](Float8Case& c) {
+    c.checkpoint = ActivationCheckpoint::selective;
+    c.poison = true;
+  });
+}
+
+std::int64_t gathered(const Float8Run& run, Phase phase, PlaneId plane) {
+  std::vector<Action> actions = run.last_step;
+  std::erase_if(actions, [&](const Action& a) {
+    return a.kind != ActionKind::gather || a.phase != phase || a.plane != plane;
+  });
+  return gathered_nbytes(run.units, actions);
+}
+
+TEST(Float8Training, F3_ASelectiveRecomputeGathersItsRowsAndNoMore) {
+  const Float8Format format{.recipe = Recipe::rowwise, .stored_columns = true};
+  const auto run = [&](ActivationCheckpoint checkpoint,
+                       GatherParts parts = GatherParts::recomputed) {
+    return train_float8(
+        {.format = format,
+         .mesh = {2},
+         .steps = 2,
+         .gather_parts = parts,
+         .checkpoint = checkpoint,
+         .prefetches_between_steps = false});
+  };
+  constexpr std::int64_t kAttention = 4 * Float8Case::kDim * Float8Case::kDim;
+  constexpr std::int64_t kMlp = 3 * Float8Case::kDim * Float8Case::kFfn;
+  const Float8Run none = run(ActivationCheckpoint::none);
+  EXPECT_EQ(
+      gathered(none, Phase::forward, Unit::kRowPlane),
+      Float8Case::kLayers * (kAttention + kMlp));
+  EXPECT_EQ(gathered(none, Phase::forward, Unit::kColumnPlane), 0);
+  EXPECT_EQ(gathered(none, Phase::backward, Unit::kRowPlane), 0);
+  EXPECT_EQ(
+      gathered(none, Phase::backward, Unit::kColumnPlane),
+      Float8Case::kLayers * (kAttention + kMlp));
+  // Down's product is recomputed for nothing but its shape.
+  const Float8Run some = run(ActivationCheckpoint::selective);
+  EXPECT_EQ(
+      gathered(some, Phase::backward, Unit::kRowPlane),
+      Float8Case::kLayers * kMlp);
+  EXPECT_EQ(
+      gathered(some, Phase::backward, Unit::kColumnPlane),
+      Float8Case::kLayers * (kAttention + kMlp));
+  // Off is off.
+  const Float8Run whole =
+      run(ActivationCheckpoint::selective, GatherParts::unit);
+  EXPECT_EQ(
+      gathered(whole, Phase::backward, Unit::kRowPlane),
+      Float8Case::kLayers * (kAttention + kMlp));
+}
+
+TEST(Float8Training, AStrayReadNamesTheParameter) {
+  run_ranks(1, [](RankContext& context) {
+    models::Llama llama = make_llama(ActivationCheckpoint::none);
+    const auto runtime = shard_llama(
+        llama,
+        context.mesh(),
+        {.format = Float8Format{.recipe = Recipe::mxfp8}});
+    at::Tensor weight;
+    for (const auto& p : nn::named_parameters(*llama)) {
+      if (p.name == "model.layers.1.mlp.up_proj.weight") {
+        weight = p.tensor;
+      }
+    }
+    ASSERT_TRUE(weight.defined());
+    EXPECT_EQ(weight.scalar_type(), at::kBFloat16);
+    for (const bool computes : {false, true}) {
+      if (computes) {
+        runtime->unshard(2);
+      }
+      std::string message;
+      try {
+        weight.sum();
+      } catch (const std::exception& e) {
+        message = e.what();
+      }
+      EXPECT_THAT(
+          message,
+          HasSubstr("parameter model.layers.1.mlp.up_proj.weight of unit "
+                    "model.layers.1 is held in FP8"));
+    }
+    runtime->reshard(2);
+  });
+}
+
+TEST(Float8Training, TheHeadAndWhatIsNotALinearStayBfloat16) {
+  run_ranks(1, [](RankContext& context) {
+    models::Llama llama = make_llama(ActivationCheckpoint::none);
+    const auto runtime = shard_llama(
+        llama,
+        context.mesh(),
+        {.format = Float8Format{.recipe = Recipe::tensorwise}});
+    int num_fp8 = 0;
+    for (ParamGroup* group : runtime->all_groups()) {
+      for (const GroupParameter& p : group->parameters()) {
+        const bool is_fp8 = group->weights().float8() != nullptr;
+        num_fp8 += is_fp8;
+        EXPECT_EQ(
+            is_fp8,
+            p.names.front().find("_proj.weight") != std::string::npos)
+            << p.names.front();
+      }
+    }
+    EXPECT_EQ(num_fp8, 7 * Float8Case::kLayers);
+  });
+}
+
+TEST(Float8Training, GraphsAreRefused) {
+  run_ranks(1, [](RankContext& context) {
+    models::Llama llama = make_llama(ActivationCheckpoint::none);
+    FullyShardOptions options{
+        .float8_of =
+            [](const std::string&, const std::vector<std::int64_t>&) {
+              return std::optional(Float8Format{});
+            },
+        .runtime = {.graphs = {.enabled = true, .emulate_on_cpu = true}}};
+    EXPECT_THAT(
+        message_of([&] {
+          const auto unused =
+              fully_shard(*llama, context.mesh(), std::move(options));
+        }),
+        HasSubstr("GraphOptions::enabled with FP8 weights"));
+  });
+}
+
+}  // namespace
+}  // namespace flatshard::testing
