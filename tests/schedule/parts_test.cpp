@@ -1,11 +1,8 @@
-// Planes that are made of others after the gather, and planes that are gathered
-// in parts: rows, which forwards and recomputes read, and columns, which the
-// rest of a backward reads. Layers ask for both. docs/float8.md has the table.
+// Planes that are gathered in parts.
 #include "flatshard/core/error.h"
 #include "flatshard/schedule/keep_units.h"
-#include "flatshard/schedule/scheduler.h"
-#include "flatshard/schedule/simulate.h"
 #include "flatshard/schedule/slot_plan.h"
+#include "tests/schedule/fp8_units.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -15,190 +12,12 @@
 #include <string>
 #include <vector>
 
-namespace flatshard {
+namespace flatshard::testing {
 namespace {
 
 using enum EventKind;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-
-constexpr PlaneId kRow = 0;
-constexpr PlaneId kColumn = 1;
-const std::vector<std::int64_t> kRowParts{512, 256, 256};
-const std::vector<std::int64_t> kColumnParts{1024, 512, 512};
-constexpr std::int64_t kAllRows = 1024;
-constexpr std::int64_t kAllColumns = 2048;
-constexpr std::int64_t kGrads = 4096;
-constexpr PartId kNumParts = 3;
-
-enum class Columns { derived, stored };
-
-// A root without parameters around `n` units of three layers.
-std::vector<UnitSpec> fp8_units(
-    int n,
-    Columns columns,
-    GatherParts gather_parts = GatherParts::recomputed) {
-  std::vector<UnitSpec> units{{.name = "root"}};
-  for (int i = 0; i < n; ++i) {
-    units.push_back(
-        {.name = "b" + std::to_string(i),
-         .parent = 0,
-         .weights_nbytes = {kAllRows, kAllColumns},
-         .grad_nbytes = kGrads,
-         .forward_reads = {kRow},
-         .backward_reads = {kColumn},
-         .derived_from =
-             {kStored, columns == Columns::derived ? kRow : kStored},
-         .part_nbytes = {kRowParts, kColumnParts},
-         .gather_parts = gather_parts,
-         .on_request = {kRow, kColumn}});
-  }
-  return units;
-}
-
-// The events of one step: layers ask for the rows of their parts in forward and
-// for the columns in backward. A backward recomputes `recomputed` first.
-std::vector<ScheduleEvent> fp8_step(
-    const std::vector<UnitSpec>& units,
-    const std::vector<PartId>& recomputed = {}) {
-  std::vector<int> num_grads(units.size(), 1);
-  num_grads[0] = 0;
-  std::vector<ScheduleEvent> events;
-  for (const ScheduleEvent& event : plain_step_events(units, num_grads)) {
-    events.push_back(event);
-    const UnitId u = event.unit;
-    const auto read = [&](PlaneId plane, PartId part) {
-      events.push_back(
-          {.kind = EventKind::read, .unit = u, .plane = plane, .part = part});
-    };
-    if (u > 0 && event.kind == forward_begin) {
-      for (PartId part = 0; part < kNumParts; ++part) {
-        read(kRow, part);
-      }
-    } else if (u > 0 && event.kind == backward_begin) {
-      for (const PartId part : recomputed) {
-        read(kRow, part);
-      }
-      for (PartId part = kNumParts - 1; part >= 0; --part) {
-        read(kColumn, part);
-      }
-    }
-  }
-  return events;
-}
-
-// What the second step of a program does: the first one teaches it.
-std::vector<Action> second_step(
-    const std::vector<UnitSpec>& units,
-    const std::vector<PartId>& recomputed = {},
-    int prefetch = 1) {
-  Scheduler s(units, {.prefetch = prefetch});
-  replay(s, fp8_step(units, recomputed));
-  EXPECT_TRUE(s.resting());
-  s.on({.kind = weights_changed});
-  auto actions = replay(s, fp8_step(units, recomputed));
-  EXPECT_TRUE(s.resting());
-  EXPECT_EQ(s.num_gathered(), 0);
-  return actions;
-}
-
-std::int64_t of_phase(
-    const std::vector<UnitSpec>& units,
-    std::vector<Action> actions,
-    Phase phase) {
-  std::erase_if(actions, [&](const Action& a) { return a.phase != phase; });
-  return gathered_nbytes(units, actions);
-}
-
-// -- derived columns ----------------------------------------------------------
-
-TEST(DerivedPlanes, GoldenStepStagesTheRowsForTheColumns) {
-  EXPECT_EQ(
-      to_string(second_step(fp8_units(3, Columns::derived))),
-      "gather(1) gather(2) await(1) release(1) "
-      "gather(3) await(2) release(2) "
-      // What runs last makes its columns of the rows that are still there.
-      "await(3) derive(3.1) release(3) "
-      "gather'(2) derive'(2.1) release(2) acquire_grads(3) await(3.1) "
-      "release(3.1) "
-      "gather'(1) derive'(1.1) release(1) reduce(3) acquire_grads(2) "
-      "await(2.1) release(2.1) "
-      "reduce(2) drain(3) acquire_grads(1) await(1.1) release(1.1) "
-      "reduce(1) drain(2) drain(1) join");
-}
-
-TEST(DerivedPlanes, OneGatherOfTheRowsServesRecomputeAndColumns) {
-  const auto units = fp8_units(3, Columns::derived);
-  for (const auto& parts : {std::vector<PartId>{1}, std::vector{0, 1, 2}}) {
-    const auto actions = second_step(units, parts);
-    const std::string text = to_string(actions);
-    EXPECT_THAT(
-        text,
-        HasSubstr("gather'(1) derive'(1.1) reduce(3) acquire_grads(2) await(2) "
-                  "await(2.1) release(2) release(2.1)"));
-    EXPECT_EQ(of_phase(units, actions, Phase::forward), 3 * kAllRows);
-    // The last unit's stay.
-    EXPECT_EQ(of_phase(units, actions, Phase::backward), 2 * kAllRows);
-  }
-}
-
-TEST(DerivedPlanes, KeptAndResidentUnitsDeriveOncePerChange) {
-  auto units = fp8_units(3, Columns::derived);
-  units[1].policy.reshard_after_forward = false;
-  auto actions = second_step(units);
-  EXPECT_THAT(to_string(actions), HasSubstr("await(1) derive(1.1) release(1)"));
-  EXPECT_EQ(of_phase(units, actions, Phase::backward), kAllRows);
-
-  for (UnitSpec& unit : units) {
-    unit.resident = true;
-    unit.policy = {};
-  }
-  Scheduler s(units, {.prefetch = 1});
-  for (int change = 0; change < 2; ++change) {
-    s.on({.kind = weights_changed});
-    for (const int num : {3, 0}) {
-      actions = replay(s, fp8_step(units));
-      for (const ActionKind kind : {ActionKind::gather, ActionKind::derive}) {
-        EXPECT_EQ(std::ranges::count(actions, kind, &Action::kind), num);
-      }
-      EXPECT_EQ(
-          std::ranges::count(actions, ActionKind::release, &Action::kind),
-          0);
-    }
-  }
-}
-
-TEST(DerivedPlanes, StagingIsSharedByAllUnits) {
-  const auto arena = [](int n) {
-    const auto units = fp8_units(n, Columns::derived);
-    const auto actions = second_step(units);
-    return SlotPlan::build(slot_lifetimes(units, actions)).arena_nbytes();
-  };
-  EXPECT_EQ(arena(6), arena(12));
-  EXPECT_EQ(arena(6), kAllRows + 2 * kAllColumns + 2 * kGrads);
-}
-
-TEST(DerivedPlanes, AKeptUnitSavesTheGatherOfItsStaging) {
-  EXPECT_THAT(
-      choose_kept_units(
-          fp8_units(4, Columns::derived),
-          {.prefetch = 1},
-          1 << 20),
-      ElementsAre(3, 2, 1));
-}
-
-TEST(DerivedPlanes, ASourceIsALowerPlaneThatIsGathered) {
-  for (const PlaneId source : {kColumn, 5}) {
-    auto units = fp8_units(1, Columns::stored);
-    units[1].derived_from = {kStored, source};
-    EXPECT_THROW(Scheduler(units, {}), Error);
-  }
-  auto units = fp8_units(1, Columns::derived);
-  units[1].part_nbytes[kColumn].pop_back();
-  EXPECT_THROW(Scheduler(units, {}), Error);
-}
-
-// -- parts --------------------------------------------------------------------
 
 TEST(Parts, GoldenStepWithoutRecomputeHasNone) {
   EXPECT_EQ(
@@ -446,4 +265,4 @@ TEST(UnitSpec, NumbersPlanesAndPartsInOneRow) {
 }
 
 }  // namespace
-}  // namespace flatshard
+}  // namespace flatshard::testing
