@@ -1,7 +1,7 @@
 """examples/cpp trains, saves, and goes on from its checkpoint at another number of
-ranks; docs/cpp.md and docs/graphs.md quote it line by line.
+ranks, or trains by whole steps; docs/cpp.md and docs/graphs.md quote it line by line.
 
-usage: cpp_guide_test.py PROGRAM WORK_FOLDER
+usage: cpp_guide_test.py PROGRAM WHOLE_STEP_PROGRAM WORK_FOLDER
 """
 
 import re
@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-program, work = Path(sys.argv[1]), Path(sys.argv[2])
+program, whole_step, work = map(Path, sys.argv[1:])
 root = Path(__file__).resolve().parents[2]
 
 
@@ -18,8 +18,12 @@ def lines(text):
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-source = lines((root / "examples/cpp/main.cpp").read_text())
-for page, at_least in (("docs/cpp.md", 7), ("docs/graphs.md", 1)):
+source = [
+    line
+    for name in ("main", "whole_step")
+    for line in lines((root / f"examples/cpp/{name}.cpp").read_text())
+]
+for page, at_least in (("docs/cpp.md", 7), ("docs/graphs.md", 2)):
     text = (root / page).read_text()
     blocks = re.findall(r"^```cpp\n(.*?)^```$", text, re.M | re.S)
     assert len(blocks) >= at_least, f"{len(blocks)} blocks of code in {page}"
@@ -27,7 +31,7 @@ for page, at_least in (("docs/cpp.md", 7), ("docs/graphs.md", 1)):
         quoted = lines(block)
         n = len(quoted)
         assert any(source[i : i + n] == quoted for i in range(len(source))), (
-            f"{page} quotes what examples/cpp/main.cpp does not have:\n{block}"
+            f"{page} quotes what examples/cpp does not have:\n{block}"
         )
 
 
@@ -58,3 +62,13 @@ assert abs(again - after) < 5e-5, (after, again)
 assert best < after, (after, best)
 failed = subprocess.run([program], capture_output=True, text=True)
 assert failed.returncode == 1 and "expected FOLDER" in failed.stderr, failed
+
+done = subprocess.run([whole_step], capture_output=True, text=True, timeout=120)
+assert done.returncode == 0, done.stderr
+said = re.fullmatch(
+    r"20 steps, (\d+) of them replays: loss ([\d.]+) -> ([\d.]+)\n", done.stdout
+)
+assert said, done.stdout
+# Behind a warm-up of three steps.
+assert int(said[1]) == 17, done.stdout
+assert float(said[3]) < 0.9 * float(said[2]), done.stdout
