@@ -9,7 +9,8 @@
 # flatshard_test(<name> [PURE|THREADS] [MODULES] SOURCES ... DEPS ... [LIBS ...]
 #   [TIMEOUT s] [PROCESSORS n])
 #   one GoogleTest program. Its cases are the ctest <name>, labelled quick; those
-#   that tests/slow_cases.txt lists are a ctest <name>_slow.
+#   that tests/slow_cases.txt lists are a ctest <name>_slow. With cuda or nccl in
+#   its name it is one that does nothing without a GPU, and labelled gpu as well.
 # MODULES: takes the precompiled header that has torch's modules.
 # With FLATSHARD_SANITIZE only what is PURE exists; with thread in it also what
 # is marked THREADS: it knows torch, and threads of its own run in it.
@@ -168,7 +169,11 @@ function(flatshard_test name)
   endforeach()
   list(JOIN cases ":" cases)
   _flatshard_ctest(${name} ${name} ${A_TIMEOUT})
-  set_tests_properties(${name} PROPERTIES LABELS quick)
+  set(labels quick)
+  if(name MATCHES "cuda|nccl")
+    list(APPEND labels gpu)
+  endif()
+  set_tests_properties(${name} PROPERTIES LABELS "${labels}")
   if(cases)
     set_property(
       TEST ${name} APPEND PROPERTY ENVIRONMENT "GTEST_FILTER=-${cases}")
