@@ -94,15 +94,17 @@ def _run(module, function, args, kwargs):
     refuse_foreign_capture(root.device)
     try:
         core.forward_begin(state.id, args, kwargs)
-        if len(state.modules) > 1 and not state.running:
+        of_several = len(state.modules) > 1
+        if of_several and not state.running:
             # Of those that are still there.
             state.running.update(id(m) for r in state.modules if (m := r()) is not None)
         output = function(*args, **kwargs)
         if policy.output_dtype is not None:
             output = _cast(output, policy.output_dtype)
-        # The weights of a unit of several modules stay for those still to run.
-        state.running.discard(id(module))
-        core.forward_end(state.id, output, bool(state.running))
+        if of_several:
+            # Its weights stay for those still to run.
+            state.running.discard(id(module))
+        core.forward_end(state.id, output, of_several and bool(state.running))
     except BaseException:
         core.forward_error(state.id)
         raise
