@@ -46,6 +46,12 @@ struct Result {
 };
 
 // `shell` may hold $PROGRAM.
+/// Where a program that may be cut off leaves its counts of lines, if it counts
+/// any: a file that is broken takes no other program's counts.
+inline std::string counts_of_cut_off() {
+  return (std::filesystem::temp_directory_path() / "flatshard_counts").string();
+}
+
 inline Result sh(const std::string& shell) {
   const TempFolder folder;
   const auto script = folder.write("script", shell);

@@ -213,6 +213,7 @@ TEST_F(BadInput, ARankThatIsKilledEndsTheOthers) {
     ::dup2(ends[1], STDOUT_FILENO);
     ::dup2(ends[1], STDERR_FILENO);
     ::close(ends[0]);
+    ::setenv("GCOV_PREFIX", counts_of_cut_off().c_str(), 1);
     ::execl(
         FLATSHARD_PROGRAM,
         FLATSHARD_PROGRAM,

@@ -10,8 +10,15 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 // Blocks of 512 bytes; the limit holds for every file the program writes.
+std::string limit(int blocks) {
+  return fmt::format(
+      "export GCOV_PREFIX='{}'\nulimit -f {}\n",
+      counts_of_cut_off(),
+      blocks);
+}
+
 TEST_F(BadInput, NoRoomForTheWeights) {
-  const Result result = sh("ulimit -f 40\n" + train(""));
+  const Result result = sh(limit(40) + train(""));
   expect_one_error(result);
   EXPECT_THAT(
       result.output,
@@ -23,7 +30,7 @@ TEST_F(BadInput, NoRoomForTheWeights) {
 }
 
 TEST_F(BadInput, NoRoomForTheMetrics) {
-  const Result result = sh("ulimit -f 8\n" + train("--set training.steps=100"));
+  const Result result = sh(limit(8) + train("--set training.steps=100"));
   expect_one_error(result);
   EXPECT_THAT(
       result.output,
@@ -35,7 +42,7 @@ TEST_F(BadInput, NoRoomForTheMetrics) {
 }
 
 TEST_F(BadInput, NoRoomForTheConfig) {
-  const Result result = sh("ulimit -f 1\n" + train(""));
+  const Result result = sh(limit(1) + train(""));
   expect_one_error(result);
   EXPECT_THAT(
       result.output,
@@ -46,9 +53,10 @@ TEST_F(BadInput, NoRoomForTheConfig) {
 TEST_F(BadInput, NoRoomForACorpus) {
   const auto corpus = snapshot(folder_ / "corpus");
   const Result result = sh(fmt::format(
-      "ulimit -f 4\n\"$PROGRAM\" data prepare --force --input '{0}/texts' "
+      "{1}\"$PROGRAM\" data prepare --force --input '{0}/texts' "
       "--output '{0}/corpus'",
-      folder_.path().string()));
+      folder_.path().string(),
+      limit(4)));
   expect_one_error(result);
   EXPECT_EQ(snapshot(folder_ / "corpus"), corpus);
   for (const auto& entry : fs::directory_iterator(folder_.path())) {
