@@ -13,8 +13,7 @@
 #include <tuple>
 #include <vector>
 
-#include "flatshard/device/stream.h"
-#include "flatshard/device/timer.h"
+#include "bench/call_time.h"
 #include "flatshard/float8/quantize.h"
 #include "flatshard/nn/float8_fused.h"
 #include "flatshard/optim/flat_update.h"
@@ -46,28 +45,6 @@ struct Result {
   double gb_per_s() const { return static_cast<double>(nbytes) / us * 1e-3; }
 };
 
-// Median over rounds, of one call.
-double microseconds(
-    std::int64_t num_sets,
-    const std::function<void(std::int64_t)>& call) {
-  const auto timer = make_stream_timer(at::Device(at::kCUDA, 0));
-  constexpr int kCalls = 20;
-  std::vector<double> rounds;
-  for (int round = 0; round < 8; ++round) {
-    timer->start();
-    for (int i = 0; i < kCalls; ++i) {
-      call(i % num_sets);
-    }
-    timer->stop();
-    const double us = timer->wait_and_take_ms() * 1e3 / kCalls;
-    if (round > 0) {  // the first one warms up
-      rounds.push_back(us);
-    }
-  }
-  std::ranges::sort(rounds);
-  return rounds[rounds.size() / 2];
-}
-
 class Table {
  public:
   explicit Table(Options options) : options_(options) {}
@@ -88,7 +65,7 @@ class Table {
     }
     const auto size = static_cast<std::int64_t>(sets.size());
     const double us =
-        microseconds(size, [&](std::int64_t i) { call(sets[i]); });
+        call_microseconds(size, [&](std::int64_t i) { call(sets[i]); });
     report({op, shape, nbytes, us});
   }
 

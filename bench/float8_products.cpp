@@ -5,15 +5,12 @@
 #include <ATen/Functions.h>
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
-#include <functional>
 #include <string>
 #include <vector>
 
-#include "flatshard/device/stream.h"
-#include "flatshard/device/timer.h"
+#include "bench/call_time.h"
 #include "flatshard/float8/matmul.h"
 
 namespace flatshard {
@@ -24,26 +21,6 @@ using float8::Recipe;
 
 const at::TensorOptions kBf16 =
     at::TensorOptions(at::kCUDA).dtype(at::kBFloat16);
-
-// Median over rounds, of one call; a round is long enough to heat the GPU.
-double microseconds(const std::function<void()>& call) {
-  const auto timer = make_stream_timer(at::Device(at::kCUDA, 0));
-  constexpr int kCalls = 20;
-  std::vector<double> rounds;
-  for (int round = 0; round < 8; ++round) {
-    timer->start();
-    for (int i = 0; i < kCalls; ++i) {
-      call();
-    }
-    timer->stop();
-    const double us = timer->wait_and_take_ms() * 1e3 / kCalls;
-    if (round > 0) {  // the first one chooses algorithms
-      rounds.push_back(us);
-    }
-  }
-  std::ranges::sort(rounds);
-  return rounds[rounds.size() / 2];
-}
 
 struct Shape {
   const char* name;
@@ -74,7 +51,7 @@ void measure(const Shape& s) {
   const at::Tensor a = at::randn({s.m, s.k}, kBf16);
   const at::Tensor b = at::randn({s.n, s.k}, kBf16);
   at::Tensor plain = at::empty({s.m, s.n}, kBf16);
-  report(s, "bfloat16", "bfloat16", microseconds([&] {
+  report(s, "bfloat16", "bfloat16", call_microseconds(1, [&](std::int64_t) {
            at::mm_out(plain, a, b.t());
          }));
   const bool gradient = std::string(s.name).starts_with("dw");
@@ -95,7 +72,7 @@ void measure(const Shape& s) {
           continue;
         }
         at::Tensor out = at::zeros({s.m, s.n}, kBf16.dtype(dtype));
-        const double us = microseconds([&] {
+        const double us = call_microseconds(1, [&](std::int64_t) {
           float8::matmul(
               out,
               x,

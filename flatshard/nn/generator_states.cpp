@@ -1,6 +1,7 @@
 #include "flatshard/nn/generator_states.h"
 
 #include "flatshard/nn/cuda_ops.h"
+#include "flatshard/nn/module_tree.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 
@@ -15,12 +16,8 @@ GeneratorStates generator_states(Module& owner, const TensorList& inputs) {
       all.push_back(*generator);
     }
   }
-  for (const auto& module : owner.modules()) {
-    if (const auto* ours = dynamic_cast<const Module*>(module.get())) {
-      for (const at::Generator& generator : ours->own_generators()) {
-        all.push_back(generator);
-      }
-    }
+  for (const at::Generator& generator : own_generators(modules_below(owner))) {
+    all.push_back(generator);
   }
   return states_of(all);
 }

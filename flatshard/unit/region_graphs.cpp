@@ -2,7 +2,7 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
-#include "flatshard/nn/module.h"
+#include "flatshard/nn/module_tree.h"
 #include "flatshard/unit/autograd_task.h"
 #include "flatshard/unit/module_modes.h"
 #include "flatshard/unit/step_watch.h"
@@ -31,11 +31,9 @@ RegionGraphs::RegionGraphs(
     if (unit->module() == nullptr) {
       continue;
     }
-    for (const auto& module : unit->module()->modules()) {
-      if (auto* ours = dynamic_cast<nn::Module*>(module.get())) {
-        regions->modules.push_back(ours);
-        unit_of_module_[ours] = unit->id();  // children's units come later
-      }
+    regions->modules = nn::modules_below(*unit->module());
+    for (const nn::Module* module : regions->modules) {
+      unit_of_module_[module] = unit->id();  // children's units come later
     }
   }
 }
@@ -132,15 +130,10 @@ RegionOwner RegionGraphs::owner_of(nn::Module* module, const UnitRegions& unit)
   if (module == nullptr && program_.context) {
     owner.contexts.push_back(program_.context);
   }
-  auto& found = owner.generators;
   for (const nn::Module* layer : unit.modules) {
     owner.contexts.push_back(layer->context());
-    for (const at::Generator& generator : layer->own_generators()) {
-      if (std::find(found.begin(), found.end(), generator) == found.end()) {
-        found.push_back(generator);
-      }
-    }
   }
+  owner.generators = nn::own_generators(unit.modules);
   return owner;
 }
 

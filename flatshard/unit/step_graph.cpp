@@ -3,6 +3,7 @@
 #include "flatshard/comm/collective_scope.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
+#include "flatshard/nn/module_tree.h"
 #include "flatshard/unit/step_recording.h"
 #include "flatshard/unit/step_stamp.h"
 
@@ -15,29 +16,6 @@
 
 namespace flatshard {
 namespace {
-
-std::vector<nn::Module*> modules_below(nn::Module& root) {
-  std::vector<nn::Module*> found;
-  for (const auto& module : root.modules()) {
-    if (auto* ours = dynamic_cast<nn::Module*>(module.get())) {
-      found.push_back(ours);
-    }
-  }
-  return found;
-}
-
-std::vector<at::Generator> generators_of(
-    const std::vector<nn::Module*>& modules) {
-  std::vector<at::Generator> found;
-  for (const nn::Module* module : modules) {
-    for (const at::Generator& generator : module->own_generators()) {
-      if (std::find(found.begin(), found.end(), generator) == found.end()) {
-        found.push_back(generator);
-      }
-    }
-  }
-  return found;
-}
 
 bool same_kind(const at::Tensor& a, const at::Tensor& b) {
   return a.sizes() == b.sizes() && a.strides() == b.strides() &&
@@ -59,7 +37,7 @@ StepGraph::StepGraph(std::shared_ptr<Runtime> runtime, Work work)
       root != nullptr,
       usage,
       "StepGraph: expected units of nn::Module");
-  modules_ = modules_below(*root);
+  modules_ = nn::modules_below(*root);
   constexpr std::size_t kOwnHooks = 3;  // Runtime::hook_modules
   for (const nn::Module* module : modules_) {
     const bool is_unit = std::any_of(
@@ -223,8 +201,9 @@ std::string StepGraph::capture(const nn::TensorList& inputs) {
     collectives_ = flight_->make_captured();
   }
   try {
-    auto graph =
-        pool_->capture([this] { return record(); }, generators_of(modules_));
+    auto graph = pool_->capture(
+        [this] { return record(); },
+        nn::own_generators(modules_));
     const std::lock_guard lock(held_->mutex);
     held_->graph = std::move(graph);
     captured_ = true;

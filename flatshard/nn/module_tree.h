@@ -1,0 +1,16 @@
+#pragma once
+
+#include "flatshard/nn/module.h"
+
+#include <vector>
+
+namespace flatshard::nn {
+
+/// `root` and the modules of ours inside of it, parents first.
+std::vector<Module*> modules_below(Module& root);
+
+/// What these modules draw from besides default generators, each once:
+/// Module::own_generators.
+std::vector<at::Generator> own_generators(const std::vector<Module*>& modules);
+
+}  // namespace flatshard::nn
