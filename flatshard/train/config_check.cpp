@@ -144,18 +144,14 @@ void check_float8(const Config& config) {
       float8.recipe,
       config.precision.compute);
   FLATSHARD_CHECK(
-      config.cuda_graph.impl == "none",
+      config.cuda_graph.impl == "none" ||
+          config.cuda_graph.impl == "full_iteration",
       config,
-      "float8.recipe = \"{}\" with cuda_graph.impl = \"{}\": graphs do not "
-      "know FP8 weights yet; leave one of them out",
+      "float8.recipe = \"{}\" with cuda_graph.impl = \"{}\": graphs of single "
+      "regions do not know FP8 weights; record whole steps "
+      "(\"full_iteration\")",
       float8.recipe,
       config.cuda_graph.impl);
-  FLATSHARD_CHECK(
-      config.parallelism.keep_compute_weights,
-      config,
-      "float8.recipe = \"{}\" with parallelism.keep_compute_weights = false: "
-      "FP8 planes rest on each rank; leave one of them out",
-      float8.recipe);
   FLATSHARD_CHECK(
       float8.column_plane != "stored" || float8.recipe == "rowwise" ||
           float8.recipe == "mxfp8",

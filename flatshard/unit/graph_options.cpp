@@ -71,11 +71,11 @@ void check_graph_options(
           config,
           "GraphOptions::enabled with offload: not supported");
       FLATSHARD_CHECK(
-          !group->weights().float8(),
+          options.graphs.whole_step || !group->weights().float8(),
           config,
-          "GraphOptions::enabled with FP8 weights: not supported yet; leave "
-          "one "
-          "of them out");
+          "GraphOptions::regions with FP8 weights: not supported; record whole "
+          "steps (GraphOptions::whole_step, cuda_graph.impl = "
+          "\"full_iteration\")");
     }
   }
 }
