@@ -3,6 +3,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/device/memory.h"
 #include "flatshard/unit/executor.h"
+#include "flatshard/unit/poison.h"
 
 #include <ATen/ATen.h>
 
