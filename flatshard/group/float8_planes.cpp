@@ -72,10 +72,6 @@ Float8Planes::Float8Planes(const GroupContext& context, Options options)
   for (const Plane plane : {kRows, kColumns}) {
     if (stores(plane)) {
       build_stored(planes_[plane]);
-    } else if (options.resident) {
-      derived_columns_ = at::zeros(
-          {slot_nbytes(plane)},
-          at::TensorOptions(context.mesh->device()).dtype(at::kByte));
     }
   }
 }
@@ -181,7 +177,7 @@ std::int64_t Float8Planes::slot_nbytes(Plane plane, int part) const {
 std::int64_t Float8Planes::nbytes() const {
   std::int64_t sum = 0;
   const at::Tensor amax = outputs_ ? outputs_->amax : at::Tensor();
-  for (const at::Tensor& tensor : {scales_, derived_columns_, amax}) {
+  for (const at::Tensor& tensor : {scales_, amax}) {
     sum += tensor.defined() ? static_cast<std::int64_t>(tensor.nbytes()) : 0;
   }
   if (!rests()) {

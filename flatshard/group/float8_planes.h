@@ -45,8 +45,7 @@ class Float8Planes {
   /// @param context  outlives this. Its layout has a part for each of
   ///   `parts_of(...)`.
   struct Options {
-    /// The weights rest whole on every rank: derived columns, too, have a place
-    /// of their own.
+    /// The weights rest whole on every rank.
     bool resident = false;
     /// false: this rank's part is made of main weights for each gather, and
     /// only scales stay. Not where the ranks spread what the optimizer's slices
@@ -115,9 +114,13 @@ class Float8Planes {
   /// float8::Plane says.
   float8::Plane
   view(Plane plane, std::int64_t i, int part, const at::Tensor& slot) const;
-  /// Of groups whose weights rest whole: what others have in a slot.
+  /// All of the plane rests on this rank, and no slot holds it.
+  bool rests_whole(Plane plane) const {
+    return options_.resident && stores(plane);
+  }
+  /// Then: what others have in a slot.
   const at::Tensor& resting(Plane plane) const {
-    return stores(plane) ? planes_[plane].resting.local() : derived_columns_;
+    return planes_[plane].resting.local();
   }
   /// Not defined where planes do not rest.
   const FlatBuffer& stored(Plane plane) const {
@@ -193,7 +196,6 @@ class Float8Planes {
   std::vector<ScaleOffsets> scale_offsets_;
   std::vector<std::int64_t> extra_offsets_;  ///< rowwise, derived: see .cpp
   std::int64_t extra_nbytes_ = 0;
-  at::Tensor derived_columns_;  ///< of resident groups
   at::Tensor scales_;  ///< float32, of both planes; undefined with mxfp8
   /// What scales_ come from, while planes are made of it.
   at::Tensor amax_;

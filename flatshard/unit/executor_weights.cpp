@@ -13,7 +13,7 @@
 namespace flatshard {
 
 SlotView Executor::acquire_weights(Unit& unit, const Action& action) {
-  if (unit.resident()) {
+  if (unit.rests(action.plane)) {
     return {};
   }
   const SlotKey key{

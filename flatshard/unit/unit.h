@@ -75,6 +75,10 @@ class Unit {
   std::int64_t weights_nbytes() const { return weights_nbytes_; }
   std::int64_t grads_nbytes() const { return grads_nbytes_; }
   bool resident() const { return resident_; }
+  /// The plane has no slot.
+  bool rests(PlaneId plane) const {
+    return resident_ && !transient_.contains(plane);
+  }
   /// Microbatches were accumulated but not reduced over all ranks.
   bool has_unreduced_grad() const;
   /// Rises with every change of the weights.
@@ -166,6 +170,7 @@ class Unit {
   bool revealed_ = true;  ///< the parameters of resident groups, if any
   bool has_residents_ = false;
   bool resident_ = true;
+  PlaneSet transient_;  ///< UnitSpec::transient
 };
 
 }  // namespace flatshard

@@ -158,6 +158,30 @@ TEST(Float8Training, F3_ASelectiveRecomputeGathersItsRowsAndNoMore) {
       Float8Case::kLayers * (kAttention + kMlp));
 }
 
+// On one rank rows rest; columns are made of them for each backward and leave
+// with it.
+TEST(Float8Training, RestingRowsAreTransposedForEachBackward) {
+  for (const auto& [strategy, ranks] :
+       {std::pair{"zero3", 1}, std::pair{"zero2", 2}}) {
+    const Float8Run run = train_float8(
+        {.format = Float8Format{.recipe = Recipe::tensorwise},
+         .strategy = strategy,
+         .mesh = {ranks},
+         .prefetches_between_steps = false});
+    std::map<std::pair<ActionKind, PlaneId>, int> count;
+    for (const Action& a : run.last_step) {
+      ++count[{a.kind, a.plane}];
+    }
+    EXPECT_EQ(
+        (count[{ActionKind::derive, Unit::kColumnPlane}]),
+        Float8Case::kLayers);
+    EXPECT_EQ(
+        (count[{ActionKind::release, Unit::kColumnPlane}]),
+        Float8Case::kLayers);
+    EXPECT_EQ((count[{ActionKind::release, Unit::kRowPlane}]), 0);
+  }
+}
+
 TEST(Float8Training, AStrayReadNamesTheParameter) {
   run_ranks(1, [](RankContext& context) {
     models::Llama llama = make_llama(ActivationCheckpoint::none);
