@@ -184,7 +184,8 @@ const Float8Outputs* Float8Planes::outputs(const FlatBuffer& main) {
     std::ranges::sort(outputs.runs, {}, &float8::FlatRun::begin);
     outputs.upload(main.device());
     if (scales_.defined()) {
-      outputs.amax = at::zeros_like(scales_);
+      // Zero before each update, on its stream.
+      outputs.amax = at::empty_like(scales_);
     } else {
       outputs.data = outputs.scales = planes_[kRows].shard.local();
     }

@@ -18,10 +18,12 @@ struct Known {
   std::uint32_t version;
   at::Tensor amax;
 
-  bool is_of(const at::Tensor& t) const {
+  bool is_in(const at::Tensor& t) const {
     return !storage.expired() &&
-           storage._unsafe_get_target() == t.storage().unsafeGetStorageImpl() &&
-           offset == t.storage_offset() && numel == t.numel() &&
+           storage._unsafe_get_target() == t.storage().unsafeGetStorageImpl();
+  }
+  bool is_of(const at::Tensor& t) const {
+    return is_in(t) && offset == t.storage_offset() && numel == t.numel() &&
            version == t._version();
   }
 };
@@ -50,6 +52,12 @@ void note_amax(const at::Tensor& gradient, at::Tensor amax) {
     return;
   }
   Ring& r = ring();
+  // In memory that is written again and again the last word counts.
+  for (std::optional<Known>& known : r.known) {
+    if (known && known->is_in(gradient)) {
+      known.reset();
+    }
+  }
   r.known[r.next++ % kRemembered] = Known{
       .storage = c10::weak_intrusive_ptr<c10::StorageImpl>(
           gradient.storage().getWeakStorageImpl()),
@@ -57,6 +65,10 @@ void note_amax(const at::Tensor& gradient, at::Tensor amax) {
       .numel = gradient.numel(),
       .version = static_cast<std::uint32_t>(gradient._version()),
       .amax = std::move(amax)};
+}
+
+void forget_known_amax() {
+  ring() = {};
 }
 
 at::Tensor take_known_amax(const at::Tensor& gradient) {

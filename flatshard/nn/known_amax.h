@@ -16,4 +16,8 @@ void note_amax(const at::Tensor& gradient, at::Tensor amax);
 /// it. Forgets it.
 at::Tensor take_known_amax(const at::Tensor& gradient);
 
+/// Forgets all of this thread: before and behind what is recorded in a graph of
+/// its own.
+void forget_known_amax();
+
 }  // namespace flatshard::nn

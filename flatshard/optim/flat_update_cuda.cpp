@@ -66,7 +66,7 @@ kernels::FlatUpdatePointers pointers_of(const FlatUpdate& u) {
     p.num_ranges = static_cast<int>(u.decay.size());
   }
   const Float8Outputs& f = u.float8;
-  if (f.wanted()) {
+  if (f.wanted() && !f.runs.empty()) {
     p.float8 = {
         .runs = reinterpret_cast<const float8::FlatRun*>(bytes(f.device_runs)),
         .num_runs = static_cast<int>(f.runs.size()),

@@ -70,12 +70,6 @@ void check_graph_options(
           !group->options().offload,
           config,
           "GraphOptions::enabled with offload: not supported");
-      FLATSHARD_CHECK(
-          options.graphs.whole_step || !group->weights().float8(),
-          config,
-          "GraphOptions::regions with FP8 weights: not supported; record whole "
-          "steps (GraphOptions::whole_step, cuda_graph.impl = "
-          "\"full_iteration\")");
     }
   }
 }

@@ -2,6 +2,7 @@
 
 #include "flatshard/float8/matmul.h"
 #include "flatshard/group/param_group.h"
+#include "flatshard/nn/weight_source.h"
 #include "flatshard/schedule/events.h"
 #include "flatshard/unit/parameter_storage.h"
 #include "flatshard/unit/slot_view.h"
@@ -106,6 +107,15 @@ class Unit {
       PlaneId plane,
       PartId part,
       const SlotView& slot) const;
+  /// The same as it lies in the slot.
+  float8::Plane float8_view(
+      const UnitParameter& parameter,
+      PlaneId plane,
+      PartId part,
+      const SlotView& slot) const;
+  static PlaneId plane_of(nn::PlaneUse use) {
+    return use == nn::PlaneUse::fprop ? kRowPlane : kColumnPlane;
+  }
   /// @throws Error{usage} when somebody gave a parameter another storage.
   void check_storage() const;
   /// Points the parameters at the slot / at nothing. Resident groups stay.

@@ -131,18 +131,27 @@ void Unit::derive_into(
   }
 }
 
-float8::Operand Unit::float8_operand(
+float8::Plane Unit::float8_view(
     const UnitParameter& p,
     PlaneId plane,
     PartId part,
     const SlotView& slot) const {
   const Float8Planes& planes = *groups_[p.group]->weights().float8();
   const bool resident = groups_[p.group]->weights().resident();
-  float8::Plane view = planes.view(
+  return planes.view(
       float8_plane_of(plane),
       p.index,
       part == kWhole || resident ? Float8Planes::kWhole : parts_[part].part,
       float8_slot(p.group, plane, part, slot));
+}
+
+float8::Operand Unit::float8_operand(
+    const UnitParameter& p,
+    PlaneId plane,
+    PartId part,
+    const SlotView& slot) const {
+  const Float8Planes& planes = *groups_[p.group]->weights().float8();
+  float8::Plane view = float8_view(p, plane, part, slot);
   if (plane == kColumnPlane && planes.stores(Float8Planes::kColumns)) {
     // It travelled as the rows lie; products read the transpose.
     view.data = float8::transpose_bytes(view.data);

@@ -101,6 +101,18 @@ TEST_F(CudaFloat8, PlanesAreThoseOfStoredValues) {
   }
 }
 
+TEST_F(CudaFloat8, SinglePlanesAreThoseOfBoth) {
+  for (const float8::Quantizer& q : float8_quantizers()) {
+    SCOPED_TRACE(to_string(q.recipe));
+    for (const auto& [rows, dim] : {std::pair{128, 512}, {384, 2048}}) {
+      expect_single_planes(
+          Float8Inputs(rows, dim, at::kCUDA, at::kBFloat16),
+          q,
+          q.recipe == float8::Recipe::blockwise ? 1 : 16);
+    }
+  }
+}
+
 TEST_F(CudaFloat8, NumbersOfTokensThatFillNoTile) {
   for (const float8::Quantizer& q : float8_quantizers()) {
     if (q.recipe == float8::Recipe::blockwise) {

@@ -28,6 +28,14 @@ TEST(Float8Fused, EqualsFloat32WithinFp8) {
   }
 }
 
+TEST(Float8Fused, SinglePlanesAreThoseOfBoth) {
+  for (const float8::Quantizer& q : float8_quantizers()) {
+    SCOPED_TRACE(to_string(q.recipe));
+    const Float8Inputs in(128, 256, at::kCPU, at::kBFloat16);
+    expect_single_planes(in, q, q.recipe == float8::Recipe::blockwise ? 1 : 32);
+  }
+}
+
 TEST(Float8Fused, AmaxIsThatOfWhatIsStored) {
   const Float8Inputs in(64, 96, at::kCPU, at::kBFloat16);
   const auto [y, of_y] = swiglu_amax(in.gate, in.up);

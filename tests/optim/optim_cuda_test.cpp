@@ -165,5 +165,17 @@ TEST(CudaFloat8Updates, AreMadeOfTheNewWeights) {
   }
 }
 
+// A rank that has no row of any weight.
+TEST(CudaFloat8Updates, AShardOfPaddingHasNoRuns) {
+  if (!cuda_available()) {
+    GTEST_SKIP() << "no GPU";
+  }
+  FlatUpdate update =
+      on_gpu(host_update({64, {{64, 0.1F}}}, at::kFloat, at::kBFloat16));
+  update.float8.amax = at::zeros({2}, at::TensorOptions(at::kCUDA));
+  adamw_update(update, kSomeStep);
+  EXPECT_FALSE(update.float8.amax.any().item<bool>());
+}
+
 }  // namespace
 }  // namespace flatshard

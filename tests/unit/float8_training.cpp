@@ -91,10 +91,13 @@ std::shared_ptr<Runtime> shard_llama(
           .trace = true,
           .debug = {.poison = c.poison},
           .graphs = {
-              .enabled = c.whole_step,
+              .enabled = c.whole_step || !c.regions.empty(),
               .whole_step = c.whole_step,
               .warmup_steps = Float8Case::kWarmupSteps,
               .emulate_on_cpu = mesh->device().is_cpu()}}};
+  if (!c.regions.empty()) {
+    options.runtime.graphs.regions = c.regions;
+  }
   for (const auto& unit : llama->unit_modules()) {
     options.units.push_back(dynamic_cast<nn::Module*>(unit.get()));
   }
@@ -160,7 +163,7 @@ void train_float8_rank(
   runtime->synchronize();
   collect_weights(*runtime, mutex, result.weights);
   if (mesh->rank() == 0) {
-    result.graphs = graph ? graph->stats() : GraphStats();
+    result.graphs = graph ? graph->stats() : runtime->graph_stats();
     result.last_step = runtime->trace().actions;
     result.units = runtime->scheduler().units();
   }

@@ -8,6 +8,7 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -35,6 +36,8 @@ struct Float8Case {
   /// Each step is a graph, behind those of warm-up: one, and one with the parts
   /// that its recomputation taught.
   bool whole_step = false;
+  /// Regions that are graphs, behind the same warm-up.
+  std::set<std::string> regions;
   bool poison = false;
   bool freezes_attention = false;
   bool prefetches_between_steps = true;

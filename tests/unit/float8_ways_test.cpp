@@ -1,6 +1,5 @@
 // Other ways of FP8 planes to a kernel: graphs of steps, planes that do not
 // rest, copies of what peers hold. None changes a bit.
-#include "tests/support/message_of.h"
 #include "tests/unit/float8_training.h"
 
 #include <gmock/gmock.h>
@@ -23,6 +22,11 @@ void expect_same_with(
   changed.max_delay_us = 200;
   const Float8Run got = train_float8(changed);
   expect_same_run(got, train_float8(plain));
+  if (!changed.regions.empty()) {
+    EXPECT_GT(got.graphs.forward_replays, 0);
+    EXPECT_GT(got.graphs.backward_replays, 0);
+    EXPECT_THAT(got.graphs.fallbacks, IsEmpty());
+  }
   if (changed.whole_step) {
     EXPECT_EQ(got.graphs.captures, 1);
     EXPECT_EQ(
@@ -146,22 +150,69 @@ TEST(Float8WaysMatrix, DISABLED_WholeMatrix) {
   }
 }
 
-TEST(Float8Ways, GraphsOfRegionsAreRefused) {
-  run_ranks(1, [](RankContext& context) {
-    models::Llama llama = make_llama(ActivationCheckpoint::none);
-    FullyShardOptions options{
-        .float8_of =
-            [](const std::string&, const std::vector<std::int64_t>&) {
-              return std::optional(Float8Format{});
-            },
-        .runtime = {.graphs = {.enabled = true, .emulate_on_cpu = true}}};
-    EXPECT_THAT(
-        message_of([&] {
-          const auto unused =
-              fully_shard(*llama, context.mesh(), std::move(options));
-        }),
-        HasSubstr("GraphOptions::regions with FP8 weights"));
-  });
+// Blocks, and halves of blocks; of each recipe, and of each way of planes into
+// slots. One microbatch: the second one's backward adds, which no replay does.
+std::vector<WayCase> region_cases() {
+  std::vector<WayCase> all;
+  const auto formats = float8_formats();
+  const std::vector<std::set<std::string>> regions{{"block"}, {"attn", "mlp"}};
+  for (std::size_t f = 0; f < formats.size(); ++f) {
+    for (std::size_t r = 0; r < regions.size(); ++r) {
+      const auto& [strategy, mesh] =
+          strategies()[(f + 3 * r) % strategies().size()];
+      all.push_back(
+          {.name = *regions[r].begin() + "_" + name_of_format(formats[f]) +
+                   "_" + strategy + "_" + std::to_string(mesh[0]),
+           .plain =
+               {.format = formats[f],
+                .strategy = strategy,
+                .mesh = mesh,
+                .steps = 5,
+                .gather_parts = kParts[(f + r) % kParts.size()],
+                .keep_compute_weights = f % 2 == 0},
+           .change = [names = regions[r]](Float8Case& c) {
+             c.regions = names;
+           }});
+    }
+  }
+  // A recomputation inside: its half is run eagerly, the other is a graph.
+  all.push_back(
+      {.name = "attn_beside_a_recomputation",
+       .plain =
+           {.format = formats[2],
+            .mesh = {2},
+            .steps = 5,
+            .checkpoint = ActivationCheckpoint::selective},
+       .change = [](Float8Case& c) { c.regions = {"attn"}; }});
+  return all;
+}
+
+class Float8Regions : public ::testing::TestWithParam<WayCase> {};
+INSTANTIATE_TEST_SUITE_P(
+    Pairwise,
+    Float8Regions,
+    ::testing::ValuesIn(region_cases()),
+    [](const auto& info) { return info.param.name; });
+
+TEST_P(Float8Regions, ChangeNoBit) {
+  expect_same_with(GetParam().plain, GetParam().change);
+}
+
+TEST(Float8Ways, RecomputedBlocksRunEagerly) {
+  Float8Case c{
+      .format = Float8Format{.recipe = Recipe::rowwise, .stored_columns = true},
+      .mesh = {2},
+      .steps = 6,
+      .checkpoint = ActivationCheckpoint::full,
+      .prefetches_between_steps = false};
+  const Float8Run want = train_float8(c);
+  c.regions = {"block"};
+  const Float8Run got = train_float8(c);
+  expect_same_run(got, want);
+  ASSERT_FALSE(got.graphs.fallbacks.empty());
+  EXPECT_THAT(
+      got.graphs.fallbacks.begin()->first,
+      HasSubstr("a recomputed region with FP8 weights"));
 }
 
 }  // namespace
