@@ -208,9 +208,10 @@ std::tuple<at::Tensor, at::Tensor> swiglu_backward(
     const at::Tensor& gate,
     const at::Tensor& up,
     at::Tensor* product,
-    const at::Tensor& amax) {
+    const at::Tensor& amax,
+    bool over_dy) {
   const c10::cuda::CUDAGuard guard(gate.device());
-  at::Tensor dgate = at::empty_like(gate);
+  at::Tensor dgate = over_dy ? dy : at::empty_like(gate);
   at::Tensor dup = at::empty_like(up);
   kernels::swiglu_backward(
       in(dy),

@@ -74,13 +74,15 @@ at::Tensor swiglu_forward(
 /// @param amax     [2] float32 when defined: max(amax, the largest magnitude)
 /// of
 ///                 dgate and of dup.
+/// @param over_dy  dgate is written over dy.
 /// @return (dgate, dup)
 std::tuple<at::Tensor, at::Tensor> swiglu_backward(
     const at::Tensor& dy,
     const at::Tensor& gate,
     const at::Tensor& up,
     at::Tensor* product,
-    const at::Tensor& amax = {});
+    const at::Tensor& amax = {},
+    bool over_dy = false);
 
 struct CrossEntropyArgs {
   std::int64_t ignore_index = -100;

@@ -125,7 +125,8 @@ std::tuple<at::Tensor, at::Tensor> swiglu_amax(
 std::tuple<at::Tensor, at::Tensor, at::Tensor> swiglu_backward_amax(
     const at::Tensor& dy,
     const at::Tensor& gate,
-    const at::Tensor& up) {
+    const at::Tensor& up,
+    bool gives_up_dy) {
   const at::NoGradGuard no_grad;
   if (cuda::takes(gate)) {
     const at::Tensor amax = at::zeros({2}, gate.options().dtype(at::kFloat));
@@ -134,7 +135,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> swiglu_backward_amax(
         gate.contiguous(),
         up.contiguous(),
         nullptr,
-        amax);
+        amax,
+        gives_up_dy);
     return {dgate, dup, amax};
   }
   const auto [dgate, dup] = swiglu_gradients(dy, gate, up);

@@ -49,10 +49,12 @@ std::tuple<at::Tensor, at::Tensor> swiglu_amax(
     const at::Tensor& up);
 
 /// (dgate, dup, the largest magnitude of each [2] float32) in one pass.
+/// @param gives_up_dy  dgate may be written over dy.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> swiglu_backward_amax(
     const at::Tensor& dy,
     const at::Tensor& gate,
-    const at::Tensor& up);
+    const at::Tensor& up,
+    bool gives_up_dy = false);
 
 struct NormFloat8 {
   at::Tensor sum;   ///< x + delta [tokens, dim]; x without delta

@@ -4,6 +4,7 @@
 #include "flatshard/nn/matmul.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace flatshard::nn {
 namespace {
@@ -40,8 +41,9 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor &x = saved[0], &weight = saved[1], &bias = saved[2];
     const ModuleContextPtr context = saved_context(ctx);
+    const at::Tensor dy = as_rows(grads[0]);
     const MatmulRows g = gradient_rows(
-        as_rows(grads[0]),
+        dy,
         ctx->needs_input_grad(kX) && ctx->needs_input_grad(kWeight));
     variable_list out(5);
     // Edges count defined tensors only.
@@ -60,8 +62,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
           activation_rows(as_rows(x), saved[3]));
     }
     if (bias.defined() && ctx->needs_input_grad(kBias)) {
-      out[kBias] =
-          deliver_wgrad(context, bias, [&] { return g.tensor().sum(0); });
+      out[kBias] = deliver_wgrad(context, bias, [&] { return dy.sum(0); });
     }
     if (has_residual && ctx->needs_input_grad(residual_edge)) {
       out[kResidual] = grads[0];
@@ -93,7 +94,8 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
     return out;
   }
 
-  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+  // By reference: a gradient is given up once it is quantized.
+  static variable_list backward(AutogradContext* ctx, variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor& x = saved[0];
     const MatmulRows rows = activation_rows(as_rows(x), saved.back());
@@ -103,7 +105,7 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
     for (std::size_t i = 0; i < grads.size(); ++i) {
       if (grads[i].defined()) {
         g[i].emplace(gradient_rows(
-            as_rows(grads[i]),
+            as_rows(std::exchange(grads[i], {})),
             ctx->needs_input_grad(0) && ctx->needs_input_grad(1 + i)));
         if (ctx->needs_input_grad(0)) {
           add_input_gradient(dx, *g[i], saved[1 + i], saved_context(ctx, i));
@@ -114,7 +116,7 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
       out[0] = dx.view(x.sizes());
     }
     for (std::size_t i = 0; i < grads.size(); ++i) {
-      if (grads[i].defined() && ctx->needs_input_grad(1 + i)) {
+      if (g[i] && ctx->needs_input_grad(1 + i)) {
         out[1 + i] = deliver_matmul_wgrad(
             saved_context(ctx, i),
             saved[1 + i],

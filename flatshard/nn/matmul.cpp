@@ -80,12 +80,11 @@ void add_input_gradient(
     const MatmulRows& g,
     const at::Tensor& weight,
     const ModuleContextPtr& context) {
-  const at::Tensor& rows = g.tensor();
   if (const auto fp8 = float8_weight(context, weight, PlaneUse::dgrad)) {
     refuse_create_graph("a layer with FP8 weights");
     const bool adds = dx.defined();
     if (!adds) {
-      dx = at::empty({rows.size(0), weight.size(1)}, rows.options());
+      dx = at::empty({g.num_rows(), weight.size(1)}, g.options());
     }
     float8::matmul(
         dx,
@@ -94,6 +93,7 @@ void add_input_gradient(
         {.accumulate = adds, .emulate = fp8->emulate});
     return;
   }
+  const at::Tensor& rows = g.tensor();
   if (!dx.defined()) {
     dx = at::mm(rows, weight);
   } else if (at::GradMode::is_enabled()) {
@@ -123,7 +123,7 @@ at::Tensor deliver_matmul_wgrad(
     if (!recipe) {
       return at::mm(dy.t(), rows);
     }
-    at::Tensor out = at::empty(weight.sizes(), dy.options());
+    at::Tensor out = at::empty(weight.sizes(), g.options());
     product(out, false);
     return out;
   };

@@ -82,6 +82,9 @@ void MatmulRows::quantize_both(const float8::Quantizer& q) const {
       float8::quantize_both(rows_, q, multiple_of(q.recipe), amax_for(q));
   row_ = {std::move(row), q.recipe};
   column_ = {std::move(column), q.recipe};
+  if (kind_ == Kind::gradient) {
+    rows_.reset();
+  }
 }
 
 const float8::Operand& MatmulRows::row(float8::Recipe weights) const {

@@ -18,7 +18,8 @@ class MatmulRows {
   enum class Kind { activation, gradient };
 
   /// @param rows  [rows, n]
-  /// @param both  row() and column() will be asked for: one reading makes both.
+  /// @param both  row() and column() will be asked for: one reading makes both,
+  ///   and a gradient's values are given up then.
   /// @param amax  [] float32, the largest magnitude when it is known.
   explicit MatmulRows(
       at::Tensor rows,
@@ -45,6 +46,7 @@ class MatmulRows {
   /// Of a plane that sums over rows.
   static std::int64_t multiple_for(float8::Recipe weights);
 
+  /// Undefined where there are planes alone.
   const at::Tensor& tensor() const { return rows_; }
   std::int64_t num_rows() const { return num_rows_; }
   at::TensorOptions options() const { return options_; }
@@ -61,7 +63,7 @@ class MatmulRows {
   const at::Tensor& amax_for(const float8::Quantizer& q) const;
   void quantize_both(const float8::Quantizer& q) const;
 
-  at::Tensor rows_;
+  mutable at::Tensor rows_;
   Kind kind_;
   bool both_;
   mutable at::Tensor amax_;

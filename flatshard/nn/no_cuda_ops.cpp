@@ -58,7 +58,8 @@ std::tuple<at::Tensor, at::Tensor> swiglu_backward(
     const at::Tensor&,
     const at::Tensor&,
     at::Tensor*,
-    const at::Tensor&) {
+    const at::Tensor&,
+    bool) {
   refuse();
 }
 void cross_entropy(

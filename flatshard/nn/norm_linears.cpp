@@ -6,6 +6,8 @@
 #include "flatshard/nn/matmul.h"
 #include "flatshard/nn/rms_norm_rows.h"
 
+#include <utility>
+
 namespace flatshard::nn {
 namespace {
 
@@ -87,7 +89,8 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
     return results;
   }
 
-  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+  // By reference: a gradient is given up once it is quantized.
+  static variable_list backward(AutogradContext* ctx, variable_list& grads) {
     refuse_create_graph("RMSNorm");
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor &sum = saved[0], &rstd = saved[1], &norm_weight = saved[2];
@@ -99,20 +102,21 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
                           (norm_edge == 2 && ctx->needs_input_grad(1));
     const bool wants_norm = ctx->needs_input_grad(norm_edge);
     const std::size_t num_weights = grads.size() - 1;
-    const auto wants_weight = [&](std::size_t i) {
-      return grads[i].defined() && ctx->needs_input_grad(norm_edge + i);
-    };
 
     // Of what the layers read, then of the norm's input.
     at::Tensor dy;
     bool wants_weights = false;
     std::vector<std::optional<MatmulRows>> g(grads.size());
+    const auto wants_weight = [&](std::size_t i) {
+      return g[i].has_value() && ctx->needs_input_grad(norm_edge + i);
+    };
     for (std::size_t i = 1; i <= num_weights; ++i) {
-      wants_weights |= wants_weight(i);
       if (grads[i].defined()) {
+        const bool wants = ctx->needs_input_grad(norm_edge + i);
+        wants_weights |= wants;
         g[i].emplace(gradient_rows(
-            as_rows(grads[i]),
-            (wants_dx || wants_norm) && wants_weight(i)));
+            as_rows(std::exchange(grads[i], {})),
+            (wants_dx || wants_norm) && wants));
         if (wants_dx || wants_norm) {
           add_input_gradient(dy, *g[i], weight(i), saved_context(ctx, i));
         }

@@ -106,7 +106,7 @@ struct SwigluLinearFunction : torch::autograd::Function<SwigluLinearFunction> {
       if (recipe == float8::Recipe::tensorwise) {
         at::Tensor amax;
         std::tie(out[kGate], out[kUp], amax) =
-            swiglu_backward_amax(d, gate, up);
+            swiglu_backward_amax(d, gate, up, /*gives_up_dy=*/true);
         note_amax(out[kGate], amax[0]);
         note_amax(out[kUp], amax[1]);
       } else {

@@ -146,6 +146,12 @@ TEST_F(CudaFloat8, AmaxIsThatOfWhatIsStored) {
       EXPECT_EQ(of_y.item<float>(), largest(y));
       const auto [dgate, dup, of_gradient] =
           swiglu_backward_amax(in.dy, in.gate, in.up);
+      const at::Tensor dy = in.dy.clone();
+      const auto [over_dy, dup2, amax2] =
+          swiglu_backward_amax(dy, in.gate, in.up, /*gives_up_dy=*/true);
+      EXPECT_TRUE(over_dy.is_alias_of(dy));
+      EXPECT_TRUE(at::equal(over_dy, dgate));
+      EXPECT_TRUE(at::equal(dup2, dup));
       EXPECT_EQ(of_gradient[0].item<float>(), largest(dgate));
       EXPECT_EQ(of_gradient[1].item<float>(), largest(dup));
       const auto [normed, sum, rstd] =

@@ -68,6 +68,21 @@ TEST(KnownAmax, ScalesTheGradientsThatAreQuantizedNext) {
       x.to(at::kFloat).abs().max().item<float>());
 }
 
+TEST(MatmulRows, AGradientIsGivenUpOnceBothPlanesAreThere) {
+  at::Tensor x = at::rand({32, 64}).to(at::kBFloat16);
+  const c10::weak_intrusive_ptr<c10::StorageImpl> storage(
+      x.storage().getWeakStorageImpl());
+  const MatmulRows both(x, MatmulRows::Kind::gradient, /*both=*/true);
+  const MatmulRows one(x.clone(), MatmulRows::Kind::gradient);
+  x.reset();
+  both.row(float8::Recipe::tensorwise);
+  one.row(float8::Recipe::tensorwise);
+  EXPECT_TRUE(storage.expired());
+  EXPECT_EQ(both.column(float8::Recipe::tensorwise).plane.data.size(0), 64);
+  EXPECT_EQ(both.num_rows(), 32);
+  EXPECT_TRUE(one.tensor().defined());
+}
+
 // What a layer keeps for its backward beside its inputs.
 TEST(KnownAmax, ColumnsOfTheBackwardAreThoseOfTheForwardsScale) {
   const at::Tensor x = at::randn({40, 64}).to(at::kBFloat16);
