@@ -153,7 +153,10 @@ class PlanDependencies {
       need(PlanPass::backward, -1, PlanNode::head);
     } else {
       const bool behind = node == PlanNode::experts;
-      need(PlanPass::recompute, l_, behind ? PlanNode::dispatch : PlanNode::attend);
+      need(
+          PlanPass::recompute,
+          l_,
+          behind ? PlanNode::dispatch : PlanNode::attend);
     }
   }
 
@@ -305,25 +308,26 @@ void check_plan(
       plan.size());
   const auto begin = [](PlanPass pass, int m) {
     const bool is_forward = pass == PlanPass::forward;
-    return step_of(
-        pass,
-        m,
-        -1,
-        is_forward ? PlanNode::embed : PlanNode::head);
+    return step_of(pass, m, -1, is_forward ? PlanNode::embed : PlanNode::head);
   };
   const auto end = [](PlanPass pass, int m) {
     const bool is_forward = pass == PlanPass::forward;
-    return step_of(
-        pass,
-        m,
-        -1,
-        is_forward ? PlanNode::head : PlanNode::embed);
+    return step_of(pass, m, -1, is_forward ? PlanNode::head : PlanNode::embed);
   };
   for (int m = 1; m < microbatches; ++m) {
-    check_before(at, end(PlanPass::forward, m - 1), begin(PlanPass::forward, m));
-    check_before(at, end(PlanPass::backward, m - 1), begin(PlanPass::backward, m));
+    check_before(
+        at,
+        end(PlanPass::forward, m - 1),
+        begin(PlanPass::forward, m));
+    check_before(
+        at,
+        end(PlanPass::backward, m - 1),
+        begin(PlanPass::backward, m));
     if (m > 1) {
-      check_before(at, end(PlanPass::backward, m - 2), begin(PlanPass::forward, m));
+      check_before(
+          at,
+          end(PlanPass::backward, m - 2),
+          begin(PlanPass::forward, m));
     }
   }
 }

@@ -173,10 +173,8 @@ char letter_of(PlanPass pass) {
 
 }  // namespace
 
-std::vector<PlanStep> overlap_plan(
-    int layers,
-    int microbatches,
-    const OverlapPlanOptions& options) {
+std::vector<PlanStep>
+overlap_plan(int layers, int microbatches, const OverlapPlanOptions& options) {
   FLATSHARD_CHECK(
       layers >= 1 && microbatches >= 1,
       config,

@@ -30,8 +30,8 @@ struct PlanPrice {
 };
 
 /// Runs `plan` on paper: two streams that never wait for their host, a step
-/// begins when its stream is free and its waits (plan_waits) are over. Where the
-/// plan has no wgrad steps, backwards take that time besides.
+/// begins when its stream is free and its waits (plan_waits) are over. Where
+/// the plan has no wgrad steps, backwards take that time besides.
 ///
 /// A lower bound: exchanges that share memory bandwidth or SMs with compute
 /// take longer than alone.

@@ -99,7 +99,7 @@ class Scheduler {
     /// Stays gathered for modules of the unit that are still to run in this
     /// forward.
     bool waits = false;
-    bool needs_backward = false;  ///< its last forward, while it waits
+    bool needs_backward = false;     ///< its last forward, while it waits
     bool ahead_of_forward = false;   ///< prefetched, and has not begun
     bool ahead_of_backward = false;  ///< likewise
     /// Calls that it stayed gathered for at the end of their forward, and whose

@@ -56,8 +56,8 @@ void Scheduler::forward_end(const ScheduleEvent& event, Actions& out) {
   if (keep) {
     keep_call(u, event.call);
   }
-  const bool of_others = interleaved_ && (state.ahead_of_backward ||
-                                          !state.kept_calls.empty());
+  const bool of_others =
+      interleaved_ && (state.ahead_of_backward || !state.kept_calls.empty());
   if (!in_forward(u) && state.backward_calls.empty() && !event.more_follow) {
     keep || of_others ? keep_for_backward(u, out)
                       : release(u, PlaneSet::all(), out);

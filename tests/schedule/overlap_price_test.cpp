@@ -66,8 +66,7 @@ TEST(OverlapPrice, NothingIsFasterThanItsStreams) {
     }
     const auto plan = c.plan();
     const PlanPrice price = price_of(c);
-    EXPECT_GE(price.total, std::max(price.compute, price.exchange))
-        << c.name();
+    EXPECT_GE(price.total, std::max(price.compute, price.exchange)) << c.name();
     EXPECT_LE(price.total, price.compute + price.exchange + 1e-9) << c.name();
     ASSERT_EQ(price.spans.size(), plan.size());
     for (const PlanWait& wait : plan_waits(plan, c.layers, c.options)) {
@@ -101,10 +100,10 @@ TEST(OverlapPrice, APictureOfAPair) {
   }
   EXPECT_EQ(
       draw_plan(plan, price, from, to, 70),
-      "exchange  |B0.com     |F1.dis|B0.dis         |F1.com              "
-      "    \n"
-      "compute  |B|F1.attend(0)-|B0.experts(|W0.experts|F1.experts|B0.attend"
-      "(0\n");
+      "exchange   |B0.co       |F1.di   |B0.dis             |F1.co           "
+      "         \n"
+      "compute  |B|F1.attend(0)|B0.exper|W0.expert|F1.expert|B0.attend(0)---|"
+      "W0.attend\n");
 }
 
 }  // namespace
