@@ -50,10 +50,8 @@ class TokenExchange {
   /// Queues the transfer of `rows`, contiguous, on the current stream or behind
   /// it, and returns. Of several that are under way, those that started first
   /// finish first, on all ranks alike.
-  virtual std::unique_ptr<RowTransfer> start(
-      const ExchangePlanPtr& plan,
-      Way way,
-      const at::Tensor& rows) = 0;
+  virtual std::unique_ptr<RowTransfer>
+  start(const ExchangePlanPtr& plan, Way way, const at::Tensor& rows) = 0;
 };
 
 /// Every expert is here: rows stay where they are.
@@ -61,10 +59,8 @@ class LocalExchange : public TokenExchange {
  public:
   ExchangePlanPtr plan(const at::Tensor& counts, std::int64_t num_rows)
       override;
-  std::unique_ptr<RowTransfer> start(
-      const ExchangePlanPtr& plan,
-      Way way,
-      const at::Tensor& rows) override;
+  std::unique_ptr<RowTransfer>
+  start(const ExchangePlanPtr& plan, Way way, const at::Tensor& rows) override;
 };
 
 /// The other way.
