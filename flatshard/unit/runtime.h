@@ -133,13 +133,8 @@ class Runtime : public nn::WgradSink,
   const Scheduler& scheduler() const { return scheduler_; }
   /// Slots, their plan and their addresses.
   const Executor& executor() const { return executor_; }
-  /// Measure how long compute waits for gathers and reductions from now on
-  /// (two timing events per wait on a GPU). Default: off.
-  void set_measure_exposed(bool measure) { executor_.measure_exposed(measure); }
-  /// The measured waits since the last call. Blocks the host.
-  double wait_and_take_exposed_ms() {
-    return executor_.wait_and_take_exposed_ms();
-  }
+  /// How long compute waits for gathers and reductions.
+  ExposedWaits& exposed_waits() { return executor_.streams().exposed(); }
   RuntimeTrace trace() const;
   void clear_trace();
   /// The step that error messages name: Executor::step.
