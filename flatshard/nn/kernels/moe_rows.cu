@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "flatshard/nn/kernels/common.cuh"
 #include "flatshard/nn/kernels/moe.h"
 #include "flatshard/nn/kernels/swiglu.cuh"
@@ -350,13 +352,10 @@ void weighted_swiglu_backward(const WeightedSwiglu& args, cudaStream_t stream) {
                        aligned16(args.y) && aligned16(args.dgate_up);
   with_pack(args.dtype, args.dim, aligned, [&]<class T, int N>() {
     const std::int64_t packs = (args.dim + N - 1) / N;
-    const int threads = static_cast<int>(
-        packs >= kRowThreads ? kRowThreads : (packs + 31) / 32 * 32);
-    weighted_backward_kernel<T, N> < < <static_cast<unsigned>(args.rows),
-                                        threads> 0
-        ? threads
-        : 32,
-        0, stream >>> (args);
+    const int wanted = static_cast<int>((packs + 31) / 32 * 32);
+    const int threads = std::clamp(wanted, 32, kRowThreads);
+    const auto blocks = static_cast<unsigned>(args.rows);
+    weighted_backward_kernel<T, N><<<blocks, threads, 0, stream>>>(args);
   });
 }
 
