@@ -73,6 +73,9 @@ struct UnitSpec {
   /// The gathered weights rest unsharded (ZeRO-1 and ZeRO-2): gathered once
   /// after each change of the weights, never released.
   bool resident = false;
+  /// Resident: planes that are released all the same, such as those that are
+  /// made of what rests. They have no parts.
+  PlaneSet transient;
   UnitPolicy policy;
   /// Gradients rest sharded (ZeRO-2 and ZeRO-3): every microbatch reduces.
   /// Otherwise only the last one does and the others accumulate locally.
@@ -85,6 +88,10 @@ struct UnitSpec {
   PlaneSet reads(Phase phase) const {
     return planes() &
            (phase == Phase::forward ? forward_reads : backward_reads);
+  }
+  /// Slices that are never released.
+  PlaneSet resting() const {
+    return resident ? PlaneSet::all() - transient : PlaneSet();
   }
   /// Those that are ever gathered, or made of such ones.
   PlaneSet planes() const {

@@ -179,12 +179,9 @@ void Scheduler::weights_changed(Actions& out) {
         "the weights of unit {} changed while its forward or backward runs; "
         "step the optimizer between them",
         units_[u].name);
-    if (units_[u].resident) {
-      state_[u].present = {};  // gathered again into the same place
-      state_[u].awaited = {};
-    } else {
-      release(u, PlaneSet::all(), out);
-    }
+    release(u, PlaneSet::all(), out);
+    state_[u].present = {};  // what rests: again, into the same place
+    state_[u].awaited = {};
   }
 }
 
@@ -295,7 +292,7 @@ std::vector<std::string> Scheduler::restless_units() const {
   for (UnitId u = 0; u < static_cast<UnitId>(units_.size()); ++u) {
     const UnitState& state = state_[u];
     const bool gathered =
-        !state.present.empty() && !state.kept && !units_[u].resident;
+        !(state.present - units_[u].resting()).empty() && !state.kept;
     if (gathered || in_forward(u) || !state.backward_calls.empty() ||
         state.in_grad_queue) {
       names.push_back(units_[u].name);

@@ -13,7 +13,7 @@
 namespace flatshard {
 
 SlotView Executor::acquire_weights(Unit& unit, const Action& action) {
-  if (unit.resident()) {
+  if (unit.rests(action.plane)) {
     return {};
   }
   const SlotKey key{
@@ -126,7 +126,7 @@ void Executor::release(Unit& unit, const Action& action) {
   held.read_by_gather = {};
 }
 
-float8::Operand Executor::float8_operand(
+Executor::AwaitedPlane Executor::awaited_plane(
     const Unit& unit,
     const UnitParameter& p,
     PlaneId plane) const {
@@ -134,7 +134,7 @@ float8::Operand Executor::float8_operand(
   for (const PartId part : {kWhole, unit.part_of(p)}) {
     const WeightSlot& held = slices[unit.planes().slice(plane, part)];
     if (held.awaited) {
-      return unit.float8_operand(p, plane, part, view(held.slot));
+      return {part, view(held.slot)};
     }
   }
   FLATSHARD_THROW(
@@ -143,6 +143,23 @@ float8::Operand Executor::float8_operand(
       p.name,
       unit.name(),
       plane);
+}
+
+float8::Operand Executor::float8_operand(
+    const Unit& unit,
+    const UnitParameter& p,
+    PlaneId plane) const {
+  const AwaitedPlane there = awaited_plane(unit, p, plane);
+  return unit.float8_operand(p, plane, there.part, there.slot);
+}
+
+const void* Executor::float8_address(
+    const Unit& unit,
+    const UnitParameter& p,
+    PlaneId plane) const {
+  const AwaitedPlane there = awaited_plane(unit, p, plane);
+  return unit.float8_view(p, plane, there.part, there.slot)
+      .data.const_data_ptr();
 }
 
 }  // namespace flatshard

@@ -9,6 +9,7 @@
 #include "flatshard/unit/executor.h"
 #include "flatshard/unit/kept_constants.h"
 #include "flatshard/unit/observer.h"
+#include "flatshard/unit/plane_places.h"
 #include "flatshard/unit/region_graphs.h"
 #include "flatshard/unit/runtime_options.h"
 #include "flatshard/unit/strict_checks.h"
@@ -39,6 +40,7 @@ struct RuntimeTrace {
 class Runtime : public nn::WgradSink,
                 public nn::RecomputeListener,
                 public nn::WeightSource,
+                public PlaneReader,
                 public AutogradListener,
                 public std::enable_shared_from_this<Runtime> {
  public:
@@ -167,6 +169,10 @@ class Runtime : public nn::WgradSink,
   std::optional<nn::Float8Weight> plane(
       const at::Tensor& parameter,
       nn::PlaneUse use) override;
+  const void* await_plane(const at::Tensor& parameter, nn::PlaneUse use)
+      override;
+  /// With the lock.
+  const UnitParameter& ask_for_plane(ParameterRef ref, PlaneId plane);
 
   // As nn::WgradSink and nn::RecomputeListener. Each takes the lock.
   std::optional<nn::WgradTarget> begin_wgrad(

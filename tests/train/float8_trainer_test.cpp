@@ -101,12 +101,11 @@ TEST_F(Float8Trainer, WhatDoesNotFitIsRefusedByName) {
       HasSubstr("float8.recipe = \"rowwise\" computes beside bfloat16, got "
                 "precision.compute = \"float32\""));
   EXPECT_THAT(
-      refusal({"float8.recipe=rowwise", "cuda_graph.impl=unit"}),
-      HasSubstr("graphs do not know FP8 weights yet"));
-  EXPECT_THAT(
       refusal(
-          {"float8.recipe=mxfp8", "parallelism.keep_compute_weights=false"}),
-      HasSubstr("parallelism.keep_compute_weights = false"));
+          {"float8.recipe=rowwise",
+           "cuda_graph.impl=unit",
+           "activation_checkpoint.mode=full"}),
+      HasSubstr("no graph recomputes FP8 weights"));
   EXPECT_THAT(
       refusal({"float8.recipe=blockwise", "float8.column_plane=stored"}),
       HasSubstr("float8.column_plane = \"stored\" is for rowwise and mxfp8"));
