@@ -61,7 +61,7 @@ TEST(Permutations, AreStableSortsWithDroppedPairsLast) {
   EXPECT_EQ(none.rows(), 0);
 }
 
-TEST(Permutations, RowsAndSumsAreEachOthersGradients) {
+TEST(Permutations, M3_RowsAndSumsAreEachOthersGradients) {
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
     const auto [experts, counts] = random_choice(20, 3, 5, true, 2);
     const Permutation p = sort_by_expert(experts, counts);
@@ -183,7 +183,7 @@ TEST_P(Grouped, LinearIsTheLoopOfProductsBitForBit) {
   EXPECT_TRUE(at::equal(w.grad(), wl.grad()));
 }
 
-TEST_P(Grouped, WeightGradientsGoStraightIntoTheSink) {
+TEST_P(Grouped, M5_WeightGradientsGoStraightIntoTheSink) {
   const at::Tensor x = rows(kIn, 1), g = rows(kOut, 2);
   const at::Tensor w = weight(kOut, kIn);
   grouped_linear(x, w, groups()).backward(g);

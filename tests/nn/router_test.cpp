@@ -94,7 +94,7 @@ TEST(Router, TheBiasChoosesAndDoesNotWeigh) {
       at::sigmoid(at::tensor({-1.0F, 2.0F})).view({1, 2})));
 }
 
-TEST(Router, AGroupThatIsLeftOutIsNotChosenForAWorseThanZeroScore) {
+TEST(Router, M4_AGroupThatIsLeftOutIsNotChosenForAScoreBelowZero) {
   // Score + bias is below zero in the group that is kept.
   const at::Tensor bias = at::tensor({-3.0F, -3.0F, -9.0F, -9.0F});
   const Routing routing = route(
@@ -130,7 +130,7 @@ TEST(Router, AChoiceThatIsGivenIsTakenAndWeighedAnew) {
   EXPECT_LE(relative_error(again.weights, want), kTolerance);
 }
 
-TEST(Router, AuxiliaryLossesFollowTheLosssGradient) {
+TEST(Router, M2_AuxiliaryLossesFollowTheLosssGradient) {
   const RouterOptions options{
       .experts_per_token = 2,
       .aux_loss = 0.5,
