@@ -135,6 +135,7 @@ enum class EventKind {
   task_begin,
   backward_begin,
   wgrad_done,
+  wgrad_deferred,  ///< gradients of `unit` that come after those of its inputs
   inputs_done,
   task_end,
   read,  ///< a kernel of `unit` is to read `part` of `plane`
@@ -162,8 +163,15 @@ struct ScheduleEvent {
   bool more_follow = false;
   /// backward_begin: some input wants a gradient, inputs_done will tell.
   bool waits_for_inputs = false;
+  /// wgrad_deferred: so many, each to end with a wgrad_done of its own.
+  int count = 0;
+  /// wgrad_done: it is one of those.
+  bool deferred = false;
   /// task_end: no other backward is running around this one.
   bool outermost = false;
+  /// task_begin: until this backward ends, the forward of another microbatch
+  /// may go on between its events, and that one's backward comes later.
+  bool interleaved = false;
   /// task_end: units whose gradients of earlier microbatches are not reduced
   /// over all ranks yet; the step's last backward finishes them too.
   std::vector<UnitId> unfinished;

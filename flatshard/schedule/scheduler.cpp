@@ -125,6 +125,9 @@ std::vector<Action> Scheduler::on(const ScheduleEvent& event) {
     case EventKind::wgrad_done:
       wgrad_done(event, out);
       break;
+    case EventKind::wgrad_deferred:
+      wgrad_deferred(event, out);
+      break;
     case EventKind::inputs_done:
       inputs_done(event, out);
       break;
@@ -208,6 +211,7 @@ void Scheduler::reset(Actions& out) {
   path_ended_ = true;
   tasks_.clear();
   unreduced_tasks_.clear();
+  interleaved_ = false;
   grad_queue_.clear();
   for (UnitId u = 0; u < static_cast<UnitId>(units_.size()); ++u) {
     UnitState& state = state_[u];
@@ -275,6 +279,8 @@ void Scheduler::prefetch(
       slices = slices | learned(unit, asked.in_recompute | asked.in_backward);
     }
     gather(unit, slices, phase, out);
+    (phase == Phase::forward ? state_[unit].ahead_of_forward
+                             : state_[unit].ahead_of_backward) = true;
   }
 }
 

@@ -85,6 +85,9 @@ void Scheduler::release(UnitId unit, PlaneSet slices, Actions& out) {
   if ((state.present - resting).empty()) {
     state.kept = false;
     state.waits = false;
+    state.ahead_of_forward = false;
+    state.ahead_of_backward = false;
+    state.kept_calls.clear();
   }
 }
 
