@@ -253,14 +253,29 @@ void measure_adamw(Table& table) {
   const auto f32 = kBf16.dtype(at::kFloat);
   const at::Tensor grad = at::randn({kShard}, kBf16);
   const at::Tensor states = at::zeros({2, kShard}, f32);
-  const Float8Outputs amax{.ends = {kShard}, .amax = at::zeros({1}, f32)};
-  const Float8Outputs mx{
-      .ends = {kShard},
-      .data = at::empty({kShard}, f32.dtype(at::kFloat8_e4m3fn)),
-      .scales = at::empty({kShard / 32}, f32.dtype(at::kFloat8_e8m0fnu))};
+  constexpr std::int64_t kColumns = 4096;
+  Float8Outputs amax{
+      .runs = {{.end = kShard, .columns = kColumns}},
+      .amax = at::zeros({kShard / kColumns}, f32)};
+  Float8Outputs rows = amax;
+  rows.runs.front().block_rows = rows.runs.front().amax_stride = 1;
+  rows.runs.front().block_columns = kColumns;
+  Float8Outputs blocks = amax;
+  blocks.runs.front().block_rows = blocks.runs.front().block_columns =
+      float8::kBlock;
+  blocks.runs.front().amax_stride = kColumns / float8::kBlock;
+  Float8Outputs mx{
+      .runs = {{.end = kShard, .columns = kColumns}},
+      .data = at::empty({kShard}, f32.dtype(at::kByte)),
+      .scales = at::empty({kShard / 32}, f32.dtype(at::kByte))};
+  for (Float8Outputs* outputs : {&amax, &rows, &blocks, &mx}) {
+    outputs->upload(at::kCUDA);
+  }
   for (const auto& [name, outputs, nbytes] :
        {std::tuple{"AdamW", Float8Outputs{}, 26},
         {"AdamW and amax", amax, 26},
+        {"AdamW and amax of rows", rows, 26},
+        {"AdamW and amax of blocks", blocks, 26},
         {"AdamW and mxfp8", mx, 27}}) {
     table.add(
         name,

@@ -39,6 +39,10 @@ VARIANTS = {
             "model.ffn_dim=3584",
         ],
     ),
+    "8 layers of 8B shapes": (8192, ["model.layers=8"]),
+    "8 layers, tensorwise": (8192, ["model.layers=8", "float8.recipe=tensorwise"]),
+    "8 layers, rowwise": (8192, ["model.layers=8", "float8.recipe=rowwise"]),
+    "8 layers, blockwise": (8192, ["model.layers=8", "float8.recipe=blockwise"]),
 }
 
 

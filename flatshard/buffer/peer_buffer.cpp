@@ -48,7 +48,8 @@ PeerBuffer::PeerBuffer(
       // All parts of a segment have the size of this rank's.
       const std::int64_t segment = range.offset - memory_->rank() * range.numel;
       parts_.push_back(
-          {.offset = (segment + rank * range.numel) * element,
+          {.segment = static_cast<std::int64_t>(s),
+           .offset = (segment + rank * range.numel) * element,
            .source = theirs + range.local_offset * element,
            .nbytes = range.numel * element});
     }
@@ -61,9 +62,27 @@ void PeerBuffer::use_mesh(Mesh& mesh) {
 }
 
 void PeerBuffer::copy_whole(const at::Tensor& out) const {
-  auto* const whole = static_cast<char*>(out.mutable_data_ptr());
+  copy_segments(
+      0,
+      static_cast<std::int64_t>(local_.layout().segments().size()),
+      out);
+}
+
+void PeerBuffer::copy_segments(
+    std::int64_t first,
+    std::int64_t count,
+    const at::Tensor& out) const {
+  const std::int64_t begin =
+      local_.layout().segments().at(first).offset * local_.local().itemsize();
+  auto* const to = static_cast<char*>(out.mutable_data_ptr());
   for (const Part& part : parts_) {
-    copy_bytes(whole + part.offset, part.source, part.nbytes, local_.device());
+    if (part.segment >= first && part.segment < first + count) {
+      copy_bytes(
+          to + part.offset - begin,
+          part.source,
+          part.nbytes,
+          local_.device());
+    }
   }
 }
 

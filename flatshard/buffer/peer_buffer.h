@@ -40,9 +40,16 @@ class PeerBuffer {
   /// Copies all ranks' parts. Inside Stream::submit; not a collective.
   /// @param out  [layout.numel()] of the buffer's dtype; overwritten.
   void copy_whole(const at::Tensor& out) const;
+  /// The same of some neighbouring segments of the layout.
+  /// @param out  theirs, one after the other; overwritten.
+  void copy_segments(
+      std::int64_t first,
+      std::int64_t count,
+      const at::Tensor& out) const;
 
  private:
   struct Part {
+    std::int64_t segment = 0;
     std::int64_t offset = 0;  ///< bytes, in the whole
     const char* source = nullptr;
     std::int64_t nbytes = 0;

@@ -51,9 +51,12 @@ at::ScalarType scalar_type(std::string_view dtype, std::string_view what) {
   }
   FLATSHARD_THROW(
       format,
-      "{}: expected dtype F32, BF16, F16 or F64, got {}",
+      "{}: expected dtype F32, BF16, F16 or F64, got {}{}",
       what,
-      dtype);
+      dtype,
+      dtype.starts_with("F8_")
+          ? "; FP8 weights are not read: export without --fp8"
+          : "");
 }
 
 }  // namespace flatshard

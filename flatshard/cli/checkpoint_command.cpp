@@ -197,6 +197,11 @@ void add_export_command(CLI::App& program) {
           options->dtype,
           "float32, bfloat16 or float16 [as stored]")
       ->check(CLI::IsMember({"float32", "bfloat16", "float16"}));
+  command->add_flag(
+      "--fp8",
+      options->fp8,
+      "Linear layers as F8_E4M3 with weight_scale_inv, 128 x 128 blocks; the "
+      "rest as bfloat16");
   command->footer(
       "Example:\n  flatshard export --run outputs/run --to outputs/hf --dtype "
       "bfloat16");

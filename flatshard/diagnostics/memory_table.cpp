@@ -18,7 +18,8 @@ std::string human(std::int64_t nbytes) {
 
 std::vector<MemoryRow> memory_rows(
     const Runtime& runtime,
-    std::int64_t optimizer_nbytes) {
+    std::int64_t optimizer_nbytes,
+    const std::optional<GraphStats>& graphs) {
   WeightPlanes::Bytes weights;
   GradientPipeline::Bytes waiting;
   std::int64_t grads = 0;
@@ -76,12 +77,14 @@ std::vector<MemoryRow> memory_rows(
          runtime.mesh()->communicator_nbytes(),
          "what peers write for this rank to sum"});
   }
-  if (const GraphStats graphs = runtime.graph_stats(); graphs.nbytes > 0) {
+  if (const std::int64_t nbytes =
+          (graphs ? *graphs : runtime.graph_stats()).nbytes;
+      nbytes > 0) {
     rows.push_back(
         {"CUDA graphs",
-         graphs.nbytes,
-         "what recorded regions save, give out and use in between; in place of "
-         "activations"});
+         nbytes,
+         "what recorded regions or steps save, give out and use in between; in "
+         "place of activations"});
   }
   if (runtime.executor().poison_nbytes() > 0) {
     rows.push_back(

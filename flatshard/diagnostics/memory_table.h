@@ -3,6 +3,7 @@
 #include "flatshard/unit/runtime.h"
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -17,14 +18,17 @@ struct MemoryRow {
 };
 
 /// Bytes by role on this rank: main weights, compute weights, gradients,
-/// optimizer state and the slot pool. Gradient buffers that are allocated with
-/// the first backward are counted with the size that they will have.
-/// Activations and what NCCL or the driver take are not in it.
+/// optimizer state, the slot pool and graphs. Gradient buffers that are
+/// allocated with the first backward are counted with the size that they will
+/// have. Activations and what NCCL or the driver take are not in it.
 ///
 /// @param optimizer_nbytes  Optimizer::state_nbytes().
+/// @param graphs  what is captured by now; empty: those of regions, which the
+///   Runtime knows. StepGraph::stats are those of steps.
 std::vector<MemoryRow> memory_rows(
     const Runtime& runtime,
-    std::int64_t optimizer_nbytes);
+    std::int64_t optimizer_nbytes,
+    const std::optional<GraphStats>& graphs = {});
 
 /// The sum of all rows.
 std::int64_t total_nbytes(const std::vector<MemoryRow>& rows);

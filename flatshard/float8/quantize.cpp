@@ -212,15 +212,30 @@ at::Tensor transpose_bytes(const at::Tensor& data) {
       "transpose_bytes: expected [rows, columns] of one byte each, got {}{}",
       data.toString(),
       c10::str(data.sizes()));
+  at::Tensor out = at::empty({data.size(1), data.size(0)}, data.options());
+  transpose_bytes_into(out, data);
+  return out;
+}
+
+void transpose_bytes_into(const at::Tensor& out, const at::Tensor& data) {
+  FLATSHARD_CHECK(
+      data.dim() == 2 && data.element_size() == 1 && out.is_contiguous() &&
+          out.element_size() == 1 && out.device() == data.device() &&
+          out.sizes() == at::IntArrayRef({data.size(1), data.size(0)}),
+      config,
+      "transpose_bytes_into: expected data [rows, columns] and contiguous "
+      "memory [columns, rows] of one byte each, got {}{} and {}{}",
+      data.toString(),
+      c10::str(data.sizes()),
+      out.toString(),
+      c10::str(out.sizes()));
   const at::Tensor bytes = data.contiguous().view(at::kByte);
-  at::Tensor out;
+  at::Tensor to = out.view(at::kByte);
   if (data.is_cpu()) {
-    out = bytes.t().contiguous();
+    to.copy_(bytes.t());
   } else {
-    out = at::empty({data.size(1), data.size(0)}, bytes.options());
-    cuda::transpose_bytes(bytes, out);
+    cuda::transpose_bytes(bytes, to);
   }
-  return out.view(data.scalar_type());
 }
 
 at::Tensor swizzle_mx_scales(const at::Tensor& scales) {

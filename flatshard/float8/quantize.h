@@ -107,6 +107,9 @@ at::Tensor amax_of(const at::Tensor& x);
 
 /// [rows, columns] of any dtype of one byte -> [columns, rows].
 at::Tensor transpose_bytes(const at::Tensor& data);
+/// The same into memory that is there.
+/// @param out  [columns, rows] contiguous, of any dtype of one byte.
+void transpose_bytes_into(const at::Tensor& out, const at::Tensor& data);
 
 /// E8M0 scales [outer, blocks] as cuBLASLt reads them (VEC32_UE8M0, sm_100):
 /// tiles of 128 x 4, 512 bytes each, filled up with zeros.

@@ -7,92 +7,16 @@
 #include "flatshard/core/error.h"
 #include "flatshard/core/mapped_file.h"
 #include "flatshard/format/digest.h"
+#include "flatshard/format/json_field.h"
 #include "flatshard/format/safetensors_layout.h"
 
 namespace flatshard {
 namespace {
 
 using nlohmann::json;
+using Field = detail::JsonField;
 
 constexpr std::string_view kFormat = "flatshard checkpoint";
-
-/// A JSON value on its way in: every access says what it expected, and where.
-class Field {
- public:
-  Field(const json& value, std::string where)
-      : value_(value), where_(std::move(where)) {}
-
-  const std::string& where() const { return where_; }
-
-  Field at(std::string_view key) const {
-    check(value_.is_object(), "an object");
-    const auto found = value_.find(std::string(key));
-    FLATSHARD_CHECK(
-        found != value_.end(),
-        format,
-        "{}: expected a key '{}', which is missing",
-        where_,
-        key);
-    return {*found, fmt::format("{}: {}", where_, key)};
-  }
-
-  std::string text() const {
-    check(value_.is_string(), "a text");
-    return value_.get<std::string>();
-  }
-
-  /// >= 0, and small enough for any arithmetic on offsets.
-  std::int64_t count() const {
-    check(
-        value_.is_number_unsigned() &&
-            value_.get<std::uint64_t>() <= std::uint64_t{1} << 62,
-        "a whole number from 0 to 2^62");
-    return value_.get<std::int64_t>();
-  }
-
-  template <class F>
-  void each(F&& visit) const {
-    check(value_.is_array(), "a list");
-    for (std::size_t i = 0; i < value_.size(); ++i) {
-      visit(Field(value_[i], fmt::format("{}[{}]", where_, i)));
-    }
-  }
-
-  template <class F>
-  void each_key(F&& visit) const {
-    check(value_.is_object(), "an object");
-    for (const auto& [key, item] : value_.items()) {
-      visit(key, Field(item, fmt::format("{}: {}", where_, key)));
-    }
-  }
-
-  /// [begin, end].
-  std::pair<std::int64_t, std::int64_t> range() const {
-    std::vector<std::int64_t> numbers;
-    each([&](const Field& item) { numbers.push_back(item.count()); });
-    check(
-        numbers.size() == 2 && numbers[0] <= numbers[1],
-        "[begin, end] with begin <= end");
-    return {numbers[0], numbers[1]};
-  }
-
-  void check(bool ok, std::string_view expected) const {
-    if (ok) {
-      return;
-    }
-    std::string found =
-        value_.dump(-1, ' ', false, json::error_handler_t::replace);
-    constexpr std::size_t kLongest = 80;
-    if (found.size() > kLongest) {
-      found = found.substr(0, kLongest) + "...";
-    }
-    FLATSHARD_THROW(format, "{}: expected {}, got {}", where_, expected, found);
-  }
-
- private:
-  const json& value_;
-  std::string where_;
-};
 
 StoredFile parse_file(const Field& field) {
   StoredFile file;

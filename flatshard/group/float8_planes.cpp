@@ -61,39 +61,51 @@ Granularity Float8Planes::granularity(const Float8Format& format) {
              : Granularity::row();
 }
 
-Float8Planes::Float8Planes(const GroupContext& context, bool resident)
-    : context_(context) {
+Float8Planes::Float8Planes(const GroupContext& context, Options options)
+    : context_(context), options_(options) {
   const std::int64_t block = format().block_of_stored_scales();
   layout_ = block > 0 ? std::make_shared<const FlatLayout>(
                             context.layout->with_scales(block))
                       : context.layout;
   build_parts();
   build_scales();
-  const Strategy& strategy = context.strategy;
   for (const Plane plane : {kRows, kColumns}) {
-    if (!stores(plane)) {
-      if (resident) {
-        derived_columns_ = at::zeros(
-            {slot_nbytes(plane)},
-            at::TensorOptions(context.mesh->device()).dtype(at::kByte));
-      }
-      continue;
+    if (stores(plane)) {
+      build_stored(planes_[plane]);
     }
-    Stored& stored = planes_[plane];
-    stored.resting =
-        FlatBuffer(layout_, context.mesh, strategy.parameter, at::kByte);
+  }
+}
+
+void Float8Planes::build_stored(Stored& stored) const {
+  const auto& mesh = context_.mesh;
+  const Placements& resting = context_.strategy.parameter;
+  const Placements& optimizer = context_.strategy.optimizer;
+  stored.gathers.resize(1 + parts_.size());
+  if (!options_.rests) {
+    stored.resting = stored.shard = FlatBuffer::wrap(
+        at::empty(
+            {FlatBuffer::local_numel(*layout_, *mesh, resting)},
+            at::TensorOptions(at::kMeta).dtype(at::kByte)),
+        layout_,
+        mesh,
+        resting);
+    return;
+  }
+  if (options_.peers) {
+    stored.peers =
+        std::make_unique<PeerBuffer>(layout_, mesh, resting, at::kByte);
+    stored.resting = stored.peers->local();
+  } else {
+    stored.resting = FlatBuffer(layout_, mesh, resting, at::kByte);
     stored.resting.local().zero_();  // padding stays zero
-    if (strategy.parameter == strategy.optimizer) {
-      stored.shard = stored.resting;
-    } else if (layout_->segments().size() == 1) {
-      stored.shard =
-          stored.resting.redistribute(strategy.optimizer, Purpose::gather);
-    } else {
-      stored.shard =
-          FlatBuffer(layout_, context.mesh, strategy.optimizer, at::kByte);
-      stored.shard.local().zero_();
-    }
-    stored.gathers.resize(1 + parts_.size());
+  }
+  if (resting == optimizer) {
+    stored.shard = stored.resting;
+  } else if (layout_->segments().size() == 1) {
+    stored.shard = stored.resting.redistribute(optimizer, Purpose::gather);
+  } else {
+    stored.shard = FlatBuffer(layout_, mesh, optimizer, at::kByte);
+    stored.shard.local().zero_();
   }
 }
 
@@ -158,14 +170,18 @@ std::int64_t Float8Planes::part_of(std::int64_t parameter) const {
 }
 
 std::int64_t Float8Planes::slot_nbytes(Plane plane, int part) const {
-  const Part at = part == kWhole ? whole() : parts_.at(part);
+  const Part at = part_at(part);
   return at.numel + (stores(plane) ? 0 : at.extra_nbytes);
 }
 
 std::int64_t Float8Planes::nbytes() const {
   std::int64_t sum = 0;
-  for (const at::Tensor& tensor : {scales_, derived_columns_}) {
+  const at::Tensor amax = outputs_ ? outputs_->amax : at::Tensor();
+  for (const at::Tensor& tensor : {scales_, amax}) {
     sum += tensor.defined() ? static_cast<std::int64_t>(tensor.nbytes()) : 0;
+  }
+  if (!rests()) {
+    return sum;
   }
   for (const Plane plane : {kRows, kColumns}) {
     const Stored& stored = planes_[plane];
@@ -184,16 +200,18 @@ void Float8Planes::use_mesh() {
     for (auto& gather : stored.gathers) {
       gather.reset();
     }
+    if (stored.peers != nullptr) {
+      stored.peers->use_mesh(*context_.mesh);
+    }
   }
 }
 
 // -- gathering ----------------------------------------------------------------
 
-void Float8Planes::gather(Plane plane, int part, const at::Tensor& slot) {
-  Stored& stored = planes_[plane];
-  const Part at = part == kWhole ? whole() : parts_.at(part);
-  std::optional<Redistribution>& way = stored.gathers.at(1 + part);
+const Redistribution& Float8Planes::way_of(Plane plane, int part) {
+  std::optional<Redistribution>& way = planes_[plane].gathers.at(1 + part);
   if (!way) {
+    const Part at = part_at(part);
     way.emplace(
         std::make_shared<const FlatLayout>(
             layout_->of_segments(at.first_segment, at.num_segments)),
@@ -202,10 +220,42 @@ void Float8Planes::gather(Plane plane, int part, const at::Tensor& slot) {
         context_.whole(),
         Purpose::gather);
   }
-  const LocalRange& first = stored.resting.local_ranges()[at.first_segment];
-  way->run(
-      bytes(stored.resting.local(), first.local_offset, way->from_numel()),
-      slot);
+  return *way;
+}
+
+void Float8Planes::gather(Plane plane, int part, const at::Tensor& slot) {
+  const Redistribution& way = way_of(plane, part);
+  const FlatBuffer& resting = planes_[plane].resting;
+  const LocalRange& first = resting.local_ranges()[part_at(part).first_segment];
+  way.run(bytes(resting.local(), first.local_offset, way.from_numel()), slot);
+}
+
+void Float8Planes::gather_made(
+    const FlatBuffer& main,
+    Plane plane,
+    int part,
+    const at::Tensor& slot) {
+  const at::NoGradGuard no_grad;
+  const Redistribution& way = way_of(plane, part);
+  const Part at = part_at(part);
+  const std::int64_t begin =
+      planes_[plane].resting.local_ranges()[at.first_segment].local_offset;
+  const at::Tensor made = at::zeros(
+      {way.from_numel()},
+      at::TensorOptions(context_.mesh->device()).dtype(at::kByte));
+  for (std::int64_t i = at.first_parameter;
+       i < at.first_parameter + at.num_parameters;
+       ++i) {
+    for (const Piece& piece : main.local_pieces(i)) {
+      quantize_piece(main, plane, i, piece, made, begin);
+    }
+  }
+  way.run(made, slot);
+}
+
+void Float8Planes::copy(Plane plane, int part, const at::Tensor& slot) const {
+  const Part at = part_at(part);
+  planes_[plane].peers->copy_segments(at.first_segment, at.num_segments, slot);
 }
 
 void Float8Planes::derive(
@@ -213,23 +263,22 @@ void Float8Planes::derive(
     const at::Tensor& rows,
     const at::Tensor& columns) const {
   const at::NoGradGuard no_grad;
-  const Part at = part == kWhole ? whole() : parts_.at(part);
+  const Part at = part_at(part);
   for (std::int64_t i = at.first_parameter;
        i < at.first_parameter + at.num_parameters;
        ++i) {
     const float8::Plane from = view(kRows, i, part, rows);
     const float8::Plane to = view(kColumns, i, part, columns);
     if (!float8::has_power_of_two_scales(format().recipe)) {
-      to.data.copy_(float8::transpose_bytes(from.data));
+      float8::transpose_bytes_into(to.data, from.data);
       continue;
     }
-    const float8::Plane made = float8::quantize(
+    float8::quantize_into(
+        to,
         // Exact: 3 bits, and scales that are powers of two.
         float8::dequantize(from, format().recipe, {.dtype = at::kBFloat16}),
         format().quantizer(),
         {.axis = Axis::column});
-    to.data.copy_(made.data);
-    to.scales.copy_(made.scales);
   }
 }
 
@@ -238,7 +287,7 @@ float8::Plane Float8Planes::view(
     std::int64_t i,
     int part,
     const at::Tensor& slot) const {
-  const Part at = part == kWhole ? whole() : parts_.at(part);
+  const Part at = part_at(part);
   const auto [rows, columns] = shape(i);
   const bool derived = !stores(plane);
   float8::Plane view;

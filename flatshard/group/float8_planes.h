@@ -10,8 +10,10 @@
 #include <vector>
 
 #include "flatshard/buffer/flat_buffer.h"
+#include "flatshard/buffer/peer_buffer.h"
 #include "flatshard/buffer/redistribution.h"
 #include "flatshard/float8/quantize.h"
+#include "flatshard/group/float8_outputs.h"
 #include "flatshard/group/group_options.h"
 
 namespace flatshard {
@@ -42,9 +44,17 @@ class Float8Planes {
 
   /// @param context  outlives this. Its layout has a part for each of
   ///   `parts_of(...)`.
-  /// @param resident  the weights rest whole on every rank: derived columns,
-  ///   too, have a place of their own.
-  Float8Planes(const GroupContext& context, bool resident);
+  struct Options {
+    /// The weights rest whole on every rank.
+    bool resident = false;
+    /// false: this rank's part is made of main weights for each gather, and
+    /// only scales stay. Not where the ranks spread what the optimizer's slices
+    /// hold.
+    bool rests = true;
+    /// The other ranks can copy what rests here.
+    bool peers = false;
+  };
+  Float8Planes(const GroupContext& context, Options options);
 
   /// To which part each of `num_parameters` parameters belongs.
   static std::vector<std::int64_t> parts_of(
@@ -60,6 +70,7 @@ class Float8Planes {
   bool stores(Plane plane) const {
     return plane == kRows || format().stored_columns;
   }
+  bool rests() const { return options_.rests; }
   int num_parts() const { return static_cast<int>(parts_.size()); }
   std::int64_t part_of(std::int64_t parameter) const;
   /// Of the slot for a plane or a part of it.
@@ -67,14 +78,33 @@ class Float8Planes {
   /// What rests on this rank, in bytes.
   std::int64_t nbytes() const;
 
-  /// Makes the stored planes anew from main weights. Collective; on the current
-  /// stream.
+  /// What an update of main weights can make of them in its pass: the largest
+  /// magnitudes that scales come from, to be zero before it, or with mxfp8 the
+  /// rows themselves. Null where scales need more than this rank's rows
+  /// (rowwise with stored columns), or where no rows rest.
+  /// @param main  float32, on the device of the planes.
+  const Float8Outputs* outputs(const FlatBuffer& main);
+  /// Makes the stored planes anew from main weights, or their scales where the
+  /// planes do not rest. Collective; on the current stream.
+  /// @param begun  `outputs` are those of these weights. The planes are the
+  ///   same, bit for bit.
   /// @throws Error{usage} on the CPU, naming a parameter whose main weights on
   ///   this rank are not finite. On CUDA its scales and data become NaN.
-  void refresh(const FlatBuffer& main);
+  void refresh(const FlatBuffer& main, bool begun = false);
   /// Gathers a stored plane, or a part of it, into `slot` [slot_nbytes] uint8.
   /// Collective; on the current stream.
   void gather(Plane plane, int part, const at::Tensor& slot);
+  /// The same where planes do not rest, of the main weights of the last
+  /// `refresh`.
+  void gather_made(
+      const FlatBuffer& main,
+      Plane plane,
+      int part,
+      const at::Tensor& slot);
+  /// The same by copies of what the peers hold, which have fenced.
+  void copy(Plane plane, int part, const at::Tensor& slot) const;
+  /// Null: peers cannot copy. Its fences are those of all planes.
+  const PeerBuffer* peers() const { return planes_[kRows].peers.get(); }
   /// Makes the derived columns of gathered rows, both [slot_nbytes] uint8.
   void derive(int part, const at::Tensor& rows, const at::Tensor& columns)
       const;
@@ -84,23 +114,28 @@ class Float8Planes {
   /// float8::Plane says.
   float8::Plane
   view(Plane plane, std::int64_t i, int part, const at::Tensor& slot) const;
-  /// Of groups whose weights rest whole: what others have in a slot.
-  const at::Tensor& resting(Plane plane) const {
-    return stores(plane) ? planes_[plane].resting.local() : derived_columns_;
+  /// All of the plane rests on this rank, and no slot holds it.
+  bool rests_whole(Plane plane) const {
+    return options_.resident && stores(plane);
   }
-  const FlatBuffer& stored(Plane plane) const { return planes_[plane].resting; }
-  /// Whether rows and stored columns of parameter `i` are finite on this rank.
-  /// Blocks the host.
-  bool is_finite(std::int64_t i) const;
-
+  /// Then: what others have in a slot.
+  const at::Tensor& resting(Plane plane) const {
+    return planes_[plane].resting.local();
+  }
+  /// Not defined where planes do not rest.
+  const FlatBuffer& stored(Plane plane) const {
+    return rests() ? planes_[plane].resting : nowhere_;
+  }
   /// The mesh has other communicators now.
   void use_mesh();
 
  private:
   /// A stored plane.
   struct Stored {
-    FlatBuffer resting;  ///< uint8, parameter placement
-    FlatBuffer shard;    ///< optimizer placement; a view where it can be
+    /// uint8, parameter placement; without memory where planes do not rest.
+    FlatBuffer resting;
+    std::unique_ptr<PeerBuffer> peers;  ///< owns resting, where peers copy it
+    FlatBuffer shard;  ///< optimizer placement; a view where it can be
     /// Planned at their first use: of all, then of each part.
     std::vector<std::optional<Redistribution>> gathers;
   };
@@ -120,13 +155,31 @@ class Float8Planes {
 
   Shape shape(std::int64_t i) const;
   Part whole() const;
+  Part part_at(int part) const {
+    return part == kWhole ? whole() : parts_.at(part);
+  }
+  void build_stored(Stored& stored) const;
+  const Redistribution& way_of(Plane plane, int part);
   void build_parts();
   void build_scales();
   at::Tensor scales_of(const at::Tensor& all, Plane plane, std::int64_t i)
       const;
   void find_amax(const FlatBuffer& main, const at::Tensor& amax) const;
-  /// @param amax  undefined with mxfp8.
-  void quantize_with(const FlatBuffer& main, const at::Tensor& amax);
+  /// Over the ranks that have other rows.
+  void reduce_amax(const Placements& of_main);
+  /// Into where it rests, by amax_ and scales_.
+  void quantize_stored(const FlatBuffer& main, Plane plane);
+  /// @param to     bytes of the plane, from byte `begin` of this rank's on.
+  void quantize_piece(
+      const FlatBuffer& main,
+      Plane plane,
+      std::int64_t i,
+      const Piece& piece,
+      const at::Tensor& to,
+      std::int64_t begin);
+  /// Whether parameter `i` is finite on this rank. Blocks the host.
+  bool is_finite(const FlatBuffer& main, std::int64_t i) const;
+  float8::FlatRun flat_run(std::int64_t i, const Piece& piece) const;
   void quantize_piece(
       const FlatBuffer& main,
       const at::Tensor& amax,
@@ -135,14 +188,18 @@ class Float8Planes {
       const Piece& piece);
 
   const GroupContext& context_;
+  Options options_;
+  FlatBuffer nowhere_;
   std::shared_ptr<const FlatLayout> layout_;  ///< of a plane's bytes
   std::vector<Part> parts_;
   std::array<Stored, 2> planes_;
   std::vector<ScaleOffsets> scale_offsets_;
   std::vector<std::int64_t> extra_offsets_;  ///< rowwise, derived: see .cpp
   std::int64_t extra_nbytes_ = 0;
-  at::Tensor derived_columns_;  ///< of resident groups
   at::Tensor scales_;  ///< float32, of both planes; undefined with mxfp8
+  /// What scales_ come from, while planes are made of it.
+  at::Tensor amax_;
+  std::optional<Float8Outputs> outputs_;  ///< made at their first use
 };
 
 }  // namespace flatshard

@@ -1,6 +1,7 @@
 // How FP8 planes are made of main weights.
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <limits>
 #include <utility>
 
@@ -131,46 +132,102 @@ void Float8Planes::find_amax(const FlatBuffer& main, const at::Tensor& amax)
   }
 }
 
-void Float8Planes::refresh(const FlatBuffer& main) {
-  const at::NoGradGuard no_grad;
-  if (scales_.defined()) {
-    const at::Tensor amax = at::zeros_like(scales_);
-    find_amax(main, amax);
-    std::vector<int> axes;
-    for (int axis = 0; axis < context_.num_axes(); ++axis) {
-      if (context_.mesh->axis(axis).size > 1 &&
-          main.placements()[axis].is_shard()) {
-        axes.push_back(axis);
+float8::FlatRun Float8Planes::flat_run(std::int64_t i, const Piece& piece)
+    const {
+  const std::int64_t columns = shape(i).columns;
+  float8::FlatRun run{
+      .begin = piece.local_offset,
+      .end = piece.local_offset + piece.numel,
+      .first = piece.tensor_offset,
+      .columns = columns,
+      .amax = scale_offsets_[i].plane[kRows]};
+  switch (format().recipe) {
+    case Recipe::tensorwise:
+      break;
+    case Recipe::rowwise:
+      run.block_rows = 1;
+      run.block_columns = columns;
+      run.amax_stride = 1;
+      break;
+    case Recipe::mxfp8: {
+      const FlatBuffer& shard = planes_[kRows].shard;
+      run.data = shard.local_pieces(i).at(0).local_offset;
+      run.scales = shard.local_pieces(context_.layout->num_tensors() + i)
+                       .at(0)
+                       .local_offset;
+      break;
+    }
+    default:
+      run.block_rows = float8::kBlock;
+      run.block_columns = float8::kBlock;
+      run.amax_stride = round_up_to(columns / float8::kBlock, 4);
+  }
+  return run;
+}
+
+const Float8Outputs* Float8Planes::outputs(const FlatBuffer& main) {
+  const bool needs_all_rows =
+      format().recipe == Recipe::rowwise && format().stored_columns;
+  if (needs_all_rows || (!scales_.defined() && !rests())) {
+    return nullptr;
+  }
+  if (!outputs_) {
+    Float8Outputs& outputs = outputs_.emplace();
+    outputs.rounding = format().rounding;
+    for (std::int64_t i = 0; i < context_.layout->num_tensors(); ++i) {
+      for (const Piece& piece : main.local_pieces(i)) {
+        if (piece.numel > 0) {
+          outputs.runs.push_back(flat_run(i, piece));
+        }
       }
     }
-    if (!axes.empty()) {
-      // Magnitudes order as integers do, NaN last.
-      context_.mesh->communicator(axes, Purpose::gather)
-          .all_reduce(amax.view(at::kInt), ReduceOp::max);
+    std::ranges::sort(outputs.runs, {}, &float8::FlatRun::begin);
+    outputs.upload(main.device());
+    if (scales_.defined()) {
+      // Zero before each update, on its stream.
+      outputs.amax = at::empty_like(scales_);
+    } else {
+      outputs.data = outputs.scales = planes_[kRows].shard.local();
     }
-    scales_.copy_(float8_scales(amax, format().quantizer()));
+  }
+  return &*outputs_;
+}
+
+void Float8Planes::refresh(const FlatBuffer& main, bool begun) {
+  const at::NoGradGuard no_grad;
+  if (scales_.defined()) {
+    amax_ = begun ? outputs_->amax : at::zeros_like(scales_);
+    if (!begun) {
+      find_amax(main, amax_);
+    }
+    reduce_amax(main.placements());
+    scales_.copy_(float8_scales(amax_, format().quantizer()));
     if (format().recipe == Recipe::blockwise) {
       for (std::int64_t i = 0; i < context_.layout->num_tensors(); ++i) {
         scales_of(scales_, kColumns, i).copy_(scales_of(scales_, kRows, i).t());
       }
     }
-    quantize_with(main, amax);
-  } else {
-    quantize_with(main, {});
   }
-  for (const Plane plane : {kRows, kColumns}) {
-    const Stored& stored = planes_[plane];
-    if (stores(plane)) {
-      stored.shard.redistribute(
+  if (rests()) {
+    const bool rows_are_made = begun && !scales_.defined();
+    for (const Plane plane : {kRows, kColumns}) {
+      if (!stores(plane)) {
+        continue;
+      }
+      if (plane != kRows || !rows_are_made) {
+        quantize_stored(main, plane);
+      }
+      planes_[plane].shard.redistribute(
           context_.strategy.parameter,
           Purpose::gather,
-          &stored.resting);
+          &planes_[plane].resting);
     }
+    amax_.reset();
   }
   if (context_.mesh->device().is_cpu()) {
     for (std::int64_t i = 0; i < context_.layout->num_tensors(); ++i) {
       FLATSHARD_CHECK(
-          is_finite(i),
+          is_finite(main, i),
           usage,
           "parameter {} of {} has weights that are not finite, which no FP8 "
           "scale fits; look at the step that wrote them ([diagnostics] "
@@ -181,30 +238,38 @@ void Float8Planes::refresh(const FlatBuffer& main) {
   }
 }
 
-void Float8Planes::quantize_with(
-    const FlatBuffer& main,
-    const at::Tensor& amax) {
-  for (const Plane plane : {kRows, kColumns}) {
-    if (!stores(plane)) {
-      continue;
+void Float8Planes::reduce_amax(const Placements& placements) {
+  std::vector<int> axes;
+  for (int axis = 0; axis < context_.num_axes(); ++axis) {
+    if (context_.mesh->axis(axis).size > 1 && placements[axis].is_shard()) {
+      axes.push_back(axis);
     }
-    for (std::int64_t i = 0; i < context_.layout->num_tensors(); ++i) {
-      for (const Piece& piece : main.local_pieces(i)) {
-        if (piece.numel > 0) {
-          quantize_piece(main, amax, plane, i, piece);
-        }
-      }
+  }
+  if (!axes.empty()) {
+    // Magnitudes order as integers do, NaN last.
+    context_.mesh->communicator(axes, Purpose::gather)
+        .all_reduce(amax_.view(at::kInt), ReduceOp::max);
+  }
+}
+
+void Float8Planes::quantize_stored(const FlatBuffer& main, Plane plane) {
+  for (std::int64_t i = 0; i < context_.layout->num_tensors(); ++i) {
+    for (const Piece& piece : main.local_pieces(i)) {
+      quantize_piece(main, plane, i, piece, planes_[plane].shard.local(), 0);
     }
   }
 }
 
 void Float8Planes::quantize_piece(
     const FlatBuffer& main,
-    const at::Tensor& amax,
     Plane plane,
     std::int64_t i,
-    const Piece& piece) {
-  const FlatBuffer& shard = planes_[plane].shard;
+    const Piece& piece,
+    const at::Tensor& to,
+    std::int64_t to_begin) {
+  if (piece.numel == 0) {
+    return;
+  }
   const std::int64_t columns = shape(i).columns;
   const std::int64_t begin = piece.tensor_offset / columns;
   const std::int64_t rows = piece.numel / columns;
@@ -215,50 +280,59 @@ void Float8Planes::quantize_piece(
   float8::PlaneOptions options{
       .axis = plane == kRows ? Axis::row : Axis::column,
       .transpose = false};
-  if (quantizer.recipe == Recipe::blockwise) {
-    // Rows of a block may lie on several ranks: each row has the block's scale.
-    quantizer.recipe = Recipe::blockwise_1x128;
-    const at::Tensor block =
-        at::arange(begin, begin + rows, x.options().dtype(at::kLong))
-            .div_(float8::kBlock, "floor");
-    options.scales = at::zeros(
-                         {columns / float8::kBlock, round_up_to(rows, 4)},
-                         x.options().dtype(at::kFloat))
-                         .narrow(1, 0, rows)
-                         .t();
-    options.scales.copy_(scales_of(scales_, kRows, i).index_select(0, block));
-  } else if (amax.defined()) {
-    options.amax = scales_of(amax, plane, i);
-    if (quantizer.recipe == Recipe::rowwise && plane == kRows) {
-      options.amax = options.amax.narrow(0, begin, rows);
+  // Where the piece of a tensor of the plane's layout goes.
+  const auto place = [&](std::int64_t tensor, at::ScalarType dtype) {
+    const Piece at = planes_[plane].shard.local_pieces(tensor).at(0);
+    return to.narrow(0, at.local_offset - to_begin, at.numel).view(dtype);
+  };
+  float8::Plane out{.data = place(i, at::kFloat8_e4m3fn).view({rows, columns})};
+  const auto floats = x.options().dtype(at::kFloat);
+  switch (quantizer.recipe) {
+    case Recipe::tensorwise:
+    case Recipe::rowwise:
+      // Of scales_, which hold them already.
+      options.amax = scales_of(amax_, plane, i);
+      if (quantizer.recipe == Recipe::rowwise && plane == kRows) {
+        options.amax = options.amax.narrow(0, begin, rows);
+      }
+      out.scales = at::empty(options.amax.sizes(), floats);
+      break;
+    case Recipe::mxfp8: {
+      const at::Tensor scales =
+          place(context_.layout->num_tensors() + i, at::kFloat8_e8m0fnu);
+      out.scales = plane == kRows
+                       ? scales.view({rows, columns / float8::kMxBlock})
+                       : scales.view({rows / float8::kMxBlock, columns}).t();
+      break;
+    }
+    default: {
+      // Rows of a block may lie on several ranks: each row has the block's
+      // scale.
+      quantizer.recipe = Recipe::blockwise_1x128;
+      const at::Tensor block =
+          at::arange(begin, begin + rows, floats.dtype(at::kLong))
+              .div_(float8::kBlock, "floor");
+      out.scales =
+          at::zeros({columns / float8::kBlock, round_up_to(rows, 4)}, floats)
+              .narrow(1, 0, rows)
+              .t();
+      out.scales.copy_(scales_of(scales_, kRows, i).index_select(0, block));
+      options.scales = out.scales;
     }
   }
-  const float8::Plane made = float8::quantize(x, quantizer, options);
-  const auto put = [&](std::int64_t tensor, const at::Tensor& values) {
-    const Piece at = shard.local_pieces(tensor).at(0);
-    shard.local()
-        .narrow(0, at.local_offset, at.numel)
-        .copy_(values.view(at::kByte).view({-1}));
-  };
-  put(i, made.data);
-  if (!amax.defined()) {
-    put(context_.layout->num_tensors() + i,
-        plane == kRows ? made.scales : made.scales.t());
-  }
+  float8::quantize_into(out, x, quantizer, options);
 }
 
-bool Float8Planes::is_finite(std::int64_t i) const {
+bool Float8Planes::is_finite(const FlatBuffer& main, std::int64_t i) const {
   if (scales_.defined()) {
     return scales_of(scales_, kRows, i).isfinite().all().item<bool>();
   }
-  const FlatBuffer& shard = planes_[kRows].shard;
-  for (const Piece& piece :
-       shard.local_pieces(context_.layout->num_tensors() + i)) {
-    if (shard.local()
-            .narrow(0, piece.local_offset, piece.numel)
-            .eq(float8::kNanE8m0)
-            .any()
-            .item<bool>()) {
+  for (const Piece& piece : main.local_pieces(i)) {
+    if (!main.local()
+             .narrow(0, piece.local_offset, piece.numel)
+             .isfinite()
+             .all()
+             .item<bool>()) {
       return false;
     }
   }

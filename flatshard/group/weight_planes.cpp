@@ -53,7 +53,14 @@ WeightPlanes::WeightPlanes(const GroupContext& context) : context_(context) {
     main_.local().zero_();  // padding stays zero
   }
   if (options.float8) {
-    float8_ = std::make_unique<Float8Planes>(context, resident_);
+    float8_ = std::make_unique<Float8Planes>(
+        context,
+        Float8Planes::Options{
+            .resident = resident_,
+            .rests =
+                options.keep_compute_weights || resident_ ||
+                !same_elements(*mesh, strategy.parameter, strategy.optimizer),
+            .peers = context.copy_engines && !resident_});
     return;
   }
   if (!options.keep_compute_weights && !main_is_compute_ && !resident_ &&
@@ -128,6 +135,12 @@ at::Tensor WeightPlanes::compute_shard() const {
   return main_is_compute_ ? at::Tensor() : compute_shard_.local();
 }
 
+const Float8Outputs* WeightPlanes::float8_outputs() {
+  const bool fits = float8_ != nullptr && context_.trainable &&
+                    !context_.options.offload && main_.dtype() == at::kFloat;
+  return fits ? float8_->outputs(main_) : nullptr;
+}
+
 FlatBuffer WeightPlanes::main_on_device() const {
   if (!context_.options.offload) {
     return main_;
@@ -148,12 +161,14 @@ WeightPlanes::Progress WeightPlanes::forget_progress() {
   return {
       .gathered = std::exchange(gathered_, 0),
       .fenced = std::exchange(fenced_, 0),
+      .float8_begun = std::exchange(float8_begun_, 0),
       .written = std::exchange(written_, {})};
 }
 
 void WeightPlanes::restore_progress(Progress progress) {
   gathered_ = progress.gathered;
   fenced_ = progress.fenced;
+  float8_begun_ = progress.float8_begun;
   written_ = std::move(progress.written);
 }
 
@@ -167,14 +182,19 @@ void WeightPlanes::use_mesh() {
   }
 }
 
+const PeerBuffer* WeightPlanes::peers() const {
+  return float8_ != nullptr ? float8_->peers() : peers_.get();
+}
+
 // -- reading ------------------------------------------------------------------
 
 WeightPlanes::Gather WeightPlanes::plan_gather(bool copy_engines) {
   Gather gather;
   gather.is_first = gathered_ != version_;
   gather.refresh = has_refresh_ && gather.is_first;
+  gather.float8_begun = float8_begun_ == version_;
   gathered_ = version_;
-  gather.copy_engines = copy_engines && peers_ != nullptr;
+  gather.copy_engines = copy_engines && peers() != nullptr;
   if (gather.copy_engines) {
     gather.fence = fenced_ != version_;
     fenced_ = version_;
@@ -209,10 +229,20 @@ void WeightPlanes::gather(
     const at::Tensor& out,
     const Gather& gather) {
   if (gather.refresh) {
-    float8_->refresh(main_on_device());
+    float8_->refresh(main_on_device(), gather.float8_begun);
   }
-  if (!resident_) {
+  if (resident_) {
+    return;
+  }
+  if (gather.fence) {
+    float8_->peers()->fence();
+  }
+  if (gather.copy_engines) {
+    float8_->copy(plane, part, out);
+  } else if (float8_->rests()) {
     float8_->gather(plane, part, out);
+  } else {
+    float8_->gather_made(main_on_device(), plane, part, out);
   }
 }
 
@@ -245,7 +275,7 @@ void WeightPlanes::wait_for_readers() {
   if (copied_) {
     copied_ = false;
     current_stream(context_.mesh->device())->submit([this] {
-      peers_->fence_writes();
+      peers()->fence_writes();
     });
   }
 }
@@ -257,12 +287,15 @@ void WeightPlanes::cast() {
   }
 }
 
-void WeightPlanes::end_write(Stream& stream, bool casts) {
-  if (casts) {
+void WeightPlanes::end_write(Stream& stream, Written written) {
+  if (written == Written::main_to_cast) {
     stream.submit([this] { cast(); });
     seen_ = main_.local()._version();
   }
   ++version_;
+  if (written == Written::all) {
+    float8_begun_ = version_;
+  }
   written_.record(stream);
 }
 
@@ -270,7 +303,7 @@ bool WeightPlanes::adopt_foreign_writes() {
   if (main_.local()._version() == seen_) {
     return false;
   }
-  end_write(*current_stream(context_.mesh->device()), true);
+  end_write(*current_stream(context_.mesh->device()), Written::main_to_cast);
   return true;
 }
 

@@ -41,7 +41,8 @@ struct WeightPlane {
 /// |         |             |           | see keep_compute_weights           |
 ///
 /// With ParamGroupOptions::float8 there is no compute plane but Float8Planes:
-/// rows and columns, made anew by the first gather after a change.
+/// rows and columns, made anew by the first gather after a change, or begun by
+/// the optimizer's update (float8_outputs).
 ///
 /// When both have one dtype they share memory. A frozen group has one plane,
 /// compute. With ParamGroupOptions::offload main (a frozen group's too, in
@@ -72,6 +73,9 @@ class WeightPlanes {
   /// optimizer may write it together with main. Undefined when main is that
   /// slice or when there is none.
   at::Tensor compute_shard() const;
+  /// What the optimizer may write in its pass over main: see
+  /// Float8Planes::outputs. Null: nothing.
+  const Float8Outputs* float8_outputs();
 
   /// True when compute weights rest whole on every rank.
   bool resident() const { return resident_; }
@@ -86,6 +90,8 @@ class WeightPlanes {
     bool is_first = false;
     /// First spread the optimizer's slices to `compute`. Collective.
     bool refresh = false;
+    /// Refresh: the optimizer wrote float8_outputs together with main.
+    bool float8_begun = false;
     /// By copies of what the peers hold, which on GPUs copy engines make; else
     /// an all-gather, a collective.
     bool copy_engines = false;
@@ -137,7 +143,7 @@ class WeightPlanes {
 
   /// What forget_progress forgets.
   struct Progress {
-    std::int64_t gathered = 0, fenced = 0;
+    std::int64_t gathered = 0, fenced = 0, float8_begun = 0;
     Event written;
   };
   /// As if nothing was gathered, and what was written is there.
@@ -151,7 +157,7 @@ class WeightPlanes {
   void use_mesh();
   /// The values of new weights are in main: the first version.
   void initialized() {
-    end_write(*current_stream(context_.mesh->device()), true);
+    end_write(*current_stream(context_.mesh->device()), Written::main_to_cast);
   }
 
   struct Bytes {
@@ -163,10 +169,17 @@ class WeightPlanes {
   friend class WeightWrite;
   /// main -> compute's slice of it. On the current stream.
   void cast();
-  /// What `stream` has queued wrote main.
-  /// @param casts  the other planes are made from it, in `stream`.
-  void end_write(Stream& stream, bool casts);
+  /// What a write wrote.
+  enum class Written {
+    main,          ///< and failed on the way, perhaps
+    main_to_cast,  ///< the other planes are made from it, in the write's stream
+    all,           ///< compute_shard() and float8_outputs() as well
+  };
+  /// What `stream` has queued wrote weights.
+  void end_write(Stream& stream, Written written);
   void unshard(const at::Tensor& out);
+  /// Null: nobody copies these weights.
+  const PeerBuffer* peers() const;
 
   const GroupContext& context_;
   bool resident_ = true;
@@ -182,6 +195,7 @@ class WeightPlanes {
   std::int64_t version_ = 0;
   std::int64_t gathered_ = 0;  ///< up to which version
   std::int64_t fenced_ = 0;
+  std::int64_t float8_begun_ = 0;  ///< the version with float8_outputs
   std::uint32_t seen_ = 0;  ///< main's tensor version, after our last write
   bool copied_ = false;     ///< by peers, and no reduction since
   Event written_;

@@ -29,7 +29,7 @@ WeightWrite::WeightWrite(std::vector<ParamGroup*> groups, Stream& stream)
 WeightWrite::~WeightWrite() {
   for (ParamGroup* group : open_) {
     try {
-      group->weights().end_write(stream_, false);
+      group->weights().end_write(stream_, WeightPlanes::Written::main);
     } catch (const std::exception& error) {
       log_error("while a write of weights was given up: {}", error.what());
     }
@@ -44,7 +44,10 @@ void WeightWrite::end(ParamGroup& group, Cast cast) {
       "{} was not being written, or its write has ended",
       group.name());
   open_.erase(found);
-  group.weights().end_write(stream_, cast == Cast::here);
+  group.weights().end_write(
+      stream_,
+      cast == Cast::here ? WeightPlanes::Written::main_to_cast
+                         : WeightPlanes::Written::all);
 }
 
 }  // namespace flatshard

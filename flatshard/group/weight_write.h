@@ -21,8 +21,11 @@ class WeightWrite {
  public:
   /// Who brings the compute weights up to date.
   enum class Cast {
-    here,       ///< `end` casts main, on the stream of the write
-    by_writer,  ///< whoever wrote main wrote compute_shard() as well
+    /// `end` casts main, on the stream of the write; FP8 planes are made by the
+    /// next gather.
+    here,
+    /// Whoever wrote main wrote compute_shard() as well, and float8_outputs().
+    by_writer,
   };
 
   /// Takes what others wrote before and waits until nobody reads the old

@@ -1,208 +1,27 @@
 #include "flatshard/mesh/mesh.h"
 
 #include <algorithm>
-#include <map>
 #include <mutex>
-#include <numeric>
-#include <set>
 
 #include "flatshard/comm/make_communicator.h"
 #include "flatshard/core/error.h"
+#include "flatshard/mesh/mesh_root.h"
 
 namespace flatshard {
-namespace {
 
-using AxisSet = std::vector<int>;
-
-std::string joined_names(
-    const std::vector<MeshAxis>& axes,
-    std::span<const int> chosen) {
-  std::string text;
-  for (const int axis : chosen) {
-    text += (text.empty() ? "" : "+") + axes[axis].name;
-  }
-  return text;
-}
-
-std::string axes_to_string(const std::vector<MeshAxis>& axes) {
-  std::string text;
-  for (const MeshAxis& axis : axes) {
-    text +=
-        fmt::format("{}{}: {}", text.empty() ? "" : ", ", axis.name, axis.size);
-  }
-  return "{" + text + "}";
-}
-
-std::int64_t num_ranks(const std::vector<MeshAxis>& axes) {
-  std::int64_t ranks = 1;
-  for (const MeshAxis& axis : axes) {
-    ranks *= axis.size;
-  }
-  return ranks;
-}
-
-void check_axes(const std::vector<MeshAxis>& axes, int rank) {
-  FLATSHARD_CHECK(
-      !axes.empty(),
-      config,
-      "a mesh needs at least one axis, got none");
-  std::set<std::string> names;
-  for (const MeshAxis& axis : axes) {
-    FLATSHARD_CHECK(
-        !axis.name.empty() && names.insert(axis.name).second,
-        config,
-        "mesh {}: expected axis names that are not empty and differ, got '{}'",
-        axes_to_string(axes),
-        axis.name);
-    FLATSHARD_CHECK(
-        axis.size >= 1,
-        config,
-        "mesh {}: expected size >= 1 for axis '{}', got {}",
-        axes_to_string(axes),
-        axis.name,
-        axis.size);
-  }
-  FLATSHARD_CHECK(
-      rank >= 0 && rank < num_ranks(axes),
-      config,
-      "mesh {}: expected a rank below {}, got {}",
-      axes_to_string(axes),
-      num_ranks(axes),
-      rank);
-}
-
-// C order: the last axis varies fastest.
-std::vector<std::int64_t> coordinates_of(
-    const std::vector<MeshAxis>& axes,
-    std::int64_t rank) {
-  std::vector<std::int64_t> coordinates(axes.size());
-  for (std::size_t a = axes.size(); a-- > 0;) {
-    coordinates[a] = rank % axes[a].size;
-    rank /= axes[a].size;
-  }
-  return coordinates;
-}
-
-// Shard order: the innermost axis is cut first and counts most.
-std::int64_t shard_index(
-    const std::vector<MeshAxis>& axes,
-    const std::vector<std::int64_t>& coordinates,
-    std::span<const int> chosen) {
-  std::int64_t index = 0;
-  for (std::size_t i = chosen.size(); i-- > 0;) {
-    index = index * axes[chosen[i]].size + coordinates[chosen[i]];
-  }
-  return index;
-}
-
-std::int64_t product(
-    const std::vector<MeshAxis>& axes,
-    std::span<const int> chosen) {
-  std::int64_t ranks = 1;
-  for (const int axis : chosen) {
-    ranks *= axes[axis].size;
-  }
-  return ranks;
-}
-
-AxisSet all_axes(std::size_t count) {
-  AxisSet axes(count);
-  std::iota(axes.begin(), axes.end(), 0);
-  return axes;
-}
-
-}  // namespace
+using detail::all_axes;
+using detail::axes_to_string;
+using detail::AxisSet;
+using detail::check_axes;
+using detail::coordinates_of;
+using detail::joined_names;
+using detail::num_ranks;
+using detail::product;
+using detail::shard_index;
 
 std::string_view to_string(Purpose purpose) {
   return purpose == Purpose::gather ? "gather" : "reduce";
 }
-
-// Everything that a mesh and its sub-meshes share.
-struct Mesh::Root {
-  std::vector<MeshAxis> axes;
-  std::vector<std::int64_t> coordinates;
-  StoreHandle store;  // null: no group can be made
-  at::Device device;
-  MeshOptions options;
-  // Ends after the communicators: their end may have to be watched, too.
-  std::shared_ptr<FlightRecorder> flight;
-  std::mutex mutex;
-  Groups groups;
-  // Of meshes made by with_communicators, and how many there were by then.
-  std::vector<std::weak_ptr<Communicator>> derived;
-
-  // Axes of size 1 do not matter, unless there is nothing else.
-  AxisSet key(AxisSet chosen) const {
-    AxisSet real;
-    std::copy_if(
-        chosen.begin(),
-        chosen.end(),
-        std::back_inserter(real),
-        [&](int a) { return axes[a].size > 1; });
-    return real.empty() ? chosen : real;
-  }
-
-  Communicator& get(const AxisSet& chosen, Purpose purpose) {
-    const std::lock_guard lock(mutex);
-    const AxisSet wanted = key(chosen);
-    auto found = groups.find({wanted, purpose});
-    if (found == groups.end() && !store) {
-      const Purpose other =
-          purpose == Purpose::gather ? Purpose::reduce : Purpose::gather;
-      found = groups.find({wanted, other});
-    }
-    if (found == groups.end()) {
-      FLATSHARD_CHECK(
-          store || product(axes, wanted) == 1,
-          usage,
-          "mesh {}: no group was given for the axes '{}'; pass one to "
-          "Mesh::from_groups",
-          axes_to_string(axes),
-          joined_names(axes, wanted));
-      found = groups.insert({{wanted, purpose}, make(wanted, purpose)}).first;
-    }
-    return *found->second;
-  }
-
-  std::shared_ptr<Communicator> make(const AxisSet& chosen, Purpose purpose) {
-    const std::string name = fmt::format(
-        "{}.{}",
-        joined_names(axes, chosen),
-        flatshard::to_string(purpose));
-    const std::string prefix = prefix_of(chosen);
-    const auto size = static_cast<int>(product(axes, chosen));
-    auto communicator =
-        size == 1
-            ? make_self_communicator(name, device)
-            : make_communicator(
-                  make_prefix_store(prefix, store),
-                  static_cast<int>(shard_index(axes, coordinates, chosen)),
-                  size,
-                  name,
-                  device,
-                  options.communicator);
-    observe(*communicator, prefix + "/" + name);
-    return communicator;
-  }
-
-  // The groups over the same axes differ in the other coordinates.
-  std::string prefix_of(const AxisSet& chosen) const {
-    std::string prefix = options.name;
-    for (int a = 0; a < static_cast<int>(axes.size()); ++a) {
-      if (std::find(chosen.begin(), chosen.end(), a) == chosen.end()) {
-        prefix += fmt::format("/{}={}", axes[a].name, coordinates[a]);
-      }
-    }
-    return prefix;
-  }
-
-  void observe(Communicator& communicator, const std::string& group) const {
-    communicator.set_log(options.log);
-    if (flight && communicator.size() > 1) {
-      communicator.set_observer(flight, group);
-    }
-  }
-};
 
 Mesh::Mesh(std::shared_ptr<Root> root, std::vector<int> root_axes)
     : root_(std::move(root)), root_axes_(std::move(root_axes)) {

@@ -14,6 +14,7 @@
 #include "flatshard/comm/communicator.h"
 #include "flatshard/comm/store.h"
 #include "flatshard/flight/recorder.h"
+#include "flatshard/mesh/axes.h"
 
 namespace flatshard {
 
@@ -22,13 +23,6 @@ namespace flatshard {
 enum class Purpose { gather, reduce };
 
 std::string_view to_string(Purpose purpose);
-
-struct MeshAxis {
-  std::string name;
-  std::int64_t size = 1;
-
-  bool operator==(const MeshAxis&) const = default;
-};
 
 struct MeshOptions {
   CommunicatorOptions communicator;

@@ -4,6 +4,9 @@
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAException.h>
 
+#include <optional>
+#include <utility>
+
 #include "flatshard/device/cuda_scope.h"
 #include "flatshard/float8/cuda_planes.h"
 #include "flatshard/nn/kernels/float8.h"
@@ -17,15 +20,14 @@ bool is_wide(const at::Tensor& t) {
          reinterpret_cast<std::uintptr_t>(t.const_data_ptr()) % 16 == 0;
 }
 
-// Both planes of a tensor [rows, columns], and what kernels take of them.
-struct BothPlanes {
-  BothPlanes(
+// The planes of a tensor [rows, columns], and what kernels take of them.
+struct WantedPlanes {
+  WantedPlanes(
       std::int64_t rows,
       std::int64_t columns,
       at::Device device,
-      const at::Tensor& amax,
       const float8::Quantizer& q,
-      std::int64_t multiple) {
+      const Float8Wanted& wanted) {
     const auto make = [&](const float8::PlaneOptions& options) {
       return float8::plane_over(
           float8::empty_plane(rows, columns, device, q, options),
@@ -34,21 +36,32 @@ struct BothPlanes {
           q,
           options);
     };
-    row = make({.amax = amax});
-    column = make(
-        {.axis = float8::Axis::column, .multiple = multiple, .amax = amax});
+    if (wanted.rows) {
+      row = make({.amax = wanted.amax});
+    }
+    if (wanted.columns) {
+      column = make(
+          {.axis = float8::Axis::column,
+           .multiple = wanted.multiple,
+           .amax = wanted.amax});
+    }
     args = {
-        .row = float8::cuda::pointers_of(&row),
-        .column = float8::cuda::pointers_of(&column),
-        .padded_rows = column.padded_rows,
+        .row = float8::cuda::pointers_of(row ? &*row : nullptr),
+        .column = float8::cuda::pointers_of(column ? &*column : nullptr),
+        .padded_rows = column ? column->padded_rows : 0,
         .recipe = q.recipe,
         .format = q.format,
         .rounding = q.rounding};
   }
-  Float8Planes planes() const { return {row.plane, column.plane}; }
+  Float8Planes planes(at::Tensor amax) const {
+    return {
+        row ? row->plane : float8::Plane(),
+        column ? column->plane : float8::Plane(),
+        std::move(amax)};
+  }
 
-  float8::PlaneView row;
-  float8::PlaneView column;
+  std::optional<float8::PlaneView> row;
+  std::optional<float8::PlaneView> column;
   float8::kernels::Quantize args;
 };
 
@@ -58,13 +71,12 @@ Float8Planes quantize_computed(
     std::int64_t rows,
     std::int64_t columns,
     at::Device device,
-    const at::Tensor& amax,
     const float8::Quantizer& q,
-    std::int64_t multiple) {
+    const Float8Wanted& wanted) {
   const detail::CudaDeviceScope scope(device);
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
-  BothPlanes both(rows, columns, device, amax, q, multiple);
-  const auto found = float8::cuda::find_amax(
+  WantedPlanes planes(rows, columns, device, q, wanted);
+  const at::Tensor found = float8::cuda::find_amax(
       rows,
       columns,
       device,
@@ -77,10 +89,11 @@ Float8Planes quantize_computed(
                  of_columns,
                  stream);
            }},
-      both.args);
-  kernels::quantize_values(values, both.args, stream);
+      planes.args);
+  kernels::quantize_values(values, planes.args, stream);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
-  return both.planes();
+  const bool one = q.recipe == float8::Recipe::tensorwise && found.defined();
+  return planes.planes(one ? found[0] : wanted.amax);
 }
 
 }  // namespace
@@ -99,7 +112,7 @@ Float8Planes quantize_swiglu(
     const at::Tensor& gate,
     const at::Tensor& up,
     const float8::Quantizer& q,
-    std::int64_t multiple) {
+    const Float8Wanted& wanted) {
   return quantize_computed(
       kernels::SwigluValues{
           .gate = gate.const_data_ptr(),
@@ -111,9 +124,8 @@ Float8Planes quantize_swiglu(
       gate.size(0),
       gate.size(1),
       gate.device(),
-      {},
       q,
-      multiple);
+      wanted);
 }
 
 Float8Planes quantize_swiglu_gradient(
@@ -121,7 +133,7 @@ Float8Planes quantize_swiglu_gradient(
     const at::Tensor& gate,
     const at::Tensor& up,
     const float8::Quantizer& q,
-    std::int64_t multiple) {
+    const Float8Wanted& wanted) {
   return quantize_computed(
       kernels::SwigluGradientValues{
           .dy = dy.const_data_ptr(),
@@ -135,18 +147,16 @@ Float8Planes quantize_swiglu_gradient(
       gate.size(0),
       2 * gate.size(1),
       gate.device(),
-      {},
       q,
-      multiple);
+      wanted);
 }
 
 Float8Planes quantize_norm(
     const at::Tensor& x,
     const at::Tensor& rstd,
     const at::Tensor& weight,
-    const at::Tensor& amax,
     const float8::Quantizer& q,
-    std::int64_t multiple) {
+    const Float8Wanted& wanted) {
   return quantize_computed(
       kernels::NormValues{
           .x = x.const_data_ptr(),
@@ -158,34 +168,35 @@ Float8Planes quantize_norm(
       x.size(0),
       x.size(1),
       x.device(),
-      amax,
       q,
-      multiple);
+      wanted);
 }
 
 Float8Planes quantize_side_by_side(
     const at::Tensor& left,
     const at::Tensor& right,
-    const at::Tensor& amax,
     const float8::Quantizer& q,
-    std::int64_t multiple) {
+    const Float8Wanted& wanted) {
   const detail::CudaDeviceScope scope(left.device());
   const std::int64_t rows = left.size(0);
   const std::int64_t width = left.size(1);
-  BothPlanes both(rows, 2 * width, left.device(), amax, q, multiple);
+  WantedPlanes planes(rows, 2 * width, left.device(), q, wanted);
   for (const at::Tensor& half : {left, right}) {
     float8::kernels::quantize_tiles(
         {.data = half.const_data_ptr(),
          .rows = rows,
          .columns = width,
          .dtype = float8::kernels::Dtype::bf16},
-        both.args,
+        planes.args,
         at::cuda::getCurrentCUDAStream());
-    both.args.row.data += width * both.args.row.column_stride;
-    both.args.column.data += width * both.args.column.column_stride;
+    for (auto* plane : {&planes.args.row, &planes.args.column}) {
+      if (plane->data != nullptr) {
+        plane->data += width * plane->column_stride;
+      }
+    }
   }
   C10_CUDA_KERNEL_LAUNCH_CHECK();
-  return both.planes();
+  return planes.planes(wanted.amax);
 }
 
 }  // namespace flatshard::nn::cuda

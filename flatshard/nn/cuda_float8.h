@@ -16,30 +16,28 @@ Float8Planes quantize_swiglu(
     const at::Tensor& gate,
     const at::Tensor& up,
     const float8::Quantizer& quantizer,
-    std::int64_t multiple);
+    const Float8Wanted& wanted);
 
 Float8Planes quantize_swiglu_gradient(
     const at::Tensor& dy,
     const at::Tensor& gate,
     const at::Tensor& up,
     const float8::Quantizer& quantizer,
-    std::int64_t multiple);
+    const Float8Wanted& wanted);
 
-/// Tensorwise planes of two contiguous tensors beside each other.
+/// Tensorwise planes of two contiguous tensors beside each other, by
+/// wanted.amax.
 Float8Planes quantize_side_by_side(
     const at::Tensor& left,
     const at::Tensor& right,
-    const at::Tensor& amax,
     const float8::Quantizer& quantizer,
-    std::int64_t multiple);
+    const Float8Wanted& wanted);
 
-/// @param amax  of the result, for tensorwise.
 Float8Planes quantize_norm(
     const at::Tensor& x,
     const at::Tensor& rstd,
     const at::Tensor& weight,
-    const at::Tensor& amax,
     const float8::Quantizer& quantizer,
-    std::int64_t multiple);
+    const Float8Wanted& wanted);
 
 }  // namespace flatshard::nn::cuda

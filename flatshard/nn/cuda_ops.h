@@ -71,7 +71,9 @@ at::Tensor swiglu_forward(
     const at::Tensor& amax = {});
 /// @param product  when given, overwritten by swiglu_forward(gate, up); may be
 ///                 dy.
-/// @param amax     [] float32 when defined: max(amax, the largest magnitude).
+/// @param amax     [2] float32 when defined: max(amax, the largest magnitude)
+/// of
+///                 dgate and of dup.
 /// @return (dgate, dup)
 std::tuple<at::Tensor, at::Tensor> swiglu_backward(
     const at::Tensor& dy,

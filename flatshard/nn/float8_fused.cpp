@@ -14,11 +14,29 @@ namespace {
 Float8Planes planes_of(
     const at::Tensor& values,
     const float8::Quantizer& quantizer,
-    std::int64_t multiple,
-    const at::Tensor& amax = {}) {
-  const auto [rows, columns] =
-      float8::quantize_both(values, quantizer, multiple, amax);
-  return {rows, columns};
+    const Float8Wanted& wanted) {
+  Float8Planes planes{.amax = wanted.amax};
+  // An empty tensor's scales are those of zeros.
+  const bool scaled_as_one =
+      quantizer.recipe == float8::Recipe::tensorwise && values.numel() > 0;
+  if (scaled_as_one && !planes.amax.defined()) {
+    planes.amax = float8::amax_of(values);
+  }
+  const at::Tensor amax = scaled_as_one ? planes.amax : at::Tensor();
+  if (wanted.rows && wanted.columns) {
+    std::tie(planes.rows, planes.columns) =
+        float8::quantize_both(values, quantizer, wanted.multiple, amax);
+  } else if (wanted.rows) {
+    planes.rows = float8::quantize(values, quantizer, {.amax = amax});
+  } else if (wanted.columns) {
+    planes.columns = float8::quantize(
+        values,
+        quantizer,
+        {.axis = float8::Axis::column,
+         .multiple = wanted.multiple,
+         .amax = amax});
+  }
+  return planes;
 }
 
 void check_rows(
@@ -53,15 +71,15 @@ Float8Planes swiglu_float8(
     const at::Tensor& gate,
     const at::Tensor& up,
     const float8::Quantizer& quantizer,
-    std::int64_t multiple) {
+    const Float8Wanted& wanted) {
   const at::NoGradGuard no_grad;
   check_rows("swiglu_float8", gate, {up});
   // Kernels for activations are those of e4m3.
   if (cuda::quantizes(gate) && cuda::quantizes(up) &&
       quantizer.format == float8::Format::e4m3) {
-    return cuda::quantize_swiglu(gate, up, quantizer, multiple);
+    return cuda::quantize_swiglu(gate, up, quantizer, wanted);
   }
-  return planes_of(swiglu(gate, up), quantizer, multiple);
+  return planes_of(swiglu(gate, up), quantizer, wanted);
 }
 
 Float8Planes swiglu_backward_float8(
@@ -69,25 +87,25 @@ Float8Planes swiglu_backward_float8(
     const at::Tensor& gate,
     const at::Tensor& up,
     const float8::Quantizer& quantizer,
-    std::int64_t multiple) {
+    const Float8Wanted& wanted) {
   const at::NoGradGuard no_grad;
   check_rows("swiglu_backward_float8", gate, {up, dy});
   const bool fused =
       cuda::quantizes(gate) && cuda::quantizes(up) && cuda::quantizes(dy);
   if (quantizer.recipe != float8::Recipe::tensorwise) {
     if (fused) {
-      return cuda::quantize_swiglu_gradient(dy, gate, up, quantizer, multiple);
+      return cuda::quantize_swiglu_gradient(dy, gate, up, quantizer, wanted);
     }
     const auto [dgate, dup] = swiglu_gradients(dy, gate, up);
-    return planes_of(at::cat({dgate, dup}, 1), quantizer, multiple);
+    return planes_of(at::cat({dgate, dup}, 1), quantizer, wanted);
   }
   // Tensorwise scales want amax first: finding it where the values are stored
   // moves less than computing them twice.
   const auto [dgate, dup, amax] = swiglu_backward_amax(dy, gate, up);
-  if (fused) {
-    return cuda::quantize_side_by_side(dgate, dup, amax, quantizer, multiple);
-  }
-  return planes_of(at::cat({dgate, dup}, 1), quantizer, multiple, amax);
+  Float8Wanted known = wanted;
+  known.amax = amax.amax();
+  return fused ? cuda::quantize_side_by_side(dgate, dup, quantizer, known)
+               : planes_of(at::cat({dgate, dup}, 1), quantizer, known);
 }
 
 std::tuple<at::Tensor, at::Tensor> swiglu_amax(
@@ -110,7 +128,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> swiglu_backward_amax(
     const at::Tensor& up) {
   const at::NoGradGuard no_grad;
   if (cuda::takes(gate)) {
-    const at::Tensor amax = zero_like(gate);
+    const at::Tensor amax = at::zeros({2}, gate.options().dtype(at::kFloat));
     const auto [dgate, dup] = cuda::swiglu_backward(
         dy.contiguous(),
         gate.contiguous(),
@@ -123,7 +141,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> swiglu_backward_amax(
   return {
       dgate,
       dup,
-      at::maximum(float8::amax_of(dgate), float8::amax_of(dup))};
+      at::stack({float8::amax_of(dgate), float8::amax_of(dup)})};
 }
 
 NormFloat8 rms_norm_float8(
@@ -132,7 +150,7 @@ NormFloat8 rms_norm_float8(
     const at::Tensor& weight,
     double eps,
     const float8::Quantizer& quantizer,
-    std::int64_t multiple) {
+    const Float8Wanted& wanted) {
   const at::NoGradGuard no_grad;
   check_norm_input(x, delta, weight);
   const at::Tensor rows = x.contiguous();
@@ -141,25 +159,38 @@ NormFloat8 rms_norm_float8(
   if (!cuda::quantizes(rows) || quantizer.format != float8::Format::e4m3 ||
       !cuda::is_aligned(weight)) {
     const auto [y, sum, rstd] = rms_norm_rows(rows, delta, weight, eps);
-    return {
-        sum.defined() ? sum : rows,
-        rstd,
-        planes_of(y, quantizer, multiple)};
+    return {sum.defined() ? sum : rows, rstd, planes_of(y, quantizer, wanted)};
   }
   const at::Tensor w = weight.contiguous();
-  const bool needs_amax = quantizer.recipe == float8::Recipe::tensorwise;
-  const at::Tensor amax = needs_amax ? zero_like(rows) : at::Tensor();
+  Float8Wanted known = wanted;
+  if (quantizer.recipe == float8::Recipe::tensorwise) {
+    known.amax = zero_like(rows);
+  }
   const auto [y, sum, rstd] = cuda::rms_norm_forward(
       rows,
       delta.defined() ? delta.contiguous() : delta,
       w,
       eps,
-      {.store_y = false, .amax = amax});
+      {.store_y = false, .amax = known.amax});
   const at::Tensor normed = sum.defined() ? sum : rows;
-  return {
-      normed,
-      rstd,
-      cuda::quantize_norm(normed, rstd, w, amax, quantizer, multiple)};
+  return {normed, rstd, cuda::quantize_norm(normed, rstd, w, quantizer, known)};
+}
+
+Float8Planes rms_norm_float8_again(
+    const at::Tensor& sum,
+    const at::Tensor& rstd,
+    const at::Tensor& weight,
+    const float8::Quantizer& quantizer,
+    const Float8Wanted& wanted) {
+  const at::NoGradGuard no_grad;
+  check_norm_input(sum, {}, weight);
+  const at::Tensor rows = sum.contiguous();
+  check_rows("rms_norm_float8_again", rows, {});
+  if (cuda::quantizes(rows) && quantizer.format == float8::Format::e4m3 &&
+      cuda::is_aligned(weight)) {
+    return cuda::quantize_norm(rows, rstd, weight, quantizer, wanted);
+  }
+  return planes_of(normed_rows(rows, weight, rstd), quantizer, wanted);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> rms_norm_backward_amax(

@@ -9,21 +9,30 @@
 // the planes are the same. No autograd here.
 namespace flatshard::nn {
 
-/// The row plane and the transposed column plane of one tensor.
+/// The row plane and the transposed column plane of one tensor, as far as they
+/// were wanted.
 struct Float8Planes {
   float8::Plane rows;
   float8::Plane columns;
+  at::Tensor amax;  ///< tensorwise: [] float32, what both are scaled by
+};
+
+struct Float8Wanted {
+  bool rows = true;
+  bool columns = true;
+  /// Of the length of the column plane's rows (PlaneOptions).
+  std::int64_t multiple = 1;
+  at::Tensor amax;  ///< tensorwise: of these values, when it is known
 };
 
 /// Planes of silu(gate) * up [tokens, ffn].
 /// @param gate, up   [tokens, ffn] of one dtype; rows may lie apart, as halves
 ///                   of one tensor do.
-/// @param multiple   of the length of the column plane's rows (PlaneOptions).
 Float8Planes swiglu_float8(
     const at::Tensor& gate,
     const at::Tensor& up,
     const float8::Quantizer& quantizer,
-    std::int64_t multiple = 1);
+    const Float8Wanted& wanted = {});
 
 /// Planes of [dgate | dup] [tokens, 2 ffn], the gradient of one product's
 /// result.
@@ -32,14 +41,14 @@ Float8Planes swiglu_backward_float8(
     const at::Tensor& gate,
     const at::Tensor& up,
     const float8::Quantizer& quantizer,
-    std::int64_t multiple = 1);
+    const Float8Wanted& wanted = {});
 
 /// (silu(gate) * up, its largest magnitude [] float32) in one pass.
 std::tuple<at::Tensor, at::Tensor> swiglu_amax(
     const at::Tensor& gate,
     const at::Tensor& up);
 
-/// (dgate, dup, the largest magnitude of both) in one pass.
+/// (dgate, dup, the largest magnitude of each [2] float32) in one pass.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> swiglu_backward_amax(
     const at::Tensor& dy,
     const at::Tensor& gate,
@@ -60,7 +69,16 @@ NormFloat8 rms_norm_float8(
     const at::Tensor& weight,
     double eps,
     const float8::Quantizer& quantizer,
-    std::int64_t multiple = 1);
+    const Float8Wanted& wanted = {});
+
+/// The same in the backward: of what was normalized, as `sum` and `rstd` have
+/// it. The bytes are those of the forward.
+Float8Planes rms_norm_float8_again(
+    const at::Tensor& sum,
+    const at::Tensor& rstd,
+    const at::Tensor& weight,
+    const float8::Quantizer& quantizer,
+    const Float8Wanted& wanted = {});
 
 /// rms_norm_rows_backward (rms_norm_rows.h) that finds dx's largest magnitude
 /// as well: (dx, dw, amax [] float32).

@@ -24,14 +24,15 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     const at::Tensor bias = maybe_bias.value_or(at::Tensor());
     const at::Tensor residual = maybe_residual.value_or(at::Tensor());
     save_context(ctx, context);
-    ctx->save_for_backward({x, weight, bias});
     ctx->saved_data["residual"] = residual.defined();
+    const MatmulRows rows(as_rows(x));
     const at::Tensor y = matmul_forward(
-        MatmulRows(as_rows(x)),
+        rows,
         weight,
         context,
         bias,
         residual.defined() ? as_rows(residual) : residual);
+    ctx->save_for_backward({x, weight, bias, rows.amax()});
     return reshape_result(y, with_last(x, weight.size(0)));
   }
 
@@ -52,8 +53,11 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
       out[kX] = dx.view(x.sizes());
     }
     if (ctx->needs_input_grad(kWeight)) {
-      out[kWeight] =
-          deliver_matmul_wgrad(context, weight, g, MatmulRows(as_rows(x)));
+      out[kWeight] = deliver_matmul_wgrad(
+          context,
+          weight,
+          g,
+          activation_rows(as_rows(x), saved[3]));
     }
     if (bias.defined() && ctx->needs_input_grad(kBias)) {
       out[kBias] =
@@ -73,9 +77,6 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
       const at::Tensor& x,
       at::TensorList weights,
       const std::vector<ModuleContextPtr>& contexts) {
-    variable_list saved{x};
-    saved.insert(saved.end(), weights.begin(), weights.end());
-    ctx->save_for_backward(saved);
     ctx->set_materialize_grads(false);
     const MatmulRows rows(as_rows(x));
     variable_list out;
@@ -85,13 +86,17 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
           matmul_forward(rows, weights[i], contexts[i]),
           with_last(x, weights[i].size(0))));
     }
+    variable_list saved{x};
+    saved.insert(saved.end(), weights.begin(), weights.end());
+    saved.push_back(rows.amax());
+    ctx->save_for_backward(saved);
     return out;
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor& x = saved[0];
-    const MatmulRows rows(as_rows(x));
+    const MatmulRows rows = activation_rows(as_rows(x), saved.back());
     variable_list out(1 + grads.size() + 1);  // and the contexts
     at::Tensor dx;
     std::vector<std::optional<MatmulRows>> g(grads.size());

@@ -34,15 +34,29 @@ void check_linear_input(const at::Tensor& x, const at::Tensor& weight) {
   check_same_dtype("Linear", x, weight);
 }
 
+std::optional<float8::Recipe> common_recipe(
+    at::ArrayRef<at::Tensor> weights,
+    at::ArrayRef<ModuleContextPtr> contexts) {
+  std::optional<float8::Recipe> common;
+  for (std::size_t i = 0; i < weights.size(); ++i) {
+    const auto source = weight_source(contexts[i]);
+    const auto recipe = source ? source->recipe(weights[i]) : std::nullopt;
+    if (!recipe || (i > 0 && recipe != common)) {
+      return std::nullopt;
+    }
+    common = recipe;
+  }
+  return common;
+}
+
 at::Tensor matmul_forward(
     const MatmulRows& x,
     const at::Tensor& weight,
     const ModuleContextPtr& context,
     const at::Tensor& bias,
     const at::Tensor& residual) {
-  const at::Tensor& rows = x.tensor();
   if (const auto fp8 = float8_weight(context, weight, PlaneUse::fprop)) {
-    at::Tensor y = at::empty({rows.size(0), weight.size(0)}, rows.options());
+    at::Tensor y = at::empty({x.num_rows(), weight.size(0)}, x.options());
     float8::matmul(
         y,
         x.row(fp8->operand.recipe),
@@ -52,6 +66,7 @@ at::Tensor matmul_forward(
          .emulate = fp8->emulate});
     return bias.defined() ? y.add_(bias) : y;
   }
+  const at::Tensor& rows = x.tensor();
   const at::Tensor wt = weight.t();
   if (!residual.defined()) {
     return bias.defined() ? at::addmm(bias, rows, wt) : at::mm(rows, wt);

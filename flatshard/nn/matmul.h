@@ -3,6 +3,7 @@
 #include "flatshard/nn/matmul_rows.h"
 #include "flatshard/nn/wgrad.h"
 
+#include <optional>
 #include <utility>
 
 namespace flatshard::nn {
@@ -51,10 +52,26 @@ at::Tensor deliver_matmul_wgrad(
     const MatmulRows& g,
     const MatmulRows& x);
 
+/// How all these weights are held in FP8; absent: not all are, or not alike.
+/// @param contexts  by weight; may be null.
+std::optional<float8::Recipe> common_recipe(
+    at::ArrayRef<at::Tensor> weights,
+    at::ArrayRef<ModuleContextPtr> contexts);
+
 /// A gradient for the functions above.
 /// @param both  of them.
 inline MatmulRows gradient_rows(at::Tensor g, bool both) {
   return MatmulRows(std::move(g), MatmulRows::Kind::gradient, both);
+}
+
+/// What the forward read, once more.
+/// @param amax  the forward's MatmulRows::amax.
+inline MatmulRows activation_rows(at::Tensor x, at::Tensor amax) {
+  return MatmulRows(
+      std::move(x),
+      MatmulRows::Kind::activation,
+      /*both=*/false,
+      std::move(amax));
 }
 
 }  // namespace flatshard::nn

@@ -1,5 +1,8 @@
 #include "flatshard/nn/matmul_rows.h"
 
+#include "flatshard/core/error.h"
+#include "flatshard/nn/known_amax.h"
+
 namespace flatshard::nn {
 namespace {
 
@@ -17,19 +20,66 @@ std::int64_t multiple_of(float8::Recipe activations) {
 
 }  // namespace
 
-float8::Quantizer MatmulRows::quantizer(float8::Recipe weights) const {
-  // Gradients need range more than precision where one scale serves all.
-  const bool wide =
-      kind_ == Kind::gradient && weights == float8::Recipe::tensorwise;
+float8::Quantizer MatmulRows::activations_for(float8::Recipe weights) {
   return {
       .recipe = weights == float8::Recipe::blockwise
                     ? float8::Recipe::blockwise_1x128
-                    : weights,
-      .format = wide ? float8::Format::e5m2 : float8::Format::e4m3};
+                    : weights};
+}
+
+std::int64_t MatmulRows::multiple_for(float8::Recipe weights) {
+  return multiple_of(activations_for(weights).recipe);
+}
+
+MatmulRows::MatmulRows(
+    Float8Planes planes,
+    float8::Recipe weights,
+    const at::Tensor& like)
+    : kind_(Kind::activation),
+      both_(false),
+      amax_(std::move(planes.amax)),
+      num_rows_(like.size(0)),
+      options_(like.options()) {
+  const float8::Recipe recipe = activations_for(weights).recipe;
+  if (planes.rows.data.defined()) {
+    row_ = {std::move(planes.rows), recipe};
+  }
+  if (planes.columns.data.defined()) {
+    column_ = {std::move(planes.columns), recipe};
+  }
+}
+
+float8::Quantizer MatmulRows::quantizer(float8::Recipe weights) const {
+  float8::Quantizer q = activations_for(weights);
+  // Gradients need range more than precision where one scale serves all.
+  if (kind_ == Kind::gradient && weights == float8::Recipe::tensorwise) {
+    q.format = float8::Format::e5m2;
+  }
+  return q;
+}
+
+const at::Tensor& MatmulRows::amax_for(const float8::Quantizer& q) const {
+  static const at::Tensor none;
+  FLATSHARD_CHECK(
+      rows_.defined(),
+      internal,
+      "rows that were quantized as {} have no other plane",
+      float8::to_string(q.recipe));
+  if (q.recipe != float8::Recipe::tensorwise || rows_.numel() == 0) {
+    return none;
+  }
+  if (!amax_.defined() && kind_ == Kind::gradient) {
+    amax_ = take_known_amax(rows_);
+  }
+  if (!amax_.defined()) {
+    amax_ = float8::amax_of(rows_);
+  }
+  return amax_;
 }
 
 void MatmulRows::quantize_both(const float8::Quantizer& q) const {
-  auto [row, column] = float8::quantize_both(rows_, q, multiple_of(q.recipe));
+  auto [row, column] =
+      float8::quantize_both(rows_, q, multiple_of(q.recipe), amax_for(q));
   row_ = {std::move(row), q.recipe};
   column_ = {std::move(column), q.recipe};
 }
@@ -42,7 +92,7 @@ const float8::Operand& MatmulRows::row(float8::Recipe weights) const {
   if (both_) {
     quantize_both(q);
   } else {
-    row_ = {float8::quantize(rows_, q), q.recipe};
+    row_ = {float8::quantize(rows_, q, {.amax = amax_for(q)}), q.recipe};
   }
   return *row_;
 }
@@ -59,7 +109,9 @@ const float8::Operand& MatmulRows::column(float8::Recipe weights) const {
         float8::quantize(
             rows_,
             q,
-            {.axis = float8::Axis::column, .multiple = multiple_of(q.recipe)}),
+            {.axis = float8::Axis::column,
+             .multiple = multiple_of(q.recipe),
+             .amax = amax_for(q)}),
         q.recipe};
   }
   return *column_;

@@ -22,7 +22,7 @@ Float8Planes quantize_swiglu(
     const at::Tensor&,
     const at::Tensor&,
     const float8::Quantizer&,
-    std::int64_t) {
+    const Float8Wanted&) {
   refuse_float8();
 }
 
@@ -31,16 +31,15 @@ Float8Planes quantize_swiglu_gradient(
     const at::Tensor&,
     const at::Tensor&,
     const float8::Quantizer&,
-    std::int64_t) {
+    const Float8Wanted&) {
   refuse_float8();
 }
 
 Float8Planes quantize_side_by_side(
     const at::Tensor&,
     const at::Tensor&,
-    const at::Tensor&,
     const float8::Quantizer&,
-    std::int64_t) {
+    const Float8Wanted&) {
   refuse_float8();
 }
 
@@ -48,9 +47,8 @@ Float8Planes quantize_norm(
     const at::Tensor&,
     const at::Tensor&,
     const at::Tensor&,
-    const at::Tensor&,
     const float8::Quantizer&,
-    std::int64_t) {
+    const Float8Wanted&) {
   refuse_float8();
 }
 

@@ -1,6 +1,8 @@
 #include "flatshard/nn/norm_linears.h"
 
 #include "flatshard/nn/autograd.h"
+#include "flatshard/nn/float8_fused.h"
+#include "flatshard/nn/known_amax.h"
 #include "flatshard/nn/matmul.h"
 #include "flatshard/nn/rms_norm_rows.h"
 
@@ -9,6 +11,46 @@ namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
+
+// Of the layers; the norm's context is the first.
+std::optional<float8::Recipe> recipe_of(
+    at::TensorList weights,
+    const std::vector<ModuleContextPtr>& contexts) {
+  return common_recipe(
+      weights,
+      at::ArrayRef<ModuleContextPtr>(contexts).slice(1));
+}
+
+struct NormRows {
+  MatmulRows normed;
+  at::Tensor sum;  // undefined without delta
+  at::Tensor rstd;
+};
+
+// Where all layers multiply in FP8, what they read is made as FP8.
+NormRows norm_rows(
+    const at::Tensor& x,
+    const at::Tensor& delta,
+    const at::Tensor& norm_weight,
+    double eps,
+    std::optional<float8::Recipe> recipe) {
+  if (!recipe) {
+    auto [rows, sum, rstd] = rms_norm_rows(x, delta, norm_weight, eps);
+    return {MatmulRows(std::move(rows)), std::move(sum), std::move(rstd)};
+  }
+  const at::Tensor rows = as_rows(x);
+  NormFloat8 made = rms_norm_float8(
+      rows,
+      delta.defined() ? as_rows(delta) : delta,
+      norm_weight,
+      eps,
+      MatmulRows::activations_for(*recipe),
+      {.columns = false});
+  return {
+      MatmulRows(std::move(made.planes), *recipe, rows),
+      delta.defined() ? std::move(made.sum) : at::Tensor(),
+      std::move(made.rstd)};
+}
 
 // Results: the sum, then one of each weight.
 struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
@@ -24,21 +66,21 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
     ctx->saved_data["delta"] = delta.defined();
     ctx->saved_data["eps"] = eps;
     ctx->set_materialize_grads(false);
-    auto [rows, sum, rstd] = rms_norm_rows(x, delta, norm_weight, eps);
+    auto [normed, sum, rstd] =
+        norm_rows(x, delta, norm_weight, eps, recipe_of(weights, contexts));
     // Without delta another tensor over x's memory: autograd would take x
     // itself for an identity.
     sum = reshape_result(sum.defined() ? sum : x, x.sizes());
-    variable_list saved{sum, rstd, norm_weight};
-    saved.insert(saved.end(), weights.begin(), weights.end());
-    ctx->save_for_backward(saved);
     variable_list results{sum};
-    const MatmulRows normed(rows);
     for (std::size_t i = 0; i < weights.size(); ++i) {
       // The norm's context is the first.
       results.push_back(reshape_result(
           matmul_forward(normed, weights[i], contexts[1 + i]),
           with_last(x, weights[i].size(0))));
     }
+    variable_list saved{sum, rstd, norm_weight, normed.amax()};
+    saved.insert(saved.end(), weights.begin(), weights.end());
+    ctx->save_for_backward(saved);
     for (std::size_t i = 0; i < contexts.size(); ++i) {
       save_context(ctx, contexts[i], i);
     }
@@ -49,7 +91,8 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
     refuse_create_graph("RMSNorm");
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor &sum = saved[0], &rstd = saved[1], &norm_weight = saved[2];
-    const auto weight = [&](std::size_t i) { return saved[2 + i]; };
+    const at::Tensor& amax = saved[3];
+    const auto weight = [&](std::size_t i) { return saved[3 + i]; };
     // Edges count defined tensors only.
     const std::size_t norm_edge = ctx->saved_data["delta"].toBool() ? 2 : 1;
     const bool wants_dx = ctx->needs_input_grad(0) ||
@@ -75,24 +118,41 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
         }
       }
     }
+    std::vector<ModuleContextPtr> contexts;
+    for (std::size_t i = 0; i <= num_weights; ++i) {
+      contexts.push_back(saved_context(ctx, i));
+    }
+    const auto recipe =
+        recipe_of(at::TensorList(saved).slice(4, num_weights), contexts);
     at::Tensor dx = grads[0];
     at::Tensor dw;
     at::Tensor normed;
-    if (dy.defined()) {
+    if (dy.defined() && recipe == float8::Recipe::tensorwise) {
+      at::Tensor amax_of_dx;
+      std::tie(dx, dw, amax_of_dx) = rms_norm_backward_amax(
+          dy,
+          grads[0].defined() ? as_rows(grads[0]) : grads[0],
+          as_rows(sum),
+          norm_weight,
+          rstd);
+      note_amax(dx, std::move(amax_of_dx));
+    } else if (dy.defined()) {
       std::tie(dx, dw) = rms_norm_rows_backward(
           dy,
           grads[0],
           sum,
           norm_weight,
           rstd,
-          wants_weights ? &normed : nullptr);
-      dx = dx.view(sum.sizes());
-    } else if (wants_weights) {
+          wants_weights && !recipe ? &normed : nullptr);
+    } else if (wants_weights && !recipe) {
       normed = std::get<0>(rms_norm_rows(
           sum,
           {},
           norm_weight,
           ctx->saved_data["eps"].toDouble()));
+    }
+    if (dy.defined()) {
+      dx = dx.view(sum.sizes());
     }
 
     variable_list out(3 + num_weights + 2);
@@ -103,7 +163,20 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
     if (wants_norm && dw.defined()) {
       out[2] = deliver_norm_wgrad(saved_context(ctx), norm_weight, dw);
     }
-    const MatmulRows rows(normed);
+    const MatmulRows rows =
+        wants_weights && recipe
+            ? MatmulRows(
+                  rms_norm_float8_again(
+                      as_rows(sum),
+                      rstd,
+                      norm_weight,
+                      MatmulRows::activations_for(*recipe),
+                      {.rows = false,
+                       .multiple = MatmulRows::multiple_for(*recipe),
+                       .amax = amax}),
+                  *recipe,
+                  as_rows(sum))
+            : MatmulRows(normed);
     for (std::size_t i = 1; i <= num_weights; ++i) {
       if (wants_weight(i)) {
         out[2 + i] =

@@ -125,11 +125,18 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_rows_backward(
     return cuda::rms_norm_backward(g, gs, rows, weight.contiguous(), rstd, y);
   }
   if (y != nullptr) {
-    *y = (as_float(rows) * rstd.unsqueeze(-1))
-             .mul_(as_float(weight))
-             .to(x.scalar_type());
+    *y = normed_rows(rows, weight, rstd);
   }
   return backward_rows(g, gs, rows, weight, rstd);
+}
+
+at::Tensor normed_rows(
+    const at::Tensor& x,
+    const at::Tensor& weight,
+    const at::Tensor& rstd) {
+  return (as_float(as_rows(x)) * rstd.unsqueeze(-1))
+      .mul_(as_float(weight))
+      .to(x.scalar_type());
 }
 
 at::Tensor deliver_norm_wgrad(

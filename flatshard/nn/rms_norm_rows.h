@@ -37,6 +37,12 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_rows_backward(
     const at::Tensor& rstd,
     at::Tensor* y = nullptr);
 
+/// rms_norm_rows' y again, bit for bit, of what was normalized.
+at::Tensor normed_rows(
+    const at::Tensor& x,
+    const at::Tensor& weight,
+    const at::Tensor& rstd);
+
 /// deliver_wgrad for the weight of a norm.
 at::Tensor deliver_norm_wgrad(
     const ModuleContextPtr& context,

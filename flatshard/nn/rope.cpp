@@ -107,8 +107,14 @@ std::pair<at::Tensor, at::Tensor> RopeTable::get(
         at::outer(at::arange(seq_len, at::kDouble), at::tensor(f, at::kDouble));
     cos_ = angles.cos().to(at::kFloat).to(device);
     sin_ = angles.sin().to(at::kFloat).to(device);
+    last_ = {};
   }
-  return {cos_.narrow(0, 0, seq_len), sin_.narrow(0, 0, seq_len)};
+  // Every block of every microbatch asks for the same.
+  if (!last_.first.defined() || last_.first.size(0) != seq_len) {
+    const at::NoGradGuard no_grad;
+    last_ = {cos_.narrow(0, 0, seq_len), sin_.narrow(0, 0, seq_len)};
+  }
+  return last_;
 }
 
 at::Tensor rope(

@@ -42,8 +42,9 @@ class RopeTable {
 
  private:
   RopeOptions options_;
-  at::Tensor cos_;
+  at::Tensor cos_;  ///< of the longest sequence so far
   at::Tensor sin_;
+  std::pair<at::Tensor, at::Tensor> last_;  ///< what was returned
 };
 
 /// Rotates pairs (i, i + head_dim / 2), the Hugging Face order, in float32.

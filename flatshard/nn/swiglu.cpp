@@ -2,6 +2,8 @@
 
 #include "flatshard/nn/autograd.h"
 #include "flatshard/nn/cuda_ops.h"
+#include "flatshard/nn/float8_fused.h"
+#include "flatshard/nn/known_amax.h"
 #include "flatshard/nn/matmul.h"
 
 namespace flatshard::nn {
@@ -48,6 +50,23 @@ struct SwigluFunction : torch::autograd::Function<SwigluFunction> {
   }
 };
 
+// The product as FP8, quantized where it is computed.
+MatmulRows float8_product(
+    const at::Tensor& gate,
+    const at::Tensor& up,
+    float8::Recipe recipe,
+    const Float8Wanted& wanted) {
+  const at::Tensor rows = as_rows(gate);
+  return {
+      swiglu_float8(
+          rows,
+          as_rows(up),
+          MatmulRows::activations_for(recipe),
+          wanted),
+      recipe,
+      rows};
+}
+
 struct SwigluLinearFunction : torch::autograd::Function<SwigluLinearFunction> {
   enum Input { kGate, kUp, kWeight, kResidual };
 
@@ -59,13 +78,13 @@ struct SwigluLinearFunction : torch::autograd::Function<SwigluLinearFunction> {
       const at::Tensor& residual,
       const ModuleContextPtr& context) {
     save_context(ctx, context);
-    ctx->save_for_backward({gate, up, weight});
-    const at::Tensor y = matmul_forward(
-        MatmulRows(as_rows(product_of(gate, up))),
-        weight,
-        context,
-        {},
-        as_rows(residual));
+    const auto recipe = common_recipe(weight, context);
+    const MatmulRows product =
+        recipe ? float8_product(gate, up, *recipe, {.columns = false})
+               : MatmulRows(as_rows(product_of(gate, up)));
+    ctx->save_for_backward({gate, up, weight, product.amax()});
+    const at::Tensor y =
+        matmul_forward(product, weight, context, {}, as_rows(residual));
     return reshape_result(y, residual.sizes());
   }
 
@@ -77,23 +96,40 @@ struct SwigluLinearFunction : torch::autograd::Function<SwigluLinearFunction> {
         as_rows(grads[0]),
         (ctx->needs_input_grad(kGate) || ctx->needs_input_grad(kUp)) &&
             ctx->needs_input_grad(kWeight));
+    const auto recipe = common_recipe(weight, context);
     variable_list out(5);
     at::Tensor product;
     if (ctx->needs_input_grad(kGate) || ctx->needs_input_grad(kUp)) {
       at::Tensor d;
       add_input_gradient(d, g, weight, context);
       d = d.view(gate.sizes());
-      std::tie(out[kGate], out[kUp]) = backward_of(d, gate, up, &product);
+      if (recipe == float8::Recipe::tensorwise) {
+        at::Tensor amax;
+        std::tie(out[kGate], out[kUp], amax) =
+            swiglu_backward_amax(d, gate, up);
+        note_amax(out[kGate], amax[0]);
+        note_amax(out[kUp], amax[1]);
+      } else {
+        std::tie(out[kGate], out[kUp]) =
+            backward_of(d, gate, up, recipe ? nullptr : &product);
+      }
     }
     if (ctx->needs_input_grad(kWeight)) {
-      if (!product.defined()) {
+      if (!recipe && !product.defined()) {
         product = product_of(gate, up);
       }
       out[kWeight] = deliver_matmul_wgrad(
           context,
           weight,
           g,
-          MatmulRows(as_rows(product)));
+          recipe ? float8_product(
+                       gate,
+                       up,
+                       *recipe,
+                       {.rows = false,
+                        .multiple = MatmulRows::multiple_for(*recipe),
+                        .amax = saved[3]})
+                 : MatmulRows(as_rows(product)));
     }
     if (ctx->needs_input_grad(kResidual)) {
       out[kResidual] = grads[0];

@@ -22,6 +22,7 @@ class AdamW : public Optimizer {
 
  protected:
   void update(std::size_t group, FlatUpdate& update, double lr) override;
+  bool writes_float8() const override { return true; }
 
  private:
   AdamWOptions options_;

@@ -84,59 +84,117 @@ __device__ float decay_of(const FlatUpdatePointers& p, std::int64_t i) {
                            : p.decays[run_of(p.ends, p.num_ranges, i)];
 }
 
+// The run that element i is in, or else one of its neighbours.
+__device__ const float8::FlatRun& run_at(
+    const Float8Pointers& p,
+    std::int64_t i) {
+  int low = 0;
+  int high = p.num_runs - 1;
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    if (p.runs[middle].end <= i) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return p.runs[low];
+}
+
+__device__ bool holds(const float8::FlatRun& run, std::int64_t i) {
+  return i >= run.begin && i < run.end;
+}
+
 // Four new weights from element `at` on to the bytes and the scale of their 32;
 // eight threads have those.
 __device__ void
-store_mxfp8(const Float8Pointers& p, std::int64_t at, float4 w, unsigned amax) {
+store_mxfp8(const Float8Pointers& p, std::int64_t at, float4 w) {
+  using float8::kernels::magnitude;
+  const float8::FlatRun& run = run_at(p, at);
+  if (!holds(run, at)) {
+    return;
+  }
+  unsigned amax =
+      max(max(magnitude(w.x), magnitude(w.y)),
+          max(magnitude(w.z), magnitude(w.w)));
   const unsigned mates = 0xffU << (threadIdx.x % 32 / 8 * 8);
 #pragma unroll
   for (int offset = 4; offset > 0; offset /= 2) {
     amax = max(amax, __shfl_xor_sync(mates, amax, offset));
   }
+  constexpr auto kFormat = float8::Format::e4m3;
   const std::uint8_t code =
-      float8::e8m0_of(float8::float_of(amax), p.format, p.rounding);
+      float8::e8m0_of(float8::float_of(amax), kFormat, p.rounding);
+  const std::int64_t in_run = at - run.begin;
   if (threadIdx.x % 8 == 0) {
-    p.scales[at / 32] = code;
+    p.scales[run.scales + in_run / 32] = code;
   }
   const float q = float8::scale_of_e8m0(code).quantize;
-  using float8::Format;
-  using float8::kernels::encode4;
-  *reinterpret_cast<std::uint32_t*>(p.data + at) =
-      p.format == Format::e4m3
-          ? encode4<Format::e4m3>(w.x * q, w.y * q, w.z * q, w.w * q)
-          : encode4<Format::e5m2>(w.x * q, w.y * q, w.z * q, w.w * q);
+  *reinterpret_cast<std::uint32_t*>(p.data + run.data + in_run) =
+      float8::kernels::encode4<kFormat>(w.x * q, w.y * q, w.z * q, w.w * q);
 }
 
-// Largest magnitudes of runs; every thread of the block calls it, those beyond
-// the shard with zeros. Most blocks are in one run.
+// a / b of numbers >= 0, b > 0; weights of 2^32 elements are few.
+__device__ std::int64_t divide(std::int64_t a, std::int64_t b) {
+  return ((a | b) >> 32) != 0
+             ? a / b
+             : static_cast<std::uint32_t>(a) / static_cast<std::uint32_t>(b);
+}
+
+// Where the largest magnitude of the block goes that element i is in.
+__device__ std::int64_t amax_of(const float8::FlatRun& run, std::int64_t i) {
+  if (run.block_rows == 0) {
+    return run.amax;
+  }
+  const std::int64_t at = run.first + i - run.begin;
+  const std::int64_t row = divide(at, run.columns);
+  const std::int64_t column = at - row * run.columns;
+  return run.amax + divide(row, run.block_rows) * run.amax_stride +
+         divide(column, run.block_columns);
+}
+
+// Largest magnitudes of blocks; every thread of a block of threads calls it,
+// those beyond the shard with zeros.
 __device__ void find_amax(
     const Float8Pointers& p,
     std::int64_t numel,
     std::int64_t at,
     float4 w) {
   using float8::kernels::atomic_amax;
+  using float8::kernels::lanes_max;
   using float8::kernels::magnitude;
   __shared__ std::uint32_t scratch[32];
-  const std::int64_t begin = std::int64_t{blockIdx.x} * kThreads * kVector;
-  const std::int64_t last = min(begin + kThreads * kVector, numel) - 1;
-  const auto run = [&](std::int64_t i) {
-    return p.num_runs > 1 ? run_of(p.ends, p.num_runs, i) : 0;
-  };
-  const float v[] = {w.x, w.y, w.z, w.w};
-  const int first = run(begin);
-  if (first == run(last)) {
-    std::uint32_t found = 0;
-    for (const float value : v) {
-      found = max(found, magnitude(value));
-    }
+  constexpr int kEach = kThreads * kVector;
+  const std::int64_t begin = std::int64_t{blockIdx.x} * kEach;
+  const std::int64_t last = min(begin + kEach, numel) - 1;
+  const float8::FlatRun& run = run_at(p, begin);
+  const bool is_one_run = holds(run, begin) && holds(run, last);
+  std::uint32_t found =
+      max(max(magnitude(w.x), magnitude(w.y)),
+          max(magnitude(w.z), magnitude(w.w)));
+  // Whole rows follow each other, so the ends tell of all between them.
+  if (is_one_run && run.block_rows <= 1 &&
+      amax_of(run, begin) == amax_of(run, last)) {
     found = float8::kernels::block_max(found, scratch);
     if (threadIdx.x == 0) {
-      atomic_amax(p.amax + first, found);
+      atomic_amax(p.amax + amax_of(run, begin), found);
     }
-  } else if (at < numel) {
-    for (int i = 0; i < kVector; ++i) {
-      atomic_amax(p.amax + run(at + i), magnitude(v[i]));
+    return;
+  }
+  // A warp has 128 neighbours, mostly of one block.
+  std::int64_t to = -1;
+  if (at < numel) {
+    const float8::FlatRun& own = is_one_run ? run : run_at(p, at);
+    to = holds(own, at) ? amax_of(own, at) : -1;
+  }
+  constexpr unsigned kLanes = 0xffffffffU;
+  if (__all_sync(kLanes, to == __shfl_sync(kLanes, to, 0))) {
+    found = lanes_max<32>(found);
+    if (threadIdx.x % 32 == 0 && to >= 0) {
+      atomic_amax(p.amax + to, found);
     }
+  } else if (to >= 0) {
+    atomic_amax(p.amax + to, found);
   }
 }
 
@@ -193,13 +251,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     if constexpr (Float8) {
       if (p.float8.data != nullptr) {
-        using float8::kernels::magnitude;
-        store_mxfp8(
-            p.float8,
-            e,
-            w,
-            max(max(magnitude(w.x), magnitude(w.y)),
-                max(magnitude(w.z), magnitude(w.w))));
+        store_mxfp8(p.float8, e, w);
       }
     }
   }

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "flatshard/float8/formats.h"
+#include "flatshard/group/float8_outputs.h"
 
 namespace flatshard {
 
@@ -15,24 +15,6 @@ struct DecayRange {
   float weight_decay = 0;
 
   friend bool operator==(const DecayRange&, const DecayRange&) = default;
-};
-
-/// FP8 that an update makes of the new main weights in its pass.
-struct Float8Outputs {
-  /// Runs of the shard, such as its parameters' parts; the last end is n.
-  std::vector<std::int64_t> ends;
-  /// CUDA with several runs: `ends` as int64 [runs].
-  at::Tensor device_ends;
-  /// [runs] float32: max(amax, the run's largest magnitude), for scales of
-  /// whole tensors; NaN stays NaN. Undefined: not wanted.
-  at::Tensor amax;
-  /// [n] float8_e4m3fn or float8_e5m2: mxfp8 of each 32 elements; n is a
-  /// multiple of 32. Undefined: not wanted.
-  at::Tensor data;
-  at::Tensor scales;  ///< [n / 32] float8_e8m0fnu, with data
-  float8::Rounding rounding = float8::Rounding::up;
-
-  bool wanted() const { return amax.defined() || data.defined(); }
 };
 
 /// One optimizer update of one flat shard: reads main weights, gradient and

@@ -1,7 +1,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/device/parallel_for.h"
-#include "flatshard/float8/quantize.h"
 #include "flatshard/optim/flat_update.h"
+#include "flatshard/optim/flat_update_float8.h"
 
 #include <ATen/ATen.h>
 
@@ -159,54 +159,6 @@ void check(const FlatUpdate& u, int num_states) {
       n);
 }
 
-void check_float8(const FlatUpdate& u) {
-  const Float8Outputs& f = u.float8;
-  const std::int64_t n = u.main.numel();
-  const auto fits = [&](const at::Tensor& t, std::int64_t numel) {
-    return t.defined() && t.numel() == numel && t.is_contiguous() &&
-           t.device() == u.main.device();
-  };
-  const bool amax_fits =
-      !f.amax.defined() ||
-      (fits(f.amax, static_cast<std::int64_t>(f.ends.size())) &&
-       f.amax.scalar_type() == at::kFloat && !f.ends.empty() &&
-       f.ends.back() >= n && std::ranges::is_sorted(f.ends));
-  const bool data_fits =
-      !f.data.defined() ||
-      (n % 32 == 0 && fits(f.data, n) && fits(f.scales, n / 32) &&
-       f.scales.scalar_type() == at::kFloat8_e8m0fnu);
-  FLATSHARD_CHECK(
-      u.main.scalar_type() == at::kFloat && amax_fits && data_fits,
-      internal,
-      "expected float32 main weights of a multiple of 32 elements, an amax for "
-      "each run of {} elements, and mxfp8 data and scales of that many",
-      n);
-}
-
-// What CUDA's kernel does in its pass.
-void quantize_main(const FlatUpdate& u) {
-  const Float8Outputs& f = u.float8;
-  std::int64_t begin = 0;
-  for (std::size_t i = 0; f.amax.defined() && i < f.ends.size(); ++i) {
-    const std::int64_t end = std::min(f.ends[i], u.main.numel());
-    const at::Tensor found =
-        float8::amax_of(u.main.narrow(0, begin, end - begin));
-    // As bits, NaN is the largest.
-    at::Tensor bits = f.amax.view(at::kInt)[static_cast<std::int64_t>(i)];
-    bits.copy_(at::maximum(bits, found.view(at::kInt)));
-    begin = end;
-  }
-  if (f.data.defined()) {
-    const bool e5m2 = f.data.scalar_type() == at::kFloat8_e5m2;
-    float8::quantize_into(
-        {f.data.view({-1, 32}), f.scales.view({-1, 1})},
-        u.main.view({-1, 32}),
-        {.recipe = float8::Recipe::mxfp8,
-         .format = e5m2 ? float8::Format::e5m2 : float8::Format::e4m3,
-         .rounding = f.rounding});
-  }
-}
-
 float host_scale(const FlatUpdate& u) {
   return u.grad_scale.defined() ? u.grad_scale.item<float>() : 1.0F;
 }
@@ -219,7 +171,7 @@ void adamw_update(const FlatUpdate& u, const AdamWStep& step) {
     return;
   }
   if (u.float8.wanted()) {
-    check_float8(u);
+    check_float8_outputs(u.float8, u.main);
   }
   if (u.main.is_cuda()) {
     adamw_update_cuda(u, step);
@@ -246,7 +198,7 @@ void adamw_update(const FlatUpdate& u, const AdamWStep& step) {
             step);
       });
   if (u.float8.wanted()) {
-    quantize_main(u);
+    write_float8_outputs(u.float8, u.main);
   }
 }
 

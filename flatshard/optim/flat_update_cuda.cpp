@@ -66,17 +66,15 @@ kernels::FlatUpdatePointers pointers_of(const FlatUpdate& u) {
     p.num_ranges = static_cast<int>(u.decay.size());
   }
   const Float8Outputs& f = u.float8;
-  p.float8 = {
-      .amax = floats(f.amax),
-      .ends =
-          f.ends.size() > 1 ? f.device_ends.data_ptr<std::int64_t>() : nullptr,
-      .num_runs = static_cast<int>(f.ends.size()),
-      .data = bytes(f.data),
-      .scales = bytes(f.scales),
-      .format = f.data.defined() && f.data.scalar_type() == at::kFloat8_e5m2
-                    ? float8::Format::e5m2
-                    : float8::Format::e4m3,
-      .rounding = f.rounding};
+  if (f.wanted() && !f.runs.empty()) {
+    p.float8 = {
+        .runs = reinterpret_cast<const float8::FlatRun*>(bytes(f.device_runs)),
+        .num_runs = static_cast<int>(f.runs.size()),
+        .amax = floats(f.amax),
+        .data = bytes(f.data),
+        .scales = bytes(f.scales),
+        .rounding = f.rounding};
+  }
   return p;
 }
 

@@ -4,18 +4,18 @@
 
 #include <cstdint>
 
+#include "flatshard/float8/flat_run.h"
 #include "flatshard/float8/formats.h"
 
 namespace flatshard::kernels {
 
-/// See Float8Outputs of flat_update.h.
+/// See Float8Outputs.
 struct Float8Pointers {
-  float* amax = nullptr;
-  const std::int64_t* ends = nullptr;  ///< with several runs
+  const float8::FlatRun* runs = nullptr;
   int num_runs = 0;
+  float* amax = nullptr;
   std::uint8_t* data = nullptr;
   std::uint8_t* scales = nullptr;
-  float8::Format format = float8::Format::e4m3;
   float8::Rounding rounding = float8::Rounding::up;
 };
 

@@ -134,13 +134,22 @@ void Optimizer::step(double lr, const at::Tensor& grad_scale) {
     flat.compute = offload ? at::Tensor() : group.weights().compute_shard();
     flat.grad = group.gradients().reduced().local();
     flat.grad_scale = offload ? host_scale() : grad_scale;
+    const Float8Outputs* float8 =
+        writes_float8() ? group.weights().float8_outputs() : nullptr;
+    flat.float8 = float8 != nullptr ? *float8 : Float8Outputs();
+    const bool makes_planes =
+        float8 != nullptr || group.weights().float8() == nullptr;
     stream.submit([this, i, lr] {
+      if (updates_[i].float8.amax.defined()) {
+        updates_[i].float8.amax.zero_();
+      }
       update(i, updates_[i], lr);
       updates_[i].grad.reset();  // zero_grad gives its memory back
     });
     write.end(
         group,
-        offload ? WeightWrite::Cast::here : WeightWrite::Cast::by_writer);
+        offload || !makes_planes ? WeightWrite::Cast::here
+                                 : WeightWrite::Cast::by_writer);
   }
   updated_.record(stream);
 }

@@ -75,6 +75,8 @@ class Optimizer {
 
  protected:
   virtual void update(std::size_t group, FlatUpdate& update, double lr) = 0;
+  /// `update` writes FlatUpdate::float8.
+  virtual bool writes_float8() const { return false; }
   /// How often the group was updated, counting this update.
   std::int64_t group_steps(std::size_t group) const {
     return group_steps_[group];

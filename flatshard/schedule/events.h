@@ -73,6 +73,9 @@ struct UnitSpec {
   /// The gathered weights rest unsharded (ZeRO-1 and ZeRO-2): gathered once
   /// after each change of the weights, never released.
   bool resident = false;
+  /// Resident: planes that are released all the same, such as those that are
+  /// made of what rests. They have no parts.
+  PlaneSet transient;
   UnitPolicy policy;
   /// Gradients rest sharded (ZeRO-2 and ZeRO-3): every microbatch reduces.
   /// Otherwise only the last one does and the others accumulate locally.
@@ -85,6 +88,10 @@ struct UnitSpec {
   PlaneSet reads(Phase phase) const {
     return planes() &
            (phase == Phase::forward ? forward_reads : backward_reads);
+  }
+  /// Slices that are never released.
+  PlaneSet resting() const {
+    return resident ? PlaneSet::all() - transient : PlaneSet();
   }
   /// Those that are ever gathered, or made of such ones.
   PlaneSet planes() const {
@@ -128,6 +135,7 @@ enum class EventKind {
   task_begin,
   backward_begin,
   wgrad_done,
+  wgrad_deferred,  ///< gradients of `unit` that come after those of its inputs
   inputs_done,
   task_end,
   read,  ///< a kernel of `unit` is to read `part` of `plane`
@@ -155,8 +163,15 @@ struct ScheduleEvent {
   bool more_follow = false;
   /// backward_begin: some input wants a gradient, inputs_done will tell.
   bool waits_for_inputs = false;
+  /// wgrad_deferred: so many, each to end with a wgrad_done of its own.
+  int count = 0;
+  /// wgrad_done: it is one of those.
+  bool deferred = false;
   /// task_end: no other backward is running around this one.
   bool outermost = false;
+  /// task_begin: until this backward ends, the forward of another microbatch
+  /// may go on between its events, and that one's backward comes later.
+  bool interleaved = false;
   /// task_end: units whose gradients of earlier microbatches are not reduced
   /// over all ranks yet; the step's last backward finishes them too.
   std::vector<UnitId> unfinished;

@@ -125,6 +125,9 @@ std::vector<Action> Scheduler::on(const ScheduleEvent& event) {
     case EventKind::wgrad_done:
       wgrad_done(event, out);
       break;
+    case EventKind::wgrad_deferred:
+      wgrad_deferred(event, out);
+      break;
     case EventKind::inputs_done:
       inputs_done(event, out);
       break;
@@ -179,12 +182,9 @@ void Scheduler::weights_changed(Actions& out) {
         "the weights of unit {} changed while its forward or backward runs; "
         "step the optimizer between them",
         units_[u].name);
-    if (units_[u].resident) {
-      state_[u].present = {};  // gathered again into the same place
-      state_[u].awaited = {};
-    } else {
-      release(u, PlaneSet::all(), out);
-    }
+    release(u, PlaneSet::all(), out);
+    state_[u].present = {};  // what rests: again, into the same place
+    state_[u].awaited = {};
   }
 }
 
@@ -211,6 +211,7 @@ void Scheduler::reset(Actions& out) {
   path_ended_ = true;
   tasks_.clear();
   unreduced_tasks_.clear();
+  interleaved_ = false;
   grad_queue_.clear();
   for (UnitId u = 0; u < static_cast<UnitId>(units_.size()); ++u) {
     UnitState& state = state_[u];
@@ -278,6 +279,8 @@ void Scheduler::prefetch(
       slices = slices | learned(unit, asked.in_recompute | asked.in_backward);
     }
     gather(unit, slices, phase, out);
+    (phase == Phase::forward ? state_[unit].ahead_of_forward
+                             : state_[unit].ahead_of_backward) = true;
   }
 }
 
@@ -295,7 +298,7 @@ std::vector<std::string> Scheduler::restless_units() const {
   for (UnitId u = 0; u < static_cast<UnitId>(units_.size()); ++u) {
     const UnitState& state = state_[u];
     const bool gathered =
-        !state.present.empty() && !state.kept && !units_[u].resident;
+        !(state.present - units_[u].resting()).empty() && !state.kept;
     if (gathered || in_forward(u) || !state.backward_calls.empty() ||
         state.in_grad_queue) {
       names.push_back(units_[u].name);

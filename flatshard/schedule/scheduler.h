@@ -79,6 +79,7 @@ class Scheduler {
   struct Task {
     std::map<UnitId, int> calls;
     std::map<UnitId, int> grads;
+    std::map<UnitId, int> deferred;  ///< grads that read no weights any more
   };
 
   /// Slices that kernels asked for in a backward beyond what it reads anyway.
@@ -98,7 +99,12 @@ class Scheduler {
     /// Stays gathered for modules of the unit that are still to run in this
     /// forward.
     bool waits = false;
-    bool needs_backward = false;  ///< its last forward, while it waits
+    bool needs_backward = false;     ///< its last forward, while it waits
+    bool ahead_of_forward = false;   ///< prefetched, and has not begun
+    bool ahead_of_backward = false;  ///< likewise
+    /// Calls that it stayed gathered for at the end of their forward, and whose
+    /// backward has not begun: those of the last microbatches.
+    std::vector<CallId> kept_calls;
     int open_recomputes = 0;
     std::vector<BackwardCall> backward_calls;
     bool in_grad_queue = false;
@@ -149,6 +155,7 @@ class Scheduler {
   // Forwards, their order, recomputes; scheduler_forward.cpp.
   void forward_begin(const ScheduleEvent& event, Actions& out);
   void forward_end(const ScheduleEvent& event, Actions& out);
+  void keep_call(UnitId unit, CallId call);
   void outer_forward_begin(UnitId unit);
   void outer_forward_end(UnitId unit, bool needs_backward, Actions& out);
   bool is_root(UnitId unit) const { return units_[unit].parent == kNoUnit; }
@@ -164,12 +171,17 @@ class Scheduler {
   void task_begin(const ScheduleEvent& event);
   void backward_begin(const ScheduleEvent& event, Actions& out);
   void wgrad_done(const ScheduleEvent& event, Actions& out);
+  void wgrad_deferred(const ScheduleEvent& event, Actions& out);
   void inputs_done(const ScheduleEvent& event, Actions& out);
   void task_end(const ScheduleEvent& event, Actions& out);
   void release_after_backward(UnitId unit, Actions& out);
   void end_backward(UnitId unit, Actions& out);
+  /// What the other microbatch wants of a unit whose backward ends.
+  PlaneSet wanted_by_others(UnitId unit) const;
+  Task& task_of_gradient(const ScheduleEvent& event);
   /// More of its calls, or gradients, are to come in a running backward.
   bool is_pending(UnitId unit) const;
+  bool awaits_deferred(UnitId unit) const;
   void queue_grads(UnitId unit, Actions& out);
   /// Reduces the queued units that are ready; `current` still computes.
   void reduce_ready(UnitId current, Actions& out);
@@ -207,6 +219,7 @@ class Scheduler {
   };
   Microbatch next_;
   Microbatch running_;
+  bool interleaved_ = false;  ///< so is the outermost backward
 };
 
 }  // namespace flatshard

@@ -21,6 +21,7 @@ void Scheduler::task_begin(const ScheduleEvent& event) {
   path_ended_ = true;
   if (tasks_.empty()) {
     running_ = next_;
+    interleaved_ = event.interleaved;
     backward_position_ = 0;
     recorded_backward_.clear();
   }
@@ -46,6 +47,8 @@ void Scheduler::backward_begin(const ScheduleEvent& event, Actions& out) {
   // Its recompute is over, also when an early stop hid the end.
   state.open_recomputes = 0;
   state.kept = false;
+  state.ahead_of_backward = false;
+  std::erase(state.kept_calls, event.call);
   state.backward_calls.push_back(
       {event.call, event.task, !event.waits_for_inputs});
   backward_position_ = position_after(backward_order_, backward_position_, u);
@@ -72,16 +75,31 @@ void Scheduler::backward_begin(const ScheduleEvent& event, Actions& out) {
 }
 
 void Scheduler::wgrad_done(const ScheduleEvent& event, Actions& out) {
-  auto task = tasks_.find(event.task);
+  Task& task = task_of_gradient(event);
+  count_down(event.deferred ? task.deferred : task.grads, event.unit);
+  queue_grads(event.unit, out);
+  release_after_backward(event.unit, out);
+}
+
+void Scheduler::wgrad_deferred(const ScheduleEvent& event, Actions& out) {
+  Task& task = task_of_gradient(event);
+  for (int i = 0; i < event.count; ++i) {
+    count_down(task.grads, event.unit);
+  }
+  task.deferred[event.unit] += event.count;
+  queue_grads(event.unit, out);
+  release_after_backward(event.unit, out);
+}
+
+Scheduler::Task& Scheduler::task_of_gradient(const ScheduleEvent& event) {
+  const auto task = tasks_.find(event.task);
   FLATSHARD_CHECK(
       task != tasks_.end(),
       internal,
       "unit {} got a gradient in graph task {} that never began",
       units_[event.unit].name,
       event.task);
-  count_down(task->second.grads, event.unit);
-  queue_grads(event.unit, out);
-  release_after_backward(event.unit, out);
+  return task->second;
 }
 
 void Scheduler::inputs_done(const ScheduleEvent& event, Actions& out) {
@@ -94,6 +112,16 @@ void Scheduler::inputs_done(const ScheduleEvent& event, Actions& out) {
 }
 
 void Scheduler::task_end(const ScheduleEvent& event, Actions& out) {
+  if (const auto task = tasks_.find(event.task); task != tasks_.end()) {
+    for (const auto& [unit, count] : task->second.deferred) {
+      FLATSHARD_THROW(
+          usage,
+          "unit {}: {} weight gradients that were put off have not come before "
+          "their backward ended",
+          units_[unit].name,
+          count);
+    }
+  }
   tasks_.erase(event.task);
   unreduced_tasks_.erase(event.task);
   const auto num_units = static_cast<UnitId>(units_.size());
@@ -122,16 +150,25 @@ void Scheduler::task_end(const ScheduleEvent& event, Actions& out) {
   while (!grad_queue_.empty()) {
     reduce(grad_queue_.front(), out);
   }
+  // The backward of another microbatch follows.
+  const bool goes_on = interleaved_ && !running_.is_last;
   for (UnitId u = 0; u < num_units; ++u) {
     state_[u].backward_calls.clear();
     state_[u].open_recomputes = 0;
+    state_[u].ahead_of_backward = false;
     state_[u].learned = std::exchange(state_[u].asked, {});
+    if (!goes_on) {
+      state_[u].kept_calls.clear();
+    }
     if (!in_forward(u)) {
       end_backward(u, out);
     }
   }
-  drain_down_to(0, out);
-  out.push_back({ActionKind::join});
+  interleaved_ = false;
+  if (!goes_on) {
+    drain_down_to(0, out);
+    out.push_back({ActionKind::join});
+  }
   if (!recorded_backward_.empty()) {
     backward_order_ = recorded_backward_;
   }
@@ -154,11 +191,31 @@ void Scheduler::release_after_backward(UnitId unit, Actions& out) {
 void Scheduler::end_backward(UnitId unit, Actions& out) {
   UnitState& state = state_[unit];
   if (units_[unit].policy.reshard_after_backward) {
-    release(unit, PlaneSet::all(), out);
+    release(unit, PlaneSet::all() - wanted_by_others(unit), out);
     return;
   }
-  release(unit, state.present - state.awaited, out);  // prefetched in vain
+  release(  // prefetched in vain
+      unit,
+      state.present - state.awaited - wanted_by_others(unit),
+      out);
   state.kept = state.kept || !state.awaited.empty();
+}
+
+PlaneSet Scheduler::wanted_by_others(UnitId unit) const {
+  const UnitState& state = state_[unit];
+  PlaneSet slices;
+  if (!interleaved_) {
+    return slices;
+  }
+  if (state.ahead_of_forward) {
+    slices = wanted(unit, Phase::forward);
+  }
+  if (!state.kept_calls.empty()) {
+    slices =
+        slices | wanted(unit, Phase::backward) |
+        learned(unit, state.learned.in_recompute | state.learned.in_backward);
+  }
+  return slices;
 }
 
 void Scheduler::queue_grads(UnitId unit, Actions& out) {
@@ -186,7 +243,8 @@ void Scheduler::reduce_ready(UnitId current, Actions& out) {
   // end, on every rank alike, whichever of its parameters got gradients.
   std::vector<UnitId> ready;
   for (const UnitId v : grad_queue_) {
-    if (v != current && !has_children_[v] && !is_pending(v)) {
+    if (v != current && !has_children_[v] && !is_pending(v) &&
+        !awaits_deferred(v)) {
       ready.push_back(v);
     }
   }
@@ -219,6 +277,12 @@ void Scheduler::drain_down_to(std::size_t num_slots, Actions& out) {
 bool Scheduler::is_pending(UnitId unit) const {
   return std::any_of(tasks_.begin(), tasks_.end(), [unit](const auto& task) {
     return task.second.calls.contains(unit) || task.second.grads.contains(unit);
+  });
+}
+
+bool Scheduler::awaits_deferred(UnitId unit) const {
+  return std::any_of(tasks_.begin(), tasks_.end(), [unit](const auto& task) {
+    return task.second.deferred.contains(unit);
   });
 }
 

@@ -16,6 +16,7 @@ void Scheduler::forward_begin(const ScheduleEvent& event, Actions& out) {
   recorded_forward_.push_back(u);
   state_[u].kept = false;
   state_[u].waits = false;
+  state_[u].ahead_of_forward = false;
   const std::vector<UnitId>& order = forward_order();
   forward_position_ = position_after(order, forward_position_, u);
   const PlaneSet planes = wanted(u, Phase::forward);
@@ -51,13 +52,33 @@ void Scheduler::forward_end(const ScheduleEvent& event, Actions& out) {
                     (runs_last || !units_[u].policy.reshard_after_forward);
   state_[u].waits = event.more_follow;
   state_[u].needs_backward = event.needs_backward;
-  if (!in_forward(u) && state_[u].backward_calls.empty() &&
-      !event.more_follow) {
-    keep ? keep_for_backward(u, out) : release(u, PlaneSet::all(), out);
+  UnitState& state = state_[u];
+  if (keep) {
+    keep_call(u, event.call);
+  }
+  const bool of_others =
+      interleaved_ && (state.ahead_of_backward || !state.kept_calls.empty());
+  if (!in_forward(u) && state.backward_calls.empty() && !event.more_follow) {
+    keep || of_others ? keep_for_backward(u, out)
+                      : release(u, PlaneSet::all(), out);
   }
   if (open_forwards_.empty()) {
     outer_forward_end(u, event.needs_backward, out);
   }
+}
+
+void Scheduler::keep_call(UnitId unit, CallId call) {
+  // No more microbatches than these are under way in a schedule that
+  // interleaves them; another program does not look at it.
+  constexpr std::size_t kMicrobatches = 2;
+  std::vector<CallId>& calls = state_[unit].kept_calls;
+  if (state_[unit].present.empty() || units_[unit].resident) {
+    return;
+  }
+  if (calls.size() == kMicrobatches) {
+    calls.erase(calls.begin());
+  }
+  calls.push_back(call);
 }
 
 void Scheduler::recompute_begin(const ScheduleEvent& event, Actions& out) {
@@ -117,8 +138,12 @@ void Scheduler::outer_forward_end(UnitId u, bool needs_backward, Actions& out) {
   for (UnitId v = 0; v < static_cast<UnitId>(units_.size()); ++v) {
     // Who waited for a module that did not run may have lent its weights to
     // others, whose backward reads them too.
+    state_[v].ahead_of_forward = false;
     const bool waited_in_vain =
         std::exchange(state_[v].waits, false) && !state_[v].needs_backward;
+    if (interleaved_ && state_[v].ahead_of_backward) {
+      continue;
+    }
     const PlaneSet unused =
         waited_in_vain
             ? state_[v].present

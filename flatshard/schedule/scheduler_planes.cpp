@@ -66,8 +66,9 @@ void Scheduler::await_slices(UnitId unit, PlaneSet slices, Actions& out) {
 
 void Scheduler::release(UnitId unit, PlaneSet slices, Actions& out) {
   UnitState& state = state_[unit];
-  const PlaneSet released = slices & state.present;
-  if (released.empty() || units_[unit].resident) {
+  const PlaneSet resting = units_[unit].resting();
+  const PlaneSet released = (slices & state.present) - resting;
+  if (released.empty()) {
     return;
   }
   state.present = state.present - released;
@@ -81,9 +82,12 @@ void Scheduler::release(UnitId unit, PlaneSet slices, Actions& out) {
          .plane = plane,
          .part = part});
   });
-  if (state.present.empty()) {
+  if ((state.present - resting).empty()) {
     state.kept = false;
     state.waits = false;
+    state.ahead_of_forward = false;
+    state.ahead_of_backward = false;
+    state.kept_calls.clear();
   }
 }
 

@@ -122,7 +122,7 @@ std::vector<SlotLifetime> slot_lifetimes(
     switch (action.kind) {
       case ActionKind::gather:
       case ActionKind::derive:
-        if (!units[u].resident) {
+        if (!units[u].resting().contains(action.plane)) {
           const SlotRole role = action.phase == Phase::forward
                                     ? SlotRole::forward_weights
                                     : SlotRole::backward_weights;

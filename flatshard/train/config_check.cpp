@@ -9,6 +9,7 @@
 #include "flatshard/layout/strategy.h"
 #include "flatshard/optim/lr_schedule.h"
 #include "flatshard/train/config_field.h"
+#include "flatshard/train/config_float8.h"
 #include "flatshard/train/config_unused.h"
 
 namespace flatshard {
@@ -129,40 +130,6 @@ void check_cuda_graph(const Config& config) {
       "activation_checkpoint.mode = \"selective\"",
       "a block cannot be recorded with a recomputation inside; record attn "
       "alone (cuda_graph.modules), or use \"full\" or \"none\"");
-}
-
-void check_float8(const Config& config) {
-  const Config::Float8& float8 = config.float8;
-  if (float8.recipe == "none") {
-    return;
-  }
-  FLATSHARD_CHECK(
-      config.precision.compute == "bfloat16",
-      config,
-      "float8.recipe = \"{}\" computes beside bfloat16, got precision.compute "
-      "= \"{}\"",
-      float8.recipe,
-      config.precision.compute);
-  FLATSHARD_CHECK(
-      config.cuda_graph.impl == "none",
-      config,
-      "float8.recipe = \"{}\" with cuda_graph.impl = \"{}\": graphs do not "
-      "know FP8 weights yet; leave one of them out",
-      float8.recipe,
-      config.cuda_graph.impl);
-  FLATSHARD_CHECK(
-      config.parallelism.keep_compute_weights,
-      config,
-      "float8.recipe = \"{}\" with parallelism.keep_compute_weights = false: "
-      "FP8 planes rest on each rank; leave one of them out",
-      float8.recipe);
-  FLATSHARD_CHECK(
-      float8.column_plane != "stored" || float8.recipe == "rowwise" ||
-          float8.recipe == "mxfp8",
-      config,
-      "float8.column_plane = \"stored\" is for rowwise and mxfp8: rows and "
-      "columns of {} hold the same numbers; use auto",
-      float8.recipe);
 }
 
 void check_checkpoint_folder(const std::string& text) {

@@ -8,6 +8,7 @@
 #include "flatshard/format/read_plan.h"
 #include "flatshard/models/hf_names.h"
 #include "flatshard/train/config.h"
+#include "flatshard/train/export_float8.h"
 #include "flatshard/train/export_tokenizer.h"
 #include "flatshard/train/model_config.h"
 #include "flatshard/train/option_errors.h"
@@ -17,31 +18,78 @@
 #include <ATen/ATen.h>
 #include <unistd.h>
 
+#include <map>
+#include <string_view>
+
 namespace flatshard {
 namespace {
 
 namespace fs = std::filesystem;
 
+// What a folder holds, tensor by tensor.
+class StoredTensors {
+ public:
+  StoredTensors(
+      const fs::path& from,
+      const Manifest& manifest,
+      const ExportOptions& options)
+      : from_(from), manifest_(manifest), options_(options) {}
+
+  /// The scales of an FP8 weight are asked for behind the weight.
+  at::Tensor read(const SafetensorsSpec& spec) {
+    if (const auto scales = scales_.extract(spec.name)) {
+      return scales.mapped();
+    }
+    const at::Tensor values = read_weight(
+        from_,
+        manifest_,
+        models::from_hf_name(spec.name),
+        options_.num_threads);
+    if (spec.dtype != kFloat8) {
+      return values.to(scalar_type(spec.dtype, spec.name));
+    }
+    Float8Export::Blocks blocks = Float8Export::quantize(spec.name, values);
+    scales_[Float8Export::scales_name(spec.name)] = std::move(blocks.scales);
+    return blocks.data;
+  }
+
+ private:
+  static constexpr std::string_view kFloat8 = "F8_E4M3";
+
+  const fs::path& from_;
+  const Manifest& manifest_;
+  const ExportOptions& options_;
+  std::map<std::string, at::Tensor> scales_;
+};
+
 void write_tensors(
-    const fs::path& from,
-    const Manifest& manifest,
+    StoredTensors& tensors,
     const HfFile& file,
-    const fs::path& path,
-    const ExportOptions& options) {
+    const fs::path& path) {
   SafetensorsWriter writer(path, file.tensors, {{"format", "pt"}});
   for (const SafetensorsSpec& spec : file.tensors) {
-    const at::Tensor values = read_weight(
-        from,
-        manifest,
-        models::from_hf_name(spec.name),
-        options.num_threads);
-    const at::Tensor out = values.to(scalar_type(spec.dtype, spec.name));
+    const at::Tensor out = tensors.read(spec);
     writer.write(
         spec.name,
         {static_cast<const std::byte*>(out.data_ptr()),
          static_cast<std::size_t>(out.nbytes())});
   }
   writer.finish();
+}
+
+void check_float8(const Float8Export& fp8, const ExportOptions& options) {
+  FLATSHARD_CHECK(
+      options.dtype.empty() || options.dtype == "bfloat16",
+      config,
+      "--dtype: expected bfloat16 with --fp8, which is what such folders hold "
+      "beside FP8 weights, got {}",
+      options.dtype);
+  FLATSHARD_CHECK(
+      fp8.num_weights() > 0,
+      config,
+      "--fp8: expected linear layers (model.layers.*_proj.weight) that "
+      "[float8] "
+      "of the run does not exclude, found none; export without --fp8");
 }
 
 }  // namespace
@@ -61,15 +109,24 @@ std::string export_hf(const ExportOptions& options) {
       "--to: expected a folder that is not there yet, got {}",
       options.to.string());
 
+  const models::ModelConfig model = model_config(config);
+  Float8Export fp8(config, model);
   std::vector<SafetensorsSpec> specs;
-  std::string dtype;
+  std::string dtype = "bfloat16";
   for (const auto& [name, tensor] : weights->second) {
+    if (options.fp8) {
+      fp8.add(name, tensor.shape, specs);
+      continue;
+    }
     const std::string stored =
         options.dtype.empty()
             ? tensor.dtype
             : safetensors_dtype(parse_dtype(options.dtype, "--dtype"));
     dtype = c10::getDtypeNames(scalar_type(stored, name)).first;
     specs.push_back({models::to_hf_name(name), stored, tensor.shape});
+  }
+  if (options.fp8) {
+    check_float8(fp8, options);
   }
   const auto files = plan_hf_files(specs, options.max_file_nbytes);
 
@@ -87,18 +144,19 @@ std::string export_hf(const ExportOptions& options) {
       partial.string(),
       error.message());
   try {
+    StoredTensors tensors(from, manifest, options);
     for (const HfFile& file : files) {
-      write_tensors(from, manifest, file, partial / file.name, options);
+      write_tensors(tensors, file, partial / file.name);
     }
     if (files.size() > 1) {
       write_file_atomic(partial / kHfIndexName, hf_index_json(files));
     }
-    const models::ModelConfig model = model_config(config);
     const models::SpecialTokens tokens =
         export_tokenizer(config, model, partial);
+    const std::string json = models::to_hf_json(model, dtype, tokens);
     write_file_atomic(
         partial / "config.json",
-        models::to_hf_json(model, dtype, tokens));
+        options.fp8 ? fp8.with_quantization(json) : json);
     fs::remove(options.to, error);  // an empty one
     fs::rename(partial, options.to);
   } catch (...) {
@@ -106,11 +164,12 @@ std::string export_hf(const ExportOptions& options) {
     throw;
   }
   return fmt::format(
-      "wrote {}: the weights of step {} in {} file{}, {}",
+      "wrote {}: the weights of step {} in {} file{}, {}{}",
       options.to.string(),
       manifest.step,
       files.size(),
       files.size() == 1 ? "" : "s",
+      options.fp8 ? fmt::format("{} in FP8, the rest ", fp8.num_weights()) : "",
       dtype);
 }
 

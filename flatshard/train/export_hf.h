@@ -11,6 +11,7 @@ struct ExportOptions {
   std::int64_t step = -1;     ///< -1: the latest
   std::filesystem::path to;   ///< must not exist, or be an empty folder
   std::string dtype;          ///< torch's name; empty: as stored
+  bool fp8 = false;           ///< linear layers as Float8Export says
   std::uint64_t max_file_nbytes = 5'000'000'000;
   int num_threads = 4;
 };

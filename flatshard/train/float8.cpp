@@ -47,15 +47,22 @@ Float8Choice::Float8Choice(
   }
 }
 
+const std::string* Float8Choice::excluding_pattern(
+    const std::string& name) const {
+  for (const std::string& pattern : excluded_) {
+    if (::fnmatch(pattern.c_str(), name.c_str(), 0) == 0) {
+      return &pattern;
+    }
+  }
+  return nullptr;
+}
+
 std::string Float8Choice::why_not(
     const std::string& name,
     const std::vector<std::int64_t>& shape) const {
-  for (const std::string& pattern : excluded_) {
-    if (::fnmatch(pattern.c_str(), name.c_str(), 0) == 0) {
-      return fmt::format("excluded by '{}'", pattern);
-    }
-  }
-  return format_->why_not(shape);
+  const std::string* pattern = excluding_pattern(name);
+  return pattern != nullptr ? fmt::format("excluded by '{}'", *pattern)
+                            : format_->why_not(shape);
 }
 
 void Float8Choice::apply_to(FullyShardOptions& options) const {

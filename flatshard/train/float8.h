@@ -18,6 +18,10 @@ class Float8Choice {
 
   /// FP8 is chosen for some weights.
   bool enabled() const { return format_.has_value(); }
+  /// `exclude` or `keep_first_last` names the parameter.
+  bool excludes(const std::string& name) const {
+    return excluding_pattern(name) != nullptr;
+  }
   /// Why a parameter that linear layers read stays in bfloat16; empty: it does
   /// not.
   std::string why_not(
@@ -29,6 +33,8 @@ class Float8Choice {
   std::string describe(const Runtime& runtime) const;
 
  private:
+  const std::string* excluding_pattern(const std::string& name) const;
+
   std::optional<Float8Format> format_;
   std::vector<std::string> excluded_;  ///< shell patterns
   GatherParts gather_parts_ = GatherParts::recomputed;

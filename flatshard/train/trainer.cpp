@@ -4,6 +4,7 @@
 #include "flatshard/comm/collective_scope.h"
 #include "flatshard/core/error.h"
 #include "flatshard/device/memory.h"
+#include "flatshard/diagnostics/memory_table.h"
 #include "flatshard/format/checkpoint_folder.h"
 #include "flatshard/models/hf_names.h"
 #include "flatshard/optim/grad_norm.h"
@@ -106,7 +107,7 @@ std::optional<Trainer::TrainedStep> Trainer::train_step(
     bool logged) {
   Runtime& runtime = *state_.runtime;
   Optimizer& optimizer = *state_.optimizer;
-  runtime.set_measure_exposed(logged);
+  runtime.exposed_waits().measure(logged);
   runtime.set_step(step);
   meter_->begin_step();
   meter_->data([&] { batches_->load_next(); });
@@ -149,7 +150,7 @@ void Trainer::open_output() {
 }
 
 void Trainer::log_step(std::int64_t step, const TrainedStep& trained) {
-  state_.runtime->set_measure_exposed(false);
+  state_.runtime->exposed_waits().measure(false);
   const double loss = mean_over_ranks(trained.loss, *mesh_);
   StepMetrics metrics{
       .step = step,
@@ -157,7 +158,7 @@ void Trainer::log_step(std::int64_t step, const TrainedStep& trained) {
       .loss = loss,
       .grad_norm = trained.norm.item<double>(),
       .lr = trained.lr,
-      .exposed_comm_ms = state_.runtime->wait_and_take_exposed_ms()};
+      .exposed_comm_ms = state_.runtime->exposed_waits().wait_and_take_ms()};
   meter_->measure(metrics);
   const MemoryStats memory = memory_stats(device_);
   metrics.memory_allocated_bytes = memory.allocated_bytes;
@@ -210,9 +211,13 @@ void Trainer::finish(End end) {
   }
   checkpoints_->finish();  // throws when the last one failed
   if (output_ && config_.cuda_graph.impl != "none") {
+    const GraphStats stats = microbatches_->graph_stats();
     output_->graphs(
         end == End::finished ? config_.training.steps : stop_.step,
-        microbatches_->graph_stats());
+        stats);
+    // At the start they were not captured.
+    output_->print(to_string(
+        memory_rows(*state_.runtime, state_.optimizer->state_nbytes(), stats)));
   }
   if (end == End::stopped || !output_) {
     return;

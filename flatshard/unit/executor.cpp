@@ -11,6 +11,20 @@
 #include <algorithm>
 
 namespace flatshard {
+namespace {
+
+bool has_outer_stage(const Executor::Units& units) {
+  for (const auto& unit : units) {
+    for (const auto& group : unit->groups()) {
+      if (group->trainable() && group->gradients().has_outer_stage()) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+}  // namespace
 
 Executor::Executor(
     std::shared_ptr<Mesh> mesh,
@@ -22,26 +36,14 @@ Executor::Executor(
       states_(units.size()),
       observers_(observers),
       options_(options),
-      pool_(mesh_->device()) {
-  bool has_outer = false;
+      pool_(mesh_->device()),
+      streams_(mesh_->device(), options.streams, has_outer_stage(units)) {
   for (const auto& unit : units_) {
     states_[unit->id()].weights.resize(unit->planes().num_slices());
     for (const auto& group : unit->groups()) {
       offloads_ |= group->options().offload;
-      has_outer |= group->trainable() && group->gradients().has_outer_stage();
     }
   }
-  StreamOptions stream = options.streams;
-  stream.high_priority = true;
-  const auto next_stream = [&](const char* name) {
-    auto made = make_stream(mesh_->device(), name, stream);
-    stream.delay_seed += 1;
-    return made;
-  };
-  gather_stream_ = next_stream("gather");
-  reduce_stream_ = next_stream("reduce");
-  outer_stream_ = has_outer ? next_stream("outer") : nullptr;
-  exposed_ = make_stream_timer(mesh_->device());
   if (options.debug.poison) {
     poison_parameters();
   }
@@ -56,7 +58,7 @@ Executor::HeldSlots Executor::held_slots(const Unit& unit) const {
 
 Executor::~Executor() {
   try {
-    synchronize();
+    streams_.synchronize();
   } catch (const std::exception& e) {
     if (!mesh_->has_verdict()) {  // that was thrown before
       log_error("while a runtime was destroyed: {}", e.what());
@@ -84,46 +86,6 @@ bool Executor::should_replan() const {
          pool_.num_held() == 0;
 }
 
-std::shared_ptr<Stream> Executor::compute() const {
-  return current_stream(mesh_->device());
-}
-
-void Executor::for_all_streams(
-    const std::function<void(Stream&)>& function) const {
-  for (const auto& stream : {gather_stream_, reduce_stream_, outer_stream_}) {
-    if (stream != nullptr) {
-      function(*stream);
-    }
-  }
-}
-
-void Executor::synchronize() {
-  for_all_streams([](Stream& stream) { stream.synchronize(); });
-}
-
-void Executor::synchronize_reductions() {
-  for (const auto& stream : {reduce_stream_, outer_stream_}) {
-    if (stream != nullptr) {
-      stream->synchronize();
-    }
-  }
-}
-
-void Executor::join_streams() {
-  const auto stream = compute();
-  for_all_streams([&](Stream& other) {
-    Event queued;
-    queued.record(other);
-    queued.wait(*stream);
-  });
-}
-
-void Executor::fork_streams() {
-  Event queued;
-  queued.record(*compute());
-  for_all_streams([&](Stream& other) { queued.wait(other); });
-}
-
 void Executor::forget_queued() {
   all_reduced_ = {};
   all_outer_reduced_ = {};
@@ -139,7 +101,7 @@ void Executor::forget_queued() {
 }
 
 void Executor::wait_for_all_written_weights() {
-  const auto stream = compute();
+  const auto stream = streams_.compute();
   for (const auto& unit : units_) {
     for (const auto& group : unit->groups()) {
       group->weights().wait_for_weights(*stream);
@@ -151,7 +113,7 @@ void Executor::reset() {
   // What failed may have left a stream with its error, and units half way
   // between two actions: everything is laid to rest by hand.
   reduced_groups_.clear();
-  for_all_streams([](Stream& stream) { stream.reset(); });
+  streams_.reset();
   mesh_->restart_communicators();
   all_reduced_ = {};
   all_outer_reduced_ = {};
@@ -210,7 +172,7 @@ void Executor::execute(const Action& action) {
 
 void Executor::join() {
   for (const Event* last : {&all_reduced_, &all_outer_reduced_}) {
-    compute_waits(*last);
+    streams_.compute_waits(*last);
     if (offloads_) {
       last->synchronize();  // who reads these gradients is the host
     }
@@ -232,7 +194,7 @@ void Executor::end_evaluation() {
 }
 
 void Executor::wait_for_written_weights() {
-  const auto stream = compute();
+  const auto stream = streams_.compute();
   for (const auto& unit : units_) {
     for (const auto& group : unit->groups()) {
       if (group->weights().resident() && !group->weights().has_refresh()) {
@@ -251,27 +213,15 @@ std::string Executor::context(const Action& action) const {
   return fmt::format("{} | {}", text, to_string(action.kind));
 }
 
-void Executor::compute_waits(const Event& event) {
-  if (!event.recorded()) {
-    return;
-  }
-  const auto stream = compute();
-  if (measures_) {
-    exposed_->start();
-  }
-  event.wait(*stream);
-  if (measures_) {
-    exposed_->stop();
-  }
-}
-
 SlotView Executor::grads_slot(Unit& unit) {
   UnitState& held = state(unit);
   if (!held.grads.held()) {
     release_drained();
     const SlotKey key{.unit = unit.id(), .role = SlotRole::gradients};
-    held.grads =
-        pool_.acquire(plan_.offset(key), unit.grads_nbytes(), compute());
+    held.grads = pool_.acquire(
+        plan_.offset(key),
+        unit.grads_nbytes(),
+        streams_.compute());
     observers_.tell(
         [&](RuntimeObserver& o) { o.slot_acquired(unit, key, held.grads); });
     held.last[static_cast<std::size_t>(SlotRole::gradients)] = view(held.grads);
@@ -280,7 +230,7 @@ SlotView Executor::grads_slot(Unit& unit) {
 }
 
 void Executor::rest(Unit& unit) {
-  const auto stream = compute();
+  const auto stream = streams_.compute();
   unit.drop_grads();
   unit.clear();
   UnitState& held = state(unit);
@@ -304,7 +254,7 @@ void Executor::rest(Unit& unit) {
     pool_.release(slot, last_use, filler);
   };
   for (WeightSlot& weights : held.weights) {
-    give_back(weights.slot, gather_stream_);
+    give_back(weights.slot, streams_.gather());
     weights = {};
   }
   give_back(held.grads, stream);

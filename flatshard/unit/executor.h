@@ -2,10 +2,10 @@
 
 #include "flatshard/buffer/slot_pool.h"
 #include "flatshard/device/stream.h"
-#include "flatshard/device/timer.h"
 #include "flatshard/mesh/mesh.h"
 #include "flatshard/schedule/actions.h"
 #include "flatshard/schedule/slot_plan.h"
+#include "flatshard/unit/comm_streams.h"
 #include "flatshard/unit/observer.h"
 #include "flatshard/unit/runtime_options.h"
 #include "flatshard/unit/unit.h"
@@ -13,7 +13,6 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -64,6 +63,9 @@ class Executor {
   /// it, is awaited. Valid until that is released.
   float8::Operand
   float8_operand(const Unit& unit, const UnitParameter& p, PlaneId plane) const;
+  /// Where its data are.
+  const void*
+  float8_address(const Unit& unit, const UnitParameter& p, PlaneId plane) const;
   /// The gathers to come are asked for by hand.
   void set_by_hand(bool by_hand) { by_hand_ = by_hand; }
   /// Where layers write the unit's gradients: taken now if it is not yet.
@@ -81,10 +83,6 @@ class Executor {
 
   // For graphs of steps, while nothing is held.
 
-  /// What compute does next waits for all that its streams have queued.
-  void join_streams();
-  /// What its streams do next waits for all that compute has queued.
-  void fork_streams();
   /// Nothing waits any more for points in what was queued.
   void forget_queued();
   /// Compute waits for all weights that were written.
@@ -92,17 +90,11 @@ class Executor {
 
   /// Lays streams, slots and units to rest, whatever they were at.
   void reset();
-  /// Blocks until all work of its streams is done.
-  void synchronize();
-  /// The same of the reductions alone.
-  void synchronize_reductions();
+  CommStreams& streams() { return streams_; }
 
   /// The step that errors and the flight recorder name.
   void set_step(std::int64_t step) { step_ = step; }
   std::int64_t step() const { return step_; }
-  void measure_exposed(bool measure) { measures_ = measure; }
-  bool measures_exposed() const { return measures_; }
-  double wait_and_take_exposed_ms() { return exposed_->wait_and_take_ms(); }
   struct HeldSlots {
     SlotView weights;
     SlotView grads;
@@ -121,6 +113,12 @@ class Executor {
   std::int64_t poison_nbytes() const { return poison_nbytes_; }
 
  private:
+  struct AwaitedPlane {
+    PartId part = kWhole;
+    SlotView slot;
+  };
+  AwaitedPlane
+  awaited_plane(const Unit& unit, const UnitParameter& p, PlaneId plane) const;
   /// A plane of one unit, or a part of one, while it is gathered.
   struct WeightSlot {
     Slot slot;             ///< resident units have none
@@ -169,9 +167,6 @@ class Executor {
   void join();
   void release_drained();
   void rest(Unit& unit);
-  void compute_waits(const Event& event);
-  std::shared_ptr<Stream> compute() const;
-  void for_all_streams(const std::function<void(Stream&)>& function) const;
   std::string context(const Action& action) const;
   // DebugOptions::poison; executor_poison.cpp.
   void poison_parameters();
@@ -186,12 +181,7 @@ class Executor {
   SlotPlan plan_;
   std::int64_t planned_dynamic_ = 0;  ///< dynamic slots when the plan was made
   std::int64_t num_plans_ = 0;
-  std::shared_ptr<Stream> gather_stream_;
-  std::shared_ptr<Stream> reduce_stream_;
-  /// Reductions over the outer axis of HSDP and HFSDP; null: there are none.
-  std::shared_ptr<Stream> outer_stream_;
-  std::unique_ptr<StreamTimer> exposed_;
-  bool measures_ = false;
+  CommStreams streams_;
   bool by_hand_ = false;
   bool offloads_ = false;  ///< some group's main weights are in host memory
   Event all_reduced_;

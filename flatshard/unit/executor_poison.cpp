@@ -41,12 +41,12 @@ Event Executor::poison_after_reduction(const Unit& unit) {
   // After an exception the slot may still be written by compute, and no
   // reduction follows.
   Event written;
-  written.record(*compute());
-  written.wait(*reduce_stream_);
-  held.grads_read.wait(*reduce_stream_);
-  reduce_stream_->submit([slot = view(held.grads)] { fill_with_nan(slot); });
+  written.record(*streams_.compute());
+  written.wait(*streams_.reduce());
+  held.grads_read.wait(*streams_.reduce());
+  streams_.reduce()->submit([slot = view(held.grads)] { fill_with_nan(slot); });
   Event last_use;
-  last_use.record(*reduce_stream_);
+  last_use.record(*streams_.reduce());
   return last_use;
 }
 

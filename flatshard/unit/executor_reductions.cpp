@@ -14,7 +14,7 @@ namespace flatshard {
 void Executor::reduce(Unit& unit, bool collective, bool is_last) {
   UnitState& held = state(unit);
   if (held.reduced.recorded() && observers_.want_reduced_gradients(unit)) {
-    held.reduced.wait(*compute());
+    held.reduced.wait(*streams_.compute());
   }
   const SlotView slot = grads_slot(unit);
   unit.finish_grads(slot);
@@ -37,10 +37,10 @@ void Executor::reduce(Unit& unit, bool collective, bool is_last) {
     }
   }
   Event filled;
-  filled.record(*compute());
-  filled.wait(*reduce_stream_);
+  filled.record(*streams_.compute());
+  filled.wait(*streams_.reduce());
   for (const Planned& p : planned) {
-    reduce_stream_->submit([&unit, p, step = step_] {
+    streams_.reduce()->submit([&unit, p, step = step_] {
       const CollectiveScope scope(step, unit.name());
       const at::Tensor inner =
           p.group->gradients().reduce_inner(p.flat, p.reduction);
@@ -49,7 +49,7 @@ void Executor::reduce(Unit& unit, bool collective, bool is_last) {
       }
     });
   }
-  held.grads_read.record(*reduce_stream_);
+  held.grads_read.record(*streams_.reduce());
   held.reduced = held.grads_read;
   all_reduced_ = held.reduced;
   reduce_outer(unit, planned);
@@ -62,12 +62,12 @@ void Executor::reduce_outer(Unit& unit, const std::vector<Planned>& planned) {
     return;
   }
   UnitState& held = state(unit);
-  held.grads_read.wait(*outer_stream_);
+  held.grads_read.wait(*streams_.outer());
   for (const Planned& p : planned) {
     if (p.inner == nullptr) {
       continue;
     }
-    outer_stream_->submit([&unit, p, step = step_] {
+    streams_.outer()->submit([&unit, p, step = step_] {
       const CollectiveScope scope(step, unit.name());
       keep_for_current_stream(*p.inner);
       p.group->gradients().reduce_outer(*p.inner, p.reduction);
@@ -75,7 +75,7 @@ void Executor::reduce_outer(Unit& unit, const std::vector<Planned>& planned) {
     });
   }
   held.reduced = {};
-  held.reduced.record(*outer_stream_);
+  held.reduced.record(*streams_.outer());
   all_outer_reduced_ = held.reduced;
   if (std::any_of(planned.begin(), planned.end(), [](const Planned& p) {
         return p.reduction.outer_reads_slot;
@@ -99,9 +99,9 @@ void Executor::tell_reduced(Unit& unit) {
     return;
   }
   // After the unit's reduction, wherever that ended.
-  reduced.wait(*reduce_stream_);
-  reduce_stream_->submit(tell);
-  reduced.record(*reduce_stream_);
+  reduced.wait(*streams_.reduce());
+  streams_.reduce()->submit(tell);
+  reduced.record(*streams_.reduce());
   all_reduced_ = reduced;
 }
 
@@ -120,19 +120,19 @@ void Executor::drop_unused_grads() {
   at::Tensor flags = at::tensor(had);
   if (mesh_->size() > 1) {
     const auto of_all = std::make_shared<at::Tensor>();
-    reduce_stream_->submit([flags,
-                            of_all,
-                            device = mesh_->device(),
-                            &world = mesh_->world(Purpose::reduce),
-                            step = step_] {
+    streams_.reduce()->submit([flags,
+                               of_all,
+                               device = mesh_->device(),
+                               &world = mesh_->world(Purpose::reduce),
+                               step = step_] {
       const CollectiveScope scope(step, "which gradients there are");
       *of_all = flags.to(device, /*non_blocking=*/true);
       world.all_reduce(*of_all, ReduceOp::sum);
     });
     Event done;
-    done.record(*reduce_stream_);
+    done.record(*streams_.reduce());
     // As all reductions: another runtime may use the communicator next.
-    done.wait(*compute());
+    done.wait(*streams_.compute());
     if (!in_doubt) {
       return;
     }
@@ -166,7 +166,10 @@ void Executor::release_drained() {
     observers_.tell([&](RuntimeObserver& o) {
       o.slot_released(*drained.unit, drained.slot);
     });
-    pool_.release(drained.slot, std::move(drained.last_use), compute());
+    pool_.release(
+        drained.slot,
+        std::move(drained.last_use),
+        streams_.compute());
   }
 }
 

@@ -3,6 +3,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/device/memory.h"
 #include "flatshard/unit/executor.h"
+#include "flatshard/unit/poison.h"
 
 #include <ATen/ATen.h>
 
@@ -12,7 +13,7 @@
 namespace flatshard {
 
 SlotView Executor::acquire_weights(Unit& unit, const Action& action) {
-  if (unit.resident()) {
+  if (unit.rests(action.plane)) {
     return {};
   }
   const SlotKey key{
@@ -25,7 +26,7 @@ SlotView Executor::acquire_weights(Unit& unit, const Action& action) {
   slot = pool_.acquire(
       plan_.offset(key),
       unit.slot_nbytes(action.plane, action.part),
-      gather_stream_);
+      streams_.gather());
   if (action.plane == Unit::kComputePlane) {
     state(unit).last[static_cast<std::size_t>(key.role)] = view(slot);
   }
@@ -48,38 +49,40 @@ void Executor::gather(Unit& unit, const Action& action) {
     if (unit.is_in_plane(*group, action.plane)) {
       gathers.back() = group->weights().plan_gather(copy_engines);
       if (gathers.back().is_first) {
-        group->weights().wait_for_weights(*gather_stream_);
+        group->weights().wait_for_weights(*streams_.gather());
       }
     }
   }
   const SlotView slot = acquire_weights(unit, action);
-  gather_stream_->submit([&unit,
-                          slot,
-                          gathers = std::move(gathers),
-                          plane = action.plane,
-                          part = action.part,
-                          step = step_] {
+  streams_.gather()->submit([&unit,
+                             slot,
+                             gathers = std::move(gathers),
+                             plane = action.plane,
+                             part = action.part,
+                             step = step_] {
     const CollectiveScope scope(step, unit.name());
     unit.gather_into(slot, plane, part, gathers);
   });
-  weight_slot(unit, action.plane, action.part).filled.record(*gather_stream_);
+  weight_slot(unit, action.plane, action.part)
+      .filled.record(*streams_.gather());
 }
 
 void Executor::derive(Unit& unit, const Action& action) {
   WeightSlot& source =
       weight_slot(unit, unit.planes().derived_from[action.plane], action.part);
   const SlotView columns = acquire_weights(unit, action);
-  gather_stream_->submit(
+  streams_.gather()->submit(
       [&unit, rows = view(source.slot), columns, part = action.part] {
         unit.derive_into(part, rows, columns);
       });
-  source.read_by_gather.record(*gather_stream_);
-  weight_slot(unit, action.plane, action.part).filled.record(*gather_stream_);
+  source.read_by_gather.record(*streams_.gather());
+  weight_slot(unit, action.plane, action.part)
+      .filled.record(*streams_.gather());
 }
 
 void Executor::await(Unit& unit, const Action& action) {
   WeightSlot& held = weight_slot(unit, action.plane, action.part);
-  compute_waits(held.filled);
+  streams_.compute_waits(held.filled);
   held.awaited = true;
   if (action.plane != Unit::kComputePlane) {
     return;  // layers ask for FP8 weights
@@ -95,7 +98,7 @@ void Executor::release(Unit& unit, const Action& action) {
   if (action.plane == Unit::kComputePlane) {
     unit.clear();
   }
-  const auto stream = compute();
+  const auto stream = streams_.compute();
   const bool staged = held.read_by_gather.recorded();
   if (!held.awaited && (!staged || options_.debug.poison)) {
     held.filled.wait(*stream);  // a prefetch that nobody used
@@ -113,17 +116,17 @@ void Executor::release(Unit& unit, const Action& action) {
   if (staged) {
     // The gather stream read it as well, and compute need not wait for that.
     if (held.awaited || options_.debug.poison) {
-      last_use.wait(*gather_stream_);
+      last_use.wait(*streams_.gather());
     }
     last_use = {};
-    last_use.record(*gather_stream_);
+    last_use.record(*streams_.gather());
   }
-  pool_.release(held.slot, last_use, gather_stream_);
+  pool_.release(held.slot, last_use, streams_.gather());
   held.awaited = false;
   held.read_by_gather = {};
 }
 
-float8::Operand Executor::float8_operand(
+Executor::AwaitedPlane Executor::awaited_plane(
     const Unit& unit,
     const UnitParameter& p,
     PlaneId plane) const {
@@ -131,7 +134,7 @@ float8::Operand Executor::float8_operand(
   for (const PartId part : {kWhole, unit.part_of(p)}) {
     const WeightSlot& held = slices[unit.planes().slice(plane, part)];
     if (held.awaited) {
-      return unit.float8_operand(p, plane, part, view(held.slot));
+      return {part, view(held.slot)};
     }
   }
   FLATSHARD_THROW(
@@ -140,6 +143,23 @@ float8::Operand Executor::float8_operand(
       p.name,
       unit.name(),
       plane);
+}
+
+float8::Operand Executor::float8_operand(
+    const Unit& unit,
+    const UnitParameter& p,
+    PlaneId plane) const {
+  const AwaitedPlane there = awaited_plane(unit, p, plane);
+  return unit.float8_operand(p, plane, there.part, there.slot);
+}
+
+const void* Executor::float8_address(
+    const Unit& unit,
+    const UnitParameter& p,
+    PlaneId plane) const {
+  const AwaitedPlane there = awaited_plane(unit, p, plane);
+  return unit.float8_view(p, plane, there.part, there.slot)
+      .data.const_data_ptr();
 }
 
 }  // namespace flatshard

@@ -70,12 +70,6 @@ void check_graph_options(
           !group->options().offload,
           config,
           "GraphOptions::enabled with offload: not supported");
-      FLATSHARD_CHECK(
-          !group->weights().float8(),
-          config,
-          "GraphOptions::enabled with FP8 weights: not supported yet; leave "
-          "one "
-          "of them out");
     }
   }
 }

@@ -1,6 +1,7 @@
 #include "flatshard/unit/region_graph.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/nn/known_amax.h"
 #include "flatshard/nn/module.h"
 #include "flatshard/unit/static_tensor.h"
 
@@ -17,31 +18,46 @@ namespace {
 
 using torch::autograd::variable_list;
 
-// Layers with these contexts ask another sink while this lives.
-class SinkScope {
+// Layers with these contexts ask others while this lives.
+class ContextScope {
  public:
-  SinkScope(
+  /// @param sink, planes  null: as before.
+  ContextScope(
       const std::vector<nn::ModuleContextPtr>& contexts,
-      nn::WgradSink& sink)
+      nn::WgradSink* sink,
+      const std::shared_ptr<PlanePlaces>& planes)
       : contexts_(contexts) {
-    other_ = std::shared_ptr<nn::WgradSink>(&sink, [](nn::WgradSink*) {});
+    if (sink != nullptr) {
+      sink_ = std::shared_ptr<nn::WgradSink>(sink, [](nn::WgradSink*) {});
+    }
     for (const nn::ModuleContextPtr& context : contexts_) {
-      before_.push_back(context->wgrad_sink);
-      context->wgrad_sink = other_;
+      before_.push_back({context->wgrad_sink, context->weight_source});
+      if (sink_ != nullptr) {
+        context->wgrad_sink = sink_;
+      }
+      if (planes != nullptr) {
+        context->weight_source = planes;
+      }
     }
   }
-  ~SinkScope() {
+  ~ContextScope() {
     for (std::size_t i = 0; i < contexts_.size(); ++i) {
-      contexts_[i]->wgrad_sink = before_[i];
+      contexts_[i]->wgrad_sink = before_[i].sink;
+      contexts_[i]->weight_source = before_[i].source;
     }
   }
-  SinkScope(const SinkScope&) = delete;
-  SinkScope& operator=(const SinkScope&) = delete;
+  ContextScope(const ContextScope&) = delete;
+  ContextScope& operator=(const ContextScope&) = delete;
 
  private:
+  struct Before {
+    std::weak_ptr<nn::WgradSink> sink;
+    std::weak_ptr<nn::WeightSource> source;
+  };
+
   const std::vector<nn::ModuleContextPtr>& contexts_;
-  std::shared_ptr<nn::WgradSink> other_;
-  std::vector<std::weak_ptr<nn::WgradSink>> before_;
+  std::shared_ptr<nn::WgradSink> sink_;
+  std::vector<Before> before_;
 };
 
 }  // namespace
@@ -107,10 +123,14 @@ RegionGraph::RegionGraph(
 
 RegionGraph::~RegionGraph() = default;
 
+bool RegionGraph::is_float8(const UnitParameter& p) const {
+  return unit_.groups()[p.group]->weights().float8() != nullptr;
+}
+
 std::vector<const void*> RegionGraph::parameter_addresses() const {
   std::vector<const void*> addresses;
   for (const UnitParameter& p : unit_.parameters()) {
-    addresses.push_back(p.tensor.const_data_ptr());
+    addresses.push_back(is_float8(p) ? nullptr : p.tensor.const_data_ptr());
   }
   return addresses;
 }
@@ -119,6 +139,7 @@ nn::TensorList RegionGraph::run_forward() {
   // With recompute the backward runs it again; nothing is kept in between.
   const at::AutoGradMode grad_mode(with_grad_ && !call_.recompute);
   const ParameterScope parameters(*this);
+  const ContextScope layers(owner_.contexts, nullptr, forward_planes_);
   live_ = call_.fn(inputs_);
   nn::TensorList outputs;
   aliased_input_.clear();
@@ -138,8 +159,17 @@ nn::TensorList RegionGraph::run_forward() {
   return outputs;
 }
 
-void RegionGraph::capture_forward(GraphPool& pool) {
+void RegionGraph::capture_forward(
+    GraphPool& pool,
+    std::shared_ptr<PlanePlaces> planes) {
   drop();
+  FLATSHARD_CHECK(
+      planes == nullptr || !call_.recompute,
+      usage,
+      "{}: a recomputed region with FP8 weights, which a replay would ask for "
+      "at other times than the steps that run eagerly",
+      name_);
+  forward_planes_ = std::move(planes);
   for (const Input& input : call_.inputs) {
     const std::size_t i = inputs_.size();
     const bool chained = input.source && input.source->captured_ &&
@@ -181,7 +211,7 @@ nn::TensorList RegionGraph::differentiate(
       live_.clear();  // the accumulators are held by then
     }
   });
-  const SinkScope layers(owner_.contexts, sink);
+  const ContextScope layers(owner_.contexts, &sink, nullptr);
   const ParameterScope parameters(*this);
   if (call_.recompute) {
     const at::AutoGradMode grad_mode(true);
@@ -240,7 +270,9 @@ nn::TensorList RegionGraph::differentiate(
 void RegionGraph::capture_backward(
     GraphPool& pool,
     const std::vector<Consumer>& consumers,
-    TargetSink& targets) {
+    TargetSink& targets,
+    std::shared_ptr<PlanePlaces> planes) {
+  backward_planes_ = std::move(planes);
   for (std::size_t i = 0; i < outputs_.size(); ++i) {
     const Consumer& consumer = consumers[i];
     const bool chained =
@@ -288,15 +320,27 @@ GraphAudit RegionGraph::audit(const TargetSink& targets) const {
   const nn::TensorList& constants = call_.constants;
   declared.insert(declared.end(), constants.begin(), constants.end());
   for (const UnitParameter& p : unit_.parameters()) {
-    declared.push_back(p.tensor);
+    if (!is_float8(p)) {
+      declared.push_back(p.tensor);
+    }
     if (backward_) {
       declared.push_back(targets.place(p.tensor));
     }
+  }
+  if (const auto& planes = backward_ ? backward_planes_ : forward_planes_) {
+    declared.insert(
+        declared.end(),
+        planes->memory().begin(),
+        planes->memory().end());
   }
   return (backward_ ? backward_ : forward_)->audit(declared);
 }
 
 nn::TensorList RegionGraph::grads_of_inputs(TargetSink& sink) {
+  // What another region found of a gradient is no part of this graph.
+  nn::forget_known_amax();
+  const auto forget = c10::make_scope_exit([] { nn::forget_known_amax(); });
+  const ContextScope layers(owner_.contexts, nullptr, backward_planes_);
   nn::TensorList out = differentiate(grad_outputs_, sink);
   for (std::size_t i = 0; i < out.size(); ++i) {
     FLATSHARD_CHECK(
@@ -334,6 +378,8 @@ void RegionGraph::drop() {
   chained_grads_.clear();
   accumulators_.clear();
   written_.clear();
+  forward_planes_.reset();
+  backward_planes_.reset();
 }
 
 }  // namespace flatshard

@@ -4,6 +4,7 @@
 #include "flatshard/nn/region.h"
 #include "flatshard/unit/autograd_node.h"
 #include "flatshard/unit/graph_uses.h"
+#include "flatshard/unit/plane_places.h"
 #include "flatshard/unit/target_sink.h"
 #include "flatshard/unit/unit.h"
 
@@ -101,13 +102,17 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
   // Capture, in the order of a step, while the unit's parameters point at where
   // they will be.
 
-  void capture_forward(GraphPool& pool);
+  /// @param planes  of a unit with FP8 weights, else null.
+  void capture_forward(
+      GraphPool& pool,
+      std::shared_ptr<PlanePlaces> planes = nullptr);
   /// @param consumers  one per output.
   /// @param targets    where gradients of parameters will go.
   void capture_backward(
       GraphPool& pool,
       const std::vector<Consumer>& consumers,
-      TargetSink& targets);
+      TargetSink& targets,
+      std::shared_ptr<PlanePlaces> planes = nullptr);
   /// Of the graph that was captured last, forward or backward, before its
   /// parameters point elsewhere.
   /// @param targets  as for `capture_backward`.
@@ -137,7 +142,11 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
   const char* miss_of_backward(
       const nn::TensorList& grads,
       const std::vector<std::optional<nn::WgradTarget>>& targets);
+  /// What FP8 weights have no one address for is null.
   std::vector<const void*> parameter_addresses() const;
+  bool is_float8(const UnitParameter& p) const;
+  /// Compute waits for them; false: they lie elsewhere.
+  bool planes_are_there(const std::shared_ptr<PlanePlaces>& planes) const;
   /// Parameters that the recorded autograd graph reaches.
   std::size_t num_used() const;
 
@@ -161,6 +170,7 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
   std::vector<int> aliased_input_;  ///< whose memory an output is, or -1
   std::vector<bool> is_constant_;   ///< an output that no gradient flows to
   std::vector<const void*> forward_addresses_;
+  std::shared_ptr<PlanePlaces> forward_planes_;
   /// Accumulators of the recorded graph, by parameter; null: not used.
   std::vector<NodePtr> accumulators_;
 
@@ -170,6 +180,7 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
   /// By output: whose input's gradient it is, where the two share memory.
   std::vector<std::shared_ptr<RegionGraph>> chained_grads_;
   std::vector<const void*> backward_addresses_;
+  std::shared_ptr<PlanePlaces> backward_planes_;
   /// Parameters whose gradients a backward writes: which, where, and whether it
   /// adds to what was there.
   struct Written {

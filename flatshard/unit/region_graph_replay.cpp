@@ -92,13 +92,21 @@ const char* RegionGraph::miss(const nn::TensorList& inputs) {
       return kOtherInput;
     }
   }
-  const auto& parameters = unit_.parameters();
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    if (parameters[i].tensor.const_data_ptr() != forward_addresses_[i]) {
-      return "the unit's weights lie elsewhere";
-    }
+  if (parameter_addresses() != forward_addresses_ ||
+      !planes_are_there(forward_planes_)) {
+    return "the unit's weights lie elsewhere";
   }
   return nullptr;
+}
+
+bool RegionGraph::planes_are_there(
+    const std::shared_ptr<PlanePlaces>& planes) const {
+  if (planes == nullptr) {
+    return true;
+  }
+  const auto reader = std::dynamic_pointer_cast<PlaneReader>(sink_.lock());
+  FLATSHARD_CHECK(reader != nullptr, usage, "{}: its Runtime is gone", name_);
+  return planes->await(*reader);
 }
 
 nn::TensorList RegionGraph::outputs_of_replay(
@@ -177,11 +185,9 @@ const char* RegionGraph::miss_of_backward(
   if (uses_->blocks(backward_number_)) {
     return kInUse;
   }
-  const auto& parameters = unit_.parameters();
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    if (parameters[i].tensor.const_data_ptr() != backward_addresses_[i]) {
-      return "the unit's weights lie elsewhere in the backward";
-    }
+  if (parameter_addresses() != backward_addresses_ ||
+      !planes_are_there(backward_planes_)) {
+    return "the unit's weights lie elsewhere in the backward";
   }
   for (std::size_t i = 0; i < written_.size(); ++i) {
     const auto& target = targets[i];

@@ -148,6 +148,10 @@ class RegionGraphs : public nn::RegionRunner,
   void capture_all();
   void capture(const std::shared_ptr<RegionGraph>& graph);
   void capture_backward(const std::shared_ptr<RegionGraph>& graph);
+  /// Null: the unit has no FP8 weights.
+  static std::shared_ptr<PlanePlaces> places(
+      const UnitRegions& unit,
+      bool in_backward);
   /// A recording, while the unit's parameters point at where they will be in a
   /// forward or in a backward. Eager for good when it fails.
   void attempt(

@@ -40,15 +40,28 @@ void RegionGraphs::capture(const std::shared_ptr<RegionGraph>& graph) {
   if (!unit_regions_[graph->unit().id()]->slots.planned()) {
     return;  // its slots have no place of their own
   }
-  attempt(*graph, graph->call().in_backward, [&](UnitRegions&) {
-    graph->capture_forward(*pool_);
+  const bool in_backward = graph->call().in_backward;
+  attempt(*graph, in_backward, [&](UnitRegions& unit) {
+    graph->capture_forward(*pool_, places(unit, in_backward));
   });
 }
 
 void RegionGraphs::capture_backward(const std::shared_ptr<RegionGraph>& graph) {
   attempt(*graph, /*in_backward=*/true, [&](UnitRegions& unit) {
-    graph->capture_backward(*pool_, watch_->consumers_of(graph), unit.targets);
+    graph->capture_backward(
+        *pool_,
+        watch_->consumers_of(graph),
+        unit.targets,
+        places(unit, /*in_backward=*/true));
   });
+}
+
+std::shared_ptr<PlanePlaces> RegionGraphs::places(
+    const UnitRegions& unit,
+    bool in_backward) {
+  return unit.unit().has_float8()
+             ? std::make_shared<PlanePlaces>(unit.slots, in_backward)
+             : nullptr;
 }
 
 void RegionGraphs::attempt(

@@ -99,7 +99,7 @@ std::shared_ptr<Runtime> Runtime::create(
 Runtime::~Runtime() {
   module_hooks_.clear();
   try {
-    executor_.synchronize();
+    executor_.streams().synchronize();
   } catch (const std::exception& e) {
     log_debug("while a runtime was destroyed: {}", e.what());
   }
@@ -293,7 +293,7 @@ void Runtime::reset_after_failure() {
 }
 
 void Runtime::synchronize() {
-  executor_.synchronize();
+  executor_.streams().synchronize();
   current_stream(mesh_->device())->synchronize();
   mesh_->check();
 }

@@ -9,6 +9,7 @@
 #include "flatshard/unit/executor.h"
 #include "flatshard/unit/kept_constants.h"
 #include "flatshard/unit/observer.h"
+#include "flatshard/unit/plane_places.h"
 #include "flatshard/unit/region_graphs.h"
 #include "flatshard/unit/runtime_options.h"
 #include "flatshard/unit/strict_checks.h"
@@ -39,6 +40,7 @@ struct RuntimeTrace {
 class Runtime : public nn::WgradSink,
                 public nn::RecomputeListener,
                 public nn::WeightSource,
+                public PlaneReader,
                 public AutogradListener,
                 public std::enable_shared_from_this<Runtime> {
  public:
@@ -133,13 +135,8 @@ class Runtime : public nn::WgradSink,
   const Scheduler& scheduler() const { return scheduler_; }
   /// Slots, their plan and their addresses.
   const Executor& executor() const { return executor_; }
-  /// Measure how long compute waits for gathers and reductions from now on
-  /// (two timing events per wait on a GPU). Default: off.
-  void set_measure_exposed(bool measure) { executor_.measure_exposed(measure); }
-  /// The measured waits since the last call. Blocks the host.
-  double wait_and_take_exposed_ms() {
-    return executor_.wait_and_take_exposed_ms();
-  }
+  /// How long compute waits for gathers and reductions.
+  ExposedWaits& exposed_waits() { return executor_.streams().exposed(); }
   RuntimeTrace trace() const;
   void clear_trace();
   /// The step that error messages name: Executor::step.
@@ -172,6 +169,10 @@ class Runtime : public nn::WgradSink,
   std::optional<nn::Float8Weight> plane(
       const at::Tensor& parameter,
       nn::PlaneUse use) override;
+  const void* await_plane(const at::Tensor& parameter, nn::PlaneUse use)
+      override;
+  /// With the lock.
+  const UnitParameter& ask_for_plane(ParameterRef ref, PlaneId plane);
 
   // As nn::WgradSink and nn::RecomputeListener. Each takes the lock.
   std::optional<nn::WgradTarget> begin_wgrad(

@@ -25,7 +25,7 @@ void Runtime::add_observer(std::shared_ptr<RuntimeObserver> observer) {
 void Runtime::say_next(UnitId next) {
   // After a backward that failed, reductions may still be under way; they use
   // the same communicator.
-  executor_.synchronize_reductions();
+  executor_.streams().synchronize_reductions();
   compare_next(*mesh_, next, strict_->unit_names(), executor_.step());
 }
 

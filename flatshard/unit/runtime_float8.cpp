@@ -16,14 +16,7 @@ std::optional<float8::Recipe> Runtime::recipe(
   return planes ? std::optional(planes->format().recipe) : std::nullopt;
 }
 
-std::optional<nn::Float8Weight> Runtime::plane(
-    const at::Tensor& parameter,
-    nn::PlaneUse use) {
-  if (!recipe(parameter)) {
-    return std::nullopt;
-  }
-  const std::lock_guard lock(mutex_);
-  const ParameterRef ref = *events_.find(parameter);
+const UnitParameter& Runtime::ask_for_plane(ParameterRef ref, PlaneId plane) {
   Unit& unit = *units_[ref.unit];
   const UnitParameter& p = unit.parameters()[ref.index];
   const bool in_backward = AutogradEvents::in_backward();
@@ -37,8 +30,6 @@ std::optional<nn::Float8Weight> Runtime::plane(
   if (in_backward) {
     events_.enter_task();
   }
-  const PlaneId plane =
-      use == nn::PlaneUse::fprop ? Unit::kRowPlane : Unit::kColumnPlane;
   feed(
       {.kind = EventKind::read,
        .unit = ref.unit,
@@ -52,9 +43,33 @@ std::optional<nn::Float8Weight> Runtime::plane(
       p.name,
       unit.name(),
       failure_);
+  return p;
+}
+
+std::optional<nn::Float8Weight> Runtime::plane(
+    const at::Tensor& parameter,
+    nn::PlaneUse use) {
+  if (!recipe(parameter)) {
+    return std::nullopt;
+  }
+  const std::lock_guard lock(mutex_);
+  const ParameterRef ref = *events_.find(parameter);
+  const Unit& unit = *units_[ref.unit];
+  const PlaneId plane = Unit::plane_of(use);
+  const UnitParameter& p = ask_for_plane(ref, plane);
   return nn::Float8Weight{
       .operand = executor_.float8_operand(unit, p, plane),
       .emulate = unit.groups()[p.group]->options().float8->emulate};
+}
+
+const void* Runtime::await_plane(
+    const at::Tensor& parameter,
+    nn::PlaneUse use) {
+  const std::lock_guard lock(mutex_);
+  const ParameterRef ref = *events_.find(parameter);
+  const PlaneId plane = Unit::plane_of(use);
+  const UnitParameter& p = ask_for_plane(ref, plane);
+  return executor_.float8_address(*units_[ref.unit], p, plane);
 }
 
 }  // namespace flatshard

@@ -283,7 +283,7 @@ nn::TensorList StepGraph::replay(const nn::TensorList& inputs) {
   }
   {
     const std::lock_guard lock(runtime_->mutex_);
-    runtime_->executor_.join_streams();
+    runtime_->executor_.streams().join();
     runtime_->executor_.wait_for_all_written_weights();
   }
   nn::TensorList all;
@@ -315,7 +315,7 @@ void StepGraph::apply(const std::vector<at::Tensor>& outputs) {
   Runtime& runtime = *runtime_;
   const std::lock_guard lock(runtime.mutex_);
   runtime.executor_.forget_queued();
-  runtime.executor_.fork_streams();
+  runtime.executor_.streams().fork();
   runtime.scheduler_ = effects_->scheduler;
   for (const Action& action : effects_->actions) {
     runtime.record(action);

@@ -15,7 +15,7 @@ StepGraph::Recording::Recording(Runtime& runtime, const StepEffects* first)
       scheduler_(runtime.scheduler_),
       is_last_microbatch_(runtime.is_last_microbatch_),
       sync_gradients_(runtime.sync_gradients_),
-      measures_exposed_(runtime.executor_.measures_exposed()) {
+      measures_exposed_(runtime.executor_.streams().exposed().measures()) {
   const std::lock_guard lock(runtime_.mutex_);
   // Weights that rest whole count as gathered once they were spread, also by an
   // evaluation since; the graph is for steps in which nobody did that.
@@ -38,9 +38,9 @@ StepGraph::Recording::Recording(Runtime& runtime, const StepEffects* first)
   generation_ = runtime_.seen_generation_;
   actions_ = std::exchange(runtime_.step_actions_, {});
   trace_ = std::exchange(runtime_.trace_, {});
-  runtime_.executor_.measure_exposed(false);
+  runtime_.executor_.streams().exposed().measure(false);
   runtime_.executor_.forget_queued();
-  runtime_.executor_.fork_streams();
+  runtime_.executor_.streams().fork();
   accumulators_.emplace(runtime_.events_);
   runtime_.constants_->begin();
 }
@@ -77,7 +77,7 @@ void StepGraph::Recording::check_rest() const {
 StepEffects StepGraph::Recording::end() {
   const std::lock_guard lock(runtime_.mutex_);
   check_rest();
-  runtime_.executor_.join_streams();
+  runtime_.executor_.streams().join();
   StepEffects effects{
       .before = before_,
       .scheduler = runtime_.scheduler_,
@@ -102,7 +102,7 @@ void StepGraph::Recording::restore() {
   runtime_.constants_->end();
   accumulators_.reset();
   runtime_.executor_.forget_queued();
-  runtime_.executor_.measure_exposed(measures_exposed_);
+  runtime_.executor_.streams().exposed().measure(measures_exposed_);
   runtime_.trace_ = std::move(trace_);
   runtime_.step_actions_ = std::move(actions_);
   runtime_.scheduler_ = std::move(scheduler_);

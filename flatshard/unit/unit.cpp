@@ -70,6 +70,7 @@ UnitSpec Unit::spec(UnitId parent, UnitPolicy policy) const {
   spec.name = name_;
   spec.parent = parent;
   spec.resident = resident();
+  spec.transient = transient_;
   for (const auto& group : groups_) {
     if (spec.resident && !group->weights().float8() &&
         group->weights().has_refresh()) {

@@ -2,6 +2,7 @@
 
 #include "flatshard/float8/matmul.h"
 #include "flatshard/group/param_group.h"
+#include "flatshard/nn/weight_source.h"
 #include "flatshard/schedule/events.h"
 #include "flatshard/unit/parameter_storage.h"
 #include "flatshard/unit/slot_view.h"
@@ -75,6 +76,10 @@ class Unit {
   std::int64_t weights_nbytes() const { return weights_nbytes_; }
   std::int64_t grads_nbytes() const { return grads_nbytes_; }
   bool resident() const { return resident_; }
+  /// The plane has no slot.
+  bool rests(PlaneId plane) const {
+    return resident_ && !transient_.contains(plane);
+  }
   /// Microbatches were accumulated but not reduced over all ranks.
   bool has_unreduced_grad() const;
   /// Rises with every change of the weights.
@@ -102,6 +107,15 @@ class Unit {
       PlaneId plane,
       PartId part,
       const SlotView& slot) const;
+  /// The same as it lies in the slot.
+  float8::Plane float8_view(
+      const UnitParameter& parameter,
+      PlaneId plane,
+      PartId part,
+      const SlotView& slot) const;
+  static PlaneId plane_of(nn::PlaneUse use) {
+    return use == nn::PlaneUse::fprop ? kRowPlane : kColumnPlane;
+  }
   /// @throws Error{usage} when somebody gave a parameter another storage.
   void check_storage() const;
   /// Points the parameters at the slot / at nothing. Resident groups stay.
@@ -166,6 +180,7 @@ class Unit {
   bool revealed_ = true;  ///< the parameters of resident groups, if any
   bool has_residents_ = false;
   bool resident_ = true;
+  PlaneSet transient_;  ///< UnitSpec::transient
 };
 
 }  // namespace flatshard

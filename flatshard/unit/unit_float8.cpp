@@ -56,6 +56,9 @@ void Unit::add_float8_planes() {
       kStored,
       kStored,
       first->stores(Float8Planes::kColumns) ? kStored : kRowPlane};
+  if (!first->stores(Float8Planes::kColumns)) {
+    transient_ = {kColumnPlane};
+  }
   // Two planes have them; one part is the whole.
   if (parts_.size() < 2 || 3 + 2 * parts_.size() > PlaneSet::kMaxPlanes) {
     parts_.clear();
@@ -67,7 +70,7 @@ void Unit::add_float8_planes() {
     for (const auto& group : groups_) {
       const Float8Planes* planes = group->weights().float8();
       weights_offset_[plane].push_back(nbytes);
-      if (planes != nullptr && !group->weights().resident()) {
+      if (planes != nullptr && !planes->rests_whole(of)) {
         nbytes += align_plane(planes->slot_nbytes(of));
       }
     }
@@ -101,7 +104,7 @@ at::Tensor Unit::float8_slot(
     const SlotView& slot) const {
   const auto of = float8_plane_of(plane);
   const Float8Planes& planes = *groups_[g]->weights().float8();
-  if (groups_[g]->weights().resident()) {
+  if (planes.rests_whole(of)) {
     return planes.resting(of);
   }
   return slot.tensor(
@@ -128,18 +131,27 @@ void Unit::derive_into(
   }
 }
 
-float8::Operand Unit::float8_operand(
+float8::Plane Unit::float8_view(
     const UnitParameter& p,
     PlaneId plane,
     PartId part,
     const SlotView& slot) const {
   const Float8Planes& planes = *groups_[p.group]->weights().float8();
   const bool resident = groups_[p.group]->weights().resident();
-  float8::Plane view = planes.view(
+  return planes.view(
       float8_plane_of(plane),
       p.index,
       part == kWhole || resident ? Float8Planes::kWhole : parts_[part].part,
       float8_slot(p.group, plane, part, slot));
+}
+
+float8::Operand Unit::float8_operand(
+    const UnitParameter& p,
+    PlaneId plane,
+    PartId part,
+    const SlotView& slot) const {
+  const Float8Planes& planes = *groups_[p.group]->weights().float8();
+  float8::Plane view = float8_view(p, plane, part, slot);
   if (plane == kColumnPlane && planes.stores(Float8Planes::kColumns)) {
     // It travelled as the rows lie; products read the transpose.
     view.data = float8::transpose_bytes(view.data);

@@ -1,35 +1,63 @@
 #include "flatshard/unit/unit_slots.h"
 
+#include "flatshard/core/error.h"
+
 namespace flatshard {
 
 void UnitSlots::acquired(const SlotKey& key, const Slot& slot) {
   moved_ |= slot.offset < 0;
   const SlotView view{slot.data, slot.nbytes, device_};
-  switch (key.role) {
-    case SlotRole::forward_weights:
-      forward_ = view;
-      break;
-    case SlotRole::backward_weights:
-      backward_ = view;
-      break;
-    case SlotRole::gradients:
-      gradients_ = view;
-      break;
+  if (key.role == SlotRole::gradients) {
+    gradients_ = view;
+    return;
   }
+  InPhases& weights = key.plane == Unit::kComputePlane
+                          ? weights_
+                          : float8_[{key.plane, key.part}];
+  (key.role == SlotRole::forward_weights ? weights.forward : weights.backward) =
+      view;
 }
 
 void UnitSlots::forget() {
-  forward_ = backward_ = gradients_ = {};
+  weights_ = {};
+  float8_.clear();
+  gradients_ = {};
   moved_ = false;
 }
 
 bool UnitSlots::planned() const {
-  return !moved_ && (unit_.resident() || forward_);
+  return !moved_ && (unit_.resident() || weights_.forward ||
+                     unit_.slot_nbytes(Unit::kComputePlane, kWhole) == 0);
 }
 
 void UnitSlots::point(bool in_backward) {
-  const bool own = in_backward && static_cast<bool>(backward_);
-  unit_.point_at(own ? backward_ : forward_);
+  const bool own = in_backward && static_cast<bool>(weights_.backward);
+  unit_.point_at(own ? weights_.backward : weights_.forward);
+}
+
+UnitSlots::Place UnitSlots::place(
+    const UnitParameter& p,
+    PlaneId plane,
+    bool in_backward) const {
+  if (unit_.rests(plane)) {
+    return {};
+  }
+  for (const PartId part : {kWhole, unit_.part_of(p)}) {
+    const auto found = float8_.find({plane, part});
+    if (found == float8_.end()) {
+      continue;
+    }
+    const InPhases& slots = found->second;
+    const bool own = in_backward && static_cast<bool>(slots.backward);
+    if (own || slots.forward) {
+      return {part, own ? slots.backward : slots.forward};
+    }
+  }
+  FLATSHARD_THROW(
+      usage,
+      "parameter {}: its plane {} was not gathered in the steps of the warm-up",
+      p.name,
+      plane);
 }
 
 void UnitSlots::rest() {

@@ -6,6 +6,9 @@
 #include "flatshard/unit/target_sink.h"
 #include "flatshard/unit/unit.h"
 
+#include <map>
+#include <utility>
+
 namespace flatshard {
 
 /// Where the slots of one unit were in the step that runs: where the plan has
@@ -26,14 +29,26 @@ class UnitSlots {
   /// backward, until `rest`.
   void point(bool in_backward);
   void rest();
+  struct Place {
+    PartId part = kWhole;
+    SlotView slot;
+  };
+  /// What holds an FP8 parameter in a forward or in a backward.
+  /// @throws Error{usage} when nothing did.
+  Place place(const UnitParameter& p, PlaneId plane, bool in_backward) const;
   /// Where the unit's gradients will be; new ones, which nobody wrote.
   TargetSink targets() const;
 
  private:
+  struct InPhases {
+    SlotView forward;
+    SlotView backward;
+  };
+
   Unit& unit_;
   at::Device device_;
-  SlotView forward_;
-  SlotView backward_;
+  InPhases weights_;  ///< of the compute plane
+  std::map<std::pair<PlaneId, PartId>, InPhases> float8_;
   SlotView gradients_;
   bool moved_ = false;  ///< a slot had no place in the plan
 };

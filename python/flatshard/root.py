@@ -165,33 +165,36 @@ class Root:
     def _before_forward(self):
         """Before a forward of any unit, or an unshard, when none is open. The core calls
         it, with its lock held."""
+        units = self.units
         if not self._initialized:
-            for unit in self.units:
+            for unit in units:
                 unit.check_initialized()
-            compare(self.units, self.device_mesh)
-            for unit in self.units:
+            compare(units, self.device_mesh)
+            for unit in units:
                 unit.forget_digests()
             self._initialized = True
         self.check_replaced()
         if torch.is_grad_enabled() and not self._saw_all:
-            refuse_plain(self._module(), self.units)
+            refuse_plain(self._module(), units)
             self._saw_all = True
         with _plain_attributes():
-            for unit in self.units:
-                # Without gradients nothing depends on it: peft's disable_adapter()
-                # freezes adapters for the time that it lasts.
-                if torch.is_grad_enabled():
+            # Without gradients nothing depends on it: peft's disable_adapter()
+            # freezes adapters for the time that it lasts.
+            has_grad = torch.is_grad_enabled()
+            for unit in units:
+                if has_grad:
                     unit.check_trainable()
                 unit.running.clear()
-        self._pass_writes_on()
+        self._pass_writes_on(units)
 
     def check_replaced(self):
         if self.core.shows_others():
             refuse_replaced(self.units)
 
-    def _pass_writes_on(self):
-        for unit in self.units:
-            if (seen := writes.seen_by(unit)) != unit.seen_writes:
+    def _pass_writes_on(self, units):
+        to_all = writes.to_all()
+        for unit in units:
+            if (seen := (to_all, unit.num_writes)) != unit.seen_writes:
                 unit.seen_writes = seen
                 unit.core.mark_written()
 
@@ -202,7 +205,7 @@ class Root:
                 "set_requires_gradient_sync and set_requires_all_reduce: the units "
                 "of one model disagree; set them on the root module"
             )
-        self._pass_writes_on()
+        self._pass_writes_on(self.units)
 
 
 def _names(p, module_names):

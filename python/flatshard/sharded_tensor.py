@@ -72,10 +72,11 @@ class Writes:
             if (unit := reference()) is not None:
                 unit.num_writes += 1
 
-    def seen_by(self, unit):
-        """Another value when parameters of the unit may have been written."""
+    def to_all(self):
+        """How many there were that may have been to any unit; those to one alone are
+        in its `num_writes`."""
         self._give_up_step()
-        return self.count, unit.num_writes
+        return self.count
 
     def _give_up_step(self):
         """A step that failed, or one that calls the model after it wrote."""
@@ -140,6 +141,7 @@ def _where_it_is(tensor, attribute):
 _unscale = torch._amp_foreach_non_finite_check_and_unscale_
 _get_data = torch.Tensor.data.__get__
 _set_data = torch.Tensor.data.__set__
+_grad = torch.Tensor.grad
 
 
 @functools.lru_cache(maxsize=None)
@@ -213,6 +215,12 @@ class ShardedTensor(DTensor):
             place = _where_it_is(args[0], function.__self__.__name__)
             if place is not None:
                 return place
+        if name == "__get__" or (name == "__set__" and args[1] is None):
+            # zero_grad and optimizers do so with each parameter.
+            if function.__self__ is _grad:
+                with torch._C.DisableTorchFunctionSubclass():
+                    result = function(*args)
+                return _retag(result, function, args, kwargs)
         if name == "aminmax":
             return row_functions.aminmax(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():

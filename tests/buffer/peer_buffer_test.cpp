@@ -61,9 +61,18 @@ TEST_P(PeerBuffers, CopiesEqualAnAllGather) {
           ASSERT_EQ(begin, local.numel());
           buffer.fence();
           buffer.copy_whole(got);
+          std::vector<at::Tensor> parts;
+          for (const Segment& segment : layout->segments()) {
+            parts.push_back(at::full({segment.numel}, -1, dtype));
+            buffer.copy_segments(
+                static_cast<std::int64_t>(parts.size()) - 1,
+                1,
+                parts.back());
+          }
           const FlatBuffer want =
               buffer.local().redistribute(everywhere, Purpose::gather);
           EXPECT_TRUE(got.equal(want.local())) << c10::toString(dtype);
+          EXPECT_TRUE(at::cat(parts).equal(want.local()));
         }
       });
     }

@@ -732,6 +732,13 @@ TEST_F(Checkpoints, ExportAndStartFromIt) {
   EXPECT_EQ(half.code, 0) << half.output;
   EXPECT_THAT(half.output, HasSubstr("bfloat16"));
   EXPECT_THAT(exported("").output, HasSubstr("--to: expected a folder"));
+  EXPECT_THAT(
+      sh(fmt::format(
+             "\"$PROGRAM\" export --run '{}' --to '{}' --fp8",
+             (folder_ / "run").string(),
+             (folder_ / "fp8").string()))
+          .output,
+      HasSubstr("14 in FP8, the rest bfloat16"));
 
   // Without a single update the weights are those it started from.
   const Result started =

@@ -163,6 +163,15 @@ TEST(MemoryTable, RowsAreTheBytesOfTheBuffers) {
           row(rows, "inner gradients") + row(rows, "local gradients"),
           not_final)
           << what;
+      EXPECT_EQ(row(rows, "CUDA graphs"), 0) << what;
+      EXPECT_EQ(
+          row(memory_rows(
+                  *runtime,
+                  adamw.state_nbytes(),
+                  GraphStats{.nbytes = 12345}),
+              "CUDA graphs"),
+          12345)
+          << what;
       // What is known at the start stays true.
       for (const char* role :
            {"main weights",

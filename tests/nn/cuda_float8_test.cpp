@@ -51,13 +51,13 @@ void check_all(
   const Float8Inputs in(rows, dim, at::kCUDA, at::kBFloat16);
   const at::Tensor gate = in.gate.contiguous(), up = in.up.contiguous();
   expect(
-      swiglu_float8(in.gate, in.up, q, multiple),
+      swiglu_float8(in.gate, in.up, q, {.multiple = multiple}),
       cuda::swiglu_forward(gate, up),
       in.product(),
       "swiglu");
   const auto [dgate, dup] = cuda::swiglu_backward(in.dy, gate, up, nullptr);
   expect(
-      swiglu_backward_float8(in.dy, in.gate, in.up, q, multiple),
+      swiglu_backward_float8(in.dy, in.gate, in.up, q, {.multiple = multiple}),
       at::cat({dgate, dup}, 1),
       in.product_gradient(),
       "swiglu backward");
@@ -65,14 +65,14 @@ void check_all(
     const at::Tensor weight = in.weight.to(dtype);
     const auto [y, sum, rstd] = rms_norm_rows(gate, up, weight, 1e-5);
     const NormFloat8 norm =
-        rms_norm_float8(gate, up, weight, 1e-5, q, multiple);
+        rms_norm_float8(gate, up, weight, 1e-5, q, {.multiple = multiple});
     expect(norm.planes, y, in.norm(), "add and norm");
     EXPECT_TRUE(at::equal(norm.sum, sum));
     EXPECT_TRUE(at::equal(norm.rstd, rstd));
   }
   const auto [y, sum, rstd] = rms_norm_rows(gate, {}, in.weight, 1e-5);
   const NormFloat8 norm =
-      rms_norm_float8(gate, {}, in.weight, 1e-5, q, multiple);
+      rms_norm_float8(gate, {}, in.weight, 1e-5, q, {.multiple = multiple});
   expect(norm.planes, y, {}, "norm");
 }
 
@@ -97,6 +97,18 @@ TEST_F(CudaFloat8, PlanesAreThoseOfStoredValues) {
               expect_near(got, exact, q.recipe);
             }
           });
+    }
+  }
+}
+
+TEST_F(CudaFloat8, SinglePlanesAreThoseOfBoth) {
+  for (const float8::Quantizer& q : float8_quantizers()) {
+    SCOPED_TRACE(to_string(q.recipe));
+    for (const auto& [rows, dim] : {std::pair{128, 512}, {384, 2048}}) {
+      expect_single_planes(
+          Float8Inputs(rows, dim, at::kCUDA, at::kBFloat16),
+          q,
+          q.recipe == float8::Recipe::blockwise ? 1 : 16);
     }
   }
 }
@@ -134,9 +146,8 @@ TEST_F(CudaFloat8, AmaxIsThatOfWhatIsStored) {
       EXPECT_EQ(of_y.item<float>(), largest(y));
       const auto [dgate, dup, of_gradient] =
           swiglu_backward_amax(in.dy, in.gate, in.up);
-      EXPECT_EQ(
-          of_gradient.item<float>(),
-          std::max(largest(dgate), largest(dup)));
+      EXPECT_EQ(of_gradient[0].item<float>(), largest(dgate));
+      EXPECT_EQ(of_gradient[1].item<float>(), largest(dup));
       const auto [normed, sum, rstd] =
           rms_norm_rows(in.gate, in.up, in.weight, 1e-5);
       const auto [dx, dw, of_dx] =

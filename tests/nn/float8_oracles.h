@@ -55,6 +55,40 @@ struct Float8Inputs {
   at::Tensor gate, up, dy, weight;
 };
 
+/// Rows alone and columns alone, by the amax that making both found, are the
+/// planes of both; those of a norm in its backward too.
+inline void expect_single_planes(
+    const Float8Inputs& in,
+    const float8::Quantizer& q,
+    std::int64_t multiple) {
+  const auto same = [](const float8::Plane& a, const float8::Plane& b) {
+    EXPECT_TRUE(a.data.view(at::kByte).equal(b.data.view(at::kByte)));
+    EXPECT_TRUE(a.scales.to(at::kFloat).equal(b.scales.to(at::kFloat)));
+  };
+  const auto check = [&](const Float8Planes& both, const auto& make) {
+    const Float8Planes rows = make({.columns = false});
+    same(rows.rows, both.rows);
+    EXPECT_FALSE(rows.columns.data.defined());
+    const Float8Planes columns =
+        make({.rows = false, .multiple = multiple, .amax = rows.amax});
+    same(columns.columns, both.columns);
+    EXPECT_FALSE(columns.rows.data.defined());
+    EXPECT_EQ(rows.amax.defined(), q.recipe == float8::Recipe::tensorwise);
+  };
+  const Float8Wanted all{.multiple = multiple};
+  check(swiglu_float8(in.gate, in.up, q, all), [&](const Float8Wanted& wanted) {
+    return swiglu_float8(in.gate, in.up, q, wanted);
+  });
+  const at::Tensor x = in.gate.contiguous();
+  const NormFloat8 norm = rms_norm_float8(x, in.up, in.weight, 1e-5, q, all);
+  check(norm.planes, [&](const Float8Wanted& wanted) {
+    return rms_norm_float8(x, in.up, in.weight, 1e-5, q, wanted).planes;
+  });
+  check(norm.planes, [&](const Float8Wanted& wanted) {
+    return rms_norm_float8_again(norm.sum, norm.rstd, in.weight, q, wanted);
+  });
+}
+
 /// Each value within FP8's half unit in the last place, and bfloat16's, of
 /// what float32 gives.
 inline void expect_near(

@@ -2,7 +2,6 @@
 #include "flatshard/optim/flat_update.h"
 
 #include "flatshard/core/error.h"
-#include "flatshard/float8/quantize.h"
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -240,69 +239,6 @@ TEST(FlatUpdate, RefusesTensorsThatDoNotFit) {
   update.compute = at::Tensor();
   update.grad = at::zeros({16}).slice(0, 0, 16, 2);
   EXPECT_THROW(sgd_update(update, {}), Error);
-}
-
-FlatUpdate adamw_with_float8(const at::Tensor& main, at::Tensor& amax) {
-  const std::int64_t n = main.numel();
-  FlatUpdate update{
-      .main = main,
-      .grad = randn(n, 2),
-      .state0 = at::zeros({n}),
-      .state1 = at::zeros({n}),
-      .decay = {{n, 0.1F}}};
-  update.float8 = {
-      .ends = {40, 41, n},
-      .amax = amax,
-      .data = at::empty({n}, at::kFloat8_e4m3fn),
-      .scales = at::empty({n / 32}, at::kFloat8_e8m0fnu)};
-  return update;
-}
-
-constexpr AdamWStep kSomeStep{
-    .lr = 0.1F,
-    .beta1 = 0.9F,
-    .beta2 = 0.95F,
-    .eps = 1e-8F,
-    .bias_correction1 = 0.1F,
-    .bias_correction2 = 0.05F};
-
-TEST(AdamWFloat8, IsMadeOfTheNewWeights) {
-  at::Tensor amax = at::zeros({3});
-  amax[1] = 100.0F;
-  const at::Tensor main = randn(4096, 1);
-  const FlatUpdate update = adamw_with_float8(main, amax);
-  const at::Tensor before = main.clone();
-  adamw_update(update, kSomeStep);
-  EXPECT_FALSE(at::equal(before, main));
-  EXPECT_EQ(
-      amax[0].item<float>(),
-      main.narrow(0, 0, 40).abs().max().item<float>());
-  EXPECT_EQ(amax[1].item<float>(), 100.0F);
-  EXPECT_EQ(
-      amax[2].item<float>(),
-      main.narrow(0, 41, 4096 - 41).abs().max().item<float>());
-  const float8::Plane want =
-      float8::quantize(main.view({-1, 32}), {float8::Recipe::mxfp8});
-  EXPECT_TRUE(at::equal(
-      update.float8.data.view(at::kByte),
-      want.data.view(at::kByte).flatten()));
-  EXPECT_TRUE(at::equal(
-      update.float8.scales.view(at::kByte),
-      want.scales.view(at::kByte).flatten()));
-}
-
-TEST(AdamWFloat8, NanIsTheLargestAndRunsCoverTheShard) {
-  at::Tensor amax = at::zeros({3});
-  at::Tensor main = randn(64, 1);
-  main[50] = NAN;
-  FlatUpdate update = adamw_with_float8(main, amax);
-  adamw_update(update, kSomeStep);
-  EXPECT_TRUE(std::isnan(amax[2].item<float>()));
-  EXPECT_FALSE(std::isnan(amax[0].item<float>()));
-  update.float8.ends = {40, 41, 60};
-  EXPECT_THROW(adamw_update(update, kSomeStep), Error);
-  update.float8.ends = {40, 64};
-  EXPECT_THROW(adamw_update(update, kSomeStep), Error);
 }
 
 }  // namespace

@@ -1,7 +1,6 @@
 // The CUDA kernels against the CPU loops. Skips itself without a GPU.
 #include "flatshard/device/stream.h"
-#include "flatshard/float8/quantize.h"
-#include "flatshard/optim/flat_update.h"
+#include "tests/optim/float8_update.h"
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -151,48 +150,31 @@ TEST(CudaFloat8Updates, AreMadeOfTheNewWeights) {
   if (!cuda_available()) {
     GTEST_SKIP() << "no GPU";
   }
-  for (const at::ScalarType compute : {at::kFloat, at::kBFloat16}) {
-    for (const std::int64_t n : {32, 4096, 3 << 20}) {
-      for (const float8::Rounding rounding :
-           {float8::Rounding::floor, float8::Rounding::up}) {
-        const KernelCase c{n, {{n, 0.1F}}};
-        FlatUpdate update = on_gpu(host_update(c, at::kBFloat16, compute));
-        const at::TensorOptions gpu(at::kCUDA);
-        const std::vector<std::int64_t> ends{n / 4 + 1, n / 4 + 2, n / 2, n};
-        update.float8 = {
-            .ends = ends,
-            .device_ends = at::tensor(ends, at::kLong).to(at::kCUDA),
-            .amax = at::zeros({4}, gpu),
-            .data = at::empty({n}, gpu.dtype(at::kFloat8_e4m3fn)),
-            .scales = at::empty({n / 32}, gpu.dtype(at::kFloat8_e8m0fnu)),
-            .rounding = rounding};
-        adamw_update(
-            update,
-            {.lr = 0.1F,
-             .beta1 = 0.9F,
-             .beta2 = 0.95F,
-             .eps = 1e-8F,
-             .bias_correction1 = 0.1F,
-             .bias_correction2 = 0.05F});
-        const at::Tensor main = update.main.cpu();
-        std::int64_t begin = 0;
-        for (std::size_t i = 0; i < ends.size(); ++i) {
-          EXPECT_EQ(
-              update.float8.amax[static_cast<std::int64_t>(i)].item<float>(),
-              main.narrow(0, begin, ends[i] - begin).abs().max().item<float>());
-          begin = ends[i];
-        }
-        const float8::Plane want = float8::quantize(
-            main.view({-1, 32}),
-            {.recipe = float8::Recipe::mxfp8, .rounding = rounding});
-        const auto bytes = [](const at::Tensor& t) {
-          return t.cpu().view(at::kByte).flatten();
-        };
-        EXPECT_TRUE(at::equal(bytes(update.float8.data), bytes(want.data)));
-        EXPECT_TRUE(at::equal(bytes(update.float8.scales), bytes(want.scales)));
-      }
+  for (const Float8UpdateCase& c : float8_update_cases()) {
+    for (const at::ScalarType compute : {at::kFloat, at::kBFloat16}) {
+      SCOPED_TRACE(c.name);
+      const std::int64_t n = c.numel;
+      FlatUpdate update =
+          on_gpu(host_update({n, {{n, 0.1F}}}, at::kBFloat16, compute));
+      update.float8 = c.outputs(at::kCUDA);
+      adamw_update(update, kSomeStep);
+      Float8Outputs want = c.outputs(at::kCPU);
+      write_float8_outputs(want, update.main.cpu());
+      c.expect_same(update.float8, want);
     }
   }
+}
+
+// A rank that has no row of any weight.
+TEST(CudaFloat8Updates, AShardOfPaddingHasNoRuns) {
+  if (!cuda_available()) {
+    GTEST_SKIP() << "no GPU";
+  }
+  FlatUpdate update =
+      on_gpu(host_update({64, {{64, 0.1F}}}, at::kFloat, at::kBFloat16));
+  update.float8.amax = at::zeros({2}, at::TensorOptions(at::kCUDA));
+  adamw_update(update, kSomeStep);
+  EXPECT_FALSE(update.float8.amax.any().item<bool>());
 }
 
 }  // namespace

@@ -11,10 +11,13 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 
 # How long the other ranks may go on when one has died.
 GRACE_S = 70
+# Of what a rank that failed wrote to stderr below Python, the last so many bytes.
+SHOWN_BYTES = 16000
 
 
 def preload():
@@ -40,7 +43,7 @@ def free_port():
         return s.getsockname()[1]
 
 
-def run_rank(rank, world, port, arguments):
+def run_rank(rank, world, port, stderr, arguments):
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -51,9 +54,22 @@ def run_rank(rank, world, port, arguments):
     )
     import pytest
 
+    # pytest captures what Python writes. What C++ writes has a file, since the last
+    # words of a process that is aborted are lost with pytest's own.
+    sys.stderr.flush()
+    os.dup2(stderr.fileno(), 2)
+    arguments = ["--capture=sys", *arguments]
     if rank != 0:  # one report of each run
         arguments = [a for a in arguments if not a.startswith("--junitxml")]
     return int(pytest.main(arguments))
+
+
+def print_end(rank, stderr):
+    end = stderr.seek(0, os.SEEK_END)
+    stderr.seek(max(0, end - SHOWN_BYTES))
+    text = stderr.read().decode(errors="replace").strip()
+    if text:
+        print(f"-- the end of rank {rank}'s stderr\n{text}\n--", flush=True)
 
 
 def main():
@@ -61,12 +77,13 @@ def main():
     preload()
     port = free_port()
     ranks = {}
+    stderrs = [tempfile.TemporaryFile() for _ in range(world)]
     for rank in range(world):
         pid = os.fork()
         if pid == 0:
             code = 1
             try:
-                code = run_rank(rank, world, port, arguments)
+                code = run_rank(rank, world, port, stderrs[rank], arguments)
             finally:
                 sys.stdout.flush()
                 sys.stderr.flush()
@@ -97,6 +114,8 @@ def main():
         rank = ranks.pop(pid)
         if code < 0:
             print(f"rank {rank} was ended by signal {-code}")
+        if code != 0:
+            print_end(rank, stderrs[rank])
         if code != 0 and result == 0:
             result = code if code > 0 else 1
             deadline = time.monotonic() + GRACE_S

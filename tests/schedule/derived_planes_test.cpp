@@ -75,6 +75,36 @@ TEST(DerivedPlanes, KeptAndResidentUnitsDeriveOncePerChange) {
   }
 }
 
+// What rests is one plane; the other is made for each backward.
+TEST(DerivedPlanes, ResidentUnitsReleaseWhatIsTransient) {
+  auto units = fp8_units(4, Columns::derived);
+  for (UnitSpec& unit : units) {
+    unit.resident = true;
+    unit.transient = {kColumn};
+  }
+  Scheduler s(units, {.prefetch = 1});
+  for (int change = 0; change < 2; ++change) {
+    s.on({.kind = weights_changed});
+    for (const int num_gathers : {4, 0}) {
+      const auto actions = replay(s, fp8_step(units));
+      const auto count = [&](ActionKind kind) {
+        return std::ranges::count(actions, kind, &Action::kind);
+      };
+      EXPECT_EQ(count(ActionKind::gather), num_gathers);
+      EXPECT_EQ(count(ActionKind::derive), 4);
+      EXPECT_EQ(count(ActionKind::release), 4);
+      for (const Action& a : actions) {
+        EXPECT_TRUE(a.kind != ActionKind::release || a.plane == kColumn);
+      }
+      EXPECT_TRUE(s.resting());
+      // Two units at once, and nothing of what rests.
+      EXPECT_EQ(
+          SlotPlan::build(slot_lifetimes(units, actions)).arena_nbytes(),
+          2 * kAllColumns + 2 * kGrads);
+    }
+  }
+}
+
 TEST(DerivedPlanes, StagingIsSharedByAllUnits) {
   const auto arena = [](int n) {
     const auto units = fp8_units(n, Columns::derived);

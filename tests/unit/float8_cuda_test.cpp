@@ -7,6 +7,9 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <functional>
+#include <string>
+
 namespace flatshard::testing {
 namespace {
 
@@ -75,6 +78,42 @@ TEST_P(Float8Gpus, PartsAndRecomputationChangeNothing) {
       EXPECT_EQ(run.losses, plain.losses);
       EXPECT_EQ(run.weights, plain.weights);
     }
+  }
+  at::globalContext().setDeterministicAlgorithms(false, false);
+}
+
+// Neither do graphs, planes that do not rest, and copy engines.
+TEST_P(Float8Gpus, OtherWaysToAKernelChangeNothing) {
+  at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
+  const Float8Case plain{
+      .format = GetParam(),
+      .steps = 5,
+      .prefetches_between_steps = false};
+  const Float8Run want = train_on_gpus(plain, "plain");
+  const auto check = [&](const std::string& name,
+                         const std::function<void(Float8Case&)>& change) {
+    SCOPED_TRACE(name);
+    Float8Case c = plain;
+    change(c);
+    const Float8Run run = train_on_gpus(c, name);
+    EXPECT_EQ(run.losses, want.losses);
+    EXPECT_EQ(run.weights, want.weights);
+    EXPECT_TRUE(run.graphs.fallbacks.empty())
+        << run.graphs.fallbacks.begin()->first;
+    EXPECT_EQ(
+        run.graphs.step_replays,
+        c.whole_step ? c.steps - Float8Case::kWarmupSteps : 0);
+    EXPECT_EQ(run.graphs.forward_replays > 0, !c.regions.empty());
+  };
+  check("steps", [](Float8Case& c) { c.whole_step = true; });
+  check("blocks", [](Float8Case& c) { c.regions = {"block"}; });
+  check("halves", [](Float8Case& c) {
+    c.regions = {"attn", "mlp"};
+    c.gather_parts = GatherParts::module;
+  });
+  check("made", [](Float8Case& c) { c.keep_compute_weights = false; });
+  if (gpu_ranks().world() > 1) {
+    check("copied", [](Float8Case& c) { c.copy_engines = CopyEngines::all(); });
   }
   at::globalContext().setDeterministicAlgorithms(false, false);
 }

@@ -2,9 +2,11 @@
 
 #include "flatshard/optim/adamw.h"
 #include "flatshard/optim/grad_norm.h"
+#include "flatshard/unit/step_graph.h"
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
+#include <gtest/gtest.h>
 
 #include <functional>
 #include <numeric>
@@ -32,6 +34,12 @@ int Float8Case::world() const {
       mesh.end(),
       std::int64_t{1},
       std::multiplies<>()));
+}
+
+void expect_same_run(const Float8Run& a, const Float8Run& b) {
+  EXPECT_EQ(a.losses, b.losses);
+  EXPECT_FALSE(a.weights.empty());
+  EXPECT_EQ(a.weights, b.weights);
 }
 
 std::vector<Float8Format> float8_formats() {
@@ -70,14 +78,26 @@ std::shared_ptr<Runtime> shard_llama(
       .strategy = c.strategy,
       .gather_parts = c.gather_parts,
       .seed = 5,
-      .group = {.offload = c.offload, .pin_memory = false},
+      .group =
+          {.keep_compute_weights = c.keep_compute_weights,
+           .offload = c.offload,
+           .pin_memory = false},
       .runtime = {
           .reshard_after_forward = c.reshard_after_forward,
+          .copy_engines = c.copy_engines,
           .streams =
               {.delay_seed = 3 + static_cast<std::uint64_t>(mesh->rank()),
                .max_delay_us = c.max_delay_us},
           .trace = true,
-          .debug = {.poison = c.poison}}};
+          .debug = {.poison = c.poison},
+          .graphs = {
+              .enabled = c.whole_step || !c.regions.empty(),
+              .whole_step = c.whole_step,
+              .warmup_steps = Float8Case::kWarmupSteps,
+              .emulate_on_cpu = mesh->device().is_cpu()}}};
+  if (!c.regions.empty()) {
+    options.runtime.graphs.regions = c.regions;
+  }
   for (const auto& unit : llama->unit_modules()) {
     options.units.push_back(dynamic_cast<nn::Module*>(unit.get()));
   }
@@ -105,16 +125,32 @@ void train_float8_rank(
   }
   const auto runtime = shard_llama(llama, mesh, c);
   AdamW optimizer(runtime->groups(), AdamWOptions{});
+  const auto forward_backward = [&](const nn::TensorList& inputs) {
+    nn::TensorList losses;
+    for (const at::Tensor& in : inputs) {
+      runtime->set_is_last_microbatch(losses.size() + 1 == inputs.size());
+      losses.push_back(llama(in, in.roll(1, 1)));
+      (losses.back() / c.microbatches).backward();
+    }
+    return losses;
+  };
+  std::optional<StepGraph> graph;
+  if (c.whole_step) {
+    graph.emplace(runtime, forward_backward);
+  }
   for (int step = 0; step < c.steps; ++step) {
     runtime->clear_trace();
+    nn::TensorList inputs;
+    const int first = mesh->rank() * c.microbatches;
     for (int m = 0; m < c.microbatches; ++m) {
-      runtime->set_is_last_microbatch(m == c.microbatches - 1);
-      const int index = mesh->rank() * c.microbatches + m;
-      const at::Tensor in = tokens(step, index).to(mesh->device());
-      const at::Tensor loss = llama(in, in.roll(1, 1));
-      (loss / c.microbatches).backward();
+      inputs.push_back(tokens(step, first + m).to(mesh->device()));
+    }
+    const nn::TensorList losses =
+        graph ? graph->run(inputs) : forward_backward(inputs);
+    for (int m = 0; m < c.microbatches; ++m) {
+      const auto loss = losses[m].item<double>();
       const std::lock_guard lock(mutex);
-      result.losses[{step, index}] = loss.item<double>();
+      result.losses[{step, first + m}] = loss;
     }
     const GradNorm norm = grad_norm_and_scale(runtime->groups(), 1e6);
     optimizer.step(1e-2, norm.scale);
@@ -127,6 +163,7 @@ void train_float8_rank(
   runtime->synchronize();
   collect_weights(*runtime, mutex, result.weights);
   if (mesh->rank() == 0) {
+    result.graphs = graph ? graph->stats() : runtime->graph_stats();
     result.last_step = runtime->trace().actions;
     result.units = runtime->scheduler().units();
   }

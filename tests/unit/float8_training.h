@@ -8,6 +8,7 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -19,6 +20,7 @@ struct Float8Case {
   static constexpr std::int64_t kDim = 128;
   static constexpr std::int64_t kFfn = 256;
   static constexpr int kLayers = 2;
+  static constexpr int kWarmupSteps = 2;
 
   std::optional<Float8Format> format;
   std::string strategy = "zero3";
@@ -29,6 +31,13 @@ struct Float8Case {
   models::ActivationCheckpoint checkpoint = models::ActivationCheckpoint::none;
   bool reshard_after_forward = true;
   bool offload = false;
+  bool keep_compute_weights = true;
+  CopyEngines copy_engines;
+  /// Each step is a graph, behind those of warm-up: one, and one with the parts
+  /// that its recomputation taught.
+  bool whole_step = false;
+  /// Regions that are graphs, behind the same warm-up.
+  std::set<std::string> regions;
   bool poison = false;
   bool freezes_attention = false;
   bool prefetches_between_steps = true;
@@ -43,7 +52,11 @@ struct Float8Run {
   std::map<std::string, std::vector<float>> weights;
   std::vector<Action> last_step;
   std::vector<UnitSpec> units;
+  GraphStats graphs;
 };
+
+/// The same losses and weights, bit for bit.
+void expect_same_run(const Float8Run& a, const Float8Run& b);
 
 /// Every recipe, with both kinds of columns where it has them.
 std::vector<Float8Format> float8_formats();

@@ -1,6 +1,5 @@
 // A Llama with FP8 weights: N ranks against one, whatever is gathered when.
 #include "tests/unit/float8_training.h"
-#include "tests/support/message_of.h"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
@@ -15,12 +14,6 @@ using float8::Recipe;
 using models::ActivationCheckpoint;
 using ::testing::HasSubstr;
 
-void expect_same(const Float8Run& a, const Float8Run& b) {
-  EXPECT_EQ(a.losses, b.losses);
-  EXPECT_FALSE(a.weights.empty());
-  EXPECT_EQ(a.weights, b.weights);
-}
-
 class Float8Formats : public ::testing::TestWithParam<Float8Format> {};
 INSTANTIATE_TEST_SUITE_P(
     All,
@@ -32,7 +25,7 @@ TEST_P(Float8Formats, TwoRanksAreBitwiseOneWithTwoMicrobatches) {
   const Float8Run one = train_float8({.format = GetParam(), .microbatches = 2});
   const Float8Run two =
       train_float8({.format = GetParam(), .mesh = {2}, .max_delay_us = 300});
-  expect_same(two, one);
+  expect_same_run(two, one);
   EXPECT_LT(one.losses.at({2, 0}), one.losses.at({0, 0}));
   // It is FP8, and near to bfloat16: products are off by 2^-4 / sqrt(k) or so,
   // of logits that are small at first.
@@ -53,7 +46,7 @@ TEST_P(Float8Formats, FrozenWeightsAreGatheredToo) {
   const Float8Run one = train_float8(c);
   c.microbatches = 1;
   c.mesh = {2};
-  expect_same(train_float8(c), one);
+  expect_same_run(train_float8(c), one);
 }
 
 TEST(Float8Training, EveryStrategyComputesTheSame) {
@@ -61,10 +54,10 @@ TEST(Float8Training, EveryStrategyComputesTheSame) {
   const Float8Run one = train_float8({.format = format, .microbatches = 2});
   for (const char* strategy : {"zero0", "zero1", "zero2"}) {
     SCOPED_TRACE(strategy);
-    expect_same(
+    expect_same_run(
         train_float8({.format = format, .strategy = strategy, .mesh = {2}}),
         one);
-    expect_same(
+    expect_same_run(
         train_float8(
             {.format = Float8Format{.recipe = Recipe::tensorwise},
              .strategy = strategy,
@@ -99,7 +92,7 @@ TEST_P(Float8Columns, PartsKeepingOffloadAndPoisonChangeNothing) {
   const auto check = [&](const std::function<void(Float8Case&)>& change) {
     Float8Case c = plain;
     change(c);
-    expect_same(train_float8(c), want);
+    expect_same_run(train_float8(c), want);
   };
   for (const GatherParts parts :
        {GatherParts::unit, GatherParts::recomputed, GatherParts::module}) {
@@ -165,6 +158,30 @@ TEST(Float8Training, F3_ASelectiveRecomputeGathersItsRowsAndNoMore) {
       Float8Case::kLayers * (kAttention + kMlp));
 }
 
+// On one rank rows rest; columns are made of them for each backward and leave
+// with it.
+TEST(Float8Training, RestingRowsAreTransposedForEachBackward) {
+  for (const auto& [strategy, ranks] :
+       {std::pair{"zero3", 1}, std::pair{"zero2", 2}}) {
+    const Float8Run run = train_float8(
+        {.format = Float8Format{.recipe = Recipe::tensorwise},
+         .strategy = strategy,
+         .mesh = {ranks},
+         .prefetches_between_steps = false});
+    std::map<std::pair<ActionKind, PlaneId>, int> count;
+    for (const Action& a : run.last_step) {
+      ++count[{a.kind, a.plane}];
+    }
+    EXPECT_EQ(
+        (count[{ActionKind::derive, Unit::kColumnPlane}]),
+        Float8Case::kLayers);
+    EXPECT_EQ(
+        (count[{ActionKind::release, Unit::kColumnPlane}]),
+        Float8Case::kLayers);
+    EXPECT_EQ((count[{ActionKind::release, Unit::kRowPlane}]), 0);
+  }
+}
+
 TEST(Float8Training, AStrayReadNamesTheParameter) {
   run_ranks(1, [](RankContext& context) {
     models::Llama llama = make_llama(ActivationCheckpoint::none);
@@ -218,24 +235,6 @@ TEST(Float8Training, TheHeadAndWhatIsNotALinearStayBfloat16) {
       }
     }
     EXPECT_EQ(num_fp8, 7 * Float8Case::kLayers);
-  });
-}
-
-TEST(Float8Training, GraphsAreRefused) {
-  run_ranks(1, [](RankContext& context) {
-    models::Llama llama = make_llama(ActivationCheckpoint::none);
-    FullyShardOptions options{
-        .float8_of =
-            [](const std::string&, const std::vector<std::int64_t>&) {
-              return std::optional(Float8Format{});
-            },
-        .runtime = {.graphs = {.enabled = true, .emulate_on_cpu = true}}};
-    EXPECT_THAT(
-        message_of([&] {
-          const auto unused =
-              fully_shard(*llama, context.mesh(), std::move(options));
-        }),
-        HasSubstr("GraphOptions::enabled with FP8 weights"));
   });
 }
 

@@ -166,7 +166,7 @@ TEST(Pitfalls, R21_EveryOptionHasAnEffect) {
               .reshard_after_forward = false,
               .streams = {.max_delay_us = 2000},
               .trace = true}});
-    runtime->set_measure_exposed(true);
+    runtime->exposed_waits().measure(true);
     EXPECT_EQ(runtime->scheduler().options().prefetch, 3);
     EXPECT_FALSE(runtime->scheduler().units()[1].policy.reshard_after_forward);
     EXPECT_TRUE(runtime->units()[0]->groups().empty());
@@ -185,7 +185,7 @@ TEST(Pitfalls, R21_EveryOptionHasAnEffect) {
         layout.spec(layout.find("cell0.up.weight").value()).granularity,
         Granularity::block(2));
     lab->cells[0](at::ones({2, 12})).sum().backward();
-    EXPECT_GT(runtime->wait_and_take_exposed_ms(), 0);
+    EXPECT_GT(runtime->exposed_waits().wait_and_take_ms(), 0);
     EXPECT_FALSE(runtime->trace().actions.empty());
     Lab other;
     const auto rows = fully_shard(

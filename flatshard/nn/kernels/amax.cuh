@@ -30,4 +30,13 @@ __device__ inline void deliver_amax(std::uint32_t found, float* amax) {
   }
 }
 
+/// The same for two: amax[0] and amax[1].
+__device__ inline void deliver_amax(
+    const std::uint32_t (&found)[2],
+    float* amax) {
+  deliver_amax(found[0], amax);
+  __syncthreads();  // the scratch memory is one
+  deliver_amax(found[1], amax + 1);
+}
+
 }  // namespace flatshard::nn::kernels

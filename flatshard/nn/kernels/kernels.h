@@ -83,7 +83,8 @@ void swiglu_forward(
     float* amax = nullptr);
 
 /// @param product  or null; may be dy.
-/// @param amax     or null; max(amax, largest magnitude of dgate and dup).
+/// @param amax     or null; two: max(amax, largest magnitude) of dgate and of
+///                 dup.
 void swiglu_backward(
     const void* dy,
     const void* gate,

@@ -20,14 +20,15 @@ forward_pack(const T* gate, const T* up, T* y, std::int64_t at) {
 }
 
 template <class T, int N>
-__device__ inline std::uint32_t backward_pack(
+__device__ inline void backward_pack(
     const T* dy,
     const T* gate,
     const T* up,
     T* dgate,
     T* dup,
     T* product,
-    std::int64_t at) {
+    std::int64_t at,
+    std::uint32_t (&found)[2]) {
   float d[N];
   float g[N];
   float u[N];
@@ -48,7 +49,8 @@ __device__ inline std::uint32_t backward_pack(
   }
   store<T, N>(dgate + at, g);
   store<T, N>(dup + at, u);
-  return larger(stored_amax<T>(g), stored_amax<T>(u));
+  found[0] = larger(found[0], stored_amax<T>(g));
+  found[1] = larger(found[1], stored_amax<T>(u));
 }
 
 // The thread after the last whole pack handles the rest one by one.
@@ -92,11 +94,9 @@ __global__ void swiglu_backward_kernel(
     T* product,
     std::int64_t numel,
     float* amax) {
-  std::uint32_t found = 0;
+  std::uint32_t found[2] = {0, 0};
   for_each_pack<T, N>(numel, [&]<int M>(std::int64_t at) {
-    found = larger(
-        found,
-        backward_pack<T, M>(dy, gate, up, dgate, dup, product, at));
+    backward_pack<T, M>(dy, gate, up, dgate, dup, product, at, found);
   });
   if constexpr (Amax) {
     deliver_amax(found, amax);

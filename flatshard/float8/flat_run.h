@@ -1,0 +1,28 @@
+#pragma once
+
+#include <cstdint>
+
+namespace flatshard::float8 {
+
+/// A run of a flat shard that is a part of one weight [rows, columns], and what
+/// becomes of it in FP8. Plain numbers, which kernels read. `begin`, `end`,
+/// `first` and `columns` are multiples of 16, with mxfp8 of 32.
+struct FlatRun {
+  std::int64_t begin = 0;    ///< in the shard
+  std::int64_t end = 0;      ///< the first element behind it
+  std::int64_t first = 0;    ///< of the weight, at `begin`
+  std::int64_t columns = 0;  ///< of the weight
+
+  // Where largest magnitudes go: that of block (r, c) of the weight is element
+  // amax + r * amax_stride + c.
+  std::int64_t block_rows = 0;  ///< 0: one for the whole weight
+  std::int64_t block_columns = 0;
+  std::int64_t amax = 0;
+  std::int64_t amax_stride = 0;
+
+  // mxfp8: where the first byte goes, and the first scale.
+  std::int64_t data = 0;
+  std::int64_t scales = 0;
+};
+
+}  // namespace flatshard::float8

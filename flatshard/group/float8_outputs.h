@@ -1,0 +1,33 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "flatshard/float8/flat_run.h"
+#include "flatshard/float8/formats.h"
+
+namespace flatshard {
+
+/// FP8 that an update of main weights makes of the new values in its pass.
+struct Float8Outputs {
+  /// Parts of the shard, ascending and apart from each other. What lies between
+  /// them is padding.
+  std::vector<float8::FlatRun> runs;
+  /// CUDA: the bytes of `runs`.
+  at::Tensor device_runs;
+  /// float32: max(amax, a block's largest magnitude) where the runs say; NaN
+  /// stays NaN. Undefined: not wanted.
+  at::Tensor amax;
+  /// mxfp8 (E4M3) of each 32 elements, and their E8M0 scales: memory of one
+  /// byte an element, filled where the runs say. Undefined: not wanted.
+  at::Tensor data;
+  at::Tensor scales;
+  float8::Rounding rounding = float8::Rounding::up;
+
+  bool wanted() const { return amax.defined() || data.defined(); }
+  /// Copies `runs` to where kernels read them.
+  void upload(at::Device device);
+};
+
+}  // namespace flatshard

@@ -1,0 +1,106 @@
+#pragma once
+
+#include <algorithm>
+#include <iterator>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "flatshard/comm/make_communicator.h"
+#include "flatshard/core/error.h"
+#include "flatshard/mesh/axes.h"
+#include "flatshard/mesh/mesh.h"
+
+namespace flatshard {
+
+/// Everything that a mesh and its sub-meshes share.
+struct Mesh::Root {
+  std::vector<MeshAxis> axes;
+  std::vector<std::int64_t> coordinates;
+  StoreHandle store;  // null: no group can be made
+  at::Device device;
+  MeshOptions options;
+  // Ends after the communicators: their end may have to be watched, too.
+  std::shared_ptr<FlightRecorder> flight;
+  std::mutex mutex;
+  Groups groups;
+  // Of meshes made by with_communicators, and how many there were by then.
+  std::vector<std::weak_ptr<Communicator>> derived;
+
+  // Axes of size 1 do not matter, unless there is nothing else.
+  detail::AxisSet key(detail::AxisSet chosen) const {
+    detail::AxisSet real;
+    std::copy_if(
+        chosen.begin(),
+        chosen.end(),
+        std::back_inserter(real),
+        [&](int a) { return axes[a].size > 1; });
+    return real.empty() ? chosen : real;
+  }
+
+  Communicator& get(const detail::AxisSet& chosen, Purpose purpose) {
+    const std::lock_guard lock(mutex);
+    const detail::AxisSet wanted = key(chosen);
+    auto found = groups.find({wanted, purpose});
+    if (found == groups.end() && !store) {
+      const Purpose other =
+          purpose == Purpose::gather ? Purpose::reduce : Purpose::gather;
+      found = groups.find({wanted, other});
+    }
+    if (found == groups.end()) {
+      FLATSHARD_CHECK(
+          store || detail::product(axes, wanted) == 1,
+          usage,
+          "mesh {}: no group was given for the axes '{}'; pass one to "
+          "Mesh::from_groups",
+          detail::axes_to_string(axes),
+          detail::joined_names(axes, wanted));
+      found = groups.insert({{wanted, purpose}, make(wanted, purpose)}).first;
+    }
+    return *found->second;
+  }
+
+  std::shared_ptr<Communicator> make(
+      const detail::AxisSet& chosen,
+      Purpose purpose) {
+    const std::string name = fmt::format(
+        "{}.{}",
+        detail::joined_names(axes, chosen),
+        flatshard::to_string(purpose));
+    const std::string prefix = prefix_of(chosen);
+    const auto size = static_cast<int>(detail::product(axes, chosen));
+    auto communicator =
+        size == 1 ? make_self_communicator(name, device)
+                  : make_communicator(
+                        make_prefix_store(prefix, store),
+                        static_cast<int>(
+                            detail::shard_index(axes, coordinates, chosen)),
+                        size,
+                        name,
+                        device,
+                        options.communicator);
+    observe(*communicator, prefix + "/" + name);
+    return communicator;
+  }
+
+  // The groups over the same axes differ in the other coordinates.
+  std::string prefix_of(const detail::AxisSet& chosen) const {
+    std::string prefix = options.name;
+    for (int a = 0; a < static_cast<int>(axes.size()); ++a) {
+      if (std::find(chosen.begin(), chosen.end(), a) == chosen.end()) {
+        prefix += fmt::format("/{}={}", axes[a].name, coordinates[a]);
+      }
+    }
+    return prefix;
+  }
+
+  void observe(Communicator& communicator, const std::string& group) const {
+    communicator.set_log(options.log);
+    if (flight && communicator.size() > 1) {
+      communicator.set_observer(flight, group);
+    }
+  }
+};
+
+}  // namespace flatshard

@@ -1,0 +1,34 @@
+#pragma once
+
+#include "flatshard/schedule/events.h"
+#include "flatshard/schedule/overlap_plan.h"
+
+#include <vector>
+
+namespace flatshard {
+
+/// The units of a model that runs by an OverlapPlan, each layer one unit below
+/// the root, and how many of their parameters get a gradient in which node's
+/// backward.
+struct PlanUnits {
+  struct LayerGrads {
+    int attend = 0;
+    int shared = 0;
+    int experts = 0;
+  };
+  UnitId root = 0;
+  std::vector<UnitId> layers;
+  std::vector<LayerGrads> layer_grads;  ///< as many
+  int embed_grads = 0;
+  int head_grads = 0;
+};
+
+/// What a Scheduler hears while `plan` runs. A unit's forward is over with the
+/// last node that reads weights, its backward begins with its first step and
+/// ends with the attend node's; no step's end is that of a task.
+std::vector<ScheduleEvent> plan_events(
+    const std::vector<PlanStep>& plan,
+    const PlanUnits& units,
+    const OverlapPlanOptions& options);
+
+}  // namespace flatshard

@@ -1,0 +1,124 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace flatshard {
+
+/// What a step of an OverlapPlan does with its node.
+enum class PlanPass {
+  forward,    ///< F
+  recompute,  ///< R: the forward once more, from the layer's saved input
+  backward,   ///< B: gradients of inputs; those of weights too, unless W has
+              ///< them
+  wgrad,      ///< W: gradients of weights
+};
+
+/// The pieces of a model between which rows of tokens travel. A dense layer is
+/// `attend` alone; `embed` and `head` belong to no layer.
+enum class PlanNode {
+  embed,
+  attend,    ///< norm, attention, router, permutation; of a dense layer, all
+  dispatch,  ///< rows travel to their experts
+  shared,    ///< experts that every token passes
+  experts,
+  combine,  ///< rows travel back
+  merge,    ///< rows, shared experts and residual become tokens; no weights
+  head,     ///< last norm, logits, loss
+};
+
+/// Steps of one stream run in the plan's order.
+enum class PlanStream { compute, exchange };
+
+/// Rows travel on the exchange stream; all else is on compute.
+PlanStream stream_of(PlanNode node);
+
+struct PlanStep {
+  PlanPass pass{};
+  int microbatch = 0;
+  int layer = -1;  ///< -1 of embed and head
+  PlanNode node{};
+  PlanStream stream{};
+
+  friend bool operator==(const PlanStep&, const PlanStep&) = default;
+};
+
+struct OverlapPlanOptions {
+  /// The backward of one microbatch beside the forward of the next. Without,
+  /// one microbatch follows the other.
+  bool interleave = true;
+  /// Weight gradients are steps of their own, after those of inputs, so that
+  /// they can hide an exchange.
+  bool delay_wgrad = false;
+  /// Each layer runs its forward once more before its backward.
+  bool recompute = false;
+  bool shared_experts = false;
+  /// By layer: has no experts. Empty: none.
+  std::vector<bool> dense;
+};
+
+/// What a training step of one pipeline stage does, in the order in which a
+/// host launches it, and on which stream: F0; (B0 + F1); (B1 + F2); ...; the
+/// last backward. Between B0 and F1 layers are taken in pairs, the last of B0
+/// with the first of F1:
+///
+///   exchange  combine.B | dispatch.F   dispatch.B | combine.F
+///   compute   attend.F  | experts.B W  experts.F  | attend.B W
+///
+/// so that each exchange runs beside compute of the other microbatch. All
+/// ranks have the same plan, so their exchanges meet in the same order.
+///
+/// @throws Error{config} for no layer or no microbatch, or a list of dense
+///   layers of another length.
+/// Source of the order of a pair: Megatron Core's combined 1F1B schedule.
+std::vector<PlanStep> overlap_plan(
+    int layers,
+    int microbatches,
+    const OverlapPlanOptions& options = {});
+
+/// E.g. "F1.attend(0)": forward of microbatch 1, layer 0; "B1.head".
+std::string to_string(const PlanStep& step);
+std::string to_string(const std::vector<PlanStep>& plan);
+std::string_view to_string(PlanNode node);
+
+/// What has to be over before `step` of such a plan begins.
+std::vector<PlanStep> plan_dependencies(
+    const PlanStep& step,
+    int layers,
+    const OverlapPlanOptions& options);
+
+/// Proves that `plan` has each step once and on its stream, after all that it
+/// depends on; that passes follow each other as the Scheduler wants them (a
+/// microbatch's forward after the one before, its backward likewise); and that
+/// no more than two microbatches are under way.
+/// @throws Error{internal} that names the step.
+void check_plan(
+    const std::vector<PlanStep>& plan,
+    int layers,
+    int microbatches,
+    const OverlapPlanOptions& options = {});
+
+/// The step at `waiter` waits for that at `earlier`, which is on the other
+/// stream. Positions in the plan.
+struct PlanWait {
+  int waiter = 0;
+  int earlier = 0;
+
+  friend bool operator==(const PlanWait&, const PlanWait&) = default;
+};
+
+/// All waits between the streams that the dependencies need: none that another
+/// of them, and the order of a stream, imply.
+std::vector<PlanWait> plan_waits(
+    const std::vector<PlanStep>& plan,
+    int layers,
+    const OverlapPlanOptions& options = {});
+
+/// The largest number of (microbatch, layer) whose activations are alive at
+/// once: from a layer's first step of the forward, or of the recompute, to its
+/// last step of backward or weight gradient.
+int peak_layers(const std::vector<PlanStep>& plan, bool recompute);
+
+}  // namespace flatshard

@@ -1,0 +1,57 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "flatshard/format/safetensors.h"
+#include "flatshard/models/config.h"
+#include "flatshard/train/config.h"
+#include "flatshard/train/float8.h"
+
+namespace flatshard {
+
+/// Weights in FP8 as DeepSeek-V3's folders hold them: a linear layer's `weight`
+/// [out, in] is F8_E4M3, beside it is `weight_scale_inv`
+/// [ceil(out / 128), ceil(in / 128)] F32, what the elements of a block are
+/// multiplied by. Everything else is bfloat16.
+/// Source: README_WEIGHTS.md of deepseek-ai/DeepSeek-V3.
+class Float8Export {
+ public:
+  /// @param config  of the run: what its [float8] left in bfloat16 stays so.
+  Float8Export(const Config& config, const models::ModelConfig& model)
+      : choice_(config, model) {}
+
+  /// Adds a parameter to what the folder holds. Linear layers of blocks become
+  /// FP8: matrices `model.layers.*_proj.weight`.
+  void add(
+      const std::string& name,
+      const std::vector<std::int64_t>& shape,
+      std::vector<SafetensorsSpec>& to);
+  /// How many parameters became FP8.
+  std::int64_t num_weights() const { return num_weights_; }
+
+  struct Blocks {
+    at::Tensor data;    ///< [out, in] float8_e4m3fn
+    at::Tensor scales;  ///< [ceil(out / 128), ceil(in / 128)] float32
+  };
+  /// @param weight  [out, in] of any float dtype, on the CPU.
+  /// @throws Error{config} naming a weight that is not finite.
+  static Blocks quantize(const std::string& name, const at::Tensor& weight);
+
+  /// The name of the scales of a weight.
+  static std::string scales_name(const std::string& weight) {
+    return weight + "_scale_inv";
+  }
+  /// A config.json with the `quantization_config` that transformers reads.
+  std::string with_quantization(const std::string& config_json) const;
+
+ private:
+  Float8Choice choice_;
+  std::int64_t num_weights_ = 0;
+  std::vector<std::string> kept_;  ///< modules in bfloat16 by choice
+};
+
+}  // namespace flatshard

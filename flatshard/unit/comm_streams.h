@@ -1,0 +1,69 @@
+#pragma once
+
+#include "flatshard/device/stream.h"
+#include "flatshard/device/timer.h"
+
+#include <functional>
+#include <memory>
+
+namespace flatshard {
+
+/// How long compute waits for gathers and reductions; two timing events per
+/// wait on a GPU. Off at first.
+class ExposedWaits {
+ public:
+  explicit ExposedWaits(at::Device device)
+      : timer_(make_stream_timer(device)) {}
+
+  void measure(bool measures) { measures_ = measures; }
+  bool measures() const { return measures_; }
+  /// The measured waits since the last call. Blocks the host.
+  double wait_and_take_ms() { return timer_->wait_and_take_ms(); }
+
+ private:
+  friend class CommStreams;
+  std::unique_ptr<StreamTimer> timer_;
+  bool measures_ = false;
+};
+
+/// The streams beside compute on which a Runtime gathers and reduces, each a
+/// queue of its own, so that none waits for another without an Event.
+class CommStreams {
+ public:
+  /// @param has_outer  some gradients are reduced over an outer axis too (HSDP,
+  ///   HFSDP), which a slow network must not let hold back the inner one.
+  CommStreams(at::Device device, StreamOptions options, bool has_outer);
+
+  const std::shared_ptr<Stream>& gather() const { return gather_; }
+  const std::shared_ptr<Stream>& reduce() const { return reduce_; }
+  /// Null without an outer axis.
+  const std::shared_ptr<Stream>& outer() const { return outer_; }
+  /// That of the calling thread.
+  std::shared_ptr<Stream> compute() const { return current_stream(device_); }
+
+  /// What compute does next waits for `event`.
+  void compute_waits(const Event& event);
+  ExposedWaits& exposed() { return exposed_; }
+
+  /// What compute does next waits for all that these have queued.
+  void join();
+  /// What these do next waits for all that compute has queued.
+  void fork();
+  /// Blocks until all their work is done.
+  void synchronize();
+  /// The same of the reductions alone.
+  void synchronize_reductions();
+  /// Blocks likewise, and forgets what their work threw.
+  void reset() noexcept;
+
+ private:
+  void for_each(const std::function<void(Stream&)>& function) const;
+
+  at::Device device_;
+  std::shared_ptr<Stream> gather_;
+  std::shared_ptr<Stream> reduce_;
+  std::shared_ptr<Stream> outer_;
+  ExposedWaits exposed_;
+};
+
+}  // namespace flatshard

@@ -1,0 +1,89 @@
+#include "flatshard/nn/known_amax.h"
+
+#include "flatshard/float8/quantize.h"
+#include "flatshard/nn/matmul_rows.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+namespace flatshard::nn {
+namespace {
+
+at::Tensor scalar(float value) {
+  return at::full({}, value, at::kFloat);
+}
+
+TEST(KnownAmax, IsThatOfTheSameMemoryOnce) {
+  const at::Tensor x = at::ones({4, 16});
+  note_amax(x, scalar(1));
+  EXPECT_FALSE(take_known_amax(at::ones({4, 16})).defined());
+  EXPECT_FALSE(take_known_amax(x.narrow(0, 0, 2)).defined());
+  // As autograd hands it on, in another shape.
+  EXPECT_EQ(take_known_amax(x.view({2, 32})).item<float>(), 1);
+  EXPECT_FALSE(take_known_amax(x).defined());
+}
+
+TEST(KnownAmax, F10_CountsForNothingOnceTheTensorIsWritten) {
+  const at::Tensor x = at::ones({4, 16});
+  note_amax(x, scalar(1));
+  x.mul_(3);
+  EXPECT_FALSE(take_known_amax(x).defined());
+  // Of the tensors that were here before: another may come to their place.
+  for (int i = 0; i < 100; ++i) {
+    at::Tensor gone = at::ones({4, 16});
+    note_amax(gone, scalar(7));
+    gone.reset();
+    EXPECT_FALSE(take_known_amax(at::ones({4, 16})).defined());
+  }
+}
+
+TEST(KnownAmax, KeepsNoMemoryOfGradients) {
+  at::Tensor x = at::ones({4, 16});
+  const c10::weak_intrusive_ptr<c10::StorageImpl> storage(
+      x.storage().getWeakStorageImpl());
+  note_amax(x, scalar(1));
+  x.reset();
+  EXPECT_TRUE(storage.expired());
+}
+
+TEST(KnownAmax, ScalesTheGradientsThatAreQuantizedNext) {
+  const at::Tensor x = at::rand({32, 64}).to(at::kBFloat16);
+  const auto scale = [&] {
+    return MatmulRows(x, MatmulRows::Kind::gradient, /*both=*/true)
+        .row(float8::Recipe::tensorwise)
+        .plane.scales.item<float>();
+  };
+  const float own = scale();
+  note_amax(x, float8::amax_of(x) * 2);
+  EXPECT_NE(scale(), own);
+  EXPECT_EQ(scale(), own);
+  // Activations have none.
+  note_amax(x, float8::amax_of(x) * 2);
+  const MatmulRows rows(x);
+  EXPECT_EQ(
+      rows.row(float8::Recipe::tensorwise).plane.scales.item<float>(),
+      float8::quantize(x, {}).scales.item<float>());
+  EXPECT_EQ(
+      rows.amax().item<float>(),
+      x.to(at::kFloat).abs().max().item<float>());
+}
+
+// What a layer keeps for its backward beside its inputs.
+TEST(KnownAmax, ColumnsOfTheBackwardAreThoseOfTheForwardsScale) {
+  const at::Tensor x = at::randn({40, 64}).to(at::kBFloat16);
+  const MatmulRows forward(x);
+  forward.row(float8::Recipe::tensorwise);
+  const MatmulRows backward(
+      x,
+      MatmulRows::Kind::activation,
+      /*both=*/false,
+      forward.amax());
+  const float8::Plane want =
+      float8::quantize(x, {}, {.axis = float8::Axis::column, .multiple = 16});
+  const float8::Plane& got = backward.column(float8::Recipe::tensorwise).plane;
+  EXPECT_TRUE(got.data.view(at::kByte).equal(want.data.view(at::kByte)));
+  EXPECT_TRUE(got.scales.equal(want.scales));
+}
+
+}  // namespace
+}  // namespace flatshard::nn

@@ -1,0 +1,205 @@
+#include "flatshard/schedule/overlap_plan.h"
+
+#include "flatshard/core/error.h"
+#include "tests/schedule/plan_shapes.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <set>
+
+namespace flatshard {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::PlanCase;
+
+std::string text_of(int layers, int microbatches, OverlapPlanOptions options) {
+  return to_string(overlap_plan(layers, microbatches, options));
+}
+
+TEST(OverlapPlan, TwoLayersAndThreeMicrobatches) {
+  EXPECT_EQ(
+      text_of(2, 3, {}),
+      "F0.embed F0.attend(0) F0.dispatch(0) F0.experts(0) F0.combine(0) "
+      "F0.merge(0) F0.attend(1) F0.dispatch(1) F0.experts(1) F0.combine(1) "
+      "F0.merge(1) F0.head "
+      // B0 and F1
+      "F1.embed B0.head "
+      "B0.merge(1) B0.combine(1) F1.attend(0) F1.dispatch(0) "
+      "B0.experts(1) B0.dispatch(1) F1.experts(0) F1.combine(0) B0.attend(1) "
+      "B0.merge(0) B0.combine(0) F1.merge(0) F1.attend(1) F1.dispatch(1) "
+      "B0.experts(0) B0.dispatch(0) F1.experts(1) F1.combine(1) B0.attend(0) "
+      "B0.embed F1.merge(1) F1.head "
+      // B1 and F2
+      "F2.embed B1.head "
+      "B1.merge(1) B1.combine(1) F2.attend(0) F2.dispatch(0) "
+      "B1.experts(1) B1.dispatch(1) F2.experts(0) F2.combine(0) B1.attend(1) "
+      "B1.merge(0) B1.combine(0) F2.merge(0) F2.attend(1) F2.dispatch(1) "
+      "B1.experts(0) B1.dispatch(0) F2.experts(1) F2.combine(1) B1.attend(0) "
+      "B1.embed F2.merge(1) F2.head "
+      // B2
+      "B2.head B2.merge(1) B2.combine(1) B2.experts(1) B2.dispatch(1) "
+      "B2.attend(1) B2.merge(0) B2.combine(0) B2.experts(0) B2.dispatch(0) "
+      "B2.attend(0) B2.embed");
+}
+
+TEST(OverlapPlan, OneLayerWithEverything) {
+  EXPECT_EQ(
+      text_of(
+          1,
+          2,
+          {.delay_wgrad = true, .recompute = true, .shared_experts = true}),
+      "F0.embed F0.attend(0) F0.dispatch(0) F0.shared(0) F0.experts(0) "
+      "F0.combine(0) F0.merge(0) F0.head "
+      "F1.embed B0.head B0.merge(0) B0.combine(0) R0.attend(0) R0.dispatch(0) "
+      "R0.shared(0) B0.shared(0) F1.attend(0) F1.dispatch(0) R0.experts(0) "
+      "B0.experts(0) B0.dispatch(0) W0.experts(0) F1.shared(0) F1.experts(0) "
+      "F1.combine(0) B0.attend(0) W0.attend(0) W0.shared(0) B0.embed "
+      "F1.merge(0) F1.head "
+      "B1.head B1.merge(0) B1.combine(0) R1.attend(0) R1.dispatch(0) "
+      "R1.shared(0) B1.shared(0) R1.experts(0) B1.experts(0) B1.dispatch(0) "
+      "W1.experts(0) B1.attend(0) W1.attend(0) W1.shared(0) B1.embed");
+}
+
+TEST(OverlapPlan, WithoutInterleavingWeightGradientsHideTheBackwardsRows) {
+  const auto plan = overlap_plan(
+      2,
+      2,
+      {.interleave = false, .delay_wgrad = true, .dense = {true, false}});
+  EXPECT_EQ(
+      to_string({plan.begin(), plan.begin() + plan.size() / 2}),
+      "F0.embed F0.attend(0) F0.attend(1) F0.dispatch(1) F0.experts(1) "
+      "F0.combine(1) F0.merge(1) F0.head "
+      "B0.head B0.merge(1) B0.combine(1) B0.experts(1) B0.dispatch(1) "
+      "W0.experts(1) B0.attend(1) W0.attend(1) B0.attend(0) W0.attend(0) "
+      "B0.embed");
+}
+
+TEST(OverlapPlan, EveryPlanKeepsToItsDependencies) {
+  for (const PlanCase& c : testing::plan_cases()) {
+    EXPECT_NO_THROW(check_plan(c.plan(), c.layers, c.microbatches, c.options))
+        << c.name();
+  }
+}
+
+TEST(OverlapPlan, HoldsOneMicrobatchAndOneLayer) {
+  for (const PlanCase& c : testing::plan_cases()) {
+    const bool both = c.options.interleave && c.microbatches > 1;
+    // Late weight gradients, and a recompute beside a forward.
+    const int more = c.options.recompute     ? 3
+                     : both                  ? 1
+                     : c.options.delay_wgrad ? 0
+                                             : 0;
+    const int saved = c.options.recompute ? 0 : c.layers;
+    EXPECT_LE(peak_layers(c.plan(), c.options.recompute), saved + more)
+        << c.name();
+  }
+}
+
+TEST(OverlapPlan, PlansThatAreWrongAreNamed) {
+  const OverlapPlanOptions options{.delay_wgrad = true, .recompute = true};
+  const auto plan = overlap_plan(2, 3, options);
+  const auto message = [&](const std::vector<PlanStep>& wrong) -> std::string {
+    try {
+      check_plan(wrong, 2, 3, options);
+    } catch (const Error& error) {
+      return error.message();
+    }
+    return "";
+  };
+  ASSERT_EQ(message(plan), "");
+  for (std::size_t i = 0; i < plan.size(); ++i) {
+    auto wrong = plan;
+    wrong.erase(wrong.begin() + i);
+    EXPECT_THAT(message(wrong), HasSubstr("lacks " + to_string(plan[i])));
+    wrong = plan;
+    wrong.push_back(plan[i]);
+    EXPECT_THAT(message(wrong), HasSubstr(to_string(plan[i]) + " twice"));
+    wrong = plan;
+    wrong[i].stream = plan[i].stream == PlanStream::compute
+                          ? PlanStream::exchange
+                          : PlanStream::compute;
+    EXPECT_THAT(message(wrong), HasSubstr("wrong stream"))
+        << to_string(plan[i]);
+  }
+  // A step in front of what it depends on.
+  for (const PlanStep& step : plan) {
+    for (const PlanStep& earlier : plan_dependencies(step, 2, options)) {
+      auto wrong = plan;
+      std::erase(wrong, step);
+      wrong.insert(std::find(wrong.begin(), wrong.end(), earlier), step);
+      EXPECT_NE(message(wrong), "")
+          << to_string(step) << " before " << to_string(earlier);
+    }
+  }
+  auto unknown = plan;
+  unknown.push_back(
+      {PlanPass::forward, 0, 2, PlanNode::attend, PlanStream::compute});
+  EXPECT_THAT(message(unknown), HasSubstr("expected 102 steps, got 103"));
+}
+
+// Whether the waits and the order of each stream lead from every step to what
+// it depends on.
+bool proves_dependencies(
+    const PlanCase& c,
+    const std::vector<PlanStep>& plan,
+    const std::vector<PlanWait>& waits) {
+  std::vector<std::set<int>> known(plan.size());  // what is over by then
+  std::map<PlanStream, int> last;
+  for (int i = 0; i < static_cast<int>(plan.size()); ++i) {
+    const auto after = [&](int earlier) {
+      known[i].insert(earlier);
+      known[i].insert(known[earlier].begin(), known[earlier].end());
+    };
+    if (last.contains(plan[i].stream)) {
+      after(last[plan[i].stream]);
+    }
+    for (const PlanWait& wait : waits) {
+      if (wait.waiter == i) {
+        after(wait.earlier);
+      }
+    }
+    last[plan[i].stream] = i;
+    for (const PlanStep& d : plan_dependencies(plan[i], c.layers, c.options)) {
+      const int at = static_cast<int>(
+          std::find(plan.begin(), plan.end(), d) - plan.begin());
+      if (!known[i].contains(at)) {
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
+TEST(OverlapPlan, NoWaitCanBeLeftOut) {
+  for (const PlanCase& c : testing::plan_cases()) {
+    if (c.layers > 3 || c.microbatches > 3) {
+      continue;
+    }
+    const auto plan = c.plan();
+    const auto waits = plan_waits(plan, c.layers, c.options);
+    EXPECT_TRUE(proves_dependencies(c, plan, waits)) << c.name();
+    if (c.layers > 2) {
+      continue;
+    }
+    for (std::size_t i = 0; i < waits.size(); ++i) {
+      auto fewer = waits;
+      fewer.erase(fewer.begin() + i);
+      EXPECT_FALSE(proves_dependencies(c, plan, fewer))
+          << c.name() << ": " << to_string(plan[waits[i].waiter])
+          << " need not wait for " << to_string(plan[waits[i].earlier]);
+    }
+  }
+}
+
+TEST(OverlapPlan, BadShapesAreRefused) {
+  EXPECT_THROW(overlap_plan(0, 1), Error);
+  EXPECT_THROW(overlap_plan(1, 0), Error);
+  EXPECT_THROW(overlap_plan(2, 1, {.dense = {true}}), Error);
+}
+
+}  // namespace
+}  // namespace flatshard
