@@ -1,10 +1,9 @@
 #pragma once
 
 #include <filesystem>
-#include <functional>
-#include <string>
 #include <vector>
 
+#include "flatshard/core/stored_entry.h"
 #include "flatshard/group/param_group.h"
 
 namespace flatshard {
@@ -17,13 +16,13 @@ namespace flatshard {
 /// gathers).
 ///
 /// Names, shapes and dtypes are checked before the first weight changes.
-/// @param rename  a parameter's name in the folder; a tied parameter is looked
-///   for under each of its names.
+/// @param entries_of  what the folder has of a parameter, by its whole shape; a
+///   tied parameter is looked for under each of its names.
 /// @throws Error{io} or Error{format} naming the tensor: missing from the
 /// folder, of another shape, or one too many in it.
 void init_weights(
     const std::filesystem::path& folder,
     const std::vector<ParamGroup*>& groups,
-    const std::function<std::string(const std::string&)>& rename);
+    const StoredEntriesOf& entries_of);
 
 }  // namespace flatshard

@@ -56,16 +56,33 @@ at::Tensor join_slices(
   return whole;
 }
 
+void write_entries(
+    SafetensorsWriter& writer,
+    const std::vector<StoredEntry>& entries,
+    const at::Tensor& values) {
+  const at::Tensor host = values.cpu().contiguous();
+  const auto* from = static_cast<const std::byte*>(host.data_ptr());
+  for (const StoredEntry& entry : entries) {
+    const auto nbytes =
+        static_cast<std::size_t>(entry.numel() * host.element_size());
+    writer.write(entry.name, {from, nbytes});
+    from += nbytes;
+  }
+}
+
 }  // namespace
 
 void save_weights(
     const std::vector<const ParamGroup*>& groups,
     const std::filesystem::path& path,
     const std::map<std::string, std::string>& metadata,
-    const std::function<std::string(const std::string&)>& rename) {
+    const StoredEntriesOf& entries_of,
+    const std::vector<WholeTensor>& whole_tensors) {
   const at::NoGradGuard no_grad;
-  const auto name_of = [&](const GroupParameter& p) {
-    return rename ? rename(p.names.front()) : p.names.front();
+  const auto entries = [&](const GroupParameter& p) {
+    const std::string& name = p.names.front();
+    return entries_of ? entries_of(name, p.whole_shape())
+                      : std::vector<StoredEntry>{{name, p.whole_shape()}};
   };
   FLATSHARD_CHECK(!groups.empty(), usage, "expected at least one group");
   const bool writes = groups.front()->model_mesh()->rank() == 0;
@@ -74,11 +91,18 @@ void save_weights(
     std::vector<SafetensorsSpec> specs;
     for (const ParamGroup* group : groups) {
       for (const GroupParameter& p : group->parameters()) {
-        specs.push_back(
-            {name_of(p),
-             safetensors_dtype(group->weights().main().dtype()),
-             p.whole_shape()});
+        const std::string dtype =
+            safetensors_dtype(group->weights().main().dtype());
+        for (const StoredEntry& entry : entries(p)) {
+          specs.push_back({entry.name, dtype, entry.shape});
+        }
       }
+    }
+    for (const WholeTensor& whole : whole_tensors) {
+      specs.push_back(
+          {whole.name,
+           safetensors_dtype(whole.tensor.scalar_type()),
+           whole.tensor.sizes().vec()});
     }
     writer.emplace(path, specs, metadata);
   }
@@ -93,15 +117,17 @@ void save_weights(
         values = join_slices(group->model_mesh()->world(), p, values, writes);
       }
       if (writes) {
-        values = values.cpu().contiguous();
-        writer->write(
-            name_of(p),
-            {static_cast<const std::byte*>(values.data_ptr()),
-             values.nbytes()});
+        write_entries(*writer, entries(p), values);
       }
     }
   }
   if (writes) {
+    for (const WholeTensor& whole : whole_tensors) {
+      write_entries(
+          *writer,
+          {{whole.name, whole.tensor.sizes().vec()}},
+          whole.tensor);
+    }
     writer->finish();
   }
 }

@@ -1,11 +1,12 @@
 #pragma once
 
+#include "flatshard/checkpoint/owned_runs.h"
+#include "flatshard/core/stored_entry.h"
 #include "flatshard/group/param_group.h"
 
 #include <ATen/core/Tensor.h>
 
 #include <filesystem>
-#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -19,13 +20,16 @@ namespace flatshard {
 /// written once, under its main name. Blocks.
 ///
 /// The file appears under its name only when it is complete.
-/// @param rename  a parameter's name in the file; empty: its own.
+/// @param entries_of  what the file has of a parameter, by its whole shape;
+///   empty: one entry of its name.
+/// @param whole  written behind the parameters, rank 0's values.
 /// @throws Error{io} on the rank that writes.
 void save_weights(
     const std::vector<const ParamGroup*>& groups,
     const std::filesystem::path& path,
     const std::map<std::string, std::string>& metadata = {},
-    const std::function<std::string(const std::string&)>& rename = {});
+    const StoredEntriesOf& entries_of = {},
+    const std::vector<WholeTensor>& whole = {});
 
 /// A safetensors file of whole tensors that is open for reading.
 class WeightsFile {

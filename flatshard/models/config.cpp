@@ -1,12 +1,11 @@
 #include "flatshard/models/config.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/nn/router.h"
 
 #include <fmt/ranges.h>
 
-#include <fstream>
-#include <iterator>
-#include <nlohmann/json.hpp>
+#include <algorithm>
 #include <utility>
 
 namespace flatshard::models {
@@ -58,121 +57,170 @@ std::vector<std::pair<std::string_view, ModelConfig>> presets() {
         .ffn_dim = 53248,
         .max_seq_len = 131072,
         .rope_scaling = kLlama31}},
+      {"mixtral_8x7b",
+       {.family = "mixtral",
+        .vocab_size = 32000,
+        .max_seq_len = 32768,
+        .rope_theta = 1e6,
+        .moe = {.num_experts = 8}}},
+      {"qwen3_30b_a3b",
+       {.family = "qwen3_moe",
+        .dim = 2048,
+        .layers = 48,
+        .heads = 32,
+        .kv_heads = 4,
+        .head_dim = 128,
+        .ffn_dim = 6144,
+        .vocab_size = 151936,
+        .max_seq_len = 40960,
+        .rope_theta = 1e6,
+        .norm_eps = 1e-6,
+        .qk_norm = true,
+        .moe = {.num_experts = 128, .experts_per_token = 8, .ffn_dim = 768}}},
+      {"mixtral_tiny",
+       {.family = "mixtral",
+        .dim = 64,
+        .layers = 2,
+        .heads = 4,
+        .kv_heads = 2,
+        .ffn_dim = 96,
+        .vocab_size = 257,
+        .max_seq_len = 256,
+        .moe = {.num_experts = 4}}},
+      {"qwen3_moe_tiny",
+       {.family = "qwen3_moe",
+        .dim = 64,
+        .layers = 2,
+        .heads = 4,
+        .kv_heads = 2,
+        .head_dim = 32,
+        .ffn_dim = 96,
+        .vocab_size = 257,
+        .max_seq_len = 256,
+        .norm_eps = 1e-6,
+        .qk_norm = true,
+        .moe = {.num_experts = 8, .experts_per_token = 2, .ffn_dim = 48}}},
   };
 }
 
-using Json = nlohmann::json;
+}  // namespace
 
-// Typed reading of one JSON object with errors that name file and key.
-class Reader {
- public:
-  Reader(std::string file, const Json& json)
-      : file_(std::move(file)), json_(json) {}
+namespace {
 
-  bool has(const char* key) const {
-    return json_.contains(key) && !json_.at(key).is_null();
-  }
-
-  template <class T>
-  T need(const char* key) const {
+// What config.json of a family can say of experts, and nothing beside it.
+void check_family(const ModelConfig& c) {
+  const auto refuse = [&](bool found, const char* field, const char* what) {
     FLATSHARD_CHECK(
-        has(key),
-        format,
-        "{}: expected the key '{}', found none",
-        file_,
-        key);
-    try {
-      return json_.at(key).get<T>();
-    } catch (const Json::exception& e) {
-      FLATSHARD_THROW(
-          format,
-          "{}: key '{}' has the value {}: {}",
-          file_,
-          key,
-          json_.at(key).dump(),
-          e.what());
-    }
-  }
-
-  template <class T>
-  T get(const char* key, T otherwise) const {
-    return has(key) ? need<T>(key) : otherwise;
-  }
-
-  template <class T>
-  void expect(const char* key, const T& supported) const {
-    const T value = get<T>(key, supported);
-    FLATSHARD_CHECK(
-        value == supported,
+        !found,
         config,
-        "{}: expected {} = {}, got {}; it is not supported",
-        file_,
-        key,
-        Json(supported).dump(),
-        Json(value).dump());
-  }
-
- private:
-  std::string file_;
-  const Json& json_;
-};
-
-std::optional<nn::RopeScaling> read_scaling(
-    const std::string& file,
-    const Json& json) {
-  const Reader reader(file + ": rope_scaling", json);
-  const std::string type = reader.has("rope_type")
-                               ? reader.need<std::string>("rope_type")
-                               : reader.get<std::string>("type", "default");
-  if (type == "default") {
-    return std::nullopt;
+        "model.{}: the family {} has {}; leave the key out, or take the family "
+        "moe",
+        field,
+        c.family,
+        what);
+  };
+  const MoeConfig& moe = c.moe;
+  if (c.family == "llama") {
+    refuse(moe.num_experts > 0, "num_experts", "no experts");
+    refuse(c.qk_norm, "qk_norm", "no norms of queries and keys");
+    return;
   }
   FLATSHARD_CHECK(
-      type == "llama3",
+      moe.num_experts > 0,
       config,
-      "{}: expected rope_scaling.rope_type 'default' or 'llama3', got '{}'; it "
-      "is not supported",
-      file,
-      type);
-  return nn::RopeScaling{
-      .factor = reader.need<double>("factor"),
-      .low_freq_factor = reader.need<double>("low_freq_factor"),
-      .high_freq_factor = reader.need<double>("high_freq_factor"),
-      .original_max_positions =
-          reader.need<std::int64_t>("original_max_position_embeddings")};
+      "model.num_experts: the family {} expected at least 1, got {}",
+      c.family,
+      moe.num_experts);
+  if (c.family == "moe") {
+    return;
+  }
+  refuse(moe.shared_experts > 0, "shared_experts", "no shared experts");
+  refuse(
+      moe.router_score != nn::RouterScore::softmax,
+      "router_score",
+      "softmax scores");
+  refuse(moe.router_scale != 1.0, "router_scale", "none");
+  refuse(moe.router_groups != 1, "router_groups", "no groups of experts");
+  refuse(
+      moe.router_bias,
+      "router_bias (moe.balance_rate)",
+      "no bias of the router");
+  if (c.family == "mixtral") {
+    refuse(c.qk_norm, "qk_norm", "no norms of queries and keys");
+    refuse(
+        !moe.router_normalize,
+        "router_normalize",
+        "weights that add up to 1");
+    refuse(moe.dense_layers > 0, "dense_layers", "experts in every block");
+    refuse(moe.ffn_dim != c.ffn_dim, "moe_ffn_dim", "one ffn_dim");
+  } else {
+    FLATSHARD_CHECK(
+        c.qk_norm,
+        config,
+        "model.qk_norm: the family {} has norms of queries and keys; leave the "
+        "key out",
+        c.family);
+  }
 }
 
-Json read_json(const std::filesystem::path& path) {
-  std::ifstream in(path);
-  FLATSHARD_CHECK(
-      in.good(),
-      io,
-      "expected a readable file, got '{}'",
-      path.string());
-  const std::string text{
-      std::istreambuf_iterator<char>(in),
-      std::istreambuf_iterator<char>()};
-  try {
-    Json json = Json::parse(text);
+void check_experts(const ModelConfig& c) {
+  const MoeConfig& moe = c.moe;
+  const std::pair<const char*, std::int64_t> at_least_zero[] = {
+      {"num_experts", moe.num_experts},
+      {"shared_experts", moe.shared_experts},
+      {"dense_layers", moe.dense_layers}};
+  for (const auto& [name, value] : at_least_zero) {
     FLATSHARD_CHECK(
-        json.is_object(),
-        format,
-        "{}: expected a JSON object, got {}",
-        path.string(),
-        json.type_name());
-    return json;
-  } catch (const Json::parse_error& e) {
-    FLATSHARD_THROW(format, "{}: expected JSON: {}", path.string(), e.what());
+        value >= 0,
+        config,
+        "model.{}: expected no less than 0, got {}",
+        name,
+        value);
+  }
+  check_family(c);
+  if (moe.num_experts == 0) {
+    return;
+  }
+  FLATSHARD_CHECK(
+      moe.dense_layers <= c.layers,
+      config,
+      "model.dense_layers: expected at most layers = {}, got {}",
+      c.layers,
+      moe.dense_layers);
+  FLATSHARD_CHECK(
+      moe.ffn_dim > 0,
+      config,
+      "model.moe_ffn_dim: expected a positive number, got {}",
+      moe.ffn_dim);
+  try {
+    nn::RouterOptions{
+        .experts_per_token = moe.experts_per_token,
+        .groups = moe.router_groups,
+        .kept_groups = moe.router_kept_groups}
+        .check(moe.num_experts);
+  } catch (const Error& error) {
+    FLATSHARD_THROW(config, "model.{}", error.message());
   }
 }
 
 }  // namespace
 
+std::vector<std::string_view> family_names() {
+  return {"llama", "mixtral", "qwen3_moe", "moe"};
+}
+
 void ModelConfig::validate() {
   FLATSHARD_CHECK(
-      family == "llama",
+      family != "deepseek_v3",
       config,
-      "model.family: expected 'llama', got '{}'; it is not supported",
+      "model.family: deepseek_v3 has multi-head latent attention, which is not "
+      "supported; the family moe has its router on grouped-query attention");
+  const auto families = family_names();
+  FLATSHARD_CHECK(
+      std::find(families.begin(), families.end(), family) != families.end(),
+      config,
+      "model.family: expected one of {}, got '{}'; it is not supported",
+      fmt::join(families, ", "),
       family);
   const std::pair<const char*, std::int64_t> positive[] = {
       {"dim", dim},
@@ -210,6 +258,10 @@ void ModelConfig::validate() {
       config,
       "model.head_dim: expected an even number, got {}",
       head_dim);
+  if (moe.ffn_dim == 0) {
+    moe.ffn_dim = moe.num_experts > 0 ? ffn_dim : 0;
+  }
+  check_experts(*this);
   FLATSHARD_CHECK(
       rope_theta > 0.0,
       config,
@@ -255,134 +307,6 @@ ModelConfig preset(std::string_view name) {
       "expected a model preset, one of {}, got '{}'",
       fmt::join(preset_names(), ", "),
       name);
-}
-
-ModelConfig from_hf_json(const std::filesystem::path& path) {
-  const Json json = read_json(path);
-  const std::string file = path.string();
-  const Reader reader(file, json);
-  const std::string type = reader.need<std::string>("model_type");
-  FLATSHARD_CHECK(
-      type == "llama",
-      config,
-      "{}: expected model_type 'llama', got '{}'; it is not supported",
-      file,
-      type);
-  if (reader.has("architectures")) {
-    const auto names = reader.need<std::vector<std::string>>("architectures");
-    FLATSHARD_CHECK(
-        names == std::vector<std::string>{"LlamaForCausalLM"},
-        config,
-        "{}: expected the architecture LlamaForCausalLM, got {}",
-        file,
-        fmt::join(names, ", "));
-  }
-  reader.expect<bool>("attention_bias", false);
-  reader.expect<bool>("mlp_bias", false);
-  reader.expect<std::string>("hidden_act", "silu");
-  reader.expect<double>("attention_dropout", 0.0);
-  reader.expect<int>("pretraining_tp", 1);
-  ModelConfig config{
-      .dim = reader.need<std::int64_t>("hidden_size"),
-      .layers = reader.need<std::int64_t>("num_hidden_layers"),
-      .heads = reader.need<std::int64_t>("num_attention_heads"),
-      .head_dim = reader.get<std::int64_t>("head_dim", 0),
-      .ffn_dim = reader.need<std::int64_t>("intermediate_size"),
-      .vocab_size = reader.need<std::int64_t>("vocab_size"),
-      .max_seq_len = reader.get<std::int64_t>("max_position_embeddings", 2048),
-      .rope_theta = reader.get<double>("rope_theta", 10000.0),
-      .norm_eps = reader.get<double>("rms_norm_eps", 1e-6),
-      .tie_embeddings = reader.get<bool>("tie_word_embeddings", false)};
-  config.kv_heads =
-      reader.get<std::int64_t>("num_key_value_heads", config.heads);
-  // transformers 5 writes rope_parameters, which holds theta as well.
-  for (const char* key : {"rope_scaling", "rope_parameters"}) {
-    if (reader.has(key)) {
-      config.rope_scaling = read_scaling(file, json.at(key));
-      config.rope_theta = Reader(file + ": " + key, json.at(key))
-                              .get<double>("rope_theta", config.rope_theta);
-    }
-  }
-  config.validate();
-  return config;
-}
-
-namespace {
-
-void add_tokens(nlohmann::ordered_json& json, const SpecialTokens& tokens) {
-  const auto one = [](const std::optional<std::int64_t>& token) {
-    return token ? nlohmann::ordered_json(*token) : nlohmann::ordered_json();
-  };
-  json["bos_token_id"] = one(tokens.bos);
-  json["eos_token_id"] = nullptr;
-  if (tokens.eos.size() == 1) {
-    json["eos_token_id"] = tokens.eos.front();
-  } else if (!tokens.eos.empty()) {
-    json["eos_token_id"] = tokens.eos;
-  }
-  json["pad_token_id"] = one(tokens.pad);
-}
-
-}  // namespace
-
-SpecialTokens special_tokens_from_hf_json(const std::filesystem::path& path) {
-  const Json json = read_json(path);
-  const Reader reader(path.string(), json);
-  SpecialTokens tokens;
-  const auto read = [&](const char* key) -> std::optional<std::int64_t> {
-    return reader.has(key) ? std::optional(reader.need<std::int64_t>(key))
-                           : std::nullopt;
-  };
-  tokens.bos = read("bos_token_id");
-  tokens.pad = read("pad_token_id");
-  constexpr const char* kEos = "eos_token_id";
-  if (reader.has(kEos) && json.at(kEos).is_array()) {
-    tokens.eos = reader.need<std::vector<std::int64_t>>(kEos);
-  } else if (reader.has(kEos)) {
-    tokens.eos = {reader.need<std::int64_t>(kEos)};
-  }
-  return tokens;
-}
-
-std::string to_generation_json(const SpecialTokens& tokens) {
-  nlohmann::ordered_json json = nlohmann::ordered_json::object();
-  add_tokens(json, tokens);
-  return json.dump(2) + "\n";
-}
-
-std::string to_hf_json(
-    const ModelConfig& config,
-    std::string_view dtype,
-    const SpecialTokens& tokens) {
-  nlohmann::ordered_json json{
-      {"architectures", {"LlamaForCausalLM"}},
-      {"model_type", "llama"},
-      {"torch_dtype", dtype},
-      {"hidden_size", config.dim},
-      {"num_hidden_layers", config.layers},
-      {"num_attention_heads", config.heads},
-      {"num_key_value_heads", config.kv_heads},
-      {"head_dim", config.head_dim},
-      {"intermediate_size", config.ffn_dim},
-      {"vocab_size", config.vocab_size},
-      {"max_position_embeddings", config.max_seq_len},
-      {"rope_theta", config.rope_theta},
-      {"rms_norm_eps", config.norm_eps},
-      {"tie_word_embeddings", config.tie_embeddings},
-      {"attention_bias", false},
-      {"mlp_bias", false},
-      {"hidden_act", "silu"}};
-  add_tokens(json, tokens);
-  if (config.rope_scaling) {
-    const nn::RopeScaling& scaling = *config.rope_scaling;
-    json["rope_scaling"] = {
-        {"rope_type", "llama3"},
-        {"factor", scaling.factor},
-        {"low_freq_factor", scaling.low_freq_factor},
-        {"high_freq_factor", scaling.high_freq_factor},
-        {"original_max_position_embeddings", scaling.original_max_positions}};
-  }
-  return json.dump(2) + "\n";
 }
 
 }  // namespace flatshard::models

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "flatshard/nn/rope.h"
+#include "flatshard/nn/router_args.h"
 
 #include <cstdint>
 #include <filesystem>
@@ -11,8 +12,30 @@
 
 namespace flatshard::models {
 
+/// Experts in place of the feed-forward part of blocks. A leaf value.
+struct MoeConfig {
+  std::int64_t num_experts = 0;  ///< 0: none, all blocks are dense
+  std::int64_t experts_per_token = 2;
+  std::int64_t ffn_dim = 0;  ///< of an expert; 0: ModelConfig::ffn_dim
+  /// Experts that every token goes to: one feed-forward part of so many times
+  /// ffn_dim.
+  std::int64_t shared_experts = 0;
+  std::int64_t dense_layers = 0;  ///< so many blocks at the front have none
+  nn::RouterScore router_score = nn::RouterScore::softmax;
+  bool router_normalize = true;
+  double router_scale = 1.0;
+  std::int64_t router_groups = 1;
+  std::int64_t router_kept_groups = 1;
+  /// The choice of experts adds a bias, which training balances loads by.
+  bool router_bias = false;
+
+  friend bool operator==(const MoeConfig&, const MoeConfig&) = default;
+};
+
 /// Shape of a decoder-only transformer. A leaf value.
 struct ModelConfig {
+  /// llama, mixtral, qwen3_moe, or moe: experts with any router, which no
+  /// config.json of Hugging Face describes.
   std::string family = "llama";
   std::int64_t dim = 4096;
   std::int64_t layers = 32;
@@ -26,25 +49,37 @@ struct ModelConfig {
   std::optional<nn::RopeScaling> rope_scaling;
   double norm_eps = 1e-5;
   bool tie_embeddings = false;
+  bool qk_norm = false;  ///< RMSNorm of each head's query and key
+  MoeConfig moe;
 
-  /// Fills head_dim and checks every field.
+  /// Whether this block has experts.
+  bool has_experts(std::int64_t layer) const {
+    return moe.num_experts > 0 && layer >= moe.dense_layers;
+  }
+
+  /// Fills head_dim and moe.ffn_dim and checks every field.
   /// @throws Error{config} naming the field.
   void validate();
 
   friend bool operator==(const ModelConfig&, const ModelConfig&) = default;
 };
 
+/// Families, as model.family names them.
+std::vector<std::string_view> family_names();
+
 /// Names that `preset` knows: llama3_1b, llama3_3b, llama3_8b, llama3_70b,
-/// llama3_405b.
+/// llama3_405b, mixtral_8x7b, qwen3_30b_a3b, and mixtral_tiny and
+/// qwen3_moe_tiny for trying things out.
 std::vector<std::string_view> preset_names();
 /// @throws Error{config} for another name.
 ModelConfig preset(std::string_view name);
 
-/// Reads a Hugging Face config.json of LlamaForCausalLM.
+/// Reads a Hugging Face config.json of LlamaForCausalLM, MixtralForCausalLM or
+/// Qwen3MoeForCausalLM.
 /// @throws Error{io} when it cannot be read, Error{format} when it is no JSON
 /// or a field is missing or of the wrong type, Error{config} for an
 /// architecture or a setting that is not supported (biases, other activations,
-/// other rope types).
+/// other rope types, sliding windows, latent attention).
 ModelConfig from_hf_json(const std::filesystem::path& path);
 
 /// The ids of a tokenizer that a model's files name.
@@ -65,6 +100,7 @@ SpecialTokens special_tokens_from_hf_json(const std::filesystem::path& path);
 /// @param dtype  torch's name of the weights' dtype, e.g. "bfloat16".
 /// @param tokens  those that are unset are null: without the key transformers
 ///   would take ids of its own.
+/// @throws Error{config} for the family moe.
 std::string to_hf_json(
     const ModelConfig& config,
     std::string_view dtype,

@@ -9,8 +9,11 @@ namespace flatshard::models {
 /// Parameters of the whole model; tied embeddings count once.
 std::int64_t num_parameters(const ModelConfig& config);
 
-/// Parameters that take part in matrix products: all but the input embedding
-/// (a tied one does, as the head).
+/// The same with as many experts of each block as a token goes to.
+std::int64_t num_active_parameters(const ModelConfig& config);
+
+/// Active parameters that take part in matrix products: all but the input
+/// embedding (a tied one does, as the head).
 std::int64_t num_matmul_parameters(const ModelConfig& config);
 
 enum class FlopsConvention {

@@ -1,10 +1,42 @@
 #include "flatshard/models/hf_names.h"
 
+#include "flatshard/core/error.h"
+
+#include <fmt/format.h>
+
 namespace flatshard::models {
 namespace {
 
 constexpr std::string_view kOurs = "lm_head.norm.weight";
 constexpr std::string_view kTheirs = "model.norm.weight";
+
+constexpr std::string_view kExperts = ".mlp.experts.";
+constexpr std::string_view kGateUp = "gate_up_proj";
+constexpr std::string_view kDown = "down_proj";
+constexpr std::string_view kMlp = ".mlp.";
+constexpr std::string_view kMixtralMlp = ".block_sparse_moe.";
+
+struct ExpertNames {
+  const char* gate;
+  const char* up;
+  const char* down;
+};
+
+ExpertNames expert_names(const ModelConfig& config) {
+  return config.family == "mixtral"
+             ? ExpertNames{"w1", "w3", "w2"}
+             : ExpertNames{"gate_proj", "up_proj", "down_proj"};
+}
+
+// Mixtral calls what is around its experts otherwise.
+std::string block_name(const ModelConfig& config, std::string_view name) {
+  std::string result(name);
+  const std::size_t at = result.find(kMlp);
+  if (config.family == "mixtral" && at != std::string::npos) {
+    result.replace(at, kMlp.size(), kMixtralMlp);
+  }
+  return result;
+}
 
 }  // namespace
 
@@ -14,6 +46,57 @@ std::string to_hf_name(std::string_view name) {
 
 std::string from_hf_name(std::string_view name) {
   return std::string(name == kTheirs ? kOurs : name);
+}
+
+std::vector<StoredEntry> hf_entries(
+    const ModelConfig& config,
+    const std::string& name,
+    const std::vector<std::int64_t>& shape) {
+  const std::size_t at = name.find(kExperts);
+  if (at == std::string::npos) {
+    return {{block_name(config, to_hf_name(name)), shape}};
+  }
+  FLATSHARD_CHECK(
+      shape.size() == 3,
+      internal,
+      "parameter {}: expected three dimensions, got {}",
+      name,
+      shape.size());
+  const std::string_view kind =
+      std::string_view(name).substr(at + kExperts.size());
+  const std::string experts =
+      block_name(config, name.substr(0, at + kExperts.size()));
+  const ExpertNames names = expert_names(config);
+  const auto entry = [&](std::int64_t e, const char* what, std::int64_t rows) {
+    return StoredEntry{
+        fmt::format("{}{}.{}.weight", experts, e, what),
+        {rows, shape[2]}};
+  };
+  std::vector<StoredEntry> entries;
+  for (std::int64_t e = 0; e < shape[0]; ++e) {
+    if (kind == kGateUp) {
+      entries.push_back(entry(e, names.gate, shape[1] / 2));
+      entries.push_back(entry(e, names.up, shape[1] / 2));
+    } else {
+      FLATSHARD_CHECK(
+          kind == kDown,
+          internal,
+          "expected {} or {} of experts, got {}",
+          kGateUp,
+          kDown,
+          name);
+      entries.push_back(entry(e, names.down, shape[1]));
+    }
+  }
+  return entries;
+}
+
+StoredEntriesOf hf_entries_of(const ModelConfig& config) {
+  return [config](
+             const std::string& name,
+             const std::vector<std::int64_t>& shape) {
+    return hf_entries(config, name, shape);
+  };
 }
 
 }  // namespace flatshard::models

@@ -1,18 +1,38 @@
 #pragma once
 
+#include "flatshard/core/stored_entry.h"
+#include "flatshard/models/config.h"
+
+#include <cstdint>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace flatshard::models {
 
-// Our parameter names are Hugging Face's, but for the final norm: it belongs
-// to the head module (one unit), so it is `lm_head.norm.weight` here and
-// `model.norm.weight` there.
+// Our parameter names are Hugging Face's, but for
+// - the final norm, which belongs to the head module (one unit):
+//   `lm_head.norm.weight` here and `model.norm.weight` there;
+// - experts, which are one tensor here (`mlp.experts.gate_up_proj` [E, 2 f, d]
+//   and `mlp.experts.down_proj` [E, d, f], as transformers 5 has them in
+//   memory) and one entry for each expert there:
+//   `mlp.experts.N.gate_proj.weight` and so on, in Mixtral
+//   `block_sparse_moe.experts.N.w1.weight`.
 
-/// Hugging Face's name of one of our Llama parameters.
+/// Hugging Face's entries of one of our parameters: its slices along the first
+/// dimensions, in order.
+std::vector<StoredEntry> hf_entries(
+    const ModelConfig& config,
+    const std::string& name,
+    const std::vector<std::int64_t>& shape);
+
+/// hf_entries of one model.
+StoredEntriesOf hf_entries_of(const ModelConfig& config);
+
+/// Hugging Face's name of a parameter that is one entry.
 std::string to_hf_name(std::string_view name);
 
-/// Our name of one of Hugging Face's Llama parameters.
+/// Our name of one of Hugging Face's entries that is a whole parameter.
 std::string from_hf_name(std::string_view name);
 
 }  // namespace flatshard::models

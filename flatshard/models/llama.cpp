@@ -1,35 +1,21 @@
 #include "flatshard/models/llama.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/models/init.h"
 #include "flatshard/nn/attention.h"
 #include "flatshard/nn/norm_linears.h"
 #include "flatshard/nn/recompute.h"
 #include "flatshard/nn/region.h"
 #include "flatshard/nn/swiglu.h"
 
-#include <cmath>
 #include <string>
 #include <utility>
 
 namespace flatshard::models {
 namespace {
 
-constexpr float kInitStd = 0.02F;
 // Nothing in a Llama draws random numbers.
 constexpr nn::RecomputeOptions kNoRng{.preserve_rng = false};
-
-nn::LinearOptions plain() {
-  return {.init = InitSpec::normal(0.0F, kInitStd)};
-}
-
-// Projections into the residual stream: its variance then does not grow with
-// the number of layers.
-nn::LinearOptions residual(const ModelConfig& config) {
-  return {
-      .init = InitSpec::normal(
-          0.0F,
-          kInitStd / std::sqrt(2.0F * static_cast<float>(config.layers)))};
-}
 
 }  // namespace
 
@@ -56,11 +42,23 @@ LlamaAttentionImpl::LlamaAttentionImpl(
       rope_(std::move(rope)) {
   const std::int64_t q = config.heads * config.head_dim;
   const std::int64_t kv = config.kv_heads * config.head_dim;
-  q_proj_ = register_module("q_proj", nn::Linear(config.dim, q, plain()));
-  k_proj_ = register_module("k_proj", nn::Linear(config.dim, kv, plain()));
-  v_proj_ = register_module("v_proj", nn::Linear(config.dim, kv, plain()));
-  o_proj_ =
-      register_module("o_proj", nn::Linear(q, config.dim, residual(config)));
+  q_proj_ =
+      register_module("q_proj", nn::Linear(config.dim, q, plain_linear()));
+  k_proj_ =
+      register_module("k_proj", nn::Linear(config.dim, kv, plain_linear()));
+  v_proj_ =
+      register_module("v_proj", nn::Linear(config.dim, kv, plain_linear()));
+  o_proj_ = register_module(
+      "o_proj",
+      nn::Linear(q, config.dim, residual_linear(config)));
+  if (config.qk_norm) {
+    q_norm_ = register_module(
+        "q_norm",
+        nn::RmsNorm(config.head_dim, config.norm_eps));
+    k_norm_ = register_module(
+        "k_norm",
+        nn::RmsNorm(config.head_dim, config.norm_eps));
+  }
 }
 
 std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::forward(
@@ -97,21 +95,24 @@ std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::attend(
       {},
       norm,
       {q_proj_.get(), k_proj_.get(), v_proj_.get()});
-  const at::Tensor q = nn::rope(heads(qkv[0]), cos, sin);
-  const at::Tensor k = nn::rope(heads(qkv[1]), cos, sin);
+  const auto normed = [](const nn::RmsNorm& norm_of, const at::Tensor& t) {
+    return norm_of ? norm_of(t) : t;
+  };
+  const at::Tensor q = nn::rope(normed(q_norm_, heads(qkv[0])), cos, sin);
+  const at::Tensor k = nn::rope(normed(k_norm_, heads(qkv[1])), cos, sin);
   return {in, o_proj_(nn::causal_attention(q, k, heads(qkv[2])))};
 }
 
 LlamaMlpImpl::LlamaMlpImpl(const ModelConfig& config) : Module("LlamaMlp") {
   gate_proj_ = register_module(
       "gate_proj",
-      nn::Linear(config.dim, config.ffn_dim, plain()));
+      nn::Linear(config.dim, config.ffn_dim, plain_linear()));
   up_proj_ = register_module(
       "up_proj",
-      nn::Linear(config.dim, config.ffn_dim, plain()));
+      nn::Linear(config.dim, config.ffn_dim, plain_linear()));
   down_proj_ = register_module(
       "down_proj",
-      nn::Linear(config.ffn_dim, config.dim, residual(config)));
+      nn::Linear(config.ffn_dim, config.dim, residual_linear(config)));
 }
 
 at::Tensor LlamaMlpImpl::forward(
@@ -140,9 +141,11 @@ at::Tensor LlamaMlpImpl::forward(
 
 LlamaBlockImpl::LlamaBlockImpl(
     const ModelConfig& config,
+    std::int64_t layer,
     SharedRope rope,
-    ActivationCheckpoint checkpoint)
-    : Module("LlamaBlock"), checkpoint_(checkpoint) {
+    const LlamaOptions& options,
+    const nn::LossGradientPtr& loss_gradient)
+    : Module("LlamaBlock"), checkpoint_(options.activation_checkpoint) {
   input_layernorm_ = register_module(
       "input_layernorm",
       nn::RmsNorm(config.dim, config.norm_eps));
@@ -151,25 +154,42 @@ LlamaBlockImpl::LlamaBlockImpl(
   post_attention_layernorm_ = register_module(
       "post_attention_layernorm",
       nn::RmsNorm(config.dim, config.norm_eps));
-  mlp_ = register_module("mlp", LlamaMlp(config));
+  if (config.has_experts(layer)) {
+    moe_ = register_module("mlp", Moe(config, options.moe, loss_gradient));
+  } else {
+    mlp_ = register_module("mlp", LlamaMlp(config));
+  }
 }
 
-at::Tensor LlamaBlockImpl::run(const at::Tensor& in) {
+at::Tensor LlamaBlockImpl::feed_forward(
+    const at::Tensor& x,
+    const at::Tensor& delta,
+    RoutingRecord* record) {
+  return moe_ ? moe_(x, delta, post_attention_layernorm_.get(), record)
+              : mlp_(x, delta, post_attention_layernorm_.get());
+}
+
+at::Tensor LlamaBlockImpl::run(
+    const at::Tensor& in,
+    const std::shared_ptr<RoutingRecord>& record) {
   // x is `in`; gradients of both its uses meet in the norm's backward.
   const auto [x, attention] = self_attn_(in, input_layernorm_.get());
   if (checkpoint_ != ActivationCheckpoint::selective) {
-    return mlp_(x, attention, post_attention_layernorm_.get());
+    return feed_forward(x, attention, record.get());
   }
   return nn::checkpoint(
       *this,
-      [this](const at::Tensor& y) {
-        return mlp_(y, at::Tensor(), post_attention_layernorm_.get());
+      [this, record](const at::Tensor& y) {
+        return feed_forward(y, at::Tensor(), record.get());
       },
       x + attention,
       kNoRng);
 }
 
 at::Tensor LlamaBlockImpl::forward(const at::Tensor& x) {
+  if (moe_) {
+    return run_with_experts(x);
+  }
   nn::RegionOptions options{.constants = self_attn_->constants(x)};
   if (checkpoint_ == ActivationCheckpoint::full) {
     options.recompute = kNoRng;
@@ -177,9 +197,24 @@ at::Tensor LlamaBlockImpl::forward(const at::Tensor& x) {
   return nn::region(
       *this,
       "block",
-      [this](const nn::TensorList& in) { return nn::TensorList{run(in[0])}; },
+      [this](const nn::TensorList& in) {
+        return nn::TensorList{run(in[0], nullptr)};
+      },
       {x},
       options)[0];
+}
+
+// No region: how many rows an expert has is no shape.
+at::Tensor LlamaBlockImpl::run_with_experts(const at::Tensor& x) {
+  const auto record = std::make_shared<RoutingRecord>();
+  if (checkpoint_ != ActivationCheckpoint::full) {
+    return run(x, record);
+  }
+  return nn::checkpoint(
+      *this,
+      [this, record](const at::Tensor& in) { return run(in, record); },
+      x,
+      kNoRng);
 }
 
 LlamaHeadImpl::LlamaHeadImpl(
@@ -208,7 +243,8 @@ at::Tensor LlamaHeadImpl::forward(
 LlamaBodyImpl::LlamaBodyImpl(
     const ModelConfig& config,
     SharedRope rope,
-    const LlamaOptions& options)
+    const LlamaOptions& options,
+    const nn::LossGradientPtr& loss_gradient)
     : Module("LlamaBody") {
   embed_tokens_ = register_module(
       "embed_tokens",
@@ -218,7 +254,7 @@ LlamaBodyImpl::LlamaBodyImpl(
           InitSpec::normal(0.0F, kInitStd)));
   auto list = register_module("layers", std::make_shared<nn::Module>("Layers"));
   for (std::int64_t i = 0; i < config.layers; ++i) {
-    LlamaBlock block(config, rope, options.activation_checkpoint);
+    LlamaBlock block(config, i, rope, options, loss_gradient);
     list->register_module(std::to_string(i), block.ptr());
     layers_.push_back(block);
   }
@@ -239,7 +275,13 @@ LlamaImpl::LlamaImpl(ModelConfig config, LlamaOptions options)
       .head_dim = config_.head_dim,
       .theta = config_.rope_theta,
       .scaling = config_.rope_scaling});
-  body_ = register_module("model", LlamaBody(config_, rope, options));
+  if (config_.moe.num_experts > 0 &&
+      (options.moe.aux_loss > 0 || options.moe.z_loss > 0)) {
+    loss_gradient_ = c10::make_intrusive<nn::LossGradient>();
+  }
+  body_ = register_module(
+      "model",
+      LlamaBody(config_, rope, options, loss_gradient_));
   head_ = register_module(
       "lm_head",
       LlamaHead(
@@ -262,7 +304,21 @@ at::Tensor LlamaImpl::forward(
       "expected at most max_seq_len = {} tokens in a sequence, got {}",
       config_.max_seq_len,
       tokens.size(1));
-  return head_(body_(tokens), targets);
+  const at::Tensor result = head_(body_(tokens), targets);
+  return loss_gradient_ && targets.defined()
+             ? nn::tell_gradient(result, loss_gradient_)
+             : result;
+}
+
+std::vector<RouterOf> LlamaImpl::routers() {
+  std::vector<RouterOf> found;
+  for (std::size_t i = 0; i < body_->layers().size(); ++i) {
+    if (Moe& moe = body_->layers()[i]->moe()) {
+      found.push_back(
+          {fmt::format("model.layers.{}.mlp.gate", i), &moe->router()});
+    }
+  }
+  return found;
 }
 
 std::vector<std::shared_ptr<nn::Module>> LlamaImpl::unit_modules() {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "flatshard/models/config.h"
+#include "flatshard/models/moe.h"
 #include "flatshard/nn/embedding.h"
 #include "flatshard/nn/linear.h"
 #include "flatshard/nn/loss.h"
@@ -9,6 +10,7 @@
 #include "flatshard/nn/rope.h"
 
 #include <memory>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -26,12 +28,14 @@ ActivationCheckpoint parse_activation_checkpoint(std::string_view name);
 struct LlamaOptions {
   ActivationCheckpoint activation_checkpoint = ActivationCheckpoint::none;
   nn::LossOptions loss;
+  MoeOptions moe;
 };
 
 /// The RoPE table that all blocks of a model share.
 using SharedRope = std::shared_ptr<nn::RopeTable>;
 
-/// o_proj(attention(norm(x))): parameters {q,k,v,o}_proj.weight.
+/// o_proj(attention(norm(x))): parameters {q,k,v,o}_proj.weight,
+/// and {q,k}_norm.weight with qk_norm.
 class LlamaAttentionImpl : public nn::Module {
  public:
   LlamaAttentionImpl(const ModelConfig& config, SharedRope rope);
@@ -53,6 +57,7 @@ class LlamaAttentionImpl : public nn::Module {
   SharedRope rope_;
   nn::Linear q_proj_{nullptr}, k_proj_{nullptr}, v_proj_{nullptr},
       o_proj_{nullptr};
+  nn::RmsNorm q_norm_{nullptr}, k_norm_{nullptr};  ///< null without qk_norm
 };
 FLATSHARD_MODULE(LlamaAttention);
 
@@ -73,20 +78,34 @@ FLATSHARD_MODULE(LlamaMlp);
 /// One transformer block, [batch, seq, dim] -> the same.
 class LlamaBlockImpl : public nn::Module {
  public:
+  /// @param loss_gradient  of the model's loss, for its auxiliary losses; null:
+  ///   there are none.
   LlamaBlockImpl(
       const ModelConfig& config,
+      std::int64_t layer,
       SharedRope rope,
-      ActivationCheckpoint checkpoint);
+      const LlamaOptions& options,
+      const nn::LossGradientPtr& loss_gradient);
   at::Tensor forward(const at::Tensor& x);
+  /// Null for a block without experts.
+  Moe& moe() { return moe_; }
 
  private:
-  at::Tensor run(const at::Tensor& in);
+  at::Tensor run(
+      const at::Tensor& in,
+      const std::shared_ptr<RoutingRecord>& record);
+  at::Tensor run_with_experts(const at::Tensor& x);
+  at::Tensor feed_forward(
+      const at::Tensor& x,
+      const at::Tensor& delta,
+      RoutingRecord* record);
 
   ActivationCheckpoint checkpoint_;
   nn::RmsNorm input_layernorm_{nullptr};
   LlamaAttention self_attn_{nullptr};
   nn::RmsNorm post_attention_layernorm_{nullptr};
-  LlamaMlp mlp_{nullptr};
+  LlamaMlp mlp_{nullptr};  ///< or null: experts
+  Moe moe_{nullptr};
 };
 FLATSHARD_MODULE(LlamaBlock);
 
@@ -115,7 +134,8 @@ class LlamaBodyImpl : public nn::Module {
   LlamaBodyImpl(
       const ModelConfig& config,
       SharedRope rope,
-      const LlamaOptions& options);
+      const LlamaOptions& options,
+      const nn::LossGradientPtr& loss_gradient);
   /// int64 [batch, seq] -> [batch, seq, dim], before the final norm.
   at::Tensor forward(const at::Tensor& tokens);
   nn::Embedding& embed_tokens() { return embed_tokens_; }
@@ -127,10 +147,19 @@ class LlamaBodyImpl : public nn::Module {
 };
 FLATSHARD_MODULE(LlamaBody);
 
-/// The Llama family. Built without memory (see nn::Module); parameter names
-/// are Hugging Face's (see hf_names.h). Initialization: normal(0, 0.02),
-/// o_proj and down_proj scaled by 1 / sqrt(2 * layers), norms 1.
-/// Source: Llama 3, arXiv:2407.21783.
+/// A router and its name in the model, without a parameter's.
+struct RouterOf {
+  std::string name;
+  RouterImpl* router;  ///< the model's
+
+  /// What files call its bias.
+  std::string bias_name() const { return name + ".e_score_correction_bias"; }
+};
+
+/// The Llama family, and those that have experts in its blocks. Built without
+/// memory (see nn::Module); parameter names are Hugging Face's (see
+/// hf_names.h). Initialization: normal(0, 0.02), o_proj and down_proj scaled by
+/// 1 / sqrt(2 * layers), norms 1. Source: Llama 3, arXiv:2407.21783.
 class LlamaImpl : public nn::Module {
  public:
   /// @throws Error{config} for an invalid config.
@@ -144,10 +173,14 @@ class LlamaImpl : public nn::Module {
   /// block, head. They hold all parameters.
   std::vector<std::shared_ptr<nn::Module>> unit_modules();
 
+  /// Of the blocks that have experts, in order.
+  std::vector<RouterOf> routers();
+
   const ModelConfig& config() const { return config_; }
 
  private:
   ModelConfig config_;
+  nn::LossGradientPtr loss_gradient_;  ///< null without auxiliary losses
   LlamaBody body_{nullptr};
   LlamaHead head_{nullptr};
 };

@@ -25,7 +25,7 @@ struct Config {
   } run;
 
   struct Model {
-    std::string family = "llama";
+    std::string family = "auto";
     std::string hf_config;
     std::string init_from;
     std::string preset;
@@ -40,7 +40,25 @@ struct Config {
     std::optional<double> rope_theta;
     std::optional<double> norm_eps;
     std::optional<bool> tie_embeddings;
+    std::optional<bool> qk_norm;
+    std::optional<std::int64_t> num_experts;
+    std::optional<std::int64_t> experts_per_token;
+    std::optional<std::int64_t> moe_ffn_dim;
+    std::optional<std::int64_t> shared_experts;
+    std::optional<std::int64_t> dense_layers;
+    std::string router_score = "auto";
+    std::optional<bool> router_normalize;
+    std::optional<double> router_scale;
+    std::optional<std::int64_t> router_groups;
+    std::optional<std::int64_t> router_kept_groups;
   } model;
+
+  struct Moe {
+    double aux_loss = 0.0;
+    double z_loss = 0.0;
+    double balance_rate = 0.0;
+    double expert_capacity_factor = 0.0;
+  } moe;
 
   struct Data {
     std::vector<data::SourceChoice> train;
@@ -159,6 +177,7 @@ struct Config {
     bool deterministic = false;
     std::int64_t spoil_gradient_step = 0;
     bool emulate_graphs = false;
+    bool force_balance = false;
   } debug;
 };
 

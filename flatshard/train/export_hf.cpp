@@ -26,25 +26,32 @@ namespace {
 
 namespace fs = std::filesystem;
 
+// Where an entry of the folder lies in a parameter.
+struct EntrySource {
+  std::string parameter;
+  std::int64_t begin = 0;  // first element
+};
+using EntrySources = std::map<std::string, EntrySource>;
+
 // What a folder holds, tensor by tensor.
 class StoredTensors {
  public:
   StoredTensors(
       const fs::path& from,
       const Manifest& manifest,
-      const ExportOptions& options)
-      : from_(from), manifest_(manifest), options_(options) {}
+      const ExportOptions& options,
+      const EntrySources& sources)
+      : from_(from),
+        manifest_(manifest),
+        options_(options),
+        sources_(sources) {}
 
   /// The scales of an FP8 weight are asked for behind the weight.
   at::Tensor read(const SafetensorsSpec& spec) {
     if (const auto scales = scales_.extract(spec.name)) {
       return scales.mapped();
     }
-    const at::Tensor values = read_weight(
-        from_,
-        manifest_,
-        models::from_hf_name(spec.name),
-        options_.num_threads);
+    const at::Tensor values = entry(spec);
     if (spec.dtype != kFloat8) {
       return values.to(scalar_type(spec.dtype, spec.name));
     }
@@ -56,9 +63,26 @@ class StoredTensors {
  private:
   static constexpr std::string_view kFloat8 = "F8_E4M3";
 
+  at::Tensor entry(const SafetensorsSpec& spec) {
+    const EntrySource& source = sources_.at(spec.name);
+    // Entries of one parameter follow each other.
+    if (last_name_ != source.parameter) {
+      last_ = at::Tensor();
+      last_ =
+          read_weight(from_, manifest_, source.parameter, options_.num_threads);
+      last_name_ = source.parameter;
+    }
+    return last_.view({-1})
+        .narrow(0, source.begin, c10::multiply_integers(spec.shape))
+        .view(spec.shape);
+  }
+
   const fs::path& from_;
   const Manifest& manifest_;
   const ExportOptions& options_;
+  const EntrySources& sources_;
+  std::string last_name_;
+  at::Tensor last_;
   std::map<std::string, at::Tensor> scales_;
 };
 
@@ -110,10 +134,23 @@ std::string export_hf(const ExportOptions& options) {
       options.to.string());
 
   const models::ModelConfig model = model_config(config);
+  FLATSHARD_CHECK(
+      !options.fp8 || model.moe.num_experts == 0,
+      config,
+      "--fp8: experts are exported as they are stored; export without --fp8");
+  // Also when the family has none: before anything is written.
+  models::to_hf_json(model, "bfloat16");
   Float8Export fp8(config, model);
+  EntrySources sources;
   std::vector<SafetensorsSpec> specs;
   std::string dtype = "bfloat16";
   for (const auto& [name, tensor] : weights->second) {
+    const auto entries = models::hf_entries(model, name, tensor.shape);
+    std::int64_t begin = 0;
+    for (const StoredEntry& entry : entries) {
+      sources[entry.name] = {name, begin};
+      begin += entry.numel();
+    }
     if (options.fp8) {
       fp8.add(name, tensor.shape, specs);
       continue;
@@ -123,7 +160,9 @@ std::string export_hf(const ExportOptions& options) {
             ? tensor.dtype
             : safetensors_dtype(parse_dtype(options.dtype, "--dtype"));
     dtype = c10::getDtypeNames(scalar_type(stored, name)).first;
-    specs.push_back({models::to_hf_name(name), stored, tensor.shape});
+    for (const StoredEntry& entry : entries) {
+      specs.push_back({entry.name, stored, entry.shape});
+    }
   }
   if (options.fp8) {
     check_float8(fp8, options);
@@ -144,7 +183,7 @@ std::string export_hf(const ExportOptions& options) {
       partial.string(),
       error.message());
   try {
-    StoredTensors tensors(from, manifest, options);
+    StoredTensors tensors(from, manifest, options, sources);
     for (const HfFile& file : files) {
       write_tensors(tensors, file, partial / file.name);
     }

@@ -59,6 +59,12 @@ std::string generate_text(const GenerateOptions& options) {
       [&](const std::string& name, const InitSpec&, at::Tensor& parameter) {
         stored.read(name, parameter);
       });
+  for (const models::RouterOf& of : model->routers()) {
+    of.router->make_bias(device);
+    if (of.router->bias().defined()) {
+      stored.read(of.bias_name(), of.router->bias());
+    }
+  }
   if (stored.is_latest) {
     log_info("weights of {}", stored.what);
   }

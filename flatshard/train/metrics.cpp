@@ -8,6 +8,19 @@
 
 namespace flatshard {
 
+namespace {
+
+std::string format_experts(const ExpertMetrics& experts) {
+  return fmt::format(
+      "  experts: load {:.2f}x  dropped {:.2f}%  balance {:.4f}{}",
+      experts.load,
+      100.0 * experts.dropped,
+      experts.balance,
+      experts.bias ? fmt::format("  bias {:.3g}", *experts.bias) : "");
+}
+
+}  // namespace
+
 std::string format_step(const StepMetrics& metrics) {
   const double share =
       metrics.memory_total_bytes > 0
@@ -20,7 +33,7 @@ std::string format_step(const StepMetrics& metrics) {
   constexpr double kTwoDigitsShow = 0.1;
   return fmt::format(
       "step: {}{}  loss: {:.4f}  grad_norm: {:.4f}  lr: {:.3g}  memory: "
-      "{:.2f}GiB({:.2f}%)  tps: {}{}  tflops: {}  mfu: {}",
+      "{:.2f}GiB({:.2f}%)  tps: {}{}  tflops: {}  mfu: {}{}",
       metrics.step,
       metrics.steps > 0 ? fmt::format("/{}", metrics.steps) : "",
       metrics.loss,
@@ -33,7 +46,8 @@ std::string format_step(const StepMetrics& metrics) {
       metrics.tflops_per_rank < kTwoDigitsShow
           ? fmt::format("{:.2g}", metrics.tflops_per_rank)
           : fmt::format("{:.2f}", metrics.tflops_per_rank),
-      metrics.mfu ? fmt::format("{:.2f}%", 100.0 * *metrics.mfu) : "N/A");
+      metrics.mfu ? fmt::format("{:.2f}%", 100.0 * *metrics.mfu) : "N/A",
+      metrics.experts ? format_experts(*metrics.experts) : "");
 }
 
 double ValidationMetrics::perplexity() const {

@@ -8,6 +8,16 @@
 
 namespace flatshard {
 
+/// How tokens were spread over experts in one step, over all ranks and
+/// microbatches. Of several layers the worst.
+struct ExpertMetrics {
+  double load = 1;     ///< the busiest expert's tokens over the mean's
+  double dropped = 0;  ///< share of all choices
+  double balance =
+      1;  ///< load-balancing loss without its coefficient, the mean
+  std::optional<double> bias;  ///< largest magnitude; unset: no bias
+};
+
 /// What one logged step measured. Times are of the host's clock on this rank
 /// and per step; where several steps lie between two log lines the caller
 /// gives their mean.
@@ -29,13 +39,15 @@ struct StepMetrics {
   std::int64_t memory_peak_bytes = 0;      ///< highest allocated so far
   std::int64_t memory_reserved_bytes = 0;  ///< highest reserved so far
   std::int64_t memory_total_bytes = 0;     ///< of the device
+  std::optional<ExpertMetrics> experts;    ///< unset: there are none
 };
 
 /// "step: 10/1000  loss: 9.9493  grad_norm: 4.4717  lr: 3e-04
 ///  memory: 49.66GiB(52.28%)  tps: 11,699 (5,850/rank)  tflops: 338.79
 ///  mfu: 34.26%", in one line. Memory is the reserved memory and its share of
 /// the device's; tps are tokens per second, of all ranks and of one when there
-/// are several; tflops are a rank's; mfu is N/A without a peak.
+/// are several; tflops are a rank's; mfu is N/A without a peak. With experts
+/// "  experts: load 1.31x  dropped 0.00%  balance 1.0412" follows.
 std::string format_step(const StepMetrics& metrics);
 
 /// What one validation found.

@@ -163,6 +163,15 @@ void MetricsFile::write(const StepMetrics& metrics) {
   row["memory_peak_bytes"] = metrics.memory_peak_bytes;
   row["memory_reserved_bytes"] = metrics.memory_reserved_bytes;
   row["memory_total_bytes"] = metrics.memory_total_bytes;
+  if (metrics.experts) {
+    auto& experts = row["experts"];
+    experts["load"] = metrics.experts->load;
+    experts["dropped"] = metrics.experts->dropped;
+    experts["balance"] = metrics.experts->balance;
+    if (metrics.experts->bias) {
+      experts["bias"] = *metrics.experts->bias;
+    }
+  }
   write_line(row.dump());
 }
 

@@ -3,6 +3,8 @@
 #include "flatshard/core/error.h"
 #include "flatshard/train/option_errors.h"
 
+#include <utility>
+
 namespace flatshard {
 namespace {
 
@@ -13,15 +15,65 @@ void override_with(T& value, const std::optional<U>& key) {
   }
 }
 
+void override_experts(models::ModelConfig& model, const Config& config) {
+  const Config::Model& m = config.model;
+  models::MoeConfig& moe = model.moe;
+  override_with(moe.num_experts, m.num_experts);
+  override_with(moe.experts_per_token, m.experts_per_token);
+  if (model.family == "mixtral") {
+    moe.ffn_dim = 0;  // the model's
+  }
+  override_with(moe.ffn_dim, m.moe_ffn_dim);
+  override_with(moe.shared_experts, m.shared_experts);
+  override_with(moe.dense_layers, m.dense_layers);
+  if (m.router_score != "auto") {
+    moe.router_score = m.router_score == "sigmoid" ? nn::RouterScore::sigmoid
+                                                   : nn::RouterScore::softmax;
+  }
+  override_with(moe.router_normalize, m.router_normalize);
+  override_with(moe.router_scale, m.router_scale);
+  override_with(moe.router_groups, m.router_groups);
+  override_with(moe.router_kept_groups, m.router_kept_groups);
+  moe.router_bias = config.moe.balance_rate > 0;
+}
+
+// Keys that do nothing, or cannot be had, with or without experts.
+void check_experts(const models::ModelConfig& model, const Config& config) {
+  const bool has_experts = model.moe.num_experts > 0;
+  const std::pair<const char*, bool> keys[] = {
+      {"moe.aux_loss", config.moe.aux_loss > 0},
+      {"moe.z_loss", config.moe.z_loss > 0},
+      {"moe.balance_rate", config.moe.balance_rate > 0},
+      {"moe.expert_capacity_factor", config.moe.expert_capacity_factor > 0},
+      {"debug.force_balance", config.debug.force_balance}};
+  for (const auto& [key, is_set] : keys) {
+    FLATSHARD_CHECK(
+        has_experts || !is_set,
+        config,
+        "{} is for models with experts; leave it out, or set "
+        "model.num_experts",
+        key);
+  }
+  FLATSHARD_CHECK(
+      !has_experts || config.cuda_graph.impl == "none",
+      config,
+      "cuda_graph.impl = \"{}\" with experts: how many rows an expert has is "
+      "not known when a graph is recorded; use \"none\"",
+      config.cuda_graph.impl);
+}
+
 }  // namespace
+
+models::MoeOptions moe_options(const Config& config) {
+  return {
+      .aux_loss = config.moe.aux_loss,
+      .z_loss = config.moe.z_loss,
+      .capacity_factor = config.moe.expert_capacity_factor,
+      .force_balance = config.debug.force_balance};
+}
 
 models::ModelConfig model_config(const Config& config) {
   const Config::Model& m = config.model;
-  FLATSHARD_CHECK(
-      m.family == "llama",
-      config,
-      "model.family: expected llama, got '{}'",
-      m.family);
   models::ModelConfig model;
   FLATSHARD_CHECK(
       m.preset.empty() || m.hf_config.empty(),
@@ -48,7 +100,18 @@ models::ModelConfig model_config(const Config& config) {
     model.kv_heads = *m.heads;
     model.head_dim = 0;
     model.max_seq_len = config.training.seq_len;
+    if (m.family != "auto") {
+      model.family = m.family;
+    }
+    model.qk_norm = model.family == "qwen3_moe";
   }
+  FLATSHARD_CHECK(
+      m.family == "auto" || m.family == model.family,
+      config,
+      "model.family: expected {}, which is what model.preset, model.hf_config "
+      "or model.init_from says, or auto, got '{}'",
+      model.family,
+      m.family);
   override_with(model.dim, m.dim);
   override_with(model.layers, m.layers);
   override_with(model.heads, m.heads);
@@ -60,6 +123,9 @@ models::ModelConfig model_config(const Config& config) {
   override_with(model.rope_theta, m.rope_theta);
   override_with(model.norm_eps, m.norm_eps);
   override_with(model.tie_embeddings, m.tie_embeddings);
+  override_with(model.qk_norm, m.qk_norm);
+  override_experts(model, config);
+  check_experts(model, config);
   model.validate();
   FLATSHARD_CHECK(
       config.training.seq_len <= model.max_seq_len,

@@ -124,7 +124,8 @@ RunCheckpoints::RunCheckpoints(const Config& config, Parts parts)
           parts_.optimizer,
           CheckpointOptions{
               .folder = folder_,
-              .keep_latest = config_.checkpoint.keep_latest_k});
+              .keep_latest = config_.checkpoint.keep_latest_k,
+              .whole_tensors = parts_.buffers});
     });
   }
 }
@@ -140,7 +141,9 @@ std::map<std::string, std::string> RunCheckpoints::state() const {
 }
 
 void RunCheckpoints::load(std::int64_t step) {
-  LoadOptions options{.exclude = split_list(config_.checkpoint.exclude)};
+  LoadOptions options{
+      .exclude = split_list(config_.checkpoint.exclude),
+      .whole_tensors = parts_.buffers};
   const bool without_optimizer = take(options.exclude, kOptimizerWord);
   const bool without_loader = take(options.exclude, kLoaderWord);
   const fs::path path = step_folder(folder_, step);

@@ -32,6 +32,7 @@ class RunCheckpoints {
     std::vector<ParamGroup*> groups;
     Optimizer* optimizer = nullptr;
     data::Loader* loader = nullptr;
+    std::vector<WholeTensor> buffers;  ///< of the model
   };
 
   /// Collective when checkpoints are to be written.

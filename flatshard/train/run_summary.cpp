@@ -29,6 +29,14 @@ std::string memory_table(const RunSummary& summary) {
   return to_string(rows, host_rows);
 }
 
+std::string active_text(const models::ModelConfig& model) {
+  return model.moe.num_experts == 0
+             ? ""
+             : fmt::format(
+                   ", {} of them active for a token",
+                   with_commas(models::num_active_parameters(model)));
+}
+
 }  // namespace
 
 std::string to_string(const RunSummary& summary) {
@@ -54,9 +62,11 @@ std::string to_string(const RunSummary& summary) {
         fmt::format("config: changed since the run's last start\n{}", changed));
   }
   parts.push_back(fmt::format(
-      "model: {} parameters; {} ranks of {}; strategy {}; copy engines {}; {} "
+      "model: {} parameters{}; {} ranks of {}; strategy {}; copy engines {}; "
+      "{} "
       "microbatches per step",
       with_commas(models::num_parameters(summary.model)),
+      active_text(summary.model),
       summary.mesh.size(),
       summary.mesh.device().is_cuda() ? "GPU" : "CPU",
       strategy_name(config),

@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 
 #include "flatshard/checkpoint/dtypes.h"
+#include "flatshard/checkpoint/owned_runs.h"
 #include "flatshard/checkpoint/weights_file.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/mapped_file.h"
@@ -31,16 +32,38 @@ bool is_newer(const fs::path& checkpoint, const fs::path& weights) {
          fs::last_write_time(weights);
 }
 
+/// Fills `out` with entries one after another.
+/// @param read_one  (entry, tensor of its shape) fills the tensor.
+template <class ReadOne>
+void read_entries(
+    const std::vector<StoredEntry>& entries,
+    const at::Tensor& out,
+    ReadOne&& read_one) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor flat = out.detach().view({-1});
+  std::int64_t done = 0;
+  for (const StoredEntry& entry : entries) {
+    read_one(entry, flat.narrow(0, done, entry.numel()).view(entry.shape));
+    done += entry.numel();
+  }
+}
+
 StoredModel of_run(const fs::path& run) {
   const Config config = load_config(run / kRunConfig);
   const auto file = std::make_shared<WeightsFile>(run / kRunWeights);
+  const models::ModelConfig shape = model_config(config);
   return {
-      .shape = model_config(config),
+      .shape = shape,
       .what = (run / kRunWeights).string(),
       .compute = config.precision.compute,
       .read =
-          [file](const std::string& name, const at::Tensor& out) {
-            file->read(models::to_hf_name(name), out);
+          [file, shape](const std::string& name, const at::Tensor& out) {
+            read_entries(
+                models::hf_entries(shape, name, out.sizes().vec()),
+                out,
+                [&](const StoredEntry& entry, const at::Tensor& part) {
+                  file->read(entry.name, part);
+                });
           },
       .corpus = tokenizer_corpus(config)};
 }
@@ -61,30 +84,40 @@ StoredModel of_checkpoint(const fs::path& folder) {
       .corpus = tokenizer_corpus(config)};
 }
 
+void read_hf_tensor(
+    const HfFolder& weights,
+    const std::string& name,
+    const at::Tensor& out) {
+  const auto found = weights.find(name);
+  FLATSHARD_CHECK(
+      out.sizes() == at::IntArrayRef(found.entry->shape),
+      format,
+      "{}: tensor '{}': expected shape [{}], got [{}]",
+      found.file->path().string(),
+      found.entry->name,
+      fmt::join(out.sizes(), ", "),
+      fmt::join(found.entry->shape, ", "));
+  const at::Tensor host = at::empty(
+      found.entry->shape,
+      scalar_type(found.entry->dtype, found.entry->name));
+  found.read(0, {static_cast<std::byte*>(host.data_ptr()), host.nbytes()});
+  out.copy_(host);
+}
+
 StoredModel of_hf_folder(const fs::path& folder) {
   const auto weights = std::make_shared<HfFolder>(folder);
+  const models::ModelConfig shape = models::from_hf_json(folder / kHfConfig);
   return {
-      .shape = models::from_hf_json(folder / kHfConfig),
+      .shape = shape,
       .what = folder.string(),
       .read =
-          [weights](const std::string& name, const at::Tensor& out) {
-            const at::NoGradGuard no_grad;
-            const auto found = weights->find(models::to_hf_name(name));
-            FLATSHARD_CHECK(
-                out.sizes() == at::IntArrayRef(found.entry->shape),
-                format,
-                "{}: tensor '{}': expected shape [{}], got [{}]",
-                found.file->path().string(),
-                found.entry->name,
-                fmt::join(out.sizes(), ", "),
-                fmt::join(found.entry->shape, ", "));
-            const at::Tensor host = at::empty(
-                found.entry->shape,
-                scalar_type(found.entry->dtype, found.entry->name));
-            found.read(
-                0,
-                {static_cast<std::byte*>(host.data_ptr()), host.nbytes()});
-            out.copy_(host);
+          [weights, shape](const std::string& name, const at::Tensor& out) {
+            read_entries(
+                models::hf_entries(shape, name, out.sizes().vec()),
+                out,
+                [&](const StoredEntry& entry, const at::Tensor& part) {
+                  read_hf_tensor(*weights, entry.name, part);
+                });
           },
       .hf_folder = folder};
 }
@@ -156,10 +189,14 @@ at::Tensor read_weight(
     const Manifest& manifest,
     const std::string& name,
     int num_threads) {
-  const auto& weights = manifest.tensors.at(std::string(kWeightRole));
-  const auto found = weights.find(name);
+  const auto* tensors = &manifest.tensors.at(std::string(kWeightRole));
+  const auto buffers = manifest.tensors.find(std::string(kBufferRole));
+  if (!tensors->contains(name) && buffers != manifest.tensors.end()) {
+    tensors = &buffers->second;
+  }
+  const auto found = tensors->find(name);
   FLATSHARD_CHECK(
-      found != weights.end(),
+      found != tensors->end(),
       format,
       "{}: expected the parameter '{}', which is missing",
       folder.string(),

@@ -40,8 +40,9 @@ Config checkpoint_config(
 /// data.train; empty when all are random tokens.
 std::string tokenizer_corpus(const Config& config);
 
-/// A weight of a checkpoint as it is stored, whole, checked by its digests.
-/// @param name  the parameter's name.
+/// A weight or buffer of a checkpoint as it is stored, whole, checked by its
+/// digests.
+/// @param name  the parameter's name, or the buffer's.
 at::Tensor read_weight(
     const std::filesystem::path& folder,
     const Manifest& manifest,
@@ -55,7 +56,8 @@ struct StoredModel {
   std::string what;                 ///< for users: where the weights come from
   bool is_latest = false;           ///< a checkpoint that the path did not name
   std::string compute = "float32";  ///< the dtype that it computed in
-  /// Fills `out` (any float dtype and device) with a parameter, by its name.
+  /// Fills `out` (any float dtype and device) with a parameter or a router's
+  /// bias, by its name.
   std::function<void(const std::string& name, const at::Tensor& out)> read;
   std::string corpus;               ///< whose tokenizer it knows; may be empty
   std::filesystem::path hf_folder;  ///< empty: none

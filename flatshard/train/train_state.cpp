@@ -6,6 +6,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/diagnostics/memory_table.h"
 #include "flatshard/train/float8.h"
+#include "flatshard/train/model_config.h"
 #include "flatshard/train/number_text.h"
 #include "flatshard/train/optimizer.h"
 #include "flatshard/train/parallelism.h"
@@ -45,7 +46,11 @@ TrainState make_train_state(
       model,
       models::LlamaOptions{
           .activation_checkpoint = models::parse_activation_checkpoint(
-              config.activation_checkpoint.mode)});
+              config.activation_checkpoint.mode),
+          .moe = moe_options(config)});
+  for (const models::RouterOf& of : state.model->routers()) {
+    of.router->make_bias(mesh->device());
+  }
   state.copy_engines = choose_copy_engines(config, *mesh);
   FullyShardOptions options = shard_options(config, state.copy_engines);
   options.group.grads_in_reduce_dtype = num_microbatches == 1;

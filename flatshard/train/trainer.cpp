@@ -110,6 +110,7 @@ std::optional<Trainer::TrainedStep> Trainer::train_step(
   runtime.exposed_waits().measure(logged);
   runtime.set_step(step);
   meter_->begin_step();
+  experts_->begin_step(logged);
   meter_->data([&] { batches_->load_next(); });
   const at::Tensor loss = microbatches_->forward_backward();
   diagnostics_->spoil_gradient(step);
@@ -120,10 +121,12 @@ std::optional<Trainer::TrainedStep> Trainer::train_step(
   const bool accepted = meter_->device_wait(
       [&] { return guard_->accepts(step, clip.norm, logged); });
   if (!accepted) {
+    experts_->discard_step();
     return std::nullopt;
   }
   const double lr = schedule_.lr(step - 1);
   checkpoints_->before_update();
+  experts_->end_step(logged);
   optimizer.step(lr, clip.scale);
   optimizer.zero_grad();
   diagnostics_->check_weights(optimizer);
@@ -159,6 +162,7 @@ void Trainer::log_step(std::int64_t step, const TrainedStep& trained) {
       .grad_norm = trained.norm.item<double>(),
       .lr = trained.lr,
       .exposed_comm_ms = state_.runtime->exposed_waits().wait_and_take_ms()};
+  metrics.experts = experts_->metrics();
   meter_->measure(metrics);
   const MemoryStats memory = memory_stats(device_);
   metrics.memory_allocated_bytes = memory.allocated_bytes;
@@ -245,7 +249,8 @@ void Trainer::save_model() {
         {groups.begin(), groups.end()},
         path,
         {{"format", "pt"}},
-        models::to_hf_name);
+        models::hf_entries_of(model_config_),
+        experts_->buffers());
   });
   if (output_) {
     output_->print(fmt::format("saved {}", path.string()));

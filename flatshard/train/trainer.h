@@ -8,6 +8,7 @@
 #include "flatshard/train/batches.h"
 #include "flatshard/train/config.h"
 #include "flatshard/train/evaluation.h"
+#include "flatshard/train/expert_loads.h"
 #include "flatshard/train/microbatches.h"
 #include "flatshard/train/nonfinite_guard.h"
 #include "flatshard/train/profile_report.h"
@@ -116,6 +117,7 @@ class Trainer {
   RunStart start_;
   std::optional<SignalRequests> requests_;
   std::optional<RunCheckpoints> checkpoints_;  ///< ends before what it saves
+  std::optional<ExpertLoads> experts_;
   std::optional<Batches> batches_;
   std::optional<Microbatches> microbatches_;
   std::optional<Evaluation> evaluation_;  ///< unset: no validation

@@ -100,13 +100,15 @@ void Trainer::build(std::vector<ValidationSet> validation_sets) {
       loader_.num_microbatches(mesh_->size(), t.local_batch_size);
   state_ = make_train_state(config_, model_config_, mesh_, num_microbatches);
   diagnostics_.emplace(config_, state_.runtime, mesh_->rank(), output);
+  experts_.emplace(config_, state_.model, mesh_);
   checkpoints_.emplace(
       config_,
       RunCheckpoints::Parts{
           .mesh = mesh_,
           .groups = state_.runtime->all_groups(),
           .optimizer = state_.optimizer.get(),
-          .loader = &loader_});
+          .loader = &loader_,
+          .buffers = experts_->buffers()});
   batches_.emplace(config_, mesh_, loader_);
   microbatches_.emplace(
       state_.model,
@@ -166,7 +168,7 @@ void Trainer::load_weights(bool resume) {
       init_weights(
           config_.model.init_from,
           state_.runtime->all_groups(),
-          models::to_hf_name);
+          models::hf_entries_of(model_config_));
     });
     if (output_) {
       log_info("took the weights of {}", config_.model.init_from);

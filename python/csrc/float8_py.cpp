@@ -1,9 +1,12 @@
 #include "flatshard/core/error.h"
+#include "flatshard/float8/matmul.h"
 #include "flatshard/float8/quantize.h"
 #include "python/csrc/bind.h"
+#include "python/csrc/py_unit.h"
 
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace flatshard::python {
 namespace {
@@ -55,6 +58,32 @@ at::Tensor dequantize(
       {.axis = axis_of(axis), .transpose = transpose, .dtype = dtype});
 }
 
+GatherParts gather_parts_of(const std::string& name) {
+  FLATSHARD_CHECK(
+      name == "unit" || name == "recomputed" || name == "module",
+      config,
+      "gather_parts: expected 'unit', 'recomputed' or 'module', got '{}'",
+      name);
+  return name == "unit"     ? GatherParts::unit
+         : name == "module" ? GatherParts::module
+                            : GatherParts::recomputed;
+}
+
+PyUnit::Float8 make_format(
+    const std::string& recipe,
+    bool stored_columns,
+    const std::string& gather_parts,
+    bool emulate) {
+  const GatherParts parts = gather_parts_of(gather_parts);
+  return {
+      .format =
+          {.recipe = float8::recipe_of(recipe),
+           .stored_columns = stored_columns,
+           .cut_in_parts = parts != GatherParts::unit,
+           .emulate = emulate},
+      .gather_parts = parts};
+}
+
 }  // namespace
 
 void bind_float8(py::module_& m) {
@@ -91,6 +120,32 @@ void bind_float8(py::module_& m) {
       NoGil(),
       py::arg("scales"));
   m.def("float8_transpose", &float8::transpose_bytes, NoGil(), py::arg("data"));
+  m.def(
+      "float8_multiplies",
+      [](const std::string& recipe, at::Device device) {
+        return float8::multiplies(float8::recipe_of(recipe), device);
+      },
+      py::arg("recipe"),
+      py::arg("device"),
+      "Whether the device multiplies the recipe in FP8.");
+  py::class_<PyUnit::Float8>(
+      m,
+      "Float8Format",
+      "How the weights of a unit are FP8.")
+      .def(
+          py::init(&make_format),
+          py::kw_only(),
+          py::arg("recipe"),
+          py::arg("stored_columns"),
+          py::arg("gather_parts"),
+          py::arg("emulate"))
+      .def(
+          "why_not",
+          [](const PyUnit::Float8& self,
+             const std::vector<std::int64_t>& shape) {
+            return self.format.why_not(shape);
+          },
+          "Why a weight of this shape cannot be FP8; empty: it can.");
 }
 
 }  // namespace flatshard::python

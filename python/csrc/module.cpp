@@ -12,6 +12,7 @@ PYBIND11_MODULE(_C, m) {
   bind_errors(m);
   bind_comm(m);
   bind_unit(m);
+  bind_runtime(m);
   bind_optim(m);
   bind_checkpoint(m);
   bind_float8(m);

@@ -36,9 +36,12 @@ PyUnit::PyUnit(
     const std::vector<Member>& members,
     const std::shared_ptr<Mesh>& mesh,
     Options options)
-    : grads_in_place_(options.grads_in_place) {
+    : grads_in_place_(options.grads_in_place || options.float8.has_value()) {
   std::vector<GroupParameter> list;
-  for (const auto& [name, whole, values, reduce_dtype] : members) {
+  if (options.float8) {
+    gather_parts_ = options.float8->gather_parts;
+  }
+  for (const auto& [name, whole, values, reduce_dtype, is_float8] : members) {
     const at::ScalarType own = values.scalar_type();
     const auto shape = values.sizes().vec();
     ParameterPlacement placement{.granularity = options.granularity};
@@ -59,6 +62,8 @@ PyUnit::PyUnit(
                  .reduce = dtype_of(reduce_dtype),
                  .main_params = own,
                  .main_grads = own},
+         .float8 = is_float8 ? std::optional(options.float8.value().format)
+                             : std::nullopt,
          .init = InitSpec::zeros(),
          .values = values.is_meta() ? at::Tensor() : values.detach(),
          .tensor = whole});
@@ -183,6 +188,7 @@ std::unique_ptr<Unit> PyUnit::adopt(UnitId id) {
       std::move(contents_.groups),
       std::move(contents_.parameters));
   unit->set_writes_in_place(grads_in_place_);
+  unit->set_gather_parts(gather_parts_);
   return unit;
 }
 

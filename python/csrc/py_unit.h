@@ -16,9 +16,16 @@ namespace flatshard::python {
 /// Parameters have the order of `Unit::parameters`.
 class PyUnit {
  public:
-  /// Name, the tensor that modules compute with, its values, and the
-  /// torch.dtype of its gradients on the wire.
-  using Member = std::tuple<std::string, at::Tensor, at::Tensor, py::object>;
+  /// Name, the tensor that modules compute with, its values, the torch.dtype
+  /// of its gradients on the wire, and whether it is gathered as FP8.
+  using Member =
+      std::tuple<std::string, at::Tensor, at::Tensor, py::object, bool>;
+
+  /// How weights are FP8, as Python's Float8Policy says it.
+  struct Float8 {
+    Float8Format format;
+    GatherParts gather_parts = GatherParts::recomputed;
+  };
 
   struct Options {
     std::string strategy;  ///< see Strategy::named
@@ -34,6 +41,8 @@ class PyUnit {
     bool grads_in_place = false;
     /// Those of the peers read compute weights, which are kept for it.
     bool copy_engines = false;
+    /// Of the members that are FP8.
+    std::optional<Float8> float8;
   };
 
   PyUnit(
@@ -99,6 +108,7 @@ class PyUnit {
   std::string name_ = "unit";
   bool adopted_ = false;
   bool grads_in_place_;
+  GatherParts gather_parts_ = GatherParts::recomputed;
   Released<Runtime> runtime_;  ///< owns the groups once adopted
 };
 

@@ -52,6 +52,7 @@ class UnitOptions:
         pin_memory: bool,
         grads_in_place: bool,
         copy_engines: bool,
+        float8: Float8Format | None,
     ) -> None: ...
 
 class Unit:
@@ -59,7 +60,7 @@ class Unit:
 
     def __init__(
         self,
-        members: Sequence[tuple[str, torch.Tensor, torch.Tensor, torch.dtype]],
+        members: Sequence[tuple[str, torch.Tensor, torch.Tensor, torch.dtype, bool]],
         mesh: Mesh,
         options: UnitOptions,
     ) -> None: ...
@@ -254,6 +255,21 @@ def float8_dequantize(
 def float8_amax(tensor: torch.Tensor) -> torch.Tensor: ...
 def float8_swizzle_mx_scales(scales: torch.Tensor) -> torch.Tensor: ...
 def float8_transpose(data: torch.Tensor) -> torch.Tensor: ...
+def float8_multiplies(recipe: str, device: torch.device) -> bool: ...
+
+class Float8Format:
+    """How the weights of a unit are FP8."""
+
+    def __init__(
+        self,
+        *,
+        recipe: str,
+        stored_columns: bool,
+        gather_parts: str,
+        emulate: bool,
+    ) -> None: ...
+    def why_not(self, shape: Sequence[int]) -> str: ...
+
 def latest_checkpoint(folder: str) -> int | None: ...
 def describe_checkpoint(folder: str) -> dict[str, object]: ...
 def load_checkpoint(

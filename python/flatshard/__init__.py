@@ -28,6 +28,12 @@ _load_core()
 
 from flatshard import _C, checkpoint, diagnostics, float8, optim  # noqa: E402
 from flatshard._C import ConfigError, Error  # noqa: E402
+from flatshard.float8_policy import (  # noqa: E402
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8Policy,
+    MXFP8BlockScaling,
+)
 from flatshard.fully_shard import FSDPModule, fully_shard  # noqa: E402
 from flatshard.graphed_callables import make_graphed_callables  # noqa: E402
 from flatshard.graphs import cuda_graph_stats  # noqa: E402
@@ -50,6 +56,10 @@ __all__ = [
     "ConfigError",
     "Error",
     "FSDPModule",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Float8Policy",
+    "MXFP8BlockScaling",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "UnshardHandle",

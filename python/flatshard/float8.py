@@ -9,8 +9,17 @@ The CPU and CUDA give the same bytes. docs/float8.md has the recipes.
 import torch
 
 from flatshard import _C
+from flatshard.float8_report import Float8Report, describe
 
-__all__ = ["amax", "dequantize", "quantize", "swizzle_mx_scales", "transpose"]
+__all__ = [
+    "Float8Report",
+    "amax",
+    "dequantize",
+    "describe",
+    "quantize",
+    "swizzle_mx_scales",
+    "transpose",
+]
 
 
 def quantize(

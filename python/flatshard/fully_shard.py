@@ -6,6 +6,8 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from flatshard import _C
+from flatshard.float8_linear import make_float8
+from flatshard.float8_policy import check_policy, choose_weights
 from flatshard.graph_checks import check_cuda_graph
 from flatshard.linear import write_grads_in_place
 from flatshard.mesh import DeviceMesh, core_mesh, default_device_mesh, device_of
@@ -53,6 +55,7 @@ def fully_shard(
     cuda_graph=False,
     slots_on_demand=None,
     check_same_values=True,
+    fp8=None,
     dp_mesh_dims=None,
 ):
     """Shards the parameters of `module` that no inner call has sharded yet.
@@ -107,6 +110,10 @@ def fully_shard(
         check_same_values: the first forward compares a digest of what the ranks of the
             mesh had here, but for parameters on the meta device or written since, and
             raises RuntimeError where they differ. False: they may, on purpose.
+        fp8: Float8Policy: weights of the nn.Linear that this call shards (not of
+            subclasses) are gathered and multiplied as FP8, beside mp_policy's
+            param_dtype=torch.bfloat16. Other code must not read them in the forward;
+            flatshard.float8.describe says which they are. None: none.
         dp_mesh_dims: None; FSDP2's, for parameters that are DTensors already, is
             refused.
 
@@ -130,6 +137,7 @@ def fully_shard(
     name = _strategy_name(strategy, outer, device_mesh)
     shown_mesh = _shown_mesh(outer, device_mesh)
     mp_policy = _mixed_precision(mp_policy)
+    check_policy(fp8, cuda_graph)
     offload = _offload(offload_policy)
     _refuse_unsupported(reshard_after_forward)
     if cuda_graph:
@@ -152,12 +160,20 @@ def fully_shard(
     found = collect_parameters(modules, owned, ignored)
     for tensor, full_name, _ in found:
         _check_placement(shard_placement_fn, tensor, full_name)
+    reasons = choose_weights(
+        fp8, found, mp_policy.param_dtype, device_of(device_mesh)
+    )
     _move_buffers(owned, device_mesh)
 
     parameters, members = [], []
-    for tensor, full_name, sites in found:
+    for (tensor, full_name, sites), reason in zip(found, reasons):
         p = Parameter(
-            sites, whole_parameter(tensor), on_meta=tensor.is_meta, label=full_name
+            sites,
+            whole_parameter(tensor),
+            on_meta=tensor.is_meta,
+            label=full_name,
+            float8=not reason,
+            why_not_float8=reason,
         )
         if check_same_values and device_mesh.size() > 1 and not tensor.is_meta:
             p.digest = digest(tensor)
@@ -165,7 +181,7 @@ def fully_shard(
         reduce_dtype = mp_policy.reduce_dtype or default_reduce_dtype(
             mp_policy.param_dtype, tensor.dtype
         )
-        members.append((full_name, p.whole, tensor.detach(), reduce_dtype))
+        members.append((full_name, p.whole, tensor.detach(), reduce_dtype, p.float8))
     unit = _C.Unit(
         members=members,
         mesh=core,
@@ -179,6 +195,7 @@ def fully_shard(
             # A graph writes them where they are reduced.
             grads_in_place=grads_in_place or cuda_graph,
             copy_engines=copy_engines,
+            float8=fp8.core() if fp8 else None,
         ),
     )
     members.clear()
@@ -189,6 +206,7 @@ def fully_shard(
         device_mesh=shown_mesh,
         parameters=parameters,
         mp_policy=mp_policy,
+        fp8=fp8,
         prefetch=prefetch,
         copy_engines=copy_engines,
         cuda_graph=cuda_graph,
@@ -199,6 +217,7 @@ def fully_shard(
         initialized=not any(p.on_meta for p in parameters),
     )
     state.make_shards()
+    make_float8(state)
     if grads_in_place:
         write_grads_in_place(owned, state)
     for tensor, full_name, _ in found:

@@ -51,10 +51,16 @@ def _before_load(unit, module, state_dict, prefix, local_metadata, *_):
     if state is None:
         return  # the wrapped module is gone, and this one is not
     state.loads_by_assign = local_metadata.get("assign_to_params_buffers", False)
-    if state.loads_by_assign:
-        return
     for name, parameter in module._parameters.items():
         value = state_dict.get(prefix + name)
+        if state.loads_by_assign:
+            if isinstance(parameter, ShardedTensor) and (kind := _kind(value)):
+                raise NotImplementedError(
+                    f"load_state_dict(assign=True): {prefix + name} is a {kind}, a "
+                    "subclass that the shard would take as a plain tensor; load its "
+                    "plain values"
+                )
+            continue
         if (
             isinstance(parameter, ShardedTensor)
             and isinstance(value, torch.Tensor)
@@ -67,8 +73,17 @@ def _before_load(unit, module, state_dict, prefix, local_metadata, *_):
                 "options=StateDictOptions(full_state_dict=True)), with "
                 "broadcast_from_rank0=True when only rank 0 has it"
             )
-    if any(module is m() for m in unit().modules):
-        unit().initialized = True  # torch need not warn that copies to meta do nothing
+    if not state.loads_by_assign and any(module is m() for m in state.modules):
+        state.initialized = True  # torch need not warn that copies to meta do nothing
+
+
+def _kind(tensor):
+    """The subclass that a tensor, or what a DTensor holds, is; "" for plain ones."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
+    plain = (torch.Tensor, nn.Parameter)
+    is_other = isinstance(tensor, torch.Tensor) and type(tensor) not in plain
+    return type(tensor).__name__ if is_other else ""
 
 
 def _after_load(unit, module, incompatible_keys):
@@ -177,6 +192,11 @@ def _check_taken(p, found, name, kept):
     if type(found) not in (DTensor, ShardedTensor):
         kind = "plain tensor" if type(found) is nn.Parameter else type(found).__name__
         raise ValueError(f"{what}a {kind}, expected a DTensor{remedy}")
+    if kind := _kind(found):
+        raise NotImplementedError(
+            f"{what}a DTensor of a {kind}, a subclass that the shard would take as a "
+            f"plain tensor{remedy}"
+        )
     wanted = ["Shard(0)" if s.is_shard() else "Replicate()" for s in p.shard.placements]
     for attribute, a, b, fits in (
         ("shape", tuple(found.shape), tuple(p.shard.shape), None),

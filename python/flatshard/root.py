@@ -92,6 +92,11 @@ class Root:
                     f"cuda_graph is not supported in a model with CPUOffloadPolicy, "
                     f"which unit {unit.name} has"
                 )
+            if has_graphs and unit.fp8 is not None:
+                raise NotImplementedError(
+                    "cuda_graph is not supported in a model with FP8 weights, which "
+                    f"unit {unit.name} may have (fp8); leave one of them out"
+                )
             if unit.root is not None:
                 raise RuntimeError(
                     f"unit {unit.name} ran, or was unsharded, before as part of a "
@@ -214,7 +219,15 @@ def _names(p, module_names):
 def _name_released(parameters):
     """What reading a whole parameter says while it has no memory."""
     for p in parameters:
-        if p.whole.numel():
+        if p.float8:
+            torch._C._set_storage_data_ptr_access_error_msg(
+                p.whole.untyped_storage()._cdata,
+                f"parameter {p.names[0]} is held in FP8 and has no values that can be "
+                "read: only the forward of its nn.Linear computes with it. Leave it out "
+                "by Float8Policy's module_filter_fn if other code reads it; shards are "
+                "in parameters(), outside of a forward",
+            )
+        elif p.whole.numel():
             torch._C._set_storage_data_ptr_access_error_msg(
                 p.whole.untyped_storage()._cdata,
                 f"parameter {p.names[0]} is released: it is whole only while its "

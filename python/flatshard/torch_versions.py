@@ -3,6 +3,8 @@
 Each name says what it hides. Which versions were tried is in docs/python.md.
 """
 
+import functools
+
 import torch
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -14,3 +16,13 @@ def default_reduce_dtype(param_dtype, dtype):
     if VERSION < (2, 15) and param_dtype is not None:
         return param_dtype
     return dtype
+
+
+@functools.cache
+def register_effect(operator):
+    """torch.compile neither leaves calls of it out nor joins two of them."""
+    # Imported here: it takes a second.
+    from torch.library import _register_effectful_op
+    from torch._library.effects import EffectType
+
+    _register_effectful_op(operator, EffectType.ORDERED)

@@ -65,6 +65,8 @@ class Parameter:
     on_meta: bool = False
     digest: torch.Tensor | None = None  # of the whole values, see same_values.py
     label: str = ""  # its name below the modules given to fully_shard
+    float8: bool = False
+    why_not_float8: str = ""
 
     @property
     def title(self):
@@ -87,6 +89,7 @@ class UnitState:
     device_mesh: object
     parameters: list
     mp_policy: object
+    fp8: object  # Float8Policy or None
     prefetch: int
     copy_engines: bool
     cuda_graph: bool = False
@@ -275,7 +278,7 @@ def _check_parameter(tensor, name):
         raise NotImplementedError(
             f"parameter {name} is a {type(tensor).__name__}, a subclass that sharding "
             "would turn into a plain tensor: put nn.Parameter(its plain values) in its "
-            "place before fully_shard, or name it in ignored_params"
+            f"place before fully_shard, or name it in ignored_params{_instead(tensor)}"
         )
     if tensor.requires_grad and tensor.dtype not in _TRAINABLE:
         raise ValueError(
@@ -283,6 +286,13 @@ def _check_parameter(tensor, name):
             f"{', '.join(map(str, _TRAINABLE))}. Freeze it (requires_grad_(False)), or "
             "name it in ignored_params"
         )
+
+
+def _instead(tensor):
+    library = type(tensor).__module__.split(".")[0]
+    if library not in ("torchao", "transformer_engine"):
+        return ""
+    return f". For FP8 weights give fp8=Float8Policy(...) and not {library}'s"
 
 
 def whole_parameter(tensor):

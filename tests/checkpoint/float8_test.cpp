@@ -30,8 +30,10 @@ const std::vector<GroupCase>& cases() {
   return all;
 }
 
-std::string same(const std::string& name) {
-  return name;
+std::vector<StoredEntry> same(
+    const std::string& name,
+    const std::vector<std::int64_t>& shape) {
+  return {{name, shape}};
 }
 
 // The planes of the same weights, which other initial values take the place of.

@@ -147,12 +147,50 @@ TEST(SaveWeights, RenamesWhatTheFileCallsOtherwise) {
   const TempFolder folder;
   const auto path = folder / "w.safetensors";
   const auto group = make_group(Mesh::single(at::kCPU), "zero3", "a.");
-  save_weights({group.get()}, path, {}, [](const std::string& name) {
-    return "model." + name;
-  });
+  using Shape = std::vector<std::int64_t>;
+  const at::Tensor buffer = at::arange(3, at::kFloat);
+  save_weights(
+      {group.get()},
+      path,
+      {},
+      [](const std::string& name, const Shape& shape) {
+        return std::vector<StoredEntry>{{"model." + name, shape}};
+      },
+      {{"buffer", buffer}});
   const at::Tensor bias = at::empty({33});
   WeightsFile(path).read("model.a.bias", bias);
   EXPECT_TRUE(bias.equal(initial("a.bias", {33})));
+  const at::Tensor again = at::empty({3});
+  WeightsFile(path).read("buffer", again);
+  EXPECT_TRUE(again.equal(buffer));
+}
+
+TEST(SaveWeights, AParameterMayBeSeveralEntries) {
+  const TempFolder folder;
+  const auto path = folder / "model.safetensors";
+  const auto group = make_group(Mesh::single(at::kCPU), "zero3", "a.");
+  using Shape = std::vector<std::int64_t>;
+  // Three rows of 11 instead of 33 elements.
+  const StoredEntriesOf entries_of = [](const std::string& name,
+                                        const Shape& shape) {
+    std::vector<StoredEntry> entries{{name, shape}};
+    if (name == "a.bias") {
+      entries = {{"b.0", {11}}, {"b.1", {2, 5}}, {"b.2", {12}}};
+    }
+    return entries;
+  };
+  save_weights({group.get()}, path, {}, entries_of);
+  const at::Tensor whole = initial("a.bias", {33});
+  const at::Tensor part = at::empty({2, 5});
+  WeightsFile(path).read("b.1", part);
+  EXPECT_TRUE(part.flatten().equal(whole.narrow(0, 11, 10)));
+
+  const auto other = make_group(Mesh::single(at::kCPU), "zero3", "a.");
+  const at::NoGradGuard no_grad;
+  other->weights().main().local().zero_();
+  init_weights(folder.path(), {other.get()}, entries_of);
+  EXPECT_TRUE(
+      other->weights().main().local().equal(group->weights().main().local()));
 }
 
 TEST(WeightsFile, B35_ErrorsNameTensorAndFile) {
@@ -216,9 +254,12 @@ TEST(InitWeights, WaitsForPeersThatCopyWeights) {
     };
     const std::int64_t before = num_fences();
     mesh->world().barrier();
-    init_weights(folder.path(), {&group}, [](const std::string& name) {
-      return name;
-    });
+    init_weights(
+        folder.path(),
+        {&group},
+        [](const std::string& name, const std::vector<std::int64_t>& shape) {
+          return std::vector<StoredEntry>{{name, shape}};
+        });
     mesh->world().barrier();
     EXPECT_GT(num_fences(), before);
   });

@@ -64,11 +64,60 @@ TEST_F(HfConfig, ReadsThetaFromRopeParameters) {
   EXPECT_FALSE(config.rope_scaling.has_value());
 }
 
+std::string moe_json(const std::string& type, const std::string& extra) {
+  return R"({"model_type": ")" + type + R"(",
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 257,
+    "max_position_embeddings": 256, "num_experts_per_tok": 2)" +
+         extra + "}";
+}
+
+TEST_F(HfConfig, ReadsExperts) {
+  ModelConfig mixtral = preset("mixtral_tiny");
+  mixtral.rope_theta = 1e6;  // its class' default
+  EXPECT_EQ(
+      from_hf_json(write(moe_json("mixtral", R"(, "num_local_experts": 4)"))),
+      mixtral);
+  ModelConfig qwen = preset("qwen3_moe_tiny");
+  qwen.rope_theta = 10000;
+  qwen.moe.dense_layers = 1;
+  const std::string qwen_keys = R"(, "num_experts": 8, "head_dim": 32,
+      "moe_intermediate_size": 48, "norm_topk_prob": true)";
+  EXPECT_EQ(
+      from_hf_json(write(
+          moe_json("qwen3_moe", qwen_keys + R"(, "mlp_only_layers": [0])"))),
+      qwen);
+  for (const ModelConfig& config : {mixtral, qwen}) {
+    EXPECT_EQ(from_hf_json(write(to_hf_json(config, "float32"))), config);
+  }
+  const std::string file = path_.string();
+  EXPECT_EQ(
+      message(
+          moe_json("qwen3_moe", qwen_keys + R"(, "mlp_only_layers": [1])"),
+          ErrorCode::config),
+      file + ": expected mlp_only_layers to be the first layers, got [1]; it "
+             "is not supported");
+  EXPECT_EQ(
+      message(
+          moe_json(
+              "mixtral",
+              R"(, "num_local_experts": 4, "sliding_window": 4096)"),
+          ErrorCode::config),
+      file + ": expected sliding_window = null, got 4096; it is not supported");
+  EXPECT_EQ(
+      message(moe_json("deepseek_v3", ""), ErrorCode::config),
+      file + ": model_type 'deepseek_v3' has multi-head latent attention, "
+             "which is not supported");
+  EXPECT_THROW(to_hf_json({.family = "moe"}, "float32"), Error);
+}
+
 TEST_F(HfConfig, ErrorsNameFileAndKey) {
   const std::string file = path_.string();
   EXPECT_EQ(
       message(llama_json(R"(, "model_type": "gpt2")"), ErrorCode::config),
-      file + ": expected model_type 'llama', got 'gpt2'; it is not supported");
+      file + ": expected model_type 'llama', 'mixtral', 'qwen3_moe', got "
+             "'gpt2'; it is "
+             "not supported");
   EXPECT_EQ(
       message(
           llama_json(R"(, "architectures": ["LlamaForQuestionAnswering"])"),
@@ -117,7 +166,8 @@ TEST(ModelConfigErrors, MissingFileAndUnknownPreset) {
     EXPECT_EQ(
         e.message(),
         "expected a model preset, one of llama3_1b, llama3_3b, llama3_8b, "
-        "llama3_70b, llama3_405b, got 'llama9'");
+        "llama3_70b, llama3_405b, mixtral_8x7b, qwen3_30b_a3b, mixtral_tiny, "
+        "qwen3_moe_tiny, got 'llama9'");
   }
 }
 
@@ -132,7 +182,8 @@ TEST(ModelConfigErrors, FieldsAreNamed) {
   };
   EXPECT_EQ(
       message({.family = "gpt2"}),
-      "model.family: expected 'llama', got 'gpt2'; it is not supported");
+      "model.family: expected one of llama, mixtral, qwen3_moe, moe, got "
+      "'gpt2'; it is not supported");
   EXPECT_EQ(
       message({.layers = 0}),
       "model.layers: expected a positive number, got 0");

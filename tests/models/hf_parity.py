@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Llama here and in transformers: the same loss and the same gradients.
+"""Llama, Mixtral and Qwen3-MoE here and in transformers: the same loss and gradients.
 
 transformers makes small random Llamas (grouped heads, tied and untied
-embeddings, Llama-3 rope scaling) and saves them. `flatshard train` starts from
+embeddings, Llama-3 rope scaling) and models with experts, and saves them. `flatshard train` starts from
 each folder (model.init_from) on two ranks and takes one step with learning rate
 zero on a corpus of one sequence; its loss and the norm of every gradient have to
 be those that transformers computes, and LOGITS_PROGRAM (build/tests/llama_logits)
 gives the gradients' elements on one rank. `flatshard export` then writes a folder that
-transformers loads, with identical logits.
+transformers loads, with identical logits, and whose tensors are byte for byte those
+that it began with.
 
 With --gpu instead: the same models, wider, answer in bfloat16 on a GPU. The
 logits of LOGITS_PROGRAM and those of transformers
@@ -81,6 +82,32 @@ CASES = {
             "original_max_position_embeddings": 32,
         },
     },
+    "mixtral": {
+        "family": "Mixtral",
+        "num_key_value_heads": 2,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": None,
+    },
+    "qwen3_moe": {
+        "family": "Qwen3Moe",
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    },
+    "qwen3_moe_not_normalized": {
+        "family": "Qwen3Moe",
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": False,
+    },
 }
 
 
@@ -103,19 +130,58 @@ def compare(what, found, expected, scale):
 
 def make_model(options, **sizes):
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=257,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            max_position_embeddings=256,
-            **sizes,
-            **options,
-        )
+    options = dict(options)
+    family = options.pop("family", "Llama")
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=257,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        **sizes,
+        **options,
     )
+    torch.manual_seed(0)
+    return getattr(transformers, f"{family}ForCausalLM")(config)
+
+
+def norm_of(key, norms):
+    """Of one of our parameters, from the norms of transformers' parameters."""
+    if key == "lm_head.norm.weight":
+        return norms["model.norm.weight"]
+    if key in norms:
+        return norms[key]
+    mixtral = key.replace(".mlp.", ".block_sparse_moe.")
+    if mixtral in norms:
+        return norms[mixtral]
+    # One tensor of all experts here, one for each there.
+    block, what = key.split(".mlp.experts.")
+    ends = {
+        "gate_up_proj": ("gate_proj", "up_proj", "w1", "w3"),
+        "down_proj": ("down_proj", "w2"),
+    }[what]
+    parts = [
+        norm
+        for name, norm in norms.items()
+        if name.startswith(block + ".")
+        and ".experts." in name
+        and name.split(".")[-2] in ends
+    ]
+    return sum(norm**2 for norm in parts) ** 0.5
+
+
+def same_bytes(name, ours, theirs):
+    """The tensors of two folders of weights."""
+    from safetensors.torch import load_file
+
+    ours = load_file(ours / "model.safetensors")
+    theirs = load_file(theirs / "model.safetensors")
+    if set(ours) != set(theirs):
+        sys.exit(f"FAILED {name}: {sorted(ours)} are not {sorted(theirs)}")
+    for key, tensor in theirs.items():
+        if tensor.dtype != ours[key].dtype or not tensor.equal(ours[key]):
+            sys.exit(f"FAILED {name}: {key} was changed on its way")
 
 
 def some_bytes():
@@ -125,13 +191,14 @@ def some_bytes():
 def try_case(program, logits_program, folder, name, options):
     import torch
     from safetensors.torch import load_file
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
     model = make_model(options, hidden_size=64, intermediate_size=112)
     # Larger than its initialization, so that every gradient counts.
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3)
+        for key, parameter in model.named_parameters():
+            if "q_norm" not in key and "k_norm" not in key:
+                parameter.mul_(3)
     model.save_pretrained(folder / name)
 
     text = some_bytes()
@@ -169,11 +236,12 @@ def try_case(program, logits_program, folder, name, options):
         for name, parameter in model.named_parameters()
     }
     largest = max(expected.values())
-    if len(norms) != len(expected):
-        sys.exit(f"FAILED {name}: {sorted(norms)} are not {sorted(expected)}")
+    ours, theirs = (
+        sum(norm**2 for norm in each.values()) ** 0.5 for each in (norms, expected)
+    )
+    compare(f"{name}: all gradients", ours, theirs, theirs)
     for key, norm in norms.items():
-        theirs = "model.norm.weight" if key == "lm_head.norm.weight" else key
-        compare(f"{name}: gradient of {key}", norm, expected[theirs], largest)
+        compare(f"{name}: gradient of {key}", norm, norm_of(key, expected), largest)
 
     (folder / "tokens").write_text(" ".join(map(str, tokens[0].tolist())))
     outputs = [folder / f"{name}-{what}.safetensors" for what in ("logits", "grads")]
@@ -194,7 +262,9 @@ def try_case(program, logits_program, folder, name, options):
 
     exported = folder / f"{name}-exported"
     run(program, "export", "--run", folder / f"{name}-run", "--to", exported)
-    again = LlamaForCausalLM.from_pretrained(exported)
+    if not model.config.tie_word_embeddings:  # the tied one has another name here
+        same_bytes(name, exported, folder / name)
+    again = AutoModelForCausalLM.from_pretrained(exported)
     if not torch.equal(again(tokens[:, :-1]).logits, logits):
         sys.exit(f"FAILED {name}: exported weights give other logits")
     print(
@@ -210,7 +280,7 @@ def rms(tensor):
 def try_logits(program, device, folder, name, options):
     import torch
     from safetensors.torch import load_file
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
     # Heads of 64 elements, which GPUs have kernels for.
     model = make_model(options, hidden_size=256, intermediate_size=448)
@@ -230,7 +300,7 @@ def try_logits(program, device, folder, name, options):
     with torch.no_grad():
         exact = model(tokens).logits[0]
         # Not model.bfloat16(), which would round the rotation's frequencies.
-        theirs = LlamaForCausalLM.from_pretrained(folder / name, dtype=torch.bfloat16)
+        theirs = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.bfloat16)
         theirs = theirs.to(device)(tokens.to(device)).logits[0].float().cpu()
     out = folder / f"{name}.safetensors"
     run(program, folder / name, folder / "tokens", out, device, "bfloat16")

@@ -70,12 +70,24 @@ NamedTensors loss_and_gradients(
   loss.backward();
   NamedTensors result{{"loss", loss}};
   for (const nn::NamedParameter& p : nn::named_parameters(*model)) {
+    const void* mine = p.tensor.grad().const_data_ptr();
     const bool again =
         std::any_of(result.begin(), result.end(), [&](const auto& entry) {
-          return entry.second.is_same(p.tensor.grad());
+          return entry.second.const_data_ptr() == mine;
         });
-    if (!again) {  // a tied one, under its first name
-      result.emplace_back(models::to_hf_name(p.name), p.tensor.grad());
+    if (again) {  // a tied one, under its first name
+      continue;
+    }
+    std::int64_t done = 0;
+    for (const StoredEntry& entry :
+         models::hf_entries(model->config(), p.name, p.tensor.sizes().vec())) {
+      result.emplace_back(
+          entry.name,
+          p.tensor.grad()
+              .reshape({-1})
+              .narrow(0, done, entry.numel())
+              .view(entry.shape));
+      done += entry.numel();
     }
   }
   return result;
@@ -97,7 +109,19 @@ void run(const std::vector<std::string>& arguments) {
       device,
       arguments[4] == "bfloat16" ? at::kBFloat16 : at::kFloat,
       [&](const std::string& name, const InitSpec&, at::Tensor& parameter) {
-        weights.read(models::to_hf_name(name), parameter);
+        std::int64_t done = 0;
+        for (const StoredEntry& entry : models::hf_entries(
+                 model->config(),
+                 name,
+                 parameter.sizes().vec())) {
+          weights.read(
+              entry.name,
+              parameter.detach()
+                  .view({-1})
+                  .narrow(0, done, entry.numel())
+                  .view(entry.shape));
+          done += entry.numel();
+        }
       });
   const at::Tensor tokens = read_tokens(arguments[1]).to(device);
   const at::Tensor logits = models::logits(model, tokens);

@@ -28,7 +28,7 @@ _WITHOUT_COUNTERPART = {
     "preproc_state_dict_for_dcp_ckpt": (True, (False,), ""),
     "average_in_collective": (False, (True,), ""),
     "disable_bucketing": (False, (True,), ""),
-    "keep_fp8_transpose_cache": (False, (), "FP8 is not supported"),
+    "keep_fp8_transpose_cache": (False, (), "use fully_shard(fp8=Float8Policy())"),
     "nccl_ub": (False, (), "NCCL user buffers are not supported"),
     "disable_symmetric_registration": (False, (True,), ""),
     "fsdp_double_buffer": (False, (True,), ""),  # slots have fixed places always

@@ -1,0 +1,30 @@
+#pragma once
+
+#include "flatshard/models/config.h"
+#include "flatshard/nn/linear.h"
+
+#include <cmath>
+
+namespace flatshard::models {
+
+// How a model's matrices are initialized.
+
+inline constexpr float kInitStd = 0.02F;
+
+/// Of projections into the residual stream: its variance then does not grow
+/// with the number of layers.
+inline InitSpec residual_init(const ModelConfig& config) {
+  return InitSpec::normal(
+      0.0F,
+      kInitStd / std::sqrt(2.0F * static_cast<float>(config.layers)));
+}
+
+inline nn::LinearOptions plain_linear() {
+  return {.init = InitSpec::normal(0.0F, kInitStd)};
+}
+
+inline nn::LinearOptions residual_linear(const ModelConfig& config) {
+  return {.init = residual_init(config)};
+}
+
+}  // namespace flatshard::models

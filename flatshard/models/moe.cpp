@@ -1,0 +1,258 @@
+#include "flatshard/models/moe.h"
+
+#include "flatshard/core/error.h"
+#include "flatshard/models/init.h"
+#include "flatshard/nn/recompute.h"
+#include "flatshard/nn/swiglu.h"
+
+#include <ATen/ATen.h>
+
+#include <cmath>
+#include <utility>
+
+namespace flatshard::models {
+namespace {
+
+// DeepSeek-V3 adds it to the sum of sigmoid scores.
+constexpr double kSigmoidEpsilon = 1e-20;
+
+nn::RouterOptions router_options(
+    const MoeConfig& moe,
+    const MoeOptions& options) {
+  return {
+      .experts_per_token = moe.experts_per_token,
+      .score = moe.router_score,
+      .normalize = moe.router_normalize,
+      .epsilon =
+          moe.router_score == nn::RouterScore::sigmoid ? kSigmoidEpsilon : 0.0,
+      .scale = moe.router_scale,
+      .groups = moe.router_groups,
+      .kept_groups = moe.router_kept_groups,
+      .aux_loss = options.aux_loss,
+      .z_loss = options.z_loss};
+}
+
+// A forward that a backward is to follow.
+bool backward_follows() {
+  return at::GradMode::is_enabled() || nn::in_checkpointed_forward();
+}
+
+// sum += value, or value itself.
+void add_to(at::Tensor& sum, const at::Tensor& value) {
+  sum = sum.defined() ? sum.add_(value) : value;
+}
+
+}  // namespace
+
+RouterImpl::RouterImpl(
+    const ModelConfig& config,
+    const MoeOptions& options,
+    nn::LossGradientPtr loss_gradient)
+    : Module("Router"),
+      num_experts_(config.moe.num_experts),
+      has_bias_(config.moe.router_bias),
+      force_balance_(options.force_balance),
+      options_(router_options(config.moe, options)),
+      loss_gradient_(std::move(loss_gradient)) {
+  weight_ = declare_parameter(
+      "weight",
+      {num_experts_, config.dim},
+      InitSpec::normal(0.0F, kInitStd));
+}
+
+void RouterImpl::make_bias(at::Device device) {
+  if (has_bias_) {
+    bias_ = at::zeros(
+        {num_experts_},
+        at::TensorOptions().dtype(at::kFloat).device(device));
+  }
+}
+
+void RouterImpl::update_bias(const at::Tensor& counts, double rate) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor load = counts.to(at::kDouble);
+  bias_.add_((load.mean() - load).sign().to(at::kFloat), rate);
+}
+
+RouterLoad RouterImpl::take_load() {
+  return std::exchange(load_, {});
+}
+
+void RouterImpl::count_kept(const at::Tensor& kept) {
+  add_to(load_.kept, kept.sum(at::kLong));
+}
+
+void RouterImpl::count(const nn::Routing& routing, const at::Tensor& logits) {
+  add_to(load_.counts, routing.counts.to(at::kLong));
+  if (measures_balance_) {
+    add_to(
+        load_.balance,
+        nn::load_balance(logits.detach(), routing.counts, options_));
+    ++load_.measured;
+  }
+}
+
+nn::Routing RouterImpl::forward(
+    const at::Tensor& x,
+    const nn::Routing* chosen) {
+  // Sigmoid scores are compared with a bias that moves by thousandths.
+  const bool wide = options_.score == nn::RouterScore::sigmoid;
+  const at::Tensor logits =
+      (wide ? nn::linear(x.to(at::kFloat), weight_.to(at::kFloat))
+            : nn::linear(x, weight_, {}, {}, context()))
+          .to(at::kFloat);
+  std::optional<nn::Routing> balanced;
+  const bool counts = chosen == nullptr && backward_follows();
+  if (chosen == nullptr && force_balance_) {
+    balanced = nn::balanced_choice(
+        x.size(0),
+        num_experts_,
+        options_.experts_per_token,
+        x.device());
+    chosen = &*balanced;
+  }
+  nn::Routing routing =
+      nn::route(logits, bias_, options_, chosen, loss_gradient_);
+  if (counts) {
+    const at::NoGradGuard no_grad;
+    count(routing, logits);
+  }
+  return routing;
+}
+
+ExpertsImpl::ExpertsImpl(const ModelConfig& config, const MoeOptions& options)
+    : Module("Experts"), exchange_(options.exchange) {
+  const std::int64_t experts = options.local_experts > 0
+                                   ? options.local_experts
+                                   : config.moe.num_experts;
+  const std::int64_t ffn_dim = config.moe.ffn_dim;
+  gate_up_proj_ = declare_parameter(
+      "gate_up_proj",
+      {experts, 2 * ffn_dim, config.dim},
+      InitSpec::normal(0.0F, kInitStd));
+  down_proj_ = declare_parameter(
+      "down_proj",
+      {experts, config.dim, ffn_dim},
+      residual_init(config));
+}
+
+at::Tensor ExpertsImpl::forward(
+    const at::Tensor& x,
+    const at::Tensor& weights,
+    const RoutingRecord& record) {
+  using Way = nn::TokenExchange::Way;
+  const nn::ExchangePlanPtr& plan = record.plan;
+  const nn::Groups groups{plan->ends, plan->groups_per_expert};
+  at::Tensor row_weights = nn::permute_weights(weights, record.permutation);
+  if (!exchange_) {
+    const at::Tensor gate_up = nn::permute_grouped_linear(
+        x,
+        record.permutation,
+        gate_up_proj_,
+        groups,
+        context());
+    return nn::grouped_swiglu_linear(
+        gate_up,
+        row_weights,
+        down_proj_,
+        groups,
+        context());
+  }
+  const at::Tensor rows = nn::exchange_rows(
+      exchange_,
+      plan,
+      Way::dispatch,
+      nn::permute_rows(x, record.permutation));
+  row_weights = nn::exchange_rows(exchange_, plan, Way::dispatch, row_weights);
+  const at::Tensor gate_up =
+      nn::grouped_linear(rows, gate_up_proj_, groups, context());
+  return nn::exchange_rows(
+      exchange_,
+      plan,
+      Way::combine,
+      nn::grouped_swiglu_linear(
+          gate_up,
+          row_weights,
+          down_proj_,
+          groups,
+          context()));
+}
+
+MoeImpl::MoeImpl(
+    const ModelConfig& config,
+    const MoeOptions& options,
+    const nn::LossGradientPtr& loss_gradient)
+    : Module("Moe"),
+      capacity_factor_(options.capacity_factor),
+      exchange_(
+          options.exchange ? options.exchange
+                           : std::make_shared<nn::LocalExchange>()) {
+  FLATSHARD_CHECK(
+      capacity_factor_ >= 0,
+      config,
+      "expert_capacity_factor: expected no less than 0, got {}",
+      capacity_factor_);
+  gate_ = register_module("gate", Router(config, options, loss_gradient));
+  experts_ = register_module("experts", Experts(config, options));
+  if (config.moe.shared_experts == 0) {
+    return;
+  }
+  const std::int64_t width = config.moe.shared_experts * config.moe.ffn_dim;
+  shared_ = register_module(
+      "shared_experts",
+      std::make_shared<nn::Module>("SharedExperts"));
+  shared_gate_ = shared_->register_module(
+      "gate_proj",
+      nn::Linear(config.dim, width, plain_linear()));
+  shared_up_ = shared_->register_module(
+      "up_proj",
+      nn::Linear(config.dim, width, plain_linear()));
+  shared_down_ = shared_->register_module(
+      "down_proj",
+      nn::Linear(width, config.dim, residual_linear(config)));
+}
+
+void MoeImpl::plan(const nn::Routing& routing, RoutingRecord& record) {
+  const bool counts = backward_follows();
+  const at::NoGradGuard no_grad;
+  nn::Routing kept = routing;
+  if (capacity_factor_ > 0) {
+    const double share = static_cast<double>(routing.experts.numel()) /
+                         static_cast<double>(routing.counts.size(0));
+    kept = nn::drop_beyond_capacity(
+        routing,
+        static_cast<std::int64_t>(std::ceil(capacity_factor_ * share)));
+    if (counts) {
+      gate_->count_kept(kept.counts);
+    }
+  }
+  record.permutation = nn::sort_by_expert(kept.experts, kept.counts);
+  record.plan = exchange_->plan(kept.counts, record.permutation.rows());
+  // Its weights belong to the graph of the run that made them.
+  record.routing =
+      nn::Routing{.experts = routing.experts, .counts = routing.counts};
+}
+
+at::Tensor MoeImpl::forward(
+    const at::Tensor& x,
+    const at::Tensor& delta,
+    nn::RmsNormImpl* norm,
+    RoutingRecord* record) {
+  const auto [sum, normed] = nn::call_with_hooks(*norm, x, delta);
+  const at::Tensor rows = normed.reshape({-1, normed.size(-1)});
+  const nn::Routing routing =
+      gate_(rows, record->routing ? &*record->routing : nullptr);
+  if (!record->routing) {
+    plan(routing, *record);
+  }
+  at::Tensor residual = sum.reshape(rows.sizes());
+  if (shared_) {
+    const auto outs = nn::linears(rows, {shared_gate_.get(), shared_up_.get()});
+    residual = nn::swiglu_linear(outs[0], outs[1], *shared_down_, residual);
+  }
+  const at::Tensor out = experts_(rows, routing.weights, *record);
+  return nn::sum_rows_of_tokens(out, record->permutation, residual)
+      .view(sum.sizes());
+}
+
+}  // namespace flatshard::models

@@ -1,0 +1,150 @@
+#pragma once
+
+#include "flatshard/models/config.h"
+#include "flatshard/nn/grouped_linear.h"
+#include "flatshard/nn/linear.h"
+#include "flatshard/nn/module.h"
+#include "flatshard/nn/permute.h"
+#include "flatshard/nn/rms_norm.h"
+#include "flatshard/nn/router.h"
+#include "flatshard/nn/token_exchange.h"
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+namespace flatshard::models {
+
+/// How experts are trained; their shape is ModelConfig's.
+struct MoeOptions {
+  double aux_loss = 0.0;  ///< see nn::route
+  double z_loss = 0.0;
+  /// Above 0: an expert takes at most so many times its even share of a
+  /// microbatch's tokens of this rank. 0: it takes all that come.
+  double capacity_factor = 0.0;
+  bool force_balance = false;  ///< see nn::balanced_choice
+  /// Where tokens go; null: all experts are here.
+  std::shared_ptr<nn::TokenExchange> exchange;
+  /// Experts that this module holds; 0: all.
+  std::int64_t local_experts = 0;
+};
+
+/// What the forward of a layer of experts decided for its tokens. A recompute
+/// is given that of the first run: it must not route again, since scores that
+/// nearly tie may come out the other way and other rows would travel.
+struct RoutingRecord {
+  std::optional<nn::Routing> routing;  ///< before tokens were dropped
+  nn::Permutation permutation;
+  nn::ExchangePlanPtr plan;
+};
+
+/// Hooks of modules see nothing of it: integers have no gradients.
+template <class F>
+void for_each_tensor(const RoutingRecord& /*record*/, F&& /*fn*/) {
+}
+
+/// What a router did since it was last asked. On the router's device.
+struct RouterLoad {
+  at::Tensor counts;          ///< int64 [experts]: how often each was chosen
+  at::Tensor kept;            ///< int64 []: choices that were not dropped
+  at::Tensor balance;         ///< float32 []: sum of nn::load_balance
+  std::int64_t measured = 0;  ///< forwards that balance is the sum of
+};
+
+/// Scores tokens and chooses their experts: parameter weight [experts, dim].
+/// Its bias is no parameter: training moves it by the load, see `update_bias`.
+class RouterImpl : public nn::Module {
+ public:
+  RouterImpl(
+      const ModelConfig& config,
+      const MoeOptions& options,
+      nn::LossGradientPtr loss_gradient);
+  /// @param x       [tokens, dim]
+  /// @param chosen  see nn::route; such a call counts nothing.
+  nn::Routing forward(const at::Tensor& x, const nn::Routing* chosen);
+
+  std::int64_t num_experts() const { return num_experts_; }
+  /// float32 [experts]; undefined for a router without one.
+  const at::Tensor& bias() const { return bias_; }
+  /// Gives a router with a bias memory for it, zeros.
+  void make_bias(at::Device device);
+  /// bias += rate * sign(mean(counts) - counts).
+  /// Source: Wang et al., arXiv:2408.15664.
+  void update_bias(const at::Tensor& counts, double rate);
+
+  /// Whether training forwards measure the load-balancing loss.
+  void set_measures_balance(bool on) { measures_balance_ = on; }
+  /// What training forwards did since the last call; undefined tensors when
+  /// there was none.
+  RouterLoad take_load();
+  /// For the layer: so many choices were kept of its last routing.
+  void count_kept(const at::Tensor& kept);
+
+ private:
+  void count(const nn::Routing& routing, const at::Tensor& logits);
+
+  const std::int64_t num_experts_;
+  const bool has_bias_;
+  const bool force_balance_;
+  const nn::RouterOptions options_;
+  const nn::LossGradientPtr loss_gradient_;
+  bool measures_balance_ = false;
+  RouterLoad load_;
+  at::Tensor weight_;
+  at::Tensor bias_;
+};
+FLATSHARD_MODULE(Router);
+
+/// The experts: parameters gate_up_proj [experts, 2 * ffn_dim, dim], gate
+/// first, and down_proj [experts, dim, ffn_dim].
+class ExpertsImpl : public nn::Module {
+ public:
+  ExpertsImpl(const ModelConfig& config, const MoeOptions& options);
+  /// @param x        [tokens, dim]
+  /// @param weights  float32 [tokens, experts_per_token]
+  /// @return         [tokens * experts_per_token, dim], weighted, in the order
+  ///   of the permutation
+  at::Tensor forward(
+      const at::Tensor& x,
+      const at::Tensor& weights,
+      const RoutingRecord& record);
+
+ private:
+  std::shared_ptr<nn::TokenExchange> exchange_;  ///< null: all are here
+  at::Tensor gate_up_proj_;
+  at::Tensor down_proj_;
+};
+FLATSHARD_MODULE(Experts);
+
+/// A feed-forward part of experts: h + shared(norm(h)) + the weighted sum of
+/// the chosen experts' results. Modules gate, experts, shared_experts.
+class MoeImpl : public nn::Module {
+ public:
+  MoeImpl(
+      const ModelConfig& config,
+      const MoeOptions& options,
+      const nn::LossGradientPtr& loss_gradient);
+  /// @param x, delta  [batch, seq, dim], h = x + delta; delta may be undefined
+  /// @param record    of this call; filled by its first run.
+  at::Tensor forward(
+      const at::Tensor& x,
+      const at::Tensor& delta,
+      nn::RmsNormImpl* norm,
+      RoutingRecord* record);
+
+  RouterImpl& router() { return *gate_; }
+
+ private:
+  /// What the choice means for rows, in `record`.
+  void plan(const nn::Routing& routing, RoutingRecord& record);
+
+  const double capacity_factor_;
+  std::shared_ptr<nn::TokenExchange> exchange_;
+  Router gate_{nullptr};
+  Experts experts_{nullptr};
+  std::shared_ptr<nn::Module> shared_;
+  nn::Linear shared_gate_{nullptr}, shared_up_{nullptr}, shared_down_{nullptr};
+};
+FLATSHARD_MODULE(Moe);
+
+}  // namespace flatshard::models

@@ -1,0 +1,362 @@
+#include <algorithm>
+
+#include "flatshard/nn/kernels/common.cuh"
+#include "flatshard/nn/kernels/moe.h"
+#include "flatshard/nn/kernels/swiglu.cuh"
+
+namespace flatshard::nn::kernels {
+namespace {
+
+constexpr int kRowThreads = 256;
+constexpr unsigned kWholeWarp = 0xffffffffU;
+
+__global__ void count_experts_kernel(
+    const std::int32_t* experts,
+    std::int64_t pairs,
+    int num_experts,
+    std::int32_t* counts) {
+  extern __shared__ std::int32_t found[];
+  for (int e = threadIdx.x; e < num_experts; e += blockDim.x) {
+    found[e] = 0;
+  }
+  __syncthreads();
+  const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
+  for (std::int64_t i =
+           static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+       i < pairs;
+       i += stride) {
+    const std::int32_t e = experts[i];
+    if (e >= 0 && e < num_experts) {
+      atomicAdd(found + e, 1);  // integers: any order gives the same
+    }
+  }
+  __syncthreads();
+  for (int e = threadIdx.x; e < num_experts; e += blockDim.x) {
+    if (found[e] != 0) {
+      atomicAdd(counts + e, found[e]);
+    }
+  }
+}
+
+// bases[block][e]: how many pairs of the block go to e.
+__global__ void sort_count_kernel(SortByExpert args) {
+  extern __shared__ std::int32_t found[];
+  const int n = static_cast<int>(args.num_experts) + 1;
+  for (int e = threadIdx.x; e < n; e += blockDim.x) {
+    found[e] = 0;
+  }
+  __syncthreads();
+  const std::int64_t pair =
+      static_cast<std::int64_t>(blockIdx.x) * kSortPairs + threadIdx.x;
+  if (pair < args.pairs) {
+    atomicAdd(found + args.experts[pair], 1);
+  }
+  __syncthreads();
+  std::int32_t* row = args.bases + static_cast<std::int64_t>(blockIdx.x) * n;
+  for (int e = threadIdx.x; e < n; e += blockDim.x) {
+    row[e] = found[e];
+  }
+}
+
+__device__ inline int warp_inclusive_sum(int v, int lane) {
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const int other = __shfl_up_sync(kWholeWarp, v, offset);
+    v += lane >= offset ? other : 0;
+  }
+  return v;
+}
+
+// bases[block][e]: the row of the block's first pair of e. One warp for each e.
+__global__ void sort_scan_kernel(SortByExpert args, int blocks) {
+  const int e = blockIdx.x;
+  const int lane = threadIdx.x;
+  const int n = static_cast<int>(args.num_experts) + 1;
+  int begin = 0;
+  for (int i = lane; i < e; i += 32) {
+    begin += args.counts[i];
+  }
+  begin = __reduce_add_sync(kWholeWarp, begin);
+  for (int from = 0; from < blocks; from += 32) {
+    const int block = from + lane;
+    std::int32_t* at = args.bases + static_cast<std::int64_t>(block) * n + e;
+    const int count = block < blocks ? *at : 0;
+    const int sum = warp_inclusive_sum(count, lane);
+    if (block < blocks) {
+      *at = begin + sum - count;
+    }
+    begin += __shfl_sync(kWholeWarp, sum, 31);
+  }
+}
+
+// A pair's row: its block's base, the pairs of the same expert in earlier warps
+// of the block, and those of lower lanes.
+__global__ void sort_place_kernel(SortByExpert args) {
+  extern __shared__ std::int32_t found[];  // [warps][n]
+  const int n = static_cast<int>(args.num_experts) + 1;
+  const int warps = blockDim.x / 32;
+  for (int i = threadIdx.x; i < warps * n; i += blockDim.x) {
+    found[i] = 0;
+  }
+  __syncthreads();
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const std::int64_t pair =
+      static_cast<std::int64_t>(blockIdx.x) * kSortPairs + threadIdx.x;
+  const int e = pair < args.pairs ? args.experts[pair] : -1;
+  const unsigned same = __match_any_sync(kWholeWarp, e);
+  const int rank = __popc(same & ((1U << lane) - 1U));
+  if (rank == 0 && e >= 0) {
+    found[warp * n + e] = __popc(same);
+  }
+  __syncthreads();
+  if (e < 0) {
+    return;
+  }
+  int row = args.bases[static_cast<std::int64_t>(blockIdx.x) * n + e] + rank;
+  for (int w = 0; w < warp; ++w) {
+    row += found[w * n + e];
+  }
+  args.order[row] = static_cast<std::int32_t>(pair);
+  args.inverse[pair] = e < args.num_experts ? row : -1;
+}
+
+template <class T, int N>
+__global__ void permute_rows_kernel(
+    const T* x,
+    const std::int32_t* order,
+    T* out,
+    std::int64_t rows,
+    std::int64_t packs,
+    std::int64_t per_token) {
+  const std::int64_t i =
+      static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= rows * packs) {
+    return;
+  }
+  const std::int64_t row = i / packs;
+  const std::int64_t at = i % packs;
+  const std::int64_t token = order[row] / per_token;
+  reinterpret_cast<Pack<T, N>*>(out)[i] =
+      reinterpret_cast<const Pack<T, N>*>(x)[token * packs + at];
+}
+
+template <class T, int N>
+__device__ inline void add_pack(const T* from, float (&sum)[N]) {
+  float v[N];
+  load<T, N>(from, v);
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    sum[i] += v[i];
+  }
+}
+
+template <class T, int N>
+__global__ void sum_rows_kernel(SumRows args, std::int64_t packs) {
+  const std::int64_t i =
+      static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= args.tokens * packs) {
+    return;
+  }
+  const std::int64_t token = i / packs;
+  const std::int64_t column = i % packs * N;
+  const std::int64_t mine = token * args.dim + column;
+  float sum[N] = {};
+  if (args.first != nullptr) {
+    add_pack<T, N>(static_cast<const T*>(args.first) + mine, sum);
+  }
+  if (args.second != nullptr) {
+    add_pack<T, N>(static_cast<const T*>(args.second) + mine, sum);
+  }
+  for (std::int64_t j = 0; j < args.slots; ++j) {
+    const std::int64_t row = args.inverse[token * args.slots + j];
+    if (row >= 0) {
+      add_pack<T, N>(
+          static_cast<const T*>(args.rows) + row * args.dim + column,
+          sum);
+    }
+  }
+  store<T, N>(static_cast<T*>(args.out) + mine, sum);
+}
+
+template <class T, int N>
+__global__ void weighted_forward_kernel(WeightedSwiglu args) {
+  const std::int64_t packs = args.dim / N;
+  const std::int64_t i =
+      static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= args.rows * packs) {
+    return;
+  }
+  const std::int64_t row = i / packs;
+  const std::int64_t column = i % packs * N;
+  const T* gate = static_cast<const T*>(args.gate_up) + row * 2 * args.dim;
+  const float weight = args.weights[row];
+  float g[N];
+  float u[N];
+  load<T, N>(gate + column, g);
+  load<T, N>(gate + args.dim + column, u);
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    g[j] = swiglu(g[j], sigmoid(g[j]), u[j]) * weight;
+  }
+  store<T, N>(static_cast<T*>(args.y) + row * args.dim + column, g);
+}
+
+// One block for each row, since the weight's gradient is a sum over it.
+template <class T, int N>
+__global__ void weighted_backward_kernel(WeightedSwiglu args) {
+  __shared__ float scratch[33];
+  const std::int64_t row = blockIdx.x;
+  const T* gate = static_cast<const T*>(args.gate_up) + row * 2 * args.dim;
+  T* dgate = static_cast<T*>(args.dgate_up) + row * 2 * args.dim;
+  const T* dy = static_cast<const T*>(args.dy) + row * args.dim;
+  T* y = static_cast<T*>(args.y) + row * args.dim;
+  const float weight = args.weights[row];
+  float sum = 0.0F;
+  for (std::int64_t at = threadIdx.x * N; at < args.dim;
+       at += static_cast<std::int64_t>(blockDim.x) * N) {
+    float d[N];
+    float g[N];
+    float u[N];
+    float product[N];
+    load<T, N>(dy + at, d);
+    load<T, N>(gate + at, g);
+    load<T, N>(gate + args.dim + at, u);
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      const float s = sigmoid(g[j]);
+      const float p = swiglu(g[j], s, u[j]);
+      sum += d[j] * p;
+      product[j] = p * weight;
+      const SwigluGradient gradient =
+          swiglu_gradient(d[j] * weight, g[j], s, u[j]);
+      g[j] = gradient.gate;
+      u[j] = gradient.up;
+    }
+    store<T, N>(y + at, product);  // may be dy, which was read above
+    store<T, N>(dgate + at, g);
+    store<T, N>(dgate + args.dim + at, u);
+  }
+  sum = block_sum(sum, scratch);
+  if (threadIdx.x == 0) {
+    args.dweights[row] = sum;
+  }
+}
+
+// Calls run<T, N> with as many elements at a time as all pointers allow.
+template <class Run>
+void with_pack(Dtype dtype, std::int64_t dim, bool aligned, Run&& run) {
+  const auto with = [&]<class T>(T) {
+    if (aligned && dim % kWide<T> == 0) {
+      run.template operator()<T, kWide<T>>();
+    } else {
+      run.template operator()<T, 1>();
+    }
+  };
+  dtype == Dtype::f32 ? with(float{}) : with(__nv_bfloat16{});
+}
+
+}  // namespace
+
+void count_experts(
+    const std::int32_t* experts,
+    std::int64_t pairs,
+    std::int64_t num_experts,
+    std::int32_t* counts,
+    cudaStream_t stream) {
+  if (pairs == 0) {
+    return;
+  }
+  constexpr std::int64_t kEach = 4096;  // pairs of a block
+  count_experts_kernel<<<
+      divide_up(pairs, kEach),
+      kRowThreads,
+      num_experts * sizeof(std::int32_t),
+      stream>>>(experts, pairs, static_cast<int>(num_experts), counts);
+}
+
+void sort_by_expert(const SortByExpert& args, cudaStream_t stream) {
+  if (args.pairs == 0) {
+    return;
+  }
+  const int blocks = divide_up(args.pairs, kSortPairs);
+  const std::size_t row = (args.num_experts + 1) * sizeof(std::int32_t);
+  sort_count_kernel<<<blocks, kSortPairs, row, stream>>>(args);
+  const int experts = static_cast<int>(args.num_experts) + 1;
+  sort_scan_kernel<<<experts, 32, 0, stream>>>(args, blocks);
+  sort_place_kernel<<<blocks, kSortPairs, kSortPairs / 32 * row, stream>>>(
+      args);
+}
+
+void permute_rows(
+    const void* x,
+    const std::int32_t* order,
+    void* out,
+    std::int64_t rows,
+    std::int64_t dim,
+    std::int64_t per_token,
+    Dtype dtype,
+    cudaStream_t stream) {
+  if (rows == 0 || dim == 0) {
+    return;
+  }
+  const bool aligned = aligned16(x) && aligned16(out);
+  with_pack(dtype, dim, aligned, [&]<class T, int N>() {
+    const std::int64_t packs = dim / N;
+    permute_rows_kernel<T, N>
+        <<<divide_up(rows * packs, kRowThreads), kRowThreads, 0, stream>>>(
+            static_cast<const T*>(x),
+            order,
+            static_cast<T*>(out),
+            rows,
+            packs,
+            per_token);
+  });
+}
+
+void sum_rows_of_tokens(const SumRows& args, cudaStream_t stream) {
+  if (args.tokens == 0 || args.dim == 0) {
+    return;
+  }
+  const bool aligned = aligned16(args.rows) && aligned16(args.first) &&
+                       aligned16(args.second) && aligned16(args.out);
+  with_pack(args.dtype, args.dim, aligned, [&]<class T, int N>() {
+    const std::int64_t packs = args.dim / N;
+    sum_rows_kernel<T, N>
+        <<<divide_up(args.tokens * packs, kRowThreads),
+           kRowThreads,
+           0,
+           stream>>>(args, packs);
+  });
+}
+
+void weighted_swiglu_forward(const WeightedSwiglu& args, cudaStream_t stream) {
+  if (args.rows == 0 || args.dim == 0) {
+    return;
+  }
+  const bool aligned = aligned16(args.gate_up) && aligned16(args.y);
+  with_pack(args.dtype, args.dim, aligned, [&]<class T, int N>() {
+    weighted_forward_kernel<T, N>
+        <<<divide_up(args.rows * (args.dim / N), kRowThreads),
+           kRowThreads,
+           0,
+           stream>>>(args);
+  });
+}
+
+void weighted_swiglu_backward(const WeightedSwiglu& args, cudaStream_t stream) {
+  if (args.rows == 0) {
+    return;
+  }
+  const bool aligned = aligned16(args.dy) && aligned16(args.gate_up) &&
+                       aligned16(args.y) && aligned16(args.dgate_up);
+  with_pack(args.dtype, args.dim, aligned, [&]<class T, int N>() {
+    const std::int64_t packs = (args.dim + N - 1) / N;
+    const int wanted = static_cast<int>((packs + 31) / 32 * 32);
+    const int threads = std::clamp(wanted, 32, kRowThreads);
+    const auto blocks = static_cast<unsigned>(args.rows);
+    weighted_backward_kernel<T, N><<<blocks, threads, 0, stream>>>(args);
+  });
+}
+
+}  // namespace flatshard::nn::kernels

@@ -1,0 +1,56 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+namespace flatshard::nn {
+
+/// The order of (token, slot) pairs by expert. A pair is token * slots + slot.
+struct Permutation {
+  /// int32 [tokens * slots]: the pair of each row. Pairs of one expert keep
+  /// their order; dropped ones are last.
+  at::Tensor order;
+  at::Tensor inverse;  ///< int32 [tokens, slots]: the row; -1: dropped
+
+  std::int64_t tokens() const { return inverse.size(0); }
+  std::int64_t slots() const { return inverse.size(1); }
+  std::int64_t rows() const { return order.size(0); }
+};
+
+/// A stable counting sort.
+///
+/// @param experts  int32 [tokens, slots] in [0, experts], the last for dropped
+/// @param counts   int32 [experts], how often each occurs
+Permutation sort_by_expert(const at::Tensor& experts, const at::Tensor& counts);
+
+/// Row r is that of the token of pair order[r]: each token once for each of its
+/// slots. Its gradient is sum_rows_of_tokens.
+///
+/// @param x  [tokens, dim]
+/// @return   [tokens * slots, dim]
+at::Tensor permute_rows(const at::Tensor& x, const Permutation& permutation);
+
+/// out[t] = first[t] + second[t] + the rows of t, added up in float32 in the
+/// order of its slots and rounded once. What was dropped adds nothing, and its
+/// rows are not read. The gradient of the rows is permute_rows.
+///
+/// @param rows           [tokens * slots, dim]
+/// @param first, second  [tokens, dim] or undefined, e.g. residual and shared
+///                       expert
+/// @return               [tokens, dim]
+at::Tensor sum_rows_of_tokens(
+    const at::Tensor& rows,
+    const Permutation& permutation,
+    const at::Tensor& first = {},
+    const at::Tensor& second = {});
+
+/// The routing weight of each row; dropped pairs get no gradient.
+///
+/// @param weights  float32 [tokens, slots]
+/// @return         float32 [tokens * slots]
+at::Tensor permute_weights(
+    const at::Tensor& weights,
+    const Permutation& permutation);
+
+}  // namespace flatshard::nn

@@ -1,0 +1,81 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include <cstdint>
+#include <memory>
+
+namespace flatshard::nn {
+
+/// How the rows of one routing travel: made once, in the forward, and used by
+/// its backward and by a recompute as well. An exchange adds what it needs.
+struct ExchangePlan : torch::CustomClassHolder {
+  /// int32 [experts here * groups_per_expert], on the rows' device: where each
+  /// group of rows ends among those that dispatch delivers. Experts are in
+  /// their order; rows behind the last end belong to nobody and hold anything.
+  at::Tensor ends;
+  /// Above 1: the rows of an expert come in so many groups, by the rank that
+  /// sent them, and each group is a product of its own.
+  std::int64_t groups_per_expert = 1;
+  std::int64_t num_sent = 0;      ///< rows that dispatch takes
+  std::int64_t num_received = 0;  ///< rows that dispatch delivers
+};
+using ExchangePlanPtr = c10::intrusive_ptr<ExchangePlan>;
+
+/// Rows under way.
+class RowTransfer {
+ public:
+  virtual ~RowTransfer() = default;
+  /// The rows that arrive, for kernels on the current stream. Does not block
+  /// the host. Once.
+  virtual at::Tensor finish() = 0;
+};
+
+/// Brings rows of tokens to the experts that they are for, and back.
+class TokenExchange {
+ public:
+  enum class Way {
+    dispatch,  ///< [num_sent, ...] by expert -> [num_received, ...] by expert
+    combine,   ///< the way back: [num_received, ...] -> [num_sent, ...]
+  };
+
+  virtual ~TokenExchange() = default;
+  /// @param counts    int32 [experts], on the device: rows for each expert, of
+  ///   all experts of the model.
+  /// @param num_rows  of what is sent: counts' sum, and dropped rows behind.
+  virtual ExchangePlanPtr plan(
+      const at::Tensor& counts,
+      std::int64_t num_rows) = 0;
+  /// Queues the transfer of `rows`, contiguous, on the current stream or behind
+  /// it, and returns. Of several that are under way, those that started first
+  /// finish first, on all ranks alike.
+  virtual std::unique_ptr<RowTransfer>
+  start(const ExchangePlanPtr& plan, Way way, const at::Tensor& rows) = 0;
+};
+
+/// Every expert is here: rows stay where they are.
+class LocalExchange : public TokenExchange {
+ public:
+  ExchangePlanPtr plan(const at::Tensor& counts, std::int64_t num_rows)
+      override;
+  std::unique_ptr<RowTransfer>
+  start(const ExchangePlanPtr& plan, Way way, const at::Tensor& rows) override;
+};
+
+/// The other way.
+inline TokenExchange::Way back(TokenExchange::Way way) {
+  return way == TokenExchange::Way::dispatch ? TokenExchange::Way::combine
+                                             : TokenExchange::Way::dispatch;
+}
+
+/// start and finish in one. Its gradient takes the other way.
+///
+/// @param exchange  kept by the graph.
+at::Tensor exchange_rows(
+    const std::shared_ptr<TokenExchange>& exchange,
+    const ExchangePlanPtr& plan,
+    TokenExchange::Way way,
+    const at::Tensor& rows);
+
+}  // namespace flatshard::nn

@@ -1,0 +1,113 @@
+#include "flatshard/train/expert_loads.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "flatshard/comm/collective_scope.h"
+
+namespace flatshard {
+namespace {
+
+// One router's row of ExpertLoads::loads_.
+at::Tensor row_of(const models::RouterLoad& load) {
+  const at::Tensor counts = load.counts.to(at::kDouble);
+  const at::TensorOptions options = counts.options();
+  const at::Tensor kept =
+      load.kept.defined() ? load.kept.to(at::kDouble) : counts.sum();
+  const at::Tensor balance = load.balance.defined()
+                                 ? load.balance.to(at::kDouble)
+                                 : at::zeros({}, options);
+  const at::Tensor measured =
+      at::full({}, static_cast<double>(load.measured), options);
+  return at::cat({counts, at::stack({kept, balance, measured})});
+}
+
+}  // namespace
+
+ExpertLoads::ExpertLoads(
+    const Config& config,
+    models::Llama model,
+    std::shared_ptr<Mesh> mesh)
+    : balance_rate_(config.moe.balance_rate),
+      mesh_(std::move(mesh)),
+      model_(std::move(model)),
+      routers_(model_->routers()) {
+}
+
+std::vector<WholeTensor> ExpertLoads::buffers() const {
+  std::vector<WholeTensor> found;
+  for (const models::RouterOf& of : routers_) {
+    if (of.router->bias().defined()) {
+      found.push_back({of.bias_name(), of.router->bias()});
+    }
+  }
+  return found;
+}
+
+void ExpertLoads::begin_step(bool logged) {
+  for (const models::RouterOf& of : routers_) {
+    of.router->set_measures_balance(logged);
+  }
+}
+
+void ExpertLoads::discard_step() {
+  for (const models::RouterOf& of : routers_) {
+    of.router->take_load();
+  }
+}
+
+void ExpertLoads::end_step(bool logged) {
+  if (routers_.empty() || (!logged && balance_rate_ == 0)) {
+    discard_step();
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> rows;
+  for (const models::RouterOf& of : routers_) {
+    rows.push_back(row_of(of.router->take_load()));
+  }
+  const at::Tensor loads = at::stack(rows);
+  if (mesh_->size() > 1) {
+    const CollectiveScope scope("experts' loads");
+    mesh_->world(Purpose::reduce).all_reduce(loads, ReduceOp::sum);
+  }
+  for (std::size_t i = 0; balance_rate_ > 0 && i < routers_.size(); ++i) {
+    models::RouterImpl& router = *routers_[i].router;
+    router.update_bias(
+        loads[static_cast<std::int64_t>(i)].narrow(0, 0, router.num_experts()),
+        balance_rate_);
+  }
+  if (logged) {
+    loads_ = loads;
+  }
+}
+
+std::optional<ExpertMetrics> ExpertLoads::metrics() const {
+  if (!loads_.defined()) {
+    return std::nullopt;
+  }
+  const at::Tensor loads = loads_.cpu();
+  mesh_->check();  // an aborted collective ends without a result
+  const std::int64_t n = loads.size(1) - 3;
+  const at::Tensor counts = loads.narrow(1, 0, n);
+  const at::Tensor chosen = counts.sum(1);
+  const at::Tensor dropped = 1 - loads.select(1, n) / chosen;
+  ExpertMetrics metrics{
+      .load = (counts.amax(1) / counts.mean(1)).max().item<double>(),
+      .dropped = dropped.max().item<double>(),
+      .balance = (loads.select(1, n + 1) / loads.select(1, n + 2))
+                     .mean()
+                     .item<double>()};
+  for (const models::RouterOf& of : routers_) {
+    if (of.router->bias().defined()) {
+      metrics.bias = std::max(
+          metrics.bias.value_or(0.0),
+          of.router->bias().abs().max().item<double>());
+    }
+  }
+  return metrics;
+}
+
+}  // namespace flatshard

@@ -1,0 +1,38 @@
+#pragma once
+
+#include "flatshard/nn/wgrad.h"
+#include "flatshard/unit/runtime.h"
+
+#include <cstddef>
+#include <vector>
+
+namespace flatshard::python {
+
+// Linear layers with FP8 weights as operators of torch, which torch.compile
+// keeps as they are:
+//
+//   flatshard::float8_linear(x, weight, bias) -> y
+//   flatshard::float8_linear_backward(grad, x, weight, needs_input) -> dx
+//
+// Their `weight` has no values: its planes are those of the Runtime that has
+// it. The second writes the gradient of the weight to where it is reduced, or
+// adds it there, which nobody sees who looks at its results: Python registers
+// it as an effect.
+
+/// The FP8 weights of a runtime, as the operators find them: by their storages,
+/// since autograd and compilers pass other tensors over these.
+class Float8Weights {
+ public:
+  /// @param context  has the runtime as its WgradSink and WeightSource.
+  Float8Weights(const Runtime& runtime, const nn::ModuleContextPtr& context);
+  ~Float8Weights();
+  Float8Weights(const Float8Weights&) = delete;
+  Float8Weights& operator=(const Float8Weights&) = delete;
+
+  bool empty() const { return storages_.empty(); }
+
+ private:
+  std::vector<const c10::StorageImpl*> storages_;
+};
+
+}  // namespace flatshard::python

@@ -1,0 +1,216 @@
+#include "python/csrc/py_runtime.h"
+
+#include "flatshard/core/error.h"
+#include "flatshard/diagnostics/norms.h"
+#include "flatshard/nn/linear.h"
+#include "python/csrc/collect_tensors.h"
+
+namespace flatshard::python {
+namespace {
+
+std::vector<ParameterViews::UnitViews> views_of(
+    const std::vector<std::vector<ParameterViews::Place>>& places,
+    const std::vector<std::shared_ptr<GradViews>>& grads) {
+  std::vector<ParameterViews::UnitViews> views;
+  for (std::size_t unit = 0; unit < places.size(); ++unit) {
+    views.push_back({places[unit], grads.at(unit)});
+  }
+  return views;
+}
+
+}  // namespace
+
+std::shared_ptr<py::object> held_with_gil(py::object object) {
+  return {new py::object(std::move(object)), [](py::object* held) {
+            const py::gil_scoped_acquire gil;
+            delete held;
+          }};
+}
+
+PyRuntime::PyRuntime(
+    const std::shared_ptr<Mesh>& mesh,
+    const std::vector<std::shared_ptr<PyUnit>>& units,
+    std::vector<UnitId> parents,
+    const std::vector<std::vector<ParameterViews::Place>>& places,
+    const std::vector<std::shared_ptr<GradViews>>& grads,
+    py::object before_forward,
+    py::object before_backward,
+    int prefetch,
+    bool copy_engines,
+    bool slots_on_demand,
+    bool cuda_graphs,
+    int graph_warmup_steps,
+    bool audit_graphs,
+    bool emulate_graphs)
+    : views_(std::make_shared<ParameterViews>(
+          views_of(places, grads),
+          std::move(before_forward),
+          std::move(before_backward))) {
+  std::vector<std::unique_ptr<Unit>> list;
+  for (const auto& unit : units) {
+    list.push_back(unit->adopt(static_cast<UnitId>(list.size())));
+  }
+  std::shared_ptr<Runtime> runtime;
+  {
+    const py::gil_scoped_release no_gil;
+    runtime = Runtime::create(
+        mesh,
+        std::move(list),
+        std::move(parents),
+        {.prefetch = prefetch,
+         .copy_engines = copy_engines ? CopyEngines::all() : CopyEngines{},
+         .foreign_writes = true,
+         .slots_on_demand = slots_on_demand,
+         .unused_grads_stay_undefined = true,
+         .graphs = {
+             .enabled = cuda_graphs,
+             .warmup_steps = graph_warmup_steps,
+             .audit = audit_graphs,
+             .emulate_on_cpu = emulate_graphs}});
+    runtime->add_observer(views_);
+    if (cuda_graphs) {
+      runtime->region_graphs()->set_unit_program(
+          {.context = sink_,
+           .around_capture = [views = views_](const Unit& unit, bool captures) {
+             const py::gil_scoped_acquire gil;
+             views->capture(unit.id(), captures);
+             if (!captures) {
+               // autograd restores an error of Python before it throws it;
+               // a capture that fails is no error.
+               PyErr_Clear();
+             }
+           }});
+    }
+  }
+  for (const auto& unit : units) {
+    unit->keep(runtime);
+  }
+  sink_->wgrad_sink = runtime;
+  float8_weights_ = std::make_unique<Float8Weights>(*runtime, sink_);
+  if (!float8_weights_->empty()) {
+    sink_->weight_source = runtime;
+  }
+  runtime_ = Released<Runtime>(std::move(runtime));
+}
+
+at::Tensor PyRuntime::linear(
+    const at::Tensor& x,
+    const at::Tensor& weight,
+    const std::optional<at::Tensor>& bias) const {
+  return nn::linear(x, weight, bias.value_or(at::Tensor()), {}, sink_);
+}
+
+void PyRuntime::forward_begin(UnitId unit, py::handle args, py::handle kwargs) {
+  nn::TensorList tensors;
+  collect_tensors(args, tensors);
+  collect_tensors(kwargs, tensors);
+  views_->check_no_hook();
+  {
+    const py::gil_scoped_release no_gil;
+    runtime_->forward_begin(unit, tensors);
+  }
+  views_->unit_begins(unit);
+}
+
+void PyRuntime::forward_end(UnitId unit, py::handle output, bool more_follow) {
+  nn::TensorList tensors;
+  collect_tensors(output, tensors);
+  {
+    const py::gil_scoped_release no_gil;
+    runtime_->forward_end(unit, tensors, more_follow);
+  }
+  views_->unit_ended(unit, more_follow);
+}
+
+void PyRuntime::forward_error(UnitId unit) {
+  if (views_->captures()) {
+    return;  // forward_begin refused
+  }
+  {
+    const py::gil_scoped_release no_gil;
+    runtime_->forward_error(unit);
+  }
+  views_->unit_ended(unit);
+}
+
+void PyRuntime::unshard(UnitId unit, bool awaits) {
+  views_->check_no_hook();
+  {
+    const py::gil_scoped_release no_gil;
+    runtime_->unshard(unit, awaits);
+  }
+  if (awaits) {
+    views_->show(unit, true);
+  }
+}
+
+PyRuntime::Outcome PyRuntime::graph_forward(
+    UnitId unit,
+    py::object function,
+    nn::TensorList inputs,
+    nn::TensorList constants,
+    std::string obstacle,
+    std::string difference) {
+  const RegionGraphs::UnitForward forward{
+      .unit = unit,
+      .fn =
+          [function = held_with_gil(std::move(function))](
+              const nn::TensorList& tensors) {
+            const py::gil_scoped_acquire gil;
+            return (*function)(tensors).cast<nn::TensorList>();
+          },
+      .inputs = std::move(inputs),
+      .constants = std::move(constants),
+      .obstacle = std::move(obstacle),
+      .difference = std::move(difference)};
+  const py::gil_scoped_release no_gil;
+  auto outcome = graphs().run_unit(forward);
+  return {std::move(outcome.outputs), outcome.watched};
+}
+
+void PyRuntime::graph_ran(
+    UnitId unit,
+    const nn::TensorList& inputs,
+    const nn::TensorList& outputs) const {
+  graphs().unit_ran(unit, inputs, outputs);
+}
+
+void PyRuntime::reshard(UnitId unit) {
+  views_->check_no_hook();
+  views_->show(unit, false);
+  const py::gil_scoped_release no_gil;
+  runtime_->reshard(unit);
+}
+
+std::vector<PyRuntime::Norm> PyRuntime::parameter_norms() {
+  std::vector<Norm> norms;
+  for (const ParameterNorm& n : flatshard::parameter_norms(runtime())) {
+    norms.emplace_back(n.name, n.weight, n.grad);
+  }
+  return norms;
+}
+
+void PyRuntime::report_nan_in_param_grad(bool enabled) {
+  runtime();
+  if (!nan_check_ && enabled) {
+    nan_check_ = NanCheck::install(runtime_.shared());
+  }
+  if (nan_check_) {
+    nan_check_->set_enabled(enabled);
+  }
+}
+
+Runtime& PyRuntime::runtime() {
+  views_->check_no_hook();
+  return *runtime_;
+}
+
+RegionGraphs& PyRuntime::graphs() const {
+  FLATSHARD_CHECK(
+      runtime_->region_graphs() != nullptr,
+      internal,
+      "no unit has cuda_graph=True");
+  return *runtime_->region_graphs();
+}
+
+}  // namespace flatshard::python

@@ -1,0 +1,85 @@
+#pragma once
+
+#include "flatshard/diagnostics/nan_check.h"
+#include "flatshard/unit/runtime.h"
+#include "python/csrc/bind.h"
+#include "python/csrc/float8_linear.h"
+#include "python/csrc/parameter_views.h"
+#include "python/csrc/py_unit.h"
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace flatshard::python {
+
+/// What may be freed by a thread without the GIL.
+std::shared_ptr<py::object> held_with_gil(py::object object);
+
+/// The Runtime and what Python sees of its parameters.
+class PyRuntime {
+ public:
+  PyRuntime(
+      const std::shared_ptr<Mesh>& mesh,
+      const std::vector<std::shared_ptr<PyUnit>>& units,
+      std::vector<UnitId> parents,
+      const std::vector<std::vector<ParameterViews::Place>>& places,
+      const std::vector<std::shared_ptr<GradViews>>& grads,
+      py::object before_forward,
+      py::object before_backward,
+      int prefetch,
+      bool copy_engines,
+      bool slots_on_demand,
+      bool cuda_graphs,
+      int graph_warmup_steps,
+      bool audit_graphs,
+      bool emulate_graphs);
+
+  at::Tensor linear(
+      const at::Tensor& x,
+      const at::Tensor& weight,
+      const std::optional<at::Tensor>& bias) const;
+
+  const nn::ModuleContextPtr& sink() const { return sink_; }
+
+  void forward_begin(UnitId unit, py::handle args, py::handle kwargs);
+  void forward_end(UnitId unit, py::handle output, bool more_follow);
+  void forward_error(UnitId unit);
+  void unshard(UnitId unit, bool awaits);
+  /// A replay's outputs, if it was one, and whether the caller is to tell of
+  /// the forward that it runs.
+  using Outcome = std::pair<std::optional<nn::TensorList>, bool>;
+  Outcome graph_forward(
+      UnitId unit,
+      py::object function,
+      nn::TensorList inputs,
+      nn::TensorList constants,
+      std::string obstacle,
+      std::string difference);
+  void graph_ran(
+      UnitId unit,
+      const nn::TensorList& inputs,
+      const nn::TensorList& outputs) const;
+  GraphStats graph_stats() const { return runtime_->graph_stats(); }
+  bool shows_others() const { return views_->shows_others(); }
+  void reshard(UnitId unit);
+  /// Name, 2-norm of the weight, and of the gradient if there is one.
+  using Norm = std::tuple<std::string, double, std::optional<double>>;
+  std::vector<Norm> parameter_norms();
+  void report_nan_in_param_grad(bool enabled);
+  Runtime& runtime();
+
+ private:
+  RegionGraphs& graphs() const;
+
+  std::shared_ptr<ParameterViews> views_;
+  nn::ModuleContextPtr sink_ = c10::make_intrusive<nn::ModuleContext>();
+  std::shared_ptr<NanCheck> nan_check_;
+  std::unique_ptr<Float8Weights> float8_weights_;
+  Released<Runtime> runtime_;
+};
+
+}  // namespace flatshard::python

@@ -1,0 +1,184 @@
+#include "flatshard/nn/loss.h"
+#include "python/csrc/bind.h"
+#include "python/csrc/py_runtime.h"
+
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace flatshard::python {
+namespace {
+
+// runtime: takes the weight's gradient where it is reduced; may be null.
+at::Tensor linear_cross_entropy(
+    const at::Tensor& input,
+    const at::Tensor& weight,
+    const at::Tensor& target,
+    bool mean,
+    std::int64_t ignore_index,
+    std::int64_t chunk_tokens,
+    const PyRuntime* runtime) {
+  return nn::linear_cross_entropy(
+      input,
+      weight,
+      target,
+      {.reduction = mean ? nn::LossReduction::mean : nn::LossReduction::sum,
+       .ignore_index = ignore_index,
+       .chunk_tokens = chunk_tokens},
+      runtime != nullptr ? runtime->sink() : nn::ModuleContextPtr());
+}
+
+}  // namespace
+
+void bind_runtime(py::module_& m) {
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+
+  py::class_<PyRuntime>(m, "Runtime", "Gathers, releases and reduces.")
+      .def(
+          py::init<
+              const std::shared_ptr<Mesh>&,
+              const std::vector<std::shared_ptr<PyUnit>>&,
+              std::vector<UnitId>,
+              const std::vector<std::vector<ParameterViews::Place>>&,
+              const std::vector<std::shared_ptr<GradViews>>&,
+              py::object,
+              py::object,
+              int,
+              bool,
+              bool,
+              bool,
+              int,
+              bool,
+              bool>(),
+          py::arg("mesh"),
+          py::arg("units"),
+          py::arg("parents"),
+          py::arg("places"),
+          py::arg("grads"),
+          py::arg("before_forward"),
+          py::arg("before_backward"),
+          py::arg("prefetch"),
+          py::arg("copy_engines"),
+          py::arg("slots_on_demand"),
+          py::arg("cuda_graphs"),
+          py::arg("graph_warmup_steps"),
+          py::arg("audit_graphs"),
+          py::arg("emulate_graphs"))
+      .def(
+          "linear",
+          &PyRuntime::linear,
+          "torch.nn.functional.linear whose backward writes the gradients of "
+          "weight and bias into the memory that is reduced. Both are whole "
+          "parameters of this runtime's units.",
+          py::arg("input"),
+          py::arg("weight"),
+          py::arg("bias"),
+          NoGil())
+      .def("forward_begin", &PyRuntime::forward_begin)
+      .def("forward_end", &PyRuntime::forward_end)
+      .def("forward_error", &PyRuntime::forward_error)
+      .def(
+          "graph_forward",
+          &PyRuntime::graph_forward,
+          py::arg("unit"),
+          py::kw_only(),
+          py::arg("function"),
+          py::arg("inputs"),
+          py::arg("constants"),
+          py::arg("obstacle"),
+          py::arg("difference"),
+          "RegionGraphs::run_unit: outputs of a replay or None, and whether "
+          "graph_ran is to follow the forward. `function` takes a list of "
+          "tensors and returns one, is kept, and must not keep the model.")
+      .def("graph_ran", &PyRuntime::graph_ran, NoGil())
+      .def(
+          "graph_stats",
+          [](const PyRuntime& self) {
+            const GraphStats stats = self.graph_stats();
+            py::dict found;
+            found["captures"] = stats.captures;
+            found["forward_replays"] = stats.forward_replays;
+            found["backward_replays"] = stats.backward_replays;
+            found["fallbacks"] = stats.fallbacks;
+            found["nbytes"] = stats.nbytes;
+            found["audited_addresses"] = stats.audited_addresses;
+            found["audit_findings"] = stats.audit_findings;
+            return found;
+          })
+      .def(
+          "reset_graphs",
+          [](PyRuntime& self) { self.runtime().reset_graphs(); },
+          NoGil())
+      .def(
+          "shows_others",
+          &PyRuntime::shows_others,
+          "Some module shows another tensor than the one put there last.")
+      .def("unshard", &PyRuntime::unshard)
+      .def("reshard", &PyRuntime::reshard)
+      .def(
+          "set_policy",
+          [](PyRuntime& self,
+             UnitId unit,
+             bool reshard_after_forward,
+             bool reshard_after_backward,
+             bool unshard_in_backward,
+             std::optional<std::vector<UnitId>> forward_prefetch,
+             std::optional<std::vector<UnitId>> backward_prefetch) {
+            self.runtime().set_policy(
+                unit,
+                {reshard_after_forward,
+                 reshard_after_backward,
+                 unshard_in_backward,
+                 std::move(forward_prefetch),
+                 std::move(backward_prefetch)});
+          },
+          py::arg("unit"),
+          py::kw_only(),
+          py::arg("reshard_after_forward"),
+          py::arg("reshard_after_backward"),
+          py::arg("unshard_in_backward"),
+          py::arg("forward_prefetch"),
+          py::arg("backward_prefetch"),
+          NoGil())
+      .def(
+          "set_sync_gradients",
+          [](PyRuntime& self, bool sync) {
+            self.runtime().set_sync_gradients(sync);
+          },
+          NoGil())
+      .def(
+          "set_max_grad_slots",
+          [](PyRuntime& self, int max_grad_slots) {
+            self.runtime().set_max_grad_slots(max_grad_slots);
+          },
+          NoGil())
+      .def("parameter_norms", &PyRuntime::parameter_norms, NoGil())
+      .def(
+          "report_nan_in_param_grad",
+          &PyRuntime::report_nan_in_param_grad,
+          NoGil())
+      .def(
+          "reset",
+          [](PyRuntime& self) { self.runtime().reset(); },
+          NoGil())
+      .def(
+          "set_is_last_microbatch",
+          [](PyRuntime& self, bool last) {
+            self.runtime().set_is_last_microbatch(last);
+          },
+          NoGil());
+
+  m.def(
+      "linear_cross_entropy",
+      &linear_cross_entropy,
+      py::arg("input"),
+      py::arg("weight"),
+      py::arg("target"),
+      py::arg("mean"),
+      py::arg("ignore_index"),
+      py::arg("chunk_tokens"),
+      py::arg("runtime").none(true),
+      NoGil());
+}
+
+}  // namespace flatshard::python

@@ -1,0 +1,38 @@
+"""nn.Linear whose weight is FP8 while its unit computes."""
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from flatshard.torch_versions import register_effect
+
+
+class Float8Linear(nn.Linear):
+    """What `fully_shard(..., fp8=Float8Policy(...))` makes of an nn.Linear.
+
+    Its weight is an nn.Parameter in bfloat16 that refuses to be read: the products of
+    forward and backward take the FP8 planes of it. Activations are quantized by the
+    weight's recipe, sums are float32, and the weight's gradient goes to where it is
+    reduced; hooks on the whole weight see None.
+    """
+
+    def forward(self, input):
+        weight = self.weight
+        if isinstance(weight, DTensor):
+            raise RuntimeError(
+                "Float8Linear: its weight is a shard here: call the module that "
+                "fully_shard wrapped, not this one below it, or unshard() it first"
+            )
+        if torch.is_autocast_enabled(input.device.type):
+            input = input.to(weight.dtype)
+        return torch.ops.flatshard.float8_linear(input, weight, self.bias)
+
+
+def make_float8(state):
+    """Of the nn.Linear whose weights are FP8 in `state`."""
+    weights = [p for p in state.parameters if p.float8]
+    if weights:
+        register_effect("flatshard::float8_linear_backward")
+    for p in weights:
+        for module, _ in p.sites:
+            module().__class__ = Float8Linear

@@ -1,0 +1,491 @@
+#include "flatshard/models/moe.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "flatshard/core/error.h"
+#include "flatshard/models/flops.h"
+#include "flatshard/models/hf_names.h"
+#include "flatshard/models/llama.h"
+
+#include <map>
+
+namespace flatshard::models {
+namespace {
+
+constexpr std::int64_t kVocab = 31;
+
+ModelConfig shape_of(const std::string& family) {
+  ModelConfig c{
+      .family = family,
+      .dim = 24,
+      .layers = 2,
+      .heads = 6,
+      .kv_heads = 2,
+      .ffn_dim = 40,
+      .vocab_size = kVocab,
+      .max_seq_len = 16,
+      .rope_theta = 1000.0,
+      .qk_norm = family != "mixtral",
+      .moe = {.num_experts = 8, .experts_per_token = 3, .ffn_dim = 16}};
+  if (family == "mixtral") {
+    c.moe.ffn_dim = 40;
+  }
+  if (family == "moe") {
+    c.moe.shared_experts = 2;
+    c.moe.dense_layers = 1;
+    c.moe.router_score = nn::RouterScore::sigmoid;
+    c.moe.router_scale = 1.5;
+    c.moe.router_groups = 4;
+    c.moe.router_kept_groups = 2;
+    c.moe.router_bias = true;
+  }
+  return c;
+}
+
+at::Tensor moe_tokens(std::uint64_t seed) {
+  return at::randint(
+      kVocab,
+      {3, 11},
+      at::make_generator<at::CPUGeneratorImpl>(seed),
+      at::kLong);
+}
+
+// Weights large enough that every part matters and experts differ.
+Llama make_moe(const ModelConfig& config, LlamaOptions options = {}) {
+  Llama model(config, options);
+  nn::materialize(
+      *model,
+      at::kCPU,
+      at::kFloat,
+      nn::random_fill(at::make_generator<at::CPUGeneratorImpl>(4)));
+  const at::NoGradGuard no_grad;
+  for (const auto& p : nn::named_parameters(*model)) {
+    p.tensor.mul_(p.info->init.kind == InitSpec::Kind::normal ? 8 : 1);
+  }
+  for (const RouterOf& of : model->routers()) {
+    of.router->make_bias(at::kCPU);
+    if (of.router->bias().defined()) {
+      of.router->bias().copy_(at::linspace(-0.2, 0.2, 8));
+    }
+  }
+  return model;
+}
+
+using MoeWeights = std::map<std::string, at::Tensor>;
+
+// A model with experts written down once more, in plain ATen.
+class Reference {
+ public:
+  Reference(Llama& model, const MoeOptions& options)
+      : c_(model->config()), options_(options) {
+    for (const auto& p : nn::named_parameters(*model)) {
+      w_[p.name] = p.tensor.detach().to(at::kDouble).requires_grad_();
+    }
+    for (const RouterOf& of : model->routers()) {
+      bias_[of.name] = of.router->bias();
+    }
+  }
+
+  at::Tensor logits(const at::Tensor& ids) {
+    losses_ = at::zeros({}, at::kDouble);
+    at::Tensor x = at::embedding(w_.at("model.embed_tokens.weight"), ids);
+    for (std::int64_t i = 0; i < c_.layers; ++i) {
+      const std::string p = "model.layers." + std::to_string(i) + ".";
+      x = x + attention(norm(x, p + "input_layernorm.weight"), p);
+      const at::Tensor m = norm(x, p + "post_attention_layernorm.weight");
+      x = x + (c_.has_experts(i) ? experts(m, p + "mlp.") : mlp(m, p + "mlp."));
+    }
+    return at::linear(norm(x, "lm_head.norm.weight"), w_.at("lm_head.weight"));
+  }
+  // Cross-entropy and what the routers add.
+  at::Tensor loss(const at::Tensor& ids, const at::Tensor& targets) {
+    const at::Tensor cross = at::cross_entropy_loss(
+        logits(ids).view({-1, kVocab}),
+        targets.view({-1}));
+    cross_ = cross.detach();
+    return cross + losses_;
+  }
+  const at::Tensor& cross_entropy() const { return cross_; }
+  const at::Tensor& weight(const std::string& name) const {
+    return w_.at(name);
+  }
+
+ private:
+  at::Tensor norm(const at::Tensor& x, const std::string& name) {
+    return x * (x.square().mean(-1, true) + c_.norm_eps).rsqrt() * w_.at(name);
+  }
+  at::Tensor project(const at::Tensor& x, const std::string& name) {
+    return at::linear(x, w_.at(name + ".weight"));
+  }
+  at::Tensor mlp(const at::Tensor& x, const std::string& p) {
+    return project(
+        at::silu(project(x, p + "gate_proj")) * project(x, p + "up_proj"),
+        p + "down_proj");
+  }
+  at::Tensor attention(const at::Tensor& x, const std::string& p) {
+    const std::int64_t b = x.size(0), t = x.size(1), d = c_.dim / c_.heads;
+    const at::Tensor angle = at::outer(
+        at::arange(t, at::kDouble),
+        at::pow(c_.rope_theta, at::arange(0, d, 2, at::kDouble) / -double(d)));
+    const at::Tensor cos = at::cat({angle, angle}, -1).cos();
+    const at::Tensor sin = at::cat({angle, angle}, -1).sin();
+    const auto heads = [&](const char* name) {
+      return project(x, p + "self_attn." + name)
+          .view({b, t, -1, d})
+          .transpose(1, 2);
+    };
+    const auto rotated = [&](const char* name, const char* norm_name) {
+      at::Tensor q = heads(name);
+      if (c_.qk_norm) {
+        q = norm(q, p + "self_attn." + norm_name + ".weight");
+      }
+      const auto half = q.chunk(2, -1);
+      return q * cos + at::cat({-half[1], half[0]}, -1) * sin;
+    };
+    const std::int64_t n = c_.heads / c_.kv_heads;
+    const at::Tensor q = rotated("q_proj", "q_norm");
+    const at::Tensor k = rotated("k_proj", "k_norm").repeat_interleave(n, 1);
+    const at::Tensor v = heads("v_proj").repeat_interleave(n, 1);
+    const at::Tensor hidden_from =
+        at::ones({t, t}, at::kBool).tril().logical_not();
+    const at::Tensor a =
+        (at::matmul(q, k.transpose(2, 3)) / std::sqrt(double(d)))
+            .masked_fill(hidden_from, -INFINITY)
+            .softmax(-1);
+    return project(
+        at::matmul(a, v).transpose(1, 2).reshape({b, t, -1}),
+        p + "self_attn.o_proj");
+  }
+  at::Tensor experts(const at::Tensor& in, const std::string& p) {
+    const MoeConfig& moe = c_.moe;
+    const at::Tensor x = in.reshape({-1, c_.dim});
+    const std::int64_t tokens = x.size(0);
+    const std::int64_t n = moe.num_experts;
+    const at::Tensor logits = project(x, p + "gate");
+    const bool softmax = moe.router_score == nn::RouterScore::softmax;
+    const at::Tensor scores = softmax ? logits.softmax(-1) : logits.sigmoid();
+    at::Tensor choice = scores.detach();
+    if (const at::Tensor& bias = bias_.at(p + "gate"); bias.defined()) {
+      choice = choice + bias.to(at::kDouble);
+    }
+    if (moe.router_groups > 1) {
+      const at::Tensor in_groups = choice.view({tokens, moe.router_groups, -1});
+      const at::Tensor best = std::get<0>(in_groups.topk(2, -1)).sum(-1);
+      const at::Tensor kept =
+          at::zeros_like(best, at::kBool)
+              .scatter_(
+                  1,
+                  std::get<1>(best.topk(moe.router_kept_groups, -1)),
+                  true);
+      choice =
+          in_groups.masked_fill(kept.logical_not().unsqueeze(-1), -INFINITY)
+              .view({tokens, n});
+    }
+    const at::Tensor chosen =
+        std::get<1>(choice.topk(moe.experts_per_token, -1));
+    at::Tensor weights = scores.gather(1, chosen);
+    if (moe.router_normalize) {
+      weights = weights / weights.sum(-1, true);
+    }
+    weights = weights * moe.router_scale;
+    const at::Tensor counts = at::bincount(chosen.flatten(), {}, n);
+    const at::Tensor share = counts.to(at::kDouble) / double(chosen.numel());
+    const at::Tensor mean =
+        (softmax ? scores : scores / scores.sum(-1, true)).mean(0);
+    losses_ = losses_ + options_.aux_loss * double(n) * (share * mean).sum() +
+              options_.z_loss * logits.logsumexp(-1).square().mean();
+    const at::Tensor &gate_up = w_.at(p + "experts.gate_up_proj"),
+                     &down = w_.at(p + "experts.down_proj");
+    at::Tensor sum = at::zeros_like(x);
+    for (std::int64_t e = 0; e < n; ++e) {
+      const auto halves = at::linear(x, gate_up[e]).chunk(2, -1);
+      const at::Tensor y = at::linear(at::silu(halves[0]) * halves[1], down[e]);
+      const at::Tensor factor =
+          (weights * chosen.eq(e).to(at::kDouble)).sum(-1, true);
+      sum = sum + y * factor;
+    }
+    if (moe.shared_experts > 0) {
+      sum = sum + mlp(x, p + "shared_experts.");
+    }
+    return sum.view(in.sizes());
+  }
+
+  ModelConfig c_;
+  MoeOptions options_;
+  MoeWeights w_;
+  MoeWeights bias_;
+  at::Tensor losses_;
+  at::Tensor cross_;
+};
+
+double moe_error(const at::Tensor& got, const at::Tensor& want) {
+  const at::Tensor g = got.detach().to(at::kDouble);
+  const at::Tensor e = want.detach();
+  return ((g - e).norm() / e.norm()).item<double>();
+}
+
+struct MoeCase {
+  const char* family;
+  ActivationCheckpoint checkpoint;
+  MoeOptions moe;
+};
+
+class MoeModel : public ::testing::TestWithParam<MoeCase> {};
+
+INSTANTIATE_TEST_SUITE_P(
+    Cases,
+    MoeModel,
+    ::testing::Values(
+        MoeCase{"mixtral", ActivationCheckpoint::none, {}},
+        MoeCase{"qwen3_moe", ActivationCheckpoint::selective, {}},
+        MoeCase{
+            "mixtral",
+            ActivationCheckpoint::full,
+            {.aux_loss = 0.5, .z_loss = 0.1}},
+        MoeCase{"moe", ActivationCheckpoint::none, {}},
+        MoeCase{
+            "moe",
+            ActivationCheckpoint::full,
+            {.aux_loss = 0.5, .z_loss = 0.1}}));
+
+// As LlamaModel's: 2 layers of some 12 roundings on a path.
+TEST_P(MoeModel, LossLogitsAndGradientsMatchPlainTorch) {
+  const MoeCase& c = GetParam();
+  Llama model = make_moe(
+      shape_of(c.family),
+      {.activation_checkpoint = c.checkpoint, .moe = c.moe});
+  Reference reference(model, c.moe);
+  const at::Tensor ids = moe_tokens(1), targets = moe_tokens(2);
+  // A third of it: the auxiliary losses are divided as well.
+  const at::Tensor loss = model(ids, targets);
+  (loss / 3).backward();
+  (reference.loss(ids, targets) / 3).backward();
+  constexpr double kTolerance = 64 * 0x1p-24;
+  EXPECT_LE(moe_error(loss, reference.cross_entropy()), kTolerance);
+  EXPECT_LE(moe_error(logits(model, ids), reference.logits(ids)), kTolerance);
+  for (const auto& p : nn::named_parameters(*model)) {
+    ASSERT_TRUE(p.tensor.grad().defined()) << p.name;
+    EXPECT_LE(
+        moe_error(p.tensor.grad(), reference.weight(p.name).grad()),
+        kTolerance)
+        << p.name;
+  }
+}
+
+TEST(MoeRecompute, IsBitwiseTheSameAndCountsOnce) {
+  for (const MoeOptions& moe :
+       {MoeOptions{}, MoeOptions{.aux_loss = 0.1, .capacity_factor = 0.8}}) {
+    std::vector<std::vector<at::Tensor>> runs;
+    for (const auto mode :
+         {ActivationCheckpoint::none, ActivationCheckpoint::full}) {
+      Llama model = make_moe(
+          shape_of("qwen3_moe"),
+          {.activation_checkpoint = mode, .moe = moe});
+      const at::Tensor loss = model(moe_tokens(1), moe_tokens(2));
+      loss.backward();
+      std::vector<at::Tensor> run{loss.detach()};
+      for (const at::Tensor& p : model->parameters()) {
+        run.push_back(p.grad());
+      }
+      for (const RouterOf& of : model->routers()) {
+        const RouterLoad load = of.router->take_load();
+        EXPECT_EQ(load.counts.sum().item<std::int64_t>(), 3 * 11 * 3);
+        EXPECT_EQ(load.kept.defined(), moe.capacity_factor > 0);
+        run.push_back(load.counts);
+        EXPECT_FALSE(of.router->take_load().counts.defined());
+      }
+      runs.push_back(run);
+    }
+    ASSERT_EQ(runs[0].size(), runs[1].size());
+    for (std::size_t i = 0; i < runs[0].size(); ++i) {
+      EXPECT_TRUE(at::equal(runs[0][i], runs[1][i])) << i;
+    }
+  }
+}
+
+// Scores that tie but for the last bit may come out the other way the second
+// time. Here the router's weight changes in between, so all of them do.
+TEST(Pitfalls, M1_ARecomputeNeverRoutesAgain) {
+  for (const auto mode :
+       {ActivationCheckpoint::full, ActivationCheckpoint::selective}) {
+    Llama model = make_moe(
+        shape_of("mixtral"),
+        {.activation_checkpoint = mode, .moe = {.capacity_factor = 1.0}});
+    std::map<std::string, at::Tensor> parameters;
+    for (const auto& p : nn::named_parameters(*model)) {
+      parameters[p.name] = p.tensor;
+    }
+    const at::Tensor loss = model(moe_tokens(1), moe_tokens(2));
+    std::vector<at::Tensor> before;
+    for (const RouterOf& of : model->routers()) {
+      before.push_back(of.router->take_load().counts);
+      const at::NoGradGuard no_grad;
+      parameters.at(of.name + ".weight").neg_();
+    }
+    loss.backward();
+    // Experts without a token have no gradient, whatever their new score.
+    std::size_t layer = 0;
+    for (const RouterOf& of : model->routers()) {
+      EXPECT_FALSE(of.router->take_load().counts.defined()) << of.name;
+      const std::string experts =
+          of.name.substr(0, of.name.size() - 4) + "experts.gate_up_proj";
+      const at::Tensor used =
+          parameters.at(experts).grad().abs().sum({1, 2}).gt(0);
+      EXPECT_TRUE(at::equal(used, before[layer++].gt(0))) << of.name;
+    }
+  }
+}
+
+TEST(MoeRouting, EvaluationCountsNothing) {
+  Llama model = make_moe(shape_of("mixtral"));
+  {
+    const at::NoGradGuard no_grad;
+    model(moe_tokens(1), moe_tokens(2));
+  }
+  EXPECT_FALSE(model->routers()[0].router->take_load().counts.defined());
+}
+
+TEST(MoeRouting, ForcedBalanceIsBalanced) {
+  Llama model = make_moe(shape_of("mixtral"), {.moe = {.force_balance = true}});
+  model->routers()[0].router->set_measures_balance(true);
+  model(moe_tokens(1), moe_tokens(2)).backward();
+  const RouterLoad load = model->routers()[0].router->take_load();
+  EXPECT_LE((load.counts.max() - load.counts.min()).item<std::int64_t>(), 1);
+  EXPECT_EQ(load.measured, 1);
+  EXPECT_NEAR(load.balance.item<double>(), 1.0, 0.02);
+}
+
+TEST(MoeRouting, CapacityDropsWhatIsBeyondIt) {
+  ModelConfig config = shape_of("mixtral");
+  config.layers = 1;
+  Llama model = make_moe(config, {.moe = {.capacity_factor = 0.5}});
+  model(moe_tokens(1), moe_tokens(2)).backward();
+  const RouterLoad load = model->routers()[0].router->take_load();
+  // ceil(0.5 * 33 * 3 / 8) each.
+  const at::Tensor kept = load.counts.clamp_max(7).sum();
+  EXPECT_EQ(load.kept.item<std::int64_t>(), kept.item<std::int64_t>());
+  EXPECT_LT(
+      load.kept.item<std::int64_t>(),
+      load.counts.sum().item<std::int64_t>());
+  for (const at::Tensor& p : model->parameters()) {
+    EXPECT_TRUE(p.grad().isfinite().all().item<bool>());
+  }
+}
+
+TEST(MoeRouting, TheBiasMovesAgainstTheLoad) {
+  Llama model = make_moe(shape_of("moe"));
+  ASSERT_EQ(model->routers().size(), 1U);
+  EXPECT_EQ(model->routers()[0].name, "model.layers.1.mlp.gate");
+  RouterImpl& router = *model->routers()[0].router;
+  router.bias().zero_();
+  router.update_bias(at::tensor({9, 0, 4, 4, 4, 4, 4, 3}, at::kLong), 0.125);
+  EXPECT_TRUE(at::equal(
+      router.bias(),
+      at::tensor({-.125F, .125F, 0.F, 0.F, 0.F, 0.F, 0.F, .125F})));
+}
+
+std::vector<std::string> entry_names(
+    const std::string& family,
+    const std::string& name,
+    const std::vector<std::int64_t>& shape) {
+  std::vector<std::string> names;
+  for (const StoredEntry& entry : hf_entries(shape_of(family), name, shape)) {
+    names.push_back(entry.name);
+  }
+  return names;
+}
+
+TEST(MoeNames, AreHuggingFacesPerExpert) {
+  using ::testing::ElementsAre;
+  const std::string p = "model.layers.3.mlp.";
+  EXPECT_THAT(
+      entry_names("qwen3_moe", p + "experts.gate_up_proj", {2, 6, 5}),
+      ElementsAre(
+          p + "experts.0.gate_proj.weight",
+          p + "experts.0.up_proj.weight",
+          p + "experts.1.gate_proj.weight",
+          p + "experts.1.up_proj.weight"));
+  EXPECT_EQ(
+      hf_entries(
+          shape_of("qwen3_moe"),
+          p + "experts.gate_up_proj",
+          {2, 6, 5})[3]
+          .shape,
+      (std::vector<std::int64_t>{3, 5}));
+  const std::string m = "model.layers.3.block_sparse_moe.";
+  EXPECT_THAT(
+      entry_names("mixtral", p + "experts.gate_up_proj", {1, 6, 5}),
+      ElementsAre(m + "experts.0.w1.weight", m + "experts.0.w3.weight"));
+  EXPECT_THAT(
+      entry_names("mixtral", p + "experts.down_proj", {2, 5, 3}),
+      ElementsAre(m + "experts.0.w2.weight", m + "experts.1.w2.weight"));
+  EXPECT_THAT(
+      entry_names("mixtral", p + "gate.weight", {8, 5}),
+      ElementsAre(m + "gate.weight"));
+  EXPECT_THAT(
+      entry_names("qwen3_moe", p + "gate_proj.weight", {8, 5}),
+      ElementsAre(p + "gate_proj.weight"));
+  EXPECT_THAT(
+      entry_names("qwen3_moe", "lm_head.norm.weight", {5}),
+      ElementsAre("model.norm.weight"));
+}
+
+// The published sizes.
+TEST(MoeFlops, CountActiveParameters) {
+  const ModelConfig mixtral = preset("mixtral_8x7b");
+  EXPECT_EQ(num_parameters(mixtral), 46702792704);
+  EXPECT_EQ(num_active_parameters(mixtral), 12879925248);
+  const ModelConfig qwen = preset("qwen3_30b_a3b");
+  EXPECT_EQ(num_parameters(qwen), 30532122624);
+  EXPECT_NEAR(double(num_active_parameters(qwen)), 3.35e9, 0.02e9);
+  EXPECT_LT(flops_per_token(qwen, 4096), 30e9);
+}
+
+std::string moe_message(ModelConfig config) {
+  try {
+    config.validate();
+  } catch (const Error& e) {
+    EXPECT_EQ(e.code(), ErrorCode::config);
+    return e.message();
+  }
+  return "did not throw";
+}
+
+TEST(MoeErrors, FieldsAreNamed) {
+  ModelConfig c = shape_of("mixtral");
+  c.family = "deepseek_v3";
+  EXPECT_THAT(
+      moe_message(c),
+      ::testing::HasSubstr("multi-head latent attention"));
+  c = shape_of("mixtral");
+  c.family = "llama";
+  EXPECT_EQ(
+      moe_message(c),
+      "model.num_experts: the family llama has no experts; leave the key out, "
+      "or take the family moe");
+  c = shape_of("mixtral");
+  c.moe.shared_experts = 1;
+  EXPECT_THAT(
+      moe_message(c),
+      ::testing::StartsWith("model.shared_experts: the family mixtral"));
+  c = shape_of("qwen3_moe");
+  c.moe.experts_per_token = 9;
+  EXPECT_EQ(
+      moe_message(c),
+      "model.experts_per_token: expected 1 to num_experts = 8, got 9");
+  c = shape_of("moe");
+  c.moe.num_experts = 0;
+  EXPECT_EQ(
+      moe_message(c),
+      "model.num_experts: the family moe expected at least 1, got 0");
+  c = shape_of("moe");
+  c.moe.dense_layers = 3;
+  EXPECT_EQ(
+      moe_message(c),
+      "model.dense_layers: expected at most layers = 2, got 3");
+  EXPECT_EQ(moe_message(shape_of("moe")), "did not throw");
+}
+
+}  // namespace
+}  // namespace flatshard::models

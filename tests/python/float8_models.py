@@ -1,0 +1,131 @@
+"""Small models whose weights every FP8 recipe takes, and how they are trained."""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import flatshard
+from flatshard import Float8Policy, MixedPrecisionPolicy, fully_shard
+from tests.python.device import DEVICE, on_device
+from tests.python.models import HuggingFace
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+DIM, HIDDEN = 128, 256
+
+
+def policy(recipe, column_plane="auto", **options):
+    """mxfp8 is emulated on the GPUs that the tests run on."""
+    return Float8Policy(
+        recipe, column_plane=column_plane, emulate=recipe == "mxfp8", **options
+    )
+
+
+# Every recipe, with both kinds of columns where it has them.
+KINDS = {
+    "tensorwise": ("tensorwise",),
+    "rowwise": ("rowwise",),
+    "rowwise stored": ("rowwise", "stored"),
+    "blockwise": ("blockwise",),
+    "mxfp8": ("mxfp8",),
+    "mxfp8 stored": ("mxfp8", "stored"),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, dim=DIM, hidden=HIDDEN):
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, hidden)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def inner(self, x):
+        return self.down(torch.relu(self.up(self.norm(x))))
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+class Recomputing(Block):
+    """Its products run again in the backward."""
+
+    reentrant = False
+
+    def forward(self, x):
+        return x + checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+class Mlp(nn.Module):
+    def __init__(self, blocks=2, block=Block):
+        super().__init__()
+        self.embed = nn.Embedding(11, DIM)
+        self.blocks = nn.ModuleList(block() for _ in range(blocks))
+        self.head = nn.Linear(DIM, 11, bias=False)
+        on_device(self)
+
+    def units(self):
+        return list(self.blocks)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def loss(self, generator):
+        tokens = on_device(torch.randint(11, (3, 7), generator=generator))
+        return nn.functional.cross_entropy(
+            self(tokens).float().flatten(0, 1), tokens.roll(1, 1).flatten()
+        )
+
+
+def llama(**options):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=67,
+        hidden_size=DIM,
+        intermediate_size=HIDDEN,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=64,
+        **options,
+    )
+    return HuggingFace(LlamaForCausalLM(config), lambda m: list(m.model.layers), 67)
+
+
+def shard(model, mesh, fp8, **options):
+    """The units have FP8 weights, the root has not. Of a Hugging Face model the root is
+    transformers' own, as in most scripts."""
+    options = {"mesh": mesh, "mp_policy": BF16, **options}
+    for unit in model.units():
+        fully_shard(unit, fp8=fp8, **options)
+    fully_shard(model.model if isinstance(model, HuggingFace) else model, **options)
+    return model
+
+
+def one_rank(world):
+    """A mesh of this rank alone."""
+    return init_device_mesh(DEVICE, (world, 1), mesh_dim_names=("copies", "alone"))[
+        "alone"
+    ]
+
+
+def train(model, batches, steps=3, between=lambda: None):
+    """Losses of each step's microbatches.
+
+    Args:
+        batches: the numbers of the microbatches of this rank, of all that there are.
+    """
+    optimizer = flatshard.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(steps):
+        for number in batches:
+            loss = model.loss(torch.Generator().manual_seed(number))
+            (loss / len(batches)).backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        between()
+    return losses
