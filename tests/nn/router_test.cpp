@@ -95,8 +95,9 @@ TEST(Router, TheBiasChoosesAndDoesNotWeigh) {
 }
 
 TEST(Router, M4_AGroupThatIsLeftOutIsNotChosenForAScoreBelowZero) {
-  // Score + bias is below zero in the group that is kept.
-  const at::Tensor bias = at::tensor({-3.0F, -3.0F, -9.0F, -9.0F});
+  // The first group is kept, whose second expert is the worst of all; every
+  // score + bias is below zero.
+  const at::Tensor bias = at::tensor({-1.0F, -5.0F, -3.5F, -3.5F});
   const Routing routing = route(
       at::zeros({1, 4}),
       bias,
