@@ -1,0 +1,140 @@
+// What the parts of a layer of experts take on a GPU, at the sizes of
+// Qwen3-30B-A3B with 8192 tokens: a line of JSON for each. Random data.
+// usage: flatshard_experts [tokens]
+#include <ATen/Functions.h>
+#include <fmt/format.h>
+
+#include <cstdio>
+#include <cstdlib>
+
+#include "bench/call_time.h"
+#include "flatshard/nn/grouped_linear.h"
+#include "flatshard/nn/grouped_matmul.h"
+#include "flatshard/nn/permute.h"
+#include "flatshard/nn/router.h"
+
+namespace flatshard {
+namespace {
+
+constexpr std::int64_t kExperts = 128;
+constexpr std::int64_t kPerToken = 8;
+constexpr std::int64_t kDim = 2048;
+constexpr std::int64_t kWidth = 768;
+
+const at::TensorOptions kGpu = at::TensorOptions(at::kCUDA);
+const at::TensorOptions kRows = kGpu.dtype(at::kBFloat16);
+
+// Bytes that have to move once, or none; products, or none.
+void report(const char* part, double us, double nbytes, double flop) {
+  fmt::print("{{\"part\": \"{}\", \"us\": {:.1f}", part, us);
+  if (nbytes > 0) {
+    fmt::print(", \"gb_per_s\": {:.0f}", 1e-3 * nbytes / us);
+  }
+  if (flop > 0) {
+    fmt::print(", \"tflops\": {:.0f}", 1e-6 * flop / us);
+  }
+  fmt::print("}}\n");
+  std::fflush(stdout);
+}
+
+template <class Call>
+void measure(const char* part, double nbytes, double flop, Call&& call) {
+  const double us =
+      call_microseconds(1, [&](std::int64_t) { static_cast<void>(call()); });
+  report(part, us, nbytes, flop);
+}
+
+void measure_routing(const at::Tensor& logits) {
+  const nn::RouterOptions options{
+      .experts_per_token = kPerToken,
+      .aux_loss = 0.001};
+  const double nbytes = static_cast<double>(logits.nbytes());
+  measure("route", nbytes, 0, [&] { return nn::route(logits, {}, options); });
+  const at::Tensor leaf = logits.detach().requires_grad_();
+  const at::AutoGradMode grad_mode(true);
+  const nn::Routing routing = nn::route(leaf, {}, options);
+  const at::Tensor g = at::rand(routing.weights.sizes(), kGpu);
+  measure("route and its backward", 3 * nbytes, 0, [&] {
+    leaf.mutable_grad() = at::Tensor();
+    nn::route(leaf, {}, options).weights.backward(g);
+  });
+}
+
+void measure_rows(
+    const at::Tensor& x,
+    const nn::Routing& routing,
+    const nn::Permutation& order) {
+  measure("sort by expert", 0, 0, [&] {
+    return nn::sort_by_expert(routing.experts, routing.counts).order;
+  });
+  const double one = static_cast<double>(x.nbytes());
+  measure("permute rows", one * (1 + kPerToken), 0, [&] {
+    return nn::permute_rows(x, order);
+  });
+  const at::Tensor rows = nn::permute_rows(x, order);
+  measure("sum rows of tokens", one * (kPerToken + 2), 0, [&] {
+    return nn::sum_rows_of_tokens(rows, order, x);
+  });
+}
+
+void measure_products(const at::Tensor& x, const nn::Groups& groups) {
+  const std::int64_t rows = x.size(0);
+  const double one = 2.0 * static_cast<double>(rows) * kDim * kWidth;
+  const at::Tensor up = at::randn({kExperts, 2 * kWidth, kDim}, kRows);
+  const at::Tensor down = at::randn({kExperts, kDim, kWidth}, kRows);
+  const at::Tensor gate_up = at::randn({rows, 2 * kWidth}, kRows);
+  const at::Tensor act = at::randn({rows, kWidth}, kRows);
+  const at::Tensor factors = at::rand({rows}, kGpu);
+  at::Tensor dup = at::empty_like(up);
+  at::Tensor ddown = at::empty_like(down);
+  measure("y gate+up", 0, 2 * one, [&] {
+    return nn::grouped_forward(x, up, groups);
+  });
+  measure("y down", 0, one, [&] {
+    return nn::grouped_forward(act, down, groups);
+  });
+  measure("dx gate+up", 0, 2 * one, [&] {
+    return nn::grouped_input_gradient(gate_up, up, groups);
+  });
+  measure("dx down", 0, one, [&] {
+    return nn::grouped_input_gradient(x, down, groups);
+  });
+  measure("dw gate+up, in place", 0, 2 * one, [&] {
+    nn::grouped_weight_gradient(dup, false, gate_up, x, groups);
+    return dup;
+  });
+  measure("dw down, in place", 0, one, [&] {
+    nn::grouped_weight_gradient(ddown, false, x, act, groups);
+    return ddown;
+  });
+  measure("SwiGLU and y down", 0, one, [&] {
+    return nn::grouped_swiglu_linear(gate_up, factors, down, groups);
+  });
+}
+
+int run(std::int64_t tokens) {
+  if (!at::hasCUDA()) {
+    fmt::print(stderr, "flatshard_experts: expected a GPU, and found none\n");
+    return 77;
+  }
+  const at::NoGradGuard no_grad;
+  const at::Tensor x = at::randn({tokens, kDim}, kRows);
+  const at::Tensor logits = at::randn({tokens, kExperts}, kGpu);
+  measure_routing(logits);
+  const nn::Routing routing =
+      nn::route(logits, {}, {.experts_per_token = kPerToken});
+  const nn::Permutation order =
+      nn::sort_by_expert(routing.experts, routing.counts);
+  measure_rows(x, routing, order);
+  measure_products(
+      nn::permute_rows(x, order),
+      {routing.counts.cumsum(0, at::kInt)});
+  return 0;
+}
+
+}  // namespace
+}  // namespace flatshard
+
+int main(int argc, char** argv) {
+  return flatshard::run(argc > 1 ? std::atoll(argv[1]) : 8192);
+}
