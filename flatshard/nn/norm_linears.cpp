@@ -102,6 +102,10 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
                           (norm_edge == 2 && ctx->needs_input_grad(1));
     const bool wants_norm = ctx->needs_input_grad(norm_edge);
     const std::size_t num_weights = grads.size() - 1;
+    std::vector<ModuleContextPtr> contexts;
+    for (std::size_t i = 0; i <= num_weights; ++i) {
+      contexts.push_back(saved_context(ctx, i));
+    }
 
     // Of what the layers read, then of the norm's input.
     at::Tensor dy;
@@ -118,13 +122,9 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
             as_rows(std::exchange(grads[i], {})),
             (wants_dx || wants_norm) && wants));
         if (wants_dx || wants_norm) {
-          add_input_gradient(dy, *g[i], weight(i), saved_context(ctx, i));
+          add_input_gradient(dy, *g[i], weight(i), contexts[i]);
         }
       }
-    }
-    std::vector<ModuleContextPtr> contexts;
-    for (std::size_t i = 0; i <= num_weights; ++i) {
-      contexts.push_back(saved_context(ctx, i));
     }
     const auto recipe =
         recipe_of(at::TensorList(saved).slice(4, num_weights), contexts);
@@ -165,7 +165,7 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
       out[1] = dx;
     }
     if (wants_norm && dw.defined()) {
-      out[2] = deliver_norm_wgrad(saved_context(ctx), norm_weight, dw);
+      out[2] = deliver_norm_wgrad(contexts[0], norm_weight, dw);
     }
     const MatmulRows rows =
         wants_weights && recipe
@@ -183,8 +183,7 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
             : MatmulRows(normed);
     for (std::size_t i = 1; i <= num_weights; ++i) {
       if (wants_weight(i)) {
-        out[2 + i] =
-            deliver_matmul_wgrad(saved_context(ctx, i), weight(i), *g[i], rows);
+        out[2 + i] = deliver_matmul_wgrad(contexts[i], weight(i), *g[i], rows);
       }
     }
     return out;
