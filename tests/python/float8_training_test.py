@@ -105,7 +105,7 @@ def test_recomputation_and_parts_change_nothing(kind, reentrant, mesh, rank):
         {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
         {"copy_engines": "all"},
         {"slots_on_demand": False},
-        {"granularity": "tensor", "max_padding": 1.0},
+        {"granularity": "tensor", "max_padding": 8.0},
         {"grads_in_place": True},
     ],
     ids=lambda options: next(iter(options)),
