@@ -25,6 +25,18 @@ class Float8Linear(nn.Linear):
             )
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(weight.dtype)
+        # The operator's own errors have another type with newer torch.
+        if input.dtype != weight.dtype:
+            raise ValueError(
+                f"Float8Linear: expected an input of {weight.dtype}, which FP8 computes "
+                f"beside, got {input.dtype}: mp_policy casts the inputs of units, autocast "
+                "those of layers"
+            )
+        if input.dim() == 0 or input.shape[-1] != self.in_features:
+            raise ValueError(
+                f"Float8Linear: expected an input [..., {self.in_features}], got "
+                f"{list(input.shape)}"
+            )
         return torch.ops.flatshard.float8_linear(input, weight, self.bias)
 
 

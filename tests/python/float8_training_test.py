@@ -299,7 +299,7 @@ def test_inputs_of_another_kind(mesh):
     model = sharded(mesh, policy("tensorwise"))
     block = model.blocks[0]
     model.unshard(), block.unshard()
-    problem = "Float8Linear: expected an input of BFloat16, .*, got Float"
+    problem = "Float8Linear: expected an input of torch.bfloat16, .*, got torch.float32"
     with pytest.raises(ValueError, match=problem):
         block.up(on_device(torch.ones(2, DIM)))
     problem = r"Float8Linear: expected an input \[..., 128\], got \[2, 3\]"
