@@ -103,6 +103,19 @@ at::Tensor PyRuntime::linear(
   return nn::linear(x, weight, bias.value_or(at::Tensor()), {}, sink_);
 }
 
+at::Tensor PyRuntime::main_grad(const at::Tensor& weight) const {
+  nn::WgradSink& sink = *runtime_;
+  const auto target = sink.begin_wgrad(weight);
+  if (!target) {
+    return at::empty(weight.sizes(), weight.options());
+  }
+  if (!target->accumulate) {
+    target->grad.zero_();
+  }
+  sink.end_wgrad(weight);
+  return target->grad;
+}
+
 void PyRuntime::forward_begin(UnitId unit, py::handle args, py::handle kwargs) {
   nn::TensorList tensors;
   collect_tensors(args, tensors);

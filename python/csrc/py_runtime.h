@@ -44,6 +44,10 @@ class PyRuntime {
       const at::Tensor& weight,
       const std::optional<at::Tensor>& bias) const;
 
+  /// Where the gradient of a whole parameter is reduced, zeroed if nothing came
+  /// yet; what a backward does not ask for is thrown away. In a backward.
+  at::Tensor main_grad(const at::Tensor& weight) const;
+
   const nn::ModuleContextPtr& sink() const { return sink_; }
 
   void forward_begin(UnitId unit, py::handle args, py::handle kwargs);

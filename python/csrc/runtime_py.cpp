@@ -158,6 +158,7 @@ void bind_runtime(py::module_& m) {
           },
           NoGil())
       .def("parameter_norms", &PyRuntime::parameter_norms, NoGil())
+      .def("main_grad", &PyRuntime::main_grad, py::arg("weight"), NoGil())
       .def("take_trace", &PyRuntime::take_trace, NoGil())
       .def(
           "report_nan_in_param_grad",

@@ -105,6 +105,12 @@ class Root:
                     "cuda_graph is not supported in a model with FP8 weights, which "
                     f"unit {unit.name} may have (fp8); leave one of them out"
                 )
+            if unit.cuda_graph and unit.main_grads:
+                raise NotImplementedError(
+                    f"cuda_graph is not supported for unit {unit.name}, whose modules "
+                    "write gradients to main_grad (fuse_wgrad_accumulation): a replay "
+                    "runs nothing of them on the host; leave one of them out"
+                )
             if unit.root is not None:
                 raise RuntimeError(
                     f"unit {unit.name} ran, or was unsharded, before as part of a "
