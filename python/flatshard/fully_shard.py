@@ -9,8 +9,9 @@ from flatshard import _C
 from flatshard.float8_linear import make_float8
 from flatshard.float8_policy import check_policy, choose_weights
 from flatshard.graph_checks import check_cuda_graph
-from flatshard.linear import write_grads_in_place
 from flatshard.joined import find_parts, join
+from flatshard.linear import write_grads_in_place
+from flatshard.main_grad import offer_main_grads
 from flatshard.mesh import (
     DeviceMesh,
     core_mesh,
@@ -246,6 +247,7 @@ def fully_shard(
     )
     state.make_shards()
     make_float8(state)
+    offer_main_grads(state)
     if grads_in_place:
         write_grads_in_place(owned, state)
     for tensor, full_name, _ in found:

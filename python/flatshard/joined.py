@@ -42,6 +42,12 @@ def find_parts(modules, core, offload):
                     f"{kind} ran, or was unsharded, before the module around it was "
                     "wrapped; wrap all modules first, then run the outermost"
                 )
+            if state.main_grads:
+                raise NotImplementedError(
+                    f"modules that write gradients to main_grad are not supported on a "
+                    f"part of the mesh, as {kind} has them; leave out their option "
+                    "(fuse_wgrad_accumulation)"
+                )
             if state.core.offloads != offload:
                 raise ValueError(
                     f"offload_policy: {kind}, on a part of the mesh, and this module "

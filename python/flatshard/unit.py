@@ -94,6 +94,7 @@ class UnitState:
     prefetch: int
     copy_engines: bool
     cuda_graph: bool = False
+    main_grads: bool = False  # modules write some of its gradients, see main_grad.py
     slots_on_demand: bool | None = None
     graph_warmup_steps: int = DEFAULT_WARMUP_STEPS
     policy: Policy = field(default_factory=Policy)
