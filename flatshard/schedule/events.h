@@ -44,6 +44,10 @@ struct UnitPolicy {
   /// Units to gather ahead instead of the predicted ones.
   std::optional<std::vector<UnitId>> forward_prefetch;
   std::optional<std::vector<UnitId>> backward_prefetch;
+  /// Planes that the backward reads and the forward does not stay gathered
+  /// after the backward, until the weights change: later microbatches neither
+  /// gather nor derive them again.
+  bool keep_backward_planes = false;
 };
 
 /// What the Scheduler has to know of a unit. Bytes are those of the slots.

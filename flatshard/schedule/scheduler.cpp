@@ -298,7 +298,8 @@ std::vector<std::string> Scheduler::restless_units() const {
   for (UnitId u = 0; u < static_cast<UnitId>(units_.size()); ++u) {
     const UnitState& state = state_[u];
     const bool gathered =
-        !(state.present - units_[u].resting()).empty() && !state.kept;
+        !(state.present - units_[u].resting() - kept_planes(u)).empty() &&
+        !state.kept;
     if (gathered || in_forward(u) || !state.backward_calls.empty() ||
         state.in_grad_queue) {
       names.push_back(units_[u].name);

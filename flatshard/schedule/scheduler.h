@@ -145,6 +145,8 @@ class Scheduler {
   PlaneSet in_pieces(UnitId unit, PlaneSet planes) const;
   /// The pieces in which these slices, which were asked for, are gathered.
   PlaneSet learned(UnitId unit, PlaneSet asked) const;
+  /// What stays after a backward by UnitPolicy::keep_backward_planes.
+  PlaneSet kept_planes(UnitId unit) const;
   /// What has no reader left when a forward or a recompute is over and the
   /// unit stays for its backward.
   PlaneSet unread_in_backward(UnitId unit) const;

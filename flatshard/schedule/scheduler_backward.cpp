@@ -191,7 +191,10 @@ void Scheduler::release_after_backward(UnitId unit, Actions& out) {
 void Scheduler::end_backward(UnitId unit, Actions& out) {
   UnitState& state = state_[unit];
   if (units_[unit].policy.reshard_after_backward) {
-    release(unit, PlaneSet::all() - wanted_by_others(unit), out);
+    release(
+        unit,
+        PlaneSet::all() - wanted_by_others(unit) - kept_planes(unit),
+        out);
     return;
   }
   release(  // prefetched in vain

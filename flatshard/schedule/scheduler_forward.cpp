@@ -60,7 +60,7 @@ void Scheduler::forward_end(const ScheduleEvent& event, Actions& out) {
       interleaved_ && (state.ahead_of_backward || !state.kept_calls.empty());
   if (!in_forward(u) && state.backward_calls.empty() && !event.more_follow) {
     keep || of_others ? keep_for_backward(u, out)
-                      : release(u, PlaneSet::all(), out);
+                      : release(u, PlaneSet::all() - kept_planes(u), out);
   }
   if (open_forwards_.empty()) {
     outer_forward_end(u, event.needs_backward, out);
@@ -146,7 +146,7 @@ void Scheduler::outer_forward_end(UnitId u, bool needs_backward, Actions& out) {
     }
     const PlaneSet unused =
         waited_in_vain
-            ? state_[v].present
+            ? state_[v].present - kept_planes(v)
             : state_[v].present - state_[v].awaited - state_[v].saved;
     if (!waited_in_vain && !unused.empty() &&
         std::find(next.begin(), next.end(), v) != next.end()) {

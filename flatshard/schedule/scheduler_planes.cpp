@@ -159,6 +159,18 @@ PlaneSet Scheduler::learned(UnitId unit, PlaneSet asked) const {
   return pieces;
 }
 
+PlaneSet Scheduler::kept_planes(UnitId unit) const {
+  const UnitSpec& spec = units_[unit];
+  PlaneSet slices;
+  if (spec.policy.keep_backward_planes) {
+    (spec.reads(Phase::backward) - spec.forward_reads)
+        .for_each([&](PlaneId plane) {
+          slices = slices | spec.parts(plane) | PlaneSet{plane};
+        });
+  }
+  return slices & state_[unit].awaited;
+}
+
 PlaneSet Scheduler::unread_in_backward(UnitId unit) const {
   const UnitSpec& spec = units_[unit];
   if (!spec.policy.reshard_after_forward &&

@@ -3,6 +3,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/diagnostics/norms.h"
 #include "flatshard/nn/linear.h"
+#include "flatshard/schedule/simulate.h"
 #include "python/csrc/collect_tensors.h"
 
 namespace flatshard::python {
@@ -41,7 +42,8 @@ PyRuntime::PyRuntime(
     bool cuda_graphs,
     int graph_warmup_steps,
     bool audit_graphs,
-    bool emulate_graphs)
+    bool emulate_graphs,
+    bool trace)
     : views_(std::make_shared<ParameterViews>(
           views_of(places, grads),
           std::move(before_forward),
@@ -62,6 +64,7 @@ PyRuntime::PyRuntime(
          .foreign_writes = true,
          .slots_on_demand = slots_on_demand,
          .unused_grads_stay_undefined = true,
+         .trace = trace,
          .graphs = {
              .enabled = cuda_graphs,
              .warmup_steps = graph_warmup_steps,
@@ -98,6 +101,19 @@ at::Tensor PyRuntime::linear(
     const at::Tensor& weight,
     const std::optional<at::Tensor>& bias) const {
   return nn::linear(x, weight, bias.value_or(at::Tensor()), {}, sink_);
+}
+
+at::Tensor PyRuntime::main_grad(const at::Tensor& weight) const {
+  nn::WgradSink& sink = *runtime_;
+  const auto target = sink.begin_wgrad(weight);
+  if (!target) {
+    return at::empty(weight.sizes(), weight.options());
+  }
+  if (!target->accumulate) {
+    target->grad.zero_();
+  }
+  sink.end_wgrad(weight);
+  return target->grad;
 }
 
 void PyRuntime::forward_begin(UnitId unit, py::handle args, py::handle kwargs) {
@@ -188,6 +204,22 @@ std::vector<PyRuntime::Norm> PyRuntime::parameter_norms() {
     norms.emplace_back(n.name, n.weight, n.grad);
   }
   return norms;
+}
+
+std::vector<PyRuntime::TracedAction> PyRuntime::take_trace() {
+  const std::vector<UnitSpec>& units = runtime().scheduler().units();
+  std::vector<TracedAction> found;
+  for (const Action& a : runtime_->trace().actions) {
+    found.emplace_back(
+        to_string(a.kind),
+        a.unit == kNoUnit ? "" : units[a.unit].name,
+        a.plane,
+        a.part,
+        a.phase == Phase::forward ? "forward" : "backward",
+        gathered_nbytes(units, {a}));
+  }
+  runtime_->clear_trace();
+  return found;
 }
 
 void PyRuntime::report_nan_in_param_grad(bool enabled) {

@@ -36,12 +36,17 @@ class PyRuntime {
       bool cuda_graphs,
       int graph_warmup_steps,
       bool audit_graphs,
-      bool emulate_graphs);
+      bool emulate_graphs,
+      bool trace);
 
   at::Tensor linear(
       const at::Tensor& x,
       const at::Tensor& weight,
       const std::optional<at::Tensor>& bias) const;
+
+  /// Where the gradient of a whole parameter is reduced, zeroed if nothing came
+  /// yet; what a backward does not ask for is thrown away. In a backward.
+  at::Tensor main_grad(const at::Tensor& weight) const;
 
   const nn::ModuleContextPtr& sink() const { return sink_; }
 
@@ -69,6 +74,11 @@ class PyRuntime {
   /// Name, 2-norm of the weight, and of the gradient if there is one.
   using Norm = std::tuple<std::string, double, std::optional<double>>;
   std::vector<Norm> parameter_norms();
+  /// Kind, unit, plane, part (-1: whole), "forward" or "backward", bytes of a
+  /// gather. What was done since the last call.
+  using TracedAction =
+      std::tuple<std::string, std::string, int, int, std::string, std::int64_t>;
+  std::vector<TracedAction> take_trace();
   void report_nan_in_param_grad(bool enabled);
   Runtime& runtime();
 

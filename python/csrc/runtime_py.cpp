@@ -49,6 +49,7 @@ void bind_runtime(py::module_& m) {
               bool,
               int,
               bool,
+              bool,
               bool>(),
           py::arg("mesh"),
           py::arg("units"),
@@ -63,7 +64,8 @@ void bind_runtime(py::module_& m) {
           py::arg("cuda_graphs"),
           py::arg("graph_warmup_steps"),
           py::arg("audit_graphs"),
-          py::arg("emulate_graphs"))
+          py::arg("emulate_graphs"),
+          py::arg("trace"))
       .def(
           "linear",
           &PyRuntime::linear,
@@ -123,14 +125,16 @@ void bind_runtime(py::module_& m) {
              bool reshard_after_backward,
              bool unshard_in_backward,
              std::optional<std::vector<UnitId>> forward_prefetch,
-             std::optional<std::vector<UnitId>> backward_prefetch) {
+             std::optional<std::vector<UnitId>> backward_prefetch,
+             bool keep_backward_planes) {
             self.runtime().set_policy(
                 unit,
                 {reshard_after_forward,
                  reshard_after_backward,
                  unshard_in_backward,
                  std::move(forward_prefetch),
-                 std::move(backward_prefetch)});
+                 std::move(backward_prefetch),
+                 keep_backward_planes});
           },
           py::arg("unit"),
           py::kw_only(),
@@ -139,6 +143,7 @@ void bind_runtime(py::module_& m) {
           py::arg("unshard_in_backward"),
           py::arg("forward_prefetch"),
           py::arg("backward_prefetch"),
+          py::arg("keep_backward_planes"),
           NoGil())
       .def(
           "set_sync_gradients",
@@ -153,6 +158,8 @@ void bind_runtime(py::module_& m) {
           },
           NoGil())
       .def("parameter_norms", &PyRuntime::parameter_norms, NoGil())
+      .def("main_grad", &PyRuntime::main_grad, py::arg("weight"), NoGil())
+      .def("take_trace", &PyRuntime::take_trace, NoGil())
       .def(
           "report_nan_in_param_grad",
           &PyRuntime::report_nan_in_param_grad,

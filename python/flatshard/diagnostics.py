@@ -51,3 +51,38 @@ def report_nan_in_param_grad(model, enabled=True):
         enabled: False ends it.
     """
     root_of(model).core.report_nan_in_param_grad(enabled)
+
+
+@dataclass(frozen=True)
+class TracedAction:
+    """Something that the core did, in the order in which it was launched.
+
+    Attributes:
+        kind: "gather", "derive", "await", "release", "reduce" and others, see
+            docs/architecture.md.
+        unit: its name; "" for what is none's.
+        plane: 0: weights; 1 and 2: rows and columns of FP8 weights.
+        part: number of the weight in its plane; -1: all of it.
+        phase: of a gather or derive: "forward" or "backward", for which it was.
+        nbytes: of a gather: of the gathered slot.
+    """
+
+    kind: str
+    unit: str
+    plane: int
+    part: int
+    phase: str
+    nbytes: int
+
+
+def take_trace(model):
+    """What the core did since the last call, where FLATSHARD_TRACE_STEPS=1 was in the
+    environment when the model ran first; else nothing. It is kept until it is taken.
+
+    Args:
+        model: the outermost module that fully_shard wrapped.
+
+    Returns:
+        A list of TracedAction.
+    """
+    return [TracedAction(*action) for action in root_of(model).core.take_trace()]

@@ -38,6 +38,9 @@ class Float8Policy:
         gather_parts: what a recomputation gathers. "unit": the rows of the whole unit;
             "recomputed": those of the layers that it runs; "module": layer by layer
             always.
+        keep_column_plane: the weights that the backward reads stay gathered after it,
+            until the weights change: backwards of later microbatches neither gather nor
+            transpose. Takes their bytes for the whole unit.
         emulate: multiply in bfloat16 where the GPU does not multiply the recipe. CPUs do
             so in any case.
 
@@ -50,6 +53,7 @@ class Float8Policy:
     column_plane: str = "auto"
     gather_parts: str = "recomputed"
     emulate: bool = False
+    keep_column_plane: bool = False
 
     def __post_init__(self):
         for name, values in _OPTIONS.items():
@@ -61,10 +65,9 @@ class Float8Policy:
                 f"fp8: column_plane: 'stored' is for rowwise and mxfp8: rows and columns "
                 f"of {self.recipe} hold the same numbers; use 'auto'"
             )
-        if not isinstance(self.emulate, bool):
-            raise ValueError(
-                f"fp8: emulate: expected True or False, got {self.emulate!r}"
-            )
+        for name in ("emulate", "keep_column_plane"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"fp8: {name}: expected True or False, got {value!r}")
         if self.module_filter_fn is not None and not callable(self.module_filter_fn):
             raise ValueError(
                 "fp8: module_filter_fn: expected a function of a module and its name, "

@@ -1,5 +1,6 @@
 """A tree of units and the core's Runtime that serves it."""
 
+import os
 import weakref
 
 import torch
@@ -14,6 +15,12 @@ from flatshard.mesh import device_of
 from flatshard.replaced import refuse_plain, refuse_replaced, settle
 from flatshard.same_values import compare
 from flatshard.sharded_tensor import writes
+
+
+def traces_steps():
+    """Debugging: what the core does is kept for flatshard.diagnostics.take_trace."""
+    return os.environ.get("FLATSHARD_TRACE_STEPS") == "1"
+
 
 # `.grad` and `.requires_grad` of a tensor subclass go through __torch_function__
 # otherwise, at twenty times the price, for each parameter of the model.
@@ -68,6 +75,7 @@ class Root:
             graph_warmup_steps=max(warmup_steps, default=DEFAULT_WARMUP_STEPS),
             audit_graphs=audits_graphs(),
             emulate_graphs=self.cuda_graphs and emulates_on_cpu(),
+            trace=traces_steps(),
         )
         self._synced = None
         self._initialized = False
@@ -96,6 +104,17 @@ class Root:
                 raise NotImplementedError(
                     "cuda_graph is not supported in a model with FP8 weights, which "
                     f"unit {unit.name} may have (fp8); leave one of them out"
+                )
+            if unit.slices is not None:
+                raise RuntimeError(
+                    f"unit {unit.name} rests on {unit.mesh}, a part of the model's mesh: "
+                    "apply fully_shard to the module around it, on that mesh"
+                )
+            if unit.cuda_graph and unit.main_grads:
+                raise NotImplementedError(
+                    f"cuda_graph is not supported for unit {unit.name}, whose modules "
+                    "write gradients to main_grad (fuse_wgrad_accumulation): a replay "
+                    "runs nothing of them on the host; leave one of them out"
                 )
             if unit.root is not None:
                 raise RuntimeError(
@@ -147,6 +166,7 @@ class Root:
             unshard_in_backward=policy.unshard_in_backward,
             forward_prefetch=ids[0],
             backward_prefetch=ids[1],
+            keep_backward_planes=unit.fp8 is not None and unit.fp8.keep_column_plane,
         )
 
     def apply_sync(self):

@@ -18,6 +18,7 @@ namespace {
 using enum EventKind;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 TEST(DerivedPlanes, GoldenStepStagesTheRowsForTheColumns) {
   EXPECT_EQ(
@@ -46,6 +47,42 @@ TEST(DerivedPlanes, OneGatherOfTheRowsServesRecomputeAndColumns) {
     EXPECT_EQ(of_phase(units, actions, Phase::forward), 3 * kAllRows);
     // The last unit's stay.
     EXPECT_EQ(of_phase(units, actions, Phase::backward), 2 * kAllRows);
+  }
+}
+
+TEST(DerivedPlanes, PlanesOfTheBackwardMayStayUntilTheWeightsChange) {
+  for (const Columns columns : {Columns::derived, Columns::stored}) {
+    for (const bool resident : {false, true}) {
+      auto units = fp8_units(3, columns);
+      for (UnitSpec& unit : units) {
+        unit.resident = resident;
+        unit.transient =
+            columns == Columns::derived ? PlaneSet{kColumn} : PlaneSet();
+        unit.policy.keep_backward_planes = true;
+      }
+      Scheduler s(units, {});
+      const auto step = [&] { return replay(s, fp8_step(units)); };
+      const std::int64_t rows = 3 * kAllRows;
+      for (int change = 0; change < 2; ++change) {
+        const auto first = step();
+        EXPECT_EQ(of_phase(units, first, Phase::forward), rows);
+        EXPECT_TRUE(s.resting());
+        EXPECT_EQ(s.num_gathered(), 3);
+        // The next microbatch gathers rows for its forward and no more.
+        const auto second = step();
+        EXPECT_EQ(
+            gathered_nbytes(units, second),
+            resident ? std::int64_t{0} : rows);
+        EXPECT_EQ(of_phase(units, second, Phase::backward), 0);
+        EXPECT_THAT(to_string(second), Not(HasSubstr("derive")));
+        EXPECT_TRUE(s.resting());
+        s.on({.kind = EventKind::weights_changed});
+        EXPECT_EQ(s.num_gathered(), 0);
+      }
+      step();
+      s.on({.kind = EventKind::reset});
+      EXPECT_TRUE(resident || s.num_gathered() == 0);
+    }
   }
 }
 

@@ -13,7 +13,11 @@ argument without a counterpart is refused by name unless it has its default valu
 """
 
 from flatshard.megatron import v2
-from flatshard.megatron.precision import MixedPrecisionPolicy
+from flatshard.megatron.float8 import FullyShardFP8Policy
+from flatshard.megatron.precision import (
+    FullyShardMixedPrecisionPolicy,
+    MixedPrecisionPolicy,
+)
 from flatshard.megatron.v1 import (
     fully_shard,
     fully_shard_model,
@@ -32,6 +36,8 @@ from flatshard.module import FSDPModule
 __all__ = [
     "FSDPModule",
     "FsdpContext",
+    "FullyShardFP8Policy",
+    "FullyShardMixedPrecisionPolicy",
     "MixedPrecisionPolicy",
     "Placements",
     "fully_shard",

@@ -1,10 +1,11 @@
 """Megatron-FSDP's dtypes, in both versions, as those of flatshard.fully_shard."""
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from flatshard.megatron.float8 import FullyShardFP8Policy
 from flatshard.policies import MixedPrecisionPolicy as _Policy
 
 
@@ -18,11 +19,46 @@ class MixedPrecisionPolicy:
             dtype is that of forward and backward.
         main_grads_dtype: of reduced gradients. None: that of the main parameters.
         grad_comm_dtype: of gradients on the wire. None: that of the main parameters.
+        fp8_param_gather, fp8_recipe, keep_fp8_transpose_cache: the fields of `fp8`,
+            where that is None.
+        fp8: FullyShardFP8Policy.
     """
 
     main_params_dtype: torch.dtype | None = torch.float32
     main_grads_dtype: torch.dtype | None = None
     grad_comm_dtype: torch.dtype | None = None
+    fp8_param_gather: bool = False
+    fp8_recipe: str | None = None
+    keep_fp8_transpose_cache: bool = False
+    use_decoupled_grad: bool = False
+    fp8: FullyShardFP8Policy | None = field(default=None, repr=False)
+
+    def __post_init__(self):
+        if self.use_decoupled_grad:
+            raise NotImplementedError(
+                "use_decoupled_grad=True is not supported: gradients have the "
+                "parameters' dtype"
+            )
+        fp8 = self.fp8
+        if fp8 is None:
+            fp8 = FullyShardFP8Policy(
+                self.fp8_param_gather, self.fp8_recipe, self.keep_fp8_transpose_cache
+            )
+            object.__setattr__(self, "fp8", fp8)
+        elif not isinstance(fp8, FullyShardFP8Policy):
+            raise ValueError(
+                f"fp8: expected a FullyShardFP8Policy, got {type(fp8).__name__}"
+            )
+        object.__setattr__(self, "fp8_param_gather", fp8.enabled)
+        object.__setattr__(self, "fp8_recipe", fp8.recipe)
+        object.__setattr__(self, "keep_fp8_transpose_cache", fp8.keep_transpose_cache)
+
+
+@dataclass(frozen=True)
+class FullyShardMixedPrecisionPolicy(MixedPrecisionPolicy):
+    """The same with main_params_dtype=None at first."""
+
+    main_params_dtype: torch.dtype | None = None
 
 
 @contextlib.contextmanager

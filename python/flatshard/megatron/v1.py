@@ -10,6 +10,7 @@ from flatshard import diagnostics
 from flatshard.fully_shard import fully_shard as _fully_shard
 from flatshard.initialize import reset_parameters
 from flatshard.megatron import v2
+from flatshard.megatron.float8 import check_dtype, float8_policy
 from flatshard.megatron.precision import MixedPrecisionPolicy, main_dtype
 from flatshard.module import FSDPModule
 from flatshard.strategies import find_strategy
@@ -28,13 +29,11 @@ _WITHOUT_COUNTERPART = {
     "preproc_state_dict_for_dcp_ckpt": (True, (False,), ""),
     "average_in_collective": (False, (True,), ""),
     "disable_bucketing": (False, (True,), ""),
-    "keep_fp8_transpose_cache": (False, (), "use fully_shard(fp8=Float8Policy())"),
     "nccl_ub": (False, (), "NCCL user buffers are not supported"),
     "disable_symmetric_registration": (False, (True,), ""),
     "fsdp_double_buffer": (False, (True,), ""),  # slots have fixed places always
     "maxpool_double_buffer": (False, (True,), ""),
     "fsdp_db_use_persist_buf_on_alloc_fail": (False, (), "slots never fail"),
-    "enable_fine_grained_param_gather": (False, (), "wrap smaller modules"),
     "use_decoupled_grad": (False, (), "gradients have the parameters' dtype"),
     "suggested_communication_unit_size": (None, (), "use prefetch="),
     "gradient_reduce_div_fusion": (True, (False,), ""),
@@ -59,6 +58,8 @@ def fully_shard_model(
     calculate_per_token_loss=False,
     report_nan_in_param_grad=False,
     cuda_graph_mode=False,
+    keep_fp8_transpose_cache=False,
+    enable_fine_grained_param_gather=None,
     **others,
 ):
     """Shards `module`. Returns it; it is an FSDPModule from now on.
@@ -77,6 +78,12 @@ def fully_shard_model(
         calculate_per_token_loss: gradients are summed, and the program divides.
         cuda_graph_mode: True: fully_shard's cuda_graph for the units of
             fsdp_unit_modules.
+        keep_fp8_transpose_cache: of mixed_precision_policy's FP8 weights, those of the
+            units of fsdp_unit_modules: what the backward reads stays gathered until the
+            weights change.
+        enable_fine_grained_param_gather: likewise. None: a recomputation gathers the
+            layers that it runs, everything else whole units. True: every gather is of
+            one layer. False: every gather is of a whole unit.
         report_nan_in_param_grad: see flatshard.diagnostics.report_nan_in_param_grad.
 
     Raises:
@@ -95,8 +102,16 @@ def fully_shard_model(
     kinds = tuple(_class(kind) for kind in fsdp_unit_modules or ())
     units = _outermost(module, kinds)
     _check_cuda_graph_mode(cuda_graph_mode, units)
+    fp8 = float8_policy(
+        mixed_precision_policy,
+        keep_fp8_transpose_cache,
+        enable_fine_grained_param_gather,
+    )
     for unit in [*units, module]:
+        # Embeddings and the head stay what they are.
+        own_fp8 = None if units and unit is module else fp8
         with main_dtype(unit, mixed_precision_policy) as policy:
+            check_dtype(own_fp8, policy, unit)
             _fully_shard(
                 unit,
                 mesh=mesh,
@@ -104,6 +119,7 @@ def fully_shard_model(
                 outer=_OUTER[outer_dp_sharding_strategy],
                 mp_policy=policy,
                 cuda_graph=cuda_graph_mode and unit is not module,
+                fp8=own_fp8,
             )
         if calculate_per_token_loss:
             unit.set_gradient_divide_factor(1.0)

@@ -16,53 +16,33 @@ import contextlib
 import contextvars
 import os
 import weakref
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.placement_types import Placement
 
 from flatshard.fully_shard import fully_shard as _fully_shard
-from flatshard.megatron.precision import MixedPrecisionPolicy, main_dtype
+from flatshard.megatron.float8 import (
+    FullyShardFP8Policy,
+    check_dtype,
+    float8_policy,
+)
+from flatshard.megatron.placements import (
+    Placements,
+    data_parallel_mesh,
+    strategy_of,
+)
+from flatshard.megatron.precision import (
+    FullyShardMixedPrecisionPolicy,
+    MixedPrecisionPolicy,
+    main_dtype,
+)
 from flatshard.module import FSDPModule, check_module
-from flatshard.strategies import by_placements
 from flatshard.unit import former_name
-
-# What rests where, a letter per mesh axis: Replicate, Partial, Shard.
-_STRATEGIES = by_placements()
-_REFUSED = {
-    ("SS", "SS", "SS"): "to shard over all ranks of two axes, give a mesh of one "
-    "axis over the same ranks",
-}
-
-
-@dataclass(frozen=True)
-class Placements:
-    """Where parameters, gradients and optimizer state rest, per mesh axis.
-
-    Attributes:
-        dp_axes: data-parallel axes of the mesh, by number or name, in its order.
-        parameter, gradient, optimizer: for each of these axes Replicate() or
-            Shard(0); for a gradient Partial("avg") instead of Replicate().
-    """
-
-    dp_axes: Sequence[int | str]
-    parameter: Sequence[Placement]
-    gradient: Sequence[Placement]
-    optimizer: Sequence[Placement]
-
-    def __post_init__(self):
-        for name in ("parameter", "gradient", "optimizer"):
-            placements = getattr(self, name)
-            if len(placements) != len(self.dp_axes):
-                raise ValueError(
-                    f"Placements.{name}: expected one placement per axis of dp_axes, "
-                    f"{len(self.dp_axes)}, got {len(placements)}"
-                )
 
 
 class FsdpContext:
@@ -185,17 +165,22 @@ def fully_shard(
             )
     if not grad_divisor > 0:
         raise ValueError(f"grad_divisor: expected a number > 0, got {grad_divisor}")
-    strategy, outer = _strategy(placements)
-    mesh = _data_parallel_mesh(mesh, placements.dp_axes)
+    strategy, outer = strategy_of(placements)
+    mesh = data_parallel_mesh(mesh, placements.dp_axes)
     _check_device(context.device, mesh)
     policy = mixed_precision_policy or MixedPrecisionPolicy()
     if policy.main_params_dtype is None:
-        policy = MixedPrecisionPolicy(
-            torch.float32, policy.main_grads_dtype, policy.grad_comm_dtype
-        )
+        policy = replace(policy, main_params_dtype=torch.float32)
+    fp8 = float8_policy(policy)
     with main_dtype(module, policy) as mp_policy:
+        check_dtype(fp8, mp_policy, module)
         _fully_shard(
-            module, mesh=mesh, strategy=strategy, outer=outer, mp_policy=mp_policy
+            module,
+            mesh=mesh,
+            strategy=strategy,
+            outer=outer,
+            mp_policy=mp_policy,
+            fp8=fp8,
         )
     if grad_divisor != 1:
         module.set_gradient_divide_factor(mesh.size() * grad_divisor)
@@ -291,80 +276,6 @@ def _state(model, optimizer):
     }
 
 
-def _strategy(placements):
-    lists = {
-        name: "".join(_letter(name, p) for p in getattr(placements, name))
-        for name in ("parameter", "gradient", "optimizer")
-    }
-    key = tuple(lists.values())
-    if key in _STRATEGIES:
-        return _STRATEGIES[key]
-    given = ", ".join(
-        f"{name} {list(getattr(placements, name))}"
-        for name in ("parameter", "gradient", "optimizer")
-    )
-    reason = _REFUSED.get(
-        key,
-        "expected those of ZeRO-0 to 3 on one axis, or on two with replicas over the "
-        "first (docs/python.md lists them)",
-    )
-    raise NotImplementedError(f"placements: {given} are not supported: {reason}")
-
-
-def _letter(name, placement):
-    if placement.is_shard():
-        if placement.dim != 0:
-            raise NotImplementedError(
-                f"Placements.{name}: expected Shard(0), got {placement}: parameters "
-                "are cut between rows"
-            )
-        return "S"
-    if name == "gradient" and placement.is_partial():
-        if placement.reduce_op != "avg":
-            raise NotImplementedError(
-                f"Placements.gradient: expected Partial('avg'), got {placement}; for "
-                "sums call set_gradient_divide_factor(1.0) on each sharded module"
-            )
-        return "P"
-    if name != "gradient" and placement.is_replicate():
-        return "R"
-    expected = "Partial('avg')" if name == "gradient" else "Replicate()"
-    raise ValueError(
-        f"Placements.{name}: expected {expected} or Shard(0) per axis, got {placement}"
-    )
-
-
-def _data_parallel_mesh(mesh, axes):
-    numbers = [_axis_number(mesh, axis) for axis in axes]
-    if numbers != sorted(set(numbers)):
-        raise ValueError(
-            "Placements.dp_axes: expected different axes in the mesh's order, got "
-            f"{list(axes)}"
-        )
-    if len(numbers) == mesh.ndim:
-        return mesh
-    if mesh.mesh_dim_names is None or not numbers:
-        raise ValueError(
-            f"Placements.dp_axes: {list(axes)} are a part of the axes of a mesh of "
-            f"{mesh.ndim}; expected at least one axis, and names: give "
-            "init_device_mesh mesh_dim_names"
-        )
-    names = tuple(mesh.mesh_dim_names[n] for n in numbers)
-    return mesh[names]
-
-
-def _axis_number(mesh, axis):
-    names = mesh.mesh_dim_names or ()
-    if isinstance(axis, str) and axis in names:
-        return names.index(axis)
-    if isinstance(axis, int) and -mesh.ndim <= axis < mesh.ndim:
-        return axis % mesh.ndim
-    raise ValueError(
-        f"Placements.dp_axes: expected axes of the mesh, which has {mesh.ndim} with "
-        f"the names {names or None}, got {axis!r}"
-    )
-
-
 def _check_device(device, mesh):
     if device is not None and device.type != mesh.device_type:
         raise ValueError(
@@ -384,6 +295,8 @@ def _current_index(device):
 
 __all__ = [
     "FsdpContext",
+    "FullyShardFP8Policy",
+    "FullyShardMixedPrecisionPolicy",
     "MixedPrecisionPolicy",
     "Placements",
     "fully_shard",
