@@ -2,6 +2,7 @@
 
 #include "flatshard/comm/store.h"
 #include "flatshard/core/error.h"
+#include "flatshard/models/moe.h"
 #include "flatshard/peer/peer_memory.h"
 #include "flatshard/train/precision.h"
 
@@ -10,6 +11,8 @@
 
 namespace flatshard {
 namespace {
+
+constexpr const char* kExpertAxis = "ep";
 
 CopyEngines parse_copy_engines(const std::string& name) {
   if (name == "forward") {
@@ -40,12 +43,20 @@ std::string strategy_name(const Config& config) {
 
 std::vector<MeshAxis> mesh_axes(const Config& config) {
   const auto& p = config.parallelism;
-  if (p.data_parallel_replicate_degree == 1) {
-    return {{"dp", p.data_parallel_shard_degree}};
+  const bool has_replicas = p.data_parallel_replicate_degree > 1;
+  std::vector<MeshAxis> axes;
+  if (has_replicas) {
+    axes.push_back({"replicate", p.data_parallel_replicate_degree});
   }
-  return {
-      {"replicate", p.data_parallel_replicate_degree},
-      {"shard", p.data_parallel_shard_degree}};
+  if (p.expert_parallel_degree == 1) {
+    axes.push_back(
+        {has_replicas ? "shard" : "dp", p.data_parallel_shard_degree});
+  } else {
+    const std::int64_t degree = p.expert_parallel_degree;
+    axes.push_back({"edp", p.data_parallel_shard_degree / degree});
+    axes.push_back({kExpertAxis, degree});
+  }
+  return axes;
 }
 
 std::shared_ptr<Mesh> make_mesh(
@@ -76,7 +87,8 @@ std::string choose_copy_engines(const Config& config, Mesh& mesh) {
   if (p.copy_engines != "auto") {
     return p.copy_engines;
   }
-  if (config.cuda_graph.impl == "full_iteration") {
+  if (config.cuda_graph.impl == "full_iteration" ||
+      p.expert_parallel_degree > 1) {
     return "none";
   }
   // Reductions alone gain nothing, so not where weights are not gathered.
@@ -86,6 +98,30 @@ std::string choose_copy_engines(const Config& config, Mesh& mesh) {
       p.keep_compute_weights &&
       std::ranges::any_of(strategy.parameter, &Placement::is_shard);
   return gathers && PeerMemory::has_fast_links(mesh.world()) ? "all" : "none";
+}
+
+std::shared_ptr<CollectiveExchange>
+make_exchange(const Config& config, std::int64_t num_experts, Mesh& mesh) {
+  const Config::Debug& debug = config.debug;
+  return std::make_shared<CollectiveExchange>(
+      mesh.communicator(mesh.axis_index(kExpertAxis), Purpose::exchange)
+          .shared_from_this(),
+      num_experts,
+      ExchangeOptions{
+          .groups_by_rank = debug.deterministic,
+          .stream = {
+              .delay_seed = static_cast<std::uint64_t>(debug.comm_delay_seed),
+              .max_delay_us = static_cast<int>(debug.comm_delay_us)}});
+}
+
+std::function<ParameterPlacement(const std::string& name)> expert_placement(
+    std::int64_t num_experts,
+    const Mesh& mesh) {
+  const auto placement =
+      ParameterPlacement::along(mesh, kExpertAxis, num_experts);
+  return [placement](const std::string& name) {
+    return models::is_expert_parameter(name) ? placement : ParameterPlacement{};
+  };
 }
 
 FullyShardOptions shard_options(

@@ -42,18 +42,28 @@ TrainState make_train_state(
     const std::shared_ptr<Mesh>& mesh,
     std::int64_t num_microbatches) {
   TrainState state;
+  models::MoeOptions moe = moe_options(config);
+  const std::int64_t expert_degree = config.parallelism.expert_parallel_degree;
+  if (expert_degree > 1) {
+    state.exchange = make_exchange(config, model.moe.num_experts, *mesh);
+    moe.exchange = state.exchange;
+    moe.local_experts = model.moe.num_experts / expert_degree;
+  }
   state.model = models::Llama(
       model,
       models::LlamaOptions{
           .activation_checkpoint = models::parse_activation_checkpoint(
               config.activation_checkpoint.mode),
-          .moe = moe_options(config)});
+          .moe = moe});
   for (const models::RouterOf& of : state.model->routers()) {
     of.router->make_bias(mesh->device());
   }
   state.copy_engines = choose_copy_engines(config, *mesh);
   FullyShardOptions options = shard_options(config, state.copy_engines);
   options.group.grads_in_reduce_dtype = num_microbatches == 1;
+  if (state.exchange) {
+    options.placement_of = expert_placement(model.moe.num_experts, *mesh);
+  }
   const Float8Choice float8(config, model);
   float8.apply_to(options);
   for (const auto& module : state.model->unit_modules()) {

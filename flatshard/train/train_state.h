@@ -4,6 +4,7 @@
 #include <memory>
 #include <string>
 
+#include "flatshard/exchange/collective_exchange.h"
 #include "flatshard/mesh/mesh.h"
 #include "flatshard/models/llama.h"
 #include "flatshard/optim/optimizer.h"
@@ -20,6 +21,7 @@ struct TrainState {
   std::string copy_engines;  ///< none, forward or all
   /// Units that parallelism.memory_budget keeps from forward to backward.
   int num_kept_units = 0;
+  std::shared_ptr<CollectiveExchange> exchange;  ///< null: experts are here
   std::string float8;  ///< Float8Choice::describe; empty: no FP8 weights
 };
 
