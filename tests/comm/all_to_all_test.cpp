@@ -117,6 +117,32 @@ TEST_P(RandomCounts, RowsArriveAsTheyWereSent) {
   });
 }
 
+// It neither sends nor receives, and is in its place all the same.
+TEST(AllToAll, M7_ARankWithoutRowsTakesPart) {
+  run_ranks(3, [](RankContext& context) {
+    const auto communicator = connect(context);
+    const at::Tensor in = at::full({2}, context.rank);
+    for (int idle = 0; idle < 3; ++idle) {
+      const at::Tensor out = at::full({2}, -1);
+      std::vector<RowsOfPeer> parts;
+      for (int peer = 0; peer < 3; ++peer) {
+        if (context.rank != idle && peer != idle) {
+          parts.push_back({peer, static_cast<std::int64_t>(parts.size()), 1});
+        }
+      }
+      communicator->all_to_all(out, in, parts, parts);
+      for (std::size_t i = 0; i < parts.size(); ++i) {
+        EXPECT_EQ(out[static_cast<std::int64_t>(i)].item<int>(), parts[i].peer);
+      }
+    }
+    // All have launched as many, and the next one is everybody's.
+    EXPECT_EQ(context.log->records().size(), 3);
+    const at::Tensor sum = at::ones({1});
+    communicator->all_reduce(sum, ReduceOp::sum);
+    EXPECT_EQ(sum.item<float>(), 3);
+  });
+}
+
 TEST(AllToAll, RanksThatSendRowsOfAnotherSizeAreNamed) {
   run_ranks(2, [](RankContext& context) {
     const auto communicator = connect(context);

@@ -134,7 +134,7 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& info) { return info.param ? "copies" : "collective"; });
 
 // The watcher compares what ranks launched; sizes that differ are no fault.
-TEST_P(ExchangeFaults, UnevenRowsAreNone) {
+TEST_P(ExchangeFaults, M6_UnevenRowsAreNone) {
   for (const RankOutcome& outcome :
        run_with({}, copies(), HasSubstr("no error"))) {
     EXPECT_EQ(outcome, RankOutcome{});

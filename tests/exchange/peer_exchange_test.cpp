@@ -77,7 +77,7 @@ at::Tensor random_counts(int round, std::int64_t experts, std::mt19937& own) {
   return counts;
 }
 
-TEST_P(Copies, DeliverTheBitsOfTheCollective) {
+TEST_P(Copies, M8_DeliverTheBitsOfTheCollective) {
   const PeerCase& param = GetParam();
   run_ranks(param.world, [&](RankContext& context) {
     const std::int64_t experts = kExpertsHere * context.world;
@@ -137,7 +137,7 @@ TEST_P(Copies, DeliverTheBitsOfTheCollective) {
 }
 
 // Halves are used again at every second transfer, whoever is late.
-TEST(PeerExchange, ManyUnderWay) {
+TEST(PeerExchange, M9_ManyUnderWay) {
   run_ranks(3, [](RankContext& context) {
     const auto group = group_for(context, "copies");
     PeerExchange exchange(
