@@ -6,7 +6,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <atomic>
 #include <random>
+#include <thread>
 #include <vector>
 
 #include "flatshard/comm/make_communicator.h"
@@ -136,8 +139,92 @@ TEST_P(Copies, M8_DeliverTheBitsOfTheCollective) {
   });
 }
 
-// Halves are used again at every second transfer, whoever is late.
-TEST(PeerExchange, M9_ManyUnderWay) {
+// Past a fence rank 1 reads only when rank 0 has come to the next one, and so
+// has written what goes with that.
+class SlowReader : public Communicator {
+ public:
+  SlowReader(
+      std::shared_ptr<Communicator> group,
+      std::atomic<int>& num_entered,
+      int num_fences)
+      : Communicator(
+            group->rank(),
+            group->size(),
+            group->name() + ".slow",
+            group->device()),
+        group_(std::move(group)),
+        num_entered_(num_entered),
+        num_fences_(num_fences) {}
+
+ protected:
+  void do_all_gather(Tensors outs, Tensors ins) override {
+    all_gather_of(*group_, std::move(outs), std::move(ins));
+  }
+  void do_reduce_scatter(Tensors outs, Tensors ins, ReduceOp op) override {
+    reduce_scatter_of(*group_, std::move(outs), std::move(ins), op);
+  }
+  void do_all_reduce(at::Tensor inout, ReduceOp op) override {
+    all_reduce_of(*group_, std::move(inout), op);
+  }
+  void do_broadcast(at::Tensor tensor, int root) override {
+    broadcast_of(*group_, std::move(tensor), root);
+  }
+  void do_all_to_all(at::Tensor out, at::Tensor in, Parts receives, Parts sends)
+      override {
+    all_to_all_of(
+        *group_,
+        std::move(out),
+        std::move(in),
+        std::move(receives),
+        std::move(sends));
+  }
+  void do_barrier() override { barrier_of(*group_); }
+  void do_fence() override {
+    ++num_fences_seen_;
+    if (rank() == 0) {
+      num_entered_ = num_fences_seen_;
+    }
+    fence_of(*group_);
+    const int next = std::min(num_fences_seen_ + 1, num_fences_);
+    while (rank() == 1 && num_entered_ < next) {
+      std::this_thread::yield();
+    }
+  }
+
+ private:
+  std::shared_ptr<Communicator> group_;
+  std::atomic<int>& num_entered_;
+  int num_fences_;
+  int num_fences_seen_ = 0;
+};
+
+TEST(PeerExchange, M9_ASlowRankReadsWhatWasWrittenForIt) {
+  constexpr int kTransfers = 12;
+  std::atomic<int> num_entered = 0;
+  run_ranks(2, [&](RankContext& context) {
+    const auto group = group_for(context, "copies");
+    PeerExchange exchange(
+        std::make_shared<SlowReader>(group, num_entered, kTransfers),
+        make_page_communicator(group),
+        2,
+        {.window_nbytes = 2 * 4});
+    const auto plan = exchange.plan(at::ones({2}, at::kInt), 2);
+    std::vector<std::unique_ptr<nn::RowTransfer>> transfers;
+    for (int i = 0; i < kTransfers; ++i) {
+      transfers.push_back(exchange.start(
+          plan,
+          i % 4 < 2 ? Way::dispatch : Way::combine,
+          at::full({2, 1}, 10.0F * i + context.rank)));
+    }
+    for (int i = 0; i < kTransfers; ++i) {
+      const at::Tensor expected = (10.0F * i + at::arange(2)).view({2, 1});
+      EXPECT_TRUE(transfers[i]->finish().equal(expected)) << i;
+    }
+    group->barrier();
+  });
+}
+
+TEST(PeerExchange, ManyUnderWay) {
   run_ranks(3, [](RankContext& context) {
     const auto group = group_for(context, "copies");
     PeerExchange exchange(
