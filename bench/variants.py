@@ -13,6 +13,11 @@ from pathlib import Path
 
 from compare import flatshard, machine
 
+EXPERTS = [
+    "model.preset=qwen3_30b_a3b",
+    "model.layers=4",
+    "training.local_batch_size=2",
+]
 # Sequence length and what differs from examples/llama3_8b.toml.
 VARIANTS = {
     "8B, local batch 1": (8192, []),
@@ -47,6 +52,11 @@ VARIANTS = {
     ),
     "8 layers, rowwise": (8192, ["model.layers=8", "float8.recipe=rowwise"]),
     "8 layers, blockwise": (8192, ["model.layers=8", "float8.recipe=blockwise"]),
+    "4 layers of Qwen3-30B-A3B": (4096, EXPERTS),
+    "4 layers of Qwen3-30B-A3B, one representation": (
+        4096,
+        [*EXPERTS, "parallelism.keep_compute_weights=false"],
+    ),
 }
 
 

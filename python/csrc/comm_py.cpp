@@ -51,6 +51,23 @@ void bind_comm(py::module_& m) {
       .def_property_readonly("size", &Mesh::size)
       .def_property_readonly("num_axes", &Mesh::num_axes)
       .def_property_readonly(
+          "axes",
+          [](const Mesh& mesh) {
+            std::vector<std::pair<std::string, std::int64_t>> axes;
+            for (const MeshAxis& axis : mesh.axes()) {
+              axes.emplace_back(axis.name, axis.size);
+            }
+            return axes;
+          },
+          "Name and size of each, outermost first.")
+      .def_property_readonly("coordinates", &Mesh::coordinates)
+      .def("sub_mesh", &Mesh::sub_mesh, py::arg("names"))
+      .def(
+          "is_part_of",
+          &Mesh::is_part_of,
+          py::arg("other"),
+          "The axes of this one are axes of `other`, of the same mesh.")
+      .def_property_readonly(
           "has_fast_links",
           [](Mesh& mesh) {
             const py::gil_scoped_release no_gil;

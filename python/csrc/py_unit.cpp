@@ -7,6 +7,7 @@
 #include <torch/csrc/Dtype.h>
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 namespace flatshard::python {
@@ -44,11 +45,32 @@ PyUnit::PyUnit(
   for (const auto& [name, whole, values, reduce_dtype, is_float8] : members) {
     const at::ScalarType own = values.scalar_type();
     const auto shape = values.sizes().vec();
-    ParameterPlacement placement{.granularity = options.granularity};
+    ParameterPlacement placement{
+        .mesh = options.part,
+        .granularity = options.granularity};
+    const std::int64_t num_slices = options.number_of_slices;
+    if (num_slices > 1) {
+      FLATSHARD_CHECK(
+          !shape.empty(),
+          usage,
+          "parameter {} has no dimension to be a slice along; expected at "
+          "least "
+          "one where the mesh is a part of the model's",
+          name);
+      placement.slice = TensorSlice{
+          .begin = options.which_slice * shape[0],
+          .whole = num_slices * shape[0]};
+      placement.grad_divisor = static_cast<double>(num_slices);
+    }
     if (shape.empty()) {
       // Without a dimension that a DTensor could be cut along: every rank holds
       // and updates all of it, and its gradient is all-reduced.
-      placement.strategy = Strategy::named("zero0", mesh->num_axes());
+      placement.strategy = Strategy::named(
+          "zero0",
+          (options.part ? *options.part : *mesh).num_axes());
+    } else if (options.part) {
+      placement.strategy =
+          Strategy::named(options.strategy, options.part->num_axes());
     }
     list.push_back(
         {.names = {name},
@@ -74,7 +96,9 @@ PyUnit::PyUnit(
       {.name = members.empty() ? "unit" : "unit of " + std::get<0>(members[0]),
        .parameters = std::move(list),
        .mesh = mesh,
-       .strategy = Strategy::named(options.strategy, mesh->num_axes()),
+       .strategy = options.part
+                       ? Strategy::named("zero0", mesh->num_axes())
+                       : Strategy::named(options.strategy, mesh->num_axes()),
        .copy_engines = options.copy_engines},
       options.group,
       Initializer(0));
@@ -168,6 +192,35 @@ std::vector<std::int64_t> PyUnit::shard_of_ranks(std::size_t i) const {
                          .first);
   }
   return shards;
+}
+
+void PyUnit::join(PyUnit& other) {
+  FLATSHARD_CHECK(
+      !adopted_ && !other.adopted_,
+      usage,
+      "units {} and {} can no longer be joined: one of them has a runtime",
+      name_,
+      other.name_);
+  const std::size_t first = groups_.size();
+  std::move(
+      other.contents_.groups.begin(),
+      other.contents_.groups.end(),
+      std::back_inserter(contents_.groups));
+  for (UnitParameter& p : other.contents_.parameters) {
+    p.group += first;
+    contents_.parameters.push_back(std::move(p));
+  }
+  for (PlaceInGroup& place : other.places_) {
+    place.group += first;
+    places_.push_back(std::move(place));
+  }
+  groups_.insert(groups_.end(), other.groups_.begin(), other.groups_.end());
+  wholes_.insert(wholes_.end(), other.wholes_.begin(), other.wholes_.end());
+  grads_in_place_ = grads_in_place_ || other.grads_in_place_;
+  other.contents_ = {};
+  other.places_.clear();
+  other.groups_.clear();
+  other.wholes_.clear();
 }
 
 void PyUnit::set_names(

@@ -43,6 +43,12 @@ class PyUnit {
     bool copy_engines = false;
     /// Of the members that are FP8.
     std::optional<Float8> float8;
+    /// Where the members rest, a part of the unit's mesh; null: on all of it.
+    std::shared_ptr<Mesh> part;
+    /// With `part`: each rank's members are slice `which` of `number` equal
+    /// ones of larger tensors, along dimension 0.
+    std::int64_t number_of_slices = 1;
+    std::int64_t which_slice = 0;
   };
 
   PyUnit(
@@ -74,6 +80,10 @@ class PyUnit {
   /// The shard of parameter i that each rank of the mesh holds; ranks by their
   /// coordinates, the last axis fastest.
   std::vector<std::int64_t> shard_of_ranks(std::size_t i) const;
+
+  /// The members of `other` come behind those of this one, in groups of their
+  /// own. Before `adopt` of either; nothing is left in `other`.
+  void join(PyUnit& other);
 
   /// Some layers call PyRuntime::linear. Before `adopt`.
   void write_grads_in_place() { grads_in_place_ = true; }

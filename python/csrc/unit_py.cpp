@@ -54,7 +54,9 @@ void bind_unit(py::module_& m) {
                       bool pin_memory,
                       bool grads_in_place,
                       bool copy_engines,
-                      std::optional<PyUnit::Float8> float8) {
+                      std::optional<PyUnit::Float8> float8,
+                      std::shared_ptr<Mesh> part,
+                      std::pair<std::int64_t, std::int64_t> slices) {
             PyUnit::Options options{
                 .strategy = std::move(strategy),
                 .granularity = Granularity::parse(granularity),
@@ -64,7 +66,10 @@ void bind_unit(py::module_& m) {
                      .layout = {.max_padding = max_padding}},
                 .grads_in_place = grads_in_place,
                 .copy_engines = copy_engines,
-                .float8 = std::move(float8)};
+                .float8 = std::move(float8),
+                .part = std::move(part),
+                .number_of_slices = slices.first,
+                .which_slice = slices.second};
             if (!compute_dtype.is_none()) {
               options.compute_dtype = dtype_of(compute_dtype);
             }
@@ -79,7 +84,9 @@ void bind_unit(py::module_& m) {
           py::arg("pin_memory"),
           py::arg("grads_in_place"),
           py::arg("copy_engines"),
-          py::arg("float8").none(true));
+          py::arg("float8").none(true),
+          py::arg("part").none(true) = nullptr,
+          py::arg("slices") = std::pair<std::int64_t, std::int64_t>(1, 0));
 
   py::class_<PyUnit, std::shared_ptr<PyUnit>>(
       m,
@@ -106,6 +113,12 @@ void bind_unit(py::module_& m) {
             return false;
           })
       .def("write_grads_in_place", &PyUnit::write_grads_in_place)
+      .def(
+          "join",
+          &PyUnit::join,
+          py::arg("other"),
+          "The parameters of `other` come behind this one's, which keep their "
+          "numbers.")
       .def("whole", &PyUnit::whole)
       .def("shard", &PyUnit::shard)
       .def("grad", &PyUnit::grad)

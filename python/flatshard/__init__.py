@@ -28,6 +28,7 @@ _load_core()
 
 from flatshard import _C, checkpoint, diagnostics, float8, optim  # noqa: E402
 from flatshard._C import ConfigError, Error  # noqa: E402
+from flatshard.expert_parallel import expert_parallel  # noqa: E402
 from flatshard.float8_policy import (  # noqa: E402
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -66,6 +67,7 @@ __all__ = [
     "checkpoint",
     "cuda_graph_stats",
     "diagnostics",
+    "expert_parallel",
     "float8",
     "fully_shard",
     "linear_cross_entropy",

@@ -9,9 +9,17 @@ from flatshard import _C
 from flatshard.float8_linear import make_float8
 from flatshard.float8_policy import check_policy, choose_weights
 from flatshard.graph_checks import check_cuda_graph
+from flatshard.joined import find_parts, join
 from flatshard.linear import write_grads_in_place
 from flatshard.main_grad import offer_main_grads
-from flatshard.mesh import DeviceMesh, core_mesh, default_device_mesh, device_of
+from flatshard.mesh import (
+    DeviceMesh,
+    core_mesh,
+    default_device_mesh,
+    device_of,
+    model_mesh,
+    slices_of,
+)
 from flatshard.module import (
     FSDPModule,
     check_module,
@@ -70,7 +78,9 @@ def fully_shard(
             is whole from the first of them that runs until each has run, in any order
             and as often as they like; when one does not run, until the backward.
         mesh: DeviceMesh of one dimension, or two: replicas over the first, shards
-            over the second (HSDP). None: all ranks.
+            over the second (HSDP). None: all ranks. A dimension that was flattened
+            together with others into the enclosing module's mesh: this module's
+            parameters are slices, see below.
         reshard_after_forward: False keeps parameters whole from forward to
             backward. None: True, but False for the root. A number of ranks to
             reshard to is refused.
@@ -118,6 +128,17 @@ def fully_shard(
         dp_mesh_dims: None; FSDP2's, for parameters that are DTensors already, is
             refused.
 
+    Experts: each rank has some of a layer's. With `edp` and `ep` of one mesh, the other
+    parameters rest on both, mesh["edp", "ep"]._flatten("dp"), and the experts on "edp":
+
+        fully_shard(block.experts, mesh=mesh["edp"])
+        fully_shard(block, mesh=mesh["dp"])
+
+    A parameter of `experts`, [n, ...], is then slice number mesh.get_local_rank("ep") of
+    [ep * n, ...], which is what parameters(), state dicts and checkpoints show. It
+    joins the block's unit, with a gather and a reduction of its own over "edp". Its
+    gradients are divided by all ranks of "dp", as each saw the tokens of "ep" ranks.
+
     Returns:
         `module`, which is an FSDPModule from now on.
 
@@ -155,6 +176,10 @@ def fully_shard(
         )
 
     core = core_mesh(device_mesh)
+    whole_mesh, slices = model_mesh(device_mesh), slices_of(device_mesh)
+    if slices is not None:
+        _check_slices(copy_engines, fp8, cuda_graph, grads_in_place)
+    parts = find_parts(modules, core, offload)
     copy_engines = _uses_copy_engines(copy_engines, core)
     ignored = _ids(ignored_params)
     owned = modules_of_unit(modules, lambda m: state_of(m) is not None)
@@ -185,7 +210,7 @@ def fully_shard(
         members.append((full_name, p.whole, tensor.detach(), reduce_dtype, p.float8))
     unit = _C.Unit(
         members=members,
-        mesh=core,
+        mesh=whole_mesh,
         options=_C.UnitOptions(
             strategy=name,
             granularity=granularity,
@@ -197,6 +222,8 @@ def fully_shard(
             grads_in_place=grads_in_place or cuda_graph,
             copy_engines=copy_engines,
             float8=fp8.core() if fp8 else None,
+            part=None if core is whole_mesh else core,
+            slices=slices or (1, 0),
         ),
     )
     members.clear()
@@ -216,6 +243,7 @@ def fully_shard(
         check_same_values=check_same_values,
         ignored=_places_of(ignored, owned),
         initialized=not any(p.on_meta for p in parameters),
+        slices=slices,
     )
     state.make_shards()
     make_float8(state)
@@ -229,6 +257,7 @@ def fully_shard(
         wrap_class(m, cuda_graph)
     for m in owned:
         watch_loads(m, state)
+    join(state, parts)
     return module
 
 
@@ -245,6 +274,20 @@ def _modules(module):
             )
         check_module(m)
     return modules
+
+
+def _check_slices(copy_engines, fp8, cuda_graph, grads_in_place):
+    for name, is_set in (
+        ("copy_engines", copy_engines not in ("none", None)),
+        ("fp8", fp8 is not None),
+        ("cuda_graph", cuda_graph),
+        ("grads_in_place", grads_in_place),
+    ):
+        if is_set:
+            raise NotImplementedError(
+                f"{name} is not supported for a module whose mesh is a part of the "
+                "model's; leave it out here"
+            )
 
 
 def _ids(ignored_params):

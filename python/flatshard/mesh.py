@@ -32,7 +32,8 @@ def default_device_mesh():
 
 
 def core_mesh(device_mesh, timeout_s=None):
-    """The core's mesh over the ranks of `device_mesh`. Collective over them.
+    """The core's mesh over the ranks of `device_mesh`. Collective over them, or over
+    those of model_mesh.
 
     Args:
         device_mesh: 1 or 2 dimensions; may be part of a larger one. Of two, the
@@ -40,16 +41,93 @@ def core_mesh(device_mesh, timeout_s=None):
         timeout_s: how long a rank may be late for a collective before all are
             told which. None: the default process group's timeout.
     """
+    return _find(device_mesh, timeout_s)[0]
+
+
+def model_mesh(device_mesh):
+    """The core's mesh that core_mesh(device_mesh) is a part of.
+
+    A dimension that was flattened together with others (`mesh["edp", "ep"]._flatten(
+    "dp")`) is an axis of the flattened one's mesh, so that parameters on "edp" and
+    parameters on "dp" can belong to one model. Otherwise it is core_mesh itself.
+    """
+    return _find(device_mesh, None)[1]
+
+
+def slices_of(device_mesh):
+    """(number, which): how many groups of ranks like this one model_mesh consists of,
+    and this rank's among them; the last dimension fastest. None: it is model_mesh."""
+    part, whole = _find(device_mesh, None)
+    if part is whole:
+        return None
+    own = {name for name, _ in part.axes}
+    number, which = 1, 0
+    for (name, size), coordinate in zip(whole.axes, whole.coordinates):
+        if name not in own:
+            number, which = number * size, which * size + coordinate
+    return number, which
+
+
+def _find(device_mesh, timeout_s):
     if device_mesh.ndim not in (1, 2):
         raise ValueError(
             f"mesh: expected a DeviceMesh of 1 or 2 dimensions, got "
             f"{device_mesh.ndim}; choose a part of it, such as mesh['dp']"
         )
-    ranks = device_mesh.mesh
-    key = (tuple(ranks.shape), tuple(ranks.flatten().tolist()), device_mesh.device_type)
+    names, all_names = _dimensions(device_mesh)
+    if names is None:
+        made = _made_once(device_mesh, timeout_s)
+        return made, made
+    whole = _made_once(device_mesh._get_root_mesh()[all_names], timeout_s)
+    if names == all_names:
+        return whole, whole
+    key = whole, names
     if key not in _meshes:
-        _meshes[key] = _make(device_mesh, key, timeout_s)
+        _meshes[key] = whole.sub_mesh(list(names))
+    return _meshes[key], whole
+
+
+def _made_once(device_mesh, timeout_s):
+    key = (*_key(device_mesh), device_mesh.mesh_dim_names)
+    if key not in _meshes:
+        _meshes[key] = _make(device_mesh, timeout_s)
     return _meshes[key]
+
+
+def _key(device_mesh):
+    ranks = device_mesh.mesh
+    return tuple(ranks.shape), tuple(ranks.flatten().tolist()), device_mesh.device_type
+
+
+def _dimensions(device_mesh):
+    """The root mesh's dimensions that `device_mesh` consists of, and those of the mesh
+    that it is a part of; (None, None) where nothing was flattened."""
+    root = device_mesh._get_root_mesh()
+    own, names = device_mesh.mesh_dim_names, root.mesh_dim_names
+    runs = _flattened(root) if own is not None and names is not None else {}
+    if not all(name in names or name in runs for name in own or ()):
+        return None, None
+    found = {name for one in own or () for name in runs.get(one, (one,))}
+    around = max((r for r in runs.values() if found & set(r)), key=len, default=())
+    if not around:
+        return None, None
+    return tuple(n for n in names if n in found), tuple(
+        n for n in names if n in found or n in around
+    )
+
+
+def _flattened(root):
+    """{name: names} of the meshes that were made of neighbouring dimensions of `root`,
+    of more than one rank each."""
+    runs = {}
+    names = root.mesh_dim_names
+    for name, mesh in root._flatten_mapping.items():
+        for begin in range(len(names)):
+            for end in range(begin + 2, len(names) + 1):
+                run = names[begin:end]
+                if torch.equal(root[run].mesh.flatten(), mesh.mesh.flatten()):
+                    runs[name] = run
+    return runs
 
 
 def device_of(device_mesh):
@@ -62,14 +140,14 @@ def device_of(device_mesh):
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _make(device_mesh, key, timeout_s):
+def _make(device_mesh, timeout_s):
     device = device_of(device_mesh)
     if device.type == "cuda" and not _C.with_cuda:
         raise RuntimeError(
             "mesh: a CUDA mesh needs Flatshard built with CUDA; rebuild with "
             "FLATSHARD_CUDA=on (python -m flatshard.doctor shows what this build has)"
         )
-    shape, ranks, _ = key
+    shape, ranks, _ = key = _key(device_mesh)
     if dist.get_rank() not in ranks:
         raise ValueError(
             f"mesh: rank {dist.get_rank()} is not in it, its ranks are {list(ranks)}; "
@@ -83,7 +161,7 @@ def _make(device_mesh, key, timeout_s):
             dist.Backend(dist.get_backend())
         )
         timeout_s = timeout.total_seconds()
-    digest = hashlib.sha1(repr(key).encode()).hexdigest()[:16]
+    digest = hashlib.sha1(repr((*key, *names)).encode()).hexdigest()[:16]
     return _C.Mesh.create(
         list(zip(names, shape)),
         ranks.index(dist.get_rank()),
@@ -110,4 +188,11 @@ def _close():
     time.sleep(_LAST_TURN)
 
 
-__all__ = ["DeviceMesh", "core_mesh", "default_device_mesh", "device_of"]
+__all__ = [
+    "DeviceMesh",
+    "core_mesh",
+    "default_device_mesh",
+    "device_of",
+    "model_mesh",
+    "slices_of",
+]

@@ -105,6 +105,11 @@ class Root:
                     "cuda_graph is not supported in a model with FP8 weights, which "
                     f"unit {unit.name} may have (fp8); leave one of them out"
                 )
+            if unit.slices is not None:
+                raise RuntimeError(
+                    f"unit {unit.name} rests on {unit.mesh}, a part of the model's mesh: "
+                    "apply fully_shard to the module around it, on that mesh"
+                )
             if unit.cuda_graph and unit.main_grads:
                 raise NotImplementedError(
                     f"cuda_graph is not supported for unit {unit.name}, whose modules "

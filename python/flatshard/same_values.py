@@ -38,19 +38,11 @@ def compare(units, device_mesh):
     """
     if device_mesh.size() == 1 or not any(unit.check_same_values for unit in units):
         return
-    device = device_of(device_mesh)
-    names, digests, unknown = [], [], []
-    for unit in units:
-        for p in unit.parameters:
-            names.append(p.names[0])
-            unknown.append(_is_unknown(unit, p))
-            digests.append(0 if unknown[-1] else p.digest.to(device))
-    own = torch.stack([torch.as_tensor(d, device=device) for d in digests])
-    most = torch.stack([own, -own, torch.tensor(unknown, device=device).to(own.dtype)])
-    for dim in range(device_mesh.ndim):
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=device_mesh.get_group(dim))
-    differ = (most[0] != -most[1]) & (most[2] == 0)
-    names = [name for name, differs in zip(names, differ.tolist()) if differs]
+    names = []
+    meshes = {id(p.shared_by): p.shared_by for u in units for p in u.parameters}
+    for shared_by in meshes.values():
+        chosen = [(u, p) for u in units for p in u.parameters if p.shared_by is shared_by]
+        names += _differing(chosen, shared_by or device_mesh)
     if names:
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise RuntimeError(
@@ -59,6 +51,21 @@ def compare(units, device_mesh):
             "ranks equally before the model is made, or give them the same weights; "
             "fully_shard(..., check_same_values=False) where they differ on purpose"
         )
+
+
+def _differing(chosen, device_mesh):
+    """Names of those whose digests differ. Collective."""
+    device = device_of(device_mesh)
+    unknown = [_is_unknown(unit, p) for unit, p in chosen]
+    digests = [
+        0 if no else p.digest.to(device) for (_, p), no in zip(chosen, unknown)
+    ]
+    own = torch.stack([torch.as_tensor(d, device=device) for d in digests])
+    most = torch.stack([own, -own, torch.tensor(unknown, device=device).to(own.dtype)])
+    for dim in range(device_mesh.ndim):
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=device_mesh.get_group(dim))
+    differ = (most[0] != -most[1]) & (most[2] == 0)
+    return [p.names[0] for (_, p), differs in zip(chosen, differ.tolist()) if differs]
 
 
 def _is_unknown(unit, p):

@@ -95,6 +95,9 @@ class Writes:
         self.units.update(dict.fromkeys(addresses, weakref.ref(unit)))
         weakref.finalize(unit, self._forget, addresses)
 
+    def remove(self, tensors):
+        self._forget([_address(tensor) for tensor in tensors])
+
     def _forget(self, addresses):
         for address in addresses:
             self.units.pop(address, None)

@@ -67,6 +67,7 @@ class Parameter:
     label: str = ""  # its name below the modules given to fully_shard
     float8: bool = False
     why_not_float8: str = ""
+    shared_by: object = None  # the DeviceMesh of ranks with equal values; None: all
 
     @property
     def title(self):
@@ -109,6 +110,10 @@ class UnitState:
     loads_by_assign: bool = False  # the load_state_dict that runs
     initialized: bool = True  # False: parameters that were on meta have no values
     running: set = field(default_factory=set)  # ids of a list's modules still to run
+    # On a part of the model's mesh its parameters are slices of larger tensors: how
+    # many there are, and which. None: on all of it.
+    slices: tuple | None = None
+    joined: list = field(default_factory=list)  # UnitStates whose parameters it has
 
     # -- parameters ----------------------------------------------------------------
 
@@ -168,10 +173,13 @@ class UnitState:
     def _wrap(self, p, local):
         cuts = self.core.cuts(p.index)
         mesh = self.device_mesh
+        inner = mesh.size(mesh.ndim - 1)
         if not cuts:
             placements = [Replicate()] * mesh.ndim
-        elif mesh.ndim == 1:
-            placements = [RowShard(cuts, self.core.shard_of_ranks(p.index))]
+        elif mesh.ndim == 1 or self.mesh.num_axes > mesh.ndim:
+            pieces = self.core.shard_of_ranks(p.index)[:inner]
+            outer = [Replicate()] * (mesh.ndim - 1)
+            placements = [*outer, RowShard(cuts, pieces)]
         else:
             placements = [Replicate(), RowShard(cuts)]
         return ShardedTensor.wrap(local, mesh, placements, p.whole.shape)

@@ -1,0 +1,184 @@
+"""transformers' models with experts, spread over ranks."""
+
+import copy
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import flatshard
+from flatshard import MixedPrecisionPolicy, expert_parallel, fully_shard
+from tests.python.device import DEVICE, on_device
+
+transformers = pytest.importorskip("transformers")
+
+SHAPE = dict(
+    vocab_size=64,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    output_router_logits=True,
+    router_aux_loss_coef=0.02,
+)
+FAMILIES = {
+    "mixtral": lambda: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            **SHAPE, intermediate_size=48, num_local_experts=4, num_experts_per_tok=2
+        )
+    ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(
+            **SHAPE,
+            intermediate_size=48,
+            moe_intermediate_size=24,
+            num_experts=8,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            head_dim=8,
+        )
+    ),
+}
+IS_4 = transformers.__version__.startswith("4.")
+
+
+def make(family):
+    torch.manual_seed(0)
+    return on_device(FAMILIES[family]())
+
+
+def experts_of(layer):
+    return getattr(layer, "block_sparse_moe", None) or layer.mlp
+
+
+def sharded(model, edp, ep, **options):
+    mesh = init_device_mesh(DEVICE, (edp, ep), mesh_dim_names=("edp", "ep"))
+    dp = mesh["edp", "ep"]._flatten("dp")
+    expert_parallel(model, mesh["ep"])
+    for layer in model.model.layers:
+        fully_shard(experts_of(layer).experts, mesh=mesh["edp"], **options)
+        fully_shard(layer, mesh=dp, **options)
+    return fully_shard(model, mesh=dp, **options)
+
+
+def loss_of(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = on_device(torch.randint(0, 64, (2, 16), generator=generator))
+    return model(input_ids=tokens, labels=tokens).loss
+
+
+def train(model, ranks, steps=3):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    losses = []
+    for step in range(steps):
+        for rank in ranks:
+            loss = loss_of(model, 100 * step + rank) / len(ranks)
+            loss.backward()
+            losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def values(model):
+    """The experts' weights under version 5's names, and all others."""
+    named = {}
+    for name, p in model.state_dict().items():
+        named[name] = p.full_tensor() if hasattr(p, "full_tensor") else p
+    return named
+
+
+def expected_values(model):
+    """Of a model that was not spread: transformers 4's experts stacked."""
+    one = init_device_mesh(DEVICE, (1,)) if not IS_4 else None
+    if one is not None:
+        return values(model)
+    for module in model.modules():
+        if isinstance(getattr(module, "experts", None), torch.nn.ModuleList):
+            flatshard.expert_parallel.__globals__["_stack"](module)
+    return values(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trains_like_one_process(family, rank, world):
+    shapes = {1: [(1, 1)], 2: [(1, 2)], 4: [(1, 4), (2, 2), (4, 1)]}.get(world)
+    if shapes is None:
+        pytest.skip("needs 1, 2 or 4 ranks")
+    for edp, ep in shapes:
+        reference, model = make(family), sharded(make(family), edp, ep)
+        theirs = train(reference, range(world))
+        ours = train(model, [rank])
+        own = [world * theirs[world * step + rank] for step in range(3)]
+        assert ours == pytest.approx(own, rel=2e-4), (edp, ep)
+        expected = expected_values(reference)
+        for name, value in values(model).items():
+            torch.testing.assert_close(
+                value, expected[name], rtol=2e-3, atol=2e-4, msg=f"{name} {edp} {ep}"
+            )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_one_process(family, rank, world):
+    if world not in (2, 4):
+        pytest.skip("needs 2 or 4 ranks")
+    reference, model = make(family), sharded(make(family), world // 2, 2)
+    for r in range(world):
+        (loss_of(reference, r) / world).backward()
+    loss_of(model, rank).backward()
+    grads = {name: p.grad for name, p in reference.named_parameters()}
+    for name, p in model.named_parameters():
+        if name in grads:
+            torch.testing.assert_close(
+                p.grad.full_tensor(), grads[name], rtol=1e-4, atol=1e-6, msg=name
+            )
+
+
+def test_tokens_of_one_expert(rank, world):
+    """All rows travel to one rank, and the others compute with none."""
+    if world not in (2, 4):
+        pytest.skip("needs 2 or 4 ranks")
+    model = make("mixtral")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            experts_of(layer).gate.weight.zero_()  # of equal ones the first are chosen
+    reference = copy.deepcopy(model)
+    model = sharded(model, 1, world)
+    ours, theirs = loss_of(model, rank), loss_of(reference, rank)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    ours.backward()
+
+
+def test_mixed_precision_and_recomputation(rank, world):
+    if world not in (2, 4):
+        pytest.skip("needs 2 or 4 ranks")
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    losses = []
+    for recompute in (False, True):
+        model = make("qwen3_moe")
+        if recompute:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model = sharded(model, 1, world, mp_policy=policy).train()
+        losses.append(train(model, [rank]))
+    # transformers' attention rounds otherwise when it is recomputed.
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert losses[0][-1] < losses[0][0] * 1.05
+
+
+def test_what_cannot_be_spread_is_named(world):
+    mesh = init_device_mesh(DEVICE, (world,), mesh_dim_names=("ep",))
+    with pytest.raises(NotImplementedError, match="overlap"):
+        expert_parallel(make("mixtral"), mesh, overlap=True)
+    with pytest.raises(ValueError, match="found none in Linear"):
+        expert_parallel(torch.nn.Linear(2, 2), mesh)
+    with pytest.raises(ValueError, match="ep_mesh"):
+        expert_parallel(make("mixtral"), world)
+    if world == 3:
+        with pytest.raises(ValueError, match="4 experts do not divide by 3 ranks"):
+            expert_parallel(make("mixtral"), mesh)
+    model = make("mixtral")
+    expert_parallel(model, mesh) if world in (1, 2, 4) else None
+    if world in (2, 4):
+        with pytest.raises(ValueError, match="before"):
+            expert_parallel(model, mesh)

@@ -1,0 +1,273 @@
+"""Experts on a part of the mesh: their module joins the block's unit."""
+
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import flatshard
+from flatshard import MixedPrecisionPolicy, checkpoint, fully_shard
+from tests.python.device import DEVICE, on_device
+
+DIM, EXPERTS, TOKENS = 8, 4, 12
+
+
+class Experts(nn.Module):
+    """Those of one rank: token t goes to expert t % EXPERTS, whoever has it."""
+
+    def __init__(self, n=EXPERTS):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(n, DIM, 2 * DIM) / 4)
+        self.down = nn.Parameter(torch.randn(n, 2 * DIM, DIM) / 4)
+
+    def forward(self, x):
+        """[n, tokens, DIM] of each expert's tokens."""
+        return torch.bmm(torch.tanh(torch.bmm(x, self.up)), self.down)
+
+
+class Block(nn.Module):
+    def __init__(self, group=None):
+        super().__init__()
+        self.dense = nn.Linear(DIM, DIM)
+        self.experts = Experts()
+        self.group = group
+
+    def forward(self, x):
+        x = torch.tanh(self.dense(x))
+        rows = x.view(-1, EXPERTS, DIM).transpose(0, 1).contiguous()
+        ep = 1 if self.group is None else self.group.size()
+        if ep > 1:  # [ep, local experts, tokens, DIM] of this rank's tokens
+            rows = exchange(rows, self.group).view(ep, EXPERTS // ep, -1, DIM)
+            n = rows.shape[2]
+            rows = rows.transpose(0, 1).reshape(EXPERTS // ep, -1, DIM)
+            rows = self.experts(rows).view(EXPERTS // ep, ep, n, DIM)
+            rows = exchange(rows.transpose(0, 1).contiguous(), self.group)
+            rows = rows.view(EXPERTS, n, DIM)
+        else:
+            rows = self.experts(rows)
+        return x + rows.transpose(0, 1).reshape(x.shape)
+
+
+def exchange(rows, group):
+    from torch.distributed.nn.functional import all_to_all_single
+
+    return all_to_all_single(torch.empty_like(rows), rows, group=group)
+
+
+class Model(nn.Module):
+    def __init__(self, group=None):
+        super().__init__()
+        self.embed = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(Block(group) for _ in range(2))
+        self.head = nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def mesh_of(replicas, edp, ep):
+    mesh = init_device_mesh(
+        DEVICE, (replicas, edp, ep), mesh_dim_names=("replicate", "edp", "ep")
+    )
+    dp = mesh["edp", "ep"]._flatten("dp")
+    return mesh, dp
+
+
+def sharded(model, meshes, **options):
+    """Each rank keeps its slice of the experts."""
+    mesh, dp = meshes
+    ep, rank = mesh["ep"].size(), mesh.get_local_rank("ep")
+    has_replicas = mesh["replicate"].size() > 1
+    part = mesh["replicate", "edp"] if has_replicas else mesh["edp"]
+    whole = DeviceMesh._concatenate([mesh["replicate"], dp]) if has_replicas else dp
+    for block in model.blocks:
+        block.group = mesh.get_group("ep")
+        for name, p in list(block.experts.named_parameters()):
+            values = p.detach().chunk(ep)[rank].clone()
+            setattr(block.experts, name, nn.Parameter(values))
+        fully_shard(block.experts, mesh=part, **options)
+        fully_shard(block, mesh=whole, **options)
+    return fully_shard(model, mesh=whole, **options)
+
+
+def train(model, ranks, optimizer=None, steps=3):
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    losses = []
+    for step in range(steps):
+        for rank in ranks:
+            generator = torch.Generator().manual_seed(100 * step + rank)
+            x = on_device(torch.randn(TOKENS, DIM, generator=generator))
+            loss = model(x).square().mean() / len(ranks)
+            loss.backward()
+            losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def whole_state(model):
+    return {
+        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).clone()
+        for name, p in model.state_dict().items()
+    }
+
+
+def made():
+    torch.manual_seed(0)
+    return on_device(Model())
+
+
+SHAPES = [(1, 2, 2), (1, 1, 4), (2, 1, 2), (1, 4, 1)]
+
+
+@pytest.fixture
+def ranks_4(world):
+    if world != 4:
+        pytest.skip("needs 4 ranks")
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["torch's", "own"])
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_trains_like_one_process(shape, strategy, own, ranks_4, rank, world):
+    expected = made()
+    train(expected, range(world))
+    model = sharded(made(), mesh_of(*shape), strategy=strategy)
+    optimizer = flatshard.optim.AdamW if own else torch.optim.AdamW
+    train(model, [rank], optimizer(model.parameters(), lr=1e-2, eps=1e-4))
+    for name, value in whole_state(model).items():
+        torch.testing.assert_close(
+            value, expected.state_dict()[name], rtol=1e-5, atol=1e-6, msg=name
+        )
+
+
+def test_shows_all_experts(ranks_4):
+    model = sharded(made(), mesh_of(1, 2, 2))
+    shown = dict(model.named_parameters())
+    assert shown["blocks.0.experts.up"].shape == (EXPERTS, DIM, 2 * DIM)
+    for name, value in whole_state(model).items():
+        assert torch.equal(value, made().state_dict()[name]), name
+    with pytest.raises(NotImplementedError, match="joined the unit around it"):
+        model.blocks[0].experts.set_gradient_divide_factor(2.0)
+
+
+def test_checkpoint_of_other_meshes(ranks_4, rank, folder):
+    saved = sharded(made(), mesh_of(1, 2, 2))
+    train(saved, [rank])
+    dcp.save(saved.state_dict(), checkpoint_id=str(folder))
+    for shape in SHAPES:
+        torch.manual_seed(1)
+        loaded = sharded(on_device(Model()), mesh_of(*shape))
+        state = loaded.state_dict()
+        dcp.load(state, checkpoint_id=str(folder))
+        loaded.load_state_dict(state)
+        expected = whole_state(saved)
+        for name, value in whole_state(loaded).items():
+            assert torch.equal(value, expected[name]), (shape, name)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["torch's", "own"])
+def test_own_checkpoint_goes_on_at_other_meshes(own, ranks_4, rank, folder):
+    """Weights and the optimizer's state, in flatshard.checkpoint's format."""
+    optimizer = flatshard.optim.AdamW if own else torch.optim.AdamW
+
+    def make(shape):
+        model = sharded(made(), mesh_of(*shape))
+        return model, optimizer(model.parameters(), lr=1e-2, eps=1e-4)
+
+    model, optim = make((1, 2, 2))
+    train(model, [rank], optim)
+    checkpoint.save(folder, 3, model, optim)
+    expected = whole_state(model)
+    moments = [optim.state[p]["exp_avg"].full_tensor() for p in model.parameters()]
+    for shape in SHAPES:
+        model, optim = make(shape)
+        checkpoint.load(folder, model, optim)
+        for name, value in whole_state(model).items():
+            assert torch.equal(value, expected[name]), (shape, name)
+        for p, moment in zip(model.parameters(), moments):
+            assert torch.equal(optim.state[p]["exp_avg"].full_tensor(), moment)
+        train(model, [rank], optim)
+
+
+def test_frozen_dense_weights_and_accumulation(ranks_4, rank, world):
+    def make():
+        model = made()
+        for name, p in model.named_parameters():
+            p.requires_grad_("experts" in name)
+        return model
+
+    expected, model = make(), sharded(make(), mesh_of(1, 2, 2))
+    for micro in range(2):
+        model.set_requires_gradient_sync(micro == 1)
+        for one, ranks in ((expected, range(world)), (model, [rank])):
+            for r in ranks:
+                generator = torch.Generator().manual_seed(100 * micro + r)
+                x = on_device(torch.randn(TOKENS, DIM, generator=generator))
+                (one(x).square().mean() / len(ranks)).backward()
+    grads = {n: p.grad for n, p in expected.named_parameters()}
+    for name, p in model.named_parameters():
+        if "experts" in name:
+            torch.testing.assert_close(p.grad.full_tensor(), grads[name], msg=name)
+        else:
+            assert p.grad is None
+
+
+def test_mixed_precision(ranks_4, rank, world):
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model = sharded(made(), mesh_of(1, 2, 2), mp_policy=policy)
+    expected = made()
+    train(model, [rank])
+    train(expected, range(world))
+    for name, value in whole_state(model).items():
+        torch.testing.assert_close(
+            value, expected.state_dict()[name], rtol=0.05, atol=0.02, msg=name
+        )
+
+
+def test_replicas_that_differ_are_named(ranks_4, rank):
+    meshes = mesh_of(1, 2, 2)
+    model = made()
+    with torch.no_grad():
+        model.blocks[1].experts.down += meshes[0].get_local_rank("edp")
+    sharded(model, meshes)
+    with pytest.raises(RuntimeError, match="blocks.1.experts.down"):
+        train(model, [rank])
+
+
+def test_what_is_not_supported_is_named(ranks_4):
+    meshes = mesh_of(1, 2, 2)
+    for options, word in (
+        ({"copy_engines": "all"}, "copy_engines"),
+        ({"grads_in_place": True}, "grads_in_place"),
+    ):
+        with pytest.raises(NotImplementedError, match=word):
+            fully_shard(made().blocks[0].experts, mesh=meshes[0]["edp"], **options)
+    with pytest.raises(NotImplementedError, match="zero1, zero2 or zero3"):
+        sharded(made(), meshes, strategy="zero0")
+
+
+def test_without_a_unit_around(ranks_4):
+    """The outermost module cannot be on a part of the mesh."""
+    model = made()
+    fully_shard(model.blocks[0].experts, mesh=mesh_of(1, 2, 2)[0]["edp"])
+    with pytest.raises(RuntimeError, match="part of the model's mesh"):
+        model.blocks[0].experts(on_device(torch.zeros(EXPERTS, 3, DIM)))
+
+
+def test_writes_to_experts_are_seen(ranks_4, rank, world):
+    """By an optimizer of torch's and by hand, also when the part's own state is gone."""
+    model = sharded(made(), mesh_of(1, 2, 2))
+    x = on_device(torch.ones(TOKENS, DIM))
+    first = model(x)
+    with torch.no_grad():
+        model.blocks[0].experts.down.zero_()
+        model.blocks[1].experts.down.zero_()
+    assert not torch.equal(model(x), first)
+    assert torch.count_nonzero(model.blocks[0].experts.down.full_tensor()) == 0
