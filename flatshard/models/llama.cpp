@@ -304,10 +304,7 @@ at::Tensor LlamaImpl::forward(
       "expected at most max_seq_len = {} tokens in a sequence, got {}",
       config_.max_seq_len,
       tokens.size(1));
-  const at::Tensor result = head_(body_(tokens), targets);
-  return loss_gradient_ && targets.defined()
-             ? nn::tell_gradient(result, loss_gradient_)
-             : result;
+  return head(body_(tokens), targets);
 }
 
 std::vector<RouterOf> LlamaImpl::routers() {

@@ -2,6 +2,7 @@
 
 #include "flatshard/models/config.h"
 #include "flatshard/models/moe.h"
+#include "flatshard/nn/block_nodes.h"
 #include "flatshard/nn/embedding.h"
 #include "flatshard/nn/linear.h"
 #include "flatshard/nn/loss.h"
@@ -89,8 +90,13 @@ class LlamaBlockImpl : public nn::Module {
   at::Tensor forward(const at::Tensor& x);
   /// Null for a block without experts.
   Moe& moe() { return moe_; }
+  /// One call in pieces. Results are those of forward, but that shared experts
+  /// are added in another order.
+  /// @throws Error{usage} with activation checkpointing.
+  std::unique_ptr<nn::BlockNodes> nodes();
 
  private:
+  friend class LlamaBlockNodes;
   at::Tensor run(
       const at::Tensor& in,
       const std::shared_ptr<RoutingRecord>& record);
@@ -175,6 +181,13 @@ class LlamaImpl : public nn::Module {
 
   /// Of the blocks that have experts, in order.
   std::vector<RouterOf> routers();
+
+  // The forward in pieces, for schedules: embed, each block's nodes(), head.
+
+  at::Tensor embed(const at::Tensor& tokens);
+  std::vector<LlamaBlock>& blocks() { return body_->layers(); }
+  /// @param hidden  of the last block; loss or logits as forward has them.
+  at::Tensor head(const at::Tensor& hidden, const at::Tensor& targets);
 
   const ModelConfig& config() const { return config_; }
 

@@ -111,6 +111,7 @@ class ExpertsImpl : public nn::Module {
       const RoutingRecord& record);
 
  private:
+  friend class LlamaBlockNodes;
   std::shared_ptr<nn::TokenExchange> exchange_;  ///< null: all are here
   at::Tensor gate_up_proj_;
   at::Tensor down_proj_;
@@ -139,6 +140,7 @@ class MoeImpl : public nn::Module {
   RouterImpl& router() { return *gate_; }
 
  private:
+  friend class LlamaBlockNodes;
   /// What the choice means for rows, in `record`.
   void plan(const nn::Routing& routing, RoutingRecord& record);
 

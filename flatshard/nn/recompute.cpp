@@ -2,6 +2,7 @@
 
 #include "flatshard/core/log.h"
 #include "flatshard/nn/autograd.h"
+#include "flatshard/nn/first_run.h"
 #include "flatshard/nn/generator_states.h"
 
 #include <torch/csrc/autograd/autograd.h>
@@ -14,14 +15,6 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 thread_local int first_runs = 0;  // open on this thread
-
-class FirstRun {
- public:
-  FirstRun() { ++first_runs; }
-  ~FirstRun() { --first_runs; }
-  FirstRun(const FirstRun&) = delete;
-  FirstRun& operator=(const FirstRun&) = delete;
-};
 
 // What the node keeps beside the saved inputs.
 struct Recipe : torch::CustomClassHolder {
@@ -163,6 +156,14 @@ bool any_requires_grad(const TensorList& tensors) {
 }
 
 }  // namespace
+
+FirstRun::FirstRun() {
+  ++first_runs;
+}
+
+FirstRun::~FirstRun() {
+  --first_runs;
+}
 
 bool in_checkpointed_forward() {
   return first_runs > 0;

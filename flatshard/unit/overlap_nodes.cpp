@@ -1,5 +1,6 @@
 // The nodes of an OverlapRunner: what each step of a plan computes.
 #include "flatshard/core/error.h"
+#include "flatshard/nn/first_run.h"
 #include "flatshard/unit/overlap_runner.h"
 #include "flatshard/unit/overlap_state.h"
 
@@ -18,6 +19,7 @@ nn::TensorList run_without_graph(
     const nn::TensorList& inputs,
     const nn::DetachedNode::Body& body) {
   const at::NoGradGuard no_grad;
+  const nn::FirstRun first_run;
   nn::TensorList out;
   for (const at::Tensor& output : body(inputs)) {
     at::Tensor leaf = output.defined() ? output.detach() : output;

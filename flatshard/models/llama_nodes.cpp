@@ -1,0 +1,111 @@
+// Blocks in pieces, for schedules that run each by itself.
+#include "flatshard/core/error.h"
+#include "flatshard/models/llama.h"
+#include "flatshard/nn/swiglu.h"
+
+#include <ATen/ATen.h>
+
+#include <utility>
+#include <vector>
+
+namespace flatshard::models {
+
+class LlamaBlockNodes : public nn::BlockNodes {
+ public:
+  explicit LlamaBlockNodes(LlamaBlockImpl& block) : block_(block) {}
+
+  Attended attend(const at::Tensor& tokens) override {
+    if (!block_.moe_) {
+      return {.rows = {}, .residual = block_.run(tokens, nullptr)};
+    }
+    MoeImpl& moe = *block_.moe_;
+    const auto [x, attention] =
+        block_.self_attn_(tokens, block_.input_layernorm_.get());
+    const auto [sum, normed] =
+        nn::call_with_hooks(*block_.post_attention_layernorm_, x, attention);
+    sizes_ = sum.sizes().vec();
+    const at::Tensor rows = normed.reshape({-1, normed.size(-1)});
+    const nn::Routing routing =
+        moe.gate_(rows, record_.routing ? &*record_.routing : nullptr);
+    if (!record_.routing) {
+      moe.plan(routing, record_);
+    }
+    const nn::Permutation& permutation = record_.permutation;
+    return {
+        .rows =
+            {nn::permute_rows(rows, permutation),
+             nn::permute_weights(routing.weights, permutation)},
+        .residual = sum.reshape(rows.sizes()),
+        .shared = moe.shared_ ? rows : at::Tensor()};
+  }
+
+  at::Tensor experts(const nn::TensorList& rows) override {
+    ExpertsImpl& experts = *block_.moe_->experts_;
+    const nn::ExchangePlan& plan = *record_.plan;
+    const nn::Groups groups{plan.ends, plan.groups_per_expert};
+    const at::Tensor gate_up = nn::grouped_linear(
+        rows[0],
+        experts.gate_up_proj_,
+        groups,
+        experts.context());
+    return nn::grouped_swiglu_linear(
+        gate_up,
+        rows[1],
+        experts.down_proj_,
+        groups,
+        experts.context());
+  }
+
+  at::Tensor shared_experts(const at::Tensor& x) override {
+    MoeImpl& moe = *block_.moe_;
+    const auto outs =
+        nn::linears(x, {moe.shared_gate_.get(), moe.shared_up_.get()});
+    // The product that keeps least wants something to add to.
+    return nn::swiglu_linear(
+        outs[0],
+        outs[1],
+        *moe.shared_down_,
+        at::zeros_like(x));
+  }
+
+  at::Tensor merge(
+      const at::Tensor& rows,
+      const at::Tensor& residual,
+      const at::Tensor& shared) override {
+    return nn::sum_rows_of_tokens(rows, record_.permutation, residual, shared)
+        .view(sizes_);
+  }
+
+  at::Tensor send(nn::TokenExchange::Way way, const at::Tensor& rows) override {
+    return block_.moe_->exchange_->start(record_.plan, way, rows)->finish();
+  }
+
+ private:
+  LlamaBlockImpl& block_;
+  RoutingRecord record_;
+  std::vector<std::int64_t> sizes_;
+};
+
+std::unique_ptr<nn::BlockNodes> LlamaBlockImpl::nodes() {
+  FLATSHARD_CHECK(
+      checkpoint_ == ActivationCheckpoint::none,
+      usage,
+      "a block in pieces: expected activation_checkpoint none; a schedule "
+      "recomputes pieces itself (OverlapPlanOptions::recompute)");
+  return std::make_unique<LlamaBlockNodes>(*this);
+}
+
+at::Tensor LlamaImpl::embed(const at::Tensor& tokens) {
+  return body_->embed_tokens()(tokens);
+}
+
+at::Tensor LlamaImpl::head(
+    const at::Tensor& hidden,
+    const at::Tensor& targets) {
+  const at::Tensor result = head_(hidden, targets);
+  return loss_gradient_ && targets.defined()
+             ? nn::tell_gradient(result, loss_gradient_)
+             : result;
+}
+
+}  // namespace flatshard::models
