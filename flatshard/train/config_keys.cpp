@@ -286,8 +286,9 @@ const ConfigKey kKeys[] = {
     KEY(parallelism,
         token_exchange,
         "how tokens travel between the ranks of expert_parallel_degree: by "
-        "all-to-all collectives; auto: the fastest there is",
-        "auto|collective"),
+        "collectives, or by copies between the ranks' memory, which on GPUs "
+        "take no SM and need all ranks on one host; auto: collective",
+        "auto|collective|copies"),
     KEY(parallelism,
         prefetch,
         "units gathered ahead of the one that computes",

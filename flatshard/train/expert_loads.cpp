@@ -29,7 +29,7 @@ at::Tensor row_of(const models::RouterLoad& load) {
 ExpertLoads::ExpertLoads(
     const Config& config,
     models::Llama model,
-    std::shared_ptr<CollectiveExchange> exchange,
+    std::shared_ptr<StreamExchange> exchange,
     std::shared_ptr<Mesh> mesh)
     : balance_rate_(config.moe.balance_rate),
       mesh_(std::move(mesh)),

@@ -1,8 +1,9 @@
 #pragma once
 
-#include "flatshard/exchange/collective_exchange.h"
+#include "flatshard/exchange/stream_exchange.h"
 #include "flatshard/launch/environment.h"
 #include "flatshard/mesh/mesh.h"
+#include "flatshard/models/config.h"
 #include "flatshard/train/config.h"
 #include "flatshard/unit/fully_shard.h"
 
@@ -37,8 +38,10 @@ std::shared_ptr<Mesh> make_mesh(
 std::string choose_copy_engines(const Config& config, Mesh& mesh);
 
 /// How tokens travel between the ranks of the axis ep. Collective.
-std::shared_ptr<CollectiveExchange>
-make_exchange(const Config& config, std::int64_t num_experts, Mesh& mesh);
+std::shared_ptr<StreamExchange> make_exchange(
+    const Config& config,
+    const models::ModelConfig& model,
+    Mesh& mesh);
 
 /// Experts rest on all axes but ep, where each rank has some.
 std::function<ParameterPlacement(const std::string& name)> expert_placement(

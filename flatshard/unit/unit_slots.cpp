@@ -42,15 +42,19 @@ UnitSlots::Place UnitSlots::place(
   if (unit_.rests(plane)) {
     return {};
   }
-  for (const PartId part : {kWhole, unit_.part_of(p)}) {
-    const auto found = float8_.find({plane, part});
-    if (found == float8_.end()) {
-      continue;
-    }
-    const InPhases& slots = found->second;
-    const bool own = in_backward && static_cast<bool>(slots.backward);
-    if (own || slots.forward) {
-      return {part, own ? slots.backward : slots.forward};
+  // What the forward left may serve the backward, unless that gathered a part
+  // of it again.
+  for (const bool backward : {true, false}) {
+    for (const PartId part : {kWhole, unit_.part_of(p)}) {
+      const auto found = float8_.find({plane, part});
+      if (found == float8_.end() || (backward && !in_backward)) {
+        continue;
+      }
+      const auto& slot =
+          backward ? found->second.backward : found->second.forward;
+      if (slot) {
+        return {part, slot};
+      }
     }
   }
   FLATSHARD_THROW(

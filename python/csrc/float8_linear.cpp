@@ -12,6 +12,7 @@
 #include <mutex>
 #include <optional>
 #include <unordered_map>
+#include <utility>
 
 namespace flatshard::python {
 namespace {
@@ -22,7 +23,30 @@ using torch::autograd::variable_list;
 struct Float8Parameter {
   at::Tensor tensor;  ///< the one that the runtime knows
   nn::ModuleContextPtr context;
+  std::shared_ptr<SharedRows> rows;
 };
+
+/// Whether the calls of this thread may share what they quantize.
+thread_local bool shares = false;
+
+class SharingScope {
+ public:
+  explicit SharingScope(bool value) : before_(std::exchange(shares, value)) {}
+  ~SharingScope() { shares = before_; }
+  SharingScope(const SharingScope&) = delete;
+  SharingScope& operator=(const SharingScope&) = delete;
+
+ private:
+  bool before_;
+};
+
+SharedRows::Rows rows_of(
+    const Float8Parameter& parameter,
+    const at::Tensor& x,
+    bool in_backward) {
+  return shares ? parameter.rows->of(x, in_backward)
+                : std::make_shared<const nn::MatmulRows>(nn::as_rows(x));
+}
 
 struct Registry {
   std::mutex mutex;
@@ -76,7 +100,7 @@ at::Tensor forward(
   check_input(x, weight);
   const Float8Parameter parameter = find(weight);
   const at::Tensor y = nn::matmul_forward(
-      nn::MatmulRows(nn::as_rows(x)),
+      *rows_of(parameter, x, /*in_backward=*/false),
       parameter.tensor,
       parameter.context,
       bias.value_or(at::Tensor()));
@@ -104,7 +128,7 @@ at::Tensor backward(
         parameter.context,
         parameter.tensor,
         g,
-        nn::MatmulRows(nn::as_rows(*x)));
+        *rows_of(parameter, *x, /*in_backward=*/true));
   }
   return dx;
 }
@@ -143,6 +167,7 @@ struct Float8LinearFunction : torch::autograd::Function<Float8LinearFunction> {
     // Hooks on saved tensors would copy it, and it cannot be read.
     ctx->saved_data["weight"] = weight;
     ctx->saved_data["bias"] = bias.has_value();
+    ctx->saved_data["shares"] = shares;
     static const auto op =
         c10::Dispatcher::singleton()
             .findSchemaOrThrow("flatshard::float8_linear", "")
@@ -164,6 +189,7 @@ struct Float8LinearFunction : torch::autograd::Function<Float8LinearFunction> {
     const bool needs_weight = ctx->needs_input_grad(kWeight);
     if (ctx->needs_input_grad(kX) || needs_weight) {
       const at::AutoDispatchBelowAutograd below;
+      const SharingScope sharing(ctx->saved_data["shares"].toBool());
       const at::Tensor dx = op.call(
           grad,
           needs_weight ? std::optional(x) : std::nullopt,
@@ -189,16 +215,28 @@ at::Tensor forward_autograd(
 
 }  // namespace
 
+at::Tensor float8_linear_sharing(
+    const at::Tensor& x,
+    const at::Tensor& weight,
+    const std::optional<at::Tensor>& bias) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("flatshard::float8_linear", "")
+                             .typed<decltype(python::forward)>();
+  const SharingScope sharing(true);
+  return op.call(x, weight, bias);
+}
+
 Float8Weights::Float8Weights(
     const Runtime& runtime,
-    const nn::ModuleContextPtr& context) {
+    const nn::ModuleContextPtr& context,
+    const std::shared_ptr<SharedRows>& rows) {
   Registry& known = registry();
   const std::lock_guard lock(known.mutex);
   for (const auto& unit : runtime.units()) {
     for (const UnitParameter& p : unit->parameters()) {
       if (unit->groups()[p.group]->weights().float8() != nullptr) {
         storages_.push_back(storage_of(p.tensor));
-        known.parameters[storages_.back()] = {p.tensor, context};
+        known.parameters[storages_.back()] = {p.tensor, context, rows};
       }
     }
   }

@@ -2,8 +2,11 @@
 
 #include "flatshard/nn/wgrad.h"
 #include "flatshard/unit/runtime.h"
+#include "python/csrc/shared_rows.h"
 
 #include <cstddef>
+#include <memory>
+#include <optional>
 #include <vector>
 
 namespace flatshard::python {
@@ -24,7 +27,11 @@ namespace flatshard::python {
 class Float8Weights {
  public:
   /// @param context  has the runtime as its WgradSink and WeightSource.
-  Float8Weights(const Runtime& runtime, const nn::ModuleContextPtr& context);
+  /// @param rows  what their inputs become.
+  Float8Weights(
+      const Runtime& runtime,
+      const nn::ModuleContextPtr& context,
+      const std::shared_ptr<SharedRows>& rows);
   ~Float8Weights();
   Float8Weights(const Float8Weights&) = delete;
   Float8Weights& operator=(const Float8Weights&) = delete;
@@ -34,5 +41,13 @@ class Float8Weights {
  private:
   std::vector<const c10::StorageImpl*> storages_;
 };
+
+/// flatshard::float8_linear for a caller whose tensors tell by their versions
+/// when they are written, which those of compiled code do not: layers with the
+/// same input quantize it once.
+at::Tensor float8_linear_sharing(
+    const at::Tensor& x,
+    const at::Tensor& weight,
+    const std::optional<at::Tensor>& bias);
 
 }  // namespace flatshard::python

@@ -2,6 +2,7 @@
 #include "flatshard/float8/matmul.h"
 #include "flatshard/float8/quantize.h"
 #include "python/csrc/bind.h"
+#include "python/csrc/float8_linear.h"
 #include "python/csrc/py_unit.h"
 
 #include <optional>
@@ -113,6 +114,13 @@ void bind_float8(py::module_& m) {
       py::arg("axis"),
       py::arg("transpose"),
       py::arg("dtype"));
+  m.def(
+      "float8_linear",
+      &float8_linear_sharing,
+      NoGil(),
+      py::arg("x"),
+      py::arg("weight"),
+      py::arg("bias"));
   m.def("float8_amax", &float8::amax_of, NoGil(), py::arg("tensor"));
   m.def(
       "float8_swizzle_mx_scales",

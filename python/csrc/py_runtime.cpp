@@ -21,6 +21,22 @@ std::vector<ParameterViews::UnitViews> views_of(
 
 }  // namespace
 
+namespace {
+
+/// What is kept of inputs goes with what it is kept for.
+class ForgetRows : public RuntimeObserver {
+ public:
+  explicit ForgetRows(std::shared_ptr<SharedRows> rows)
+      : rows_(std::move(rows)) {}
+  void backward_ended() override { rows_->forget(true); }
+  void was_reset() override { rows_->forget(true); }
+
+ private:
+  std::shared_ptr<SharedRows> rows_;
+};
+
+}  // namespace
+
 std::shared_ptr<py::object> held_with_gil(py::object object) {
   return {new py::object(std::move(object)), [](py::object* held) {
             const py::gil_scoped_acquire gil;
@@ -74,9 +90,11 @@ PyRuntime::PyRuntime(
     if (cuda_graphs) {
       runtime->region_graphs()->set_unit_program(
           {.context = sink_,
-           .around_capture = [views = views_](const Unit& unit, bool captures) {
+           .around_capture = [views = views_,
+                              rows = rows_](const Unit& unit, bool captures) {
              const py::gil_scoped_acquire gil;
              views->capture(unit.id(), captures);
+             rows->forget(true);  // a graph has its own
              if (!captures) {
                // autograd restores an error of Python before it throws it;
                // a capture that fails is no error.
@@ -89,9 +107,11 @@ PyRuntime::PyRuntime(
     unit->keep(runtime);
   }
   sink_->wgrad_sink = runtime;
-  float8_weights_ = std::make_unique<Float8Weights>(*runtime, sink_);
+  float8_weights_ = std::make_unique<Float8Weights>(*runtime, sink_, rows_);
   if (!float8_weights_->empty()) {
     sink_->weight_source = runtime;
+    const py::gil_scoped_release no_gil;
+    runtime->add_observer(std::make_shared<ForgetRows>(rows_));
   }
   runtime_ = Released<Runtime>(std::move(runtime));
 }
@@ -134,6 +154,7 @@ void PyRuntime::forward_end(UnitId unit, py::handle output, bool more_follow) {
   {
     const py::gil_scoped_release no_gil;
     runtime_->forward_end(unit, tensors, more_follow);
+    rows_->forget(false);
   }
   views_->unit_ended(unit, more_follow);
 }
@@ -145,6 +166,7 @@ void PyRuntime::forward_error(UnitId unit) {
   {
     const py::gil_scoped_release no_gil;
     runtime_->forward_error(unit);
+    rows_->forget(false);
   }
   views_->unit_ended(unit);
 }

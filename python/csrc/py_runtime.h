@@ -79,6 +79,10 @@ class PyRuntime {
   using TracedAction =
       std::tuple<std::string, std::string, int, int, std::string, std::int64_t>;
   std::vector<TracedAction> take_trace();
+  /// SharedRows::counts.
+  std::pair<std::int64_t, std::int64_t> float8_inputs() const {
+    return rows_->counts();
+  }
   void report_nan_in_param_grad(bool enabled);
   Runtime& runtime();
 
@@ -88,6 +92,7 @@ class PyRuntime {
   std::shared_ptr<ParameterViews> views_;
   nn::ModuleContextPtr sink_ = c10::make_intrusive<nn::ModuleContext>();
   std::shared_ptr<NanCheck> nan_check_;
+  std::shared_ptr<SharedRows> rows_ = std::make_shared<SharedRows>();
   std::unique_ptr<Float8Weights> float8_weights_;
   Released<Runtime> runtime_;
 };

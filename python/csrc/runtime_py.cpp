@@ -159,6 +159,11 @@ void bind_runtime(py::module_& m) {
           NoGil())
       .def("parameter_norms", &PyRuntime::parameter_norms, NoGil())
       .def("main_grad", &PyRuntime::main_grad, py::arg("weight"), NoGil())
+      .def(
+          "float8_inputs",
+          &PyRuntime::float8_inputs,
+          "How many inputs layers with FP8 weights had, and how many calls "
+          "found theirs quantized.")
       .def("take_trace", &PyRuntime::take_trace, NoGil())
       .def(
           "report_nan_in_param_grad",

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from flatshard import _C
 from flatshard.torch_versions import register_effect
 
 
@@ -37,7 +38,10 @@ class Float8Linear(nn.Linear):
                 f"Float8Linear: expected an input [..., {self.in_features}], got "
                 f"{list(input.shape)}"
             )
-        return torch.ops.flatshard.float8_linear(input, weight, self.bias)
+        if torch.compiler.is_compiling():
+            return torch.ops.flatshard.float8_linear(input, weight, self.bias)
+        # With the input of the layer before it is quantized no second time.
+        return _C.float8_linear(input, weight, self.bias)
 
 
 def make_float8(state):

@@ -105,18 +105,13 @@ class MXFP8BlockScaling(Float8Policy):
     recipe: str = field(default="mxfp8", init=False)
 
 
-def check_policy(fp8, cuda_graph):
+def check_policy(fp8):
     """Of fully_shard's arguments."""
     if fp8 is None:
         return
     if not isinstance(fp8, Float8Policy):
         raise ValueError(
             f"fp8: expected a flatshard.Float8Policy or None, got {type(fp8).__name__}"
-        )
-    if cuda_graph:
-        raise NotImplementedError(
-            "cuda_graph is not supported with fp8: graphs do not know FP8 weights yet; "
-            "leave one of them out"
         )
 
 

@@ -159,7 +159,7 @@ def fully_shard(
     name = _strategy_name(strategy, outer, device_mesh)
     shown_mesh = _shown_mesh(outer, device_mesh)
     mp_policy = _mixed_precision(mp_policy)
-    check_policy(fp8, cuda_graph)
+    check_policy(fp8)
     offload = _offload(offload_policy)
     _refuse_unsupported(reshard_after_forward)
     if cuda_graph:

@@ -100,11 +100,6 @@ class Root:
                     f"cuda_graph is not supported in a model with CPUOffloadPolicy, "
                     f"which unit {unit.name} has"
                 )
-            if has_graphs and unit.fp8 is not None:
-                raise NotImplementedError(
-                    "cuda_graph is not supported in a model with FP8 weights, which "
-                    f"unit {unit.name} may have (fp8); leave one of them out"
-                )
             if unit.slices is not None:
                 raise RuntimeError(
                     f"unit {unit.name} rests on {unit.mesh}, a part of the model's mesh: "

@@ -10,6 +10,7 @@ from torch._dynamo.utils import counters
 
 import flatshard
 from flatshard import fully_shard
+from tests.python import float8_models
 from tests.python.device import DEVICE, on_device
 from tests.python.models import Mlp, llama
 from tests.python.training import shard
@@ -158,3 +159,45 @@ def test_slots_on_demand_are_refused_by_name(mesh, monkeypatch):
     fully_shard(model, mesh=mesh, slots_on_demand=True)
     with pytest.raises(ValueError, match="slots_on_demand: .* with cuda_graph=True"):
         model.loss(torch.Generator())
+
+
+# -- FP8 weights under it -------------------------------------------------------------------
+
+
+def fp8_blocks(mesh, mode):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = float8_models.Mlp()
+    for unit in model.units():
+        unit.compile(mode=mode)
+    options = {"mesh": mesh, "mp_policy": float8_models.BF16}
+    for unit in model.units():
+        fully_shard(unit, fp8=float8_models.policy("rowwise"), **options)
+    return fully_shard(model, slots_on_demand=False, **options)
+
+
+def test_graphs_of_torch_leave_fp8_products_out():
+    """They would hold the planes of one step: torch is told to go around them."""
+    for name in ("float8_linear", "float8_linear_backward"):
+        operator = getattr(torch.ops.flatshard, name).default
+        assert torch.Tag.cudagraph_unsafe in operator.tags
+
+
+def test_reduce_overhead_with_fp8(mesh, rank):
+    if DEVICE != "cuda":
+        pytest.skip("CUDA graphs want a GPU")
+    pytest.importorskip("triton")
+    found = []
+    for mode in (None, "reduce-overhead"):
+        model = fp8_blocks(mesh, mode)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+        found.append([])
+        for number in range(2 * STEPS):
+            torch.compiler.cudagraph_mark_step_begin()
+            loss = model.loss(torch.Generator().manual_seed(10 * number + rank))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found[-1].append(loss.item())
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert found[0][-1] < found[0][0]

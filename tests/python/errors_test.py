@@ -116,6 +116,12 @@ class Scaled(torch.Tensor):
     """A tensor that computes in its own way, as those of quantized weights do."""
 
 
+class OfTorchao(torch.Tensor):
+    """As torchao's, which tests/python/torchao_test.py has."""
+
+    __module__ = "torchao.float8.fsdp_utils"
+
+
 class Tagged(nn.Parameter):
     """Another kind of parameter for whoever asks for its type."""
 
@@ -127,6 +133,11 @@ class Tagged(nn.Parameter):
             lambda: nn.Parameter(torch.ones(2, 2).as_subclass(Scaled)),
             NotImplementedError,
             "parameter weight is a Scaled, .*nn.Parameter.*ignored_params",
+        ),
+        (
+            lambda: nn.Parameter(torch.ones(2, 2).as_subclass(OfTorchao)),
+            NotImplementedError,
+            r"parameter weight is a OfTorchao, .*fp8=Float8Policy\(...\) and not torchao's",
         ),
         (
             lambda: Tagged(torch.ones(2, 2)),

@@ -134,9 +134,15 @@ def check_trains_alike(plain, model, rank, **training):
     assert all(m.wrote > 0 for m in fused(model))
 
 
+def test_B10_main_grad_begins_with_zeros_and_adds_up(mesh, rank):
+    """Over uses in a backward and over microbatches, in memory that held other things."""
+    plain, model = pair(Stack, mesh)
+    check_trains_alike(plain, model, rank, accumulation=3, sync_last_only=True)
+
+
 @pytest.mark.parametrize("make", [Stack, Tied])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_it_trains_as_with_tensors(strategy, make, mesh, rank):
+def test_F17_it_trains_as_with_tensors(strategy, make, mesh, rank):
     for training in ({}, {"accumulation": 3}):
         plain, model = pair(make, mesh, strategy=strategy)
         check_trains_alike(plain, model, rank, **training)

@@ -115,7 +115,7 @@ def test_names_of_the_policy(mesh):
     assert not flatshard.float8.describe(second_version(mesh, off)).float8
 
 
-def test_fine_grained_gathers_can_be_turned_on_and_off(mesh, rank, world):
+def test_F3_fine_grained_gathers_can_be_turned_on_and_off(mesh, rank, world):
     """With a recomputation of one layer, and columns that are stored."""
     found = {}
     for option in (None, True, False):
@@ -145,9 +145,17 @@ def test_fine_grained_gathers_can_be_turned_on_and_off(mesh, rank, world):
         assert {None: any(whole), True: not any(whole), False: all(whole)}[option]
 
 
+def test_R21_fine_grained_gathers_reach_the_units(mesh):
+    for option, parts in ((None, "recomputed"), (True, "module"), (False, "unit")):
+        options = {"enable_fine_grained_param_gather": option}
+        model = first_version(mesh, policy("tensorwise"), **options)
+        fp8 = model.blocks[0].__dict__["_flatshard"].fp8
+        assert fp8.gather_parts == parts and not fp8.keep_column_plane
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
 @pytest.mark.parametrize("strategy", [2, 3])
-def test_the_transpose_cache(recipe, strategy, mesh, rank, world):
+def test_F16_the_transpose_cache(recipe, strategy, mesh, rank, world):
     losses, made = [], []
     for keep in (False, True):
         model = first_version(
