@@ -20,6 +20,13 @@ at::Tensor deliver_grouped_wgrad(
     const at::Tensor& g,
     const at::Tensor& x,
     const Groups& groups) {
+  if (defer_wgrad(context, weight, [&]() -> LateWgrad {
+        return [g, x, groups](at::Tensor& grad, bool accumulate) {
+          grouped_weight_gradient(grad, accumulate, g, x, groups);
+        };
+      })) {
+    return {};
+  }
   return deliver_wgrad(
       context,
       weight,

@@ -103,6 +103,49 @@ void add_input_gradient(
   }
 }
 
+namespace {
+
+// out = g^T x, or out += g^T x, in a dtype that products write.
+void wgrad_product(
+    at::Tensor& out,
+    bool accumulate,
+    const std::optional<float8::Recipe>& recipe,
+    const MatmulRows& g,
+    const MatmulRows& x) {
+  if (recipe) {
+    // mxfp8 of activations is emulated wherever that of the weight is.
+    float8::matmul(
+        out,
+        g.column(*recipe),
+        x.column(*recipe),
+        {.accumulate = accumulate, .emulate = true});
+  } else if (accumulate) {
+    at::addmm_out(out, out, g.tensor().t(), x.tensor());
+  } else {
+    at::mm_out(out, g.tensor().t(), x.tensor());
+  }
+}
+
+// The same in any dtype.
+void write_matmul_wgrad(
+    at::Tensor& grad,
+    bool accumulate,
+    const std::optional<float8::Recipe>& recipe,
+    const MatmulRows& g,
+    const MatmulRows& x) {
+  const at::ScalarType dtype = grad.scalar_type();
+  if (recipe ? dtype == at::kFloat || dtype == at::kBFloat16
+             : dtype == g.tensor().scalar_type()) {
+    wgrad_product(grad, accumulate, recipe, g, x);
+    return;
+  }
+  at::Tensor value = at::empty(grad.sizes(), g.options());
+  wgrad_product(value, false, recipe, g, x);
+  accumulate ? grad.add_(value) : grad.copy_(value);
+}
+
+}  // namespace
+
 at::Tensor deliver_matmul_wgrad(
     const ModuleContextPtr& context,
     const at::Tensor& weight,
@@ -110,41 +153,26 @@ at::Tensor deliver_matmul_wgrad(
     const MatmulRows& x) {
   const auto source = weight_source(context);
   const auto recipe = source ? source->recipe(weight) : std::nullopt;
-  // mxfp8 of activations is emulated wherever that of the weight is.
-  const auto product = [&](at::Tensor& out, bool accumulate) {
-    float8::matmul(
-        out,
-        g.column(*recipe),
-        x.column(*recipe),
-        {.accumulate = accumulate, .emulate = true});
-  };
-  const at::Tensor &dy = g.tensor(), &rows = x.tensor();
-  const auto compute = [&] {
-    if (!recipe) {
-      return at::mm(dy.t(), rows);
-    }
-    at::Tensor out = at::empty(weight.sizes(), g.options());
-    product(out, false);
-    return out;
-  };
+  if (defer_wgrad(context, weight, [&]() -> LateWgrad {
+        return [recipe, g, x](at::Tensor& grad, bool accumulate) {
+          write_matmul_wgrad(grad, accumulate, recipe, g, x);
+        };
+      })) {
+    return {};
+  }
   return deliver_wgrad(
       context,
       weight,
-      compute,
-      [&](at::Tensor& grad, bool accumulate) {
-        const bool takes_product = recipe
-                                       ? grad.scalar_type() == at::kFloat ||
-                                             grad.scalar_type() == at::kBFloat16
-                                       : grad.scalar_type() == dy.scalar_type();
-        if (!takes_product) {
-          accumulate ? grad.add_(compute()) : grad.copy_(compute());
-        } else if (recipe) {
-          product(grad, accumulate);
-        } else if (accumulate) {
-          at::addmm_out(grad, grad, dy.t(), rows);
-        } else {
-          at::mm_out(grad, dy.t(), rows);
+      [&] {
+        if (!recipe) {
+          return at::mm(g.tensor().t(), x.tensor());
         }
+        at::Tensor out = at::empty(weight.sizes(), g.options());
+        wgrad_product(out, false, recipe, g, x);
+        return out;
+      },
+      [&](at::Tensor& grad, bool accumulate) {
+        write_matmul_wgrad(grad, accumulate, recipe, g, x);
       });
 }
 

@@ -6,6 +6,7 @@
 
 #include "flatshard/core/error.h"
 
+#include <functional>
 #include <memory>
 #include <optional>
 
@@ -18,6 +19,11 @@ struct WgradTarget {
   at::Tensor grad;  ///< the parameter's shape; its dtype may be another one
   bool accumulate = false;  ///< true: add (beta 1); false: overwrite (beta 0)
 };
+
+/// A weight gradient that is computed later: queues its write, or with
+/// `accumulate` its addition, into `grad` on the current stream. Owns what it
+/// reads: the layer's input and its output's gradient.
+using LateWgrad = std::function<void(at::Tensor& grad, bool accumulate)>;
 
 /// Takes weight gradients directly from a layer's backward, so that they need
 /// no tensor of their own and no copy.
@@ -33,6 +39,16 @@ class WgradSink {
   /// The write was queued on the current stream. One call for each
   /// begin_wgrad that gave a target, unless the layer threw in between.
   virtual void end_wgrad(const at::Tensor& parameter) = 0;
+  /// Whether the gradient of `parameter` is to come after those of inputs.
+  /// Asked in backward instead of begin_wgrad by layers that can put it off;
+  /// with true they hand it over by `defer` and return an undefined one.
+  virtual bool defers(const at::Tensor& /*parameter*/) { return false; }
+  /// Keeps `write` until that time.
+  virtual void defer(const at::Tensor& /*parameter*/, LateWgrad /*write*/) {
+    FLATSHARD_THROW(
+        internal,
+        "a weight gradient was put off, and its sink keeps none");
+  }
 };
 
 /// Hears of recomputation; see nn/recompute.h.
@@ -93,7 +109,26 @@ at::Tensor deliver_wgrad(
   return {};
 }
 
-/// The same for a gradient that is computed as a tensor first.
+/// Puts the gradient of `parameter` off where the context's sink wants that.
+///
+/// @param make  () -> LateWgrad
+/// @return whether it is put off; then the layer returns an undefined gradient.
+template <class Make>
+bool defer_wgrad(
+    const ModuleContextPtr& context,
+    const at::Tensor& parameter,
+    Make&& make) {
+  const auto sink = context && !at::GradMode::is_enabled()
+                        ? context->wgrad_sink.lock()
+                        : nullptr;
+  if (!sink || !sink->defers(parameter)) {
+    return false;
+  }
+  sink->defer(parameter, make());
+  return true;
+}
+
+/// deliver_wgrad for a gradient that is computed as a tensor first.
 template <class Compute>
 at::Tensor deliver_wgrad(
     const ModuleContextPtr& context,

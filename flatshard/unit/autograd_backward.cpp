@@ -17,7 +17,7 @@ namespace {
       usage,
       "parameter {} of unit {} got its gradient outside of a backward: the "
       "unit was reduced without it when its backward ended. Compute weight "
-      "gradients inside the backward; delayed ones are not supported",
+      "gradients inside the backward, or put them off in a BackwardPass",
       p.name,
       unit.name());
 }
@@ -44,6 +44,9 @@ std::vector<std::shared_ptr<UnitCall>> AutogradEvents::calls_of_task() {
 }
 
 TaskId AutogradEvents::enter_task(const UnitParameter* arrived) {
+  if (pass_) {
+    return *pass_;
+  }
   const TaskId task = autograd_task::current_id();
   if (tasks_.contains(task)) {
     return task;
@@ -177,13 +180,27 @@ void AutogradEvents::parameter_done(ParameterRef ref) {
     const at::NoGradGuard no_grad;
     p.pending_grad = p.pending_grad.defined() ? p.pending_grad.add(grad) : grad;
   }
+  const auto late = put_off_.find({ref.unit, ref.index});
+  if (late == put_off_.end()) {
+    listener_.feed(
+        {.kind = EventKind::wgrad_done, .unit = ref.unit, .task = task});
+    return;
+  }
+  const int count = late->second;
+  put_off_.erase(late);
   listener_.feed(
-      {.kind = EventKind::wgrad_done, .unit = ref.unit, .task = task});
+      {.kind = EventKind::wgrad_deferred,
+       .unit = ref.unit,
+       .task = task,
+       .count = count});
 }
 
 bool AutogradEvents::task_end(TaskId task) {
   if (tasks_.erase(task) == 0) {
     return false;  // dropped by a reset
+  }
+  if (pass_ == task) {
+    pass_.reset();
   }
   ScheduleEvent end{
       .kind = EventKind::task_end,

@@ -122,7 +122,7 @@ AutogradEvents::OwnAccumulators::~OwnAccumulators() {
 
 void AutogradEvents::reset() {
   tasks_.clear();
-  open_calls_.clear();
+  give_up_passes();
   watched_.clear();
 }
 

@@ -24,6 +24,8 @@
 
 namespace flatshard {
 
+class BackwardPass;
+
 /// Events that came and actions that were really carried out, in order.
 struct RuntimeTrace {
   std::vector<ScheduleEvent> events;
@@ -128,6 +130,16 @@ class Runtime : public nn::WgradSink,
   /// Instead of forward_end, after an exception.
   void forward_error(UnitId unit);
 
+  /// A microbatch whose units are run in pieces; see unit/backward_pass.h.
+  /// @throws Error{usage} with debug.strict or graphs.
+  std::unique_ptr<BackwardPass> backward_pass();
+  /// Steps consist of passes with these events from now on, and so many
+  /// gradient slots live at once: lays out the arena for them. Between two
+  /// steps, equal on all ranks.
+  void plan_passes(
+      const std::vector<ScheduleEvent>& events,
+      int max_grad_slots);
+
   // For reports and tests ----------------------------------------------------
 
   const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
@@ -155,6 +167,7 @@ class Runtime : public nn::WgradSink,
   void reset_graphs();
 
  private:
+  friend class BackwardPass;
   friend class StepGraph;
   friend struct StepStamp;
   Runtime(
@@ -178,6 +191,8 @@ class Runtime : public nn::WgradSink,
   std::optional<nn::WgradTarget> begin_wgrad(
       const at::Tensor& parameter) override;
   void end_wgrad(const at::Tensor& parameter) override;
+  bool defers(const at::Tensor& parameter) override;
+  void defer(const at::Tensor& parameter, nn::LateWgrad write) override;
   void recompute_begin(nn::Module& owner) override;
   void recompute_end(nn::Module& owner) override;
 
@@ -233,6 +248,7 @@ class Runtime : public nn::WgradSink,
   std::int64_t seen_generation_ = -1;
   /// What an action threw; from then to the reset no event has an effect.
   std::string failure_;
+  BackwardPass* open_pass_ = nullptr;  ///< whose backward is open
   bool is_last_microbatch_ = true;
   bool sync_gradients_ = true;
   std::vector<Action> step_actions_;  ///< since the weights last changed

@@ -97,7 +97,7 @@ Counts run_step(Scheduler& s, const PlanCase& c) {
   return counts;
 }
 
-TEST(Interleaved, EveryPlanStaysWithinFourUnitsAndGathersAhead) {
+TEST(Interleaved, P1_EveryPlanStaysWithinFourUnitsAndGathersAhead) {
   for (const PlanCase& c : testing::plan_cases()) {
     SCOPED_TRACE(c.name());
     Scheduler s(specs_of(c), kThreeSlots);
@@ -132,7 +132,7 @@ TEST(Interleaved, AtTheCrossingOneGatherServesBoth) {
   EXPECT_EQ(gathers(4, 1), 2 * 4 - 1);
 }
 
-TEST(Interleaved, TwoLayersAndTwoMicrobatches) {
+TEST(Interleaved, P2_WhatABackwardAwaitsSurvivesTheEndOfAnotherOne) {
   const PlanCase c{2, 2, {.delay_wgrad = true}};
   const auto units = testing::blocks(2);
   Scheduler s(units, kThreeSlots);
@@ -164,7 +164,7 @@ TEST(Interleaved, TwoLayersAndTwoMicrobatches) {
       "reduce(2) reduce(1) drain(2) drain(1) join\n");
 }
 
-TEST(Interleaved, LateWeightGradientsHoldTheSlotAndNotTheWeights) {
+TEST(Interleaved, P4_LateWeightGradientsHoldTheSlotAndNotTheWeights) {
   Scheduler s(testing::blocks(3), kThreeSlots);
   const auto say = [&s](const ScheduleEvent& event) {
     return to_string(s.on(event));
@@ -203,7 +203,7 @@ TEST(Interleaved, LateWeightGradientsHoldTheSlotAndNotTheWeights) {
       HasSubstr("reduce(3)"));
 }
 
-TEST(Interleaved, LateWeightGradientsThatNeverComeAreNamed) {
+TEST(Interleaved, P5_LateWeightGradientsThatNeverComeAreNamed) {
   Scheduler s(testing::blocks(2), kThreeSlots);
   s.on({.kind = EventKind::task_begin, .task = 0, .expected = {{2, 2}}});
   s.on({.kind = EventKind::backward_begin, .unit = 2, .task = 0});
@@ -218,6 +218,23 @@ TEST(Interleaved, LateWeightGradientsThatNeverComeAreNamed) {
         error.message(),
         HasSubstr("unit 1: 1 weight gradients that were put off"));
   }
+}
+
+// Compute would wait for all reductions in the middle of the next forward.
+TEST(Interleaved, P3_ComputeWaitsForReductionsInTheLastMicrobatchOnly) {
+  const PlanCase c{3, 4, {}};
+  Scheduler s(specs_of(c), kThreeSlots);
+  int num_tasks = 0;
+  for (const ScheduleEvent& event :
+       plan_events(c.plan(), units_of(c), c.options)) {
+    num_tasks += event.kind == EventKind::task_end;
+    const bool joins =
+        std::ranges::count(s.on(event), ActionKind::join, &Action::kind) > 0;
+    EXPECT_EQ(
+        joins,
+        event.kind == EventKind::task_end && num_tasks == c.microbatches);
+  }
+  EXPECT_EQ(num_tasks, c.microbatches);
 }
 
 // ZeRO-0 to 2 keep weights; a gradient is reduced once, in the last microbatch.

@@ -78,7 +78,7 @@ TEST(OverlapPlan, WithoutInterleavingWeightGradientsHideTheBackwardsRows) {
       "B0.embed");
 }
 
-TEST(OverlapPlan, EveryPlanKeepsToItsDependencies) {
+TEST(OverlapPlan, P6_EveryPlanKeepsToItsDependencies) {
   for (const PlanCase& c : testing::plan_cases()) {
     EXPECT_NO_THROW(check_plan(c.plan(), c.layers, c.microbatches, c.options))
         << c.name();

@@ -1,0 +1,48 @@
+#pragma once
+
+#include "flatshard/nn/token_exchange.h"
+#include "flatshard/nn/visit.h"
+
+#include "flatshard/core/error.h"
+
+#include <memory>
+
+namespace flatshard::nn {
+
+/// The forward of one block for one microbatch, in pieces between which rows of
+/// tokens travel to their experts and back: a block gives one to a schedule
+/// that runs each piece, and its backward, by itself. It remembers what the
+/// forward decided (routing, exchange plan), so that the recompute of a piece
+/// does not decide again.
+///
+/// A dense block is `attend` alone, with no rows.
+class BlockNodes {
+ public:
+  virtual ~BlockNodes() = default;
+
+  struct Attended {
+    /// What is dispatched: rows by expert, and what goes with each row. Empty
+    /// for a dense block.
+    TensorList rows;
+    /// The tokens; of a dense block the result.
+    at::Tensor residual;
+    /// What shared experts read; undefined: there are none.
+    at::Tensor shared;
+  };
+  /// Norm, attention, router, permutation.
+  virtual Attended attend(const at::Tensor& tokens) = 0;
+  /// @param rows  as dispatch delivered Attended::rows.
+  virtual at::Tensor experts(const TensorList& rows) = 0;
+  virtual at::Tensor shared_experts(const at::Tensor& x) { return x; }
+  /// @param rows    as combine delivered those of `experts`.
+  /// @param shared  the shared experts' result; undefined: there are none.
+  /// @return the block's result. No weights are read.
+  virtual at::Tensor merge(
+      const at::Tensor& rows,
+      const at::Tensor& residual,
+      const at::Tensor& shared) = 0;
+  /// Takes rows, or their gradients, one way, on the current stream. No graph.
+  virtual at::Tensor send(TokenExchange::Way way, const at::Tensor& rows) = 0;
+};
+
+}  // namespace flatshard::nn

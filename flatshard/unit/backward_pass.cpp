@@ -1,0 +1,207 @@
+#include "flatshard/unit/backward_pass.h"
+
+#include "flatshard/core/error.h"
+#include "flatshard/schedule/simulate.h"
+#include "flatshard/unit/runtime.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace flatshard {
+
+BackwardPass::BackwardPass(std::shared_ptr<Runtime> runtime)
+    : runtime_(std::move(runtime)) {
+  FLATSHARD_CHECK(
+      !runtime_->strict_,
+      usage,
+      "a backward pass: expected debug.strict = false, which watches the calls "
+      "of modules; a pass has none");
+  FLATSHARD_CHECK(
+      !runtime_->graphs_ && !runtime_->constants_,
+      usage,
+      "a backward pass: expected graphs to be off (GraphOptions::enabled); "
+      "graphs of regions whose backwards interleave are not supported");
+}
+
+BackwardPass::~BackwardPass() {
+  if (closed_ || (calls_.empty() && !open_)) {
+    return;
+  }
+  const std::lock_guard lock(runtime_->mutex_);
+  if (runtime_->open_pass_ == this) {
+    runtime_->open_pass_ = nullptr;
+  }
+  runtime_->events_.give_up_passes();
+  if (runtime_->failure_.empty()) {
+    runtime_->failure_ = "a pass that was given up";
+  }
+}
+
+// -- forward -----------------------------------------------------------------
+
+void BackwardPass::forward_begin(UnitId unit) {
+  const std::lock_guard lock(runtime_->mutex_);
+  FLATSHARD_CHECK(
+      !calls_.contains(unit) && !open_ && !closed_,
+      usage,
+      "a backward pass: expected unit {} to run once, before the backward",
+      runtime_->units_[unit]->name());
+  calls_[unit] = runtime_->events_.begin_call(unit);
+  runtime_->by_hand_[unit] = false;
+  runtime_->reveal(*runtime_->units_[unit]);
+}
+
+void BackwardPass::forward_end(UnitId unit) {
+  const std::lock_guard lock(runtime_->mutex_);
+  runtime_->events_.end_call(call_of(unit));
+  runtime_->hide(*runtime_->units_[unit]);
+}
+
+UnitCall& BackwardPass::call_of(UnitId unit) {
+  const auto found = calls_.find(unit);
+  FLATSHARD_CHECK(
+      found != calls_.end(),
+      usage,
+      "a backward pass: expected a forward of unit {} in it, got none",
+      runtime_->units_[unit]->name());
+  return *found->second;
+}
+
+// -- backward ----------------------------------------------------------------
+
+void BackwardPass::open_backward(const Options& options) {
+  runtime_->set_is_last_microbatch(options.is_last);
+  const std::lock_guard lock(runtime_->mutex_);
+  FLATSHARD_CHECK(
+      runtime_->open_pass_ == nullptr && !closed_,
+      usage,
+      "a backward pass: expected one open backward at a time, and one of each "
+      "pass; close the other one first");
+  FLATSHARD_CHECK(
+      runtime_->failure_.empty(),
+      usage,
+      "a backward pass cannot go on after this failure: {}",
+      runtime_->failure_);
+  std::vector<UnitId> units;
+  for (const auto& [unit, call] : calls_) {
+    FLATSHARD_CHECK(
+        call->end >= 0,
+        usage,
+        "a backward pass: expected the forward of unit {} to be over",
+        runtime_->units_[unit]->name());
+    units.push_back(unit);
+  }
+  const at::NoGradGuard no_grad;
+  token_ = std::make_shared<int>();
+  open_ = true;
+  runtime_->open_pass_ = this;
+  task_ = runtime_->events_.open_pass(units, options.interleaved, token_);
+}
+
+void BackwardPass::backward_begin(UnitId unit) {
+  const at::NoGradGuard no_grad;
+  const std::lock_guard lock(runtime_->mutex_);
+  runtime_->events_.begin_pass_backward(call_of(unit));
+  runtime_->reveal(*runtime_->units_[unit]);
+}
+
+void BackwardPass::recompute_begin(UnitId unit) {
+  const at::NoGradGuard no_grad;
+  const std::lock_guard lock(runtime_->mutex_);
+  runtime_->events_.pass_event(EventKind::recompute_begin, call_of(unit));
+  runtime_->reveal(*runtime_->units_[unit]);
+}
+
+void BackwardPass::recompute_end(UnitId unit) {
+  const std::lock_guard lock(runtime_->mutex_);
+  runtime_->events_.pass_event(EventKind::recompute_end, call_of(unit));
+}
+
+void BackwardPass::backward_end(UnitId unit) {
+  const std::lock_guard lock(runtime_->mutex_);
+  runtime_->events_.pass_event(EventKind::inputs_done, call_of(unit));
+}
+
+void BackwardPass::run_wgrads(UnitId unit, int node) {
+  std::vector<Late> now;
+  std::vector<Late> later;
+  for (Late& late : std::exchange(late_, {})) {
+    const bool is_due = late.parameter.unit == unit && late.node == node;
+    (is_due ? now : later).push_back(std::move(late));
+  }
+  late_ = std::move(later);
+  for (const Late& late : now) {
+    run_late(late);
+  }
+}
+
+void BackwardPass::run_late(const Late& late) {
+  const at::NoGradGuard no_grad;
+  Unit& unit = *runtime_->units_[late.parameter.unit];
+  UnitParameter& p = unit.parameters()[late.parameter.index];
+  at::Tensor grad;
+  {
+    const std::lock_guard lock(runtime_->mutex_);
+    grad = unit.grad_view(runtime_->executor_.grads_slot(unit), p);
+  }
+  late.write(grad, /*accumulate=*/p.in_slot);
+  const std::lock_guard lock(runtime_->mutex_);
+  p.in_slot = true;
+  runtime_->events_.late_wgrad_done(late.parameter);
+}
+
+void BackwardPass::close_backward() {
+  FLATSHARD_CHECK(
+      open_,
+      usage,
+      "a backward pass: expected close_backward after open_backward");
+  for (const Late& late : std::exchange(late_, {})) {
+    run_late(late);
+  }
+  {
+    const std::lock_guard lock(runtime_->mutex_);
+    runtime_->open_pass_ = nullptr;
+  }
+  open_ = false;
+  runtime_->on_task_end(task_);
+  closed_ = true;
+  token_.reset();
+}
+
+// -- the Runtime's side ------------------------------------------------------
+
+std::unique_ptr<BackwardPass> Runtime::backward_pass() {
+  return std::make_unique<BackwardPass>(shared_from_this());
+}
+
+void Runtime::plan_passes(
+    const std::vector<ScheduleEvent>& events,
+    int max_grad_slots) {
+  const std::lock_guard lock(mutex_);
+  FLATSHARD_CHECK(
+      executor_.pool().num_held() == 0,
+      usage,
+      "plan_passes: expected it between two steps, while no slot is held");
+  scheduler_.set_max_grad_slots(max_grad_slots);
+  Scheduler scheduler(scheduler_.units(), scheduler_.options());
+  replay(scheduler, events);
+  scheduler.on({.kind = EventKind::weights_changed});
+  executor_.plan_slots(scheduler_.units(), replay(scheduler, events));
+}
+
+bool Runtime::defers(const at::Tensor& parameter) {
+  const std::lock_guard lock(mutex_);
+  return open_pass_ != nullptr && open_pass_->delays_ &&
+         events_.wgrad_begins(parameter) != nullptr;
+}
+
+void Runtime::defer(const at::Tensor& parameter, nn::LateWgrad write) {
+  const std::lock_guard lock(mutex_);
+  const ParameterRef ref = *events_.find(parameter);
+  events_.put_off(ref);
+  open_pass_->late_.push_back({ref, open_pass_->node_, std::move(write)});
+}
+
+}  // namespace flatshard

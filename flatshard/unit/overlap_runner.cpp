@@ -1,0 +1,169 @@
+#include "flatshard/unit/overlap_runner.h"
+
+#include "flatshard/core/error.h"
+#include "flatshard/device/memory.h"
+#include "flatshard/schedule/overlap_events.h"
+#include "flatshard/unit/overlap_state.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace flatshard {
+namespace {
+
+using Way = nn::TokenExchange::Way;
+
+constexpr int kGradSlots = 3;
+
+}  // namespace
+
+OverlapRunner::OverlapRunner(
+    std::shared_ptr<Runtime> runtime,
+    OverlapModel model,
+    int microbatches,
+    const OverlapPlanOptions& options,
+    StreamOptions streams)
+    : runtime_(std::move(runtime)),
+      model_(std::move(model)),
+      options_(options),
+      plan_(overlap_plan(
+          static_cast<int>(model_.layers.size()),
+          microbatches,
+          options_)),
+      waits_(
+          plan_waits(plan_, static_cast<int>(model_.layers.size()), options_)),
+      exchange_(make_stream(runtime_->mesh()->device(), "exchange", streams)),
+      microbatches_(microbatches) {
+  check_plan(
+      plan_,
+      static_cast<int>(model_.layers.size()),
+      microbatches,
+      options_);
+  runtime_->backward_pass();  // refuses what it does not support
+  PlanUnits units{.root = model_.root, .layers = model_.layers};
+  units.layer_grads.resize(model_.layers.size());
+  runtime_->plan_passes(plan_events(plan_, units, options_), kGradSlots);
+}
+
+OverlapRunner::~OverlapRunner() {
+  exchange_->reset();
+}
+
+bool OverlapRunner::is_dense(int layer) const {
+  return !options_.dense.empty() && options_.dense[layer];
+}
+
+UnitId OverlapRunner::unit_of(const PlanStep& step) const {
+  return step.layer < 0 ? model_.root : model_.layers[step.layer];
+}
+
+OverlapRunner::Layer& OverlapRunner::layer_of(const PlanStep& step) {
+  return microbatches_[step.microbatch]->layers[step.layer];
+}
+
+std::vector<at::Tensor> OverlapRunner::run() {
+  executed_.clear();
+  losses_.assign(microbatches_.size(), {});
+  std::vector<Event> done(plan_.size());
+  std::vector<bool> is_awaited(plan_.size(), false);
+  for (const PlanWait& wait : waits_) {
+    is_awaited[wait.earlier] = true;
+  }
+  const auto compute = current_stream(runtime_->mesh()->device());
+  auto wait = waits_.begin();
+  try {
+    for (int i = 0; i < static_cast<int>(plan_.size()); ++i) {
+      const PlanStep& step = plan_[i];
+      Stream& stream =
+          step.stream == PlanStream::compute ? *compute : *exchange_;
+      for (; wait != waits_.end() && wait->waiter == i; ++wait) {
+        done[wait->earlier].wait(stream);
+      }
+      run_step(step);
+      executed_.push_back(step);
+      if (is_awaited[i]) {
+        done[i].record(stream);
+      }
+    }
+  } catch (...) {
+    exchange_->reset();
+    for (auto& microbatch : microbatches_) {
+      microbatch.reset();
+    }
+    throw;
+  }
+  return std::exchange(losses_, {});
+}
+
+void OverlapRunner::run_step(const PlanStep& step) {
+  auto& microbatch = microbatches_[step.microbatch];
+  if (!microbatch) {
+    microbatch = std::make_unique<Microbatch>();
+    microbatch->pass = runtime_->backward_pass();
+    microbatch->layers.resize(model_.layers.size());
+  }
+  switch (step.pass) {
+    case PlanPass::forward:
+      forward(step);
+      return;
+    case PlanPass::recompute:
+      recompute(step);
+      return;
+    case PlanPass::backward:
+      begin_backward(step);
+      backward(step);
+      return;
+    case PlanPass::wgrad:
+      microbatch->pass->run_wgrads(unit_of(step), static_cast<int>(step.node));
+      return;
+  }
+}
+
+// -- rows --------------------------------------------------------------------
+
+std::shared_ptr<OverlapRunner::Transfer>
+OverlapRunner::send(const Layer& layer, Way way, const nn::TensorList& rows) {
+  auto transfer = std::make_shared<Transfer>();
+  for (const at::Tensor& tensor : rows) {
+    transfer->sent.push_back(tensor.defined() ? tensor.detach() : tensor);
+  }
+  std::vector<bool> wanted;
+  for (const at::Tensor& tensor : rows) {
+    wanted.push_back(tensor.defined() && tensor.requires_grad());
+  }
+  exchange_->submit([transfer, wanted, way, &nodes = *layer.nodes] {
+    for (std::size_t i = 0; i < transfer->sent.size(); ++i) {
+      at::Tensor& sent = transfer->sent[i];
+      at::Tensor row;
+      if (sent.defined()) {
+        keep_for_current_stream(sent);
+        row = nodes.send(way, sent.contiguous());
+        // An exchange that moves nothing gives what it got.
+        row = row.is_alias_of(sent) ? row.detach() : row;
+        row.set_requires_grad(wanted[i]);
+      }
+      transfer->rows.push_back(std::move(row));
+    }
+    transfer->sent.clear();
+    transfer->arrived = true;
+  });
+  return transfer;
+}
+
+const nn::TensorList& OverlapRunner::received(
+    const std::shared_ptr<Transfer>& transfer) {
+  FLATSHARD_CHECK(
+      transfer && transfer->arrived,
+      internal,
+      "an overlap plan: rows are read before compute waited for them");
+  for (const at::Tensor& row : transfer->rows) {
+    if (row.defined()) {
+      keep_for_current_stream(row);
+    }
+  }
+  return transfer->rows;
+}
+
+}  // namespace flatshard
