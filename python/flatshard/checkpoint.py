@@ -21,8 +21,9 @@ from flatshard import _C
 from flatshard.mesh import device_of
 from flatshard.module import root_of
 from flatshard.optim import AdamW
-from flatshard.sharded_tensor import ShardedTensor, writes
+from flatshard.sharded_tensor import ShardedTensor
 from flatshard.unit import unit_of
+from flatshard.writes import writes
 
 _OPTIMIZER = "optimizer"  # our own text in the manifest
 
