@@ -35,6 +35,12 @@
 #include "flatshard/nn/rope.h"
 #include "flatshard/nn/swiglu.h"
 
+// Tokens that travel to experts of other ranks.
+#include "flatshard/exchange/collective_exchange.h"
+#include "flatshard/exchange/peer_exchange.h"
+#include "flatshard/peer/page_communicator.h"
+#include "flatshard/peer/peer_communicator.h"
+
 // Saving and loading at any number of ranks.
 #include "flatshard/checkpoint/checkpointer.h"
 #include "flatshard/checkpoint/init_weights.h"

@@ -12,6 +12,8 @@ std::string_view to_string(CollectiveKind kind) {
       return "all_reduce";
     case CollectiveKind::broadcast:
       return "broadcast";
+    case CollectiveKind::all_to_all:
+      return "all_to_all";
     case CollectiveKind::barrier:
       return "barrier";
     case CollectiveKind::fence:

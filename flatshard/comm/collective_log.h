@@ -15,6 +15,7 @@ enum class CollectiveKind {
   reduce_scatter,
   all_reduce,
   broadcast,
+  all_to_all,
   barrier,
   fence,
 };
@@ -27,7 +28,8 @@ struct CollectiveRecord {
   std::string communicator;
   CollectiveKind kind{};
   /// Elements of the larger side on this rank (all-gather: the output,
-  /// reduce-scatter: the input), summed over the tensors of one launch.
+  /// reduce-scatter: the input), summed over the tensors of one launch; of an
+  /// all-to-all those of one row.
   std::int64_t numel = 0;
   at::ScalarType dtype = at::ScalarType::Undefined;
 

@@ -61,8 +61,12 @@ std::string describe(const IssuedCollective& issued) {
 std::string describe(const CollectiveSignature& s) {
   std::string text(to_string(s.kind));
   if (s.kind != CollectiveKind::barrier && s.kind != CollectiveKind::fence) {
-    text +=
-        fmt::format(" of {} {}{}", s.numel, c10::toString(s.dtype), op_name(s));
+    text += fmt::format(
+        " of {}{} {}{}",
+        s.kind == CollectiveKind::all_to_all ? "rows of " : "",
+        s.numel,
+        c10::toString(s.dtype),
+        op_name(s));
     if (s.kind == CollectiveKind::broadcast) {
       text += fmt::format(" from rank {} of the group", s.detail);
     }

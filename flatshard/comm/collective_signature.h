@@ -14,7 +14,8 @@ namespace flatshard {
 /// What a collective is: all ranks of a group must agree on it.
 struct CollectiveSignature {
   CollectiveKind kind{};
-  /// Elements of the larger side, summed over the tensors of one launch.
+  /// Elements of the larger side, summed over the tensors of one launch. Of an
+  /// all-to-all those of one row: ranks may differ in the number of rows.
   std::int64_t numel = 0;
   at::ScalarType dtype = at::ScalarType::Undefined;
   /// The ReduceOp of a reduction, the root of a broadcast, else 0.

@@ -2,6 +2,8 @@
 
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/util/accumulate.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <thread>
@@ -105,17 +107,22 @@ void Communicator::run(
     std::span<const at::Tensor> tensors,
     int detail,
     F&& launch) {
-  const std::int64_t seq = num_launched_++;
-  IssuedCollective mine{
-      .rank = rank_,
-      .signature = {.kind = kind, .detail = detail}};
-  CollectiveSignature& signature = mine.signature;
+  CollectiveSignature signature{.kind = kind, .detail = detail};
   for (const at::Tensor& tensor : tensors) {
     signature.numel += tensor.numel();
   }
   if (!tensors.empty()) {
     signature.dtype = tensors.front().scalar_type();
   }
+  run(std::move(signature), std::forward<F>(launch));
+}
+
+template <class F>
+void Communicator::run(CollectiveSignature what, F&& launch) {
+  const CollectiveKind kind = what.kind;
+  const std::int64_t seq = num_launched_++;
+  IssuedCollective mine{.rank = rank_, .signature = std::move(what)};
+  CollectiveSignature& signature = mine.signature;
   if (const CollectiveScope* scope = CollectiveScope::current()) {
     signature.unit = scope->unit();
     mine.step = scope->step();
@@ -146,92 +153,6 @@ void Communicator::run(
     const Error located =
         error.context().empty() ? error.with_context(where(kind)) : error;
     throw observer_->explain(located);
-  }
-}
-
-void Communicator::check_tensor(
-    CollectiveKind kind,
-    const char* role,
-    const at::Tensor& t) const {
-  const auto where = [&] {
-    return fmt::format("{} on '{}', {}", to_string(kind), name_, role);
-  };
-  FLATSHARD_CHECK(
-      t.defined(),
-      usage,
-      "{}: expected a tensor, got an undefined one",
-      where());
-  FLATSHARD_CHECK(
-      t.device() == device_,
-      usage,
-      "{}: expected device {}, got {}",
-      where(),
-      device_.str(),
-      t.device().str());
-  FLATSHARD_CHECK(
-      t.is_contiguous(),
-      usage,
-      "{}: expected a contiguous tensor, got one with other strides",
-      where());
-}
-
-void Communicator::check_pairs(
-    CollectiveKind kind,
-    std::span<const at::Tensor> large,
-    std::span<const at::Tensor> small) const {
-  const bool gather = kind == CollectiveKind::all_gather;
-  const char* const large_role = gather ? "out" : "in";
-  const char* const small_role = gather ? "in" : "out";
-  FLATSHARD_CHECK(
-      large.size() == small.size(),
-      usage,
-      "{} on '{}': expected as many inputs as outputs, got {} {} and {} {}",
-      to_string(kind),
-      name_,
-      large.size(),
-      large_role,
-      small.size(),
-      small_role);
-  for (std::size_t i = 0; i < large.size(); ++i) {
-    const at::Tensor& l = large[i];
-    const at::Tensor& s = small[i];
-    check_tensor(kind, large_role, l);
-    check_tensor(kind, small_role, s);
-    FLATSHARD_CHECK(
-        l.scalar_type() == s.scalar_type(),
-        usage,
-        "{} on '{}': expected one dtype, got {} ({}) and {} ({})",
-        to_string(kind),
-        name_,
-        c10::toString(l.scalar_type()),
-        large_role,
-        c10::toString(s.scalar_type()),
-        small_role);
-    FLATSHARD_CHECK(
-        l.numel() == s.numel() * size_,
-        usage,
-        "{} on '{}' with {} ranks: expected {} = {} * {} elements in {}, got "
-        "{}",
-        to_string(kind),
-        name_,
-        size_,
-        s.numel() * size_,
-        size_,
-        s.numel(),
-        large_role,
-        l.numel());
-    if (!overlap(l, s)) {
-      continue;
-    }
-    const auto own = begin_of(l) + rank_ * s.nbytes();
-    FLATSHARD_CHECK(
-        gather ? begin_of(s) == own : size_ == 1 && begin_of(s) == own,
-        usage,
-        "{} on '{}': {}",
-        to_string(kind),
-        name_,
-        gather ? "in may alias out only at this rank's own slice"
-               : "out must not overlap in");
   }
 }
 
@@ -321,6 +242,38 @@ void Communicator::broadcast(const at::Tensor& tensor, int root) {
   run(CollectiveKind::broadcast, std::span(&tensor, 1), root, [&] {
     do_broadcast(tensor, root);
   });
+}
+
+void Communicator::all_to_all(
+    const at::Tensor& out,
+    const at::Tensor& in,
+    std::span<const RowsOfPeer> receives,
+    std::span<const RowsOfPeer> sends) {
+  constexpr auto kKind = CollectiveKind::all_to_all;
+  check_tensor(kKind, "out", out);
+  check_tensor(kKind, "in", in);
+  FLATSHARD_CHECK(
+      out.scalar_type() == in.scalar_type() && out.dim() > 0 && in.dim() > 0 &&
+          out.sizes().slice(1) == in.sizes().slice(1),
+      usage,
+      "all_to_all on '{}': expected rows alike, got {} {} (out) and {} {} (in)",
+      name_,
+      c10::toString(out.scalar_type()),
+      fmt::format("[{}]", fmt::join(out.sizes(), ", ")),
+      c10::toString(in.scalar_type()),
+      fmt::format("[{}]", fmt::join(in.sizes(), ", ")));
+  FLATSHARD_CHECK(
+      !overlap(out, in),
+      usage,
+      "all_to_all on '{}': out must not overlap in",
+      name_);
+  Parts to = check_parts("sends", in, sends);
+  Parts from = check_parts("receives", out, receives);
+  const at::NoGradGuard no_grad;
+  run({.kind = kKind,
+       .numel = c10::multiply_integers(in.sizes().slice(1)),
+       .dtype = in.scalar_type()},
+      [&] { do_all_to_all(out, in, std::move(from), std::move(to)); });
 }
 
 void Communicator::barrier() {

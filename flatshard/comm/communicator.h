@@ -15,6 +15,14 @@
 
 namespace flatshard {
 
+/// Rows [begin, begin + rows) of a tensor, along dimension 0, that go to a rank
+/// of the group or come from it.
+struct RowsOfPeer {
+  int peer = 0;
+  std::int64_t begin = 0;
+  std::int64_t rows = 0;
+};
+
 /// One group of ranks for one purpose.
 ///
 /// Every collective must be called by all ranks of the group in the same
@@ -67,6 +75,23 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   /// Overwrites `tensor` with that of rank `root`.
   void broadcast(const at::Tensor& tensor, int root);
 
+  /// Sends rows to each rank and takes rows from each, in one launch. The ranks
+  /// may send different numbers of them, none included, this one itself too.
+  ///
+  /// @param out       [rows, ...] any dtype; rows in `receives` are
+  /// overwritten.
+  /// @param in        [rows, ...] same dtype, as many bytes a row. Must not
+  ///   overlap `out`.
+  /// @param receives  parts of `out`, which do not overlap.
+  /// @param sends     parts of `in`. The parts that rank a sends to rank b are,
+  ///   in their order, as long as those that b receives from a in theirs; parts
+  ///   without rows do not count.
+  void all_to_all(
+      const at::Tensor& out,
+      const at::Tensor& in,
+      std::span<const RowsOfPeer> receives,
+      std::span<const RowsOfPeer> sends);
+
   /// Returns when all ranks have called it; blocks the host.
   void barrier();
 
@@ -103,6 +128,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   virtual void do_reduce_scatter(Tensors outs, Tensors ins, ReduceOp op) = 0;
   virtual void do_all_reduce(at::Tensor inout, ReduceOp op) = 0;
   virtual void do_broadcast(at::Tensor tensor, int root) = 0;
+  using Parts = std::vector<RowsOfPeer>;
+  /// The parts have rows.
+  virtual void
+  do_all_to_all(at::Tensor out, at::Tensor in, Parts receives, Parts sends) = 0;
   virtual void do_barrier() = 0;
   virtual void do_abort() {}
   /// Unless overridden, a small all-reduce.
@@ -129,6 +158,18 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   static void broadcast_of(Communicator& c, at::Tensor tensor, int root) {
     c.do_broadcast(std::move(tensor), root);
   }
+  static void all_to_all_of(
+      Communicator& c,
+      at::Tensor out,
+      at::Tensor in,
+      Parts receives,
+      Parts sends) {
+    c.do_all_to_all(
+        std::move(out),
+        std::move(in),
+        std::move(receives),
+        std::move(sends));
+  }
   static void barrier_of(Communicator& c) { c.do_barrier(); }
   static void fence_of(Communicator& c) { c.do_fence(); }
   static std::vector<IssuedCollective> mismatch_of(
@@ -147,9 +188,16 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
       std::span<const at::Tensor> tensors,
       int detail,
       F&& launch);
+  template <class F>
+  void run(CollectiveSignature signature, F&& launch);
   void compare(std::int64_t seq, const IssuedCollective& mine);
   void check_tensor(CollectiveKind kind, const char* role, const at::Tensor& t)
       const;
+  /// Those of `parts` that have rows.
+  Parts check_parts(
+      const char* role,
+      const at::Tensor& tensor,
+      std::span<const RowsOfPeer> parts) const;
   void check_pairs(
       CollectiveKind kind,
       std::span<const at::Tensor> large,

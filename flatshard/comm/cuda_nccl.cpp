@@ -1,6 +1,7 @@
 #include <ATen/Functions.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
+#include <c10/util/accumulate.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
 #include <atomic>
@@ -182,6 +183,32 @@ class NcclCommunicator : public Communicator {
           c,
           s);
     });
+  }
+
+  void do_all_to_all(at::Tensor out, at::Tensor in, Parts receives, Parts sends)
+      override {
+    if (receives.empty() && sends.empty()) {
+      return;
+    }
+    const std::int64_t row_nbytes =
+        c10::multiply_integers(in.sizes().slice(1)) *
+        static_cast<std::int64_t>(in.element_size());
+    const auto* from = static_cast<const char*>(in.const_data_ptr());
+    auto* to = static_cast<char*>(out.data_ptr());
+    const auto kind = CollectiveKind::all_to_all;
+    // A launch of one part alone, whose other end is elsewhere, is a group too.
+    run(kind,
+        sends.size() + receives.size(),
+        [&](std::size_t i, auto c, auto s) {
+          const bool is_send = i < sends.size();
+          const RowsOfPeer& part =
+              is_send ? sends[i] : receives[i - sends.size()];
+          const std::int64_t begin = part.begin * row_nbytes;
+          const std::size_t count = part.rows * row_nbytes;
+          return is_send
+                     ? ncclSend(from + begin, count, ncclUint8, part.peer, c, s)
+                     : ncclRecv(to + begin, count, ncclUint8, part.peer, c, s);
+        });
   }
 
   void do_barrier() override {

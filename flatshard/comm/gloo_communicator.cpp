@@ -1,9 +1,11 @@
 #include <ATen/Functions.h>
+#include <c10/util/accumulate.h>
 
 #include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstring>
+#include <numeric>
 
 #include "flatshard/comm/backend.h"
 #include "flatshard/comm/sum_rows.h"
@@ -77,6 +79,35 @@ class GlooCommunicator : public Communicator {
     options.rootRank = root;
     run(CollectiveKind::broadcast,
         [&] { return backend_->broadcast(tensors, options); });
+  }
+
+  // Gloo takes what is for a rank in one piece.
+  void do_all_to_all(at::Tensor out, at::Tensor in, Parts receives, Parts sends)
+      override {
+    const auto by_peer = [](const RowsOfPeer& a, const RowsOfPeer& b) {
+      return a.peer < b.peer;
+    };
+    std::stable_sort(sends.begin(), sends.end(), by_peer);
+    std::stable_sort(receives.begin(), receives.end(), by_peer);
+    std::vector<std::int64_t> sent = rows_of_peers(sends);
+    std::vector<std::int64_t> received = rows_of_peers(receives);
+    at::Tensor from = staged(in, sum(sent));
+    at::Tensor to = staged(out, sum(received));
+    std::int64_t row = 0;
+    for (const RowsOfPeer& part : sends) {
+      from.narrow(0, row, part.rows)
+          .copy_(as_rows(in).narrow(0, part.begin, part.rows));
+      row += part.rows;
+    }
+    run(CollectiveKind::all_to_all,
+        [&] { return backend_->alltoall_base(to, from, received, sent); });
+    row = 0;
+    for (const RowsOfPeer& part : receives) {
+      as_rows(out)
+          .narrow(0, part.begin, part.rows)
+          .copy_(to.narrow(0, row, part.rows));
+      row += part.rows;
+    }
   }
 
   void do_barrier() override {
@@ -177,6 +208,31 @@ class GlooCommunicator : public Communicator {
     at::Tensor out_bytes = as_bytes(out);
     at::Tensor in_bytes = as_bytes(in);
     run(kind, [&] { return backend_->_allgather_base(out_bytes, in_bytes); });
+  }
+
+  // [rows, bytes]
+  static at::Tensor as_rows(const at::Tensor& tensor) {
+    const std::int64_t rows = tensor.size(0);
+    return tensor.view({rows, rows == 0 ? 0 : tensor.numel() / rows})
+        .view(at::kByte);
+  }
+
+  static at::Tensor staged(const at::Tensor& like, std::int64_t rows) {
+    const std::int64_t nbytes = c10::multiply_integers(like.sizes().slice(1)) *
+                                static_cast<std::int64_t>(like.element_size());
+    return at::empty({rows, nbytes}, like.options().dtype(at::kByte));
+  }
+
+  std::vector<std::int64_t> rows_of_peers(const Parts& parts) const {
+    std::vector<std::int64_t> rows(size());
+    for (const RowsOfPeer& part : parts) {
+      rows[part.peer] += part.rows;
+    }
+    return rows;
+  }
+
+  static std::int64_t sum(const std::vector<std::int64_t>& rows) {
+    return std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
   }
 
   // out [n] = sum over ranks of slice rank() of in [size * n].

@@ -1,5 +1,7 @@
 #include "flatshard/group/group_parameter.h"
 
+#include "flatshard/core/error.h"
+
 namespace flatshard {
 
 std::vector<std::int64_t> GroupParameter::whole_shape() const {
@@ -19,6 +21,39 @@ std::int64_t GroupParameter::first_element() const {
     numel *= shape[d];
   }
   return numel;
+}
+
+ParameterPlacement ParameterPlacement::along(
+    const Mesh& mesh,
+    const std::string& axis,
+    std::int64_t whole) {
+  const std::int64_t parts = mesh.axis(mesh.axis_index(axis)).size;
+  FLATSHARD_CHECK(
+      whole % parts == 0,
+      config,
+      "{} slices of a parameter do not divide by axis '{}' of mesh {}",
+      whole,
+      axis,
+      mesh.to_string());
+  std::vector<std::string> others;
+  for (const std::string& name : mesh.axis_names()) {
+    if (name != axis) {
+      others.push_back(name);
+    }
+  }
+  FLATSHARD_CHECK(
+      !others.empty(),
+      config,
+      "mesh {} has no axis beside '{}' for what lies along it; add one of one "
+      "rank",
+      mesh.to_string(),
+      axis);
+  return {
+      .mesh = mesh.sub_mesh(others),
+      .grad_divisor = static_cast<double>(parts),
+      .slice = TensorSlice{
+          .begin = mesh.coordinate(axis) * (whole / parts),
+          .whole = whole}};
 }
 
 ParameterPlacement ParameterPlacement::or_else(

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 
 namespace flatshard {
 
@@ -26,7 +27,8 @@ struct ParameterPlacement {
   /// `slice`, the same values, and it is the program's to see that they stay
   /// so.
   std::shared_ptr<Mesh> mesh;
-  /// For the axes of `mesh`. Not set: the model's by its name, for these axes.
+  /// For the axes of `mesh`. Not set: the model's by its name, for these axes;
+  /// for hsdp and its like the model's outer axis has to be one of several.
   std::optional<Strategy> strategy;
   std::optional<Granularity> granularity;
   /// See ParamGroupOptions::grad_divisor: for experts the number of slices, as
@@ -36,6 +38,13 @@ struct ParameterPlacement {
   /// drawn, checkpoints and exported weights are those of the larger one, so
   /// that they do not depend on how it was cut.
   std::optional<TensorSlice> slice;
+
+  /// Of a parameter that is cut along an axis of the model's mesh, as experts
+  /// are: each coordinate holds an equal part of `whole` slices, which the
+  /// ranks of the other axes share.
+  /// @throws Error{config} when they do not divide.
+  static ParameterPlacement
+  along(const Mesh& mesh, const std::string& axis, std::int64_t whole);
 
   /// What is not set here is as in `rest`. A strategy is for the axes of its
   /// mesh, so one of `rest` is not taken where `mesh` is set and another.

@@ -20,7 +20,9 @@ using detail::product;
 using detail::shard_index;
 
 std::string_view to_string(Purpose purpose) {
-  return purpose == Purpose::gather ? "gather" : "reduce";
+  return purpose == Purpose::gather   ? "gather"
+         : purpose == Purpose::reduce ? "reduce"
+                                      : "exchange";
 }
 
 Mesh::Mesh(std::shared_ptr<Root> root, std::vector<int> root_axes)

@@ -19,8 +19,8 @@
 namespace flatshard {
 
 /// What a communicator carries. Reductions have their own, so that a waiting
-/// one does not hold back a gather.
-enum class Purpose { gather, reduce };
+/// one does not hold back a gather, and so has the exchange of tokens.
+enum class Purpose { gather, reduce, exchange };
 
 std::string_view to_string(Purpose purpose);
 

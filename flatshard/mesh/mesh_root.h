@@ -43,10 +43,10 @@ struct Mesh::Root {
     const std::lock_guard lock(mutex);
     const detail::AxisSet wanted = key(chosen);
     auto found = groups.find({wanted, purpose});
-    if (found == groups.end() && !store) {
-      const Purpose other =
-          purpose == Purpose::gather ? Purpose::reduce : Purpose::gather;
-      found = groups.find({wanted, other});
+    for (const Purpose other : {Purpose::gather, Purpose::reduce}) {
+      if (found == groups.end() && !store) {
+        found = groups.find({wanted, other});
+      }
     }
     if (found == groups.end()) {
       FLATSHARD_CHECK(

@@ -136,6 +136,11 @@ ExpertsImpl::ExpertsImpl(const ModelConfig& config, const MoeOptions& options)
       residual_init(config));
 }
 
+bool is_expert_parameter(std::string_view name) {
+  return name.ends_with(".experts.gate_up_proj") ||
+         name.ends_with(".experts.down_proj");
+}
+
 at::Tensor ExpertsImpl::forward(
     const at::Tensor& x,
     const at::Tensor& weights,

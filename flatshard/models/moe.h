@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string_view>
 
 namespace flatshard::models {
 
@@ -115,6 +116,9 @@ class ExpertsImpl : public nn::Module {
   at::Tensor down_proj_;
 };
 FLATSHARD_MODULE(Experts);
+
+/// Whether a parameter of a model, by its name there, is one of Experts.
+bool is_expert_parameter(std::string_view name);
 
 /// A feed-forward part of experts: h + shared(norm(h)) + the weighted sum of
 /// the chosen experts' results. Modules gate, experts, shared_experts.

@@ -66,6 +66,16 @@ class PeerCommunicator : public Communicator {
     broadcast_of(*group_, std::move(tensor), root);
   }
 
+  void do_all_to_all(at::Tensor out, at::Tensor in, Parts receives, Parts sends)
+      override {
+    all_to_all_of(
+        *group_,
+        std::move(out),
+        std::move(in),
+        std::move(receives),
+        std::move(sends));
+  }
+
   void do_barrier() override { barrier_of(*group_); }
 
   void do_fence() override {

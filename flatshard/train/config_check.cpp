@@ -167,6 +167,13 @@ void check_parallelism(const Config& config) {
       "parallelism.copy_engines = \"{}\" copies compute weights, which "
       "parallelism.keep_compute_weights = false does not keep; choose one",
       parallel.copy_engines);
+  FLATSHARD_CHECK(
+      parallel.expert_parallel_degree == 1 || parallel.copy_engines == "auto" ||
+          parallel.copy_engines == "none",
+      config,
+      "parallelism.copy_engines = \"{}\" is not supported with "
+      "expert_parallel_degree above 1; use none",
+      parallel.copy_engines);
   const std::int64_t replicate = parallel.data_parallel_replicate_degree;
   const std::int64_t shard = parallel.data_parallel_shard_degree;
   FLATSHARD_CHECK(
@@ -353,6 +360,15 @@ Config resolve_config(const Config& config, std::int64_t world) {
       "parallelism: data_parallel_replicate_degree * "
       "data_parallel_shard_degree = {} * {} must be the number of ranks, {}",
       replicate,
+      shard,
+      world);
+  const std::int64_t experts = resolved.parallelism.expert_parallel_degree;
+  FLATSHARD_CHECK(
+      shard % experts == 0,
+      config,
+      "parallelism.expert_parallel_degree = {} must divide "
+      "data_parallel_shard_degree, which is {} of {} ranks",
+      experts,
       shard,
       world);
   const std::int64_t ranks_batch = resolved.training.local_batch_size * world;

@@ -277,6 +277,19 @@ const ConfigKey kKeys[] = {
         -1,
         kMaxRanks),
     KEY(parallelism,
+        expert_parallel_degree,
+        "ranks that divide the experts of each layer among them, and exchange "
+        "tokens; divides data_parallel_shard_degree",
+        {},
+        1,
+        kMaxRanks),
+    KEY(parallelism,
+        token_exchange,
+        "how tokens travel between the ranks of expert_parallel_degree: by "
+        "collectives, or by copies between the ranks' memory, which on GPUs "
+        "take no SM and need all ranks on one host; auto: collective",
+        "auto|collective|copies"),
+    KEY(parallelism,
         prefetch,
         "units gathered ahead of the one that computes",
         {},

@@ -72,6 +72,13 @@ void unused_of_parallelism(UnusedKeys& unused) {
           "strategies that shard the weights");
     }
   }
+  if (parallel.expert_parallel_degree == 1) {
+    unused.look_at(
+        "parallelism.token_exchange",
+        "parallelism.expert_parallel_degree",
+        "1",
+        "more ranks than one");
+  }
   if (find_strategy_name(parallel.strategy).name == "zero0") {
     unused.look_at(
         "parallelism.copy_engines",

@@ -29,10 +29,12 @@ at::Tensor row_of(const models::RouterLoad& load) {
 ExpertLoads::ExpertLoads(
     const Config& config,
     models::Llama model,
+    std::shared_ptr<StreamExchange> exchange,
     std::shared_ptr<Mesh> mesh)
     : balance_rate_(config.moe.balance_rate),
       mesh_(std::move(mesh)),
       model_(std::move(model)),
+      exchange_(std::move(exchange)),
       routers_(model_->routers()) {
 }
 
@@ -49,6 +51,9 @@ std::vector<WholeTensor> ExpertLoads::buffers() const {
 void ExpertLoads::begin_step(bool logged) {
   for (const models::RouterOf& of : routers_) {
     of.router->set_measures_balance(logged);
+  }
+  if (exchange_) {
+    exchange_->measure(logged);
   }
 }
 
@@ -84,7 +89,7 @@ void ExpertLoads::end_step(bool logged) {
   }
 }
 
-std::optional<ExpertMetrics> ExpertLoads::metrics() const {
+std::optional<ExpertMetrics> ExpertLoads::metrics() {
   if (!loads_.defined()) {
     return std::nullopt;
   }
@@ -100,6 +105,10 @@ std::optional<ExpertMetrics> ExpertLoads::metrics() const {
       .balance = (loads.select(1, n + 1) / loads.select(1, n + 2))
                      .mean()
                      .item<double>()};
+  if (exchange_) {
+    exchange_->measure(false);
+    metrics.exchange_ms = exchange_->wait_and_take_exposed_ms();
+  }
   for (const models::RouterOf& of : routers_) {
     if (of.router->bias().defined()) {
       metrics.bias = std::max(

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "flatshard/checkpoint/owned_runs.h"
+#include "flatshard/exchange/stream_exchange.h"
 #include "flatshard/mesh/mesh.h"
 #include "flatshard/models/llama.h"
 #include "flatshard/train/config.h"
@@ -21,6 +22,7 @@ class ExpertLoads {
   ExpertLoads(
       const Config& config,
       models::Llama model,
+      std::shared_ptr<StreamExchange> exchange,
       std::shared_ptr<Mesh> mesh);
 
   /// The biases, which belong to a checkpoint.
@@ -34,12 +36,13 @@ class ExpertLoads {
   void discard_step();
 
   /// Of the last logged step; unset without experts. Blocks.
-  std::optional<ExpertMetrics> metrics() const;
+  std::optional<ExpertMetrics> metrics();
 
  private:
   const double balance_rate_;
   const std::shared_ptr<Mesh> mesh_;
   models::Llama model_;
+  std::shared_ptr<StreamExchange> exchange_;  ///< null: experts are here
   const std::vector<models::RouterOf> routers_;
   /// float64 [routers, experts + 3] of the last logged step: counts, how many
   /// were kept, the sum of balances and of how many forwards.

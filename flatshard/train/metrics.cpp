@@ -12,11 +12,14 @@ namespace {
 
 std::string format_experts(const ExpertMetrics& experts) {
   return fmt::format(
-      "  experts: load {:.2f}x  dropped {:.2f}%  balance {:.4f}{}",
+      "  experts: load {:.2f}x  dropped {:.2f}%  balance {:.4f}{}{}",
       experts.load,
       100.0 * experts.dropped,
       experts.balance,
-      experts.bias ? fmt::format("  bias {:.3g}", *experts.bias) : "");
+      experts.bias ? fmt::format("  bias {:.3g}", *experts.bias) : "",
+      experts.exchange_ms
+          ? fmt::format("  exchange {:.1f}ms", *experts.exchange_ms)
+          : "");
 }
 
 }  // namespace

@@ -16,6 +16,8 @@ struct ExpertMetrics {
   double balance =
       1;  ///< load-balancing loss without its coefficient, the mean
   std::optional<double> bias;  ///< largest magnitude; unset: no bias
+  /// This step's waits of compute for tokens under way; unset: they stay here.
+  std::optional<double> exchange_ms;
 };
 
 /// What one logged step measured. Times are of the host's clock on this rank
@@ -47,7 +49,8 @@ struct StepMetrics {
 ///  mfu: 34.26%", in one line. Memory is the reserved memory and its share of
 /// the device's; tps are tokens per second, of all ranks and of one when there
 /// are several; tflops are a rank's; mfu is N/A without a peak. With experts
-/// "  experts: load 1.31x  dropped 0.00%  balance 1.0412" follows.
+/// "  experts: load 1.31x  dropped 0.00%  balance 1.0412" follows, and where
+/// tokens travel "  exchange 1.2ms", what compute waited for them.
 std::string format_step(const StepMetrics& metrics);
 
 /// What one validation found.

@@ -168,6 +168,9 @@ void MetricsFile::write(const StepMetrics& metrics) {
     experts["load"] = metrics.experts->load;
     experts["dropped"] = metrics.experts->dropped;
     experts["balance"] = metrics.experts->balance;
+    if (metrics.experts->exchange_ms) {
+      experts["exposed_exchange_ms"] = *metrics.experts->exchange_ms;
+    }
     if (metrics.experts->bias) {
       experts["bias"] = *metrics.experts->bias;
     }

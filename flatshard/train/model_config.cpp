@@ -54,6 +54,19 @@ void check_experts(const models::ModelConfig& model, const Config& config) {
         "model.num_experts",
         key);
   }
+  const std::int64_t degree = config.parallelism.expert_parallel_degree;
+  FLATSHARD_CHECK(
+      has_experts || degree == 1,
+      config,
+      "parallelism.expert_parallel_degree is for models with experts; leave it "
+      "out, or set model.num_experts");
+  FLATSHARD_CHECK(
+      !has_experts || model.moe.num_experts % degree == 0,
+      config,
+      "parallelism.expert_parallel_degree = {} must divide the experts of a "
+      "layer, model.num_experts = {}",
+      degree,
+      model.moe.num_experts);
   FLATSHARD_CHECK(
       !has_experts || config.cuda_graph.impl == "none",
       config,

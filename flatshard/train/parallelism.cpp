@@ -2,6 +2,11 @@
 
 #include "flatshard/comm/store.h"
 #include "flatshard/core/error.h"
+#include "flatshard/exchange/collective_exchange.h"
+#include "flatshard/exchange/peer_exchange.h"
+#include "flatshard/models/moe.h"
+#include "flatshard/peer/page_communicator.h"
+#include "flatshard/peer/peer_communicator.h"
 #include "flatshard/peer/peer_memory.h"
 #include "flatshard/train/precision.h"
 
@@ -10,6 +15,13 @@
 
 namespace flatshard {
 namespace {
+
+constexpr const char* kExpertAxis = "ep";
+
+std::chrono::milliseconds timeout_of(const Config& config) {
+  const std::chrono::duration<double> timeout(config.comm.timeout_s);
+  return std::chrono::duration_cast<std::chrono::milliseconds>(timeout);
+}
 
 CopyEngines parse_copy_engines(const std::string& name) {
   if (name == "forward") {
@@ -40,12 +52,20 @@ std::string strategy_name(const Config& config) {
 
 std::vector<MeshAxis> mesh_axes(const Config& config) {
   const auto& p = config.parallelism;
-  if (p.data_parallel_replicate_degree == 1) {
-    return {{"dp", p.data_parallel_shard_degree}};
+  const bool has_replicas = p.data_parallel_replicate_degree > 1;
+  std::vector<MeshAxis> axes;
+  if (has_replicas) {
+    axes.push_back({"replicate", p.data_parallel_replicate_degree});
   }
-  return {
-      {"replicate", p.data_parallel_replicate_degree},
-      {"shard", p.data_parallel_shard_degree}};
+  if (p.expert_parallel_degree == 1) {
+    axes.push_back(
+        {has_replicas ? "shard" : "dp", p.data_parallel_shard_degree});
+  } else {
+    const std::int64_t degree = p.expert_parallel_degree;
+    axes.push_back({"edp", p.data_parallel_shard_degree / degree});
+    axes.push_back({kExpertAxis, degree});
+  }
+  return axes;
 }
 
 std::shared_ptr<Mesh> make_mesh(
@@ -56,10 +76,8 @@ std::shared_ptr<Mesh> make_mesh(
   if (env.world_size == 1) {
     return Mesh::single(device);
   }
-  const std::chrono::duration<double> timeout(config.comm.timeout_s);
   MeshOptions options;
-  options.communicator.timeout =
-      std::chrono::duration_cast<std::chrono::milliseconds>(timeout);
+  options.communicator.timeout = timeout_of(config);
   options.watcher = config.comm.watcher;
   options.launcher_serves_store = env.launcher_serves_store;
   options.on_stuck_abort = std::move(on_stuck_abort);
@@ -76,7 +94,8 @@ std::string choose_copy_engines(const Config& config, Mesh& mesh) {
   if (p.copy_engines != "auto") {
     return p.copy_engines;
   }
-  if (config.cuda_graph.impl == "full_iteration") {
+  if (config.cuda_graph.impl == "full_iteration" ||
+      p.expert_parallel_degree > 1) {
     return "none";
   }
   // Reductions alone gain nothing, so not where weights are not gathered.
@@ -86,6 +105,58 @@ std::string choose_copy_engines(const Config& config, Mesh& mesh) {
       p.keep_compute_weights &&
       std::ranges::any_of(strategy.parameter, &Placement::is_shard);
   return gathers && PeerMemory::has_fast_links(mesh.world()) ? "all" : "none";
+}
+
+std::shared_ptr<StreamExchange> make_exchange(
+    const Config& config,
+    const models::ModelConfig& model,
+    Mesh& mesh) {
+  const Config::Debug& debug = config.debug;
+  const ExchangeOptions options{
+      .groups_by_rank = debug.deterministic,
+      .stream = {
+          .delay_seed = static_cast<std::uint64_t>(debug.comm_delay_seed),
+          .max_delay_us = static_cast<int>(debug.comm_delay_us)}};
+  const std::int64_t num_experts = model.moe.num_experts;
+  const auto group =
+      mesh.communicator(mesh.axis_index(kExpertAxis), Purpose::exchange)
+          .shared_from_this();
+  if (config.parallelism.token_exchange != "copies") {
+    return std::make_shared<CollectiveExchange>(group, num_experts, options);
+  }
+  const auto watched = [&](std::shared_ptr<Communicator> made) {
+    mesh.with_communicators({{{kExpertAxis}, made, Purpose::exchange}});
+    return made;
+  };
+  const auto fences = mesh.device().is_cuda()
+                          ? watched(make_peer_communicator(group, {}))
+                          : group;
+  const auto hosts = watched(make_page_communicator(
+      group,
+      {.max_nbytes = num_experts * static_cast<std::int64_t>(sizeof(int)),
+       .timeout = timeout_of(config)}));
+  const auto compute =
+      parse_dtype(config.precision.compute, "precision.compute");
+  return std::make_shared<PeerExchange>(
+      fences,
+      hosts,
+      num_experts,
+      PeerExchangeOptions{
+          .window_nbytes = config.training.local_batch_size *
+                           config.training.seq_len *
+                           model.moe.experts_per_token * model.dim *
+                           static_cast<std::int64_t>(c10::elementSize(compute)),
+          .exchange = options});
+}
+
+std::function<ParameterPlacement(const std::string& name)> expert_placement(
+    std::int64_t num_experts,
+    const Mesh& mesh) {
+  const auto placement =
+      ParameterPlacement::along(mesh, kExpertAxis, num_experts);
+  return [placement](const std::string& name) {
+    return models::is_expert_parameter(name) ? placement : ParameterPlacement{};
+  };
 }
 
 FullyShardOptions shard_options(

@@ -1,10 +1,14 @@
 #pragma once
 
+#include "flatshard/exchange/stream_exchange.h"
 #include "flatshard/launch/environment.h"
 #include "flatshard/mesh/mesh.h"
+#include "flatshard/models/config.h"
 #include "flatshard/train/config.h"
 #include "flatshard/unit/fully_shard.h"
 
+#include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -17,7 +21,8 @@ namespace flatshard {
 /// 1 turns zero1, zero2 and zero3 into their HSDP forms.
 std::string strategy_name(const Config& config);
 
-/// {dp: n}, or {replicate: r, shard: s}. The config is resolved.
+/// {dp: n}, or {replicate: r, shard: s}; with expert parallelism {edp, ep} in
+/// place of the last. The config is resolved.
 std::vector<MeshAxis> mesh_axes(const Config& config);
 
 /// The mesh of all ranks with these axes; its watcher and timeouts are
@@ -31,6 +36,17 @@ std::shared_ptr<Mesh> make_mesh(
 /// none, forward or all: what the config says, and for auto what was measured
 /// to be fastest (docs/performance.md). Collective.
 std::string choose_copy_engines(const Config& config, Mesh& mesh);
+
+/// How tokens travel between the ranks of the axis ep. Collective.
+std::shared_ptr<StreamExchange> make_exchange(
+    const Config& config,
+    const models::ModelConfig& model,
+    Mesh& mesh);
+
+/// Experts rest on all axes but ep, where each rank has some.
+std::function<ParameterPlacement(const std::string& name)> expert_placement(
+    std::int64_t num_experts,
+    const Mesh& mesh);
 
 /// Everything but the units.
 /// @param copy_engines  what choose_copy_engines said.

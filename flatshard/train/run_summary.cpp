@@ -16,9 +16,7 @@ namespace flatshard {
 namespace {
 
 std::string memory_table(const RunSummary& summary) {
-  const auto rows = memory_rows(
-      *summary.state.runtime,
-      summary.state.optimizer->state_nbytes());
+  const auto rows = memory_rows(summary.state);
   std::vector<MemoryRow> host_rows;
   if (summary.config.checkpoint.interval > 0) {
     host_rows.push_back(

@@ -4,7 +4,6 @@
 
 #include "flatshard/comm/all_gather_values.h"
 #include "flatshard/core/error.h"
-#include "flatshard/diagnostics/memory_table.h"
 #include "flatshard/train/float8.h"
 #include "flatshard/train/model_config.h"
 #include "flatshard/train/number_text.h"
@@ -19,8 +18,7 @@ namespace {
 int spend_memory_budget(const Config& config, Mesh& mesh, TrainState& state) {
   const double budget_gib = config.parallelism.memory_budget;
   const auto budget = static_cast<std::int64_t>(budget_gib * kGiB);
-  const std::int64_t mine = total_nbytes(
-      memory_rows(*state.runtime, state.optimizer->state_nbytes()));
+  const std::int64_t mine = total_nbytes(memory_rows(state));
   const auto totals = all_gather_values(mesh.world(), mine);
   const std::int64_t total = std::ranges::max(totals);
   FLATSHARD_CHECK(
@@ -36,24 +34,48 @@ int spend_memory_budget(const Config& config, Mesh& mesh, TrainState& state) {
 
 }  // namespace
 
+std::vector<MemoryRow> memory_rows(
+    const TrainState& state,
+    const std::optional<GraphStats>& graphs) {
+  auto rows =
+      memory_rows(*state.runtime, state.optimizer->state_nbytes(), graphs);
+  if (state.exchange && state.exchange->nbytes() > 0) {
+    rows.push_back(
+        {"token exchange",
+         state.exchange->nbytes(),
+         "windows that peers copy rows from and to"});
+  }
+  return rows;
+}
+
 TrainState make_train_state(
     const Config& config,
     const models::ModelConfig& model,
     const std::shared_ptr<Mesh>& mesh,
     std::int64_t num_microbatches) {
   TrainState state;
+  models::MoeOptions moe = moe_options(config);
+  const std::int64_t expert_degree = config.parallelism.expert_parallel_degree;
+  if (expert_degree > 1) {
+    state.exchange = make_exchange(config, model, *mesh);
+    moe.exchange = state.exchange;
+    moe.local_experts = model.moe.num_experts / expert_degree;
+  }
   state.model = models::Llama(
       model,
       models::LlamaOptions{
           .activation_checkpoint = models::parse_activation_checkpoint(
               config.activation_checkpoint.mode),
-          .moe = moe_options(config)});
+          .moe = moe});
   for (const models::RouterOf& of : state.model->routers()) {
     of.router->make_bias(mesh->device());
   }
   state.copy_engines = choose_copy_engines(config, *mesh);
   FullyShardOptions options = shard_options(config, state.copy_engines);
   options.group.grads_in_reduce_dtype = num_microbatches == 1;
+  if (state.exchange) {
+    options.placement_of = expert_placement(model.moe.num_experts, *mesh);
+  }
   const Float8Choice float8(config, model);
   float8.apply_to(options);
   for (const auto& module : state.model->unit_modules()) {

@@ -2,8 +2,12 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
+#include <vector>
 
+#include "flatshard/diagnostics/memory_table.h"
+#include "flatshard/exchange/stream_exchange.h"
 #include "flatshard/mesh/mesh.h"
 #include "flatshard/models/llama.h"
 #include "flatshard/optim/optimizer.h"
@@ -20,8 +24,15 @@ struct TrainState {
   std::string copy_engines;  ///< none, forward or all
   /// Units that parallelism.memory_budget keeps from forward to backward.
   int num_kept_units = 0;
+  std::shared_ptr<StreamExchange> exchange;  ///< null: experts are here
   std::string float8;  ///< Float8Choice::describe; empty: no FP8 weights
 };
+
+/// What it holds on this rank's device: the library's table, and what the run
+/// adds to it. See memory_rows(Runtime).
+std::vector<MemoryRow> memory_rows(
+    const TrainState& state,
+    const std::optional<GraphStats>& graphs = {});
 
 /// Builds it as the config says, with weights as the seed makes them.
 /// Collective. The config is resolved.

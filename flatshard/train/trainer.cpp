@@ -220,8 +220,7 @@ void Trainer::finish(End end) {
         end == End::finished ? config_.training.steps : stop_.step,
         stats);
     // At the start they were not captured.
-    output_->print(to_string(
-        memory_rows(*state_.runtime, state_.optimizer->state_nbytes(), stats)));
+    output_->print(to_string(memory_rows(state_, stats)));
   }
   if (end == End::stopped || !output_) {
     return;

@@ -100,7 +100,7 @@ void Trainer::build(std::vector<ValidationSet> validation_sets) {
       loader_.num_microbatches(mesh_->size(), t.local_batch_size);
   state_ = make_train_state(config_, model_config_, mesh_, num_microbatches);
   diagnostics_.emplace(config_, state_.runtime, mesh_->rank(), output);
-  experts_.emplace(config_, state_.model, mesh_);
+  experts_.emplace(config_, state_.model, state_.exchange, mesh_);
   checkpoints_.emplace(
       config_,
       RunCheckpoints::Parts{

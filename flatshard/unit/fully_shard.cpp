@@ -122,15 +122,21 @@ Strategy strategy_of(const FullyShardOptions& options, const Mesh& mesh) {
 }
 
 /// Of a placement with a mesh of its own; absent: the model's.
+/// @param mesh  the model's.
 std::optional<Strategy> strategy_of(
     const ParameterPlacement& placement,
+    const Mesh& mesh,
     const FullyShardOptions& options) {
   if (placement.strategy || !placement.mesh) {
     return placement.strategy;
   }
+  const bool keeps_outer_axis =
+      placement.mesh->num_axes() > 1 &&
+      placement.mesh->axis(0).name == mesh.axis(0).name;
   FLATSHARD_CHECK(
       !options.custom_strategy &&
-          !find_strategy_name(options.strategy).needs_outer_axis(),
+          (keeps_outer_axis ||
+           !find_strategy_name(options.strategy).needs_outer_axis()),
       config,
       "placement_of, unit_choices: a parameter on the sub-mesh {} needs a "
       "strategy of its own, since the model's, {}, is for the model's axes",
@@ -156,7 +162,7 @@ ParameterPlacement placement_of(
   if (!placement.granularity) {
     placement.granularity = options.granularity;
   }
-  placement.strategy = strategy_of(placement, options);
+  placement.strategy = strategy_of(placement, mesh, options);
   if (placement.mesh) {
     FLATSHARD_CHECK(
         placement.mesh->is_part_of(mesh),

@@ -63,6 +63,7 @@ class StuckCommunicator : public Communicator {
   void do_reduce_scatter(Tensors, Tensors, ReduceOp) override {}
   void do_all_reduce(at::Tensor, ReduceOp) override {}
   void do_broadcast(at::Tensor, int) override {}
+  void do_all_to_all(at::Tensor, at::Tensor, Parts, Parts) override {}
   void do_barrier() override {}
 
   std::shared_future<void> let_go_;

@@ -191,6 +191,42 @@ TEST(Pitfalls, M1_ARecomputeNeverRoutesAgain) {
   }
 }
 
+// Counts what ranks would wait for each other in.
+class CountedExchange : public nn::LocalExchange {
+ public:
+  nn::ExchangePlanPtr plan(const at::Tensor& counts, std::int64_t num_rows)
+      override {
+    ++num_plans;
+    return LocalExchange::plan(counts, num_rows);
+  }
+  std::unique_ptr<nn::RowTransfer> start(
+      const nn::ExchangePlanPtr& plan,
+      Way way,
+      const at::Tensor& rows) override {
+    ++num_transfers;
+    return LocalExchange::start(plan, way, rows);
+  }
+
+  int num_plans = 0;
+  int num_transfers = 0;
+};
+
+TEST(Pitfalls, M10_ARecomputePlansNoExchangeAgain) {
+  for (const auto mode :
+       {ActivationCheckpoint::none,
+        ActivationCheckpoint::selective,
+        ActivationCheckpoint::full}) {
+    const auto exchange = std::make_shared<CountedExchange>();
+    Llama model = make_moe(
+        shape_of("mixtral"),
+        {.activation_checkpoint = mode, .moe = {.exchange = exchange}});
+    model(moe_tokens(1), moe_tokens(2)).backward();
+    EXPECT_EQ(exchange->num_plans, 2);  // of as many layers
+    // Rows and their weights go, results come back, and all three gradients.
+    EXPECT_GE(exchange->num_transfers, 2 * 6);
+  }
+}
+
 TEST(MoeRouting, EvaluationCountsNothing) {
   Llama model = make_moe(shape_of("mixtral"));
   {

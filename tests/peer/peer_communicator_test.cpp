@@ -56,6 +56,42 @@ TEST(PeerCommunicator, ReducesToTheGroupsBits) {
   }
 }
 
+// Rows go as over the group itself, which sees nothing of it.
+TEST(PeerCommunicator, PassesRowsOn) {
+  run_ranks(3, [](RankContext& context) {
+    const auto plain = make_communicator(
+        context.store,
+        context.rank,
+        context.world,
+        "plain",
+        at::kCPU,
+        {.timeout = testing::kPeerTimeout});
+    plain->set_log(context.log);
+    const auto peers = make_peer_communicator(plain, {});
+    peers->set_log(context.log);
+    // Rank r sends r rows to each.
+    std::vector<RowsOfPeer> sends;
+    std::vector<RowsOfPeer> receives;
+    for (int peer = 0; peer < 3; ++peer) {
+      sends.push_back({peer, 0, context.rank});
+      receives.push_back({peer, peer == 2 ? 1 : 0, peer});
+    }
+    const at::Tensor out = at::zeros({3, 2});
+    peers->all_to_all(
+        out,
+        at::full({2, 2}, context.rank, at::kFloat),
+        receives,
+        sends);
+    EXPECT_TRUE(out.equal(
+        at::tensor({1.0F, 1.0F, 2.0F, 2.0F, 2.0F, 2.0F}).view({3, 2})));
+    const auto records = context.log->records();
+    ASSERT_EQ(records.size(), 1);
+    EXPECT_EQ(records[0].kind, CollectiveKind::all_to_all);
+    EXPECT_EQ(records[0].communicator, "plain.peer");
+    plain->barrier();
+  });
+}
+
 // Whoever else uses the mesh goes on as before, and sees nothing of it.
 TEST(PeerCommunicator, BelongsToTheMeshThatAsked) {
   run_ranks(2, [](RankContext& context) {

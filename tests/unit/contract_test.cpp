@@ -408,6 +408,10 @@ class WaitingCommunicator : public Communicator {
   void do_broadcast(at::Tensor tensor, int root) override {
     broadcast_of(*group_, std::move(tensor), root);
   }
+  void do_all_to_all(at::Tensor out, at::Tensor in, Parts receives, Parts sends)
+      override {
+    group_->all_to_all(out, in, receives, sends);
+  }
   void do_barrier() override { barrier_of(*group_); }
 
  private:

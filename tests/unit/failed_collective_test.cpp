@@ -50,6 +50,10 @@ class FusedCommunicator : public Communicator {
   void do_broadcast(at::Tensor tensor, int root) override {
     inner_->broadcast(tensor, root);
   }
+  void do_all_to_all(at::Tensor out, at::Tensor in, Parts receives, Parts sends)
+      override {
+    inner_->all_to_all(out, in, receives, sends);
+  }
   void do_barrier() override { inner_->barrier(); }
 
  private:

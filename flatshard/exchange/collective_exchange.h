@@ -1,0 +1,34 @@
+#pragma once
+
+#include "flatshard/exchange/stream_exchange.h"
+
+namespace flatshard {
+
+/// Tokens travel by all-to-all.
+class CollectiveExchange : public StreamExchange {
+ public:
+  /// Collective: connects the ranks.
+  ///
+  /// @param group        for nothing else; lives longer.
+  /// @param num_experts  of a layer, on all ranks together.
+  /// @throws Error{config} when they do not divide by the ranks.
+  CollectiveExchange(
+      std::shared_ptr<Communicator> group,
+      std::int64_t num_experts,
+      const ExchangeOptions& options = {});
+
+  nn::ExchangePlanPtr plan(const at::Tensor& counts, std::int64_t num_rows)
+      override;
+
+ protected:
+  std::function<void()> travel(
+      const nn::ExchangePlanPtr& plan,
+      Way way,
+      const at::Tensor& out,
+      const at::Tensor& rows) override;
+
+ private:
+  at::Tensor host_counts_;  ///< int32 [2, experts], pinned beside a GPU
+};
+
+}  // namespace flatshard

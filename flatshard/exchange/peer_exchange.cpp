@@ -1,0 +1,263 @@
+#include "flatshard/exchange/peer_exchange.h"
+
+#include <ATen/ATen.h>
+#include <c10/util/accumulate.h>
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "flatshard/core/error.h"
+#include "flatshard/device/memory.h"
+
+namespace flatshard {
+namespace {
+
+// So that halves begin where wide copies can.
+constexpr std::int64_t kHalfAlignment = 256;
+
+std::int64_t aligned(std::int64_t nbytes) {
+  return (nbytes + kHalfAlignment - 1) / kHalfAlignment * kHalfAlignment;
+}
+
+std::int64_t nbytes_of_row(const at::Tensor& rows) {
+  return c10::multiply_integers(rows.sizes().slice(1)) *
+         static_cast<std::int64_t>(rows.element_size());
+}
+
+}  // namespace
+
+/// Rows of one expert here that one rank has routed.
+struct PeerExchange::Run {
+  std::int64_t at_home = 0;     ///< first row among those of that rank
+  std::int64_t at_experts = 0;  ///< first row among those that arrive here
+  std::int64_t rows = 0;
+};
+
+struct PeerExchange::Plan : nn::ExchangePlan {
+  std::vector<std::vector<Run>> runs;  ///< by rank, then by expert here
+  std::int64_t num_counted = 0;        ///< rows that leave this rank or stay
+  std::int64_t most_counted = 0;       ///< the largest of all ranks
+  // Of this rank's own rows, those for its own experts.
+  std::int64_t stay_begin = 0;
+  std::int64_t stay_end = 0;
+};
+
+PeerExchange::PeerExchange(
+    std::shared_ptr<Communicator> group,
+    std::shared_ptr<Communicator> hosts,
+    std::int64_t num_experts,
+    const PeerExchangeOptions& options)
+    : StreamExchange(std::move(group), num_experts, options.exchange),
+      hosts_(std::move(hosts)),
+      window_nbytes_(options.window_nbytes),
+      half_nbytes_(aligned(options.window_nbytes)),
+      windows_(PeerMemory::create(this->group(), 2 * half_nbytes_)),
+      counts_(make_stream(
+          this->group().device(),
+          "counts",
+          {.high_priority = true})),
+      host_(host_buffer(
+                2 * num_experts * static_cast<std::int64_t>(sizeof(int)),
+                this->group().device())
+                .view(at::kInt)
+                .view({2, num_experts})) {
+  FLATSHARD_CHECK(
+      hosts_->size() == this->group().size() &&
+          hosts_->rank() == this->group().rank() && hosts_->device().is_cpu(),
+      usage,
+      "exchange of tokens by copies: expected the hosts of '{}', got '{}'",
+      this->group().name(),
+      hosts_->name());
+}
+
+nn::ExchangePlanPtr PeerExchange::plan(
+    const at::Tensor& counts,
+    std::int64_t num_rows) {
+  check_counts(counts);
+  FLATSHARD_CHECK(
+      !failed_,
+      comm,
+      "exchange of tokens by copies: a transfer has failed, and the ranks may "
+      "be in different places; all of them call restart() first");
+  const at::Device device = group().device();
+  const int size = group().size();
+  const std::int64_t local = experts_per_rank();
+  const std::int64_t num_groups = groups_by_rank() ? local * size : local;
+  const at::Tensor on_device = counts.contiguous();
+  // Before the event: compute may still use the memory that it gets.
+  const at::Tensor ends = at::empty({num_groups}, counts.options());
+  Event counted;
+  counted.record(*current_stream(device));
+  counted.wait(*counts_);
+  const at::Tensor mine = host_[0];
+  counts_->submit([mine, on_device] {
+    copy_bytes(
+        mine.mutable_data_ptr(),
+        on_device.const_data_ptr(),
+        static_cast<std::int64_t>(on_device.nbytes()),
+        on_device.device());
+  });
+  Event known;
+  known.record(*counts_);
+  const at::Tensor all = at::empty({size, num_experts()}, at::kInt);
+  try {
+    known.synchronize();
+    hosts_->all_gather(all, mine);
+  } catch (const std::exception&) {
+    failed_ = true;
+    throw;
+  }
+
+  auto made = c10::make_intrusive<Plan>();
+  made->runs.resize(size);
+  const auto first = static_cast<std::int64_t>(group().rank()) * local;
+  for (int rank = 0; rank < size; ++rank) {
+    const int* const theirs = all[rank].const_data_ptr<int>();
+    std::int64_t row = 0;
+    for (std::int64_t expert = 0; expert < num_experts(); ++expert) {
+      if (expert >= first && expert < first + local) {
+        made->runs[rank].push_back({.at_home = row, .rows = theirs[expert]});
+      }
+      row += theirs[expert];
+    }
+    made->most_counted = std::max(made->most_counted, row);
+    if (rank == group().rank()) {
+      made->num_counted = row;
+    }
+  }
+  FLATSHARD_CHECK(
+      made->num_counted <= num_rows,
+      usage,
+      "exchange of tokens: {} rows are counted, but there are {}",
+      made->num_counted,
+      num_rows);
+  int* const end = host_[1].mutable_data_ptr<int>();
+  std::int64_t row = 0;
+  for (std::int64_t expert = 0; expert < local; ++expert) {
+    for (int rank = 0; rank < size; ++rank) {
+      Run& run = made->runs[rank][expert];
+      run.at_experts = row;
+      row += run.rows;
+      end[groups_by_rank() ? expert * size + rank : expert] =
+          static_cast<int>(row);
+    }
+  }
+  const std::vector<Run>& own = made->runs[group().rank()];
+  made->stay_begin = own.front().at_home;
+  made->stay_end = own.back().at_home + own.back().rows;
+  made->groups_per_expert = num_groups / local;
+  made->num_sent = num_rows;
+  made->num_received = row;
+  made->ends = ends;
+  counts_->submit([ends, from = host_[1]] {
+    copy_bytes(
+        ends.mutable_data_ptr(),
+        from.const_data_ptr(),
+        static_cast<std::int64_t>(ends.nbytes()),
+        ends.device());
+  });
+  Event uploaded;
+  uploaded.record(*counts_);
+  uploaded.wait(*current_stream(device));
+  return made;
+}
+
+void PeerExchange::restart() {
+  counts_->reset();
+  StreamExchange::restart();
+  half_ = 0;
+  hosts_->restart();
+}
+
+std::function<void()> PeerExchange::travel(
+    const nn::ExchangePlanPtr& plan,
+    Way way,
+    const at::Tensor& out,
+    const at::Tensor& rows) {
+  const auto* const made = dynamic_cast<const Plan*>(plan.get());
+  FLATSHARD_CHECK(
+      made,
+      usage,
+      "exchange of tokens: expected a plan of this exchange, got another's");
+  FLATSHARD_CHECK(
+      made->most_counted * nbytes_of_row(rows) <= window_nbytes_,
+      config,
+      "exchange of tokens by copies: a rank has {} rows of {} bytes, and "
+      "windows of {} bytes; make them larger, or exchange by collectives "
+      "(parallelism.token_exchange)",
+      made->most_counted,
+      nbytes_of_row(rows),
+      window_nbytes_);
+  // The plan lives as long as the graph.
+  return [this, plan, made, way, rows, out] {
+    half_ = 1 - half_;
+    way == Way::dispatch ? dispatch(*made, out, rows)
+                         : combine(*made, out, rows);
+  };
+}
+
+void PeerExchange::dispatch(
+    const Plan& plan,
+    const at::Tensor& out,
+    const at::Tensor& in) {
+  const std::int64_t row = nbytes_of_row(in);
+  const auto* const from = static_cast<const char*>(in.const_data_ptr());
+  auto* const to = static_cast<char*>(out.mutable_data_ptr());
+  const int rank = group().rank();
+  const int size = group().size();
+  const auto leave = [&](std::int64_t begin, std::int64_t end) {
+    copy(window(rank) + begin * row, from + begin * row, (end - begin) * row);
+  };
+  leave(0, plan.stay_begin);
+  leave(plan.stay_end, plan.num_counted);
+  group().fence();
+  // The ranks begin with their next one each, so that no two read from one.
+  for (int i = 1; i <= size; ++i) {
+    const int peer = (rank + i) % size;
+    const char* const rows = peer == rank ? from : window(peer);
+    for (const Run& run : plan.runs[peer]) {
+      copy(to + run.at_experts * row, rows + run.at_home * row, run.rows * row);
+    }
+  }
+}
+
+void PeerExchange::combine(
+    const Plan& plan,
+    const at::Tensor& out,
+    const at::Tensor& in) {
+  const std::int64_t row = nbytes_of_row(in);
+  const auto* const from = static_cast<const char*>(in.const_data_ptr());
+  auto* const to = static_cast<char*>(out.mutable_data_ptr());
+  const int rank = group().rank();
+  const int size = group().size();
+  for (int i = 1; i <= size; ++i) {
+    const int peer = (rank + i) % size;
+    char* const rows = peer == rank ? to : window(peer);
+    for (const Run& run : plan.runs[peer]) {
+      copy(
+          rows + run.at_home * row,
+          from + run.at_experts * row,
+          run.rows * row);
+    }
+  }
+  group().fence();
+  const auto arrive = [&](std::int64_t begin, std::int64_t end) {
+    copy(to + begin * row, window(rank) + begin * row, (end - begin) * row);
+  };
+  arrive(0, plan.stay_begin);
+  arrive(plan.stay_end, plan.num_counted);
+}
+
+void PeerExchange::copy(void* to, const void* from, std::int64_t nbytes) const {
+  if (nbytes > 0) {
+    copy_bytes(to, from, nbytes, windows_->local().device());
+  }
+}
+
+char* PeerExchange::window(int rank) const {
+  return static_cast<char*>(windows_->of(rank).mutable_data_ptr()) +
+         half_ * half_nbytes_;
+}
+
+}  // namespace flatshard

@@ -1,0 +1,78 @@
+#pragma once
+
+#include "flatshard/exchange/stream_exchange.h"
+#include "flatshard/peer/peer_memory.h"
+
+namespace flatshard {
+
+struct PeerExchangeOptions {
+  /// Bytes of the largest transfer of a rank: the rows that it routes, which
+  /// are tokens * experts_per_token, times the bytes of one. Equal on all
+  /// ranks. Twice as much memory is held.
+  std::int64_t window_nbytes = 0;
+  ExchangeOptions exchange;
+};
+
+/// Tokens travel by copies through memory that the ranks share, which on GPUs
+/// are the copy engines'. Delivers the bits of CollectiveExchange.
+///
+/// Each rank has a window for the rows that it routes, by expert. In a dispatch
+/// it fills its own, and the ranks of the experts read there; in a combine
+/// these write there, and it reads its own. So a window never holds more than
+/// its rank's own rows, however many of them go to one rank. Windows have two
+/// halves, used by turns, and a fence stands between writing and reading. One
+/// fence for each transfer is enough: whoever is past it has read what the
+/// transfer before left in the other half.
+///
+/// The counts go from host to host, through pages that the processes share.
+class PeerExchange : public StreamExchange {
+ public:
+  /// Collective.
+  ///
+  /// @param group        for nothing else; its fences are used, so give it
+  ///   make_peer_communicator's on GPUs.
+  /// @param hosts        the same ranks on their hosts; gathers 4 bytes for
+  ///   each expert (make_page_communicator).
+  /// @param num_experts  of a layer, on all ranks together.
+  /// @throws Error{config} when they do not divide by the ranks, or as
+  ///   PeerMemory::create.
+  PeerExchange(
+      std::shared_ptr<Communicator> group,
+      std::shared_ptr<Communicator> hosts,
+      std::int64_t num_experts,
+      const PeerExchangeOptions& options);
+
+  /// @throws Error{comm} after a failure, before restart().
+  nn::ExchangePlanPtr plan(const at::Tensor& counts, std::int64_t num_rows)
+      override;
+  void restart() override;
+  std::int64_t nbytes() const override { return windows_->local().numel(); }
+
+ protected:
+  /// @throws Error{config} on all ranks when one's rows do not fit its window.
+  std::function<void()> travel(
+      const nn::ExchangePlanPtr& plan,
+      Way way,
+      const at::Tensor& out,
+      const at::Tensor& rows) override;
+
+ private:
+  struct Plan;
+  struct Run;
+
+  void dispatch(const Plan& plan, const at::Tensor& out, const at::Tensor& in);
+  void combine(const Plan& plan, const at::Tensor& out, const at::Tensor& in);
+  void copy(void* to, const void* from, std::int64_t nbytes) const;
+  /// The half of rank `rank`'s window that this transfer uses.
+  char* window(int rank) const;
+
+  std::shared_ptr<Communicator> hosts_;
+  std::int64_t window_nbytes_;
+  std::int64_t half_nbytes_;
+  std::unique_ptr<PeerMemory> windows_;
+  int half_ = 0;                    ///< of the last transfer
+  std::shared_ptr<Stream> counts_;  ///< counts leave the device here
+  at::Tensor host_;  ///< int32 [2, experts]: counts and ends, pinned
+};
+
+}  // namespace flatshard

@@ -1,0 +1,136 @@
+#include "flatshard/exchange/stream_exchange.h"
+
+#include "flatshard/core/error.h"
+
+#include <ATen/ATen.h>
+
+#include <utility>
+#include <vector>
+
+namespace flatshard {
+namespace {
+
+std::vector<std::int64_t> with_rows(const at::Tensor& like, std::int64_t rows) {
+  std::vector<std::int64_t> sizes = like.sizes().vec();
+  sizes.at(0) = rows;
+  return sizes;
+}
+
+void check_num_experts(Communicator& group, std::int64_t num_experts) {
+  const auto options = at::TensorOptions(group.device()).dtype(at::kLong);
+  const at::Tensor all = at::empty({group.size()}, options);
+  group.all_gather(all, at::full({1}, num_experts, options));
+  const at::Tensor host = all.cpu();
+  for (int rank = 0; rank < group.size(); ++rank) {
+    const auto theirs = host[rank].item<std::int64_t>();
+    FLATSHARD_CHECK(
+        theirs == host[0].item<std::int64_t>(),
+        config,
+        "exchange of tokens: rank {} of the group has layers of {} experts, "
+        "rank 0 of {}; give all ranks the same model",
+        rank,
+        theirs,
+        host[0].item<std::int64_t>());
+  }
+  FLATSHARD_CHECK(
+      num_experts > 0 && num_experts % group.size() == 0,
+      config,
+      "exchange of tokens: {} experts do not divide by {} ranks; expected as "
+      "many on each rank",
+      num_experts,
+      group.size());
+}
+
+}  // namespace
+
+class StreamExchange::Transfer : public nn::RowTransfer {
+ public:
+  Transfer(StreamExchange& exchange, at::Tensor from, at::Tensor to)
+      : exchange_(&exchange), from_(std::move(from)), to_(std::move(to)) {
+    done_.record(exchange.stream());
+  }
+
+  // Nobody asked for the rows: their memory is under way all the same.
+  ~Transfer() override {
+    if (exchange_ == nullptr) {
+      return;
+    }
+    try {
+      done_.wait(*current_stream(to_.device()));
+    } catch (const std::exception&) {
+      exchange_->failed_ = true;
+    }
+  }
+
+  at::Tensor finish() override {
+    StreamExchange& exchange = *std::exchange(exchange_, nullptr);
+    if (exchange.measures_) {
+      exchange.timer_->start();
+    }
+    try {
+      done_.wait(*current_stream(to_.device()));
+    } catch (const std::exception&) {
+      exchange.failed_ = true;
+      throw;
+    }
+    if (exchange.measures_) {
+      exchange.timer_->stop();
+    }
+    // Compute waits, so it may use both again.
+    from_.reset();
+    return std::move(to_);
+  }
+
+ private:
+  StreamExchange* exchange_;  ///< null: finished
+  at::Tensor from_;
+  at::Tensor to_;
+  Event done_;
+};
+
+StreamExchange::StreamExchange(
+    std::shared_ptr<Communicator> group,
+    std::int64_t num_experts,
+    const ExchangeOptions& options)
+    : group_(std::move(group)),
+      num_experts_(num_experts),
+      options_(options),
+      timer_(make_stream_timer(group_->device())) {
+  check_num_experts(*group_, num_experts);
+  options_.stream.high_priority = true;
+  stream_ = make_stream(group_->device(), "exchange", options_.stream);
+}
+
+void StreamExchange::check_counts(const at::Tensor& counts) const {
+  FLATSHARD_CHECK(
+      counts.dim() == 1 && counts.size(0) == num_experts_ &&
+          counts.scalar_type() == at::kInt,
+      usage,
+      "exchange of tokens: expected int32 [{}] counts, got {} {}",
+      num_experts_,
+      c10::toString(counts.scalar_type()),
+      c10::str(counts.sizes()));
+}
+
+void StreamExchange::restart() {
+  stream_->reset();
+  failed_ = false;
+}
+
+std::unique_ptr<nn::RowTransfer> StreamExchange::start(
+    const nn::ExchangePlanPtr& plan,
+    Way way,
+    const at::Tensor& rows) {
+  const bool leaves = way == Way::dispatch;
+  const at::Tensor out = at::empty(
+      with_rows(rows, leaves ? plan->num_received : plan->num_sent),
+      rows.options());
+  auto work = travel(plan, way, out, rows);
+  Event ready;
+  ready.record(*current_stream(group_->device()));
+  ready.wait(*stream_);
+  stream_->submit(std::move(work));
+  return std::make_unique<Transfer>(*this, rows, out);
+}
+
+}  // namespace flatshard

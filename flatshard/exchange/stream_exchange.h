@@ -1,0 +1,91 @@
+#pragma once
+
+#include "flatshard/comm/communicator.h"
+#include "flatshard/device/stream.h"
+#include "flatshard/device/timer.h"
+#include "flatshard/nn/token_exchange.h"
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+namespace flatshard {
+
+struct ExchangeOptions {
+  /// Each expert computes the rows of each rank by themselves, in the order of
+  /// the ranks. Sums over rows are then those of the ranks, added up: two ranks
+  /// give the bits of one that takes their tokens as two microbatches.
+  bool groups_by_rank = false;
+  /// Of the stream on which rows travel.
+  StreamOptions stream;
+};
+
+/// Tokens travel between the ranks of a group, each of which has as many
+/// experts: rank r those from r * experts / ranks on. How they do is for the
+/// classes that derive from it.
+///
+/// Rows arrive by expert, those of one expert in the order of the ranks. They
+/// travel on a stream of their own, beside what compute is doing. The host
+/// waits once for each plan, until the counts of all ranks are there: behind
+/// the router, and not behind what was queued since.
+class StreamExchange : public nn::TokenExchange {
+ public:
+  std::unique_ptr<nn::RowTransfer> start(
+      const nn::ExchangePlanPtr& plan,
+      Way way,
+      const at::Tensor& rows) override;
+
+  /// Rows travel here.
+  Stream& stream() { return *stream_; }
+  /// Compute's waits for rows are measured from now on, or no longer.
+  void measure(bool measures) { measures_ = measures; }
+  /// What was measured since the last call, in ms. Blocks the host.
+  double wait_and_take_exposed_ms() { return timer_->wait_and_take_ms(); }
+  /// After a failure: blocks until what is under way has ended, and forgets
+  /// what it threw.
+  void reset() noexcept { stream_->reset(); }
+  /// After a failure, when ranks may have got to different places: all of them
+  /// call it while compute rests.
+  virtual void restart();
+  /// What it holds on the device for its own use.
+  virtual std::int64_t nbytes() const { return 0; }
+
+ protected:
+  /// Collective.
+  /// @param group  for nothing else; lives longer.
+  /// @throws Error{config} when the experts do not divide by the ranks.
+  StreamExchange(
+      std::shared_ptr<Communicator> group,
+      std::int64_t num_experts,
+      const ExchangeOptions& options);
+
+  /// What brings `rows` to `out`, for the stream.
+  virtual std::function<void()> travel(
+      const nn::ExchangePlanPtr& plan,
+      Way way,
+      const at::Tensor& out,
+      const at::Tensor& rows) = 0;
+
+  void check_counts(const at::Tensor& counts) const;
+
+  Communicator& group() { return *group_; }
+  std::int64_t num_experts() const { return num_experts_; }
+  std::int64_t experts_per_rank() const {
+    return num_experts_ / group_->size();
+  }
+  bool groups_by_rank() const { return options_.groups_by_rank; }
+
+  bool failed_ = false;  ///< something since the last plan
+
+ private:
+  class Transfer;
+
+  std::shared_ptr<Communicator> group_;
+  std::int64_t num_experts_;
+  ExchangeOptions options_;
+  std::shared_ptr<Stream> stream_;
+  std::unique_ptr<StreamTimer> timer_;
+  bool measures_ = false;
+};
+
+}  // namespace flatshard

@@ -1,0 +1,168 @@
+#include "flatshard/peer/page_communicator.h"
+
+#include <array>
+#include <atomic>
+#include <cstring>
+#include <thread>
+#include <utility>
+
+#include "flatshard/core/error.h"
+#include "flatshard/peer/backend.h"
+#include "flatshard/peer/peer_memory.h"
+
+namespace flatshard {
+namespace {
+
+constexpr std::int64_t kPageHalves = 2;
+// A reader's cache line holds nothing that the writer writes meanwhile.
+constexpr std::int64_t kLineNbytes = 64;
+// Beyond it the host leaves its core to others between two looks.
+constexpr int kBusyLooks = 2000;
+constexpr auto kNap = std::chrono::microseconds(20);
+
+// First on the pages of each rank; the two halves of its numbers follow.
+struct Header {
+  std::uint64_t num_told = 0;  ///< rounds of which the numbers are there
+  std::array<std::int64_t, kPageHalves> nbytes{};
+};
+static_assert(sizeof(Header) <= kLineNbytes);
+
+std::int64_t up_to_lines(std::int64_t nbytes) {
+  return (nbytes + kLineNbytes - 1) / kLineNbytes * kLineNbytes;
+}
+
+// Round n uses half n % 2. A rank writes into a half that its peers have read:
+// they told round n - 1, of which it knows, after they had read round n - 2.
+class PageCommunicator : public Communicator {
+ public:
+  PageCommunicator(
+      std::shared_ptr<Communicator> group,
+      const PageCommunicatorOptions& options)
+      : Communicator(
+            group->rank(),
+            group->size(),
+            group->name() + ".pages",
+            at::Device(at::kCPU)),
+        group_(std::move(group)),
+        half_nbytes_(up_to_lines(options.max_nbytes)),
+        max_nbytes_(options.max_nbytes),
+        timeout_(options.timeout),
+        pages_(detail::make_shared_pages(
+            *group_,
+            kLineNbytes + kPageHalves * half_nbytes_)) {}
+
+  // A rank may have told rounds that others have not come to.
+  void restart() override {
+    barrier_of(*group_);  // nobody looks any more
+    num_told_ = 0;
+    std::atomic_ref(header(rank()).num_told).store(0);
+    barrier_of(*group_);
+  }
+
+ protected:
+  void do_all_gather(Tensors outs, Tensors ins) override {
+    for (std::size_t i = 0; i < ins.size(); ++i) {
+      gather(outs[i], ins[i]);
+    }
+  }
+  void do_reduce_scatter(Tensors, Tensors, ReduceOp) override { refuse(); }
+  void do_all_reduce(at::Tensor, ReduceOp) override { refuse(); }
+  void do_broadcast(at::Tensor, int) override { refuse(); }
+  void do_all_to_all(at::Tensor, at::Tensor, Parts, Parts) override {
+    refuse();
+  }
+  void do_barrier() override { refuse(); }
+  void do_abort() override { aborted_ = true; }
+
+ private:
+  void gather(const at::Tensor& out, const at::Tensor& in) {
+    const auto nbytes = static_cast<std::int64_t>(in.nbytes());
+    FLATSHARD_CHECK(
+        nbytes <= max_nbytes_,
+        usage,
+        "all_gather on '{}': expected at most {} bytes of each rank, got {}",
+        name(),
+        max_nbytes_,
+        nbytes);
+    const std::uint64_t round = ++num_told_;
+    const auto half = static_cast<std::int64_t>(round % kPageHalves);
+    Header& mine = header(rank());
+    mine.nbytes[half] = nbytes;
+    std::memcpy(numbers(rank(), half), in.const_data_ptr(), in.nbytes());
+    std::atomic_ref(mine.num_told).store(round, std::memory_order_release);
+    auto* to = static_cast<char*>(out.mutable_data_ptr());
+    for (int peer = 0; peer < size(); ++peer, to += nbytes) {
+      wait_for(peer, round);
+      const std::int64_t theirs = header(peer).nbytes[half];
+      FLATSHARD_CHECK(
+          theirs == nbytes,
+          comm,
+          "all_gather on '{}': rank {} of the group gives {} bytes, this one "
+          "{}; all ranks must gather the same sizes in the same order",
+          name(),
+          peer,
+          theirs,
+          nbytes);
+      std::memcpy(to, numbers(peer, half), in.nbytes());
+    }
+  }
+
+  void wait_for(int peer, std::uint64_t round) {
+    const std::atomic_ref told(header(peer).num_told);
+    const auto end = std::chrono::steady_clock::now() + timeout_;
+    for (int look = 0; told.load(std::memory_order_acquire) < round; ++look) {
+      if (aborted_) {
+        throw Error(ErrorCode::comm, "it was aborted", here());
+      }
+      if (look < kBusyLooks) {
+        continue;
+      }
+      if (std::chrono::steady_clock::now() > end) {
+        throw Error(
+            ErrorCode::timeout,
+            fmt::format(
+                "rank {} of the group did not come within {} ms",
+                peer,
+                timeout_.count()),
+            here());
+      }
+      std::this_thread::sleep_for(kNap);
+    }
+  }
+
+  [[noreturn]] void refuse() const {
+    FLATSHARD_THROW(
+        usage,
+        "communicator '{}' is the hosts' shared pages: it gathers only",
+        name());
+  }
+
+  std::string here() const { return where(CollectiveKind::all_gather); }
+  char* page(int peer) const {
+    return static_cast<char*>(pages_->of(peer).mutable_data_ptr());
+  }
+  Header& header(int peer) const {
+    return *reinterpret_cast<Header*>(page(peer));
+  }
+  char* numbers(int peer, std::int64_t half) const {
+    return page(peer) + kLineNbytes + half * half_nbytes_;
+  }
+
+  std::shared_ptr<Communicator> group_;
+  std::int64_t half_nbytes_;
+  std::int64_t max_nbytes_;
+  std::chrono::milliseconds timeout_;
+  std::unique_ptr<PeerMemory> pages_;
+  std::uint64_t num_told_ = 0;
+  std::atomic<bool> aborted_ = false;
+};
+
+}  // namespace
+
+std::shared_ptr<Communicator> make_page_communicator(
+    std::shared_ptr<Communicator> group,
+    const PageCommunicatorOptions& options) {
+  return std::make_shared<PageCommunicator>(std::move(group), options);
+}
+
+}  // namespace flatshard

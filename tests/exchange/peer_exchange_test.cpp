@@ -1,0 +1,311 @@
+// Copies against the collective: every bit of every row that is counted.
+#include "flatshard/exchange/peer_exchange.h"
+
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "flatshard/comm/make_communicator.h"
+#include "flatshard/core/error.h"
+#include "flatshard/exchange/collective_exchange.h"
+#include "flatshard/peer/page_communicator.h"
+#include "tests/support/message_of.h"
+#include "tests/support/ranks.h"
+
+namespace flatshard {
+namespace {
+
+using nn::TokenExchange;
+using ::testing::HasSubstr;
+using testing::message_of;
+using testing::RankContext;
+using testing::run_ranks;
+using Way = TokenExchange::Way;
+
+std::shared_ptr<Communicator> group_for(
+    const RankContext& context,
+    const std::string& name) {
+  return make_communicator(
+      make_prefix_store(name, context.store),
+      context.rank,
+      context.world,
+      name,
+      at::kCPU,
+      {.timeout = testing::kPeerTimeout});
+}
+
+struct PeerCase {
+  int world;
+  bool by_rank;
+};
+
+class Copies : public ::testing::TestWithParam<PeerCase> {};
+INSTANTIATE_TEST_SUITE_P(
+    Ranks,
+    Copies,
+    ::testing::Values(
+        PeerCase{1, false},
+        PeerCase{2, false},
+        PeerCase{2, true},
+        PeerCase{3, true},
+        PeerCase{4, false}),
+    [](const auto& info) {
+      return fmt::format(
+          "{}{}",
+          info.param.world,
+          info.param.by_rank ? "_by_rank" : "");
+    });
+
+constexpr std::int64_t kExpertsHere = 3;
+constexpr std::int64_t kMostRows = 8;
+constexpr std::int64_t kWidth = 5;
+
+// kMostRows at most; in some rounds none, or all of all ranks for one expert.
+at::Tensor random_counts(int round, std::int64_t experts, std::mt19937& own) {
+  const at::Tensor counts = at::zeros({experts}, at::kInt);
+  if (round % 5 == 1) {
+    counts[round % experts] = kMostRows;
+  } else if (round % 5 != 2) {
+    for (auto left = own() % (kMostRows + 1); left > 0; --left) {
+      counts[static_cast<std::int64_t>(own() % experts)] += 1;
+    }
+  }
+  return counts;
+}
+
+TEST_P(Copies, M8_DeliverTheBitsOfTheCollective) {
+  const PeerCase& param = GetParam();
+  run_ranks(param.world, [&](RankContext& context) {
+    const std::int64_t experts = kExpertsHere * context.world;
+    const ExchangeOptions options{
+        .groups_by_rank = param.by_rank,
+        .stream = {.delay_seed = 11U + context.rank, .max_delay_us = 200}};
+    CollectiveExchange collective(
+        group_for(context, "collective"),
+        experts,
+        options);
+    const auto group = group_for(context, "copies");
+    PeerExchange copies(
+        group,
+        make_page_communicator(group),
+        experts,
+        {.window_nbytes = kMostRows * kWidth * 8, .exchange = options});
+    EXPECT_GE(copies.nbytes(), 2 * kMostRows * kWidth * 8);
+    std::mt19937 random(21U + context.rank);
+    auto generator = at::detail::createCPUGenerator(context.rank + 1);
+    for (int round = 0; round < 12; ++round) {
+      const at::Tensor counts = random_counts(round, experts, random);
+      const auto num_counted = counts.sum().item<std::int64_t>();
+      const std::int64_t dropped = round % 2;
+      const auto expected = collective.plan(counts, num_counted + dropped);
+      const auto got = copies.plan(counts, num_counted + dropped);
+      EXPECT_TRUE(got->ends.equal(expected->ends)) << round;
+      EXPECT_EQ(got->groups_per_expert, expected->groups_per_expert);
+      EXPECT_EQ(got->num_sent, expected->num_sent);
+      EXPECT_EQ(got->num_received, expected->num_received);
+      const at::ScalarType dtype = round % 3 == 0   ? at::kBFloat16
+                                   : round % 3 == 1 ? at::kFloat
+                                                    : at::kDouble;
+      const auto travel = [&](TokenExchange& exchange,
+                              const nn::ExchangePlanPtr& plan,
+                              Way way,
+                              const at::Tensor& rows) {
+        return exchange.start(plan, way, rows)->finish();
+      };
+      const at::Tensor sent =
+          at::randn({num_counted + dropped, kWidth}, generator).to(dtype);
+      const at::Tensor arrived = travel(copies, got, Way::dispatch, sent);
+      EXPECT_TRUE(
+          arrived.equal(travel(collective, expected, Way::dispatch, sent)))
+          << round;
+      const at::Tensor results =
+          at::randn(arrived.sizes(), generator).to(dtype);
+      const at::Tensor back = travel(copies, got, Way::combine, results);
+      const at::Tensor back_expected =
+          travel(collective, expected, Way::combine, results);
+      EXPECT_EQ(back.sizes(), sent.sizes());
+      EXPECT_TRUE(back.narrow(0, 0, num_counted)
+                      .equal(back_expected.narrow(0, 0, num_counted)))
+          << round;
+    }
+    group->barrier();
+  });
+}
+
+// Past a fence rank 1 reads only when rank 0 has come to the next one, and so
+// has written what goes with that.
+class SlowReader : public Communicator {
+ public:
+  SlowReader(
+      std::shared_ptr<Communicator> group,
+      std::atomic<int>& num_entered,
+      int num_fences)
+      : Communicator(
+            group->rank(),
+            group->size(),
+            group->name() + ".slow",
+            group->device()),
+        group_(std::move(group)),
+        num_entered_(num_entered),
+        num_fences_(num_fences) {}
+
+ protected:
+  void do_all_gather(Tensors outs, Tensors ins) override {
+    all_gather_of(*group_, std::move(outs), std::move(ins));
+  }
+  void do_reduce_scatter(Tensors outs, Tensors ins, ReduceOp op) override {
+    reduce_scatter_of(*group_, std::move(outs), std::move(ins), op);
+  }
+  void do_all_reduce(at::Tensor inout, ReduceOp op) override {
+    all_reduce_of(*group_, std::move(inout), op);
+  }
+  void do_broadcast(at::Tensor tensor, int root) override {
+    broadcast_of(*group_, std::move(tensor), root);
+  }
+  void do_all_to_all(at::Tensor out, at::Tensor in, Parts receives, Parts sends)
+      override {
+    all_to_all_of(
+        *group_,
+        std::move(out),
+        std::move(in),
+        std::move(receives),
+        std::move(sends));
+  }
+  void do_barrier() override { barrier_of(*group_); }
+  void do_fence() override {
+    ++num_fences_seen_;
+    if (rank() == 0) {
+      num_entered_ = num_fences_seen_;
+    }
+    fence_of(*group_);
+    const int next = std::min(num_fences_seen_ + 1, num_fences_);
+    while (rank() == 1 && num_entered_ < next) {
+      std::this_thread::yield();
+    }
+  }
+
+ private:
+  std::shared_ptr<Communicator> group_;
+  std::atomic<int>& num_entered_;
+  int num_fences_;
+  int num_fences_seen_ = 0;
+};
+
+TEST(PeerExchange, M9_ASlowRankReadsWhatWasWrittenForIt) {
+  constexpr int kTransfers = 12;
+  std::atomic<int> num_entered = 0;
+  run_ranks(2, [&](RankContext& context) {
+    const auto group = group_for(context, "copies");
+    PeerExchange exchange(
+        std::make_shared<SlowReader>(group, num_entered, kTransfers),
+        make_page_communicator(group),
+        2,
+        {.window_nbytes = 2 * 4});
+    const auto plan = exchange.plan(at::ones({2}, at::kInt), 2);
+    std::vector<std::unique_ptr<nn::RowTransfer>> transfers;
+    for (int i = 0; i < kTransfers; ++i) {
+      transfers.push_back(exchange.start(
+          plan,
+          i % 4 < 2 ? Way::dispatch : Way::combine,
+          at::full({2, 1}, 10.0F * i + context.rank)));
+    }
+    for (int i = 0; i < kTransfers; ++i) {
+      const at::Tensor expected = (10.0F * i + at::arange(2)).view({2, 1});
+      EXPECT_TRUE(transfers[i]->finish().equal(expected)) << i;
+    }
+    group->barrier();
+  });
+}
+
+TEST(PeerExchange, ManyUnderWay) {
+  run_ranks(3, [](RankContext& context) {
+    const auto group = group_for(context, "copies");
+    PeerExchange exchange(
+        group,
+        make_page_communicator(group),
+        3,
+        {.window_nbytes = 6 * 4,
+         .exchange = {
+             .stream = {
+                 .delay_seed = 1U + context.rank,
+                 .max_delay_us = 300}}});
+    const auto plan = exchange.plan(at::full({3}, 2, at::kInt), 6);
+    std::vector<std::unique_ptr<nn::RowTransfer>> transfers;
+    const auto way = [](int i) {
+      return i % 3 == 0 ? Way::combine : Way::dispatch;
+    };
+    for (int i = 0; i < 60; ++i) {
+      const at::Tensor rows = at::full({6, 1}, 10.0F * i + context.rank);
+      transfers.push_back(exchange.start(plan, way(i), rows));
+    }
+    for (int i = 0; i < 60; ++i) {
+      const at::Tensor expected =
+          (10.0F * i + at::arange(3)).repeat_interleave(2).view({6, 1});
+      EXPECT_TRUE(transfers[i]->finish().equal(expected)) << i;
+    }
+    group->barrier();
+  });
+}
+
+TEST(PeerExchange, RowsBeyondAWindowAreNamedOnAllRanks) {
+  run_ranks(2, [](RankContext& context) {
+    const auto group = group_for(context, "copies");
+    PeerExchange exchange(
+        group,
+        make_page_communicator(group),
+        2,
+        {.window_nbytes = 16});
+    // Rank 0 has 2 rows and rank 1 has 3.
+    const std::int64_t num_rows = 2 + context.rank;
+    const auto plan =
+        exchange.plan(at::tensor({1, 1 + context.rank}, at::kInt), num_rows);
+    EXPECT_THAT(
+        message_of([&] {
+          exchange.start(plan, Way::dispatch, at::ones({num_rows, 2}));
+        }),
+        HasSubstr("a rank has 3 rows of 8 bytes, and windows of 16 bytes"));
+    const at::Tensor narrow = at::full({num_rows, 1}, 3.0F);
+    EXPECT_EQ(
+        exchange.start(plan, Way::dispatch, narrow)->finish().size(0),
+        2 + context.rank);
+    group->barrier();
+  });
+}
+
+TEST(PeerExchange, AfterAFailureAllRanksBeginAnew) {
+  run_ranks(2, [](RankContext& context) {
+    const auto group = group_for(context, "copies");
+    const auto hosts = make_page_communicator(group);
+    PeerExchange exchange(group, hosts, 2, {.window_nbytes = 64});
+    const at::Tensor counts = at::ones({2}, at::kInt);
+    if (context.rank == 0) {
+      EXPECT_THAT(
+          message_of([&] { exchange.plan(counts, 2); }),
+          HasSubstr("rank 1 of the group gives 1 bytes, this one 8"));
+      EXPECT_THAT(
+          message_of([&] { exchange.plan(counts, 2); }),
+          HasSubstr("all of them call restart() first"));
+    } else {
+      EXPECT_THROW(
+          hosts->all_gather(at::empty({2}, at::kByte), at::ones(1, at::kByte)),
+          Error);
+    }
+    exchange.restart();
+    const auto plan = exchange.plan(counts, 2);
+    const at::Tensor rows = at::full({2, 1}, 1.0F + context.rank);
+    EXPECT_TRUE(exchange.start(plan, Way::dispatch, rows)
+                    ->finish()
+                    .equal(at::tensor({1.0F, 2.0F}).view({2, 1})));
+    group->barrier();
+  });
+}
+
+}  // namespace
+}  // namespace flatshard
