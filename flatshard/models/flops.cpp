@@ -48,6 +48,11 @@ std::int64_t num_active_parameters(const ModelConfig& config) {
   return count_parameters(c, c.moe.experts_per_token, c.tie_embeddings ? 1 : 2);
 }
 
+std::int64_t num_expert_parameters(const ModelConfig& config) {
+  const ModelConfig c = valid(config);
+  return count_parameters(c, c.moe.num_experts, 0) - count_parameters(c, 0, 0);
+}
+
 std::int64_t num_matmul_parameters(const ModelConfig& config) {
   const ModelConfig c = valid(config);
   return count_parameters(c, c.moe.experts_per_token, 1);

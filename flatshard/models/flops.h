@@ -12,6 +12,9 @@ std::int64_t num_parameters(const ModelConfig& config);
 /// The same with as many experts of each block as a token goes to.
 std::int64_t num_active_parameters(const ModelConfig& config);
 
+/// Those of routed experts, in all layers: what expert parallelism divides.
+std::int64_t num_expert_parameters(const ModelConfig& config);
+
 /// Active parameters that take part in matrix products: all but the input
 /// embedding (a tied one does, as the head).
 std::int64_t num_matmul_parameters(const ModelConfig& config);

@@ -36,7 +36,11 @@ void loop_weight_gradient(
         at::Tensor out = grad[e];
         const at::Tensor gt = g.slice(0, begin, end).t();
         const at::Tensor rows = x.slice(0, begin, end);
-        if (accumulate || !first) {
+        if (!first) {
+          // Bit for bit what other ranks' products add up to, which addmm is
+          // not: it adds pieces of a product of many rows one by one.
+          out.add_(at::mm(gt, rows));
+        } else if (accumulate) {
           at::addmm_out(out, out, gt, rows);
         } else {
           at::mm_out(out, gt, rows);

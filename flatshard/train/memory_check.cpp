@@ -37,7 +37,12 @@ std::int64_t least_memory(
         1,
         config.parallelism.data_parallel_replicate_degree);
   }
-  return models::num_parameters(model) * each / shards;
+  const std::int64_t all = models::num_parameters(model);
+  const std::int64_t experts = models::num_expert_parameters(model);
+  // Also where nothing else is sharded each rank has only its experts.
+  const std::int64_t expert_shards =
+      std::max(shards, config.parallelism.expert_parallel_degree);
+  return (all - experts) * each / shards + experts * each / expert_shards;
 }
 
 void check_memory(

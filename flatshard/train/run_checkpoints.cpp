@@ -7,7 +7,9 @@
 #include "flatshard/flight/recorder.h"
 #include "flatshard/format/checkpoint_folder.h"
 #include "flatshard/format/manifest.h"
+#include "flatshard/train/model_config.h"
 #include "flatshard/train/option_errors.h"
+#include "flatshard/train/stored_model.h"
 
 #include <ATen/ATen.h>
 #include <fmt/ranges.h>
@@ -95,6 +97,26 @@ data::LoaderState loader_state(const std::string& text) {
   return state;
 }
 
+/// What the router of another number of experts is a sign of; unset: of that
+/// many, or it is not known.
+std::optional<std::string> other_experts(
+    const fs::path& folder,
+    const Config& config) {
+  try {
+    const auto before =
+        model_config(checkpoint_config(folder, read_manifest(folder)))
+            .moe.num_experts;
+    const auto now = model_config(config).moe.num_experts;
+    return before == now ? std::nullopt
+                         : std::optional(fmt::format(
+                               "model.num_experts = {}, the checkpoint has {}",
+                               now,
+                               before));
+  } catch (const Error&) {
+    return std::nullopt;  // load_checkpoint has said what is wrong
+  }
+}
+
 std::string schedule_state(const Config& config) {
   return nlohmann::json{
       {"name", config.lr_scheduler.name},
@@ -148,11 +170,20 @@ void RunCheckpoints::load(std::int64_t step) {
   const bool without_loader = take(options.exclude, kLoaderWord);
   const fs::path path = step_folder(folder_, step);
   const auto begin = std::chrono::steady_clock::now();
-  const LoadedCheckpoint loaded = load_checkpoint(
-      path,
-      parts_.groups,
-      without_optimizer ? nullptr : parts_.optimizer,
-      options);
+  const LoadedCheckpoint loaded = [&] {
+    try {
+      return load_checkpoint(
+          path,
+          parts_.groups,
+          without_optimizer ? nullptr : parts_.optimizer,
+          options);
+    } catch (const Error& error) {
+      if (const auto experts = other_experts(path, config_)) {
+        throw error.with_context(*experts);
+      }
+      throw;
+    }
+  }();
   const auto text = [&](std::string_view key) {
     const auto found = loaded.state.find(std::string(key));
     FLATSHARD_CHECK(

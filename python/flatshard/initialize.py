@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from flatshard.module import state_of
-from flatshard.sharded_tensor import writes
+from flatshard.writes import writes
 
 
 def reset_parameters(model, seed=0, init_fn=None):

@@ -14,7 +14,8 @@ from torch.distributed.tensor import Replicate
 
 from flatshard.module import FSDPModule, _cast, state_of
 from flatshard.row_shard import RowShard
-from flatshard.sharded_tensor import ShardedTensor, writes
+from flatshard.sharded_tensor import ShardedTensor
+from flatshard.writes import writes
 from flatshard.unit import _copy_attributes, _places
 
 

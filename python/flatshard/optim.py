@@ -26,7 +26,7 @@ class AdamW(torch.optim.Optimizer):
         NotImplementedError: an option of torch's that is not supported.
     """
 
-    # Its writes are known to the core, see sharded_tensor.Writes.
+    # Its writes are known to the core, see writes.Writes.
     writes_through_core = True
 
     def __init__(

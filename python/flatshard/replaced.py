@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatshard import unit as unit_module
-from flatshard.sharded_tensor import ShardedTensor, writes
+from flatshard.sharded_tensor import ShardedTensor
+from flatshard.writes import writes
 from flatshard.unit import former_name, unit_of
 
 # -- optimizers made before fully_shard ------------------------------------------------

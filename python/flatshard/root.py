@@ -14,7 +14,7 @@ from flatshard.graph_checks import (
 from flatshard.mesh import device_of
 from flatshard.replaced import refuse_plain, refuse_replaced, settle
 from flatshard.same_values import compare
-from flatshard.sharded_tensor import writes
+from flatshard.writes import writes
 
 
 def traces_steps():

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from flatshard.mesh import device_of
-from flatshard.sharded_tensor import writes
+from flatshard.writes import writes
 
 _MASK = (1 << 62) - 1  # its negative is an int64, too
 

@@ -6,142 +6,20 @@ saying it of every result.
 """
 
 import functools
-import weakref
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from flatshard import row_functions
+from flatshard.meta_shards import of_meta, where_it_is
 from flatshard.row_functions import refuse
 from flatshard.row_shard import RowShard
+from flatshard.row_spec import RowSpec, from_local
+from flatshard.unscale import unscale, unscale_gradients
+from flatshard.writes import writes
 
 
-class Writes:
-    """Notices that somebody may have written sharded parameters.
-
-    Tensor versions do not tell: DTensor's operations work below the level that
-    counts them. So it is the way to the values that counts: operations in place,
-    `.data`, `to_local()`, and steps of torch's optimizers.
-    """
-
-    def __init__(self):
-        self.count = 0  # of writes that may be to any unit
-        self.units = {}  # weak references, by the address of the memory of a parameter
-        self.written = set()  # those addresses that were written by themselves
-        self.lists = 0  # writes to several at once
-        self._stepping = False  # in an optimizer, as far as is known
-        self._left_to_step = False  # writes to lists, for note_step to count
-        self._units_of = weakref.WeakKeyDictionary()  # of an optimizer's parameters
-
-    def note(self, tensor):
-        if not isinstance(tensor, (list, tuple)):
-            unit = self._unit_of(tensor)
-            if unit is not None:
-                unit.num_writes += 1
-                self.written.add(_address(tensor))
-        elif tensor and self._unit_of(tensor[0]) is not None:  # foreach: of parameters
-            self.lists += 1
-            if self._stepping:
-                self._left_to_step = True
-                return
-            for unit in filter(None, map(self._unit_of, tensor)):
-                unit.num_writes += 1
-
-    def note_before_step(self, optimizer, args, kwargs):
-        self._give_up_step()
-        self._stepping = True
-
-    def note_step(self, optimizer, args, kwargs):
-        self._stepping = self._left_to_step = False
-        self.lists += 1
-        if getattr(optimizer, "writes_through_core", False):
-            return
-        tensors = [p for group in optimizer.param_groups for p in group["params"]]
-        ids = [id(tensor) for tensor in tensors]
-        known, units = self._units_of.get(optimizer, (None, None))
-        if known != ids:
-            units = {id(u): weakref.ref(u) for u in map(self._unit_of, tensors) if u}
-            self._units_of[optimizer] = ids, units
-        for reference in units.values():
-            if (unit := reference()) is not None:
-                unit.num_writes += 1
-
-    def to_all(self):
-        """How many there were that may have been to any unit; those to one alone are
-        in its `num_writes`."""
-        self._give_up_step()
-        return self.count
-
-    def _give_up_step(self):
-        """A step that failed, or one that calls the model after it wrote."""
-        if self._left_to_step:
-            self._stepping = self._left_to_step = False
-            self.count += 1
-
-    def _unit_of(self, tensor):
-        if not isinstance(tensor, ShardedTensor):
-            return None
-        reference = self.units.get(_address(tensor))
-        return None if reference is None else reference()
-
-    def add(self, unit, tensors):
-        addresses = [_address(tensor) for tensor in tensors]
-        self.units.update(dict.fromkeys(addresses, weakref.ref(unit)))
-        weakref.finalize(unit, self._forget, addresses)
-
-    def remove(self, tensors):
-        self._forget([_address(tensor) for tensor in tensors])
-
-    def _forget(self, addresses):
-        for address in addresses:
-            self.units.pop(address, None)
-            self.written.discard(address)
-
-
-def _address(tensor):
-    return tensor._local_tensor.untyped_storage()._cdata
-
-
-writes = Writes()
-register_optimizer_step_pre_hook(writes.note_before_step)
-register_optimizer_step_post_hook(writes.note_step)
-
-# Of parameters that came on the meta device: the address of the memory behind a shard
-# -> its unit, which says whether there are values yet.
-_of_meta = {}
-
-
-def mark_of_meta(storages, state):
-    _of_meta.update(dict.fromkeys(storages, weakref.ref(state)))
-    weakref.finalize(state, lambda: [_of_meta.pop(s, None) for s in storages])
-
-
-def _where_it_is(tensor, attribute):
-    """What a tensor on meta would say, for a shard without values; else None. The memory
-    is there before the values are."""
-    storage = tensor._local_tensor.untyped_storage()._cdata
-    state = _of_meta[storage]() if storage in _of_meta else None
-    if state is None:
-        return None
-    if state.initialized:
-        del _of_meta[storage]
-        return None
-    answers = {
-        "device": torch.device("meta"),
-        "is_meta": True,
-        "is_cpu": False,
-        "is_cuda": False,
-    }
-    return answers.get(attribute)
-
-
-_unscale = torch._amp_foreach_non_finite_check_and_unscale_
 _get_data = torch.Tensor.data.__get__
 _set_data = torch.Tensor.data.__set__
 _grad = torch.Tensor.grad
@@ -153,26 +31,6 @@ def _is_in_place(name):
     if name.startswith("__"):
         return name == "__setitem__" or name.startswith("__i")
     return name.endswith("_")
-
-
-class RowSpec(DTensorSpec):
-    """The spec of a ShardedTensor. DTensor finds what it has worked out for an
-    operation by the specs of its arguments: this one equals none with other cuts,
-    nor one with Shard(0)."""
-
-    def __eq__(self, other):
-        return isinstance(other, RowSpec) and super().__eq__(other)
-
-    def __hash__(self):
-        return hash(("RowSpec", super().__hash__()))
-
-    @staticmethod
-    def of(spec, placements=None):
-        return RowSpec(
-            spec.mesh,
-            spec.placements if placements is None else tuple(placements),
-            tensor_meta=spec.tensor_meta,
-        )
 
 
 class ShardedTensor(DTensor):
@@ -194,7 +52,7 @@ class ShardedTensor(DTensor):
         """
         is_cut = any(isinstance(p, RowShard) for p in placements)
         kind = RowSpec if is_cut else DTensorSpec
-        tensor = _from_local(local.detach(), mesh, placements, shape, kind)
+        tensor = from_local(local.detach(), mesh, placements, shape, kind)
         tensor.__class__ = ShardedTensor
         return tensor.requires_grad_(requires_grad)
 
@@ -214,8 +72,8 @@ class ShardedTensor(DTensor):
             return None
         kwargs = kwargs or {}
         name = function.__name__
-        if _of_meta and name == "__get__" and isinstance(args[0], ShardedTensor):
-            place = _where_it_is(args[0], function.__self__.__name__)
+        if of_meta and name == "__get__" and isinstance(args[0], ShardedTensor):
+            place = where_it_is(args[0], function.__self__.__name__)
             if place is not None:
                 return place
         if name == "__get__" or (name == "__set__" and args[1] is None):
@@ -227,8 +85,8 @@ class ShardedTensor(DTensor):
         if name == "aminmax":
             return row_functions.aminmax(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            if function is _unscale:
-                return _unscale_gradients(*args)
+            if function is unscale:
+                return unscale_gradients(*args)
             pieces = _pieces(function, args)
             if pieces is not None:
                 result = function(*pieces, **kwargs)
@@ -309,37 +167,9 @@ class ShardedTensor(DTensor):
         )
 
 
-def _from_local(local, mesh, placements, shape, kind=DTensorSpec):
-    """DTensor.from_local, which would copy what is on another device than the mesh: an
-    offloaded shard would be no view any more."""
-    stride = torch.empty(shape, device="meta").stride()
-    meta = TensorMeta(torch.Size(shape), stride, local.dtype)
-    spec = kind(mesh, tuple(placements), tensor_meta=meta)
-    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
-
-
 # None of its own: DTensor's class has to be assignable to it. But whoever copies a
 # tensor slot by slot (DCP's staging) asks the type for them.
 ShardedTensor.__slots__ = DTensor.__slots__
-
-
-def _unscale_gradients(gradients, found_inf, inverse_scale):
-    """What GradScaler asks of gradients. All ranks get the same `found_inf`.
-
-    DTensor asks the first gradient alone over which ranks to agree, and takes no
-    plain tensors beside.
-    """
-    local = [g._local_tensor if isinstance(g, DTensor) else g for g in gradients]
-    _unscale(local, found_inf, inverse_scale)
-    groups = {}
-    for gradient in gradients:
-        if isinstance(gradient, DTensor):
-            mesh = gradient.device_mesh
-            for dim, placement in enumerate(gradient.placements):
-                if isinstance(placement, Shard):
-                    groups[mesh, dim] = mesh.get_group(dim)
-    for group in groups.values():
-        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
 
 
 def _call_with_out(function, args, kwargs):
@@ -401,7 +231,7 @@ def _align_to(reference, value):
     if cuts[0]:
         return reference.like(value)
     mesh = value.device_mesh
-    full = _from_local(
+    full = from_local(
         value.full_tensor(), mesh, [Replicate()] * mesh.ndim, value.shape
     )
     return full.redistribute(reference.device_mesh, reference.placements)

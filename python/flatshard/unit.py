@@ -16,8 +16,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard import _C
 from flatshard.graph_checks import DEFAULT_WARMUP_STEPS
+from flatshard.meta_shards import mark_of_meta
 from flatshard.row_shard import RowShard
-from flatshard.sharded_tensor import ShardedTensor, mark_of_meta, writes
+from flatshard.sharded_tensor import ShardedTensor
+from flatshard.writes import writes
 
 # Where a parameter went, kept on the tensor that the user had: meeting it again
 # in another unit means that two units share it.

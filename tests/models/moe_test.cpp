@@ -326,8 +326,11 @@ TEST(MoeFlops, CountActiveParameters) {
   const ModelConfig mixtral = preset("mixtral_8x7b");
   EXPECT_EQ(num_parameters(mixtral), 46702792704);
   EXPECT_EQ(num_active_parameters(mixtral), 12879925248);
+  EXPECT_EQ(num_expert_parameters(mixtral), 32LL * 8 * 3 * 4096 * 14336);
   const ModelConfig qwen = preset("qwen3_30b_a3b");
   EXPECT_EQ(num_parameters(qwen), 30532122624);
+  EXPECT_EQ(num_expert_parameters(qwen), 48LL * 128 * 3 * 2048 * 768);
+  EXPECT_EQ(num_expert_parameters(preset("llama3_1b")), 0);
   EXPECT_NEAR(double(num_active_parameters(qwen)), 3.35e9, 0.02e9);
   EXPECT_LT(flops_per_token(qwen, 4096), 30e9);
 }

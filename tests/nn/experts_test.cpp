@@ -260,11 +260,27 @@ TEST(GroupedLinears, GroupsOfOneExpertAreProductsOfTheirOwn) {
   const at::Tensor g = at::randn({9, 3}, seeded(3));
   grouped_linear(x, w, groups).backward(g);
   at::Tensor first = at::mm(g.slice(0, 0, 2).t(), x.slice(0, 0, 2));
-  first.addmm_(g.slice(0, 2, 5).t(), x.slice(0, 2, 5));
+  first.add_(at::mm(g.slice(0, 2, 5).t(), x.slice(0, 2, 5)));
   EXPECT_TRUE(at::equal(w.grad()[0], first));
   at::Tensor second = at::zeros({3, 4});
   second.addmm_(g.slice(0, 5, 9).t(), x.slice(0, 5, 9));
   EXPECT_TRUE(at::equal(w.grad()[1], second));
+}
+
+// With so many rows an addmm would add the second product in pieces.
+TEST(GroupedLinears, M11_GroupsOfManyRowsAddUpAsRanksDo) {
+  constexpr std::int64_t kRows = 700;
+  const Groups groups{int_tensor({kRows, 2 * kRows}), 2};
+  const at::Tensor x = at::randn({2 * kRows, 192}, seeded(1));
+  const at::Tensor w = at::randn({1, 96, 192}, seeded(2)).requires_grad_();
+  const at::Tensor g = at::randn({2 * kRows, 96}, seeded(3));
+  grouped_linear(x, w, groups).backward(g);
+  const auto product = [&](std::int64_t begin) {
+    return at::mm(
+        g.slice(0, begin, begin + kRows).t(),
+        x.slice(0, begin, begin + kRows));
+  };
+  EXPECT_TRUE(at::equal(w.grad()[0], product(0) + product(kRows)));
 }
 
 TEST(GroupedLinears, AThousandExperts) {

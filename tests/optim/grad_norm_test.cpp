@@ -3,6 +3,7 @@
 #include "flatshard/core/error.h"
 #include "tests/optim/one_group.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -70,6 +71,36 @@ TEST(GradNorm, GroupsOfDifferentStrategiesAddUp) {
     const double norm = norm_of_base() * std::sqrt(2.0);
     EXPECT_NEAR(clip.norm.item<double>(), norm, 1e-5);
   });
+}
+
+// The digits of float32, however many values there are and wherever they lie.
+TEST(GradNorm, MillionsOfValuesLoseNoDigits) {
+  constexpr std::int64_t kNumel = 6'000'001;
+  const at::Tensor values = at::empty({kNumel}).normal_(
+      0,
+      1e-3,
+      at::make_generator<at::CPUGeneratorImpl>(std::uint64_t{7}));
+  const double want = values.to(at::kDouble).norm().item<double>();
+  for (const int world : {1, 2}) {
+    run_ranks(world, [&](RankContext& context) {
+      ParamGroup group(
+          GroupSpec{
+              .name = "block",
+              .parameters =
+                  {{.names = {"weight"},
+                    .shape = {kNumel},
+                    .init = InitSpec::zeros()}},
+              .mesh = context.mesh(),
+              .strategy = Strategy::named("zero3", 1)},
+          ParamGroupOptions{.precision = Precision::full()},
+          Initializer(5));
+      const at::Tensor flat = at::zeros({group.layout().numel()});
+      flat.narrow(0, group.layout().tensor_offset(0), kNumel).copy_(values);
+      reduce(group, flat);
+      const GradNorm clip = grad_norm_and_scale({&group}, 1);
+      EXPECT_NEAR(clip.norm.item<double>(), want, want * 1e-6) << world;
+    });
+  }
 }
 
 TEST(GradNorm, WithoutALimitOnlyTheNorm) {

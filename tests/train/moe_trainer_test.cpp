@@ -248,6 +248,19 @@ TEST_F(MoeTrainer, WhatDoesNotFitIsRefusedByName) {
   EXPECT_THAT(refusal({"model.family=deepseek_v3"}), HasSubstr("model.family"));
 }
 
+TEST_F(MoeTrainer, ACheckpointOfOtherExpertsIsRefusedByName) {
+  train("run", {"training.steps=1", "checkpoint.interval=1"});
+  try {
+    train("run", {"model.num_experts=8"}, /*resume=*/true);
+    FAIL() << "did not throw";
+  } catch (const Error& error) {
+    EXPECT_THAT(
+        error.what(),
+        HasSubstr("model.num_experts = 8, the checkpoint has 4"));
+    EXPECT_THAT(error.what(), HasSubstr("expected shape [8, 32], got [4, 32]"));
+  }
+}
+
 TEST(MoeKeys, ReplaceThoseOfAPreset) {
   const auto model = [](const std::string& keys) {
     return model_config(parse_config(

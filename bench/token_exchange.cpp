@@ -1,0 +1,170 @@
+// What it takes to bring a layer's rows to the experts of other ranks and back,
+// by collectives and by copies, at the sizes of Qwen3-30B-A3B: a line of JSON
+// for each, from rank 0. Balanced random data. One rank for each GPU, or those
+// of a launcher; without a GPU two ranks on the CPU, for trying it out.
+// usage: flatshard_token_exchange [tokens of a rank]
+#include <ATen/Functions.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <vector>
+
+#include "flatshard/exchange/collective_exchange.h"
+#include "flatshard/exchange/peer_exchange.h"
+#include "flatshard/launch/local_ranks.h"
+#include "flatshard/mesh/mesh.h"
+#include "flatshard/peer/page_communicator.h"
+#include "flatshard/peer/peer_communicator.h"
+
+namespace flatshard {
+namespace {
+
+constexpr std::int64_t kExperts = 128;
+constexpr std::int64_t kPerToken = 8;
+constexpr std::int64_t kDim = 2048;
+constexpr int kRounds = 20;
+
+using Way = nn::TokenExchange::Way;
+using Clock = std::chrono::steady_clock;
+
+double median(std::vector<double> values) {
+  std::ranges::sort(values);
+  return values[values.size() / 2];
+}
+
+double us_since(Clock::time_point begin) {
+  return std::chrono::duration<double, std::micro>(Clock::now() - begin)
+      .count();
+}
+
+/// Calls of one kind: the device's time, and the host's.
+class Calls {
+ public:
+  explicit Calls(Mesh& mesh)
+      : mesh_(mesh), timer_(make_stream_timer(mesh.device())) {}
+
+  template <class Call>
+  void run(Call&& call) {
+    mesh_.world().barrier();
+    timer_->start();
+    const auto begin = Clock::now();
+    call();
+    host_us_.push_back(us_since(begin));
+    timer_->stop();
+    device_us_.push_back(1e3 * timer_->wait_and_take_ms());
+  }
+
+  void report(const char* kind, const char* what, double nbytes) const {
+    if (mesh_.rank() != 0) {
+      return;
+    }
+    const double us = median(device_us_);
+    fmt::print(
+        "{{\"exchange\": \"{}\", \"what\": \"{}\", \"us\": {:.1f}, "
+        "\"host_us\": {:.1f}",
+        kind,
+        what,
+        us,
+        median(host_us_));
+    if (nbytes > 0) {
+      fmt::print(", \"gb_per_s\": {:.1f}", 1e-3 * nbytes / us);
+    }
+    fmt::print("}}\n");
+    std::fflush(stdout);
+  }
+
+ private:
+  Mesh& mesh_;
+  std::unique_ptr<StreamTimer> timer_;
+  std::vector<double> device_us_;
+  std::vector<double> host_us_;
+};
+
+void measure(
+    const char* kind,
+    nn::TokenExchange& exchange,
+    Mesh& mesh,
+    std::int64_t tokens) {
+  const std::int64_t num_rows =
+      tokens * kPerToken / kExperts * kExperts;  // as many for each expert
+  const auto options = at::TensorOptions(mesh.device());
+  const at::Tensor counts =
+      at::full({kExperts}, num_rows / kExperts, options.dtype(at::kInt));
+  const at::Tensor rows =
+      at::randn({num_rows, kDim}, options).to(at::kBFloat16);
+  // What leaves this rank.
+  const double nbytes =
+      static_cast<double>(rows.nbytes()) * (mesh.size() - 1) / mesh.size();
+  Calls plans(mesh);
+  Calls dispatches(mesh);
+  Calls combines(mesh);
+  for (int round = 0; round < kRounds; ++round) {
+    nn::ExchangePlanPtr plan;
+    at::Tensor arrived;
+    plans.run([&] { plan = exchange.plan(counts, num_rows); });
+    dispatches.run(
+        [&] { arrived = exchange.start(plan, Way::dispatch, rows)->finish(); });
+    combines.run(
+        [&] { exchange.start(plan, Way::combine, arrived)->finish(); });
+  }
+  plans.report(kind, "plan", 0);
+  dispatches.report(kind, "dispatch", nbytes);
+  combines.report(kind, "combine", nbytes);
+}
+
+void run(std::int64_t tokens) {
+  const RankEnvironment environment = rank_environment_from_env();
+  at::Device device = at::kCPU;
+  if (cuda_available()) {
+    device = {at::kCUDA, static_cast<c10::DeviceIndex>(environment.local_rank)};
+    set_current_device(device);
+  }
+  const auto mesh = Mesh::create(
+      {{"ep", environment.world_size}},
+      environment.rank,
+      environment.world_size > 1 ? make_tcp_store(environment) : StoreHandle(),
+      device);
+  const auto group =
+      mesh->communicator(0, Purpose::exchange).shared_from_this();
+  CollectiveExchange collective(group, kExperts);
+  measure("collective", collective, *mesh, tokens);
+  PeerExchange copies(
+      make_peer_communicator(group, {}),
+      make_page_communicator(group),
+      kExperts,
+      {.window_nbytes = tokens * kPerToken * kDim * 2});
+  measure("copies", copies, *mesh, tokens);
+  mesh->world().barrier();
+}
+
+// Without a call into CUDA: the ranks are forked.
+int num_gpus() {
+  int count = 0;
+  while (std::filesystem::exists(fmt::format("/dev/nvidia{}", count))) {
+    ++count;
+  }
+  return count;
+}
+
+}  // namespace
+}  // namespace flatshard
+
+int main(int argc, char** argv) {
+  const int num_gpus = flatshard::num_gpus();
+  if (!flatshard::launched_by_environment() && num_gpus != 1) {
+    return flatshard::spawn_local_ranks(
+        num_gpus == 0 ? 2 : num_gpus,
+        {argv, argv + argc});
+  }
+  try {
+    flatshard::run(argc > 1 ? std::atoll(argv[1]) : 8192);
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "{}\n", error.what());
+    return 1;
+  }
+  return 0;
+}

@@ -1,0 +1,100 @@
+"""Who may have written sharded parameters."""
+
+import weakref
+
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+
+class Writes:
+    """Notices that somebody may have written sharded parameters.
+
+    Tensor versions do not tell: DTensor's operations work below the level that
+    counts them. So it is the way to the values that counts: operations in place,
+    `.data`, `to_local()`, and steps of torch's optimizers.
+    """
+
+    def __init__(self):
+        self.count = 0  # of writes that may be to any unit
+        self.units = {}  # weak references, by the address of the memory of a parameter
+        self.written = set()  # those addresses that were written by themselves
+        self.lists = 0  # writes to several at once
+        self._stepping = False  # in an optimizer, as far as is known
+        self._left_to_step = False  # writes to lists, for note_step to count
+        self._units_of = weakref.WeakKeyDictionary()  # of an optimizer's parameters
+
+    def note(self, tensor):
+        if not isinstance(tensor, (list, tuple)):
+            unit = self._unit_of(tensor)
+            if unit is not None:
+                unit.num_writes += 1
+                self.written.add(_address(tensor))
+        elif tensor and self._unit_of(tensor[0]) is not None:  # foreach: of parameters
+            self.lists += 1
+            if self._stepping:
+                self._left_to_step = True
+                return
+            for unit in filter(None, map(self._unit_of, tensor)):
+                unit.num_writes += 1
+
+    def note_before_step(self, optimizer, args, kwargs):
+        self._give_up_step()
+        self._stepping = True
+
+    def note_step(self, optimizer, args, kwargs):
+        self._stepping = self._left_to_step = False
+        self.lists += 1
+        if getattr(optimizer, "writes_through_core", False):
+            return
+        tensors = [p for group in optimizer.param_groups for p in group["params"]]
+        ids = [id(tensor) for tensor in tensors]
+        known, units = self._units_of.get(optimizer, (None, None))
+        if known != ids:
+            units = {id(u): weakref.ref(u) for u in map(self._unit_of, tensors) if u}
+            self._units_of[optimizer] = ids, units
+        for reference in units.values():
+            if (unit := reference()) is not None:
+                unit.num_writes += 1
+
+    def to_all(self):
+        """How many there were that may have been to any unit; those to one alone are
+        in its `num_writes`."""
+        self._give_up_step()
+        return self.count
+
+    def _give_up_step(self):
+        """A step that failed, or one that calls the model after it wrote."""
+        if self._left_to_step:
+            self._stepping = self._left_to_step = False
+            self.count += 1
+
+    def _unit_of(self, tensor):
+        if not isinstance(tensor, DTensor):
+            return None
+        reference = self.units.get(_address(tensor))
+        return None if reference is None else reference()
+
+    def add(self, unit, tensors):
+        addresses = [_address(tensor) for tensor in tensors]
+        self.units.update(dict.fromkeys(addresses, weakref.ref(unit)))
+        weakref.finalize(unit, self._forget, addresses)
+
+    def remove(self, tensors):
+        self._forget([_address(tensor) for tensor in tensors])
+
+    def _forget(self, addresses):
+        for address in addresses:
+            self.units.pop(address, None)
+            self.written.discard(address)
+
+
+def _address(tensor):
+    return tensor._local_tensor.untyped_storage()._cdata
+
+
+writes = Writes()
+register_optimizer_step_pre_hook(writes.note_before_step)
+register_optimizer_step_post_hook(writes.note_step)
