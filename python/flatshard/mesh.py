@@ -78,7 +78,8 @@ def _find(device_mesh, timeout_s):
     if names is None:
         made = _made_once(device_mesh, timeout_s)
         return made, made
-    whole = _made_once(device_mesh._get_root_mesh()[all_names], timeout_s)
+    root = device_mesh._get_root_mesh()[all_names]
+    whole = _made_once(root, timeout_s, all_names)
     if names == all_names:
         return whole, whole
     key = whole, names
@@ -87,10 +88,11 @@ def _find(device_mesh, timeout_s):
     return _meshes[key], whole
 
 
-def _made_once(device_mesh, timeout_s):
-    key = (*_key(device_mesh), device_mesh.mesh_dim_names)
+def _made_once(device_mesh, timeout_s, names=()):
+    """One for all meshes of the same ranks, and for those with these `names`."""
+    key = (*_key(device_mesh), *names)
     if key not in _meshes:
-        _meshes[key] = _make(device_mesh, timeout_s)
+        _meshes[key] = _make(device_mesh, key, timeout_s)
     return _meshes[key]
 
 
@@ -140,14 +142,14 @@ def device_of(device_mesh):
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _make(device_mesh, timeout_s):
+def _make(device_mesh, key, timeout_s):
     device = device_of(device_mesh)
     if device.type == "cuda" and not _C.with_cuda:
         raise RuntimeError(
             "mesh: a CUDA mesh needs Flatshard built with CUDA; rebuild with "
             "FLATSHARD_CUDA=on (python -m flatshard.doctor shows what this build has)"
         )
-    shape, ranks, _ = key = _key(device_mesh)
+    shape, ranks = key[:2]
     if dist.get_rank() not in ranks:
         raise ValueError(
             f"mesh: rank {dist.get_rank()} is not in it, its ranks are {list(ranks)}; "
@@ -161,7 +163,7 @@ def _make(device_mesh, timeout_s):
             dist.Backend(dist.get_backend())
         )
         timeout_s = timeout.total_seconds()
-    digest = hashlib.sha1(repr((*key, *names)).encode()).hexdigest()[:16]
+    digest = hashlib.sha1(repr(key).encode()).hexdigest()[:16]
     return _C.Mesh.create(
         list(zip(names, shape)),
         ranks.index(dist.get_rank()),

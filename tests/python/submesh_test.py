@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from flatshard import fully_shard
+from flatshard.mesh import core_mesh
 from tests.python.device import DEVICE
 from tests.python.models import Body, plain
 from tests.python.training import data, full_state, shard
@@ -125,3 +126,11 @@ def test_a_rank_outside_of_the_mesh_is_named(world, rank):
     if rank not in members:
         with pytest.raises(ValueError, match=f"rank {rank} is not in it"):
             fully_shard(Body(plain), mesh=mesh)
+
+
+def test_meshes_of_other_names_are_one(world):
+    """Also after each other: making another one would wait for the first one's ranks."""
+    named = init_device_mesh(DEVICE, (world,), mesh_dim_names=("dp",))
+    other = init_device_mesh(DEVICE, (world,), mesh_dim_names=("data",))
+    unnamed = init_device_mesh(DEVICE, (world,))
+    assert core_mesh(named) is core_mesh(unnamed) is core_mesh(other)
