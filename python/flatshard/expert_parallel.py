@@ -139,15 +139,12 @@ class _Spread:
         group, n = self._flatshard_group, self.num_experts
         ranks, k = group.size(), top_k_index.shape[1]
         with torch.no_grad():
-            ids = top_k_index.reshape(-1)
-            order = torch.argsort(ids, stable=True)
-            inverse = torch.argsort(order)
-            leaving = torch.bincount(ids, minlength=ranks * n)
+            order, inverse, leaving = _sort_by_expert(top_k_index, ranks * n)
             arriving = torch.empty_like(leaving)
             dist.all_to_all_single(arriving, leaving, group=group)
             sizes = torch.stack([leaving, arriving]).view(2, ranks, n).sum(2)
             sent, received = sizes.tolist()
-            experts = torch.arange(n, device=ids.device).repeat(ranks)
+            experts = torch.arange(n, device=order.device).repeat(ranks)
             experts = experts.repeat_interleave(arriving, output_size=sum(received))
         rows = _Exchange.apply(hidden_states[order // k], sent, received, group)
         if rows.shape[0] > 0:
@@ -156,8 +153,22 @@ class _Spread:
         else:  # of no token; the ranks' backwards stay alike
             rows = rows + sum(p.flatten()[:0].sum() for p in self.parameters())
         rows = _Exchange.apply(rows, received, sent, group)
-        rows = rows[inverse].view(*top_k_index.shape, -1)
-        return (rows * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+        return _sum_of_tokens(rows, inverse, top_k_weights).to(hidden_states.dtype)
+
+
+def _sort_by_expert(top_k_index, num_experts):
+    """Of all choices: their order by expert, where each is then, and how many each
+    expert has."""
+    ids = top_k_index.reshape(-1)
+    order = torch.argsort(ids, stable=True)
+    counts = torch.bincount(ids, minlength=num_experts)
+    return order, torch.argsort(order), counts
+
+
+def _sum_of_tokens(rows, inverse, top_k_weights):
+    """[tokens * k, dim] by expert -> [tokens, dim], weighted."""
+    rows = rows[inverse].view(*top_k_weights.shape, -1)
+    return (rows * top_k_weights.unsqueeze(-1)).sum(1)
 
 
 class _Exchange(torch.autograd.Function):
@@ -202,18 +213,14 @@ class StackedExperts(nn.Module):
         """As _Spread.forward, of this module's experts."""
         k = top_k_index.shape[1]
         with torch.no_grad():
-            ids = top_k_index.reshape(-1)
-            order = torch.argsort(ids, stable=True)
-            inverse = torch.argsort(order)
-            counts = torch.bincount(ids, minlength=self.num_experts)
+            order, inverse, counts = _sort_by_expert(top_k_index, self.num_experts)
             ends = counts.cumsum(0).to(torch.int32)
         rows = hidden_states[order // k]
         both = F.grouped_mm(rows, self.gate_up_proj.transpose(1, 2), offs=ends)
         gate, up = both.chunk(2, dim=-1)
         rows = self.act_fn(gate) * up
         rows = F.grouped_mm(rows, self.down_proj.transpose(1, 2), offs=ends)
-        rows = rows[inverse].view(*top_k_index.shape, -1)
-        return (rows * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+        return _sum_of_tokens(rows, inverse, top_k_weights).to(hidden_states.dtype)
 
 
 def _stack(block):

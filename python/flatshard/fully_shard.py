@@ -14,7 +14,6 @@ from flatshard.linear import write_grads_in_place
 from flatshard.main_grad import offer_main_grads
 from flatshard.mesh import (
     DeviceMesh,
-    core_mesh,
     default_device_mesh,
     device_of,
     model_mesh,
@@ -175,8 +174,8 @@ def fully_shard(
             f"{granularity!r}"
         )
 
-    core = core_mesh(device_mesh)
-    whole_mesh, slices = model_mesh(device_mesh), slices_of(device_mesh)
+    core, whole_mesh = model_mesh(device_mesh)
+    slices = slices_of(core, whole_mesh)
     if slices is not None:
         _check_slices(copy_engines, fp8, cuda_graph, grads_in_place)
     parts = find_parts(modules, core, offload)

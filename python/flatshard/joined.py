@@ -12,11 +12,11 @@ import weakref
 from torch import nn
 from torch.distributed.tensor import Replicate
 
-from flatshard.module import FSDPModule, _cast, state_of
+from flatshard.module import FSDPModule, cast_inputs, cast_output, state_of
 from flatshard.row_shard import RowShard
 from flatshard.sharded_tensor import ShardedTensor
-from flatshard.writes import writes
 from flatshard.unit import _copy_attributes, _places
+from flatshard.writes import writes
 
 
 def find_parts(modules, core, offload):
@@ -119,13 +119,9 @@ class _Joined:
 
     def __call__(self, *args, **kwargs):
         policy = self.__dict__["_flatshard_policy"]
-        if policy.param_dtype is not None and policy.cast_forward_inputs:
-            args = tuple(_cast(a, policy.param_dtype) for a in args)
-            kwargs = {k: _cast(v, policy.param_dtype) for k, v in kwargs.items()}
+        args, kwargs = cast_inputs(policy, args, kwargs)
         output = super(FSDPModule, self).__call__(*args, **kwargs)
-        if policy.output_dtype is not None:
-            output = _cast(output, policy.output_dtype)
-        return output
+        return cast_output(policy, output)
 
     def set_gradient_divide_factor(self, factor):
         raise NotImplementedError(

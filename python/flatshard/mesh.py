@@ -45,19 +45,18 @@ def core_mesh(device_mesh, timeout_s=None):
 
 
 def model_mesh(device_mesh):
-    """The core's mesh that core_mesh(device_mesh) is a part of.
+    """(part, whole): core_mesh(device_mesh), and the core's mesh that it is a part of.
 
     A dimension that was flattened together with others (`mesh["edp", "ep"]._flatten(
     "dp")`) is an axis of the flattened one's mesh, so that parameters on "edp" and
-    parameters on "dp" can belong to one model. Otherwise it is core_mesh itself.
+    parameters on "dp" can belong to one model. Otherwise both are the same.
     """
-    return _find(device_mesh, None)[1]
+    return _find(device_mesh, None)
 
 
-def slices_of(device_mesh):
-    """(number, which): how many groups of ranks like this one model_mesh consists of,
-    and this rank's among them; the last dimension fastest. None: it is model_mesh."""
-    part, whole = _find(device_mesh, None)
+def slices_of(part, whole):
+    """(number, which): how many groups of ranks like `part` the mesh `whole` consists
+    of, and this rank's among them; the last axis fastest. None: they are the same."""
     if part is whole:
         return None
     own = {name for name, _ in part.axes}

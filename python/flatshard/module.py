@@ -79,6 +79,20 @@ def _cast_leaf(dtype, leaf):
     return copied
 
 
+def cast_inputs(policy, args, kwargs):
+    """What a forward is called with, as a MixedPrecisionPolicy says."""
+    if policy.param_dtype is not None and policy.cast_forward_inputs:
+        args = tuple(_cast(a, policy.param_dtype) for a in args)
+        kwargs = {k: _cast(v, policy.param_dtype) for k, v in kwargs.items()}
+    return args, kwargs
+
+
+def cast_output(policy, output):
+    if policy.output_dtype is not None:
+        output = _cast(output, policy.output_dtype)
+    return output
+
+
 @outside_of_graphs
 def _run(module, function, args, kwargs):
     """function(*args, **kwargs) as a forward of the unit of `module`."""
@@ -87,9 +101,7 @@ def _run(module, function, args, kwargs):
     if root is None:
         root = _make_root(module)
     policy = state.mp_policy
-    if policy.param_dtype is not None and policy.cast_forward_inputs:
-        args = tuple(_cast(a, policy.param_dtype) for a in args)
-        kwargs = {k: _cast(v, policy.param_dtype) for k, v in kwargs.items()}
+    args, kwargs = cast_inputs(policy, args, kwargs)
     core = root.core
     refuse_foreign_capture(root.device)
     try:
@@ -99,8 +111,7 @@ def _run(module, function, args, kwargs):
             # Of those that are still there.
             state.running.update(id(m) for r in state.modules if (m := r()) is not None)
         output = function(*args, **kwargs)
-        if policy.output_dtype is not None:
-            output = _cast(output, policy.output_dtype)
+        output = cast_output(policy, output)
         if of_several:
             # Its weights stay for those still to run.
             state.running.discard(id(module))

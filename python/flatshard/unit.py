@@ -178,12 +178,10 @@ class UnitState:
         inner = mesh.size(mesh.ndim - 1)
         if not cuts:
             placements = [Replicate()] * mesh.ndim
-        elif mesh.ndim == 1 or self.mesh.num_axes > mesh.ndim:
+        else:
             pieces = self.core.shard_of_ranks(p.index)[:inner]
             outer = [Replicate()] * (mesh.ndim - 1)
             placements = [*outer, RowShard(cuts, pieces)]
-        else:
-            placements = [Replicate(), RowShard(cuts)]
         return ShardedTensor.wrap(local, mesh, placements, p.whole.shape)
 
     @staticmethod
