@@ -28,6 +28,7 @@ _load_core()
 
 from flatshard import _C, checkpoint, diagnostics, float8, optim  # noqa: E402
 from flatshard._C import ConfigError, Error  # noqa: E402
+from flatshard.backward_pass import BackwardPass  # noqa: E402
 from flatshard.expert_parallel import expert_parallel  # noqa: E402
 from flatshard.float8_policy import (  # noqa: E402
     Float8BlockScaling,
@@ -53,6 +54,7 @@ from flatshard.policies import (  # noqa: E402
 
 __version__ = _C.version
 __all__ = [
+    "BackwardPass",
     "CPUOffloadPolicy",
     "ConfigError",
     "Error",
