@@ -51,9 +51,16 @@ void PyBackwardPass::forward_end(UnitId unit) {
 }
 
 void PyBackwardPass::open_backward(bool is_last, bool interleaved) {
+  const bool goes_on = interleaved && !is_last;
+  if (goes_on) {
+    views_->check_may_go_on();
+  }
   without_gil([&](BackwardPass& p) {
     p.open_backward({.is_last = is_last, .interleaved = interleaved});
   });
+  if (goes_on) {
+    views_->backward_goes_on();
+  }
 }
 
 void PyBackwardPass::backward_begin(UnitId unit) {

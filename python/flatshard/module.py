@@ -165,7 +165,8 @@ class FSDPModule:
             is_last: it is the step's last: with HSDP the outer axis is reduced then,
                 with ZeRO-0 and ZeRO-1 all axes.
             interleaved: while its backward is open, the forward of the next microbatch
-                runs, whose backward comes later.
+                runs, whose backward comes later. Unless it is the last as well, `.grad`s
+                are there after that one.
 
         Raises:
             NotImplementedError: a model with cuda_graph=True.
