@@ -46,6 +46,7 @@ from flatshard.module import (  # noqa: E402
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from flatshard.overlap import overlap_microbatches  # noqa: E402
 from flatshard.policies import (  # noqa: E402
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -75,6 +76,7 @@ __all__ = [
     "linear_cross_entropy",
     "make_graphed_callables",
     "optim",
+    "overlap_microbatches",
     "register_fsdp_forward_method",
     "reset_parameters",
     "share_comm_ctx",
