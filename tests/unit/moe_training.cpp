@@ -109,7 +109,13 @@ void train_moe_rank(
       .group = {.precision = run.float32 ? Precision::full() : Precision()},
       .runtime = {
           .reshard_after_forward = run.reshard_after_forward,
-          .streams = streams}};
+          .streams = streams,
+          .graphs = {
+              .enabled = run.graphs,
+              .regions = {"attn", "mlp"},
+              .warmup_steps = 1,
+              .miss_is_error = true,
+              .emulate_on_cpu = run.graphs}}};
   std::shared_ptr<StreamExchange> exchange;
   std::int64_t local_experts = 0;
   if (run.exchange != MoeExchange::none) {
@@ -162,6 +168,10 @@ void train_moe_rank(
   optimizer.wait();
   runtime->synchronize();
   collect_weights(*runtime, mutex, result.weights);
+  if (mesh->rank() == 0 && run.graphs) {
+    const GraphStats stats = runtime->graph_stats();
+    result.num_replays = stats.forward_replays + stats.backward_replays;
+  }
   if (mesh->rank() == 0 && run.bias) {
     for (const models::RouterOf& of : routers) {
       result.biases.push_back(of.router->bias());

@@ -30,6 +30,7 @@ struct MoeRun {
   bool aux_loss = true;  ///< and z loss
   bool bias = true;      ///< of the routers, moved by the load after each step
   std::uint64_t delay_seed = 3;
+  bool graphs = false;  ///< of attention and dense layers, behind one step
 
   int world() const;
   int sequences() const { return world() * microbatches; }
@@ -40,6 +41,7 @@ struct MoeResult {
   std::map<int, double> norms;                   ///< by step
   std::map<std::string, std::vector<float>> weights;
   std::vector<at::Tensor> biases;
+  std::int64_t num_replays = 0;  ///< forwards and backwards of one rank
 };
 
 /// Three steps of a small model with experts on thread ranks, with seeded

@@ -108,5 +108,47 @@ TEST_P(MoeTraining, EqualsOneRank) {
   EXPECT_EQ(want.losses.size(), 3U * run.sequences());
 }
 
+// Experts run between the graphs of attention.
+TEST(MoeGraphs, AttentionIsReplayedBetweenExperts) {
+  struct Case {
+    MoeRun run;
+    // Of a step and microbatch: forwards and backwards of three attentions and
+    // a dense layer. What is recomputed is replayed once more.
+    int replays = 8;
+  };
+  constexpr int kReplayedSteps = 2;
+  const Case cases[] = {
+      {.run = {.name = "alone", .mesh = {1}, .microbatches = 3}},
+      {.run = {.name = "zero3", .max_norm = 0.2}},
+      {.run =
+           {.name = "ep 2",
+            .mesh = {1, 2},
+            .microbatches = 3,
+            .exchange = MoeExchange::collective}},
+      {.run =
+           {.name = "ep 2 by copies, recomputed",
+            .mesh = {2, 2},
+            .checkpoint = ActivationCheckpoint::full,
+            .max_norm = 0.2,
+            .exchange = MoeExchange::copies},
+       .replays = 12},
+      {.run =
+           {.name = "ep 2 under HSDP, feed-forward halves recomputed",
+            .strategy = "hsdp",
+            .mesh = {2, 1, 2},
+            .checkpoint = ActivationCheckpoint::selective,
+            .exchange = MoeExchange::collective},
+       .replays = 9}};
+  for (const auto& [plain, replays] : cases) {
+    MoeRun graphs = plain;
+    graphs.graphs = true;
+    const MoeResult got = train_moe(graphs);
+    const MoeDistance distance = moe_distance(got, train_moe(plain));
+    EXPECT_EQ(distance.largest, 0) << plain.name << ": " << distance.where;
+    EXPECT_EQ(got.num_replays, kReplayedSteps * plain.microbatches * replays)
+        << plain.name;
+  }
+}
+
 }  // namespace
 }  // namespace flatshard::testing
