@@ -101,7 +101,7 @@ def qwen_with_dense_layers():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_is_plain_accumulation(family, ep):
+def test_B67_the_schedule_is_plain_accumulation(family, ep):
     ours = trained(overlap_microbatches, sharded(make(family), ep))
     expect_equal(ours, trained(plain, sharded(make(family), ep)))
     assert ours[0][-1] != ours[0][2]
@@ -134,7 +134,7 @@ def test_dense_layers_and_tied_embeddings(ep):
     expect_equal(ours, trained(plain, sharded(qwen_with_dense_layers(), ep)))
 
 
-def test_late_weight_gradients(ep, monkeypatch):
+def test_B68_late_weight_gradients_come_once(ep, monkeypatch):
     options = dict(grads_in_place=True)
     run, late_ones = BackwardPass.run_wgrads, []
 
