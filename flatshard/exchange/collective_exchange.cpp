@@ -44,7 +44,7 @@ nn::ExchangePlanPtr CollectiveExchange::plan(
     const at::Tensor& counts,
     std::int64_t num_rows) {
   check_counts(counts);
-  if (std::exchange(failed_, false)) {
+  if (failed_.exchange(false)) {
     reset();
   }
   const int size = group().size();

@@ -10,10 +10,15 @@
 namespace flatshard {
 namespace {
 
-std::vector<std::int64_t> with_rows(const at::Tensor& like, std::int64_t rows) {
-  std::vector<std::int64_t> sizes = like.sizes().vec();
-  sizes.at(0) = rows;
-  return sizes;
+// For what arrives of `rows`.
+at::Tensor room_for(
+    const nn::ExchangePlan& plan,
+    nn::TokenExchange::Way way,
+    const at::Tensor& rows) {
+  std::vector<std::int64_t> sizes = rows.sizes().vec();
+  sizes.at(0) = way == nn::TokenExchange::Way::dispatch ? plan.num_received
+                                                        : plan.num_sent;
+  return at::empty(sizes, rows.options());
 }
 
 void check_num_experts(Communicator& group, std::int64_t num_experts) {
@@ -63,19 +68,7 @@ class StreamExchange::Transfer : public nn::RowTransfer {
   }
 
   at::Tensor finish() override {
-    StreamExchange& exchange = *std::exchange(exchange_, nullptr);
-    if (exchange.measures_) {
-      exchange.timer_->start();
-    }
-    try {
-      done_.wait(*current_stream(to_.device()));
-    } catch (const std::exception&) {
-      exchange.failed_ = true;
-      throw;
-    }
-    if (exchange.measures_) {
-      exchange.timer_->stop();
-    }
+    std::exchange(exchange_, nullptr)->await(done_);
     // Compute waits, so it may use both again.
     from_.reset();
     return std::move(to_);
@@ -117,14 +110,40 @@ void StreamExchange::restart() {
   failed_ = false;
 }
 
+void StreamExchange::await(const Event& event) {
+  if (measures_) {
+    timer_->start();
+  }
+  try {
+    event.wait(*current_stream(group_->device()));
+  } catch (const std::exception&) {
+    failed_ = true;
+    throw;
+  }
+  if (measures_) {
+    timer_->stop();
+  }
+}
+
+at::Tensor StreamExchange::take(
+    const nn::ExchangePlanPtr& plan,
+    Way way,
+    const at::Tensor& rows) {
+  at::Tensor out = room_for(*plan, way, rows);
+  try {
+    travel(plan, way, out, rows)();
+  } catch (const std::exception&) {
+    failed_ = true;
+    throw;
+  }
+  return out;
+}
+
 std::unique_ptr<nn::RowTransfer> StreamExchange::start(
     const nn::ExchangePlanPtr& plan,
     Way way,
     const at::Tensor& rows) {
-  const bool leaves = way == Way::dispatch;
-  const at::Tensor out = at::empty(
-      with_rows(rows, leaves ? plan->num_received : plan->num_sent),
-      rows.options());
+  const at::Tensor out = room_for(*plan, way, rows);
   auto work = travel(plan, way, out, rows);
   Event ready;
   ready.record(*current_stream(group_->device()));

@@ -5,6 +5,7 @@
 #include "flatshard/device/timer.h"
 #include "flatshard/nn/token_exchange.h"
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -34,8 +35,15 @@ class StreamExchange : public nn::TokenExchange {
       const nn::ExchangePlanPtr& plan,
       Way way,
       const at::Tensor& rows) override;
-
   /// Rows travel here.
+  std::shared_ptr<Stream> queue() const override { return stream_; }
+  at::Tensor take(
+      const nn::ExchangePlanPtr& plan,
+      Way way,
+      const at::Tensor& rows) override;
+  /// One of compute's waits; see measure().
+  void await(const Event& event) override;
+
   Stream& stream() { return *stream_; }
   /// Compute's waits for rows are measured from now on, or no longer.
   void measure(bool measures) { measures_ = measures; }
@@ -75,7 +83,7 @@ class StreamExchange : public nn::TokenExchange {
   }
   bool groups_by_rank() const { return options_.groups_by_rank; }
 
-  bool failed_ = false;  ///< something since the last plan
+  std::atomic<bool> failed_ = false;  ///< something since the last plan
 
  private:
   class Transfer;

@@ -90,8 +90,7 @@ class LlamaBlockImpl : public nn::Module {
   at::Tensor forward(const at::Tensor& x);
   /// Null for a block without experts.
   Moe& moe() { return moe_; }
-  /// One call in pieces. Results are those of forward, but that shared experts
-  /// are added in another order.
+  /// One call in pieces, with the results of forward.
   /// @throws Error{usage} with activation checkpointing.
   std::unique_ptr<nn::BlockNodes> nodes();
 

@@ -56,28 +56,22 @@ class LlamaBlockNodes : public nn::BlockNodes {
         experts.context());
   }
 
-  at::Tensor shared_experts(const at::Tensor& x) override {
+  at::Tensor shared_experts(const at::Tensor& x, const at::Tensor& residual)
+      override {
     MoeImpl& moe = *block_.moe_;
     const auto outs =
         nn::linears(x, {moe.shared_gate_.get(), moe.shared_up_.get()});
-    // The product that keeps least wants something to add to.
-    return nn::swiglu_linear(
-        outs[0],
-        outs[1],
-        *moe.shared_down_,
-        at::zeros_like(x));
+    return nn::swiglu_linear(outs[0], outs[1], *moe.shared_down_, residual);
   }
 
-  at::Tensor merge(
-      const at::Tensor& rows,
-      const at::Tensor& residual,
-      const at::Tensor& shared) override {
-    return nn::sum_rows_of_tokens(rows, record_.permutation, residual, shared)
+  at::Tensor merge(const at::Tensor& rows, const at::Tensor& residual)
+      override {
+    return nn::sum_rows_of_tokens(rows, record_.permutation, residual)
         .view(sizes_);
   }
 
   at::Tensor send(nn::TokenExchange::Way way, const at::Tensor& rows) override {
-    return block_.moe_->exchange_->start(record_.plan, way, rows)->finish();
+    return block_.moe_->exchange_->take(record_.plan, way, rows);
   }
 
  private:

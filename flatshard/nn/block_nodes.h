@@ -24,7 +24,7 @@ class BlockNodes {
     /// What is dispatched: rows by expert, and what goes with each row. Empty
     /// for a dense block.
     TensorList rows;
-    /// The tokens; of a dense block the result.
+    /// What the rows that come back are added to; of a dense block the result.
     at::Tensor residual;
     /// What shared experts read; undefined: there are none.
     at::Tensor shared;
@@ -33,15 +33,20 @@ class BlockNodes {
   virtual Attended attend(const at::Tensor& tokens) = 0;
   /// @param rows  as dispatch delivered Attended::rows.
   virtual at::Tensor experts(const TensorList& rows) = 0;
-  virtual at::Tensor shared_experts(const at::Tensor& x) { return x; }
-  /// @param rows    as combine delivered those of `experts`.
-  /// @param shared  the shared experts' result; undefined: there are none.
+  /// @param x  Attended::shared
+  /// @return   the residual with the shared experts' result, for `merge`.
+  virtual at::Tensor shared_experts(
+      const at::Tensor& /*x*/,
+      const at::Tensor& residual) {
+    return residual;
+  }
+  /// @param rows  as combine delivered those of `experts`.
   /// @return the block's result. No weights are read.
   virtual at::Tensor merge(
       const at::Tensor& rows,
-      const at::Tensor& residual,
-      const at::Tensor& shared) = 0;
-  /// Takes rows, or their gradients, one way, on the current stream. No graph.
+      const at::Tensor& residual) = 0;
+  /// Takes rows, or their gradients, one way. No graph. Called from work of the
+  /// stream on which rows travel (nn::TokenExchange::queue).
   virtual at::Tensor send(TokenExchange::Way way, const at::Tensor& rows) = 0;
 };
 

@@ -56,6 +56,13 @@ struct ExchangeFunction : torch::autograd::Function<ExchangeFunction> {
 
 }  // namespace
 
+void TokenExchange::await(const Event& event) {
+  const auto stream = queue();
+  if (stream) {
+    event.wait(*current_stream(stream->device()));
+  }
+}
+
 ExchangePlanPtr LocalExchange::plan(
     const at::Tensor& counts,
     std::int64_t num_rows) {

@@ -1,5 +1,7 @@
 #pragma once
 
+#include "flatshard/device/stream.h"
+
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
@@ -52,6 +54,20 @@ class TokenExchange {
   /// finish first, on all ranks alike.
   virtual std::unique_ptr<RowTransfer>
   start(const ExchangePlanPtr& plan, Way way, const at::Tensor& rows) = 0;
+
+  // For a schedule that says when rows travel: it submits `take` to `queue`, in
+  // an order that all ranks have, and lets compute wait by `await`.
+
+  /// Where all that ranks exchange has one order; null: there is none.
+  virtual std::shared_ptr<Stream> queue() const { return nullptr; }
+  /// The transfer itself, for work that was submitted to `queue`.
+  /// @return the rows that arrive.
+  virtual at::Tensor
+  take(const ExchangePlanPtr& plan, Way way, const at::Tensor& rows) {
+    return start(plan, way, rows)->finish();
+  }
+  /// The current stream waits for `event`, a point of `queue`.
+  virtual void await(const Event& event);
 };
 
 /// Every expert is here: rows stay where they are.

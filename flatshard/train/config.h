@@ -98,6 +98,8 @@ struct Config {
     std::int64_t data_parallel_shard_degree = -1;
     std::int64_t expert_parallel_degree = 1;
     std::string token_exchange = "auto";
+    bool overlap_expert_parallel = false;
+    bool delay_wgrad = false;
     std::int64_t prefetch = 1;
     bool reshard_after_forward = true;
     double memory_budget = 0.0;

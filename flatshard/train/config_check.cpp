@@ -197,6 +197,38 @@ void check_parallelism(const Config& config) {
       parallel.strategy);
 }
 
+/// What two microbatches at once do not work with.
+void check_overlap(const Config& config) {
+  if (!config.parallelism.overlap_expert_parallel) {
+    return;
+  }
+  const auto refuse = [&](bool found, const char* what, const char* why) {
+    FLATSHARD_CHECK(
+        !found,
+        config,
+        "parallelism.overlap_expert_parallel with {}: {}",
+        what,
+        why);
+  };
+  refuse(
+      config.activation_checkpoint.mode == "selective",
+      "activation_checkpoint.mode = \"selective\"",
+      "the pieces of a block are recomputed whole; use \"full\" or \"none\"");
+  refuse(
+      config.cuda_graph.impl != "none",
+      "cuda_graph.impl",
+      "graphs whose backwards interleave are not supported; use \"none\"");
+  refuse(
+      config.diagnostics.strict,
+      "diagnostics.strict = true",
+      "it watches the calls of modules, and pieces of blocks are none");
+  refuse(
+      config.parallelism.memory_budget > 0,
+      "parallelism.memory_budget",
+      "units that stay gathered are planned for one microbatch at a time; "
+      "leave it at 0");
+}
+
 /// Steps that a warm-up may take beside the decay.
 std::int64_t longest_warmup(const Config& config) {
   const bool has_decay = config.lr_scheduler.name == "wsd" ||
@@ -287,6 +319,7 @@ void validate_config(const Config& config) {
   check_lr_scheduler(config);
   check_parallelism(config);
   check_cuda_graph(config);
+  check_overlap(config);
   check_float8(config);
   check_checkpoint_folder(config.checkpoint.folder);
   FLATSHARD_CHECK(
@@ -391,6 +424,15 @@ Config resolve_config(const Config& config, std::int64_t world) {
       global_batch,
       resolved.training.local_batch_size,
       world);
+  FLATSHARD_CHECK(
+      !resolved.parallelism.overlap_expert_parallel ||
+          global_batch / ranks_batch >= 2,
+      config,
+      "parallelism.overlap_expert_parallel needs 2 microbatches or more, got "
+      "training.global_batch_size = {} with local_batch_size * ranks = {}; "
+      "double the one or halve the other",
+      global_batch,
+      ranks_batch);
   validate_config(resolved);
   return resolved;
 }

@@ -290,6 +290,15 @@ const ConfigKey kKeys[] = {
         "take no SM and need all ranks on one host; auto: collective",
         "auto|collective|copies"),
     KEY(parallelism,
+        overlap_expert_parallel,
+        "run the backward of one microbatch beside the forward of the next, so "
+        "that the tokens of one travel while the other computes; needs experts "
+        "and 2 microbatches or more (docs/moe.md)"),
+    KEY(parallelism,
+        delay_wgrad,
+        "with overlap_expert_parallel: compute weight gradients behind those "
+        "of inputs, while tokens travel; keeps their inputs for longer"),
+    KEY(parallelism,
         prefetch,
         "units gathered ahead of the one that computes",
         {},

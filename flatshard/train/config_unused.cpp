@@ -79,6 +79,13 @@ void unused_of_parallelism(UnusedKeys& unused) {
         "1",
         "more ranks than one");
   }
+  if (!parallel.overlap_expert_parallel) {
+    unused.look_at(
+        "parallelism.delay_wgrad",
+        "parallelism.overlap_expert_parallel",
+        "false",
+        "runs of two microbatches at once");
+  }
   if (find_strategy_name(parallel.strategy).name == "zero0") {
     unused.look_at(
         "parallelism.copy_engines",

@@ -9,12 +9,20 @@ Microbatches::Microbatches(
     std::shared_ptr<Runtime> runtime,
     std::shared_ptr<Mesh> mesh,
     const Batches& batches,
-    bool as_graph)
+    const MicrobatchOptions& options)
     : model_(std::move(model)),
       runtime_(std::move(runtime)),
       mesh_(std::move(mesh)),
       batches_(batches) {
-  if (as_graph) {
+  if (options.overlap) {
+    losses_.resize(batches.num_microbatches());
+    overlap_ = std::make_unique<OverlapRunner>(
+        runtime_,
+        pieces(options.exchange),
+        static_cast<int>(batches.num_microbatches()),
+        *options.overlap,
+        options.streams);
+  } else if (options.as_graph) {
     // Batches has them at the same addresses in every step.
     graph_ = std::make_unique<StepGraph>(
         runtime_,
@@ -26,8 +34,38 @@ GraphStats Microbatches::graph_stats() const {
   return graph_ ? graph_->stats() : runtime_->graph_stats();
 }
 
+OverlapModel Microbatches::pieces(
+    const std::shared_ptr<nn::TokenExchange>& exchange) {
+  OverlapModel model{
+      .root = runtime_->unit_of(*model_),
+      .exchange = exchange,
+      .embed = [this](int m) { return model_->embed(batches_.tokens(m)); },
+      .nodes = [this](int l) { return model_->blocks()[l]->nodes(); },
+      .head =
+          [this](int m, const at::Tensor& hidden) {
+            mesh_->check();
+            const at::Tensor loss = model_->head(hidden, batches_.targets(m));
+            losses_[m] = loss.detach();
+            return loss / static_cast<double>(batches_.num_microbatches());
+          }};
+  for (const models::LlamaBlock& block : model_->blocks()) {
+    model.layers.push_back(runtime_->unit_of(*block));
+  }
+  return model;
+}
+
 at::Tensor Microbatches::forward_backward() {
-  return graph_ ? graph_->run({})[0] : run();
+  return overlap_ ? run_overlapped() : graph_ ? graph_->run({})[0] : run();
+}
+
+at::Tensor Microbatches::run_overlapped() {
+  mesh_->check();
+  overlap_->run();
+  at::Tensor sum = losses_.front();
+  for (std::size_t m = 1; m < losses_.size(); ++m) {
+    sum = sum + losses_[m];
+  }
+  return sum / static_cast<double>(losses_.size());
 }
 
 at::Tensor Microbatches::run() {

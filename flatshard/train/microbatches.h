@@ -3,26 +3,41 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <optional>
+#include <vector>
 
 #include "flatshard/mesh/mesh.h"
 #include "flatshard/models/llama.h"
 #include "flatshard/train/batches.h"
+#include "flatshard/unit/overlap_runner.h"
 #include "flatshard/unit/runtime.h"
 #include "flatshard/unit/step_graph.h"
 
 namespace flatshard {
 
+/// How a step's microbatches follow each other.
+struct MicrobatchOptions {
+  /// As one StepGraph; see GraphOptions::whole_step.
+  bool as_graph = false;
+  /// Two at once; see OverlapRunner. The blocks are the Runtime's units.
+  std::optional<OverlapPlanOptions> overlap;
+  /// That of the model's blocks, which an overlap needs; null: experts are
+  /// here.
+  std::shared_ptr<nn::TokenExchange> exchange;
+  /// Of a stream on which tokens travel that has none of its own.
+  StreamOptions streams;
+};
+
 /// Forward and backward of a step's microbatches: gradient accumulation.
 class Microbatches {
  public:
   /// @param batches  must outlive this.
-  /// @param as_graph  as one StepGraph; see GraphOptions::whole_step.
   Microbatches(
       models::Llama model,
       std::shared_ptr<Runtime> runtime,
       std::shared_ptr<Mesh> mesh,
       const Batches& batches,
-      bool as_graph = false);
+      const MicrobatchOptions& options = {});
   Microbatches(const Microbatches&) = delete;
   Microbatches& operator=(const Microbatches&) = delete;
 
@@ -38,12 +53,16 @@ class Microbatches {
 
  private:
   at::Tensor run();
+  at::Tensor run_overlapped();
+  OverlapModel pieces(const std::shared_ptr<nn::TokenExchange>& exchange);
 
   models::Llama model_;
   std::shared_ptr<Runtime> runtime_;
   std::shared_ptr<Mesh> mesh_;
   const Batches& batches_;
   std::unique_ptr<StepGraph> graph_;  ///< ends before the mesh
+  std::unique_ptr<OverlapRunner> overlap_;
+  std::vector<at::Tensor> losses_;  ///< of an overlapped step
 };
 
 }  // namespace flatshard

@@ -70,7 +70,9 @@ void check_experts(const models::ModelConfig& model, const Config& config) {
       {"moe.z_loss", config.moe.z_loss > 0},
       {"moe.balance_rate", config.moe.balance_rate > 0},
       {"moe.expert_capacity_factor", config.moe.expert_capacity_factor > 0},
-      {"debug.force_balance", config.debug.force_balance}};
+      {"debug.force_balance", config.debug.force_balance},
+      {"parallelism.overlap_expert_parallel",
+       config.parallelism.overlap_expert_parallel}};
   for (const auto& [key, is_set] : keys) {
     FLATSHARD_CHECK(
         has_experts || !is_set,

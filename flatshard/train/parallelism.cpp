@@ -107,16 +107,19 @@ std::string choose_copy_engines(const Config& config, Mesh& mesh) {
   return gathers && PeerMemory::has_fast_links(mesh.world()) ? "all" : "none";
 }
 
+StreamOptions comm_streams(const Config& config) {
+  return {
+      .delay_seed = static_cast<std::uint64_t>(config.debug.comm_delay_seed),
+      .max_delay_us = static_cast<int>(config.debug.comm_delay_us)};
+}
+
 std::shared_ptr<StreamExchange> make_exchange(
     const Config& config,
     const models::ModelConfig& model,
     Mesh& mesh) {
-  const Config::Debug& debug = config.debug;
   const ExchangeOptions options{
-      .groups_by_rank = debug.deterministic,
-      .stream = {
-          .delay_seed = static_cast<std::uint64_t>(debug.comm_delay_seed),
-          .max_delay_us = static_cast<int>(debug.comm_delay_us)}};
+      .groups_by_rank = config.debug.deterministic,
+      .stream = comm_streams(config)};
   const std::int64_t num_experts = model.moe.num_experts;
   const auto group =
       mesh.communicator(mesh.axis_index(kExpertAxis), Purpose::exchange)
@@ -159,6 +162,22 @@ std::function<ParameterPlacement(const std::string& name)> expert_placement(
   };
 }
 
+std::optional<OverlapPlanOptions> overlap_options(
+    const Config& config,
+    const models::ModelConfig& model) {
+  if (!config.parallelism.overlap_expert_parallel) {
+    return std::nullopt;
+  }
+  OverlapPlanOptions options{
+      .delay_wgrad = config.parallelism.delay_wgrad,
+      .recompute = config.activation_checkpoint.mode == "full",
+      .shared_experts = model.moe.shared_experts > 0};
+  for (std::int64_t l = 0; l < model.layers; ++l) {
+    options.dense.push_back(l < model.moe.dense_layers);
+  }
+  return options;
+}
+
 FullyShardOptions shard_options(
     const Config& config,
     const std::string& copy_engines) {
@@ -174,10 +193,7 @@ FullyShardOptions shard_options(
   options.runtime.copy_engines = parse_copy_engines(copy_engines);
   options.granularity = Granularity::parse(config.parallelism.granularity);
   options.seed = static_cast<std::uint64_t>(config.run.seed);
-  options.runtime.streams.delay_seed =
-      static_cast<std::uint64_t>(config.debug.comm_delay_seed);
-  options.runtime.streams.max_delay_us =
-      static_cast<int>(config.debug.comm_delay_us);
+  options.runtime.streams = comm_streams(config);
   options.runtime.graphs = {
       .enabled = config.cuda_graph.impl != "none",
       .whole_step = config.cuda_graph.impl == "full_iteration",

@@ -4,12 +4,14 @@
 #include "flatshard/launch/environment.h"
 #include "flatshard/mesh/mesh.h"
 #include "flatshard/models/config.h"
+#include "flatshard/schedule/overlap_plan.h"
 #include "flatshard/train/config.h"
 #include "flatshard/unit/fully_shard.h"
 
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -37,6 +39,9 @@ std::shared_ptr<Mesh> make_mesh(
 /// to be fastest (docs/performance.md). Collective.
 std::string choose_copy_engines(const Config& config, Mesh& mesh);
 
+/// Of the streams beside compute: [debug]'s delays.
+StreamOptions comm_streams(const Config& config);
+
 /// How tokens travel between the ranks of the axis ep. Collective.
 std::shared_ptr<StreamExchange> make_exchange(
     const Config& config,
@@ -47,6 +52,11 @@ std::shared_ptr<StreamExchange> make_exchange(
 std::function<ParameterPlacement(const std::string& name)> expert_placement(
     std::int64_t num_experts,
     const Mesh& mesh);
+
+/// How two microbatches are under way at once; unset: they are not.
+std::optional<OverlapPlanOptions> overlap_options(
+    const Config& config,
+    const models::ModelConfig& model);
 
 /// Everything but the units.
 /// @param copy_engines  what choose_copy_engines said.

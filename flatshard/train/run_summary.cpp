@@ -35,6 +35,15 @@ std::string active_text(const models::ModelConfig& model) {
                    with_commas(models::num_active_parameters(model)));
 }
 
+std::string overlap_text(const Config& config) {
+  if (!config.parallelism.overlap_expert_parallel) {
+    return "";
+  }
+  return config.parallelism.delay_wgrad
+             ? ", two at once, weight gradients behind the others"
+             : ", two at once";
+}
+
 }  // namespace
 
 std::string to_string(const RunSummary& summary) {
@@ -62,14 +71,15 @@ std::string to_string(const RunSummary& summary) {
   parts.push_back(fmt::format(
       "model: {} parameters{}; {} ranks of {}; strategy {}; copy engines {}; "
       "{} "
-      "microbatches per step",
+      "microbatches per step{}",
       with_commas(models::num_parameters(summary.model)),
       active_text(summary.model),
       summary.mesh.size(),
       summary.mesh.device().is_cuda() ? "GPU" : "CPU",
       strategy_name(config),
       summary.state.copy_engines,
-      summary.num_microbatches));
+      summary.num_microbatches,
+      overlap_text(config)));
   if (!summary.state.float8.empty()) {
     parts.push_back(summary.state.float8);
   }

@@ -39,6 +39,13 @@ std::vector<MemoryRow> memory_rows(
     const std::optional<GraphStats>& graphs) {
   auto rows =
       memory_rows(*state.runtime, state.optimizer->state_nbytes(), graphs);
+  if (state.overlaps) {
+    for (MemoryRow& row : rows) {
+      if (row.role == "slot pool") {
+        row.reason += ", with two microbatches under way";
+      }
+    }
+  }
   if (state.exchange && state.exchange->nbytes() > 0) {
     rows.push_back(
         {"token exchange",
@@ -61,11 +68,13 @@ TrainState make_train_state(
     moe.exchange = state.exchange;
     moe.local_experts = model.moe.num_experts / expert_degree;
   }
+  state.overlaps = config.parallelism.overlap_expert_parallel;
   state.model = models::Llama(
       model,
       models::LlamaOptions{
+          // A schedule of pieces recomputes them itself.
           .activation_checkpoint = models::parse_activation_checkpoint(
-              config.activation_checkpoint.mode),
+              state.overlaps ? "none" : config.activation_checkpoint.mode),
           .moe = moe});
   for (const models::RouterOf& of : state.model->routers()) {
     of.router->make_bias(mesh->device());
@@ -79,7 +88,12 @@ TrainState make_train_state(
   const Float8Choice float8(config, model);
   float8.apply_to(options);
   for (const auto& module : state.model->unit_modules()) {
-    options.units.push_back(module.get());
+    const bool is_block =
+        dynamic_cast<const models::LlamaBlockImpl*>(module.get()) != nullptr;
+    // What lies before and behind the blocks is the root's there.
+    if (is_block || !state.overlaps) {
+      options.units.push_back(module.get());
+    }
   }
   state.runtime = fully_shard(*state.model, mesh, options);
   if (float8.enabled()) {

@@ -25,7 +25,8 @@ struct TrainState {
   /// Units that parallelism.memory_budget keeps from forward to backward.
   int num_kept_units = 0;
   std::shared_ptr<StreamExchange> exchange;  ///< null: experts are here
-  std::string float8;  ///< Float8Choice::describe; empty: no FP8 weights
+  bool overlaps = false;  ///< parallelism.overlap_expert_parallel
+  std::string float8;     ///< Float8Choice::describe; empty: no FP8 weights
 };
 
 /// What it holds on this rank's device: the library's table, and what the run

@@ -116,7 +116,11 @@ void Trainer::build(std::vector<ValidationSet> validation_sets) {
       state_.runtime,
       mesh_,
       *batches_,
-      /*as_graph=*/config_.cuda_graph.impl == "full_iteration");
+      MicrobatchOptions{
+          .as_graph = config_.cuda_graph.impl == "full_iteration",
+          .overlap = overlap_options(config_, model_config_),
+          .exchange = state_.exchange,
+          .streams = comm_streams(config_)});
   if (!validation_sets.empty()) {
     evaluation_
         .emplace(config_, std::move(validation_sets), mesh_, state_.model);

@@ -53,10 +53,12 @@ void OverlapRunner::attend(Layer& layer, bool with_graph) {
 
 void OverlapRunner::shared(Layer& layer, bool with_graph) {
   const auto body = [&layer](const nn::TensorList& in) {
-    return nn::TensorList{layer.nodes->shared_experts(in[0])};
+    return nn::TensorList{layer.nodes->shared_experts(in[0], in[1])};
   };
-  const nn::TensorList in{std::exchange(layer.attended.shared, {})};
-  layer.shared_rows =
+  const nn::TensorList in{
+      std::exchange(layer.attended.shared, {}),
+      std::exchange(layer.attended.residual, {})};
+  layer.attended.residual =
       (with_graph ? layer.shared_node.forward(in, body)
                   : run_without_graph(in, body))[0];
 }
@@ -126,10 +128,9 @@ void OverlapRunner::forward(const PlanStep& step) {
     case PlanNode::merge:
       m.tokens = layer.merge_node.forward(
           {received(layer.combined)[0],
-           std::exchange(layer.attended.residual, {}),
-           std::exchange(layer.shared_rows, {})},
+           std::exchange(layer.attended.residual, {})},
           [&layer](const nn::TensorList& in) {
-            return nn::TensorList{layer.nodes->merge(in[0], in[1], in[2])};
+            return nn::TensorList{layer.nodes->merge(in[0], in[1])};
           })[0];
       layer.combined.reset();
       break;
@@ -170,7 +171,9 @@ void OverlapRunner::recompute(const PlanStep& step) {
       m.pass->recompute_begin(unit_of(step));
       attend(layer, true);
       layer.input = at::Tensor();
-      layer.attended.residual = at::Tensor();
+      if (!layer.attended.shared.defined()) {
+        layer.attended.residual = at::Tensor();
+      }
       break;
     case PlanNode::dispatch:
       layer.dispatched = send(
@@ -180,7 +183,7 @@ void OverlapRunner::recompute(const PlanStep& step) {
       break;
     case PlanNode::shared:
       shared(layer, true);
-      layer.shared_rows = at::Tensor();
+      layer.attended.residual = at::Tensor();
       break;
     case PlanNode::experts:
       experts(layer, true);
@@ -221,10 +224,13 @@ void OverlapRunner::backward(const PlanStep& step) {
           NodeWay::dispatch,
           {std::exchange(layer.merge_grads[0], {})});
       break;
-    case PlanNode::shared:
-      layer.shared_grad = layer.shared_node.backward(
-          {std::exchange(layer.merge_grads[2], {})})[0];
+    case PlanNode::shared: {
+      nn::TensorList grads =
+          layer.shared_node.backward({std::exchange(layer.merge_grads[1], {})});
+      layer.shared_grad = std::move(grads[0]);
+      layer.merge_grads[1] = std::move(grads[1]);
       break;
+    }
     case PlanNode::experts:
       layer.expert_grads =
           layer.experts_node.backward({received(layer.combine_grads)[0]});

@@ -34,7 +34,11 @@ OverlapRunner::OverlapRunner(
           options_)),
       waits_(
           plan_waits(plan_, static_cast<int>(model_.layers.size()), options_)),
-      exchange_(make_stream(runtime_->mesh()->device(), "exchange", streams)),
+      has_queue_(model_.exchange && model_.exchange->queue()),
+      exchange_(
+          has_queue_
+              ? model_.exchange->queue()
+              : make_stream(runtime_->mesh()->device(), "exchange", streams)),
       microbatches_(microbatches) {
   check_plan(
       plan_,
@@ -76,15 +80,15 @@ std::vector<at::Tensor> OverlapRunner::run() {
   try {
     for (int i = 0; i < static_cast<int>(plan_.size()); ++i) {
       const PlanStep& step = plan_[i];
-      Stream& stream =
-          step.stream == PlanStream::compute ? *compute : *exchange_;
+      const bool is_compute = step.stream == PlanStream::compute;
       for (; wait != waits_.end() && wait->waiter == i; ++wait) {
-        done[wait->earlier].wait(stream);
+        const Event& event = done[wait->earlier];
+        is_compute ? compute_waits(event) : event.wait(*exchange_);
       }
       run_step(step);
       executed_.push_back(step);
       if (is_awaited[i]) {
-        done[i].record(stream);
+        done[i].record(is_compute ? *compute : *exchange_);
       }
     }
   } catch (...) {
@@ -95,6 +99,14 @@ std::vector<at::Tensor> OverlapRunner::run() {
     throw;
   }
   return std::exchange(losses_, {});
+}
+
+void OverlapRunner::compute_waits(const Event& event) {
+  if (has_queue_) {
+    model_.exchange->await(event);
+  } else {
+    event.wait(*current_stream(runtime_->mesh()->device()));
+  }
 }
 
 void OverlapRunner::run_step(const PlanStep& step) {

@@ -17,6 +17,9 @@ namespace flatshard {
 struct OverlapModel {
   UnitId root = 0;
   std::vector<UnitId> layers;
+  /// Rows travel on its queue; null, or one without a queue: on a stream of the
+  /// runner's own. Where ranks exchange rows it must be the blocks'.
+  std::shared_ptr<nn::TokenExchange> exchange;
   /// -> what the first block takes.
   std::function<at::Tensor(int microbatch)> embed;
   /// One call of a block; asked for once in each microbatch.
@@ -37,7 +40,7 @@ struct OverlapModel {
 class OverlapRunner {
  public:
   /// Lays out the runtime's slots for the plan. Between two steps.
-  /// @param streams  the exchange stream's; see StreamOptions.
+  /// @param streams  of the runner's own exchange stream.
   /// @throws Error{config} for options that do not fit each other.
   OverlapRunner(
       std::shared_ptr<Runtime> runtime,
@@ -75,6 +78,7 @@ class OverlapRunner {
       nn::TokenExchange::Way way,
       const nn::TensorList& rows);
   const nn::TensorList& received(const std::shared_ptr<Transfer>& transfer);
+  void compute_waits(const Event& event);
   bool is_dense(int layer) const;
   UnitId unit_of(const PlanStep& step) const;
   Layer& layer_of(const PlanStep& step);
@@ -84,7 +88,8 @@ class OverlapRunner {
   const OverlapPlanOptions options_;
   const std::vector<PlanStep> plan_;
   std::vector<PlanWait> waits_;
-  std::shared_ptr<Stream> exchange_;
+  const bool has_queue_;  ///< the exchange stream is the model's
+  const std::shared_ptr<Stream> exchange_;
   std::vector<std::unique_ptr<Microbatch>> microbatches_;
   std::vector<PlanStep> executed_;
   std::vector<at::Tensor> losses_;

@@ -23,11 +23,10 @@ struct OverlapRunner::Layer {
   at::Tensor input;
   nn::DetachedNode attend_node, shared_node, experts_node, merge_node;
   nn::BlockNodes::Attended attended;
-  at::Tensor shared_rows;
   at::Tensor expert_rows;
   std::shared_ptr<Transfer> dispatched, combined;
   // Gradients.
-  nn::TensorList merge_grads;  ///< of rows, residual, shared
+  nn::TensorList merge_grads;  ///< of rows, residual
   at::Tensor shared_grad;
   nn::TensorList expert_grads;
   std::shared_ptr<Transfer> combine_grads, dispatch_grads;

@@ -251,6 +251,44 @@ TEST_F(MoeTrainer, ACheckpointHasTheBiases) {
   }
 }
 
+// A run goes on with it, or without.
+TEST_F(MoeTrainer, TwoMicrobatchesAtOnceChangeNoLoss) {
+  const std::vector<std::string> common{
+      "moe.balance_rate=0.05",
+      "moe.aux_loss=0.01",
+      "model.shared_experts=1",
+      "lr_scheduler.name=constant",
+      // A norm adds up unit by unit, and the units are others.
+      "training.max_norm=1e6",
+      "validation.freq=2",
+      "validation.sequences=4",
+      "checkpoint.interval=2"};
+  const auto with = [&](int steps, const std::vector<std::string>& more) {
+    auto overrides = common;
+    overrides.push_back(fmt::format("training.steps={}", steps));
+    overrides.insert(overrides.end(), more.begin(), more.end());
+    return overrides;
+  };
+  const std::vector<std::string> both{
+      "parallelism.overlap_expert_parallel=true",
+      "parallelism.delay_wgrad=true",
+      "activation_checkpoint.mode=full"};
+  const Outcome plain = train("plain", with(6, {}));
+  const Outcome begun = train("overlapped", with(2, both));
+  EXPECT_THAT(
+      begun.output,
+      HasSubstr("2 microbatches per step, two at once, weight gradients "
+                "behind the others"));
+  train("overlapped", with(4, {}), /*resume=*/true);
+  const Outcome got = train("overlapped", with(6, both), /*resume=*/true);
+  ASSERT_EQ(got.rows.size(), 6U);
+  for (std::size_t i = 0; i < 6; ++i) {
+    EXPECT_EQ(got.rows[i]["loss"], plain.rows[i]["loss"]) << i;
+    EXPECT_EQ(got.rows[i]["experts"]["bias"], plain.rows[i]["experts"]["bias"])
+        << i;
+  }
+}
+
 TEST_F(MoeTrainer, ExportsAndStartsFromPerExpertEntries) {
   train(
       "run",

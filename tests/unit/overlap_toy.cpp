@@ -46,17 +46,15 @@ class OverlapBlockNodes : public nn::BlockNodes {
     say("experts");
     return at::tanh(block_.expert_(rows[0])) * rows[1].unsqueeze(1);
   }
-  at::Tensor shared_experts(const at::Tensor& x) override {
+  at::Tensor shared_experts(const at::Tensor& x, const at::Tensor& residual)
+      override {
     say("shared");
-    return at::tanh(block_.shared_(x));
+    return residual + at::tanh(block_.shared_(x));
   }
-  at::Tensor merge(
-      const at::Tensor& rows,
-      const at::Tensor& residual,
-      const at::Tensor& shared) override {
+  at::Tensor merge(const at::Tensor& rows, const at::Tensor& residual)
+      override {
     say("merge");
-    const at::Tensor sum = residual + rows.flip(0);
-    return shared.defined() ? sum + shared : sum;
+    return residual + rows.flip(0);
   }
   at::Tensor send(nn::TokenExchange::Way way, const at::Tensor& rows) override {
     say(way == nn::TokenExchange::Way::dispatch ? "dispatch" : "combine");
@@ -100,10 +98,10 @@ at::Tensor OverlapBlockImpl::forward(const at::Tensor& tokens) {
   for (const at::Tensor& row : a.rows) {
     rows.push_back(nodes.send(Way::dispatch, row));
   }
-  const at::Tensor shared =
-      with_shared_ ? nodes.shared_experts(a.shared) : at::Tensor();
+  const at::Tensor residual =
+      with_shared_ ? nodes.shared_experts(a.shared, a.residual) : a.residual;
   const at::Tensor back = nodes.send(Way::combine, nodes.experts(rows));
-  return nodes.merge(back, a.residual, shared);
+  return nodes.merge(back, residual);
 }
 
 OverlapStackImpl::OverlapStackImpl(

@@ -1,0 +1,250 @@
+// Runs with two microbatches at once against runs without.
+#include "flatshard/checkpoint/weights_file.h"
+#include "flatshard/core/error.h"
+#include "flatshard/models/hf_names.h"
+#include "flatshard/train/batches.h"
+#include "flatshard/train/config_check.h"
+#include "flatshard/train/expert_loads.h"
+#include "flatshard/train/microbatches.h"
+#include "flatshard/train/model_config.h"
+#include "flatshard/train/parallelism.h"
+#include "flatshard/train/train_state.h"
+#include "tests/support/message_of.h"
+#include "tests/support/ranks.h"
+#include "tests/support/temp_folder.h"
+
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <fstream>
+#include <iterator>
+#include <map>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace flatshard {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::message_of;
+using testing::RankContext;
+using testing::run_ranks;
+
+constexpr const char* kOverlap = "parallelism.overlap_expert_parallel=true";
+constexpr const char* kLate = "parallelism.delay_wgrad=true";
+
+using Overrides = std::vector<std::string>;
+
+Config overlap_config(const Overrides& overrides, int world) {
+  const std::string toml = R"(
+[run]
+seed = 3
+[model]
+family = "moe"
+dim = 32
+layers = 3
+heads = 4
+kv_heads = 2
+ffn_dim = 48
+vocab_size = 61
+num_experts = 4
+moe_ffn_dim = 16
+dense_layers = 1
+shared_experts = 1
+[moe]
+aux_loss = 0.01
+balance_rate = 0.01
+[data]
+train = "random"
+[training]
+seq_len = 16
+local_batch_size = 1
+global_batch_size = 12
+[debug]
+deterministic = true
+comm_delay_us = 100
+comm_delay_seed = 5
+)";
+  return resolve_config(parse_config(toml, "test.toml", overrides), world);
+}
+
+Overrides operator+(Overrides a, const Overrides& b) {
+  a.insert(a.end(), b.begin(), b.end());
+  return a;
+}
+
+/// What a run of three steps comes to.
+struct OverlapOutcome {
+  std::map<std::pair<int, int>, float> losses;  ///< by (step, rank)
+  std::string weights;                          ///< model.safetensors
+  std::vector<double> exchange_ms;              ///< of rank 0's steps
+  std::vector<MemoryRow> memory;                ///< of rank 0
+};
+
+OverlapOutcome train_overlapping(int world, const Overrides& overrides) {
+  const Config config = overlap_config(overrides, world);
+  const TempFolder folder;
+  const auto file = folder / "model.safetensors";
+  OverlapOutcome outcome;
+  std::mutex mutex;
+  run_ranks(world, [&](RankContext& context) {
+    const models::ModelConfig shape = model_config(config);
+    const auto mesh = context.mesh(mesh_axes(config));
+    data::Loader loader = open_train_loader(config, shape);
+    Batches batches(config, mesh, loader);
+    TrainState state =
+        make_train_state(config, shape, mesh, batches.num_microbatches());
+    ExpertLoads loads(config, state.model, state.exchange, mesh);
+    Microbatches microbatches(
+        state.model,
+        state.runtime,
+        mesh,
+        batches,
+        {.overlap = overlap_options(config, shape),
+         .exchange = state.exchange,
+         .streams = comm_streams(config)});
+    for (int step = 1; step <= 3; ++step) {
+      loads.begin_step(true);
+      batches.load_next();
+      const at::Tensor loss = microbatches.forward_backward();
+      loads.end_step(true);
+      state.optimizer->step(1e-2);
+      state.optimizer->zero_grad();
+      state.runtime->finish_step();
+      state.runtime->prefetch_forward();
+      {
+        // A validation, whose forwards are of whole modules.
+        const at::NoGradGuard no_grad;
+        state.model(batches.tokens(0), batches.targets(0));
+      }
+      const auto metrics = loads.metrics();
+      const std::lock_guard lock(mutex);
+      outcome.losses[{step, context.rank}] = loss.item<float>();
+      if (context.rank == 0 && metrics->exchange_ms) {
+        outcome.exchange_ms.push_back(*metrics->exchange_ms);
+      }
+    }
+    const auto groups = state.runtime->all_groups();
+    save_weights(
+        {groups.begin(), groups.end()},
+        file,
+        {{"format", "pt"}},
+        models::hf_entries_of(shape),
+        loads.buffers());
+    if (context.rank == 0) {
+      outcome.memory = memory_rows(state);
+    }
+  });
+  std::ifstream stream(file, std::ios::binary);
+  outcome.weights = {std::istreambuf_iterator<char>(stream), {}};
+  return outcome;
+}
+
+void expect_equal(const OverlapOutcome& got, const OverlapOutcome& want) {
+  EXPECT_EQ(got.losses, want.losses);
+  EXPECT_FALSE(want.weights.empty());
+  EXPECT_TRUE(got.weights == want.weights);
+}
+
+TEST(OverlapTraining, EqualsTheRunWithoutIt) {
+  const OverlapOutcome want = train_overlapping(2, {});
+  expect_equal(train_overlapping(2, {kOverlap}), want);
+  expect_equal(
+      train_overlapping(
+          2,
+          {kOverlap, kLate, "activation_checkpoint.mode=full"}),
+      want);
+}
+
+TEST(OverlapTraining, EqualsTheRunWithoutItWhereTokensTravel) {
+  const Overrides travels{"parallelism.expert_parallel_degree=2"};
+  const OverlapOutcome want = train_overlapping(2, travels);
+  for (const char* way : {"collective", "copies"}) {
+    SCOPED_TRACE(way);
+    const OverlapOutcome got = train_overlapping(
+        2,
+        travels + Overrides{
+                      kOverlap,
+                      kLate,
+                      std::string("parallelism.token_exchange=") + way});
+    expect_equal(got, want);
+    ASSERT_EQ(got.exchange_ms.size(), 3U);
+    for (const double ms : got.exchange_ms) {
+      EXPECT_GT(ms, 0);
+    }
+  }
+}
+
+TEST(OverlapTraining, GoesWithStrategiesAndWeightsThatStay) {
+  for (const Overrides& how :
+       {Overrides{"parallelism.strategy=zero1"},
+        Overrides{"parallelism.reshard_after_forward=false"},
+        Overrides{"parallelism.prefetch=2", "optimizer.overlap=true"},
+        Overrides{"parallelism.keep_compute_weights=false"}}) {
+    SCOPED_TRACE(how.front());
+    expect_equal(
+        train_overlapping(2, how + Overrides{kOverlap, kLate}),
+        train_overlapping(2, how));
+  }
+}
+
+TEST(OverlapTraining, TheMemoryTableSaysWhatSlotsAreFor) {
+  const auto slots_of = [](const OverlapOutcome& outcome) {
+    for (const MemoryRow& row : outcome.memory) {
+      if (row.role == "slot pool") {
+        return row;
+      }
+    }
+    return MemoryRow{};
+  };
+  const MemoryRow plain = slots_of(train_overlapping(2, {}));
+  const MemoryRow both = slots_of(train_overlapping(2, {kOverlap, kLate}));
+  EXPECT_THAT(both.reason, HasSubstr("two microbatches under way"));
+  EXPECT_THAT(plain.reason, Not(HasSubstr("under way")));
+  EXPECT_GT(both.nbytes, plain.nbytes);
+}
+
+TEST(OverlapKeys, WhatDoesNotFitIsRefusedByName) {
+  const auto refusal = [](const Overrides& overrides, int world = 2) {
+    return message_of([&] {
+      model_config(overlap_config(overrides + Overrides{kOverlap}, world));
+    });
+  };
+  EXPECT_EQ(refusal({}), "no error");
+  EXPECT_THAT(
+      refusal({}, 12),
+      HasSubstr("parallelism.overlap_expert_parallel needs 2 microbatches or "
+                "more, got training.global_batch_size = 12"));
+  EXPECT_THAT(
+      refusal({"activation_checkpoint.mode=selective"}),
+      HasSubstr("overlap_expert_parallel with activation_checkpoint.mode = "
+                "\"selective\""));
+  EXPECT_THAT(
+      refusal({"cuda_graph.impl=unit", "debug.emulate_graphs=true"}),
+      HasSubstr("overlap_expert_parallel with cuda_graph.impl"));
+  EXPECT_THAT(
+      refusal({"diagnostics.strict=true"}),
+      HasSubstr("overlap_expert_parallel with diagnostics.strict = true"));
+  EXPECT_THAT(
+      refusal({"parallelism.memory_budget=1"}),
+      HasSubstr("overlap_expert_parallel with parallelism.memory_budget"));
+  EXPECT_THAT(
+      message_of([] { overlap_config({kLate}, 2); }),
+      HasSubstr("parallelism.delay_wgrad is set, but "
+                "parallelism.overlap_expert_parallel = \"false\""));
+  EXPECT_THAT(
+      message_of([] {
+        model_config(parse_config(
+            "[data]\ntrain = \"random\"\n[model]\npreset = \"llama3_1b\"\n"
+            "[parallelism]\noverlap_expert_parallel = true\n",
+            "test.toml"));
+      }),
+      HasSubstr("parallelism.overlap_expert_parallel is for models with "
+                "experts"));
+}
+
+}  // namespace
+}  // namespace flatshard

@@ -1,0 +1,219 @@
+#include "tests/unit/overlap_moe.h"
+
+#include "flatshard/exchange/collective_exchange.h"
+#include "flatshard/exchange/peer_exchange.h"
+#include "flatshard/optim/adamw.h"
+#include "flatshard/peer/page_communicator.h"
+
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <mutex>
+
+namespace flatshard::testing {
+namespace {
+
+constexpr std::int64_t kVocab = 64;
+constexpr std::int64_t kTokens = 16;
+constexpr std::int64_t kDim = 32;
+constexpr std::int64_t kExperts = 8;
+constexpr std::int64_t kExpertsPerToken = 2;
+constexpr int kLayers = 3;
+
+}  // namespace
+
+std::vector<MeshAxis> MoeOverlapCase::axes() const {
+  std::vector<MeshAxis> all;
+  if (has_outer()) {
+    all.push_back({"outer", 2});
+  }
+  all.push_back({"edp", edp});
+  if (ep > 1) {
+    all.push_back({"ep", ep});
+  }
+  return all;
+}
+
+std::string MoeOverlapCase::name() const {
+  return fmt::format(
+      "{}_edp{}_ep{}{}_m{}{}{}{}",
+      strategy,
+      edp,
+      ep,
+      copies ? "_copies" : "",
+      microbatches,
+      options.delay_wgrad ? "_late" : "",
+      options.recompute ? "_recompute" : "",
+      options.shared_experts ? "_shared" : "");
+}
+
+MoeOverlapTrainer::MoeOverlapTrainer(
+    const MoeOverlapCase& options,
+    const std::shared_ptr<Mesh>& mesh)
+    : options_(options), mesh_(mesh) {
+  const StreamOptions streams{
+      .delay_seed = 3 + static_cast<std::uint64_t>(mesh->rank()),
+      .max_delay_us = options.max_delay_us};
+  if (options.ep > 1) {
+    make_exchange(streams);
+  }
+  llama = models::Llama(
+      models::ModelConfig{
+          .family = "moe",
+          .dim = kDim,
+          .layers = kLayers,
+          .heads = 4,
+          .kv_heads = 2,
+          .ffn_dim = 64,
+          .vocab_size = kVocab,
+          .max_seq_len = kTokens,
+          .qk_norm = true,
+          .moe =
+              {.num_experts = kExperts,
+               .experts_per_token = kExpertsPerToken,
+               .ffn_dim = 32,
+               .shared_experts = options.options.shared_experts ? 1 : 0,
+               .dense_layers = options.dense_layers}},
+      models::LlamaOptions{
+          .moe = {
+              .aux_loss = 0.01,
+              .z_loss = 0.001,
+              .exchange = exchange,
+              .local_experts = kExperts / options.ep}});
+  FullyShardOptions sharding{.strategy = options.strategy, .seed = 11};
+  sharding.runtime.streams = streams;
+  sharding.runtime.trace = true;
+  if (exchange) {
+    sharding.placement_of =
+        [placement = ParameterPlacement::along(*mesh, "ep", kExperts)](
+            const std::string& name) {
+          return models::is_expert_parameter(name) ? placement
+                                                   : ParameterPlacement{};
+        };
+  }
+  for (models::LlamaBlock& block : llama->blocks()) {
+    sharding.units.push_back(block.get());
+  }
+  runtime = fully_shard(*llama, mesh, sharding);
+  optimizer_ = std::make_unique<AdamW>(runtime->groups(), AdamWOptions{});
+  if (!options.with_runner) {
+    return;
+  }
+  OverlapModel pieces{
+      .root = 0,
+      .exchange = exchange,
+      .embed = [this](int m) { return llama->embed(tokens(m)); },
+      .nodes = [this](int l) { return llama->blocks()[l]->nodes(); },
+      .head =
+          [this](int m, const at::Tensor& h) {
+            before_head(m);
+            return llama->head(h, tokens(m).roll(1, 1)) / options_.microbatches;
+          }};
+  OverlapPlanOptions plan = options.options;
+  for (int l = 0; l < kLayers; ++l) {
+    pieces.layers.push_back(runtime->unit_of(*llama->blocks()[l]));
+    plan.dense.push_back(l < options.dense_layers);
+  }
+  runner = std::make_unique<OverlapRunner>(
+      runtime,
+      pieces,
+      options.microbatches,
+      plan,
+      streams);
+}
+
+void MoeOverlapTrainer::make_exchange(const StreamOptions& streams) {
+  const auto group =
+      mesh_->communicator(mesh_->axis_index("ep"), Purpose::exchange)
+          .shared_from_this();
+  const ExchangeOptions how{.groups_by_rank = true, .stream = streams};
+  if (!options_.copies) {
+    exchange = std::make_shared<CollectiveExchange>(group, kExperts, how);
+    return;
+  }
+  const auto hosts = make_page_communicator(group);
+  mesh_ = mesh_->with_communicators({{{"ep"}, hosts, Purpose::exchange}});
+  constexpr auto kFloat = static_cast<std::int64_t>(sizeof(float));
+  exchange = std::make_shared<PeerExchange>(
+      group,
+      hosts,
+      kExperts,
+      PeerExchangeOptions{
+          .window_nbytes = kTokens * kExpertsPerToken * kDim * kFloat,
+          .exchange = how});
+}
+
+at::Tensor MoeOverlapTrainer::tokens(int microbatch) const {
+  return at::randint(
+      kVocab,
+      {1, kTokens},
+      at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(
+          1000 * step_ + 10 * mesh_->rank() + microbatch)),
+      at::kLong);
+}
+
+std::vector<double> MoeOverlapTrainer::forward_backward(int step) {
+  step_ = step;
+  std::vector<at::Tensor> losses;
+  if (runner) {
+    losses = runner->run();
+  }
+  for (int m = 0; !runner && m < options_.microbatches; ++m) {
+    runtime->set_is_last_microbatch(m + 1 == options_.microbatches);
+    losses.push_back(
+        llama(tokens(m), tokens(m).roll(1, 1)) / options_.microbatches);
+    losses.back().backward();
+  }
+  std::vector<double> values;
+  values.reserve(losses.size());
+  for (const at::Tensor& loss : losses) {
+    values.push_back(loss.item<double>());
+  }
+  return values;
+}
+
+void MoeOverlapTrainer::update() {
+  optimizer_->step(1e-3);
+  optimizer_->zero_grad();
+}
+
+MoeOverlapResult train_overlapped_moe(const MoeOverlapCase& options) {
+  MoeOverlapResult result;
+  std::mutex mutex;
+  run_ranks(options.world(), [&](RankContext& context) {
+    MoeOverlapTrainer trainer(options, context.mesh(options.axes()));
+    for (int step = 0; step < options.steps; ++step) {
+      const auto losses = trainer.forward_backward(step);
+      trainer.update();
+      const std::lock_guard lock(mutex);
+      for (int m = 0; m < static_cast<int>(losses.size()); ++m) {
+        result.losses[{step, context.rank, m}] = losses[m];
+      }
+    }
+    trainer.runtime->synchronize();
+    collect_weights(*trainer.runtime, mutex, result.weights);
+    const std::lock_guard lock(mutex);
+    auto& chosen = result.counts[context.rank];
+    for (const models::RouterOf& of : trainer.llama->routers()) {
+      const at::Tensor counts = of.router->take_load().counts;
+      for (std::int64_t e = 0; e < counts.numel(); ++e) {
+        chosen.push_back(counts[e].item<std::int64_t>());
+      }
+    }
+  });
+  return result;
+}
+
+void expect_same(const MoeOverlapResult& got, const MoeOverlapResult& want) {
+  EXPECT_EQ(got.losses, want.losses);
+  // A recompute does not count again, and a first run without a graph does.
+  EXPECT_EQ(got.counts, want.counts);
+  ASSERT_EQ(got.weights.size(), want.weights.size());
+  for (const auto& [name, values] : want.weights) {
+    EXPECT_TRUE(got.weights.at(name) == values) << name;
+  }
+}
+
+}  // namespace flatshard::testing

@@ -1,0 +1,78 @@
+#pragma once
+
+#include "flatshard/exchange/stream_exchange.h"
+#include "flatshard/models/llama.h"
+#include "flatshard/optim/optimizer.h"
+#include "flatshard/unit/overlap_runner.h"
+#include "tests/unit/training.h"
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+namespace flatshard::testing {
+
+/// A small model of a dense layer and two with experts, and how it is trained.
+struct MoeOverlapCase {
+  std::string strategy = "zero3";
+  int edp = 2;  ///< ranks that shard the same experts
+  int ep = 1;   ///< ranks that divide them; above 1 tokens travel
+  bool copies = false;
+  int microbatches = 3;
+  OverlapPlanOptions options;
+  std::int64_t dense_layers = 1;
+  int steps = 3;
+  int max_delay_us = 200;
+  bool with_runner = true;  ///< false: plain accumulation
+
+  bool has_outer() const { return strategy == "hsdp" || strategy == "hfsdp"; }
+  int world() const { return (has_outer() ? 2 : 1) * edp * ep; }
+  std::vector<MeshAxis> axes() const;
+  std::string name() const;
+};
+
+/// One rank's part.
+class MoeOverlapTrainer {
+ public:
+  /// Collective.
+  MoeOverlapTrainer(
+      const MoeOverlapCase& options,
+      const std::shared_ptr<Mesh>& mesh);
+
+  /// @return  the losses of this rank's microbatches.
+  std::vector<double> forward_backward(int step);
+  void update();
+
+  models::Llama llama{nullptr};
+  std::shared_ptr<StreamExchange> exchange;  ///< null: experts are here
+  std::shared_ptr<Runtime> runtime;
+  std::unique_ptr<OverlapRunner> runner;
+  /// Called before the head of a microbatch; may throw.
+  std::function<void(int microbatch)> before_head = [](int) {};
+
+ private:
+  void make_exchange(const StreamOptions& streams);
+  at::Tensor tokens(int microbatch) const;
+
+  MoeOverlapCase options_;
+  std::shared_ptr<Mesh> mesh_;
+  std::unique_ptr<Optimizer> optimizer_;
+  int step_ = 0;
+};
+
+struct MoeOverlapResult {
+  std::map<std::tuple<int, int, int>, double> losses;  ///< step, rank, microb.
+  std::map<std::string, std::vector<float>> weights;
+  /// By rank: how often the layers' experts were chosen.
+  std::map<int, std::vector<std::int64_t>> counts;
+};
+
+MoeOverlapResult train_overlapped_moe(const MoeOverlapCase& options);
+
+/// Every bit.
+void expect_same(const MoeOverlapResult& got, const MoeOverlapResult& want);
+
+}  // namespace flatshard::testing
