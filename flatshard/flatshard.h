@@ -37,9 +37,13 @@
 #include "flatshard/nn/rope.h"
 #include "flatshard/nn/swiglu.h"
 
-// Tokens that travel to experts of other ranks.
+// Experts, and tokens that travel to those of other ranks.
 #include "flatshard/exchange/collective_exchange.h"
 #include "flatshard/exchange/peer_exchange.h"
+#include "flatshard/nn/grouped_linear.h"
+#include "flatshard/nn/permute.h"
+#include "flatshard/nn/router.h"
+#include "flatshard/nn/token_exchange.h"
 #include "flatshard/peer/page_communicator.h"
 #include "flatshard/peer/peer_communicator.h"
 

@@ -73,11 +73,15 @@ struct OverwriteStack : torch::autograd::Function<OverwriteStack> {
   }
 };
 
+// In the capture stream's memory lie also the words from which replays on other
+// streams draw: what is queued here must not be late for the first of them.
 void overwrite_stacks(at::Device device) {
+  c10::cuda::device_synchronize();
   overwrite_stack();
   const at::AutoGradMode grad_mode(true);
   const at::Tensor x = at::ones({1}, at::device(device));
   OverwriteStack::apply(x.set_requires_grad(true)).backward();
+  capture_stream(device).synchronize();
 }
 
 // A pool of torch's allocator. It is there as long as somebody uses it, and
@@ -87,6 +91,7 @@ class MemoryPool {
  public:
   explicit MemoryPool(at::Device device)
       : device_(device), id_(at::cuda::graph_pool_handle()) {
+    at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
     c10::cuda::CUDACachingAllocator::createOrIncrefPool(device_.index(), id_);
   }
   ~MemoryPool() {

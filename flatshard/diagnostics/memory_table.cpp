@@ -23,6 +23,7 @@ std::vector<MemoryRow> memory_rows(
   WeightPlanes::Bytes weights;
   GradientPipeline::Bytes waiting;
   std::int64_t grads = 0;
+  std::int64_t fp8 = 0;  // of weights.compute
   std::string strategy = "-";
   Precision precision;
   at::ScalarType grads_dtype = precision.main_grads;
@@ -31,6 +32,7 @@ std::vector<MemoryRow> memory_rows(
       const WeightPlanes::Bytes planes = group->weights().nbytes();
       weights.main += planes.main;
       weights.compute += planes.compute;
+      fp8 += group->weights().float8() != nullptr ? planes.compute : 0;
       const GradientPipeline::Bytes gradients = group->gradients().nbytes();
       waiting.inner += gradients.inner;
       waiting.local += gradients.local;
@@ -55,8 +57,9 @@ std::vector<MemoryRow> memory_rows(
       {"compute weights",
        weights.compute,
        fmt::format(
-           "{}, what is gathered ({})",
+           "{}{}, what is gathered ({})",
            c10::toString(precision.compute),
+           fp8 > 0 ? fmt::format(", but for {} of FP8", human(fp8)) : "",
            strategy)},
       {"gradients",
        grads,

@@ -204,8 +204,11 @@ void read_qwen3_moe(
   reader.expect<std::int64_t>("decoder_sparse_step", 1);
   reader.expect<bool>("use_sliding_window", false);
   config.qk_norm = true;
+  // transformers 5 writes it as Mixtral's is.
+  const char* const experts =
+      reader.has("num_local_experts") ? "num_local_experts" : "num_experts";
   config.moe = {
-      .num_experts = reader.need<std::int64_t>("num_experts"),
+      .num_experts = reader.need<std::int64_t>(experts),
       .experts_per_token = reader.need<std::int64_t>("num_experts_per_tok"),
       .ffn_dim = reader.need<std::int64_t>("moe_intermediate_size"),
       .dense_layers = read_dense_layers(file, reader),

@@ -8,22 +8,24 @@
 namespace flatshard {
 namespace {
 
-/// [] float32 norm of flat values. CPUs add squares in one float32 pass, which
-/// loses digits over millions of them, and others for other shards: there rows
-/// come first.
-at::Tensor norm_of(const at::Tensor& flat) {
-  const auto norm = [](const at::Tensor& values, at::OptionalIntArrayRef dim) {
-    return at::linalg_vector_norm(values, 2, dim, false, at::kFloat);
-  };
-  constexpr std::int64_t kRow = 1024;
-  const std::int64_t rows = flat.numel() / kRow;
-  if (flat.is_cuda() || rows == 0) {
-    return norm(flat, {});
+/// float32 on GPUs. On CPUs float64, so that the digits of float32 do not
+/// depend on how many ranks add their shares.
+at::ScalarType norm_dtype(at::Device device) {
+  return device.is_cuda() ? at::kFloat : at::kDouble;
+}
+
+/// [] sum of the squares of flat values, on their device.
+at::Tensor sum_of_squares(const at::Tensor& flat) {
+  const at::ScalarType dtype = norm_dtype(flat.device());
+  if (flat.is_cuda()) {
+    return at::linalg_vector_norm(flat, 2, {}, false, dtype).square();
   }
-  const at::Tensor norms = at::cat(
-      {norm(flat.narrow(0, 0, rows * kRow).view({rows, kRow}), {1}),
-       norm(flat.slice(0, rows * kRow), {}).view({1})});
-  return at::linalg_vector_norm(norms.to(at::kDouble), 2).to(at::kFloat);
+  at::Tensor sum = at::zeros({}, dtype);
+  constexpr std::int64_t kPart = 1 << 16;  // what is copied to float64 at once
+  for (const at::Tensor& part : flat.split(kPart)) {
+    sum += part.to(dtype).square_().sum();
+  }
+  return sum;
 }
 
 }  // namespace
@@ -34,6 +36,9 @@ GradNorm grad_norm_and_scale(
   const at::NoGradGuard no_grad;
   FLATSHARD_CHECK(!groups.empty(), usage, "expected at least one group");
   Mesh& mesh = *groups.front()->model_mesh();
+  const auto options = at::TensorOptions()
+                           .dtype(norm_dtype(mesh.device()))
+                           .device(mesh.device());
   std::vector<at::Tensor> parts;
   for (const ParamGroup* group : groups) {
     FLATSHARD_CHECK(
@@ -48,21 +53,18 @@ GradNorm grad_norm_and_scale(
     if (!group->trainable() || !group->gradients().has_reduced()) {
       continue;
     }
-    const at::Tensor norm = norm_of(group->gradients().reduced().local());
     // Replicas hold the same values: each counts for its part.
-    parts.push_back(norm.square()
+    parts.push_back(sum_of_squares(group->gradients().reduced().local())
                         .div_(static_cast<double>(group->replicas().count))
-                        .to(mesh.device()));
+                        .to(options));
   }
-  const auto options =
-      at::TensorOptions().dtype(at::kFloat).device(mesh.device());
   at::Tensor total = parts.empty() ? at::zeros({1}, options)
                                    : at::stack(parts).sum().view({1});
   if (mesh.size() > 1) {
     const CollectiveScope scope("gradient norm");
     mesh.world(Purpose::reduce).all_reduce(total, ReduceOp::sum);
   }
-  const at::Tensor norm = total.sqrt().squeeze(0);
+  const at::Tensor norm = total.sqrt().squeeze(0).to(at::kFloat);
   if (max_norm <= 0) {
     return {norm, at::Tensor()};
   }

@@ -358,6 +358,13 @@ std::set<std::string> graph_regions(const Config& config) {
   for (std::string name; std::getline(text, name, ',');) {
     std::erase_if(name, [](char c) { return c == ' '; });
     FLATSHARD_CHECK(
+        !name.starts_with("moe"),
+        config,
+        "cuda_graph.modules: {} is not recorded; a router's choice says how "
+        "many rows travel, for which the host waits, and a recompute keeps it. "
+        "Use attn",
+        name);
+    FLATSHARD_CHECK(
         name == "attn" || name == "mlp",
         config,
         "cuda_graph.modules: expected attn, mlp or both with a comma between, "

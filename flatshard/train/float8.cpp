@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "flatshard/float8/matmul.h"
+#include "flatshard/models/moe.h"
 
 namespace flatshard {
 namespace {
@@ -94,8 +95,12 @@ std::string Float8Choice::describe(const Runtime& runtime) const {
         fp8_numel += numel;
         continue;
       }
-      const std::string why = why_not(p.names.front(), p.shape);
-      ++reasons[why.empty() ? "not read by nn::Linear" : why];
+      const std::string& name = p.names.front();
+      const std::string why = why_not(name, p.shape);
+      ++reasons
+          [models::is_expert_parameter(name) ? "experts"
+           : why.empty()                     ? "not read by nn::Linear"
+                                             : why];
     }
   }
   std::string text = fmt::format(

@@ -3,6 +3,8 @@
 #include "flatshard/core/error.h"
 #include "flatshard/train/option_errors.h"
 
+#include <set>
+#include <string>
 #include <utility>
 
 namespace flatshard {
@@ -37,6 +39,29 @@ void override_experts(models::ModelConfig& model, const Config& config) {
   moe.router_bias = config.moe.balance_rate > 0;
 }
 
+// What stands before and after the experts can be recorded.
+void check_graphs_with_experts(
+    const models::ModelConfig& model,
+    const Config& config) {
+  const Config::CudaGraph& graph = config.cuda_graph;
+  if (graph.impl == "none") {
+    return;
+  }
+  const std::set<std::string> regions = graph_regions(config);
+  FLATSHARD_CHECK(
+      graph.impl == "unit" && !regions.contains("block"),
+      config,
+      "cuda_graph.impl = \"{}\" with experts: how many rows an expert has is "
+      "not known when a graph is recorded; use \"unit\" with "
+      "cuda_graph.modules = \"attn\"",
+      graph.impl);
+  FLATSHARD_CHECK(
+      model.moe.dense_layers > 0 || !regions.contains("mlp"),
+      config,
+      "cuda_graph.modules: mlp is that of blocks without experts, of which "
+      "there is none (model.dense_layers = 0); use \"attn\"");
+}
+
 // Keys that do nothing, or cannot be had, with or without experts.
 void check_experts(const models::ModelConfig& model, const Config& config) {
   const bool has_experts = model.moe.num_experts > 0;
@@ -69,12 +94,9 @@ void check_experts(const models::ModelConfig& model, const Config& config) {
       "layer, model.num_experts = {}",
       degree,
       model.moe.num_experts);
-  FLATSHARD_CHECK(
-      !has_experts || config.cuda_graph.impl == "none",
-      config,
-      "cuda_graph.impl = \"{}\" with experts: how many rows an expert has is "
-      "not known when a graph is recorded; use \"none\"",
-      config.cuda_graph.impl);
+  if (has_experts) {
+    check_graphs_with_experts(model, config);
+  }
 }
 
 }  // namespace

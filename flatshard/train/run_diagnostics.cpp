@@ -24,7 +24,6 @@ RunDiagnostics::RunDiagnostics(
   }
   if (config_.diagnostics.nan_check) {
     NanCheck::install(runtime_);
-    NanCheck::check_weights(*runtime_);
   }
 }
 

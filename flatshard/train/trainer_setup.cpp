@@ -75,6 +75,7 @@ Trainer::Trainer(
     }
     build(std::move(validation_sets));
     load_weights(resume);
+    diagnostics_->check_weights(*state_.optimizer);
     requests_.emplace(mesh_, config_.metrics.log_freq);
   });
 }

@@ -282,7 +282,10 @@ void RegionGraph::capture_backward(
     grad_outputs_.push_back(
         chained ? consumer.region->backward_->outputs()[consumer.input]
                 : at::empty_like(outputs_[i]));
-    chained_grads_.push_back(chained ? consumer.region : nullptr);
+    chained_grads_.emplace_back();
+    if (chained) {
+      chained_grads_.back() = consumer.region;
+    }
   }
   backward_addresses_ = parameter_addresses();
   backward_number_ = uses_->next();

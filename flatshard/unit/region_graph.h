@@ -177,8 +177,9 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
   std::unique_ptr<DeviceGraph> backward_;
   std::int64_t backward_number_ = 0;
   nn::TensorList grad_outputs_;  ///< static; undefined: needs none
-  /// By output: whose input's gradient it is, where the two share memory.
-  std::vector<std::shared_ptr<RegionGraph>> chained_grads_;
+  /// By output: whose input's gradient it is, where the two share memory. That
+  /// one holds this one by its `chained_`.
+  std::vector<std::weak_ptr<RegionGraph>> chained_grads_;
   std::vector<const void*> backward_addresses_;
   std::shared_ptr<PlanePlaces> backward_planes_;
   /// Parameters whose gradients a backward writes: which, where, and whether it

@@ -170,7 +170,8 @@ const char* RegionGraph::miss_of_backward(
     return "its backward was not captured";
   }
   for (std::size_t i = 0; i < grads.size(); ++i) {
-    if (chained_grads_[i] && !chained_grads_[i]->backward_use_.expired() &&
+    const auto consumer = chained_grads_[i].lock();
+    if (consumer && !consumer->backward_use_.expired() &&
         (!grads[i].defined() ||
          grads[i].const_data_ptr() != grad_outputs_[i].const_data_ptr())) {
       copied_grads_.insert(i);

@@ -239,8 +239,9 @@ def _name_released(parameters):
                 p.whole.untyped_storage()._cdata,
                 f"parameter {p.names[0]} is held in FP8 and has no values that can be "
                 "read: only the forward of its nn.Linear computes with it. Leave it out "
-                "by Float8Policy's module_filter_fn if other code reads it; shards are "
-                "in parameters(), outside of a forward",
+                "by Float8Policy's module_filter_fn if other code reads it, as the CUDA "
+                "graphs of torch.compile's mode='reduce-overhead' do (cuda_graph=True "
+                "has graphs for it); shards are in parameters(), outside of a forward",
             )
         elif p.whole.numel():
             torch._C._set_storage_data_ptr_access_error_msg(

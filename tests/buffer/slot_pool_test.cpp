@@ -258,5 +258,32 @@ TEST(SlotPoolCuda, B37_DynamicMemoryBelongsToItsFiller) {
   }
 }
 
+// The arena may get memory that compute still writes, and others fill it.
+TEST(SlotPoolCuda, AnArenaIsNobodyElses) {
+  if (!cuda_available()) {
+    GTEST_SKIP() << "no GPU";
+  }
+  const at::Device gpu(at::kCUDA, 0);
+  const auto bytes = at::TensorOptions().dtype(at::kByte).device(gpu);
+  constexpr std::int64_t kBytes = 64 << 20;
+  at::Tensor before = at::empty({kBytes}, bytes);
+  const void* const block = before.data_ptr();
+  for (int i = 0; i < 200; ++i) {
+    before.fill_(i);  // all of them take milliseconds
+  }
+  before = at::Tensor();
+  SlotPool pool(gpu);
+  pool.set_arena(kBytes);
+  const auto filler = make_stream(gpu, "filler");
+  Slot slot = pool.acquire(0, kBytes, filler);
+  ASSERT_EQ(slot.data, block);
+  filler->submit([&] { at::from_blob(slot.data, {kBytes}, bytes).fill_(7); });
+  filler->synchronize();
+  current_stream(gpu)->synchronize();
+  EXPECT_TRUE(
+      at::from_blob(slot.data, {kBytes}, bytes).eq(7).all().item<bool>());
+  pool.release(slot, Event(), filler);
+}
+
 }  // namespace
 }  // namespace flatshard

@@ -2,7 +2,7 @@
 ranks, trains by whole steps, or by a schedule of its own; docs/cpp.md, docs/graphs.md and
 docs/moe.md quote it line by line.
 
-usage: cpp_guide_test.py PROGRAM WHOLE_STEP_PROGRAM OWN_SCHEDULE_PROGRAM WORK_FOLDER
+usage: cpp_guide_test.py PROGRAM WHOLE_STEP EXPERTS OWN_SCHEDULE WORK_FOLDER
 """
 
 import re
@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-program, whole_step, own_schedule, work = map(Path, sys.argv[1:])
+program, whole_step, experts, own_schedule, work = map(Path, sys.argv[1:])
 root = Path(__file__).resolve().parents[2]
 
 
@@ -21,10 +21,10 @@ def lines(text):
 
 source = [
     line
-    for name in ("main", "whole_step", "own_schedule")
+    for name in ("main", "whole_step", "experts", "own_schedule")
     for line in lines((root / f"examples/cpp/{name}.cpp").read_text())
 ]
-for page, at_least in (("docs/cpp.md", 7), ("docs/graphs.md", 2), ("docs/moe.md", 2)):
+for page, at_least in (("docs/cpp.md", 9), ("docs/graphs.md", 2), ("docs/moe.md", 2)):
     text = (root / page).read_text()
     blocks = re.findall(r"^```cpp\n(.*?)^```$", text, re.M | re.S)
     assert len(blocks) >= at_least, f"{len(blocks)} blocks of code in {page}"
@@ -63,6 +63,26 @@ assert abs(again - after) < 5e-5, (after, again)
 assert best < after, (after, best)
 failed = subprocess.run([program], capture_output=True, text=True)
 assert failed.returncode == 1 and "expected FOLDER" in failed.stderr, failed
+
+# Experts on one rank, divided among two, and each part sharded over two more.
+folder = str(work / "experts")
+loss = None
+for i, (ranks, here) in enumerate(((1, 4), (2, 2), (4, 2))):
+    done = subprocess.run(
+        [experts, folder, str(ranks)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    said = re.fullmatch(
+        rf"steps {100 * i} to {100 * i + 100} on {ranks} ranks, {here} of 4 experts on "
+        r"each: loss ([\d.]+) -> ([\d.]+)\n",
+        done.stdout,
+    )
+    assert said, done.stdout
+    before, after = map(float, said.groups())
+    # A checkpoint is read at any degree.
+    assert loss is None or abs(before - loss) < 5e-5, (before, loss)
+    assert after < 0.8 * before, (before, after)
+    loss = after
 
 done = subprocess.run([whole_step], capture_output=True, text=True, timeout=120)
 assert done.returncode == 0, done.stderr

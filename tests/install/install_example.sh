@@ -31,3 +31,4 @@ tr -s ' \n' ' ' <"$work/other.log" |
 }
 "$cmake" --build "$work/build"
 "$work/build/example" "$work/checkpoints"
+"$work/build/experts" "$work/experts" 2

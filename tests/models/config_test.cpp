@@ -87,6 +87,10 @@ TEST_F(HfConfig, ReadsExperts) {
       from_hf_json(write(
           moe_json("qwen3_moe", qwen_keys + R"(, "mlp_only_layers": [0])"))),
       qwen);
+  const std::string version_5 = R"(, "num_local_experts": 8, "head_dim": 32,
+      "moe_intermediate_size": 48, "norm_topk_prob": true,
+      "mlp_only_layers": [0])";
+  EXPECT_EQ(from_hf_json(write(moe_json("qwen3_moe", version_5))), qwen);
   for (const ModelConfig& config : {mixtral, qwen}) {
     EXPECT_EQ(from_hf_json(write(to_hf_json(config, "float32"))), config);
   }

@@ -187,17 +187,8 @@ def test_reduce_overhead_with_fp8(mesh, rank):
     if DEVICE != "cuda":
         pytest.skip("CUDA graphs want a GPU")
     pytest.importorskip("triton")
-    found = []
-    for mode in (None, "reduce-overhead"):
-        model = fp8_blocks(mesh, mode)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-        found.append([])
-        for number in range(2 * STEPS):
+    model = fp8_blocks(mesh, "reduce-overhead")
+    with pytest.raises(RuntimeError, match="down.weight is held in FP8 .*cuda_graph"):
+        for number in range(STEPS):
             torch.compiler.cudagraph_mark_step_begin()
-            loss = model.loss(torch.Generator().manual_seed(10 * number + rank))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found[-1].append(loss.item())
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
-    assert found[0][-1] < found[0][0]
+            model.loss(torch.Generator().manual_seed(10 * number + rank)).backward()

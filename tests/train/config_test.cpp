@@ -391,8 +391,14 @@ TEST(Config, WhatCudaGraphsDoNotGoWithIsNamed) {
       "attn");
   EXPECT_THAT(
       refused({graphs, "cuda_graph.modules=attn,moe_router"}),
+      HasSubstr("cuda_graph.modules: moe_router is not recorded; a router's "));
+  EXPECT_THAT(
+      refused({graphs, "cuda_graph.modules=moe_preprocess"}),
+      HasSubstr("cuda_graph.modules: moe_preprocess is not recorded; "));
+  EXPECT_THAT(
+      refused({graphs, "cuda_graph.modules=attn,head"}),
       HasSubstr("cuda_graph.modules: expected attn, mlp or both with a comma "
-                "between, or nothing for whole blocks; got 'moe_router'"));
+                "between, or nothing for whole blocks; got 'head'"));
   EXPECT_THAT(
       refused({"cuda_graph.impl=layers"}),
       HasSubstr("cuda_graph.impl expected one of none, unit"));

@@ -151,6 +151,54 @@ TEST_F(MoeTrainer, ForcedBalanceAndRunsWithoutExperts) {
   EXPECT_FALSE(even.rows[1]["experts"].contains("bias"));
 }
 
+// Attention in FP8, experts and routers in bfloat16; the first lines say so.
+TEST_F(MoeTrainer, Float8LeavesExpertsInBfloat16) {
+  const Outcome run = train(
+      "run",
+      {"training.steps=2",
+       "precision.compute=bfloat16",
+       "model.dim=64",
+       "float8.recipe=rowwise"});
+  // q, k, v and o of two blocks; two routers and their norms beside the rest.
+  EXPECT_THAT(
+      run.output,
+      HasSubstr(
+          "float8: 8 parameters with 22.9 % of the elements, rowwise "
+          "(emulated), derived columns; bfloat16: 2 (257 rows are no multiple "
+          "of 16), 2 (4 rows are no multiple of 16), 5 ([64] is no matrix), 4 "
+          "(experts)"));
+  EXPECT_THAT(run.output, HasSubstr("BFloat16, but for 0.0 MiB of FP8, what"));
+  EXPECT_EQ(run.rows.size(), 2U);
+}
+
+TEST_F(MoeTrainer, GraphsOfAttentionChangeNoLoss) {
+  const std::vector<std::string> plain{
+      "training.steps=6",
+      "moe.aux_loss=0.01",
+      "model.dense_layers=1"};
+  auto graphs = plain;
+  for (const char* key :
+       {"cuda_graph.impl=unit",
+        "cuda_graph.modules=attn,mlp",
+        "cuda_graph.warmup_steps=2",
+        "cuda_graph.on_miss=error",
+        "debug.emulate_graphs=true"}) {
+    graphs.emplace_back(key);
+  }
+  const Outcome want = train("plain", plain);
+  const Outcome got = train("graphs", graphs);
+  ASSERT_EQ(got.rows.size(), 6U);
+  for (std::size_t i = 0; i < 6; ++i) {
+    EXPECT_EQ(got.rows[i]["loss"], want.rows[i]["loss"]) << i;
+    EXPECT_EQ(got.rows[i]["grad_norm"], want.rows[i]["grad_norm"]) << i;
+  }
+  // Two attentions and a dense layer, two microbatches in four steps.
+  std::ifstream file(run("graphs") / "metrics.jsonl");
+  const std::string metrics((std::istreambuf_iterator<char>(file)), {});
+  EXPECT_THAT(metrics, HasSubstr("\"forward_replays\":24"));
+  EXPECT_THAT(metrics, HasSubstr("\"backward_replays\":24"));
+}
+
 // Biases are part of a checkpoint: the run goes on as if it had not stopped.
 TEST_F(MoeTrainer, ACheckpointHasTheBiases) {
   const std::vector<std::string> common{
@@ -281,6 +329,15 @@ TEST_F(MoeTrainer, WhatDoesNotFitIsRefusedByName) {
   EXPECT_THAT(
       refusal({"cuda_graph.impl=unit", "debug.emulate_graphs=true"}),
       HasSubstr("cuda_graph.impl = \"unit\" with experts"));
+  EXPECT_THAT(
+      refusal({"cuda_graph.impl=full_iteration", "debug.emulate_graphs=true"}),
+      HasSubstr("cuda_graph.impl = \"full_iteration\" with experts"));
+  EXPECT_THAT(
+      refusal(
+          {"cuda_graph.impl=unit",
+           "cuda_graph.modules=attn,mlp",
+           "debug.emulate_graphs=true"}),
+      HasSubstr("cuda_graph.modules: mlp is that of blocks without experts"));
   EXPECT_THAT(
       refusal({"model.preset=llama3_1b"}),
       HasSubstr("model.family: expected llama"));

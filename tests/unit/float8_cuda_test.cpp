@@ -7,6 +7,8 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <functional>
 #include <string>
 
@@ -44,6 +46,14 @@ Float8Run train_on_gpus(Float8Case c, const std::string& name) {
   std::mutex mutex;
   Float8Run run;
   train_float8_rank(c, gpus(test_name() + name), mutex, run);
+  // A process has its own shards: where the others' are, there is no number.
+  for (auto& [parameter, values] : run.weights) {
+    std::replace_if(
+        values.begin(),
+        values.end(),
+        [](float value) { return std::isnan(value); },
+        0.0F);
+  }
   return run;
 }
 
@@ -75,7 +85,7 @@ TEST_P(Float8Gpus, PartsAndRecomputationChangeNothing) {
            .checkpoint = checkpoint},
           std::to_string(static_cast<int>(parts)) +
               std::to_string(static_cast<int>(checkpoint)));
-      EXPECT_EQ(run.losses, plain.losses);
+      EXPECT_EQ(run.losses, plain.losses);  // NaN is not equal to itself
       EXPECT_EQ(run.weights, plain.weights);
     }
   }

@@ -139,8 +139,7 @@ TEST(OverlapRunner, P10_ActionsAndOrderAreTheSimulators) {
         }
         for (const OverlapBlock& block : model->blocks) {
           units.layers.push_back(runtime.unit_of(*block));
-          units.layer_grads.push_back(
-              {.attend = 3, .shared = 2, .experts = 1});
+          units.layer_grads.push_back({.attend = 3, .shared = 2, .experts = 1});
         }
         Scheduler paper(
             runtime.scheduler().units(),

@@ -59,7 +59,7 @@ struct OverlapCase {
   int layers = 4;
   int steps = 3;
   int max_delay_us = 100;
-  bool with_runner = true;    ///< false: plain accumulation
+  bool with_runner = true;     ///< false: plain accumulation
   bool ends_are_units = true;  ///< false: they are the root's
 
   bool has_outer() const { return strategy == "hsdp" || strategy == "hfsdp"; }

@@ -1,0 +1,190 @@
+// Experts of one's own, divided among ranks: tokens travel to the ranks that
+// have theirs, and back. docs/cpp.md#experts walks through it.
+//   build-example/experts FOLDER        one rank has all experts
+//   build-example/experts FOLDER 2      two have half of them each; goes on
+//   build-example/experts FOLDER 4      and each half is sharded over two
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <flatshard/flatshard.h>
+
+using namespace flatshard;
+using Way = nn::TokenExchange::Way;
+
+constexpr std::int64_t kDim = 8;
+constexpr std::int64_t kWidth = 16;
+constexpr std::int64_t kExperts = 4;
+constexpr int kSteps = 100;  // a run
+
+struct ExpertsImpl : nn::Module {
+  at::Tensor up, down;
+  explicit ExpertsImpl(std::int64_t here) {
+    const auto init = InitSpec::normal(0, 0.3);
+    up = declare_parameter("up", {here, kWidth, kDim}, init);
+    down = declare_parameter("down", {here, kDim, kWidth}, init);
+  }
+  // Rows by expert; where each group of rows ends.
+  at::Tensor
+  forward(const at::Tensor& rows, const at::Tensor& ends, std::int64_t n) {
+    const nn::Groups groups{ends, /*per_expert=*/n};
+    const at::Tensor h = nn::grouped_linear(rows, up, groups, context());
+    return nn::grouped_linear(at::gelu(h), down, groups, context());
+  }
+};
+FLATSHARD_MODULE(Experts);
+
+struct BlockImpl : nn::Module {
+  nn::Linear router = register_module("router", nn::Linear(kDim, kExperts));
+  Experts experts{nullptr};
+  std::shared_ptr<nn::TokenExchange> exchange;
+  BlockImpl(std::shared_ptr<nn::TokenExchange> travels, std::int64_t here)
+      : exchange(std::move(travels)) {
+    experts = register_module("experts", Experts(here));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const nn::RouterOptions options{.experts_per_token = 2, .aux_loss = 0.01};
+    const nn::Routing routing = nn::route(router(x), {}, options);
+    const auto order = nn::sort_by_expert(routing.experts, routing.counts);
+    // Once a layer: how many rows go where. The host waits for it.
+    const auto plan = exchange->plan(routing.counts, order.rows());
+    const at::Tensor arrived = nn::exchange_rows(
+        exchange,
+        plan,
+        Way::dispatch,
+        nn::permute_rows(x, order));
+    const at::Tensor rows = nn::exchange_rows(
+        exchange,
+        plan,
+        Way::combine,
+        experts(arrived, plan->ends, plan->groups_per_expert));
+    const at::Tensor weights = nn::permute_weights(routing.weights, order);
+    return nn::sum_rows_of_tokens(rows * weights.unsqueeze(1), order, x);
+  }
+};
+FLATSHARD_MODULE(Block);
+
+struct NetImpl : nn::Module {
+  Block first{nullptr}, second{nullptr};
+  NetImpl(
+      const std::shared_ptr<nn::TokenExchange>& exchange,
+      std::int64_t here) {
+    first = register_module("first", Block(exchange, here));
+    second = register_module("second", Block(exchange, here));
+  }
+  at::Tensor forward(const at::Tensor& x) { return second(first(x)); }
+};
+FLATSHARD_MODULE(Net);
+
+// The mean loss of 128 samples. `seed` is another one on each rank.
+at::Tensor loss_of(Net& model, std::int64_t seed, at::Device device) {
+  at::Generator random = at::make_generator<at::CPUGeneratorImpl>(seed);
+  const at::Tensor x = at::randn({128, kDim}, random).to(device);
+  return at::mse_loss(model(x), at::sin(2 * x));
+}
+
+double evaluate(Net& model, Mesh& mesh) {
+  const at::NoGradGuard no_grad;
+  at::Tensor sum = at::zeros({}, at::TensorOptions(mesh.device()));
+  for (int i = mesh.rank(); i < 8; i += mesh.size()) {
+    sum += loss_of(model, 1'000'000 + i, mesh.device());
+  }
+  mesh.world().all_reduce(sum, ReduceOp::sum);
+  return sum.item<double>() / 8;
+}
+
+int train(const std::string& folder) {
+  const RankEnvironment env = rank_environment_from_env();
+  const at::Device device = num_cuda_devices() > env.local_rank
+                                ? at::Device(at::kCUDA, env.local_rank)
+                                : at::Device(at::kCPU);
+  const int ep = env.world_size % 2 == 0 ? 2 : 1;
+  // Neighbours divide the experts; ranks along edp have the same ones.
+  const auto axes =
+      std::vector<MeshAxis>{{"edp", env.world_size / ep}, {"ep", ep}};
+  const auto mesh =
+      env.world_size == 1
+          ? Mesh::single(device)
+          : Mesh::create(axes, env.rank, make_tcp_store(env), device);
+
+  std::shared_ptr<nn::TokenExchange> exchange =
+      std::make_shared<nn::LocalExchange>();
+  FullyShardOptions options{.group = {.precision = Precision::full()}};
+  if (ep > 1) {
+    const int axis = mesh->axis_index("ep");
+    exchange = std::make_shared<CollectiveExchange>(
+        mesh->communicator(axis, Purpose::exchange).shared_from_this(),
+        kExperts);
+    // A block stays one unit: its experts rest on edp, its router on all ranks.
+    const auto placement = ParameterPlacement::along(*mesh, "ep", kExperts);
+    options.placement_of = [placement](const std::string& name) {
+      const bool is_expert = name.find(".experts.") != std::string::npos;
+      return is_expert ? placement : ParameterPlacement{};
+    };
+  }
+  Net model(exchange, kExperts / ep);
+  options.units = {model->first.get(), model->second.get()};
+  const auto runtime = fully_shard(*model, mesh, options);
+  AdamW optimizer(runtime->groups(), {.weight_decay = 0.01});
+
+  std::int64_t step = 0;
+  if (const auto latest = latest_checkpoint(folder)) {
+    step = load_checkpoint(
+               step_folder(folder, *latest),
+               runtime->all_groups(),
+               &optimizer)
+               .step;
+  }
+  const std::int64_t begin = step;
+  const double before = evaluate(model, *mesh);
+  while (step < begin + kSteps) {
+    runtime->set_step(++step);
+    loss_of(model, step * mesh->size() + mesh->rank(), device).backward();
+    const GradNorm clip = grad_norm_and_scale(runtime->groups(), 1.0);
+    optimizer.step(/*lr=*/1e-2, clip.scale);
+    optimizer.zero_grad();
+  }
+  const double after = evaluate(model, *mesh);
+  // Whole layers of experts, whatever the degree.
+  Checkpointer checkpointer(
+      mesh,
+      runtime->all_groups(),
+      &optimizer,
+      {.folder = folder});
+  checkpointer.save(step, {});
+  checkpointer.wait();
+  for (const SaveResult& saved : checkpointer.take_results()) {
+    if (saved.error) {
+      throw *saved.error;
+    }
+  }
+  if (mesh->rank() == 0) {
+    fmt::print(
+        "steps {} to {} on {} ranks, {} of {} experts on each: loss {:.5f} -> "
+        "{:.5f}\n",
+        begin,
+        step,
+        mesh->size(),
+        kExperts / ep,
+        kExperts,
+        before,
+        after);
+  }
+  return after < before ? 0 : 1;
+}
+
+int main(int argc, char** argv) {
+  const std::vector<std::string> args(argv, argv + argc);
+  try {
+    FLATSHARD_CHECK(
+        argc == 2 || argc == 3,
+        usage,
+        "expected FOLDER [RANKS], got {} arguments",
+        argc - 1);
+    if (argc == 3 && !launched_by_environment()) {
+      return spawn_local_ranks(std::stoi(args[2]), args);
+    }
+    return train(args[1]);
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "{}\n", error.what());
+    return 1;
+  }
+}
