@@ -31,7 +31,8 @@ struct HandDriven {
              .microbatches = 1,
              .layers = 2,
              .max_delay_us = 0,
-             .with_runner = false},
+             .with_runner = false,
+             .ends_are_units = false},
             context),
         runtime(trainer.runtime) {
     for (OverlapBlock& block : trainer.model->blocks) {
