@@ -1,5 +1,7 @@
 """transformers' models with experts by the 1F1B schedule: plain accumulation's bits."""
 
+import re
+
 import pytest
 import torch
 
@@ -215,30 +217,47 @@ def test_rows_travel_while_the_other_microbatch_computes(ep, monkeypatch):
     assert "start start wait backward start wait start wait backward" in text, text
 
 
-def test_collectives_are_alike_on_all_ranks_and_none_is_on_demand(
-    ep, world, monkeypatch
-):
+def qwen_with_six_layers():
+    config = transformers.Qwen3MoeConfig(
+        **{**SHAPE, "num_hidden_layers": 6},
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        num_experts=4,
+        num_experts_per_tok=2,
+        head_dim=8,
+    )
+    return on_device(transformers.Qwen3MoeForCausalLM(config))
+
+
+def test_collectives_are_those_of_the_schedule_on_all_ranks(ep, world, monkeypatch):
     if world == 1:
         pytest.skip("nothing is gathered on one rank")
     monkeypatch.setenv("FLATSHARD_TRACE_STEPS", "1")
-    model = sharded(make("mixtral"), ep)
-    overlap_microbatches(model, batches_of(0))
-    model.zero_grad()
-    diagnostics.take_trace(model)
-    overlap_microbatches(model, batches_of(1))
-    launched = [
-        (a.kind, a.unit, a.phase)
-        for a in diagnostics.take_trace(model)
-        if a.kind in ("gather", "reduce", "accumulate")
-    ]
+    model = sharded(qwen_with_six_layers(), ep)
+    for step in range(2):  # the second one knows the order
+        diagnostics.take_trace(model)
+        overlap_microbatches(model, batches_of(step))
+        model.zero_grad()
+    trace = diagnostics.take_trace(model)
+    launched = [a for a in trace if a.kind in ("gather", "reduce", "accumulate")]
     of_all = [None] * world
-    dist.all_gather_object(of_all, launched)
-    assert all(of_rank == launched for of_rank in of_all)
-    layers = {"model.layers.0", "model.layers.1"}
-    reduced = [
-        unit for kind, unit, _ in launched if kind == "reduce" and unit in layers
-    ]
-    assert len(reduced) == 3 * 2
+    dist.all_gather_object(of_all, [(a.kind, a.unit, a.phase) for a in launched])
+    assert all(of_rank == of_all[0] for of_rank in of_all)
+
+    is_layer = re.compile(r"model\.layers\.\d").fullmatch
+    reduced = [a.unit for a in launched if a.kind == "reduce" and is_layer(a.unit)]
+    assert sorted(reduced) == sorted(3 * [f"model.layers.{n}" for n in range(6)])
+    # Both microbatches compute, each with a layer ahead; none is gathered on demand.
+    gathered, most = set(), 0
+    for before, action in zip([None, *trace], trace):
+        if action.kind == "gather" and is_layer(action.unit):
+            gathered.add(action.unit)
+        elif action.kind == "release":
+            gathered.discard(action.unit)
+        elif action.kind == "await" and before.kind == "gather":
+            assert action.unit != before.unit
+        most = max(most, len(gathered))
+    assert most <= 4
 
 
 # -- what goes wrong -------------------------------------------------------------------
