@@ -87,6 +87,10 @@ def late(model, batches):
     return overlap_microbatches(model, batches, delay_wgrad=True)
 
 
+def make_mixtral():
+    return make("mixtral")
+
+
 def qwen_with_dense_layers():
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
@@ -182,6 +186,34 @@ def test_a_loss_of_ones_own_and_units_beside_the_layers(ep):
         return sharded(model, ep, beside=(model.model.embed_tokens, model.lm_head))
 
     expect_equal(trained(step, made(), 2), trained(plainly, made(), 2))
+
+
+@pytest.mark.parametrize("make_model", [make_mixtral, qwen_with_dense_layers])
+def test_gradient_checkpointing(make_model, ep):
+    def made():
+        model = make_model()
+        model.config.attention_dropout = 0.2
+        for module in model.modules():
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.2
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        torch.manual_seed(dist.get_rank())
+        return sharded(model, ep).train()
+
+    counts = []
+
+    def count(*_):
+        counts.append(1)
+
+    first, second = made(), made()
+    for layer in first.model.layers:
+        layer.self_attn.register_forward_hook(count)
+    torch.manual_seed(7)
+    ours = trained(overlap_microbatches, first)
+    assert len(counts) == 2 * 9 * len(first.model.layers)
+    torch.manual_seed(7)
+    expect_equal(ours, trained(plain, second))
+    assert first.model.layers[0].gradient_checkpointing
 
 
 # -- what the schedule does ------------------------------------------------------------
@@ -303,12 +335,6 @@ def test_what_cannot_be_run_is_named(ep):
         whole = expert_parallel(make("mixtral"), mesh["ep"], overlap=True)
         with pytest.raises(ValueError, match="layer 0 is no unit"):
             overlap_microbatches(fully_shard(whole), batches)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
-    with pytest.raises(NotImplementedError, match="checkpointing_disable"):
-        overlap_microbatches(model, batches)
-    model.gradient_checkpointing_disable()
-    overlap_microbatches(model, batches)
 
 
 def test_it_also_runs_without_the_schedule(ep):
