@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from flatshard import diagnostics, fully_shard, megatron
 from tests.python.backward_pass_test import batches_of, example, gradients
@@ -269,6 +270,37 @@ def test_without_fine_grained_gathers_it_is_refused(mesh):
         model = sharded(mesh, enable_fine_grained_param_gather=option)
         with pytest.raises(ValueError, match="enable_fine_grained_param_gather=True"):
             model._replace_param_with_raw_if_needed()
+
+
+def test_checkpoints_around_parts_of_units_and_not_around_units(mesh):
+    model, x = sharded(mesh), batches_of(0)[0]
+    model(x).backward()
+    expected = gradients(model)
+    layers = model.layers
+
+    def run(around):
+        model._replace_param_with_raw_if_needed()
+        hidden = model.embed(x)
+        for layer in layers:
+            hidden = around(layer, hidden)
+        loss = model.loss(hidden)
+        model.pre_backward()
+        loss.backward()
+        for layer in reversed(layers):
+            model.post_backward_release_module(layer)
+        model.post_backward()
+
+    def parts(layer, hidden):
+        hidden = layer.experts(checkpoint(layer.attend, hidden, use_reentrant=False))
+        model.post_forward_release_module(layer)
+        return hidden
+
+    run(parts)
+    assert all(map(torch.equal, gradients(model), expected))
+    with pytest.raises(NotImplementedError, match="a checkpoint around FSDPLayer"):
+        run(lambda layer, hidden: checkpoint(layer, hidden, use_reentrant=False))
+    run(parts)
+    assert all(map(torch.equal, gradients(model), expected))
 
 
 # -- experts on a mesh of their own ----------------------------------------------------
