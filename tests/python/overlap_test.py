@@ -157,6 +157,19 @@ def test_B68_late_weight_gradients_come_once(ep, monkeypatch):
     expect_equal(ours, trained(plain, sharded(make("qwen3_moe"), ep, **options)))
 
 
+def test_a_rank_without_tokens(ep):
+    def made():
+        model = make("mixtral")
+        with torch.no_grad():
+            for layer in model.model.layers:
+                experts_of(layer).gate.weight.zero_()  # the first ones are chosen
+        return sharded(model, ep)
+
+    expect_equal(
+        trained(overlap_microbatches, made(), 2, 1), trained(plain, made(), 2, 1)
+    )
+
+
 def test_mixed_precision(ep):
     options = dict(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     ours = trained(overlap_microbatches, sharded(make("mixtral"), ep, **options))
