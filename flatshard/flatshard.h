@@ -24,6 +24,8 @@
 
 // Modules and layers for one device.
 #include "flatshard/nn/attention.h"
+#include "flatshard/nn/block_nodes.h"
+#include "flatshard/nn/detached.h"
 #include "flatshard/nn/dropout.h"
 #include "flatshard/nn/embedding.h"
 #include "flatshard/nn/linear.h"
@@ -64,5 +66,7 @@
 #include "flatshard/optim/grad_norm.h"
 #include "flatshard/optim/lr_schedule.h"
 #include "flatshard/optim/sgd.h"
+#include "flatshard/unit/backward_pass.h"
 #include "flatshard/unit/fully_shard.h"
+#include "flatshard/unit/overlap_runner.h"
 #include "flatshard/unit/step_graph.h"

@@ -304,7 +304,7 @@ at::Tensor LlamaImpl::forward(
       "expected at most max_seq_len = {} tokens in a sequence, got {}",
       config_.max_seq_len,
       tokens.size(1));
-  return head(body_(tokens), targets);
+  return told(head_(body_(tokens), targets), targets);
 }
 
 std::vector<RouterOf> LlamaImpl::routers() {

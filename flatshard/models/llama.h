@@ -182,6 +182,7 @@ class LlamaImpl : public nn::Module {
   std::vector<RouterOf> routers();
 
   // The forward in pieces, for schedules: embed, each block's nodes(), head.
+  // Hooks of these modules do not run: a schedule says what begins and ends.
 
   at::Tensor embed(const at::Tensor& tokens);
   std::vector<LlamaBlock>& blocks() { return body_->layers(); }
@@ -191,6 +192,9 @@ class LlamaImpl : public nn::Module {
   const ModelConfig& config() const { return config_; }
 
  private:
+  /// A loss, whose gradient the routers learn from it; or logits.
+  at::Tensor told(const at::Tensor& result, const at::Tensor& targets) const;
+
   ModelConfig config_;
   nn::LossGradientPtr loss_gradient_;  ///< null without auxiliary losses
   LlamaBody body_{nullptr};

@@ -90,13 +90,17 @@ std::unique_ptr<nn::BlockNodes> LlamaBlockImpl::nodes() {
 }
 
 at::Tensor LlamaImpl::embed(const at::Tensor& tokens) {
-  return body_->embed_tokens()(tokens);
+  return body_->embed_tokens()->forward(tokens);
 }
 
 at::Tensor LlamaImpl::head(
     const at::Tensor& hidden,
     const at::Tensor& targets) {
-  const at::Tensor result = head_(hidden, targets);
+  return told(head_->forward(hidden, targets), targets);
+}
+
+at::Tensor LlamaImpl::told(const at::Tensor& result, const at::Tensor& targets)
+    const {
   return loss_gradient_ && targets.defined()
              ? nn::tell_gradient(result, loss_gradient_)
              : result;

@@ -47,7 +47,14 @@ class EventWriter {
     return !options_.dense.empty() && options_.dense[l];
   }
   UnitId unit_of(const PlanStep& step) const {
-    return step.layer < 0 ? units_.root : units_.layers[step.layer];
+    if (step.layer >= 0) {
+      return units_.layers[step.layer];
+    }
+    if (!units_.ends) {
+      return units_.root;
+    }
+    return step.node == PlanNode::embed ? units_.ends->embed
+                                        : units_.ends->head;
   }
   bool reads_last(const PlanStep& step) const {
     return step.node ==
@@ -72,20 +79,41 @@ class EventWriter {
   }
 
   ScheduleEvent& say(EventKind kind, const PlanStep& step) {
-    const auto num_units = static_cast<CallId>(units_.layers.size()) + 1;
+    return say_of(unit_of(step), kind, step);
+  }
+  ScheduleEvent& say_of(UnitId unit, EventKind kind, const PlanStep& step) {
+    // Each unit runs once in a microbatch.
+    const auto num_units = static_cast<CallId>(units_.layers.size()) + 3;
     events_.push_back(
         {.kind = kind,
-         .unit = unit_of(step),
-         .call = step.microbatch * num_units + step.layer + 1,
+         .unit = unit,
+         .call = step.microbatch * num_units + unit,
          .task = step.microbatch});
     return events_.back();
   }
+  // Of embedding and head, where these are units below the root.
+  void say_of_end(EventKind kind, const PlanStep& step) {
+    if (units_.ends && step.layer < 0) {
+      say(kind, step).needs_backward = kind == EventKind::forward_end;
+    }
+  }
 
   void add_forward(const PlanStep& step) {
-    if (step.node == PlanNode::embed || step.node == PlanNode::attend) {
+    if (step.layer < 0) {
+      if (step.node == PlanNode::embed) {
+        say_of(units_.root, EventKind::forward_begin, step);
+      }
+      say_of_end(EventKind::forward_begin, step);
+      say_of_end(EventKind::forward_end, step);
+      if (step.node == PlanNode::head) {
+        say_of(units_.root, EventKind::forward_end, step).needs_backward = true;
+      }
+      return;
+    }
+    if (step.node == PlanNode::attend) {
       say(EventKind::forward_begin, step);
     }
-    if (step.layer < 0 ? step.node == PlanNode::head : reads_last(step)) {
+    if (reads_last(step)) {
       say(EventKind::forward_end, step).needs_backward = true;
     }
   }
@@ -103,6 +131,10 @@ class EventWriter {
   void add_backward(const PlanStep& step) {
     if (step.node == PlanNode::head) {
       begin_task(step);
+      begin_backward_of(units_.root, step);
+      for (int i = 0; i < units_.root_grads; ++i) {
+        say_of(units_.root, EventKind::wgrad_done, step);
+      }
     }
     begin_layer(step);
     const int n = grads_of(step);
@@ -115,24 +147,27 @@ class EventWriter {
         say(EventKind::wgrad_done, step);
       }
     }
-    if (step.node == PlanNode::attend || step.node == PlanNode::embed) {
+    if (step.node == PlanNode::attend) {
       say(EventKind::inputs_done, step);
     }
+    say_of_end(EventKind::inputs_done, step);
     if (step.node == PlanNode::embed) {
+      say_of(units_.root, EventKind::inputs_done, step);
       say(EventKind::task_end, step).outermost = true;
     }
   }
 
+  void begin_backward_of(UnitId unit, const PlanStep& step) {
+    say_of(unit, EventKind::backward_begin, step).waits_for_inputs = true;
+  }
+
   // Whatever the first step of a unit's backward is.
   void begin_layer(const PlanStep& step) {
-    if (step.microbatch == begun_.first && step.layer == begun_.second) {
-      return;
+    const UnitId unit = unit_of(step);
+    if (unit != units_.root && begun_ != std::pair(step.microbatch, unit)) {
+      begin_backward_of(unit, step);
     }
-    const bool is_new = step.node != PlanNode::embed;
-    begun_ = {step.microbatch, step.layer};
-    if (is_new) {
-      say(EventKind::backward_begin, step).waits_for_inputs = true;
-    }
+    begun_ = {step.microbatch, unit};
   }
 
   void begin_task(const PlanStep& step) {
@@ -146,7 +181,15 @@ class EventWriter {
         begin.expected.emplace_back(unit, grads);
       }
     };
-    expect(units_.root, units_.embed_grads + units_.head_grads);
+    if (units_.ends) {
+      expect(units_.root, units_.root_grads);
+      expect(units_.ends->embed, units_.embed_grads);
+      expect(units_.ends->head, units_.head_grads);
+    } else {
+      expect(
+          units_.root,
+          units_.root_grads + units_.embed_grads + units_.head_grads);
+    }
     for (std::size_t l = 0; l < units_.layers.size(); ++l) {
       const PlanUnits::LayerGrads& grads = units_.layer_grads[l];
       expect(units_.layers[l], grads.attend + grads.shared + grads.experts);
@@ -156,7 +199,7 @@ class EventWriter {
   const PlanUnits& units_;
   const OverlapPlanOptions& options_;
   int last_microbatch_ = 0;
-  std::pair<int, int> begun_{-1, -1};  ///< microbatch and layer
+  std::pair<int, UnitId> begun_{-1, -1};  ///< microbatch and unit
   std::vector<ScheduleEvent> events_;
 };
 

@@ -3,6 +3,7 @@
 #include "flatshard/schedule/events.h"
 #include "flatshard/schedule/overlap_plan.h"
 
+#include <optional>
 #include <vector>
 
 namespace flatshard {
@@ -16,11 +17,18 @@ struct PlanUnits {
     int shared = 0;
     int experts = 0;
   };
+  /// Units of what lies before and behind the layers.
+  struct Ends {
+    UnitId embed = 0;
+    UnitId head = 0;
+  };
   UnitId root = 0;
+  std::optional<Ends> ends;  ///< unset: both are the root's
   std::vector<UnitId> layers;
   std::vector<LayerGrads> layer_grads;  ///< as many
   int embed_grads = 0;
   int head_grads = 0;
+  int root_grads = 0;  ///< beside those of the ends, in the head's backward
 };
 
 /// What a Scheduler hears while `plan` runs. A unit's forward is over with the

@@ -36,8 +36,13 @@ GraphStats Microbatches::graph_stats() const {
 
 OverlapModel Microbatches::pieces(
     const std::shared_ptr<nn::TokenExchange>& exchange) {
+  const auto modules = model_->unit_modules();
   OverlapModel model{
       .root = runtime_->unit_of(*model_),
+      .ends =
+          PlanUnits::Ends{
+              .embed = runtime_->unit_of(*modules.front()),
+              .head = runtime_->unit_of(*modules.back())},
       .exchange = exchange,
       .embed = [this](int m) { return model_->embed(batches_.tokens(m)); },
       .nodes = [this](int l) { return model_->blocks()[l]->nodes(); },

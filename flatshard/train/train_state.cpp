@@ -88,12 +88,7 @@ TrainState make_train_state(
   const Float8Choice float8(config, model);
   float8.apply_to(options);
   for (const auto& module : state.model->unit_modules()) {
-    const bool is_block =
-        dynamic_cast<const models::LlamaBlockImpl*>(module.get()) != nullptr;
-    // What lies before and behind the blocks is the root's there.
-    if (is_block || !state.overlaps) {
-      options.units.push_back(module.get());
-    }
+    options.units.push_back(module.get());
   }
   state.runtime = fully_shard(*state.model, mesh, options);
   if (float8.enabled()) {

@@ -79,17 +79,29 @@ void OverlapRunner::forward(const PlanStep& step) {
   const bool with_graph = !options_.recompute;
   if (step.node == PlanNode::embed) {
     m.pass->forward_begin(model_.root);
+    if (model_.ends) {
+      m.pass->forward_begin(model_.ends->embed);
+    }
     m.tokens = m.embed.forward({}, [&](const nn::TensorList&) {
       return nn::TensorList{model_.embed(step.microbatch)};
     })[0];
+    if (model_.ends) {
+      m.pass->forward_end(model_.ends->embed);
+    }
     return;
   }
   if (step.node == PlanNode::head) {
+    if (model_.ends) {
+      m.pass->forward_begin(model_.ends->head);
+    }
     const nn::TensorList out =
         m.head.forward({std::exchange(m.tokens, {})}, [&](const auto& in) {
           return nn::TensorList{model_.head(step.microbatch, in[0])};
         });
     losses_[step.microbatch] = out[0].detach();
+    if (model_.ends) {
+      m.pass->forward_end(model_.ends->head);
+    }
     m.pass->forward_end(model_.root);
     return;
   }
@@ -202,11 +214,23 @@ void OverlapRunner::recompute(const PlanStep& step) {
 void OverlapRunner::backward(const PlanStep& step) {
   Microbatch& m = *microbatches_[step.microbatch];
   if (step.node == PlanNode::head) {
+    if (model_.ends) {
+      m.pass->backward_begin(model_.ends->head);
+    }
     m.gradient = m.head.backward({at::ones_like(losses_[step.microbatch])})[0];
+    if (model_.ends) {
+      m.pass->backward_end(model_.ends->head);
+    }
     return;
   }
   if (step.node == PlanNode::embed) {
+    if (model_.ends) {
+      m.pass->backward_begin(model_.ends->embed);
+    }
     m.embed.backward({std::exchange(m.gradient, {})});
+    if (model_.ends) {
+      m.pass->backward_end(model_.ends->embed);
+    }
     m.pass->backward_end(model_.root);
     m.pass->close_backward();
     microbatches_[step.microbatch].reset();

@@ -46,7 +46,10 @@ OverlapRunner::OverlapRunner(
       microbatches,
       options_);
   runtime_->backward_pass();  // refuses what it does not support
-  PlanUnits units{.root = model_.root, .layers = model_.layers};
+  PlanUnits units{
+      .root = model_.root,
+      .ends = model_.ends,
+      .layers = model_.layers};
   units.layer_grads.resize(model_.layers.size());
   runtime_->plan_passes(plan_events(plan_, units, options_), kGradSlots);
 }

@@ -2,20 +2,26 @@
 
 #include "flatshard/device/stream.h"
 #include "flatshard/nn/block_nodes.h"
+#include "flatshard/schedule/overlap_events.h"
 #include "flatshard/schedule/overlap_plan.h"
 #include "flatshard/unit/backward_pass.h"
 #include "flatshard/unit/runtime.h"
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 namespace flatshard {
 
 /// A model as an OverlapPlan runs it: blocks in pieces, each block a unit, and
-/// what lies before and behind them, which belongs to the root.
+/// what lies before and behind them. None of its functions calls a unit through
+/// its holder, which would be another forward of it.
 struct OverlapModel {
   UnitId root = 0;
+  /// Where embedding and head are units; unset: they are the root's, which is
+  /// gathered from a step's first microbatch to its last.
+  std::optional<PlanUnits::Ends> ends;
   std::vector<UnitId> layers;
   /// Rows travel on its queue; null, or one without a queue: on a stream of the
   /// runner's own. Where ranks exchange rows it must be the blocks'.

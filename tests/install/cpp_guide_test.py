@@ -1,7 +1,8 @@
 """examples/cpp trains, saves, and goes on from its checkpoint at another number of
-ranks, or trains by whole steps; docs/cpp.md and docs/graphs.md quote it line by line.
+ranks, trains by whole steps, or by a schedule of its own; docs/cpp.md, docs/graphs.md and
+docs/moe.md quote it line by line.
 
-usage: cpp_guide_test.py PROGRAM WHOLE_STEP_PROGRAM EXPERTS_PROGRAM WORK_FOLDER
+usage: cpp_guide_test.py PROGRAM WHOLE_STEP EXPERTS OWN_SCHEDULE WORK_FOLDER
 """
 
 import re
@@ -10,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-program, whole_step, experts, work = map(Path, sys.argv[1:])
+program, whole_step, experts, own_schedule, work = map(Path, sys.argv[1:])
 root = Path(__file__).resolve().parents[2]
 
 
@@ -20,10 +21,10 @@ def lines(text):
 
 source = [
     line
-    for name in ("main", "whole_step", "experts")
+    for name in ("main", "whole_step", "experts", "own_schedule")
     for line in lines((root / f"examples/cpp/{name}.cpp").read_text())
 ]
-for page, at_least in (("docs/cpp.md", 9), ("docs/graphs.md", 2)):
+for page, at_least in (("docs/cpp.md", 9), ("docs/graphs.md", 2), ("docs/moe.md", 2)):
     text = (root / page).read_text()
     blocks = re.findall(r"^```cpp\n(.*?)^```$", text, re.M | re.S)
     assert len(blocks) >= at_least, f"{len(blocks)} blocks of code in {page}"
@@ -92,3 +93,14 @@ assert said, done.stdout
 # Behind a warm-up of three steps.
 assert int(said[1]) == 97, done.stdout
 assert float(said[3]) < 0.5 * float(said[2]), done.stdout
+
+said = []
+for arguments in ([], ["plain"]):
+    done = subprocess.run(
+        [own_schedule, *arguments], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"60 steps: loss [\d.]+ -> [\d.]+\n", done.stdout), done.stdout
+    said.append(done.stdout)
+# To the last bit.
+assert said[0] == said[1], said

@@ -51,15 +51,14 @@ struct Counts {
   std::map<UnitId, int> reduced;
 };
 
-Counts run_step(Scheduler& s, const PlanCase& c) {
+Counts run_step(Scheduler& s, const PlanCase& c, const PlanUnits& units) {
   Counts counts;
   int gathered = 0;
   int grads = 0;
   // As a trainer does after each step of the optimizer.
   s.on({.kind = EventKind::weights_changed});
   s.on({.kind = EventKind::unshard, .unit = 0, .awaits = false});
-  for (const ScheduleEvent& event :
-       plan_events(c.plan(), units_of(c), c.options)) {
+  for (const ScheduleEvent& event : plan_events(c.plan(), units, c.options)) {
     for (const Action& a : s.on(event)) {
       const bool below = a.unit > 0;
       switch (a.kind) {
@@ -95,6 +94,29 @@ Counts run_step(Scheduler& s, const PlanCase& c) {
   EXPECT_EQ(grads, 0);
   EXPECT_TRUE(s.resting());
   return counts;
+}
+
+Counts run_step(Scheduler& s, const PlanCase& c) {
+  return run_step(s, c, units_of(c));
+}
+
+TEST(Interleaved, EmbeddingAndHeadAreTwoUnitsMoreInTheirOrder) {
+  for (const PlanCase& c : testing::plan_cases()) {
+    SCOPED_TRACE(c.name());
+    PlanUnits units = units_of(c);
+    units.ends = PlanUnits::Ends{.embed = c.layers + 1, .head = c.layers + 2};
+    Scheduler s(testing::blocks(c.layers + 2), kThreeSlots);
+    const bool both = c.options.interleave && c.microbatches > 1;
+    for (int step = 0; step < 2; ++step) {
+      const Counts counts = run_step(s, c, units);
+      EXPECT_LE(counts.most_gathered, both ? 4 : 3);
+      EXPECT_LE(counts.most_grads, 3);
+      EXPECT_EQ(counts.joins, c.options.interleave ? 1 : c.microbatches);
+      for (UnitId u = 1; u <= c.layers + 2; ++u) {
+        EXPECT_EQ(counts.reduced.at(u), c.microbatches) << "unit " << u;
+      }
+    }
+  }
 }
 
 TEST(Interleaved, P1_EveryPlanStaysWithinFourUnitsAndGathersAhead) {

@@ -284,6 +284,7 @@ TEST_F(MoeTrainer, TwoMicrobatchesAtOnceChangeNoLoss) {
   ASSERT_EQ(got.rows.size(), 6U);
   for (std::size_t i = 0; i < 6; ++i) {
     EXPECT_EQ(got.rows[i]["loss"], plain.rows[i]["loss"]) << i;
+    EXPECT_EQ(got.rows[i]["grad_norm"], plain.rows[i]["grad_norm"]) << i;
     EXPECT_EQ(got.rows[i]["experts"]["bias"], plain.rows[i]["experts"]["bias"])
         << i;
   }

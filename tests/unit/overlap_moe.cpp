@@ -93,8 +93,9 @@ MoeOverlapTrainer::MoeOverlapTrainer(
                                                    : ParameterPlacement{};
         };
   }
-  for (models::LlamaBlock& block : llama->blocks()) {
-    sharding.units.push_back(block.get());
+  const auto modules = llama->unit_modules();
+  for (const auto& module : modules) {
+    sharding.units.push_back(module.get());
   }
   runtime = fully_shard(*llama, mesh, sharding);
   optimizer_ = std::make_unique<AdamW>(runtime->groups(), AdamWOptions{});
@@ -102,7 +103,11 @@ MoeOverlapTrainer::MoeOverlapTrainer(
     return;
   }
   OverlapModel pieces{
-      .root = 0,
+      .root = runtime->unit_of(*llama),
+      .ends =
+          PlanUnits::Ends{
+              .embed = runtime->unit_of(*modules.front()),
+              .head = runtime->unit_of(*modules.back())},
       .exchange = exchange,
       .embed = [this](int m) { return llama->embed(tokens(m)); },
       .nodes = [this](int l) { return llama->blocks()[l]->nodes(); },

@@ -121,24 +121,25 @@ TEST(OverlapRunner, P10_ActionsAndOrderAreTheSimulators) {
   for (const bool delay : {false, true}) {
     for (const bool recompute : {false, true}) {
       const OverlapCase c{
-          .options = {
-              .delay_wgrad = delay,
-              .recompute = recompute,
-              .shared_experts = true}};
+          .options =
+              {.delay_wgrad = delay,
+               .recompute = recompute,
+               .shared_experts = true},
+          .ends_are_units = !recompute};
       SCOPED_TRACE(c.name());
       run_ranks(c.world(), [&](RankContext& context) {
         OverlapTrainer trainer(c, context);
         Runtime& runtime = *trainer.runtime;
-        PlanUnits units;
-        units.root = 0;
-        units.embed_grads = 2;
-        units.head_grads = 2;
-        for (const auto& unit : runtime.units()) {
-          if (unit->id() != 0) {
-            units.layers.push_back(unit->id());
-            units.layer_grads.push_back(
-                {.attend = 3, .shared = 2, .experts = 1});
-          }
+        OverlapStack& model = trainer.model;
+        PlanUnits units{.embed_grads = 2, .head_grads = 1, .root_grads = 1};
+        if (c.ends_are_units) {
+          units.ends = PlanUnits::Ends{
+              .embed = runtime.unit_of(*model->in),
+              .head = runtime.unit_of(*model->out)};
+        }
+        for (const OverlapBlock& block : model->blocks) {
+          units.layers.push_back(runtime.unit_of(*block));
+          units.layer_grads.push_back({.attend = 3, .shared = 2, .experts = 1});
         }
         Scheduler paper(
             runtime.scheduler().units(),

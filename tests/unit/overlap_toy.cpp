@@ -107,7 +107,7 @@ at::Tensor OverlapBlockImpl::forward(const at::Tensor& tokens) {
 OverlapStackImpl::OverlapStackImpl(
     int layers,
     const OverlapPlanOptions& options) {
-  in_ = register_module("in", overlap_linear(true));
+  in = register_module("in", overlap_linear(true));
   for (int l = 0; l < layers; ++l) {
     blocks.push_back(register_module(
         "block" + std::to_string(l),
@@ -115,29 +115,29 @@ OverlapStackImpl::OverlapStackImpl(
             !options.dense.empty() && options.dense[l],
             options.shared_experts)));
   }
-  out_ = register_module("out", overlap_linear(false));
+  out = register_module("out", overlap_linear(false));
   temperature_ =
       declare_parameter("temperature", {3}, InitSpec::normal(0.3F, 0.1F));
 }
 
 at::Tensor OverlapStackImpl::embed(const at::Tensor& x) {
-  return in_(x);
+  return in->forward(x);
 }
 
 at::Tensor OverlapStackImpl::head(
     const at::Tensor& tokens,
     const at::Tensor& target) {
-  return at::mse_loss(out_(tokens) * temperature_.sum(), target);
+  return at::mse_loss(out->forward(tokens) * temperature_.sum(), target);
 }
 
 at::Tensor OverlapStackImpl::forward(
     const at::Tensor& x,
     const at::Tensor& target) {
-  at::Tensor h = embed(x);
+  at::Tensor h = in(x);
   for (OverlapBlock& block : blocks) {
     h = block(h);
   }
-  return head(h, target);
+  return at::mse_loss(out(h) * temperature_.sum(), target);
 }
 
 std::string OverlapCase::name() const {
@@ -169,6 +169,10 @@ OverlapTrainer::OverlapTrainer(
   for (OverlapBlock& block : model->blocks) {
     sharding.units.push_back(block.get());
   }
+  if (options.ends_are_units) {
+    sharding.units.push_back(model->in.get());
+    sharding.units.push_back(model->out.get());
+  }
   runtime = fully_shard(
       *model,
       options.has_outer() ? context.mesh({{"outer", 2}, {"dp", 2}})
@@ -186,6 +190,11 @@ OverlapTrainer::OverlapTrainer(
           [this](int m, const at::Tensor& tokens) {
             return model->head(tokens, batch(m).second) / options_.microbatches;
           }};
+  if (options.ends_are_units) {
+    pieces.ends = PlanUnits::Ends{
+        .embed = runtime->unit_of(*model->in),
+        .head = runtime->unit_of(*model->out)};
+  }
   for (OverlapBlock& block : model->blocks) {
     pieces.layers.push_back(runtime->unit_of(*block));
   }

@@ -45,9 +45,9 @@ class OverlapStackImpl : public nn::Module {
   at::Tensor head(const at::Tensor& tokens, const at::Tensor& target);
 
   std::vector<OverlapBlock> blocks;
+  nn::Linear in{nullptr}, out{nullptr};
 
  private:
-  nn::Linear in_{nullptr}, out_{nullptr};
   at::Tensor temperature_;
 };
 FLATSHARD_MODULE(OverlapStack);
@@ -59,7 +59,8 @@ struct OverlapCase {
   int layers = 4;
   int steps = 3;
   int max_delay_us = 100;
-  bool with_runner = true;  ///< false: plain accumulation
+  bool with_runner = true;     ///< false: plain accumulation
+  bool ends_are_units = true;  ///< false: they are the root's
 
   bool has_outer() const { return strategy == "hsdp" || strategy == "hfsdp"; }
   int world() const { return has_outer() ? 4 : 2; }
