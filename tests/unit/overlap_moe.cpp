@@ -16,11 +16,9 @@ namespace flatshard::testing {
 namespace {
 
 constexpr std::int64_t kVocab = 64;
-constexpr std::int64_t kTokens = 16;
 constexpr std::int64_t kDim = 32;
 constexpr std::int64_t kExperts = 8;
 constexpr std::int64_t kExpertsPerToken = 2;
-constexpr int kLayers = 3;
 
 }  // namespace
 
@@ -30,7 +28,7 @@ std::vector<MeshAxis> MoeOverlapCase::axes() const {
     all.push_back({"outer", 2});
   }
   all.push_back({"edp", edp});
-  if (ep > 1) {
+  if (ep > 1 || travels_alone) {
     all.push_back({"ep", ep});
   }
   return all;
@@ -56,19 +54,19 @@ MoeOverlapTrainer::MoeOverlapTrainer(
   const StreamOptions streams{
       .delay_seed = 3 + static_cast<std::uint64_t>(mesh->rank()),
       .max_delay_us = options.max_delay_us};
-  if (options.ep > 1) {
+  if (options.ep > 1 || options.travels_alone) {
     make_exchange(streams);
   }
   llama = models::Llama(
       models::ModelConfig{
           .family = "moe",
           .dim = kDim,
-          .layers = kLayers,
+          .layers = options.layers,
           .heads = 4,
           .kv_heads = 2,
           .ffn_dim = 64,
           .vocab_size = kVocab,
-          .max_seq_len = kTokens,
+          .max_seq_len = options.tokens,
           .qk_norm = true,
           .moe =
               {.num_experts = kExperts,
@@ -117,7 +115,7 @@ MoeOverlapTrainer::MoeOverlapTrainer(
             return llama->head(h, tokens(m).roll(1, 1)) / options_.microbatches;
           }};
   OverlapPlanOptions plan = options.options;
-  for (int l = 0; l < kLayers; ++l) {
+  for (int l = 0; l < options.layers; ++l) {
     pieces.layers.push_back(runtime->unit_of(*llama->blocks()[l]));
     plan.dense.push_back(l < options.dense_layers);
   }
@@ -146,14 +144,14 @@ void MoeOverlapTrainer::make_exchange(const StreamOptions& streams) {
       hosts,
       kExperts,
       PeerExchangeOptions{
-          .window_nbytes = kTokens * kExpertsPerToken * kDim * kFloat,
+          .window_nbytes = options_.tokens * kExpertsPerToken * kDim * kFloat,
           .exchange = how});
 }
 
 at::Tensor MoeOverlapTrainer::tokens(int microbatch) const {
   return at::randint(
       kVocab,
-      {1, kTokens},
+      {1, options_.tokens},
       at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(
           1000 * step_ + 10 * mesh_->rank() + microbatch)),
       at::kLong);

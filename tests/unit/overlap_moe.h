@@ -15,15 +15,19 @@
 
 namespace flatshard::testing {
 
-/// A small model of a dense layer and two with experts, and how it is trained.
+/// A small model, a dense layer and two with experts unless it says something
+/// else, and how it is trained.
 struct MoeOverlapCase {
   std::string strategy = "zero3";
   int edp = 2;  ///< ranks that shard the same experts
   int ep = 1;   ///< ranks that divide them; above 1 tokens travel
   bool copies = false;
+  bool travels_alone = false;  ///< rows are exchanged also by one rank
   int microbatches = 3;
   OverlapPlanOptions options;
+  int layers = 3;
   std::int64_t dense_layers = 1;
+  std::int64_t tokens = 16;  ///< of a microbatch
   int steps = 3;
   int max_delay_us = 200;
   bool with_runner = true;  ///< false: plain accumulation
