@@ -8,10 +8,10 @@
 #   SAN=address,undefined        sanitizers, for `make test` (or SAN=thread)
 #   COVERAGE=on                  count the lines that run, for `make test`
 #   V=1                          every compiler's line instead of a bar
-#   ARGS="..."                   further arguments, for `make demo`
+#   ARGS="..."                   further arguments, for the demos
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo check test coverage build lint format clean
+.PHONY: help demo demo-experts check test coverage build lint format clean
 
 FLATSHARD_CUDA ?= auto
 TORCH ?=
@@ -23,10 +23,13 @@ ARGS ?=
 export FLATSHARD_CUDA FLATSHARD_UNITY TORCH SAN COVERAGE JOBS V
 
 help: ## List the targets
-	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
 
 demo: ## Train a small Llama on real text over two processes
 	@scripts/demo $(ARGS)
+
+demo-experts: ## The same with a model whose experts the processes divide
+	@scripts/demo --experts $(ARGS)
 
 check: build ## Run the test cases that take at most a second, in a minute
 	@scripts/run_tests -L quick

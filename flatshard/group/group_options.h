@@ -27,9 +27,12 @@ struct ParamGroupOptions {
   /// false: main weights are cast into the gathered slot before each gather and
   /// nothing of compute's dtype rests in between. Saves its bytes and costs a
   /// pass over the main weights per gather. Only where all of these are: main
-  /// weights of another dtype, and weights cut like the optimizer's (ZeRO-3);
-  /// elsewhere it has no effect. Not with copy engines.
+  /// weights of another dtype, and weights cut like the optimizer's (ZeRO-3, on
+  /// a single rank too); elsewhere it has no effect. Not with copy engines.
   bool keep_compute_weights = true;
+  /// With keep_compute_weights = false: they are kept all the same where a rank
+  /// has the whole group, so that a gather there costs nothing.
+  bool keep_whole_compute_weights = false;
   /// Main weights and reduced gradients rest in host memory, and so does what
   /// optimizers keep beside them; updates run on the CPU. Compute weights that
   /// are kept stay on the device; without them each gather begins with a copy

@@ -20,9 +20,15 @@ bool same_elements(const Mesh& mesh, const Placements& a, const Placements& b) {
   return true;
 }
 
-bool any_sharded(const Mesh& mesh, const Placements& placements) {
+// Whether a rank of this mesh has less than all. Weights that are made for each
+// gather (see keep_compute_weights) do not rest on a single rank either.
+bool any_sharded(
+    const Mesh& mesh,
+    const Placements& placements,
+    bool made_for_gathers) {
   for (int axis = 0; axis < mesh.num_axes(); ++axis) {
-    if (mesh.axis(axis).size > 1 && placements[axis].is_shard()) {
+    if ((mesh.axis(axis).size > 1 || made_for_gathers) &&
+        placements[axis].is_shard()) {
       return true;
     }
   }
@@ -37,7 +43,6 @@ WeightPlanes::WeightPlanes(const GroupContext& context) : context_(context) {
   const Precision& precision = options.precision;
   const auto& mesh = context.mesh;
   const auto& layout = context.layout;
-  resident_ = !any_sharded(*mesh, strategy.parameter);
   has_refresh_ =
       options.float8 ||
       (context.trainable &&
@@ -46,6 +51,11 @@ WeightPlanes::WeightPlanes(const GroupContext& context) : context_(context) {
       context.trainable ? precision.main_params : precision.compute;
   main_is_compute_ =
       !options.offload && !options.float8 && main_dtype == precision.compute;
+  const bool made_for_gathers =
+      !options.keep_compute_weights &&
+      !options.keep_whole_compute_weights && !main_is_compute_ &&
+      same_elements(*mesh, strategy.parameter, strategy.optimizer);
+  resident_ = !any_sharded(*mesh, strategy.parameter, made_for_gathers);
   if (!main_is_compute_) {
     main_ = options.offload
                 ? in_host_memory(context, strategy.optimizer, main_dtype)

@@ -245,8 +245,12 @@ std::vector<UnitId> Scheduler::ahead(
     Phase phase) const {
   std::vector<UnitId> units;
   const auto wanted = [&](UnitId unit) {
+    // Weights that rest do not travel: ahead of its backward such a unit would
+    // only derive planes, and hold them for longer.
     return !units_[unit].reads(phase).empty() &&
-           (phase == Phase::forward || units_[unit].policy.unshard_in_backward);
+           (phase == Phase::forward ||
+            (units_[unit].policy.unshard_in_backward &&
+             !units_[unit].resident));
   };
   if (chosen) {
     std::copy_if(

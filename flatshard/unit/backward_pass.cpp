@@ -96,6 +96,7 @@ void BackwardPass::open_backward(const Options& options) {
   const at::NoGradGuard no_grad;
   token_ = std::make_shared<int>();
   open_ = true;
+  interleaved_ = options.interleaved;
   runtime_->open_pass_ = this;
   task_ = runtime_->events_.open_pass(units, options.interleaved, token_);
 }
@@ -162,12 +163,10 @@ void BackwardPass::close_backward() {
   for (const Late& late : std::exchange(late_, {})) {
     run_late(late);
   }
-  {
-    const std::lock_guard lock(runtime_->mutex_);
-    runtime_->open_pass_ = nullptr;
-  }
-  open_ = false;
   runtime_->on_task_end(task_);
+  const std::lock_guard lock(runtime_->mutex_);
+  runtime_->open_pass_ = nullptr;
+  open_ = false;
   closed_ = true;
   token_.reset();
 }

@@ -101,6 +101,7 @@ class BackwardPass {
   int node_ = 0;
   bool delays_ = false;
   bool open_ = false;
+  bool interleaved_ = false;
   bool closed_ = false;
   std::vector<Late> late_;
 };

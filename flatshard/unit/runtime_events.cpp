@@ -2,6 +2,7 @@
 // program's forwards and backwards begin and end.
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
+#include "flatshard/unit/backward_pass.h"
 #include "flatshard/unit/runtime.h"
 
 #include <ATen/ATen.h>
@@ -184,7 +185,9 @@ void Runtime::on_task_end(TaskId task) {
     }
   }
   observers_.tell([](RuntimeObserver& o) { o.backward_ended(); });
-  if (failure_.empty() && !events_.in_forward()) {
+  // What the forward of another pass left for its backward stays.
+  const bool goes_on = open_pass_ != nullptr && open_pass_->interleaved_;
+  if (failure_.empty() && !events_.in_forward() && !goes_on) {
     FLATSHARD_CHECK(
         scheduler_.resting(),
         internal,

@@ -17,6 +17,8 @@ void bind_comm(py::module_& m);
 void bind_unit(py::module_& m);
 /// After bind_unit.
 void bind_runtime(py::module_& m);
+/// After bind_runtime.
+void bind_backward_pass(py::module_& m);
 void bind_optim(py::module_& m);
 void bind_checkpoint(py::module_& m);
 void bind_float8(py::module_& m);

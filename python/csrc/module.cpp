@@ -13,6 +13,7 @@ PYBIND11_MODULE(_C, m) {
   bind_comm(m);
   bind_unit(m);
   bind_runtime(m);
+  bind_backward_pass(m);
   bind_optim(m);
   bind_checkpoint(m);
   bind_float8(m);

@@ -122,7 +122,9 @@ void ParameterViews::forward_begins() {
 void ParameterViews::backward_begins() {
   const py::gil_scoped_acquire gil;
   before_backward_();
-  for_all_grads([](GradViews& grads) { grads.take(); });
+  if (!std::exchange(went_on_, false)) {
+    for_all_grads([](GradViews& grads) { grads.take(); });
+  }
 }
 
 // A checkpoint inside the unit calls its modules again.
@@ -143,10 +145,27 @@ void ParameterViews::backward_ended() {
       set(state, false);
     }
   }
+  if (std::exchange(goes_on_, false)) {
+    went_on_ = true;
+    return;
+  }
   runs_hooks_ = true;
   const auto done = c10::make_scope_exit([&] { runs_hooks_ = false; });
   const at::NoGradGuard no_grad;
   for_all_grads([](GradViews& grads) { grads.show(); });
+}
+
+void ParameterViews::check_may_go_on() const {
+  for (const State& state : units_) {
+    for (const at::Tensor& shard : state.trained) {
+      FLATSHARD_CHECK(
+          torch::autograd::impl::post_acc_grad_hooks(shard) == nullptr,
+          usage,
+          "interleaved: expected no hooks of "
+          "register_post_accumulate_grad_hook on the model's parameters; a "
+          "step whose backwards interleave has gradients at its end alone");
+    }
+  }
 }
 
 bool ParameterViews::wants_reduced_gradients(const Unit& unit) {
@@ -205,6 +224,7 @@ void ParameterViews::was_reset() {
     state.ran_hooks = false;
     set(state, false);
   }
+  goes_on_ = went_on_ = false;
   for_all_grads([](GradViews& grads) { grads.drop(); });
 }
 

@@ -50,6 +50,11 @@ class ParameterViews : public RuntimeObserver {
   /// GIL, while no forward and no backward is open.
   void capture(UnitId unit, bool captures);
   bool captures() const { return captures_; }
+  /// The backward that is open goes on in another one, and its reductions are
+  /// not joined: gradients show after that. With the GIL.
+  void backward_goes_on() { goes_on_ = true; }
+  /// @throws Error{usage} for hooks that would see gradients before.
+  void check_may_go_on() const;
   /// Somebody put another tensor into a place. With the GIL.
   bool shows_others() const;
 
@@ -90,6 +95,8 @@ class ParameterViews : public RuntimeObserver {
   py::object before_backward_;
   bool runs_hooks_ = false;
   bool captures_ = false;
+  bool goes_on_ = false;  ///< the backward that runs
+  bool went_on_ = false;  ///< the last one
 };
 
 }  // namespace flatshard::python

@@ -5,6 +5,7 @@
 #include "python/csrc/bind.h"
 #include "python/csrc/float8_linear.h"
 #include "python/csrc/parameter_views.h"
+#include "python/csrc/py_backward_pass.h"
 #include "python/csrc/py_unit.h"
 
 #include <memory>
@@ -48,6 +49,13 @@ class PyRuntime {
   /// yet; what a backward does not ask for is thrown away. In a backward.
   at::Tensor main_grad(const at::Tensor& weight) const;
 
+  /// Whether the gradient of a whole parameter is to be put off; see
+  /// nn::WgradSink. In a backward, without the GIL.
+  bool defers(const at::Tensor& weight) const;
+  /// @param write  called with where the gradient goes, and whether it is added
+  ///   there.
+  void defer(const at::Tensor& weight, py::object write) const;
+
   const nn::ModuleContextPtr& sink() const { return sink_; }
 
   void forward_begin(UnitId unit, py::handle args, py::handle kwargs);
@@ -71,6 +79,8 @@ class PyRuntime {
   GraphStats graph_stats() const { return runtime_->graph_stats(); }
   bool shows_others() const { return views_->shows_others(); }
   void reshard(UnitId unit);
+  /// As Runtime::backward_pass.
+  std::unique_ptr<PyBackwardPass> backward_pass() const;
   /// Name, 2-norm of the weight, and of the gradient if there is one.
   using Norm = std::tuple<std::string, double, std::optional<double>>;
   std::vector<Norm> parameter_norms();

@@ -91,6 +91,7 @@ PyUnit::PyUnit(
          .tensor = whole});
   }
   options.group.keep_compute_weights = options.copy_engines;
+  options.group.keep_whole_compute_weights = true;
   const py::gil_scoped_release no_gil;
   contents_ = make_unit_contents(
       {.name = members.empty() ? "unit" : "unit of " + std::get<0>(members[0]),

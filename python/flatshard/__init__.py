@@ -28,6 +28,7 @@ _load_core()
 
 from flatshard import _C, checkpoint, diagnostics, float8, optim  # noqa: E402
 from flatshard._C import ConfigError, Error  # noqa: E402
+from flatshard.backward_pass import BackwardPass  # noqa: E402
 from flatshard.expert_parallel import expert_parallel  # noqa: E402
 from flatshard.float8_policy import (  # noqa: E402
     Float8BlockScaling,
@@ -45,6 +46,7 @@ from flatshard.module import (  # noqa: E402
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from flatshard.overlap import overlap_microbatches  # noqa: E402
 from flatshard.policies import (  # noqa: E402
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -53,6 +55,7 @@ from flatshard.policies import (  # noqa: E402
 
 __version__ = _C.version
 __all__ = [
+    "BackwardPass",
     "CPUOffloadPolicy",
     "ConfigError",
     "Error",
@@ -73,6 +76,7 @@ __all__ = [
     "linear_cross_entropy",
     "make_graphed_callables",
     "optim",
+    "overlap_microbatches",
     "register_fsdp_forward_method",
     "reset_parameters",
     "share_comm_ctx",

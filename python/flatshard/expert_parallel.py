@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from flatshard.overlap import running
 from flatshard.sharded_tensor import ShardedTensor
 
 # Blocks of transformers 4 that hold their experts in a list, and whether they always
@@ -42,8 +43,9 @@ def expert_parallel(model, ep_mesh, *, overlap=False):
     Args:
         model: a transformers model, before fully_shard; may be on the meta device.
         ep_mesh: DeviceMesh of one dimension.
-        overlap: True, hiding one microbatch's exchange behind another's computation, is
-            refused.
+        overlap: True: steps may run by overlap_microbatches, which hides one
+            microbatch's exchange behind another's computation. Calls of the model are
+            as without.
 
     Returns:
         `model`.
@@ -51,13 +53,9 @@ def expert_parallel(model, ep_mesh, *, overlap=False):
     Raises:
         ValueError: a model without experts, or with a number of them that does not
             divide, naming it.
-        NotImplementedError: overlap=True.
     """
-    if overlap:
-        raise NotImplementedError(
-            "overlap=True is not supported: the schedule would have to cut "
-            "transformers' layers into parts; leave it out"
-        )
+    if not isinstance(overlap, bool):
+        raise ValueError(f"overlap: expected True or False, got {overlap!r}")
     if not isinstance(ep_mesh, DeviceMesh) or ep_mesh.ndim != 1:
         raise ValueError(
             f"ep_mesh: expected a DeviceMesh of one dimension, got {ep_mesh!r}"
@@ -76,8 +74,18 @@ def expert_parallel(model, ep_mesh, *, overlap=False):
     for name, module in found:  # all or nothing
         _check(name, module, ep_mesh)
     for _, module in found:
-        _spread(module, ep_mesh)
+        _spread(module, ep_mesh, overlap)
+    if overlap:
+        experts = {id(module) for _, module in found}
+        for block in model.modules():
+            if id(getattr(block, "experts", None)) in experts:
+                _cut_logits(block)
     return model
+
+
+def is_spread(module):
+    """Of the modules that expert_parallel spread over ranks."""
+    return isinstance(module, _Spread)
 
 
 def _is_experts(module):
@@ -109,9 +117,9 @@ def _check(name, module, ep_mesh):
             )
 
 
-def _spread(module, ep_mesh):
+def _spread(module, ep_mesh, overlap):
     ranks, rank = ep_mesh.size(), ep_mesh.get_local_rank()
-    if ranks == 1:
+    if ranks == 1 and not overlap:
         return
     n = module.num_experts // ranks
     for key, p in list(module._parameters.items()):
@@ -120,6 +128,7 @@ def _spread(module, ep_mesh):
             module._parameters[key] = nn.Parameter(part, requires_grad=p.requires_grad)
     module.num_experts = n
     module._flatshard_group = ep_mesh.get_group()
+    module._flatshard_overlap = overlap
     module.__class__ = _spread_class(type(module))
 
 
@@ -146,13 +155,21 @@ class _Spread:
             sent, received = sizes.tolist()
             experts = torch.arange(n, device=order.device).repeat(ranks)
             experts = experts.repeat_interleave(arriving, output_size=sum(received))
-        rows = _Exchange.apply(hidden_states[order // k], sent, received, group)
+        schedule = running() if self._flatshard_overlap else None
+        rows = hidden_states[order // k]
+        if schedule is not None:
+            rows = schedule.dispatch(rows, sent, received, group)
+        else:
+            rows = _Exchange.apply(rows, sent, received, group)
         if rows.shape[0] > 0:
             ones = rows.new_ones(rows.shape[0], 1)
             rows = super().forward(rows, experts.unsqueeze(1), ones)
         else:  # of no token; the ranks' backwards stay alike
             rows = rows + sum(p.flatten()[:0].sum() for p in self.parameters())
-        rows = _Exchange.apply(rows, received, sent, group)
+        if schedule is not None:
+            rows = schedule.combine(rows)
+        else:
+            rows = _Exchange.apply(rows, received, sent, group)
         return _sum_of_tokens(rows, inverse, top_k_weights).to(hidden_states.dtype)
 
 
@@ -186,6 +203,28 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx, grad):
         sent, received, group = ctx.sizes
         return _Exchange.apply(grad, received, sent, group), None, None, None
+
+
+class _CutRouter:
+    """Of a module whose first result auxiliary losses read."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        schedule = running()
+        if schedule is None or not isinstance(output, tuple):
+            return output
+        return (schedule.cut_logits(output[0]), *output[1:])
+
+
+def _cut_logits(block):
+    """Of version 5; blocks of version 4 do it themselves."""
+    if not isinstance(block, _StackedBlock):
+        block.gate.__class__ = _cut_router_class(type(block.gate))
+
+
+@functools.lru_cache(maxsize=None)
+def _cut_router_class(cls):
+    return type(cls.__name__, (_CutRouter, cls), {"__module__": cls.__module__})
 
 
 @functools.lru_cache(maxsize=None)
@@ -254,6 +293,8 @@ class _StackedBlock:
         if self._normalizes or getattr(self, "norm_topk_prob", False):
             weights = weights / weights.sum(dim=-1, keepdim=True)
         rows = self.experts(rows, chosen, weights.to(rows.dtype))
+        if (schedule := running()) is not None:
+            logits = schedule.cut_logits(logits)
         return rows.view(hidden_states.shape), logits
 
 

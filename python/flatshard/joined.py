@@ -12,7 +12,8 @@ import weakref
 from torch import nn
 from torch.distributed.tensor import Replicate
 
-from flatshard.module import FSDPModule, cast_inputs, cast_output, state_of
+from flatshard.casts import cast_inputs, cast_output
+from flatshard.module import FSDPModule, state_of
 from flatshard.row_shard import RowShard
 from flatshard.sharded_tensor import ShardedTensor
 from flatshard.unit import _copy_attributes, _places

@@ -6,15 +6,14 @@ hold no trace of sharding, and an exception on the way is noticed.
 """
 
 import contextlib
-import copy
-import dataclasses
 import functools
 import weakref
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
+from flatshard.backward_pass import BackwardPass
+from flatshard.casts import cast_inputs, cast_output
 from flatshard.dynamo import outside_of_graphs
 from flatshard.graph_checks import refuse_foreign_capture
 from flatshard.graphs import UnitGraph
@@ -58,41 +57,6 @@ def _outermost(module):
     return max(around, key=lambda m: sum(1 for _ in m.modules()))
 
 
-def _cast(tree, dtype):
-    """Floating-point tensors in any nesting, as `dtype`; containers are copied."""
-    if isinstance(tree, torch.Tensor):
-        return tree.to(dtype) if tree.is_floating_point() else tree
-    return tree_map(functools.partial(_cast_leaf, dtype), tree)
-
-
-def _cast_leaf(dtype, leaf):
-    if isinstance(leaf, torch.Tensor):
-        return leaf.to(dtype) if leaf.is_floating_point() else leaf
-    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
-        return leaf
-    # Not dataclasses.replace: that runs __post_init__ again.
-    copied = copy.copy(leaf)
-    for field in dataclasses.fields(leaf):
-        if hasattr(leaf, field.name):
-            value = _cast(getattr(leaf, field.name), dtype)
-            object.__setattr__(copied, field.name, value)
-    return copied
-
-
-def cast_inputs(policy, args, kwargs):
-    """What a forward is called with, as a MixedPrecisionPolicy says."""
-    if policy.param_dtype is not None and policy.cast_forward_inputs:
-        args = tuple(_cast(a, policy.param_dtype) for a in args)
-        kwargs = {k: _cast(v, policy.param_dtype) for k, v in kwargs.items()}
-    return args, kwargs
-
-
-def cast_output(policy, output):
-    if policy.output_dtype is not None:
-        output = _cast(output, policy.output_dtype)
-    return output
-
-
 @outside_of_graphs
 def _run(module, function, args, kwargs):
     """function(*args, **kwargs) as a forward of the unit of `module`."""
@@ -100,6 +64,9 @@ def _run(module, function, args, kwargs):
     root = state.root
     if root is None:
         root = _make_root(module)
+    if root.running_pass is not None:
+        return root.running_pass.run(module, function, args, kwargs)
+    root.refuse_between_passes(module)
     policy = state.mp_policy
     args, kwargs = cast_inputs(policy, args, kwargs)
     core = root.core
@@ -187,6 +154,24 @@ class FSDPModule:
         state = self._state()
         if state.root is not None:  # else nothing was gathered
             state.root.core.reshard(state.id)
+
+    # -- schedules of one's own ------------------------------------------------------
+
+    def backward_pass(self, *, is_last=True, interleaved=False):
+        """A microbatch whose modules run in pieces; see BackwardPass. Call it on the
+        root, once for each microbatch.
+
+        Args:
+            is_last: it is the step's last: with HSDP the outer axis is reduced then,
+                with ZeRO-0 and ZeRO-1 all axes.
+            interleaved: while its backward is open, the forward of the next microbatch
+                runs, whose backward comes later. Unless it is the last as well, `.grad`s
+                are there after that one.
+
+        Raises:
+            NotImplementedError: a model with cuda_graph=True.
+        """
+        return BackwardPass(root_of(self), is_last, interleaved)
 
     # -- when gradients are reduced --------------------------------------------------
 
@@ -322,6 +307,7 @@ class FSDPModule:
         weights and drops the gradients of the failed step, so that the next step starts
         clean. The next forward of the root does it by itself, too. Call it on the root,
         on all ranks. Blocks until the communication under way is over."""
+        root_of(self).give_up_passes()
         root_of(self).core.reset()
 
     def reset_cuda_graphs(self):

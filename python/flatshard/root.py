@@ -77,6 +77,9 @@ class Root:
             emulate_graphs=self.cuda_graphs and emulates_on_cpu(),
             trace=traces_steps(),
         )
+        self.running_pass = None  # whose forward calls of wrapped modules are
+        self._passes = weakref.WeakSet()  # BackwardPasses that began and go on
+        self._sync_is_of_pass = False
         self._synced = None
         self._initialized = False
         self._saw_all = False
@@ -176,6 +179,51 @@ class Root:
             self.core.set_is_last_microbatch(synced[1])
             self._synced = synced
         return True
+
+    # -- passes ------------------------------------------------------------------
+
+    def new_pass(self):
+        if self.cuda_graphs:
+            raise NotImplementedError(
+                "backward_pass is not supported in a model with cuda_graph=True: graphs "
+                "of blocks whose backwards interleave are not; leave cuda_graph out"
+            )
+        return _C.BackwardPass(self.core)
+
+    def pass_began(self, which):
+        self._passes.add(which)
+
+    def pass_opens(self):
+        """It says itself whether it is the step's last."""
+        self._sync_is_of_pass = True
+
+    def pass_ended(self, which):
+        self._passes.discard(which)
+        self._restore_sync()
+
+    def _restore_sync(self):
+        if self._sync_is_of_pass:
+            self._sync_is_of_pass = False
+            self._synced = None
+            self.apply_sync()
+
+    def give_up_passes(self):
+        for which in list(self._passes):
+            which.give_up()
+
+    def refuse_between_passes(self, module):
+        if self._passes:
+            raise RuntimeError(
+                f"{type(module).__name__} was called while a backward_pass of its model "
+                "goes on, whose forward or backward it is not part of: call it inside "
+                "of `with that_pass.forward():`, or end or give_up() that pass first"
+            )
+        self._restore_sync()  # of one that was dropped
+
+    @property
+    def reduces_all(self):
+        """As set_requires_all_reduce said."""
+        return self._synced is None or self._synced[1]
 
     def _before_forward(self):
         """Before a forward of any unit, or an unshard, when none is open. The core calls

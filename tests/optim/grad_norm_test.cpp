@@ -75,7 +75,7 @@ TEST(GradNorm, GroupsOfDifferentStrategiesAddUp) {
 
 // Each digit of float32, however many values there are and wherever they lie:
 // on CPUs ranks are clipped by the bits of one.
-TEST(GradNorm, MillionsOfValuesLoseNoDigits) {
+TEST(GradNorm, M13_MillionsOfValuesLoseNoDigits) {
   constexpr std::int64_t kNumel = 6'000'001;
   const at::Tensor values = at::empty({kNumel}).normal_(
       0,

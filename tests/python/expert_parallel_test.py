@@ -168,8 +168,8 @@ def test_mixed_precision_and_recomputation(rank, world):
 
 def test_what_cannot_be_spread_is_named(world):
     mesh = init_device_mesh(DEVICE, (world,), mesh_dim_names=("ep",))
-    with pytest.raises(NotImplementedError, match="overlap"):
-        expert_parallel(make("mixtral"), mesh, overlap=True)
+    with pytest.raises(ValueError, match="overlap: expected True or False"):
+        expert_parallel(make("mixtral"), mesh, overlap="1f1b")
     with pytest.raises(ValueError, match="found none in Linear"):
         expert_parallel(torch.nn.Linear(2, 2), mesh)
     with pytest.raises(ValueError, match="ep_mesh"):

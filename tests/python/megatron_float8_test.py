@@ -221,11 +221,6 @@ def test_after_a_write_and_an_evaluation_the_cache_is_made_anew(mesh, rank):
             "keep_fp8_transpose_cache: there are no FP8 weights; .*fp8_param_gather=True",
         ),
         (
-            {"enable_fine_grained_param_gather": True},
-            NotImplementedError,
-            "enable_fine_grained_param_gather=True is not supported without FP8",
-        ),
-        (
             {"enable_fine_grained_param_gather": "yes"},
             ValueError,
             "enable_fine_grained_param_gather: expected True, False or None, got 'yes'",

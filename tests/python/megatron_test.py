@@ -102,7 +102,6 @@ def test_per_token_loss_sums(mesh, rank, world):
         ("sync_model_each_microbatch", False),
         ("nccl_ub", True),
         ("cuda_graph_mode", "full"),
-        ("enable_fine_grained_param_gather", True),
         ("use_decoupled_grad", True),
         ("suggested_communication_unit_size", 10**9),
     ],

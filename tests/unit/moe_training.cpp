@@ -5,6 +5,7 @@
 #include "flatshard/optim/adamw.h"
 #include "flatshard/optim/grad_norm.h"
 #include "flatshard/peer/page_communicator.h"
+#include "flatshard/peer/peer_communicator.h"
 #include "flatshard/unit/fully_shard.h"
 #include "tests/support/ranks.h"
 
@@ -58,17 +59,21 @@ models::Llama moe_model(
 }
 
 std::shared_ptr<StreamExchange> moe_exchange(
-    MoeExchange kind,
+    const MoeRun& run,
     const std::shared_ptr<Communicator>& group,
     const StreamOptions& streams) {
-  const ExchangeOptions options{.groups_by_rank = true, .stream = streams};
-  if (kind == MoeExchange::collective) {
+  const ExchangeOptions options{
+      .groups_by_rank = run.groups_by_rank,
+      .stream = streams};
+  if (run.exchange == MoeExchange::collective) {
     return std::make_shared<CollectiveExchange>(group, kMoeExperts, options);
   }
   constexpr auto kRowNbytes =
       kMoeDim * static_cast<std::int64_t>(sizeof(float));
+  const auto fences =
+      group->device().is_cuda() ? make_peer_communicator(group, {}) : group;
   return std::make_shared<PeerExchange>(
-      group,
+      fences,
       make_page_communicator(group),
       kMoeExperts,
       PeerExchangeOptions{
@@ -95,6 +100,8 @@ void update_biases(const std::vector<models::RouterOf>& routers, Mesh& mesh) {
   }
 }
 
+}  // namespace
+
 void train_moe_rank(
     const MoeRun& run,
     const std::shared_ptr<Mesh>& mesh,
@@ -114,14 +121,14 @@ void train_moe_rank(
               .enabled = run.graphs,
               .regions = {"attn", "mlp"},
               .warmup_steps = 1,
-              .miss_is_error = true,
-              .emulate_on_cpu = run.graphs}}};
+              .miss_is_error = mesh->device().is_cpu(),
+              .emulate_on_cpu = run.graphs && mesh->device().is_cpu()}}};
   std::shared_ptr<StreamExchange> exchange;
   std::int64_t local_experts = 0;
   if (run.exchange != MoeExchange::none) {
     const int axis = mesh->num_axes() - 1;
     exchange = moe_exchange(
-        run.exchange,
+        run,
         mesh->communicator(axis, Purpose::exchange).shared_from_this(),
         streams);
     local_experts = kMoeExperts / mesh->axis(axis).size;
@@ -149,7 +156,7 @@ void train_moe_rank(
     for (int m = 0; m < run.microbatches; ++m) {
       runtime->set_is_last_microbatch(m == run.microbatches - 1);
       const int index = mesh->rank() * run.microbatches + m;
-      const at::Tensor in = moe_sequence(step, index);
+      const at::Tensor in = moe_sequence(step, index).to(mesh->device());
       const at::Tensor loss = llama(in, in.roll(1, 1));
       (loss / run.microbatches).backward();
       const std::lock_guard lock(mutex);
@@ -178,8 +185,6 @@ void train_moe_rank(
     }
   }
 }
-
-}  // namespace
 
 int MoeRun::world() const {
   int n = 1;

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -29,6 +31,9 @@ struct MoeRun {
   bool float32 = exchange != MoeExchange::none;
   bool aux_loss = true;  ///< and z loss
   bool bias = true;      ///< of the routers, moved by the load after each step
+  /// See ExchangeOptions::groups_by_rank: else an expert's rows are one
+  /// product.
+  bool groups_by_rank = true;
   std::uint64_t delay_seed = 3;
   bool graphs = false;  ///< of attention and dense layers, behind one step
 
@@ -43,6 +48,15 @@ struct MoeResult {
   std::vector<at::Tensor> biases;
   std::int64_t num_replays = 0;  ///< forwards and backwards of one rank
 };
+
+/// One rank's part of `train_moe`, on any mesh and device. Its sequences'
+/// losses and what it owns of the weights go into `result`; norms and biases
+/// are rank 0's.
+void train_moe_rank(
+    const MoeRun& run,
+    const std::shared_ptr<Mesh>& mesh,
+    std::mutex& mutex,
+    MoeResult& result);
 
 /// Three steps of a small model with experts on thread ranks, with seeded
 /// delays on every stream.

@@ -12,6 +12,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace flatshard::testing {
 namespace {
@@ -318,6 +319,42 @@ TEST(BackwardPass, B67_RunsOfTheEngineAreOneBackward) {
     }
     EXPECT_EQ(d.count(EventKind::task_begin), 2);
     EXPECT_EQ(d.count(EventKind::task_end), 2);
+    auto twice = d.take_gradients();
+    for (at::Tensor& grad : twice) {
+      grad.mul_(0.5);  // the same microbatch again; exact
+    }
+    expect_equal(twice, want);
+  });
+}
+
+TEST(BackwardPass, AForwardMayEndWhileTheBackwardOfAnotherPassIsOpen) {
+  with_two_ranks([](HandDriven& d) {
+    d.step();
+    const auto want = d.take_gradients();
+    d.start();
+    d.forward();
+    auto pass = std::move(d.pass);
+    auto nodes = std::move(d.nodes);
+    const auto swap = [&] {
+      std::swap(pass, d.pass);
+      std::swap(nodes, d.nodes);
+    };
+    d.start();
+    swap();
+    d.pass->open_backward({.is_last = false, .interleaved = true});
+    d.pass->backward_begin(0);
+    d.grad = d.nodes[3].backward({at::ones({})})[0];
+    swap();
+    d.forward();
+    swap();
+    d.backward_block(1);
+    d.backward_block(0);
+    d.close();
+    swap();
+    d.open();
+    d.backward_block(1);
+    d.backward_block(0);
+    d.close();
     auto twice = d.take_gradients();
     for (at::Tensor& grad : twice) {
       grad.mul_(0.5);  // the same microbatch again; exact

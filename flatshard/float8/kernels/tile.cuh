@@ -40,13 +40,29 @@ bool wide_rows(const T* x, std::int64_t columns) {
   return aligned16(x) && columns % 8 == 0;
 }
 
+/// Which tile of a row of tiles a block has. A source may say that in an order
+/// of its own, for what neighbouring blocks read is read from memory once.
+template <class Source>
+__device__ inline int tile_of_block(const Source& source) {
+  if constexpr (requires { source.tile_of_block(); }) {
+    return source.tile_of_block();
+  } else {
+    return static_cast<int>(blockIdx.x);
+  }
+}
+
 /// The place of this thread in its tile.
 struct TilePlace {
+  template <class Source>
+  __device__ explicit TilePlace(const Source& source)
+      : tile(tile_of_block(source)) {}
+
+  int tile;  ///< of those side by side
   int group = threadIdx.x % 16;  ///< of 8 columns
   int row = threadIdx.x / 16 * 8;
   int warp = threadIdx.x / 32;
   std::int64_t r = std::int64_t{blockIdx.y} * kTile + row;
-  std::int64_t c = std::int64_t{blockIdx.x} * kTile + group * 8;
+  std::int64_t c = std::int64_t{tile} * kTile + group * 8;
 };
 
 template <class Source>

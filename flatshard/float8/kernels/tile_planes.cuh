@@ -55,7 +55,7 @@ __device__ inline void row_factors(
     bool stores = inside && at.group % kLanes == 0;
     if constexpr (R == Recipe::rowwise) {
       amax = r < rows ? magnitude(p.amax[r]) : 0;
-      stores = stores && blockIdx.x == 0;
+      stores = stores && at.tile == 0;
     } else {
       amax = lanes_max<kLanes>(largest_of(v[i]));
     }
@@ -179,7 +179,7 @@ __device__ inline void store_transposed(
 #pragma unroll
   for (int pass = 0; pass < kTile / 32; ++pass) {
     const int column = pass * 32 + threadIdx.x / 8;
-    const std::int64_t c = std::int64_t{blockIdx.x} * kTile + column;
+    const std::int64_t c = std::int64_t{at.tile} * kTile + column;
     if (c >= columns || r >= a.padded_rows) {
       continue;
     }

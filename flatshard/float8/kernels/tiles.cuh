@@ -15,7 +15,7 @@ template <class Source, Recipe R, Format F>
 __global__ void __launch_bounds__(kTileThreads, kBlocksOf<Source, R>)
     quantize_tiles_kernel(const Source source, const Quantize a) {
   __shared__ TileScratch scratch;
-  const TilePlace at;
+  const TilePlace at(source);
   const std::int64_t rows = source.rows;
   const std::int64_t columns = source.columns;
   Eight<typename Source::Value> v[8];
@@ -31,14 +31,14 @@ __global__ void __launch_bounds__(kTileThreads, kBlocksOf<Source, R>)
       amax = block_max(thread_peaks(v).largest(), scratch.block);
     }
     const bool first =
-        R == Recipe::blockwise || (blockIdx.x == 0 && blockIdx.y == 0);
+        R == Recipe::blockwise || (at.tile == 0 && blockIdx.y == 0);
     float factor = 0.0F;
     for (const PlanePointers* p : {&a.row, &a.column}) {
       if (p->data != nullptr) {
         factor = take_scale<R>(
             *p,
             blockIdx.y * p->scale_row_stride +
-                blockIdx.x * p->scale_column_stride,
+                at.tile * p->scale_column_stride,
             amax,
             first && threadIdx.x == 0,
             F,
@@ -78,7 +78,7 @@ template <class Source>
 __global__ void __launch_bounds__(kTileThreads)
     source_amax_kernel(const Source source, float* amax) {
   __shared__ std::uint32_t scratch[32];
-  const TilePlace at;
+  const TilePlace at(source);
   Eight<typename Source::Value> v[8];
   load_tile(source, at, v);
   const std::uint32_t found = block_max(thread_peaks(v).largest(), scratch);
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kTileThreads) row_and_column_amax_kernel(
     float* row_amax,
     float* column_amax) {
   __shared__ ColumnPeaks scratch;
-  const TilePlace at;
+  const TilePlace at(source);
   Eight<typename Source::Value> v[8];
   load_tile(source, at, v);
   if (row_amax != nullptr) {

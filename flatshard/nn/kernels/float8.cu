@@ -58,6 +58,14 @@ struct SwigluGradientSource : SwigluGradientValues {
     Eights dy, gate, up;
   };
 
+  // The tile of gate and that of up beside each other: both read dy and gate.
+  __device__ int tile_of_block() const {
+    const int block = static_cast<int>(blockIdx.x);
+    const int half = static_cast<int>(gridDim.x) / 2;
+    const bool whole_tiles = columns % (2 * float8::kernels::kTile) == 0;
+    return whole_tiles ? block / 2 + block % 2 * half : block;
+  }
+
   __device__ Loaded load(std::int64_t r, std::int64_t c) const {
     if (r >= rows || c >= columns) {
       return {zeros<Bf16>(), zeros<Bf16>(), zeros<Bf16>()};

@@ -46,7 +46,7 @@ def float8_policy(policy, keep_transpose_cache=False, fine_grained=None):
             f"{fine_grained!r}"
         )
     if not fp8.enabled:
-        _refuse_without_fp8(keep_transpose_cache, fine_grained)
+        _refuse_without_fp8(keep_transpose_cache)
         return None
     if fp8.recipe == "delayed":
         raise NotImplementedError(
@@ -75,15 +75,10 @@ def check_dtype(fp8, mp_policy, unit):
         )
 
 
-def _refuse_without_fp8(keep_transpose_cache, fine_grained):
-    how = "MixedPrecisionPolicy(fp8_param_gather=True, fp8_recipe=...)"
+def _refuse_without_fp8(keep_transpose_cache):
     if keep_transpose_cache:
         raise ValueError(
             "keep_fp8_transpose_cache: there are no FP8 weights; leave it out, or give "
-            f"mixed_precision_policy={how}"
-        )
-    if fine_grained:
-        raise NotImplementedError(
-            "enable_fine_grained_param_gather=True is not supported without FP8 weights: "
-            f"wrap smaller modules, or give mixed_precision_policy={how}"
+            "mixed_precision_policy=MixedPrecisionPolicy(fp8_param_gather=True, "
+            "fp8_recipe=...)"
         )

@@ -10,7 +10,9 @@ from flatshard import diagnostics
 from flatshard.fully_shard import fully_shard as _fully_shard
 from flatshard.initialize import reset_parameters
 from flatshard.megatron import v2
+from flatshard.megatron.experts import check_experts, check_group, expert_modules
 from flatshard.megatron.float8 import check_dtype, float8_policy
+from flatshard.megatron.overlap import add_hooks
 from flatshard.megatron.precision import MixedPrecisionPolicy, main_dtype
 from flatshard.module import FSDPModule
 from flatshard.strategies import find_strategy
@@ -19,10 +21,7 @@ from flatshard.strategies import find_strategy
 _WITHOUT_COUNTERPART = {
     "tp_dim": (None, (), "tensor parallelism is not supported"),
     "hybrid_fsdp_group": (None, (), "give a device_mesh with dp_outer_dim"),
-    "hybrid_fsdp_expt_group": (None, (), "experts on a mesh of their own"),
-    "expt_device_mesh": (None, (), "experts on a mesh of their own"),
     "fsdp_group_ag": (None, (), "gathers have a group of their own always"),
-    "expt_fsdp_group_ag": (None, (), "experts on a mesh of their own"),
     "overlap_grad_reduce": (True, (), "reductions always run beside compute"),
     "overlap_param_gather": (True, (), "gathers always run beside compute"),
     "sync_model_each_microbatch": (True, (), "use no_sync() around microbatches"),
@@ -60,6 +59,9 @@ def fully_shard_model(
     cuda_graph_mode=False,
     keep_fp8_transpose_cache=False,
     enable_fine_grained_param_gather=None,
+    expt_device_mesh=None,
+    expt_fsdp_group_ag=None,
+    hybrid_fsdp_expt_group=None,
     **others,
 ):
     """Shards `module`. Returns it; it is an FSDPModule from now on.
@@ -81,9 +83,18 @@ def fully_shard_model(
         keep_fp8_transpose_cache: of mixed_precision_policy's FP8 weights, those of the
             units of fsdp_unit_modules: what the backward reads stays gathered until the
             weights change.
-        enable_fine_grained_param_gather: likewise. None: a recomputation gathers the
-            layers that it runs, everything else whole units. True: every gather is of
-            one layer. False: every gather is of a whole unit.
+        enable_fine_grained_param_gather: True: schedules may call sub-modules of units;
+            after `_replace_param_with_raw_if_needed()` each tells that its unit is
+            needed, in the forward and in the backward (see flatshard.megatron.overlap).
+            Of FP8 weights True gathers one layer at a time, False whole units, and
+            None whole units but for recomputations. Others are gathered by units.
+        expt_device_mesh: on which experts rest, whose parameters have allreduce = False:
+            its dimensions dp_outer_dim and dp_shard_dim, or all if it has none of the
+            name. It and device_mesh are of one mesh: mesh["edp"], and
+            mesh["edp", "ep"]._flatten("dp").
+        expt_fsdp_group_ag, hybrid_fsdp_expt_group: groups of the ranks of the dimension
+            that shards experts, and of all of expt_device_mesh. Gathers have
+            communicators of their own anyway.
         report_nan_in_param_grad: see flatshard.diagnostics.report_nan_in_param_grad.
 
     Raises:
@@ -99,6 +110,12 @@ def fully_shard_model(
         )
     strategy = _strategy(zero_dp_strategy)
     mesh = _mesh(device_mesh, dp_shard_dim, dp_outer_dim)
+    expt_mesh = _expert_mesh(expt_device_mesh, dp_shard_dim, dp_outer_dim)
+    inner = expt_mesh and (expt_mesh[expt_mesh.mesh_dim_names[-1]])
+    check_group("expt_fsdp_group_ag", expt_fsdp_group_ag, inner, "expt_device_mesh")
+    check_group(
+        "hybrid_fsdp_expt_group", hybrid_fsdp_expt_group, expt_mesh, "expt_device_mesh"
+    )
     kinds = tuple(_class(kind) for kind in fsdp_unit_modules or ())
     units = _outermost(module, kinds)
     _check_cuda_graph_mode(cuda_graph_mode, units)
@@ -107,6 +124,15 @@ def fully_shard_model(
         keep_fp8_transpose_cache,
         enable_fine_grained_param_gather,
     )
+    outer = _OUTER[outer_dp_sharding_strategy]
+    if expt_mesh is not None:
+        experts = expert_modules(module)
+        check_experts(expt_mesh, experts, outer)
+        for expert in experts:
+            with main_dtype(expert, mixed_precision_policy) as policy:
+                _fully_shard(
+                    expert, mesh=expt_mesh, strategy=strategy, mp_policy=policy
+                )
     for unit in [*units, module]:
         # Embeddings and the head stay what they are.
         own_fp8 = None if units and unit is module else fp8
@@ -116,7 +142,7 @@ def fully_shard_model(
                 unit,
                 mesh=mesh,
                 strategy=strategy,
-                outer=_OUTER[outer_dp_sharding_strategy],
+                outer=outer,
                 mp_policy=policy,
                 cuda_graph=cuda_graph_mode and unit is not module,
                 fp8=own_fp8,
@@ -127,6 +153,7 @@ def fully_shard_model(
         reset_parameters(module)
     if report_nan_in_param_grad:
         diagnostics.report_nan_in_param_grad(module)
+    add_hooks(module, units, enable_fine_grained_param_gather is True)
     return module
 
 
@@ -243,6 +270,19 @@ def _mesh(device_mesh, shard_dim, outer_dim):
     if not names:
         return device_mesh
     return device_mesh[tuple(names)] if len(names) > 1 else device_mesh[names[0]]
+
+
+def _expert_mesh(mesh, shard_dim, outer_dim):
+    if mesh is None:
+        return None
+    names = mesh.mesh_dim_names
+    if not names:
+        raise ValueError(
+            "expt_device_mesh: expected a mesh whose dimensions have names, part of the "
+            "mesh that device_mesh is a part of"
+        )
+    own = tuple(name for name in (outer_dim, shard_dim) if name in names)
+    return mesh if own in ((), names) else mesh[own]
 
 
 def _class(kind):

@@ -1,0 +1,63 @@
+"""Experts on a mesh of their own, and groups of ranks, as Megatron-FSDP names them."""
+
+import torch.distributed as dist
+
+from flatshard.expert_parallel import is_spread
+
+
+def expert_modules(unit):
+    """The outermost modules below `unit` that hold parameters of experts alone: those
+    that Megatron-Core marks by `allreduce = False`, and what
+    flatshard.expert_parallel spread."""
+    found = []
+    for child in unit.children():
+        parameters = list(child.parameters())
+        if parameters and (is_spread(child) or all(map(_is_marked, parameters))):
+            found.append(child)
+        else:
+            found += expert_modules(child)
+    return found
+
+
+def _is_marked(p):
+    return getattr(p, "allreduce", True) is False
+
+
+def check_experts(expt_mesh, experts, outer):
+    if not experts:
+        raise ValueError(
+            "expt_device_mesh: expected modules of experts in the units, whose parameters "
+            "have allreduce = False or which flatshard.expert_parallel spread, found none"
+        )
+    if outer != "replicate":
+        raise NotImplementedError(
+            "expt_device_mesh is not supported with outer_dp_sharding_strategy='optim': "
+            "the experts' optimizer state cannot be sharded over dp_outer_dim as well"
+        )
+    if expt_mesh.ndim > 2:
+        raise ValueError(
+            "expt_device_mesh: expected the dimension that shards experts, or that of "
+            f"replicas and it, got {expt_mesh.ndim} dimensions; choose a part of it"
+        )
+
+
+def check_group(name, group, mesh, of):
+    """A group that upstream would communicate on: here the mesh says which ranks do, on
+    communicators of the core's own. So it has to be of the same ranks.
+
+    Args:
+        mesh: the DeviceMesh whose ranks `group` is to have, or None.
+        of: its name in messages.
+    """
+    if group is None:
+        return
+    if mesh is None:
+        raise ValueError(
+            f"{name}: expected {of} beside it, which says where it is used"
+        )
+    ranks = sorted(dist.get_process_group_ranks(group))
+    expected = sorted(mesh.mesh.flatten().tolist())
+    if ranks != expected:
+        raise ValueError(
+            f"{name}: expected a group of the ranks of {of}, {expected}, got {ranks}"
+        )

@@ -1,0 +1,217 @@
+"""Megatron-FSDP's names for schedules that run modules in pieces.
+
+The table of hooks in the description of its 1F1B support, and what each is here:
+
+    _replace_param_with_raw_if_needed   from here on calls of sub-modules count
+    _pre_forward_param_unshard          the first sub-module of a unit that is called
+    post_forward_release_module         BackwardPass.end_forward
+    pre_backward                        opens the backward of the forward that ran
+    _pre_backward_param_unshard         the first sub-module of a unit that gets a gradient
+    post_backward_release_module        BackwardPass.end_backward
+    post_backward                       leaves the backward: reduces what is left
+    _process_post_backward_gradients    by the core, for each parameter; nothing to call
+"""
+
+import weakref
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from flatshard.backward_pass import BackwardPass
+from flatshard.casts import cast_inputs, cast_output
+from flatshard.module import root_of, state_of
+from flatshard.unit import modules_of_unit
+
+_NAMES = (
+    "pre_backward",
+    "post_backward",
+    "post_forward_release_module",
+    "post_backward_release_module",
+    "_replace_param_with_raw_if_needed",
+)
+
+
+class ScheduleHooks:
+    """What a schedule calls on a model of fully_shard_model.
+
+    A microbatch's forward begins with the first sub-module that is called after the
+    forward before it is over; `pre_backward` ends it.
+    """
+
+    def __init__(self, module, fine_grained):
+        self._module = weakref.ref(module)
+        self._fine_grained = fine_grained
+        self._forward = self._backward = None  # _Microbatch
+        self._is_on = False
+
+    # -- what schedules call -------------------------------------------------------
+
+    def _replace_param_with_raw_if_needed(self):
+        """Before the first microbatch of a step: calls of sub-modules gather their unit
+        from here on, until the last backward is over.
+
+        Raises:
+            ValueError: without enable_fine_grained_param_gather=True, which has
+                sub-modules tell of their calls.
+        """
+        if not self._fine_grained:
+            raise ValueError(
+                "_replace_param_with_raw_if_needed: a schedule that calls sub-modules "
+                "of units needs fully_shard_model(..., "
+                "enable_fine_grained_param_gather=True)"
+            )
+        root = root_of(self._module())
+        for left in (self._forward, self._backward):
+            if left is not None:  # by an exception
+                left.give_up()
+        self._forward = self._backward = None
+        self._is_on, root.running_pass = True, self
+
+    def post_forward_release_module(self, module):
+        """The last piece of the forward of `module`, a unit, ran."""
+        self._microbatch(self._forward, "post_forward_release_module").end_forward(
+            module
+        )
+
+    def pre_backward(self, *, is_last=True, interleaved=True):
+        """The backward of the microbatch begins whose forward ran last.
+
+        Args:
+            is_last: as of FSDPModule.backward_pass.
+            interleaved: False: no other forward begins before its post_backward.
+
+        Returns:
+            The BackwardPass, for late weight gradients.
+        """
+        if self._backward is not None:
+            raise RuntimeError(
+                "pre_backward: expected post_backward before another one"
+            )
+        mine = self._microbatch(self._forward, "pre_backward")
+        self._forward, self._backward = None, mine
+        return mine.open(is_last, interleaved)
+
+    def post_backward_release_module(self, module):
+        """The last piece of the backward of `module`, a unit, ran."""
+        which = self._microbatch(self._backward, "post_backward_release_module")
+        which.end_backward(module)
+
+    def post_backward(self):
+        """The backward is over: reduces what is not reduced yet."""
+        which = self._microbatch(self._backward, "post_backward")
+        self._backward = None
+        which.close()
+        if self._forward is None:
+            self._is_on, root_of(self._module()).running_pass = False, None
+
+    # -- what sub-modules tell -----------------------------------------------------
+
+    def called(self, unit):
+        """A sub-module of the module `unit` is called: its weights are read."""
+        if not self._is_on or torch._C._current_graph_task_id() >= 0:
+            return
+        self._now().begin_forward(unit)
+
+    def returned(self, unit, output):
+        """Its gradients announce the backward of `unit`."""
+        mine = self._forward
+        if not self._is_on or mine is None or not torch.is_grad_enabled():
+            return
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                tensor.register_hook(lambda _: mine.begin_backward(unit))
+
+    def run(self, unit, function, args, kwargs):
+        """A unit is called as a whole: function(*args, **kwargs) is its forward."""
+        args, kwargs = cast_inputs(state_of(unit).mp_policy, args, kwargs)
+        mine = self._now()
+        mine.begin_forward(unit)
+        output = function(*args, **kwargs)
+        mine.end_forward(unit)
+        self.returned(unit, output)
+        return cast_output(state_of(unit).mp_policy, output)
+
+    def _now(self):
+        if self._forward is None:
+            module = self._module()
+            self._forward = _Microbatch(root_of(module), module)
+        return self._forward
+
+    @staticmethod
+    def _microbatch(which, name):
+        if which is None:
+            raise RuntimeError(
+                f"{name}: expected a forward, by sub-modules that were called after "
+                "_replace_param_with_raw_if_needed, and pre_backward before the calls "
+                "of a backward"
+            )
+        return which
+
+
+class _Microbatch:
+    """A BackwardPass that knows which modules are still to end."""
+
+    def __init__(self, root, module):
+        self._pass = BackwardPass(root, True, True)
+        self._root_module = weakref.ref(module)
+        self._in_forward, self._ran = [], []
+        self._in_backward, self._ended = [], []
+        self.begin_forward(module)
+
+    def begin_forward(self, unit):
+        if unit not in self._ran:
+            self._pass.begin_forward(unit)
+            self._ran.append(unit)
+            self._in_forward.append(unit)
+
+    def end_forward(self, unit):
+        self._pass.end_forward(unit)
+        self._in_forward.remove(unit)
+
+    def open(self, is_last, interleaved):
+        while self._in_forward:
+            self.end_forward(self._in_forward[-1])
+        self._pass.is_last, self._pass.interleaved = is_last, interleaved
+        self._pass.__enter__()
+        self.begin_backward(self._root_module())
+        return self._pass
+
+    def begin_backward(self, unit):
+        if unit not in self._in_backward and unit not in self._ended:
+            self._pass.begin_backward(unit)
+            self._in_backward.append(unit)
+
+    def end_backward(self, unit):
+        self._in_backward.remove(unit)
+        self._ended.append(unit)
+        self._pass.end_backward(unit)
+
+    def give_up(self):
+        self._pass.give_up()
+
+    def close(self):
+        while self._in_backward:
+            self.end_backward(self._in_backward[-1])
+        self._pass.__exit__(None, None, None)
+
+
+def add_hooks(module, units, fine_grained):
+    """Gives `module` the names of ScheduleHooks."""
+    hooks = ScheduleHooks(module, fine_grained)
+    for name in _NAMES:
+        # Plain attributes, so that the class of other instances stays as it is.
+        object.__setattr__(module, name, getattr(hooks, name))
+    if fine_grained:
+        for unit in (*units, module):
+            _tell(hooks, unit)
+
+
+def _tell(hooks, unit):
+    me = weakref.ref(unit)
+    own = (None, state_of(unit))  # experts that joined it have its state
+    for inner in modules_of_unit([unit], lambda m: state_of(m) not in own):
+        if inner is not unit:
+            inner.register_forward_pre_hook(lambda *_: hooks.called(me()))
+            inner.register_forward_hook(
+                lambda _, args, output: hooks.returned(me(), output)
+            )
