@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -74,9 +75,17 @@ struct MoeOverlapResult {
   std::map<int, std::vector<std::int64_t>> counts;
 };
 
+/// One rank's part of train_overlapped_moe, on any mesh and device.
+void train_overlapped_rank(
+    const MoeOverlapCase& options,
+    const std::shared_ptr<Mesh>& mesh,
+    std::mutex& mutex,
+    MoeOverlapResult& result);
+
+/// On thread ranks.
 MoeOverlapResult train_overlapped_moe(const MoeOverlapCase& options);
 
-/// Every bit.
+/// Every bit of what this process has: weights that it does not own are NaN.
 void expect_same(const MoeOverlapResult& got, const MoeOverlapResult& want);
 
 }  // namespace flatshard::testing
