@@ -52,8 +52,8 @@ WeightPlanes::WeightPlanes(const GroupContext& context) : context_(context) {
   main_is_compute_ =
       !options.offload && !options.float8 && main_dtype == precision.compute;
   const bool made_for_gathers =
-      !options.keep_compute_weights &&
-      !options.keep_whole_compute_weights && !main_is_compute_ &&
+      !options.keep_compute_weights && !options.keep_whole_compute_weights &&
+      !main_is_compute_ &&
       same_elements(*mesh, strategy.parameter, strategy.optimizer);
   resident_ = !any_sharded(*mesh, strategy.parameter, made_for_gathers);
   if (!main_is_compute_) {

@@ -57,7 +57,7 @@ struct TilePlace {
   __device__ explicit TilePlace(const Source& source)
       : tile(tile_of_block(source)) {}
 
-  int tile;  ///< of those side by side
+  int tile;                      ///< of those side by side
   int group = threadIdx.x % 16;  ///< of 8 columns
   int row = threadIdx.x / 16 * 8;
   int warp = threadIdx.x / 32;

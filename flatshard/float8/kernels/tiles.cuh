@@ -37,8 +37,7 @@ __global__ void __launch_bounds__(kTileThreads, kBlocksOf<Source, R>)
       if (p->data != nullptr) {
         factor = take_scale<R>(
             *p,
-            blockIdx.y * p->scale_row_stride +
-                at.tile * p->scale_column_stride,
+            blockIdx.y * p->scale_row_stride + at.tile * p->scale_column_stride,
             amax,
             first && threadIdx.x == 0,
             F,
