@@ -36,21 +36,21 @@ from flatshard.float8_policy import (  # noqa: E402
     Float8Policy,
     MXFP8BlockScaling,
 )
+from flatshard.forward import UnshardHandle  # noqa: E402
 from flatshard.fully_shard import FSDPModule, fully_shard  # noqa: E402
 from flatshard.graphed_callables import make_graphed_callables  # noqa: E402
 from flatshard.graphs import cuda_graph_stats  # noqa: E402
 from flatshard.initialize import reset_parameters  # noqa: E402
 from flatshard.loss import linear_cross_entropy  # noqa: E402
-from flatshard.module import (  # noqa: E402
-    UnshardHandle,
-    register_fsdp_forward_method,
-    share_comm_ctx,
-)
 from flatshard.overlap import overlap_microbatches  # noqa: E402
 from flatshard.policies import (  # noqa: E402
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
+)
+from flatshard.wrapping import (  # noqa: E402
+    register_fsdp_forward_method,
+    share_comm_ctx,
 )
 
 __version__ = _C.version

@@ -25,8 +25,8 @@ from flatshard.checkpoint_optimizer import (
     states_of,
     take_options,
 )
+from flatshard.forward import root_of
 from flatshard.mesh import device_of
-from flatshard.module import root_of
 from flatshard.optim import AdamW
 from flatshard.sharded_tensor import ShardedTensor
 from flatshard.writes import writes

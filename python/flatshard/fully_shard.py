@@ -2,12 +2,10 @@
 
 import weakref
 
-from torch import nn
-from torch.distributed.tensor import Shard
-
 from flatshard import _C
 from flatshard.float8_linear import make_float8
 from flatshard.float8_policy import check_policy, choose_weights
+from flatshard.forward import state_of
 from flatshard.graph_checks import check_cuda_graph
 from flatshard.joined import find_parts, join
 from flatshard.linear import write_grads_in_place
@@ -19,16 +17,23 @@ from flatshard.mesh import (
     model_mesh,
     slices_of,
 )
-from flatshard.module import (
-    FSDPModule,
-    check_module,
-    state_of,
-    wrap_class,
-)
+from flatshard.module import FSDPModule
 from flatshard.policies import MixedPrecisionPolicy, OffloadPolicy
 from flatshard.replaced import watch_loads
 from flatshard.same_values import digest
-from flatshard.strategies import find_strategy
+from flatshard.shard_arguments import (
+    check_placement,
+    check_slices,
+    ids_of,
+    mesh_to_show,
+    mixed_precision,
+    modules_of,
+    offloads,
+    places_of,
+    refuse_unsupported,
+    strategy_name,
+    uses_copy_engines,
+)
 from flatshard.torch_versions import default_reduce_dtype
 from flatshard.unit import (
     Parameter,
@@ -39,9 +44,7 @@ from flatshard.unit import (
     modules_of_unit,
     whole_parameter,
 )
-
-# Of each mesh: asking is a collective.
-_fast_links = weakref.WeakKeyDictionary()
+from flatshard.wrapping import wrap_class
 
 
 def fully_shard(
@@ -145,7 +148,7 @@ def fully_shard(
         ValueError: an argument that cannot work, naming it.
         NotImplementedError: one that is not supported, naming it.
     """
-    modules = _modules(module)
+    modules = modules_of(module)
     if not isinstance(cuda_graph, bool):
         raise ValueError(f"cuda_graph: expected True or False, got {cuda_graph!r}")
     if slots_on_demand is not None and not isinstance(slots_on_demand, bool):
@@ -155,12 +158,12 @@ def fully_shard(
     device_mesh = default_device_mesh() if mesh is None else mesh
     if not isinstance(device_mesh, DeviceMesh):
         raise TypeError(f"mesh: expected a DeviceMesh, got {mesh!r}")
-    name = _strategy_name(strategy, outer, device_mesh)
-    shown_mesh = _shown_mesh(outer, device_mesh)
-    mp_policy = _mixed_precision(mp_policy)
+    name = strategy_name(strategy, outer, device_mesh)
+    shown_mesh = mesh_to_show(outer, device_mesh)
+    mp_policy = mixed_precision(mp_policy)
     check_policy(fp8)
-    offload = _offload(offload_policy)
-    _refuse_unsupported(reshard_after_forward)
+    offload = offloads(offload_policy)
+    refuse_unsupported(reshard_after_forward)
     if cuda_graph:
         check_cuda_graph(modules, device_mesh, offload)
     if dp_mesh_dims is not None:
@@ -177,14 +180,14 @@ def fully_shard(
     core, whole_mesh = model_mesh(device_mesh)
     slices = slices_of(core, whole_mesh)
     if slices is not None:
-        _check_slices(copy_engines, fp8, cuda_graph, grads_in_place)
+        check_slices(copy_engines, fp8, cuda_graph, grads_in_place)
     parts = find_parts(modules, core, offload)
-    copy_engines = _uses_copy_engines(copy_engines, core)
-    ignored = _ids(ignored_params)
+    copy_engines = uses_copy_engines(copy_engines, core)
+    ignored = ids_of(ignored_params)
     owned = modules_of_unit(modules, lambda m: state_of(m) is not None)
     found = collect_parameters(modules, owned, ignored)
     for tensor, full_name, _ in found:
-        _check_placement(shard_placement_fn, tensor, full_name)
+        check_placement(shard_placement_fn, tensor, full_name)
     reasons = choose_weights(
         fp8, found, mp_policy.param_dtype, device_of(device_mesh)
     )
@@ -240,7 +243,7 @@ def fully_shard(
         slots_on_demand=slots_on_demand,
         policy=Policy(reshard_after_forward=reshard_after_forward),
         check_same_values=check_same_values,
-        ignored=_places_of(ignored, owned),
+        ignored=places_of(ignored, owned),
         initialized=not any(p.on_meta for p in parameters),
         slices=slices,
     )
@@ -258,146 +261,6 @@ def fully_shard(
         watch_loads(m, state)
     join(state, parts)
     return module
-
-
-def _modules(module):
-    one = isinstance(module, nn.Module) or not hasattr(module, "__iter__")
-    modules = [module] if one else list(module)
-    if not modules:
-        raise ValueError("module: expected a module or a list of them, got none")
-    for m in modules:
-        if not isinstance(m, nn.Module):
-            raise TypeError(
-                "module: expected an nn.Module or a list of them, got "
-                f"{type(m).__name__}"
-            )
-        check_module(m)
-    return modules
-
-
-def _check_slices(copy_engines, fp8, cuda_graph, grads_in_place):
-    for name, is_set in (
-        ("copy_engines", copy_engines not in ("none", None)),
-        ("fp8", fp8 is not None),
-        ("cuda_graph", cuda_graph),
-        ("grads_in_place", grads_in_place),
-    ):
-        if is_set:
-            raise NotImplementedError(
-                f"{name} is not supported for a module whose mesh is a part of the "
-                "model's; leave it out here"
-            )
-
-
-def _ids(ignored_params):
-    ignored = list(ignored_params or ())
-    for p in ignored:
-        if not isinstance(p, nn.Parameter):
-            raise TypeError(
-                "ignored_params: expected parameters, not their names or others, got "
-                f"{type(p).__name__}"
-            )
-    return {id(p) for p in ignored}
-
-
-def _places_of(tensors, modules):
-    return [
-        (weakref.ref(module), name)
-        for module in modules
-        for name, tensor in module._parameters.items()
-        if id(tensor) in tensors
-    ]
-
-
-def _strategy_name(strategy, outer, mesh):
-    row = find_strategy(strategy)
-    if outer not in ("replicate", "optim"):
-        raise ValueError(f"outer: expected 'replicate' or 'optim', got {outer!r}")
-    if outer == "replicate":
-        return row.name if mesh.ndim == 1 else row.with_replicas
-    if mesh.ndim != 2:
-        raise ValueError(
-            f"outer: 'optim' expects a mesh of 2 dimensions, got {mesh.ndim}"
-        )
-    if row.name != "zero3":
-        raise NotImplementedError(
-            f"outer: 'optim' expects strategy 'zero3', got {strategy!r}: "
-            "a mesh of 1 dimension shards the optimizer state over all ranks"
-        )
-    return "hfsdp"
-
-
-def _shown_mesh(outer, mesh):
-    """Over which the parameters are DTensors."""
-    if outer == "replicate":
-        return mesh
-    if mesh.mesh_dim_names is None:
-        raise ValueError(
-            "outer: 'optim' flattens the mesh, which needs names: give "
-            "init_device_mesh mesh_dim_names"
-        )
-    return mesh._flatten()
-
-
-def _mixed_precision(policy):
-    names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
-    if not all(hasattr(policy, name) for name in names):
-        raise ValueError(
-            f"mp_policy: expected a MixedPrecisionPolicy, got {type(policy).__name__}"
-        )
-    if getattr(policy, "param_dtype_override_fn", None) is not None:
-        raise NotImplementedError(
-            "mp_policy: param_dtype_override_fn is not supported; give the modules whose "
-            "parameters keep their dtype a fully_shard call and a policy of their own"
-        )
-    return policy
-
-
-def _uses_copy_engines(copy_engines, mesh):
-    if copy_engines not in ("none", "auto", "all"):
-        raise ValueError(
-            f"copy_engines: expected 'none', 'auto' or 'all', got {copy_engines!r}"
-        )
-    if copy_engines == "auto":
-        if mesh not in _fast_links:
-            _fast_links[mesh] = mesh.has_fast_links
-        return _fast_links[mesh]
-    return copy_engines == "all"
-
-
-def _offload(policy):
-    name = type(policy).__name__
-    if name not in ("OffloadPolicy", "CPUOffloadPolicy"):
-        raise ValueError(
-            "offload_policy: expected OffloadPolicy() or CPUOffloadPolicy(), got "
-            f"{policy!r}"
-        )
-    return name == "CPUOffloadPolicy"
-
-
-def _refuse_unsupported(reshard_after_forward):
-    if not isinstance(reshard_after_forward, (bool, int, type(None))):
-        raise ValueError(
-            "reshard_after_forward: expected True, False or None, got "
-            f"{reshard_after_forward!r}"
-        )
-    if not isinstance(reshard_after_forward, (bool, type(None))):
-        raise NotImplementedError(
-            "reshard_after_forward: resharding to a smaller number of ranks "
-            f"({reshard_after_forward!r}) is not supported; use True or False, or a "
-            "mesh of two dimensions"
-        )
-
-
-def _check_placement(shard_placement_fn, tensor, name):
-    placement = None if shard_placement_fn is None else shard_placement_fn(tensor)
-    if placement is not None and not (
-        isinstance(placement, Shard) and placement.dim == 0
-    ):
-        raise NotImplementedError(
-            f"shard_placement_fn: expected None or Shard(0) for parameter {name}, got "
-            f"{placement}"
-        )
 
 
 def _move_buffers(modules, device_mesh):

@@ -5,10 +5,11 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from flatshard.dynamo import never_compiled
+from flatshard.forward import state_of
 from flatshard.graph_checks import DEFAULT_WARMUP_STEPS, check_cuda_graph
 from flatshard.graphs import is_plain
 from flatshard.mesh import device_of
-from flatshard.module import capture_forward, state_of
+from flatshard.wrapping import capture_forward
 
 
 def make_graphed_callables(

@@ -383,6 +383,6 @@ def cuda_graph_stats(model):
     Raises:
         ValueError: it is another module.
     """
-    from flatshard.module import root_of
+    from flatshard.forward import root_of
 
     return root_of(model).core.graph_stats()

@@ -5,7 +5,7 @@ import hashlib
 import torch
 from torch import nn
 
-from flatshard.module import state_of
+from flatshard.forward import state_of
 from flatshard.writes import writes
 
 

@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 
 from flatshard.casts import cast_inputs, cast_output
-from flatshard.module import FSDPModule, state_of
+from flatshard.forward import state_of
+from flatshard.module import FSDPModule
 from flatshard.row_shard import RowShard
 from flatshard.sharded_tensor import ShardedTensor
 from flatshard.unit import _copy_attributes, _places

@@ -1,118 +1,25 @@
 """FSDPModule: what `fully_shard` makes of a module's class.
 
-Everything around a unit's forward happens in `__call__`, outside of
-`nn.Module.__call__`: hooks of the user see whole parameters, compiled forwards
-hold no trace of sharding, and an exception on the way is noticed.
+Its `__call__` is a forward of the unit, see forward.py.
 """
 
 import contextlib
-import functools
-import weakref
 
 import torch
-from torch import nn
 
 from flatshard.backward_pass import BackwardPass
-from flatshard.casts import cast_inputs, cast_output
 from flatshard.dynamo import outside_of_graphs
-from flatshard.graph_checks import refuse_foreign_capture
-from flatshard.graphs import UnitGraph
-from flatshard.root import Root
-
+from flatshard.forward import (
+    UnshardHandle,
+    make_root,
+    outermost,
+    root_of,
+    run_forward,
+    state_of,
+)
 
 # Options that a number, as fully_shard's reshard_after_forward may be, is no value of.
 _WHETHER = ("reshard_after_forward", "reshard_after_backward", "unshard_in_backward")
-
-
-# Every module that is wrapped now.
-_wrapped = weakref.WeakSet()
-
-
-def state_of(module):
-    return module.__dict__.get("_flatshard")
-
-
-def root_of(module):
-    """The Root of the outermost module that fully_shard wrapped."""
-    state = state_of(module)
-    if state is None:
-        raise ValueError(
-            "expected the outermost module that fully_shard wrapped, got a "
-            f"{type(module).__name__} that it did not wrap"
-        )
-    if state.root is None:
-        _make_root(module)
-    if state.id != 0:
-        raise ValueError(
-            f"expected the outermost module that fully_shard wrapped, got unit "
-            f"{state.name} of one"
-        )
-    state.root.check_replaced()
-    return state.root
-
-
-def _outermost(module):
-    """The wrapped module that `module` is part of and that is part of no other."""
-    around = [m for m in _wrapped if any(child is module for child in m.modules())]
-    return max(around, key=lambda m: sum(1 for _ in m.modules()))
-
-
-@outside_of_graphs
-def _run(module, function, args, kwargs):
-    """function(*args, **kwargs) as a forward of the unit of `module`."""
-    state = module.__dict__["_flatshard"]
-    root = state.root
-    if root is None:
-        root = _make_root(module)
-    if root.running_pass is not None:
-        return root.running_pass.run(module, function, args, kwargs)
-    root.refuse_between_passes(module)
-    policy = state.mp_policy
-    args, kwargs = cast_inputs(policy, args, kwargs)
-    core = root.core
-    refuse_foreign_capture(root.device)
-    try:
-        core.forward_begin(state.id, args, kwargs)
-        of_several = len(state.modules) > 1
-        if of_several and not state.running:
-            # Of those that are still there.
-            state.running.update(id(m) for r in state.modules if (m := r()) is not None)
-        output = function(*args, **kwargs)
-        output = cast_output(policy, output)
-        if of_several:
-            # Its weights stay for those still to run.
-            state.running.discard(id(module))
-        core.forward_end(state.id, output, of_several and bool(state.running))
-    except BaseException:
-        core.forward_error(state.id)
-        raise
-    return output
-
-
-def _make_root(module):
-    state = state_of(module)
-    if len(state.modules) > 1:
-        kinds = ", ".join(type(m()).__name__ for m in state.modules)
-        raise RuntimeError(
-            f"the outermost unit holds several modules ({kinds}), so none of them sees "
-            "where a step begins: apply fully_shard also to the module that calls them, "
-            "and run that"
-        )
-    return Root(module, state)
-
-
-class UnshardHandle:
-    """Waits for an `unshard(async_op=True)`."""
-
-    def __init__(self, state):
-        self._state = state
-
-    def wait(self):
-        """The unit's parameters are whole from here on, for kernels that are
-        launched later. Does not block the host on a GPU."""
-        if self._state is not None:
-            self._state.root.core.unshard(self._state.id, True)
-            self._state = None
 
 
 class FSDPModule:
@@ -129,7 +36,7 @@ class FSDPModule:
 
     @outside_of_graphs
     def __call__(self, *args, **kwargs):
-        return _run(self, super().__call__, args, kwargs)
+        return run_forward(self, super().__call__, args, kwargs)
 
     # -- gathering by hand ---------------------------------------------------------
 
@@ -145,7 +52,7 @@ class FSDPModule:
         """
         state = self._state()
         if state.root is None:
-            _make_root(_outermost(self))
+            make_root(outermost(self))
         state.root.core.unshard(state.id, not async_op)
         return UnshardHandle(state) if async_op else None
 
@@ -466,77 +373,3 @@ def _states(modules):
             )
         states.append(state_of(module))
     return states
-
-
-def register_fsdp_forward_method(module, method_name):
-    """Calls of `module.method_name(...)` gather and release like a forward.
-
-    Does nothing for a module that fully_shard did not wrap, as in FSDP2.
-    """
-    if not isinstance(module, FSDPModule):
-        return
-    method = getattr(module, method_name, None)
-    if method is None:
-        raise ValueError(f"{type(module).__name__} has no method {method_name}")
-
-    @functools.wraps(method)
-    def wrapped(self, *args, **kwargs):
-        return _run(self, method, args, kwargs)
-
-    # A plain attribute, so that the class of other instances stays as it is.
-    setattr(module, method_name, wrapped.__get__(module, type(module)))
-
-
-def share_comm_ctx(modules):
-    """FSDP2's, for the chunks of a pipeline that share streams; refused by name."""
-    raise NotImplementedError(
-        "share_comm_ctx is not supported: each outermost module has streams and "
-        "communicators of its own; wrap the chunks of one process as one model, whose "
-        "outermost module calls them"
-    )
-
-
-def wrap_class(module, cuda_graph=False):
-    """Puts FSDPModule before the module's class."""
-    module.__class__ = _wrapped_class(type(module), False)
-    if cuda_graph:
-        capture_forward(module)
-    _wrapped.add(module)
-
-
-def capture_forward(module, sample=None):
-    """The forward of a wrapped module is captured, of calls like `sample` if any."""
-    cls = type(module)
-    own = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
-    module.__class__ = _wrapped_class(own, True)
-    module.__dict__["_flatshard_graph"] = UnitGraph(sample)
-
-
-@functools.lru_cache(maxsize=None)
-def _wrapped_class(cls, cuda_graph):
-    members = {"__module__": cls.__module__}
-    if cuda_graph:
-        members["forward"] = _graphed_forward(cls.forward)
-    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), members)
-
-
-def _graphed_forward(forward):
-    @outside_of_graphs
-    def graphed(self, *args, **kwargs):
-        return self.__dict__["_flatshard_graph"].run(self, forward, args, kwargs)
-
-    return functools.wraps(forward)(graphed)
-
-
-def check_module(module):
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and (
-        type(module).forward is nn.Module.forward
-    ):
-        raise ValueError(
-            f"fully_shard wraps what has a forward, got the container "
-            f"{type(module).__name__}; wrap its children one by one"
-        )
-    if state_of(module) is not None:
-        raise ValueError(
-            f"fully_shard was applied to this {type(module).__name__} before"
-        )

@@ -13,7 +13,7 @@ import torch
 
 from flatshard import _C
 from flatshard.casts import cast_inputs, cast_output
-from flatshard.module import root_of, state_of
+from flatshard.forward import root_of, state_of
 from flatshard.overlap_parts import (
     Again,
     Microbatch,

@@ -6,7 +6,7 @@ import contextvars
 import torch
 import torch.distributed as dist
 
-from flatshard.module import state_of
+from flatshard.forward import state_of
 
 # Arguments of layers that a second run would change.
 _CACHES = ("past_key_values", "past_key_value", "layer_past")

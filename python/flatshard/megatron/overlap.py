@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from flatshard.backward_pass import BackwardPass
 from flatshard.casts import cast_inputs, cast_output
-from flatshard.module import root_of, state_of
+from flatshard.forward import root_of, state_of
 from flatshard.unit import modules_of_unit
 
 _NAMES = (

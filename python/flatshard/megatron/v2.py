@@ -41,8 +41,9 @@ from flatshard.megatron.precision import (
     MixedPrecisionPolicy,
     main_dtype,
 )
-from flatshard.module import FSDPModule, check_module
+from flatshard.module import FSDPModule
 from flatshard.unit import former_name
+from flatshard.wrapping import check_module
 
 
 class FsdpContext:
