@@ -2,7 +2,11 @@
 
 #include "flatshard/nn/visit.h"
 
+#include <ATen/core/ivalue.h>
+#include <torch/csrc/autograd/edge.h>
+
 #include <functional>
+#include <vector>
 
 namespace flatshard::nn {
 
@@ -14,11 +18,14 @@ namespace flatshard::nn {
 /// With pieces one after the other, gradients are bitwise those of the uncut
 /// graph where no tensor inside of a piece has more than two readers, or where
 /// the piece's outputs are read by one operation each.
+///
+/// Of inputs and outputs it keeps what the piece's operations keep, and no
+/// more.
 class DetachedNode {
  public:
   using Body = std::function<TensorList(const TensorList& inputs)>;
 
-  /// Runs `body` with gradients over leaves that share the inputs' memory, and
+  /// Runs `body` with gradients over tensors that share the inputs' memory, and
   /// keeps its graph. Inputs that are wanted to have a gradient say so by
   /// requires_grad, as do the outputs.
   /// @return  the outputs without their graph.
@@ -36,8 +43,16 @@ class DetachedNode {
   void drop();
 
  private:
-  TensorList leaves_;
-  TensorList outputs_;
+  /// The gradient of an input, once it is there.
+  struct Arrival : torch::CustomClassHolder {
+    at::Tensor gradient;
+  };
+  struct CutFunction;
+
+  /// By input; null where no gradient is wanted.
+  std::vector<c10::intrusive_ptr<Arrival>> arrivals_;
+  /// By output; without a function where there is no gradient.
+  torch::autograd::edge_list outputs_;
   bool has_graph_ = false;
 };
 

@@ -103,7 +103,10 @@ void Scheduler::recompute_end(const ScheduleEvent& event, Actions& out) {
 void Scheduler::end_recompute(UnitId unit, PlaneSet still_read, Actions& out) {
   const UnitState& state = state_[unit];
   if (!in_forward(unit) && state.open_recomputes == 0 && !state.waits) {
-    release(unit, unread_in_backward(unit) - still_read, out);
+    release(
+        unit,
+        unread_in_backward(unit) - still_read - wanted_by_others(unit),
+        out);
   }
 }
 

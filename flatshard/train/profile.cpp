@@ -171,7 +171,7 @@ void TraceRecorder::start() {
   torch::autograd::profiler::enableProfiler(
       config,
       activities,
-      {at::RecordScope::FUNCTION});
+      {at::RecordScope::FUNCTION, at::RecordScope::USER_SCOPE});
 }
 
 StepProfile TraceRecorder::stop(const std::filesystem::path& path) {

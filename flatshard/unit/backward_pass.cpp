@@ -112,12 +112,14 @@ void BackwardPass::recompute_begin(UnitId unit) {
   const at::NoGradGuard no_grad;
   const std::lock_guard lock(runtime_->mutex_);
   runtime_->events_.pass_event(EventKind::recompute_begin, call_of(unit));
+  recomputing_.insert(unit);
   runtime_->reveal(*runtime_->units_[unit]);
 }
 
 void BackwardPass::recompute_end(UnitId unit) {
   const std::lock_guard lock(runtime_->mutex_);
   runtime_->events_.pass_event(EventKind::recompute_end, call_of(unit));
+  recomputing_.erase(unit);
 }
 
 void BackwardPass::backward_end(UnitId unit) {

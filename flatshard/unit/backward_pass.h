@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <vector>
 
 namespace flatshard {
@@ -96,6 +97,7 @@ class BackwardPass {
   /// While the backward is open; AutogradEvents sees it go.
   std::shared_ptr<int> token_;
   TaskId task_ = -1;
+  std::set<UnitId> recomputing_;
   int node_ = 0;
   bool delays_ = false;
   bool open_ = false;

@@ -6,6 +6,7 @@
 #include "flatshard/unit/overlap_state.h"
 
 #include <ATen/ATen.h>
+#include <ATen/record_function.h>
 
 #include <algorithm>
 #include <utility>
@@ -88,7 +89,13 @@ std::vector<at::Tensor> OverlapRunner::run() {
         const Event& event = done[wait->earlier];
         is_compute ? compute_waits(event) : event.wait(*exchange_);
       }
-      run_step(step);
+      {
+        at::RecordFunction range(at::RecordScope::USER_SCOPE);
+        if (range.isActive()) {
+          range.before(to_string(step));
+        }
+        run_step(step);
+      }
       executed_.push_back(step);
       if (is_awaited[i]) {
         done[i].record(is_compute ? *compute : *exchange_);

@@ -1,5 +1,6 @@
 // Layers ask for the FP8 planes of their weights.
 #include "flatshard/core/error.h"
+#include "flatshard/unit/backward_pass.h"
 #include "flatshard/unit/runtime.h"
 
 namespace flatshard {
@@ -19,7 +20,9 @@ std::optional<float8::Recipe> Runtime::recipe(
 const UnitParameter& Runtime::ask_for_plane(ParameterRef ref, PlaneId plane) {
   Unit& unit = *units_[ref.unit];
   const UnitParameter& p = unit.parameters()[ref.index];
-  const bool in_backward = AutogradEvents::in_backward();
+  const bool in_backward =
+      AutogradEvents::in_backward() ||
+      (open_pass_ != nullptr && open_pass_->recomputing_.contains(ref.unit));
   FLATSHARD_CHECK(
       in_backward || events_.is_open(ref.unit) || by_hand_[ref.unit],
       usage,

@@ -174,6 +174,24 @@ TEST(DetachedNode, TheGraphGoesWithItsBackwardAlsoWhenThatThrows) {
   EXPECT_THROW(node.backward({at::ones({3})}), Error);
 }
 
+// An input and an output that no operation saves are nobody's.
+TEST(DetachedNode, KeepsNothingThatItsOperationsDoNot) {
+  DetachedNode node;
+  at::Tensor x = at::ones({3}).set_requires_grad(true);
+  TensorList out = node.forward({x}, [](const TensorList& in) {
+    return TensorList{in[0] * 2};
+  });
+  const c10::weak_intrusive_ptr<c10::StorageImpl> input(
+      x.storage().getWeakStorageImpl());
+  const c10::weak_intrusive_ptr<c10::StorageImpl> output(
+      out[0].storage().getWeakStorageImpl());
+  x.reset();
+  out.clear();
+  EXPECT_TRUE(input.expired());
+  EXPECT_TRUE(output.expired());
+  EXPECT_TRUE(at::equal(node.backward({at::ones({3})})[0], at::full({3}, 2.0)));
+}
+
 TEST(DetachedNode, RefusesAnotherNumberOfGradients) {
   DetachedNode node;
   node.forward({at::ones({3})}, [](const TensorList& in) { return in; });

@@ -140,6 +140,32 @@ TEST(Interleaved, P1_EveryPlanStaysWithinFourUnitsAndGathersAhead) {
   }
 }
 
+// What products read whose weight gradients come later is held until then.
+TEST(Interleaved, WeightGradientsOfOneLayerAreLateAtOnce) {
+  for (const PlanCase& c : testing::plan_cases()) {
+    if (!c.options.delay_wgrad) {
+      continue;
+    }
+    SCOPED_TRACE(c.name());
+    std::map<int, int> late;  // nodes, by layer
+    std::size_t most = 0;
+    for (const PlanStep& step : c.plan()) {
+      const bool has_weights =
+          step.layer >= 0 &&
+          (step.node == PlanNode::attend || step.node == PlanNode::shared ||
+           step.node == PlanNode::experts);
+      if (has_weights && step.pass == PlanPass::backward) {
+        ++late[step.layer];
+      } else if (step.pass == PlanPass::wgrad && --late.at(step.layer) == 0) {
+        late.erase(step.layer);
+      }
+      most = std::max(most, late.size());
+    }
+    EXPECT_TRUE(late.empty());
+    EXPECT_LE(most, 1U);
+  }
+}
+
 TEST(Interleaved, AtTheCrossingOneGatherServesBoth) {
   const auto gathers = [](int layers, int microbatches) {
     const PlanCase c{layers, microbatches, {.delay_wgrad = true}};

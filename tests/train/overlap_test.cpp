@@ -180,14 +180,36 @@ TEST(OverlapTraining, EqualsTheRunWithoutItWhereTokensTravel) {
 
 TEST(OverlapTraining, GoesWithStrategiesAndWeightsThatStay) {
   for (const Overrides& how :
-       {Overrides{"parallelism.strategy=zero1"},
+       {Overrides{"parallelism.strategy=zero1", "model.tie_embeddings=true"},
         Overrides{"parallelism.reshard_after_forward=false"},
         Overrides{"parallelism.prefetch=2", "optimizer.overlap=true"},
+        Overrides{"parallelism.copy_engines=all"},
         Overrides{"parallelism.keep_compute_weights=false"}}) {
     SCOPED_TRACE(how.front());
     expect_equal(
         train_overlapping(2, how + Overrides{kOverlap, kLate}),
         train_overlapping(2, how));
+  }
+}
+
+// Experts stay in bfloat16; the others' planes are gathered whole or by parts.
+TEST(OverlapTraining, GoesWithFloat8Planes) {
+  const Overrides rowwise{"float8.recipe=rowwise", "float8.emulate=true"};
+  const OverlapOutcome want = train_overlapping(2, rowwise);
+  for (const char* parts : {"unit", "recomputed", "module"}) {
+    for (const char* recompute : {"none", "full"}) {
+      SCOPED_TRACE(std::string(parts) + ' ' + recompute);
+      expect_equal(
+          train_overlapping(
+              2,
+              rowwise +
+                  Overrides{
+                      kOverlap,
+                      kLate,
+                      std::string("float8.gather_parts=") + parts,
+                      std::string("activation_checkpoint.mode=") + recompute}),
+          want);
+    }
   }
 }
 

@@ -9,21 +9,26 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <tuple>
 #include <vector>
 
 namespace flatshard::testing {
 
-/// A small model of a dense layer and two with experts, and how it is trained.
+/// A small model, a dense layer and two with experts unless it says something
+/// else, and how it is trained.
 struct MoeOverlapCase {
   std::string strategy = "zero3";
   int edp = 2;  ///< ranks that shard the same experts
   int ep = 1;   ///< ranks that divide them; above 1 tokens travel
   bool copies = false;
+  bool travels_alone = false;  ///< rows are exchanged also by one rank
   int microbatches = 3;
   OverlapPlanOptions options;
+  int layers = 3;
   std::int64_t dense_layers = 1;
+  std::int64_t tokens = 16;  ///< of a microbatch
   int steps = 3;
   int max_delay_us = 200;
   bool with_runner = true;  ///< false: plain accumulation
@@ -70,9 +75,17 @@ struct MoeOverlapResult {
   std::map<int, std::vector<std::int64_t>> counts;
 };
 
+/// One rank's part of train_overlapped_moe, on any mesh and device.
+void train_overlapped_rank(
+    const MoeOverlapCase& options,
+    const std::shared_ptr<Mesh>& mesh,
+    std::mutex& mutex,
+    MoeOverlapResult& result);
+
+/// On thread ranks.
 MoeOverlapResult train_overlapped_moe(const MoeOverlapCase& options);
 
-/// Every bit.
+/// Every bit of what this process has: weights that it does not own are NaN.
 void expect_same(const MoeOverlapResult& got, const MoeOverlapResult& want);
 
 }  // namespace flatshard::testing
