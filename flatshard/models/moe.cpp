@@ -292,9 +292,9 @@ at::Tensor MoeImpl::forward(
     plan(routing, *record);
   }
   const at::Tensor out = experts_(rows, routing.weights, *record);
-  const at::Tensor residual = before[1].reshape(rows.sizes());
-  return nn::sum_rows_of_tokens(out, record->permutation, residual)
-      .view(x.sizes());
+  const at::Tensor sum =
+      nn::sum_rows_of_tokens(out, record->permutation, before[1]);
+  return shared_ ? sum.view(x.sizes()) : sum;
 }
 
 }  // namespace flatshard::models

@@ -37,9 +37,9 @@ at::Tensor permute_rows(const at::Tensor& x, const Permutation& permutation);
 /// rows are not read. The gradient of the rows is permute_rows.
 ///
 /// @param rows           [tokens * slots, dim]
-/// @param first, second  [tokens, dim] or undefined, e.g. residual and shared
-///                       expert
-/// @return               [tokens, dim]
+/// @param first, second  [tokens, dim], or [..., dim] of as many tokens, or
+///                       undefined, e.g. residual and shared expert
+/// @return               of first's shape, or [tokens, dim]
 at::Tensor sum_rows_of_tokens(
     const at::Tensor& rows,
     const Permutation& permutation,
