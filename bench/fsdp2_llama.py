@@ -98,6 +98,29 @@ def shard(model, keep):
     fully_shard(model, mp_policy=policy)
 
 
+def use_float8(model, recipe):
+    """torchao's layers everywhere but in the head. Before `shard`."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = (
+        Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+        if recipe == "tensorwise"
+        else Float8LinearConfig.from_recipe_name(recipe)
+    )
+    convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda _, name: name != "head"
+    )
+
+
+def find_scales_after_steps(model, optimizer):
+    """Of all weights at once, for the FP8 gathers of tensorwise."""
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    optimizer.register_step_post_hook(
+        lambda *_: precompute_float8_dynamic_scale_for_fsdp(model)
+    )
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -119,6 +142,9 @@ def main():
         "--keep", type=int, default=0, help="blocks that stay gathered for backward"
     )
     parser.add_argument("--gqa", action="store_true", help="heads are not repeated")
+    parser.add_argument(
+        "--float8", choices=("tensorwise", "rowwise"), help="by torchao, if installed"
+    )
     args = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     device = torch.device("cuda", torch.cuda.current_device())
@@ -127,6 +153,8 @@ def main():
     torch.manual_seed(0)
     with torch.device("meta"):
         model = Llama(args)
+    if args.float8:
+        use_float8(model, args.float8)
     shard(model, args.keep)
     model.to_empty(device="cuda")
     for name, parameter in model.named_parameters():
@@ -142,6 +170,8 @@ def main():
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=3e-4, weight_decay=0.1, fused=True
     )
+    if args.float8 == "tensorwise":
+        find_scales_after_steps(model, optimizer)
     half = args.dim // args.heads // 2
     turns = 500000.0 ** -(torch.arange(half, device=device) / half)
     angles = torch.outer(torch.arange(args.seq, device=device), turns)[:, None, :]

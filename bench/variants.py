@@ -46,10 +46,6 @@ VARIANTS = {
     ),
     "8 layers of 8B shapes": (8192, ["model.layers=8"]),
     "8 layers, tensorwise": (8192, ["model.layers=8", "float8.recipe=tensorwise"]),
-    "8 layers, tensorwise, none ahead": (
-        8192,
-        ["model.layers=8", "float8.recipe=tensorwise", "parallelism.prefetch=0"],
-    ),
     "8 layers, rowwise": (8192, ["model.layers=8", "float8.recipe=rowwise"]),
     "8 layers, blockwise": (8192, ["model.layers=8", "float8.recipe=blockwise"]),
     "4 layers of Qwen3-30B-A3B": (4096, EXPERTS),

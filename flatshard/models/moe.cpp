@@ -3,6 +3,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/models/init.h"
 #include "flatshard/nn/recompute.h"
+#include "flatshard/nn/region.h"
 #include "flatshard/nn/swiglu.h"
 
 #include <ATen/ATen.h>
@@ -92,15 +93,19 @@ void RouterImpl::count(const nn::Routing& routing, const at::Tensor& logits) {
   }
 }
 
-nn::Routing RouterImpl::forward(
-    const at::Tensor& x,
-    const nn::Routing* chosen) {
+at::Tensor RouterImpl::score(const at::Tensor& x) const {
   // Sigmoid scores are compared with a bias that moves by thousandths.
   const bool wide = options_.score == nn::RouterScore::sigmoid;
-  const at::Tensor logits =
-      (wide ? nn::linear(x.to(at::kFloat), weight_.to(at::kFloat))
-            : nn::linear(x, weight_, {}, {}, context()))
-          .to(at::kFloat);
+  return (wide ? nn::linear(x.to(at::kFloat), weight_.to(at::kFloat))
+               : nn::linear(x, weight_, {}, {}, context()))
+      .to(at::kFloat);
+}
+
+nn::Routing RouterImpl::forward(
+    const at::Tensor& x,
+    const nn::Routing* chosen,
+    const at::Tensor& scored) {
+  const at::Tensor logits = scored.defined() ? scored : score(x);
   std::optional<nn::Routing> balanced;
   const bool counts = chosen == nullptr && backward_follows();
   if (chosen == nullptr && force_balance_) {
@@ -238,26 +243,46 @@ void MoeImpl::plan(const nn::Routing& routing, RoutingRecord& record) {
       nn::Routing{.experts = routing.experts, .counts = routing.counts};
 }
 
-at::Tensor MoeImpl::forward(
-    const at::Tensor& x,
-    const at::Tensor& delta,
-    nn::RmsNormImpl* norm,
-    RoutingRecord* record) {
-  const auto [sum, normed] = nn::call_with_hooks(*norm, x, delta);
+nn::TensorList MoeImpl::before_choice(
+    const nn::TensorList& in,
+    nn::RmsNormImpl& norm) {
+  const at::Tensor delta = in.size() > 1 ? in[1] : at::Tensor();
+  const auto [sum, normed] = nn::call_with_hooks(norm, in[0], delta);
   const at::Tensor rows = normed.reshape({-1, normed.size(-1)});
-  const nn::Routing routing =
-      gate_(rows, record->routing ? &*record->routing : nullptr);
-  if (!record->routing) {
-    plan(routing, *record);
-  }
+  const at::Tensor logits = gate_->score(rows);
   at::Tensor residual = sum.reshape(rows.sizes());
   if (shared_) {
     const auto outs = nn::linears(rows, {shared_gate_.get(), shared_up_.get()});
     residual = nn::swiglu_linear(outs[0], outs[1], *shared_down_, residual);
   }
+  return {rows, residual, logits};
+}
+
+at::Tensor MoeImpl::forward(
+    const at::Tensor& x,
+    const at::Tensor& delta,
+    nn::RmsNormImpl* norm,
+    RoutingRecord* record) {
+  nn::TensorList inputs{x};
+  if (delta.defined()) {
+    inputs.push_back(delta);
+  }
+  const nn::TensorList before = nn::region(
+      *this,
+      "moe_router",
+      [this, norm](const nn::TensorList& in) {
+        return before_choice(in, *norm);
+      },
+      inputs);
+  const at::Tensor& rows = before[0];
+  const nn::Routing routing =
+      gate_(rows, record->routing ? &*record->routing : nullptr, before[2]);
+  if (!record->routing) {
+    plan(routing, *record);
+  }
   const at::Tensor out = experts_(rows, routing.weights, *record);
-  return nn::sum_rows_of_tokens(out, record->permutation, residual)
-      .view(sum.sizes());
+  return nn::sum_rows_of_tokens(out, record->permutation, before[1])
+      .view(x.sizes());
 }
 
 }  // namespace flatshard::models

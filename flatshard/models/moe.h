@@ -62,7 +62,13 @@ class RouterImpl : public nn::Module {
       nn::LossGradientPtr loss_gradient);
   /// @param x       [tokens, dim]
   /// @param chosen  see nn::route; such a call counts nothing.
-  nn::Routing forward(const at::Tensor& x, const nn::Routing* chosen);
+  /// @param scored  score(x), where that is there already.
+  nn::Routing forward(
+      const at::Tensor& x,
+      const nn::Routing* chosen,
+      const at::Tensor& scored = {});
+  /// float32 [tokens, experts] for x [tokens, dim].
+  at::Tensor score(const at::Tensor& x) const;
 
   std::int64_t num_experts() const { return num_experts_; }
   /// float32 [experts]; undefined for a router without one.
@@ -141,6 +147,11 @@ class MoeImpl : public nn::Module {
 
  private:
   friend class LlamaBlockNodes;
+  /// What there is before the choice, a region: norm, scores, shared experts.
+  /// @param in  x, and delta where that is defined
+  /// @return    rows [tokens, dim] to route, what their results are added to,
+  ///   logits
+  nn::TensorList before_choice(const nn::TensorList& in, nn::RmsNormImpl& norm);
   /// What the choice means for rows, in `record`.
   void plan(const nn::Routing& routing, RoutingRecord& record);
 

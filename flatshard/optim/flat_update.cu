@@ -198,6 +198,19 @@ __device__ void find_amax(
   }
 }
 
+// Every operation rounds by itself, as on a CPU: left to the compiler, which
+// products it fuses depends on what else the kernel writes, and the same
+// weights would get other digits with it.
+__device__ float times(float a, float b) {
+  return __fmul_rn(a, b);
+}
+__device__ float plus(float a, float b) {
+  return __fadd_rn(a, b);
+}
+__device__ float keep_of(float lr, float decay) {
+  return plus(1.0F, -times(lr, decay));
+}
+
 struct AdamWRule {
   static constexpr bool kFloat8 = true;
   AdamWScalars s;
@@ -206,10 +219,12 @@ struct AdamWRule {
 
   __device__ void operator()(float& w, float g, float& m, float& v, float decay)
       const {
-    m = s.beta1 * m + (1.0F - s.beta1) * g;
-    v = s.beta2 * v + (1.0F - s.beta2) * g * g;
-    const float denominator = sqrtf(v) * inverse_c2 + s.eps;
-    w = w * (1.0F - s.lr * decay) - step_size * m / denominator;
+    m = plus(times(s.beta1, m), times(1.0F - s.beta1, g));
+    v = plus(times(s.beta2, v), times(times(1.0F - s.beta2, g), g));
+    const float denominator = plus(times(__fsqrt_rn(v), inverse_c2), s.eps);
+    w = plus(
+        times(w, keep_of(s.lr, decay)),
+        -__fdiv_rn(times(step_size, m), denominator));
   }
 };
 
@@ -219,8 +234,8 @@ struct SgdRule {
 
   __device__ void operator()(float& w, float g, float& u, float&, float decay)
       const {
-    u = s.momentum * u + g;
-    w = w * (1.0F - s.lr * decay) - s.lr * u;
+    u = plus(g, times(s.momentum, u));
+    w = plus(times(w, keep_of(s.lr, decay)), -times(s.lr, u));
   }
 };
 
@@ -237,10 +252,10 @@ __global__ void __launch_bounds__(kThreads)
     float4 a = p.state0 == nullptr ? zero : load4<float>(p.state0, i);
     float4 b = p.state1 == nullptr ? zero : load4<float>(p.state1, i);
     const std::int64_t e = i * kVector;
-    rule(w.x, g.x * scale, a.x, b.x, decay_of(p, e));
-    rule(w.y, g.y * scale, a.y, b.y, decay_of(p, e + 1));
-    rule(w.z, g.z * scale, a.z, b.z, decay_of(p, e + 2));
-    rule(w.w, g.w * scale, a.w, b.w, decay_of(p, e + 3));
+    rule(w.x, times(g.x, scale), a.x, b.x, decay_of(p, e));
+    rule(w.y, times(g.y, scale), a.y, b.y, decay_of(p, e + 1));
+    rule(w.z, times(g.z, scale), a.z, b.z, decay_of(p, e + 2));
+    rule(w.w, times(g.w, scale), a.w, b.w, decay_of(p, e + 3));
     store4<float>(p.main, i, w);
     store4<Compute>(p.compute, i, w);
     if (p.state0 != nullptr) {

@@ -358,17 +358,16 @@ std::set<std::string> graph_regions(const Config& config) {
   for (std::string name; std::getline(text, name, ',');) {
     std::erase_if(name, [](char c) { return c == ' '; });
     FLATSHARD_CHECK(
-        !name.starts_with("moe"),
+        name != "moe" && name != "moe_preprocess",
         config,
-        "cuda_graph.modules: {} is not recorded; a router's choice says how "
-        "many rows travel, for which the host waits, and a recompute keeps it. "
-        "Use attn",
+        "cuda_graph.modules: {} is not recorded: a router's choice says how "
+        "many rows travel, for which the host waits; use moe_router",
         name);
     FLATSHARD_CHECK(
-        name == "attn" || name == "mlp",
+        name == "attn" || name == "mlp" || name == "moe_router",
         config,
-        "cuda_graph.modules: expected attn, mlp or both with a comma between, "
-        "or nothing for whole blocks; got '{}'",
+        "cuda_graph.modules: expected attn, mlp, moe_router or several with "
+        "commas between, or nothing for whole blocks; got '{}'",
         name);
     regions.insert(name);
   }

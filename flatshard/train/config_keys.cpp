@@ -436,8 +436,8 @@ const ConfigKey kKeys[] = {
         "none|unit|full_iteration"),
     KEY(cuda_graph,
         modules,
-        "parts of blocks to record instead of whole ones: attn, mlp or both, "
-        "with a comma between"),
+        "parts of blocks to record instead of whole ones: attn, mlp, and "
+        "moe_router of blocks with experts, with commas between"),
     KEY(cuda_graph,
         warmup_steps,
         "steps before anything is recorded",

@@ -53,13 +53,13 @@ void check_graphs_with_experts(
       config,
       "cuda_graph.impl = \"{}\" with experts: how many rows an expert has is "
       "not known when a graph is recorded; use \"unit\" with "
-      "cuda_graph.modules = \"attn\"",
+      "cuda_graph.modules = \"attn,moe_router\"",
       graph.impl);
   FLATSHARD_CHECK(
       model.moe.dense_layers > 0 || !regions.contains("mlp"),
       config,
       "cuda_graph.modules: mlp is that of blocks without experts, of which "
-      "there is none (model.dense_layers = 0); use \"attn\"");
+      "there is none (model.dense_layers = 0); use \"attn,moe_router\"");
 }
 
 // Keys that do nothing, or cannot be had, with or without experts.
@@ -97,6 +97,11 @@ void check_experts(const models::ModelConfig& model, const Config& config) {
   if (has_experts) {
     check_graphs_with_experts(model, config);
   }
+  FLATSHARD_CHECK(
+      has_experts || !graph_regions(config).contains("moe_router"),
+      config,
+      "cuda_graph.modules: moe_router is that of blocks with experts; use mlp, "
+      "or set model.num_experts");
 }
 
 }  // namespace

@@ -10,11 +10,23 @@ microbatch's backward, each one run of the autograd engine.
 import contextlib
 
 import torch
-import torch.distributed as dist
 
 from flatshard import _C
 from flatshard.casts import cast_inputs, cast_output
 from flatshard.module import root_of, state_of
+from flatshard.overlap_parts import (
+    Again,
+    Microbatch,
+    Transfer,
+    find_layers,
+    forwards_of,
+    is_checkpointed,
+    is_cut,
+    outside_of_autocast,
+    with_forwards,
+    without_cache,
+    without_checkpoint,
+)
 
 # Names of nodes, by which late weight gradients are found.
 _NODES = {"attend": 0, "experts": 1}
@@ -54,9 +66,11 @@ def overlap_microbatches(model, microbatches, loss_of=None, *, delay_wgrad=False
     Returns:
         Losses [], without graph, one for each microbatch.
 
+    Layers with gradient checkpointing run their forward once more at the begin of their
+    backward, and their tokens travel once more then, which nothing hides.
+
     Raises:
         ValueError: naming what the model lacks.
-        NotImplementedError: gradient checkpointing in the layers.
     """
     microbatches = list(microbatches)
     if not microbatches:
@@ -71,64 +85,14 @@ def overlap_microbatches(model, microbatches, loss_of=None, *, delay_wgrad=False
     )
 
 
-class Transfer:
-    """Rows on their way to other ranks, from when it is made."""
-
-    def __init__(self, rows, sent, received, group):
-        """rows [sum(sent), dim], sent[r] of them to rank r -> [sum(received), dim]."""
-        self._rows, self._work = rows.contiguous(), None
-        if group.size() > 1:
-            self._sent = self._rows  # until they are there
-            self._rows = rows.new_empty(sum(received), *rows.shape[1:])
-            self._work = dist.all_to_all_single(
-                self._rows, self._sent, received, sent, group=group, async_op=True
-            )
-
-    def wait(self):
-        """The rows that arrived, for what is queued from here on."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = self._sent = None
-        return self._rows
-
-
-class _Layer:
-    """One microbatch in one layer."""
-
-    def __init__(self):
-        self.input = self.output = self.result = None  # result: the output's leaf
-        self.rows = self.arrived = self.expert_rows = self.back = None
-        self.logits = None  # (the router's, the leaf that others read)
-        self.exchange = None  # sent, received, group
-        self.transfer = None
-        self.began = False
-
-
-class _Microbatch:
-    def __init__(self, model, number, num_layers):
-        self.number = number
-        self.steps = model.backward_pass()
-        self.layers = [_Layer() for _ in range(num_layers)]
-        self.current = -1  # the layer whose forward runs, or ran last
-        self.embedded = None  # what the first layer takes, with its graph
-        self.loss = None
-        self.before, self.behind = [], []  # other units, before and behind the layers
-
-
 class _Schedule:
     """One step."""
 
     def __init__(self, model, num_microbatches, delay_wgrad):
         self._model, self._root = model, root_of(model)
-        self._layers = _layers(model)
+        self._layers = find_layers(model)
         self._number = {id(layer): n for n, layer in enumerate(self._layers)}
-        for name, layer in ((state_of(m).name, m) for m in self._layers):
-            if getattr(layer, "gradient_checkpointing", False) and layer.training:
-                raise NotImplementedError(
-                    f"overlap_microbatches is not supported with gradient checkpointing, "
-                    f"which layer {name} has; call model.gradient_checkpointing_disable()"
-                )
-        dense = [not _is_cut(layer) for layer in self._layers]
+        dense = [not is_cut(layer) for layer in self._layers]
         self._plan = _C.overlap_plan(
             len(self._layers), num_microbatches, delay_wgrad, dense
         )
@@ -137,6 +101,8 @@ class _Schedule:
         self._num = num_microbatches
         self._microbatches = {}
         self._now = None
+        self._again = False  # a layer's forward runs once more
+        self._forwards = forwards_of(model)
 
     # -- the order -----------------------------------------------------------------
 
@@ -172,7 +138,7 @@ class _Schedule:
                     f"to {step}: each layer runs once in a forward, in order"
                 )
             microbatch = self._microbatches[number]
-            with _outside_of_autocast(self._root.device):
+            with outside_of_autocast(self._root.device):
                 if which == "W":
                     module = self._layers[layer]
                     microbatch.steps.run_wgrads(module, _NODES[node])
@@ -182,7 +148,7 @@ class _Schedule:
     # -- forward -------------------------------------------------------------------
 
     def _forward(self, number, arguments, loss_of):
-        mine = _Microbatch(self._model, number, len(self._layers))
+        mine = Microbatch(self._model, number, len(self._layers))
         self._reach(("F", number, -1, "embed"))
         self._microbatches[number] = self._now = mine
         loss = loss_of(self._model, arguments)
@@ -231,11 +197,22 @@ class _Schedule:
         mine.current = number
         mine.steps.begin_forward(module)
         policy = state_of(module).mp_policy
-        args, kwargs = cast_inputs(policy, (layer.input, *args[1:]), kwargs)
-        layer.output = cast_output(policy, function(*args, **kwargs))
-        if not _is_cut(module):
+        if is_checkpointed(module):
+            kwargs = without_cache(kwargs)
+            layer.again = Again(self._root.device)
+
+        def forward():
+            inputs = cast_inputs(policy, (layer.input, *args[1:]), kwargs)
+            with without_checkpoint(module):
+                return cast_output(policy, function(*inputs[0], **inputs[1]))
+
+        layer.output = forward()
+        if not is_cut(module):
             mine.steps.end_forward(module)
         layer.result = layer.output.detach().requires_grad_()
+        if layer.again is not None:
+            layer.forward = forward
+            layer.forget()
         if number + 1 == len(self._layers):
             self._reach(("F", mine.number, -1, "head"))
         return layer.result
@@ -247,6 +224,10 @@ class _Schedule:
         mine, number = self._now, self._now.current
         layer = mine.layers[number]
         layer.rows, layer.exchange = rows, (sent, received, group)
+        if self._again:
+            rows = Transfer(rows.detach(), sent, received, group).wait()
+            layer.arrived = rows.detach().requires_grad_()
+            return layer.arrived
         self._reach(("F", mine.number, number, "dispatch"))
         transfer = Transfer(rows.detach(), sent, received, group)
         self._reach(("F", mine.number, number, "experts"))
@@ -259,6 +240,10 @@ class _Schedule:
         layer = mine.layers[number]
         sent, received, group = layer.exchange
         layer.expert_rows = rows
+        if self._again:
+            rows = Transfer(rows.detach(), received, sent, group).wait()
+            layer.back = rows.detach().requires_grad_()
+            return layer.back
         mine.steps.end_forward(self._layers[number])  # no weights are read any more
         self._reach(("F", mine.number, number, "combine"))
         transfer = Transfer(rows.detach(), received, sent, group)
@@ -269,7 +254,7 @@ class _Schedule:
     def cut_logits(self, logits):
         """The router's logits, as an auxiliary loss behind the layers reads them."""
         layer = self._now.layers[self._now.current]
-        leaf = logits.detach().requires_grad_()
+        leaf = layer.logits[1] if self._again else logits.detach().requires_grad_()
         layer.logits = logits, leaf
         return leaf
 
@@ -342,7 +327,21 @@ class _Schedule:
         if not layer.began:
             layer.began = True
             mine.steps.begin_backward(self._layers[number])
+            if layer.again is not None:
+                self._run_again(mine, number)
         return layer
+
+    def _run_again(self, mine, number):
+        """Tokens travel once more, at once: all ranks are here."""
+        layer, module = mine.layers[number], self._layers[number]
+        former = self._now, self._again
+        self._now, self._again, mine.current = mine, True, number
+        try:
+            with mine.steps.recompute(module), with_forwards(module, self._forwards):
+                layer.output = layer.again.run(layer.forward)
+        finally:
+            self._now, self._again = former
+        layer.again = layer.forward = None
 
     def _late_wgrads(self, mine, node):
         if self._delay_wgrad:
@@ -355,42 +354,3 @@ def _backward(ends):
     ends = [(t, g) for t, g in ends if t.requires_grad and g is not None]
     if ends:
         torch.autograd.backward(*zip(*ends))
-
-
-@contextlib.contextmanager
-def _outside_of_autocast(device):
-    if torch.is_autocast_enabled(device.type):
-        with torch.autocast(device.type, enabled=False):
-            yield
-    else:
-        yield
-
-
-def _is_cut(layer):
-    """Tokens travel in it."""
-    return any(getattr(m, "_flatshard_overlap", False) for m in layer.modules())
-
-
-def _layers(model):
-    """The decoder layers, in order: the elements of the list that has the experts."""
-    found = next(
-        (
-            list(module)
-            for module in model.modules()
-            if isinstance(module, torch.nn.ModuleList) and any(map(_is_cut, module))
-        ),
-        [],
-    )
-    if not found:
-        raise ValueError(
-            "model: expected layers with experts that flatshard.expert_parallel(model, "
-            f"mesh, overlap=True) spread, found none in {type(model).__name__}"
-        )
-    for n, layer in enumerate(found):
-        state = state_of(layer)
-        if state is None or len(state.modules) != 1:
-            raise ValueError(
-                f"model: expected fully_shard(layer) of each layer, layer {n} is no unit "
-                "of its own"
-            )
-    return found

@@ -68,13 +68,12 @@ FlatUpdate on_gpu(const FlatUpdate& host) {
 }
 
 void expect_equal(const FlatUpdate& gpu, const FlatUpdate& host) {
-  const auto close = [](const at::Tensor& a, const at::Tensor& b) {
-    return a.defined() == b.defined() &&
-           (!a.defined() || at::allclose(a.cpu(), b, 1e-5, 1e-6));
+  const auto same = [](const at::Tensor& a, const at::Tensor& b) {
+    return a.defined() == b.defined() && (!a.defined() || a.cpu().equal(b));
   };
-  EXPECT_TRUE(close(gpu.main, host.main));
-  EXPECT_TRUE(close(gpu.state0, host.state0));
-  EXPECT_TRUE(close(gpu.state1, host.state1));
+  EXPECT_TRUE(same(gpu.main, host.main));
+  EXPECT_TRUE(same(gpu.state0, host.state0));
+  EXPECT_TRUE(same(gpu.state1, host.state1));
   if (gpu.compute.defined()) {
     EXPECT_TRUE(gpu.compute.equal(gpu.main.to(gpu.compute.scalar_type())));
   }
@@ -154,10 +153,13 @@ TEST(CudaFloat8Updates, AreMadeOfTheNewWeights) {
     for (const at::ScalarType compute : {at::kFloat, at::kBFloat16}) {
       SCOPED_TRACE(c.name);
       const std::int64_t n = c.numel;
-      FlatUpdate update =
-          on_gpu(host_update({n, {{n, 0.1F}}}, at::kBFloat16, compute));
+      const FlatUpdate host =
+          host_update({n, {{n, 0.1F}}}, at::kBFloat16, compute);
+      FlatUpdate update = on_gpu(host);
       update.float8 = c.outputs(at::kCUDA);
       adamw_update(update, kSomeStep);
+      adamw_update(host, kSomeStep);
+      expect_equal(update, host);
       Float8Outputs want = c.outputs(at::kCPU);
       write_float8_outputs(want, update.main.cpu());
       c.expect_same(update.float8, want);

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import flatshard
-from flatshard import MixedPrecisionPolicy, fully_shard
-from tests.python.device import on_device
+from flatshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from tests.python.device import DEVICE, on_device
 from tests.python.training import full_state
 
 EXAMPLE = Path(__file__).parents[2] / "examples/python/one_f_one_b.py"
@@ -61,6 +61,31 @@ def test_1f1b_is_plain_accumulation(strategy, mesh):
 def test_1f1b_is_plain_accumulation_with_replicas(mesh_2d):
     ours = trained(example.one_f_one_b, mesh=mesh_2d)
     expect_equal(ours, trained(example.plain, mesh=mesh_2d))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(offload_policy=CPUOffloadPolicy()),
+        dict(copy_engines="all"),
+        dict(slots_on_demand=False, grads_in_place=True),
+        dict(prefetch=2, strategy="zero1"),
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_1f1b_goes_with_other_options(options, mesh):
+    if DEVICE == "cuda" and "copy_engines" in options:
+        pytest.skip("ranks that share a GPU have no copy engines")
+    ours = trained(example.one_f_one_b, 2, mesh=mesh, **options)
+    expect_equal(ours, trained(example.plain, 2, mesh=mesh, **options))
+
+
+def test_hooks_of_gradients_are_refused_where_backwards_interleave(mesh):
+    model = sharded(mesh=mesh)
+    model.head.weight.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(flatshard.ConfigError, match="expected no hooks of"):
+        example.one_f_one_b(model, batches_of(0))
+    model(batches_of(0)[0]).backward()
 
 
 def test_1f1b_with_three_slots_of_gradients(mesh):

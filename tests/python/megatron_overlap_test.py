@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
-from flatshard import diagnostics, megatron
+from flatshard import diagnostics, fully_shard, megatron
 from tests.python.backward_pass_test import batches_of, example, gradients
 from tests.python.device import DEVICE, on_device
 from tests.python.experts_mesh_test import Experts
@@ -224,23 +225,23 @@ def test_process_post_backward_gradients__each_gradient_counts_once(model):
 
 
 def test_process_post_backward_gradients__delayed_ones_count_once(mesh):
-    torch.manual_seed(0)
-    model = sharded(mesh)
-    for layer in model.layers:
-        with pytest.raises(RuntimeError, match="expected a forward"):
-            model.post_backward_release_module(layer)
+    model = sharded(mesh, grads_in_place=True)
+    x = batches_of(0)[0]
+    model(x).backward()
+    expected = gradients(model)
     mine = forward(model)
     steps = model.pre_backward()
     mine.back()
-    with steps.late_wgrads():  # plain layers do not put off
-        mine.backward(2)
-    assert steps.num_late_wgrads == 0
-    steps.run_wgrads(model.layers[2])
-    mine.backward(1), mine.backward(0), mine.back()
-    model.post_backward()
-    found = gradients(model)
-    model(batches_of(0)[0]).backward()
-    assert all(map(torch.equal, found, gradients(model)))
+    for n in (2, 1, 0):
+        with steps.late_wgrads(n):
+            mine.backward(n)
+        assert steps.num_late_wgrads == (3 if n == 2 else 6)  # mix, up and down
+        if n != 2:
+            steps.run_wgrads(model.layers[n], n)
+            assert steps.num_late_wgrads == 3
+    mine.back()
+    model.post_backward()  # with those of layer 2
+    assert all(map(torch.equal, gradients(model), expected))
 
 
 # -- as a whole ------------------------------------------------------------------------
@@ -269,6 +270,37 @@ def test_without_fine_grained_gathers_it_is_refused(mesh):
         model = sharded(mesh, enable_fine_grained_param_gather=option)
         with pytest.raises(ValueError, match="enable_fine_grained_param_gather=True"):
             model._replace_param_with_raw_if_needed()
+
+
+def test_checkpoints_around_parts_of_units_and_not_around_units(mesh):
+    model, x = sharded(mesh), batches_of(0)[0]
+    model(x).backward()
+    expected = gradients(model)
+    layers = model.layers
+
+    def run(around):
+        model._replace_param_with_raw_if_needed()
+        hidden = model.embed(x)
+        for layer in layers:
+            hidden = around(layer, hidden)
+        loss = model.loss(hidden)
+        model.pre_backward()
+        loss.backward()
+        for layer in reversed(layers):
+            model.post_backward_release_module(layer)
+        model.post_backward()
+
+    def parts(layer, hidden):
+        hidden = layer.experts(checkpoint(layer.attend, hidden, use_reentrant=False))
+        model.post_forward_release_module(layer)
+        return hidden
+
+    run(parts)
+    assert all(map(torch.equal, gradients(model), expected))
+    with pytest.raises(NotImplementedError, match="a checkpoint around FSDPLayer"):
+        run(lambda layer, hidden: checkpoint(layer, hidden, use_reentrant=False))
+    run(parts)
+    assert all(map(torch.equal, gradients(model), expected))
 
 
 # -- experts on a mesh of their own ----------------------------------------------------
@@ -302,20 +334,24 @@ def test_expt_device_mesh__experts_rest_on_it(world):
     if world % 2:
         pytest.skip("needs an even number of ranks")
     mesh, dp = meshes(world)
-    model = megatron.fully_shard_model(
-        expert_model(),
+    model, same = expert_model(), expert_model()
+    megatron.fully_shard_model(
+        model,
         [ExpertLayer],
         device_mesh=dp,
         dp_shard_dim="dp",
         expt_device_mesh=mesh["edp"],
         expt_fsdp_group_ag=mesh["edp"].get_group(),
         hybrid_fsdp_expt_group=mesh["edp"].get_group(),
-        calculate_per_token_loss=True,
     )
+    fully_shard(same[0].experts, mesh=mesh["edp"])
+    fully_shard(same[0], mesh=dp)
+    fully_shard(same, mesh=dp)
     # Slices of the whole one: each rank of "ep" has two of four experts.
     assert model[0].experts.up.shape[0] == 2 * mesh["ep"].size()
-    model(on_device(torch.ones(4, 8))).sum().backward()
-    assert model[0].experts.up.grad.shape == model[0].experts.up.shape
+    for m in (model, same):
+        m(batches_of(0)[0][:, :8]).square().sum().backward()
+    assert all(map(torch.equal, gradients(model), gradients(same)))
 
 
 def test_expt_names_that_cannot_be_meant_are_refused(world):

@@ -1,5 +1,7 @@
 """transformers' models with experts by the 1F1B schedule: plain accumulation's bits."""
 
+import re
+
 import pytest
 import torch
 
@@ -85,6 +87,10 @@ def late(model, batches):
     return overlap_microbatches(model, batches, delay_wgrad=True)
 
 
+def make_mixtral():
+    return make("mixtral")
+
+
 def qwen_with_dense_layers():
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
@@ -101,7 +107,7 @@ def qwen_with_dense_layers():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_is_plain_accumulation(family, ep):
+def test_B67_the_schedule_is_plain_accumulation(family, ep):
     ours = trained(overlap_microbatches, sharded(make(family), ep))
     expect_equal(ours, trained(plain, sharded(make(family), ep)))
     assert ours[0][-1] != ours[0][2]
@@ -134,7 +140,7 @@ def test_dense_layers_and_tied_embeddings(ep):
     expect_equal(ours, trained(plain, sharded(qwen_with_dense_layers(), ep)))
 
 
-def test_late_weight_gradients(ep, monkeypatch):
+def test_B68_late_weight_gradients_come_once(ep, monkeypatch):
     options = dict(grads_in_place=True)
     run, late_ones = BackwardPass.run_wgrads, []
 
@@ -182,6 +188,34 @@ def test_a_loss_of_ones_own_and_units_beside_the_layers(ep):
     expect_equal(trained(step, made(), 2), trained(plainly, made(), 2))
 
 
+@pytest.mark.parametrize("make_model", [make_mixtral, qwen_with_dense_layers])
+def test_gradient_checkpointing(make_model, ep):
+    def made():
+        model = make_model()
+        model.config.attention_dropout = 0.2
+        for module in model.modules():
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.2
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        torch.manual_seed(dist.get_rank())
+        return sharded(model, ep).train()
+
+    counts = []
+
+    def count(*_):
+        counts.append(1)
+
+    first, second = made(), made()
+    for layer in first.model.layers:
+        layer.self_attn.register_forward_hook(count)
+    torch.manual_seed(7)
+    ours = trained(overlap_microbatches, first)
+    assert len(counts) == 2 * 9 * len(first.model.layers)
+    torch.manual_seed(7)
+    expect_equal(ours, trained(plain, second))
+    assert first.model.layers[0].gradient_checkpointing
+
+
 # -- what the schedule does ------------------------------------------------------------
 
 
@@ -215,30 +249,47 @@ def test_rows_travel_while_the_other_microbatch_computes(ep, monkeypatch):
     assert "start start wait backward start wait start wait backward" in text, text
 
 
-def test_collectives_are_alike_on_all_ranks_and_none_is_on_demand(
-    ep, world, monkeypatch
-):
+def qwen_with_six_layers():
+    config = transformers.Qwen3MoeConfig(
+        **{**SHAPE, "num_hidden_layers": 6},
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        num_experts=4,
+        num_experts_per_tok=2,
+        head_dim=8,
+    )
+    return on_device(transformers.Qwen3MoeForCausalLM(config))
+
+
+def test_collectives_are_those_of_the_schedule_on_all_ranks(ep, world, monkeypatch):
     if world == 1:
         pytest.skip("nothing is gathered on one rank")
     monkeypatch.setenv("FLATSHARD_TRACE_STEPS", "1")
-    model = sharded(make("mixtral"), ep)
-    overlap_microbatches(model, batches_of(0))
-    model.zero_grad()
-    diagnostics.take_trace(model)
-    overlap_microbatches(model, batches_of(1))
-    launched = [
-        (a.kind, a.unit, a.phase)
-        for a in diagnostics.take_trace(model)
-        if a.kind in ("gather", "reduce", "accumulate")
-    ]
+    model = sharded(qwen_with_six_layers(), ep)
+    for step in range(2):  # the second one knows the order
+        diagnostics.take_trace(model)
+        overlap_microbatches(model, batches_of(step))
+        model.zero_grad()
+    trace = diagnostics.take_trace(model)
+    launched = [a for a in trace if a.kind in ("gather", "reduce", "accumulate")]
     of_all = [None] * world
-    dist.all_gather_object(of_all, launched)
-    assert all(of_rank == launched for of_rank in of_all)
-    layers = {"model.layers.0", "model.layers.1"}
-    reduced = [
-        unit for kind, unit, _ in launched if kind == "reduce" and unit in layers
-    ]
-    assert len(reduced) == 3 * 2
+    dist.all_gather_object(of_all, [(a.kind, a.unit, a.phase) for a in launched])
+    assert all(of_rank == of_all[0] for of_rank in of_all)
+
+    is_layer = re.compile(r"model\.layers\.\d").fullmatch
+    reduced = [a.unit for a in launched if a.kind == "reduce" and is_layer(a.unit)]
+    assert sorted(reduced) == sorted(3 * [f"model.layers.{n}" for n in range(6)])
+    # Both microbatches compute, each with a layer ahead; none is gathered on demand.
+    gathered, most = set(), 0
+    for before, action in zip([None, *trace], trace):
+        if action.kind == "gather" and is_layer(action.unit):
+            gathered.add(action.unit)
+        elif action.kind == "release":
+            gathered.discard(action.unit)
+        elif action.kind == "await" and before.kind == "gather":
+            assert action.unit != before.unit
+        most = max(most, len(gathered))
+    assert most <= 4
 
 
 # -- what goes wrong -------------------------------------------------------------------
@@ -284,12 +335,6 @@ def test_what_cannot_be_run_is_named(ep):
         whole = expert_parallel(make("mixtral"), mesh["ep"], overlap=True)
         with pytest.raises(ValueError, match="layer 0 is no unit"):
             overlap_microbatches(fully_shard(whole), batches)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
-    with pytest.raises(NotImplementedError, match="checkpointing_disable"):
-        overlap_microbatches(model, batches)
-    model.gradient_checkpointing_disable()
-    overlap_microbatches(model, batches)
 
 
 def test_it_also_runs_without_the_schedule(ep):

@@ -171,7 +171,7 @@ TEST_F(MoeTrainer, Float8LeavesExpertsInBfloat16) {
   EXPECT_EQ(run.rows.size(), 2U);
 }
 
-TEST_F(MoeTrainer, GraphsOfAttentionChangeNoLoss) {
+TEST_F(MoeTrainer, GraphsChangeNoLoss) {
   const std::vector<std::string> plain{
       "training.steps=6",
       "moe.aux_loss=0.01",
@@ -179,7 +179,7 @@ TEST_F(MoeTrainer, GraphsOfAttentionChangeNoLoss) {
   auto graphs = plain;
   for (const char* key :
        {"cuda_graph.impl=unit",
-        "cuda_graph.modules=attn,mlp",
+        "cuda_graph.modules=attn,mlp,moe_router",
         "cuda_graph.warmup_steps=2",
         "cuda_graph.on_miss=error",
         "debug.emulate_graphs=true"}) {
@@ -192,11 +192,11 @@ TEST_F(MoeTrainer, GraphsOfAttentionChangeNoLoss) {
     EXPECT_EQ(got.rows[i]["loss"], want.rows[i]["loss"]) << i;
     EXPECT_EQ(got.rows[i]["grad_norm"], want.rows[i]["grad_norm"]) << i;
   }
-  // Two attentions and a dense layer, two microbatches in four steps.
+  // Two attentions, a dense layer and a router, two microbatches in four steps.
   std::ifstream file(run("graphs") / "metrics.jsonl");
   const std::string metrics((std::istreambuf_iterator<char>(file)), {});
-  EXPECT_THAT(metrics, HasSubstr("\"forward_replays\":24"));
-  EXPECT_THAT(metrics, HasSubstr("\"backward_replays\":24"));
+  EXPECT_THAT(metrics, HasSubstr("\"forward_replays\":32"));
+  EXPECT_THAT(metrics, HasSubstr("\"backward_replays\":32"));
 }
 
 // Biases are part of a checkpoint: the run goes on as if it had not stopped.
@@ -385,6 +385,10 @@ TEST(MoeKeys, ReplaceThoseOfAPreset) {
       dense("aux_loss = 0.1"),
       "moe.aux_loss is for models with experts; leave it out, or set "
       "model.num_experts");
+  EXPECT_EQ(
+      dense("[cuda_graph]\nimpl = \"unit\"\nmodules = \"moe_router\""),
+      "cuda_graph.modules: moe_router is that of blocks with experts; use mlp, "
+      "or set model.num_experts");
 }
 
 }  // namespace

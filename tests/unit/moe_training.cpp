@@ -119,7 +119,7 @@ void train_moe_rank(
           .streams = streams,
           .graphs = {
               .enabled = run.graphs,
-              .regions = {"attn", "mlp"},
+              .regions = {"attn", "mlp", "moe_router"},
               .warmup_steps = 1,
               .miss_is_error = mesh->device().is_cpu(),
               .emulate_on_cpu = run.graphs && mesh->device().is_cpu()}}};

@@ -35,7 +35,7 @@ struct MoeRun {
   /// product.
   bool groups_by_rank = true;
   std::uint64_t delay_seed = 3;
-  bool graphs = false;  ///< of attention and dense layers, behind one step
+  bool graphs = false;  ///< of all regions, behind one step
 
   int world() const;
   int sequences() const { return world() * microbatches; }

@@ -108,13 +108,13 @@ TEST_P(MoeTraining, EqualsOneRank) {
   EXPECT_EQ(want.losses.size(), 3U * run.sequences());
 }
 
-// Experts run between the graphs of attention.
-TEST(MoeGraphs, AttentionIsReplayedBetweenExperts) {
+// Experts run between the graphs of attention and of routers' scores.
+TEST(MoeGraphs, WhatStandsBeforeAChoiceIsReplayed) {
   struct Case {
     MoeRun run;
-    // Of a step and microbatch: forwards and backwards of three attentions and
-    // a dense layer. What is recomputed is replayed once more.
-    int replays = 8;
+    // Of a step and microbatch: forwards and backwards of three attentions, a
+    // dense layer and two routers. What is recomputed is replayed once more.
+    int replays = 12;
   };
   constexpr int kReplayedSteps = 2;
   const Case cases[] = {
@@ -131,14 +131,14 @@ TEST(MoeGraphs, AttentionIsReplayedBetweenExperts) {
             .checkpoint = ActivationCheckpoint::full,
             .max_norm = 0.2,
             .exchange = MoeExchange::copies},
-       .replays = 12},
+       .replays = 18},
       {.run =
            {.name = "ep 2 under HSDP, feed-forward halves recomputed",
             .strategy = "hsdp",
             .mesh = {2, 1, 2},
             .checkpoint = ActivationCheckpoint::selective,
             .exchange = MoeExchange::collective},
-       .replays = 9}};
+       .replays = 15}};
   for (const auto& [plain, replays] : cases) {
     MoeRun graphs = plain;
     graphs.graphs = true;

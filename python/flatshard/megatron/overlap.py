@@ -123,6 +123,11 @@ class ScheduleHooks:
 
     def run(self, unit, function, args, kwargs):
         """A unit is called as a whole: function(*args, **kwargs) is its forward."""
+        if torch._C._current_graph_task_id() >= 0:
+            raise NotImplementedError(
+                f"a checkpoint around {type(unit).__name__}, a unit, is not supported in "
+                "a schedule that calls sub-modules; put it around parts of the unit"
+            )
         args, kwargs = cast_inputs(state_of(unit).mp_policy, args, kwargs)
         mine = self._now()
         mine.begin_forward(unit)
@@ -182,9 +187,10 @@ class _Microbatch:
             self._in_backward.append(unit)
 
     def end_backward(self, unit):
-        self._in_backward.remove(unit)
-        self._ended.append(unit)
-        self._pass.end_backward(unit)
+        if unit in self._in_backward:  # else none of it got a gradient
+            self._in_backward.remove(unit)
+            self._ended.append(unit)
+            self._pass.end_backward(unit)
 
     def give_up(self):
         self._pass.give_up()

@@ -62,6 +62,7 @@ def fully_shard_model(
     expt_device_mesh=None,
     expt_fsdp_group_ag=None,
     hybrid_fsdp_expt_group=None,
+    grads_in_place=False,
     **others,
 ):
     """Shards `module`. Returns it; it is an FSDPModule from now on.
@@ -95,6 +96,8 @@ def fully_shard_model(
         expt_fsdp_group_ag, hybrid_fsdp_expt_group: groups of the ranks of the dimension
             that shards experts, and of all of expt_device_mesh. Gathers have
             communicators of their own anyway.
+        grads_in_place: of flatshard.fully_shard, for all modules but experts; Megatron-FSDP
+            has no such argument. Such nn.Linear can put weight gradients off.
         report_nan_in_param_grad: see flatshard.diagnostics.report_nan_in_param_grad.
 
     Raises:
@@ -145,6 +148,7 @@ def fully_shard_model(
                 outer=outer,
                 mp_policy=policy,
                 cuda_graph=cuda_graph_mode and unit is not module,
+                grads_in_place=grads_in_place,
                 fp8=own_fp8,
             )
         if calculate_per_token_loss:
