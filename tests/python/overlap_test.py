@@ -1,5 +1,6 @@
 """transformers' models with experts by the 1F1B schedule: plain accumulation's bits."""
 
+import os
 import re
 
 import pytest
@@ -157,10 +158,48 @@ def test_B68_late_weight_gradients_come_once(ep, monkeypatch):
     expect_equal(ours, trained(plain, sharded(make("qwen3_moe"), ep, **options)))
 
 
+def test_a_rank_without_tokens(ep):
+    def made():
+        model = make("mixtral")
+        with torch.no_grad():
+            for layer in model.model.layers:
+                experts_of(layer).gate.weight.zero_()  # the first ones are chosen
+        return sharded(model, ep)
+
+    expect_equal(
+        trained(overlap_microbatches, made(), 2, 1), trained(plain, made(), 2, 1)
+    )
+
+
 def test_mixed_precision(ep):
     options = dict(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     ours = trained(overlap_microbatches, sharded(make("mixtral"), ep, **options))
     expect_equal(ours, trained(plain, sharded(make("mixtral"), ep, **options)))
+
+
+@pytest.mark.skipif(
+    os.environ.get("FLATSHARD_WHOLE_MATRIX") != "1",
+    reason="FLATSHARD_WHOLE_MATRIX=1 runs all combinations, which takes minutes",
+)
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("delays", [False, True])
+@pytest.mark.parametrize("n", [2, 3, 5])
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3", "hsdp"])
+def test_whole_matrix(strategy, n, delays, recomputes, ep, world):
+    """With `ep` ranks alone, and "hsdp" on twice as many."""
+    replicas = 2 if strategy == "hsdp" else 1
+    if world != ep * replicas:
+        pytest.skip("for another number of ranks")
+
+    def made():
+        model = make("qwen3_moe")
+        if recomputes:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        options = {} if strategy == "hsdp" else dict(strategy=strategy)
+        return sharded(model, ep, replicas, grads_in_place=True, **options).train()
+
+    ours = trained(late if delays else overlap_microbatches, made(), n)
+    expect_equal(ours, trained(plain, made(), n))
 
 
 def test_a_loss_of_ones_own_and_units_beside_the_layers(ep):
