@@ -250,12 +250,18 @@ nn::TensorList MoeImpl::before_choice(
   const auto [sum, normed] = nn::call_with_hooks(norm, in[0], delta);
   const at::Tensor rows = normed.reshape({-1, normed.size(-1)});
   const at::Tensor logits = gate_->score(rows);
-  at::Tensor residual = sum.reshape(rows.sizes());
-  if (shared_) {
-    const auto outs = nn::linears(rows, {shared_gate_.get(), shared_up_.get()});
-    residual = nn::swiglu_linear(outs[0], outs[1], *shared_down_, residual);
+  if (!shared_) {
+    return {rows, sum, logits};
   }
-  return {rows, residual, logits};
+  const auto outs = nn::linears(rows, {shared_gate_.get(), shared_up_.get()});
+  return {
+      rows,
+      nn::swiglu_linear(
+          outs[0],
+          outs[1],
+          *shared_down_,
+          sum.reshape(rows.sizes())),
+      logits};
 }
 
 at::Tensor MoeImpl::forward(
@@ -281,7 +287,8 @@ at::Tensor MoeImpl::forward(
     plan(routing, *record);
   }
   const at::Tensor out = experts_(rows, routing.weights, *record);
-  return nn::sum_rows_of_tokens(out, record->permutation, before[1])
+  const at::Tensor residual = before[1].reshape(rows.sizes());
+  return nn::sum_rows_of_tokens(out, record->permutation, residual)
       .view(x.sizes());
 }
 
