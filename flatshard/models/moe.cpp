@@ -84,7 +84,11 @@ void RouterImpl::count_kept(const at::Tensor& kept) {
 }
 
 void RouterImpl::count(const nn::Routing& routing, const at::Tensor& logits) {
-  add_to(load_.counts, routing.counts.to(at::kLong));
+  if (load_.counts.defined()) {
+    load_.counts.add_(routing.counts);
+  } else {
+    load_.counts = routing.counts.to(at::kLong);
+  }
   if (measures_balance_) {
     add_to(
         load_.balance,
@@ -237,6 +241,7 @@ void MoeImpl::plan(const nn::Routing& routing, RoutingRecord& record) {
     }
   }
   record.permutation = nn::sort_by_expert(kept.experts, kept.counts);
+  record.permutation.drops = capacity_factor_ > 0;
   record.plan = exchange_->plan(kept.counts, record.permutation.rows());
   // Its weights belong to the graph of the run that made them.
   record.routing =

@@ -163,17 +163,27 @@ struct PermuteWeightsFunction
       AutogradContext* ctx,
       const at::Tensor& weights,
       const at::Tensor& order,
-      const at::Tensor& inverse) {
+      const at::Tensor& inverse,
+      bool drops) {
     ctx->save_for_backward({inverse});
+    ctx->saved_data["drops"] = drops;
     return weights.flatten().index_select(0, order);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     refuse_create_graph("permute_weights");
     const at::Tensor inverse = ctx->get_saved_variables()[0];
+    if (!ctx->saved_data["drops"].toBool()) {
+      const at::Tensor d = grads[0].index_select(0, inverse.flatten());
+      return {d.view(inverse.sizes()), {}, {}, {}};
+    }
     const at::Tensor d =
         grads[0].index_select(0, inverse.flatten().clamp_min(0));
-    return {d.view(inverse.sizes()).masked_fill(inverse.lt(0), 0.0), {}, {}};
+    return {
+        d.view(inverse.sizes()).masked_fill(inverse.lt(0), 0.0),
+        {},
+        {},
+        {}};
   }
 };
 
@@ -262,7 +272,8 @@ at::Tensor permute_weights(
   return PermuteWeightsFunction::apply(
       weights,
       permutation.order,
-      permutation.inverse);
+      permutation.inverse,
+      permutation.drops);
 }
 
 }  // namespace flatshard::nn

@@ -12,6 +12,7 @@ struct Permutation {
   /// their order; dropped ones are last.
   at::Tensor order;
   at::Tensor inverse;  ///< int32 [tokens, slots]: the row; -1: dropped
+  bool drops = true;   ///< false: each pair has a row, and kernels are spared
 
   std::int64_t tokens() const { return inverse.size(0); }
   std::int64_t slots() const { return inverse.size(1); }

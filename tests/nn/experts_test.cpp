@@ -113,6 +113,22 @@ TEST(Permutations, ADroppedPairsWeightHasNoGradient) {
       at::tensor({20.F, 0.F, 10.F, 0.F}).view({2, 2})));
 }
 
+// Where no pair was dropped, the short way gives the same gradient.
+TEST(Permutations, WeightsOfPairsThatAllHaveRows) {
+  const at::Tensor experts = int_tensor({1, 0, 0, 1, 2, 0}).view({3, 2});
+  Permutation p = sort_by_expert(experts, int_tensor({3, 2, 1}));
+  const at::Tensor dy = at::randn({6}, seeded(9));
+  std::vector<at::Tensor> gradients;
+  for (const bool drops : {true, false}) {
+    p.drops = drops;
+    const at::Tensor weights = at::randn({3, 2}, seeded(8)).requires_grad_();
+    permute_weights(weights, p).backward(dy);
+    gradients.push_back(weights.grad());
+  }
+  EXPECT_TRUE(at::equal(gradients[0], gradients[1]));
+  EXPECT_TRUE(at::equal(permute_weights(gradients[1], p), dy));
+}
+
 // Counts of groups: balanced, some empty, all in one, one row, with rows behind
 // the last end.
 struct Rows {
