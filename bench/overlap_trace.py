@@ -132,7 +132,12 @@ def main(path):
     last = max(step.microbatch for step in steps)
     met, could = hidden_copies(work, compute, last)
     print(f"{len(steps)} steps of {last + 1} microbatches")
-    share = met[0] / could[0] if could[0] else 0.0
+    if not could[0]:
+        sys.exit(
+            f"{path}: expected tokens that travel on a GPU beside another microbatch, "
+            "found none; trace a run on GPUs with parallelism.expert_parallel_degree"
+        )
+    share = met[0] / could[0]
     print(
         f"copies beside another microbatch: {could[0]} in {could[1]:.2f} ms, of which "
         f"{met[0]} ({100 * share:.0f} %, {met[1]:.2f} ms) meet its compute"
@@ -152,5 +157,5 @@ if __name__ == "__main__":
     parser.add_argument("--at-least", type=float, default=0.0, metavar="SHARE")
     options = parser.parse_args()
     found = main(options.trace)
-    if found < options.at_least or found == 0:
+    if found < options.at_least:
         sys.exit(f"expected {options.at_least:.0%} of the copies hidden, got {found:.0%}")

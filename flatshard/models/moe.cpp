@@ -84,7 +84,11 @@ void RouterImpl::count_kept(const at::Tensor& kept) {
 }
 
 void RouterImpl::count(const nn::Routing& routing, const at::Tensor& logits) {
-  add_to(load_.counts, routing.counts.to(at::kLong));
+  if (load_.counts.defined()) {
+    load_.counts.add_(routing.counts);
+  } else {
+    load_.counts = routing.counts.to(at::kLong);
+  }
   if (measures_balance_) {
     add_to(
         load_.balance,
@@ -237,6 +241,7 @@ void MoeImpl::plan(const nn::Routing& routing, RoutingRecord& record) {
     }
   }
   record.permutation = nn::sort_by_expert(kept.experts, kept.counts);
+  record.permutation.drops = capacity_factor_ > 0;
   record.plan = exchange_->plan(kept.counts, record.permutation.rows());
   // Its weights belong to the graph of the run that made them.
   record.routing =
@@ -250,12 +255,18 @@ nn::TensorList MoeImpl::before_choice(
   const auto [sum, normed] = nn::call_with_hooks(norm, in[0], delta);
   const at::Tensor rows = normed.reshape({-1, normed.size(-1)});
   const at::Tensor logits = gate_->score(rows);
-  at::Tensor residual = sum.reshape(rows.sizes());
-  if (shared_) {
-    const auto outs = nn::linears(rows, {shared_gate_.get(), shared_up_.get()});
-    residual = nn::swiglu_linear(outs[0], outs[1], *shared_down_, residual);
+  if (!shared_) {
+    return {rows, sum, logits};
   }
-  return {rows, residual, logits};
+  const auto outs = nn::linears(rows, {shared_gate_.get(), shared_up_.get()});
+  return {
+      rows,
+      nn::swiglu_linear(
+          outs[0],
+          outs[1],
+          *shared_down_,
+          sum.reshape(rows.sizes())),
+      logits};
 }
 
 at::Tensor MoeImpl::forward(
@@ -281,8 +292,9 @@ at::Tensor MoeImpl::forward(
     plan(routing, *record);
   }
   const at::Tensor out = experts_(rows, routing.weights, *record);
-  return nn::sum_rows_of_tokens(out, record->permutation, before[1])
-      .view(x.sizes());
+  const at::Tensor sum =
+      nn::sum_rows_of_tokens(out, record->permutation, before[1]);
+  return shared_ ? sum.view(x.sizes()) : sum;
 }
 
 }  // namespace flatshard::models

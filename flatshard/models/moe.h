@@ -149,8 +149,8 @@ class MoeImpl : public nn::Module {
   friend class LlamaBlockNodes;
   /// What there is before the choice, a region: norm, scores, shared experts.
   /// @param in  x, and delta where that is defined
-  /// @return    rows [tokens, dim] to route, what their results are added to,
-  ///   logits
+  /// @return    rows [tokens, dim] to route; what their results are added to,
+  ///   of as many elements; logits
   nn::TensorList before_choice(const nn::TensorList& in, nn::RmsNormImpl& norm);
   /// What the choice means for rows, in `record`.
   void plan(const nn::Routing& routing, RoutingRecord& record);

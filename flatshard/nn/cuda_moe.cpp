@@ -73,7 +73,12 @@ at::Tensor count_experts(const at::Tensor& experts, std::int64_t num_experts) {
   check_experts(num_experts);
   const c10::cuda::CUDAGuard guard(experts.device());
   const at::Tensor all = experts.contiguous();
-  at::Tensor counts = at::zeros({num_experts}, all.options());
+  at::Tensor counts = at::empty({num_experts}, all.options());
+  C10_CUDA_CHECK(cudaMemsetAsync(
+      counts.mutable_data_ptr(),
+      0,
+      counts.nbytes(),
+      moe_stream()));
   kernels::count_experts(
       all.const_data_ptr<std::int32_t>(),
       all.numel(),

@@ -40,7 +40,7 @@ void sum_on_cpu(
     const at::Tensor& second,
     at::Tensor& out) {
   const std::int64_t slots = inverse.size(1);
-  const std::int64_t dim = out.size(1);
+  const std::int64_t dim = rows.size(1);
   const auto* row_of = inverse.const_data_ptr<std::int32_t>();
   const auto* from = rows.const_data_ptr<float>();
   const auto* a = first.defined() ? first.const_data_ptr<float>() : nullptr;
@@ -76,7 +76,10 @@ at::Tensor sum_rows(
   const auto contiguous = [](const at::Tensor& t, at::ScalarType dtype) {
     return t.defined() ? t.to(dtype).contiguous() : t;
   };
-  at::Tensor out = at::empty({inverse.size(0), rows.size(1)}, rows.options());
+  at::Tensor out =
+      first.defined()
+          ? at::empty(first.sizes(), rows.options())
+          : at::empty({inverse.size(0), rows.size(1)}, rows.options());
   const at::ScalarType dtype = rows.scalar_type();
   if (cuda::takes(rows)) {
     cuda::sum_rows_of_tokens(
@@ -131,6 +134,9 @@ struct SumRowsFunction : torch::autograd::Function<SumRowsFunction> {
     ctx->saved_data["slots"] = inverse.size(1);
     ctx->saved_data["first"] = first.has_value();
     ctx->saved_data["second"] = second.has_value();
+    if (second) {
+      ctx->saved_data["second_shape"] = second->sizes();
+    }
     return sum_rows(
         rows,
         inverse,
@@ -143,7 +149,7 @@ struct SumRowsFunction : torch::autograd::Function<SumRowsFunction> {
     variable_list out(5);
     if (ctx->needs_input_grad(kRows)) {
       out[kRows] = gather_rows(
-          grads[0],
+          grads[0].reshape({-1, grads[0].size(-1)}),
           ctx->get_saved_variables()[0],
           ctx->saved_data["slots"].toInt());
     }
@@ -151,7 +157,8 @@ struct SumRowsFunction : torch::autograd::Function<SumRowsFunction> {
       out[kFirst] = grads[0];
     }
     if (ctx->saved_data["second"].toBool()) {
-      out[kSecond] = grads[0];
+      out[kSecond] =
+          grads[0].view(ctx->saved_data["second_shape"].toIntVector());
     }
     return out;
   }
@@ -163,17 +170,27 @@ struct PermuteWeightsFunction
       AutogradContext* ctx,
       const at::Tensor& weights,
       const at::Tensor& order,
-      const at::Tensor& inverse) {
+      const at::Tensor& inverse,
+      bool drops) {
     ctx->save_for_backward({inverse});
+    ctx->saved_data["drops"] = drops;
     return weights.flatten().index_select(0, order);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     refuse_create_graph("permute_weights");
     const at::Tensor inverse = ctx->get_saved_variables()[0];
+    if (!ctx->saved_data["drops"].toBool()) {
+      const at::Tensor d = grads[0].index_select(0, inverse.flatten());
+      return {d.view(inverse.sizes()), {}, {}, {}};
+    }
     const at::Tensor d =
         grads[0].index_select(0, inverse.flatten().clamp_min(0));
-    return {d.view(inverse.sizes()).masked_fill(inverse.lt(0), 0.0), {}, {}};
+    return {
+        d.view(inverse.sizes()).masked_fill(inverse.lt(0), 0.0),
+        {},
+        {},
+        {}};
   }
 };
 
@@ -240,10 +257,11 @@ at::Tensor sum_rows_of_tokens(
   for (const at::Tensor& addend : {first, second}) {
     FLATSHARD_CHECK(
         !addend.defined() ||
-            (addend.dim() == 2 && addend.size(0) == permutation.tokens() &&
-             addend.size(1) == rows.size(1)),
+            (addend.numel() == permutation.tokens() * rows.size(1) &&
+             addend.dim() >= 2 && addend.size(-1) == rows.size(1)),
         usage,
-        "sum_rows_of_tokens: expected addends of [{}, {}], got {}",
+        "sum_rows_of_tokens: expected addends of {} tokens and {} columns, got "
+        "{}",
         permutation.tokens(),
         rows.size(1),
         c10::str(addend.sizes()));
@@ -262,7 +280,8 @@ at::Tensor permute_weights(
   return PermuteWeightsFunction::apply(
       weights,
       permutation.order,
-      permutation.inverse);
+      permutation.inverse,
+      permutation.drops);
 }
 
 }  // namespace flatshard::nn

@@ -12,6 +12,7 @@ struct Permutation {
   /// their order; dropped ones are last.
   at::Tensor order;
   at::Tensor inverse;  ///< int32 [tokens, slots]: the row; -1: dropped
+  bool drops = true;   ///< false: each pair has a row, and kernels are spared
 
   std::int64_t tokens() const { return inverse.size(0); }
   std::int64_t slots() const { return inverse.size(1); }
@@ -36,9 +37,9 @@ at::Tensor permute_rows(const at::Tensor& x, const Permutation& permutation);
 /// rows are not read. The gradient of the rows is permute_rows.
 ///
 /// @param rows           [tokens * slots, dim]
-/// @param first, second  [tokens, dim] or undefined, e.g. residual and shared
-///                       expert
-/// @return               [tokens, dim]
+/// @param first, second  [tokens, dim], or [..., dim] of as many tokens, or
+///                       undefined, e.g. residual and shared expert
+/// @return               of first's shape, or [tokens, dim]
 at::Tensor sum_rows_of_tokens(
     const at::Tensor& rows,
     const Permutation& permutation,

@@ -1,15 +1,12 @@
 #include "flatshard/train/config_check.h"
 
 #include <algorithm>
-#include <charconv>
-#include <sstream>
 
 #include "flatshard/core/error.h"
 #include "flatshard/layout/granularity.h"
 #include "flatshard/layout/strategy.h"
-#include "flatshard/optim/lr_schedule.h"
-#include "flatshard/train/config_field.h"
 #include "flatshard/train/config_float8.h"
+#include "flatshard/train/config_graph.h"
 #include "flatshard/train/config_unused.h"
 
 namespace flatshard {
@@ -83,53 +80,6 @@ void check_lr_scheduler(const Config& config) {
       "lr_scheduler.warmup_steps = {} is more than training.steps = {}",
       scheduler.warmup_steps,
       config.training.steps);
-}
-
-void check_cuda_graph(const Config& config) {
-  const Config::CudaGraph& graph = config.cuda_graph;
-  if (graph.impl == "none") {
-    return;
-  }
-  graph_regions(config);  // throws
-  const auto refuse = [&](bool found, const char* what, const char* why) {
-    FLATSHARD_CHECK(
-        !found,
-        config,
-        "cuda_graph.impl = \"{}\" with {}: {}",
-        graph.impl,
-        what,
-        why);
-  };
-  refuse(
-      config.diagnostics.strict,
-      "diagnostics.strict = true",
-      "a replay calls no modules whose calls could be checked");
-  if (graph.impl == "full_iteration") {
-    refuse(
-        !graph.modules.empty(),
-        "cuda_graph.modules",
-        "the whole step is one graph; leave modules empty, or use \"unit\"");
-    refuse(
-        config.parallelism.copy_engines != "auto" &&
-            config.parallelism.copy_engines != "none",
-        "parallelism.copy_engines",
-        "copies between the memory of GPUs are not recorded; use \"none\", "
-        "which \"auto\" means here");
-    refuse(
-        config.diagnostics.nan_check || config.diagnostics.overlap_check,
-        "diagnostics.nan_check or diagnostics.overlap_check",
-        "they watch what is inside of a step, where a replay stops for nobody");
-    refuse(
-        config.diagnostics.poison,
-        "diagnostics.poison = true",
-        "what a replay releases is not poisoned");
-    return;
-  }
-  refuse(
-      config.activation_checkpoint.mode == "selective" && graph.modules.empty(),
-      "activation_checkpoint.mode = \"selective\"",
-      "a block cannot be recorded with a recomputation inside; record attn "
-      "alone (cuda_graph.modules), or use \"full\" or \"none\"");
 }
 
 void check_checkpoint_folder(const std::string& text) {
@@ -229,75 +179,7 @@ void check_overlap(const Config& config) {
       "leave it at 0");
 }
 
-/// Steps that a warm-up may take beside the decay.
-std::int64_t longest_warmup(const Config& config) {
-  const bool has_decay = config.lr_scheduler.name == "wsd" ||
-                         (config.lr_scheduler.name != "constant" &&
-                          config.lr_scheduler.decay_ratio);
-  const LrSchedule schedule{
-      .kind = LrSchedule::parse_kind(config.lr_scheduler.name),
-      .total_steps = config.training.steps,
-      .decay_ratio = config.lr_scheduler.decay_ratio};
-  return config.training.steps - (has_decay ? schedule.decay_steps() : 0);
-}
-
 }  // namespace
-
-std::vector<std::string> settle_overrides(
-    Config& config,
-    const std::set<std::string>& overridden) {
-  std::vector<std::string> notes;
-  const auto given = [&](const std::string& name) {
-    return overridden.contains(name);
-  };
-  for (bool again = true; std::exchange(again, false);) {
-    for (const UnusedKey& unused : find_unused(config)) {
-      const std::string name = unused.key->full_name();
-      if (!given(unused.chooser) || given(name)) {
-        continue;
-      }
-      const ConfigField field = unused.key->field(config);
-      notes.push_back(fmt::format(
-          "{} = {} is not used, since --set {}={}",
-          name,
-          value_text(field),
-          unused.chooser,
-          unused.value));
-      set_to_default(config, *unused.key);
-      again = true;
-    }
-  }
-  std::int64_t& warmup = config.lr_scheduler.warmup_steps;
-  if (given("training.steps") && !given("lr_scheduler.warmup_steps") &&
-      warmup > longest_warmup(config)) {
-    const std::int64_t most = std::max<std::int64_t>(0, longest_warmup(config));
-    notes.push_back(fmt::format(
-        "lr_scheduler.warmup_steps = {} instead of {}, since --set "
-        "training.steps={}",
-        most,
-        std::exchange(warmup, most),
-        config.training.steps));
-  }
-  std::int64_t& traced = config.profiling.step;
-  if ((given("training.steps") || given("profiling.enabled")) &&
-      !given("profiling.step") && config.profiling.enabled &&
-      traced > config.training.steps) {
-    notes.push_back(fmt::format(
-        "profiling.step = {} instead of {}, since there are no more "
-        "training.steps",
-        config.training.steps,
-        std::exchange(traced, config.training.steps)));
-  }
-  std::string& nonfinite = config.training.on_nonfinite;
-  if (given("checkpoint.interval") && !given("training.on_nonfinite") &&
-      config.checkpoint.interval == 0 && nonfinite == "rewind") {
-    nonfinite = "stop";
-    notes.emplace_back(
-        "training.on_nonfinite = \"stop\" instead of \"rewind\", since --set "
-        "checkpoint.interval=0 leaves nothing to rewind to");
-  }
-  return notes;
-}
 
 void validate_config(const Config& config) {
   check_config_values(config);
@@ -350,28 +232,6 @@ void validate_config(const Config& config) {
       "no trace",
       config.profiling.step,
       config.training.steps);
-}
-
-std::set<std::string> graph_regions(const Config& config) {
-  std::set<std::string> regions;
-  std::istringstream text(config.cuda_graph.modules);
-  for (std::string name; std::getline(text, name, ',');) {
-    std::erase_if(name, [](char c) { return c == ' '; });
-    FLATSHARD_CHECK(
-        name != "moe" && name != "moe_preprocess",
-        config,
-        "cuda_graph.modules: {} is not recorded: a router's choice says how "
-        "many rows travel, for which the host waits; use moe_router",
-        name);
-    FLATSHARD_CHECK(
-        name == "attn" || name == "mlp" || name == "moe_router",
-        config,
-        "cuda_graph.modules: expected attn, mlp, moe_router or several with "
-        "commas between, or nothing for whole blocks; got '{}'",
-        name);
-    regions.insert(name);
-  }
-  return regions.empty() ? std::set<std::string>{"block"} : regions;
 }
 
 Config resolve_config(const Config& config, std::int64_t world) {

@@ -70,3 +70,6 @@ assert "expected 50% of the copies hidden, got 25%" in done.stderr, done
 
 done = run({"traceEvents": []})
 assert done.returncode == 1 and "overlap_expert_parallel" in done.stderr, done
+
+done = run(trace(("F0.attend(0)", 0, COMPUTE, 100, 10)))
+assert done.returncode == 1 and "expert_parallel_degree" in done.stderr, done

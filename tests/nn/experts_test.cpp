@@ -113,6 +113,46 @@ TEST(Permutations, ADroppedPairsWeightHasNoGradient) {
       at::tensor({20.F, 0.F, 10.F, 0.F}).view({2, 2})));
 }
 
+// Of a batch of sequences: its shape stays.
+TEST(Permutations, SumsHaveTheShapeOfTheFirstAddend) {
+  const at::Tensor experts = int_tensor({1, 0, 0, 1, 2, 0, 1, 2}).view({4, 2});
+  const Permutation p = sort_by_expert(experts, int_tensor({3, 3, 2}));
+  const at::Tensor rows = at::randn({8, 3}, seeded(5));
+  const at::Tensor flat = at::randn({4, 3}, seeded(6)).requires_grad_();
+  const at::Tensor batch =
+      flat.detach().view({2, 2, 3}).clone().requires_grad_();
+  const at::Tensor second = at::randn({4, 3}, seeded(7)).requires_grad_();
+  const at::Tensor a = rows.clone().requires_grad_();
+  const at::Tensor b = rows.clone().requires_grad_();
+  const at::Tensor got = sum_rows_of_tokens(a, p, batch, second);
+  const at::Tensor want = sum_rows_of_tokens(b, p, flat, second);
+  EXPECT_EQ(got.sizes(), batch.sizes());
+  EXPECT_TRUE(at::equal(got.view({4, 3}), want));
+  const at::Tensor dy = at::randn({4, 3}, seeded(8));
+  got.backward(dy.view({2, 2, 3}));
+  EXPECT_TRUE(at::equal(second.grad(), dy));
+  want.backward(dy);
+  EXPECT_TRUE(at::equal(a.grad(), b.grad()));
+  EXPECT_TRUE(at::equal(batch.grad().view({4, 3}), flat.grad()));
+  EXPECT_THROW(sum_rows_of_tokens(rows, p, at::zeros({3, 4})), Error);
+}
+
+// Where no pair was dropped, the short way gives the same gradient.
+TEST(Permutations, WeightsOfPairsThatAllHaveRows) {
+  const at::Tensor experts = int_tensor({1, 0, 0, 1, 2, 0}).view({3, 2});
+  Permutation p = sort_by_expert(experts, int_tensor({3, 2, 1}));
+  const at::Tensor dy = at::randn({6}, seeded(9));
+  std::vector<at::Tensor> gradients;
+  for (const bool drops : {true, false}) {
+    p.drops = drops;
+    const at::Tensor weights = at::randn({3, 2}, seeded(8)).requires_grad_();
+    permute_weights(weights, p).backward(dy);
+    gradients.push_back(weights.grad());
+  }
+  EXPECT_TRUE(at::equal(gradients[0], gradients[1]));
+  EXPECT_TRUE(at::equal(permute_weights(gradients[1], p), dy));
+}
+
 // Counts of groups: balanced, some empty, all in one, one row, with rows behind
 // the last end.
 struct Rows {

@@ -47,7 +47,7 @@ TEST_P(OverlapFaults, ARankKilledInMidScheduleIsNamed) {
         }
       };
       for (; step <= 3; ++step) {
-        mesh->set_step(step);
+        trainer.runtime->set_step(step);
         trainer.forward_backward(step);
         trainer.update();
       }

@@ -7,6 +7,7 @@
 #include "tests/unit/training.h"
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
