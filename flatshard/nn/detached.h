@@ -3,7 +3,7 @@
 #include "flatshard/nn/visit.h"
 
 #include <ATen/core/ivalue.h>
-#include <torch/csrc/autograd/edge.h>
+#include <torch/csrc/autograd/function.h>
 
 #include <functional>
 #include <vector>
