@@ -59,7 +59,9 @@ def step(model, optimizer, number):
 @pytest.mark.parametrize(
     "name, strategy", [("adamw", "optim_grads_params"), ("the core's adamw", "optim")]
 )
-def test_nothing_grows_over_many_steps(name, strategy, mesh, rank):
+def test_nothing_grows_over_many_steps(name, strategy, mesh, rank, world):
+    if world > 2:
+        pytest.skip("two ranks show it, and more than cores take long")
     model = shard(
         Mlp(),
         fully_shard,
