@@ -121,6 +121,59 @@ def find_scales_after_steps(model, optimizer):
     )
 
 
+def begin():
+    """Returns this rank's GPU."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group("nccl", device_id=device)
+    torch.manual_seed(0)
+    return device
+
+
+def materialize(model, device):
+    model.to_empty(device=device)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            nn.init.ones_(parameter)
+        else:
+            nn.init.normal_(parameter, std=0.02)
+
+
+def compile_parts(model, loss=True):
+    for layer in model.layers:
+        layer.compile()
+    if loss:
+        model.loss = torch.compile(loss_of)
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
+
+
+def run(args, model, optimizer, device, head_dim, rope_base):
+    """Measures steps on random tokens, prints them on rank 0 and ends."""
+    half = head_dim // 2
+    turns = rope_base ** -(torch.arange(half, device=device) / half)
+    angles = torch.outer(torch.arange(args.seq, device=device), turns)[:, None, :]
+    cos, sin = angles.cos(), angles.sin()
+    generator = torch.Generator(device).manual_seed(dist.get_rank())
+
+    def forward():
+        tokens = torch.randint(
+            args.vocab,
+            (args.local_batch, args.seq + 1),
+            device=device,
+            generator=generator,
+        )
+        with sdpa_kernel(
+            [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True
+        ):
+            return model(tokens[:, :-1], tokens[:, 1:], cos, sin)
+
+    say(json.dumps(measure(forward, optimizer, args)))
+    dist.destroy_process_group()
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -146,52 +199,19 @@ def main():
         "--float8", choices=("tensorwise", "rowwise"), help="by torchao, if installed"
     )
     args = parser.parse_args()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    device = torch.device("cuda", torch.cuda.current_device())
-    dist.init_process_group("nccl", device_id=device)
-
-    torch.manual_seed(0)
+    device = begin()
     with torch.device("meta"):
         model = Llama(args)
     if args.float8:
         use_float8(model, args.float8)
     shard(model, args.keep)
-    model.to_empty(device="cuda")
-    for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):
-            nn.init.ones_(parameter)
-        else:
-            nn.init.normal_(parameter, std=0.02)
+    materialize(model, device)
     if args.compile != "none":
-        for layer in model.layers:
-            layer.compile()
-    if args.compile == "blocks+loss":
-        model.loss = torch.compile(loss_of)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=3e-4, weight_decay=0.1, fused=True
-    )
+        compile_parts(model, loss=args.compile == "blocks+loss")
+    optimizer = adamw(model)
     if args.float8 == "tensorwise":
         find_scales_after_steps(model, optimizer)
-    half = args.dim // args.heads // 2
-    turns = 500000.0 ** -(torch.arange(half, device=device) / half)
-    angles = torch.outer(torch.arange(args.seq, device=device), turns)[:, None, :]
-    cos, sin = angles.cos(), angles.sin()
-    generator = torch.Generator(device).manual_seed(dist.get_rank())
-
-    def forward():
-        tokens = torch.randint(
-            args.vocab,
-            (args.local_batch, args.seq + 1),
-            device=device,
-            generator=generator,
-        )
-        with sdpa_kernel(
-            [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True
-        ):
-            return model(tokens[:, :-1], tokens[:, 1:], cos, sin)
-
-    say(json.dumps(measure(forward, optimizer, args)))
-    dist.destroy_process_group()
+    run(args, model, optimizer, device, args.dim // args.heads, 500000.0)
 
 
 if __name__ == "__main__":

@@ -9,17 +9,21 @@ line of JSON on rank 0.
 """
 
 import argparse
-import json
-import os
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fsdp2_llama import loss_of, rotate, shard
-from python_steps import measure, say
+from fsdp2_llama import (
+    adamw,
+    begin,
+    compile_parts,
+    loss_of,
+    materialize,
+    rotate,
+    run,
+    shard,
+)
 
 
 class Experts(nn.Module):
@@ -127,48 +131,15 @@ def main():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--compile", choices=("none", "all"), default="all")
     args = parser.parse_args()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    device = torch.device("cuda", torch.cuda.current_device())
-    dist.init_process_group("nccl", device_id=device)
-
-    torch.manual_seed(0)
+    device = begin()
     with torch.device("meta"):
         model = Model(args)
     shard(model, keep=0)
-    model.to_empty(device=device)
-    for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):
-            nn.init.ones_(parameter)
-        else:
-            nn.init.normal_(parameter, std=0.02)
+    materialize(model, device)
     if args.compile == "all":
         torch._dynamo.config.capture_scalar_outputs = True
-        for layer in model.layers:
-            layer.compile()
-        model.loss = torch.compile(loss_of)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=3e-4, weight_decay=0.1, fused=True
-    )
-    half = args.head_dim // 2
-    turns = 1e6 ** -(torch.arange(half, device=device) / half)
-    angles = torch.outer(torch.arange(args.seq, device=device), turns)[:, None, :]
-    cos, sin = angles.cos(), angles.sin()
-    generator = torch.Generator(device).manual_seed(dist.get_rank())
-
-    def forward():
-        tokens = torch.randint(
-            args.vocab,
-            (args.local_batch, args.seq + 1),
-            device=device,
-            generator=generator,
-        )
-        with sdpa_kernel(
-            [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True
-        ):
-            return model(tokens[:, :-1], tokens[:, 1:], cos, sin)
-
-    say(json.dumps(measure(forward, optimizer, args)))
-    dist.destroy_process_group()
+        compile_parts(model)
+    run(args, model, adamw(model), device, args.head_dim, 1e6)
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ def sharded(**options):
     return example.shard(on_device(example.Model()), **options)
 
 
-def trained(step, steps=3, **options):
-    model = sharded(**options)
+def train(step, model, steps=3):
+    """Losses and the weights at the end."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for n in range(steps):
@@ -40,6 +40,10 @@ def trained(step, steps=3, **options):
         optimizer.step()
         optimizer.zero_grad()
     return torch.stack(losses), full_state(model)
+
+
+def trained(step, steps=3, **options):
+    return train(step, sharded(**options), steps)
 
 
 def expect_equal(ours, theirs):

@@ -8,10 +8,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from flatshard import diagnostics, fully_shard, megatron
-from tests.python.backward_pass_test import batches_of, example, gradients
+from tests.python.backward_pass_test import (
+    batches_of,
+    example,
+    expect_equal,
+    gradients,
+    train,
+)
 from tests.python.device import DEVICE, on_device
 from tests.python.experts_mesh_test import Experts
-from tests.python.training import full_state
 
 Layer, Piece = example.Layer, example.Piece
 
@@ -247,22 +252,11 @@ def test_process_post_backward_gradients__delayed_ones_count_once(mesh):
 # -- as a whole ------------------------------------------------------------------------
 
 
-def trained(step, model, steps=3):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for n in range(steps):
-        losses += step(model, batches_of(n))
-        optimizer.step()
-        optimizer.zero_grad()
-    return torch.stack(losses), full_state(model)
-
-
 @pytest.mark.parametrize("strategy", [0, 1, 2, 3])
 def test_a_schedule_is_plain_accumulation(strategy, mesh):
-    ours = trained(one_f_one_b, sharded(mesh, strategy))
-    theirs = trained(example.plain, sharded(mesh, strategy))
-    assert torch.equal(ours[0], theirs[0])
-    assert all(torch.equal(ours[1][name], value) for name, value in theirs[1].items())
+    ours = train(one_f_one_b, sharded(mesh, strategy))
+    theirs = train(example.plain, sharded(mesh, strategy))
+    expect_equal(ours, theirs)
 
 
 def test_without_fine_grained_gathers_it_is_refused(mesh):
