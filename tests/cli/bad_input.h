@@ -115,6 +115,22 @@ log_freq = 1
       folder.string());
 }
 
+// `corpus` in the folder, of 2000 lines. `more` are options of `data prepare`.
+inline void prepare_corpus(
+    const TempFolder& folder,
+    const std::string& more = {}) {
+  std::string text;
+  for (int i = 0; i < 2000; ++i) {
+    text += fmt::format("line {} of a text, {}\n", i % 10, i * i % 101);
+  }
+  folder.write("texts/a.txt", text);
+  const Result prepared = sh(fmt::format(
+      "\"$PROGRAM\" data prepare --input '{0}/texts' --output '{0}/corpus' {1}",
+      folder.path().string(),
+      more));
+  ASSERT_EQ(prepared.code, 0) << prepared.output;
+}
+
 // A corpus and a finished run over it, made once for all tests.
 class BadInput : public ::testing::Test {
  protected:

@@ -20,15 +20,7 @@ class Checkpoints : public ::testing::Test {
  protected:
   static void SetUpTestSuite() {
     corpus_ = new TempFolder;
-    std::string text;
-    for (int i = 0; i < 2000; ++i) {
-      text += fmt::format("line {} of a text, {}\n", i % 10, i * i % 101);
-    }
-    corpus_->write("texts/a.txt", text);
-    const Result prepared = sh(fmt::format(
-        "\"$PROGRAM\" data prepare --input '{0}/texts' --output '{0}/corpus'",
-        corpus_->path().string()));
-    ASSERT_EQ(prepared.code, 0) << prepared.output;
+    prepare_corpus(*corpus_);
   }
   static void TearDownTestSuite() { delete corpus_; }
 

@@ -16,16 +16,7 @@ class ExpertRuns : public ::testing::Test {
  protected:
   static void SetUpTestSuite() {
     corpus_ = new TempFolder;
-    std::string text;
-    for (int i = 0; i < 2000; ++i) {
-      text += fmt::format("line {} of a text, {}\n", i % 10, i * i % 101);
-    }
-    corpus_->write("texts/a.txt", text);
-    const Result prepared = sh(fmt::format(
-        "\"$PROGRAM\" data prepare --input '{0}/texts' --output '{0}/corpus' "
-        "--validation-fraction 0.1",
-        corpus_->path().string()));
-    ASSERT_EQ(prepared.code, 0) << prepared.output;
+    prepare_corpus(*corpus_, "--validation-fraction 0.1");
   }
   static void TearDownTestSuite() { delete corpus_; }
 
