@@ -107,6 +107,15 @@ void measure_products(const at::Tensor& x, const nn::Groups& groups) {
     nn::grouped_weight_gradient(ddown, false, x, act, groups);
     return ddown;
   });
+  measure("forward and backward, dw in place", 0, 9 * one, [&] {
+    nn::grouped_forward(x, up, groups);
+    nn::grouped_forward(act, down, groups);
+    nn::grouped_input_gradient(x, down, groups);
+    nn::grouped_weight_gradient(ddown, false, x, act, groups);
+    nn::grouped_input_gradient(gate_up, up, groups);
+    nn::grouped_weight_gradient(dup, false, gate_up, x, groups);
+    return dup;
+  });
   measure("SwiGLU and y down", 0, one, [&] {
     return nn::grouped_swiglu_linear(gate_up, factors, down, groups);
   });

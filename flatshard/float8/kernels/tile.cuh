@@ -11,15 +11,17 @@ constexpr int kTileWarps = kTileThreads / 32;
 constexpr int kTile = 128;
 
 /// A source gives eight values of a row: `load` begins it, `finish` makes them
-/// of it, so that a thread's loads are all under way before the first is used.
+/// of it, so that loads of several rows are under way before the first is used.
 template <class T>
 struct MemorySource {
   using Value = T;
   using Loaded = Eight<T>;
-  /// Blocks that share a multiprocessor, as registers allow; and with one
-  /// scale for a whole tile.
-  static constexpr int kBlocks = sizeof(T) == 2 ? 3 : 2;
-  static constexpr int kBlocksOfOneScale = sizeof(T) == 2 ? 4 : 2;
+  static constexpr int kRowsAtOnce = 8;  ///< a thread's loads under way
+  /// Blocks that share a multiprocessor, as registers allow.
+  static constexpr int blocks(Recipe recipe) {
+    const bool few = recipe == Recipe::rowwise || recipe == Recipe::mxfp8;
+    return sizeof(T) != 2 ? 2 : few ? 3 : 4;
+  }
   const T* x;
   std::int64_t rows;
   std::int64_t columns;
@@ -53,9 +55,10 @@ __device__ inline int tile_of_block(const Source& source) {
 
 /// The place of this thread in its tile.
 struct TilePlace {
+  __device__ explicit TilePlace(int tile) : tile(tile) {}
   template <class Source>
   __device__ explicit TilePlace(const Source& source)
-      : tile(tile_of_block(source)) {}
+      : TilePlace(tile_of_block(source)) {}
 
   int tile;                      ///< of those side by side
   int group = threadIdx.x % 16;  ///< of 8 columns
@@ -70,14 +73,18 @@ __device__ inline void load_tile(
     const Source& source,
     const TilePlace& at,
     Eight<typename Source::Value> (&v)[8]) {
-  typename Source::Loaded loaded[8];
+  constexpr int kAtOnce = Source::kRowsAtOnce;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    loaded[i] = source.load(at.r + i, at.c);
-  }
+  for (int i = 0; i < 8; i += kAtOnce) {
+    typename Source::Loaded loaded[kAtOnce];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    v[i] = source.finish(loaded[i], at.r + i, at.c);
+    for (int k = 0; k < kAtOnce; ++k) {
+      loaded[k] = source.load(at.r + i + k, at.c);
+    }
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      v[i + k] = source.finish(loaded[k], at.r + i + k, at.c);
+    }
   }
 }
 

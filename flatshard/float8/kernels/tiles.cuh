@@ -6,20 +6,15 @@
 // memory, or are computed from what does.
 namespace flatshard::float8::kernels {
 
-template <class Source, Recipe R>
-constexpr int kBlocksOf = R == Recipe::tensorwise || R == Recipe::blockwise
-                              ? Source::kBlocksOfOneScale
-                              : Source::kBlocks;
-
-template <class Source, Recipe R, Format F>
-__global__ void __launch_bounds__(kTileThreads, kBlocksOf<Source, R>)
-    quantize_tiles_kernel(const Source source, const Quantize a) {
-  __shared__ TileScratch scratch;
-  const TilePlace at(source);
-  const std::int64_t rows = source.rows;
-  const std::int64_t columns = source.columns;
-  Eight<typename Source::Value> v[8];
-  load_tile(source, at, v);
+/// Stores both planes of a tile, and its scales.
+template <Recipe R, Format F, class T>
+__device__ inline void quantize_tile(
+    const Eight<T> (&v)[8],
+    const TilePlace& at,
+    std::int64_t rows,
+    std::int64_t columns,
+    const Quantize& a,
+    TileScratch& scratch) {
   const bool transposed = a.column.row_stride == 1 && a.column.data != nullptr;
   if constexpr (R == Recipe::tensorwise || R == Recipe::blockwise) {
     // One factor for the tile, and both planes have it.
@@ -71,6 +66,49 @@ __global__ void __launch_bounds__(kTileThreads, kBlocksOf<Source, R>)
       }
     }
   }
+}
+
+template <class Source, Recipe R, Format F>
+__global__ void __launch_bounds__(kTileThreads, Source::blocks(R))
+    quantize_tiles_kernel(const Source source, const Quantize a) {
+  __shared__ TileScratch scratch;
+  const TilePlace at(source);
+  Eight<typename Source::Value> v[8];
+  load_tile(source, at, v);
+  quantize_tile<R, F>(v, at, source.rows, source.columns, a, scratch);
+}
+
+/// A source of two halves side by side that are computed from the same values.
+template <class Source>
+concept HasHalves = requires(const Source& source) {
+  source.whole_halves();
+};
+
+/// A block has a tile of each half.
+template <class Source, Recipe R, Format F>
+__global__ void __launch_bounds__(kTileThreads, Source::kBlocksOfHalves)
+    quantize_halves_kernel(const Source source, const Quantize a) {
+  __shared__ TileScratch scratch;
+  const TilePlace left(static_cast<int>(blockIdx.x));
+  const TilePlace right(static_cast<int>(blockIdx.x + gridDim.x));
+  Eight<typename Source::Value> v[8];
+  Eight<typename Source::Value> w[8];
+  constexpr int kAtOnce = 2;  // rows, as registers allow
+#pragma unroll
+  for (int i = 0; i < 8; i += kAtOnce) {
+    typename Source::Loaded loaded[kAtOnce];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      loaded[k] = source.load_halves(left.r + i + k, left.c);
+    }
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      source.finish_halves(loaded[k], v[i + k], w[i + k]);
+    }
+  }
+  quantize_tile<R, F>(v, left, source.rows, source.columns, a, scratch);
+  __syncthreads();
+  quantize_tile<R, F>(w, right, source.rows, source.columns, a, scratch);
 }
 
 template <class Source>
@@ -133,6 +171,13 @@ void quantize_source(
     cudaStream_t stream) {
   const dim3 grid = tile_grid(source.rows, source.columns);
   const auto run = [&]<Recipe R>() {
+    if constexpr (HasHalves<Source>) {
+      if (source.whole_halves()) {
+        quantize_halves_kernel<Source, R, F>
+            <<<dim3(grid.x / 2, grid.y), kTileThreads, 0, stream>>>(source, a);
+        return;
+      }
+    }
     quantize_tiles_kernel<Source, R, F>
         <<<grid, kTileThreads, 0, stream>>>(source, a);
   };

@@ -7,6 +7,7 @@ namespace flatshard::nn::kernels {
 namespace {
 
 using float8::Format;
+using float8::Recipe;
 using float8::kernels::Eight;
 using float8::kernels::load_eight;
 using float8::kernels::zeros;
@@ -24,8 +25,8 @@ load(const void* from, std::int64_t stride, std::int64_t r, std::int64_t c) {
 // planes are those of the stored values.
 struct SwigluSource : SwigluValues {
   using Value = Bf16;
-  static constexpr int kBlocks = 3;
-  static constexpr int kBlocksOfOneScale = 3;
+  static constexpr int kRowsAtOnce = 4;
+  static constexpr int blocks(Recipe) { return 3; }
   struct Loaded {
     Eights gate, up;
   };
@@ -52,18 +53,47 @@ struct SwigluSource : SwigluValues {
 
 struct SwigluGradientSource : SwigluGradientValues {
   using Value = Bf16;
-  static constexpr int kBlocks = 2;
-  static constexpr int kBlocksOfOneScale = 2;
+  static constexpr int kRowsAtOnce = 4;
+  static constexpr int blocks(Recipe) { return 2; }
+  static constexpr int kBlocksOfHalves = 2;
   struct Loaded {
     Eights dy, gate, up;
   };
+
+  /// Both gradients of what dy, gate and up are in column c, if no tile of
+  /// theirs has columns of both.
+  __host__ __device__ bool whole_halves() const {
+    return columns % (2 * float8::kernels::kTile) == 0;
+  }
+  __device__ Loaded load_halves(std::int64_t r, std::int64_t c) const {
+    if (r >= rows) {
+      return {zeros<Bf16>(), zeros<Bf16>(), zeros<Bf16>()};
+    }
+    return {
+        kernels::load(dy, dy_stride, r, c),
+        kernels::load(gate, gate_stride, r, c),
+        kernels::load(up, up_stride, r, c)};
+  }
+  __device__ void finish_halves(const Loaded& v, Eights& dgate, Eights& dup)
+      const {
+    float of_gate[8];
+    float of_up[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const SwigluGradient g =
+          swiglu_gradient(v.dy[i], v.gate[i], sigmoid(v.gate[i]), v.up[i]);
+      of_gate[i] = g.gate;
+      of_up[i] = g.up;
+    }
+    dgate.set(of_gate);
+    dup.set(of_up);
+  }
 
   // The tile of gate and that of up beside each other: both read dy and gate.
   __device__ int tile_of_block() const {
     const int block = static_cast<int>(blockIdx.x);
     const int half = static_cast<int>(gridDim.x) / 2;
-    const bool whole_tiles = columns % (2 * float8::kernels::kTile) == 0;
-    return whole_tiles ? block / 2 + block % 2 * half : block;
+    return whole_halves() ? block / 2 + block % 2 * half : block;
   }
 
   __device__ Loaded load(std::int64_t r, std::int64_t c) const {
@@ -97,8 +127,12 @@ struct SwigluGradientSource : SwigluGradientValues {
 template <class Weight>
 struct NormSource : NormValues {
   using Value = Bf16;
-  static constexpr int kBlocks = 3;
-  static constexpr int kBlocksOfOneScale = 4;
+  static constexpr int kRowsAtOnce = 8;
+  static constexpr int blocks(Recipe recipe) {
+    const bool one_scale =
+        recipe == Recipe::tensorwise || recipe == Recipe::blockwise;
+    return one_scale ? 4 : 3;
+  }
   using Loaded = Eights;
 
   __device__ Loaded load(std::int64_t r, std::int64_t c) const {

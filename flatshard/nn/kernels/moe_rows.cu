@@ -121,24 +121,55 @@ __global__ void sort_place_kernel(SortByExpert args) {
   args.inverse[pair] = e < args.num_experts ? row : -1;
 }
 
+// What is written is read once, much later: it is not to drive x out of the
+// cache.
+template <class T, int N>
+__device__ inline void store_past_cache(Pack<T, N>* to, const Pack<T, N>& v) {
+  if constexpr (sizeof(Pack<T, N>) == sizeof(int4)) {
+    __stcs(reinterpret_cast<int4*>(to), reinterpret_cast<const int4&>(v));
+  } else {
+    *to = v;
+  }
+}
+
+// A block has several rows, so that each thread has several loads under way.
+constexpr int kRowsOfBlock = 4;
+
 template <class T, int N>
 __global__ void permute_rows_kernel(
     const T* x,
     const std::int32_t* order,
     T* out,
     std::int64_t rows,
-    std::int64_t packs,
-    std::int64_t per_token) {
-  const std::int64_t i =
-      static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i >= rows * packs) {
-    return;
+    int packs,
+    int per_token) {
+  const std::int64_t first =
+      static_cast<std::int64_t>(blockIdx.x) * kRowsOfBlock;
+  const int n = static_cast<int>(min(rows - first, std::int64_t{kRowsOfBlock}));
+  const Pack<T, N>* from[kRowsOfBlock];
+#pragma unroll
+  for (int r = 0; r < kRowsOfBlock; ++r) {
+    const std::int64_t token = r < n ? order[first + r] / per_token : 0;
+    from[r] = reinterpret_cast<const Pack<T, N>*>(x) + token * packs;
   }
-  const std::int64_t row = i / packs;
-  const std::int64_t at = i % packs;
-  const std::int64_t token = order[row] / per_token;
-  reinterpret_cast<Pack<T, N>*>(out)[i] =
-      reinterpret_cast<const Pack<T, N>*>(x)[token * packs + at];
+  auto* to = reinterpret_cast<Pack<T, N>*>(out) + first * packs;
+  for (int at = threadIdx.x; at < packs; at += blockDim.x) {
+    Pack<T, N> v[kRowsOfBlock];
+#pragma unroll
+    for (int r = 0; r < kRowsOfBlock; ++r) {
+      if (r < n) {
+        v[r] = from[r][at];
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kRowsOfBlock; ++r) {
+      if (r < n) {
+        store_past_cache<T, N>(
+            to + static_cast<std::int64_t>(r) * packs + at,
+            v[r]);
+      }
+    }
+  }
 }
 
 template <class T, int N>
@@ -168,12 +199,28 @@ __global__ void sum_rows_kernel(SumRows args, std::int64_t packs) {
   if (args.second != nullptr) {
     add_pack<T, N>(static_cast<const T*>(args.second) + mine, sum);
   }
-  for (std::int64_t j = 0; j < args.slots; ++j) {
-    const std::int64_t row = args.inverse[token * args.slots + j];
-    if (row >= 0) {
-      add_pack<T, N>(
-          static_cast<const T*>(args.rows) + row * args.dim + column,
-          sum);
+  constexpr int kAtOnce = 4;  // loads under way; the sum keeps its order
+  const T* rows = static_cast<const T*>(args.rows) + column;
+  for (std::int64_t j = 0; j < args.slots; j += kAtOnce) {
+    std::int64_t row[kAtOnce];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      row[k] =
+          j + k < args.slots ? args.inverse[token * args.slots + j + k] : -1;
+    }
+    float v[kAtOnce][N];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      if (row[k] >= 0) {
+        load<T, N>(rows + row[k] * args.dim, v[k]);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+#pragma unroll
+      for (int i = 0; i < N && row[k] >= 0; ++i) {
+        sum[i] += v[k][i];
+      }
     }
   }
   store<T, N>(static_cast<T*>(args.out) + mine, sum);
@@ -302,15 +349,16 @@ void permute_rows(
   }
   const bool aligned = aligned16(x) && aligned16(out);
   with_pack(dtype, dim, aligned, [&]<class T, int N>() {
-    const std::int64_t packs = dim / N;
+    const int packs = static_cast<int>(dim / N);
+    const int threads = std::min(divide_up(packs, 32) * 32, kRowThreads);
     permute_rows_kernel<T, N>
-        <<<divide_up(rows * packs, kRowThreads), kRowThreads, 0, stream>>>(
+        <<<divide_up(rows, kRowsOfBlock), threads, 0, stream>>>(
             static_cast<const T*>(x),
             order,
             static_cast<T*>(out),
             rows,
             packs,
-            per_token);
+            static_cast<int>(per_token));
   });
 }
 

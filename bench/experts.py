@@ -1,0 +1,134 @@
+"""The parts of a layer of experts beside PyTorch's, at the sizes of Qwen3-30B-A3B.
+
+python3 bench/experts.py build/flatshard_experts --json figures.json
+
+Prints microseconds of each part by `build/flatshard_experts` and by PyTorch on the same
+GPU, and the ratio: rows gathered by a compiled index, rows added by a compiled index_add,
+and forward and backward of `torch._grouped_mm` with the copy of its weights' gradients
+into a flat one, eager and compiled, of which the faster counts. One GPU, a minute.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+
+import torch
+
+EXPERTS, PER_TOKEN, DIM, WIDTH = 128, 8, 2048, 768
+
+
+def microseconds(call, calls=20, rounds=7):
+    """The median over rounds of 20 calls; a first round warms up."""
+
+    def once():
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(calls):
+            call()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e3 / calls
+
+    once()
+    return statistics.median(once() for _ in range(rounds))
+
+
+def routing(tokens):
+    """-> [tokens * 8] int64 the token of each row, sorted by expert; [128] int32 the
+    ends of the experts' rows."""
+    logits = torch.randn(tokens, EXPERTS, device="cuda")
+    experts = logits.topk(PER_TOKEN, -1).indices.flatten()
+    order = experts.argsort(stable=True)
+    counts = torch.bincount(experts, minlength=EXPERTS)
+    return order // PER_TOKEN, counts.cumsum(0).to(torch.int32)
+
+
+def permute(x, source):
+    return x[source]
+
+
+def sum_rows(rows, source, first):
+    return first.index_add(0, source, rows)
+
+
+class Grouped:
+    """Both products of a layer and all their gradients."""
+
+    def __init__(self, rows, ends):
+        def values(*shape):
+            return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+        self.ends = ends
+        self.x = values(rows, DIM).requires_grad_()
+        self.act = values(rows, WIDTH).requires_grad_()
+        self.up = values(EXPERTS, DIM, 2 * WIDTH).requires_grad_()
+        self.down = values(EXPERTS, WIDTH, DIM).requires_grad_()
+        self.dgate_up, self.dy = values(rows, 2 * WIDTH), values(rows, DIM)
+        self.flat = torch.empty(
+            self.up.numel() + self.down.numel(), device="cuda", dtype=torch.bfloat16
+        )
+        self.product = torch._grouped_mm
+
+    def __call__(self):
+        leaves = (self.x, self.up, self.act, self.down)
+        outs = (
+            self.product(self.x, self.up, offs=self.ends),
+            self.product(self.act, self.down, offs=self.ends),
+        )
+        grads = torch.autograd.grad(outs, leaves, (self.dgate_up, self.dy))
+        self.flat[: self.up.numel()].view_as(self.up).copy_(grads[1])
+        self.flat[self.up.numel() :].view_as(self.down).copy_(grads[3])
+
+
+def theirs(tokens):
+    """part -> microseconds."""
+    source, ends = routing(tokens)
+    x = torch.randn(tokens, DIM, device="cuda", dtype=torch.bfloat16)
+    rows = x[source]
+    gather, add = (torch.compile(f, dynamic=False) for f in (permute, sum_rows))
+    found = {}
+    with torch.no_grad():
+        found["permute rows"] = microseconds(lambda: gather(x, source))
+        found["sum rows of tokens"] = microseconds(lambda: add(rows, source, x))
+    grouped = Grouped(len(source), ends)
+    eager = microseconds(grouped)
+    grouped.product = torch.compile(torch._grouped_mm, dynamic=False)
+    found["forward and backward, dw in place"] = min(eager, microseconds(grouped))
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("program", help="build/flatshard_experts")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--json", help="file for the figures")
+    options = parser.parse_args()
+    ours = subprocess.run(
+        [options.program, str(options.tokens)], stdout=subprocess.PIPE, text=True
+    )
+    if ours.returncode:
+        sys.exit(ours.returncode)
+    rows = [json.loads(line) for line in ours.stdout.splitlines()]
+    peers = theirs(options.tokens)
+    print("| part | us | GB/s | TFLOP/s | PyTorch us | of PyTorch |")
+    print("|---|---:|---:|---:|---:|---:|")
+    for row in rows:
+        peer = of_peer = ""
+        if row["part"] in peers:
+            row["pytorch_us"] = peers[row["part"]]
+            peer = f"{row['pytorch_us']:.0f}"
+            of_peer = f"{row['us'] / row['pytorch_us']:.2f}"
+        print(
+            f"| {row['part']} | {row['us']:.0f} | {row.get('gb_per_s', '')} | "
+            f"{row.get('tflops', '')} | {peer} | {of_peer} |",
+            flush=True,
+        )
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(rows, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
