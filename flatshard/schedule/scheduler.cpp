@@ -86,6 +86,7 @@ Scheduler::Scheduler(std::vector<UnitSpec> units, SchedulerOptions options)
     if (parent != kNoUnit) {
       has_children_[parent] = true;
     }
+    all_resident_ = all_resident_ && units_[u].resident;
     check_planes(units_[u]);
   }
   append_ends(units_, kNoUnit, backward_order_);
@@ -259,6 +260,9 @@ std::vector<UnitId> Scheduler::ahead(
         std::back_inserter(units),
         wanted);
     return units;
+  }
+  if (phase == Phase::backward && all_resident_) {
+    return units;  // else all of them would be looked at, for each unit
   }
   for (std::size_t i = position; i < order.size(); ++i) {
     if (static_cast<int>(units.size()) >= options_.prefetch) {

@@ -195,6 +195,7 @@ class Scheduler {
   SchedulerOptions options_;
   std::vector<UnitState> state_;
   std::vector<bool> has_children_;
+  bool all_resident_ = true;
 
   // The prediction, and what is recorded now to become the next one.
   std::vector<UnitId> root_order_;

@@ -51,7 +51,8 @@ class BackwardPass:
             flatshard.ConfigError: it ran in this pass before.
         """
         unit = self._unit(module)
-        refuse_foreign_capture(self._root.device)
+        if self._root.on_gpu:
+            refuse_foreign_capture()
         self._core.forward_begin(unit)
         self._root.pass_began(self)
 

@@ -54,11 +54,15 @@ def run_forward(module, function, args, kwargs):
         root = make_root(module)
     if root.running_pass is not None:
         return root.running_pass.run(module, function, args, kwargs)
-    root.refuse_between_passes(module)
+    # What most models need nothing of costs no call.
+    if root.has_passes:
+        root.refuse_between_passes(module)
+    if root.on_gpu:
+        refuse_foreign_capture()
     policy = state.mp_policy
-    args, kwargs = cast_inputs(policy, args, kwargs)
+    if policy.param_dtype is not None:
+        args, kwargs = cast_inputs(policy, args, kwargs)
     core = root.core
-    refuse_foreign_capture(root.device)
     try:
         core.forward_begin(state.id, args, kwargs)
         of_several = len(state.modules) > 1
@@ -66,7 +70,8 @@ def run_forward(module, function, args, kwargs):
             # Of those that are still there.
             state.running.update(id(m) for r in state.modules if (m := r()) is not None)
         output = function(*args, **kwargs)
-        output = cast_output(policy, output)
+        if policy.output_dtype is not None:
+            output = cast_output(policy, output)
         if of_several:
             # Its weights stay for those still to run.
             state.running.discard(id(module))

@@ -56,9 +56,10 @@ def check_cuda_graph(modules, device_mesh, offload, option="cuda_graph"):
         )
 
 
-def refuse_foreign_capture(device):
-    """A forward of a unit gathers and waits, which no other's CUDA graph may hold."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+def refuse_foreign_capture():
+    """On a GPU: a forward of a unit gathers and waits, which no other's CUDA graph may
+    hold."""
+    if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a sharded module was called while a CUDA graph is captured "
             "(torch.cuda.graph, torch.cuda.make_graphed_callables): gathers and "

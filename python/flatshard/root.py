@@ -55,6 +55,7 @@ class Root:
         self._module = weakref.ref(module)
         self._units = [weakref.ref(unit) for unit in units]
         self.device = device_of(state.device_mesh)
+        self.on_gpu = self.device.type == "cuda"
         warmup_steps = [u.graph_warmup_steps for u in units if u.cuda_graph]
         self.cuda_graphs = bool(warmup_steps)
         self.slots_on_demand = self._slots_on_demand(state)
@@ -79,6 +80,7 @@ class Root:
         )
         self.running_pass = None  # whose forward calls of wrapped modules are
         self._passes = weakref.WeakSet()  # BackwardPasses that began and go on
+        self.has_passes = False  # or had one since the last forward outside of them
         self._sync_is_of_pass = False
         self._synced = None
         self._initialized = False
@@ -192,10 +194,12 @@ class Root:
 
     def pass_began(self, which):
         self._passes.add(which)
+        self.has_passes = True
 
     def pass_opens(self):
         """It says itself whether it is the step's last."""
         self._sync_is_of_pass = True
+        self.has_passes = True
 
     def pass_ended(self, which):
         self._passes.discard(which)
@@ -219,6 +223,7 @@ class Root:
                 "of `with that_pass.forward():`, or end or give_up() that pass first"
             )
         self._restore_sync()  # of one that was dropped
+        self.has_passes = False
 
     @property
     def reduces_all(self):
