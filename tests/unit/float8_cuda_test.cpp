@@ -43,6 +43,7 @@ std::string test_name() {
 
 Float8Run train_on_gpus(Float8Case c, const std::string& name) {
   c.format->emulate = true;  // mxfp8 before sm_100
+  c.reporting_rank = gpu_ranks().rank();
   std::mutex mutex;
   Float8Run run;
   train_float8_rank(c, gpus(test_name() + name), mutex, run);

@@ -162,7 +162,7 @@ void train_float8_rank(
   optimizer.wait();
   runtime->synchronize();
   collect_weights(*runtime, mutex, result.weights);
-  if (mesh->rank() == 0) {
+  if (mesh->rank() == c.reporting_rank) {
     result.graphs = graph ? graph->stats() : runtime->graph_stats();
     result.last_step = runtime->trace().actions;
     result.units = runtime->scheduler().units();

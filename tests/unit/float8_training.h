@@ -42,6 +42,7 @@ struct Float8Case {
   bool freezes_attention = false;
   bool prefetches_between_steps = true;
   int max_delay_us = 0;
+  int reporting_rank = 0;  ///< whose actions, units and graphs a run has
 
   int world() const;
 };
