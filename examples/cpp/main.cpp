@@ -134,7 +134,7 @@ int train(const std::string& folder) {
     }
   }
   if (device.is_cuda()) {
-    fmt::print(stderr, "{}\n", to_string(runtime->graph_stats()));
+    fmt::print(stderr, "{}\n", to_string(runtime->graphs().stats()));
   }
   if (mesh->rank() == 0) {
     fmt::print(

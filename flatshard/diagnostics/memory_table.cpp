@@ -81,7 +81,7 @@ std::vector<MemoryRow> memory_rows(
          "what peers write for this rank to sum"});
   }
   if (const std::int64_t nbytes =
-          (graphs ? *graphs : runtime.graph_stats()).nbytes;
+          (graphs ? *graphs : runtime.graphs().stats()).nbytes;
       nbytes > 0) {
     rows.push_back(
         {"CUDA graphs",

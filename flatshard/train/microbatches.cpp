@@ -31,7 +31,7 @@ Microbatches::Microbatches(
 }
 
 GraphStats Microbatches::graph_stats() const {
-  return graph_ ? graph_->stats() : runtime_->graph_stats();
+  return graph_ ? graph_->stats() : runtime_->graphs().stats();
 }
 
 OverlapModel Microbatches::pieces(

@@ -28,7 +28,7 @@ int spend_memory_budget(const Config& config, Mesh& mesh, TrainState& state) {
       "the memory table comes to with no unit kept, got {:g}",
       static_cast<double>(total) / kGiB,
       budget_gib);
-  return state.runtime->keep_gathered(
+  return state.runtime->gathers().keep_gathered(
       state.runtime->executor().pool().arena_nbytes() + budget - total);
 }
 

@@ -132,7 +132,7 @@ std::optional<Trainer::TrainedStep> Trainer::train_step(
   diagnostics_->check_weights(optimizer);
   runtime.finish_step();
   if (step < config_.training.steps) {
-    runtime.prefetch_forward();
+    runtime.gathers().prefetch_forward();
   }
   meter_->end_step();
   return TrainedStep{.loss = loss, .norm = clip.norm, .lr = lr};

@@ -91,7 +91,7 @@ class AutogradEvents {
     bool outermost = false;  ///< as AutogradListener::forward_begins had it
   };
   /// @param outputs  tensors that come out of it, as they are.
-  /// @param more_follow  see Runtime::forward_end.
+  /// @param more_follow  see UnitCalls::forward_end.
   EndedForward
   forward_end(UnitId unit, const nn::TensorList& outputs, bool more_follow);
   /// Instead of forward_end, after an exception.

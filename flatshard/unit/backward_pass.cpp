@@ -19,7 +19,7 @@ BackwardPass::BackwardPass(std::shared_ptr<Runtime> runtime)
       "a backward pass: expected debug.strict = false, which watches the calls "
       "of modules; a pass has none");
   FLATSHARD_CHECK(
-      !runtime_->graphs_ && !runtime_->constants_,
+      !runtime_->graphs_.enabled(),
       usage,
       "a backward pass: expected graphs to be off (GraphOptions::enabled); "
       "graphs of regions whose backwards interleave are not supported");
@@ -172,25 +172,6 @@ void BackwardPass::close_backward() {
 }
 
 // -- the Runtime's side ------------------------------------------------------
-
-std::unique_ptr<BackwardPass> Runtime::backward_pass() {
-  return std::make_unique<BackwardPass>(shared_from_this());
-}
-
-void Runtime::plan_passes(
-    const std::vector<ScheduleEvent>& events,
-    int max_grad_slots) {
-  const std::lock_guard lock(mutex_);
-  FLATSHARD_CHECK(
-      executor_.pool().num_held() == 0,
-      usage,
-      "plan_passes: expected it between two steps, while no slot is held");
-  scheduler_.set_max_grad_slots(max_grad_slots);
-  Scheduler scheduler(scheduler_.units(), scheduler_.options());
-  replay(scheduler, events);
-  scheduler.on({.kind = EventKind::weights_changed});
-  executor_.plan_slots(scheduler_.units(), replay(scheduler, events));
-}
 
 bool Runtime::defers(const at::Tensor& parameter) {
   const std::lock_guard lock(mutex_);

@@ -21,7 +21,7 @@ class Runtime;
 /// the backward may consist of any number of runs of the autograd engine. Each
 /// unit runs once.
 ///
-///     const auto pass = runtime->backward_pass();
+///     const auto pass = runtime->calls().backward_pass();
 ///     pass->forward_begin(unit) ... pass->forward_end(unit)
 ///     pass->open_backward({.is_last = m + 1 == microbatches});
 ///     pass->backward_begin(unit) ... pass->backward_end(unit)

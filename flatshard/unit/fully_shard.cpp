@@ -259,7 +259,7 @@ void connect(
     if (has_float8) {
       ours->set_weight_source(runtime);
     }
-    ours->set_region_runner(runtime->region_runner());
+    ours->set_region_runner(runtime->graphs().runner());
   }
   for (const auto& child : module.children()) {
     connect(*child, runtime, has_float8);
@@ -302,7 +302,7 @@ std::shared_ptr<Runtime> fully_shard(
   for (std::size_t u = 0; u < tree.modules.size(); ++u) {
     const UnitChoice* const choice = tree.choices[u];
     if (choice != nullptr && choice->policy) {
-      runtime->set_policy(static_cast<UnitId>(u), *choice->policy);
+      runtime->gathers().set_policy(static_cast<UnitId>(u), *choice->policy);
     }
   }
   const bool has_float8 = std::any_of(

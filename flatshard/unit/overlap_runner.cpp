@@ -46,13 +46,15 @@ OverlapRunner::OverlapRunner(
       static_cast<int>(model_.layers.size()),
       microbatches,
       options_);
-  runtime_->backward_pass();  // refuses what it does not support
+  runtime_->calls().backward_pass();  // refuses what it does not support
   PlanUnits units{
       .root = model_.root,
       .ends = model_.ends,
       .layers = model_.layers};
   units.layer_grads.resize(model_.layers.size());
-  runtime_->plan_passes(plan_events(plan_, units, options_), kGradSlots);
+  runtime_->calls().plan_passes(
+      plan_events(plan_, units, options_),
+      kGradSlots);
 }
 
 OverlapRunner::~OverlapRunner() {
@@ -123,7 +125,7 @@ void OverlapRunner::run_step(const PlanStep& step) {
   auto& microbatch = microbatches_[step.microbatch];
   if (!microbatch) {
     microbatch = std::make_unique<Microbatch>();
-    microbatch->pass = runtime_->backward_pass();
+    microbatch->pass = runtime_->calls().backward_pass();
     microbatch->layers.resize(model_.layers.size());
   }
   switch (step.pass) {

@@ -75,16 +75,7 @@ std::shared_ptr<Runtime> Runtime::create(
   runtime->hide_all();
   if (options.graphs.enabled) {
     check_graph_options(options, runtime->mesh_->device(), runtime->units_);
-  }
-  if (options.graphs.enabled && options.graphs.whole_step) {
-    runtime->constants_ = std::make_shared<KeptConstants>();
-  } else if (options.graphs.enabled) {
-    runtime->graphs_ = std::make_shared<RegionGraphs>(
-        runtime->units_,
-        runtime->mesh_->device(),
-        options.graphs,
-        runtime);
-    runtime->observers_.add(runtime->graphs_);
+    runtime->graphs_.enable(options.graphs, runtime);
   }
   if (options.debug.strict) {
     FLATSHARD_CHECK(
@@ -163,72 +154,6 @@ UnitId Runtime::unit_of(const nn::Module& module) const {
           module.name()));
 }
 
-void Runtime::set_policy(UnitId unit, UnitPolicy policy) {
-  const std::lock_guard lock(mutex_);
-  scheduler_.set_policy(unit, std::move(policy));
-  ++num_rule_changes_;
-  if (!options_.slots_on_demand && step_actions_.empty() &&
-      executor_.pool().num_held() == 0) {
-    plan_next_step();
-  }
-}
-
-int Runtime::keep_gathered(std::int64_t nbytes) {
-  const std::lock_guard lock(mutex_);
-  const auto kept =
-      choose_kept_units(scheduler_.units(), scheduler_.options(), nbytes);
-  for (const UnitId unit : kept) {
-    UnitPolicy policy = scheduler_.units()[unit].policy;
-    policy.reshard_after_forward = false;
-    scheduler_.set_policy(unit, std::move(policy));
-  }
-  plan_next_step();
-  return static_cast<int>(kept.size());
-}
-
-void Runtime::unshard(UnitId unit, bool awaits) {
-  const std::lock_guard lock(mutex_);
-  if (rests()) {
-    before_root_forward();
-  }
-  executor_.set_by_hand(true);
-  const auto done = c10::make_scope_exit([&] { executor_.set_by_hand(false); });
-  feed({.kind = EventKind::unshard, .unit = unit, .awaits = awaits});
-  if (awaits) {
-    by_hand_[unit] = true;
-    reveal(*units_[unit]);
-  }
-}
-
-void Runtime::prefetch_forward() {
-  const std::lock_guard lock(mutex_);
-  if (options_.graphs.whole_step) {
-    return;  // a graph gathers everything itself
-  }
-  std::vector<UnitId> first;
-  for (const Action& action : step_actions_) {
-    if (action.kind == ActionKind::gather &&
-        static_cast<int>(first.size()) <= options_.prefetch &&
-        std::find(first.begin(), first.end(), action.unit) == first.end()) {
-      first.push_back(action.unit);
-    }
-  }
-  if (first.empty() || !rests()) {
-    return;
-  }
-  before_root_forward();
-  for (const UnitId unit : first) {
-    feed({.kind = EventKind::unshard, .unit = unit, .awaits = false});
-  }
-}
-
-void Runtime::reshard(UnitId unit) {
-  const std::lock_guard lock(mutex_);
-  feed({.kind = EventKind::reshard, .unit = unit});
-  by_hand_[unit] = false;
-  hide(*units_[unit]);
-}
-
 std::vector<ParamGroup*> Runtime::groups() const {
   std::vector<ParamGroup*> groups = all_groups();
   std::erase_if(groups, [](const ParamGroup* g) { return !g->trainable(); });
@@ -296,25 +221,6 @@ void Runtime::synchronize() {
   executor_.streams().synchronize();
   current_stream(mesh_->device())->synchronize();
   mesh_->check();
-}
-
-std::shared_ptr<nn::RegionRunner> Runtime::region_runner() const {
-  if (constants_) {
-    return constants_;
-  }
-  return graphs_;
-}
-
-GraphStats Runtime::graph_stats() const {
-  return graphs_ ? graphs_->stats() : GraphStats{};
-}
-
-void Runtime::reset_graphs() {
-  const std::lock_guard lock(mutex_);
-  ++num_rule_changes_;
-  if (graphs_) {
-    graphs_->reset();
-  }
 }
 
 RuntimeTrace Runtime::trace() const {

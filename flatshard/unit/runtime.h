@@ -7,13 +7,14 @@
 #include "flatshard/schedule/scheduler.h"
 #include "flatshard/unit/autograd_events.h"
 #include "flatshard/unit/executor.h"
-#include "flatshard/unit/kept_constants.h"
+#include "flatshard/unit/gather_control.h"
+#include "flatshard/unit/model_graphs.h"
 #include "flatshard/unit/observer.h"
 #include "flatshard/unit/plane_places.h"
-#include "flatshard/unit/region_graphs.h"
 #include "flatshard/unit/runtime_options.h"
 #include "flatshard/unit/strict_checks.h"
 #include "flatshard/unit/unit.h"
+#include "flatshard/unit/unit_calls.h"
 
 #include <cstdint>
 #include <memory>
@@ -35,7 +36,8 @@ struct RuntimeTrace {
 /// The door to three: what AutogradEvents sees of a training program (forward,
 /// backward, step) goes to the Scheduler, and an Executor carries out what that
 /// answers. Here are the lock, who may read parameters when, and what happens
-/// after a failure.
+/// after a failure. What only some callers need has a class of its own:
+/// `gathers()`, `calls()`, `graphs()`.
 ///
 /// Made by `fully_shard`. Call it from one thread at a time; autograd may call
 /// it from its own. A destroyed Runtime leaves hooks that do nothing.
@@ -72,27 +74,8 @@ class Runtime : public nn::WgradSink,
   /// The unit that a module is: the root, or one of FullyShardOptions::units or
   /// unit_choices. @throws Error{usage} naming the module when it is none.
   UnitId unit_of(const nn::Module& module) const;
-  /// From the next event on; equal on all ranks, between two steps. Overrides
-  /// RuntimeOptions::reshard_after_forward.
-  void set_policy(UnitId unit, UnitPolicy policy);
-  /// As many units as fit stay gathered from forward to backward from now on,
-  /// while the slots of gathered weights and gradients take at most `nbytes`.
-  /// Before the first forward; equal on all ranks.
-  /// @return  how many; see choose_kept_units.
-  int keep_gathered(std::int64_t nbytes);
-  /// Gathers the unit's weights outside of its forward, and lets everybody
-  /// read its parameters. Collective. Its next forward or backward uses them
-  /// and releases them as always.
-  /// @param awaits  false: only queued; ask again before you read them.
-  void unshard(UnitId unit, bool awaits = true);
-  /// Gathers what the last step's forward began with, so that it is there when
-  /// the next one begins; call after the optimizer, when another forward comes.
-  /// The gather of a unit waits for its own weights only and runs beside the
-  /// optimizer's work on later units. Collective; never blocks. Does nothing
-  /// with GraphOptions::whole_step.
-  void prefetch_forward();
-  /// Releases them, unless a forward or backward of the unit is open.
-  void reshard(UnitId unit);
+  /// What is gathered, how long it stays, and gathers by hand.
+  GatherControl& gathers() { return gathers_; }
 
   /// All trainable groups, in order of units: what an optimizer takes. The
   /// Runtime owns them.
@@ -114,31 +97,11 @@ class Runtime : public nn::WgradSink,
   /// then, and blocks the host. Otherwise it does nothing.
   void finish_step();
 
-  // For whoever calls modules itself -----------------------------------------
-  // Hooks of nn::Module do this for a Unit that has one.
-
-  /// @param inputs  tensors that go into the module, as they are.
-  void forward_begin(UnitId unit, const nn::TensorList& inputs);
-  /// @param outputs  tensors that come out of it, as they are.
-  /// @param more_follow  the unit is one of several modules, of which others
-  ///   are to run in this forward: its weights stay gathered for them, until
-  ///   the outermost forward ends.
-  void forward_end(
-      UnitId unit,
-      const nn::TensorList& outputs,
-      bool more_follow = false);
-  /// Instead of forward_end, after an exception.
-  void forward_error(UnitId unit);
-
-  /// A microbatch whose units are run in pieces; see unit/backward_pass.h.
-  /// @throws Error{usage} with debug.strict or graphs.
-  std::unique_ptr<BackwardPass> backward_pass();
-  /// Steps consist of passes with these events from now on, and so many
-  /// gradient slots live at once: lays out the arena for them. Between two
-  /// steps, equal on all ranks.
-  void plan_passes(
-      const std::vector<ScheduleEvent>& events,
-      int max_grad_slots);
+  /// For whoever calls modules itself.
+  UnitCalls& calls() { return calls_; }
+  /// The CUDA graphs of its regions and steps, if it has any.
+  ModelGraphs& graphs() { return graphs_; }
+  const ModelGraphs& graphs() const { return graphs_; }
 
   // For reports and tests ----------------------------------------------------
 
@@ -156,19 +119,14 @@ class Runtime : public nn::WgradSink,
   /// Shown from now on what happens with memory. Without any observer nothing
   /// is spent on it.
   void add_observer(std::shared_ptr<RuntimeObserver> observer);
-  /// Runs the regions of modules as graphs, or keeps their constants for that
-  /// of a step; null unless GraphOptions::enabled.
-  std::shared_ptr<nn::RegionRunner> region_runner() const;
-  /// For whoever runs units without an nn::Module; null as above.
-  const std::shared_ptr<RegionGraphs>& region_graphs() const { return graphs_; }
-  GraphStats graph_stats() const;
-  /// Drops all graphs; regions and steps are captured again behind another
-  /// warm-up. Between two steps.
-  void reset_graphs();
 
  private:
+  // Its roles and those who run a step in another way.
   friend class BackwardPass;
+  friend class GatherControl;
+  friend class ModelGraphs;
   friend class StepGraph;
+  friend class UnitCalls;
   friend struct StepStamp;
   Runtime(
       std::shared_ptr<Mesh> mesh,
@@ -253,12 +211,12 @@ class Runtime : public nn::WgradSink,
   bool sync_gradients_ = true;
   std::vector<Action> step_actions_;  ///< since the weights last changed
   RuntimeTrace trace_;
-  std::shared_ptr<RegionGraphs> graphs_;  ///< null unless asked for
-  /// GraphOptions::whole_step: of the regions of a StepGraph.
-  std::shared_ptr<KeptConstants> constants_;
   /// Changes of what a graph of a step was recorded with.
   std::int64_t num_rule_changes_ = 0;
   std::unique_ptr<StrictChecks> strict_;  ///< null unless asked for
+  GatherControl gathers_{*this};
+  UnitCalls calls_{*this};
+  ModelGraphs graphs_{*this};
   mutable std::mutex mutex_;
 };
 

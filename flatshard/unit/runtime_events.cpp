@@ -39,8 +39,8 @@ void Runtime::before_root_forward() {
   if (weights_changed) {
     begin_step(generation);
   }
-  if (graphs_) {
-    graphs_->root_forward_begins(
+  if (graphs_.regions()) {
+    graphs_.regions()->root_forward_begins(
         weights_changed,
         executor_.pool().num_held() == 0 && !events_.is_open() &&
             !AutogradEvents::in_backward());
@@ -65,16 +65,6 @@ void Runtime::begin_step(std::int64_t generation) {
   step_actions_.clear();
 }
 
-void Runtime::forward_begin(UnitId unit, const nn::TensorList& inputs) {
-  if (strict_ && !AutogradEvents::in_backward()) {
-    say_next(unit);
-  }
-  const std::lock_guard lock(mutex_);
-  events_.forward_begin(unit, inputs);
-  by_hand_[unit] = false;
-  reveal(*units_[unit]);
-}
-
 void Runtime::forward_begins(UnitId unit, bool outermost) {
   FLATSHARD_CHECK(
       failure_.empty() || outermost,
@@ -91,36 +81,6 @@ void Runtime::forward_begins(UnitId unit, bool outermost) {
   }
   if (strict_) {
     strict_->forward_begin(unit);
-  }
-}
-
-void Runtime::forward_end(
-    UnitId unit,
-    const nn::TensorList& outputs,
-    bool more_follow) {
-  const std::lock_guard lock(mutex_);
-  const auto ended = events_.forward_end(unit, outputs, more_follow);
-  if (strict_ && ended.outermost && ended.needs_backward) {
-    strict_->expect_backward(unit, ended.call);
-  }
-  hide(*units_[unit]);
-  if (!events_.is_open() && !ended.needs_backward) {
-    executor_.end_evaluation();
-  }
-}
-
-void Runtime::forward_error(UnitId unit) {
-  const std::lock_guard lock(mutex_);
-  const auto done = c10::make_scope_exit([&] { hide(*units_[unit]); });
-  try {
-    events_.forward_error(unit);
-  } catch (const Error& e) {
-    if (e.code() != ErrorCode::comm && e.code() != ErrorCode::timeout &&
-        !mesh_->has_verdict()) {
-      throw;
-    }
-    // A peer is gone: the error that ends this forward says so already.
-    log_debug("while a forward was given up: {}", e.what());
   }
 }
 

@@ -21,7 +21,7 @@ void Runtime::hook_modules() {
     module_hooks_.push_back(module.add_forward_pre_hook(
         [weak, id](nn::Module&, const nn::TensorList& inputs) {
           if (const auto self = weak.lock()) {
-            self->forward_begin(id, inputs);
+            self->calls().forward_begin(id, inputs);
           }
         }));
     module_hooks_.push_back(
@@ -30,13 +30,13 @@ void Runtime::hook_modules() {
                                     const nn::TensorList&,
                                     const nn::TensorList& outputs) {
           if (const auto self = weak.lock()) {
-            self->forward_end(id, outputs);
+            self->calls().forward_end(id, outputs);
           }
         }));
     module_hooks_.push_back(module.add_forward_error_hook(
         [weak, id](nn::Module&, std::exception_ptr& error) {
           if (const auto self = weak.lock()) {
-            self->forward_error(id);
+            self->calls().forward_error(id);
             explain_dtype(error, id, self->units_, self->events_);
           }
         }));

@@ -42,7 +42,7 @@ StepGraph::Recording::Recording(Runtime& runtime, const StepEffects* first)
   runtime_.executor_.forget_queued();
   runtime_.executor_.streams().fork();
   accumulators_.emplace(runtime_.events_);
-  runtime_.constants_->begin();
+  runtime_.graphs_.constants()->begin();
 }
 
 StepGraph::Recording::~Recording() {
@@ -83,7 +83,7 @@ StepEffects StepGraph::Recording::end() {
       .scheduler = runtime_.scheduler_,
       .actions = runtime_.step_actions_,
       .events = runtime_.trace_.events,
-      .constants = runtime_.constants_->end(),
+      .constants = runtime_.graphs_.constants()->end(),
       .is_last_microbatch = runtime_.is_last_microbatch_,
       .sync_gradients = runtime_.sync_gradients_};
   for (std::size_t g = 0; g < groups_.size(); ++g) {
@@ -99,7 +99,7 @@ StepEffects StepGraph::Recording::end() {
 
 // Host alone: the recording may have failed.
 void StepGraph::Recording::restore() {
-  runtime_.constants_->end();
+  runtime_.graphs_.constants()->end();
   accumulators_.reset();
   runtime_.executor_.forget_queued();
   runtime_.executor_.streams().exposed().measure(measures_exposed_);

@@ -88,7 +88,7 @@ PyRuntime::PyRuntime(
              .emulate_on_cpu = emulate_graphs}});
     runtime->add_observer(views_);
     if (cuda_graphs) {
-      runtime->region_graphs()->set_unit_program(
+      runtime->graphs().regions()->set_unit_program(
           {.context = sink_,
            .around_capture = [views = views_,
                               rows = rows_](const Unit& unit, bool captures) {
@@ -160,7 +160,7 @@ void PyRuntime::forward_begin(UnitId unit, py::handle args, py::handle kwargs) {
   views_->check_no_hook();
   {
     const py::gil_scoped_release no_gil;
-    runtime_->forward_begin(unit, tensors);
+    runtime_->calls().forward_begin(unit, tensors);
   }
   views_->unit_begins(unit);
 }
@@ -170,7 +170,7 @@ void PyRuntime::forward_end(UnitId unit, py::handle output, bool more_follow) {
   collect_tensors(output, tensors);
   {
     const py::gil_scoped_release no_gil;
-    runtime_->forward_end(unit, tensors, more_follow);
+    runtime_->calls().forward_end(unit, tensors, more_follow);
     rows_->forget(false);
   }
   views_->unit_ended(unit, more_follow);
@@ -182,7 +182,7 @@ void PyRuntime::forward_error(UnitId unit) {
   }
   {
     const py::gil_scoped_release no_gil;
-    runtime_->forward_error(unit);
+    runtime_->calls().forward_error(unit);
     rows_->forget(false);
   }
   views_->unit_ended(unit);
@@ -192,7 +192,7 @@ void PyRuntime::unshard(UnitId unit, bool awaits) {
   views_->check_no_hook();
   {
     const py::gil_scoped_release no_gil;
-    runtime_->unshard(unit, awaits);
+    runtime_->gathers().unshard(unit, awaits);
   }
   if (awaits) {
     views_->show(unit, true);
@@ -234,7 +234,7 @@ void PyRuntime::reshard(UnitId unit) {
   views_->check_no_hook();
   views_->show(unit, false);
   const py::gil_scoped_release no_gil;
-  runtime_->reshard(unit);
+  runtime_->gathers().reshard(unit);
 }
 
 std::unique_ptr<PyBackwardPass> PyRuntime::backward_pass() const {
@@ -282,10 +282,10 @@ Runtime& PyRuntime::runtime() {
 
 RegionGraphs& PyRuntime::graphs() const {
   FLATSHARD_CHECK(
-      runtime_->region_graphs() != nullptr,
+      runtime_->graphs().regions() != nullptr,
       internal,
       "no unit has cuda_graph=True");
-  return *runtime_->region_graphs();
+  return *runtime_->graphs().regions();
 }
 
 }  // namespace flatshard::python

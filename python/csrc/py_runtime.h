@@ -76,10 +76,10 @@ class PyRuntime {
       UnitId unit,
       const nn::TensorList& inputs,
       const nn::TensorList& outputs) const;
-  GraphStats graph_stats() const { return runtime_->graph_stats(); }
+  GraphStats graph_stats() const { return runtime_->graphs().stats(); }
   bool shows_others() const { return views_->shows_others(); }
   void reshard(UnitId unit);
-  /// As Runtime::backward_pass.
+  /// As UnitCalls::backward_pass.
   std::unique_ptr<PyBackwardPass> backward_pass() const;
   /// Name, 2-norm of the weight, and of the gradient if there is one.
   using Norm = std::tuple<std::string, double, std::optional<double>>;

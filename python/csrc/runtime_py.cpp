@@ -109,7 +109,7 @@ void bind_runtime(py::module_& m) {
           })
       .def(
           "reset_graphs",
-          [](PyRuntime& self) { self.runtime().reset_graphs(); },
+          [](PyRuntime& self) { self.runtime().graphs().reset(); },
           NoGil())
       .def(
           "shows_others",
@@ -127,7 +127,7 @@ void bind_runtime(py::module_& m) {
              std::optional<std::vector<UnitId>> forward_prefetch,
              std::optional<std::vector<UnitId>> backward_prefetch,
              bool keep_backward_planes) {
-            self.runtime().set_policy(
+            self.runtime().gathers().set_policy(
                 unit,
                 {reshard_after_forward,
                  reshard_after_backward,

@@ -114,7 +114,7 @@ OverlapOutcome train_overlapping(int world, const Overrides& overrides) {
       state.optimizer->step(1e-2);
       state.optimizer->zero_grad();
       state.runtime->finish_step();
-      state.runtime->prefetch_forward();
+      state.runtime->gathers().prefetch_forward();
       {
         // A validation, whose forwards are of whole modules.
         const at::NoGradGuard no_grad;

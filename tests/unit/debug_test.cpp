@@ -199,7 +199,7 @@ TEST(Strict, AForwardWithoutHooksThatStillGetsAGradient) {
     twin.sharded->body = [](LabImpl& lab, at::Tensor x) {
       return lab.cells[1]->forward(lab.cells[0](x));
     };
-    twin.runtime->unshard(2);
+    twin.runtime->gathers().unshard(2);
     EXPECT_THAT(
         usage_error([&] { twin.run_sharded(forward_backward); }),
         AllOf(

@@ -156,14 +156,14 @@ void train_float8_rank(
     optimizer.step(1e-2, norm.scale);
     optimizer.zero_grad();
     if (c.prefetches_between_steps && step % 2 == 0) {
-      runtime->prefetch_forward();
+      runtime->gathers().prefetch_forward();
     }
   }
   optimizer.wait();
   runtime->synchronize();
   collect_weights(*runtime, mutex, result.weights);
   if (mesh->rank() == c.reporting_rank) {
-    result.graphs = graph ? graph->stats() : runtime->graph_stats();
+    result.graphs = graph ? graph->stats() : runtime->graphs().stats();
     result.last_step = runtime->trace().actions;
     result.units = runtime->scheduler().units();
   }

@@ -199,7 +199,7 @@ TEST(Float8Training, AStrayReadNamesTheParameter) {
     EXPECT_EQ(weight.scalar_type(), at::kBFloat16);
     for (const bool computes : {false, true}) {
       if (computes) {
-        runtime->unshard(2);
+        runtime->gathers().unshard(2);
       }
       std::string message;
       try {
@@ -212,7 +212,7 @@ TEST(Float8Training, AStrayReadNamesTheParameter) {
           HasSubstr("parameter model.layers.1.mlp.up_proj.weight of unit "
                     "model.layers.1 is held in FP8"));
     }
-    runtime->reshard(2);
+    runtime->gathers().reshard(2);
   });
 }
 

@@ -65,7 +65,7 @@ class GraphMemoryOnGpu : public ::testing::Test {
     optimizer.wait();
     runtime->synchronize();
     reserved_with_model_ = reserved_nbytes(device);
-    return runtime->graph_stats();
+    return runtime->graphs().stats();
   }
 
   std::int64_t reserved_with_model_ = 0;
@@ -154,8 +154,8 @@ TEST_F(GraphMemoryOnGpu, ComeBackWithAReset) {
   const GraphStats stats = training.run().stats;
   EXPECT_GT(stats.nbytes, 0);
   const std::int64_t with_graphs = reserved_nbytes(gpu_ranks().device);
-  training.runtime().reset_graphs();
-  EXPECT_EQ(training.runtime().graph_stats().nbytes, 0);
+  training.runtime().graphs().reset();
+  EXPECT_EQ(training.runtime().graphs().stats().nbytes, 0);
   EXPECT_LE(reserved_nbytes(gpu_ranks().device), with_graphs - stats.nbytes);
 }
 

@@ -240,7 +240,7 @@ std::vector<Deviation> deviations() {
                   if (step == 4) {
                     // More at once than the plan has room for.
                     for (UnitId u = 1; u <= 5; ++u) {
-                      t.runtime().unshard(u);
+                      t.runtime().gathers().unshard(u);
                     }
                   }
                 }},
@@ -251,7 +251,7 @@ std::vector<Deviation> deviations() {
            {.before_step =
                 [](Training& t, int step) {
                   if (step == 5) {
-                    t.runtime().reset_graphs();
+                    t.runtime().graphs().reset();
                   }
                 }},
        .captures_again = 1},
@@ -374,7 +374,7 @@ TEST(Graphs, B55_ModesOfModulesAreThoseOfTheWarmUp) {
             seen.end(),
             [](const Seen& s) { return !s.grad_mode && s.training; }),
         0);
-    const GraphStats stats = runtime->graph_stats();
+    const GraphStats stats = runtime->graphs().stats();
     EXPECT_EQ(
         stats.fallbacks.at(
             "a module of the unit changed between train() and eval()"),
@@ -412,7 +412,7 @@ TEST(Graphs, ConstantsAreKeptForTheGraphs) {
       optimizer.step(1e-3);
       optimizer.zero_grad();
     }
-    EXPECT_GT(runtime->graph_stats().forward_replays, 0);
+    EXPECT_GT(runtime->graphs().stats().forward_replays, 0);
     EXPECT_FALSE(kept.expired());
   });
 }

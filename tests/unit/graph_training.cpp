@@ -307,13 +307,13 @@ GraphRun GraphTraining::run(const GraphHooks& hooks) {
     optimizer.step(1e-2, norm.scale);
     optimizer.zero_grad();
     if (step % 2 == 0) {
-      runtime_->prefetch_forward();
+      runtime_->gathers().prefetch_forward();
     }
   }
   optimizer.wait();
   runtime_->synchronize();
   run.actions = to_string(runtime_->trace().actions);
-  run.stats = step_graph_ ? step_graph_->stats() : runtime_->graph_stats();
+  run.stats = step_graph_ ? step_graph_->stats() : runtime_->graphs().stats();
   return run;
 }
 

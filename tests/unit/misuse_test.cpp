@@ -130,11 +130,11 @@ TEST(Misuse, WeightsThatWereUnshardedByHandCanBeRead) {
     const UnitId unit = 2;
     ASSERT_EQ(twin.runtime->units()[unit]->name(), "cell1");
     EXPECT_THAT(message_of([&] { gain.sum(); }), names_resting("cell1"));
-    twin.runtime->unshard(unit);
+    twin.runtime->gathers().unshard(unit);
     EXPECT_TRUE(gain.equal(twin.plain->cells[1]->gain));
-    twin.runtime->reshard(unit);
+    twin.runtime->gathers().reshard(unit);
     EXPECT_THAT(message_of([&] { gain.sum(); }), names_resting("cell1"));
-    twin.runtime->unshard(unit);
+    twin.runtime->gathers().unshard(unit);
     twin.step(forward_backward);
     EXPECT_THAT(message_of([&] { gain.sum(); }), names_resting("cell1"));
   });

@@ -176,7 +176,7 @@ void train_moe_rank(
   runtime->synchronize();
   collect_weights(*runtime, mutex, result.weights);
   if (mesh->rank() == 0 && run.graphs) {
-    const GraphStats stats = runtime->graph_stats();
+    const GraphStats stats = runtime->graphs().stats();
     result.num_replays = stats.forward_replays + stats.backward_replays;
   }
   if (mesh->rank() == 0 && run.bias) {

@@ -42,7 +42,7 @@ struct HandDriven {
   }
 
   void start() {
-    pass = runtime->backward_pass();
+    pass = runtime->calls().backward_pass();
     nodes = std::vector<nn::DetachedNode>(4);
   }
   void forward_block(int l) {
@@ -389,7 +389,7 @@ TEST(BackwardPass, RefusesWhatIsOutOfOrder) {
         [&] { d.pass->backward_begin(d.blocks[0]); },
         "expected open_backward");
     d.open();
-    const auto other = d.runtime->backward_pass();
+    const auto other = d.runtime->calls().backward_pass();
     expect_usage(
         [&] { other->open_backward({}); },
         "one open backward at a time");

@@ -92,7 +92,7 @@ TEST(Pitfalls, B12_ResidentWeightsAreNeverReleased) {
       std::map<std::string, const void*> addresses;
       for (int step = 0; step < 3; ++step) {
         for (const auto& unit : twin.runtime->units()) {
-          twin.runtime->unshard(unit->id());
+          twin.runtime->gathers().unshard(unit->id());
         }
         for (const auto& p : nn::named_parameters(*twin.sharded)) {
           const void*& address = addresses[p.name];

@@ -173,7 +173,7 @@ std::vector<StepDeviation> step_deviations() {
            {.before_step =
                 [](Training& t, int step) {
                   if (step == 5) {
-                    t.runtime().unshard(1);
+                    t.runtime().gathers().unshard(1);
                   }
                 }},
        .reason = "weights are gathered before it begins",
@@ -274,7 +274,7 @@ std::vector<StepDeviation> step_deviations() {
            {.before_step =
                 [](Training& t, int step) {
                   if (step == 5) {
-                    t.runtime().reset_graphs();
+                    t.runtime().graphs().reset();
                   }
                 }},
        .eager_steps = 2,
@@ -284,7 +284,9 @@ std::vector<StepDeviation> step_deviations() {
            {.before_step =
                 [](Training& t, int step) {
                   if (step == 5) {
-                    t.runtime().set_policy(2, {.reshard_after_forward = false});
+                    t.runtime().gathers().set_policy(
+                        2,
+                        {.reshard_after_forward = false});
                   }
                 }},
        .eager_steps = 2,
@@ -373,7 +375,8 @@ std::vector<BadStep> bad_steps() {
            },
        .reason = "changed weights; step the optimizer outside"},
       {.name = "WeightsThatStayGathered",
-       .behind = [](Training& t, const at::Tensor&) { t.runtime().unshard(1); },
+       .behind = [](Training& t,
+                    const at::Tensor&) { t.runtime().gathers().unshard(1); },
        .reason = "these units do not rest"},
   };
 }

@@ -268,7 +268,8 @@ TEST(Trace, PrefetchForwardGathersWhatTheForwardBeginsWith) {
       options.runtime.prefetch = prefetch;
       Twin twin(context, {}, options);
       Runtime& runtime = *twin.runtime;
-      runtime.prefetch_forward();  // there was no forward yet: nothing to learn
+      runtime.gathers()
+          .prefetch_forward();  // there was no forward yet: nothing to learn
       EXPECT_TRUE(runtime.trace().actions.empty());
       std::int64_t num_dynamic = 0;
       std::int64_t peak = 0;
@@ -286,7 +287,7 @@ TEST(Trace, PrefetchForwardGathersWhatTheForwardBeginsWith) {
           }
         }
         runtime.clear_trace();
-        runtime.prefetch_forward();
+        runtime.gathers().prefetch_forward();
         std::vector<UnitId> ahead;
         for (const Action& action : runtime.trace().actions) {
           if (action.kind == ActionKind::gather) {

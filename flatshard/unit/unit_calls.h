@@ -1,0 +1,49 @@
+#pragma once
+
+#include "flatshard/nn/module.h"
+#include "flatshard/schedule/events.h"
+
+#include <memory>
+#include <vector>
+
+namespace flatshard {
+
+class BackwardPass;
+class Runtime;
+
+/// For whoever calls modules itself: `Runtime::calls()`. Hooks of nn::Module
+/// do it for a Unit that has one.
+class UnitCalls {
+ public:
+  explicit UnitCalls(Runtime& runtime) : runtime_(runtime) {}
+  UnitCalls(const UnitCalls&) = delete;
+  UnitCalls& operator=(const UnitCalls&) = delete;
+
+  /// @param inputs  tensors that go into the module, as they are.
+  void forward_begin(UnitId unit, const nn::TensorList& inputs);
+  /// @param outputs  tensors that come out of it, as they are.
+  /// @param more_follow  the unit is one of several modules, of which others
+  ///   are to run in this forward: its weights stay gathered for them, until
+  ///   the outermost forward ends.
+  void forward_end(
+      UnitId unit,
+      const nn::TensorList& outputs,
+      bool more_follow = false);
+  /// Instead of forward_end, after an exception.
+  void forward_error(UnitId unit);
+
+  /// A microbatch whose units are run in pieces; see unit/backward_pass.h.
+  /// @throws Error{usage} with debug.strict or graphs.
+  std::unique_ptr<BackwardPass> backward_pass();
+  /// Steps consist of passes with these events from now on, and so many
+  /// gradient slots live at once: lays out the arena for them. Between two
+  /// steps, equal on all ranks.
+  void plan_passes(
+      const std::vector<ScheduleEvent>& events,
+      int max_grad_slots);
+
+ private:
+  Runtime& runtime_;
+};
+
+}  // namespace flatshard
