@@ -166,8 +166,12 @@ def test_B39_a_tied_parameter_has_one_place(mesh, rank, world):
     assert state_of(model).core.num_parameters == 2
 
 
-def test_B42_every_forward_sees_the_last_write(mesh, rank):
+@pytest.mark.parametrize("stays", [False, True])
+def test_B42_every_forward_sees_the_last_write(mesh, rank, stays):
     model = sharded(mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    if stays:  # whole from one step to the next, but for writes
+        model.set_reshard_after_forward(False)
+        model.set_reshard_after_backward(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     x = data(rank)
     for _ in range(3):

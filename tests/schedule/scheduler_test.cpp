@@ -103,6 +103,27 @@ TEST(Scheduler, AsManyGradientSlotsLiveAsItMay) {
   EXPECT_THROW(changed.set_max_grad_slots(0), Error);
 }
 
+// The microbatch that an event announces is that of the backwards that begin
+// behind it.
+TEST(Scheduler, B46_MicrobatchesWithoutSyncAreAccumulated) {
+  const auto units = four_blocks();
+  Scheduler s(units, {.prefetch = 1});
+  const auto counts = [&](bool sync) {
+    s.on({.kind = microbatch, .is_last = sync, .sync = sync});
+    int reduced = 0;
+    int accumulated = 0;
+    for (const Action& a :
+         replay(s, plain_step_events(units, {0, 1, 1, 1, 1}))) {
+      reduced += a.kind == ActionKind::reduce;
+      accumulated += a.kind == ActionKind::accumulate;
+    }
+    return std::pair(reduced, accumulated);
+  };
+  EXPECT_EQ(counts(false), std::pair(0, 4));
+  EXPECT_EQ(counts(false), std::pair(0, 4));
+  EXPECT_EQ(counts(true), std::pair(4, 0));
+}
+
 TEST(Scheduler, ResidentUnitsAreGatheredOncePerChange) {
   auto units = four_blocks();
   for (UnitSpec& unit : units) {

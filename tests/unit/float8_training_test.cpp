@@ -122,11 +122,12 @@ std::int64_t gathered(const Float8Run& run, Phase phase, PlaneId plane) {
 TEST(Float8Training, F3_ASelectiveRecomputeGathersItsRowsAndNoMore) {
   const Float8Format format{.recipe = Recipe::rowwise, .stored_columns = true};
   const auto run = [&](ActivationCheckpoint checkpoint,
-                       GatherParts parts = GatherParts::recomputed) {
+                       GatherParts parts = GatherParts::recomputed,
+                       int steps = 2) {
     return train_float8(
         {.format = format,
          .mesh = {2},
-         .steps = 2,
+         .steps = steps,
          .gather_parts = parts,
          .checkpoint = checkpoint,
          .prefetches_between_steps = false});
@@ -150,12 +151,25 @@ TEST(Float8Training, F3_ASelectiveRecomputeGathersItsRowsAndNoMore) {
   EXPECT_EQ(
       gathered(some, Phase::backward, Unit::kColumnPlane),
       Float8Case::kLayers * (kAttention + kMlp));
-  // Off is off.
-  const Float8Run whole =
-      run(ActivationCheckpoint::selective, GatherParts::unit);
-  EXPECT_EQ(
-      gathered(whole, Phase::backward, Unit::kRowPlane),
-      Float8Case::kLayers * (kAttention + kMlp));
+  // The first step taught that: they come while the unit behind computes.
+  const auto rows = std::ranges::find_if(some.last_step, [&](const Action& a) {
+    return a.kind == ActionKind::gather && a.phase == Phase::backward &&
+           a.plane == Unit::kRowPlane &&
+           some.units[a.unit].name == "model.layers.0";
+  });
+  const auto behind = std::ranges::find_if(some.last_step, [&](const auto& a) {
+    return a.kind == ActionKind::await && a.plane == Unit::kColumnPlane &&
+           some.units[a.unit].name == "model.layers.1";
+  });
+  EXPECT_LT(rows, behind);
+  // Off is off, from the first step on.
+  for (const int steps : {1, 2}) {
+    const Float8Run whole =
+        run(ActivationCheckpoint::selective, GatherParts::unit, steps);
+    EXPECT_EQ(
+        gathered(whole, Phase::backward, Unit::kRowPlane),
+        Float8Case::kLayers * (kAttention + kMlp));
+  }
 }
 
 // On one rank rows rest; columns are made of them for each backward and leave

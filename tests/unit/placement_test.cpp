@@ -405,7 +405,8 @@ TEST(Placement, R23_AUnitChoiceIsForAllOfItsUnit) {
 TEST(Placement, R23_SlotsArePlannedForThePoliciesOfUnits) {
   const auto arena_nbytes = [](bool by_choice, bool reshard) {
     std::int64_t nbytes = 0;
-    run_ranks(1, [&](RankContext& context) {
+    // On one rank weights rest, and have no slots.
+    run_ranks(2, [&](RankContext& context) {
       ExpertModel model(2);
       FullyShardOptions options{.units = model->unit_modules()};
       options.runtime.reshard_after_forward = by_choice || reshard;
@@ -418,15 +419,16 @@ TEST(Placement, R23_SlotsArePlannedForThePoliciesOfUnits) {
           choice.policy = UnitPolicy{.reshard_after_forward = reshard};
         }
       }
-      nbytes = fully_shard(*model, context.mesh(), options)
-                   ->executor()
-                   .plan()
-                   .arena_nbytes();
+      const auto runtime = fully_shard(*model, context.mesh(), options);
+      if (context.rank == 0) {
+        nbytes = runtime->executor().plan().arena_nbytes();
+      }
     });
     return nbytes;
   };
   EXPECT_EQ(arena_nbytes(true, true), arena_nbytes(false, true));
   EXPECT_EQ(arena_nbytes(true, false), arena_nbytes(false, false));
+  EXPECT_NE(arena_nbytes(true, false), arena_nbytes(true, true));
 }
 
 TEST(Placement, WhatCannotBeIsRefusedByName) {
