@@ -1,6 +1,7 @@
 // Blocks in pieces, for schedules that run each by itself.
 #include "flatshard/core/error.h"
 #include "flatshard/models/llama.h"
+#include "flatshard/nn/region.h"
 #include "flatshard/nn/swiglu.h"
 
 #include <ATen/ATen.h>
@@ -21,12 +22,24 @@ class LlamaBlockNodes : public nn::BlockNodes {
     MoeImpl& moe = *block_.moe_;
     const auto [x, attention] =
         block_.self_attn_(tokens, block_.input_layernorm_.get());
-    const auto [sum, normed] =
-        nn::call_with_hooks(*block_.post_attention_layernorm_, x, attention);
+    nn::TensorList inputs{x};
+    if (attention.defined()) {
+      inputs.push_back(attention);
+    }
+    const nn::TensorList before = nn::region(
+        moe,
+        "moe_router",
+        [&block = block_](const nn::TensorList& in) {
+          return before_choice(block, in);
+        },
+        inputs);
+    const at::Tensor& rows = before[0];
+    const at::Tensor& sum = before[1];
     sizes_ = sum.sizes().vec();
-    const at::Tensor rows = normed.reshape({-1, normed.size(-1)});
-    const nn::Routing routing =
-        moe.gate_(rows, record_.routing ? &*record_.routing : nullptr);
+    const nn::Routing routing = moe.gate_(
+        rows,
+        record_.routing ? &*record_.routing : nullptr,
+        before[2]);
     if (!record_.routing) {
       moe.plan(routing, record_);
     }
@@ -75,6 +88,19 @@ class LlamaBlockNodes : public nn::BlockNodes {
   }
 
  private:
+  // As MoeImpl's, but for shared experts, which are a node of their own.
+  // Recordings keep it for longer than these nodes live.
+  static nn::TensorList before_choice(
+      LlamaBlockImpl& block,
+      const nn::TensorList& in) {
+    const auto [sum, normed] = nn::call_with_hooks(
+        *block.post_attention_layernorm_,
+        in[0],
+        in.size() > 1 ? in[1] : at::Tensor());
+    const at::Tensor rows = normed.reshape({-1, normed.size(-1)});
+    return {rows, sum, block.moe_->gate_->score(rows)};
+  }
+
   LlamaBlockImpl& block_;
   RoutingRecord record_;
   std::vector<std::int64_t> sizes_;

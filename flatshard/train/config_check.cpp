@@ -165,9 +165,19 @@ void check_overlap(const Config& config) {
       "activation_checkpoint.mode = \"selective\"",
       "the pieces of a block are recomputed whole; use \"full\" or \"none\"");
   refuse(
-      config.cuda_graph.impl != "none",
-      "cuda_graph.impl",
-      "graphs whose backwards interleave are not supported; use \"none\"");
+      config.cuda_graph.impl == "full_iteration",
+      "cuda_graph.impl = \"full_iteration\"",
+      "backwards that interleave are no single graph; use \"unit\" with "
+      "cuda_graph.modules, or \"none\"");
+  refuse(
+      config.cuda_graph.impl == "unit" && config.cuda_graph.modules.empty(),
+      "cuda_graph.impl = \"unit\" of whole blocks",
+      "blocks run in pieces; name parts in cuda_graph.modules (attn, "
+      "moe_router, mlp)");
+  refuse(
+      config.cuda_graph.impl != "none" && config.float8.recipe != "none",
+      "cuda_graph.impl and float8.recipe",
+      "the FP8 planes of two microbatches lie in other places; leave one out");
   refuse(
       config.diagnostics.strict,
       "diagnostics.strict = true",

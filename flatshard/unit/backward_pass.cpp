@@ -11,7 +11,7 @@
 
 namespace flatshard {
 
-BackwardPass::BackwardPass(std::shared_ptr<Runtime> runtime)
+BackwardPass::BackwardPass(std::shared_ptr<Runtime> runtime, bool tells_graphs)
     : runtime_(std::move(runtime)) {
   FLATSHARD_CHECK(
       !runtime_->strict_,
@@ -19,10 +19,12 @@ BackwardPass::BackwardPass(std::shared_ptr<Runtime> runtime)
       "a backward pass: expected debug.strict = false, which watches the calls "
       "of modules; a pass has none");
   FLATSHARD_CHECK(
-      !runtime_->graphs_.enabled(),
+      !runtime_->graphs_.enabled() ||
+          (tells_graphs && runtime_->graphs_.regions()),
       usage,
       "a backward pass: expected graphs to be off (GraphOptions::enabled); "
-      "graphs of regions whose backwards interleave are not supported");
+      "an OverlapRunner alone tells them which microbatch runs, and a whole "
+      "step that interleaves microbatches is no graph");
 }
 
 BackwardPass::~BackwardPass() {

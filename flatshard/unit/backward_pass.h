@@ -33,7 +33,11 @@ class Runtime;
 /// gradients of the step, as after an exception.
 class BackwardPass {
  public:
-  explicit BackwardPass(std::shared_ptr<Runtime> runtime);
+  /// @param tells_graphs  the caller tells RegionGraphs which microbatch runs,
+  ///   so that their graphs may be replayed.
+  explicit BackwardPass(
+      std::shared_ptr<Runtime> runtime,
+      bool tells_graphs = false);
   ~BackwardPass();
   BackwardPass(const BackwardPass&) = delete;
   BackwardPass& operator=(const BackwardPass&) = delete;

@@ -46,7 +46,8 @@ OverlapRunner::OverlapRunner(
       static_cast<int>(model_.layers.size()),
       microbatches,
       options_);
-  runtime_->calls().backward_pass();  // refuses what it does not support
+  // Refuses what it does not support.
+  BackwardPass(runtime_, /*tells_graphs=*/true);
   PlanUnits units{
       .root = model_.root,
       .ends = model_.ends,
@@ -55,6 +56,9 @@ OverlapRunner::OverlapRunner(
   runtime_->calls().plan_passes(
       plan_events(plan_, units, options_),
       kGradSlots);
+  if (const auto& graphs = runtime_->graphs().regions()) {
+    graphs->interleave_microbatches();
+  }
 }
 
 OverlapRunner::~OverlapRunner() {
@@ -123,9 +127,13 @@ void OverlapRunner::compute_waits(const Event& event) {
 
 void OverlapRunner::run_step(const PlanStep& step) {
   auto& microbatch = microbatches_[step.microbatch];
+  if (const auto& graphs = runtime_->graphs().regions()) {
+    graphs->set_microbatch(step.microbatch);
+  }
   if (!microbatch) {
     microbatch = std::make_unique<Microbatch>();
-    microbatch->pass = runtime_->calls().backward_pass();
+    microbatch->pass =
+        std::make_unique<BackwardPass>(runtime_, /*tells_graphs=*/true);
     microbatch->layers.resize(model_.layers.size());
   }
   switch (step.pass) {

@@ -49,6 +49,18 @@ void RegionGraphs::slot_acquired(
   }
 }
 
+void RegionGraphs::parameters_pointed(Unit& unit, const SlotView& slot) {
+  unit_regions_[unit.id()]->slots.pointed(slot);
+}
+
+void RegionGraphs::interleave_microbatches() {
+  reset();
+  watch_->set_slots_of_now([this](const Unit& unit) {
+    return std::make_shared<UnitSlots>(
+        unit_regions_[unit.id()]->slots.of_now());
+  });
+}
+
 void RegionGraphs::slots_planned(
     const SlotPlan& /*plan*/,
     const std::vector<SlotLifetime>& /*lifetimes*/) {
@@ -58,8 +70,8 @@ void RegionGraphs::slots_planned(
 void RegionGraphs::reset() {
   for (const auto& [owner, regions] : regions_) {
     for (const auto& region : regions) {
-      for (const auto& graph : region->graphs) {
-        if (graph) {
+      for (const auto& [microbatch, graphs] : region->graphs) {
+        for (const auto& graph : graphs) {
           graph->drop();
         }
       }
@@ -154,9 +166,21 @@ RegionGraphs::Region& RegionGraphs::region_of(
   if (owner != nullptr) {
     unit.owners.push_back(owner);
   }
+  return region;
+}
+
+RegionGraphs::Region::Graphs& RegionGraphs::graphs_of(
+    Region& region,
+    nn::Module* owner,
+    const UnitRegions& unit) {
+  const auto [found, is_new] = region.graphs.try_emplace(microbatch_);
+  Region::Graphs& graphs = found->second;
   for (const bool with_grad : {false, true}) {
-    region.graphs[with_grad] = std::make_shared<RegionGraph>(
-        fmt::format("region {} of unit {}", name, unit.unit().name()),
+    if (!is_new) {
+      break;
+    }
+    graphs[with_grad] = std::make_shared<RegionGraph>(
+        fmt::format("region {} of unit {}", region.name, unit.unit().name()),
         owner_of(owner, unit),
         unit.unit(),
         sink_,
@@ -170,9 +194,9 @@ RegionGraphs::Region& RegionGraphs::region_of(
             fallback(&graph, miss);
           }
         });
-    region_of_graph_[region.graphs[with_grad].get()] = &region;
+    place_of_graph_[graphs[with_grad].get()] = {&region, microbatch_};
   }
-  return region;
+  return graphs;
 }
 
 // Why the region cannot be part of a graph now; empty: it can.
@@ -223,22 +247,21 @@ nn::TensorList RegionGraphs::run(
     return nn::run_region(owner, std::move(fn), inputs, options);
   }
   Region& region = region_of(&owner, name, *unit);
-  const auto& graph = region.graphs[with_grad];
+  const auto& graph = graphs_of(region, &owner, *unit)[with_grad];
   if (captured_) {
     std::string reason = obstacle(*unit);
     if (reason.empty() && !region.training.empty() &&
         !has_modes(unit->modules, region.training)) {
       reason = "a module of the unit changed between train() and eval()";
     }
-    if (auto outputs =
-            try_replay(region, with_grad, inputs, std::move(reason))) {
+    if (auto outputs = try_replay(region, *graph, inputs, std::move(reason))) {
       return *std::move(outputs);
     }
     return nn::run_region(owner, std::move(fn), inputs, options);
   }
   if (region.failure.empty() && obstacle(*unit).empty()) {
     region.training = modes_of(unit->modules);
-    learn(region, with_grad, fn, inputs, options);
+    learn(graph, fn, inputs, options);
     nn::TensorList outputs =
         nn::run_region(owner, std::move(fn), inputs, options);
     watch_->forward_ended(graph, inputs, outputs);
@@ -249,10 +272,9 @@ nn::TensorList RegionGraphs::run(
 
 std::optional<nn::TensorList> RegionGraphs::try_replay(
     Region& region,
-    bool with_grad,
+    RegionGraph& graph,
     const nn::TensorList& inputs,
     std::string reason) {
-  RegionGraph& graph = *region.graphs[with_grad];
   if (!region.failure.empty()) {
     reason = region.failure;
   }
@@ -279,27 +301,23 @@ RegionGraphs::UnitOutcome RegionGraphs::run_unit(const UnitForward& forward) {
   }
   UnitRegions& unit = *unit_regions_.at(forward.unit);
   Region& region = region_of(nullptr, "block", unit);
+  const auto& graph = graphs_of(region, nullptr, unit)[true];
   if (captured_) {
     return {
         .outputs = try_replay(
             region,
-            /*with_grad=*/true,
+            *graph,
             forward.inputs,
             forward.obstacle.empty() ? forward.difference : forward.obstacle)};
   }
   if (!forward.obstacle.empty()) {
     region.obstructed = true;
     if (num_steps_ >= options_.warmup_steps) {
-      fallback(region.graphs[true].get(), forward.obstacle);
+      fallback(graph.get(), forward.obstacle);
     }
     return {};
   }
-  learn(
-      region,
-      /*with_grad=*/true,
-      forward.fn,
-      forward.inputs,
-      {.constants = forward.constants});
+  learn(graph, forward.fn, forward.inputs, {.constants = forward.constants});
   return {.watched = true};
 }
 
@@ -307,20 +325,23 @@ void RegionGraphs::unit_ran(
     UnitId unit,
     const nn::TensorList& inputs,
     const nn::TensorList& outputs) {
-  const Region& region = region_of(nullptr, "block", *unit_regions_.at(unit));
-  watch_->forward_ended(region.graphs[true], inputs, outputs);
+  UnitRegions& regions = *unit_regions_.at(unit);
+  Region& region = region_of(nullptr, "block", regions);
+  watch_->forward_ended(
+      graphs_of(region, nullptr, regions)[true],
+      inputs,
+      outputs);
 }
 
 // -- learning ----------------------------------------------------------------
 
 void RegionGraphs::learn(
-    Region& region,
-    bool with_grad,
+    const std::shared_ptr<RegionGraph>& graph,
     const nn::RegionFn& fn,
     const nn::TensorList& inputs,
     const nn::RegionOptions& options) {
   watch_->forward_begins(
-      region.graphs[with_grad],
+      graph,
       {.fn = fn,
        .constants = options.constants,
        .recompute = options.recompute.has_value(),

@@ -5,10 +5,13 @@
 #include "flatshard/unit/graph_options.h"
 #include "flatshard/unit/observer.h"
 #include "flatshard/unit/region_graph.h"
+#include "flatshard/unit/step_watch.h"
 #include "flatshard/unit/unit_slots.h"
 
+#include <array>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -17,7 +20,6 @@
 
 namespace flatshard {
 
-class StepWatch;
 struct RuntimeOptions;
 
 /// @throws Error{config} for options that graphs do not go with, by name.
@@ -50,6 +52,12 @@ class RegionGraphs : public nn::RegionRunner,
   /// in gradient mode begins another step, and captures when enough was seen.
   /// @param at_rest  no slot is held and no backward is open.
   void root_forward_begins(bool weights_changed, bool at_rest);
+  /// Steps have so many microbatches under way at once from now on, each with
+  /// graphs of its own: `fully_shard` alone, before the first step, has one set
+  /// for all of them. Drops all graphs.
+  void interleave_microbatches();
+  /// Whose regions run next; 0 unless they interleave.
+  void set_microbatch(int microbatch) { microbatch_ = microbatch; }
   /// Drops all graphs and learns again.
   void reset();
   GraphStats stats() const;
@@ -100,6 +108,7 @@ class RegionGraphs : public nn::RegionRunner,
 
   void slot_acquired(const Unit& unit, const SlotKey& key, const Slot& slot)
       override;
+  void parameters_pointed(Unit& unit, const SlotView& slot) override;
   void slots_planned(
       const SlotPlan& plan,
       const std::vector<SlotLifetime>& lifetimes) override;
@@ -111,15 +120,17 @@ class RegionGraphs : public nn::RegionRunner,
     /// Those of them that own a region that is captured: hooks of theirs run
     /// outside.
     std::vector<const nn::Module*> owners{};
-    TargetSink targets{};
+    std::map<int, TargetSink> targets{};  ///< by microbatch
 
     Unit& unit() const { return slots.unit(); }
   };
 
   struct Region {
-    const char* name = nullptr;
     /// Without and with gradients.
-    std::shared_ptr<RegionGraph> graphs[2];
+    using Graphs = std::array<std::shared_ptr<RegionGraph>, 2>;
+
+    const char* name = nullptr;
+    std::map<int, Graphs> graphs;  ///< by microbatch
     /// train() or eval() of the unit's modules, in the call that was watched.
     std::vector<bool> training;
     std::string failure;      ///< of a capture: eager for good
@@ -129,35 +140,41 @@ class RegionGraphs : public nn::RegionRunner,
   UnitRegions* unit_of(nn::Module& owner);
   /// @param owner  null: the unit has no module.
   Region& region_of(nn::Module* owner, const char* name, UnitRegions& unit);
+  /// Of the microbatch that runs.
+  Region::Graphs&
+  graphs_of(Region& region, nn::Module* owner, const UnitRegions& unit);
   RegionOwner owner_of(nn::Module* owner, const UnitRegions& unit) const;
   /// A replay, or null behind a fallback.
   /// @param reason  not to be one; empty: none so far.
   std::optional<nn::TensorList> try_replay(
       Region& region,
-      bool with_grad,
+      RegionGraph& graph,
       const nn::TensorList& inputs,
       std::string reason);
   static std::string obstacle(const UnitRegions& unit);
   void step_begins(bool at_rest);
   void learn(
-      Region& region,
-      bool with_grad,
+      const std::shared_ptr<RegionGraph>& graph,
       const nn::RegionFn& fn,
       const nn::TensorList& inputs,
       const nn::RegionOptions& options);
   void capture_all();
-  void capture(const std::shared_ptr<RegionGraph>& graph);
-  void capture_backward(const std::shared_ptr<RegionGraph>& graph);
+  void capture(const StepWatch::Run& run);
+  void capture_backward(const StepWatch::Run& run);
+  /// The unit's when the run was watched.
+  UnitSlots& slots_of(const StepWatch::Run& run);
+  /// Where gradients of the run's microbatch go.
+  TargetSink& targets_of(const StepWatch::Run& run);
   /// Null: the unit has no FP8 weights.
   static std::shared_ptr<PlanePlaces> places(
-      const UnitRegions& unit,
+      const UnitSlots& slots,
       bool in_backward);
   /// A recording, while the unit's parameters point at where they will be in a
   /// forward or in a backward. Eager for good when it fails.
   void attempt(
-      RegionGraph& graph,
+      const StepWatch::Run& run,
       bool in_backward,
-      const std::function<void(UnitRegions& unit)>& record);
+      const std::function<void()>& record);
   void forget_step();
   void audit(const RegionGraph& graph, const TargetSink& targets);
   void give_up(RegionGraph& graph, const std::string& why);
@@ -174,8 +191,13 @@ class RegionGraphs : public nn::RegionRunner,
   /// By the module that owns them, or the unit that has none.
   std::unordered_map<const void*, std::vector<std::unique_ptr<Region>>>
       regions_;
-  std::unordered_map<const RegionGraph*, Region*> region_of_graph_;
+  struct Place {
+    Region* region = nullptr;
+    int microbatch = 0;
+  };
+  std::unordered_map<const RegionGraph*, Place> place_of_graph_;
   UnitProgram program_;
+  int microbatch_ = 0;
   bool capturing_ = false;
   bool captured_ = false;
   bool again_ = false;  ///< capture once more: see RegionGraph::kOtherInput

@@ -14,20 +14,20 @@ void RegionGraphs::capture_all() {
   pool_ = make_graph_pool(device_, options_.audit);
   pool_->make_room();
   for (const auto& regions : unit_regions_) {
-    regions->targets = regions->slots.targets();
+    regions->targets.clear();
   }
-  for (const auto& [graph, backward] : watch_->order()) {
-    if (!backward) {
-      capture(graph);
-    } else if (graph->captured()) {
-      capture_backward(graph);
+  for (const StepWatch::Run& run : watch_->order()) {
+    if (!run.backward) {
+      capture(run);
+    } else if (run.graph->captured()) {
+      capture_backward(run);
     }
   }
   std::int64_t captured = 0;
   std::int64_t all = 0;
-  for (const auto& [graph, backward] : watch_->order()) {
-    all += backward ? 0 : 1;
-    captured += !backward && graph->captured() ? 1 : 0;
+  for (const StepWatch::Run& run : watch_->order()) {
+    all += run.backward ? 0 : 1;
+    captured += !run.backward && run.graph->captured() ? 1 : 0;
   }
   log_info(
       "CUDA graphs: {} of {} regions captured, {:.0f} MB",
@@ -36,53 +36,72 @@ void RegionGraphs::capture_all() {
       static_cast<double>(pool_->nbytes()) * 1e-6);
 }
 
-void RegionGraphs::capture(const std::shared_ptr<RegionGraph>& graph) {
-  if (!unit_regions_[graph->unit().id()]->slots.planned()) {
+void RegionGraphs::capture(const StepWatch::Run& run) {
+  UnitSlots& slots = slots_of(run);
+  if (!slots.planned()) {
     return;  // its slots have no place of their own
   }
-  const bool in_backward = graph->call().in_backward;
-  attempt(*graph, in_backward, [&](UnitRegions& unit) {
-    graph->capture_forward(*pool_, places(unit, in_backward));
+  const bool in_backward = run.graph->call().in_backward;
+  attempt(run, in_backward, [&] {
+    run.graph->capture_forward(*pool_, places(slots, in_backward));
   });
 }
 
-void RegionGraphs::capture_backward(const std::shared_ptr<RegionGraph>& graph) {
-  attempt(*graph, /*in_backward=*/true, [&](UnitRegions& unit) {
-    graph->capture_backward(
+void RegionGraphs::capture_backward(const StepWatch::Run& run) {
+  attempt(run, /*in_backward=*/true, [&] {
+    run.graph->capture_backward(
         *pool_,
-        watch_->consumers_of(graph),
-        unit.targets,
-        places(unit, /*in_backward=*/true));
+        watch_->consumers_of(run.graph),
+        targets_of(run),
+        places(slots_of(run), /*in_backward=*/true));
   });
+}
+
+UnitSlots& RegionGraphs::slots_of(const StepWatch::Run& run) {
+  return run.slots ? *run.slots : unit_regions_[run.graph->unit().id()]->slots;
+}
+
+TargetSink& RegionGraphs::targets_of(const StepWatch::Run& run) {
+  auto& targets = unit_regions_[run.graph->unit().id()]->targets;
+  const int microbatch = place_of_graph_.at(run.graph.get()).microbatch;
+  const auto found = targets.find(microbatch);
+  return found != targets.end()
+             ? found->second
+             : targets.emplace(microbatch, slots_of(run).targets())
+                   .first->second;
 }
 
 std::shared_ptr<PlanePlaces> RegionGraphs::places(
-    const UnitRegions& unit,
+    const UnitSlots& slots,
     bool in_backward) {
-  return unit.unit().has_float8()
-             ? std::make_shared<PlanePlaces>(unit.slots, in_backward)
+  return slots.unit().has_float8()
+             ? std::make_shared<PlanePlaces>(slots, in_backward)
              : nullptr;
 }
 
 void RegionGraphs::attempt(
-    RegionGraph& graph,
+    const StepWatch::Run& run,
     bool in_backward,
-    const std::function<void(UnitRegions& unit)>& record) {
+    const std::function<void()>& record) {
+  RegionGraph& graph = *run.graph;
   UnitRegions& unit = *unit_regions_[graph.unit().id()];
-  const ModesScope modes(unit.modules, region_of_graph_.at(&graph)->training);
+  UnitSlots& slots = slots_of(run);
+  const ModesScope modes(
+      unit.modules,
+      place_of_graph_.at(&graph).region->training);
   const auto tell_program = [&](bool captures) {
     if (unit.unit().module() == nullptr && program_.around_capture) {
       program_.around_capture(unit.unit(), captures);
     }
   };
-  unit.slots.point(in_backward);
+  slots.point(in_backward);
   tell_program(true);
   const auto done = c10::make_scope_exit([&] {
     tell_program(false);
-    unit.slots.rest();
+    slots.rest();
   });
   try {
-    record(unit);
+    record();
     ++stats_.captures;
   } catch (const c10::Error& e) {
     give_up(graph, e.what_without_backtrace());
@@ -90,7 +109,7 @@ void RegionGraphs::attempt(
     give_up(graph, e.what());
   }
   if (options_.audit && graph.captured()) {
-    audit(graph, unit.targets);
+    audit(graph, run.backward ? targets_of(run) : TargetSink());
   }
 }
 
@@ -115,7 +134,7 @@ void RegionGraphs::audit(const RegionGraph& graph, const TargetSink& targets) {
 
 void RegionGraphs::give_up(RegionGraph& graph, const std::string& why) {
   graph.drop();
-  region_of_graph_.at(&graph)->failure = "its capture failed: " + why;
+  place_of_graph_.at(&graph).region->failure = "its capture failed: " + why;
   log_warning(
       "{} stays eager, because it could not be captured: {}",
       graph.name(),

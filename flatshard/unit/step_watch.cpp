@@ -49,7 +49,10 @@ void StepWatch::ran(const std::shared_ptr<RegionGraph>& graph, bool backward) {
         return run.graph == graph && run.backward == backward;
       });
   if (!again) {
-    order_.push_back({graph, backward});
+    order_.push_back(
+        {graph,
+         backward,
+         slots_of_now_ ? slots_of_now_(graph->unit()) : nullptr});
   }
 }
 
@@ -87,7 +90,7 @@ std::vector<RegionGraph::Consumer> StepWatch::consumers_of(
   std::vector<RegionGraph::Consumer> consumers(graph->num_outputs());
   for (std::size_t output = 0; output < consumers.size(); ++output) {
     int count = 0;
-    for (const auto& [other, backward] : order_) {
+    for (const auto& [other, backward, slots] : order_) {
       if (backward || !other->with_grad()) {
         continue;
       }

@@ -1,8 +1,10 @@
 #pragma once
 
 #include "flatshard/unit/region_graph.h"
+#include "flatshard/unit/unit_slots.h"
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <unordered_map>
@@ -22,7 +24,15 @@ class StepWatch : public std::enable_shared_from_this<StepWatch> {
   struct Run {
     std::shared_ptr<RegionGraph> graph;
     bool backward = false;
+    /// Where microbatches interleave: the unit's slots when it ran. Null: those
+    /// of the step.
+    std::shared_ptr<UnitSlots> slots;
   };
+  using SlotsOfNow =
+      std::function<std::shared_ptr<UnitSlots>(const Unit& unit)>;
+
+  /// Asked for each run from now on.
+  void set_slots_of_now(SlotsOfNow slots) { slots_of_now_ = std::move(slots); }
 
   /// A forward of the region begins: `graph` learns `call`.
   /// @param call  without its inputs, which are found here.
@@ -62,6 +72,7 @@ class StepWatch : public std::enable_shared_from_this<StepWatch> {
   RegionGraph::Input describe(const at::Tensor& input) const;
   void ran(const std::shared_ptr<RegionGraph>& graph, bool backward);
 
+  SlotsOfNow slots_of_now_;
   bool stopped_ = false;
   std::vector<Run> order_;
   std::unordered_map<const void*, Source> sources_;  ///< by address

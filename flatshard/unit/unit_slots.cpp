@@ -18,19 +18,31 @@ void UnitSlots::acquired(const SlotKey& key, const Slot& slot) {
       view;
 }
 
+UnitSlots UnitSlots::of_now() const {
+  UnitSlots now = *this;
+  now.of_one_run_ = true;
+  return now;
+}
+
 void UnitSlots::forget() {
   weights_ = {};
   float8_.clear();
   gradients_ = {};
+  pointed_ = {};
   moved_ = false;
 }
 
 bool UnitSlots::planned() const {
-  return !moved_ && (unit_.resident() || weights_.forward ||
+  const SlotView& weights = of_one_run_ ? pointed_ : weights_.forward;
+  return !moved_ && (unit_.resident() || weights ||
                      unit_.slot_nbytes(Unit::kComputePlane, kWhole) == 0);
 }
 
 void UnitSlots::point(bool in_backward) {
+  if (of_one_run_) {
+    unit_.point_at(pointed_);
+    return;
+  }
   const bool own = in_backward && static_cast<bool>(weights_.backward);
   unit_.point_at(own ? weights_.backward : weights_.forward);
 }

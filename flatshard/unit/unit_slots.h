@@ -20,13 +20,18 @@ class UnitSlots {
 
   Unit& unit() const { return unit_; }
   void acquired(const SlotKey& key, const Slot& slot);
+  /// The unit's parameters point there now.
+  void pointed(const SlotView& slot) { pointed_ = slot; }
+  /// Those of this moment, for a region that runs now: where microbatches
+  /// interleave, another one may have its own.
+  UnitSlots of_now() const;
   /// Another step begins.
   void forget();
   /// The unit can be pointed at its weights' place, which the next step has.
   bool planned() const;
 
   /// The unit's parameters point at where they will be in a forward or in a
-  /// backward, until `rest`.
+  /// backward, until `rest`; those of one run at where they were in it.
   void point(bool in_backward);
   void rest();
   struct Place {
@@ -50,6 +55,8 @@ class UnitSlots {
   InPhases weights_;  ///< of the compute plane
   std::map<std::pair<PlaneId, PartId>, InPhases> float8_;
   SlotView gradients_;
+  SlotView pointed_;
+  bool of_one_run_ = false;
   bool moved_ = false;  ///< a slot had no place in the plan
 };
 

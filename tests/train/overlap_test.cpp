@@ -29,6 +29,7 @@ namespace flatshard {
 namespace {
 
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 using testing::message_of;
 using testing::RankContext;
 using testing::run_ranks;
@@ -82,6 +83,7 @@ struct OverlapOutcome {
   std::string weights;                          ///< model.safetensors
   std::vector<double> exchange_ms;              ///< of rank 0's steps
   std::vector<MemoryRow> memory;                ///< of rank 0
+  GraphStats graphs;                            ///< of rank 0
 };
 
 OverlapOutcome train_overlapping(int world, const Overrides& overrides) {
@@ -136,6 +138,7 @@ OverlapOutcome train_overlapping(int world, const Overrides& overrides) {
         loads.buffers());
     if (context.rank == 0) {
       outcome.memory = memory_rows(state);
+      outcome.graphs = state.runtime->graphs().stats();
     }
   });
   std::ifstream stream(file, std::ios::binary);
@@ -194,6 +197,28 @@ TEST(OverlapTraining, GoesWithStrategiesAndWeightsThatStay) {
   }
 }
 
+// Each microbatch has graphs of its own, which are replayed from the second
+// step on: three attentions, a dense layer, two routers.
+TEST(OverlapTraining, GoesWithGraphsOfRegions) {
+  const Overrides graphs{
+      "cuda_graph.impl=unit",
+      "cuda_graph.modules=attn,mlp,moe_router",
+      "cuda_graph.warmup_steps=1",
+      "cuda_graph.on_miss=error",
+      "debug.emulate_graphs=true"};
+  const OverlapOutcome want = train_overlapping(2, {kOverlap});
+  for (const Overrides& how :
+       {Overrides{"activation_checkpoint.mode=none"},
+        Overrides{kLate, "activation_checkpoint.mode=full"}}) {
+    const OverlapOutcome got =
+        train_overlapping(2, graphs + how + Overrides{kOverlap});
+    expect_equal(got, want);
+    constexpr int kMicrobatches = 3;
+    EXPECT_EQ(got.graphs.backward_replays, 2 * kMicrobatches * 6);
+    EXPECT_THAT(got.graphs.fallbacks, IsEmpty());
+  }
+}
+
 // Experts stay in bfloat16; the others' planes are gathered whole or by parts.
 TEST(OverlapTraining, GoesWithFloat8Planes) {
   const Overrides rowwise{"float8.recipe=rowwise", "float8.emulate=true"};
@@ -247,9 +272,25 @@ TEST(OverlapKeys, WhatDoesNotFitIsRefusedByName) {
       refusal({"activation_checkpoint.mode=selective"}),
       HasSubstr("overlap_expert_parallel with activation_checkpoint.mode = "
                 "\"selective\""));
+  const Overrides graphs{"debug.emulate_graphs=true"};
   EXPECT_THAT(
-      refusal({"cuda_graph.impl=unit", "debug.emulate_graphs=true"}),
-      HasSubstr("overlap_expert_parallel with cuda_graph.impl"));
+      refusal(graphs + Overrides{"cuda_graph.impl=unit"}),
+      HasSubstr("overlap_expert_parallel with cuda_graph.impl = \"unit\" of "
+                "whole blocks: blocks run in pieces; name parts"));
+  EXPECT_THAT(
+      refusal(graphs + Overrides{"cuda_graph.impl=full_iteration"}),
+      HasSubstr("overlap_expert_parallel with cuda_graph.impl = "
+                "\"full_iteration\": backwards that interleave"));
+  EXPECT_THAT(
+      refusal(
+          graphs +
+          Overrides{
+              "cuda_graph.impl=unit",
+              "cuda_graph.modules=attn",
+              "float8.recipe=rowwise",
+              "float8.emulate=true"}),
+      HasSubstr("overlap_expert_parallel with cuda_graph.impl and "
+                "float8.recipe: the FP8 planes"));
   EXPECT_THAT(
       refusal({"diagnostics.strict=true"}),
       HasSubstr("overlap_expert_parallel with diagnostics.strict = true"));

@@ -99,6 +99,52 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::ValuesIn(whole_matrix()),
     name_of);
 
+// Each microbatch has graphs of its own: all regions are replayed, where the
+// plan has their weights and gradients in that microbatch.
+class OverlapGraphs : public ::testing::TestWithParam<MoeOverlapCase> {};
+
+TEST_P(OverlapGraphs, EqualTheScheduleWithoutThem) {
+  MoeOverlapCase eager = GetParam();
+  eager.steps = 5;
+  MoeOverlapCase graphs = eager;
+  graphs.regions = {"attn", "mlp", "moe_router"};
+  const MoeOverlapResult got = train_overlapped_moe(graphs);
+  expect_same(got, train_overlapped_moe(eager));
+  const std::int64_t in_a_step = std::int64_t{eager.microbatches} *
+                                 (eager.layers + eager.layers);  // and one each
+  const std::int64_t replays =
+      in_a_step * (eager.steps - MoeOverlapCase::kWarmupSteps);
+  ASSERT_EQ(got.graphs.size(), static_cast<std::size_t>(eager.world()));
+  for (const auto& [rank, stats] : got.graphs) {
+    EXPECT_EQ(
+        stats.forward_replays,
+        (eager.options.recompute ? 2 : 1) * replays);
+    EXPECT_EQ(stats.backward_replays, replays);
+    EXPECT_THAT(stats.fallbacks, ::testing::IsEmpty());
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Some,
+    OverlapGraphs,
+    ::testing::Values(
+        MoeOverlapCase{.ep = 2, .microbatches = 2},
+        MoeOverlapCase{
+            .strategy = "zero1",
+            .edp = 1,
+            .ep = 2,
+            .copies = true,
+            .options = {.shared_experts = true}},
+        MoeOverlapCase{.edp = 1, .ep = 2, .options = {.delay_wgrad = true}},
+        MoeOverlapCase{
+            .edp = 1,
+            .ep = 2,
+            .options =
+                {.delay_wgrad = true,
+                 .recompute = true,
+                 .shared_experts = true}}),
+    name_of);
+
 /// The all-to-alls of a step of a plan: how many numbers a row has.
 std::vector<std::int64_t> rows_of(const PlanStep& step) {
   constexpr std::int64_t kCounts = 1;  // numbers of an expert

@@ -87,6 +87,13 @@ MoeOverlapTrainer::MoeOverlapTrainer(
   FullyShardOptions sharding{.strategy = options.strategy, .seed = 11};
   sharding.runtime.streams = streams;
   sharding.runtime.trace = true;
+  if (!options.regions.empty()) {
+    sharding.runtime.graphs = {
+        .enabled = true,
+        .regions = options.regions,
+        .warmup_steps = MoeOverlapCase::kWarmupSteps,
+        .emulate_on_cpu = mesh->device().is_cpu()};
+  }
   if (exchange) {
     sharding.placement_of =
         [placement = ParameterPlacement::along(*mesh, "ep", kExperts)](
@@ -212,6 +219,7 @@ void train_overlapped_rank(
   trainer.runtime->synchronize();
   collect_weights(*trainer.runtime, mutex, result.weights);
   const std::lock_guard lock(mutex);
+  result.graphs[mesh->rank()] = trainer.runtime->graphs().stats();
   auto& chosen = result.counts[mesh->rank()];
   for (const models::RouterOf& of : trainer.llama->routers()) {
     const at::Tensor counts = of.router->take_load().counts.cpu();

@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -33,6 +34,9 @@ struct MoeOverlapCase {
   int steps = 3;
   int max_delay_us = 200;
   bool with_runner = true;  ///< false: plain accumulation
+  /// Those that are graphs, behind kWarmupSteps.
+  std::set<std::string> regions;
+  static constexpr int kWarmupSteps = 2;
 
   bool has_outer() const { return strategy == "hsdp" || strategy == "hfsdp"; }
   int world() const { return (has_outer() ? 2 : 1) * edp * ep; }
@@ -74,6 +78,7 @@ struct MoeOverlapResult {
   std::map<std::string, std::vector<float>> weights;
   /// By rank: how often the layers' experts were chosen.
   std::map<int, std::vector<std::int64_t>> counts;
+  std::map<int, GraphStats> graphs;  ///< by rank
 };
 
 /// One rank's part of train_overlapped_moe, on any mesh and device.

@@ -65,6 +65,35 @@ TEST_F(OverlapOnGpus, EqualsPlainAccumulation) {
   }
 }
 
+// Each microbatch has graphs of its own regions, and nothing runs eagerly that
+// was recorded.
+TEST_F(OverlapOnGpus, GraphsGiveTheBitsOfEagerSteps) {
+  if (8 % world() != 0) {
+    GTEST_SKIP() << "expected 1, 2, 4 or 8 ranks, have " << world();
+  }
+  for (int bits = 0; bits < 4; ++bits) {
+    MoeOverlapCase c{
+        .edp = 1,
+        .ep = world(),
+        .travels_alone = true,
+        .options = {
+            .delay_wgrad = (bits & 1) != 0,
+            .recompute = (bits & 2) != 0}};
+    c.steps = 5;
+    SCOPED_TRACE(c.name());
+    const MoeOverlapResult eager = train(c);
+    c.regions = {"attn", "mlp", "moe_router"};
+    const MoeOverlapResult graphs = train(c);
+    expect_same(graphs, eager);
+    const GraphStats& stats = graphs.graphs.at(gpu_ranks().rank());
+    EXPECT_EQ(
+        stats.backward_replays,
+        (c.steps - MoeOverlapCase::kWarmupSteps) * c.microbatches *
+            (c.layers + c.layers));
+    EXPECT_TRUE(stats.fallbacks.empty()) << stats.fallbacks.begin()->first;
+  }
+}
+
 }  // namespace
 }  // namespace flatshard::testing
 
