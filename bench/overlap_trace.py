@@ -12,7 +12,7 @@ build/flatshard_overlap_price takes, as the last line has them; weight gradients
 are not late are in the backward's.
 
 A run of one rank has no exchanges; its other nodes are those of any degree. Fails
-when fewer copies than SHARE, of 1, are hidden.
+when fewer copies than SHARE, of 1, are hidden, or there are none and SHARE is above 0.
 """
 
 import argparse
@@ -133,7 +133,7 @@ def main(path):
     last = max(step.microbatch for step in steps)
     met, could = hidden_copies(work, compute, last)
     print(f"{len(steps)} steps of {last + 1} microbatches")
-    share = met[0] / could[0] if could[0] else 0.0
+    share = met[0] / could[0] if could[0] else None
     if could[0]:
         print(
             f"copies beside another microbatch: {could[0]} in {could[1]:.2f} ms, of which "
@@ -156,5 +156,11 @@ if __name__ == "__main__":
     parser.add_argument("--at-least", type=float, default=0.0, metavar="SHARE")
     options = parser.parse_args()
     found = main(options.trace)
-    if found < options.at_least:
+    if found is None and options.at_least > 0:
+        sys.exit(
+            f"{options.trace}: expected tokens that travel on a GPU beside another "
+            "microbatch, found none; trace a run on GPUs with "
+            "parallelism.expert_parallel_degree"
+        )
+    if found is not None and found < options.at_least:
         sys.exit(f"expected {options.at_least:.0%} of the copies hidden, got {found:.0%}")

@@ -71,5 +71,9 @@ assert "expected 50% of the copies hidden, got 25%" in done.stderr, done
 done = run({"traceEvents": []})
 assert done.returncode == 1 and "overlap_expert_parallel" in done.stderr, done
 
-done = run(trace(("F0.attend(0)", 0, COMPUTE, 100, 10)))
+# One rank has all experts: its nodes have times, and no copy is hidden.
+alone = trace(("F0.attend(0)", 0, COMPUTE, 100, 10))
+done = run(alone)
+assert done.returncode == 0 and "F.attend=0.010" in done.stdout, done
+done = run(alone, "--at-least", "0.5")
 assert done.returncode == 1 and "expert_parallel_degree" in done.stderr, done
