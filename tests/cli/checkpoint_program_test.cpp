@@ -77,6 +77,20 @@ log_freq = 1
     return sh(train(write_config(name), ranks, more));
   }
 
+  /// Lines of a shell: `command` as $pid, until its log has `text` or it ended.
+  /// An earlier command's log is gone before: its text is not this one's.
+  std::string start(const std::string& command, const std::string& text) const {
+    return fmt::format(
+        ": > '{0}'\n"
+        "exec {1} > '{0}' 2>&1 & pid=$!\n"
+        "while kill -0 $pid 2>/dev/null && ! grep -q '{2}' '{0}'; do "
+        "sleep 0.01; done\n",
+        log().string(),
+        command,
+        text);
+  }
+  fs::path log() const { return folder_ / "log"; }
+
   std::string weights(const std::string& name) const {
     return read(folder_ / name / "model.safetensors");
   }
@@ -198,24 +212,20 @@ TEST_F(Checkpoints, ARunThatFailsAtItsStartMovesNothing) {
 
 TEST_F(Checkpoints, ASecondRunInTheFolderIsRefused) {
   const std::string config = write_config("shared");
-  const std::string log = (folder_ / "log").string();
   const auto second = [&](const std::string& more) {
     return fmt::format(
-        "{} > '{}.{}' 2>&1; echo $? >> '{}.{}'",
+        "{0} > '{1}.{2}' 2>&1; echo $? >> '{1}.{2}'",
         train(config, 2, more),
-        log,
-        more.size(),
-        log,
+        log().string(),
         more.size());
   };
   const Result first = sh(fmt::format(
-      "{0} --set training.steps=100000 > '{1}' 2>&1 & pid=$!\n"
-      "while ! grep -q 'checkpoints/step-20 in' '{1}'; do sleep 0.01; done\n"
-      "{2}\n{3}\n"
+      "{}{}\n{}\n"
       "kill -0 $pid && kill -KILL $pid $(pgrep -P $pid); wait $pid; "
-      "cat '{4}/run.lock'",
-      "exec " + train(config, 2),
-      log,
+      "cat '{}/run.lock'",
+      start(
+          train(config, 2, "--set training.steps=100000"),
+          "checkpoints/step-20 in"),
       second(""),
       second("--resume"),
       (folder_ / "shared").string()));
@@ -314,15 +324,11 @@ TEST_F(Checkpoints, KillNineLosesNothingThatWasSaved) {
   std::string again;
   int num_kills = 0;
   for (; num_kills < 5; ++num_kills) {
-    const Result killed = sh(fmt::format(
-        "{} --set checkpoint.interval=1 > '{}' 2>&1 & pid=$!\n"
-        "n=0; while [ $n -lt 2000 ] && kill -0 $pid 2>/dev/null && "
-        "! grep -q 'step: {}/40  loss' '{}'; do sleep 0.01; n=$((n+1)); done\n"
-        "pkill -KILL -P $pid; kill -KILL $pid; wait $pid\n",
-        "exec " + train(config, 2, again),
-        (folder_ / "log").string(),
-        (num_kills + 1) * 6,
-        (folder_ / "log").string()));
+    const Result killed =
+        sh(start(
+               train(config, 2, "--set checkpoint.interval=1 " + again),
+               fmt::format("step: {}/40  loss", (num_kills + 1) * 6)) +
+           "pkill -KILL -P $pid; kill -KILL $pid; wait $pid\n");
     again = "--resume";
     for (const std::int64_t step : steps("killed")) {
       const Result verified = sh(fmt::format(
@@ -340,17 +346,13 @@ TEST_F(Checkpoints, KillNineLosesNothingThatWasSaved) {
 TEST_F(Checkpoints, ARankThatDiesIsStartedAgain) {
   ASSERT_EQ(run("whole", 2).code, 0);
   const std::string config = write_config("restarted");
-  const std::string log = (folder_ / "log").string();
-  const Result result = sh(fmt::format(
-      "{} > '{}' 2>&1 & pid=$!\n"
-      "while ! grep -q 'step: 25/40  loss' '{}'; do sleep 0.01; done\n"
-      "kill -KILL $(pgrep -P $pid | head -1); wait $pid",
-      "exec " + train(config, 2, "--max-restarts 3"),
-      log,
-      log));
-  EXPECT_EQ(result.code, 0) << read(folder_ / "log");
+  const Result result =
+      sh(start(train(config, 2, "--max-restarts 3"), "step: 25/40  loss") +
+         "kill -KILL $(pgrep -P $pid | head -1); wait $pid");
+  const std::string log_text = read(log());
+  EXPECT_EQ(result.code, 0) << log_text;
   EXPECT_THAT(
-      read(folder_ / "log"),
+      log_text,
       AllOf(
           HasSubstr("was ended by signal 9"),
           HasSubstr("restart 1 of 3, from the latest checkpoint"),
@@ -359,7 +361,6 @@ TEST_F(Checkpoints, ARankThatDiesIsStartedAgain) {
           // torch's stacks of a store that is gone, and what was said before
           Not(HasSubstr("c10d")),
           Not(HasSubstr("frame #"))));
-  const std::string log_text = read(folder_ / "log");
   for (const char* once : {"config: all of it is in", "slot pool"}) {
     EXPECT_EQ(log_text.find(once), log_text.rfind(once)) << log_text;
     EXPECT_THAT(log_text, HasSubstr(once));
@@ -393,16 +394,12 @@ TEST_F(Checkpoints, CtrlCAndSigtermSaveAndEnd) {
   for (const int number : {SIGTERM, SIGINT}) {
     const std::string name = number == SIGTERM ? "SIGTERM" : "SIGINT";
     const std::string config = write_config(name);
-    const std::string log = (folder_ / "log").string();
-    const Result stopped = sh(fmt::format(
-        "exec env --default-signal=INT {} > '{}' 2>&1 & pid=$!\n"
-        "while ! grep -q 'step: 5/40  loss' '{}'; do sleep 0.01; done\n"
-        "kill -{} $pid; wait $pid",
-        train(config, 2),
-        log,
-        log,
-        number));
-    const std::string output = read(log);
+    const Result stopped =
+        sh(start(
+               "env --default-signal=INT " + train(config, 2),
+               "step: 5/40  loss") +
+           fmt::format("kill -{} $pid; wait $pid", number));
+    const std::string output = read(log());
     EXPECT_EQ(stopped.code, 128 + number) << output;
     ASSERT_EQ(steps(name).size(), 1u) << output;
     const std::int64_t step = steps(name)[0];
@@ -431,23 +428,18 @@ TEST_F(Checkpoints, CtrlCAndSigtermSaveAndEnd) {
 
 TEST_F(Checkpoints, CtrlCWithoutCheckpointsAndTwice) {
   const std::string config = write_config("run");
-  const std::string log = (folder_ / "log").string();
-  const auto interrupted = [&](const std::string& more, const char* kills) {
-    return sh(fmt::format(
-        "exec env --default-signal=INT {} --set training.steps=1000000 > '{}' "
-        "2>&1 & pid=$!\n"
-        "while ! grep -q 'step: 5/1000000  loss' '{}'; do sleep 0.01; done\n"
-        "{}; wait $pid",
-        train(config, 1, more),
-        log,
-        log,
-        kills));
+  const auto begin = [&](const std::string& more) {
+    return start(
+        "env --default-signal=INT " +
+            train(config, 1, "--set training.steps=1000000 " + more),
+        "step: 5/1000000  loss");
   };
   EXPECT_EQ(
-      interrupted("--set checkpoint.interval=0", "kill -INT $pid").code,
+      sh(begin("--set checkpoint.interval=0") + "kill -INT $pid; wait $pid")
+          .code,
       128 + SIGINT);
   EXPECT_THAT(
-      read(log),
+      read(log()),
       AllOf(
           HasSubstr("stopped by SIGINT after step "),
           HasSubstr("nothing was saved, since checkpoint.interval = 0")));
@@ -458,35 +450,23 @@ TEST_F(Checkpoints, CtrlCWithoutCheckpointsAndTwice) {
       (folder_ / "gate").string());
   const Result twice = sh(
       slow +
+      begin("--set checkpoint.async=false --set checkpoint.interval=100000") +
       fmt::format(
-          "exec env --default-signal=INT {} --set training.steps=1000000 > "
-          "'{}' 2>&1 & pid=$!\n"
-          "while ! grep -q 'step: 5/1000000  loss' '{}'; do sleep 0.01; done\n"
           "kill -INT $pid\n"
           "while ! grep -q 'ending after step' '{}'; do sleep 0.01; done\n"
           "sleep 0.2; kill -INT $pid; wait $pid",
-          train(
-              config,
-              1,
-              "--set checkpoint.async=false --set checkpoint.interval=100000"),
-          log,
-          log,
-          log));
-  EXPECT_EQ(twice.code, 128 + SIGINT) << read(log);
-  EXPECT_THAT(read(log), Not(HasSubstr("stopped by")));
+          log().string()));
+  EXPECT_EQ(twice.code, 128 + SIGINT) << read(log());
+  EXPECT_THAT(read(log()), Not(HasSubstr("stopped by")));
 }
 
 TEST_F(Checkpoints, Sigusr1SavesAndGoesOn) {
   const std::string config = write_config("asked");
-  const Result result = sh(fmt::format(
-      "{} > '{}' 2>&1 & pid=$!\n"
-      "while ! grep -q 'step: 5/40  loss' '{}'; do sleep 0.01; done\n"
-      "kill -USR1 $pid; wait $pid",
-      "exec " + train(config, 2),
-      (folder_ / "log").string(),
-      (folder_ / "log").string()));
-  EXPECT_EQ(result.code, 0) << read(folder_ / "log");
-  EXPECT_EQ(steps("asked").size(), 3u) << read(folder_ / "log");
+  const Result result =
+      sh(start(train(config, 2), "step: 5/40  loss") +
+         "kill -USR1 $pid; wait $pid");
+  EXPECT_EQ(result.code, 0) << read(log());
+  EXPECT_EQ(steps("asked").size(), 3u) << read(log());
 }
 
 TEST_F(Checkpoints, AGradientThatIsNotFinite) {
@@ -613,20 +593,13 @@ TEST_F(Checkpoints, ASlowDiskHoldsUpOnlyTheCheckpointsAfterNext) {
   const std::string often = "--set checkpoint.interval=10";
   ASSERT_EQ(run("whole", 2, often).code, 0);
   const std::string gate = (folder_ / "gate").string();
-  const std::string log = (folder_ / "log").string();
   const Result slow = sh(fmt::format(
-      "export LD_PRELOAD='{}' SLOW_DISK_UNTIL='{}'\n"
-      "{} > '{}' 2>&1 & pid=$!\n"
-      "while kill -0 $pid && ! grep -q 'step 30 waits' '{}'; do sleep 0.05; "
-      "done\n"
-      "touch '{}'; wait $pid",
+      "export LD_PRELOAD='{0}' SLOW_DISK_UNTIL='{1}'\n{2}"
+      "touch '{1}'; wait $pid",
       FLATSHARD_SLOW_DISK,
       gate,
-      "exec " + train(write_config("slow"), 2, often),
-      log,
-      log,
-      gate));
-  const std::string output = read(log);
+      start(train(write_config("slow"), 2, often), "step 30 waits")));
+  const std::string output = read(log());
   ASSERT_EQ(slow.code, 0) << output;
   const auto at = [&](const std::string& text) {
     EXPECT_THAT(output, HasSubstr(text));
