@@ -9,30 +9,12 @@ into a flat one, eager and compiled, of which the faster counts. One GPU, a minu
 """
 
 import argparse
-import json
-import statistics
-import subprocess
-import sys
 
 import torch
 
+from kernel_time import microseconds, rows_of, write_json
+
 EXPERTS, PER_TOKEN, DIM, WIDTH = 128, 8, 2048, 768
-
-
-def microseconds(call, calls=20, rounds=7):
-    """The median over rounds of 20 calls; a first round warms up."""
-
-    def once():
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(calls):
-            call()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) * 1e3 / calls
-
-    once()
-    return statistics.median(once() for _ in range(rounds))
 
 
 def routing(tokens):
@@ -90,12 +72,12 @@ def theirs(tokens):
     gather, add = (torch.compile(f, dynamic=False) for f in (permute, sum_rows))
     found = {}
     with torch.no_grad():
-        found["permute rows"] = microseconds(lambda: gather(x, source))
-        found["sum rows of tokens"] = microseconds(lambda: add(rows, source, x))
+        found["permute rows"] = microseconds(gather, [(x, source)])
+        found["sum rows of tokens"] = microseconds(add, [(rows, source, x)])
     grouped = Grouped(len(source), ends)
-    eager = microseconds(grouped)
+    eager = microseconds(grouped, [()])
     grouped.product = torch.compile(torch._grouped_mm, dynamic=False)
-    found["forward and backward, dw in place"] = min(eager, microseconds(grouped))
+    found["forward and backward, dw in place"] = min(eager, microseconds(grouped, [()]))
     return found
 
 
@@ -105,12 +87,7 @@ def main():
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--json", help="file for the figures")
     options = parser.parse_args()
-    ours = subprocess.run(
-        [options.program, str(options.tokens)], stdout=subprocess.PIPE, text=True
-    )
-    if ours.returncode:
-        sys.exit(ours.returncode)
-    rows = [json.loads(line) for line in ours.stdout.splitlines()]
+    rows = rows_of(options.program, str(options.tokens))
     peers = theirs(options.tokens)
     print("| part | us | GB/s | TFLOP/s | PyTorch us | of PyTorch |")
     print("|---|---:|---:|---:|---:|---:|")
@@ -125,9 +102,7 @@ def main():
             f"{row.get('tflops', '')} | {peer} | {of_peer} |",
             flush=True,
         )
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(rows, file, indent=1)
+    write_json(options.json, rows)
 
 
 if __name__ == "__main__":

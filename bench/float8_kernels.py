@@ -8,12 +8,10 @@ with --compile its time over torch.compile's. One GPU, 8192 tokens, below a minu
 """
 
 import argparse
-import json
-import statistics
-import subprocess
-import sys
 
 import torch
+
+from kernel_time import microseconds, rows_of, write_json
 
 WORKING_SET = 1 << 30
 SIZES = (4096, 14336)
@@ -137,20 +135,6 @@ def cases(tokens, columns):
     yield "byte transpose", byte_transpose, codes
 
 
-def microseconds(function, sets, calls=20, rounds=7):
-    def once():
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for i in range(calls):
-            function(*sets[i % len(sets)])
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) * 1e3 / calls
-
-    once()  # compiles
-    return statistics.median(once() for _ in range(rounds))
-
-
 def compiled_us(function, make, nbytes):
     sets = [make() for _ in range(min(16, max(1, WORKING_SET // nbytes)))]
     torch._dynamo.reset()
@@ -167,14 +151,7 @@ def main():
         "--compile", action="store_true", help="time torch.compile's too: minutes"
     )
     options = parser.parse_args()
-    ours = subprocess.run(
-        [options.program, "--json", str(options.tokens)],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    if ours.returncode:
-        sys.exit(ours.returncode)
-    rows = [json.loads(line) for line in ours.stdout.splitlines()]
+    rows = rows_of(options.program, "--json", str(options.tokens))
     theirs = {}
     if options.compile:
         for columns in SIZES:
@@ -195,9 +172,7 @@ def main():
             f"{of_compiled} |",
             flush=True,
         )
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(rows, file, indent=1)
+    write_json(options.json, rows)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,11 @@ bytes that the operation has to move at least. One GPU, bfloat16, 8192 tokens.
 """
 
 import argparse
-import json
-import statistics
-import subprocess
-import sys
 
 import torch
 import torch.nn.functional as F
+
+from kernel_time import microseconds, rows_of, write_json
 
 SHAPES = {
     "1B": (2048, 8192, 32, 64),
@@ -128,35 +126,14 @@ def cases(tokens):
     )
 
 
-def microseconds(function, sets, calls=20, rounds=7):
-    def once():
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for i in range(calls):
-            function(*sets[i % len(sets)])
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) * 1e3 / calls
-
-    once()  # compiles
-    return statistics.median(once() for _ in range(rounds))
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("program", help="build/flatshard_kernels")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--json", help="file for the figures")
     options = parser.parse_args()
-    ours = subprocess.run(
-        [options.program, str(options.tokens)], stdout=subprocess.PIPE, text=True
-    )
-    if ours.returncode:
-        sys.exit(ours.returncode)
-    rows = {}
-    for line in ours.stdout.splitlines():
-        row = json.loads(line)
-        rows[row["op"], row["model"]] = row
+    ours = rows_of(options.program, str(options.tokens))
+    rows = {(row["op"], row["model"]): row for row in ours}
     print("| kernel | shapes | us | GB/s | eager us | compiled us | of the best |")
     print("|---|---|---:|---:|---:|---:|---:|")
     for op, model, function, make in cases(options.tokens):
@@ -176,9 +153,7 @@ def main():
             flush=True,
         )
         del sets
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(list(rows.values()), file, indent=1)
+    write_json(options.json, ours)
 
 
 if __name__ == "__main__":

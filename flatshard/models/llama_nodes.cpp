@@ -1,7 +1,6 @@
 // Blocks in pieces, for schedules that run each by itself.
 #include "flatshard/core/error.h"
 #include "flatshard/models/llama.h"
-#include "flatshard/nn/region.h"
 #include "flatshard/nn/swiglu.h"
 
 #include <ATen/ATen.h>
@@ -22,34 +21,20 @@ class LlamaBlockNodes : public nn::BlockNodes {
     MoeImpl& moe = *block_.moe_;
     const auto [x, attention] =
         block_.self_attn_(tokens, block_.input_layernorm_.get());
-    nn::TensorList inputs{x};
-    if (attention.defined()) {
-      inputs.push_back(attention);
-    }
-    const nn::TensorList before = nn::region(
-        moe,
-        "moe_router",
-        [&block = block_](const nn::TensorList& in) {
-          return before_choice(block, in);
-        },
-        inputs);
-    const at::Tensor& rows = before[0];
-    const at::Tensor& sum = before[1];
-    sizes_ = sum.sizes().vec();
-    const nn::Routing routing = moe.gate_(
-        rows,
-        record_.routing ? &*record_.routing : nullptr,
-        before[2]);
-    if (!record_.routing) {
-      moe.plan(routing, record_);
-    }
+    const MoeImpl::BeforeChoice before = moe.before_choice(
+        x,
+        attention,
+        *block_.post_attention_layernorm_,
+        /*with_shared=*/false);
+    sizes_ = before.sum.sizes().vec();
+    const nn::Routing routing = moe.choose(before, record_);
     const nn::Permutation& permutation = record_.permutation;
     return {
         .rows =
-            {nn::permute_rows(rows, permutation),
+            {nn::permute_rows(before.rows, permutation),
              nn::permute_weights(routing.weights, permutation)},
-        .residual = sum.reshape(rows.sizes()),
-        .shared = moe.shared_ ? rows : at::Tensor()};
+        .residual = before.sum.reshape(before.rows.sizes()),
+        .shared = moe.shared_ ? before.rows : at::Tensor()};
   }
 
   at::Tensor experts(const nn::TensorList& rows) override {
@@ -88,19 +73,6 @@ class LlamaBlockNodes : public nn::BlockNodes {
   }
 
  private:
-  // As MoeImpl's, but for shared experts, which are a node of their own.
-  // Recordings keep it for longer than these nodes live.
-  static nn::TensorList before_choice(
-      LlamaBlockImpl& block,
-      const nn::TensorList& in) {
-    const auto [sum, normed] = nn::call_with_hooks(
-        *block.post_attention_layernorm_,
-        in[0],
-        in.size() > 1 ? in[1] : at::Tensor());
-    const at::Tensor rows = normed.reshape({-1, normed.size(-1)});
-    return {rows, sum, block.moe_->gate_->score(rows)};
-  }
-
   LlamaBlockImpl& block_;
   RoutingRecord record_;
   std::vector<std::int64_t> sizes_;

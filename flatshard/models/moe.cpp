@@ -248,14 +248,15 @@ void MoeImpl::plan(const nn::Routing& routing, RoutingRecord& record) {
       nn::Routing{.experts = routing.experts, .counts = routing.counts};
 }
 
-nn::TensorList MoeImpl::before_choice(
+nn::TensorList MoeImpl::run_before_choice(
     const nn::TensorList& in,
-    nn::RmsNormImpl& norm) {
+    nn::RmsNormImpl& norm,
+    bool with_shared) {
   const at::Tensor delta = in.size() > 1 ? in[1] : at::Tensor();
   const auto [sum, normed] = nn::call_with_hooks(norm, in[0], delta);
   const at::Tensor rows = normed.reshape({-1, normed.size(-1)});
   const at::Tensor logits = gate_->score(rows);
-  if (!shared_) {
+  if (!shared_ || !with_shared) {
     return {rows, sum, logits};
   }
   const auto outs = nn::linears(rows, {shared_gate_.get(), shared_up_.get()});
@@ -269,31 +270,47 @@ nn::TensorList MoeImpl::before_choice(
       logits};
 }
 
+MoeImpl::BeforeChoice MoeImpl::before_choice(
+    const at::Tensor& x,
+    const at::Tensor& delta,
+    nn::RmsNormImpl& norm,
+    bool with_shared) {
+  nn::TensorList inputs{x};
+  if (delta.defined()) {
+    inputs.push_back(delta);
+  }
+  const nn::TensorList out = nn::region(
+      *this,
+      "moe_router",
+      [this, &norm, with_shared](const nn::TensorList& in) {
+        return run_before_choice(in, norm, with_shared);
+      },
+      inputs);
+  return {.rows = out[0], .sum = out[1], .logits = out[2]};
+}
+
+nn::Routing MoeImpl::choose(const BeforeChoice& before, RoutingRecord& record) {
+  const nn::Routing routing = gate_(
+      before.rows,
+      record.routing ? &*record.routing : nullptr,
+      before.logits);
+  if (!record.routing) {
+    plan(routing, record);
+  }
+  return routing;
+}
+
 at::Tensor MoeImpl::forward(
     const at::Tensor& x,
     const at::Tensor& delta,
     nn::RmsNormImpl* norm,
     RoutingRecord* record) {
-  nn::TensorList inputs{x};
-  if (delta.defined()) {
-    inputs.push_back(delta);
-  }
-  const nn::TensorList before = nn::region(
-      *this,
-      "moe_router",
-      [this, norm](const nn::TensorList& in) {
-        return before_choice(in, *norm);
-      },
-      inputs);
-  const at::Tensor& rows = before[0];
-  const nn::Routing routing =
-      gate_(rows, record->routing ? &*record->routing : nullptr, before[2]);
-  if (!record->routing) {
-    plan(routing, *record);
-  }
-  const at::Tensor out = experts_(rows, routing.weights, *record);
+  const BeforeChoice before =
+      before_choice(x, delta, *norm, /*with_shared=*/true);
+  const nn::Routing routing = choose(before, *record);
+  const at::Tensor out = experts_(before.rows, routing.weights, *record);
   const at::Tensor sum =
-      nn::sum_rows_of_tokens(out, record->permutation, before[1]);
+      nn::sum_rows_of_tokens(out, record->permutation, before.sum);
   return shared_ ? sum.view(x.sizes()) : sum;
 }
 

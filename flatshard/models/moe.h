@@ -148,10 +148,24 @@ class MoeImpl : public nn::Module {
  private:
   friend class LlamaBlockNodes;
   /// What there is before the choice, a region: norm, scores, shared experts.
-  /// @param in  x, and delta where that is defined
-  /// @return    rows [tokens, dim] to route; what their results are added to,
-  ///   of as many elements; logits
-  nn::TensorList before_choice(const nn::TensorList& in, nn::RmsNormImpl& norm);
+  struct BeforeChoice {
+    at::Tensor rows;  ///< [tokens, dim] to route
+    at::Tensor sum;   ///< what their results are added to, of as many elements
+    at::Tensor logits;
+  };
+  /// @param x, delta     as for `forward`
+  /// @param with_shared  false: the caller runs shared experts itself
+  BeforeChoice before_choice(
+      const at::Tensor& x,
+      const at::Tensor& delta,
+      nn::RmsNormImpl& norm,
+      bool with_shared);
+  nn::TensorList run_before_choice(
+      const nn::TensorList& in,
+      nn::RmsNormImpl& norm,
+      bool with_shared);
+  /// The first run of a call chooses, and fills `record`.
+  nn::Routing choose(const BeforeChoice& before, RoutingRecord& record);
   /// What the choice means for rows, in `record`.
   void plan(const nn::Routing& routing, RoutingRecord& record);
 

@@ -68,24 +68,33 @@ struct TilePlace {
   std::int64_t c = std::int64_t{tile} * kTile + group * 8;
 };
 
+/// A thread's eight rows, AtOnce loads under way: finish(i, load(i)).
+template <int AtOnce, class Load, class Finish>
+__device__ inline void for_rows(Load load, Finish finish) {
+#pragma unroll
+  for (int i = 0; i < 8; i += AtOnce) {
+    decltype(load(0)) loaded[AtOnce];
+#pragma unroll
+    for (int k = 0; k < AtOnce; ++k) {
+      loaded[k] = load(i + k);
+    }
+#pragma unroll
+    for (int k = 0; k < AtOnce; ++k) {
+      finish(i + k, loaded[k]);
+    }
+  }
+}
+
 template <class Source>
 __device__ inline void load_tile(
     const Source& source,
     const TilePlace& at,
     Eight<typename Source::Value> (&v)[8]) {
-  constexpr int kAtOnce = Source::kRowsAtOnce;
-#pragma unroll
-  for (int i = 0; i < 8; i += kAtOnce) {
-    typename Source::Loaded loaded[kAtOnce];
-#pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) {
-      loaded[k] = source.load(at.r + i + k, at.c);
-    }
-#pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) {
-      v[i + k] = source.finish(loaded[k], at.r + i + k, at.c);
-    }
-  }
+  for_rows<Source::kRowsAtOnce>(
+      [&](int i) { return source.load(at.r + i, at.c); },
+      [&](int i, const auto& loaded) {
+        v[i] = source.finish(loaded, at.r + i, at.c);
+      });
 }
 
 /// Largest magnitudes of all values of a thread.

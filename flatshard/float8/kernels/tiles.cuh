@@ -93,19 +93,12 @@ __global__ void __launch_bounds__(kTileThreads, Source::kBlocksOfHalves)
   const TilePlace right(static_cast<int>(blockIdx.x + gridDim.x));
   Eight<typename Source::Value> v[8];
   Eight<typename Source::Value> w[8];
-  constexpr int kAtOnce = 2;  // rows, as registers allow
-#pragma unroll
-  for (int i = 0; i < 8; i += kAtOnce) {
-    typename Source::Loaded loaded[kAtOnce];
-#pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) {
-      loaded[k] = source.load_halves(left.r + i + k, left.c);
-    }
-#pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) {
-      source.finish_halves(loaded[k], v[i + k], w[i + k]);
-    }
-  }
+  constexpr int kAtOnce = 2;  // as registers allow
+  for_rows<kAtOnce>(
+      [&](int i) { return source.load_halves(left.r + i, left.c); },
+      [&](int i, const auto& loaded) {
+        source.finish_halves(loaded, v[i], w[i]);
+      });
   quantize_tile<R, F>(v, left, source.rows, source.columns, a, scratch);
   __syncthreads();
   quantize_tile<R, F>(w, right, source.rows, source.columns, a, scratch);
