@@ -53,12 +53,11 @@ OverlapRunner::OverlapRunner(
       .ends = model_.ends,
       .layers = model_.layers};
   units.layer_grads.resize(model_.layers.size());
-  runtime_->calls().plan_passes(
-      plan_events(plan_, units, options_),
-      kGradSlots);
+  const auto events = plan_events(plan_, units, options_);
   if (const auto& graphs = runtime_->graphs().regions()) {
-    graphs->interleave_microbatches();
+    interleaving_ = graphs->interleave_microbatches();  // refuses, too
   }
+  runtime_->calls().plan_passes(events, kGradSlots);
 }
 
 OverlapRunner::~OverlapRunner() {

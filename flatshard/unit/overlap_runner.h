@@ -96,6 +96,7 @@ class OverlapRunner {
   std::vector<PlanWait> waits_;
   const bool has_queue_;  ///< the exchange stream is the model's
   const std::shared_ptr<Stream> exchange_;
+  std::shared_ptr<void> interleaving_;  ///< of graphs
   std::vector<std::unique_ptr<Microbatch>> microbatches_;
   std::vector<PlanStep> executed_;
   std::vector<at::Tensor> losses_;

@@ -53,12 +53,42 @@ void RegionGraphs::parameters_pointed(Unit& unit, const SlotView& slot) {
   unit_regions_[unit.id()]->slots.pointed(slot);
 }
 
-void RegionGraphs::interleave_microbatches() {
+std::shared_ptr<void> RegionGraphs::interleave_microbatches() {
+  FLATSHARD_CHECK(
+      !options_.regions.contains("block"),
+      config,
+      "GraphOptions::regions (cuda_graph.modules) with microbatches that "
+      "interleave: expected parts of blocks (attn, moe_router, mlp), got "
+      "block, and blocks run in pieces there");
+  for (const auto& unit : units_) {
+    FLATSHARD_CHECK(
+        !unit->has_float8(),
+        config,
+        "GraphOptions::enabled (cuda_graph.impl) with FP8 weights (unit {}) "
+        "and microbatches that interleave: the planes of each lie in other "
+        "places; leave one of the three out",
+        unit->name());
+  }
   reset();
+  ++num_interleaving_;
   watch_->set_slots_of_now([this](const Unit& unit) {
     return std::make_shared<UnitSlots>(
         unit_regions_[unit.id()]->slots.of_now());
   });
+  return {nullptr, [self = weak_from_this()](void*) {
+            if (const auto graphs = self.lock()) {
+              graphs->end_interleaving();
+            }
+          }};
+}
+
+void RegionGraphs::end_interleaving() {
+  if (--num_interleaving_ > 0) {
+    return;
+  }
+  watch_->set_slots_of_now({});
+  microbatch_ = 0;
+  reset();
 }
 
 void RegionGraphs::slots_planned(

@@ -52,10 +52,11 @@ class RegionGraphs : public nn::RegionRunner,
   /// in gradient mode begins another step, and captures when enough was seen.
   /// @param at_rest  no slot is held and no backward is open.
   void root_forward_begins(bool weights_changed, bool at_rest);
-  /// Steps have so many microbatches under way at once from now on, each with
-  /// graphs of its own: `fully_shard` alone, before the first step, has one set
-  /// for all of them. Drops all graphs.
-  void interleave_microbatches();
+  /// Steps have several microbatches under way at once, each with graphs of its
+  /// own, until what this returns is gone; otherwise all have the same. Drops
+  /// all graphs, then and now.
+  /// @throws Error{config} for graphs that do not go with it, by name.
+  std::shared_ptr<void> interleave_microbatches();
   /// Whose regions run next; 0 unless they interleave.
   void set_microbatch(int microbatch) { microbatch_ = microbatch; }
   /// Drops all graphs and learns again.
@@ -137,6 +138,7 @@ class RegionGraphs : public nn::RegionRunner,
     bool obstructed = false;  ///< when it would have been watched
   };
 
+  void end_interleaving();
   UnitRegions* unit_of(nn::Module& owner);
   /// @param owner  null: the unit has no module.
   Region& region_of(nn::Module* owner, const char* name, UnitRegions& unit);
@@ -198,6 +200,7 @@ class RegionGraphs : public nn::RegionRunner,
   std::unordered_map<const RegionGraph*, Place> place_of_graph_;
   UnitProgram program_;
   int microbatch_ = 0;
+  int num_interleaving_ = 0;
   bool capturing_ = false;
   bool captured_ = false;
   bool again_ = false;  ///< capture once more: see RegionGraph::kOtherInput

@@ -1,4 +1,5 @@
 // The 1F1B schedule of ranks that divide the experts among them.
+#include "tests/support/message_of.h"
 #include "tests/unit/overlap_moe.h"
 
 #include <gmock/gmock.h>
@@ -144,6 +145,84 @@ INSTANTIATE_TEST_SUITE_P(
                  .recompute = true,
                  .shared_experts = true}}),
     name_of);
+
+// Weights that were gathered by hand hold more slots than the plan has: in that
+// step some lie elsewhere.
+TEST(OverlapGraphsThat, FindASlotElsewhereRunEagerly) {
+  MoeOverlapCase c{
+      .layers = 6,
+      .steps = 8,
+      .before_step = [](MoeOverlapTrainer& trainer, int step) {
+        if (step == 4) {
+          for (const auto& unit : trainer.llama->unit_modules()) {
+            trainer.runtime->gathers().unshard(trainer.runtime->unit_of(*unit));
+          }
+        }
+      }};
+  const MoeOverlapResult eager = train_overlapped_moe(c);
+  c.regions = {"attn", "moe_router"};
+  const MoeOverlapResult graphs = train_overlapped_moe(c);
+  expect_same(graphs, eager);
+  const GraphStats& stats = graphs.graphs.at(0);
+  EXPECT_THAT(
+      stats.fallbacks,
+      ::testing::Contains(::testing::Key(
+          ::testing::HasSubstr("the unit's weights lie elsewhere"))));
+  EXPECT_GT(stats.forward_replays, 2 * c.microbatches * c.layers);
+}
+
+// Microbatches of steps without a runner have one set of graphs again.
+TEST(OverlapGraphsThat, OutliveTheirRunnerAreRecordedAnew) {
+  constexpr int kOfRunner = 4;
+  MoeOverlapCase c{
+      .steps = kOfRunner + 4,
+      .before_step = [](MoeOverlapTrainer& trainer, int step) {
+        if (step == kOfRunner) {
+          trainer.runner.reset();
+        }
+      }};
+  const MoeOverlapResult eager = train_overlapped_moe(c);
+  c.regions = {"attn"};
+  const MoeOverlapResult graphs = train_overlapped_moe(c);
+  expect_same(graphs, eager);
+  const GraphStats& stats = graphs.graphs.at(0);
+  EXPECT_THAT(stats.fallbacks, ::testing::IsEmpty());
+  EXPECT_EQ(
+      stats.backward_replays,
+      (c.steps - 2 * MoeOverlapCase::kWarmupSteps) * c.microbatches * c.layers);
+}
+
+TEST(OverlapGraphsThat, DoNotGoWithItAreRefusedByName) {
+  const auto refusal = [](const MoeOverlapCase& c) {
+    std::string said;
+    run_ranks(c.world(), [&](RankContext& context) {
+      const std::string message =
+          message_of([&] { MoeOverlapTrainer(c, context.mesh(c.axes())); });
+      if (context.rank == 0) {
+        said = message;
+      }
+    });
+    return said;
+  };
+  EXPECT_THAT(
+      refusal({.regions = {"block"}}),
+      ::testing::HasSubstr("expected parts of blocks (attn, moe_router, mlp)"));
+  EXPECT_THAT(
+      refusal(
+          {.regions = {"attn"},
+           .change =
+               [](FullyShardOptions& sharding) {
+                 sharding.float8_of = [](const std::string& name,
+                                         const std::vector<std::int64_t>&)
+                     -> std::optional<Float8Format> {
+                   if (name.find("self_attn") == std::string::npos) {
+                     return std::nullopt;
+                   }
+                   return Float8Format{};
+                 };
+               }}),
+      ::testing::HasSubstr("the planes of each lie in other places"));
+}
 
 /// The all-to-alls of a step of a plan: how many numbers a row has.
 std::vector<std::int64_t> rows_of(const PlanStep& step) {

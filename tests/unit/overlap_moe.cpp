@@ -102,6 +102,9 @@ MoeOverlapTrainer::MoeOverlapTrainer(
                                                    : ParameterPlacement{};
         };
   }
+  if (options.change) {
+    options.change(sharding);
+  }
   const auto modules = llama->unit_modules();
   for (const auto& module : modules) {
     sharding.units.push_back(module.get());
@@ -209,6 +212,9 @@ void train_overlapped_rank(
     MoeOverlapResult& result) {
   MoeOverlapTrainer trainer(options, mesh);
   for (int step = 0; step < options.steps; ++step) {
+    if (options.before_step) {
+      options.before_step(trainer, step);
+    }
     const auto losses = trainer.forward_backward(step);
     trainer.update();
     const std::lock_guard lock(mutex);

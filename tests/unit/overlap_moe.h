@@ -18,6 +18,8 @@
 
 namespace flatshard::testing {
 
+class MoeOverlapTrainer;
+
 /// A small model, a dense layer and two with experts unless it says something
 /// else, and how it is trained.
 struct MoeOverlapCase {
@@ -37,6 +39,9 @@ struct MoeOverlapCase {
   /// Those that are graphs, behind kWarmupSteps.
   std::set<std::string> regions;
   static constexpr int kWarmupSteps = 2;
+  /// What else is different, if anything.
+  std::function<void(FullyShardOptions& sharding)> change;
+  std::function<void(MoeOverlapTrainer& trainer, int step)> before_step;
 
   bool has_outer() const { return strategy == "hsdp" || strategy == "hfsdp"; }
   int world() const { return (has_outer() ? 2 : 1) * edp * ep; }
