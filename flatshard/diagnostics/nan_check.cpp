@@ -128,7 +128,7 @@ void NanCheck::gradients_ready(Unit& unit, const SlotView& slot) {
   std::vector<at::Tensor> flats;
   for (std::size_t g = 0; g < unit.groups().size(); ++g) {
     if (unit.groups()[g]->trainable()) {
-      flats.push_back(unit.grad_flat(slot, g));
+      flats.push_back(unit.gradients().flat(slot, g));
     }
   }
   if (!any_bad(flats)) {
@@ -142,7 +142,7 @@ void NanCheck::gradients_ready(Unit& unit, const SlotView& slot) {
           {.what = "the gradient that this rank computed (before its "
                    "reduction)",
            .parameter = &group.parameters()[p.index],
-           .values = unit.grad_view(slot, p)});
+           .values = unit.gradients().view(slot, p)});
     }
   }
 }

@@ -16,8 +16,6 @@ using detail::check_axes;
 using detail::coordinates_of;
 using detail::joined_names;
 using detail::num_ranks;
-using detail::product;
-using detail::shard_index;
 
 std::string_view to_string(Purpose purpose) {
   return purpose == Purpose::gather   ? "gather"
@@ -25,15 +23,28 @@ std::string_view to_string(Purpose purpose) {
                                       : "exchange";
 }
 
-Mesh::Mesh(std::shared_ptr<Root> root, std::vector<int> root_axes)
-    : root_(std::move(root)), root_axes_(std::move(root_axes)) {
-  std::int64_t rank = 0;
-  for (const int a : root_axes_) {
-    axes_.push_back(root_->axes[a]);
-    coordinates_.push_back(root_->coordinates[a]);
-    rank = rank * root_->axes[a].size + root_->coordinates[a];
+namespace {
+
+/// Those of `all` that `axes` names.
+template <class T>
+std::vector<T> chosen_of(
+    const std::vector<T>& all,
+    const std::vector<int>& axes) {
+  std::vector<T> chosen;
+  for (const int a : axes) {
+    chosen.push_back(all[a]);
   }
-  rank_ = static_cast<int>(rank);
+  return chosen;
+}
+
+}  // namespace
+
+Mesh::Mesh(std::shared_ptr<Root> root, std::vector<int> root_axes)
+    : MeshCoordinates(
+          chosen_of(root->axes, root_axes),
+          chosen_of(root->coordinates, root_axes)),
+      root_(std::move(root)),
+      root_axes_(std::move(root_axes)) {
 }
 
 std::shared_ptr<Mesh> Mesh::create(
@@ -133,41 +144,8 @@ std::shared_ptr<Mesh> Mesh::from_groups(
   return mesh;
 }
 
-int Mesh::size() const {
-  return static_cast<int>(num_ranks(axes_));
-}
-
-std::vector<std::int64_t> Mesh::axis_sizes() const {
-  std::vector<std::int64_t> sizes;
-  for (const MeshAxis& axis : axes_) {
-    sizes.push_back(axis.size);
-  }
-  return sizes;
-}
-
-int Mesh::axis_index(std::string_view name) const {
-  for (int a = 0; a < num_axes(); ++a) {
-    if (axes_[a].name == name) {
-      return a;
-    }
-  }
-  FLATSHARD_THROW(usage, "mesh {} has no axis '{}'", to_string(), name);
-}
-
-std::int64_t Mesh::coordinate(std::string_view name) const {
-  return coordinates_[axis_index(name)];
-}
-
 at::Device Mesh::device() const {
   return root_->device;
-}
-
-std::int64_t Mesh::group_size(std::span<const int> axes) const {
-  return product(axes_, axes);
-}
-
-std::int64_t Mesh::group_index(std::span<const int> axes) const {
-  return shard_index(axes_, coordinates_, axes);
 }
 
 Communicator& Mesh::communicator(std::span<const int> axes, Purpose purpose) {
@@ -197,7 +175,7 @@ Communicator& Mesh::communicator(int axis, Purpose purpose) {
 }
 
 Communicator& Mesh::world(Purpose purpose) {
-  return communicator(all_axes(axes_.size()), purpose);
+  return communicator(all_axes(axes().size()), purpose);
 }
 
 std::shared_ptr<Mesh> Mesh::sub_mesh(
@@ -260,18 +238,6 @@ bool Mesh::is_part_of(const Mesh& other) const {
                                      other.root_axes_.end(),
                                      root_axes_.begin(),
                                      root_axes_.end());
-}
-
-std::vector<std::string> Mesh::axis_names() const {
-  std::vector<std::string> names;
-  for (const MeshAxis& axis : axes_) {
-    names.push_back(axis.name);
-  }
-  return names;
-}
-
-std::string Mesh::to_string() const {
-  return axes_to_string(axes_);
 }
 
 const std::shared_ptr<FlightRecorder>& Mesh::flight_recorder() const {

@@ -15,6 +15,7 @@
 #include "flatshard/comm/store.h"
 #include "flatshard/flight/recorder.h"
 #include "flatshard/mesh/axes.h"
+#include "flatshard/mesh/coordinates.h"
 
 namespace flatshard {
 
@@ -51,16 +52,11 @@ struct MeshGroup {
   Purpose purpose = Purpose::gather;
 };
 
-/// Named axes over ranks, outermost first, and a communicator for each set of
-/// axes and purpose.
-///
-/// Rank r of the mesh has coordinates as in C order: the last axis varies
-/// fastest. The ranks of a group over several axes are in shard order, which
-/// is the other way round: the innermost axis is cut first, so
-/// index = inner * outer_size + outer.
+/// Ranks along named axes (MeshCoordinates), and a communicator for each set of
+/// axes and purpose. Its ranks are those of the group, in shard order.
 ///
 /// Axes of size 1 never communicate.
-class Mesh {
+class Mesh : public MeshCoordinates {
  public:
   /// Builds the communicators: per axis, and over all axes when more than one
   /// is larger than 1. Collective: all ranks call it with equal axes.
@@ -88,26 +84,7 @@ class Mesh {
       at::Device device,
       std::vector<MeshGroup> groups);
 
-  int rank() const { return rank_; }
-  /// Number of ranks.
-  int size() const;
-  int num_axes() const { return static_cast<int>(axes_.size()); }
-  const std::vector<MeshAxis>& axes() const { return axes_; }
-  const MeshAxis& axis(int index) const { return axes_.at(index); }
-  /// @throws Error{usage} naming the axes that exist.
-  int axis_index(std::string_view name) const;
-  /// The axes' sizes, outermost first.
-  std::vector<std::int64_t> axis_sizes() const;
-  std::int64_t coordinate(int axis) const { return coordinates_.at(axis); }
-  /// One per axis.
-  const std::vector<std::int64_t>& coordinates() const { return coordinates_; }
-  std::int64_t coordinate(std::string_view name) const;
   at::Device device() const;
-
-  /// Number of ranks of the group over `axes` (indices, ascending).
-  std::int64_t group_size(std::span<const int> axes) const;
-  /// This rank's position in that group, in shard order.
-  std::int64_t group_index(std::span<const int> axes) const;
 
   /// The group over `axes` (ascending, at least one) that holds this rank.
   /// A set of axes that `create` did not build is built now, collectively:
@@ -130,10 +107,6 @@ class Mesh {
   bool same_as(const Mesh& other) const;
   /// The axes of this one are axes of `other`, of the same mesh.
   bool is_part_of(const Mesh& other) const;
-  /// Their names, outermost first.
-  std::vector<std::string> axis_names() const;
-  /// E.g. "{outer: 2, dp: 4}".
-  std::string to_string() const;
   /// What `create` was given: for messages outside the order of collectives,
   /// under a prefix of their own. Null when there was none.
   const StoreHandle& store() const;
@@ -168,9 +141,6 @@ class Mesh {
   std::shared_ptr<Root> root_;  // the communicators, shared by sub-meshes
   Groups own_;                  // with_communicators: instead of the root's
   std::vector<int> root_axes_;
-  std::vector<MeshAxis> axes_;
-  std::vector<std::int64_t> coordinates_;
-  int rank_ = 0;
 };
 
 }  // namespace flatshard

@@ -115,7 +115,7 @@ void AutogradEvents::begin_backward(UnitCall& call, TaskId task) {
   }
   const Unit& unit = *units_[call.unit];
   FLATSHARD_CHECK(
-      call.generation == unit.generation(),
+      call.generation == unit.weights().generation(),
       usage,
       "the weights of unit {} changed between its forward and its backward; "
       "step the optimizer only when no backward is to come",
@@ -207,7 +207,7 @@ bool AutogradEvents::task_end(TaskId task) {
       .task = task,
       .outermost = tasks_.empty()};
   for (const auto& unit : units_) {
-    if (unit->has_unreduced_grad()) {
+    if (unit->gradients().has_unreduced()) {
       end.unfinished.push_back(unit->id());
     }
   }

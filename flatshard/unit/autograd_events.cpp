@@ -122,7 +122,7 @@ AutogradEvents::OwnAccumulators::~OwnAccumulators() {
 
 void AutogradEvents::reset() {
   tasks_.clear();
-  give_up_passes();
+  passes_.give_up();
   watched_.clear();
 }
 
@@ -170,7 +170,7 @@ void AutogradEvents::forward_begin(UnitId unit, const nn::TensorList& inputs) {
   if (call->recompute) {
     enter_task();
   }
-  call->generation = units_[unit]->generation();
+  call->generation = units_[unit]->weights().generation();
   watch_inputs(call, inputs);
   open_calls_.push_back(call);
   listener_.feed(

@@ -120,27 +120,39 @@ class AutogradEvents {
   ///   reset dropped.
   bool task_end(TaskId task);
 
-  // Passes, which say themselves what begins and ends (BackwardPass) ---------
+  /// Of units whose caller says itself what begins and ends.
+  class Passes {
+   public:
+    explicit Passes(AutogradEvents& events) : events_(events) {}
+    Passes(const Passes&) = delete;
+    Passes& operator=(const Passes&) = delete;
 
-  /// The forward of a unit, of which no tensor is watched.
-  std::shared_ptr<UnitCall> begin_call(UnitId unit);
-  void end_call(UnitCall& call);
-  /// From here to its task_end all runs of the engine are one backward.
-  /// @param units  each begins its backward in it once.
-  /// @param alive  expires without a task_end when something threw.
-  TaskId open_pass(
-      const std::vector<UnitId>& units,
-      bool interleaved,
-      std::weak_ptr<void> alive);
-  void begin_pass_backward(UnitCall& call);
-  /// Of a call inside the open pass: recompute_begin, recompute_end,
-  /// inputs_done.
-  void pass_event(EventKind kind, const UnitCall& call);
-  /// A layer keeps the gradient of `parameter` for later.
-  void put_off(ParameterRef parameter);
-  void late_wgrad_done(ParameterRef parameter);
-  /// Forgets forwards and backwards of passes, which are not to be ended.
-  void give_up_passes();
+    /// The forward of a unit, of which no tensor is watched.
+    std::shared_ptr<UnitCall> begin_call(UnitId unit);
+    void end_call(UnitCall& call);
+    /// From here to its task_end all runs of the engine are one backward.
+    /// @param units  each begins its backward in it once.
+    /// @param alive  expires without a task_end when something threw.
+    TaskId open(
+        const std::vector<UnitId>& units,
+        bool interleaved,
+        std::weak_ptr<void> alive);
+    void begin_backward(UnitCall& call);
+    /// Of a call inside the open pass: recompute_begin, recompute_end,
+    /// inputs_done.
+    void event(EventKind kind, const UnitCall& call);
+    /// A layer keeps the gradient of `parameter` for later.
+    void put_off(ParameterRef parameter);
+    void late_wgrad_done(ParameterRef parameter);
+    /// Forgets forwards and backwards of passes, which are not to be ended.
+    void give_up();
+
+   private:
+    void check_open(const UnitCall& call) const;
+
+    AutogradEvents& events_;
+  };
+  Passes& passes() { return passes_; }
 
   /// Forgets open forwards and backwards that run.
   void reset();
@@ -188,7 +200,6 @@ class AutogradEvents {
   void begin_backward(UnitCall& call, TaskId task);
   void begin_backward_up_to(const std::shared_ptr<UnitCall>& call, TaskId task);
   void input_grad_arrived(const std::shared_ptr<UnitCall>& call, TaskId task);
-  void check_pass(const UnitCall& call) const;
   UnitParameter& parameter(ParameterRef ref) const {
     return units_[ref.unit]->parameters()[ref.index];
   }
@@ -212,6 +223,7 @@ class AutogradEvents {
   TaskId last_pass_ = -1;
   /// By unit and index: gradients put off in the run of the engine.
   std::map<std::pair<UnitId, std::size_t>, int> put_off_;
+  Passes passes_{*this};
   CallId next_call_ = 0;
   std::int64_t next_end_ = 0;
 };

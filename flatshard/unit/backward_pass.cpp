@@ -35,7 +35,7 @@ BackwardPass::~BackwardPass() {
   if (runtime_->open_pass_ == this) {
     runtime_->open_pass_ = nullptr;
   }
-  runtime_->events_.give_up_passes();
+  runtime_->events_.passes().give_up();
   if (runtime_->failure_.empty()) {
     runtime_->failure_ = "a pass that was given up";
   }
@@ -50,14 +50,14 @@ void BackwardPass::forward_begin(UnitId unit) {
       usage,
       "a backward pass: expected unit {} to run once, before the backward",
       runtime_->units_[unit]->name());
-  calls_[unit] = runtime_->events_.begin_call(unit);
+  calls_[unit] = runtime_->events_.passes().begin_call(unit);
   runtime_->by_hand_[unit] = false;
   runtime_->reveal(*runtime_->units_[unit]);
 }
 
 void BackwardPass::forward_end(UnitId unit) {
   const std::lock_guard lock(runtime_->mutex_);
-  runtime_->events_.end_call(call_of(unit));
+  runtime_->events_.passes().end_call(call_of(unit));
   runtime_->hide(*runtime_->units_[unit]);
 }
 
@@ -100,33 +100,33 @@ void BackwardPass::open_backward(const Options& options) {
   open_ = true;
   interleaved_ = options.interleaved;
   runtime_->open_pass_ = this;
-  task_ = runtime_->events_.open_pass(units, options.interleaved, token_);
+  task_ = runtime_->events_.passes().open(units, options.interleaved, token_);
 }
 
 void BackwardPass::backward_begin(UnitId unit) {
   const at::NoGradGuard no_grad;
   const std::lock_guard lock(runtime_->mutex_);
-  runtime_->events_.begin_pass_backward(call_of(unit));
+  runtime_->events_.passes().begin_backward(call_of(unit));
   runtime_->reveal(*runtime_->units_[unit]);
 }
 
 void BackwardPass::recompute_begin(UnitId unit) {
   const at::NoGradGuard no_grad;
   const std::lock_guard lock(runtime_->mutex_);
-  runtime_->events_.pass_event(EventKind::recompute_begin, call_of(unit));
+  runtime_->events_.passes().event(EventKind::recompute_begin, call_of(unit));
   recomputing_.insert(unit);
   runtime_->reveal(*runtime_->units_[unit]);
 }
 
 void BackwardPass::recompute_end(UnitId unit) {
   const std::lock_guard lock(runtime_->mutex_);
-  runtime_->events_.pass_event(EventKind::recompute_end, call_of(unit));
+  runtime_->events_.passes().event(EventKind::recompute_end, call_of(unit));
   recomputing_.erase(unit);
 }
 
 void BackwardPass::backward_end(UnitId unit) {
   const std::lock_guard lock(runtime_->mutex_);
-  runtime_->events_.pass_event(EventKind::inputs_done, call_of(unit));
+  runtime_->events_.passes().event(EventKind::inputs_done, call_of(unit));
 }
 
 void BackwardPass::run_wgrads(UnitId unit, int node) {
@@ -149,12 +149,12 @@ void BackwardPass::run_late(const Late& late) {
   at::Tensor grad;
   {
     const std::lock_guard lock(runtime_->mutex_);
-    grad = unit.grad_view(runtime_->executor_.grads_slot(unit), p);
+    grad = unit.gradients().view(runtime_->executor_.grads_slot(unit), p);
   }
   late.write(grad, /*accumulate=*/p.in_slot);
   const std::lock_guard lock(runtime_->mutex_);
   p.in_slot = true;
-  runtime_->events_.late_wgrad_done(late.parameter);
+  runtime_->events_.passes().late_wgrad_done(late.parameter);
 }
 
 void BackwardPass::close_backward() {
@@ -184,7 +184,7 @@ bool Runtime::defers(const at::Tensor& parameter) {
 void Runtime::defer(const at::Tensor& parameter, nn::LateWgrad write) {
   const std::lock_guard lock(mutex_);
   const ParameterRef ref = *events_.find(parameter);
-  events_.put_off(ref);
+  events_.passes().put_off(ref);
   open_pass_->late_.push_back({ref, open_pass_->node_, std::move(write)});
 }
 

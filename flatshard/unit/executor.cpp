@@ -39,7 +39,7 @@ Executor::Executor(
       pool_(mesh_->device()),
       streams_(mesh_->device(), options.streams, has_outer_stage(units)) {
   for (const auto& unit : units_) {
-    states_[unit->id()].weights.resize(unit->planes().num_slices());
+    states_[unit->id()].weights.resize(unit->weights().planes().num_slices());
     for (const auto& group : unit->groups()) {
       offloads_ |= group->options().offload;
     }
@@ -52,7 +52,7 @@ Executor::Executor(
 Executor::HeldSlots Executor::held_slots(const Unit& unit) const {
   const UnitState& held = states_[unit.id()];
   return {
-      .weights = view(held.weights[Unit::kComputePlane].slot),
+      .weights = view(held.weights[UnitWeights::kComputePlane].slot),
       .grads = view(held.grads)};
 }
 
@@ -146,7 +146,7 @@ void Executor::execute(const Action& action) {
         // On demand at the first write: the root's would come back to where the
         // logits are.
         if (!options_.slots_on_demand &&
-            units_[action.unit]->writes_in_place()) {
+            units_[action.unit]->gradients().writes_in_place()) {
           grads_slot(*units_[action.unit]);
         }
         break;
@@ -220,7 +220,7 @@ SlotView Executor::grads_slot(Unit& unit) {
     const SlotKey key{.unit = unit.id(), .role = SlotRole::gradients};
     held.grads = pool_.acquire(
         plan_.offset(key),
-        unit.grads_nbytes(),
+        unit.gradients().nbytes(),
         streams_.compute());
     observers_.tell(
         [&](RuntimeObserver& o) { o.slot_acquired(unit, key, held.grads); });
@@ -231,8 +231,8 @@ SlotView Executor::grads_slot(Unit& unit) {
 
 void Executor::rest(Unit& unit) {
   const auto stream = streams_.compute();
-  unit.drop_grads();
-  unit.clear();
+  unit.gradients().drop();
+  unit.pointers().clear();
   UnitState& held = state(unit);
   held.grads_read = {};
   held.reduced = {};

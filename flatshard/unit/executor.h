@@ -56,7 +56,7 @@ class Executor {
   /// The unit's weights may be read on compute: it waits for their gather, or
   /// they rest whole.
   bool has_weights(const Unit& unit) const {
-    return states_[unit.id()].weights[Unit::kComputePlane].awaited ||
+    return states_[unit.id()].weights[UnitWeights::kComputePlane].awaited ||
            unit.resident();
   }
   /// The FP8 weight `p` as products read it: its plane, or the part that has
@@ -154,7 +154,7 @@ class Executor {
   }
   // executor_weights.cpp
   WeightSlot& weight_slot(const Unit& unit, PlaneId plane, PartId part) {
-    return state(unit).weights[unit.planes().slice(plane, part)];
+    return state(unit).weights[unit.weights().planes().slice(plane, part)];
   }
   SlotView acquire_weights(Unit& unit, const Action& action);
   void gather(Unit& unit, const Action& action);

@@ -32,7 +32,7 @@ void Executor::poison_parameters() {
         p.storage.set_released_memory(poison);
       }
     }
-    unit->clear();
+    unit->pointers().clear();
   }
 }
 

@@ -17,7 +17,7 @@ void Executor::reduce(Unit& unit, bool collective, bool is_last) {
     held.reduced.wait(*streams_.compute());
   }
   const SlotView slot = grads_slot(unit);
-  unit.finish_grads(slot);
+  unit.gradients().finish(slot);
   observers_.tell([&](RuntimeObserver& o) { o.gradients_ready(unit, slot); });
   std::vector<Planned> planned;
   for (std::size_t g = 0; g < unit.groups().size(); ++g) {
@@ -25,7 +25,7 @@ void Executor::reduce(Unit& unit, bool collective, bool is_last) {
     if (group.trainable()) {
       planned.push_back(
           {.group = &group,
-           .flat = unit.grad_flat(slot, g),
+           .flat = unit.gradients().flat(slot, g),
            .reduction = group.plan_reduction(collective, is_last)});
       const GradientPipeline::Reduction& r = planned.back().reduction;
       if (r.collective && !r.to_inner) {
@@ -85,7 +85,8 @@ void Executor::reduce_outer(Unit& unit, const std::vector<Planned>& planned) {
 }
 
 void Executor::tell_reduced(Unit& unit) {
-  if (unit.has_unreduced_grad() || !observers_.want_reduced_gradients(unit)) {
+  if (unit.gradients().has_unreduced() ||
+      !observers_.want_reduced_gradients(unit)) {
     return;
   }
   const at::NoGradGuard no_grad;

@@ -13,7 +13,7 @@
 namespace flatshard {
 
 SlotView Executor::acquire_weights(Unit& unit, const Action& action) {
-  if (unit.rests(action.plane)) {
+  if (unit.weights().rests(action.plane)) {
     return {};
   }
   const SlotKey key{
@@ -25,9 +25,9 @@ SlotView Executor::acquire_weights(Unit& unit, const Action& action) {
   Slot& slot = weight_slot(unit, action.plane, action.part).slot;
   slot = pool_.acquire(
       plan_.offset(key),
-      unit.slot_nbytes(action.plane, action.part),
+      unit.weights().nbytes(action.plane, action.part),
       streams_.gather());
-  if (action.plane == Unit::kComputePlane) {
+  if (action.plane == UnitWeights::kComputePlane) {
     state(unit).last[static_cast<std::size_t>(key.role)] = view(slot);
   }
   observers_.tell(
@@ -46,7 +46,7 @@ void Executor::gather(Unit& unit, const Action& action) {
   gathers.reserve(unit.groups().size());
   for (const auto& group : unit.groups()) {
     gathers.emplace_back();
-    if (unit.is_in_plane(*group, action.plane)) {
+    if (unit.weights().is_in_plane(*group, action.plane)) {
       gathers.back() = group->weights().plan_gather(copy_engines);
       if (gathers.back().is_first) {
         group->weights().wait_for_weights(*streams_.gather());
@@ -61,19 +61,21 @@ void Executor::gather(Unit& unit, const Action& action) {
                              part = action.part,
                              step = step_] {
     const CollectiveScope scope(step, unit.name());
-    unit.gather_into(slot, plane, part, gathers);
+    unit.weights().gather_into(slot, plane, part, gathers);
   });
   weight_slot(unit, action.plane, action.part)
       .filled.record(*streams_.gather());
 }
 
 void Executor::derive(Unit& unit, const Action& action) {
-  WeightSlot& source =
-      weight_slot(unit, unit.planes().derived_from[action.plane], action.part);
+  WeightSlot& source = weight_slot(
+      unit,
+      unit.weights().planes().derived_from[action.plane],
+      action.part);
   const SlotView columns = acquire_weights(unit, action);
   streams_.gather()->submit(
       [&unit, rows = view(source.slot), columns, part = action.part] {
-        unit.derive_into(part, rows, columns);
+        unit.weights().derive_into(part, rows, columns);
       });
   source.read_by_gather.record(*streams_.gather());
   weight_slot(unit, action.plane, action.part)
@@ -84,19 +86,19 @@ void Executor::await(Unit& unit, const Action& action) {
   WeightSlot& held = weight_slot(unit, action.plane, action.part);
   streams_.compute_waits(held.filled);
   held.awaited = true;
-  if (action.plane != Unit::kComputePlane) {
+  if (action.plane != UnitWeights::kComputePlane) {
     return;  // layers ask for FP8 weights
   }
   const SlotView slot = view(held.slot);
-  unit.point_at(slot);
+  unit.pointers().point_at(slot);
   observers_.tell(
       [&](RuntimeObserver& o) { o.parameters_pointed(unit, slot); });
 }
 
 void Executor::release(Unit& unit, const Action& action) {
   WeightSlot& held = weight_slot(unit, action.plane, action.part);
-  if (action.plane == Unit::kComputePlane) {
-    unit.clear();
+  if (action.plane == UnitWeights::kComputePlane) {
+    unit.pointers().clear();
   }
   const auto stream = streams_.compute();
   const bool staged = held.read_by_gather.recorded();
@@ -131,8 +133,8 @@ Executor::AwaitedPlane Executor::awaited_plane(
     const UnitParameter& p,
     PlaneId plane) const {
   const std::vector<WeightSlot>& slices = states_[unit.id()].weights;
-  for (const PartId part : {kWhole, unit.part_of(p)}) {
-    const WeightSlot& held = slices[unit.planes().slice(plane, part)];
+  for (const PartId part : {kWhole, unit.weights().part_of(p)}) {
+    const WeightSlot& held = slices[unit.weights().planes().slice(plane, part)];
     if (held.awaited) {
       return {part, view(held.slot)};
     }
@@ -150,7 +152,7 @@ float8::Operand Executor::float8_operand(
     const UnitParameter& p,
     PlaneId plane) const {
   const AwaitedPlane there = awaited_plane(unit, p, plane);
-  return unit.float8_operand(p, plane, there.part, there.slot);
+  return unit.weights().float8_operand(p, plane, there.part, there.slot);
 }
 
 const void* Executor::float8_address(
@@ -158,7 +160,8 @@ const void* Executor::float8_address(
     const UnitParameter& p,
     PlaneId plane) const {
   const AwaitedPlane there = awaited_plane(unit, p, plane);
-  return unit.float8_view(p, plane, there.part, there.slot)
+  return unit.weights()
+      .float8_view(p, plane, there.part, there.slot)
       .data.const_data_ptr();
 }
 

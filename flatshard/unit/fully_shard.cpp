@@ -292,7 +292,7 @@ std::shared_ptr<Runtime> fully_shard(
         tree.modules[u],
         std::move(contents.groups),
         std::move(contents.parameters)));
-    units.back()->set_gather_parts(options.gather_parts);
+    units.back()->weights().set_gather_parts(options.gather_parts);
   }
   auto runtime = Runtime::create(
       std::move(mesh),
@@ -308,7 +308,7 @@ std::shared_ptr<Runtime> fully_shard(
   const bool has_float8 = std::any_of(
       runtime->units().begin(),
       runtime->units().end(),
-      [](const auto& unit) { return unit->has_float8(); });
+      [](const auto& unit) { return unit->weights().has_float8(); });
   connect(root, runtime, has_float8);
   return runtime;
 }

@@ -31,10 +31,10 @@ std::optional<nn::Float8Weight> PlanePlaces::plane(
     return std::nullopt;
   }
   const Unit& unit = slots_.unit();
-  const PlaneId plane = Unit::plane_of(use);
+  const PlaneId plane = UnitWeights::plane_of(use);
   const auto place = slots_.place(*p, plane, in_backward_);
   const float8::Plane view =
-      unit.float8_view(*p, plane, place.part, place.slot);
+      unit.weights().float8_view(*p, plane, place.part, place.slot);
   const Read read{
       .parameter = static_cast<std::size_t>(p - unit.parameters().data()),
       .use = use,
@@ -48,7 +48,8 @@ std::optional<nn::Float8Weight> PlanePlaces::plane(
     memory_.push_back(view.scales);
   }
   return nn::Float8Weight{
-      .operand = unit.float8_operand(*p, plane, place.part, place.slot),
+      .operand =
+          unit.weights().float8_operand(*p, plane, place.part, place.slot),
       .emulate = unit.groups()[p->group]->options().float8->emulate};
 }
 

@@ -271,14 +271,14 @@ void Runtime::record(const Action& action) {
 
 void Runtime::reveal(Unit& unit) {
   if (executor_.has_weights(unit)) {
-    unit.reveal();
+    unit.pointers().reveal();
   }
 }
 
 void Runtime::hide(Unit& unit) {
   if (!events_.is_open(unit.id()) && !by_hand_[unit.id()] &&
       !events_.in_task() && !graph_reads_weights_) {
-    unit.hide();
+    unit.pointers().hide();
   }
 }
 

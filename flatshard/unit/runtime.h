@@ -182,7 +182,7 @@ class Runtime : public nn::WgradSink,
   void record(const Action& action);
   void plan_next_step();
 
-  // Who may read parameters: Unit::hide.
+  // Who may read parameters: UnitPointers::hide.
   void reveal(Unit& unit);
   void hide(Unit& unit);
   void hide_all();

@@ -33,7 +33,7 @@ void Runtime::before_root_forward() {
   adopt_foreign_writes();
   std::int64_t generation = 0;
   for (const auto& unit : units_) {
-    generation += unit->generation();
+    generation += unit->weights().generation();
   }
   const bool weights_changed = generation != seen_generation_;
   if (weights_changed) {
@@ -77,7 +77,7 @@ void Runtime::forward_begins(UnitId unit, bool outermost) {
     before_root_forward();
   }
   if (units_[unit]->resident()) {
-    units_[unit]->check_storage();  // nothing else looks at it
+    units_[unit]->pointers().check_storage();  // nothing else looks at it
   }
   if (strict_) {
     strict_->forward_begin(unit);
@@ -166,7 +166,7 @@ std::optional<nn::WgradTarget> Runtime::begin_wgrad(
   Unit& unit = *units_[ref->unit];
   const UnitParameter& p = unit.parameters()[ref->index];
   return nn::WgradTarget{
-      unit.grad_view(executor_.grads_slot(unit), p),
+      unit.gradients().view(executor_.grads_slot(unit), p),
       /*accumulate=*/p.in_slot};
 }
 

@@ -37,7 +37,7 @@ const UnitParameter& Runtime::ask_for_plane(ParameterRef ref, PlaneId plane) {
       {.kind = EventKind::read,
        .unit = ref.unit,
        .plane = plane,
-       .part = unit.part_of(p)});
+       .part = unit.weights().part_of(p)});
   FLATSHARD_CHECK(
       failure_.empty(),
       usage,
@@ -58,7 +58,7 @@ std::optional<nn::Float8Weight> Runtime::plane(
   const std::lock_guard lock(mutex_);
   const ParameterRef ref = *events_.find(parameter);
   const Unit& unit = *units_[ref.unit];
-  const PlaneId plane = Unit::plane_of(use);
+  const PlaneId plane = UnitWeights::plane_of(use);
   const UnitParameter& p = ask_for_plane(ref, plane);
   return nn::Float8Weight{
       .operand = executor_.float8_operand(unit, p, plane),
@@ -70,7 +70,7 @@ const void* Runtime::await_plane(
     nn::PlaneUse use) {
   const std::lock_guard lock(mutex_);
   const ParameterRef ref = *events_.find(parameter);
-  const PlaneId plane = Unit::plane_of(use);
+  const PlaneId plane = UnitWeights::plane_of(use);
   const UnitParameter& p = ask_for_plane(ref, plane);
   return executor_.float8_address(*units_[ref.unit], p, plane);
 }

@@ -65,7 +65,7 @@ void StepGraph::Recording::check_rest() const {
       "the weights afterwards; run it without GraphOptions::whole_step");
   std::int64_t generation = 0;
   for (const auto& unit : runtime_.units_) {
-    generation += unit->generation();
+    generation += unit->weights().generation();
   }
   FLATSHARD_CHECK(
       generation == generation_,

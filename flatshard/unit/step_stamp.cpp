@@ -52,7 +52,7 @@ std::string StepStamp::obstacle(const Runtime& runtime) {
     return "a RuntimeObserver watches what is inside of it";
   }
   for (const auto& unit : runtime.units()) {
-    unit->check_storage();
+    unit->pointers().check_storage();
     for (const auto& group : unit->groups()) {
       if (!group->gradients().is_empty()) {
         return "there are gradients of an earlier backward";

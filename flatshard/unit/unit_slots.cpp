@@ -11,7 +11,7 @@ void UnitSlots::acquired(const SlotKey& key, const Slot& slot) {
     gradients_ = view;
     return;
   }
-  InPhases& weights = key.plane == Unit::kComputePlane
+  InPhases& weights = key.plane == UnitWeights::kComputePlane
                           ? weights_
                           : float8_[{key.plane, key.part}];
   (key.role == SlotRole::forward_weights ? weights.forward : weights.backward) =
@@ -34,30 +34,31 @@ void UnitSlots::forget() {
 
 bool UnitSlots::planned() const {
   const SlotView& weights = of_one_run_ ? pointed_ : weights_.forward;
-  return !moved_ && (unit_.resident() || weights ||
-                     unit_.slot_nbytes(Unit::kComputePlane, kWhole) == 0);
+  return !moved_ &&
+         (unit_.resident() || weights ||
+          unit_.weights().nbytes(UnitWeights::kComputePlane, kWhole) == 0);
 }
 
 void UnitSlots::point(bool in_backward) {
   if (of_one_run_) {
-    unit_.point_at(pointed_);
+    unit_.pointers().point_at(pointed_);
     return;
   }
   const bool own = in_backward && static_cast<bool>(weights_.backward);
-  unit_.point_at(own ? weights_.backward : weights_.forward);
+  unit_.pointers().point_at(own ? weights_.backward : weights_.forward);
 }
 
 UnitSlots::Place UnitSlots::place(
     const UnitParameter& p,
     PlaneId plane,
     bool in_backward) const {
-  if (unit_.rests(plane)) {
+  if (unit_.weights().rests(plane)) {
     return {};
   }
   // What the forward left may serve the backward, unless that gathered a part
   // of it again.
   for (const bool backward : {true, false}) {
-    for (const PartId part : {kWhole, unit_.part_of(p)}) {
+    for (const PartId part : {kWhole, unit_.weights().part_of(p)}) {
       const auto found = float8_.find({plane, part});
       if (found == float8_.end() || (backward && !in_backward)) {
         continue;
@@ -77,15 +78,15 @@ UnitSlots::Place UnitSlots::place(
 }
 
 void UnitSlots::rest() {
-  unit_.clear();
-  unit_.hide();
+  unit_.pointers().clear();
+  unit_.pointers().hide();
 }
 
 TargetSink UnitSlots::targets() const {
   TargetSink targets;
   for (const UnitParameter& p : unit_.parameters()) {
     if (p.tensor.requires_grad() && gradients_) {
-      targets.add(p.tensor, {.grad = unit_.grad_view(gradients_, p)});
+      targets.add(p.tensor, {.grad = unit_.gradients().view(gradients_, p)});
     }
   }
   return targets;

@@ -241,8 +241,8 @@ std::unique_ptr<Unit> PyUnit::adopt(UnitId id) {
       nullptr,
       std::move(contents_.groups),
       std::move(contents_.parameters));
-  unit->set_writes_in_place(grads_in_place_);
-  unit->set_gather_parts(gather_parts_);
+  unit->gradients().set_writes_in_place(grads_in_place_);
+  unit->weights().set_gather_parts(gather_parts_);
   return unit;
 }
 

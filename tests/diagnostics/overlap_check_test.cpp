@@ -86,12 +86,13 @@ TEST(OverlapCheck, AParameterOutsideOfItsSlot) {
     Twin twin(context, {}, {.strategy = "zero3"});
     const auto check = OverlapCheck::install(twin.runtime);
     Unit& unit = *twin.runtime->units()[1];
-    const at::Tensor slot =
-        at::empty({unit.weights_nbytes()}, at::TensorOptions(at::kByte));
+    const at::Tensor slot = at::empty(
+        {unit.weights().nbytes(UnitWeights::kComputePlane, kWhole)},
+        at::TensorOptions(at::kByte));
     const SlotView view{
         .data = slot.data_ptr(),
-        .nbytes = unit.weights_nbytes()};
-    unit.point_at(view);
+        .nbytes = unit.weights().nbytes(UnitWeights::kComputePlane, kWhole)};
+    unit.pointers().point_at(view);
     check->parameters_pointed(unit, view);
     UnitParameter& first = unit.parameters()[0];
     UnitParameter& second = unit.parameters()[1];
@@ -107,7 +108,7 @@ TEST(OverlapCheck, AParameterOutsideOfItsSlot) {
     EXPECT_THAT(
         memory_error([&] { check->parameters_pointed(unit, view); }),
         AllOf(HasSubstr(first.name), HasSubstr("outside of the slot")));
-    unit.clear();
+    unit.pointers().clear();
   });
 }
 

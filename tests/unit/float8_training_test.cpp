@@ -136,29 +136,30 @@ TEST(Float8Training, F3_ASelectiveRecomputeGathersItsRowsAndNoMore) {
   constexpr std::int64_t kMlp = 3 * Float8Case::kDim * Float8Case::kFfn;
   const Float8Run none = run(ActivationCheckpoint::none);
   EXPECT_EQ(
-      gathered(none, Phase::forward, Unit::kRowPlane),
+      gathered(none, Phase::forward, UnitWeights::kRowPlane),
       Float8Case::kLayers * (kAttention + kMlp));
-  EXPECT_EQ(gathered(none, Phase::forward, Unit::kColumnPlane), 0);
-  EXPECT_EQ(gathered(none, Phase::backward, Unit::kRowPlane), 0);
+  EXPECT_EQ(gathered(none, Phase::forward, UnitWeights::kColumnPlane), 0);
+  EXPECT_EQ(gathered(none, Phase::backward, UnitWeights::kRowPlane), 0);
   EXPECT_EQ(
-      gathered(none, Phase::backward, Unit::kColumnPlane),
+      gathered(none, Phase::backward, UnitWeights::kColumnPlane),
       Float8Case::kLayers * (kAttention + kMlp));
   // Down's product is recomputed for nothing but its shape.
   const Float8Run some = run(ActivationCheckpoint::selective);
   EXPECT_EQ(
-      gathered(some, Phase::backward, Unit::kRowPlane),
+      gathered(some, Phase::backward, UnitWeights::kRowPlane),
       Float8Case::kLayers * kMlp);
   EXPECT_EQ(
-      gathered(some, Phase::backward, Unit::kColumnPlane),
+      gathered(some, Phase::backward, UnitWeights::kColumnPlane),
       Float8Case::kLayers * (kAttention + kMlp));
   // The first step taught that: they come while the unit behind computes.
   const auto rows = std::ranges::find_if(some.last_step, [&](const Action& a) {
     return a.kind == ActionKind::gather && a.phase == Phase::backward &&
-           a.plane == Unit::kRowPlane &&
+           a.plane == UnitWeights::kRowPlane &&
            some.units[a.unit].name == "model.layers.0";
   });
   const auto behind = std::ranges::find_if(some.last_step, [&](const auto& a) {
-    return a.kind == ActionKind::await && a.plane == Unit::kColumnPlane &&
+    return a.kind == ActionKind::await &&
+           a.plane == UnitWeights::kColumnPlane &&
            some.units[a.unit].name == "model.layers.1";
   });
   EXPECT_LT(rows, behind);
@@ -167,7 +168,7 @@ TEST(Float8Training, F3_ASelectiveRecomputeGathersItsRowsAndNoMore) {
     const Float8Run whole =
         run(ActivationCheckpoint::selective, GatherParts::unit, steps);
     EXPECT_EQ(
-        gathered(whole, Phase::backward, Unit::kRowPlane),
+        gathered(whole, Phase::backward, UnitWeights::kRowPlane),
         Float8Case::kLayers * (kAttention + kMlp));
   }
 }
@@ -187,12 +188,12 @@ TEST(Float8Training, RestingRowsAreTransposedForEachBackward) {
       ++count[{a.kind, a.plane}];
     }
     EXPECT_EQ(
-        (count[{ActionKind::derive, Unit::kColumnPlane}]),
+        (count[{ActionKind::derive, UnitWeights::kColumnPlane}]),
         Float8Case::kLayers);
     EXPECT_EQ(
-        (count[{ActionKind::release, Unit::kColumnPlane}]),
+        (count[{ActionKind::release, UnitWeights::kColumnPlane}]),
         Float8Case::kLayers);
-    EXPECT_EQ((count[{ActionKind::release, Unit::kRowPlane}]), 0);
+    EXPECT_EQ((count[{ActionKind::release, UnitWeights::kRowPlane}]), 0);
   }
 }
 

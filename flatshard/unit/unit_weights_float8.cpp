@@ -1,7 +1,7 @@
 // A unit's FP8 planes: what lies where in their slots, and how products read
 // it.
 #include "flatshard/core/error.h"
-#include "flatshard/unit/unit.h"
+#include "flatshard/unit/unit_weights.h"
 
 #include <ATen/ATen.h>
 
@@ -10,20 +10,14 @@
 namespace flatshard {
 namespace {
 
-constexpr std::int64_t kPlaneAlignment = 256;
-
-std::int64_t align_plane(std::int64_t n) {
-  return (n + kPlaneAlignment - 1) / kPlaneAlignment * kPlaneAlignment;
-}
-
 Float8Planes::Plane float8_plane_of(PlaneId plane) {
-  return plane == Unit::kRowPlane ? Float8Planes::kRows
-                                  : Float8Planes::kColumns;
+  return plane == UnitWeights::kRowPlane ? Float8Planes::kRows
+                                         : Float8Planes::kColumns;
 }
 
 }  // namespace
 
-void Unit::add_float8_planes() {
+void UnitWeights::add_float8_planes(const std::string& unit) {
   const Float8Planes* first = nullptr;
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     const Float8Planes* planes = groups_[g]->weights().float8();
@@ -36,7 +30,7 @@ void Unit::add_float8_planes() {
         config,
         "unit {}: expected one FP8 format for its weights, got {} and {}, or "
         "other options",
-        name_,
+        unit,
         float8::to_string(first->format().recipe),
         float8::to_string(planes->format().recipe));
     if (!groups_[g]->weights().resident() && planes->format().cut_in_parts) {
@@ -69,12 +63,12 @@ void Unit::add_float8_planes() {
     std::int64_t& nbytes = planes_.weights_nbytes[plane];
     for (const auto& group : groups_) {
       const Float8Planes* planes = group->weights().float8();
-      weights_offset_[plane].push_back(nbytes);
+      offsets_[plane].push_back(nbytes);
       if (planes != nullptr && !planes->rests_whole(of)) {
-        nbytes += align_plane(planes->slot_nbytes(of));
+        nbytes += align_slot(planes->slot_nbytes(of));
       }
     }
-    nbytes = std::max(nbytes, kPlaneAlignment);  // 0: never gathered
+    nbytes = std::max(nbytes, kSlotAlignment);  // 0: never gathered
     for (const Part& part : parts_) {
       planes_.part_nbytes[plane].push_back(
           groups_[part.group]->weights().float8()->slot_nbytes(of, part.part));
@@ -82,11 +76,7 @@ void Unit::add_float8_planes() {
   }
 }
 
-void Unit::set_gather_parts(GatherParts parts) {
-  planes_.gather_parts = parts;
-}
-
-PartId Unit::part_of(const UnitParameter& p) const {
+PartId UnitWeights::part_of(const UnitParameter& p) const {
   for (std::size_t i = 0; i < parts_.size(); ++i) {
     if (parts_[i].group == p.group &&
         groups_[p.group]->weights().float8()->part_of(p.index) ==
@@ -97,7 +87,7 @@ PartId Unit::part_of(const UnitParameter& p) const {
   return kWhole;
 }
 
-at::Tensor Unit::float8_slot(
+at::Tensor UnitWeights::float8_slot(
     std::size_t g,
     PlaneId plane,
     PartId part,
@@ -108,14 +98,14 @@ at::Tensor Unit::float8_slot(
     return planes.resting(of);
   }
   return slot.tensor(
-      part == kWhole ? weights_offset_[plane][g] : 0,
+      part == kWhole ? offsets_[plane][g] : 0,
       {planes.slot_nbytes(
           of,
           part == kWhole ? Float8Planes::kWhole : parts_[part].part)},
       at::kByte);
 }
 
-void Unit::derive_into(
+void UnitWeights::derive_into(
     PartId part,
     const SlotView& rows,
     const SlotView& columns) const {
@@ -131,7 +121,7 @@ void Unit::derive_into(
   }
 }
 
-float8::Plane Unit::float8_view(
+float8::Plane UnitWeights::float8_view(
     const UnitParameter& p,
     PlaneId plane,
     PartId part,
@@ -145,7 +135,7 @@ float8::Plane Unit::float8_view(
       float8_slot(p.group, plane, part, slot));
 }
 
-float8::Operand Unit::float8_operand(
+float8::Operand UnitWeights::float8_operand(
     const UnitParameter& p,
     PlaneId plane,
     PartId part,

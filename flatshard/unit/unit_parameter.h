@@ -1,0 +1,43 @@
+#pragma once
+
+#include "flatshard/group/param_group.h"
+#include "flatshard/unit/parameter_storage.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace flatshard {
+
+/// One parameter of a unit and where its gradient of this backward is.
+struct UnitParameter {
+  std::string name;
+  at::Tensor tensor;  ///< the module's
+  std::size_t group = 0;
+  std::int64_t index = 0;  ///< in the group's layout
+  ParameterStorage storage;
+  bool in_slot = false;     ///< the slot holds (a part of) the gradient
+  at::Tensor pending_grad;  ///< arrived as a tensor, not yet packed
+
+  /// Bytes from the begin of the group's flat buffer of `dtype`.
+  std::int64_t offset(const ParamGroup& group, at::ScalarType dtype) const {
+    return group.layout().tensor_offset(index) *
+           static_cast<std::int64_t>(c10::elementSize(dtype));
+  }
+};
+
+using UnitGroups = std::vector<std::unique_ptr<ParamGroup>>;
+using UnitParameters = std::vector<UnitParameter>;
+
+/// Of a group's part of a slot, in bytes.
+inline constexpr std::int64_t kSlotAlignment = 256;
+
+constexpr std::int64_t align_slot(std::int64_t nbytes) {
+  return (nbytes + kSlotAlignment - 1) / kSlotAlignment * kSlotAlignment;
+}
+
+}  // namespace flatshard

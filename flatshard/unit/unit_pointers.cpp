@@ -1,0 +1,89 @@
+#include "flatshard/unit/unit_pointers.h"
+
+#include "flatshard/core/error.h"
+
+#include <utility>
+
+namespace flatshard {
+
+UnitPointers::UnitPointers(
+    std::string unit,
+    bool refuses,
+    const UnitGroups& groups,
+    UnitParameters& parameters,
+    const UnitWeights& weights)
+    : unit_(std::move(unit)),
+      refuses_(refuses),
+      groups_(groups),
+      parameters_(parameters),
+      weights_(weights) {
+  for (UnitParameter& p : parameters_) {
+    const ParamGroup& group = *groups_[p.group];
+    if (group.weights().resident() && !group.weights().float8()) {
+      has_residents_ = true;
+      const at::Tensor& flat = group.weights().compute().local();
+      const SlotView whole{.data = flat.data_ptr()};
+      p.storage.point_at(whole.at(p.offset(group, flat.scalar_type())));
+    }
+  }
+}
+
+void UnitPointers::check_storage() const {
+  for (const UnitParameter& p : parameters_) {
+    FLATSHARD_CHECK(
+        p.storage.is_intact(),
+        usage,
+        "parameter {} of unit {} was given another storage (`p.data = x` or "
+        "`set_`); write into the shards of its group with copy_ instead "
+        "(Runtime::all_groups, ParamGroup::main_shards)",
+        p.name,
+        unit_);
+  }
+}
+
+void UnitPointers::point_at(const SlotView& slot) {
+  check_storage();
+  for (UnitParameter& p : parameters_) {
+    const ParamGroup& group = *groups_[p.group];
+    if (group.weights().float8()) {
+      continue;  // it has no values of its own
+    }
+    if (!group.weights().resident()) {
+      p.storage.point_at(slot.at(weights_.offset(p)));
+    } else if (!revealed_) {
+      p.storage.reveal();
+    }
+  }
+  revealed_ = true;
+}
+
+void UnitPointers::clear() {
+  for (UnitParameter& p : parameters_) {
+    if (!groups_[p.group]->weights().resident()) {
+      p.storage.clear();
+    }
+  }
+  revealed_ = revealed_ && has_residents_;
+}
+
+void UnitPointers::hide() {
+  if (refuses_ && revealed_) {
+    revealed_ = false;
+    for (const UnitParameter& p : parameters_) {
+      p.storage.hide();
+    }
+  }
+}
+
+void UnitPointers::reveal() {
+  if (!revealed_) {
+    revealed_ = true;
+    for (const UnitParameter& p : parameters_) {
+      if (!groups_[p.group]->weights().float8()) {
+        p.storage.reveal();
+      }
+    }
+  }
+}
+
+}  // namespace flatshard

@@ -1,0 +1,47 @@
+#pragma once
+
+#include "flatshard/unit/slot_view.h"
+#include "flatshard/unit/unit_parameter.h"
+#include "flatshard/unit/unit_weights.h"
+
+#include <string>
+
+namespace flatshard {
+
+/// What a unit's parameters point at, and whether a program may read them.
+class UnitPointers {
+ public:
+  /// Points the parameters of resident groups at their weights, for good.
+  /// @param unit     its name, for messages.
+  /// @param refuses  hidden parameters refuse to be read.
+  /// @param groups, parameters, weights  outlive this.
+  UnitPointers(
+      std::string unit,
+      bool refuses,
+      const UnitGroups& groups,
+      UnitParameters& parameters,
+      const UnitWeights& weights);
+
+  /// @throws Error{usage} when somebody gave a parameter another storage.
+  void check_storage() const;
+  /// Points the parameters at the slot / at nothing. Resident groups stay.
+  /// Checks the storage.
+  void point_at(const SlotView& slot);
+  void clear();
+  /// Whether the parameters of a unit with a module may be read: they refuse
+  /// while no forward or backward of the unit runs, whether or not their values
+  /// are there. Nothing happens when it is so already.
+  void hide();
+  void reveal();
+
+ private:
+  const std::string unit_;
+  const bool refuses_;
+  const UnitGroups& groups_;
+  UnitParameters& parameters_;
+  const UnitWeights& weights_;
+  bool revealed_ = true;  ///< the parameters of resident groups, if any
+  bool has_residents_ = false;
+};
+
+}  // namespace flatshard

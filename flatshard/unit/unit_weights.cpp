@@ -1,0 +1,80 @@
+#include "flatshard/unit/unit_weights.h"
+
+#include <ATen/ATen.h>
+
+namespace flatshard {
+
+UnitWeights::UnitWeights(const std::string& unit, const UnitGroups& groups)
+    : groups_(groups), offsets_(3) {
+  std::int64_t nbytes = 0;
+  for (const auto& group : groups_) {
+    offsets_[kComputePlane].push_back(nbytes);
+    resident_ = resident_ && group->weights().resident();
+    if (!group->weights().resident() && !group->weights().float8()) {
+      const auto size = c10::elementSize(group->options().precision.compute);
+      nbytes +=
+          align_slot(group->layout().numel() * static_cast<std::int64_t>(size));
+    }
+  }
+  planes_.weights_nbytes = {nbytes};
+  add_float8_planes(unit);
+}
+
+std::int64_t UnitWeights::generation() const {
+  std::int64_t sum = 0;
+  for (const auto& group : groups_) {
+    sum += group->weights().version();
+  }
+  return sum;
+}
+
+void UnitWeights::describe(UnitSpec& spec) const {
+  spec.resident = resident_;
+  spec.transient = transient_;
+  for (const auto& group : groups_) {
+    if (resident_ && !group->weights().float8() &&
+        group->weights().has_refresh()) {
+      spec.weights_nbytes[kComputePlane] += group->weights().compute().nbytes();
+    }
+  }
+}
+
+std::int64_t UnitWeights::offset(const UnitParameter& p) const {
+  const ParamGroup& group = *groups_[p.group];
+  return offsets_[kComputePlane][p.group] +
+         p.offset(group, group.options().precision.compute);
+}
+
+void UnitWeights::gather_into(
+    const SlotView& slot,
+    PlaneId plane,
+    PartId part,
+    const std::vector<WeightPlanes::Gather>& gathers) const {
+  for (std::size_t g = 0; g < groups_.size(); ++g) {
+    ParamGroup& group = *groups_[g];
+    if (!is_in_plane(group, plane) ||
+        (part != kWhole && parts_[part].group != g)) {
+      continue;
+    }
+    const bool resident = group.weights().resident();
+    if (plane == kComputePlane) {
+      group.weights().gather(
+          resident ? at::Tensor()
+                   : slot.tensor(
+                         offsets_[plane][g],
+                         {group.layout().numel()},
+                         group.options().precision.compute),
+          gathers[g]);
+      continue;
+    }
+    const auto float8_plane =
+        plane == kRowPlane ? Float8Planes::kRows : Float8Planes::kColumns;
+    group.weights().gather(
+        float8_plane,
+        part == kWhole ? Float8Planes::kWhole : parts_[part].part,
+        resident ? at::Tensor() : float8_slot(g, plane, part, slot),
+        gathers[g]);
+  }
+}
+
+}  // namespace flatshard
