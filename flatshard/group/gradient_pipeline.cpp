@@ -135,7 +135,8 @@ GradientPipeline::Reduction GradientPipeline::plan(
     return r;
   }
   r.by_outer = has_outer_stage();
-  r.outer_reads_slot = lies_on_outer_axis() && !r.add_local && !r.add_inner;
+  r.outer_reads_slot =
+      r.by_outer && lies_on_outer_axis() && !r.add_local && !r.add_inner;
   contributed_ = std::exchange(contributes_, false);
   check_owned();
   r.add_reduced = owner_ == Owner::us;

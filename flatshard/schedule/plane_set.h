@@ -1,5 +1,6 @@
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <initializer_list>
 
@@ -49,10 +50,8 @@ class PlaneSet {
   /// Calls `function` with each plane, in rising order.
   template <class F>
   constexpr void for_each(F&& function) const {
-    for (PlaneId plane = 0; plane < kMaxPlanes; ++plane) {
-      if (contains(plane)) {
-        function(plane);
-      }
+    for (std::uint64_t left = bits_; left != 0; left &= left - 1) {
+      function(PlaneId{std::countr_zero(left)});
     }
   }
 

@@ -21,9 +21,7 @@ ParameterViews::ParameterViews(
     State state{.views = std::move(views)};
     for (const Place& place : state.views.places) {
       const auto shard = place.shard.cast<at::Tensor>();
-      if (shard.requires_grad()) {
-        state.trained.push_back(shard);
-      }
+      (shard.requires_grad() ? state.trained : state.frozen).push_back(shard);
     }
     units_.push_back(std::move(state));
   }
@@ -111,6 +109,14 @@ bool ParameterViews::shows_others() const {
       return PyDict_GetItem(place.parameters.ptr(), place.name.ptr()) !=
              put.ptr();
     });
+  });
+}
+
+bool ParameterViews::trains_others() const {
+  const auto trains = [](const at::Tensor& t) { return t.requires_grad(); };
+  return !std::ranges::all_of(units_, [&](const State& state) {
+    return std::ranges::all_of(state.trained, trains) &&
+           std::ranges::none_of(state.frozen, trains);
   });
 }
 

@@ -57,6 +57,8 @@ class ParameterViews : public RuntimeObserver {
   void check_may_go_on() const;
   /// Somebody put another tensor into a place. With the GIL.
   bool shows_others() const;
+  /// Somebody froze a parameter, or unfroze one.
+  bool trains_others() const;
 
   // As RuntimeObserver.
   void forward_begins() override;
@@ -81,8 +83,10 @@ class ParameterViews : public RuntimeObserver {
     bool shows_whole = false;
     /// A hook may have dropped the gradients of the backward that runs.
     bool ran_hooks = false;
-    /// Of the places, those that are trained: looked at without the GIL.
+    /// Shards of the places, looked at without the GIL: those that were trained
+    /// when this was made, and the others.
     std::vector<at::Tensor> trained;
+    std::vector<at::Tensor> frozen;
   };
   void set(State& state, bool whole);
   void end_waits();

@@ -78,6 +78,7 @@ class PyRuntime {
       const nn::TensorList& outputs) const;
   GraphStats graph_stats() const { return runtime_->graphs().stats(); }
   bool shows_others() const { return views_->shows_others(); }
+  bool trains_others() const { return views_->trains_others(); }
   void reshard(UnitId unit);
   /// As UnitCalls::backward_pass.
   std::unique_ptr<PyBackwardPass> backward_pass() const;

@@ -115,6 +115,10 @@ void bind_runtime(py::module_& m) {
           "shows_others",
           &PyRuntime::shows_others,
           "Some module shows another tensor than the one put there last.")
+      .def(
+          "trains_others",
+          &PyRuntime::trains_others,
+          "requires_grad of some parameter is not what it was at first.")
       .def("unshard", &PyRuntime::unshard)
       .def("reshard", &PyRuntime::reshard)
       .def(

@@ -54,6 +54,8 @@ class Root:
         self.device_mesh = state.device_mesh
         self._module = weakref.ref(module)
         self._units = [weakref.ref(unit) for unit in units]
+        self._of_several = [weakref.ref(u) for u in units if len(u.modules) > 1]
+        self._seen_writes = -1
         self.device = device_of(state.device_mesh)
         self.on_gpu = self.device.type == "cuda"
         warmup_steps = [u.graph_warmup_steps for u in units if u.cuda_graph]
@@ -233,8 +235,8 @@ class Root:
     def _before_forward(self):
         """Before a forward of any unit, or an unshard, when none is open. The core calls
         it, with its lock held."""
-        units = self.units
         if not self._initialized:
+            units = self.units
             for unit in units:
                 unit.check_initialized()
             compare(units, self.device_mesh)
@@ -242,26 +244,32 @@ class Root:
                 unit.forget_digests()
             self._initialized = True
         self.check_replaced()
-        if torch.is_grad_enabled() and not self._saw_all:
-            refuse_plain(self._module(), units)
-            self._saw_all = True
-        with _plain_attributes():
+        if torch.is_grad_enabled():
+            if not self._saw_all:
+                refuse_plain(self._module(), self.units)
+                self._saw_all = True
             # Without gradients nothing depends on it: peft's disable_adapter()
             # freezes adapters for the time that it lasts.
-            has_grad = torch.is_grad_enabled()
-            for unit in units:
-                if has_grad:
-                    unit.check_trainable()
+            if self.core.trains_others():
+                with _plain_attributes():
+                    for unit in self.units:
+                        unit.check_trainable()
+        for ref in self._of_several:
+            if (unit := ref()) is not None:
                 unit.running.clear()
-        self._pass_writes_on(units)
+        self._pass_writes_on()
 
     def check_replaced(self):
         if self.core.shows_others():
             refuse_replaced(self.units)
 
-    def _pass_writes_on(self, units):
+    def _pass_writes_on(self):
+        number = writes.number()
+        if number == self._seen_writes:
+            return
+        self._seen_writes = number
         to_all = writes.to_all()
-        for unit in units:
+        for unit in self.units:
             if (seen := (to_all, unit.num_writes)) != unit.seen_writes:
                 unit.seen_writes = seen
                 unit.core.mark_written()
@@ -273,7 +281,7 @@ class Root:
                 "set_requires_gradient_sync and set_requires_all_reduce: the units "
                 "of one model disagree; set them on the root module"
             )
-        self._pass_writes_on(self.units)
+        self._pass_writes_on()
 
 
 def _names(p, module_names):

@@ -19,6 +19,7 @@ class Writes:
 
     def __init__(self):
         self.count = 0  # of writes that may be to any unit
+        self.single = 0  # of those to one unit alone, by which its num_writes rose
         self.units = {}  # weak references, by the address of the memory of a parameter
         self.written = set()  # those addresses that were written by themselves
         self.lists = 0  # writes to several at once
@@ -30,7 +31,7 @@ class Writes:
         if not isinstance(tensor, (list, tuple)):
             unit = self._unit_of(tensor)
             if unit is not None:
-                unit.num_writes += 1
+                self._note_one(unit)
                 self.written.add(_address(tensor))
         elif tensor and self._unit_of(tensor[0]) is not None:  # foreach: of parameters
             self.lists += 1
@@ -38,7 +39,7 @@ class Writes:
                 self._left_to_step = True
                 return
             for unit in filter(None, map(self._unit_of, tensor)):
-                unit.num_writes += 1
+                self._note_one(unit)
 
     def note_before_step(self, optimizer, args, kwargs):
         self._give_up_step()
@@ -57,7 +58,16 @@ class Writes:
             self._units_of[optimizer] = ids, units
         for reference in units.values():
             if (unit := reference()) is not None:
-                unit.num_writes += 1
+                self._note_one(unit)
+
+    def _note_one(self, unit):
+        unit.num_writes += 1
+        self.single += 1
+
+    def number(self):
+        """Rises with every write that there may have been."""
+        self._give_up_step()
+        return self.count + self.single
 
     def to_all(self):
         """How many there were that may have been to any unit; those to one alone are
