@@ -4,6 +4,7 @@ import contextlib
 import copy
 import warnings
 
+import pytest
 import torch
 from torch.distributed.fsdp import fully_shard as fsdp2
 
@@ -131,3 +132,17 @@ def against_one_process(model, mesh, rank, world, steps=2, act=None, **options):
             msg=lambda text: f"{name}: {text}",
         )
     return model
+
+
+def two_microbatches(m, x):
+    """An `act` of against_one_process: the first without collectives."""
+    if hasattr(m, "no_sync"):
+        with m.no_sync():
+            m(x).square().mean().backward()
+    else:
+        m(x).square().mean().backward()
+    m(x).square().mean().backward()
+
+
+def refused(match, kind=ValueError):
+    return pytest.raises(kind, match=match)

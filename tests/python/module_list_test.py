@@ -1,0 +1,137 @@
+"""A list of modules as one unit, and slices of nn.Sequential."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard as fsdp2
+
+from flatshard import fully_shard
+from tests.python.device import on_device
+from tests.python.models import DIM, HIDDEN, Block, Body, plain
+from tests.python.training import data, distance, full_state, refused
+
+
+def test_a_list_is_one_unit(mesh, rank, world):
+    model = Body(plain)
+    single = copy.deepcopy(model)
+    fully_shard(list(model.blocks), mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for _ in range(2):
+        model(data(rank)).square().mean().backward()
+    for _ in range(2):
+        for r in range(world):
+            (single(data(r)).square().mean() / world).backward()
+    for ours, theirs in zip(model.parameters(), single.parameters()):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+@pytest.mark.parametrize("function", [fully_shard, fsdp2])
+def test_slices_of_a_sequence_are_plain(function, mesh, rank):
+    """As FSDP2's are."""
+    model = nn.Sequential(*(Block(DIM, HIDDEN) for _ in range(3)))
+    single = copy.deepcopy(model)
+    for block in model:
+        function(block, mesh=mesh)
+    function(model, mesh=mesh)
+    x = data(rank)
+    model(x)
+    part = model[:2]
+    assert type(part) is nn.Sequential and part[1] is model[1]
+    torch.testing.assert_close(part(x), single[:2](x))
+    part(x).square().mean().backward()
+    assert part[0].up.weight.grad is not None and model[2].up.weight.grad is None
+
+
+def test_a_slice_without_units_runs_while_whole(mesh, rank):
+    model = nn.Sequential(*(Block(DIM, HIDDEN) for _ in range(2)))
+    single = copy.deepcopy(model)
+    fully_shard(model, mesh=mesh)
+    x = data(rank)
+    with refused("weight of Linear .*unit root", RuntimeError):
+        model(x), model[:1](x)
+    model.unshard()
+    torch.testing.assert_close(model[:1](x), single[:1](x))
+
+
+class Tail(nn.Module):
+    """Modules of a list unit, called as `order` says; "weight": no module, but what
+    one of them holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(DIM, DIM)
+        self.norm = nn.LayerNorm(DIM)
+        self.head = nn.Linear(DIM, DIM)
+        on_device(self)
+
+    def forward(self, x, order):
+        x = self.body(x)
+        for name in order.split():
+            if name == "weight":
+                x = nn.functional.linear(x, self.head.weight)
+            else:
+                x = getattr(self, name)(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    "order",
+    ["norm", "head norm", "norm norm head", "norm head norm", "norm weight", "body"],
+)
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim"])
+def test_modules_of_a_list_run_in_any_order(order, strategy, mesh, rank):
+    """And the next step is right, too: those of FSDP2 are."""
+    states = []
+    for function, options in ((fully_shard, {"strategy": strategy}), (fsdp2, {})):
+        torch.manual_seed(0)
+        model = Tail()
+        function([model.norm, model.head], mesh=mesh, **options)
+        function(model, mesh=mesh, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for now in (order, "norm head", order):
+            with torch.no_grad():
+                model(data(rank), now)
+            model(data(rank), now).square().mean().backward()
+            optimizer.step(), optimizer.zero_grad()
+        states.append(full_state(model))
+    assert distance(*states) < 1e-5
+
+
+def test_lists_that_interleave_or_nest(mesh, rank, world):
+    def act(m, x):
+        m(x).square().mean().backward()
+
+    for nested in (False, True):
+        states = []
+        for function in (fully_shard, fsdp2):
+            torch.manual_seed(0)
+            model = Body(plain, blocks=4)
+            a, b, c, d = model.blocks
+            lists = ([[a, a.up], [b, b.down, b.up]]) if nested else ([[a, c], [b, d]])
+            for modules in lists:
+                function(modules, mesh=mesh)
+            function(model, mesh=mesh)
+            for _ in range(2):
+                act(model, data(rank))
+            states.append({n: p.grad for n, p in model.named_parameters()})
+        for name, grad in states[0].items():
+            torch.testing.assert_close(
+                grad.full_tensor(), states[1][name].full_tensor()
+            )
+
+
+def test_weights_of_a_list_stay_for_all_its_modules(mesh, rank):
+    model = Tail()
+    fully_shard([model.norm, model.head], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    seen = []
+    model.body.register_forward_hook(
+        lambda *_: seen.append(type(model.head.weight) is nn.Parameter)
+    )
+    with torch.no_grad():
+        for order in ("norm body head body", "norm", "body"):
+            model(data(rank), order)
+    # Whole from the first of them to the last, and no longer than the forward.
+    assert seen == [False, True, False, False, False, False]

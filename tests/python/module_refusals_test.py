@@ -1,0 +1,73 @@
+"""What fully_shard does not take is refused by name."""
+
+import copy
+
+import pytest
+import torch
+
+from flatshard import fully_shard
+from tests.python.device import on_device
+from tests.python.models import Body, plain
+from tests.python.training import data, refused, shard
+
+
+def test_bad_arguments_are_named(mesh):
+    model = Body(plain)
+    with refused("strategy: expected one of"):
+        fully_shard(model, mesh=mesh, strategy="zero9")
+    with refused("granularity"):
+        fully_shard(model, mesh=mesh, granularity="row3")
+    with refused("container ModuleList"):
+        fully_shard(model.blocks, mesh=mesh)
+    with refused("mp_policy"):
+        fully_shard(model, mesh=mesh, mp_policy=3)
+    with refused("offload_policy: expected OffloadPolicy"):
+        fully_shard(model, mesh=mesh, offload_policy="cpu")
+    with refused("reshard_after_forward", NotImplementedError):
+        fully_shard(model, mesh=mesh, reshard_after_forward=2)
+    with refused("shard_placement_fn", NotImplementedError):
+        fully_shard(
+            model,
+            mesh=mesh,
+            shard_placement_fn=lambda p: torch.distributed.tensor.Shard(1),
+        )
+    fully_shard(model.blocks[0], mesh=mesh)
+    with refused("applied to this FSDPBlock before"):
+        fully_shard(model.blocks[0], mesh=mesh)
+    with pytest.raises(AssertionError, match="cannot be copied"):
+        copy.deepcopy(model.blocks[0])
+    with pytest.raises(NotImplementedError, match="mp_policy"):
+        model.half()
+
+
+def test_parameters_outside_of_their_unit_are_named(mesh, rank):
+    model = shard(Body(plain), fully_shard, mesh=mesh)
+    with refused("parameter weight of Linear .* of its unit.*unshard", RuntimeError):
+        model.blocks[1].up(data(rank))
+    model(data(rank)).sum().backward()
+    with refused("parameter weight of Linear .* unit root.*register", RuntimeError):
+        model.head(data(rank))
+    with refused("linear: parameter weight of Linear .* unit blocks.1", RuntimeError):
+        model.blocks[1].up(data(rank))
+    with refused("add: a sharded tensor", RuntimeError):
+        model.head.bias.detach() + on_device(torch.ones(5))
+    model.unshard()
+    model.head(data(rank))
+
+
+def test_ties_over_units_are_named(mesh):
+    model = Body(plain)
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    fully_shard(model.blocks[0], mesh=mesh)
+    with refused("up.weight is shared with a unit that was wrapped before"):
+        fully_shard(model.blocks[1], mesh=mesh)
+
+
+def test_changed_requires_grad_is_named(mesh, rank):
+    model = shard(Body(plain), fully_shard, mesh=mesh)
+    model(data(rank))
+    model.blocks[0].up.weight.requires_grad_(False)
+    with torch.no_grad():
+        model(data(rank))
+    with refused("requires_grad of parameter weight", RuntimeError):
+        model(data(rank))

@@ -1,0 +1,156 @@
+"""Weights that others write, and gradients that users drop."""
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard as fsdp2
+
+import flatshard
+from flatshard import MixedPrecisionPolicy, fully_shard
+from tests.python.models import Body, plain
+from tests.python.training import STRATEGIES, data, distance, full_state, shard
+
+
+def test_dropped_gradients_give_their_memory_back(mesh, rank):
+    model = shard(Body(plain), fully_shard, mesh=mesh)
+    model(data(rank)).sum().backward()
+    kept = model.head.weight.grad
+    values = kept._local_tensor.clone()
+    model.zero_grad()
+    model(2 * data(rank)).sum().backward()
+    # What the user holds is the user's; the core fills new memory.
+    assert model.head.weight.grad is not kept
+    assert torch.equal(kept._local_tensor, values)
+    core = flatshard.module.state_of(model).core
+    model.zero_grad()
+    assert core.grad(0) is None
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_writes_reach_the_next_forward(strategy, dtype, mesh, rank):
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    model = shard(
+        Body(plain), fully_shard, mesh=mesh, strategy=strategy, mp_policy=policy
+    )
+    x = data(rank)
+    model(x)
+    bias = model.head.bias
+
+    def out():
+        with torch.no_grad():
+            return model(x).float()
+
+    def write_local(value):
+        with torch.no_grad():
+            bias.to_local().fill_(value)
+
+    def write_data(value):
+        bias.data.copy_(torch.full_like(bias, value))
+
+    def write_in_place(value):
+        with torch.no_grad():
+            bias.fill_(value)
+
+    def assign_data(value):
+        bias.data = torch.full_like(bias, value)
+
+    def load(value):
+        state = model.state_dict()
+        state["head.bias"] = torch.full_like(state["head.bias"], value)
+        model.load_state_dict(state)
+
+    with torch.no_grad():
+        model.head.weight.zero_()
+    for step, write in enumerate(
+        (write_local, write_data, write_in_place, assign_data, load)
+    ):
+        write(float(step + 1))
+        found = out()
+        assert torch.equal(found, torch.full_like(found, step + 1)), write.__name__
+
+
+def test_load_state_dict_assign(mesh, rank):
+    model = shard(Body(plain), fully_shard, mesh=mesh)
+    other = shard(Body(plain), fully_shard, mesh=mesh)
+    model.load_state_dict(other.state_dict(), assign=True)
+    assert torch.equal(model(data(rank)), other(data(rank)))
+    model(data(rank)).sum().backward()
+    assert model.head.weight.grad is not None
+
+
+def test_steps_of_other_models_change_nothing_here(mesh, rank):
+    """A model waits for its backward while others are trained, as in a GAN. FSDP2's
+    weights."""
+    states = []
+    for function in (fully_shard, fsdp2):
+        torch.manual_seed(0)
+        model, other, average = (
+            shard(Body(plain), function, mesh=mesh) for _ in range(3)
+        )
+        optimizers = [
+            torch.optim.AdamW(m.parameters(), lr=0.01, foreach=True)
+            for m in (model, other)
+        ]
+        for _ in range(2):
+            loss = model(data(rank)).square().mean()
+            other(data(rank)).square().mean().backward()
+            optimizers[1].step(), optimizers[1].zero_grad()
+            with torch.no_grad():
+                averages, weights = list(average.parameters()), list(other.parameters())
+                torch._foreach_mul_(averages, 0.9)
+                torch._foreach_add_(averages, weights, alpha=0.1)
+                averages[0].mul_(2)
+            loss.backward()
+            optimizers[0].step(), optimizers[0].zero_grad()
+            average(data(rank))
+            average.reshard()  # FSDP2 shows the root's weights whole
+        states.append([full_state(m) for m in (model, other, average)])
+    for ours, theirs in zip(*states):
+        assert distance(ours, theirs) < 1e-5
+
+
+def test_a_step_that_fails_or_calls_the_model_is_seen(mesh, rank):
+    class Fails(torch.optim.SGD):
+        def step(self, closure=None):
+            with torch.no_grad():
+                torch._foreach_mul_(self.param_groups[0]["params"], 2.0)
+                if closure is None:
+                    raise ValueError
+                closure()
+                torch._foreach_mul_(self.param_groups[0]["params"], 0.25)
+
+    model = shard(Body(plain), fully_shard, mesh=mesh)
+    single = Body(plain)
+
+    def check():
+        single.load_state_dict(full_state(model))
+        torch.testing.assert_close(model(data(rank)), single(data(rank)))
+
+    check()
+    optimizer = Fails(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError):
+        optimizer.step()
+    check()
+    optimizer.step(check)
+    check()
+    loss = model(data(rank)).square().mean()
+    torch.optim.SGD(model.parameters(), lr=0.1).step(loss.backward)
+    check()
+
+
+def test_a_unit_called_alone_after_a_step(mesh, rank):
+    """FSDP2's weights."""
+    states = []
+    for function in (fully_shard, fsdp2):
+        torch.manual_seed(0)
+        model = shard(Body(plain), function, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(data(rank)).square().mean().backward()
+        for _ in range(2):
+            optimizer.step(), optimizer.zero_grad()
+            model.blocks[1](data(rank)).square().mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            model.blocks[1](data(rank))
+        states.append(full_state(model))
+    assert distance(*states) < 1e-5
