@@ -24,8 +24,10 @@ namespace {
 
 }  // namespace
 
-std::vector<std::shared_ptr<UnitCall>> AutogradEvents::calls_of_task() {
+std::vector<std::shared_ptr<UnitCall>> AutogradEvents::calls_of_task(
+    const WatchedTensor* first) {
   std::erase_if(calls_, [](const auto& call) { return call.expired(); });
+  const auto root = first != nullptr ? first->node.lock() : nullptr;
   std::vector<std::shared_ptr<UnitCall>> calls;  // by their ends, as in calls_
   calls.reserve(calls_.size());
   for (const auto& weak : calls_) {
@@ -33,9 +35,10 @@ std::vector<std::shared_ptr<UnitCall>> AutogradEvents::calls_of_task() {
     if (std::any_of(
             call->output_nodes.begin(),
             call->output_nodes.end(),
-            [](const auto& weak_node) {
+            [&](const auto& weak_node) {
               const auto node = weak_node.lock();
-              return node && autograd_task::expects(node.get());
+              return node &&
+                     (node == root || autograd_task::expects(node.get()));
             })) {
       calls.push_back(call);
     }
@@ -43,7 +46,9 @@ std::vector<std::shared_ptr<UnitCall>> AutogradEvents::calls_of_task() {
   return calls;
 }
 
-TaskId AutogradEvents::enter_task(const UnitParameter* arrived) {
+TaskId AutogradEvents::enter_task(
+    const UnitParameter* arrived,
+    const WatchedTensor* first) {
   if (pass_) {
     return *pass_;
   }
@@ -69,7 +74,7 @@ TaskId AutogradEvents::enter_task(const UnitParameter* arrived) {
     }
   }
   BackwardTask& opened = tasks_[task];
-  opened.to_begin = calls_of_task();
+  opened.to_begin = calls_of_task(first);
   std::map<UnitId, int> num_calls;
   for (const auto& call : opened.to_begin) {
     ++num_calls[call->unit];
@@ -87,7 +92,7 @@ TaskId AutogradEvents::enter_task(const UnitParameter* arrived) {
 }
 
 void AutogradEvents::tensor_grad(const WatchedTensor& tensor) {
-  const TaskId task = enter_task();
+  const TaskId task = enter_task(nullptr, &tensor);
   for (auto use = tensor.uses.rbegin(); use != tensor.uses.rend(); ++use) {
     if (use->role == WatchedTensor::Role::output) {
       begin_backward_up_to(use->call, task);

@@ -102,9 +102,13 @@ class AutogradEvents {
   /// Something of the running backward comes: says that it begins if this is
   /// its first event.
   /// @param arrived  the parameter whose gradient is that event, or null.
+  /// @param first  the tensor whose gradient is that event, or null. The engine
+  ///   does not count the node that a backward begins with among its own.
   /// @return  the graph task.
   /// @throws Error{usage} when a parameter got a gradient outside of backwards.
-  TaskId enter_task(const UnitParameter* arrived = nullptr);
+  TaskId enter_task(
+      const UnitParameter* arrived = nullptr,
+      const WatchedTensor* first = nullptr);
   /// The gradient of a watched tensor is complete.
   void tensor_grad(const WatchedTensor& tensor);
   /// A parameter's accumulator ran. What it left in `.grad` is moved to
@@ -196,7 +200,8 @@ class AutogradEvents {
   bool watch_outputs(
       const std::shared_ptr<UnitCall>& call,
       const nn::TensorList& outputs);
-  std::vector<std::shared_ptr<UnitCall>> calls_of_task();
+  std::vector<std::shared_ptr<UnitCall>> calls_of_task(
+      const WatchedTensor* first);
   void begin_backward(UnitCall& call, TaskId task);
   void begin_backward_up_to(const std::shared_ptr<UnitCall>& call, TaskId task);
   void input_grad_arrived(const std::shared_ptr<UnitCall>& call, TaskId task);

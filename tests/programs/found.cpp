@@ -41,6 +41,13 @@ const std::vector<FoundProgram>& found_programs() {
 {"op":"linear"}],"children":[{"unit":true,"ops":[{"op":"linear"}],
 "children":[]},{"unit":true,"ops":[{"op":"sometimes"}],"children":[]}]},
 "steps":[{"no_sync":false,"micro":["fb"]},{"no_sync":false,"micro":["fb"]}]})"},
+      {"CheckpointOverTwoCallsCountedOneOfThem",
+       R"({"seed":941,"mesh":[2],"strategy":"zero3","prefetch":0,"reshard":true,
+"granularity":"element","delay_us":0,"model":{"unit":true,"ops":[
+{"op":"checkpoint","a":0,"b":0},{"op":"child","a":0}],"children":[
+{"unit":true,"ops":[{"op":"sometimes"}],"children":[]},{"unit":false,"ops":[],
+"children":[{"unit":false,"ops":[{"op":"dead","a":1,"b":1}],"children":[]}]}]},
+"steps":[{"no_sync":false,"micro":["fb"]}]})"},
   };
   return programs;
 }

@@ -28,6 +28,7 @@ class NotingListener : public AutogradListener {
  public:
   AutogradEvents* events = nullptr;
   std::vector<std::string> heard;
+  std::map<UnitId, int> calls;  ///< of the last backward
 
   void on_tensor_grad(const WatchedTensor& tensor) override {
     events->tensor_grad(tensor);
@@ -41,6 +42,9 @@ class NotingListener : public AutogradListener {
 
   void feed(const ScheduleEvent& event) override {
     std::string text = names[event.kind];
+    if (event.kind == EventKind::task_begin) {
+      calls = {event.calls.begin(), event.calls.end()};
+    }
     if (event.unit != kNoUnit) {
       text += fmt::format(" {}", event.unit);
     }
@@ -174,6 +178,19 @@ TEST(AutogradEvents, ATensorIsUndoneBackwards) {
             "wgrad 0",
             "task end",
             "over"));
+  });
+}
+
+// A backward may begin with a unit's own output, as that of a checkpoint does,
+// and the engine does not count the node that it begins with.
+TEST(AutogradEvents, R3_AllCallsOfABackwardAreCounted) {
+  testing::run_ranks(1, [](const RankContext& context) {
+    for (const bool with_loss : {true, false}) {
+      WatchedUnits watched(context, 1);
+      const at::Tensor y = watched.call(0, watched.call(0, at::ones({4})));
+      with_loss ? y.sum().backward() : y.backward(at::ones({4}));
+      EXPECT_THAT(watched.listener->calls, ElementsAre(::testing::Pair(0, 2)));
+    }
   });
 }
 
