@@ -7,6 +7,7 @@
 
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/variable.h>
 
 namespace flatshard::nn {
 namespace {
@@ -109,10 +110,17 @@ struct CheckpointFunction : torch::autograd::Function<CheckpointFunction> {
     const auto capsule = ctx->saved_data["recipe"].toCapsule();
     auto& recipe = static_cast<Recipe&>(*capsule);
     TensorList args = ctx->get_saved_variables();
+    // Held: who watches an argument that a module returns as it is finds it by
+    // this node.
+    using torch::autograd::impl::grad_accumulator;
+    std::vector<decltype(grad_accumulator(args[0]))> accumulators;
     for (at::Tensor& arg : args) {
       const bool wants_grad = arg.requires_grad();
       arg = arg.detach();
       arg.set_requires_grad(wants_grad);
+      if (wants_grad) {
+        accumulators.push_back(grad_accumulator(arg));
+      }
     }
     const Notice notice(*recipe.owner);
     TensorList outputs;

@@ -27,19 +27,28 @@ namespace {
 std::vector<std::shared_ptr<UnitCall>> AutogradEvents::calls_of_task(
     const WatchedTensor* first) {
   std::erase_if(calls_, [](const auto& call) { return call.expired(); });
-  const auto root = first != nullptr ? first->node.lock() : nullptr;
+  const auto is_first = [&](const UnitCall& call) {
+    return first != nullptr &&
+           std::any_of(
+               first->uses.begin(),
+               first->uses.end(),
+               [&](const WatchedTensor::Use& use) {
+                 return use.call.get() == &call &&
+                        use.role == WatchedTensor::Role::output;
+               });
+  };
   std::vector<std::shared_ptr<UnitCall>> calls;  // by their ends, as in calls_
   calls.reserve(calls_.size());
   for (const auto& weak : calls_) {
     const auto call = weak.lock();
-    if (std::any_of(
-            call->output_nodes.begin(),
-            call->output_nodes.end(),
-            [&](const auto& weak_node) {
-              const auto node = weak_node.lock();
-              return node &&
-                     (node == root || autograd_task::expects(node.get()));
-            })) {
+    if (is_first(*call) || std::any_of(
+                               call->output_nodes.begin(),
+                               call->output_nodes.end(),
+                               [](const auto& weak_node) {
+                                 const auto node = weak_node.lock();
+                                 return node &&
+                                        autograd_task::expects(node.get());
+                               })) {
       calls.push_back(call);
     }
   }

@@ -219,7 +219,9 @@ void AutogradEvents::forward_error(UnitId unit) {
 }
 
 WatchedTensor& AutogradEvents::watch(const at::Tensor& tensor) {
-  const auto& node = tensor.grad_fn();
+  const NodePtr node = tensor.grad_fn()
+                           ? tensor.grad_fn()
+                           : torch::autograd::impl::grad_accumulator(tensor);
   auto& watched = watched_[{node.get(), tensor.output_nr()}];
   if (!watched || watched->node.lock() != node) {
     watched = std::make_shared<WatchedTensor>();
@@ -267,9 +269,14 @@ bool AutogradEvents::watch_outputs(
     return false;
   }
   const auto add = [&](const at::Tensor& output) {
-    if (output.requires_grad() && output.grad_fn()) {
-      call->output_nodes.push_back(output.grad_fn());
-      watch(output).uses.push_back({call, WatchedTensor::Role::output});
+    // In a recompute the unit may return its own input, a leaf that lives as
+    // long as that.
+    const bool is_watched = output.grad_fn() != nullptr ||
+                            (call->recompute && find(output) == nullptr);
+    if (output.requires_grad() && is_watched) {
+      WatchedTensor& watched = watch(output);
+      call->output_nodes.push_back(watched.node);
+      watched.uses.push_back({call, WatchedTensor::Role::output});
     }
   };
   for (const at::Tensor& output : outputs) {

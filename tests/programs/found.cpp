@@ -48,6 +48,13 @@ const std::vector<FoundProgram>& found_programs() {
 {"unit":true,"ops":[{"op":"sometimes"}],"children":[]},{"unit":false,"ops":[],
 "children":[{"unit":false,"ops":[{"op":"dead","a":1,"b":1}],"children":[]}]}]},
 "steps":[{"no_sync":false,"micro":["fb"]}]})"},
+      {"UnitThatReturnsTheInputOfItsCheckpointNeverBegan",
+       R"({"seed":1514,"mesh":[2],"strategy":"zero2","prefetch":0,
+"reshard":true,"granularity":"element","delay_us":0,"model":{"unit":true,
+"ops":[{"op":"linear"},{"op":"checkpoint","a":0,"b":1},{"op":"linear"}],
+"children":[{"unit":true,"ops":[{"op":"sometimes"}],"children":[]},
+{"unit":false,"ops":[{"op":"linear"}],"children":[]}]},
+"steps":[{"no_sync":false,"micro":["fb"]}]})"},
   };
   return programs;
 }
