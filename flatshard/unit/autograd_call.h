@@ -3,6 +3,8 @@
 #include "flatshard/schedule/events.h"
 #include "flatshard/unit/autograd_node.h"
 
+#include <ATen/core/Tensor.h>
+
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -26,6 +28,8 @@ struct UnitCall {
   /// cannot be watched (a leaf): then the backward ends with its task.
   int num_watched_inputs = 0;
   bool has_unwatched_input = false;
+  /// Of a recompute: those leaves, which live no longer than it.
+  std::vector<const c10::TensorImpl*> leaf_inputs;
   /// Per graph task in which this call's backward began: inputs still to come.
   std::map<TaskId, int> inputs_left;
 };

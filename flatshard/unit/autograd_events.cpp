@@ -255,6 +255,9 @@ void AutogradEvents::watch_inputs(
     if (!input.grad_fn()) {
       // A hook on a leaf would stay with the user's tensor.
       call->has_unwatched_input = true;
+      if (call->recompute) {
+        call->leaf_inputs.push_back(input.unsafeGetTensorImpl());
+      }
       continue;
     }
     ++call->num_watched_inputs;
@@ -269,11 +272,13 @@ bool AutogradEvents::watch_outputs(
     return false;
   }
   const auto add = [&](const at::Tensor& output) {
-    // In a recompute the unit may return its own input, a leaf that lives as
-    // long as that.
-    const bool is_watched = output.grad_fn() != nullptr ||
-                            (call->recompute && find(output) == nullptr);
-    if (output.requires_grad() && is_watched) {
+    if (!output.requires_grad()) {
+      return;
+    }
+    const auto& leaves = call->leaf_inputs;
+    if (output.grad_fn() ||
+        std::ranges::find(leaves, output.unsafeGetTensorImpl()) !=
+            leaves.end()) {
       WatchedTensor& watched = watch(output);
       call->output_nodes.push_back(watched.node);
       watched.uses.push_back({call, WatchedTensor::Role::output});
