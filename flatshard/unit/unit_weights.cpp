@@ -52,8 +52,7 @@ void UnitWeights::gather_into(
     const std::vector<WeightPlanes::Gather>& gathers) const {
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     ParamGroup& group = *groups_[g];
-    if (!is_in_plane(group, plane) ||
-        (part != kWhole && parts_[part].group != g)) {
+    if (!is_in_plane(group, plane) || !is_in_part(g, part)) {
       continue;
     }
     const bool resident = group.weights().resident();
@@ -67,11 +66,9 @@ void UnitWeights::gather_into(
           gathers[g]);
       continue;
     }
-    const auto float8_plane =
-        plane == kRowPlane ? Float8Planes::kRows : Float8Planes::kColumns;
     group.weights().gather(
-        float8_plane,
-        part == kWhole ? Float8Planes::kWhole : parts_[part].part,
+        float8_plane_of(plane),
+        part_in_group(part),
         resident ? at::Tensor() : float8_slot(g, plane, part, slot),
         gathers[g]);
   }

@@ -87,6 +87,17 @@ class UnitWeights {
 
  private:
   void add_float8_planes(const std::string& unit);
+  static Float8Planes::Plane float8_plane_of(PlaneId plane) {
+    return plane == kRowPlane ? Float8Planes::kRows : Float8Planes::kColumns;
+  }
+  /// Whether group `g` has some of it.
+  bool is_in_part(std::size_t g, PartId part) const {
+    return part == kWhole || parts_[part].group == g;
+  }
+  /// As its group counts it.
+  int part_in_group(PartId part) const {
+    return part == kWhole ? Float8Planes::kWhole : parts_[part].part;
+  }
   /// What group `g` has of the slot for a plane or a part of one.
   at::Tensor float8_slot(
       std::size_t g,

@@ -8,14 +8,6 @@
 #include <algorithm>
 
 namespace flatshard {
-namespace {
-
-Float8Planes::Plane float8_plane_of(PlaneId plane) {
-  return plane == UnitWeights::kRowPlane ? Float8Planes::kRows
-                                         : Float8Planes::kColumns;
-}
-
-}  // namespace
 
 void UnitWeights::add_float8_planes(const std::string& unit) {
   const Float8Planes* first = nullptr;
@@ -99,9 +91,7 @@ at::Tensor UnitWeights::float8_slot(
   }
   return slot.tensor(
       part == kWhole ? offsets_[plane][g] : 0,
-      {planes.slot_nbytes(
-          of,
-          part == kWhole ? Float8Planes::kWhole : parts_[part].part)},
+      {planes.slot_nbytes(of, part_in_group(part))},
       at::kByte);
 }
 
@@ -111,11 +101,11 @@ void UnitWeights::derive_into(
     const SlotView& columns) const {
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     const Float8Planes* planes = groups_[g]->weights().float8();
-    if (planes == nullptr || (part != kWhole && parts_[part].group != g)) {
+    if (planes == nullptr || !is_in_part(g, part)) {
       continue;
     }
     planes->derive(
-        part == kWhole ? Float8Planes::kWhole : parts_[part].part,
+        part_in_group(part),
         float8_slot(g, kRowPlane, part, rows),
         float8_slot(g, kColumnPlane, part, columns));
   }
@@ -131,7 +121,7 @@ float8::Plane UnitWeights::float8_view(
   return planes.view(
       float8_plane_of(plane),
       p.index,
-      part == kWhole || resident ? Float8Planes::kWhole : parts_[part].part,
+      resident ? Float8Planes::kWhole : part_in_group(part),
       float8_slot(p.group, plane, part, slot));
 }
 

@@ -268,9 +268,8 @@ class Root:
         if number == self._seen_writes:
             return
         self._seen_writes = number
-        to_all = writes.to_all()
         for unit in self.units:
-            if (seen := (to_all, unit.num_writes)) != unit.seen_writes:
+            if (seen := (writes.count, unit.num_writes)) != unit.seen_writes:
                 unit.seen_writes = seen
                 unit.core.mark_written()
 

@@ -105,7 +105,7 @@ class UnitState:
     id: int = -1
     name: str = ""
     num_writes: int = 0  # that others may have made to its parameters
-    seen_writes: tuple = ()  # Writes.to_all, num_writes
+    seen_writes: tuple = ()  # Writes.count, num_writes
     check_same_values: bool = False
     seen_list_writes: int = field(default_factory=lambda: writes.lists)
     ignored: list = field(default_factory=list)  # places of ignored_params

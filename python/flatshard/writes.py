@@ -65,15 +65,10 @@ class Writes:
         self.single += 1
 
     def number(self):
-        """Rises with every write that there may have been."""
+        """Rises with every write that there may have been: to any unit (`count`, up to
+        date from here on), or to one alone (its `num_writes`)."""
         self._give_up_step()
         return self.count + self.single
-
-    def to_all(self):
-        """How many there were that may have been to any unit; those to one alone are
-        in its `num_writes`."""
-        self._give_up_step()
-        return self.count
 
     def _give_up_step(self):
         """A step that failed, or one that calls the model after it wrote."""

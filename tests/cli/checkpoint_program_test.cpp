@@ -79,15 +79,20 @@ log_freq = 1
 
   /// Lines of a shell: `command` as $pid, until its log has `text` or it ended.
   /// An earlier command's log is gone before: its text is not this one's.
-  std::string start(const std::string& command, const std::string& text) const {
+  /// @param max_tries  10 ms each.
+  std::string start(
+      const std::string& command,
+      const std::string& text,
+      int max_tries = 1'000'000) const {
     return fmt::format(
         ": > '{0}'\n"
         "exec {1} > '{0}' 2>&1 & pid=$!\n"
-        "while kill -0 $pid 2>/dev/null && ! grep -q '{2}' '{0}'; do "
-        "sleep 0.01; done\n",
+        "n=0; while [ $n -lt {3} ] && kill -0 $pid 2>/dev/null && "
+        "! grep -q '{2}' '{0}'; do sleep 0.01; n=$((n+1)); done\n",
         log().string(),
         command,
-        text);
+        text,
+        max_tries);
   }
   fs::path log() const { return folder_ / "log"; }
 
@@ -327,7 +332,8 @@ TEST_F(Checkpoints, KillNineLosesNothingThatWasSaved) {
     const Result killed =
         sh(start(
                train(config, 2, "--set checkpoint.interval=1 " + again),
-               fmt::format("step: {}/40  loss", (num_kills + 1) * 6)) +
+               fmt::format("step: {}/40  loss", (num_kills + 1) * 6),
+               2000) +
            "pkill -KILL -P $pid; kill -KILL $pid; wait $pid\n");
     again = "--resume";
     for (const std::int64_t step : steps("killed")) {
