@@ -22,14 +22,19 @@ def run(command, log):
     return done.stdout
 
 
-def fsdp2(args, seq, options):
+def fsdp2_row(args, seq, options):
+    """What bench/fsdp2_llama.py prints."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command.append(f"--nproc-per-node={args.nproc}")
     command += [str(BENCH / "fsdp2_llama.py"), f"--seq={seq}"]
     command += [f"--warmup={args.warmup}", f"--steps={args.steps}", *options]
     name = "-".join(["fsdp2", str(seq), *(o.strip("-") for o in options)])
     out = run(command, args.out / f"{name}.log")
-    row = next(json.loads(line) for line in out.split("\n") if line.startswith("{"))
+    return next(json.loads(line) for line in out.split("\n") if line.startswith("{"))
+
+
+def fsdp2(args, seq, options):
+    row = fsdp2_row(args, seq, options)
     host = sum(row["host_ms_forward_backward_step"])
     return row["ms"], row["ms_range"], host, row["peak_GiB"]
 

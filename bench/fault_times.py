@@ -5,7 +5,11 @@ Starts the ranks of one training run on this machine by environment variables
 (no launcher, which would end them itself), lets them train, and kills or stops
 one of them.
 
-usage: fault_times.py PROGRAM [--ranks N] [--timeout-s S ...]
+usage: fault_times.py PROGRAM [--ranks N] [--timeout-s S ...] [--device cuda]
+                      [--set KEY=VALUE ...]
+
+With --device cuda each rank has a GPU of its own; graphs are replayed when the fault
+comes with e.g. --set cuda_graph.impl=unit.
 """
 
 import argparse
@@ -47,8 +51,10 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def run(program, ranks, timeout, number, culprit):
+def run(options, timeout, number, culprit):
     """Seconds until the survivors ended, and what rank `witness` said."""
+    ranks = options.ranks
+    settings = [word for text in options.set for word in ("--set", text)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = folder / "run.toml"
@@ -63,7 +69,13 @@ def run(program, ranks, timeout, number, culprit):
         logs = [folder / f"rank_{rank}.log" for rank in range(ranks)]
         processes = [
             subprocess.Popen(
-                [program, "train", str(config), "--device", "cpu"],
+                [
+                    options.program,
+                    "train",
+                    str(config),
+                    f"--device={options.device}",
+                    *settings,
+                ],
                 env=dict(environment, RANK=str(rank), LOCAL_RANK=str(rank)),
                 stdout=log.open("w"),
                 stderr=subprocess.STDOUT,
@@ -99,6 +111,8 @@ def main():
     parser.add_argument("program")
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--timeout-s", type=float, nargs="*", default=[5, 20])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--set", nargs="*", default=[], help="for the config")
     parser.add_argument("--show", action="store_true", help="print the reports")
     arguments = parser.parse_args()
     print(f"{'fault':<10}{'rank':<6}{'timeout_s':<11}{'seconds':<9}named")
@@ -106,8 +120,7 @@ def main():
         for fault in ("SIGKILL", "SIGSTOP"):
             for culprit in (arguments.ranks - 1, 0):
                 seconds, named, report = run(
-                    arguments.program,
-                    arguments.ranks,
+                    arguments,
                     timeout,
                     getattr(signal, fault),
                     culprit,

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from python_steps import measure, say
+from python_steps import counted_recordings, measure, say
 
 
 def rotate(x, cos, sin):
@@ -139,9 +139,9 @@ def materialize(model, device):
             nn.init.normal_(parameter, std=0.02)
 
 
-def compile_parts(model, loss=True):
+def compile_parts(model, loss=True, mode=None):
     for layer in model.layers:
-        layer.compile()
+        layer.compile(mode=mode)
     if loss:
         model.loss = torch.compile(loss_of)
 
@@ -150,7 +150,7 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
 
 
-def run(args, model, optimizer, device, head_dim, rope_base):
+def run(args, model, optimizer, device, head_dim, rope_base, microbatches=1):
     """Measures steps on random tokens, prints them on rank 0 and ends."""
     half = head_dim // 2
     turns = rope_base ** -(torch.arange(half, device=device) / half)
@@ -159,6 +159,7 @@ def run(args, model, optimizer, device, head_dim, rope_base):
     generator = torch.Generator(device).manual_seed(dist.get_rank())
 
     def forward():
+        torch.compiler.cudagraph_mark_step_begin()  # for those that replay graphs
         tokens = torch.randint(
             args.vocab,
             (args.local_batch, args.seq + 1),
@@ -170,7 +171,9 @@ def run(args, model, optimizer, device, head_dim, rope_base):
         ):
             return model(tokens[:, :-1], tokens[:, 1:], cos, sin)
 
-    say(json.dumps(measure(forward, optimizer, args)))
+    with counted_recordings() as recordings:
+        row = measure(forward, optimizer, args, recordings, microbatches)
+        say(json.dumps(row))
     dist.destroy_process_group()
 
 
@@ -196,6 +199,9 @@ def main():
     )
     parser.add_argument("--gqa", action="store_true", help="heads are not repeated")
     parser.add_argument(
+        "--reduce-overhead", action="store_true", help="blocks in torch's CUDA graphs"
+    )
+    parser.add_argument(
         "--float8", choices=("tensorwise", "rowwise"), help="by torchao, if installed"
     )
     args = parser.parse_args()
@@ -207,7 +213,11 @@ def main():
     shard(model, args.keep)
     materialize(model, device)
     if args.compile != "none":
-        compile_parts(model, loss=args.compile == "blocks+loss")
+        compile_parts(
+            model,
+            loss=args.compile == "blocks+loss",
+            mode="reduce-overhead" if args.reduce_overhead else None,
+        )
     optimizer = adamw(model)
     if args.float8 == "tensorwise":
         find_scales_after_steps(model, optimizer)

@@ -116,6 +116,7 @@ def main():
     for name, default in {
         "seq": 4096,
         "local-batch": 2,
+        "microbatches": 1,
         "layers": 4,
         "dim": 2048,
         "heads": 32,
@@ -139,7 +140,15 @@ def main():
     if args.compile == "all":
         torch._dynamo.config.capture_scalar_outputs = True
         compile_parts(model)
-    run(args, model, adamw(model), device, args.head_dim, 1e6)
+    run(
+        args,
+        model,
+        adamw(model),
+        device,
+        args.head_dim,
+        1e6,
+        args.microbatches,
+    )
 
 
 if __name__ == "__main__":

@@ -2,17 +2,21 @@
 
 python3 bench/graphs.py --program build/flatshard --peer --fsdp2
 
-On one GPU, for a model that the host bounds and one that the GPU bounds: each pair runs
-the trainer as it is and with `cuda_graph.impl=unit`, and with `full_iteration` when
-`--ways eager unit step` asks for it, the first one first in every other pair. Then one
-step of each is traced, which says what the GPU itself computes: the eager trace's is
-the limit. Beside the model that the host bounds, when asked for:
+For a model that the host bounds and one that the GPU bounds, or those of `--shape`, on
+one GPU or `--nproc`: each pair runs the trainer as it is and with `cuda_graph.impl=unit`,
+and with `full_iteration` when `--ways eager unit step` asks for it, the first one first
+in every other pair. Then one step of each is traced, which says what the GPU itself
+computes: the eager trace's is the limit. When asked for, beside it:
 
-  --peer   bench/graph_peer.py, or another script with its options and output: PyTorch
-           unsharded and without an optimizer, launched in several ways. Compared with
-           Flatshard's step less the optimizer's kernels, which is forward, backward,
-           reduction and norm
-  --fsdp2  FSDP2 with blocks and loss compiled, as bench/compare.sh runs it
+  --fsdp2       FSDP2 with blocks and loss compiled, as bench/compare.sh runs it, and
+                with the blocks in torch's own graphs ("reduce-overhead"): how many of
+                them torch recorded in the warm-up and again behind it
+  --peer        for the model that the host bounds: bench/graph_peer.py, or another
+                script with its options and output: PyTorch unsharded and without an
+                optimizer, launched in several ways. Compared with Flatshard's step less
+                the optimizer's kernels, which is forward, backward, reduction and norm
+  --same-losses N  N steps of each way with debug.deterministic: do all have the same
+                losses, bit for bit
 
 Prints a table and the ratios, and writes both, and each run, as graphs.json. All logs
 and traces are below --out. Program and config are given by path, and no network is
@@ -27,13 +31,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-from compare import BENCH, flatshard, fsdp2, machine
+from compare import BENCH, flatshard, fsdp2_row, machine
 from trace_summary import COMM, class_of, gpu_events, union
-from turns import SHAPES
+from turns import SHAPES as USUAL
+from variants import VARIANTS
 
 HOST_BOUND = "64 layers of dim 1024"
-SIZES = ["--layers=64", "--dim=1024", "--ffn=3584", "--heads=16", "--kv-heads=8"]
-SEQ = SHAPES[HOST_BOUND][0]
+SHAPES = {
+    **USUAL,
+    "20 layers of 8B shapes": VARIANTS["20 layers of 8B shapes"],
+    **{f"8B at {seq}": (seq, []) for seq in (2048, 8192)},
+}
 WAYS = {
     "eager": [],
     "unit": ["cuda_graph.impl=unit"],
@@ -48,6 +56,19 @@ def graph_row(folder):
         if '"cuda_graph"' in line:
             return json.loads(line)["cuda_graph"]
     return {}
+
+
+def sizes(shape):
+    """The shape's sizes as options of the PyTorch benchmarks."""
+    names = {
+        "model.layers": "--layers",
+        "model.dim": "--dim",
+        "model.ffn_dim": "--ffn",
+        "model.heads": "--heads",
+        "model.kv_heads": "--kv-heads",
+    }
+    settings = (setting.split("=") for setting in SHAPES[shape][1])
+    return [f"{names[key]}={value}" for key, value in settings if key in names]
 
 
 def train(args, shape, way, name, more=()):
@@ -144,8 +165,50 @@ def measure_shape(args, shape):
     return result
 
 
+def same_losses(args, shape):
+    """Of a few deterministic steps each way's losses, and whether they are the same."""
+    losses = {}
+    for way in args.ways:
+        more = ["debug.deterministic=true", f"training.steps={args.same_losses}"]
+        folder, _ = train(args, shape, way, "losses", more)
+        rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        losses[way] = [row["loss"] for row in rows if "loss" in row]
+    first = losses[args.ways[0]]
+    same = len(first) == args.same_losses and all(v == first for v in losses.values())
+    ways = ", ".join(args.ways)
+    print(
+        f"| {shape}: {len(first)} losses of {ways} "
+        f"{'are the same bits' if same else 'DIFFER'} | | | | | |",
+        flush=True,
+    )
+    return {"same": same, "losses": losses}
+
+
+def fsdp2_rows(args, shape):
+    """FSDP2 compiled, and replaying torch's own graphs."""
+    rows = {}
+    for way, more in (("compiled", []), ("reduce-overhead", ["--reduce-overhead"])):
+        try:
+            found = fsdp2_row(args, SHAPES[shape][0], [*sizes(shape), "--gqa", *more])
+            again = found["graphs_recorded"][1]
+            row = {
+                "ms": found["ms"],
+                "range": found["ms_range"],
+                "host_ms": sum(found["host_ms_forward_backward_step"]),
+                "peak_GiB": found["peak_GiB"],
+                "graphs_recorded": found["graphs_recorded"],
+                "fallbacks": {"graphs recorded again": again} if again else {},
+            }
+        except RuntimeError as error:  # the others are still of use
+            row = {"error": str(error)}
+        rows[way] = row
+        say_row(f"{shape}, FSDP2 {way}", row)
+    return rows
+
+
 def peer_rows(args):
-    command = [sys.executable, str(args.peer), f"--seq={SEQ}", *SIZES]
+    seq = SHAPES[HOST_BOUND][0]
+    command = [sys.executable, str(args.peer), f"--seq={seq}", *sizes(HOST_BOUND)]
     log = args.out / "peer.log"
     with log.open("w") as file:
         done = subprocess.run(
@@ -192,7 +255,10 @@ def main():
     parser.add_argument(
         "--config", default="examples/llama3_8b.toml", help="[%(default)s]"
     )
-    parser.add_argument("--shape", choices=SHAPES, action="append", help="[both]")
+    parser.add_argument("--nproc", type=int, default=1, help="GPUs [1]")
+    parser.add_argument(
+        "--shape", choices=SHAPES, action="append", help="[64 layers, 8 layers]"
+    )
     parser.add_argument(
         "--ways",
         nargs="+",
@@ -201,7 +267,7 @@ def main():
         help="of running the trainer; parts: attn and mlp of each block; step: forward "
         "and backward of a step as one graph [eager unit]",
     )
-    parser.add_argument("--pairs", type=int, default=5, help="runs of each way [5]")
+    parser.add_argument("--pairs", type=int, default=5, help="runs of each way; 0: none [5]")
     parser.add_argument("--warmup", type=int, default=12, help="steps [12]")
     parser.add_argument("--steps", type=int, default=12, help="measured [12]")
     parser.add_argument(
@@ -216,6 +282,9 @@ def main():
         "--fsdp2", action="store_true", help="FSDP2 with torch.compile as well"
     )
     parser.add_argument(
+        "--same-losses", type=int, default=0, metavar="N", help="steps to compare [none]"
+    )
+    parser.add_argument(
         "--no-trace", dest="trace", action="store_false", help="measure alone"
     )
     parser.add_argument(
@@ -223,7 +292,6 @@ def main():
     )
     parser.add_argument("--out", type=Path, default=Path("outputs/graphs"))
     args = parser.parse_args()
-    args.nproc = 1
     args.out.mkdir(parents=True, exist_ok=True)
 
     results = {"machine": machine(), "shapes": {}}
@@ -233,13 +301,13 @@ def main():
         flush=True,
     )
     try:
-        for shape in args.shape or SHAPES:
-            results["shapes"][shape] = measure_shape(args, shape)
-        if args.fsdp2:
-            keys = ("ms", "range", "host_ms", "peak_GiB")
-            sizes = [*SIZES, "--gqa"]
-            results["fsdp2"] = dict(zip(keys, fsdp2(args, SEQ, sizes)))
-            say_row(f"{HOST_BOUND}, FSDP2 compiled", results["fsdp2"])
+        for shape in args.shape or USUAL:
+            result = measure_shape(args, shape) if args.pairs else {"ratios": {}}
+            results["shapes"][shape] = result
+            if args.same_losses:
+                result["same_losses"] = same_losses(args, shape)
+            if args.fsdp2:
+                result["fsdp2"] = fsdp2_rows(args, shape)
         if args.peer:
             results["peer"] = peer_rows(args)
             ours = results["shapes"].get(HOST_BOUND, {"ratios": {}})

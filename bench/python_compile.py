@@ -15,7 +15,6 @@ tries the script and measures nothing.
 """
 
 import argparse
-import contextlib
 import functools
 import gc
 import json
@@ -37,6 +36,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
 from torch.distributed.fsdp import fully_shard as fsdp2
 
 import flatshard
+from python_steps import counted_recordings
 
 
 class LinearBlock(nn.Module):
@@ -176,23 +176,6 @@ def compiled_inside(kind, backend):
     compiled = torch.compile(kind.forward, backend=backend)
     inside = {"forward": lambda self, x: compiled(self, x)}
     return type(f"Compiled{kind.__name__}", (kind,), inside)
-
-
-@contextlib.contextmanager
-def counted_recordings():
-    """A list that grows by one for each CUDA graph that torch records."""
-    begin = torch.cuda.CUDAGraph.capture_begin
-    seen = []
-
-    def counted(self, *args, **kwargs):
-        seen.append(1)
-        return begin(self, *args, **kwargs)
-
-    torch.cuda.CUDAGraph.capture_begin = counted
-    try:
-        yield seen
-    finally:
-        torch.cuda.CUDAGraph.capture_begin = begin
 
 
 def measure(case, library, kind, mesh, args):

@@ -1,5 +1,6 @@
 """The loop that the Python benchmarks measure."""
 
+import contextlib
 import statistics
 import time
 
@@ -12,39 +13,66 @@ def say(*values):
         print(*values, flush=True)
 
 
-def measure(forward, optimizer, args):
+@contextlib.contextmanager
+def counted_recordings():
+    """A list that grows by one for each CUDA graph that torch records."""
+    begin = torch.cuda.CUDAGraph.capture_begin
+    seen = []
+
+    def counted(self, *args, **kwargs):
+        seen.append(1)
+        return begin(self, *args, **kwargs)
+
+    torch.cuda.CUDAGraph.capture_begin = counted
+    try:
+        yield seen
+    finally:
+        torch.cuda.CUDAGraph.capture_begin = begin
+
+
+def measure(forward, optimizer, args, recordings=(), microbatches=1):
     """Medians over args.steps steps after args.warmup of forward, backward and update.
 
     Args:
         forward: returns the loss.
+        recordings: what `counted_recordings` yields, if graphs are to be counted.
+        microbatches: how many forwards and backwards a step has.
 
     Returns:
         ms of a step with their range, the host's ms in each part, the peak of
-        allocated memory and of what the allocator took in GiB (0 without a GPU), and
-        the last loss.
+        allocated memory and of what the allocator took in GiB (0 without a GPU), the
+        last loss, and how many CUDA graphs torch recorded in the warm-up and behind it.
     """
     on_gpu = torch.cuda.is_available()
     steps, host = [], []
     for step in range(args.warmup + args.steps):
-        if step == args.warmup and on_gpu:
-            torch.cuda.reset_peak_memory_stats()
+        if step == args.warmup:
+            recorded = len(recordings)
+            if on_gpu:
+                torch.cuda.reset_peak_memory_stats()
         if on_gpu:
             torch.cuda.synchronize()
         dist.barrier()
-        times = [time.perf_counter()]
-        loss = forward()
-        times.append(time.perf_counter())
-        loss.backward()
-        times.append(time.perf_counter())
+        begin = time.perf_counter()
+        parts = [0.0, 0.0, 0.0]
+        for _ in range(microbatches):
+            times = [time.perf_counter()]
+            loss = forward()
+            times.append(time.perf_counter())
+            loss.backward()
+            times.append(time.perf_counter())
+            parts[0] += times[1] - times[0]
+            parts[1] += times[2] - times[1]
+        updating = time.perf_counter()
         optimizer.step()
         optimizer.zero_grad()
-        times.append(time.perf_counter())
+        parts[2] = time.perf_counter() - updating
         if on_gpu:
             torch.cuda.synchronize()
         end = time.perf_counter()
         if step >= args.warmup:
-            steps.append(1e3 * (end - times[0]))
-            host.append([1e3 * (b - a) for a, b in zip(times, times[1:])])
+            steps.append(1e3 * (end - begin))
+            host.append([1e3 * part for part in parts])
     peak = torch.cuda.max_memory_allocated() if on_gpu else 0
     reserved = torch.cuda.max_memory_reserved() if on_gpu else 0
     return {
@@ -56,4 +84,5 @@ def measure(forward, optimizer, args):
         "peak_GiB": round(peak / 2**30, 1),
         "reserved_GiB": round(reserved / 2**30, 1),
         "loss": round(loss.item(), 3),
+        "graphs_recorded": [recorded, len(recordings) - recorded],
     }

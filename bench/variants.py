@@ -5,9 +5,17 @@ python3 bench/variants.py --nproc 4
 Batches, recomputation, sizes of the model, ZeRO stages and a model that the host bounds:
 a row of a table for each, with the median step time, the host's part and the peak of
 allocated memory. `bench/compare.sh` is for what FSDP2 runs as well.
+
+Alternatives behind --by are tried one after the other, each of them some settings; with
+several --by all combinations are, the last one the fastest to change:
+
+python3 bench/variants.py --nproc 2 --only "8B, ZeRO-3" \\
+    --by parallelism.copy_engines=none parallelism.copy_engines=all \\
+    --by float8.recipe=none float8.recipe=tensorwise "float8.recipe=none model.layers=16"
 """
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 
@@ -45,6 +53,7 @@ VARIANTS = {
         ],
     ),
     "8 layers of 8B shapes": (8192, ["model.layers=8"]),
+    "20 layers of 8B shapes": (8192, ["model.layers=20"]),
     "8 layers, tensorwise": (8192, ["model.layers=8", "float8.recipe=tensorwise"]),
     "8 layers, rowwise": (8192, ["model.layers=8", "float8.recipe=rowwise"]),
     "8 layers, blockwise": (8192, ["model.layers=8", "float8.recipe=blockwise"]),
@@ -53,13 +62,15 @@ VARIANTS = {
         4096,
         [*EXPERTS, "parallelism.keep_compute_weights=false"],
     ),
+    "6 layers of Qwen3-30B-A3B": (4096, [*EXPERTS, "model.layers=6"]),
 }
 
 
-def row_of(args, nproc, name):
-    seq, settings = VARIANTS[name]
+def row_of(args, nproc, variant, chosen):
+    seq, settings = VARIANTS[variant]
     args.nproc = nproc
-    args.set = [*settings, *args.more]
+    args.set = [*settings, *args.more, *(s for text in chosen for s in text.split())]
+    name = ", ".join([variant, *chosen])
     label = f"{name}, {nproc} GPUs"
     folder = args.out / label.replace(",", "").replace(" ", "-")
     folder.mkdir(parents=True, exist_ok=True)
@@ -106,12 +117,25 @@ def main():
     parser.add_argument(
         "--set", dest="more", nargs="*", default=[], help="for all configs, last"
     )
+    parser.add_argument(
+        "--by",
+        action="append",
+        nargs="+",
+        default=[],
+        metavar="SETTINGS",
+        help="alternatives, each with blanks between its settings",
+    )
     parser.add_argument("--out", type=Path, default=Path("outputs/variants"))
     args = parser.parse_args()
     counts = list(args.nproc)
     print(f"{machine()}\n\n| | GPUs | seq | ms per step (range) | host ms | peak GiB |")
     print("|---|---:|---:|---:|---:|---:|")
-    rows = [row_of(args, nproc, name) for nproc in counts for name in args.only]
+    rows = [
+        row_of(args, nproc, name, chosen)
+        for nproc in counts
+        for name in args.only
+        for chosen in itertools.product(*args.by)
+    ]
     results = {"machine": machine(), "rows": rows}
     (args.out / "variants.json").write_text(json.dumps(results, indent=1) + "\n")
 
