@@ -18,7 +18,21 @@ struct CollectivePlan : nn::ExchangePlan {
   std::vector<RowsOfPeer> at_home;
   /// Of what dispatch delivers: by expert, then by the rank they came from.
   std::vector<RowsOfPeer> at_experts;
+
+  // Until it is finished.
+  std::int64_t number = 0;
+  Event known;  ///< the counts of both ways are on the host
+  at::Tensor arriving;
 };
+
+CollectivePlan* own(const nn::ExchangePlanPtr& plan) {
+  auto* const made = dynamic_cast<CollectivePlan*>(plan.get());
+  FLATSHARD_CHECK(
+      made,
+      usage,
+      "exchange of tokens: expected a plan of this exchange, got another's");
+  return made;
+}
 
 }  // namespace
 
@@ -40,17 +54,16 @@ CollectiveExchange::CollectiveExchange(
       num_experts);
 }
 
-nn::ExchangePlanPtr CollectiveExchange::plan(
+nn::ExchangePlanPtr CollectiveExchange::begin_plan(
     const at::Tensor& counts,
     std::int64_t num_rows) {
   check_counts(counts);
   if (failed_.exchange(false)) {
     reset();
   }
-  const int size = group().size();
   const std::int64_t local = experts_per_rank();
   std::vector<RowsOfPeer> equal;
-  for (int peer = 0; peer < size; ++peer) {
+  for (int peer = 0; peer < group().size(); ++peer) {
     equal.push_back({peer, peer * local, local});
   }
   const at::Tensor leaving = counts.contiguous();
@@ -69,16 +82,29 @@ nn::ExchangePlanPtr CollectiveExchange::plan(
         nbytes,
         group().device());
   });
-  Event known;
-  known.record(stream());
+  auto made = c10::make_intrusive<CollectivePlan>();
+  made->number = ++num_begun_;
+  made->num_sent = num_rows;
+  made->arriving = arriving;
+  made->known.record(stream());
+  return made;
+}
+
+void CollectiveExchange::finish_plan(const nn::ExchangePlanPtr& plan) {
+  CollectivePlan* const made = own(plan);
+  if (!made->arriving.defined()) {
+    return;
+  }
+  check_is_last(made->number, num_begun_);
   try {
-    known.synchronize();
+    made->known.synchronize();
   } catch (const std::exception&) {
     failed_ = true;
     throw;
   }
-
-  auto made = c10::make_intrusive<CollectivePlan>();
+  const at::Tensor arriving = std::exchange(made->arriving, {});
+  const int size = group().size();
+  const std::int64_t local = experts_per_rank();
   const int* const sent = host_counts_.const_data_ptr<int>();
   const int* const received = sent + num_experts();
   std::int64_t row = 0;
@@ -88,11 +114,11 @@ nn::ExchangePlanPtr CollectiveExchange::plan(
     row += sent[expert];
   }
   FLATSHARD_CHECK(
-      row <= num_rows,
+      row <= made->num_sent,
       usage,
       "exchange of tokens: {} rows are counted, but there are {}",
       row,
-      num_rows);
+      made->num_sent);
   row = 0;
   for (std::int64_t expert = 0; expert < local; ++expert) {
     for (int peer = 0; peer < size; ++peer) {
@@ -101,7 +127,6 @@ nn::ExchangePlanPtr CollectiveExchange::plan(
       row += rows;
     }
   }
-  made->num_sent = num_rows;
   made->num_received = row;
   const at::Tensor by_rank = arriving.view({size, local});
   if (groups_by_rank()) {
@@ -110,7 +135,6 @@ nn::ExchangePlanPtr CollectiveExchange::plan(
   } else {
     made->ends = by_rank.sum(0).cumsum(0, at::kInt);
   }
-  return made;
 }
 
 std::function<void()> CollectiveExchange::travel(
@@ -118,11 +142,7 @@ std::function<void()> CollectiveExchange::travel(
     Way way,
     const at::Tensor& out,
     const at::Tensor& rows) {
-  const auto* const made = dynamic_cast<const CollectivePlan*>(plan.get());
-  FLATSHARD_CHECK(
-      made,
-      usage,
-      "exchange of tokens: expected a plan of this exchange, got another's");
+  const CollectivePlan* const made = own(plan);
   // The plan lives as long as the graph.
   return [this, plan, made, leaves = way == Way::dispatch, rows, out] {
     group().all_to_all(

@@ -41,7 +41,20 @@ struct PeerExchange::Plan : nn::ExchangePlan {
   // Of this rank's own rows, those for its own experts.
   std::int64_t stay_begin = 0;
   std::int64_t stay_end = 0;
+  // Until it is finished.
+  bool is_finished = false;
+  std::int64_t number = 0;
+  Event known;  ///< this rank's counts are on the host
 };
+
+PeerExchange::Plan* PeerExchange::own(const nn::ExchangePlanPtr& plan) {
+  auto* const made = dynamic_cast<Plan*>(plan.get());
+  FLATSHARD_CHECK(
+      made,
+      usage,
+      "exchange of tokens: expected a plan of this exchange, got another's");
+  return made;
+}
 
 PeerExchange::PeerExchange(
     std::shared_ptr<Communicator> group,
@@ -71,7 +84,7 @@ PeerExchange::PeerExchange(
       hosts_->name());
 }
 
-nn::ExchangePlanPtr PeerExchange::plan(
+nn::ExchangePlanPtr PeerExchange::begin_plan(
     const at::Tensor& counts,
     std::int64_t num_rows) {
   check_counts(counts);
@@ -81,12 +94,15 @@ nn::ExchangePlanPtr PeerExchange::plan(
       "exchange of tokens by copies: a transfer has failed, and the ranks may "
       "be in different places; all of them call restart() first");
   const at::Device device = group().device();
-  const int size = group().size();
-  const std::int64_t local = experts_per_rank();
-  const std::int64_t num_groups = groups_by_rank() ? local * size : local;
+  const std::int64_t groups_per_expert = groups_by_rank() ? group().size() : 1;
   const at::Tensor on_device = counts.contiguous();
+  auto made = c10::make_intrusive<Plan>();
+  made->number = ++num_begun_;
+  made->num_sent = num_rows;
+  made->groups_per_expert = groups_per_expert;
   // Before the event: compute may still use the memory that it gets.
-  const at::Tensor ends = at::empty({num_groups}, counts.options());
+  made->ends =
+      at::empty({experts_per_rank() * groups_per_expert}, counts.options());
   Event counted;
   counted.record(*current_stream(device));
   counted.wait(*counts_);
@@ -98,18 +114,28 @@ nn::ExchangePlanPtr PeerExchange::plan(
         static_cast<std::int64_t>(on_device.nbytes()),
         on_device.device());
   });
-  Event known;
-  known.record(*counts_);
+  made->known.record(*counts_);
+  return made;
+}
+
+void PeerExchange::finish_plan(const nn::ExchangePlanPtr& plan) {
+  Plan* const made = own(plan);
+  if (std::exchange(made->is_finished, true)) {
+    return;
+  }
+  check_is_last(made->number, num_begun_);
+  const at::Device device = group().device();
+  const int size = group().size();
+  const std::int64_t local = experts_per_rank();
   const at::Tensor all = at::empty({size, num_experts()}, at::kInt);
   try {
-    known.synchronize();
-    hosts_->all_gather(all, mine);
+    made->known.synchronize();
+    hosts_->all_gather(all, host_[0]);
   } catch (const std::exception&) {
     failed_ = true;
     throw;
   }
 
-  auto made = c10::make_intrusive<Plan>();
   made->runs.resize(size);
   const auto first = static_cast<std::int64_t>(group().rank()) * local;
   for (int rank = 0; rank < size; ++rank) {
@@ -127,11 +153,11 @@ nn::ExchangePlanPtr PeerExchange::plan(
     }
   }
   FLATSHARD_CHECK(
-      made->num_counted <= num_rows,
+      made->num_counted <= made->num_sent,
       usage,
       "exchange of tokens: {} rows are counted, but there are {}",
       made->num_counted,
-      num_rows);
+      made->num_sent);
   int* const end = host_[1].mutable_data_ptr<int>();
   std::int64_t row = 0;
   for (std::int64_t expert = 0; expert < local; ++expert) {
@@ -146,11 +172,8 @@ nn::ExchangePlanPtr PeerExchange::plan(
   const std::vector<Run>& own = made->runs[group().rank()];
   made->stay_begin = own.front().at_home;
   made->stay_end = own.back().at_home + own.back().rows;
-  made->groups_per_expert = num_groups / local;
-  made->num_sent = num_rows;
   made->num_received = row;
-  made->ends = ends;
-  counts_->submit([ends, from = host_[1]] {
+  counts_->submit([ends = made->ends, from = host_[1]] {
     copy_bytes(
         ends.mutable_data_ptr(),
         from.const_data_ptr(),
@@ -160,7 +183,6 @@ nn::ExchangePlanPtr PeerExchange::plan(
   Event uploaded;
   uploaded.record(*counts_);
   uploaded.wait(*current_stream(device));
-  return made;
 }
 
 void PeerExchange::restart() {
@@ -175,11 +197,7 @@ std::function<void()> PeerExchange::travel(
     Way way,
     const at::Tensor& out,
     const at::Tensor& rows) {
-  const auto* const made = dynamic_cast<const Plan*>(plan.get());
-  FLATSHARD_CHECK(
-      made,
-      usage,
-      "exchange of tokens: expected a plan of this exchange, got another's");
+  const Plan* const made = own(plan);
   FLATSHARD_CHECK(
       made->most_counted * nbytes_of_row(rows) <= window_nbytes_,
       config,

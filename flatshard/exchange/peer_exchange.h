@@ -43,8 +43,12 @@ class PeerExchange : public StreamExchange {
       const PeerExchangeOptions& options);
 
   /// @throws Error{comm} after a failure, before restart().
-  nn::ExchangePlanPtr plan(const at::Tensor& counts, std::int64_t num_rows)
-      override;
+  nn::ExchangePlanPtr begin_plan(
+      const at::Tensor& counts,
+      std::int64_t num_rows) override;
+  /// @throws Error{usage} when more rows are counted than there are, or another
+  ///   plan was begun meanwhile.
+  void finish_plan(const nn::ExchangePlanPtr& plan) override;
   void restart() override;
   std::int64_t nbytes() const override { return windows_->local().numel(); }
 
@@ -59,6 +63,7 @@ class PeerExchange : public StreamExchange {
  private:
   struct Plan;
   struct Run;
+  static Plan* own(const nn::ExchangePlanPtr& plan);
 
   void dispatch(const Plan& plan, const at::Tensor& out, const at::Tensor& in);
   void combine(const Plan& plan, const at::Tensor& out, const at::Tensor& in);
@@ -70,7 +75,8 @@ class PeerExchange : public StreamExchange {
   std::int64_t window_nbytes_;
   std::int64_t half_nbytes_;
   std::unique_ptr<PeerMemory> windows_;
-  int half_ = 0;                    ///< of the last transfer
+  int half_ = 0;                ///< of the last transfer
+  std::int64_t num_begun_ = 0;  ///< plans; the last one's counts are in host_
   std::shared_ptr<Stream> counts_;  ///< counts leave the device here
   at::Tensor host_;  ///< int32 [2, experts]: counts and ends, pinned
 };

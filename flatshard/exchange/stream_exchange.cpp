@@ -105,6 +105,18 @@ void StreamExchange::check_counts(const at::Tensor& counts) const {
       c10::str(counts.sizes()));
 }
 
+void StreamExchange::check_is_last(
+    std::int64_t number,
+    std::int64_t num_begun) {
+  FLATSHARD_CHECK(
+      number == num_begun,
+      usage,
+      "exchange of tokens: plan {} is finished when {} were begun; expected "
+      "each to be finished before the next",
+      number,
+      num_begun);
+}
+
 void StreamExchange::restart() {
   stream_->reset();
   failed_ = false;

@@ -27,10 +27,16 @@ struct ExchangeOptions {
 ///
 /// Rows arrive by expert, those of one expert in the order of the ranks. They
 /// travel on a stream of their own, beside what compute is doing. The host
-/// waits once for each plan, until the counts of all ranks are there: behind
-/// the router, and not behind what was queued since.
+/// waits once for each plan (finish_plan), until the counts of all ranks are
+/// there: behind the router, and not behind what was queued since.
 class StreamExchange : public nn::TokenExchange {
  public:
+  nn::ExchangePlanPtr plan(const at::Tensor& counts, std::int64_t num_rows)
+      override {
+    const nn::ExchangePlanPtr made = begin_plan(counts, num_rows);
+    finish_plan(made);
+    return made;
+  }
   std::unique_ptr<nn::RowTransfer> start(
       const nn::ExchangePlanPtr& plan,
       Way way,
@@ -75,6 +81,8 @@ class StreamExchange : public nn::TokenExchange {
       const at::Tensor& rows) = 0;
 
   void check_counts(const at::Tensor& counts) const;
+  /// Counts of an earlier plan are not on the host any more.
+  static void check_is_last(std::int64_t number, std::int64_t num_begun);
 
   Communicator& group() { return *group_; }
   std::int64_t num_experts() const { return num_experts_; }

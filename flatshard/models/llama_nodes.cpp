@@ -37,6 +37,10 @@ class LlamaBlockNodes : public nn::BlockNodes {
         .shared = moe.shared_ ? before.rows : at::Tensor()};
   }
 
+  void finish_plan() override {
+    block_.moe_->exchange_->finish_plan(record_.plan);
+  }
+
   at::Tensor experts(const nn::TensorList& rows) override {
     ExpertsImpl& experts = *block_.moe_->experts_;
     const nn::ExchangePlan& plan = *record_.plan;

@@ -156,9 +156,9 @@ at::Tensor ExpertsImpl::forward(
     const RoutingRecord& record) {
   using Way = nn::TokenExchange::Way;
   const nn::ExchangePlanPtr& plan = record.plan;
-  const nn::Groups groups{plan->ends, plan->groups_per_expert};
   at::Tensor row_weights = nn::permute_weights(weights, record.permutation);
   if (!exchange_) {
+    const nn::Groups groups{plan->ends, plan->groups_per_expert};
     const at::Tensor gate_up = nn::permute_grouped_linear(
         x,
         record.permutation,
@@ -172,11 +172,11 @@ at::Tensor ExpertsImpl::forward(
         groups,
         context());
   }
-  const at::Tensor rows = nn::exchange_rows(
-      exchange_,
-      plan,
-      Way::dispatch,
-      nn::permute_rows(x, record.permutation));
+  const at::Tensor permuted = nn::permute_rows(x, record.permutation);
+  exchange_->finish_plan(plan);
+  const nn::Groups groups{plan->ends, plan->groups_per_expert};
+  const at::Tensor rows =
+      nn::exchange_rows(exchange_, plan, Way::dispatch, permuted);
   row_weights = nn::exchange_rows(exchange_, plan, Way::dispatch, row_weights);
   const at::Tensor gate_up =
       nn::grouped_linear(rows, gate_up_proj_, groups, context());
@@ -242,7 +242,7 @@ void MoeImpl::plan(const nn::Routing& routing, RoutingRecord& record) {
   }
   record.permutation = nn::sort_by_expert(kept.experts, kept.counts);
   record.permutation.drops = capacity_factor_ > 0;
-  record.plan = exchange_->plan(kept.counts, record.permutation.rows());
+  record.plan = exchange_->begin_plan(kept.counts, record.permutation.rows());
   // Its weights belong to the graph of the run that made them.
   record.routing =
       nn::Routing{.experts = routing.experts, .counts = routing.counts};

@@ -31,6 +31,9 @@ class BlockNodes {
   };
   /// Norm, attention, router, permutation.
   virtual Attended attend(const at::Tensor& tokens) = 0;
+  /// The host waits until it is known where rows go: behind `attend`, before
+  /// the first `send`. What is queued in between runs meanwhile.
+  virtual void finish_plan() {}
   /// @param rows  as dispatch delivered Attended::rows.
   virtual at::Tensor experts(const TensorList& rows) = 0;
   /// @param x  Attended::shared

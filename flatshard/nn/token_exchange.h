@@ -49,6 +49,17 @@ class TokenExchange {
   virtual ExchangePlanPtr plan(
       const at::Tensor& counts,
       std::int64_t num_rows) = 0;
+  /// `plan` in two parts, for what compute queues in between: this one does not
+  /// wait for the counts. Of the plan only num_sent is known before
+  /// finish_plan.
+  virtual ExchangePlanPtr begin_plan(
+      const at::Tensor& counts,
+      std::int64_t num_rows) {
+    return plan(counts, num_rows);
+  }
+  /// The host waits until the counts of all ranks are there. On the thread of
+  /// begin_plan, before the next one; does nothing when it is finished.
+  virtual void finish_plan(const ExchangePlanPtr& /*plan*/) {}
   /// Queues the transfer of `rows`, contiguous, on the current stream or behind
   /// it, and returns. Of several that are under way, those that started first
   /// finish first, on all ranks alike.

@@ -22,6 +22,7 @@ class PlanWriter {
   void forward(int m) {
     begin_forward(m);
     for (int l = 0; l < layers_; ++l) {
+      attend(m, l);
       send_rows(m, l);
       run_experts(m, l);
     }
@@ -38,6 +39,7 @@ class PlanWriter {
       }
       recompute_attend(m, l);
       backward_of_experts(m, l);
+      send_gradients_back(m, l);
       add(B, m, l, PlanNode::attend);
     }
     attend_wgrads(m, 0);
@@ -52,8 +54,15 @@ class PlanWriter {
       const int back = layers_ - 1 - l;
       send_gradients(b, back);
       recompute_attend(b, back);
-      send_rows(f, l);
+      attend(f, l);
+      if (options_.rows_first) {
+        send_rows(f, l);
+      }
       backward_of_experts(b, back);
+      if (!options_.rows_first) {
+        send_rows(f, l);
+      }
+      send_gradients_back(b, back);
       run_experts(f, l);
       add(B, b, back, PlanNode::attend);
       attend_wgrads(b, back);
@@ -94,9 +103,12 @@ class PlanWriter {
     }
   }
 
-  void send_rows(int m, int l) {
+  void attend(int m, int l) {
     merge(m, l - 1);
     add(F, m, l, PlanNode::attend);
+  }
+
+  void send_rows(int m, int l) {
     if (has_experts(l)) {
       add(F, m, l, PlanNode::dispatch);
     }
@@ -142,6 +154,12 @@ class PlanWriter {
       add(R, m, l, PlanNode::experts);
     }
     add(B, m, l, PlanNode::experts);
+  }
+
+  void send_gradients_back(int m, int l) {
+    if (!has_experts(l)) {
+      return;
+    }
     add(B, m, l, PlanNode::dispatch);
     if (options_.delay_wgrad) {
       add(W, m, l, PlanNode::experts);

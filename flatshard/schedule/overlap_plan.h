@@ -57,6 +57,10 @@ struct OverlapPlanOptions {
   bool shared_experts = false;
   /// By layer: has no experts. Empty: none.
   std::vector<bool> dense;
+  /// Rows of the forward leave before the experts of the other microbatch's
+  /// backward are launched, and not behind them: for an exchange that begins
+  /// behind all that compute has queued.
+  bool rows_first = false;
 };
 
 /// What a training step of one pipeline stage does, in the order in which a
@@ -67,7 +71,9 @@ struct OverlapPlanOptions {
 ///   exchange  combine.B | dispatch.F   dispatch.B | combine.F
 ///   compute   attend.F  | experts.B W  experts.F  | attend.B W
 ///
-/// so that each exchange runs beside compute of the other microbatch. All
+/// so that each exchange runs beside compute of the other microbatch. The host
+/// launches experts.B before dispatch.F: where rows go is known when the router
+/// of attend.F has run, and compute is busy while the host waits for that. All
 /// ranks have the same plan, so their exchanges meet in the same order.
 ///
 /// @throws Error{config} for no layer or no microbatch, or a list of dense

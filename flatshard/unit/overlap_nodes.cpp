@@ -121,6 +121,7 @@ void OverlapRunner::forward(const PlanStep& step) {
       }
       break;
     case PlanNode::dispatch:
+      layer.nodes->finish_plan();
       layer.dispatched = send(
           layer,
           NodeWay::dispatch,

@@ -169,6 +169,32 @@ TEST(Exchange, SeveralUnderWayFinishInTheirOrder) {
   });
 }
 
+TEST(Exchange, PlansInTwoParts) {
+  run_ranks(2, [](RankContext& context) {
+    CollectiveExchange exchange(
+        connect(context),
+        2,
+        {.stream = {.delay_seed = 1U + context.rank, .max_delay_us = 500}});
+    const at::Tensor counts = at::tensor({1, 2}, at::kInt);
+    const auto whole = exchange.plan(counts, 4);
+    const auto parts = exchange.begin_plan(counts, 4);
+    EXPECT_EQ(parts->num_sent, 4);
+    EXPECT_FALSE(parts->ends.defined());
+    for (int i = 0; i < 2; ++i) {  // the second one does nothing
+      exchange.finish_plan(parts);
+      EXPECT_TRUE(parts->ends.equal(whole->ends));
+      EXPECT_EQ(parts->num_received, whole->num_received);
+    }
+    const auto earlier = exchange.begin_plan(counts, 4);
+    const auto last = exchange.begin_plan(counts, 4);
+    EXPECT_THAT(
+        message_of([&] { exchange.finish_plan(earlier); }),
+        HasSubstr("expected each to be finished before the next"));
+    exchange.finish_plan(last);
+    EXPECT_TRUE(last->ends.equal(whole->ends));
+  });
+}
+
 TEST(Exchange, WaitsAreMeasured) {
   run_ranks(2, [](RankContext& context) {
     CollectiveExchange exchange(

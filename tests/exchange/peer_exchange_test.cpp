@@ -254,6 +254,38 @@ TEST(PeerExchange, ManyUnderWay) {
   });
 }
 
+TEST(PeerExchange, PlansInTwoParts) {
+  run_ranks(2, [](RankContext& context) {
+    const auto group = group_for(context, "copies");
+    PeerExchange exchange(
+        group,
+        make_page_communicator(group),
+        2,
+        {.window_nbytes = 64});
+    const at::Tensor counts = at::tensor({1, 1 + context.rank}, at::kInt);
+    const auto whole = exchange.plan(counts, 4);
+    const auto parts = exchange.begin_plan(counts, 4);
+    EXPECT_EQ(parts->num_sent, 4);
+    EXPECT_EQ(parts->num_received, 0);
+    for (int i = 0; i < 2; ++i) {  // the second one does nothing
+      exchange.finish_plan(parts);
+      EXPECT_TRUE(parts->ends.equal(whole->ends));
+      EXPECT_EQ(parts->num_received, 2 + context.rank);
+    }
+    const auto earlier = exchange.begin_plan(counts, 4);
+    const auto last = exchange.begin_plan(counts, 4);
+    EXPECT_THAT(
+        message_of([&] { exchange.finish_plan(earlier); }),
+        HasSubstr("expected each to be finished before the next"));
+    exchange.finish_plan(last);
+    const at::Tensor rows = at::full({4, 1}, 1.0F + context.rank);
+    EXPECT_EQ(
+        exchange.start(last, Way::dispatch, rows)->finish().size(0),
+        2 + context.rank);
+    group->barrier();
+  });
+}
+
 TEST(PeerExchange, RowsBeyondAWindowAreNamedOnAllRanks) {
   run_ranks(2, [](RankContext& context) {
     const auto group = group_for(context, "copies");

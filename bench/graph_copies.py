@@ -1,0 +1,96 @@
+"""Do copies between two GPUs stay with copy engines when a CUDA graph holds them?
+
+python3 bench/graph_copies.py
+
+Four copies of 256 MiB from the second GPU beside three matrix products of 8192 on the
+first, launched one by one and as one graph. Prints how the profiler names each, how
+often it ran and its mean: copies that a copy engine makes are `gpu_memcpy`, and others
+would be kernels and hold the products back.
+"""
+
+import collections
+import ctypes
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+NBYTES = 256 << 20
+COPY_DEFAULT = 4  # cudaMemcpyDefault
+
+
+class Work:
+    """Copies on one stream, products on another; one step of both."""
+
+    def __init__(self):
+        # The runtime that torch has loaded, by the version that it was built for.
+        major = torch.version.cuda.split(".")[0]
+        self.runtime = ctypes.CDLL(f"libcudart.so.{major}")
+        self.runtime.cudaDeviceEnablePeerAccess(1, 0)
+        self.here = torch.ones(NBYTES, dtype=torch.uint8, device="cuda:0")
+        self.there = torch.zeros(NBYTES, dtype=torch.uint8, device="cuda:1")
+        self.x = torch.randn(8192, 8192, device="cuda:0", dtype=torch.bfloat16)
+        self.out = torch.empty_like(self.x)
+        self.side = torch.cuda.Stream()
+
+    def copy(self):
+        failed = self.runtime.cudaMemcpyAsync(
+            ctypes.c_void_p(self.here.data_ptr()),
+            ctypes.c_void_p(self.there.data_ptr()),
+            ctypes.c_size_t(NBYTES),
+            COPY_DEFAULT,
+            ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+        )
+        if failed:
+            sys.exit(f"cudaMemcpyAsync returned {failed}")
+
+    def __call__(self):
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            for _ in range(4):
+                self.copy()
+        for _ in range(3):
+            torch.mm(self.x, self.x, out=self.out)
+        torch.cuda.current_stream().wait_stream(self.side)
+
+
+def profiled(run):
+    """{(kind, name): microseconds of each}"""
+    run()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    times = collections.defaultdict(list)
+    for event in events:
+        if event.get("cat") in ("gpu_memcpy", "kernel"):
+            times[event["cat"], event["name"]].append(event["dur"])
+    return times
+
+
+def main():
+    if torch.cuda.device_count() < 2:
+        sys.exit(f"expected two GPUs, found {torch.cuda.device_count()}")
+    work = Work()
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    for name, run in (("one by one", work), ("as a graph", graph.replay)):
+        for (kind, what), us in profiled(run).items():
+            mean = statistics.mean(us)
+            rate = f", {NBYTES / mean / 1e3:.0f} GB/s" if kind == "gpu_memcpy" else ""
+            print(f"{name}: {kind} {what[:60]}: {len(us)} x {mean:.0f} us{rate}")
+
+
+if __name__ == "__main__":
+    main()
