@@ -110,15 +110,9 @@ nn::Routing RouterImpl::forward(
     const nn::Routing* chosen,
     const at::Tensor& scored) {
   const at::Tensor logits = scored.defined() ? scored : score(x);
-  std::optional<nn::Routing> balanced;
   const bool counts = chosen == nullptr && backward_follows();
   if (chosen == nullptr && force_balance_) {
-    balanced = nn::balanced_choice(
-        x.size(0),
-        num_experts_,
-        options_.experts_per_token,
-        x.device());
-    chosen = &*balanced;
+    chosen = &balanced_choice_for(x);
   }
   nn::Routing routing =
       nn::route(logits, bias_, options_, chosen, loss_gradient_);
@@ -127,6 +121,20 @@ nn::Routing RouterImpl::forward(
     count(routing, logits);
   }
   return routing;
+}
+
+const nn::Routing& RouterImpl::balanced_choice_for(const at::Tensor& x) {
+  if (!balanced_ || balanced_->experts.size(0) != x.size(0) ||
+      balanced_->experts.device() != x.device()) {
+    // A graph of a later forward may save it.
+    const c10::InferenceMode normal(false);
+    balanced_ = nn::balanced_choice(
+        x.size(0),
+        num_experts_,
+        options_.experts_per_token,
+        x.device());
+  }
+  return *balanced_;
 }
 
 ExpertsImpl::ExpertsImpl(const ModelConfig& config, const MoeOptions& options)

@@ -89,6 +89,8 @@ class RouterImpl : public nn::Module {
 
  private:
   void count(const nn::Routing& routing, const at::Tensor& logits);
+  /// Made once for a number of tokens: it is the same for all.
+  const nn::Routing& balanced_choice_for(const at::Tensor& x);
 
   const std::int64_t num_experts_;
   const bool has_bias_;
@@ -97,6 +99,7 @@ class RouterImpl : public nn::Module {
   const nn::LossGradientPtr loss_gradient_;
   bool measures_balance_ = false;
   RouterLoad load_;
+  std::optional<nn::Routing> balanced_;  ///< of force_balance_
   at::Tensor weight_;
   at::Tensor bias_;
 };

@@ -246,6 +246,27 @@ TEST(MoeRouting, ForcedBalanceIsBalanced) {
   EXPECT_NEAR(load.balance.item<double>(), 1.0, 0.02);
 }
 
+TEST(MoeRouting, ForcedBalanceFitsEachBatch) {
+  Llama model = make_moe(shape_of("mixtral"), {.moe = {.force_balance = true}});
+  auto& router = *model->routers()[0].router;
+  {
+    // What it keeps of this is for graphs, too.
+    const c10::InferenceMode inference;
+    router.forward(at::ones({6, router.parameters()[0].size(1)}), nullptr);
+  }
+  for (const std::int64_t tokens : {6, 3, 6}) {
+    const at::Tensor x =
+        at::ones({tokens, router.parameters()[0].size(1)}).requires_grad_();
+    const nn::Routing routing = router.forward(x, nullptr);
+    EXPECT_EQ(routing.experts.size(0), tokens);
+    EXPECT_EQ(
+        routing.counts.sum().item<std::int64_t>(),
+        routing.experts.numel());
+    routing.weights.sum().backward();
+    EXPECT_TRUE(x.grad().defined());
+  }
+}
+
 TEST(MoeRouting, CapacityDropsWhatIsBeyondIt) {
   ModelConfig config = shape_of("mixtral");
   config.layers = 1;
