@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from python_steps import counted_recordings, measure, say
+from python_steps import measure, say
 
 
 def rotate(x, cos, sin):
@@ -171,9 +171,7 @@ def run(args, model, optimizer, device, head_dim, rope_base, microbatches=1):
         ):
             return model(tokens[:, :-1], tokens[:, 1:], cos, sin)
 
-    with counted_recordings() as recordings:
-        row = measure(forward, optimizer, args, recordings, microbatches)
-        say(json.dumps(row))
+    say(json.dumps(measure(forward, optimizer, args, microbatches)))
     dist.destroy_process_group()
 
 

@@ -10,7 +10,6 @@ would be kernels and hold the products back.
 
 import collections
 import ctypes
-import json
 import statistics
 import sys
 import tempfile
@@ -18,6 +17,8 @@ from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+from trace_summary import gpu_events
 
 NBYTES = 256 << 20
 COPY_DEFAULT = 4  # cudaMemcpyDefault
@@ -68,11 +69,10 @@ def profiled(run):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
+        events = gpu_events(path)
     times = collections.defaultdict(list)
     for event in events:
-        if event.get("cat") in ("gpu_memcpy", "kernel"):
-            times[event["cat"], event["name"]].append(event["dur"])
+        times[event["cat"], event["name"]].append(event["dur"])
     return times
 
 

@@ -30,12 +30,38 @@ def counted_recordings():
         torch.cuda.CUDAGraph.capture_begin = begin
 
 
-def measure(forward, optimizer, args, recordings=(), microbatches=1):
+def synchronize():
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def run_step(forward, optimizer, microbatches):
+    """The step's ms, the host's in forwards, backwards and update, and a loss."""
+    synchronize()
+    dist.barrier()
+    begin = time.perf_counter()
+    parts = [0.0, 0.0, 0.0]
+    for _ in range(microbatches):
+        times = [time.perf_counter()]
+        loss = forward()
+        times.append(time.perf_counter())
+        loss.backward()
+        times.append(time.perf_counter())
+        parts[0] += times[1] - times[0]
+        parts[1] += times[2] - times[1]
+    updating = time.perf_counter()
+    optimizer.step()
+    optimizer.zero_grad()
+    parts[2] = time.perf_counter() - updating
+    synchronize()
+    return 1e3 * (time.perf_counter() - begin), [1e3 * part for part in parts], loss
+
+
+def measure(forward, optimizer, args, microbatches=1):
     """Medians over args.steps steps after args.warmup of forward, backward and update.
 
     Args:
         forward: returns the loss.
-        recordings: what `counted_recordings` yields, if graphs are to be counted.
         microbatches: how many forwards and backwards a step has.
 
     Returns:
@@ -45,34 +71,16 @@ def measure(forward, optimizer, args, recordings=(), microbatches=1):
     """
     on_gpu = torch.cuda.is_available()
     steps, host = [], []
-    for step in range(args.warmup + args.steps):
-        if step == args.warmup:
-            recorded = len(recordings)
-            if on_gpu:
-                torch.cuda.reset_peak_memory_stats()
+    with counted_recordings() as recordings:
+        for _ in range(args.warmup):
+            run_step(forward, optimizer, microbatches)
+        recorded = len(recordings)
         if on_gpu:
-            torch.cuda.synchronize()
-        dist.barrier()
-        begin = time.perf_counter()
-        parts = [0.0, 0.0, 0.0]
-        for _ in range(microbatches):
-            times = [time.perf_counter()]
-            loss = forward()
-            times.append(time.perf_counter())
-            loss.backward()
-            times.append(time.perf_counter())
-            parts[0] += times[1] - times[0]
-            parts[1] += times[2] - times[1]
-        updating = time.perf_counter()
-        optimizer.step()
-        optimizer.zero_grad()
-        parts[2] = time.perf_counter() - updating
-        if on_gpu:
-            torch.cuda.synchronize()
-        end = time.perf_counter()
-        if step >= args.warmup:
-            steps.append(1e3 * (end - begin))
-            host.append([1e3 * part for part in parts])
+            torch.cuda.reset_peak_memory_stats()
+        for _ in range(args.steps):
+            ms, parts, loss = run_step(forward, optimizer, microbatches)
+            steps.append(ms)
+            host.append(parts)
     peak = torch.cuda.max_memory_allocated() if on_gpu else 0
     reserved = torch.cuda.max_memory_reserved() if on_gpu else 0
     return {

@@ -13,26 +13,13 @@ namespace flatshard {
 namespace {
 
 /// Whose rows are where, on either side.
-struct CollectivePlan : nn::ExchangePlan {
+struct CollectivePlan : StreamExchangePlan {
   /// Of what dispatch takes: by expert, so by rank as well.
   std::vector<RowsOfPeer> at_home;
   /// Of what dispatch delivers: by expert, then by the rank they came from.
   std::vector<RowsOfPeer> at_experts;
-
-  // Until it is finished.
-  std::int64_t number = 0;
-  Event known;  ///< the counts of both ways are on the host
-  at::Tensor arriving;
+  at::Tensor arriving;  ///< counts, until it is finished
 };
-
-CollectivePlan* own(const nn::ExchangePlanPtr& plan) {
-  auto* const made = dynamic_cast<CollectivePlan*>(plan.get());
-  FLATSHARD_CHECK(
-      made,
-      usage,
-      "exchange of tokens: expected a plan of this exchange, got another's");
-  return made;
-}
 
 }  // namespace
 
@@ -54,10 +41,8 @@ CollectiveExchange::CollectiveExchange(
       num_experts);
 }
 
-nn::ExchangePlanPtr CollectiveExchange::begin_plan(
-    const at::Tensor& counts,
-    std::int64_t num_rows) {
-  check_counts(counts);
+c10::intrusive_ptr<StreamExchangePlan> CollectiveExchange::begin(
+    const at::Tensor& leaving) {
   if (failed_.exchange(false)) {
     reset();
   }
@@ -66,7 +51,6 @@ nn::ExchangePlanPtr CollectiveExchange::begin_plan(
   for (int peer = 0; peer < group().size(); ++peer) {
     equal.push_back({peer, peer * local, local});
   }
-  const at::Tensor leaving = counts.contiguous();
   const at::Tensor arriving = at::empty_like(leaving);
   Event counted;
   counted.record(*current_stream(group().device()));
@@ -83,25 +67,13 @@ nn::ExchangePlanPtr CollectiveExchange::begin_plan(
         group().device());
   });
   auto made = c10::make_intrusive<CollectivePlan>();
-  made->number = ++num_begun_;
-  made->num_sent = num_rows;
   made->arriving = arriving;
   made->known.record(stream());
   return made;
 }
 
-void CollectiveExchange::finish_plan(const nn::ExchangePlanPtr& plan) {
-  CollectivePlan* const made = own(plan);
-  if (!made->arriving.defined()) {
-    return;
-  }
-  check_is_last(made->number, num_begun_);
-  try {
-    made->known.synchronize();
-  } catch (const std::exception&) {
-    failed_ = true;
-    throw;
-  }
+void CollectiveExchange::finish(const nn::ExchangePlanPtr& plan) {
+  auto* const made = own<CollectivePlan>(plan);
   const at::Tensor arriving = std::exchange(made->arriving, {});
   const int size = group().size();
   const std::int64_t local = experts_per_rank();
@@ -113,12 +85,7 @@ void CollectiveExchange::finish_plan(const nn::ExchangePlanPtr& plan) {
         {static_cast<int>(expert / local), row, sent[expert]});
     row += sent[expert];
   }
-  FLATSHARD_CHECK(
-      row <= made->num_sent,
-      usage,
-      "exchange of tokens: {} rows are counted, but there are {}",
-      row,
-      made->num_sent);
+  check_num_rows(row, made->num_sent);
   row = 0;
   for (std::int64_t expert = 0; expert < local; ++expert) {
     for (int peer = 0; peer < size; ++peer) {
@@ -142,7 +109,7 @@ std::function<void()> CollectiveExchange::travel(
     Way way,
     const at::Tensor& out,
     const at::Tensor& rows) {
-  const CollectivePlan* const made = own(plan);
+  const auto* const made = own<const CollectivePlan>(plan);
   // The plan lives as long as the graph.
   return [this, plan, made, leaves = way == Way::dispatch, rows, out] {
     group().all_to_all(

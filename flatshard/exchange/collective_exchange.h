@@ -17,14 +17,10 @@ class CollectiveExchange : public StreamExchange {
       std::int64_t num_experts,
       const ExchangeOptions& options = {});
 
-  nn::ExchangePlanPtr begin_plan(
-      const at::Tensor& counts,
-      std::int64_t num_rows) override;
-  /// @throws Error{usage} when more rows are counted than there are, or another
-  ///   plan was begun meanwhile.
-  void finish_plan(const nn::ExchangePlanPtr& plan) override;
-
  protected:
+  c10::intrusive_ptr<StreamExchangePlan> begin(
+      const at::Tensor& counts) override;
+  void finish(const nn::ExchangePlanPtr& plan) override;
   std::function<void()> travel(
       const nn::ExchangePlanPtr& plan,
       Way way,
@@ -32,8 +28,6 @@ class CollectiveExchange : public StreamExchange {
       const at::Tensor& rows) override;
 
  private:
-  std::int64_t num_begun_ =
-      0;                    ///< plans; the last one's counts are on the host
   at::Tensor host_counts_;  ///< int32 [2, experts], pinned beside a GPU
 };
 

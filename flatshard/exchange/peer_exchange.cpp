@@ -34,27 +34,14 @@ struct PeerExchange::Run {
   std::int64_t rows = 0;
 };
 
-struct PeerExchange::Plan : nn::ExchangePlan {
+struct PeerExchange::Plan : StreamExchangePlan {
   std::vector<std::vector<Run>> runs;  ///< by rank, then by expert here
   std::int64_t num_counted = 0;        ///< rows that leave this rank or stay
   std::int64_t most_counted = 0;       ///< the largest of all ranks
   // Of this rank's own rows, those for its own experts.
   std::int64_t stay_begin = 0;
   std::int64_t stay_end = 0;
-  // Until it is finished.
-  bool is_finished = false;
-  std::int64_t number = 0;
-  Event known;  ///< this rank's counts are on the host
 };
-
-PeerExchange::Plan* PeerExchange::own(const nn::ExchangePlanPtr& plan) {
-  auto* const made = dynamic_cast<Plan*>(plan.get());
-  FLATSHARD_CHECK(
-      made,
-      usage,
-      "exchange of tokens: expected a plan of this exchange, got another's");
-  return made;
-}
 
 PeerExchange::PeerExchange(
     std::shared_ptr<Communicator> group,
@@ -84,10 +71,8 @@ PeerExchange::PeerExchange(
       hosts_->name());
 }
 
-nn::ExchangePlanPtr PeerExchange::begin_plan(
-    const at::Tensor& counts,
-    std::int64_t num_rows) {
-  check_counts(counts);
+c10::intrusive_ptr<StreamExchangePlan> PeerExchange::begin(
+    const at::Tensor& counts) {
   FLATSHARD_CHECK(
       !failed_,
       comm,
@@ -95,10 +80,7 @@ nn::ExchangePlanPtr PeerExchange::begin_plan(
       "be in different places; all of them call restart() first");
   const at::Device device = group().device();
   const std::int64_t groups_per_expert = groups_by_rank() ? group().size() : 1;
-  const at::Tensor on_device = counts.contiguous();
   auto made = c10::make_intrusive<Plan>();
-  made->number = ++num_begun_;
-  made->num_sent = num_rows;
   made->groups_per_expert = groups_per_expert;
   // Before the event: compute may still use the memory that it gets.
   made->ends =
@@ -107,29 +89,24 @@ nn::ExchangePlanPtr PeerExchange::begin_plan(
   counted.record(*current_stream(device));
   counted.wait(*counts_);
   const at::Tensor mine = host_[0];
-  counts_->submit([mine, on_device] {
+  counts_->submit([mine, counts] {
     copy_bytes(
         mine.mutable_data_ptr(),
-        on_device.const_data_ptr(),
-        static_cast<std::int64_t>(on_device.nbytes()),
-        on_device.device());
+        counts.const_data_ptr(),
+        static_cast<std::int64_t>(counts.nbytes()),
+        counts.device());
   });
   made->known.record(*counts_);
   return made;
 }
 
-void PeerExchange::finish_plan(const nn::ExchangePlanPtr& plan) {
-  Plan* const made = own(plan);
-  if (std::exchange(made->is_finished, true)) {
-    return;
-  }
-  check_is_last(made->number, num_begun_);
+void PeerExchange::finish(const nn::ExchangePlanPtr& plan) {
+  auto* const made = own<Plan>(plan);
   const at::Device device = group().device();
   const int size = group().size();
   const std::int64_t local = experts_per_rank();
   const at::Tensor all = at::empty({size, num_experts()}, at::kInt);
   try {
-    made->known.synchronize();
     hosts_->all_gather(all, host_[0]);
   } catch (const std::exception&) {
     failed_ = true;
@@ -152,12 +129,7 @@ void PeerExchange::finish_plan(const nn::ExchangePlanPtr& plan) {
       made->num_counted = row;
     }
   }
-  FLATSHARD_CHECK(
-      made->num_counted <= made->num_sent,
-      usage,
-      "exchange of tokens: {} rows are counted, but there are {}",
-      made->num_counted,
-      made->num_sent);
+  check_num_rows(made->num_counted, made->num_sent);
   int* const end = host_[1].mutable_data_ptr<int>();
   std::int64_t row = 0;
   for (std::int64_t expert = 0; expert < local; ++expert) {
@@ -197,7 +169,7 @@ std::function<void()> PeerExchange::travel(
     Way way,
     const at::Tensor& out,
     const at::Tensor& rows) {
-  const Plan* const made = own(plan);
+  const auto* const made = own<const Plan>(plan);
   FLATSHARD_CHECK(
       made->most_counted * nbytes_of_row(rows) <= window_nbytes_,
       config,

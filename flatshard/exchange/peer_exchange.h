@@ -42,17 +42,14 @@ class PeerExchange : public StreamExchange {
       std::int64_t num_experts,
       const PeerExchangeOptions& options);
 
-  /// @throws Error{comm} after a failure, before restart().
-  nn::ExchangePlanPtr begin_plan(
-      const at::Tensor& counts,
-      std::int64_t num_rows) override;
-  /// @throws Error{usage} when more rows are counted than there are, or another
-  ///   plan was begun meanwhile.
-  void finish_plan(const nn::ExchangePlanPtr& plan) override;
   void restart() override;
   std::int64_t nbytes() const override { return windows_->local().numel(); }
 
  protected:
+  /// @throws Error{comm} after a failure, before restart().
+  c10::intrusive_ptr<StreamExchangePlan> begin(
+      const at::Tensor& counts) override;
+  void finish(const nn::ExchangePlanPtr& plan) override;
   /// @throws Error{config} on all ranks when one's rows do not fit its window.
   std::function<void()> travel(
       const nn::ExchangePlanPtr& plan,
@@ -63,7 +60,6 @@ class PeerExchange : public StreamExchange {
  private:
   struct Plan;
   struct Run;
-  static Plan* own(const nn::ExchangePlanPtr& plan);
 
   void dispatch(const Plan& plan, const at::Tensor& out, const at::Tensor& in);
   void combine(const Plan& plan, const at::Tensor& out, const at::Tensor& in);
@@ -75,8 +71,7 @@ class PeerExchange : public StreamExchange {
   std::int64_t window_nbytes_;
   std::int64_t half_nbytes_;
   std::unique_ptr<PeerMemory> windows_;
-  int half_ = 0;                ///< of the last transfer
-  std::int64_t num_begun_ = 0;  ///< plans; the last one's counts are in host_
+  int half_ = 0;                    ///< of the last transfer
   std::shared_ptr<Stream> counts_;  ///< counts leave the device here
   at::Tensor host_;  ///< int32 [2, experts]: counts and ends, pinned
 };

@@ -94,7 +94,9 @@ StreamExchange::StreamExchange(
   stream_ = make_stream(group_->device(), "exchange", options_.stream);
 }
 
-void StreamExchange::check_counts(const at::Tensor& counts) const {
+nn::ExchangePlanPtr StreamExchange::begin_plan(
+    const at::Tensor& counts,
+    std::int64_t num_rows) {
   FLATSHARD_CHECK(
       counts.dim() == 1 && counts.size(0) == num_experts_ &&
           counts.scalar_type() == at::kInt,
@@ -103,18 +105,43 @@ void StreamExchange::check_counts(const at::Tensor& counts) const {
       num_experts_,
       c10::toString(counts.scalar_type()),
       c10::str(counts.sizes()));
+  auto made = begin(counts.contiguous());
+  made->number = ++num_begun_;
+  made->num_sent = num_rows;
+  return made;
 }
 
-void StreamExchange::check_is_last(
-    std::int64_t number,
-    std::int64_t num_begun) {
+void StreamExchange::finish_plan(const nn::ExchangePlanPtr& plan) {
+  auto* const made = own<StreamExchangePlan>(plan);
+  if (made->is_finished) {
+    return;
+  }
   FLATSHARD_CHECK(
-      number == num_begun,
+      made->number == num_begun_,
       usage,
       "exchange of tokens: plan {} is finished when {} were begun; expected "
       "each to be finished before the next",
-      number,
-      num_begun);
+      made->number,
+      num_begun_);
+  try {
+    made->known.synchronize();
+  } catch (const std::exception&) {
+    failed_ = true;
+    throw;
+  }
+  finish(plan);
+  made->is_finished = true;
+}
+
+void StreamExchange::check_num_rows(
+    std::int64_t counted,
+    std::int64_t num_rows) {
+  FLATSHARD_CHECK(
+      counted <= num_rows,
+      usage,
+      "exchange of tokens: {} rows are counted, but there are {}",
+      counted,
+      num_rows);
 }
 
 void StreamExchange::restart() {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "flatshard/comm/communicator.h"
+#include "flatshard/core/error.h"
 #include "flatshard/device/stream.h"
 #include "flatshard/device/timer.h"
 #include "flatshard/nn/token_exchange.h"
@@ -21,6 +22,12 @@ struct ExchangeOptions {
   StreamOptions stream;
 };
 
+struct StreamExchangePlan : nn::ExchangePlan {
+  Event known;  ///< what the host needs of the counts is there
+  std::int64_t number = 0;
+  bool is_finished = false;
+};
+
 /// Tokens travel between the ranks of a group, each of which has as many
 /// experts: rank r those from r * experts / ranks on. How they do is for the
 /// classes that derive from it.
@@ -37,6 +44,12 @@ class StreamExchange : public nn::TokenExchange {
     finish_plan(made);
     return made;
   }
+  nn::ExchangePlanPtr begin_plan(
+      const at::Tensor& counts,
+      std::int64_t num_rows) final;
+  /// @throws Error{usage} when more rows are counted than there are, or another
+  ///   plan was begun meanwhile.
+  void finish_plan(const nn::ExchangePlanPtr& plan) final;
   std::unique_ptr<nn::RowTransfer> start(
       const nn::ExchangePlanPtr& plan,
       Way way,
@@ -73,6 +86,12 @@ class StreamExchange : public nn::TokenExchange {
       std::int64_t num_experts,
       const ExchangeOptions& options);
 
+  /// Sends the counts on their way to the host, where there is room for those
+  /// of one plan, and records `known` behind them.
+  virtual c10::intrusive_ptr<StreamExchangePlan> begin(
+      const at::Tensor& counts) = 0;
+  /// Makes the plan of what is known now.
+  virtual void finish(const nn::ExchangePlanPtr& plan) = 0;
   /// What brings `rows` to `out`, for the stream.
   virtual std::function<void()> travel(
       const nn::ExchangePlanPtr& plan,
@@ -80,9 +99,18 @@ class StreamExchange : public nn::TokenExchange {
       const at::Tensor& out,
       const at::Tensor& rows) = 0;
 
-  void check_counts(const at::Tensor& counts) const;
-  /// Counts of an earlier plan are not on the host any more.
-  static void check_is_last(std::int64_t number, std::int64_t num_begun);
+  /// @throws Error{usage} for a plan of another exchange.
+  template <class Plan>
+  static Plan* own(const nn::ExchangePlanPtr& plan) {
+    auto* const made = dynamic_cast<Plan*>(plan.get());
+    FLATSHARD_CHECK(
+        made,
+        usage,
+        "exchange of tokens: expected a plan of this exchange, got another's");
+    return made;
+  }
+  /// Of those that leave this rank or stay.
+  static void check_num_rows(std::int64_t counted, std::int64_t num_rows);
 
   Communicator& group() { return *group_; }
   std::int64_t num_experts() const { return num_experts_; }
@@ -101,6 +129,7 @@ class StreamExchange : public nn::TokenExchange {
   ExchangeOptions options_;
   std::shared_ptr<Stream> stream_;
   std::unique_ptr<StreamTimer> timer_;
+  std::int64_t num_begun_ = 0;  ///< plans
   bool measures_ = false;
 };
 

@@ -8,6 +8,7 @@
 #include "flatshard/comm/make_communicator.h"
 #include "flatshard/core/error.h"
 #include "flatshard/exchange/collective_exchange.h"
+#include "tests/exchange/plan_parts.h"
 #include "tests/support/message_of.h"
 #include "tests/support/ranks.h"
 
@@ -15,6 +16,7 @@ namespace flatshard {
 namespace {
 
 using nn::TokenExchange;
+using testing::expect_plans_in_parts;
 using ::testing::HasSubstr;
 using testing::message_of;
 using testing::RankContext;
@@ -176,22 +178,8 @@ TEST(Exchange, PlansInTwoParts) {
         2,
         {.stream = {.delay_seed = 1U + context.rank, .max_delay_us = 500}});
     const at::Tensor counts = at::tensor({1, 2}, at::kInt);
-    const auto whole = exchange.plan(counts, 4);
-    const auto parts = exchange.begin_plan(counts, 4);
-    EXPECT_EQ(parts->num_sent, 4);
-    EXPECT_FALSE(parts->ends.defined());
-    for (int i = 0; i < 2; ++i) {  // the second one does nothing
-      exchange.finish_plan(parts);
-      EXPECT_TRUE(parts->ends.equal(whole->ends));
-      EXPECT_EQ(parts->num_received, whole->num_received);
-    }
-    const auto earlier = exchange.begin_plan(counts, 4);
-    const auto last = exchange.begin_plan(counts, 4);
-    EXPECT_THAT(
-        message_of([&] { exchange.finish_plan(earlier); }),
-        HasSubstr("expected each to be finished before the next"));
-    exchange.finish_plan(last);
-    EXPECT_TRUE(last->ends.equal(whole->ends));
+    EXPECT_FALSE(exchange.begin_plan(counts, 4)->ends.defined());
+    expect_plans_in_parts(exchange, counts, 4);
   });
 }
 

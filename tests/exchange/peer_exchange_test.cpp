@@ -16,6 +16,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/exchange/collective_exchange.h"
 #include "flatshard/peer/page_communicator.h"
+#include "tests/exchange/plan_parts.h"
 #include "tests/support/message_of.h"
 #include "tests/support/ranks.h"
 
@@ -23,6 +24,7 @@ namespace flatshard {
 namespace {
 
 using nn::TokenExchange;
+using testing::expect_plans_in_parts;
 using ::testing::HasSubstr;
 using testing::message_of;
 using testing::RankContext;
@@ -263,24 +265,11 @@ TEST(PeerExchange, PlansInTwoParts) {
         2,
         {.window_nbytes = 64});
     const at::Tensor counts = at::tensor({1, 1 + context.rank}, at::kInt);
-    const auto whole = exchange.plan(counts, 4);
-    const auto parts = exchange.begin_plan(counts, 4);
-    EXPECT_EQ(parts->num_sent, 4);
-    EXPECT_EQ(parts->num_received, 0);
-    for (int i = 0; i < 2; ++i) {  // the second one does nothing
-      exchange.finish_plan(parts);
-      EXPECT_TRUE(parts->ends.equal(whole->ends));
-      EXPECT_EQ(parts->num_received, 2 + context.rank);
-    }
-    const auto earlier = exchange.begin_plan(counts, 4);
-    const auto last = exchange.begin_plan(counts, 4);
-    EXPECT_THAT(
-        message_of([&] { exchange.finish_plan(earlier); }),
-        HasSubstr("expected each to be finished before the next"));
-    exchange.finish_plan(last);
+    const auto plan = expect_plans_in_parts(exchange, counts, 4);
+    EXPECT_EQ(plan->num_received, 2 + context.rank);
     const at::Tensor rows = at::full({4, 1}, 1.0F + context.rank);
     EXPECT_EQ(
-        exchange.start(last, Way::dispatch, rows)->finish().size(0),
+        exchange.start(plan, Way::dispatch, rows)->finish().size(0),
         2 + context.rank);
     group->barrier();
   });

@@ -1,7 +1,6 @@
 """torch.compile over and inside sharded modules: the graphs hold no trace of
 sharding, so they are compiled once and give what eager code gives."""
 
-import contextlib
 import copy
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import flatshard
+from bench.python_steps import counted_recordings
 from flatshard import fully_shard
 from tests.python import float8_models
 from tests.python.device import DEVICE, on_device
@@ -69,23 +69,6 @@ def arena(model, mesh, **options):
     for unit in model.units():
         fully_shard(unit, mesh=mesh)
     return fully_shard(model, mesh=mesh, slots_on_demand=False, **options)
-
-
-@contextlib.contextmanager
-def counted_recordings():
-    """A list that grows by one for each CUDA graph that torch records."""
-    begin = torch.cuda.CUDAGraph.capture_begin
-    seen = []
-
-    def counted(self, *args, **kwargs):
-        seen.append(1)
-        return begin(self, *args, **kwargs)
-
-    torch.cuda.CUDAGraph.capture_begin = counted
-    try:
-        yield seen
-    finally:
-        torch.cuda.CUDAGraph.capture_begin = begin
 
 
 def test_addresses_repeat_in_the_arena(mesh, rank):
