@@ -106,10 +106,11 @@ void measure(
     nn::ExchangePlanPtr plan;
     at::Tensor arrived;
     plans.run([&] { plan = exchange.plan(counts, num_rows); });
-    dispatches.run(
-        [&] { arrived = exchange.start(plan, Way::dispatch, rows)->finish(); });
+    dispatches.run([&] {
+      arrived = exchange.start(plan, Way::dispatch, {rows})->finish()[0];
+    });
     combines.run(
-        [&] { exchange.start(plan, Way::combine, arrived)->finish(); });
+        [&] { exchange.start(plan, Way::combine, {arrived})->finish()[0]; });
   }
   plans.report(kind, "plan", 0);
   dispatches.report(kind, "dispatch", nbytes);

@@ -107,16 +107,18 @@ void CollectiveExchange::finish(const nn::ExchangePlanPtr& plan) {
 std::function<void()> CollectiveExchange::travel(
     const nn::ExchangePlanPtr& plan,
     Way way,
-    const at::Tensor& out,
-    const at::Tensor& rows) {
+    const nn::TensorList& out,
+    const nn::TensorList& rows) {
   const auto* const made = own<const CollectivePlan>(plan);
   // The plan lives as long as the graph.
   return [this, plan, made, leaves = way == Way::dispatch, rows, out] {
-    group().all_to_all(
-        out,
-        rows,
-        leaves ? made->at_experts : made->at_home,
-        leaves ? made->at_home : made->at_experts);
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+      group().all_to_all(
+          out[i],
+          rows[i],
+          leaves ? made->at_experts : made->at_home,
+          leaves ? made->at_home : made->at_experts);
+    }
   };
 }
 

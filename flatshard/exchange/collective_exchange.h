@@ -24,8 +24,8 @@ class CollectiveExchange : public StreamExchange {
   std::function<void()> travel(
       const nn::ExchangePlanPtr& plan,
       Way way,
-      const at::Tensor& out,
-      const at::Tensor& rows) override;
+      const nn::TensorList& out,
+      const nn::TensorList& rows) override;
 
  private:
   at::Tensor host_counts_;  ///< int32 [2, experts], pinned beside a GPU

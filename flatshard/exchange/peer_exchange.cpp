@@ -164,79 +164,101 @@ void PeerExchange::restart() {
   hosts_->restart();
 }
 
+std::vector<PeerExchange::Part> PeerExchange::parts_of(
+    const Plan& plan,
+    const nn::TensorList& out,
+    const nn::TensorList& in) {
+  std::vector<Part> parts;
+  std::int64_t in_window = 0;
+  for (std::size_t i = 0; i < in.size(); ++i) {
+    parts.push_back(
+        {.row = nbytes_of_row(in[i]),
+         .from = static_cast<const char*>(in[i].const_data_ptr()),
+         .to = static_cast<char*>(out[i].mutable_data_ptr()),
+         .in_window = in_window});
+    in_window += plan.most_counted * parts.back().row;
+  }
+  return parts;
+}
+
 std::function<void()> PeerExchange::travel(
     const nn::ExchangePlanPtr& plan,
     Way way,
-    const at::Tensor& out,
-    const at::Tensor& rows) {
+    const nn::TensorList& out,
+    const nn::TensorList& rows) {
   const auto* const made = own<const Plan>(plan);
+  std::int64_t nbytes = 0;
+  for (const at::Tensor& tensor : rows) {
+    nbytes += nbytes_of_row(tensor);
+  }
   FLATSHARD_CHECK(
-      made->most_counted * nbytes_of_row(rows) <= window_nbytes_,
+      made->most_counted * nbytes <= window_nbytes_,
       config,
       "exchange of tokens by copies: a rank has {} rows of {} bytes, and "
       "windows of {} bytes; make them larger, or exchange by collectives "
       "(parallelism.token_exchange)",
       made->most_counted,
-      nbytes_of_row(rows),
+      nbytes,
       window_nbytes_);
   // The plan lives as long as the graph.
   return [this, plan, made, way, rows, out] {
     half_ = 1 - half_;
-    way == Way::dispatch ? dispatch(*made, out, rows)
-                         : combine(*made, out, rows);
+    const std::vector<Part> parts = parts_of(*made, out, rows);
+    way == Way::dispatch ? dispatch(*made, parts) : combine(*made, parts);
   };
 }
 
-void PeerExchange::dispatch(
-    const Plan& plan,
-    const at::Tensor& out,
-    const at::Tensor& in) {
-  const std::int64_t row = nbytes_of_row(in);
-  const auto* const from = static_cast<const char*>(in.const_data_ptr());
-  auto* const to = static_cast<char*>(out.mutable_data_ptr());
+void PeerExchange::dispatch(const Plan& plan, const std::vector<Part>& parts) {
   const int rank = group().rank();
   const int size = group().size();
-  const auto leave = [&](std::int64_t begin, std::int64_t end) {
-    copy(window(rank) + begin * row, from + begin * row, (end - begin) * row);
-  };
-  leave(0, plan.stay_begin);
-  leave(plan.stay_end, plan.num_counted);
+  for (const Part& part : parts) {
+    const auto leave = [&](std::int64_t begin, std::int64_t end) {
+      const std::int64_t at = begin * part.row;
+      copy(window(rank, part) + at, part.from + at, (end - begin) * part.row);
+    };
+    leave(0, plan.stay_begin);
+    leave(plan.stay_end, plan.num_counted);
+  }
   group().fence();
   // The ranks begin with their next one each, so that no two read from one.
   for (int i = 1; i <= size; ++i) {
     const int peer = (rank + i) % size;
-    const char* const rows = peer == rank ? from : window(peer);
-    for (const Run& run : plan.runs[peer]) {
-      copy(to + run.at_experts * row, rows + run.at_home * row, run.rows * row);
+    for (const Part& part : parts) {
+      const char* const rows = peer == rank ? part.from : window(peer, part);
+      for (const Run& run : plan.runs[peer]) {
+        copy(
+            part.to + run.at_experts * part.row,
+            rows + run.at_home * part.row,
+            run.rows * part.row);
+      }
     }
   }
 }
 
-void PeerExchange::combine(
-    const Plan& plan,
-    const at::Tensor& out,
-    const at::Tensor& in) {
-  const std::int64_t row = nbytes_of_row(in);
-  const auto* const from = static_cast<const char*>(in.const_data_ptr());
-  auto* const to = static_cast<char*>(out.mutable_data_ptr());
+void PeerExchange::combine(const Plan& plan, const std::vector<Part>& parts) {
   const int rank = group().rank();
   const int size = group().size();
   for (int i = 1; i <= size; ++i) {
     const int peer = (rank + i) % size;
-    char* const rows = peer == rank ? to : window(peer);
-    for (const Run& run : plan.runs[peer]) {
-      copy(
-          rows + run.at_home * row,
-          from + run.at_experts * row,
-          run.rows * row);
+    for (const Part& part : parts) {
+      char* const rows = peer == rank ? part.to : window(peer, part);
+      for (const Run& run : plan.runs[peer]) {
+        copy(
+            rows + run.at_home * part.row,
+            part.from + run.at_experts * part.row,
+            run.rows * part.row);
+      }
     }
   }
   group().fence();
-  const auto arrive = [&](std::int64_t begin, std::int64_t end) {
-    copy(to + begin * row, window(rank) + begin * row, (end - begin) * row);
-  };
-  arrive(0, plan.stay_begin);
-  arrive(plan.stay_end, plan.num_counted);
+  for (const Part& part : parts) {
+    const auto arrive = [&](std::int64_t begin, std::int64_t end) {
+      const std::int64_t at = begin * part.row;
+      copy(part.to + at, window(rank, part) + at, (end - begin) * part.row);
+    };
+    arrive(0, plan.stay_begin);
+    arrive(plan.stay_end, plan.num_counted);
+  }
 }
 
 void PeerExchange::copy(void* to, const void* from, std::int64_t nbytes) const {
@@ -245,9 +267,9 @@ void PeerExchange::copy(void* to, const void* from, std::int64_t nbytes) const {
   }
 }
 
-char* PeerExchange::window(int rank) const {
+char* PeerExchange::window(int rank, const Part& part) const {
   return static_cast<char*>(windows_->of(rank).mutable_data_ptr()) +
-         half_ * half_nbytes_;
+         half_ * half_nbytes_ + part.in_window;
 }
 
 }  // namespace flatshard

@@ -7,8 +7,9 @@ namespace flatshard {
 
 struct PeerExchangeOptions {
   /// Bytes of the largest transfer of a rank: the rows that it routes, which
-  /// are tokens * experts_per_token, times the bytes of one. Equal on all
-  /// ranks. Twice as much memory is held.
+  /// are tokens * experts_per_token, times the bytes of one and of what travels
+  /// with it (of a Moe: its float32 weight). Equal on all ranks. Twice as much
+  /// memory is held.
   std::int64_t window_nbytes = 0;
   ExchangeOptions exchange;
 };
@@ -19,10 +20,11 @@ struct PeerExchangeOptions {
 /// Each rank has a window for the rows that it routes, by expert. In a dispatch
 /// it fills its own, and the ranks of the experts read there; in a combine
 /// these write there, and it reads its own. So a window never holds more than
-/// its rank's own rows, however many of them go to one rank. Windows have two
-/// halves, used by turns, and a fence stands between writing and reading. One
-/// fence for each transfer is enough: whoever is past it has read what the
-/// transfer before left in the other half.
+/// its rank's own rows, however many of them go to one rank. Tensors that
+/// travel together lie there one behind the other. Windows have two halves,
+/// used by turns, and a fence stands between writing and reading. One fence for
+/// each transfer is enough: whoever is past it has read what the transfer
+/// before left in the other half.
 ///
 /// The counts go from host to host, through pages that the processes share.
 class PeerExchange : public StreamExchange {
@@ -54,18 +56,30 @@ class PeerExchange : public StreamExchange {
   std::function<void()> travel(
       const nn::ExchangePlanPtr& plan,
       Way way,
-      const at::Tensor& out,
-      const at::Tensor& rows) override;
+      const nn::TensorList& out,
+      const nn::TensorList& rows) override;
 
  private:
   struct Plan;
   struct Run;
 
-  void dispatch(const Plan& plan, const at::Tensor& out, const at::Tensor& in);
-  void combine(const Plan& plan, const at::Tensor& out, const at::Tensor& in);
+  /// One tensor of a transfer, in bytes.
+  struct Part {
+    std::int64_t row = 0;
+    const char* from = nullptr;
+    char* to = nullptr;
+    std::int64_t in_window = 0;  ///< begins there, of each rank
+  };
+
+  static std::vector<Part> parts_of(
+      const Plan& plan,
+      const nn::TensorList& out,
+      const nn::TensorList& in);
+  void dispatch(const Plan& plan, const std::vector<Part>& parts);
+  void combine(const Plan& plan, const std::vector<Part>& parts);
   void copy(void* to, const void* from, std::int64_t nbytes) const;
-  /// The half of rank `rank`'s window that this transfer uses.
-  char* window(int rank) const;
+  /// Of rank `rank`, in the half that this transfer uses.
+  char* window(int rank, const Part& part) const;
 
   std::shared_ptr<Communicator> hosts_;
   std::int64_t window_nbytes_;

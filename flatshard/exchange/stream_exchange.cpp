@@ -11,14 +11,22 @@ namespace flatshard {
 namespace {
 
 // For what arrives of `rows`.
-at::Tensor room_for(
+nn::TensorList room_for(
     const nn::ExchangePlan& plan,
     nn::TokenExchange::Way way,
-    const at::Tensor& rows) {
-  std::vector<std::int64_t> sizes = rows.sizes().vec();
-  sizes.at(0) = way == nn::TokenExchange::Way::dispatch ? plan.num_received
-                                                        : plan.num_sent;
-  return at::empty(sizes, rows.options());
+    const nn::TensorList& rows) {
+  nn::TensorList room;
+  for (const at::Tensor& tensor : rows) {
+    if (!tensor.defined()) {
+      room.emplace_back();
+      continue;
+    }
+    std::vector<std::int64_t> sizes = tensor.sizes().vec();
+    sizes.at(0) = way == nn::TokenExchange::Way::dispatch ? plan.num_received
+                                                          : plan.num_sent;
+    room.push_back(at::empty(sizes, tensor.options()));
+  }
+  return room;
 }
 
 void check_num_experts(Communicator& group, std::int64_t num_experts) {
@@ -50,7 +58,7 @@ void check_num_experts(Communicator& group, std::int64_t num_experts) {
 
 class StreamExchange::Transfer : public nn::RowTransfer {
  public:
-  Transfer(StreamExchange& exchange, at::Tensor from, at::Tensor to)
+  Transfer(StreamExchange& exchange, nn::TensorList from, nn::TensorList to)
       : exchange_(&exchange), from_(std::move(from)), to_(std::move(to)) {
     done_.record(exchange.stream());
   }
@@ -61,23 +69,23 @@ class StreamExchange::Transfer : public nn::RowTransfer {
       return;
     }
     try {
-      done_.wait(*current_stream(to_.device()));
+      done_.wait(*current_stream(exchange_->group().device()));
     } catch (const std::exception&) {
       exchange_->failed_ = true;
     }
   }
 
-  at::Tensor finish() override {
+  nn::TensorList finish() override {
     std::exchange(exchange_, nullptr)->await(done_);
     // Compute waits, so it may use both again.
-    from_.reset();
+    from_.clear();
     return std::move(to_);
   }
 
  private:
   StreamExchange* exchange_;  ///< null: finished
-  at::Tensor from_;
-  at::Tensor to_;
+  nn::TensorList from_;
+  nn::TensorList to_;
   Event done_;
 };
 
@@ -164,13 +172,25 @@ void StreamExchange::await(const Event& event) {
   }
 }
 
-at::Tensor StreamExchange::take(
+std::function<void()> StreamExchange::travel_of_defined(
     const nn::ExchangePlanPtr& plan,
     Way way,
-    const at::Tensor& rows) {
-  at::Tensor out = room_for(*plan, way, rows);
+    const nn::TensorList& out,
+    const nn::TensorList& rows) {
+  const auto defined = [](nn::TensorList tensors) {
+    std::erase_if(tensors, [](const auto& t) { return !t.defined(); });
+    return tensors;
+  };
+  return travel(plan, way, defined(out), defined(rows));
+}
+
+nn::TensorList StreamExchange::take(
+    const nn::ExchangePlanPtr& plan,
+    Way way,
+    const nn::TensorList& rows) {
+  nn::TensorList out = room_for(*plan, way, rows);
   try {
-    travel(plan, way, out, rows)();
+    travel_of_defined(plan, way, out, rows)();
   } catch (const std::exception&) {
     failed_ = true;
     throw;
@@ -181,9 +201,9 @@ at::Tensor StreamExchange::take(
 std::unique_ptr<nn::RowTransfer> StreamExchange::start(
     const nn::ExchangePlanPtr& plan,
     Way way,
-    const at::Tensor& rows) {
-  const at::Tensor out = room_for(*plan, way, rows);
-  auto work = travel(plan, way, out, rows);
+    const nn::TensorList& rows) {
+  const nn::TensorList out = room_for(*plan, way, rows);
+  auto work = travel_of_defined(plan, way, out, rows);
   Event ready;
   ready.record(*current_stream(group_->device()));
   ready.wait(*stream_);

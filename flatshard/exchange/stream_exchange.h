@@ -53,13 +53,13 @@ class StreamExchange : public nn::TokenExchange {
   std::unique_ptr<nn::RowTransfer> start(
       const nn::ExchangePlanPtr& plan,
       Way way,
-      const at::Tensor& rows) override;
+      const nn::TensorList& rows) override;
   /// Rows travel here.
   std::shared_ptr<Stream> queue() const override { return stream_; }
-  at::Tensor take(
+  nn::TensorList take(
       const nn::ExchangePlanPtr& plan,
       Way way,
-      const at::Tensor& rows) override;
+      const nn::TensorList& rows) override;
   /// One of compute's waits; see measure().
   void await(const Event& event) override;
 
@@ -92,12 +92,12 @@ class StreamExchange : public nn::TokenExchange {
       const at::Tensor& counts) = 0;
   /// Makes the plan of what is known now.
   virtual void finish(const nn::ExchangePlanPtr& plan) = 0;
-  /// What brings `rows` to `out`, for the stream.
+  /// What brings `rows` to `out`, for the stream. All of them are defined.
   virtual std::function<void()> travel(
       const nn::ExchangePlanPtr& plan,
       Way way,
-      const at::Tensor& out,
-      const at::Tensor& rows) = 0;
+      const nn::TensorList& out,
+      const nn::TensorList& rows) = 0;
 
   /// @throws Error{usage} for a plan of another exchange.
   template <class Plan>
@@ -123,6 +123,13 @@ class StreamExchange : public nn::TokenExchange {
 
  private:
   class Transfer;
+
+  /// What `travel` says for those that are defined.
+  std::function<void()> travel_of_defined(
+      const nn::ExchangePlanPtr& plan,
+      Way way,
+      const nn::TensorList& out,
+      const nn::TensorList& rows);
 
   std::shared_ptr<Communicator> group_;
   std::int64_t num_experts_;

@@ -72,7 +72,8 @@ class LlamaBlockNodes : public nn::BlockNodes {
         .view(sizes_);
   }
 
-  at::Tensor send(nn::TokenExchange::Way way, const at::Tensor& rows) override {
+  nn::TensorList send(nn::TokenExchange::Way way, const nn::TensorList& rows)
+      override {
     return block_.moe_->exchange_->take(record_.plan, way, rows);
   }
 

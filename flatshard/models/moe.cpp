@@ -164,7 +164,8 @@ at::Tensor ExpertsImpl::forward(
     const RoutingRecord& record) {
   using Way = nn::TokenExchange::Way;
   const nn::ExchangePlanPtr& plan = record.plan;
-  at::Tensor row_weights = nn::permute_weights(weights, record.permutation);
+  const at::Tensor row_weights =
+      nn::permute_weights(weights, record.permutation);
   if (!exchange_) {
     const nn::Groups groups{plan->ends, plan->groups_per_expert};
     const at::Tensor gate_up = nn::permute_grouped_linear(
@@ -183,18 +184,20 @@ at::Tensor ExpertsImpl::forward(
   const at::Tensor permuted = nn::permute_rows(x, record.permutation);
   exchange_->finish_plan(plan);
   const nn::Groups groups{plan->ends, plan->groups_per_expert};
-  const at::Tensor rows =
-      nn::exchange_rows(exchange_, plan, Way::dispatch, permuted);
-  row_weights = nn::exchange_rows(exchange_, plan, Way::dispatch, row_weights);
+  const nn::TensorList rows = nn::exchange_rows(
+      exchange_,
+      plan,
+      Way::dispatch,
+      {permuted, row_weights});
   const at::Tensor gate_up =
-      nn::grouped_linear(rows, gate_up_proj_, groups, context());
+      nn::grouped_linear(rows[0], gate_up_proj_, groups, context());
   return nn::exchange_rows(
       exchange_,
       plan,
       Way::combine,
       nn::grouped_swiglu_linear(
           gate_up,
-          row_weights,
+          rows[1],
           down_proj_,
           groups,
           context()));

@@ -48,9 +48,10 @@ class BlockNodes {
   virtual at::Tensor merge(
       const at::Tensor& rows,
       const at::Tensor& residual) = 0;
-  /// Takes rows, or their gradients, one way. No graph. Called from work of the
-  /// stream on which rows travel (nn::TokenExchange::queue).
-  virtual at::Tensor send(TokenExchange::Way way, const at::Tensor& rows) = 0;
+  /// Takes rows, or their gradients, one way, as nn::TokenExchange::take. No
+  /// graph. Called from work of the stream on which rows travel
+  /// (nn::TokenExchange::queue).
+  virtual TensorList send(TokenExchange::Way way, const TensorList& rows) = 0;
 };
 
 }  // namespace flatshard::nn

@@ -14,11 +14,11 @@ using torch::autograd::variable_list;
 
 class Arrived : public RowTransfer {
  public:
-  explicit Arrived(at::Tensor rows) : rows_(std::move(rows)) {}
-  at::Tensor finish() override { return std::move(rows_); }
+  explicit Arrived(TensorList rows) : rows_(std::move(rows)) {}
+  TensorList finish() override { return std::move(rows_); }
 
  private:
-  at::Tensor rows_;
+  TensorList rows_;
 };
 
 // What the node keeps of an exchange.
@@ -28,29 +28,44 @@ struct ExchangeHandle : torch::CustomClassHolder {
   TokenExchange::Way way = TokenExchange::Way::dispatch;
 };
 
+TensorList contiguous(TensorList rows) {
+  for (at::Tensor& tensor : rows) {
+    if (tensor.defined()) {
+      tensor = tensor.contiguous();
+    }
+  }
+  return rows;
+}
+
 struct ExchangeFunction : torch::autograd::Function<ExchangeFunction> {
-  static at::Tensor forward(
+  static variable_list forward(
       AutogradContext* ctx,
-      const at::Tensor& rows,
+      at::TensorList rows,
       const c10::intrusive_ptr<ExchangeHandle>& handle) {
     ctx->saved_data["handle"] = c10::IValue::make_capsule(handle);
-    at::Tensor arrived =
-        handle->exchange->start(handle->plan, handle->way, rows.contiguous())
+    ctx->set_materialize_grads(false);
+    TensorList arrived =
+        handle->exchange->start(handle->plan, handle->way, contiguous(rows.vec()))
             ->finish();
-    // An output that is the input would make autograd see an identity.
-    return arrived.is_same(rows) ? reshape_result(arrived, arrived.sizes())
-                                 : arrived;
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+      // An output that is the input would make autograd see an identity.
+      if (arrived[i].is_same(rows[i])) {
+        arrived[i] = reshape_result(arrived[i], arrived[i].sizes());
+      }
+    }
+    return arrived;
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     refuse_create_graph("the exchange of tokens");
     const auto capsule = ctx->saved_data["handle"].toCapsule();
     const auto& handle = static_cast<const ExchangeHandle&>(*capsule);
-    return {
+    variable_list back_home =
         handle.exchange
-            ->start(handle.plan, back(handle.way), grads[0].contiguous())
-            ->finish(),
-        {}};
+            ->start(handle.plan, back(handle.way), contiguous(std::move(grads)))
+            ->finish();
+    back_home.emplace_back();  // the handle has none
+    return back_home;
   }
 };
 
@@ -76,8 +91,30 @@ ExchangePlanPtr LocalExchange::plan(
 std::unique_ptr<RowTransfer> LocalExchange::start(
     const ExchangePlanPtr& /*plan*/,
     Way /*way*/,
-    const at::Tensor& rows) {
+    const TensorList& rows) {
   return std::make_unique<Arrived>(rows);
+}
+
+TensorList exchange_rows(
+    const std::shared_ptr<TokenExchange>& exchange,
+    const ExchangePlanPtr& plan,
+    TokenExchange::Way way,
+    const TensorList& rows) {
+  const std::int64_t expected =
+      way == TokenExchange::Way::dispatch ? plan->num_sent : plan->num_received;
+  for (const at::Tensor& tensor : rows) {
+    FLATSHARD_CHECK(
+        tensor.dim() >= 1 && tensor.size(0) == expected,
+        usage,
+        "exchange_rows: expected {} rows, got {}",
+        expected,
+        c10::str(tensor.sizes()));
+  }
+  auto handle = c10::make_intrusive<ExchangeHandle>();
+  handle->exchange = exchange;
+  handle->plan = plan;
+  handle->way = way;
+  return ExchangeFunction::apply(at::TensorList(rows), handle);
 }
 
 at::Tensor exchange_rows(
@@ -85,19 +122,7 @@ at::Tensor exchange_rows(
     const ExchangePlanPtr& plan,
     TokenExchange::Way way,
     const at::Tensor& rows) {
-  const std::int64_t expected =
-      way == TokenExchange::Way::dispatch ? plan->num_sent : plan->num_received;
-  FLATSHARD_CHECK(
-      rows.dim() >= 1 && rows.size(0) == expected,
-      usage,
-      "exchange_rows: expected {} rows, got {}",
-      expected,
-      c10::str(rows.sizes()));
-  auto handle = c10::make_intrusive<ExchangeHandle>();
-  handle->exchange = exchange;
-  handle->plan = plan;
-  handle->way = way;
-  return ExchangeFunction::apply(rows, handle);
+  return exchange_rows(exchange, plan, way, TensorList{rows})[0];
 }
 
 }  // namespace flatshard::nn

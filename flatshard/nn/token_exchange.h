@@ -1,6 +1,7 @@
 #pragma once
 
 #include "flatshard/device/stream.h"
+#include "flatshard/nn/visit.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
@@ -31,7 +32,7 @@ class RowTransfer {
   virtual ~RowTransfer() = default;
   /// The rows that arrive, for kernels on the current stream. Does not block
   /// the host. Once.
-  virtual at::Tensor finish() = 0;
+  virtual TensorList finish() = 0;
 };
 
 /// Brings rows of tokens to the experts that they are for, and back.
@@ -60,11 +61,14 @@ class TokenExchange {
   /// The host waits until the counts of all ranks are there. On the thread of
   /// begin_plan, before the next one; does nothing when it is finished.
   virtual void finish_plan(const ExchangePlanPtr& /*plan*/) {}
-  /// Queues the transfer of `rows`, contiguous, on the current stream or behind
-  /// it, and returns. Of several that are under way, those that started first
-  /// finish first, on all ranks alike.
+  /// Queues a transfer on the current stream or behind it, and returns. Of
+  /// several that are under way, those that started first finish first, on all
+  /// ranks alike.
+  /// @param rows  tensors that travel together, one behind the other, each
+  ///   contiguous and with a row for each row of the plan. One that is
+  ///   undefined, which it is on all ranks, stays so.
   virtual std::unique_ptr<RowTransfer>
-  start(const ExchangePlanPtr& plan, Way way, const at::Tensor& rows) = 0;
+  start(const ExchangePlanPtr& plan, Way way, const TensorList& rows) = 0;
 
   // For a schedule that says when rows travel: it submits `take` to `queue`, in
   // an order that all ranks have, and lets compute wait by `await`.
@@ -73,8 +77,8 @@ class TokenExchange {
   virtual std::shared_ptr<Stream> queue() const { return nullptr; }
   /// The transfer itself, for work that was submitted to `queue`.
   /// @return the rows that arrive.
-  virtual at::Tensor
-  take(const ExchangePlanPtr& plan, Way way, const at::Tensor& rows) {
+  virtual TensorList
+  take(const ExchangePlanPtr& plan, Way way, const TensorList& rows) {
     return start(plan, way, rows)->finish();
   }
   /// The current stream waits for `event`, a point of `queue`.
@@ -87,7 +91,7 @@ class LocalExchange : public TokenExchange {
   ExchangePlanPtr plan(const at::Tensor& counts, std::int64_t num_rows)
       override;
   std::unique_ptr<RowTransfer>
-  start(const ExchangePlanPtr& plan, Way way, const at::Tensor& rows) override;
+  start(const ExchangePlanPtr& plan, Way way, const TensorList& rows) override;
 };
 
 /// The other way.
@@ -96,9 +100,17 @@ inline TokenExchange::Way back(TokenExchange::Way way) {
                                              : TokenExchange::Way::dispatch;
 }
 
-/// start and finish in one. Its gradient takes the other way.
+/// start and finish in one. The gradients of `rows` take the other way, all of
+/// them together.
 ///
 /// @param exchange  kept by the graph.
+TensorList exchange_rows(
+    const std::shared_ptr<TokenExchange>& exchange,
+    const ExchangePlanPtr& plan,
+    TokenExchange::Way way,
+    const TensorList& rows);
+
+/// The same for one tensor.
 at::Tensor exchange_rows(
     const std::shared_ptr<TokenExchange>& exchange,
     const ExchangePlanPtr& plan,

@@ -25,6 +25,7 @@ class PlanWriter {
       attend(m, l);
       send_rows(m, l);
       run_experts(m, l);
+      send_results(m, l);
     }
     end_forward(m);
   }
@@ -40,6 +41,7 @@ class PlanWriter {
       recompute_attend(m, l);
       backward_of_experts(m, l);
       send_gradients_back(m, l);
+      wgrads_of_experts(m, l);
       add(B, m, l, PlanNode::attend);
     }
     attend_wgrads(m, 0);
@@ -57,13 +59,18 @@ class PlanWriter {
       attend(f, l);
       if (options_.rows_first) {
         send_rows(f, l);
-      }
-      backward_of_experts(b, back);
-      if (!options_.rows_first) {
+        backward_of_experts(b, back);
+        send_gradients_back(b, back);
+        wgrads_of_experts(b, back);
+        run_experts(f, l);
+      } else {
+        backward_of_experts(b, back);
         send_rows(f, l);
+        wgrads_of_experts(b, back);
+        run_experts(f, l);
+        send_gradients_back(b, back);
       }
-      send_gradients_back(b, back);
-      run_experts(f, l);
+      send_results(f, l);
       add(B, b, back, PlanNode::attend);
       attend_wgrads(b, back);
     }
@@ -120,6 +127,11 @@ class PlanWriter {
     }
     if (has_experts(l)) {
       add(F, m, l, PlanNode::experts);
+    }
+  }
+
+  void send_results(int m, int l) {
+    if (has_experts(l)) {
       add(F, m, l, PlanNode::combine);
     }
   }
@@ -157,11 +169,13 @@ class PlanWriter {
   }
 
   void send_gradients_back(int m, int l) {
-    if (!has_experts(l)) {
-      return;
+    if (has_experts(l)) {
+      add(B, m, l, PlanNode::dispatch);
     }
-    add(B, m, l, PlanNode::dispatch);
-    if (options_.delay_wgrad) {
+  }
+
+  void wgrads_of_experts(int m, int l) {
+    if (has_experts(l) && options_.delay_wgrad) {
       add(W, m, l, PlanNode::experts);
     }
   }

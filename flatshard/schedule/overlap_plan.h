@@ -57,9 +57,8 @@ struct OverlapPlanOptions {
   bool shared_experts = false;
   /// By layer: has no experts. Empty: none.
   std::vector<bool> dense;
-  /// Rows of the forward leave before the experts of the other microbatch's
-  /// backward are launched, and not behind them: for an exchange that begins
-  /// behind all that compute has queued.
+  /// Each exchange is launched before the compute that hides it, and not behind
+  /// it: for one that begins behind all that compute has queued.
   bool rows_first = false;
 };
 
@@ -72,9 +71,11 @@ struct OverlapPlanOptions {
 ///   compute   attend.F  | experts.B W  experts.F  | attend.B W
 ///
 /// so that each exchange runs beside compute of the other microbatch. The host
-/// launches experts.B before dispatch.F: where rows go is known when the router
-/// of attend.F has run, and compute is busy while the host waits for that. All
-/// ranks have the same plan, so their exchanges meet in the same order.
+/// launches experts.B before dispatch.F, and experts.F before dispatch.B: where
+/// rows go is known when the router of attend.F has run, and compute is busy
+/// while the host waits for that, and while it launches the many copies of an
+/// exchange. All ranks have the same plan, so their exchanges meet in the same
+/// order.
 ///
 /// @throws Error{config} for no layer or no microbatch, or a list of dense
 ///   layers of another length.

@@ -145,10 +145,12 @@ std::shared_ptr<StreamExchange> make_exchange(
       hosts,
       num_experts,
       PeerExchangeOptions{
-          .window_nbytes = config.training.local_batch_size *
-                           config.training.seq_len *
-                           model.moe.experts_per_token * model.dim *
-                           static_cast<std::int64_t>(c10::elementSize(compute)),
+          .window_nbytes =
+              config.training.local_batch_size * config.training.seq_len *
+              model.moe.experts_per_token *
+              (model.dim *
+                   static_cast<std::int64_t>(c10::elementSize(compute)) +
+               static_cast<std::int64_t>(sizeof(float))),
           .exchange = options});
 }
 

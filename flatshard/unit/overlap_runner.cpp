@@ -165,17 +165,20 @@ OverlapRunner::send(const Layer& layer, Way way, const nn::TensorList& rows) {
     wanted.push_back(tensor.defined() && tensor.requires_grad());
   }
   exchange_->submit([transfer, wanted, way, &nodes = *layer.nodes] {
-    for (std::size_t i = 0; i < transfer->sent.size(); ++i) {
-      at::Tensor& sent = transfer->sent[i];
-      at::Tensor row;
+    for (at::Tensor& sent : transfer->sent) {
       if (sent.defined()) {
         keep_for_current_stream(sent);
-        row = nodes.send(way, sent.contiguous());
+        sent = sent.contiguous();
+      }
+    }
+    transfer->rows = nodes.send(way, transfer->sent);
+    for (std::size_t i = 0; i < transfer->rows.size(); ++i) {
+      at::Tensor& row = transfer->rows[i];
+      if (row.defined()) {
         // An exchange that moves nothing gives what it got.
-        row = row.is_alias_of(sent) ? row.detach() : row;
+        row = row.is_alias_of(transfer->sent[i]) ? row.detach() : row;
         row.set_requires_grad(wanted[i]);
       }
-      transfer->rows.push_back(std::move(row));
     }
     transfer->sent.clear();
     transfer->arrived = true;

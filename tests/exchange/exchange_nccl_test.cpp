@@ -140,16 +140,16 @@ TEST_F(ExchangeNccl, CopiesDeliverTheBitsOfTheCollective) {
       const at::Tensor rows =
           rows_of(rank, round, round % 2 == 0 ? at::kBFloat16 : at::kFloat);
       const at::Tensor arrived =
-          copies.start(got, Way::dispatch, rows)->finish();
-      EXPECT_TRUE(
-          arrived.equal(collective.start(want, Way::dispatch, rows)->finish()))
+          copies.start(got, Way::dispatch, {rows})->finish()[0];
+      EXPECT_TRUE(arrived.equal(
+          collective.start(want, Way::dispatch, {rows})->finish()[0]))
           << round;
       const at::Tensor results = arrived * 3;
       const auto counted = counts.sum().item<std::int64_t>();
       const at::Tensor back =
-          copies.start(got, Way::combine, results)->finish();
+          copies.start(got, Way::combine, {results})->finish()[0];
       const at::Tensor back_wanted =
-          collective.start(want, Way::combine, results)->finish();
+          collective.start(want, Way::combine, {results})->finish()[0];
       EXPECT_TRUE(
           back.narrow(0, 0, counted).equal(back_wanted.narrow(0, 0, counted)))
           << round;

@@ -157,12 +157,12 @@ TEST(Exchange, SeveralUnderWayFinishInTheirOrder) {
       transfers.push_back(exchange.start(
           plan,
           TokenExchange::Way::dispatch,
-          at::full({3, 1}, 10 * i + context.rank)));
+          {at::full({3, 1}, 10 * i + context.rank)}));
     }
     transfers[7].reset();  // nobody wants it
     for (int i = 0; i < 20; ++i) {
       if (transfers[i] != nullptr) {
-        const at::Tensor rows = transfers[i]->finish();
+        const at::Tensor rows = transfers[i]->finish()[0];
         EXPECT_EQ(rows.size(0), context.rank == 0 ? 2 : 4);
         EXPECT_EQ(rows[0].item<float>(), 10.0F * i);
         EXPECT_EQ(rows[-1].item<float>(), 10.0F * i + 1);
@@ -192,8 +192,8 @@ TEST(Exchange, WaitsAreMeasured) {
     const auto plan = exchange.plan(at::tensor({1, 1}, at::kInt), 2);
     const auto travel = [&] {
       for (int i = 0; i < 5; ++i) {
-        exchange.start(plan, TokenExchange::Way::dispatch, at::ones({2, 1}))
-            ->finish();
+        exchange.start(plan, TokenExchange::Way::dispatch, {at::ones({2, 1})})
+            ->finish()[0];
       }
       return exchange.wait_and_take_exposed_ms();
     };
@@ -223,7 +223,10 @@ TEST(Exchange, BadNumbersAreNamed) {
     const auto plan = other.plan(at::ones({2}, at::kInt), 2);
     EXPECT_THAT(
         message_of([&] {
-          exchange.start(plan, TokenExchange::Way::dispatch, at::ones({2, 1}));
+          exchange.start(
+              plan,
+              TokenExchange::Way::dispatch,
+              {at::ones({2, 1})});
         }),
         HasSubstr("got another's"));
   });

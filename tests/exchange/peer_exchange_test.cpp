@@ -98,7 +98,7 @@ TEST_P(Copies, M8_DeliverTheBitsOfTheCollective) {
         group,
         make_page_communicator(group),
         experts,
-        {.window_nbytes = kMostRows * kWidth * 8, .exchange = options});
+        {.window_nbytes = kMostRows * (kWidth * 8 + 4), .exchange = options});
     EXPECT_GE(copies.nbytes(), 2 * kMostRows * kWidth * 8);
     std::mt19937 random(21U + context.rank);
     auto generator = at::detail::createCPUGenerator(context.rank + 1);
@@ -118,23 +118,47 @@ TEST_P(Copies, M8_DeliverTheBitsOfTheCollective) {
       const auto travel = [&](TokenExchange& exchange,
                               const nn::ExchangePlanPtr& plan,
                               Way way,
-                              const at::Tensor& rows) {
+                              const nn::TensorList& rows) {
         return exchange.start(plan, way, rows)->finish();
       };
-      const at::Tensor sent =
-          at::randn({num_counted + dropped, kWidth}, generator).to(dtype);
-      const at::Tensor arrived = travel(copies, got, Way::dispatch, sent);
-      EXPECT_TRUE(
-          arrived.equal(travel(collective, expected, Way::dispatch, sent)))
+      // As gradients do: there may be none of the second.
+      const auto with_weights = [&](const at::Tensor& rows) {
+        return nn::TensorList{
+            rows,
+            round % 4 == 3
+                ? at::Tensor()
+                : at::randn({rows.size(0)}, generator).to(at::kFloat)};
+      };
+      const auto equal = [](const nn::TensorList& a,
+                            const nn::TensorList& b,
+                            std::int64_t num_rows) {
+        return std::equal(
+            a.begin(),
+            a.end(),
+            b.begin(),
+            b.end(),
+            [&](const at::Tensor& x, const at::Tensor& y) {
+              return x.defined() == y.defined() &&
+                     (!x.defined() ||
+                      x.narrow(0, 0, num_rows).equal(y.narrow(0, 0, num_rows)));
+            });
+      };
+      const nn::TensorList sent = with_weights(
+          at::randn({num_counted + dropped, kWidth}, generator).to(dtype));
+      const nn::TensorList arrived = travel(copies, got, Way::dispatch, sent);
+      EXPECT_TRUE(equal(
+          arrived,
+          travel(collective, expected, Way::dispatch, sent),
+          got->num_received))
           << round;
-      const at::Tensor results =
-          at::randn(arrived.sizes(), generator).to(dtype);
-      const at::Tensor back = travel(copies, got, Way::combine, results);
-      const at::Tensor back_expected =
-          travel(collective, expected, Way::combine, results);
-      EXPECT_EQ(back.sizes(), sent.sizes());
-      EXPECT_TRUE(back.narrow(0, 0, num_counted)
-                      .equal(back_expected.narrow(0, 0, num_counted)))
+      const nn::TensorList results =
+          with_weights(at::randn(arrived[0].sizes(), generator).to(dtype));
+      const nn::TensorList back = travel(copies, got, Way::combine, results);
+      EXPECT_EQ(back[0].sizes(), sent[0].sizes());
+      EXPECT_TRUE(equal(
+          back,
+          travel(collective, expected, Way::combine, results),
+          num_counted))
           << round;
     }
     group->barrier();
@@ -216,11 +240,11 @@ TEST(PeerExchange, M9_ASlowRankReadsWhatWasWrittenForIt) {
       transfers.push_back(exchange.start(
           plan,
           i % 4 < 2 ? Way::dispatch : Way::combine,
-          at::full({2, 1}, 10.0F * i + context.rank)));
+          {at::full({2, 1}, 10.0F * i + context.rank)}));
     }
     for (int i = 0; i < kTransfers; ++i) {
       const at::Tensor expected = (10.0F * i + at::arange(2)).view({2, 1});
-      EXPECT_TRUE(transfers[i]->finish().equal(expected)) << i;
+      EXPECT_TRUE(transfers[i]->finish()[0].equal(expected)) << i;
     }
     group->barrier();
   });
@@ -245,12 +269,12 @@ TEST(PeerExchange, ManyUnderWay) {
     };
     for (int i = 0; i < 60; ++i) {
       const at::Tensor rows = at::full({6, 1}, 10.0F * i + context.rank);
-      transfers.push_back(exchange.start(plan, way(i), rows));
+      transfers.push_back(exchange.start(plan, way(i), {rows}));
     }
     for (int i = 0; i < 60; ++i) {
       const at::Tensor expected =
           (10.0F * i + at::arange(3)).repeat_interleave(2).view({6, 1});
-      EXPECT_TRUE(transfers[i]->finish().equal(expected)) << i;
+      EXPECT_TRUE(transfers[i]->finish()[0].equal(expected)) << i;
     }
     group->barrier();
   });
@@ -269,7 +293,7 @@ TEST(PeerExchange, PlansInTwoParts) {
     EXPECT_EQ(plan->num_received, 2 + context.rank);
     const at::Tensor rows = at::full({4, 1}, 1.0F + context.rank);
     EXPECT_EQ(
-        exchange.start(plan, Way::dispatch, rows)->finish().size(0),
+        exchange.start(plan, Way::dispatch, {rows})->finish()[0].size(0),
         2 + context.rank);
     group->barrier();
   });
@@ -289,12 +313,13 @@ TEST(PeerExchange, RowsBeyondAWindowAreNamedOnAllRanks) {
         exchange.plan(at::tensor({1, 1 + context.rank}, at::kInt), num_rows);
     EXPECT_THAT(
         message_of([&] {
-          exchange.start(plan, Way::dispatch, at::ones({num_rows, 2}));
+          const at::Tensor column = at::ones({num_rows, 1});
+          exchange.start(plan, Way::dispatch, {column, column});
         }),
         HasSubstr("a rank has 3 rows of 8 bytes, and windows of 16 bytes"));
     const at::Tensor narrow = at::full({num_rows, 1}, 3.0F);
     EXPECT_EQ(
-        exchange.start(plan, Way::dispatch, narrow)->finish().size(0),
+        exchange.start(plan, Way::dispatch, {narrow})->finish()[0].size(0),
         2 + context.rank);
     group->barrier();
   });
@@ -321,8 +346,8 @@ TEST(PeerExchange, AfterAFailureAllRanksBeginAnew) {
     exchange.restart();
     const auto plan = exchange.plan(counts, 2);
     const at::Tensor rows = at::full({2, 1}, 1.0F + context.rank);
-    EXPECT_TRUE(exchange.start(plan, Way::dispatch, rows)
-                    ->finish()
+    EXPECT_TRUE(exchange.start(plan, Way::dispatch, {rows})
+                    ->finish()[0]
                     .equal(at::tensor({1.0F, 2.0F}).view({2, 1})));
     group->barrier();
   });

@@ -380,9 +380,13 @@ class ReversingExchange : public TokenExchange {
     return LocalExchange().plan(counts, num_rows);
   }
   std::unique_ptr<RowTransfer>
-  start(const ExchangePlanPtr& plan, Way way, const at::Tensor& rows) override {
+  start(const ExchangePlanPtr& plan, Way way, const TensorList& rows) override {
     ways.push_back(way);
-    return LocalExchange().start(plan, way, rows.flip(0));
+    TensorList reversed;
+    for (const at::Tensor& tensor : rows) {
+      reversed.push_back(tensor.defined() ? tensor.flip(0) : tensor);
+    }
+    return LocalExchange().start(plan, way, reversed);
   }
   int plans = 0;
   std::vector<Way> ways;
@@ -405,6 +409,29 @@ TEST(TokenExchanges, AGradientGoesTheOtherWay) {
   EXPECT_THROW(
       exchange_rows(exchange, plan, Way::dispatch, at::zeros({2, 2})),
       Error);
+}
+
+TEST(TokenExchanges, TensorsTravelTogetherAndSoDoTheirGradients) {
+  using Way = TokenExchange::Way;
+  const auto exchange = std::make_shared<ReversingExchange>();
+  const ExchangePlanPtr plan = exchange->plan(int_tensor({1, 2}), 3);
+  const at::Tensor x = at::randn({3, 2}, seeded(1)).requires_grad_();
+  const at::Tensor w = at::randn({3}, seeded(2)).requires_grad_();
+  const TensorList y = exchange_rows(exchange, plan, Way::dispatch, {x, w});
+  EXPECT_TRUE(at::equal(y[0], x.flip(0)));
+  EXPECT_TRUE(at::equal(y[1], w.flip(0)));
+  const at::Tensor g = at::randn({3, 2}, seeded(3));
+  const at::Tensor h = at::randn({3}, seeded(4));
+  torch::autograd::backward({y[0], y[1]}, {g, h}, /*retain_graph=*/true);
+  EXPECT_TRUE(at::equal(x.grad(), g.flip(0)));
+  EXPECT_TRUE(at::equal(w.grad(), h.flip(0)));
+  EXPECT_THAT(
+      exchange->ways,
+      ::testing::ElementsAre(Way::dispatch, Way::combine));
+  // One without a gradient does not get one of zeros.
+  w.mutable_grad() = at::Tensor();
+  y[0].backward(g);
+  EXPECT_FALSE(w.grad().defined());
 }
 
 TEST(TokenExchanges, TheLocalOneLeavesRowsWhereTheyAre) {

@@ -31,16 +31,16 @@ TEST(OverlapPlan, TwoLayersAndThreeMicrobatches) {
       // B0 and F1
       "F1.embed B0.head "
       "B0.merge(1) B0.combine(1) F1.attend(0) B0.experts(1) "
-      "F1.dispatch(0) B0.dispatch(1) F1.experts(0) F1.combine(0) B0.attend(1) "
+      "F1.dispatch(0) F1.experts(0) B0.dispatch(1) F1.combine(0) B0.attend(1) "
       "B0.merge(0) B0.combine(0) F1.merge(0) F1.attend(1) B0.experts(0) "
-      "F1.dispatch(1) B0.dispatch(0) F1.experts(1) F1.combine(1) B0.attend(0) "
+      "F1.dispatch(1) F1.experts(1) B0.dispatch(0) F1.combine(1) B0.attend(0) "
       "B0.embed F1.merge(1) F1.head "
       // B1 and F2
       "F2.embed B1.head "
       "B1.merge(1) B1.combine(1) F2.attend(0) B1.experts(1) "
-      "F2.dispatch(0) B1.dispatch(1) F2.experts(0) F2.combine(0) B1.attend(1) "
+      "F2.dispatch(0) F2.experts(0) B1.dispatch(1) F2.combine(0) B1.attend(1) "
       "B1.merge(0) B1.combine(0) F2.merge(0) F2.attend(1) B1.experts(0) "
-      "F2.dispatch(1) B1.dispatch(0) F2.experts(1) F2.combine(1) B1.attend(0) "
+      "F2.dispatch(1) F2.experts(1) B1.dispatch(0) F2.combine(1) B1.attend(0) "
       "B1.embed F2.merge(1) F2.head "
       // B2
       "B2.head B2.merge(1) B2.combine(1) B2.experts(1) B2.dispatch(1) "
@@ -48,10 +48,11 @@ TEST(OverlapPlan, TwoLayersAndThreeMicrobatches) {
       "B2.attend(0) B2.embed");
 }
 
-TEST(OverlapPlan, RowsFirst) {
+TEST(OverlapPlan, RowsFirstLaunchesExchangesBeforeWhatHidesThem) {
   const std::string text = text_of(2, 2, {.rows_first = true});
   EXPECT_NE(
-      text.find("F1.attend(0) F1.dispatch(0) B0.experts(1) B0.dispatch(1) "),
+      text.find("F1.attend(0) F1.dispatch(0) B0.experts(1) B0.dispatch(1) "
+                "F1.experts(0) F1.combine(0) "),
       std::string::npos)
       << text;
   EXPECT_NO_THROW(check_plan(
@@ -71,7 +72,7 @@ TEST(OverlapPlan, OneLayerWithEverything) {
       "F0.combine(0) F0.merge(0) F0.head "
       "F1.embed B0.head B0.merge(0) B0.combine(0) R0.attend(0) R0.dispatch(0) "
       "R0.shared(0) B0.shared(0) F1.attend(0) R0.experts(0) B0.experts(0) "
-      "F1.dispatch(0) B0.dispatch(0) W0.experts(0) F1.shared(0) F1.experts(0) "
+      "F1.dispatch(0) W0.experts(0) F1.shared(0) F1.experts(0) B0.dispatch(0) "
       "F1.combine(0) B0.attend(0) W0.attend(0) W0.shared(0) B0.embed "
       "F1.merge(0) F1.head "
       "B1.head B1.merge(0) B1.combine(0) R1.attend(0) R1.dispatch(0) "

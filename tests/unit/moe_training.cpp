@@ -69,7 +69,7 @@ std::shared_ptr<StreamExchange> moe_exchange(
     return std::make_shared<CollectiveExchange>(group, kMoeExperts, options);
   }
   constexpr auto kRowNbytes =
-      kMoeDim * static_cast<std::int64_t>(sizeof(float));
+      (kMoeDim + 1) * static_cast<std::int64_t>(sizeof(float));
   const auto fences =
       group->device().is_cuda() ? make_peer_communicator(group, {}) : group;
   return std::make_shared<PeerExchange>(

@@ -165,7 +165,8 @@ void MoeOverlapTrainer::make_exchange(const StreamOptions& streams) {
       hosts,
       kExperts,
       PeerExchangeOptions{
-          .window_nbytes = options_.tokens * kExpertsPerToken * kDim * kFloat,
+          .window_nbytes =
+              options_.tokens * kExpertsPerToken * (kDim + 1) * kFloat,
           .exchange = how});
 }
 

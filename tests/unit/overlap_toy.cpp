@@ -56,9 +56,17 @@ class OverlapBlockNodes : public nn::BlockNodes {
     say("merge");
     return residual + rows.flip(0);
   }
-  at::Tensor send(nn::TokenExchange::Way way, const at::Tensor& rows) override {
+  nn::TensorList send(nn::TokenExchange::Way way, const nn::TensorList& rows)
+      override {
     say(way == nn::TokenExchange::Way::dispatch ? "dispatch" : "combine");
-    return rows.roll(way == nn::TokenExchange::Way::dispatch ? 1 : -1, 0);
+    nn::TensorList moved;
+    for (const at::Tensor& tensor : rows) {
+      moved.push_back(
+          tensor.defined()
+              ? tensor.roll(way == nn::TokenExchange::Way::dispatch ? 1 : -1, 0)
+              : tensor);
+    }
+    return moved;
   }
 
  private:
@@ -94,13 +102,10 @@ at::Tensor OverlapBlockImpl::forward(const at::Tensor& tokens) {
     return a.residual;
   }
   using Way = nn::TokenExchange::Way;
-  nn::TensorList rows;
-  for (const at::Tensor& row : a.rows) {
-    rows.push_back(nodes.send(Way::dispatch, row));
-  }
+  const nn::TensorList rows = nodes.send(Way::dispatch, a.rows);
   const at::Tensor residual =
       with_shared_ ? nodes.shared_experts(a.shared, a.residual) : a.residual;
-  const at::Tensor back = nodes.send(Way::combine, nodes.experts(rows));
+  const at::Tensor back = nodes.send(Way::combine, {nodes.experts(rows)})[0];
   return nodes.merge(back, residual);
 }
 
