@@ -50,7 +50,7 @@ def flatshard(args, seq, folder):
         *args.set,
     ):
         command += ["--set", setting]
-    run(command, folder.with_suffix(".log"))
+    run(command, Path(f"{folder}.log"))
     lines = (folder / "metrics.jsonl").read_text().split("\n")
     rows = [json.loads(line) for line in lines if '"step_ms"' in line]
     rows = [row for row in rows if row["step"] > args.warmup]

@@ -72,7 +72,7 @@ def train(args, data, seed, recipe):
             *args.set,
         ):
             command += ["--set", setting]
-        run(command, folder.with_suffix(".log"))
+        run(command, Path(f"{folder}.log"))
     return statistics.fmean(losses(folder)[-LAST:])
 
 
