@@ -47,7 +47,7 @@ std::vector<MemoryRow> memory_rows(
       }
     }
   }
-  const SlotPlan& plan = runtime.executor().plan();
+  const SlotPlan& plan = runtime.executor().slots().places();
   std::vector<MemoryRow> rows{
       {"main weights",
        weights.main,
@@ -68,7 +68,7 @@ std::vector<MemoryRow> memory_rows(
            c10::toString(grads_dtype))},
       {"optimizer state", optimizer_nbytes, "of the main weights' shard"},
       {"slot pool",
-       runtime.executor().pool().arena_nbytes(),
+       runtime.executor().slots().pool().arena_nbytes(),
        fmt::format(
            "{} uses of gathered weights and gradient slots share it; the most "
            "alive at once is {}",

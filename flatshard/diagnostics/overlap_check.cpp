@@ -170,11 +170,11 @@ void check_placement(
 std::shared_ptr<OverlapCheck> OverlapCheck::install(
     const std::shared_ptr<Runtime>& runtime) {
   FLATSHARD_CHECK(
-      runtime->executor().pool().num_held() == 0,
+      runtime->executor().slots().pool().num_held() == 0,
       usage,
       "expected no gathered unit when the overlap check is installed, got {} "
       "held slots; install it right after fully_shard",
-      runtime->executor().pool().num_held());
+      runtime->executor().slots().pool().num_held());
   check_buffers(*runtime);
   check_layouts(*runtime);
   auto check = std::make_shared<OverlapCheck>();
@@ -183,7 +183,7 @@ std::shared_ptr<OverlapCheck> OverlapCheck::install(
     check->unit_names_.push_back(unit.name);
   }
   check->slots_planned(
-      runtime->executor().plan(),
+      runtime->executor().slots().places(),
       slot_lifetimes(
           scheduler.units(),
           simulate_step(scheduler.units(), scheduler.options())));

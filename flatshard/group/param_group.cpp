@@ -276,7 +276,7 @@ GradientPipeline::Reduction ParamGroup::plan_reduction(
     bool collective,
     bool is_last) {
   if (collective) {
-    weights_->peers_have_read();
+    weights_->readers().peers_have_read();
   }
   return gradients_.plan(collective, is_last);
 }

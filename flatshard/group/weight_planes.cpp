@@ -162,24 +162,9 @@ FlatBuffer WeightPlanes::main_on_device() const {
       context_.mesh,
       main_.placements());
   if (device.is_cuda()) {
-    uploaded_.record(*current_stream(device));
+    readers_.upload_queued(*current_stream(device));
   }
   return there;
-}
-
-WeightPlanes::Progress WeightPlanes::forget_progress() {
-  return {
-      .gathered = std::exchange(gathered_, 0),
-      .fenced = std::exchange(fenced_, 0),
-      .float8_begun = std::exchange(float8_begun_, 0),
-      .written = std::exchange(written_, {})};
-}
-
-void WeightPlanes::restore_progress(Progress progress) {
-  gathered_ = progress.gathered;
-  fenced_ = progress.fenced;
-  float8_begun_ = progress.float8_begun;
-  written_ = std::move(progress.written);
 }
 
 void WeightPlanes::use_mesh() {
@@ -199,18 +184,17 @@ const PeerBuffer* WeightPlanes::peers() const {
 // -- reading ------------------------------------------------------------------
 
 WeightPlanes::Gather WeightPlanes::plan_gather(bool copy_engines) {
-  Gather gather;
-  gather.is_first = gathered_ != version_;
-  gather.refresh = has_refresh_ && gather.is_first;
-  gather.float8_begun = float8_begun_ == version_;
-  gathered_ = version_;
-  gather.copy_engines = copy_engines && peers() != nullptr;
-  if (gather.copy_engines) {
-    gather.fence = fenced_ != version_;
-    fenced_ = version_;
-    copied_ = true;
+  const PeerBuffer* const peers = copy_engines ? this->peers() : nullptr;
+  const GatherProgress::Step step = progress_.next(peers != nullptr);
+  if (peers != nullptr) {
+    readers_.peers_copy(*peers);
   }
-  return gather;
+  return {
+      .is_first = step.is_first,
+      .refresh = has_refresh_ && step.is_first,
+      .float8_begun = step.float8_begun,
+      .copy_engines = peers != nullptr,
+      .fence = step.is_first_copy};
 }
 
 void WeightPlanes::gather(const at::Tensor& out, const Gather& gather) {
@@ -280,16 +264,6 @@ void WeightPlanes::unshard(const at::Tensor& out) {
 
 // -- writing ------------------------------------------------------------------
 
-void WeightPlanes::wait_for_readers() {
-  wait_for_uploads();
-  if (copied_) {
-    copied_ = false;
-    current_stream(context_.mesh->device())->submit([this] {
-      peers()->fence_writes();
-    });
-  }
-}
-
 void WeightPlanes::cast() {
   if (compute_shard().defined()) {
     const at::NoGradGuard no_grad;
@@ -302,11 +276,7 @@ void WeightPlanes::end_write(Stream& stream, Written written) {
     stream.submit([this] { cast(); });
     seen_ = main_.local()._version();
   }
-  ++version_;
-  if (written == Written::all) {
-    float8_begun_ = version_;
-  }
-  written_.record(stream);
+  progress_.advance(stream, /*float8_begun=*/written == Written::all);
 }
 
 bool WeightPlanes::adopt_foreign_writes() {

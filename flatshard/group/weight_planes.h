@@ -14,7 +14,9 @@
 #include "flatshard/buffer/redistribution.h"
 #include "flatshard/device/stream.h"
 #include "flatshard/group/float8_planes.h"
+#include "flatshard/group/gather_progress.h"
 #include "flatshard/group/group_options.h"
+#include "flatshard/group/weight_readers.h"
 
 namespace flatshard {
 
@@ -48,9 +50,8 @@ struct WeightPlane {
 /// compute. With ParamGroupOptions::offload main (a frozen group's too, in
 /// compute's dtype) is in host memory and shares none.
 ///
-/// The weights have a version that rises with every change. Who has read them
-/// remembers up to which version; "what changed since" is one comparison. They
-/// are written by WeightWrite, and by nobody else.
+/// Which version of them was gathered is GatherProgress; who may still read
+/// them is WeightReaders. They are written by WeightWrite, and by nobody else.
 class WeightPlanes {
  public:
   /// @param context  outlives this.
@@ -86,7 +87,7 @@ class WeightPlanes {
   /// How one gather runs: decided on the host, carried out later on the gather
   /// stream.
   struct Gather {
-    /// No gather since the last change of the weights: wait_for_weights.
+    /// No gather since the last change of the weights: GatherProgress::wait.
     bool is_first = false;
     /// First spread the optimizer's slices to `compute`. Collective.
     bool refresh = false;
@@ -102,8 +103,6 @@ class WeightPlanes {
   /// change of the weights it does not plan again.
   /// @param copy_engines  where the peers can read; equal on all ranks.
   Gather plan_gather(bool copy_engines = false);
-  /// A gather that was planned may not have been carried out.
-  void mark_stale() { gathered_ = fenced_ = 0; }
   /// Carries it out. Inside Stream::submit.
   /// @param out  [layout.numel()] compute dtype, the whole weights. Resident
   ///   groups do not use it: theirs are in `compute`.
@@ -116,42 +115,16 @@ class WeightPlanes {
       int part,
       const at::Tensor& out,
       const Gather& gather);
-  /// Later work of `stream` sees what was written before the last change.
-  void wait_for_weights(Stream& stream) const { written_.wait(stream); }
+  /// Their version, and up to which one they were gathered.
+  GatherProgress& progress() { return progress_; }
+  std::int64_t version() const { return progress_.version(); }
+  WeightReaders& readers() { return readers_; }
 
-  /// Rises with every change of the weights.
-  std::int64_t version() const { return version_; }
   /// When somebody else wrote main (in place, through a tensor operation),
   /// makes the other planes anew and says so. On the current stream.
   bool adopt_foreign_writes();
   /// Somebody else wrote main in a way that no tensor's version shows.
   void mark_foreign_write() { seen_ = main_.local()._version() - 1; }
-
-  /// Later work of the current stream may overwrite the weights: no peer copies
-  /// them any more, and the host may write main. A backward's reductions say so
-  /// for the peers (peers_have_read); this is a fence where there was none
-  /// since the last copies. Collective then. WeightWrite calls it; who writes
-  /// weights that peers read by hand does, too, on all ranks.
-  void wait_for_readers();
-  /// Every rank's gradient needed its copies, so they are done.
-  void peers_have_read() { copied_ = false; }
-  /// Blocks until main, in host memory, may be overwritten.
-  void wait_for_uploads() const { uploaded_.synchronize(); }
-
-  // For graphs of steps: what is recorded gathers anew and waits for nothing
-  // that is not recorded.
-
-  /// What forget_progress forgets.
-  struct Progress {
-    std::int64_t gathered = 0, fenced = 0, float8_begun = 0;
-    Event written;
-  };
-  /// As if nothing was gathered, and what was written is there.
-  Progress forget_progress();
-  void restore_progress(Progress progress);
-  /// All gathers of this version are planned, as far as this goes.
-  bool is_gathered() const { return gathered_ == version_; }
-  void mark_gathered() { gathered_ = version_; }
 
   /// The mesh has other communicators now.
   void use_mesh();
@@ -192,14 +165,9 @@ class WeightPlanes {
   FlatBuffer main_;
   std::optional<Redistribution> gather_;  ///< planned at its first use
 
-  std::int64_t version_ = 0;
-  std::int64_t gathered_ = 0;  ///< up to which version
-  std::int64_t fenced_ = 0;
-  std::int64_t float8_begun_ = 0;  ///< the version with float8_outputs
+  GatherProgress progress_;
+  mutable WeightReaders readers_;
   std::uint32_t seen_ = 0;  ///< main's tensor version, after our last write
-  bool copied_ = false;     ///< by peers, and no reduction since
-  Event written_;
-  mutable Event uploaded_;  ///< offload: main was read from host memory
 };
 
 }  // namespace flatshard

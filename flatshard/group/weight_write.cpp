@@ -12,7 +12,7 @@ namespace flatshard {
 WeightWrite::WeightWrite(std::vector<ParamGroup*> groups, Stream& stream)
     : open_(std::move(groups)), stream_(stream) {
   for (ParamGroup* group : open_) {
-    group->weights().wait_for_readers();
+    group->weights().readers().wait();
     group->weights().adopt_foreign_writes();
   }
   if (open_.empty()) {

@@ -45,7 +45,8 @@ struct ExchangeFunction : torch::autograd::Function<ExchangeFunction> {
     ctx->saved_data["handle"] = c10::IValue::make_capsule(handle);
     ctx->set_materialize_grads(false);
     TensorList arrived =
-        handle->exchange->start(handle->plan, handle->way, contiguous(rows.vec()))
+        handle->exchange
+            ->start(handle->plan, handle->way, contiguous(rows.vec()))
             ->finish();
     for (std::size_t i = 0; i < rows.size(); ++i) {
       // An output that is the input would make autograd see an identity.

@@ -29,7 +29,7 @@ int spend_memory_budget(const Config& config, Mesh& mesh, TrainState& state) {
       static_cast<double>(total) / kGiB,
       budget_gib);
   return state.runtime->gathers().keep_gathered(
-      state.runtime->executor().pool().arena_nbytes() + budget - total);
+      state.runtime->executor().slots().pool().arena_nbytes() + budget - total);
 }
 
 }  // namespace

@@ -17,7 +17,7 @@ class Unit;
 ///
 /// A gather by copies takes no peer's doing, so nothing but a later collective
 /// tells a rank that its weights were read: a backward's reductions do, and
-/// where there were none (after an evaluation) WeightPlanes::wait_for_readers.
+/// where there were none (after an evaluation) WeightReaders::wait.
 /// Optimizers and checkpoints call it before they write; whoever else writes
 /// weights does, too.
 struct CopyEngines {

@@ -36,7 +36,11 @@ Executor::Executor(
       states_(units.size()),
       observers_(observers),
       options_(options),
-      pool_(mesh_->device()),
+      slots_(
+          mesh_->device(),
+          units.size(),
+          observers,
+          {.on_demand = options.slots_on_demand}),
       streams_(mesh_->device(), options.streams, has_outer_stage(units)) {
   for (const auto& unit : units_) {
     states_[unit->id()].weights.resize(unit->weights().planes().num_slices());
@@ -66,26 +70,6 @@ Executor::~Executor() {
   }
 }
 
-void Executor::plan_slots(
-    std::span<const UnitSpec> specs,
-    std::span<const Action> actions) {
-  std::vector<SlotLifetime> lifetimes;
-  if (!options_.slots_on_demand) {
-    lifetimes = slot_lifetimes(specs, actions);
-  }
-  ++num_plans_;
-  plan_ = SlotPlan::build(lifetimes);
-  pool_.set_arena(plan_.arena_nbytes());
-  planned_dynamic_ = pool_.num_dynamic();
-  observers_.tell(
-      [&](RuntimeObserver& o) { o.slots_planned(plan_, lifetimes); });
-}
-
-bool Executor::should_replan() const {
-  return !options_.slots_on_demand && pool_.num_dynamic() > planned_dynamic_ &&
-         pool_.num_held() == 0;
-}
-
 void Executor::forget_queued() {
   all_reduced_ = {};
   all_outer_reduced_ = {};
@@ -97,14 +81,14 @@ void Executor::forget_queued() {
     state.grads_read = {};
     state.reduced = {};
   }
-  pool_.forget_uses();
+  slots_.forget_uses();
 }
 
 void Executor::wait_for_all_written_weights() {
   const auto stream = streams_.compute();
   for (const auto& unit : units_) {
     for (const auto& group : unit->groups()) {
-      group->weights().wait_for_weights(*stream);
+      group->weights().progress().wait(*stream);
     }
   }
 }
@@ -121,7 +105,7 @@ void Executor::reset() {
     drained.last_use = {};  // it would repeat the error
   }
   release_drained();
-  pool_.forget_uses();
+  slots_.forget_uses();
   for (const auto& unit : units_) {
     rest(*unit);
   }
@@ -187,8 +171,8 @@ void Executor::end_evaluation() {
   }
   for (const auto& unit : units_) {
     for (const auto& group : unit->groups()) {
-      fences ? group->weights().wait_for_readers()
-             : group->weights().wait_for_uploads();
+      fences ? group->weights().readers().wait()
+             : group->weights().readers().wait_for_uploads();
     }
   }
 }
@@ -198,7 +182,7 @@ void Executor::wait_for_written_weights() {
   for (const auto& unit : units_) {
     for (const auto& group : unit->groups()) {
       if (group->weights().resident() && !group->weights().has_refresh()) {
-        group->weights().wait_for_weights(*stream);
+        group->weights().progress().wait(*stream);
       }
     }
   }
@@ -217,14 +201,12 @@ SlotView Executor::grads_slot(Unit& unit) {
   UnitState& held = state(unit);
   if (!held.grads.held()) {
     release_drained();
-    const SlotKey key{.unit = unit.id(), .role = SlotRole::gradients};
-    held.grads = pool_.acquire(
-        plan_.offset(key),
+    slots_.acquire(
+        unit,
+        {.unit = unit.id(), .role = SlotRole::gradients},
         unit.gradients().nbytes(),
-        streams_.compute());
-    observers_.tell(
-        [&](RuntimeObserver& o) { o.slot_acquired(unit, key, held.grads); });
-    held.last[static_cast<std::size_t>(SlotRole::gradients)] = view(held.grads);
+        streams_.compute(),
+        held.grads);
   }
   return view(held.grads);
 }
@@ -237,7 +219,7 @@ void Executor::rest(Unit& unit) {
   held.grads_read = {};
   held.reduced = {};
   for (const auto& group : unit.groups()) {
-    group->weights().mark_stale();
+    group->weights().progress().mark_stale();
   }
   // The communication streams are idle.
   const auto give_back = [&](Slot& slot,
@@ -251,7 +233,7 @@ void Executor::rest(Unit& unit) {
     }
     Event last_use;
     last_use.record(*stream);
-    pool_.release(slot, last_use, filler);
+    slots_.release(slot, last_use, filler);
   };
   for (WeightSlot& weights : held.weights) {
     give_back(weights.slot, streams_.gather());

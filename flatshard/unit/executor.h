@@ -1,20 +1,17 @@
 #pragma once
 
-#include "flatshard/buffer/slot_pool.h"
 #include "flatshard/device/stream.h"
 #include "flatshard/mesh/mesh.h"
 #include "flatshard/schedule/actions.h"
-#include "flatshard/schedule/slot_plan.h"
 #include "flatshard/unit/comm_streams.h"
 #include "flatshard/unit/observer.h"
+#include "flatshard/unit/planned_slots.h"
 #include "flatshard/unit/runtime_options.h"
 #include "flatshard/unit/unit.h"
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -37,16 +34,6 @@ class Executor {
   ~Executor();
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
-
-  /// Gives each use of a slot its place, as `actions` need them. While nothing
-  /// is held.
-  void plan_slots(
-      std::span<const UnitSpec> specs,
-      std::span<const Action> actions);
-  /// A step needed slots that the plan does not have, and nothing is held now.
-  bool should_replan() const;
-  /// Of plan_slots so far.
-  std::int64_t num_plans() const { return num_plans_; }
 
   /// @throws Error with rank, step, unit and action as its context.
   void execute(const Action& action);
@@ -101,14 +88,8 @@ class Executor {
   };
   /// What the unit has now; data is null where it has none.
   HeldSlots held_slots(const Unit& unit) const;
-  /// Where the unit's slot of `role` lies, or lay when it had one. data is null
-  /// when it never had. With an arena the same in every step that repeats the
-  /// one before.
-  SlotView last_slot(const Unit& unit, SlotRole role) const {
-    return states_[unit.id()].last[static_cast<std::size_t>(role)];
-  }
-  const SlotPool& pool() const { return pool_; }
-  const SlotPlan& plan() const { return plan_; }
+  PlannedSlots& slots() { return slots_; }
+  const PlannedSlots& slots() const { return slots_; }
   /// DebugOptions::poison: of the block that released parameters point at.
   std::int64_t poison_nbytes() const { return poison_nbytes_; }
 
@@ -130,7 +111,6 @@ class Executor {
   struct UnitState {
     std::vector<WeightSlot> weights;  ///< by slice: UnitSpec::slice
     Slot grads;
-    std::array<SlotView, 3> last;  ///< by SlotRole; compute plane
     Event grads_read;  ///< the last reduction has read the gradient slot
     Event reduced;     ///< the last reduction is done
   };
@@ -149,9 +129,7 @@ class Executor {
   };
 
   UnitState& state(const Unit& unit) { return states_[unit.id()]; }
-  SlotView view(const Slot& slot) const {
-    return {slot.data, slot.nbytes, mesh_->device()};
-  }
+  SlotView view(const Slot& slot) const { return slots_.view(slot); }
   // executor_weights.cpp
   WeightSlot& weight_slot(const Unit& unit, PlaneId plane, PartId part) {
     return state(unit).weights[unit.weights().planes().slice(plane, part)];
@@ -177,10 +155,7 @@ class Executor {
   std::vector<UnitState> states_;  ///< per unit
   const RuntimeObservers& observers_;
   const RuntimeOptions options_;
-  SlotPool pool_;
-  SlotPlan plan_;
-  std::int64_t planned_dynamic_ = 0;  ///< dynamic slots when the plan was made
-  std::int64_t num_plans_ = 0;
+  PlannedSlots slots_;
   CommStreams streams_;
   bool by_hand_ = false;
   bool offloads_ = false;  ///< some group's main weights are in host memory

@@ -167,7 +167,7 @@ void Executor::release_drained() {
     observers_.tell([&](RuntimeObserver& o) {
       o.slot_released(*drained.unit, drained.slot);
     });
-    pool_.release(
+    slots_.release(
         drained.slot,
         std::move(drained.last_use),
         streams_.compute());

@@ -23,15 +23,12 @@ SlotView Executor::acquire_weights(Unit& unit, const Action& action) {
                                              : SlotRole::backward_weights,
       .part = action.part};
   Slot& slot = weight_slot(unit, action.plane, action.part).slot;
-  slot = pool_.acquire(
-      plan_.offset(key),
+  slots_.acquire(
+      unit,
+      key,
       unit.weights().nbytes(action.plane, action.part),
-      streams_.gather());
-  if (action.plane == UnitWeights::kComputePlane) {
-    state(unit).last[static_cast<std::size_t>(key.role)] = view(slot);
-  }
-  observers_.tell(
-      [&](RuntimeObserver& o) { o.slot_acquired(unit, key, slot); });
+      streams_.gather(),
+      slot);
   return view(slot);
 }
 
@@ -49,7 +46,7 @@ void Executor::gather(Unit& unit, const Action& action) {
     if (unit.weights().is_in_plane(*group, action.plane)) {
       gathers.back() = group->weights().plan_gather(copy_engines);
       if (gathers.back().is_first) {
-        group->weights().wait_for_weights(*streams_.gather());
+        group->weights().progress().wait(*streams_.gather());
       }
     }
   }
@@ -123,7 +120,7 @@ void Executor::release(Unit& unit, const Action& action) {
     last_use = {};
     last_use.record(*streams_.gather());
   }
-  pool_.release(held.slot, last_use, streams_.gather());
+  slots_.release(held.slot, last_use, streams_.gather());
   held.awaited = false;
   held.read_by_gather = {};
 }

@@ -16,7 +16,7 @@ void GatherControl::set_policy(UnitId unit, UnitPolicy policy) {
   runtime_.scheduler_.set_policy(unit, std::move(policy));
   ++runtime_.num_rule_changes_;
   if (!runtime_.options_.slots_on_demand && runtime_.step_actions_.empty() &&
-      runtime_.executor_.pool().num_held() == 0) {
+      runtime_.executor_.slots().pool().num_held() == 0) {
     runtime_.plan_next_step();
   }
 }

@@ -104,7 +104,7 @@ Runtime::~Runtime() {
 
 // As if its units ran once each, in their order.
 void Runtime::plan_next_step() {
-  executor_.plan_slots(
+  executor_.slots().plan(
       scheduler_.units(),
       simulate_step(scheduler_.units(), scheduler_.options()));
 }

@@ -42,7 +42,7 @@ void Runtime::before_root_forward() {
   if (graphs_.regions()) {
     graphs_.regions()->root_forward_begins(
         weights_changed,
-        executor_.pool().num_held() == 0 && !events_.is_open() &&
+        executor_.slots().pool().num_held() == 0 && !events_.is_open() &&
             !AutogradEvents::in_backward());
   }
 }
@@ -59,8 +59,8 @@ void Runtime::begin_step(std::int64_t generation) {
   }
   executor_.wait_for_written_weights();
   feed({.kind = EventKind::weights_changed});
-  if (executor_.should_replan()) {
-    executor_.plan_slots(scheduler_.units(), step_actions_);  // what it did
+  if (executor_.slots().should_replan()) {
+    executor_.slots().plan(scheduler_.units(), step_actions_);  // what it did
   }
   step_actions_.clear();
 }

@@ -17,7 +17,7 @@ struct RuntimeOptions {
   /// sees to.
   CopyEngines copy_engines;
   /// Weights are written by programs that do not call
-  /// WeightPlanes::wait_for_readers (WeightPlanes::mark_foreign_write says so
+  /// WeightReaders::wait (WeightPlanes::mark_foreign_write says so
   /// afterwards): a forward without a backward ends when no copy engine reads
   /// weights any more.
   bool foreign_writes = false;

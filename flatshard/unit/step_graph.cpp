@@ -114,7 +114,7 @@ nn::TensorList StepGraph::run(const nn::TensorList& inputs) {
 }
 
 void StepGraph::drop_if_outdated() {
-  if (stamp_ && (stamp_->num_plans != runtime_->executor_.num_plans() ||
+  if (stamp_ && (stamp_->num_plans != runtime_->executor_.slots().num_plans() ||
                  stamp_->num_rule_changes != runtime_->num_rule_changes_)) {
     reset();
   }
@@ -340,7 +340,7 @@ void StepGraph::apply(const std::vector<at::Tensor>& outputs) {
     }
     groups[g]->gradients().put(gradients);
     if (group.is_gathered) {
-      groups[g]->weights().mark_gathered();
+      groups[g]->weights().progress().mark_gathered();
     }
   }
 }

@@ -25,13 +25,13 @@ StepGraph::Recording::Recording(Runtime& runtime, const StepEffects* first)
   }
   runtime_.scheduler_ = before_;
   for (std::size_t g = 0; g < groups_.size(); ++g) {
-    WeightPlanes& weights = groups_[g]->weights();
-    progress_.push_back(weights.forget_progress());
+    GatherProgress& progress = groups_[g]->weights().progress();
+    progress_.push_back(progress.forget());
     was_gathered_.push_back(
         first != nullptr ? first->groups[g].was_gathered
-                         : weights.is_gathered());
+                         : progress.is_gathered());
     if (was_gathered_.back()) {
-      weights.mark_gathered();
+      progress.mark_gathered();
     }
     groups_[g]->gradients().zero();
   }
@@ -53,7 +53,7 @@ StepGraph::Recording::~Recording() {
 
 void StepGraph::Recording::check_rest() const {
   FLATSHARD_CHECK(
-      runtime_.rests() && runtime_.executor_.pool().num_held() == 0,
+      runtime_.rests() && runtime_.executor_.slots().pool().num_held() == 0,
       usage,
       "the step of a graph ended and these units do not rest: {}; each forward "
       "in it needs its backward in it",
@@ -89,7 +89,7 @@ StepEffects StepGraph::Recording::end() {
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     effects.groups.push_back(
         {.gradients = groups_[g]->gradients().take(),
-         .is_gathered = groups_[g]->weights().is_gathered(),
+         .is_gathered = groups_[g]->weights().progress().is_gathered(),
          .was_gathered = was_gathered_[g]});
   }
   ended_ = true;
@@ -110,7 +110,7 @@ void StepGraph::Recording::restore() {
   runtime_.sync_gradients_ = sync_gradients_;
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     groups_[g]->gradients().zero();
-    groups_[g]->weights().restore_progress(std::move(progress_[g]));
+    groups_[g]->weights().progress().restore(std::move(progress_[g]));
   }
 }
 

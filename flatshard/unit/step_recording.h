@@ -58,7 +58,7 @@ class StepGraph::Recording {
   Scheduler before_;
   // As it was.
   Scheduler scheduler_;
-  std::vector<WeightPlanes::Progress> progress_;
+  std::vector<GatherProgress::Saved> progress_;
   std::vector<Action> actions_;
   RuntimeTrace trace_;
   bool is_last_microbatch_;

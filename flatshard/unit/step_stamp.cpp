@@ -8,7 +8,7 @@ StepStamp StepStamp::of(
     const Runtime& runtime,
     const std::vector<nn::Module*>& modules) {
   StepStamp stamp{
-      .num_plans = runtime.executor().num_plans(),
+      .num_plans = runtime.executor().slots().num_plans(),
       .num_rule_changes = runtime.num_rule_changes_,
       .is_last_microbatch = runtime.is_last_microbatch_,
       .sync_gradients = runtime.sync_gradients_};
@@ -62,7 +62,7 @@ std::string StepStamp::obstacle(const Runtime& runtime) {
       }
     }
   }
-  if (runtime.executor().pool().num_held() != 0) {
+  if (runtime.executor().slots().pool().num_held() != 0) {
     return "weights are gathered before it begins";
   }
   return {};

@@ -60,7 +60,7 @@ void UnitCalls::plan_passes(
     int max_grad_slots) {
   const std::lock_guard lock(runtime_.mutex_);
   FLATSHARD_CHECK(
-      runtime_.executor_.pool().num_held() == 0,
+      runtime_.executor_.slots().pool().num_held() == 0,
       usage,
       "plan_passes: expected it between two steps, while no slot is held");
   runtime_.scheduler_.set_max_grad_slots(max_grad_slots);
@@ -69,7 +69,7 @@ void UnitCalls::plan_passes(
       runtime_.scheduler_.options());
   replay(scheduler, events);
   scheduler.on({.kind = EventKind::weights_changed});
-  runtime_.executor_.plan_slots(
+  runtime_.executor_.slots().plan(
       runtime_.scheduler_.units(),
       replay(scheduler, events));
 }

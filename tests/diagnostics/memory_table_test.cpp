@@ -151,13 +151,14 @@ TEST(MemoryTable, RowsAreTheBytesOfTheBuffers) {
           c.strategy + " " + std::to_string(c.microbatches);
       EXPECT_EQ(
           total_nbytes(rows),
-          all.sum() + not_final + runtime->executor().pool().arena_nbytes())
+          all.sum() + not_final +
+              runtime->executor().slots().pool().arena_nbytes())
           << what;
       EXPECT_EQ(row(rows, "gradients"), grads.sum()) << what;
       EXPECT_EQ(row(rows, "optimizer state"), states.sum()) << what;
       EXPECT_EQ(
           row(rows, "slot pool"),
-          runtime->executor().pool().arena_nbytes())
+          runtime->executor().slots().pool().arena_nbytes())
           << what;
       EXPECT_EQ(
           row(rows, "inner gradients") + row(rows, "local gradients"),

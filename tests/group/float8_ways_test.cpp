@@ -26,11 +26,11 @@ std::vector<Bytes> three_gathers(ParamGroup& group, const Way& way) {
     write.end(group, WeightWrite::Cast::here);
   }
   all.push_back(gathered(group, way.copy_engines));
-  group.weights().wait_for_readers();
+  group.weights().readers().wait();
   group.weights().main().local().mul_(0.75);
   group.weights().adopt_foreign_writes();
   all.push_back(gathered(group, way.copy_engines));
-  group.weights().wait_for_readers();
+  group.weights().readers().wait();
   return all;
 }
 

@@ -211,7 +211,7 @@ TEST(AdamWFloat8, F9_AForeignWriteBehindAnUpdateCounts) {
     group->weights().main().local().mul_(3);
     ASSERT_TRUE(group->weights().adopt_foreign_writes());
     EXPECT_FALSE(group->weights().plan_gather().float8_begun);
-    group->weights().mark_stale();
+    group->weights().progress().mark_stale();
     const Bytes second = gathered(*group);
     EXPECT_FALSE(
         second.at("wide.rows.scales").equal(first.at("wide.rows.scales")))

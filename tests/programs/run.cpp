@@ -339,11 +339,11 @@ void compare_rest(
         where,
         fmt::join(runtime.scheduler().restless_units(), ", "));
   }
-  if (runtime.executor().pool().num_held() != 0) {
+  if (runtime.executor().slots().pool().num_held() != 0) {
     compare.say(
         "{} {} slots are held",
         where,
-        runtime.executor().pool().num_held());
+        runtime.executor().slots().pool().num_held());
   }
   for (const auto& p : model.root->named_parameters()) {
     if (p.value().grad().defined()) {

@@ -239,7 +239,7 @@ TEST(HookTable, RootPostBackward_CloseBackwardReducesTheRootAndJoins) {
     EXPECT_THAT(actions, HasSubstr("reduce(0)"));
     EXPECT_THAT(actions, ::testing::EndsWith("join"));
     EXPECT_TRUE(d.runtime->scheduler().resting());
-    EXPECT_EQ(d.runtime->executor().pool().num_held(), 0);
+    EXPECT_EQ(d.runtime->executor().slots().pool().num_held(), 0);
   });
 }
 

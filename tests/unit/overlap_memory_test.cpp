@@ -68,7 +68,7 @@ SlotPeaks train_and_look(const MoeOverlapCase& c) {
       trainer.update();
     }
     if (c.with_runner) {
-      EXPECT_EQ(trainer.runtime->executor().pool().num_dynamic(), 0);
+      EXPECT_EQ(trainer.runtime->executor().slots().pool().num_dynamic(), 0);
     }
   });
   return peaks;

@@ -160,11 +160,11 @@ TEST(OverlapRunner, P10_ActionsAndOrderAreTheSimulators) {
               gathered_nbytes(runtime.scheduler().units(), got),
               gathered_nbytes(runtime.scheduler().units(), want));
           EXPECT_TRUE(runtime.scheduler().resting());
-          EXPECT_EQ(runtime.executor().pool().num_held(), 0);
+          EXPECT_EQ(runtime.executor().slots().pool().num_held(), 0);
           trainer.update();
         }
         // The slots that the plan asked for were enough.
-        EXPECT_EQ(runtime.executor().pool().num_dynamic(), 0);
+        EXPECT_EQ(runtime.executor().slots().pool().num_dynamic(), 0);
       });
     }
   }

@@ -153,8 +153,8 @@ TEST(Pitfalls, B51_GradientSlotsAreGivenBack) {
           const at::Tensor b = model(t.input(rank, 1));
           (t.loss(a) + t.loss(b)).backward();
         });
-        EXPECT_EQ(twin.runtime->executor().pool().num_held(), 0);
-        EXPECT_EQ(twin.runtime->executor().pool().dynamic_nbytes(), 0);
+        EXPECT_EQ(twin.runtime->executor().slots().pool().num_held(), 0);
+        EXPECT_EQ(twin.runtime->executor().slots().pool().dynamic_nbytes(), 0);
         for (const auto& unit : twin.runtime->units()) {
           EXPECT_FALSE(twin.runtime->executor().held_slots(*unit).grads);
         }
@@ -171,7 +171,7 @@ TEST(Pitfalls, B51_SlotsOnDemandAreOfWeightsAloneUntilTheBackward) {
         {},
         {.runtime = {.slots_on_demand = true}},
         planned.runtime->mesh());
-    const SlotPool& pool = twin.runtime->executor().pool();
+    const SlotPool& pool = twin.runtime->executor().slots().pool();
     for (int step = 0; step < 3; ++step) {
       twin.step([&](Lab& model, const Twin& t, int rank) {
         const at::Tensor out = model(t.input(rank));
@@ -183,7 +183,9 @@ TEST(Pitfalls, B51_SlotsOnDemandAreOfWeightsAloneUntilTheBackward) {
             EXPECT_FALSE(held.grads);
           }
           EXPECT_EQ(pool.dynamic_nbytes(), weights);
-          EXPECT_LT(weights, planned.runtime->executor().pool().arena_nbytes());
+          EXPECT_LT(
+              weights,
+              planned.runtime->executor().slots().pool().arena_nbytes());
         }
         t.backward(out);
       });

@@ -421,7 +421,7 @@ TEST(Placement, R23_SlotsArePlannedForThePoliciesOfUnits) {
       }
       const auto runtime = fully_shard(*model, context.mesh(), options);
       if (context.rank == 0) {
-        nbytes = runtime->executor().plan().arena_nbytes();
+        nbytes = runtime->executor().slots().places().arena_nbytes();
       }
     });
     return nbytes;

@@ -214,7 +214,8 @@ std::vector<const void*> last_slots(const Runtime& runtime) {
          {SlotRole::forward_weights,
           SlotRole::backward_weights,
           SlotRole::gradients}) {
-      addresses.push_back(runtime.executor().last_slot(*unit, role).data);
+      addresses.push_back(
+          runtime.executor().slots().last(unit->id(), role).data);
     }
   }
   return addresses;
@@ -249,13 +250,17 @@ TEST(Trace, B66_AddressesRepeatFromTheThirdStepOn) {
         if (step == 3) {
           expected = seen;
           slots = last_slots(*twin.runtime);
-          num_dynamic = twin.runtime->executor().pool().num_dynamic();
-          arena = twin.runtime->executor().pool().arena_nbytes();
+          num_dynamic = twin.runtime->executor().slots().pool().num_dynamic();
+          arena = twin.runtime->executor().slots().pool().arena_nbytes();
         } else if (step > 3) {
           EXPECT_EQ(seen, expected) << "step " << step;
           EXPECT_EQ(last_slots(*twin.runtime), slots) << "step " << step;
-          EXPECT_EQ(twin.runtime->executor().pool().num_dynamic(), num_dynamic);
-          EXPECT_EQ(twin.runtime->executor().pool().arena_nbytes(), arena);
+          EXPECT_EQ(
+              twin.runtime->executor().slots().pool().num_dynamic(),
+              num_dynamic);
+          EXPECT_EQ(
+              twin.runtime->executor().slots().pool().arena_nbytes(),
+              arena);
         }
       }
     });
@@ -276,8 +281,8 @@ TEST(Trace, PrefetchForwardGathersWhatTheForwardBeginsWith) {
       for (int step = 0; step < 5; ++step) {
         twin.step(forward_backward);
         if (step == 2) {
-          num_dynamic = runtime.executor().pool().num_dynamic();
-          peak = runtime.executor().pool().peak_held_nbytes();
+          num_dynamic = runtime.executor().slots().pool().num_dynamic();
+          peak = runtime.executor().slots().pool().peak_held_nbytes();
         }
         std::vector<UnitId> used;
         for (const Action& action : runtime.trace().actions) {
@@ -304,8 +309,8 @@ TEST(Trace, PrefetchForwardGathersWhatTheForwardBeginsWith) {
         EXPECT_LE(count_gathers(runtime, unit->id(), Phase::forward), 1)
             << unit->name();
       }
-      EXPECT_EQ(runtime.executor().pool().num_dynamic(), num_dynamic);
-      EXPECT_EQ(runtime.executor().pool().peak_held_nbytes(), peak);
+      EXPECT_EQ(runtime.executor().slots().pool().num_dynamic(), num_dynamic);
+      EXPECT_EQ(runtime.executor().slots().pool().peak_held_nbytes(), peak);
     });
   }
 }

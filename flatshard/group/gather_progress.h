@@ -1,0 +1,56 @@
+#pragma once
+
+#include "flatshard/device/stream.h"
+
+#include <cstdint>
+
+namespace flatshard {
+
+/// The version of weights that change, and up to which version somebody has
+/// gathered them; "what changed since" is one comparison. Host alone, but for
+/// the event behind the last change.
+class GatherProgress {
+ public:
+  /// Rises with every change of the weights.
+  std::int64_t version() const { return version_; }
+  /// What `stream` has queued changes the weights.
+  /// @param float8_begun  it makes WeightPlanes::float8_outputs() as well.
+  void advance(Stream& stream, bool float8_begun);
+  /// Later work of `stream` sees what the last change wrote.
+  void wait(Stream& stream) const { written_.wait(stream); }
+
+  struct Step {
+    bool is_first = false;      ///< since the last change
+    bool float8_begun = false;  ///< by the last change
+    bool is_first_copy = false;
+  };
+  /// One gather more. What it says of a change it does not say again.
+  /// @param by_copies  of what the peers hold.
+  Step next(bool by_copies);
+  /// A gather that was planned may not have been carried out.
+  void mark_stale() { gathered_ = copied_ = 0; }
+
+  // For graphs of steps: what is recorded gathers anew and waits for nothing
+  // that is not recorded.
+
+  /// What `forget` forgets.
+  struct Saved {
+    std::int64_t gathered = 0, copied = 0, float8_begun = 0;
+    Event written;
+  };
+  /// As if nothing was gathered, and what was written is there.
+  Saved forget();
+  void restore(Saved saved);
+  /// All gathers of this version are planned, as far as this goes.
+  bool is_gathered() const { return gathered_ == version_; }
+  void mark_gathered() { gathered_ = version_; }
+
+ private:
+  std::int64_t version_ = 0;
+  std::int64_t gathered_ = 0;  ///< up to which version
+  std::int64_t copied_ = 0;
+  std::int64_t float8_begun_ = 0;  ///< the version with float8_outputs
+  Event written_;
+};
+
+}  // namespace flatshard

@@ -1,0 +1,33 @@
+#pragma once
+
+#include "flatshard/buffer/peer_buffer.h"
+#include "flatshard/device/stream.h"
+
+namespace flatshard {
+
+/// Who may still read a group's weights: peers that copy them, and uploads of
+/// main weights from host memory. Whoever writes them waits here first.
+class WeightReaders {
+ public:
+  /// Later work of the current stream may overwrite the weights: no peer copies
+  /// them any more, and the host may write main. A backward's reductions say so
+  /// for the peers (peers_have_read); this is a fence where there was none
+  /// since the last copies. Collective then. WeightWrite calls it; who writes
+  /// weights that peers read by hand does, too, on all ranks.
+  void wait();
+  /// Blocks until main, in host memory, may be overwritten.
+  void wait_for_uploads() const { uploaded_.synchronize(); }
+
+  /// From here on peers copy what `weights` holds, which outlives this.
+  void peers_copy(const PeerBuffer& weights) { copied_ = &weights; }
+  /// Every rank's gradient needed its copies, so they are done.
+  void peers_have_read() { copied_ = nullptr; }
+  /// `stream` has queued a copy of main from host memory.
+  void upload_queued(Stream& stream) { uploaded_.record(stream); }
+
+ private:
+  const PeerBuffer* copied_ = nullptr;  ///< and no reduction since
+  mutable Event uploaded_;
+};
+
+}  // namespace flatshard
