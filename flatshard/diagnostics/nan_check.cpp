@@ -152,7 +152,7 @@ void NanCheck::check_reduced_gradients(const Runtime& runtime) {
       runtime,
       "this rank's shard of the reduced gradient",
       [](const ParamGroup& group) {
-        return group.trainable() && group.gradients().has_reduced()
+        return group.trainable() && group.gradients().reduced().exists()
                    ? group.gradients().reduced().local()
                    : at::Tensor();
       });

@@ -69,7 +69,7 @@ std::vector<ParameterNorm> parameter_norms(const Runtime& runtime) {
       for (const GroupParameter& p : group->parameters()) {
         result.push_back({.name = p.names.front()});
         has_grad.push_back(
-            group->trainable() && group->gradients().has_reduced());
+            group->trainable() && group->gradients().reduced().exists());
       }
     }
   }
@@ -77,7 +77,7 @@ std::vector<ParameterNorm> parameter_norms(const Runtime& runtime) {
   std::int64_t first = 0;
   for (const auto& unit : runtime.units()) {
     for (const auto& group : unit->groups()) {
-      if (group->trainable() && group->gradients().has_reduced()) {
+      if (group->trainable() && group->gradients().reduced().exists()) {
         add_shards(
             *group,
             group->gradients().reduced().local(),

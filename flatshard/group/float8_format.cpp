@@ -3,7 +3,42 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
+
 namespace flatshard {
+namespace {
+
+// Slices of a unit are few (PlaneSet); two planes have parts.
+constexpr std::int64_t kMaxParts = 24;
+// Elements of a scale of 16 bytes of mxfp8: what views of them begin at.
+constexpr std::int64_t kMxAlignment = 16 * float8::kMxBlock;
+
+}  // namespace
+
+std::vector<std::int64_t> Float8Format::parts_of(
+    std::int64_t num_parameters) const {
+  const std::int64_t num_parts =
+      cut_in_parts ? std::min(num_parameters, kMaxParts) : 1;
+  std::vector<std::int64_t> parts;
+  for (std::int64_t i = 0; i < num_parameters; ++i) {
+    parts.push_back(i * num_parts / num_parameters);
+  }
+  return parts;
+}
+
+LayoutOptions Float8Format::layout_options(LayoutOptions options) const {
+  if (block_of_stored_scales() > 0) {
+    options.alignment = std::max(options.alignment, kMxAlignment);
+  }
+  return options;
+}
+
+Granularity Float8Format::granularity() const {
+  // Scales along the columns of a weight belong to blocks of rows.
+  return recipe == float8::Recipe::mxfp8 && stored_columns
+             ? Granularity::block(float8::kMxBlock)
+             : Granularity::row();
+}
 
 std::string Float8Format::why_not(std::span<const std::int64_t> shape) const {
   if (shape.size() != 2) {

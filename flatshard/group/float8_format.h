@@ -3,8 +3,10 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "flatshard/float8/recipe.h"
+#include "flatshard/layout/flat_layout.h"
 
 namespace flatshard {
 
@@ -34,6 +36,15 @@ struct Float8Format {
   std::int64_t block_of_stored_scales() const {
     return recipe == float8::Recipe::mxfp8 ? float8::kMxBlock : 0;
   }
+
+  // What a group's layout needs.
+
+  /// To which part each of `num_parameters` parameters belongs.
+  std::vector<std::int64_t> parts_of(std::int64_t num_parameters) const;
+  LayoutOptions layout_options(LayoutOptions options) const;
+  /// Of weights.
+  Granularity granularity() const;
+
   /// Why a parameter of this shape stays in Precision::compute, e.g. "20
   /// columns are no multiple of 16"; empty when it can be FP8.
   std::string why_not(std::span<const std::int64_t> shape) const;

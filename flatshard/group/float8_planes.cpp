@@ -13,11 +13,6 @@ namespace {
 using float8::Axis;
 using float8::Recipe;
 
-// Slices of a unit are few (PlaneSet); two planes have parts.
-constexpr std::int64_t kMaxParts = 24;
-// Elements of a scale of 16 bytes of mxfp8: what views of them begin at.
-constexpr std::int64_t kMxAlignment = 16 * float8::kMxBlock;
-
 std::int64_t round_up(std::int64_t n, std::int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }
@@ -32,34 +27,6 @@ bool has_columns_behind(const Float8Format& format) {
 }
 
 }  // namespace
-
-std::vector<std::int64_t> Float8Planes::parts_of(
-    std::int64_t num_parameters,
-    const Float8Format& format) {
-  const std::int64_t num_parts =
-      format.cut_in_parts ? std::min(num_parameters, kMaxParts) : 1;
-  std::vector<std::int64_t> parts;
-  for (std::int64_t i = 0; i < num_parameters; ++i) {
-    parts.push_back(i * num_parts / num_parameters);
-  }
-  return parts;
-}
-
-LayoutOptions Float8Planes::layout_options(
-    LayoutOptions options,
-    const Float8Format& format) {
-  if (format.block_of_stored_scales() > 0) {
-    options.alignment = std::max(options.alignment, kMxAlignment);
-  }
-  return options;
-}
-
-Granularity Float8Planes::granularity(const Float8Format& format) {
-  // Scales along the columns of a weight belong to blocks of rows.
-  return format.recipe == Recipe::mxfp8 && format.stored_columns
-             ? Granularity::block(float8::kMxBlock)
-             : Granularity::row();
-}
 
 Float8Planes::Float8Planes(const GroupContext& context, Options options)
     : context_(context), options_(options) {

@@ -42,8 +42,8 @@ class Float8Planes {
   /// Of `part`.
   static constexpr int kWhole = -1;
 
-  /// @param context  outlives this. Its layout has a part for each of
-  ///   `parts_of(...)`.
+  /// @param context  outlives this. Its layout has the parts of
+  ///   Float8Format::parts_of.
   struct Options {
     /// The weights rest whole on every rank.
     bool resident = false;
@@ -55,16 +55,6 @@ class Float8Planes {
     bool peers = false;
   };
   Float8Planes(const GroupContext& context, Options options);
-
-  /// To which part each of `num_parameters` parameters belongs.
-  static std::vector<std::int64_t> parts_of(
-      std::int64_t num_parameters,
-      const Float8Format& format);
-  /// What a group's layout needs.
-  static LayoutOptions layout_options(
-      LayoutOptions options,
-      const Float8Format&);
-  static Granularity granularity(const Float8Format& format);
 
   const Float8Format& format() const { return *context_.options.float8; }
   bool stores(Plane plane) const {

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "flatshard/core/error.h"
-#include "flatshard/group/host_memory.h"
 
 namespace flatshard {
 namespace {
@@ -138,30 +137,9 @@ GradientPipeline::Reduction GradientPipeline::plan(
   r.outer_reads_slot =
       r.by_outer && lies_on_outer_axis() && !r.add_local && !r.add_inner;
   contributed_ = std::exchange(contributes_, false);
-  check_owned();
-  r.add_reduced = owner_ == Owner::us;
-  owner_ = Owner::us;
-  const bool in_reduce_dtype =
-      is_last && !r.add_reduced && options.grads_in_reduce_dtype;
-  r.widen =
-      r.add_reduced && reduced_.local().scalar_type() != precision.main_grads;
-  if (r.widen) {
-    in_reduce_dtype_ = std::exchange(reduced_, {});
-  }
-  if (!options.offload) {
-    allocate(
-        reduced_,
-        at_rest(),
-        in_reduce_dtype ? precision.reduce : precision.main_grads);
-    return r;
-  }
-  if (kept_host_memory_.defined() &&
-      kept_host_memory_.local().use_count() == 1) {  // nobody kept the last's
-    reduced_ = std::exchange(kept_host_memory_, {});
-  }
-  if (!reduced_.defined()) {
-    reduced_ = in_host_memory(context_, at_rest(), precision.main_grads);
-  }
+  const ReducedGradient::Room room = reduced_.make_room(is_last);
+  r.add_reduced = room.add;
+  r.widen = room.widen;
   return r;
 }
 
@@ -215,7 +193,7 @@ void GradientPipeline::finish(
     const Reduction& r) {
   const ParamGroupOptions& options = context_.options;
   if (r.widen) {
-    reduced_.local().copy_(in_reduce_dtype_.local());
+    reduced_.widen();
   }
   const bool direct =
       !options.offload && !r.add_reduced && !hook_ &&
@@ -253,86 +231,28 @@ void GradientPipeline::add_to_reduced(at::Tensor reduced, bool add) {
   into.copy_(sum, /*non_blocking=*/true);
 }
 
-bool GradientPipeline::has_reduced() const {
-  return owner_ == Owner::us || (owner_ == Owner::others && !given_->expired());
-}
-
-const FlatBuffer& GradientPipeline::reduced() const {
-  check_owned();
-  return reduced_;
-}
-
-void GradientPipeline::check_owned() const {
-  FLATSHARD_CHECK(
-      owner_ != Owner::others,
-      internal,
-      "the gradient of {} is others': take_back() comes first",
-      context_.name);
-}
-
-FlatBuffer GradientPipeline::wrap_reduced(at::Tensor tensor) const {
-  return FlatBuffer::wrap(
-      std::move(tensor),
-      context_.layout,
-      context_.mesh,
-      at_rest());
-}
-
-void GradientPipeline::give_up() {
-  if (owner_ != Owner::us || context_.options.offload) {
-    return;
-  }
-  given_.emplace(reduced_.local().getIntrusivePtr());
-  owner_ = Owner::others;
-  reduced_ = {};
-  in_reduce_dtype_ = {};
-}
-
-void GradientPipeline::take_back() {
-  if (owner_ != Owner::others) {
-    return;
-  }
-  auto memory = given_->lock();
-  given_.reset();
-  owner_ = memory ? Owner::us : Owner::none;
-  if (memory) {
-    reduced_ = wrap_reduced(at::Tensor(std::move(memory)));
-  }
-}
-
 void GradientPipeline::zero() {
-  drop_reduced();
+  reduced_.drop();
   contributes_ = false;
   local_ = {};
   inner_ = {};
 }
 
-void GradientPipeline::drop_reduced() {
-  owner_ = Owner::none;
-  given_.reset();
-  if (context_.options.offload && reduced_.defined()) {
-    // Pinning it anew takes longer than a step.
-    kept_host_memory_ = std::move(reduced_);
-  }
-  reduced_ = {};
-  in_reduce_dtype_ = {};
-}
-
 bool GradientPipeline::is_empty() const {
-  return owner_ == Owner::none && !has_unreduced() && !contributes_;
+  return !reduced_.is_somebodys() && !has_unreduced() && !contributes_;
 }
 
 GradientPipeline::Contents GradientPipeline::take() {
-  check_owned();
+  const ReducedGradient::Contents reduced = reduced_.contents();
   const Contents contents{
       .tensors =
           {local_.buffer.local(),
            inner_.buffer.local(),
-           reduced_.local(),
-           in_reduce_dtype_.local()},
+           reduced.reduced,
+           reduced.in_reduce_dtype},
       .local_is_filled = local_.is_filled,
       .inner_is_filled = inner_.is_filled,
-      .has_reduced = owner_ == Owner::us,
+      .has_reduced = reduced.exists,
       .contributed = contributed_};
   zero();
   return contents;
@@ -355,21 +275,16 @@ void GradientPipeline::put(const Contents& contents) {
   inner_ = {
       wrap(contents.tensors[1], placements_at(Stage::inner)),
       contents.inner_is_filled};
-  reduced_ = wrap(contents.tensors[2], at_rest());
-  in_reduce_dtype_ = wrap(contents.tensors[3], at_rest());
-  owner_ = contents.has_reduced ? Owner::us : Owner::none;
+  reduced_.put(
+      {.reduced = contents.tensors[2],
+       .in_reduce_dtype = contents.tensors[3],
+       .exists = contents.has_reduced});
   contributed_ = contents.contributed;
 }
 
 void GradientPipeline::scale(double factor) {
   const at::NoGradGuard no_grad;
-  check_owned();
-  if (owner_ == Owner::us) {
-    // A copy only when it is in another dtype.
-    reduced_ = wrap_reduced(
-        reduced_.local().to(context_.options.precision.main_grads));
-    reduced_.local().mul_(factor);
-  }
+  reduced_.scale(factor);
   for (const Sum* sum : {&inner_, &local_}) {
     if (sum->is_filled) {
       sum->buffer.local().mul_(factor);
@@ -381,14 +296,8 @@ GradientPipeline::Bytes GradientPipeline::nbytes() const {
   const auto of = [](const FlatBuffer& b) {
     return b.defined() ? b.nbytes() : 0;
   };
-  std::int64_t given = 0;
-  if (owner_ == Owner::others) {
-    if (const at::Tensor memory(given_->lock()); memory.defined()) {
-      given = static_cast<std::int64_t>(memory.nbytes());
-    }
-  }
   return {
-      .reduced = of(reduced_) + of(in_reduce_dtype_) + given,
+      .reduced = reduced_.nbytes(),
       .inner = of(inner_.buffer),
       .local = of(local_.buffer)};
 }

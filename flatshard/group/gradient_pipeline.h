@@ -6,12 +6,12 @@
 #include <cstdint>
 #include <functional>
 #include <map>
-#include <optional>
 #include <utility>
 
 #include "flatshard/buffer/flat_buffer.h"
 #include "flatshard/buffer/redistribution.h"
 #include "flatshard/group/group_options.h"
+#include "flatshard/group/reduced_gradient.h"
 
 namespace flatshard {
 
@@ -32,7 +32,8 @@ namespace flatshard {
 class GradientPipeline {
  public:
   /// @param context  outlives this.
-  explicit GradientPipeline(const GroupContext& context) : context_(context) {}
+  explicit GradientPipeline(const GroupContext& context)
+      : context_(context), reduced_(context) {}
   GradientPipeline(const GradientPipeline&) = delete;
   GradientPipeline& operator=(const GradientPipeline&) = delete;
 
@@ -84,29 +85,15 @@ class GradientPipeline {
   /// The last reduction had one from this rank.
   bool contributed() const { return contributed_; }
 
-  /// A reduced gradient is there since the last zero().
-  bool has_reduced() const;
+  /// What the optimizer takes.
+  ReducedGradient& reduced() { return reduced_; }
+  const ReducedGradient& reduced() const { return reduced_; }
   /// Microbatches were accumulated but not reduced over all axes.
   bool has_unreduced() const { return local_.is_filled || inner_.is_filled; }
-  /// [shard] like main, in main_grads, or see
-  /// ParamGroupOptions::grads_in_reduce_dtype. Undefined from zero() to the
-  /// next reduction.
-  /// @throws Error{internal} while others own it.
-  const FlatBuffer& reduced() const;
-  /// Leaves the reduced gradient to those who hold its tensor already: it is
-  /// gone when the last of them drops it. Between steps, when users see
-  /// gradients as tensors of theirs. One in host memory stays, since pinning it
-  /// anew takes longer than a step.
-  void give_up();
-  /// Takes back what is left of it: before a reduction and before reduced().
-  void take_back();
 
   /// Drops all gradients and gives their memory back. The current stream has
   /// waited for the reductions (it has at the end of a backward).
   void zero();
-  /// The same for the reduced one only: what was accumulated without a
-  /// reduction joins the next one.
-  void drop_reduced();
   /// Multiplies gradients (reduced and not) by `factor`. On the current stream.
   void scale(double factor);
 
@@ -152,12 +139,6 @@ class GradientPipeline {
     outside,    ///< all but the outer axis
     rest,       ///< all
   };
-  /// Whose the reduced gradient is.
-  enum class Owner {
-    none,    ///< there is none
-    us,      ///< `reduced_`
-    others,  ///< `given_`, for as long as they hold it
-  };
 
   void allocate(
       FlatBuffer& buffer,
@@ -167,8 +148,6 @@ class GradientPipeline {
   /// Planned at its first use, on the stream that runs it.
   const Redistribution& redistribution(Stage from, Stage to);
   void add_to_reduced(at::Tensor reduced, bool add);
-  FlatBuffer wrap_reduced(at::Tensor tensor) const;
-  void check_owned() const;
   void finish(
       const at::Tensor& source,
       const Redistribution& last,
@@ -181,13 +160,7 @@ class GradientPipeline {
   const GroupContext& context_;
   Sum local_;
   Sum inner_;
-  Owner owner_ = Owner::none;
-  FlatBuffer reduced_;
-  FlatBuffer in_reduce_dtype_;   ///< what reduced_ was before it was widened
-  FlatBuffer kept_host_memory_;  ///< offload: reduced_'s between steps
-  std::optional<
-      c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>>
-      given_;
+  ReducedGradient reduced_;
   bool contributes_ = false;
   bool contributed_ = false;
   Hook hook_;

@@ -24,14 +24,13 @@ std::shared_ptr<const FlatLayout> build_layout(
   }
   LayoutOptions layout = options.layout;
   if (options.float8) {
-    layout = Float8Planes::layout_options(layout, *options.float8);
-    const auto parts = Float8Planes::parts_of(
-        static_cast<std::int64_t>(specs.size()),
-        *options.float8);
+    layout = options.float8->layout_options(layout);
+    const auto parts =
+        options.float8->parts_of(static_cast<std::int64_t>(specs.size()));
     for (std::size_t i = 0; i < specs.size(); ++i) {
       specs[i].part = parts[i];
       if (specs[i].granularity.kind() != Granularity::Kind::tensor) {
-        specs[i].granularity = Float8Planes::granularity(*options.float8);
+        specs[i].granularity = options.float8->granularity();
       }
     }
   }

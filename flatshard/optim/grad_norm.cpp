@@ -50,7 +50,7 @@ GradNorm grad_norm_and_scale(
         mesh.to_string(),
         group->name(),
         group->model_mesh()->to_string());
-    if (!group->trainable() || !group->gradients().has_reduced()) {
+    if (!group->trainable() || !group->gradients().reduced().exists()) {
       continue;
     }
     // Replicas hold the same values: each counts for its part.

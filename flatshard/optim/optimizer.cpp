@@ -110,7 +110,7 @@ void Optimizer::step(double lr, const at::Tensor& grad_scale) {
   Stream& stream = stream_ ? *stream_ : *current;
   std::vector<ParamGroup*> written;
   for (ParamGroup* group : groups_) {
-    if (group->gradients().has_reduced()) {
+    if (group->gradients().reduced().exists()) {
       written.push_back(group);
     }
   }
@@ -124,7 +124,7 @@ void Optimizer::step(double lr, const at::Tensor& grad_scale) {
   };
   for (std::size_t i = 0; i < groups_.size(); ++i) {
     ParamGroup& group = *groups_[i];
-    if (!group.gradients().has_reduced()) {
+    if (!group.gradients().reduced().exists()) {
       continue;
     }
     ++group_steps_[i];

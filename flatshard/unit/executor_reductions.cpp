@@ -143,7 +143,7 @@ void Executor::drop_unused_grads() {
   for (std::size_t i = 0; i < reduced.size(); ++i) {
     const auto& [group, is_first] = reduced[i];
     if (is_first && ranks[static_cast<std::int64_t>(i)] == 0) {
-      group->gradients().drop_reduced();
+      group->gradients().reduced().drop();
     }
   }
 }

@@ -206,7 +206,7 @@ void Runtime::reset_locked() {
 void Runtime::reset_after_failure() {
   const auto all = groups();
   if (std::any_of(all.begin(), all.end(), [](const ParamGroup* group) {
-        return group->gradients().has_reduced() ||
+        return group->gradients().reduced().exists() ||
                group->gradients().has_unreduced();
       })) {
     log_warning(

@@ -41,15 +41,15 @@ bool GradViews::is_own(std::size_t i) const {
 void GradViews::take() {
   for (std::size_t g = 0; g < members_.size(); ++g) {
     ParamGroup& group = unit_->group_at(g);
-    group.gradients().take_back();
-    if (!group.gradients().has_reduced()) {
+    group.gradients().reduced().take_back();
+    if (!group.gradients().reduced().exists()) {
       continue;
     }
     const Indices& members = members_[g];
     if (std::none_of(members.begin(), members.end(), [&](std::size_t i) {
           return grad_of(i).defined();
         })) {
-      group.gradients().drop_reduced();
+      group.gradients().reduced().drop();
       continue;
     }
     for (const std::size_t i : members) {
@@ -71,7 +71,7 @@ void GradViews::take() {
 void GradViews::show() {
   for (std::size_t g = 0; g < members_.size(); ++g) {
     if (stages_[g] == Stage::shown ||
-        !unit_->group_at(g).gradients().has_reduced()) {
+        !unit_->group_at(g).gradients().reduced().exists()) {
       continue;
     }
     show_group(g);
@@ -81,7 +81,7 @@ void GradViews::show() {
   end_backward();
   for (std::size_t g = 0; g < stages.size(); ++g) {
     if (stages[g] == Stage::reduced &&
-        unit_->group_at(g).gradients().has_reduced()) {
+        unit_->group_at(g).gradients().reduced().exists()) {
       run_hooks(g);
     }
   }
@@ -103,7 +103,7 @@ void GradViews::show_reduced() {
     // A hook that drops the last .grad frees this while its kernels run on
     // another stream than the one that allocates.
     keep_for_current_stream(flat);
-    group.gradients().give_up();
+    group.gradients().reduced().give_up();
     run_hooks(g);
   }
 }
@@ -146,7 +146,7 @@ void GradViews::show_one(std::size_t i) {
 
 void GradViews::release() {
   for (std::size_t g = 0; g < members_.size(); ++g) {
-    unit_->group_at(g).gradients().give_up();
+    unit_->group_at(g).gradients().reduced().give_up();
   }
 }
 

@@ -150,7 +150,7 @@ at::Tensor PyUnit::shard(std::size_t i) const {
 
 std::optional<at::Tensor> PyUnit::grad(std::size_t i) const {
   const ParamGroup& g = group(i);
-  if (!g.trainable() || !g.gradients().has_reduced()) {
+  if (!g.trainable() || !g.gradients().reduced().exists()) {
     return std::nullopt;
   }
   return rows_of(i, g.gradients().reduced().local());

@@ -64,13 +64,13 @@ TEST_P(ParamGroups, PlacementsAndBytes) {
     EXPECT_EQ(
         group->gradients().nbytes().reduced,
         n / c.parts(s.optimizer) * 4);
-    EXPECT_EQ(group->gradients().reduced().placements(), s.optimizer);
-    EXPECT_EQ(group->gradients().reduced().dtype(), at::kFloat);
+    EXPECT_EQ(group->gradients().reduced().buffer().placements(), s.optimizer);
+    EXPECT_EQ(group->gradients().reduced().buffer().dtype(), at::kFloat);
     EXPECT_FALSE(group->gradients().has_unreduced());
-    EXPECT_TRUE(group->gradients().has_reduced());
+    EXPECT_TRUE(group->gradients().reduced().exists());
 
     group->gradients().zero();
-    EXPECT_FALSE(group->gradients().has_reduced());
+    EXPECT_FALSE(group->gradients().reduced().exists());
     bytes = group->gradients().nbytes();
     EXPECT_EQ(bytes.reduced + bytes.inner + bytes.local, 0);
   });

@@ -88,7 +88,9 @@ TEST(Pitfalls, R7_OneLayoutServesAllBuffersAndSteps) {
               at::zeros({layout->numel()}, precision.reduce),
               group->plan_reduction(true, last));
         }
-        EXPECT_EQ(group->gradients().reduced().layout_ptr().get(), layout);
+        EXPECT_EQ(
+            group->gradients().reduced().buffer().layout_ptr().get(),
+            layout);
         EXPECT_EQ(group->weights().main().layout_ptr().get(), layout);
         EXPECT_EQ(group->weights().compute().layout_ptr().get(), layout);
         group->gradients().zero();

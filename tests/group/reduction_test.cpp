@@ -136,13 +136,13 @@ TEST_P(Reductions, ExactValues) {
         }
         want /=
             mode.divisor * (mode.scaling == GradScaling::sum ? 1 : c.world());
-        EXPECT_TRUE(group->gradients().has_reduced());
+        EXPECT_TRUE(group->gradients().reduced().exists());
         EXPECT_FALSE(group->gradients().has_unreduced());
         expect_grad(*group, want);
         group->gradients().scale(0.5);
         expect_grad(*group, want * 0.5);
         group->gradients().zero();
-        EXPECT_FALSE(group->gradients().has_reduced());
+        EXPECT_FALSE(group->gradients().reduced().exists());
       }
     }
   });
@@ -251,33 +251,33 @@ TEST(Reduction, AGradientThatWasGivenUpGoesWithItsLastHolder) {
     const std::int64_t n = group->layout().numel();
     reduce_all(*group, 1);
     at::Tensor held = group->gradients().reduced().local();
-    group->gradients().give_up();
-    EXPECT_TRUE(group->gradients().has_reduced());
+    group->gradients().reduced().give_up();
+    EXPECT_TRUE(group->gradients().reduced().exists());
     EXPECT_EQ(group->gradients().nbytes().reduced, n / 2 * 4);
     EXPECT_THAT(
         [&] { reduce_all(*group, 2); },
         ThrowsMessage<Error>(HasSubstr("is others': take_back() comes first")));
-    EXPECT_THROW(group->gradients().reduced(), Error);
+    EXPECT_THROW(group->gradients().reduced().buffer(), Error);
     EXPECT_THROW(group->gradients().scale(2), Error);
 
-    group->gradients().take_back();
+    group->gradients().reduced().take_back();
     EXPECT_EQ(group->gradients().reduced().local().data_ptr(), held.data_ptr());
     reduce_all(*group, 2);
     EXPECT_TRUE(held.eq(3).all().item<bool>());
 
-    group->gradients().give_up();
+    group->gradients().reduced().give_up();
     held = at::Tensor();
-    EXPECT_FALSE(group->gradients().has_reduced());
+    EXPECT_FALSE(group->gradients().reduced().exists());
     EXPECT_EQ(group->gradients().nbytes().reduced, 0);
-    group->gradients().take_back();
-    EXPECT_FALSE(group->gradients().has_reduced());
+    group->gradients().reduced().take_back();
+    EXPECT_FALSE(group->gradients().reduced().exists());
     reduce_all(*group, 4);
     EXPECT_TRUE(group->gradients().reduced().local().eq(4).all().item<bool>());
 
     held = group->gradients().reduced().local();
-    group->gradients().give_up();
+    group->gradients().reduced().give_up();
     group->gradients().zero();  // while somebody holds it
-    EXPECT_FALSE(group->gradients().has_reduced());
+    EXPECT_FALSE(group->gradients().reduced().exists());
     reduce_all(*group, 5);
     EXPECT_TRUE(held.eq(4).all().item<bool>());
     EXPECT_TRUE(group->gradients().reduced().local().eq(5).all().item<bool>());
@@ -288,7 +288,7 @@ TEST(Reduction, AnOffloadedGradientIsNotLent) {
   run_ranks(2, [](RankContext& context) {
     const auto group = make_offloaded(context.mesh());
     reduce_all(*group, 1);
-    group->gradients().give_up();
+    group->gradients().reduced().give_up();
     EXPECT_TRUE(group->gradients().reduced().local().eq(1).all().item<bool>());
   });
 }
@@ -300,7 +300,7 @@ TEST(Reduction, AnOffloadedGradientUsesItsMemoryAgainUnlessSomebodyKeptIt) {
     reduce_all(*group, 1);
     const void* const first = group->gradients().reduced().local().data_ptr();
     group->gradients().zero();
-    EXPECT_FALSE(group->gradients().reduced().defined());
+    EXPECT_FALSE(group->gradients().reduced().buffer().defined());
     reduce_all(*group, 2);
     EXPECT_EQ(group->gradients().reduced().local().data_ptr(), first);
     EXPECT_TRUE(group->gradients().reduced().local().eq(2).all().item<bool>());

@@ -314,7 +314,7 @@ void compare_gradients(
     const std::string& what,
     Comparison& compare) {
   for (const ParamGroup* group : runtime.groups()) {
-    if (group->gradients().has_reduced()) {
+    if (group->gradients().reduced().exists()) {
       const at::Tensor grad = group->gradients().reduced().local();
       compare_shards(group->shards_of(grad), expected, what, compare);
       continue;

@@ -299,7 +299,7 @@ GraphRun GraphTraining::run(const GraphHooks& hooks) {
     }
     const GradNorm norm = grad_norm_and_scale(runtime_->groups(), 1.0);
     for (ParamGroup* group : runtime_->groups()) {
-      if (group->gradients().has_reduced()) {
+      if (group->gradients().reduced().exists()) {
         run.gradients.push_back(
             group->gradients().reduced().local().to(at::kCPU).clone());
       }

@@ -310,7 +310,7 @@ TEST(Pitfalls, R6_GradientsTravelInTheReduceDtype) {
       }
       EXPECT_EQ(num_reductions, 2 * 5);
       EXPECT_EQ(
-          runtime->groups()[0]->gradients().reduced().dtype(),
+          runtime->groups()[0]->gradients().reduced().buffer().dtype(),
           at::kFloat);
     });
   }

@@ -170,7 +170,7 @@ void Twin::update() {
 void Twin::expect_same_gradients() const {
   runtime->synchronize();
   for (const ParamGroup* group : runtime->groups()) {
-    if (group->gradients().has_reduced()) {
+    if (group->gradients().reduced().exists()) {
       for (const auto& shard :
            group->shards_of(group->gradients().reduced().local())) {
         expect_near(
