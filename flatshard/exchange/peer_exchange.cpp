@@ -164,21 +164,26 @@ void PeerExchange::restart() {
   hosts_->restart();
 }
 
-std::vector<PeerExchange::Part> PeerExchange::parts_of(
+std::vector<std::vector<PeerExchange::Part>> PeerExchange::parts_by_fence(
     const Plan& plan,
     const nn::TensorList& out,
-    const nn::TensorList& in) {
-  std::vector<Part> parts;
+    const nn::TensorList& in) const {
+  std::vector<std::vector<Part>> fences(1);
   std::int64_t in_window = 0;
   for (std::size_t i = 0; i < in.size(); ++i) {
-    parts.push_back(
-        {.row = nbytes_of_row(in[i]),
+    const std::int64_t row = nbytes_of_row(in[i]);
+    if (in_window + plan.most_counted * row > window_nbytes_) {
+      fences.emplace_back();
+      in_window = 0;
+    }
+    fences.back().push_back(
+        {.row = row,
          .from = static_cast<const char*>(in[i].const_data_ptr()),
          .to = static_cast<char*>(out[i].mutable_data_ptr()),
          .in_window = in_window});
-    in_window += plan.most_counted * parts.back().row;
+    in_window += plan.most_counted * row;
   }
-  return parts;
+  return fences;
 }
 
 std::function<void()> PeerExchange::travel(
@@ -187,24 +192,23 @@ std::function<void()> PeerExchange::travel(
     const nn::TensorList& out,
     const nn::TensorList& rows) {
   const auto* const made = own<const Plan>(plan);
-  std::int64_t nbytes = 0;
   for (const at::Tensor& tensor : rows) {
-    nbytes += nbytes_of_row(tensor);
+    FLATSHARD_CHECK(
+        made->most_counted * nbytes_of_row(tensor) <= window_nbytes_,
+        config,
+        "exchange of tokens by copies: a rank has {} rows of {} bytes, and "
+        "windows of {} bytes; make them larger, or exchange by collectives "
+        "(parallelism.token_exchange)",
+        made->most_counted,
+        nbytes_of_row(tensor),
+        window_nbytes_);
   }
-  FLATSHARD_CHECK(
-      made->most_counted * nbytes <= window_nbytes_,
-      config,
-      "exchange of tokens by copies: a rank has {} rows of {} bytes, and "
-      "windows of {} bytes; make them larger, or exchange by collectives "
-      "(parallelism.token_exchange)",
-      made->most_counted,
-      nbytes,
-      window_nbytes_);
   // The plan lives as long as the graph.
   return [this, plan, made, way, rows, out] {
-    half_ = 1 - half_;
-    const std::vector<Part> parts = parts_of(*made, out, rows);
-    way == Way::dispatch ? dispatch(*made, parts) : combine(*made, parts);
+    for (const auto& parts : parts_by_fence(*made, out, rows)) {
+      half_ = 1 - half_;
+      way == Way::dispatch ? dispatch(*made, parts) : combine(*made, parts);
+    }
   };
 }
 

@@ -8,8 +8,9 @@ namespace flatshard {
 struct PeerExchangeOptions {
   /// Bytes of the largest transfer of a rank: the rows that it routes, which
   /// are tokens * experts_per_token, times the bytes of one and of what travels
-  /// with it (of a Moe: its float32 weight). Equal on all ranks. Twice as much
-  /// memory is held.
+  /// with it (of a Moe: its float32 weight). Tensors that do not fit together
+  /// travel one after the other, with a fence each. Equal on all ranks. Twice
+  /// as much memory is held.
   std::int64_t window_nbytes = 0;
   ExchangeOptions exchange;
 };
@@ -52,7 +53,9 @@ class PeerExchange : public StreamExchange {
   c10::intrusive_ptr<StreamExchangePlan> begin(
       const at::Tensor& counts) override;
   void finish(const nn::ExchangePlanPtr& plan) override;
-  /// @throws Error{config} on all ranks when one's rows do not fit its window.
+  /// @throws Error{config} on all ranks when one's rows of one of the tensors
+  /// do
+  ///   not fit its window.
   std::function<void()> travel(
       const nn::ExchangePlanPtr& plan,
       Way way,
@@ -71,10 +74,11 @@ class PeerExchange : public StreamExchange {
     std::int64_t in_window = 0;  ///< begins there, of each rank
   };
 
-  static std::vector<Part> parts_of(
+  /// Those of each fence.
+  std::vector<std::vector<Part>> parts_by_fence(
       const Plan& plan,
       const nn::TensorList& out,
-      const nn::TensorList& in);
+      const nn::TensorList& in) const;
   void dispatch(const Plan& plan, const std::vector<Part>& parts);
   void combine(const Plan& plan, const std::vector<Part>& parts);
   void copy(void* to, const void* from, std::int64_t nbytes) const;
