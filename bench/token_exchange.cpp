@@ -110,7 +110,7 @@ void measure(
       arrived = exchange.start(plan, Way::dispatch, {rows})->finish()[0];
     });
     combines.run(
-        [&] { exchange.start(plan, Way::combine, {arrived})->finish()[0]; });
+        [&] { exchange.start(plan, Way::combine, {arrived})->finish(); });
   }
   plans.report(kind, "plan", 0);
   dispatches.report(kind, "dispatch", nbytes);

@@ -302,8 +302,12 @@ TEST(PeerExchange, PlansInTwoParts) {
 }
 
 TEST(PeerExchange, RowsBeyondAWindowAreNamedOnAllRanks) {
-  run_ranks(2, [](RankContext& context) {
-    const auto group = group_for(context, "copies");
+  std::atomic<int> num_fences{0};
+  run_ranks(2, [&](RankContext& context) {
+    const auto group = std::make_shared<SlowReader>(
+        group_for(context, "copies"),
+        num_fences,
+        /*num_fences=*/0);
     PeerExchange exchange(
         group,
         make_page_communicator(group),
@@ -318,12 +322,27 @@ TEST(PeerExchange, RowsBeyondAWindowAreNamedOnAllRanks) {
           exchange.start(plan, Way::dispatch, {at::ones({num_rows, 2})});
         }),
         HasSubstr("a rank has 3 rows of 8 bytes, and windows of 16 bytes"));
-    // Two that fit one by one go one after the other.
+    // Of three that fit one by one each has a fence; bytes share one.
     const at::Tensor narrow = at::full({num_rows, 1}, 3.0F);
-    const nn::TensorList arrived =
-        exchange.start(plan, Way::dispatch, {narrow, narrow * 2})->finish();
-    EXPECT_TRUE(arrived[0].equal(at::full({2 + context.rank, 1}, 3.0F)));
-    EXPECT_TRUE(arrived[1].equal(at::full({2 + context.rank, 1}, 6.0F)));
+    const at::Tensor bytes = at::full({num_rows, 1}, 3, at::kByte);
+    for (const auto& [rows, fences] :
+         {std::pair(nn::TensorList{narrow, narrow * 2, narrow * 3}, 3),
+          std::pair(nn::TensorList{bytes, bytes * 2, bytes * 3}, 1)}) {
+      group->barrier();
+      const int before = num_fences;
+      group->barrier();
+      const nn::TensorList arrived =
+          exchange.start(plan, Way::dispatch, rows)->finish();
+      for (int i = 0; i < 3; ++i) {
+        const at::Tensor expected = at::full(
+            {2 + context.rank, 1},
+            3 * (i + 1),
+            rows.front().options());
+        EXPECT_TRUE(arrived[i].equal(expected)) << i;
+      }
+      group->barrier();
+      EXPECT_EQ(num_fences - before, fences);
+    }
     group->barrier();
   });
 }
