@@ -115,6 +115,7 @@ class WeightPlanes {
       int part,
       const at::Tensor& out,
       const Gather& gather);
+
   /// Their version, and up to which one they were gathered.
   GatherProgress& progress() { return progress_; }
   std::int64_t version() const { return progress_.version(); }
