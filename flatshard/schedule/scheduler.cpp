@@ -220,6 +220,7 @@ void Scheduler::reset(Actions& out) {
     state.backward_calls.clear();
     if (state.in_grad_queue) {
       state.in_grad_queue = false;
+      state.is_due = false;
       out.push_back({ActionKind::drain, u});
     }
     release(u, PlaneSet::all(), out);

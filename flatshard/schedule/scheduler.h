@@ -108,6 +108,9 @@ class Scheduler {
     int open_recomputes = 0;
     std::vector<BackwardCall> backward_calls;
     bool in_grad_queue = false;
+    /// Another unit's backward began while the last gradients were on their
+    /// way: it is reduced when these have come.
+    bool is_due = false;
   };
 
   using Actions = std::vector<Action>;
@@ -187,6 +190,8 @@ class Scheduler {
   void queue_grads(UnitId unit, Actions& out);
   /// Reduces the queued units that are ready; `current` still computes.
   void reduce_ready(UnitId current, Actions& out);
+  /// All calls of its backward have begun.
+  bool has_begun(UnitId unit) const;
   void reduce(UnitId unit, Actions& out);
   void drain_down_to(std::size_t num_slots, Actions& out);
   std::size_t num_leaf_grad_slots() const;

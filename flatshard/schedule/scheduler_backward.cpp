@@ -78,6 +78,9 @@ void Scheduler::wgrad_done(const ScheduleEvent& event, Actions& out) {
   Task& task = task_of_gradient(event);
   count_down(event.deferred ? task.deferred : task.grads, event.unit);
   queue_grads(event.unit, out);
+  if (state_[event.unit].is_due && !is_pending(event.unit)) {
+    reduce(event.unit, out);
+  }
   release_after_backward(event.unit, out);
 }
 
@@ -246,9 +249,15 @@ void Scheduler::reduce_ready(UnitId current, Actions& out) {
   // end, on every rank alike, whichever of its parameters got gradients.
   std::vector<UnitId> ready;
   for (const UnitId v : grad_queue_) {
-    if (v != current && !has_children_[v] && !is_pending(v) &&
-        !awaits_deferred(v)) {
+    if (v == current || has_children_[v] || awaits_deferred(v)) {
+      continue;
+    }
+    if (!is_pending(v)) {
       ready.push_back(v);
+    } else if (has_begun(v)) {
+      // Where a rank does not use `current`, the gradient that it passes on is
+      // there before those of v's parameters. On other ranks v is reduced now.
+      state_[v].is_due = true;
     }
   }
   for (const UnitId v : ready) {
@@ -259,6 +268,7 @@ void Scheduler::reduce_ready(UnitId current, Actions& out) {
 void Scheduler::reduce(UnitId unit, Actions& out) {
   grad_queue_.erase(std::find(grad_queue_.begin(), grad_queue_.end(), unit));
   state_[unit].in_grad_queue = false;
+  state_[unit].is_due = false;
   const bool collective =
       running_.sync &&
       (units_[unit].reduce_every_microbatch || running_.is_last);
@@ -280,6 +290,12 @@ void Scheduler::drain_down_to(std::size_t num_slots, Actions& out) {
 bool Scheduler::is_pending(UnitId unit) const {
   return std::any_of(tasks_.begin(), tasks_.end(), [unit](const auto& task) {
     return task.second.calls.contains(unit) || task.second.grads.contains(unit);
+  });
+}
+
+bool Scheduler::has_begun(UnitId unit) const {
+  return std::none_of(tasks_.begin(), tasks_.end(), [unit](const auto& task) {
+    return task.second.calls.contains(unit);
   });
 }
 

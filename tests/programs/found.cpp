@@ -55,6 +55,14 @@ const std::vector<FoundProgram>& found_programs() {
 "children":[{"unit":true,"ops":[{"op":"sometimes"}],"children":[]},
 {"unit":false,"ops":[{"op":"linear"}],"children":[]}]},
 "steps":[{"no_sync":false,"micro":["fb"]}]})"},
+      {"UnitThatReturnsTheInputOfItsCheckpointOvertookTheOneBehindIt",
+       R"({"seed":3492,"mesh":[1,2],"strategy":"hsdp_zero1","prefetch":0,
+"reshard":true,"granularity":"element","delay_us":0,"model":{"unit":true,
+"ops":[{"op":"child","a":1,"b":1}],"children":[{"unit":false,"ops":[
+{"op":"linear"},{"op":"checkpoint","a":1,"b":0},{"op":"linear"}],"children":[
+{"unit":true,"ops":[{"op":"linear"}],"children":[]},
+{"unit":true,"ops":[{"op":"sometimes"}],"children":[]}]}]},
+"steps":[{"no_sync":false,"micro":["fb"]}]})"},
   };
   return programs;
 }

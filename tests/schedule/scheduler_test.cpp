@@ -509,6 +509,55 @@ TEST(Scheduler, UnitsWhoseBackwardReadsNoWeightsAreNotGathered) {
   EXPECT_TRUE(s.resting());
 }
 
+// Unit 2 runs before unit 1. A rank that uses the parameters of 2 passes the
+// gradient on behind those of 1, another one may do so before they are there.
+TEST(Scheduler, RanksThatUseOtherParametersReduceInOneOrder) {
+  const auto reductions = [](bool used) {
+    std::vector<UnitSpec> units = four_blocks();
+    units[0].weights_nbytes = {100};
+    units[0].grad_nbytes = 100;
+    Scheduler s(units, {});
+    CallId call = 0;
+    s.on({.kind = forward_begin, .unit = 0, .call = call});
+    for (const UnitId unit : {2, 1}) {
+      s.on({.kind = forward_begin, .unit = unit, .call = ++call});
+      s.on({.kind = forward_end, .unit = unit, .call = call});
+    }
+    s.on({.kind = forward_end, .unit = 0, .call = 0});
+    ScheduleEvent begin{.kind = task_begin, .task = 0};
+    begin.calls = {{0, 1}, {1, 1}, {2, 1}};
+    begin.expected = {{0, 1}, {1, 1}};
+    if (used) {
+      begin.expected.emplace_back(2, 1);
+    }
+    const ScheduleEvent wgrad_of_1{.kind = wgrad_done, .unit = 1, .task = 0};
+    std::vector<ScheduleEvent> events{
+        begin,
+        {.kind = backward_begin, .unit = 0, .call = 0, .task = 0},
+        {.kind = backward_begin, .unit = 1, .call = 2, .task = 0}};
+    if (used) {
+      events.push_back(wgrad_of_1);
+    }
+    events.push_back({.kind = backward_begin, .unit = 2, .call = 1, .task = 0});
+    events.push_back(
+        used ? ScheduleEvent{.kind = wgrad_done, .unit = 2, .task = 0}
+             : wgrad_of_1);
+    events.push_back({.kind = wgrad_done, .unit = 0, .task = 0});
+    events.push_back({.kind = task_end, .task = 0, .outermost = true});
+    std::vector<UnitId> order;
+    for (const ScheduleEvent& event : events) {
+      for (const Action& action : s.on(event)) {
+        if (action.kind == ActionKind::reduce) {
+          order.push_back(action.unit);
+        }
+      }
+    }
+    return order;
+  };
+  EXPECT_EQ(reductions(true), (std::vector<UnitId>{1, 0, 2}));
+  EXPECT_EQ(reductions(false), reductions(true));
+}
+
 TEST(Scheduler, ChosenPrefetchesReplaceThePredictedOnes) {
   Scheduler s(four_blocks(), {.prefetch = 1});
   s.set_policy(1, {.forward_prefetch = std::vector<UnitId>{3, 4}});
