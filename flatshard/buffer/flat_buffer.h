@@ -60,7 +60,10 @@ class FlatBuffer {
   const std::shared_ptr<Mesh>& mesh() const { return mesh_; }
   at::ScalarType dtype() const { return local_.scalar_type(); }
   at::Device device() const { return local_.device(); }
-  std::int64_t nbytes() const { return local_.nbytes(); }
+  /// 0 when it is not defined.
+  std::int64_t nbytes() const {
+    return defined() ? static_cast<std::int64_t>(local_.nbytes()) : 0;
+  }
   /// Which parts of the flat space this rank holds, one range per segment.
   const std::vector<LocalRange>& local_ranges() const { return ranges_; }
 

@@ -53,9 +53,8 @@ class PeerExchange : public StreamExchange {
   c10::intrusive_ptr<StreamExchangePlan> begin(
       const at::Tensor& counts) override;
   void finish(const nn::ExchangePlanPtr& plan) override;
-  /// @throws Error{config} on all ranks when one's rows of one of the tensors
-  /// do
-  ///   not fit its window.
+  /// @throws Error{config} on all ranks when a tensor of one of them does not
+  ///   fit its window.
   std::function<void()> travel(
       const nn::ExchangePlanPtr& plan,
       Way way,

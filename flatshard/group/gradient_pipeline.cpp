@@ -293,13 +293,10 @@ void GradientPipeline::scale(double factor) {
 }
 
 GradientPipeline::Bytes GradientPipeline::nbytes() const {
-  const auto of = [](const FlatBuffer& b) {
-    return b.defined() ? b.nbytes() : 0;
-  };
   return {
       .reduced = reduced_.nbytes(),
-      .inner = of(inner_.buffer),
-      .local = of(local_.buffer)};
+      .inner = inner_.buffer.nbytes(),
+      .local = local_.buffer.nbytes()};
 }
 
 }  // namespace flatshard

@@ -130,16 +130,13 @@ void ReducedGradient::put(const Contents& contents) {
 }
 
 std::int64_t ReducedGradient::nbytes() const {
-  const auto of = [](const FlatBuffer& b) {
-    return b.defined() ? b.nbytes() : 0;
-  };
   std::int64_t given = 0;
   if (owner_ == Owner::others) {
     if (const at::Tensor memory(given_->lock()); memory.defined()) {
       given = static_cast<std::int64_t>(memory.nbytes());
     }
   }
-  return of(reduced_) + of(in_reduce_dtype_) + given;
+  return reduced_.nbytes() + in_reduce_dtype_.nbytes() + given;
 }
 
 }  // namespace flatshard

@@ -288,19 +288,16 @@ bool WeightPlanes::adopt_foreign_writes() {
 }
 
 WeightPlanes::Bytes WeightPlanes::nbytes() const {
-  const auto of = [](const FlatBuffer& b) {
-    return b.defined() ? b.nbytes() : 0;
-  };
-  std::int64_t compute = of(compute_);  // none when it is not kept
+  std::int64_t compute = compute_.nbytes();  // none when it is not kept
   if (float8_ != nullptr) {
     compute += float8_->nbytes();
   }
   if (compute_shard_.defined() &&
       compute_shard_.local().storage().unsafeGetStorageImpl() !=
           compute_.local().storage().unsafeGetStorageImpl()) {
-    compute += of(compute_shard_);
+    compute += compute_shard_.nbytes();
   }
-  return {.main = main_is_compute_ ? 0 : of(main_), .compute = compute};
+  return {.main = main_is_compute_ ? 0 : main_.nbytes(), .compute = compute};
 }
 
 }  // namespace flatshard

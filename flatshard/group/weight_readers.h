@@ -27,7 +27,7 @@ class WeightReaders {
 
  private:
   const PeerBuffer* copied_ = nullptr;  ///< and no reduction since
-  mutable Event uploaded_;
+  Event uploaded_;
 };
 
 }  // namespace flatshard

@@ -41,7 +41,7 @@ class PlanWriter {
       recompute_attend(m, l);
       backward_of_experts(m, l);
       send_gradients_back(m, l);
-      wgrads_of_experts(m, l);
+      expert_wgrads(m, l);
       add(B, m, l, PlanNode::attend);
     }
     attend_wgrads(m, 0);
@@ -61,12 +61,12 @@ class PlanWriter {
         send_rows(f, l);
         backward_of_experts(b, back);
         send_gradients_back(b, back);
-        wgrads_of_experts(b, back);
+        expert_wgrads(b, back);
         run_experts(f, l);
       } else {
         backward_of_experts(b, back);
         send_rows(f, l);
-        wgrads_of_experts(b, back);
+        expert_wgrads(b, back);
         run_experts(f, l);
         send_gradients_back(b, back);
       }
@@ -174,7 +174,7 @@ class PlanWriter {
     }
   }
 
-  void wgrads_of_experts(int m, int l) {
+  void expert_wgrads(int m, int l) {
     if (has_experts(l) && options_.delay_wgrad) {
       add(W, m, l, PlanNode::experts);
     }
