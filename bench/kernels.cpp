@@ -112,6 +112,34 @@ void measure_layers(const Shape& s, std::int64_t tokens) {
       [&](auto& t) {
         nn::cuda::rms_norm_backward(t[0], t[1], t[2], weight, rstd, nullptr);
       });
+  const std::int64_t head_rows = tokens * s.heads;
+  const auto head = [&] { return at::randn({head_rows, s.head_dim}, kBf16); };
+  const at::Tensor head_weight = at::ones({s.head_dim}, kBf16);
+  const at::Tensor head_rstd = at::ones({head_rows}, kFloat);
+  measure(
+      "rms_norm of heads",
+      s.model,
+      2 * heads,
+      [&] { return std::vector{head()}; },
+      [&](auto& t) {
+        nn::cuda::rms_norm_forward(t[0], {}, head_weight, 1e-6);
+      });
+  measure(
+      "rms_norm of heads, backward",
+      s.model,
+      3 * heads,
+      [&] {
+        return std::vector{head(), head()};
+      },
+      [&](auto& t) {
+        nn::cuda::rms_norm_backward(
+            t[0],
+            {},
+            t[1],
+            head_weight,
+            head_rstd,
+            nullptr);
+      });
   measure(
       "rope",
       s.model,

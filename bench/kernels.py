@@ -27,11 +27,20 @@ def add_and_norm(x, delta, weight):
     return total, F.rms_norm(total, weight.shape, weight, 1e-5)
 
 
+def norm(x, weight):
+    return F.rms_norm(x, weight.shape, weight, 1e-6)
+
+
 def norm_backward(dy, dsum, x, weight, rstd):
     normed = x.float() * rstd[:, None]
     g = dy.float() * weight.float()
     dx = rstd[:, None] * (g - normed * (g * normed).mean(-1, keepdim=True))
-    return (dx + dsum.float()).to(x.dtype), (dy.float() * normed).sum(0)
+    dx = dx if dsum is None else dx + dsum.float()
+    return dx.to(x.dtype), (dy.float() * normed).sum(0)
+
+
+def lone_norm_backward(dy, x, weight, rstd):
+    return norm_backward(dy, None, x, weight, rstd)
 
 
 def rope(x, cos, sin):
@@ -92,6 +101,19 @@ def cases(tokens):
             model,
             norm_backward,
             hidden(3, dim, weight, rstd),
+        )
+        heads_weight = torch.ones(head_dim, device="cuda", dtype=torch.bfloat16)
+        head_rstd = torch.ones(tokens * heads, device="cuda")
+
+        def head(count, *others, rows=tokens * heads, width=head_dim):
+            return lambda: (*(normal(rows, width) for _ in range(count)), *others)
+
+        yield "rms_norm of heads", model, norm, head(1, heads_weight)
+        yield (
+            "rms_norm of heads, backward",
+            model,
+            lone_norm_backward,
+            head(2, heads_weight, head_rstd),
         )
         yield (
             "rope",

@@ -4,7 +4,8 @@ usage: python3 bench/trace_summary.py TRACE.json
 
 Prints milliseconds and kernel counts per class, how many collectives ran beside
 a GEMM or attention kernel (counted by kernel, from their intervals), on which
-streams, and how long no compute kernel ran at all.
+streams, how long no compute kernel ran at all, and how much of that time something
+travelled between GPUs: by collectives, or by copies.
 """
 
 import collections
@@ -26,7 +27,8 @@ CLASSES = [
     ("optimizer", ("update_kernel",)),
     ("copy/set", ("memcpy", "memset", "copy", "cat")),
 ]
-COMM = ("all-gather", "reduce-scatter", "other nccl")
+COLLECTIVES = ("all-gather", "reduce-scatter", "other nccl")
+COPIES = ("peer copies",)
 
 
 def class_of(name):
@@ -69,7 +71,7 @@ def main(path):
         streams[label].add(e["args"].get("stream"))
         if label in ("other", "copy/set"):
             other[e["name"][:80]] += e["dur"]
-    compute = [e for e in gpu if class_of(e["name"]) not in COMM]
+    compute = [e for e in gpu if class_of(e["name"]) not in COLLECTIVES + COPIES]
     heavy = sorted(
         (e["ts"], e["ts"] + e["dur"])
         for e in gpu
@@ -78,6 +80,10 @@ def main(path):
     span = max(e["ts"] + e["dur"] for e in gpu) - min(e["ts"] for e in gpu)
     print(f"span {span / 1e3:.1f} ms, compute busy {union(compute) / 1e3:.1f} ms")
     print(f"no compute kernel runs for {(span - union(compute)) / 1e3:.1f} ms")
+    for what, classes in (("collectives", COLLECTIVES), ("peer copies", COPIES)):
+        travel = [e for e in gpu if class_of(e["name"]) in classes]
+        exposed = union(compute + travel) - union(compute)
+        print(f"  of these beside {what}: {exposed / 1e3:.1f} ms")
     for label, total in time.most_common():
         print(
             f"  {label:16} {total / 1e3:8.1f} ms  n={count[label]:<5} "
@@ -85,7 +91,7 @@ def main(path):
         )
     for name, total in other.most_common(8):
         print(f"     {total / 1e3:7.2f} ms {name}")
-    for label in COMM[:2]:
+    for label in COLLECTIVES[:2]:
         kernels = [e for e in gpu if class_of(e["name"]) == label]
         beside = sum(
             any(b < e["ts"] + e["dur"] and e["ts"] < f for b, f in heavy)

@@ -7,6 +7,7 @@
 
 #include <map>
 #include <mutex>
+#include <vector>
 
 #include "flatshard/core/error.h"
 #include "flatshard/device/backend.h"
@@ -69,6 +70,53 @@ void copy_cuda_bytes(
       nbytes,
       cudaMemcpyDefault,
       c10::cuda::getCurrentCUDAStream(device.index())));
+}
+
+void copy_cuda_bytes(std::span<const BytesCopy> copies, at::Device device) {
+  const CudaDeviceScope scope(device);
+  const auto stream = c10::cuda::getCurrentCUDAStream(device.index());
+#if CUDART_VERSION >= 13000
+  std::vector<void*> to;
+  std::vector<const void*> from;
+  std::vector<std::size_t> sizes;
+  to.reserve(copies.size());
+  from.reserve(copies.size());
+  sizes.reserve(copies.size());
+  for (const BytesCopy& copy : copies) {
+    if (copy.nbytes > 0) {
+      to.push_back(copy.to);
+      from.push_back(copy.from);
+      sizes.push_back(static_cast<std::size_t>(copy.nbytes));
+    }
+  }
+  if (to.empty()) {
+    return;
+  }
+  // The stream that all others wait for takes no batches.
+  if (stream.stream() != nullptr) {
+    cudaMemcpyAttributes attributes{};
+    attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+    attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
+    std::size_t first = 0;  // from this copy on
+    C10_CUDA_CHECK(cudaMemcpyBatchAsync(
+        to.data(),
+        from.data(),
+        sizes.data(),
+        to.size(),
+        &attributes,
+        &first,
+        1,
+        stream));
+    return;
+  }
+#endif
+  for (const BytesCopy& copy : copies) {
+    copy_cuda_bytes(
+        copy.to,
+        copy.from,
+        static_cast<std::size_t>(copy.nbytes),
+        device);
+  }
 }
 
 void reset_cuda_peak_memory(at::Device device) {

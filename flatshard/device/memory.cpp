@@ -107,6 +107,16 @@ void copy_bytes(
   }
 }
 
+void copy_bytes(std::span<const BytesCopy> copies, at::Device device) {
+  if (device.is_cuda()) {
+    detail::copy_cuda_bytes(copies, device);
+    return;
+  }
+  for (const BytesCopy& copy : copies) {
+    copy_bytes(copy.to, copy.from, copy.nbytes, device);
+  }
+}
+
 void count_memory_outside_allocator(at::Device device, std::int64_t nbytes) {
   if (device.is_cuda()) {
     detail::count_cuda_memory_outside(device, nbytes);

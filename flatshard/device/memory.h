@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <span>
 
 namespace flatshard {
 
@@ -38,6 +39,17 @@ void copy_bytes(
     const void* from,
     std::int64_t nbytes,
     at::Device device);
+
+struct BytesCopy {
+  void* to = nullptr;
+  const void* from = nullptr;
+  std::int64_t nbytes = 0;
+};
+
+/// The same for many that may run in any order: what one of them writes, no
+/// other one reads or writes. CUDA 13 on: a single call of the driver, which a
+/// graph that is captured cannot have.
+void copy_bytes(std::span<const BytesCopy> copies, at::Device device);
 
 /// The memory of `tensor`, which another stream may have allocated, is not used
 /// again before what the current stream has queued by its end. CUDA only.

@@ -63,6 +63,12 @@ void copy_cuda_bytes(
   throw_no_cuda("CUDA copy");
 }
 
+void copy_cuda_bytes(
+    std::span<const BytesCopy> /*copies*/,
+    at::Device /*device*/) {
+  throw_no_cuda("CUDA copies");
+}
+
 void count_cuda_memory_outside(at::Device /*device*/, std::int64_t /*nbytes*/) {
   throw_no_cuda("CUDA memory statistics");
 }

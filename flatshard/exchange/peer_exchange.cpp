@@ -215,60 +215,72 @@ std::function<void()> PeerExchange::travel(
 void PeerExchange::dispatch(const Plan& plan, const std::vector<Part>& parts) {
   const int rank = group().rank();
   const int size = group().size();
+  std::vector<BytesCopy> leaving;
   for (const Part& part : parts) {
     const auto leave = [&](std::int64_t begin, std::int64_t end) {
       const std::int64_t at = begin * part.row;
-      copy(window(rank, part) + at, part.from + at, (end - begin) * part.row);
+      leaving.push_back(
+          {.to = window(rank, part) + at,
+           .from = part.from + at,
+           .nbytes = (end - begin) * part.row});
     };
     leave(0, plan.stay_begin);
     leave(plan.stay_end, plan.num_counted);
   }
+  copy(leaving);
   group().fence();
   // The ranks begin with their next one each, so that no two read from one.
+  std::vector<BytesCopy> arriving;
   for (int i = 1; i <= size; ++i) {
     const int peer = (rank + i) % size;
     for (const Part& part : parts) {
       const char* const rows = peer == rank ? part.from : window(peer, part);
       for (const Run& run : plan.runs[peer]) {
-        copy(
-            part.to + run.at_experts * part.row,
-            rows + run.at_home * part.row,
-            run.rows * part.row);
+        arriving.push_back(
+            {.to = part.to + run.at_experts * part.row,
+             .from = rows + run.at_home * part.row,
+             .nbytes = run.rows * part.row});
       }
     }
   }
+  copy(arriving);
 }
 
 void PeerExchange::combine(const Plan& plan, const std::vector<Part>& parts) {
   const int rank = group().rank();
   const int size = group().size();
+  std::vector<BytesCopy> leaving;
   for (int i = 1; i <= size; ++i) {
     const int peer = (rank + i) % size;
     for (const Part& part : parts) {
       char* const rows = peer == rank ? part.to : window(peer, part);
       for (const Run& run : plan.runs[peer]) {
-        copy(
-            rows + run.at_home * part.row,
-            part.from + run.at_experts * part.row,
-            run.rows * part.row);
+        leaving.push_back(
+            {.to = rows + run.at_home * part.row,
+             .from = part.from + run.at_experts * part.row,
+             .nbytes = run.rows * part.row});
       }
     }
   }
+  copy(leaving);
   group().fence();
+  std::vector<BytesCopy> arriving;
   for (const Part& part : parts) {
     const auto arrive = [&](std::int64_t begin, std::int64_t end) {
       const std::int64_t at = begin * part.row;
-      copy(part.to + at, window(rank, part) + at, (end - begin) * part.row);
+      arriving.push_back(
+          {.to = part.to + at,
+           .from = window(rank, part) + at,
+           .nbytes = (end - begin) * part.row});
     };
     arrive(0, plan.stay_begin);
     arrive(plan.stay_end, plan.num_counted);
   }
+  copy(arriving);
 }
 
-void PeerExchange::copy(void* to, const void* from, std::int64_t nbytes) const {
-  if (nbytes > 0) {
-    copy_bytes(to, from, nbytes, windows_->local().device());
-  }
+void PeerExchange::copy(const std::vector<BytesCopy>& copies) const {
+  copy_bytes(copies, windows_->local().device());
 }
 
 char* PeerExchange::window(int rank, const Part& part) const {

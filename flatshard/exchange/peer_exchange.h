@@ -1,5 +1,6 @@
 #pragma once
 
+#include "flatshard/device/memory.h"
 #include "flatshard/exchange/stream_exchange.h"
 #include "flatshard/peer/peer_memory.h"
 
@@ -80,7 +81,7 @@ class PeerExchange : public StreamExchange {
       const nn::TensorList& in) const;
   void dispatch(const Plan& plan, const std::vector<Part>& parts);
   void combine(const Plan& plan, const std::vector<Part>& parts);
-  void copy(void* to, const void* from, std::int64_t nbytes) const;
+  void copy(const std::vector<BytesCopy>& copies) const;
   /// Of rank `rank`, in the half that this transfer uses.
   char* window(int rank, const Part& part) const;
 

@@ -119,9 +119,12 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
   const c10::cuda::CUDAGuard guard(x.device());
   check_norm_dim(x.size(1));
   const at::Tensor w = fitting_weight(weight, x);
-  // Enough blocks to fill the GPU, few enough to keep the partial sums small.
   const std::int64_t wanted =
-      2 * at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+      static_cast<std::int64_t>(
+          kernels::rms_norm_backward_blocks_per_multiprocessor(
+              dtype_of(x),
+              x.size(1))) *
+      at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
   const std::int64_t blocks =
       std::max<std::int64_t>(1, std::min(wanted, x.size(0)));
   at::Tensor dx = at::empty_like(x);

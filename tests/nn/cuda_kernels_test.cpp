@@ -65,6 +65,10 @@ class CudaKernels : public ::testing::TestWithParam<at::ScalarType> {
         {5, 8},
         {2, 4096},
         {300, 2048},
+        {9000, 128},
+        {65, 64},
+        {77, 256},
+        {33, 24},
         {4, largest},
         {3, largest - 1}};
     for (int i = 0; i < 8; ++i) {

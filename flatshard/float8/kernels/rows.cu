@@ -17,9 +17,12 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kUnroll = sizeof(T) == 2 ? 4 : 2;
   constexpr std::int64_t kStep = std::int64_t{kThreads} * 8;
   std::uint32_t found = 0;
-  for (std::int64_t base = std::int64_t{blockIdx.x} * kStep * kUnroll;
-       base < numel;
-       base += std::int64_t{gridDim.x} * kStep * kUnroll) {
+  constexpr std::int64_t kChunk = kStep * kUnroll;
+  // From the end: who quantizes the tensor next, from its beginning, finds in
+  // the cache what was read last.
+  for (std::int64_t chunk = (numel - 1) / kChunk - blockIdx.x; chunk >= 0;
+       chunk -= gridDim.x) {
+    const std::int64_t base = chunk * kChunk;
     Eight<T> v[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {

@@ -55,16 +55,25 @@ __device__ inline int tile_of_block(const Source& source) {
 
 /// The place of this thread in its tile.
 struct TilePlace {
-  __device__ explicit TilePlace(int tile) : tile(tile) {}
+  __device__ explicit TilePlace(int tile) : TilePlace(tile, blockIdx.y) {}
   template <class Source>
   __device__ explicit TilePlace(const Source& source)
       : TilePlace(tile_of_block(source)) {}
+  __device__ TilePlace(int tile, unsigned band) : tile(tile), band(band) {}
+
+  /// For a pass before another one over the same tiles: from the last rows on,
+  /// so that the other one finds in the cache what this one has read last.
+  template <class Source>
+  __device__ static TilePlace from_the_end(const Source& source) {
+    return {tile_of_block(source), gridDim.y - 1 - blockIdx.y};
+  }
 
   int tile;                      ///< of those side by side
+  unsigned band;                 ///< of rows
   int group = threadIdx.x % 16;  ///< of 8 columns
   int row = threadIdx.x / 16 * 8;
   int warp = threadIdx.x / 32;
-  std::int64_t r = std::int64_t{blockIdx.y} * kTile + row;
+  std::int64_t r = std::int64_t{band} * kTile + row;
   std::int64_t c = std::int64_t{tile} * kTile + group * 8;
 };
 

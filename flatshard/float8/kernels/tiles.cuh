@@ -108,7 +108,7 @@ template <class Source>
 __global__ void __launch_bounds__(kTileThreads)
     source_amax_kernel(const Source source, float* amax) {
   __shared__ std::uint32_t scratch[32];
-  const TilePlace at(source);
+  const TilePlace at = TilePlace::from_the_end(source);
   Eight<typename Source::Value> v[8];
   load_tile(source, at, v);
   const std::uint32_t found = block_max(thread_peaks(v).largest(), scratch);
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kTileThreads) row_and_column_amax_kernel(
     float* row_amax,
     float* column_amax) {
   __shared__ ColumnPeaks scratch;
-  const TilePlace at(source);
+  const TilePlace at = TilePlace::from_the_end(source);
   Eight<typename Source::Value> v[8];
   load_tile(source, at, v);
   if (row_amax != nullptr) {

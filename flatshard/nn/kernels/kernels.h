@@ -47,6 +47,8 @@ struct RmsNormBackward {
   float* amax = nullptr;  ///< or null; max(amax, largest magnitude of dx)
 };
 void rms_norm_backward(const RmsNormBackward& args, cudaStream_t stream);
+/// Enough of them to fill a GPU, few enough to keep the partial sums small.
+int rms_norm_backward_blocks_per_multiprocessor(Dtype dtype, std::int64_t dim);
 
 /// grad[dim] = (accumulate ? grad : 0) + sum over blocks of partial.
 void sum_partials(

@@ -158,6 +158,149 @@ __global__ void __launch_bounds__(1024)
   }
 }
 
+// Rows of so few packs, such as a head's, are shared by the lanes of a part of a
+// warp: with a block for each row a GPU waits for memory instead of filling it.
+constexpr int kShortThreads = 256;
+
+template <int Lanes>
+__device__ inline float lanes_sum(float v) {
+#pragma unroll
+  for (int offset = Lanes / 2; offset > 0; offset /= 2) {
+    v += __shfl_xor_sync(0xffffffffU, v, offset);
+  }
+  return v;
+}
+
+template <class T, class W, int N, int Lanes, bool Amax>
+__global__ void __launch_bounds__(kShortThreads)
+    rms_norm_forward_short_kernel(const RmsNormForward a) {
+  constexpr int kRows = kShortThreads / Lanes;
+  const std::int64_t row =
+      static_cast<std::int64_t>(blockIdx.x) * kRows + threadIdx.x / Lanes;
+  const int column = static_cast<int>(threadIdx.x) % Lanes * N;
+  const bool here = row < a.rows && column < a.dim;
+  const std::int64_t at = row * a.dim + column;
+  float values[N] = {};
+  float squares = 0.0F;
+  if (here) {
+    load<T, N>(static_cast<const T*>(a.x) + at, values);
+    if (a.delta) {
+      float other[N];
+      load<T, N>(static_cast<const T*>(a.delta) + at, other);
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        values[i] = to_float(from_float<T>(values[i] + other[i]));
+      }
+      store<T, N>(static_cast<T*>(a.sum) + at, values);
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      squares += values[i] * values[i];
+    }
+  }
+  const float mean = lanes_sum<Lanes>(squares) / static_cast<float>(a.dim);
+  const float rstd = 1.0F / sqrtf(mean + a.eps);
+  std::uint32_t amax = 0;
+  if (here) {
+    if (column == 0) {
+      a.rstd[row] = rstd;
+    }
+    float w[N];
+    load<W, N>(static_cast<const W*>(a.weight) + column, w);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      w[i] *= values[i] * rstd;
+    }
+    if (a.y) {
+      store<T, N>(static_cast<T*>(a.y) + at, w);
+    }
+    if constexpr (Amax) {
+      amax = stored_amax<T>(w);
+    }
+  }
+  if constexpr (Amax) {
+    deliver_amax(amax, a.amax);
+  }
+}
+
+template <class T, class W, int N, int Lanes, bool Amax>
+__global__ void __launch_bounds__(kShortThreads)
+    rms_norm_backward_short_kernel(const RmsNormBackward a) {
+  constexpr int kRows = kShortThreads / Lanes;
+  __shared__ float sums[kRows][Lanes * N];
+  const int own = static_cast<int>(threadIdx.x) / Lanes;
+  const int column = static_cast<int>(threadIdx.x) % Lanes * N;
+  std::uint32_t amax = 0;
+  float dw[N] = {};
+  float weight[N] = {};
+  if (column < a.dim) {
+    load<W, N>(static_cast<const W*>(a.weight) + column, weight);
+  }
+  const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * kRows;
+  for (std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kRows;
+       first < a.rows;
+       first += step) {
+    const std::int64_t row = first + own;
+    const bool here = row < a.rows && column < a.dim;
+    const std::int64_t at = row * a.dim + column;
+    const float rstd = row < a.rows ? a.rstd[row] : 0.0F;
+    float x[N] = {};
+    float g[N] = {};  // dy, then dy * weight
+    float dot = 0.0F;
+    if (here) {
+      load<T, N>(static_cast<const T*>(a.x) + at, x);
+      load<T, N>(static_cast<const T*>(a.dy) + at, g);
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        dw[i] += g[i] * x[i] * rstd;
+        g[i] *= weight[i];
+        dot += g[i] * x[i];
+      }
+    }
+    const float pull = lanes_sum<Lanes>(dot) * rstd * rstd * rstd /
+                       static_cast<float>(a.dim);
+    if (!here) {
+      continue;
+    }
+    float dx[N] = {};
+    if (a.dsum) {
+      load<T, N>(static_cast<const T*>(a.dsum) + at, dx);
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      dx[i] += g[i] * rstd - x[i] * pull;
+    }
+    store<T, N>(static_cast<T*>(a.dx) + at, dx);
+    if constexpr (Amax) {
+      amax = larger(amax, stored_amax<T>(dx));
+    }
+    if (a.y) {
+      float y[N];
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        y[i] = weight[i] * (x[i] * rstd);  // the forward's bits
+      }
+      store<T, N>(static_cast<T*>(a.y) + at, y);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    sums[own][column + i] = dw[i];
+  }
+  __syncthreads();
+  for (int c = static_cast<int>(threadIdx.x); c < a.dim; c += kShortThreads) {
+    float total = 0.0F;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      total += sums[i][c];
+    }
+    a.partial[blockIdx.x * a.dim + c] = total;
+  }
+  if constexpr (Amax) {
+    deliver_amax(amax, a.amax);
+  }
+}
+
 // 32 columns a block, 8 rows of threads; fixed order, so deterministic.
 template <class G>
 __global__ void rms_norm_partials_kernel(
@@ -188,12 +331,27 @@ __global__ void rms_norm_partials_kernel(
   }
 }
 
-// Picks N (wide or single loads) and P (packs a thread) for a row length.
-template <class T, class W, class Run>
-void choose(std::int64_t dim, bool wide, Run&& run) {
+bool is_short(std::int64_t dim, int wide_pack) {
+  return dim % wide_pack == 0 && dim / wide_pack <= 32;
+}
+
+// Picks N (wide or single loads) and P (packs a thread) for a row length; for
+// short rows, a number of lanes.
+template <class T, class W, class Run, class RunShort>
+void choose(std::int64_t dim, bool wide, Run&& run, RunShort&& run_short) {
   constexpr int kN = kWide<T>;
   const std::int64_t n = wide && dim % kN == 0 ? kN : 1;
   const std::int64_t packs = dim / n;
+  if (wide && is_short(dim, kN)) {
+    if (packs <= 8) {
+      run_short.template operator()<T, W, kN, 8>();
+    } else if (packs <= 16) {
+      run_short.template operator()<T, W, kN, 16>();
+    } else {
+      run_short.template operator()<T, W, kN, 32>();
+    }
+    return;
+  }
   const auto threads_for = [&](std::int64_t per_thread) {
     return divide_up(divide_up(packs, per_thread), 32) * 32;
   };
@@ -212,19 +370,20 @@ void choose(std::int64_t dim, bool wide, Run&& run) {
   }
 }
 
-template <class Run>
+template <class Run, class RunShort>
 void choose_types(
     Dtype dtype,
     Dtype weight,
     std::int64_t dim,
     bool wide,
-    Run&& run) {
+    Run&& run,
+    RunShort&& run_short) {
   if (dtype == Dtype::f32) {
-    choose<float, float>(dim, wide, run);
+    choose<float, float>(dim, wide, run, run_short);
   } else if (weight == Dtype::f32) {
-    choose<__nv_bfloat16, float>(dim, wide, run);
+    choose<__nv_bfloat16, float>(dim, wide, run, run_short);
   } else {
-    choose<__nv_bfloat16, __nv_bfloat16>(dim, wide, run);
+    choose<__nv_bfloat16, __nv_bfloat16>(dim, wide, run, run_short);
   }
 }
 
@@ -249,7 +408,25 @@ void rms_norm_forward(const RmsNormForward& a, cudaStream_t stream) {
           rms_norm_forward_kernel<T, W, N, P, false>
               <<<a.rows, threads, 0, stream>>>(a);
         }
+      },
+      [&]<class T, class W, int N, int Lanes>() {
+        const int blocks = divide_up(a.rows, kShortThreads / Lanes);
+        if (a.amax) {
+          rms_norm_forward_short_kernel<T, W, N, Lanes, true>
+              <<<blocks, kShortThreads, 0, stream>>>(a);
+        } else {
+          rms_norm_forward_short_kernel<T, W, N, Lanes, false>
+              <<<blocks, kShortThreads, 0, stream>>>(a);
+        }
       });
+}
+
+int rms_norm_backward_blocks_per_multiprocessor(
+    Dtype dtype,
+    std::int64_t dim) {
+  const int wide_pack =
+      dtype == Dtype::f32 ? kWide<float> : kWide<__nv_bfloat16>;
+  return is_short(dim, wide_pack) ? 4 : 2;
 }
 
 void rms_norm_backward(const RmsNormBackward& a, cudaStream_t stream) {
@@ -267,6 +444,15 @@ void rms_norm_backward(const RmsNormBackward& a, cudaStream_t stream) {
         } else {
           rms_norm_backward_kernel<T, W, N, P, false>
               <<<a.blocks, threads, 0, stream>>>(a);
+        }
+      },
+      [&]<class T, class W, int N, int Lanes>() {
+        if (a.amax) {
+          rms_norm_backward_short_kernel<T, W, N, Lanes, true>
+              <<<a.blocks, kShortThreads, 0, stream>>>(a);
+        } else {
+          rms_norm_backward_short_kernel<T, W, N, Lanes, false>
+              <<<a.blocks, kShortThreads, 0, stream>>>(a);
         }
       });
 }
