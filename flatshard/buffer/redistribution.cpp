@@ -88,6 +88,13 @@ bool Redistribution::communicates() const {
   });
 }
 
+bool Redistribution::is_identity() const {
+  return from_numel() == to_numel() &&
+         std::all_of(steps_.begin(), steps_.end(), [](const Step& step) {
+           return step.group == nullptr || step.group->size() == 1;
+         });
+}
+
 void Redistribution::run(const at::Tensor& in, const at::Tensor& out) const {
   const at::NoGradGuard no_grad;
   if (steps_.empty()) {

@@ -40,6 +40,8 @@ class Redistribution {
   std::int64_t to_numel() const { return last().numel; }
   /// Otherwise the values stay where they are, or are a slice of them.
   bool communicates() const;
+  /// Every rank would have with itself alone what it has already.
+  bool is_identity() const;
 
   /// Runs the collectives at once in the calling context, so call it inside
   /// Stream::submit of the stream meant.

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "flatshard/core/error.h"
@@ -16,6 +17,11 @@ void sum_or_set(const at::Tensor& into, const at::Tensor& from, bool add) {
   } else {
     into.copy_(from);
   }
+}
+
+bool is_power_of_two(double value) {
+  int exponent = 0;
+  return std::frexp(value, &exponent) == 0.5;
 }
 
 }  // namespace
@@ -205,7 +211,9 @@ void GradientPipeline::finish(
     }
     return;
   }
-  const at::Tensor reduced = last.run(source);
+  // Read at once, so a rank alone needs no copy of it. A hook may keep it.
+  const at::Tensor reduced =
+      last.is_identity() && !hook_ ? source : last.run(source);
   if (hook_) {
     hook_(reduced);
   }
@@ -215,9 +223,20 @@ void GradientPipeline::finish(
 void GradientPipeline::add_to_reduced(at::Tensor reduced, bool add) {
   const ParamGroupOptions& options = context_.options;
   const at::Tensor into = reduced_.local();
-  if (options.grad_divisor != 1) {
+  const double divisor = options.grad_divisor;
+  if (divisor != 1 && !options.offload) {
     // Widened first: what accumulates is not rounded once more.
-    reduced = reduced.to(into.scalar_type()).div_(options.grad_divisor);
+    if (!add) {
+      into.copy_(reduced).div_(divisor);
+    } else if (into.scalar_type() == at::kFloat && is_power_of_two(divisor)) {
+      into.add_(reduced, 1.0 / divisor);  // the same bits in one pass
+    } else {
+      into.add_(reduced.to(into.scalar_type()).div(divisor));
+    }
+    return;
+  }
+  if (divisor != 1) {
+    reduced = reduced.to(into.scalar_type()).div(divisor);
   }
   if (!options.offload) {
     sum_or_set(into, reduced, add);

@@ -4,6 +4,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <vector>
+
 #include "flatshard/core/error.h"
 #include "flatshard/device/host_threads.h"
 #include "flatshard/device/nvtx.h"
@@ -44,6 +47,45 @@ TEST(MemoryStats, OtherDevicesAreRefusedByName) {
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), ErrorCode::config);
     EXPECT_THAT(error.what(), ::testing::HasSubstr("'meta'"));
+  }
+}
+
+// On a stream of its own, which takes them in one call, and on the default one.
+TEST(CopyBytes, ManyAtOnceAmongThemEmptyOnes) {
+  const at::Device device =
+      cuda_available() ? at::Device(at::kCUDA, 0) : at::Device(at::kCPU);
+  const at::Tensor from =
+      at::arange(1000, at::kInt).view(at::kByte).contiguous().to(device);
+  for (const bool own_stream : {false, true}) {
+    const at::Tensor to = at::zeros_like(from);
+    auto* const first = static_cast<char*>(to.mutable_data_ptr());
+    const auto* const source = static_cast<const char*>(from.const_data_ptr());
+    std::vector<BytesCopy> copies{{.to = first, .from = source, .nbytes = 0}};
+    for (std::int64_t at = 0; at < from.numel(); at += 7) {
+      const std::int64_t nbytes = std::min<std::int64_t>(7, from.numel() - at);
+      copies.push_back(
+          {.to = first + from.numel() - at - nbytes,
+           .from = source + at,
+           .nbytes = nbytes});
+    }
+    const auto copy = [&] { copy_bytes(copies, device); };
+    if (own_stream) {
+      const auto stream = make_stream(device, "copies", {});
+      Event ready;
+      ready.record(*current_stream(device));
+      ready.wait(*stream);
+      stream->submit(copy);
+      Event done;
+      done.record(*stream);
+      done.wait(*current_stream(device));
+    } else {
+      copy();
+    }
+    copy_bytes(std::span<const BytesCopy>(), device);
+    const at::Tensor whole = at::cat(
+        {from.narrow(0, from.numel() - 3, 3),
+         from.narrow(0, 0, from.numel() - 3).view({-1, 7}).flip(0).flatten()});
+    EXPECT_TRUE(to.equal(whole)) << own_stream;
   }
 }
 

@@ -51,26 +51,53 @@ TEST(Pitfalls, B34_WeightsOfFourDimensionsAreCutAtRows) {
 // Four ranks with the data of one batch hold one expert each: it sees the
 // tokens of all, its gradient is a sum over four ranks' losses.
 TEST(Pitfalls, B41_ExpertsDivideByTheRanksThatShareTheirTokens) {
-  for (const char* strategy : {"zero0", "zero1", "zero3"}) {
-    run_ranks(2, [&](RankContext& context) {
-      const auto mesh = context.mesh();
-      const auto dense = make_group({strategy, {2}}, mesh, Precision::full());
-      const auto expert = make_group(
-          {strategy, {2}},
-          mesh,
-          Precision::full(),
-          GradScaling::mean,
-          /*grad_divisor=*/4);
-      const at::Tensor gradient = at::ones({dense->layout().numel()});
-      dense->gradients().reduce(
-          gradient.clone(),
-          dense->plan_reduction(true, true));
-      expert->gradients().reduce(
-          gradient * 4,
-          expert->plan_reduction(true, true));
-      EXPECT_TRUE(expert->gradients().reduced().local().equal(
-          dense->gradients().reduced().local()));
-    });
+  for (const int ranks : {1, 2}) {
+    for (const char* strategy : {"zero0", "zero1", "zero3"}) {
+      for (const double divisor : {4.0, 3.0}) {
+        run_ranks(ranks, [&](RankContext& context) {
+          const auto mesh = context.mesh();
+          const GroupCase c{strategy, {ranks}};
+          // Sums of several microbatches are float32 ones of bfloat16.
+          const Precision precision{.reduce = at::kBFloat16};
+          const auto dense = make_group(c, mesh, precision);
+          const auto expert =
+              make_group(c, mesh, precision, GradScaling::mean, divisor);
+          const at::Tensor gradient =
+              at::arange(dense->layout().numel(), at::kFloat).remainder(5);
+          for (int microbatch = 1; microbatch <= 3; ++microbatch) {
+            dense->gradients().reduce(
+                gradient.to(at::kBFloat16),
+                dense->plan_reduction(true, microbatch == 3));
+            expert->gradients().reduce(
+                (gradient * divisor).to(at::kBFloat16),
+                expert->plan_reduction(true, microbatch == 3));
+          }
+          EXPECT_TRUE(expert->gradients().reduced().local().equal(
+              dense->gradients().reduced().local()))
+              << strategy << ", " << ranks << " ranks, " << divisor;
+        });
+      }
+      run_ranks(ranks, [&](RankContext& context) {
+        const auto mesh = context.mesh();
+        const GroupCase c{strategy, {ranks}};
+        const auto dense = make_group(c, mesh, Precision::full());
+        const auto expert = make_group(
+            c,
+            mesh,
+            Precision::full(),
+            GradScaling::mean,
+            /*grad_divisor=*/4);
+        const at::Tensor gradient = at::ones({dense->layout().numel()});
+        dense->gradients().reduce(
+            gradient.clone(),
+            dense->plan_reduction(true, true));
+        expert->gradients().reduce(
+            gradient * 4,
+            expert->plan_reduction(true, true));
+        EXPECT_TRUE(expert->gradients().reduced().local().equal(
+            dense->gradients().reduced().local()));
+      });
+    }
   }
 }
 

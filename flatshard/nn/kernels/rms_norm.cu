@@ -158,8 +158,9 @@ __global__ void __launch_bounds__(1024)
   }
 }
 
-// Rows of so few packs, such as a head's, are shared by the lanes of a part of a
-// warp: with a block for each row a GPU waits for memory instead of filling it.
+// Rows of so few packs, such as a head's, are shared by the lanes of a part of
+// a warp: with a block for each row a GPU waits for memory instead of filling
+// it.
 constexpr int kShortThreads = 256;
 
 template <int Lanes>
@@ -257,8 +258,8 @@ __global__ void __launch_bounds__(kShortThreads)
         dot += g[i] * x[i];
       }
     }
-    const float pull = lanes_sum<Lanes>(dot) * rstd * rstd * rstd /
-                       static_cast<float>(a.dim);
+    const float pull =
+        lanes_sum<Lanes>(dot) * rstd * rstd * rstd / static_cast<float>(a.dim);
     if (!here) {
       continue;
     }
@@ -421,9 +422,7 @@ void rms_norm_forward(const RmsNormForward& a, cudaStream_t stream) {
       });
 }
 
-int rms_norm_backward_blocks_per_multiprocessor(
-    Dtype dtype,
-    std::int64_t dim) {
+int rms_norm_backward_blocks_per_multiprocessor(Dtype dtype, std::int64_t dim) {
   const int wide_pack =
       dtype == Dtype::f32 ? kWide<float> : kWide<__nv_bfloat16>;
   return is_short(dim, wide_pack) ? 4 : 2;
