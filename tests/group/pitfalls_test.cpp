@@ -6,6 +6,8 @@
 
 #include <mutex>
 #include <type_traits>
+#include <utility>
+#include <vector>
 
 namespace flatshard::testing {
 namespace {
@@ -53,15 +55,27 @@ TEST(Pitfalls, B34_WeightsOfFourDimensionsAreCutAtRows) {
 TEST(Pitfalls, B41_ExpertsDivideByTheRanksThatShareTheirTokens) {
   for (const int ranks : {1, 2}) {
     for (const char* strategy : {"zero0", "zero1", "zero3"}) {
-      for (const double divisor : {4.0, 3.0}) {
+      for (const auto& [divisor, offload] :
+           std::vector<std::pair<double, bool>>{
+               {4, false},
+               {3, false},
+               {4, true}}) {
         run_ranks(ranks, [&](RankContext& context) {
           const auto mesh = context.mesh();
           const GroupCase c{strategy, {ranks}};
           // Sums of several microbatches are float32 ones of bfloat16.
           const Precision precision{.reduce = at::kBFloat16};
           const auto dense = make_group(c, mesh, precision);
-          const auto expert =
-              make_group(c, mesh, precision, GradScaling::mean, divisor);
+          const auto expert = make_group(
+              c,
+              mesh,
+              precision,
+              GradScaling::mean,
+              divisor,
+              /*matrix=*/{},
+              /*grads_in_reduce_dtype=*/false,
+              /*keep_compute_weights=*/true,
+              offload);
           const at::Tensor gradient =
               at::arange(dense->layout().numel(), at::kFloat).remainder(5);
           for (int microbatch = 1; microbatch <= 3; ++microbatch) {
@@ -74,7 +88,8 @@ TEST(Pitfalls, B41_ExpertsDivideByTheRanksThatShareTheirTokens) {
           }
           EXPECT_TRUE(expert->gradients().reduced().local().equal(
               dense->gradients().reduced().local()))
-              << strategy << ", " << ranks << " ranks, " << divisor;
+              << strategy << ", " << ranks << " ranks, " << divisor << ", "
+              << offload;
         });
       }
       run_ranks(ranks, [&](RankContext& context) {
