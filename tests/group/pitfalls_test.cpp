@@ -6,7 +6,6 @@
 
 #include <mutex>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
 namespace flatshard::testing {
@@ -53,65 +52,52 @@ TEST(Pitfalls, B34_WeightsOfFourDimensionsAreCutAtRows) {
 // Four ranks with the data of one batch hold one expert each: it sees the
 // tokens of all, its gradient is a sum over four ranks' losses.
 TEST(Pitfalls, B41_ExpertsDivideByTheRanksThatShareTheirTokens) {
+  struct Case {
+    double divisor;
+    int microbatches;  ///< the sum of several is float32
+    Precision precision;
+    bool offload;
+  };
+  const Precision bf16{.reduce = at::kBFloat16};
+  const std::vector<Case> cases{
+      {4, 1, Precision::full(), false},
+      {4, 3, bf16, false},
+      {3, 3, bf16, false},
+      {4, 3, bf16, true}};
   for (const int ranks : {1, 2}) {
     for (const char* strategy : {"zero0", "zero1", "zero3"}) {
-      for (const auto& [divisor, offload] :
-           std::vector<std::pair<double, bool>>{
-               {4, false},
-               {3, false},
-               {4, true}}) {
+      for (const Case& each : cases) {
         run_ranks(ranks, [&](RankContext& context) {
           const auto mesh = context.mesh();
           const GroupCase c{strategy, {ranks}};
-          // Sums of several microbatches are float32 ones of bfloat16.
-          const Precision precision{.reduce = at::kBFloat16};
-          const auto dense = make_group(c, mesh, precision);
+          const auto dense = make_group(c, mesh, each.precision);
           const auto expert = make_group(
               c,
               mesh,
-              precision,
+              each.precision,
               GradScaling::mean,
-              divisor,
+              each.divisor,
               /*matrix=*/{},
               /*grads_in_reduce_dtype=*/false,
               /*keep_compute_weights=*/true,
-              offload);
+              each.offload);
           const at::Tensor gradient =
               at::arange(dense->layout().numel(), at::kFloat).remainder(5);
-          for (int microbatch = 1; microbatch <= 3; ++microbatch) {
-            dense->gradients().reduce(
-                gradient.to(at::kBFloat16),
-                dense->plan_reduction(true, microbatch == 3));
-            expert->gradients().reduce(
-                (gradient * divisor).to(at::kBFloat16),
-                expert->plan_reduction(true, microbatch == 3));
+          const auto reduce = [&](ParamGroup& group, double factor, bool last) {
+            group.gradients().reduce(
+                (gradient * factor).to(each.precision.reduce),
+                group.plan_reduction(true, last));
+          };
+          for (int i = 1; i <= each.microbatches; ++i) {
+            reduce(*dense, 1, i == each.microbatches);
+            reduce(*expert, each.divisor, i == each.microbatches);
           }
           EXPECT_TRUE(expert->gradients().reduced().local().equal(
               dense->gradients().reduced().local()))
-              << strategy << ", " << ranks << " ranks, " << divisor << ", "
-              << offload;
+              << strategy << ", " << ranks << " ranks, " << each.divisor << ", "
+              << each.microbatches << " microbatches, " << each.offload;
         });
       }
-      run_ranks(ranks, [&](RankContext& context) {
-        const auto mesh = context.mesh();
-        const GroupCase c{strategy, {ranks}};
-        const auto dense = make_group(c, mesh, Precision::full());
-        const auto expert = make_group(
-            c,
-            mesh,
-            Precision::full(),
-            GradScaling::mean,
-            /*grad_divisor=*/4);
-        const at::Tensor gradient = at::ones({dense->layout().numel()});
-        dense->gradients().reduce(
-            gradient.clone(),
-            dense->plan_reduction(true, true));
-        expert->gradients().reduce(
-            gradient * 4,
-            expert->plan_reduction(true, true));
-        EXPECT_TRUE(expert->gradients().reduced().local().equal(
-            dense->gradients().reduced().local()));
-      });
     }
   }
 }
