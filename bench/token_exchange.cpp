@@ -1,8 +1,9 @@
 // What it takes to bring a layer's rows to the experts of other ranks and back,
 // by collectives and by copies, at the sizes of Qwen3-30B-A3B: a line of JSON
-// for each, from rank 0. Balanced random data. One rank for each GPU, or those
-// of a launcher; without a GPU two ranks on the CPU, for trying it out.
-// usage: flatshard_token_exchange [tokens of a rank]
+// for each, from rank 0. Those of tokens permute them, and add up their rows.
+// Balanced random data. One rank for each GPU, or those of a launcher; without
+// a GPU two ranks on the CPU, for trying it out. usage:
+// flatshard_token_exchange [tokens of a rank]
 #include <ATen/Functions.h>
 #include <fmt/format.h>
 
@@ -99,22 +100,48 @@ void measure(
   // What leaves this rank.
   const double nbytes =
       static_cast<double>(rows.nbytes()) * (mesh.size() - 1) / mesh.size();
+  // Each token's experts are neighbours, and all of them are taken as often.
+  const nn::Permutation permutation = nn::sort_by_expert(
+      at::arange(num_rows, options.dtype(at::kInt))
+          .remainder(kExperts)
+          .view({-1, kPerToken}),
+      counts);
+  const at::Tensor x =
+      at::randn({num_rows / kPerToken, kDim}, options).to(at::kBFloat16);
   Calls plans(mesh);
   Calls dispatches(mesh);
   Calls combines(mesh);
+  Calls dispatches_of_tokens(mesh);
+  Calls combines_of_tokens(mesh);
   for (int round = 0; round < kRounds; ++round) {
     nn::ExchangePlanPtr plan;
     at::Tensor arrived;
     plans.run([&] { plan = exchange.plan(counts, num_rows); });
     dispatches.run([&] {
-      arrived = exchange.start(plan, Way::dispatch, {rows})->finish()[0];
+      arrived =
+          exchange.start(plan, Way::dispatch, {.rows = {rows}})->finish()[0];
     });
-    combines.run(
-        [&] { exchange.start(plan, Way::combine, {arrived})->finish(); });
+    combines.run([&] {
+      exchange.start(plan, Way::combine, {.rows = {arrived}})->finish();
+    });
+    dispatches_of_tokens.run([&] {
+      exchange.start(plan, Way::dispatch, {.rows = {x}, .tokens = permutation})
+          ->finish();
+    });
+    combines_of_tokens.run([&] {
+      exchange
+          .start(
+              plan,
+              Way::combine,
+              {.rows = {arrived}, .tokens = permutation, .addend = x})
+          ->finish();
+    });
   }
   plans.report(kind, "plan", 0);
   dispatches.report(kind, "dispatch", nbytes);
   combines.report(kind, "combine", nbytes);
+  dispatches_of_tokens.report(kind, "dispatch of tokens", nbytes);
+  combines_of_tokens.report(kind, "combine of tokens", nbytes);
 }
 
 void run(std::int64_t tokens) {

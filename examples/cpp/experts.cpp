@@ -8,7 +8,6 @@
 #include <flatshard/flatshard.h>
 
 using namespace flatshard;
-using Way = nn::TokenExchange::Way;
 
 constexpr std::int64_t kDim = 8;
 constexpr std::int64_t kWidth = 16;
@@ -46,18 +45,20 @@ struct BlockImpl : nn::Module {
     const auto order = nn::sort_by_expert(routing.experts, routing.counts);
     // Once a layer: how many rows go where. The host waits for it.
     const auto plan = exchange->plan(routing.counts, order.rows());
-    const at::Tensor arrived = nn::exchange_rows(
+    const nn::TensorList arrived = nn::dispatch_tokens(
         exchange,
         plan,
-        Way::dispatch,
-        nn::permute_rows(x, order));
-    const at::Tensor rows = nn::exchange_rows(
+        order,
+        x,
+        nn::permute_weights(routing.weights, order));
+    const at::Tensor rows =
+        experts(arrived[0], plan->ends, plan->groups_per_expert);
+    return nn::combine_tokens(
         exchange,
         plan,
-        Way::combine,
-        experts(arrived, plan->ends, plan->groups_per_expert));
-    const at::Tensor weights = nn::permute_weights(routing.weights, order);
-    return nn::sum_rows_of_tokens(rows * weights.unsqueeze(1), order, x);
+        order,
+        rows * arrived[1].unsqueeze(1),
+        x);
   }
 };
 FLATSHARD_MODULE(Block);

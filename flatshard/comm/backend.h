@@ -47,6 +47,14 @@ void cuda_sum_rows(
     const at::Tensor& own,
     double scale);
 
+/// Whether cuda_add_scaled takes these; see sum_rows.h.
+bool cuda_adds(const at::Tensor& into, const at::Tensor& from);
+void cuda_add_scaled(
+    const at::Tensor& into,
+    const at::Tensor& from,
+    double scale,
+    bool add);
+
 /// Runs `function`; what torch or Gloo throws becomes Error{timeout} or
 /// Error{comm} with `where` as its context.
 void with_comm_errors(

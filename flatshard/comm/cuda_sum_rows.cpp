@@ -47,4 +47,28 @@ void cuda_sum_rows(
       c10::cuda::getCurrentCUDAStream()));
 }
 
+bool cuda_adds(const at::Tensor& into, const at::Tensor& from) {
+  const at::ScalarType dtype = from.scalar_type();
+  return into.is_cuda() && from.is_cuda() && into.is_contiguous() &&
+         from.is_contiguous() && into.numel() == from.numel() &&
+         into.scalar_type() == at::kFloat &&
+         (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf);
+}
+
+void cuda_add_scaled(
+    const at::Tensor& into,
+    const at::Tensor& from,
+    double scale,
+    bool add) {
+  const CudaDeviceScope scope(into.device());
+  C10_CUDA_CHECK(kernels::add_scaled(
+      into.mutable_data_ptr<float>(),
+      from.const_data_ptr(),
+      into.numel(),
+      static_cast<float>(scale),
+      add,
+      row_dtype(from.scalar_type()),
+      c10::cuda::getCurrentCUDAStream()));
+}
+
 }  // namespace flatshard::detail

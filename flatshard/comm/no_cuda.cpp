@@ -43,4 +43,16 @@ void cuda_sum_rows(
       "-DFLATSHARD_CUDA=on");
 }
 
+bool cuda_adds(const at::Tensor& /*into*/, const at::Tensor& /*from*/) {
+  return false;
+}
+
+void cuda_add_scaled(
+    const at::Tensor& /*into*/,
+    const at::Tensor& /*from*/,
+    double /*scale*/,
+    bool /*add*/) {
+  FLATSHARD_THROW(internal, "a CUDA kernel was called in a build without CUDA");
+}
+
 }  // namespace flatshard::detail

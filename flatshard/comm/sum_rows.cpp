@@ -49,4 +49,21 @@ void sum_rows(const at::Tensor& out, const at::Tensor& rows, ReduceOp op) {
   sum_rows(out, rows, 0, rows.select(0, 0), op);
 }
 
+void add_scaled(
+    const at::Tensor& into,
+    const at::Tensor& from,
+    double scale,
+    bool add) {
+  if (detail::cuda_adds(into, from)) {
+    detail::cuda_add_scaled(into, from, scale, add);
+  } else if (add) {
+    into.add_(from, scale);
+  } else {
+    into.copy_(from);
+    if (scale != 1) {
+      into.mul_(scale);
+    }
+  }
+}
+
 }  // namespace flatshard

@@ -9,6 +9,11 @@ namespace {
 constexpr int kThreads = 256;
 constexpr std::int64_t kMaxBlocks = 264;
 
+unsigned blocks_for(std::int64_t items) {
+  const std::int64_t wanted = (items + kThreads - 1) / kThreads;
+  return static_cast<unsigned>(wanted < kMaxBlocks ? wanted : kMaxBlocks);
+}
+
 template <class T, int N>
 __device__ inline void sum_pack(
     const T* rows,
@@ -72,13 +77,13 @@ void launch(
     cudaStream_t stream) {
   const bool wide = aligned16(rows) && aligned16(own) && aligned16(out) &&
                     stride % kWide<T> == 0;
-  const std::int64_t items = wide ? numel / kWide<T> + 1 : numel;
-  const std::int64_t wanted = (items + kThreads - 1) / kThreads;
-  const auto blocks =
-      static_cast<unsigned>(wanted < kMaxBlocks ? wanted : kMaxBlocks);
   const auto kernel =
       wide ? sum_rows_kernel<T, kWide<T>> : sum_rows_kernel<T, 1>;
-  kernel<<<blocks, kThreads, 0, stream>>>(
+  kernel<<<
+      blocks_for(wide ? numel / kWide<T> + 1 : numel),
+      kThreads,
+      0,
+      stream>>>(
       static_cast<const T*>(rows),
       stride,
       num_rows,
@@ -87,6 +92,81 @@ void launch(
       static_cast<T*>(out),
       numel,
       scale);
+}
+
+// Of float32, 16 bytes at a time.
+template <int N>
+__device__ inline void load_all(const float* from, float (&to)[N]) {
+  constexpr int kStep = N < 4 ? N : 4;
+#pragma unroll
+  for (int i = 0; i < N; i += kStep) {
+    load<float, kStep>(from + i, reinterpret_cast<float(&)[kStep]>(to[i]));
+  }
+}
+
+template <int N>
+__device__ inline void store_all(float* to, const float (&from)[N]) {
+  constexpr int kStep = N < 4 ? N : 4;
+#pragma unroll
+  for (int i = 0; i < N; i += kStep) {
+    store<float, kStep>(
+        to + i,
+        reinterpret_cast<const float(&)[kStep]>(from[i]));
+  }
+}
+
+template <class T, int N>
+__device__ inline void
+add_pack(float* into, const T* from, float scale, bool add, std::int64_t at) {
+  float sum[N] = {};
+  float value[N];
+  load<T, N>(from + at, value);
+  if (add) {
+    load_all<N>(into + at, sum);
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    sum[i] += scale * value[i];
+  }
+  store_all<N>(into + at, sum);
+}
+
+template <class T, int N>
+__global__ void add_scaled_kernel(
+    float* __restrict__ into,
+    const T* __restrict__ from,
+    std::int64_t numel,
+    float scale,
+    bool add) {
+  const std::int64_t thread =
+      static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const std::int64_t threads =
+      static_cast<std::int64_t>(gridDim.x) * blockDim.x;
+  const std::int64_t packs = numel / N;
+  for (std::int64_t p = thread; p < packs; p += threads) {
+    add_pack<T, N>(into, from, scale, add, p * N);
+  }
+  for (std::int64_t i = packs * N + thread; i < numel; i += threads) {
+    add_pack<T, 1>(into, from, scale, add, i);
+  }
+}
+
+template <class T>
+void launch_add(
+    float* into,
+    const void* from,
+    std::int64_t numel,
+    float scale,
+    bool add,
+    cudaStream_t stream) {
+  const bool wide = aligned16(into) && aligned16(from);
+  const auto kernel =
+      wide ? add_scaled_kernel<T, kWide<T>> : add_scaled_kernel<T, 1>;
+  kernel<<<
+      blocks_for(wide ? numel / kWide<T> + 1 : numel),
+      kThreads,
+      0,
+      stream>>>(into, static_cast<const T*>(from), numel, scale, add);
 }
 
 }  // namespace
@@ -125,6 +205,31 @@ cudaError_t sum_rows(
     case RowDtype::float16:
       launch<
           __half>(rows, stride, num_rows, rank, own, out, numel, scale, stream);
+      break;
+  }
+  return cudaGetLastError();
+}
+
+cudaError_t add_scaled(
+    float* into,
+    const void* from,
+    std::int64_t numel,
+    float scale,
+    bool add,
+    RowDtype dtype,
+    cudaStream_t stream) {
+  if (numel == 0) {
+    return cudaSuccess;
+  }
+  switch (dtype) {
+    case RowDtype::float32:
+      launch_add<float>(into, from, numel, scale, add, stream);
+      break;
+    case RowDtype::bfloat16:
+      launch_add<__nv_bfloat16>(into, from, numel, scale, add, stream);
+      break;
+    case RowDtype::float16:
+      launch_add<__half>(into, from, numel, scale, add, stream);
       break;
   }
   return cudaGetLastError();

@@ -21,4 +21,17 @@ void sum_rows(
     const at::Tensor& own,
     ReduceOp op);
 
+/// into = scale * from, or into + scale * from, as at::Tensor::add_ rounds it.
+/// On the current stream. CUDA: contiguous tensors, a float32 `into` and a
+/// float32, bfloat16 or float16 `from` take one pass at the memory's speed,
+/// which ATen's kernel of two dtypes does not reach.
+///
+/// @param into  [n]
+/// @param from  [n], of any dtype
+void add_scaled(
+    const at::Tensor& into,
+    const at::Tensor& from,
+    double scale,
+    bool add);
+
 }  // namespace flatshard

@@ -26,4 +26,16 @@ cudaError_t sum_rows(
     RowDtype dtype,
     cudaStream_t stream);
 
+/// into[i] = scale * from[i], or into[i] + scale * from[i].
+///
+/// @param into, from  [numel] on the device
+cudaError_t add_scaled(
+    float* into,
+    const void* from,
+    std::int64_t numel,
+    float scale,
+    bool add,
+    RowDtype dtype,
+    cudaStream_t stream);
+
 }  // namespace flatshard::kernels

@@ -4,11 +4,13 @@
 #include <c10/util/accumulate.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "flatshard/core/error.h"
 #include "flatshard/device/memory.h"
+#include "flatshard/nn/row_places.h"
 
 namespace flatshard {
 namespace {
@@ -16,8 +18,11 @@ namespace {
 // So that halves begin where wide copies can.
 constexpr std::int64_t kHalfAlignment = 256;
 
-std::int64_t aligned(std::int64_t nbytes) {
-  return (nbytes + kHalfAlignment - 1) / kHalfAlignment * kHalfAlignment;
+// So that parts begin where narrow rows can.
+constexpr std::int64_t kPartAlignment = 4;
+
+std::int64_t aligned(std::int64_t nbytes, std::int64_t alignment) {
+  return (nbytes + alignment - 1) / alignment * alignment;
 }
 
 std::int64_t nbytes_of_row(const at::Tensor& rows) {
@@ -41,6 +46,10 @@ struct PeerExchange::Plan : StreamExchangePlan {
   // Of this rank's own rows, those for its own experts.
   std::int64_t stay_begin = 0;
   std::int64_t stay_end = 0;
+  at::Tensor uploaded;   ///< int32: ends, stay_runs, all_runs
+  at::Tensor stay_runs;  ///< of rows that stay: see nn::row_places
+  at::Tensor all_runs;   ///< of all that arrive: see NarrowRows
+  std::optional<nn::RowPlaces> places;  ///< made on the exchange stream
 };
 
 PeerExchange::PeerExchange(
@@ -51,17 +60,17 @@ PeerExchange::PeerExchange(
     : StreamExchange(std::move(group), num_experts, options.exchange),
       hosts_(std::move(hosts)),
       window_nbytes_(options.window_nbytes),
-      half_nbytes_(aligned(options.window_nbytes)),
+      half_nbytes_(aligned(options.window_nbytes, kHalfAlignment)),
       windows_(PeerMemory::create(this->group(), 2 * half_nbytes_)),
       counts_(make_stream(
           this->group().device(),
           "counts",
           {.high_priority = true})),
       host_(host_buffer(
-                2 * num_experts * static_cast<std::int64_t>(sizeof(int)),
+                (num_experts + num_uploaded()) *
+                    static_cast<std::int64_t>(sizeof(int)),
                 this->group().device())
-                .view(at::kInt)
-                .view({2, num_experts})) {
+                .view(at::kInt)) {
   FLATSHARD_CHECK(
       hosts_->size() == this->group().size() &&
           hosts_->rank() == this->group().rank() && hosts_->device().is_cpu(),
@@ -69,6 +78,12 @@ PeerExchange::PeerExchange(
       "exchange of tokens by copies: expected the hosts of '{}', got '{}'",
       this->group().name(),
       hosts_->name());
+  std::vector<std::int64_t> addresses;
+  for (int rank = 0; rank < windows_->size(); ++rank) {
+    addresses.push_back(
+        reinterpret_cast<std::int64_t>(windows_->of(rank).data_ptr()));
+  }
+  addresses_ = at::tensor(addresses, at::kLong).to(this->group().device());
 }
 
 c10::intrusive_ptr<StreamExchangePlan> PeerExchange::begin(
@@ -83,12 +98,22 @@ c10::intrusive_ptr<StreamExchangePlan> PeerExchange::begin(
   auto made = c10::make_intrusive<Plan>();
   made->groups_per_expert = groups_per_expert;
   // Before the event: compute may still use the memory that it gets.
+  made->uploaded = at::empty({num_uploaded()}, counts.options());
   made->ends =
-      at::empty({experts_per_rank() * groups_per_expert}, counts.options());
+      made->uploaded.narrow(0, 0, experts_per_rank() * groups_per_expert);
+  std::int64_t used = made->ends.numel();
+  const auto table_of = [&](std::int64_t num_runs) {
+    const std::int64_t numel = 2 * (num_runs + 1);
+    used += numel;
+    return made->uploaded.narrow(0, used - numel, numel)
+        .view({2, num_runs + 1});
+  };
+  made->stay_runs = table_of(experts_per_rank());
+  made->all_runs = table_of(num_experts());
   Event counted;
   counted.record(*current_stream(device));
   counted.wait(*counts_);
-  const at::Tensor mine = host_[0];
+  const at::Tensor mine = host_.narrow(0, 0, num_experts());
   counts_->submit([mine, counts] {
     copy_bytes(
         mine.mutable_data_ptr(),
@@ -107,7 +132,7 @@ void PeerExchange::finish(const nn::ExchangePlanPtr& plan) {
   const std::int64_t local = experts_per_rank();
   const at::Tensor all = at::empty({size, num_experts()}, at::kInt);
   try {
-    hosts_->all_gather(all, host_[0]);
+    hosts_->all_gather(all, host_.narrow(0, 0, num_experts()));
   } catch (const std::exception&) {
     failed_ = true;
     throw;
@@ -130,7 +155,7 @@ void PeerExchange::finish(const nn::ExchangePlanPtr& plan) {
     }
   }
   check_num_rows(made->num_counted, made->num_sent);
-  int* const end = host_[1].mutable_data_ptr<int>();
+  int* const end = host_.mutable_data_ptr<int>() + num_experts();
   std::int64_t row = 0;
   for (std::int64_t expert = 0; expert < local; ++expert) {
     for (int rank = 0; rank < size; ++rank) {
@@ -145,16 +170,31 @@ void PeerExchange::finish(const nn::ExchangePlanPtr& plan) {
   made->stay_begin = own.front().at_home;
   made->stay_end = own.back().at_home + own.back().rows;
   made->num_received = row;
-  counts_->submit([ends = made->ends, from = host_[1]] {
+  int* const stay = end + made->ends.numel();
+  int* const arrive = stay + made->stay_runs.numel();
+  for (std::int64_t expert = 0; expert < local; ++expert) {
+    stay[expert] = static_cast<int>(own[expert].at_home);
+    stay[local + 1 + expert] = static_cast<int>(own[expert].at_experts);
+    for (int rank = 0; rank < size; ++rank) {
+      const Run& run = made->runs[rank][expert];
+      int* const to = arrive + expert * size + rank;
+      to[0] = static_cast<int>(run.at_experts);
+      to[num_experts() + 1] = static_cast<int>(run.at_home);
+    }
+  }
+  stay[local] = static_cast<int>(made->stay_end);
+  arrive[num_experts()] = static_cast<int>(row);
+  counts_->submit([to = made->uploaded, end] {
     copy_bytes(
-        ends.mutable_data_ptr(),
-        from.const_data_ptr(),
-        static_cast<std::int64_t>(ends.nbytes()),
-        ends.device());
+        to.mutable_data_ptr(),
+        end,
+        static_cast<std::int64_t>(to.nbytes()),
+        to.device());
   });
   Event uploaded;
   uploaded.record(*counts_);
   uploaded.wait(*current_stream(device));
+  uploaded.wait(stream());
 }
 
 void PeerExchange::restart() {
@@ -164,26 +204,51 @@ void PeerExchange::restart() {
   hosts_->restart();
 }
 
+std::int64_t PeerExchange::num_uploaded() {
+  const std::int64_t local = experts_per_rank();
+  const std::int64_t groups = groups_by_rank() ? group().size() : 1;
+  return local * groups + 2 * (local + 1) + 2 * (num_experts() + 1);
+}
+
 std::vector<std::vector<PeerExchange::Part>> PeerExchange::parts_by_fence(
     const Plan& plan,
-    const nn::TensorList& out,
-    const nn::TensorList& in) const {
+    const nn::TensorList& at_home,
+    const nn::TensorList& at_experts,
+    bool of_tokens) const {
   std::vector<std::vector<Part>> fences(1);
   std::int64_t in_window = 0;
-  for (std::size_t i = 0; i < in.size(); ++i) {
-    const std::int64_t row = nbytes_of_row(in[i]);
+  for (std::size_t i = 0; i < at_experts.size(); ++i) {
+    const std::int64_t row = nbytes_of_row(at_experts[i]);
     if (in_window + plan.most_counted * row > window_nbytes_) {
       fences.emplace_back();
       in_window = 0;
     }
     fences.back().push_back(
         {.row = row,
-         .from = static_cast<const char*>(in[i].const_data_ptr()),
-         .to = static_cast<char*>(out[i].mutable_data_ptr()),
-         .in_window = in_window});
-    in_window += plan.most_counted * row;
+         .at_home = static_cast<char*>(at_home[i].data_ptr()),
+         .at_experts = static_cast<char*>(at_experts[i].data_ptr()),
+         .in_window = in_window,
+         .of_tokens = of_tokens && i == 0,
+         .is_narrow = !(of_tokens && i == 0) &&
+                      NarrowRows::are(row, at_experts[i].element_size())});
+    in_window += aligned(plan.most_counted * row, kPartAlignment);
   }
   return fences;
+}
+
+void PeerExchange::check_fits(const Plan& plan, const nn::TensorList& rows)
+    const {
+  for (const at::Tensor& tensor : rows) {
+    FLATSHARD_CHECK(
+        plan.most_counted * nbytes_of_row(tensor) <= window_nbytes_,
+        config,
+        "exchange of tokens by copies: a rank has {} rows of {} bytes, and "
+        "windows of {} bytes; make them larger, or exchange by collectives "
+        "(parallelism.token_exchange)",
+        plan.most_counted,
+        nbytes_of_row(tensor),
+        window_nbytes_);
+  }
 }
 
 std::function<void()> PeerExchange::travel(
@@ -191,92 +256,183 @@ std::function<void()> PeerExchange::travel(
     Way way,
     const nn::TensorList& out,
     const nn::TensorList& rows) {
-  const auto* const made = own<const Plan>(plan);
-  for (const at::Tensor& tensor : rows) {
-    FLATSHARD_CHECK(
-        made->most_counted * nbytes_of_row(tensor) <= window_nbytes_,
-        config,
-        "exchange of tokens by copies: a rank has {} rows of {} bytes, and "
-        "windows of {} bytes; make them larger, or exchange by collectives "
-        "(parallelism.token_exchange)",
-        made->most_counted,
-        nbytes_of_row(tensor),
-        window_nbytes_);
+  return work_of(plan, way, out, {.rows = rows});
+}
+
+std::function<void()> PeerExchange::travel_of_tokens(
+    const nn::ExchangePlanPtr& plan,
+    Way way,
+    const nn::TensorList& out,
+    const nn::TransferInput& input) {
+  return nn::can_split_rows(input.rows[0])
+             ? work_of(plan, way, out, input)
+             : StreamExchange::travel_of_tokens(plan, way, out, input);
+}
+
+std::function<void()> PeerExchange::work_of(
+    const nn::ExchangePlanPtr& plan,
+    Way way,
+    const nn::TensorList& out,
+    const nn::TransferInput& input) {
+  auto* const made = own<Plan>(plan);
+  check_fits(*made, input.rows);
+  if (input.rows.empty()) {
+    return [] {};
   }
   // The plan lives as long as the graph.
-  return [this, plan, made, way, rows, out] {
-    for (const auto& parts : parts_by_fence(*made, out, rows)) {
+  return [this, plan, made, way, out, input] {
+    if (input.tokens && !made->places) {
+      made->places =
+          nn::row_places(*input.tokens, made->stay_runs, made->num_counted);
+    }
+    const bool leaves = way == Way::dispatch;
+    const auto fences = parts_by_fence(
+        *made,
+        leaves ? input.rows : out,
+        leaves ? out : input.rows,
+        input.tokens.has_value());
+    for (const std::vector<Part>& parts : fences) {
       half_ = 1 - half_;
-      way == Way::dispatch ? dispatch(*made, parts) : combine(*made, parts);
+      if (leaves) {
+        dispatch(*made, parts, input, out[0]);
+      } else {
+        combine(*made, parts, input, out[0]);
+      }
     }
   };
 }
 
-void PeerExchange::dispatch(const Plan& plan, const std::vector<Part>& parts) {
+void PeerExchange::dispatch(
+    const Plan& plan,
+    const std::vector<Part>& parts,
+    const nn::TransferInput& input,
+    const at::Tensor& arrived) {
   const int rank = group().rank();
   const int size = group().size();
-  std::vector<BytesCopy> leaving;
-  for (const Part& part : parts) {
-    const auto leave = [&](std::int64_t begin, std::int64_t end) {
-      const std::int64_t at = begin * part.row;
-      leaving.push_back(
-          {.to = window(rank, part) + at,
-           .from = part.from + at,
-           .nbytes = (end - begin) * part.row});
-    };
-    leave(0, plan.stay_begin);
-    leave(plan.stay_end, plan.num_counted);
+  if (parts[0].of_tokens) {
+    nn::permute_rows_into(
+        input.rows[0],
+        *input.tokens,
+        *plan.places,
+        plan.num_counted,
+        rows_in_window(plan, parts[0], arrived),
+        arrived);
   }
-  copy(leaving);
+  copy(home_copies(plan, parts, /*leaves=*/true));
   group().fence();
   // The ranks begin with their next one each, so that no two read from one.
   std::vector<BytesCopy> arriving;
   for (int i = 1; i <= size; ++i) {
     const int peer = (rank + i) % size;
     for (const Part& part : parts) {
-      const char* const rows = peer == rank ? part.from : window(peer, part);
+      if (part.is_narrow || (peer == rank && part.of_tokens)) {
+        continue;
+      }
+      const char* const rows = peer == rank ? part.at_home : window(peer, part);
       for (const Run& run : plan.runs[peer]) {
         arriving.push_back(
-            {.to = part.to + run.at_experts * part.row,
+            {.to = part.at_experts + run.at_experts * part.row,
              .from = rows + run.at_home * part.row,
              .nbytes = run.rows * part.row});
       }
     }
   }
+  for (const Part& part : parts) {
+    if (part.is_narrow) {
+      narrow_rows(plan, part).gather(part.at_experts);
+    }
+  }
   copy(arriving);
 }
 
-void PeerExchange::combine(const Plan& plan, const std::vector<Part>& parts) {
+void PeerExchange::combine(
+    const Plan& plan,
+    const std::vector<Part>& parts,
+    const nn::TransferInput& input,
+    const at::Tensor& sums) {
   const int rank = group().rank();
   const int size = group().size();
   std::vector<BytesCopy> leaving;
   for (int i = 1; i <= size; ++i) {
     const int peer = (rank + i) % size;
     for (const Part& part : parts) {
-      char* const rows = peer == rank ? part.to : window(peer, part);
+      if (part.is_narrow || (peer == rank && part.of_tokens)) {
+        continue;
+      }
+      char* const rows = peer == rank ? part.at_home : window(peer, part);
       for (const Run& run : plan.runs[peer]) {
         leaving.push_back(
             {.to = rows + run.at_home * part.row,
-             .from = part.from + run.at_experts * part.row,
+             .from = part.at_experts + run.at_experts * part.row,
              .nbytes = run.rows * part.row});
       }
     }
   }
+  for (const Part& part : parts) {
+    if (part.is_narrow) {
+      narrow_rows(plan, part).scatter(part.at_experts);
+    }
+  }
   copy(leaving);
   group().fence();
-  std::vector<BytesCopy> arriving;
+  copy(home_copies(plan, parts, /*leaves=*/false));
+  if (parts[0].of_tokens) {
+    nn::sum_rows_from(
+        rows_in_window(plan, parts[0], input.rows[0]),
+        input.rows[0],
+        *plan.places,
+        input.addend,
+        sums);
+  }
+}
+
+std::vector<BytesCopy> PeerExchange::home_copies(
+    const Plan& plan,
+    const std::vector<Part>& parts,
+    bool leaves) const {
+  std::vector<BytesCopy> copies;
   for (const Part& part : parts) {
-    const auto arrive = [&](std::int64_t begin, std::int64_t end) {
-      const std::int64_t at = begin * part.row;
-      arriving.push_back(
-          {.to = part.to + at,
-           .from = window(rank, part) + at,
+    const auto add = [&](std::int64_t begin, std::int64_t end) {
+      char* const there = window(windows_->rank(), part) + begin * part.row;
+      char* const here = part.at_home + begin * part.row;
+      copies.push_back(
+          {.to = leaves ? there : here,
+           .from = leaves ? here : there,
            .nbytes = (end - begin) * part.row});
     };
-    arrive(0, plan.stay_begin);
-    arrive(plan.stay_end, plan.num_counted);
+    if (part.of_tokens) {
+      continue;
+    }
+    if (part.is_narrow) {
+      add(0, plan.num_counted);
+    } else {
+      add(0, plan.stay_begin);
+      add(plan.stay_end, plan.num_counted);
+    }
   }
-  copy(arriving);
+  return copies;
+}
+
+NarrowRows PeerExchange::narrow_rows(const Plan& plan, const Part& part) const {
+  return {
+      .windows = addresses_,
+      .runs = plan.all_runs,
+      .in_window = half_ * half_nbytes_ + part.in_window,
+      .num_rows = plan.num_received,
+      .row_nbytes = part.row};
+}
+
+at::Tensor PeerExchange::rows_in_window(
+    const Plan& plan,
+    const Part& part,
+    const at::Tensor& like) const {
+  return windows_->local()
+      .narrow(
+          0,
+          half_ * half_nbytes_ + part.in_window,
+          plan.num_counted * part.row)
+      .view(like.scalar_type())
+      .view({plan.num_counted, like.size(1)});
 }
 
 void PeerExchange::copy(const std::vector<BytesCopy>& copies) const {

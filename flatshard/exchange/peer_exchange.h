@@ -1,6 +1,7 @@
 #pragma once
 
 #include "flatshard/device/memory.h"
+#include "flatshard/exchange/narrow_rows.h"
 #include "flatshard/exchange/stream_exchange.h"
 #include "flatshard/peer/peer_memory.h"
 
@@ -27,6 +28,11 @@ struct PeerExchangeOptions {
 /// used by turns, and a fence stands between writing and reading. One fence for
 /// each transfer is enough: whoever is past it has read what the transfer
 /// before left in the other half.
+///
+/// Tokens (nn::TransferInput) are permuted straight into the window and, where
+/// their expert is here, to where its rows are; and they are added up from the
+/// window and from where the experts of this rank left theirs. So rows that
+/// stay are not copied, and others once, from one rank to the other.
 ///
 /// The counts go from host to host, through pages that the processes share.
 class PeerExchange : public StreamExchange {
@@ -61,6 +67,11 @@ class PeerExchange : public StreamExchange {
       Way way,
       const nn::TensorList& out,
       const nn::TensorList& rows) override;
+  std::function<void()> travel_of_tokens(
+      const nn::ExchangePlanPtr& plan,
+      Way way,
+      const nn::TensorList& out,
+      const nn::TransferInput& input) override;
 
  private:
   struct Plan;
@@ -69,18 +80,55 @@ class PeerExchange : public StreamExchange {
   /// One tensor of a transfer, in bytes.
   struct Part {
     std::int64_t row = 0;
-    const char* from = nullptr;
-    char* to = nullptr;
+    char* at_home = nullptr;
+    char* at_experts = nullptr;
     std::int64_t in_window = 0;  ///< begins there, of each rank
+    /// At home it has a row for each token, and kernels take those of this rank
+    /// from and to the window.
+    bool of_tokens = false;
+    bool is_narrow = false;  ///< see NarrowRows; not of tokens
   };
 
+  std::function<void()> work_of(
+      const nn::ExchangePlanPtr& plan,
+      Way way,
+      const nn::TensorList& out,
+      const nn::TransferInput& input);
+  /// @throws Error{config} on all ranks.
+  void check_fits(const Plan& plan, const nn::TensorList& rows) const;
   /// Those of each fence.
+  /// @param of_tokens  the first one is.
   std::vector<std::vector<Part>> parts_by_fence(
       const Plan& plan,
-      const nn::TensorList& out,
-      const nn::TensorList& in) const;
-  void dispatch(const Plan& plan, const std::vector<Part>& parts);
-  void combine(const Plan& plan, const std::vector<Part>& parts);
+      const nn::TensorList& at_home,
+      const nn::TensorList& at_experts,
+      bool of_tokens) const;
+  /// @param arrived  of the transfer's first tensor
+  void dispatch(
+      const Plan& plan,
+      const std::vector<Part>& parts,
+      const nn::TransferInput& input,
+      const at::Tensor& arrived);
+  /// @param sums  likewise
+  void combine(
+      const Plan& plan,
+      const std::vector<Part>& parts,
+      const nn::TransferInput& input,
+      const at::Tensor& sums);
+  /// Copies of a part between its tensor at home and this rank's window: of
+  /// rows for other ranks, or of all rows of a narrow one.
+  std::vector<BytesCopy> home_copies(
+      const Plan& plan,
+      const std::vector<Part>& parts,
+      bool leaves) const;
+  NarrowRows narrow_rows(const Plan& plan, const Part& part) const;
+  /// [rows of this rank, dim] of `like`'s dtype, in the half of this transfer.
+  at::Tensor rows_in_window(
+      const Plan& plan,
+      const Part& part,
+      const at::Tensor& like) const;
+  /// What a plan uploads: int32.
+  std::int64_t num_uploaded();
   void copy(const std::vector<BytesCopy>& copies) const;
   /// Of rank `rank`, in the half that this transfer uses.
   char* window(int rank, const Part& part) const;
@@ -89,9 +137,11 @@ class PeerExchange : public StreamExchange {
   std::int64_t window_nbytes_;
   std::int64_t half_nbytes_;
   std::unique_ptr<PeerMemory> windows_;
+  at::Tensor addresses_;            ///< int64: of windows_, by rank
   int half_ = 0;                    ///< of the last transfer
   std::shared_ptr<Stream> counts_;  ///< counts leave the device here
-  at::Tensor host_;  ///< int32 [2, experts]: counts and ends, pinned
+  /// int32, pinned: counts of all experts, then what a plan uploads.
+  at::Tensor host_;
 };
 
 }  // namespace flatshard

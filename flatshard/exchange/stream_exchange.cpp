@@ -10,20 +10,29 @@
 namespace flatshard {
 namespace {
 
-// For what arrives of `rows`.
+using Way = nn::TokenExchange::Way;
+
+// For what a transfer of `input` delivers.
 nn::TensorList room_for(
     const nn::ExchangePlan& plan,
-    nn::TokenExchange::Way way,
-    const nn::TensorList& rows) {
+    Way way,
+    const nn::TransferInput& input) {
+  const std::int64_t num_rows =
+      way == Way::dispatch ? plan.num_received : plan.num_sent;
   nn::TensorList room;
-  for (const at::Tensor& tensor : rows) {
+  for (const at::Tensor& tensor : input.rows) {
     if (!tensor.defined()) {
       room.emplace_back();
       continue;
     }
     std::vector<std::int64_t> sizes = tensor.sizes().vec();
-    sizes.at(0) = way == nn::TokenExchange::Way::dispatch ? plan.num_received
-                                                          : plan.num_sent;
+    sizes.at(0) = num_rows;
+    if (room.empty() && input.tokens && way == Way::combine) {
+      sizes.at(0) = input.tokens->tokens();
+      if (input.addend.defined()) {
+        sizes = input.addend.sizes().vec();
+      }
+    }
     room.push_back(at::empty(sizes, tensor.options()));
   }
   return room;
@@ -58,7 +67,7 @@ void check_num_experts(Communicator& group, std::int64_t num_experts) {
 
 class StreamExchange::Transfer : public nn::RowTransfer {
  public:
-  Transfer(StreamExchange& exchange, nn::TensorList from, nn::TensorList to)
+  Transfer(StreamExchange& exchange, nn::TransferInput from, nn::TensorList to)
       : exchange_(&exchange), from_(std::move(from)), to_(std::move(to)) {
     done_.record(exchange.stream());
   }
@@ -78,13 +87,13 @@ class StreamExchange::Transfer : public nn::RowTransfer {
   nn::TensorList finish() override {
     std::exchange(exchange_, nullptr)->await(done_);
     // Compute waits, so it may use both again.
-    from_.clear();
+    from_ = {};
     return std::move(to_);
   }
 
  private:
   StreamExchange* exchange_;  ///< null: finished
-  nn::TensorList from_;
+  nn::TransferInput from_;
   nn::TensorList to_;
   Event done_;
 };
@@ -176,21 +185,43 @@ std::function<void()> StreamExchange::travel_of_defined(
     const nn::ExchangePlanPtr& plan,
     Way way,
     const nn::TensorList& out,
-    const nn::TensorList& rows) {
+    const nn::TransferInput& input) {
   const auto defined = [](nn::TensorList tensors) {
     std::erase_if(tensors, [](const auto& t) { return !t.defined(); });
     return tensors;
   };
-  return travel(plan, way, defined(out), defined(rows));
+  nn::TransferInput all = input;
+  all.rows = defined(std::move(all.rows));
+  return all.tokens ? travel_of_tokens(plan, way, defined(out), all)
+                    : travel(plan, way, defined(out), all.rows);
+}
+
+std::function<void()> StreamExchange::travel_of_tokens(
+    const nn::ExchangePlanPtr& plan,
+    Way way,
+    const nn::TensorList& out,
+    const nn::TransferInput& input) {
+  return [this, plan, way, out, input] {
+    if (way == Way::dispatch) {
+      travel(plan, way, out, nn::rows_of(way, input))();
+      return;
+    }
+    nn::TensorList arrived = out;
+    arrived[0] = at::empty(
+        {plan->num_sent, input.rows[0].size(1)},
+        input.rows[0].options());
+    travel(plan, way, arrived, input.rows)();
+    out[0].copy_(nn::result_of(way, input, arrived)[0]);
+  };
 }
 
 nn::TensorList StreamExchange::take(
     const nn::ExchangePlanPtr& plan,
     Way way,
-    const nn::TensorList& rows) {
-  nn::TensorList out = room_for(*plan, way, rows);
+    const nn::TransferInput& input) {
+  nn::TensorList out = room_for(*plan, way, input);
   try {
-    travel_of_defined(plan, way, out, rows)();
+    travel_of_defined(plan, way, out, input)();
   } catch (const std::exception&) {
     failed_ = true;
     throw;
@@ -201,14 +232,14 @@ nn::TensorList StreamExchange::take(
 std::unique_ptr<nn::RowTransfer> StreamExchange::start(
     const nn::ExchangePlanPtr& plan,
     Way way,
-    const nn::TensorList& rows) {
-  const nn::TensorList out = room_for(*plan, way, rows);
-  auto work = travel_of_defined(plan, way, out, rows);
+    const nn::TransferInput& input) {
+  const nn::TensorList out = room_for(*plan, way, input);
+  auto work = travel_of_defined(plan, way, out, input);
   Event ready;
   ready.record(*current_stream(group_->device()));
   ready.wait(*stream_);
   stream_->submit(std::move(work));
-  return std::make_unique<Transfer>(*this, rows, out);
+  return std::make_unique<Transfer>(*this, input, out);
 }
 
 }  // namespace flatshard

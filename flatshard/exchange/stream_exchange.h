@@ -53,13 +53,13 @@ class StreamExchange : public nn::TokenExchange {
   std::unique_ptr<nn::RowTransfer> start(
       const nn::ExchangePlanPtr& plan,
       Way way,
-      const nn::TensorList& rows) override;
+      const nn::TransferInput& input) override;
   /// Rows travel here.
   std::shared_ptr<Stream> queue() const override { return stream_; }
   nn::TensorList take(
       const nn::ExchangePlanPtr& plan,
       Way way,
-      const nn::TensorList& rows) override;
+      const nn::TransferInput& input) override;
   /// One of compute's waits; see measure().
   void await(const Event& event) override;
 
@@ -98,6 +98,13 @@ class StreamExchange : public nn::TokenExchange {
       Way way,
       const nn::TensorList& out,
       const nn::TensorList& rows) = 0;
+  /// The same for tokens, see TransferInput. This one permutes them in front of
+  /// what `travel` gives, and adds them up behind it.
+  virtual std::function<void()> travel_of_tokens(
+      const nn::ExchangePlanPtr& plan,
+      Way way,
+      const nn::TensorList& out,
+      const nn::TransferInput& input);
 
   /// @throws Error{usage} for a plan of another exchange.
   template <class Plan>
@@ -129,7 +136,7 @@ class StreamExchange : public nn::TokenExchange {
       const nn::ExchangePlanPtr& plan,
       Way way,
       const nn::TensorList& out,
-      const nn::TensorList& rows);
+      const nn::TransferInput& input);
 
   std::shared_ptr<Communicator> group_;
   std::int64_t num_experts_;

@@ -6,18 +6,11 @@
 #include <cmath>
 #include <utility>
 
+#include "flatshard/comm/sum_rows.h"
 #include "flatshard/core/error.h"
 
 namespace flatshard {
 namespace {
-
-void sum_or_set(const at::Tensor& into, const at::Tensor& from, bool add) {
-  if (add) {
-    into.add_(from);
-  } else {
-    into.copy_(from);
-  }
-}
 
 bool is_power_of_two(double value) {
   int exponent = 0;
@@ -158,18 +151,18 @@ at::Tensor GradientPipeline::reduce_inner(
     slot.mul_(1.0 / context_.mesh->size());
   }
   if (!r.collective) {
-    sum_or_set(local_.buffer.local(), slot, r.add_local);
+    add_scaled(local_.buffer.local(), slot, 1.0, r.add_local);
     return {};
   }
   at::Tensor source = slot;
   Stage reached = Stage::unreduced;
   if (r.add_local) {
-    local_.buffer.local().add_(slot);
+    add_scaled(local_.buffer.local(), slot, 1.0, /*add=*/true);
     source = local_.buffer.local().to(wire);
   }
   if (r.to_inner || r.add_inner) {
     const at::Tensor inner = redistribution(reached, Stage::inner).run(source);
-    sum_or_set(inner_.buffer.local(), inner, r.add_inner);
+    add_scaled(inner_.buffer.local(), inner, 1.0, r.add_inner);
     if (r.to_inner) {
       return {};
     }
@@ -226,10 +219,10 @@ void GradientPipeline::add_to_reduced(at::Tensor reduced, bool add) {
   const double divisor = options.grad_divisor;
   if (divisor != 1 && !options.offload) {
     // Widened first: what accumulates is not rounded once more.
-    if (!add) {
+    if (into.scalar_type() == at::kFloat && is_power_of_two(divisor)) {
+      add_scaled(into, reduced, 1.0 / divisor, add);  // the same bits
+    } else if (!add) {
       into.copy_(reduced).div_(divisor);
-    } else if (into.scalar_type() == at::kFloat && is_power_of_two(divisor)) {
-      into.add_(reduced, 1.0 / divisor);  // the same bits in one pass
     } else {
       into.add_(reduced.to(into.scalar_type()).div(divisor));
     }
@@ -239,7 +232,7 @@ void GradientPipeline::add_to_reduced(at::Tensor reduced, bool add) {
     reduced = reduced.to(into.scalar_type()).div(divisor);
   }
   if (!options.offload) {
-    sum_or_set(into, reduced, add);
+    add_scaled(into, reduced, 1.0, add);
     return;
   }
   // Sums are made on the device, so that all of it is queued.

@@ -1,6 +1,7 @@
 // Blocks in pieces, for schedules that run each by itself.
 #include "flatshard/core/error.h"
 #include "flatshard/models/llama.h"
+#include "flatshard/nn/autograd.h"
 #include "flatshard/nn/swiglu.h"
 
 #include <ATen/ATen.h>
@@ -9,6 +10,25 @@
 #include <vector>
 
 namespace flatshard::models {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+/// rows + residual, when `rows` have been added to it already.
+struct AddedFunction : torch::autograd::Function<AddedFunction> {
+  static at::Tensor forward(
+      AutogradContext* /*ctx*/,
+      const at::Tensor& rows,
+      const at::Tensor& /*residual*/) {
+    return nn::reshape_result(rows, rows.sizes());
+  }
+  static variable_list backward(AutogradContext* /*ctx*/, variable_list grads) {
+    return {grads[0], grads[0]};
+  }
+};
+
+}  // namespace
 
 class LlamaBlockNodes : public nn::BlockNodes {
  public:
@@ -28,11 +48,12 @@ class LlamaBlockNodes : public nn::BlockNodes {
         /*with_shared=*/false);
     sizes_ = before.sum.sizes().vec();
     const nn::Routing routing = moe.choose(before, record_);
-    const nn::Permutation& permutation = record_.permutation;
+    // A reader of its own, whose gradient comes by itself.
+    const at::Tensor dispatched = before.rows.view(before.rows.sizes());
     return {
         .rows =
-            {nn::permute_rows(before.rows, permutation),
-             nn::permute_weights(routing.weights, permutation)},
+            {dispatched,
+             nn::permute_weights(routing.weights, record_.permutation)},
         .residual = before.sum.reshape(before.rows.sizes()),
         .shared = moe.shared_ ? before.rows : at::Tensor()};
   }
@@ -68,13 +89,18 @@ class LlamaBlockNodes : public nn::BlockNodes {
 
   at::Tensor merge(const at::Tensor& rows, const at::Tensor& residual)
       override {
-    return nn::sum_rows_of_tokens(rows, record_.permutation, residual)
-        .view(sizes_);
+    return AddedFunction::apply(rows, residual).view(sizes_);
   }
 
-  nn::TensorList send(nn::TokenExchange::Way way, const nn::TensorList& rows)
-      override {
-    return block_.moe_->exchange_->take(record_.plan, way, rows);
+  nn::TensorList send(
+      nn::TokenExchange::Way way,
+      const nn::TensorList& rows,
+      const at::Tensor& residual) override {
+    nn::TransferInput input{.rows = rows, .addend = residual};
+    if (rows[0].defined()) {
+      input.tokens = record_.permutation;
+    }
+    return block_.moe_->exchange_->take(record_.plan, way, input);
   }
 
  private:

@@ -162,12 +162,14 @@ at::Tensor ExpertsImpl::forward(
     const at::Tensor& x,
     const at::Tensor& weights,
     const RoutingRecord& record) {
-  using Way = nn::TokenExchange::Way;
   const nn::ExchangePlanPtr& plan = record.plan;
   const at::Tensor row_weights =
       nn::permute_weights(weights, record.permutation);
-  if (!exchange_) {
-    const nn::Groups groups{plan->ends, plan->groups_per_expert};
+  if (!are_all_here()) {
+    exchange_->finish_plan(plan);
+  }
+  const nn::Groups groups{plan->ends, plan->groups_per_expert};
+  if (are_all_here()) {
     const at::Tensor gate_up = nn::permute_grouped_linear(
         x,
         record.permutation,
@@ -181,26 +183,14 @@ at::Tensor ExpertsImpl::forward(
         groups,
         context());
   }
-  const at::Tensor permuted = nn::permute_rows(x, record.permutation);
-  exchange_->finish_plan(plan);
-  const nn::Groups groups{plan->ends, plan->groups_per_expert};
-  const nn::TensorList rows = nn::exchange_rows(
-      exchange_,
-      plan,
-      Way::dispatch,
-      {permuted, row_weights});
-  const at::Tensor gate_up =
-      nn::grouped_linear(rows[0], gate_up_proj_, groups, context());
-  return nn::exchange_rows(
-      exchange_,
-      plan,
-      Way::combine,
-      nn::grouped_swiglu_linear(
-          gate_up,
-          rows[1],
-          down_proj_,
-          groups,
-          context()));
+  const nn::TensorList rows =
+      nn::dispatch_tokens(exchange_, plan, record.permutation, x, row_weights);
+  return nn::grouped_swiglu_linear(
+      nn::grouped_linear(rows[0], gate_up_proj_, groups, context()),
+      rows[1],
+      down_proj_,
+      groups,
+      context());
 }
 
 MoeImpl::MoeImpl(
@@ -321,7 +311,14 @@ at::Tensor MoeImpl::forward(
   const nn::Routing routing = choose(before, *record);
   const at::Tensor out = experts_(before.rows, routing.weights, *record);
   const at::Tensor sum =
-      nn::sum_rows_of_tokens(out, record->permutation, before.sum);
+      experts_->are_all_here()
+          ? nn::sum_rows_of_tokens(out, record->permutation, before.sum)
+          : nn::combine_tokens(
+                exchange_,
+                record->plan,
+                record->permutation,
+                out,
+                before.sum);
   return shared_ ? sum.view(x.sizes()) : sum;
 }
 

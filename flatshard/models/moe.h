@@ -112,12 +112,14 @@ class ExpertsImpl : public nn::Module {
   ExpertsImpl(const ModelConfig& config, const MoeOptions& options);
   /// @param x        [tokens, dim]
   /// @param weights  float32 [tokens, experts_per_token]
-  /// @return         [tokens * experts_per_token, dim], weighted, in the order
-  ///   of the permutation
+  /// @return         the weighted results of each row that came here, in the
+  ///   order in which it came: [ExchangePlan::num_received, dim]
   at::Tensor forward(
       const at::Tensor& x,
       const at::Tensor& weights,
       const RoutingRecord& record);
+  /// No row travels.
+  bool are_all_here() const { return exchange_ == nullptr; }
 
  private:
   friend class LlamaBlockNodes;

@@ -21,15 +21,15 @@ class BlockNodes {
   virtual ~BlockNodes() = default;
 
   struct Attended {
-    /// What is dispatched: rows by expert, and what goes with each row. Empty
-    /// for a dense block.
+    /// What is dispatched: tokens or rows by expert, as `send` takes them, and
+    /// what goes with each row. Empty for a dense block.
     TensorList rows;
     /// What the rows that come back are added to; of a dense block the result.
     at::Tensor residual;
     /// What shared experts read; undefined: there are none.
     at::Tensor shared;
   };
-  /// Norm, attention, router, permutation.
+  /// Norm, attention, router.
   virtual Attended attend(const at::Tensor& tokens) = 0;
   /// The host waits until it is known where rows go: behind `attend`, before
   /// the first `send`. What is queued in between runs meanwhile.
@@ -43,7 +43,7 @@ class BlockNodes {
       const at::Tensor& residual) {
     return residual;
   }
-  /// @param rows  as combine delivered those of `experts`.
+  /// @param rows  as `send` brought back those of `experts`.
   /// @return the block's result. No weights are read.
   virtual at::Tensor merge(
       const at::Tensor& rows,
@@ -51,7 +51,12 @@ class BlockNodes {
   /// Takes rows, or their gradients, one way, as nn::TokenExchange::take. No
   /// graph. Called from work of the stream on which rows travel
   /// (nn::TokenExchange::queue).
-  virtual TensorList send(TokenExchange::Way way, const TensorList& rows) = 0;
+  /// @param residual  of the forward's combine, and else undefined: what
+  ///   `merge` is given. A block may add it here already.
+  virtual TensorList send(
+      TokenExchange::Way way,
+      const TensorList& rows,
+      const at::Tensor& residual) = 0;
 };
 
 }  // namespace flatshard::nn

@@ -120,13 +120,15 @@ void permute_rows(
     at::Tensor& out) {
   const c10::cuda::CUDAGuard guard(x.device());
   kernels::permute_rows(
-      pointer(x),
-      order.const_data_ptr<std::int32_t>(),
-      out.mutable_data_ptr(),
-      order.size(0),
-      x.size(1),
-      per_token,
-      row_dtype(x),
+      {.x = pointer(x),
+       .order = order.const_data_ptr<std::int32_t>(),
+       .places = nullptr,
+       .out = out.mutable_data_ptr(),
+       .staying = nullptr,
+       .rows = order.size(0),
+       .dim = x.size(1),
+       .per_token = per_token,
+       .dtype = row_dtype(x)},
       moe_stream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
@@ -140,7 +142,8 @@ void sum_rows_of_tokens(
   const c10::cuda::CUDAGuard guard(rows.device());
   kernels::sum_rows_of_tokens(
       {.rows = pointer(rows),
-       .inverse = inverse.const_data_ptr<std::int32_t>(),
+       .staying = nullptr,
+       .places = inverse.const_data_ptr<std::int32_t>(),
        .first = pointer(first),
        .second = pointer(second),
        .out = out.mutable_data_ptr(),
@@ -148,6 +151,70 @@ void sum_rows_of_tokens(
        .slots = inverse.size(1),
        .dim = rows.size(1),
        .dtype = row_dtype(rows)},
+      moe_stream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+void row_places(
+    const at::Tensor& order,
+    const at::Tensor& runs,
+    std::int64_t num_rows,
+    at::Tensor& of_rows,
+    at::Tensor& of_pairs) {
+  const c10::cuda::CUDAGuard guard(order.device());
+  kernels::row_places(
+      {.order = order.const_data_ptr<std::int32_t>(),
+       .runs = runs.const_data_ptr<std::int32_t>(),
+       .of_rows = of_rows.mutable_data_ptr<std::int32_t>(),
+       .of_pairs = of_pairs.mutable_data_ptr<std::int32_t>(),
+       .num_runs = static_cast<int>(runs.size(1) - 1),
+       .num_rows = num_rows,
+       .rows = order.size(0)},
+      moe_stream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+void permute_rows_into(
+    const at::Tensor& x,
+    const at::Tensor& order,
+    const at::Tensor& of_rows,
+    std::int64_t per_token,
+    std::int64_t num_rows,
+    const at::Tensor& leaving,
+    const at::Tensor& staying) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  kernels::permute_rows(
+      {.x = pointer(x),
+       .order = order.const_data_ptr<std::int32_t>(),
+       .places = of_rows.const_data_ptr<std::int32_t>(),
+       .out = leaving.mutable_data_ptr(),
+       .staying = staying.mutable_data_ptr(),
+       .rows = num_rows,
+       .dim = x.size(1),
+       .per_token = per_token,
+       .dtype = row_dtype(x)},
+      moe_stream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+void sum_rows_from(
+    const at::Tensor& leaving,
+    const at::Tensor& staying,
+    const at::Tensor& of_pairs,
+    const at::Tensor& addend,
+    const at::Tensor& out) {
+  const c10::cuda::CUDAGuard guard(leaving.device());
+  kernels::sum_rows_of_tokens(
+      {.rows = pointer(leaving),
+       .staying = pointer(staying),
+       .places = of_pairs.const_data_ptr<std::int32_t>(),
+       .first = pointer(addend),
+       .second = nullptr,
+       .out = out.mutable_data_ptr(),
+       .tokens = of_pairs.size(0),
+       .slots = of_pairs.size(1),
+       .dim = leaving.size(1),
+       .dtype = row_dtype(leaving)},
       moe_stream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }

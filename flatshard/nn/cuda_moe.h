@@ -44,6 +44,28 @@ void sum_rows_of_tokens(
     const at::Tensor& second,
     at::Tensor& out);
 
+/// See RowPlaces; overwrites of_rows and of_pairs.
+void row_places(
+    const at::Tensor& order,
+    const at::Tensor& runs,
+    std::int64_t num_rows,
+    at::Tensor& of_rows,
+    at::Tensor& of_pairs);
+void permute_rows_into(
+    const at::Tensor& x,
+    const at::Tensor& order,
+    const at::Tensor& of_rows,
+    std::int64_t per_token,
+    std::int64_t num_rows,
+    const at::Tensor& leaving,
+    const at::Tensor& staying);
+void sum_rows_from(
+    const at::Tensor& leaving,
+    const at::Tensor& staying,
+    const at::Tensor& of_pairs,
+    const at::Tensor& addend,
+    const at::Tensor& out);
+
 /// y[r] = silu(gate) * up * weights[r] of rows [gate | up].
 void weighted_swiglu_forward(
     const at::Tensor& gate_up,

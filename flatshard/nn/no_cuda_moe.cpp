@@ -39,6 +39,32 @@ void sum_rows_of_tokens(
     at::Tensor&) {
   refuse_moe();
 }
+void row_places(
+    const at::Tensor&,
+    const at::Tensor&,
+    std::int64_t,
+    at::Tensor&,
+    at::Tensor&) {
+  refuse_moe();
+}
+void permute_rows_into(
+    const at::Tensor&,
+    const at::Tensor&,
+    const at::Tensor&,
+    std::int64_t,
+    std::int64_t,
+    const at::Tensor&,
+    const at::Tensor&) {
+  refuse_moe();
+}
+void sum_rows_from(
+    const at::Tensor&,
+    const at::Tensor&,
+    const at::Tensor&,
+    const at::Tensor&,
+    const at::Tensor&) {
+  refuse_moe();
+}
 void weighted_swiglu_forward(
     const at::Tensor&,
     const at::Tensor&,

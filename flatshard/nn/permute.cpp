@@ -68,6 +68,29 @@ void sum_on_cpu(
       });
 }
 
+// For dtypes that the kernel does not take.
+at::Tensor sum_of_slots(
+    const at::Tensor& rows,
+    const at::Tensor& inverse,
+    const at::Tensor& first,
+    const at::Tensor& second) {
+  const at::ScalarType wide =
+      rows.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  at::Tensor sum =
+      at::zeros({inverse.size(0), rows.size(1)}, rows.options().dtype(wide));
+  for (const at::Tensor& addend : {first, second}) {
+    if (addend.defined()) {
+      sum.add_(addend.reshape(sum.sizes()).to(wide));
+    }
+  }
+  for (std::int64_t slot = 0; slot < inverse.size(1); ++slot) {
+    const at::Tensor row = inverse.select(1, slot);
+    const at::Tensor found = rows.index_select(0, row.clamp_min(0)).to(wide);
+    sum.add_(found.masked_fill(row.lt(0).unsqueeze(1), 0.0));
+  }
+  return sum;
+}
+
 at::Tensor sum_rows(
     const at::Tensor& rows,
     const at::Tensor& inverse,
@@ -89,6 +112,10 @@ at::Tensor sum_rows(
         contiguous(second, dtype),
         out);
     return out;
+  }
+  if (!rows.is_cpu()) {
+    const at::Tensor sum = sum_of_slots(rows, inverse, first, second).to(dtype);
+    return sum.view(out.sizes());
   }
   at::Tensor sum =
       dtype == at::kFloat

@@ -26,28 +26,37 @@ struct ExchangeHandle : torch::CustomClassHolder {
   std::shared_ptr<TokenExchange> exchange;
   ExchangePlanPtr plan;
   TokenExchange::Way way = TokenExchange::Way::dispatch;
-};
+  std::optional<Permutation> tokens;
 
-TensorList contiguous(TensorList rows) {
-  for (at::Tensor& tensor : rows) {
-    if (tensor.defined()) {
-      tensor = tensor.contiguous();
+  TensorList run(
+      TokenExchange::Way direction,
+      TensorList rows,
+      const at::Tensor& addend = {}) const {
+    for (at::Tensor& tensor : rows) {
+      if (tensor.defined()) {
+        tensor = tensor.contiguous();
+      }
     }
+    TransferInput input{.rows = std::move(rows)};
+    if (input.rows[0].defined()) {
+      input.tokens = tokens;
+      input.addend = addend.defined() ? addend.contiguous() : addend;
+    }
+    return exchange->start(plan, direction, input)->finish();
   }
-  return rows;
-}
+};
 
 struct ExchangeFunction : torch::autograd::Function<ExchangeFunction> {
   static variable_list forward(
       AutogradContext* ctx,
       at::TensorList rows,
+      const std::optional<at::Tensor>& addend,
       const c10::intrusive_ptr<ExchangeHandle>& handle) {
     ctx->saved_data["handle"] = c10::IValue::make_capsule(handle);
+    ctx->saved_data["has_addend"] = addend.has_value();
     ctx->set_materialize_grads(false);
     TensorList arrived =
-        handle->exchange
-            ->start(handle->plan, handle->way, contiguous(rows.vec()))
-            ->finish();
+        handle->run(handle->way, rows.vec(), addend.value_or(at::Tensor()));
     for (std::size_t i = 0; i < rows.size(); ++i) {
       // An output that is the input would make autograd see an identity.
       if (arrived[i].is_same(rows[i])) {
@@ -61,10 +70,15 @@ struct ExchangeFunction : torch::autograd::Function<ExchangeFunction> {
     refuse_create_graph("the exchange of tokens");
     const auto capsule = ctx->saved_data["handle"].toCapsule();
     const auto& handle = static_cast<const ExchangeHandle&>(*capsule);
-    variable_list back_home =
-        handle.exchange
-            ->start(handle.plan, back(handle.way), contiguous(std::move(grads)))
-            ->finish();
+    at::Tensor of_addend;
+    if (ctx->saved_data["has_addend"].toBool()) {
+      of_addend = grads[0];
+    }
+    if (handle.tokens && grads[0].defined()) {
+      grads[0] = as_rows(grads[0]);
+    }
+    variable_list back_home = handle.run(back(handle.way), std::move(grads));
+    back_home.push_back(of_addend);
     back_home.emplace_back();  // the handle has none
     return back_home;
   }
@@ -91,9 +105,27 @@ ExchangePlanPtr LocalExchange::plan(
 
 std::unique_ptr<RowTransfer> LocalExchange::start(
     const ExchangePlanPtr& /*plan*/,
-    Way /*way*/,
-    const TensorList& rows) {
-  return std::make_unique<Arrived>(rows);
+    Way way,
+    const TransferInput& input) {
+  return std::make_unique<Arrived>(result_of(way, input, rows_of(way, input)));
+}
+
+TensorList rows_of(TokenExchange::Way way, const TransferInput& input) {
+  TensorList rows = input.rows;
+  if (input.tokens && way == TokenExchange::Way::dispatch) {
+    const at::NoGradGuard no_grad;
+    rows[0] = permute_rows(rows[0], *input.tokens);
+  }
+  return rows;
+}
+
+TensorList
+result_of(TokenExchange::Way way, const TransferInput& input, TensorList rows) {
+  if (input.tokens && way == TokenExchange::Way::combine) {
+    const at::NoGradGuard no_grad;
+    rows[0] = sum_rows_of_tokens(rows[0], *input.tokens, input.addend);
+  }
+  return rows;
 }
 
 TensorList exchange_rows(
@@ -115,7 +147,7 @@ TensorList exchange_rows(
   handle->exchange = exchange;
   handle->plan = plan;
   handle->way = way;
-  return ExchangeFunction::apply(at::TensorList(rows), handle);
+  return ExchangeFunction::apply(at::TensorList(rows), std::nullopt, handle);
 }
 
 at::Tensor exchange_rows(
@@ -124,6 +156,56 @@ at::Tensor exchange_rows(
     TokenExchange::Way way,
     const at::Tensor& rows) {
   return exchange_rows(exchange, plan, way, TensorList{rows})[0];
+}
+
+TensorList dispatch_tokens(
+    const std::shared_ptr<TokenExchange>& exchange,
+    const ExchangePlanPtr& plan,
+    const Permutation& permutation,
+    const at::Tensor& x,
+    const at::Tensor& row_weights) {
+  FLATSHARD_CHECK(
+      x.dim() == 2 && x.size(0) == permutation.tokens() &&
+          permutation.rows() == plan->num_sent,
+      usage,
+      "dispatch_tokens: expected x of [{}, dim] for {} rows, got {} for {}",
+      permutation.tokens(),
+      plan->num_sent,
+      c10::str(x.sizes()),
+      permutation.rows());
+  auto handle = c10::make_intrusive<ExchangeHandle>();
+  handle->exchange = exchange;
+  handle->plan = plan;
+  handle->way = TokenExchange::Way::dispatch;
+  handle->tokens = permutation;
+  const TensorList rows{x, row_weights};
+  return ExchangeFunction::apply(at::TensorList(rows), std::nullopt, handle);
+}
+
+at::Tensor combine_tokens(
+    const std::shared_ptr<TokenExchange>& exchange,
+    const ExchangePlanPtr& plan,
+    const Permutation& permutation,
+    const at::Tensor& rows,
+    const at::Tensor& first) {
+  FLATSHARD_CHECK(
+      rows.dim() == 2 && rows.size(0) == plan->num_received &&
+          first.dim() >= 2 && first.size(-1) == rows.size(1) &&
+          first.numel() == permutation.tokens() * rows.size(1),
+      usage,
+      "combine_tokens: expected rows of [{}, dim] and [{}, dim] to add them "
+      "to, got {} and {}",
+      plan->num_received,
+      permutation.tokens(),
+      c10::str(rows.sizes()),
+      c10::str(first.sizes()));
+  auto handle = c10::make_intrusive<ExchangeHandle>();
+  handle->exchange = exchange;
+  handle->plan = plan;
+  handle->way = TokenExchange::Way::combine;
+  handle->tokens = permutation;
+  const TensorList list{rows};
+  return ExchangeFunction::apply(at::TensorList(list), first, handle)[0];
 }
 
 }  // namespace flatshard::nn

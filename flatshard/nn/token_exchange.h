@@ -1,6 +1,7 @@
 #pragma once
 
 #include "flatshard/device/stream.h"
+#include "flatshard/nn/permute.h"
 #include "flatshard/nn/visit.h"
 
 #include <ATen/core/Tensor.h>
@@ -8,6 +9,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 
 namespace flatshard::nn {
 
@@ -25,6 +27,21 @@ struct ExchangePlan : torch::CustomClassHolder {
   std::int64_t num_received = 0;  ///< rows that dispatch delivers
 };
 using ExchangePlanPtr = c10::intrusive_ptr<ExchangePlan>;
+
+/// What travels together, in one transfer.
+struct TransferInput {
+  /// One behind the other, each contiguous and with a row for each row of the
+  /// plan. One that is undefined, which it is on all ranks, stays so.
+  TensorList rows;
+  /// Set: at home the first tensor, which is defined, has a row [dim] for each
+  /// token. A dispatch takes [tokens, dim], as if permute_rows had made rows of
+  /// them; a combine delivers [tokens, dim], as if sum_rows_of_tokens had added
+  /// up what arrived. An exchange may spare a pass over the rows so.
+  std::optional<Permutation> tokens;
+  /// With tokens, of a combine: what the sums are added to, like
+  /// sum_rows_of_tokens' first. The result has its shape.
+  at::Tensor addend;
+};
 
 /// Rows under way.
 class RowTransfer {
@@ -64,11 +81,8 @@ class TokenExchange {
   /// Queues a transfer on the current stream or behind it, and returns. Of
   /// several that are under way, those that started first finish first, on all
   /// ranks alike.
-  /// @param rows  tensors that travel together, one behind the other, each
-  ///   contiguous and with a row for each row of the plan. One that is
-  ///   undefined, which it is on all ranks, stays so.
   virtual std::unique_ptr<RowTransfer>
-  start(const ExchangePlanPtr& plan, Way way, const TensorList& rows) = 0;
+  start(const ExchangePlanPtr& plan, Way way, const TransferInput& input) = 0;
 
   // For a schedule that says when rows travel: it submits `take` to `queue`, in
   // an order that all ranks have, and lets compute wait by `await`.
@@ -78,8 +92,8 @@ class TokenExchange {
   /// The transfer itself, for work that was submitted to `queue`.
   /// @return the rows that arrive.
   virtual TensorList
-  take(const ExchangePlanPtr& plan, Way way, const TensorList& rows) {
-    return start(plan, way, rows)->finish();
+  take(const ExchangePlanPtr& plan, Way way, const TransferInput& input) {
+    return start(plan, way, input)->finish();
   }
   /// The current stream waits for `event`, a point of `queue`.
   virtual void await(const Event& event);
@@ -90,9 +104,20 @@ class LocalExchange : public TokenExchange {
  public:
   ExchangePlanPtr plan(const at::Tensor& counts, std::int64_t num_rows)
       override;
-  std::unique_ptr<RowTransfer>
-  start(const ExchangePlanPtr& plan, Way way, const TensorList& rows) override;
+  std::unique_ptr<RowTransfer> start(
+      const ExchangePlanPtr& plan,
+      Way way,
+      const TransferInput& input) override;
 };
+
+// For exchanges that move rows alone. No graph.
+
+/// The rows that travel: of tokens, permuted.
+TensorList rows_of(TokenExchange::Way way, const TransferInput& input);
+/// What a transfer of `input` delivers when `rows` have arrived: of tokens,
+/// sums.
+TensorList
+result_of(TokenExchange::Way way, const TransferInput& input, TensorList rows);
 
 /// The other way.
 inline TokenExchange::Way back(TokenExchange::Way way) {
@@ -116,5 +141,30 @@ at::Tensor exchange_rows(
     const ExchangePlanPtr& plan,
     TokenExchange::Way way,
     const at::Tensor& rows);
+
+/// Dispatches tokens: exchange_rows of permute_rows(x), and of what goes with
+/// each row.
+///
+/// @param x           [tokens, dim]
+/// @param row_weights float32 [rows]
+/// @return            rows and weights as they arrive
+TensorList dispatch_tokens(
+    const std::shared_ptr<TokenExchange>& exchange,
+    const ExchangePlanPtr& plan,
+    const Permutation& permutation,
+    const at::Tensor& x,
+    const at::Tensor& row_weights);
+
+/// The way back: sum_rows_of_tokens, with `first`, of exchange_rows(rows).
+///
+/// @param rows   [num_received, dim]
+/// @param first  [tokens, dim], or [..., dim] of as many tokens
+/// @return       of first's shape
+at::Tensor combine_tokens(
+    const std::shared_ptr<TokenExchange>& exchange,
+    const ExchangePlanPtr& plan,
+    const Permutation& permutation,
+    const at::Tensor& rows,
+    const at::Tensor& first);
 
 }  // namespace flatshard::nn

@@ -135,8 +135,11 @@ void OverlapRunner::forward(const PlanStep& step) {
       m.pass->forward_end(unit_of(step));
       break;
     case PlanNode::combine:
-      layer.combined =
-          send(layer, NodeWay::combine, {std::exchange(layer.expert_rows, {})});
+      layer.combined = send(
+          layer,
+          NodeWay::combine,
+          {std::exchange(layer.expert_rows, {})},
+          layer.attended.residual);
       break;
     case PlanNode::merge:
       m.tokens = layer.merge_node.forward(

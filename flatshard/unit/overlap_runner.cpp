@@ -154,8 +154,11 @@ void OverlapRunner::run_step(const PlanStep& step) {
 
 // -- rows --------------------------------------------------------------------
 
-std::shared_ptr<OverlapRunner::Transfer>
-OverlapRunner::send(const Layer& layer, Way way, const nn::TensorList& rows) {
+std::shared_ptr<OverlapRunner::Transfer> OverlapRunner::send(
+    const Layer& layer,
+    Way way,
+    const nn::TensorList& rows,
+    const at::Tensor& residual) {
   auto transfer = std::make_shared<Transfer>();
   for (const at::Tensor& tensor : rows) {
     transfer->sent.push_back(tensor.defined() ? tensor.detach() : tensor);
@@ -164,6 +167,7 @@ OverlapRunner::send(const Layer& layer, Way way, const nn::TensorList& rows) {
   for (const at::Tensor& tensor : rows) {
     wanted.push_back(tensor.defined() && tensor.requires_grad());
   }
+  transfer->residual = residual.defined() ? residual.detach() : residual;
   exchange_->submit([transfer, wanted, way, &nodes = *layer.nodes] {
     for (at::Tensor& sent : transfer->sent) {
       if (sent.defined()) {
@@ -171,7 +175,10 @@ OverlapRunner::send(const Layer& layer, Way way, const nn::TensorList& rows) {
         sent = sent.contiguous();
       }
     }
-    transfer->rows = nodes.send(way, transfer->sent);
+    if (transfer->residual.defined()) {
+      keep_for_current_stream(transfer->residual);
+    }
+    transfer->rows = nodes.send(way, transfer->sent, transfer->residual);
     for (std::size_t i = 0; i < transfer->rows.size(); ++i) {
       at::Tensor& row = transfer->rows[i];
       if (row.defined()) {
@@ -180,7 +187,11 @@ OverlapRunner::send(const Layer& layer, Way way, const nn::TensorList& rows) {
         row.set_requires_grad(wanted[i]);
       }
     }
-    transfer->sent.clear();
+    if (way == Way::combine) {
+      // Made for this alone. What is dispatched may lie in memory of a graph,
+      // which replays write again unless it is held.
+      transfer->sent.clear();
+    }
     transfer->arrived = true;
   });
   return transfer;
@@ -192,6 +203,8 @@ const nn::TensorList& OverlapRunner::received(
       transfer && transfer->arrived,
       internal,
       "an overlap plan: rows are read before compute waited for them");
+  transfer->sent.clear();
+  transfer->residual = at::Tensor();
   for (const at::Tensor& row : transfer->rows) {
     if (row.defined()) {
       keep_for_current_stream(row);

@@ -82,7 +82,8 @@ class OverlapRunner {
   std::shared_ptr<Transfer> send(
       const Layer& layer,
       nn::TokenExchange::Way way,
-      const nn::TensorList& rows);
+      const nn::TensorList& rows,
+      const at::Tensor& residual = {});
   const nn::TensorList& received(const std::shared_ptr<Transfer>& transfer);
   void compute_waits(const Event& event);
   bool is_dense(int layer) const;

@@ -12,7 +12,8 @@ namespace flatshard {
 
 /// Rows on their way; written on the exchange stream.
 struct OverlapRunner::Transfer {
-  nn::TensorList sent;
+  nn::TensorList sent;  ///< those dispatched are held until they are received
+  at::Tensor residual;  ///< held likewise
   nn::TensorList rows;
   std::atomic<bool> arrived = false;
 };

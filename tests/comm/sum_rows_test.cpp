@@ -79,6 +79,47 @@ void expect_sums(at::Device device) {
   }
 }
 
+// Bit for bit what ATen's two passes give.
+void expect_added(at::Device device) {
+  auto generator = at::detail::createCPUGenerator(8);
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
+    for (const std::int64_t n : {1, 77, 1024, 70001}) {
+      for (const std::int64_t begin : {0, 8, 3}) {
+        const at::Tensor from = at::randn({begin + n}, generator)
+                                    .to(dtype)
+                                    .to(device)
+                                    .narrow(0, begin, n);
+        const at::Tensor old = at::randn({n + 8}, generator).to(device);
+        const std::int64_t into = begin == 8 ? 4 : 1;  // 4: 16 bytes
+        for (const double scale : {1.0, 0.25}) {
+          for (const bool add : {false, true}) {
+            const at::Tensor guarded = old.clone();
+            add_scaled(guarded.narrow(0, into, n), from, scale, add);
+            const at::Tensor want = old.clone();
+            const at::Tensor scaled = from.to(at::kFloat) * scale;
+            want.narrow(0, into, n)
+                .copy_(add ? old.narrow(0, into, n) + scaled : scaled);
+            EXPECT_TRUE(guarded.equal(want))
+                << c10::toString(dtype) << " " << n << " " << begin << " "
+                << scale << " " << add;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(AddScaled, IsTheSumOfAten) {
+  expect_added(at::kCPU);
+}
+
+TEST(AddScaled, IsTheSumOfAtenOnAGpu) {
+  if (!cuda_available()) {
+    GTEST_SKIP() << "no GPU";
+  }
+  expect_added(at::Device(at::kCUDA, 0));
+}
+
 TEST(SumRows, B44_SumsAndMeansEqualTheOracle) {
   expect_sums(at::kCPU);
 }

@@ -48,9 +48,11 @@ void exchange_tokens(TokenExchange& exchange, int rank, int step, Step what) {
   what.before_dispatch();
   const at::Tensor sent = at::full({num_rows, 2}, rank, what.dtype);
   const at::Tensor arrived =
-      exchange.start(plan, TokenExchange::Way::dispatch, {sent})->finish()[0];
+      exchange.start(plan, TokenExchange::Way::dispatch, {.rows = {sent}})
+          ->finish()[0];
   const at::Tensor back =
-      exchange.start(plan, TokenExchange::Way::combine, {arrived})->finish()[0];
+      exchange.start(plan, TokenExchange::Way::combine, {.rows = {arrived}})
+          ->finish()[0];
   EXPECT_TRUE(back.equal(sent));
 }
 

@@ -2,6 +2,7 @@
 // and copies against the collective. One rank per GPU, or two that share one
 // (scripts/share_gpu); without GPUs it skips itself.
 #include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
 #include <gtest/gtest.h>
 
 #include <random>
@@ -11,6 +12,7 @@
 #include "flatshard/mesh/mesh.h"
 #include "flatshard/peer/page_communicator.h"
 #include "flatshard/peer/peer_communicator.h"
+#include "tests/exchange/token_transfers.h"
 #include "tests/support/gpu_ranks.h"
 
 namespace flatshard {
@@ -130,6 +132,7 @@ TEST_F(ExchangeNccl, CopiesDeliverTheBitsOfTheCollective) {
         experts,
         {.window_nbytes = kMostRows * kWidth * 4,
          .exchange = exchange_options(by_rank)});
+    auto generator = at::detail::createCPUGenerator(rank + 1);
     for (int round = 0; round < 20; ++round) {
       const at::Tensor counts =
           at::tensor(counts_of(rank, round), options.dtype(at::kInt));
@@ -140,19 +143,28 @@ TEST_F(ExchangeNccl, CopiesDeliverTheBitsOfTheCollective) {
       const at::Tensor rows =
           rows_of(rank, round, round % 2 == 0 ? at::kBFloat16 : at::kFloat);
       const at::Tensor arrived =
-          copies.start(got, Way::dispatch, {rows})->finish()[0];
+          copies.start(got, Way::dispatch, {.rows = {rows}})->finish()[0];
       EXPECT_TRUE(arrived.equal(
-          collective.start(want, Way::dispatch, {rows})->finish()[0]))
+          collective.start(want, Way::dispatch, {.rows = {rows}})->finish()[0]))
           << round;
       const at::Tensor results = arrived * 3;
       const auto counted = counts.sum().item<std::int64_t>();
       const at::Tensor back =
-          copies.start(got, Way::combine, {results})->finish()[0];
+          copies.start(got, Way::combine, {.rows = {results}})->finish()[0];
       const at::Tensor back_wanted =
-          collective.start(want, Way::combine, {results})->finish()[0];
+          collective.start(want, Way::combine, {.rows = {results}})
+              ->finish()[0];
       EXPECT_TRUE(
           back.narrow(0, 0, counted).equal(back_wanted.narrow(0, 0, counted)))
           << round;
+      testing::expect_tokens_travel_alike(
+          {collective, want},
+          {copies, got},
+          counts,
+          round % 3 == 0   ? at::kBFloat16
+          : round % 3 == 1 ? at::kFloat
+                           : at::kDouble,
+          generator);
     }
     group->barrier();
   }

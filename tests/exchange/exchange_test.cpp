@@ -157,7 +157,7 @@ TEST(Exchange, SeveralUnderWayFinishInTheirOrder) {
       transfers.push_back(exchange.start(
           plan,
           TokenExchange::Way::dispatch,
-          {at::full({3, 1}, 10 * i + context.rank)}));
+          {.rows = {at::full({3, 1}, 10 * i + context.rank)}}));
     }
     transfers[7].reset();  // nobody wants it
     for (int i = 0; i < 20; ++i) {
@@ -192,7 +192,11 @@ TEST(Exchange, WaitsAreMeasured) {
     const auto plan = exchange.plan(at::tensor({1, 1}, at::kInt), 2);
     const auto travel = [&] {
       for (int i = 0; i < 5; ++i) {
-        exchange.start(plan, TokenExchange::Way::dispatch, {at::ones({2, 1})})
+        exchange
+            .start(
+                plan,
+                TokenExchange::Way::dispatch,
+                {.rows = {at::ones({2, 1})}})
             ->finish();
       }
       return exchange.wait_and_take_exposed_ms();
@@ -226,7 +230,7 @@ TEST(Exchange, BadNumbersAreNamed) {
           exchange.start(
               plan,
               TokenExchange::Way::dispatch,
-              {at::ones({2, 1})});
+              {.rows = {at::ones({2, 1})}});
         }),
         HasSubstr("got another's"));
   });

@@ -17,6 +17,7 @@
 #include "flatshard/exchange/collective_exchange.h"
 #include "flatshard/peer/page_communicator.h"
 #include "tests/exchange/plan_parts.h"
+#include "tests/exchange/token_transfers.h"
 #include "tests/support/message_of.h"
 #include "tests/support/ranks.h"
 
@@ -25,6 +26,7 @@ namespace {
 
 using nn::TokenExchange;
 using testing::expect_plans_in_parts;
+using testing::expect_tokens_travel_alike;
 using ::testing::HasSubstr;
 using testing::message_of;
 using testing::RankContext;
@@ -121,7 +123,7 @@ TEST_P(Copies, M8_DeliverTheBitsOfTheCollective) {
                               const nn::ExchangePlanPtr& plan,
                               Way way,
                               const nn::TensorList& rows) {
-        return exchange.start(plan, way, rows)->finish();
+        return exchange.start(plan, way, {.rows = rows})->finish();
       };
       // As gradients do: there may be none of the second.
       const auto with_weights = [&](const at::Tensor& rows) {
@@ -162,6 +164,12 @@ TEST_P(Copies, M8_DeliverTheBitsOfTheCollective) {
           travel(collective, expected, Way::combine, results),
           num_counted))
           << round;
+      expect_tokens_travel_alike(
+          {collective, expected},
+          {copies, got},
+          counts,
+          dtype,
+          generator);
     }
     group->barrier();
   });
@@ -242,7 +250,7 @@ TEST(PeerExchange, M9_ASlowRankReadsWhatWasWrittenForIt) {
       transfers.push_back(exchange.start(
           plan,
           i % 4 < 2 ? Way::dispatch : Way::combine,
-          {at::full({2, 1}, 10.0F * i + context.rank)}));
+          {.rows = {at::full({2, 1}, 10.0F * i + context.rank)}}));
     }
     for (int i = 0; i < kTransfers; ++i) {
       const at::Tensor expected = (10.0F * i + at::arange(2)).view({2, 1});
@@ -271,7 +279,7 @@ TEST(PeerExchange, ManyUnderWay) {
     };
     for (int i = 0; i < 60; ++i) {
       const at::Tensor rows = at::full({6, 1}, 10.0F * i + context.rank);
-      transfers.push_back(exchange.start(plan, way(i), {rows}));
+      transfers.push_back(exchange.start(plan, way(i), {.rows = {rows}}));
     }
     for (int i = 0; i < 60; ++i) {
       const at::Tensor expected =
@@ -295,7 +303,9 @@ TEST(PeerExchange, PlansInTwoParts) {
     EXPECT_EQ(plan->num_received, 2 + context.rank);
     const at::Tensor rows = at::full({4, 1}, 1.0F + context.rank);
     EXPECT_EQ(
-        exchange.start(plan, Way::dispatch, {rows})->finish()[0].size(0),
+        exchange.start(plan, Way::dispatch, {.rows = {rows}})
+            ->finish()[0]
+            .size(0),
         2 + context.rank);
     group->barrier();
   });
@@ -319,7 +329,10 @@ TEST(PeerExchange, RowsBeyondAWindowAreNamedOnAllRanks) {
         exchange.plan(at::tensor({1, 1 + context.rank}, at::kInt), num_rows);
     EXPECT_THAT(
         message_of([&] {
-          exchange.start(plan, Way::dispatch, {at::ones({num_rows, 2})});
+          exchange.start(
+              plan,
+              Way::dispatch,
+              {.rows = {at::ones({num_rows, 2})}});
         }),
         HasSubstr("a rank has 3 rows of 8 bytes, and windows of 16 bytes"));
     // Of three that fit one by one each has a fence; bytes share one.
@@ -332,7 +345,7 @@ TEST(PeerExchange, RowsBeyondAWindowAreNamedOnAllRanks) {
       const int before = num_fences;
       group->barrier();
       const nn::TensorList arrived =
-          exchange.start(plan, Way::dispatch, rows)->finish();
+          exchange.start(plan, Way::dispatch, {.rows = rows})->finish();
       for (int i = 0; i < 3; ++i) {
         const at::Tensor expected = at::full(
             {2 + context.rank, 1},
@@ -368,7 +381,7 @@ TEST(PeerExchange, AfterAFailureAllRanksBeginAnew) {
     exchange.restart();
     const auto plan = exchange.plan(counts, 2);
     const at::Tensor rows = at::full({2, 1}, 1.0F + context.rank);
-    EXPECT_TRUE(exchange.start(plan, Way::dispatch, {rows})
+    EXPECT_TRUE(exchange.start(plan, Way::dispatch, {.rows = {rows}})
                     ->finish()[0]
                     .equal(at::tensor({1.0F, 2.0F}).view({2, 1})));
     group->barrier();

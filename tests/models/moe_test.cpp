@@ -202,9 +202,9 @@ class CountedExchange : public nn::LocalExchange {
   std::unique_ptr<nn::RowTransfer> start(
       const nn::ExchangePlanPtr& plan,
       Way way,
-      const nn::TensorList& rows) override {
+      const nn::TransferInput& input) override {
     ++num_transfers;
-    return LocalExchange::start(plan, way, rows);
+    return LocalExchange::start(plan, way, input);
   }
 
   int num_plans = 0;

@@ -379,14 +379,19 @@ class ReversingExchange : public TokenExchange {
     ++plans;
     return LocalExchange().plan(counts, num_rows);
   }
-  std::unique_ptr<RowTransfer>
-  start(const ExchangePlanPtr& plan, Way way, const TensorList& rows) override {
+  std::unique_ptr<RowTransfer> start(
+      const ExchangePlanPtr& plan,
+      Way way,
+      const TransferInput& input) override {
     ways.push_back(way);
     TensorList reversed;
-    for (const at::Tensor& tensor : rows) {
+    for (const at::Tensor& tensor : rows_of(way, input)) {
       reversed.push_back(tensor.defined() ? tensor.flip(0) : tensor);
     }
-    return LocalExchange().start(plan, way, reversed);
+    return LocalExchange().start(
+        plan,
+        way,
+        {.rows = result_of(way, input, reversed)});
   }
   int plans = 0;
   std::vector<Way> ways;
@@ -432,6 +437,47 @@ TEST(TokenExchanges, TensorsTravelTogetherAndSoDoTheirGradients) {
   w.mutable_grad() = at::Tensor();
   y[0].backward(g);
   EXPECT_FALSE(w.grad().defined());
+}
+
+TEST(TokenExchanges, TokensTravelAsTheirRows) {
+  const auto reversing = std::make_shared<ReversingExchange>();
+  const auto local = std::make_shared<LocalExchange>();
+  using Exchange = std::shared_ptr<TokenExchange>;
+  for (const Exchange& exchange : {Exchange(reversing), Exchange(local)}) {
+    const Permutation permutation = sort_by_expert(
+        int_tensor({1, 0, 0, 1}).view({2, 2}),
+        int_tensor({2, 2}));
+    const ExchangePlanPtr plan = exchange->plan(int_tensor({2, 2}), 4);
+    std::vector<TensorList> results;
+    for (const bool of_tokens : {false, true}) {
+      const at::Tensor x = at::randn({2, 3}, seeded(1)).requires_grad_();
+      const at::Tensor w = at::randn({4}, seeded(2)).requires_grad_();
+      const at::Tensor first = at::randn({1, 2, 3}, seeded(3)).requires_grad_();
+      const TensorList rows =
+          of_tokens ? dispatch_tokens(exchange, plan, permutation, x, w)
+                    : exchange_rows(
+                          exchange,
+                          plan,
+                          TokenExchange::Way::dispatch,
+                          {permute_rows(x, permutation), w});
+      const at::Tensor y = rows[0].sin() * rows[1].unsqueeze(1);
+      const at::Tensor sum =
+          of_tokens ? combine_tokens(exchange, plan, permutation, y, first)
+                    : sum_rows_of_tokens(
+                          exchange_rows(
+                              exchange,
+                              plan,
+                              TokenExchange::Way::combine,
+                              y),
+                          permutation,
+                          first);
+      sum.backward(at::randn({1, 2, 3}, seeded(4)));
+      results.push_back({rows[0], sum, x.grad(), w.grad(), first.grad()});
+    }
+    for (std::size_t i = 0; i < results[0].size(); ++i) {
+      EXPECT_TRUE(results[0][i].equal(results[1][i])) << i;
+    }
+  }
 }
 
 TEST(TokenExchanges, TheLocalOneLeavesRowsWhereTheyAre) {

@@ -56,8 +56,10 @@ class OverlapBlockNodes : public nn::BlockNodes {
     say("merge");
     return residual + rows.flip(0);
   }
-  nn::TensorList send(nn::TokenExchange::Way way, const nn::TensorList& rows)
-      override {
+  nn::TensorList send(
+      nn::TokenExchange::Way way,
+      const nn::TensorList& rows,
+      const at::Tensor& /*residual*/) override {
     say(way == nn::TokenExchange::Way::dispatch ? "dispatch" : "combine");
     nn::TensorList moved;
     for (const at::Tensor& tensor : rows) {
@@ -102,10 +104,11 @@ at::Tensor OverlapBlockImpl::forward(const at::Tensor& tokens) {
     return a.residual;
   }
   using Way = nn::TokenExchange::Way;
-  const nn::TensorList rows = nodes.send(Way::dispatch, a.rows);
+  const nn::TensorList rows = nodes.send(Way::dispatch, a.rows, {});
   const at::Tensor residual =
       with_shared_ ? nodes.shared_experts(a.shared, a.residual) : a.residual;
-  const at::Tensor back = nodes.send(Way::combine, {nodes.experts(rows)})[0];
+  const at::Tensor back =
+      nodes.send(Way::combine, {nodes.experts(rows)}, residual)[0];
   return nodes.merge(back, residual);
 }
 

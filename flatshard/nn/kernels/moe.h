@@ -41,22 +41,38 @@ struct SortByExpert {
 };
 void sort_by_expert(const SortByExpert& args, cudaStream_t stream);
 
-void permute_rows(
-    const void* x,
-    const std::int32_t* order,
-    void* out,
-    std::int64_t rows,
-    std::int64_t dim,
-    std::int64_t per_token,
-    Dtype dtype,
-    cudaStream_t stream);
+struct PlaceRows {
+  const std::int32_t* order;  ///< [rows]
+  const std::int32_t* runs;   ///< [2, num_runs + 1]
+  std::int32_t* of_rows;      ///< [rows]
+  std::int32_t* of_pairs;     ///< [rows]
+  int num_runs;
+  std::int64_t num_rows;  ///< those behind are dropped
+  std::int64_t rows;
+};
+/// See nn::RowPlaces.
+void row_places(const PlaceRows& args, cudaStream_t stream);
+
+struct PermuteRows {
+  const void* x;               ///< [tokens, dim]
+  const std::int32_t* order;   ///< [rows]
+  const std::int32_t* places;  ///< [rows], RowPlaces::of_rows, or null
+  void* out;                   ///< [rows, dim], of rows that leave
+  void* staying;               ///< [any, dim], or null without places
+  std::int64_t rows;
+  std::int64_t dim;
+  std::int64_t per_token;
+  Dtype dtype;
+};
+void permute_rows(const PermuteRows& args, cudaStream_t stream);
 
 struct SumRows {
-  const void* rows;             ///< [rows, dim]
-  const std::int32_t* inverse;  ///< [tokens, slots]
-  const void* first;            ///< [tokens, dim] or null
-  const void* second;           ///< [tokens, dim] or null
-  void* out;                    ///< [tokens, dim]
+  const void* rows;            ///< [rows, dim]
+  const void* staying;         ///< [any, dim], or null: all are in `rows`
+  const std::int32_t* places;  ///< [tokens, slots], see RowPlaces::of_pairs
+  const void* first;           ///< [tokens, dim] or null
+  const void* second;          ///< [tokens, dim] or null
+  void* out;                   ///< [tokens, dim]
   std::int64_t tokens;
   std::int64_t slots;
   std::int64_t dim;

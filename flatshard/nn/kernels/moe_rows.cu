@@ -22,24 +22,68 @@ __device__ inline void store_past_cache(Pack<T, N>* to, const Pack<T, N>& v) {
 // A block has several rows, so that each thread has several loads under way.
 constexpr int kRowsOfBlock = 4;
 
-template <class T, int N>
-__global__ void permute_rows_kernel(
-    const T* x,
-    const std::int32_t* order,
-    T* out,
-    std::int64_t rows,
-    int packs,
-    int per_token) {
+__global__ void row_places_kernel(PlaceRows args) {
+  const std::int64_t row =
+      static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (row >= args.rows) {
+    return;
+  }
+  int place = static_cast<int>(row);
+  if (row >= args.num_rows) {
+    place = -1;
+  } else {
+    int low = 0;  // runs that begin at or before this row
+    int high = args.num_runs + 1;
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (args.runs[middle] <= row) {
+        low = middle + 1;
+      } else {
+        high = middle;
+      }
+    }
+    if (low > 0 && low <= args.num_runs) {
+      const int run = low - 1;
+      place =
+          -2 - (args.runs[args.num_runs + 1 + run] + place - args.runs[run]);
+    }
+  }
+  args.of_rows[row] = place;
+  args.of_pairs[args.order[row]] = place;
+}
+
+// A row by its place, where all rows are in `leaving` without Split.
+template <bool Split, class T>
+__device__ inline T*
+row_at(T* leaving, T* staying, std::int64_t place, std::int64_t length) {
+  if constexpr (Split) {
+    if (place < 0) {
+      return staying + (-2 - place) * length;
+    }
+  }
+  return leaving + place * length;
+}
+
+template <class T, int N, bool Split>
+__global__ void permute_rows_kernel(PermuteRows args, int packs) {
   const std::int64_t first =
       static_cast<std::int64_t>(blockIdx.x) * kRowsOfBlock;
-  const int n = static_cast<int>(min(rows - first, std::int64_t{kRowsOfBlock}));
+  const int n =
+      static_cast<int>(min(args.rows - first, std::int64_t{kRowsOfBlock}));
   const Pack<T, N>* from[kRowsOfBlock];
+  Pack<T, N>* to[kRowsOfBlock];
 #pragma unroll
   for (int r = 0; r < kRowsOfBlock; ++r) {
-    const std::int64_t token = r < n ? order[first + r] / per_token : 0;
-    from[r] = reinterpret_cast<const Pack<T, N>*>(x) + token * packs;
+    const std::int64_t row = first + (r < n ? r : 0);
+    const std::int64_t token =
+        args.order[row] / static_cast<int>(args.per_token);
+    from[r] = static_cast<const Pack<T, N>*>(args.x) + token * packs;
+    to[r] = row_at<Split>(
+        static_cast<Pack<T, N>*>(args.out),
+        static_cast<Pack<T, N>*>(args.staying),
+        Split ? args.places[row] : row,
+        packs);
   }
-  auto* to = reinterpret_cast<Pack<T, N>*>(out) + first * packs;
   for (int at = threadIdx.x; at < packs; at += blockDim.x) {
     Pack<T, N> v[kRowsOfBlock];
 #pragma unroll
@@ -51,9 +95,7 @@ __global__ void permute_rows_kernel(
 #pragma unroll
     for (int r = 0; r < kRowsOfBlock; ++r) {
       if (r < n) {
-        store_past_cache<T, N>(
-            to + static_cast<std::int64_t>(r) * packs + at,
-            v[r]);
+        store_past_cache<T, N>(to[r] + at, v[r]);
       }
     }
   }
@@ -69,7 +111,8 @@ __device__ inline void add_pack(const T* from, float (&sum)[N]) {
   }
 }
 
-template <class T, int N>
+// Without Split -1 alone is negative.
+template <class T, int N, bool Split>
 __global__ void sum_rows_kernel(SumRows args, std::int64_t packs) {
   const std::int64_t i =
       static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -88,24 +131,25 @@ __global__ void sum_rows_kernel(SumRows args, std::int64_t packs) {
   }
   constexpr int kAtOnce = 4;  // loads under way; the sum keeps its order
   const T* rows = static_cast<const T*>(args.rows) + column;
+  const T* staying = static_cast<const T*>(args.staying) + column;
   for (std::int64_t j = 0; j < args.slots; j += kAtOnce) {
-    std::int64_t row[kAtOnce];
+    std::int64_t place[kAtOnce];
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
-      row[k] =
-          j + k < args.slots ? args.inverse[token * args.slots + j + k] : -1;
+      place[k] =
+          j + k < args.slots ? args.places[token * args.slots + j + k] : -1;
     }
     float v[kAtOnce][N];
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
-      if (row[k] >= 0) {
-        load<T, N>(rows + row[k] * args.dim, v[k]);
+      if (place[k] != -1) {
+        load<T, N>(row_at<Split>(rows, staying, place[k], args.dim), v[k]);
       }
     }
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
 #pragma unroll
-      for (int i = 0; i < N && row[k] >= 0; ++i) {
+      for (int i = 0; i < N && place[k] != -1; ++i) {
         sum[i] += v[k][i];
       }
     }
@@ -192,30 +236,32 @@ void with_pack(Dtype dtype, std::int64_t dim, bool aligned, Run&& run) {
 
 }  // namespace
 
-void permute_rows(
-    const void* x,
-    const std::int32_t* order,
-    void* out,
-    std::int64_t rows,
-    std::int64_t dim,
-    std::int64_t per_token,
-    Dtype dtype,
-    cudaStream_t stream) {
-  if (rows == 0 || dim == 0) {
+void row_places(const PlaceRows& args, cudaStream_t stream) {
+  if (args.rows > 0) {
+    row_places_kernel<<<
+        divide_up(args.rows, kRowThreads),
+        kRowThreads,
+        0,
+        stream>>>(args);
+  }
+}
+
+void permute_rows(const PermuteRows& args, cudaStream_t stream) {
+  if (args.rows == 0 || args.dim == 0) {
     return;
   }
-  const bool aligned = aligned16(x) && aligned16(out);
-  with_pack(dtype, dim, aligned, [&]<class T, int N>() {
-    const int packs = static_cast<int>(dim / N);
+  const bool aligned =
+      aligned16(args.x) && aligned16(args.out) && aligned16(args.staying);
+  with_pack(args.dtype, args.dim, aligned, [&]<class T, int N>() {
+    const int packs = static_cast<int>(args.dim / N);
     const int threads = std::min(divide_up(packs, 32) * 32, kRowThreads);
-    permute_rows_kernel<T, N>
-        <<<divide_up(rows, kRowsOfBlock), threads, 0, stream>>>(
-            static_cast<const T*>(x),
-            order,
-            static_cast<T*>(out),
-            rows,
-            packs,
-            static_cast<int>(per_token));
+    const auto run = [&](auto kernel) {
+      kernel<<<divide_up(args.rows, kRowsOfBlock), threads, 0, stream>>>(
+          args,
+          packs);
+    };
+    args.places != nullptr ? run(permute_rows_kernel<T, N, true>)
+                           : run(permute_rows_kernel<T, N, false>);
   });
 }
 
@@ -223,15 +269,20 @@ void sum_rows_of_tokens(const SumRows& args, cudaStream_t stream) {
   if (args.tokens == 0 || args.dim == 0) {
     return;
   }
-  const bool aligned = aligned16(args.rows) && aligned16(args.first) &&
-                       aligned16(args.second) && aligned16(args.out);
+  const bool aligned = aligned16(args.rows) && aligned16(args.staying) &&
+                       aligned16(args.first) && aligned16(args.second) &&
+                       aligned16(args.out);
   with_pack(args.dtype, args.dim, aligned, [&]<class T, int N>() {
     const std::int64_t packs = args.dim / N;
-    sum_rows_kernel<T, N>
-        <<<divide_up(args.tokens * packs, kRowThreads),
-           kRowThreads,
-           0,
-           stream>>>(args, packs);
+    const auto run = [&](auto kernel) {
+      kernel<<<
+          divide_up(args.tokens * packs, kRowThreads),
+          kRowThreads,
+          0,
+          stream>>>(args, packs);
+    };
+    args.staying != nullptr ? run(sum_rows_kernel<T, N, true>)
+                            : run(sum_rows_kernel<T, N, false>);
   });
 }
 

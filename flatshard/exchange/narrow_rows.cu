@@ -1,0 +1,56 @@
+#include "flatshard/exchange/narrow_rows_kernel.h"
+
+namespace flatshard::kernels {
+namespace {
+
+constexpr int kThreads = 256;
+
+__global__ void narrow_rows_kernel(NarrowRowsArgs args, bool gathers) {
+  const std::int64_t at =
+      static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const std::int64_t row = at / args.words;
+  if (row >= args.num_rows) {
+    return;
+  }
+  int low = 0;  // runs that begin at or before this row; the first one does
+  int high = args.num_runs;
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    if (args.runs[middle] <= row) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  const int run = low - 1;
+  const std::int64_t at_home =
+      args.runs[args.num_runs + 1 + run] + (row - args.runs[run]);
+  auto* const window = reinterpret_cast<std::uint32_t*>(
+      args.windows[run % args.num_ranks] + args.in_window);
+  std::uint32_t* const there = window + at_home * args.words + at % args.words;
+  if (gathers) {
+    args.here[at] = *there;
+  } else {
+    *there = args.here[at];
+  }
+}
+
+}  // namespace
+
+cudaError_t copy_narrow_rows(
+    const NarrowRowsArgs& args,
+    bool gathers,
+    cudaStream_t stream) {
+  if (args.num_rows == 0) {
+    return cudaSuccess;
+  }
+  const std::int64_t words = args.num_rows * args.words;
+  narrow_rows_kernel<<<
+      static_cast<unsigned>((words + kThreads - 1) / kThreads),
+      kThreads,
+      0,
+      stream>>>(args, gathers);
+  return cudaGetLastError();
+}
+
+}  // namespace flatshard::kernels

@@ -1,0 +1,81 @@
+#pragma once
+
+#include "flatshard/nn/token_exchange.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <cstdint>
+
+namespace flatshard::testing {
+
+/// An exchange and a plan of it.
+struct PlannedExchange {
+  nn::TokenExchange& exchange;
+  const nn::ExchangePlanPtr& plan;
+};
+
+/// Tokens arrive, and their rows are added up, bit for bit as those of
+/// `expected`, of which each rank has counted as many rows for each expert.
+///
+/// @param counts  int32 [experts] that both plans are of; rows behind their sum
+///   are dropped.
+/// @param dtype   of tokens, which have 5 columns
+inline void expect_tokens_travel_alike(
+    const PlannedExchange& expected,
+    const PlannedExchange& got,
+    const at::Tensor& counts,
+    at::ScalarType dtype,
+    at::Generator generator) {
+  using Way = nn::TokenExchange::Way;
+  constexpr std::int64_t kColumns = 5;
+  const std::int64_t pairs = got.plan->num_sent;
+  const std::int64_t slots = pairs % 2 == 0 ? 2 : 1;
+  const at::Device device = counts.device();
+  const at::Tensor on_host = counts.cpu();
+  const std::int64_t num_experts = on_host.size(0);
+  const auto num_counted = on_host.sum().item<std::int64_t>();
+  const at::Tensor repeats = at::cat(
+      {on_host.to(at::kLong), at::full({1}, pairs - num_counted, at::kLong)});
+  const at::Tensor experts =
+      at::arange(num_experts + 1, at::kInt)
+          .repeat_interleave(repeats)
+          .index_select(0, at::randperm(pairs, generator))
+          .view({pairs / slots, slots})
+          .to(device);
+  const nn::Permutation tokens = nn::sort_by_expert(experts, counts);
+  const auto numbers = [&](at::IntArrayRef sizes) {
+    return at::randn(sizes, generator).to(device, dtype);
+  };
+  const auto travels_alike = [&](Way way,
+                                 nn::TransferInput input,
+                                 std::int64_t num_rows,
+                                 std::int64_t num_results) {
+    input.tokens = tokens;
+    input.rows.push_back(
+        at::randn({num_rows}, generator).to(device, at::kFloat));
+    const nn::TensorList a =
+        expected.exchange.start(expected.plan, way, input)->finish();
+    const nn::TensorList b = got.exchange.start(got.plan, way, input)->finish();
+    EXPECT_EQ(a[0].sizes(), b[0].sizes());
+    EXPECT_TRUE(a[0].equal(b[0]));
+    EXPECT_TRUE(
+        a[1].narrow(0, 0, num_results).equal(b[1].narrow(0, 0, num_results)));
+  };
+  const std::int64_t received = got.plan->num_received;
+  travels_alike(
+      Way::dispatch,
+      {.rows = {numbers({pairs / slots, kColumns})}},
+      pairs,
+      received);
+  const at::Tensor results = numbers({received, kColumns});
+  travels_alike(Way::combine, {.rows = {results}}, received, num_counted);
+  travels_alike(
+      Way::combine,
+      {.rows = {results},
+       .addend = numbers({1, pairs / slots, kColumns}).to(at::kFloat)},
+      received,
+      num_counted);
+}
+
+}  // namespace flatshard::testing
