@@ -117,13 +117,6 @@ void check_parallelism(const Config& config) {
       "parallelism.copy_engines = \"{}\" copies compute weights, which "
       "parallelism.keep_compute_weights = false does not keep; choose one",
       parallel.copy_engines);
-  FLATSHARD_CHECK(
-      parallel.expert_parallel_degree == 1 || parallel.copy_engines == "auto" ||
-          parallel.copy_engines == "none",
-      config,
-      "parallelism.copy_engines = \"{}\" is not supported with "
-      "expert_parallel_degree above 1; use none",
-      parallel.copy_engines);
   const std::int64_t replicate = parallel.data_parallel_replicate_degree;
   const std::int64_t shard = parallel.data_parallel_shard_degree;
   FLATSHARD_CHECK(

@@ -94,8 +94,7 @@ std::string choose_copy_engines(const Config& config, Mesh& mesh) {
   if (p.copy_engines != "auto") {
     return p.copy_engines;
   }
-  if (config.cuda_graph.impl == "full_iteration" ||
-      p.expert_parallel_degree > 1) {
+  if (config.cuda_graph.impl == "full_iteration") {
     return "none";
   }
   // Reductions alone gain nothing, so not where weights are not gathered.

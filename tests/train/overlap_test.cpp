@@ -181,6 +181,18 @@ TEST(OverlapTraining, EqualsTheRunWithoutItWhereTokensTravel) {
   }
 }
 
+// Of four ranks two have the same experts, and gather and reduce them apart
+// from all other weights.
+TEST(OverlapTraining, GoesWithExpertsThatTwoRanksCopyToEachOther) {
+  const Overrides travels{
+      "parallelism.expert_parallel_degree=2",
+      "training.global_batch_size=8"};
+  const OverlapOutcome want = train_overlapping(4, travels);
+  const Overrides copies = travels + Overrides{"parallelism.copy_engines=all"};
+  expect_equal(train_overlapping(4, copies), want);
+  expect_equal(train_overlapping(4, copies + Overrides{kOverlap}), want);
+}
+
 TEST(OverlapTraining, GoesWithStrategiesAndWeightsThatStay) {
   for (const Overrides& how :
        {Overrides{"parallelism.strategy=zero1", "model.tie_embeddings=true"},
