@@ -1,9 +1,11 @@
 // What it takes to bring a layer's rows to the experts of other ranks and back,
 // by collectives and by copies, at the sizes of Qwen3-30B-A3B: a line of JSON
 // for each, from rank 0. Those of tokens permute them, and add up their rows.
-// Balanced random data. One rank for each GPU, or those of a launcher; without
-// a GPU two ranks on the CPU, for trying it out. usage:
-// flatshard_token_exchange [tokens of a rank]
+// Copies of as many bytes alone come last. Balanced random data. One rank for
+// each GPU, or those of a launcher; without a GPU two ranks on the CPU, for
+// trying it out.
+//
+// usage: flatshard_token_exchange [tokens of a rank]
 #include <ATen/Functions.h>
 #include <fmt/format.h>
 
@@ -12,6 +14,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
+#include <utility>
 #include <vector>
 
 #include "flatshard/exchange/collective_exchange.h"
@@ -144,6 +147,46 @@ void measure(
   combines_of_tokens.report(kind, "combine of tokens", nbytes);
 }
 
+/// Copies of the rows of each expert elsewhere, in one call: within this rank's
+/// memory, and from the next rank's.
+void measure_copies(Mesh& mesh, std::int64_t tokens) {
+  const std::int64_t run = tokens * kPerToken / kExperts * kDim * 2;
+  const std::int64_t num_runs = kExperts * (mesh.size() - 1) / mesh.size();
+  const auto memory = PeerMemory::create(mesh.world(), run * num_runs);
+  const at::Tensor to = at::empty_like(memory->local());
+  const at::Tensor next = memory->of((mesh.rank() + 1) % mesh.size());
+  for (const auto& [what, from] :
+       {std::pair("within a rank", memory->local()),
+        std::pair("from the next rank", next)}) {
+    std::vector<BytesCopy> copies;
+    for (std::int64_t i = 0; i < num_runs; ++i) {
+      copies.push_back(
+          {.to = static_cast<char*>(to.mutable_data_ptr()) + i * run,
+           .from = static_cast<const char*>(from.const_data_ptr()) + i * run,
+           .nbytes = run});
+    }
+    Calls calls(mesh);
+    // Not the default stream, which takes copies one by one.
+    const auto stream = make_stream(mesh.device(), "copies");
+    for (int round = 0; round < kRounds; ++round) {
+      calls.run([&] {
+        Event begun;
+        begun.record(*current_stream(mesh.device()));
+        begun.wait(*stream);
+        stream->submit([&] { copy_bytes(copies, mesh.device()); });
+        Event done;
+        done.record(*stream);
+        done.wait(*current_stream(mesh.device()));
+      });
+    }
+    calls.report(
+        "copies alone",
+        what,
+        static_cast<double>(run) * static_cast<double>(num_runs));
+    mesh.world().barrier();
+  }
+}
+
 void run(std::int64_t tokens) {
   const RankEnvironment environment = rank_environment_from_env();
   at::Device device = at::kCPU;
@@ -166,6 +209,7 @@ void run(std::int64_t tokens) {
       kExperts,
       {.window_nbytes = tokens * kPerToken * kDim * 2});
   measure("copies", copies, *mesh, tokens);
+  measure_copies(*mesh, tokens);
   mesh->world().barrier();
 }
 
