@@ -21,8 +21,8 @@ class Arrived : public RowTransfer {
   TensorList rows_;
 };
 
-// What the node keeps of an exchange.
-struct ExchangeHandle : torch::CustomClassHolder {
+// A transfer, and of its gradients the way back.
+struct Travel {
   std::shared_ptr<TokenExchange> exchange;
   ExchangePlanPtr plan;
   TokenExchange::Way way = TokenExchange::Way::dispatch;
@@ -46,6 +46,12 @@ struct ExchangeHandle : torch::CustomClassHolder {
   }
 };
 
+// What the node keeps of it.
+struct ExchangeHandle : torch::CustomClassHolder {
+  explicit ExchangeHandle(Travel kept) : travel(std::move(kept)) {}
+  Travel travel;
+};
+
 struct ExchangeFunction : torch::autograd::Function<ExchangeFunction> {
   static variable_list forward(
       AutogradContext* ctx,
@@ -55,8 +61,10 @@ struct ExchangeFunction : torch::autograd::Function<ExchangeFunction> {
     ctx->saved_data["handle"] = c10::IValue::make_capsule(handle);
     ctx->saved_data["has_addend"] = addend.has_value();
     ctx->set_materialize_grads(false);
-    TensorList arrived =
-        handle->run(handle->way, rows.vec(), addend.value_or(at::Tensor()));
+    TensorList arrived = handle->travel.run(
+        handle->travel.way,
+        rows.vec(),
+        addend.value_or(at::Tensor()));
     for (std::size_t i = 0; i < rows.size(); ++i) {
       // An output that is the input would make autograd see an identity.
       if (arrived[i].is_same(rows[i])) {
@@ -69,20 +77,28 @@ struct ExchangeFunction : torch::autograd::Function<ExchangeFunction> {
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     refuse_create_graph("the exchange of tokens");
     const auto capsule = ctx->saved_data["handle"].toCapsule();
-    const auto& handle = static_cast<const ExchangeHandle&>(*capsule);
+    const Travel& travel = static_cast<const ExchangeHandle&>(*capsule).travel;
     at::Tensor of_addend;
     if (ctx->saved_data["has_addend"].toBool()) {
       of_addend = grads[0];
     }
-    if (handle.tokens && grads[0].defined()) {
+    if (travel.tokens && grads[0].defined()) {
       grads[0] = as_rows(grads[0]);
     }
-    variable_list back_home = handle.run(back(handle.way), std::move(grads));
+    variable_list back_home = travel.run(back(travel.way), std::move(grads));
     back_home.push_back(of_addend);
     back_home.emplace_back();  // the handle has none
     return back_home;
   }
 };
+
+TensorList
+travel(Travel kept, const TensorList& rows, const at::Tensor& addend = {}) {
+  return ExchangeFunction::apply(
+      at::TensorList(rows),
+      as_optional(addend),
+      c10::make_intrusive<ExchangeHandle>(std::move(kept)));
+}
 
 }  // namespace
 
@@ -143,11 +159,7 @@ TensorList exchange_rows(
         expected,
         c10::str(tensor.sizes()));
   }
-  auto handle = c10::make_intrusive<ExchangeHandle>();
-  handle->exchange = exchange;
-  handle->plan = plan;
-  handle->way = way;
-  return ExchangeFunction::apply(at::TensorList(rows), std::nullopt, handle);
+  return travel({.exchange = exchange, .plan = plan, .way = way}, rows);
 }
 
 at::Tensor exchange_rows(
@@ -173,13 +185,12 @@ TensorList dispatch_tokens(
       plan->num_sent,
       c10::str(x.sizes()),
       permutation.rows());
-  auto handle = c10::make_intrusive<ExchangeHandle>();
-  handle->exchange = exchange;
-  handle->plan = plan;
-  handle->way = TokenExchange::Way::dispatch;
-  handle->tokens = permutation;
-  const TensorList rows{x, row_weights};
-  return ExchangeFunction::apply(at::TensorList(rows), std::nullopt, handle);
+  return travel(
+      {.exchange = exchange,
+       .plan = plan,
+       .way = TokenExchange::Way::dispatch,
+       .tokens = permutation},
+      {x, row_weights});
 }
 
 at::Tensor combine_tokens(
@@ -199,13 +210,13 @@ at::Tensor combine_tokens(
       permutation.tokens(),
       c10::str(rows.sizes()),
       c10::str(first.sizes()));
-  auto handle = c10::make_intrusive<ExchangeHandle>();
-  handle->exchange = exchange;
-  handle->plan = plan;
-  handle->way = TokenExchange::Way::combine;
-  handle->tokens = permutation;
-  const TensorList list{rows};
-  return ExchangeFunction::apply(at::TensorList(list), first, handle)[0];
+  return travel(
+      {.exchange = exchange,
+       .plan = plan,
+       .way = TokenExchange::Way::combine,
+       .tokens = permutation},
+      {rows},
+      first)[0];
 }
 
 }  // namespace flatshard::nn
