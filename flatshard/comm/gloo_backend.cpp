@@ -1,4 +1,5 @@
 #include <gloo/context.h>
+#include <sched.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
@@ -39,6 +40,30 @@ std::string own_address(const StoreHandle& store) {
              : address_towards(tcp->getHost(), tcp->getPort());
 }
 
+// A thread that begins while this exists does not preempt others when it wakes.
+// Gloo's event loop tries for the lock of a connection again and again. With
+// more ranks than cores, whoever holds it has often been preempted by the loop
+// that its own message woke, and then loops take more time than all else.
+class CalmThreads {
+ public:
+  CalmThreads() : is_plain_(::sched_getscheduler(0) == SCHED_OTHER) {
+    set(SCHED_BATCH);
+  }
+  CalmThreads(const CalmThreads&) = delete;
+  CalmThreads& operator=(const CalmThreads&) = delete;
+  ~CalmThreads() { set(SCHED_OTHER); }
+
+ private:
+  void set(int policy) const {
+    const sched_param none{};
+    if (is_plain_) {
+      ::sched_setscheduler(0, policy, &none);
+    }
+  }
+
+  bool is_plain_;  // else the user has chosen something
+};
+
 // One network device, with its event thread, serves all groups of the process
 // that use the same interface.
 GlooDevice shared_device(const std::string& address) {
@@ -50,6 +75,7 @@ GlooDevice shared_device(const std::string& address) {
   const std::lock_guard lock(mutex);
   GlooDevice& device = devices[key];
   if (!device) {
+    const CalmThreads calm;
     device = interface != nullptr
                  ? ProcessGroupGloo::createDeviceForInterface(interface)
              : address.empty()
