@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <span>
@@ -25,8 +26,19 @@ enum class Purpose { gather, reduce, exchange };
 
 std::string_view to_string(Purpose purpose);
 
+/// make_communicator, or what else makes a group of more than one rank.
+using MakeCommunicator = std::function<std::shared_ptr<Communicator>(
+    StoreHandle store,
+    int rank,
+    int size,
+    const std::string& name,
+    at::Device device,
+    const CommunicatorOptions& options)>;
+
 struct MeshOptions {
   CommunicatorOptions communicator;
+  /// Empty: make_communicator. Equal on all ranks.
+  MakeCommunicator make_communicator;
   /// Collectives of all communicators are appended here; may be null.
   std::shared_ptr<CollectiveLog> log;
   /// Key prefix in the store; two meshes over one store need different ones.

@@ -70,9 +70,12 @@ struct Mesh::Root {
         flatshard::to_string(purpose));
     const std::string prefix = prefix_of(chosen);
     const auto size = static_cast<int>(detail::product(axes, chosen));
+    const MakeCommunicator make_group = options.make_communicator
+                                            ? options.make_communicator
+                                            : make_communicator;
     auto communicator =
         size == 1 ? make_self_communicator(name, device)
-                  : make_communicator(
+                  : make_group(
                         make_prefix_store(prefix, store),
                         static_cast<int>(
                             detail::shard_index(axes, coordinates, chosen)),

@@ -22,10 +22,10 @@ namespace {
   int code = 0;
   try {
     RankContext context{
-        environment.rank,
-        environment.world_size,
-        make_tcp_store(environment, {.timeout = kPeerTimeout}),
-        std::make_shared<CollectiveLog>()};
+        .rank = environment.rank,
+        .world = environment.world_size,
+        .store = make_tcp_store(environment, {.timeout = kPeerTimeout}),
+        .log = std::make_shared<CollectiveLog>()};
     function(context);
     code = ::testing::Test::HasFailure() ? 2 : 0;
   } catch (const std::exception& error) {

@@ -6,6 +6,7 @@
 
 #include "flatshard/core/error.h"
 #include "tests/support/ranks.h"
+#include "tests/support/thread_groups.h"
 
 namespace flatshard::testing {
 namespace {
@@ -71,6 +72,7 @@ std::shared_ptr<Mesh> RankContext::mesh(
       store,
       at::kCPU,
       {.communicator = {.timeout = kPeerTimeout},
+       .make_communicator = make_communicator,
        .log = log,
        .name = name,
        .watcher = false});
@@ -85,10 +87,11 @@ void run_ranks(int world, const std::function<void(RankContext&)>& function) {
       try {
         at::set_num_threads(1);
         RankContext context{
-            rank,
-            world,
-            store,
-            std::make_shared<CollectiveLog>()};
+            .rank = rank,
+            .world = world,
+            .store = store,
+            .log = std::make_shared<CollectiveLog>(),
+            .make_communicator = make_thread_communicator};
         function(context);
       } catch (...) {
         failure.keep(rank, world);

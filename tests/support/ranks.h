@@ -18,6 +18,8 @@ struct RankContext {
   /// All collectives of meshes made by `mesh` are appended here.
   std::shared_ptr<CollectiveLog> log;
   std::vector<MeshAxis> axes;
+  /// Of the meshes made by `mesh`. Threads: make_thread_communicator.
+  MakeCommunicator make_communicator;
 
   /// A CPU mesh over all ranks of the test. Each call of a test needs another
   /// name, since the store is shared. All ranks call it in the same order.
@@ -35,9 +37,9 @@ struct RankContext {
 inline constexpr std::chrono::seconds kPeerTimeout{60};
 
 /// Runs `function` for `world` ranks, each on its own thread with one ATen
-/// thread, over Gloo and a shared store. When ranks throw, the first exception
-/// is rethrown as an Error whose context names the rank; ranks that wait for
-/// it fail when its communicators go.
+/// thread, over memory and a shared store. When ranks throw, the first
+/// exception is rethrown as an Error whose context names the rank; ranks that
+/// wait for it fail when its communicators go.
 ///
 /// Threads share torch's default generator: use explicit ones. Collectives
 /// that differ between ranks end the process; test those with processes.
