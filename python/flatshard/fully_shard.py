@@ -109,7 +109,7 @@ def fully_shard(
         copy_engines: "all": gathers and reductions are copies between the ranks'
             memory, which on GPUs take no SM, instead of collectives. Keeps the shard
             of the compute weights and takes 256 MiB; all ranks on one host. "auto":
-            where NVLink joins all GPUs of the mesh. One for all units of a model.
+            where NVLink joins all GPUs of the model's mesh. One for all units of a model.
         cuda_graph: after three steps the forward of this module, with its backward, is
             captured as CUDA graphs and replayed, with the same bits. For blocks: modules
             that hold no other unit, take and return tensors in any nesting, and do the
@@ -180,9 +180,9 @@ def fully_shard(
     core, whole_mesh = model_mesh(device_mesh)
     slices = slices_of(core, whole_mesh)
     if slices is not None:
-        check_slices(copy_engines, fp8, cuda_graph, grads_in_place)
-    parts = find_parts(modules, core, offload)
-    copy_engines = uses_copy_engines(copy_engines, core)
+        check_slices(fp8, cuda_graph, grads_in_place)
+    copy_engines = uses_copy_engines(copy_engines, whole_mesh)
+    parts = find_parts(modules, core, offload, copy_engines)
     ignored = ids_of(ignored_params)
     owned = modules_of_unit(modules, lambda m: state_of(m) is not None)
     found = collect_parameters(modules, owned, ignored)

@@ -21,7 +21,7 @@ from flatshard.unit import _copy_attributes, _places
 from flatshard.writes import writes
 
 
-def find_parts(modules, core, offload):
+def find_parts(modules, core, offload, copy_engines):
     """The units inside of `modules` whose mesh is a part of `core`.
 
     Raises:
@@ -54,6 +54,11 @@ def find_parts(modules, core, offload):
             if state.core.offloads != offload:
                 raise ValueError(
                     f"offload_policy: {kind}, on a part of the mesh, and this module "
+                    "differ; choose one for both"
+                )
+            if state.copy_engines != copy_engines:
+                raise ValueError(
+                    f"copy_engines: {kind}, on a part of the mesh, and this module "
                     "differ; choose one for both"
                 )
             found[id(state)] = state

@@ -27,9 +27,8 @@ def modules_of(module):
     return modules
 
 
-def check_slices(copy_engines, fp8, cuda_graph, grads_in_place):
+def check_slices(fp8, cuda_graph, grads_in_place):
     for name, is_set in (
-        ("copy_engines", copy_engines not in ("none", None)),
         ("fp8", fp8 is not None),
         ("cuda_graph", cuda_graph),
         ("grads_in_place", grads_in_place),

@@ -8,10 +8,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import flatshard
-from flatshard import MixedPrecisionPolicy, checkpoint, fully_shard
+from flatshard import Float8Policy, MixedPrecisionPolicy, checkpoint, fully_shard
 from tests.python.device import DEVICE, on_device
 
 DIM, EXPERTS, TOKENS = 8, 4, 12
+BF16 = torch.bfloat16
 
 
 class Experts(nn.Module):
@@ -147,6 +148,42 @@ def test_trains_like_one_process(shape, strategy, own, ranks_4, rank, world):
         )
 
 
+@pytest.mark.parametrize("compute", [None, BF16], ids=["own", "bf16"])
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_copies_train_like_collectives(shape, strategy, compute, ranks_4, rank):
+    policy = MixedPrecisionPolicy(compute, torch.float32)
+    states = []
+    for copy_engines in ("none", "all"):
+        model = sharded(
+            made(),
+            mesh_of(*shape),
+            strategy=strategy,
+            mp_policy=policy,
+            copy_engines=copy_engines,
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+        for step in range(2):
+            for is_last in (False, True):
+                model.set_requires_gradient_sync(is_last)
+                generator = torch.Generator().manual_seed(10 * step + rank + is_last)
+                x = on_device(torch.randn(TOKENS, DIM, generator=generator))
+                model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append(whole_state(model))
+    for name, value in states[0].items():
+        torch.testing.assert_close(value, states[1][name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_copy_engines_are_one_for_both(ranks_4):
+    meshes = mesh_of(1, 2, 2)
+    block = made().blocks[0]
+    fully_shard(block.experts, mesh=meshes[0]["edp"], copy_engines="all")
+    with pytest.raises(ValueError, match="copy_engines: .*Experts.* choose one for both"):
+        fully_shard(block, mesh=meshes[1])
+
+
 def test_shows_all_experts(ranks_4):
     model = sharded(made(), mesh_of(1, 2, 2))
     shown = dict(model.named_parameters())
@@ -220,7 +257,7 @@ def test_frozen_dense_weights_and_accumulation(ranks_4, rank, world):
 
 
 def test_mixed_precision(ranks_4, rank, world):
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    policy = MixedPrecisionPolicy(BF16, torch.float32)
     model = sharded(made(), mesh_of(1, 2, 2), mp_policy=policy)
     expected = made()
     train(model, [rank])
@@ -244,7 +281,7 @@ def test_replicas_that_differ_are_named(ranks_4, rank):
 def test_what_is_not_supported_is_named(ranks_4):
     meshes = mesh_of(1, 2, 2)
     for options, word in (
-        ({"copy_engines": "all"}, "copy_engines"),
+        ({"fp8": Float8Policy("tensorwise"), "mp_policy": MixedPrecisionPolicy(BF16)}, "fp8"),
         ({"grads_in_place": True}, "grads_in_place"),
     ):
         with pytest.raises(NotImplementedError, match=word):
