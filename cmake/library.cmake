@@ -17,6 +17,13 @@
 set(FLATSHARD_WARNINGS -Wall -Wextra -Wno-unused-parameter
     -Wno-missing-field-initializers -Winvalid-pch)
 
+# GCC collects garbage far too often for files of this size: without, a tenth of
+# the time goes, for some 200 MB.
+if(CMAKE_CXX_COMPILER_ID STREQUAL GNU)
+  add_compile_options(
+    "$<$<COMPILE_LANGUAGE:CXX>:--param=ggc-min-expand=1000;--param=ggc-min-heapsize=2000000>")
+endif()
+
 # Two precompiled headers serve every target that includes torch; see
 # cmake/pch.h. They are named in <> and not by their absolute paths, so that
 # ccache finds them again from another clone.

@@ -25,8 +25,6 @@ GradientPipeline::Hook reduced_hook(py::object hook) {
 }  // namespace
 
 void bind_unit(py::module_& m) {
-  using NoGil = py::call_guard<py::gil_scoped_release>;
-
   py::class_<ParameterViews::Place>(m, "Place")
       .def(
           py::init([](py::dict parameters,

@@ -101,7 +101,7 @@ TEST_F(BadInput, ConfigsThatAreNoConfigs) {
 }
 
 TEST_F(BadInput, MalformedConfigsThroughTheProgram) {
-  constexpr int kTries = 40;
+  constexpr int kTries = 20;
   MalformedConfigs configs(config_text(folder_.path()), 11);
   int tried = 0;
   while (tried < kTries) {

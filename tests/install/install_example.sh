@@ -29,6 +29,6 @@ tr -s ' \n' ' ' <"$work/other.log" |
   cat "$work/other.log"
   exit 1
 }
-"$cmake" --build "$work/build"
+"$cmake" --build "$work/build" --target example experts
 "$work/build/example" "$work/checkpoints"
 "$work/build/experts" "$work/experts" 2

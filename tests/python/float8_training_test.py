@@ -181,8 +181,10 @@ class Odd(nn.Module):
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
-def test_F15_a_layer_that_is_called_in_odd_ways(backend, mesh, rank):
+def test_F15_a_layer_that_is_called_in_odd_ways(backend, mesh, rank, world):
     """Compilers join equal calls and drop those whose results nobody needs."""
+    if backend == "inductor" and world > 2:
+        pytest.skip("what it compiles is that of two ranks, and takes long")
     torch._dynamo.reset()
     grads = []
     for compiles in (False, backend is not None):
