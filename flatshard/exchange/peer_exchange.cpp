@@ -32,21 +32,9 @@ std::int64_t nbytes_of_row(const at::Tensor& rows) {
 
 }  // namespace
 
-/// Rows of one expert here that one rank has routed.
-struct PeerExchange::Run {
-  std::int64_t at_home = 0;     ///< first row among those of that rank
-  std::int64_t at_experts = 0;  ///< first row among those that arrive here
-  std::int64_t rows = 0;
-};
-
 struct PeerExchange::Plan : StreamExchangePlan {
-  std::vector<std::vector<Run>> runs;  ///< by rank, then by expert here
-  std::int64_t num_counted = 0;        ///< rows that leave this rank or stay
-  std::int64_t most_counted = 0;       ///< the largest of all ranks
-  // Of this rank's own rows, those for its own experts.
-  std::int64_t stay_begin = 0;
-  std::int64_t stay_end = 0;
-  at::Tensor uploaded;   ///< int32: ends, stay_runs, all_runs
+  RowRuns runs;
+  at::Tensor uploaded;   ///< int32: RunTables
   at::Tensor stay_runs;  ///< of rows that stay: see nn::row_places
   at::Tensor all_runs;   ///< of all that arrive: see NarrowRows
   std::optional<nn::RowPlaces> places;  ///< made on the exchange stream
@@ -67,7 +55,7 @@ PeerExchange::PeerExchange(
           "counts",
           {.high_priority = true})),
       host_(host_buffer(
-                (num_experts + num_uploaded()) *
+                (num_experts + tables().numel()) *
                     static_cast<std::int64_t>(sizeof(int)),
                 this->group().device())
                 .view(at::kInt)) {
@@ -94,22 +82,21 @@ c10::intrusive_ptr<StreamExchangePlan> PeerExchange::begin(
       "exchange of tokens by copies: a transfer has failed, and the ranks may "
       "be in different places; all of them call restart() first");
   const at::Device device = group().device();
-  const std::int64_t groups_per_expert = groups_by_rank() ? group().size() : 1;
+  const RunTables tables = this->tables();
   auto made = c10::make_intrusive<Plan>();
-  made->groups_per_expert = groups_per_expert;
+  made->groups_per_expert = groups_by_rank() ? group().size() : 1;
   // Before the event: compute may still use the memory that it gets.
-  made->uploaded = at::empty({num_uploaded()}, counts.options());
-  made->ends =
-      made->uploaded.narrow(0, 0, experts_per_rank() * groups_per_expert);
-  std::int64_t used = made->ends.numel();
-  const auto table_of = [&](std::int64_t num_runs) {
-    const std::int64_t numel = 2 * (num_runs + 1);
-    used += numel;
-    return made->uploaded.narrow(0, used - numel, numel)
-        .view({2, num_runs + 1});
-  };
-  made->stay_runs = table_of(experts_per_rank());
-  made->all_runs = table_of(num_experts());
+  made->uploaded = at::empty({tables.numel()}, counts.options());
+  made->ends = made->uploaded.narrow(0, 0, tables.num_ends);
+  made->stay_runs =
+      made->uploaded.narrow(0, tables.num_ends, 2 * tables.staying_columns)
+          .view({2, tables.staying_columns});
+  made->all_runs = made->uploaded
+                       .narrow(
+                           0,
+                           tables.num_ends + 2 * tables.staying_columns,
+                           2 * tables.arriving_columns)
+                       .view({2, tables.arriving_columns});
   Event counted;
   counted.record(*current_stream(device));
   counted.wait(*counts_);
@@ -128,9 +115,7 @@ c10::intrusive_ptr<StreamExchangePlan> PeerExchange::begin(
 void PeerExchange::finish(const nn::ExchangePlanPtr& plan) {
   auto* const made = own<Plan>(plan);
   const at::Device device = group().device();
-  const int size = group().size();
-  const std::int64_t local = experts_per_rank();
-  const at::Tensor all = at::empty({size, num_experts()}, at::kInt);
+  const at::Tensor all = at::empty({group().size(), num_experts()}, at::kInt);
   try {
     hosts_->all_gather(all, host_.narrow(0, 0, num_experts()));
   } catch (const std::exception&) {
@@ -138,56 +123,19 @@ void PeerExchange::finish(const nn::ExchangePlanPtr& plan) {
     throw;
   }
 
-  made->runs.resize(size);
-  const auto first = static_cast<std::int64_t>(group().rank()) * local;
-  for (int rank = 0; rank < size; ++rank) {
-    const int* const theirs = all[rank].const_data_ptr<int>();
-    std::int64_t row = 0;
-    for (std::int64_t expert = 0; expert < num_experts(); ++expert) {
-      if (expert >= first && expert < first + local) {
-        made->runs[rank].push_back({.at_home = row, .rows = theirs[expert]});
-      }
-      row += theirs[expert];
-    }
-    made->most_counted = std::max(made->most_counted, row);
-    if (rank == group().rank()) {
-      made->num_counted = row;
-    }
-  }
-  check_num_rows(made->num_counted, made->num_sent);
-  int* const end = host_.mutable_data_ptr<int>() + num_experts();
-  std::int64_t row = 0;
-  for (std::int64_t expert = 0; expert < local; ++expert) {
-    for (int rank = 0; rank < size; ++rank) {
-      Run& run = made->runs[rank][expert];
-      run.at_experts = row;
-      row += run.rows;
-      end[groups_by_rank() ? expert * size + rank : expert] =
-          static_cast<int>(row);
-    }
-  }
-  const std::vector<Run>& own = made->runs[group().rank()];
-  made->stay_begin = own.front().at_home;
-  made->stay_end = own.back().at_home + own.back().rows;
-  made->num_received = row;
-  int* const stay = end + made->ends.numel();
-  int* const arrive = stay + made->stay_runs.numel();
-  for (std::int64_t expert = 0; expert < local; ++expert) {
-    stay[expert] = static_cast<int>(own[expert].at_home);
-    stay[local + 1 + expert] = static_cast<int>(own[expert].at_experts);
-    for (int rank = 0; rank < size; ++rank) {
-      const Run& run = made->runs[rank][expert];
-      int* const to = arrive + expert * size + rank;
-      to[0] = static_cast<int>(run.at_experts);
-      to[num_experts() + 1] = static_cast<int>(run.at_home);
-    }
-  }
-  stay[local] = static_cast<int>(made->stay_end);
-  arrive[num_experts()] = static_cast<int>(row);
-  counts_->submit([to = made->uploaded, end] {
+  made->runs = RowRuns(
+      {all.const_data_ptr<int>(), static_cast<std::size_t>(all.numel())},
+      group().size(),
+      group().rank());
+  check_num_rows(made->runs.num_routed(), made->num_sent);
+  made->num_received = made->runs.num_arriving();
+  const RunTables tables = this->tables();
+  int* const from = host_.mutable_data_ptr<int>() + num_experts();
+  made->runs.write(tables, {from, static_cast<std::size_t>(tables.numel())});
+  counts_->submit([to = made->uploaded, from] {
     copy_bytes(
         to.mutable_data_ptr(),
-        end,
+        from,
         static_cast<std::int64_t>(to.nbytes()),
         to.device());
   });
@@ -204,10 +152,8 @@ void PeerExchange::restart() {
   hosts_->restart();
 }
 
-std::int64_t PeerExchange::num_uploaded() {
-  const std::int64_t local = experts_per_rank();
-  const std::int64_t groups = groups_by_rank() ? group().size() : 1;
-  return local * groups + 2 * (local + 1) + 2 * (num_experts() + 1);
+RunTables PeerExchange::tables() {
+  return {group().size(), experts_per_rank(), groups_by_rank()};
 }
 
 std::vector<std::vector<PeerExchange::Part>> PeerExchange::parts_by_fence(
@@ -219,7 +165,7 @@ std::vector<std::vector<PeerExchange::Part>> PeerExchange::parts_by_fence(
   std::int64_t in_window = 0;
   for (std::size_t i = 0; i < at_experts.size(); ++i) {
     const std::int64_t row = nbytes_of_row(at_experts[i]);
-    if (in_window + plan.most_counted * row > window_nbytes_) {
+    if (in_window + plan.runs.most_routed() * row > window_nbytes_) {
       fences.emplace_back();
       in_window = 0;
     }
@@ -231,7 +177,7 @@ std::vector<std::vector<PeerExchange::Part>> PeerExchange::parts_by_fence(
          .of_tokens = of_tokens && i == 0,
          .is_narrow = !(of_tokens && i == 0) &&
                       NarrowRows::are(row, at_experts[i].element_size())});
-    in_window += aligned(plan.most_counted * row, kPartAlignment);
+    in_window += aligned(plan.runs.most_routed() * row, kPartAlignment);
   }
   return fences;
 }
@@ -240,12 +186,12 @@ void PeerExchange::check_fits(const Plan& plan, const nn::TensorList& rows)
     const {
   for (const at::Tensor& tensor : rows) {
     FLATSHARD_CHECK(
-        plan.most_counted * nbytes_of_row(tensor) <= window_nbytes_,
+        plan.runs.most_routed() * nbytes_of_row(tensor) <= window_nbytes_,
         config,
         "exchange of tokens by copies: a rank has {} rows of {} bytes, and "
         "windows of {} bytes; make them larger, or exchange by collectives "
         "(parallelism.token_exchange)",
-        plan.most_counted,
+        plan.runs.most_routed(),
         nbytes_of_row(tensor),
         window_nbytes_);
   }
@@ -282,8 +228,10 @@ std::function<void()> PeerExchange::work_of(
   // The plan lives as long as the graph.
   return [this, plan, made, way, out, input] {
     if (input.tokens && !made->places) {
-      made->places =
-          nn::row_places(*input.tokens, made->stay_runs, made->num_counted);
+      made->places = nn::row_places(
+          *input.tokens,
+          made->stay_runs,
+          made->runs.num_routed());
     }
     const bool leaves = way == Way::dispatch;
     const auto fences = parts_by_fence(
@@ -314,7 +262,7 @@ void PeerExchange::dispatch(
         input.rows[0],
         *input.tokens,
         *plan.places,
-        plan.num_counted,
+        plan.runs.num_routed(),
         rows_in_window(plan, parts[0], arrived),
         arrived);
   }
@@ -329,7 +277,7 @@ void PeerExchange::dispatch(
         continue;
       }
       const char* const rows = peer == rank ? part.at_home : window(peer, part);
-      for (const Run& run : plan.runs[peer]) {
+      for (const RowRuns::Run& run : plan.runs.of(peer)) {
         arriving.push_back(
             {.to = part.at_experts + run.at_experts * part.row,
              .from = rows + run.at_home * part.row,
@@ -360,7 +308,7 @@ void PeerExchange::combine(
         continue;
       }
       char* const rows = peer == rank ? part.at_home : window(peer, part);
-      for (const Run& run : plan.runs[peer]) {
+      for (const RowRuns::Run& run : plan.runs.of(peer)) {
         leaving.push_back(
             {.to = rows + run.at_home * part.row,
              .from = part.at_experts + run.at_experts * part.row,
@@ -404,10 +352,10 @@ std::vector<BytesCopy> PeerExchange::home_copies(
       continue;
     }
     if (part.is_narrow) {
-      add(0, plan.num_counted);
+      add(0, plan.runs.num_routed());
     } else {
-      add(0, plan.stay_begin);
-      add(plan.stay_end, plan.num_counted);
+      add(0, plan.runs.stay_begin());
+      add(plan.runs.stay_end(), plan.runs.num_routed());
     }
   }
   return copies;
@@ -430,9 +378,9 @@ at::Tensor PeerExchange::rows_in_window(
       .narrow(
           0,
           half_ * half_nbytes_ + part.in_window,
-          plan.num_counted * part.row)
+          plan.runs.num_routed() * part.row)
       .view(like.scalar_type())
-      .view({plan.num_counted, like.size(1)});
+      .view({plan.runs.num_routed(), like.size(1)});
 }
 
 void PeerExchange::copy(const std::vector<BytesCopy>& copies) const {

@@ -2,6 +2,7 @@
 
 #include "flatshard/device/memory.h"
 #include "flatshard/exchange/narrow_rows.h"
+#include "flatshard/exchange/row_runs.h"
 #include "flatshard/exchange/stream_exchange.h"
 #include "flatshard/peer/peer_memory.h"
 
@@ -75,7 +76,6 @@ class PeerExchange : public StreamExchange {
 
  private:
   struct Plan;
-  struct Run;
 
   /// One tensor of a transfer, in bytes.
   struct Part {
@@ -127,8 +127,8 @@ class PeerExchange : public StreamExchange {
       const Plan& plan,
       const Part& part,
       const at::Tensor& like) const;
-  /// What a plan uploads: int32.
-  std::int64_t num_uploaded();
+  /// What a plan uploads.
+  RunTables tables();
   void copy(const std::vector<BytesCopy>& copies) const;
   /// Of rank `rank`, in the half that this transfer uses.
   char* window(int rank, const Part& part) const;

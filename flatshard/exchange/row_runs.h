@@ -1,0 +1,72 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace flatshard {
+
+/// Numbers that kernels read of RowRuns, one table behind the other.
+struct RunTables {
+  /// @param ends_by_rank  ends of each run, instead of each expert's
+  RunTables(
+      std::int64_t num_ranks,
+      std::int64_t experts_per_rank,
+      bool ends_by_rank);
+
+  std::int64_t num_ends;  ///< [num_ends]: where rows of an expert here end
+  /// [2, columns]: first row at home and at the experts of each run that stays.
+  std::int64_t staying_columns;
+  /// [2, columns]: first row at the experts and at home of each run that
+  /// arrives, by expert and then by rank. In both, [0, columns - 1] is where
+  /// the last run ends.
+  std::int64_t arriving_columns;
+  bool ends_by_rank;
+
+  std::int64_t numel() const {
+    return num_ends + 2 * staying_columns + 2 * arriving_columns;
+  }
+};
+
+/// Which rows arrive at the experts of one rank. At home, at the rank that
+/// routed them, rows lie by expert; at the experts they lie by expert, too, and
+/// those of one expert by rank. What one rank routed to one expert is a run.
+class RowRuns {
+ public:
+  struct Run {
+    std::int64_t at_home = 0;     ///< first row among those of its rank
+    std::int64_t at_experts = 0;  ///< first row among those that arrive here
+    std::int64_t rows = 0;
+  };
+
+  /// Of no rank.
+  RowRuns() = default;
+  /// @param counts  [num_ranks * experts] rows that each rank routes to each
+  ///   expert. Rank r has experts from r * experts / num_ranks on.
+  /// @param rank    this one
+  RowRuns(std::span<const int> counts, int num_ranks, int rank);
+
+  /// Those that `rank` routed, one for each expert here.
+  std::span<const Run> of(int rank) const { return by_rank_[rank]; }
+  /// Rows that this rank routed. Of them [stay_begin, stay_end) are for its own
+  /// experts.
+  std::int64_t num_routed() const { return num_routed_; }
+  std::int64_t stay_begin() const;
+  std::int64_t stay_end() const;
+  /// The most that any rank routed.
+  std::int64_t most_routed() const { return most_routed_; }
+  /// Rows that arrive here, this rank's own included.
+  std::int64_t num_arriving() const { return num_arriving_; }
+
+  /// @param to  [tables.numel()]
+  void write(const RunTables& tables, std::span<int> to) const;
+
+ private:
+  std::vector<std::vector<Run>> by_rank_;
+  int rank_ = 0;
+  std::int64_t num_routed_ = 0;
+  std::int64_t most_routed_ = 0;
+  std::int64_t num_arriving_ = 0;
+};
+
+}  // namespace flatshard
