@@ -4,7 +4,11 @@
 #include <ATen/Functions.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sched.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <filesystem>
+#include <string>
 
 #include "flatshard/comm/make_communicator.h"
 #include "flatshard/core/error.h"
@@ -358,6 +362,26 @@ TEST(Communicator, APeerThatLeavesIsACommError) {
     EXPECT_EQ(error.code(), ErrorCode::comm);
     EXPECT_THAT(error.what(), HasSubstr("[rank 0/2 | pair | all_reduce]"));
   }
+}
+
+// With more ranks than cores it would preempt whoever holds the lock that it
+// then tries for again and again.
+TEST(Communicator, GloosEventLoopPreemptsNobody) {
+  if (::sched_getscheduler(0) != SCHED_OTHER) {
+    GTEST_SKIP() << "this program has a scheduling policy of its own";
+  }
+  run_ranks(2, [](RankContext& context) {
+    const auto communicator = make(context);
+    EXPECT_EQ(::sched_getscheduler(0), SCHED_OTHER);
+    int num_calm = 0;
+    for (const auto& task :
+         std::filesystem::directory_iterator("/proc/self/task")) {
+      const int id = std::stoi(task.path().filename().string());
+      num_calm += ::sched_getscheduler(id) == SCHED_BATCH;
+    }
+    EXPECT_EQ(num_calm, 1);  // one serves all groups
+    communicator->barrier();
+  });
 }
 
 TEST(Communicator, MakeAndWrapRefuseByName) {
