@@ -4,8 +4,11 @@ First values and data are drawn on the CPU, so that they are the same on both, a
 then moved. What tests/python/models.py makes is on the device already.
 """
 
+import functools
 import itertools
 import os
+
+from torch.distributed.device_mesh import init_device_mesh
 
 DEVICE = os.environ.get("FLATSHARD_TEST_DEVICE", "cpu")
 
@@ -25,3 +28,11 @@ def _is_meta(value):
         return value.is_meta
     tensors = itertools.chain(value.parameters(), value.buffers())
     return any(tensor.is_meta for tensor in tensors)
+
+
+@functools.lru_cache(maxsize=None)
+def named_mesh(**sizes):
+    """A DeviceMesh of dimensions of these names, one for each shape: its groups stay
+    until the process ends, and of Gloo's each has threads that wake a hundred times a
+    second."""
+    return init_device_mesh(DEVICE, tuple(sizes.values()), mesh_dim_names=tuple(sizes))

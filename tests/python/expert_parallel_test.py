@@ -4,11 +4,10 @@ import copy
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 import flatshard
 from flatshard import MixedPrecisionPolicy, expert_parallel, fully_shard
-from tests.python.device import DEVICE, on_device
+from tests.python.device import named_mesh, on_device
 
 transformers = pytest.importorskip("transformers")
 
@@ -53,7 +52,7 @@ def experts_of(layer):
 
 
 def sharded(model, edp, ep, **options):
-    mesh = init_device_mesh(DEVICE, (edp, ep), mesh_dim_names=("edp", "ep"))
+    mesh = named_mesh(edp=edp, ep=ep)
     dp = mesh["edp", "ep"]._flatten("dp")
     expert_parallel(model, mesh["ep"])
     for layer in model.model.layers:
@@ -92,8 +91,7 @@ def values(model):
 
 def expected_values(model):
     """Of a model that was not spread: transformers 4's experts stacked."""
-    one = init_device_mesh(DEVICE, (1,)) if not IS_4 else None
-    if one is not None:
+    if not IS_4:
         return values(model)
     for module in model.modules():
         if isinstance(getattr(module, "experts", None), torch.nn.ModuleList):
@@ -167,7 +165,7 @@ def test_mixed_precision_and_recomputation(rank, world):
 
 
 def test_what_cannot_be_spread_is_named(world):
-    mesh = init_device_mesh(DEVICE, (world,), mesh_dim_names=("ep",))
+    mesh = named_mesh(ep=world)
     with pytest.raises(ValueError, match="overlap: expected True or False"):
         expert_parallel(make("mixtral"), mesh, overlap="1f1b")
     with pytest.raises(ValueError, match="found none in Linear"):

@@ -5,11 +5,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import flatshard
 from flatshard import Float8Policy, MixedPrecisionPolicy, checkpoint, fully_shard
-from tests.python.device import DEVICE, on_device
+from tests.python.device import named_mesh, on_device
 
 DIM, EXPERTS, TOKENS = 8, 4, 12
 BF16 = torch.bfloat16
@@ -72,9 +72,7 @@ class Model(nn.Module):
 
 
 def mesh_of(replicas, edp, ep):
-    mesh = init_device_mesh(
-        DEVICE, (replicas, edp, ep), mesh_dim_names=("replicate", "edp", "ep")
-    )
+    mesh = named_mesh(replicate=replicas, edp=edp, ep=ep)
     dp = mesh["edp", "ep"]._flatten("dp")
     return mesh, dp
 

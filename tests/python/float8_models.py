@@ -2,12 +2,11 @@
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import flatshard
 from flatshard import Float8Policy, MixedPrecisionPolicy, fully_shard
-from tests.python.device import DEVICE, on_device
+from tests.python.device import named_mesh, on_device
 from tests.python.models import HuggingFace
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -107,9 +106,7 @@ def shard(model, mesh, fp8, **options):
 
 def one_rank(world):
     """A mesh of this rank alone."""
-    return init_device_mesh(DEVICE, (world, 1), mesh_dim_names=("copies", "alone"))[
-        "alone"
-    ]
+    return named_mesh(copies=world, alone=1)["alone"]
 
 
 def train(model, batches, steps=3, between=lambda: None):

@@ -15,7 +15,7 @@ from tests.python.backward_pass_test import (
     gradients,
     train,
 )
-from tests.python.device import DEVICE, on_device
+from tests.python.device import DEVICE, named_mesh, on_device
 from tests.python.experts_mesh_test import Experts
 
 Layer, Piece = example.Layer, example.Piece
@@ -320,7 +320,7 @@ def expert_model():
 
 def meshes(world):
     ep = 2 if world % 2 == 0 else 1
-    mesh = init_device_mesh(DEVICE, (world // ep, ep), mesh_dim_names=("edp", "ep"))
+    mesh = named_mesh(edp=world // ep, ep=ep)
     return mesh, mesh["edp", "ep"]._flatten("dp")
 
 

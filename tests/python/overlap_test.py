@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import (
     BackwardPass,
@@ -18,7 +18,7 @@ from flatshard import (
     overlap,
     overlap_microbatches,
 )
-from tests.python.device import DEVICE, on_device
+from tests.python.device import DEVICE, named_mesh, on_device
 from tests.python.expert_parallel_test import FAMILIES, IS_4, SHAPE, experts_of, make
 from tests.python.training import full_state
 
@@ -35,7 +35,7 @@ def ep(world):
 def sharded(model, ep, replicas=1, spread=True, beside=(), **options):
     world = dist.get_world_size() // replicas
     names = ("replicate", "edp", "ep")
-    mesh = init_device_mesh(DEVICE, (replicas, world // ep, ep), mesh_dim_names=names)
+    mesh = named_mesh(replicate=replicas, edp=world // ep, ep=ep)
     dp, edp = mesh["edp", "ep"]._flatten("dp"), mesh["edp"]
     if replicas > 1:
         dp, edp = DeviceMesh._concatenate([mesh["replicate"], dp]), mesh[names[:2]]
@@ -369,7 +369,7 @@ def test_what_cannot_be_run_is_named(ep):
         overlap_microbatches(model, batches, lambda model, batch: torch.ones(()))
     with pytest.raises(ValueError, match="found none in FSDPMixtralForCausalLM"):
         overlap_microbatches(sharded(make("mixtral"), 1, spread=False), batches)
-    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),), mesh_dim_names=("ep",))
+    mesh = named_mesh(ep=dist.get_world_size())
     if dist.get_world_size() < 3:
         whole = expert_parallel(make("mixtral"), mesh["ep"], overlap=True)
         with pytest.raises(ValueError, match="layer 0 is no unit"):
