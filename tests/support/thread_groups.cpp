@@ -46,6 +46,8 @@ class Meeting {
     if (!all_here_.wait_for(lock, timeout_, [&] {
           return round_ != round || ended_by_;
         })) {
+      ended_by_ = "a peer timed out";
+      all_here_.notify_all();
       throw std::runtime_error("timed out waiting for a thread");
     }
     if (round_ == round) {
