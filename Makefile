@@ -31,7 +31,7 @@ demo: ## Train a small Llama on real text over two processes
 demo-experts: ## The same with a model whose experts the processes divide
 	@scripts/demo --experts $(ARGS)
 
-check: build ## Run the test cases that take at most a second, in a minute
+check: build ## Run the test cases that take at most half a second, in a minute
 	@scripts/run_tests -L quick
 
 test: build ## Run every test; SAN=address,undefined for the sanitizers
