@@ -87,16 +87,13 @@ c10::intrusive_ptr<StreamExchangePlan> PeerExchange::begin(
   made->groups_per_expert = groups_by_rank() ? group().size() : 1;
   // Before the event: compute may still use the memory that it gets.
   made->uploaded = at::empty({tables.numel()}, counts.options());
-  made->ends = made->uploaded.narrow(0, 0, tables.num_ends);
-  made->stay_runs =
-      made->uploaded.narrow(0, tables.num_ends, 2 * tables.staying_columns)
-          .view({2, tables.staying_columns});
-  made->all_runs = made->uploaded
-                       .narrow(
-                           0,
-                           tables.num_ends + 2 * tables.staying_columns,
-                           2 * tables.arriving_columns)
-                       .view({2, tables.arriving_columns});
+  const std::vector<at::Tensor> parts = made->uploaded.split_with_sizes(
+      {tables.num_ends,
+       2 * tables.staying_columns,
+       2 * tables.arriving_columns});
+  made->ends = parts[0];
+  made->stay_runs = parts[1].view({2, tables.staying_columns});
+  made->all_runs = parts[2].view({2, tables.arriving_columns});
   Event counted;
   counted.record(*current_stream(device));
   counted.wait(*counts_);

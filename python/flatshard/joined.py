@@ -51,16 +51,15 @@ def find_parts(modules, core, offload, copy_engines):
                     f"part of the mesh, as {kind} has them; leave out their option "
                     "(fuse_wgrad_accumulation)"
                 )
-            if state.core.offloads != offload:
-                raise ValueError(
-                    f"offload_policy: {kind}, on a part of the mesh, and this module "
-                    "differ; choose one for both"
-                )
-            if state.copy_engines != copy_engines:
-                raise ValueError(
-                    f"copy_engines: {kind}, on a part of the mesh, and this module "
-                    "differ; choose one for both"
-                )
+            for option, inner_has, outer_has in (
+                ("offload_policy", state.core.offloads, offload),
+                ("copy_engines", state.copy_engines, copy_engines),
+            ):
+                if inner_has != outer_has:
+                    raise ValueError(
+                        f"{option}: {kind}, on a part of the mesh, and this module "
+                        "differ; choose one for both"
+                    )
             found[id(state)] = state
     return list(found.values())
 

@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "flatshard/comm/communicator.h"
-#include "flatshard/comm/make_communicator.h"
 #include "flatshard/core/error.h"
 #include "tests/support/message_of.h"
 #include "tests/support/ranks.h"
@@ -20,13 +19,7 @@ using testing::RankContext;
 using testing::run_ranks;
 
 std::shared_ptr<Communicator> connect(const RankContext& context) {
-  auto communicator = make_communicator(
-      context.store,
-      context.rank,
-      context.world,
-      "ep.exchange",
-      at::kCPU,
-      {.timeout = testing::kPeerTimeout});
+  auto communicator = context.gloo("ep.exchange");
   communicator->set_log(context.log);
   return communicator;
 }

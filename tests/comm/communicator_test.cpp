@@ -27,13 +27,7 @@ using testing::run_ranks;
 std::shared_ptr<Communicator> make(
     const RankContext& context,
     const std::string& name = "test") {
-  auto communicator = make_communicator(
-      context.store,
-      context.rank,
-      context.world,
-      name,
-      at::kCPU,
-      {.timeout = testing::kPeerTimeout});
+  auto communicator = context.gloo(name);
   communicator->set_log(context.log);
   return communicator;
 }

@@ -7,7 +7,6 @@
 
 #include <vector>
 
-#include "flatshard/comm/make_communicator.h"
 #include "flatshard/core/error.h"
 #include "tests/support/message_of.h"
 #include "tests/support/ranks.h"
@@ -80,13 +79,7 @@ std::vector<at::Tensor> results_of(Communicator& group) {
 
 TEST(ThreadGroups, GiveTheBitsOfGloo) {
   run_ranks(kWorld, [](RankContext& context) {
-    const auto gloo = make_communicator(
-        context.store,
-        context.rank,
-        context.world,
-        "gloo",
-        at::kCPU,
-        {.timeout = testing::kPeerTimeout});
+    const auto gloo = context.gloo("gloo");
     const auto expected = results_of(*gloo);
     const auto group = make_threads(context, "threads");
     const auto results = results_of(*group);

@@ -5,7 +5,6 @@
 #include <random>
 #include <vector>
 
-#include "flatshard/comm/make_communicator.h"
 #include "flatshard/core/error.h"
 #include "flatshard/exchange/collective_exchange.h"
 #include "tests/exchange/plan_parts.h"
@@ -23,13 +22,7 @@ using testing::RankContext;
 using testing::run_ranks;
 
 std::shared_ptr<Communicator> connect(const RankContext& context) {
-  return make_communicator(
-      context.store,
-      context.rank,
-      context.world,
-      "ep.exchange",
-      at::kCPU,
-      {.timeout = testing::kPeerTimeout});
+  return context.gloo("ep.exchange");
 }
 
 struct Case {

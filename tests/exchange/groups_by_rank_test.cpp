@@ -6,7 +6,6 @@
 
 #include <vector>
 
-#include "flatshard/comm/make_communicator.h"
 #include "flatshard/exchange/collective_exchange.h"
 #include "flatshard/exchange/peer_exchange.h"
 #include "flatshard/nn/grouped_linear.h"
@@ -89,13 +88,7 @@ void expect_bits_of_two_microbatches(
 
 TEST(GroupsByRank, M11_GiveTheBitsOfTwoMicrobatches) {
   run_ranks(kNumRanks, [](RankContext& context) {
-    const auto group = make_communicator(
-        context.store,
-        context.rank,
-        context.world,
-        "ep.exchange",
-        at::kCPU,
-        {.timeout = testing::kPeerTimeout});
+    const auto group = context.gloo("ep.exchange");
     const ExchangeOptions options{.groups_by_rank = true};
     expect_bits_of_two_microbatches(
         std::make_shared<CollectiveExchange>(group, kNumExperts, options),

@@ -7,7 +7,6 @@
 #include <random>
 #include <thread>
 
-#include "flatshard/comm/make_communicator.h"
 #include "flatshard/core/error.h"
 #include "tests/support/message_of.h"
 #include "tests/support/ranks.h"
@@ -22,13 +21,7 @@ using testing::RankContext;
 using testing::run_ranks;
 
 std::shared_ptr<Communicator> connect_group(const RankContext& context) {
-  return make_communicator(
-      context.store,
-      context.rank,
-      context.world,
-      "ep",
-      at::kCPU,
-      {.timeout = testing::kPeerTimeout});
+  return context.gloo("ep");
 }
 
 // A half is overwritten two rounds later, and by then all have read it,

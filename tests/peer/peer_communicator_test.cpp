@@ -4,7 +4,6 @@
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 
-#include "flatshard/comm/make_communicator.h"
 #include "flatshard/mesh/mesh.h"
 #include "tests/support/ranks.h"
 
@@ -18,13 +17,7 @@ using testing::run_ranks;
 TEST(PeerCommunicator, ReducesToTheGroupsBits) {
   for (const int world : {2, 3}) {
     run_ranks(world, [](RankContext& context) {
-      const auto plain = make_communicator(
-          context.store,
-          context.rank,
-          context.world,
-          "plain",
-          at::kCPU,
-          {.timeout = testing::kPeerTimeout});
+      const auto plain = context.gloo("plain");
       // Rows of 256 bytes: the larger ones take many pieces.
       const auto copies = make_peer_communicator(
           plain,
@@ -59,13 +52,7 @@ TEST(PeerCommunicator, ReducesToTheGroupsBits) {
 // Rows go as over the group itself, which sees nothing of it.
 TEST(PeerCommunicator, PassesRowsOn) {
   run_ranks(3, [](RankContext& context) {
-    const auto plain = make_communicator(
-        context.store,
-        context.rank,
-        context.world,
-        "plain",
-        at::kCPU,
-        {.timeout = testing::kPeerTimeout});
+    const auto plain = context.gloo("plain");
     plain->set_log(context.log);
     const auto peers = make_peer_communicator(plain, {});
     peers->set_log(context.log);

@@ -4,6 +4,7 @@
 #include <mutex>
 #include <thread>
 
+#include "flatshard/comm/make_communicator.h"
 #include "flatshard/core/error.h"
 #include "tests/support/ranks.h"
 #include "tests/support/thread_groups.h"
@@ -76,6 +77,16 @@ std::shared_ptr<Mesh> RankContext::mesh(
        .log = log,
        .name = name,
        .watcher = false});
+}
+
+std::shared_ptr<Communicator> RankContext::gloo(const std::string& name) const {
+  return flatshard::make_communicator(
+      store,
+      rank,
+      world,
+      name,
+      at::kCPU,
+      {.timeout = kPeerTimeout});
 }
 
 void run_ranks(int world, const std::function<void(RankContext&)>& function) {

@@ -27,6 +27,9 @@ struct RankContext {
   std::shared_ptr<Mesh> mesh(
       std::vector<MeshAxis> axes,
       const std::string& name = "mesh") const;
+  /// A communicator over all of them through Gloo. Each call needs another
+  /// name.
+  std::shared_ptr<Communicator> gloo(const std::string& name) const;
   /// Over `axes`, or else one axis "dp" over all ranks.
   std::shared_ptr<Mesh> mesh() const {
     return mesh(axes.empty() ? std::vector<MeshAxis>{{"dp", world}} : axes);
@@ -41,8 +44,7 @@ inline constexpr std::chrono::seconds kPeerTimeout{60};
 /// exception is rethrown as an Error whose context names the rank; ranks that
 /// wait for it fail when its communicators go.
 ///
-/// Threads share torch's default generator: use explicit ones. Collectives
-/// that differ between ranks end the process; test those with processes.
+/// Threads share torch's default generator: use explicit ones.
 void run_ranks(int world, const std::function<void(RankContext&)>& function);
 
 /// How a rank process ended.

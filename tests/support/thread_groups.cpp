@@ -3,12 +3,14 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <algorithm>
 #include <array>
 #include <condition_variable>
 #include <cstring>
 #include <functional>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <stdexcept>
 #include <vector>
 
@@ -21,7 +23,15 @@ namespace {
 /// What a rank has for its peers in one collective.
 struct Outgoing {
   std::vector<char> bytes;
-  std::vector<std::size_t> begins;  ///< for rank r: [r], up to [r + 1]
+  /// For rank r: [r], up to [r + 1]. Empty: all of it is for each.
+  std::vector<std::size_t> begins;
+
+  std::span<const char> of(int rank) const {
+    const std::span<const char> all = bytes;
+    return begins.empty()
+               ? all
+               : all.subspan(begins[rank], begins[rank + 1] - begins[rank]);
+  }
 };
 
 /// What the ranks of a group share. A rank fills its `Outgoing`, meets the
@@ -115,12 +125,7 @@ class ThreadBackend : public c10d::Backend {
       const c10d::AllgatherOptions&) override {
     return defer([this, out, in] {
       fill(in, {});
-      meeting_->meet();
-      std::size_t done = 0;
-      for (int peer = 0; peer < getSize(); ++peer) {
-        const Outgoing& theirs = meeting_->outgoing(peer, turn_);
-        read(theirs.bytes, 0, theirs.bytes.size(), out, &done);
-      }
+      take(out, 0, getSize());
     });
   }
 
@@ -132,17 +137,7 @@ class ThreadBackend : public c10d::Backend {
       const c10d::AllToAllOptions&) override {
     return defer([this, out, in, rows_sent] {
       fill(in, begins_of(in, rows_sent));
-      meeting_->meet();
-      std::size_t done = 0;
-      for (int peer = 0; peer < getSize(); ++peer) {
-        const Outgoing& theirs = meeting_->outgoing(peer, turn_);
-        read(
-            theirs.bytes,
-            theirs.begins[getRank()],
-            theirs.begins[getRank() + 1],
-            out,
-            &done);
-      }
+      take(out, 0, getSize());
     });
   }
 
@@ -154,10 +149,7 @@ class ThreadBackend : public c10d::Backend {
       if (getRank() == root) {
         fill(tensor, {});
       }
-      meeting_->meet();
-      std::size_t done = 0;
-      const Outgoing& theirs = meeting_->outgoing(root, turn_);
-      read(theirs.bytes, 0, theirs.bytes.size(), tensor, &done);
+      take(tensor, root, root + 1);
     });
   }
 
@@ -181,25 +173,23 @@ class ThreadBackend : public c10d::Backend {
     mine.begins = std::move(begins);
   }
 
-  static void read(
-      const std::vector<char>& bytes,
-      std::size_t begin,
-      std::size_t end,
-      const at::Tensor& out,
-      std::size_t* done) {
-    if (*done + (end - begin) > out.nbytes()) {
-      throw std::runtime_error(fmt::format(
-          "expected at most {} bytes, got {}",
-          out.nbytes() - *done,
-          end - begin));
+  /// What ranks [first, last) have for this one, once all have come.
+  void take(const at::Tensor& out, int first, int last) {
+    meeting_->meet();
+    auto* to = static_cast<char*>(out.mutable_data_ptr());
+    std::size_t room = out.nbytes();
+    for (int peer = first; peer < last; ++peer) {
+      const std::span<const char> theirs =
+          meeting_->outgoing(peer, turn_).of(getRank());
+      if (theirs.size() > room) {
+        throw std::runtime_error(fmt::format(
+            "expected at most {} bytes, got {}",
+            room,
+            theirs.size()));
+      }
+      to = std::copy(theirs.begin(), theirs.end(), to);
+      room -= theirs.size();
     }
-    if (end > begin) {
-      std::memcpy(
-          static_cast<char*>(out.mutable_data_ptr()) + *done,
-          bytes.data() + begin,
-          end - begin);
-    }
-    *done += end - begin;
   }
 
   /// Without numbers of rows each rank gets as many.

@@ -2,7 +2,6 @@
 // every unit rests, no stream keeps the error, and the next steps are right.
 #include "tests/unit/twin.h"
 
-#include "flatshard/comm/make_communicator.h"
 #include "flatshard/core/error.h"
 
 #include <gtest/gtest.h>
@@ -77,13 +76,7 @@ struct FusedMesh {
       groups.push_back(
           {.axes = {"dp"},
            .communicator = std::make_shared<FusedCommunicator>(
-               make_communicator(
-                   context.store,
-                   context.rank,
-                   context.world,
-                   name,
-                   at::kCPU,
-                   {.timeout = testing::kPeerTimeout}),
+               context.gloo(name),
                fuse(purpose)),
            .purpose = purpose});
     }
