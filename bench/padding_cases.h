@@ -124,14 +124,11 @@ inline double row_bound(const PaddingCase& unit, std::int64_t ranks) {
          data;
 }
 
-inline FlatLayout unlimited_layout(
+inline FlatLayout layout_of(
     const PaddingCase& unit,
     Granularity granularity,
     std::int64_t ranks) {
-  return FlatLayout::build(
-      unit.specs(granularity),
-      ranks,
-      {.max_padding = 1e9});
+  return FlatLayout::build(unit.specs(granularity), ranks);
 }
 
 }  // namespace flatshard::bench

@@ -22,22 +22,19 @@ std::string table() {
   out << "| unit | parameters | ranks | element % | row % | row bound % | "
          "FSDP2 % |\n"
          "|---|---:|---:|---:|---:|---:|---:|\n";
-  const double max_padding = LayoutOptions().max_padding;
   for (const PaddingCase& unit : padding_cases()) {
     for (const std::int64_t ranks : kPaddingRanks) {
-      const FlatLayout element =
-          unlimited_layout(unit, Granularity::element(), ranks);
-      const FlatLayout row = unlimited_layout(unit, Granularity::row(), ranks);
+      const FlatLayout element = layout_of(unit, Granularity::element(), ranks);
+      const FlatLayout row = layout_of(unit, Granularity::row(), ranks);
       const double numel =
           static_cast<double>(row.numel() - row.padding_numel());
       out << fmt::format(
-          "| {} | {:.1f} M | {} | {} | {}{} | {} | {} |\n",
+          "| {} | {:.1f} M | {} | {} | {} | {} | {} |\n",
           unit.name,
           numel / 1e6,
           ranks,
           percent(element.padding_ratio()),
           percent(row.padding_ratio()),
-          row.padding_ratio() > max_padding ? " refused" : "",
           percent(row_bound(unit, ranks)),
           percent(per_parameter_padding(unit, ranks)));
     }

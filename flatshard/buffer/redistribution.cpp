@@ -88,6 +88,14 @@ bool Redistribution::communicates() const {
   });
 }
 
+void Redistribution::add_groups(std::vector<Communicator*>& groups) const {
+  for (const Step& step : steps_) {
+    if (step.group != nullptr) {
+      groups.push_back(step.group);
+    }
+  }
+}
+
 bool Redistribution::is_identity() const {
   return from_numel() == to_numel() &&
          std::all_of(steps_.begin(), steps_.end(), [](const Step& step) {

@@ -40,6 +40,8 @@ class Redistribution {
   std::int64_t to_numel() const { return last().numel; }
   /// Otherwise the values stay where they are, or are a slice of them.
   bool communicates() const;
+  /// Adds those that carry it to `groups`.
+  void add_groups(std::vector<Communicator*>& groups) const;
   /// Every rank would have with itself alone what it has already.
   bool is_identity() const;
 

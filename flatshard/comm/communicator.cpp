@@ -6,6 +6,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <optional>
 #include <thread>
 
 #include "flatshard/comm/collective_scope.h"
@@ -69,7 +70,13 @@ Communicator::Communicator(
     int size,
     std::string name,
     at::Device device)
-    : rank_(rank), size_(size), name_(std::move(name)), device_(device) {
+    : rank_(rank),
+      size_(size),
+      name_(std::move(name)),
+      device_(device),
+      order_(
+          device.is_cpu() && size > 1 ? std::make_shared<LaunchOrder>()
+                                      : nullptr) {
 }
 
 Communicator::~Communicator() = default;
@@ -120,6 +127,17 @@ void Communicator::run(
 template <class F>
 void Communicator::run(CollectiveSignature what, F&& launch) {
   const CollectiveKind kind = what.kind;
+  std::optional<LaunchOrder::Turn> turn;
+  if (order_ && !order_->is_mine()) {
+    FLATSHARD_CHECK(
+        !on_stream_thread(),
+        internal,
+        "{}: expected work that was queued with queue_collectives, got a "
+        "stream's own",
+        where(kind));
+    turn.emplace(order_);
+    turn->begin();
+  }
   const std::int64_t seq = num_launched_++;
   IssuedCollective mine{.rank = rank_, .signature = std::move(what)};
   CollectiveSignature& signature = mine.signature;

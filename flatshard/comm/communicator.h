@@ -11,6 +11,7 @@
 
 #include "flatshard/comm/collective_log.h"
 #include "flatshard/comm/collective_observer.h"
+#include "flatshard/comm/launch_order.h"
 #include "flatshard/layout/placement.h"
 
 namespace flatshard {
@@ -27,8 +28,9 @@ struct RowsOfPeer {
 ///
 /// Every collective must be called by all ranks of the group in the same
 /// order. Tensors are contiguous and live on `device()`. Calls belong inside
-/// `Stream::submit`: NCCL queues on the current CUDA stream and does not block
-/// the host; Gloo blocks the calling thread until the data is there.
+/// `queue_collectives`: NCCL queues on the current CUDA stream and does not
+/// block the host; Gloo blocks the calling thread until the data is there. A
+/// call outside of a stream comes after all that was queued before it.
 ///
 /// All ranks get the same bits from a reduction. Gloo sums in rank order,
 /// reduced float types in float32 with one rounding at the end. `avg`
@@ -45,6 +47,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   int size() const { return size_; }
   const std::string& name() const { return name_; }
   at::Device device() const { return device_; }
+  /// Null: the group launches as soon as it is called (GPUs, one rank).
+  const std::shared_ptr<LaunchOrder>& launch_order() const { return order_; }
 
   /// Gathers every rank's `in` into `out` in rank order.
   ///
@@ -121,6 +125,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
  protected:
   Communicator(int rank, int size, std::string name, at::Device device);
+  /// For one that wraps `other`: both launch on the same group.
+  void share_launch_order(const Communicator& other) { order_ = other.order_; }
 
   using Tensors = std::vector<at::Tensor>;
   // Arguments are checked; each list has at least one non-empty tensor.
@@ -207,6 +213,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   int size_;
   std::string name_;
   at::Device device_;
+  std::shared_ptr<LaunchOrder> order_;
   std::shared_ptr<CollectiveLog> log_;
   std::shared_ptr<CollectiveObserver> observer_;
   int track_ = -1;

@@ -36,6 +36,7 @@ std::shared_ptr<Stream> make_cpu_stream(
     std::string name,
     StreamOptions options);
 std::shared_ptr<Stream> caller_stream();
+bool on_cpu_stream_thread();
 
 /// The delay before a stream's task number `task`, 0..max_delay_us.
 int delay_us(

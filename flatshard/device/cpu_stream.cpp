@@ -16,6 +16,8 @@
 namespace flatshard::detail {
 namespace {
 
+thread_local bool is_worker = false;
+
 // The first exception of a worker, and whether an owner has seen it.
 struct Failure {
   std::exception_ptr exception;
@@ -129,6 +131,7 @@ class CpuStream : public Stream {
     void run() {
       pthread_setname_np(pthread_self(), name.substr(0, 15).c_str());
       const at::NoGradGuard no_grad;
+      is_worker = true;
       while (true) {
         Task task = pop();
         if (task.kind == Task::Kind::stop) {
@@ -237,6 +240,10 @@ std::shared_ptr<Stream> make_cpu_stream(
     std::string name,
     StreamOptions options) {
   return std::make_shared<CpuStream>(std::move(name), options);
+}
+
+bool on_cpu_stream_thread() {
+  return is_worker;
 }
 
 std::shared_ptr<Stream> caller_stream() {

@@ -58,6 +58,10 @@ std::shared_ptr<Stream> current_stream(at::Device device) {
                          : detail::current_cuda_stream(device);
 }
 
+bool on_stream_thread() {
+  return detail::on_cpu_stream_thread();
+}
+
 void set_current_device(at::Device device) {
   check_supported(device);
   if (device.is_cuda()) {

@@ -105,6 +105,9 @@ make_stream(at::Device device, std::string name, StreamOptions options = {});
 /// events recorded on it are complete, waiting blocks the caller.
 std::shared_ptr<Stream> current_stream(at::Device device);
 
+/// The calling thread runs the work of a CPU stream.
+bool on_stream_thread();
+
 /// True when this build has CUDA and a GPU answers.
 bool cuda_available();
 /// Number of GPUs; 0 without CUDA.

@@ -55,7 +55,7 @@ c10::intrusive_ptr<StreamExchangePlan> CollectiveExchange::begin(
   Event counted;
   counted.record(*current_stream(group().device()));
   counted.wait(stream());
-  stream().submit([this, leaving, arriving, equal] {
+  submit([this, leaving, arriving, equal] {
     group().all_to_all(arriving, leaving, equal, equal);
     auto* const host = host_counts_.mutable_data_ptr<int>();
     const auto nbytes = static_cast<std::int64_t>(leaving.nbytes());

@@ -161,6 +161,11 @@ void StreamExchange::check_num_rows(
       num_rows);
 }
 
+void StreamExchange::submit(std::function<void()> work) {
+  Communicator* const group = group_.get();
+  queue_collectives(*stream_, {&group, 1}, std::move(work));
+}
+
 void StreamExchange::restart() {
   stream_->reset();
   failed_ = false;
@@ -238,7 +243,7 @@ std::unique_ptr<nn::RowTransfer> StreamExchange::start(
   Event ready;
   ready.record(*current_stream(group_->device()));
   ready.wait(*stream_);
-  stream_->submit(std::move(work));
+  submit(std::move(work));
   return std::make_unique<Transfer>(*this, input, out);
 }
 

@@ -56,6 +56,7 @@ class StreamExchange : public nn::TokenExchange {
       const nn::TransferInput& input) override;
   /// Rows travel here.
   std::shared_ptr<Stream> queue() const override { return stream_; }
+  void submit(std::function<void()> work) override;
   nn::TensorList take(
       const nn::ExchangePlanPtr& plan,
       Way way,

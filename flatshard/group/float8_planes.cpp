@@ -190,6 +190,15 @@ const Redistribution& Float8Planes::way_of(Plane plane, int part) {
   return *way;
 }
 
+void Float8Planes::plan_ways() {
+  if (scales_.defined()) {
+    group_of_amax(context_.strategy.optimizer);
+  }
+  if (!options_.resident) {
+    way_of(kRows, kWhole);
+  }
+}
+
 void Float8Planes::gather(Plane plane, int part, const at::Tensor& slot) {
   const Redistribution& way = way_of(plane, part);
   const FlatBuffer& resting = planes_[plane].resting;

@@ -81,6 +81,9 @@ class Float8Planes {
   /// @throws Error{usage} on the CPU, naming a parameter whose main weights on
   ///   this rank are not finite. On CUDA its scales and data become NaN.
   void refresh(const FlatBuffer& main, bool begun = false);
+  /// Makes the communicators that `refresh` and `gather` need and the mesh has
+  /// not. Collective where there are any; on the host.
+  void plan_ways();
   /// Gathers a stored plane, or a part of it, into `slot` [slot_nbytes] uint8.
   /// Collective; on the current stream.
   void gather(Plane plane, int part, const at::Tensor& slot);
@@ -157,6 +160,8 @@ class Float8Planes {
   void find_amax(const FlatBuffer& main, const at::Tensor& amax) const;
   /// Over the ranks that have other rows.
   void reduce_amax(const Placements& of_main);
+  /// Null: there are none.
+  Communicator* group_of_amax(const Placements& of_main) const;
   /// Into where it rests, by amax_ and scales_.
   void quantize_stored(const FlatBuffer& main, Plane plane);
   /// @param to     bytes of the plane, from byte `begin` of this rank's on.

@@ -238,17 +238,21 @@ void Float8Planes::refresh(const FlatBuffer& main, bool begun) {
   }
 }
 
-void Float8Planes::reduce_amax(const Placements& placements) {
+Communicator* Float8Planes::group_of_amax(const Placements& placements) const {
   std::vector<int> axes;
   for (int axis = 0; axis < context_.num_axes(); ++axis) {
     if (context_.mesh->axis(axis).size > 1 && placements[axis].is_shard()) {
       axes.push_back(axis);
     }
   }
-  if (!axes.empty()) {
+  return axes.empty() ? nullptr
+                      : &context_.mesh->communicator(axes, Purpose::gather);
+}
+
+void Float8Planes::reduce_amax(const Placements& placements) {
+  if (Communicator* const group = group_of_amax(placements)) {
     // Magnitudes order as integers do, NaN last.
-    context_.mesh->communicator(axes, Purpose::gather)
-        .all_reduce(amax_.view(at::kInt), ReduceOp::max);
+    group->all_reduce(amax_.view(at::kInt), ReduceOp::max);
   }
 }
 

@@ -84,10 +84,10 @@ void GradientPipeline::allocate(
   }
 }
 
-const Redistribution& GradientPipeline::redistribution(Stage from, Stage to) {
+const Redistribution* GradientPipeline::redistribution(Stage from, Stage to) {
   const auto known = redistributions_.find({from, to});
   if (known != redistributions_.end()) {
-    return known->second;
+    return &known->second;
   }
   Redistribution planned(
       context_.layout,
@@ -95,8 +95,27 @@ const Redistribution& GradientPipeline::redistribution(Stage from, Stage to) {
       placements_at(from),
       placements_at(to),
       Purpose::reduce);
-  return redistributions_.emplace(std::pair(from, to), std::move(planned))
-      .first->second;
+  return &redistributions_.emplace(std::pair(from, to), std::move(planned))
+              .first->second;
+}
+
+std::vector<Communicator*> GradientPipeline::Reduction::inner_groups() const {
+  std::vector<Communicator*> groups;
+  for (const Redistribution* way :
+       {inner, outside, by_outer ? nullptr : last}) {
+    if (way != nullptr) {
+      way->add_groups(groups);
+    }
+  }
+  return groups;
+}
+
+std::vector<Communicator*> GradientPipeline::Reduction::outer_groups() const {
+  std::vector<Communicator*> groups;
+  if (by_outer) {
+    last->add_groups(groups);
+  }
+  return groups;
 }
 
 void GradientPipeline::replan() {
@@ -126,13 +145,20 @@ GradientPipeline::Reduction GradientPipeline::plan(
   r.add_inner = inner_.is_filled;
   r.to_inner = has_partial && !is_last;
   inner_.is_filled = r.to_inner;
+  Stage reached = Stage::unreduced;
   if (r.to_inner || r.add_inner) {
     allocate(inner_.buffer, between, precision.main_grads);
+    r.inner = redistribution(reached, Stage::inner);
+    reached = Stage::inner;
   }
   if (r.to_inner) {
     return r;
   }
   r.by_outer = has_outer_stage();
+  if (r.by_outer && !lies_on_outer_axis()) {
+    r.outside = redistribution(reached, Stage::outside);
+  }
+  r.last = redistribution(r.by_outer ? Stage::outside : reached, Stage::rest);
   r.outer_reads_slot =
       r.by_outer && lies_on_outer_axis() && !r.add_local && !r.add_inner;
   contributed_ = std::exchange(contributes_, false);
@@ -155,41 +181,34 @@ at::Tensor GradientPipeline::reduce_inner(
     return {};
   }
   at::Tensor source = slot;
-  Stage reached = Stage::unreduced;
   if (r.add_local) {
     add_scaled(local_.buffer.local(), slot, 1.0, /*add=*/true);
     source = local_.buffer.local().to(wire);
   }
   if (r.to_inner || r.add_inner) {
-    const at::Tensor inner = redistribution(reached, Stage::inner).run(source);
+    const at::Tensor inner = r.inner->run(source);
     add_scaled(inner_.buffer.local(), inner, 1.0, r.add_inner);
     if (r.to_inner) {
       return {};
     }
     source = inner_.buffer.local().to(wire);
-    reached = Stage::inner;
   }
   if (!r.by_outer) {
-    finish(source, redistribution(reached, Stage::rest), r);
+    finish(source, r);
     return {};
   }
-  return lies_on_outer_axis()
-             ? source
-             : redistribution(reached, Stage::outside).run(source);
+  return r.outside == nullptr ? source : r.outside->run(source);
 }
 
 void GradientPipeline::reduce_outer(
     const at::Tensor& inner,
     const Reduction& r) {
   if (inner.defined()) {
-    finish(inner, redistribution(Stage::outside, Stage::rest), r);
+    finish(inner, r);
   }
 }
 
-void GradientPipeline::finish(
-    const at::Tensor& source,
-    const Redistribution& last,
-    const Reduction& r) {
+void GradientPipeline::finish(const at::Tensor& source, const Reduction& r) {
   const ParamGroupOptions& options = context_.options;
   if (r.widen) {
     reduced_.widen();
@@ -198,7 +217,7 @@ void GradientPipeline::finish(
       !options.offload && !r.add_reduced && !hook_ &&
       options.precision.reduce == reduced_.local().scalar_type();
   if (direct) {
-    last.run(source, reduced_.local());
+    r.last->run(source, reduced_.local());
     if (options.grad_divisor != 1) {
       reduced_.local().div_(options.grad_divisor);
     }
@@ -206,7 +225,7 @@ void GradientPipeline::finish(
   }
   // Read at once, so a rank alone needs no copy of it. A hook may keep it.
   const at::Tensor reduced =
-      last.is_identity() && !hook_ ? source : last.run(source);
+      r.last->is_identity() && !hook_ ? source : r.last->run(source);
   if (hook_) {
     hook_(reduced);
   }

@@ -49,6 +49,14 @@ class GradientPipeline {
     /// There is no inner axis: what reduce_outer takes is the slot itself.
     bool outer_reads_slot = false;
     bool widen = false;  ///< what is there from the reduce dtype first
+    /// The ways that are taken, in this order; null: none. Kept here.
+    const Redistribution* inner = nullptr;    ///< to what waits in between
+    const Redistribution* outside = nullptr;  ///< over all but the outer axis
+    const Redistribution* last = nullptr;     ///< reduce_outer's, if by_outer
+
+    /// The communicators that reduce_inner uses, and those of reduce_outer.
+    std::vector<Communicator*> inner_groups() const;
+    std::vector<Communicator*> outer_groups() const;
   };
   /// Allocates what is missing, on the current stream: later work of the reduce
   /// stream waits for it, and it waits for the reductions before zero().
@@ -145,13 +153,10 @@ class GradientPipeline {
       const Placements& placements,
       at::ScalarType dtype) const;
   Placements placements_at(Stage stage) const;
-  /// Planned at its first use, on the stream that runs it.
-  const Redistribution& redistribution(Stage from, Stage to);
+  /// Planned at its first use.
+  const Redistribution* redistribution(Stage from, Stage to);
   void add_to_reduced(at::Tensor reduced, bool add);
-  void finish(
-      const at::Tensor& source,
-      const Redistribution& last,
-      const Reduction& r);
+  void finish(const at::Tensor& source, const Reduction& r);
   bool has_models_outer_axis() const;
   /// The group's whole mesh is the outer axis of the model's.
   bool lies_on_outer_axis() const;

@@ -168,6 +168,7 @@ FlatBuffer WeightPlanes::main_on_device() const {
 }
 
 void WeightPlanes::use_mesh() {
+  refresh_.reset();
   gather_.reset();
   if (float8_ != nullptr) {
     float8_->use_mesh();
@@ -189,6 +190,7 @@ WeightPlanes::Gather WeightPlanes::plan_gather(bool copy_engines) {
   if (peers != nullptr) {
     readers_.peers_copy(*peers);
   }
+  plan_ways();
   return {
       .is_first = step.is_first,
       .refresh = has_refresh_ && step.is_first,
@@ -199,10 +201,7 @@ WeightPlanes::Gather WeightPlanes::plan_gather(bool copy_engines) {
 
 void WeightPlanes::gather(const at::Tensor& out, const Gather& gather) {
   if (gather.refresh) {
-    compute_shard_.redistribute(
-        context_.strategy.parameter,
-        Purpose::gather,
-        &compute_);
+    refresh_->run(compute_shard_.local(), compute_.local());
   }
   if (resident_) {
     return;
@@ -240,16 +239,34 @@ void WeightPlanes::gather(
   }
 }
 
-void WeightPlanes::unshard(const at::Tensor& out) {
-  const Placements& resting = context_.strategy.parameter;
-  if (!gather_) {
+// On the host, and not on the stream that gathers: a way that needs a
+// communicator of its own connects its ranks.
+void WeightPlanes::plan_ways() {
+  if (float8_ != nullptr) {
+    float8_->plan_ways();
+    return;
+  }
+  const Strategy& strategy = context_.strategy;
+  if (has_refresh_ && !refresh_) {
+    refresh_.emplace(
+        context_.layout,
+        context_.mesh,
+        strategy.optimizer,
+        strategy.parameter,
+        Purpose::gather);
+  }
+  if (!resident_ && !gather_) {
     gather_.emplace(
         context_.layout,
         context_.mesh,
-        resting,
+        strategy.parameter,
         context_.whole(),
         Purpose::gather);
   }
+}
+
+void WeightPlanes::unshard(const at::Tensor& out) {
+  const Placements& resting = context_.strategy.parameter;
   if (compute_.defined()) {
     gather_->run(compute_.local(), out);
     return;

@@ -151,6 +151,7 @@ class WeightPlanes {
   };
   /// What `stream` has queued wrote weights.
   void end_write(Stream& stream, Written written);
+  void plan_ways();
   void unshard(const at::Tensor& out);
   /// Null: nobody copies these weights.
   const PeerBuffer* peers() const;
@@ -164,7 +165,9 @@ class WeightPlanes {
   FlatBuffer compute_;
   FlatBuffer compute_shard_;  ///< optimizer placement; mostly a view
   FlatBuffer main_;
-  std::optional<Redistribution> gather_;  ///< planned at its first use
+  // Planned by the first plan_gather, where they are used.
+  std::optional<Redistribution> refresh_;
+  std::optional<Redistribution> gather_;
 
   GatherProgress progress_;
   mutable WeightReaders readers_;

@@ -21,16 +21,6 @@ void check_options(std::int64_t num_shards, const LayoutOptions& options) {
       config,
       "alignment: expected at least 1 element, got {}",
       options.alignment);
-  FLATSHARD_CHECK(
-      options.max_padding >= 0 && !std::isnan(options.max_padding),
-      config,
-      "max_padding: expected a ratio of at least 0, got {}",
-      options.max_padding);
-  FLATSHARD_CHECK(
-      options.negligible_padding >= 0,
-      config,
-      "negligible_padding: expected at least 0 elements, got {}",
-      options.negligible_padding);
 }
 
 void check_spec(const TensorSpec& spec) {
@@ -89,60 +79,7 @@ FlatLayout FlatLayout::build(
         detail::checked_add(layout.data_numel_, numel, spec.name);
   }
   layout.pack(num_shards, options);
-  if (!layout.padding_is_accepted(options)) {
-    layout.refuse_padding(options);
-  }
   return layout;
-}
-
-bool FlatLayout::padding_is_accepted(const LayoutOptions& options) const {
-  // What the alignment alone may cost is no choice of the granularity.
-  const double aligned = static_cast<double>(options.alignment) *
-                         static_cast<double>(num_shards_ + num_tensors());
-  const double accepted =
-      std::max(static_cast<double>(options.negligible_padding), aligned);
-  return static_cast<double>(padding_numel()) <= accepted ||
-         padding_ratio() <= options.max_padding;
-}
-
-void FlatLayout::refuse_padding(const LayoutOptions& options) const {
-  const auto uncut_numel = [&](std::int64_t i) {
-    const bool whole =
-        specs_[i].granularity.kind() == Granularity::Kind::tensor;
-    return whole ? places_[i].numel : places_[i].granule;
-  };
-  std::int64_t coarsest = 0;
-  for (std::int64_t i = 1; i < num_tensors(); ++i) {
-    coarsest = uncut_numel(i) > uncut_numel(coarsest) ? i : coarsest;
-  }
-  // A degree must divide the ranks, the others are replicas.
-  FlatLayout smaller = *this;
-  std::int64_t fits = 0;
-  for (std::int64_t n = num_shards_ / 2; n >= 1 && fits == 0; --n) {
-    if (num_shards_ % n == 0) {
-      smaller.pack(n, options);
-      fits = smaller.padding_is_accepted(options) ? n : 0;
-    }
-  }
-  FLATSHARD_THROW(
-      config,
-      "padding is {:.1f} % over {} shards, max_padding allows {:.1f} % (least "
-      "divisible: '{}' with granularity {}, {} elements); {}, or use element "
-      "granularity, or raise max_padding",
-      100 * padding_ratio(),
-      num_shards_,
-      100 * options.max_padding,
-      specs_[coarsest].name,
-      specs_[coarsest].granularity.to_string(),
-      uncut_numel(coarsest),
-      fits > 0
-          ? fmt::format(
-                "the largest degree that fits is {}: shard over {} ranks and "
-                "replicate over {} (HSDP)",
-                fits,
-                fits,
-                num_shards_ / fits)
-          : std::string("no smaller degree fits"));
 }
 
 const FlatLayout::TensorPlace& FlatLayout::place(std::int64_t i) const {

@@ -25,11 +25,6 @@ struct LayoutOptions {
   /// Every tensor and every shard starts at a multiple of this many elements;
   /// 16 keeps gathered bf16 tensors on 32 bytes and FP8 ones on 16.
   std::int64_t alignment = 16;
-  /// Largest padding, as a fraction of the tensors' elements, that is accepted.
-  double max_padding = 0.05;
-  /// Padding of no more than this many elements over all shards is accepted in
-  /// any case: the ratio says nothing about tiny units.
-  std::int64_t negligible_padding = 1 << 16;
 };
 
 /// A part of the flat space that is cut into equal shards: shard s holds
@@ -92,8 +87,7 @@ class FlatLayout {
  public:
   /// @param specs  unique non-empty names, no negative sizes. Scalars, empty
   ///   tensors and more shards than granules are normal; a shard may be empty.
-  /// @throws Error{usage} for a bad spec, Error{config} when the padding is
-  ///   above `max_padding` (the text names the largest degree that fits).
+  /// @throws Error{usage} for a bad spec.
   static FlatLayout build(
       std::vector<TensorSpec> specs,
       std::int64_t num_shards,
@@ -175,8 +169,6 @@ class FlatLayout {
   std::int64_t pack_bundle(const Bundle& bundle);
   std::int64_t pack_in_order(const Bundle& bundle);
   std::int64_t pack_whole(const Bundle& bundle);
-  bool padding_is_accepted(const LayoutOptions& options) const;
-  [[noreturn]] void refuse_padding(const LayoutOptions& options) const;
   std::vector<std::int64_t> tensors_by_offset() const;
 
   std::int64_t num_shards_ = 1;

@@ -174,6 +174,24 @@ Communicator& Mesh::communicator(int axis, Purpose purpose) {
   return communicator(std::span<const int>(&axis, 1), purpose);
 }
 
+std::vector<Communicator*> Mesh::communicators(Purpose purpose) const {
+  if (!root_->device.is_cpu()) {
+    return {};
+  }
+  std::vector<Communicator*> found;
+  const auto add = [&](const Groups& groups) {
+    for (const auto& [key, communicator] : groups) {
+      if (key.second == purpose) {
+        found.push_back(communicator.get());
+      }
+    }
+  };
+  add(own_);
+  const std::lock_guard lock(root_->mutex);
+  add(root_->groups);
+  return found;
+}
+
 Communicator& Mesh::world(Purpose purpose) {
   return communicator(all_axes(axes().size()), purpose);
 }

@@ -103,6 +103,10 @@ class Mesh : public MeshCoordinates {
   /// ask for it once at build time, in the same order on all ranks.
   Communicator& communicator(std::span<const int> axes, Purpose purpose);
   Communicator& communicator(int axis, Purpose purpose);
+  /// All groups for `purpose` that were made so far, also over axes that this
+  /// mesh has not: what work for that purpose may use. Empty on GPUs, where
+  /// queue_collectives has nothing to do.
+  std::vector<Communicator*> communicators(Purpose purpose) const;
   /// The group over all axes.
   Communicator& world(Purpose purpose = Purpose::reduce);
 

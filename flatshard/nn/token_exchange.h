@@ -8,6 +8,7 @@
 #include <ATen/core/ivalue.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 
@@ -84,12 +85,15 @@ class TokenExchange {
   virtual std::unique_ptr<RowTransfer>
   start(const ExchangePlanPtr& plan, Way way, const TransferInput& input) = 0;
 
-  // For a schedule that says when rows travel: it submits `take` to `queue`, in
-  // an order that all ranks have, and lets compute wait by `await`.
+  // For a schedule that says when rows travel: it calls `take` in work
+  // for `submit`, in an order that all ranks have, and lets compute wait by
+  // `await`.
 
   /// Where all that ranks exchange has one order; null: there is none.
   virtual std::shared_ptr<Stream> queue() const { return nullptr; }
-  /// The transfer itself, for work that was submitted to `queue`.
+  /// Submits to `queue` work that calls `take`.
+  virtual void submit(std::function<void()> work) { queue()->submit(work); }
+  /// The transfer itself, for work that was submitted by `submit`.
   /// @return the rows that arrive.
   virtual TensorList
   take(const ExchangePlanPtr& plan, Way way, const TransferInput& input) {

@@ -21,6 +21,7 @@ class PeerCommunicator : public Communicator {
             group->name() + ".peer",
             group->device()),
         group_(std::move(group)) {
+    share_launch_order(*group_);
     if (device().is_cuda()) {
       fence_ = detail::make_cuda_peer_fence(*group_);
     }

@@ -144,8 +144,9 @@ enum class EventKind {
   task_end,
   read,  ///< a kernel of `unit` is to read `part` of `plane`
   weights_changed,
-  unshard,  ///< gather now; the next forward, backward or reshard releases
-  reshard,  ///< release, unless a forward or backward of the unit is open
+  unit_written,  ///< weights of `unit`, inside a forward around it
+  unshard,       ///< gather now; the next forward, backward or reshard releases
+  reshard,       ///< release, unless a forward or backward of the unit is open
   microbatch,
   reset,
 };
@@ -165,6 +166,9 @@ struct ScheduleEvent {
   /// forward_end: other modules of the unit are to run in this forward, with
   /// the same gathered weights.
   bool more_follow = false;
+  /// backward_begin: this backward makes a graph of its own (create_graph),
+  /// which reads the weights: they stay until they change.
+  bool makes_graph = false;
   /// backward_begin: some input wants a gradient, inputs_done will tell.
   bool waits_for_inputs = false;
   /// wgrad_deferred: so many, each to end with a wgrad_done of its own.

@@ -141,6 +141,9 @@ std::vector<Action> Scheduler::on(const ScheduleEvent& event) {
     case EventKind::weights_changed:
       weights_changed(out);
       break;
+    case EventKind::unit_written:
+      unit_written(event.unit, out);
+      break;
     case EventKind::unshard:
       unshard(event, out);
       break;
@@ -183,9 +186,23 @@ void Scheduler::weights_changed(Actions& out) {
         "the weights of unit {} changed while its forward or backward runs; "
         "step the optimizer between them",
         units_[u].name);
+    state_[u].read_by_graph = false;
     release(u, PlaneSet::all(), out);
     state_[u].present = {};  // what rests: again, into the same place
     state_[u].awaited = {};
+  }
+}
+
+// What was gathered ahead, or kept, is older. What a forward or backward of the
+// unit computes with stays until that ends.
+void Scheduler::unit_written(UnitId unit, Actions& out) {
+  UnitState& state = state_[unit];
+  if (!in_forward(unit) && state.open_recomputes == 0 &&
+      state.backward_calls.empty()) {
+    state.read_by_graph = false;
+    release(unit, PlaneSet::all(), out);
+    state.present = {};
+    state.awaited = {};
   }
 }
 
@@ -217,6 +234,7 @@ void Scheduler::reset(Actions& out) {
   for (UnitId u = 0; u < static_cast<UnitId>(units_.size()); ++u) {
     UnitState& state = state_[u];
     state.open_recomputes = 0;
+    state.read_by_graph = false;
     state.backward_calls.clear();
     if (state.in_grad_queue) {
       state.in_grad_queue = false;

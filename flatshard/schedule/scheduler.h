@@ -96,6 +96,8 @@ class Scheduler {
     Asked asked;        ///< in the running backward
     Asked learned;      ///< in the one before
     bool kept = false;  ///< gathered on demand: may outlive a backward
+    /// A graph of second derivatives may read the weights.
+    bool read_by_graph = false;
     /// Stays gathered for modules of the unit that are still to run in this
     /// forward.
     bool waits = false;
@@ -117,6 +119,7 @@ class Scheduler {
 
   // Between steps, and what forward and backward share; scheduler.cpp.
   void weights_changed(Actions& out);
+  void unit_written(UnitId unit, Actions& out);
   void unshard(const ScheduleEvent& event, Actions& out);
   void reshard(const ScheduleEvent& event, Actions& out);
   void reset(Actions& out);

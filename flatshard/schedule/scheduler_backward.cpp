@@ -47,6 +47,7 @@ void Scheduler::backward_begin(const ScheduleEvent& event, Actions& out) {
   // Its recompute is over, also when an early stop hid the end.
   state.open_recomputes = 0;
   state.kept = false;
+  state.read_by_graph |= event.makes_graph;
   state.ahead_of_backward = false;
   std::erase(state.kept_calls, event.call);
   state.backward_calls.push_back(

@@ -160,6 +160,9 @@ PlaneSet Scheduler::learned(UnitId unit, PlaneSet asked) const {
 }
 
 PlaneSet Scheduler::kept_planes(UnitId unit) const {
+  if (state_[unit].read_by_graph) {
+    return state_[unit].awaited;
+  }
   const UnitSpec& spec = units_[unit];
   PlaneSet slices;
   if (spec.policy.keep_backward_planes) {

@@ -187,7 +187,7 @@ FullyShardOptions shard_options(
   options.group.precision = precision(config);
   options.group.scaling = grad_scaling(config);
   options.group.keep_compute_weights = config.parallelism.keep_compute_weights;
-  options.group.layout.max_padding = config.parallelism.max_padding;
+  options.max_padding = config.parallelism.max_padding;
   options.runtime.prefetch = static_cast<int>(config.parallelism.prefetch);
   options.runtime.reshard_after_forward =
       config.parallelism.reshard_after_forward;

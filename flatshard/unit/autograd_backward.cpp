@@ -134,12 +134,6 @@ void AutogradEvents::begin_backward(UnitCall& call, TaskId task) {
       "the weights of unit {} changed between its forward and its backward; "
       "step the optimizer only when no backward is to come",
       unit.name());
-  FLATSHARD_CHECK(
-      unit.resident() || !at::GradMode::is_enabled(),
-      usage,
-      "backward with create_graph would read the weights of unit {} after "
-      "they are released; use zero0, zero1 or zero2",
-      unit.name());
   call.inputs_left[task] = call.num_watched_inputs;
   listener_.backward_begins(call.unit, call.id);
   listener_.feed(
@@ -147,6 +141,7 @@ void AutogradEvents::begin_backward(UnitCall& call, TaskId task) {
        .unit = call.unit,
        .call = call.id,
        .task = task,
+       .makes_graph = at::GradMode::is_enabled(),
        // Without an input to watch the unit stays until the task ends: its last
        // gradient does not say that nobody reads its weights any more (frozen
        // ones that a child uses, a recompute inside its forward).

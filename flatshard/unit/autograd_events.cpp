@@ -218,6 +218,20 @@ void AutogradEvents::forward_error(UnitId unit) {
        .call = call->id});
 }
 
+void AutogradEvents::stamp(UnitId unit) {
+  const std::int64_t generation = units_[unit]->weights().generation();
+  for (const auto& call : open_calls_) {
+    if (call->unit == unit) {
+      call->generation = generation;
+    }
+  }
+  for (const auto& weak : calls_) {
+    if (const auto call = weak.lock(); call && call->unit == unit) {
+      call->generation = generation;
+    }
+  }
+}
+
 WatchedTensor& AutogradEvents::watch(const at::Tensor& tensor) {
   const NodePtr node = tensor.grad_fn()
                            ? tensor.grad_fn()

@@ -96,6 +96,8 @@ class AutogradEvents {
   forward_end(UnitId unit, const nn::TensorList& outputs, bool more_follow);
   /// Instead of forward_end, after an exception.
   void forward_error(UnitId unit);
+  /// The calls of `unit` computed with the weights that it has now.
+  void stamp(UnitId unit);
 
   // Backwards ----------------------------------------------------------------
 

@@ -40,14 +40,17 @@ void Executor::reduce(Unit& unit, bool collective, bool is_last) {
   filled.record(*streams_.compute());
   filled.wait(*streams_.reduce());
   for (const Planned& p : planned) {
-    streams_.reduce()->submit([&unit, p, step = step_] {
-      const CollectiveScope scope(step, unit.name());
-      const at::Tensor inner =
-          p.group->gradients().reduce_inner(p.flat, p.reduction);
-      if (p.inner != nullptr) {
-        *p.inner = inner;
-      }
-    });
+    queue_collectives(
+        *streams_.reduce(),
+        p.reduction.inner_groups(),
+        [&unit, p, step = step_] {
+          const CollectiveScope scope(step, unit.name());
+          const at::Tensor inner =
+              p.group->gradients().reduce_inner(p.flat, p.reduction);
+          if (p.inner != nullptr) {
+            *p.inner = inner;
+          }
+        });
   }
   held.grads_read.record(*streams_.reduce());
   held.reduced = held.grads_read;
@@ -67,12 +70,15 @@ void Executor::reduce_outer(Unit& unit, const std::vector<Planned>& planned) {
     if (p.inner == nullptr) {
       continue;
     }
-    streams_.outer()->submit([&unit, p, step = step_] {
-      const CollectiveScope scope(step, unit.name());
-      keep_for_current_stream(*p.inner);
-      p.group->gradients().reduce_outer(*p.inner, p.reduction);
-      p.inner->reset();
-    });
+    queue_collectives(
+        *streams_.outer(),
+        p.reduction.outer_groups(),
+        [&unit, p, step = step_] {
+          const CollectiveScope scope(step, unit.name());
+          keep_for_current_stream(*p.inner);
+          p.group->gradients().reduce_outer(*p.inner, p.reduction);
+          p.inner->reset();
+        });
   }
   held.reduced = {};
   held.reduced.record(*streams_.outer());
@@ -121,18 +127,17 @@ void Executor::drop_unused_grads() {
   at::Tensor flags = at::tensor(had);
   if (mesh_->size() > 1) {
     const auto of_all = std::make_shared<at::Tensor>();
-    streams_.reduce()->submit([flags,
-                               of_all,
-                               device = mesh_->device(),
-                               &world = mesh_->world(Purpose::reduce),
-                               step = step_] {
-      const CollectiveScope scope(step, "which gradients there are");
-      *of_all = flags.to(device, /*non_blocking=*/true);
-      world.all_reduce(*of_all, ReduceOp::sum);
-    });
+    Communicator* const world = &mesh_->world(Purpose::reduce);
+    queue_collectives(
+        *streams_.reduce(),
+        {&world, 1},
+        [flags, of_all, device = mesh_->device(), world, step = step_] {
+          const CollectiveScope scope(step, "which gradients there are");
+          *of_all = flags.to(device, /*non_blocking=*/true);
+          world->all_reduce(*of_all, ReduceOp::sum);
+        });
     Event done;
     done.record(*streams_.reduce());
-    // As all reductions: another runtime may use the communicator next.
     done.wait(*streams_.compute());
     if (!in_doubt) {
       return;

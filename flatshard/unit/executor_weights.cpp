@@ -51,15 +51,18 @@ void Executor::gather(Unit& unit, const Action& action) {
     }
   }
   const SlotView slot = acquire_weights(unit, action);
-  streams_.gather()->submit([&unit,
-                             slot,
-                             gathers = std::move(gathers),
-                             plane = action.plane,
-                             part = action.part,
-                             step = step_] {
-    const CollectiveScope scope(step, unit.name());
-    unit.weights().gather_into(slot, plane, part, gathers);
-  });
+  queue_collectives(
+      *streams_.gather(),
+      mesh_->communicators(Purpose::gather),
+      [&unit,
+       slot,
+       gathers = std::move(gathers),
+       plane = action.plane,
+       part = action.part,
+       step = step_] {
+        const CollectiveScope scope(step, unit.name());
+        unit.weights().gather_into(slot, plane, part, gathers);
+      });
   weight_slot(unit, action.plane, action.part)
       .filled.record(*streams_.gather());
 }

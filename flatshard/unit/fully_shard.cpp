@@ -266,6 +266,20 @@ void connect(
   }
 }
 
+void check_padding(
+    const std::vector<std::unique_ptr<Unit>>& units,
+    double max_padding) {
+  std::vector<const FlatLayout*> layouts;
+  for (const auto& unit : units) {
+    for (const auto& group : unit->groups()) {
+      layouts.push_back(&group->layout());
+    }
+  }
+  if (const auto text = describe_excessive_padding(layouts, max_padding)) {
+    FLATSHARD_THROW(config, "{}", *text);
+  }
+}
+
 }  // namespace
 
 std::shared_ptr<Runtime> fully_shard(
@@ -294,6 +308,7 @@ std::shared_ptr<Runtime> fully_shard(
         std::move(contents.parameters)));
     units.back()->weights().set_gather_parts(options.gather_parts);
   }
+  check_padding(units, options.max_padding);
   auto runtime = Runtime::create(
       std::move(mesh),
       std::move(units),

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "flatshard/group/param_group.h"
+#include "flatshard/layout/padding.h"
 #include "flatshard/layout/strategy.h"
 #include "flatshard/mesh/mesh.h"
 #include "flatshard/unit/runtime.h"
@@ -52,6 +53,9 @@ struct FullyShardOptions {
   GatherParts gather_parts = GatherParts::recomputed;
   /// Parameters that stay as they are: not sharded, not gathered, not reduced.
   std::function<bool(const std::string& name)> ignore;
+  /// Padding that is accepted, as a fraction of the model's elements. Padding
+  /// of less than 64 MiB a rank always is.
+  double max_padding = kDefaultMaxPadding;
   /// Of the values that parameters without memory start from.
   std::uint64_t seed = 0;
   /// How weights and gradients are held: dtypes, scaling, offloading, padding.

@@ -168,7 +168,7 @@ std::shared_ptr<OverlapRunner::Transfer> OverlapRunner::send(
     wanted.push_back(tensor.defined() && tensor.requires_grad());
   }
   transfer->residual = residual.defined() ? residual.detach() : residual;
-  exchange_->submit([transfer, wanted, way, &nodes = *layer.nodes] {
+  const auto work = [transfer, wanted, way, &nodes = *layer.nodes] {
     for (at::Tensor& sent : transfer->sent) {
       if (sent.defined()) {
         keep_for_current_stream(sent);
@@ -193,7 +193,12 @@ std::shared_ptr<OverlapRunner::Transfer> OverlapRunner::send(
       transfer->sent.clear();
     }
     transfer->arrived = true;
-  });
+  };
+  if (has_queue_) {
+    model_.exchange->submit(work);
+  } else {
+    exchange_->submit(work);
+  }
   return transfer;
 }
 

@@ -2,6 +2,7 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
+#include "flatshard/device/outside_of_transforms.h"
 #include "flatshard/nn/module.h"
 #include "flatshard/schedule/keep_units.h"
 #include "flatshard/schedule/simulate.h"
@@ -239,6 +240,7 @@ void Runtime::feed(const ScheduleEvent& event) {
   if (!failure_.empty()) {
     return;  // units and scheduler disagree until the reset
   }
+  const OutsideOfTransforms outside;
   try {
     for (const Action& action : decide(event)) {
       record(action);

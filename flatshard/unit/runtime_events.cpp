@@ -2,6 +2,7 @@
 // program's forwards and backwards begin and end.
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
+#include "flatshard/device/outside_of_transforms.h"
 #include "flatshard/unit/backward_pass.h"
 #include "flatshard/unit/runtime.h"
 
@@ -17,6 +18,7 @@ namespace flatshard {
 // -- forward -----------------------------------------------------------------
 
 void Runtime::adopt_foreign_writes() {
+  const OutsideOfTransforms outside;
   for (const auto& unit : units_) {
     for (const auto& group : unit->groups()) {
       group->weights().adopt_foreign_writes();
@@ -137,6 +139,7 @@ void Runtime::on_task_end(TaskId task) {
   }
   hide_all();
   if (failure_.empty()) {
+    const OutsideOfTransforms outside;
     try {
       executor_.drop_unused_grads();
     } catch (const std::exception& e) {

@@ -51,6 +51,27 @@ void UnitCalls::forward_error(UnitId unit) {
   }
 }
 
+bool UnitCalls::in_forward() const {
+  const std::lock_guard lock(runtime_.mutex_);
+  return runtime_.events_.in_forward();
+}
+
+void UnitCalls::weights_written(UnitId unit) {
+  const std::lock_guard lock(runtime_.mutex_);
+  for (const auto& group : runtime_.units_[unit]->groups()) {
+    group->weights().adopt_foreign_writes();
+  }
+  runtime_.feed({.kind = EventKind::unit_written, .unit = unit});
+}
+
+void UnitCalls::gathered_written(UnitId unit) {
+  const std::lock_guard lock(runtime_.mutex_);
+  for (const auto& group : runtime_.units_[unit]->groups()) {
+    group->weights().adopt_foreign_writes();
+  }
+  runtime_.events_.stamp(unit);
+}
+
 std::unique_ptr<BackwardPass> UnitCalls::backward_pass() {
   return std::make_unique<BackwardPass>(runtime_.shared_from_this());
 }

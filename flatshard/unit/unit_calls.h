@@ -31,6 +31,16 @@ class UnitCalls {
       bool more_follow = false);
   /// Instead of forward_end, after an exception.
   void forward_error(UnitId unit);
+  /// A forward is open, of any unit.
+  bool in_forward() const;
+  /// Before a forward of `unit` inside of another: somebody wrote its weights
+  /// since that one began (WeightPlanes::mark_foreign_write). What was gathered
+  /// ahead is gathered again.
+  void weights_written(UnitId unit);
+  /// Somebody wrote the gathered weights of `unit`, while they were there to be
+  /// read, and the same values to its main weights. It is no write between a
+  /// forward and its backward. Equal on all ranks.
+  void gathered_written(UnitId unit);
 
   /// A microbatch whose units are run in pieces; see unit/backward_pass.h.
   /// @throws Error{usage} with debug.strict or graphs.

@@ -1,5 +1,6 @@
 #include "python/csrc/collect_tensors.h"
 
+#include <ATen/functorch/TensorWrapper.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 namespace flatshard::python {
@@ -18,12 +19,21 @@ const py::object& pytree() {
   return *module;
 }
 
+// Inside of a transform of torch.func a tensor wraps another, which has the
+// graph of what is outside.
+void add_tensor(const at::Tensor& tensor, nn::TensorList& out) {
+  out.push_back(tensor);
+  if (auto* const wrapper = at::functorch::maybeGetTensorWrapper(tensor)) {
+    add_tensor(wrapper->value(), out);
+  }
+}
+
 }  // namespace
 
 void collect_tensors(py::handle object, nn::TensorList& out) {
   PyObject* p = object.ptr();
   if (THPVariable_Check(p)) {
-    out.push_back(THPVariable_Unpack(p));
+    add_tensor(THPVariable_Unpack(p), out);
     return;
   }
   if (is_plain(object)) {

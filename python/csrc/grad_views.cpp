@@ -52,6 +52,17 @@ void GradViews::take() {
       group.gradients().reduced().drop();
       continue;
     }
+    if (std::any_of(members.begin(), members.end(), [&](std::size_t i) {
+          return has_hooks(i);
+        })) {
+      // What is there is the user's to add again: hooks take the gradient of
+      // the backward that begins, and no other.
+      for (const std::size_t i : members) {
+        shown_[i] = WeakTensor(at::Tensor().getIntrusivePtr());
+      }
+      group.gradients().reduced().drop();
+      continue;
+    }
     for (const std::size_t i : members) {
       if (is_own(i)) {
         continue;
@@ -117,6 +128,9 @@ void GradViews::show_group(std::size_t g) {
     if (is_own(i)) {
       continue;
     }
+    if (has_hooks(i)) {
+      run_tensor_hooks(i);
+    }
     if (grad_of(i).defined()) {
       const at::NoGradGuard no_grad;
       unit_->grad(i).value().add_(users_rows(i));
@@ -125,12 +139,37 @@ void GradViews::show_group(std::size_t g) {
   }
 }
 
+// Not by the hooks' own operator: it takes what a hook returns for a tensor.
 void GradViews::run_hooks(std::size_t g) {
   for (const std::size_t i : members_[g]) {
-    const auto& hooks = torch::autograd::impl::post_acc_grad_hooks(shards_[i]);
-    if (hooks != nullptr) {
-      (*hooks)(shards_[i]);
+    if (torch::autograd::impl::post_acc_grad_hooks(shards_[i]) == nullptr) {
+      continue;
     }
+    const py::object shard = py::cast(shards_[i]);
+    const py::object hooks = shard.attr("_post_accumulate_grad_hooks");
+    if (hooks.is_none()) {
+      continue;
+    }
+    for (const py::handle& hook : py::list(hooks.attr("values")())) {
+      hook(shard);
+    }
+  }
+}
+
+bool GradViews::has_hooks(std::size_t i) const {
+  return !torch::autograd::impl::hooks(shards_[i]).empty();
+}
+
+void GradViews::run_tensor_hooks(std::size_t i) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor rows = unit_->grad(i).value();
+  const at::Tensor grad = beside_(shards_[i], rows).cast<at::Tensor>();
+  torch::autograd::variable_list found{grad};
+  for (const auto& hook : torch::autograd::impl::hooks(shards_[i])) {
+    found = (*hook)(found);
+  }
+  if (!found[0].is_same(grad)) {
+    rows.copy_(rows_of_(shards_[i], found[0]).cast<at::Tensor>());
   }
 }
 

@@ -56,6 +56,10 @@ class GradViews {
   const at::Tensor& grad_of(std::size_t parameter) const {
     return shards_[parameter].grad();
   }
+  /// Somebody put a hook on the shard by register_hook.
+  bool has_hooks(std::size_t parameter) const;
+  /// These take the gradient of this backward, before it is added to others.
+  void run_tensor_hooks(std::size_t parameter);
   /// `.grad` is what show_one made.
   bool is_own(std::size_t parameter) const;
   void show_one(std::size_t parameter);

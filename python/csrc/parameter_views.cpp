@@ -14,14 +14,17 @@ namespace flatshard::python {
 ParameterViews::ParameterViews(
     std::vector<UnitViews> units,
     py::object before_forward,
-    py::object before_backward)
+    py::object before_backward,
+    py::object whole_written)
     : before_forward_(std::move(before_forward)),
-      before_backward_(std::move(before_backward)) {
+      before_backward_(std::move(before_backward)),
+      whole_written_(std::move(whole_written)) {
   for (UnitViews& views : units) {
     State state{.views = std::move(views)};
     for (const Place& place : state.views.places) {
       const auto shard = place.shard.cast<at::Tensor>();
       (shard.requires_grad() ? state.trained : state.frozen).push_back(shard);
+      state.wholes.push_back(place.whole.cast<at::Tensor>());
     }
     units_.push_back(std::move(state));
   }
@@ -32,6 +35,7 @@ ParameterViews::~ParameterViews() {
   units_.clear();
   before_forward_ = {};
   before_backward_ = {};
+  whole_written_ = {};
 }
 
 template <class F>
@@ -48,6 +52,12 @@ void ParameterViews::set(State& state, bool whole) {
     return;
   }
   state.shows_whole = whole;
+  if (whole) {
+    state.versions.clear();
+    for (const at::Tensor& tensor : state.wholes) {
+      state.versions.push_back(tensor._version());
+    }
+  }
   for (const Place& place : state.views.places) {
     const py::object& parameter = whole ? place.whole : place.shard;
     if (PyDict_SetItem(
@@ -77,6 +87,23 @@ void ParameterViews::unit_ended(UnitId unit, bool more_follow) {
         return s.open_forwards == 0;
       })) {
     end_waits();
+  }
+}
+
+void ParameterViews::tell_whole_writes(UnitId unit) {
+  State& state = units_.at(unit);
+  if (!state.shows_whole) {
+    return;
+  }
+  std::vector<at::Tensor> written;
+  for (std::size_t i = 0; i < state.wholes.size(); ++i) {
+    const std::uint32_t now = state.wholes[i]._version();
+    if (std::exchange(state.versions[i], now) != now) {
+      written.push_back(state.wholes[i]);
+    }
+  }
+  if (!written.empty()) {
+    whole_written_(unit, written);
   }
 }
 

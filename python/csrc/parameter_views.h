@@ -34,16 +34,22 @@ class ParameterViews : public RuntimeObserver {
 
   /// @param before_forward, before_backward  called without arguments, before
   ///   an outermost one.
+  /// @param whole_written  see tell_whole_writes.
   ParameterViews(
       std::vector<UnitViews> units,
       py::object before_forward,
-      py::object before_backward);
+      py::object before_backward,
+      py::object whole_written);
   ~ParameterViews() override;
 
   // Around a forward of `unit`, with the GIL.
   void unit_begins(UnitId unit);
   /// @param more_follow  the whole ones show until the outermost forward ends.
   void unit_ended(UnitId unit, bool more_follow = false);
+  /// Before the whole parameters of `unit` are released, with the GIL and
+  /// without the runtime's lock: calls whole_written(unit, wholes) with those
+  /// that somebody wrote since they show.
+  void tell_whole_writes(UnitId unit);
   /// Outside of any forward: after unshard and reshard.
   void show(UnitId unit, bool whole);
   /// A capture calls the unit's modules, or did: the whole ones show. With the
@@ -81,6 +87,9 @@ class ParameterViews : public RuntimeObserver {
     bool in_backward = false;
     bool waits = false;  ///< for other modules of the unit
     bool shows_whole = false;
+    /// Those of the places, and their versions when they began to show.
+    std::vector<at::Tensor> wholes;
+    std::vector<std::uint32_t> versions;
     /// A hook may have dropped the gradients of the backward that runs.
     bool ran_hooks = false;
     /// Shards of the places, looked at without the GIL: those that were trained
@@ -97,6 +106,7 @@ class ParameterViews : public RuntimeObserver {
   std::vector<State> units_;
   py::object before_forward_;
   py::object before_backward_;
+  py::object whole_written_;
   bool runs_hooks_ = false;
   bool captures_ = false;
   bool goes_on_ = false;  ///< the backward that runs

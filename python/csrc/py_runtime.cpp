@@ -52,6 +52,7 @@ PyRuntime::PyRuntime(
     const std::vector<std::shared_ptr<GradViews>>& grads,
     py::object before_forward,
     py::object before_backward,
+    py::object whole_written,
     int prefetch,
     bool copy_engines,
     bool slots_on_demand,
@@ -63,7 +64,8 @@ PyRuntime::PyRuntime(
     : views_(std::make_shared<ParameterViews>(
           views_of(places, grads),
           std::move(before_forward),
-          std::move(before_backward))) {
+          std::move(before_backward),
+          std::move(whole_written))) {
   std::vector<std::unique_ptr<Unit>> list;
   for (const auto& unit : units) {
     list.push_back(unit->adopt(static_cast<UnitId>(list.size())));
@@ -168,6 +170,7 @@ void PyRuntime::forward_begin(UnitId unit, py::handle args, py::handle kwargs) {
 void PyRuntime::forward_end(UnitId unit, py::handle output, bool more_follow) {
   nn::TensorList tensors;
   collect_tensors(output, tensors);
+  views_->tell_whole_writes(unit);
   {
     const py::gil_scoped_release no_gil;
     runtime_->calls().forward_end(unit, tensors, more_follow);
@@ -232,6 +235,7 @@ void PyRuntime::graph_ran(
 
 void PyRuntime::reshard(UnitId unit) {
   views_->check_no_hook();
+  views_->tell_whole_writes(unit);
   views_->show(unit, false);
   const py::gil_scoped_release no_gil;
   runtime_->gathers().reshard(unit);

@@ -31,6 +31,7 @@ class PyRuntime {
       const std::vector<std::shared_ptr<GradViews>>& grads,
       py::object before_forward,
       py::object before_backward,
+      py::object whole_written,
       int prefetch,
       bool copy_engines,
       bool slots_on_demand,

@@ -43,6 +43,7 @@ void bind_runtime(py::module_& m) {
               const std::vector<std::shared_ptr<GradViews>>&,
               py::object,
               py::object,
+              py::object,
               int,
               bool,
               bool,
@@ -58,6 +59,7 @@ void bind_runtime(py::module_& m) {
           py::arg("grads"),
           py::arg("before_forward"),
           py::arg("before_backward"),
+          py::arg("whole_written"),
           py::arg("prefetch"),
           py::arg("copy_engines"),
           py::arg("slots_on_demand"),
@@ -119,6 +121,22 @@ void bind_runtime(py::module_& m) {
           "trains_others",
           &PyRuntime::trains_others,
           "requires_grad of some parameter is not what it was at first.")
+      .def(
+          "in_forward",
+          [](PyRuntime& self) { return self.runtime().calls().in_forward(); },
+          NoGil())
+      .def(
+          "weights_written",
+          [](PyRuntime& self, UnitId unit) {
+            self.runtime().calls().weights_written(unit);
+          },
+          NoGil())
+      .def(
+          "gathered_written",
+          [](PyRuntime& self, UnitId unit) {
+            self.runtime().calls().gathered_written(unit);
+          },
+          NoGil())
       .def("unshard", &PyRuntime::unshard)
       .def("reshard", &PyRuntime::reshard)
       .def(

@@ -1,3 +1,4 @@
+#include "flatshard/layout/padding.h"
 #include "python/csrc/bind.h"
 #include "python/csrc/grad_views.h"
 #include "python/csrc/parameter_views.h"
@@ -47,7 +48,6 @@ void bind_unit(py::module_& m) {
           py::init([](std::string strategy,
                       const std::string& granularity,
                       const py::object& compute_dtype,
-                      double max_padding,
                       bool offload,
                       bool pin_memory,
                       bool grads_in_place,
@@ -58,10 +58,7 @@ void bind_unit(py::module_& m) {
             PyUnit::Options options{
                 .strategy = std::move(strategy),
                 .granularity = Granularity::parse(granularity),
-                .group =
-                    {.offload = offload,
-                     .pin_memory = pin_memory,
-                     .layout = {.max_padding = max_padding}},
+                .group = {.offload = offload, .pin_memory = pin_memory},
                 .grads_in_place = grads_in_place,
                 .copy_engines = copy_engines,
                 .float8 = std::move(float8),
@@ -77,7 +74,6 @@ void bind_unit(py::module_& m) {
           py::arg("strategy"),
           py::arg("granularity"),
           py::arg("compute_dtype"),
-          py::arg("max_padding"),
           py::arg("offload"),
           py::arg("pin_memory"),
           py::arg("grads_in_place"),
@@ -163,6 +159,21 @@ void bind_unit(py::module_& m) {
           },
           "Checkpoints leave parameter i out from now on.")
       .def("set_names", &PyUnit::set_names);
+
+  m.def(
+      "describe_excessive_padding",
+      [](const std::vector<std::shared_ptr<PyUnit>>& units,
+         double max_padding) {
+        std::vector<const FlatLayout*> layouts;
+        for (const ParamGroup* group : groups_of(units)) {
+          layouts.push_back(&group->layout());
+        }
+        return flatshard::describe_excessive_padding(layouts, max_padding);
+      },
+      py::arg("units"),
+      py::arg("max_padding"),
+      "A sentence about the padding of a model, or None where it is not worth "
+      "one.");
 
   py::class_<GradViews, std::shared_ptr<GradViews>>(
       m,

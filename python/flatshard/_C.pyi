@@ -53,7 +53,6 @@ class UnitOptions:
         strategy: str,
         granularity: str,
         compute_dtype: torch.dtype | None,
-        max_padding: float,
         offload: bool,
         pin_memory: bool,
         grads_in_place: bool,

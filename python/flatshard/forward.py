@@ -11,6 +11,7 @@ from flatshard.casts import cast_inputs, cast_output
 from flatshard.dynamo import outside_of_graphs
 from flatshard.graph_checks import refuse_foreign_capture
 from flatshard.root import Root
+from flatshard.writes import writes
 
 # Every module that is wrapped now.
 wrapped = weakref.WeakSet()
@@ -63,6 +64,8 @@ def run_forward(module, function, args, kwargs):
     if policy.param_dtype is not None:
         args, kwargs = cast_inputs(policy, args, kwargs)
     core = root.core
+    if writes.count + writes.single != root.seen_writes or writes.lent:
+        root.before_inner_forward(state)
     try:
         core.forward_begin(state.id, args, kwargs)
         of_several = len(state.modules) > 1

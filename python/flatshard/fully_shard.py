@@ -34,12 +34,13 @@ from flatshard.shard_arguments import (
     strategy_name,
     uses_copy_engines,
 )
-from flatshard.torch_versions import default_reduce_dtype
 from flatshard.unit import (
     Parameter,
     Policy,
     UnitState,
     collect_parameters,
+    hooks_of,
+    make_core,
     mark_owner,
     modules_of_unit,
     whole_parameter,
@@ -59,7 +60,7 @@ def fully_shard(
     strategy="zero3",
     outer="replicate",
     granularity="dim0",
-    prefetch=1,
+    prefetch=None,
     max_padding=0.05,
     grads_in_place=False,
     copy_engines="none",
@@ -100,9 +101,11 @@ def fully_shard(
         granularity: "dim0": parameters are cut between any two slices along their
             first dimension, which is what a DTensor can say; "tensor": never cut, a
             rank holds it or not.
-        prefetch: units gathered ahead of the one that computes. The root's counts.
-        max_padding: largest padding that is accepted, as a fraction of the
-            unit's elements.
+        prefetch: how many units are all-gathered ahead of the one that computes. None:
+            1. An option of the outermost module: an inner one accepts its value alone.
+        max_padding: the first forward warns of more padding than this, as a fraction
+            of the model's elements, unless it is less than 64 MiB a rank. The largest
+            of all units counts.
         grads_in_place: the backward of each nn.Linear (not of subclasses) writes
             gradients into the memory that is reduced, so they need no tensors of
             their own and no copy. Compiled code and autocast go the usual way.
@@ -118,8 +121,8 @@ def fully_shard(
         slots_on_demand: True: whole parameters and gradients are allocated when a unit
             needs them. False: they lie in one arena that is there all the time, at the
             same addresses in every step, as torch.compile(mode="reduce-overhead") wants
-            them. None: True, but False where a unit has cuda_graph=True. The root's
-            counts.
+            them. None: True, but False where a unit has cuda_graph=True. An option of
+            the outermost module: an inner one accepts its value alone.
         check_same_values: the first forward compares a digest of what the ranks of the
             mesh had here, but for parameters on the meta device or written since, and
             raises RuntimeError where they differ. False: they may, on purpose.
@@ -155,6 +158,8 @@ def fully_shard(
         raise ValueError(
             f"slots_on_demand: expected True, False or None, got {slots_on_demand!r}"
         )
+    if not max_padding >= 0:
+        raise ValueError(f"max_padding: expected a number >= 0, got {max_padding!r}")
     device_mesh = default_device_mesh() if mesh is None else mesh
     if not isinstance(device_mesh, DeviceMesh):
         raise TypeError(f"mesh: expected a DeviceMesh, got {mesh!r}")
@@ -193,7 +198,7 @@ def fully_shard(
     )
     _move_buffers(owned, device_mesh)
 
-    parameters, members = [], []
+    parameters = []
     for (tensor, full_name, sites), reason in zip(found, reasons):
         p = Parameter(
             sites,
@@ -202,36 +207,29 @@ def fully_shard(
             label=full_name,
             float8=not reason,
             why_not_float8=reason,
+            hooks=hooks_of(tensor),
         )
         if check_same_values and device_mesh.size() > 1 and not tensor.is_meta:
             p.digest = digest(tensor)
         parameters.append(p)
-        reduce_dtype = mp_policy.reduce_dtype or default_reduce_dtype(
-            mp_policy.param_dtype, tensor.dtype
-        )
-        members.append((full_name, p.whole, tensor.detach(), reduce_dtype, p.float8))
-    unit = _C.Unit(
-        members=members,
-        mesh=whole_mesh,
-        options=_C.UnitOptions(
-            strategy=name,
-            granularity=granularity,
-            compute_dtype=mp_policy.param_dtype,
-            max_padding=max_padding,
-            offload=offload,
-            pin_memory=offload and offload_policy.pin_memory,
-            # A graph writes them where they are reduced.
-            grads_in_place=grads_in_place or cuda_graph,
-            copy_engines=copy_engines,
-            float8=fp8.core() if fp8 else None,
-            part=None if core is whole_mesh else core,
-            slices=slices or (1, 0),
-        ),
+    options = _C.UnitOptions(
+        strategy=name,
+        granularity=granularity,
+        compute_dtype=mp_policy.param_dtype,
+        offload=offload,
+        pin_memory=offload and offload_policy.pin_memory,
+        # A graph writes them where they are reduced.
+        grads_in_place=grads_in_place or cuda_graph,
+        copy_engines=copy_engines,
+        float8=fp8.core() if fp8 else None,
+        part=None if core is whole_mesh else core,
+        slices=slices or (1, 0),
     )
-    members.clear()
+    values = [tensor.detach() for tensor, _, _ in found]
     state = UnitState(
         modules=[weakref.ref(m) for m in modules],
-        core=unit,
+        core=make_core(parameters, values, mp_policy, whole_mesh, options),
+        core_options=options,
         mesh=core,
         device_mesh=shown_mesh,
         parameters=parameters,
@@ -241,6 +239,7 @@ def fully_shard(
         copy_engines=copy_engines,
         cuda_graph=cuda_graph,
         slots_on_demand=slots_on_demand,
+        max_padding=max_padding,
         policy=Policy(reshard_after_forward=reshard_after_forward),
         check_same_values=check_same_values,
         ignored=places_of(ignored, owned),

@@ -17,7 +17,7 @@ from flatshard.forward import state_of
 from flatshard.module import FSDPModule
 from flatshard.row_shard import RowShard
 from flatshard.sharded_tensor import ShardedTensor
-from flatshard.unit import _copy_attributes, _places
+from flatshard.unit import _copy_attributes, _places, hooks_of, put_hooks
 from flatshard.writes import writes
 
 
@@ -76,11 +76,13 @@ def join(state, parts):
             p.shared_by = part.device_mesh
             local = p.shard._local_tensor
             trainable = p.shard.requires_grad
+            p.hooks = hooks_of(p.shard)
             data = ShardedTensor.wrap(local, state.device_mesh, placements, shape)
             _places.pop(p.shard)
             shard = nn.Parameter(data, requires_grad=trainable)
             _copy_attributes(p.shard, shard)
             p.shard = shard
+            put_hooks(p)
             _places[shard] = (weakref.ref(state), p.index)
             state.show(p, shard)
         writes.add(state, [p.shard for p in part.parameters])

@@ -9,6 +9,7 @@ import torch
 
 from flatshard.backward_pass import BackwardPass
 from flatshard.dynamo import outside_of_graphs
+from flatshard.sharded_tensor import become, with_local
 from flatshard.forward import (
     UnshardHandle,
     make_root,
@@ -306,11 +307,13 @@ class FSDPModule:
 
     def _apply(self, fn, recurse=True):
         """`to`, `cuda`, `to_empty`: buffers and ignored parameters follow, shards
-        stay where they are and take the values."""
+        stay where they are and take the values. Until the first forward they change
+        their dtype, too; the first forward shards them anew."""
         states = [s for m in self.modules() if (s := state_of(m)) is not None]
         parameters = [p for s in states for p in s.parameters]
-        for p in parameters:
-            self._check_conversion(fn, p)
+        for state in states:
+            for p in state.parameters:
+                self._check_conversion(fn, p, may_change_dtype=state.root is None)
         for state in states:
             # As for a tensor on meta: `to` raises, what follows to_empty gives values.
             if not state.initialized and not fn(torch.empty(0, device="meta")).is_meta:
@@ -319,20 +322,24 @@ class FSDPModule:
             local = p.shard._local_tensor.detach()
             with torch.no_grad():
                 moved = fn(local)
-                if moved.data_ptr() != local.data_ptr():
+                if moved.dtype != local.dtype:
+                    become(p.shard, with_local(p.shard, moved))
+                elif moved.data_ptr() != local.data_ptr():
                     local.copy_(moved)
         with _hidden(states):
             return super()._apply(fn, recurse)
 
     @staticmethod
-    def _check_conversion(fn, p):
+    def _check_conversion(fn, p, may_change_dtype):
         local = p.shard._local_tensor
         probe = fn(local.new_empty(1))
-        if probe.dtype != local.dtype or probe.device != local.device:
+        same_dtype = probe.dtype == local.dtype or may_change_dtype
+        if not same_dtype or probe.device != local.device:
             raise NotImplementedError(
                 f"parameter {p.title}: cannot move a sharded module from "
                 f"{local.dtype} on {local.device} to {probe.dtype} on {probe.device}; "
-                "convert the module before fully_shard, or use mp_policy"
+                "convert the module before fully_shard (its dtype until the first "
+                "forward), or use mp_policy"
             )
 
 

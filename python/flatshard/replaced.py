@@ -140,6 +140,9 @@ def settle(units, names):
             p.sites = sites[p.index]
             if shards[p.index] is not p.shard:
                 unit.take(p, shards[p.index])
+        if not unit.is_as_sharded():
+            unit.shard_again()
+        for p in unit.parameters:
             if not p.sites:
                 unit.core.drop(p.index)
         unit.make_grads()
@@ -201,7 +204,6 @@ def _check_taken(p, found, name, kept):
     wanted = ["Shard(0)" if s.is_shard() else "Replicate()" for s in p.shard.placements]
     for attribute, a, b, fits in (
         ("shape", tuple(found.shape), tuple(p.shard.shape), None),
-        ("dtype", found.dtype, p.shard.dtype, None),
         ("mesh", found.device_mesh, p.shard.device_mesh, None),
         ("device", found.device.type, p.shard.device.type, None),
         ("placements", found.placements, f"({', '.join(wanted)})", _fits(found, p)),

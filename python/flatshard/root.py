@@ -1,6 +1,7 @@
 """A tree of units and the core's Runtime that serves it."""
 
 import os
+import warnings
 import weakref
 
 import torch
@@ -35,6 +36,7 @@ class Root:
         units, parents, module_names = _walk(module)
         self._check(units, parents, state)
         settle(units, module_names)
+        self._warn_of_padding(units, state.device_mesh)
         places = []
         for number, unit in enumerate(units):
             for p in unit.parameters:
@@ -55,7 +57,8 @@ class Root:
         self._module = weakref.ref(module)
         self._units = [weakref.ref(unit) for unit in units]
         self._of_several = [weakref.ref(u) for u in units if len(u.modules) > 1]
-        self._seen_writes = -1
+        self._seen_with_looks = -1
+        self.seen_writes = -1  # of Writes.count and Writes.single
         self.device = device_of(state.device_mesh)
         self.on_gpu = self.device.type == "cuda"
         warmup_steps = [u.graph_warmup_steps for u in units if u.cuda_graph]
@@ -71,7 +74,8 @@ class Root:
             grads=[unit.grads for unit in units],
             before_forward=lambda: me()._before_forward(),
             before_backward=lambda: me()._before_backward(),
-            prefetch=state.prefetch,
+            whole_written=lambda number, wholes: me()._whole_written(number, wholes),
+            prefetch=1 if state.prefetch is None else state.prefetch,
             copy_engines=state.copy_engines,
             slots_on_demand=self.slots_on_demand,
             cuda_graphs=self.cuda_graphs,
@@ -124,6 +128,14 @@ class Root:
                     "smaller model; wrap all modules first, then run the outermost "
                     "module"
                 )
+            for option in ("prefetch", "slots_on_demand"):
+                given = getattr(unit, option)
+                if given not in (None, getattr(state, option)):
+                    raise ValueError(
+                        f"{option}={given} of unit {unit.name} has no effect: it is an "
+                        "option of the outermost module, which has "
+                        f"{getattr(state, option)}; give it there"
+                    )
             if unit.copy_engines != state.copy_engines:
                 raise ValueError(
                     f"copy_engines: unit {unit.name} and the root differ; choose one "
@@ -134,6 +146,14 @@ class Root:
                     f"unit {unit.name} is on mesh {unit.mesh}, the root on "
                     f"{state.mesh}: expected one mesh for all units of a model"
                 )
+
+    @staticmethod
+    def _warn_of_padding(units, device_mesh):
+        text = _C.describe_excessive_padding(
+            [unit.core for unit in units], max(unit.max_padding for unit in units)
+        )
+        if text is not None and device_mesh.get_rank() == 0:
+            warnings.warn(f"fully_shard: {text}", stacklevel=2)
 
     def _slots_on_demand(self, state):
         if state.slots_on_demand is None:
@@ -264,14 +284,58 @@ class Root:
             refuse_replaced(self.units)
 
     def _pass_writes_on(self):
-        number = writes.number()
-        if number == self._seen_writes:
+        number = writes.number_with_looks()
+        self.seen_writes = number - writes.looks
+        if number == self._seen_with_looks:
             return
-        self._seen_writes = number
+        self._seen_with_looks = number
         for unit in self.units:
-            if (seen := (writes.count, unit.num_writes)) != unit.seen_writes:
+            seen = writes.count, unit.num_writes, unit.num_looks
+            if seen != unit.seen_writes:
                 unit.seen_writes = seen
                 unit.core.mark_written()
+
+    def _pass_sure_writes_on(self):
+        number = writes.number()
+        if number == self.seen_writes:
+            return
+        self.seen_writes = number
+        for unit in self.units:
+            if self._see_writes(unit):
+                unit.core.mark_written()
+
+    @staticmethod
+    def _see_writes(unit):
+        """Whether there were any."""
+        seen = writes.count, unit.num_writes
+        if seen == unit.seen_writes[:2]:
+            return False
+        unit.seen_writes = (*seen, unit.num_looks)
+        return True
+
+    def before_inner_forward(self, unit):
+        """Before a forward of `unit` inside of another, when somebody wrote shards since
+        that one began: weights that were gathered ahead are older."""
+        writes.number()
+        if self.core.in_forward() and self._see_writes(unit):
+            self.core.weights_written(unit.id)
+
+    def _whole_written(self, number, wholes):
+        """The forward of a unit, or somebody who unsharded it, wrote unsharded
+        parameters: the core calls it before they are released."""
+        unit = self.units[number]
+        for p in unit.parameters:
+            if any(p.whole is tensor for tensor in wholes):
+                if p.whole.shape != p.shard.shape:
+                    raise NotImplementedError(
+                        f"parameter {p.names[0]} was written while it was unsharded, "
+                        "which is not supported where its mesh is a part of the model's: "
+                        "write to the sharded parameter, outside of the forward"
+                    )
+                with torch.no_grad():
+                    p.shard._local_tensor.copy_(p.shard.rows_of(p.whole.detach()))
+        unit.core.mark_written()
+        self.core.gathered_written(number)
 
     def _before_backward(self):
         """The core calls it, with its lock held."""
@@ -280,7 +344,7 @@ class Root:
                 "set_requires_gradient_sync and set_requires_all_reduce: the units "
                 "of one model disagree; set them on the root module"
             )
-        self._pass_writes_on()
+        self._pass_sure_writes_on()
 
 
 def _names(p, module_names):

@@ -108,7 +108,7 @@ class ShardedTensor(DTensor):
                 if "got mixed torch.Tensor and DTensor" not in str(error):
                     raise
                 raise _used_outside(function, args, kwargs) from error
-        if args and (function == _get_data or _is_in_place(name)):
+        if args and _is_in_place(name):
             writes.note(args[0])
         if isinstance(result, (bool, int, float, str, type(None), torch.Size)):
             return result
@@ -141,7 +141,7 @@ class ShardedTensor(DTensor):
         return super().redistribute(device_mesh, placements, **options)
 
     def to_local(self, **options):
-        writes.note(self)
+        writes.note_look(self)
         return super().to_local(**options)
 
     def rows_of(self, tensor):
@@ -391,4 +391,20 @@ def _used_outside(function, args, kwargs):
         f"forward of {unit}. Call the module that fully_shard wrapped, not one inside "
         "it; name other methods with register_fsdp_forward_method(module, name); or "
         "call unshard() of the unit first"
+    )
+
+
+def become(tensor, data):
+    """`tensor`, a leaf without gradient, is from now on what `data` is, a DTensor of the
+    same shape: cut and of the dtype as that one. It stays the same object."""
+    if tensor.dtype != data.dtype:
+        with torch._C.DisableTorchFunctionSubclass():
+            _set_data(tensor, data)
+    tensor._local_tensor, tensor._spec = data._local_tensor, data._spec
+
+
+def with_local(tensor, local):
+    """`local`, of another dtype perhaps, as a DTensor that is cut as `tensor`."""
+    return ShardedTensor.wrap(
+        local, tensor.device_mesh, list(tensor.placements), tensor.shape
     )

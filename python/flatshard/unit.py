@@ -18,7 +18,8 @@ from flatshard import _C
 from flatshard.graph_checks import DEFAULT_WARMUP_STEPS
 from flatshard.meta_shards import mark_of_meta
 from flatshard.row_shard import RowShard
-from flatshard.sharded_tensor import ShardedTensor
+from flatshard.sharded_tensor import ShardedTensor, become
+from flatshard.torch_versions import default_reduce_dtype
 from flatshard.writes import writes
 
 # Where a parameter went, kept on the tensor that the user had: meeting it again
@@ -70,6 +71,8 @@ class Parameter:
     float8: bool = False
     why_not_float8: str = ""
     shared_by: object = None  # the DeviceMesh of ranks with equal values; None: all
+    hooks: dict = field(default_factory=dict)  # see hooks_of
+    shown_dtype: torch.dtype | None = None  # of the shard, as the core made it
 
     @property
     def title(self):
@@ -93,19 +96,22 @@ class UnitState:
     parameters: list
     mp_policy: object
     fp8: object  # Float8Policy or None
-    prefetch: int
+    prefetch: int | None
     copy_engines: bool
+    core_options: object  # _C.UnitOptions
     cuda_graph: bool = False
     main_grads: bool = False  # modules write some of its gradients, see main_grad.py
     slots_on_demand: bool | None = None
+    max_padding: float = 0.05
     graph_warmup_steps: int = DEFAULT_WARMUP_STEPS
     policy: Policy = field(default_factory=Policy)
     grads: _C.GradViews = None
     root: object = None  # Root, once known
     id: int = -1
     name: str = ""
-    num_writes: int = 0  # that others may have made to its parameters
-    seen_writes: tuple = ()  # Writes.count, num_writes
+    num_writes: int = 0  # that others made to its parameters
+    num_looks: int = 0  # at their memory
+    seen_writes: tuple = ()  # Writes.count, num_writes, num_looks
     check_same_values: bool = False
     seen_list_writes: int = field(default_factory=lambda: writes.lists)
     ignored: list = field(default_factory=list)  # places of ignored_params
@@ -128,11 +134,16 @@ class UnitState:
             p.trainable = self.core.trainable(i)
             data = self._wrap(p, self.core.shard(i))
             p.shard = nn.Parameter(data, requires_grad=p.trainable)
+            p.shown_dtype = data.dtype
             _copy_attributes(p.whole, p.shard)
+            put_hooks(p)
             _places[p.shard] = (weakref.ref(self), i)
             self.show(p, p.shard)
         self.parameters.sort(key=lambda p: p.index)
         self.make_grads()
+        self._watch_shards()
+
+    def _watch_shards(self):
         writes.add(self, [p.shard for p in self.parameters])
         mark_of_meta(
             {
@@ -142,6 +153,69 @@ class UnitState:
             },
             self,
         )
+
+    def is_as_sharded(self):
+        """Nobody changed requires_grad or the dtype of a parameter since the core has
+        it."""
+        return all(
+            p.shard.requires_grad == p.trainable and p.shard.dtype == p.shown_dtype
+            for p in self.parameters
+        )
+
+    def shard_again(self):
+        """The core groups parameters by requires_grad and dtype: makes it anew, with
+        what they are now. The shards stay the same objects. Before the first forward,
+        collective."""
+        self._check_may_change()
+        for p in self.parameters:
+            if p.shard.dtype == p.shown_dtype:
+                p.whole.requires_grad_(p.shard.requires_grad)
+            else:
+                p.whole = whole_parameter(p.shard, p.whole)
+        values = [
+            torch.empty_like(p.whole)
+            if p.on_meta
+            else p.shard.detach().full_tensor().to(p.whole.dtype)
+            for p in self.parameters
+        ]
+        writes.remove([p.shard for p in self.parameters])
+        self.core = make_core(
+            self.parameters, values, self.mp_policy, self.mesh, self.core_options
+        )
+        by_tensor = {id(p.whole): p for p in self.parameters}
+        for i in range(self.core.num_parameters):
+            p = by_tensor[id(self.core.whole(i))]
+            p.index = i
+            p.trainable = self.core.trainable(i)
+            data = self._wrap(p, self.core.shard(i))
+            become(p.shard, data)
+            p.shown_dtype = data.dtype
+            _places[p.shard] = (weakref.ref(self), i)
+        self.parameters.sort(key=lambda p: p.index)
+        self._watch_shards()
+
+    def _check_may_change(self):
+        changed = next(
+            p
+            for p in self.parameters
+            if p.shard.requires_grad != p.trainable or p.shard.dtype != p.shown_dtype
+        )
+        what, now = "requires_grad", changed.shard.requires_grad
+        if changed.shard.dtype != changed.shown_dtype:
+            what, now = "the dtype", changed.shard.dtype
+        why = None
+        if self.joined:
+            why = "whose parameters rest on a part of the model's mesh"
+        elif self.core.offloads:
+            why = "which has CPUOffloadPolicy"
+        elif what == "the dtype" and (changed.float8 or self.main_grads):
+            why = "whose modules have FP8 weights or write to main_grad"
+        if why is not None:
+            raise NotImplementedError(
+                f"{what} of parameter {changed.title} was changed to {now} after "
+                f"fully_shard, which is not supported for a unit {why}: change it before "
+                "fully_shard"
+            )
 
     def forget_digests(self):
         """The values are others now."""
@@ -160,13 +234,15 @@ class UnitState:
         """Makes `tensor`, a DTensor like p's shard, that shard. Collective."""
         if tensor._local_tensor.is_meta:
             p.on_meta = True
-        else:
+        elif tensor.dtype == p.shard.dtype:
             with torch.no_grad():
                 p.shard._local_tensor.copy_(p.shard.rows_of(tensor))
             p.on_meta = False
         p.digest = None
         _places.pop(p.shard)
-        tensor._local_tensor, tensor._spec = p.shard._local_tensor, p.shard._spec
+        if tensor.dtype == p.shard.dtype:
+            tensor._local_tensor, tensor._spec = p.shard._local_tensor, p.shard._spec
+        # Else it has values of its own until shard_again.
         tensor.__class__ = ShardedTensor
         p.shard = tensor
         _places[tensor] = (weakref.ref(self), p.index)
@@ -304,14 +380,52 @@ def _instead(tensor):
     return f". For FP8 weights give fp8=Float8Policy(...) and not {library}'s"
 
 
-def whole_parameter(tensor):
-    """What modules compute with instead of `tensor`; without memory."""
+def whole_parameter(tensor, former=None):
+    """What modules compute with instead of `tensor`; without memory.
+
+    Args:
+        former: the one before, from which attributes are copied. None: `tensor`.
+    """
     whole = nn.Parameter(
         torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"),
         requires_grad=tensor.requires_grad,
     )
-    _copy_attributes(tensor, whole)
+    _copy_attributes(tensor if former is None else former, whole)
     return whole
+
+
+def make_core(parameters, values, mp_policy, mesh, options):
+    """The core's unit of `parameters`.
+
+    Args:
+        values: of each, whole.
+        mesh: _C.Mesh of the model.
+        options: _C.UnitOptions.
+    """
+    members = []
+    for p, value in zip(parameters, values):
+        reduce_dtype = mp_policy.reduce_dtype or default_reduce_dtype(
+            mp_policy.param_dtype, value.dtype
+        )
+        members.append((p.label, p.whole, value, reduce_dtype, p.float8))
+    return _C.Unit(members=members, mesh=mesh, options=options)
+
+
+# Dictionaries of hooks, from which the handles that users have remove theirs.
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def hooks_of(tensor):
+    """Those that somebody put on a parameter before it was sharded."""
+    found = {name: getattr(tensor, name) for name in _HOOKS}
+    return {name: hooks for name, hooks in found.items() if hooks}
+
+
+def put_hooks(p):
+    """They run on the reduced gradient of the shard."""
+    for name, hooks in p.hooks.items():
+        if p.shard.requires_grad:
+            setattr(p.shard, name, hooks)
 
 
 def mark_owner(tensor, name):

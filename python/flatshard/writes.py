@@ -13,8 +13,10 @@ class Writes:
     """Notices that somebody may have written sharded parameters.
 
     Tensor versions do not tell: DTensor's operations work below the level that
-    counts them. So it is the way to the values that counts: operations in place,
-    `.data`, `to_local()`, and steps of torch's optimizers.
+    counts them. So operations in place and steps of torch's optimizers are counted.
+    `to_local()` gives a plain tensor, whose versions do tell, but not through its own
+    `.data`. Before a backward only those writes count that surely happened. Before a
+    forward every look counts, too, which costs a cast at most.
     """
 
     def __init__(self):
@@ -23,6 +25,8 @@ class Writes:
         self.units = {}  # weak references, by the address of the memory of a parameter
         self.written = set()  # those addresses that were written by themselves
         self.lists = 0  # writes to several at once
+        self.looks = 0  # at plain tensors that share the memory of a shard
+        self.lent = {}  # those tensors, by address: (tensor, its version then)
         self._stepping = False  # in an optimizer, as far as is known
         self._left_to_step = False  # writes to lists, for note_step to count
         self._units_of = weakref.WeakKeyDictionary()  # of an optimizer's parameters
@@ -40,6 +44,25 @@ class Writes:
                 return
             for unit in filter(None, map(self._unit_of, tensor)):
                 self._note_one(unit)
+
+    def note_look(self, tensor):
+        """Somebody gets a plain tensor that shares the memory of `tensor`."""
+        unit = self._unit_of(tensor)
+        if unit is not None:
+            unit.num_looks += 1
+            self.looks += 1
+            local = tensor._local_tensor
+            self.lent.setdefault(_address(tensor), (local, local._version))
+
+    def note_written_looks(self):
+        """Those of `note_look` that were written since."""
+        for address, (local, version) in list(self.lent.items()):
+            if local._version != version:
+                del self.lent[address]
+                reference = self.units.get(address)
+                if reference is not None and (unit := reference()) is not None:
+                    self._note_one(unit)
+                    self.written.add(address)
 
     def note_before_step(self, optimizer, args, kwargs):
         self._give_up_step()
@@ -65,10 +88,19 @@ class Writes:
         self.single += 1
 
     def number(self):
-        """Rises with every write that there may have been: to any unit (`count`, up to
-        date from here on), or to one alone (its `num_writes`)."""
+        """Rises with every write: to any unit (`count`, up to date from here on), or to
+        one alone (its `num_writes`)."""
         self._give_up_step()
+        if self.lent:
+            self.note_written_looks()
         return self.count + self.single
+
+    def number_with_looks(self):
+        """Rises with every look, too (a unit's `num_looks`), which may have been a write
+        that left no trace."""
+        number = self.number() + self.looks
+        self.lent.clear()
+        return number
 
     def _give_up_step(self):
         """A step that failed, or one that calls the model after it wrote."""
@@ -94,6 +126,7 @@ class Writes:
         for address in addresses:
             self.units.pop(address, None)
             self.written.discard(address)
+            self.lent.pop(address, None)
 
 
 def _address(tensor):

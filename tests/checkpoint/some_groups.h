@@ -59,9 +59,7 @@ struct SomeGroups {
               .mesh = mesh,
               .strategy = Strategy::named(sharding.strategy, mesh->num_axes()),
               .trainable = specs[i].trainable},
-          ParamGroupOptions{
-              .precision = sharding.precision,
-              .layout = {.max_padding = 1e9}},
+          ParamGroupOptions{.precision = sharding.precision},
           Initializer(3)));
       groups.push_back(owned.back().get());
     }

@@ -114,7 +114,7 @@ TEST(SaveWeights, B33_RanksWithoutAPieceSaveToo) {
          .parameters = std::move(parameters),
          .mesh = context.mesh(),
          .strategy = Strategy::named("zero3", 1)},
-        {.layout = {.max_padding = 1e9}},
+        {},
         Initializer(4));
     save_weights({&group}, path);
   });

@@ -32,7 +32,7 @@ TEST(Pitfalls, B34_WeightsOfFourDimensionsAreCutAtRows) {
                  .init = InitSpec::normal(0, 1)}},
            .mesh = context.mesh(),
            .strategy = Strategy::named("zero3", 1)},
-          {.precision = Precision::full(), .layout = {.max_padding = 1e9}},
+          {.precision = Precision::full()},
           Initializer(kGroupSeed));
       const std::lock_guard lock(mutex);
       for (const NamedShard& shard : group.main_shards()) {

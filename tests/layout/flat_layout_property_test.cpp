@@ -182,10 +182,8 @@ void check_random_layouts(
     const std::int64_t num_shards =
         1 + random.below(trial % 10 == 0 ? 300 : 12);
     const std::int64_t alignment = 1 << random.below(6);
-    const FlatLayout layout = FlatLayout::build(
-        specs,
-        num_shards,
-        {.alignment = alignment, .max_padding = 1e18});
+    const FlatLayout layout =
+        FlatLayout::build(specs, num_shards, {.alignment = alignment});
     check_layout(layout, alignment);
     if (::testing::Test::HasFatalFailure()) {
       FAIL() << "trial " << trial << "\n" << layout.describe();
@@ -227,8 +225,7 @@ TEST(FlatLayoutProperty, RowPaddingKeepsTheFormula) {
            Granularity::row()});
     }
     const std::int64_t num_shards = 1 + random.below(64);
-    const FlatLayout layout =
-        FlatLayout::build(specs, num_shards, {.max_padding = 1e18});
+    const FlatLayout layout = FlatLayout::build(specs, num_shards);
     check_layout(layout, 16);
     ASSERT_LE(layout.segments().size(), widths.size());
     // Each segment alone pads less than one row per shard.

@@ -189,62 +189,6 @@ TEST(FlatLayout, AlignmentIsAnOption) {
   EXPECT_EQ(dense.padding_numel(), 0);
 }
 
-TEST(FlatLayout, RefusesPaddingAboveTheLimit) {
-  const std::vector<TensorSpec> specs = {{"a", {64, 1024}, Granularity::row()}};
-  const LayoutOptions strict{.negligible_padding = 0};
-  EXPECT_NO_THROW(FlatLayout::build(specs, 64, strict));
-  expect_error(
-      ErrorCode::config,
-      "padding is 50.0 % over 96 shards, max_padding allows 5.0 % (least "
-      "divisible: 'a' with granularity row, 1024 elements); the largest degree "
-      "that fits is 32: shard over 32 ranks and replicate over 3 (HSDP), or "
-      "use element granularity, or raise max_padding",
-      [&] { FlatLayout::build(specs, 96, strict); });
-  EXPECT_NO_THROW(FlatLayout::build(
-      specs,
-      96,
-      {.max_padding = 0.5, .negligible_padding = 0}));
-  EXPECT_NO_THROW(FlatLayout::build(specs, 96));  // 32768 elements
-  EXPECT_THROW(
-      FlatLayout::build(specs, 96, {.negligible_padding = 32767}),
-      Error);
-  EXPECT_NO_THROW(FlatLayout::build(specs, 96, {.negligible_padding = 32768}));
-}
-
-TEST(FlatLayout, RefusalSaysWhenNoDegreeFits) {
-  expect_error(
-      ErrorCode::config,
-      "; no smaller degree fits, or use element",
-      [] {
-        FlatLayout::build(
-            {{"a", {100}, Granularity::element(1 << 12)}},
-            2,
-            {.negligible_padding = 0});
-      });
-}
-
-TEST(FlatLayout, RefusalNamesTheLargestWholeTensor) {
-  expect_error(
-      ErrorCode::config,
-      "(least divisible: 'b' with granularity tensor, 1000 elements); the "
-      "largest degree that fits is 2",
-      [] {
-        FlatLayout::build(
-            {{"a", {900}, Granularity::tensor()},
-             {"b", {1000}, Granularity::tensor()},
-             {"c", {5}}},
-            4,
-            {.max_padding = 0.1, .negligible_padding = 0});
-      });
-}
-
-TEST(FlatLayout, AlignmentAloneIsNeverRefused) {
-  EXPECT_NO_THROW(FlatLayout::build(
-      {{"a", {3}}},
-      4096,
-      {.max_padding = 0, .negligible_padding = 0}));
-}
-
 TEST(FlatLayout, RefusesBadInput) {
   const auto build = [](std::vector<TensorSpec> specs,
                         std::int64_t num_shards = 2,
@@ -258,16 +202,6 @@ TEST(FlatLayout, RefusesBadInput) {
       config,
       "alignment: expected at least 1 element, got 0",
       build({}, 1, {.alignment = 0}));
-  for (const double bad : {-0.1, std::numeric_limits<double>::quiet_NaN()}) {
-    expect_error(
-        config,
-        "max_padding: expected a ratio of at least 0, got ",
-        build({}, 1, {.max_padding = bad}));
-  }
-  expect_error(
-      config,
-      "negligible_padding: expected at least 0 elements, got -1",
-      build({}, 1, {.negligible_padding = -1}));
   expect_error(
       usage,
       "a tensor of a layout has an empty name",

@@ -1,10 +1,16 @@
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <limits>
+
 #include "bench/padding_cases.h"
+#include "flatshard/layout/padding.h"
 #include "tests/layout/expect_error.h"
 
 namespace flatshard::bench {
 namespace {
+
+using ::testing::HasSubstr;
 
 constexpr double kMaxElementPadding = 1e-3;
 
@@ -22,8 +28,7 @@ TEST(Padding, ElementModeStaysBelowATenthOfAPercent) {
 TEST(Padding, B59_RowSegmentsKeepTheirBound) {
   for (const PaddingCase& unit : padding_cases()) {
     for (const std::int64_t ranks : kPaddingRanks) {
-      const FlatLayout layout =
-          unlimited_layout(unit, Granularity::row(), ranks);
+      const FlatLayout layout = layout_of(unit, Granularity::row(), ranks);
       EXPECT_LE(layout.padding_ratio(), row_bound(unit, ranks))
           << unit.name << " at " << ranks;
     }
@@ -41,15 +46,79 @@ TEST(Padding, B60_StacksOfExpertsPadLittle) {
   }
 }
 
-TEST(Padding, AttentionOfDeepSeekIsRefusedAt4096RanksWithTheDegreeThatFits) {
-  const PaddingCase mla = padding_cases()[3];
-  EXPECT_NO_THROW(FlatLayout::build(mla.specs(Granularity::row()), 512));
-  expect_error(
-      ErrorCode::config,
-      "over 4096 shards, max_padding allows 5.0 % (least divisible: "
-      "'parameter6' with granularity row, 16384 elements); the largest degree "
-      "that fits is 1024: shard over 1024 ranks and replicate over 4 (HSDP)",
-      [&] { FlatLayout::build(mla.specs(Granularity::row()), 4096); });
+constexpr std::int64_t kFloatNbytes = 4;
+
+std::optional<std::string> describe(
+    std::vector<TensorSpec> specs,
+    std::int64_t num_shards,
+    double max_padding = kDefaultMaxPadding,
+    std::int64_t negligible_nbytes = 0) {
+  const FlatLayout layout = FlatLayout::build(std::move(specs), num_shards);
+  const FlatLayout* const layouts[] = {&layout};
+  return describe_excessive_padding(
+      layouts,
+      max_padding,
+      kFloatNbytes,
+      negligible_nbytes);
+}
+
+// 64 rows over 96 ranks: 32 of them have padding alone.
+TEST(Padding, ExcessIsDescribedWithTheDegreeThatFits) {
+  const std::vector<TensorSpec> specs = {{"a", {64, 1024}, Granularity::row()}};
+  EXPECT_FALSE(describe(specs, 64));
+  EXPECT_EQ(
+      describe(specs, 96),
+      "padding is 50.0 % of the model's parameters over 96 shards, 0 MiB a "
+      "rank; max_padding allows 5.0 % (hardest to cut: 'a' with granularity "
+      "row, 1024 elements); shard over 32 ranks and replicate over 3 (HSDP), "
+      "use a finer granularity, or raise max_padding");
+  EXPECT_FALSE(describe(specs, 96, 0.5));
+  const std::int64_t per_rank = 32 * 1024 / 96 * kFloatNbytes;
+  EXPECT_TRUE(describe(specs, 96, kDefaultMaxPadding, per_rank - 4));
+  EXPECT_FALSE(describe(specs, 96, kDefaultMaxPadding, per_rank));
+}
+
+TEST(Padding, ExcessNamesTheLargestWholeTensor) {
+  const std::vector<TensorSpec> specs = {
+      {"a", {900}, Granularity::tensor()},
+      {"b", {1000}, Granularity::tensor()},
+      {"c", {5}}};
+  const std::string what = "'b' with granularity tensor, 1000 elements); ";
+  EXPECT_THAT(
+      describe(specs, 4, 0.1).value(),
+      HasSubstr(what + "shard over 2 ranks and replicate over 2 (HSDP)"));
+  EXPECT_THAT(
+      describe(specs, 4, 0.01).value(),
+      HasSubstr(what + "no smaller number of shards helps"));
+}
+
+TEST(Padding, ExcessIsThatOfTheWholeModel) {
+  const FlatLayout bad =
+      FlatLayout::build({{"a", {3, 1024}, Granularity::row()}}, 2);
+  const FlatLayout good =
+      FlatLayout::build({{"b", {1024, 1024}, Granularity::row()}}, 2);
+  const FlatLayout* const both[] = {&bad, &good};
+  const FlatLayout* const alone[] = {&bad};
+  EXPECT_TRUE(describe_excessive_padding(alone, 0.05, kFloatNbytes, 0));
+  EXPECT_FALSE(describe_excessive_padding(both, 0.05, kFloatNbytes, 0));
+}
+
+// It would be a third of the parameters, and 5 KiB a rank.
+TEST(Padding, AttentionOfDeepSeekIsAcceptedAt4096Ranks) {
+  const FlatLayout layout =
+      layout_of(padding_cases()[3], Granularity::row(), 4096);
+  const FlatLayout* const layouts[] = {&layout};
+  EXPECT_GT(layout.padding_ratio(), kDefaultMaxPadding);
+  EXPECT_FALSE(describe_excessive_padding(layouts, kDefaultMaxPadding));
+}
+
+TEST(Padding, RefusesABadLimit) {
+  for (const double bad : {-0.1, std::numeric_limits<double>::quiet_NaN()}) {
+    expect_error(
+        ErrorCode::config,
+        "max_padding: expected a ratio of at least 0, got ",
+        [&] { describe_excessive_padding({}, bad); });
+  }
 }
 
 TEST(Padding, PerParameterPaddingOfKnownShapes) {

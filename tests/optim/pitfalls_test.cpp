@@ -27,9 +27,7 @@ std::unique_ptr<ParamGroup> few_whole_tensors(std::shared_ptr<Mesh> mesh) {
           .parameters = std::move(parameters),
           .mesh = std::move(mesh),
           .strategy = Strategy::named("zero3", 1)},
-      ParamGroupOptions{
-          .precision = Precision::full(),
-          .layout = {.max_padding = 1e9}},
+      ParamGroupOptions{.precision = Precision::full()},
       Initializer(5));
 }
 

@@ -11,12 +11,22 @@ class Generator {
  public:
   Generator(std::uint64_t seed, int world) : random_(seed), world_(world) {}
 
-  json program(std::uint64_t seed) {
+  json program(std::uint64_t seed, int num_models) {
     json p{{"seed", seed}};
+    several_ = num_models > 1;
     shard(p);
     num_ops_ = 0;
     p["model"] = node(0);
     p["model"]["unit"] = true;
+    for (int i = 1; i < num_models; ++i) {
+      num_nodes_ = 0;
+      p["others"].push_back(node(0));
+      p["others"].back()["unit"] = true;
+    }
+    if (num_models > 1) {
+      p["link"] =
+          one_of(std::vector<std::string>{"chain", "back", "detached", "sum"});
+    }
     p["steps"] = json::array();
     for (int i = between(2, 4); i > 0; --i) {
       p["steps"].push_back(step());
@@ -103,6 +113,9 @@ class Generator {
         "sometimes",
         "shift_input"};
     json op{{"op", one_of(kinds)}};
+    if (several_ && op["op"] == "sometimes") {
+      op["op"] = "gain";
+    }
     if (chance(15)) {
       op["frozen"] = true;
     }
@@ -130,8 +143,12 @@ class Generator {
         "dead",
         "no_grad",
         "child_sometimes"};
+    std::string kind = one_of(kinds);
+    if (several_ && (kind == "dead" || kind == "detached")) {
+      kind = "child";
+    }
     return {
-        {"op", one_of(kinds)},
+        {"op", kind},
         {"a", child},
         {"b", between(0, static_cast<int>(num_children) - 1)}};
   }
@@ -157,12 +174,20 @@ class Generator {
     json micro = json::array();
     for (int i = between(0, 2); i > 0; --i) {
       std::string kind = chance(55) ? one_of(last) : one_of(other);
+      if (several_ && kind.starts_with("fail")) {
+        kind = "fb";
+      }
       if (kind.starts_with("fail")) {
         kind += ":" + std::to_string(between(0, num_ops_ - 1));
       }
       micro.push_back(kind);
     }
     micro.push_back(one_of(last));
+    for (json& kind : micro) {
+      if (several_ && kind == "fb_x") {
+        kind = "fb";
+      }
+    }
     return {{"no_sync", chance(20)}, {"micro", micro}};
   }
 
@@ -170,6 +195,9 @@ class Generator {
   int world_;
   int num_ops_ = 0;
   int num_nodes_ = 0;
+  /// Models. Every backward reaches all of them and ends well: a model that it
+  /// does not reach is not told of it, as with forwards whose loss is dropped.
+  bool several_ = false;
 };
 
 // Appends to `out` a copy of `program` for each cut inside `node`, which is
@@ -218,8 +246,8 @@ void cut_nodes(
 
 }  // namespace
 
-nlohmann::json random_program(std::uint64_t seed, int world) {
-  return Generator(seed, world).program(seed);
+nlohmann::json random_program(std::uint64_t seed, int world, int num_models) {
+  return Generator(seed, world).program(seed, num_models);
 }
 
 std::vector<nlohmann::json> smaller_programs(const nlohmann::json& program) {
@@ -230,7 +258,16 @@ std::vector<nlohmann::json> smaller_programs(const nlohmann::json& program) {
     smaller["steps"].erase(s);
     out.push_back(std::move(smaller));
   }
+  const json others = program.value("others", json::array());
+  for (std::size_t i = 0; i < others.size(); ++i) {
+    json smaller = program;
+    smaller["others"].erase(i);
+    out.push_back(std::move(smaller));
+  }
   cut_nodes(program, json::json_pointer("/model"), out);
+  for (std::size_t i = 0; i < others.size(); ++i) {
+    cut_nodes(program, json::json_pointer("/others") / i, out);
+  }
   for (std::size_t s = 0; s < steps.size(); ++s) {
     const json& micro = steps[s].at("micro");
     for (std::size_t m = 0; m < micro.size(); ++m) {

@@ -245,19 +245,49 @@ void NodeImpl::run(Op& op, Bundle& in) {
   }
 }
 
-ProgramModel::ProgramModel(const nlohmann::json& model) {
-  root = Node(std::make_shared<NodeImpl>(model, situation, num_ops));
-  std::vector<NodeImpl*> nodes;
-  root->collect_nodes(nodes);
-  root->is_root_ = true;
-  for (NodeImpl* node : nodes) {
-    node->tie(nodes);
+ProgramModel::ProgramModel(const nlohmann::json& program)
+    : link(program.value("link", "chain")) {
+  std::vector<nlohmann::json> models{program.at("model")};
+  for (const auto& other : program.value("others", nlohmann::json::array())) {
+    models.push_back(other);
   }
-  const auto has = [text = model.dump()](const char* op) {
+  for (const auto& model : models) {
+    Node root(std::make_shared<NodeImpl>(model, situation, num_ops));
+    std::vector<NodeImpl*> nodes;
+    root->collect_nodes(nodes);
+    root->is_root_ = true;
+    for (NodeImpl* node : nodes) {
+      node->tie(nodes);
+    }
+    roots.push_back(std::move(root));
+  }
+  const auto has = [text = nlohmann::json(models).dump()](const char* op) {
     return text.find(op) != std::string::npos;
   };
   situation->inputs_want_grad = has("\"sometimes\"");
   situation->has_dead_calls = has("\"dead\"") || has("\"detached\"");
+}
+
+std::string ProgramModel::prefix_of(std::size_t model) {
+  return model == 0 ? "" : "model" + std::to_string(model) + ".";
+}
+
+Bundle ProgramModel::operator()(Bundle in) {
+  Bundle out = roots[0](in);
+  for (std::size_t i = 1; i < roots.size(); ++i) {
+    if (link == "chain" || link == "back") {
+      out = roots[i](out);
+      continue;
+    }
+    at::Tensor x = link == "sum" ? in.x * 1.0 : out.x.detach();
+    if (situation->inputs_want_grad && !x.requires_grad()) {
+      x = x.requires_grad_() * 1.0;
+    }
+    const Bundle more = roots[i](Bundle{x, {}});
+    out.x = out.x + more.x;
+    out.extra.insert(out.extra.end(), more.extra.begin(), more.extra.end());
+  }
+  return link == "back" && roots.size() > 1 ? roots[0](out) : out;
 }
 
 }  // namespace flatshard::testing

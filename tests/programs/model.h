@@ -82,13 +82,24 @@ FLATSHARD_MODULE(Node);
 /// Width of every tensor of a program.
 inline constexpr std::int64_t kProgramDim = 6;
 
-/// The whole model of a program: its root node, tied.
+/// The models of a program, mostly one: their root nodes, each tied within
+/// itself, and how one step runs through them.
 struct ProgramModel {
-  explicit ProgramModel(const nlohmann::json& model);
+  explicit ProgramModel(const nlohmann::json& program);
+
+  /// The first model, and by "link" the others:
+  ///   chain     each takes what the one before gives
+  ///   back      the same, then the first one again
+  ///   detached  each takes the same without its gradient, and adds to it
+  ///   sum       all take `in`
+  Bundle operator()(Bundle in);
+  /// What precedes the names of a model's parameters.
+  static std::string prefix_of(std::size_t model);
 
   std::shared_ptr<Situation> situation = std::make_shared<Situation>();
   int num_ops = 0;
-  Node root{nullptr};
+  std::vector<Node> roots;
+  std::string link;
 };
 
 }  // namespace flatshard::testing

@@ -18,8 +18,12 @@ namespace flatshard::testing {
 ///      "model": {...},
 ///      "steps": [{"no_sync": false, "micro": ["fb", "eval", "ffbb"]}]}
 ///
+/// With more models than one, "others" has them and "link" says how a step runs
+/// through them (see ProgramModel).
+///
 /// The same seed gives the same program on every machine.
-nlohmann::json random_program(std::uint64_t seed, int world);
+nlohmann::json
+random_program(std::uint64_t seed, int world, int num_models = 1);
 
 /// Smaller programs, each with one thing less; the largest cuts first.
 std::vector<nlohmann::json> smaller_programs(const nlohmann::json& program);

@@ -79,11 +79,14 @@ run_batch(int world, const std::vector<json>& programs, bool announce = false) {
   return batch;
 }
 
-std::vector<json> programs(int world, std::uint64_t first, int count) {
+std::vector<json>
+programs(int world, std::uint64_t first, int count, int num_models = 1) {
   std::vector<json> result;
   for (int i = 0; i < count; ++i) {
-    result.push_back(
-        random_program(first + static_cast<std::uint64_t>(i), world));
+    result.push_back(random_program(
+        first + static_cast<std::uint64_t>(i),
+        world,
+        num_models));
   }
   return result;
 }
@@ -117,6 +120,23 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Values(2, 3),
     [](const auto& info) { return std::to_string(info.param); });
 
+class SeveralModels : public ::testing::TestWithParam<int> {};
+
+TEST_P(SeveralModels, EqualTheirUnshardedTwins) {
+  constexpr int kPrograms = 80;
+  const BatchResult batch =
+      run_batch(2, programs(2, 1, kPrograms, /*num_models=*/GetParam()));
+  EXPECT_FALSE(batch.failed) << text_of(batch);
+  // A loss through several models explodes more often.
+  EXPECT_GE(batch.num_valid, 8) << "too few programs say something";
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Models,
+    SeveralModels,
+    ::testing::Values(2, 3),
+    [](const auto& info) { return std::to_string(info.param); });
+
 class FoundPrograms : public ::testing::TestWithParam<testing::FoundProgram> {};
 
 TEST_P(FoundPrograms, StaysFixed) {
@@ -136,12 +156,14 @@ INSTANTIATE_TEST_SUITE_P(
 
 constexpr const char* kHelp =
     R"(usage: random_programs_test [GoogleTest options]
-       random_programs_test --programs N [--first SEED] [--world 2] [--shrink]
+       random_programs_test --programs N [--first SEED] [--world 2]
+           [--models 1] [--shrink]
        random_programs_test --program FILE [--shrink]
 
   --programs N   run the programs of N seeds; stops at the first that fails
   --first SEED   the first seed (1)
-  --world N      ranks, as threads over Gloo (2)
+  --world N      ranks, as threads (2)
+  --models N     models in a program, on one mesh (1)
   --program FILE run one program, JSON as this command prints it; - for stdin
   --shrink       make the failing program smaller while it still fails
 
@@ -182,16 +204,19 @@ json shrink(const std::string& self, json program) {
 int find_and_shrink(
     const std::string& self,
     int world,
+    int num_models,
     const std::vector<json>& all) {
   json failed = all[0];
   if (all.size() > 1) {
     const std::string command = fmt::format(
-        "timeout -k 1 {} {} --programs {} --first {} --world {} 2>&1",
+        "timeout -k 1 {} {} --programs {} --first {} --world {} "
+        "--models {} 2>&1",
         60 + all.size(),
         self,
         all.size(),
         all[0].at("seed").get<std::uint64_t>(),
-        world);
+        world,
+        num_models);
     FILE* const child = ::popen(command.c_str(), "r");
     std::uint64_t seed = 0;
     char line[4096];
@@ -202,7 +227,7 @@ int find_and_shrink(
     if (::pclose(child) == 0) {
       return 0;
     }
-    failed = random_program(seed, world);
+    failed = random_program(seed, world, num_models);
   } else if (!fails_in_process(self, failed)) {
     std::cout << "it does not fail\n";
     return 0;
@@ -225,6 +250,8 @@ int run_by_hand(const std::string& self, std::vector<std::string> arguments) {
   }
   std::vector<json> all;
   int world = options.contains("--world") ? std::stoi(options["--world"]) : 2;
+  const int num_models =
+      options.contains("--models") ? std::stoi(options["--models"]) : 1;
   if (options.contains("--program")) {
     std::ifstream file(options["--program"]);
     all.push_back(json::parse(options["--program"] == "-" ? std::cin : file));
@@ -232,10 +259,14 @@ int run_by_hand(const std::string& self, std::vector<std::string> arguments) {
   } else {
     const std::string first =
         options.contains("--first") ? options["--first"] : "1";
-    all = programs(world, std::stoull(first), std::stoi(options["--programs"]));
+    all = programs(
+        world,
+        std::stoull(first),
+        std::stoi(options["--programs"]),
+        num_models);
   }
   if (shrinks) {
-    return find_and_shrink(self, world, all);
+    return find_and_shrink(self, world, num_models, all);
   }
   const BatchResult batch = run_batch(world, all, /*announce=*/true);
   if (batch.failed) {

@@ -95,7 +95,7 @@ class Microbatch {
       loss(forward(0, /*leaf=*/true)).backward();
     } else if (kind == "grad_inputs") {
       const at::Tensor x = input(0).detach().requires_grad_();
-      const Bundle out = model_.root(Bundle{x * 1.0, {}});
+      const Bundle out = model_(Bundle{x * 1.0, {}});
       values_->push_back(
           torch::autograd::grad({out.x.square().mean()}, {x})[0]);
     } else if (kind == "fail_forward") {
@@ -147,7 +147,7 @@ class Microbatch {
   Bundle forward(int index, bool leaf = false) const {
     const at::Tensor x = input(index);
     const bool as_leaf = leaf && !model_.situation->inputs_want_grad;
-    return model_.root(Bundle{as_leaf ? x.requires_grad_() : x, {}});
+    return model_(Bundle{as_leaf ? x.requires_grad_() : x, {}});
   }
 
   void evaluate() const {
@@ -184,22 +184,43 @@ Tensors copies(const std::vector<nn::NamedParameter>& parameters, bool grads) {
   return result;
 }
 
+// A backward changed a gradient of each model. Otherwise gradients of earlier
+// microbatches may still wait for their last one.
+bool reached_all(const Tensors& before, const Tensors& after) {
+  std::map<std::string, bool> reached;  // by a model's prefix
+  for (const auto& [name, grad] : after) {
+    const auto dot = name.find('.');
+    const bool is_other = name.starts_with("model") && dot != name.npos;
+    const at::Tensor& old = before.at(name);
+    reached[is_other ? name.substr(0, dot) : ""] |=
+        grad.defined() && grad.numel() > 0 &&
+        (!old.defined() || !old.equal(grad));
+  }
+  return std::ranges::all_of(reached, [](const auto& r) { return r.second; });
+}
+
 Reference
 run_plain(const json& program, int my_rank, int world, at::Device device) {
   Reference reference;
   const std::uint64_t seed = program.at("seed");
-  ProgramModel model(program.at("model"));
+  ProgramModel model(program);
   const Initializer values(seed);
-  nn::materialize(
-      *model.root,
-      device,
-      at::kFloat,
-      [&](const std::string& name, const InitSpec& spec, at::Tensor& t) {
-        const at::Tensor host = at::empty(t.sizes());
-        values.fill(host, name, spec, 0);
-        t.copy_(host);
-      });
-  const auto parameters = nn::named_parameters(*model.root);
+  std::vector<nn::NamedParameter> parameters;
+  for (std::size_t i = 0; i < model.roots.size(); ++i) {
+    nn::materialize(
+        *model.roots[i],
+        device,
+        at::kFloat,
+        [&](const std::string& name, const InitSpec& spec, at::Tensor& t) {
+          const at::Tensor host = at::empty(t.sizes());
+          values.fill(host, name, spec, 0);
+          t.copy_(host);
+        });
+    for (auto& p : nn::named_parameters(*model.roots[i])) {
+      p.name = ProgramModel::prefix_of(i) + p.name;
+      parameters.push_back(std::move(p));
+    }
+  }
   const auto drop_grads = [&] {
     for (const auto& p : parameters) {
       at::Tensor tensor = p.tensor;
@@ -217,6 +238,7 @@ run_plain(const json& program, int my_rank, int world, at::Device device) {
       for (const std::string kind : micro) {
         model.situation->microbatch = index++;
         int dropped = 0;
+        const Tensors before = copies(parameters, true);
         for (int r = 0; r < world; ++r) {
           model.situation->rank = r;
           dropped += Microbatch(
@@ -230,6 +252,9 @@ run_plain(const json& program, int my_rank, int world, at::Device device) {
         reference.valid &= dropped == 0 || dropped == world;
         if (dropped > 0) {
           drop_grads();
+        }
+        if (model.roots.size() > 1 && index == static_cast<int>(micro.size())) {
+          reference.valid &= reached_all(before, copies(parameters, true));
         }
       }
       reference.grads.push_back(copies(parameters, true));
@@ -292,9 +317,19 @@ class Comparison {
   std::vector<std::string>& problems_;
 };
 
+/// Of one model.
+struct Expected {
+  const Tensors& tensors;
+  std::string prefix;
+
+  const at::Tensor& at(const std::string& name) const {
+    return tensors.at(prefix + name);
+  }
+};
+
 void compare_shards(
     const std::vector<NamedShard>& shards,
-    const Tensors& expected,
+    const Expected& expected,
     const std::string& what,
     Comparison& compare) {
   for (const NamedShard& shard : shards) {
@@ -310,7 +345,7 @@ void compare_shards(
 
 void compare_gradients(
     const Runtime& runtime,
-    const Tensors& expected,
+    const Expected& expected,
     const std::string& what,
     Comparison& compare) {
   for (const ParamGroup* group : runtime.groups()) {
@@ -330,7 +365,7 @@ void compare_gradients(
 
 void compare_rest(
     const Runtime& runtime,
-    const ProgramModel& model,
+    const nn::Module& root,
     const std::string& where,
     Comparison& compare) {
   if (!runtime.scheduler().resting()) {
@@ -345,7 +380,7 @@ void compare_rest(
         where,
         runtime.executor().slots().pool().num_held());
   }
-  for (const auto& p : model.root->named_parameters()) {
+  for (const auto& p : root.named_parameters()) {
     if (p.value().grad().defined()) {
       compare.say("{} parameter {} has a .grad", where, p.key());
     }
@@ -370,7 +405,6 @@ FullyShardOptions options_of(const json& program, int rank) {
   } else if (granularity == "tensor") {
     options.granularity = Granularity::tensor();
   }
-  options.group.layout.max_padding = 1e9;  // tiny tensors
   return options;
 }
 
@@ -379,11 +413,19 @@ void run_sharded(
     const std::shared_ptr<Mesh>& mesh,
     const Reference& reference,
     Comparison& compare) {
-  ProgramModel model(program.at("model"));
-  FullyShardOptions options = options_of(program, mesh->rank());
-  model.root->collect_units(options.units);
-  const auto runtime = fully_shard(*model.root, mesh, options);
-  Sgd sgd(runtime->groups(), SgdOptions{.momentum = 0});
+  ProgramModel model(program);
+  std::vector<std::shared_ptr<Runtime>> runtimes;
+  std::vector<ParamGroup*> groups;
+  for (Node& root : model.roots) {
+    FullyShardOptions options = options_of(program, mesh->rank());
+    options.runtime.streams.delay_seed += runtimes.size() << 32;
+    root->collect_units(options.units);
+    runtimes.push_back(fully_shard(*root, mesh, options));
+    for (ParamGroup* group : runtimes.back()->groups()) {
+      groups.push_back(group);
+    }
+  }
+  Sgd sgd(groups, SgdOptions{.momentum = 0});
   model.situation->rank = mesh->rank();
   std::vector<at::Tensor> values;
   int step_index = 0;
@@ -393,29 +435,35 @@ void run_sharded(
     for (std::size_t m = 0; m < micro.size(); ++m) {
       model.situation->microbatch = static_cast<int>(m);
       const bool last = m + 1 == micro.size();
-      runtime->set_is_last_microbatch(last);
-      runtime->set_sync_gradients(last || !step.value("no_sync", false));
-      Microbatch(model, options.seed, mesh->device(), 1.0, &values)
+      for (const auto& runtime : runtimes) {
+        runtime->set_is_last_microbatch(last);
+        runtime->set_sync_gradients(last || !step.value("no_sync", false));
+      }
+      Microbatch(model, program.at("seed"), mesh->device(), 1.0, &values)
           .run(micro[m]);
     }
     const std::string where = fmt::format("step {}:", step_index);
-    runtime->synchronize();
-    compare_gradients(
-        *runtime,
-        reference.grads[step_index],
-        where + " gradient",
-        compare);
-    compare_rest(*runtime, model, where, compare);
+    for (std::size_t i = 0; i < runtimes.size(); ++i) {
+      runtimes[i]->synchronize();
+      compare_gradients(
+          *runtimes[i],
+          {reference.grads[step_index], ProgramModel::prefix_of(i)},
+          where + " gradient",
+          compare);
+      compare_rest(*runtimes[i], *model.roots[i], where, compare);
+    }
     sgd.step(kLr);
     sgd.zero_grad();
-    runtime->synchronize();
-    for (const auto& unit : runtime->units()) {
-      for (const auto& group : unit->groups()) {
-        compare_shards(
-            group->main_shards(),
-            reference.weights[step_index],
-            where + " weight",
-            compare);
+    for (std::size_t i = 0; i < runtimes.size(); ++i) {
+      runtimes[i]->synchronize();
+      for (const auto& unit : runtimes[i]->units()) {
+        for (const auto& group : unit->groups()) {
+          compare_shards(
+              group->main_shards(),
+              {reference.weights[step_index], ProgramModel::prefix_of(i)},
+              where + " weight",
+              compare);
+        }
       }
     }
     ++step_index;

@@ -284,3 +284,102 @@ def test_what_a_hook_raises_is_raised_by_backward(mesh, rank):
         model.set_requires_gradient_sync(True)
     loss().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+# -- hooks of register_hook ------------------------------------------------------------
+
+
+def scaled(grad):
+    return grad * 2
+
+
+def first_rows_masked(grad):
+    grad = grad.clone()
+    grad[:2] = 0
+    return grad
+
+
+def in_place(grad):
+    grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("hook", [scaled, first_rows_masked, in_place])
+@pytest.mark.parametrize("when", ["before", "after", "later"])
+@pytest.mark.parametrize("strategy", ["zero3", "zero1"])
+def test_hooks_on_parameters_take_the_reduced_gradient(
+    hook, when, strategy, mesh, rank, world
+):
+    def run(wrapped):
+        torch.manual_seed(0)
+        model = Mlp()
+        name, weight = next(
+            (n, p) for n, p in model.named_parameters() if p.ndim == 2
+        )
+        if not wrapped or when == "before":
+            handle = weight.register_hook(hook)
+        if wrapped:
+            shard(model, fully_shard, mesh=mesh, strategy=strategy)
+            if when != "before":
+                if when == "later":
+                    model.loss(torch.Generator().manual_seed(5)).backward()
+                    model.zero_grad()
+                handle = dict(model.named_parameters())[name].register_hook(hook)
+        ranks = [rank] if wrapped else range(world)
+        grads = []
+        for step in range(2):  # the second adds to what is there
+            if wrapped:
+                model.loss(torch.Generator().manual_seed(rank + 7 * step)).backward()
+            else:
+                losses = [
+                    model.loss(torch.Generator().manual_seed(r + 7 * step))
+                    for r in ranks
+                ]
+                (sum(losses) / world).backward()
+            grad = dict(model.named_parameters())[name].grad
+            grads.append(grad.full_tensor() if wrapped else grad.clone())
+        handle.remove()
+        return grads
+
+    for got, expected in zip(run(True), run(False)):
+        torch.testing.assert_close(got, expected)
+
+
+def test_hooks_on_parameters_can_be_removed(mesh, rank):
+    model = shard(Mlp(), fully_shard, mesh=mesh)
+    weight = next(p for p in model.parameters() if p.ndim == 2)
+    handle = weight.register_hook(lambda grad: grad * 0)
+    model.loss(torch.Generator().manual_seed(rank)).backward()
+    assert not weight.grad.full_tensor().any()
+    handle.remove()
+    model.zero_grad()
+    model.loss(torch.Generator().manual_seed(rank)).backward()
+    assert weight.grad.full_tensor().any()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_accumulate_hooks_return_is_ignored(when, mesh, rank):
+    model = Mlp()
+    seen = []
+
+    def hook(p):
+        seen.append(p.grad is not None)
+        return optimizer_step(p), None
+
+    def optimizer_step(p):
+        with torch.no_grad():
+            p.sub_(p.grad, alpha=0.1)
+        p.grad = None
+
+    if when == "before":
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(hook)
+    shard(model, fully_shard, mesh=mesh)
+    if when == "after":
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(hook)
+    before = [p.full_tensor().clone() for p in model.parameters()]
+    model.loss(torch.Generator().manual_seed(rank)).backward()
+    assert len(seen) == len(before) and all(seen)
+    assert all(p.grad is None for p in model.parameters())
+    after = [p.full_tensor() for p in model.parameters()]
+    assert any(not a.equal(b) for a, b in zip(after, before))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.fsdp import fully_shard as fsdp2
 
 import flatshard
@@ -154,3 +155,113 @@ def test_a_unit_called_alone_after_a_step(mesh, rank):
             model.blocks[1](data(rank))
         states.append(full_state(model))
     assert distance(*states) < 1e-5
+
+
+# -- looks, which are no writes, and writes inside of a forward ------------------------
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda p: p.data.norm(),
+        lambda p: p.to_local().sum(),
+        lambda p: p.data.clone(),
+        lambda p: p.detach().full_tensor(),
+        lambda p: p.data.to_local().abs().sum(),
+    ],
+)
+def test_a_look_between_forward_and_backward_is_no_write(look, mesh, rank):
+    model = shard(Body(plain), fully_shard, mesh=mesh)
+    for _ in range(2):
+        loss = model(data(rank)).sum()
+        for p in model.parameters():
+            look(p)
+        loss.backward()
+        assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda p: p.data.mul_(2),
+        lambda p: p.to_local().mul_(2),
+        lambda p: p.data.to_local().add_(1),
+    ],
+)
+def test_a_write_between_forward_and_backward_is_an_error(write, mesh, rank):
+    model = shard(Body(plain), fully_shard, mesh=mesh)
+    loss = model(data(rank)).sum()
+    with torch.no_grad():
+        write(model.head.weight)
+    with pytest.raises(RuntimeError, match="changed between its forward and its back"):
+        loss.backward()
+    model.reset_iter_state()
+
+
+class Momentum(nn.Module):
+    """Keys follow queries, as in MoCo."""
+
+    def __init__(self, update):
+        super().__init__()
+        self.q, self.k = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        nn.init.ones_(self.q.weight)
+        nn.init.zeros_(self.k.weight)
+        self.update = update
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.update(self.q.weight, self.k.weight)
+            keys = self.k(x)
+        return self.q(x), keys
+
+
+def by_lerp(q, k):
+    k.lerp_(q, 0.5)
+
+
+def by_two(q, k):
+    k.mul_(0.5).add_(q, alpha=0.5)
+
+
+def by_data(q, k):
+    k.data.mul_(0.5).add_(q.data, alpha=0.5)
+
+
+def by_copy(q, k):
+    k.copy_((q + k) / 2)
+
+
+def by_lists(q, k):
+    torch._foreach_lerp_([k], [q], 0.5)
+
+
+@pytest.mark.parametrize("update", [by_lerp, by_two, by_data, by_copy, by_lists])
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("strategy", ["zero3", "zero2"])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_writes_inside_of_a_forward(update, apart, strategy, prefetch, mesh):
+    model = Momentum(update).to(mesh.device_type)
+    if apart:
+        fully_shard(model.q, mesh=mesh, strategy=strategy)
+        fully_shard(model.k, mesh=mesh, strategy=strategy)
+    fully_shard(model, mesh=mesh, strategy=strategy, prefetch=prefetch)
+    x = torch.ones(1, 4, device=mesh.device_type)
+    for expected in (2.0, 3.0, 3.5):
+        queries, keys = model(x)
+        assert (keys == expected).all(), keys
+        queries.sum().backward()
+        model.zero_grad()
+    stored = model.k.weight.full_tensor()
+    assert (stored == 0.875).all(), stored
+
+
+def test_writes_to_unsharded_parameters_are_kept(mesh, rank):
+    model = shard(Body(plain), fully_shard, mesh=mesh)
+    model(data(rank))
+    model.unshard()
+    with torch.no_grad():
+        for p in model.parameters(recurse=False):
+            p.fill_(3)
+        model.head.bias.fill_(3)
+    model.reshard()
+    assert (model.head.bias.full_tensor() == 3).all()

@@ -291,10 +291,10 @@ def test_R21_every_option_has_an_effect(mesh, world):
     whole = placement(granularity="tensor")
     assert sorted(whole.rows(r) for r in range(world)) == [0] * (world - 1) + [rows]
     assert not hasattr(placement(strategy="no_shard"), "rows")
-    wide = 1 << 17  # little padding is never refused
-    with pytest.raises(flatshard.ConfigError, match="max_padding"):
-        placement(wide, granularity="tensor")
-    placement(wide, granularity="tensor", max_padding=10.0)
+    with pytest.raises(ValueError, match="max_padding"):
+        placement(max_padding=-1.0)
+    wide = fully_shard(nn.Linear(4, rows), mesh=mesh, max_padding=0.3)
+    assert state_of(wide).max_padding == 0.3
 
 
 def test_R22_hooks_of_the_user_run_and_can_be_removed(mesh, rank):

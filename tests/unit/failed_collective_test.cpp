@@ -31,29 +31,36 @@ class FusedCommunicator : public Communicator {
             inner->name(),
             inner->device()),
         inner_(std::move(inner)),
-        fuse_(std::move(fuse)) {}
+        fuse_(std::move(fuse)) {
+    share_launch_order(*inner_);
+  }
 
  protected:
   void do_all_gather(Tensors outs, Tensors ins) override {
     burn();
-    inner_->all_gather(outs, ins);
+    all_gather_of(*inner_, std::move(outs), std::move(ins));
   }
   void do_reduce_scatter(Tensors outs, Tensors ins, ReduceOp op) override {
     burn();
-    inner_->reduce_scatter(outs, ins, op);
+    reduce_scatter_of(*inner_, std::move(outs), std::move(ins), op);
   }
   void do_all_reduce(at::Tensor inout, ReduceOp op) override {
     burn();
-    inner_->all_reduce(inout, op);
+    all_reduce_of(*inner_, std::move(inout), op);
   }
   void do_broadcast(at::Tensor tensor, int root) override {
-    inner_->broadcast(tensor, root);
+    broadcast_of(*inner_, std::move(tensor), root);
   }
   void do_all_to_all(at::Tensor out, at::Tensor in, Parts receives, Parts sends)
       override {
-    inner_->all_to_all(out, in, receives, sends);
+    all_to_all_of(
+        *inner_,
+        std::move(out),
+        std::move(in),
+        std::move(receives),
+        std::move(sends));
   }
-  void do_barrier() override { inner_->barrier(); }
+  void do_barrier() override { barrier_of(*inner_); }
 
  private:
   void burn() {

@@ -160,7 +160,7 @@ TEST(Pitfalls, R21_EveryOptionHasAnEffect) {
               .grad_divisor = 3,
               .grads_in_reduce_dtype = true,
               .keep_compute_weights = false,
-              .layout = {.alignment = 64, .max_padding = 1e9}},
+              .layout = {.alignment = 64}},
          .runtime =
              {.prefetch = 3,
               .reshard_after_forward = false,

@@ -189,7 +189,8 @@ void Twin::expect_same_gradients() const {
 
 void Twin::expect_rest() const {
   EXPECT_TRUE(runtime->scheduler().resting());
-  EXPECT_EQ(runtime->executor().slots().pool().num_held(), 0);
+  EXPECT_TRUE(
+      may_keep_weights || runtime->executor().slots().pool().num_held() == 0);
   for (const auto& p : sharded->named_parameters()) {
     EXPECT_FALSE(p.value().grad().defined()) << p.key();
   }

@@ -84,6 +84,8 @@ class Twin {
   }
   void expect_same_gradients() const;
   void expect_rest() const;
+  /// Weights may stay gathered after a backward, until they change.
+  bool may_keep_weights = false;
   /// The group that holds a parameter.
   ParamGroup& group_of(const std::string& parameter) const;
 

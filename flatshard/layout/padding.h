@@ -1,0 +1,33 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+
+#include "flatshard/layout/flat_layout.h"
+
+namespace flatshard {
+
+/// What most models stay far below.
+inline constexpr double kDefaultMaxPadding = 0.05;
+
+/// Padding of no more bytes than this on a rank is accepted in any case: the
+/// ratio says nothing about small models.
+inline constexpr std::int64_t kNegligiblePaddingNbytes = 64LL << 20;
+
+/// Describes the padding of a model when it is worth a word: more than
+/// `max_padding` of the model's elements and more than `negligible_nbytes` on a
+/// rank. Names the tensor that is hardest to cut and the largest number of
+/// shards whose padding is acceptable.
+///
+/// @param layouts  of all groups of parameters.
+/// @param element_nbytes  of the main weights.
+/// @throws Error{config} for a negative max_padding.
+std::optional<std::string> describe_excessive_padding(
+    std::span<const FlatLayout* const> layouts,
+    double max_padding,
+    std::int64_t element_nbytes = 4,
+    std::int64_t negligible_nbytes = kNegligiblePaddingNbytes);
+
+}  // namespace flatshard

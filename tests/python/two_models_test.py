@@ -1,0 +1,87 @@
+"""Models on one mesh whose forwards and backwards follow one another or meet: a
+generator and a discriminator, an encoder and a decoder that are sharded apart."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from flatshard import fully_shard
+from tests.python.models import on_device
+
+STEPS = 12
+
+
+def layers(width=6):
+    return on_device(
+        nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+    )
+
+
+def shard(model, mesh, **options):
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def chain(models, x):
+    for model in models:
+        x = model(x)
+    x.square().mean().backward()
+
+
+def detached(models, x):
+    for model in models:
+        x = model(x.detach())
+        x.square().mean().backward()
+
+
+def together(models, x):
+    sum(model(x).square().mean() for model in models).backward()
+
+
+def back_and_forth(models, x):
+    for model in (*models, *reversed(models)):
+        x = model(x)
+    x.square().mean().backward()
+
+
+def adversarial(models, x):
+    generator, critic = models[0], models[-1]
+    fake = generator(x)
+    critic(fake.detach()).mean().backward()
+    (-critic(fake).mean()).backward()
+    with torch.no_grad():
+        critic(generator(x))
+
+
+@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize("strategy", ["zero3", "zero2"])
+@pytest.mark.parametrize(
+    "step", [chain, detached, together, back_and_forth, adversarial]
+)
+def test_each_gets_its_gradients(step, strategy, number, mesh, rank, world):
+    plain = [layers() for _ in range(number)]
+    sharded = [shard(copy.deepcopy(m), mesh, strategy=strategy) for m in plain]
+    optimizers = [
+        torch.optim.SGD([p for m in models for p in m.parameters()], lr=0.1)
+        for models in (plain, sharded)
+    ]
+    generators = [torch.Generator().manual_seed(r) for r in range(world)]
+    for _ in range(STEPS):
+        inputs = [torch.randn(2, 6, generator=g) for g in generators]
+        for x in inputs:
+            step(plain, x.to(mesh.device_type))
+        for model in plain:
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad /= world
+        step(sharded, inputs[rank].to(mesh.device_type))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for a, b in zip(plain, sharded):
+        for (name, p), q in zip(a.named_parameters(), b.parameters()):
+            torch.testing.assert_close(q.full_tensor(), p, msg=name)
