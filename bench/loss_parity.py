@@ -94,7 +94,7 @@ def train_fsdp2(args):
         model.parameters(), lr=args.lr, betas=BETAS, eps=EPS, weight_decay=DECAY
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: (step + 1) / (args.steps + 1)
+        optimizer, lambda step: (step + 1) / args.steps
     )
     sample = sequences(args, args.out / "corpus")[dist.get_rank()].to(device)
     losses = []

@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <fmt/ranges.h>
 
+#include <fnmatch.h>
+
 #include <algorithm>
 #include <set>
 
@@ -62,68 +64,146 @@ void read_run(const Sources& sources, const OwnedRun& run) {
   }
 }
 
-/// Finds the entries of a run's parameter and adds all names that it may have
-/// to `used`.
-Sources find_sources(
-    const HfFolder& weights,
-    const OwnedRun& run,
-    const StoredEntriesOf& entries_of,
-    std::set<std::string>& used) {
-  std::vector<std::vector<StoredEntry>> choices;  // one of each name
-  for (const std::string& name : run.names) {
-    choices.push_back(entries_of(name, run.shape));
-    for (const StoredEntry& entry : choices.back()) {
-      used.insert(entry.name);
+bool matches(
+    const std::vector<std::string>& patterns,
+    const std::string& name) {
+  return std::any_of(
+      patterns.begin(),
+      patterns.end(),
+      [&](const std::string& pattern) {
+        return ::fnmatch(pattern.c_str(), name.c_str(), 0) == 0;
+      });
+}
+
+bool equal_bytes(const HfFolder::Found& a, const HfFolder::Found& b) {
+  if (a.entry->dtype != b.entry->dtype || a.entry->shape != b.entry->shape) {
+    return false;
+  }
+  const std::uint64_t nbytes = a.entry->nbytes();
+  std::vector<std::byte> of_a(std::min<std::uint64_t>(nbytes, kPieceNbytes));
+  std::vector<std::byte> of_b(of_a.size());
+  for (std::uint64_t done = 0; done < nbytes; done += of_a.size()) {
+    const auto n = std::min<std::uint64_t>(of_a.size(), nbytes - done);
+    a.read(done, std::span(of_a).first(n));
+    b.read(done, std::span(of_b).first(n));
+    if (!std::equal(of_a.begin(), of_a.begin() + n, of_b.begin())) {
+      return false;
     }
   }
-  const auto known =
-      std::find_if(choices.begin(), choices.end(), [&](const auto& entries) {
-        return weights.contains(entries.front().name);
-      });
-  // Without one, the message of the main name.
-  Sources sources;
-  for (const StoredEntry& entry :
-       known == choices.end() ? choices.front() : *known) {
-    const HfFolder::Found found = weights.find(entry.name);
-    FLATSHARD_CHECK(
-        found.entry->shape == entry.shape,
-        format,
-        "{}: tensor '{}': expected shape [{}], got [{}]",
-        found.file->path().string(),
-        found.entry->name,
-        fmt::join(entry.shape, ", "),
-        fmt::join(found.entry->shape, ", "));
-    scalar_type(found.entry->dtype, found.entry->name);
-    sources.push_back(found);
-  }
-  return sources;
+  return true;
 }
+
+/// Finds what holds the parameters, and what of a folder does not.
+class Match {
+ public:
+  Match(const HfFolder& weights, const InitWeightsOptions& options)
+      : weights_(weights), options_(options) {}
+
+  /// The entries of a run's parameter; none when it is excluded.
+  /// @param compares  looks at the values of second names.
+  Sources find_sources(const OwnedRun& run, bool compares) {
+    std::vector<std::vector<StoredEntry>> choices;  // one of each name
+    bool excluded = false;
+    for (const std::string& name : run.names) {
+      choices.push_back(options_.entries_of(name, run.shape));
+      for (const StoredEntry& entry : choices.back()) {
+        excluded = excluded || matches(options_.exclude, entry.name);
+      }
+    }
+    if (excluded) {
+      return {};
+    }
+    for (const auto& entries : choices) {
+      for (const StoredEntry& entry : entries) {
+        used_.insert(entry.name);
+      }
+    }
+    const auto known =
+        std::find_if(choices.begin(), choices.end(), [&](const auto& entries) {
+          return weights_.contains(entries.front().name);
+        });
+    // Without one, the message of the main name.
+    const auto& taken = known == choices.end() ? choices.front() : *known;
+    Sources sources;
+    for (const StoredEntry& entry : taken) {
+      const HfFolder::Found found = weights_.find(entry.name);
+      FLATSHARD_CHECK(
+          found.entry->shape == entry.shape,
+          format,
+          "{}: tensor '{}': expected shape [{}], got [{}]",
+          found.file->path().string(),
+          found.entry->name,
+          fmt::join(entry.shape, ", "),
+          fmt::join(found.entry->shape, ", "));
+      scalar_type(found.entry->dtype, found.entry->name);
+      sources.push_back(found);
+    }
+    for (const auto& entries : choices) {
+      const std::string& name = entries.front().name;
+      if (compares && name != taken.front().name && weights_.contains(name) &&
+          !equal_bytes(weights_.find(name), sources.front())) {
+        unused_.other_values.push_back(name);
+      }
+    }
+    return sources;
+  }
+
+  /// When all runs have been found.
+  UnusedWeights unused() {
+    unused_.names = weights_.passed_over();
+    std::vector<std::string> refused;
+    for (const std::string& name : weights_.names()) {
+      if (used_.contains(name)) {
+        continue;
+      }
+      const bool ignored =
+          matches(options_.exclude, name) ||
+          (options_.unneeded &&
+           options_.unneeded(name, weights_.find(name).entry->shape.size()));
+      (ignored ? unused_.names : refused).push_back(name);
+    }
+    constexpr std::size_t kShown = 5;
+    const std::size_t shown = std::min(refused.size(), kShown);
+    FLATSHARD_CHECK(
+        refused.empty(),
+        format,
+        "{}: tensor '{}' belongs to no parameter of the model{}; is the config "
+        "that of these weights? checkpoint.exclude = \"{}\" leaves it out",
+        weights_.folder().string(),
+        fmt::join(refused.begin(), refused.begin() + shown, "', '"),
+        refused.size() > shown
+            ? fmt::format(", and {} more", refused.size() - shown)
+            : "",
+        refused.front());
+    return unused_;
+  }
+
+ private:
+  const HfFolder& weights_;
+  const InitWeightsOptions& options_;
+  std::set<std::string> used_;
+  UnusedWeights unused_;
+};
 
 }  // namespace
 
-void init_weights(
+UnusedWeights init_weights(
     const std::filesystem::path& folder,
     const std::vector<ParamGroup*>& groups,
-    const StoredEntriesOf& entries_of) {
+    const InitWeightsOptions& options) {
   const at::NoGradGuard no_grad;
-  const HfFolder weights(folder);
+  const HfFolder weights(folder, options.base_prefix);
+  const bool compares =
+      !groups.empty() && groups.front()->model_mesh()->rank() == 0;
   const auto runs = owned_runs(groups, nullptr);
+  Match match(weights, options);
   std::vector<Sources> sources;
-  std::set<std::string> used;
   for (const OwnedRun& run : runs) {
-    sources.push_back(find_sources(weights, run, entries_of, used));
+    sources.push_back(match.find_sources(run, compares));
   }
-  for (const std::string& name : weights.names()) {
-    FLATSHARD_CHECK(
-        used.count(name) == 1,
-        format,
-        "{}: tensor '{}' belongs to no parameter of the model; is the config "
-        "that of these weights?",
-        folder.string(),
-        name);
-  }
+  const UnusedWeights unused = match.unused();
   if (groups.empty()) {
-    return;
+    return unused;
   }
   WeightWrite write(
       groups,
@@ -134,6 +214,7 @@ void init_weights(
   for (ParamGroup* group : groups) {
     write.end(*group, WeightWrite::Cast::here);
   }
+  return unused;
 }
 
 }  // namespace flatshard

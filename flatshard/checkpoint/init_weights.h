@@ -1,6 +1,9 @@
 #pragma once
 
+#include <cstddef>
 #include <filesystem>
+#include <functional>
+#include <string>
 #include <vector>
 
 #include "flatshard/core/stored_entry.h"
@@ -8,21 +11,42 @@
 
 namespace flatshard {
 
+struct InitWeightsOptions {
+  /// What the folder has of a parameter, by its whole shape; a tied parameter
+  /// is looked for under each of its names, the main one first.
+  StoredEntriesOf entries_of;
+  /// See HfFolder.
+  std::string base_prefix;
+  /// Whether a tensor that belongs to no parameter changes nothing: any other
+  /// is an error. Empty: none may be there.
+  std::function<bool(const std::string& name, std::size_t num_dims)> unneeded;
+  /// Shell patterns over names of tensors in the folder, as `entries_of` has
+  /// them: these are not used, and parameters of one keep their values.
+  std::vector<std::string> exclude;
+};
+
+/// What a folder has that the weights were not made of; the same on all ranks.
+struct UnusedWeights {
+  /// Tensors and files, by name.
+  std::vector<std::string> names;
+  /// Second names of tied parameters whose values are not those of the first,
+  /// which is the one that was read. Rank 0 looks.
+  std::vector<std::string> other_values;
+};
+
 /// Fills the main weights of this rank from a Hugging Face folder, whatever
-/// float dtype it has. Each rank reads what it owns, a piece at a time: no rank
-/// ever holds the model. Host memory grows by a piece of 64 MiB, and by one
-/// more where a GPU's weights have another dtype than the folder. Optimizer
+/// float dtypes it has. Each rank reads what it owns, a piece at a time: no
+/// rank ever holds the model. Host memory grows by a piece of 64 MiB, and by
+/// one more where a GPU's weights have another dtype than the folder. Optimizer
 /// state stays. Blocks. Collective where ranks read each other's weights (copy
 /// gathers).
 ///
 /// Names, shapes and dtypes are checked before the first weight changes.
-/// @param entries_of  what the folder has of a parameter, by its whole shape; a
-///   tied parameter is looked for under each of its names.
 /// @throws Error{io} or Error{format} naming the tensor: missing from the
 /// folder, of another shape, or one too many in it.
-void init_weights(
+UnusedWeights init_weights(
     const std::filesystem::path& folder,
     const std::vector<ParamGroup*>& groups,
-    const StoredEntriesOf& entries_of);
+    const InitWeightsOptions& options);
 
 }  // namespace flatshard

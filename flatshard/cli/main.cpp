@@ -1,57 +1,139 @@
 // The program `flatshard`.
 #include "flatshard/cli/checkpoint_command.h"
+#include "flatshard/cli/completion_command.h"
 #include "flatshard/cli/data_command.h"
 #include "flatshard/cli/norms_command.h"
+#include "flatshard/cli/path_options.h"
 #include "flatshard/cli/train_command.h"
-#include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
 #include "flatshard/core/nearest_name.h"
+#include "flatshard/core/output.h"
 
+#include <fmt/ranges.h>
 #include <CLI/CLI.hpp>
 
+#include <cerrno>
 #include <csignal>
 #include <exception>
 #include <string>
+#include <system_error>
 #include <vector>
 
 namespace {
 
+// What a shell makes of SIGPIPE.
+constexpr int kNobodyReads = 128 + SIGPIPE;
+constexpr int kUsage = 2;
 constexpr std::size_t kLongestShown = 80;
 
+std::vector<const CLI::App*> subcommands(const CLI::App& command) {
+  return command.get_subcommands([](const CLI::App*) { return true; });
+}
+
+/// "; did you mean 'x'?", or all there are.
+std::string suggestion(
+    const std::string& word,
+    const std::vector<std::string>& names) {
+  const std::string near = flatshard::near_name(word, names);
+  return near.empty()
+             ? fmt::format("; expected one of {}", fmt::join(names, ", "))
+             : fmt::format("; did you mean '{}'?", near);
+}
+
 /// CLI11 calls a word that is no subcommand an unexpected argument.
-void refuse_unknown_command(const CLI::App& program, int argc, char** argv) {
+/// @return what is wrong; empty: nothing.
+std::string unknown_command(const CLI::App& program, int argc, char** argv) {
   const CLI::App* command = &program;
   std::string path;
   for (int i = 1; i < argc && argv[i][0] != '-'; ++i) {
     std::vector<std::string> names;
     const CLI::App* next = nullptr;
-    for (const CLI::App* sub : command->get_subcommands({})) {
+    for (const CLI::App* sub : subcommands(*command)) {
       names.push_back(sub->get_name());
       next = sub->check_name(argv[i]) ? sub : next;
     }
     if (names.empty()) {
-      return;  // the rest is its arguments
+      return {};  // the rest is its arguments
     }
     const std::string word = argv[i];
-    FLATSHARD_CHECK(
-        next != nullptr,
-        usage,
-        "flatshard{} has no subcommand '{}'; did you mean '{}'? (all: "
-        "flatshard{} --help)",
-        path,
-        word.substr(0, kLongestShown),
-        flatshard::nearest_name(word, names),
-        path);
+    if (next == nullptr) {
+      return fmt::format(
+          "flatshard{} has no subcommand '{}'{}",
+          path,
+          word.substr(0, kLongestShown),
+          suggestion(word, names));
+    }
     path += " " + word;
     command = next;
   }
+  return {};
+}
+
+/// What is wrong with the arguments, on one line.
+std::string describe(const CLI::ParseError& error, const CLI::App& program) {
+  const std::vector<std::string> rest = program.remaining(true);
+  if (dynamic_cast<const CLI::ExtrasError*>(&error) == nullptr ||
+      rest.empty()) {
+    return error.what();
+  }
+  const CLI::App* command = &program;
+  std::string path = "flatshard";
+  while (!command->get_subcommands().empty()) {
+    command = command->get_subcommands().front();
+    path += " " + command->get_name();
+  }
+  std::vector<std::string> names;
+  for (const CLI::Option* option : command->get_options()) {
+    for (const std::string& name : option->get_lnames()) {
+      names.push_back("--" + name);
+    }
+  }
+  const std::string word = rest.front().substr(0, rest.front().find('='));
+  return fmt::format(
+      "{} has no {} '{}'{}",
+      path,
+      word.starts_with('-') ? "option" : "further argument",
+      word.substr(0, kLongestShown),
+      word.starts_with('-') ? suggestion(word, names) : "");
+}
+
+int run(CLI::App& program, int argc, char** argv) {
+  const std::string unknown = unknown_command(program, argc, argv);
+  if (!unknown.empty()) {
+    flatshard::log_error("{}", unknown);
+    return kUsage;
+  }
+  try {
+    program.parse(argc, argv);
+  } catch (const CLI::RuntimeError& e) {
+    return e.get_exit_code();  // of a command that has said why
+  } catch (const CLI::ParseError& e) {
+    if (e.get_exit_code() == 0) {
+      return program.exit(e);  // --help and --version
+    }
+    flatshard::log_error("{}", describe(e, program));
+    return kUsage;
+  } catch (const std::system_error& e) {
+    if (e.code() == std::errc::broken_pipe) {
+      return kNobodyReads;  // `| head`, where SIGPIPE is ignored
+    }
+    flatshard::report_failure(e);
+    return 1;
+  } catch (const std::exception& e) {
+    flatshard::report_failure(e);
+    return 1;
+  }
+  return 0;
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
+  flatshard::open_standard_streams();
   // A file that grows past `ulimit -f` is an error with its name, not the end.
   std::signal(SIGXFSZ, SIG_IGN);
+  // Without exit codes of children there is no telling whether they failed.
+  std::signal(SIGCHLD, SIG_DFL);
   CLI::App program{
       "Flatshard: fully sharded data-parallel training in C++",
       "flatshard"};
@@ -65,14 +147,7 @@ int main(int argc, char** argv) {
   flatshard::add_export_command(program);
   flatshard::add_data_command(program);
   flatshard::add_norms_command(program);
-  try {
-    refuse_unknown_command(program, argc, argv);
-    program.parse(argc, argv);
-  } catch (const CLI::ParseError& e) {
-    return program.exit(e);
-  } catch (const std::exception& e) {
-    flatshard::report_failure(e);
-    return 1;
-  }
-  return 0;
+  flatshard::add_completion_command(program);
+  flatshard::expand_home_in_paths(program);
+  return run(program, argc, argv);
 }

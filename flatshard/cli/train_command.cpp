@@ -2,12 +2,15 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
+#include "flatshard/core/output.h"
 #include "flatshard/launch/environment.h"
 #include "flatshard/launch/local_ranks.h"
 #include "flatshard/train/config.h"
 #include "flatshard/train/generate.h"
 #include "flatshard/train/model_config.h"
 #include "flatshard/train/run_lock.h"
+#include "flatshard/train/run_output.h"
+#include "flatshard/train/save_signals.h"
 #include "flatshard/train/trainer.h"
 
 #include <c10/util/Exception.h>
@@ -31,7 +34,7 @@ constexpr int kSignalExitCode = 128;
 struct TrainArguments {
   std::string config;
   std::vector<std::string> overrides;
-  int nproc = 1;
+  int nproc = 0;  // 0: not given, one rank
   std::string device = "auto";
   bool resume = false;
   int max_restarts = 0;
@@ -123,7 +126,7 @@ std::string resume_command(
 }
 
 void report_stop(const Trainer::Stop& stop, const std::string& command) {
-  const char* name = stop.signal == SIGINT ? "SIGINT" : "SIGTERM";
+  const char* name = stop_signal_name(stop.signal);
   if (!stop.saved) {
     log_info(
         "stopped by {} after step {}; nothing was saved, since "
@@ -143,29 +146,43 @@ void report_stop(const Trainer::Stop& stop, const std::string& command) {
       command);
 }
 
+/// Ends the program as wrong options do.
+[[noreturn]] void throw_usage(const std::string& text) {
+  throw CLI::ParseError(text, CLI::ExitCodes::RequiredError);
+}
+
 void train(const TrainArguments& arguments, std::vector<std::string> argv) {
   if (arguments.help_config) {
     fmt::print("{}", describe_config());
     return;
   }
-  FLATSHARD_CHECK(
-      !arguments.config.empty(),
-      config,
-      "expected a config file: flatshard train CONFIG.toml");
+  if (arguments.config.empty()) {
+    throw_usage("expected a config file: flatshard train CONFIG.toml");
+  }
   std::vector<std::string> overrides = arguments.overrides;
   if (arguments.profile) {
     overrides.emplace_back("profiling.enabled=true");
   }
+  const std::string conflict = slurm_conflict(arguments.nproc);
+  if (!conflict.empty()) {
+    throw_usage(conflict);
+  }
   std::vector<std::string> notes;
   const Config config = load_config(arguments.config, overrides, &notes);
-  const bool is_first =
-      !launched_by_environment() ||
-      (!launched_by_this_program() && rank_environment_from_env().rank == 0);
+  keep_output_in(
+      std::filesystem::path(config.run.output_dir) / kRunLog,
+      claim_output_notice);
+  // In a batch script of Slurm --nproc is what starts ranks.
+  const bool launched =
+      launched_by_environment() &&
+      (launched_by_this_program() || !in_slurm_batch_script());
+  const bool is_first = !launched || (!launched_by_this_program() &&
+                                      rank_environment_from_env().rank == 0);
   for (const std::string& note :
        is_first ? notes : std::vector<std::string>()) {
     log_info("note: {}", note);
   }
-  if (!launched_by_environment() && arguments.nproc > 1) {
+  if (!launched && arguments.nproc > 1) {
     // Before any rank starts.
     model_config(resolve_config(config, arguments.nproc));
     FLATSHARD_CHECK(
@@ -180,7 +197,8 @@ void train(const TrainArguments& arguments, std::vector<std::string> argv) {
     }
     return;
   }
-  const RankEnvironment env = rank_environment_from_env();
+  const RankEnvironment env =
+      launched ? rank_environment_from_env() : RankEnvironment{};
   if (env.world_size > 1) {
     set_log_prefix(fmt::format("rank {}/{}", env.rank, env.world_size));
   }
@@ -259,7 +277,7 @@ void add_train_command(
       ->add_option(
           "--nproc",
           arguments->nproc,
-          "Ranks to start on this machine [1]; ignored under torchrun or Slurm")
+          "Ranks to start on this machine [1]; ignored under torchrun and srun")
       ->check(CLI::Range(1, 1024));
   command->add_option(
       "--set",

@@ -4,11 +4,14 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
 #include <utility>
 
 #include "flatshard/core/error.h"
+#include "flatshard/core/placeholder.h"
 
 namespace flatshard {
 
@@ -28,6 +31,16 @@ FileReader::FileReader(const std::filesystem::path& path) : path_(path) {
     FLATSHARD_THROW(io, "expected a regular file, got {}", path.string());
   }
   nbytes_ = status.st_size;
+  std::array<char, kPlaceholderHead> head{};
+  const ssize_t n = ::pread(fd_, head.data(), head.size(), 0);
+  try {
+    refuse_placeholder(
+        path,
+        {head.data(), static_cast<std::size_t>(std::max<ssize_t>(n, 0))});
+  } catch (...) {
+    ::close(fd_);  // an object that was never whole has no destructor
+    throw;
+  }
 }
 
 FileReader::FileReader(FileReader&& other) noexcept

@@ -32,7 +32,7 @@ void throw_write_error(const std::filesystem::path& path) {
 }
 
 FileWriter::FileWriter(const std::filesystem::path& path) : path_(path) {
-  fd_ = ::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+  fd_ = ::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
   if (fd_ < 0) {
     throw_write_error(path_);
   }

@@ -1,10 +1,13 @@
 #include "flatshard/core/log.h"
 
+#include <unistd.h>
+
 #include <atomic>
-#include <cstdio>
 #include <cstdlib>
 #include <mutex>
 #include <string>
+
+#include "flatshard/core/output.h"
 
 namespace flatshard {
 namespace {
@@ -70,7 +73,7 @@ void log_line(LogLevel level, std::string_view text) {
   }
   line += text;
   line += '\n';
-  std::fwrite(line.data(), 1, line.size(), stderr);
+  write_output(STDERR_FILENO, line);
 }
 
 }  // namespace flatshard

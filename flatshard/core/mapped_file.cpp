@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "flatshard/core/error.h"
+#include "flatshard/core/placeholder.h"
 
 namespace flatshard {
 
@@ -43,6 +44,12 @@ MappedFile::MappedFile(const std::filesystem::path& path) {
       path.string(),
       std::strerror(error));
   bytes_ = {static_cast<const std::byte*>(address), size};
+  try {
+    refuse_placeholder(path, text().substr(0, kPlaceholderHead));
+  } catch (...) {
+    unmap();  // an object that was never whole has no destructor
+    throw;
+  }
 }
 
 MappedFile::MappedFile(MappedFile&& other) noexcept

@@ -33,7 +33,7 @@ inline std::size_t edit_distance(std::string_view a, std::string_view b) {
 }
 
 /// The candidate closest to `name`, the first one on a tie; empty when there
-/// are no candidates. For "unknown X, did you mean Y?".
+/// are no candidates.
 template <class Range>
 std::string nearest_name(std::string_view name, const Range& candidates) {
   std::string best;
@@ -46,6 +46,48 @@ std::string nearest_name(std::string_view name, const Range& candidates) {
     }
   }
   return best;
+}
+
+/// Whether `shorter` has letters of `longer` in their order, its first one too
+/// (bf16 of bfloat16), or is a part of it.
+inline bool abbreviates(std::string_view shorter, std::string_view longer) {
+  if (longer.find(shorter) != longer.npos) {
+    return true;
+  }
+  std::size_t at = 0;
+  for (const char c : longer) {
+    at += at < shorter.size() && shorter[at] == c ? 1 : 0;
+  }
+  return at == shorter.size() && shorter.front() == longer.front();
+}
+
+/// The candidate that a typing mistake may have turned into `name`: at most a
+/// third of its letters differ. Otherwise the only one that `name` abbreviates,
+/// or the other way around (`warmup` and `warmup_steps`). Empty when there is
+/// none. For "unknown X, did you mean Y?".
+template <class Range>
+std::string near_name(std::string_view name, const Range& candidates) {
+  constexpr std::size_t kShortest = 4;  // letters that say something
+  const std::string nearest = nearest_name(name, candidates);
+  const std::size_t longest = std::max(name.size(), nearest.size());
+  if (!nearest.empty() &&
+      edit_distance(name, nearest) <= std::max<std::size_t>(1, longest / 3)) {
+    return nearest;
+  }
+  std::string only;
+  for (const auto& candidate : candidates) {
+    const std::string_view other(candidate);
+    if (std::min(name.size(), other.size()) < kShortest ||
+        !(name.size() < other.size() ? abbreviates(name, other)
+                                     : abbreviates(other, name))) {
+      continue;
+    }
+    if (!only.empty()) {
+      return {};
+    }
+    only = std::string(other);
+  }
+  return only;
 }
 
 }  // namespace flatshard

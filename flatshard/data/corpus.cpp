@@ -134,7 +134,8 @@ std::string CorpusMeta::to_json() const {
         {{"name", split.name},
          {"num_tokens", split.num_tokens},
          {"num_documents", split.num_documents},
-         {"shard_tokens", split.shard_tokens}});
+         {"shard_tokens", split.shard_tokens},
+         {"content_hash", split.content_hash}});
   }
   return all.dump(2) + "\n";
 }
@@ -203,6 +204,9 @@ CorpusMeta CorpusMeta::from_json(
     split.num_documents = take<std::int64_t>(item, "num_documents", origin);
     split.shard_tokens =
         take<std::vector<std::int64_t>>(item, "shard_tokens", origin);
+    if (item.contains("content_hash")) {
+      split.content_hash = take<std::string>(item, "content_hash", origin);
+    }
     std::int64_t sum = 0;
     bool positive = true;
     for (const std::int64_t tokens : split.shard_tokens) {

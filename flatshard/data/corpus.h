@@ -25,6 +25,9 @@ struct SplitMeta {
   std::int64_t num_tokens = 0;  ///< end-of-document tokens included
   std::int64_t num_documents = 0;
   std::vector<std::int64_t> shard_tokens;  ///< tokens in each shard file
+  /// Of all tokens, whatever their type and files: XXH3 of them as uint32 in
+  /// hexadecimal digits. Empty: of an older version.
+  std::string content_hash;
 
   std::string shard_file(std::size_t shard) const;  ///< "train-00000.bin"
   std::string document_file() const;                ///< "train.documents.bin"
@@ -81,6 +84,7 @@ class Corpus {
   std::int64_t vocab_size() const { return meta_.vocab_size; }
   std::int64_t num_tokens() const { return split_.num_tokens; }
   std::int64_t num_documents() const { return split_.num_documents; }
+  const std::string& content_hash() const { return split_.content_hash; }
 
   /// First token of document i, for i in [0, num_documents]; the last one is
   /// num_tokens. @throws Error{io} as `read` does.

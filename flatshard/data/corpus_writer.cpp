@@ -10,6 +10,9 @@
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
 
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
 namespace flatshard::data {
 namespace {
 
@@ -37,6 +40,21 @@ void rename_folder(const fs::path& from, const fs::path& to) {
 
 }  // namespace
 
+/// SplitMeta::content_hash.
+class ContentHash {
+ public:
+  ContentHash() { XXH3_64bits_reset(&state_); }
+  void update(std::span<const std::uint32_t> tokens) {
+    XXH3_64bits_update(&state_, tokens.data(), tokens.size_bytes());
+  }
+  std::string text() const {
+    return fmt::format("{:016x}", XXH3_64bits_digest(&state_));
+  }
+
+ private:
+  XXH3_state_t state_;
+};
+
 SplitWriter::SplitWriter(
     fs::path folder,
     std::string name,
@@ -45,7 +63,8 @@ SplitWriter::SplitWriter(
     : folder_(std::move(folder)),
       type_(type),
       shard_tokens_(shard_tokens),
-      document_begin_{0} {
+      document_begin_{0},
+      hash_(std::make_unique<ContentHash>()) {
   FLATSHARD_CHECK(
       shard_tokens > 0,
       config,
@@ -54,7 +73,10 @@ SplitWriter::SplitWriter(
   meta_.name = std::move(name);
 }
 
+SplitWriter::~SplitWriter() = default;
+
 void SplitWriter::append(std::span<const std::uint32_t> tokens) {
+  hash_->update(tokens);
   while (!tokens.empty()) {
     if (!shard_ || meta_.shard_tokens.back() == shard_tokens_) {
       next_shard();
@@ -96,6 +118,7 @@ SplitMeta SplitWriter::finish() {
       document_begin_.data(),
       document_begin_.size() * sizeof(std::uint64_t));
   documents.close();
+  meta_.content_hash = hash_->text();
   return meta_;
 }
 

@@ -12,6 +12,8 @@
 
 namespace flatshard::data {
 
+class ContentHash;
+
 /// Writes the token files of one split, document by document.
 class SplitWriter {
  public:
@@ -21,6 +23,7 @@ class SplitWriter {
       std::string name,
       TokenType type,
       std::int64_t shard_tokens);
+  ~SplitWriter();
 
   /// Appends tokens to the open document. Each must fit the token type.
   void append(std::span<const std::uint32_t> tokens);
@@ -43,6 +46,7 @@ class SplitWriter {
   std::unique_ptr<FileWriter> shard_;
   std::vector<std::uint64_t> document_begin_;
   std::vector<std::uint16_t> narrow_;
+  std::unique_ptr<ContentHash> hash_;
 };
 
 /// A folder that appears under its name only when it is whole: it is filled

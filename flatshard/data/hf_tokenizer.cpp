@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "flatshard/core/error.h"
+#include "flatshard/core/file_writer.h"
 #include "flatshard/core/mapped_file.h"
 #include "flatshard/data/prepare.h"
 
@@ -125,15 +126,9 @@ void copy_tokenizer_files(
     const std::filesystem::path& from,
     const std::filesystem::path& to) {
   for (const std::string& name : tokenizer_files(from)) {
-    std::error_code error;
-    std::filesystem::copy_file(from / name, to / name, error);
-    FLATSHARD_CHECK(
-        !error,
-        io,
-        "cannot copy {} to {}: {}",
-        (from / name).string(),
-        to.string(),
-        error.message());
+    // Not copy_file, which copies the mode as well.
+    const MappedFile file(from / name);
+    write_file_atomic(to / name, file.text());
   }
 }
 

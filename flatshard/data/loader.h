@@ -71,6 +71,7 @@ class Loader {
   Loader(std::vector<WeightedSource> sources, LoaderOptions options);
 
   const LoaderOptions& options() const { return options_; }
+  const std::vector<WeightedSource>& sources() const { return sources_; }
   /// Of all sources.
   std::int64_t num_sequences() const { return first_sequence_.back(); }
   std::int64_t epoch() const { return samples_consumed_ / num_sequences(); }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "flatshard/data/corpus.h"
+#include "flatshard/data/corpus_identity.h"
 
 namespace flatshard::data {
 
@@ -29,6 +30,9 @@ class TokenSource {
   virtual std::string describe() const = 0;
   /// Each token below kNumBytes is a byte of text.
   virtual bool tokens_are_bytes() const { return false; }
+  /// Tells its tokens from others; empty where they are made anew. May read
+  /// 16 MiB.
+  virtual CorpusIdentity identity() const { return {}; }
 };
 
 /// The token stream of a corpus split cut into sequences: documents follow one
@@ -45,6 +49,7 @@ class CorpusSource : public TokenSource {
   std::int64_t vocab_size() const override;
   std::string describe() const override;
   bool tokens_are_bytes() const override;
+  CorpusIdentity identity() const override { return identify(*corpus_); }
 
  private:
   std::shared_ptr<const Corpus> corpus_;

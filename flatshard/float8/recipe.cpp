@@ -43,13 +43,14 @@ auto value_of(const char* what, const Names& names, std::string_view name) {
     all.emplace_back(candidate);
     list += (list.empty() ? "" : ", ") + all.back();
   }
+  const std::string near = near_name(name, all);
   FLATSHARD_THROW(
       config,
-      "{}: expected one of {}, got '{}'; did you mean '{}'?",
+      "{}: expected one of {}, got '{}'{}",
       what,
       list,
       name,
-      nearest_name(name, all));
+      near.empty() ? "" : fmt::format("; did you mean '{}'?", near));
 }
 
 }  // namespace

@@ -24,12 +24,12 @@ class DirectFile {
   DirectFile(const std::filesystem::path& path, bool direct) : path_(path) {
     constexpr int kFlags = O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC;
     if (direct) {
-      fd_ = ::open(path.c_str(), kFlags | O_DIRECT, 0644);
+      fd_ = ::open(path.c_str(), kFlags | O_DIRECT, 0666);
       direct_ = fd_ >= 0;
     }
     // tmpfs, for one, has no direct I/O.
     if (fd_ < 0 && (!direct || errno == EINVAL)) {
-      fd_ = ::open(path.c_str(), kFlags, 0644);
+      fd_ = ::open(path.c_str(), kFlags, 0666);
     }
     if (fd_ < 0) {
       throw_write_error(path_);

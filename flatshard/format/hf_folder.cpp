@@ -1,6 +1,8 @@
 #include "flatshard/format/hf_folder.h"
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
+#include <set>
 
 #include "flatshard/core/error.h"
 #include "flatshard/core/mapped_file.h"
@@ -53,55 +55,203 @@ std::map<std::string, std::string> read_index(const fs::path& path) {
   return files;
 }
 
+/// Whether a file of the folder has weights of some kind.
+bool is_weights_file(std::string_view name) {
+  constexpr std::string_view kBegins[] = {
+      "model",
+      "pytorch_model",
+      "consolidated",
+      "adapter_model",
+      "flax_model",
+      "tf_model"};
+  constexpr std::string_view kEnds[] = {
+      ".safetensors",
+      ".safetensors.index.json",
+      ".bin",
+      ".bin.index.json",
+      ".pth",
+      ".pt",
+      ".gguf",
+      ".h5",
+      ".msgpack"};
+  const auto begins = [&](std::string_view text) {
+    return name.starts_with(text);
+  };
+  const auto ends = [&](std::string_view text) { return name.ends_with(text); };
+  return (std::any_of(std::begin(kBegins), std::end(kBegins), begins) &&
+          std::any_of(std::begin(kEnds), std::end(kEnds), ends)) ||
+         name.ends_with(".gguf");
+}
+
+std::set<std::string> weights_files(const fs::path& folder) {
+  std::set<std::string> names;
+  std::error_code error;
+  for (const auto& entry : fs::directory_iterator(folder, error)) {
+    const std::string name = entry.path().filename().string();
+    if (is_weights_file(name)) {
+      names.insert(name);
+    }
+  }
+  return names;
+}
+
+/// What to do about a folder with neither form.
+std::string advice(const fs::path& folder) {
+  const auto files = weights_files(folder);
+  const auto has = [&](std::string_view begin, std::string_view end) {
+    return std::any_of(files.begin(), files.end(), [&](const auto& name) {
+      return name.starts_with(begin) && name.ends_with(end);
+    });
+  };
+  std::error_code error;
+  if (!fs::is_directory(folder, error)) {
+    return "; it is no folder";
+  }
+  if (has("adapter_model", "")) {
+    return "; it has a LoRA adapter, not a model: merge it into its base model "
+           "with merge_and_unload() of peft and save_pretrained()";
+  }
+  if (files.empty()) {
+    return ", and no other weights";
+  }
+  if (has("model.", ".safetensors")) {
+    return fmt::format(
+        "; {} is a variant: rename it to {}",
+        *std::find_if(
+            files.begin(),
+            files.end(),
+            [](const auto& name) { return name.ends_with(".safetensors"); }),
+        kSingleName);
+  }
+  return fmt::format(
+      "; {} is no safetensors file: write one with "
+      "AutoModelForCausalLM.from_pretrained('{}').save_pretrained(TO)",
+      *files.begin(),
+      folder.string());
+}
+
 }  // namespace
 
-HfFolder::HfFolder(const fs::path& folder) : folder_(folder) {
-  const fs::path index = folder / kHfIndexName;
-  if (!fs::exists(index)) {
-    FLATSHARD_CHECK(
-        fs::exists(folder / kSingleName),
-        io,
-        "expected {} or {} in {}, found neither",
-        kSingleName,
-        kHfIndexName,
-        folder.string());
-    files_.push_back(std::make_unique<SafetensorsReader>(folder / kSingleName));
-    for (const SafetensorsEntry& entry : files_.front()->entries()) {
-      file_of_[entry.name] = 0;
-    }
+HfFolder::HfFolder(const fs::path& folder, std::string_view base_prefix)
+    : folder_(folder) {
+  std::error_code error;
+  const bool single = fs::is_regular_file(folder / kSingleName, error);
+  FLATSHARD_CHECK(
+      single || fs::is_regular_file(folder / kHfIndexName, error),
+      io,
+      "expected {} or {} in {}, found neither{}",
+      kSingleName,
+      kHfIndexName,
+      folder.string(),
+      advice(folder));
+  if (single) {
+    open_single();
+  } else {
+    open_index();
+  }
+  find_passed_over();
+  const std::string_view word =
+      base_prefix.substr(0, base_prefix.find_last_not_of('.') + 1);
+  if (word.empty() ||
+      std::any_of(places_.begin(), places_.end(), [&](const auto& place) {
+        return place.first.starts_with(word);
+      })) {
     return;
   }
-  std::map<std::string, std::size_t> known;
-  for (const auto& [tensor, file] : read_index(index)) {
-    const auto [found, is_new] = known.try_emplace(file, files_.size());
-    if (is_new) {
-      files_.push_back(std::make_unique<SafetensorsReader>(folder / file));
-    }
-    files_[found->second]->entry(tensor);  // names it when it is not there
-    file_of_[tensor] = found->second;
+  std::map<std::string, Place, std::less<>> places;
+  for (const auto& [name, place] : places_) {
+    places[std::string(base_prefix) + name] = place;
   }
+  places_ = std::move(places);
+}
+
+void HfFolder::open_single() {
+  files_.push_back(std::make_unique<SafetensorsReader>(folder_ / kSingleName));
+  for (const SafetensorsEntry& entry : files_.front()->entries()) {
+    places_[entry.name] = {0, entry.name};
+  }
+}
+
+void HfFolder::open_index() {
+  const auto file_of = read_index(folder_ / kHfIndexName);
+  std::set<std::string> names;
+  for (const auto& [tensor, file] : file_of) {
+    names.insert(file);
+  }
+  for (const std::string& name : names) {
+    std::error_code error;
+    FLATSHARD_CHECK(
+        fs::exists(folder_ / name, error),
+        io,
+        "{}: the file {}, which {} names, is missing; download it again",
+        folder_.string(),
+        name,
+        kHfIndexName);
+    files_.push_back(std::make_unique<SafetensorsReader>(folder_ / name));
+    for (const SafetensorsEntry& entry : files_.back()->entries()) {
+      if (file_of.contains(entry.name)) {
+        places_[entry.name] = {files_.size() - 1, entry.name};
+      } else {
+        passed_over_.push_back(entry.name);
+      }
+    }
+  }
+  for (const auto& [tensor, file] : file_of) {
+    FLATSHARD_CHECK(
+        places_.contains(tensor),
+        format,
+        "{} has no tensor '{}', which {} says is there",
+        (folder_ / file).string(),
+        tensor,
+        kHfIndexName);
+  }
+}
+
+void HfFolder::find_passed_over() {
+  std::set<std::string> files = weights_files(folder_);
+  for (const auto& file : files_) {
+    files.erase(file->path().filename().string());
+  }
+  if (files_.front()->path().filename() != kSingleName) {
+    files.erase(std::string(kHfIndexName));
+  }
+  passed_over_.insert(passed_over_.end(), files.begin(), files.end());
+  std::sort(passed_over_.begin(), passed_over_.end());
 }
 
 bool HfFolder::contains(std::string_view name) const {
-  return file_of_.find(name) != file_of_.end();
+  return places_.find(name) != places_.end();
 }
 
 HfFolder::Found HfFolder::find(std::string_view name) const {
-  const auto found = file_of_.find(name);
-  FLATSHARD_CHECK(
-      found != file_of_.end(),
-      format,
-      "{} has no tensor '{}'; the nearest name is '{}'",
-      folder_.string(),
-      name,
-      nearest_name(name, names()));
-  const SafetensorsReader& file = *files_[found->second];
-  return {&file, &file.entry(name)};
+  const auto found = places_.find(name);
+  if (found == places_.end()) {
+    const auto wrapped =
+        std::find_if(places_.begin(), places_.end(), [&](const auto& place) {
+          return place.first.ends_with(fmt::format(".{}", name));
+        });
+    FLATSHARD_CHECK(
+        wrapped == places_.end(),
+        format,
+        "{} has no tensor '{}' but '{}': save the model itself and not what it "
+        "is wrapped in",
+        folder_.string(),
+        name,
+        wrapped->first);
+    FLATSHARD_THROW(
+        format,
+        "{} has no tensor '{}'; the nearest name is '{}'",
+        folder_.string(),
+        name,
+        nearest_name(name, names()));
+  }
+  const SafetensorsReader& file = *files_[found->second.file];
+  return {&file, &file.entry(found->second.stored_name)};
 }
 
 std::vector<std::string> HfFolder::names() const {
   std::vector<std::string> names;
-  for (const auto& [name, file] : file_of_) {
+  for (const auto& [name, place] : places_) {
     names.push_back(name);
   }
   return names;

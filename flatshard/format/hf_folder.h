@@ -17,7 +17,13 @@ namespace flatshard {
 // model-00001-of-0000N.safetensors with model.safetensors.index.json, which
 // maps each tensor to its file.
 
-/// Reads such a folder: headers at once, tensors when they are asked for.
+/// Reads such a folder as transformers does: headers at once, tensors when they
+/// are asked for.
+/// - model.safetensors comes before an index.
+/// - Of an index only the tensors that it names count. When several of its
+/// files
+///   have one, the last file by name does.
+/// Source: transformers, modeling_utils.py, _get_resolved_checkpoint_files.
 class HfFolder {
  public:
   /// A tensor and the file that holds it.
@@ -30,20 +36,40 @@ class HfFolder {
     }
   };
 
+  /// @param base_prefix  what names begin with, "model."; a folder of the model
+  ///   without its head leaves it out of all of them, and is read as if it did
+  ///   not. Empty: names are as they are.
   /// @throws Error{io} or Error{format} naming the file: neither form is
   /// there, the index names a file that is missing or outside of the folder, or
-  /// a tensor that its file does not have.
-  explicit HfFolder(const std::filesystem::path& folder);
+  /// a tensor that none of its files has.
+  explicit HfFolder(
+      const std::filesystem::path& folder,
+      std::string_view base_prefix = {});
 
+  const std::filesystem::path& folder() const { return folder_; }
   bool contains(std::string_view name) const;
   /// @throws Error{format} naming the nearest tensor of the folder.
   Found find(std::string_view name) const;
   std::vector<std::string> names() const;
+  /// Names of files with weights, and of tensors of its files, that are passed
+  /// over, sorted.
+  const std::vector<std::string>& passed_over() const { return passed_over_; }
 
  private:
+  /// Where a tensor is.
+  struct Place {
+    std::size_t file = 0;
+    std::string stored_name;
+  };
+
+  void open_single();
+  void open_index();
+  void find_passed_over();
+
   std::filesystem::path folder_;
   std::vector<std::unique_ptr<SafetensorsReader>> files_;
-  std::map<std::string, std::size_t, std::less<>> file_of_;
+  std::map<std::string, Place, std::less<>> places_;
+  std::vector<std::string> passed_over_;
 };
 
 /// Names the files of a folder that is to be written and which tensor goes

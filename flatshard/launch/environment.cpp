@@ -1,3 +1,5 @@
+#include <fmt/format.h>
+
 #include <charconv>
 #include <cstdlib>
 #include <optional>
@@ -120,6 +122,55 @@ bool under_slurm() {
 }
 
 }  // namespace
+
+bool in_slurm_batch_script() {
+  // srun sets the number of its step; Slurm itself gives the batch script no
+  // step, or one of the numbers that are reserved for it.
+  constexpr std::int64_t kReservedSteps = 0xffff0000;
+  for (const char* name : {"SLURM_STEP_ID", "SLURM_STEPID"}) {
+    if (const auto step = variable(name)) {
+      return std::strtoll(step->c_str(), nullptr, 10) >= kReservedSteps;
+    }
+  }
+  return variable("SLURM_JOB_ID").has_value() && under_slurm() &&
+         *variable("SLURM_PROCID") == "0" && !variable("SLURM_STEP_NUM_TASKS");
+}
+
+std::string slurm_conflict(int nproc) {
+  if (variable("RANK") || !under_slurm()) {
+    return {};
+  }
+  const std::string tasks = *variable("SLURM_NTASKS");
+  if (!in_slurm_batch_script()) {
+    return nproc == 0 || tasks == std::to_string(nproc)
+               ? std::string()
+               : fmt::format(
+                     "--nproc: srun started this process as one of "
+                     "SLURM_NTASKS = {} ranks, got --nproc {}; leave --nproc "
+                     "out, and give srun one task for each rank (srun "
+                     "--ntasks-per-node={})",
+                     tasks,
+                     nproc,
+                     nproc);
+  }
+  const std::string nodes =
+      variable("SLURM_NNODES")
+          .value_or(variable("SLURM_JOB_NUM_NODES").value_or("1"));
+  if (nproc == 0) {
+    return fmt::format(
+        "expected srun to start the SLURM_NTASKS = {} ranks of this Slurm job, "
+        "got a process of the batch script itself; put srun before flatshard, "
+        "or give --nproc to start the ranks on this node",
+        tasks);
+  }
+  return nodes == "1" ? std::string()
+                      : fmt::format(
+                            "--nproc {} starts ranks on one node, but this "
+                            "Slurm job has {}; leave it out and put srun "
+                            "before flatshard",
+                            nproc,
+                            nodes);
+}
 
 bool launched_by_environment() {
   return variable("RANK").has_value() || under_slurm();

@@ -26,6 +26,15 @@ struct RankEnvironment {
 /// launcher) or SLURM_PROCID together with more than one SLURM_NTASKS.
 bool launched_by_environment();
 
+/// How a Slurm job contradicts `--nproc`, with what to do; empty: it does not.
+/// Without a step of srun, on one node, `--nproc` starts the ranks itself.
+/// @param nproc  as it was given; 0: it was not.
+std::string slurm_conflict(int nproc);
+
+/// True when this process is the batch script of a Slurm job, whose tasks srun
+/// has not started: SLURM_NTASKS then counts ranks that nobody starts.
+bool in_slurm_batch_script();
+
 /// True in a rank that spawn_local_ranks started.
 bool launched_by_this_program();
 

@@ -7,10 +7,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <csignal>
 #include <cstring>
+#include <optional>
 #include <thread>
 
 #include "flatshard/core/error.h"
@@ -27,15 +29,31 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+// One request that comes twice: `timeout` signals the process and its group.
+constexpr std::chrono::milliseconds kSameRequest(100);
+
+/// Whether the parent had the signal ignored (nohup; `&` in a script).
+bool is_ignored(int signal) {
+  struct sigaction action {};
+  ::sigaction(signal, nullptr, &action);
+  return action.sa_handler == SIG_IGN;
+}
+
 // SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGCHLD arrive through a descriptor
-// while this lives; the ranks get the old mask back.
+// while this lives; the ranks get the old mask back. What the parent had
+// ignored stays so: a signal that is blocked is not dropped by the kernel, so
+// the descriptor would deliver it.
 class SignalGate {
  public:
   SignalGate() {
+    // A parent that ignores it would leave no exit codes to wait for.
+    ::signal(SIGCHLD, SIG_DFL);
     sigset_t set;
     sigemptyset(&set);
     for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGCHLD}) {
-      sigaddset(&set, signal);
+      if (!is_ignored(signal)) {
+        sigaddset(&set, signal);
+      }
     }
     checked_call(sigprocmask(SIG_BLOCK, &set, &old_), "sigprocmask");
     fd_ = Fd(checked_call(
@@ -44,7 +62,12 @@ class SignalGate {
   }
   ~SignalGate() { sigprocmask(SIG_SETMASK, &old_, nullptr); }
   int fd() const { return fd_.get(); }
-  const sigset_t& old_mask() const { return old_; }
+  /// SIGUSR1 stays blocked: until the rank has a handler it must not end it.
+  sigset_t ranks_mask() const {
+    sigset_t mask = old_;
+    sigaddset(&mask, SIGUSR1);
+    return mask;
+  }
 
  private:
   sigset_t old_{};
@@ -52,11 +75,14 @@ class SignalGate {
 };
 
 constexpr const char* kReportVariable = "FLATSHARD_REPORT_FD";
+constexpr const char* kNoticeVariable = "FLATSHARD_NOTICE_FD";
+std::atomic<int> launchers_notice_fd = -1;  // of the process that starts ranks
 
-// A pipe with one byte in it: the rank that takes it writes the report.
-class ReportToken {
+// A pipe with one byte in it: the process that takes it is the one that writes
+// a message of the whole job.
+class Token {
  public:
-  ReportToken() {
+  Token() {
     int ends[2];
     checked_call(::pipe2(ends, O_CLOEXEC | O_NONBLOCK), "pipe");
     read_ = Fd(ends[0]);
@@ -78,7 +104,8 @@ std::vector<std::string> rank_variables(
     int rank,
     int nproc,
     const LoopbackListener& listener,
-    int report_fd) {
+    int report_fd,
+    int notice_fd) {
   std::vector<std::string> result;
   std::vector<std::string> own = {
       fmt::format("RANK={}", rank),
@@ -87,7 +114,8 @@ std::vector<std::string> rank_variables(
       fmt::format("LOCAL_WORLD_SIZE={}", nproc),
       "MASTER_ADDR=127.0.0.1",
       fmt::format("MASTER_PORT={}", listener.port()),
-      fmt::format("{}={}", kReportVariable, report_fd)};
+      fmt::format("{}={}", kReportVariable, report_fd),
+      fmt::format("{}={}", kNoticeVariable, notice_fd)};
   if (rank == 0) {
     own.push_back(fmt::format("FLATSHARD_MASTER_LISTEN_FD={}", listener.fd()));
   }
@@ -135,6 +163,7 @@ class LocalRanks {
       const std::vector<std::string>& argv,
       const SpawnOptions& options)
       : options_(options), ranks_(nproc) {
+    launchers_notice_fd = notice_.fd();
     const LoopbackListener listener;
     for (int r = 0; r < nproc; ++r) {
       ranks_[r].index = r;
@@ -144,6 +173,7 @@ class LocalRanks {
 
   // Only when something threw: nobody may stay behind.
   ~LocalRanks() {
+    launchers_notice_fd = -1;
     send_all(SIGKILL);
     for (Rank& rank : ranks_) {
       if (rank.pid > 0) {
@@ -182,7 +212,8 @@ class LocalRanks {
         rank.index,
         static_cast<int>(ranks_.size()),
         listener,
-        token_.fd());
+        report_.fd(),
+        notice_.fd());
     auto arguments = argv;
     const auto variable_pointers = pointers(variables);
     const auto argument_pointers = pointers(arguments);
@@ -195,6 +226,7 @@ class LocalRanks {
       write_end = Fd(ends[1]);
       checked_call(::fcntl(ends[0], F_SETFL, O_NONBLOCK), "fcntl");
     }
+    const sigset_t mask = gate_.ranks_mask();
     const pid_t parent = ::getpid();
     rank.pid = checked_call(::fork(), "fork");
     if (rank.pid != 0) {
@@ -205,16 +237,15 @@ class LocalRanks {
     if (::getppid() != parent) {
       ::_exit(1);  // the parent died before prctl
     }
-    // Until the rank has a handler the signal must not end it.
-    ::signal(SIGUSR1, SIG_IGN);
-    ::sigprocmask(SIG_SETMASK, &gate_.old_mask(), nullptr);
+    ::sigprocmask(SIG_SETMASK, &mask, nullptr);
     if (write_end.get() >= 0) {
       ::dup2(write_end.get(), STDERR_FILENO);
     }
     if (rank.index != 0 && !options_.other_ranks_stdout) {
       ::dup2(::open("/dev/null", O_WRONLY), STDOUT_FILENO);
     }
-    ::fcntl(token_.fd(), F_SETFD, 0);  // survives exec
+    ::fcntl(report_.fd(), F_SETFD, 0);  // survives exec
+    ::fcntl(notice_.fd(), F_SETFD, 0);
     if (rank.index == 0) {
       ::fcntl(listener.fd(), F_SETFD, 0);
     }
@@ -281,10 +312,18 @@ class LocalRanks {
       if (exit_code_ == 0) {
         exit_code_ = 128 + signal;
       }
-      if (std::exchange(signalled_, true)) {
+      // Also what came from the terminal or to the whole group, which the ranks
+      // have already: to them a signal of this process is the one that counts.
+      const bool first = !std::exchange(signalled_, true);
+      // A terminal that closes may send several.
+      const bool counts = signal != SIGHUP;
+      if (first || (counts && !asked_at_)) {
+        send_all(signal);
+      }
+      if (counts && asked_at_ && Clock::now() - *asked_at_ > kSameRequest) {
         end_all();  // asked twice
-      } else if (info.ssi_code != SI_KERNEL) {
-        send_all(signal);  // from the terminal the ranks have it already
+      } else if (counts && !asked_at_) {
+        asked_at_ = Clock::now();
       }
     }
   }
@@ -302,14 +341,14 @@ class LocalRanks {
         continue;
       }
       // It ended in order, as it was asked to; the others do the same.
-      if (signalled_ && !killed && code == exit_code_) {
+      if (signalled_ && !killed && code > 128) {
         continue;
       }
       if (!signalled_) {
         exit_code_ = code;
         rank.errors.pass_on();
         // A rank that was killed could not say why; others may have.
-        if (token_.take() || killed) {
+        if (report_.take() || killed) {
           report(rank, killed ? WTERMSIG(status) : 0, code);
         }
       }
@@ -335,10 +374,12 @@ class LocalRanks {
 
   SpawnOptions options_;
   SignalGate gate_;
-  ReportToken token_;
+  Token report_;
+  Token notice_;
   std::vector<Rank> ranks_;
   bool ending_ = false;
   bool signalled_ = false;
+  std::optional<Clock::time_point> asked_at_;  // by the first SIGINT or SIGTERM
   Clock::time_point deadline_;
   int exit_code_ = 0;
 };
@@ -364,6 +405,14 @@ bool claim_failure_report(int patience_ms) {
   const ssize_t n = ::read(fd, &byte, 1);
   // Anything but an empty pipe is no reason to be silent.
   return n == 1 || (n < 0 && errno != EAGAIN);
+}
+
+bool claim_output_notice() {
+  const char* variable = std::getenv(kNoticeVariable);
+  const int fd =
+      variable != nullptr ? std::atoi(variable) : launchers_notice_fd.load();
+  char byte = 0;
+  return fd < 0 || ::read(fd, &byte, 1) != -1 || errno != EAGAIN;
 }
 
 int spawn_local_ranks(

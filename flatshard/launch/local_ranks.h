@@ -13,6 +13,11 @@ namespace flatshard {
 ///   errors that say no more than that a peer is gone.
 bool claim_failure_report(int patience_ms = 0);
 
+/// Which process of a job writes once for all of them that nothing reads their
+/// output any more (keep_output_in). Of the processes that `spawn_local_ranks`
+/// started, true for the first that asks. In any other process always true.
+bool claim_output_notice();
+
 struct SpawnOptions {
   /// Time between SIGTERM and SIGKILL when the others are ended.
   int grace_period_ms = 5000;
@@ -29,12 +34,13 @@ struct SpawnOptions {
 ///
 /// Call it before any call into torch: it forks. The port is found free on
 /// loopback and stays bound by this process; rank 0 inherits the socket.
-/// SIGINT, SIGTERM and SIGUSR1 go to all ranks, which ignore SIGUSR1 unless
-/// they do something with it. When one rank fails, the rest are ended
-/// (SIGTERM, then SIGKILL) and the first failure is written to standard error
-/// with its rank, exit code or signal, and last message, unless a rank has said
-/// why itself (claim_failure_report). Ranks die with this process, also when it
-/// is killed.
+/// SIGINT, SIGTERM, SIGHUP and SIGUSR1 go to all ranks, unless the parent had
+/// them ignored. SIGUSR1 is blocked in the ranks until they unblock it. A
+/// second SIGINT or SIGTERM ends the ranks at once (SIGTERM, then SIGKILL).
+/// When one rank fails, the rest are ended (SIGTERM, then SIGKILL) and the
+/// first failure is written to standard error with its rank, exit code or
+/// signal, and last message, unless a rank has said why itself
+/// (claim_failure_report). Ranks die with this process, also when it is killed.
 ///
 /// @param signalled  if not null: whether SIGINT, SIGTERM or SIGHUP came, so
 ///   that the ranks were to end. The result is 128 + that signal then.

@@ -5,20 +5,14 @@
 #include <string_view>
 #include <vector>
 
+#include <unistd.h>
+
+#include "flatshard/core/output.h"
+
 namespace flatshard {
 namespace {
 
 constexpr std::size_t kTailBytes = 16384;
-
-void write_all(int fd, std::string_view text) {
-  while (!text.empty()) {
-    const ssize_t n = ::write(fd, text.data(), text.size());
-    if (n < 0 && errno != EINTR) {
-      return;
-    }
-    text.remove_prefix(static_cast<std::size_t>(std::max<ssize_t>(n, 0)));
-  }
-}
 
 }  // namespace
 
@@ -44,7 +38,7 @@ void RankStderr::pass_on() {
         tail_.erase(0, tail_.size() - kTailBytes);
       }
       if (!prefixed_) {
-        write_all(STDERR_FILENO, text);
+        write_output(STDERR_FILENO, text);
         continue;
       }
       line_ += text;
@@ -52,7 +46,7 @@ void RankStderr::pass_on() {
     for (std::size_t end; (end = line_.find('\n')) != std::string::npos;) {
       const std::string_view line = std::string_view(line_).substr(0, end + 1);
       const bool says_it = line.starts_with(fmt::format("[rank {}/", rank_));
-      write_all(
+      write_output(
           STDERR_FILENO,
           says_it ? std::string(line)
                   : fmt::format("[rank {}] {}", rank_, line));

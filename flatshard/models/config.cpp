@@ -272,6 +272,11 @@ void ModelConfig::validate() {
       config,
       "model.norm_eps: expected a positive number, got {}",
       norm_eps);
+  FLATSHARD_CHECK(
+      initializer_range > 0.0 && initializer_range < 1e6,
+      config,
+      "model.initializer_range: expected a positive number, got {}",
+      initializer_range);
   if (rope_scaling) {
     FLATSHARD_CHECK(
         rope_scaling->factor > 0.0 &&

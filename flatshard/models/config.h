@@ -48,6 +48,8 @@ struct ModelConfig {
   double rope_theta = 500000.0;
   std::optional<nn::RopeScaling> rope_scaling;
   double norm_eps = 1e-5;
+  /// Standard deviation of matrices that are trained from scratch; see init.h.
+  double initializer_range = 0.02;
   bool tie_embeddings = false;
   bool qk_norm = false;  ///< RMSNorm of each head's query and key
   MoeConfig moe;

@@ -1,9 +1,11 @@
 #include "flatshard/models/config.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/core/placeholder.h"
 
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <fstream>
 #include <iterator>
 #include <nlohmann/json.hpp>
@@ -116,6 +118,7 @@ Json read_json(const std::filesystem::path& path) {
   const std::string text{
       std::istreambuf_iterator<char>(in),
       std::istreambuf_iterator<char>()};
+  refuse_placeholder(path, text);
   try {
     Json json = Json::parse(text);
     FLATSHARD_CHECK(
@@ -224,9 +227,19 @@ ModelConfig from_hf_json(const std::filesystem::path& path) {
   const HfFamily& family =
       family_of_type(file, reader.need<std::string>("model_type"));
   if (reader.has("architectures")) {
+    // The model itself, with its head or without, or with another one:
+    // transformers reads all of them as a causal language model.
     const auto names = reader.need<std::vector<std::string>>("architectures");
+    const std::string_view name = family.architecture;
+    const std::string_view base = name.substr(0, name.find("ForCausalLM"));
     FLATSHARD_CHECK(
-        names == std::vector<std::string>{family.architecture},
+        std::all_of(
+            names.begin(),
+            names.end(),
+            [&](const std::string& other) {
+              return other == fmt::format("{}Model", base) ||
+                     other.starts_with(fmt::format("{}For", base));
+            }),
         config,
         "{}: expected the architecture {}, got {}",
         file,
@@ -249,6 +262,7 @@ ModelConfig from_hf_json(const std::filesystem::path& path) {
       .max_seq_len = reader.get<std::int64_t>("max_position_embeddings", 2048),
       .rope_theta = reader.get<double>("rope_theta", 10000.0),
       .norm_eps = reader.get<double>("rms_norm_eps", 1e-6),
+      .initializer_range = reader.get<double>("initializer_range", 0.02),
       .tie_embeddings = reader.get<bool>("tie_word_embeddings", false)};
   config.kv_heads =
       reader.get<std::int64_t>("num_key_value_heads", config.heads);
@@ -365,6 +379,7 @@ std::string to_hf_json(
       {"max_position_embeddings", config.max_seq_len},
       {"rope_theta", config.rope_theta},
       {"rms_norm_eps", config.norm_eps},
+      {"initializer_range", config.initializer_range},
       {"tie_word_embeddings", config.tie_embeddings},
       {"attention_bias", false},
       {"mlp_bias", false},

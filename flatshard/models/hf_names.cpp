@@ -4,6 +4,9 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <charconv>
+
 namespace flatshard::models {
 namespace {
 
@@ -89,6 +92,42 @@ std::vector<StoredEntry> hf_entries(
     }
   }
   return entries;
+}
+
+bool is_unneeded_hf_entry(std::string_view name, std::size_t num_dims) {
+  const auto ends = [&](std::string_view text) { return name.ends_with(text); };
+  constexpr std::string_view kEnds[] = {
+      ".inv_freq",
+      ".cos_cached",
+      ".sin_cached",
+      ".masked_bias",
+      ".causal_mask",
+      ".position_ids",
+      ".num_batches_tracked",
+      "._extra_state",
+      ".k_scale",
+      ".v_scale"};
+  if (std::any_of(std::begin(kEnds), std::end(kEnds), ends) ||
+      name.find(".rotary_emb.") != name.npos) {
+    return true;
+  }
+  // [1, 1, L, L]; biases of layers have one dimension.
+  if (num_dims == 4 && (ends("attn.bias") || ends("attention.bias"))) {
+    return true;
+  }
+  return !name.starts_with(kHfBasePrefix) && !name.starts_with("lm_head.");
+}
+
+std::optional<std::int64_t> layer_of_hf_entry(std::string_view name) {
+  constexpr std::string_view kLayers = "model.layers.";
+  if (!name.starts_with(kLayers)) {
+    return std::nullopt;
+  }
+  name.remove_prefix(kLayers.size());
+  std::int64_t layer = 0;
+  const auto [end, error] =
+      std::from_chars(name.data(), name.data() + name.size(), layer);
+  return error == std::errc() ? std::optional(layer) : std::nullopt;
 }
 
 StoredEntriesOf hf_entries_of(const ModelConfig& config) {

@@ -3,7 +3,9 @@
 #include "flatshard/core/stored_entry.h"
 #include "flatshard/models/config.h"
 
+#include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -25,6 +27,18 @@ std::vector<StoredEntry> hf_entries(
     const ModelConfig& config,
     const std::string& name,
     const std::vector<std::int64_t>& shape);
+
+/// What the names of a model begin with that is not its head's.
+inline constexpr std::string_view kHfBasePrefix = "model.";
+
+/// Whether a tensor of a Hugging Face folder that is no parameter of ours
+/// changes nothing that the model computes: buffers that are computed anew
+/// (rotary embeddings, causal masks), scales of a KV cache, counters, and what
+/// belongs to other modules than the model and its head (heads of other tasks).
+bool is_unneeded_hf_entry(std::string_view name, std::size_t num_dims);
+
+/// The N of an entry of block N, "model.layers.N.*"; unset for others.
+std::optional<std::int64_t> layer_of_hf_entry(std::string_view name);
 
 /// hf_entries of one model.
 StoredEntriesOf hf_entries_of(const ModelConfig& config);

@@ -9,18 +9,20 @@ namespace flatshard::models {
 
 // How a model's matrices are initialized.
 
-inline constexpr float kInitStd = 0.02F;
+inline float init_std(const ModelConfig& config) {
+  return static_cast<float>(config.initializer_range);
+}
 
 /// Of projections into the residual stream: its variance then does not grow
 /// with the number of layers.
 inline InitSpec residual_init(const ModelConfig& config) {
   return InitSpec::normal(
       0.0F,
-      kInitStd / std::sqrt(2.0F * static_cast<float>(config.layers)));
+      init_std(config) / std::sqrt(2.0F * static_cast<float>(config.layers)));
 }
 
-inline nn::LinearOptions plain_linear() {
-  return {.init = InitSpec::normal(0.0F, kInitStd)};
+inline nn::LinearOptions plain_linear(const ModelConfig& config) {
+  return {.init = InitSpec::normal(0.0F, init_std(config))};
 }
 
 inline nn::LinearOptions residual_linear(const ModelConfig& config) {

@@ -42,12 +42,15 @@ LlamaAttentionImpl::LlamaAttentionImpl(
       rope_(std::move(rope)) {
   const std::int64_t q = config.heads * config.head_dim;
   const std::int64_t kv = config.kv_heads * config.head_dim;
-  q_proj_ =
-      register_module("q_proj", nn::Linear(config.dim, q, plain_linear()));
-  k_proj_ =
-      register_module("k_proj", nn::Linear(config.dim, kv, plain_linear()));
-  v_proj_ =
-      register_module("v_proj", nn::Linear(config.dim, kv, plain_linear()));
+  q_proj_ = register_module(
+      "q_proj",
+      nn::Linear(config.dim, q, plain_linear(config)));
+  k_proj_ = register_module(
+      "k_proj",
+      nn::Linear(config.dim, kv, plain_linear(config)));
+  v_proj_ = register_module(
+      "v_proj",
+      nn::Linear(config.dim, kv, plain_linear(config)));
   o_proj_ = register_module(
       "o_proj",
       nn::Linear(q, config.dim, residual_linear(config)));
@@ -106,10 +109,10 @@ std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::attend(
 LlamaMlpImpl::LlamaMlpImpl(const ModelConfig& config) : Module("LlamaMlp") {
   gate_proj_ = register_module(
       "gate_proj",
-      nn::Linear(config.dim, config.ffn_dim, plain_linear()));
+      nn::Linear(config.dim, config.ffn_dim, plain_linear(config)));
   up_proj_ = register_module(
       "up_proj",
-      nn::Linear(config.dim, config.ffn_dim, plain_linear()));
+      nn::Linear(config.dim, config.ffn_dim, plain_linear(config)));
   down_proj_ = register_module(
       "down_proj",
       nn::Linear(config.ffn_dim, config.dim, residual_linear(config)));
@@ -227,7 +230,7 @@ LlamaHeadImpl::LlamaHeadImpl(
                             : declare_parameter(
                                   "weight",
                                   {config.vocab_size, config.dim},
-                                  InitSpec::normal(0.0F, kInitStd));
+                                  InitSpec::normal(0.0F, init_std(config)));
 }
 
 at::Tensor LlamaHeadImpl::forward(
@@ -251,7 +254,7 @@ LlamaBodyImpl::LlamaBodyImpl(
       nn::Embedding(
           config.vocab_size,
           config.dim,
-          InitSpec::normal(0.0F, kInitStd)));
+          InitSpec::normal(0.0F, init_std(config))));
   auto list = register_module("layers", std::make_shared<nn::Module>("Layers"));
   for (std::int64_t i = 0; i < config.layers; ++i) {
     LlamaBlock block(config, i, rope, options, loss_gradient);

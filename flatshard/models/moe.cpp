@@ -58,7 +58,7 @@ RouterImpl::RouterImpl(
   weight_ = declare_parameter(
       "weight",
       {num_experts_, config.dim},
-      InitSpec::normal(0.0F, kInitStd));
+      InitSpec::normal(0.0F, init_std(config)));
 }
 
 void RouterImpl::make_bias(at::Device device) {
@@ -146,7 +146,7 @@ ExpertsImpl::ExpertsImpl(const ModelConfig& config, const MoeOptions& options)
   gate_up_proj_ = declare_parameter(
       "gate_up_proj",
       {experts, 2 * ffn_dim, config.dim},
-      InitSpec::normal(0.0F, kInitStd));
+      InitSpec::normal(0.0F, init_std(config)));
   down_proj_ = declare_parameter(
       "down_proj",
       {experts, config.dim, ffn_dim},
@@ -218,10 +218,10 @@ MoeImpl::MoeImpl(
       std::make_shared<nn::Module>("SharedExperts"));
   shared_gate_ = shared_->register_module(
       "gate_proj",
-      nn::Linear(config.dim, width, plain_linear()));
+      nn::Linear(config.dim, width, plain_linear(config)));
   shared_up_ = shared_->register_module(
       "up_proj",
-      nn::Linear(config.dim, width, plain_linear()));
+      nn::Linear(config.dim, width, plain_linear(config)));
   shared_down_ = shared_->register_module(
       "down_proj",
       nn::Linear(width, config.dim, residual_linear(config)));

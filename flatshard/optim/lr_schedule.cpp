@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <numbers>
+#include <string>
 
 #include "flatshard/core/error.h"
 #include "flatshard/core/nearest_name.h"
@@ -22,13 +23,13 @@ constexpr double kWsdDecayRatio = 0.2;
 
 LrSchedule::Kind LrSchedule::parse_kind(std::string_view name) {
   const auto* found = std::find(kNames.begin(), kNames.end(), name);
+  const std::string near = near_name(name, kNames);
   FLATSHARD_CHECK(
       found != kNames.end(),
       config,
-      "lr_scheduler.name: expected constant, linear, cosine or wsd, got '{}'; "
-      "did you mean '{}'?",
+      "lr_scheduler.name: expected constant, linear, cosine or wsd, got '{}'{}",
       name,
-      nearest_name(name, kNames));
+      near.empty() ? "" : fmt::format("; did you mean '{}'?", near));
   return static_cast<Kind>(found - kNames.begin());
 }
 
@@ -86,13 +87,16 @@ std::int64_t LrSchedule::decay_steps() const {
     return total_steps - warmup_steps;
   }
   const double ratio = decay_ratio.value_or(kWsdDecayRatio);
-  return std::llround(ratio * static_cast<double>(total_steps));
+  const std::int64_t steps =
+      std::llround(ratio * static_cast<double>(total_steps));
+  return ratio > 0 && total_steps > warmup_steps
+             ? std::max<std::int64_t>(1, steps)
+             : steps;
 }
 
 double LrSchedule::factor(std::int64_t step) const {
   if (step < warmup_steps) {
-    return static_cast<double>(step + 1) /
-           static_cast<double>(warmup_steps + 1);
+    return static_cast<double>(step + 1) / static_cast<double>(warmup_steps);
   }
   const std::int64_t decay = decay_steps();
   const std::int64_t decay_begin = total_steps - decay;
@@ -101,7 +105,7 @@ double LrSchedule::factor(std::int64_t step) const {
   }
   const double p = std::min(
       1.0,
-      static_cast<double>(step - decay_begin) / static_cast<double>(decay));
+      static_cast<double>(step + 1 - decay_begin) / static_cast<double>(decay));
   const double m = min_lr_factor;
   if (kind == Kind::cosine) {
     return m + (1.0 - m) * 0.5 * (1.0 + std::cos(std::numbers::pi * p));

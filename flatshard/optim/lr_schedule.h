@@ -11,18 +11,22 @@ namespace flatshard {
 /// With S = total_steps, W = warmup_steps, D = decay_steps() and
 /// m = min_lr_factor, step s in [0, S) has lr = base_lr * factor(s):
 ///
-///   warm-up  s < W       factor = (s + 1) / (W + 1)
+///   warm-up  s < W       factor = (s + 1) / W
 ///   stable   s < S - D   factor = 1
-///   decay    else        p = (s - (S - D)) / D, at most 1
+///   decay    else        p = (s + 1 - (S - D)) / D, at most 1
 ///     linear, wsd        factor = 1 - (1 - m) p
 ///     cosine             factor = m + (1 - m) (1 + cos(pi p)) / 2
 ///
 /// `constant` has D = 0. `linear` and `cosine` have D = S - W, that is no
 /// stable phase, or D = round(decay_ratio * S) when that is set. `wsd`
 /// (warm-up, stable, decay) has D = round(decay_ratio * S), by default a fifth
-/// of the run.
-/// Sources: cosine: Loshchilov and Hutter, arXiv:1608.03983; wsd: Hu et al.,
-/// arXiv:2404.06395.
+/// of the run. A decay_ratio above 0 gives at least one step.
+///
+/// So the last step of the warm-up has base_lr, and the last step of the run
+/// m * base_lr, as in torchtitan. transformers has s / W and (s - (S - D)) / D:
+/// its first step has a rate of 0, and its last one comes close to the minimum.
+/// Sources: torchtitan, components/lr_scheduler.py; cosine: Loshchilov and
+/// Hutter, arXiv:1608.03983; wsd: Hu et al., arXiv:2404.06395.
 struct LrSchedule {
   enum class Kind { constant, linear, cosine, wsd };
 

@@ -10,6 +10,7 @@
 #include <stdexcept>
 
 #include "flatshard/core/error.h"
+#include "flatshard/core/home_folder.h"
 #include "flatshard/core/nearest_name.h"
 #include "flatshard/train/config_check.h"
 #include "flatshard/train/config_field.h"
@@ -81,16 +82,18 @@ std::vector<std::string> section_names() {
     std::string_view section,
     const std::string& where) {
   const auto names = section_names();
+  const std::string near = near_name(section, names);
   FLATSHARD_THROW(
       config,
-      "{}: there is no section [{}]; did you mean [{}]?",
+      "{}: there is no section [{}]; {}",
       where,
       shortened(section),
-      nearest_name(section, names));
+      near.empty() ? fmt::format("there are [{}]", fmt::join(names, "], ["))
+                   : fmt::format("did you mean [{}]?", near));
 }
 
-/// Names the nearest key of the section, and the section that does have a key
-/// of just that name.
+/// Names the key of the section that is nearly called so, or the section that
+/// does have a key of just that name, or else the keys that there are.
 [[noreturn]] void throw_unknown_key(
     std::string_view section,
     std::string_view name,
@@ -111,15 +114,18 @@ std::vector<std::string> section_names() {
       elsewhere = key.full_name();
     }
   }
-  const std::string nearest = nearest_name(name, in_section);
-  const bool is_close = edit_distance(name, nearest) <= 2;
+  std::string near = near_name(name, in_section);
+  if (near.empty() || (!elsewhere.empty() && edit_distance(name, near) > 2)) {
+    near = elsewhere;
+  }
   FLATSHARD_THROW(
       config,
-      "{}: section [{}] has no key '{}'; did you mean '{}'?",
+      "{}: section [{}] has no key '{}'; {}",
       where,
       section,
       shortened(name),
-      elsewhere.empty() || is_close ? nearest : elsewhere);
+      near.empty() ? fmt::format("its keys are {}", fmt::join(in_section, ", "))
+                   : fmt::format("did you mean '{}'?", near));
 }
 
 /// "a/folder", or [{ path = "a/folder", weight = 2 }, ...]; unset when it is
@@ -129,8 +135,9 @@ std::optional<std::vector<data::SourceChoice>> read_sources(
     const toml::node& node,
     const std::string& where) {
   if (const auto path = node.value_exact<std::string>()) {
-    return path->empty() ? std::vector<data::SourceChoice>{}
-                         : std::vector<data::SourceChoice>{{.path = *path}};
+    return path->empty()
+               ? std::vector<data::SourceChoice>{}
+               : std::vector<data::SourceChoice>{{.path = expand_home(*path)}};
   }
   const toml::array* array = node.as_array();
   if (array == nullptr || array->empty()) {
@@ -156,7 +163,7 @@ std::optional<std::vector<data::SourceChoice>> read_sources(
           shortened(name.str()),
           shown(value));
       if (is_path) {
-        source.path = *value.value<std::string>();
+        source.path = expand_home(*value.value<std::string>());
       } else {
         source.weight = *value.value<double>();
       }
@@ -175,6 +182,17 @@ std::optional<std::vector<data::SourceChoice>> read_sources(
   return sources;
 }
 
+/// An integer, also written as 1e4 or 10000.0: what a floating-point number
+/// holds exactly.
+std::optional<std::int64_t> read_integer(const toml::node& node) {
+  constexpr double kLargest = 0x1p53;
+  const auto real = node.value_exact<double>();
+  if (real && std::trunc(*real) == *real && std::abs(*real) <= kLargest) {
+    return static_cast<std::int64_t>(*real);
+  }
+  return node.value_exact<std::int64_t>();
+}
+
 void set_field(
     const ConfigKey& key,
     Config& config,
@@ -190,7 +208,12 @@ void set_field(
   };
   std::visit(
       Overloaded{
-          [&](std::string* out) { take(out, node.value_exact<std::string>()); },
+          [&](std::string* out) {
+            take(out, node.value_exact<std::string>());
+            if (ok && holds_path(key)) {
+              *out = expand_home(*out);
+            }
+          },
           [&](std::vector<data::SourceChoice>* out) {
             take(out, read_sources(key, node, where));
           },
@@ -198,11 +221,9 @@ void set_field(
           [&](std::optional<bool>* out) {
             take(out, node.value_exact<bool>());
           },
-          [&](std::int64_t* out) {
-            take(out, node.value_exact<std::int64_t>());
-          },
+          [&](std::int64_t* out) { take(out, read_integer(node)); },
           [&](std::optional<std::int64_t>* out) {
-            take(out, node.value_exact<std::int64_t>());
+            take(out, read_integer(node));
           },
           // An integer is a number, too: `lr = 1`.
           [&](auto* out) {
@@ -309,7 +330,7 @@ std::string apply_override(Config& config, const std::string& text) {
       where);
   const std::string section = text.substr(0, dot);
   const std::string name = text.substr(dot + 1, equals - dot - 1);
-  const std::string value = text.substr(equals + 1);
+  std::string value = text.substr(equals + 1);
   const auto sections = section_names();
   if (std::find(sections.begin(), sections.end(), section) == sections.end()) {
     throw_unknown_section(section, where);
@@ -331,6 +352,7 @@ std::string apply_override(Config& config, const std::string& text) {
     return key->full_name();
   }
   check_line_lengths(value, where);
+  value = typed_value(value, field);
   const toml::parse_result parsed = [&]() -> toml::parse_result {
     try {
       return toml::parse("value = " + value);

@@ -39,6 +39,7 @@ struct Config {
     std::optional<std::int64_t> max_seq_len;
     std::optional<double> rope_theta;
     std::optional<double> norm_eps;
+    std::optional<double> initializer_range;
     std::optional<bool> tie_embeddings;
     std::optional<bool> qk_norm;
     std::optional<std::int64_t> num_experts;

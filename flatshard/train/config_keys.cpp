@@ -60,8 +60,9 @@ const ConfigKey kKeys[] = {
         "auto|llama|mixtral|qwen3_moe|moe"),
     KEY(model,
         init_from,
-        "a Hugging Face folder whose weights to start from; its config.json "
-        "gives the shape unless preset, hf_config or dim does"),
+        "a Hugging Face folder whose weights to start from, but for what "
+        "checkpoint.exclude names; its config.json gives the shape unless "
+        "preset, hf_config or dim does"),
     KEY(model,
         hf_config,
         "a Hugging Face config.json to take the model's shape from; keys set "
@@ -95,6 +96,13 @@ const ConfigKey kKeys[] = {
         kMaxTokens),
     KEY(model, rope_theta, "base of the rotary embedding", {}, 1, 1e15),
     KEY(model, norm_eps, "epsilon of the RMS norms", {}, 0, 1),
+    KEY(model,
+        initializer_range,
+        "standard deviation of matrices that are trained from scratch; unset: "
+        "0.02, or as hf_config says",
+        {},
+        0,
+        1),
     KEY(model, tie_embeddings, "the head uses the embedding's weights"),
     KEY(model,
         qk_norm,
@@ -418,8 +426,9 @@ const ConfigKey kKeys[] = {
         kMaxSteps),
     KEY(checkpoint,
         exclude,
-        "what is not taken from a checkpoint: shell patterns of parameter "
-        "names, `optimizer`, `loader`, with commas between them"),
+        "what is not taken from a checkpoint or from model.init_from: shell "
+        "patterns of parameter names, `optimizer`, `loader`, with commas "
+        "between them"),
     KEY(checkpoint,
         export_hf_at_end,
         "write the last checkpoint as a Hugging Face folder, "

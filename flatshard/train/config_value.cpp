@@ -3,7 +3,9 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <cctype>
 #include <cmath>
+#include <regex>
 #include <sstream>
 #include <vector>
 
@@ -41,15 +43,16 @@ void check_choice(
   for (std::string choice; std::getline(list, choice, '|');) {
     choices.push_back(choice);
   }
+  const std::string near = near_name(value, choices);
   FLATSHARD_CHECK(
       std::find(choices.begin(), choices.end(), value) != choices.end(),
       config,
-      "{}: {} expected one of {}, got \"{}\"; did you mean \"{}\"?",
+      "{}: {} expected one of {}, got \"{}\"{}",
       where,
       key.full_name(),
       fmt::join(choices, ", "),
       shortened(value),
-      nearest_name(value, choices));
+      near.empty() ? "" : fmt::format("; did you mean \"{}\"?", near));
 }
 
 void check_no_nul(
@@ -97,6 +100,46 @@ std::string shortened(std::string_view text) {
   return text.size() <= kLongest
              ? std::string(text)
              : std::string(text.substr(0, kLongest)) + "...";
+}
+
+bool holds_path(const ConfigKey& key) {
+  constexpr std::string_view kPaths[] = {
+      "run.output_dir",
+      "model.init_from",
+      "model.hf_config",
+      "checkpoint.folder",
+      "profiling.folder"};
+  return std::find(std::begin(kPaths), std::end(kPaths), key.full_name()) !=
+         std::end(kPaths);
+}
+
+std::string typed_value(const std::string& value, const ConfigField& field) {
+  constexpr std::size_t kLongest = 64;  // of a number; the match is recursive
+  if (std::holds_alternative<bool*>(field) ||
+      std::holds_alternative<std::optional<bool>*>(field)) {
+    std::string lower = value;
+    for (char& c : lower) {
+      c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+    }
+    return lower == "true" || lower == "false" ? lower : value;
+  }
+  static const std::regex kNumber(
+      R"(([+-]?)0*([0-9][0-9_]*)?(\.([0-9][0-9_]*)?)?([eE][+-]?[0-9]+)?)");
+  std::smatch parts;
+  const bool has_digits =
+      value.find_first_of("0123456789") < value.find_first_of("eE");
+  if (!has_digits || value.size() > kLongest ||
+      !std::regex_match(value, parts, kNumber)) {
+    return value;
+  }
+  const auto or_zero = [](const std::string& digits) {
+    return digits.empty() ? "0" : digits;
+  };
+  std::string number = parts[1].str() + or_zero(parts[2]);
+  if (parts[3].matched) {
+    number += "." + or_zero(parts[4]);
+  }
+  return number + parts[5].str();
 }
 
 void check_config_value(

@@ -1,17 +1,25 @@
 #include "flatshard/train/earlier_run.h"
 
+#include <string>
 #include <vector>
 
 #include "flatshard/core/error.h"
 #include "flatshard/format/checkpoint_folder.h"
+#include "flatshard/train/run_sources.h"
 
 namespace flatshard {
 namespace {
 
+constexpr const char* kWeightsFile = "model.safetensors";
+
 /// What a run writes from its start on, below its output folder.
 std::vector<std::filesystem::path> files_of_a_run(
     const std::filesystem::path& checkpoints) {
-  std::vector<std::filesystem::path> files{"config.toml", "metrics.jsonl"};
+  std::vector<std::filesystem::path> files{
+      "config.toml",
+      "metrics.jsonl",
+      kSources,
+      kWeightsFile};
   if (checkpoints.is_relative()) {
     files.push_back(checkpoints);
   }
@@ -22,6 +30,8 @@ std::vector<std::filesystem::path> files_of_a_run(
 bool holds_something(const std::filesystem::path& path) {
   std::error_code error;
   return std::filesystem::is_regular_file(path, error) ||
+         (path.filename() == kSources &&
+          std::filesystem::is_directory(path, error)) ||
          !list_checkpoints(path).empty();
 }
 
@@ -43,10 +53,13 @@ std::filesystem::path keep_earlier_run(
   refuse_foreign_checkpoints(checkpoints);
   fs::path kept;
   for (const fs::path& name : files_of_a_run(checkpoints)) {
-    if (!holds_something(output_dir / name)) {
+    std::error_code error;
+    // Without rows or a config of a run the weights are not a run's: a folder
+    // of Hugging Face, maybe.
+    if (!holds_something(output_dir / name) ||
+        (name == kWeightsFile && kept.empty())) {
       continue;
     }
-    std::error_code error;
     for (int n = 1; kept.empty(); ++n) {
       const fs::path free = output_dir / "earlier" / std::to_string(n);
       if (!fs::exists(free, error)) {
@@ -76,6 +89,9 @@ void restore_earlier_run(
   std::error_code error;
   for (const auto& name : files_of_a_run(checkpoints)) {
     if (std::filesystem::exists(kept / name, error)) {
+      if (name == kSources) {
+        std::filesystem::remove_all(output_dir / name, error);
+      }
       std::filesystem::rename(kept / name, output_dir / name, error);
     }
   }

@@ -9,10 +9,10 @@ namespace flatshard {
 /// some: they are not a new run's to move.
 void refuse_foreign_checkpoints(const std::filesystem::path& checkpoints);
 
-/// Moves what an earlier run wrote into `output_dir` and a new one would
-/// overwrite from the start (config.toml, metrics.jsonl) to
-/// <output_dir>/earlier/<n>, n counting from 1. The weights stay: a new run
-/// replaces them only at its end. Checkpoints move with it.
+/// Moves what an earlier run wrote into `output_dir` (config.toml,
+/// metrics.jsonl, sources, checkpoints, weights) to
+/// <output_dir>/earlier/<n>, n counting from 1: nothing of it is there to be
+/// taken for the new run's.
 ///
 /// @param checkpoints  their folder, below `output_dir` or absolute.
 /// @return that folder, empty when there was nothing to keep.

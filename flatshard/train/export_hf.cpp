@@ -13,6 +13,7 @@
 #include "flatshard/train/model_config.h"
 #include "flatshard/train/option_errors.h"
 #include "flatshard/train/precision.h"
+#include "flatshard/train/run_sources.h"
 #include "flatshard/train/stored_model.h"
 
 #include <ATen/ATen.h>
@@ -124,7 +125,8 @@ std::string export_hf(const ExportOptions& options) {
   });
   const Manifest manifest = read_manifest(from);
   check_files(from, manifest);
-  const Config config = checkpoint_config(from, manifest);
+  const Config config =
+      with_own_sources(checkpoint_config(from, manifest), from);
   const auto weights = manifest.tensors.find(std::string(kWeightRole));
   std::error_code error;
   FLATSHARD_CHECK(

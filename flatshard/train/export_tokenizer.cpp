@@ -15,7 +15,6 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr const char* kGenerationConfig = "generation_config.json";
 constexpr const char* kTokenizerConfig = "tokenizer_config.json";
 
 std::string text_of(const fs::path& path) {

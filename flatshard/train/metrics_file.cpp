@@ -86,7 +86,7 @@ void MetricsFile::open(int flags) {
   fd_ = ::open(
       path_.c_str(),
       O_WRONLY | O_CREAT | O_CLOEXEC | O_APPEND | flags,
-      0644);
+      0666);
   FLATSHARD_CHECK(
       fd_ >= 0,
       io,

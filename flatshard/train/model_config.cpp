@@ -164,6 +164,7 @@ models::ModelConfig model_config(const Config& config) {
   override_with(model.max_seq_len, m.max_seq_len);
   override_with(model.rope_theta, m.rope_theta);
   override_with(model.norm_eps, m.norm_eps);
+  override_with(model.initializer_range, m.initializer_range);
   override_with(model.tie_embeddings, m.tie_embeddings);
   override_with(model.qk_norm, m.qk_norm);
   override_experts(model, config);

@@ -26,29 +26,10 @@ constexpr std::string_view kFolderOption = "checkpoint.folder";
 constexpr std::string_view kLoaderState = "loader";
 constexpr std::string_view kScheduleState = "lr_scheduler";
 constexpr std::string_view kRandomState = "random";
+constexpr std::string_view kDataState = "data";
 // Words of checkpoint.exclude that are no parameters.
 constexpr std::string_view kOptimizerWord = "optimizer";
 constexpr std::string_view kLoaderWord = "loader";
-
-/// "a, b" -> {"a", "b"}.
-std::vector<std::string> split_list(const std::string& text) {
-  std::vector<std::string> items;
-  std::string item;
-  const auto flush = [&] {
-    if (!item.empty()) {
-      items.push_back(std::exchange(item, {}));
-    }
-  };
-  for (const char c : text) {
-    if (c == ',' || c == ' ') {
-      flush();
-    } else {
-      item += c;
-    }
-  }
-  flush();
-  return items;
-}
 
 /// Removes `word`; true when it was there.
 bool take(std::vector<std::string>& items, std::string_view word) {
@@ -119,6 +100,8 @@ std::optional<std::string> other_experts(
 
 std::string schedule_state(const Config& config) {
   return nlohmann::json{
+      // The last step has the lowest rate; it was one after the last before.
+      {"definition", 2},
       {"name", config.lr_scheduler.name},
       {"lr", config.optimizer.lr},
       {"steps", config.training.steps},
@@ -129,6 +112,25 @@ std::string schedule_state(const Config& config) {
 }
 
 }  // namespace
+
+std::vector<std::string> split_list(const std::string& text) {
+  std::vector<std::string> items;
+  std::string item;
+  const auto flush = [&] {
+    if (!item.empty()) {
+      items.push_back(std::exchange(item, {}));
+    }
+  };
+  for (const char c : text) {
+    if (c == ',' || c == ' ') {
+      flush();
+    } else {
+      item += c;
+    }
+  }
+  flush();
+  return items;
+}
 
 fs::path checkpoint_folder(const Config& config) {
   return fs::path(config.run.output_dir) / config.checkpoint.folder;
@@ -153,13 +155,17 @@ RunCheckpoints::RunCheckpoints(const Config& config, Parts parts)
 }
 
 std::map<std::string, std::string> RunCheckpoints::state() const {
-  return {
+  std::map<std::string, std::string> state{
       {std::string(kLoaderState), to_json(parts_.loader->state())},
       {std::string(kConfigState), to_toml(config_)},
       {std::string(kScheduleState), schedule_state(config_)},
       // Everything random in a run is a function of the seed and the step.
       {std::string(kRandomState),
        nlohmann::json{{"seed", config_.run.seed}}.dump()}};
+  if (parts_.data != nullptr) {
+    state[std::string(kDataState)] = parts_.data->to_json();
+  }
+  return state;
 }
 
 void RunCheckpoints::load(std::int64_t step) {
@@ -194,6 +200,10 @@ void RunCheckpoints::load(std::int64_t step) {
         key);
     return found->second;
   };
+  const auto saved_data = loaded.state.find(std::string(kDataState));
+  if (parts_.data != nullptr && saved_data != loaded.state.end()) {
+    parts_.data->check(saved_data->second, !without_loader, path.string());
+  }
   if (!without_loader) {
     parts_.loader->restore(loader_state(text(kLoaderState)));
   }

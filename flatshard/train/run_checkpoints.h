@@ -3,6 +3,7 @@
 #include "flatshard/checkpoint/checkpointer.h"
 #include "flatshard/data/loader.h"
 #include "flatshard/train/config.h"
+#include "flatshard/train/run_data.h"
 
 #include <cstdint>
 #include <filesystem>
@@ -19,6 +20,9 @@ namespace flatshard {
 /// unless it is absolute.
 std::filesystem::path checkpoint_folder(const Config& config);
 
+/// The items of checkpoint.exclude: "a, b" -> {"a", "b"}.
+std::vector<std::string> split_list(const std::string& text);
+
 /// The config among the texts of a run's checkpoint (Manifest::state).
 inline constexpr std::string_view kConfigState = "config";
 
@@ -33,6 +37,7 @@ class RunCheckpoints {
     Optimizer* optimizer = nullptr;
     data::Loader* loader = nullptr;
     std::vector<WholeTensor> buffers;  ///< of the model
+    const RunData* data = nullptr;     ///< rank 0's; null elsewhere
   };
 
   /// Collective when checkpoints are to be written.
@@ -40,7 +45,8 @@ class RunCheckpoints {
 
   /// Loads the checkpoint of `step`: weights, optimizer, the loader's place.
   /// Collective. @throws like load_checkpoint; Error{config} when the run has
-  /// another seed, sequence length or corpus.
+  /// another seed, sequence length or corpus. Logs a warning for other
+  /// validation data.
   void load(std::int64_t step);
 
   /// Checkpoints are written at all (checkpoint.interval > 0).

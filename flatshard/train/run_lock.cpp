@@ -261,7 +261,7 @@ void RunLock::remove_file_at_exit() noexcept {
 }
 
 bool RunLock::try_take(const Options& options, std::string& holder) {
-  const int fd = ::open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
+  const int fd = ::open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
   FLATSHARD_CHECK(
       fd >= 0,
       io,

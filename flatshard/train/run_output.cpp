@@ -1,11 +1,14 @@
 #include "flatshard/train/run_output.h"
 
+#include <unistd.h>
+
 #include <csignal>
-#include <cstdio>
 
 #include "flatshard/core/log.h"
+#include "flatshard/core/output.h"
 #include "flatshard/train/earlier_run.h"
 #include "flatshard/train/option_errors.h"
+#include "flatshard/train/run_sources.h"
 
 namespace flatshard {
 namespace {
@@ -18,6 +21,7 @@ void open_files(
   const std::filesystem::path folder = config.run.output_dir;
   if (resumed) {
     save_config(config);
+    save_run_sources(config);
     metrics.emplace(folder / "metrics.jsonl", MetricsFile::Mode::append);
     metrics->mark_overtaken(done);
     return;
@@ -25,6 +29,7 @@ void open_files(
   const auto kept = keep_earlier_run(folder, config.checkpoint.folder);
   try {
     save_config(config);
+    save_run_sources(config);
     metrics.emplace(folder / "metrics.jsonl");
   } catch (...) {
     if (!kept.empty()) {
@@ -45,8 +50,7 @@ void RunOutput::open(const Config& config, bool resumed, std::int64_t done) {
 
 void RunOutput::print(const std::string& text) {
   status_.clear();
-  fmt::print("{}\n", text);
-  std::fflush(stdout);
+  write_output(STDOUT_FILENO, text + "\n");
 }
 
 void RunOutput::step(const StepMetrics& metrics) {
@@ -101,10 +105,11 @@ void RunOutput::requested(
   status_.clear();
   if (requests.stop_signal != 0) {
     log_info(
-        "{}: ending after step {}{}; once more ends it at once",
-        requests.stop_signal == SIGINT ? "SIGINT" : "SIGTERM",
+        "{}: ending after step {}{}{}",
+        stop_signal_name(requests.stop_signal),
         step,
-        saves ? " with a checkpoint" : "");
+        saves ? " with a checkpoint" : "",
+        requests.stop_signal == SIGHUP ? "" : "; once more ends it at once");
   } else if (!saves) {
     log_warning("SIGUSR1: nothing is saved, since checkpoint.interval = 0");
   }

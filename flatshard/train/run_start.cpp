@@ -11,6 +11,7 @@
 #include "flatshard/core/log.h"
 #include "flatshard/format/checkpoint_folder.h"
 #include "flatshard/format/manifest.h"
+#include "flatshard/format/read_plan.h"
 #include "flatshard/train/earlier_run.h"
 #include "flatshard/train/metrics_file.h"
 #include "flatshard/train/run_checkpoints.h"
@@ -34,6 +35,30 @@ std::int64_t of_rank_0(Mesh& mesh, const std::function<std::int64_t()>& find) {
   return value;
 }
 
+/// The latest checkpoint whose files are all there, with their sizes: a copy
+/// may have been cut off. Logs a warning for each later one.
+std::optional<std::int64_t> latest_whole_checkpoint(const fs::path& folder) {
+  const auto latest = latest_checkpoint(folder);
+  auto steps = list_checkpoints(folder);
+  std::erase_if(steps, [&](std::int64_t step) { return step > latest; });
+  for (; !steps.empty(); steps.pop_back()) {
+    const fs::path path = step_folder(folder, steps.back());
+    try {
+      check_files(path, read_manifest(path));
+      return steps.back();
+    } catch (const Error& error) {
+      if (steps.size() == 1) {
+        throw;  // nothing to go back to
+      }
+      log_warning(
+          "{} is not whole, the run resumes from the checkpoint before it: {}",
+          path.string(),
+          error.message());
+    }
+  }
+  return std::nullopt;
+}
+
 /// The step of the checkpoint that a run goes on from. Collective.
 std::optional<std::int64_t>
 start_checkpoint(const Config& config, bool resume, Mesh& mesh) {
@@ -43,7 +68,7 @@ start_checkpoint(const Config& config, bool resume, Mesh& mesh) {
   std::int64_t step = wanted;
   if (wanted < 0 && resume) {
     step = of_rank_0(mesh, [&] {
-      return latest_checkpoint(folder).value_or(kScratch);
+      return latest_whole_checkpoint(folder).value_or(kScratch);
     });
   }
   if (step < 0) {

@@ -3,8 +3,13 @@
 namespace flatshard {
 
 /// While it lives, SIGUSR1 asks this process to save a checkpoint, and the
-/// first SIGINT (Ctrl-C) or SIGTERM asks it to stop in order. The next one of
-/// the two ends the process at once. At most one at a time.
+/// first SIGINT (Ctrl-C), SIGTERM or SIGHUP (the terminal closed) asks it to
+/// stop in order. A second SIGINT or SIGTERM ends the process at once. SIGHUP
+/// never does: a terminal that closes may send several. In a rank that
+/// spawn_local_ranks started, only the launcher's second signal ends it.
+///
+/// A signal that the parent process had ignored (nohup; `&` in a script) stays
+/// ignored. At most one at a time.
 class SaveSignals {
  public:
   SaveSignals();
@@ -15,8 +20,11 @@ class SaveSignals {
 
   /// SIGUSR1 came since the last call.
   bool take_save_request();
-  /// SIGINT or SIGTERM, the one that came first; 0: neither.
+  /// SIGINT, SIGTERM or SIGHUP, the one that came first; 0: none.
   int stop_signal() const;
 };
+
+/// "SIGTERM" and so on, of the three that stop a run.
+const char* stop_signal_name(int signal);
 
 }  // namespace flatshard

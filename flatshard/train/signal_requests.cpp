@@ -19,10 +19,11 @@ SignalRequests::SignalRequests(
 
 Requests SignalRequests::take(double step_ms) {
   const int stop_signal = signals_.stop_signal();
-  std::array<std::int64_t, 4> counts{
+  std::array<std::int64_t, 5> counts{
       static_cast<std::int64_t>(signals_.take_save_request()),
       static_cast<std::int64_t>(stop_signal == SIGINT),
       static_cast<std::int64_t>(stop_signal == SIGTERM),
+      static_cast<std::int64_t>(stop_signal == SIGHUP),
       // Rank 0's clock counts.
       mesh_->rank() == 0 ? std::llround(step_ms * 1000) : 0};
   if (mesh_->size() > 1) {
@@ -38,7 +39,7 @@ Requests SignalRequests::take(double step_ms) {
         counts.begin());
     constexpr std::int64_t kLookEveryUs = 1'000'000;
     freq_ = std::clamp<std::int64_t>(
-        kLookEveryUs / std::max<std::int64_t>(counts[3], 1),
+        kLookEveryUs / std::max<std::int64_t>(counts[4], 1),
         1,
         log_freq_);
   }
@@ -46,6 +47,7 @@ Requests SignalRequests::take(double step_ms) {
       .save = counts[0] > 0,
       .stop_signal = counts[2] > 0   ? SIGTERM
                      : counts[1] > 0 ? SIGINT
+                     : counts[3] > 0 ? SIGHUP
                                      : 0};
 }
 

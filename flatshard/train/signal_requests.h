@@ -11,7 +11,7 @@ namespace flatshard {
 /// What any rank was asked for by a signal; see SaveSignals.
 struct Requests {
   bool save = false;
-  int stop_signal = 0;  ///< SIGINT or SIGTERM; 0: none
+  int stop_signal = 0;  ///< SIGINT, SIGTERM or SIGHUP; 0: none
 };
 
 /// Has all ranks agree on what one of them was asked for by a signal, about

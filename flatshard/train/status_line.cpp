@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "flatshard/train/number_text.h"
 
@@ -25,6 +26,8 @@ void StatusLine::update(
     double loss,
     double elapsed_s,
     std::int64_t first) {
+  // A terminal that was closed is none any more.
+  enabled_ = enabled_ && ::isatty(fileno(stream_)) == 1;
   if (!enabled_) {
     return;
   }
@@ -40,10 +43,9 @@ void StatusLine::update(
 }
 
 void StatusLine::clear() {
-  if (shown_) {
+  if (std::exchange(shown_, false) && ::isatty(fileno(stream_)) == 1) {
     std::fputs("\r\033[K", stream_);
     std::fflush(stream_);
-    shown_ = false;
   }
 }
 

@@ -13,8 +13,10 @@
 #include "flatshard/format/hf_folder.h"
 #include "flatshard/format/read_plan.h"
 #include "flatshard/models/hf_names.h"
+#include "flatshard/train/metrics_file.h"
 #include "flatshard/train/model_config.h"
 #include "flatshard/train/run_checkpoints.h"
+#include "flatshard/train/run_sources.h"
 
 namespace flatshard {
 namespace {
@@ -23,14 +25,6 @@ namespace fs = std::filesystem;
 
 constexpr const char* kRunConfig = "config.toml";
 constexpr const char* kRunWeights = "model.safetensors";
-constexpr const char* kHfConfig = "config.json";
-
-/// Whether a checkpoint was written after the run's weights: those are of an
-/// earlier run in the same folder then, or of the same step.
-bool is_newer(const fs::path& checkpoint, const fs::path& weights) {
-  return fs::last_write_time(checkpoint / kManifestName) >
-         fs::last_write_time(weights);
-}
 
 /// Fills `out` with entries one after another.
 /// @param read_one  (entry, tensor of its shape) fills the tensor.
@@ -49,7 +43,7 @@ void read_entries(
 }
 
 StoredModel of_run(const fs::path& run) {
-  const Config config = load_config(run / kRunConfig);
+  const Config config = with_own_sources(load_config(run / kRunConfig), run);
   const auto file = std::make_shared<WeightsFile>(run / kRunWeights);
   const models::ModelConfig shape = model_config(config);
   return {
@@ -71,7 +65,8 @@ StoredModel of_run(const fs::path& run) {
 StoredModel of_checkpoint(const fs::path& folder) {
   const auto manifest = std::make_shared<Manifest>(read_manifest(folder));
   check_files(folder, *manifest);
-  const Config config = checkpoint_config(folder, *manifest);
+  const Config config =
+      with_own_sources(checkpoint_config(folder, *manifest), folder);
   return {
       .shape = model_config(config),
       .what = folder.string(),
@@ -105,7 +100,8 @@ void read_hf_tensor(
 }
 
 StoredModel of_hf_folder(const fs::path& folder) {
-  const auto weights = std::make_shared<HfFolder>(folder);
+  const auto weights =
+      std::make_shared<HfFolder>(folder, models::kHfBasePrefix);
   const models::ModelConfig shape = models::from_hf_json(folder / kHfConfig);
   return {
       .shape = shape,
@@ -229,9 +225,12 @@ StoredModel open_model(const fs::path& path, std::int64_t step) {
   const auto latest =
       is_run ? latest_checkpoint(checkpoints_of(path)) : std::nullopt;
   const fs::path weights = path / kRunWeights;
+  // A run that resumed from its end and was interrupted still has the weights
+  // of that end. Never by a file's time, which changes when it is copied.
   if (is_run && step < 0 && fs::exists(weights, error) &&
-      !(latest &&
-        is_newer(step_folder(checkpoints_of(path), *latest), weights))) {
+      (!latest || metrics_say_ended(
+                      path / "metrics.jsonl",
+                      load_config(path / kRunConfig).training.steps))) {
     return of_run(path);
   }
   FLATSHARD_CHECK(
@@ -266,7 +265,17 @@ std::unique_ptr<data::TextCodec> open_hf_codec(
           path.string())) {
     return data::TextCodec::bytes();
   }
-  const auto tokens = models::special_tokens_from_hf_json(folder / kHfConfig);
+  // generate() of transformers goes by generation_config.json when there is
+  // one.
+  auto tokens = models::special_tokens_from_hf_json(folder / kHfConfig);
+  std::error_code error;
+  if (fs::exists(folder / kGenerationConfig, error)) {
+    const auto generation =
+        models::special_tokens_from_hf_json(folder / kGenerationConfig);
+    if (!generation.eos.empty()) {
+      tokens.eos = generation.eos;
+    }
+  }
   return data::TextCodec::hf_tokenizer(path, tokens.eos, python);
 }
 

@@ -17,6 +17,9 @@
 // What a run leaves, found by any of the paths that a user has of it.
 namespace flatshard {
 
+inline constexpr const char* kHfConfig = "config.json";
+inline constexpr const char* kGenerationConfig = "generation_config.json";
+
 /// The folder of checkpoints that `path` means: that of the run whose
 /// output_dir it is, else `path` itself.
 std::filesystem::path checkpoints_of(const std::filesystem::path& path);

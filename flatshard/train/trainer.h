@@ -13,6 +13,7 @@
 #include "flatshard/train/nonfinite_guard.h"
 #include "flatshard/train/profile_report.h"
 #include "flatshard/train/run_checkpoints.h"
+#include "flatshard/train/run_data.h"
 #include "flatshard/train/run_diagnostics.h"
 #include "flatshard/train/run_lock.h"
 #include "flatshard/train/run_output.h"
@@ -39,11 +40,11 @@ class Trainer {
   /// How a run ended.
   enum class End {
     finished,
-    stopped,  ///< by SIGINT or SIGTERM; see `stop`
+    stopped,  ///< by SIGINT, SIGTERM or SIGHUP; see `stop`
   };
   /// How a run was stopped.
   struct Stop {
-    int signal = 0;         ///< SIGINT or SIGTERM
+    int signal = 0;         ///< SIGINT, SIGTERM or SIGHUP
     std::int64_t step = 0;  ///< the last one that was trained
     bool saved = false;     ///< it has a checkpoint
   };
@@ -116,6 +117,7 @@ class Trainer {
   bool opened_output_ = false;
   RunStart start_;
   std::optional<SignalRequests> requests_;
+  std::optional<RunData> data_;                ///< rank 0's
   std::optional<RunCheckpoints> checkpoints_;  ///< ends before what it saves
   std::optional<ExpertLoads> experts_;
   std::optional<Batches> batches_;

@@ -2,6 +2,7 @@
 #include "flatshard/checkpoint/init_weights.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
+#include "flatshard/format/hf_folder.h"
 #include "flatshard/models/flops.h"
 #include "flatshard/models/hf_names.h"
 #include "flatshard/train/device.h"
@@ -14,6 +15,8 @@
 #include "flatshard/train/trainer.h"
 
 #include <ATen/ATen.h>
+#include <fmt/ranges.h>
+#include <fnmatch.h>
 
 #include <chrono>
 
@@ -31,6 +34,64 @@ Config resolve_for_training(const Config& config, int world) {
       "precision.scaling = per_token: the trainer's batches hold equally many "
       "tokens on every rank, so mean is per token; use mean");
   return resolved;
+}
+
+InitWeightsOptions init_options(
+    const Config& config,
+    const models::ModelConfig& model) {
+  const std::int64_t layers = config.model.layers.value_or(-1);
+  return {
+      .entries_of = models::hf_entries_of(model),
+      .base_prefix = std::string(models::kHfBasePrefix),
+      .unneeded =
+          [layers](const std::string& name, std::size_t num_dims) {
+            // Fewer layers than the folder has, when that is what was asked
+            // for.
+            const auto layer = models::layer_of_hf_entry(name);
+            return (layers >= 0 && layer && *layer >= layers) ||
+                   models::is_unneeded_hf_entry(name, num_dims);
+          },
+      .exclude = split_list(config.checkpoint.exclude)};
+}
+
+/// A head that is missing has a reason of its own.
+void check_head(const Config& config, const models::ModelConfig& model) {
+  constexpr std::string_view kHead = "lm_head.weight";
+  const auto exclude = split_list(config.checkpoint.exclude);
+  const HfFolder weights(config.model.init_from, models::kHfBasePrefix);
+  FLATSHARD_CHECK(
+      model.tie_embeddings || weights.contains(kHead) ||
+          !weights.contains("model.embed_tokens.weight") ||
+          std::any_of(
+              exclude.begin(),
+              exclude.end(),
+              [&](const std::string& pattern) {
+                return ::fnmatch(pattern.c_str(), kHead.data(), 0) == 0;
+              }),
+      format,
+      "{} has no tensor '{}', and the model does not tie it to the embedding; "
+      "set model.tie_embeddings = true to do that, or checkpoint.exclude = "
+      "\"{}\" to begin with a random one",
+      config.model.init_from,
+      kHead,
+      kHead);
+}
+
+void report_unused(const UnusedWeights& unused, const Config& config) {
+  if (!unused.names.empty()) {
+    log_info(
+        "{} has what is not used: {}",
+        config.model.init_from,
+        fmt::join(unused.names, ", "));
+  }
+  for (const std::string& name : unused.other_values) {
+    log_warning(
+        "{} of {} is not used: the model ties its head to the embedding "
+        "(tie_word_embeddings), whose values differ. transformers 4 does the "
+        "same and transformers 5 keeps both; model.tie_embeddings = false does",
+        name,
+        config.model.init_from);
+  }
 }
 
 }  // namespace
@@ -102,6 +163,9 @@ void Trainer::build(std::vector<ValidationSet> validation_sets) {
   state_ = make_train_state(config_, model_config_, mesh_, num_microbatches);
   diagnostics_.emplace(config_, state_.runtime, mesh_->rank(), output);
   experts_.emplace(config_, state_.model, state_.exchange, mesh_);
+  if (output_ && (start_.checkpoint || config_.checkpoint.interval > 0)) {
+    data_.emplace(config_, loader_, validation_sets);
+  }
   checkpoints_.emplace(
       config_,
       RunCheckpoints::Parts{
@@ -109,7 +173,8 @@ void Trainer::build(std::vector<ValidationSet> validation_sets) {
           .groups = state_.runtime->all_groups(),
           .optimizer = state_.optimizer.get(),
           .loader = &loader_,
-          .buffers = experts_->buffers()});
+          .buffers = experts_->buffers(),
+          .data = data_ ? &*data_ : nullptr});
   batches_.emplace(config_, mesh_, loader_);
   microbatches_.emplace(
       state_.model,
@@ -169,14 +234,16 @@ void Trainer::load_weights(bool resume) {
     return;
   }
   if (!config_.model.init_from.empty()) {
-    for_option("model.init_from", [&] {
-      init_weights(
+    const UnusedWeights unused = for_option("model.init_from", [&] {
+      check_head(config_, model_config_);
+      return init_weights(
           config_.model.init_from,
           state_.runtime->all_groups(),
-          models::hf_entries_of(model_config_));
+          init_options(config_, model_config_));
     });
     if (output_) {
       log_info("took the weights of {}", config_.model.init_from);
+      report_unused(unused, config_);
     }
   }
   if (resume && output_) {

@@ -83,7 +83,7 @@ TEST(Float8Files, InitFromGivesThePlanesOfOneRank) {
   });
   expect_planes_of_one_rank(
       [&](ParamGroup& group, const std::shared_ptr<Mesh>&) {
-        init_weights(folder.path(), {&group}, same);
+        init_weights(folder.path(), {&group}, {.entries_of = same});
       });
 }
 
@@ -135,7 +135,9 @@ TEST(Float8Files, F6_AMissingWeightIsNamed) {
     checkpointer.wait();
     const auto group = fp8_group({"zero3", {1}}, context.mesh(), {});
     EXPECT_THAT(
-        message_of([&] { init_weights(folder.path(), {group.get()}, same); }),
+        message_of([&] {
+          init_weights(folder.path(), {group.get()}, {.entries_of = same});
+        }),
         HasSubstr("square"));
     EXPECT_THAT(
         message_of([&] {

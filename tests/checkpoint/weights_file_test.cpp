@@ -3,6 +3,9 @@
 #include "flatshard/checkpoint/init_weights.h"
 #include "flatshard/comm/collective_log.h"
 #include "flatshard/core/error.h"
+#include "flatshard/format/safetensors.h"
+#include "flatshard/group/weight_write.h"
+#include "tests/support/message_of.h"
 #include "tests/support/ranks.h"
 #include "tests/support/temp_folder.h"
 
@@ -14,6 +17,8 @@
 namespace flatshard::testing {
 namespace {
 
+using ::testing::AllOf;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 std::unique_ptr<ParamGroup> make_group(
@@ -188,7 +193,7 @@ TEST(SaveWeights, AParameterMayBeSeveralEntries) {
   const auto other = make_group(Mesh::single(at::kCPU), "zero3", "a.");
   const at::NoGradGuard no_grad;
   other->weights().main().local().zero_();
-  init_weights(folder.path(), {other.get()}, entries_of);
+  init_weights(folder.path(), {other.get()}, {.entries_of = entries_of});
   EXPECT_TRUE(
       other->weights().main().local().equal(group->weights().main().local()));
 }
@@ -257,12 +262,108 @@ TEST(InitWeights, WaitsForPeersThatCopyWeights) {
     init_weights(
         folder.path(),
         {&group},
-        [](const std::string& name, const std::vector<std::int64_t>& shape) {
+        {.entries_of = [](const std::string& name,
+                          const std::vector<std::int64_t>& shape) {
           return std::vector<StoredEntry>{{name, shape}};
-        });
+        }});
     mesh->world().barrier();
     EXPECT_GT(num_fences(), before);
   });
+}
+
+/// A folder with tensors "a.bias" [33] and others of one dimension.
+void write_folder(
+    const TempFolder& folder,
+    const std::vector<std::string>& names) {
+  std::vector<SafetensorsSpec> specs;
+  for (const std::string& name : names) {
+    specs.push_back({name, "F32", {33}});
+  }
+  SafetensorsWriter writer(folder / "model.safetensors", specs);
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    const std::vector<float> values(33, static_cast<float>(i + 1));
+    writer.write(names[i], std::as_bytes(std::span(values)));
+  }
+  writer.finish();
+}
+
+std::unique_ptr<ParamGroup> group_of_one(
+    const std::shared_ptr<Mesh>& mesh,
+    const std::vector<std::string>& names) {
+  return std::make_unique<ParamGroup>(
+      GroupSpec{
+          .name = "one",
+          .parameters = {{.names = names, .shape = {33}}},
+          .mesh = mesh,
+          .strategy = Strategy::named("zero3", 1)},
+      ParamGroupOptions{},
+      Initializer(4));
+}
+
+bool all_equal(const ParamGroup& group, double value) {
+  return group.weights()
+      .main()
+      .local()
+      .narrow(0, 0, 33)
+      .eq(value)
+      .all()
+      .item<bool>();
+}
+
+StoredEntriesOf same_names() {
+  return [](const std::string& name, const std::vector<std::int64_t>& shape) {
+    return std::vector<StoredEntry>{{name, shape}};
+  };
+}
+
+TEST(InitWeights, WhatIsNotUsedComesBackByName) {
+  const TempFolder folder;
+  write_folder(folder, {"a", "rotary.inv_freq", "tower.x"});
+  const auto group = group_of_one(Mesh::single(at::kCPU), {"a"});
+  InitWeightsOptions options{.entries_of = same_names()};
+  const auto init = [&] {
+    return init_weights(folder.path(), {group.get()}, options);
+  };
+  EXPECT_THAT(
+      message_of(init),
+      AllOf(
+          HasSubstr("tensor 'rotary.inv_freq', 'tower.x' belongs to no "
+                    "parameter"),
+          HasSubstr("checkpoint.exclude = \"rotary.inv_freq\"")));
+  options.unneeded = [](const std::string& name, std::size_t num_dims) {
+    return name == "rotary.inv_freq" && num_dims == 1;
+  };
+  EXPECT_THAT(message_of(init), HasSubstr("tensor 'tower.x' belongs to no"));
+  options.exclude = {"tower.*"};
+  EXPECT_THAT(init().names, ElementsAre("rotary.inv_freq", "tower.x"));
+  EXPECT_TRUE(all_equal(*group, 1));
+  // An excluded parameter keeps its values.
+  group->weights().main().local().fill_(7);
+  group->weights().adopt_foreign_writes();
+  options.exclude = {"tower.*", "a"};
+  EXPECT_THAT(init().names, ElementsAre("a", "rotary.inv_freq", "tower.x"));
+  EXPECT_TRUE(all_equal(*group, 7));
+}
+
+TEST(InitWeights, OfATiedParameterTheMainNameCounts) {
+  const TempFolder folder;
+  write_folder(folder, {"head", "embedding"});
+  const auto group =
+      group_of_one(Mesh::single(at::kCPU), {"embedding", "head"});
+  const auto init = [&] {
+    return init_weights(
+        folder.path(),
+        {group.get()},
+        {.entries_of = same_names()});
+  };
+  EXPECT_THAT(init().other_values, ElementsAre("head"));
+  EXPECT_TRUE(all_equal(*group, 2));
+  const TempFolder without;
+  write_folder(without, {"head"});
+  const UnusedWeights one =
+      init_weights(without.path(), {group.get()}, {.entries_of = same_names()});
+  EXPECT_THAT(one.other_values, ElementsAre());
+  EXPECT_TRUE(all_equal(*group, 1));
 }
 
 }  // namespace

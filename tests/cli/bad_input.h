@@ -161,7 +161,7 @@ class BadInput : public ::testing::Test {
         fs::copy_options::recursive | fs::copy_options::overwrite_existing);
     folder_.write("run.toml", config_text(folder_.path()));
     earlier_ = snapshot(folder_ / "run");
-    ASSERT_EQ(earlier_.size(), 3U);
+    ASSERT_EQ(earlier_.size(), 4U);  // with sources/corpus/meta.json
   }
 
   std::string train(const std::string& more, int ranks = 2) const {
@@ -187,13 +187,15 @@ class BadInput : public ::testing::Test {
     return result.output;
   }
 
-  // Fails after it began to write: the earlier run was put aside, its weights
-  // stay, and no temporary file does.
+  // Fails after it began to write: the earlier run was put aside as a whole,
+  // and no temporary file stays.
   void expect_earlier_run_kept() const {
     const auto now = snapshot(folder_ / "run");
     EXPECT_EQ(now.at("earlier/1/config.toml"), earlier_.at("config.toml"));
     EXPECT_EQ(now.at("earlier/1/metrics.jsonl"), earlier_.at("metrics.jsonl"));
-    EXPECT_EQ(now.at("model.safetensors"), earlier_.at("model.safetensors"));
+    EXPECT_EQ(
+        now.at("earlier/1/model.safetensors"),
+        earlier_.at("model.safetensors"));
     for (const auto& [name, content] : now) {
       EXPECT_EQ(name.find(".tmp-"), std::string::npos) << name;
     }

@@ -78,8 +78,9 @@ TEST_F(BadInput, AFullDisk) {
   const std::string run = (folder_ / "run").string();
   // The weights have 150 kB: those of the earlier run fit, two do not.
   const Result result = sh(fmt::format(
-      "{} && cp {}/* {}/ && {{ {}; code=$?; }}; "
-      "cmp {}/model.safetensors {}/model.safetensors && echo weights are "
+      "{} && cp -r {}/* {}/ && {{ {}; code=$?; }}; "
+      "cmp {}/model.safetensors {}/earlier/1/model.safetensors && echo weights "
+      "are "
       "whole; "
       "cmp {}/metrics.jsonl {}/earlier/1/metrics.jsonl && echo rows are whole; "
       "find {} -name \"*.tmp-*\" -exec echo a temporary file stays {{}} +; "

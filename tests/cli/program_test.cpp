@@ -136,7 +136,7 @@ TEST_F(Program, HelpConfigNamesEveryKey) {
 
 TEST_F(Program, WrongOptionsFailByName) {
   const Result nothing = run("");
-  EXPECT_NE(nothing.code, 0);
+  EXPECT_EQ(nothing.code, 2);
   EXPECT_THAT(nothing.output, HasSubstr("subcommand is required"));
   for (const auto& [words, says] : std::map<std::string, std::string>{
            {"tarin x.toml", "no subcommand 'tarin'; did you mean 'train'?"},
@@ -144,17 +144,31 @@ TEST_F(Program, WrongOptionsFailByName) {
             "flatshard checkpoint has no subcommand 'lst'; did you mean "
             "'list'?"}}) {
     const Result typo = run(words);
-    EXPECT_EQ(typo.code, 1);
+    EXPECT_EQ(typo.code, 2);
     EXPECT_THAT(typo.output, HasSubstr(says));
   }
-  const Result option = run("train --nothing x.toml");
-  EXPECT_NE(option.code, 0);
-  EXPECT_THAT(option.output, HasSubstr("--nothing"));
-  const Result nproc = run("train --nproc 0 x.toml");
-  EXPECT_NE(nproc.code, 0);
-  EXPECT_THAT(nproc.output, HasSubstr("--nproc"));
+  // One line each.
+  for (const auto& [words, says] : std::map<std::string, std::string>{
+           {"train --nothing x.toml",
+            "error: flatshard train has no option '--nothing'; expected one "
+            "of --help, --nproc, "},
+           {"train --nprocs=2 x.toml",
+            "error: flatshard train has no option '--nprocs'; did you mean "
+            "'--nproc'?\n"},
+           {"train x.toml y.toml",
+            "error: flatshard train has no further argument 'y.toml'\n"},
+           {"train --nproc 0 x.toml", "error: --nproc: "},
+           {"train --nproc x x.toml", "error: "},
+           {"generate", "error: --run is required\n"},
+           {"export --run x --to y --dtype int8", "error: --dtype: "}}) {
+    const Result wrong = run(words);
+    EXPECT_EQ(wrong.code, 2) << words;
+    EXPECT_THAT(wrong.output, ::testing::StartsWith(says));
+    EXPECT_EQ(std::count(wrong.output.begin(), wrong.output.end(), '\n'), 1)
+        << wrong.output;
+  }
   const Result no_config = run("train");
-  EXPECT_EQ(no_config.code, 1);
+  EXPECT_EQ(no_config.code, 2);
   EXPECT_THAT(no_config.output, HasSubstr("flatshard train CONFIG.toml"));
   const Result missing = run("train /none.toml");
   EXPECT_EQ(missing.code, 1);
@@ -162,6 +176,38 @@ TEST_F(Program, WrongOptionsFailByName) {
   const Result generate = run("generate --run /none");
   EXPECT_EQ(generate.code, 1);
   EXPECT_THAT(generate.output, HasSubstr("--run"));
+}
+
+TEST_F(Program, ShellsCompleteWhatThereIs) {
+  EXPECT_EQ(run("completion fish").code, 2);
+  EXPECT_THAT(run("completion zsh").output, HasSubstr("bashcompinit"));
+  const auto complete = [&](const std::string& words, int at) {
+    const auto script = folder_.write(
+        "complete.sh",
+        fmt::format(
+            "source <('{}' completion bash)\n"
+            "compopt() {{ :; }}\n"
+            "COMP_WORDS=({}) COMP_CWORD={}\n"
+            "_flatshard\n"
+            "echo \"${{COMPREPLY[*]}}\"\n",
+            FLATSHARD_PROGRAM,
+            words,
+            at));
+    std::FILE* pipe = ::popen(("bash " + script.string()).c_str(), "r");
+    std::string output;
+    std::array<char, 4096> buffer{};
+    while (const auto n = std::fread(buffer.data(), 1, buffer.size(), pipe)) {
+      output.append(buffer.data(), n);
+    }
+    ::pclose(pipe);
+    return output;
+  };
+  EXPECT_EQ(complete("flatshard tr", 1), "train\n");
+  EXPECT_EQ(complete("flatshard checkpoint l", 2), "list\n");
+  EXPECT_EQ(complete("flatshard train x.toml --res", 3), "--resume\n");
+  EXPECT_EQ(
+      complete("flatshard train --set training.se", 3),
+      "training.seq_len=\n");
 }
 
 TEST_F(Program, WrongKeysNameTheNearestOne) {

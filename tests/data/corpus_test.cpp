@@ -5,6 +5,7 @@
 
 #include <numeric>
 
+#include "flatshard/data/corpus_identity.h"
 #include "flatshard/data/corpus_writer.h"
 #include "tests/data/expect_error.h"
 #include "tests/support/temp_folder.h"
@@ -274,6 +275,41 @@ TEST(StagedFolder, ReplacesOnlyACorpusAndOnlyByForce) {
   EXPECT_FALSE(std::filesystem::exists(temp / "corpus/more"));
   EXPECT_TRUE(std::filesystem::exists(temp / "corpus/meta.json"));
   EXPECT_TRUE(std::filesystem::exists(temp / "home/thesis.txt"));
+}
+
+CorpusIdentity identity_of(
+    TokenType type,
+    std::int64_t shard_tokens,
+    const std::vector<std::uint32_t>& lengths,
+    std::uint32_t first_token = 0) {
+  const TempFolder temp;
+  write_corpus(temp / "c", type, shard_tokens, lengths, first_token);
+  return identify(*Corpus::open(temp / "c"));
+}
+
+TEST(CorpusIdentity, IsThatOfTheTokens) {
+  const auto one = identity_of(TokenType::uint16, 100, {5, 8});
+  EXPECT_EQ(one.sample.size(), 16U);
+  EXPECT_EQ(one.all.size(), 16U);
+  // However they are stored.
+  for (const TokenType type : {TokenType::uint16, TokenType::uint32}) {
+    const auto same = identity_of(type, 3, {5, 8});
+    EXPECT_EQ(same.sample, one.sample);
+    EXPECT_EQ(same.all, one.all);
+    EXPECT_TRUE(one.agrees_with(same));
+  }
+  const auto other = identity_of(TokenType::uint16, 100, {5, 8}, 1);
+  EXPECT_NE(other.sample, one.sample);
+  EXPECT_NE(other.all, one.all);
+  EXPECT_FALSE(one.agrees_with(other));
+}
+
+TEST(CorpusIdentity, OldCorporaAndMadeUpTokensAgreeByWhatTheyHave) {
+  const CorpusIdentity now{.sample = "1", .all = "2"};
+  EXPECT_TRUE(now.agrees_with({.sample = "1"}));
+  EXPECT_FALSE(now.agrees_with({.sample = "3"}));
+  EXPECT_FALSE(now.agrees_with({.sample = "1", .all = "3"}));
+  EXPECT_TRUE(now.agrees_with({}));
 }
 
 }  // namespace

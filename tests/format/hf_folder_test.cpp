@@ -94,6 +94,73 @@ TEST(HfFolder, SeveralFilesGoThereAndBack) {
   EXPECT_EQ(plan_hf_files(specs, 1000)[0].name, "model.safetensors");
 }
 
+// As transformers does: the single file first, of an index what it names, of
+// several files the last one by name.
+TEST(HfFolder, TakesWhatTransformersTakes) {
+  const TempFolder folder;
+  write(folder / "a.safetensors", {{"x", "U8", {1}}, {"y", "U8", {2}}});
+  write(folder / "b.safetensors", {{"y", "U8", {3}}, {"z", "U8", {4}}});
+  folder.write(
+      kHfIndexName,
+      R"({"weight_map": {"x": "b.safetensors", "y": "a.safetensors"}})");
+  const HfFolder index(folder.path());
+  EXPECT_THAT(index.names(), ElementsAre("x", "y"));
+  EXPECT_EQ(index.find("x").entry->nbytes(), 1u);  // in a, not in b
+  EXPECT_EQ(index.find("y").entry->nbytes(), 3u);  // in both
+  EXPECT_THAT(index.passed_over(), ElementsAre("z"));
+
+  write(folder / "model.safetensors", {{"only", "U8", {1}}});
+  folder.write("pytorch_model.bin", "");
+  folder.write("optimizer.bin", "");
+  const HfFolder both(folder.path());
+  EXPECT_THAT(both.names(), ElementsAre("only"));
+  EXPECT_THAT(
+      both.passed_over(),
+      ElementsAre(kHfIndexName, "pytorch_model.bin"));
+}
+
+TEST(HfFolder, NamesOfAModelWithoutItsHead) {
+  const TempFolder folder;
+  write(folder / "model.safetensors", {{"norm.weight", "U8", {2}}});
+  const HfFolder base(folder.path(), "model.");
+  EXPECT_THAT(base.names(), ElementsAre("model.norm.weight"));
+  EXPECT_EQ(base.find("model.norm.weight").entry->nbytes(), 2u);
+  write(
+      folder / "model.safetensors",
+      {{"model.norm.weight", "U8", {2}}, {"score.weight", "U8", {2}}});
+  EXPECT_THAT(
+      HfFolder(folder.path(), "model.").names(),
+      ElementsAre("model.norm.weight", "score.weight"));
+  write(
+      folder / "model.safetensors",
+      {{"module.model.norm.weight", "U8", {2}}});
+  try {
+    HfFolder(folder.path()).find("model.norm.weight");
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_THAT(
+        error.message(),
+        AllOf(
+            HasSubstr("but 'module.model.norm.weight'"),
+            HasSubstr("what it is wrapped in")));
+  }
+}
+
+TEST(HfFolder, OtherFormsSayWhatToDo) {
+  const std::pair<const char*, const char*> cases[] = {
+      {"pytorch_model.bin", "pytorch_model.bin is no safetensors file"},
+      {"adapter_model.safetensors", "merge it into its base model"},
+      {"model.fp16.safetensors", "model.fp16.safetensors is a variant"},
+      {"weights.gguf", "weights.gguf is no safetensors file"},
+      {"notes.txt", "and no other weights"}};
+  for (const auto& [name, says] : cases) {
+    const TempFolder folder;
+    folder.write(name, "");
+    EXPECT_THAT(refused(folder.path()), HasSubstr(says)) << name;
+  }
+  EXPECT_THAT(refused("/no/such/folder"), HasSubstr("it is no folder"));
+}
+
 TEST(HfFolder, BadIndexesAreRefused) {
   const TempFolder folder;
   write(folder / "x.safetensors", {{"a", "U8", {3}}});
@@ -109,7 +176,7 @@ TEST(HfFolder, BadIndexesAreRefused) {
       HasSubstr("expected the name of a file in the same folder"));
   EXPECT_THAT(
       index(R"({"weight_map": {"a": "y.safetensors"}})"),
-      HasSubstr("y.safetensors"));
+      AllOf(HasSubstr("y.safetensors"), HasSubstr("is missing")));
   EXPECT_THAT(
       index(R"({"weight_map": {"b": "x.safetensors"}})"),
       HasSubstr("has no tensor 'b'"));

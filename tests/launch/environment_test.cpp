@@ -10,6 +10,7 @@
 namespace flatshard {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 // Exactly these variables of a launcher, and the old ones afterwards.
@@ -29,7 +30,12 @@ class ScopedVariables {
           "SLURM_LOCALID",
           "SLURM_JOB_ID",
           "SLURM_JOB_NODELIST",
-          "SLURM_NODELIST"}) {
+          "SLURM_NODELIST",
+          "SLURM_STEP_ID",
+          "SLURM_STEPID",
+          "SLURM_STEP_NUM_TASKS",
+          "SLURM_NNODES",
+          "SLURM_JOB_NUM_NODES"}) {
       if (const char* value = std::getenv(name)) {
         before_[name] = value;
       }
@@ -140,6 +146,53 @@ TEST(RankEnvironment, ASlurmJobOfOneTaskIsNotALaunch) {
   const ScopedVariables variables(with(kSlurm, "SLURM_NTASKS", "1"));
   EXPECT_FALSE(launched_by_environment());
   EXPECT_EQ(rank_environment_from_env().world_size, 1);
+}
+
+TEST(RankEnvironment, TheBatchScriptOfASlurmJobIsNoRank) {
+  auto script = with(with(kSlurm, "SLURM_PROCID", "0"), "SLURM_NTASKS", "8");
+  {
+    const ScopedVariables variables(script);
+    EXPECT_TRUE(in_slurm_batch_script());
+    EXPECT_THAT(
+        slurm_conflict(0),
+        AllOf(
+            HasSubstr("SLURM_NTASKS = 8"),
+            HasSubstr("put srun before flatshard, or give --nproc")));
+    // On one node --nproc is all it takes.
+    EXPECT_EQ(slurm_conflict(8), "");
+    EXPECT_EQ(slurm_conflict(4), "");
+  }
+  {
+    const ScopedVariables variables(with(script, "SLURM_NNODES", "2"));
+    EXPECT_THAT(
+        slurm_conflict(8),
+        AllOf(HasSubstr("--nproc 8"), HasSubstr("this Slurm job has 2")));
+  }
+  {
+    const ScopedVariables variables(with(script, "SLURM_STEPID", "4294967291"));
+    EXPECT_TRUE(in_slurm_batch_script());
+  }
+  // srun has started all of them.
+  const ScopedVariables variables(with(script, "SLURM_STEP_ID", "0"));
+  EXPECT_FALSE(in_slurm_batch_script());
+  EXPECT_EQ(slurm_conflict(0), "");
+  EXPECT_EQ(slurm_conflict(8), "");
+  EXPECT_THAT(
+      slurm_conflict(4),
+      AllOf(HasSubstr("SLURM_NTASKS = 8"), HasSubstr("got --nproc 4")));
+}
+
+TEST(RankEnvironment, OtherLaunchersDoNotContradictNproc) {
+  {
+    const ScopedVariables variables({});
+    EXPECT_EQ(slurm_conflict(8), "");
+  }
+  {
+    const ScopedVariables variables(kTorchrun);
+    EXPECT_EQ(slurm_conflict(8), "");
+  }
+  const ScopedVariables variables(with(kSlurm, "SLURM_NTASKS", "1"));
+  EXPECT_EQ(slurm_conflict(8), "");
 }
 
 TEST(RankEnvironment, MissingVariablesAreNamed) {

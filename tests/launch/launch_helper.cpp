@@ -5,6 +5,7 @@
 #include <csignal>
 #include <cstdlib>
 #include <iostream>
+#include <utility>
 
 #include <ATen/Functions.h>
 
@@ -110,6 +111,36 @@ int run_rank(const std::string& mode) {
       sigsuspend(&old);
     }
     say("ended");
+  } else if (mode == "hung_up") {
+    // Says which signals come, until SIGTERM.
+    static volatile std::sig_atomic_t came[NSIG] = {};
+    sigset_t set;
+    sigset_t none;
+    sigemptyset(&set);
+    sigemptyset(&none);
+    for (const int signal : {SIGHUP, SIGUSR1, SIGTERM}) {
+      struct sigaction action {};
+      action.sa_handler = [](int number) { came[number] = 1; };
+      struct sigaction before {};
+      sigaction(signal, &action, &before);
+      if (before.sa_handler == SIG_IGN) {
+        sigaction(signal, &before, nullptr);
+      }
+      sigaddset(&set, signal);
+    }
+    sigprocmask(SIG_BLOCK, &set, nullptr);
+    say("ready");
+    while (came[SIGTERM] == 0) {
+      sigsuspend(&none);
+      for (const auto& [signal, text] :
+           {std::pair(SIGHUP, "hup"), std::pair(SIGUSR1, "usr1")}) {
+        if (came[signal] != 0) {
+          came[signal] = 0;
+          say(text);
+        }
+      }
+    }
+    return 128 + SIGTERM;
   } else if (mode == "orphan") {
     std::signal(SIGTERM, SIG_IGN);
     say("ready");

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <csignal>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -336,9 +337,53 @@ TEST(SpawnLocalRanks, ASecondSignalEndsRanksThatDoNotListen) {
   EXPECT_EQ(helper.finish().exit_code, 128 + SIGINT);
   Helper deaf(2, "orphan");
   deaf.wait_for_lines(2);
+  // Within a tenth of a second the second one is the same request.
   deaf.send(SIGTERM);
-  deaf.send(SIGHUP);
+  poll(nullptr, 0, 150);
+  deaf.send(SIGTERM);
   EXPECT_EQ(deaf.finish().signal, 0);
+}
+
+// A terminal that closes may send several; what the ranks do about the first
+// one takes its time.
+TEST(SpawnLocalRanks, HangingUpTwiceEndsNobody) {
+  Helper helper(2, "hung_up");
+  helper.wait_for_lines(2);
+  helper.send(SIGHUP);
+  helper.wait_for_lines(2);
+  helper.send(SIGHUP);
+  helper.send(SIGUSR1);
+  helper.wait_for_lines(2);
+  helper.send(SIGTERM);
+  const Result result = helper.finish();
+  EXPECT_EQ(result.out, "ready\nready\nhup\nhup\nusr1\nusr1\n");
+  EXPECT_EQ(result.exit_code, 128 + SIGHUP);
+}
+
+// nohup, and `&` in a script.
+TEST(SpawnLocalRanks, WhatTheParentIgnoresStaysIgnored) {
+  for (const int signal : {SIGHUP, SIGINT, SIGQUIT}) {
+    const auto before = std::signal(signal, SIG_IGN);
+    Helper helper(2, "hung_up");
+    std::signal(signal, before);
+    helper.wait_for_lines(2);
+    helper.send(signal);
+    helper.send(signal);
+    helper.send(SIGUSR1);
+    helper.wait_for_lines(2);
+    helper.send(SIGTERM);
+    const Result result = helper.finish();
+    EXPECT_EQ(result.out, "ready\nready\nusr1\nusr1\n") << signal;
+    EXPECT_EQ(result.exit_code, 128 + SIGTERM) << signal;
+  }
+}
+
+// Exit codes of ranks are known all the same.
+TEST(SpawnLocalRanks, AParentThatIgnoresTheEndOfChildren) {
+  const auto before = std::signal(SIGCHLD, SIG_IGN);
+  Helper helper(2, "fail");
+  std::signal(SIGCHLD, before);
+  EXPECT_EQ(helper.finish().exit_code, 7);
 }
 
 TEST(SpawnLocalRanks, RanksDieWithTheirParent) {

@@ -6,6 +6,9 @@
 #include "flatshard/core/error.h"
 #include "flatshard/models/flops.h"
 #include "flatshard/models/hf_names.h"
+#include "flatshard/models/init.h"
+
+#include <fmt/format.h>
 
 #include <fstream>
 
@@ -54,6 +57,17 @@ std::string llama_json(const std::string& extra = "") {
 
 TEST_F(HfConfig, ReadsLlama32) {
   EXPECT_EQ(from_hf_json(write(llama_json())), preset("llama3_1b"));
+}
+
+TEST_F(HfConfig, InitializerRangeGivesTheFirstWeights) {
+  EXPECT_EQ(from_hf_json(write(llama_json(""))).initializer_range, 0.02);
+  ModelConfig config =
+      from_hf_json(write(llama_json(R"(, "initializer_range": 0.5)")));
+  EXPECT_EQ(config.initializer_range, 0.5);
+  EXPECT_EQ(init_std(config), 0.5F);
+  EXPECT_EQ(from_hf_json(write(to_hf_json(config, "float32"))), config);
+  config.initializer_range = 0;
+  EXPECT_THROW(config.validate(), Error);
 }
 
 TEST_F(HfConfig, ReadsThetaFromRopeParameters) {
@@ -124,10 +138,20 @@ TEST_F(HfConfig, ErrorsNameFileAndKey) {
              "not supported");
   EXPECT_EQ(
       message(
-          llama_json(R"(, "architectures": ["LlamaForQuestionAnswering"])"),
+          llama_json(R"(, "architectures": ["MistralForCausalLM"])"),
           ErrorCode::config),
       file + ": expected the architecture LlamaForCausalLM, got "
-             "LlamaForQuestionAnswering");
+             "MistralForCausalLM");
+  // Without its head or with another one it is the same model.
+  for (const char* other : {"LlamaModel", "LlamaForSequenceClassification"}) {
+    EXPECT_NO_THROW(from_hf_json(
+        write(llama_json(fmt::format(R"(, "architectures": ["{}"])", other)))));
+  }
+  EXPECT_THAT(
+      message(
+          "version https://git-lfs.github.com/spec/v1\noid sha256:4d\n",
+          ErrorCode::format),
+      ::testing::HasSubstr("is a Git LFS pointer"));
   EXPECT_EQ(
       message(llama_json(R"(, "attention_bias": true)"), ErrorCode::config),
       file +
@@ -224,6 +248,31 @@ TEST(HfNames, DifferInTheFinalNormOnly) {
   EXPECT_EQ(to_hf_name("lm_head.norm.weight"), "model.norm.weight");
   EXPECT_EQ(from_hf_name("model.norm.weight"), "lm_head.norm.weight");
   EXPECT_EQ(to_hf_name("lm_head.weight"), "lm_head.weight");
+}
+
+TEST(HfNames, EntriesThatChangeNothing) {
+  for (const char* name :
+       {"model.layers.3.self_attn.rotary_emb.inv_freq",
+        "model.rotary_emb.cos_cached",
+        "model.layers.0.attn.masked_bias",
+        "model.layers.0.self_attn.k_scale",
+        "score.weight",
+        "v_head.summary.bias",
+        "vision_tower.layers.0.weight"}) {
+    EXPECT_TRUE(is_unneeded_hf_entry(name, 1)) << name;
+  }
+  // These change what a layer computes.
+  for (const char* name :
+       {"model.layers.0.self_attn.q_proj.bias",
+        "model.layers.0.self_attn.q_norm.weight",
+        "model.layers.9.mlp.up_proj.weight",
+        "model.layers.0.attn.bias",
+        "lm_head.bias"}) {
+    EXPECT_FALSE(is_unneeded_hf_entry(name, 1)) << name;
+  }
+  EXPECT_TRUE(is_unneeded_hf_entry("model.layers.0.attn.bias", 4));
+  EXPECT_EQ(layer_of_hf_entry("model.layers.12.x.weight"), 12);
+  EXPECT_EQ(layer_of_hf_entry("model.norm.weight"), std::nullopt);
 }
 
 }  // namespace

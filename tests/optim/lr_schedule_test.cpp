@@ -28,8 +28,8 @@ constexpr double kTolerance = 1e-15;
 TEST(LrSchedule, ConstantWithWarmup) {
   const LrSchedule s{.base_lr = 2, .total_steps = 10, .warmup_steps = 4};
   s.validate();
-  EXPECT_NEAR(s.lr(0), 2 * 0.2, kTolerance);
-  EXPECT_NEAR(s.lr(3), 2 * 0.8, kTolerance);
+  EXPECT_NEAR(s.lr(0), 2 * 0.25, kTolerance);
+  EXPECT_EQ(s.lr(3), 2);
   EXPECT_EQ(s.lr(4), 2);
   EXPECT_EQ(s.lr(9), 2);
   EXPECT_EQ(s.lr(1000), 2);
@@ -43,10 +43,10 @@ TEST(LrSchedule, LinearGoesFromFullToMinimum) {
       .warmup_steps = 2,
       .min_lr_factor = 0.2};
   EXPECT_EQ(s.decay_steps(), 8);
-  EXPECT_EQ(s.lr(2), 1);
-  EXPECT_NEAR(s.lr(6), 0.6, kTolerance);
-  EXPECT_NEAR(s.lr(9), 1 - 0.8 * 7 / 8, kTolerance);
-  EXPECT_NEAR(s.lr(10), 0.2, kTolerance);
+  EXPECT_EQ(s.lr(1), 1);
+  EXPECT_NEAR(s.lr(2), 0.9, kTolerance);
+  EXPECT_NEAR(s.lr(5), 0.6, kTolerance);
+  EXPECT_NEAR(s.lr(9), 0.2, kTolerance);
   EXPECT_NEAR(s.lr(99), 0.2, kTolerance);
 }
 
@@ -56,10 +56,9 @@ TEST(LrSchedule, CosineIsHalfwayInTheMiddle) {
       .base_lr = 1,
       .total_steps = 100,
       .min_lr_factor = 0.1};
-  EXPECT_EQ(s.lr(0), 1);
-  EXPECT_NEAR(s.lr(50), 0.55, kTolerance);
-  EXPECT_NEAR(s.lr(25), 0.1 + 0.9 * (1 + std::sqrt(0.5)) / 2, kTolerance);
-  EXPECT_NEAR(s.lr(100), 0.1, kTolerance);
+  EXPECT_NEAR(s.lr(49), 0.55, kTolerance);
+  EXPECT_NEAR(s.lr(24), 0.1 + 0.9 * (1 + std::sqrt(0.5)) / 2, kTolerance);
+  EXPECT_NEAR(s.lr(99), 0.1, kTolerance);
 }
 
 TEST(LrSchedule, WsdIsStableThenDecays) {
@@ -69,12 +68,34 @@ TEST(LrSchedule, WsdIsStableThenDecays) {
       .total_steps = 100,
       .warmup_steps = 10};
   EXPECT_EQ(s.decay_steps(), 20);
-  EXPECT_EQ(s.lr(10), 1);
-  EXPECT_EQ(s.lr(80), 1);
-  EXPECT_NEAR(s.lr(90), 0.5, kTolerance);
+  EXPECT_EQ(s.lr(9), 1);
+  EXPECT_EQ(s.lr(79), 1);
+  EXPECT_NEAR(s.lr(89), 0.5, kTolerance);
   s.decay_ratio = 0.5;
-  EXPECT_EQ(s.lr(50), 1);
-  EXPECT_NEAR(s.lr(75), 0.5, kTolerance);
+  EXPECT_EQ(s.lr(49), 1);
+  EXPECT_NEAR(s.lr(74), 0.5, kTolerance);
+}
+
+// The warm-up reaches the full rate and the last step the lowest one, also in
+// runs of a few steps.
+TEST(LrSchedule, EndsAtTheMinimumHoweverShort) {
+  for (const char* name : {"linear", "cosine", "wsd"}) {
+    for (const std::int64_t steps : {2, 3, 6, 100}) {
+      for (const std::int64_t warmup : {std::int64_t{0}, steps / 2}) {
+        const LrSchedule s{
+            .kind = LrSchedule::parse_kind(name),
+            .base_lr = 1,
+            .total_steps = steps,
+            .warmup_steps = warmup,
+            .min_lr_factor = 0.1};
+        s.validate();
+        EXPECT_NEAR(s.lr(steps - 1), 0.1, kTolerance) << name << " " << steps;
+        if (warmup > 0) {
+          EXPECT_EQ(s.lr(warmup - 1), 1) << name << " " << steps;
+        }
+      }
+    }
+  }
 }
 
 TEST(LrSchedule, DecayRatioGivesCosineAStablePhase) {
@@ -84,7 +105,7 @@ TEST(LrSchedule, DecayRatioGivesCosineAStablePhase) {
       .total_steps = 100,
       .decay_ratio = 0.2};
   EXPECT_EQ(s.lr(79), 1);
-  EXPECT_NEAR(s.lr(90), 0.5, kTolerance);
+  EXPECT_NEAR(s.lr(89), 0.5, kTolerance);
 }
 
 TEST(LrSchedule, NeverRisesAfterWarmup) {
@@ -96,7 +117,7 @@ TEST(LrSchedule, NeverRisesAfterWarmup) {
         .warmup_steps = 7};
     s.validate();
     for (int step = 1; step < 60; ++step) {
-      if (step <= 7) {
+      if (step < 7) {
         EXPECT_GT(s.lr(step), s.lr(step - 1)) << name << " " << step;
       } else {
         EXPECT_LE(s.lr(step), s.lr(step - 1)) << name << " " << step;

@@ -6,6 +6,7 @@
 
 #include <unistd.h>
 
+#include <cstdlib>
 #include <filesystem>
 #include <set>
 
@@ -213,6 +214,77 @@ TEST(Config, UnknownNamesPointAtTheNearest) {
   EXPECT_THAT(
       refused({"traning.steps=3"}),
       HasSubstr("did you mean [training]?"));
+}
+
+TEST(Config, WithNothingNearTheMessageSaysWhatThereIs) {
+  EXPECT_THAT(
+      refused({"lora.rank=3"}),
+      AllOf(
+          HasSubstr("there is no section [lora]; there are [run], [model], "),
+          HasSubstr("[debug]")));
+  EXPECT_THAT(
+      refused({"training.mask_prompts=true"}),
+      HasSubstr("has no key 'mask_prompts'; its keys are steps, seq_len, "));
+  EXPECT_THAT(
+      refused({"lr_scheduler.warmup=3"}),
+      HasSubstr("did you mean 'warmup_steps'?"));
+}
+
+TEST(Config, NumbersAsPeopleTypeThem) {
+  const auto config = [](const std::vector<std::string>& overrides) {
+    return parse_config(kSmall, "run.toml", overrides);
+  };
+  for (const char* text :
+       {"1e3", "1_000", "+1000", "1000.0", "1000.", "01000"}) {
+    EXPECT_EQ(
+        config({fmt::format("training.steps={}", text)}).training.steps,
+        1000)
+        << text;
+  }
+  for (const char* text :
+       {".001", "1e-3", "1.e-3", "+.001", "1E-3", "00.001"}) {
+    EXPECT_EQ(
+        config({fmt::format("optimizer.lr={}", text)}).optimizer.lr,
+        0.001)
+        << text;
+  }
+  for (const char* text : {"True", "TRUE", "true"}) {
+    EXPECT_TRUE(
+        config({fmt::format("profiling.enabled={}", text)}).profiling.enabled)
+        << text;
+  }
+  for (const char* text : {"1e-1", "1.5", "1e30", ".", "e3", "1e", "--1", ""}) {
+    EXPECT_THAT(
+        refused({fmt::format("training.steps={}", text)}),
+        HasSubstr("training.steps expected an integer"))
+        << text;
+  }
+}
+
+TEST(Config, ATildeIsTheHomeFolder) {
+  const char* before = std::getenv("HOME");
+  const std::string old = before == nullptr ? "/" : before;
+  ::setenv("HOME", "/home/me", 1);
+  const Config config = parse_config(
+      kSmall,
+      "run.toml",
+      {"run.output_dir=~/run",
+       "checkpoint.folder='~/checkpoints'",
+       "model.init_from=~/hf",
+       "profiling.folder=~",
+       "profiling.enabled=true",
+       "validation.freq=1",
+       "data.train=[{ path = \"~/a\", weight = 1 }, { path = \"b~\", weight "
+       "= 2 }]",
+       "data.validation=~/v"});
+  ::setenv("HOME", old.c_str(), 1);
+  EXPECT_EQ(config.run.output_dir, "/home/me/run");
+  EXPECT_EQ(config.checkpoint.folder, "/home/me/checkpoints");
+  EXPECT_EQ(config.model.init_from, "/home/me/hf");
+  EXPECT_EQ(config.profiling.folder, "/home/me");
+  EXPECT_EQ(config.data.train.at(0).path, "/home/me/a");
+  EXPECT_EQ(config.data.train.at(1).path, "b~");
+  EXPECT_EQ(config.data.validation.at(0).path, "/home/me/v");
 }
 
 TEST(Config, TypesAreChecked) {

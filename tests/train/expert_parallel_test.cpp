@@ -275,7 +275,7 @@ TEST(ExpertFiles, InitFromReadsTheExpertsOfEachRank) {
       init_weights(
           folder / "hf",
           rank.state.runtime->all_groups(),
-          models::hf_entries_of(rank.shape));
+          {.entries_of = models::hf_entries_of(rank.shape)});
       rank.save_model(after);
     });
     EXPECT_FALSE(read_file(before) == read_file(entry)) << way.name;

@@ -276,7 +276,8 @@ TEST(EarlierRun, IsKeptAndCanComeBack) {
   const auto first = keep_earlier_run(folder);
   EXPECT_EQ(first, folder / "earlier/1");
   EXPECT_EQ(content("earlier/1/metrics.jsonl"), "rows");
-  EXPECT_EQ(content("model.safetensors"), "weights");
+  EXPECT_EQ(content("earlier/1/model.safetensors"), "weights");
+  EXPECT_FALSE(std::filesystem::exists(folder / "model.safetensors"));
   EXPECT_FALSE(std::filesystem::exists(folder / "metrics.jsonl"));
   write("metrics.jsonl", "later rows");
   write("config.toml", "later");

@@ -1,0 +1,11 @@
+#pragma once
+
+#include <CLI/App.hpp>
+
+namespace flatshard {
+
+/// Adds `completion`, which prints what makes a shell complete the commands and
+/// options of `program`, and the config's keys after --set.
+void add_completion_command(CLI::App& program);
+
+}  // namespace flatshard
