@@ -50,7 +50,7 @@ def test_parameters_outside_of_their_unit_are_named(mesh, rank):
     with refused("linear: parameter weight of Linear .* unit blocks.1", RuntimeError):
         model.blocks[1].up(data(rank))
     with refused("add: a sharded tensor", RuntimeError):
-        model.head.bias.detach() + on_device(torch.ones(5))
+        model.head.bias.detach() + on_device(torch.full((5,), 1.0 + rank))
     model.unshard()
     model.head(data(rank))
 

@@ -1,0 +1,69 @@
+"""Random operations on sharded tensors: the values are those of one process.
+
+Each rank draws the whole tensor from one state of the generator, which is that of the
+mesh's first rank, and keeps its rows. So rows differ between ranks, replicas agree, and
+the number of ranks makes no difference.
+"""
+
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+# They write their first argument and do not read it.
+OVERWRITING = {
+    *("normal_", "uniform_", "random_", "exponential_", "cauchy_", "log_normal_"),
+    *("geometric_", "bernoulli_"),
+}
+
+
+def run(func, traits, args, kwargs):
+    """The rule for operations that draw random numbers."""
+    from flatshard.shard_operations import on_whole, tensors_in
+    from flatshard.shard_values import is_cut, own_rows
+    from flatshard.sharded_tensor import ShardedTensor
+
+    shards = [t for t in tensors_in((args, kwargs)) if isinstance(t, ShardedTensor)]
+    first = shards[0]
+    kwargs = dict(kwargs)
+    place = first._spec.mesh.device_type
+    generator = traits.bind(args, kwargs).get("generator")
+    with _state_of_first_rank(first._spec.mesh, generator, place):
+        result = on_whole(func, traits, args, kwargs)
+    if traits.written or not is_cut(first):
+        return result
+
+    def cut(tensor):
+        if not isinstance(tensor, torch.Tensor) or tensor.shape != first.shape:
+            return tensor
+        rows = own_rows(tensor._local_tensor, first).clone()
+        spec = first._spec
+        return ShardedTensor.of_rows(rows, spec.mesh, spec.placements, first.shape)
+
+    return tuple(map(cut, result)) if isinstance(result, tuple) else cut(result)
+
+
+@contextmanager
+def _state_of_first_rank(mesh, generator, device_type):
+    """Draws from it. Ranks whose generator was in that state follow it; others keep
+    theirs. Collective."""
+    generator = generator or _default_generator(device_type)
+    before = generator.get_state()
+    state = before.to(device_type)
+    for dim in range(mesh.ndim):
+        dist.broadcast(state, group=mesh.get_group(dim), group_src=0)
+    state = state.cpu()
+    differs = not torch.equal(state, before)
+    if differs:
+        generator.set_state(state)
+    try:
+        yield
+    finally:
+        if differs:
+            generator.set_state(before)
+
+
+def _default_generator(device_type):
+    if device_type == "cuda":
+        return torch.cuda.default_generators[torch.cuda.current_device()]
+    return torch.default_generator
