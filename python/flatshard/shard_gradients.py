@@ -37,49 +37,34 @@ def cut_all(inputs, gradients):
     )
 
 
-def alike(name, args):
+def alike(name, args, kwargs):
     """Arguments of which each has gradients in its own cuts: where the cuts differ, or
     plain numbers (a loss) meet sharded tensors. Collective where cuts differ."""
     shards, plain = [], False
-    for value in args:
+    for value in (*args, *kwargs.values()):
         if isinstance(value, DTensor):
             if is_cut(value):
                 shards.append(value)
         elif isinstance(value, torch.Tensor) and value.requires_grad:
             plain = plain or value.numel() == 1
-    if plain:
-        args = _beside_shards(args)
-    if len(shards) < 2:
-        return args
-    # The result has its cuts.
-    first = shards[0] if name.endswith("_") else max(shards, key=torch.Tensor.dim)
-    return tuple(
-        Replicated.apply(a)
-        if isinstance(a, DTensor)
-        and a.requires_grad
-        and is_cut(a)
-        and not same_cuts(a, first)
-        else a
-        for a in args
-    )
+    if not plain and len(shards) < 2:
+        return args, kwargs
+    mesh = _mesh_of((*args, *kwargs.values()))
+    # The result has the cuts of the first.
+    first = None
+    if shards:
+        first = shards[0] if name.endswith("_") else max(shards, key=torch.Tensor.dim)
 
+    def of(value):
+        if not isinstance(value, torch.Tensor) or not value.requires_grad:
+            return value
+        if not isinstance(value, DTensor):
+            return Beside.apply(value, mesh) if mesh and value.numel() == 1 else value
+        if not is_cut(value) or same_cuts(value, first):
+            return value
+        return Replicated.apply(value)
 
-def _beside_shards(args):
-    mesh = _mesh_of(args)
-    if mesh is None:
-        return args
-    return tuple(
-        Beside.apply(a, mesh) if _has_plain_graph(a) and a.numel() == 1 else a
-        for a in args
-    )
-
-
-def _has_plain_graph(value):
-    return (
-        isinstance(value, torch.Tensor)
-        and not isinstance(value, DTensor)
-        and value.requires_grad
-    )
+    return tuple(map(of, args)), {key: of(value) for key, value in kwargs.items()}
 
 
 def _mesh_of(args):

@@ -111,8 +111,8 @@ def dispatch(cls, func, types, args=(), kwargs=None):
         if result is not NotImplemented:
             break
     for name in traits.written:
-        written = traits.bind(args, kwargs)[name]
-        writes.note(getattr(written, "base", written))
+        for written in tensors_in(traits.bind(args, kwargs).get(name)):
+            writes.note(getattr(written, "base", written))
     return result
 
 
@@ -334,7 +334,7 @@ def _by_position(func, traits, args, kwargs):
         if name in lists
         for a, b in zip(first, lists[name])
     ):
-        return NotImplemented
+        return _one_by_one(func, traits, args, kwargs, lists)
 
     def local(reference, tensor):
         if not isinstance(tensor, torch.Tensor):
@@ -352,14 +352,34 @@ def _by_position(func, traits, args, kwargs):
         *[of(name, value) for name, value in zip(traits.arguments, args)],
         **{name: of(name, value) for name, value in kwargs.items()},
     )
-    if traits.written or not isinstance(result, (list, tuple)):
-        return result if result is None else list(first) if result else result
+    if traits.written:
+        return list(first) if func._schema.returns else None
     return [
         _as_rows(t, a)
         if isinstance(a, ShardedTensor) and is_cut(a)
         else replicated(t, values._mesh)
         for a, t in zip(first, result)
     ]
+
+
+def _one_by_one(func, traits, args, kwargs, lists):
+    """Lists of views, which may overlap: each sees what was written before."""
+    length = len(args[0])
+    if length == 1:
+        return NotImplemented
+    for i in range(length):
+
+        def of(name, value):
+            return [value[i]] if name in lists else value
+
+        dispatch(
+            ShardedTensor,
+            func,
+            (),
+            [of(name, value) for name, value in zip(traits.arguments, args)],
+            {name: of(name, value) for name, value in kwargs.items()},
+        )
+    return list(args[0]) if func._schema.returns else None
 
 
 def _written_alike(reference, tensor):

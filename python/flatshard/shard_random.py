@@ -49,7 +49,7 @@ def _state_of_first_rank(mesh, generator, device_type):
     theirs. Collective."""
     generator = generator or _default_generator(device_type)
     before = generator.get_state()
-    state = before.to(device_type)
+    state = before.clone().to(device_type)
     for dim in range(mesh.ndim):
         dist.broadcast(state, group=mesh.get_group(dim), group_src=0)
     state = state.cpu()

@@ -31,6 +31,12 @@ class ShardedView(ShardedTensor):
 
         return Values("reading a view", self.device_mesh).of(self)
 
+    def __repr__(self):
+        # Of one rank alone, so it has no values.
+        mesh, placements = self.base.device_mesh, self.base.placements
+        size = tuple(self.shape)
+        return f"ShardedView(size={size}, device_mesh={mesh}, base={placements})"
+
     @staticmethod
     def of(base, size, stride, offset):
         mesh = base._spec.mesh

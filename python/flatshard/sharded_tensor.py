@@ -106,7 +106,7 @@ class ShardedTensor(DTensor):
                 writes.note(args[0])
                 return None if result is None else args[0]
             if torch.is_grad_enabled() and name not in ("backward", "grad"):
-                args = shard_gradients.alike(name, args)
+                args, kwargs = shard_gradients.alike(name, args, kwargs)
             try:
                 result = function(*args, **kwargs)
             except PlainMeetsShards as error:

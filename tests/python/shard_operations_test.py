@@ -26,7 +26,7 @@ FUNCTIONS = {
     "lerp": lambda t, o, v: torch.lerp(t, o, 0.3),
     "addcdiv": lambda t, o, v: torch.addcdiv(t, o, o.abs() + 1, value=0.5),
     "where": lambda t, o, v: torch.where(o > 0, t, v),
-    "clamp": lambda t, o, v: t.clamp(min=-0.5, max=o.abs()),
+    "clamp": lambda t, o, v: t.clamp(max=o).clamp(-0.5),
     "maximum": lambda t, o, v: torch.maximum(t, o),
     "to": lambda t, o, v: t.double() + o,
     "sum": lambda t, o, v: t.sum(),
@@ -303,7 +303,7 @@ def test_replicated_and_evenly_sharded_tensors_may_be_beside(mesh):
     whole = case.whole[0]
     shard = case.cut(whole)
     for placement in (Replicate(), Shard(0), Shard(1)):
-        other = distribute_tensor(whole, mesh, [placement])
+        other = distribute_tensor(whole.clone(), mesh, [placement])
         for result in (shard - other, other @ shard.T - whole @ whole.T, other - shard):
             assert value(result).abs().max() < 1e-5
         other.copy_(2 * shard)
@@ -377,6 +377,8 @@ def test_random_numbers_are_those_of_one_process(name, mesh, rank):
         results += [value(RANDOM[name](tensor)), value(tensor)]
         after = torch.rand(1)
     torch.testing.assert_close(results[2:], results[:2])
+    if name == "sparse":
+        return  # it draws indices of its own, which have to be equal on all ranks
     torch.manual_seed(100 + rank)  # ranks that are seeded apart: the first one's values
     expected = torch.rand(1) if rank else None
     torch.manual_seed(100 + rank)
