@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._mode_utils import no_dispatch
 
 from flatshard import shard_random, shard_reductions, shard_views
-from flatshard.shard_values import Values, is_cut, own_rows, same_cuts
+from flatshard.shard_values import Values, base_of, is_cut, own_rows, same_cuts
 from flatshard.shard_views import ShardedView
 from flatshard.sharded_tensor import ShardedTensor
 from flatshard.writes import writes
@@ -112,7 +112,7 @@ def dispatch(cls, func, types, args=(), kwargs=None):
             break
     for name in traits.written:
         for written in tensors_in(traits.bind(args, kwargs).get(name)):
-            writes.note(getattr(written, "base", written))
+            writes.note(base_of(written))
     return result
 
 
@@ -372,12 +372,9 @@ def _one_by_one(func, traits, args, kwargs, lists):
         def of(name, value):
             return [value[i]] if name in lists else value
 
-        dispatch(
-            ShardedTensor,
-            func,
-            (),
-            [of(name, value) for name, value in zip(traits.arguments, args)],
-            {name: of(name, value) for name, value in kwargs.items()},
+        func(
+            *[of(name, value) for name, value in zip(traits.arguments, args)],
+            **{name: of(name, value) for name, value in kwargs.items()},
         )
     return list(args[0]) if func._schema.returns else None
 
@@ -452,7 +449,7 @@ def _new(func, traits, args, kwargs):
         if traits.name == "new_empty_strided":
             return _as_rows(local.new_empty(local.shape, **kwargs), source)
         return _as_rows(func(local, local.shape, *others, **kwargs), source)
-    base = getattr(source, "base", source)
+    base = base_of(source)
     return replicated(func(base._local_tensor, size, *others, **kwargs), source._spec.mesh)
 
 

@@ -1,5 +1,6 @@
 """Values of sharded tensors as plain whole tensors, and rows of whole tensors."""
 
+import sys
 import warnings
 
 import torch
@@ -16,6 +17,11 @@ def row_dim(tensor):
         if isinstance(placement, RowShard):
             return dim
     return None
+
+
+def base_of(tensor):
+    """Of a ShardedView the shard that it looks at, else the tensor."""
+    return tensor.__dict__.get("base", tensor)
 
 
 def is_cut(tensor):
@@ -89,8 +95,8 @@ class Values:
     def _find(self, tensor, overwritten):
         if not isinstance(tensor, DTensor):
             return tensor
-        base = getattr(tensor, "base", None)
-        if base is not None:
+        base = base_of(tensor)
+        if base is not tensor:
             whole = self._gathered(base, overwritten and tensor.numel() == base.numel())
             self._bases[id(tensor)] = whole
             return whole.as_strided(*tensor.frame)
@@ -118,7 +124,7 @@ class Values:
             "much, compute with the rows of each rank (to_local()), take full_tensor() "
             "once for several operations, or compute in a forward of the unit, where its "
             "parameters are whole. This warning appears once for each operation",
-            stacklevel=2,
+            stacklevel=_level_of_caller(),
         )
 
     def store(self, tensor):
@@ -132,8 +138,8 @@ class Values:
             )
         if not isinstance(tensor, DTensor):
             return
-        base = getattr(tensor, "base", None)
-        if base is not None:
+        base = base_of(tensor)
+        if base is not tensor:
             tensor, value = base, self._bases[id(tensor)]
         if is_cut(tensor):
             tensor._local_tensor.copy_(own_rows(value, tensor))
@@ -158,6 +164,16 @@ class Values:
                 "all ranks; the result would be another on each rank. Give it the same "
                 "values on all ranks, or call full_tensor() of the sharded one"
             )
+
+
+def _level_of_caller():
+    """Of the innermost frame that is neither this package's nor torch's."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[
+        0
+    ] in ("flatshard", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 class PlainMeetsShards(RuntimeError):

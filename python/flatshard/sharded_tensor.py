@@ -10,12 +10,21 @@ import functools
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils import _foreach_utils
 
 from flatshard import shard_gradients
 from flatshard.meta_shards import of_meta, where_it_is
 from flatshard.row_shard import RowShard
 from flatshard.row_spec import RowSpec, from_local
-from flatshard.shard_values import PlainMeetsShards, Values, is_cut, is_whole, own_rows
+from flatshard.shard_values import (
+    PlainMeetsShards,
+    Values,
+    base_of,
+    is_cut,
+    is_whole,
+    own_rows,
+    same_cuts,
+)
 from flatshard.unscale import unscale, unscale_gradients
 from flatshard.writes import writes
 
@@ -71,7 +80,7 @@ class ShardedTensor(DTensor):
         """Has the values of `other` from now on, which has the shape of this one."""
         self.__class__ = type(other)
         self._spec = other._spec
-        if hasattr(other, "base"):
+        if base_of(other) is not other:
             self.base, self.frame = other.base, other.frame
         else:
             self.__dict__.pop("base", None)
@@ -87,7 +96,7 @@ class ShardedTensor(DTensor):
         kwargs = kwargs or {}
         name = function.__name__
         if of_meta and name == "__get__" and isinstance(args[0], ShardedTensor):
-            place = where_it_is(args[0], function.__self__.__name__)
+            place = where_it_is(base_of(args[0]), function.__self__.__name__)
             if place is not None:
                 return place
         with torch._C.DisableTorchFunctionSubclass():
@@ -96,15 +105,20 @@ class ShardedTensor(DTensor):
                 if function.__self__ is _grad and result is not None:
                     return shard_gradients.cut_as(args[0], result)
                 if function == _get_data:
-                    writes.note(args[0])
+                    writes.note(base_of(args[0]))
                 return result
             if function is unscale:
                 return unscale_gradients(*args)
-            pieces = _pieces(function, args)
-            if pieces is not None:
-                result = function(*pieces, **kwargs)
-                writes.note(args[0])
-                return None if result is None else args[0]
+            if name in _ELEMENTWISE:
+                result = _of_elements(function, name, args, kwargs)
+                if result is not None:
+                    return result
+            elif _updates_lists(function) and not torch.is_grad_enabled():
+                pieces = _pieces(args)
+                if pieces is not None:
+                    result = function(*pieces, **kwargs)
+                    writes.note([t for t in args[0] if type(t) is ShardedTensor])
+                    return None if result is None else args[0]
             if torch.is_grad_enabled() and name not in ("backward", "grad"):
                 args, kwargs = shard_gradients.alike(name, args, kwargs)
             try:
@@ -148,7 +162,7 @@ class ShardedTensor(DTensor):
         return shard_gradients.Whole.apply(self, grad_placements)
 
     def to_local(self, *, grad_placements=None):
-        writes.note(getattr(self, "base", self))
+        writes.note(base_of(self))
         if not torch.is_grad_enabled():
             return self._local_tensor
         if not self.requires_grad:
@@ -163,9 +177,8 @@ class ShardedTensor(DTensor):
         Collective when it is a DTensor that is cut otherwise.
         """
         if isinstance(tensor, DTensor):
-            if type(tensor) is ShardedTensor and tensor.placements == self.placements:
-                if is_cut(tensor) == is_cut(self):
-                    return tensor._local_tensor
+            if type(tensor) is ShardedTensor and same_cuts(tensor, self):
+                return tensor._local_tensor
             if not isinstance(tensor, ShardedTensor) and is_whole(tensor):
                 tensor = tensor._local_tensor
             else:
@@ -186,6 +199,9 @@ class ShardedTensor(DTensor):
 # tensor slot by slot (DCP's staging) asks the type for them.
 ShardedTensor.__slots__ = DTensor.__slots__
 
+# clip_grad_norm_ takes the norms of all gradients at once, so in one collective.
+_foreach_utils._foreach_supported_types.append(ShardedTensor)
+
 # What state dicts hold, for torch.load(weights_only=True).
 torch.serialization.add_safe_globals([ShardedTensor, RowShard, RowSpec])
 
@@ -198,6 +214,43 @@ def contiguous_stride(shape):
     return tuple(reversed(stride))
 
 
+# What torch's optimizers call for each parameter, without foreach.
+_ELEMENTWISE = {
+    *("add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_", "copy_", "zero_"),
+    *("add", "sub", "mul", "div", "sqrt", "neg", "abs", "square", "__truediv__"),
+    *("__mul__", "__add__", "__sub__", "sqrt_", "neg_", "fill_"),
+}
+
+
+def _of_elements(function, name, args, kwargs):
+    """The result from local tensors, where all are cut alike; else None. The way
+    through operations costs the host twice as much."""
+    first = args[0] if args else None
+    if type(first) is not ShardedTensor:
+        return None
+    if any(isinstance(value, torch.Tensor) for value in kwargs.values()):
+        return None
+    if torch.is_grad_enabled() and any(
+        isinstance(value, torch.Tensor) and value.requires_grad for value in args
+    ):
+        return None
+    pieces = [first._local_tensor]
+    for value in args[1:]:
+        piece = _piece_beside(first, value)
+        if piece is None:
+            return None
+        pieces.append(piece)
+    result = function(*pieces, **kwargs)
+    if name.endswith("_") and not name.endswith("__"):
+        writes.note(first)
+        return first
+    if result.dtype != first.dtype or result.stride() != pieces[0].stride():
+        return ShardedTensor.of_rows(
+            result.contiguous(), first.device_mesh, first.placements, first.shape
+        )
+    return first.beside(result)
+
+
 @functools.lru_cache(maxsize=None)
 def _updates_lists(function):
     """foreach in place, or fused: what torch's optimizers call. Element by element."""
@@ -205,11 +258,9 @@ def _updates_lists(function):
     return name.startswith(("_foreach_", "_fused_")) and name.endswith("_")
 
 
-def _pieces(function, args):
+def _pieces(args):
     """The arguments' local tensors, for a function to whose result they suffice; None
     for another one. The way through operations costs the host ten times as much."""
-    if not _updates_lists(function) or torch.is_grad_enabled():
-        return None
     first = args[0]
     pieces = [[_piece(tensor) for tensor in first]]
     if any(piece is None for piece in pieces[0]):
