@@ -20,15 +20,14 @@ OVERWRITING = {
 def run(func, traits, args, kwargs):
     """The rule for operations that draw random numbers."""
     from flatshard.shard_operations import on_whole, tensors_in
-    from flatshard.shard_values import is_cut, own_rows
+    from flatshard.shard_values import base_of, is_cut, own_rows
     from flatshard.sharded_tensor import ShardedTensor
 
     shards = [t for t in tensors_in((args, kwargs)) if isinstance(t, ShardedTensor)]
     first = shards[0]
-    kwargs = dict(kwargs)
-    place = first._spec.mesh.device_type
     generator = traits.bind(args, kwargs).get("generator")
-    with _state_of_first_rank(first._spec.mesh, generator, place):
+    generator = generator or _default_generator(base_of(first)._local_tensor.device)
+    with _state_of_first_rank(first._spec.mesh, generator):
         result = on_whole(func, traits, args, kwargs)
     if traits.written or not is_cut(first):
         return result
@@ -44,12 +43,11 @@ def run(func, traits, args, kwargs):
 
 
 @contextmanager
-def _state_of_first_rank(mesh, generator, device_type):
+def _state_of_first_rank(mesh, generator):
     """Draws from it. Ranks whose generator was in that state follow it; others keep
     theirs. Collective."""
-    generator = generator or _default_generator(device_type)
     before = generator.get_state()
-    state = before.clone().to(device_type)
+    state = before.clone().to(mesh.device_type)
     for dim in range(mesh.ndim):
         dist.broadcast(state, group=mesh.get_group(dim), group_src=0)
     state = state.cpu()
@@ -63,7 +61,7 @@ def _state_of_first_rank(mesh, generator, device_type):
             generator.set_state(before)
 
 
-def _default_generator(device_type):
-    if device_type == "cuda":
+def _default_generator(device):
+    if device.type == "cuda":
         return torch.cuda.default_generators[torch.cuda.current_device()]
     return torch.default_generator

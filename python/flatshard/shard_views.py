@@ -68,7 +68,8 @@ def run(func, traits, args, kwargs):
     memory = torch.empty_strided(
         base.shape, base.stride(), dtype=base.dtype, device="meta"
     )
-    seen = func(memory.as_strided(*frame), *args[1:], **kwargs)
+    others = [_on_meta(a) for a in args[1:]]  # of view_as
+    seen = func(memory.as_strided(*frame), *others, **kwargs)
     storage = memory.untyped_storage()._cdata
     several = isinstance(seen, (list, tuple))
     views = list(seen) if several else [seen]
@@ -76,8 +77,16 @@ def run(func, traits, args, kwargs):
         return NotImplemented  # a copy
     if any(v.dtype != base.dtype or v.is_conj() or v.is_neg() for v in views):
         return _of_other_elements(func, source, args, kwargs)
-    views = [_view(base, v.shape, v.stride(), v.storage_offset()) for v in views]
+    # In inference mode, too, a view of a tensor that is not of it is not of it.
+    with torch.inference_mode(source.is_inference()):
+        views = [_view(base, v.shape, v.stride(), v.storage_offset()) for v in views]
     return type(seen)(views) if several else views[0]
+
+
+def _on_meta(value):
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
 def _view(base, size, stride, offset):

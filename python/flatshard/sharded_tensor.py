@@ -142,6 +142,21 @@ class ShardedTensor(DTensor):
         memo[id(self)] = copied
         return copied
 
+    def __reduce_ex__(self, protocol):
+        # A view has no memory of its own, which torch's way asks for.
+        if base_of(self) is not self or self.storage_offset() != 0:
+            return self.detach().clone().__reduce_ex__(protocol)
+        return super().__reduce_ex__(protocol)
+
+    def __format__(self, spec):
+        return format(self.item(), spec) if self.dim() == 0 else super().__format__(spec)
+
+    def tolist(self):
+        return self.full_tensor().tolist()
+
+    def numpy(self, **options):
+        return self.full_tensor().numpy(**options)
+
     def redistribute(self, device_mesh=None, placements=None, **options):
         mesh = device_mesh or self.device_mesh
         if placements is None:
