@@ -79,7 +79,7 @@ def _mesh_of(args):
 
 
 def _replicated(value, mesh):
-    from flatshard.shard_operations import replicated
+    from flatshard.shard_calls import replicated
 
     return replicated(value, mesh)
 

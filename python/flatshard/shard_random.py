@@ -10,19 +10,13 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-# They write their first argument and do not read it.
-OVERWRITING = {
-    *("normal_", "uniform_", "random_", "exponential_", "cauchy_", "log_normal_"),
-    *("geometric_", "bernoulli_"),
-}
+from flatshard.shard_calls import on_whole, tensors_in
+from flatshard.shard_values import base_of, is_cut, own_rows
+from flatshard.sharded_tensor import ShardedTensor
 
 
 def run(func, traits, args, kwargs):
     """The rule for operations that draw random numbers."""
-    from flatshard.shard_operations import on_whole, tensors_in
-    from flatshard.shard_values import base_of, is_cut, own_rows
-    from flatshard.sharded_tensor import ShardedTensor
-
     shards = [t for t in tensors_in((args, kwargs)) if isinstance(t, ShardedTensor)]
     first = shards[0]
     generator = traits.bind(args, kwargs).get("generator")

@@ -8,14 +8,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from flatshard.row_shard import as_bytes
-from flatshard.shard_values import is_cut, row_dim
+from flatshard.shard_calls import replicated, tensors_in
+from flatshard.shard_values import is_cut, is_whole, row_dim
+from flatshard.shard_views import ShardedView
+from flatshard.sharded_tensor import ShardedTensor
 
 
 def run(func, traits, args, kwargs):
     """The rule for reductions over rows; those that no rank's part tells of are left."""
-    from flatshard.shard_operations import replicated, tensors_in
-    from flatshard.sharded_tensor import ShardedTensor
-
     if traits.name not in _REDUCTIONS:
         return NotImplemented
     source = args[0]
@@ -154,8 +154,6 @@ _REDUCTIONS = {
 
 def foreach_norm(func, traits, args, kwargs):
     """The norms of a list, those of cut tensors in one collective."""
-    from flatshard.shard_operations import replicated
-
     bound = traits.bind(args, kwargs)
     tensors, order = args[0], bound.get("ord", 2)
     if traits.name != "_foreach_norm" or not isinstance(order, (int, float)):
@@ -193,9 +191,6 @@ def foreach_norm(func, traits, args, kwargs):
 
 
 def _is_held(tensor):
-    from flatshard.shard_values import is_whole
-    from flatshard.shard_views import ShardedView
-
     if isinstance(tensor, ShardedView):
         return False
     return is_cut(tensor) or is_whole(tensor)

@@ -138,9 +138,14 @@ def _window(base, first, size, stride, inner):
 
 def _of_other_elements(func, source, args, kwargs):
     """A view of the bytes, of real parts or of conjugates: of each row by itself."""
-    if isinstance(source, ShardedView) or source.dim() < 2 and func.name() not in (
-        "aten::_conj",
-        "aten::_neg_view",
+    if (
+        isinstance(source, ShardedView)
+        or source.dim() < 2
+        and func.name()
+        not in (
+            "aten::_conj",
+            "aten::_neg_view",
+        )
     ):
         return NotImplemented
     local = func(source._local_tensor, *args[1:], **kwargs)

@@ -149,7 +149,9 @@ class ShardedTensor(DTensor):
         return super().__reduce_ex__(protocol)
 
     def __format__(self, spec):
-        return format(self.item(), spec) if self.dim() == 0 else super().__format__(spec)
+        return (
+            format(self.item(), spec) if self.dim() == 0 else super().__format__(spec)
+        )
 
     def tolist(self):
         return self.full_tensor().tolist()
@@ -231,7 +233,17 @@ def contiguous_stride(shape):
 
 # What torch's optimizers call for each parameter, without foreach.
 _ELEMENTWISE = {
-    *("add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_", "copy_", "zero_"),
+    *(
+        "add_",
+        "sub_",
+        "mul_",
+        "div_",
+        "lerp_",
+        "addcmul_",
+        "addcdiv_",
+        "copy_",
+        "zero_",
+    ),
     *("add", "sub", "mul", "div", "sqrt", "neg", "abs", "square", "__truediv__"),
     *("__mul__", "__add__", "__sub__", "sqrt_", "neg_", "fill_"),
 }

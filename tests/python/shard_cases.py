@@ -66,7 +66,9 @@ FUNCTIONS = {
     "columns": lambda t, o, v: t[:, 1:] * o[:, :-1],
     "listed rows": lambda t, o, v: t[[1, 3, 1]],
     "masked": lambda t, o, v: t[o > 0],
-    "index_select": lambda t, o, v: t.index_select(0, torch.tensor([3, 0]).to(t.device)),
+    "index_select": lambda t, o, v: t.index_select(
+        0, torch.tensor([3, 0]).to(t.device)
+    ),
     "gather": lambda t, o, v: t.gather(0, o.argsort(0)),
     "take_along_dim": lambda t, o, v: t.take_along_dim(o.argsort(1), 1),
     "cat": lambda t, o, v: torch.cat([t, o, v[None]]),
@@ -83,10 +85,13 @@ FUNCTIONS = {
     "einsum": lambda t, o, v: torch.einsum("ij,ij,j->i", t, o, v),
     "linear": lambda t, o, v: F.linear(o, t, t[:, 0]),
     "bilinear form": lambda t, o, v: v @ t.T @ o @ v,
-    "orthogonality": lambda t, o, v: (t.T @ t - torch.eye(t.shape[1]).to(t)).pow(2).sum(),
+    "orthogonality": lambda t, o, v: (t.T @ t - torch.eye(t.shape[1]).to(t))
+    .pow(2)
+    .sum(),
     "normalize": lambda t, o, v: F.normalize(t, dim=1) + F.normalize(o, dim=0),
     "cosine similarity": lambda t, o, v: F.cosine_similarity(t, o, dim=0),
-    "standardized": lambda t, o, v: (t - t.mean(1, keepdim=True)) / o.std(1, keepdim=True),
+    "standardized": lambda t, o, v: (t - t.mean(1, keepdim=True))
+    / o.std(1, keepdim=True),
     "layer norm": lambda t, o, v: F.layer_norm(t, (t.shape[1],), v),
     "cross entropy": lambda t, o, v: F.cross_entropy(t, o.argmax(1)),
     "mse": lambda t, o, v: F.mse_loss(t, o) + F.l1_loss(t, o, reduction="sum"),
@@ -94,7 +99,9 @@ FUNCTIONS = {
     "nuclear norm": lambda t, o, v: torch.linalg.matrix_norm(t, "nuc"),
     "spectral norm": lambda t, o, v: torch.linalg.matrix_norm(t, 2),
     "qr": lambda t, o, v: torch.linalg.qr(t).R.abs(),
-    "solve": lambda t, o, v: torch.linalg.solve(t.T @ t + torch.eye(t.shape[1]).to(t), v),
+    "solve": lambda t, o, v: torch.linalg.solve(
+        t.T @ t + torch.eye(t.shape[1]).to(t), v
+    ),
     "histc": lambda t, o, v: t.detach().histc(5, -2, 2),
     "unique": lambda t, o, v: t.detach().round().unique(),
     "bincount": lambda t, o, v: o.argmax(1).bincount(minlength=t.shape[1]),

@@ -31,7 +31,9 @@ def test_values_and_gradients(name, mesh):
         case = Case(mesh, seed)
         results, gradients = [], []
         for tensors in (case.whole, case.sharded()):
-            leaves = [t.clone().requires_grad_() for t in map(torch.Tensor.detach, tensors)]
+            leaves = [
+                t.clone().requires_grad_() for t in map(torch.Tensor.detach, tensors)
+            ]
             leaves = [t.detach().requires_grad_() for t in leaves]
             result = function(*leaves)
             results.append(value(result).detach())
@@ -88,20 +90,21 @@ def test_replicas_agree(mesh_2d):
 
 def test_views_see_later_writes(mesh):
     case = Case(mesh, 0)
-    for t, o, v in (case.whole, case.sharded()):
+    results = []
+    for t, _, _ in (case.whole, case.sharded()):
         views = [t.T, t.view(-1), t[1:3], t[2], t.T[1:].T, t[:, 1]]
         t.mul_(2)
         views[0][1].add_(1)
-        results = [value(view * 1) for view in views]
-        if isinstance(t, DTensor):
-            for got, want in zip(results, whole):
-                torch.testing.assert_close(got, want)
-        whole = results
+        results.append([value(view * 1) for view in views])
+    for whole, sharded in zip(*results):
+        torch.testing.assert_close(sharded, whole)
 
 
 def test_chains_of_operations(mesh):
     """Random chains, whose tensors are results of others."""
-    names = [n for n in FUNCTIONS if n not in ("complex", "bits", "allclose", "nonzero")]
+    names = [
+        n for n in FUNCTIONS if n not in ("complex", "bits", "allclose", "nonzero")
+    ]
     for seed in range(12):
         case = Case(mesh, seed)
         chosen = [case.random.choice(names) for _ in range(4)]
@@ -161,7 +164,9 @@ def test_python_reads_results(mesh):
     assert f"{t.sum():.2f}" == f"{whole.sum():.2f}"
     assert t.tolist() == whole.tolist() and len(t) == len(whole)
     assert (t.cpu().numpy() == whole.cpu().numpy()).all()
-    assert bool((t > 0).any()) and torch.equal(copy.deepcopy(t.T).full_tensor(), whole.T)
+    assert bool((t > 0).any()) and torch.equal(
+        copy.deepcopy(t.T).full_tensor(), whole.T
+    )
     for view in (t, t.T, t[2], t[1:4], t @ t.T):
         file = io.BytesIO()
         torch.save(view, file)
@@ -175,9 +180,11 @@ def test_second_derivatives(mesh):
     ends = []
     for tensors in (case.whole, case.sharded()):
         t, o, v = [x.detach().requires_grad_() for x in tensors]
-        loss = (t @ v).pow(3).sum() + (t * o).norm() + t.full_tensor().pow(3).mean() if (
-            isinstance(t, DTensor)
-        ) else (t @ v).pow(3).sum() + (t * o).norm() + t.pow(3).mean()
+        loss = (
+            (t @ v).pow(3).sum() + (t * o).norm() + t.full_tensor().pow(3).mean()
+            if (isinstance(t, DTensor))
+            else (t @ v).pow(3).sum() + (t * o).norm() + t.pow(3).mean()
+        )
         gradients = torch.autograd.grad(loss, (t, o, v), create_graph=True)
         for leaf, gradient in zip((t, o, v), gradients):
             if isinstance(leaf, DTensor):
@@ -226,7 +233,14 @@ def test_a_gather_is_warned_of_once(mesh, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         shard.flip(0)
-        shard.sum(), shard.norm(), shard * 2, shard.T, shard[2].fill_(1), shard.softmax(1)
+        (
+            shard.sum(),
+            shard.norm(),
+            shard * 2,
+            shard.T,
+            shard[2].fill_(1),
+            shard.softmax(1),
+        )
 
 
 def test_shapes_of_memory_stay(mesh):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from flatshard import fully_shard
-from tests.python.device import DEVICE, on_device
+from tests.python.device import on_device
 
 # Sums over rows have another order on several ranks; Adam's first steps divide by them.
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
@@ -30,7 +30,9 @@ def network(bias=True):
     torch.manual_seed(0)
     sizes = (7, 9, 9, 3)
     layers = [nn.Linear(a, b, bias=bias) for a, b in zip(sizes, sizes[1:])]
-    return on_device(nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2]))
+    return on_device(
+        nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+    )
 
 
 def twins(mesh, **options):
@@ -71,27 +73,35 @@ def steps(model, make_optimizer, num_steps=3, first=0):
     return optimizer
 
 
-O = torch.optim
 OPTIMIZERS = {
-    "muon": (O.Muon, {"lr": 0.1, "momentum": 0.5}),
-    "lbfgs": (O.LBFGS, {"lr": 0.5, "max_iter": 4}),
-    "lbfgs with line search": (O.LBFGS, {"max_iter": 4, "line_search_fn": "strong_wolfe"}),
-    "rprop": (O.Rprop, {"lr": 0.01}),
-    "adafactor": (O.Adafactor, {"lr": 0.1}),
-    "adafactor foreach": (O.Adafactor, {"lr": 0.1, "foreach": True}),
-    "adagrad": (O.Adagrad, {"lr": 0.1}),
-    "adadelta": (O.Adadelta, {}),
-    "nadam": (O.NAdam, {"lr": 0.01, "foreach": True}),
-    "radam": (O.RAdam, {"lr": 0.01}),
-    "asgd": (O.ASGD, {"lr": 0.1, "foreach": True}),
-    "adamax": (O.Adamax, {"lr": 0.01}),
-    "rmsprop": (O.RMSprop, {"lr": 0.01, "centered": True, "foreach": True}),
-    "sgd": (O.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
-    "sgd fused": (O.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
-    "adamw": (O.AdamW, {"lr": 0.01, "foreach": False}),
-    "adamw foreach": (O.AdamW, {"lr": 0.01, "foreach": True, "amsgrad": True}),
-    "adamw fused": (O.AdamW, {"lr": 0.01, "fused": True}),
-    "adam with a tensor for lr": (O.Adam, {"lr": torch.tensor(0.01), "fused": True}),
+    "muon": (torch.optim.Muon, {"lr": 0.1, "momentum": 0.5}),
+    "lbfgs": (torch.optim.LBFGS, {"lr": 0.5, "max_iter": 4}),
+    "lbfgs with line search": (
+        O.LBFGS,
+        {"max_iter": 4, "line_search_fn": "strong_wolfe"},
+    ),
+    "rprop": (torch.optim.Rprop, {"lr": 0.01}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 0.1}),
+    "adafactor foreach": (torch.optim.Adafactor, {"lr": 0.1, "foreach": True}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
+    "adadelta": (torch.optim.Adadelta, {}),
+    "nadam": (torch.optim.NAdam, {"lr": 0.01, "foreach": True}),
+    "radam": (torch.optim.RAdam, {"lr": 0.01}),
+    "asgd": (torch.optim.ASGD, {"lr": 0.1, "foreach": True}),
+    "adamax": (torch.optim.Adamax, {"lr": 0.01}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "centered": True, "foreach": True}),
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "sgd fused": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "foreach": False}),
+    "adamw foreach": (
+        torch.optim.AdamW,
+        {"lr": 0.01, "foreach": True, "amsgrad": True},
+    ),
+    "adamw fused": (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
+    "adam with a tensor for lr": (
+        torch.optim.Adam,
+        {"lr": torch.tensor(0.01), "fused": True},
+    ),
 }
 # Newton-Schulz iterations in bfloat16, whose errors are 2^-8, times lr and steps.
 WIDER = {"muon": {"rtol": 0, "atol": 3 * 0.1 * 2**-6}}
@@ -402,6 +412,3 @@ def test_writes_reach_the_next_forward(mesh):
             after = data_loss(model)
             assert after != before
             before = after
-
-
-assert DEVICE  # where the models are
