@@ -84,8 +84,10 @@ def values_for(traits, args, kwargs):
     tensors = list(tensors_in((args, kwargs)))
     first = next(t for t in tensors if isinstance(t, ShardedTensor))
     values = Values(traits.name, first._spec.mesh)
-    if all(t.numel() == 1 for t in tensors if isinstance(t, ShardedTensor)):
-        return values  # numbers: whoever computes with them has all of them
+    shards = [t for t in tensors if isinstance(t, ShardedTensor)]
+    has_graph = torch.is_grad_enabled() and any(t.requires_grad for t in shards)
+    if all(t.numel() == 1 for t in shards) and not has_graph:
+        return values  # a number, such as the factor of clipping, may scale anything
     written = {id(t) for n in traits.written for t in named(traits, args, kwargs, n)}
     plain = {
         id(t): t
@@ -104,7 +106,7 @@ def named(traits, args, kwargs, name):
 # -- everything ----------------------------------------------------------------------
 
 
-def on_whole(func, traits, args, kwargs, before=None):
+def on_whole(func, traits, args, kwargs):
     """The rule that is always right: on each rank the whole operation."""
     values = values_for(traits, args, kwargs)
     written = {}  # id of a value: of which tensor
@@ -118,12 +120,11 @@ def on_whole(func, traits, args, kwargs, before=None):
     result = call(func, traits, args, kwargs, plain)
     for tensor in written.values():
         values.store(tensor)
-    mesh = values._mesh
 
     def shown(value):
         if id(value) in written:
             return written[id(value)]
-        return replicated(value, mesh)
+        return replicated(value, values.mesh)
 
     return mapped(result, shown)
 

@@ -56,6 +56,8 @@ def _rules(func, traits):
     """The ways to compute `func`, of which the first takes it that can."""
     if "c10d" in func.namespace:
         yield _refuse_collective
+    if func.namespace != "aten":
+        yield on_whole
     if traits.name in _RESHAPING:
         yield _refuse
     if torch.Tag.inplace_view in func.tags:

@@ -14,7 +14,7 @@ from flatshard.shard_calls import (
     tensors_in,
     values_for,
 )
-from flatshard.shard_values import base_of, is_cut, own_rows, same_cuts
+from flatshard.shard_values import base_of, is_cut, own_span, same_cuts
 from flatshard.shard_views import ShardedView
 from flatshard.sharded_tensor import ShardedTensor
 
@@ -126,7 +126,7 @@ def by_position(func, traits, args, kwargs):
     return [
         as_rows(t, a)
         if isinstance(a, ShardedTensor) and is_cut(a)
-        else replicated(t, values._mesh)
+        else replicated(t, values.mesh)
         for a, t in zip(first, result)
     ]
 
@@ -189,12 +189,10 @@ def put_rows(func, traits, args, kwargs):
     target, indices, new = bound["self"], bound["indices"], bound["values"]
     if not isinstance(target, ShardedTensor) or not is_cut(target):
         return NotImplemented
-    if (
-        len(indices) == 0
-        or indices[0] is None
-        or any(i is not None for i in indices[1:])
-    ):
+    if not indices or indices[0] is None or any(i is not None for i in indices[1:]):
         return NotImplemented
+    if indices[0].dtype == torch.uint8:
+        return NotImplemented  # a mask, formerly
     values = values_for(traits, args, kwargs)
     index = indices[0]
     others = [bound["accumulate"], *([bound["unsafe"]] if "unsafe" in bound else [])]
@@ -203,7 +201,7 @@ def put_rows(func, traits, args, kwargs):
         if index.shape != target.shape or new.numel() != 1:
             return NotImplemented
         mask = rows_beside(index, target, values)
-        func(local, [mask], values.of(new), *others)
+        func(local, [mask.to(local.device)], values.of(new), *others)
         return target
     index = values.of(index)
     if index.dim() != 1:
@@ -216,11 +214,8 @@ def put_rows(func, traits, args, kwargs):
     if bool(((index < -count) | (index >= count)).any()):
         return NotImplemented  # torch's error
     index = torch.where(index < 0, index + count, index).to(local.device)
-    new = values.of(new).expand(index.shape[0], *target.shape[1:])
-    numbers = own_rows(torch.arange(count, device=local.device), target)
-    if numbers.numel() == 0:
-        return target
-    first = int(numbers[0])
-    here = (index >= first) & (index < first + numbers.numel())
-    func(local, [index[here] - first], new[here.to(new.device)], *others)
+    new = values.of(new).to(local.device).expand(index.shape[0], *target.shape[1:])
+    first, end = own_span(target)
+    here = (index >= first) & (index < end)
+    func(local, [index[here] - first], new[here], *others)
     return target

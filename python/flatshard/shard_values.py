@@ -47,6 +47,13 @@ def own_rows(whole, tensor):
     return tensor._spec.placements[dim].slice(whole, mesh.get_local_rank(dim))
 
 
+def own_span(tensor):
+    """This rank's first row, and the end."""
+    dim = row_dim(tensor)
+    rank = tensor._spec.mesh.get_local_rank(dim)
+    return tensor._spec.placements[dim].span(rank)
+
+
 def gather(tensor):
     """The whole value of a tensor that is cut, strided as the tensor. Collective."""
     dim = row_dim(tensor)
@@ -71,10 +78,9 @@ class Values:
 
     def __init__(self, name, mesh):
         self.name = name
-        self._mesh = mesh
+        self.mesh = mesh
         self._known = {}  # id of a tensor: (it, its value)
         self._bases = {}  # id of a view: the whole value of its base
-        self._seen = False  # whether plain tensors were compared
 
     def asked_for(self, tensor):
         """As `of`, where a gather is what the user asked for."""
@@ -153,11 +159,10 @@ class Values:
         Raises:
             PlainMeetsShards: they are not, on all ranks alike.
         """
-        digests = [digest(t) for t in tensors]
-        own = torch.stack(digests).to(self._mesh.device_type)
+        own = torch.stack([digest(t).to(self.mesh.device_type) for t in tensors])
         most = torch.stack([own, -own])
-        for dim in range(self._mesh.ndim):
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=self._mesh.get_group(dim))
+        for dim in range(self.mesh.ndim):
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.mesh.get_group(dim))
         if bool((most[0] != -most[1]).any()):
             raise PlainMeetsShards(
                 f"{self.name}: a sharded tensor meets a plain tensor that is not equal on "

@@ -212,12 +212,15 @@ def test_plain_tensors_count_as_equal_on_all_ranks(mesh, rank, world):
     whole = case.whole[0]
     shard = case.cut(whole)
     assert torch.equal((shard - whole).full_tensor(), whole - whole)
-    copy = whole * (rank + 1)
+    other = whole * (rank + 1)
     if world > 1:
         with pytest.raises(RuntimeError, match="mul: a sharded tensor meets plain"):
-            shard * copy
-    copy.copy_(shard)  # its contents do not matter
-    assert torch.equal(copy, whole)
+            shard * other
+        gain = case.cut(on_device(torch.ones(1))).requires_grad_()
+        with pytest.raises(RuntimeError, match="mul: a sharded tensor meets plain"):
+            gain * other  # whose gradient each rank would have of its own values
+    other.copy_(shard)  # its contents do not matter
+    assert torch.equal(other, whole)
     loss = on_device(torch.tensor(1.0 + rank, requires_grad=True))
     total = loss * 2 + shard.pow(2).sum()
     total.backward()

@@ -77,7 +77,7 @@ OPTIMIZERS = {
     "muon": (torch.optim.Muon, {"lr": 0.1, "momentum": 0.5}),
     "lbfgs": (torch.optim.LBFGS, {"lr": 0.5, "max_iter": 4}),
     "lbfgs with line search": (
-        O.LBFGS,
+        torch.optim.LBFGS,
         {"max_iter": 4, "line_search_fn": "strong_wolfe"},
     ),
     "rprop": (torch.optim.Rprop, {"lr": 0.01}),
