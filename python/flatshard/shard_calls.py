@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from flatshard.shard_values import Values, is_cut, own_rows, same_cuts
 from flatshard.sharded_tensor import ShardedTensor
 
-# Their first argument is written, whatever was in it.
+# They write their first argument and do not read it.
 _OVERWRITING = {
     *("copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "exponential_"),
     *("cauchy_", "log_normal_", "geometric_", "bernoulli_"),

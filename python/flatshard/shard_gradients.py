@@ -1,7 +1,7 @@
 """Gradients of sharded tensors: they arrive in the cuts of what they belong to.
 
-Operations on whole values have whole gradients, equal on all ranks. Whoever asks for
-the gradient of a tensor that is cut gets its rows.
+Operations on whole values have whole gradients, equal on all ranks. `.grad` and
+`torch.autograd.grad` of a tensor that is cut return its rows of them.
 """
 
 import torch

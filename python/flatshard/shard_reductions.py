@@ -15,7 +15,7 @@ from flatshard.sharded_tensor import ShardedTensor
 
 
 def run(func, traits, args, kwargs):
-    """The rule for reductions over rows; those that no rank's part tells of are left."""
+    """The rule for reductions over rows that combine results of the ranks' rows."""
     if traits.name not in _REDUCTIONS:
         return NotImplemented
     source = args[0]

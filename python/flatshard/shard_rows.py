@@ -18,7 +18,7 @@ from flatshard.shard_values import base_of, is_cut, own_span, same_cuts
 from flatshard.shard_views import ShardedView
 from flatshard.sharded_tensor import ShardedTensor
 
-# Of which each row of the result comes from one row, when `dim` is not that of the rows.
+# Each row of the result comes from one row, when `dim` is another one than 0.
 ALONG = {
     *("sum", "nansum", "mean", "amax", "amin", "argmax", "argmin", "max", "min"),
     *("any", "all", "prod", "var", "std", "var_mean", "std_mean", "logsumexp"),

@@ -1,8 +1,8 @@
 """How a shard is shown to PyTorch: a DTensor that knows where it was cut.
 
 A flat layout cuts a parameter between any two rows, so the ranks' pieces have
-different lengths. ``RowShard`` says where the cuts are. What operations do with a
-``ShardedTensor`` is in shard_operations.py; here is what does not reach it.
+different lengths. ``RowShard`` holds the cuts. shard_operations.py computes operations on
+a ``ShardedTensor``; this file has the functions that do not reach it.
 """
 
 import functools
@@ -36,8 +36,8 @@ _grad = torch.Tensor.grad
 class ShardedTensor(DTensor):
     """A DTensor of which a mesh dimension may be cut by a RowShard.
 
-    Operations on it give what the same operations on whole tensors give. What is
-    computed row by row has the same cuts.
+    Operations on it give what the same operations on whole tensors give. Results
+    that are computed row by row have the same cuts.
     """
 
     __slots__ = ()
@@ -219,7 +219,7 @@ ShardedTensor.__slots__ = DTensor.__slots__
 # clip_grad_norm_ takes the norms of all gradients at once, so in one collective.
 _foreach_utils._foreach_supported_types.append(ShardedTensor)
 
-# What state dicts hold, for torch.load(weights_only=True).
+# State dicts hold these types, which torch.load(weights_only=True) has to know.
 torch.serialization.add_safe_globals([ShardedTensor, RowShard, RowSpec])
 
 
@@ -231,7 +231,7 @@ def contiguous_stride(shape):
     return tuple(reversed(stride))
 
 
-# What torch's optimizers call for each parameter, without foreach.
+# torch's optimizers call these for each parameter, without foreach.
 _ELEMENTWISE = {
     *(
         "add_",
