@@ -8,6 +8,7 @@ a ``ShardedTensor``; this file has the functions that do not reach it.
 import functools
 
 import torch
+from torch._ops import OpOverloadPacket
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils import _foreach_utils
@@ -253,8 +254,8 @@ def _of_elements(function, name, args, kwargs):
     """The result from local tensors, where all are cut alike; else None. The way
     through operations costs the host twice as much."""
     first = args[0] if args else None
-    if type(first) is not ShardedTensor:
-        return None
+    if type(first) is not ShardedTensor or isinstance(function, OpOverloadPacket):
+        return None  # an operation of somebody else may have any name
     if any(isinstance(value, torch.Tensor) for value in kwargs.values()):
         return None
     if torch.is_grad_enabled() and any(
