@@ -27,6 +27,7 @@ def _load_core():
 _load_core()
 
 from flatshard import _C, checkpoint, diagnostics, float8, optim  # noqa: E402
+from flatshard import shard_operations  # noqa: E402,F401  registers them
 from flatshard._C import ConfigError, Error  # noqa: E402
 from flatshard.backward_pass import BackwardPass  # noqa: E402
 from flatshard.expert_parallel import expert_parallel  # noqa: E402

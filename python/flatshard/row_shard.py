@@ -9,6 +9,16 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard
 
 
+def as_bytes(tensor):
+    """[bytes] uint8: of a contiguous tensor a view. Gloo does not know every dtype."""
+    tensor = tensor.contiguous()  # which may have any stride when it has one element
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _reaches(group, device):
+    return any(d.type == device.type for d in group._device_types)
+
+
 class RowShard(Shard):
     """``Shard(0)`` whose piece s holds the rows ``cuts[s] : cuts[s + 1]``.
 
@@ -44,6 +54,11 @@ class RowShard(Shard):
         begin, end = self.span(rank)
         return end - begin
 
+    def window(self, first, count):
+        """The cuts of rows `first : first + count`."""
+        cuts = [min(max(c - first, 0), count) for c in self.cuts]
+        return RowShard(cuts, self.piece_of_ranks)
+
     def slice(self, whole, rank):
         begin, end = self.span(rank)
         return whole[begin:end]
@@ -53,16 +68,41 @@ class RowShard(Shard):
     def _local_shard_size_and_offset(self, curr_local_size, num_chunks, rank):
         return self.rows(rank), self.span(rank)[0]
 
+    def gather(self, local, mesh, mesh_dim):
+        """The whole tensor from the rows that each rank has, contiguous. Collective."""
+        group = mesh.get_group(mesh_dim)
+        row = local.shape[1:]
+        whole = local.new_empty((self.cuts[-1], *row))
+        if whole.numel() == 0:
+            return whole
+        home = whole.device
+        if not _reaches(group, home):  # an offloaded shard
+            local, whole = (t.to(mesh.device_type) for t in (local, whole))
+        ranks = range(len(self.cuts) - 1)
+        longest = max(map(self.rows, ranks))
+        mine = as_bytes(local)
+        if longest * len(ranks) > 2 * self.cuts[-1]:
+            # Few ranks have rows: pieces of one length would need more memory.
+            for rank in ranks:
+                begin, end = self.span(rank)
+                if end > begin:
+                    piece = as_bytes(whole[begin:end])
+                    if rank == mesh.get_local_rank(mesh_dim):
+                        piece.copy_(mine)
+                    dist.broadcast(piece, group=group, group_src=rank)
+            return whole.to(home)
+        padded = whole.new_empty((longest, *row))
+        sent = as_bytes(padded)
+        sent[: mine.numel()] = mine
+        pieces = whole.new_empty((len(ranks), longest, *row))
+        dist.all_gather_into_tensor(as_bytes(pieces), sent, group=group)
+        for rank in ranks:
+            begin, end = self.span(rank)
+            whole[begin:end] = pieces[rank, : end - begin]
+        return whole.to(home)
+
     def _to_replicate_tensor(self, local, mesh, mesh_dim, logical_shape):
-        longest = max(self.rows(r) for r in range(len(self.cuts) - 1))
-        padded = local.new_zeros((longest, *local.shape[1:]))
-        padded[: local.shape[0]] = local
-        pieces = [torch.empty_like(padded) for _ in range(mesh.size(mesh_dim))]
-        # Gloo does not know every dtype.
-        sent = [p.flatten().view(torch.uint8) for p in (*pieces, padded)]
-        dist.all_gather(sent[:-1], sent[-1], group=mesh.get_group(mesh_dim))
-        order = sorted(range(len(pieces)), key=self.piece_of_ranks.__getitem__)
-        return torch.cat([pieces[r][: self.rows(r)] for r in order])
+        return self.gather(local, mesh, mesh_dim)
 
     def _replicate_to_shard(self, local, mesh, mesh_dim, shard_index):
         return self.slice(local, shard_index).clone()

@@ -1,43 +1,43 @@
 """How a shard is shown to PyTorch: a DTensor that knows where it was cut.
 
 A flat layout cuts a parameter between any two rows, so the ranks' pieces have
-different lengths. ``RowShard`` says where the cuts are, and ``ShardedTensor`` keeps
-saying it of every result.
+different lengths. ``RowShard`` holds the cuts. shard_operations.py computes operations on
+a ``ShardedTensor``; this file has the functions that do not reach it.
 """
 
 import functools
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch._ops import OpOverloadPacket
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils import _foreach_utils
 
-from flatshard import row_functions
+from flatshard import shard_gradients
 from flatshard.meta_shards import of_meta, where_it_is
-from flatshard.row_functions import refuse
 from flatshard.row_shard import RowShard
 from flatshard.row_spec import RowSpec, from_local
+from flatshard.shard_values import (
+    PlainMeetsShards,
+    Values,
+    base_of,
+    is_cut,
+    is_whole,
+    own_rows,
+    same_cuts,
+)
 from flatshard.unscale import unscale, unscale_gradients
 from flatshard.writes import writes
 
-
-_get_data = torch.Tensor.data.__get__
 _set_data = torch.Tensor.data.__set__
 _grad = torch.Tensor.grad
 
 
-@functools.lru_cache(maxsize=None)
-def _is_in_place(name):
-    name = name.split(".")[0]  # of an OpOverload
-    if name.startswith("__"):
-        return name == "__setitem__" or name.startswith("__i")
-    return name.endswith("_")
-
-
 class ShardedTensor(DTensor):
-    """A DTensor of which mesh dimensions may be cut by a RowShard.
+    """A DTensor of which a mesh dimension may be cut by a RowShard.
 
-    What is computed from it row by row has the same cuts. What needs another
-    view of the rows is gathered first by DTensor, or refused by name.
+    Operations on it give what the same operations on whole tensors give. Results
+    that are computed row by row have the same cuts.
     """
 
     __slots__ = ()
@@ -56,12 +56,35 @@ class ShardedTensor(DTensor):
         tensor.__class__ = ShardedTensor
         return tensor.requires_grad_(requires_grad)
 
+    @staticmethod
+    def of_rows(local, mesh, placements, shape, stride=None):
+        """As `wrap`, of a tensor without history: for results of operations."""
+        if stride is None:
+            stride = contiguous_stride(shape)
+        meta = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
+        spec = RowSpec(mesh, tuple(placements), tensor_meta=meta)
+        return ShardedTensor.like_spec(local, spec)
+
+    @staticmethod
+    def like_spec(local, spec):
+        tensor = DTensor.__new__(DTensor, local, spec, requires_grad=False)
+        tensor.__class__ = ShardedTensor
+        return tensor
+
     def beside(self, local):
         """`local`, cut as this one is and of the same dtype, as a tensor of its own
         without gradient. Cheap: nothing is checked."""
-        tensor = DTensor.__new__(DTensor, local, self._spec, requires_grad=False)
-        tensor.__class__ = ShardedTensor
-        return tensor
+        return ShardedTensor.like_spec(local, self._spec)
+
+    def become(self, other):
+        """Has the values of `other` from now on, which has the shape of this one."""
+        self.__class__ = type(other)
+        self._spec = other._spec
+        if base_of(other) is not other:
+            self.base, self.frame = other.base, other.frame
+        else:
+            self.__dict__.pop("base", None)
+            self._local_tensor = other._local_tensor
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -73,46 +96,36 @@ class ShardedTensor(DTensor):
         kwargs = kwargs or {}
         name = function.__name__
         if of_meta and name == "__get__" and isinstance(args[0], ShardedTensor):
-            place = where_it_is(args[0], function.__self__.__name__)
+            place = where_it_is(base_of(args[0]), function.__self__.__name__)
             if place is not None:
                 return place
-        if name == "__get__" or (name == "__set__" and args[1] is None):
-            # zero_grad and optimizers do so with each parameter.
-            if function.__self__ is _grad:
-                with torch._C.DisableTorchFunctionSubclass():
-                    result = function(*args)
-                return _retag(result, function, args, kwargs)
-        if name == "aminmax":
-            return row_functions.aminmax(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
+            if name == "__get__" or (name == "__set__" and args[1] is None):
+                result = function(*args)
+                if function.__self__ is _grad and result is not None:
+                    return shard_gradients.cut_as(args[0], result)
+                return result
             if function is unscale:
                 return unscale_gradients(*args)
-            pieces = _pieces(function, args)
-            if pieces is not None:
-                result = function(*pieces, **kwargs)
-                writes.note(args[0])
-                return None if result is None else args[0]
-            if name in _OF_NEW_VALUES:
-                made = _new_values(function, *args, **kwargs)
-                if made is not None:
-                    return made
-            if name in row_functions.VIEWS and row_functions.is_view(args):
-                return row_functions.view(function, *args, **kwargs)
-            args = row_functions.prepare(function, args, kwargs)
-            args = _align(args)
-            if "out" in kwargs:
-                return _call_with_out(function, args, kwargs)
+            if name in _ELEMENTWISE:
+                result = _of_elements(function, name, args, kwargs)
+                if result is not None:
+                    return result
+            elif _updates_lists(function) and not torch.is_grad_enabled():
+                pieces = _pieces(args)
+                if pieces is not None:
+                    result = function(*pieces, **kwargs)
+                    writes.note([t for t in args[0] if type(t) is ShardedTensor])
+                    return None if result is None else args[0]
+            if torch.is_grad_enabled() and name not in ("backward", "grad"):
+                args, kwargs = shard_gradients.alike(name, args, kwargs)
             try:
                 result = function(*args, **kwargs)
-            except RuntimeError as error:
-                if "got mixed torch.Tensor and DTensor" not in str(error):
-                    raise
+            except PlainMeetsShards as error:
                 raise _used_outside(function, args, kwargs) from error
-        if args and _is_in_place(name):
-            writes.note(args[0])
-        if isinstance(result, (bool, int, float, str, type(None), torch.Size)):
-            return result
-        return _retag(result, function, args, kwargs)
+        if name == "grad" and isinstance(result, tuple):
+            return shard_gradients.cut_all(args[1], result)
+        return result
 
     def __deepcopy__(self, memo):
         copied = ShardedTensor.wrap(
@@ -127,35 +140,65 @@ class ShardedTensor(DTensor):
         memo[id(self)] = copied
         return copied
 
-    def redistribute(self, device_mesh=None, placements=None, **options):
-        # RowShard equals Shard(0), so the way there leads over the whole tensor.
-        if placements is not None and any(
-            isinstance(p, Shard) and not isinstance(p, RowShard) for p in placements
-        ):
-            whole = [Replicate()] * self.device_mesh.ndim
-            return (
-                super()
-                .redistribute(device_mesh, whole)
-                .redistribute(device_mesh, placements, **options)
-            )
-        return super().redistribute(device_mesh, placements, **options)
+    def __reduce_ex__(self, protocol):
+        # A view has no memory of its own, which torch's way asks for.
+        if base_of(self) is not self or self.storage_offset() != 0:
+            return self.detach().clone().__reduce_ex__(protocol)
+        return super().__reduce_ex__(protocol)
 
-    def to_local(self, **options):
-        writes.note_look(self)
-        return super().to_local(**options)
+    def __format__(self, spec):
+        return (
+            format(self.item(), spec) if self.dim() == 0 else super().__format__(spec)
+        )
+
+    def tolist(self):
+        return self.full_tensor().tolist()
+
+    def numpy(self, **options):
+        return self.full_tensor().numpy(**options)
+
+    def redistribute(self, device_mesh=None, placements=None, **options):
+        mesh = device_mesh or self.device_mesh
+        if placements is None:
+            placements = [Replicate()] * mesh.ndim
+        if tuple(placements) == tuple(self.placements) and all(
+            isinstance(a, RowShard) == isinstance(b, RowShard)
+            for a, b in zip(placements, self.placements)
+        ):
+            return self
+        whole = shard_gradients.Replicated.apply(self)
+        if all(placement.is_replicate() for placement in placements):
+            return whole
+        return DTensor.redistribute(whole, mesh, placements, **options)
+
+    def full_tensor(self, *, grad_placements=None):
+        if not (torch.is_grad_enabled() and self.requires_grad):
+            return Values("full_tensor", self.device_mesh).asked_for(self).detach()
+        return shard_gradients.Whole.apply(self, grad_placements)
+
+    def to_local(self, *, grad_placements=None):
+        writes.note_look(base_of(self))
+        if not torch.is_grad_enabled():
+            return self._local_tensor
+        if not self.requires_grad:
+            return self._local_tensor.detach()
+        if not is_cut(self):
+            return shard_gradients.Whole.apply(self, grad_placements)
+        return shard_gradients.Local.apply(self)
 
     def rows_of(self, tensor):
         """This rank's rows of `tensor`, plain or a DTensor, with as many rows.
 
-        Collective when it is a DTensor.
+        Collective when it is a DTensor that is cut otherwise.
         """
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        local = full.to(self._local_tensor.device)
-        for dim, placement in enumerate(self.placements):
-            if isinstance(placement, RowShard):
-                rank = self.device_mesh.get_local_rank(dim)
-                local = placement.slice(local, rank)
-        return local
+        if isinstance(tensor, DTensor):
+            if type(tensor) is ShardedTensor and same_cuts(tensor, self):
+                return tensor._local_tensor
+            if not isinstance(tensor, ShardedTensor) and is_whole(tensor):
+                tensor = tensor._local_tensor
+            else:
+                tensor = tensor.full_tensor()
+        return own_rows(tensor.to(self._local_tensor.device), self)
 
     def like(self, tensor):
         """The DTensor `tensor`, with as many rows, cut as this one is. Collective."""
@@ -171,70 +214,66 @@ class ShardedTensor(DTensor):
 # tensor slot by slot (DCP's staging) asks the type for them.
 ShardedTensor.__slots__ = DTensor.__slots__
 
+# clip_grad_norm_ takes the norms of all gradients at once, so in one collective.
+_foreach_utils._foreach_supported_types.append(ShardedTensor)
 
-def _call_with_out(function, args, kwargs):
-    """DTensor gives `out` the placements that it worked out, without the cuts."""
-    out = kwargs["out"]
-    outs = list(out) if isinstance(out, (list, tuple)) else [out]
-    first = next((a for a in args if isinstance(a, DTensor)), None)
-    for tensor in outs:
-        if tensor.placements != getattr(first, "placements", tensor.placements):
-            refuse(function)
-    specs = [tensor._spec for tensor in outs]
-    function(*args, **kwargs)
-    for tensor, spec in zip(outs, specs):
-        tensor._spec = spec
-        writes.note(tensor)
-    return out
+# State dicts hold these types, which torch.load(weights_only=True) has to know.
+torch.serialization.add_safe_globals([ShardedTensor, RowShard, RowSpec])
 
 
-def _align(args):
-    """Arguments of one operation that are cut differently, cut alike.
+def contiguous_stride(shape):
+    stride, width = [], 1
+    for size in reversed(shape):
+        stride.append(width)
+        width *= max(size, 1)
+    return tuple(reversed(stride))
 
-    Rank by rank, rows of one would meet other rows of the other. The first DTensor
-    decides; of lists (foreach) the first of each position.
-    """
-    if len(args) < 2:
-        return args
-    first = args[0]
-    if isinstance(first, DTensor):
-        return tuple([first] + [_align_to(first, value) for value in args[1:]])
-    if isinstance(first, (list, tuple)):
-        return tuple(
-            [first]
-            + [
-                [_align_to(a, b) for a, b in zip(first, value)]
-                if isinstance(value, (list, tuple)) and len(value) == len(first)
-                else value
-                for value in args[1:]
-            ]
+
+# torch's optimizers call these for each parameter, without foreach.
+_ELEMENTWISE = {
+    *(
+        "add_",
+        "sub_",
+        "mul_",
+        "div_",
+        "lerp_",
+        "addcmul_",
+        "addcdiv_",
+        "copy_",
+        "zero_",
+    ),
+    *("add", "sub", "mul", "div", "sqrt", "neg", "abs", "square", "__truediv__"),
+    *("__mul__", "__add__", "__sub__", "sqrt_", "neg_", "fill_"),
+}
+
+
+def _of_elements(function, name, args, kwargs):
+    """The result from local tensors, where all are cut alike; else None. The way
+    through operations costs the host twice as much."""
+    first = args[0] if args else None
+    if type(first) is not ShardedTensor or isinstance(function, OpOverloadPacket):
+        return None  # an operation of somebody else may have any name
+    if any(isinstance(value, torch.Tensor) for value in kwargs.values()):
+        return None
+    if torch.is_grad_enabled() and any(
+        isinstance(value, torch.Tensor) and value.requires_grad for value in args
+    ):
+        return None
+    pieces = [first._local_tensor]
+    for value in args[1:]:
+        piece = _piece_beside(first, value)
+        if piece is None:
+            return None
+        pieces.append(piece)
+    result = function(*pieces, **kwargs)
+    if name.endswith("_") and not name.endswith("__"):
+        writes.note(first)
+        return first
+    if result.dtype != first.dtype or result.stride() != pieces[0].stride():
+        return ShardedTensor.of_rows(
+            result.contiguous(), first.device_mesh, first.placements, first.shape
         )
-    tensors = [value for value in args if isinstance(value, DTensor)]
-    if len(tensors) < 2:
-        return args
-    return tuple(_align_to(tensors[0], value) for value in args)
-
-
-def _align_to(reference, value):
-    if not isinstance(value, DTensor) or not isinstance(reference, DTensor):
-        return value
-    cuts = isinstance(reference, ShardedTensor), isinstance(value, ShardedTensor)
-    same_rows = (
-        value.dim() == reference.dim()
-        and value.dim() > 0
-        and value.shape[0] == reference.shape[0]
-    )
-    if not any(cuts) or not same_rows:
-        return value
-    if all(cuts) and value.placements == reference.placements:
-        return value
-    if cuts[0]:
-        return reference.like(value)
-    mesh = value.device_mesh
-    full = from_local(
-        value.full_tensor(), mesh, [Replicate()] * mesh.ndim, value.shape
-    )
-    return full.redistribute(reference.device_mesh, reference.placements)
+    return first.beside(result)
 
 
 @functools.lru_cache(maxsize=None)
@@ -244,16 +283,13 @@ def _updates_lists(function):
     return name.startswith(("_foreach_", "_fused_")) and name.endswith("_")
 
 
-def _pieces(function, args):
+def _pieces(args):
     """The arguments' local tensors, for a function to whose result they suffice; None
-    for another one. DTensor's own way costs the host ten times as much, and remembers
-    every scalar that it ever saw."""
-    if not _updates_lists(function) or torch.is_grad_enabled():
-        return None
+    for another one. The way through operations costs the host ten times as much."""
     first = args[0]
-    if not all(isinstance(tensor, ShardedTensor) for tensor in first):
+    pieces = [[_piece(tensor) for tensor in first]]
+    if any(piece is None for piece in pieces[0]):
         return None
-    pieces = [[tensor._local_tensor for tensor in first]]
     for value in args[1:]:
         if isinstance(value, (list, tuple)) and len(value) == len(first):
             value = [_piece_beside(a, b) for a, b in zip(first, value)]
@@ -267,16 +303,24 @@ def _pieces(function, args):
     return pieces
 
 
+def _piece(tensor):
+    if type(tensor) is ShardedTensor:
+        return tensor._local_tensor
+    return None if isinstance(tensor, DTensor) else tensor
+
+
 def _piece_beside(reference, value):
     """What meets the local tensor of `reference`; None when that is not clear."""
     if not isinstance(value, torch.Tensor):
         return value
     if not isinstance(value, DTensor):
-        return value if value.dim() == 0 else None
+        plain = value.dim() == 0 or type(reference) is torch.Tensor
+        return value if plain or type(reference) is torch.nn.Parameter else None
+    if type(value) is not ShardedTensor:
+        return None
     if value.dim() == 0:
-        whole = all(placement.is_replicate() for placement in value.placements)
-        return value._local_tensor if whole else None
-    if reference is None or not isinstance(value, ShardedTensor):
+        return value._local_tensor
+    if type(reference) is not ShardedTensor:
         return None
     a, b = value._spec, reference._spec
     same = a is b or (
@@ -287,96 +331,24 @@ def _piece_beside(reference, value):
     return value._local_tensor if same else None
 
 
-_OF_NEW_VALUES = ("new_empty", "new_zeros", "new_ones", "new_full")
-
-
-def _new_values(function, source, size=(), *args, **kwargs):
-    """Of a shard's own shape: its rows, with other values. None for other shapes, of
-    which DTensor makes what it can."""
-    if not isinstance(source, ShardedTensor) or not isinstance(size, (tuple, list)):
-        return None
-    if tuple(size) != tuple(source.shape):
-        return None
-    requires_grad = kwargs.pop("requires_grad", False)
-    local = source._local_tensor
-    return ShardedTensor.wrap(
-        function(local, local.shape, *args, **kwargs),
-        source.device_mesh,
-        source.placements,
-        source.shape,
-        requires_grad,
-    )
-
-
-def _cuts_of(value, found):
+def _shards_in(value, found):
     """The ShardedTensors inside arguments."""
     if isinstance(value, ShardedTensor):
         found.append(value)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            _cuts_of(item, found)
+            _shards_in(item, found)
     elif isinstance(value, dict):
         for item in value.values():
-            _cuts_of(item, found)
+            _shards_in(item, found)
     return found
-
-
-def _retag(result, function, args, kwargs):
-    if isinstance(result, (list, tuple)):
-        kind = type(result)
-        # Of foreach, the i-th result comes from the i-th arguments.
-        items = [
-            _retag(item, function, _position(args, i, len(result)), kwargs)
-            for i, item in enumerate(result)
-        ]
-        # A collections.namedtuple takes its items one by one.
-        return kind(*items) if hasattr(kind, "_fields") else kind(items)
-    if not isinstance(result, DTensor) or isinstance(result, ShardedTensor):
-        return result
-    sources = _cuts_of((args, kwargs), [])
-    if not sources:
-        return result  # they were cut like a plain DTensor
-    spec = result._spec
-    placements = list(spec.placements)
-    for dim, placement in enumerate(placements):
-        if isinstance(placement, RowShard):
-            continue
-        if isinstance(placement, Partial) and placement.reduce_op == "avg":
-            refuse(function)
-        if isinstance(placement, Shard):
-            placements[dim] = _same_rows(result, sources, dim) or refuse(function)
-    if any(isinstance(p, RowShard) for p in placements):
-        result._spec = RowSpec.of(spec, placements)
-    result.__class__ = ShardedTensor
-    return result
-
-
-def _position(args, i, length):
-    return [
-        a[i] if isinstance(a, (list, tuple)) and len(a) == length else a for a in args
-    ]
-
-
-def _same_rows(result, sources, dim):
-    """The cuts of a source whose rows are the result's."""
-    rows = result.shape[0] if result.dim() else None
-    for source in sources:
-        placement = source.placements[dim]
-        if (
-            isinstance(placement, RowShard)
-            and source.shape[0] == rows
-            and result._local_tensor.shape[0] == source._local_tensor.shape[0]
-            and source.device_mesh == result.device_mesh
-        ):
-            return placement
-    return None
 
 
 def _used_outside(function, args, kwargs):
     """The error of a module that computes with a parameter that is not gathered."""
     from flatshard.unit import unit_of  # which imports this module
 
-    shards = _cuts_of((args, kwargs), [])
+    shards = _shards_in((args, kwargs), [])
     place = next((place for s in shards if (place := unit_of(s))), None)
     what, unit = "a sharded tensor", "its unit"
     if place is not None:
@@ -386,11 +358,11 @@ def _used_outside(function, args, kwargs):
         if p.sites and p.sites[0][0]() is not None:
             what += f" of {type(p.sites[0][0]()).__name__}"
         unit = f"unit {state.name}" if state.name else "its unit"
-    return RuntimeError(
+    return PlainMeetsShards(
         f"{function.__name__}: {what} meets plain tensors as a shard, outside of the "
-        f"forward of {unit}. Call the module that fully_shard wrapped, not one inside "
-        "it; name other methods with register_fsdp_forward_method(module, name); or "
-        "call unshard() of the unit first"
+        f"forward of {unit}, and the ranks have different ones. Call the module that "
+        "fully_shard wrapped, not one inside it; name other methods with "
+        "register_fsdp_forward_method(module, name); or call unshard() of the unit first"
     )
 
 

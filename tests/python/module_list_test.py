@@ -44,7 +44,9 @@ def test_slices_of_a_sequence_are_plain(function, mesh, rank):
     assert part[0].up.weight.grad is not None and model[2].up.weight.grad is None
 
 
-def test_a_slice_without_units_runs_while_whole(mesh, rank):
+def test_a_slice_without_units_runs_while_whole(mesh, rank, world):
+    if world == 1:
+        pytest.skip("no other rank has other data")
     model = nn.Sequential(*(Block(DIM, HIDDEN) for _ in range(2)))
     single = copy.deepcopy(model)
     fully_shard(model, mesh=mesh)
