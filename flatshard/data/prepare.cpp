@@ -6,18 +6,16 @@
 #include <array>
 #include <chrono>
 #include <memory>
-#include <optional>
 
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
-#include "flatshard/core/mapped_file.h"
 #include "flatshard/core/philox.h"
 #include "flatshard/data/byte_documents.h"
 #include "flatshard/data/corpus_writer.h"
 #include "flatshard/data/hf_tokenizer.h"
 #include "flatshard/data/input_files.h"
-#include "flatshard/data/json_lines.h"
-#include "flatshard/data/python_tokenizer.h"
+#include "flatshard/data/python_documents.h"
+#include "flatshard/data/survey.h"
 
 namespace flatshard::data {
 namespace {
@@ -60,9 +58,9 @@ class Progress {
 /// A number in [0, 1) of the document's name alone.
 double draw_of(const InputFile& file, std::int64_t row) {
   const std::uint64_t hash =
-      file.kind() == InputKind::text
-          ? stable_hash(file.name)
-          : stable_hash(fmt::format("{}#{}", file.name, row));
+      file.kind == InputKind::json || file.kind == InputKind::parquet
+          ? stable_hash(fmt::format("{}#{}", file.name, row))
+          : stable_hash(file.name);
   return static_cast<double>(mix_keys(hash, 0) >> 11) * 0x1p-53;
 }
 
@@ -97,15 +95,6 @@ std::vector<bool> choose_validation(
     }
   }
   return chosen;
-}
-
-std::string hash_inputs(const std::vector<InputFile>& files) {
-  std::uint64_t hash = files.size();
-  for (const InputFile& file : files) {
-    hash = mix_keys(hash, stable_hash(file.name));
-    hash = mix_keys(hash, static_cast<std::uint64_t>(file.nbytes));
-  }
-  return fmt::format("{:016x}", hash);
 }
 
 void copy_tokens(
@@ -178,86 +167,34 @@ void write_documents(
   }
 }
 
-/// "a, b, c and 4 more"
-std::string some_names(const std::vector<InputFile>& files) {
-  constexpr std::size_t kMost = 3;
-  std::string text;
-  for (std::size_t i = 0; i < std::min(files.size(), kMost); ++i) {
-    text += (i > 0 ? ", " : "") + files[i].name;
-  }
-  return files.size() > kMost
-             ? fmt::format("{} and {} more", text, files.size() - kMost)
-             : text;
-}
-
-/// Counts the documents of .jsonl and .parquet files, which finds what is wrong
-/// with them before hours of work.
-void count_rows(
-    std::vector<InputFile>& files,
-    const std::string& text_field,
-    const PythonTokenizerOptions& python) {
-  std::optional<PythonChild> parquet;
-  for (InputFile& file : files) {
-    if (file.kind() == InputKind::jsonl) {
-      JsonLines lines(file.path, text_field);
-      std::string text;
-      file.num_documents = 0;
-      while (lines.next(text)) {
-        ++file.num_documents;
-      }
-    } else if (file.kind() == InputKind::parquet) {
-      if (!parquet) {
-        parquet.emplace(python, "count", file_list(files, InputKind::parquet));
-      }
-      file.num_documents = parquet->read_count();
-    }
-  }
-}
-
-/// The files that hold documents, and how many each.
-std::vector<InputFile> find_documents(
-    const PrepareOptions& options,
-    const PythonTokenizerOptions& python) {
-  std::vector<InputFile> files = find_input_files(options.inputs);
-  const std::size_t num_found = files.size();
-  const auto binary = take_binary_files(files);
-  if (!binary.empty()) {
+void warn_of(const Survey& survey, bool of_skipped) {
+  if (of_skipped && !survey.found.skipped.empty()) {
     log_warning(
-        "skipped {} binary files of {}: {}; a file that --input names itself "
-        "is taken as it is",
-        binary.size(),
-        num_found,
-        some_names(binary));
+        "skipped {} of the inputs: {}; a file that --input names itself is "
+        "taken",
+        survey.found.skipped.size(),
+        survey.describe_skipped());
   }
-  FLATSHARD_CHECK(
-      options.text_field.empty() || std::ranges::any_of(
-                                        files,
-                                        [](const InputFile& file) {
-                                          return file.kind() != InputKind::text;
-                                        }),
-      config,
-      "--text-field belongs to .jsonl and .parquet files; --input has none");
-  std::erase_if(files, [](const InputFile& file) { return file.nbytes == 0; });
-  count_rows(files, python.text_field, python);
-  std::erase_if(files, [](const InputFile& file) {
-    return file.num_documents == 0;
-  });
-  FLATSHARD_CHECK(
-      !files.empty(),
-      io,
-      "--input: all {} files are empty{}, so the corpus would be empty",
-      num_found,
-      binary.empty() ? "" : " or binary");
-  return files;
+  if (survey.num_replaced > 0) {
+    log_warning(
+        "{} bytes that are not UTF-8 became U+FFFD",
+        survey.num_replaced);
+  }
 }
 
 std::unique_ptr<DocumentStream> open_stream(
     const PrepareOptions& options,
     const std::vector<InputFile>& files,
-    const PythonTokenizerOptions& python) {
+    const PythonTokenizerOptions& python,
+    const TextOptions& texts) {
   if (options.tokenizer != "bytes") {
-    return std::make_unique<PythonDocuments>(python, files);
+    return std::make_unique<PythonDocuments>(python, files, texts);
   }
+  FLATSHARD_CHECK(
+      !options.parse_special,
+      config,
+      "--parse-special belongs to a tokenizer.json; byte tokens have no control "
+      "tokens that a text could spell");
   for (const auto& [name, value] :
        {std::pair{"--end-of-document", options.end_of_document},
         std::pair{"--begin-of-document", options.begin_of_document}}) {
@@ -269,54 +206,65 @@ std::unique_ptr<DocumentStream> open_stream(
         name,
         kByteEndOfDocument);
   }
-  return std::make_unique<ByteDocuments>(files, python.text_field, python);
-}
-
-void write_text_file(
-    const std::filesystem::path& path,
-    std::string_view content) {
-  FileWriter writer(path);
-  writer.write(content);
-  writer.close();
+  return std::make_unique<ByteDocuments>(files, texts);
 }
 
 }  // namespace
 
-CorpusMeta prepare_corpus(const PrepareOptions& options) {
+CorpusMeta prepare_corpus(const PrepareOptions& options, Survey* report) {
   FLATSHARD_CHECK(
       options.validation_fraction >= 0 && options.validation_fraction < 1,
       config,
       "--validation-fraction: expected a number in [0, 1), got {}",
       options.validation_fraction);
   const bool is_bytes = options.tokenizer == "bytes";
+  const InputFormat format = parse_input_format(options.format);
+  FLATSHARD_CHECK(
+      format != InputFormat::bytes || is_bytes,
+      config,
+      "--format bytes: expected --tokenizer bytes, got {}; a tokenizer.json "
+      "takes text",
+      options.tokenizer);
   PythonTokenizerOptions python{
       .python = options.python,
       .end_of_document = options.end_of_document,
       .begin_of_document = options.begin_of_document,
-      .text_field = options.text_field.empty() ? "text" : options.text_field};
+      .parse_special = options.parse_special};
   if (!is_bytes) {
     python.tokenizer = find_tokenizer(options.tokenizer);
-    if (python.end_of_document.empty()) {
-      python.end_of_document = eos_token(options.tokenizer);
-    }
   }
-  const std::vector<InputFile> files = find_documents(options, python);
+  const TextOptions texts{
+      .text_field = options.text_field.empty() ? "text" : options.text_field,
+      .replace_invalid = format == InputFormat::text,
+      .python = options.python};
+  StagedFolder::check(options.output, options.force);
+  const Survey survey = survey_inputs(options.inputs, format, texts);
+  const std::vector<InputFile>& files = survey.found.files;
+  FLATSHARD_CHECK(
+      options.text_field.empty() ||
+          std::ranges::any_of(
+              files,
+              [](const InputFile& file) {
+                return file.kind == InputKind::json ||
+                       file.kind == InputKind::parquet;
+              }),
+      config,
+      "--text-field belongs to files of rows (JSON and Parquet); --input has "
+      "none");
+  warn_of(survey, /*of_skipped=*/report == nullptr);
+  const auto stream = open_stream(options, files, python, texts);
   StagedFolder staged(options.output, options.force);
-  const auto stream = open_stream(options, files, python);
 
   CorpusMeta meta;
   meta.vocab_size = stream->vocab_size();
   meta.end_of_document = stream->end_of_document();
   meta.token_type =
       meta.vocab_size <= 65536 ? TokenType::uint16 : TokenType::uint32;
-  meta.input_hash = hash_inputs(files);
+  meta.input_hash = survey.hash;
   meta.begin_of_document = stream->begin_of_document();
   meta.tokenizer = is_bytes ? "bytes" : kTokenizerFile;
-  if (std::filesystem::is_directory(options.tokenizer)) {
-    copy_tokenizer_files(options.tokenizer, staged.path());
-  } else if (!is_bytes) {
-    const MappedFile tokenizer(options.tokenizer);
-    write_text_file(staged.path() / meta.tokenizer, tokenizer.text());
+  if (!is_bytes) {
+    copy_tokenizer(python.tokenizer, staged.path());
   }
 
   std::int64_t total_nbytes = 0;
@@ -348,8 +296,13 @@ CorpusMeta prepare_corpus(const PrepareOptions& options) {
   if (options.validation_fraction > 0) {
     meta.splits.push_back(validation.finish());
   }
-  write_text_file(staged.path() / "meta.json", meta.to_json());
+  FileWriter meta_file(staged.path() / "meta.json");
+  meta_file.write(meta.to_json());
+  meta_file.close();
   staged.commit();
+  if (report != nullptr) {
+    *report = survey;
+  }
   return meta;
 }
 

@@ -3,36 +3,77 @@
 The program runs this text with `python -c` and talks to it over standard
 input and output:
 
-    prepare_tokens.py MODE TOKENIZER_JSON END_OF_DOCUMENT BEGIN_OF_DOCUMENT TEXT_FIELD
+    prepare_tokens.py MODE SETTINGS
 
-    files   input: files; output: one frame a document
+    tokens  input: int64 length and UTF-8 text of each document; output: a frame each
     encode  input: UTF-8 text; output: one frame
-    decode  input: token ids as decimal text; output: int64 length, UTF-8 text
-    count   input: Parquet files; output: an int64 for each, its documents that are
-            not empty; without a tokenizer
-    texts   input: Parquet files; output: int64 length and UTF-8 text of each
-            document; without a tokenizer
+    decode  input: lines of token ids as decimal text; output: int64 length and UTF-8
+            text of each
+    texts   input: paths of Parquet files, each ended by a zero byte; output: int64
+            length and UTF-8 text of each row (0 where it is null), and -2 after each
+            file; without a tokenizer
 
-Files are a letter and a path each, ended by a zero byte. The letter: t, the file is
-one document; j, each line is a JSON object with a document in TEXT_FIELD; p, the same
-for each row of a Parquet file. Of j and p, documents that are empty are left out.
+SETTINGS is JSON: tokenizer (the path of a tokenizer.json), end and begin (texts of the
+tokens around a document; "" for the tokenizer's own; begin may be "none"), text_field
+(the column of Parquet files), parse_special, keep_special.
 
-Output begins with one line of JSON: vocab_size and end_of_document, begin_of_document
-when one is wanted, and own_begin with own_begin_id, the token that the tokenizer itself
-puts before a text; or error. A frame is an int64 count and that many uint32 ids; count -1 is an
-error, with an int64 length and a text after it. All numbers are little-endian.
+Output begins with one line of JSON: vocab_size, end_of_document, begin_of_document when
+a document begins with a token, own_begin (the tokens that the tokenizer itself puts
+before a text) and warnings; or error. A frame is an int64 count and that many uint32
+ids. In place of a count or a length there may be -1, an error, or -3, a warning, each
+with an int64 length and a text after it. All numbers are little-endian.
 """
 
-import array
-import json
-import os
-import struct
 import sys
+
+# Modules of the working folder are none of Python's: `python -c` puts it first.
+sys.path[:] = [path for path in sys.path if path not in ("", ".")]
+
+import array  # noqa: E402
+import json  # noqa: E402
+import os  # noqa: E402
+import signal  # noqa: E402
+import struct  # noqa: E402
 
 # Ends of a document in tokenizers people use, most specific first.
 END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>")
 BATCH_BYTES = 4 << 20
-BATCH_FILES = 256
+BATCH_TEXTS = 256
+ERROR, END_OF_FILE, WARNING = -1, -2, -3
+
+# What transformers' classes take where tokenizer_config.json says nothing: the tokens
+# that begin and end a text, and whether they are put there. A class whose third value
+# is not None decides that itself, whatever the post-processor of tokenizer.json does.
+CLASSES = {
+    "Llama": ("<s>", "</s>", True, False),
+    "CodeLlama": ("<s>", "</s>", True, False),
+    "Gemma": ("<bos>", "<eos>", True, False),
+    "Cohere": ("<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>", True, False),
+    "GPTNeoX": ("<|endoftext|>", "<|endoftext|>", False, False),
+    "GPT2": ("<|endoftext|>", "<|endoftext|>", None, None),
+    "Qwen2": (None, "<|endoftext|>", None, None),
+    "T5": (None, "</s>", None, None),
+    "Bart": ("<s>", "</s>", None, None),
+    "Roberta": ("<s>", "</s>", None, None),
+    "Bloom": ("<s>", "</s>", None, None),
+}
+# The class by config.json's model_type, where tokenizer_config.json names none.
+CLASS_OF_MODEL = {
+    "llama": "Llama",
+    "mistral": "Llama",
+    "mixtral": "Llama",
+    "gemma": "Gemma",
+    "gemma2": "Gemma",
+    "gemma3_text": "Gemma",
+    "cohere": "Cohere",
+    "gpt_neox": "GPTNeoX",
+    "gpt2": "GPT2",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen2",
+    "qwen3_moe": "Qwen2",
+}
+TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
+TOKEN_KEYS += ("cls_token", "mask_token")
 
 
 class Failure(Exception):
@@ -46,41 +87,258 @@ def missing(what, package):
     )
 
 
-def load(mode, path, end_name, begin_name):
+def read_json(path):
+    """A JSON object; {} where there is no such file."""
     try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise missing("a tokenizer.json", "tokenizers") from error
-    try:
-        tokenizer = Tokenizer.from_file(path)
-    except Exception as error:  # the package raises plain Exception
-        raise Failure(f"cannot load the tokenizer {path}: {error}") from error
-    vocab = tokenizer.get_vocab(with_added_tokens=True)
-    if not vocab:
-        raise Failure(f"the tokenizer {path} has an empty vocabulary")
-    names = [end_name] if end_name else END_NAMES
-    found = [name for name in names if name in vocab]
-    if not found and mode == "files":
-        raise Failure(
-            f"the tokenizer {path} has no token {' or '.join(names)}; name the "
-            "token that ends a document with --end-of-document"
-        )
-    header = {
-        "vocab_size": max(vocab.values()) + 1,
-        "end_of_document": vocab[found[0]] if found else -1,
-    }
-    if begin_name and begin_name not in vocab:
-        raise Failure(
-            f"the tokenizer {path} has no token {begin_name}; name one that it has "
-            "with --begin-of-document"
-        )
-    if begin_name:
-        header["begin_of_document"] = vocab[begin_name]
-    whole = tokenizer.encode("a")
-    if whole.special_tokens_mask[:1] == [1]:
-        header["own_begin"] = whole.tokens[0]
-        header["own_begin_id"] = whole.ids[0]
-    return tokenizer, header
+        with open(path, encoding="utf-8-sig") as file:
+            value = json.load(file)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise Failure(f"cannot read {path}: {error}") from error
+    if not isinstance(value, dict):
+        raise Failure(f"{path}: expected a JSON object")
+    return value
+
+
+def content(token):
+    """The text of a token, which may be written as an AddedToken."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+class Folder:
+    """What the files beside a tokenizer.json say, as AutoTokenizer reads them."""
+
+    def __init__(self, path):
+        # A file of another name stands for itself.
+        folder = os.path.dirname(path)
+        is_of_folder = os.path.basename(path) == "tokenizer.json"
+
+        def read(name):
+            return read_json(os.path.join(folder, name)) if is_of_folder else {}
+
+        self.path = os.path.join(folder, "tokenizer_config.json")
+        self.config = read("tokenizer_config.json")
+        self.by_id = self.config.get("added_tokens_decoder")
+        self.by_text = {}
+        if self.by_id is None:
+            # Older folders have these facts in files of their own.
+            self.by_id = {}
+            self.config.update(read("special_tokens_map.json"))
+            self.by_text = read("added_tokens.json")
+        name = self.config.get("tokenizer_class")
+        if name is None and self.config:
+            name = CLASS_OF_MODEL.get(read("config.json").get("model_type"), "")
+        name = (name or "").removesuffix("Fast").removesuffix("Tokenizer")
+        facts = CLASSES.get(name, (None, None, None, None))
+        self.begin = content(self.config.get("bos_token", facts[0]))
+        self.end = content(self.config.get("eos_token", facts[1]))
+        self.adds_begin, self.adds_end = facts[2:]
+        if self.adds_begin is not None:
+            self.adds_begin = bool(self.config.get("add_bos_token", facts[2]))
+            self.adds_end = bool(self.config.get("add_eos_token", facts[3]))
+        for flag, key in ((self.adds_begin, "bos"), (self.adds_end, "eos")):
+            if flag and not (self.begin if key == "bos" else self.end):
+                raise Failure(
+                    f"{self.path}: expected {key}_token, since add_{key}_token is true"
+                )
+
+    def special_tokens(self):
+        """The texts and AddedTokens that have a role, each once."""
+        tokens = [self.config.get(key) for key in TOKEN_KEYS]
+        more = self.config.get("additional_special_tokens") or []
+        more = more if isinstance(more, list) else list(more.values())
+        found = {}
+        for token in tokens + more + [self.begin, self.end]:
+            if token:
+                found.setdefault(content(token), token)
+        return found
+
+    def added_tokens(self, AddedToken):
+        """(id or None, AddedToken) of each token that AutoTokenizer adds."""
+        special = self.special_tokens()
+
+        def make(token):
+            if isinstance(token, str):
+                return AddedToken(token, special=token in special)
+            keys = ("single_word", "lstrip", "rstrip", "normalized", "special")
+            flags = {key: token[key] for key in keys if key in token}
+            flags["special"] = flags.get("special", False) or (
+                token["content"] in special
+            )
+            return AddedToken(token["content"], **flags)
+
+        try:
+            tokens = [(int(id), make(token)) for id, token in self.by_id.items()]
+            tokens += [(int(id), make(text)) for text, id in self.by_text.items()]
+            tokens.sort(key=lambda item: item[0])
+            known = {token.content for _, token in tokens}
+            tokens += [(None, make(t)) for c, t in special.items() if c not in known]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise Failure(
+                f"{self.path}: expected tokens as transformers writes them, got "
+                f"{error!r}"
+            ) from error
+        return tokens
+
+
+class Encoder:
+    """A tokenizer without the state that its file keeps for calls."""
+
+    def __init__(self, settings):
+        try:
+            from tokenizers import AddedToken, Tokenizer
+        except ImportError as error:
+            raise missing("a tokenizer.json", "tokenizers") from error
+        self.path = settings["tokenizer"]
+        self.warnings = []
+        try:
+            self.tokenizer = Tokenizer.from_file(self.path)
+        except Exception as error:  # the package raises plain Exception
+            raise Failure(f"cannot load the tokenizer {self.path}: {error}") from error
+        if not hasattr(self.tokenizer, "encode_special_tokens"):
+            raise missing("a tokenizer.json", "tokenizers>=0.19")
+        self.folder = Folder(self.path)
+        self.reset_calls()
+        self.add_tokens(AddedToken)
+        self.set_prefix_space()
+        self.vocab = self.tokenizer.get_vocab(with_added_tokens=True)
+        if not self.vocab:
+            raise Failure(f"the tokenizer {self.path} has an empty vocabulary")
+        self.find_own_tokens()
+        self.tokenizer.encode_special_tokens = not settings["parse_special"]
+        added = self.tokenizer.get_added_tokens_decoder()
+        control = {id: token.content for id, token in added.items() if token.special}
+        self.control = {} if settings["parse_special"] else control
+        self.control_ids = frozenset(self.control)
+        self.plain = None
+
+    def reset_calls(self):
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        dropout = getattr(self.tokenizer.model, "dropout", None)
+        if dropout:
+            self.tokenizer.model.dropout = None
+            self.warnings.append(
+                f"the tokenizer {self.path} has a BPE dropout of {dropout}, which is "
+                "left out: the same text always gives the same tokens"
+            )
+
+    def add_tokens(self, AddedToken):
+        tokens = self.folder.added_tokens(AddedToken)
+        self.tokenizer.add_tokens([token for _, token in tokens])
+        for id, token in tokens:
+            got = self.tokenizer.token_to_id(token.content)
+            if id is not None and got != id:
+                raise Failure(
+                    f"{self.folder.path}: the token {token.content} has the id {id}, "
+                    f"and with {self.path} it has {got}; the files are of different "
+                    "tokenizers"
+                )
+
+    def set_prefix_space(self):
+        """As PreTrainedTokenizerFast does, whose default is no space."""
+        if not self.folder.config or self.tokenizer.pre_tokenizer is None:
+            return
+        state = json.loads(self.tokenizer.pre_tokenizer.__getstate__())
+        wanted = self.folder.config.get("add_prefix_space", False)
+        if wanted is not None and state.get("add_prefix_space", wanted) != wanted:
+            self.tokenizer.pre_tokenizer.add_prefix_space = wanted
+
+    def find_own_tokens(self):
+        """The ids that the tokenizer itself puts around a text."""
+        item = self.tokenizer.encode("a")
+        mask = item.special_tokens_mask
+        first = mask.index(0) if 0 in mask else len(mask)
+        last = len(mask) - mask[::-1].index(0) if 0 in mask else len(mask)
+        self.own_begin, self.own_end = item.ids[:first], item.ids[last:]
+        if self.folder.adds_begin is not None:
+            begin = self.folder.begin if self.folder.adds_begin else None
+            end = self.folder.end if self.folder.adds_end else None
+            self.own_begin = [self.vocab[begin]] if begin else []
+            self.own_end = [self.vocab[end]] if end else []
+
+    def end_of_document(self, name, is_needed):
+        names = [name] if name else [self.folder.end] if self.folder.end else []
+        names = names or END_NAMES
+        for found in names:
+            if found in self.vocab:
+                return self.vocab[found]
+        if not name and len(self.own_end) == 1:
+            return self.own_end[0]
+        if is_needed:
+            raise Failure(
+                f"the tokenizer {self.path} has no token {' or '.join(names)}; name "
+                "the token that ends a document with --end-of-document"
+            )
+        return -1
+
+    def begin_of_document(self, name):
+        if name == "none" or (not name and not self.own_begin):
+            return None
+        if name and name not in self.vocab:
+            raise Failure(
+                f"the tokenizer {self.path} has no token {name}; name one that it has "
+                "with --begin-of-document, or none"
+            )
+        if not name and len(self.own_begin) > 1:
+            tokens = [self.tokenizer.id_to_token(id) for id in self.own_begin]
+            raise Failure(
+                f"the tokenizer {self.path} begins a text with the tokens "
+                f"{' '.join(tokens)}, and a corpus has room for one; name it with "
+                "--begin-of-document, or none"
+            )
+        return self.vocab[name] if name else self.own_begin[0]
+
+    def encode(self, text):
+        return self.encode_all([text])[0]
+
+    def encode_all(self, texts):
+        batch = getattr(self.tokenizer, "encode_batch_fast", self.tokenizer.encode_batch)
+        found = [item.ids for item in batch(texts, add_special_tokens=False)]
+        for i, ids in enumerate(found):
+            # A model whose vocabulary has the control tokens as pieces finds them.
+            if self.control_ids and not self.control_ids.isdisjoint(ids):
+                found[i] = self.without_control(texts[i])
+        return found
+
+    def without_control(self, text):
+        """Encodes with the control tokens' names changed to what no text has."""
+        if self.plain is None:
+            names = {text: f"\0control {id}\0" for id, text in self.control.items()}
+            self.plain = renamed(self.tokenizer, names)
+        return self.plain.encode(text, add_special_tokens=False).ids
+
+    def spelled(self, text):
+        """A control token that the text spells out, of the first few; or None."""
+        return next((c for c in list(self.control.values())[:16] if c in text), None)
+
+
+def renamed(tokenizer, names):
+    from tokenizers import Tokenizer
+
+    state = json.loads(tokenizer.to_str())
+    model = state["model"]
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):
+        model["vocab"] = {names.get(text, text): id for text, id in vocab.items()}
+    else:
+        model["vocab"] = [[names.get(text, text), score] for text, score in vocab]
+    if model.get("unk_token"):
+        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+    if model.get("merges"):
+        pairs = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
+        model["merges"] = [
+            pair
+            for pair in pairs
+            if "".join(pair) not in names and names.keys().isdisjoint(pair)
+        ]
+    for token in state["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    state["post_processor"] = None
+    plain = Tokenizer.from_str(json.dumps(state))
+    plain.encode_special_tokens = True
+    return plain
 
 
 def write_ids(out, ids):
@@ -92,7 +350,7 @@ def write_ids(out, ids):
 
 
 def write_text(out, text):
-    data = text.encode("utf-8")
+    data = text.encode("utf-8", errors="replace")
     out.write(struct.pack("<q", len(data)))
     out.write(data)
 
@@ -105,17 +363,24 @@ def need_parquet():
     return parquet
 
 
-def check_text(value, where, field):
+def row_text(value, where, field):
+    if isinstance(value, bytes):
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise Failure(
+                f"{where}: expected UTF-8 in the column '{field}': {error}"
+            ) from error
     if value is not None and not isinstance(value, str):
         raise Failure(
-            f"{where}: expected text in the field '{field}', got "
-            f"{type(value).__name__}"
+            f"{where}: expected text in the column '{field}', got a "
+            f"{type(value).__name__}; name another with --text-field"
         )
     return value or ""
 
 
 def read_rows(path, field):
-    """The texts of a Parquet file's column."""
+    """The texts of a Parquet file's column, "" where they are null."""
     name = os.fsdecode(path)
     try:
         file = need_parquet().ParquetFile(name)
@@ -125,96 +390,115 @@ def read_rows(path, field):
                 f"{name}: expected the text field '{field}', found "
                 f"{', '.join(columns)}; name another with --text-field"
             )
+        row = 0
         for batch in file.iter_batches(columns=[field]):
             for value in batch.column(0).to_pylist():
-                yield check_text(value, name, field)
+                row += 1
+                yield row_text(value, f"{name}: row {row}", field)
     except (OSError, ValueError) as error:  # pyarrow's own are ValueErrors
         raise Failure(f"cannot read {name}: {error}") from error
 
 
-def read_documents(files, field):
-    """The number of bytes and the text of each document."""
-    for entry in files:
-        kind, path = entry[:1], entry[1:]
-        if kind == b"p":
-            texts = read_rows(path, field)
-            yield from ((len(text), text) for text in texts if text)
-            continue
-        try:
-            with open(path, "rb") as file:
-                if kind == b"t":
-                    data = file.read()
-                    # Bytes that are not UTF-8 become U+FFFD.
-                    yield len(data), data.decode("utf-8", errors="replace")
-                    continue
-                for line in file:
-                    if line.strip():
-                        where = os.fsdecode(path)
-                        text = check_text(json.loads(line)[field], where, field)
-                        if text:
-                            yield len(line), text
-        except OSError as error:
-            raise Failure(
-                f"cannot read {os.fsdecode(path)}: {error.strerror}"
-            ) from error
-        except (KeyError, TypeError, ValueError) as error:
-            # The program has read it before.
-            raise Failure(f"{os.fsdecode(path)} changed: {error!r}") from error
+def read_texts(stream):
+    """The documents that the program sends."""
+    while header := stream.read(8):
+        (length,) = struct.unpack("<q", header)
+        yield stream.read(length).decode("utf-8", errors="replace")
 
 
-def read_batches(files, field):
+def read_batches(stream):
     texts, nbytes = [], 0
-    for size, text in read_documents(files, field):
+    for text in read_texts(stream):
         texts.append(text)
-        nbytes += size
-        if nbytes >= BATCH_BYTES or len(texts) >= BATCH_FILES:
+        nbytes += len(text)
+        if nbytes >= BATCH_BYTES or len(texts) >= BATCH_TEXTS:
             yield texts
             texts, nbytes = [], 0
     if texts:
         yield texts
 
 
-def run(mode, tokenizer, field, data, out):
-    if mode == "files":
-        files = data.split(b"\0")[:-1]
-        for texts in read_batches(files, field):
-            for item in tokenizer.encode_batch(texts, add_special_tokens=False):
-                write_ids(out, item.ids)
-    elif mode == "count":
-        for file in data.split(b"\0")[:-1]:
-            count = sum(1 for _ in read_documents([file], field))
-            out.write(struct.pack("<q", count))
+def write_tokens(encoder, stream, out):
+    warned = False
+    for texts in read_batches(stream):
+        for text in () if warned else texts:
+            name = encoder.spelled(text)
+            if name:
+                warned = True
+                out.write(struct.pack("<q", WARNING))
+                write_text(
+                    out,
+                    f"texts spell out control tokens ({name}), which stay text; "
+                    "--parse-special takes them as the tokens",
+                )
+                break
+        for ids in encoder.encode_all(texts):
+            write_ids(out, ids)
+        out.flush()
+
+
+def run(mode, encoder, settings, stream, out):
+    if mode == "tokens":
+        write_tokens(encoder, stream, out)
     elif mode == "texts":
-        for _, text in read_documents(data.split(b"\0")[:-1], field):
-            write_text(out, text)
+        for path in stream.read().split(b"\0")[:-1]:
+            for text in read_rows(path, settings["text_field"]):
+                write_text(out, text)
+            out.write(struct.pack("<q", END_OF_FILE))
     elif mode == "encode":
-        text = data.decode("utf-8", errors="replace")
-        write_ids(out, tokenizer.encode(text, add_special_tokens=False).ids)
+        text = stream.read().decode("utf-8", errors="replace")
+        name = encoder.spelled(text)
+        if name:
+            out.write(struct.pack("<q", WARNING))
+            write_text(
+                out,
+                f"the text spells out the control token {name}, which stays text; "
+                "--parse-special takes it as the token",
+            )
+        write_ids(out, encoder.encode(text))
     else:
-        ids = [int(word) for word in data.split()]
-        write_text(out, tokenizer.decode(ids, skip_special_tokens=True))
+        skip = not settings["keep_special"]
+        for line in stream.read().splitlines():
+            ids = [int(word) for word in line.split()]
+            write_text(out, encoder.tokenizer.decode(ids, skip_special_tokens=skip))
 
 
 def main():
-    mode, path, end_name, begin_name, field = sys.argv[1:6]
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    mode, settings = sys.argv[1], json.loads(sys.argv[2])
     out = sys.stdout.buffer
-    tokenizer, header = None, {}
+    encoder, header = None, {}
     try:
-        if mode in ("count", "texts"):
+        if mode == "texts":
             need_parquet()
         else:
-            tokenizer, header = load(mode, path, end_name, begin_name)
+            encoder = Encoder(settings)
+            header = {
+                "vocab_size": max(encoder.vocab.values()) + 1,
+                "end_of_document": encoder.end_of_document(
+                    settings["end"], mode == "tokens"
+                ),
+                "own_begin": encoder.own_begin,
+                "warnings": encoder.warnings if mode == "tokens" else [],
+            }
+            if mode == "tokens":
+                begin = encoder.begin_of_document(settings["begin"])
+                if begin is not None:
+                    header["begin_of_document"] = begin
     except Failure as failure:
         out.write(json.dumps({"error": str(failure)}).encode() + b"\n")
         return 1
     out.write(json.dumps(header).encode() + b"\n")
+    out.flush()
     try:
-        run(mode, tokenizer, field, sys.stdin.buffer.read(), out)
+        run(mode, encoder, settings, sys.stdin.buffer, out)
+        out.flush()
     except Failure as failure:
-        out.write(struct.pack("<q", -1))
+        out.write(struct.pack("<q", ERROR))
         write_text(out, str(failure))
         return 1
-    out.flush()
+    except BrokenPipeError:  # the program has ended
+        os._exit(1)
     return 0
 
 

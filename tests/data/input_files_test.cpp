@@ -29,7 +29,7 @@ class InputFiles : public ::testing::Test {
       input = (temp_ / input).string();
     }
     std::vector<std::string> all;
-    for (const InputFile& file : find_input_files(inputs)) {
+    for (const InputFile& file : find_input_files(inputs).files) {
       all.push_back(file.name);
     }
     return all;
@@ -63,7 +63,7 @@ TEST_F(InputFiles, EachFileOnce) {
 }
 
 TEST_F(InputFiles, Sizes) {
-  EXPECT_EQ(find_input_files({(temp_ / "x/c.py").string()})[0].nbytes, 3);
+  EXPECT_EQ(find_input_files({(temp_ / "x/c.py").string()}).files[0].nbytes, 3);
 }
 
 TEST_F(InputFiles, LinksToFoldersAreNotFollowed) {
