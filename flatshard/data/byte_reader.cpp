@@ -180,8 +180,7 @@ class ZstdReader : public ByteReader {
         break;
       }
       ZSTD_inBuffer in{input.data(), input.size(), 0};
-      const std::size_t status =
-          ::ZSTD_decompressStream(stream_, &output, &in);
+      const std::size_t status = ::ZSTD_decompressStream(stream_, &output, &in);
       file_->use(in.pos);
       if (::ZSTD_isError(status) != 0) {
         file_->damaged(

@@ -47,8 +47,8 @@ class SplitWriter {
 
 /// A folder that appears under its name only when it is whole: it is filled
 /// under a temporary name beside it and renamed by `commit`. Without a commit
-/// the destructor removes it. What earlier processes of this host left when they
-/// were killed is removed first.
+/// the destructor removes it. What earlier processes of this host left when
+/// they were killed is removed first.
 class StagedFolder {
  public:
   /// The absolute path of `target`, after a look at what is there.

@@ -23,8 +23,9 @@ void copy_tokenizer_files(
     const std::filesystem::path& from,
     const std::filesystem::path& to);
 
-/// Copies a tokenizer.json under that name, with the files beside it when it has
-/// that name itself: a file of another name stands alone. @throws Error{io}.
+/// Copies a tokenizer.json under that name, with the files beside it when it
+/// has that name itself: a file of another name stands alone. @throws
+/// Error{io}.
 void copy_tokenizer(
     const std::filesystem::path& tokenizer,
     const std::filesystem::path& to);

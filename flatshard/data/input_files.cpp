@@ -56,11 +56,7 @@ fs::path real_path(const fs::path& path) {
 
 /// Whether `folder` is `inner` or above it.
 bool contains(const fs::path& folder, const fs::path& inner) {
-  return std::mismatch(
-             folder.begin(),
-             folder.end(),
-             inner.begin(),
-             inner.end())
+  return std::mismatch(folder.begin(), folder.end(), inner.begin(), inner.end())
              .first == folder.end();
 }
 
@@ -95,7 +91,7 @@ class Walker {
  private:
   struct Folder {
     fs::path path;
-    fs::path relative;  ///< to the fixed part of the pattern
+    fs::path relative;   ///< to the fixed part of the pattern
     std::size_t at = 0;  ///< the component for its entries
     bool is_link = false;
   };
@@ -145,8 +141,7 @@ class Walker {
 
   void enter(Folder folder, bool by_link) {
     if (is_corpus(folder.path)) {
-      found_.skipped.push_back(
-          {folder.relative.generic_string(), "a corpus"});
+      found_.skipped.push_back({folder.relative.generic_string(), "a corpus"});
       return;
     }
     if (!by_link) {

@@ -13,8 +13,8 @@ struct InputFile {
   std::filesystem::path path;  ///< to open
   std::string name;            ///< relative to its input; the split hashes this
   std::int64_t nbytes = 0;     ///< on disk
-  bool listed = false;  ///< in a folder or by a glob, not named itself
-  bool is_link = false;  ///< it, or a folder on the way to it, is a link
+  bool listed = false;         ///< in a folder or by a glob, not named itself
+  bool is_link = false;        ///< it, or a folder on the way to it, is a link
   InputKind kind = InputKind::text;
   std::string compression;         ///< "gzip", "zstd" or ""
   std::int64_t num_documents = 1;  ///< that are not empty

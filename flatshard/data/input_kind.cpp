@@ -27,9 +27,10 @@ struct Magic {
 constexpr std::array kContainers{
     Magic{"PK\3\4"sv, "a zip archive; unpack it"},
     Magic{"PK\5\6"sv, "a zip archive; unpack it"},
-    Magic{"\xfd"
-          "7zXZ\0"sv,
-          "xz data; unpack it with xz -d"},
+    Magic{
+        "\xfd"
+        "7zXZ\0"sv,
+        "xz data; unpack it with xz -d"},
     Magic{"BZh"sv, "bzip2 data; unpack it with bzip2 -d"},
     Magic{"\x04\x22\x4d\x18"sv, "lz4 data; unpack it with lz4 -d"},
     Magic{"\xff\x06\0\0sNaPpY"sv, "snappy data; unpack it"},
@@ -42,12 +43,13 @@ constexpr std::array kContainers{
     Magic{"ORC"sv, "an ORC file; write it as Parquet"},
     Magic{"Obj\1"sv, "an Avro file; write it as Parquet"},
     Magic{"\x89HDF"sv, "an HDF5 file; write its texts as JSON lines"},
-    Magic{"SQLite format 3\0"sv,
-          "a SQLite database; write its texts as JSON lines"},
-    Magic{"\x93NUMPY"sv,
-          "a NumPy array; of tokens, see flatshard data import"},
-    Magic{"MMIDIDX\0"sv,
-          "an index of Megatron's tokens, which flatshard data import reads"},
+    Magic{
+        "SQLite format 3\0"sv,
+        "a SQLite database; write its texts as JSON lines"},
+    Magic{"\x93NUMPY"sv, "a NumPy array; of tokens, see flatshard data import"},
+    Magic{
+        "MMIDIDX\0"sv,
+        "an index of Megatron's tokens, which flatshard data import reads"},
     Magic{"PARE"sv, "encrypted Parquet; decrypt it"},
 };
 
@@ -79,7 +81,12 @@ constexpr std::array kContainerNames{
 };
 
 constexpr std::array kJsonNames{
-    ".jsonl"sv, ".ndjson"sv, ".json"sv, ".jsonlines"sv, ".jl"sv, ".ldjson"sv};
+    ".jsonl"sv,
+    ".ndjson"sv,
+    ".json"sv,
+    ".jsonlines"sv,
+    ".jl"sv,
+    ".ldjson"sv};
 constexpr std::array kCompressedNames{".gz"sv, ".gzip"sv, ".zst"sv, ".zstd"sv};
 
 std::string lower(std::string_view text) {
@@ -311,7 +318,11 @@ KindOfFile kind_of_file(
 
 bool is_beside_data(std::string_view name) {
   constexpr std::array kStems{
-      "readme"sv, "license"sv, "licence"sv, "copying"sv, "notice"sv,
+      "readme"sv,
+      "license"sv,
+      "licence"sv,
+      "copying"sv,
+      "notice"sv,
       "citation"sv};
   constexpr std::array kNames{
       "dataset_infos.json"sv,
@@ -328,7 +339,11 @@ bool is_beside_data(std::string_view name) {
       "thumbs.db"sv,
       "desktop.ini"sv};
   constexpr std::array kSuffixes{
-      ".md5"sv, ".sha1"sv, ".sha256"sv, ".sha512"sv, ".crc"sv};
+      ".md5"sv,
+      ".sha1"sv,
+      ".sha256"sv,
+      ".sha512"sv,
+      ".crc"sv};
   const std::string text = lower(name);
   if (text.starts_with(".") ||
       std::ranges::find(kNames, text) != kNames.end() ||

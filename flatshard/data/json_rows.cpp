@@ -16,14 +16,8 @@ JsonRows::JsonRows(const std::filesystem::path& path, std::string text_field)
 void JsonRows::fail(const std::string& what, std::size_t at) const {
   const auto begin = json_.begin();
   const auto line =
-      line_ +
-      std::count(begin, begin + static_cast<std::ptrdiff_t>(at), '\n');
-  FLATSHARD_THROW(
-      format,
-      "{}:{}: {}",
-      path_.string(),
-      line,
-      what);
+      line_ + std::count(begin, begin + static_cast<std::ptrdiff_t>(at), '\n');
+  FLATSHARD_THROW(format, "{}:{}: {}", path_.string(), line, what);
 }
 
 /// The next line that is not blank.
@@ -92,9 +86,8 @@ void JsonRows::read_object(JsonScanner& scanner, std::string& text) {
             "expected the text field '{}', found {}; name another with "
             "--text-field{}",
             text_field_,
-            field.names.empty()
-                ? "no field"
-                : fmt::to_string(fmt::join(field.names, ", ")),
+            field.names.empty() ? "no field"
+                                : fmt::to_string(fmt::join(field.names, ", ")),
             hint),
         begin);
   }
@@ -158,10 +151,9 @@ bool JsonRows::next_of_whole(std::string& text) {
   read_object(scanner, text);
   if (form_ == Form::list && !scanner.take(',') && scanner.peek() != ']') {
     fail(
-        scanner.peek() == '\0'
-            ? "the list is cut off: it does not end with ']'"
-            : "expected ',' or ']' after an element, got " +
-                  scanner.describe_next(),
+        scanner.peek() == '\0' ? "the list is cut off: it does not end with ']'"
+                               : "expected ',' or ']' after an element, got " +
+                                     scanner.describe_next(),
         scanner.at());
   }
   at_ = scanner.at();

@@ -35,9 +35,9 @@ class JsonRows {
   std::string text_field_;
   TextReader reader_;
   Form form_ = Form::unknown;
-  std::string json_;      ///< a line, or the whole file
-  std::size_t at_ = 0;    ///< in it
-  std::int64_t line_ = 0; ///< of the beginning of json_, from 1
+  std::string json_;       ///< a line, or the whole file
+  std::size_t at_ = 0;     ///< in it
+  std::int64_t line_ = 0;  ///< of the beginning of json_, from 1
 };
 
 }  // namespace flatshard::data

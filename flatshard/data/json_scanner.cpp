@@ -61,8 +61,7 @@ void JsonScanner::escape(std::string& out) {
     fail(fmt::format("has the escape '\\{}', which JSON does not know", c));
   }
   std::uint32_t code = hex4();
-  if (code >= 0xD800 && code < 0xDC00 &&
-      json_.substr(at_).starts_with("\\u")) {
+  if (code >= 0xD800 && code < 0xDC00 && json_.substr(at_).starts_with("\\u")) {
     const std::size_t second = at_;
     at_ += 2;
     const std::uint32_t low = hex4();
@@ -169,8 +168,7 @@ JsonScanner::Field JsonScanner::object(
     std::string& name = found.names.emplace_back();
     string(&name);
     if (!take(':')) {
-      fail(fmt::format("expected ':' after \"{}\"", name),
-           at_ == json_.size());
+      fail(fmt::format("expected ':' after \"{}\"", name), at_ == json_.size());
     }
     const char c = peek();
     if (c == '[') {

@@ -24,8 +24,8 @@ struct PrepareOptions {
   /// Token text, for a tokenizer.json; "": the folder's eos_token, or a usual
   /// one.
   std::string end_of_document;
-  /// Token text, for a tokenizer.json; "": what the tokenizer itself puts before
-  /// a text, if anything; "none".
+  /// Token text, for a tokenizer.json; "": what the tokenizer itself puts
+  /// before a text, if anything; "none".
   std::string begin_of_document;
   /// The field of JSON rows and column of .parquet files that has the
   /// documents; "": text.

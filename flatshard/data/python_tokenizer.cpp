@@ -108,21 +108,15 @@ PythonChild::PythonChild(
   std::array<int, 2> sockets{-1, -1};
   std::FILE* input_file = input ? file_with(*input) : nullptr;
   if (::pipe2(output.data(), O_CLOEXEC) != 0 ||
-      (!input && ::socketpair(
-                     AF_UNIX,
-                     SOCK_STREAM | SOCK_CLOEXEC,
-                     0,
-                     sockets.data()) != 0)) {
+      (!input &&
+       ::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, sockets.data()) !=
+           0)) {
     FLATSHARD_THROW(io, "cannot make a pipe: {}", std::strerror(errno));
   }
   input_ = sockets[0];
   stream_ = ::fdopen(output[0], "rb");
   try {
-    start(
-        options,
-        mode,
-        input ? fileno(input_file) : sockets[1],
-        output[1]);
+    start(options, mode, input ? fileno(input_file) : sockets[1], output[1]);
     if (input_file != nullptr) {
       std::fclose(input_file);
       input_file = nullptr;
@@ -157,8 +151,8 @@ void PythonChild::start(
       {"begin", options.begin_of_document},
       {"text_field", options.text_field},
       {"parse_special", options.parse_special},
-      {"keep_special", options.keep_special}}
-                                   .dump();
+      {"keep_special",
+       options.keep_special}}.dump();
   std::array<const char*, 6> arguments{
       python_.c_str(),
       "-c",

@@ -12,8 +12,8 @@ namespace flatshard::data {
 /// and so is what is wrong with them.
 struct Survey {
   FoundFiles found;  ///< files that hold documents, with their numbers
-  std::int64_t num_empty = 0;  ///< documents that were left out
-  std::int64_t nbytes = 0;     ///< of all texts, in UTF-8
+  std::int64_t num_empty = 0;     ///< documents that were left out
+  std::int64_t nbytes = 0;        ///< of all texts, in UTF-8
   std::int64_t num_replaced = 0;  ///< bytes that became U+FFFD
   std::string hash;               ///< of the texts and the files' names
 

@@ -21,9 +21,8 @@ class ByteCodec : public TextCodec {
     return tokens;
   }
 
-  std::string decode(
-      const std::vector<std::int64_t>& tokens,
-      bool keep_special) const override {
+  std::string decode(const std::vector<std::int64_t>& tokens, bool keep_special)
+      const override {
     std::string text;
     for (const std::int64_t token : tokens) {
       if (token >= 0 && token < kByteEndOfDocument) {
@@ -53,9 +52,8 @@ class JsonCodec : public TextCodec {
     return read_tokens(child);
   }
 
-  std::string decode(
-      const std::vector<std::int64_t>& tokens,
-      bool keep_special) const override {
+  std::string decode(const std::vector<std::int64_t>& tokens, bool keep_special)
+      const override {
     return decode_lines({tokens}, keep_special).front();
   }
 
@@ -185,6 +183,11 @@ std::unique_ptr<TextCodec> TextCodec::open(
   if (meta.tokenizer == "bytes") {
     return bytes();
   }
+  FLATSHARD_CHECK(
+      meta.tokenizer != kNoTokenizer,
+      config,
+      "{} was imported without a tokenizer, so its tokens have no text",
+      corpus.string());
   return tokenizer_json(
       corpus / meta.tokenizer,
       meta.end_of_document,

@@ -26,8 +26,9 @@ class TextCodec {
   virtual std::string decode(
       const std::vector<std::int64_t>& tokens,
       bool keep_special = false) const = 0;
-  /// The text of `prompt` and of the tokens after it. Both are decoded together:
-  /// the text of two pieces is not always the text of one and then the other.
+  /// The text of `prompt` and of the tokens after it. Both are decoded
+  /// together: the text of two pieces is not always the text of one and then
+  /// the other.
   ///
   /// @param text  what `prompt` was encoded from; it is returned as it is.
   virtual std::string decode_after(

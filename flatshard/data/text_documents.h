@@ -14,8 +14,8 @@ namespace flatshard::data {
 /// How the texts of files are read.
 struct TextOptions {
   std::string text_field = "text";  ///< of JSON rows and Parquet
-  bool replace_invalid = false;  ///< bytes that are not UTF-8 become U+FFFD
-  std::string python;            ///< for Parquet; see find_python
+  bool replace_invalid = false;     ///< bytes that are not UTF-8 become U+FFFD
+  std::string python;               ///< for Parquet; see find_python
 };
 
 /// The texts of files, in UTF-8, one file after the other. Each text is held

@@ -19,20 +19,21 @@ TextReader::TextReader(std::filesystem::path path)
 }
 
 void TextReader::begin() {
-  while (pending_.size() < kMarkBytes && read_bytes()) {
-  }
+  while (pending_.size() < kMarkBytes && read_bytes()) {}
   const std::string_view mark(pending_);
   using namespace std::string_view_literals;
   FLATSHARD_CHECK(
-      !mark.starts_with("\xff\xfe\0\0"sv) && !mark.starts_with("\0\0\xfe\xff"sv),
+      !mark.starts_with("\xff\xfe\0\0"sv) &&
+          !mark.starts_with("\0\0\xfe\xff"sv),
       format,
-      "{}: expected UTF-8 or UTF-16, got UTF-32; convert it with iconv -t utf-8",
+      "{}: expected UTF-8 or UTF-16, got UTF-32; convert it with iconv -t "
+      "utf-8",
       path_.string());
   if (mark.starts_with("\xef\xbb\xbf")) {
     pending_.erase(0, 3);
   } else if (mark.starts_with("\xff\xfe") || mark.starts_with("\xfe\xff")) {
-    encoding_ = mark.front() == '\xff' ? Encoding::utf16_le
-                                       : Encoding::utf16_be;
+    encoding_ =
+        mark.front() == '\xff' ? Encoding::utf16_le : Encoding::utf16_be;
     pending_.erase(0, 2);
   }
 }
@@ -90,8 +91,7 @@ std::string TextReader::read_all() {
   std::string text = buffer_.substr(buffer_at_);
   buffer_.clear();
   buffer_at_ = 0;
-  while (read(text)) {
-  }
+  while (read(text)) {}
   return text;
 }
 

@@ -8,8 +8,7 @@ namespace {
 /// Bytes of the character at `at`; 0 when it is none.
 std::size_t character_bytes(std::string_view text, std::size_t at) {
   const auto byte = [&](std::size_t i) {
-    return at + i < text.size() ? static_cast<unsigned char>(text[at + i])
-                                : 0U;
+    return at + i < text.size() ? static_cast<unsigned char>(text[at + i]) : 0U;
   };
   const auto follows = [&](std::size_t i) { return (byte(i) & 0xC0U) == 0x80; };
   const unsigned first = byte(0);

@@ -289,6 +289,78 @@ TEST(Prepare, EachLineOfJsonlIsADocument) {
   EXPECT_FALSE(std::filesystem::exists(temp / "none"));
 }
 
+TEST(Prepare, OneCorpusOfAllKindsAndASummary) {
+  const TempFolder temp;
+  using namespace std::string_literals;
+  temp.write(
+      "in/a.jsonl",
+      "{\"text\": \"one\", \"score\": NaN}\n{\"text\": \"\"}");
+  temp.write("in/b.JSON", "[{\"text\": \"two\"}]");
+  temp.write("in/c.txt", "\xff\xfet\0h\0r\0e\0e\0"s);
+  temp.write("in/README.md", "readme");
+  temp.write("in/photo.png", "\x89PNG\0"s);
+  std::filesystem::create_symlink("c.txt", temp / "in/d.txt");
+  PrepareOptions options{
+      .inputs = {(temp / "in").string()},
+      .output = temp / "out",
+      .validation_fraction = 0};
+  Survey report;
+  const CorpusMeta meta = prepare_corpus(options, &report);
+  EXPECT_EQ(
+      documents(temp / "out", "train"),
+      (std::vector<std::string>{"one", "two", "three"}));
+  EXPECT_EQ(
+      report.describe_files(),
+      "2 of rows (2 JSON, 0 Parquet), 1 of plain text, 1 links followed, 3 "
+      "skipped");
+  EXPECT_EQ(
+      report.describe_skipped(),
+      "README.md (beside the data), d.txt (a link to a file that is taken), "
+      "photo.png (binary)");
+  EXPECT_EQ(report.num_documents(), 3);
+  EXPECT_EQ(report.num_empty, 1);
+  EXPECT_EQ(report.nbytes, 11);
+  // The same names and sizes, other texts.
+  temp.write("in/b.JSON", "[{\"text\": \"owt\"}]");
+  options.force = true;
+  EXPECT_NE(prepare_corpus(options).input_hash, meta.input_hash);
+}
+
+TEST(Prepare, TextThatIsNoUtf8IsAnErrorOrReplaced) {
+  const TempFolder temp;
+  temp.write("a.txt", "line\ncaf\xe9");
+  PrepareOptions options{
+      .inputs = {(temp / "a.txt").string()},
+      .output = temp / "out",
+      .validation_fraction = 0};
+  EXPECT_THAT(
+      error_message(ErrorCode::format, [&] { prepare_corpus(options); }),
+      HasSubstr("a.txt:2: expected UTF-8, got the byte 0xe9"));
+  options.format = "text";
+  ::testing::internal::CaptureStderr();
+  prepare_corpus(options);
+  EXPECT_THAT(
+      ::testing::internal::GetCapturedStderr(),
+      HasSubstr("1 bytes that are not UTF-8 became U+FFFD"));
+  EXPECT_EQ(
+      documents(temp / "out", "train"),
+      (std::vector<std::string>{"line\ncaf\uFFFD"}));
+  options.tokenizer = "/none";
+  options.format = "bytes";
+  EXPECT_THAT(
+      error_message(ErrorCode::config, [&] { prepare_corpus(options); }),
+      HasSubstr("--format bytes: expected --tokenizer bytes"));
+  options.tokenizer = "bytes";
+  options.parse_special = true;
+  EXPECT_THAT(
+      error_message(ErrorCode::usage, [&] { prepare_corpus(options); }),
+      HasSubstr("give --force"));
+  options.force = true;
+  EXPECT_THAT(
+      error_message(ErrorCode::config, [&] { prepare_corpus(options); }),
+      HasSubstr("--parse-special belongs to a tokenizer.json"));
+}
+
 TEST(Prepare, UnreadableFileIsNamed) {
   const TempFolder temp;
   temp.write("in/a", "text");
