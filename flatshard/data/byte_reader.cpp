@@ -17,7 +17,7 @@
 namespace flatshard::data {
 namespace {
 
-constexpr std::size_t kInputBytes = std::size_t{1} << 18;
+constexpr std::size_t kInputBytes = std::size_t{1} << 16;
 
 /// A file and the part of it that was read and not yet used.
 class RawFile {

@@ -63,10 +63,11 @@ class JsonCodec : public TextCodec {
       const std::vector<std::int64_t>& tokens) const override {
     std::vector<std::int64_t> all = prompt;
     all.insert(all.end(), tokens.begin(), tokens.end());
-    const auto texts = decode_lines({prompt, all}, false);
-    return texts[1].starts_with(texts[0])
-               ? std::string(text) + texts[1].substr(texts[0].size())
-               : texts[1];
+    const auto texts = decode_lines({prompt, all, tokens}, false);
+    // Where the tokens change the prompt's own text, it stays as it was typed.
+    return std::string(text) + (texts[1].starts_with(texts[0])
+                                    ? texts[1].substr(texts[0].size())
+                                    : texts[2]);
   }
 
   std::int64_t end_of_document() const override { return end_of_document_; }

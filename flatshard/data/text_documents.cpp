@@ -12,7 +12,7 @@ namespace flatshard::data {
 namespace {
 
 std::string all_bytes(const std::filesystem::path& path) {
-  constexpr std::size_t kChunkBytes = std::size_t{1} << 18;
+  constexpr std::size_t kChunkBytes = std::size_t{1} << 16;
   const auto reader = ByteReader::open_raw(path);
   std::vector<char> chunk(kChunkBytes);
   std::string bytes;

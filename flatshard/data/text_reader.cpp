@@ -6,7 +6,7 @@
 namespace flatshard::data {
 namespace {
 
-constexpr std::size_t kChunkBytes = std::size_t{1} << 18;
+constexpr std::size_t kChunkBytes = std::size_t{1} << 16;
 constexpr std::size_t kMarkBytes = 4;
 
 }  // namespace

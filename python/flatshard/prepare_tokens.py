@@ -31,13 +31,16 @@ if __name__ == "__main__":
     sys.path[:] = [path for path in sys.path if path not in ("", ".")]
 
 import array  # noqa: E402
+import itertools  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
+import re  # noqa: E402
 import signal  # noqa: E402
 import struct  # noqa: E402
 
 # Ends of a document in tokenizers people use, most specific first.
 END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>")
+BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 BATCH_BYTES = 4 << 20
 BATCH_TEXTS = 256
 ERROR, END_OF_FILE, WARNING = -1, -2, -3
@@ -133,10 +136,12 @@ class Folder:
             self.by_id = {}
             self.config.update(read("special_tokens_map.json"))
             self.by_text = read("added_tokens.json")
+        model = read("config.json")
         name = self.config.get("tokenizer_class")
-        if name is None and self.config:
-            name = CLASS_OF_MODEL.get(read("config.json").get("model_type"), "")
-        name = (name or "").removesuffix("Fast").removesuffix("Tokenizer")
+        name = name or CLASS_OF_MODEL.get(model.get("model_type"), "")
+        name = name.removesuffix("Fast").removesuffix("Tokenizer")
+        self.is_bert = name.endswith("Bert") or name == "Electra"
+        self.end_id = model.get("eos_token_id")
         facts = CLASSES.get(name, {})
         self.config = {**facts, **self.config}
         self.begin = content(self.config.get("bos_token"))
@@ -207,9 +212,15 @@ class Encoder:
         if not hasattr(self.tokenizer, "encode_special_tokens"):
             raise missing("a tokenizer.json", "tokenizers>=0.19")
         self.folder = Folder(self.path)
+        if self.folder.config.get("auto_map"):
+            self.warnings.append(
+                f"{self.folder.path} names code of its own (auto_map), which is not "
+                "run; tokenizer.json and the files beside it are read without it"
+            )
         self.reset_calls()
         self.add_tokens(AddedToken)
         self.set_prefix_space()
+        self.set_normalizer()
         self.vocab = self.tokenizer.get_vocab(with_added_tokens=True)
         if not self.vocab:
             raise Failure(f"the tokenizer {self.path} has an empty vocabulary")
@@ -217,6 +228,7 @@ class Encoder:
         self.tokenizer.encode_special_tokens = not settings["parse_special"]
         added = self.tokenizer.get_added_tokens_decoder()
         control = {id: token.content for id, token in added.items() if token.special}
+        self.special = frozenset(control)
         self.control = {} if settings["parse_special"] else control
         self.control_ids = frozenset(self.control)
         self.plain = None
@@ -253,6 +265,19 @@ class Encoder:
         if wanted is not None and state.get("add_prefix_space", wanted) != wanted:
             self.tokenizer.pre_tokenizer.add_prefix_space = wanted
 
+    def set_normalizer(self):
+        """As BertTokenizerFast does."""
+        if not self.folder.is_bert or self.tokenizer.normalizer is None:
+            return
+        config = self.folder.config
+        state = json.loads(self.tokenizer.normalizer.__getstate__())
+        if state.get("type") == "BertNormalizer":
+            normalizer = self.tokenizer.normalizer
+            normalizer.lowercase = config.get("do_lower_case", True)
+            normalizer.strip_accents = config.get("strip_accents")
+            chinese = config.get("tokenize_chinese_chars", True)
+            normalizer.handle_chinese_chars = chinese
+
     def find_own_tokens(self):
         """The ids that the tokenizer itself puts around a text."""
         item = self.tokenizer.encode("a")
@@ -268,6 +293,8 @@ class Encoder:
 
     def end_of_document(self, name, is_needed):
         names = [name] if name else [self.folder.end] if self.folder.end else []
+        if not names and self.folder.end_id in self.vocab.values():
+            return self.folder.end_id  # as config.json says
         names = names or END_NAMES
         for found in names:
             if found in self.vocab:
@@ -318,6 +345,31 @@ class Encoder:
             names = {text: f"\0control {id}\0" for id, text in self.control.items()}
             self.plain = renamed(self.tokenizer, names)
         return self.plain.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids, keep_special):
+        """As the tokenizer does, but where tokens of bytes (<0xC3>) end within a
+        character, the characters before it stay."""
+        tokens = [self.tokenizer.id_to_token(id) for id in ids]
+        is_byte = [bool(BYTE_TOKEN.fullmatch(token or "")) for token in tokens]
+        if not any(is_byte) or "ByteFallback" not in str(self.tokenizer.decoder):
+            return self.tokenizer.decode(ids, skip_special_tokens=not keep_special)
+        pieces = []
+        kept = [
+            (token, byte)
+            for id, token, byte in zip(ids, tokens, is_byte, strict=True)
+            if token is not None and (keep_special or id not in self.special)
+        ]
+        for byte, group in itertools.groupby(kept, key=lambda item: item[1]):
+            texts = [token for token, _ in group]
+            if byte:
+                data = bytes(int(text[3:5], 16) for text in texts)
+                try:
+                    data.decode("utf-8")
+                except UnicodeDecodeError as error:
+                    if error.reason == "unexpected end of data":
+                        texts = [data[: error.start].decode("utf-8") + "\ufffd"]
+            pieces += texts
+        return self.tokenizer.decoder.decode(pieces)
 
     def spelled(self, text):
         """A control token that the text spells out, of the first few; or None."""
@@ -467,10 +519,9 @@ def run(mode, encoder, settings, stream, out):
             )
         write_ids(out, encoder.encode(text))
     else:
-        skip = not settings["keep_special"]
         for line in stream.read().splitlines():
             ids = [int(word) for word in line.split()]
-            write_text(out, encoder.tokenizer.decode(ids, skip_special_tokens=skip))
+            write_text(out, encoder.decode(ids, settings["keep_special"]))
 
 
 def main():

@@ -87,6 +87,15 @@ TEST(TokenizerFolder, GeneratedTextIsDecodedWithItsPrompt) {
   ASSERT_EQ(bytes.size(), 3U);
   EXPECT_EQ(codec->decode_after("a", codec->encode("a"), bytes), "a é");
   EXPECT_EQ(codec->decode_after("", {2}, {bytes[1], bytes[2], 2}), "é");
+  // One that is cut off takes nothing with it, nor does the end of another one
+  // change the prompt.
+  EXPECT_EQ(
+      codec->decode_after(
+          "a",
+          codec->encode("a"),
+          {bytes[1], bytes[2], bytes[1]}),
+      "aé\uFFFD");
+  EXPECT_EQ(codec->decode_after("é", bytes, {bytes[2]}), "é\uFFFD");
 }
 
 TEST(TokenizerFolder, StateOfCallsInTheFileIsReset) {

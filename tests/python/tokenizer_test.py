@@ -4,12 +4,17 @@ import json
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from tokenizers import processors, trainers
+from tokenizers import normalizers, processors, trainers
 from transformers import AutoTokenizer
 
 from flatshard.prepare_tokens import Encoder, Failure
 
-TEXTS = ["the cat sat on the mat " * 40, "a</s>b <|x|> <|y|> [SEP] <unk>", "  é "]
+TEXTS = [
+    "the cat sat on the mat " * 40,
+    "The CAT sat",
+    "a</s>b <|x|> <|y|> [SEP] <unk>",
+    "  é ",
+]
 WORDS = ["the cat sat on the mat"] * 9
 FAST = {"tokenizer_class": "PreTrainedTokenizerFast"}
 FLAGS = dict(lstrip=False, rstrip=False, normalized=False, single_word=False)
@@ -54,6 +59,13 @@ def with_template():
     return tokenizer
 
 
+def bert():
+    tokenizer = with_template()
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False)
+    tokenizer.add_tokens(["[PAD]", "[MASK]", "THE"])
+    return tokenizer
+
+
 def folder(path, tokenizer, config, files=()):
     tokenizer.save(str(path / "tokenizer.json"))
     for name, value in [("tokenizer_config.json", config), *files]:
@@ -81,6 +93,9 @@ ADDED = {
         (with_prefix_space, {**FAST, "add_prefix_space": True}, []),
         (bpe, {**FAST, "add_prefix_space": True}, []),
         (with_template, {**FAST, "unk_token": "[UNK]"}, []),
+        (bpe, {}, [("config.json", {"model_type": "llama"})]),
+        (bert, {"tokenizer_class": "BertTokenizer"}, []),
+        (bert, {"tokenizer_class": "BertTokenizer", "do_lower_case": False}, []),
         (bpe, {"tokenizer_class": "GPT2Tokenizer"}, []),
         (bpe, {"tokenizer_class": "LlamaTokenizer"}, []),
         (bpe, {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False}, []),
@@ -112,6 +127,9 @@ def test_what_the_tokenizer_puts_around_a_text_begins_and_ends_documents(tmp_pat
         encoder.begin_of_document("<none>")
     with pytest.raises(Failure, match="--end-of-document"):
         encoder.end_of_document("<none>", True)
+    (tmp_path / "config.json").write_text('{"eos_token_id": 3}')
+    encoder = Encoder(folder(tmp_path, with_template(), FAST))
+    assert encoder.end_of_document("", True) == 3
 
 
 def test_more_than_one_token_before_a_text_is_an_error(tmp_path):
