@@ -24,6 +24,9 @@ void JsonRows::fail(const std::string& what, std::size_t at) const {
 bool JsonRows::next_line() {
   while (reader_.read_line(json_)) {
     ++line_;
+    if (json_.starts_with("\xef\xbb\xbf")) {
+      json_.erase(0, 3);  // of files that were put together
+    }
     if (json_.find_first_not_of(" \t\r") != std::string::npos) {
       return true;
     }

@@ -35,6 +35,7 @@ TEST(JsonRows, LinesAListAndObjectsOfSeveralLines) {
   EXPECT_THAT(
       rows("\xef\xbb\xbf{\"text\":\"a\"}\r\n{\"text\":\"b\"}\r\n"),
       two);
+  EXPECT_THAT(rows("{\"text\":\"a\"}\n\xef\xbb\xbf{\"text\":\"b\"}\n"), two);
   EXPECT_THAT(rows("[{\"text\": \"a\"}, {\"text\": \"b\"}]\n"), two);
   EXPECT_THAT(rows("\n[\n {\"text\": \"a\"},\n {\n\"text\": \"b\"\n}\n]"), two);
   EXPECT_THAT(rows("{\n\"text\": \"a\"}\n{\n\"text\": \"b\"\n}\n"), two);

@@ -7,7 +7,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers import normalizers, processors, trainers
 from transformers import AutoTokenizer
 
-from flatshard.prepare_tokens import Encoder, Failure
+from flatshard.hf_encoder import Encoder, Failure
 
 TEXTS = [
     "the cat sat on the mat " * 40,
@@ -89,6 +89,7 @@ ADDED = {
         (bpe, FAST, [("special_tokens_map.json", {"eos_token": ADDED["270"]})]),
         (bpe, FAST, [("added_tokens.json", {"<|y|>": 270, "<|x|>": 271})]),
         (bpe, {**FAST, "additional_special_tokens": ["<|y|>", "<|x|>"]}, []),
+        (bpe, {**FAST, "extra_special_tokens": {"image_token": "<|y|>"}}, []),
         (with_prefix_space, {**FAST, "eos_token": "</s>"}, []),
         (with_prefix_space, {**FAST, "add_prefix_space": True}, []),
         (bpe, {**FAST, "add_prefix_space": True}, []),
@@ -187,6 +188,9 @@ def test_files_that_are_no_json_are_named(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("[")
     with pytest.raises(Failure, match="cannot read .*tokenizer_config.json"):
         Encoder(settings)
+    (tmp_path / "pointer.json").write_text("version https://git-lfs.github.com/spec/")
+    with pytest.raises(Failure, match="pointer.json: it is a Git LFS pointer"):
+        Encoder({**settings, "tokenizer": str(tmp_path / "pointer.json")})
     # A file of another name stands alone.
     bpe().save(str(tmp_path / "mine.json"))
     Encoder({**settings, "tokenizer": str(tmp_path / "mine.json")})
