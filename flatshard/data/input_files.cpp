@@ -294,16 +294,13 @@ FoundFiles find_input_files(const std::vector<std::string>& inputs) {
   return found;
 }
 
-void decide_kinds(
-    FoundFiles& found,
-    InputFormat format,
-    std::string_view text_field) {
+void decide_kinds(FoundFiles& found, InputFormat format) {
   std::erase_if(found.files, [&](InputFile& file) {
     if (file.nbytes == 0) {
       found.skipped.push_back({file.name, "empty"});
       return true;
     }
-    KindOfFile kind = kind_of_file(file.path, format, text_field);
+    KindOfFile kind = kind_of_file(file.path, format);
     file.kind = kind.kind;
     file.compression = std::move(kind.compression);
     if (kind.not_text.empty() ||

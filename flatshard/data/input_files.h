@@ -50,9 +50,6 @@ FoundFiles find_input_files(const std::vector<std::string>& inputs);
 /// globs (images, programs), with the reason.
 /// @throws what kind_of_file throws; Error{format} for a file that an input
 /// names itself and that is no text.
-void decide_kinds(
-    FoundFiles& found,
-    InputFormat format,
-    std::string_view text_field);
+void decide_kinds(FoundFiles& found, InputFormat format);
 
 }  // namespace flatshard::data

@@ -156,10 +156,15 @@ bool looks_like_utf16(std::string_view head) {
   return half > 0 && 10 * most >= 7 * half && 20 * least <= half;
 }
 
-/// Whether the first line is a JSON object with the text field.
-bool looks_like_rows(std::string_view head, std::string_view text_field) {
+/// Whether a text begins with a line that is a JSON object, or with a list of
+/// objects.
+bool looks_like_rows(std::string_view head) {
   if (head.starts_with("\xef\xbb\xbf")) {
     head.remove_prefix(3);
+  }
+  JsonScanner list(head);
+  if (list.take('[')) {
+    return list.take('{') && list.peek() == '"';
   }
   JsonScanner scanner(head.substr(0, head.find('\n')));
   if (scanner.peek() != '{') {
@@ -167,9 +172,7 @@ bool looks_like_rows(std::string_view head, std::string_view text_field) {
   }
   try {
     std::string text;
-    return scanner.object(text_field, text).kind ==
-               JsonScanner::Field::Kind::text &&
-           scanner.peek() == '\0';
+    return !scanner.object("", text).names.empty() && scanner.peek() == '\0';
   } catch (const JsonScanner::Problem&) {
     return false;
   }
@@ -209,8 +212,7 @@ KindOfFile kind_of_text(
     const std::filesystem::path& path,
     std::string_view name,
     std::string_view head,
-    std::string compression,
-    std::string_view text_field) {
+    std::string compression) {
   KindOfFile found{.compression = std::move(compression)};
   if (ends_with_any(name, kJsonNames)) {
     found.kind = InputKind::json;
@@ -233,12 +235,11 @@ KindOfFile kind_of_text(
       return found;
     }
   }
-  if (looks_like_rows(head, text_field)) {
+  if (looks_like_rows(head)) {
     refuse(
         path,
-        "a text whose first line is a JSON object with the text field, so it "
-        "may be one document or JSON rows (a name that ends in .jsonl says the "
-        "latter)");
+        "a text that begins with a JSON object, so it may be one document or "
+        "JSON rows (a name that ends in .jsonl says the latter)");
   }
   return found;
 }
@@ -266,10 +267,7 @@ InputFormat parse_input_format(std::string_view name) {
   return InputFormat::bytes;
 }
 
-KindOfFile kind_of_file(
-    const std::filesystem::path& path,
-    InputFormat format,
-    std::string_view text_field) {
+KindOfFile kind_of_file(const std::filesystem::path& path, InputFormat format) {
   const std::string raw = read_head(*ByteReader::open_raw(path));
   check_no_pointer(path, raw);
   if (format == InputFormat::bytes) {
@@ -313,7 +311,7 @@ KindOfFile kind_of_file(
   if (name.ends_with(".parquet") && !head.empty()) {
     refuse(path, "a .parquet file that does not begin as Parquet does");
   }
-  return kind_of_text(path, name, head, compression, text_field);
+  return kind_of_text(path, name, head, compression);
 }
 
 bool is_beside_data(std::string_view name) {

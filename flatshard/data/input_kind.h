@@ -31,14 +31,9 @@ struct KindOfFile {
 /// Decides how a file is read: by its first bytes, and where they leave it open
 /// by the end of its name (.jsonl, .ndjson and .json in any case, also before
 /// .gz or .zst).
-/// @param text_field  a first line that is a JSON object with this field makes
-///   it rows.
 /// @throws Error{format} naming the file, what it seems to be and --format,
 /// where it is neither text nor a kind that can be read; Error{io}.
-KindOfFile kind_of_file(
-    const std::filesystem::path& path,
-    InputFormat format,
-    std::string_view text_field);
+KindOfFile kind_of_file(const std::filesystem::path& path, InputFormat format);
 
 /// Whether a file of this name goes with data and is none: README, licences,
 /// .gitattributes, checksums and so on.

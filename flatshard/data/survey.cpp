@@ -90,7 +90,7 @@ Survey survey_inputs(
     const TextOptions& options) {
   Survey survey{.found = find_input_files(inputs)};
   const std::size_t num_found = survey.found.files.size();
-  decide_kinds(survey.found, format, options.text_field);
+  decide_kinds(survey.found, format);
   if (!survey.found.files.empty()) {
     read_texts(survey, options);
   }

@@ -20,7 +20,7 @@ class InputKinds : public ::testing::Test {
       const std::string& name,
       const std::string& bytes,
       InputFormat format = InputFormat::automatic) {
-    return kind_of_file(temp_.write(name, bytes), format, "text").kind;
+    return kind_of_file(temp_.write(name, bytes), format).kind;
   }
   std::string problem(const std::string& name, const std::string& bytes) {
     return error_message(ErrorCode::format, [&] { kind(name, bytes); });
@@ -48,7 +48,9 @@ TEST_F(InputKinds, NamesAndContent) {
   EXPECT_EQ(kind("a.txt", "\xff\xfe"s + "a\0b\0"s), InputKind::text);
   EXPECT_EQ(kind("a.jsonl", "\xff\xfe"s + "{\0}\0"s), InputKind::json);
   // A first line that only looks alike.
-  EXPECT_EQ(kind("a.txt", "{\"text\": 1}\n"), InputKind::text);
+  EXPECT_EQ(kind("a.txt", "{}\n"), InputKind::text);
+  EXPECT_EQ(kind("a.txt", "[1] {\"a\": 2}\n"), InputKind::text);
+  EXPECT_EQ(kind("a.py", "{\n  \"a\": 1}\n"), InputKind::text);
   EXPECT_EQ(kind("a.txt", "{\"text\": \"a\"} and so on\n"), InputKind::text);
 }
 
@@ -81,9 +83,8 @@ TEST_F(InputKinds, WhatCannotBeReadIsAnErrorThatNamesIt) {
            {"a.bin", "MMIDIDX\0\0"s, "flatshard data import"},
            {"a.parquet", "abcd", "does not begin as Parquet does"},
            {"a.txt", "a\0b\0c\0d\0"s, "UTF-16 without a byte order mark"},
-           {"data",
-            "{\"text\": \"a\"}\n",
-            "may be one document or JSON rows"}}) {
+           {"data", "{\"text\": \"a\"}\n", "may be one document or JSON rows"},
+           {"a.txt", "[\n{\"text\": \"a\"}]", "JSON rows"}}) {
     EXPECT_THAT(
         problem(name, bytes),
         AllOf(HasSubstr(name), HasSubstr(what), HasSubstr("--format")));
