@@ -208,6 +208,7 @@ void write_corpus(
   FileWriter meta_file(staged.path() / "meta.json");
   meta_file.write(meta.to_json());
   meta_file.close();
+  check_unchanged(files);
   staged.commit();
 }
 

@@ -32,7 +32,8 @@ std::vector<bool> choose_validation(
 /// @param to_validation  see choose_validation.
 /// @param meta  what is known of the corpus; gets the token type and the
 /// splits.
-/// @throws what StagedFolder and `stream` throw; Error{io} for a full disk.
+/// @throws what StagedFolder, `stream` and check_unchanged throw; Error{io} for
+/// a full disk.
 void write_corpus(
     DocumentStream& stream,
     const std::vector<InputFile>& files,

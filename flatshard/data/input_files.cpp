@@ -176,6 +176,7 @@ class Walker {
          .name = std::move(name),
          .nbytes = static_cast<std::int64_t>(fs::file_size(file.path)),
          .listed = true,
+         .modified = fs::last_write_time(file.path),
          .is_link = file.is_link});
   }
 
@@ -196,6 +197,7 @@ std::vector<InputFile> expand(const std::string& input, FoundFiles& found) {
         {.path = path,
          .name = path.filename().generic_string(),
          .nbytes = static_cast<std::int64_t>(fs::file_size(path)),
+         .modified = fs::last_write_time(path),
          .is_link = is_link}};
   }
   fs::path base;
@@ -317,6 +319,22 @@ void decide_kinds(FoundFiles& found, InputFormat format) {
     found.skipped.push_back({file.name, kind.not_text});
     return true;
   });
+}
+
+void check_unchanged(const std::vector<InputFile>& files) {
+  for (const InputFile& file : files) {
+    std::error_code gone;
+    std::error_code error;
+    FLATSHARD_CHECK(
+        static_cast<std::int64_t>(fs::file_size(file.path, gone)) ==
+                file.nbytes &&
+            fs::last_write_time(file.path, error) == file.modified && !gone &&
+            !error,
+        io,
+        "{} changed while it was read; prepare the corpus again when it is "
+        "whole",
+        file.path.string());
+  }
 }
 
 }  // namespace flatshard::data

@@ -14,7 +14,8 @@ struct InputFile {
   std::string name;            ///< relative to its input; the split hashes this
   std::int64_t nbytes = 0;     ///< on disk
   bool listed = false;         ///< in a folder or by a glob, not named itself
-  bool is_link = false;        ///< it, or a folder on the way to it, is a link
+  std::filesystem::file_time_type modified;
+  bool is_link = false;  ///< it, or a folder on the way to it, is a link
   InputKind kind = InputKind::text;
   std::string compression;         ///< "gzip", "zstd" or ""
   std::int64_t num_documents = 1;  ///< that are not empty
@@ -51,5 +52,9 @@ FoundFiles find_input_files(const std::vector<std::string>& inputs);
 /// @throws what kind_of_file throws; Error{format} for a file that an input
 /// names itself and that is no text.
 void decide_kinds(FoundFiles& found, InputFormat format);
+
+/// @throws Error{io} when a file has another size or time than when it was
+/// found: what was read of it is neither the old content nor the new one.
+void check_unchanged(const std::vector<InputFile>& files);
 
 }  // namespace flatshard::data

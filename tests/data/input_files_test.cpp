@@ -148,6 +148,19 @@ TEST_F(InputFiles, FilesBesideTheDataAreNamed) {
       HasSubstr("matches no file with data (README.md is beside the data"));
 }
 
+TEST_F(InputFiles, AFileThatChangesIsNoticed) {
+  const auto files = find_input_files({(temp_ / "x").string()}).files;
+  check_unchanged(files);
+  temp_.write("x/c.py", "longer than it was");
+  EXPECT_THAT(
+      error_message(ErrorCode::io, [&] { check_unchanged(files); }),
+      HasSubstr("x/c.py changed while it was read"));
+  std::filesystem::remove(temp_ / "x/c.py");
+  EXPECT_THAT(
+      error_message(ErrorCode::io, [&] { check_unchanged(files); }),
+      HasSubstr("x/c.py changed while it was read"));
+}
+
 TEST_F(InputFiles, NoMatchIsAnErrorThatNamesTheInput) {
   for (const std::string input : {"*.rs", "nothing.txt", "x/*/*.rs"}) {
     EXPECT_THAT(
