@@ -35,7 +35,7 @@ def prepare(args):
             inputs.append(str(inner / "**/*.py"))
     run(
         [args.program, "data", "prepare", "--input", *inputs]
-        + ["--output", str(folder), "--tokenizer", "bytes"],
+        + ["--output", str(folder), "--tokenizer", "bytes", "--format", "text"],
         args.out / "data.log",
     )
     return folder

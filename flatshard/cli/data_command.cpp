@@ -3,13 +3,17 @@
 #include <CLI/Config.hpp>
 #include <CLI/Formatter.hpp>
 
+#include <algorithm>
 #include <cstdio>
 #include <filesystem>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "flatshard/core/error.h"
+#include "flatshard/data/import_tokens.h"
 #include "flatshard/data/prepare.h"
+#include "flatshard/data/text_codec.h"
 
 namespace flatshard {
 namespace {
@@ -38,6 +42,49 @@ std::string summary(const data::CorpusMeta& meta) {
   return text;
 }
 
+/// The beginning of the first document as its tokens say it, in one line.
+std::string first_document(
+    const std::filesystem::path& folder,
+    const std::string& python) {
+  constexpr std::int64_t kMostTokens = 48;
+  const auto corpus = data::Corpus::open(folder);
+  std::vector<std::int64_t> tokens(static_cast<std::size_t>(
+      std::min(corpus->document_begin(1), kMostTokens)));
+  corpus->read(0, tokens);
+  const auto codec = data::TextCodec::open(folder, {.python = python});
+  std::string text;
+  for (const char c : codec->decode(tokens, /*keep_special=*/true)) {
+    text += c == '\n'   ? "\\n"
+            : c == '\r' ? "\\r"
+            : c == '\t' ? "\\t"
+                        : std::string(1, c);
+  }
+  return text + (corpus->document_begin(1) > kMostTokens ? " ..." : "");
+}
+
+/// What was read, so that what is lost or wrong is seen.
+std::string input_summary(
+    const data::Survey& survey,
+    const data::CorpusMeta& meta,
+    const data::PrepareOptions& options) {
+  return fmt::format(
+      "files            {}\n{}"
+      "documents        {}, {} empty ones left out\n"
+      "tokens per byte  {:.3f} ({} tokens, {} bytes of text)\n"
+      "first document   {}\n",
+      survey.describe_files(),
+      survey.found.skipped.empty()
+          ? ""
+          : fmt::format("skipped          {}\n", survey.describe_skipped()),
+      survey.num_documents(),
+      survey.num_empty,
+      static_cast<double>(meta.num_tokens()) /
+          static_cast<double>(survey.nbytes),
+      meta.num_tokens(),
+      survey.nbytes,
+      first_document(options.output, options.python));
+}
+
 void add_prepare(CLI::App& data) {
   CLI::App* command = data.add_subcommand(
       "prepare",
@@ -48,10 +95,9 @@ void add_prepare(CLI::App& data) {
           "--input,-i",
           options->inputs,
           "Files, folders or globs (quote them: 'texts/**/*.txt'; ** is any "
-          "number of folders). Each file is one document, each line of a "
-          ".jsonl "
-          "and each row of a .parquet file as well. Binary files of folders "
-          "and globs are skipped")
+          "number of folders): text, JSON rows (.jsonl, .ndjson, .json; one a "
+          "line or one list), each as it is or in .gz or .zst, and Parquet. A "
+          "text is one document, and so is each row")
       ->required();
   command
       ->add_option(
@@ -68,8 +114,20 @@ void add_prepare(CLI::App& data) {
   command->add_option(
       "--text-field",
       options->text_field,
-      "Field of .jsonl files, and column of .parquet files (which need Python "
+      "Field of JSON rows, and column of .parquet files (which need Python "
       "with the pyarrow package), that has the documents [text]");
+  command->add_option(
+      "--format",
+      options->format,
+      "What the files are: auto (by their first bytes and names), text (bytes "
+      "that are not UTF-8 become U+FFFD), json, parquet, or bytes (each byte "
+      "as "
+      "it is, for --tokenizer bytes) [auto]");
+  command->add_flag(
+      "--parse-special",
+      options->parse_special,
+      "Take control tokens that a text spells out (<|endoftext|>) as these "
+      "tokens and not as text");
   command->add_option(
       "--validation-fraction",
       options->validation_fraction,
@@ -84,8 +142,8 @@ void add_prepare(CLI::App& data) {
   command->add_option(
       "--begin-of-document,--bos",
       options->begin_of_document,
-      "Text of a token to put before each document, for a tokenizer.json "
-      "[none]");
+      "Text of a token to put before each document, for a tokenizer.json, or "
+      "none [what AutoTokenizer puts before a text, if anything]");
   command->add_option(
       "--python",
       options->python,
@@ -107,7 +165,90 @@ void add_prepare(CLI::App& data) {
                   "  train = \"corpora/texts\"");
   command->callback([options] {
     options->progress = true;
-    const data::CorpusMeta meta = data::prepare_corpus(*options);
+    data::Survey survey;
+    const data::CorpusMeta meta = data::prepare_corpus(*options, &survey);
+    fmt::print(
+        "{}wrote {}\n{}",
+        input_summary(survey, meta, *options),
+        options->output.string(),
+        summary(meta));
+  });
+}
+
+void add_import(CLI::App& data) {
+  CLI::App* command = data.add_subcommand(
+      "import",
+      "Make a corpus folder of tokens that another program has written");
+  const auto options = std::make_shared<data::ImportOptions>();
+  command
+      ->add_option(
+          "--input,-i",
+          options->inputs,
+          "Token files, folders or globs: nanoGPT's and llm.c's .bin, "
+          "Megatron's .bin with its .idx beside it")
+      ->required();
+  command->add_option(
+      "--validation",
+      options->validation,
+      "The same for the validation split [documents of --input]");
+  command
+      ->add_option(
+          "--output,-o",
+          options->output,
+          "The corpus folder to make; it appears only when it is whole")
+      ->required();
+  command
+      ->add_option(
+          "--tokenizer,-t",
+          options->tokenizer,
+          "The Hugging Face tokenizer that the tokens are of (its folder or "
+          "its "
+          "tokenizer.json), or none with --vocab-size and --end-of-document")
+      ->required();
+  command->add_option(
+      "--vocab-size",
+      options->vocab_size,
+      "Every token is below this [the tokenizer's]");
+  command->add_option(
+      "--end-of-document",
+      options->end_of_document,
+      "Text or id of the token that ends a document [the tokenizer's own]");
+  command->add_option(
+      "--dtype",
+      options->dtype,
+      "uint16 or uint32, of files without a header [uint16]");
+  command->add_option(
+      "--validation-fraction",
+      options->validation_fraction,
+      "Without --validation: the share of the documents for that split [0.05]");
+  command->add_option(
+      "--python",
+      options->python,
+      "Python with the tokenizers package, as for data prepare");
+  command->add_option(
+      "--shard-tokens",
+      options->shard_tokens,
+      "Tokens after which a new file begins [268435456]");
+  command->add_flag(
+      "--force",
+      options->force,
+      "Replace an older corpus at --output");
+  command->footer(
+      "Example:\n"
+      "  flatshard data import --input train.bin --validation val.bin "
+      "--tokenizer gpt2 --output corpora/openwebtext");
+  command->callback([options] {
+    options->progress = true;
+    data::ImportReport report;
+    const data::CorpusMeta meta = data::import_tokens(*options, &report);
+    for (const std::string& file : report.files) {
+      fmt::print("{}\n", file);
+    }
+    if (meta.tokenizer != data::kNoTokenizer) {
+      fmt::print(
+          "first document   {}\n",
+          first_document(options->output, options->python));
+    }
     fmt::print("wrote {}\n{}", options->output.string(), summary(meta));
   });
 }
@@ -135,6 +276,7 @@ void add_data_command(CLI::App& program) {
       "Prepare and inspect the token files that training reads");
   data->require_subcommand(1);
   add_prepare(*data);
+  add_import(*data);
   add_info(*data);
 }
 

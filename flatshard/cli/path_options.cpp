@@ -12,11 +12,12 @@
 namespace flatshard {
 namespace {
 
-constexpr std::array<std::string_view, 9> kPaths{
+constexpr std::array<std::string_view, 10> kPaths{
     "--run",
     "--to",
     "--output",
     "--input",
+    "--validation",
     "--tokenizer",
     "--corpus",
     "--python",

@@ -332,6 +332,11 @@ void add_generate_command(CLI::App& program) {
   command->add_option("--step", options->step, "Checkpoint of that step")
       ->check(CLI::NonNegativeNumber);
   command->add_option("--prompt", options->prompt, "Text to continue");
+  command->add_flag(
+      "--parse-special",
+      options->parse_special,
+      "Take control tokens that the prompt spells out (<|im_start|>) as these "
+      "tokens and not as text");
   command->add_option(
       "--max-new-tokens",
       options->max_new_tokens,

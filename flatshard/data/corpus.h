@@ -19,6 +19,9 @@ enum class TokenType { uint16, uint32 };
 std::string_view to_string(TokenType type);
 std::int64_t token_nbytes(TokenType type);
 
+/// CorpusMeta::tokenizer of tokens whose tokenizer is not known.
+inline constexpr const char* kNoTokenizer = "none";
+
 /// One split (`train` or `validation`) of a corpus.
 struct SplitMeta {
   std::string name;
@@ -52,8 +55,8 @@ struct CorpusMeta {
   std::int64_t end_of_document = 0;  ///< the token that ends a document
   /// The token that begins each document; most corpora have none.
   std::optional<std::int64_t> begin_of_document;
-  std::string tokenizer;   ///< "bytes" or "tokenizer.json"
-  std::string input_hash;  ///< of the input files' names and sizes
+  std::string tokenizer;   ///< "bytes", "tokenizer.json" or kNoTokenizer
+  std::string input_hash;  ///< of the texts or tokens, and the files' names
   std::vector<SplitMeta> splits;
 
   const SplitMeta* find_split(std::string_view name) const;

@@ -4,11 +4,14 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <charconv>
+#include <csignal>
 #include <cstring>
 #include <limits>
 
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
+#include "flatshard/core/process.h"
 
 #define XXH_INLINE_ALL
 #include <xxhash.h>
@@ -18,12 +21,42 @@ namespace {
 
 namespace fs = std::filesystem;
 
+/// "<folder>/.<name>.<suffix>-<host>-": a process number follows.
+std::string sibling_prefix(const fs::path& target, std::string_view suffix) {
+  return fmt::format(
+      ".{}.{}-{}-",
+      target.filename().string(),
+      suffix,
+      host_name());
+}
+
 fs::path sibling(const fs::path& target, std::string_view suffix) {
-  return target.parent_path() / fmt::format(
-                                    ".{}.{}-{}",
-                                    target.filename().string(),
-                                    suffix,
-                                    ::getpid());
+  return target.parent_path() /
+         fmt::format("{}{}", sibling_prefix(target, suffix), ::getpid());
+}
+
+/// The siblings that processes of this host left when they were killed.
+std::vector<fs::path> left_behind(
+    const fs::path& target,
+    std::string_view suffix) {
+  const std::string prefix = sibling_prefix(target, suffix);
+  std::vector<fs::path> found;
+  std::error_code error;
+  for (const auto& entry :
+       fs::directory_iterator(target.parent_path(), error)) {
+    const std::string name = entry.path().filename().string();
+    if (!name.starts_with(prefix)) {
+      continue;
+    }
+    pid_t pid = 0;
+    const char* end = name.data() + name.size();
+    const auto parsed = std::from_chars(name.data() + prefix.size(), end, pid);
+    if (parsed.ec == std::errc() && parsed.ptr == end && pid > 0 &&
+        ::kill(pid, 0) != 0 && errno == ESRCH) {
+      found.push_back(entry.path());
+    }
+  }
+  return found;
 }
 
 void rename_folder(const fs::path& from, const fs::path& to) {
@@ -36,6 +69,31 @@ void rename_folder(const fs::path& from, const fs::path& to) {
       from.string(),
       to.string(),
       error.message());
+}
+
+/// Brings back a corpus that a killed process had put aside and not replaced,
+/// and removes what else such processes left.
+void clean_up(const fs::path& target) {
+  std::vector<fs::path> rest = left_behind(target, "tmp");
+  for (const fs::path& old : left_behind(target, "old")) {
+    if (fs::exists(target)) {
+      rest.push_back(old);
+    } else {
+      rename_folder(old, target);
+      log_warning(
+          "brought back {}, which a call that was killed had put aside",
+          target.string());
+    }
+  }
+  for (const fs::path& path : rest) {
+    std::error_code error;
+    fs::remove_all(path, error);
+    if (error) {
+      log_warning("cannot remove {}: {}", path.string(), error.message());
+    } else {
+      log_info("removed {}, which a call that was killed left", path.string());
+    }
+  }
 }
 
 }  // namespace
@@ -131,29 +189,34 @@ void SplitWriter::next_shard() {
   meta_.shard_tokens.push_back(0);
 }
 
-StagedFolder::StagedFolder(fs::path target, bool force)
-    : target_(std::move(target)) {
+fs::path StagedFolder::check(fs::path target, bool force) {
   FLATSHARD_CHECK(
-      !target_.empty(),
+      !target.empty(),
       config,
       "expected an output folder, got an empty path");
-  target_ = fs::absolute(target_).lexically_normal();
-  if (!target_.has_filename()) {
-    target_ = target_.parent_path();
+  target = fs::absolute(target).lexically_normal();
+  if (!target.has_filename()) {
+    target = target.parent_path();
   }
-  const bool exists = fs::exists(target_) &&
-                      !(fs::is_directory(target_) && fs::is_empty(target_));
+  clean_up(target);
+  const bool exists =
+      fs::exists(target) && !(fs::is_directory(target) && fs::is_empty(target));
   FLATSHARD_CHECK(
       !exists || force,
       usage,
       "{} exists; give --force to replace it, or another --output",
-      target_.string());
+      target.string());
   FLATSHARD_CHECK(
-      !exists || fs::is_regular_file(target_ / "meta.json"),
+      !exists || fs::is_regular_file(target / "meta.json"),
       usage,
       "{} exists and is not a corpus (it has no meta.json), so --force does "
       "not delete it; give another --output",
-      target_.string());
+      target.string());
+  return target;
+}
+
+StagedFolder::StagedFolder(fs::path target, bool force)
+    : target_(check(std::move(target), force)) {
   path_ = sibling(target_, "tmp");
   std::error_code error;
   fs::remove_all(path_, error);

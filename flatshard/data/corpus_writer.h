@@ -51,11 +51,16 @@ class SplitWriter {
 
 /// A folder that appears under its name only when it is whole: it is filled
 /// under a temporary name beside it and renamed by `commit`. Without a commit
-/// the destructor removes it.
+/// the destructor removes it. What earlier processes of this host left when
+/// they were killed is removed first.
 class StagedFolder {
  public:
-  /// @throws Error{usage} when `target` exists and `force` is false, or is not
-  /// a corpus folder (nothing else is ever deleted).
+  /// The absolute path of `target`, after a look at what is there.
+  /// @throws Error{usage} when it exists and `force` is false, or is not a
+  /// corpus folder (nothing else is ever deleted).
+  static std::filesystem::path check(std::filesystem::path target, bool force);
+
+  /// @throws what `check` throws.
   StagedFolder(std::filesystem::path target, bool force);
   StagedFolder(const StagedFolder&) = delete;
   StagedFolder& operator=(const StagedFolder&) = delete;

@@ -60,6 +60,14 @@ std::vector<std::string> byte_characters() {
   return characters;
 }
 
+/// A copy whose mode follows the umask, as no copy_file does.
+void write_copy(
+    const std::filesystem::path& from,
+    const std::filesystem::path& to) {
+  const MappedFile file(from);
+  write_file_atomic(to, file.text());
+}
+
 }  // namespace
 
 std::filesystem::path find_tokenizer(const std::filesystem::path& path) {
@@ -85,32 +93,6 @@ std::filesystem::path find_tokenizer(const std::filesystem::path& path) {
   return path / kTokenizerFile;
 }
 
-std::string eos_token(const std::filesystem::path& folder) {
-  for (const char* name :
-       {"tokenizer_config.json", "special_tokens_map.json"}) {
-    std::error_code error;
-    if (!std::filesystem::is_regular_file(folder / name, error)) {
-      continue;
-    }
-    const MappedFile file(folder / name);
-    const auto json = nlohmann::json::parse(file.text(), nullptr, false);
-    FLATSHARD_CHECK(
-        json.is_object(),
-        format,
-        "{}: expected a JSON object",
-        (folder / name).string());
-    const auto found = json.find("eos_token");
-    if (found != json.end() && found->is_string()) {
-      return found->get<std::string>();
-    }
-    // An AddedToken.
-    if (found != json.end() && found->is_object()) {
-      return found->value("content", "");
-    }
-  }
-  return {};
-}
-
 std::vector<std::string> tokenizer_files(const std::filesystem::path& folder) {
   std::vector<std::string> found;
   std::error_code error;
@@ -126,9 +108,19 @@ void copy_tokenizer_files(
     const std::filesystem::path& from,
     const std::filesystem::path& to) {
   for (const std::string& name : tokenizer_files(from)) {
-    // Not copy_file, which copies the mode as well.
-    const MappedFile file(from / name);
-    write_file_atomic(to / name, file.text());
+    write_copy(from / name, to / name);
+  }
+}
+
+void copy_tokenizer(
+    const std::filesystem::path& tokenizer,
+    const std::filesystem::path& to) {
+  if (tokenizer.filename() == kTokenizerFile) {
+    copy_tokenizer_files(
+        tokenizer.has_parent_path() ? tokenizer.parent_path() : ".",
+        to);
+  } else {
+    write_copy(tokenizer, to / kTokenizerFile);
   }
 }
 

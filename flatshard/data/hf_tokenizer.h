@@ -15,17 +15,19 @@ inline constexpr const char* kTokenizerFile = "tokenizer.json";
 /// @throws Error{config} when there is none.
 std::filesystem::path find_tokenizer(const std::filesystem::path& path);
 
-/// The token that ends a text, by tokenizer_config.json or
-/// special_tokens_map.json of a folder; empty when they say nothing.
-/// @throws Error{format} naming the file that is no JSON.
-std::string eos_token(const std::filesystem::path& folder);
-
 /// The tokenizer's files that a folder has, chat template included, by name.
 std::vector<std::string> tokenizer_files(const std::filesystem::path& folder);
 
 /// Copies them. @throws Error{io}.
 void copy_tokenizer_files(
     const std::filesystem::path& from,
+    const std::filesystem::path& to);
+
+/// Copies a tokenizer.json under that name, with the files beside it when it
+/// has that name itself: a file of another name stands alone. @throws
+/// Error{io}.
+void copy_tokenizer(
+    const std::filesystem::path& tokenizer,
     const std::filesystem::path& to);
 
 /// The content of a tokenizer.json for byte tokens: a byte is its own token,

@@ -5,37 +5,56 @@
 #include <string>
 #include <vector>
 
-namespace flatshard::data {
+#include "flatshard/data/input_kind.h"
 
-enum class InputKind {
-  text,     ///< the file is one document
-  jsonl,    ///< each line is a JSON object with a document in a field
-  parquet,  ///< each row has a document in a column
-};
+namespace flatshard::data {
 
 struct InputFile {
   std::filesystem::path path;  ///< to open
   std::string name;            ///< relative to its input; the split hashes this
-  std::int64_t nbytes = 0;
-  bool listed = false;  ///< in a folder or by a glob, not named itself
+  std::int64_t nbytes = 0;     ///< on disk
+  bool listed = false;         ///< in a folder or by a glob, not named itself
+  std::filesystem::file_time_type modified;
+  bool is_link = false;  ///< it, or a folder on the way to it, is a link
+  InputKind kind = InputKind::text;
+  std::string compression;         ///< "gzip", "zstd" or ""
   std::int64_t num_documents = 1;  ///< that are not empty
+};
 
-  /// By the name's end: .jsonl, .parquet, or anything else.
-  InputKind kind() const;
+struct SkippedFile {
+  std::string name;
+  std::string reason;  ///< "beside the data", "binary", ...
+};
+
+struct FoundFiles {
+  std::vector<InputFile> files;
+  std::vector<SkippedFile> skipped;
+  std::int64_t num_links = 0;  ///< that were followed
 };
 
 /// The regular files that `inputs` name, each once.
 ///
-/// An input is a file, a folder (all files below it, hidden ones left out), or
-/// a glob: `*`, `?` and `[abc]` within a name, `**` for any number of folders.
+/// An input is a file, a folder (all files below it), or a glob: `*`, `?` and
+/// `[abc]` within a name, `**` for any number of folders. Hidden files are left
+/// out unless a pattern begins with a dot. Of folders, and of globs that end
+/// with `*` or `**`, files beside the data (see is_beside_data) are left out.
+/// Links are followed: a file or folder that several paths reach is taken
+/// once, by a path without links if there is one. A link to a folder that the
+/// link is in is skipped.
 /// Order: inputs as given, within one by name, so that it is the same on every
-/// machine. Links to folders are not followed.
-/// @throws Error{io} when an input matches no file or a folder cannot be read.
-std::vector<InputFile> find_input_files(const std::vector<std::string>& inputs);
+/// machine.
+/// @throws Error{io} when an input matches no file, a folder cannot be read, or
+/// a link leads nowhere.
+FoundFiles find_input_files(const std::vector<std::string>& inputs);
 
-/// Takes out the text files that are none: Python's .pyc, and those with a NUL
-/// among their first 8 KiB. Files that an input named itself stay.
-/// @return what was taken out.
-std::vector<InputFile> take_binary_files(std::vector<InputFile>& files);
+/// Decides the kind of each file. Takes out what is no text of folders and
+/// globs (images, programs), with the reason.
+/// @throws what kind_of_file throws; Error{format} for a file that an input
+/// names itself and that is no text.
+void decide_kinds(FoundFiles& found, InputFormat format);
+
+/// @throws Error{io} when a file has another size or time than when it was
+/// found: what was read of it is neither the old content nor the new one.
+void check_unchanged(const std::vector<InputFile>& files);
 
 }  // namespace flatshard::data

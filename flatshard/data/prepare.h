@@ -7,6 +7,7 @@
 
 #include "flatshard/data/byte_tokens.h"
 #include "flatshard/data/corpus.h"
+#include "flatshard/data/survey.h"
 
 namespace flatshard::data {
 
@@ -23,25 +24,32 @@ struct PrepareOptions {
   /// Token text, for a tokenizer.json; "": the folder's eos_token, or a usual
   /// one.
   std::string end_of_document;
-  std::string
-      begin_of_document;  ///< token text, for a tokenizer.json; "": none
-  /// The field of .jsonl and column of .parquet files that has the documents;
-  /// "": text.
+  /// Token text, for a tokenizer.json; "": what the tokenizer itself puts
+  /// before a text, if anything; "none".
+  std::string begin_of_document;
+  /// The field of JSON rows and column of .parquet files that has the
+  /// documents; "": text.
   std::string text_field;
+  std::string format = "auto";  ///< see parse_input_format
+  /// Control tokens that a text spells out become these tokens.
+  bool parse_special = false;
 };
 
-/// Tokenizes files and writes a corpus folder (see CorpusMeta). Each file is
-/// one document, but for .jsonl and .parquet files, which have one in each line
-/// or row; empty ones are left out, and binary files of folders and globs as
-/// well, with a warning. A document goes to validation when the hash of its
-/// name (file#row) falls below `validation_fraction`, so adding files never
-/// moves one from a split to the other. With two or more documents and a
-/// fraction above 0 each split gets at least one; a single document gives its
-/// last part to validation.
+/// Tokenizes files and writes a corpus folder (see CorpusMeta). A file of text
+/// is one document, and so is each object of a JSON file and each row of a
+/// Parquet file (see kind_of_file); empty ones are left out. A document goes to
+/// validation when the hash of its name (file#row) falls below
+/// `validation_fraction`, so adding files never moves one from a split to the
+/// other. With two or more documents and a fraction above 0 each split gets at
+/// least one; a single document gives its last part to validation.
 ///
 /// Nothing appears under `output` until it is whole.
 /// @throws Error{io} no match, unreadable file, full disk; Error{usage} the
-/// output exists; Error{config} a wrong option or a missing Python package.
-CorpusMeta prepare_corpus(const PrepareOptions& options);
+/// output exists; Error{config} a wrong option or a missing Python package;
+/// Error{format} a file that cannot be taken for text.
+/// @param report  what the inputs were; may be null.
+CorpusMeta prepare_corpus(
+    const PrepareOptions& options,
+    Survey* report = nullptr);
 
 }  // namespace flatshard::data

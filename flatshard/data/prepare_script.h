@@ -2,7 +2,8 @@
 
 namespace flatshard::data {
 
-/// The text of python/flatshard/prepare_tokens.py, put here by CMake.
+/// The texts of python/flatshard/hf_encoder.py and prepare_tokens.py, put here
+/// by CMake.
 extern const char* const kPrepareScript;
 
 }  // namespace flatshard::data

@@ -3,14 +3,17 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <spawn.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
@@ -35,6 +38,39 @@ std::FILE* file_with(std::string_view content) {
       std::strerror(errno));
   std::rewind(file);
   return file;
+}
+
+/// This process' environment for a Python that imports nothing from the working
+/// folder: PYTHONPATH without it (an empty part of it means that folder), and
+/// PYTHONSAFEPATH, as `python -P`.
+std::vector<std::string> child_environment() {
+  constexpr std::string_view kPath = "PYTHONPATH=";
+  std::error_code error;
+  const auto here = std::filesystem::current_path(error);
+  std::vector<std::string> variables{"PYTHONSAFEPATH=1"};
+  for (char** variable = environ; *variable != nullptr; ++variable) {
+    std::string_view text(*variable);
+    if (text.starts_with("PYTHONSAFEPATH=")) {
+      continue;
+    }
+    if (!text.starts_with(kPath)) {
+      variables.emplace_back(text);
+      continue;
+    }
+    std::string kept;
+    for (text.remove_prefix(kPath.size()); !text.empty();
+         text.remove_prefix(std::min(text.find(':'), text.size() - 1) + 1)) {
+      const std::string part(text.substr(0, text.find(':')));
+      std::error_code same;
+      if (!part.empty() && !std::filesystem::equivalent(part, here, same)) {
+        kept += (kept.empty() ? "" : ":") + part;
+      }
+    }
+    if (!kept.empty()) {
+      variables.push_back(std::string(kPath) + kept);
+    }
+  }
+  return variables;
 }
 
 }  // namespace
@@ -66,41 +102,84 @@ std::string find_python(const std::string& wanted) {
 PythonChild::PythonChild(
     const PythonTokenizerOptions& options,
     const std::string& mode,
-    std::string_view input)
+    std::optional<std::string_view> input)
     : python_(find_python(options.python)) {
-  std::FILE* input_file = file_with(input);
-  std::array<int, 2> pipe_ends{};
-  if (::pipe2(pipe_ends.data(), O_CLOEXEC) != 0) {
-    std::fclose(input_file);
+  std::array<int, 2> output{};
+  std::array<int, 2> sockets{-1, -1};
+  std::FILE* input_file = input ? file_with(*input) : nullptr;
+  if (::pipe2(output.data(), O_CLOEXEC) != 0 ||
+      (!input &&
+       ::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, sockets.data()) !=
+           0)) {
     FLATSHARD_THROW(io, "cannot make a pipe: {}", std::strerror(errno));
   }
-  const std::string tokenizer = options.tokenizer.string();
-  std::array<const char*, 9> arguments{
+  input_ = sockets[0];
+  stream_ = ::fdopen(output[0], "rb");
+  try {
+    start(options, mode, input ? fileno(input_file) : sockets[1], output[1]);
+    if (input_file != nullptr) {
+      std::fclose(input_file);
+      input_file = nullptr;
+    }
+    if (sockets[1] >= 0) {
+      ::close(std::exchange(sockets[1], -1));
+    }
+    ::close(std::exchange(output[1], -1));
+    read_header();
+  } catch (...) {
+    if (input_file != nullptr) {
+      std::fclose(input_file);
+    }
+    for (const int fd : {sockets[1], output[1]}) {
+      if (fd >= 0) {
+        ::close(fd);
+      }
+    }
+    end();
+    throw;
+  }
+}
+
+void PythonChild::start(
+    const PythonTokenizerOptions& options,
+    const std::string& mode,
+    int input,
+    int output) {
+  const std::string settings = nlohmann::json{
+      {"tokenizer", options.tokenizer.string()},
+      {"end", options.end_of_document},
+      {"begin", options.begin_of_document},
+      {"text_field", options.text_field},
+      {"parse_special", options.parse_special},
+      {"keep_special",
+       options.keep_special}}.dump();
+  std::array<const char*, 6> arguments{
       python_.c_str(),
       "-c",
       kPrepareScript,
       mode.c_str(),
-      tokenizer.c_str(),
-      options.end_of_document.c_str(),
-      options.begin_of_document.c_str(),
-      options.text_field.c_str(),
+      settings.c_str(),
       nullptr};
+  const std::vector<std::string> variables = child_environment();
+  std::vector<char*> environment;
+  for (const std::string& variable : variables) {
+    environment.push_back(const_cast<char*>(variable.c_str()));
+  }
+  environment.push_back(nullptr);
   posix_spawn_file_actions_t actions;
   posix_spawn_file_actions_init(&actions);
-  posix_spawn_file_actions_adddup2(&actions, fileno(input_file), 0);
-  posix_spawn_file_actions_adddup2(&actions, pipe_ends[1], 1);
+  posix_spawn_file_actions_adddup2(&actions, input, 0);
+  posix_spawn_file_actions_adddup2(&actions, output, 1);
   const int error = ::posix_spawnp(
       &pid_,
       python_.c_str(),
       &actions,
       nullptr,
       const_cast<char* const*>(arguments.data()),
-      environ);
+      environment.data());
   posix_spawn_file_actions_destroy(&actions);
-  std::fclose(input_file);
-  ::close(pipe_ends[1]);
   if (error != 0) {
-    ::close(pipe_ends[0]);
+    pid_ = -1;
     FLATSHARD_THROW(
         config,
         "cannot start Python '{}': {}; a tokenizer.json needs a Python with "
@@ -109,17 +188,48 @@ PythonChild::PythonChild(
         python_,
         std::strerror(error));
   }
-  stream_ = ::fdopen(pipe_ends[0], "rb");
-  read_header();
 }
 
 PythonChild::~PythonChild() {
+  end();
+}
+
+void PythonChild::end() {
+  end_input();
   if (stream_ != nullptr) {
     std::fclose(stream_);
+    stream_ = nullptr;
   }
   if (pid_ > 0) {
     ::kill(pid_, SIGTERM);
     ::waitpid(pid_, nullptr, 0);
+    pid_ = -1;
+  }
+}
+
+bool PythonChild::send(std::string_view bytes) {
+  while (!bytes.empty()) {
+    const ssize_t n = ::send(input_, bytes.data(), bytes.size(), MSG_NOSIGNAL);
+    if (n < 0 && errno == EINTR) {
+      continue;
+    }
+    if (n < 0) {
+      return false;  // it has ended, and `read` tells why
+    }
+    bytes.remove_prefix(static_cast<std::size_t>(n));
+  }
+  return true;
+}
+
+void PythonChild::end_input() {
+  if (input_ >= 0) {
+    ::close(std::exchange(input_, -1));
+  }
+}
+
+void PythonChild::kill() {
+  if (pid_ > 0) {
+    ::kill(pid_, SIGKILL);
   }
 }
 
@@ -147,10 +257,10 @@ void PythonChild::read_header() {
   if (header.contains("begin_of_document")) {
     begin_of_document_ = header.value("begin_of_document", std::int64_t{-1});
   }
-  if (header.contains("own_begin")) {
-    own_begin_ = {
-        .id = header.value("own_begin_id", std::int64_t{0}),
-        .text = header.value("own_begin", "")};
+  own_begin_ = header.value("own_begin", own_begin_);
+  for (const auto& warning :
+       header.value("warnings", std::vector<std::string>())) {
+    log_warning("{}", warning);
   }
 }
 
@@ -163,59 +273,54 @@ void PythonChild::read(void* out, std::size_t nbytes) {
       python_);
 }
 
-std::int64_t PythonChild::read_count() {
-  std::int64_t count = 0;
-  read(&count, sizeof(count));
-  if (count < 0) {
-    FLATSHARD_THROW(io, "{}", read_text());
+void PythonChild::read_bytes(std::string& text, std::int64_t nbytes) {
+  text.resize(static_cast<std::size_t>(nbytes));
+  read(text.data(), text.size());
+}
+
+// The numbers below zero are those of prepare_tokens.py.
+std::int64_t PythonChild::read_frame() {
+  constexpr std::int64_t kError = -1;
+  constexpr std::int64_t kWarning = -3;
+  for (;;) {
+    std::int64_t count = 0;
+    read(&count, sizeof(count));
+    if (count != kError && count != kWarning) {
+      return count;
+    }
+    std::int64_t nbytes = 0;
+    read(&nbytes, sizeof(nbytes));
+    std::string text;
+    read_bytes(text, nbytes);
+    if (count == kError) {
+      FLATSHARD_THROW(io, "{}", text);
+    }
+    log_warning("{}", text);
   }
+}
+
+std::int64_t PythonChild::read_count() {
+  const std::int64_t count = read_frame();
+  FLATSHARD_CHECK(
+      count >= 0,
+      internal,
+      "expected a document of Python, got the end of a file");
   return count;
 }
 
 std::string PythonChild::read_text() {
-  std::int64_t nbytes = 0;
-  read(&nbytes, sizeof(nbytes));
-  std::string text(static_cast<std::size_t>(nbytes), '\0');
-  read(text.data(), text.size());
+  std::string text;
+  read_bytes(text, read_count());
   return text;
 }
 
-std::string file_list(
-    const std::vector<InputFile>& files,
-    std::optional<InputKind> only) {
-  std::string all;
-  for (const InputFile& file : files) {
-    const InputKind kind = file.kind();
-    if (!only || kind == *only) {
-      all.push_back(
-          kind == InputKind::text    ? 't'
-          : kind == InputKind::jsonl ? 'j'
-                                     : 'p');
-      all += file.path.string();
-      all.push_back('\0');
-    }
+bool PythonChild::read_text_of_file(std::string& text) {
+  const std::int64_t nbytes = read_frame();
+  if (nbytes < 0) {
+    return false;
   }
-  return all;
-}
-
-PythonDocuments::PythonDocuments(
-    const PythonTokenizerOptions& options,
-    const std::vector<InputFile>& files)
-    : child_(options, "files", file_list(files)) {
-  if (!child_.begin_of_document() && child_.own_begin()) {
-    log_warning(
-        "the tokenizer puts '{0}' before each text where AutoTokenizer uses "
-        "it, and this corpus has none; --begin-of-document '{0}' adds it",
-        child_.own_begin()->text);
-  }
-}
-
-std::int64_t PythonDocuments::next_document() {
-  return child_.read_count();
-}
-
-void PythonDocuments::read(std::span<std::uint32_t> out) {
-  child_.read(out.data(), out.size_bytes());
+  read_bytes(text, nbytes);
+  return true;
 }
 
 }  // namespace flatshard::data

@@ -8,9 +8,6 @@
 #include <string_view>
 #include <vector>
 
-#include "flatshard/data/document_stream.h"
-#include "flatshard/data/input_files.h"
-
 namespace flatshard::data {
 
 /// The interpreter for the tokenizers and pyarrow packages: `wanted`, else
@@ -22,29 +19,28 @@ std::string find_python(const std::string& wanted);
 struct PythonTokenizerOptions {
   std::string python;               ///< see find_python
   std::filesystem::path tokenizer;  ///< empty: none, texts come as bytes
-  std::string end_of_document;      ///< token text; "" = the usual names
-  std::string begin_of_document;    ///< token text; "" = none
-  std::string text_field = "text";  ///< of .jsonl and .parquet files
+  std::string end_of_document;      ///< token text; "" = the tokenizer's own
+  /// Token text; "" = the tokenizer's own, "none" = none.
+  std::string begin_of_document;
+  std::string text_field = "text";  ///< column of .parquet files
+  /// Control tokens that a text spells out become these tokens.
+  bool parse_special = false;
+  bool keep_special = false;  ///< `decode` writes control tokens out
 };
 
-/// The files' paths as the child's modes `files`, `count` and `texts` read
-/// them.
-/// @param only  files of this kind; unset: all.
-std::string file_list(
-    const std::vector<InputFile>& files,
-    std::optional<InputKind> only = {});
-
 /// A child process that runs python/flatshard/prepare_tokens.py with standard
-/// input and output connected to this one.
+/// input and output connected to this one. It imports no module of the working
+/// folder.
 class PythonChild {
  public:
   /// @param mode  see prepare_tokens.py.
+  /// @param input  all of its standard input; unset: `send` gives it.
   /// @throws Error{config} when Python cannot be started, lacks a package, or
   /// cannot load the tokenizer.
   PythonChild(
       const PythonTokenizerOptions& options,
       const std::string& mode,
-      std::string_view input);
+      std::optional<std::string_view> input);
   PythonChild(const PythonChild&) = delete;
   PythonChild& operator=(const PythonChild&) = delete;
   /// Ends the child when it still runs.
@@ -55,50 +51,43 @@ class PythonChild {
   std::optional<std::int64_t> begin_of_document() const {
     return begin_of_document_;
   }
-  struct Token {
-    std::int64_t id = 0;
-    std::string text;
-  };
-  /// What the tokenizer itself puts before a text.
-  const std::optional<Token>& own_begin() const { return own_begin_; }
+  /// The tokens that the tokenizer itself puts before a text.
+  const std::vector<std::int64_t>& own_begin() const { return own_begin_; }
 
-  /// @throws Error{io} when the child ends before that.
+  /// Gives the child more input; false when it reads no more.
+  bool send(std::string_view bytes);
+  /// Ends its input.
+  void end_input();
+  /// Ends the child, from any thread; `send` and `read` fail then.
+  void kill();
+
+  /// Reads bytes. Warnings of the child that come before are logged.
+  /// @throws Error{io} when the child ends before that, or with its message.
   void read(void* out, std::size_t nbytes);
   std::int64_t read_count();
   std::string read_text();
+  /// The next text of the file that is read; false at its end.
+  bool read_text_of_file(std::string& text);
 
  private:
   void read_header();
+  void end();
+  void start(
+      const PythonTokenizerOptions& options,
+      const std::string& mode,
+      int input,
+      int output);
+  std::int64_t read_frame();
+  void read_bytes(std::string& text, std::int64_t nbytes);
 
   std::string python_;
   int pid_ = -1;
+  int input_ = -1;  ///< a socket
   std::FILE* stream_ = nullptr;
   std::int64_t vocab_size_ = 0;
   std::int64_t end_of_document_ = 0;
   std::optional<std::int64_t> begin_of_document_;
-  std::optional<Token> own_begin_;
-};
-
-/// Files tokenized by the Hugging Face tokenizers package. Each file is held
-/// in the child's memory as a whole.
-class PythonDocuments : public DocumentStream {
- public:
-  PythonDocuments(
-      const PythonTokenizerOptions& options,
-      const std::vector<InputFile>& files);
-
-  std::int64_t vocab_size() const override { return child_.vocab_size(); }
-  std::int64_t end_of_document() const override {
-    return child_.end_of_document();
-  }
-  std::optional<std::int64_t> begin_of_document() const override {
-    return child_.begin_of_document();
-  }
-  std::int64_t next_document() override;
-  void read(std::span<std::uint32_t> out) override;
-
- private:
-  PythonChild child_;
+  std::vector<std::int64_t> own_begin_;
 };
 
 }  // namespace flatshard::data

@@ -1,5 +1,7 @@
 #include "flatshard/data/text_codec.h"
 
+#include <fmt/ranges.h>
+
 #include "flatshard/core/error.h"
 #include "flatshard/data/corpus.h"
 #include "flatshard/data/prepare.h"
@@ -19,11 +21,14 @@ class ByteCodec : public TextCodec {
     return tokens;
   }
 
-  std::string decode(const std::vector<std::int64_t>& tokens) const override {
+  std::string decode(const std::vector<std::int64_t>& tokens, bool keep_special)
+      const override {
     std::string text;
     for (const std::int64_t token : tokens) {
       if (token >= 0 && token < kByteEndOfDocument) {
         text.push_back(static_cast<char>(token));
+      } else if (keep_special && token == kByteEndOfDocument) {
+        text += kByteEndText;
       }
     }
     return text;
@@ -47,13 +52,22 @@ class JsonCodec : public TextCodec {
     return read_tokens(child);
   }
 
-  std::string decode(const std::vector<std::int64_t>& tokens) const override {
-    std::string input;
-    for (const std::int64_t token : tokens) {
-      input += fmt::format("{} ", token);
-    }
-    PythonChild child(options_, "decode", input);
-    return child.read_text();
+  std::string decode(const std::vector<std::int64_t>& tokens, bool keep_special)
+      const override {
+    return decode_lines({tokens}, keep_special).front();
+  }
+
+  std::string decode_after(
+      std::string_view text,
+      const std::vector<std::int64_t>& prompt,
+      const std::vector<std::int64_t>& tokens) const override {
+    std::vector<std::int64_t> all = prompt;
+    all.insert(all.end(), tokens.begin(), tokens.end());
+    const auto texts = decode_lines({prompt, all, tokens}, false);
+    // Where the tokens change the prompt's own text, it stays as it was typed.
+    return std::string(text) + (texts[1].starts_with(texts[0])
+                                    ? texts[1].substr(texts[0].size())
+                                    : texts[2]);
   }
 
   std::int64_t end_of_document() const override { return end_of_document_; }
@@ -63,6 +77,23 @@ class JsonCodec : public TextCodec {
 
  protected:
   const PythonTokenizerOptions& options() const { return options_; }
+
+  std::vector<std::string> decode_lines(
+      const std::vector<std::vector<std::int64_t>>& lines,
+      bool keep_special) const {
+    PythonTokenizerOptions options = options_;
+    options.keep_special = keep_special;
+    std::string input;
+    for (const auto& tokens : lines) {
+      input += fmt::format("{}\n", fmt::join(tokens, " "));
+    }
+    PythonChild child(options, "decode", input);
+    std::vector<std::string> texts;
+    for (std::size_t i = 0; i < lines.size(); ++i) {
+      texts.push_back(child.read_text());
+    }
+    return texts;
+  }
   static std::vector<std::int64_t> read_tokens(PythonChild& child) {
     std::vector<std::uint32_t> words(
         static_cast<std::size_t>(child.read_count()));
@@ -85,9 +116,8 @@ class HfCodec : public JsonCodec {
   std::vector<std::int64_t> encode(std::string_view text) const override {
     PythonChild child(options(), "encode", text);
     auto tokens = read_tokens(child);
-    if (const auto begin = child.own_begin()) {
-      tokens.insert(tokens.begin(), begin->id);
-    }
+    const auto& begin = child.own_begin();
+    tokens.insert(tokens.begin(), begin.begin(), begin.end());
     return tokens;
   }
 
@@ -105,7 +135,23 @@ class HfCodec : public JsonCodec {
   std::vector<std::int64_t> eos_;
 };
 
+PythonTokenizerOptions tokenizer_options(
+    std::filesystem::path tokenizer,
+    CodecOptions options) {
+  return {
+      .python = std::move(options.python),
+      .tokenizer = std::move(tokenizer),
+      .parse_special = options.parse_special};
+}
+
 }  // namespace
+
+std::string TextCodec::decode_after(
+    std::string_view text,
+    const std::vector<std::int64_t>& /*prompt*/,
+    const std::vector<std::int64_t>& tokens) const {
+  return std::string(text) + decode(tokens);
+}
 
 std::unique_ptr<TextCodec> TextCodec::bytes() {
   return std::make_unique<ByteCodec>();
@@ -115,11 +161,9 @@ std::unique_ptr<TextCodec> TextCodec::tokenizer_json(
     std::filesystem::path tokenizer,
     std::int64_t end_of_document,
     std::optional<std::int64_t> begin_of_document,
-    std::string python) {
+    CodecOptions options) {
   return std::make_unique<JsonCodec>(
-      PythonTokenizerOptions{
-          .python = std::move(python),
-          .tokenizer = std::move(tokenizer)},
+      tokenizer_options(std::move(tokenizer), std::move(options)),
       end_of_document,
       begin_of_document);
 }
@@ -127,26 +171,29 @@ std::unique_ptr<TextCodec> TextCodec::tokenizer_json(
 std::unique_ptr<TextCodec> TextCodec::hf_tokenizer(
     std::filesystem::path tokenizer,
     std::vector<std::int64_t> eos,
-    std::string python) {
+    CodecOptions options) {
   return std::make_unique<HfCodec>(
-      PythonTokenizerOptions{
-          .python = std::move(python),
-          .tokenizer = std::move(tokenizer)},
+      tokenizer_options(std::move(tokenizer), std::move(options)),
       std::move(eos));
 }
 
 std::unique_ptr<TextCodec> TextCodec::open(
     const std::filesystem::path& corpus,
-    std::string python) {
+    CodecOptions options) {
   const CorpusMeta meta = CorpusMeta::load(corpus);
   if (meta.tokenizer == "bytes") {
     return bytes();
   }
+  FLATSHARD_CHECK(
+      meta.tokenizer != kNoTokenizer,
+      config,
+      "{} was imported without a tokenizer, so its tokens have no text",
+      corpus.string());
   return tokenizer_json(
       corpus / meta.tokenizer,
       meta.end_of_document,
       meta.begin_of_document,
-      std::move(python));
+      std::move(options));
 }
 
 }  // namespace flatshard::data

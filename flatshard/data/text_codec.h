@@ -10,14 +10,31 @@
 
 namespace flatshard::data {
 
+struct CodecOptions {
+  std::string python;  ///< see find_python
+  /// Control tokens that a text spells out become these tokens.
+  bool parse_special = false;
+};
+
 /// Text to tokens and back, with the tokenizer that a corpus was made with.
 class TextCodec {
  public:
   virtual ~TextCodec() = default;
 
   virtual std::vector<std::int64_t> encode(std::string_view text) const = 0;
-  /// Special tokens (end of document) give no text.
-  virtual std::string decode(const std::vector<std::int64_t>& tokens) const = 0;
+  /// Special tokens (end of document) give no text unless `keep_special`.
+  virtual std::string decode(
+      const std::vector<std::int64_t>& tokens,
+      bool keep_special = false) const = 0;
+  /// The text of `prompt` and of the tokens after it. Both are decoded
+  /// together: the text of two pieces is not always the text of one and then
+  /// the other.
+  ///
+  /// @param text  what `prompt` was encoded from; it is returned as it is.
+  virtual std::string decode_after(
+      std::string_view text,
+      const std::vector<std::int64_t>& prompt,
+      const std::vector<std::int64_t>& tokens) const;
   /// The token after which a text is over.
   virtual std::int64_t end_of_document() const = 0;
   /// The token that a text begins with, if any; `encode` does not add it.
@@ -38,18 +55,18 @@ class TextCodec {
       std::filesystem::path tokenizer,
       std::int64_t end_of_document,
       std::optional<std::int64_t> begin_of_document = {},
-      std::string python = {});
+      CodecOptions options = {});
   /// @param tokenizer  a tokenizer.json of a Hugging Face model.
   /// @param eos  tokens that end its texts. `encode` puts the token before the
   ///   text that the tokenizer itself puts there, as AutoTokenizer does.
   static std::unique_ptr<TextCodec> hf_tokenizer(
       std::filesystem::path tokenizer,
       std::vector<std::int64_t> eos,
-      std::string python = {});
+      CodecOptions options = {});
   /// The codec of a corpus folder.
   static std::unique_ptr<TextCodec> open(
       const std::filesystem::path& corpus,
-      std::string python = {});
+      CodecOptions options = {});
 };
 
 }  // namespace flatshard::data

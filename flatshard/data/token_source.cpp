@@ -77,11 +77,11 @@ std::string tokenizer_json(const SourceChoice& corpus) {
 void check_same_tokenizer(const SourceChoice& a, const SourceChoice& b) {
   const CorpusMeta one = CorpusMeta::load(a.path);
   const CorpusMeta other = CorpusMeta::load(b.path);
-  const bool same = one.tokenizer == other.tokenizer &&
-                    one.vocab_size == other.vocab_size &&
-                    one.end_of_document == other.end_of_document &&
-                    (one.tokenizer == "bytes" ||
-                     same_tokens(tokenizer_json(a), tokenizer_json(b), b.path));
+  const bool same =
+      one.tokenizer == other.tokenizer && one.vocab_size == other.vocab_size &&
+      one.end_of_document == other.end_of_document &&
+      (one.tokenizer == "bytes" || one.tokenizer == kNoTokenizer ||
+       same_tokens(tokenizer_json(a), tokenizer_json(b), b.path));
   FLATSHARD_CHECK(
       same,
       config,

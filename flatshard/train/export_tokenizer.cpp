@@ -40,7 +40,11 @@ std::optional<TrainedOn> trained_on(const Config& config) {
     return std::nullopt;
   }
   try {
-    return TrainedOn{path, data::CorpusMeta::load(path)};
+    TrainedOn corpus{path, data::CorpusMeta::load(path)};
+    if (corpus.meta.tokenizer == data::kNoTokenizer) {
+      return std::nullopt;
+    }
+    return corpus;
   } catch (const Error& error) {
     // Weights without a tokenizer are better than none.
     log_warning("no tokenizer of data.train: {}", error.message());

@@ -18,13 +18,16 @@ namespace {
 std::unique_ptr<data::TextCodec> open_codec(
     const GenerateOptions& options,
     const StoredModel& stored) {
+  const data::CodecOptions codec{
+      .python = options.python,
+      .parse_special = options.parse_special};
   if (!options.corpus.empty()) {
     return for_option("--corpus", [&] {
-      return data::TextCodec::open(options.corpus, options.python);
+      return data::TextCodec::open(options.corpus, codec);
     });
   }
   if (!stored.hf_folder.empty()) {
-    return open_hf_codec(stored.hf_folder, options.python);
+    return open_hf_codec(stored.hf_folder, codec);
   }
   FLATSHARD_CHECK(
       !stored.corpus.empty(),
@@ -32,7 +35,7 @@ std::unique_ptr<data::TextCodec> open_codec(
       "the run was trained on random tokens; name a corpus folder whose "
       "tokenizer to use with --corpus");
   return for_option("data.train, or --corpus", [&] {
-    return data::TextCodec::open(stored.corpus, options.python);
+    return data::TextCodec::open(stored.corpus, codec);
   });
 }
 
@@ -78,7 +81,7 @@ std::string generate_text(const GenerateOptions& options) {
        .top_k = options.top_k,
        .max_context = stored.shape.max_seq_len,
        .stop_tokens = codec->stop_tokens()});
-  return options.prompt + codec->decode(tokens);
+  return codec->decode_after(options.prompt, prompt, tokens);
 }
 
 }  // namespace flatshard

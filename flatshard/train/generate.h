@@ -21,6 +21,8 @@ struct GenerateOptions {
   /// Hugging Face folder's own.
   std::string corpus;
   std::string python;  ///< for a tokenizer.json; see data::find_python
+  /// Control tokens that the prompt spells out become these tokens.
+  bool parse_special = false;
 };
 
 /// Continues the prompt with the weights of a run.

@@ -256,7 +256,7 @@ StoredModel open_model(const fs::path& path, std::int64_t step) {
 
 std::unique_ptr<data::TextCodec> open_hf_codec(
     const fs::path& folder,
-    const std::string& python) {
+    const data::CodecOptions& options) {
   const fs::path path = data::find_tokenizer(folder);
   const MappedFile file(path);
   if (data::same_tokens(
@@ -276,7 +276,7 @@ std::unique_ptr<data::TextCodec> open_hf_codec(
       tokens.eos = generation.eos;
     }
   }
-  return data::TextCodec::hf_tokenizer(path, tokens.eos, python);
+  return data::TextCodec::hf_tokenizer(path, tokens.eos, options);
 }
 
 }  // namespace flatshard

@@ -74,6 +74,6 @@ StoredModel open_model(const std::filesystem::path& path, std::int64_t step);
 /// does. @throws Error{config} when it has no tokenizer.json.
 std::unique_ptr<data::TextCodec> open_hf_codec(
     const std::filesystem::path& folder,
-    const std::string& python);
+    const data::CodecOptions& options);
 
 }  // namespace flatshard

@@ -62,6 +62,14 @@ TEST_F(DataCommand, PreparesAndShowsACorpus) {
        "--validation-fraction",
        "0.5"});
   EXPECT_THAT(made, HasSubstr("wrote " + at("corpus")));
+  EXPECT_THAT(
+      made,
+      HasSubstr("files            0 of rows (0 JSON, 0 Parquet), 2 of plain "
+                "text, 0 links followed, 0 skipped\n"
+                "documents        2, 0 empty ones left out\n"
+                "tokens per byte  1.111 (20 tokens, 18 bytes of text)\n"
+                "first document   "));
+  EXPECT_THAT(made, HasSubstr(" text<|endoftext|>\n"));
   EXPECT_THAT(made, HasSubstr("vocab_size       257"));
   EXPECT_THAT(
       made,
@@ -99,6 +107,30 @@ TEST_F(DataCommand, InfoFindsDamage) {
   run({"data", "prepare", "-i", at("*.txt"), "-o", at("corpus")});
   std::filesystem::resize_file(folder_ / "corpus/train-00000.bin", 3);
   EXPECT_THROW(run({"data", "info", at("corpus")}), Error);
+}
+
+TEST_F(DataCommand, ImportsTokensOfOtherPrograms) {
+  std::ofstream(folder_ / "train.bin") << std::string("a\0b\0\1\0", 6);
+  const std::string made = run(
+      {"data",
+       "import",
+       "--input",
+       at("train.bin"),
+       "--output",
+       at("corpus"),
+       "--tokenizer",
+       "none",
+       "--vocab-size",
+       "99",
+       "--end-of-document",
+       "1",
+       "--validation-fraction",
+       "0"});
+  EXPECT_THAT(
+      made,
+      HasSubstr("train.bin: raw uint16, 3 tokens, 1 documents\nwrote "));
+  EXPECT_THAT(made, HasSubstr("tokenizer        none"));
+  EXPECT_THAT(made, ::testing::EndsWith(run({"data", "info", at("corpus")})));
 }
 
 TEST_F(DataCommand, MissingOptionsAreUsageErrors) {

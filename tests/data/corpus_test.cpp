@@ -3,8 +3,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <numeric>
 
+#include "flatshard/core/process.h"
 #include "flatshard/data/corpus_identity.h"
 #include "flatshard/data/corpus_writer.h"
 #include "tests/data/expect_error.h"
@@ -236,6 +240,33 @@ TEST(FileWriter, AFullDiskIsAnErrorThatNamesTheFile) {
       ::testing::AllOf(
           HasSubstr("cannot write /dev/full"),
           HasSubstr("free some space")));
+}
+
+/// The number of a process that has ended.
+pid_t ended_process() {
+  const pid_t pid = ::fork();
+  if (pid == 0) {
+    ::_exit(0);
+  }
+  ::waitpid(pid, nullptr, 0);
+  return pid;
+}
+
+TEST(StagedFolder, WhatAKilledCallLeftIsRemoved) {
+  const TempFolder temp;
+  const std::string dead = fmt::format("{}-{}", host_name(), ended_process());
+  const std::string alive = fmt::format("{}-{}", host_name(), ::getppid());
+  temp.write(".out.tmp-" + dead + "/train-00000.bin", "x");
+  temp.write(".out.tmp-" + alive + "/train-00000.bin", "x");
+  temp.write(".other.tmp-" + dead + "/train-00000.bin", "x");
+  // Killed between the two renames of a replacement.
+  temp.write(".out.old-" + dead + "/meta.json", "{}");
+  { const StagedFolder folder(temp / "out", true); }
+  EXPECT_FALSE(std::filesystem::exists(temp / (".out.tmp-" + dead)));
+  EXPECT_FALSE(std::filesystem::exists(temp / (".out.old-" + dead)));
+  EXPECT_TRUE(std::filesystem::exists(temp / (".out.tmp-" + alive)));
+  EXPECT_TRUE(std::filesystem::exists(temp / (".other.tmp-" + dead)));
+  EXPECT_TRUE(std::filesystem::exists(temp / "out/meta.json"));
 }
 
 TEST(StagedFolder, NothingAppearsWithoutACommit) {

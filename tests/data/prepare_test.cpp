@@ -48,7 +48,8 @@ TEST(Prepare, BytesRoundTrip) {
       {.inputs = {(temp / "in/**/*.txt").string()},
        .output = temp / "out",
        .validation_fraction = 0.25,
-       .shard_tokens = 1000});
+       .shard_tokens = 1000,
+       .format = "bytes"});
   EXPECT_EQ(meta.vocab_size, 257);
   EXPECT_EQ(meta.end_of_document, 256);
   EXPECT_EQ(meta.token_type, TokenType::uint16);
@@ -181,7 +182,8 @@ TEST(Prepare, ErrorsLeaveNothingBehind) {
       message(
           ErrorCode::io,
           [&](auto& o) { o.inputs = {(temp / "in/b").string()}; }),
-      HasSubstr("all 1 files are empty"));
+      HasSubstr("none of 1 files has a document, so the corpus would be "
+                "empty: b (empty)"));
   EXPECT_THAT(
       message(ErrorCode::config, [](auto& o) { o.validation_fraction = 1; }),
       HasSubstr("--validation-fraction: expected a number in [0, 1), got 1"));
@@ -208,7 +210,7 @@ TEST(Prepare, ErrorsLeaveNothingBehind) {
       HasSubstr("--begin-of-document belongs to a tokenizer.json"));
   EXPECT_THAT(
       message(ErrorCode::config, [](auto& o) { o.text_field = "body"; }),
-      HasSubstr("--text-field belongs to .jsonl and .parquet files"));
+      HasSubstr("--text-field belongs to files of rows"));
 }
 
 TEST(Prepare, BinaryFilesOfFoldersAreSkippedWithAWarning) {
@@ -226,22 +228,25 @@ TEST(Prepare, BinaryFilesOfFoldersAreSkippedWithAWarning) {
   prepare_corpus(options);
   EXPECT_THAT(
       ::testing::internal::GetCapturedStderr(),
-      HasSubstr("skipped 5 binary files of 6: 0.png, 1.png, 2.png and 2 more"));
+      HasSubstr("skipped 5 of the inputs: 0.png (binary), 1.png (binary), "));
   EXPECT_EQ(
       documents(temp / "out", "train"),
       (std::vector<std::string>{"text"}));
-  // One that is named is wanted.
+  // One that is named is an error, and can be wanted.
   options.inputs = {(temp / "in/0.png").string()};
   options.output = temp / "named";
+  EXPECT_THAT(
+      error_message(ErrorCode::format, [&] { prepare_corpus(options); }),
+      ::testing::AllOf(HasSubstr("in/0.png"), HasSubstr("--format bytes")));
+  options.format = "bytes";
   prepare_corpus(options);
   EXPECT_EQ(documents(temp / "named", "train")[0].size(), 5U);
+  options.format = "auto";
   options.inputs = {(temp / "in/*.p*").string()};
   options.output = temp / "none";
-  ::testing::internal::CaptureStderr();
   EXPECT_THAT(
       error_message(ErrorCode::io, [&] { prepare_corpus(options); }),
-      HasSubstr("all 5 files are empty or binary"));
-  ::testing::internal::GetCapturedStderr();
+      HasSubstr("none of 5 files has a document"));
 }
 
 TEST(Prepare, EachLineOfJsonlIsADocument) {
@@ -271,17 +276,89 @@ TEST(Prepare, EachLineOfJsonlIsADocument) {
   options.text_field = "id";
   EXPECT_THAT(
       error_message(ErrorCode::format, [&] { prepare_corpus(options); }),
-      HasSubstr("a.jsonl:1: expected text in the field 'id', got number"));
+      HasSubstr("a.jsonl:1: expected text in the field 'id', got a number"));
   options.text_field = "body";
   EXPECT_THAT(
       error_message(ErrorCode::format, [&] { prepare_corpus(options); }),
-      HasSubstr("a.jsonl:1: expected the text field 'body', found id, text; "
+      HasSubstr("a.jsonl:1: expected the text field 'body', found text, id; "
                 "name another with --text-field"));
   temp.write("in/a.jsonl", "{\"body\": \"a\"}\n[1]\n");
   EXPECT_THAT(
       error_message(ErrorCode::format, [&] { prepare_corpus(options); }),
-      HasSubstr("a.jsonl:2: expected a JSON object"));
+      HasSubstr("a.jsonl:2: expected an object, got a list"));
   EXPECT_FALSE(std::filesystem::exists(temp / "none"));
+}
+
+TEST(Prepare, OneCorpusOfAllKindsAndASummary) {
+  const TempFolder temp;
+  using namespace std::string_literals;
+  temp.write(
+      "in/a.jsonl",
+      "{\"text\": \"one\", \"score\": NaN}\n{\"text\": \"\"}");
+  temp.write("in/b.JSON", "[{\"text\": \"two\"}]");
+  temp.write("in/c.txt", "\xff\xfet\0h\0r\0e\0e\0"s);
+  temp.write("in/README.md", "readme");
+  temp.write("in/photo.png", "\x89PNG\0"s);
+  std::filesystem::create_symlink("c.txt", temp / "in/d.txt");
+  PrepareOptions options{
+      .inputs = {(temp / "in").string()},
+      .output = temp / "out",
+      .validation_fraction = 0};
+  Survey report;
+  const CorpusMeta meta = prepare_corpus(options, &report);
+  EXPECT_EQ(
+      documents(temp / "out", "train"),
+      (std::vector<std::string>{"one", "two", "three"}));
+  EXPECT_EQ(
+      report.describe_files(),
+      "2 of rows (2 JSON, 0 Parquet), 1 of plain text, 1 links followed, 3 "
+      "skipped");
+  EXPECT_EQ(
+      report.describe_skipped(),
+      "README.md (beside the data), d.txt (a link to a file that is taken), "
+      "photo.png (binary)");
+  EXPECT_EQ(report.num_documents(), 3);
+  EXPECT_EQ(report.num_empty, 1);
+  EXPECT_EQ(report.nbytes, 11);
+  // The same names and sizes, other texts.
+  temp.write("in/b.JSON", "[{\"text\": \"owt\"}]");
+  options.force = true;
+  EXPECT_NE(prepare_corpus(options).input_hash, meta.input_hash);
+}
+
+TEST(Prepare, TextThatIsNoUtf8IsAnErrorOrReplaced) {
+  const TempFolder temp;
+  temp.write("a.txt", "line\ncaf\xe9");
+  PrepareOptions options{
+      .inputs = {(temp / "a.txt").string()},
+      .output = temp / "out",
+      .validation_fraction = 0};
+  EXPECT_THAT(
+      error_message(ErrorCode::format, [&] { prepare_corpus(options); }),
+      HasSubstr("a.txt:2: expected UTF-8, got the byte 0xe9"));
+  options.format = "text";
+  ::testing::internal::CaptureStderr();
+  prepare_corpus(options);
+  EXPECT_THAT(
+      ::testing::internal::GetCapturedStderr(),
+      HasSubstr("1 bytes that are not UTF-8 became U+FFFD"));
+  EXPECT_EQ(
+      documents(temp / "out", "train"),
+      (std::vector<std::string>{"line\ncaf\uFFFD"}));
+  options.tokenizer = "/none";
+  options.format = "bytes";
+  EXPECT_THAT(
+      error_message(ErrorCode::config, [&] { prepare_corpus(options); }),
+      HasSubstr("--format bytes: expected --tokenizer bytes"));
+  options.tokenizer = "bytes";
+  options.parse_special = true;
+  EXPECT_THAT(
+      error_message(ErrorCode::usage, [&] { prepare_corpus(options); }),
+      HasSubstr("give --force"));
+  options.force = true;
+  EXPECT_THAT(
+      error_message(ErrorCode::config, [&] { prepare_corpus(options); }),
+      HasSubstr("--parse-special belongs to a tokenizer.json"));
 }
 
 TEST(Prepare, UnreadableFileIsNamed) {

@@ -7,6 +7,7 @@
 #include <fstream>
 
 #include "flatshard/data/prepare.h"
+#include "flatshard/data/python_documents.h"
 #include "flatshard/data/text_codec.h"
 #include "tests/data/expect_error.h"
 #include "tests/support/temp_folder.h"
@@ -88,7 +89,7 @@ TEST(PythonTokenizer, PreparesTheSameCorpusAsItsOwnEncode) {
       static_cast<std::size_t>(corpus->num_tokens()));
   corpus->read(0, tokens);
 
-  const auto codec = TextCodec::open(temp / "out", kPython);
+  const auto codec = TextCodec::open(temp / "out", {.python = kPython});
   EXPECT_EQ(codec->end_of_document(), 0);
   std::vector<std::int64_t> expected;
   for (const char* text : {"the cat", "on the mat sat \xc3\xa9"}) {
@@ -144,7 +145,7 @@ TEST(PythonTokenizer, AFolderAndATokenBeforeEachDocument) {
        {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}) {
     EXPECT_TRUE(std::filesystem::exists(temp / "out" / name)) << name;
   }
-  const auto codec = TextCodec::open(temp / "out", kPython);
+  const auto codec = TextCodec::open(temp / "out", {.python = kPython});
   std::vector<std::int64_t> expected;
   for (const char* text : {"the cat", "sat"}) {
     expected.push_back(0);
@@ -173,7 +174,7 @@ TEST(PythonTokenizer, ParquetThroughPyarrow) {
   if (run_python("") != 0) {
     GTEST_SKIP() << "no Python at " << kPython;
   }
-  temp.write("in/a.parquet", "one\n\ntwo\n");
+  temp.write("in/a.parquet", "PAR1\none\n\ntwo\n");
   PrepareOptions options{
       .inputs = {(temp / "in").string()},
       .output = temp / "out",
@@ -186,7 +187,7 @@ TEST(PythonTokenizer, ParquetThroughPyarrow) {
       "with/pyarrow/parquet.py",
       "class ParquetFile:\n"
       "    def __init__(self, path):\n"
-      "        self.rows = open(path).read().splitlines()\n"
+      "        self.rows = open(path).read().splitlines()[1:]\n"
       "        self.schema_arrow = self\n"
       "        self.names = ['id', 'text']\n"
       "    def iter_batches(self, columns):\n"
@@ -242,9 +243,12 @@ TEST(PythonTokenizer, BadTokenizerFile) {
 TEST(PythonTokenizer, UnreadableFileIsNamed) {
   const TempFolder temp;
   NEEDS_TOKENIZERS(temp.path());
+  const std::vector<InputFile> files{
+      {.path = temp / "gone.txt", .name = "gone.txt", .nbytes = 1}};
   PythonDocuments documents(
       {.python = kPython, .tokenizer = temp / "tokenizer.json"},
-      {{.path = temp / "gone.txt", .name = "gone.txt", .nbytes = 1}});
+      files,
+      {});
   EXPECT_THAT(
       error_message(ErrorCode::io, [&] { documents.next_document(); }),
       ::testing::AllOf(HasSubstr("cannot read"), HasSubstr("gone.txt")));

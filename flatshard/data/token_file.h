@@ -1,0 +1,66 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "flatshard/core/file_reader.h"
+
+namespace flatshard::data {
+
+/// A file of tokens that another program has written:
+///
+///   raw       little-endian words and nothing else (nanoGPT's train.bin)
+///   llm.c     256 int32: magic 20240520 (uint16) or 20240801 (uint32),
+///   version,
+///             number of tokens; then the tokens
+///   Megatron  <name>.bin with words, and <name>.idx, which begins with
+///             "MMIDIDX" and has their type, sequences and documents
+///
+/// The content of the file decides which it is.
+class TokenFile {
+ public:
+  /// @param dtype  of raw files: "uint16", "uint32", or "" for uint16 unless it
+  ///   looks like uint32.
+  /// @throws Error{io}; Error{format} for a file that is cut off or has another
+  /// type of words.
+  TokenFile(const std::filesystem::path& path, std::string_view dtype);
+
+  const std::filesystem::path& path() const { return words_.path(); }
+  /// "raw uint16", "llm.c uint16", "Megatron int32", ...
+  const std::string& what() const { return what_; }
+  std::int64_t num_tokens() const { return num_tokens_; }
+  /// First token of each document and num_tokens, where the file says it.
+  const std::vector<std::int64_t>& documents() const { return documents_; }
+
+  /// Reads tokens [begin, begin + out.size()).
+  /// @param vocab_size  every token must be below it.
+  /// @throws Error{format} naming the token that is not, and its place.
+  void read(
+      std::int64_t begin,
+      std::span<std::uint32_t> out,
+      std::int64_t vocab_size) const;
+
+ private:
+  enum class Word { uint8, uint16, int16, int32, uint32, int64 };
+
+  void set_word(Word word);
+  void open_raw(std::string_view dtype);
+  bool open_llm_c();
+  bool open_megatron();
+  void read_index(const std::filesystem::path& path);
+
+  FileReader words_;
+  std::string what_;
+  Word word_ = Word::uint16;
+  std::int64_t word_nbytes_ = 2;
+  std::int64_t data_begin_ = 0;  ///< bytes before the tokens
+  std::int64_t num_tokens_ = 0;
+  std::vector<std::int64_t> documents_;
+};
+
+}  // namespace flatshard::data
