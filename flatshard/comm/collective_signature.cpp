@@ -112,9 +112,7 @@ std::optional<std::string> find_difference(
   if (others.size() > 1) {
     text += fmt::format("; different are ranks {}", rank_list(others));
   }
-  return text +
-         "; all ranks must run the same units in the same order, with equal "
-         "sizes and dtypes";
+  return text + "; " + kSameUnitsOnAllRanks;
 }
 
 std::string rank_list(std::span<const int> ranks) {

@@ -33,6 +33,14 @@ struct IssuedCollective {
   CollectiveSignature signature;
 };
 
+/// What ends a message about ranks that part, and the way out.
+inline constexpr char kSameUnitsOnAllRanks[] =
+    "all ranks must run the same units in the same order, with equal sizes and "
+    "dtypes. A rank that does not need a unit runs it all the same and adds "
+    "its "
+    "output times zero to the loss, or, where there is no backward, calls "
+    "unshard() and reshard() of the unit";
+
 /// E.g. "all_gather of 4096 Float".
 std::string describe(const CollectiveSignature& signature);
 /// E.g. "step 3, unit layers.2".

@@ -1,6 +1,7 @@
 // Ranks that run different collectives.
 #include <algorithm>
 
+#include "flatshard/comm/collective_signature.h"
 #include "flatshard/flight/text.h"
 
 namespace flatshard {
@@ -68,11 +69,11 @@ std::optional<Verdict> detail::find_diverged(std::span<const RankView> views) {
           with_table(
               fmt::format(
                   "rank {} issued other collectives than the others between {} "
-                  "and #{}; all ranks must run the same units in the same "
-                  "order, with equal sizes and dtypes",
+                  "and #{}; {}",
                   rank_list(fewest->second),
                   at(track, last_equal),
-                  seq),
+                  seq,
+                  kSameUnitsOnAllRanks),
               views,
               group)};
     }

@@ -218,6 +218,23 @@ void AutogradEvents::forward_error(UnitId unit) {
        .call = call->id});
 }
 
+void AutogradEvents::watch_inner(UnitId unit, const nn::TensorList& tensors) {
+  const auto open = std::find_if(
+      open_calls_.rbegin(),
+      open_calls_.rend(),
+      [&](const auto& call) { return call->unit == unit; });
+  if (open == open_calls_.rend() || !at::GradMode::is_enabled()) {
+    return;
+  }
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.requires_grad() && tensor.grad_fn()) {
+      WatchedTensor& watched = watch(tensor);
+      (*open)->output_nodes.push_back(watched.node);
+      watched.uses.push_back({*open, WatchedTensor::Role::output});
+    }
+  }
+}
+
 void AutogradEvents::stamp(UnitId unit) {
   const std::int64_t generation = units_[unit]->weights().generation();
   for (const auto& call : open_calls_) {

@@ -96,6 +96,9 @@ class AutogradEvents {
   forward_end(UnitId unit, const nn::TensorList& outputs, bool more_follow);
   /// Instead of forward_end, after an exception.
   void forward_error(UnitId unit);
+  /// A backward may begin with the gradients of these `tensors`, which the open
+  /// forward of `unit` made, and not with those of its outputs.
+  void watch_inner(UnitId unit, const nn::TensorList& tensors);
   /// The calls of `unit` computed with the weights that it has now.
   void stamp(UnitId unit);
 

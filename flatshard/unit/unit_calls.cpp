@@ -51,6 +51,11 @@ void UnitCalls::forward_error(UnitId unit) {
   }
 }
 
+void UnitCalls::keeps_inner(UnitId unit, const nn::TensorList& tensors) {
+  const std::lock_guard lock(runtime_.mutex_);
+  runtime_.events_.watch_inner(unit, tensors);
+}
+
 bool UnitCalls::in_forward() const {
   const std::lock_guard lock(runtime_.mutex_);
   return runtime_.events_.in_forward();

@@ -31,6 +31,9 @@ class UnitCalls {
       bool more_follow = false);
   /// Instead of forward_end, after an exception.
   void forward_error(UnitId unit);
+  /// Inside of the forward of `unit`: the program keeps these tensors, of the
+  /// middle of it, and may call backward on them alone.
+  void keeps_inner(UnitId unit, const nn::TensorList& tensors);
   /// A forward is open, of any unit.
   bool in_forward() const;
   /// Before a forward of `unit` inside of another: somebody wrote its weights

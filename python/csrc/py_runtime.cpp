@@ -179,6 +179,13 @@ void PyRuntime::forward_end(UnitId unit, py::handle output, bool more_follow) {
   views_->unit_ended(unit, more_follow);
 }
 
+void PyRuntime::keeps_inner(UnitId unit, py::handle output) {
+  nn::TensorList tensors;
+  collect_tensors(output, tensors);
+  const py::gil_scoped_release no_gil;
+  runtime_->calls().keeps_inner(unit, tensors);
+}
+
 void PyRuntime::forward_error(UnitId unit) {
   if (views_->captures()) {
     return;  // forward_begin refused

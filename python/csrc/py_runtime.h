@@ -62,6 +62,8 @@ class PyRuntime {
   void forward_begin(UnitId unit, py::handle args, py::handle kwargs);
   void forward_end(UnitId unit, py::handle output, bool more_follow);
   void forward_error(UnitId unit);
+  /// UnitCalls::keeps_inner of the tensors inside `output`.
+  void keeps_inner(UnitId unit, py::handle output);
   void unshard(UnitId unit, bool awaits);
   /// A replay's outputs, if it was one, and whether the caller is to tell of
   /// the forward that it runs.

@@ -81,6 +81,7 @@ void bind_runtime(py::module_& m) {
       .def("forward_begin", &PyRuntime::forward_begin)
       .def("forward_end", &PyRuntime::forward_end)
       .def("forward_error", &PyRuntime::forward_error)
+      .def("keeps_inner", &PyRuntime::keeps_inner)
       .def(
           "graph_forward",
           &PyRuntime::graph_forward,

@@ -7,6 +7,7 @@ import weakref
 import torch
 
 from flatshard import _C
+from flatshard.inner_outputs import InnerOutputs
 from flatshard.graph_checks import (
     DEFAULT_WARMUP_STEPS,
     audits_graphs,
@@ -15,6 +16,7 @@ from flatshard.graph_checks import (
 from flatshard.mesh import device_of
 from flatshard.replaced import refuse_plain, refuse_replaced, settle
 from flatshard.same_values import compare
+from flatshard.unit import modules_of_unit
 from flatshard.writes import writes
 
 
@@ -91,6 +93,7 @@ class Root:
         self._synced = None
         self._initialized = False
         self._saw_all = False
+        self._inner_outputs = InnerOutputs(_inner_modules(units))
         for unit in units:
             unit.root = self
         for unit in units:
@@ -265,6 +268,7 @@ class Root:
             self._initialized = True
         self.check_replaced()
         if torch.is_grad_enabled():
+            self._inner_outputs.update()
             if not self._saw_all:
                 refuse_plain(self._module(), self.units)
                 self._saw_all = True
@@ -353,6 +357,19 @@ def _names(p, module_names):
         for module, name in p.sites
         for prefix in module_names[id(module())]
     ]
+
+
+def _inner_modules(units):
+    """Pairs of a unit and a module that it holds and that no unit was made of."""
+    found = []
+    for unit in units:
+        wrapped = [m for r in unit.modules if (m := r()) is not None]
+        inner = modules_of_unit(
+            [child for m in wrapped for child in m.children()],
+            lambda m: m.__dict__.get("_flatshard") is not None,
+        )
+        found += [(unit, module) for module in inner]
+    return found
 
 
 def _name_released(parameters):

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils import _foreach_utils
 
-from flatshard import shard_gradients
+from flatshard import parameter_gradients, shard_gradients
 from flatshard.meta_shards import of_meta, where_it_is
 from flatshard.row_shard import RowShard
 from flatshard.row_spec import RowSpec, from_local
@@ -107,6 +107,8 @@ class ShardedTensor(DTensor):
                 return result
             if function is unscale:
                 return unscale_gradients(*args)
+            if function is torch.autograd.grad:
+                return parameter_gradients.grad(*args, **kwargs)
             if name in _ELEMENTWISE:
                 result = _of_elements(function, name, args, kwargs)
                 if result is not None:
@@ -123,8 +125,6 @@ class ShardedTensor(DTensor):
                 result = function(*args, **kwargs)
             except PlainMeetsShards as error:
                 raise _used_outside(function, args, kwargs) from error
-        if name == "grad" and isinstance(result, tuple):
-            return shard_gradients.cut_all(args[1], result)
         return result
 
     def __deepcopy__(self, memo):
