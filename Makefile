@@ -8,10 +8,11 @@
 #   SAN=address,undefined        sanitizers, for `make test` (or SAN=thread)
 #   COVERAGE=on                  count the lines that run, for `make test`
 #   V=1                          every compiler's line instead of a bar
+#   PYTHON=3.12                  the Python that `make wheel` builds for
 #   ARGS="..."                   further arguments, for the demos
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-experts check test coverage build lint format clean
+.PHONY: help demo demo-experts check test coverage build wheel lint format clean
 
 FLATSHARD_CUDA ?= auto
 TORCH ?=
@@ -19,6 +20,7 @@ SAN ?=
 COVERAGE ?=
 JOBS ?=
 V ?=
+PYTHON ?=
 ARGS ?=
 export FLATSHARD_CUDA FLATSHARD_UNITY TORCH SAN COVERAGE JOBS V
 
@@ -42,6 +44,9 @@ coverage: ## Run every test and count lines: make test COVERAGE=on
 
 build: ## Install what is missing, configure, compile
 	@scripts/build
+
+wheel: ## Build a wheel into dist/; TORCH=2.15.0 PYTHON=3.12 choose what it is for
+	@FLATSHARD_PYTHON_VERSION="$(PYTHON)" scripts/wheel
 
 lint: ## Check the format and who includes whom
 	@scripts/lint

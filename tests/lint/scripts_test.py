@@ -10,7 +10,7 @@ import unittest
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = ("scripts", "requirements.txt", "pyproject.toml")
+FILES = ("scripts", "cmake", "requirements.txt", "pyproject.toml")
 
 
 class Scripts(unittest.TestCase):
