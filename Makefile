@@ -9,6 +9,7 @@
 #   COVERAGE=on                  count the lines that run, for `make test`
 #   V=1                          every compiler's line instead of a bar
 #   PYTHON=3.12                  the Python that `make wheel` builds for
+#   DEVICE=cpu|cuda              where the demos train; without it on GPUs if any
 #   ARGS="..."                   further arguments, for the demos
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -21,16 +22,17 @@ COVERAGE ?=
 JOBS ?=
 V ?=
 PYTHON ?=
+DEVICE ?=
 ARGS ?=
-export FLATSHARD_CUDA FLATSHARD_UNITY TORCH SAN COVERAGE JOBS V
+export FLATSHARD_CUDA FLATSHARD_UNITY TORCH SAN COVERAGE JOBS V DEVICE
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
 
-demo: ## Train a small Llama on real text over two processes
+demo: ## Train a small Llama on real text, on the GPUs or over two CPU processes
 	@scripts/demo $(ARGS)
 
-demo-experts: ## The same with a model whose experts the processes divide
+demo-experts: ## The same with a model whose experts the ranks divide
 	@scripts/demo --experts $(ARGS)
 
 check: build ## Run the test cases that take at most half a second, in a minute
