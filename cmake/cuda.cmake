@@ -22,6 +22,12 @@ if(FLATSHARD_WITH_CUDA)
   set(CMAKE_CUDA_COMPILER ${FLATSHARD_NVCC})
   set(CMAKE_CUDA_ARCHITECTURES 90a CACHE STRING "GPU architectures")
   set(CMAKE_CUDA_STANDARD 20)
+  cmake_path(GET FLATSHARD_NVCC PARENT_PATH _bin)
+  cmake_path(GET _bin PARENT_PATH _toolkit)
+  if(NOT EXISTS ${_toolkit}/lib64)
+    # nvcc looks for its own libraries in lib64. pip's packages have them in lib.
+    string(APPEND CMAKE_CUDA_FLAGS " -L${_toolkit}/lib")
+  endif()
   # torch's libcudart is linked instead (torch_targets.cmake).
   set(CMAKE_CUDA_RUNTIME_LIBRARY None)
   enable_language(CUDA)
