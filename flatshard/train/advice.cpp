@@ -19,7 +19,9 @@ constexpr std::int64_t kManyCheckpoints = 5;
 // The rest goes to NCCL, the driver, cuBLAS and what the allocator cannot use.
 constexpr double kUsableShare = 0.9;
 
-double gib(std::int64_t nbytes) { return static_cast<double>(nbytes) / kGiB; }
+double gib(std::int64_t nbytes) {
+  return static_cast<double>(nbytes) / kGiB;
+}
 
 std::string advice_on_length(
     const Config& config,
@@ -35,18 +37,15 @@ std::string advice_on_length(
   }
   const Config::Checkpoint& saving = config.checkpoint;
   if (saving.interval == 0) {
-    parts.push_back(
-        "no checkpoint is saved, so a failure loses all "
-        "(checkpoint.interval)");
+    parts.push_back("no checkpoint is saved, so a failure loses all "
+                    "(checkpoint.interval)");
   } else if (
       saving.keep_latest_k == 0 && steps / saving.interval > kManyCheckpoints) {
-    const std::int64_t states = config.optimizer.name == "adamw"   ? 2
+    const std::int64_t states = config.optimizer.name == "adamw"  ? 2
                                 : config.optimizer.momentum > 0.0 ? 1
                                                                   : 0;
-    const auto main_nbytes =
-        static_cast<std::int64_t>(c10::elementSize(parse_dtype(
-            config.precision.main_params,
-            "precision.main_params")));
+    const auto main_nbytes = static_cast<std::int64_t>(c10::elementSize(
+        parse_dtype(config.precision.main_params, "precision.main_params")));
     const std::int64_t each =
         models::num_parameters(model) *
         (main_nbytes + states * static_cast<std::int64_t>(sizeof(float)));
@@ -71,9 +70,8 @@ std::string advice_on_memory(const AdviceSubject& subject) {
   const bool recomputes = config.activation_checkpoint.mode != "none";
   const std::int64_t activations =
       recomputes ? 0 : activation_nbytes(config, subject.model);
-  const double share =
-      static_cast<double>(subject.table_nbytes + activations) /
-      static_cast<double>(subject.capacity_nbytes);
+  const double share = static_cast<double>(subject.table_nbytes + activations) /
+                       static_cast<double>(subject.capacity_nbytes);
   if (share < kUsableShare) {
     return "";
   }
@@ -103,10 +101,8 @@ std::int64_t activation_nbytes(
       model.head_dim > 0 ? model.head_dim : model.dim / model.heads;
   const std::int64_t queries = model.heads * head_dim;
   const std::int64_t keys_and_values = 2 * model.kv_heads * head_dim;
-  // Inputs of two norms and of their products; queries, keys, values and what
-  // attention gives.
-  const std::int64_t attention =
-      4 * model.dim + 2 * queries + keys_and_values;
+  // Inputs of two norms, queries, keys, values and what attention gives.
+  const std::int64_t attention = 2 * model.dim + 2 * queries + keys_and_values;
   std::int64_t per_token = 0;
   for (std::int64_t layer = 0; layer < model.layers; ++layer) {
     std::int64_t hidden = model.ffn_dim;
@@ -118,10 +114,11 @@ std::int64_t activation_nbytes(
       hidden = (moe.experts_per_token + moe.shared_experts) * expert_dim;
       copies = moe.experts_per_token * model.dim;
     }
-    // Gate, up and their product.
-    per_token += attention + 3 * hidden + copies;
+    // Gate and up; their product is computed again.
+    per_token += attention + 2 * hidden + copies;
   }
-  per_token += 2 * model.dim;  // the last norm and the head
+  // The inputs of the last norm and the head, and the gradient of the logits.
+  per_token += 2 * model.dim + model.vocab_size;
   const auto element_nbytes = static_cast<std::int64_t>(c10::elementSize(
       parse_dtype(config.precision.compute, "precision.compute")));
   return per_token * element_nbytes * config.training.local_batch_size *

@@ -12,13 +12,13 @@ namespace flatshard {
 struct AdviceSubject {
   const Config& config;
   const models::ModelConfig& model;
-  std::int64_t table_nbytes = 0;  ///< the memory table's sum, of one rank
+  std::int64_t table_nbytes = 0;     ///< the memory table's sum, of one rank
   std::int64_t capacity_nbytes = 0;  ///< of a rank's GPU; 0: a CPU
 };
 
 /// Returns the bytes that one rank's forward keeps for its backward in one
-/// microbatch without recompute. An estimate: the inputs of matrix products,
-/// norms and activations of all blocks, and the input of the head.
+/// microbatch without recompute. An estimate of a GPU's: 25.1 GiB for
+/// Llama-3-8B at seq_len 8192, as measured (docs/performance.md, Memory).
 std::int64_t activation_nbytes(
     const Config& config,
     const models::ModelConfig& model);

@@ -16,6 +16,7 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "cmake"), str(ROOT / "python/flatshard")]
+import build_backend  # noqa: E402
 import cuda_choice  # noqa: E402
 import torch_fit  # noqa: E402
 import wheel_metadata  # noqa: E402
@@ -41,7 +42,9 @@ class Folder(unittest.TestCase):
     def nvcc(self, folder, version):
         path = self.folder / folder / "nvcc"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"#!/bin/sh\necho 'Cuda tools, release {version}, V{version}'\n")
+        path.write_text(
+            f"#!/bin/sh\necho 'Cuda tools, release {version}, V{version}'\n"
+        )
         path.chmod(0o755)
         return path
 
@@ -105,12 +108,16 @@ class CudaChoice(Folder):
         self.assertFalse(choice.build)
         self.assertIn("no GPU here", choice.reason)
         choice = self.decide(gpu=True, torch=("2.11.0+cpu", None))
-        self.assertEqual((choice.build, choice.reason), (False, "this torch has no CUDA"))
+        self.assertEqual(
+            (choice.build, choice.reason), (False, "this torch has no CUDA")
+        )
 
     def test_a_gpu_or_on_wants_nvcc(self):
         for choice in (self.decide("on"), self.decide(gpu=True)):
             self.assertTrue(choice.lacks_nvcc)
-            self.assertIn("expected nvcc of torch's CUDA 13.0, got no nvcc", choice.reason)
+            self.assertIn(
+                "expected nvcc of torch's CUDA 13.0, got no nvcc", choice.reason
+            )
 
     def test_takes_nvcc_of_the_major_version_that_torch_has(self):
         old = self.nvcc("bin", "12.8")
@@ -176,6 +183,53 @@ class CudaChoice(Folder):
         self.assertEqual(install("exit 1"), "")  # it is there
 
 
+class BuildBackend(Folder):
+    """What pip asks before it builds."""
+
+    def requires(self, compiler, headers=None, **env):
+        """With a compiler that finds no header but `headers`."""
+        program = self.folder / "compiler"
+        folder = headers or self.folder / "empty"
+        folder.mkdir(exist_ok=True)
+        program.write_text(
+            f'#!/bin/sh\nexec {compiler} -nostdinc -isystem {folder} "$@"\n'
+        )
+        program.chmod(0o755)
+        env = {"CXX": str(program), "PATH": os.environ["PATH"], **env}
+        package = self.torch("2.11.0+cu130", "13.0")
+        with (
+            mock.patch.dict(os.environ, {"CUDA_HOME": "/none", **env}, clear=True),
+            mock.patch.object(wheel_metadata, "torch_folder", lambda: package),
+            mock.patch.object(cuda_choice, "find_nvcc", lambda *a: (None, [])),
+            mock.patch.object(build_backend.backend, *self.nothing()),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
+            return build_backend.get_requires_for_build_wheel()
+
+    def nothing(self):
+        return "get_requires_for_build_wheel", lambda settings: []
+
+    def test_one_line_installs_what_is_missing(self):
+        headers = "nlohmann-json3-dev libtomlplusplus-dev libcli11-dev libxxhash-dev"
+        line = f"apt-get install -y --no-install-recommends {headers}"
+        with self.assertRaisesRegex(SystemExit, f"sudo {line}$"):
+            self.requires("c++")
+        line = line.replace("nlohmann", "g[+][+] nlohmann")
+        with self.assertRaisesRegex(SystemExit, f"sudo {line}$"):
+            self.requires("c++", CXX="no-such-compiler")
+        (self.folder / "include/CLI").mkdir(parents=True)
+        (self.folder / "include/CLI/CLI.hpp").touch()
+        with self.assertRaises(SystemExit) as error:
+            self.requires("c++", self.folder / "include")
+        self.assertNotIn("libcli11-dev", str(error.exception))
+
+    def test_nvcc_is_a_requirement_where_none_is_found(self):
+        with mock.patch.object(build_backend, "missing_packages", list):
+            wanted = self.requires("c++", FLATSHARD_CUDA="on")
+            self.assertIn("nvidia-cuda-nvcc==13.0.*", wanted)
+            self.assertEqual(self.requires("c++", FLATSHARD_CUDA="off"), [])
+
+
 class Metadata(Folder):
     def test_a_wheel_requires_the_minor_version_that_it_is_built_with(self):
         for version, minor in (("2.11.0+cu130", "2.11"), ("2.14.1", "2.14")):
@@ -186,9 +240,7 @@ class Metadata(Folder):
                     version = wheel_metadata.dynamic_metadata("version")
             self.assertEqual(requires, [f"torch=={minor}.*"])
             self.assertRegex(version, rf"^\d+\.\d+\.\d+\+cputorch{minor}$")
-            self.assertEqual(
-                wheel_metadata.label(package, True), f"cu130torch{minor}"
-            )
+            self.assertEqual(wheel_metadata.label(package, True), f"cu130torch{minor}")
 
     def test_its_label_is_the_one_that_the_check_names(self):
         package = self.torch("2.13.0+cu130", "13.0")

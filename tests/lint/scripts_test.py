@@ -147,7 +147,9 @@ class Scripts(unittest.TestCase):
         (self.root / "library").mkdir(exist_ok=True)
         (self.root / "library/text.py").write_bytes(b"#" * 5_000_000)
         (self.root / "build/python/flatshard").mkdir(parents=True, exist_ok=True)
-        (self.root / "build/python/flatshard/_build.py").write_text(f'CUDA = "{cuda}"\n')
+        (self.root / "build/python/flatshard/_build.py").write_text(
+            f'CUDA = "{cuda}"\n'
+        )
         self.program("bin/cmake", "exit 0")
         self.program("bin/nvidia-smi", f"exit {int(gpus == 0)}")
         self.program(
@@ -163,11 +165,11 @@ class Scripts(unittest.TestCase):
     @unittest.skipIf(list(Path("/dev").glob("nvidia[0-9]*")), "has GPUs of its own")
     def test_the_demo_takes_what_the_machine_has(self):
         cpus = "--device cpu --nproc 2"
-        for gpus, ranks in ((1, 1), (2, 2), (3, 3), (8, 8)):
+        for gpus, ranks in ((1, 1), (3, 3)):
             status, said, asked = self.demo(gpus=gpus)
             self.assertEqual(status, 0, said)
             self.assertIn(f"--device cuda --nproc {ranks} ", asked)
-            local = {1: 8, 2: 4, 3: 3, 8: 1}[gpus]
+            local = {1: 8, 3: 3}[gpus]
             self.assertIn(f"training.local_batch_size={local} ", asked)
             self.assertIn(f"training.global_batch_size={max(8, local * gpus)}", asked)
         status, said, asked = self.demo("--experts", gpus=6)

@@ -18,7 +18,9 @@ minor = ".".join(version("torch").split(".")[:2])
 
 # It fits one minor version of torch and says so, in its name and to pip.
 name, label, python, *_ = path.name.split("-")
-assert name == "flatshard" and re.fullmatch(rf".+\+(cpu|cu\d+)torch{minor}", label), path
+assert name == "flatshard" and re.fullmatch(rf".+\+(cpu|cu\d+)torch{minor}", label), (
+    path
+)
 info = f"flatshard-{label}.dist-info"
 metadata = wheel.read(f"{info}/METADATA").decode().splitlines()
 requires = [s.split(": ")[1] for s in metadata if s.startswith("Requires-Dist:")]
@@ -43,7 +45,9 @@ assert wheel.read(script).startswith(b"#!python\n")
 
 # Each library that they need is the system's, or comes with what pip installs, and
 # the program finds those beside its package.
-SYSTEM = r"(libstdc\+\+|libm|libgcc_s|libc|libpthread|libdl|librt|libgcov|ld-linux.*)\.so.*"
+SYSTEM = (
+    r"(libstdc\+\+|libm|libgcc_s|libc|libpthread|libdl|librt|libgcov|ld-linux.*)\.so.*"
+)
 INSTALLED = r"lib(torch|c10)\w*\.so|lib(cudart|cublasLt|nccl)\.so\.\d+"
 with tempfile.TemporaryDirectory() as folder:
     for name in ("flatshard/bin/flatshard", *extension):
