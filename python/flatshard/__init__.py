@@ -3,13 +3,11 @@
 The names are FSDP2's (torch.distributed.fsdp); the work is done by a C++ core.
 """
 
-from flatshard import torch_fit
+from flatshard import _build, torch_fit
 
 
 def _check_torch():
-    problem = torch_fit.misfit(
-        torch_fit.build_info(__path__), torch_fit.installed_torch()
-    )
+    problem = torch_fit.misfit(_build, torch_fit.installed_torch())
     if problem:
         raise ImportError(problem)
 
