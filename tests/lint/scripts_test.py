@@ -1,6 +1,7 @@
 """What the scripts say when something is missing: one line, a status that is not 0,
 and nothing that the next call would trip over."""
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -150,7 +151,8 @@ class Scripts(unittest.TestCase):
         (self.root / "build/python/flatshard/_build.py").write_text(
             f'CUDA = "{cuda}"\n'
         )
-        self.program("bin/cmake", "exit 0")
+        self.program("scripts/bootstrap", "exit 0")
+        self.program("scripts/build", "exit 0")
         self.program("bin/nvidia-smi", f"exit {int(gpus == 0)}")
         self.program(
             "build/flatshard",
@@ -192,6 +194,29 @@ class Scripts(unittest.TestCase):
             self.assertEqual((status, asked), (1, ""), said)
             self.assertIn(f"DEVICE={device}", said)
             self.assertIn(problem, said)
+
+    def test_a_wheel_for_a_python_that_is_not_there(self):
+        for version, problem in (
+            ("3.12.1", "expected a version of Python such as PYTHON=3.12"),
+            ("/usr/bin/python3", "expected a version of Python such as PYTHON=3.12"),
+            ("3.99", "expected python3.99 in PATH, or one of pyenv's"),
+        ):
+            self.expect(problem, "scripts/wheel", FLATSHARD_PYTHON_VERSION=version)
+        self.assertFalse(list(self.root.glob(".venv*")))
+
+    def test_a_folder_of_wheels_is_an_index(self):
+        dist = self.root / "dist"
+        dist.mkdir()
+        self.expect("expected flatshard-*.whl", "scripts/wheel_index", "dist")
+        name = "flatshard-0.2.0+cu130torch2.11-cp312-cp312-linux_x86_64.whl"
+        (dist / name).write_bytes(b"a wheel")
+        status, said = self.call("scripts/wheel_index", "dist")
+        self.assertEqual(status, 0, said)
+        digest = hashlib.sha256(b"a wheel").hexdigest()
+        page = (dist / "flatshard/index.html").read_text()
+        href = f"../{name.replace('+', '%2B')}#sha256={digest}"
+        self.assertIn(f'<a href="{href}">{name}</a>', page)
+        self.assertIn('<a href="flatshard/">', (dist / "index.html").read_text())
 
 
 if __name__ == "__main__":
