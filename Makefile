@@ -2,7 +2,7 @@
 # and installs what is missing first (scripts/bootstrap).
 #
 #   TORCH=2.15.0                 another version of torch, in folders of its own
-#   FLATSHARD_CUDA=auto|on|off   build the CUDA code; auto: when nvcc fits torch
+#   FLATSHARD_CUDA=auto|on|off   build the CUDA code; auto: with nvcc or a GPU
 #   FLATSHARD_UNITY=ON|OFF       compile the sources of a folder together
 #   JOBS=N                       parallel compilers and tests
 #   SAN=address,undefined        sanitizers, for `make test` (or SAN=thread)
