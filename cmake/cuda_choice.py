@@ -74,7 +74,9 @@ def candidates(torch, cuda):
         yield Path(in_path)
     if not os.environ.get("CUDA_HOME"):
         yield Path("/usr/local/cuda/bin/nvcc")
-    for site in (fetched_folder(cuda), torch.parent):
+    # pip puts what a build backend asks for into another folder than torch.
+    sites = [fetched_folder(cuda), torch.parent, *map(Path, sys.path)]
+    for site in dict.fromkeys(sites):
         yield site / f"nvidia/cu{cuda.split('.')[0]}/bin/nvcc"
 
 

@@ -99,6 +99,7 @@ class CudaChoice(Folder):
             mock.patch.dict(os.environ, env, clear=True),
             mock.patch.object(cuda_choice, "has_gpu", lambda: gpu),
             mock.patch.object(cuda_choice, "ROOT", self.folder),
+            mock.patch.object(sys, "path", [str(self.folder / "normal")]),
         ):
             return cuda_choice.decide(package, wish)
 
@@ -126,7 +127,8 @@ class CudaChoice(Folder):
         self.assertIn(f"got {old} of CUDA 12.8", choice.reason)
         self.assertFalse(self.decide().build)
         places = (
-            "site/nvidia/cu13/bin",  # pip's isolated build
+            "normal/nvidia/cu13/bin",  # pip's isolated build
+            "site/nvidia/cu13/bin",  # beside torch
             ".cuda-13.0/nvidia/cu13/bin",  # scripts/bootstrap
             "toolkit/bin",
         )
