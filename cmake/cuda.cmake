@@ -1,29 +1,33 @@
-# Decides whether the CUDA code is built: FLATSHARD_CUDA=auto|on|off.
-# auto means on only when nvcc's major version equals torch's.
-set(FLATSHARD_WITH_CUDA OFF)
-if(NOT FLATSHARD_CUDA STREQUAL "off")
-  find_program(FLATSHARD_NVCC nvcc HINTS /usr/local/cuda/bin)
-  set(_nvcc_major "none")
-  if(FLATSHARD_NVCC)
-    execute_process(COMMAND ${FLATSHARD_NVCC} --version
-                    OUTPUT_VARIABLE _nvcc_version)
-    string(REGEX MATCH "release ([0-9]+)\\." _m "${_nvcc_version}")
-    set(_nvcc_major "${CMAKE_MATCH_1}")
-  endif()
-  if(FLATSHARD_TORCH_CUDA_MAJOR
-     AND _nvcc_major STREQUAL "${FLATSHARD_TORCH_CUDA_MAJOR}")
-    set(FLATSHARD_WITH_CUDA ON)
-  elseif(FLATSHARD_CUDA STREQUAL "on")
-    message(FATAL_ERROR
-      "FLATSHARD_CUDA=on expected nvcc ${FLATSHARD_TORCH_CUDA_MAJOR} (torch's "
-      "CUDA), got '${_nvcc_major}'. Install that toolkit, or use auto or off.")
-  endif()
+# Decides whether the CUDA code is built: FLATSHARD_CUDA=auto|on|off. auto means on
+# where nvcc of torch's CUDA is there, and an error where there is a GPU without it.
+set(_python ${FLATSHARD_PYTHON})
+if(NOT EXISTS "${_python}")
+  set(_python python3)
 endif()
+execute_process(
+  COMMAND ${_python} ${CMAKE_CURRENT_SOURCE_DIR}/cmake/cuda_choice.py decide
+          ${FLATSHARD_TORCH_DIR} ${FLATSHARD_CUDA}
+  OUTPUT_VARIABLE _choice ERROR_VARIABLE _why
+  OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE _rc)
+if(NOT _rc EQUAL 0)
+  message(FATAL_ERROR "${_why}")
+endif()
+list(GET _choice 0 FLATSHARD_WITH_CUDA)
+string(TOUPPER ${FLATSHARD_WITH_CUDA} FLATSHARD_WITH_CUDA)
+list(GET _choice 1 FLATSHARD_NVCC)
+list(GET _choice 2 _why)
+message(STATUS "flatshard CUDA: ${FLATSHARD_WITH_CUDA} (${_why})")
 
 if(FLATSHARD_WITH_CUDA)
   set(CMAKE_CUDA_COMPILER ${FLATSHARD_NVCC})
   set(CMAKE_CUDA_ARCHITECTURES 90a CACHE STRING "GPU architectures")
   set(CMAKE_CUDA_STANDARD 20)
+  cmake_path(GET FLATSHARD_NVCC PARENT_PATH _bin)
+  cmake_path(GET _bin PARENT_PATH _toolkit)
+  if(NOT EXISTS ${_toolkit}/lib64)
+    # nvcc looks for its own libraries in lib64. pip's packages have them in lib.
+    string(APPEND CMAKE_CUDA_FLAGS " -L${_toolkit}/lib")
+  endif()
   # torch's libcudart is linked instead (torch_targets.cmake).
   set(CMAKE_CUDA_RUNTIME_LIBRARY None)
   enable_language(CUDA)
@@ -32,11 +36,8 @@ if(FLATSHARD_WITH_CUDA)
     set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")
     set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION "-std=c++20")
   endif()
-  find_package(CUDAToolkit REQUIRED)
   target_compile_definitions(flatshard_torch INTERFACE USE_C10D_NCCL=1)
 endif()
-message(STATUS "flatshard CUDA: ${FLATSHARD_WITH_CUDA}")
-
 include(torch_targets)
 flatshard_attach_torch(flatshard_fmt flatshard_torch ${FLATSHARD_TORCH_DIR}
                        ${FLATSHARD_WITH_CUDA})

@@ -43,7 +43,5 @@ install(
   DESTINATION ${_package})
 
 if(TARGET flatshard)
-  # Finds torch's libraries where they were at build time.
-  set_target_properties(flatshard PROPERTIES INSTALL_RPATH_USE_LINK_PATH ON)
   install(TARGETS flatshard RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 endif()

@@ -31,9 +31,9 @@ endif()
 file(STRINGS ${FLATSHARD_TORCH_DIR}/version.py _torch_version_py)
 string(REGEX MATCH "__version__ = '([^']+)'" _m "${_torch_version_py}")
 set(FLATSHARD_TORCH_VERSION ${CMAKE_MATCH_1})
-string(REGEX MATCH "cuda: Optional\\[str\\] = '([0-9]+)" _m
+string(REGEX MATCH "cuda: Optional\\[str\\] = '([0-9.]+)" _m
        "${_torch_version_py}")
-set(FLATSHARD_TORCH_CUDA_MAJOR "${CMAKE_MATCH_1}")
+set(FLATSHARD_TORCH_CUDA "${CMAKE_MATCH_1}")
 string(REGEX MATCH "\"torch>=([0-9.]+),<([0-9.]+)\"" _m "${_pyproject}")
 if(FLATSHARD_TORCH_VERSION VERSION_LESS CMAKE_MATCH_1
    OR FLATSHARD_TORCH_VERSION VERSION_GREATER_EQUAL CMAKE_MATCH_2)

@@ -24,9 +24,12 @@ function(flatshard_attach_torch fmt torch dir with_cuda)
   file(GLOB nccl ${site}/nvidia/nccl/lib/libnccl.so.*)
   file(GLOB headers ${site}/nvidia/nccl/include ${site}/nvidia/cu[0-9]*/include
        ${site}/nvidia/cuda_runtime/include)
-  if(TARGET CUDA::toolkit)
-    # The toolkit's own headers fit its nvcc; the wheels' serve without one.
-    set(headers ${CUDAToolkit_INCLUDE_DIRS} ${site}/nvidia/nccl/include)
+  if(FLATSHARD_NVCC)
+    # The headers beside nvcc fit it. The wheels' serve without one, and have what
+    # an nvcc from the package index lacks: cuBLASLt's and NVTX's.
+    cmake_path(GET FLATSHARD_NVCC PARENT_PATH bin)
+    cmake_path(GET bin PARENT_PATH toolkit)
+    list(PREPEND headers ${toolkit}/include ${toolkit}/include/cccl)
   endif()
   target_include_directories(
     ${torch} SYSTEM INTERFACE "$<BUILD_INTERFACE:${headers}>")

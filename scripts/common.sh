@@ -28,11 +28,13 @@ check_torch_version() {
 such as TORCH=$pinned_torch; others have not been tried with Flatshard."
 }
 
-if [ "$TORCH" = "$pinned_torch" ]; then
-  venv=.venv torch_suffix=''
-else
-  venv=.venv-torch-$TORCH torch_suffix=-torch-$TORCH
+venv=.venv torch_suffix=''
+[ "$TORCH" = "$pinned_torch" ] || torch_suffix=-torch-$TORCH
+# Of scripts/wheel: a wheel's Python, such as 3.12, if not that of `python3`.
+if [ -n "${FLATSHARD_PYTHON_VERSION:-}" ]; then
+  torch_suffix=-py$FLATSHARD_PYTHON_VERSION$torch_suffix
 fi
+venv=$venv$torch_suffix
 export TORCH
 export FLATSHARD_PYTHON=${FLATSHARD_PYTHON:-$root/$venv/bin/python}
 
@@ -66,6 +68,18 @@ build_dir() {
 elapsed() {
   local s=$((${2:-$(date +%s)} - $1))
   printf '%d:%02d' $((s / 60)) $((s % 60))
+}
+
+# The program of a Python such as 3.12, of PATH or of pyenv.
+find_python() {
+  local program
+  for program in "python$1" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$1".*/bin/"python$1"; do
+    if "$program" -c 'import ensurepip, venv' 2>/dev/null; then
+      echo "$program"
+      return
+    fi
+  done
+  return 1
 }
 
 # clang-format 14, the version whose output the repository keeps.

@@ -7,16 +7,19 @@
 #include <vector>
 
 #include "flatshard/core/error.h"
+#include "flatshard/device/memory.h"
 #include "flatshard/diagnostics/memory_table.h"
 #include "flatshard/models/flops.h"
+#include "flatshard/train/advice.h"
 #include "flatshard/train/number_text.h"
 #include "flatshard/train/parallelism.h"
 
 namespace flatshard {
 namespace {
 
-std::string memory_table(const RunSummary& summary) {
-  const auto rows = memory_rows(summary.state);
+std::string memory_table(
+    const RunSummary& summary,
+    const std::vector<MemoryRow>& rows) {
   std::vector<MemoryRow> host_rows;
   if (summary.config.checkpoint.interval > 0) {
     host_rows.push_back(
@@ -95,7 +98,18 @@ std::string to_string(const RunSummary& summary) {
           summary.state.num_kept_units,
           summary.state.runtime->units().size()));
     }
-    parts.push_back(memory_table(summary));
+    const auto rows = memory_rows(summary.state);
+    parts.push_back(memory_table(summary, rows));
+    const at::Device device = summary.mesh.device();
+    std::string lines = advice(
+        {.config = config,
+         .model = summary.model,
+         .table_nbytes = total_nbytes(rows),
+         .capacity_nbytes =
+             device.is_cuda() ? memory_stats(device).capacity_bytes : 0});
+    if (!lines.empty()) {
+      parts.push_back(std::move(lines));
+    }
   }
   return fmt::to_string(fmt::join(parts, "\n"));
 }

@@ -3,8 +3,18 @@
 The names are FSDP2's (torch.distributed.fsdp); the work is done by a C++ core.
 """
 
-import torch
-import torch.distributed.tensor  # noqa: F401  types that the extension meets
+from flatshard import _build, torch_fit
+
+
+def _check_torch():
+    problem = torch_fit.misfit(_build, torch_fit.installed_torch())
+    if problem:
+        raise ImportError(problem)
+
+
+_check_torch()
+
+import torch.distributed.tensor  # noqa: E402, F401  types that the extension meets
 
 
 def _load_core():
@@ -15,12 +25,6 @@ def _load_core():
             f"the extension flatshard._C cannot be loaded ({error}); build it for this "
             "Python and torch: pip install --no-build-isolation --force-reinstall ."
         ) from error
-    if _C.torch_version != torch.__version__:
-        raise ImportError(
-            f"flatshard was built for torch {_C.torch_version}, this is torch "
-            f"{torch.__version__}; rebuild it in its checkout: "
-            "pip install --no-build-isolation --force-reinstall ."
-        )
     return _C
 
 

@@ -1,6 +1,7 @@
 """What the scripts say when something is missing: one line, a status that is not 0,
 and nothing that the next call would trip over."""
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -10,7 +11,7 @@ import unittest
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = ("scripts", "requirements.txt", "pyproject.toml")
+FILES = ("scripts", "cmake", "requirements.txt", "pyproject.toml")
 
 
 class Scripts(unittest.TestCase):
@@ -133,6 +134,89 @@ class Scripts(unittest.TestCase):
         )
         said = self.expect("the build failed", "scripts/build")
         self.assertIn("x.cpp:1: error: no", said)
+
+    def demo(self, *arguments, gpus=0, cuda="13.0", **environment):
+        """What `scripts/demo` calls `flatshard train` with, on a machine with `gpus`."""
+        if not (self.root / ".venv").exists():
+            self.make_venv()
+        self.program(
+            ".venv/bin/python",
+            f'[[ "$*" == *device_count* ]] && echo {gpus} && exit\n'
+            f'[[ "$*" == *stdlib* ]] && echo {self.root}/library && exit\n'
+            f'exec "{sys.executable}" "$@"',
+        )
+        (self.root / "library").mkdir(exist_ok=True)
+        (self.root / "library/text.py").write_bytes(b"#" * 5_000_000)
+        (self.root / "build/python/flatshard").mkdir(parents=True, exist_ok=True)
+        (self.root / "build/python/flatshard/_build.py").write_text(
+            f'CUDA = "{cuda}"\n'
+        )
+        self.program("scripts/bootstrap", "exit 0")
+        self.program("scripts/build", "exit 0")
+        self.program("bin/nvidia-smi", f"exit {int(gpus == 0)}")
+        self.program(
+            "build/flatshard",
+            'for run in outputs/demo/run outputs/demo/moe; do mkdir -p "$run"\n'
+            'echo \'{"validation_loss": 1.5}\' >"$run/metrics.jsonl"; done\n'
+            '[ "$1" = train ] && echo "${*:2}" >asked\nexit 0',
+        )
+        status, said = self.call("scripts/demo", *arguments, **environment)
+        asked = self.root / "asked"
+        return status, said, asked.read_text() if asked.exists() else ""
+
+    @unittest.skipIf(list(Path("/dev").glob("nvidia[0-9]*")), "has GPUs of its own")
+    def test_the_demo_takes_what_the_machine_has(self):
+        cpus = "--device cpu --nproc 2"
+        for gpus, ranks in ((1, 1), (3, 3)):
+            status, said, asked = self.demo(gpus=gpus)
+            self.assertEqual(status, 0, said)
+            self.assertIn(f"--device cuda --nproc {ranks} ", asked)
+            local = {1: 8, 3: 3}[gpus]
+            self.assertIn(f"training.local_batch_size={local} ", asked)
+            self.assertIn(f"training.global_batch_size={max(8, local * gpus)}", asked)
+        status, said, asked = self.demo("--experts", gpus=6)
+        self.assertIn("parallelism.expert_parallel_degree=2", asked)
+        for call in (
+            {},
+            {"gpus": 2, "DEVICE": "cpu"},
+            {"gpus": 2, "cuda": ""},  # said, and not a surprise
+        ):
+            status, said, asked = self.demo(**call)
+            self.assertEqual((status, asked), (0, f"examples/demo.toml {cpus}\n"), said)
+            self.assertIn("two CPU processes", said)
+            for person in ("text", "Hugging Face model", "PyTorch module"):
+                self.assertRegex(said, rf"With a? ?{person},")
+        self.assertIn("this build has no CUDA code", said)
+
+    def test_the_demo_refuses_a_device_that_is_not_there(self):
+        for device, problem in (("cuda", "expected a GPU"), ("gpu", "cpu or cuda")):
+            status, said, asked = self.demo(DEVICE=device)
+            self.assertEqual((status, asked), (1, ""), said)
+            self.assertIn(f"DEVICE={device}", said)
+            self.assertIn(problem, said)
+
+    def test_a_wheel_for_a_python_that_is_not_there(self):
+        for version, problem in (
+            ("3.12.1", "expected a version of Python such as PYTHON=3.12"),
+            ("/usr/bin/python3", "expected a version of Python such as PYTHON=3.12"),
+            ("3.99", "expected python3.99 in PATH, or one of pyenv's"),
+        ):
+            self.expect(problem, "scripts/wheel", FLATSHARD_PYTHON_VERSION=version)
+        self.assertFalse(list(self.root.glob(".venv*")))
+
+    def test_a_folder_of_wheels_is_an_index(self):
+        dist = self.root / "dist"
+        dist.mkdir()
+        self.expect("expected flatshard-*.whl", "scripts/wheel_index", "dist")
+        name = "flatshard-0.2.0+cu130torch2.11-cp312-cp312-linux_x86_64.whl"
+        (dist / name).write_bytes(b"a wheel")
+        status, said = self.call("scripts/wheel_index", "dist")
+        self.assertEqual(status, 0, said)
+        digest = hashlib.sha256(b"a wheel").hexdigest()
+        page = (dist / "flatshard/index.html").read_text()
+        href = f"../{name.replace('+', '%2B')}#sha256={digest}"
+        self.assertIn(f'<a href="{href}">{name}</a>', page)
+        self.assertIn('<a href="flatshard/">', (dist / "index.html").read_text())
 
 
 if __name__ == "__main__":

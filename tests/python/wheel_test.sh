@@ -1,66 +1,88 @@
 #!/usr/bin/env bash
-# What `pip install .` of this checkout gives: builds the wheel in an environment of its
-# own, installs it into a fresh virtual environment, and trains from there. Both get the
-# torch of FLATSHARD_PYTHON, by way of wheels that point at it: no index, no download.
-# FLATSHARD_WHEEL_BUILD is kept, so that a second time compiles only what changed.
-# usage: wheel_test.sh      CXX and FLATSHARD_CUDA as in the build that ccache knows
+# What a person with nothing but `python -m venv`, torch and Flatshard's wheel has: packs
+# what a build folder holds, installs it, trains with the program and from Python, and
+# tries torches that do not fit. Nothing is compiled. The virtual environments take
+# torch and its dependencies from FLATSHARD_PYTHON by links: no index, no download.
+# usage: wheel_test.sh BUILD_FOLDER
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-python=${FLATSHARD_PYTHON:-.venv/bin/python}
-build=${FLATSHARD_WHEEL_BUILD:-$PWD/build-wheel}
-jobs=$(source scripts/common.sh && num_jobs)
+build=$1
+export FLATSHARD_PYTHON=${FLATSHARD_PYTHON:-$PWD/.venv/bin/python}
+python=$FLATSHARD_PYTHON
 export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-export CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$jobs}
 unset PYTHONPATH
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-"$python" tests/python/pointer_wheels.py "$work/index" torch scikit-build-core ninja
-"$python" -m pip wheel . -q --no-deps --no-index --find-links "$work/index" \
-  --config-settings=build-dir="$build" -w "$work/dist"
+scripts/wheel --from "$build" --to "$work/dist"
 wheels=("$work"/dist/*.whl)
 [ ${#wheels[@]} = 1 ]
+"$python" tests/python/wheel_contents.py "${wheels[0]}"
 
-"$python" - "${wheels[0]}" <<'PYTHON'
-import sys
-import zipfile
-from importlib.metadata import version
-from pathlib import Path
-
-wheel = zipfile.ZipFile(sys.argv[1])
-names = set(wheel.namelist())
-# It fits the torch it was built with and no other, and says so.
-metadata = next(name for name in names if name.endswith(".dist-info/METADATA"))
-requires = [
-    line.split(": ")[1]
-    for line in wheel.read(metadata).decode().splitlines()
-    if line.startswith("Requires-Dist:")
-]
-installed = version("torch")
-assert [r.replace(" ", "") for r in requires] == [f"torch=={installed}"], requires
-names = {name for name in names if ".dist-info/" not in name}
-package = Path("python/flatshard")
-wanted = {
-    str(path.relative_to("python"))
-    for kind in ("*.py", "*.pyi", "py.typed")
-    for path in package.rglob(kind)
-    if path.name not in ("hf_encoder.py", "prepare_tokens.py")
+site() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+packages=$(site "$python")
+make_venv() { "$python" -m venv --without-pip "$1"; }
+install() {
+  "$python" -m pip --python "$1/bin/python" install -q --no-index "${@:2}" "${wheels[0]}"
 }
-extension = {name for name in names if name.startswith("flatshard/_C.cpython")}
-assert names - extension == wanted, names ^ wanted
-assert len(extension) == 1, extension
-PYTHON
 
-# With its dependency, torch, which makes all visible that is installed for `python`.
-"$python" -m venv --without-pip "$work/venv"
-here=$work/venv/bin/python
-"$python" -m pip --python "$here" install -q --no-index --find-links "$work/index" \
-  "${wheels[0]}"
-
-cp tests/python/wheel_step.py "$work"
+# --- Torch beside the package: what pip makes --------------------------------
+make_venv "$work/venv"
+here=$work/venv/bin
+into=$(site "$here/python")
+for entry in "$packages"/*; do
+  case $(basename "$entry") in
+  flatshard* | _flatshard* | pip | pip-* | __pycache__) ;;
+  *) ln -s "$entry" "$into/" ;;
+  esac
+done
+install "$work/venv"
+cp tests/python/wheel_step.py tests/python/wheel_train.toml "$work"
 cd "$work"
-"$here" -m flatshard.doctor | tee doctor.txt
+unset FLATSHARD_PYTHON
+
+export PATH="$here:$PATH"
+seq 20000 >numbers.txt
+flatshard data prepare --input numbers.txt --output tokens --tokenizer bytes
+flatshard train wheel_train.toml --nproc 2 2>train.txt || { cat train.txt >&2; exit 1; }
+python -m torch.distributed.run --standalone --nproc-per-node 2 --no-python \
+  flatshard train wheel_train.toml --set run.output_dir=torchrun >train.txt 2>&1 ||
+  { cat train.txt >&2; exit 1; }
+grep -h '"step":4,.*"loss"' run/metrics.jsonl torchrun/metrics.jsonl | sed 's/.*"loss":\([^,]*\).*/\1/' \
+  >losses.txt
+[ "$(wc -l <losses.txt)" = 2 ] && [ "$(sort -u losses.txt | wc -l)" = 1 ] ||
+  { cat losses.txt; exit 1; }
+# Tokenizers are Python's: of the Python that the program was installed for.
+flatshard data prepare --input numbers.txt --output t --tokenizer no.json 2>no.txt || true
+grep -q 'no.json' no.txt
+python -m flatshard.doctor >doctor.txt
 grep -q "^extension  *$work/venv/" doctor.txt
 grep -q '^one step on a CPU  *works' doctor.txt
-"$here" -m torch.distributed.run --standalone --nproc-per-node 2 \
+python -m torch.distributed.run --standalone --nproc-per-node 2 \
   wheel_step.py "$work/venv" 2>step.txt || { cat step.txt >&2; exit 1; }
+
+# --- Torch in another folder: --target, --system-site-packages ---------------
+make_venv "$work/other"
+echo "$packages" >"$(site "$work/other/bin/python")/elsewhere.pth"
+install "$work/other" --no-deps
+"$work/other/bin/flatshard" --version
+
+# --- Torches that do not fit -------------------------------------------------
+mkdir -p misfit/torch
+touch misfit/torch/__init__.py
+expect() { # <text> <command...>
+  "${@:2}" >said.txt 2>&1 && { echo "expected '$1', but it passed" && exit 1; }
+  grep -qF "$1" said.txt || { cat said.txt && exit 1; }
+}
+printf "__version__ = '2.97.1+cu130'\ncuda: Optional[str] = '13.0'\n" >misfit/torch/version.py
+tag=$(python -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
+version=$(basename "${wheels[0]}" | cut -d- -f2 | cut -d+ -f1)
+other="got torch 2.97.1+cu130 with CUDA 13.0 in $work/misfit/torch; \
+install flatshard-$version+cu130torch2.97-$tag-$tag-*.whl"
+export PYTHONPATH=$work/misfit
+expect "$other" flatshard --version
+expect "$other" python -c 'import flatshard'
+unset PYTHONPATH
+rm "$into/torch"
+expect "got none; pip install 'torch==" flatshard --version
+expect "got none; pip install 'torch==" python -c 'import flatshard'
