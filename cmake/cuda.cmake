@@ -22,7 +22,8 @@ endif()
 
 if(FLATSHARD_WITH_CUDA)
   set(CMAKE_CUDA_COMPILER ${FLATSHARD_NVCC})
-  set(CMAKE_CUDA_ARCHITECTURES 90a CACHE STRING "GPU architectures")
+  include(gpus)
+  flatshard_gpus(CMAKE_CUDA_ARCHITECTURES ${FLATSHARD_NVCC})
   set(CMAKE_CUDA_STANDARD 20)
   # torch's libcudart is linked instead (torch_targets.cmake).
   set(CMAKE_CUDA_RUNTIME_LIBRARY None)
@@ -36,6 +37,9 @@ if(FLATSHARD_WITH_CUDA)
   target_compile_definitions(flatshard_torch INTERFACE USE_C10D_NCCL=1)
 endif()
 message(STATUS "flatshard CUDA: ${FLATSHARD_WITH_CUDA}")
+if(FLATSHARD_WITH_CUDA)
+  message(STATUS "flatshard GPUs: ${CMAKE_CUDA_ARCHITECTURES}")
+endif()
 
 include(torch_targets)
 flatshard_attach_torch(flatshard_fmt flatshard_torch ${FLATSHARD_TORCH_DIR}

@@ -2,12 +2,12 @@
 
 #include <ATen/ATen.h>
 #include <ATen/cuda/CUDAContext.h>
-#include <c10/cuda/CUDAException.h>
 
 #include <optional>
 #include <utility>
 
 #include "flatshard/device/cuda_scope.h"
+#include "flatshard/device/kernel_launch.h"
 #include "flatshard/float8/cuda_planes.h"
 #include "flatshard/nn/kernels/float8.h"
 
@@ -91,7 +91,7 @@ Float8Planes quantize_computed(
            }},
       planes.args);
   kernels::quantize_values(values, planes.args, stream);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  check_kernel_launch();
   const bool one = q.recipe == float8::Recipe::tensorwise && found.defined();
   return planes.planes(one ? found[0] : wanted.amax);
 }
@@ -195,7 +195,7 @@ Float8Planes quantize_side_by_side(
       }
     }
   }
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  check_kernel_launch();
   return planes.planes(wanted.amax);
 }
 

@@ -561,8 +561,10 @@ def test_a_recipe_that_the_gpu_lacks(mesh, monkeypatch):
     from flatshard import float8_policy
 
     lacking = torch.device("cuda", 0)
+    why = "this GPU (sm_90) does not multiply mxfp8 in FP8"
     monkeypatch.setattr(float8_policy._C, "float8_multiplies", lambda *_: False)
-    with pytest.raises(ValueError, match="fp8: this GPU does not multiply mxfp8: .*emul"):
+    monkeypatch.setattr(float8_policy._C, "float8_why_not_multiplied", lambda *_: why)
+    with pytest.raises(ValueError, match=r"fp8: this GPU \(sm_90\) does not multiply mxfp8 in FP8: .*emul"):
         float8_policy.check_device(Float8Policy("mxfp8"), lacking)
     float8_policy.check_device(Float8Policy("mxfp8", emulate=True), lacking)
 
