@@ -1,6 +1,7 @@
 // The program `flatshard`.
 #include "flatshard/cli/checkpoint_command.h"
 #include "flatshard/cli/data_command.h"
+#include "flatshard/cli/doctor_command.h"
 #include "flatshard/cli/norms_command.h"
 #include "flatshard/cli/train_command.h"
 #include "flatshard/core/error.h"
@@ -65,6 +66,10 @@ int main(int argc, char** argv) {
   flatshard::add_export_command(program);
   flatshard::add_data_command(program);
   flatshard::add_norms_command(program);
+  flatshard::add_doctor_command(
+      program,
+      std::vector<std::string>(argv, argv + argc));
+  flatshard::add_info_command(program, FLATSHARD_VERSION);
   try {
     refuse_unknown_command(program, argc, argv);
     program.parse(argc, argv);

@@ -144,9 +144,11 @@ std::string describe_gpu_features(int sm) {
         "  {:<28}{}\n",
         row.name,
         gpu_is_asked(sm, row.feature) ? "where cuBLASLt has them"
-        : gpu_has(sm, row.feature)
-            ? std::string("yes")
-            : fmt::format("no ({}): {}", gpus_with(row.feature), row.otherwise));
+        : gpu_has(sm, row.feature)    ? std::string("yes")
+                                      : fmt::format(
+                                         "no ({}): {}",
+                                         gpus_with(row.feature),
+                                         row.otherwise));
   }
   return text;
 }

@@ -15,14 +15,10 @@ int cuda_compute_capability(at::Device device) {
       device.has_index() ? device.index() : c10::cuda::current_device();
   int major = 0;
   int minor = 0;
-  C10_CUDA_CHECK(cudaDeviceGetAttribute(
-      &major,
-      cudaDevAttrComputeCapabilityMajor,
-      index));
-  C10_CUDA_CHECK(cudaDeviceGetAttribute(
-      &minor,
-      cudaDevAttrComputeCapabilityMinor,
-      index));
+  C10_CUDA_CHECK(
+      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index));
+  C10_CUDA_CHECK(
+      cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index));
   return major * 10 + minor;
 }
 

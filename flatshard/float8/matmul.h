@@ -30,8 +30,8 @@ struct MatmulOptions {
   bool fast_accumulation = false;
   /// On a GPU that does not multiply the recipe (`multiplies`) planes are
   /// decoded to bfloat16 and multiplied so. Decoding is exact where scales are
-  /// powers of two (rowwise, mxfp8), else each value is rounded once, by at most
-  /// 2^-9 of it. No faster than bfloat16.
+  /// powers of two (rowwise, mxfp8), else each value is rounded once, by at
+  /// most 2^-9 of it. No faster than bfloat16.
   bool emulate = false;
 };
 

@@ -134,6 +134,9 @@ TEST(Capability, TheGpuOfThisMachineFitsThisBuild) {
 
 TEST(Capability, ThePageOfGpusHasTheTable) {
   std::ifstream file(FLATSHARD_SOURCE_DIR "/docs/gpus.md");
+  if (!file) {
+    GTEST_SKIP() << "the sources are not on this machine";
+  }
   const std::string page{std::istreambuf_iterator<char>(file), {}};
   EXPECT_THAT(page, HasSubstr(gpu_features_markdown()));
 }
