@@ -3,6 +3,8 @@
 #
 #   TORCH=2.15.0                 another version of torch, in folders of its own
 #   FLATSHARD_CUDA=auto|on|off   build the CUDA code; auto: with nvcc or a GPU
+#   FLATSHARD_GPUS=native|all|"80;90a"   the GPUs to build for; native: this machine's,
+#                                without one 90a
 #   FLATSHARD_UNITY=ON|OFF       compile the sources of a folder together
 #   JOBS=N                       parallel compilers and tests
 #   SAN=address,undefined        sanitizers, for `make test` (or SAN=thread)
@@ -24,7 +26,7 @@ V ?=
 PYTHON ?=
 DEVICE ?=
 ARGS ?=
-export FLATSHARD_CUDA FLATSHARD_UNITY TORCH SAN COVERAGE JOBS V DEVICE
+export FLATSHARD_CUDA FLATSHARD_GPUS FLATSHARD_UNITY TORCH SAN COVERAGE JOBS V DEVICE
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)

@@ -2,6 +2,7 @@
 #include "flatshard/cli/checkpoint_command.h"
 #include "flatshard/cli/completion_command.h"
 #include "flatshard/cli/data_command.h"
+#include "flatshard/cli/doctor_command.h"
 #include "flatshard/cli/norms_command.h"
 #include "flatshard/cli/path_options.h"
 #include "flatshard/cli/train_command.h"
@@ -147,6 +148,10 @@ int main(int argc, char** argv) {
   flatshard::add_export_command(program);
   flatshard::add_data_command(program);
   flatshard::add_norms_command(program);
+  flatshard::add_doctor_command(
+      program,
+      std::vector<std::string>(argv, argv + argc));
+  flatshard::add_info_command(program, FLATSHARD_VERSION);
   flatshard::add_completion_command(program);
   flatshard::expand_home_in_paths(program);
   return run(program, argc, argv);

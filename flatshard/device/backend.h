@@ -12,6 +12,7 @@ namespace flatshard::detail {
 std::shared_ptr<Stream>
 make_cuda_stream(at::Device device, std::string name, StreamOptions options);
 std::shared_ptr<Stream> current_cuda_stream(at::Device device);
+int cuda_compute_capability(at::Device device);
 void set_current_cuda_device(at::Device device);
 MemoryStats cuda_memory_stats(at::Device device);
 void copy_cuda_bytes(

@@ -12,6 +12,7 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/device/backend.h"
+#include "flatshard/device/capability.h"
 #include "flatshard/device/cuda_scope.h"
 
 namespace flatshard {
@@ -45,6 +46,7 @@ at::Device checked_device(at::Device device) {
       "device '{}': expected an index below {} (GPUs that are visible)",
       indexed.str(),
       num_cuda_devices());
+  check_gpu(indexed);
   return indexed;
 }
 

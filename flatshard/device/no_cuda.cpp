@@ -47,6 +47,10 @@ std::shared_ptr<Stream> current_cuda_stream(at::Device /*device*/) {
   throw_no_cuda("CUDA stream");
 }
 
+int cuda_compute_capability(at::Device /*device*/) {
+  throw_no_cuda("CUDA device");
+}
+
 void set_current_cuda_device(at::Device /*device*/) {
   throw_no_cuda("CUDA device");
 }

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "flatshard/device/cuda_scope.h"
 #include "flatshard/device/timer.h"
 #include "flatshard/float8/cublaslt.h"
 
@@ -273,6 +274,35 @@ bool run_product(const Product& p) {
     check_cublas(call.run(p, p.out, *algorithm), "a product");
   }
   return algorithm.has_value();
+}
+
+bool has_product(std::int32_t mode_a, std::int32_t mode_b, at::Device device) {
+  constexpr std::int64_t kSize = 256;
+  const detail::CudaDeviceScope scope(device);
+  const Problem problem{
+      .m = kSize,
+      .n = kSize,
+      .k = kSize,
+      .stride_c = kSize,
+      .stride_d = kSize,
+      .type_a = CUDA_R_8F_E4M3,
+      .type_b = CUDA_R_8F_E4M3,
+      .type_d = CUDA_R_16BF,
+      .mode_a = mode_b,
+      .mode_b = mode_a,
+      .align_a = 256,
+      .align_b = 256,
+      .align_c = 256,
+      .align_d = 256,
+      .device = device.index(),
+      .fast = false,
+      .beta = false};
+  const Call call(problem);
+  // The heuristic looks whether there are scales, and not into them.
+  const at::Tensor scales = at::ones({1}, at::TensorOptions(device));
+  set(call.desc, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, scales.const_data_ptr());
+  set(call.desc, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, scales.const_data_ptr());
+  return !candidates(problem, call).empty();
 }
 
 }  // namespace flatshard::float8::cuda

@@ -4,7 +4,12 @@
 #include <ATen/cuda/CUDAContext.h>
 #include <cublasLt.h>
 
+#include <map>
+#include <mutex>
+#include <utility>
+
 #include "flatshard/core/error.h"
+#include "flatshard/device/capability.h"
 #include "flatshard/device/cuda_scope.h"
 #include "flatshard/float8/cublaslt_product.h"
 
@@ -72,9 +77,18 @@ void check_shape(const Side& a, const Side& b, Recipe recipe) {
       c10::str(b.data.sizes()));
 }
 
-int capability(at::Device device) {
-  const auto* properties = at::cuda::getDeviceProperties(device.index());
-  return properties->major * 10 + properties->minor;
+// Of newer GPUs the table does not know what cuBLASLt has; its answer is kept.
+bool cublaslt_has(Recipe recipe, at::Device device) {
+  static std::mutex mutex;
+  static std::map<std::pair<Recipe, at::DeviceIndex>, bool> answers;
+  const std::lock_guard lock(mutex);
+  const auto [answer, is_new] = answers.try_emplace({recipe, device.index()});
+  if (is_new) {
+    const Recipe other =
+        recipe == Recipe::blockwise ? Recipe::blockwise_1x128 : recipe;
+    answer->second = has_product(mode_of(other), mode_of(recipe), device);
+  }
+  return answer->second;
 }
 
 Side side_of(const Operand& operand, bool emulated) {
@@ -93,10 +107,10 @@ Side side_of(const Operand& operand, bool emulated) {
 }  // namespace
 
 bool multiplies(Recipe recipe, at::Device device) {
-  const int found = capability(device);
-  return recipe == Recipe::mxfp8
-             ? found >= 100
-             : found >= 90 || (recipe == Recipe::tensorwise && found >= 89);
+  const int sm = compute_capability(device);
+  const GpuFeature feature = feature_of(recipe);
+  return gpu_has(sm, feature) &&
+         (!gpu_is_asked(sm, feature) || cublaslt_has(recipe, device));
 }
 
 void matmul(
@@ -107,14 +121,10 @@ void matmul(
   const detail::CudaDeviceScope scope(out.device());
   const bool emulated = !cuda::multiplies(a.recipe, out.device());
   FLATSHARD_CHECK(
-      !emulated || (a.recipe == Recipe::mxfp8 && options.emulate),
+      !emulated || options.emulate,
       config,
-      "recipe {}: this GPU (sm_{}) has no such products; expected {}",
-      to_string(a.recipe),
-      capability(out.device()),
-      a.recipe == Recipe::mxfp8
-          ? "emulate = true, or another recipe such as rowwise"
-          : "sm_90 or later");
+      "{}; expected another recipe, or emulate = true",
+      why_not_multiplied(a.recipe, out.device()));
   const bool simple =
       a.recipe == Recipe::tensorwise || a.recipe == Recipe::rowwise;
   Product p{

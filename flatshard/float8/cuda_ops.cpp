@@ -2,10 +2,10 @@
 
 #include <ATen/ATen.h>
 #include <ATen/cuda/CUDAContext.h>
-#include <c10/cuda/CUDAException.h>
 
 #include "flatshard/core/error.h"
 #include "flatshard/device/cuda_scope.h"
+#include "flatshard/device/kernel_launch.h"
 #include "flatshard/float8/cuda_planes.h"
 
 namespace flatshard::float8::cuda {
@@ -95,7 +95,7 @@ at::Tensor find_amax(
         of_rows ? found : nullptr,
         of_columns ? found + num_rows : nullptr);
   }
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  check_kernel_launch();
   return made;
 }
 
@@ -154,7 +154,7 @@ void quantize(
     const auto amax = find_amax(x, args);
     kernels::quantize_tiles(values_of(x), args, stream());
   }
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  check_kernel_launch();
 }
 
 void dequantize(
@@ -181,7 +181,7 @@ void dequantize(
        .format = format,
        .dtype = dtype_of(out)},
       stream());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  check_kernel_launch();
 }
 
 at::Tensor amax_of(const at::Tensor& x) {
@@ -194,7 +194,7 @@ at::Tensor amax_of(const at::Tensor& x) {
        .dtype = dtype_of(x)},
       found.mutable_data_ptr<float>(),
       stream());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  check_kernel_launch();
   return found;
 }
 
@@ -209,7 +209,7 @@ void transpose_bytes(const at::Tensor& data, at::Tensor& out) {
       data.size(0),
       data.size(1),
       stream());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  check_kernel_launch();
 }
 
 void swizzle_mx_scales(const at::Tensor& scales, at::Tensor& out) {
@@ -223,7 +223,7 @@ void swizzle_mx_scales(const at::Tensor& scales, at::Tensor& out) {
       scales.size(0),
       scales.size(1),
       stream());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  check_kernel_launch();
 }
 
 }  // namespace flatshard::float8::cuda

@@ -118,8 +118,35 @@ void matmul(
   }
 }
 
+GpuFeature feature_of(Recipe recipe) {
+  switch (recipe) {
+    case Recipe::tensorwise:
+      return GpuFeature::float8_tensorwise;
+    case Recipe::rowwise:
+      return GpuFeature::float8_rowwise;
+    case Recipe::blockwise:
+    case Recipe::blockwise_1x128:
+      return GpuFeature::float8_blockwise;
+    case Recipe::mxfp8:
+      return GpuFeature::float8_mxfp8;
+  }
+  FLATSHARD_THROW(internal, "recipe {}", static_cast<int>(recipe));
+}
+
 bool multiplies(Recipe recipe, at::Device device) {
   return device.is_cuda() && cuda::multiplies(recipe, device);
+}
+
+std::string why_not_multiplied(Recipe recipe, at::Device device) {
+  const GpuFeature feature = feature_of(recipe);
+  return fmt::format(
+      "this GPU (sm_{}) does not multiply {} in FP8, {} does{}",
+      compute_capability(device),
+      to_string(recipe),
+      gpus_with(feature),
+      row_of(feature).asked_from < row_of(feature).below
+          ? " where cuBLASLt has such products"
+          : "");
 }
 
 }  // namespace flatshard::float8

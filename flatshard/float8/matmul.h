@@ -2,6 +2,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <string>
+
+#include "flatshard/device/capability.h"
 #include "flatshard/float8/quantize.h"
 
 namespace flatshard::float8 {
@@ -13,6 +16,9 @@ struct Operand {
   Recipe recipe = Recipe::tensorwise;
 };
 
+/// What a GPU needs for FP8 products of this recipe.
+GpuFeature feature_of(Recipe recipe);
+
 struct MatmulOptions {
   /// Adds to out (beta 1) instead of overwriting it.
   bool accumulate = false;
@@ -22,8 +28,10 @@ struct MatmulOptions {
   /// Tensor cores keep fewer bits of sums; for forward products. tensorwise and
   /// rowwise only, no effect on the others and on the CPU.
   bool fast_accumulation = false;
-  /// mxfp8 on CUDA below sm_100: decoded to bfloat16, which is exact, and
-  /// multiplied so. No faster than bfloat16.
+  /// On a GPU that does not multiply the recipe (`multiplies`) planes are
+  /// decoded to bfloat16 and multiplied so. Decoding is exact where scales are
+  /// powers of two (rowwise, mxfp8), else each value is rounded once, by at
+  /// most 2^-9 of it. No faster than bfloat16.
   bool emulate = false;
 };
 
@@ -53,8 +61,11 @@ void matmul(
     const Operand& b,
     const MatmulOptions& options = {});
 
-/// Whether the GPU multiplies this recipe in FP8: sm_90 all but mxfp8, which
-/// sm_100 has. False for the CPU, where products are emulated.
+/// Whether the GPU multiplies this recipe in FP8, by the table of
+/// device/capability.h and, where that leaves it open, by cuBLASLt's answer.
+/// False for the CPU, where products are emulated.
 bool multiplies(Recipe recipe, at::Device device);
+/// For errors: which GPU this is, and which ones multiply the recipe in FP8.
+std::string why_not_multiplied(Recipe recipe, at::Device device);
 
 }  // namespace flatshard::float8

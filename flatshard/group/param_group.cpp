@@ -176,10 +176,10 @@ void ParamGroup::check_float8() const {
       device.is_cpu() || own.float8->emulate ||
           float8::multiplies(recipe, device),
       config,
-      "{}: this GPU does not multiply {}; take another recipe, or emulate = "
-      "true, which is no faster than bfloat16",
+      "{}: {}; take another recipe, or emulate = true, which is no faster than "
+      "bfloat16",
       name(),
-      float8::to_string(recipe));
+      float8::why_not_multiplied(recipe, device));
   FLATSHARD_CHECK(
       !own.float8->stored_columns || float8::has_power_of_two_scales(recipe),
       config,

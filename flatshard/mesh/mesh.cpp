@@ -5,6 +5,7 @@
 
 #include "flatshard/comm/make_communicator.h"
 #include "flatshard/core/error.h"
+#include "flatshard/device/capability.h"
 #include "flatshard/mesh/mesh_root.h"
 
 namespace flatshard {
@@ -60,6 +61,7 @@ std::shared_ptr<Mesh> Mesh::create(
       "mesh {}: expected a GPU with an index such as cuda:0, got '{}'",
       axes_to_string(axes),
       device.str());
+  check_gpu(device);  // before ranks meet
   FLATSHARD_CHECK(
       store || num_ranks(axes) == 1,
       usage,

@@ -13,7 +13,7 @@ bool cudnn_takes(const at::Tensor& q) {
          (dtype == at::kBFloat16 || dtype == at::kHalf) && q.size(-1) <= 128 &&
          q.size(-1) % 8 == 0 && q.size(1) > 1 &&
          at::globalContext().userEnabledCuDNNSDP() &&
-         cuda::has_cudnn_attention();
+         cuda::has_cudnn_attention(q.device());
 }
 
 // Every kv head once for each query head that reads it.

@@ -2,12 +2,13 @@
 
 #include <ATen/ATen.h>
 #include <ATen/cuda/CUDAContext.h>
-#include <c10/cuda/CUDAException.h>
 
 #include <optional>
 #include <utility>
 
+#include "flatshard/core/error.h"
 #include "flatshard/device/cuda_scope.h"
+#include "flatshard/device/kernel_launch.h"
 #include "flatshard/float8/cuda_planes.h"
 #include "flatshard/nn/kernels/float8.h"
 
@@ -66,8 +67,9 @@ struct WantedPlanes {
 };
 
 // Values that have no memory.
+template <class Values>
 Float8Planes quantize_computed(
-    const kernels::Float8Values& values,
+    const Values& values,
     std::int64_t rows,
     std::int64_t columns,
     at::Device device,
@@ -91,7 +93,7 @@ Float8Planes quantize_computed(
            }},
       planes.args);
   kernels::quantize_values(values, planes.args, stream);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  check_kernel_launch();
   const bool one = q.recipe == float8::Recipe::tensorwise && found.defined();
   return planes.planes(one ? found[0] : wanted.amax);
 }
@@ -134,6 +136,13 @@ Float8Planes quantize_swiglu_gradient(
     const at::Tensor& up,
     const float8::Quantizer& q,
     const Float8Wanted& wanted) {
+  FLATSHARD_CHECK(
+      q.recipe != float8::Recipe::tensorwise &&
+          q.format == float8::Format::e4m3,
+      internal,
+      "gradients of SwiGLU: no kernel for {} and {}",
+      float8::to_string(q.recipe),
+      float8::to_string(q.format));
   return quantize_computed(
       kernels::SwigluGradientValues{
           .dy = dy.const_data_ptr(),
@@ -195,7 +204,7 @@ Float8Planes quantize_side_by_side(
       }
     }
   }
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  check_kernel_launch();
   return planes.planes(wanted.amax);
 }
 

@@ -1,6 +1,8 @@
 #include "flatshard/nn/cuda_moe.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/device/capability.h"
+#include "flatshard/device/kernel_launch.h"
 #include "flatshard/nn/kernels/moe.h"
 
 #include <ATen/ATen.h>
@@ -60,13 +62,13 @@ void router_forward(const RouterForward& args) {
       kernels::kMaxRouterGroups,
       args.rule.groups);
   kernels::router_forward(args, moe_stream());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  check_kernel_launch();
 }
 
 void router_backward(const RouterBackward& args) {
   check_experts(args.rule.num_experts);
   kernels::router_backward(args, moe_stream());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  check_kernel_launch();
 }
 
 at::Tensor count_experts(const at::Tensor& experts, std::int64_t num_experts) {
@@ -85,7 +87,7 @@ at::Tensor count_experts(const at::Tensor& experts, std::int64_t num_experts) {
       num_experts,
       counts.mutable_data_ptr<std::int32_t>(),
       moe_stream());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  check_kernel_launch();
   return counts;
 }
 
@@ -109,7 +111,7 @@ std::tuple<at::Tensor, at::Tensor> sort_by_expert(
        .pairs = pairs,
        .num_experts = counts.size(0)},
       moe_stream());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  check_kernel_launch();
   return {order, inverse};
 }
 
@@ -130,7 +132,7 @@ void permute_rows(
        .per_token = per_token,
        .dtype = row_dtype(x)},
       moe_stream());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  check_kernel_launch();
 }
 
 void sum_rows_of_tokens(
@@ -152,7 +154,7 @@ void sum_rows_of_tokens(
        .dim = rows.size(1),
        .dtype = row_dtype(rows)},
       moe_stream());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  check_kernel_launch();
 }
 
 void row_places(
@@ -171,7 +173,7 @@ void row_places(
        .num_rows = num_rows,
        .rows = order.size(0)},
       moe_stream());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  check_kernel_launch();
 }
 
 void permute_rows_into(
@@ -194,7 +196,7 @@ void permute_rows_into(
        .per_token = per_token,
        .dtype = row_dtype(x)},
       moe_stream());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  check_kernel_launch();
 }
 
 void sum_rows_from(
@@ -216,7 +218,7 @@ void sum_rows_from(
        .dim = leaving.size(1),
        .dtype = row_dtype(leaving)},
       moe_stream());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  check_kernel_launch();
 }
 
 void weighted_swiglu_forward(
@@ -236,7 +238,7 @@ void weighted_swiglu_forward(
        .dim = gate_up.size(1) / 2,
        .dtype = row_dtype(gate_up)},
       moe_stream());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  check_kernel_launch();
 }
 
 void weighted_swiglu_backward(
@@ -259,7 +261,7 @@ void weighted_swiglu_backward(
        .dim = gate_up.size(1) / 2,
        .dtype = row_dtype(gate_up)},
       moe_stream());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  check_kernel_launch();
 }
 
 bool multiplies_groups(
@@ -270,7 +272,7 @@ bool multiplies_groups(
   return a.is_cuda() && a.scalar_type() == at::kBFloat16 &&
          b.scalar_type() == at::kBFloat16 && begins_aligned(a) &&
          begins_aligned(b) && out_features % 8 == 0 && in_features % 8 == 0 &&
-         at::cuda::getDeviceProperties(a.get_device())->major >= 9;
+         gpu_has(a.device(), GpuFeature::grouped_products);
 }
 
 void grouped_mm(

@@ -1,11 +1,12 @@
 #include "flatshard/nn/cuda_ops.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/device/capability.h"
+#include "flatshard/device/kernel_launch.h"
 #include "flatshard/nn/kernels/kernels.h"
 
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
-#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 
 namespace flatshard::nn::cuda {
@@ -66,9 +67,9 @@ bool takes(const at::Tensor& tensor) {
                               tensor.scalar_type() == at::kBFloat16);
 }
 
-bool has_cudnn_attention() {
+bool has_cudnn_attention(at::Device device) {
   return at::detail::getCUDAHooks().hasCuDNN() &&
-         at::cuda::getCurrentDeviceProperties()->major >= 8;
+         gpu_has(device, GpuFeature::cudnn_attention);
 }
 
 std::optional<at::Generator> default_generator(at::Device device) {
@@ -104,7 +105,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> rms_norm_forward(
        .weight_dtype = dtype_of(w),
        .amax = static_cast<float*>(out(extras.amax))},
       stream());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  check_kernel_launch();
   return {y, sum, rstd};
 }
 
@@ -146,7 +147,7 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
        .weight_dtype = dtype_of(w),
        .amax = static_cast<float*>(out(amax))},
       stream());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  check_kernel_launch();
   return {dx, partial};
 }
 
@@ -163,7 +164,7 @@ void rms_norm_weight_gradient(
       accumulate,
       dtype_of(grad),
       stream());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  check_kernel_launch();
 }
 
 void rope(
@@ -185,7 +186,7 @@ void rope(
        .inverse = inverse,
        .dtype = dtype_of(x)},
       stream());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  check_kernel_launch();
 }
 
 at::Tensor swiglu_forward(
@@ -202,7 +203,7 @@ at::Tensor swiglu_forward(
       dtype_of(gate),
       stream(),
       static_cast<float*>(out(amax)));
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  check_kernel_launch();
   return y;
 }
 
@@ -227,7 +228,7 @@ std::tuple<at::Tensor, at::Tensor> swiglu_backward(
       dtype_of(gate),
       stream(),
       static_cast<float*>(out(amax)));
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  check_kernel_launch();
   return {dgate, dup};
 }
 
@@ -252,7 +253,7 @@ void cross_entropy(
        .write_gradient = args.write_gradient,
        .dtype = dtype_of(logits)},
       stream());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  check_kernel_launch();
 }
 
 }  // namespace flatshard::nn::cuda

@@ -14,8 +14,8 @@ namespace flatshard::nn::cuda {
 
 /// Whether the kernels take this tensor (CUDA, float32 or bfloat16).
 bool takes(const at::Tensor& tensor);
-/// Whether ATen's cuDNN attention runs on the current GPU.
-bool has_cudnn_attention();
+/// Whether attention on this GPU is cuDNN's (GpuFeature::cudnn_attention).
+bool has_cudnn_attention(at::Device device);
 /// The default generator of a CUDA device; empty for any other device.
 std::optional<at::Generator> default_generator(at::Device device);
 

@@ -93,7 +93,7 @@ Float8Planes swiglu_backward_float8(
   const bool fused =
       cuda::quantizes(gate) && cuda::quantizes(up) && cuda::quantizes(dy);
   if (quantizer.recipe != float8::Recipe::tensorwise) {
-    if (fused) {
+    if (fused && quantizer.format == float8::Format::e4m3) {
       return cuda::quantize_swiglu_gradient(dy, gate, up, quantizer, wanted);
     }
     const auto [dgate, dup] = swiglu_gradients(dy, gate, up);

@@ -13,7 +13,7 @@ namespace {
 bool takes(const at::Tensor&) {
   return false;
 }
-bool has_cudnn_attention() {
+bool has_cudnn_attention(at::Device) {
   return false;
 }
 std::optional<at::Generator> default_generator(at::Device) {

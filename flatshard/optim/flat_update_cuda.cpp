@@ -1,9 +1,9 @@
 #include "flatshard/core/error.h"
+#include "flatshard/device/kernel_launch.h"
 #include "flatshard/optim/flat_update.h"
 #include "flatshard/optim/flat_update_kernels.h"
 
 #include <c10/cuda/CUDACachingAllocator.h>
-#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -97,7 +97,7 @@ void adamw_update_cuda(const FlatUpdate& u, const AdamWStep& s) {
       pointers_of(u),
       {s.lr, s.beta1, s.beta2, s.eps, s.bias_correction1, s.bias_correction2},
       c10::cuda::getCurrentCUDAStream());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  check_kernel_launch();
   keep_until_read(u, c10::cuda::getCurrentCUDAStream());
 }
 
@@ -107,7 +107,7 @@ void sgd_update_cuda(const FlatUpdate& u, const SgdStep& s) {
       pointers_of(u),
       {s.lr, s.first ? 0.0F : s.momentum},
       c10::cuda::getCurrentCUDAStream());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  check_kernel_launch();
   keep_until_read(u, c10::cuda::getCurrentCUDAStream());
 }
 

@@ -1,6 +1,7 @@
 #include "flatshard/train/device.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/device/capability.h"
 #include "flatshard/device/device_name.h"
 #include "flatshard/device/stream.h"
 #include "flatshard/train/peak_flops.h"
@@ -24,7 +25,11 @@ at::Device choose_device(const std::string& name, const RankEnvironment& env) {
       "--device cpu",
       env.local_rank,
       gpus);
-  return {at::kCUDA, static_cast<c10::DeviceIndex>(env.local_rank)};
+  const at::Device gpu(
+      at::kCUDA,
+      static_cast<c10::DeviceIndex>(env.local_rank));
+  check_gpu(gpu);
+  return gpu;
 }
 
 std::optional<double> peak_flops(const Config& config, at::Device device) {

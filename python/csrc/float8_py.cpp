@@ -136,6 +136,14 @@ void bind_float8(py::module_& m) {
       py::arg("recipe"),
       py::arg("device"),
       "Whether the device multiplies the recipe in FP8.");
+  m.def(
+      "float8_why_not_multiplied",
+      [](const std::string& recipe, at::Device device) {
+        return float8::why_not_multiplied(float8::recipe_of(recipe), device);
+      },
+      py::arg("recipe"),
+      py::arg("device"),
+      "Which GPU this is, and which ones multiply the recipe in FP8.");
   py::class_<PyUnit::Float8>(
       m,
       "Float8Format",

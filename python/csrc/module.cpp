@@ -17,4 +17,5 @@ PYBIND11_MODULE(_C, m) {
   bind_optim(m);
   bind_checkpoint(m);
   bind_float8(m);
+  bind_machine(m);
 }

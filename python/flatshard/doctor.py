@@ -1,16 +1,26 @@
-"""`python -m flatshard.doctor`: what this installation has, and what would not work.
+"""`python -m flatshard.doctor`: tries what this installation can do on this machine.
 
-Ends with 0 when training works on what this machine has, a CPU or GPUs, else with 1.
+Prints versions, GPUs and what each kind of GPU does, then trains a step on the CPU and
+on each kind of GPU, and one on two ranks. Ends with 0 when training works on what this
+machine has, a CPU or GPUs, else with 1 and the reason.
 """
 
+import argparse
+import math
 import platform
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import flatshard
 from flatshard import _C
+
+# How long two ranks may take to meet and to train a step.
+RANKS_S = 180
 
 
 def findings():
@@ -19,14 +29,9 @@ def findings():
     yield "python", f"{platform.python_version()} ({sys.executable})"
     yield "torch", f"{torch.__version__} (flatshard was built for {_C.torch_version})"
     yield "extension", _C.__file__
-    yield "CUDA in flatshard", "yes" if _C.with_cuda else "no"
     yield "CUDA in torch", torch.version.cuda or "no"
-    for i in range(torch.cuda.device_count()):
-        p = torch.cuda.get_device_properties(i)
-        yield (
-            f"GPU {i}",
-            f"{p.name}, {p.total_memory / 2**30:.0f} GiB, sm_{p.major}{p.minor}",
-        )
+    yield from (fact for fact in _C.build_facts() if fact[0] != "torch")
+    yield from _C.machine_facts()
     yield "gloo", "yes" if dist.is_gloo_available() else "no"
     yield "nccl", "yes" if dist.is_nccl_available() else "no"
 
@@ -50,34 +55,142 @@ def notes():
         yield "torch sees no GPU, so training is on the CPU (look at nvidia-smi)"
 
 
-def try_out():
-    """One step of a tiny model on one rank."""
+def try_step(device, ranks=1):
+    """One step of a tiny model with FP8 weights, which bfloat16 stands in for where the
+    device has no such products.
+
+    Args:
+        device: torch.device.
+        ranks: of the process group, whose ranks all call this.
+
+    Raises:
+        RuntimeError: a loss or a weight is no number, or the loss does not fall.
+    """
     from torch.distributed.device_mesh import init_device_mesh
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(128, 256), torch.nn.GELU(), torch.nn.Linear(256, 16)
+    ).to(device)
+    mesh = init_device_mesh(device.type, (ranks,))
+    precision = flatshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fp8 = flatshard.Float8Policy("rowwise", emulate=True)
+    flatshard.fully_shard(model[0], mesh=mesh, mp_policy=precision, fp8=fp8)
+    flatshard.fully_shard(model, mesh=mesh, mp_policy=precision)
+    optimizer = flatshard.optim.AdamW(model.parameters(), lr=1e-2)
+    x = torch.randn(32, 128, generator=torch.Generator().manual_seed(1)).to(device)
+    losses = []
+    for _ in range(2):
+        loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    if not all(map(math.isfinite, losses)) or losses[1] >= losses[0]:
+        raise RuntimeError(f"expected a lower loss after a step, got {losses}")
+
+
+def try_out(device):
+    """try_step on one rank of this process; why it does not work, or ""."""
     try:
-        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
-        mesh = init_device_mesh("cpu", (1,))
-        flatshard.fully_shard(model[0], mesh=mesh)
-        flatshard.fully_shard(model, mesh=mesh)
-        model(torch.ones(2, 4)).sum().backward()
-        return model[0].weight.grad is not None
+        if device.type == "cuda":
+            _C.check_gpu(device)
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=dist.HashStore(),
+            rank=0,
+            world_size=1,
+        )
+        try:
+            try_step(device)
+        finally:
+            dist.destroy_process_group()
+    except Exception as error:  # noqa: BLE001 -- it is reported
+        return str(error) or repr(error)
+    return ""
+
+
+def try_ranks(kind):
+    """try_step on two ranks, each a process; why it does not work, or ""."""
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = []
+        for rank in range(2):
+            output = open(Path(folder) / f"rank{rank}", "w+")  # noqa: SIM115
+            command = [sys.executable, "-m", "flatshard.doctor"]
+            command += ["--rank", str(rank), kind, str(Path(folder) / "store")]
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+            ranks.append((process, output))
+        failures = []
+        for rank, (process, output) in enumerate(ranks):
+            try:
+                code = process.wait(timeout=RANKS_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                code = f"none within {RANKS_S} s"
+            output.seek(0)
+            lines = output.read().strip().splitlines() or ["no output"]
+            output.close()
+            if code != 0:
+                failures.append(f"rank {rank}, exit code {code}: {lines[-1]}")
+        return "; ".join(failures)
+
+
+def as_rank(rank, kind, store):
+    """What a process of try_ranks does."""
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=2,
+    )
+    try:
+        try_step(device, ranks=2)
     finally:
         dist.destroy_process_group()
 
 
-def main():
+def trials():
+    """(name, why it does not work or "") of each trial, as it ends."""
+    if dist.is_gloo_available():
+        yield "one step on a CPU", try_out(torch.device("cpu"))
+    if not (_C.with_cuda and torch.cuda.is_available()):
+        if dist.is_gloo_available():
+            yield "two ranks by Gloo", try_ranks("cpu")
+        return
+    for index, _ in _C.gpu_kinds():
+        yield f"one step on GPU {index}", try_out(torch.device("cuda", index))
+    if torch.cuda.device_count() > 1:
+        yield "two ranks by NCCL", try_ranks("cuda")
+        yield "copies of GPUs", "; ".join(_C.try_peer_copies())
+
+
+def main(arguments=()):
+    parser = argparse.ArgumentParser(prog="python -m flatshard.doctor", description=__doc__)
+    parser.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)
+    chosen = parser.parse_args(arguments)
+    if chosen.rank:
+        as_rank(int(chosen.rank[0]), *chosen.rank[1:])
+        return 0
     for name, value in findings():
         print(f"{name:18} {value}")
+    for _, text in _C.gpu_kinds():
+        print(text, end="")
     for note in notes():
         print(f"{'note':18} {note}")
-    works = dist.is_gloo_available() and try_out()
-    print(f"{'one step on a CPU':18} {'works' if works else 'FAILED'}")
     found = list(problems())
+    for name, why in trials():
+        print(f"{name:18} {'FAILED' if why else 'works'}", flush=True)
+        if why:
+            found.append(f"{name}: {why}")
     for problem in found:
         print(f"would not work: {problem}")
-    return 0 if works and not found else 1
+    return 1 if found else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -150,8 +150,8 @@ def check_device(fp8, device):
         return
     if not _C.float8_multiplies(fp8.recipe, device):
         raise ValueError(
-            f"fp8: this GPU does not multiply {fp8.recipe}: take another recipe, or "
-            "emulate=True, which is no faster than bfloat16"
+            f"fp8: {_C.float8_why_not_multiplied(fp8.recipe, device)}: take another "
+            "recipe, or emulate=True, which is no faster than bfloat16"
         )
 
 

@@ -43,6 +43,49 @@ std::string read(const std::filesystem::path& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
+// The CPU, two ranks on it; on a machine with GPUs these as well.
+TEST(Doctor, ItTriesThisMachine) {
+  const Result result = run("doctor");
+  EXPECT_EQ(result.code, 0) << result.output;
+  EXPECT_THAT(
+      result.output,
+      AllOf(
+          HasSubstr("CPU, a step: bfloat16 works"),
+          HasSubstr("CPU, a step: FP8 weights works"),
+          HasSubstr("CPU, a step: experts works"),
+          ::testing::ContainsRegex("2 ranks on [CG]PUs    works"),
+          Not(HasSubstr("FAILED"))));
+}
+
+TEST(Doctor, ItEndsWithOneAndTheReason) {
+  if (std::filesystem::exists("/dev/nvidia1")) {
+    GTEST_SKIP() << "two GPUs meet over NCCL, which needs no such interface";
+  }
+  ::setenv("GLOO_SOCKET_IFNAME", "no_such_0", 1);
+  const Result result = run("doctor");
+  ::unsetenv("GLOO_SOCKET_IFNAME");
+  EXPECT_EQ(result.code, 1) << result.output;
+  EXPECT_THAT(
+      result.output,
+      AllOf(
+          HasSubstr("CPU, a step: bfloat16 works"),
+          HasSubstr("2 ranks on CPUs    FAILED"),
+          HasSubstr("no_such_0"),
+          HasSubstr("does not work: 2 ranks on CPUs: ")));
+}
+
+TEST(Doctor, InfoPrintsTheBuildAndTheMachine) {
+  const Result result = run("info");
+  EXPECT_EQ(result.code, 0) << result.output;
+  EXPECT_THAT(
+      result.output,
+      AllOf(
+          HasSubstr("flatshard          "),
+          HasSubstr("torch              "),
+          HasSubstr("CUDA code for      "),
+          HasSubstr("threads")));
+}
+
 class Program : public ::testing::Test {
  protected:
   void write_config(const std::string& more = {}) const {

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import flatshard
-from flatshard import CPUOffloadPolicy, Float8Policy, fully_shard
+from flatshard import _C, CPUOffloadPolicy, Float8Policy, fully_shard
 from flatshard.float8_linear import Float8Linear
 from tests.python.device import DEVICE, on_device
 from tests.python.float8_models import (
@@ -465,7 +465,8 @@ def test_F18_the_report_says_why(mesh):
         ignored_params=set(model.ignored.parameters()),
     )
     report = flatshard.float8.describe(model)
-    emulated = " (emulated)" if DEVICE == "cpu" else ""
+    fast = DEVICE != "cpu" and _C.float8_multiplies("rowwise", torch.device(DEVICE, 0))
+    emulated = "" if fast else " (emulated)"
     assert report.float8 == {"fits.weight": f"rowwise{emulated}, derived columns"}
     assert report.others == {
         "embed.weight": "weight of Embedding",
@@ -493,7 +494,7 @@ def test_the_filter_chooses(mesh, rank):
         return name == "down"
 
     model = Mlp()
-    shard(model, mesh, Float8Policy("tensorwise", chosen))
+    shard(model, mesh, Float8Policy("tensorwise", chosen, emulate=True))
     assert seen == [(nn.Linear, "up"), (nn.Linear, "down")] * 2
     report = flatshard.float8.describe(model)
     assert set(report.float8) == {"blocks.0.down.weight", "blocks.1.down.weight"}
@@ -561,8 +562,10 @@ def test_a_recipe_that_the_gpu_lacks(mesh, monkeypatch):
     from flatshard import float8_policy
 
     lacking = torch.device("cuda", 0)
+    why = "this GPU (sm_90) does not multiply mxfp8 in FP8"
     monkeypatch.setattr(float8_policy._C, "float8_multiplies", lambda *_: False)
-    with pytest.raises(ValueError, match="fp8: this GPU does not multiply mxfp8: .*emul"):
+    monkeypatch.setattr(float8_policy._C, "float8_why_not_multiplied", lambda *_: why)
+    with pytest.raises(ValueError, match=r"fp8: this GPU \(sm_90\) does not multiply mxfp8 in FP8: .*emul"):
         float8_policy.check_device(Float8Policy("mxfp8"), lacking)
     float8_policy.check_device(Float8Policy("mxfp8", emulate=True), lacking)
 

@@ -156,7 +156,18 @@ inline dim3 tile_grid(std::int64_t rows, std::int64_t columns) {
       static_cast<unsigned>(divide_up(rows, kTile))};
 }
 
-/// Picks the kernel of a recipe for a source.
+/// Whether a source is quantized with a recipe, as far as it says; kernels of
+/// others are not compiled.
+template <class Source>
+constexpr bool quantized_with(Recipe recipe) {
+  if constexpr (requires { Source::quantized_with(recipe); }) {
+    return Source::quantized_with(recipe);
+  } else {
+    return true;
+  }
+}
+
+/// Picks the kernel of a recipe for a source that is quantized with it.
 template <Format F, class Source>
 void quantize_source(
     const Source& source,
@@ -164,15 +175,19 @@ void quantize_source(
     cudaStream_t stream) {
   const dim3 grid = tile_grid(source.rows, source.columns);
   const auto run = [&]<Recipe R>() {
-    if constexpr (HasHalves<Source>) {
-      if (source.whole_halves()) {
-        quantize_halves_kernel<Source, R, F>
-            <<<dim3(grid.x / 2, grid.y), kTileThreads, 0, stream>>>(source, a);
-        return;
+    if constexpr (quantized_with<Source>(R)) {
+      if constexpr (HasHalves<Source>) {
+        if (source.whole_halves()) {
+          quantize_halves_kernel<Source, R, F>
+              <<<dim3(grid.x / 2, grid.y), kTileThreads, 0, stream>>>(
+                  source,
+                  a);
+          return;
+        }
       }
+      quantize_tiles_kernel<Source, R, F>
+          <<<grid, kTileThreads, 0, stream>>>(source, a);
     }
-    quantize_tiles_kernel<Source, R, F>
-        <<<grid, kTileThreads, 0, stream>>>(source, a);
   };
   switch (a.recipe) {
     case Recipe::tensorwise:

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <variant>
 
 #include "flatshard/float8/kernels/kernels.h"
 
@@ -43,21 +42,42 @@ struct NormValues {
   std::int64_t columns;
 };
 
-using Float8Values =
-    std::variant<SwigluValues, SwigluGradientValues, NormValues>;
-
-/// As float8::kernels::quantize_tiles. Activations are e4m3.
+/// As float8::kernels::quantize_tiles, to e4m3. Gradients of SwiGLU take no
+/// tensorwise recipe.
 void quantize_values(
-    const Float8Values& values,
+    const SwigluValues& values,
+    const float8::kernels::Quantize& args,
+    cudaStream_t stream);
+void quantize_values(
+    const SwigluGradientValues& values,
+    const float8::kernels::Quantize& args,
+    cudaStream_t stream);
+void quantize_values(
+    const NormValues& values,
     const float8::kernels::Quantize& args,
     cudaStream_t stream);
 
 /// amax = max(amax, the largest magnitude).
-void values_amax(const Float8Values& values, float* amax, cudaStream_t stream);
+void values_amax(const SwigluValues& values, float* amax, cudaStream_t stream);
+void values_amax(
+    const SwigluGradientValues& values,
+    float* amax,
+    cudaStream_t stream);
+void values_amax(const NormValues& values, float* amax, cudaStream_t stream);
 
 /// The same for each row and each column; either may be null.
 void values_row_and_column_amax(
-    const Float8Values& values,
+    const SwigluValues& values,
+    float* rows,
+    float* columns,
+    cudaStream_t stream);
+void values_row_and_column_amax(
+    const SwigluGradientValues& values,
+    float* rows,
+    float* columns,
+    cudaStream_t stream);
+void values_row_and_column_amax(
+    const NormValues& values,
     float* rows,
     float* columns,
     cudaStream_t stream);

@@ -1,0 +1,48 @@
+#include "flatshard/cli/rank_process.h"
+
+#include "flatshard/core/log.h"
+
+#include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
+
+#include <cstdlib>
+
+namespace flatshard {
+namespace {
+
+/// torch::Warning as a line of the log.
+class LoggedWarnings : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning& warning) override {
+    log_warning("torch: {}", warning.msg());
+  }
+};
+
+/// c10d writes a dozen lines of C++ frames whenever the process that serves its
+/// store ends, and the errors of ranks have said by then who did. Warnings that
+/// torch means for its users stay, and TORCH_CPP_LOG_LEVEL brings all back.
+void quiet_torch() {
+  static LoggedWarnings warnings;
+  if (std::getenv("TORCH_CPP_LOG_LEVEL") == nullptr) {
+    setenv("TORCH_CPP_LOG_LEVEL", "ERROR", 0);
+    c10::WarningUtils::set_warning_handler(&warnings);
+  }
+  c10::initLogging();
+}
+
+}  // namespace
+
+void prepare_rank_process() {
+  // Errors of NCCL are thrown here: torch's own watchdog and monitor would end
+  // the process.
+  setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", 0);
+  setenv("TORCH_NCCL_ENABLE_MONITORING", "0", 0);
+  // Its watchdog would write to the store, which may be the one that hangs.
+  setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0", 0);
+  // CUDA's queues of launches, read when it starts: as they are, they hold less
+  // than a step, and the host waits for the GPU in the middle of it.
+  setenv("CUDA_SCALE_LAUNCH_QUEUES", "4x", 0);
+  quiet_torch();
+}
+
+}  // namespace flatshard

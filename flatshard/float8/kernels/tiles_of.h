@@ -1,0 +1,20 @@
+#pragma once
+
+#include "flatshard/float8/kernels/kernels.h"
+
+namespace flatshard::float8::kernels {
+
+/// quantize_tiles of values of T. A file for each T: they take long to compile.
+template <class T>
+void quantize_tiles_of(
+    const Values& x,
+    const Quantize& args,
+    cudaStream_t stream);
+template <class T>
+void row_and_column_amax_of(
+    const Values& x,
+    float* rows,
+    float* columns,
+    cudaStream_t stream);
+
+}  // namespace flatshard::float8::kernels
