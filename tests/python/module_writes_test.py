@@ -240,6 +240,8 @@ def by_lists(q, k):
 @pytest.mark.parametrize("strategy", ["zero3", "zero2"])
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_writes_inside_of_a_forward(update, apart, strategy, prefetch, mesh):
+    if update is by_data and not apart:
+        pytest.skip("no tensor's version tells of a write to .data of a plain tensor")
     model = Momentum(update).to(mesh.device_type)
     if apart:
         fully_shard(model.q, mesh=mesh, strategy=strategy)

@@ -85,29 +85,3 @@ def test_each_gets_its_gradients(step, strategy, number, mesh, rank, world):
     for a, b in zip(plain, sharded):
         for (name, p), q in zip(a.named_parameters(), b.parameters()):
             torch.testing.assert_close(q.full_tensor(), p, msg=name)
-
-
-class TakesOneOfTwo(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x, which, zero=False):
-        one, other = (self.a, self.b) if which else (self.b, self.a)
-        if not zero:
-            return one(x)
-        # In the same order on all ranks.
-        a, b = self.a(x), self.b(x)
-        return a + 0 * b if which else b + 0 * a
-
-
-def test_ranks_that_take_other_paths_end_with_the_way_out(mesh, rank, world):
-    if world == 1 or mesh.device_type != "cpu":
-        pytest.skip("one rank parts from nobody; on GPUs the watcher tells")
-    model = TakesOneOfTwo()
-    for unit in (model.a, model.b, model):
-        fully_shard(unit, mesh=mesh)
-    x = torch.ones(1, 6)
-    model(x, which=rank % 2, zero=True).sum().backward()
-    with pytest.raises(Exception, match="adds its output times zero to the loss"):
-        model(x, which=rank % 2).sum().backward()
