@@ -37,7 +37,7 @@ wanted = {
 }
 script = f"flatshard-{label}.data/scripts/flatshard"
 wanted |= {"flatshard/_build.py", "flatshard/bin/flatshard", script}
-names = {name for name in names if ".dist-info/" not in name}
+names = {name for name in names if ".dist-info/" not in name and name[-1] != "/"}
 extension = {name for name in names if name.startswith("flatshard/_C.cpython")}
 assert names - extension == wanted, names ^ wanted
 assert len(extension) == 1, extension
