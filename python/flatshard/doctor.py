@@ -40,8 +40,8 @@ def problems():
     """What would not work here, and what to do about it."""
     if torch.cuda.is_available() and not _C.with_cuda:
         yield (
-            "training on this machine's GPUs: flatshard was built without CUDA; install "
-            "the toolkit of torch's CUDA version and rebuild with FLATSHARD_CUDA=on"
+            "training on this machine's GPUs: flatshard is built for CPUs only; build "
+            "it with FLATSHARD_CUDA=on, or install a wheel with cu in its version"
         )
     if torch.cuda.is_available() and not dist.is_nccl_available():
         yield "training on several GPUs: this torch has no NCCL"
