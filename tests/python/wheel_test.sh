@@ -55,7 +55,7 @@ grep -h '"step":4,.*"loss"' run/metrics.jsonl torchrun/metrics.jsonl | sed 's/.*
 # Tokenizers are Python's: of the Python that the program was installed for.
 flatshard data prepare --input numbers.txt --output t --tokenizer no.json 2>no.txt || true
 grep -q 'no.json' no.txt
-python -m flatshard.doctor >doctor.txt
+python -m flatshard.doctor >doctor.txt 2>&1 || { cat doctor.txt >&2; exit 1; }
 grep -q "^extension  *$work/venv/" doctor.txt
 grep -q '^one step on a CPU  *works' doctor.txt
 python -m torch.distributed.run --standalone --nproc-per-node 2 \
