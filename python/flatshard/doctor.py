@@ -77,7 +77,7 @@ def try_step(device, ranks=1):
     fp8 = flatshard.Float8Policy("rowwise", emulate=True)
     flatshard.fully_shard(model[0], mesh=mesh, mp_policy=precision, fp8=fp8)
     flatshard.fully_shard(model, mesh=mesh, mp_policy=precision)
-    optimizer = flatshard.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = flatshard.optim.AdamW(model.parameters(), lr=1e-3)
     x = torch.randn(32, 128, generator=torch.Generator().manual_seed(1)).to(device)
     losses = []
     for _ in range(2):
