@@ -140,15 +140,16 @@ void try_peer_memory(Communicator& group) {
   }
 }
 
-// What a rank does that the doctor started.
-void try_as_rank(const std::string& device_name) {
+// What each of two ranks does.
+void try_as_rank() {
   prepare_rank_process();
   const RankEnvironment env = rank_environment_from_env();
+  const bool on_gpus = num_cuda_devices() >= env.world_size;
   const at::Device device =
-      device_name == "cuda"
+      on_gpus
           ? at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(env.local_rank))
           : at::Device(at::kCPU);
-  if (device.is_cuda()) {
+  if (on_gpus) {
     set_current_device(device);
   }
   try {
@@ -181,10 +182,10 @@ void try_as_rank(const std::string& device_name) {
   }
 }
 
-int examine(const std::vector<std::string>& argv) {
+// All that one process can try; the exit code.
+int examine() {
   print_machine();
   Problems problems;
-  const int gpus = num_cuda_devices();
   if (built_for_gpus().empty() && std::filesystem::exists("/dev/nvidia0")) {
     problems.add(
         "GPUs",
@@ -199,25 +200,33 @@ int examine(const std::vector<std::string>& argv) {
   for (const GpuKind& kind : gpu_kinds()) {
     try_gpu(kind, problems);
   }
-  if (gpus > 1) {
+  if (num_cuda_devices() > 1) {
     problems.trial("copies of all pairs", [] {
       const auto wrong = try_peer_copies();
       FLATSHARD_CHECK(wrong.empty(), cuda, "{}", fmt::join(wrong, "\n"));
     });
   }
-  std::vector<std::string> trial = argv;
-  trial.emplace_back("--as-rank");
-  trial.emplace_back(gpus > 1 ? "cuda" : "cpu");
-  const std::string ranks =
-      fmt::format("{} ranks on {}", kRanks, gpus > 1 ? "GPUs" : "CPUs");
-  problems.trial(ranks, [&] {
-    const int code = spawn_local_ranks(kRanks, trial);
-    FLATSHARD_CHECK(code == 0, comm, "exit code {}, see above", code);
-  });
   for (const std::string& problem : problems.found()) {
     fmt::print("does not work: {}\n", problem);
   }
   return problems.found().empty() ? 0 : 1;
+}
+
+// This process knows no torch, whose threads would take the signals of the
+// ranks that it waits for.
+int run_doctor(std::vector<std::string> argv) {
+  argv.emplace_back("--as-rank");
+  argv.emplace_back("alone");
+  const int alone = spawn_local_ranks(1, argv);
+  argv.back() = "ranks";
+  const int ranks = spawn_local_ranks(kRanks, argv);
+  if (ranks != 0) {
+    fmt::print(
+        "does not work: {} ranks, which ended with {}: see the error above\n",
+        kRanks,
+        ranks);
+  }
+  return alone == 0 && ranks == 0 ? 0 : 1;
 }
 
 }  // namespace
@@ -234,14 +243,15 @@ void add_doctor_command(
   command
       ->add_option("--as-rank", *as_rank)  // of the doctor itself
       ->group("")
-      ->check(CLI::IsMember({"cpu", "cuda"}));
+      ->check(CLI::IsMember({"alone", "ranks"}));
   command->callback([as_rank, argv] {
-    if (!as_rank->empty()) {
-      try_as_rank(*as_rank);
+    if (*as_rank == "ranks") {
+      try_as_rank();
       return;
     }
-    const int code = examine(argv);
+    const int code = as_rank->empty() ? run_doctor(argv) : examine();
     if (code != 0) {
+      claim_failure_report();  // the reason is printed
       throw CLI::RuntimeError(code);
     }
   });
