@@ -14,6 +14,7 @@
 #include "flatshard/data/import_tokens.h"
 #include "flatshard/data/prepare.h"
 #include "flatshard/data/text_codec.h"
+#include "flatshard/data/utf8.h"
 
 namespace flatshard {
 namespace {
@@ -52,12 +53,16 @@ std::string first_document(
       std::min(corpus->document_begin(1), kMostTokens)));
   corpus->read(0, tokens);
   const auto codec = data::TextCodec::open(folder, {.python = python});
+  std::string decoded = codec->decode(tokens, /*keep_special=*/true);
+  data::replace_invalid_utf8(decoded);  // bytes, or half of a character
   std::string text;
-  for (const char c : codec->decode(tokens, /*keep_special=*/true)) {
+  for (const char c : decoded) {
     text += c == '\n'   ? "\\n"
             : c == '\r' ? "\\r"
             : c == '\t' ? "\\t"
-                        : std::string(1, c);
+            : static_cast<unsigned char>(c) < ' ' || c == '\x7f'
+                ? fmt::format("\\x{:02x}", static_cast<unsigned char>(c))
+                : std::string(1, c);
   }
   return text + (corpus->document_begin(1) > kMostTokens ? " ..." : "");
 }

@@ -82,11 +82,13 @@ void queue_collectives(
     Stream& stream,
     std::span<Communicator* const> groups,
     std::function<void()> work) {
-  auto turns = take_turns(groups);
-  if (turns->empty()) {
+  if (std::ranges::none_of(groups, [](const Communicator* group) {
+        return group->launch_order() != nullptr;
+      })) {
     stream.submit(std::move(work));
     return;
   }
+  auto turns = take_turns(groups);
   // A stream that failed skips its work, and drops the turns with it.
   stream.submit([turns = std::move(turns), work = std::move(work)] {
     for (const auto& turn : *turns) {

@@ -234,7 +234,8 @@ def try_case(program, logits_program, folder, name, options):
     corpus = folder / f"{name}-corpus"
     run(
         program,
-        *["data", "prepare", "--input", texts, "--output", corpus],
+        *["data", "prepare", "--input", texts, "--format", "bytes"],
+        *["--output", corpus],
         *["--validation-fraction", 0],
     )
     config = folder / f"{name}.toml"

@@ -37,7 +37,7 @@ def test_bad_arguments_are_named(mesh):
     with pytest.raises(AssertionError, match="cannot be copied"):
         copy.deepcopy(model.blocks[0])
     with pytest.raises(NotImplementedError, match="mp_policy"):
-        model.half()
+        model.to("meta")
 
 
 def test_parameters_outside_of_their_unit_are_named(mesh, rank, world):
