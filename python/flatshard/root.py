@@ -322,6 +322,7 @@ class Root:
         that one began: weights that were gathered ahead are older."""
         writes.number()
         if self.core.in_forward() and self._see_writes(unit):
+            unit.core.mark_written()
             self.core.weights_written(unit.id)
 
     def _whole_written(self, number, wholes):
