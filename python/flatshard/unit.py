@@ -18,7 +18,7 @@ from flatshard import _C
 from flatshard.graph_checks import DEFAULT_WARMUP_STEPS
 from flatshard.meta_shards import mark_of_meta
 from flatshard.row_shard import RowShard
-from flatshard.sharded_tensor import ShardedTensor, become
+from flatshard.sharded_tensor import ShardedTensor, become, with_local
 from flatshard.torch_versions import default_reduce_dtype
 from flatshard.writes import writes
 
@@ -232,17 +232,20 @@ class UnitState:
 
     def take(self, p, tensor):
         """Makes `tensor`, a DTensor like p's shard, that shard. Collective."""
+        local = p.shard._local_tensor
+        if tensor.dtype != p.shard.dtype:  # until shard_again
+            local = torch.empty_like(local, dtype=tensor.dtype)
         if tensor._local_tensor.is_meta:
             p.on_meta = True
-        elif tensor.dtype == p.shard.dtype:
+        else:
             with torch.no_grad():
-                p.shard._local_tensor.copy_(p.shard.rows_of(tensor))
+                local.copy_(p.shard.rows_of(tensor))
             p.on_meta = False
         p.digest = None
         _places.pop(p.shard)
-        if tensor.dtype == p.shard.dtype:
-            tensor._local_tensor, tensor._spec = p.shard._local_tensor, p.shard._spec
-        # Else it has values of its own until shard_again.
+        same = tensor.dtype == p.shard.dtype
+        spec = (p.shard if same else with_local(p.shard, local))._spec
+        tensor._local_tensor, tensor._spec = local, spec
         tensor.__class__ = ShardedTensor
         p.shard = tensor
         _places[tensor] = (weakref.ref(self), p.index)

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from flatshard import MixedPrecisionPolicy, fully_shard, root
 
@@ -165,3 +166,15 @@ def test_one_row_that_no_rank_shares_is_accepted(mesh, rank):
     x = torch.ones(1, 197, 1024, device=mesh.device_type)
     model(x).sum().backward()
     assert model.positions.grad is not None
+
+
+def test_a_dtensor_of_another_dtype_takes_the_place_of_a_parameter(mesh, rank):
+    values = torch.arange(35.0, device=mesh.device_type).view(7, 5) / 7
+    model = three_layers().to(mesh.device_type, torch.bfloat16)
+    fully_shard(model, mesh=mesh)
+    mine = nn.Parameter(distribute_tensor(values, mesh, [Shard(0)]))
+    model[0].weight = mine
+    with torch.autocast(mesh.device_type, torch.bfloat16):
+        model(torch.ones(1, 5, device=mesh.device_type)).sum().backward()
+    assert model[0].weight is mine and mine.grad.dtype == torch.float32
+    assert mine.full_tensor().equal(values)

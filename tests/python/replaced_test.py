@@ -188,7 +188,6 @@ REFUSED = {
         lambda mesh: rows(values()[:2], mesh),
         r"shape \(2, 6\), expected \(6, 6\)",
     ),
-    "dtype": (lambda mesh: rows(values().double(), mesh), "dtype torch.float64, exp"),
     "columns": (
         lambda mesh: distribute_tensor(values(), mesh, [Shard(1)]),
         r"placements .Shard.dim=1.,., expected .Shard.0",
