@@ -79,6 +79,11 @@ class Parameter:
         """For messages."""
         return self.sites[0][1] if self.sites else self.label
 
+    def is_as_sharded(self):
+        """Nobody changed requires_grad or the dtype since the core has it."""
+        same_dtype = self.shard.dtype == self.shown_dtype
+        return same_dtype and self.shard.requires_grad == self.trainable
+
     def is_shown(self):
         """Some module has it."""
         shown = [m._parameters.get(n) for r, n in self.sites if (m := r()) is not None]
@@ -155,12 +160,7 @@ class UnitState:
         )
 
     def is_as_sharded(self):
-        """Nobody changed requires_grad or the dtype of a parameter since the core has
-        it."""
-        return all(
-            p.shard.requires_grad == p.trainable and p.shard.dtype == p.shown_dtype
-            for p in self.parameters
-        )
+        return all(p.is_as_sharded() for p in self.parameters)
 
     def shard_again(self):
         """The core groups parameters by requires_grad and dtype: makes it anew, with
@@ -195,11 +195,7 @@ class UnitState:
         self._watch_shards()
 
     def _check_may_change(self):
-        changed = next(
-            p
-            for p in self.parameters
-            if p.shard.requires_grad != p.trainable or p.shard.dtype != p.shown_dtype
-        )
+        changed = next(p for p in self.parameters if not p.is_as_sharded())
         what, now = "requires_grad", changed.shard.requires_grad
         if changed.shard.dtype != changed.shown_dtype:
             what, now = "the dtype", changed.shard.dtype
