@@ -125,15 +125,17 @@ void matmul(
       config,
       "{}; expected another recipe, or emulate = true",
       why_not_multiplied(a.recipe, out.device()));
-  const bool simple =
-      a.recipe == Recipe::tensorwise || a.recipe == Recipe::rowwise;
+  // Decoded operands are bfloat16, and cuBLASLt refuses fast accumulation of
+  // anything but FP8.
+  const bool may_be_fast = !emulated && (a.recipe == Recipe::tensorwise ||
+                                         a.recipe == Recipe::rowwise);
   Product p{
       .a = side_of(a, emulated),
       .b = side_of(b, emulated),
       .out = out,
       .c = options.addend.defined() ? options.addend : out,
       .beta = options.accumulate || options.addend.defined() ? 1.0F : 0.0F,
-      .fast = options.fast_accumulation && simple};
+      .fast = options.fast_accumulation && may_be_fast};
   check_shape(p.a, p.b, b.recipe == Recipe::blockwise ? b.recipe : a.recipe);
   const bool may_add_rows = p.a.mode == mode_of(Recipe::blockwise_1x128) &&
                             p.a.data.size(0) % kBlock != 0;
