@@ -135,7 +135,7 @@ void Communicator::run(CollectiveSignature what, F&& launch) {
         "{}: expected work that was queued with queue_collectives, got a "
         "stream's own",
         where(kind));
-    turn.emplace(order_);
+    turn.emplace(LaunchOrder::Orders{order_});
     turn->begin();
   }
   const std::int64_t seq = num_launched_++;

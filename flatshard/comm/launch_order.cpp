@@ -3,57 +3,61 @@
 #include <c10/util/ScopeExit.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
-#include <vector>
 
 #include "flatshard/comm/communicator.h"
 
 namespace flatshard {
 namespace {
 
-using Turns = std::vector<std::unique_ptr<LaunchOrder::Turn>>;
+// Guards `num_taken_` of all orders.
+std::mutex taking;
 
-// All at once: two threads that took turns on the same two groups in turn could
-// wait for each other.
-std::shared_ptr<Turns> take_turns(std::span<Communicator* const> groups) {
-  static std::mutex mutex;
-  std::vector<std::shared_ptr<LaunchOrder>> orders;
+LaunchOrder::Orders orders_of(std::span<Communicator* const> groups) {
+  LaunchOrder::Orders orders;
   for (Communicator* const group : groups) {
     const auto& order = group->launch_order();
     if (order && std::ranges::find(orders, order) == orders.end()) {
       orders.push_back(order);
     }
   }
-  auto turns = std::make_shared<Turns>();
-  const std::lock_guard lock(mutex);
-  for (auto& order : orders) {
-    turns->push_back(std::make_unique<LaunchOrder::Turn>(std::move(order)));
-  }
-  return turns;
+  return orders;
 }
 
 }  // namespace
 
-LaunchOrder::Turn::Turn(std::shared_ptr<LaunchOrder> order)
-    : order_(std::move(order)), number_(order_->take()) {
+LaunchOrder::Turn::Turn(Orders orders) : orders_(std::move(orders)) {
+  const std::lock_guard lock(taking);
+  for (const auto& order : orders_) {
+    numbers_.push_back(order->num_taken_++);
+  }
 }
 
 LaunchOrder::Turn::~Turn() {
-  order_->end(number_);
+  for (std::size_t i = 0; i < orders_.size(); ++i) {
+    orders_[i]->end(numbers_[i]);
+  }
 }
 
 void LaunchOrder::Turn::begin() {
-  order_->begin(number_);
+  for (std::size_t i = 0; i < orders_.size(); ++i) {
+    orders_[i]->begin(numbers_[i]);
+  }
+}
+
+std::vector<std::int64_t> LaunchOrder::num_taken(const Orders& orders) {
+  std::vector<std::int64_t> counts;
+  const std::lock_guard lock(taking);
+  for (const auto& order : orders) {
+    counts.push_back(order ? order->num_taken_ : 0);
+  }
+  return counts;
 }
 
 bool LaunchOrder::is_mine() const {
   const std::lock_guard lock(mutex_);
   return holder_ == std::this_thread::get_id();
-}
-
-std::int64_t LaunchOrder::take() {
-  const std::lock_guard lock(mutex_);
-  return num_taken_++;
 }
 
 void LaunchOrder::begin(std::int64_t number) {
@@ -82,19 +86,17 @@ void queue_collectives(
     Stream& stream,
     std::span<Communicator* const> groups,
     std::function<void()> work) {
-  if (std::ranges::none_of(groups, [](const Communicator* group) {
-        return group->launch_order() != nullptr;
-      })) {
+  LaunchOrder::Orders orders = orders_of(groups);
+  if (orders.empty()) {
     stream.submit(std::move(work));
     return;
   }
-  auto turns = take_turns(groups);
-  // A stream that failed skips its work, and drops the turns with it.
-  stream.submit([turns = std::move(turns), work = std::move(work)] {
-    for (const auto& turn : *turns) {
-      turn->begin();
-    }
-    const auto over = c10::make_scope_exit([&] { turns->clear(); });
+  // A stream that failed skips its work, and drops the turn with it.
+  auto turn = std::make_shared<std::optional<LaunchOrder::Turn>>();
+  turn->emplace(std::move(orders));
+  stream.submit([turn = std::move(turn), work = std::move(work)] {
+    (*turn)->begin();
+    const auto over = c10::make_scope_exit([&] { turn->reset(); });
     work();
   });
 }

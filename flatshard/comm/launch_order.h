@@ -8,6 +8,7 @@
 #include <set>
 #include <span>
 #include <thread>
+#include <vector>
 
 #include "flatshard/device/stream.h"
 
@@ -26,10 +27,15 @@ class Communicator;
 /// was launched on one communicator in launch order, whatever the streams.
 class LaunchOrder {
  public:
-  /// A place in the order. Dropping it, begun or not, lets later turns begin.
+  using Orders = std::vector<std::shared_ptr<LaunchOrder>>;
+
+  /// A place in each of some orders, all taken at one moment: two threads that
+  /// took places in the same two orders one by one could wait for each other.
+  /// Dropping it, begun or not, lets later turns begin.
   class Turn {
    public:
-    explicit Turn(std::shared_ptr<LaunchOrder> order);
+    /// @param orders  each of them once.
+    explicit Turn(Orders orders);
     ~Turn();
     Turn(const Turn&) = delete;
     Turn& operator=(const Turn&) = delete;
@@ -39,21 +45,25 @@ class LaunchOrder {
     void begin();
 
    private:
-    std::shared_ptr<LaunchOrder> order_;
-    std::int64_t number_;
+    Orders orders_;
+    std::vector<std::int64_t> numbers_;
   };
 
   /// The calling thread has begun its turn.
   bool is_mine() const;
 
+  /// How many turns of each order were taken, all counted at one moment; 0 for
+  /// null. Programs that queue the same collectives take the same turns, so
+  /// that of two ranks one is behind the other or both are at the same place.
+  static std::vector<std::int64_t> num_taken(const Orders& orders);
+
  private:
-  std::int64_t take();
   void begin(std::int64_t number);
   void end(std::int64_t number);
 
+  std::int64_t num_taken_ = 0;  ///< guarded by a lock for all orders
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  std::int64_t num_taken_ = 0;
   std::int64_t current_ = 0;     ///< the earliest turn that is not over
   std::set<std::int64_t> over_;  ///< later ones that were dropped already
   std::thread::id holder_;

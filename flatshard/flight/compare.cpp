@@ -1,5 +1,7 @@
 // Ranks that run different collectives.
 #include <algorithm>
+#include <cstddef>
+#include <utility>
 
 #include "flatshard/comm/collective_signature.h"
 #include "flatshard/flight/text.h"
@@ -79,6 +81,109 @@ std::optional<Verdict> detail::find_diverged(std::span<const RankView> views) {
     }
   }
   return std::nullopt;
+}
+
+namespace {
+
+// How far a rank's program is on each of its groups, by the group's name.
+using Progress = std::vector<std::pair<std::string_view, std::int64_t>>;
+
+Progress progress_of(const RankView& view) {
+  Progress progress;
+  for (const FlightTrack& track : view.state.tracks) {
+    progress.emplace_back(track.group, track.num_queued);
+  }
+  std::ranges::sort(progress);
+  return progress;
+}
+
+// Of the groups of both: one on which `a` is ahead, and one on which `b` is.
+// Empty: none.
+std::pair<std::string_view, std::string_view> ahead(
+    const Progress& a,
+    const Progress& b) {
+  std::pair<std::string_view, std::string_view> groups;
+  for (auto i = a.begin(), j = b.begin(); i != a.end() && j != b.end();) {
+    if (i->first != j->first) {
+      ++(i->first < j->first ? i : j);
+      continue;
+    }
+    if (i->second != j->second) {
+      (i->second > j->second ? groups.first : groups.second) = i->first;
+    }
+    ++i;
+    ++j;
+  }
+  return groups;
+}
+
+struct Parting {
+  const RankView* a = nullptr;
+  const RankView* b = nullptr;
+  std::string_view group_of_a;  ///< on which `a` is ahead of `b`
+  std::string_view group_of_b;
+};
+
+// The programs of all ranks queue the same collectives in the same order, so
+// that of two ranks one is behind the other on all groups. Where each is ahead
+// on another group, the programs have parted. Only ranks that wait are
+// compared: until then each may still be right about the other.
+std::optional<Parting> find_parting(std::span<const RankView> views) {
+  std::vector<std::pair<const RankView*, Progress>> waiting;
+  for (const RankView& view : views) {
+    if (view.seen && !view.missing && view.waits) {
+      waiting.emplace_back(&view, progress_of(view));
+    }
+  }
+  for (std::size_t i = 0; i < waiting.size(); ++i) {
+    for (std::size_t j = i + 1; j < waiting.size(); ++j) {
+      const auto groups = ahead(waiting[i].second, waiting[j].second);
+      if (!groups.first.empty() && !groups.second.empty()) {
+        return Parting{
+            waiting[i].first,
+            waiting[j].first,
+            groups.first,
+            groups.second};
+      }
+    }
+  }
+  return std::nullopt;
+}
+
+std::string waits_in(const RankView& view, std::string_view group) {
+  const FlightPlace place = view.state.current(group);
+  return fmt::format(
+      "rank {} waits in {}: {} ({})",
+      view.state.rank,
+      place_of(place.entry->step, place.entry->signature),
+      describe(place.entry->signature),
+      at(*place.track, place.entry->seq));
+}
+
+}  // namespace
+
+bool programs_part(std::span<const RankView> views) {
+  return find_parting(views).has_value();
+}
+
+std::optional<Verdict> detail::find_parted(std::span<const RankView> views) {
+  const auto parting = find_parting(views);
+  if (!parting) {
+    return std::nullopt;
+  }
+  return Verdict{
+      ErrorCode::comm,
+      0,
+      with_table(
+          fmt::format(
+              "ranks {} and {} have taken different paths: {}, and {}; {}",
+              parting->a->state.rank,
+              parting->b->state.rank,
+              waits_in(*parting->a, parting->group_of_a),
+              waits_in(*parting->b, parting->group_of_b),
+              kSameUnitsOnAllRanks),
+          views,
+          parting->group_of_a)};
 }
 
 Verdict verdict_on_difference(

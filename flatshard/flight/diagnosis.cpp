@@ -236,10 +236,13 @@ std::string late_text(const Late& late, std::size_t world) {
     text += fmt::format("; late are ranks {}", rank_list(late.all));
   }
   return fmt::format(
-      "{}; {} there for {}",
+      "{}; {} there for {}{}",
       text,
       who_waits(late.stuck),
-      seconds(late.stuck.age));
+      seconds(late.stuck.age),
+      left ? "; all ranks must run the same number of steps: let them agree on "
+             "the last one, for instance by an all-reduce of what is left"
+           : "");
 }
 
 // All ranks have launched it, and the devices of some wait in it for those of
@@ -344,6 +347,26 @@ Verdict parse_verdict(std::string_view text) {
   return verdict;
 }
 
+bool waits_for_who_left(std::span<const RankView> views) {
+  std::map<std::string_view, std::int64_t> left_after;  // by group
+  for (const RankView& view : views) {
+    if (view.seen && view.state.status == RankStatus::left) {
+      for (const FlightTrack& track : view.state.tracks) {
+        const auto at = left_after.try_emplace(track.group, track.num_launched);
+        at.first->second = std::min(at.first->second, track.num_launched);
+      }
+    }
+  }
+  return std::ranges::any_of(views, [&](const RankView& view) {
+    return view.seen && !view.missing && view.waits &&
+           std::ranges::any_of(view.state.tracks, [&](const FlightTrack& t) {
+             const auto left = left_after.find(t.group);
+             return t.pending() != nullptr && left != left_after.end() &&
+                    t.pending()->seq >= left->second;
+           });
+  });
+}
+
 Verdict diagnose(
     std::span<const RankView> views,
     std::chrono::milliseconds stalled_after) {
@@ -359,9 +382,13 @@ Verdict diagnose(
   if (auto verdict = find_diverged(views)) {
     return *verdict;
   }
+  if (auto verdict = find_parted(views)) {
+    return *verdict;
+  }
   if (const auto late = find_latest(views)) {
     return {
-        ErrorCode::timeout,
+        late->rank->state.status == RankStatus::left ? ErrorCode::comm
+                                                     : ErrorCode::timeout,
         0,
         with_table(late_text(*late, views.size()), views, late->stuck.group)};
   }

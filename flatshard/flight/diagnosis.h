@@ -44,6 +44,13 @@ Verdict diagnose(
 /// Two ranks of a group disagree on what they did up to a common checkpoint.
 bool checkpoints_differ(std::span<const RankView> views);
 
+/// Two ranks wait, and each is further in the program than the other.
+bool programs_part(std::span<const RankView> views);
+
+/// A rank waits in a collective, and another of the group has ended its run
+/// before it.
+bool waits_for_who_left(std::span<const RankView> views);
+
 /// What the ranks of a group issued where they differ, all at sequence `seq` of
 /// `communicator`: `text` and a table of them.
 Verdict verdict_on_difference(

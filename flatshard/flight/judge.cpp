@@ -126,7 +126,8 @@ void FlightWatcher::judge() {
     return;
   }
   missing_since_.reset();
-  if (!trouble_ && !stalled() && !checkpoints_differ(views_)) {
+  if (!trouble_ && !stalled() && !checkpoints_differ(views_) &&
+      !programs_part(views_) && !waits_for_who_left(views_)) {
     if (suspicious_since_) {
       suspicious_since_.reset();
       ask([&] { store_->set("dump", std::string("0")); });

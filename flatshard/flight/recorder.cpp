@@ -76,7 +76,10 @@ int FlightRecorder::watch(
     const std::shared_ptr<Communicator>& communicator,
     std::string group) {
   impl_->add(communicator);
-  return impl_->ring().add_track(std::move(group), communicator->name());
+  return impl_->ring().add_track(
+      std::move(group),
+      communicator->name(),
+      communicator->launch_order());
 }
 
 void FlightRecorder::set_step(std::int64_t step) {

@@ -37,11 +37,15 @@ std::int64_t ms(std::chrono::steady_clock::duration time) {
 
 }  // namespace
 
-int FlightRing::add_track(std::string group, std::string name) {
+int FlightRing::add_track(
+    std::string group,
+    std::string name,
+    std::shared_ptr<LaunchOrder> order) {
   const std::lock_guard lock(mutex_);
   auto track = std::make_unique<Track>();
   track->group = std::move(group);
   track->name = std::move(name);
+  track->order = std::move(order);
   track->slots.resize(capacity_);
   tracks_.push_back(std::move(track));
   return static_cast<int>(tracks_.size()) - 1;
@@ -259,6 +263,11 @@ FlightEntry FlightRing::entry(std::size_t index, std::int64_t seq) const {
 
 std::vector<FlightTrack> FlightRing::tracks(int num_entries) {
   const std::lock_guard lock(mutex_);
+  LaunchOrder::Orders orders;
+  for (const auto& track : tracks_) {
+    orders.push_back(track->order);
+  }
+  const std::vector<std::int64_t> taken = LaunchOrder::num_taken(orders);
   std::vector<FlightTrack> result;
   for (std::size_t index = 0; index < tracks_.size(); ++index) {
     Track& track = *tracks_[index];
@@ -267,6 +276,7 @@ std::vector<FlightTrack> FlightRing::tracks(int num_entries) {
         track.group,
         track.name,
         track.num_launched,
+        track.order ? taken[index] : track.num_launched,
         {track.checkpoints.begin(), track.checkpoints.end()},
         {}};
     const std::int64_t oldest =

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "flatshard/comm/launch_order.h"
 #include "flatshard/device/stream.h"
 #include "flatshard/flight/captured.h"
 #include "flatshard/flight/recorder.h"
@@ -22,7 +23,11 @@ class FlightRing {
   FlightRing(at::Device device, int capacity)
       : device_(device), capacity_(capacity) {}
 
-  int add_track(std::string group, std::string name);
+  /// @param order  of its launches; null: they are launched as they are queued.
+  int add_track(
+      std::string group,
+      std::string name,
+      std::shared_ptr<LaunchOrder> order = nullptr);
   FlightRecorder::Ticket
   begin(int track, CollectiveSignature signature, std::int64_t step);
   void launched(FlightRecorder::Ticket ticket);
@@ -70,6 +75,7 @@ class FlightRing {
   struct Track {
     std::string group;
     std::string name;
+    std::shared_ptr<LaunchOrder> order;
     std::int64_t num_launched = 0;
     std::int64_t num_completed = 0;
     std::uint64_t hash = 0;

@@ -145,10 +145,11 @@ std::string serialize(const FlightState& state) {
       state.saw_leader_leave ? 1 : 0);
   for (const FlightTrack& track : state.tracks) {
     text += fmt::format(
-        "T\t{}\t{}\t{}\n",
+        "T\t{}\t{}\t{}\t{}\n",
         plain(track.group),
         plain(track.name),
-        track.num_launched);
+        track.num_launched,
+        track.num_queued);
     for (const FlightCheckpoint& c : track.checkpoints) {
       text += fmt::format("C\t{}\t{}\n", c.seq, c.hash);
     }
@@ -190,13 +191,12 @@ FlightState parse_flight_state(std::string_view text) {
       state.dump = number<std::int64_t>(f[10]);
       state.saw_leader_leave = f[11] == "1";
     } else if (f[0] == "T") {
-      check_fields(f, 4);
+      check_fields(f, 5);
       state.tracks.push_back(
-          {std::string(f[1]),
-           std::string(f[2]),
-           number<std::int64_t>(f[3]),
-           {},
-           {}});
+          {.group = std::string(f[1]),
+           .name = std::string(f[2]),
+           .num_launched = number<std::int64_t>(f[3]),
+           .num_queued = number<std::int64_t>(f[4])});
     } else {
       FLATSHARD_CHECK(
           !state.tracks.empty(),

@@ -39,6 +39,9 @@ struct FlightTrack {
   std::string group;  ///< equal on the ranks of a group and on no others
   std::string name;   ///< the communicator's
   std::int64_t num_launched = 0;
+  /// How far the program is on it: grows where the program queues collectives,
+  /// so for all tracks in the order of the program. On GPUs `num_launched`.
+  std::int64_t num_queued = 0;
   std::vector<FlightCheckpoint> checkpoints;
   std::vector<FlightEntry> entries;  ///< the newest, ascending
 

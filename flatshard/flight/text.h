@@ -22,5 +22,8 @@ std::map<std::string, std::vector<const RankView*>> members_of_groups(
 std::optional<Verdict> find_difference(std::span<const RankView> views);
 /// The same when the rings have gone on since: only the hashes tell it.
 std::optional<Verdict> find_diverged(std::span<const RankView> views);
+/// Ranks that wait for each other in different groups, which the programs of
+/// all ranks come to in one order.
+std::optional<Verdict> find_parted(std::span<const RankView> views);
 
 }  // namespace flatshard::detail

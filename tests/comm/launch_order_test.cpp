@@ -124,9 +124,11 @@ TEST(LaunchOrder, TurnsThatAreDroppedAreSkipped) {
   const auto order = std::make_shared<LaunchOrder>();
   std::vector<int> begun;
   {
-    LaunchOrder::Turn first(order);
-    auto second = std::make_unique<LaunchOrder::Turn>(order);
-    auto third = std::make_unique<LaunchOrder::Turn>(order);
+    LaunchOrder::Turn first({order});
+    auto second =
+        std::make_unique<LaunchOrder::Turn>(LaunchOrder::Orders{order});
+    auto third =
+        std::make_unique<LaunchOrder::Turn>(LaunchOrder::Orders{order});
     second.reset();
     first.begin();
     begun.push_back(1);
@@ -134,7 +136,7 @@ TEST(LaunchOrder, TurnsThatAreDroppedAreSkipped) {
     third.reset();
   }
   EXPECT_FALSE(order->is_mine());
-  LaunchOrder::Turn fourth(order);
+  LaunchOrder::Turn fourth({order});
   fourth.begin();
   begun.push_back(4);
   EXPECT_THAT(begun, ElementsAre(1, 4));

@@ -226,5 +226,65 @@ TEST(FaultsGloo, HsdpNamesTheRankOfTheWholeMesh) {
       AllOf(HasSubstr("rank 3 of 4 is missing"), HasSubstr("step 3")));
 }
 
+// A timeout that no test waits for: what is known at once is said at once.
+constexpr std::chrono::seconds kLongTimeout{80};
+
+std::vector<FaultReport> run_on_mesh(
+    const std::function<void(Mesh&, const at::Tensor& all)>& function) {
+  return testing::run_reporting(2, [&](testing::RankContext& context) {
+    const auto mesh = Mesh::create(
+        {{"dp", 2}},
+        context.rank,
+        context.store,
+        at::kCPU,
+        {.communicator = {.timeout = kLongTimeout}});
+    function(*mesh, at::ones({4}));
+  });
+}
+
+// Each waits in a group that the other does not come to: nothing is there that
+// could be compared but the order of the program.
+TEST(FaultsGloo, RanksThatWaitForEachOtherInTwoGroupsAreToldAtOnce) {
+  const auto began = std::chrono::steady_clock::now();
+  const auto reports = run_on_mesh([](Mesh& mesh, const at::Tensor& all) {
+    auto& gather = mesh.communicator(0, Purpose::gather);
+    auto& reduce = mesh.communicator(0, Purpose::reduce);
+    gather.all_reduce(all, ReduceOp::sum);
+    reduce.all_reduce(all, ReduceOp::sum);
+    (mesh.rank() == 0 ? gather : reduce).all_reduce(all, ReduceOp::sum);
+  });
+  for (const FaultReport& report : reports) {
+    EXPECT_EQ(report.outcome, testing::RankOutcome{});
+    EXPECT_THAT(
+        report.message,
+        AllOf(
+            HasSubstr("ranks 0 and 1 have taken different paths: rank 0 waits "
+                      "in step 0: all_reduce of 4 Float, sum (dp.gather #1), "
+                      "and rank 1 waits in step 0: all_reduce of 4 Float, sum "
+                      "(dp.reduce #1)"),
+            HasSubstr("all ranks must run the same units")));
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - began, kLongTimeout / 2);
+}
+
+TEST(FaultsGloo, WhoWaitsForARankThatEndedItsRunIsToldAtOnce) {
+  const auto began = std::chrono::steady_clock::now();
+  const auto reports = run_on_mesh([](Mesh& mesh, const at::Tensor& all) {
+    auto& gather = mesh.communicator(0, Purpose::gather);
+    gather.all_reduce(all, ReduceOp::sum);
+    if (mesh.rank() == 0) {
+      gather.all_reduce(all, ReduceOp::sum);
+    }
+  });
+  EXPECT_THAT(
+      reports[0].message,
+      AllOf(
+          HasSubstr("rank 1 of 2 has ended its run: it has not come to step 0: "
+                    "all_reduce of 4 Float, sum (dp.gather #1)"),
+          HasSubstr("all ranks must run the same number of steps")));
+  EXPECT_EQ(reports[1].message, "");
+  EXPECT_LT(std::chrono::steady_clock::now() - began, kLongTimeout / 2);
+}
+
 }  // namespace
 }  // namespace flatshard

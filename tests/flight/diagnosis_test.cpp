@@ -33,7 +33,13 @@ FlightEntry entry(
 
 FlightTrack track(std::vector<FlightEntry> entries, std::string name = "dp") {
   const std::int64_t launched = entries.empty() ? 0 : entries.back().seq + 1;
-  return {"mesh/" + name, name, launched, {}, std::move(entries)};
+  return {
+      "mesh/" + name,
+      name,
+      launched,
+      /*num_queued=*/launched,
+      {},
+      std::move(entries)};
 }
 
 RankView rank(int index, std::vector<FlightTrack> tracks) {
@@ -210,6 +216,62 @@ TEST(FlightDiagnosis, WaitingInACircleNamesBothPlaces) {
           HasSubstr("(gather #4)"),
           HasSubstr("since it waits in step 7, unit b"),
           HasSubstr("(reduce #4)")));
+}
+
+TEST(FlightDiagnosis, RanksThatTookDifferentPathsAreNamed) {
+  std::vector<RankView> views{
+      rank(
+          0,
+          {track({entry(4, "a", kStarted, 3000)}, "gather"),
+           track({entry(2, "a", kDone, 3100)}, "reduce")}),
+      rank(
+          1,
+          {track({entry(3, "a", kDone, 3000)}, "gather"),
+           track({entry(3, "b", kStarted, 2000)}, "reduce")})};
+  // The one that has not waited for long may yet move.
+  views[0].waits = true;
+  EXPECT_FALSE(programs_part(views));
+  views[1].waits = true;
+  EXPECT_TRUE(programs_part(views));
+  const Verdict verdict = diagnose(views, 10s);
+  EXPECT_EQ(verdict.code, ErrorCode::comm);
+  EXPECT_THAT(
+      verdict.text,
+      AllOf(
+          HasSubstr("ranks 0 and 1 have taken different paths: rank 0 waits in "
+                    "step 7, unit a: all_gather of 64 Float (gather #4), and "
+                    "rank 1 waits in step 7, unit b: all_gather of 64 Float "
+                    "(reduce #3); all ranks must run the same units"),
+          HasSubstr("output times zero to the loss")));
+  // One is behind the other on both: it is late.
+  views[1].state.tracks[1].num_queued = 3;
+  views[0].state.tracks[1].num_queued = 3;
+  EXPECT_FALSE(programs_part(views));
+  // A rank of other groups only says nothing.
+  views[1].state.tracks[1].num_queued = 4;
+  views[1].state.tracks[1].group = "another";
+  EXPECT_FALSE(programs_part(views));
+}
+
+TEST(FlightDiagnosis, WhoeverEndedItsRunComesNoMore) {
+  std::vector<RankView> views{waiting(0), waiting(1)};
+  EXPECT_FALSE(waits_for_who_left(views));
+  views[1] = rank(1, {track({entry(4, "a", kDone, 3000)})});
+  views[1].state.status = RankStatus::left;
+  EXPECT_FALSE(waits_for_who_left(views));  // not for long
+  views[0].waits = true;
+  EXPECT_TRUE(waits_for_who_left(views));
+  const Verdict verdict = diagnose(views, 10s);
+  EXPECT_EQ(verdict.code, ErrorCode::comm);
+  EXPECT_THAT(
+      verdict.text,
+      AllOf(
+          HasSubstr("rank 1 of 2 has ended its run: it has not come to step 7, "
+                    "unit b"),
+          HasSubstr("all ranks must run the same number of steps")));
+  views[1] = waiting(1);  // it left after that collective
+  views[1].state.status = RankStatus::left;
+  EXPECT_FALSE(waits_for_who_left(views));
 }
 
 // All have launched it; the device of one does not come to it.
