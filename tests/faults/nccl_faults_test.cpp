@@ -4,6 +4,7 @@
 // on several hosts.
 #include "flatshard/core/error.h"
 #include "tests/faults/faults.h"
+#include "tests/support/gpu_ranks.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -11,7 +12,6 @@
 #include <algorithm>
 #include <csignal>
 #include <cstdlib>
-#include <filesystem>
 #include <string>
 
 namespace flatshard {
@@ -25,34 +25,28 @@ using testing::FaultReport;
 using ::testing::HasSubstr;
 using testing::run_with_fault;
 
-int num_gpus() {
-  int count = 0;
-  while (std::filesystem::exists(fmt::format("/dev/nvidia{}", count))) {
-    ++count;
-  }
-  return count;
-}
-
 class FaultsNccl : public ::testing::Test {
  protected:
   void SetUp() override {
     const bool shares = std::getenv("FLATSHARD_FAULT_RANKS") != nullptr;
-    if (num_gpus() < (shares ? 1 : 2)) {
-      GTEST_SKIP() << "faults over NCCL need two GPUs, found " << num_gpus();
+    if (testing::num_visible_gpus() < (shares ? 1 : 2)) {
+      GTEST_SKIP() << "faults over NCCL need two GPUs, found "
+                   << testing::num_visible_gpus();
     }
   }
 
   // The last rank is at fault, unless it is rank 0.
   static FaultCase with(Fault fault, bool rank_zero = false) {
     const char* wanted = std::getenv("FLATSHARD_FAULT_RANKS");
-    const int world =
-        wanted != nullptr ? std::stoi(wanted) : std::min(num_gpus(), 4);
+    const int world = wanted != nullptr
+                          ? std::stoi(wanted)
+                          : std::min(testing::num_visible_gpus(), 4);
     return {
         .fault = fault,
         .world = world,
         .culprit = rank_zero ? 0 : world - 1,
         .device = at::kCUDA,
-        .num_gpus = num_gpus(),
+        .num_gpus = testing::num_visible_gpus(),
         // Silent differences are found by and by.
         .steps = fault == Fault::none ? 20 : 100000,
         .timeout = std::chrono::seconds(6)};

@@ -6,8 +6,11 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstdlib>
 #include <filesystem>
 #include <iostream>
+#include <string_view>
 
 namespace flatshard::testing {
 namespace {
@@ -15,15 +18,6 @@ namespace {
 GpuRanks& self() {
   static GpuRanks instance;
   return instance;
-}
-
-// Without a call into CUDA: the ranks are forked.
-int num_gpu_files() {
-  int count = 0;
-  while (std::filesystem::exists(fmt::format("/dev/nvidia{}", count))) {
-    ++count;
-  }
-  return count;
 }
 
 }  // namespace
@@ -42,13 +36,27 @@ std::shared_ptr<Mesh> GpuRanks::mesh(
        .name = name});
 }
 
+int num_visible_gpus() {
+  int count = 0;
+  while (std::filesystem::exists(fmt::format("/dev/nvidia{}", count))) {
+    ++count;
+  }
+  if (const char* visible = std::getenv("CUDA_VISIBLE_DEVICES")) {
+    const std::string_view names = visible;
+    const auto num_named =
+        names.empty() ? 0 : 1 + std::ranges::count(names, ',');
+    count = std::min(count, static_cast<int>(num_named));
+  }
+  return count;
+}
+
 const GpuRanks& gpu_ranks() {
   return self();
 }
 
 int gpu_ranks_main(int argc, char** argv) {
-  if (!launched_by_environment() && num_gpu_files() > 1) {
-    return spawn_local_ranks(num_gpu_files(), {argv, argv + argc});
+  if (!launched_by_environment() && num_visible_gpus() > 1) {
+    return spawn_local_ranks(num_visible_gpus(), {argv, argv + argc});
   }
   ::testing::InitGoogleTest(&argc, argv);
   if (cuda_available()) {

@@ -10,6 +10,10 @@
 
 namespace flatshard::testing {
 
+/// GPUs that a program started here can use, by /dev and CUDA_VISIBLE_DEVICES:
+/// without a call into CUDA, so that ranks can be forked.
+int num_visible_gpus();
+
 /// This process as one rank of a test over NCCL, one rank per GPU.
 struct GpuRanks {
   RankEnvironment environment;
