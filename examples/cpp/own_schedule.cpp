@@ -44,7 +44,7 @@ struct Microbatch {
   Microbatch(Stack& model, std::shared_ptr<Runtime> runtime, at::Tensor input)
       : model(model),
         runtime(runtime),
-        pass(runtime->calls().backward_pass()),
+        pass(std::make_unique<BackwardPass>(runtime)),
         x(std::move(input)),
         target(at::sin(2 * x)) {}
 

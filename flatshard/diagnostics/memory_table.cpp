@@ -1,4 +1,5 @@
 #include "flatshard/diagnostics/memory_table.h"
+#include "flatshard/graphs/model_graphs.h"
 
 #include <fmt/format.h>
 

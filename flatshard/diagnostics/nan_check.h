@@ -1,7 +1,7 @@
 #pragma once
 
-#include "flatshard/unit/observer.h"
-#include "flatshard/unit/runtime.h"
+#include "flatshard/runtime/observer.h"
+#include "flatshard/runtime/runtime.h"
 
 #include <memory>
 

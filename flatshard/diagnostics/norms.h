@@ -1,6 +1,6 @@
 #pragma once
 
-#include "flatshard/unit/runtime.h"
+#include "flatshard/runtime/runtime.h"
 
 #include <optional>
 #include <string>

@@ -25,33 +25,6 @@ struct Recipe : torch::CustomClassHolder {
   GeneratorStates states;
 };
 
-// recompute_end also comes after an exception.
-class Notice {
- public:
-  explicit Notice(Module& owner)
-      : owner_(owner), listener_(owner.context()->recompute_listener.lock()) {
-    if (listener_) {
-      listener_->recompute_begin(owner_);
-    }
-  }
-  Notice(const Notice&) = delete;
-  Notice& operator=(const Notice&) = delete;
-  ~Notice() {
-    if (!listener_) {
-      return;
-    }
-    try {
-      listener_->recompute_end(owner_);
-    } catch (const std::exception& e) {
-      log_error("recompute_end of {} threw: {}", owner_.name(), e.what());
-    }
-  }
-
- private:
-  Module& owner_;
-  std::shared_ptr<RecomputeListener> listener_;
-};
-
 std::vector<std::uint32_t> versions_of(const TensorList& tensors) {
   std::vector<std::uint32_t> versions;
   for (const at::Tensor& tensor : tensors) {
@@ -122,7 +95,10 @@ struct CheckpointFunction : torch::autograd::Function<CheckpointFunction> {
         accumulators.push_back(grad_accumulator(arg));
       }
     }
-    const Notice notice(*recipe.owner);
+    if (const auto listener =
+            recipe.owner->context()->recompute_listener.lock()) {
+      listener->recompute_begin(*recipe.owner);
+    }
     TensorList outputs;
     {
       const DrawAgain again(recipe.states);

@@ -57,8 +57,6 @@ class RecomputeListener {
   virtual ~RecomputeListener() = default;
   /// In backward, just before `owner` runs its checkpointed part again.
   virtual void recompute_begin(Module& owner) = 0;
-  /// The recomputed part's own backward is through; also after an exception.
-  virtual void recompute_end(Module& owner) = 0;
 };
 
 class RegionRunner;

@@ -317,10 +317,10 @@ bool Scheduler::in_forward(UnitId unit) const {
 }
 
 bool Scheduler::resting() const {
-  return restless_units().empty();
+  return busy_units().empty();
 }
 
-std::vector<std::string> Scheduler::restless_units() const {
+std::vector<std::string> Scheduler::busy_units() const {
   std::vector<std::string> names;
   for (UnitId u = 0; u < static_cast<UnitId>(units_.size()); ++u) {
     const UnitState& state = state_[u];

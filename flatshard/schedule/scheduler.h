@@ -56,7 +56,7 @@ class Scheduler {
   /// Units that `unshard` gathered, or that their policy keeps, may be there.
   bool resting() const;
   /// Names of the units that do not rest, for an error message.
-  std::vector<std::string> restless_units() const;
+  std::vector<std::string> busy_units() const;
   /// The planes of `unit`, and the parts (UnitSpec::slice), that are gathered
   /// or whose gather is queued.
   PlaneSet gathered_planes(UnitId unit) const { return state_[unit].present; }

@@ -5,9 +5,9 @@
 #include <string>
 #include <vector>
 
+#include "flatshard/fully_shard/fully_shard.h"
 #include "flatshard/models/config.h"
 #include "flatshard/train/config.h"
-#include "flatshard/unit/fully_shard.h"
 
 namespace flatshard {
 

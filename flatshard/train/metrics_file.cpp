@@ -17,7 +17,7 @@
 #include "flatshard/core/file_writer.h"
 #include "flatshard/core/log.h"
 #include "flatshard/diagnostics/norms.h"
-#include "flatshard/unit/graph_options.h"
+#include "flatshard/runtime/graph_options.h"
 
 namespace flatshard {
 namespace {

@@ -10,7 +10,7 @@
 
 namespace flatshard {
 
-struct GraphStats;     // unit/graph_options.h
+struct GraphStats;     // runtime/graph_options.h
 struct ParameterNorm;  // diagnostics/norms.h
 
 /// Appends one JSON object a line to metrics.jsonl; every line is on its way

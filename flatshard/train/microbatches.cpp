@@ -1,4 +1,5 @@
 #include "flatshard/train/microbatches.h"
+#include "flatshard/graphs/model_graphs.h"
 
 #include <ATen/ATen.h>
 

@@ -6,12 +6,12 @@
 #include <optional>
 #include <vector>
 
+#include "flatshard/graphs/step_graph.h"
 #include "flatshard/mesh/mesh.h"
 #include "flatshard/models/llama.h"
+#include "flatshard/overlap/overlap_runner.h"
+#include "flatshard/runtime/runtime.h"
 #include "flatshard/train/batches.h"
-#include "flatshard/unit/overlap_runner.h"
-#include "flatshard/unit/runtime.h"
-#include "flatshard/unit/step_graph.h"
 
 namespace flatshard {
 

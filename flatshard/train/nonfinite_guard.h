@@ -10,10 +10,10 @@
 #include "flatshard/data/loader.h"
 #include "flatshard/mesh/mesh.h"
 #include "flatshard/optim/optimizer.h"
+#include "flatshard/runtime/runtime.h"
 #include "flatshard/train/config.h"
 #include "flatshard/train/run_checkpoints.h"
 #include "flatshard/train/run_output.h"
-#include "flatshard/unit/runtime.h"
 
 namespace flatshard {
 

@@ -1,12 +1,12 @@
 #pragma once
 
 #include "flatshard/exchange/stream_exchange.h"
+#include "flatshard/fully_shard/fully_shard.h"
 #include "flatshard/launch/environment.h"
 #include "flatshard/mesh/mesh.h"
 #include "flatshard/models/config.h"
 #include "flatshard/schedule/overlap_plan.h"
 #include "flatshard/train/config.h"
-#include "flatshard/unit/fully_shard.h"
 
 #include <cstdint>
 #include <functional>

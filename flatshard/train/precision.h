@@ -4,8 +4,8 @@
 
 #include <string>
 
+#include "flatshard/fully_shard/fully_shard.h"
 #include "flatshard/train/config.h"
-#include "flatshard/unit/fully_shard.h"
 
 namespace flatshard {
 

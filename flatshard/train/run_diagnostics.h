@@ -4,9 +4,9 @@
 #include <memory>
 
 #include "flatshard/optim/optimizer.h"
+#include "flatshard/runtime/runtime.h"
 #include "flatshard/train/config.h"
 #include "flatshard/train/run_output.h"
-#include "flatshard/unit/runtime.h"
 
 namespace flatshard {
 

@@ -7,12 +7,12 @@
 #include <string_view>
 #include <vector>
 
+#include "flatshard/runtime/graph_options.h"
 #include "flatshard/train/config.h"
 #include "flatshard/train/metrics.h"
 #include "flatshard/train/metrics_file.h"
 #include "flatshard/train/signal_requests.h"
 #include "flatshard/train/status_line.h"
-#include "flatshard/unit/graph_options.h"
 
 namespace flatshard {
 

@@ -11,8 +11,8 @@
 #include "flatshard/mesh/mesh.h"
 #include "flatshard/models/llama.h"
 #include "flatshard/optim/optimizer.h"
+#include "flatshard/runtime/runtime.h"
 #include "flatshard/train/config.h"
-#include "flatshard/unit/runtime.h"
 
 namespace flatshard {
 

@@ -7,11 +7,11 @@
 #include <optional>
 
 #include "flatshard/core/error.h"
+#include "flatshard/fully_shard/fully_shard.h"
 #include "flatshard/group/float8_format.h"
 #include "flatshard/models/llama.h"
 #include "flatshard/optim/adamw.h"
 #include "flatshard/optim/grad_norm.h"
-#include "flatshard/unit/fully_shard.h"
 
 namespace flatshard {
 namespace {

@@ -27,6 +27,12 @@ Unit::Unit(
           weights_) {
 }
 
+void Unit::adopt_foreign_writes() {
+  for (const auto& group : groups_) {
+    group->weights().adopt_foreign_writes();
+  }
+}
+
 UnitSpec Unit::spec(UnitId parent, UnitPolicy policy) const {
   UnitSpec spec = weights_.planes();
   spec.name = name_;

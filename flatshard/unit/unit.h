@@ -45,6 +45,10 @@ class Unit {
   const UnitGradients& gradients() const { return gradients_; }
   UnitPointers& pointers() { return pointers_; }
 
+  /// Writes that somebody else made to weights of its groups count from now
+  /// on.
+  void adopt_foreign_writes();
+
   /// UnitWeights::resident.
   bool resident() const { return weights_.resident(); }
   /// What the Scheduler is told.

@@ -50,11 +50,11 @@ void UnitPointers::point_at(const SlotView& slot) {
     }
     if (!group.weights().resident()) {
       p.storage.point_at(slot.at(weights_.offset(p)));
-    } else if (!revealed_) {
-      p.storage.reveal();
+    } else if (!shown_) {
+      p.storage.show();
     }
   }
-  revealed_ = true;
+  shown_ = true;
 }
 
 void UnitPointers::clear() {
@@ -63,24 +63,24 @@ void UnitPointers::clear() {
       p.storage.clear();
     }
   }
-  revealed_ = revealed_ && has_residents_;
+  shown_ = shown_ && has_residents_;
 }
 
 void UnitPointers::hide() {
-  if (refuses_ && revealed_) {
-    revealed_ = false;
+  if (refuses_ && shown_) {
+    shown_ = false;
     for (const UnitParameter& p : parameters_) {
       p.storage.hide();
     }
   }
 }
 
-void UnitPointers::reveal() {
-  if (!revealed_) {
-    revealed_ = true;
+void UnitPointers::show() {
+  if (!shown_) {
+    shown_ = true;
     for (const UnitParameter& p : parameters_) {
       if (!groups_[p.group]->weights().float8()) {
-        p.storage.reveal();
+        p.storage.show();
       }
     }
   }

@@ -32,7 +32,7 @@ class UnitPointers {
   /// while no forward or backward of the unit runs, whether or not their values
   /// are there. Nothing happens when it is so already.
   void hide();
-  void reveal();
+  void show();
 
  private:
   const std::string unit_;
@@ -40,7 +40,7 @@ class UnitPointers {
   const UnitGroups& groups_;
   UnitParameters& parameters_;
   const UnitWeights& weights_;
-  bool revealed_ = true;  ///< the parameters of resident groups, if any
+  bool shown_ = true;  ///< the parameters of resident groups, if any
   bool has_residents_ = false;
 };
 

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "flatshard/nn/wgrad.h"
-#include "flatshard/unit/runtime.h"
+#include "flatshard/runtime/runtime.h"
 #include "python/csrc/shared_rows.h"
 
 #include <cstddef>

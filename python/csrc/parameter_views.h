@@ -1,6 +1,6 @@
 #pragma once
 
-#include "flatshard/unit/observer.h"
+#include "flatshard/runtime/observer.h"
 #include "python/csrc/bind.h"
 #include "python/csrc/grad_views.h"
 

@@ -1,8 +1,8 @@
 #include "python/csrc/py_backward_pass.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/runtime/runtime.h"
 #include "flatshard/schedule/overlap_plan.h"
-#include "flatshard/unit/runtime.h"
 #include "python/csrc/py_runtime.h"
 
 #include <string>

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "flatshard/unit/backward_pass.h"
+#include "flatshard/overlap/backward_pass.h"
 #include "python/csrc/bind.h"
 #include "python/csrc/parameter_views.h"
 #include "python/csrc/shared_rows.h"

@@ -88,6 +88,7 @@ PyRuntime::PyRuntime(
              .warmup_steps = graph_warmup_steps,
              .audit = audit_graphs,
              .emulate_on_cpu = emulate_graphs}});
+    add_graphs(runtime);
     runtime->add_observer(views_);
     if (cuda_graphs) {
       runtime->graphs().regions()->set_unit_program(

@@ -1,7 +1,8 @@
 #pragma once
 
 #include "flatshard/diagnostics/nan_check.h"
-#include "flatshard/unit/runtime.h"
+#include "flatshard/graphs/model_graphs.h"
+#include "flatshard/runtime/runtime.h"
 #include "python/csrc/bind.h"
 #include "python/csrc/float8_linear.h"
 #include "python/csrc/parameter_views.h"

@@ -1,7 +1,7 @@
 #pragma once
 
-#include "flatshard/unit/runtime.h"
-#include "flatshard/unit/unit_contents.h"
+#include "flatshard/fully_shard/unit_contents.h"
+#include "flatshard/runtime/runtime.h"
 #include "python/csrc/bind.h"
 
 #include <memory>

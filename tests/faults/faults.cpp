@@ -2,8 +2,8 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/device/stream.h"
+#include "flatshard/graphs/step_graph.h"
 #include "flatshard/optim/sgd.h"
-#include "flatshard/unit/step_graph.h"
 #include "tests/support/temp_folder.h"
 #include "tests/unit/training.h"
 

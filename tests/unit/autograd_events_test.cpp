@@ -1,8 +1,8 @@
 // AutogradEvents by itself: no Runtime, no Scheduler, no stream. A listener
 // writes down what it hears.
-#include "flatshard/unit/autograd_events.h"
+#include "flatshard/autograd/autograd_events.h"
 #include "flatshard/core/error.h"
-#include "flatshard/unit/unit_contents.h"
+#include "flatshard/fully_shard/unit_contents.h"
 #include "tests/support/ranks.h"
 
 #include <ATen/ATen.h>

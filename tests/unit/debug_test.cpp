@@ -4,8 +4,8 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/nn/recompute.h"
-#include "flatshard/unit/poison.h"
-#include "flatshard/unit/strict_checks.h"
+#include "flatshard/runtime/poison.h"
+#include "flatshard/runtime/strict_checks.h"
 
 #include <ATen/ATen.h>
 

@@ -1,8 +1,9 @@
 #include "tests/unit/float8_training.h"
+#include "flatshard/graphs/model_graphs.h"
 
+#include "flatshard/graphs/step_graph.h"
 #include "flatshard/optim/adamw.h"
 #include "flatshard/optim/grad_norm.h"
-#include "flatshard/unit/step_graph.h"
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>

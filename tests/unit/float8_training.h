@@ -1,8 +1,8 @@
 #pragma once
 
+#include "flatshard/fully_shard/fully_shard.h"
 #include "flatshard/models/llama.h"
 #include "flatshard/schedule/simulate.h"
-#include "flatshard/unit/fully_shard.h"
 #include "tests/unit/training.h"
 
 #include <map>

@@ -2,6 +2,7 @@
 #include "flatshard/device/graph.h"
 #include "flatshard/device/memory.h"
 #include "flatshard/device/stream.h"
+#include "flatshard/graphs/model_graphs.h"
 #include "flatshard/optim/adamw.h"
 #include "tests/support/gpu_ranks.h"
 #include "tests/unit/factor_model.h"

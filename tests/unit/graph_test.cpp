@@ -2,6 +2,7 @@
 // with the replays that are expected and nothing that ran eagerly in their
 // place. On CPUs a replay runs the captured function again; everything else is
 // the same. With FLATSHARD_GRAPH_DEVICE=cuda the same cases run on a GPU.
+#include "flatshard/graphs/model_graphs.h"
 #include "tests/unit/graph_training.h"
 
 #include "flatshard/core/error.h"

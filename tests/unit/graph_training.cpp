@@ -1,4 +1,5 @@
 #include "tests/unit/graph_training.h"
+#include "flatshard/graphs/model_graphs.h"
 
 #include "flatshard/group/initializer.h"
 #include "flatshard/models/llama.h"

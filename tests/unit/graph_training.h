@@ -1,8 +1,8 @@
 #pragma once
 
+#include "flatshard/fully_shard/fully_shard.h"
+#include "flatshard/graphs/step_graph.h"
 #include "flatshard/optim/adamw.h"
-#include "flatshard/unit/fully_shard.h"
-#include "flatshard/unit/step_graph.h"
 #include "tests/support/ranks.h"
 
 #include <cstdint>
@@ -74,6 +74,7 @@ class GraphTraining {
   StepGraph* step_graph() { return step_graph_.get(); }
   AdamW& optimizer() { return *optimizer_; }
   Runtime& runtime() { return *runtime_; }
+  const std::shared_ptr<Runtime>& shared_runtime() { return runtime_; }
   nn::Module& model();
   /// Modules of the units, in order.
   std::vector<nn::Module*> units() const { return units_; }

@@ -1,12 +1,13 @@
 #include "tests/unit/moe_training.h"
+#include "flatshard/graphs/model_graphs.h"
 
 #include "flatshard/exchange/collective_exchange.h"
 #include "flatshard/exchange/peer_exchange.h"
+#include "flatshard/fully_shard/fully_shard.h"
 #include "flatshard/optim/adamw.h"
 #include "flatshard/optim/grad_norm.h"
 #include "flatshard/peer/page_communicator.h"
 #include "flatshard/peer/peer_communicator.h"
-#include "flatshard/unit/fully_shard.h"
 #include "tests/support/ranks.h"
 
 #include <fmt/format.h>

@@ -4,7 +4,7 @@
 // driven by hand, without an OverlapRunner.
 #include "flatshard/core/error.h"
 #include "flatshard/nn/detached.h"
-#include "flatshard/unit/backward_pass.h"
+#include "flatshard/overlap/backward_pass.h"
 #include "tests/unit/overlap_toy.h"
 
 #include <ATen/ATen.h>
@@ -42,7 +42,7 @@ struct HandDriven {
   }
 
   void start() {
-    pass = runtime->calls().backward_pass();
+    pass = std::make_unique<BackwardPass>(runtime);
     nodes = std::vector<nn::DetachedNode>(4);
   }
   void forward_block(int l) {
@@ -389,7 +389,7 @@ TEST(BackwardPass, RefusesWhatIsOutOfOrder) {
         [&] { d.pass->backward_begin(d.blocks[0]); },
         "expected open_backward");
     d.open();
-    const auto other = d.runtime->calls().backward_pass();
+    const auto other = std::make_unique<BackwardPass>(d.runtime);
     expect_usage(
         [&] { other->open_backward({}); },
         "one open backward at a time");

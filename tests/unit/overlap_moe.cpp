@@ -1,4 +1,5 @@
 #include "tests/unit/overlap_moe.h"
+#include "flatshard/graphs/model_graphs.h"
 
 #include "flatshard/exchange/collective_exchange.h"
 #include "flatshard/exchange/peer_exchange.h"

@@ -3,7 +3,7 @@
 #include "flatshard/exchange/stream_exchange.h"
 #include "flatshard/models/llama.h"
 #include "flatshard/optim/optimizer.h"
-#include "flatshard/unit/overlap_runner.h"
+#include "flatshard/overlap/overlap_runner.h"
 #include "tests/unit/training.h"
 
 #include <cstdint>

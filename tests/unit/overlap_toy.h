@@ -3,7 +3,7 @@
 #include "flatshard/nn/linear.h"
 #include "flatshard/nn/module.h"
 #include "flatshard/optim/optimizer.h"
-#include "flatshard/unit/overlap_runner.h"
+#include "flatshard/overlap/overlap_runner.h"
 #include "tests/unit/training.h"
 
 #include <functional>

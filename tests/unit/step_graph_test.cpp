@@ -4,6 +4,7 @@
 // a replay leaves on the host is what the capture kept.
 #include "flatshard/comm/collective_log.h"
 #include "flatshard/core/error.h"
+#include "flatshard/graphs/model_graphs.h"
 #include "flatshard/nn/linear.h"
 #include "flatshard/optim/adamw.h"
 #include "tests/unit/graph_training.h"
@@ -389,16 +390,14 @@ TEST_P(BadSteps, StayEager) {
     const GraphCase c{.mesh = {2}, .whole_step = true};
     GraphTraining training(c, context.mesh());
     int calls = 0;
-    StepGraph graph(
-        training.runtime().shared_from_this(),
-        [&](const nn::TensorList&) {
-          const at::Tensor loss = training.forward(calls, 0);
-          loss.backward();
-          if (++calls == 3) {  // the step behind the warm-up
-            bad.behind(training, loss);
-          }
-          return nn::TensorList{loss};
-        });
+    StepGraph graph(training.shared_runtime(), [&](const nn::TensorList&) {
+      const at::Tensor loss = training.forward(calls, 0);
+      loss.backward();
+      if (++calls == 3) {  // the step behind the warm-up
+        bad.behind(training, loss);
+      }
+      return nn::TensorList{loss};
+    });
     AdamW optimizer(training.runtime().groups(), {});
     for (int step = 0; step < 6; ++step) {
       graph.run({});
@@ -438,12 +437,10 @@ TEST(StepGraphs, WhatAReplayReturnsIsTheCallers) {
     const GraphCase c{.whole_step = true};
     GraphTraining training(c, context.mesh());
     int step = 0;
-    StepGraph graph(
-        training.runtime().shared_from_this(),
-        [&](const nn::TensorList& in) {
-          training.forward(0, 0).backward();
-          return nn::TensorList{in[0] * 2};
-        });
+    StepGraph graph(training.shared_runtime(), [&](const nn::TensorList& in) {
+      training.forward(0, 0).backward();
+      return nn::TensorList{in[0] * 2};
+    });
     std::vector<at::Tensor> kept;
     for (; step < 6; ++step) {
       kept.push_back(graph.run({at::full({2}, step)})[0]);

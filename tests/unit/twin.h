@@ -1,9 +1,9 @@
 #pragma once
 
+#include "flatshard/fully_shard/fully_shard.h"
 #include "flatshard/nn/linear.h"
 #include "flatshard/nn/module.h"
 #include "flatshard/optim/sgd.h"
-#include "flatshard/unit/fully_shard.h"
 #include "tests/support/ranks.h"
 
 #include <functional>

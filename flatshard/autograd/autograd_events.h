@@ -1,0 +1,254 @@
+#pragma once
+
+#include "flatshard/autograd/autograd_call.h"
+#include "flatshard/autograd/autograd_node.h"
+#include "flatshard/nn/visit.h"
+#include "flatshard/schedule/events.h"
+#include "flatshard/unit/unit.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace flatshard {
+
+/// Parameter `index` of a unit.
+struct ParameterRef {
+  UnitId unit = kNoUnit;
+  std::size_t index = 0;
+};
+
+/// The owner of an AutogradEvents: the Runtime.
+///
+/// The owner has the lock, AutogradEvents has none. Autograd's hooks come on
+/// threads of the engine and call the first three functions without it. Each of
+/// these takes the lock and calls the function of AutogradEvents that it names.
+/// All others are called by AutogradEvents, under the lock that its caller
+/// holds. What they throw ends the forward or backward that runs.
+class AutogradListener {
+ public:
+  virtual ~AutogradListener() = default;
+
+  /// AutogradEvents::tensor_grad.
+  virtual void on_tensor_grad(const WatchedTensor& tensor) = 0;
+  /// AutogradEvents::parameter_done.
+  virtual void on_parameter_done(ParameterRef parameter) = 0;
+  /// AutogradEvents::task_end.
+  virtual void on_task_end(TaskId task) = 0;
+
+  /// What the Scheduler is to hear.
+  virtual void feed(const ScheduleEvent& event) = 0;
+  /// A forward begins and nothing is known of it yet. May call
+  /// AutogradEvents::reset, if it is an outermost one.
+  /// @param outermost  no other forward is open, and no backward runs.
+  virtual void forward_begins(UnitId unit, bool outermost) = 0;
+  /// A backward's first event came and nothing is known of it yet. May call
+  /// AutogradEvents::reset.
+  virtual void task_begins() = 0;
+  /// The backward of a call begins.
+  virtual void backward_begins(UnitId unit, CallId call) = 0;
+};
+
+/// Sees what a program does with its units, by hooks on tensors and gradient
+/// accumulators, and says it as ScheduleEvents. Knows of calls, graph tasks and
+/// parameters; of streams, slots and the Scheduler it knows nothing.
+///
+/// One caller at a time: see AutogradListener for who locks.
+class AutogradEvents {
+ public:
+  using Units = std::vector<std::unique_ptr<Unit>>;
+
+  /// @param units, listener  outlive this.
+  AutogradEvents(const Units& units, AutogradListener& listener);
+  /// Takes the hooks off the accumulators. Those of tensors do nothing any
+  /// more once the `hooks` of install_hooks are gone.
+  ~AutogradEvents();
+  AutogradEvents(const AutogradEvents&) = delete;
+  AutogradEvents& operator=(const AutogradEvents&) = delete;
+
+  /// Watches the accumulators of all trained parameters. Once.
+  /// @param hooks  the listener, as hooks hold it.
+  /// @throws Error{usage} for a parameter that is no leaf.
+  void install_hooks(std::weak_ptr<AutogradListener> hooks);
+
+  /// While it lives, parameters have accumulators that belong to the current
+  /// stream, watched like those of install_hooks: these belong to the stream
+  /// that was current then, and a recording may not wait for another stream.
+  class OwnAccumulators;
+
+  // Forwards -----------------------------------------------------------------
+
+  /// @param inputs  tensors that go into the unit, as they are.
+  void forward_begin(UnitId unit, const nn::TensorList& inputs);
+  struct EndedForward {
+    CallId call = -1;
+    bool needs_backward = false;
+    bool outermost = false;  ///< as AutogradListener::forward_begins had it
+  };
+  /// @param outputs  tensors that come out of it, as they are.
+  /// @param more_follow  see UnitCalls::forward_end.
+  EndedForward
+  forward_end(UnitId unit, const nn::TensorList& outputs, bool more_follow);
+  /// Instead of forward_end, after an exception.
+  void forward_error(UnitId unit);
+  /// A backward may begin with the gradients of these `tensors`, which the open
+  /// forward of `unit` made, and not with those of its outputs.
+  void watch_inner(UnitId unit, const nn::TensorList& tensors);
+  /// The calls of `unit` computed with the weights that it has now.
+  void stamp(UnitId unit);
+
+  // Backwards ----------------------------------------------------------------
+
+  /// Something of the running backward comes: says that it begins if this is
+  /// its first event.
+  /// @param arrived  the parameter whose gradient is that event, or null.
+  /// @param first  the tensor whose gradient is that event, or null. The engine
+  ///   does not count the node that a backward begins with among its own.
+  /// @return  the graph task.
+  /// @throws Error{usage} when a parameter got a gradient outside of backwards.
+  TaskId enter_task(
+      const UnitParameter* arrived = nullptr,
+      const WatchedTensor* first = nullptr);
+  /// The gradient of a watched tensor is complete.
+  void tensor_grad(const WatchedTensor& tensor);
+  /// A parameter's accumulator ran. What it left in `.grad` is moved to
+  /// UnitParameter::pending_grad.
+  void parameter_done(ParameterRef parameter);
+  /// A layer is to write the gradient of `parameter`.
+  /// @return  the parameter; null: not one of the units', frozen, or not asked
+  ///   for by the backward that runs.
+  /// @throws Error{usage} outside of a backward.
+  const ParameterRef* wgrad_begins(const at::Tensor& parameter);
+  /// A graph task is through.
+  /// @return  whether the outermost backward is over. False also for one that a
+  ///   reset dropped.
+  bool task_end(TaskId task);
+
+  /// Of units whose caller says itself what begins and ends.
+  class Passes {
+   public:
+    explicit Passes(AutogradEvents& events) : events_(events) {}
+    Passes(const Passes&) = delete;
+    Passes& operator=(const Passes&) = delete;
+
+    /// The forward of a unit, of which no tensor is watched.
+    std::shared_ptr<UnitCall> begin_call(UnitId unit);
+    void end_call(UnitCall& call);
+    /// From here to its task_end all runs of the engine are one backward.
+    /// @param units  each begins its backward in it once.
+    /// @param alive  expires without a task_end when something threw.
+    TaskId open(
+        const std::vector<UnitId>& units,
+        bool interleaved,
+        std::weak_ptr<void> alive);
+    void begin_backward(UnitCall& call);
+    /// Of a call inside the open pass: recompute_begin, recompute_end,
+    /// inputs_done.
+    void event(EventKind kind, const UnitCall& call);
+    /// A layer keeps the gradient of `parameter` for later.
+    void put_off(ParameterRef parameter);
+    void late_wgrad_done(ParameterRef parameter);
+    /// Forgets forwards and backwards of passes, which are not to be ended.
+    void give_up();
+
+   private:
+    void check_open(const UnitCall& call) const;
+
+    AutogradEvents& events_;
+  };
+  Passes& passes() { return passes_; }
+
+  /// Forgets open forwards and backwards that run.
+  void reset();
+  /// Forgets tensors whose graph is gone.
+  void forget_dead_tensors();
+
+  // What runs ----------------------------------------------------------------
+
+  /// Whether the calling thread is in a backward.
+  static bool in_backward();
+  /// A forward is open that is no recompute.
+  bool in_forward() const;
+  /// A forward or a recompute is open, of any unit or of `unit`.
+  bool is_open() const { return !open_calls_.empty(); }
+  bool is_open(UnitId unit) const;
+  /// A backward has had its first event and not its end.
+  bool in_task() const { return !tasks_.empty(); }
+  /// Some backward threw: the engine drops the end of such a one.
+  bool has_dead_task() const;
+
+  /// The parameter that `tensor` is, or null. Found by its TensorImpl.
+  const ParameterRef* find(const at::Tensor& tensor) const;
+
+ private:
+  /// Held: autograd keeps it weakly, and without it no hook fires. Null:
+  /// frozen.
+  struct Accumulator {
+    NodePtr node;
+    std::uintptr_t hook_id = 0;
+  };
+
+  using Accumulators = std::vector<std::vector<Accumulator>>;
+
+  void hook_parameters();
+  void hook_parameter(ParameterRef parameter);
+  static void unhook(const Accumulators& accumulators);
+  WatchedTensor& watch(const at::Tensor& tensor);
+  void watch_inputs(
+      const std::shared_ptr<UnitCall>& call,
+      const nn::TensorList& inputs);
+  bool watch_outputs(
+      const std::shared_ptr<UnitCall>& call,
+      const nn::TensorList& outputs);
+  std::vector<std::shared_ptr<UnitCall>> calls_of_task(
+      const WatchedTensor* first);
+  void begin_backward(UnitCall& call, TaskId task);
+  void begin_backward_up_to(const std::shared_ptr<UnitCall>& call, TaskId task);
+  void input_grad_arrived(const std::shared_ptr<UnitCall>& call, TaskId task);
+  UnitParameter& parameter(ParameterRef ref) const {
+    return units_[ref.unit]->parameters()[ref.index];
+  }
+
+  const Units& units_;
+  AutogradListener& listener_;
+  std::weak_ptr<AutogradListener> hooks_;
+
+  std::unordered_map<const c10::TensorImpl*, ParameterRef> parameters_;
+  Accumulators accumulators_;  ///< per unit
+  /// Calls whose forward is open, innermost last; recomputes included.
+  std::vector<std::shared_ptr<UnitCall>> open_calls_;
+  /// Calls that may have a backward.
+  std::vector<std::weak_ptr<UnitCall>> calls_;
+  /// By the tensor's autograd node and its number among the node's outputs.
+  std::
+      map<std::pair<const void*, std::uint32_t>, std::shared_ptr<WatchedTensor>>
+          watched_;
+  std::map<TaskId, BackwardTask> tasks_;
+  std::optional<TaskId> pass_;  ///< that is open
+  TaskId last_pass_ = -1;
+  /// By unit and index: gradients put off in the run of the engine.
+  std::map<std::pair<UnitId, std::size_t>, int> put_off_;
+  Passes passes_{*this};
+  CallId next_call_ = 0;
+  std::int64_t next_end_ = 0;
+};
+
+class AutogradEvents::OwnAccumulators {
+ public:
+  /// No forward or backward is open at either end.
+  explicit OwnAccumulators(AutogradEvents& events);
+  ~OwnAccumulators();
+  OwnAccumulators(const OwnAccumulators&) = delete;
+  OwnAccumulators& operator=(const OwnAccumulators&) = delete;
+
+ private:
+  AutogradEvents& events_;
+  Accumulators others_;
+};
+
+}  // namespace flatshard

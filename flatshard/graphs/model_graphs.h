@@ -1,0 +1,46 @@
+#pragma once
+
+#include "flatshard/graphs/kept_constants.h"
+#include "flatshard/graphs/region_graphs.h"
+
+#include <memory>
+
+namespace flatshard {
+
+class Runtime;
+
+/// The graphs of a model, if GraphOptions ask for any: `Runtime::graphs()`.
+class ModelGraphs {
+ public:
+  /// @param runtime  outlives this.
+  explicit ModelGraphs(const std::shared_ptr<Runtime>& runtime);
+  ModelGraphs(const ModelGraphs&) = delete;
+  ModelGraphs& operator=(const ModelGraphs&) = delete;
+
+  bool enabled() const { return regions_ || constants_; }
+  /// Runs the regions of modules as graphs, or keeps their constants for that
+  /// of a step; null unless GraphOptions::enabled.
+  std::shared_ptr<nn::RegionRunner> runner() const;
+  /// Those of regions; for whoever runs units without an nn::Module. Null
+  /// unless enabled, and with GraphOptions::whole_step.
+  const std::shared_ptr<RegionGraphs>& regions() const { return regions_; }
+  /// GraphOptions::whole_step: of the regions of a StepGraph. Null without it.
+  const std::shared_ptr<KeptConstants>& constants() const { return constants_; }
+  /// Of regions; StepGraph has its own.
+  GraphStats stats() const;
+  /// Drops all graphs; regions and steps are captured again behind another
+  /// warm-up. Between two steps.
+  void reset();
+
+ private:
+  Runtime& runtime_;
+  std::shared_ptr<RegionGraphs> regions_;
+  std::shared_ptr<KeptConstants> constants_;
+};
+
+/// Once, before the first step of a Runtime: it gets the graphs that its
+/// GraphOptions ask for, which may be none.
+/// @throws Error{config} for options that graphs do not go with, by name.
+void add_graphs(const std::shared_ptr<Runtime>& runtime);
+
+}  // namespace flatshard

@@ -1,0 +1,383 @@
+#include "flatshard/graphs/region_graphs.h"
+
+#include "flatshard/autograd/autograd_task.h"
+#include "flatshard/core/error.h"
+#include "flatshard/core/log.h"
+#include "flatshard/graphs/module_modes.h"
+#include "flatshard/graphs/step_watch.h"
+#include "flatshard/nn/module_tree.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace flatshard {
+
+RegionGraphs::RegionGraphs(
+    const std::vector<std::unique_ptr<Unit>>& units,
+    at::Device device,
+    GraphOptions options,
+    std::weak_ptr<Runtime> runtime)
+    : units_(units),
+      device_(device),
+      options_(std::move(options)),
+      runtime_(std::move(runtime)),
+      watch_(std::make_shared<StepWatch>()) {
+  for (const auto& unit : units_) {
+    auto& regions = unit_regions_.emplace_back(
+        new UnitRegions{.slots = UnitSlots(*unit, device_)});
+    if (unit->module() == nullptr) {
+      continue;
+    }
+    regions->modules = nn::modules_below(*unit->module());
+    for (const nn::Module* module : regions->modules) {
+      unit_of_module_[module] = unit->id();  // children's units come later
+    }
+  }
+}
+
+RegionGraphs::~RegionGraphs() = default;
+
+void RegionGraphs::slot_acquired(
+    const Unit& unit,
+    const SlotKey& key,
+    const Slot& slot) {
+  if (trains_ || key.role != SlotRole::forward_weights) {
+    unit_regions_[unit.id()]->slots.acquired(key, slot);
+  }
+}
+
+void RegionGraphs::parameters_pointed(Unit& unit, const SlotView& slot) {
+  unit_regions_[unit.id()]->slots.pointed(slot);
+}
+
+std::shared_ptr<void> RegionGraphs::interleave_microbatches() {
+  FLATSHARD_CHECK(
+      !options_.regions.contains("block"),
+      config,
+      "GraphOptions::regions (cuda_graph.modules) with microbatches that "
+      "interleave: expected parts of blocks (attn, moe_router, mlp), got "
+      "block, and blocks run in pieces there");
+  for (const auto& unit : units_) {
+    FLATSHARD_CHECK(
+        !unit->weights().has_float8(),
+        config,
+        "GraphOptions::enabled (cuda_graph.impl) with FP8 weights (unit {}) "
+        "and microbatches that interleave: the planes of each lie in other "
+        "places; leave one of the three out",
+        unit->name());
+  }
+  reset();
+  ++num_interleaving_;
+  watch_->set_slots_of_now([this](const Unit& unit) {
+    return std::make_shared<UnitSlots>(
+        unit_regions_[unit.id()]->slots.of_now());
+  });
+  return {nullptr, [self = weak_from_this()](void*) {
+            if (const auto graphs = self.lock()) {
+              graphs->end_interleaving();
+            }
+          }};
+}
+
+void RegionGraphs::end_interleaving() {
+  if (--num_interleaving_ > 0) {
+    return;
+  }
+  watch_->set_slots_of_now({});
+  microbatch_ = 0;
+  reset();
+}
+
+void RegionGraphs::slots_planned(
+    const SlotPlan& /*plan*/,
+    const std::vector<SlotLifetime>& /*lifetimes*/) {
+  reset();
+}
+
+void RegionGraphs::reset() {
+  for (const auto& [owner, regions] : regions_) {
+    for (const auto& region : regions) {
+      for (const auto& [microbatch, graphs] : region->graphs) {
+        for (const auto& graph : graphs) {
+          graph->drop();
+        }
+      }
+      region->failure.clear();
+      region->obstructed = false;
+    }
+  }
+  pool_.reset();
+  captured_ = again_ = false;
+  watch_->start();
+  num_steps_ = 0;
+  began_ = false;
+  forget_step();
+}
+
+GraphStats RegionGraphs::stats() const {
+  GraphStats stats = stats_;
+  stats.nbytes = pool_ ? pool_->nbytes() : 0;
+  return stats;
+}
+
+void RegionGraphs::forget_step() {
+  watch_->forget();
+  for (const auto& unit : unit_regions_) {
+    unit->slots.forget();
+  }
+}
+
+void RegionGraphs::root_forward_begins(bool weights_changed, bool at_rest) {
+  trains_ = at::GradMode::is_enabled() || nn::in_checkpointed_forward();
+  weights_changed_ |= weights_changed;
+  if (trains_ && std::exchange(weights_changed_, false)) {
+    step_begins(at_rest);
+  }
+}
+
+void RegionGraphs::step_begins(bool at_rest) {
+  num_steps_ += std::exchange(began_, true) ? 1 : 0;
+  if (captured_ && again_ && at_rest) {
+    reset();
+    began_ = true;
+    num_steps_ = options_.warmup_steps - 1;  // one more to learn from
+    return;
+  }
+  if (captured_) {
+    return;
+  }
+  if (num_steps_ >= options_.warmup_steps && !watch_->order().empty() &&
+      at_rest) {
+    capture_all();
+    captured_ = true;
+    watch_->stop();
+  }
+  forget_step();
+}
+
+// -- a call ------------------------------------------------------------------
+
+RegionGraphs::UnitRegions* RegionGraphs::unit_of(nn::Module& owner) {
+  const auto found = unit_of_module_.find(&owner);
+  return found == unit_of_module_.end() ? nullptr
+                                        : unit_regions_[found->second].get();
+}
+
+RegionOwner RegionGraphs::owner_of(nn::Module* module, const UnitRegions& unit)
+    const {
+  RegionOwner owner{.module = module};
+  if (module == nullptr && program_.context) {
+    owner.contexts.push_back(program_.context);
+  }
+  for (const nn::Module* layer : unit.modules) {
+    owner.contexts.push_back(layer->context());
+  }
+  owner.generators = nn::own_generators(unit.modules);
+  return owner;
+}
+
+RegionGraphs::Region& RegionGraphs::region_of(
+    nn::Module* owner,
+    const char* name,
+    UnitRegions& unit) {
+  const void* const key =
+      owner != nullptr ? static_cast<const void*>(owner) : &unit.unit();
+  auto& regions = regions_[key];
+  for (const auto& region : regions) {
+    if (region->name == name || std::strcmp(region->name, name) == 0) {
+      return *region;
+    }
+  }
+  auto& region = *regions.emplace_back(std::make_unique<Region>());
+  region.name = name;
+  if (owner != nullptr) {
+    unit.owners.push_back(owner);
+  }
+  return region;
+}
+
+RegionGraphs::Region::Graphs& RegionGraphs::graphs_of(
+    Region& region,
+    nn::Module* owner,
+    const UnitRegions& unit) {
+  const auto [found, is_new] = region.graphs.try_emplace(microbatch_);
+  Region::Graphs& graphs = found->second;
+  for (const bool with_grad : {false, true}) {
+    if (!is_new) {
+      break;
+    }
+    graphs[with_grad] = std::make_shared<RegionGraph>(
+        fmt::format("region {} of unit {}", region.name, unit.unit().name()),
+        owner_of(owner, unit),
+        unit.unit(),
+        runtime_,
+        uses_,
+        with_grad,
+        [this](const RegionGraph& graph, const char* miss) {
+          if (miss == nullptr) {
+            ++stats_.backward_replays;
+          } else {
+            again_ |= miss == RegionGraph::kOtherGradient;
+            fallback(&graph, miss);
+          }
+        });
+    place_of_graph_[graphs[with_grad].get()] = {&region, microbatch_};
+  }
+  return graphs;
+}
+
+// Why the region cannot be part of a graph now; empty: it can.
+std::string RegionGraphs::obstacle(const UnitRegions& unit) {
+  for (nn::Module* module : unit.modules) {
+    if (module->has_forward_hooks() && module != unit.unit().module() &&
+        std::find(unit.owners.begin(), unit.owners.end(), module) ==
+            unit.owners.end()) {
+      return fmt::format("{} inside of it has forward hooks", module->name());
+    }
+  }
+  return {};
+}
+
+void RegionGraphs::fallback(
+    const RegionGraph* graph,
+    const std::string& reason) {
+  if (++stats_.fallbacks[reason] == 1) {
+    log_warning(
+        "{} runs eagerly and not as a CUDA graph: {} (logged once for each "
+        "reason)",
+        graph->name(),
+        reason);
+  }
+  FLATSHARD_CHECK(
+      !options_.miss_is_error,
+      usage,
+      "{} cannot be replayed as a CUDA graph: {}; mend that, or "
+      "let it run eagerly (GraphOptions::miss_is_error = false, "
+      "cuda_graph.on_miss = \"eager\")",
+      graph->name(),
+      reason);
+}
+
+nn::TensorList RegionGraphs::run(
+    nn::Module& owner,
+    const char* name,
+    nn::RegionFn fn,
+    const nn::TensorList& inputs,
+    const nn::RegionOptions& options) {
+  const bool with_grad = at::GradMode::is_enabled();
+  const bool trains = with_grad || nn::in_checkpointed_forward();
+  UnitRegions* unit = nullptr;
+  if (trains && !capturing_ && options_.regions.contains(name)) {
+    unit = unit_of(owner);
+  }
+  if (unit == nullptr) {  // an evaluation, among others
+    return nn::run_region(owner, std::move(fn), inputs, options);
+  }
+  Region& region = region_of(&owner, name, *unit);
+  const auto& graph = graphs_of(region, &owner, *unit)[with_grad];
+  if (captured_) {
+    std::string reason = obstacle(*unit);
+    if (reason.empty() && !region.training.empty() &&
+        !has_modes(unit->modules, region.training)) {
+      reason = "a module of the unit changed between train() and eval()";
+    }
+    if (auto outputs = try_replay(region, *graph, inputs, std::move(reason))) {
+      return *std::move(outputs);
+    }
+    return nn::run_region(owner, std::move(fn), inputs, options);
+  }
+  if (region.failure.empty() && obstacle(*unit).empty()) {
+    region.training = modes_of(unit->modules);
+    learn(graph, fn, inputs, options);
+    nn::TensorList outputs =
+        nn::run_region(owner, std::move(fn), inputs, options);
+    watch_->forward_ended(graph, inputs, outputs);
+    return outputs;
+  }
+  return nn::run_region(owner, std::move(fn), inputs, options);
+}
+
+std::optional<nn::TensorList> RegionGraphs::try_replay(
+    Region& region,
+    RegionGraph& graph,
+    const nn::TensorList& inputs,
+    std::string reason) {
+  if (!region.failure.empty()) {
+    reason = region.failure;
+  }
+  if (reason.empty()) {
+    const char* miss = graph.miss(inputs);
+    if (miss == nullptr) {
+      ++stats_.forward_replays;
+      return graph.replay(inputs);
+    }
+    // What stood in the way when it would have been watched is gone.
+    again_ |= miss == RegionGraph::kOtherInput ||
+              (!graph.captured() && std::exchange(region.obstructed, false));
+    reason = miss;
+  }
+  fallback(&graph, reason);
+  return std::nullopt;
+}
+
+// -- units without a module --------------------------------------------------
+
+RegionGraphs::UnitOutcome RegionGraphs::run_unit(const UnitForward& forward) {
+  if (!at::GradMode::is_enabled() || capturing_) {
+    return {};
+  }
+  UnitRegions& unit = *unit_regions_.at(forward.unit);
+  Region& region = region_of(nullptr, "block", unit);
+  const auto& graph = graphs_of(region, nullptr, unit)[true];
+  if (captured_) {
+    return {
+        .outputs = try_replay(
+            region,
+            *graph,
+            forward.inputs,
+            forward.obstacle.empty() ? forward.difference : forward.obstacle)};
+  }
+  if (!forward.obstacle.empty()) {
+    region.obstructed = true;
+    if (num_steps_ >= options_.warmup_steps) {
+      fallback(graph.get(), forward.obstacle);
+    }
+    return {};
+  }
+  learn(graph, forward.fn, forward.inputs, {.constants = forward.constants});
+  return {.watched = true};
+}
+
+void RegionGraphs::unit_ran(
+    UnitId unit,
+    const nn::TensorList& inputs,
+    const nn::TensorList& outputs) {
+  UnitRegions& regions = *unit_regions_.at(unit);
+  Region& region = region_of(nullptr, "block", regions);
+  watch_->forward_ended(
+      graphs_of(region, nullptr, regions)[true],
+      inputs,
+      outputs);
+}
+
+// -- learning ----------------------------------------------------------------
+
+void RegionGraphs::learn(
+    const std::shared_ptr<RegionGraph>& graph,
+    const nn::RegionFn& fn,
+    const nn::TensorList& inputs,
+    const nn::RegionOptions& options) {
+  watch_->forward_begins(
+      graph,
+      {.fn = fn,
+       .constants = options.constants,
+       .recompute = options.recompute.has_value(),
+       .preserve_rng = options.recompute && options.recompute->preserve_rng,
+       .in_backward = autograd_task::current_id() >= 0},
+      inputs);
+}
+
+}  // namespace flatshard

@@ -1,0 +1,102 @@
+#pragma once
+
+#include "flatshard/device/graph.h"
+#include "flatshard/nn/module.h"
+#include "flatshard/runtime/graph_options.h"
+#include "flatshard/runtime/runtime.h"
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace flatshard {
+
+struct StepEffects;
+struct StepStamp;
+
+/// Forward and backward of all microbatches of a step as one graph, with the
+/// gathers and reductions in it. Clipping, optimizer, evaluation and
+/// checkpoints stay outside, between two steps.
+///
+/// The first steps run eagerly. Then all ranks capture, or none does: capture
+/// runs nothing, so the step that captures is replayed as well. A replay costs
+/// the host a launch; what the step would have changed on the host (which
+/// gradients there are, what is gathered, what was done) is kept from the
+/// capture and applied. A step that differs from the captured one runs eagerly
+/// and is counted. What makes it differ is the same on all ranks.
+///
+/// One thread at a time. It ends before the mesh of its Runtime does, whose
+/// communicators wait for it.
+class StepGraph {
+ public:
+  /// Forward and backward of a step: reads no data from elsewhere than
+  /// `inputs` and memory that stays, decides nothing on the host by the values
+  /// of tensors, sets the Runtime's microbatch flags itself, and leaves weights
+  /// alone. Returns tensors, such as the loss.
+  using Work = std::function<nn::TensorList(const nn::TensorList& inputs)>;
+
+  /// @param runtime  made with GraphOptions::whole_step, of units with modules.
+  /// @throws Error{usage} otherwise.
+  StepGraph(std::shared_ptr<Runtime> runtime, Work work);
+  ~StepGraph();
+  StepGraph(const StepGraph&) = delete;
+  StepGraph& operator=(const StepGraph&) = delete;
+
+  /// Runs `work`, in one way or the other, on the current stream and those of
+  /// the Runtime. Collective. Blocks the host when it captures.
+  /// @param inputs  copied, unless it is the same memory in every step.
+  /// @return  what work returned, detached and the caller's.
+  nn::TensorList run(const nn::TensorList& inputs);
+
+  /// Drops the graph; another is captured behind another warm-up. Between two
+  /// steps, on all ranks.
+  void reset();
+  /// The next step is a replay, unless it differs.
+  bool captured() const { return captured_; }
+  GraphStats stats() const;
+
+ private:
+  class Recording;
+  /// What the flight recorder's thread may drop, when it is to end the
+  /// communicators that the graph holds.
+  struct Held {
+    std::mutex mutex;
+    std::unique_ptr<DeviceGraph> graph;
+  };
+
+  bool all_ranks(bool mine) const;
+  void drop_if_outdated();
+  void try_to_capture(const nn::TensorList& inputs);
+  std::vector<at::Tensor> record();
+  std::string capture(const nn::TensorList& inputs);
+  /// Why this step is not a replay; empty: it is.
+  std::string miss(const nn::TensorList& inputs) const;
+  nn::TensorList replay(const nn::TensorList& inputs);
+  void apply(const std::vector<at::Tensor>& outputs);
+  void fallback(const std::string& reason);
+
+  std::shared_ptr<Runtime> runtime_;
+  RuntimeCore& core_;  ///< its
+  Work work_;
+  GraphOptions options_;
+  std::vector<nn::Module*> modules_;
+  std::vector<std::size_t> num_own_hooks_;  ///< by module, of the Runtime
+  std::shared_ptr<GraphPool> pool_;
+  nn::TensorList inputs_;  ///< static
+  std::unique_ptr<StepEffects> effects_;
+  std::unique_ptr<StepStamp> stamp_;
+  std::size_t num_outputs_ = 0;  ///< of the graph's; then come gradients
+  std::shared_ptr<Held> held_ = std::make_shared<Held>();
+  bool captured_ = false;
+  FlightRecorder* flight_ = nullptr;  ///< the mesh's; null: none, or on a CPU
+  FlightRecorder::WithAbort with_abort_;
+  std::shared_ptr<CapturedCollectives> collectives_;
+  int num_steps_ = 0;  ///< since the last drop
+  std::string failure_;
+  GraphStats stats_;
+};
+
+}  // namespace flatshard

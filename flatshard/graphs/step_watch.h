@@ -1,0 +1,83 @@
+#pragma once
+
+#include "flatshard/graphs/region_graph.h"
+#include "flatshard/graphs/unit_slots.h"
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace flatshard {
+
+/// What regions did in the step that runs, eagerly: what their graphs are made
+/// of.
+///
+/// The order of forwards and backwards becomes that of the recordings. An input
+/// whose memory another region wrote, and an output whose gradient one region
+/// alone gives, will be the same static tensor in both graphs.
+class StepWatch : public std::enable_shared_from_this<StepWatch> {
+ public:
+  struct Run {
+    std::shared_ptr<RegionGraph> graph;
+    bool backward = false;
+    /// Where microbatches interleave: the unit's slots when it ran. Null: those
+    /// of the step.
+    std::shared_ptr<UnitSlots> slots;
+  };
+  using SlotsOfNow =
+      std::function<std::shared_ptr<UnitSlots>(const Unit& unit)>;
+
+  /// Asked for each run from now on.
+  void set_slots_of_now(SlotsOfNow slots) { slots_of_now_ = std::move(slots); }
+
+  /// A forward of the region begins: `graph` learns `call`.
+  /// @param call  without its inputs, which are found here.
+  void forward_begins(
+      const std::shared_ptr<RegionGraph>& graph,
+      RegionGraph::Call call,
+      const nn::TensorList& inputs);
+  /// And ends. Backwards through `outputs` are seen until `stop`.
+  void forward_ended(
+      const std::shared_ptr<RegionGraph>& graph,
+      const nn::TensorList& inputs,
+      const nn::TensorList& outputs);
+
+  /// Forwards and backwards, each once, in the order of the step.
+  const std::vector<Run>& order() const { return order_; }
+  /// Who alone takes an output, by output; and so gives its gradient.
+  std::vector<RegionGraph::Consumer> consumers_of(
+      const std::shared_ptr<RegionGraph>& graph) const;
+
+  /// Another step begins.
+  void forget();
+  void stop() { stopped_ = true; }
+  void start() { stopped_ = false; }
+
+ private:
+  struct Source {
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    std::shared_ptr<RegionGraph> graph;
+    std::size_t output = 0;
+  };
+  struct Producer {
+    WeakNodePtr node;  ///< another one may come to its address
+    std::shared_ptr<RegionGraph> graph;
+    std::size_t output = 0;
+  };
+
+  RegionGraph::Input describe(const at::Tensor& input) const;
+  void ran(const std::shared_ptr<RegionGraph>& graph, bool backward);
+
+  SlotsOfNow slots_of_now_;
+  bool stopped_ = false;
+  std::vector<Run> order_;
+  std::unordered_map<const void*, Source> sources_;  ///< by address
+  /// By autograd's node and its output: the region that made it.
+  std::map<std::pair<const void*, std::uint32_t>, Producer> producers_;
+};
+
+}  // namespace flatshard

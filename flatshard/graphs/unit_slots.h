@@ -1,0 +1,63 @@
+#pragma once
+
+#include "flatshard/buffer/slot_pool.h"
+#include "flatshard/graphs/target_sink.h"
+#include "flatshard/schedule/slot_plan.h"
+#include "flatshard/unit/slot_view.h"
+#include "flatshard/unit/unit.h"
+
+#include <map>
+#include <utility>
+
+namespace flatshard {
+
+/// Where the slots of one unit were in the step that runs: where the plan has
+/// them in every step.
+class UnitSlots {
+ public:
+  /// @param unit  outlives this.
+  UnitSlots(Unit& unit, at::Device device) : unit_(unit), device_(device) {}
+
+  Unit& unit() const { return unit_; }
+  void acquired(const SlotKey& key, const Slot& slot);
+  /// The unit's parameters point there now.
+  void pointed(const SlotView& slot) { pointed_ = slot; }
+  /// Those of this moment, for a region that runs now: where microbatches
+  /// interleave, another one may have its own.
+  UnitSlots of_now() const;
+  /// Another step begins.
+  void forget();
+  /// The unit can be pointed at its weights' place, which the next step has.
+  bool planned() const;
+
+  /// The unit's parameters point at where they will be in a forward or in a
+  /// backward, until `rest`; those of one run at where they were in it.
+  void point(bool in_backward);
+  void rest();
+  struct Place {
+    PartId part = kWhole;
+    SlotView slot;
+  };
+  /// What holds an FP8 parameter in a forward or in a backward.
+  /// @throws Error{usage} when nothing did.
+  Place place(const UnitParameter& p, PlaneId plane, bool in_backward) const;
+  /// Where the unit's gradients will be; new ones, which nobody wrote.
+  TargetSink targets() const;
+
+ private:
+  struct InPhases {
+    SlotView forward;
+    SlotView backward;
+  };
+
+  Unit& unit_;
+  at::Device device_;
+  InPhases weights_;  ///< of the compute plane
+  std::map<std::pair<PlaneId, PartId>, InPhases> float8_;
+  SlotView gradients_;
+  SlotView pointed_;
+  bool of_one_run_ = false;
+  bool moved_ = false;  ///< a slot had no place in the plan
+};
+
+}  // namespace flatshard

@@ -1,0 +1,106 @@
+#pragma once
+
+#include "flatshard/device/stream.h"
+#include "flatshard/nn/block_nodes.h"
+#include "flatshard/overlap/backward_pass.h"
+#include "flatshard/runtime/runtime.h"
+#include "flatshard/schedule/overlap_events.h"
+#include "flatshard/schedule/overlap_plan.h"
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <vector>
+
+namespace flatshard {
+
+/// A model as an OverlapPlan runs it: blocks in pieces, each block a unit, and
+/// what lies before and behind them. None of its functions calls a unit through
+/// its holder, which would be another forward of it.
+struct OverlapModel {
+  UnitId root = 0;
+  /// Where embedding and head are units; unset: they are the root's, which is
+  /// gathered from a step's first microbatch to its last.
+  std::optional<PlanUnits::Ends> ends;
+  std::vector<UnitId> layers;
+  /// Rows travel on its queue; null, or one without a queue: on a stream of the
+  /// runner's own. Where ranks exchange rows it must be the blocks'.
+  std::shared_ptr<nn::TokenExchange> exchange;
+  /// -> what the first block takes.
+  std::function<at::Tensor(int microbatch)> embed;
+  /// One call of a block; asked for once in each microbatch.
+  std::function<std::unique_ptr<nn::BlockNodes>(int layer)> nodes;
+  /// -> [] the loss to be differentiated: scaled, if microbatches are averaged.
+  std::function<at::Tensor(int microbatch, const at::Tensor& tokens)> head;
+};
+
+/// Runs steps by an OverlapPlan: the backward of one microbatch beside the
+/// forward of the next, rows of tokens on a stream of their own.
+///
+/// Losses and gradients are bitwise those of the plan without interleaving and
+/// without late weight gradients. The actions of the Runtime are those that
+/// `plan_events` gives in a Scheduler with three gradient slots.
+///
+/// After an exception nothing of the step is left: the next one is right if the
+/// exception came on all ranks.
+class OverlapRunner {
+ public:
+  /// Lays out the runtime's slots for the plan. Between two steps.
+  /// @param streams  of the runner's own exchange stream.
+  /// @throws Error{config} for options that do not fit each other.
+  OverlapRunner(
+      std::shared_ptr<Runtime> runtime,
+      OverlapModel model,
+      int microbatches,
+      const OverlapPlanOptions& options,
+      StreamOptions streams = {});
+  ~OverlapRunner();
+
+  /// Forward and backward of all microbatches.
+  /// @return  their losses, as the head gave them.
+  std::vector<at::Tensor> run();
+
+  const std::vector<PlanStep>& plan() const { return plan_; }
+  /// Waits between the streams; one that is taken away is not waited for.
+  std::vector<PlanWait>& waits() { return waits_; }
+  /// The steps of the last run, in the order in which they were queued.
+  const std::vector<PlanStep>& executed() const { return executed_; }
+
+ private:
+  struct Transfer;
+  struct Layer;
+  struct Microbatch;
+
+  void run_step(const PlanStep& step);
+  void forward(const PlanStep& step);
+  void recompute(const PlanStep& step);
+  void backward(const PlanStep& step);
+  void attend(Layer& layer, bool with_graph);
+  void experts(Layer& layer, bool with_graph);
+  void shared(Layer& layer, bool with_graph);
+  void begin_backward(const PlanStep& step);
+  std::shared_ptr<Transfer> send(
+      const Layer& layer,
+      nn::TokenExchange::Way way,
+      const nn::TensorList& rows,
+      const at::Tensor& residual = {});
+  const nn::TensorList& received(const std::shared_ptr<Transfer>& transfer);
+  void compute_waits(const Event& event);
+  bool is_dense(int layer) const;
+  UnitId unit_of(const PlanStep& step) const;
+  Layer& layer_of(const PlanStep& step);
+
+  const std::shared_ptr<Runtime> runtime_;
+  const OverlapModel model_;
+  const OverlapPlanOptions options_;
+  const std::vector<PlanStep> plan_;
+  std::vector<PlanWait> waits_;
+  const bool has_queue_;  ///< the exchange stream is the model's
+  const std::shared_ptr<Stream> exchange_;
+  std::shared_ptr<void> interleaving_;  ///< of graphs
+  std::vector<std::unique_ptr<Microbatch>> microbatches_;
+  std::vector<PlanStep> executed_;
+  std::vector<at::Tensor> losses_;
+};
+
+}  // namespace flatshard

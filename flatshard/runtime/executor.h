@@ -1,0 +1,174 @@
+#pragma once
+
+#include "flatshard/device/stream.h"
+#include "flatshard/mesh/mesh.h"
+#include "flatshard/runtime/comm_streams.h"
+#include "flatshard/runtime/observer.h"
+#include "flatshard/runtime/planned_slots.h"
+#include "flatshard/runtime/runtime_options.h"
+#include "flatshard/schedule/actions.h"
+#include "flatshard/unit/unit.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace flatshard {
+
+/// Carries the Scheduler's actions out: on streams, with slots, by collectives.
+/// Knows units and time, and nothing of autograd. One caller at a time.
+class Executor {
+ public:
+  using Units = std::vector<std::unique_ptr<Unit>>;
+
+  /// @param units, observers  outlive this.
+  Executor(
+      std::shared_ptr<Mesh> mesh,
+      const Units& units,
+      const RuntimeObservers& observers,
+      const RuntimeOptions& options);
+  /// Waits for the streams.
+  ~Executor();
+  Executor(const Executor&) = delete;
+  Executor& operator=(const Executor&) = delete;
+
+  /// @throws Error with rank, step, unit and action as its context.
+  void execute(const Action& action);
+  /// After a unit's reduction: observers that want its gradients get them. What
+  /// they throw is theirs and gets no context.
+  void tell_reduced(Unit& unit);
+  /// The unit's weights may be read on compute: it waits for their gather, or
+  /// they rest whole.
+  bool has_weights(const Unit& unit) const {
+    return states_[unit.id()].weights[UnitWeights::kComputePlane].awaited ||
+           unit.resident();
+  }
+  /// The FP8 weight `p` as products read it: its plane, or the part that has
+  /// it, is awaited. Valid until that is released.
+  float8::Operand
+  float8_operand(const Unit& unit, const UnitParameter& p, PlaneId plane) const;
+  /// Where its data are.
+  const void*
+  float8_address(const Unit& unit, const UnitParameter& p, PlaneId plane) const;
+  /// The gathers to come are asked for by hand.
+  void set_by_hand(bool by_hand) { by_hand_ = by_hand; }
+  /// Where layers write the unit's gradients: taken now if it is not yet.
+  SlotView grads_slot(Unit& unit);
+
+  /// A forward without a backward is over: nobody reads the weights any more
+  /// that others write.
+  void end_evaluation();
+  /// Where nothing is gathered, compute itself reads what was written.
+  void wait_for_written_weights();
+  /// The outermost backward is over: with
+  /// RuntimeOptions::unused_grads_stay_undefined, groups of which no rank got a
+  /// gradient have none. Collective then.
+  void drop_unused_grads();
+
+  // For graphs of steps, while nothing is held.
+
+  /// Nothing waits any more for points in what was queued.
+  void forget_queued();
+  /// Compute waits for all weights that were written.
+  void wait_for_all_written_weights();
+
+  /// Lays streams, slots and units to rest, whatever they were at.
+  void reset();
+  CommStreams& streams() { return streams_; }
+
+  /// The step that errors and the flight recorder name.
+  void set_step(std::int64_t step) { step_ = step; }
+  std::int64_t step() const { return step_; }
+  struct HeldSlots {
+    SlotView weights;
+    SlotView grads;
+  };
+  /// What the unit has now; data is null where it has none.
+  HeldSlots held_slots(const Unit& unit) const;
+  PlannedSlots& slots() { return slots_; }
+  const PlannedSlots& slots() const { return slots_; }
+  /// DebugOptions::poison: of the block that released parameters point at.
+  std::int64_t poison_nbytes() const { return poison_nbytes_; }
+
+ private:
+  struct AwaitedPlane {
+    PartId part = kWhole;
+    SlotView slot;
+  };
+  AwaitedPlane
+  awaited_plane(const Unit& unit, const UnitParameter& p, PlaneId plane) const;
+  /// A plane of one unit, or a part of one, while it is gathered.
+  struct WeightSlot {
+    Slot slot;             ///< resident units have none
+    Event filled;          ///< the gather, or the derivation, is done
+    Event read_by_gather;  ///< so is what the gather stream derived of it
+    bool awaited = false;  ///< compute waits for `filled`
+  };
+  /// The slots of one unit, and how far the streams are with it.
+  struct UnitState {
+    std::vector<WeightSlot> weights;  ///< by slice: UnitSpec::slice
+    Slot grads;
+    Event grads_read;  ///< the last reduction has read the gradient slot
+    Event reduced;     ///< the last reduction is done
+  };
+  /// The reduction of one group of a unit.
+  struct Planned {
+    ParamGroup* group = nullptr;
+    at::Tensor flat;  ///< in the slot
+    GradientPipeline::Reduction reduction;
+    /// What the outer stream reads when it gets there; null: nothing.
+    std::shared_ptr<at::Tensor> inner;
+  };
+  struct Drained {  ///< a gradient slot that may go
+    Unit* unit = nullptr;
+    Slot slot;
+    Event last_use;
+  };
+
+  UnitState& state(const Unit& unit) { return states_[unit.id()]; }
+  SlotView view(const Slot& slot) const { return slots_.view(slot); }
+  // executor_weights.cpp
+  WeightSlot& weight_slot(const Unit& unit, PlaneId plane, PartId part) {
+    return state(unit).weights[unit.weights().planes().slice(plane, part)];
+  }
+  SlotView acquire_weights(Unit& unit, const Action& action);
+  void gather(Unit& unit, const Action& action);
+  void derive(Unit& unit, const Action& action);
+  void await(Unit& unit, const Action& action);
+  void release(Unit& unit, const Action& action);
+  void reduce(Unit& unit, bool collective, bool is_last);
+  void reduce_outer(Unit& unit, const std::vector<Planned>& planned);
+  void drain(Unit& unit);
+  void join();
+  void release_drained();
+  void rest(Unit& unit);
+  std::string context(const Action& action) const;
+  // DebugOptions::poison; executor_poison.cpp.
+  void poison_parameters();
+  Event poison_after_reduction(const Unit& unit);
+
+  std::shared_ptr<Mesh> mesh_;
+  const Units& units_;
+  std::vector<UnitState> states_;  ///< per unit
+  const RuntimeObservers& observers_;
+  const RuntimeOptions options_;
+  PlannedSlots slots_;
+  CommStreams streams_;
+  bool by_hand_ = false;
+  bool offloads_ = false;  ///< some group's main weights are in host memory
+  Event all_reduced_;
+  Event all_outer_reduced_;
+  /// With slots_on_demand: compute, which frees them, waits for their
+  /// reductions only when it takes the next one, or at the join.
+  std::vector<Drained> drained_;
+  /// Groups that this backward reduced, and whether each had no gradient
+  /// before.
+  std::vector<std::pair<ParamGroup*, bool>> reduced_groups_;
+  std::int64_t poison_nbytes_ = 0;
+  std::int64_t step_ = 0;
+};
+
+}  // namespace flatshard

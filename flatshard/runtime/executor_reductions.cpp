@@ -1,0 +1,182 @@
+// The Executor's side of gradients: from a full slot to reduced values, and the
+// slot's way back.
+#include "flatshard/comm/collective_scope.h"
+#include "flatshard/device/memory.h"
+#include "flatshard/runtime/executor.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace flatshard {
+
+void Executor::reduce(Unit& unit, bool collective, bool is_last) {
+  UnitState& held = state(unit);
+  if (held.reduced.recorded() && observers_.want_reduced_gradients(unit)) {
+    held.reduced.wait(*streams_.compute());
+  }
+  const SlotView slot = grads_slot(unit);
+  unit.gradients().finish(slot);
+  observers_.tell([&](RuntimeObserver& o) { o.gradients_ready(unit, slot); });
+  std::vector<Planned> planned;
+  for (std::size_t g = 0; g < unit.groups().size(); ++g) {
+    ParamGroup& group = *unit.groups()[g];
+    if (group.trainable()) {
+      planned.push_back(
+          {.group = &group,
+           .flat = unit.gradients().flat(slot, g),
+           .reduction = group.plan_reduction(collective, is_last)});
+      const GradientPipeline::Reduction& r = planned.back().reduction;
+      if (r.collective && !r.to_inner) {
+        reduced_groups_.emplace_back(&group, !r.add_reduced);
+      }
+      if (r.by_outer) {
+        planned.back().inner = std::make_shared<at::Tensor>();
+      }
+    }
+  }
+  Event filled;
+  filled.record(*streams_.compute());
+  filled.wait(*streams_.reduce());
+  for (const Planned& p : planned) {
+    queue_collectives(
+        *streams_.reduce(),
+        p.reduction.inner_groups(),
+        [&unit, p, step = step_] {
+          const CollectiveScope scope(step, unit.name());
+          const at::Tensor inner =
+              p.group->gradients().reduce_inner(p.flat, p.reduction);
+          if (p.inner != nullptr) {
+            *p.inner = inner;
+          }
+        });
+  }
+  held.grads_read.record(*streams_.reduce());
+  held.reduced = held.grads_read;
+  all_reduced_ = held.reduced;
+  reduce_outer(unit, planned);
+}
+
+void Executor::reduce_outer(Unit& unit, const std::vector<Planned>& planned) {
+  if (std::all_of(planned.begin(), planned.end(), [](const Planned& p) {
+        return p.inner == nullptr;
+      })) {
+    return;
+  }
+  UnitState& held = state(unit);
+  held.grads_read.wait(*streams_.outer());
+  for (const Planned& p : planned) {
+    if (p.inner == nullptr) {
+      continue;
+    }
+    queue_collectives(
+        *streams_.outer(),
+        p.reduction.outer_groups(),
+        [&unit, p, step = step_] {
+          const CollectiveScope scope(step, unit.name());
+          keep_for_current_stream(*p.inner);
+          p.group->gradients().reduce_outer(*p.inner, p.reduction);
+          p.inner->reset();
+        });
+  }
+  held.reduced = {};
+  held.reduced.record(*streams_.outer());
+  all_outer_reduced_ = held.reduced;
+  if (std::any_of(planned.begin(), planned.end(), [](const Planned& p) {
+        return p.reduction.outer_reads_slot;
+      })) {
+    held.grads_read = held.reduced;
+  }
+}
+
+void Executor::tell_reduced(Unit& unit) {
+  if (unit.gradients().has_unreduced() ||
+      !observers_.want_reduced_gradients(unit)) {
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  const auto tell = [&] {
+    observers_.tell([&](RuntimeObserver& o) { o.gradients_reduced(unit); });
+  };
+  Event& reduced = state(unit).reduced;
+  if (!mesh_->device().is_cuda() || offloads_) {
+    reduced.synchronize();
+    tell();
+    return;
+  }
+  // After the unit's reduction, wherever that ended.
+  reduced.wait(*streams_.reduce());
+  streams_.reduce()->submit(tell);
+  reduced.record(*streams_.reduce());
+  all_reduced_ = reduced;
+}
+
+void Executor::drop_unused_grads() {
+  const auto reduced = std::exchange(reduced_groups_, {});
+  if (!options_.unused_grads_stay_undefined || reduced.empty()) {
+    return;
+  }
+  std::vector<float> had(reduced.size());
+  bool in_doubt = false;
+  for (std::size_t i = 0; i < reduced.size(); ++i) {
+    const auto& [group, is_first] = reduced[i];
+    had[i] = group->gradients().contributed() ? 1 : 0;
+    in_doubt |= is_first && !group->gradients().contributed();
+  }
+  at::Tensor flags = at::tensor(had);
+  if (mesh_->size() > 1) {
+    const auto of_all = std::make_shared<at::Tensor>();
+    Communicator* const world = &mesh_->world(Purpose::reduce);
+    queue_collectives(
+        *streams_.reduce(),
+        {&world, 1},
+        [flags, of_all, device = mesh_->device(), world, step = step_] {
+          const CollectiveScope scope(step, "which gradients there are");
+          *of_all = flags.to(device, /*non_blocking=*/true);
+          world->all_reduce(*of_all, ReduceOp::sum);
+        });
+    Event done;
+    done.record(*streams_.reduce());
+    done.wait(*streams_.compute());
+    if (!in_doubt) {
+      return;
+    }
+    flags = of_all->cpu();
+  }
+  const auto ranks = flags.accessor<float, 1>();
+  for (std::size_t i = 0; i < reduced.size(); ++i) {
+    const auto& [group, is_first] = reduced[i];
+    if (is_first && ranks[static_cast<std::int64_t>(i)] == 0) {
+      group->gradients().reduced().drop();
+    }
+  }
+}
+
+void Executor::drain(Unit& unit) {
+  UnitState& held = state(unit);
+  if (!held.grads.held()) {
+    return;  // nobody wrote it
+  }
+  Event last_use =
+      options_.debug.poison ? poison_after_reduction(unit) : held.grads_read;
+  drained_.push_back(
+      {&unit, std::exchange(held.grads, {}), std::move(last_use)});
+  if (!options_.slots_on_demand) {
+    release_drained();
+  }
+}
+
+void Executor::release_drained() {
+  for (Drained& drained : std::exchange(drained_, {})) {
+    observers_.tell([&](RuntimeObserver& o) {
+      o.slot_released(*drained.unit, drained.slot);
+    });
+    slots_.release(
+        drained.slot,
+        std::move(drained.last_use),
+        streams_.compute());
+  }
+}
+
+}  // namespace flatshard

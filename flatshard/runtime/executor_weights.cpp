@@ -1,0 +1,168 @@
+// The Executor's side of weights: from a gather to a slot's way back.
+#include "flatshard/comm/collective_scope.h"
+#include "flatshard/core/error.h"
+#include "flatshard/device/memory.h"
+#include "flatshard/runtime/executor.h"
+#include "flatshard/runtime/poison.h"
+
+#include <ATen/ATen.h>
+
+#include <utility>
+#include <vector>
+
+namespace flatshard {
+
+SlotView Executor::acquire_weights(Unit& unit, const Action& action) {
+  if (unit.weights().rests(action.plane)) {
+    return {};
+  }
+  const SlotKey key{
+      .unit = unit.id(),
+      .plane = action.plane,
+      .role = action.phase == Phase::forward ? SlotRole::forward_weights
+                                             : SlotRole::backward_weights,
+      .part = action.part};
+  Slot& slot = weight_slot(unit, action.plane, action.part).slot;
+  slots_.acquire(
+      unit,
+      key,
+      unit.weights().nbytes(action.plane, action.part),
+      streams_.gather(),
+      slot);
+  return view(slot);
+}
+
+void Executor::gather(Unit& unit, const Action& action) {
+  // Who unshards by hand may write next, which no forward or backward fences.
+  const CopyEngines::Gathers asked = options_.copy_engines.gathers;
+  const bool copy_engines = !(by_hand_ && options_.foreign_writes) &&
+                            (asked == CopyEngines::Gathers::all ||
+                             (asked == CopyEngines::Gathers::forward &&
+                              action.phase == Phase::forward));
+  std::vector<WeightPlanes::Gather> gathers;
+  gathers.reserve(unit.groups().size());
+  for (const auto& group : unit.groups()) {
+    gathers.emplace_back();
+    if (unit.weights().is_in_plane(*group, action.plane)) {
+      gathers.back() = group->weights().plan_gather(copy_engines);
+      if (gathers.back().is_first) {
+        group->weights().progress().wait(*streams_.gather());
+      }
+    }
+  }
+  const SlotView slot = acquire_weights(unit, action);
+  queue_collectives(
+      *streams_.gather(),
+      mesh_->communicators(Purpose::gather),
+      [&unit,
+       slot,
+       gathers = std::move(gathers),
+       plane = action.plane,
+       part = action.part,
+       step = step_] {
+        const CollectiveScope scope(step, unit.name());
+        unit.weights().gather_into(slot, plane, part, gathers);
+      });
+  weight_slot(unit, action.plane, action.part)
+      .filled.record(*streams_.gather());
+}
+
+void Executor::derive(Unit& unit, const Action& action) {
+  WeightSlot& source = weight_slot(
+      unit,
+      unit.weights().planes().derived_from[action.plane],
+      action.part);
+  const SlotView columns = acquire_weights(unit, action);
+  streams_.gather()->submit(
+      [&unit, rows = view(source.slot), columns, part = action.part] {
+        unit.weights().derive_into(part, rows, columns);
+      });
+  source.read_by_gather.record(*streams_.gather());
+  weight_slot(unit, action.plane, action.part)
+      .filled.record(*streams_.gather());
+}
+
+void Executor::await(Unit& unit, const Action& action) {
+  WeightSlot& held = weight_slot(unit, action.plane, action.part);
+  streams_.compute_waits(held.filled);
+  held.awaited = true;
+  if (action.plane != UnitWeights::kComputePlane) {
+    return;  // layers ask for FP8 weights
+  }
+  const SlotView slot = view(held.slot);
+  unit.pointers().point_at(slot);
+  observers_.tell(
+      [&](RuntimeObserver& o) { o.parameters_pointed(unit, slot); });
+}
+
+void Executor::release(Unit& unit, const Action& action) {
+  WeightSlot& held = weight_slot(unit, action.plane, action.part);
+  if (action.plane == UnitWeights::kComputePlane) {
+    unit.pointers().clear();
+  }
+  const auto stream = streams_.compute();
+  const bool staged = held.read_by_gather.recorded();
+  if (!held.awaited && (!staged || options_.debug.poison)) {
+    held.filled.wait(*stream);  // a prefetch that nobody used
+  }
+  observers_.tell(
+      [&](RuntimeObserver& o) { o.slot_released(unit, held.slot); });
+  if (options_.debug.poison) {
+    if (staged) {
+      held.read_by_gather.wait(*stream);
+    }
+    fill_with_nan(view(held.slot));
+  }
+  Event last_use;
+  last_use.record(*stream);
+  if (staged) {
+    // The gather stream read it as well, and compute need not wait for that.
+    if (held.awaited || options_.debug.poison) {
+      last_use.wait(*streams_.gather());
+    }
+    last_use = {};
+    last_use.record(*streams_.gather());
+  }
+  slots_.release(held.slot, last_use, streams_.gather());
+  held.awaited = false;
+  held.read_by_gather = {};
+}
+
+Executor::AwaitedPlane Executor::awaited_plane(
+    const Unit& unit,
+    const UnitParameter& p,
+    PlaneId plane) const {
+  const std::vector<WeightSlot>& slices = states_[unit.id()].weights;
+  for (const PartId part : {kWhole, unit.weights().part_of(p)}) {
+    const WeightSlot& held = slices[unit.weights().planes().slice(plane, part)];
+    if (held.awaited) {
+      return {part, view(held.slot)};
+    }
+  }
+  FLATSHARD_THROW(
+      internal,
+      "parameter {} of unit {}: plane {} was asked for and is not there",
+      p.name,
+      unit.name(),
+      plane);
+}
+
+float8::Operand Executor::float8_operand(
+    const Unit& unit,
+    const UnitParameter& p,
+    PlaneId plane) const {
+  const AwaitedPlane there = awaited_plane(unit, p, plane);
+  return unit.weights().float8_operand(p, plane, there.part, there.slot);
+}
+
+const void* Executor::float8_address(
+    const Unit& unit,
+    const UnitParameter& p,
+    PlaneId plane) const {
+  const AwaitedPlane there = awaited_plane(unit, p, plane);
+  return unit.weights()
+      .float8_view(p, plane, there.part, there.slot)
+      .data.const_data_ptr();
+}
+
+}  // namespace flatshard

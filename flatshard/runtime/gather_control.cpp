@@ -1,0 +1,83 @@
+#include "flatshard/runtime/gather_control.h"
+
+#include "flatshard/runtime/runtime_core.h"
+#include "flatshard/schedule/keep_units.h"
+
+#include <c10/util/ScopeExit.h>
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+namespace flatshard {
+
+void GatherControl::set_policy(UnitId unit, UnitPolicy policy) {
+  const std::lock_guard lock(core_.mutex);
+  core_.step.scheduler.set_policy(unit, std::move(policy));
+  ++core_.num_rule_changes;
+  if (!core_.options.slots_on_demand && core_.step.actions.empty() &&
+      core_.executor.slots().pool().num_held() == 0) {
+    core_.plan_next_step();
+  }
+}
+
+int GatherControl::keep_gathered(std::int64_t nbytes) {
+  const std::lock_guard lock(core_.mutex);
+  const auto kept = choose_kept_units(
+      core_.step.scheduler.units(),
+      core_.step.scheduler.options(),
+      nbytes);
+  for (const UnitId unit : kept) {
+    UnitPolicy policy = core_.step.scheduler.units()[unit].policy;
+    policy.reshard_after_forward = false;
+    core_.step.scheduler.set_policy(unit, std::move(policy));
+  }
+  core_.plan_next_step();
+  return static_cast<int>(kept.size());
+}
+
+void GatherControl::unshard(UnitId unit, bool awaits) {
+  const std::lock_guard lock(core_.mutex);
+  if (core_.rests()) {
+    core_.before_root_forward();
+  }
+  core_.executor.set_by_hand(true);
+  const auto done =
+      c10::make_scope_exit([&] { core_.executor.set_by_hand(false); });
+  core_.feed({.kind = EventKind::unshard, .unit = unit, .awaits = awaits});
+  if (awaits) {
+    core_.step.unsharded[unit] = true;
+    core_.show(unit);
+  }
+}
+
+void GatherControl::prefetch_forward() {
+  const std::lock_guard lock(core_.mutex);
+  if (core_.options.graphs.whole_step) {
+    return;  // a graph gathers everything itself
+  }
+  std::vector<UnitId> first;
+  for (const Action& action : core_.step.actions) {
+    if (action.kind == ActionKind::gather &&
+        static_cast<int>(first.size()) <= core_.options.prefetch &&
+        std::find(first.begin(), first.end(), action.unit) == first.end()) {
+      first.push_back(action.unit);
+    }
+  }
+  if (first.empty() || !core_.rests()) {
+    return;
+  }
+  core_.before_root_forward();
+  for (const UnitId unit : first) {
+    core_.feed({.kind = EventKind::unshard, .unit = unit, .awaits = false});
+  }
+}
+
+void GatherControl::reshard(UnitId unit) {
+  const std::lock_guard lock(core_.mutex);
+  core_.feed({.kind = EventKind::reshard, .unit = unit});
+  core_.step.unsharded[unit] = false;
+  core_.hide(unit);
+}
+
+}  // namespace flatshard

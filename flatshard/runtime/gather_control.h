@@ -1,0 +1,45 @@
+#pragma once
+
+#include "flatshard/schedule/events.h"
+
+#include <cstdint>
+
+namespace flatshard {
+
+struct RuntimeCore;
+
+/// What of a model is gathered, how long it stays, and gathers by hand:
+/// `Runtime::gathers()`. Every call is equal on all ranks.
+class GatherControl {
+ public:
+  explicit GatherControl(RuntimeCore& core) : core_(core) {}
+  GatherControl(const GatherControl&) = delete;
+  GatherControl& operator=(const GatherControl&) = delete;
+
+  /// From the next event on; between two steps. Overrides
+  /// RuntimeOptions::reshard_after_forward.
+  void set_policy(UnitId unit, UnitPolicy policy);
+  /// As many units as fit stay gathered from forward to backward from now on,
+  /// while the slots of gathered weights and gradients take at most `nbytes`.
+  /// Before the first forward.
+  /// @return  how many; see choose_kept_units.
+  int keep_gathered(std::int64_t nbytes);
+  /// Gathers the unit's weights outside of its forward, and lets everybody
+  /// read its parameters. Collective. Its next forward or backward uses them
+  /// and releases them as always.
+  /// @param awaits  false: only queued; ask again before you read them.
+  void unshard(UnitId unit, bool awaits = true);
+  /// Gathers what the last step's forward began with, so that it is there when
+  /// the next one begins; call after the optimizer, when another forward comes.
+  /// The gather of a unit waits for its own weights only and runs beside the
+  /// optimizer's work on later units. Collective; never blocks. Does nothing
+  /// with GraphOptions::whole_step.
+  void prefetch_forward();
+  /// Releases them, unless a forward or backward of the unit is open.
+  void reshard(UnitId unit);
+
+ private:
+  RuntimeCore& core_;
+};
+
+}  // namespace flatshard

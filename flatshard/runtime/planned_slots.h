@@ -1,0 +1,84 @@
+#pragma once
+
+#include "flatshard/buffer/slot_pool.h"
+#include "flatshard/runtime/observer.h"
+#include "flatshard/schedule/actions.h"
+#include "flatshard/schedule/slot_plan.h"
+#include "flatshard/unit/slot_view.h"
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+namespace flatshard {
+
+/// Where the units' weights and gradients lie while they have some: each use
+/// has its planned place in one arena. Observers hear of plans and of uses that
+/// begin.
+class PlannedSlots {
+ public:
+  struct Options {
+    /// No arena: each use takes memory of its own.
+    bool on_demand = false;
+  };
+  /// @param observers  outlive this.
+  PlannedSlots(
+      at::Device device,
+      std::size_t num_units,
+      const RuntimeObservers& observers,
+      Options options)
+      : device_(device),
+        observers_(observers),
+        options_(options),
+        pool_(device),
+        last_(num_units) {}
+
+  /// Gives each use its place, as `actions` need them. While nothing is held.
+  void plan(std::span<const UnitSpec> specs, std::span<const Action> actions);
+  /// A step needed slots that the plan does not have, and nothing is held now.
+  bool should_replan() const;
+  /// Of `plan` so far.
+  std::int64_t num_plans() const { return num_plans_; }
+
+  /// @param slot    gets the memory.
+  /// @param filler  as SlotPool::acquire.
+  void acquire(
+      const Unit& unit,
+      const SlotKey& key,
+      std::int64_t nbytes,
+      const std::shared_ptr<Stream>& filler,
+      Slot& slot);
+  /// As SlotPool::release.
+  void
+  release(Slot& slot, Event last_use, const std::shared_ptr<Stream>& filler) {
+    pool_.release(slot, std::move(last_use), filler);
+  }
+  void forget_uses() { pool_.forget_uses(); }
+
+  SlotView view(const Slot& slot) const {
+    return {slot.data, slot.nbytes, device_};
+  }
+  /// Where the unit's slot of `role` lies, or lay when it had one: gradients,
+  /// or weights of the compute plane. data is null when it never had. With an
+  /// arena the same in every step that repeats the one before.
+  SlotView last(UnitId unit, SlotRole role) const {
+    return last_[unit][static_cast<std::size_t>(role)];
+  }
+  const SlotPool& pool() const { return pool_; }
+  const SlotPlan& places() const { return places_; }
+
+ private:
+  at::Device device_;
+  const RuntimeObservers& observers_;
+  Options options_;
+  SlotPool pool_;
+  SlotPlan places_;
+  std::vector<std::array<SlotView, 3>> last_;  ///< by unit, by SlotRole
+  std::int64_t planned_dynamic_ = 0;  ///< dynamic slots when the plan was made
+  std::int64_t num_plans_ = 0;
+};
+
+}  // namespace flatshard

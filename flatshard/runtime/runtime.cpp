@@ -1,0 +1,165 @@
+#include "flatshard/runtime/runtime.h"
+
+#include "flatshard/core/error.h"
+#include "flatshard/core/log.h"
+#include "flatshard/nn/module.h"
+#include "flatshard/runtime/poison.h"
+
+#include <fmt/ranges.h>
+
+#include <utility>
+
+namespace flatshard {
+
+Runtime::Runtime(
+    std::shared_ptr<Mesh> mesh,
+    std::vector<std::unique_ptr<Unit>> units,
+    const std::vector<UnitId>& parents,
+    const RuntimeOptions& options)
+    : core_(std::move(mesh), std::move(units), parents, options) {
+}
+
+std::shared_ptr<Runtime> Runtime::create(
+    std::shared_ptr<Mesh> mesh,
+    std::vector<std::unique_ptr<Unit>> units,
+    const std::vector<UnitId>& parents,
+    const RuntimeOptions& options) {
+  mesh = use_copy_engines(
+      std::move(mesh),
+      units,
+      options.copy_engines,
+      options.streams);
+  const std::shared_ptr<Runtime> runtime(
+      new Runtime(std::move(mesh), std::move(units), parents, options));
+  RuntimeCore& core = runtime->core_;
+  core.events.install_hooks(std::shared_ptr<AutogradListener>(runtime, &core));
+  hook_modules(runtime);
+  core.hide_all();
+  if (options.debug.strict) {
+    FLATSHARD_CHECK(
+        core.units.front()->module() != nullptr,
+        config,
+        "debug.strict watches modules of nn::Module; these units have none");
+    watch_modules(runtime);
+  }
+  return runtime;
+}
+
+Runtime::~Runtime() {
+  module_hooks_.clear();
+  try {
+    core_.executor.streams().synchronize();
+  } catch (const std::exception& e) {
+    log_debug("while a runtime was destroyed: {}", e.what());
+  }
+  for (auto& unit : core_.units) {
+    for (UnitParameter& p : unit->parameters()) {
+      // The memory goes with this object. Python's units say so themselves.
+      unit->module() != nullptr ? p.storage.retire() : p.storage.clear();
+    }
+  }
+}
+
+// -- the training loop's side ------------------------------------------------
+
+void Runtime::set_is_last_microbatch(bool is_last) {
+  const std::lock_guard lock(core_.mutex);
+  core_.set_microbatch(is_last, core_.step.sync_gradients);
+}
+
+void Runtime::set_sync_gradients(bool sync) {
+  const std::lock_guard lock(core_.mutex);
+  core_.set_microbatch(core_.step.is_last_microbatch, sync);
+}
+
+void Runtime::set_max_grad_slots(int max_grad_slots) {
+  const std::lock_guard lock(core_.mutex);
+  FLATSHARD_CHECK(
+      core_.options.slots_on_demand,
+      usage,
+      "expected RuntimeOptions::slots_on_demand for set_max_grad_slots, got an "
+      "arena, which is planned before the first step");
+  core_.step.scheduler.set_max_grad_slots(max_grad_slots);
+}
+
+UnitId Runtime::unit_of(const nn::Module& module) const {
+  for (const auto& unit : core_.units) {
+    if (unit->module() == &module) {
+      return unit->id();
+    }
+  }
+  throw Error(
+      ErrorCode::usage,
+      fmt::format(
+          "expected the root or a module of FullyShardOptions::units or "
+          "unit_choices, got a {} that is none of them; its weights belong to "
+          "the closest unit around it",
+          module.name()));
+}
+
+std::vector<ParamGroup*> Runtime::groups() const {
+  return core_.trainable_groups();
+}
+
+std::vector<ParamGroup*> Runtime::all_groups() const {
+  return core_.all_groups();
+}
+
+void Runtime::zero_grad() {
+  for (ParamGroup* group : core_.trainable_groups()) {
+    group->gradients().zero();
+  }
+}
+
+void Runtime::reset() {
+  const std::lock_guard lock(core_.mutex);
+  core_.reset();
+}
+
+void Runtime::synchronize() {
+  core_.executor.streams().synchronize();
+  current_stream(core_.mesh->device())->synchronize();
+  core_.mesh->check();
+}
+
+RuntimeTrace Runtime::trace() const {
+  const std::lock_guard lock(core_.mutex);
+  return core_.trace;
+}
+
+void Runtime::clear_trace() {
+  const std::lock_guard lock(core_.mutex);
+  core_.trace = {};
+}
+
+void Runtime::set_step(std::int64_t step) {
+  core_.mesh->set_step(step);
+  core_.executor.set_step(step);
+  if (core_.options.debug.poison) {
+    set_poison_step(step);
+  }
+}
+
+void Runtime::add_observer(std::shared_ptr<RuntimeObserver> observer) {
+  const std::lock_guard lock(core_.mutex);
+  core_.observers.add(std::move(observer));
+}
+
+void Runtime::finish_step() {
+  if (!core_.strict) {
+    return;
+  }
+  // First, so that a rank on which the rest fails does not leave others here.
+  core_.check_next(kNoUnit);
+  const std::lock_guard lock(core_.mutex);
+  core_.strict->end_step();
+  FLATSHARD_CHECK(
+      core_.step.scheduler.resting(),
+      usage,
+      "at the end of step {} these units do not rest: {}; a forward or "
+      "backward of theirs has not ended",
+      core_.executor.step(),
+      fmt::join(core_.step.scheduler.busy_units(), ", "));
+}
+
+}  // namespace flatshard

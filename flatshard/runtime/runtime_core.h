@@ -1,0 +1,109 @@
+#pragma once
+
+#include "flatshard/autograd/autograd_events.h"
+#include "flatshard/runtime/executor.h"
+#include "flatshard/runtime/observer.h"
+#include "flatshard/runtime/open_backward.h"
+#include "flatshard/runtime/runtime_options.h"
+#include "flatshard/runtime/step_state.h"
+#include "flatshard/runtime/strict_checks.h"
+#include "flatshard/unit/unit.h"
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace flatshard {
+
+/// Events that came and actions that were really carried out, in order.
+struct RuntimeTrace {
+  std::vector<ScheduleEvent> events;
+  std::vector<Action> actions;
+};
+
+/// What a Runtime is made of, in the open: what AutogradEvents sees of a
+/// training program (forward, backward, step) goes to the Scheduler, and an
+/// Executor carries out what that answers. For Runtime, its roles, and those
+/// who run a step in another way: StepGraph and BackwardPass.
+///
+/// Whoever calls or reads anything of it that may change holds `mutex`, but for
+/// the three functions that hooks of autograd call, which take it.
+struct RuntimeCore : public AutogradListener {
+  using Units = std::vector<std::unique_ptr<Unit>>;
+
+  RuntimeCore(
+      std::shared_ptr<Mesh> mesh,
+      Units units,
+      const std::vector<UnitId>& parents,
+      const RuntimeOptions& options);
+
+  const std::shared_ptr<Mesh> mesh;
+  const RuntimeOptions options;
+  const Units units;
+  StepState step;
+  RuntimeObservers observers;
+  Executor executor;
+  AutogradEvents events;
+  /// DebugOptions::strict, else null.
+  std::unique_ptr<StrictChecks> strict;
+  OpenBackward* open_backward = nullptr;
+  RuntimeTrace trace;
+  /// Changes of what a graph of a step was recorded with.
+  std::int64_t num_rule_changes = 0;
+  mutable std::mutex mutex;
+
+  /// Of all units, in their order.
+  std::vector<ParamGroup*> all_groups() const;
+  std::vector<ParamGroup*> trainable_groups() const;
+
+  // A step -------------------------------------------------------------------
+
+  /// Neither a forward nor a backward is open.
+  bool rests() const { return !events.is_open() && !events.in_task(); }
+  void before_root_forward();
+  void set_microbatch(bool is_last, bool sync);
+  /// The next step's slots are planned as if its units ran once each, in their
+  /// order.
+  void plan_next_step();
+  /// Writes to weights that nobody announced are taken over.
+  void adopt_foreign_writes();
+  /// FP8 plane `plane` of a parameter is to be read: the part that has it is
+  /// gathered, and compute waits for it. Returns its parameter.
+  /// @throws Error{usage} outside of the unit's forward and backward.
+  const UnitParameter& await_plane(ParameterRef ref, PlaneId plane);
+  /// DebugOptions::strict: compares with the other ranks that all run this unit
+  /// next. Collective, blocks the host, and is called without the lock.
+  void check_next(UnitId next);
+  /// An action was carried out.
+  void record(const Action& action);
+
+  // Who may read parameters: UnitPointers::hide ------------------------------
+
+  void show(UnitId unit);
+  void hide(UnitId unit);
+  void hide_all();
+
+  // After a failure ----------------------------------------------------------
+
+  bool failed() const { return step.failed() || events.has_dead_task(); }
+  void reset();
+
+  // As AutogradListener ------------------------------------------------------
+
+  void on_tensor_grad(const WatchedTensor& tensor) override;
+  void on_parameter_done(ParameterRef parameter) override;
+  void on_task_end(TaskId task) override;
+  void feed(const ScheduleEvent& event) override;
+  void forward_begins(UnitId unit, bool outermost) override;
+  void task_begins() override;
+  void backward_begins(UnitId unit, CallId call) override;
+
+ private:
+  /// The weights are of another `generation` than in the last step.
+  void begin_step(std::int64_t generation);
+  void reset_after_failure();
+  std::vector<Action> decide(const ScheduleEvent& event);
+};
+
+}  // namespace flatshard

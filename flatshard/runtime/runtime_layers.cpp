@@ -1,0 +1,82 @@
+// What layers ask of a Runtime while they run: where their weight gradients go,
+// the FP8 planes of their weights, and that a forward runs once more.
+#include "flatshard/runtime/runtime.h"
+
+#include <utility>
+
+namespace flatshard {
+
+// -- weight gradients --------------------------------------------------------
+
+std::optional<nn::WgradTarget> Runtime::begin_wgrad(
+    const at::Tensor& parameter) {
+  const std::lock_guard lock(core_.mutex);
+  const ParameterRef* const ref = core_.events.wgrad_begins(parameter);
+  if (ref == nullptr) {
+    return std::nullopt;
+  }
+  Unit& unit = *core_.units[ref->unit];
+  const UnitParameter& p = unit.parameters()[ref->index];
+  return nn::WgradTarget{
+      unit.gradients().view(core_.executor.grads_slot(unit), p),
+      /*accumulate=*/p.in_slot};
+}
+
+void Runtime::end_wgrad(const at::Tensor& parameter) {
+  const std::lock_guard lock(core_.mutex);
+  const ParameterRef ref = *core_.events.find(parameter);
+  core_.units[ref.unit]->parameters()[ref.index].in_slot = true;
+}
+
+bool Runtime::defers(const at::Tensor& parameter) {
+  const std::lock_guard lock(core_.mutex);
+  return core_.open_backward != nullptr && core_.open_backward->delays_wgrad &&
+         core_.events.wgrad_begins(parameter) != nullptr;
+}
+
+void Runtime::defer(const at::Tensor& parameter, nn::LateWgrad write) {
+  const std::lock_guard lock(core_.mutex);
+  const ParameterRef ref = *core_.events.find(parameter);
+  core_.events.passes().put_off(ref);
+  core_.open_backward->late.push_back(
+      {ref, core_.open_backward->node, std::move(write)});
+}
+
+void Runtime::recompute_begin(nn::Module&) {
+  const std::lock_guard lock(core_.mutex);
+  if (AutogradEvents::in_backward()) {
+    core_.events.enter_task();
+  }
+}
+
+// -- FP8 planes --------------------------------------------------------------
+
+std::optional<float8::Recipe> Runtime::recipe(
+    const at::Tensor& parameter) const {
+  const ParameterRef* const ref = core_.events.find(parameter);
+  if (ref == nullptr) {
+    return std::nullopt;
+  }
+  const Unit& unit = *core_.units[ref->unit];
+  const std::size_t group = unit.parameters()[ref->index].group;
+  const Float8Planes* planes = unit.groups()[group]->weights().float8();
+  return planes ? std::optional(planes->format().recipe) : std::nullopt;
+}
+
+std::optional<nn::Float8Weight> Runtime::plane(
+    const at::Tensor& parameter,
+    nn::PlaneUse use) {
+  if (!recipe(parameter)) {
+    return std::nullopt;
+  }
+  const std::lock_guard lock(core_.mutex);
+  const ParameterRef ref = *core_.events.find(parameter);
+  const Unit& unit = *core_.units[ref.unit];
+  const PlaneId plane = UnitWeights::plane_of(use);
+  const UnitParameter& p = core_.await_plane(ref, plane);
+  return nn::Float8Weight{
+      .operand = core_.executor.float8_operand(unit, p, plane),
+      .emulate = unit.groups()[p.group]->options().float8->emulate};
+}
+
+}  // namespace flatshard

@@ -1,0 +1,43 @@
+#pragma once
+
+#include "flatshard/device/stream.h"
+#include "flatshard/runtime/copy_engines.h"
+#include "flatshard/runtime/debug_options.h"
+#include "flatshard/runtime/graph_options.h"
+
+namespace flatshard {
+
+/// How a Runtime runs a step: what a program chooses for a model.
+struct RuntimeOptions {
+  /// Units gathered ahead.
+  int prefetch = 1;
+  /// false: weights stay gathered from forward to backward.
+  bool reshard_after_forward = true;
+  /// With gathers: the groups have GroupSpec::copy_engines, which fully_shard
+  /// sees to.
+  CopyEngines copy_engines;
+  /// Weights are written by programs that do not call
+  /// WeightReaders::wait (WeightPlanes::mark_foreign_write says so
+  /// afterwards): a forward without a backward ends when no copy engine reads
+  /// weights any more.
+  bool foreign_writes = false;
+  /// Each gather and each reduction allocates its slot and frees it afterwards,
+  /// instead of a plan giving it a place in one arena that is there all the
+  /// time. Addresses change from step to step; the end of a forward, where
+  /// activations and logits are at their largest, holds no slot of a gradient.
+  bool slots_on_demand = false;
+  /// A group of which no rank got a gradient in a backward has none after it,
+  /// as parameters of torch have. Otherwise, and where another rank got one, a
+  /// rank without a gradient counts zeros. Costs an all-reduce of a flag for
+  /// each group at the end of a backward; the host waits for it only where this
+  /// rank got none for a group.
+  bool unused_grads_stay_undefined = false;
+  /// Delays for tests; the names of the streams are part of the seed.
+  StreamOptions streams;
+  /// Keep every event and action since the last clear_trace (tests, reports).
+  bool trace = false;
+  DebugOptions debug;
+  GraphOptions graphs;
+};
+
+}  // namespace flatshard

@@ -1,0 +1,32 @@
+#pragma once
+
+#include "flatshard/schedule/scheduler.h"
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace flatshard {
+
+/// What forwards, backwards and steps change on the host, beside what the
+/// parameter groups hold themselves. A value: whoever records, replays or
+/// undoes a step assigns it.
+struct StepState {
+  Scheduler scheduler;
+  bool is_last_microbatch = true;
+  bool sync_gradients = true;
+  /// The sum of the units' UnitWeights::generation that the step began with.
+  std::int64_t generation = -1;
+  /// Since the weights last changed.
+  std::vector<Action> actions;
+  /// By unit: the program asked for its weights itself, so they are not hidden.
+  std::vector<bool> unsharded;
+  /// A backward with create_graph left a graph that reads the weights.
+  bool graph_reads_weights = false;
+  /// What an action threw; from then to the reset no event has an effect.
+  std::string failure;
+
+  bool failed() const { return !failure.empty(); }
+};
+
+}  // namespace flatshard

@@ -1,0 +1,64 @@
+#pragma once
+
+#include "flatshard/nn/module.h"
+#include "flatshard/nn/weight_source.h"
+#include "flatshard/schedule/events.h"
+
+#include <vector>
+
+namespace flatshard {
+
+struct RuntimeCore;
+
+/// For whoever calls modules itself: `Runtime::calls()`. Hooks of nn::Module
+/// do it for a Unit that has one.
+class UnitCalls {
+ public:
+  explicit UnitCalls(RuntimeCore& core) : core_(core) {}
+  UnitCalls(const UnitCalls&) = delete;
+  UnitCalls& operator=(const UnitCalls&) = delete;
+
+  /// @param inputs  tensors that go into the module, as they are.
+  void forward_begin(UnitId unit, const nn::TensorList& inputs);
+  /// @param outputs  tensors that come out of it, as they are.
+  /// @param more_follow  the unit is one of several modules, of which others
+  ///   are to run in this forward: its weights stay gathered for them, until
+  ///   the outermost forward ends.
+  void forward_end(
+      UnitId unit,
+      const nn::TensorList& outputs,
+      bool more_follow = false);
+  /// Instead of forward_end, after an exception.
+  void forward_error(UnitId unit);
+  /// Inside of the forward of `unit`: the program keeps these tensors, of the
+  /// middle of it, and may call backward on them alone.
+  void keeps_inner(UnitId unit, const nn::TensorList& tensors);
+  /// A forward is open, of any unit.
+  bool in_forward() const;
+  /// Before a forward of `unit` inside of another: somebody wrote its weights
+  /// since that one began (WeightPlanes::mark_foreign_write). What was gathered
+  /// ahead is gathered again.
+  void weights_written(UnitId unit);
+  /// Somebody wrote the gathered weights of `unit`, while they were there to be
+  /// read, and the same values to its main weights. It is no write between a
+  /// forward and its backward. Equal on all ranks.
+  void gathered_written(UnitId unit);
+
+  /// The plane that `use` reads of an FP8 parameter, or the part that has it,
+  /// is gathered, and compute waits for it.
+  /// @return  where its data are.
+  /// @throws Error{usage} outside of the unit's forward and backward.
+  const void* await_plane(const at::Tensor& parameter, nn::PlaneUse use);
+
+  /// Steps consist of passes with these events from now on, and so many
+  /// gradient slots live at once: lays out the arena for them. Between two
+  /// steps, equal on all ranks.
+  void plan_passes(
+      const std::vector<ScheduleEvent>& events,
+      int max_grad_slots);
+
+ private:
+  RuntimeCore& core_;
+};
+
+}  // namespace flatshard
