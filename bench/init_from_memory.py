@@ -1,20 +1,18 @@
 #!/usr/bin/env python3
-"""Host memory that model.init_from takes while it reads a Hugging Face folder.
+"""Measures the host memory that model.init_from takes to read a Hugging Face folder.
 
-Writes a Llama with random weights as a folder of several safetensors files, and
-starts `flatshard train` twice: with random weights, and from that folder. Each
-is ended when its weights are there, before the first step. For every rank:
+bench/init_from_memory.py build/flatshard --to FOLDER --layers 4
+
+Writes a Llama with random weights as a folder of several safetensors files, and starts
+`flatshard train` twice: with random weights, and from that folder. Each is ended when
+its weights are there, before the first step. For every rank:
 
   peak    the highest resident memory so far (VmHWM)
   own     the most that was the rank's own at any time (RssAnon, RssShmem);
           sampled every millisecond
   mapped  the most of mapped files (RssFile): programs and libraries
-
-usage: init_from_memory.py PROGRAM --to FOLDER [--layers N] [--dtype T]
-       [--nproc N] [--device D]
 """
 
-import argparse
 import json
 import math
 import os
@@ -24,23 +22,14 @@ import subprocess
 import time
 from pathlib import Path
 
+from harness.command_line import Parser
+from harness.programs import BENCH, train_command
+
 DIM, FFN_DIM, HEADS, VOCAB = 2048, 8192, 16, 32000
 MAX_FILE_NBYTES = 500e6
 LIMIT_S = 600
-
-CONFIG = """
-[run]
-output_dir = "{output}"
-save_weights = false
-[model]
-{model}
-[data]
-train = "random"
-[training]
-steps = 1
-seq_len = 8
-"""
-# Said by rank 0 when all weights are there, with --resume and no checkpoint.
+COLUMNS = {"peak": "VmHWM", "own": "own", "mapped": "RssFile"}
+# Printed by rank 0 when all weights are there, with --resume and no checkpoint.
 READY = "starting from the first step"
 
 
@@ -60,30 +49,31 @@ def shapes(layers):
 
 
 def write_folder(folder, layers, dtype):
-    """The bytes of all weights."""
+    """Returns the bytes of all weights and the number of files."""
     import torch
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True)
-    files, size, total = [{}], 0, 0
     noise = torch.empty(VOCAB * DIM).normal_(0, 0.02).to(getattr(torch, dtype))
+    files, size, total = [{}], 0, 0
     for name, shape in shapes(layers):
-        tensor = noise[: math.prod(shape)].view(shape).clone()
-        if files[-1] and size + tensor.nbytes > MAX_FILE_NBYTES:
-            save_file(files[-1], folder / f"{len(files)}.safetensors")
-            files[-1] = list(files[-1])
+        nbytes = math.prod(shape) * noise.element_size()
+        if files[-1] and size + nbytes > MAX_FILE_NBYTES:
             files.append({})
             size = 0
-        files[-1][name] = tensor
-        size += tensor.nbytes
-        total += tensor.nbytes
-    save_file(files[-1], folder / f"{len(files)}.safetensors")
-    names = {}
-    for number, tensors in enumerate(files):
-        final = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
-        (folder / f"{number + 1}.safetensors").rename(folder / final)
-        names.update(dict.fromkeys(tensors, final))
-    index = {"metadata": {"total_size": total}, "weight_map": names}
+        files[-1][name] = shape
+        size += nbytes
+        total += nbytes
+    places = {}
+    for number, tensors in enumerate(files, 1):
+        file = f"model-{number:05}-of-{len(files):05}.safetensors"
+        places |= dict.fromkeys(tensors, file)
+        drawn = {
+            name: noise[: math.prod(shape)].view(shape).clone()
+            for name, shape in tensors.items()
+        }
+        save_file(drawn, folder / file)
+    index = {"metadata": {"total_size": total}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -97,7 +87,7 @@ def write_folder(folder, layers, dtype):
         "max_position_embeddings": 2048,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    return total
+    return total, len(files)
 
 
 def children(pid):
@@ -106,7 +96,7 @@ def children(pid):
 
 
 def memory(pid):
-    """{VmHWM: bytes, ...} of a process; nothing when it has ended."""
+    """Returns {VmHWM: bytes, ...} of a process; nothing when it has ended."""
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -116,7 +106,7 @@ def memory(pid):
 
 
 def has_open(pid, folder):
-    """Whether a process has a file of the folder open."""
+    """Returns whether a process has a file of the folder open."""
     for link in Path(f"/proc/{pid}/fd").iterdir():
         try:
             if Path(os.readlink(link)).parent == folder:
@@ -126,22 +116,18 @@ def has_open(pid, folder):
     return False
 
 
-def measure(arguments, weights, reads):
-    """A list with one dict of peaks for each rank."""
+def measure(args, weights, reads):
+    """Returns a list with one dict of peaks for each rank."""
     name = "read" if reads else "random"
-    output = arguments.to / name
     # The folder's files are open while they are read.
     weights = weights.resolve()
-    model = (
-        f'init_from = "{weights}"' if reads else f'hf_config = "{weights}/config.json"'
-    )
-    config = arguments.to / f"{name}.toml"
-    config.write_text(CONFIG.format(output=output, model=model))
-    command = [arguments.program, "train", str(config), "--resume"]
-    command += ["--nproc", str(arguments.nproc), "--device", arguments.device]
-    log = arguments.to / f"{name}.log"
+    model = f"init_from={weights}" if reads else f"hf_config={weights}/config.json"
+    settings = [f"run.output_dir={args.to / name}", f"model.{model}"]
+    settings += ["training.steps=1", "training.seq_len=8"]
+    more = ("--resume", f"--nproc={args.nproc}", f"--device={args.device}")
+    log = args.to / f"{name}.log"
     process = subprocess.Popen(
-        command,
+        train_command(args.program, BENCH / "random.toml", settings, *more),
         stdout=log.open("w"),
         stderr=subprocess.STDOUT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -149,11 +135,11 @@ def measure(arguments, weights, reads):
     peaks, reading, done = {}, set(), set()
     deadline = time.monotonic() + LIMIT_S
     try:
-        while len(done) < arguments.nproc:
+        while len(done) < args.nproc:
             if process.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(log.read_text()[-4000:])
             # A single rank is the program itself.
-            ranks = [process.pid] if arguments.nproc == 1 else children(process.pid)
+            ranks = [process.pid] if args.nproc == 1 else children(process.pid)
             for pid in set(ranks) - done:
                 now = memory(pid)
                 if not now:
@@ -175,32 +161,24 @@ def measure(arguments, weights, reads):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = Parser(__doc__).options(layers=10, nproc=2, device="cpu")
     parser.add_argument("program")
     parser.add_argument("--to", type=Path, required=True, help="a new folder")
-    parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("--dtype", default="bfloat16", help="of the folder")
-    parser.add_argument("--nproc", type=int, default=2)
-    parser.add_argument("--device", default="cpu")
-    arguments = parser.parse_args()
-    arguments.to.mkdir(parents=True)
+    args = parser.parse_args()
+    args.to.mkdir(parents=True)
     try:
-        weights = arguments.to / "weights"
-        nbytes = write_folder(weights, arguments.layers, arguments.dtype)
-        files = len(list(weights.glob("*.safetensors")))
-        print(f"{nbytes / 2**20:.0f} MiB of {arguments.dtype} in {files} files; MiB:")
-        without = measure(arguments, weights, reads=False)
-        with_it = measure(arguments, weights, reads=True)
+        weights = args.to / "weights"
+        nbytes, files = write_folder(weights, args.layers, args.dtype)
+        print(f"{nbytes / 2**20:.0f} MiB of {args.dtype} in {files} files; MiB:")
+        runs = [measure(args, weights, reads) for reads in (False, True)]
     finally:
-        shutil.rmtree(arguments.to)
+        shutil.rmtree(args.to)
     print(f"{'rank':>4}  {'':6}  {'random':>8}  {'init_from':>9}  {'more':>8}")
-    columns = {"peak": "VmHWM", "own": "own", "mapped": "RssFile"}
-    for rank, (a, b) in enumerate(zip(without, with_it)):
-        for label, key in columns.items():
-            a_mib, b_mib = a[key] / 2**20, b[key] / 2**20
-            print(
-                f"{rank:4}  {label:6}  {a_mib:8.0f}  {b_mib:9.0f}  {b_mib - a_mib:8.0f}"
-            )
+    for rank, peaks in enumerate(zip(*runs)):
+        for label, key in COLUMNS.items():
+            a, b = (peak[key] / 2**20 for peak in peaks)
+            print(f"{rank:4}  {label:6}  {a:8.0f}  {b:9.0f}  {b - a:8.0f}")
 
 
 if __name__ == "__main__":
