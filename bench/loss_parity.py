@@ -67,8 +67,9 @@ def train_fsdp2(args):
     args.nproc = mesh.size()
     model = LlamaForCausalLM.from_pretrained(args.out / "model", dtype=torch.float32)
     model.to(device)
+    fully_shard = fully_shard_of("fsdp2")
     for module in (*model.model.layers, model):
-        fully_shard_of("fsdp2")(module, mesh=mesh)
+        fully_shard(module, mesh=mesh)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=args.lr, betas=BETAS, eps=EPS, weight_decay=DECAY
     )

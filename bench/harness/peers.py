@@ -1,5 +1,6 @@
 """What benchmarks shard in the same way with Flatshard and with FSDP2."""
 
+import contextlib
 import functools
 import gc
 import importlib
@@ -38,8 +39,10 @@ def shard_decoder(fully_shard, root, embed, blocks, tail, reshard=True):
     fully_shard(root)
 
 
-def fused_attention():
-    """Returns a context in which cuDNN's attention is taken, or flash attention."""
+def fused_attention(device="cuda"):
+    """Returns a context with cuDNN's attention, or else flash attention, on GPUs."""
+    if device != "cuda":
+        return contextlib.nullcontext()
     kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
     return sdpa_kernel(kernels, set_priority=True)
 
@@ -74,8 +77,7 @@ LLAMA_SIZES = {
 
 
 def release():
-    """Gives back what the last model took: memory, and compiled code."""
-    torch._dynamo.reset()
+    """Gives the memory of a model that is no longer used back to the GPU."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

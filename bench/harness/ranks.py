@@ -43,7 +43,7 @@ def say(*values):
         print(*values, flush=True)
 
 
-def about():
+def about(mesh):
     """Returns the number of ranks, what they run on, and torch's version."""
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return f"{dist.get_world_size()}x {name}, torch {torch.__version__}"
+    name = torch.cuda.get_device_name() if mesh.device_type == "cuda" else "CPU"
+    return f"{mesh.size()}x {name}, torch {torch.__version__}"
