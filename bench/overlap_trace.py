@@ -1,7 +1,7 @@
 """Reads a Chrome trace of a step that ran two microbatches at once: how much of the
 token exchange ran in parallel with compute, and what each node took.
 
-usage: python3 bench/overlap_trace.py [--at-least SHARE] TRACE.json
+python3 bench/overlap_trace.py --at-least 0.8 TRACE.json
 
 An exchange is counted where the schedule has compute of another microbatch to hide
 it: forwards of all but the first microbatch, backwards of all but the last. A copy

@@ -1,6 +1,6 @@
 """Reads a Chrome trace of one training step and prints where the GPU's time went.
 
-usage: python3 bench/trace_summary.py TRACE.json
+python3 bench/trace_summary.py TRACE.json
 
 Prints milliseconds and kernel counts per class, the streams, and how long no compute
 kernel ran, with the part of that in which collectives or copies between GPUs ran. Then
@@ -9,12 +9,15 @@ from their intervals).
 """
 
 import collections
-import sys
 
+from harness.command_line import Parser
 from harness.traces import COLLECTIVES, COPIES, class_of, gpu_events, span_of, union
 
 
-def main(path):
+def main():
+    parser = Parser(__doc__)
+    parser.add_argument("trace", metavar="TRACE.json")
+    path = parser.parse_args().trace
     spans, streams = collections.defaultdict(list), collections.defaultdict(set)
     other = collections.Counter()
     for e in gpu_events(path):
@@ -54,6 +57,4 @@ def main(path):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    main(sys.argv[1])
+    main()
