@@ -13,8 +13,6 @@ its weights are there, before the first step. For every rank:
   mapped  the most of mapped files (RssFile): programs and libraries
 """
 
-import json
-import math
 import os
 import re
 import shutil
@@ -22,72 +20,27 @@ import subprocess
 import time
 from pathlib import Path
 
+import torch
+import transformers
+
 from harness.command_line import Parser
+from harness.peers import llama_config
 from harness.programs import BENCH, train_command
 
 DIM, FFN_DIM, HEADS, VOCAB = 2048, 8192, 16, 32000
-MAX_FILE_NBYTES = 500e6
 LIMIT_S = 600
 COLUMNS = {"peak": "VmHWM", "own": "own", "mapped": "RssFile"}
 # Printed by rank 0 when all weights are there, with --resume and no checkpoint.
 READY = "starting from the first step"
 
 
-def shapes(layers):
-    yield "model.embed_tokens.weight", (VOCAB, DIM)
-    for i in range(layers):
-        layer = f"model.layers.{i}"
-        for name in "qkvo":
-            yield f"{layer}.self_attn.{name}_proj.weight", (DIM, DIM)
-        for name in ("gate", "up"):
-            yield f"{layer}.mlp.{name}_proj.weight", (FFN_DIM, DIM)
-        yield f"{layer}.mlp.down_proj.weight", (DIM, FFN_DIM)
-        for name in ("input", "post_attention"):
-            yield f"{layer}.{name}_layernorm.weight", (DIM,)
-    yield "model.norm.weight", (DIM,)
-    yield "lm_head.weight", (VOCAB, DIM)
-
-
 def write_folder(folder, layers, dtype):
     """Returns the bytes of all weights and the number of files."""
-    import torch
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True)
-    noise = torch.empty(VOCAB * DIM).normal_(0, 0.02).to(getattr(torch, dtype))
-    files, size, total = [{}], 0, 0
-    for name, shape in shapes(layers):
-        nbytes = math.prod(shape) * noise.element_size()
-        if files[-1] and size + nbytes > MAX_FILE_NBYTES:
-            files.append({})
-            size = 0
-        files[-1][name] = shape
-        size += nbytes
-        total += nbytes
-    places = {}
-    for number, tensors in enumerate(files, 1):
-        file = f"model-{number:05}-of-{len(files):05}.safetensors"
-        places |= dict.fromkeys(tensors, file)
-        drawn = {
-            name: noise[: math.prod(shape)].view(shape).clone()
-            for name, shape in tensors.items()
-        }
-        save_file(drawn, folder / file)
-    index = {"metadata": {"total_size": total}, "weight_map": places}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": DIM,
-        "intermediate_size": FFN_DIM,
-        "num_hidden_layers": layers,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 2048,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return total, len(files)
+    config = llama_config((DIM, FFN_DIM, layers, HEADS, HEADS), vocab_size=VOCAB)
+    model = transformers.LlamaForCausalLM(config).to(getattr(torch, dtype))
+    model.save_pretrained(folder, max_shard_size="500MB")
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    return nbytes, len(list(folder.glob("*.safetensors")))
 
 
 def children(pid):
