@@ -59,41 +59,34 @@ def rowwise_both(x):
     return *rowwise(x), turned, columns.reciprocal()
 
 
-def blocks(x, outer, inner, rule):
-    split = x.unflatten(0, (-1, outer)).unflatten(2, (-1, inner))
-    quantize = rule(split.abs().amax((1, 3), keepdim=True).float())
-    return cast(split, quantize).reshape(x.shape), quantize.reciprocal()
+def exact(largest):
+    return LARGEST / largest
 
 
-def blockwise(x, outer=128, inner=128):
-    return blocks(x, outer, inner, lambda largest: LARGEST / largest)
+def blocks(outer, inner, rule=exact, transposed=False):
+    """Returns a function that quantizes with a scale for each block."""
+
+    def quantized(x):
+        split = x.unflatten(0, (-1, outer)).unflatten(2, (-1, inner))
+        quantize = rule(split.abs().amax((1, 3), keepdim=True).float())
+        data = cast(split, quantize).reshape(x.shape)
+        return data.t().contiguous() if transposed else data, quantize.reciprocal()
+
+    return quantized
+
+
+blockwise = blocks(128, 128)
+blockwise_1x128, blockwise_1x128_columns = blocks(1, 128), blocks(128, 1, exact, True)
+mxfp8, mxfp8_columns = blocks(1, 32, power_of_two), blocks(32, 1, power_of_two, True)
 
 
 def blockwise_columns(x):
-    return blockwise(x.t().contiguous())
+    return blockwise(byte_transpose(x))
 
 
 def blockwise_both(x):
     data, scales = blockwise(x)
-    return data, scales, data.t().contiguous()
-
-
-def blockwise_1x128(x):
-    return blockwise(x, 1, 128)
-
-
-def blockwise_1x128_columns(x):
-    data, scales = blockwise(x, 128, 1)
-    return data.t().contiguous(), scales
-
-
-def mxfp8(x, outer=1, inner=32):
-    return blocks(x, outer, inner, power_of_two)
-
-
-def mxfp8_columns(x):
-    data, scales = mxfp8(x, 32, 1)
-    return data.t().contiguous(), scales
+    return data, scales, byte_transpose(data)
 
 
 def both(rows, columns):

@@ -9,15 +9,16 @@ Others would be kernels, and hold the products back.
 """
 
 import collections
-import ctypes
 import statistics
 import sys
+from ctypes import c_size_t, c_void_p
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from harness.command_line import Parser
+from harness.cuda import check, library
 from harness.traces import gpu_events
 
 NBYTES = 256 << 20
@@ -28,9 +29,8 @@ class Work:
     """Copies on one stream, products on another; one step of both."""
 
     def __init__(self):
-        # The runtime that torch has loaded, by the version that it was built for.
-        major = torch.version.cuda.split(".")[0]
-        self.runtime = ctypes.CDLL(f"libcudart.so.{major}")
+        torch.cuda.init()
+        self.runtime = library("libcudart.so")
         self.runtime.cudaDeviceEnablePeerAccess(1, 0)
         self.here = torch.ones(NBYTES, dtype=torch.uint8, device="cuda:0")
         self.there = torch.zeros(NBYTES, dtype=torch.uint8, device="cuda:1")
@@ -39,15 +39,10 @@ class Work:
         self.side = torch.cuda.Stream()
 
     def copy(self):
-        failed = self.runtime.cudaMemcpyAsync(
-            ctypes.c_void_p(self.here.data_ptr()),
-            ctypes.c_void_p(self.there.data_ptr()),
-            ctypes.c_size_t(NBYTES),
-            COPY_DEFAULT,
-            ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
-        )
-        if failed:
-            sys.exit(f"cudaMemcpyAsync returned {failed}")
+        to, source = c_void_p(self.here.data_ptr()), c_void_p(self.there.data_ptr())
+        stream = c_void_p(torch.cuda.current_stream().cuda_stream)
+        nbytes = c_size_t(NBYTES)
+        check(self.runtime.cudaMemcpyAsync(to, source, nbytes, COPY_DEFAULT, stream))
 
     def __call__(self):
         self.side.wait_stream(torch.cuda.current_stream())

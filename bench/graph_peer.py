@@ -83,7 +83,7 @@ def graph_per_block(step):
     return step
 
 
-def graph_per_compiled_block(step):
+def graph_per_block_compiled(step):
     step.compile_blocks()
     return graph_per_block(step)
 
@@ -109,15 +109,11 @@ def one_graph_compiled(step):
     return one_graph(step)
 
 
-WAYS = {
-    "eager": eager,
-    "compiled": compiled,
-    "reduce-overhead": reduce_overhead,
-    "graph-per-block": graph_per_block,
-    "graph-per-block-compiled": graph_per_compiled_block,
-    "one-graph": one_graph,
-    "one-graph-compiled": one_graph_compiled,
-}
+FUNCTIONS = (
+    *(eager, compiled, reduce_overhead, graph_per_block, graph_per_block_compiled),
+    *(one_graph, one_graph_compiled),
+)
+WAYS = {function.__name__.replace("_", "-"): function for function in FUNCTIONS}
 
 
 def measure(run, args):

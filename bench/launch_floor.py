@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from harness.command_line import Parser
+from harness.cuda import check, library
 from harness.ranks import join, say
 from harness.steps import time_steps
 
@@ -24,18 +25,6 @@ NCCL_FLOAT, NCCL_SUM, COPY_ON_DEVICE, NO_TIMING = 7, 0, 3, 2
 
 class UniqueId(ctypes.Structure):
     _fields_ = [("internal", c_char * 128)]
-
-
-def library(name):
-    """Returns one that torch has loaded already: never a second copy."""
-    with open("/proc/self/maps") as maps:
-        paths = {line.split()[-1] for line in maps if name in line}
-    return ctypes.CDLL(min(paths))
-
-
-def check(code):
-    if code:
-        raise RuntimeError(f"a call of CUDA or NCCL failed with code {code}")
 
 
 class Unit:

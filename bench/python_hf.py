@@ -15,7 +15,14 @@ from transformers import LlamaForCausalLM
 
 import flatshard
 from harness.command_line import Parser
-from harness.peers import LLAMA_SIZES, fully_shard_of, library, llama_config, release
+from harness.peers import (
+    LLAMA_SIZES,
+    adamw,
+    fully_shard_of,
+    library,
+    llama_config,
+    release,
+)
 from harness.ranks import join_mesh, say
 from harness.steps import measure
 
@@ -82,10 +89,7 @@ def build(way, args, mesh):
 
 def run(way, args, mesh):
     model = build(way, args, mesh)
-    if args.core_adamw and way.startswith("flatshard"):
-        optimizer = flatshard.optim.AdamW(model.parameters(), lr=1e-4)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = adamw(model, args.core_adamw and way.startswith("flatshard"))
     torch.manual_seed(1 + dist.get_rank())
     ids = torch.randint(args.vocab, (1, args.seq), device="cuda")
 

@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-import flatshard
 from harness.command_line import Parser
 from harness.models import Decoder, LlamaBlock
-from harness.peers import fully_shard_of
+from harness.peers import adamw, fully_shard_of
 from harness.ranks import join_mesh, say
 from harness.steps import measure
 
@@ -88,11 +87,7 @@ def run(way, mesh, args):
     if "compiled" in way:
         for layer in model.layers:
             layer.compile()
-    if "its AdamW" in way:
-        optimizer = flatshard.optim.AdamW(model.parameters(), lr=1e-4)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    return measure(lambda: model(ids), optimizer, args)
+    return measure(lambda: model(ids), adamw(model, "its AdamW" in way), args)
 
 
 def main():

@@ -20,7 +20,7 @@ import transformers
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from harness.command_line import Parser
-from harness.peers import fully_shard_of, fused_attention, release, shard_decoder
+from harness.peers import adamw, fully_shard_of, fused_attention, release, shard_decoder
 from harness.programs import write_json
 from harness.ranks import about, join_mesh, say
 from harness.steps import measure
@@ -76,7 +76,6 @@ def build(way, args, mesh):
 
 
 def train(model, args, device):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device == "cuda")
     torch.manual_seed(1 + dist.get_rank())
     ids = torch.randint(args.vocab, (args.local_batch, args.seq), device=device)
 
@@ -84,7 +83,7 @@ def train(model, args, device):
         with fused_attention(device):
             return model(input_ids=ids, labels=ids).loss
 
-    return measure(forward, optimizer, args)
+    return measure(forward, adamw(model), args)
 
 
 def parse():

@@ -76,6 +76,16 @@ LLAMA_SIZES = {
 }
 
 
+def adamw(model, core=False):
+    """Returns torch's fused AdamW, or with `core` Flatshard's."""
+    if core:
+        return importlib.import_module("flatshard").optim.AdamW(
+            model.parameters(), lr=1e-4
+        )
+    fused = next(model.parameters()).device.type == "cuda"
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
+
+
 def release():
     """Gives the memory of a model that is no longer used back to the GPU."""
     gc.collect()
