@@ -5,8 +5,8 @@ bench/checkpoint_stall.py build/flatshard --to FOLDER --nproc 4
 
 Trains a preset on random tokens with a checkpoint every INTERVAL steps, and writes the
 time of every step. Then resumes from the last one, once with the page cache dropped (as
-root) and once with it. For comparison: what `dd` with direct I/O writes to the same place
-with as many processes, and how fast it reads the checkpoint's files.
+root) and once with it. For comparison, `dd` with direct I/O writes to the same
+place with as many processes, and reads the checkpoint's files.
 """
 
 import re
@@ -23,7 +23,7 @@ BLOCK = 8 << 20
 
 
 def gb_per_s(commands, nbytes):
-    """Returns what processes reach that run at once and move so many bytes together."""
+    """Runs commands at once that move so many bytes together, and returns their rate."""
     begin = time.monotonic()
     started = [subprocess.Popen(c, stderr=subprocess.DEVNULL) for c in commands]
     for process in started:
@@ -73,7 +73,7 @@ def main():
     parser.add_argument("program")
     parser.add_argument("--interval", type=int, default=20, help="steps between saves")
     parser.add_argument(
-        "--saves", type=int, default=3, help="besides the last one; 0: loads only"
+        "--saves", type=int, default=3, help="besides the last one, or 0 for loads only"
     )
     parser.add_argument("--loads", nargs="*", choices=LOADS, default=LOADS)
     parser.add_argument("--dd-gb", type=float, default=32, help="what dd moves at most")

@@ -35,7 +35,7 @@ def main():
         "--peer",
         action="append",
         default=[],
-        help="options of bench/fsdp2_llama.py, e.g. --peer=--gqa; several are all tried",
+        help="options of bench/fsdp2_llama.py, e.g. --peer=--gqa, repeated to try several",
     )
     args = parser.parse_args()
     results = {"machine": machine(), "nproc": args.nproc, "rows": []}

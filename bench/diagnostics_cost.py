@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Measures what each key of [diagnostics] costs: a config without any, and with each.
+"""Measures what each key of [diagnostics] costs, one run after the other.
 
 bench/diagnostics_cost.py --config examples/llama3_8b.toml --nproc 8
 
 Each row is a run of the trainer. The figures are the median and the least step_ms of its
-metrics after the warm-up, and the difference from the first row. The order is baseline,
-each option, baseline again: the two baselines show the noise.
+metrics after the warm-up, and the difference from the first row. The first and the last
+run have no key, and show the noise. Each run in between has one key.
 """
 
 import statistics

@@ -15,7 +15,7 @@ constexpr std::int64_t kPerToken = 8;
 constexpr std::int64_t kDim = 2048;
 constexpr std::int64_t kWidth = 768;
 
-// Bytes that have to move once, or none; products, or none.
+// Reports a part with its rates. Zero bytes or products have none.
 template <class Call>
 void measure(const char* part, double nbytes, double flop, Call&& call) {
   const double us =

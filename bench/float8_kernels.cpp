@@ -140,8 +140,8 @@ void measure(Table& table, std::int64_t rows, std::int64_t columns) {
       [](const Tensor& t) { float8::swizzle_mx_scales(t); });
 }
 
-// What is quantized where it is computed: a tensor holds its inputs side by
-// side. Bytes are those of all passes that a recipe needs.
+// Measures kernels that quantize what they compute. A tensor holds the inputs
+// side by side, and bytes are those of all passes that a recipe needs.
 void measure_fused(Table& table, std::int64_t tokens) {
   constexpr std::int64_t kDim = 4096;
   constexpr std::int64_t kFfn = 14336;

@@ -97,7 +97,7 @@ def byte_transpose(x):
     return x.t().contiguous()
 
 
-# What torch.compile compiles for each operation of the program.
+# The function that torch.compile gets for each operation of the program.
 CASES = {
     "amax": amax,
     "cast tensorwise": cast_tensorwise,

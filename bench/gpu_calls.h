@@ -1,5 +1,5 @@
 #pragma once
-// What the benchmarks of kernels share: times of calls on a GPU, lines of JSON.
+// Times of calls on a GPU, and lines of JSON, for the benchmarks of kernels.
 #include <ATen/Functions.h>
 #include <fmt/format.h>
 

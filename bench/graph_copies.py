@@ -26,7 +26,7 @@ COPY_DEFAULT = 4  # cudaMemcpyDefault
 
 
 class Work:
-    """Copies on one stream, products on another; one step of both."""
+    """One step: copies on one stream, products on another."""
 
     def __init__(self):
         torch.cuda.init()

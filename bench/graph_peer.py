@@ -1,4 +1,4 @@
-"""What CUDA graphs give an unsharded Llama in PyTorch: forward and backward, in ms.
+"""Measures what CUDA graphs give an unsharded Llama in PyTorch, forward and backward.
 
 python3 bench/graph_peer.py --layers 64 --dim 1024 --ffn 3584 --heads 16
 

@@ -20,7 +20,7 @@ GPU itself computes in the eager trace is the limit. On request in the same call
 
 Prints a table and the ratios, and writes both, and each run, as graphs.json. All logs
 and traces are below --out. Program and config are given by path, and no network is
-needed. The last column of the table names what ran eagerly in spite of graphs; it
+needed. The last column of the table names what ran eagerly in spite of graphs. It
 should be empty.
 """
 
@@ -61,7 +61,7 @@ def sizes(shape):
 
 
 def train(args, shape, way, name, more=()):
-    """Trains one way; "graphs" of the result is what the metrics have of them."""
+    """Trains one way, and returns its folder and its figures, also those of its graphs."""
     seq, settings = SHAPES[shape]
     folder = args.out / f"{shape} {way} {name}".replace(" ", "-")
     settings = [*settings, *WAYS[way], *args.set, *more]
@@ -71,7 +71,7 @@ def train(args, shape, way, name, more=()):
 
 
 def computing(args, shape, way):
-    """Returns ms of one traced step: what the GPU computes, of it the optimizer."""
+    """Returns ms that the GPU computes in one traced step, and the optimizer's part."""
     more = ["profiling.enabled=true", f"profiling.step={args.warmup + 2}"]
     folder, _ = train(args, shape, way, "trace", more)
     events = gpu_events(folder / "profile" / f"step_{args.warmup + 2}_rank_0.json")
@@ -82,7 +82,7 @@ def computing(args, shape, way):
 
 
 def summary(runs):
-    """Returns of several runs the median of medians and what they span."""
+    """Returns the median of the runs' medians, with their least and most."""
     fallbacks = collections.Counter()
     for run in runs:
         fallbacks.update(run["graphs"].get("fallbacks", {}))
@@ -209,7 +209,7 @@ def parse():
         nargs="+",
         choices=WAYS,
         default=["eager", "unit"],
-        help="of running the trainer; parts: attn and mlp of each block; step: forward "
+        help="of running the trainer. parts: attn and mlp of each block. step: forward "
         "and backward of a step as one graph",
     )
     parser.add_argument(

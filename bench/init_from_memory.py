@@ -49,7 +49,7 @@ def children(pid):
 
 
 def memory(pid):
-    """Returns {VmHWM: bytes, ...} of a process; nothing when it has ended."""
+    """Returns {VmHWM: bytes, ...} of a process, or nothing when it has ended."""
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:

@@ -118,7 +118,7 @@ def node_times(work, compute):
 
 
 def read(path):
-    """Prints what a trace shows; returns the share of hidden copies, None without any."""
+    """Prints what a trace shows. Returns the share of hidden copies, or None."""
     events = events_of(path)
     steps = read_steps(events)
     if not steps:

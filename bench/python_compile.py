@@ -80,7 +80,7 @@ class TransformerBlock(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks, and a head that makes the root a unit with parameters of its own."""
+    """Blocks, and a head: parameters of the root, which is a unit, too."""
 
     def __init__(self, block, num_blocks, channels):
         super().__init__()
@@ -131,8 +131,8 @@ RATIOS = {
 
 
 def gpu_ms(step):
-    """Returns what the kernels and copies of step() take on this GPU; those that run at
-    the same time count once."""
+    """Returns how long kernels and copies of step() run on this GPU. Those that run at the
+    same time count once."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         step()
@@ -147,7 +147,7 @@ def gpu_ms(step):
 
 @functools.cache
 def compiled_inside(kind, backend):
-    """Returns the block whose forward calls compiled code; one class for all of them."""
+    """Returns a class whose forward calls compiled code, the same for all blocks."""
     compiled = torch.compile(kind.forward, backend=backend)
     inside = {"forward": lambda self, x: compiled(self, x)}
     return type(f"Compiled{kind.__name__}", (kind,), inside)
@@ -172,7 +172,7 @@ def build(case, library, kind, mesh, args):
         if overhead:
             block.compile(mode="reduce-overhead")
         elif kind == "compiled" and graphs:
-            # What is captured is the block.
+            # The block is captured.
             block.__class__ = compiled_inside(type(block), args.backend)
         elif kind == "compiled":
             block.compile(backend=args.backend)
@@ -244,7 +244,7 @@ def ways_of(args):
 
 
 def over_budget(begin, args):
-    """Returns whether the budget is spent; rank 0's clock decides for all."""
+    """Returns whether the budget is spent, by the clock of rank 0 for all."""
     late = [time.perf_counter() - begin > args.budget_s]
     dist.broadcast_object_list(late)
     return late[0]

@@ -27,8 +27,8 @@ from harness.ranks import join_mesh, say
 from harness.steps import measure
 
 COPIES, IN_PLACE = {"copy_engines": "all"}, {"grads_in_place": True}
-# The library is the first word. "compiled": blocks are. "loss": the logits are those of
-# linear_cross_entropy, and the embedding is a unit of its own. And options of fully_shard.
+# Options of fully_shard. The library is the first word. "compiled": blocks are. "loss": the logits are those of
+# linear_cross_entropy, and the embedding is a separate unit.
 WAYS = {
     "fsdp2 eager": {},
     "flatshard eager": {},

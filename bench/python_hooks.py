@@ -2,8 +2,8 @@
 
 PYTHONPATH=build/python torchrun --nproc-per-node 2 bench/python_hooks.py
 
-A stack of units of small layers, so that the host is what takes time; what the same
-stack takes without sharding is subtracted. FSDP2 is measured in the same way. The
+A stack of units of small layers is bound by the host. The time of the same stack without
+sharding is subtracted. FSDP2 is measured in the same way. The
 variants of a group alternate step by step, since a host's speed changes by the second. On
 CPUs (--device cpu) collectives run on the host too, and the figures mean little.
 """
@@ -21,7 +21,7 @@ from harness.ranks import join_mesh, say
 from harness.steps import synchronize
 
 COPIES = {"copy_engines": "all"}
-# {variant: options of fully_shard}; the library is the name's first word. The copies'
+# {variant: options of fully_shard}. The library is the name's first word. The copies'
 # memory serves all models of a mesh, so they come last.
 GROUPS = (
     {"plain": {}, "flatshard": {}, "fsdp2": {}},
@@ -34,7 +34,7 @@ GROUPS = (
 
 
 def step_us(model, x):
-    """Returns what forward and backward take until the host is through."""
+    """Returns the host's time in forward and in backward."""
     synchronize()
     dist.barrier()
     begin = time.perf_counter()

@@ -2,8 +2,8 @@
 // and back, by collectives and by copies, at the sizes of Qwen3-30B-A3B: a line
 // of JSON for each, from rank 0. Those of tokens permute them, and add up their
 // rows. Copies of as many bytes alone come last. Balanced random data. One rank
-// for each GPU, or those of a launcher; without a GPU two ranks on the CPU, for
-// trying it out.
+// for each GPU, or those of a launcher. Without a GPU two ranks on the CPU, to
+// try it.
 //
 // usage: flatshard_token_exchange [tokens of a rank]
 #include <chrono>

@@ -14,8 +14,8 @@
 namespace flatshard {
 namespace {
 
-// Calls rank_main(0) here, and rank_main(1) in another thread; returns what
-// rank 0 returns.
+// Calls rank_main(0) here, and rank_main(1) in another thread. Returns the
+// result of rank 0.
 template <class RankMain>
 double on_two_ranks(RankMain&& rank_main) {
   std::thread other(rank_main, 1);

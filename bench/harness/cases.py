@@ -1,6 +1,6 @@
 """Training runs that several benchmarks measure.
 
-{name: (length of a sequence, settings besides examples/llama3_8b.toml)}
+{name: (length of a sequence, settings in addition to examples/llama3_8b.toml)}
 """
 
 _EXPERTS = [

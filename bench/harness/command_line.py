@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-# name: (default, what argparse is told besides)
+# name: (default, further arguments of add_argument)
 OPTIONS = {
     "program": ("build/flatshard", {"help": "the trainer"}),
     "config": ("examples/llama3_8b.toml", {"help": "its configuration"}),
@@ -50,8 +50,8 @@ class Parser(argparse.ArgumentParser):
     def options(self, *names, **defaults):
         """Adds options: `names` with the defaults of OPTIONS, and others with their own.
 
-        A default also says what an option takes: a number, a text, a flag (False), or one
-        or more of something (a list).
+        The default gives the kind of an option: a number, a text, a flag (False), or one or
+        more of a kind (a list).
         """
         for name, default in {**dict.fromkeys(names), **defaults}.items():
             usual, settings = OPTIONS.get(name, (None, {}))

@@ -50,7 +50,7 @@ def print_rows(rows, columns, path, left):
     """Prints a table, each row when `rows` has it, and writes all to `path` as JSON.
 
     Args:
-        columns: {title: name of a text, or name and digits of a number}; a row may lack it.
+        columns: {title: name of a text, or name and digits of a number}. A row may lack it.
     """
 
     def text(row, name, digits=None):

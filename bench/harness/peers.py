@@ -1,4 +1,4 @@
-"""What benchmarks shard in the same way with Flatshard and with FSDP2."""
+"""Models, units and optimizers that Flatshard and FSDP2 have in common."""
 
 import contextlib
 import functools
@@ -28,7 +28,7 @@ def shard_decoder(fully_shard, root, embed, blocks, tail, reshard=True):
     """Makes units of a decoder: embedding, blocks, norm with head, and the rest.
 
     Args:
-        reshard: how many blocks are resharded after their forward; True: all of them.
+        reshard: how many blocks are resharded after their forward, or True for all.
     """
     fully_shard(embed)
     for i, block in enumerate(blocks):

@@ -15,7 +15,7 @@ class RunFailed(SystemExit):
 
 
 def run(command, log, check=True):
-    """Returns what `command` prints to standard output; all that it prints is in `log`."""
+    """Returns the standard output of `command`, whose whole output is kept in `log`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
         done = subprocess.run(
@@ -65,7 +65,7 @@ def train(program, config, folder, settings, *more):
 
 
 def metrics(folder):
-    """Returns the rows of a run's metrics; none without the file."""
+    """Returns the rows of a run's metrics, or none without the file."""
     file = folder / "metrics.jsonl"
     return json_lines(file.read_text()) if file.exists() else []
 

@@ -15,7 +15,7 @@ def join(kind="cuda", own_device=False, **options):
     """Takes this rank's GPU and joins the process group over NCCL, or Gloo on CPUs.
 
     Args:
-        own_device: NCCL is told the GPU at once, and connects before the first collective.
+        own_device: names the GPU to NCCL, which connects before the first collective.
         options: of init_process_group.
 
     Returns:

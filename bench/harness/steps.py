@@ -38,10 +38,10 @@ def time_steps(step, args, together=False):
 
     Returns:
         a dict of the steps after the warm-up: `ms`, the median, `ms_range`, the least and
-        the most, `host_ms`, the median until the call returned, and `host_ms_least`; peaks
-        of what is allocated and of what the allocator took in GiB (0 without a GPU), how
-        many CUDA graphs torch recorded in the warm-up and after it, seconds of the
-        warm-up, and `last`, what the last step returned.
+        the most, `host_ms`, the median until the call returned, and `host_ms_least`. Also
+        the peaks of allocated memory and of what the allocator took in GiB (0 without a
+        GPU), how many CUDA graphs torch recorded in the warm-up and after it, seconds of
+        the warm-up, and `last`, what the last step returned.
     """
     ms, host = [], []
     with counted_recordings() as recordings:

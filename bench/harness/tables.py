@@ -11,7 +11,7 @@ def head(*columns, left=(0,)):
 
 
 def row(*cells):
-    """Prints a row; numbers are formatted already."""
+    """Prints a row. Numbers are formatted already."""
     print("|", " | ".join(map(str, cells)), "|", flush=True)
 
 
