@@ -89,7 +89,7 @@ def train_fsdp2(args):
         total = loss.detach().clone()
         dist.all_reduce(total)
         losses.append(total.item() / args.nproc)
-    ranks.say(json.dumps(losses))
+    ranks.say(json.dumps({"losses": losses}))
     dist.destroy_process_group()
 
 
@@ -97,9 +97,8 @@ def losses_of_fsdp2(args):
     options = ["--fsdp2", f"--seq={args.seq}", f"--steps={args.steps}"]
     options += [f"--out={args.out}", f"--lr={args.lr}"]
     log = args.out / "fsdp2.log"
-    return programs.json_lines(
-        programs.torchrun(args.nproc, "loss_parity.py", options, log)
-    )[0]
+    out = programs.torchrun(args.nproc, "loss_parity.py", options, log)
+    return programs.json_lines(out)[0]["losses"]
 
 
 def losses_of_flatshard(args):

@@ -34,9 +34,8 @@ def torchrun(nproc, script, options, log):
 
 
 def json_lines(text):
-    """Returns the lines of `text` that are JSON."""
-    lines = (line for line in text.split("\n") if line.startswith(("{", "[")))
-    return [json.loads(line) for line in lines]
+    """Returns the lines of `text` that are objects of JSON."""
+    return [json.loads(line) for line in text.split("\n") if line.startswith("{")]
 
 
 def rows_of(*command):
