@@ -2,7 +2,8 @@
 names has options that the script knows. Nothing is measured."""
 
 import contextlib
-import importlib.util
+import functools
+import importlib
 import io
 import re
 import runpy
@@ -63,6 +64,15 @@ def parse(script, options):
     return f"{script} {shlex.join(options)}: {said.getvalue().strip()}"
 
 
+@functools.cache
+def has_flatshard():
+    try:
+        importlib.import_module("flatshard")
+    except ImportError:
+        return False
+    return True
+
+
 def script_of(words):
     """Returns the script and its options of a command, or None."""
     for i, word in enumerate(words):
@@ -119,10 +129,8 @@ class BenchTest(unittest.TestCase):
     def expect(self, script, options):
         with self.subTest(script=script, options=options):
             self.assertIn(script, SCRIPTS)
-            if script.startswith("python_") and not importlib.util.find_spec(
-                "flatshard"
-            ):
-                self.skipTest("needs build/python in PYTHONPATH")
+            if script.startswith("python_") and not has_flatshard():
+                self.skipTest("needs the extension, in PYTHONPATH=build/python")
             self.assertIsNone(parse(script, options))
 
     def test_each_script_shows_its_options(self):
