@@ -1,5 +1,5 @@
 #!/bin/sh
-# Flatshard beside PyTorch's FSDP2 + torch.compile, one call on one machine:
+# Compares Flatshard with PyTorch's FSDP2 + torch.compile on one machine, in one call:
 #   bench/compare.sh --nproc 8
 # Prints a table, and writes it with all logs below outputs/compare (--help).
 exec python3 "$(dirname "$0")/compare.py" "$@"

@@ -1,95 +1,48 @@
 #!/usr/bin/env python3
-"""What each key of [diagnostics] costs: runs a config without any and with each.
+"""Measures what each key of [diagnostics] costs, one run after the other.
 
-usage: bench/diagnostics_cost.py --config examples/llama3_8b.toml --nproc 8
+bench/diagnostics_cost.py --config examples/llama3_8b.toml --nproc 8
 
-Every run is a run of the trainer of its own; the numbers are step_ms of
-metrics.jsonl, the median over the steps after the first ones. The order is
-baseline, each option, baseline again: the two baselines show the noise.
+Each row is a run of the trainer. The figures are the median and the least step_ms of its
+metrics after the warm-up, and the difference from the first row. The first and the last
+run have no key, and show the noise. Each run in between has one key.
 """
 
-import argparse
-import json
 import statistics
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
-CASES = [
-    ("none", []),
-    ("norms", ["diagnostics.norms_freq=1"]),
-    ("nan_check", ["diagnostics.nan_check=true"]),
-    ("overlap_check", ["diagnostics.overlap_check=true"]),
-    ("poison", ["diagnostics.poison=true"]),
-    ("strict", ["diagnostics.strict=true"]),
-    ("none again", []),
-]
+from harness.command_line import Parser
+from harness.programs import steps_of, train
 
-
-def step_ms(folder, warmup):
-    """The times of the steps after the warm-up."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
-    return [row["step_ms"] for row in rows if "step_ms" in row and row["step"] > warmup]
-
-
-def run(arguments, overrides):
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        settings = [
-            f"run.output_dir={folder}",
-            "run.save_weights=false",
-            "metrics.log_freq=1",
-            f"training.steps={arguments.warmup + arguments.steps}",
-            *arguments.set,
-            *overrides,
-        ]
-        command = [
-            arguments.binary,
-            "train",
-            arguments.config,
-            "--nproc",
-            str(arguments.nproc),
-            "--device",
-            arguments.device,
-        ]
-        for setting in settings:
-            command += ["--set", setting]
-        done = subprocess.run(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-        if done.returncode != 0:
-            sys.exit(done.stdout + f"\n{' '.join(command)} failed")
-        return step_ms(folder, arguments.warmup)
+CASES = {
+    "none": [],
+    "norms": ["diagnostics.norms_freq=1"],
+    "nan_check": ["diagnostics.nan_check=true"],
+    "overlap_check": ["diagnostics.overlap_check=true"],
+    "poison": ["diagnostics.poison=true"],
+    "strict": ["diagnostics.strict=true"],
+    "none again": [],
+}
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = Parser(__doc__).options("nproc", "set", warmup=5, steps=10, device="auto")
+    parser.options(binary="build/flatshard", out=Path("outputs/diagnostics_cost"))
     parser.add_argument("--config", required=True)
-    parser.add_argument("--nproc", type=int, default=1)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--binary", default="build/flatshard")
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument(
-        "--set", action="append", default=[], help="more section.key=value"
-    )
-    arguments = parser.parse_args()
+    args = parser.parse_args()
     baseline = None
     print(f"{'':<14} {'ms/step':>10} {'fastest':>10} {'more':>9}")
-    for name, overrides in CASES:
-        times = run(arguments, overrides)
-        median = statistics.median(times)
+    for name, chosen in CASES.items():
+        folder = args.out / name.replace(" ", "-")
+        settings = ["run.save_weights=false", *args.set, *chosen]
+        settings.insert(0, f"training.steps={args.warmup + args.steps}")
+        ranks = [f"--nproc={args.nproc}", f"--device={args.device}"]
+        train(args.binary, args.config, folder, settings, *ranks)
+        ms = [row["step_ms"] for row in steps_of(folder, args.warmup)]
+        median = statistics.median(ms)
         baseline = baseline or median
-        print(
-            f"{name:<14} {median:>10.2f} {min(times):>10.2f} "
-            f"{median - baseline:>+9.2f}",
-            flush=True,
-        )
+        more = median - baseline
+        print(f"{name:<14} {median:>10.2f} {min(ms):>10.2f} {more:>+9.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,7 @@
-// What the parts of a layer of experts take on a GPU, at the sizes of
+// Measures the parts of a layer of experts on a GPU, at the sizes of
 // Qwen3-30B-A3B with 8192 tokens: a line of JSON for each. Random data.
 // usage: flatshard_experts [tokens]
-#include <ATen/Functions.h>
-#include <fmt/format.h>
-
-#include <cstdio>
-#include <cstdlib>
-
-#include "bench/call_time.h"
+#include "bench/gpu_calls.h"
 #include "flatshard/nn/grouped_linear.h"
 #include "flatshard/nn/grouped_matmul.h"
 #include "flatshard/nn/permute.h"
@@ -21,27 +15,19 @@ constexpr std::int64_t kPerToken = 8;
 constexpr std::int64_t kDim = 2048;
 constexpr std::int64_t kWidth = 768;
 
-const at::TensorOptions kGpu = at::TensorOptions(at::kCUDA);
-const at::TensorOptions kRows = kGpu.dtype(at::kBFloat16);
-
-// Bytes that have to move once, or none; products, or none.
-void report(const char* part, double us, double nbytes, double flop) {
-  fmt::print("{{\"part\": \"{}\", \"us\": {:.1f}", part, us);
-  if (nbytes > 0) {
-    fmt::print(", \"gb_per_s\": {:.0f}", 1e-3 * nbytes / us);
-  }
-  if (flop > 0) {
-    fmt::print(", \"tflops\": {:.0f}", 1e-6 * flop / us);
-  }
-  fmt::print("}}\n");
-  std::fflush(stdout);
-}
-
+// Reports a part with its rates. Zero bytes or products have none.
 template <class Call>
 void measure(const char* part, double nbytes, double flop, Call&& call) {
   const double us =
       call_microseconds(1, [&](std::int64_t) { static_cast<void>(call()); });
-  report(part, us, nbytes, flop);
+  JsonLine line;
+  line.text("part", part).number("us", us, 1);
+  if (nbytes > 0) {
+    line.number("gb_per_s", 1e-3 * nbytes / us);
+  }
+  if (flop > 0) {
+    line.number("tflops", 1e-6 * flop / us);
+  }
 }
 
 void measure_routing(const at::Tensor& logits) {
@@ -53,7 +39,7 @@ void measure_routing(const at::Tensor& logits) {
   const at::Tensor leaf = logits.detach().requires_grad_();
   const at::AutoGradMode grad_mode(true);
   const nn::Routing routing = nn::route(leaf, {}, options);
-  const at::Tensor g = at::rand(routing.weights.sizes(), kGpu);
+  const at::Tensor g = at::rand(routing.weights.sizes(), kFloat);
   measure("route and its backward", 3 * nbytes, 0, [&] {
     leaf.mutable_grad() = at::Tensor();
     nn::route(leaf, {}, options).weights.backward(g);
@@ -80,11 +66,11 @@ void measure_rows(
 void measure_products(const at::Tensor& x, const nn::Groups& groups) {
   const std::int64_t rows = x.size(0);
   const double one = 2.0 * static_cast<double>(rows) * kDim * kWidth;
-  const at::Tensor up = at::randn({kExperts, 2 * kWidth, kDim}, kRows);
-  const at::Tensor down = at::randn({kExperts, kDim, kWidth}, kRows);
-  const at::Tensor gate_up = at::randn({rows, 2 * kWidth}, kRows);
-  const at::Tensor act = at::randn({rows, kWidth}, kRows);
-  const at::Tensor factors = at::rand({rows}, kGpu);
+  const at::Tensor up = at::randn({kExperts, 2 * kWidth, kDim}, kBf16);
+  const at::Tensor down = at::randn({kExperts, kDim, kWidth}, kBf16);
+  const at::Tensor gate_up = at::randn({rows, 2 * kWidth}, kBf16);
+  const at::Tensor act = at::randn({rows, kWidth}, kBf16);
+  const at::Tensor factors = at::rand({rows}, kFloat);
   at::Tensor dup = at::empty_like(up);
   at::Tensor ddown = at::empty_like(down);
   measure("y gate+up", 0, 2 * one, [&] {
@@ -121,14 +107,10 @@ void measure_products(const at::Tensor& x, const nn::Groups& groups) {
   });
 }
 
-int run(std::int64_t tokens) {
-  if (!at::hasCUDA()) {
-    fmt::print(stderr, "flatshard_experts: expected a GPU, and found none\n");
-    return 77;
-  }
+void run(std::int64_t tokens) {
   const at::NoGradGuard no_grad;
-  const at::Tensor x = at::randn({tokens, kDim}, kRows);
-  const at::Tensor logits = at::randn({tokens, kExperts}, kGpu);
+  const at::Tensor x = at::randn({tokens, kDim}, kBf16);
+  const at::Tensor logits = at::randn({tokens, kExperts}, kFloat);
   measure_routing(logits);
   const nn::Routing routing =
       nn::route(logits, {}, {.experts_per_token = kPerToken});
@@ -138,12 +120,11 @@ int run(std::int64_t tokens) {
   measure_products(
       nn::permute_rows(x, order),
       {routing.counts.cumsum(0, at::kInt)});
-  return 0;
 }
 
 }  // namespace
 }  // namespace flatshard
 
-int main(int argc, char** argv) {
-  return flatshard::run(argc > 1 ? std::atoll(argv[1]) : 8192);
+int main(int, char** argv) {
+  return flatshard::run_on_gpu("flatshard_experts", argv[1], flatshard::run);
 }

@@ -1,4 +1,4 @@
-"""The parts of a layer of experts beside PyTorch's, at the sizes of Qwen3-30B-A3B.
+"""The parts of a layer of experts and PyTorch's, at the sizes of Qwen3-30B-A3B.
 
 python3 bench/experts.py build/flatshard_experts --json figures.json
 
@@ -8,18 +8,26 @@ and forward and backward of `torch._grouped_mm` with the copy of its weights' gr
 into a flat one, eager and compiled, of which the faster counts. One GPU, a minute.
 """
 
-import argparse
-
 import torch
 
-from kernel_time import microseconds, rows_of, write_json
+from harness import kernels
+from harness.kernels import microseconds
+from harness.programs import rows_of
 
 EXPERTS, PER_TOKEN, DIM, WIDTH = 128, 8, 2048, 768
+COLUMNS = {
+    "part": "part",
+    "us": ("us", 0),
+    "GB/s": "gb_per_s",
+    "TFLOP/s": "tflops",
+    "PyTorch us": ("pytorch_us", 0),
+    "of PyTorch": ("of_pytorch", 2),
+}
 
 
 def routing(tokens):
-    """-> [tokens * 8] int64 the token of each row, sorted by expert; [128] int32 the
-    ends of the experts' rows."""
+    """Returns the token of each row, sorted by expert, [tokens * 8] int64, and the ends of
+    the experts' rows, [128] int32."""
     logits = torch.randn(tokens, EXPERTS, device="cuda")
     experts = logits.topk(PER_TOKEN, -1).indices.flatten()
     order = experts.argsort(stable=True)
@@ -65,7 +73,7 @@ class Grouped:
 
 
 def theirs(tokens):
-    """part -> microseconds."""
+    """Returns {part: microseconds}."""
     source, ends = routing(tokens)
     x = torch.randn(tokens, DIM, device="cuda", dtype=torch.bfloat16)
     rows = x[source]
@@ -82,27 +90,13 @@ def theirs(tokens):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("program", help="build/flatshard_experts")
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--json", help="file for the figures")
-    options = parser.parse_args()
-    rows = rows_of(options.program, str(options.tokens))
-    peers = theirs(options.tokens)
-    print("| part | us | GB/s | TFLOP/s | PyTorch us | of PyTorch |")
-    print("|---|---:|---:|---:|---:|---:|")
-    for row in rows:
-        peer = of_peer = ""
-        if row["part"] in peers:
-            row["pytorch_us"] = peers[row["part"]]
-            peer = f"{row['pytorch_us']:.0f}"
-            of_peer = f"{row['us'] / row['pytorch_us']:.2f}"
-        print(
-            f"| {row['part']} | {row['us']:.0f} | {row.get('gb_per_s', '')} | "
-            f"{row.get('tflops', '')} | {peer} | {of_peer} |",
-            flush=True,
-        )
-    write_json(options.json, rows)
+    args = kernels.parse(__doc__, "flatshard_experts").parse_args()
+    rows = rows_of(args.program, str(args.tokens))
+    peers = theirs(args.tokens)
+    for row in (row for row in rows if row["part"] in peers):
+        us = peers[row["part"]]
+        row |= {"pytorch_us": us, "of_pytorch": row["us"] / us}
+    kernels.print_rows(rows, COLUMNS, args.json, left=(0,))
 
 
 if __name__ == "__main__":

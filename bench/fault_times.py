@@ -1,48 +1,32 @@
 #!/usr/bin/env python3
-"""Seconds from a fault until the surviving ranks have ended with its report.
+"""Measures seconds from a fault until the surviving ranks have ended with its report.
 
-Starts the ranks of one training run on this machine by environment variables
-(no launcher, which would end them itself), lets them train, and kills or stops
-one of them.
+bench/fault_times.py build/flatshard --ranks 3 --timeout-s 5 20
 
-usage: fault_times.py PROGRAM [--ranks N] [--timeout-s S ...] [--device cuda]
-                      [--set KEY=VALUE ...]
-
-With --device cuda each rank has a GPU of its own; graphs are replayed when the fault
-comes with e.g. --set cuda_graph.impl=unit.
+Starts the ranks of one training run on this machine by environment variables (no
+launcher, which would end them itself), lets them train, and kills or stops one of them.
+With --device cuda each rank has its own GPU. Graphs are replayed when the fault comes
+with e.g. --set cuda_graph.impl=unit.
 """
 
-import argparse
 import os
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 from pathlib import Path
 
-CONFIG = """
-[run]
-output_dir = "{output}"
-save_weights = false
-[model]
-dim = 64
-layers = 4
-heads = 4
-ffn_dim = 128
-vocab_size = 257
-[data]
-train = "random"
-[training]
-steps = 1000000
-seq_len = 64
-[precision]
-compute = "float32"
-[metrics]
-log_freq = 1
-[comm]
-timeout_s = {timeout}
-"""
+from harness.command_line import Parser
+from harness.programs import BENCH, train_command
+
+SETTINGS = [
+    *(f"model.{size}" for size in ("dim=64", "layers=4", "heads=4", "ffn_dim=128")),
+    "model.vocab_size=257",
+    "training.steps=1000000",
+    "training.seq_len=64",
+    "precision.compute=float32",
+    "metrics.log_freq=1",
+]
 
 
 def free_port():
@@ -51,86 +35,74 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def run(options, timeout, number, culprit):
-    """Seconds until the survivors ended, and what rank `witness` said."""
-    ranks = options.ranks
-    settings = [word for text in options.set for word in ("--set", text)]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        config = folder / "run.toml"
-        config.write_text(CONFIG.format(output=folder / "run", timeout=timeout))
-        environment = dict(
-            os.environ,
-            WORLD_SIZE=str(ranks),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(free_port()),
-            OMP_NUM_THREADS="1",
+def start(args, timeout, logs):
+    """Returns the processes of the ranks, which write to `logs`."""
+    settings = [f"run.output_dir={args.out / 'run'}", f"comm.timeout_s={timeout}"]
+    settings += [*SETTINGS, *args.set]
+    device = f"--device={args.device}"
+    command = train_command(args.program, BENCH / "random.toml", settings, device)
+    environment = {
+        **os.environ,
+        "WORLD_SIZE": str(args.ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+    }
+    return [
+        subprocess.Popen(
+            command,
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=log.open("w"),
+            stderr=subprocess.STDOUT,
         )
-        logs = [folder / f"rank_{rank}.log" for rank in range(ranks)]
-        processes = [
-            subprocess.Popen(
-                [
-                    options.program,
-                    "train",
-                    str(config),
-                    f"--device={options.device}",
-                    *settings,
-                ],
-                env=dict(environment, RANK=str(rank), LOCAL_RANK=str(rank)),
-                stdout=log.open("w"),
-                stderr=subprocess.STDOUT,
-            )
-            for rank, log in enumerate(logs)
-        ]
-        try:
-            while "step: 100/" not in logs[0].read_text():
-                assert processes[0].poll() is None, logs[0].read_text()
-                time.sleep(0.01)
-            processes[culprit].send_signal(number)
-            begin = time.monotonic()
-            for rank, process in enumerate(processes):
-                if rank != culprit:
-                    process.wait(timeout=10 * timeout + 60)
-            seconds = time.monotonic() - begin
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        witness = logs[1 if culprit == 0 else 0].read_text()
-        named = all(
-            f"rank {culprit} of {ranks} is missing" in log.read_text()
-            for rank, log in enumerate(logs)
-            if rank != culprit
-        )
-        report = witness[witness.rfind("error: ") :].strip()
-        return seconds, named, report
+        for rank, log in enumerate(logs)
+    ]
+
+
+def run(args, timeout, fault, culprit):
+    """Returns seconds until the survivors ended, whether all of them named the culprit,
+    and the report of one of them."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    logs = [args.out / f"rank_{rank}.log" for rank in range(args.ranks)]
+    processes = start(args, timeout, logs)
+    try:
+        while "step: 100/" not in logs[0].read_text():
+            assert processes[0].poll() is None, logs[0].read_text()
+            time.sleep(0.01)
+        processes[culprit].send_signal(getattr(signal, fault))
+        begin = time.monotonic()
+        for rank, process in enumerate(processes):
+            if rank != culprit:
+                process.wait(timeout=10 * timeout + 60)
+        seconds = time.monotonic() - begin
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    said = [log.read_text() for rank, log in enumerate(logs) if rank != culprit]
+    named = all(f"rank {culprit} of {args.ranks} is missing" in text for text in said)
+    return seconds, named, said[0][said[0].rfind("error: ") :].strip()
 
 
 def main():
-    parser = argparse.ArgumentParser()
+    parser = Parser(__doc__).options("set", out=Path("outputs/fault_times"))
     parser.add_argument("program")
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--timeout-s", type=float, nargs="*", default=[5, 20])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--set", nargs="*", default=[], help="for the config")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="of all"
+    )
     parser.add_argument("--show", action="store_true", help="print the reports")
-    arguments = parser.parse_args()
+    args = parser.parse_args()
     print(f"{'fault':<10}{'rank':<6}{'timeout_s':<11}{'seconds':<9}named")
-    for timeout in arguments.timeout_s:
+    for timeout in args.timeout_s:
         for fault in ("SIGKILL", "SIGSTOP"):
-            for culprit in (arguments.ranks - 1, 0):
-                seconds, named, report = run(
-                    arguments,
-                    timeout,
-                    getattr(signal, fault),
-                    culprit,
-                )
-                print(
-                    f"{fault:<10}{culprit:<6}{timeout:<11}{seconds:<9.1f}"
-                    f"{'by every rank' if named else 'NOT by every rank'}",
-                    flush=True,
-                )
-                if arguments.show:
+            for culprit in (args.ranks - 1, 0):
+                seconds, named, report = run(args, timeout, fault, culprit)
+                by = "by every rank" if named else "NOT by every rank"
+                figures = f"{culprit:<6}{timeout:<11}{seconds:<9.1f}{by}"
+                print(f"{fault:<10}{figures}", flush=True)
+                if args.show:
                     print(report)
 
 

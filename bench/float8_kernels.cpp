@@ -1,19 +1,10 @@
-// How fast the kernels of FP8 run on the shapes of an 8B Llama: for each the
-// bytes that it has to move at least, over its time, beside what the card's
-// memory gives a copy. bench/float8_kernels.py sets PyTorch's beside them.
+// Measures the kernels of FP8 on the shapes of an 8B Llama: the bytes that each
+// has to move at least, over its time, and as a part of what the card's memory
+// gives a copy. bench/float8_kernels.py adds PyTorch's.
 // usage: flatshard_float8_kernels [--json] [tokens]
-#include <ATen/Functions.h>
-#include <fmt/format.h>
-
-#include <algorithm>
-#include <cstdio>
-#include <cstdlib>
-#include <functional>
-#include <string>
 #include <tuple>
-#include <vector>
 
-#include "bench/call_time.h"
+#include "bench/gpu_calls.h"
 #include "flatshard/float8/quantize.h"
 #include "flatshard/nn/float8_fused.h"
 #include "flatshard/optim/flat_update.h"
@@ -21,242 +12,182 @@
 namespace flatshard {
 namespace {
 
+using at::Tensor;
 using float8::Axis;
-using float8::Plane;
-using float8::Quantizer;
 using float8::Recipe;
-
-// Of arguments, so that none is still in a cache when its turn comes.
-constexpr std::int64_t kWorkingSet = std::int64_t{1} << 30;
-
-const at::TensorOptions kBf16 =
-    at::TensorOptions(at::kCUDA).dtype(at::kBFloat16);
-
-struct Options {
-  bool json = false;
-  std::int64_t tokens = 8192;
-};
-
-struct Result {
-  std::string op;
-  std::string shape;
-  std::int64_t nbytes;
-  double us;
-  double gb_per_s() const { return static_cast<double>(nbytes) / us * 1e-3; }
-};
+using Make = std::function<Tensor()>;
+using Call = std::function<void(const Tensor&)>;
 
 class Table {
  public:
-  explicit Table(Options options) : options_(options) {}
+  explicit Table(bool json) : json_(json) {}
 
   // `call` takes one of the tensors that `make` made.
   void add(
       const std::string& op,
       const std::string& shape,
       std::int64_t nbytes,
-      const std::function<at::Tensor()>& make,
-      const std::function<void(const at::Tensor&)>& call) {
-    const std::int64_t num = std::max<std::int64_t>(
-        1,
-        kWorkingSet / std::max(nbytes, std::int64_t{1}));
-    std::vector<at::Tensor> sets;
-    for (std::int64_t i = 0; i < std::min<std::int64_t>(num, 16); ++i) {
-      sets.push_back(make());
+      const Make& make,
+      const Call& call) {
+    const auto sets = sets_of_arguments(nbytes, 16, make);
+    const auto num = static_cast<std::int64_t>(sets.size());
+    const double us = call_microseconds(num, [&](auto i) { call(sets[i]); });
+    const double gb_per_s = static_cast<double>(nbytes) / us * 1e-3;
+    copy_ = op == "copy" ? gb_per_s : copy_;
+    const double of_copy = gb_per_s / copy_;
+    if (json_) {
+      JsonLine()
+          .text("op", op)
+          .text("shape", shape)
+          .number("bytes", static_cast<double>(nbytes))
+          .number("us", us, 2)
+          .number("gb_per_s", gb_per_s)
+          .number("of_copy", of_copy, 3);
+      return;
     }
-    const auto size = static_cast<std::int64_t>(sets.size());
-    const double us =
-        call_microseconds(size, [&](std::int64_t i) { call(sets[i]); });
-    report({op, shape, nbytes, us});
-  }
-
- private:
-  void report(const Result& r) {
-    if (r.op == "copy") {
-      copy_ = r.gb_per_s();
-    }
-    if (options_.json) {
-      fmt::print(
-          "{{\"op\": \"{}\", \"shape\": \"{}\", \"bytes\": {}, \"us\": {:.2f}, "
-          "\"gb_per_s\": {:.0f}, \"of_copy\": {:.3f}}}\n",
-          r.op,
-          r.shape,
-          r.nbytes,
-          r.us,
-          r.gb_per_s(),
-          r.gb_per_s() / copy_);
-    } else {
-      fmt::print(
-          "{:<34} {:<14} {:>9.1f} us {:>6.0f} GB/s {:>5.2f} of a copy\n",
-          r.op,
-          r.shape,
-          r.us,
-          r.gb_per_s(),
-          r.gb_per_s() / copy_);
-    }
+    constexpr auto kRow =
+        "{:<34} {:<14} {:>9.1f} us {:>6.0f} GB/s {:>5.2f} of a copy\n";
+    fmt::print(kRow, op, shape, us, gb_per_s, of_copy);
     std::fflush(stdout);
   }
 
-  Options options_;
+ private:
+  bool json_;
   double copy_ = 1;
 };
 
+// Operations on tensors of one kind.
+struct Inputs {
+  Table& table;
+  std::int64_t rows;
+  std::int64_t columns;
+  Make make;
+
+  // Bytes are those of one element.
+  void time(const std::string& op, std::int64_t nbytes, const Call& call)
+      const {
+    const std::string shape = fmt::format("{}x{}", rows, columns);
+    table.add(op, shape, rows * columns * nbytes, make, call);
+  }
+};
+
+Call rows_of(Recipe recipe) {
+  return [=](const Tensor& x) { float8::quantize(x, {recipe}); };
+}
+
+Call columns_of(Recipe recipe) {
+  return [=](const Tensor& x) {
+    float8::quantize(x, {recipe}, {.axis = Axis::column});
+  };
+}
+
+Call both_of(Recipe recipe) {
+  return [=](const Tensor& x) { float8::quantize_both(x, {recipe}); };
+}
+
 void measure(Table& table, std::int64_t rows, std::int64_t columns) {
-  const std::string shape = fmt::format("{}x{}", rows, columns);
-  const std::int64_t n = rows * columns;
+  const auto inputs = [&](const Make& make) {
+    return Inputs{table, rows, columns, make};
+  };
   const auto values = [=] { return at::randn({rows, columns}, kBf16); };
-  const at::Tensor amax = at::full({}, 4.0, kBf16.dtype(at::kFloat));
-  table.add("amax", shape, 2 * n, values, [](const at::Tensor& x) {
-    float8::amax_of(x);
-  });
-  table.add("cast tensorwise", shape, 3 * n, values, [&](const at::Tensor& x) {
+  const auto codes = [=] {
+    return at::randint(256, {rows, columns}, kBf16.dtype(at::kByte));
+  };
+  const Tensor amax = at::full({}, 4.0, kFloat);
+  const Call tensorwise = [=](const Tensor& x) {
     float8::quantize(x, {}, {.amax = amax});
+  };
+  const Inputs x = inputs(values);
+  x.time("amax", 2, [](const Tensor& t) { float8::amax_of(t); });
+  x.time("cast tensorwise", 3, tensorwise);
+  x.time("cast and transpose tensorwise", 4, [&](const Tensor& t) {
+    float8::quantize_both(t, {}, 1, amax);
   });
-  table.add(
-      "cast and transpose tensorwise",
-      shape,
-      4 * n,
-      values,
-      [&](const at::Tensor& x) { float8::quantize_both(x, {}, 1, amax); });
-  table.add("rowwise rows", shape, 3 * n, values, [](const at::Tensor& x) {
-    float8::quantize(x, {Recipe::rowwise});
-  });
+  x.time("rowwise rows", 3, rows_of(Recipe::rowwise));
   // Its columns' scales need a reading of their own.
-  table.add("rowwise both", shape, 6 * n, values, [](const at::Tensor& x) {
-    float8::quantize_both(x, {Recipe::rowwise});
-  });
+  x.time("rowwise both", 6, both_of(Recipe::rowwise));
   for (const Recipe recipe :
        {Recipe::blockwise, Recipe::blockwise_1x128, Recipe::mxfp8}) {
     const std::string name(to_string(recipe));
-    table.add(name + " rows", shape, 3 * n, values, [=](const at::Tensor& x) {
-      float8::quantize(x, {recipe});
-    });
-    table
-        .add(name + " columns", shape, 3 * n, values, [=](const at::Tensor& x) {
-          float8::quantize(x, {recipe}, {.axis = Axis::column});
-        });
-    table.add(name + " both", shape, 4 * n, values, [=](const at::Tensor& x) {
-      float8::quantize_both(x, {recipe});
-    });
+    x.time(name + " rows", 3, rows_of(recipe));
+    x.time(name + " columns", 3, columns_of(recipe));
+    x.time(name + " both", 4, both_of(recipe));
   }
-  table.add(
-      "cast tensorwise from float32",
-      shape,
-      5 * n,
-      [=] {
-        return at::randn({rows, columns}, kBf16.dtype(at::kFloat));
-      },
-      [&](const at::Tensor& x) { float8::quantize(x, {}, {.amax = amax}); });
-  table.add(
-      "mxfp8 both from float32",
-      shape,
-      6 * n,
-      [=] {
-        return at::randn({rows, columns}, kBf16.dtype(at::kFloat));
-      },
-      [](const at::Tensor& x) { float8::quantize_both(x, {Recipe::mxfp8}); });
-  const auto bytes = [=] {
-    return at::randint(256, {rows, columns}, kBf16.dtype(at::kByte));
-  };
-  table.add("byte transpose", shape, 2 * n, bytes, [](const at::Tensor& x) {
-    float8::transpose_bytes(x);
+  const Inputs wide = inputs([=] {
+    return at::randn({rows, columns}, kFloat);
   });
-  const at::Tensor scales = float8::quantize(values(), {Recipe::mxfp8}).scales;
-  table.add(
-      "dequantize mxfp8 to bfloat16",
-      shape,
-      3 * n,
-      [=] { return bytes().bitwise_and(0x77).view(at::kFloat8_e4m3fn); },
-      [=](const at::Tensor& x) {
-        float8::dequantize(
-            {x, scales},
-            Recipe::mxfp8,
-            {.dtype = at::kBFloat16});
-      });
+  wide.time("cast tensorwise from float32", 5, tensorwise);
+  wide.time("mxfp8 both from float32", 6, both_of(Recipe::mxfp8));
+  inputs(codes).time("byte transpose", 2, [](const Tensor& t) {
+    float8::transpose_bytes(t);
+  });
+  const Tensor scales = float8::quantize(values(), {Recipe::mxfp8}).scales;
+  const Inputs masked = inputs(
+      [=] { return codes().bitwise_and(0x77).view(at::kFloat8_e4m3fn); });
+  masked.time("dequantize mxfp8 to bfloat16", 3, [=](const Tensor& t) {
+    const float8::DequantizeOptions options{.dtype = at::kBFloat16};
+    float8::dequantize({t, scales}, Recipe::mxfp8, options);
+  });
+  const auto scale_bytes = [=] {
+    return at::randint(256, {rows, columns / 32}, kBf16.dtype(at::kByte))
+        .view(at::kFloat8_e8m0fnu);
+  };
   table.add(
       "swizzle of scales",
-      shape,
-      n / 16,
-      [=] {
-        return at::randint(256, {rows, columns / 32}, kBf16.dtype(at::kByte))
-            .view(at::kFloat8_e8m0fnu);
-      },
-      [](const at::Tensor& x) { float8::swizzle_mx_scales(x); });
+      fmt::format("{}x{}", rows, columns),
+      rows * columns / 16,
+      scale_bytes,
+      [](const Tensor& t) { float8::swizzle_mx_scales(t); });
 }
 
-// What is quantized where it is computed: a tensor holds its inputs side by
-// side. Bytes are those of all passes that a recipe needs.
+// Measures kernels that quantize what they compute. A tensor holds the inputs
+// side by side, and bytes are those of all passes that a recipe needs.
 void measure_fused(Table& table, std::int64_t tokens) {
   constexpr std::int64_t kDim = 4096;
   constexpr std::int64_t kFfn = 14336;
-  const std::int64_t inner = tokens * kFfn;
-  const std::int64_t hidden = tokens * kDim;
-  const auto halves = [=] { return at::randn({tokens, 2 * kFfn}, kBf16); };
-  const at::Tensor dy = at::randn({tokens, kFfn}, kBf16);
-  const at::Tensor weight = at::ones({kDim}, kBf16);
-  const at::Tensor rstd = at::ones({tokens}, kBf16.dtype(at::kFloat));
-  const std::string wide = fmt::format("{}x{}", tokens, kFfn);
-  const std::string narrow = fmt::format("{}x{}", tokens, kDim);
+  const auto hidden = [&](std::int64_t count) {
+    return Inputs{table, tokens, kDim, [=] {
+                    return at::randn({count, tokens, kDim}, kBf16);
+                  }};
+  };
+  const Inputs halves{table, tokens, kFfn, [=] {
+                        return at::randn({tokens, 2 * kFfn}, kBf16);
+                      }};
+  const Tensor dy = at::randn({tokens, kFfn}, kBf16);
+  const Tensor weight = at::ones({kDim}, kBf16);
+  const Tensor rstd = at::ones({tokens}, kFloat);
   for (const Recipe recipe :
        {Recipe::tensorwise, Recipe::blockwise_1x128, Recipe::mxfp8}) {
     const std::string name(to_string(recipe));
     // Tensorwise reads everything twice: for amax, and for the planes.
     const bool twice = recipe == Recipe::tensorwise;
-    table.add(
-        "swiglu " + name,
-        wide,
-        inner * (twice ? 10 : 6),
-        halves,
-        [=](const at::Tensor& x) {
-          nn::swiglu_float8(
-              x.narrow(1, 0, kFfn),
-              x.narrow(1, kFfn, kFfn),
-              {recipe});
-        });
-    table.add(
-        "swiglu backward " + name,
-        wide,
-        inner * (twice ? 18 : 10),
-        [=] { return halves(); },
-        [=](const at::Tensor& x) {
-          // Tensorwise takes contiguous halves.
-          const at::Tensor gate =
-              twice ? x.view({2, tokens, kFfn})[0] : x.narrow(1, 0, kFfn);
-          const at::Tensor up =
-              twice ? x.view({2, tokens, kFfn})[1] : x.narrow(1, kFfn, kFfn);
-          nn::swiglu_backward_float8(dy, gate, up, {recipe});
-        });
-    table.add(
-        "add and norm " + name,
-        narrow,
-        hidden * 10,
-        [=] {
-          return at::randn({2, tokens, kDim}, kBf16);
-        },
-        [=](const at::Tensor& x) {
-          nn::rms_norm_float8(x[0], x[1], weight, 1e-5, {recipe});
-        });
+    halves.time("swiglu " + name, twice ? 10 : 6, [=](const Tensor& x) {
+      const auto both = x.split(kFfn, 1);
+      nn::swiglu_float8(both[0], both[1], {recipe});
+    });
+    const Call backward = [=](const Tensor& x) {
+      // Tensorwise takes contiguous halves.
+      const auto both =
+          twice ? x.view({2, tokens, kFfn}).unbind() : x.split(kFfn, 1);
+      nn::swiglu_backward_float8(dy, both[0], both[1], {recipe});
+    };
+    halves.time("swiglu backward " + name, twice ? 18 : 10, backward);
+    hidden(2).time("add and norm " + name, 10, [=](const Tensor& x) {
+      nn::rms_norm_float8(x[0], x[1], weight, 1e-5, {recipe});
+    });
   }
-  table.add(
-      "norm backward, add and amax",
-      narrow,
-      hidden * 8,
-      [=] {
-        return at::randn({3, tokens, kDim}, kBf16);
-      },
-      [=](const at::Tensor& x) {
-        nn::rms_norm_backward_amax(x[0], x[1], x[2], weight, rstd);
-      });
+  hidden(3).time("norm backward, add and amax", 8, [=](const Tensor& x) {
+    nn::rms_norm_backward_amax(x[0], x[1], x[2], weight, rstd);
+  });
 }
 
 void measure_adamw(Table& table) {
-  constexpr std::int64_t kShard = std::int64_t{1} << 26;
-  const auto f32 = kBf16.dtype(at::kFloat);
-  const at::Tensor grad = at::randn({kShard}, kBf16);
-  const at::Tensor states = at::zeros({2, kShard}, f32);
+  const Tensor grad = at::randn({kShard}, kBf16);
+  const Tensor states = at::zeros({2, kShard}, kFloat);
   constexpr std::int64_t kColumns = 4096;
   Float8Outputs amax{
       .runs = {{.end = kShard, .columns = kColumns}},
-      .amax = at::zeros({kShard / kColumns}, f32)};
+      .amax = at::zeros({kShard / kColumns}, kFloat)};
   Float8Outputs rows = amax;
   rows.runs.front().block_rows = rows.runs.front().amax_stride = 1;
   rows.runs.front().block_columns = kColumns;
@@ -266,75 +197,61 @@ void measure_adamw(Table& table) {
   blocks.runs.front().amax_stride = kColumns / float8::kBlock;
   Float8Outputs mx{
       .runs = {{.end = kShard, .columns = kColumns}},
-      .data = at::empty({kShard}, f32.dtype(at::kByte)),
-      .scales = at::empty({kShard / 32}, f32.dtype(at::kByte))};
+      .data = at::empty({kShard}, kFloat.dtype(at::kByte)),
+      .scales = at::empty({kShard / 32}, kFloat.dtype(at::kByte))};
   for (Float8Outputs* outputs : {&amax, &rows, &blocks, &mx}) {
     outputs->upload(at::kCUDA);
   }
+  const AdamWStep step{
+      .lr = 1e-4F,
+      .beta1 = 0.9F,
+      .beta2 = 0.95F,
+      .eps = 1e-8F,
+      .bias_correction1 = 0.5F,
+      .bias_correction2 = 0.5F};
+  const Make main_weights = [] { return at::randn({kShard}, kFloat); };
   for (const auto& [name, outputs, nbytes] :
        {std::tuple{"AdamW", Float8Outputs{}, 26},
         {"AdamW and amax", amax, 26},
         {"AdamW and amax of rows", rows, 26},
         {"AdamW and amax of blocks", blocks, 26},
         {"AdamW and mxfp8", mx, 27}}) {
-    table.add(
-        name,
-        "shard",
-        kShard * nbytes,
-        [=] { return at::randn({kShard}, f32); },
-        [&, outputs = outputs](const at::Tensor& main) {
-          adamw_update(
-              {.main = main,
-               .grad = grad,
-               .state0 = states[0],
-               .state1 = states[1],
-               .decay = {{kShard, 0.1F}},
-               .float8 = outputs},
-              {.lr = 1e-4F,
-               .beta1 = 0.9F,
-               .beta2 = 0.95F,
-               .eps = 1e-8F,
-               .bias_correction1 = 0.5F,
-               .bias_correction2 = 0.5F});
-        });
+    const auto update = [&, &outputs = outputs](const Tensor& main) {
+      adamw_update(
+          {.main = main,
+           .grad = grad,
+           .state0 = states[0],
+           .state1 = states[1],
+           .decay = {{kShard, 0.1F}},
+           .float8 = outputs},
+          step);
+    };
+    table.add(name, "shard", kShard * nbytes, main_weights, update);
   }
 }
 
-int run(const Options& options) {
-  if (!cuda_available()) {
-    fmt::print(
-        stderr,
-        "flatshard_float8_kernels: expected a GPU, and found none\n");
-    return 77;
-  }
-  Table table(options);
+void run(bool json, std::int64_t tokens) {
+  Table table(json);
   const std::int64_t n = std::int64_t{1} << 28;
-  const at::Tensor to = at::empty({n}, kBf16.dtype(at::kByte));
-  table.add(
-      "copy",
-      "256MiB",
-      2 * n,
-      [=] { return at::zeros({n}, kBf16.dtype(at::kByte)); },
-      [=](const at::Tensor& from) { to.copy_(from); });
+  const auto zeros = [] { return at::zeros({n}, kBf16.dtype(at::kByte)); };
+  const Tensor to = zeros();
+  table.add("copy", "256MiB", 2 * n, zeros, [=](const Tensor& from) {
+    to.copy_(from);
+  });
   for (const std::int64_t columns : {4096, 14336}) {
-    measure(table, options.tokens, columns);
+    measure(table, tokens, columns);
   }
-  measure_fused(table, options.tokens);
+  measure_fused(table, tokens);
   measure_adamw(table);
-  return 0;
 }
 
 }  // namespace
 }  // namespace flatshard
 
 int main(int argc, char** argv) {
-  flatshard::Options options;
-  for (int i = 1; i < argc; ++i) {
-    if (std::string(argv[i]) == "--json") {
-      options.json = true;
-    } else {
-      options.tokens = std::atoll(argv[i]);
-    }
-  }
-  return flatshard::run(options);
+  const bool json = argc > 1 && std::string(argv[1]) == "--json";
+  return flatshard::run_on_gpu(
+      "flatshard_float8_kernels",
+      argv[json ? 2 : 1],
+      [=](std::int64_t tokens) { flatshard::run(json, tokens); });
 }

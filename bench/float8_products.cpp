@@ -1,16 +1,8 @@
-// How fast FP8 products run on the shapes of an 8B Llama, beside bfloat16's:
-// a line of JSON for each, with TFLOP/s. Random data, since zeros take less
-// power and run faster than a model does.
+// Measures FP8 products on the shapes of an 8B Llama, and bfloat16's: a line of
+// JSON for each, with TFLOP/s. Random data, since zeros take less power and run
+// faster than a model does.
 // usage: flatshard_float8_products [tokens]
-#include <ATen/Functions.h>
-#include <fmt/format.h>
-
-#include <cstdio>
-#include <cstdlib>
-#include <string>
-#include <vector>
-
-#include "bench/call_time.h"
+#include "bench/gpu_calls.h"
 #include "flatshard/float8/matmul.h"
 
 namespace flatshard {
@@ -18,9 +10,6 @@ namespace {
 
 using float8::Operand;
 using float8::Recipe;
-
-const at::TensorOptions kBf16 =
-    at::TensorOptions(at::kCUDA).dtype(at::kBFloat16);
 
 struct Shape {
   const char* name;
@@ -32,19 +21,18 @@ void report(
     const std::string& recipe,
     const std::string& out,
     double us) {
-  fmt::print(
-      "{{\"product\": \"{}\", \"m\": {}, \"n\": {}, \"k\": {}, \"recipe\": "
-      "\"{}\", \"out\": \"{}\", \"us\": {:.1f}, \"tflops\": {:.0f}}}\n",
-      s.name,
-      s.m,
-      s.n,
-      s.k,
-      recipe,
-      out,
-      us,
-      2e-6 * static_cast<double>(s.m) * static_cast<double>(s.n) *
-          static_cast<double>(s.k) / us);
-  std::fflush(stdout);
+  const auto m = static_cast<double>(s.m);
+  const auto n = static_cast<double>(s.n);
+  const auto k = static_cast<double>(s.k);
+  JsonLine()
+      .text("product", s.name)
+      .number("m", m)
+      .number("n", n)
+      .number("k", k)
+      .text("recipe", recipe)
+      .text("out", out)
+      .number("us", us, 1)
+      .number("tflops", 2e-6 * m * n * k / us);
 }
 
 void measure(const Shape& s) {
@@ -57,6 +45,8 @@ void measure(const Shape& s) {
   const bool gradient = std::string(s.name).starts_with("dw");
   const Recipe of_blocks =
       gradient ? Recipe::blockwise_1x128 : Recipe::blockwise;
+  const auto dtypes = gradient ? std::vector{at::kBFloat16, at::kFloat}
+                               : std::vector{at::kBFloat16};
   for (const auto& [ra, rb] :
        {std::pair{Recipe::tensorwise, Recipe::tensorwise},
         {Recipe::rowwise, Recipe::rowwise},
@@ -67,17 +57,13 @@ void measure(const Shape& s) {
       if (fast && (gradient || ra == Recipe::blockwise_1x128)) {
         continue;
       }
-      for (const at::ScalarType dtype : {at::kBFloat16, at::kFloat}) {
-        if (dtype == at::kFloat && !gradient) {
-          continue;
-        }
+      const float8::MatmulOptions options{
+          .accumulate = gradient,
+          .fast_accumulation = fast};
+      for (const at::ScalarType dtype : dtypes) {
         at::Tensor out = at::zeros({s.m, s.n}, kBf16.dtype(dtype));
         const double us = call_microseconds(1, [&](std::int64_t) {
-          float8::matmul(
-              out,
-              x,
-              y,
-              {.accumulate = gradient, .fast_accumulation = fast});
+          float8::matmul(out, x, y, options);
         });
         report(
             s,
@@ -89,13 +75,7 @@ void measure(const Shape& s) {
   }
 }
 
-int run(std::int64_t tokens) {
-  if (!cuda_available()) {
-    fmt::print(
-        stderr,
-        "flatshard_float8_products: expected a GPU, and found none\n");
-    return 77;
-  }
+void run(std::int64_t tokens) {
   for (const Shape& shape :
        {Shape{"y qkv", tokens, 6144, 4096},
         {"y o", tokens, 4096, 4096},
@@ -106,12 +86,14 @@ int run(std::int64_t tokens) {
         {"dw down", 4096, 14336, tokens}}) {
     measure(shape);
   }
-  return 0;
 }
 
 }  // namespace
 }  // namespace flatshard
 
-int main(int argc, char** argv) {
-  return flatshard::run(argc > 1 ? std::atoll(argv[1]) : 8192);
+int main(int, char** argv) {
+  return flatshard::run_on_gpu(
+      "flatshard_float8_products",
+      argv[1],
+      flatshard::run);
 }

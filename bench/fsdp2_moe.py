@@ -2,32 +2,23 @@
 
 torchrun --nproc-per-node 1 bench/fsdp2_moe.py --layers 4 --seq 4096 --local-batch 2
 
-What `flatshard train` with model.preset = "qwen3_30b_a3b" is compared with: the same
-model, optimizer and precision, written plainly, every expert on every rank. bf16 compute
-and reduction, float32 weights and AdamW states, no recompute, random tokens. Prints one
-line of JSON on rank 0.
+Its counterpart is `flatshard train` with model.preset = "qwen3_30b_a3b": the same model,
+optimizer and precision, written plainly, every expert on every rank. bf16 compute and
+reduction, float32 weights and AdamW states, no recompute, random tokens. Prints one line
+of JSON on rank 0.
 """
-
-import argparse
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fsdp2_llama import (
-    adamw,
-    begin,
-    compile_parts,
-    loss_of,
-    materialize,
-    rotate,
-    run,
-    shard,
-)
+from fsdp2_llama import adamw, begin, compile_parts, materialize, run, shard
+from harness.command_line import Parser
+from harness.models import Attention, Decoder
 
 
 class Experts(nn.Module):
-    """Tokens to the experts that a softmax over all of them ranks first, and back."""
+    """Brings tokens to the experts that a softmax over all of them ranks first, and back."""
 
     def __init__(self, args):
         super().__init__()
@@ -61,94 +52,35 @@ class Experts(nn.Module):
         return torch.zeros_like(tokens).index_add_(0, source, rows).view_as(x)
 
 
-class Block(nn.Module):
+class Block(Attention):
     def __init__(self, args):
-        super().__init__()
-        self.heads, self.kv_heads = args.heads, args.kv_heads
-        wide, narrow = args.heads * args.head_dim, args.kv_heads * args.head_dim
-        self.attention_norm = nn.RMSNorm(args.dim, eps=1e-6)
-        self.q = nn.Linear(args.dim, wide, bias=False)
-        self.k = nn.Linear(args.dim, narrow, bias=False)
-        self.v = nn.Linear(args.dim, narrow, bias=False)
-        self.q_norm = nn.RMSNorm(args.head_dim, eps=1e-6)
-        self.k_norm = nn.RMSNorm(args.head_dim, eps=1e-6)
-        self.o = nn.Linear(wide, args.dim, bias=False)
+        super().__init__(args, args.head_dim, 1e-6, norm_heads=True)
         self.experts_norm = nn.RMSNorm(args.dim, eps=1e-6)
         self.experts = Experts(args)
 
-    def forward(self, x, cos, sin):
-        batch, seq, _ = x.shape
-        y = self.attention_norm(x)
-        q = self.q_norm(self.q(y).view(batch, seq, self.heads, -1))
-        k = self.k_norm(self.k(y).view(batch, seq, self.kv_heads, -1))
-        v = self.v(y).view(batch, seq, self.kv_heads, -1)
-        attention = F.scaled_dot_product_attention(
-            rotate(q, cos, sin).transpose(1, 2),
-            rotate(k, cos, sin).transpose(1, 2),
-            v.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=True,
-        )
-        x = x + self.o(attention.transpose(1, 2).reshape(batch, seq, -1))
+    def forward(self, x, *angles):
+        x = self.attend(x, *angles)
         return x + self.experts(self.experts_norm(x))
 
 
-class Model(nn.Module):
-    def __init__(self, args):
-        super().__init__()
-        self.embed = nn.Embedding(args.vocab, args.dim)
-        self.layers = nn.ModuleList(Block(args) for _ in range(args.layers))
-        self.norm = nn.RMSNorm(args.dim, eps=1e-6)
-        self.head = nn.Linear(args.dim, args.vocab, bias=False)
-        self.loss = loss_of
-
-    def forward(self, tokens, targets, cos, sin):
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x, cos, sin)
-        return self.loss(self.head(self.norm(x)), targets)
-
-
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = Parser(__doc__).options("warmup", seq=4096, local_batch=2, microbatches=1)
+    parser.options(layers=4, dim=2048, heads=32, kv_heads=4, head_dim=128, experts=128)
+    parser.options(top_k=8, ffn=768, vocab=151936, steps=10)
+    parser.add_argument(
+        "--compile", choices=("none", "all"), default="all", help="what"
     )
-    for name, default in {
-        "seq": 4096,
-        "local-batch": 2,
-        "microbatches": 1,
-        "layers": 4,
-        "dim": 2048,
-        "heads": 32,
-        "kv-heads": 4,
-        "head-dim": 128,
-        "experts": 128,
-        "top-k": 8,
-        "ffn": 768,
-        "vocab": 151936,
-        "warmup": 4,
-        "steps": 10,
-    }.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--compile", choices=("none", "all"), default="all")
     args = parser.parse_args()
+    args.gqa = True
     device = begin()
     with torch.device("meta"):
-        model = Model(args)
-    shard(model, keep=0)
+        model = Decoder(args, Block, 1e-6)
+    shard(model)
     materialize(model, device)
     if args.compile == "all":
         torch._dynamo.config.capture_scalar_outputs = True
         compile_parts(model)
-    run(
-        args,
-        model,
-        adamw(model),
-        device,
-        args.head_dim,
-        1e6,
-        args.microbatches,
-    )
+    run(args, model, adamw(model), device, args.head_dim, 1e6, args.microbatches)
 
 
 if __name__ == "__main__":

@@ -1,29 +1,27 @@
-"""What CUDA graphs give an unsharded Llama in PyTorch: forward and backward, in ms.
+"""Measures what CUDA graphs give an unsharded Llama in PyTorch, forward and backward.
 
 python3 bench/graph_peer.py --layers 64 --dim 1024 --ffn 3584 --heads 16
 
 The model of bench/fsdp2_llama.py with bfloat16 weights on one GPU, random tokens, no
-optimizer and no sharding, in several ways of launching the same work. A row of JSON for
-each way: the median ms with its range, until when the host is busy, the peak of
-allocated memory in GiB. A way that fails is a row that says so, and the exit status
+optimizer and no sharding, in several ways of launching the same work. Prints a row of
+JSON for each way: the median ms with its range, until when the host is busy, and the peak
+of allocated memory in GiB. A way that fails is a row with its error, and the exit status
 is 1. Without a GPU only eager and compiled run: that tries the script.
 """
 
-import argparse
-import gc
 import json
-import statistics
 import sys
-import time
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import fsdp2_llama
+from harness.command_line import Parser
+from harness.models import Llama, loss_of, rotary
+from harness.peers import fused_attention, release
+from harness.ranks import usual_device
+from harness.steps import rounded, time_steps
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+DEVICE = usual_device()
 
 
 class Step:
@@ -32,26 +30,22 @@ class Step:
     def __init__(self, args):
         torch.manual_seed(0)
         with torch.device(DEVICE):
-            self.model = fsdp2_llama.Llama(args).to(torch.bfloat16)
+            self.model = Llama(args).to(torch.bfloat16)
         for name, parameter in self.model.named_parameters():
             if not name.endswith("norm.weight"):
                 nn.init.normal_(parameter, std=0.02)
-        half = args.dim // args.heads // 2
-        turns = 500000.0 ** -(torch.arange(half, device=DEVICE) / half)
-        positions = torch.arange(args.seq, device=DEVICE)
-        angles = torch.outer(positions, turns)[:, None, :]
-        self.rotary = (angles.cos(), angles.sin())
+        self.angles = rotary(args.seq, args.dim // args.heads, 500000.0, DEVICE)
         tokens = torch.randint(args.vocab, (1, args.seq + 1), device=DEVICE)
         self.batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
         self.hidden = (1, args.seq, args.dim)
 
     def __call__(self):
         self.model.zero_grad(set_to_none=True)
-        with sdpa_kernel(ATTENTION, set_priority=True):
-            self.model(*self.batch, *self.rotary).backward()
+        with fused_attention(DEVICE):
+            self.model(*self.batch, *self.angles).backward()
 
     def compile_loss(self):
-        self.model.loss = torch.compile(fsdp2_llama.loss_of)
+        self.model.loss = torch.compile(loss_of)
 
     def compile_blocks(self, mode=None):
         for layer in self.model.layers:
@@ -82,27 +76,20 @@ def reduce_overhead(step):
 def graph_per_block(step):
     step.compile_loss()
     layers = tuple(step.model.layers)
-    samples = tuple(
-        (
-            torch.randn(
-                step.hidden, device=DEVICE, dtype=torch.bfloat16, requires_grad=True
-            ),
-            *step.rotary,
-        )
-        for _ in layers
-    )
-    with sdpa_kernel(ATTENTION, set_priority=True):
+    options = {"device": DEVICE, "dtype": torch.bfloat16, "requires_grad": True}
+    samples = tuple((torch.randn(step.hidden, **options), *step.angles) for _ in layers)
+    with fused_attention(DEVICE):
         torch.cuda.make_graphed_callables(layers, samples)  # changes their forward
     return step
 
 
-def graph_per_compiled_block(step):
+def graph_per_block_compiled(step):
     step.compile_blocks()
     return graph_per_block(step)
 
 
 def one_graph(step):
-    """Forward and backward of the whole model."""
+    """Records forward and backward of the whole model."""
     step.compile_loss()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -122,57 +109,27 @@ def one_graph_compiled(step):
     return one_graph(step)
 
 
-WAYS = {
-    "eager": eager,
-    "compiled": compiled,
-    "reduce-overhead": reduce_overhead,
-    "graph-per-block": graph_per_block,
-    "graph-per-block-compiled": graph_per_compiled_block,
-    "one-graph": one_graph,
-    "one-graph-compiled": one_graph_compiled,
-}
-
-
-def synchronize():
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
+FUNCTIONS = (
+    *(eager, compiled, reduce_overhead, graph_per_block, graph_per_block_compiled),
+    *(one_graph, one_graph_compiled),
+)
+WAYS = {function.__name__.replace("_", "-"): function for function in FUNCTIONS}
 
 
 def measure(run, args):
-    for _ in range(args.warmup):
-        run()
-    synchronize()
-    if DEVICE == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    times, host = [], []
-    for _ in range(args.steps):
-        begin = time.perf_counter()
-        run()
-        host.append(1e3 * (time.perf_counter() - begin))
-        synchronize()
-        times.append(1e3 * (time.perf_counter() - begin))
-    peak = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0
-    return {
-        "ms": round(statistics.median(times), 1),
-        "range": [round(min(times), 1), round(max(times), 1)],
-        "host_ms": round(statistics.median(host), 1),
-        "peak_GiB": round(peak / 2**30, 1),
+    found = rounded(time_steps(run, args))
+    names = {
+        "ms": "ms",
+        "range": "ms_range",
+        "host_ms": "host_ms",
+        "peak_GiB": "peak_GiB",
     }
+    return {name: found[key] for name, key in names.items()}
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seq", type=int, default=2048)
-    parser.add_argument("--layers", type=int, default=64)
-    parser.add_argument("--dim", type=int, default=1024)
-    parser.add_argument("--ffn", type=int, default=3584)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--vocab", type=int, default=128256)
-    parser.add_argument("--warmup", type=int, default=5, help="steps [5]")
-    parser.add_argument("--steps", type=int, default=12, help="measured [12]")
+    parser = Parser(__doc__).options("seq", layers=64, dim=1024, ffn=3584, heads=16)
+    parser.options(kv_heads=8, vocab=128256, warmup=5, steps=12)
     parser.add_argument("--ways", nargs="+", choices=WAYS, help="[all]")
     args = parser.parse_args()
     args.gqa = True
@@ -186,9 +143,7 @@ def main():
             failed = True
             row = {"error": str(error)[:300]}
         print(json.dumps({"way": way, **row}), flush=True)
-        gc.collect()
-        if DEVICE == "cuda":
-            torch.cuda.empty_cache()
+        release()
     sys.exit(1 if failed else 0)
 
 

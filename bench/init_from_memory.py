@@ -1,22 +1,18 @@
 #!/usr/bin/env python3
-"""Host memory that model.init_from takes while it reads a Hugging Face folder.
+"""Measures the host memory that model.init_from takes to read a Hugging Face folder.
 
-Writes a Llama with random weights as a folder of several safetensors files, and
-starts `flatshard train` twice: with random weights, and from that folder. Each
-is ended when its weights are there, before the first step. For every rank:
+bench/init_from_memory.py build/flatshard --to FOLDER --layers 4
+
+Writes a Llama with random weights as a folder of several safetensors files, and starts
+`flatshard train` twice: with random weights, and from that folder. Each is ended when
+its weights are there, before the first step. For every rank:
 
   peak    the highest resident memory so far (VmHWM)
   own     the most that was the rank's own at any time (RssAnon, RssShmem);
           sampled every millisecond
   mapped  the most of mapped files (RssFile): programs and libraries
-
-usage: init_from_memory.py PROGRAM --to FOLDER [--layers N] [--dtype T]
-       [--nproc N] [--device D]
 """
 
-import argparse
-import json
-import math
 import os
 import re
 import shutil
@@ -24,80 +20,27 @@ import subprocess
 import time
 from pathlib import Path
 
-DIM, FFN_DIM, HEADS, VOCAB = 2048, 8192, 16, 32000
-MAX_FILE_NBYTES = 500e6
-LIMIT_S = 600
+import torch
+import transformers
 
-CONFIG = """
-[run]
-output_dir = "{output}"
-save_weights = false
-[model]
-{model}
-[data]
-train = "random"
-[training]
-steps = 1
-seq_len = 8
-"""
-# Said by rank 0 when all weights are there, with --resume and no checkpoint.
+from harness.command_line import Parser
+from harness.peers import llama_config
+from harness.programs import BENCH, train_command
+
+DIM, FFN_DIM, HEADS, VOCAB = 2048, 8192, 16, 32000
+LIMIT_S = 600
+COLUMNS = {"peak": "VmHWM", "own": "own", "mapped": "RssFile"}
+# Printed by rank 0 when all weights are there, with --resume and no checkpoint.
 READY = "starting from the first step"
 
 
-def shapes(layers):
-    yield "model.embed_tokens.weight", (VOCAB, DIM)
-    for i in range(layers):
-        layer = f"model.layers.{i}"
-        for name in "qkvo":
-            yield f"{layer}.self_attn.{name}_proj.weight", (DIM, DIM)
-        for name in ("gate", "up"):
-            yield f"{layer}.mlp.{name}_proj.weight", (FFN_DIM, DIM)
-        yield f"{layer}.mlp.down_proj.weight", (DIM, FFN_DIM)
-        for name in ("input", "post_attention"):
-            yield f"{layer}.{name}_layernorm.weight", (DIM,)
-    yield "model.norm.weight", (DIM,)
-    yield "lm_head.weight", (VOCAB, DIM)
-
-
 def write_folder(folder, layers, dtype):
-    """The bytes of all weights."""
-    import torch
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True)
-    files, size, total = [{}], 0, 0
-    noise = torch.empty(VOCAB * DIM).normal_(0, 0.02).to(getattr(torch, dtype))
-    for name, shape in shapes(layers):
-        tensor = noise[: math.prod(shape)].view(shape).clone()
-        if files[-1] and size + tensor.nbytes > MAX_FILE_NBYTES:
-            save_file(files[-1], folder / f"{len(files)}.safetensors")
-            files[-1] = list(files[-1])
-            files.append({})
-            size = 0
-        files[-1][name] = tensor
-        size += tensor.nbytes
-        total += tensor.nbytes
-    save_file(files[-1], folder / f"{len(files)}.safetensors")
-    names = {}
-    for number, tensors in enumerate(files):
-        final = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
-        (folder / f"{number + 1}.safetensors").rename(folder / final)
-        names.update(dict.fromkeys(tensors, final))
-    index = {"metadata": {"total_size": total}, "weight_map": names}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": DIM,
-        "intermediate_size": FFN_DIM,
-        "num_hidden_layers": layers,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 2048,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return total
+    """Returns the bytes of all weights and the number of files."""
+    config = llama_config((DIM, FFN_DIM, layers, HEADS, HEADS), vocab_size=VOCAB)
+    model = transformers.LlamaForCausalLM(config).to(getattr(torch, dtype))
+    model.save_pretrained(folder, max_shard_size="500MB")
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    return nbytes, len(list(folder.glob("*.safetensors")))
 
 
 def children(pid):
@@ -106,7 +49,7 @@ def children(pid):
 
 
 def memory(pid):
-    """{VmHWM: bytes, ...} of a process; nothing when it has ended."""
+    """Returns {VmHWM: bytes, ...} of a process, or nothing when it has ended."""
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -116,7 +59,7 @@ def memory(pid):
 
 
 def has_open(pid, folder):
-    """Whether a process has a file of the folder open."""
+    """Returns whether a process has a file of the folder open."""
     for link in Path(f"/proc/{pid}/fd").iterdir():
         try:
             if Path(os.readlink(link)).parent == folder:
@@ -126,22 +69,18 @@ def has_open(pid, folder):
     return False
 
 
-def measure(arguments, weights, reads):
-    """A list with one dict of peaks for each rank."""
+def measure(args, weights, reads):
+    """Returns a list with one dict of peaks for each rank."""
     name = "read" if reads else "random"
-    output = arguments.to / name
     # The folder's files are open while they are read.
     weights = weights.resolve()
-    model = (
-        f'init_from = "{weights}"' if reads else f'hf_config = "{weights}/config.json"'
-    )
-    config = arguments.to / f"{name}.toml"
-    config.write_text(CONFIG.format(output=output, model=model))
-    command = [arguments.program, "train", str(config), "--resume"]
-    command += ["--nproc", str(arguments.nproc), "--device", arguments.device]
-    log = arguments.to / f"{name}.log"
+    model = f"init_from={weights}" if reads else f"hf_config={weights}/config.json"
+    settings = [f"run.output_dir={args.to / name}", f"model.{model}"]
+    settings += ["training.steps=1", "training.seq_len=8"]
+    more = ("--resume", f"--nproc={args.nproc}", f"--device={args.device}")
+    log = args.to / f"{name}.log"
     process = subprocess.Popen(
-        command,
+        train_command(args.program, BENCH / "random.toml", settings, *more),
         stdout=log.open("w"),
         stderr=subprocess.STDOUT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -149,11 +88,11 @@ def measure(arguments, weights, reads):
     peaks, reading, done = {}, set(), set()
     deadline = time.monotonic() + LIMIT_S
     try:
-        while len(done) < arguments.nproc:
+        while len(done) < args.nproc:
             if process.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(log.read_text()[-4000:])
             # A single rank is the program itself.
-            ranks = [process.pid] if arguments.nproc == 1 else children(process.pid)
+            ranks = [process.pid] if args.nproc == 1 else children(process.pid)
             for pid in set(ranks) - done:
                 now = memory(pid)
                 if not now:
@@ -175,32 +114,24 @@ def measure(arguments, weights, reads):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = Parser(__doc__).options(layers=10, nproc=2, device="cpu")
     parser.add_argument("program")
     parser.add_argument("--to", type=Path, required=True, help="a new folder")
-    parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("--dtype", default="bfloat16", help="of the folder")
-    parser.add_argument("--nproc", type=int, default=2)
-    parser.add_argument("--device", default="cpu")
-    arguments = parser.parse_args()
-    arguments.to.mkdir(parents=True)
+    args = parser.parse_args()
+    args.to.mkdir(parents=True)
     try:
-        weights = arguments.to / "weights"
-        nbytes = write_folder(weights, arguments.layers, arguments.dtype)
-        files = len(list(weights.glob("*.safetensors")))
-        print(f"{nbytes / 2**20:.0f} MiB of {arguments.dtype} in {files} files; MiB:")
-        without = measure(arguments, weights, reads=False)
-        with_it = measure(arguments, weights, reads=True)
+        weights = args.to / "weights"
+        nbytes, files = write_folder(weights, args.layers, args.dtype)
+        print(f"{nbytes / 2**20:.0f} MiB of {args.dtype} in {files} files; MiB:")
+        runs = [measure(args, weights, reads) for reads in (False, True)]
     finally:
-        shutil.rmtree(arguments.to)
+        shutil.rmtree(args.to)
     print(f"{'rank':>4}  {'':6}  {'random':>8}  {'init_from':>9}  {'more':>8}")
-    columns = {"peak": "VmHWM", "own": "own", "mapped": "RssFile"}
-    for rank, (a, b) in enumerate(zip(without, with_it)):
-        for label, key in columns.items():
-            a_mib, b_mib = a[key] / 2**20, b[key] / 2**20
-            print(
-                f"{rank:4}  {label:6}  {a_mib:8.0f}  {b_mib:9.0f}  {b_mib - a_mib:8.0f}"
-            )
+    for rank, peaks in enumerate(zip(*runs)):
+        for label, key in COLUMNS.items():
+            a, b = (peak[key] / 2**20 for peak in peaks)
+            print(f"{rank:4}  {label:6}  {a:8.0f}  {b:9.0f}  {b - a:8.0f}")
 
 
 if __name__ == "__main__":

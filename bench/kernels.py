@@ -1,4 +1,4 @@
-"""Flatshard's CUDA kernels beside PyTorch's, eager and compiled, on Llama's shapes.
+"""Flatshard's CUDA kernels and PyTorch's, eager and compiled, on Llama's shapes.
 
 python3 bench/kernels.py build/flatshard_kernels --json kernels.json
 
@@ -6,12 +6,12 @@ Prints a table: microseconds of each, and the GB/s that Flatshard's reaches with
 bytes that the operation has to move at least. One GPU, bfloat16, 8192 tokens.
 """
 
-import argparse
-
 import torch
 import torch.nn.functional as F
 
-from kernel_time import microseconds, rows_of, write_json
+from harness import kernels
+from harness.models import rotate
+from harness.programs import rows_of
 
 SHAPES = {
     "1B": (2048, 8192, 32, 64),
@@ -19,7 +19,15 @@ SHAPES = {
     "70B": (8192, 28672, 64, 128),
 }
 VOCAB, LOSS_ROWS, SHARD, RANKS = 128256, 2048, 1 << 26, 8
-WORKING_SET = 1 << 30
+COLUMNS = {
+    "kernel": "op",
+    "shapes": "model",
+    "us": ("us", 1),
+    "GB/s": ("gb_per_s", 0),
+    "eager us": ("eager_us", 1),
+    "compiled us": ("compiled_us", 1),
+    "of the best": ("of_best", 2),
+}
 
 
 def add_and_norm(x, delta, weight):
@@ -41,12 +49,6 @@ def norm_backward(dy, dsum, x, weight, rstd):
 
 def lone_norm_backward(dy, x, weight, rstd):
     return norm_backward(dy, None, x, weight, rstd)
-
-
-def rope(x, cos, sin):
-    first, second = x.float().chunk(2, -1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-    return turned.to(x.dtype)
 
 
 def swiglu(gate, up):
@@ -81,101 +83,81 @@ def sum_of_rows(rows):
     return (rows.float().sum(0) / RANKS).to(rows.dtype)
 
 
+def normal(*shape, dtype=torch.bfloat16):
+    return torch.randn(*shape, device="cuda", dtype=dtype)
+
+
+def given(make, *shape):
+    return make(*shape, device="cuda")
+
+
 def cases(tokens):
-    """(op, model) -> (function, function that makes its arguments)."""
-
-    def normal(*shape, dtype=torch.bfloat16):
-        return torch.randn(*shape, device="cuda", dtype=dtype)
-
+    """Yields operation, model, function, and a function that makes its arguments."""
     for model, (dim, ffn, heads, head_dim) in SHAPES.items():
-        weight = torch.ones(dim, device="cuda", dtype=torch.bfloat16)
-        rstd = torch.ones(tokens, device="cuda")
+        rows = tokens * heads
+        weight, head_weight = (given(torch.ones, n).bfloat16() for n in (dim, head_dim))
+        rstd, head_rstd = (given(torch.ones, n) for n in (tokens, rows))
         cos = normal(tokens, 1, head_dim // 2, dtype=torch.float32)
+        turns = (tokens, heads, head_dim)
+        # (function, how many tensors, their shape, further arguments)
+        of_model = {
+            "add and rms_norm": (add_and_norm, 2, (tokens, dim), weight),
+            "rms_norm backward and add": (
+                norm_backward,
+                3,
+                (tokens, dim),
+                weight,
+                rstd,
+            ),
+            "rms_norm of heads": (norm, 1, (rows, head_dim), head_weight),
+            "rms_norm of heads, backward": (
+                lone_norm_backward,
+                2,
+                (rows, head_dim),
+                head_weight,
+                head_rstd,
+            ),
+            "rope": (rotate, 1, turns, cos, cos),
+            "swiglu": (swiglu, 2, (tokens, ffn)),
+            "swiglu backward": (swiglu_backward, 3, (tokens, ffn)),
+        }
+        for op, (function, count, shape, *more) in of_model.items():
 
-        def hidden(count, width, *others):
-            return lambda: (*(normal(tokens, width) for _ in range(count)), *others)
+            def make(count=count, shape=shape, more=more):
+                return (*(normal(*shape) for _ in range(count)), *more)
 
-        yield "add and rms_norm", model, add_and_norm, hidden(2, dim, weight)
-        yield (
-            "rms_norm backward and add",
-            model,
-            norm_backward,
-            hidden(3, dim, weight, rstd),
-        )
-        heads_weight = torch.ones(head_dim, device="cuda", dtype=torch.bfloat16)
-        head_rstd = torch.ones(tokens * heads, device="cuda")
-
-        def head(count, *others, rows=tokens * heads, width=head_dim):
-            return lambda: (*(normal(rows, width) for _ in range(count)), *others)
-
-        yield "rms_norm of heads", model, norm, head(1, heads_weight)
-        yield (
-            "rms_norm of heads, backward",
-            model,
-            lone_norm_backward,
-            head(2, heads_weight, head_rstd),
-        )
-        yield (
-            "rope",
-            model,
-            rope,
-            lambda h=heads, d=head_dim, c=cos: (normal(tokens, h, d), c, c),
-        )
-        yield "swiglu", model, swiglu, hidden(2, ffn)
-        yield "swiglu backward", model, swiglu_backward, hidden(3, ffn)
+            yield op, model, function, make
     targets = torch.randint(VOCAB, (LOSS_ROWS,), device="cuda")
-    yield (
-        "cross-entropy and its gradient",
-        "all",
-        loss,
-        lambda: (normal(LOSS_ROWS, VOCAB), targets),
-    )
-    yield (
-        "AdamW and cast",
-        "shard",
-        adamw,
-        lambda: (
-            normal(SHARD, dtype=torch.float32),
-            normal(SHARD),
-            *(torch.zeros(SHARD, device="cuda") for _ in range(2)),
-        ),
-    )
-    yield (
-        "sum of copied gradients",
-        "shard",
-        sum_of_rows,
-        lambda: (normal(RANKS, SHARD // RANKS),),
-    )
+    op = "cross-entropy and its gradient"
+    yield op, "all", loss, lambda: (normal(LOSS_ROWS, VOCAB), targets)
+
+    def states():
+        main = normal(SHARD, dtype=torch.float32)
+        return main, normal(SHARD), *(given(torch.zeros, SHARD) for _ in range(2))
+
+    yield "AdamW and cast", "shard", adamw, states
+    op = "sum of copied gradients"
+    yield op, "shard", sum_of_rows, lambda: (normal(RANKS, SHARD // RANKS),)
+
+
+def compare(rows, tokens):
+    rows = {(row["op"], row["model"]): row for row in rows}
+    for op, model, function, make in cases(tokens):
+        row = rows[op, model]
+        sets = [make() for _ in range(max(1, kernels.WORKING_SET // row["bytes"]))]
+        with torch.no_grad():
+            row["eager_us"] = kernels.microseconds(function, sets)
+            row["compiled_us"] = kernels.compiled_microseconds(function, sets)
+        del sets
+        row["gb_per_s"] = row["bytes"] / row["us"] * 1e-3
+        row["of_best"] = row["us"] / min(row["eager_us"], row["compiled_us"])
+        yield row
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("program", help="build/flatshard_kernels")
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--json", help="file for the figures")
-    options = parser.parse_args()
-    ours = rows_of(options.program, str(options.tokens))
-    rows = {(row["op"], row["model"]): row for row in ours}
-    print("| kernel | shapes | us | GB/s | eager us | compiled us | of the best |")
-    print("|---|---|---:|---:|---:|---:|---:|")
-    for op, model, function, make in cases(options.tokens):
-        row = rows[op, model]
-        sets = [make() for _ in range(max(1, WORKING_SET // row["bytes"]))]
-        with torch.no_grad():
-            row["eager_us"] = microseconds(function, sets)
-            torch._dynamo.reset()
-            compiled = torch.compile(function, dynamic=False)
-            row["compiled_us"] = microseconds(compiled, sets)
-        row["gb_per_s"] = row["bytes"] / row["us"] * 1e-3
-        row["of_best"] = row["us"] / min(row["eager_us"], row["compiled_us"])
-        print(
-            f"| {op} | {model} | {row['us']:.1f} | {row['gb_per_s']:.0f} | "
-            f"{row['eager_us']:.1f} | {row['compiled_us']:.1f} | "
-            f"{row['of_best']:.2f} |",
-            flush=True,
-        )
-        del sets
-    write_json(options.json, ours)
+    args = kernels.parse(__doc__, "flatshard_kernels").parse_args()
+    rows = compare(rows_of(args.program, str(args.tokens)), args.tokens)
+    kernels.print_rows(rows, COLUMNS, args.json, left=(0, 1))
 
 
 if __name__ == "__main__":

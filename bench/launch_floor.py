@@ -1,25 +1,24 @@
-"""What CUDA and NCCL alone take of the host for one unit of ZeRO-3, in microseconds.
+"""Measures what CUDA and NCCL alone take of the host for one unit of ZeRO-3, in us.
 
 torchrun --nproc-per-node 2 bench/launch_floor.py
 
 A unit cannot be cheaper than its launches: an all-gather per direction, in the backward
 a reduce-scatter and a copy into what it reduces, and the events that order three
-streams. Called straight from the libraries, in the order of a step, without anything
-that decides, checks or allocates. What calling them from Python takes is measured with
-a function that does nothing, and subtracted. bench/python_hooks.py has the hooks.
+streams. They are called straight from the libraries, in the order of a step, without
+anything that decides, checks or allocates. The cost of calling from Python is measured
+with a function that does nothing, and subtracted. bench/python_hooks.py has the hooks.
 """
 
-import argparse
 import ctypes
-import os
-import statistics
-import time
 from ctypes import byref, c_char, c_int, c_size_t, c_uint, c_void_p
 
 import torch
 import torch.distributed as dist
 
-from python_steps import say
+from harness.command_line import Parser
+from harness.cuda import check, library
+from harness.ranks import join, say
+from harness.steps import time_steps
 
 NCCL_FLOAT, NCCL_SUM, COPY_ON_DEVICE, NO_TIMING = 7, 0, 3, 2
 
@@ -28,20 +27,8 @@ class UniqueId(ctypes.Structure):
     _fields_ = [("internal", c_char * 128)]
 
 
-def library(name):
-    """One that torch has loaded already: never a second copy."""
-    with open("/proc/self/maps") as maps:
-        paths = {line.split()[-1] for line in maps if name in line}
-    return ctypes.CDLL(min(paths))
-
-
-def check(code):
-    if code:
-        raise RuntimeError(f"a call of CUDA or NCCL failed with code {code}")
-
-
 class Unit:
-    """What a unit needs, and the calls of its forward and its backward: each a
+    """Holds what a unit needs, and the calls of its forward and its backward: each a
     function and its arguments."""
 
     def __init__(self, dim):
@@ -85,7 +72,7 @@ class Unit:
         return comm
 
     def _order(self, before, after):
-        """Work of `after` waits for what `before` has so far."""
+        """Returns calls that let `after` wait for what `before` has so far."""
         event = c_void_p()
         check(self.cuda.cudaEventCreateWithFlags(byref(event), c_uint(NO_TIMING)))
         return [
@@ -95,38 +82,28 @@ class Unit:
 
 
 def idle(calls):
-    """As many calls, with as many arguments, of a function that does nothing."""
+    """Returns as many calls, with the same arguments, of a function that does nothing."""
     nothing = ctypes.CDLL(None).labs
     return [(nothing, arguments) for _, arguments in calls]
 
 
 def us_per_unit(calls, args):
-    """The least and the median over the steps."""
-    times = []
-    for step in range(args.warmup + args.steps):
-        torch.cuda.synchronize()
-        dist.barrier()
-        begin = time.perf_counter()
+    """Returns the least and the median over the steps."""
+
+    def step():
         for _ in range(args.units):
             for function, arguments in calls:
                 function(*arguments)
-        end = time.perf_counter()
-        if step >= args.warmup:
-            times.append(1e6 * (end - begin) / args.units)
-    return min(times), statistics.median(times)
+
+    found = time_steps(step, args, together=True)
+    return [1e3 * found[key] / args.units for key in ("host_ms_least", "host_ms")]
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--units", type=int, default=64)
+    parser = Parser(__doc__).options(units=64, warmup=5, steps=40)
     parser.add_argument("--dim", type=int, default=256, help="a unit has dim^2 weights")
-    parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=40)
     args = parser.parse_args()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
+    join()
     unit = Unit(args.dim)
     for calls in (unit.forward, unit.backward):
         for function, arguments in calls:

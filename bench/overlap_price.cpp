@@ -1,7 +1,7 @@
-// What a step of two microbatches at once takes by the times of its nodes, and
-// what it takes one after the other. Times are those that
-// bench/overlap_trace.py prints; of an exchange, that of one way. usage:
-// flatshard_overlap_price LAYERS MICROBATCHES PASS.NODE=MS...
+// Computes how long a step of two microbatches at once takes by the times of
+// its nodes, and how long with one microbatch after the other.
+// bench/overlap_trace.py prints the times. That of an exchange is one way.
+// usage: flatshard_overlap_price LAYERS MICROBATCHES PASS.NODE=MS...
 //   e.g. flatshard_overlap_price 48 8 F.attend=1.1 F.dispatch=0.67 B.attend=2.2
 #include "flatshard/schedule/overlap_price.h"
 #include "flatshard/core/error.h"

@@ -1,26 +1,28 @@
-"""Reads a Chrome trace of a step that ran two microbatches at once, and says how
-much of the tokens' travel ran beside compute, and what each node took.
+"""Reads a Chrome trace of a step that ran two microbatches at once: how much of the
+token exchange ran in parallel with compute, and what each node took.
 
-usage: python3 bench/overlap_trace.py [--at-least SHARE] TRACE.json
+python3 bench/overlap_trace.py --at-least 0.8 TRACE.json
 
 An exchange is counted where the schedule has compute of another microbatch to hide
 it: forwards of all but the first microbatch, backwards of all but the last. A copy
 (or kernel of a collective) is hidden when a compute kernel of the other microbatch
 runs at some moment of it. Times are means per step of the plan: of compute the sum
-of its kernels, of an exchange from its first copy to its last. They are what
-build/flatshard_overlap_price takes, as the last line has them; weight gradients that
-are not late are in the backward's.
+of its kernels, of an exchange from its first copy to its last. The last line has them
+in the form that build/flatshard_overlap_price takes. Weight gradients that are not
+late are in the backward's.
 
-A run of one rank has no exchanges; its other nodes are those of any degree. Fails
-when fewer copies than SHARE, of 1, are hidden, or there are none and SHARE is above 0.
+A run of one rank has no exchanges, and its other nodes are those of any degree. Fails
+when fewer copies than SHARE, of 1, are hidden, or when there are none and SHARE is
+above 0.
 """
 
-import argparse
 import bisect
 import collections
-import json
 import re
 import sys
+
+from harness.command_line import Parser
+from harness.traces import events_of, span_of
 
 STEP = re.compile(r"([FRBW])(\d+)\.(\w+?)(?:\(\d+\))?")
 EXCHANGES = ("dispatch", "combine")
@@ -29,20 +31,18 @@ Work = collections.namedtuple("Work", "begin end stream step is_copy")
 
 
 def read_steps(events):
-    """The plan's steps on the host, in the order in which they were queued."""
+    """Returns the plan's steps on the host, in the order in which they were queued."""
     steps = []
     for e in events:
         name = STEP.fullmatch(e.get("name", ""))
         if name and e.get("cat") == "user_annotation":
             phase, microbatch, node = name.groups()
-            steps.append(
-                Step(e["ts"], e["ts"] + e["dur"], phase, int(microbatch), node)
-            )
+            steps.append(Step(*span_of(e), phase, int(microbatch), node))
     return sorted(steps)
 
 
 def read_work(events, steps):
-    """What ran on the GPU, each with the step that queued it."""
+    """Returns what ran on the GPU, each with the step that queued it."""
     begins = [step.begin for step in steps]
     launched = {
         e["args"]["correlation"]: e["ts"]
@@ -59,14 +59,12 @@ def read_work(events, steps):
         if at < 0 or ts > steps[at].end:
             continue
         is_copy = e["cat"] == "gpu_memcpy" or "nccl" in e["name"].lower()
-        work.append(
-            Work(e["ts"], e["ts"] + e["dur"], e["args"]["stream"], steps[at], is_copy)
-        )
+        work.append(Work(*span_of(e), e["args"]["stream"], steps[at], is_copy))
     return work
 
 
 def compute_of(work):
-    """Kernels of the stream that computes."""
+    """Returns the kernels of the stream that computes."""
     kernels = [w for w in work if w.step.node not in EXCHANGES and not w.is_copy]
     busy = collections.Counter()
     for w in kernels:
@@ -75,40 +73,40 @@ def compute_of(work):
     return [w for w in kernels if w.stream == stream]
 
 
+def copies_of(work):
+    return [w for w in work if w.step.node in EXCHANGES and w.is_copy]
+
+
 def partner(step, last):
-    """The microbatch that computes beside it, or None."""
+    """Returns the microbatch that computes at the same time, or None."""
     if step.phase == "F":
         return step.microbatch - 1 if step.microbatch > 0 else None
     return step.microbatch + 1 if step.microbatch < last else None
 
 
 def hidden_copies(work, compute, last):
-    """(those that meet compute of the other microbatch, all that could), each the
-    number of copies and their milliseconds."""
-    met, all_of_them = [0, 0.0], [0, 0.0]
-    for copy in work:
-        beside = partner(copy.step, last)
-        if copy.step.node not in EXCHANGES or not copy.is_copy or beside is None:
+    """Returns the milliseconds of copies that meet compute of the other microbatch, and
+    of all copies that could."""
+    met, could = [], []
+    for copy in copies_of(work):
+        other = partner(copy.step, last)
+        if other is None:
             continue
-        meets = any(
+        could.append((copy.end - copy.begin) / 1e3)
+        if any(
             k.begin < copy.end and copy.begin < k.end
             for k in compute
-            if k.step.microbatch == beside
-        )
-        for counts in (met, all_of_them) if meets else (all_of_them,):
-            counts[0] += 1
-            counts[1] += (copy.end - copy.begin) / 1e3
-    return met, all_of_them
+            if k.step.microbatch == other
+        ):
+            met.append(could[-1])
+    return met, could
 
 
 def node_times(work, compute):
-    """{(phase, node): mean milliseconds of a step}"""
+    """Returns {(phase, node): mean milliseconds of a step}."""
     by_step = collections.defaultdict(list)
-    for w in compute:
+    for w in [*compute, *copies_of(work)]:
         by_step[w.step].append(w)
-    for w in work:
-        if w.step.node in EXCHANGES and w.is_copy:
-            by_step[w.step].append(w)
     times = collections.defaultdict(list)
     for step, those in by_step.items():
         if step.node in EXCHANGES:
@@ -116,12 +114,12 @@ def node_times(work, compute):
         else:
             took = sum(w.end - w.begin for w in those)
         times[step.phase, step.node].append(took / 1e3)
-    return {key: sum(all_of) / len(all_of) for key, all_of in times.items()}
+    return {key: sum(each) / len(each) for key, each in sorted(times.items())}
 
 
-def main(path):
-    with open(path) as file:
-        events = json.load(file)["traceEvents"]
+def read(path):
+    """Prints what a trace shows. Returns the share of hidden copies, or None."""
+    events = events_of(path)
     steps = read_steps(events)
     if not steps:
         sys.exit(
@@ -133,34 +131,40 @@ def main(path):
     last = max(step.microbatch for step in steps)
     met, could = hidden_copies(work, compute, last)
     print(f"{len(steps)} steps of {last + 1} microbatches")
-    share = met[0] / could[0] if could[0] else None
-    if could[0]:
+    share = len(met) / len(could) if could else None
+    if could:
         print(
-            f"copies beside another microbatch: {could[0]} in {could[1]:.2f} ms, of which "
-            f"{met[0]} ({100 * share:.0f} %, {met[1]:.2f} ms) meet its compute"
+            f"copies beside another microbatch: {len(could)} in {sum(could):.2f} ms, of "
+            f"which {len(met)} ({100 * share:.0f} %, {sum(met):.2f} ms) meet its compute"
         )
     else:
-        print("no tokens travel beside another microbatch: all experts are on this rank")
-    times = sorted(node_times(work, compute).items())
-    for (phase, node), ms in times:
+        print(
+            "no tokens travel beside another microbatch: all experts are on this rank"
+        )
+    times = node_times(work, compute)
+    for (phase, node), ms in times.items():
         print(f"  {phase} {node:9} {ms:8.3f} ms")
-    print(" ".join(f"{phase}.{node}={ms:.3f}" for (phase, node), ms in times))
+    print(" ".join(f"{phase}.{node}={ms:.3f}" for (phase, node), ms in times.items()))
     return share
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main():
+    parser = Parser(__doc__)
     parser.add_argument("trace", metavar="TRACE.json")
-    parser.add_argument("--at-least", type=float, default=0.0, metavar="SHARE")
-    options = parser.parse_args()
-    found = main(options.trace)
-    if found is None and options.at_least > 0:
+    parser.add_argument(
+        "--at-least", type=float, default=0.0, metavar="SHARE", help="of 1"
+    )
+    args = parser.parse_args()
+    found = read(args.trace)
+    if found is None and args.at_least > 0:
         sys.exit(
-            f"{options.trace}: expected tokens that travel on a GPU beside another "
+            f"{args.trace}: expected tokens that travel on a GPU beside another "
             "microbatch, found none; trace a run on GPUs with "
             "parallelism.expert_parallel_degree"
         )
-    if found is not None and found < options.at_least:
-        sys.exit(f"expected {options.at_least:.0%} of the copies hidden, got {found:.0%}")
+    if found is not None and found < args.at_least:
+        sys.exit(f"expected {args.at_least:.0%} of the copies hidden, got {found:.0%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,38 +1,35 @@
-"""Draws step times that bench/compare.sh measured, beside the limit, as an SVG.
+"""Draws step times that bench/compare.sh measured, with the limit, as an SVG.
 
 python3 bench/plot_step_time.py outputs/compare/compare.json --to step_time.svg
 
-A panel for each sequence length: FSDP2's fastest setting, Flatshard, and as a line what
-the GEMMs, attention and other kernels of a step take on one GPU that does nothing else.
-Needs matplotlib.
+A panel for each sequence length has FSDP2's fastest setting and Flatshard. A line shows
+what the GEMMs, attention and other kernels of a step take on one GPU that does nothing
+else. Needs matplotlib.
 """
 
-import argparse
 import json
 import re
 from pathlib import Path
+
+from harness.command_line import Parser
 
 # ms, Llama-3-8B on an H200.
 LIMITS = {8192: 715, 2048: 185}
 
 
 def bars(result):
-    """{seq: {"FSDP2": ms, "Flatshard": ms}} of the fastest of each."""
+    """Returns {seq: {"FSDP2": ms, "Flatshard": ms}} of the fastest of each."""
     found = {}
     for row in result["rows"]:
-        seq = int(re.search(r"seq (\d+)", row["name"])[1])
+        best = found.setdefault(int(re.search(r"seq (\d+)", row["name"])[1]), {})
         who = "FSDP2" if row["name"].startswith("FSDP2") else "Flatshard"
-        best = found.setdefault(seq, {})
         best[who] = min(best.get(who, float("inf")), row["ms"])
     return found
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__).options("to")
     parser.add_argument("compare", type=Path, help="compare.json")
-    parser.add_argument("--to", type=Path, required=True, help="the picture")
     args = parser.parse_args()
     try:
         import matplotlib
@@ -44,8 +41,9 @@ def main():
 
     result = json.loads(args.compare.read_text())
     found = bars(result)
-    figure, panels = pyplot.subplots(1, len(found), figsize=(4 * len(found), 4))
-    for panel, (seq, ms) in zip([panels] if len(found) == 1 else panels, found.items()):
+    size = (4 * len(found), 4)
+    figure, panels = pyplot.subplots(1, len(found), figsize=size, squeeze=False)
+    for panel, (seq, ms) in zip(panels[0], found.items()):
         names = ["FSDP2", "Flatshard"]
         drawn = panel.bar(names, [ms[n] for n in names], color=["#b0b0b0", "#2f6fb3"])
         panel.bar_label(drawn, fmt="%.0f")

@@ -3,23 +3,19 @@
 PYTHONPATH=build/python torchrun --nproc-per-node 2 bench/python_compile.py
 
 Each case is a stack of equal blocks, a unit each, and runs four ways: Flatshard and
-FSDP2, eager and with `block.compile()`; with --graphs also Flatshard with
-`cuda_graph=True`, eager and with what its forward calls compiled; with
---reduce-overhead both with `block.compile(mode="reduce-overhead")`, Flatshard in its
-arena, and how many CUDA graphs torch recorded in the warm-up and again behind it.
-Prints one table: the median step (forward, backward, AdamW) in ms, its range, the
-host's part, what one more step's kernels took the GPU (profiled), the peak of allocated
-memory and the last loss, then the ratios; writes all of it as JSON. A way that fails is
-a row that says so, and the exit status is 1. Without a GPU the sizes are tiny: that
-tries the script and measures nothing.
+FSDP2, eager and with `block.compile()`. --graphs adds Flatshard with `cuda_graph=True`,
+eager and with what its forward calls compiled. --reduce-overhead adds both with
+`block.compile(mode="reduce-overhead")`, Flatshard in its arena, and how many CUDA graphs
+torch recorded in the warm-up and again after it.
+
+Prints one table, then the ratios: the median step (forward, backward, AdamW) in ms, its
+range, the host's part, what one more step's kernels took the GPU (profiled), the peak of
+allocated memory and the last loss. Writes all of it as JSON. A way that fails is a row
+with its error, and the exit status is 1. Without a GPU the sizes are tiny: that tries the
+script and measures nothing.
 """
 
-import argparse
 import functools
-import gc
-import json
-import os
-import statistics
 import sys
 import time
 import traceback
@@ -31,12 +27,14 @@ import torch._functorch.config
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
-from torch.distributed.fsdp import fully_shard as fsdp2
 
 import flatshard
-from python_steps import counted_recordings
+from harness.command_line import Parser
+from harness.peers import fully_shard_of, release
+from harness.programs import write_json
+from harness.ranks import about, join_mesh, say, usual_device
+from harness.steps import counted_recordings, time_steps
+from harness.traces import union
 
 
 class LinearBlock(nn.Module):
@@ -82,7 +80,7 @@ class TransformerBlock(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks, and a head that makes the root a unit with parameters of its own."""
+    """Blocks, and a head: parameters of the root, which is a unit, too."""
 
     def __init__(self, block, num_blocks, channels):
         super().__init__()
@@ -97,120 +95,98 @@ class Stack(nn.Module):
         return self.head(x).float().square().mean()
 
 
-# Case: (model, input shape), for a GPU and to try the script.
+# Case: (block, its arguments, number of blocks, shape of the input), for a GPU and to try
+# the script. The number of channels is the first argument.
 CASES = {
-    "linear": lambda tiny: (
-        (lambda: Stack(lambda: LinearBlock(32), 3, 32), (8, 32))
-        if tiny
-        else (lambda: Stack(lambda: LinearBlock(4096), 16, 4096), (16384, 4096))
+    "linear": (
+        (LinearBlock, (4096,), 16, (16384, 4096)),
+        (LinearBlock, (32,), 3, (8, 32)),
     ),
-    "cnn": lambda tiny: (
-        (lambda: Stack(lambda: ConvBlock(8, 2), 3, 8), (2, 8, 6, 6))
-        if tiny
-        else (lambda: Stack(lambda: ConvBlock(256, 32), 8, 256), (256, 256, 32, 32))
+    "cnn": (
+        (ConvBlock, (256, 32), 8, (256, 256, 32, 32)),
+        (ConvBlock, (8, 2), 3, (2, 8, 6, 6)),
     ),
-    "transformer": lambda tiny: (
-        (lambda: Stack(lambda: TransformerBlock(32, 2), 3, 32), (2, 16, 32))
-        if tiny
-        else (
-            lambda: Stack(lambda: TransformerBlock(2048, 16), 8, 2048),
-            (4, 4096, 2048),
-        )
+    "transformer": (
+        (TransformerBlock, (2048, 16), 8, (4, 4096, 2048)),
+        (TransformerBlock, (32, 2), 3, (2, 16, 32)),
     ),
 }
-DTYPES = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
-LIBRARIES = {
-    "flatshard": (flatshard.fully_shard, flatshard.MixedPrecisionPolicy(**DTYPES)),
-    "fsdp2": (fsdp2, Fsdp2Policy(**DTYPES)),
-}
+LIBRARIES = ("flatshard", "fsdp2")
 GRAPHS = "flatshard graphs"  # a library of the ways, as those of LIBRARIES
-# (name, numerator, denominator) of step times.
-RATIOS = (
-    ("flatshard compiled / eager", "flatshard compiled", "flatshard eager"),
-    ("fsdp2 compiled / eager", "fsdp2 compiled", "fsdp2 eager"),
-    ("eager: flatshard / fsdp2", "flatshard eager", "fsdp2 eager"),
-    ("compiled: flatshard / fsdp2", "flatshard compiled", "fsdp2 compiled"),
-    ("flatshard graphs / eager", f"{GRAPHS} eager", "flatshard eager"),
-    ("flatshard graphs / compiled", f"{GRAPHS} eager", "flatshard compiled"),
-    ("compiled: graphs / none", f"{GRAPHS} compiled", "flatshard compiled"),
-    ("reduce-overhead / compiled", "flatshard reduce-overhead", "flatshard compiled"),
-    (
-        "reduce-overhead: flatshard / fsdp2",
+# {name: (numerator, denominator)} of step times.
+RATIOS = {
+    "flatshard compiled / eager": ("flatshard compiled", "flatshard eager"),
+    "fsdp2 compiled / eager": ("fsdp2 compiled", "fsdp2 eager"),
+    "eager: flatshard / fsdp2": ("flatshard eager", "fsdp2 eager"),
+    "compiled: flatshard / fsdp2": ("flatshard compiled", "fsdp2 compiled"),
+    "flatshard graphs / eager": (f"{GRAPHS} eager", "flatshard eager"),
+    "flatshard graphs / compiled": (f"{GRAPHS} eager", "flatshard compiled"),
+    "compiled: graphs / none": (f"{GRAPHS} compiled", "flatshard compiled"),
+    "reduce-overhead / compiled": ("flatshard reduce-overhead", "flatshard compiled"),
+    "reduce-overhead: flatshard / fsdp2": (
         "flatshard reduce-overhead",
         "fsdp2 reduce-overhead",
     ),
-)
-
-
-def say(*values):
-    if dist.get_rank() == 0:
-        print(*values, flush=True)
-
-
-def synchronize(mesh):
-    if mesh.device_type == "cuda":
-        torch.cuda.synchronize()
+}
 
 
 def gpu_ms(step):
-    """What the kernels and copies of step() take on this GPU; beside each other, once."""
+    """Returns how long kernels and copies of step() run on this GPU. Those that run at the
+    same time count once."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         step()
         torch.cuda.synchronize()
-    busy, end = 0.0, 0.0
-    spans = [
-        (e.time_range.start, e.time_range.end)
-        for e in profile.events()
-        if e.device_type == torch.autograd.DeviceType.CUDA
-    ]
-    for first, last in sorted(spans):
-        busy += max(0.0, last - max(first, end))
-        end = max(end, last)
-    return busy / 1e3
+    kernels = (
+        event.time_range
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+    return union((kernel.start, kernel.end) for kernel in kernels) / 1e3
 
 
 @functools.cache
 def compiled_inside(kind, backend):
-    """The same block, whose forward calls compiled code; one class for all of them."""
+    """Returns a class whose forward calls compiled code, the same for all blocks."""
     compiled = torch.compile(kind.forward, backend=backend)
     inside = {"forward": lambda self, x: compiled(self, x)}
     return type(f"Compiled{kind.__name__}", (kind,), inside)
 
 
-def measure(case, library, kind, mesh, args):
-    with counted_recordings() as recordings:
-        return measure_counted(case, library, kind, mesh, args, recordings)
-
-
-def measure_counted(case, library, kind, mesh, args, recordings):
-    make, shape = CASES[case](args.tiny)
+def build(case, library, kind, mesh, args):
+    """Returns the sharded model and its input."""
+    block, sizes, num_blocks, shape = CASES[case][args.tiny]
     shape = (max(1, shape[0] // args.rows_divisor), *shape[1:])
     graphs = library == GRAPHS
-    function, policy = LIBRARIES["flatshard" if graphs else library]
-    options = {"cuda_graph": True} if graphs else {}
     overhead = kind == "reduce-overhead"
-    arena = {"slots_on_demand": False} if overhead and library == "flatshard" else {}
-    # Saved tensors keep their places in a graph, so compiled code gives none away.
-    torch._functorch.config.donated_buffer = not graphs
-    cuda = mesh.device_type == "cuda"
     torch.manual_seed(0)
     with torch.device(mesh.device_type):
-        model = make()
+        model = Stack(lambda: block(*sizes), num_blocks, sizes[0])
         torch.manual_seed(1 + dist.get_rank())
         x = torch.randn(shape).bfloat16()
-    if x.dim() == 4 and cuda:  # on CPUs GroupNorm's backward crashes (torch 2.11)
+    # On CPUs GroupNorm's backward crashes (torch 2.11).
+    if x.dim() == 4 and mesh.device_type == "cuda":
         x = x.to(memory_format=torch.channels_last)
+    fully_shard = fully_shard_of("flatshard" if graphs else library)
     for block in model.blocks:
         if overhead:
             block.compile(mode="reduce-overhead")
         elif kind == "compiled" and graphs:
-            # What is captured is the block.
+            # The block is captured.
             block.__class__ = compiled_inside(type(block), args.backend)
         elif kind == "compiled":
             block.compile(backend=args.backend)
-        function(block, mesh=mesh, mp_policy=policy, **options)
-    function(model, mesh=mesh, mp_policy=policy, **arena)
+        fully_shard(block, mesh=mesh, **({"cuda_graph": True} if graphs else {}))
+    arena = {"slots_on_demand": False} if overhead and library == "flatshard" else {}
+    fully_shard(model, mesh=mesh, **arena)
+    return model, x
+
+
+def measure(case, library, kind, mesh, args):
+    graphs, overhead = library == GRAPHS, kind == "reduce-overhead"
+    # Saved tensors keep their places in a graph, so compiled code gives none away.
+    torch._functorch.config.donated_buffer = not graphs
+    model, x = build(case, library, kind, mesh, args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def train_step():
@@ -222,34 +198,18 @@ def measure_counted(case, library, kind, mesh, args, recordings):
         optimizer.zero_grad()
         return loss
 
-    steps, host = [], []
-    begin = time.perf_counter()
-    for step in range(args.warmup + args.steps):
-        if step == args.warmup:
-            synchronize(mesh)
-            warmup_s = time.perf_counter() - begin
-            recorded = len(recordings)
-            if cuda:
-                torch.cuda.reset_peak_memory_stats()
-        synchronize(mesh)
-        start = time.perf_counter()
-        loss = train_step()
-        queued = time.perf_counter()
-        synchronize(mesh)
-        end = time.perf_counter()
-        if step >= args.warmup:
-            steps.append(1e3 * (end - start))
-            host.append(1e3 * (queued - start))
-    result = {
-        "ms": statistics.median(steps),
-        "ms_range": [min(steps), max(steps)],
-        "host_ms": statistics.median(host),
-        "peak_GiB": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
-        "loss": loss.item(),
-        "warmup_s": warmup_s,
-    }
-    result["gpu_ms"] = gpu_ms(train_step) if cuda else None
+    cuda = mesh.device_type == "cuda"
+    with counted_recordings() as recordings:
+        found = time_steps(train_step, args)
+        keys = ("ms", "ms_range", "host_ms", "peak_GiB", "warmup_s")
+        result = {key: found[key] for key in keys}
+        result |= {"loss": found["last"].item(), "gpu_ms": None}
+        if cuda:
+            result["gpu_ms"] = gpu_ms(train_step)
+        else:
+            result["peak_GiB"] = None
     if overhead:
+        recorded = found["graphs_recorded"][0]
         result["recorded"] = recorded
         result["recorded_again"] = len(recordings) - recorded
     if graphs:
@@ -258,7 +218,7 @@ def measure_counted(case, library, kind, mesh, args, recordings):
 
 
 def attempt(*what):
-    """measure(*what), or why it failed: on any rank, so that all go on alike."""
+    """Returns measure(*what), or the first error of any rank, so that all continue."""
     error = None
     try:
         result = measure(*what)
@@ -269,15 +229,13 @@ def attempt(*what):
     failed = [f"rank {r}: {e}" for r, e in enumerate(errors) if e is not None]
     if failed:
         result = {"error": failed[0].strip()}
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    release()
     torch._dynamo.reset()
     return result
 
 
 def ways_of(args):
-    """Pairs of a library and a kind."""
+    """Returns pairs of a library and a kind."""
     libraries = [*LIBRARIES, *([GRAPHS] if args.graphs else [])]
     pairs = [(library, kind) for kind in ("eager", "compiled") for library in libraries]
     if args.reduce_overhead:
@@ -286,7 +244,7 @@ def ways_of(args):
 
 
 def over_budget(begin, args):
-    """Rank 0's clock decides for all."""
+    """Returns whether the budget is spent, by the clock of rank 0 for all."""
     late = [time.perf_counter() - begin > args.budget_s]
     dist.broadcast_object_list(late)
     return late[0]
@@ -295,7 +253,7 @@ def over_budget(begin, args):
 def ratios(ways):
     return {
         name: ways[a]["ms"] / ways[b]["ms"]
-        for name, a, b in RATIOS
+        for name, (a, b) in RATIOS.items()
         if "ms" in ways.get(a, {}) and "ms" in ways.get(b, {})
     }
 
@@ -305,40 +263,35 @@ def print_table(results):
         f"\n{'case':12} {'way':25} {'ms':>8} {'range':>17} {'host ms':>8} "
         f"{'GPU ms':>8} {'peak GiB':>9} {'loss':>9} {'warm-up s':>9}"
     )
-    for case, ways in results.items():
-        for way, r in ways.items():
-            if "error" in r:
-                say(f"{case:12} {way:25} FAILED: {r['error'].splitlines()[-1]}")
-                continue
-            low, high = r["ms_range"]
-            peak = "-" if r["peak_GiB"] is None else f"{r['peak_GiB']:.2f}"
-            gpu = "-" if r["gpu_ms"] is None else f"{r['gpu_ms']:.2f}"
+    rows = [(case, way, ways[way]) for case, ways in results.items() for way in ways]
+    for case, way, r in rows:
+        if "error" in r:
+            say(f"{case:12} {way:25} FAILED: {r['error'].splitlines()[-1]}")
+            continue
+        low, high = r["ms_range"]
+        peak = "-" if r["peak_GiB"] is None else f"{r['peak_GiB']:.2f}"
+        gpu = "-" if r["gpu_ms"] is None else f"{r['gpu_ms']:.2f}"
+        say(
+            f"{case:12} {way:25} {r['ms']:8.2f} {f'{low:.2f} to {high:.2f}':>17} "
+            f"{r['host_ms']:8.2f} {gpu:>8} {peak:>9} {r['loss']:9.5f} "
+            f"{r['warmup_s']:9.1f}"
+        )
+    for case, way, r in rows:
+        if "recorded" in r:
             say(
-                f"{case:12} {way:25} {r['ms']:8.2f} {f'{low:.2f} to {high:.2f}':>17} "
-                f"{r['host_ms']:8.2f} {gpu:>8} {peak:>9} {r['loss']:9.5f} "
-                f"{r['warmup_s']:9.1f}"
+                f"{case}, {way}: torch recorded {r['recorded']} CUDA graphs in the "
+                f"warm-up, {r['recorded_again']} after it"
             )
-    for case, ways in results.items():
-        for way, r in ways.items():
-            if "recorded" in r:
-                say(
-                    f"{case}, {way}: torch recorded {r['recorded']} CUDA graphs in the "
-                    f"warm-up, {r['recorded_again']} behind it"
-                )
     say(f"\n{'ratio of step times':35}" + "".join(f"{case:>13}" for case in results))
-    for name, _, _ in RATIOS:
+    for name in RATIOS:
         values = [ratios(ways).get(name) for ways in results.values()]
         texts = ["-" if v is None else f"{v:.3f}" for v in values]
         say(f"{name:35}" + "".join(f"{text:>13}" for text in texts))
 
 
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse():
+    parser = Parser(__doc__).options("tiny", warmup=5, steps=12)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--graphs", action="store_true", help="CUDA graphs as well")
     parser.add_argument(
@@ -350,18 +303,16 @@ def main():
         default=1,
         help="4: a quarter of the batch, with which the host is what takes time",
     )
-    parser.add_argument("--tiny", action="store_true", help="sizes to try the script")
     parser.add_argument("--budget-s", type=float, default=100, help="start none later")
-    parser.add_argument("--out", default="outputs/python_compile.json")
+    parser.options(out=Path("outputs/python_compile.json"))
     args = parser.parse_args()
-    cuda = torch.cuda.is_available()
-    args.tiny = args.tiny or not cuda
-    if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(
-        "nccl" if cuda else "gloo", timeout=timedelta(seconds=args.budget_s)
-    )
-    mesh = init_device_mesh("cuda" if cuda else "cpu", (dist.get_world_size(),))
+    args.tiny = args.tiny or usual_device() == "cpu"
+    return args
+
+
+def main():
+    args = parse()
+    mesh = join_mesh(usual_device(), timeout=timedelta(seconds=args.budget_s))
     begin = time.perf_counter()
     results = {}
     for case in args.cases:
@@ -374,17 +325,13 @@ def main():
                 result = attempt(case, library, kind, mesh, args)
             results[case][way] = result
             say(f"{case}, {way}:", result.get("error", f"{result.get('ms')} ms"))
-    device = torch.cuda.get_device_name() if cuda else "CPU"
-    about = f"{dist.get_world_size()}x {device}, torch {torch.__version__}"
-    say(f"\n{about}" + (", tiny sizes" if args.tiny else ""))
+    say(f"\n{about(mesh)}" + (", tiny sizes" if args.tiny else ""))
     print_table(results)
     if dist.get_rank() == 0:
-        out = Path(args.out)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        summary = {case: ratios(ways) for case, ways in results.items()}
-        document = {"machine": about, "options": vars(args)}
-        document |= {"results": results, "ratios": summary}
-        out.write_text(json.dumps(document, indent=1) + "\n")
+        options = {**vars(args), "out": str(args.out)}
+        document = {"machine": about(mesh), "options": options, "results": results}
+        document["ratios"] = {case: ratios(ways) for case, ways in results.items()}
+        write_json(args.out, document)
     dist.destroy_process_group()
     return any("error" in r for ways in results.values() for r in ways.values())
 

@@ -1,51 +1,41 @@
-"""Host time of the hooks of one unit, in microseconds per forward and backward.
+"""Measures the host's time in the hooks of one unit, us per forward and backward.
 
 PYTHONPATH=build/python torchrun --nproc-per-node 2 bench/python_hooks.py
 
-A stack of units of small layers, so that the host is what takes time; what the same
-stack takes without sharding is subtracted. Beside it FSDP2. The variants of a group run
-by turns, a step each, since a host's speed changes by the second. On CPUs (--device cpu)
-collectives run on the host too, and the figures say little.
+A stack of units of small layers is bound by the host. The time of the same stack without
+sharding is subtracted. FSDP2 is measured in the same way. The
+variants of a group alternate step by step, since a host's speed changes by the second. On
+CPUs (--device cpu) collectives run on the host too, and the figures mean little.
 """
 
-import argparse
-import os
 import statistics
 import time
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard as fsdp2
 
-import flatshard
-from python_steps import say
-
+from harness.command_line import Parser
+from harness.peers import library
+from harness.ranks import join_mesh, say
+from harness.steps import synchronize
 
 COPIES = {"copy_engines": "all"}
-# The copies' memory serves all models of a mesh, so they come last.
+# {variant: options of fully_shard}. The library is the name's first word. The copies'
+# memory serves all models of a mesh, so they come last.
 GROUPS = (
+    {"plain": {}, "flatshard": {}, "fsdp2": {}},
     {
-        "plain": None,
-        "flatshard": (flatshard.fully_shard, {}),
-        "fsdp2": (fsdp2, {}),
-    },
-    {
-        "plain": None,
-        "flatshard, copies": (flatshard.fully_shard, COPIES),
-        "flatshard, copies, in place": (
-            flatshard.fully_shard,
-            {**COPIES, "grads_in_place": True},
-        ),
+        "plain": {},
+        "flatshard, copies": COPIES,
+        "flatshard, copies, in place": {**COPIES, "grads_in_place": True},
     },
 )
 
 
 def step_us(model, x):
-    """What forward and backward take until the host is through."""
-    if x.is_cuda:
-        torch.cuda.synchronize()
+    """Returns the host's time in forward and in backward."""
+    synchronize()
     dist.barrier()
     begin = time.perf_counter()
     loss = model(x).sum()
@@ -56,8 +46,8 @@ def step_us(model, x):
     return 1e6 * (middle - begin), 1e6 * (end - middle)
 
 
-def by_turns(models, x, args):
-    """For each model the least and the median of its forwards, and of its backwards."""
+def alternate(models, x, args):
+    """Returns for each model the least and the median of its forwards, and backwards."""
     times = {name: [] for name in models}
     for step in range(args.warmup + args.steps):
         for name, model in models.items():
@@ -70,46 +60,36 @@ def by_turns(models, x, args):
     }
 
 
-def stack(args):
+def stack(args, mesh, name, options):
     torch.manual_seed(0)
-    return nn.Sequential(
-        *(
-            nn.Sequential(*(linear(args) for _ in range(args.layers)))
-            for _ in range(args.units)
-        )
-    ).to(args.device)
 
+    def linear():
+        return nn.Linear(args.dim, args.dim, bias=False)
 
-def linear(args):
-    return nn.Linear(args.dim, args.dim, bias=False)
+    units = [
+        nn.Sequential(*(linear() for _ in range(args.layers)))
+        for _ in range(args.units)
+    ]
+    model = nn.Sequential(*units).to(args.device)
+    if name != "plain":
+        fully_shard = library(name.split(",")[0]).fully_shard
+        for module in (*units, model):
+            fully_shard(module, mesh=mesh, **options)
+    return model
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = Parser(__doc__).options(units=64, dim=256, warmup=5, steps=60)
+    parser.add_argument("--layers", type=int, default=1, help="nn.Linear in a unit")
+    parser.add_argument(
+        "--device", default="cuda", choices=("cuda", "cpu"), help="of all"
     )
-    parser.add_argument("--units", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=1, help="nn.Linear in a unit [1]")
-    parser.add_argument("--dim", type=int, default=256)
-    parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     args = parser.parse_args()
-    if args.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
-    mesh = init_device_mesh(args.device, (dist.get_world_size(),))
+    mesh = join_mesh(args.device)
     x = torch.ones(8, args.dim, device=args.device)
     for group in GROUPS:
-        models = {}
-        for name, chosen in group.items():
-            models[name] = stack(args)
-            if chosen is not None:
-                function, options = chosen
-                for unit in models[name]:
-                    function(unit, mesh=mesh, **options)
-                function(models[name], mesh=mesh, **options)
-        times = by_turns(models, x, args)
+        models = {name: stack(args, mesh, name, group[name]) for name in group}
+        times = alternate(models, x, args)
         plain = times.pop("plain")
         say("plain: {:.0f} us forward, {:.0f} backward".format(*(m for _, m in plain)))
         for name, parts in times.items():

@@ -1,22 +1,16 @@
-// What it takes to bring a layer's rows to the experts of other ranks and back,
-// by collectives and by copies, at the sizes of Qwen3-30B-A3B: a line of JSON
-// for each, from rank 0. Those of tokens permute them, and add up their rows.
-// Copies of as many bytes alone come last. Balanced random data. One rank for
-// each GPU, or those of a launcher; without a GPU two ranks on the CPU, for
-// trying it out.
+// Measures what it takes to bring a layer's rows to the experts of other ranks
+// and back, by collectives and by copies, at the sizes of Qwen3-30B-A3B: a line
+// of JSON for each, from rank 0. Those of tokens permute them, and add up their
+// rows. Copies of as many bytes alone come last. Balanced random data. One rank
+// for each GPU, or those of a launcher. Without a GPU two ranks on the CPU, to
+// try it.
 //
 // usage: flatshard_token_exchange [tokens of a rank]
-#include <ATen/Functions.h>
-#include <fmt/format.h>
-
-#include <algorithm>
 #include <chrono>
-#include <cstdio>
-#include <cstdlib>
 #include <filesystem>
 #include <utility>
-#include <vector>
 
+#include "bench/gpu_calls.h"
 #include "flatshard/exchange/collective_exchange.h"
 #include "flatshard/exchange/peer_exchange.h"
 #include "flatshard/launch/local_ranks.h"
@@ -40,12 +34,7 @@ double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-double us_since(Clock::time_point begin) {
-  return std::chrono::duration<double, std::micro>(Clock::now() - begin)
-      .count();
-}
-
-/// Calls of one kind: the device's time, and the host's.
+/// Calls of one kind: the device's time of each, and the host's.
 class Calls {
  public:
   explicit Calls(Mesh& mesh)
@@ -57,7 +46,8 @@ class Calls {
     timer_->start();
     const auto begin = Clock::now();
     call();
-    host_us_.push_back(us_since(begin));
+    const std::chrono::duration<double, std::micro> host = Clock::now() - begin;
+    host_us_.push_back(host.count());
     timer_->stop();
     device_us_.push_back(1e3 * timer_->wait_and_take_ms());
   }
@@ -67,18 +57,12 @@ class Calls {
       return;
     }
     const double us = median(device_us_);
-    fmt::print(
-        "{{\"exchange\": \"{}\", \"what\": \"{}\", \"us\": {:.1f}, "
-        "\"host_us\": {:.1f}",
-        kind,
-        what,
-        us,
-        median(host_us_));
+    JsonLine line;
+    line.text("exchange", kind).text("what", what).number("us", us, 1);
+    line.number("host_us", median(host_us_), 1);
     if (nbytes > 0) {
-      fmt::print(", \"gb_per_s\": {:.1f}", 1e-3 * nbytes / us);
+      line.number("gb_per_s", 1e-3 * nbytes / us, 1);
     }
-    fmt::print("}}\n");
-    std::fflush(stdout);
   }
 
  private:
@@ -98,8 +82,10 @@ void measure(
   const auto options = at::TensorOptions(mesh.device());
   const at::Tensor counts =
       at::full({kExperts}, num_rows / kExperts, options.dtype(at::kInt));
-  const at::Tensor rows =
-      at::randn({num_rows, kDim}, options).to(at::kBFloat16);
+  const auto random = [&](std::int64_t count) {
+    return at::randn({count, kDim}, options).to(at::kBFloat16);
+  };
+  const at::Tensor rows = random(num_rows);
   // What leaves this rank.
   const double nbytes =
       static_cast<double>(rows.nbytes()) * (mesh.size() - 1) / mesh.size();
@@ -109,42 +95,37 @@ void measure(
           .remainder(kExperts)
           .view({-1, kPerToken}),
       counts);
-  const at::Tensor x =
-      at::randn({num_rows / kPerToken, kDim}, options).to(at::kBFloat16);
-  Calls plans(mesh);
-  Calls dispatches(mesh);
-  Calls combines(mesh);
-  Calls dispatches_of_tokens(mesh);
-  Calls combines_of_tokens(mesh);
+  const at::Tensor x = random(num_rows / kPerToken);
+  std::vector<Calls> calls;
+  const auto parts = {
+      "plan",
+      "dispatch",
+      "combine",
+      "dispatch of tokens",
+      "combine of tokens"};
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    calls.emplace_back(mesh);
+  }
   for (int round = 0; round < kRounds; ++round) {
     nn::ExchangePlanPtr plan;
     at::Tensor arrived;
-    plans.run([&] { plan = exchange.plan(counts, num_rows); });
-    dispatches.run([&] {
-      arrived =
-          exchange.start(plan, Way::dispatch, {.rows = {rows}})->finish()[0];
-    });
-    combines.run([&] {
-      exchange.start(plan, Way::combine, {.rows = {arrived}})->finish();
-    });
-    dispatches_of_tokens.run([&] {
-      exchange.start(plan, Way::dispatch, {.rows = {x}, .tokens = permutation})
-          ->finish();
-    });
-    combines_of_tokens.run([&] {
-      exchange
-          .start(
-              plan,
-              Way::combine,
-              {.rows = {arrived}, .tokens = permutation, .addend = x})
-          ->finish();
+    const auto start = [&](Way way, const nn::TransferInput& input) {
+      return exchange.start(plan, way, input)->finish();
+    };
+    calls[0].run([&] { plan = exchange.plan(counts, num_rows); });
+    calls[1].run([&] { arrived = start(Way::dispatch, {.rows = {rows}})[0]; });
+    calls[2].run([&] { start(Way::combine, {.rows = {arrived}}); });
+    calls[3].run(
+        [&] { start(Way::dispatch, {.rows = {x}, .tokens = permutation}); });
+    calls[4].run([&] {
+      start(
+          Way::combine,
+          {.rows = {arrived}, .tokens = permutation, .addend = x});
     });
   }
-  plans.report(kind, "plan", 0);
-  dispatches.report(kind, "dispatch", nbytes);
-  combines.report(kind, "combine", nbytes);
-  dispatches_of_tokens.report(kind, "dispatch of tokens", nbytes);
-  combines_of_tokens.report(kind, "combine of tokens", nbytes);
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    calls[i].report(kind, parts.begin()[i], i == 0 ? 0 : nbytes);
+  }
 }
 
 /// Copies of the rows of each expert elsewhere, in one call: within this rank's

@@ -1,4 +1,4 @@
-"""Two builds of the trainer by turns, on one machine and in one call: is one slower?
+"""Compares two builds of the trainer, alternating, on one machine and in one call.
 
 python3 bench/turns.py before/flatshard build/flatshard --nproc 1 --pairs 5
 
@@ -6,61 +6,44 @@ Each pair runs both programs, the first one first in every other pair. Prints th
 median step of each run, the ratio second / first of each pair and the median ratio.
 """
 
-import argparse
-import json
 import statistics
 from pathlib import Path
 
-from compare import flatshard, machine
-from variants import VARIANTS
-
-SHAPES = {
-    "8 layers of 8B shapes": (8192, ["model.layers=8"]),
-    "64 layers of dim 1024": VARIANTS["64 layers of dim 1024"],
-}
+from harness.cases import USUAL
+from harness.command_line import Parser
+from harness.programs import machine, train_steps, write_json
+from harness.tables import by_turns, ratios
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__).options("config", "nproc", "pairs", warmup=8, steps=24)
+    parser.options(out=Path("outputs/turns"))
     parser.add_argument("programs", nargs=2)
-    parser.add_argument("--config", default="examples/llama3_8b.toml")
-    parser.add_argument("--nproc", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--warmup", type=int, default=8)
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--shape", choices=SHAPES, action="append")
-    parser.add_argument("--out", type=Path, default=Path("outputs/turns"))
+    parser.add_argument("--shape", choices=USUAL, action="append")
     args = parser.parse_args()
     print(machine(), flush=True)
     results = {}
-    for shape in args.shape or SHAPES:
-        seq, args.set = SHAPES[shape]
-        runs = [[], []]
-        for pair in range(args.pairs):
-            for which in (0, 1) if pair % 2 == 0 else (1, 0):
-                args.program = args.programs[which]
-                folder = args.out / f"{shape}-{which}-{pair}".replace(" ", "-")
-                folder.mkdir(parents=True, exist_ok=True)
-                ms, _, host, peak = flatshard(args, seq, folder)
-                runs[which].append((ms, host, peak))
-        ratios = [b[0] / a[0] for a, b in zip(*runs)]
-        results[shape] = {"runs": runs, "ratios": ratios}
-        for which, name in enumerate(args.programs):
-            print(
-                f"{shape}, {name}: ms "
-                + ", ".join(f"{ms:.1f}" for ms, _, _ in runs[which])
-                + f"; host {statistics.median(r[1] for r in runs[which]):.1f} ms"
-                + f"; peak {runs[which][-1][2]:.2f} GiB",
-                flush=True,
-            )
-        print(
-            f"{shape}: second / first {', '.join(f'{r:.4f}' for r in ratios)}; median "
-            f"{statistics.median(ratios):.4f}",
-            flush=True,
-        )
-    (args.out / "turns.json").write_text(json.dumps(results, indent=1))
+    for shape in args.shape or USUAL:
+        seq, settings = USUAL[shape]
+
+        def run(which, pair):
+            args.program = args.programs[which]
+            name = f"{shape}-{which}-{pair}".replace(" ", "-")
+            return train_steps(args, seq, settings, args.out / name)
+
+        runs = by_turns((0, 1), args.pairs, run)
+        each, median = ratios(runs[0], runs[1])
+        keys = ("ms", "host_ms", "peak_GiB")
+        figures = [[[run[key] for key in keys] for run in runs[way]] for way in runs]
+        results[shape] = {"runs": figures, "ratios": each}
+        for name, rows in zip(args.programs, runs.values()):
+            ms = ", ".join(f"{row['ms']:.1f}" for row in rows)
+            host = statistics.median(row["host_ms"] for row in rows)
+            peak = rows[-1]["peak_GiB"]
+            print(f"{shape}, {name}: ms {ms}; host {host:.1f} ms; peak {peak:.2f} GiB")
+        texts = ", ".join(f"{ratio:.4f}" for ratio in each)
+        print(f"{shape}: second / first {texts}; median {median:.4f}", flush=True)
+    write_json(args.out / "turns.json", results)
 
 
 if __name__ == "__main__":

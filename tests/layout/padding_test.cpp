@@ -3,11 +3,11 @@
 
 #include <limits>
 
-#include "bench/padding_cases.h"
 #include "flatshard/layout/padding.h"
 #include "tests/layout/expect_error.h"
+#include "tests/layout/padding_cases.h"
 
-namespace flatshard::bench {
+namespace flatshard::padding {
 namespace {
 
 using ::testing::HasSubstr;
@@ -129,4 +129,4 @@ TEST(Padding, PerParameterPaddingOfKnownShapes) {
 }
 
 }  // namespace
-}  // namespace flatshard::bench
+}  // namespace flatshard::padding

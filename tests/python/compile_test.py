@@ -8,7 +8,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import flatshard
-from bench.python_steps import counted_recordings
+from bench.harness.steps import counted_recordings
 from flatshard import fully_shard
 from tests.python import float8_models
 from tests.python.device import DEVICE, on_device

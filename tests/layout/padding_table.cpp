@@ -1,6 +1,6 @@
 // Prints how much each granularity pads, as the Markdown table of
 // docs/padding.md. With `--check FILE` it fails unless FILE holds that table.
-#include "bench/padding_cases.h"
+#include "tests/layout/padding_cases.h"
 
 #include <fmt/format.h>
 
@@ -10,7 +10,7 @@
 #include <iterator>
 #include <sstream>
 
-namespace flatshard::bench {
+namespace flatshard::padding {
 namespace {
 
 std::string percent(double ratio) {
@@ -57,15 +57,15 @@ int check(const char* path) {
 }
 
 }  // namespace
-}  // namespace flatshard::bench
+}  // namespace flatshard::padding
 
 int main(int argc, char** argv) {
   if (argc == 1) {
-    std::fputs(flatshard::bench::table().c_str(), stdout);
+    std::fputs(flatshard::padding::table().c_str(), stdout);
     return 0;
   }
   if (argc == 3 && std::strcmp(argv[1], "--check") == 0) {
-    return flatshard::bench::check(argv[2]);
+    return flatshard::padding::check(argv[2]);
   }
   fmt::print(stderr, "usage: {} [--check FILE]\n", argv[0]);
   return 2;

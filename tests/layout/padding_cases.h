@@ -10,7 +10,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/layout/flat_layout.h"
 
-namespace flatshard::bench {
+namespace flatshard::padding {
 
 /// The parameters of one unit of a known model.
 struct PaddingCase {
@@ -131,4 +131,4 @@ inline FlatLayout layout_of(
   return FlatLayout::build(unit.specs(granularity), ranks);
 }
 
-}  // namespace flatshard::bench
+}  // namespace flatshard::padding
