@@ -31,29 +31,29 @@ def _load_core():
 _load_core()
 
 from flatshard import _C, checkpoint, diagnostics, float8, optim  # noqa: E402
-from flatshard import shard_operations  # noqa: E402,F401  registers them
+from flatshard._tensor import shard_operations  # noqa: E402,F401  registers them
 from flatshard._C import ConfigError, Error  # noqa: E402
-from flatshard.backward_pass import BackwardPass  # noqa: E402
-from flatshard.expert_parallel import expert_parallel  # noqa: E402
-from flatshard.float8_policy import (  # noqa: E402
+from flatshard._fsdp.backward_pass import BackwardPass  # noqa: E402
+from flatshard.moe.expert_parallel import expert_parallel  # noqa: E402
+from flatshard.float8.policy import (  # noqa: E402
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8Policy,
     MXFP8BlockScaling,
 )
-from flatshard.forward import UnshardHandle  # noqa: E402
-from flatshard.fully_shard import FSDPModule, fully_shard  # noqa: E402
-from flatshard.graphed_callables import make_graphed_callables  # noqa: E402
-from flatshard.graphs import cuda_graph_stats  # noqa: E402
-from flatshard.initialize import reset_parameters  # noqa: E402
-from flatshard.loss import linear_cross_entropy  # noqa: E402
-from flatshard.overlap import overlap_microbatches  # noqa: E402
-from flatshard.policies import (  # noqa: E402
+from flatshard._fsdp.forward import UnshardHandle  # noqa: E402
+from flatshard._fsdp.fully_shard import FSDPModule, fully_shard  # noqa: E402
+from flatshard._graphs.graphed_callables import make_graphed_callables  # noqa: E402
+from flatshard._graphs.unit_graph import cuda_graph_stats  # noqa: E402
+from flatshard._fsdp.initialize import reset_parameters  # noqa: E402
+from flatshard._fsdp.loss import linear_cross_entropy  # noqa: E402
+from flatshard.moe.overlap import overlap_microbatches  # noqa: E402
+from flatshard._fsdp.policies import (  # noqa: E402
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
-from flatshard.wrapping import (  # noqa: E402
+from flatshard._fsdp.wrapping import (  # noqa: E402
     register_fsdp_forward_method,
     share_comm_ctx,
 )

@@ -22,7 +22,7 @@ def default_reduce_dtype(param_dtype, dtype):
 def register_effect(operator):
     """torch.compile neither leaves calls of it out nor joins two of them."""
     # Imported here: it takes a second.
-    from torch.library import _register_effectful_op
     from torch._library.effects import EffectType
+    from torch.library import _register_effectful_op
 
     _register_effectful_op(operator, EffectType.ORDERED)

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from flatshard._fsdp.policies import MixedPrecisionPolicy as _Policy
 from flatshard.megatron.float8 import FullyShardFP8Policy
-from flatshard.policies import MixedPrecisionPolicy as _Policy
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,10 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard.fully_shard import fully_shard as _fully_shard
+from flatshard._fsdp.fully_shard import fully_shard as _fully_shard
+from flatshard._fsdp.module import FSDPModule
+from flatshard._fsdp.unit import former_name
+from flatshard._fsdp.wrapping import check_module
 from flatshard.megatron.float8 import (
     FullyShardFP8Policy,
     check_dtype,
@@ -41,9 +44,6 @@ from flatshard.megatron.precision import (
     MixedPrecisionPolicy,
     main_dtype,
 )
-from flatshard.module import FSDPModule
-from flatshard.unit import former_name
-from flatshard.wrapping import check_module
 
 
 class FsdpContext:

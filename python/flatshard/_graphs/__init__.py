@@ -1,0 +1,1 @@
+"""Forwards and backwards of units as CUDA graphs."""

@@ -1,0 +1,1 @@
+"""Sharded parameters as DTensors: how they are cut, and operations on them."""
