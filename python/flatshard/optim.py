@@ -4,7 +4,7 @@ whatever the number of parameters."""
 import torch
 
 from flatshard import _C
-from flatshard._fsdp.unit import unit_of
+from flatshard._tensor.places import unit_of
 from flatshard._tensor.sharded_tensor import ShardedTensor
 
 

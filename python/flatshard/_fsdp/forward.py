@@ -64,8 +64,8 @@ def run_forward(module, function, args, kwargs):
     if policy.param_dtype is not None:
         args, kwargs = cast_inputs(policy, args, kwargs)
     core = root.core
-    if writes.count + writes.single != root.seen_writes or writes.lent:
-        root.before_inner_forward(state)
+    if writes.count + writes.single != root.seen_writes.number or writes.lent:
+        root.seen_writes.before_inner_forward(core, state)
     try:
         core.forward_begin(state.id, args, kwargs)
         of_several = len(state.modules) > 1

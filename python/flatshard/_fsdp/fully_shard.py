@@ -16,24 +16,21 @@ from flatshard._fsdp.arguments import (
     strategy_name,
     uses_copy_engines,
 )
+from flatshard._fsdp.collect import collect_parameters, modules_of_unit
 from flatshard._fsdp.forward import state_of
 from flatshard._fsdp.joined import find_parts, join
 from flatshard._fsdp.linear import write_grads_in_place
 from flatshard._fsdp.main_grad import offer_main_grads
 from flatshard._fsdp.module import FSDPModule
-from flatshard._fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
-from flatshard._fsdp.replaced import watch_loads
-from flatshard._fsdp.unit import (
+from flatshard._fsdp.parameter import (
     Parameter,
-    Policy,
-    UnitState,
-    collect_parameters,
     hooks_of,
-    make_core,
     mark_owner,
-    modules_of_unit,
     whole_parameter,
 )
+from flatshard._fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
+from flatshard._fsdp.replaced import watch_loads
+from flatshard._fsdp.unit import Policy, UnitState, make_core
 from flatshard._fsdp.wrapping import wrap_class
 from flatshard._graphs.checks import check_cuda_graph
 from flatshard._tensor.mesh import (

@@ -7,17 +7,13 @@ block's mesh.
 """
 
 import functools
-import weakref
 
-from torch import nn
 from torch.distributed.tensor import Replicate
 
 from flatshard._fsdp.casts import cast_inputs, cast_output
 from flatshard._fsdp.forward import state_of
 from flatshard._fsdp.module import FSDPModule
-from flatshard._fsdp.unit import _copy_attributes, _places, hooks_of, put_hooks
 from flatshard._tensor.row_shard import RowShard
-from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard._tensor.writes import writes
 
 
@@ -72,19 +68,8 @@ def join(state, parts):
         state.core.join(part.core)
         writes.remove([p.shard for p in part.parameters])
         for p, (placements, shape) in zip(part.parameters, placed):
-            p.index += begin
             p.shared_by = part.device_mesh
-            local = p.shard._local_tensor
-            trainable = p.shard.requires_grad
-            p.hooks = hooks_of(p.shard)
-            data = ShardedTensor.wrap(local, state.device_mesh, placements, shape)
-            _places.pop(p.shard)
-            shard = nn.Parameter(data, requires_grad=trainable)
-            _copy_attributes(p.shard, shard)
-            p.shard = shard
-            put_hooks(p)
-            _places[shard] = (weakref.ref(state), p.index)
-            state.show(p, shard)
+            state.take_over(p, begin + p.index, placements, shape)
         writes.add(state, [p.shard for p in part.parameters])
         state.parameters += part.parameters
         state.ignored += part.ignored

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from flatshard._fsdp import unit as unit_module
-from flatshard._fsdp.unit import former_name, unit_of
+from flatshard._fsdp.parameter import former_name, num_marked
+from flatshard._tensor.places import unit_of
 from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard._tensor.writes import writes
 
@@ -22,7 +22,7 @@ _checked = weakref.WeakKeyDictionary()
 
 def _before_step(optimizer, args, kwargs):
     groups = optimizer.param_groups
-    seen = sum(len(group["params"]) for group in groups), unit_module.num_marked
+    seen = sum(len(group["params"]) for group in groups), num_marked()
     if _checked.get(optimizer) == seen:
         return
     for parameter in [p for group in groups for p in group["params"]]:

@@ -8,8 +8,10 @@ import torch
 
 from flatshard import _C
 from flatshard._fsdp.inner_outputs import InnerOutputs
+from flatshard._fsdp.parameter import name_released
 from flatshard._fsdp.replaced import refuse_plain, refuse_replaced, settle
-from flatshard._fsdp.unit import modules_of_unit
+from flatshard._fsdp.seen_writes import SeenWrites
+from flatshard._fsdp.tree import check_units, inner_modules, names_of, walk
 from flatshard._graphs.checks import (
     DEFAULT_WARMUP_STEPS,
     audits_graphs,
@@ -17,7 +19,6 @@ from flatshard._graphs.checks import (
 )
 from flatshard._tensor.mesh import device_of
 from flatshard._tensor.same_values import compare
-from flatshard._tensor.writes import writes
 
 
 def traces_steps():
@@ -35,17 +36,17 @@ class Root:
     known which units lie below it, and under which names."""
 
     def __init__(self, module, state):
-        units, parents, module_names = _walk(module)
-        self._check(units, parents, state)
+        units, parents, module_names = walk(module)
+        check_units(units, parents, state)
         settle(units, module_names)
         self._warn_of_padding(units, state.device_mesh)
         places = []
         for number, unit in enumerate(units):
             for p in unit.parameters:
-                p.names = _names(p, module_names) or [p.label]
+                p.names = names_of(p, module_names) or [p.label]
             unit.core.set_names(unit.name, [p.names for p in unit.parameters])
             unit.id = number
-            _name_released(unit.parameters)
+            name_released(unit.parameters)
             places.append(
                 [
                     _C.Place(site()._parameters, name, p.whole, p.shard)
@@ -59,8 +60,7 @@ class Root:
         self._module = weakref.ref(module)
         self._units = [weakref.ref(unit) for unit in units]
         self._of_several = [weakref.ref(u) for u in units if len(u.modules) > 1]
-        self._seen_with_looks = -1
-        self.seen_writes = -1  # of Writes.count and Writes.single
+        self.seen_writes = SeenWrites()
         self.device = device_of(state.device_mesh)
         self.on_gpu = self.device.type == "cuda"
         warmup_steps = [u.graph_warmup_steps for u in units if u.cuda_graph]
@@ -93,62 +93,12 @@ class Root:
         self._synced = None
         self._initialized = False
         self._saw_all = False
-        self._inner_outputs = InnerOutputs(_inner_modules(units))
+        self._inner_outputs = InnerOutputs(inner_modules(units))
         for unit in units:
             unit.root = self
         for unit in units:
             self.apply_policy(unit)
         self.apply_sync()
-
-    def _check(self, units, parents, state):
-        has_graphs = any(unit.cuda_graph for unit in units)
-        for unit, parent in zip(units, parents):
-            if parent >= 0 and units[parent].cuda_graph:
-                raise ValueError(
-                    f"cuda_graph: unit {units[parent].name} holds unit {unit.name}, "
-                    "which is gathered inside of its forward; give only the inner one "
-                    "cuda_graph=True"
-                )
-            if has_graphs and unit.core.offloads:
-                raise NotImplementedError(
-                    f"cuda_graph is not supported in a model with CPUOffloadPolicy, "
-                    f"which unit {unit.name} has"
-                )
-            if unit.slices is not None:
-                raise RuntimeError(
-                    f"unit {unit.name} rests on {unit.mesh}, a part of the model's mesh: "
-                    "apply fully_shard to the module around it, on that mesh"
-                )
-            if unit.cuda_graph and unit.main_grads:
-                raise NotImplementedError(
-                    f"cuda_graph is not supported for unit {unit.name}, whose modules "
-                    "write gradients to main_grad (fuse_wgrad_accumulation): a replay "
-                    "runs nothing of them on the host; leave one of them out"
-                )
-            if unit.root is not None:
-                raise RuntimeError(
-                    f"unit {unit.name} ran, or was unsharded, before as part of a "
-                    "smaller model; wrap all modules first, then run the outermost "
-                    "module"
-                )
-            for option in ("prefetch", "slots_on_demand"):
-                given = getattr(unit, option)
-                if given not in (None, getattr(state, option)):
-                    raise ValueError(
-                        f"{option}={given} of unit {unit.name} has no effect: it is an "
-                        "option of the outermost module, which has "
-                        f"{getattr(state, option)}; give it there"
-                    )
-            if unit.copy_engines != state.copy_engines:
-                raise ValueError(
-                    f"copy_engines: unit {unit.name} and the root differ; choose one "
-                    "for all units of a model"
-                )
-            if unit.mesh is not state.mesh:
-                raise ValueError(
-                    f"unit {unit.name} is on mesh {unit.mesh}, the root on "
-                    f"{state.mesh}: expected one mesh for all units of a model"
-                )
 
     @staticmethod
     def _warn_of_padding(units, device_mesh):
@@ -281,49 +231,11 @@ class Root:
         for ref in self._of_several:
             if (unit := ref()) is not None:
                 unit.running.clear()
-        self._pass_writes_on()
+        self.seen_writes.before_forward(self.units)
 
     def check_replaced(self):
         if self.core.shows_others():
             refuse_replaced(self.units)
-
-    def _pass_writes_on(self):
-        number = writes.number_with_looks()
-        self.seen_writes = number - writes.looks
-        if number == self._seen_with_looks:
-            return
-        self._seen_with_looks = number
-        for unit in self.units:
-            seen = writes.count, unit.num_writes, unit.num_looks
-            if seen != unit.seen_writes:
-                unit.seen_writes = seen
-                unit.core.mark_written()
-
-    def _pass_sure_writes_on(self):
-        number = writes.number()
-        if number == self.seen_writes:
-            return
-        self.seen_writes = number
-        for unit in self.units:
-            if self._see_writes(unit):
-                unit.core.mark_written()
-
-    @staticmethod
-    def _see_writes(unit):
-        """Whether there were any."""
-        seen = writes.count, unit.num_writes
-        if seen == unit.seen_writes[:2]:
-            return False
-        unit.seen_writes = (*seen, unit.num_looks)
-        return True
-
-    def before_inner_forward(self, unit):
-        """Before a forward of `unit` inside of another, when somebody wrote shards since
-        that one began: weights that were gathered ahead are older."""
-        writes.number()
-        if self.core.in_forward() and self._see_writes(unit):
-            unit.core.mark_written()
-            self.core.weights_written(unit.id)
 
     def _whole_written(self, number, wholes):
         """The forward of a unit, or somebody who unsharded it, wrote unsharded
@@ -349,70 +261,4 @@ class Root:
                 "set_requires_gradient_sync and set_requires_all_reduce: the units "
                 "of one model disagree; set them on the root module"
             )
-        self._pass_sure_writes_on()
-
-
-def _names(p, module_names):
-    return [
-        f"{prefix}.{name}" if prefix else name
-        for module, name in p.sites
-        for prefix in module_names[id(module())]
-    ]
-
-
-def _inner_modules(units):
-    """Pairs of a unit and a module that it holds and that no unit was made of."""
-    found = []
-    for unit in units:
-        wrapped = [m for r in unit.modules if (m := r()) is not None]
-        inner = modules_of_unit(
-            [child for m in wrapped for child in m.children()],
-            lambda m: m.__dict__.get("_flatshard") is not None,
-        )
-        found += [(unit, module) for module in inner]
-    return found
-
-
-def _name_released(parameters):
-    """What reading a whole parameter says while it has no memory."""
-    for p in parameters:
-        if p.float8:
-            torch._C._set_storage_data_ptr_access_error_msg(
-                p.whole.untyped_storage()._cdata,
-                f"parameter {p.names[0]} is held in FP8 and has no values that can be "
-                "read: only the forward of its nn.Linear computes with it. Leave it out "
-                "by Float8Policy's module_filter_fn if other code reads it, as the CUDA "
-                "graphs of torch.compile's mode='reduce-overhead' do (cuda_graph=True "
-                "has graphs for it); shards are in parameters(), outside of a forward",
-            )
-        elif p.whole.numel():
-            torch._C._set_storage_data_ptr_access_error_msg(
-                p.whole.untyped_storage()._cdata,
-                f"parameter {p.names[0]} is released: it is whole only while its "
-                "unit computes, and gone with its model. Read it in the unit's forward "
-                "or after unshard() of the unit, read the shard in parameters(), and "
-                "keep the model until backward() is done",
-            )
-
-
-def _walk(root):
-    """The units below `root`, parents first; their parents' numbers; and the
-    names of each module, by id."""
-    units, parents, module_names = [], [], {}
-    _visit(root, "", -1, units, parents, module_names)
-    return units, parents, module_names
-
-
-def _visit(module, name, enclosing, units, parents, module_names):
-    module_names.setdefault(id(module), []).append(name)
-    state = module.__dict__.get("_flatshard")
-    if state is not None and state not in units:
-        parents.append(enclosing)
-        enclosing = len(units)
-        state.name = name or "root"
-        units.append(state)
-    elif state is not None:
-        enclosing = units.index(state)
-    for key, child in module.named_children():
-        full = f"{name}.{key}" if name else key
-        _visit(child, full, enclosing, units, parents, module_names)
+        self.seen_writes.before_backward(self.units)

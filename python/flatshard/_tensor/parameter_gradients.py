@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from flatshard._tensor.places import parameter_of
 from flatshard._tensor.shard_gradients import cut_all
 
 
@@ -21,7 +22,7 @@ def grad(outputs, inputs, grad_outputs=None, *args, **kwargs):
     if allow_unused is None:
         allow_unused = fills
     inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
-    places = [_place(tensor) for tensor in inputs]
+    places = [parameter_of(tensor) for tensor in inputs]
     wholes = [p.whole for p in places if p is not None]
     found = torch.autograd.grad(
         outputs, (*inputs, *wholes), grad_outputs, allow_unused=True, **options
@@ -48,14 +49,6 @@ def grad(outputs, inputs, grad_outputs=None, *args, **kwargs):
             "graph. Set allow_unused=True if this is the desired behavior."
         )
     return tuple(results)
-
-
-def _place(tensor):
-    """The Parameter whose shard `tensor` is, or None."""
-    from flatshard._fsdp.unit import unit_of  # which imports this module
-
-    place = unit_of(tensor)
-    return None if place is None else place[0].parameters[place[1]]
 
 
 def _mean(shard, whole, p):

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 
 from flatshard._tensor.row_spec import RowSpec
-from flatshard._tensor.shard_values import is_cut, row_dim
+from flatshard._tensor.shard_values import Values, is_cut, row_dim
 from flatshard._tensor.sharded_tensor import ShardedTensor
 
 
@@ -27,8 +27,6 @@ class ShardedView(ShardedTensor):
     @property
     def _local_tensor(self):
         # Collective: it is how others read it, such as repr and to_local.
-        from flatshard._tensor.shard_values import Values
-
         return Values("reading a view", self.device_mesh).of(self)
 
     def __repr__(self):

@@ -16,6 +16,7 @@ from torch.utils import _foreach_utils
 
 from flatshard._tensor import parameter_gradients, shard_gradients
 from flatshard._tensor.meta_shards import of_meta, where_it_is
+from flatshard._tensor.places import unit_of
 from flatshard._tensor.row_shard import RowShard
 from flatshard._tensor.row_spec import RowSpec, from_local
 from flatshard._tensor.shard_values import (
@@ -355,8 +356,6 @@ def _shards_in(value, found):
 
 def _used_outside(function, args, kwargs):
     """The error of a module that computes with a parameter that is not gathered."""
-    from flatshard._fsdp.unit import unit_of  # which imports this module
-
     shards = _shards_in((args, kwargs), [])
     place = next((place for s in shards if (place := unit_of(s))), None)
     what, unit = "a sharded tensor", "its unit"

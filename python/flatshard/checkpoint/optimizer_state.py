@@ -6,7 +6,7 @@ import json
 import torch
 
 from flatshard import _C
-from flatshard._fsdp.unit import unit_of
+from flatshard._tensor.places import unit_of
 from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard.optim import AdamW
 

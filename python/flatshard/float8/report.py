@@ -4,8 +4,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from flatshard import _C
-from flatshard._fsdp.unit import unit_of
 from flatshard._tensor.mesh import device_of
+from flatshard._tensor.places import unit_of
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from flatshard._fsdp.backward_pass import BackwardPass
 from flatshard._fsdp.casts import cast_inputs, cast_output
+from flatshard._fsdp.collect import modules_of_unit
 from flatshard._fsdp.forward import root_of, state_of
-from flatshard._fsdp.unit import modules_of_unit
 
 _NAMES = (
     "pre_backward",

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard._fsdp.fully_shard import fully_shard as _fully_shard
 from flatshard._fsdp.module import FSDPModule
-from flatshard._fsdp.unit import former_name
+from flatshard._fsdp.parameter import former_name
 from flatshard._fsdp.wrapping import check_module
 from flatshard.megatron.float8 import (
     FullyShardFP8Policy,

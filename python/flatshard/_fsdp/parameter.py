@@ -1,0 +1,129 @@
+"""One parameter of a unit, and what of the user's tensor goes to its shard.
+
+A parameter has two faces. The shard is an `nn.Parameter` over a DTensor: what
+`parameters()`, optimizers and checkpoints see. The whole one is a plain
+`nn.Parameter` without memory of its own that the core points at gathered memory
+while the unit computes. The core swaps them in the modules' `_parameters`.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+# Where a parameter went, kept on the tensor that the user had: meeting it again
+# in another unit means that two units share it.
+_OWNER = "_flatshard_owner"
+_num_marked = 0
+
+
+@dataclass
+class Parameter:
+    """One parameter of a unit."""
+
+    sites: list  # (module, name) of every place in the unit, the first is main
+    whole: nn.Parameter
+    shard: nn.Parameter = None
+    index: int = -1  # in the core's unit
+    names: list = field(default_factory=list)  # in the model, once that is known
+    trainable: bool = True
+    on_meta: bool = False
+    digest: torch.Tensor | None = (
+        None  # of the whole values, see _tensor/same_values.py
+    )
+    label: str = ""  # its name below the modules given to fully_shard
+    float8: bool = False
+    why_not_float8: str = ""
+    shared_by: object = None  # the DeviceMesh of ranks with equal values; None: all
+    hooks: dict = field(default_factory=dict)  # see hooks_of
+    shown_dtype: torch.dtype | None = None  # of the shard, as the core made it
+
+    @property
+    def title(self):
+        """For messages."""
+        return self.sites[0][1] if self.sites else self.label
+
+    def is_as_sharded(self):
+        """Nobody changed requires_grad or the dtype since the core has it."""
+        same_dtype = self.shard.dtype == self.shown_dtype
+        return same_dtype and self.shard.requires_grad == self.trainable
+
+    def is_shown(self):
+        """Some module has it."""
+        shown = [m._parameters.get(n) for r, n in self.sites if (m := r()) is not None]
+        return any(tensor is self.shard or tensor is self.whole for tensor in shown)
+
+
+def copy_attributes(source, target):
+    for name, value in vars(source).items():
+        if name != _OWNER:
+            setattr(target, name, value)
+
+
+def whole_parameter(tensor, former=None):
+    """What modules compute with instead of `tensor`; without memory.
+
+    Args:
+        former: the one before, from which attributes are copied. None: `tensor`.
+    """
+    whole = nn.Parameter(
+        torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"),
+        requires_grad=tensor.requires_grad,
+    )
+    copy_attributes(tensor if former is None else former, whole)
+    return whole
+
+
+# Dictionaries of hooks, from which the handles that users have remove theirs.
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def hooks_of(tensor):
+    """Those that somebody put on a parameter before it was sharded."""
+    found = {name: getattr(tensor, name) for name in _HOOKS}
+    return {name: hooks for name, hooks in found.items() if hooks}
+
+
+def put_hooks(p):
+    """They run on the reduced gradient of the shard."""
+    for name, hooks in p.hooks.items():
+        if p.shard.requires_grad:
+            setattr(p.shard, name, hooks)
+
+
+def mark_owner(tensor, name):
+    global _num_marked
+    _num_marked += 1
+    setattr(tensor, _OWNER, name)
+
+
+def former_name(tensor):
+    """The name of the parameter that `tensor` was before fully_shard, or None."""
+    return getattr(tensor, _OWNER, None)
+
+
+def num_marked():
+    """Rises with each parameter that fully_shard replaced."""
+    return _num_marked
+
+
+def name_released(parameters):
+    """What reading a whole parameter says while it has no memory."""
+    for p in parameters:
+        if p.float8:
+            torch._C._set_storage_data_ptr_access_error_msg(
+                p.whole.untyped_storage()._cdata,
+                f"parameter {p.names[0]} is held in FP8 and has no values that can be "
+                "read: only the forward of its nn.Linear computes with it. Leave it out "
+                "by Float8Policy's module_filter_fn if other code reads it, as the CUDA "
+                "graphs of torch.compile's mode='reduce-overhead' do (cuda_graph=True "
+                "has graphs for it); shards are in parameters(), outside of a forward",
+            )
+        elif p.whole.numel():
+            torch._C._set_storage_data_ptr_access_error_msg(
+                p.whole.untyped_storage()._cdata,
+                f"parameter {p.names[0]} is released: it is whole only while its "
+                "unit computes, and gone with its model. Read it in the unit's forward "
+                "or after unshard() of the unit, read the shard in parameters(), and "
+                "keep the model until backward() is done",
+            )
