@@ -7,6 +7,8 @@ from torch.distributed.tensor import Shard
 
 from flatshard._fsdp.strategies import find_strategy
 from flatshard._fsdp.wrapping import check_module
+from flatshard._tensor.mesh import flattened
+from flatshard.torch_versions import parameters_of
 
 # Of each mesh: asking is a collective.
 _fast_links = weakref.WeakKeyDictionary()
@@ -55,7 +57,7 @@ def places_of(tensors, modules):
     return [
         (weakref.ref(module), name)
         for module in modules
-        for name, tensor in module._parameters.items()
+        for name, tensor in parameters_of(module).items()
         if id(tensor) in tensors
     ]
 
@@ -87,7 +89,7 @@ def mesh_to_show(outer, mesh):
             "outer: 'optim' flattens the mesh, which needs names: give "
             "init_device_mesh mesh_dim_names"
         )
-    return mesh._flatten()
+    return flattened(mesh)
 
 
 def mixed_precision(policy):

@@ -5,7 +5,8 @@ import dataclasses
 import functools
 
 import torch
-from torch.utils._pytree import tree_map
+
+from flatshard.torch_versions import tree_map
 
 
 def _cast(tree, dtype):

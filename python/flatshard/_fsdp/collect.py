@@ -7,6 +7,7 @@ from torch import nn
 
 from flatshard._fsdp.parameter import former_name
 from flatshard._tensor.sharded_tensor import ShardedTensor
+from flatshard.torch_versions import parameters_of
 
 _TRAINABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -46,7 +47,7 @@ def collect_parameters(modules, owned, ignored):
     found = {}
     for module in owned:
         prefix = names[id(module)]
-        for name, tensor in module._parameters.items():
+        for name, tensor in parameters_of(module).items():
             if tensor is None or id(tensor) in ignored:
                 continue
             full = f"{prefix}.{name}" if prefix else name

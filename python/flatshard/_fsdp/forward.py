@@ -10,8 +10,8 @@ import weakref
 from flatshard._fsdp.casts import cast_inputs, cast_output
 from flatshard._fsdp.root import Root
 from flatshard._graphs.checks import refuse_foreign_capture
-from flatshard._graphs.dynamo import outside_of_graphs
 from flatshard._tensor.writes import writes
+from flatshard.torch_versions import outside_of_graphs
 
 # Every module that is wrapped now.
 wrapped = weakref.WeakSet()

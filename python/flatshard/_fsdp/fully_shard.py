@@ -24,7 +24,6 @@ from flatshard._fsdp.main_grad import offer_main_grads
 from flatshard._fsdp.module import FSDPModule
 from flatshard._fsdp.parameter import (
     Parameter,
-    hooks_of,
     mark_owner,
     whole_parameter,
 )
@@ -43,6 +42,7 @@ from flatshard._tensor.mesh import (
 from flatshard._tensor.same_values import digest
 from flatshard.float8.linear import make_float8
 from flatshard.float8.policy import check_policy, choose_weights
+from flatshard.torch_versions import buffers_of, hooks_of_tensor
 
 
 def fully_shard(
@@ -202,7 +202,7 @@ def fully_shard(
             label=full_name,
             float8=not reason,
             why_not_float8=reason,
-            hooks=hooks_of(tensor),
+            hooks=hooks_of_tensor(tensor),
         )
         if check_same_values and device_mesh.size() > 1 and not tensor.is_meta:
             p.digest = digest(tensor)
@@ -263,9 +263,10 @@ def _move_buffers(modules, device_mesh):
     if device.type == "cpu":
         return
     for module in modules:
-        for name, buffer in module._buffers.items():
+        buffers = buffers_of(module)
+        for name, buffer in buffers.items():
             if buffer is not None and not buffer.is_meta and buffer.device != device:
-                module._buffers[name] = buffer.to(device)
+                buffers[name] = buffer.to(device)
 
 
 __all__ = ["FSDPModule", "fully_shard"]

@@ -6,7 +6,9 @@ import torch
 from torch import nn
 
 from flatshard._fsdp.forward import state_of
+from flatshard._tensor.memory import local_of
 from flatshard._tensor.writes import writes
+from flatshard.torch_versions import parameters_of
 
 
 def reset_parameters(model, seed=0, init_fn=None):
@@ -52,12 +54,12 @@ def reset_parameters(model, seed=0, init_fn=None):
 def _reset_module(module, own, seed, init_fn, done):
     whole = {}
     for name, p in own:
-        local = p.shard._local_tensor
+        local = local_of(p.shard)
         whole[name] = nn.Parameter(
             torch.empty(p.shard.shape, dtype=local.dtype, device=local.device),
             requires_grad=p.shard.requires_grad,
         )
-        module._parameters[name] = whole[name]
+        parameters_of(module)[name] = whole[name]
     device = next(iter(whole.values())).device
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -71,10 +73,10 @@ def _reset_module(module, own, seed, init_fn, done):
             if id(p) not in done:  # a tied one has the values of its first place
                 done.add(id(p))
                 with torch.no_grad():
-                    p.shard._local_tensor.copy_(p.shard.rows_of(whole[name]))
+                    local_of(p.shard).copy_(p.shard.rows_of(whole[name]))
     finally:
         for name, p in own:
-            module._parameters[name] = p.shard
+            parameters_of(module)[name] = p.shard
 
 
 def _seed(seed, name):

@@ -7,7 +7,7 @@ unit's outputs, whose gradients announce a backward otherwise.
 
 import weakref
 
-from flatshard._graphs.dynamo import never_compiled
+from flatshard.torch_versions import forward_hooks, never_compiled
 
 
 class InnerOutputs:
@@ -24,7 +24,7 @@ class InnerOutputs:
             for unit, module in modules_of_units
         ]
         # To count them costs 20 ns a module and forward.
-        self._hooks = [module._forward_hooks for _, module in modules_of_units]
+        self._hooks = [forward_hooks(module) for _, module in modules_of_units]
         self._num_hooks = 0
         self._own = {}  # handles of hooks put here, by the number of the place
 

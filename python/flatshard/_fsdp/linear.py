@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from flatshard.torch_versions import in_functorch
+
 
 class InPlaceLinear(nn.Linear):
     """What `fully_shard(..., grads_in_place=True)` makes of an nn.Linear.
@@ -34,7 +36,7 @@ def _is_plain(input, weight):
         and input.dtype == weight.dtype
         and input.dim() > 0
         and not torch.is_autocast_enabled(input.device.type)
-        and not torch._C._are_functorch_transforms_active()
+        and not in_functorch()
     )
 
 

@@ -4,8 +4,8 @@ import torch
 
 from flatshard import _C
 from flatshard._fsdp.linear import sink_of
-from flatshard._graphs.dynamo import outside_of_graphs
 from flatshard._tensor.sharded_tensor import ShardedTensor
+from flatshard.torch_versions import outside_of_graphs
 
 
 @outside_of_graphs

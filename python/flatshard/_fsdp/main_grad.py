@@ -7,8 +7,9 @@ The backward of such a module adds the gradient of a weight to `weight.main_grad
 
 import weakref
 
-import torch
 from torch import nn
+
+from flatshard.torch_versions import in_backward
 
 # Attributes of a parameter that its module is going to look for, and what of them
 # others may have left there.
@@ -36,7 +37,7 @@ class MainGradParameter(nn.Parameter):
         """
         name, unit = self._flatshard_main_grad
         state = unit()
-        if state is None or state.root is None or torch._C._current_graph_task_id() < 0:
+        if state is None or state.root is None or not in_backward():
             raise RuntimeError(
                 f"main_grad of parameter {name} is there in the backward alone: take it "
                 "there, as TransformerEngine from 2.10 on does, and not in the forward "

@@ -5,9 +5,8 @@ Its `__call__` is a forward of the unit, see forward.py.
 
 import contextlib
 
-import torch
-
 from flatshard._fsdp.backward_pass import BackwardPass
+from flatshard._fsdp.conversion import converting
 from flatshard._fsdp.forward import (
     UnshardHandle,
     make_root,
@@ -16,13 +15,13 @@ from flatshard._fsdp.forward import (
     run_forward,
     state_of,
 )
-from flatshard._graphs.dynamo import outside_of_graphs
-from flatshard._tensor.sharded_tensor import become, with_local
+from flatshard.torch_versions import converts_inside, outside_of_graphs
 
 # Options that a number, as fully_shard's reshard_after_forward may be, is no value of.
 _WHETHER = ("reshard_after_forward", "reshard_after_backward", "unshard_in_backward")
 
 
+@converts_inside(converting)
 class FSDPModule:
     """Methods that `fully_shard` adds to a module, named as in FSDP2.
 
@@ -305,68 +304,12 @@ class FSDPModule:
             "torch.distributed.checkpoint"
         )
 
-    def _apply(self, fn, recurse=True):
-        """`to`, `cuda`, `to_empty`: buffers and ignored parameters follow, shards
-        stay where they are and take the values. Until the first forward they change
-        their dtype, too; the first forward shards them anew."""
-        states = [s for m in self.modules() if (s := state_of(m)) is not None]
-        parameters = [p for s in states for p in s.parameters]
-        for state in states:
-            for p in state.parameters:
-                self._check_conversion(fn, p, may_change_dtype=state.root is None)
-        for state in states:
-            # As for a tensor on meta: `to` raises, what follows to_empty gives values.
-            if not state.initialized and not fn(torch.empty(0, device="meta")).is_meta:
-                state.initialized = True
-        for p in parameters:
-            local = p.shard._local_tensor.detach()
-            with torch.no_grad():
-                moved = fn(local)
-                if moved.dtype != local.dtype:
-                    become(p.shard, with_local(p.shard, moved))
-                elif moved.data_ptr() != local.data_ptr():
-                    local.copy_(moved)
-        with _hidden(states):
-            return super()._apply(fn, recurse)
-
-    @staticmethod
-    def _check_conversion(fn, p, may_change_dtype):
-        local = p.shard._local_tensor
-        probe = fn(local.new_empty(1))
-        same_dtype = probe.dtype == local.dtype or may_change_dtype
-        if not same_dtype or probe.device != local.device:
-            raise NotImplementedError(
-                f"parameter {p.title}: cannot move a sharded module from "
-                f"{local.dtype} on {local.device} to {probe.dtype} on {probe.device}; "
-                "convert the module before fully_shard (its dtype until the first "
-                "forward), or use mp_policy"
-            )
-
 
 def _own_collectives(name):
     return (
         f"{name} is not supported: the core launches its collectives on communicators "
         "and buffers of its own"
     )
-
-
-@contextlib.contextmanager
-def _hidden(states):
-    """nn.Module passes over parameters that are None."""
-    hidden = []
-    try:
-        parameters = [p for state in states for p in state.parameters]
-        own = {id(tensor) for p in parameters for tensor in (p.shard, p.whole)}
-        for module, name in [site for p in parameters for site in p.sites]:
-            shown = module()._parameters if module() is not None else {}
-            found = shown.get(name)
-            if id(found) in own:
-                hidden.append((shown, name, found))
-                shown[name] = None
-        yield
-    finally:
-        for shown, name, found in hidden:
-            shown[name] = found
 
 
 def _states(modules):

@@ -11,6 +11,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from flatshard.torch_versions import (
+    parameters_of,
+    set_access_error,
+    set_hooks_of_tensor,
+)
+
 # Where a parameter went, kept on the tensor that the user had: meeting it again
 # in another unit means that two units share it.
 _OWNER = "_flatshard_owner"
@@ -35,7 +41,7 @@ class Parameter:
     float8: bool = False
     why_not_float8: str = ""
     shared_by: object = None  # the DeviceMesh of ranks with equal values; None: all
-    hooks: dict = field(default_factory=dict)  # see hooks_of
+    hooks: dict = field(default_factory=dict)  # of the user
     shown_dtype: torch.dtype | None = None  # of the shard, as the core made it
 
     @property
@@ -50,7 +56,9 @@ class Parameter:
 
     def is_shown(self):
         """Some module has it."""
-        shown = [m._parameters.get(n) for r, n in self.sites if (m := r()) is not None]
+        shown = [
+            parameters_of(m).get(n) for r, n in self.sites if (m := r()) is not None
+        ]
         return any(tensor is self.shard or tensor is self.whole for tensor in shown)
 
 
@@ -74,21 +82,11 @@ def whole_parameter(tensor, former=None):
     return whole
 
 
-# Dictionaries of hooks, from which the handles that users have remove theirs.
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-
-
-def hooks_of(tensor):
-    """Those that somebody put on a parameter before it was sharded."""
-    found = {name: getattr(tensor, name) for name in _HOOKS}
-    return {name: hooks for name, hooks in found.items() if hooks}
-
-
 def put_hooks(p):
-    """They run on the reduced gradient of the shard."""
-    for name, hooks in p.hooks.items():
-        if p.shard.requires_grad:
-            setattr(p.shard, name, hooks)
+    """The hooks of the parameter before it was sharded; they run on the reduced gradient
+    of the shard."""
+    if p.shard.requires_grad:
+        set_hooks_of_tensor(p.shard, p.hooks)
 
 
 def mark_owner(tensor, name):
@@ -111,8 +109,8 @@ def name_released(parameters):
     """What reading a whole parameter says while it has no memory."""
     for p in parameters:
         if p.float8:
-            torch._C._set_storage_data_ptr_access_error_msg(
-                p.whole.untyped_storage()._cdata,
+            set_access_error(
+                p.whole,
                 f"parameter {p.names[0]} is held in FP8 and has no values that can be "
                 "read: only the forward of its nn.Linear computes with it. Leave it out "
                 "by Float8Policy's module_filter_fn if other code reads it, as the CUDA "
@@ -120,8 +118,8 @@ def name_released(parameters):
                 "has graphs for it); shards are in parameters(), outside of a forward",
             )
         elif p.whole.numel():
-            torch._C._set_storage_data_ptr_access_error_msg(
-                p.whole.untyped_storage()._cdata,
+            set_access_error(
+                p.whole,
                 f"parameter {p.names[0]} is released: it is whole only while its "
                 "unit computes, and gone with its model. Read it in the unit's forward "
                 "or after unshard() of the unit, read the shard in parameters(), and "

@@ -10,9 +10,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatshard._fsdp.parameter import former_name, num_marked
+from flatshard._tensor.memory import local_of
 from flatshard._tensor.places import unit_of
 from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard._tensor.writes import writes
+from flatshard.torch_versions import parameters_of
 
 # -- optimizers made before fully_shard ------------------------------------------------
 
@@ -52,7 +54,7 @@ def _before_load(unit, module, state_dict, prefix, local_metadata, *_):
     if state is None:
         return  # the wrapped module is gone, and this one is not
     state.loads_by_assign = local_metadata.get("assign_to_params_buffers", False)
-    for name, parameter in module._parameters.items():
+    for name, parameter in parameters_of(module).items():
         value = state_dict.get(prefix + name)
         if state.loads_by_assign:
             if isinstance(parameter, ShardedTensor) and (kind := _kind(value)):
@@ -81,7 +83,7 @@ def _before_load(unit, module, state_dict, prefix, local_metadata, *_):
 def _kind(tensor):
     """The subclass that a tensor, or what a DTensor holds, is; "" for plain ones."""
     if isinstance(tensor, DTensor):
-        tensor = tensor._local_tensor
+        tensor = local_of(tensor)
     plain = (torch.Tensor, nn.Parameter)
     is_other = isinstance(tensor, torch.Tensor) and type(tensor) not in plain
     return type(tensor).__name__ if is_other else ""
@@ -102,7 +104,7 @@ def _after_load(unit, module, incompatible_keys):
     for p in state.parameters:
         for site in p.sites:
             owner = site[0]()
-            found = None if owner is None else owner._parameters.get(site[1])
+            found = None if owner is None else parameters_of(owner).get(site[1])
             if owner is not module or found is None:
                 continue
             if found is p.shard or found is p.whole:
@@ -113,10 +115,10 @@ def _after_load(unit, module, incompatible_keys):
                     f"{tuple(found.shape)}, expected {tuple(p.shard.shape)}"
                 )
             with torch.no_grad():
-                p.shard._local_tensor.copy_(p.shard.rows_of(found))
+                local_of(p.shard).copy_(p.shard.rows_of(found))
             p.on_meta = False
             p.digest = None
-            owner._parameters[site[1]] = p.shard
+            parameters_of(owner)[site[1]] = p.shard
             writes.count += 1
 
 
@@ -158,7 +160,7 @@ def _places_now(unit, names):
             owner = module()
             if owner is None or id(owner) not in names:
                 continue  # not in the model any more
-            found = owner._parameters.get(key)
+            found = parameters_of(owner).get(key)
             if found is p.shard or found is p.whole:
                 sites[p.index].append((module, key))
             elif found is not None:
@@ -233,7 +235,7 @@ def refuse_replaced(units):
                 owner = module()
                 if owner is None:
                     continue
-                found = owner._parameters.get(key)
+                found = parameters_of(owner).get(key)
                 if found is not p.shard and found is not p.whole:
                     what = "removed" if found is None else "replaced"
                     raise RuntimeError(
@@ -247,7 +249,7 @@ def refuse_plain(root, units):
     """A parameter to train that no unit has: the ranks' copies would part."""
     ignored = {(id(module()), key) for unit in units for module, key in unit.ignored}
     for prefix, module in root.named_modules():
-        for key, parameter in module._parameters.items():
+        for key, parameter in parameters_of(module).items():
             if (
                 parameter is not None
                 and parameter.requires_grad

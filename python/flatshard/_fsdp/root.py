@@ -17,18 +17,15 @@ from flatshard._graphs.checks import (
     audits_graphs,
     emulates_on_cpu,
 )
+from flatshard._tensor.memory import local_of
 from flatshard._tensor.mesh import device_of
 from flatshard._tensor.same_values import compare
+from flatshard.torch_versions import parameters_of, plain_attributes
 
 
 def traces_steps():
     """Debugging: what the core does is kept for flatshard.diagnostics.take_trace."""
     return os.environ.get("FLATSHARD_TRACE_STEPS") == "1"
-
-
-# `.grad` and `.requires_grad` of a tensor subclass go through __torch_function__
-# otherwise, at twenty times the price, for each parameter of the model.
-_plain_attributes = torch._C.DisableTorchFunctionSubclass
 
 
 class Root:
@@ -49,7 +46,7 @@ class Root:
             name_released(unit.parameters)
             places.append(
                 [
-                    _C.Place(site()._parameters, name, p.whole, p.shard)
+                    _C.Place(parameters_of(site()), name, p.whole, p.shard)
                     for p in unit.parameters
                     for site, name in p.sites
                 ]
@@ -225,7 +222,7 @@ class Root:
             # Without gradients nothing depends on it: peft's disable_adapter()
             # freezes adapters for the time that it lasts.
             if self.core.trains_others():
-                with _plain_attributes():
+                with plain_attributes():
                     for unit in self.units:
                         unit.check_trainable()
         for ref in self._of_several:
@@ -250,7 +247,7 @@ class Root:
                         "write to the sharded parameter, outside of the forward"
                     )
                 with torch.no_grad():
-                    p.shard._local_tensor.copy_(p.shard.rows_of(p.whole.detach()))
+                    local_of(p.shard).copy_(p.shard.rows_of(p.whole.detach()))
         unit.core.mark_written()
         self.core.gathered_written(number)
 

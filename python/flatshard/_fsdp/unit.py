@@ -9,17 +9,21 @@ from torch.distributed.tensor import Replicate
 from flatshard import _C
 from flatshard._fsdp.parameter import (
     copy_attributes,
-    hooks_of,
     put_hooks,
     whole_parameter,
 )
 from flatshard._graphs.checks import DEFAULT_WARMUP_STEPS
+from flatshard._tensor.memory import address_of, local_of
 from flatshard._tensor.meta_shards import mark_of_meta
 from flatshard._tensor.places import forget_unit, set_unit
 from flatshard._tensor.row_shard import RowShard
-from flatshard._tensor.sharded_tensor import ShardedTensor, become, with_local
+from flatshard._tensor.sharded_tensor import ShardedTensor, become, make_sharded
 from flatshard._tensor.writes import writes
-from flatshard.torch_versions import default_reduce_dtype
+from flatshard.torch_versions import (
+    default_reduce_dtype,
+    hooks_of_tensor,
+    parameters_of,
+)
 
 
 @dataclass
@@ -106,21 +110,15 @@ class UnitState:
         """Makes p, of a unit on a part of the mesh, the parameter `index` of this one: a
         tensor of `shape` that is cut by `placements`."""
         former, p.index = p.shard, index
-        p.hooks = hooks_of(former)
+        p.hooks = hooks_of_tensor(former)
         forget_unit(former)
-        data = ShardedTensor.wrap(
-            former._local_tensor, self.device_mesh, placements, shape
-        )
+        data = ShardedTensor.wrap(local_of(former), self.device_mesh, placements, shape)
         self._show_new(p, data, former.requires_grad, former)
 
     def _watch_shards(self):
         writes.add(self, [p.shard for p in self.parameters])
         mark_of_meta(
-            {
-                p.shard._local_tensor.untyped_storage()._cdata
-                for p in self.parameters
-                if p.on_meta
-            },
+            {address_of(p.shard) for p in self.parameters if p.on_meta},
             self,
         )
 
@@ -186,10 +184,10 @@ class UnitState:
 
     def take(self, p, tensor):
         """Makes `tensor`, a DTensor like p's shard, that shard. Collective."""
-        local = p.shard._local_tensor
+        local = local_of(p.shard)
         if tensor.dtype != p.shard.dtype:  # until shard_again
             local = torch.empty_like(local, dtype=tensor.dtype)
-        if tensor._local_tensor.is_meta:
+        if local_of(tensor).is_meta:
             p.on_meta = True
         else:
             with torch.no_grad():
@@ -197,10 +195,7 @@ class UnitState:
             p.on_meta = False
         p.digest = None
         forget_unit(p.shard)
-        same = tensor.dtype == p.shard.dtype
-        spec = (p.shard if same else with_local(p.shard, local))._spec
-        tensor._local_tensor, tensor._spec = local, spec
-        tensor.__class__ = ShardedTensor
+        make_sharded(tensor, local, p.shard)
         p.shard = tensor
         set_unit(tensor, self, p.index)
         writes.count += 1
@@ -220,7 +215,7 @@ class UnitState:
     @staticmethod
     def show(p, tensor):
         for module, name in p.sites:
-            module()._parameters[name] = tensor
+            parameters_of(module())[name] = tensor
 
     def check_initialized(self):
         for p in self.parameters:

@@ -6,8 +6,8 @@ from torch import nn
 
 from flatshard._fsdp.forward import run_forward, state_of, wrapped
 from flatshard._fsdp.module import FSDPModule
-from flatshard._graphs.dynamo import outside_of_graphs
 from flatshard._graphs.unit_graph import UnitGraph
+from flatshard.torch_versions import outside_of_graphs
 
 
 def register_fsdp_forward_method(module, method_name):

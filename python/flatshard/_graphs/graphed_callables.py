@@ -2,14 +2,13 @@
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
 
 from flatshard._fsdp.forward import state_of
 from flatshard._fsdp.wrapping import capture_forward
 from flatshard._graphs.checks import DEFAULT_WARMUP_STEPS, check_cuda_graph
-from flatshard._graphs.dynamo import never_compiled
 from flatshard._graphs.unit_graph import is_plain
 from flatshard._tensor.mesh import device_of
+from flatshard.torch_versions import never_compiled, tree_flatten
 
 
 def make_graphed_callables(

@@ -10,11 +10,25 @@ import weakref
 
 import torch
 from torch import nn
-from torch.nn.modules import module as nn_module
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from flatshard._graphs.dynamo import never_compiled, outside_of_graphs
 from flatshard._tensor.mesh import device_of
+from flatshard.torch_versions import (
+    GLOBAL_HOOKS,
+    buffers_of,
+    children_of,
+    has_dispatch_mode,
+    has_saved_tensor_hooks,
+    hooks_of_module,
+    in_backward,
+    in_functorch,
+    is_compiled_around,
+    never_compiled,
+    outside_of_graphs,
+    parameters_of,
+    tree_flatten,
+    tree_unflatten,
+    version_of,
+)
 
 # Arguments and results of these types are compared; those of others may be anything.
 _PLAIN = {
@@ -35,15 +49,6 @@ _PLAIN = {
 
 def is_plain(leaf):
     return type(leaf) in _PLAIN or isinstance(leaf, enum.Enum)
-
-
-# Hooks of all modules, which a replay does not call either.
-_GLOBAL_HOOKS = (
-    nn_module._global_forward_pre_hooks,
-    nn_module._global_forward_hooks,
-    nn_module._global_backward_pre_hooks,
-    nn_module._global_backward_hooks,
-)
 
 
 class Recorded:
@@ -213,24 +218,17 @@ class _Tree:
     def __init__(self, module, state):
         self.device = device_of(state.device_mesh)
         self.inner = [m for m in module.modules() if m is not module]
-        self.hooks = _GLOBAL_HOOKS + tuple(
-            hooks
-            for m in self.inner
-            for hooks in (
-                m._forward_pre_hooks,
-                m._forward_hooks,
-                m._backward_pre_hooks,
-                m._backward_hooks,
-            )
+        self.hooks = GLOBAL_HOOKS + tuple(
+            hooks for m in self.inner for hooks in hooks_of_module(m)
         )
         own = {id(t) for p in state.parameters for t in (p.whole, p.shard)}
         everything = (module, *self.inner)
-        self._children = [m._modules for m in everything if m._modules]
-        self._buffers = [m._buffers for m in everything if m._buffers]
+        self._children = [c for m in everything if (c := children_of(m))]
+        self._buffers = [b for m in everything if (b := buffers_of(m))]
         self._ignored = [
             parameter
             for m in everything
-            for parameter in m._parameters.values()
+            for parameter in parameters_of(m).values()
             if parameter is not None and id(parameter) not in own
         ]
         self._shape = self._children_now()
@@ -293,7 +291,7 @@ class UnitGraph:
             self._tree = _Tree(module, state)
         recorded = Recorded(module, forward, args, kwargs, self._tree)
         tensors, recorded.tensors = recorded.tensors, None
-        if torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
+        if is_compiled_around():
             # A capture would record what is not compiled.
             obstacle = "torch.compile is around it"
         else:
@@ -351,20 +349,20 @@ class UnitGraph:
                     f"an argument is a {tensor.layout} tensor on {tensor.device}, "
                     f"expected a strided one on {tree.device}"
                 )
-        if torch._C._current_graph_task_id() >= 0:
+        if in_backward():
             return "it runs in a backward (a checkpoint around it)"
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        if has_saved_tensor_hooks():
             return "hooks on saved tensors are around it (a checkpoint, offloading)"
-        if torch._C._len_torch_dispatch_stack():
+        if has_dispatch_mode():
             return "a TorchDispatchMode is around it, which sees each operation"
-        if torch._C._are_functorch_transforms_active():
+        if in_functorch():
             return "it runs in a function of torch.func"
         return ""
 
 
 @never_compiled
 def _versions(tensors):
-    return [0 if t.is_inference() else t._version for t in tensors]
+    return [version_of(t) for t in tensors]
 
 
 def cuda_graph_stats(model):

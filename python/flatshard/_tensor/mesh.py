@@ -1,9 +1,9 @@
 """The core's Mesh of a DeviceMesh.
 
 Flatshard makes communicators of its own through the store of the default
-process group: one for gathers and one for reductions, so that neither waits for
-the other nor for collectives that the program launches itself. Only the ranks of
-the mesh take part. They live until the process ends.
+process group, which nothing public gives: one for gathers and one for reductions,
+so that neither waits for the other nor for collectives that the program launches
+itself. Only the ranks of the mesh take part. They live until the process ends.
 """
 
 import atexit
@@ -103,6 +103,7 @@ def _key(device_mesh):
 def _dimensions(device_mesh):
     """The root mesh's dimensions that `device_mesh` consists of, and those of the mesh
     that it is a part of; (None, None) where nothing was flattened."""
+    # Of what a mesh is a part, and what was flattened, is said by private names alone.
     root = device_mesh._get_root_mesh()
     own, names = device_mesh.mesh_dim_names, root.mesh_dim_names
     runs = _flattened(root) if own is not None and names is not None else {}
@@ -129,6 +130,12 @@ def _flattened(root):
                 if torch.equal(root[run].mesh.flatten(), mesh.mesh.flatten()):
                     runs[name] = run
     return runs
+
+
+def flattened(device_mesh):
+    """The mesh of one dimension over all ranks of one with names. torch's documentation
+    has users call `_flatten`, too."""
+    return device_mesh._flatten()
 
 
 def device_of(device_mesh):

@@ -4,6 +4,8 @@ import weakref
 
 import torch
 
+from flatshard._tensor.memory import address_of
+
 # Of parameters that came on the meta device: the address of the memory behind a shard
 # -> its unit, which says whether there are values yet.
 of_meta = {}
@@ -17,7 +19,7 @@ def mark_of_meta(storages, state):
 def where_it_is(tensor, attribute):
     """What a tensor on meta would say, for a shard without values; else None. The memory
     is there before the values are."""
-    storage = tensor._local_tensor.untyped_storage()._cdata
+    storage = address_of(tensor)
     state = of_meta[storage]() if storage in of_meta else None
     if state is None:
         return None

@@ -2,6 +2,8 @@
 
 import torch
 from torch.distributed.tensor import DTensor
+
+# What a DTensor knows of itself; no public function takes other cuts than Shard's.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
@@ -16,19 +18,13 @@ class RowSpec(DTensorSpec):
     def __hash__(self):
         return hash(("RowSpec", super().__hash__()))
 
-    @staticmethod
-    def of(spec, placements=None):
-        return RowSpec(
-            spec.mesh,
-            spec.placements if placements is None else tuple(placements),
-            tensor_meta=spec.tensor_meta,
-        )
+
+def make_spec(mesh, placements, shape, stride, dtype, kind=RowSpec):
+    meta = TensorMeta(torch.Size(shape), tuple(stride), dtype)
+    return kind(mesh, tuple(placements), tensor_meta=meta)
 
 
-def from_local(local, mesh, placements, shape, kind=DTensorSpec):
-    """DTensor.from_local, which would copy what is on another device than the mesh: an
-    offloaded shard would be no view any more."""
-    stride = torch.empty(shape, device="meta").stride()
-    meta = TensorMeta(torch.Size(shape), stride, local.dtype)
-    spec = kind(mesh, tuple(placements), tensor_meta=meta)
+def dtensor(local, spec):
+    """A DTensor over `local` itself. DTensor.from_local would copy what is on another
+    device than the mesh: an offloaded shard would be no view any more."""
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)

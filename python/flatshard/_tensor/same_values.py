@@ -8,6 +8,7 @@ whole parameters, takes a digest of each, and the first forward compares them.
 import torch
 import torch.distributed as dist
 
+from flatshard._tensor.memory import address_of
 from flatshard._tensor.mesh import device_of
 from flatshard._tensor.writes import writes
 
@@ -69,7 +70,7 @@ def _differing(chosen, device_mesh):
 
 
 def _is_unknown(unit, p):
-    storage = p.shard._local_tensor.untyped_storage()._cdata
+    storage = address_of(p.shard)
     return (
         p.digest is None
         or storage in writes.written

@@ -20,7 +20,9 @@ class Traits:
     """What the schema of an operation says."""
 
     def __init__(self, func):
-        schema = func._schema
+        schema = func._schema  # which arguments are written is said nowhere else
+        self.overload = schema.overload_name
+        self.returns = [result.name for result in schema.returns]
         self.name = schema.name.split("::")[-1]
         self.arguments = [a.name for a in schema.arguments]
         self.defaults = {

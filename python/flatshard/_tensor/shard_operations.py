@@ -11,7 +11,11 @@ cuts, which all of them know.
 import functools
 
 import torch
+
+# Rules by type of tensor come before all else; see `register`.
 from torch._library.simple_registry import singleton as registry
+
+# Sizes and strides of a tensor change below its own dispatch.
 from torch.utils._mode_utils import no_dispatch
 
 from flatshard._tensor import shard_random, shard_reductions, shard_rows, shard_views
@@ -115,10 +119,7 @@ def _turn(func, traits, args, kwargs):
     """Operations in place that change the shape (t_, squeeze_): the tensor becomes the
     view."""
     target = args[0]
-    schema = func._schema
-    overload = (
-        "int" if traits.name == "transpose_" else schema.overload_name or "default"
-    )
+    overload = "int" if traits.name == "transpose_" else traits.overload or "default"
     out_of_place = getattr(getattr(torch.ops.aten, traits.name[:-1]), overload)
     view = shard_views.run(out_of_place, traits_of(out_of_place), args, kwargs)
     if view is NotImplemented:

@@ -122,7 +122,7 @@ def by_position(func, traits, args, kwargs):
         **{name: of(name, value) for name, value in kwargs.items()},
     )
     if traits.written:
-        return list(first) if func._schema.returns else None
+        return list(first) if traits.returns else None
     return [
         as_rows(t, a)
         if isinstance(a, ShardedTensor) and is_cut(a)
@@ -145,7 +145,7 @@ def _one_by_one(func, traits, args, kwargs, lists):
             *[of(name, value) for name, value in zip(traits.arguments, args)],
             **{name: of(name, value) for name, value in kwargs.items()},
         )
-    return list(args[0]) if func._schema.returns else None
+    return list(args[0]) if traits.returns else None
 
 
 def _written_alike(reference, tensor):

@@ -7,9 +7,8 @@ one (a transposed matrix, a flat vector, one row) no rank has its part: it is a
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import TensorMeta
 
-from flatshard._tensor.row_spec import RowSpec
+from flatshard._tensor.row_spec import dtensor, make_spec
 from flatshard._tensor.shard_values import Values, is_cut, row_dim
 from flatshard._tensor.sharded_tensor import ShardedTensor
 
@@ -38,11 +37,10 @@ class ShardedView(ShardedTensor):
     @staticmethod
     def of(base, size, stride, offset):
         mesh = base._spec.mesh
-        meta = TensorMeta(torch.Size(size), tuple(stride), base.dtype)
         placements = (Replicate(),) * mesh.ndim
-        spec = RowSpec(mesh, placements, tensor_meta=meta)
+        spec = make_spec(mesh, placements, size, stride, base.dtype)
         nothing = base._local_tensor.new_empty(0)
-        view = DTensor.__new__(DTensor, nothing, spec, requires_grad=False)
+        view = dtensor(nothing, spec)
         view.__class__ = ShardedView
         view.base = base
         view.frame = tuple(size), tuple(stride), offset
@@ -68,6 +66,7 @@ def run(func, traits, args, kwargs):
     )
     others = [_on_meta(a) for a in args[1:]]  # of view_as
     seen = func(memory.as_strided(*frame), *others, **kwargs)
+    # On meta there is no address of memory to compare.
     storage = memory.untyped_storage()._cdata
     several = isinstance(seen, (list, tuple))
     views = list(seen) if several else [seen]

@@ -9,16 +9,15 @@ import functools
 import sys
 
 import torch
-from torch._ops import OpOverloadPacket
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils import _foreach_utils
 
 from flatshard._tensor import parameter_gradients, shard_gradients
 from flatshard._tensor.meta_shards import of_meta, where_it_is
 from flatshard._tensor.places import unit_of
 from flatshard._tensor.row_shard import RowShard
-from flatshard._tensor.row_spec import RowSpec, from_local
+from flatshard._tensor.row_spec import RowSpec, dtensor, make_spec
 from flatshard._tensor.shard_values import (
     PlainMeetsShards,
     Values,
@@ -30,6 +29,7 @@ from flatshard._tensor.shard_values import (
 )
 from flatshard._tensor.unscale import unscale, unscale_gradients
 from flatshard._tensor.writes import writes
+from flatshard.torch_versions import plain_attributes
 
 _set_data = torch.Tensor.data.__set__
 _grad = torch.Tensor.grad
@@ -54,8 +54,9 @@ class ShardedTensor(DTensor):
         """
         is_cut = any(isinstance(p, RowShard) for p in placements)
         kind = RowSpec if is_cut else DTensorSpec
-        tensor = from_local(local.detach(), mesh, placements, shape, kind)
-        tensor.__class__ = ShardedTensor
+        stride = contiguous_stride(shape)
+        spec = make_spec(mesh, placements, shape, stride, local.dtype, kind)
+        tensor = ShardedTensor.like_spec(local.detach(), spec)
         return tensor.requires_grad_(requires_grad)
 
     @staticmethod
@@ -63,13 +64,12 @@ class ShardedTensor(DTensor):
         """As `wrap`, of a tensor without history: for results of operations."""
         if stride is None:
             stride = contiguous_stride(shape)
-        meta = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
-        spec = RowSpec(mesh, tuple(placements), tensor_meta=meta)
+        spec = make_spec(mesh, placements, shape, stride, local.dtype)
         return ShardedTensor.like_spec(local, spec)
 
     @staticmethod
     def like_spec(local, spec):
-        tensor = DTensor.__new__(DTensor, local, spec, requires_grad=False)
+        tensor = dtensor(local, spec)
         tensor.__class__ = ShardedTensor
         return tensor
 
@@ -101,7 +101,7 @@ class ShardedTensor(DTensor):
             place = where_it_is(base_of(args[0]), function.__self__.__name__)
             if place is not None:
                 return place
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_attributes():
             if name == "__get__" or (name == "__set__" and args[1] is None):
                 result = function(*args)
                 if function.__self__ is _grad and result is not None:
@@ -137,7 +137,7 @@ class ShardedTensor(DTensor):
             self.shape,
             self.requires_grad and self.is_leaf,
         )
-        if getattr(self, "_is_param", False):
+        if isinstance(self, torch.nn.Parameter):
             copied = torch.nn.Parameter(copied.detach(), self.requires_grad)
         memo[id(self)] = copied
         return copied
@@ -216,7 +216,8 @@ class ShardedTensor(DTensor):
 # tensor slot by slot (DCP's staging) asks the type for them.
 ShardedTensor.__slots__ = DTensor.__slots__
 
-# clip_grad_norm_ takes the norms of all gradients at once, so in one collective.
+# clip_grad_norm_ takes the norms of all gradients of these types at once, so in one
+# collective; torch has no way to register one.
 _foreach_utils._foreach_supported_types.append(ShardedTensor)
 
 # Files of torch.save name these types by the paths that they had in version 0.2.
@@ -238,6 +239,9 @@ def contiguous_stride(shape):
         width *= max(size, 1)
     return tuple(reversed(stride))
 
+
+# The type of torch.ops.aten.add, which has no public name.
+_OPERATION = type(torch.ops.aten.add)
 
 # torch's optimizers call these for each parameter, without foreach.
 _ELEMENTWISE = {
@@ -261,7 +265,7 @@ def _of_elements(function, name, args, kwargs):
     """The result from local tensors, where all are cut alike; else None. The way
     through operations costs the host twice as much."""
     first = args[0] if args else None
-    if type(first) is not ShardedTensor or isinstance(function, OpOverloadPacket):
+    if type(first) is not ShardedTensor or isinstance(function, _OPERATION):
         return None  # an operation of somebody else may have any name
     if any(isinstance(value, torch.Tensor) for value in kwargs.values()):
         return None
@@ -378,9 +382,16 @@ def become(tensor, data):
     """`tensor`, a leaf without gradient, is from now on what `data` is, a DTensor of the
     same shape: cut and of the dtype as that one. It stays the same object."""
     if tensor.dtype != data.dtype:
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_attributes():
             _set_data(tensor, data)
     tensor._local_tensor, tensor._spec = data._local_tensor, data._spec
+
+
+def make_sharded(tensor, local, like):
+    """Makes the DTensor `tensor` a ShardedTensor over `local`, cut as `like` is."""
+    like = like if local.dtype == like.dtype else with_local(like, local)
+    tensor._local_tensor, tensor._spec = local, like._spec
+    tensor.__class__ = ShardedTensor
 
 
 def with_local(tensor, local):

@@ -8,6 +8,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from flatshard._tensor.memory import address_of, local_of
+
 
 class Writes:
     """Notices that somebody may have written sharded parameters.
@@ -36,7 +38,7 @@ class Writes:
             unit = self._unit_of(tensor)
             if unit is not None:
                 self._note_one(unit)
-                self.written.add(_address(tensor))
+                self.written.add(address_of(tensor))
         elif tensor and self._unit_of(tensor[0]) is not None:  # foreach: of parameters
             self.lists += 1
             if self._stepping:
@@ -51,8 +53,9 @@ class Writes:
         if unit is not None:
             unit.num_looks += 1
             self.looks += 1
-            local = tensor._local_tensor
-            self.lent.setdefault(_address(tensor), (local, local._version))
+            local = local_of(tensor)
+            # The counter that autograd checks has no public name.
+            self.lent.setdefault(address_of(tensor), (local, local._version))
 
     def note_written_looks(self):
         """Those of `note_look` that were written since."""
@@ -111,26 +114,22 @@ class Writes:
     def _unit_of(self, tensor):
         if not isinstance(tensor, DTensor):
             return None
-        reference = self.units.get(_address(tensor))
+        reference = self.units.get(address_of(tensor))
         return None if reference is None else reference()
 
     def add(self, unit, tensors):
-        addresses = [_address(tensor) for tensor in tensors]
+        addresses = [address_of(tensor) for tensor in tensors]
         self.units.update(dict.fromkeys(addresses, weakref.ref(unit)))
         weakref.finalize(unit, self._forget, addresses)
 
     def remove(self, tensors):
-        self._forget([_address(tensor) for tensor in tensors])
+        self._forget([address_of(tensor) for tensor in tensors])
 
     def _forget(self, addresses):
         for address in addresses:
             self.units.pop(address, None)
             self.written.discard(address)
             self.lent.pop(address, None)
-
-
-def _address(tensor):
-    return tensor._local_tensor.untyped_storage()._cdata
 
 
 writes = Writes()

@@ -30,6 +30,7 @@ from flatshard.checkpoint.optimizer_state import (
     take_options,
 )
 from flatshard.optim import AdamW
+from flatshard.torch_versions import buffers_of, persistent_buffers
 
 _OPTIMIZER = "optimizer"  # our own text in the manifest
 
@@ -140,7 +141,7 @@ def load(folder, model, optimizer=None, *, step=None, exclude=()):
         if foreign:
             optimizer.state = before
         for module, name, buffer in on_meta:
-            module._buffers[name] = buffer
+            buffers_of(module)[name] = buffer
         raise
     for unit in root.units:
         unit.initialized = True
@@ -266,9 +267,8 @@ def _whole_tensors(model):
     """What is the same on all ranks: persistent buffers, parameters not sharded."""
     found = {}
     for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
+        for name, buffer in persistent_buffers(module):
+            found[f"{prefix}.{name}" if prefix else name] = buffer
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, ShardedTensor):
             found[name] = parameter.detach()
@@ -280,11 +280,10 @@ def _materialize_buffers(root, model):
     device = device_of(root.device_mesh)
     replaced = []
     for module in model.modules():
-        for name, buffer in module._buffers.items():
-            kept = name not in module._non_persistent_buffers_set
-            if buffer is not None and buffer.is_meta and kept:
+        for name, buffer in persistent_buffers(module):
+            if buffer.is_meta:
                 replaced.append((module, name, buffer))
-                module._buffers[name] = torch.zeros_like(buffer, device=device)
+                buffers_of(module)[name] = torch.zeros_like(buffer, device=device)
     return replaced
 
 

@@ -6,6 +6,7 @@ import json
 import torch
 
 from flatshard import _C
+from flatshard._tensor.memory import local_of
 from flatshard._tensor.places import unit_of
 from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard.optim import AdamW
@@ -39,7 +40,7 @@ def _state_of(optimizer, p):
         if name == "step":
             steps = int(value)
         elif isinstance(value, ShardedTensor) and value.shape == p.shard.shape:
-            tensors[name] = value._local_tensor
+            tensors[name] = local_of(value)
         elif value is not None:
             shape = f" of shape {tuple(value.shape)}" if torch.is_tensor(value) else ""
             raise ValueError(

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard.moe.overlap import running
+from flatshard.torch_versions import parameters_of
 
 # Blocks of transformers 4 that hold their experts in a list, and whether they always
 # make the chosen weights add up to 1.
@@ -89,7 +90,7 @@ def is_spread(module):
 
 
 def _is_experts(module):
-    own = module._parameters
+    own = parameters_of(module)
     return hasattr(module, "num_experts") and {"gate_up_proj", "down_proj"} <= set(own)
 
 
@@ -102,7 +103,7 @@ def _check(name, module, ep_mesh):
             f"{name}: {n} experts do not divide by {ranks} ranks of ep_mesh; choose a "
             "dimension whose size divides them"
         )
-    for key, p in module._parameters.items():
+    for key, p in parameters_of(module).items():
         if p is None:
             continue
         if isinstance(p, ShardedTensor):
@@ -122,10 +123,12 @@ def _spread(module, ep_mesh, overlap):
     if ranks == 1 and not overlap:
         return
     n = module.num_experts // ranks
-    for key, p in list(module._parameters.items()):
+    for key, p in list(parameters_of(module).items()):
         if p is not None:
             part = p.detach()[rank * n : (rank + 1) * n].clone()
-            module._parameters[key] = nn.Parameter(part, requires_grad=p.requires_grad)
+            parameters_of(module)[key] = nn.Parameter(
+                part, requires_grad=p.requires_grad
+            )
     module.num_experts = n
     module._flatshard_group = ep_mesh.get_group()
     module._flatshard_overlap = overlap
