@@ -42,11 +42,14 @@ from flatshard.float8.policy import (  # noqa: E402
     MXFP8BlockScaling,
 )
 from flatshard._fsdp.forward import UnshardHandle  # noqa: E402
-from flatshard._fsdp.fully_shard import FSDPModule, fully_shard  # noqa: E402
-from flatshard._graphs.graphed_callables import make_graphed_callables  # noqa: E402
-from flatshard._graphs.unit_graph import cuda_graph_stats  # noqa: E402
+from flatshard._fsdp.fully_shard import fully_shard  # noqa: E402
+from flatshard._fsdp.graphed_callables import (  # noqa: E402
+    cuda_graph_stats,
+    make_graphed_callables,
+)
 from flatshard._fsdp.initialize import reset_parameters  # noqa: E402
 from flatshard._fsdp.loss import linear_cross_entropy  # noqa: E402
+from flatshard._fsdp.module import FSDPModule  # noqa: E402
 from flatshard.moe.overlap import overlap_microbatches  # noqa: E402
 from flatshard._fsdp.policies import (  # noqa: E402
     CPUOffloadPolicy,

@@ -7,6 +7,7 @@ Which versions were tried is in docs/python.md.
 """
 
 import functools
+from operator import attrgetter
 
 import torch
 from torch.nn.modules import module as nn_module
@@ -31,57 +32,35 @@ def default_reduce_dtype(param_dtype, dtype):
     return dtype
 
 
-# -- modules ---------------------------------------------------------------------------
+# -- modules, each alone ---------------------------------------------------------------
 
-
-def parameters_of(module):
-    """{name: parameter or None} of the module alone. Shards and whole parameters are put
-    there as they are; setattr would check and register them, in each forward."""
-    return module._parameters
-
-
-def buffers_of(module):
-    """{name: buffer or None} of the module alone; another buffer may be put there."""
-    return module._buffers
+# {name: parameter or None}. Shards and whole parameters are put there as they are; setattr
+# would check and register them, in each forward.
+parameters_of = attrgetter("_parameters")
+# {name: buffer or None}; another buffer may be put there.
+buffers_of = attrgetter("_buffers")
+# {name: module} and {id: hook}: the same objects for as long as the module is there. Each
+# forward looks whether somebody replaced a child, or put a hook there.
+children_of = attrgetter("_modules")
+forward_hooks = attrgetter("_forward_hooks")
+# All hooks that a module calls, and a replay of it would not.
+hooks_of_module = attrgetter(
+    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+)
+# The same of hooks of all modules.
+GLOBAL_HOOKS = attrgetter(
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+)(nn_module)
 
 
 def persistent_buffers(module):
-    """[(name, buffer)] that a state dict of the module alone has; state_dict() itself
-    would call the user's hooks."""
+    """[(name, buffer)]; state_dict() would call the user's hooks."""
     left_out = module._non_persistent_buffers_set
     named = module._buffers.items()
     return [(n, b) for n, b in named if b is not None and n not in left_out]
-
-
-def children_of(module):
-    """{name: module}, the same object for as long as the module is there: looking whether
-    a child was replaced has to be cheap."""
-    return module._modules
-
-
-def forward_hooks(module):
-    """{id: hook}, the same object always: whether somebody put one there is looked at in
-    each forward."""
-    return module._forward_hooks
-
-
-def hooks_of_module(module):
-    """The dictionaries of hooks that a module calls and a replay of it would not."""
-    return (
-        module._forward_pre_hooks,
-        module._forward_hooks,
-        module._backward_pre_hooks,
-        module._backward_hooks,
-    )
-
-
-# The same of hooks of all modules.
-GLOBAL_HOOKS = (
-    nn_module._global_forward_pre_hooks,
-    nn_module._global_forward_hooks,
-    nn_module._global_backward_pre_hooks,
-    nn_module._global_backward_hooks,
-)
 
 
 def converts_inside(context):
@@ -110,13 +89,12 @@ _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def hooks_of_tensor(tensor):
-    """{attribute: dictionary} of the hooks on a tensor."""
+    """{attribute: dictionary} of those that are not empty."""
     found = {name: getattr(tensor, name) for name in _TENSOR_HOOKS}
     return {name: hooks for name, hooks in found.items() if hooks}
 
 
 def set_hooks_of_tensor(tensor, found):
-    """Puts what hooks_of_tensor gave of another one on a tensor that needs a gradient."""
     for name, hooks in found.items():
         setattr(tensor, name, hooks)
 

@@ -2,6 +2,8 @@
 
 import weakref
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from flatshard import _C
 from flatshard._fsdp.arguments import (
     check_placement,
@@ -21,7 +23,6 @@ from flatshard._fsdp.forward import state_of
 from flatshard._fsdp.joined import find_parts, join
 from flatshard._fsdp.linear import write_grads_in_place
 from flatshard._fsdp.main_grad import offer_main_grads
-from flatshard._fsdp.module import FSDPModule
 from flatshard._fsdp.parameter import (
     Parameter,
     mark_owner,
@@ -33,7 +34,6 @@ from flatshard._fsdp.unit import Policy, UnitState, make_core
 from flatshard._fsdp.wrapping import wrap_class
 from flatshard._graphs.checks import check_cuda_graph
 from flatshard._tensor.mesh import (
-    DeviceMesh,
     default_device_mesh,
     device_of,
     model_mesh,
@@ -267,6 +267,3 @@ def _move_buffers(modules, device_mesh):
         for name, buffer in buffers.items():
             if buffer is not None and not buffer.is_meta and buffer.device != device:
                 buffers[name] = buffer.to(device)
-
-
-__all__ = ["FSDPModule", "fully_shard"]

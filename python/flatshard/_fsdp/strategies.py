@@ -62,6 +62,3 @@ def by_placements():
         found[two.placements] = row.name, "replicate"
     found[_BY_NAME["hfsdp"].placements] = "zero3", "optim"
     return found
-
-
-__all__ = ["NAMES", "Strategy", "by_placements", "find_strategy"]

@@ -1,1 +1,1 @@
-"""Forwards and backwards of units as CUDA graphs."""
+"""What the forward of a unit depends on that is replayed as CUDA graphs."""

@@ -11,23 +11,13 @@ import weakref
 import torch
 from torch import nn
 
+from flatshard import torch_versions
 from flatshard._tensor.mesh import device_of
 from flatshard.torch_versions import (
-    GLOBAL_HOOKS,
-    buffers_of,
-    children_of,
-    has_dispatch_mode,
-    has_saved_tensor_hooks,
-    hooks_of_module,
-    in_backward,
-    in_functorch,
-    is_compiled_around,
     never_compiled,
     outside_of_graphs,
-    parameters_of,
     tree_flatten,
     tree_unflatten,
-    version_of,
 )
 
 # Arguments and results of these types are compared; those of others may be anything.
@@ -218,17 +208,17 @@ class _Tree:
     def __init__(self, module, state):
         self.device = device_of(state.device_mesh)
         self.inner = [m for m in module.modules() if m is not module]
-        self.hooks = GLOBAL_HOOKS + tuple(
-            hooks for m in self.inner for hooks in hooks_of_module(m)
+        self.hooks = torch_versions.GLOBAL_HOOKS + tuple(
+            hooks for m in self.inner for hooks in torch_versions.hooks_of_module(m)
         )
         own = {id(t) for p in state.parameters for t in (p.whole, p.shard)}
         everything = (module, *self.inner)
-        self._children = [c for m in everything if (c := children_of(m))]
-        self._buffers = [b for m in everything if (b := buffers_of(m))]
+        self._children = [c for m in everything if (c := torch_versions.children_of(m))]
+        self._buffers = [b for m in everything if (b := torch_versions.buffers_of(m))]
         self._ignored = [
             parameter
             for m in everything
-            for parameter in parameters_of(m).values()
+            for parameter in torch_versions.parameters_of(m).values()
             if parameter is not None and id(parameter) not in own
         ]
         self._shape = self._children_now()
@@ -291,7 +281,7 @@ class UnitGraph:
             self._tree = _Tree(module, state)
         recorded = Recorded(module, forward, args, kwargs, self._tree)
         tensors, recorded.tensors = recorded.tensors, None
-        if is_compiled_around():
+        if torch_versions.is_compiled_around():
             # A capture would record what is not compiled.
             obstacle = "torch.compile is around it"
         else:
@@ -349,38 +339,17 @@ class UnitGraph:
                     f"an argument is a {tensor.layout} tensor on {tensor.device}, "
                     f"expected a strided one on {tree.device}"
                 )
-        if in_backward():
+        if torch_versions.in_backward():
             return "it runs in a backward (a checkpoint around it)"
-        if has_saved_tensor_hooks():
+        if torch_versions.has_saved_tensor_hooks():
             return "hooks on saved tensors are around it (a checkpoint, offloading)"
-        if has_dispatch_mode():
+        if torch_versions.has_dispatch_mode():
             return "a TorchDispatchMode is around it, which sees each operation"
-        if in_functorch():
+        if torch_versions.in_functorch():
             return "it runs in a function of torch.func"
         return ""
 
 
 @never_compiled
 def _versions(tensors):
-    return [version_of(t) for t in tensors]
-
-
-def cuda_graph_stats(model):
-    """What happened with fully_shard(..., cuda_graph=True) since the first forward.
-
-    Args:
-        model: the outermost module that fully_shard wrapped.
-
-    Returns:
-        dict of `captures`, forwards and backwards; `forward_replays`;
-        `backward_replays`; `fallbacks`, a dict: how many forwards and backwards ran
-        eagerly behind the warm-up, by reason; `nbytes`, taken from the GPU for the
-        graphs; `audited_addresses`, looked at where FLATSHARD_AUDIT_CUDA_GRAPHS=1 asks
-        for it, and `audit_findings`, a list of those in memory of others. Zeros where no unit has cuda_graph=True.
-
-    Raises:
-        ValueError: it is another module.
-    """
-    from flatshard._fsdp.forward import root_of
-
-    return root_of(model).core.graph_stats()
+    return [torch_versions.version_of(t) for t in tensors]

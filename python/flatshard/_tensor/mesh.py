@@ -12,7 +12,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from flatshard import _C
 
@@ -194,13 +194,3 @@ def _close():
     # collective. Once the interpreter is ending they never get it, and torch 2.11
     # ends the process there ("terminate called without an active exception").
     time.sleep(_LAST_TURN)
-
-
-__all__ = [
-    "DeviceMesh",
-    "core_mesh",
-    "default_device_mesh",
-    "device_of",
-    "model_mesh",
-    "slices_of",
-]

@@ -6,7 +6,13 @@ import functools
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from flatshard._tensor.shard_values import Values, is_cut, own_rows, same_cuts
+from flatshard._tensor.shard_values import (
+    Values,
+    is_cut,
+    own_rows,
+    same_cuts,
+    tensors_in,
+)
 from flatshard._tensor.sharded_tensor import ShardedTensor
 
 # They write their first argument and do not read it.
@@ -44,17 +50,6 @@ traits_of = functools.lru_cache(maxsize=None)(Traits)
 
 
 # -- arguments -----------------------------------------------------------------------
-
-
-def tensors_in(value):
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
 
 
 def replaced(value, replace):

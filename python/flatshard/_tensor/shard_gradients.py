@@ -7,7 +7,13 @@ Operations on whole values have whole gradients, equal on all ranks. `.grad` and
 import torch
 from torch.distributed.tensor import DTensor
 
-from flatshard._tensor.shard_values import Values, is_cut, is_whole, same_cuts
+from flatshard._tensor.shard_values import (
+    Values,
+    is_cut,
+    is_whole,
+    same_cuts,
+    tensors_in,
+)
 
 
 def cut_as(tensor, gradient):
@@ -49,7 +55,8 @@ def alike(name, args, kwargs):
             plain = plain or value.numel() == 1
     if not plain and len(shards) < 2:
         return args, kwargs
-    mesh = _mesh_of((*args, *kwargs.values()))
+    found = tensors_in((args, kwargs))
+    mesh = next((t.device_mesh for t in found if isinstance(t, DTensor)), None)
     # The result has the cuts of the first.
     first = None
     if shards:
@@ -65,17 +72,6 @@ def alike(name, args, kwargs):
         return Replicated.apply(value)
 
     return tuple(map(of, args)), {key: of(value) for key, value in kwargs.items()}
-
-
-def _mesh_of(args):
-    for value in args:
-        if isinstance(value, DTensor):
-            return value.device_mesh
-        if isinstance(value, (list, tuple)):
-            mesh = _mesh_of(value)
-            if mesh is not None:
-                return mesh
-    return None
 
 
 def _replicated(value, mesh):

@@ -19,8 +19,8 @@ from torch._library.simple_registry import singleton as registry
 from torch.utils._mode_utils import no_dispatch
 
 from flatshard._tensor import shard_random, shard_reductions, shard_rows, shard_views
-from flatshard._tensor.shard_calls import on_whole, tensors_in, traits_of
-from flatshard._tensor.shard_values import base_of
+from flatshard._tensor.shard_calls import on_whole, traits_of
+from flatshard._tensor.shard_values import base_of, tensors_in
 from flatshard._tensor.shard_views import ShardedView
 from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard._tensor.writes import writes

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from flatshard._tensor.shard_calls import on_whole, tensors_in
-from flatshard._tensor.shard_values import base_of, is_cut, own_rows
+from flatshard._tensor.shard_calls import on_whole
+from flatshard._tensor.shard_values import base_of, is_cut, own_rows, tensors_in
 from flatshard._tensor.sharded_tensor import ShardedTensor
 
 

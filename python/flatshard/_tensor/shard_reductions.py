@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from flatshard._tensor.row_shard import as_bytes
-from flatshard._tensor.shard_calls import replicated, tensors_in
-from flatshard._tensor.shard_values import is_cut, is_whole, row_dim
+from flatshard._tensor.shard_calls import replicated
+from flatshard._tensor.shard_values import is_cut, is_whole, row_dim, tensors_in
 from flatshard._tensor.shard_views import ShardedView
 from flatshard._tensor.sharded_tensor import ShardedTensor
 

@@ -11,10 +11,15 @@ from flatshard._tensor.shard_calls import (
     replaced,
     replicated,
     rows_beside,
-    tensors_in,
     values_for,
 )
-from flatshard._tensor.shard_values import base_of, is_cut, own_span, same_cuts
+from flatshard._tensor.shard_values import (
+    base_of,
+    is_cut,
+    own_span,
+    same_cuts,
+    tensors_in,
+)
 from flatshard._tensor.shard_views import ShardedView
 from flatshard._tensor.sharded_tensor import ShardedTensor
 

@@ -11,6 +11,18 @@ from flatshard._tensor.row_shard import RowShard
 from flatshard._tensor.same_values import digest
 
 
+def tensors_in(value):
+    """The tensors inside arguments."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
 def row_dim(tensor):
     """The mesh dimension over which the rows of a DTensor are cut, or None."""
     for dim, placement in enumerate(tensor._spec.placements):

@@ -26,6 +26,7 @@ from flatshard._tensor.shard_values import (
     is_whole,
     own_rows,
     same_cuts,
+    tensors_in,
 )
 from flatshard._tensor.unscale import unscale, unscale_gradients
 from flatshard._tensor.writes import writes
@@ -345,22 +346,9 @@ def _piece_beside(reference, value):
     return value._local_tensor if same else None
 
 
-def _shards_in(value, found):
-    """The ShardedTensors inside arguments."""
-    if isinstance(value, ShardedTensor):
-        found.append(value)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _shards_in(item, found)
-    elif isinstance(value, dict):
-        for item in value.values():
-            _shards_in(item, found)
-    return found
-
-
 def _used_outside(function, args, kwargs):
     """The error of a module that computes with a parameter that is not gathered."""
-    shards = _shards_in((args, kwargs), [])
+    shards = [t for t in tensors_in((args, kwargs)) if isinstance(t, ShardedTensor)]
     place = next((place for s in shards if (place := unit_of(s))), None)
     what, unit = "a sharded tensor", "its unit"
     if place is not None:
