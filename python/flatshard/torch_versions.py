@@ -1,9 +1,8 @@
-"""What Flatshard's Python takes of torch that has no public name, and how torch's versions
-differ there.
+"""Private names of torch that the package uses, and differences between torch's versions.
 
-What is about DTensors is in _tensor/; all other private names are here, each with the
-reason for it. tests/python/torch_names_test.py names the one that another torch changed.
-Which versions were tried is in docs/python.md.
+Each stands here with its reason. Those of DTensors are in _tensor/. A test of
+tests/python/torch_names_test.py reports the name that another torch changed. docs/python.md
+lists the versions that were tried.
 """
 
 import functools
@@ -12,8 +11,8 @@ from operator import attrgetter
 import torch
 from torch.nn.modules import module as nn_module
 
-# What tensors in nested arguments are found by: only this one knows the containers that
-# libraries register, such as transformers' outputs.
+# They find the tensors in nested arguments. Libraries register containers with this module
+# alone, transformers its outputs.
 from torch.utils._pytree import (  # noqa: F401
     tree_flatten,
     tree_leaves,
@@ -25,7 +24,7 @@ VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def default_reduce_dtype(param_dtype, dtype):
-    """FSDP2's meaning of reduce_dtype=None for a parameter of `dtype`: up to 2.14
+    """Returns FSDP2's meaning of reduce_dtype=None for a parameter of `dtype`: up to 2.14
     the dtype it is gathered in, since 2.15 its own."""
     if VERSION < (2, 15) and param_dtype is not None:
         return param_dtype
@@ -34,16 +33,16 @@ def default_reduce_dtype(param_dtype, dtype):
 
 # -- modules, each alone ---------------------------------------------------------------
 
-# {name: parameter or None}. Shards and whole parameters are put there as they are; setattr
-# would check and register them, in each forward.
+# {name: parameter or None}. The core and the package put shards and whole parameters there
+# as they are. setattr would check and register them in each forward.
 parameters_of = attrgetter("_parameters")
-# {name: buffer or None}; another buffer may be put there.
+# {name: buffer or None}. Callers put buffers there that were moved.
 buffers_of = attrgetter("_buffers")
-# {name: module} and {id: hook}: the same objects for as long as the module is there. Each
-# forward looks whether somebody replaced a child, or put a hook there.
+# {name: module} and {id: hook}, the same objects as long as the module exists. Each forward
+# checks whether a child was replaced or a hook was added.
 children_of = attrgetter("_modules")
 forward_hooks = attrgetter("_forward_hooks")
-# All hooks that a module calls, and a replay of it would not.
+# All hooks that a module calls. A replay calls none of them.
 hooks_of_module = attrgetter(
     "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 )
@@ -57,15 +56,15 @@ GLOBAL_HOOKS = attrgetter(
 
 
 def persistent_buffers(module):
-    """[(name, buffer)]; state_dict() would call the user's hooks."""
+    """Returns [(name, buffer)]. state_dict() would call the user's hooks."""
     left_out = module._non_persistent_buffers_set
     named = module._buffers.items()
     return [(n, b) for n, b in named if b is not None and n not in left_out]
 
 
 def converts_inside(context):
-    """Class decorator of a mixin of nn.Module: `to`, `cuda`, `to_empty` and the like run
-    inside of context(module, function of a tensor). They all call `_apply`."""
+    """Makes a class decorator for a mixin of nn.Module. `to`, `cuda`, `to_empty` and the
+    like, which all call `_apply`, run inside of context(module, function of a tensor)."""
 
     def decorate(cls):
         def _apply(self, fn, recurse=True):
@@ -89,7 +88,7 @@ _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def hooks_of_tensor(tensor):
-    """{attribute: dictionary} of those that are not empty."""
+    """Returns {attribute: dictionary} of those that are not empty."""
     found = {name: getattr(tensor, name) for name in _TENSOR_HOOKS}
     return {name: hooks for name, hooks in found.items() if hooks}
 
@@ -100,12 +99,12 @@ def set_hooks_of_tensor(tensor, found):
 
 
 def version_of(tensor):
-    """How often a tensor was written: only its own counter tells."""
+    """Returns the counter of writes that autograd checks; inference tensors have none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def set_access_error(tensor, text):
-    """What reading a tensor without memory raises, instead of torch's own text."""
+    """Sets the text of the error that reading a tensor without memory raises."""
     torch._C._set_storage_data_ptr_access_error_msg(
         tensor.untyped_storage()._cdata, text
     )
@@ -115,21 +114,21 @@ def set_access_error(tensor, text):
 
 
 def in_backward():
-    """Whether the autograd engine runs on this thread: a recomputed forward, for one."""
+    """Returns whether the autograd engine runs on this thread, as in a recomputed forward."""
     return torch._C._current_graph_task_id() >= 0
 
 
 def has_saved_tensor_hooks():
-    """Whether hooks on saved tensors are around: a checkpoint, or offloading."""
+    """Returns whether hooks on saved tensors are active: a checkpoint's, or offloading's."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def has_dispatch_mode():
-    """Whether a TorchDispatchMode is around, which sees each operation."""
+    """Returns whether a TorchDispatchMode is active, which sees each operation."""
     return torch._C._len_torch_dispatch_stack() > 0
 
 
-# Whether a function of torch.func is around, whose tensors are others inside.
+# Returns whether a function of torch.func runs, whose tensors wrap the caller's.
 in_functorch = torch._C._are_functorch_transforms_active
 
 
@@ -137,7 +136,7 @@ in_functorch = torch._C._are_functorch_transforms_active
 
 
 def is_compiled_around():
-    """Whether frames that are called from here on are compiled."""
+    """Returns whether torch.compile compiles the frames that are called from here on."""
     return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
 
 

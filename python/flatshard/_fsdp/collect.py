@@ -1,4 +1,4 @@
-"""Which modules and parameters a unit of `fully_shard` has."""
+"""Collects the modules and parameters of a unit."""
 
 import weakref
 

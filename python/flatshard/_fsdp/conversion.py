@@ -14,13 +14,13 @@ from flatshard.torch_versions import parameters_of
 def converting(module, fn):
     """Inside, nn.Module converts buffers and ignored parameters of `module`. The shards
     stay where they are and take the values. Until the first forward they change their
-    dtype, too; the first forward shards them anew.
+    dtype, too, and the first forward shards them anew.
 
     Args:
-        fn: function of a tensor, which gives the converted one.
+        fn: function of a tensor that returns the converted one.
 
     Raises:
-        NotImplementedError: shards cannot become what `fn` makes of them.
+        NotImplementedError: `fn` gives shards another device, or another dtype later.
     """
     states = [s for m in module.modules() if (s := state_of(m)) is not None]
     parameters = [p for s in states for p in s.parameters]

@@ -1,5 +1,5 @@
-"""`make_graphed_callables`: torch's way to ask for `fully_shard(..., cuda_graph=True)`; and
-what came of either."""
+"""`make_graphed_callables`, torch's way to ask for `fully_shard(..., cuda_graph=True)`, and
+`cuda_graph_stats`."""
 
 from torch import nn
 

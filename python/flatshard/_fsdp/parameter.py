@@ -1,4 +1,4 @@
-"""One parameter of a unit, and what of the user's tensor goes to its shard.
+"""One parameter of a unit, and what its shard takes from the user's tensor.
 
 A parameter has two faces. The shard is an `nn.Parameter` over a DTensor: what
 `parameters()`, optimizers and checkpoints see. The whole one is a plain
@@ -83,8 +83,8 @@ def whole_parameter(tensor, former=None):
 
 
 def put_hooks(p):
-    """The hooks of the parameter before it was sharded; they run on the reduced gradient
-    of the shard."""
+    """Puts the hooks that the parameter had before it was sharded on its shard. They run
+    on the reduced gradient."""
     if p.shard.requires_grad:
         set_hooks_of_tensor(p.shard, p.hooks)
 
@@ -101,7 +101,7 @@ def former_name(tensor):
 
 
 def num_marked():
-    """Rises with each parameter that fully_shard replaced."""
+    """Returns how many parameters fully_shard has replaced in this process."""
     return _num_marked
 
 

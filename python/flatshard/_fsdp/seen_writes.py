@@ -1,13 +1,13 @@
-"""Which writes to sharded parameters the core of one model was told of."""
+"""Reports writes to sharded parameters to the core of one model."""
 
 from flatshard._tensor.writes import writes
 
 
 class SeenWrites:
-    """Tells the core's units that somebody wrote their parameters.
+    """Marks the core's units whose parameters were written since they were marked last.
 
     Attributes:
-        number: of Writes.count and Writes.single, as far as they were seen.
+        number: sum of Writes.count and Writes.single that was seen last.
     """
 
     def __init__(self):
@@ -27,7 +27,7 @@ class SeenWrites:
                 unit.core.mark_written()
 
     def before_backward(self, units):
-        """Looks that may have been writes do not count."""
+        """Leaves out looks that may have been writes."""
         number = writes.number()
         if number == self.number:
             return
@@ -38,8 +38,8 @@ class SeenWrites:
 
     @staticmethod
     def before_inner_forward(runtime, unit):
-        """Before a forward of `unit` inside of another, when somebody wrote shards since
-        that one began: weights that were gathered ahead are older."""
+        """Before a forward of `unit` inside of another, if shards were written since that
+        one began: weights that were gathered ahead are out of date."""
         writes.number()
         if runtime.in_forward() and _sees_writes(unit):
             unit.core.mark_written()
@@ -47,7 +47,7 @@ class SeenWrites:
 
 
 def _sees_writes(unit):
-    """Whether there were any since it was asked last."""
+    """Returns whether there were any since the last call."""
     seen = writes.count, unit.num_writes
     if seen == unit.seen_writes[:2]:
         return False

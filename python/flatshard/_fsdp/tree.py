@@ -1,5 +1,4 @@
-"""The tree of units below a root: which there are, under which names, and whether they
-go together."""
+"""The tree of units below a root: their order, their names, and whether they fit."""
 
 from flatshard._fsdp.collect import modules_of_unit
 
@@ -28,7 +27,7 @@ def _visit(module, name, enclosing, units, parents, module_names):
 
 
 def names_of(p, module_names):
-    """The names of a parameter in the model."""
+    """Returns the names of a parameter in the model."""
     return [
         f"{prefix}.{name}" if prefix else name
         for module, name in p.sites
@@ -50,7 +49,7 @@ def inner_modules(units):
 
 
 def check_units(units, parents, state):
-    """Whether the units of a model go together.
+    """Checks that the units of a model fit together.
 
     Args:
         units: parents first.
@@ -58,7 +57,7 @@ def check_units(units, parents, state):
         state: the root's.
 
     Raises:
-        ValueError, NotImplementedError, RuntimeError: they do not, naming a unit.
+        ValueError, NotImplementedError, RuntimeError: they do not; the text names a unit.
     """
     has_graphs = any(unit.cuda_graph for unit in units)
     for unit, parent in zip(units, parents):

@@ -87,8 +87,8 @@ class UnitState:
         self._watch_shards()
 
     def _cut(self):
-        """The parameters, from here on in the core's order, each with its shard as the
-        core made it."""
+        """Yields each parameter with the shard that the core made of it, and brings them
+        into the core's order."""
         by_tensor = {id(p.whole): p for p in self.parameters}
         numbers = range(self.core.num_parameters)
         self.parameters = [by_tensor[id(self.core.whole(i))] for i in numbers]
@@ -107,8 +107,8 @@ class UnitState:
         self.show(p, p.shard)
 
     def take_over(self, p, index, placements, shape):
-        """Makes p, of a unit on a part of the mesh, the parameter `index` of this one: a
-        tensor of `shape` that is cut by `placements`."""
+        """Makes p, of a unit on a part of the mesh, parameter `index` of this unit: a tensor
+        of `shape` that is cut by `placements`."""
         former, p.index = p.shard, index
         p.hooks = hooks_of_tensor(former)
         forget_unit(former)

@@ -1,1 +1,1 @@
-"""What the forward of a unit depends on that is replayed as CUDA graphs."""
+"""Forwards of units that the core replays as CUDA graphs."""

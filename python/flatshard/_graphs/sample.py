@@ -1,4 +1,4 @@
-"""What the call of a forward has to look like for a graph of one sample."""
+"""Compares calls of a forward with the sample that make_graphed_callables got."""
 
 import torch
 from torch import nn

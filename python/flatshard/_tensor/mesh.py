@@ -103,7 +103,7 @@ def _key(device_mesh):
 def _dimensions(device_mesh):
     """The root mesh's dimensions that `device_mesh` consists of, and those of the mesh
     that it is a part of; (None, None) where nothing was flattened."""
-    # Of what a mesh is a part, and what was flattened, is said by private names alone.
+    # DeviceMesh has no public name for its root and for what was flattened.
     root = device_mesh._get_root_mesh()
     own, names = device_mesh.mesh_dim_names, root.mesh_dim_names
     runs = _flattened(root) if own is not None and names is not None else {}
@@ -133,8 +133,8 @@ def _flattened(root):
 
 
 def flattened(device_mesh):
-    """The mesh of one dimension over all ranks of one with names. torch's documentation
-    has users call `_flatten`, too."""
+    """Returns the mesh of one dimension over all ranks of a mesh with names. torch's
+    documentation has users call `_flatten`, too."""
     return device_mesh._flatten()
 
 

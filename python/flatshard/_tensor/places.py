@@ -1,4 +1,4 @@
-"""Which unit a sharded parameter belongs to."""
+"""The unit that each sharded parameter belongs to."""
 
 import weakref
 
@@ -8,7 +8,7 @@ _places = WeakIdKeyDictionary()
 
 
 def unit_of(parameter):
-    """(UnitState, index in its core) of a sharded parameter, or None."""
+    """Returns (UnitState, index in its core) of a sharded parameter, or None."""
     place = _places.get(parameter)
     if place is None or place[0]() is None:
         return None
@@ -16,7 +16,7 @@ def unit_of(parameter):
 
 
 def parameter_of(shard):
-    """The unit's Parameter whose shard this is, or None."""
+    """Returns the unit's Parameter that has this shard, or None."""
     place = unit_of(shard)
     return None if place is None else place[0].parameters[place[1]]
 

@@ -3,7 +3,7 @@
 import torch
 from torch.distributed.tensor import DTensor
 
-# What a DTensor knows of itself; no public function takes other cuts than Shard's.
+# No public function makes a DTensor with other cuts than Shard's.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
@@ -25,6 +25,6 @@ def make_spec(mesh, placements, shape, stride, dtype, kind=RowSpec):
 
 
 def dtensor(local, spec):
-    """A DTensor over `local` itself. DTensor.from_local would copy what is on another
-    device than the mesh: an offloaded shard would be no view any more."""
+    """Makes a DTensor over `local` itself. DTensor.from_local copies a tensor that is on
+    another device than the mesh: an offloaded shard would be no view any more."""
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)

@@ -26,7 +26,7 @@ class Traits:
     """What the schema of an operation says."""
 
     def __init__(self, func):
-        schema = func._schema  # which arguments are written is said nowhere else
+        schema = func._schema  # nothing public names the arguments that it writes
         self.overload = schema.overload_name
         self.returns = [result.name for result in schema.returns]
         self.name = schema.name.split("::")[-1]

@@ -12,10 +12,10 @@ import functools
 
 import torch
 
-# Rules by type of tensor come before all else; see `register`.
+# torch asks its rules before DTensor's dispatch; see `register`.
 from torch._library.simple_registry import singleton as registry
 
-# Sizes and strides of a tensor change below its own dispatch.
+# Inside, an operation changes sizes and strides of a tensor without its dispatch.
 from torch.utils._mode_utils import no_dispatch
 
 from flatshard._tensor import shard_random, shard_reductions, shard_rows, shard_views

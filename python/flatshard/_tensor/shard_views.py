@@ -66,7 +66,7 @@ def run(func, traits, args, kwargs):
     )
     others = [_on_meta(a) for a in args[1:]]  # of view_as
     seen = func(memory.as_strided(*frame), *others, **kwargs)
-    # On meta there is no address of memory to compare.
+    # On meta all addresses of memory are 0.
     storage = memory.untyped_storage()._cdata
     several = isinstance(seen, (list, tuple))
     views = list(seen) if several else [seen]

@@ -218,10 +218,10 @@ class ShardedTensor(DTensor):
 ShardedTensor.__slots__ = DTensor.__slots__
 
 # clip_grad_norm_ takes the norms of all gradients of these types at once, so in one
-# collective; torch has no way to register one.
+# collective. torch has no function that registers a type.
 _foreach_utils._foreach_supported_types.append(ShardedTensor)
 
-# Files of torch.save name these types by the paths that they had in version 0.2.
+# torch.save names these types by the paths of version 0.2, which files keep.
 for kind, name in (
     (ShardedTensor, "sharded_tensor"),
     (RowShard, "row_shard"),
@@ -229,7 +229,7 @@ for kind, name in (
 ):
     kind.__module__ = f"flatshard.{name}"
     sys.modules[kind.__module__] = sys.modules[__name__]
-# State dicts hold them, and torch.load(weights_only=True) has to accept them.
+# torch.load(weights_only=True) has to accept them in state dicts.
 torch.serialization.add_safe_globals([ShardedTensor, RowShard, RowSpec])
 
 

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-# What GradScaler calls with a list of gradients: it is recognized by this name.
+# GradScaler calls it with a list of gradients, and ShardedTensor recognizes it.
 unscale = torch._amp_foreach_non_finite_check_and_unscale_
 
 
