@@ -152,19 +152,29 @@ def storages(mesh):
     assert empty.untyped_storage()._cdata == empty[1:].untyped_storage()._cdata
 
 
-@expects("_C", "_set_storage_data_ptr_access_error_msg")
-def errors_of_reads(mesh):
-    class Asks(nn.Linear):
-        def forward(self, x):
-            return super().forward(x)
+@expects("_C")
+def attributes_of_subclasses(mesh):
+    calls = []
 
-    model = flatshard.fully_shard(nn.Sequential(Asks(2, 2)), mesh=mesh)
-    whole = model._flatshard.parameters[0].whole
-    model.unshard()
-    model.reshard()
-    torch_versions.set_access_error(whole, "nothing is here")
+    class Seen(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            calls.append(function)
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    tensor = torch.ones(2).as_subclass(Seen)
+    with torch_versions.plain_attributes():
+        assert tensor.grad is None and not tensor.requires_grad
+    assert not calls
+    assert tensor.grad is None and calls == [torch.Tensor.grad.__get__]
+
+
+@expects("_set_storage_data_ptr_access_error_msg")
+def errors_of_reads(mesh):
+    tensor = torch.empty(4)
+    torch_versions.set_access_error(tensor, "nothing is here")
     with pytest.raises(RuntimeError, match="nothing is here"):
-        whole.sum()
+        tensor.sum()
 
 
 @expects("_current_graph_task_id")
