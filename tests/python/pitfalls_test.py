@@ -117,6 +117,11 @@ def test_B34_copies_keep_what_describes_them(mesh, rank):
                 != (state[name]._local_tensor.data_ptr())
                 or not tensor._local_tensor.numel()
             )
+    # torch copies no tensor that has a history.
+    doubled = model[0].weight * 2
+    copied = copy.deepcopy(doubled)
+    assert not copied.requires_grad
+    assert torch.equal(copied.full_tensor(), doubled.full_tensor())
 
 
 def test_B35_a_replacement_of_another_shape_is_refused(mesh):
