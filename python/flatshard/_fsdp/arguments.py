@@ -29,13 +29,10 @@ def modules_of(module):
     return modules
 
 
-def check_slices(fp8, cuda_graph, grads_in_place):
-    for name, is_set in (
-        ("fp8", fp8 is not None),
-        ("cuda_graph", cuda_graph),
-        ("grads_in_place", grads_in_place),
-    ):
-        if is_set:
+def check_slices(**options):
+    """Refuses options of a module whose mesh is a part of the model's."""
+    for name, value in options.items():
+        if value not in (None, False):
             raise NotImplementedError(
                 f"{name} is not supported for a module whose mesh is a part of the "
                 "model's; leave it out here"

@@ -23,22 +23,13 @@ from flatshard._fsdp.forward import state_of
 from flatshard._fsdp.joined import find_parts, join
 from flatshard._fsdp.linear import write_grads_in_place
 from flatshard._fsdp.main_grad import offer_main_grads
-from flatshard._fsdp.parameter import (
-    Parameter,
-    mark_owner,
-    whole_parameter,
-)
+from flatshard._fsdp.parameter import Parameter, mark_owner, whole_parameter
 from flatshard._fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 from flatshard._fsdp.replaced import watch_loads
 from flatshard._fsdp.unit import Policy, UnitState, make_core
 from flatshard._fsdp.wrapping import wrap_class
 from flatshard._graphs.checks import check_cuda_graph
-from flatshard._tensor.mesh import (
-    default_device_mesh,
-    device_of,
-    model_mesh,
-    slices_of,
-)
+from flatshard._tensor.mesh import default_device_mesh, device_of, model_mesh, slices_of
 from flatshard._tensor.same_values import digest
 from flatshard.float8.linear import make_float8
 from flatshard.float8.policy import check_policy, choose_weights
@@ -182,7 +173,7 @@ def fully_shard(
     core, whole_mesh = model_mesh(device_mesh)
     slices = slices_of(core, whole_mesh)
     if slices is not None:
-        check_slices(fp8, cuda_graph, grads_in_place)
+        check_slices(fp8=fp8, cuda_graph=cuda_graph, grads_in_place=grads_in_place)
     copy_engines = uses_copy_engines(copy_engines, whole_mesh)
     parts = find_parts(modules, core, offload, copy_engines)
     ignored = ids_of(ignored_params)

@@ -7,11 +7,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 
 from flatshard import _C
-from flatshard._fsdp.parameter import (
-    copy_attributes,
-    put_hooks,
-    whole_parameter,
-)
+from flatshard._fsdp.parameter import copy_attributes, put_hooks, whole_parameter
 from flatshard._graphs.checks import DEFAULT_WARMUP_STEPS
 from flatshard._tensor.memory import address_of, local_of
 from flatshard._tensor.meta_shards import mark_of_meta

@@ -19,11 +19,7 @@ from flatshard.megatron.precision import (
     FullyShardMixedPrecisionPolicy,
     MixedPrecisionPolicy,
 )
-from flatshard.megatron.v1 import (
-    fully_shard,
-    fully_shard_model,
-    fully_shard_optimizer,
-)
+from flatshard.megatron.v1 import fully_shard, fully_shard_model, fully_shard_optimizer
 from flatshard.megatron.v2 import (
     FsdpContext,
     Placements,
