@@ -34,9 +34,7 @@ class Parameter:
     names: list = field(default_factory=list)  # in the model, once that is known
     trainable: bool = True
     on_meta: bool = False
-    digest: torch.Tensor | None = (
-        None  # of the whole values, see _tensor/same_values.py
-    )
+    digest: torch.Tensor | None = None  # of the values, see same_values.py
     label: str = ""  # its name below the modules given to fully_shard
     float8: bool = False
     why_not_float8: str = ""
