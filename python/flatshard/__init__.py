@@ -14,7 +14,7 @@ def _check_torch():
 
 _check_torch()
 
-import torch.distributed.tensor  # noqa: E402, F401  types that the extension meets
+import torch.distributed.tensor  # types that the extension meets
 
 
 def _load_core():
@@ -30,33 +30,30 @@ def _load_core():
 
 _load_core()
 
-from flatshard import _C, checkpoint, diagnostics, float8, optim  # noqa: E402
-from flatshard import shard_operations  # noqa: E402,F401  registers them
-from flatshard._C import ConfigError, Error  # noqa: E402
-from flatshard.backward_pass import BackwardPass  # noqa: E402
-from flatshard.expert_parallel import expert_parallel  # noqa: E402
-from flatshard.float8_policy import (  # noqa: E402
+from flatshard import _C, checkpoint, diagnostics, float8, optim
+from flatshard._C import ConfigError, Error
+from flatshard._fsdp.backward_pass import BackwardPass
+from flatshard._fsdp.forward import UnshardHandle
+from flatshard._fsdp.fully_shard import fully_shard
+from flatshard._fsdp.graphed_callables import cuda_graph_stats, make_graphed_callables
+from flatshard._fsdp.initialize import reset_parameters
+from flatshard._fsdp.loss import linear_cross_entropy
+from flatshard._fsdp.module import FSDPModule
+from flatshard._fsdp.policies import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
+from flatshard._fsdp.wrapping import register_fsdp_forward_method, share_comm_ctx
+from flatshard._tensor import shard_operations  # registers them
+from flatshard.float8.policy import (
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8Policy,
     MXFP8BlockScaling,
 )
-from flatshard.forward import UnshardHandle  # noqa: E402
-from flatshard.fully_shard import FSDPModule, fully_shard  # noqa: E402
-from flatshard.graphed_callables import make_graphed_callables  # noqa: E402
-from flatshard.graphs import cuda_graph_stats  # noqa: E402
-from flatshard.initialize import reset_parameters  # noqa: E402
-from flatshard.loss import linear_cross_entropy  # noqa: E402
-from flatshard.overlap import overlap_microbatches  # noqa: E402
-from flatshard.policies import (  # noqa: E402
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-)
-from flatshard.wrapping import (  # noqa: E402
-    register_fsdp_forward_method,
-    share_comm_ctx,
-)
+from flatshard.moe.expert_parallel import expert_parallel
+from flatshard.moe.overlap import overlap_microbatches
 
 __version__ = _C.version
 __all__ = [

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from flatshard.forward import root_of
+from flatshard._fsdp.forward import root_of
 
 
 @dataclass

@@ -170,7 +170,9 @@ def trials():
 
 
 def main(arguments=()):
-    parser = argparse.ArgumentParser(prog="python -m flatshard.doctor", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m flatshard.doctor", description=__doc__
+    )
     parser.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
     if chosen.rank:

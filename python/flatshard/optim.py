@@ -4,8 +4,8 @@ whatever the number of parameters."""
 import torch
 
 from flatshard import _C
-from flatshard.sharded_tensor import ShardedTensor
-from flatshard.unit import unit_of
+from flatshard._tensor.places import unit_of
+from flatshard._tensor.sharded_tensor import ShardedTensor
 
 
 class AdamW(torch.optim.Optimizer):
@@ -26,7 +26,7 @@ class AdamW(torch.optim.Optimizer):
         NotImplementedError: an option of torch's that is not supported.
     """
 
-    # Its writes are known to the core, see writes.Writes.
+    # Its writes are known to the core, see _tensor/writes.py.
     writes_through_core = True
 
     def __init__(

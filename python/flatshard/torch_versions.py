@@ -1,28 +1,172 @@
-"""How torch's versions differ where Flatshard's Python meets them: the one place.
+"""Private names of torch that the package uses, and differences between torch's versions.
 
-Each name says what it hides. Which versions were tried is in docs/python.md.
+Each stands here with its reason. Those of DTensors are in _tensor/. A test of
+tests/python/torch_names_test.py reports the name that another torch changed. docs/python.md
+lists the versions that were tried.
 """
 
 import functools
+from operator import attrgetter
 
 import torch
+from torch.nn.modules import module as nn_module
+
+# They find the tensors in nested arguments. Libraries register containers with this module
+# alone, transformers its outputs.
+from torch.utils._pytree import (  # noqa: F401
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def default_reduce_dtype(param_dtype, dtype):
-    """FSDP2's meaning of reduce_dtype=None for a parameter of `dtype`: up to 2.14
+    """Returns FSDP2's meaning of reduce_dtype=None for a parameter of `dtype`: up to 2.14
     the dtype it is gathered in, since 2.15 its own."""
     if VERSION < (2, 15) and param_dtype is not None:
         return param_dtype
     return dtype
 
 
+# -- modules, each alone ---------------------------------------------------------------
+
+# {name: parameter or None}. The core and the package put shards and whole parameters there
+# as they are. setattr would check and register them in each forward.
+parameters_of = attrgetter("_parameters")
+# {name: buffer or None}. Callers put buffers there that were moved.
+buffers_of = attrgetter("_buffers")
+# {name: module} and {id: hook}, the same objects as long as the module exists. Each forward
+# checks whether a child was replaced or a hook was added.
+children_of = attrgetter("_modules")
+forward_hooks = attrgetter("_forward_hooks")
+# All hooks that a module calls. A replay calls none of them.
+hooks_of_module = attrgetter(
+    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+)
+# The same of hooks of all modules.
+GLOBAL_HOOKS = attrgetter(
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+)(nn_module)
+
+
+def persistent_buffers(module):
+    """Returns [(name, buffer)]. state_dict() would call the user's hooks."""
+    left_out = module._non_persistent_buffers_set
+    named = module._buffers.items()
+    return [(n, b) for n, b in named if b is not None and n not in left_out]
+
+
+def converts_inside(context):
+    """Makes a class decorator for a mixin of nn.Module. `to`, `cuda`, `to_empty` and the
+    like, which all call `_apply`, run inside of context(module, function of a tensor)."""
+
+    def decorate(cls):
+        def _apply(self, fn, recurse=True):
+            with context(self, fn):
+                return super(cls, self)._apply(fn, recurse)
+
+        cls._apply = _apply
+        return cls
+
+    return decorate
+
+
+# -- tensors ---------------------------------------------------------------------------
+
+# `.grad` and `.requires_grad` of a tensor subclass go through __torch_function__ outside
+# of this context, at twenty times the price, for each parameter of the model.
+plain_attributes = torch._C.DisableTorchFunctionSubclass
+
+# Dictionaries of hooks, from which the handles that users have remove theirs.
+_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def hooks_of_tensor(tensor):
+    """Returns {attribute: dictionary} of those that are not empty."""
+    found = {name: getattr(tensor, name) for name in _TENSOR_HOOKS}
+    return {name: hooks for name, hooks in found.items() if hooks}
+
+
+def set_hooks_of_tensor(tensor, found):
+    for name, hooks in found.items():
+        setattr(tensor, name, hooks)
+
+
+def version_of(tensor):
+    """Returns the counter of writes that autograd checks; inference tensors have none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def set_access_error(tensor, text):
+    """Sets the text of the error that reading a tensor without memory raises."""
+    torch._C._set_storage_data_ptr_access_error_msg(
+        tensor.untyped_storage()._cdata, text
+    )
+
+
+# -- what runs around a forward --------------------------------------------------------
+
+
+def in_backward():
+    """Returns whether the autograd engine runs on this thread, as in a recomputed forward."""
+    return torch._C._current_graph_task_id() >= 0
+
+
+def has_saved_tensor_hooks():
+    """Returns whether hooks on saved tensors are active: a checkpoint's, or offloading's."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def has_dispatch_mode():
+    """Returns whether a TorchDispatchMode is active, which sees each operation."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+# Returns whether a function of torch.func runs, whose tensors wrap the caller's.
+in_functorch = torch._C._are_functorch_transforms_active
+
+
+# -- torch.compile ---------------------------------------------------------------------
+
+
+def is_compiled_around():
+    """Returns whether torch.compile compiles the frames that are called from here on."""
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
+def _set_strategy(function, callees):
+    # Not torch.compiler.disable: that imports dynamo, which takes a second, and
+    # puts a call around every call.
+    frames = torch._C._dynamo.eval_frame
+    frames.set_code_exec_strategy(
+        function.__code__,
+        frames._FrameExecStrategy(frames._FrameAction.SKIP, callees),
+    )
+    function._torchdynamo_disable = True
+    return function
+
+
+def outside_of_graphs(function):
+    """Dynamo leaves the function's frame alone and compiles what it calls."""
+    return _set_strategy(function, torch._C._dynamo.eval_frame._FrameAction.DEFAULT)
+
+
+def never_compiled(function):
+    """Dynamo leaves alone the function's frame and those that it calls."""
+    return _set_strategy(function, torch._C._dynamo.eval_frame._FrameAction.SKIP)
+
+
 @functools.cache
 def register_effect(operator):
     """torch.compile neither leaves calls of it out nor joins two of them."""
     # Imported here: it takes a second.
-    from torch.library import _register_effectful_op
     from torch._library.effects import EffectType
+    from torch.library import _register_effectful_op
 
     _register_effectful_op(operator, EffectType.ORDERED)

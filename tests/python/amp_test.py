@@ -8,7 +8,7 @@ import torch
 
 import flatshard
 from flatshard import fully_shard
-from flatshard.row_shard import RowShard
+from flatshard._tensor.row_shard import RowShard
 from tests.python.device import DEVICE
 from tests.python.models import Body, plain
 from tests.python.training import data, full_state, shard

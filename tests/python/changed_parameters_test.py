@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from flatshard import MixedPrecisionPolicy, fully_shard, root
+from flatshard import MixedPrecisionPolicy, fully_shard
+from flatshard._fsdp import root
 
 STRATEGIES = ["zero3", "zero2", "zero1", "zero0"]
 
@@ -83,7 +84,9 @@ def test_a_parameter_that_is_frozen_later_is_an_error(mesh, rank):
         model(x)
 
 
-@pytest.mark.parametrize("convert", [lambda m: m.float(), lambda m: m.to(torch.float32)])
+@pytest.mark.parametrize(
+    "convert", [lambda m: m.float(), lambda m: m.to(torch.float32)]
+)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_dtypes_before_the_first_forward(convert, strategy, mesh, rank):
     plain = three_layers().to(mesh.device_type, torch.bfloat16)
@@ -97,9 +100,7 @@ def test_dtypes_before_the_first_forward(convert, strategy, mesh, rank):
     assert all(p.dtype == torch.float32 for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     model(torch.ones(1, 5, device=mesh.device_type)).float().sum().backward()
-    for old, (name, p), q in zip(
-        kept, plain.named_parameters(), model.parameters()
-    ):
+    for old, (name, p), q in zip(kept, plain.named_parameters(), model.parameters()):
         assert old is q
         assert q.full_tensor().equal(p.float().detach()) or not q.requires_grad, name
         assert (q.grad is None) == (not p.requires_grad), name

@@ -10,6 +10,7 @@ from torch._dynamo.utils import counters
 import flatshard
 from bench.harness.steps import counted_recordings
 from flatshard import fully_shard
+from flatshard._fsdp.forward import root_of
 from tests.python import float8_models
 from tests.python.device import DEVICE, on_device
 from tests.python.models import Mlp, llama
@@ -133,7 +134,7 @@ def test_slots_on_demand_are_refused_by_name(mesh, monkeypatch):
     model = arena(Mlp(), mesh)
     with pytest.raises(NotImplementedError, match="slots_on_demand=False"):
         model.set_reduce_scatter_max_input_buffers(2)
-    core = flatshard.module.root_of(model).core
+    core = root_of(model).core
     with pytest.raises(flatshard.Error, match="got an arena"):
         core.set_max_grad_slots(3)
     monkeypatch.setenv("FLATSHARD_EMULATE_CUDA_GRAPHS", "1")

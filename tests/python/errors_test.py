@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import flatshard
 from flatshard import fully_shard, register_fsdp_forward_method
-from flatshard.same_values import digest
+from flatshard._tensor.same_values import digest
 from tests.python.device import on_device
 from tests.python.models import Mlp
 from tests.python.training import shard

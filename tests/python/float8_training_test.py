@@ -10,7 +10,8 @@ from torch import nn
 
 import flatshard
 from flatshard import _C, CPUOffloadPolicy, Float8Policy, fully_shard
-from flatshard.float8_linear import Float8Linear
+from flatshard._fsdp.forward import root_of
+from flatshard.float8.linear import Float8Linear
 from tests.python.device import DEVICE, on_device
 from tests.python.float8_models import (
     BF16,
@@ -160,7 +161,9 @@ def test_classes_names_and_state(mesh):
     assert type(model.head) is nn.Linear
     assert list(model.state_dict()) == names
     assert block.up.weight.dtype == torch.float32
-    assert repr(block.up) == "Float8Linear(in_features=128, out_features=256, bias=True)"
+    assert (
+        repr(block.up) == "Float8Linear(in_features=128, out_features=256, bias=True)"
+    )
 
 
 class Odd(nn.Module):
@@ -193,7 +196,9 @@ def test_F15_a_layer_that_is_called_in_odd_ways(backend, mesh, rank, world):
         fully_shard(model, mesh=mesh, mp_policy=BF16, fp8=policy("rowwise"))
         if compiles:
             model.compile(backend=backend)
-        x = on_device(torch.randn(6, DIM, generator=torch.Generator().manual_seed(rank)))
+        x = on_device(
+            torch.randn(6, DIM, generator=torch.Generator().manual_seed(rank))
+        )
         model(x.requires_grad_()).sum().backward()
         grads.append([p.grad.full_tensor() for p in model.parameters()])
         assert all(grad.any() for grad in grads[-1])
@@ -259,7 +264,7 @@ class Attends(nn.Module):
 
 
 def inputs_of(model):
-    return flatshard.module.root_of(model).core.float8_inputs()
+    return root_of(model).core.float8_inputs()
 
 
 def attends(mesh, recipe="rowwise", **options):
@@ -404,7 +409,9 @@ def test_inputs_of_another_kind(mesh):
 def test_second_derivatives_are_refused(mesh, rank):
     model = sharded(mesh, policy("tensorwise"), strategy="zero1")
     loss = model.loss(torch.Generator().manual_seed(rank))
-    with pytest.raises(Exception, match="a linear layer with FP8 weights has no second"):
+    with pytest.raises(
+        Exception, match="a linear layer with FP8 weights has no second"
+    ):
         loss.backward(create_graph=True)
 
 
@@ -525,7 +532,10 @@ def test_a_chosen_layer_that_does_not_divide_is_refused(recipe, multiple, mesh):
 @pytest.mark.parametrize(
     "options, problem",
     [
-        ({"recipe": "delayed"}, "fp8: recipe: expected 'tensorwise', .*, got 'delayed'"),
+        (
+            {"recipe": "delayed"},
+            "fp8: recipe: expected 'tensorwise', .*, got 'delayed'",
+        ),
         ({"column_plane": "both"}, "fp8: column_plane: expected .*, got 'both'"),
         ({"column_plane": "stored"}, "fp8: column_plane: 'stored' is for rowwise and"),
         ({"gather_parts": "layer"}, "fp8: gather_parts: expected .*, got 'layer'"),
@@ -549,7 +559,9 @@ def test_names_of_transformer_engine():
 
 
 def test_what_fp8_does_not_go_with(mesh):
-    with pytest.raises(ValueError, match="fp8: expected a flatshard.Float8Policy or No"):
+    with pytest.raises(
+        ValueError, match="fp8: expected a flatshard.Float8Policy or No"
+    ):
         fully_shard(Block(), mesh=mesh, mp_policy=BF16, fp8="rowwise")
     with pytest.raises(
         ValueError,
@@ -559,15 +571,18 @@ def test_what_fp8_does_not_go_with(mesh):
 
 
 def test_a_recipe_that_the_gpu_lacks(mesh, monkeypatch):
-    from flatshard import float8_policy
+    from flatshard.float8 import policy
 
     lacking = torch.device("cuda", 0)
     why = "this GPU (sm_90) does not multiply mxfp8 in FP8"
-    monkeypatch.setattr(float8_policy._C, "float8_multiplies", lambda *_: False)
-    monkeypatch.setattr(float8_policy._C, "float8_why_not_multiplied", lambda *_: why)
-    with pytest.raises(ValueError, match=r"fp8: this GPU \(sm_90\) does not multiply mxfp8 in FP8: .*emul"):
-        float8_policy.check_device(Float8Policy("mxfp8"), lacking)
-    float8_policy.check_device(Float8Policy("mxfp8", emulate=True), lacking)
+    monkeypatch.setattr(policy._C, "float8_multiplies", lambda *_: False)
+    monkeypatch.setattr(policy._C, "float8_why_not_multiplied", lambda *_: why)
+    with pytest.raises(
+        ValueError,
+        match=r"fp8: this GPU \(sm_90\) does not multiply mxfp8 in FP8: .*emul",
+    ):
+        policy.check_device(Float8Policy("mxfp8"), lacking)
+    policy.check_device(Float8Policy("mxfp8", emulate=True), lacking)
 
 
 # -- checkpoints -----------------------------------------------------------------------

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flatshard
 from flatshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, megatron
+from flatshard._fsdp.forward import root_of
 from tests.python.device import DEVICE, on_device
 from tests.python.graph_training import (
     BLOCKS,
@@ -709,7 +710,7 @@ def test_a_foreign_capture_is_refused(mesh, monkeypatch):
     model = shard(Mlp(), mesh, False)
     if DEVICE == "cpu":
         model.loss(torch.Generator())
-        flatshard.module.root_of(model).on_gpu = True
+        root_of(model).on_gpu = True
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         with pytest.raises(RuntimeError, match="fully_shard.block, cuda_graph=True"):
             model.loss(torch.Generator())

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.utils.checkpoint import checkpoint
 
-import flatshard
 from flatshard import MixedPrecisionPolicy, fully_shard
+from flatshard._fsdp.forward import state_of
 from tests.python.device import DEVICE
 from tests.python.models import Body, Mlp, plain
 from tests.python.training import STRATEGIES, data, distance, full_state, shard, twins
@@ -167,7 +167,7 @@ def test_optimizers_in_backward_train_as_under_fsdp2(mesh, rank):
         assert all(p.grad is None for p in model.parameters())
     assert distance(full_state(ours), full_state(theirs)) < 1e-5
     assert distance(full_state(ours), before) > 1e-3
-    core = flatshard.module.state_of(ours.blocks[0]).core
+    core = state_of(ours.blocks[0]).core
     assert core.grad(0) is None  # its memory is free
 
 
@@ -312,9 +312,7 @@ def test_hooks_on_parameters_take_the_reduced_gradient(
     def run(wrapped):
         torch.manual_seed(0)
         model = Mlp()
-        name, weight = next(
-            (n, p) for n, p in model.named_parameters() if p.ndim == 2
-        )
+        name, weight = next((n, p) for n, p in model.named_parameters() if p.ndim == 2)
         if not wrapped or when == "before":
             handle = weight.register_hook(hook)
         if wrapped:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from flatshard import MixedPrecisionPolicy
-from flatshard.linear import InPlaceLinear
+from flatshard._fsdp.linear import InPlaceLinear
 from tests.python.device import DEVICE, on_device
 from tests.python.models import Mlp
 from tests.python.training import STRATEGIES, distance, full_state, train, twins

@@ -10,8 +10,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 import flatshard
 from flatshard import megatron
+from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard.megatron import v2
-from flatshard.sharded_tensor import ShardedTensor
 from tests.python.device import DEVICE, on_device
 from tests.python.models import Block, Mlp
 from tests.python.training import distance, full_state, shard, train

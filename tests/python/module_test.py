@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import flatshard
 from flatshard import fully_shard
+from flatshard._fsdp import initialize
+from flatshard._fsdp.forward import state_of
 from tests.python.device import DEVICE, on_device
 from tests.python.models import DIM, Block, Body, Mlp, llama, plain
 from tests.python.training import (
@@ -343,7 +345,7 @@ def test_meta_device_and_reset_parameters(mesh, rank, world):
     single = Mlp()
     for name, module in single.named_modules():
         if hasattr(module, "reset_parameters"):
-            torch.manual_seed(flatshard.initialize._seed(3, name))
+            torch.manual_seed(initialize._seed(3, name))
             module.reset_parameters()
     for name, value in single.state_dict().items():
         assert torch.equal(value, state[name]), name
@@ -422,7 +424,7 @@ def test_a_deleted_model_is_gone_at_once(mesh, rank):
         watched = [
             weakref.ref(model.blocks[0].up.weight),
             weakref.ref(model),
-            weakref.ref(flatshard.module.state_of(model)),
+            weakref.ref(state_of(model)),
         ]
         del model
         assert [w() for w in watched] == [None] * 3

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard as fsdp2
 
-import flatshard
 from flatshard import MixedPrecisionPolicy, fully_shard
+from flatshard._fsdp.forward import state_of
 from tests.python.models import Body, plain
 from tests.python.training import STRATEGIES, data, distance, full_state, shard
 
@@ -21,7 +21,7 @@ def test_dropped_gradients_give_their_memory_back(mesh, rank):
     # What the user holds is the user's; the core fills new memory.
     assert model.head.weight.grad is not kept
     assert torch.equal(kept._local_tensor, values)
-    core = flatshard.module.state_of(model).core
+    core = state_of(model).core
     model.zero_grad()
     assert core.grad(0) is None
 

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy as Fsdp2CPUOffloadPolicy
 
 import flatshard
 from flatshard import CPUOffloadPolicy, MixedPrecisionPolicy, checkpoint, fully_shard
-from flatshard.row_shard import RowShard
-from flatshard.sharded_tensor import ShardedTensor
+from flatshard._tensor.row_shard import RowShard
+from flatshard._tensor.sharded_tensor import ShardedTensor
 from tests.python.device import DEVICE, on_device
 from tests.python.models import Mlp
 from tests.python.training import STRATEGIES, full_state, shard, train, twins

@@ -5,7 +5,6 @@ import re
 
 import pytest
 import torch
-
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -15,9 +14,9 @@ from flatshard import (
     diagnostics,
     expert_parallel,
     fully_shard,
-    overlap,
     overlap_microbatches,
 )
+from flatshard.moe import overlap
 from tests.python.device import DEVICE, named_mesh, on_device
 from tests.python.expert_parallel_test import FAMILIES, IS_4, SHAPE, experts_of, make
 from tests.python.training import full_state

@@ -7,7 +7,7 @@ import torch.distributed.checkpoint as dcp
 import flatshard
 from flatshard import fully_shard
 from flatshard.diagnostics import take_trace
-from flatshard.float8_linear import Float8Linear
+from flatshard.float8.linear import Float8Linear
 from tests.python.device import DEVICE, on_device
 from tests.python.float8_models import BF16, KINDS, llama, one_rank, policy
 from tests.python.training import distance, full_state

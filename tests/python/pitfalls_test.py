@@ -14,8 +14,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import flatshard
 from flatshard import MixedPrecisionPolicy, fully_shard
-from flatshard.module import state_of
-from flatshard.sharded_tensor import ShardedTensor
+from flatshard._fsdp.forward import state_of
+from flatshard._tensor.sharded_tensor import ShardedTensor
 from tests.python.device import DEVICE, on_device
 from tests.python.models import DIM, Block, Body, plain
 from tests.python.training import against_one_process, data, full_state, shard
@@ -117,6 +117,11 @@ def test_B34_copies_keep_what_describes_them(mesh, rank):
                 != (state[name]._local_tensor.data_ptr())
                 or not tensor._local_tensor.numel()
             )
+    # torch copies no tensor that has a history.
+    doubled = model[0].weight * 2
+    copied = copy.deepcopy(doubled)
+    assert not copied.requires_grad
+    assert torch.equal(copied.full_tensor(), doubled.full_tensor())
 
 
 def test_B35_a_replacement_of_another_shape_is_refused(mesh):

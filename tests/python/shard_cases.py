@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate
 
-from flatshard.row_shard import RowShard
-from flatshard.sharded_tensor import ShardedTensor
+from flatshard._tensor.row_shard import RowShard
+from flatshard._tensor.sharded_tensor import ShardedTensor
 from tests.python.device import on_device
 
 # The tensors t and o have one shape [rows, columns] and different cuts; v is [columns].

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from flatshard.shard_values import Values
+from flatshard._tensor.shard_values import Values
 from tests.python.device import on_device
 from tests.python.shard_cases import FUNCTIONS, WRITES, Case, value, weighted
 

@@ -2,6 +2,9 @@
 `fully_shard` made, and the core's AdamW beside torch's."""
 
 import copy
+import io
+import pickletools
+import zipfile
 
 import pytest
 import torch
@@ -19,8 +22,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import flatshard
 from flatshard import fully_shard
-from flatshard.row_shard import RowShard
-from flatshard.sharded_tensor import ShardedTensor
+from flatshard._tensor.row_shard import RowShard
+from flatshard._tensor.sharded_tensor import ShardedTensor
 from tests.python.device import DEVICE, on_device
 from tests.python.models import Mlp
 from tests.python.training import distance, full_state, shard, train
@@ -350,6 +353,29 @@ def test_dcp_async_save(folder, mesh, rank):
     dcp.load(state, checkpoint_id=folder)
     set_model_state_dict(model, state)
     assert distance(full_state(model), before) == 0
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_saved_shards_name_types_as_version_0_2_did(weights_only, mesh):
+    model = fully_shard(on_device(Mlp()), mesh=mesh)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    archive = zipfile.ZipFile(file)
+    (name,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+    types = {
+        argument
+        for opcode, argument, _ in pickletools.genops(archive.read(name))
+        if opcode.name == "GLOBAL" and argument.startswith("flatshard")
+    }
+    expected = {"flatshard.sharded_tensor ShardedTensor"}
+    if mesh.size() > 1:
+        expected |= {"flatshard.row_shard RowShard", "flatshard.row_spec RowSpec"}
+    assert types == expected
+    file.seek(0)
+    loaded = torch.load(file, weights_only=weights_only)
+    for name, value in model.state_dict().items():
+        assert loaded[name].placements == value.placements
+        assert torch.equal(loaded[name].to_local(), value.to_local())
 
 
 def test_full_state_dicts(mesh, rank):

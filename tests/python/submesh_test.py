@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from flatshard import fully_shard
-from flatshard.mesh import core_mesh
+from flatshard._tensor.mesh import core_mesh
 from tests.python.device import DEVICE
 from tests.python.models import Body, plain
 from tests.python.training import data, full_state, shard

@@ -12,17 +12,14 @@ The functions translate arguments; what they give is `flatshard.fully_shard`'s. 
 argument without a counterpart is refused by name unless it has its default value.
 """
 
+from flatshard._fsdp.module import FSDPModule
 from flatshard.megatron import v2
 from flatshard.megatron.float8 import FullyShardFP8Policy
 from flatshard.megatron.precision import (
     FullyShardMixedPrecisionPolicy,
     MixedPrecisionPolicy,
 )
-from flatshard.megatron.v1 import (
-    fully_shard,
-    fully_shard_model,
-    fully_shard_optimizer,
-)
+from flatshard.megatron.v1 import fully_shard, fully_shard_model, fully_shard_optimizer
 from flatshard.megatron.v2 import (
     FsdpContext,
     Placements,
@@ -31,7 +28,6 @@ from flatshard.megatron.v2 import (
     microbatch,
     save_checkpoint,
 )
-from flatshard.module import FSDPModule
 
 __all__ = [
     "FSDPModule",

@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from flatshard.expert_parallel import is_spread
+from flatshard.moe.expert_parallel import is_spread
 
 
 def expert_modules(unit):

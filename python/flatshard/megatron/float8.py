@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flatshard.float8_policy import RECIPES, Float8Policy
+from flatshard.float8.policy import RECIPES, Float8Policy
 
 
 @dataclass(frozen=True)

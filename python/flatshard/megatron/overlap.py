@@ -15,12 +15,12 @@ The table of hooks in the description of its 1F1B support, and what each is here
 import weakref
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from flatshard.backward_pass import BackwardPass
-from flatshard.casts import cast_inputs, cast_output
-from flatshard.forward import root_of, state_of
-from flatshard.unit import modules_of_unit
+from flatshard._fsdp.backward_pass import BackwardPass
+from flatshard._fsdp.casts import cast_inputs, cast_output
+from flatshard._fsdp.collect import modules_of_unit
+from flatshard._fsdp.forward import root_of, state_of
+from flatshard.torch_versions import in_backward, tree_leaves
 
 _NAMES = (
     "pre_backward",
@@ -108,7 +108,7 @@ class ScheduleHooks:
 
     def called(self, unit):
         """A sub-module of the module `unit` is called: its weights are read."""
-        if not self._is_on or torch._C._current_graph_task_id() >= 0:
+        if not self._is_on or in_backward():
             return
         self._now().begin_forward(unit)
 
@@ -123,7 +123,7 @@ class ScheduleHooks:
 
     def run(self, unit, function, args, kwargs):
         """A unit is called as a whole: function(*args, **kwargs) is its forward."""
-        if torch._C._current_graph_task_id() >= 0:
+        if in_backward():
             raise NotImplementedError(
                 f"a checkpoint around {type(unit).__name__}, a unit, is not supported in "
                 "a schedule that calls sub-modules; put it around parts of the unit"

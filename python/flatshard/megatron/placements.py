@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch.distributed.tensor.placement_types import Placement
 
-from flatshard.strategies import by_placements
+from flatshard._fsdp.strategies import by_placements
 
 # What rests where, a letter per mesh axis: Replicate, Partial, Shard.
 _STRATEGIES = by_placements()

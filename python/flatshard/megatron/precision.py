@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from flatshard._fsdp.policies import MixedPrecisionPolicy as _Policy
 from flatshard.megatron.float8 import FullyShardFP8Policy
-from flatshard.policies import MixedPrecisionPolicy as _Policy
+from flatshard.torch_versions import parameters_of
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def main_dtype(unit, policy):
     own = {
         p
         for m in unit.modules()
-        for p in m._parameters.values()
+        for p in parameters_of(m).values()
         if p is not None and p.is_floating_point() and not hasattr(p, "placements")
     }
     dtypes = {p.dtype for p in own}

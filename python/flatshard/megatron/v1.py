@@ -7,15 +7,15 @@ import torch
 from torch import nn
 
 from flatshard import diagnostics
-from flatshard.fully_shard import fully_shard as _fully_shard
-from flatshard.initialize import reset_parameters
+from flatshard._fsdp.fully_shard import fully_shard as _fully_shard
+from flatshard._fsdp.initialize import reset_parameters
+from flatshard._fsdp.module import FSDPModule
+from flatshard._fsdp.strategies import find_strategy
 from flatshard.megatron import v2
 from flatshard.megatron.experts import check_experts, check_group, expert_modules
 from flatshard.megatron.float8 import check_dtype, float8_policy
 from flatshard.megatron.overlap import add_hooks
 from flatshard.megatron.precision import MixedPrecisionPolicy, main_dtype
-from flatshard.module import FSDPModule
-from flatshard.strategies import find_strategy
 
 # Argument: (default, values that need nothing here, what to do instead).
 _WITHOUT_COUNTERPART = {

@@ -25,25 +25,17 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard.fully_shard import fully_shard as _fully_shard
-from flatshard.megatron.float8 import (
-    FullyShardFP8Policy,
-    check_dtype,
-    float8_policy,
-)
-from flatshard.megatron.placements import (
-    Placements,
-    data_parallel_mesh,
-    strategy_of,
-)
+from flatshard._fsdp.fully_shard import fully_shard as _fully_shard
+from flatshard._fsdp.module import FSDPModule
+from flatshard._fsdp.parameter import former_name
+from flatshard._fsdp.wrapping import check_module
+from flatshard.megatron.float8 import FullyShardFP8Policy, check_dtype, float8_policy
+from flatshard.megatron.placements import Placements, data_parallel_mesh, strategy_of
 from flatshard.megatron.precision import (
     FullyShardMixedPrecisionPolicy,
     MixedPrecisionPolicy,
     main_dtype,
 )
-from flatshard.module import FSDPModule
-from flatshard.unit import former_name
-from flatshard.wrapping import check_module
 
 
 class FsdpContext:

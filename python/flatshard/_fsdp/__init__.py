@@ -1,0 +1,1 @@
+"""`fully_shard`: units, their tree, and forwards and backwards of wrapped modules."""

@@ -1,0 +1,169 @@
+"""Schedules of one's own: a microbatch whose modules run in pieces.
+
+The program says when the forward and the backward of a wrapped module begin and end,
+and may run the autograd engine any number of times in between.
+"""
+
+import contextlib
+
+from flatshard._fsdp.casts import cast_inputs, cast_output
+from flatshard._graphs.checks import refuse_foreign_capture
+
+
+class BackwardPass:
+    """Forward and backward of one microbatch, made by `model.backward_pass()`.
+
+        mine = model.backward_pass()
+        mine.begin_forward(layer)
+        ...                             # calls what is inside of the layer
+        mine.end_forward(layer)
+        with mine:                      # the backward is open
+            mine.begin_backward(layer)
+            torch.autograd.backward(...)
+            mine.end_backward(layer)
+
+    Between `begin` and `end` the layer's parameters are whole. Each wrapped module runs
+    once in a pass, the outermost one around the others if it has parameters of its own.
+    While the backward of one pass is open, the forward of another may go on. Inputs are
+    cast as `mp_policy` says by `run` alone.
+
+    Collective like a forward and a backward: all ranks say the same in the same order.
+    A pass that is left by an exception, or dropped before its backward is over, is given
+    up: the next forward begins a new step, without this step's gradients.
+
+    Attributes:
+        is_last, interleaved: as backward_pass took them; read when the backward opens.
+    """
+
+    def __init__(self, root, is_last, interleaved):
+        self._root = root
+        self._core = root.new_pass()
+        self.is_last = is_last
+        self.interleaved = interleaved
+
+    # -- forward -------------------------------------------------------------------
+
+    def begin_forward(self, module):
+        """Gathers the parameters of `module`. They can be read from here on.
+
+        Raises:
+            ValueError: a module that fully_shard did not wrap, or of another model.
+            flatshard.ConfigError: it ran in this pass before.
+        """
+        unit = self._unit(module)
+        if self._root.on_gpu:
+            refuse_foreign_capture()
+        self._core.forward_begin(unit)
+        self._root.pass_began(self)
+
+    def end_forward(self, module):
+        """Of the module that began last: releases its parameters."""
+        self._core.forward_end(self._unit(module))
+
+    @contextlib.contextmanager
+    def forward(self):
+        """Inside, calls of wrapped modules are forwards of this pass, as by `run`. What
+        is raised inside gives the pass up."""
+        former, self._root.running_pass = self._root.running_pass, self
+        try:
+            yield self
+        except BaseException:
+            self.give_up()
+            raise
+        finally:
+            self._root.running_pass = former
+
+    # -- backward ------------------------------------------------------------------
+
+    def __enter__(self):
+        """Opens the backward; the forwards are over. Runs of the engine belong to this
+        pass until it is left, which reduces what is not reduced yet."""
+        self._root.pass_opens()
+        self._core.open_backward(
+            self.is_last and self._root.reduces_all, self.interleaved
+        )
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if kind is not None:
+            self.give_up()
+            return
+        try:
+            self._core.close_backward()
+        except BaseException:
+            self.give_up()
+            raise
+        self._root.pass_ended(self)
+
+    def begin_backward(self, module):
+        """Gathers what the backward of `module` reads, and reduces modules before it."""
+        self._core.backward_begin(self._unit(module))
+
+    def end_backward(self, module):
+        """Its gradients are there, or put off, and those of its inputs: releases its
+        parameters."""
+        self._core.backward_end(self._unit(module))
+
+    @contextlib.contextmanager
+    def recompute(self, module):
+        """Between `begin_backward` and `end_backward`: the forward runs once more."""
+        unit = self._unit(module)
+        self._core.recompute_begin(unit)
+        try:
+            yield
+        finally:
+            self._core.recompute_end(unit)
+
+    @contextlib.contextmanager
+    def late_wgrads(self, node=0):
+        """Inside, layers that can put their weight gradients off do so: nn.Linear of
+        modules with `grads_in_place=True`. Leaving the backward computes those that
+        `run_wgrads` has not.
+
+        Args:
+            node: any number, by which `run_wgrads` finds them.
+        """
+        self._core.set_delay_wgrad(True, node)
+        try:
+            yield
+        finally:
+            self._core.set_delay_wgrad(False, 0)
+
+    def run_wgrads(self, module, node=0):
+        """Computes the weight gradients of `module` that were put off in `node`."""
+        self._core.run_wgrads(self._unit(module), node)
+
+    @property
+    def num_late_wgrads(self):
+        """How many weight gradients are put off now."""
+        return self._core.num_late
+
+    # -- inside --------------------------------------------------------------------
+
+    def give_up(self):
+        """Ends the pass without its backward; the step's gradients are dropped by the
+        next forward. Does nothing to a pass that is over."""
+        self._core.give_up()
+        self._root.pass_ended(self)
+
+    def run(self, module, function, args, kwargs):
+        """function(*args, **kwargs) between begin_forward and end_forward, with the
+        casts of the module's mp_policy."""
+        policy = self._state(module).mp_policy
+        args, kwargs = cast_inputs(policy, args, kwargs)
+        self.begin_forward(module)
+        output = cast_output(policy, function(*args, **kwargs))
+        self.end_forward(module)
+        return output
+
+    def _state(self, module):
+        state = module.__dict__.get("_flatshard")
+        if state is None or state.root is not self._root:
+            raise ValueError(
+                f"a backward pass: expected a module of its model that fully_shard "
+                f"wrapped, got a {type(module).__name__}"
+            )
+        return state
+
+    def _unit(self, module):
+        return self._state(module).id

@@ -1,0 +1,44 @@
+"""What a MixedPrecisionPolicy makes of the tensors around a forward."""
+
+import copy
+import dataclasses
+import functools
+
+import torch
+
+from flatshard.torch_versions import tree_map
+
+
+def _cast(tree, dtype):
+    """Floating-point tensors in any nesting, as `dtype`; containers are copied."""
+    if isinstance(tree, torch.Tensor):
+        return tree.to(dtype) if tree.is_floating_point() else tree
+    return tree_map(functools.partial(_cast_leaf, dtype), tree)
+
+
+def _cast_leaf(dtype, leaf):
+    if isinstance(leaf, torch.Tensor):
+        return leaf.to(dtype) if leaf.is_floating_point() else leaf
+    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+        return leaf
+    # Not dataclasses.replace: that runs __post_init__ again.
+    copied = copy.copy(leaf)
+    for field in dataclasses.fields(leaf):
+        if hasattr(leaf, field.name):
+            value = _cast(getattr(leaf, field.name), dtype)
+            object.__setattr__(copied, field.name, value)
+    return copied
+
+
+def cast_inputs(policy, args, kwargs):
+    """What a forward is called with, as a MixedPrecisionPolicy says."""
+    if policy.param_dtype is not None and policy.cast_forward_inputs:
+        args = tuple(_cast(a, policy.param_dtype) for a in args)
+        kwargs = {k: _cast(v, policy.param_dtype) for k, v in kwargs.items()}
+    return args, kwargs
+
+
+def cast_output(policy, output):
+    if policy.output_dtype is not None:
+        output = _cast(output, policy.output_dtype)
+    return output

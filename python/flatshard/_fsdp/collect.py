@@ -1,0 +1,98 @@
+"""Collects the modules and parameters of a unit."""
+
+import weakref
+
+import torch
+from torch import nn
+
+from flatshard._fsdp.parameter import former_name
+from flatshard._tensor.sharded_tensor import ShardedTensor
+from flatshard.torch_versions import parameters_of
+
+_TRAINABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def modules_of_unit(modules, is_unit):
+    """The modules whose parameters belong to a unit of `modules`: all below
+    them but what other units hold. Each once."""
+    found = {}
+    for module in modules:
+        _walk(module, is_unit, found)
+    return list(found.values())
+
+
+# Not a function inside: one that calls itself is a cycle, which would keep the model
+# until the garbage collector runs.
+def _walk(module, is_unit, found):
+    if id(module) in found or is_unit(module):
+        return
+    found[id(module)] = module
+    for child in module.children():
+        _walk(child, is_unit, found)
+
+
+def collect_parameters(modules, owned, ignored):
+    """The parameters to shard, each once with all its places.
+
+    Args:
+        modules: those given to fully_shard, for names in messages.
+        owned: modules_of_unit(modules).
+        ignored: ids of parameters to leave alone.
+    """
+    names = {}
+    for number, root in enumerate(modules):
+        prefix = str(number) if len(modules) > 1 else ""
+        for name, module in root.named_modules(prefix=prefix):
+            names.setdefault(id(module), name)
+    found = {}
+    for module in owned:
+        prefix = names[id(module)]
+        for name, tensor in parameters_of(module).items():
+            if tensor is None or id(tensor) in ignored:
+                continue
+            full = f"{prefix}.{name}" if prefix else name
+            found.setdefault(id(tensor), (tensor, full, []))[2].append(
+                (weakref.ref(module), name)
+            )
+    for tensor, name, _ in found.values():
+        _check_parameter(tensor, name)
+    return list(found.values())
+
+
+def _check_parameter(tensor, name):
+    if (former := former_name(tensor)) is not None:
+        raise ValueError(
+            f"parameter {name} is shared with a unit that was wrapped before, as "
+            f"{former}; wrap one module that holds both, and do not wrap them inside it"
+        )
+    if isinstance(tensor, ShardedTensor):
+        raise ValueError(f"parameter {name} is sharded already, by another unit")
+    if hasattr(tensor, "placements"):
+        raise ValueError(
+            f"parameter {name} is a DTensor; tensor parallelism under fully_shard is "
+            "not supported yet"
+        )
+    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        raise ValueError(
+            f"parameter {name} has no shape yet ({type(tensor).__name__}): run the "
+            "module once before fully_shard"
+        )
+    if type(tensor) is not nn.Parameter:
+        raise NotImplementedError(
+            f"parameter {name} is a {type(tensor).__name__}, a subclass that sharding "
+            "would turn into a plain tensor: put nn.Parameter(its plain values) in its "
+            f"place before fully_shard, or name it in ignored_params{_instead(tensor)}"
+        )
+    if tensor.requires_grad and tensor.dtype not in _TRAINABLE:
+        raise ValueError(
+            f"parameter {name} is of type {tensor.dtype} and trainable; expected one of "
+            f"{', '.join(map(str, _TRAINABLE))}. Freeze it (requires_grad_(False)), or "
+            "name it in ignored_params"
+        )
+
+
+def _instead(tensor):
+    library = type(tensor).__module__.split(".")[0]
+    if library not in ("torchao", "transformer_engine"):
+        return ""
+    return f". For FP8 weights give fp8=Float8Policy(...) and not {library}'s"

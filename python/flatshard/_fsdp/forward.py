@@ -1,0 +1,111 @@
+"""Forwards of wrapped modules: whose root they have, and what the core hears of them.
+
+Everything around a unit's forward happens outside of `nn.Module.__call__`: hooks of the
+user see whole parameters, compiled forwards hold no trace of sharding, and an exception
+on the way is noticed.
+"""
+
+import weakref
+
+from flatshard._fsdp.casts import cast_inputs, cast_output
+from flatshard._fsdp.root import Root
+from flatshard._graphs.checks import refuse_foreign_capture
+from flatshard._tensor.writes import writes
+from flatshard.torch_versions import outside_of_graphs
+
+# Every module that is wrapped now.
+wrapped = weakref.WeakSet()
+
+
+def state_of(module):
+    return module.__dict__.get("_flatshard")
+
+
+def root_of(module):
+    """The Root of the outermost module that fully_shard wrapped."""
+    state = state_of(module)
+    if state is None:
+        raise ValueError(
+            "expected the outermost module that fully_shard wrapped, got a "
+            f"{type(module).__name__} that it did not wrap"
+        )
+    if state.root is None:
+        make_root(module)
+    if state.id != 0:
+        raise ValueError(
+            f"expected the outermost module that fully_shard wrapped, got unit "
+            f"{state.name} of one"
+        )
+    state.root.check_replaced()
+    return state.root
+
+
+def outermost(module):
+    """The wrapped module that `module` is part of and that is part of no other."""
+    around = [m for m in wrapped if any(child is module for child in m.modules())]
+    return max(around, key=lambda m: sum(1 for _ in m.modules()))
+
+
+@outside_of_graphs
+def run_forward(module, function, args, kwargs):
+    """function(*args, **kwargs) as a forward of the unit of `module`."""
+    state = module.__dict__["_flatshard"]
+    root = state.root
+    if root is None:
+        root = make_root(module)
+    if root.running_pass is not None:
+        return root.running_pass.run(module, function, args, kwargs)
+    # What most models need nothing of costs no call.
+    if root.has_passes:
+        root.refuse_between_passes(module)
+    if root.on_gpu:
+        refuse_foreign_capture()
+    policy = state.mp_policy
+    if policy.param_dtype is not None:
+        args, kwargs = cast_inputs(policy, args, kwargs)
+    core = root.core
+    if writes.count + writes.single != root.seen_writes.number or writes.lent:
+        root.seen_writes.before_inner_forward(core, state)
+    try:
+        core.forward_begin(state.id, args, kwargs)
+        of_several = len(state.modules) > 1
+        if of_several and not state.running:
+            # Of those that are still there.
+            state.running.update(id(m) for r in state.modules if (m := r()) is not None)
+        output = function(*args, **kwargs)
+        if policy.output_dtype is not None:
+            output = cast_output(policy, output)
+        if of_several:
+            # Its weights stay for those still to run.
+            state.running.discard(id(module))
+        core.forward_end(state.id, output, of_several and bool(state.running))
+    except BaseException:
+        core.forward_error(state.id)
+        raise
+    return output
+
+
+def make_root(module):
+    state = state_of(module)
+    if len(state.modules) > 1:
+        kinds = ", ".join(type(m()).__name__ for m in state.modules)
+        raise RuntimeError(
+            f"the outermost unit holds several modules ({kinds}), so none of them sees "
+            "where a step begins: apply fully_shard also to the module that calls them, "
+            "and run that"
+        )
+    return Root(module, state)
+
+
+class UnshardHandle:
+    """Waits for an `unshard(async_op=True)`."""
+
+    def __init__(self, state):
+        self._state = state
+
+    def wait(self):
+        """The unit's parameters are whole from here on, for kernels that are
+        launched later. Does not block the host on a GPU."""
+        if self._state is not None:
+            self._state.root.core.unshard(self._state.id, True)
+            self._state = None

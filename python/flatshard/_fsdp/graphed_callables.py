@@ -1,0 +1,175 @@
+"""`make_graphed_callables`, torch's way to ask for `fully_shard(..., cuda_graph=True)`, and
+`cuda_graph_stats`."""
+
+from torch import nn
+
+from flatshard._fsdp.forward import root_of, state_of
+from flatshard._fsdp.wrapping import capture_forward
+from flatshard._graphs.checks import DEFAULT_WARMUP_STEPS, check_cuda_graph
+from flatshard._graphs.sample import Sample
+
+
+def make_graphed_callables(
+    callables,
+    sample_args,
+    num_warmup_iters=DEFAULT_WARMUP_STEPS,
+    allow_unused_input=False,
+    pool=None,
+    *,
+    sample_kwargs=None,
+    capture_time_hooks=None,
+    capture_error_mode=None,
+):
+    """Forwards of units, and their backwards, as CUDA graphs; torch's signature.
+
+    torch.cuda.make_graphed_callables runs modules on the samples and captures at once. A
+    sharded module has no whole parameters then, so training itself is the warm-up: its
+    first `num_warmup_iters` steps run eagerly and are watched, then all units are
+    captured, as with fully_shard(..., cuda_graph=True). Of the samples only shapes,
+    dtypes and flags are looked at. Call it after fully_shard, before the first forward.
+
+    Args:
+        callables: a module that fully_shard wrapped, or a tuple of them.
+        sample_args: the positional arguments of a call, a tuple; for a tuple of modules
+            a tuple of such tuples. Tensors in any nesting, on the mesh's device or on
+            meta, and plain values. Calls with other shapes, dtypes, requires_grad, plain
+            values or nesting run eagerly, counted by cuda_graph_stats.
+        num_warmup_iters: steps that run eagerly at first, 1 or more. One number for a
+            model: the largest of those that its units were given.
+        allow_unused_input: False: the first forward raises RuntimeError when an argument
+            needs a gradient and none of the results depends on it.
+        pool: None; all units of a model share a pool of their own.
+        sample_kwargs: the keyword arguments, a dict; a tuple of dicts for a tuple of
+            modules; None: none.
+        capture_time_hooks: None.
+        capture_error_mode: None or "thread_local", which it is.
+
+    Returns:
+        `callables`: the modules themselves, in a tuple if they came in one.
+
+    Raises:
+        TypeError: a callable is no module that fully_shard wrapped, or an argument has
+            another type than torch's function expects.
+        ValueError: an argument that cannot work, naming it.
+        RuntimeError: a forward of the model ran before.
+        NotImplementedError: one that is not supported, naming it.
+    """
+    _refuse_unsupported(pool, capture_time_hooks, capture_error_mode)
+    if type(num_warmup_iters) is not int or num_warmup_iters < 1:
+        raise ValueError(
+            f"num_warmup_iters: expected a number of steps, 1 or more, got "
+            f"{num_warmup_iters!r}"
+        )
+    if not isinstance(allow_unused_input, bool):
+        raise ValueError(
+            f"allow_unused_input: expected True or False, got {allow_unused_input!r}"
+        )
+    several = isinstance(callables, tuple)
+    modules = callables if several else (callables,)
+    all_args = _one_each("sample_args", sample_args, modules, several, tuple)
+    if sample_kwargs is None:
+        all_kwargs = [{} for _ in modules]
+    else:
+        all_kwargs = _one_each("sample_kwargs", sample_kwargs, modules, several, dict)
+    # All are checked before the first is changed.
+    samples = [
+        _sample_of(modules, number, args, kwargs, allow_unused_input)
+        for number, (args, kwargs) in enumerate(zip(all_args, all_kwargs))
+    ]
+    for module, sample in zip(modules, samples):
+        state = state_of(module)
+        state.core.write_grads_in_place()
+        state.graph_warmup_steps = num_warmup_iters
+        state.cuda_graph = True
+        capture_forward(module, sample)
+    return callables
+
+
+def _refuse_unsupported(pool, capture_time_hooks, capture_error_mode):
+    if pool is not None:
+        raise NotImplementedError(
+            f"pool: expected None, got {pool!r}: the graphs of a model share a pool of "
+            "their own, and others cannot use it"
+        )
+    if capture_time_hooks is not None:
+        raise NotImplementedError(
+            "capture_time_hooks: expected None: a capture runs no hooks; those of the "
+            "module run in every step"
+        )
+    if capture_error_mode not in (None, "thread_local"):
+        raise NotImplementedError(
+            "capture_error_mode: expected None or 'thread_local', got "
+            f"{capture_error_mode!r}"
+        )
+
+
+def _one_each(name, values, modules, several, kind):
+    """`values` for each module, as a list."""
+    if not several:
+        values = (values,)
+    elif not isinstance(values, tuple) or len(values) != len(modules):
+        got = len(values) if isinstance(values, tuple) else type(values).__name__
+        raise ValueError(
+            f"{name}: expected a tuple with one {kind.__name__} for each of "
+            f"{len(modules)} callables, got {got}"
+        )
+    for value in values:
+        if not isinstance(value, kind):
+            raise TypeError(
+                f"{name}: expected a {kind.__name__} for each callable, got a "
+                f"{type(value).__name__}"
+            )
+    return list(values)
+
+
+def _sample_of(modules, number, args, kwargs, allow_unused_input):
+    module = modules[number]
+    state = state_of(module) if isinstance(module, nn.Module) else None
+    if state is None:
+        raise TypeError(
+            "callables: expected a module that fully_shard wrapped, or a tuple of them, "
+            f"got a {type(module).__name__}; torch.cuda.make_graphed_callables takes "
+            "functions and modules that are not sharded"
+        )
+    if any(module is other for other in modules[:number]):
+        raise ValueError(
+            f"callables: the same {type(module).__name__} is there twice; a unit has one "
+            "set of graphs"
+        )
+    if state.root is not None:
+        raise RuntimeError(
+            f"make_graphed_callables: unit {state.name} ran before; call it between "
+            "fully_shard and the first forward"
+        )
+    check_cuda_graph(
+        [m() for m in state.modules],
+        state.device_mesh,
+        state.core.offloads,
+        "make_graphed_callables",
+    )
+    for name, buffer in module.named_buffers():
+        if buffer.requires_grad:
+            raise ValueError(
+                f"callables: expected buffers that need no gradient, got {name} of a "
+                f"{type(module).__name__}"
+            )
+    return Sample(args, kwargs, state, allow_unused_input)
+
+
+def cuda_graph_stats(model):
+    """What happened with fully_shard(..., cuda_graph=True) since the first forward.
+
+    Args:
+        model: the outermost module that fully_shard wrapped.
+
+    Returns:
+        dict of `captures`, forwards and backwards; `forward_replays`;
+        `backward_replays`; `fallbacks`, a dict: how many forwards and backwards ran
+        eagerly behind the warm-up, by reason; `nbytes`, taken from the GPU for the
+        graphs; `audited_addresses`, looked at where FLATSHARD_AUDIT_CUDA_GRAPHS=1 asks
+        for it, and `audit_findings`, a list of those in memory of others. Zeros where no unit has cuda_graph=True.
+
+    Raises:
+        ValueError: it is another module.
+    """
+    return root_of(model).core.graph_stats()

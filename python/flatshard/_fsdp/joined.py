@@ -1,0 +1,130 @@
+"""Units whose mesh is a part of the model's: they join the unit around them.
+
+Experts rest on fewer ranks than the block that they belong to, and other ranks hold
+other ones. The block stays one unit, which gathers and reduces them beside its own
+parameters. What `parameters()` shows is the tensor of all experts, cut over the
+block's mesh.
+"""
+
+import functools
+
+from torch.distributed.tensor import Replicate
+
+from flatshard._fsdp.casts import cast_inputs, cast_output
+from flatshard._fsdp.forward import state_of
+from flatshard._fsdp.module import FSDPModule
+from flatshard._tensor.row_shard import RowShard
+from flatshard._tensor.writes import writes
+
+
+def find_parts(modules, core, offload, copy_engines):
+    """The units inside of `modules` whose mesh is a part of `core`.
+
+    Raises:
+        ValueError: one that cannot join.
+    """
+    found = {}
+    for module in modules:
+        for inner in module.modules():
+            state = state_of(inner)
+            if state is None or state.slices is None:
+                continue
+            kind = type(inner).__name__
+            number = core.size // state.mesh.size
+            if not state.mesh.is_part_of(core) or number != state.slices[0]:
+                raise ValueError(
+                    f"mesh: {kind} inside rests on {state.mesh}, this module on {core}: "
+                    "expected a mesh that the inner one is a part of"
+                )
+            if state.root is not None:
+                raise RuntimeError(
+                    f"{kind} ran, or was unsharded, before the module around it was "
+                    "wrapped; wrap all modules first, then run the outermost"
+                )
+            if state.main_grads:
+                raise NotImplementedError(
+                    f"modules that write gradients to main_grad are not supported on a "
+                    f"part of the mesh, as {kind} has them; leave out their option "
+                    "(fuse_wgrad_accumulation)"
+                )
+            for option, inner_has, outer_has in (
+                ("offload_policy", state.core.offloads, offload),
+                ("copy_engines", state.copy_engines, copy_engines),
+            ):
+                if inner_has != outer_has:
+                    raise ValueError(
+                        f"{option}: {kind}, on a part of the mesh, and this module "
+                        "differ; choose one for both"
+                    )
+            found[id(state)] = state
+    return list(found.values())
+
+
+def join(state, parts):
+    """Parameters of `parts` become those of `state`, behind its own."""
+    for part in parts:
+        begin = state.core.num_parameters
+        placed = [_placements(part, p, state.device_mesh) for p in part.parameters]
+        state.core.join(part.core)
+        writes.remove([p.shard for p in part.parameters])
+        for p, (placements, shape) in zip(part.parameters, placed):
+            p.shared_by = part.device_mesh
+            state.take_over(p, begin + p.index, placements, shape)
+        writes.add(state, [p.shard for p in part.parameters])
+        state.parameters += part.parameters
+        state.ignored += part.ignored
+        state.joined.append(part)
+        for reference in part.modules:
+            module = reference()
+            module.__dict__["_flatshard"] = state
+            module.__dict__["_flatshard_policy"] = part.mp_policy
+            module.__class__ = _joined_class(type(module))
+    if parts:
+        state.make_grads()
+
+
+def _placements(part, p, mesh):
+    """Placements on `mesh` and the whole shape of a parameter that is a slice."""
+    number, _ = part.slices
+    rows = p.whole.shape[0]
+    pieces = part.core.cuts(p.index) or [0, rows]
+    edp = part.device_mesh
+    holders = edp.size(edp.ndim - 1)  # ranks that share a slice, of one replica
+    if len(pieces) == 2 and holders > 1:
+        raise NotImplementedError(
+            f"strategy: parameter {p.title} of a module on a part of the mesh is whole on "
+            f"each of {holders} ranks, which is not supported; choose zero1, zero2 or "
+            "zero3 for it"
+        )
+    order = part.core.shard_of_ranks(p.index)[:holders]
+    cuts, of_ranks = [0], []
+    for which in range(number):
+        cuts += [which * rows + end for end in pieces[1:]]
+    # Ranks of a slice lie `number` apart: "edp" is outside of "ep".
+    for rank in range(number * holders):
+        of_ranks.append((rank % number) * holders + order[rank // number])
+    shape = (number * rows, *p.whole.shape[1:])
+    return [Replicate()] * (mesh.ndim - 1) + [RowShard(cuts, of_ranks)], shape
+
+
+class _Joined:
+    """Of a module whose parameters the unit around it gathers."""
+
+    def __call__(self, *args, **kwargs):
+        policy = self.__dict__["_flatshard_policy"]
+        args, kwargs = cast_inputs(policy, args, kwargs)
+        output = super(FSDPModule, self).__call__(*args, **kwargs)
+        return cast_output(policy, output)
+
+    def set_gradient_divide_factor(self, factor):
+        raise NotImplementedError(
+            "set_gradient_divide_factor is not supported for a module that joined the "
+            "unit around it; call it on that one, its factor holds for both"
+        )
+
+
+@functools.lru_cache(maxsize=None)
+def _joined_class(cls):
+    own = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
+    members = {"__module__": own.__module__}
+    return type(f"FSDP{own.__name__}", (_Joined, FSDPModule, own), members)

@@ -1,0 +1,112 @@
+"""Modules that write weight gradients themselves: TransformerEngine's contract.
+
+The backward of such a module adds the gradient of a weight to `weight.main_grad`, sets
+`weight.grad_added_to_main_grad`, and hands autograd a tensor without meaning. Here
+`main_grad` is the memory that is reduced, so the gradient needs no other.
+"""
+
+import weakref
+
+from torch import nn
+
+from flatshard.torch_versions import in_backward
+
+# Attributes of a parameter that its module is going to look for, and what of them
+# others may have left there.
+_ASKS = ("main_grad", "grad_added_to_main_grad", "overwrite_main_grad")
+_LEFT = (*_ASKS, "get_main_grad", "zero_out_wgrad", "__fsdp_param__")
+# Of TransformerEngine's modules, and of Megatron-Core's.
+_SWITCHES = ("fuse_wgrad_accumulation", "gradient_accumulation_fusion")
+
+
+class MainGradParameter(nn.Parameter):
+    """A whole parameter whose gradient its module may write by itself."""
+
+    # TransformerEngine and Megatron-Core ask get_main_grad() in the backward then.
+    __fsdp_param__ = True
+    grad_added_to_main_grad = False
+    zero_out_wgrad = False
+    _flatshard_given = None  # the address of what get_main_grad gave last
+
+    def get_main_grad(self):
+        """The gradient so far, of this parameter's shape, in the dtype of the
+        reduction; zeros if there is none yet. What is added to it counts.
+
+        Raises:
+            RuntimeError: outside of a backward.
+        """
+        name, unit = self._flatshard_main_grad
+        state = unit()
+        if state is None or state.root is None or not in_backward():
+            raise RuntimeError(
+                f"main_grad of parameter {name} is there in the backward alone: take it "
+                "there, as TransformerEngine from 2.10 on does, and not in the forward "
+                "or behind the backward (delay_wgrad_compute)"
+            )
+        grad = state.root.core.main_grad(self)
+        self._flatshard_given = grad.data_ptr()
+        return grad
+
+    @property
+    def main_grad(self):
+        return self.get_main_grad()
+
+    @main_grad.setter
+    def main_grad(self, value):
+        if value is None or value.data_ptr() != self._flatshard_given:
+            raise RuntimeError(
+                f"main_grad of parameter {self._flatshard_main_grad[0]} cannot be "
+                "another tensor: it is the memory that is reduced"
+            )
+
+    @property
+    def overwrite_main_grad(self):
+        """False: the first that writes finds zeros."""
+        return False
+
+    @overwrite_main_grad.setter
+    def overwrite_main_grad(self, value):
+        if value:
+            raise RuntimeError(
+                f"overwrite_main_grad of parameter {self._flatshard_main_grad[0]} cannot "
+                "be True: what a second use of the weight, or a microbatch before, "
+                "left there would be lost; main_grad begins with zeros"
+            )
+
+
+def offer_main_grads(state):
+    """To the trained parameters of `state` that use the contract: those that have one of
+    its attributes, and those of modules that have it switched on."""
+    for p in state.parameters:
+        if not p.trainable or p.float8 or not _is_asked_for(p):
+            continue
+        for tensor in (p.whole, p.shard):
+            for name in _LEFT:
+                vars(tensor).pop(name, None)
+        whole = p.whole
+        whole.__class__ = MainGradParameter
+        whole._flatshard_main_grad = p.title, weakref.ref(state)
+        # Of several uses one may give autograd a gradient that counts: the tensor
+        # without meaning, to which it is added, has to be zeros.
+        whole.zero_out_wgrad = len(p.sites) > 1
+        whole.register_post_accumulate_grad_hook(_drop_what_was_added)
+        state.main_grads = True
+    if state.main_grads:
+        state.core.write_grads_in_place()
+
+
+def _is_asked_for(p):
+    if any(name in vars(p.whole) for name in _ASKS):
+        return True
+    return any(
+        getattr(module(), switch, False) is True
+        for module, _ in p.sites
+        for switch in _SWITCHES
+    )
+
+
+def _drop_what_was_added(whole):
+    if whole.grad_added_to_main_grad:
+        whole.grad_added_to_main_grad = False
+        if not whole.zero_out_wgrad:
+            whole.grad = None

@@ -1,0 +1,325 @@
+"""FSDPModule: what `fully_shard` makes of a module's class.
+
+Its `__call__` is a forward of the unit, see forward.py.
+"""
+
+import contextlib
+
+from flatshard._fsdp.backward_pass import BackwardPass
+from flatshard._fsdp.conversion import converting
+from flatshard._fsdp.forward import (
+    UnshardHandle,
+    make_root,
+    outermost,
+    root_of,
+    run_forward,
+    state_of,
+)
+from flatshard.torch_versions import converts_inside, outside_of_graphs
+
+# Options that a number, as fully_shard's reshard_after_forward may be, is no value of.
+_WHETHER = ("reshard_after_forward", "reshard_after_backward", "unshard_in_backward")
+
+
+@converts_inside(converting)
+class FSDPModule:
+    """Methods that `fully_shard` adds to a module, named as in FSDP2.
+
+    Setters act from the next forward or backward on and have to be called with
+    equal arguments on all ranks, between two steps.
+    """
+
+    def __new__(cls, *args, **kwargs):
+        # Only fully_shard makes one, of a module. What modules make of their own class
+        # (slices of nn.Sequential) is of the class that they had before.
+        return cls.__mro__[cls.__mro__.index(FSDPModule) + 1](*args, **kwargs)
+
+    @outside_of_graphs
+    def __call__(self, *args, **kwargs):
+        return run_forward(self, super().__call__, args, kwargs)
+
+    # -- gathering by hand ---------------------------------------------------------
+
+    def unshard(self, async_op=False):
+        """Gathers the unit's parameters now. Collective.
+
+        They stay whole until `reshard()`, or until the next forward or backward
+        of the unit releases them as always. Before the first forward the outermost
+        module wrapped so far counts as the one whose forward that will be.
+
+        Args:
+            async_op: return a handle at once; call its `wait()` before reading.
+        """
+        state = self._state()
+        if state.root is None:
+            make_root(outermost(self))
+        state.root.core.unshard(state.id, not async_op)
+        return UnshardHandle(state) if async_op else None
+
+    def reshard(self):
+        """Releases the unit's gathered parameters."""
+        state = self._state()
+        if state.root is not None:  # else nothing was gathered
+            state.root.core.reshard(state.id)
+
+    # -- schedules of one's own ------------------------------------------------------
+
+    def backward_pass(self, *, is_last=True, interleaved=False):
+        """A microbatch whose modules run in pieces; see BackwardPass. Call it on the
+        root, once for each microbatch.
+
+        Args:
+            is_last: it is the step's last: with HSDP the outer axis is reduced then,
+                with ZeRO-0 and ZeRO-1 all axes.
+            interleaved: while its backward is open, the forward of the next microbatch
+                runs, whose backward comes later. Unless it is the last as well, `.grad`s
+                are there after that one.
+
+        Raises:
+            NotImplementedError: a model with cuda_graph=True.
+        """
+        return BackwardPass(root_of(self), is_last, interleaved)
+
+    # -- when gradients are reduced --------------------------------------------------
+
+    def set_requires_gradient_sync(self, requires_gradient_sync, *, recurse=True):
+        """False: the next backwards accumulate gradients unsharded, without any
+        collective. Set it on the root: one decision serves all units."""
+        self._set("sync_gradients", requires_gradient_sync, recurse)
+
+    def set_requires_all_reduce(self, requires_all_reduce, *, recurse=True):
+        """False: the next backwards reduce over the inner mesh dimension only
+        (HSDP), or accumulate (strategies whose gradients are not sharded). Set it
+        on the root: one decision serves all units."""
+        self._set("all_reduce", requires_all_reduce, recurse)
+
+    def set_is_last_backward(self, is_last_backward):
+        """Accepted for FSDP2's sake: there is nothing to finish after the last
+        backward, since no backward leaves work that the host has to wait for."""
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """Backwards inside accumulate gradients without collectives."""
+        former = self._state().policy.sync_gradients
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.set_requires_gradient_sync(former)
+
+    def set_gradient_divide_factor(self, factor):
+        """Reduced gradients are sums divided by `factor` instead of the number of
+        ranks."""
+        self._state().core.set_divisor(float(factor))
+
+    def set_reduce_scatter_divide_factor(self, factor):
+        """The former name of set_gradient_divide_factor."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_all_reduce_hook(self, hook, *, stream=None):
+        """Calls `hook(reduced)` with each reduced gradient of this unit, which it may
+        change in place; None for no hook. Set it between steps.
+
+        Args:
+            hook: takes [n] reduced, the flat gradients of the rows that this rank
+                has, with padding, in the dtype of the reduction: after the
+                reductions over all mesh dimensions, before the divide factor. Runs
+                on the stream of the reductions, on CPUs on their thread. What it
+                raises is raised by the backward.
+            stream: None; another stream is refused.
+        """
+        if hook is not None and not callable(hook):
+            raise TypeError(f"hook: expected a callable or None, got {hook!r}")
+        if stream is not None:
+            raise NotImplementedError(
+                "set_all_reduce_hook is not supported with a stream: the hook runs on "
+                "the stream of the reductions, where it may wait for another"
+            )
+        self._state().core.set_reduced_hook(hook)
+
+    def set_custom_all_gather(self, comm):
+        raise NotImplementedError(_own_collectives("set_custom_all_gather"))
+
+    def set_custom_reduce_scatter(self, comm):
+        raise NotImplementedError(_own_collectives("set_custom_reduce_scatter"))
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable):
+        if enable:
+            name = "set_allocate_memory_from_process_group_for_comm"
+            raise NotImplementedError(_own_collectives(name))
+
+    def set_force_sum_reduction_for_comms(self, enable):
+        if enable:
+            raise NotImplementedError(
+                "set_force_sum_reduction_for_comms is not supported: call "
+                "set_gradient_divide_factor(number of ranks), which sums and divides"
+            )
+
+    def set_post_optim_event(self, event):
+        raise NotImplementedError(
+            "set_post_optim_event is not supported: gathers wait for the stream that "
+            "the forward runs on; let that one wait for the event"
+        )
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers, *, recurse=True):
+        """How many reductions may be under way while the next unit's gradients are
+        computed; 1 at first. More of them take a unit's gradients of memory each, and
+        help where reductions are slower than the backward. Call it on the root: one
+        number serves all units."""
+        n = max_input_buffers
+        if isinstance(n, bool) or not isinstance(n, int):
+            raise TypeError(f"max_input_buffers: expected an int, got {n!r}")
+        if n < 1:
+            raise ValueError(f"max_input_buffers: expected at least 1, got {n}")
+        if not recurse:
+            raise NotImplementedError(
+                "set_reduce_scatter_max_input_buffers is not supported with "
+                "recurse=False: one number serves all units of a model"
+            )
+        if not root_of(self).slots_on_demand:
+            raise NotImplementedError(
+                "set_reduce_scatter_max_input_buffers is not supported with "
+                "cuda_graph=True or slots_on_demand=False, where gradients have two "
+                "fixed places"
+            )
+        root_of(self).core.set_max_grad_slots(n + 1)
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params, *, recurse=True
+    ):
+        """True is how it always is: a parameter without a gradient counts as zeros in
+        the reduction of its unit, so ranks may differ in which these are."""
+        if not reduce_scatter_unused_params:
+            raise NotImplementedError(
+                "set_reduce_scatter_unused_params(False) is not supported: parameters "
+                "without a gradient always count as zeros in their unit's reduction"
+            )
+
+    def set_separate_reduce_scatter_group(self, enable=True, *, recurse=True):
+        """True is how it always is: reductions have a communicator of their own."""
+        if not enable:
+            raise NotImplementedError(
+                "set_separate_reduce_scatter_group(False) is not supported: reductions "
+                "always have a communicator of their own"
+            )
+
+    def set_symm_mem_for_comm(self, backend="NCCL"):
+        raise NotImplementedError(
+            "set_symm_mem_for_comm is not supported: for gathers and reductions by copy "
+            "engines use fully_shard(..., copy_engines='auto')"
+        )
+
+    def reset_iter_state(self):
+        """After an exception in forward or backward: ends what is open, releases all
+        weights and drops the gradients of the failed step, so that the next step starts
+        clean. The next forward of the root does it by itself, too. Call it on the root,
+        on all ranks. Blocks until the communication under way is over."""
+        root_of(self).give_up_passes()
+        root_of(self).core.reset()
+
+    def reset_cuda_graphs(self):
+        """Drops the CUDA graphs of fully_shard(..., cuda_graph=True); blocks are captured
+        again behind another warm-up. For what a graph cannot see: a tensor that is no
+        argument, parameter or buffer and lies elsewhere now. Call it on the root, between
+        steps."""
+        root_of(self).core.reset_graphs()
+
+    def finalize_backward(self, async_op=False):
+        raise NotImplementedError(
+            "finalize_backward is not supported: each backward reduces at its end, "
+            "unless set_requires_gradient_sync(False) or no_sync() says otherwise; leave "
+            "the call out and let the last backward synchronize"
+        )
+
+    def set_manual_backward_finalization(self, enabled):
+        if enabled:
+            raise NotImplementedError(
+                "set_manual_backward_finalization(True) is not supported: each backward "
+                "reduces at its end; no_sync() puts that off to the last one"
+            )
+
+    # -- how long parameters stay whole ------------------------------------------------
+
+    def set_reshard_after_forward(self, reshard_after_forward, recurse=True):
+        """False: parameters stay whole from forward to backward."""
+        self._set("reshard_after_forward", reshard_after_forward, recurse)
+
+    def set_reshard_after_backward(self, reshard_after_backward, *, recurse=True):
+        """False: parameters stay whole after the backward, until they change."""
+        self._set("reshard_after_backward", reshard_after_backward, recurse)
+
+    def set_keep_unsharded_storage(self, keep, *, recurse=True):
+        if keep:
+            raise NotImplementedError(
+                "set_keep_unsharded_storage(True) is not supported: the memory of "
+                "released parameters serves other units; "
+                "set_reshard_after_forward(False) and set_reshard_after_backward(False) "
+                "keep parameters whole, and where they are"
+            )
+
+    def set_unshard_in_backward(self, unshard_in_backward):
+        """False: the unit's backward does not read its parameters (embeddings),
+        so they are not gathered for it."""
+        self._set("unshard_in_backward", unshard_in_backward, False)
+
+    def set_modules_to_forward_prefetch(self, modules):
+        """Units to gather when this one's forward begins, instead of those that
+        ran next the last time."""
+        self._set("forward_prefetch", _states(modules), False)
+
+    def set_modules_to_backward_prefetch(self, modules):
+        """The same for its backward."""
+        self._set("backward_prefetch", _states(modules), False)
+
+    # -- inside ------------------------------------------------------------------------
+
+    def _state(self):
+        return self.__dict__["_flatshard"]
+
+    def _set(self, name, value, recurse):
+        if name in _WHETHER and not isinstance(value, bool):
+            raise ValueError(f"{name}: expected True or False, got {value!r}")
+        modules = self.modules() if recurse else [self]
+        roots = {}
+        for module in modules:
+            state = state_of(module)
+            if state is None:
+                continue
+            setattr(state.policy, name, value)
+            if state.root is not None:
+                state.root.apply_policy(state)
+                roots[id(state.root)] = state.root
+        for root in roots.values():
+            root.apply_sync()
+
+    def __deepcopy__(self, memo):
+        raise AssertionError(
+            "a sharded module cannot be copied: copy it before fully_shard, or load "
+            "its state_dict() into another one"
+        )
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError(
+            "a sharded module cannot be pickled: save its state_dict(), or use "
+            "torch.distributed.checkpoint"
+        )
+
+
+def _own_collectives(name):
+    return (
+        f"{name} is not supported: the core launches its collectives on communicators "
+        "and buffers of its own"
+    )
+
+
+def _states(modules):
+    if not isinstance(modules, (list, tuple)):
+        raise ValueError(f"expected a list of modules, got {type(modules).__name__}")
+    states = []
+    for module in modules:
+        if state_of(module) is None:
+            raise ValueError(
+                f"expected modules that fully_shard wrapped, got {type(module).__name__}"
+            )
+        states.append(state_of(module))
+    return states

@@ -1,0 +1,125 @@
+"""One parameter of a unit, and what its shard takes from the user's tensor.
+
+A parameter has two faces. The shard is an `nn.Parameter` over a DTensor: what
+`parameters()`, optimizers and checkpoints see. The whole one is a plain
+`nn.Parameter` without memory of its own that the core points at gathered memory
+while the unit computes. The core swaps them in the modules' `_parameters`.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from flatshard.torch_versions import (
+    parameters_of,
+    set_access_error,
+    set_hooks_of_tensor,
+)
+
+# Where a parameter went, kept on the tensor that the user had: meeting it again
+# in another unit means that two units share it.
+_OWNER = "_flatshard_owner"
+_num_marked = 0
+
+
+@dataclass
+class Parameter:
+    """One parameter of a unit."""
+
+    sites: list  # (module, name) of every place in the unit, the first is main
+    whole: nn.Parameter
+    shard: nn.Parameter = None
+    index: int = -1  # in the core's unit
+    names: list = field(default_factory=list)  # in the model, once that is known
+    trainable: bool = True
+    on_meta: bool = False
+    digest: torch.Tensor | None = None  # of the values, see same_values.py
+    label: str = ""  # its name below the modules given to fully_shard
+    float8: bool = False
+    why_not_float8: str = ""
+    shared_by: object = None  # the DeviceMesh of ranks with equal values; None: all
+    hooks: dict = field(default_factory=dict)  # of the user
+    shown_dtype: torch.dtype | None = None  # of the shard, as the core made it
+
+    @property
+    def title(self):
+        """For messages."""
+        return self.sites[0][1] if self.sites else self.label
+
+    def is_as_sharded(self):
+        """Nobody changed requires_grad or the dtype since the core has it."""
+        same_dtype = self.shard.dtype == self.shown_dtype
+        return same_dtype and self.shard.requires_grad == self.trainable
+
+    def is_shown(self):
+        """Some module has it."""
+        shown = [
+            parameters_of(m).get(n) for r, n in self.sites if (m := r()) is not None
+        ]
+        return any(tensor is self.shard or tensor is self.whole for tensor in shown)
+
+
+def copy_attributes(source, target):
+    for name, value in vars(source).items():
+        if name != _OWNER:
+            setattr(target, name, value)
+
+
+def whole_parameter(tensor, former=None):
+    """What modules compute with instead of `tensor`; without memory.
+
+    Args:
+        former: the one before, from which attributes are copied. None: `tensor`.
+    """
+    whole = nn.Parameter(
+        torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"),
+        requires_grad=tensor.requires_grad,
+    )
+    copy_attributes(tensor if former is None else former, whole)
+    return whole
+
+
+def put_hooks(p):
+    """Puts the hooks that the parameter had before it was sharded on its shard. They run
+    on the reduced gradient."""
+    if p.shard.requires_grad:
+        set_hooks_of_tensor(p.shard, p.hooks)
+
+
+def mark_owner(tensor, name):
+    global _num_marked
+    _num_marked += 1
+    setattr(tensor, _OWNER, name)
+
+
+def former_name(tensor):
+    """The name of the parameter that `tensor` was before fully_shard, or None."""
+    return getattr(tensor, _OWNER, None)
+
+
+def num_marked():
+    """Returns how many parameters fully_shard has replaced in this process."""
+    return _num_marked
+
+
+def name_released(parameters):
+    """What reading a whole parameter says while it has no memory."""
+    for p in parameters:
+        if p.float8:
+            set_access_error(
+                p.whole,
+                f"parameter {p.names[0]} is held in FP8 and has no values that can be "
+                "read: only the forward of its nn.Linear computes with it. Leave it out "
+                "by Float8Policy's module_filter_fn if other code reads it, as the CUDA "
+                "graphs of torch.compile's mode='reduce-overhead' do (cuda_graph=True "
+                "has graphs for it); shards are in parameters(), outside of a forward",
+            )
+        elif p.whole.numel():
+            set_access_error(
+                p.whole,
+                f"parameter {p.names[0]} is released: it is whole only while its "
+                "unit computes, and gone with its model. Read it in the unit's forward "
+                "or after unshard() of the unit, read the shard in parameters(), and "
+                "keep the model until backward() is done",
+            )

@@ -1,0 +1,265 @@
+"""Parameters that fully_shard replaced, and parameters and modules that somebody
+replaced after it."""
+
+import functools
+import weakref
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from flatshard._fsdp.parameter import former_name, num_marked
+from flatshard._tensor.memory import local_of
+from flatshard._tensor.places import unit_of
+from flatshard._tensor.sharded_tensor import ShardedTensor
+from flatshard._tensor.writes import writes
+from flatshard.torch_versions import parameters_of
+
+# -- optimizers made before fully_shard ------------------------------------------------
+
+# Of each optimizer: of how many parameters, and how many were sharded then.
+_checked = weakref.WeakKeyDictionary()
+
+
+def _before_step(optimizer, args, kwargs):
+    groups = optimizer.param_groups
+    seen = sum(len(group["params"]) for group in groups), num_marked()
+    if _checked.get(optimizer) == seen:
+        return
+    for parameter in [p for group in groups for p in group["params"]]:
+        if (name := former_name(parameter)) is not None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} was made before fully_shard: it holds "
+                f"parameter {name} as it was then, and would not train the model; make "
+                "the optimizer from model.parameters() after the last fully_shard"
+            )
+    _checked[optimizer] = seen
+
+
+register_optimizer_step_pre_hook(_before_step)
+
+# -- load_state_dict -----------------------------------------------------------------
+
+
+def watch_loads(module, state):
+    """Of a module whose parameters, if any, belong to the unit `state`."""
+    unit = weakref.ref(state)
+    module.register_load_state_dict_pre_hook(functools.partial(_before_load, unit))
+    module.register_load_state_dict_post_hook(functools.partial(_after_load, unit))
+
+
+def _before_load(unit, module, state_dict, prefix, local_metadata, *_):
+    state = unit()
+    if state is None:
+        return  # the wrapped module is gone, and this one is not
+    state.loads_by_assign = local_metadata.get("assign_to_params_buffers", False)
+    for name, parameter in parameters_of(module).items():
+        value = state_dict.get(prefix + name)
+        if state.loads_by_assign:
+            if isinstance(parameter, ShardedTensor) and (kind := _kind(value)):
+                raise NotImplementedError(
+                    f"load_state_dict(assign=True): {prefix + name} is a {kind}, a "
+                    "subclass that the shard would take as a plain tensor; load its "
+                    "plain values"
+                )
+            continue
+        if (
+            isinstance(parameter, ShardedTensor)
+            and isinstance(value, torch.Tensor)
+            and not isinstance(value, DTensor)
+        ):
+            raise ValueError(
+                f"load_state_dict: {prefix + name} is a whole tensor, the model's is "
+                "sharded. For a state dict of whole tensors call torch.distributed."
+                "checkpoint.state_dict.set_model_state_dict(model, state_dict, "
+                "options=StateDictOptions(full_state_dict=True)), with "
+                "broadcast_from_rank0=True when only rank 0 has it"
+            )
+    if not state.loads_by_assign and any(module is m() for m in state.modules):
+        state.initialized = True  # torch need not warn that copies to meta do nothing
+
+
+def _kind(tensor):
+    """The subclass that a tensor, or what a DTensor holds, is; "" for plain ones."""
+    if isinstance(tensor, DTensor):
+        tensor = local_of(tensor)
+    plain = (torch.Tensor, nn.Parameter)
+    is_other = isinstance(tensor, torch.Tensor) and type(tensor) not in plain
+    return type(tensor).__name__ if is_other else ""
+
+
+def _after_load(unit, module, incompatible_keys):
+    """load_state_dict(assign=True) puts other parameters into modules: the shards take
+    their values and come back."""
+    state = unit()
+    if state is None:
+        return
+    wrapped = any(module is m() for m in state.modules)
+    if wrapped:
+        state.initialized = True
+        writes.count += 1
+    if not state.loads_by_assign:
+        return
+    for p in state.parameters:
+        for site in p.sites:
+            owner = site[0]()
+            found = None if owner is None else parameters_of(owner).get(site[1])
+            if owner is not module or found is None:
+                continue
+            if found is p.shard or found is p.whole:
+                continue
+            if found.shape != p.shard.shape:
+                raise ValueError(
+                    f"parameter {site[1]} was replaced by one of shape "
+                    f"{tuple(found.shape)}, expected {tuple(p.shard.shape)}"
+                )
+            with torch.no_grad():
+                local_of(p.shard).copy_(p.shard.rows_of(found))
+            p.on_meta = False
+            p.digest = None
+            parameters_of(owner)[site[1]] = p.shard
+            writes.count += 1
+
+
+# -- before the first forward ----------------------------------------------------------
+
+
+def settle(units, names):
+    """Brings the units' parameters in line with what the modules show now, or changes
+    nothing and says what cannot be.
+
+    A DTensor in the place of a shard becomes the shard, since optimizers may hold it.
+    A place that shows another shard of its unit is tied to that. What is in no module
+    any more is gathered with the rest, and no checkpoint knows of it. Collective when
+    there is something to take.
+
+    Args:
+        names: those of each module of the model, by id.
+    """
+    for unit, sites, shards in [_places_now(unit, names) for unit in units]:
+        for p in unit.parameters:
+            p.sites = sites[p.index]
+            if shards[p.index] is not p.shard:
+                unit.take(p, shards[p.index])
+        if not unit.is_as_sharded():
+            unit.shard_again()
+        for p in unit.parameters:
+            if not p.sites:
+                unit.core.drop(p.index)
+        unit.make_grads()
+
+
+def _places_now(unit, names):
+    """The unit, and of each of its parameters where it is and what is to be its shard."""
+    sites = [[] for _ in unit.parameters]
+    shards = [p.shard for p in unit.parameters]
+    changed = []
+    for p in unit.parameters:
+        for module, key in p.sites:
+            owner = module()
+            if owner is None or id(owner) not in names:
+                continue  # not in the model any more
+            found = parameters_of(owner).get(key)
+            if found is p.shard or found is p.whole:
+                sites[p.index].append((module, key))
+            elif found is not None:
+                changed.append((p, (module, key), found))
+    for p, site, found in changed:
+        index = next((i for i, shard in enumerate(shards) if shard is found), None)
+        if index is None:
+            prefix = names[id(site[0]())][0]
+            name = f"{prefix}.{site[1]}" if prefix else site[1]
+            _check_taken(p, found, name, sites[p.index])
+            index = p.index
+            shards[index] = found
+        sites[index].append(site)
+    return unit, sites, shards
+
+
+def _check_taken(p, found, name, kept):
+    if unit_of(found) is not None:
+        raise ValueError(
+            f"parameter {name} was replaced after fully_shard by one that another unit "
+            "holds. To share it, tie it before fully_shard and wrap one module that "
+            "holds both"
+        )
+    if kept:
+        raise ValueError(
+            f"parameter {name} was replaced after fully_shard, {kept[0][1]}, which it "
+            "was tied to, was not; replace both by one parameter"
+        )
+    what = f"parameter {name} was replaced after fully_shard by "
+    remedy = (
+        "; put a DTensor there that is cut by rows, distribute_tensor(values, mesh, "
+        "[Shard(0)]), write to the parameter itself, under no_grad by copy_(), or "
+        "replace it before fully_shard"
+    )
+    if type(found) not in (DTensor, ShardedTensor):
+        kind = "plain tensor" if type(found) is nn.Parameter else type(found).__name__
+        raise ValueError(f"{what}a {kind}, expected a DTensor{remedy}")
+    if kind := _kind(found):
+        raise NotImplementedError(
+            f"{what}a DTensor of a {kind}, a subclass that the shard would take as a "
+            f"plain tensor{remedy}"
+        )
+    wanted = ["Shard(0)" if s.is_shard() else "Replicate()" for s in p.shard.placements]
+    for attribute, a, b, fits in (
+        ("shape", tuple(found.shape), tuple(p.shard.shape), None),
+        ("mesh", found.device_mesh, p.shard.device_mesh, None),
+        ("device", found.device.type, p.shard.device.type, None),
+        ("placements", found.placements, f"({', '.join(wanted)})", _fits(found, p)),
+    ):
+        if not (a == b if fits is None else fits):
+            raise ValueError(f"{what}one of {attribute} {a}, expected {b}{remedy}")
+
+
+def _fits(found, p):
+    """Rows that are cut elsewhere come to where they belong."""
+    own, mesh = p.shard.placements, p.shard.device_mesh
+    return len(found.placements) == len(own) and all(
+        mesh.size(dim) == 1  # all of it, whatever it is called
+        or ((isinstance(a, Shard) and a.dim == 0) if b.is_shard() else a.is_replicate())
+        for dim, (a, b) in enumerate(zip(found.placements, own))
+    )
+
+
+# -- later -------------------------------------------------------------------------------
+
+
+def refuse_replaced(units):
+    """When a module shows another tensor than its unit put there."""
+    for unit in units:
+        for p in unit.parameters:
+            for module, key in p.sites:
+                owner = module()
+                if owner is None:
+                    continue
+                found = parameters_of(owner).get(key)
+                if found is not p.shard and found is not p.whole:
+                    what = "removed" if found is None else "replaced"
+                    raise RuntimeError(
+                        f"parameter {p.names[0]} was {what} after the first forward; "
+                        "write to it instead, under no_grad by copy_(), or by "
+                        "load_state_dict()"
+                    )
+
+
+def refuse_plain(root, units):
+    """A parameter to train that no unit has: the ranks' copies would part."""
+    ignored = {(id(module()), key) for unit in units for module, key in unit.ignored}
+    for prefix, module in root.named_modules():
+        for key, parameter in parameters_of(module).items():
+            if (
+                parameter is not None
+                and parameter.requires_grad
+                and not isinstance(parameter, DTensor)
+                and (id(module), key) not in ignored
+            ):
+                name = f"{prefix}.{key}" if prefix else key
+                raise RuntimeError(
+                    f"parameter {name} came into the model after fully_shard: it is not "
+                    "sharded, and nobody reduces its gradients. Put it there before "
+                    "fully_shard, apply fully_shard to its module before the first "
+                    "forward, or freeze it"
+                )

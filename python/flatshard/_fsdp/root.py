@@ -1,0 +1,261 @@
+"""A tree of units and the core's Runtime that serves it."""
+
+import os
+import warnings
+import weakref
+
+import torch
+
+from flatshard import _C
+from flatshard._fsdp.inner_outputs import InnerOutputs
+from flatshard._fsdp.parameter import name_released
+from flatshard._fsdp.replaced import refuse_plain, refuse_replaced, settle
+from flatshard._fsdp.seen_writes import SeenWrites
+from flatshard._fsdp.tree import check_units, inner_modules, names_of, walk
+from flatshard._graphs.checks import (
+    DEFAULT_WARMUP_STEPS,
+    audits_graphs,
+    emulates_on_cpu,
+)
+from flatshard._tensor.memory import local_of
+from flatshard._tensor.mesh import device_of
+from flatshard._tensor.same_values import compare
+from flatshard.torch_versions import parameters_of, plain_attributes
+
+
+def traces_steps():
+    """Debugging: what the core does is kept for flatshard.diagnostics.take_trace."""
+    return os.environ.get("FLATSHARD_TRACE_STEPS") == "1"
+
+
+class Root:
+    """Made when the outermost unit runs for the first time: only then is it
+    known which units lie below it, and under which names."""
+
+    def __init__(self, module, state):
+        units, parents, module_names = walk(module)
+        check_units(units, parents, state)
+        settle(units, module_names)
+        self._warn_of_padding(units, state.device_mesh)
+        places = []
+        for number, unit in enumerate(units):
+            for p in unit.parameters:
+                p.names = names_of(p, module_names) or [p.label]
+            unit.core.set_names(unit.name, [p.names for p in unit.parameters])
+            unit.id = number
+            name_released(unit.parameters)
+            places.append(
+                [
+                    _C.Place(parameters_of(site()), name, p.whole, p.shard)
+                    for p in unit.parameters
+                    for site, name in p.sites
+                ]
+            )
+        # The units hold this object; they go with their modules.
+        self.mesh = state.mesh
+        self.device_mesh = state.device_mesh
+        self._module = weakref.ref(module)
+        self._units = [weakref.ref(unit) for unit in units]
+        self._of_several = [weakref.ref(u) for u in units if len(u.modules) > 1]
+        self.seen_writes = SeenWrites()
+        self.device = device_of(state.device_mesh)
+        self.on_gpu = self.device.type == "cuda"
+        warmup_steps = [u.graph_warmup_steps for u in units if u.cuda_graph]
+        self.cuda_graphs = bool(warmup_steps)
+        self.slots_on_demand = self._slots_on_demand(state)
+        # The core would keep a bound method, and with it this object, for ever.
+        me = weakref.ref(self)
+        self.core = _C.Runtime(
+            mesh=state.mesh,
+            units=[unit.core for unit in units],
+            parents=parents,
+            places=places,
+            grads=[unit.grads for unit in units],
+            before_forward=lambda: me()._before_forward(),
+            before_backward=lambda: me()._before_backward(),
+            whole_written=lambda number, wholes: me()._whole_written(number, wholes),
+            prefetch=1 if state.prefetch is None else state.prefetch,
+            copy_engines=state.copy_engines,
+            slots_on_demand=self.slots_on_demand,
+            cuda_graphs=self.cuda_graphs,
+            graph_warmup_steps=max(warmup_steps, default=DEFAULT_WARMUP_STEPS),
+            audit_graphs=audits_graphs(),
+            emulate_graphs=self.cuda_graphs and emulates_on_cpu(),
+            trace=traces_steps(),
+        )
+        self.running_pass = None  # whose forward calls of wrapped modules are
+        self._passes = weakref.WeakSet()  # BackwardPasses that began and go on
+        self.has_passes = False  # or had one since the last forward outside of them
+        self._sync_is_of_pass = False
+        self._synced = None
+        self._initialized = False
+        self._saw_all = False
+        self._inner_outputs = InnerOutputs(inner_modules(units))
+        for unit in units:
+            unit.root = self
+        for unit in units:
+            self.apply_policy(unit)
+        self.apply_sync()
+
+    @staticmethod
+    def _warn_of_padding(units, device_mesh):
+        text = _C.describe_excessive_padding(
+            [unit.core for unit in units], max(unit.max_padding for unit in units)
+        )
+        if text is not None and device_mesh.get_rank() == 0:
+            warnings.warn(f"fully_shard: {text}", stacklevel=2)
+
+    def _slots_on_demand(self, state):
+        if state.slots_on_demand is None:
+            return not self.cuda_graphs
+        if state.slots_on_demand and self.cuda_graphs:
+            raise ValueError(
+                "slots_on_demand: expected None or False for the root of a model with "
+                "cuda_graph=True, got True: a graph needs weights and gradients at the "
+                "same addresses in every step"
+            )
+        return state.slots_on_demand
+
+    @property
+    def units(self):
+        return [unit for ref in self._units if (unit := ref()) is not None]
+
+    # -- options -----------------------------------------------------------------
+
+    def apply_policy(self, unit):
+        policy = unit.policy
+        reshard = policy.reshard_after_forward
+        # FSDP2: the root's parameters are needed first in the backward.
+        default = unit.id != 0
+        ids = [
+            None if modules is None else [m.id for m in modules]
+            for modules in (policy.forward_prefetch, policy.backward_prefetch)
+        ]
+        self.core.set_policy(
+            unit.id,
+            reshard_after_forward=default if reshard is None else reshard,
+            reshard_after_backward=policy.reshard_after_backward,
+            unshard_in_backward=policy.unshard_in_backward,
+            forward_prefetch=ids[0],
+            backward_prefetch=ids[1],
+            keep_backward_planes=unit.fp8 is not None and unit.fp8.keep_column_plane,
+        )
+
+    def apply_sync(self):
+        """Gradient synchronization is one decision for all units of a step."""
+        wanted = {(u.policy.sync_gradients, u.policy.all_reduce) for u in self.units}
+        if len(wanted) > 1:
+            self._synced = None
+            return False
+        synced = wanted.pop()
+        if synced != self._synced:
+            self.core.set_sync_gradients(synced[0])
+            self.core.set_is_last_microbatch(synced[1])
+            self._synced = synced
+        return True
+
+    # -- passes ------------------------------------------------------------------
+
+    def new_pass(self):
+        if self.cuda_graphs:
+            raise NotImplementedError(
+                "backward_pass is not supported in a model with cuda_graph=True: graphs "
+                "of blocks whose backwards interleave are not; leave cuda_graph out"
+            )
+        return _C.BackwardPass(self.core)
+
+    def pass_began(self, which):
+        self._passes.add(which)
+        self.has_passes = True
+
+    def pass_opens(self):
+        """It says itself whether it is the step's last."""
+        self._sync_is_of_pass = True
+        self.has_passes = True
+
+    def pass_ended(self, which):
+        self._passes.discard(which)
+        self._restore_sync()
+
+    def _restore_sync(self):
+        if self._sync_is_of_pass:
+            self._sync_is_of_pass = False
+            self._synced = None
+            self.apply_sync()
+
+    def give_up_passes(self):
+        for which in list(self._passes):
+            which.give_up()
+
+    def refuse_between_passes(self, module):
+        if self._passes:
+            raise RuntimeError(
+                f"{type(module).__name__} was called while a backward_pass of its model "
+                "goes on, whose forward or backward it is not part of: call it inside "
+                "of `with that_pass.forward():`, or end or give_up() that pass first"
+            )
+        self._restore_sync()  # of one that was dropped
+        self.has_passes = False
+
+    @property
+    def reduces_all(self):
+        """As set_requires_all_reduce said."""
+        return self._synced is None or self._synced[1]
+
+    def _before_forward(self):
+        """Before a forward of any unit, or an unshard, when none is open. The core calls
+        it, with its lock held."""
+        if not self._initialized:
+            units = self.units
+            for unit in units:
+                unit.check_initialized()
+            compare(units, self.device_mesh)
+            for unit in units:
+                unit.forget_digests()
+            self._initialized = True
+        self.check_replaced()
+        if torch.is_grad_enabled():
+            self._inner_outputs.update()
+            if not self._saw_all:
+                refuse_plain(self._module(), self.units)
+                self._saw_all = True
+            # Without gradients nothing depends on it: peft's disable_adapter()
+            # freezes adapters for the time that it lasts.
+            if self.core.trains_others():
+                with plain_attributes():
+                    for unit in self.units:
+                        unit.check_trainable()
+        for ref in self._of_several:
+            if (unit := ref()) is not None:
+                unit.running.clear()
+        self.seen_writes.before_forward(self.units)
+
+    def check_replaced(self):
+        if self.core.shows_others():
+            refuse_replaced(self.units)
+
+    def _whole_written(self, number, wholes):
+        """The forward of a unit, or somebody who unsharded it, wrote unsharded
+        parameters: the core calls it before they are released."""
+        unit = self.units[number]
+        for p in unit.parameters:
+            if any(p.whole is tensor for tensor in wholes):
+                if p.whole.shape != p.shard.shape:
+                    raise NotImplementedError(
+                        f"parameter {p.names[0]} was written while it was unsharded, "
+                        "which is not supported where its mesh is a part of the model's: "
+                        "write to the sharded parameter, outside of the forward"
+                    )
+                with torch.no_grad():
+                    local_of(p.shard).copy_(p.shard.rows_of(p.whole.detach()))
+        unit.core.mark_written()
+        self.core.gathered_written(number)
+
+    def _before_backward(self):
+        """The core calls it, with its lock held."""
+        if self._synced is None:
+            raise RuntimeError(
+                "set_requires_gradient_sync and set_requires_all_reduce: the units "
+                "of one model disagree; set them on the root module"
+            )
+        self.seen_writes.before_backward(self.units)

@@ -1,0 +1,55 @@
+"""Reports writes to sharded parameters to the core of one model."""
+
+from flatshard._tensor.writes import writes
+
+
+class SeenWrites:
+    """Marks the core's units whose parameters were written since they were marked last.
+
+    Attributes:
+        number: sum of Writes.count and Writes.single that was seen last.
+    """
+
+    def __init__(self):
+        self.number = -1
+        self._with_looks = -1
+
+    def before_forward(self, units):
+        number = writes.number_with_looks()
+        self.number = number - writes.looks
+        if number == self._with_looks:
+            return
+        self._with_looks = number
+        for unit in units:
+            seen = writes.count, unit.num_writes, unit.num_looks
+            if seen != unit.seen_writes:
+                unit.seen_writes = seen
+                unit.core.mark_written()
+
+    def before_backward(self, units):
+        """Leaves out looks that may have been writes."""
+        number = writes.number()
+        if number == self.number:
+            return
+        self.number = number
+        for unit in units:
+            if _sees_writes(unit):
+                unit.core.mark_written()
+
+    @staticmethod
+    def before_inner_forward(runtime, unit):
+        """Before a forward of `unit` inside of another, if shards were written since that
+        one began: weights that were gathered ahead are out of date."""
+        writes.number()
+        if runtime.in_forward() and _sees_writes(unit):
+            unit.core.mark_written()
+            runtime.weights_written(unit.id)
+
+
+def _sees_writes(unit):
+    """Returns whether there were any since the last call."""
+    seen = writes.count, unit.num_writes
+    if seen == unit.seen_writes[:2]:
+        return False
+    unit.seen_writes = (*seen, unit.num_looks)
+    return True

@@ -1,0 +1,84 @@
+"""Modules become FSDPModules, and their methods forwards."""
+
+import functools
+
+from torch import nn
+
+from flatshard._fsdp.forward import run_forward, state_of, wrapped
+from flatshard._fsdp.module import FSDPModule
+from flatshard._graphs.unit_graph import UnitGraph
+from flatshard.torch_versions import outside_of_graphs
+
+
+def register_fsdp_forward_method(module, method_name):
+    """Calls of `module.method_name(...)` gather and release like a forward.
+
+    Does nothing for a module that fully_shard did not wrap, as in FSDP2.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    method = getattr(module, method_name, None)
+    if method is None:
+        raise ValueError(f"{type(module).__name__} has no method {method_name}")
+
+    @functools.wraps(method)
+    def gathering(self, *args, **kwargs):
+        return run_forward(self, method, args, kwargs)
+
+    # A plain attribute, so that the class of other instances stays as it is.
+    setattr(module, method_name, gathering.__get__(module, type(module)))
+
+
+def share_comm_ctx(modules):
+    """FSDP2's, for the chunks of a pipeline that share streams; refused by name."""
+    raise NotImplementedError(
+        "share_comm_ctx is not supported: each outermost module has streams and "
+        "communicators of its own; wrap the chunks of one process as one model, whose "
+        "outermost module calls them"
+    )
+
+
+def wrap_class(module, cuda_graph=False):
+    """Puts FSDPModule before the module's class."""
+    module.__class__ = _wrapped_class(type(module), False)
+    if cuda_graph:
+        capture_forward(module)
+    wrapped.add(module)
+
+
+def capture_forward(module, sample=None):
+    """The forward of a wrapped module is captured, of calls like `sample` if any."""
+    cls = type(module)
+    own = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
+    module.__class__ = _wrapped_class(own, True)
+    module.__dict__["_flatshard_graph"] = UnitGraph(sample)
+
+
+@functools.lru_cache(maxsize=None)
+def _wrapped_class(cls, cuda_graph):
+    members = {"__module__": cls.__module__}
+    if cuda_graph:
+        members["forward"] = _graphed_forward(cls.forward)
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), members)
+
+
+def _graphed_forward(forward):
+    @outside_of_graphs
+    def graphed(self, *args, **kwargs):
+        return self.__dict__["_flatshard_graph"].run(self, forward, args, kwargs)
+
+    return functools.wraps(forward)(graphed)
+
+
+def check_module(module):
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and (
+        type(module).forward is nn.Module.forward
+    ):
+        raise ValueError(
+            f"fully_shard wraps what has a forward, got the container "
+            f"{type(module).__name__}; wrap its children one by one"
+        )
+    if state_of(module) is not None:
+        raise ValueError(
+            f"fully_shard was applied to this {type(module).__name__} before"
+        )

@@ -1,0 +1,1 @@
+"""Forwards of units that the core replays as CUDA graphs."""

@@ -1,0 +1,68 @@
+"""What CUDA graphs of units do not go with."""
+
+import os
+
+import torch
+
+from flatshard._tensor.mesh import device_of
+
+# Steps that run eagerly before the first capture.
+DEFAULT_WARMUP_STEPS = 3
+
+
+def emulates_on_cpu():
+    """Tests: without a GPU a replay calls the captured forward again."""
+    return os.environ.get("FLATSHARD_EMULATE_CUDA_GRAPHS") == "1"
+
+
+def audits_graphs():
+    """Debugging: captured graphs are looked at for memory of others (docs/graphs.md)."""
+    return os.environ.get("FLATSHARD_AUDIT_CUDA_GRAPHS") == "1"
+
+
+def check_cuda_graph(modules, device_mesh, offload, option="cuda_graph"):
+    """Of fully_shard's arguments; `option` asks for graphs.
+
+    Raises:
+        ValueError, NotImplementedError: graphs do not go with them.
+    """
+    device = device_of(device_mesh)
+    if device.type != "cuda" and not emulates_on_cpu():
+        raise ValueError(
+            f"{option}: expected a mesh of GPUs, got {device.type}, which has no CUDA "
+            f"graphs; leave {option} out"
+        )
+    if offload:
+        raise NotImplementedError(
+            f"{option} with CPUOffloadPolicy is not supported; choose one of them"
+        )
+    if len(modules) > 1:
+        raise NotImplementedError(
+            f"{option}: expected one module, got a list of {len(modules)}; wrap each "
+            "by a call of its own"
+        )
+    module = modules[0]
+    for name, inner in module.named_modules():
+        if inner is not module and "_flatshard" in inner.__dict__:
+            raise ValueError(
+                f"{option}: {type(module).__name__} holds a unit, {name}, which is "
+                "gathered inside of its forward; give the inner units cuda_graph=True "
+                "and leave it out for those around them"
+            )
+    if "forward" in module.__dict__:
+        raise ValueError(
+            f"{option}: the forward of this {type(module).__name__} was replaced on "
+            "the instance; replace it after fully_shard, or put it into the class"
+        )
+
+
+def refuse_foreign_capture():
+    """On a GPU: a forward of a unit gathers and waits, which no other's CUDA graph may
+    hold."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a sharded module was called while a CUDA graph is captured "
+            "(torch.cuda.graph, torch.cuda.make_graphed_callables): gathers and "
+            "reductions cannot be part of it. Use fully_shard(block, cuda_graph=True), "
+            "which captures the forward and backward of the block between them"
+        )

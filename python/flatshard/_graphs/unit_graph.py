@@ -1,0 +1,355 @@
+"""Forwards of units as CUDA graphs: `fully_shard(..., cuda_graph=True)`.
+
+The core watches a few steps, captures and replays (RegionGraphs in C++). Here is what
+it needs of a module: its forward as a function of a list of tensors, what else that
+depends on, and why a call of it cannot be a replay.
+"""
+
+import enum
+import weakref
+
+import torch
+from torch import nn
+
+from flatshard import torch_versions
+from flatshard._tensor.mesh import device_of
+from flatshard.torch_versions import (
+    never_compiled,
+    outside_of_graphs,
+    tree_flatten,
+    tree_unflatten,
+)
+
+# Arguments and results of these types are compared; those of others may be anything.
+_PLAIN = {
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch.Size,
+}
+
+
+def is_plain(leaf):
+    return type(leaf) in _PLAIN or isinstance(leaf, enum.Enum)
+
+
+class Recorded:
+    """One forward without its tensors: what a capture calls, and what another call has
+    to be equal to.
+
+    The core keeps it, so it keeps no module.
+    """
+
+    @never_compiled
+    def __init__(self, module, forward, args, kwargs, tree):
+        leaves, self._structure = tree_flatten((args, kwargs))
+        self._module = weakref.ref(module)
+        self._forward = forward
+        self.tensors = []  # each once; taken by the call that made this
+        self._leaves = _number_tensors(leaves, self.tensors)
+        self.strange = _strange(self._leaves)
+        self._autocast = _autocast(tree.device.type)
+        self._device_type = tree.device.type
+        self._modes = tuple(m.training for m in (module, *tree.inner))
+        self._state = tree.state()
+        self._output = None
+
+    @outside_of_graphs
+    def __call__(self, tensors):
+        """The forward's tensors, each once; those of `tensors` are left out."""
+        args, kwargs = self._arguments(tensors)
+        module = self._module()
+        modes = self._set_modes(module, self._modes)
+        enabled, dtype, cache = self._autocast
+        # Casts of weights that others made hold other memory.
+        torch.clear_autocast_cache()
+        try:
+            with torch.autocast(
+                self._device_type, dtype=dtype, enabled=enabled, cache_enabled=cache
+            ):
+                output = self._forward(module, *args, **kwargs)
+        finally:
+            torch.clear_autocast_cache()
+            self._set_modes(module, modes)
+        return self.take_output(output, tensors)
+
+    @staticmethod
+    @never_compiled
+    def _set_modes(module, modes):
+        """train() or eval() of the module and each inside of it. What they were."""
+        modules = (module, *(m for m in module.modules() if m is not module))
+        if len(modules) != len(modes):
+            raise RuntimeError(
+                f"a module inside of {type(module).__name__} came or went"
+            )
+        before = tuple(m.training for m in modules)
+        for m, mode in zip(modules, modes):
+            m.training = mode
+        return before
+
+    @never_compiled
+    def _arguments(self, tensors):
+        return tree_unflatten(_put(self._leaves, tensors), self._structure)
+
+    @never_compiled
+    def take_output(self, output, tensors):
+        leaves, structure = tree_flatten(output)
+        found = list(tensors)
+        numbered = _number_tensors(leaves, found)
+        self._output = numbered, structure
+        return found[len(tensors) :]
+
+    @never_compiled
+    def strange_output(self):
+        return _strange(self._output[0])
+
+    @never_compiled
+    def returned(self, tensors, outputs):
+        """The tensors of the result, arguments among them included."""
+        found = [*tensors, *outputs]
+        return [found[leaf.value] for leaf in self._output[0] if type(leaf) is _Number]
+
+    @never_compiled
+    def output(self, tensors, outputs):
+        """What the forward returned, of a replay's tensors."""
+        numbered, structure = self._output
+        return tree_unflatten(_put(numbered, [*tensors, *outputs]), structure)
+
+    @never_compiled
+    def difference(self, other):
+        """In what `other` differs; empty: in nothing."""
+        if self._structure != other._structure or len(self._leaves) != len(
+            other._leaves
+        ):
+            return "its arguments are nested in another way"
+        if self._leaves != other._leaves:
+            return "an argument that is no tensor has another value"
+        if self._modes != other._modes:
+            return "it or a module inside of it changed between train() and eval()"
+        if self._autocast != other._autocast:
+            return "autocast is in another state"
+        if self._state != other._state:
+            return "a module or buffer inside of it was replaced or moved"
+        return ""
+
+
+class _Number:
+    """The place of a tensor in a list."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value):
+        self.value = value
+
+    def __eq__(self, other):
+        return type(other) is _Number and self.value == other.value
+
+
+class _Strange:
+    """A leaf that cannot be compared."""
+
+    __slots__ = ("kind",)
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __eq__(self, other):
+        return type(other) is _Strange and self.kind == other.kind
+
+
+def _number_tensors(leaves, tensors):
+    """The leaves with numbers in `tensors`, which grows, and types beside values."""
+    places = {id(t): number for number, t in enumerate(tensors)}
+    numbered = []
+    for leaf in leaves:
+        kind = type(leaf)
+        if isinstance(leaf, torch.Tensor):
+            if id(leaf) not in places:
+                places[id(leaf)] = len(tensors)
+                tensors.append(leaf)
+            numbered.append(_Number(places[id(leaf)]))
+        elif is_plain(leaf):
+            numbered.append((kind, leaf))
+        else:
+            numbered.append(_Strange(kind.__name__))
+    return numbered
+
+
+def _put(numbered, tensors):
+    return [
+        tensors[leaf.value] if type(leaf) is _Number else leaf[1] for leaf in numbered
+    ]
+
+
+def _strange(numbered):
+    return next((leaf.kind for leaf in numbered if type(leaf) is _Strange), None)
+
+
+def _autocast(device_type):
+    return (
+        torch.is_autocast_enabled(device_type),
+        torch.get_autocast_dtype(device_type),
+        torch.is_autocast_cache_enabled(),
+    )
+
+
+class _Tree:
+    """The modules inside of a unit's, and what they hold besides its parameters."""
+
+    @never_compiled
+    def __init__(self, module, state):
+        self.device = device_of(state.device_mesh)
+        self.inner = [m for m in module.modules() if m is not module]
+        self.hooks = torch_versions.GLOBAL_HOOKS + tuple(
+            hooks for m in self.inner for hooks in torch_versions.hooks_of_module(m)
+        )
+        own = {id(t) for p in state.parameters for t in (p.whole, p.shard)}
+        everything = (module, *self.inner)
+        self._children = [c for m in everything if (c := torch_versions.children_of(m))]
+        self._buffers = [b for m in everything if (b := torch_versions.buffers_of(m))]
+        self._ignored = [
+            parameter
+            for m in everything
+            for parameter in torch_versions.parameters_of(m).values()
+            if parameter is not None and id(parameter) not in own
+        ]
+        self._shape = self._children_now()
+
+    def _children_now(self):
+        return [id(m) for children in self._children for m in children.values()]
+
+    @never_compiled
+    def is_current(self):
+        return self._shape == self._children_now()
+
+    @never_compiled
+    def trains(self):
+        """What it trains beside its parameters; empty: nothing."""
+        if any(parameter.requires_grad for parameter in self._ignored):
+            return "parameters of ignored_params"
+        buffers = (b for held in self._buffers for b in held.values() if b is not None)
+        return "a buffer" if any(b.requires_grad for b in buffers) else ""
+
+    @never_compiled
+    def constants(self):
+        buffers = [b for held in self._buffers for b in held.values() if b is not None]
+        return buffers + [parameter.detach() for parameter in self._ignored]
+
+    def state(self):
+        """Equal as long as a graph reads the right memory."""
+        buffers = [
+            (id(b), 0 if b is None else b.data_ptr())
+            for held in self._buffers
+            for b in held.values()
+        ]
+        return (
+            self._shape,
+            buffers,
+            [parameter.data_ptr() for parameter in self._ignored],
+        )
+
+
+class UnitGraph:
+    """The forward of one module of fully_shard(..., cuda_graph=True).
+
+    In the module's __dict__, so that it may hold what lies below the module. It does not
+    hold the module: a deleted model is gone at once.
+    """
+
+    def __init__(self, sample=None):
+        self._sample = sample  # make_graphed_callables's: the one call to capture
+        self._tree = None
+        self._recorded = None  # the forward that was watched last
+        self._refused = ""  # for good
+
+    @outside_of_graphs
+    def run(self, module, forward, args, kwargs):
+        """forward(module, *args, **kwargs), or a replay of it."""
+        state = module.__dict__["_flatshard"]
+        # An evaluation, among others.
+        if not torch.is_grad_enabled() or state.root is None:
+            return forward(module, *args, **kwargs)
+        if self._tree is None or not self._tree.is_current():
+            self._tree = _Tree(module, state)
+        recorded = Recorded(module, forward, args, kwargs, self._tree)
+        tensors, recorded.tensors = recorded.tensors, None
+        if torch_versions.is_compiled_around():
+            # A capture would record what is not compiled.
+            obstacle = "torch.compile is around it"
+        else:
+            obstacle = self._obstacle(recorded, tensors, args, kwargs)
+        outputs, is_watched = state.root.core.graph_forward(
+            state.id,
+            function=recorded,
+            inputs=[] if obstacle else tensors,
+            constants=self._tree.constants(),
+            obstacle=obstacle,
+            difference=""
+            if self._recorded is None
+            else recorded.difference(self._recorded),
+        )
+        if outputs is not None:
+            return self._recorded.output(tensors, outputs)
+        if not is_watched:
+            return forward(module, *args, **kwargs)
+        self._recorded = recorded
+        versions = _versions(tensors)
+        output = forward(module, *args, **kwargs)
+        outputs = recorded.take_output(output, tensors)
+        if _versions(tensors) != versions:
+            self._refused = "it writes into an argument in place"
+        elif kind := recorded.strange_output():
+            self._refused = f"it returns a {kind}, neither tensor nor plain value"
+        if self._sample:
+            self._sample.check_used(
+                tensors, recorded.returned(tensors, outputs), state.name
+            )
+        state.root.core.graph_ran(state.id, tensors, outputs)
+        return output
+
+    @never_compiled
+    def _obstacle(self, recorded, tensors, args, kwargs):
+        """Why the call cannot be part of a graph; empty: it can."""
+        tree = self._tree
+        if self._refused:
+            return self._refused
+        if any(tree.hooks):
+            return "a module inside of it has hooks"
+        if trained := tree.trains():
+            return f"it trains {trained}"
+        if recorded.strange:
+            return (
+                f"an argument is a {recorded.strange}, neither tensor nor plain value"
+            )
+        if self._sample and (why := self._sample.difference(args, kwargs)):
+            return why
+        for tensor in tensors:
+            if type(tensor) not in (torch.Tensor, nn.Parameter):
+                return f"an argument is a {type(tensor).__name__}, a kind of tensor"
+            if tensor.layout is not torch.strided or tensor.device != tree.device:
+                return (
+                    f"an argument is a {tensor.layout} tensor on {tensor.device}, "
+                    f"expected a strided one on {tree.device}"
+                )
+        if torch_versions.in_backward():
+            return "it runs in a backward (a checkpoint around it)"
+        if torch_versions.has_saved_tensor_hooks():
+            return "hooks on saved tensors are around it (a checkpoint, offloading)"
+        if torch_versions.has_dispatch_mode():
+            return "a TorchDispatchMode is around it, which sees each operation"
+        if torch_versions.in_functorch():
+            return "it runs in a function of torch.func"
+        return ""
+
+
+@never_compiled
+def _versions(tensors):
+    return [torch_versions.version_of(t) for t in tensors]

@@ -1,0 +1,13 @@
+"""The memory behind a DTensor."""
+
+
+def local_of(tensor):
+    """Returns this rank's rows. `to_local()` has a history, and counts as a look that may
+    become a write (writes.py)."""
+    return tensor._local_tensor
+
+
+def address_of(tensor):
+    """Returns the address of the storage object of this rank's rows: equal for all views,
+    and unique where data_ptr() is 0 since a rank has no rows."""
+    return tensor._local_tensor.untyped_storage()._cdata

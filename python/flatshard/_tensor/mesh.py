@@ -1,0 +1,196 @@
+"""The core's Mesh of a DeviceMesh.
+
+Flatshard makes communicators of its own through the store of the default
+process group, which nothing public gives: one for gathers and one for reductions,
+so that neither waits for the other nor for collectives that the program launches
+itself. Only the ranks of the mesh take part. They live until the process ends.
+"""
+
+import atexit
+import hashlib
+import time
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from flatshard import _C
+
+_meshes = {}
+
+
+def default_device_mesh():
+    """One dimension over all ranks, on this process's accelerator or the CPU.
+
+    Starts the default process group when there is none, as FSDP2 does.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group()
+    backend = dist.get_backend()
+    kind = "cuda" if "nccl" in backend and torch.cuda.is_available() else "cpu"
+    return init_device_mesh(kind, (dist.get_world_size(),))
+
+
+def core_mesh(device_mesh, timeout_s=None):
+    """The core's mesh over the ranks of `device_mesh`. Collective over them, or over
+    those of model_mesh.
+
+    Args:
+        device_mesh: 1 or 2 dimensions; may be part of a larger one. Of two, the
+            first is the outer one.
+        timeout_s: how long a rank may be late for a collective before all are
+            told which. None: the default process group's timeout.
+    """
+    return _find(device_mesh, timeout_s)[0]
+
+
+def model_mesh(device_mesh):
+    """(part, whole): core_mesh(device_mesh), and the core's mesh that it is a part of.
+
+    A dimension that was flattened together with others (`mesh["edp", "ep"]._flatten(
+    "dp")`) is an axis of the flattened one's mesh, so that parameters on "edp" and
+    parameters on "dp" can belong to one model. Otherwise both are the same.
+    """
+    return _find(device_mesh, None)
+
+
+def slices_of(part, whole):
+    """(number, which): how many groups of ranks like `part` the mesh `whole` consists
+    of, and this rank's among them; the last axis fastest. None: they are the same."""
+    if part is whole:
+        return None
+    own = {name for name, _ in part.axes}
+    number, which = 1, 0
+    for (name, size), coordinate in zip(whole.axes, whole.coordinates):
+        if name not in own:
+            number, which = number * size, which * size + coordinate
+    return number, which
+
+
+def _find(device_mesh, timeout_s):
+    if device_mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"mesh: expected a DeviceMesh of 1 or 2 dimensions, got "
+            f"{device_mesh.ndim}; choose a part of it, such as mesh['dp']"
+        )
+    names, all_names = _dimensions(device_mesh)
+    if names is None:
+        made = _made_once(device_mesh, timeout_s)
+        return made, made
+    root = device_mesh._get_root_mesh()[all_names]
+    whole = _made_once(root, timeout_s, all_names)
+    if names == all_names:
+        return whole, whole
+    key = whole, names
+    if key not in _meshes:
+        _meshes[key] = whole.sub_mesh(list(names))
+    return _meshes[key], whole
+
+
+def _made_once(device_mesh, timeout_s, names=()):
+    """One for all meshes of the same ranks, and for those with these `names`."""
+    key = (*_key(device_mesh), *names)
+    if key not in _meshes:
+        _meshes[key] = _make(device_mesh, key, timeout_s)
+    return _meshes[key]
+
+
+def _key(device_mesh):
+    ranks = device_mesh.mesh
+    return tuple(ranks.shape), tuple(ranks.flatten().tolist()), device_mesh.device_type
+
+
+def _dimensions(device_mesh):
+    """The root mesh's dimensions that `device_mesh` consists of, and those of the mesh
+    that it is a part of; (None, None) where nothing was flattened."""
+    # DeviceMesh has no public name for its root and for what was flattened.
+    root = device_mesh._get_root_mesh()
+    own, names = device_mesh.mesh_dim_names, root.mesh_dim_names
+    runs = _flattened(root) if own is not None and names is not None else {}
+    if not all(name in names or name in runs for name in own or ()):
+        return None, None
+    found = {name for one in own or () for name in runs.get(one, (one,))}
+    around = max((r for r in runs.values() if found & set(r)), key=len, default=())
+    if not around:
+        return None, None
+    return tuple(n for n in names if n in found), tuple(
+        n for n in names if n in found or n in around
+    )
+
+
+def _flattened(root):
+    """{name: names} of the meshes that were made of neighbouring dimensions of `root`,
+    of more than one rank each."""
+    runs = {}
+    names = root.mesh_dim_names
+    for name, mesh in root._flatten_mapping.items():
+        for begin in range(len(names)):
+            for end in range(begin + 2, len(names) + 1):
+                run = names[begin:end]
+                if torch.equal(root[run].mesh.flatten(), mesh.mesh.flatten()):
+                    runs[name] = run
+    return runs
+
+
+def flattened(device_mesh):
+    """Returns the mesh of one dimension over all ranks of a mesh with names. torch's
+    documentation has users call `_flatten`, too."""
+    return device_mesh._flatten()
+
+
+def device_of(device_mesh):
+    if device_mesh.device_type == "cpu":
+        return torch.device("cpu")
+    if device_mesh.device_type != "cuda":
+        raise ValueError(
+            f"mesh: expected device type cpu or cuda, got {device_mesh.device_type}"
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _make(device_mesh, key, timeout_s):
+    device = device_of(device_mesh)
+    if device.type == "cuda" and not _C.with_cuda:
+        raise RuntimeError(
+            "mesh: a CUDA mesh needs Flatshard built with CUDA; rebuild with "
+            "FLATSHARD_CUDA=on (python -m flatshard.doctor shows what this build has)"
+        )
+    shape, ranks = key[:2]
+    if dist.get_rank() not in ranks:
+        raise ValueError(
+            f"mesh: rank {dist.get_rank()} is not in it, its ranks are {list(ranks)}; "
+            "only they call fully_shard"
+        )
+    if len(ranks) == 1 and len(shape) == 1:
+        return _C.Mesh.single(device)
+    names = device_mesh.mesh_dim_names or ("outer", "dp")[-len(shape) :]
+    if timeout_s is None:
+        timeout = dist.distributed_c10d._get_default_timeout(
+            dist.Backend(dist.get_backend())
+        )
+        timeout_s = timeout.total_seconds()
+    digest = hashlib.sha1(repr(key).encode()).hexdigest()[:16]
+    return _C.Mesh.create(
+        list(zip(names, shape)),
+        ranks.index(dist.get_rank()),
+        dist.distributed_c10d._get_default_store(),
+        device,
+        f"flatshard/{digest}",
+        float(timeout_s),
+    )
+
+
+# Seconds for other threads that wait for the GIL.
+_LAST_TURN = 0.05
+
+
+@atexit.register
+def _close():
+    if not _meshes:
+        return
+    # Before the interpreter takes torch apart; the ranks leave together.
+    _meshes.clear()
+    # Gloo's threads want the GIL to let go of the tensors of the program's last
+    # collective. Once the interpreter is ending they never get it, and torch 2.11
+    # ends the process there ("terminate called without an active exception").
+    time.sleep(_LAST_TURN)

@@ -1,0 +1,35 @@
+"""Shards of parameters that came on the meta device: there is memory, and no values."""
+
+import weakref
+
+import torch
+
+from flatshard._tensor.memory import address_of
+
+# Of parameters that came on the meta device: the address of the memory behind a shard
+# -> its unit, which says whether there are values yet.
+of_meta = {}
+
+
+def mark_of_meta(storages, state):
+    of_meta.update(dict.fromkeys(storages, weakref.ref(state)))
+    weakref.finalize(state, lambda: [of_meta.pop(s, None) for s in storages])
+
+
+def where_it_is(tensor, attribute):
+    """What a tensor on meta would say, for a shard without values; else None. The memory
+    is there before the values are."""
+    storage = address_of(tensor)
+    state = of_meta[storage]() if storage in of_meta else None
+    if state is None:
+        return None
+    if state.initialized:
+        del of_meta[storage]
+        return None
+    answers = {
+        "device": torch.device("meta"),
+        "is_meta": True,
+        "is_cpu": False,
+        "is_cuda": False,
+    }
+    return answers.get(attribute)

@@ -1,0 +1,176 @@
+"""Gradients of sharded tensors: they arrive in the cuts of what they belong to.
+
+Operations on whole values have whole gradients, equal on all ranks. `.grad` and
+`torch.autograd.grad` of a tensor that is cut return its rows of them.
+"""
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from flatshard._tensor.shard_values import (
+    Values,
+    is_cut,
+    is_whole,
+    same_cuts,
+    tensors_in,
+)
+
+
+def cut_as(tensor, gradient):
+    """`tensor.grad`, with the cuts of `tensor`. Not collective."""
+    if not is_cut(tensor):
+        return gradient
+    if isinstance(gradient, DTensor):
+        if gradient._spec is tensor._spec or is_cut(gradient) or not is_whole(gradient):
+            return gradient
+    if gradient.requires_grad:
+        return Rows.apply(gradient, tensor.detach())
+    tensor.grad = tensor.beside(tensor.rows_of(gradient).clone())
+    return tensor.grad
+
+
+def cut_all(inputs, gradients):
+    """The results of torch.autograd.grad. Collective where cuts differ."""
+    inputs = [inputs] if isinstance(inputs, torch.Tensor) else inputs
+    return tuple(
+        gradient
+        if gradient is None
+        or not isinstance(tensor, DTensor)
+        or isinstance(gradient, DTensor)
+        and same_cuts(tensor, gradient)
+        else Rows.apply(gradient, tensor.detach())
+        for tensor, gradient in zip(inputs, gradients)
+    )
+
+
+def alike(name, args, kwargs):
+    """Arguments of which each has gradients in its own cuts: where the cuts differ, or
+    plain numbers (a loss) meet sharded tensors. Collective where cuts differ."""
+    shards, plain = [], False
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, DTensor):
+            if is_cut(value):
+                shards.append(value)
+        elif isinstance(value, torch.Tensor) and value.requires_grad:
+            plain = plain or value.numel() == 1
+    if not plain and len(shards) < 2:
+        return args, kwargs
+    found = tensors_in((args, kwargs))
+    mesh = next((t.device_mesh for t in found if isinstance(t, DTensor)), None)
+    # The result has the cuts of the first.
+    first = None
+    if shards:
+        first = shards[0] if name.endswith("_") else max(shards, key=torch.Tensor.dim)
+
+    def of(value):
+        if not isinstance(value, torch.Tensor) or not value.requires_grad:
+            return value
+        if not isinstance(value, DTensor):
+            return Beside.apply(value, mesh) if mesh and value.numel() == 1 else value
+        if not is_cut(value) or same_cuts(value, first):
+            return value
+        return Replicated.apply(value)
+
+    return tuple(map(of, args)), {key: of(value) for key, value in kwargs.items()}
+
+
+def _replicated(value, mesh):
+    from flatshard._tensor.shard_calls import replicated
+
+    return replicated(value, mesh)
+
+
+class Rows(torch.autograd.Function):
+    """The rows of a tensor, whole or cut otherwise, that `source` has."""
+
+    @staticmethod
+    def forward(ctx, tensor, source):
+        ctx.plain = not isinstance(tensor, DTensor)
+        rows = source.rows_of(tensor)
+        whole = ctx.plain or is_whole(tensor)
+        return source.beside(rows.clone() if whole else rows)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (Whole.apply(grad, None) if ctx.plain else grad), None
+
+
+class Replicated(torch.autograd.Function):
+    """The DTensor of which each rank has all values."""
+
+    @staticmethod
+    def forward(ctx, tensor):
+        ctx.source = tensor.detach()
+        mesh = tensor.device_mesh
+        return _replicated(Values("redistribute", mesh).asked_for(tensor), mesh)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Rows.apply(grad, ctx.source) if is_cut(ctx.source) else grad
+
+
+class Whole(torch.autograd.Function):
+    """The whole plain tensor."""
+
+    @staticmethod
+    def forward(ctx, tensor, grad_placements):
+        ctx.source = tensor.detach()
+        ctx.grad_placements = grad_placements
+        value = Values("full_tensor", tensor.device_mesh).asked_for(tensor)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, grad):
+        source = ctx.source
+        mesh = source.device_mesh
+        for dim, placement in enumerate(ctx.grad_placements or ()):
+            if placement.is_partial():
+                grad = _summed(grad, mesh, dim, placement.reduce_op)
+        if is_cut(source):
+            return Rows.apply(grad, source), None
+        return Beside.apply(grad, mesh), None
+
+
+def _summed(grad, mesh, dim, reduce_op):
+    from torch.distributed.nn.functional import all_reduce
+
+    grad = all_reduce(grad.contiguous(), group=mesh.get_group(dim))
+    return grad / mesh.size(dim) if reduce_op == "avg" else grad
+
+
+class Beside(torch.autograd.Function):
+    """A plain tensor, equal on all ranks, as a DTensor."""
+
+    @staticmethod
+    def forward(ctx, plain, mesh):
+        return _replicated(plain.detach(), mesh)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (Whole.apply(grad, None) if isinstance(grad, DTensor) else grad), None
+
+
+class Local(torch.autograd.Function):
+    """This rank's rows as a plain tensor."""
+
+    @staticmethod
+    def forward(ctx, tensor):
+        ctx.source = tensor.detach()
+        local = tensor._local_tensor
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return FromLocal.apply(grad, ctx.source)
+
+
+class FromLocal(torch.autograd.Function):
+    """A plain tensor as this rank's rows of a tensor that is cut as `source`."""
+
+    @staticmethod
+    def forward(ctx, local, source):
+        return source.beside(local.detach())
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Local.apply(grad), None

@@ -1,0 +1,191 @@
+"""Reductions over the rows of sharded tensors: each rank reduces its own rows, then all
+of them what the ranks have, in one small collective."""
+
+import functools
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from flatshard._tensor.row_shard import as_bytes
+from flatshard._tensor.shard_calls import replicated
+from flatshard._tensor.shard_values import is_cut, is_whole, row_dim, tensors_in
+from flatshard._tensor.shard_views import ShardedView
+from flatshard._tensor.sharded_tensor import ShardedTensor
+
+
+def run(func, traits, args, kwargs):
+    """The rule for reductions over rows that combine results of the ranks' rows."""
+    if traits.name not in _REDUCTIONS:
+        return NotImplemented
+    source = args[0]
+    bound = traits.bind(args, kwargs)
+    if not isinstance(source, ShardedTensor) or not is_cut(source):
+        return NotImplemented
+    dims = bound.get("dim")
+    if "dim" in bound and bound["dim"] is not None and "indices" in traits.returns:
+        return NotImplemented  # of max and min
+    if len(list(tensors_in((args, kwargs)))) > 1:
+        return NotImplemented  # max and min, element by element
+    if source.numel() == 0 or source.dtype.is_complex:
+        return NotImplemented
+    dims = [] if dims is None else dims if isinstance(dims, (list, tuple)) else [dims]
+    if any(not -source.dim() <= d < source.dim() for d in dims):
+        return NotImplemented
+    dims = [d % source.dim() for d in dims] or list(range(source.dim()))
+    keepdim = bound.get("keepdim", False)
+    made = _REDUCTIONS[traits.name](source, bound, dims, keepdim)
+    if made is None:
+        return NotImplemented
+    part, combine = made
+    result = combine(gathered(part, source._spec.mesh, row_dim(source)))
+    return replicated(result, source._spec.mesh)
+
+
+def gathered(part, mesh, dim):
+    """[ranks, ...] `part` of each rank along the mesh dimension. Collective."""
+    group = mesh.get_group(dim)
+    home = part.device
+    part = part.to(mesh.device_type).contiguous()
+    parts = part.new_empty((mesh.size(dim), *part.shape))
+    dist.all_gather_into_tensor(as_bytes(parts), as_bytes(part), group=group)
+    return parts.to(home)
+
+
+def accumulator(dtype):
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _sum(source, bound, dims, keepdim, of=torch.sum):
+    local = source._local_tensor
+    dtype = bound.get("dtype")
+    if dtype is None:
+        floats = source.dtype.is_floating_point
+        dtype = source.dtype if floats else torch.int64
+    part = of(local, dims, keepdim, dtype=accumulator(dtype))
+    return part, lambda parts: parts.sum(0).to(dtype)
+
+
+def _nansum(source, bound, dims, keepdim):
+    return _sum(source, bound, dims, keepdim, torch.nansum)
+
+
+def _mean(source, bound, dims, keepdim):
+    dtype = bound.get("dtype") or source.dtype
+    if not dtype.is_floating_point:
+        return None  # torch's error
+    count = 1
+    for d in dims:
+        count *= source.shape[d]
+    part = source._local_tensor.sum(dims, keepdim, dtype=accumulator(dtype))
+    return part, lambda parts: (parts.sum(0) / count).to(dtype)
+
+
+def _rows_or(source, value):
+    """This rank's rows, or one that changes no result."""
+    local = source._local_tensor
+    return local if local.shape[0] else local.new_full((1, *local.shape[1:]), value)
+
+
+def _extreme(of, neutral):
+    def reduce(source, bound, dims, keepdim):
+        part = of(_rows_or(source, neutral(source.dtype)), dims, keepdim)
+        return part, lambda parts: of(parts, 0)
+
+    return reduce
+
+
+def _lowest(dtype):
+    if dtype.is_floating_point:
+        return -torch.inf
+    return False if dtype == torch.bool else torch.iinfo(dtype).min
+
+
+def _highest(dtype):
+    if dtype.is_floating_point:
+        return torch.inf
+    return True if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def _logical(of):
+    def reduce(source, bound, dims, keepdim):
+        return of(source._local_tensor, dims, keepdim), lambda parts: of(parts, 0)
+
+    return reduce
+
+
+def _norm(source, bound, dims, keepdim):
+    order = bound.get("ord", bound.get("p"))
+    order = 2 if order is None else order
+    dtype = bound.get("dtype") or source.dtype
+    if not isinstance(order, (int, float)) or not source.dtype.is_floating_point:
+        return None
+    rows = _rows_or(source, torch.inf if order < 0 else 0)
+    part = torch.linalg.vector_norm(
+        rows, order, dims, keepdim, dtype=accumulator(dtype)
+    )
+    return part, lambda parts: norm_of_norms(parts, order).to(dtype)
+
+
+def norm_of_norms(norms, order):
+    """Along dim 0."""
+    return norms.sum(0) if order == 0 else torch.linalg.vector_norm(norms, order, 0)
+
+
+_REDUCTIONS = {
+    "sum": _sum,
+    "nansum": _nansum,
+    "mean": _mean,
+    "amax": _extreme(torch.amax, _lowest),
+    "amin": _extreme(torch.amin, _highest),
+    "max": _extreme(torch.amax, _lowest),
+    "min": _extreme(torch.amin, _highest),
+    "any": _logical(torch.any),
+    "all": _logical(torch.all),
+    "linalg_vector_norm": _norm,
+    "norm": _norm,
+}
+
+
+def foreach_norm(func, traits, args, kwargs):
+    """The norms of a list, those of cut tensors in one collective."""
+    bound = traits.bind(args, kwargs)
+    tensors, order = args[0], bound.get("ord", 2)
+    if traits.name != "_foreach_norm" or not isinstance(order, (int, float)):
+        return NotImplemented
+    if any(not t.dtype.is_floating_point or t.numel() == 0 for t in tensors):
+        return NotImplemented
+    if any(isinstance(t, DTensor) and not _is_held(t) for t in tensors):
+        return NotImplemented
+    places = {(t._spec.mesh, row_dim(t)) for t in tensors if is_cut(t)}
+    devices = {t.device for t in tensors}
+    if len(places) > 1 or len(devices) > 1:
+        return NotImplemented
+    dtypes = {accumulator(bound.get("dtype") or t.dtype) for t in tensors}
+    dtype = functools.reduce(torch.promote_types, dtypes)
+    neutral = torch.inf if order < 0 else 0
+    local = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
+    local = [t if t.numel() else t.new_full((1,), neutral) for t in local]
+    if all(t.dtype == dtype for t in local):
+        norms = torch._foreach_norm(local, order)  # one kernel, as torch's clipping
+    else:
+        norms = [torch.linalg.vector_norm(t, order, dtype=dtype) for t in local]
+    norms = torch.stack(norms)
+    mesh = next(t._spec.mesh for t in tensors if isinstance(t, DTensor))
+    if places:
+        (place,) = places
+        together = norm_of_norms(gathered(norms, *place), order)
+        if not all(map(is_cut, tensors)):
+            cut = torch.tensor([is_cut(t) for t in tensors], device=norms.device)
+            together = torch.where(cut, together, norms)
+        norms = together
+    return [
+        replicated(norm.to(bound.get("dtype") or t.dtype), mesh)
+        for norm, t in zip(norms.unbind(), tensors)
+    ]
+
+
+def _is_held(tensor):
+    if isinstance(tensor, ShardedView):
+        return False
+    return is_cut(tensor) or is_whole(tensor)

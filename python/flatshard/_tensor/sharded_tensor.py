@@ -1,0 +1,389 @@
+"""How a shard is shown to PyTorch: a DTensor that knows where it was cut.
+
+A flat layout cuts a parameter between any two rows, so the ranks' pieces have
+different lengths. ``RowShard`` holds the cuts. shard_operations.py computes operations on
+a ``ShardedTensor``; this file has the functions that do not reach it.
+"""
+
+import functools
+import sys
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.utils import _foreach_utils
+
+from flatshard._tensor import parameter_gradients, shard_gradients
+from flatshard._tensor.meta_shards import of_meta, where_it_is
+from flatshard._tensor.places import unit_of
+from flatshard._tensor.row_shard import RowShard
+from flatshard._tensor.row_spec import RowSpec, dtensor, make_spec
+from flatshard._tensor.shard_values import (
+    PlainMeetsShards,
+    Values,
+    base_of,
+    is_cut,
+    is_whole,
+    own_rows,
+    same_cuts,
+    tensors_in,
+)
+from flatshard._tensor.unscale import unscale, unscale_gradients
+from flatshard._tensor.writes import writes
+from flatshard.torch_versions import plain_attributes
+
+_set_data = torch.Tensor.data.__set__
+_grad = torch.Tensor.grad
+
+
+class ShardedTensor(DTensor):
+    """A DTensor of which a mesh dimension may be cut by a RowShard.
+
+    Operations on it give what the same operations on whole tensors give. Results
+    that are computed row by row have the same cuts.
+    """
+
+    __slots__ = ()
+
+    @staticmethod
+    def wrap(local, mesh, placements, shape, requires_grad=False):
+        """A view: writes to it are writes to `local`.
+
+        Args:
+            local: [rows of this rank, ...] tensor.
+            shape: of the whole tensor.
+        """
+        is_cut = any(isinstance(p, RowShard) for p in placements)
+        kind = RowSpec if is_cut else DTensorSpec
+        stride = contiguous_stride(shape)
+        spec = make_spec(mesh, placements, shape, stride, local.dtype, kind)
+        tensor = ShardedTensor.like_spec(local.detach(), spec)
+        return tensor.requires_grad_(requires_grad)
+
+    @staticmethod
+    def of_rows(local, mesh, placements, shape, stride=None):
+        """As `wrap`, of a tensor without history: for results of operations."""
+        if stride is None:
+            stride = contiguous_stride(shape)
+        spec = make_spec(mesh, placements, shape, stride, local.dtype)
+        return ShardedTensor.like_spec(local, spec)
+
+    @staticmethod
+    def like_spec(local, spec):
+        tensor = dtensor(local, spec)
+        tensor.__class__ = ShardedTensor
+        return tensor
+
+    def beside(self, local):
+        """`local`, cut as this one is and of the same dtype, as a tensor of its own
+        without gradient. Cheap: nothing is checked."""
+        return ShardedTensor.like_spec(local, self._spec)
+
+    def become(self, other):
+        """Has the values of `other` from now on, which has the shape of this one."""
+        self.__class__ = type(other)
+        self._spec = other._spec
+        if base_of(other) is not other:
+            self.base, self.frame = other.base, other.frame
+        else:
+            self.__dict__.pop("base", None)
+            self._local_tensor = other._local_tensor
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function == _set_data:
+            # It would replace the wrapper's data, which nobody reads.
+            with torch.no_grad():
+                args[0].copy_(args[1])
+            return None
+        kwargs = kwargs or {}
+        name = function.__name__
+        if of_meta and name == "__get__" and isinstance(args[0], ShardedTensor):
+            place = where_it_is(base_of(args[0]), function.__self__.__name__)
+            if place is not None:
+                return place
+        with plain_attributes():
+            if name == "__get__" or (name == "__set__" and args[1] is None):
+                result = function(*args)
+                if function.__self__ is _grad and result is not None:
+                    return shard_gradients.cut_as(args[0], result)
+                return result
+            if function is unscale:
+                return unscale_gradients(*args)
+            if function is torch.autograd.grad:
+                return parameter_gradients.grad(*args, **kwargs)
+            if name in _ELEMENTWISE:
+                result = _of_elements(function, name, args, kwargs)
+                if result is not None:
+                    return result
+            elif _updates_lists(function) and not torch.is_grad_enabled():
+                pieces = _pieces(args)
+                if pieces is not None:
+                    result = function(*pieces, **kwargs)
+                    writes.note([t for t in args[0] if type(t) is ShardedTensor])
+                    return None if result is None else args[0]
+            if torch.is_grad_enabled() and name not in ("backward", "grad"):
+                args, kwargs = shard_gradients.alike(name, args, kwargs)
+            try:
+                result = function(*args, **kwargs)
+            except PlainMeetsShards as error:
+                raise _used_outside(function, args, kwargs) from error
+        return result
+
+    def __deepcopy__(self, memo):
+        copied = ShardedTensor.wrap(
+            self._local_tensor.detach().clone(),
+            self.device_mesh,
+            list(self.placements),
+            self.shape,
+            self.requires_grad and self.is_leaf,
+        )
+        if isinstance(self, torch.nn.Parameter):
+            copied = torch.nn.Parameter(copied.detach(), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol):
+        # A view has no memory of its own, which torch's way asks for.
+        if base_of(self) is not self or self.storage_offset() != 0:
+            return self.detach().clone().__reduce_ex__(protocol)
+        return super().__reduce_ex__(protocol)
+
+    def __format__(self, spec):
+        return (
+            format(self.item(), spec) if self.dim() == 0 else super().__format__(spec)
+        )
+
+    def tolist(self):
+        return self.full_tensor().tolist()
+
+    def numpy(self, **options):
+        return self.full_tensor().numpy(**options)
+
+    def redistribute(self, device_mesh=None, placements=None, **options):
+        mesh = device_mesh or self.device_mesh
+        if placements is None:
+            placements = [Replicate()] * mesh.ndim
+        if tuple(placements) == tuple(self.placements) and all(
+            isinstance(a, RowShard) == isinstance(b, RowShard)
+            for a, b in zip(placements, self.placements)
+        ):
+            return self
+        whole = shard_gradients.Replicated.apply(self)
+        if all(placement.is_replicate() for placement in placements):
+            return whole
+        return DTensor.redistribute(whole, mesh, placements, **options)
+
+    def full_tensor(self, *, grad_placements=None):
+        if not (torch.is_grad_enabled() and self.requires_grad):
+            return Values("full_tensor", self.device_mesh).asked_for(self).detach()
+        return shard_gradients.Whole.apply(self, grad_placements)
+
+    def to_local(self, *, grad_placements=None):
+        writes.note_look(base_of(self))
+        if not torch.is_grad_enabled():
+            return self._local_tensor
+        if not self.requires_grad:
+            return self._local_tensor.detach()
+        if not is_cut(self):
+            return shard_gradients.Whole.apply(self, grad_placements)
+        return shard_gradients.Local.apply(self)
+
+    def rows_of(self, tensor):
+        """This rank's rows of `tensor`, plain or a DTensor, with as many rows.
+
+        Collective when it is a DTensor that is cut otherwise.
+        """
+        if isinstance(tensor, DTensor):
+            if type(tensor) is ShardedTensor and same_cuts(tensor, self):
+                return tensor._local_tensor
+            if not isinstance(tensor, ShardedTensor) and is_whole(tensor):
+                tensor = tensor._local_tensor
+            else:
+                tensor = tensor.full_tensor()
+        return own_rows(tensor.to(self._local_tensor.device), self)
+
+    def like(self, tensor):
+        """The DTensor `tensor`, with as many rows, cut as this one is. Collective."""
+        return ShardedTensor.wrap(
+            self.rows_of(tensor),
+            self.device_mesh,
+            list(self.placements),
+            tensor.shape,
+        )
+
+
+# None of its own: DTensor's class has to be assignable to it. But whoever copies a
+# tensor slot by slot (DCP's staging) asks the type for them.
+ShardedTensor.__slots__ = DTensor.__slots__
+
+# clip_grad_norm_ takes the norms of all gradients of these types at once, so in one
+# collective. torch has no function that registers a type.
+_foreach_utils._foreach_supported_types.append(ShardedTensor)
+
+# torch.save names these types by the paths of version 0.2, which files keep.
+for kind, name in (
+    (ShardedTensor, "sharded_tensor"),
+    (RowShard, "row_shard"),
+    (RowSpec, "row_spec"),
+):
+    kind.__module__ = f"flatshard.{name}"
+    sys.modules[kind.__module__] = sys.modules[__name__]
+# torch.load(weights_only=True) has to accept them in state dicts.
+torch.serialization.add_safe_globals([ShardedTensor, RowShard, RowSpec])
+
+
+def contiguous_stride(shape):
+    stride, width = [], 1
+    for size in reversed(shape):
+        stride.append(width)
+        width *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+# The type of torch.ops.aten.add, which has no public name.
+_OPERATION = type(torch.ops.aten.add)
+
+# torch's optimizers call these for each parameter, without foreach.
+_ELEMENTWISE = {
+    *(
+        "add_",
+        "sub_",
+        "mul_",
+        "div_",
+        "lerp_",
+        "addcmul_",
+        "addcdiv_",
+        "copy_",
+        "zero_",
+    ),
+    *("add", "sub", "mul", "div", "sqrt", "neg", "abs", "square", "__truediv__"),
+    *("__mul__", "__add__", "__sub__", "sqrt_", "neg_", "fill_"),
+}
+
+
+def _of_elements(function, name, args, kwargs):
+    """The result from local tensors, where all are cut alike; else None. The way
+    through operations costs the host twice as much."""
+    first = args[0] if args else None
+    if type(first) is not ShardedTensor or isinstance(function, _OPERATION):
+        return None  # an operation of somebody else may have any name
+    if any(isinstance(value, torch.Tensor) for value in kwargs.values()):
+        return None
+    if torch.is_grad_enabled() and any(
+        isinstance(value, torch.Tensor) and value.requires_grad for value in args
+    ):
+        return None
+    pieces = [first._local_tensor]
+    for value in args[1:]:
+        piece = _piece_beside(first, value)
+        if piece is None:
+            return None
+        pieces.append(piece)
+    result = function(*pieces, **kwargs)
+    if name.endswith("_") and not name.endswith("__"):
+        writes.note(first)
+        return first
+    if result.dtype != first.dtype or result.stride() != pieces[0].stride():
+        return ShardedTensor.of_rows(
+            result.contiguous(), first.device_mesh, first.placements, first.shape
+        )
+    return first.beside(result)
+
+
+@functools.lru_cache(maxsize=None)
+def _updates_lists(function):
+    """foreach in place, or fused: what torch's optimizers call. Element by element."""
+    name = function.__name__.split(".")[0]
+    return name.startswith(("_foreach_", "_fused_")) and name.endswith("_")
+
+
+def _pieces(args):
+    """The arguments' local tensors, for a function to whose result they suffice; None
+    for another one. The way through operations costs the host ten times as much."""
+    first = args[0]
+    pieces = [[_piece(tensor) for tensor in first]]
+    if any(piece is None for piece in pieces[0]):
+        return None
+    for value in args[1:]:
+        if isinstance(value, (list, tuple)) and len(value) == len(first):
+            value = [_piece_beside(a, b) for a, b in zip(first, value)]
+            if any(piece is None for piece in value):
+                return None
+        elif isinstance(value, torch.Tensor):
+            value = _piece_beside(None, value)
+            if value is None:
+                return None
+        pieces.append(value)
+    return pieces
+
+
+def _piece(tensor):
+    if type(tensor) is ShardedTensor:
+        return tensor._local_tensor
+    return None if isinstance(tensor, DTensor) else tensor
+
+
+def _piece_beside(reference, value):
+    """What meets the local tensor of `reference`; None when that is not clear."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if not isinstance(value, DTensor):
+        plain = value.dim() == 0 or type(reference) is torch.Tensor
+        return value if plain or type(reference) is torch.nn.Parameter else None
+    if type(value) is not ShardedTensor:
+        return None
+    if value.dim() == 0:
+        return value._local_tensor
+    if type(reference) is not ShardedTensor:
+        return None
+    a, b = value._spec, reference._spec
+    same = a is b or (
+        a.placements == b.placements
+        and a.mesh == b.mesh
+        and value._local_tensor.shape == reference._local_tensor.shape
+    )
+    return value._local_tensor if same else None
+
+
+def _used_outside(function, args, kwargs):
+    """The error of a module that computes with a parameter that is not gathered."""
+    shards = [t for t in tensors_in((args, kwargs)) if isinstance(t, ShardedTensor)]
+    place = next((place for s in shards if (place := unit_of(s))), None)
+    what, unit = "a sharded tensor", "its unit"
+    if place is not None:
+        state, index = place
+        p = state.parameters[index]
+        what = f"parameter {p.title}"
+        if p.sites and p.sites[0][0]() is not None:
+            what += f" of {type(p.sites[0][0]()).__name__}"
+        unit = f"unit {state.name}" if state.name else "its unit"
+    return PlainMeetsShards(
+        f"{function.__name__}: {what} meets plain tensors as a shard, outside of the "
+        f"forward of {unit}, and the ranks have different ones. Call the module that "
+        "fully_shard wrapped, not one inside it; name other methods with "
+        "register_fsdp_forward_method(module, name); or call unshard() of the unit first"
+    )
+
+
+def become(tensor, data):
+    """`tensor`, a leaf without gradient, is from now on what `data` is, a DTensor of the
+    same shape: cut and of the dtype as that one. It stays the same object."""
+    if tensor.dtype != data.dtype:
+        with plain_attributes():
+            _set_data(tensor, data)
+    tensor._local_tensor, tensor._spec = data._local_tensor, data._spec
+
+
+def make_sharded(tensor, local, like):
+    """Makes the DTensor `tensor` a ShardedTensor over `local`, cut as `like` is."""
+    like = like if local.dtype == like.dtype else with_local(like, local)
+    tensor._local_tensor, tensor._spec = local, like._spec
+    tensor.__class__ = ShardedTensor
+
+
+def with_local(tensor, local):
+    """`local`, of another dtype perhaps, as a DTensor that is cut as `tensor`."""
+    return ShardedTensor.wrap(
+        local, tensor.device_mesh, list(tensor.placements), tensor.shape
+    )

@@ -1,0 +1,137 @@
+"""Who may have written sharded parameters."""
+
+import weakref
+
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from flatshard._tensor.memory import address_of, local_of
+
+
+class Writes:
+    """Notices that somebody may have written sharded parameters.
+
+    Tensor versions do not tell: DTensor's operations work below the level that
+    counts them. So operations in place and steps of torch's optimizers are counted.
+    `to_local()` gives a plain tensor, whose versions do tell, but not through its own
+    `.data`. Before a backward only those writes count that surely happened. Before a
+    forward every look counts, too, which costs a cast at most.
+    """
+
+    def __init__(self):
+        self.count = 0  # of writes that may be to any unit
+        self.single = 0  # of those to one unit alone, by which its num_writes rose
+        self.units = {}  # weak references, by the address of the memory of a parameter
+        self.written = set()  # those addresses that were written by themselves
+        self.lists = 0  # writes to several at once
+        self.looks = 0  # at plain tensors that share the memory of a shard
+        self.lent = {}  # those tensors, by address: (tensor, its version then)
+        self._stepping = False  # in an optimizer, as far as is known
+        self._left_to_step = False  # writes to lists, for note_step to count
+        self._units_of = weakref.WeakKeyDictionary()  # of an optimizer's parameters
+
+    def note(self, tensor):
+        if not isinstance(tensor, (list, tuple)):
+            unit = self._unit_of(tensor)
+            if unit is not None:
+                self._note_one(unit)
+                self.written.add(address_of(tensor))
+        elif tensor and self._unit_of(tensor[0]) is not None:  # foreach: of parameters
+            self.lists += 1
+            if self._stepping:
+                self._left_to_step = True
+                return
+            for unit in filter(None, map(self._unit_of, tensor)):
+                self._note_one(unit)
+
+    def note_look(self, tensor):
+        """Somebody gets a plain tensor that shares the memory of `tensor`."""
+        unit = self._unit_of(tensor)
+        if unit is not None:
+            unit.num_looks += 1
+            self.looks += 1
+            local = local_of(tensor)
+            # The counter that autograd checks has no public name.
+            self.lent.setdefault(address_of(tensor), (local, local._version))
+
+    def note_written_looks(self):
+        """Those of `note_look` that were written since."""
+        for address, (local, version) in list(self.lent.items()):
+            if local._version != version:
+                del self.lent[address]
+                reference = self.units.get(address)
+                if reference is not None and (unit := reference()) is not None:
+                    self._note_one(unit)
+                    self.written.add(address)
+
+    def note_before_step(self, optimizer, args, kwargs):
+        self._give_up_step()
+        self._stepping = True
+
+    def note_step(self, optimizer, args, kwargs):
+        self._stepping = self._left_to_step = False
+        self.lists += 1
+        if getattr(optimizer, "writes_through_core", False):
+            return
+        tensors = [p for group in optimizer.param_groups for p in group["params"]]
+        ids = [id(tensor) for tensor in tensors]
+        known, units = self._units_of.get(optimizer, (None, None))
+        if known != ids:
+            units = {id(u): weakref.ref(u) for u in map(self._unit_of, tensors) if u}
+            self._units_of[optimizer] = ids, units
+        for reference in units.values():
+            if (unit := reference()) is not None:
+                self._note_one(unit)
+
+    def _note_one(self, unit):
+        unit.num_writes += 1
+        self.single += 1
+
+    def number(self):
+        """Rises with every write: to any unit (`count`, up to date from here on), or to
+        one alone (its `num_writes`)."""
+        self._give_up_step()
+        if self.lent:
+            self.note_written_looks()
+        return self.count + self.single
+
+    def number_with_looks(self):
+        """Rises with every look, too (a unit's `num_looks`), which may have been a write
+        that left no trace."""
+        number = self.number() + self.looks
+        self.lent.clear()
+        return number
+
+    def _give_up_step(self):
+        """A step that failed, or one that calls the model after it wrote."""
+        if self._left_to_step:
+            self._stepping = self._left_to_step = False
+            self.count += 1
+
+    def _unit_of(self, tensor):
+        if not isinstance(tensor, DTensor):
+            return None
+        reference = self.units.get(address_of(tensor))
+        return None if reference is None else reference()
+
+    def add(self, unit, tensors):
+        addresses = [address_of(tensor) for tensor in tensors]
+        self.units.update(dict.fromkeys(addresses, weakref.ref(unit)))
+        weakref.finalize(unit, self._forget, addresses)
+
+    def remove(self, tensors):
+        self._forget([address_of(tensor) for tensor in tensors])
+
+    def _forget(self, addresses):
+        for address in addresses:
+            self.units.pop(address, None)
+            self.written.discard(address)
+            self.lent.pop(address, None)
+
+
+writes = Writes()
+register_optimizer_step_pre_hook(writes.note_before_step)
+register_optimizer_step_post_hook(writes.note_step)

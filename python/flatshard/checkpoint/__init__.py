@@ -1,0 +1,312 @@
+"""Checkpoints of a sharded model and its optimizer, in the format of
+`flatshard train`: safetensors files and a manifest, readable at any number of
+ranks, with every strategy, and without Flatshard. Nothing is pickled.
+
+    saved = checkpoint.async_save("checkpoints", step, model, optimizer)
+    ...
+    saved.wait()
+    step = checkpoint.load("checkpoints", model, optimizer).step
+"""
+
+import atexit
+import json
+import pathlib
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+from flatshard import _C
+from flatshard._fsdp.forward import root_of
+from flatshard._tensor.mesh import device_of
+from flatshard._tensor.sharded_tensor import ShardedTensor
+from flatshard._tensor.writes import writes
+from flatshard.checkpoint.optimizer_state import (
+    check_options,
+    core_optimizer,
+    describe_optimizer,
+    make_states,
+    states_of,
+    take_options,
+)
+from flatshard.optim import AdamW
+from flatshard.torch_versions import buffers_of, persistent_buffers
+
+_OPTIMIZER = "optimizer"  # our own text in the manifest
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a checkpoint holds beside tensors."""
+
+    step: int
+    state: dict  # the texts given to save
+
+
+def save(folder, step, model, optimizer=None, *, state=None, keep_latest=0):
+    """Saves a checkpoint and returns when it is whole. Collective.
+
+    See `async_save`.
+    """
+    saved = async_save(
+        folder, step, model, optimizer, state=state, keep_latest=keep_latest
+    )
+    saved.wait()
+    return saved
+
+
+def async_save(folder, step, model, optimizer=None, *, state=None, keep_latest=0):
+    """Begins to save `<folder>/step-<step>` beside the training. Collective.
+
+    Weights, persistent buffers (rank 0's) and the optimizer's state are copied to a
+    host buffer beside what the GPU computes next; a thread writes it. The next
+    `optimizer.step()` waits for the copies: until then, write to the parameters by
+    no other way. There are two buffers, made by the first save, each as large as this
+    rank's part of the checkpoint; a third save waits for the first.
+
+    The folder gets its name when every byte of every rank is on disk, so one that is
+    there is whole. A save that fails on one rank fails on all and leaves earlier
+    checkpoints as they are.
+
+    Args:
+        folder: holds one folder for each checkpoint.
+        step: a number; an older checkpoint of that number is replaced.
+        model: the outermost module that `fully_shard` wrapped.
+        optimizer: of its parameters: flatshard.optim.AdamW, or any whose state is
+            tensors like the parameters, and `step`. None: weights only.
+        state: texts to keep beside the tensors, by name, such as the data loader's
+            place as JSON.
+        keep_latest: older checkpoints are removed; 0: none are.
+
+    Returns:
+        A `Saved`.
+
+    Raises:
+        ValueError: an optimizer or state that cannot be saved, naming what.
+    """
+    root = root_of(model)
+    texts = _checked_texts(state)
+    if optimizer is not None:
+        texts[_OPTIMIZER] = describe_optimizer(optimizer)
+    states, updates = states_of(root, optimizer)
+    folder = pathlib.Path(folder)
+    writer = _writer_for(root, model, optimizer, folder, keep_latest, states)
+    return writer.save(int(step), texts, updates)
+
+
+def load(folder, model, optimizer=None, *, step=None, exclude=()):
+    """Loads a checkpoint, whatever number of ranks, mesh, strategy or optimizer class
+    wrote it. Collective; all or nothing: when it fails, nothing has changed.
+
+    Args:
+        folder: as in `save`.
+        model: as in `save`; may still be on the meta device.
+        optimizer: None: weights only.
+        step: None: the latest.
+        exclude: shell patterns of names (`lm_head.*`) that are neither looked for in
+            the checkpoint nor changed in the model.
+
+    Returns:
+        A `Loaded`.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        flatshard.Error: a file that is damaged, a tensor that is missing or too many,
+            of another shape or dtype, naming file, tensor and both values.
+    """
+    root = root_of(model)
+    path = _step_folder(pathlib.Path(folder), step)
+    stored = _C.describe_checkpoint(str(path))
+    texts = dict(stored["state"])
+    described = json.loads(texts.pop(_OPTIMIZER, "{}"))
+    texts.pop("optimizer.num_steps", None)
+    foreign = optimizer is not None and not isinstance(optimizer, AdamW)
+    if optimizer is not None and described:
+        check_options(optimizer, described["param_groups"], path)
+    before = optimizer.state if foreign else None
+    on_meta = _materialize_buffers(root, model)
+    try:
+        if foreign:
+            counts = described.get("counts_steps", True)
+            make_states(optimizer, stored, counts, exclude)
+        states, _ = states_of(root, optimizer)
+        _C.load_checkpoint(
+            str(path),
+            [unit.core for unit in root.units],
+            core_optimizer(root, optimizer, states),
+            _whole_tensors(model),
+            list(exclude),
+        )
+    except BaseException:
+        if foreign:
+            optimizer.state = before
+        for module, name, buffer in on_meta:
+            buffers_of(module)[name] = buffer
+        raise
+    for unit in root.units:
+        unit.initialized = True
+        unit.forget_digests()
+    writes.count += 1
+    if optimizer is not None and described:
+        take_options(optimizer, described["param_groups"])
+    if isinstance(optimizer, AdamW):
+        optimizer.show_steps()
+    return Loaded(step=stored["step"], state=texts)
+
+
+class Saved:
+    """A save that was begun."""
+
+    def __init__(self, writer, step):
+        self._writer = writer
+        self._step = step
+        self._result = None
+
+    @property
+    def step(self):
+        return self._step
+
+    def done(self):
+        """Whether the save has ended, well or not. Does not block."""
+        self._writer.collect()
+        return self._result is not None
+
+    def wait(self):
+        """Blocks until the checkpoint is whole on disk.
+
+        Raises:
+            RuntimeError: it could not be written on some rank; the text names the
+                file.
+        """
+        if not self.done():
+            self._writer.core.wait()
+            self._writer.collect()
+        if self._result.error is not None:
+            raise RuntimeError(
+                f"checkpoint of step {self._step} failed: {self._result.error}"
+            )
+
+
+class _Writer:
+    """A Checkpointer of the core: one folder, one set of tensors, two buffers."""
+
+    def __init__(self, root, optimizer, states, buffers, folder, keep_latest):
+        self._states = core_optimizer(root, optimizer, states)
+        self.core = _C.Checkpointer(
+            mesh=root.mesh,
+            units=[unit.core for unit in root.units],
+            optimizer=self._states,
+            buffers=buffers,
+            folder=str(folder),
+            keep_latest=keep_latest,
+        )
+        self._pending = []
+        self._hook = None
+        if optimizer is not None:
+            me = weakref.ref(self)
+
+            def before_step(*_):
+                if me() is not None:
+                    me().core.wait_for_copies()
+
+            self._hook = optimizer.register_step_pre_hook(before_step)
+
+    def close(self):
+        self.core.wait()
+        self.collect()
+        if self._hook is not None:
+            self._hook.remove()
+
+    def save(self, step, texts, updates):
+        if isinstance(self._states, _C.TensorStates):
+            self._states.set_updates(updates)
+        self.core.save(step, texts)
+        if self._hook is None:
+            self.core.wait_for_copies()
+        saved = Saved(self, step)
+        self._pending.append(saved)
+        return saved
+
+    def collect(self):
+        for result in self.core.take_results():  # in the order of the saves
+            self._pending.pop(0)._result = result
+
+
+_writers = weakref.WeakKeyDictionary()  # Root -> (signature, _Writer)
+
+
+@atexit.register
+def _close():
+    # Before the interpreter takes torch apart: their threads end.
+    _writers.clear()
+
+
+def _writer_for(root, model, optimizer, folder, keep_latest, states):
+    buffers = _whole_tensors(model)
+    signature = (
+        str(folder.resolve()),
+        keep_latest,
+        id(optimizer),
+        [tensor.data_ptr() for _, tensor in buffers],
+        [t.data_ptr() for unit in states for own in unit for t in own.values()],
+    )
+    known, writer = _writers.get(root, (None, None))
+    if known != signature:
+        if writer is not None:
+            del _writers[root]
+            writer.close()
+        writer = _Writer(root, optimizer, states, buffers, folder, keep_latest)
+        _writers[root] = (signature, writer)
+    return writer
+
+
+# -- the rest ------------------------------------------------------------------------
+
+
+def _whole_tensors(model):
+    """What is the same on all ranks: persistent buffers, parameters not sharded."""
+    found = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in persistent_buffers(module):
+            found[f"{prefix}.{name}" if prefix else name] = buffer
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, ShardedTensor):
+            found[name] = parameter.detach()
+    return list(found.items())
+
+
+def _materialize_buffers(root, model):
+    """Gives persistent buffers on the meta device memory; what they were."""
+    device = device_of(root.device_mesh)
+    replaced = []
+    for module in model.modules():
+        for name, buffer in persistent_buffers(module):
+            if buffer.is_meta:
+                replaced.append((module, name, buffer))
+                buffers_of(module)[name] = torch.zeros_like(buffer, device=device)
+    return replaced
+
+
+def _step_folder(folder, step):
+    found = _C.latest_checkpoint(str(folder)) if step is None else int(step)
+    path = folder / f"step-{found}"
+    if found is None or not path.is_dir():
+        what = "checkpoint" if step is None else f"checkpoint of step {step}"
+        raise FileNotFoundError(f"{folder}: there is no {what}")
+    return path
+
+
+def _checked_texts(state):
+    texts = dict(state or {})
+    for name, text in texts.items():
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise ValueError(
+                f"state: expected texts by name, got a {type(text).__name__} for "
+                f"{name!r}; json.dumps makes texts of most values"
+            )
+        if name == _OPTIMIZER or name.startswith("optimizer."):
+            raise ValueError(f"state: {name!r} is the optimizer's own, use another")
+    return texts
+
+
+__all__ = ["Loaded", "Saved", "async_save", "load", "save"]

@@ -1,0 +1,136 @@
+"""Optimizers of Python's in checkpoints: their options, and their state as tensors."""
+
+import fnmatch
+import json
+
+import torch
+
+from flatshard import _C
+from flatshard._tensor.memory import local_of
+from flatshard._tensor.places import unit_of
+from flatshard._tensor.sharded_tensor import ShardedTensor
+from flatshard.optim import AdamW
+
+
+def core_optimizer(root, optimizer, states):
+    if optimizer is None:
+        return None
+    if isinstance(optimizer, AdamW):
+        return optimizer.core
+    return _C.TensorStates([unit.core for unit in root.units], states)
+
+
+def states_of(root, optimizer):
+    """The optimizer's state by unit and parameter: {name: local tensor}, and how often
+    the parameter was updated (1 where the optimizer does not count)."""
+    states, updates = [], []
+    if optimizer is None or isinstance(optimizer, AdamW):
+        return states, updates
+    _check_sharded(optimizer)
+    for unit in root.units:
+        own = [_state_of(optimizer, p) for p in unit.parameters]
+        states.append([tensors for tensors, _ in own])
+        updates.append([steps for _, steps in own])
+    return states, updates
+
+
+def _state_of(optimizer, p):
+    tensors, steps = {}, 0
+    for name, value in optimizer.state.get(p.shard, {}).items():
+        if name == "step":
+            steps = int(value)
+        elif isinstance(value, ShardedTensor) and value.shape == p.shard.shape:
+            tensors[name] = local_of(value)
+        elif value is not None:
+            shape = f" of shape {tuple(value.shape)}" if torch.is_tensor(value) else ""
+            raise ValueError(
+                f"checkpoint: state {name} of {p.names[0]} is a "
+                f"{type(value).__name__}{shape}; expected a tensor like the parameter, "
+                "or `step`. torch.distributed.checkpoint saves other state"
+            )
+    return tensors, steps if steps or not tensors else 1
+
+
+def _check_sharded(optimizer):
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if unit_of(parameter) is None:
+                raise ValueError(
+                    "checkpoint: the optimizer has a parameter of shape "
+                    f"{tuple(parameter.shape)} that fully_shard did not shard; its "
+                    "state cannot be saved"
+                )
+
+
+def describe_optimizer(optimizer):
+    groups = []
+    for group in optimizer.param_groups:
+        options = {}
+        for name, value in group.items():
+            if name == "params":
+                continue
+            value = value.item() if torch.is_tensor(value) else value
+            try:
+                options[name] = json.loads(json.dumps(value))
+            except TypeError:
+                raise ValueError(
+                    f"checkpoint: option {name} of a parameter group is a "
+                    f"{type(value).__name__}; expected numbers, texts or lists"
+                ) from None
+        groups.append(options)
+    counts = any("step" in state for state in optimizer.state.values())
+    return json.dumps({"counts_steps": counts, "param_groups": groups})
+
+
+def check_options(optimizer, groups, path):
+    if len(groups) != len(optimizer.param_groups):
+        raise ValueError(
+            f"{path}: the checkpoint's optimizer has {len(groups)} parameter groups, "
+            f"this one {len(optimizer.param_groups)}"
+        )
+
+
+def take_options(optimizer, groups):
+    for group, stored in zip(optimizer.param_groups, groups):
+        for name, value in stored.items():
+            if name not in group:
+                continue
+            if torch.is_tensor(group[name]):
+                group[name].fill_(value)
+            elif isinstance(group[name], tuple):
+                group[name] = tuple(value)
+            else:
+                group[name] = value
+
+
+def make_states(optimizer, stored, counts, exclude):
+    """Gives the optimizer state tensors where the checkpoint has values for them."""
+    roles = {
+        role: dtypes
+        for role, dtypes in stored["dtypes"].items()
+        if role not in ("weight", "buffer")
+    }
+    _check_sharded(optimizer)
+    state = {}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, parameter in enumerate(parameters):
+        unit, index = unit_of(parameter)
+        names = unit.parameters[index].names
+        own = dict(optimizer.state.get(parameter, {}))
+        if not any(fnmatch.fnmatchcase(n, e) for n in names for e in exclude):
+            found = [
+                role for role, of in roles.items() if any(name in of for name in names)
+            ]
+            own = {
+                role: own[role] if role in own else torch.zeros_like(parameter)
+                for role in found
+            }
+            if own and counts:
+                steps = next(
+                    stored["updates"][n] for n in names if n in stored["updates"]
+                )
+                own["step"] = torch.tensor(float(steps))
+        if own:
+            state[number] = own
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -1,0 +1,356 @@
+"""The 1F1B schedule of transformers' models with experts: the backward of one microbatch
+beside the forward of the next, so that tokens of one travel while the other computes.
+
+The model's own forward runs, as transformers wrote it, once for each microbatch. Where
+it enters a layer, sends tokens to their experts or awaits them back, its graph is cut,
+and the steps of the plan that are due before it goes on run there: pieces of the former
+microbatch's backward, each one run of the autograd engine.
+"""
+
+import contextlib
+
+import torch
+
+from flatshard import _C
+from flatshard._fsdp.casts import cast_inputs, cast_output
+from flatshard._fsdp.forward import root_of, state_of
+from flatshard.moe.overlap_parts import (
+    Again,
+    Microbatch,
+    Transfer,
+    find_layers,
+    forwards_of,
+    is_checkpointed,
+    is_cut,
+    outside_of_autocast,
+    with_forwards,
+    without_cache,
+    without_checkpoint,
+)
+
+# Names of nodes, by which late weight gradients are found.
+_NODES = {"attend": 0, "experts": 1}
+
+_running = None
+
+
+def running():
+    """The schedule whose forward runs, or None."""
+    return _running
+
+
+def overlap_microbatches(model, microbatches, loss_of=None, *, delay_wgrad=False):
+    """Forward and backward of a step's microbatches by the 1F1B schedule.
+
+    The gradients, and the losses, are bitwise those of
+
+        for n, microbatch in enumerate(microbatches):
+            model.set_requires_all_reduce(n + 1 == len(microbatches))
+            loss_of(model, microbatch).backward()
+
+    Collective. Afterwards the optimizer steps as always. After an exception, on all
+    ranks, nothing of the step is left.
+
+    Args:
+        model: a transformers model that expert_parallel(..., overlap=True) and then
+            fully_shard were applied to, each decoder layer a unit.
+        microbatches: list of what `loss_of` takes; by default keyword arguments of the
+            model.
+        loss_of: function of the model and a microbatch that calls the model once and
+            returns the loss [] to be differentiated. It may read what the model returns
+            but for hidden states and attentions of layers. None: the model's `loss`
+            over the number of microbatches.
+        delay_wgrad: weight gradients of nn.Linear in layers with grads_in_place=True
+            come later, while gradients of tokens travel. Those of experts come at once.
+
+    Returns:
+        Losses [], without graph, one for each microbatch.
+
+    Layers with gradient checkpointing run their forward once more at the begin of their
+    backward, and their tokens travel once more then, which nothing hides.
+
+    Raises:
+        ValueError: naming what the model lacks.
+    """
+    microbatches = list(microbatches)
+    if not microbatches:
+        raise ValueError("microbatches: expected at least one, got none")
+    if loss_of is None:
+
+        def loss_of(model, microbatch):
+            return model(**microbatch).loss / len(microbatches)
+
+    return _Schedule(model, len(microbatches), delay_wgrad).run_step(
+        microbatches, loss_of
+    )
+
+
+class _Schedule:
+    """One step."""
+
+    def __init__(self, model, num_microbatches, delay_wgrad):
+        self._model, self._root = model, root_of(model)
+        self._layers = find_layers(model)
+        self._number = {id(layer): n for n, layer in enumerate(self._layers)}
+        dense = [not is_cut(layer) for layer in self._layers]
+        self._plan = _C.overlap_plan(
+            len(self._layers), num_microbatches, delay_wgrad, dense
+        )
+        self._delay_wgrad = delay_wgrad
+        self._next = 0
+        self._num = num_microbatches
+        self._microbatches = {}
+        self._now = None
+        self._again = False  # a layer's forward runs once more
+        self._forwards = forwards_of(model)
+
+    # -- the order -----------------------------------------------------------------
+
+    def run_step(self, microbatches, loss_of):
+        global _running
+        former, self._root.running_pass, _running = _running, self, self
+        try:
+            losses = [
+                self._forward(number, microbatch, loss_of)
+                for number, microbatch in enumerate(microbatches)
+            ]
+            self._reach(None)
+        except BaseException:
+            for microbatch in self._microbatches.values():
+                microbatch.steps.give_up()
+            raise
+        finally:
+            self._root.running_pass, _running = None, former
+        return losses
+
+    def _reach(self, step):
+        """Runs what the plan has before `step`, a step of the forward that runs. None:
+        all that is left."""
+        while self._next < len(self._plan):
+            due = self._plan[self._next]
+            self._next += 1
+            if due == step:
+                return
+            which, number, layer, node = due
+            if which == "F":
+                raise RuntimeError(
+                    f"overlap_microbatches: expected the model to come to {due}, it came "
+                    f"to {step}: each layer runs once in a forward, in order"
+                )
+            microbatch = self._microbatches[number]
+            with outside_of_autocast(self._root.device):
+                if which == "W":
+                    module = self._layers[layer]
+                    microbatch.steps.run_wgrads(module, _NODES[node])
+                else:
+                    getattr(self, f"_{node}_backward")(microbatch, layer)
+
+    # -- forward -------------------------------------------------------------------
+
+    def _forward(self, number, arguments, loss_of):
+        mine = Microbatch(self._model, number, len(self._layers))
+        self._reach(("F", number, -1, "embed"))
+        self._microbatches[number] = self._now = mine
+        loss = loss_of(self._model, arguments)
+        if mine.current + 1 != len(self._layers) or not loss.requires_grad:
+            raise ValueError(
+                "loss_of: expected a call of the model, and a loss that needs a gradient"
+            )
+        mine.steps.end_forward(self._model)
+        mine.loss, self._now = loss, None
+        return loss.detach()
+
+    def run(self, module, function, args, kwargs):
+        """function(*args, **kwargs), the forward of a wrapped module."""
+        mine, policy = self._now, state_of(module).mp_policy
+        if mine is None:
+            raise RuntimeError(
+                f"{type(module).__name__} was called outside of loss_of while the "
+                "microbatches of overlap_microbatches run"
+            )
+        number = self._number.get(id(module))
+        if number is not None:
+            return self._run_layer(mine, number, module, function, args, kwargs)
+        args, kwargs = cast_inputs(policy, args, kwargs)
+        mine.steps.begin_forward(module)
+        output = cast_output(policy, function(*args, **kwargs))
+        if module is not self._model:  # its loss may come behind it
+            mine.steps.end_forward(module)
+            (mine.behind if mine.layers[-1].output is not None else mine.before).append(
+                module
+            )
+        return output
+
+    def _run_layer(self, mine, number, module, function, args, kwargs):
+        layer = mine.layers[number]
+        self._reach(("F", mine.number, number, "attend"))
+        if number == 0:
+            mine.embedded = args[0]
+            layer.input = args[0].detach().requires_grad_()
+        else:
+            layer.input = mine.layers[number - 1].result
+            if args[0] is not layer.input:
+                raise ValueError(
+                    f"layer {number}: expected the result of the layer before as its "
+                    "first argument, and nothing in between"
+                )
+        mine.current = number
+        mine.steps.begin_forward(module)
+        policy = state_of(module).mp_policy
+        if is_checkpointed(module):
+            kwargs = without_cache(kwargs)
+            layer.again = Again(self._root.device)
+
+        def forward():
+            inputs = cast_inputs(policy, (layer.input, *args[1:]), kwargs)
+            with without_checkpoint(module):
+                return cast_output(policy, function(*inputs[0], **inputs[1]))
+
+        layer.output = forward()
+        if not is_cut(module):
+            mine.steps.end_forward(module)
+        layer.result = layer.output.detach().requires_grad_()
+        if layer.again is not None:
+            layer.forward = forward
+            layer.forget()
+        if number + 1 == len(self._layers):
+            self._reach(("F", mine.number, -1, "head"))
+        return layer.result
+
+    # -- what experts and routers ask for ------------------------------------------
+
+    def dispatch(self, rows, sent, received, group):
+        """rows [sum(sent), dim] -> [sum(received), dim], a leaf."""
+        mine, number = self._now, self._now.current
+        layer = mine.layers[number]
+        layer.rows, layer.exchange = rows, (sent, received, group)
+        if self._again:
+            rows = Transfer(rows.detach(), sent, received, group).wait()
+            layer.arrived = rows.detach().requires_grad_()
+            return layer.arrived
+        self._reach(("F", mine.number, number, "dispatch"))
+        transfer = Transfer(rows.detach(), sent, received, group)
+        self._reach(("F", mine.number, number, "experts"))
+        layer.arrived = transfer.wait().detach().requires_grad_()
+        return layer.arrived
+
+    def combine(self, rows):
+        """The same way back, of what the experts made of them."""
+        mine, number = self._now, self._now.current
+        layer = mine.layers[number]
+        sent, received, group = layer.exchange
+        layer.expert_rows = rows
+        if self._again:
+            rows = Transfer(rows.detach(), received, sent, group).wait()
+            layer.back = rows.detach().requires_grad_()
+            return layer.back
+        mine.steps.end_forward(self._layers[number])  # no weights are read any more
+        self._reach(("F", mine.number, number, "combine"))
+        transfer = Transfer(rows.detach(), received, sent, group)
+        self._reach(("F", mine.number, number, "merge"))
+        layer.back = transfer.wait().detach().requires_grad_()
+        return layer.back
+
+    def cut_logits(self, logits):
+        """The router's logits, as an auxiliary loss behind the layers reads them."""
+        layer = self._now.layers[self._now.current]
+        leaf = layer.logits[1] if self._again else logits.detach().requires_grad_()
+        layer.logits = logits, leaf
+        return leaf
+
+    # -- backward ------------------------------------------------------------------
+
+    def _head_backward(self, mine, _):
+        steps, last = mine.steps, mine.number + 1 == self._num
+        steps.is_last, steps.interleaved = last, not last
+        steps.__enter__()
+        for module in (self._model, *reversed(mine.behind)):
+            steps.begin_backward(module)
+        torch.autograd.backward(mine.loss)
+        mine.loss = None
+        for module in reversed(mine.behind):
+            steps.end_backward(module)
+
+    def _merge_backward(self, mine, number):
+        layer = self._begin(mine, number)
+        # Of the tokens as well, with attend's: its weights and residual lie there.
+        (layer.transfer,) = torch.autograd.grad(
+            layer.output, layer.back, layer.result.grad, retain_graph=True
+        )
+
+    def _combine_backward(self, mine, number):
+        layer = mine.layers[number]
+        layer.transfer = Transfer(layer.transfer, *layer.exchange)
+
+    def _experts_backward(self, mine, number):
+        layer = mine.layers[number]
+        grad = layer.transfer.wait()
+        with self._late_wgrads(mine, "experts"):
+            _backward([(layer.expert_rows, grad)])
+        layer.expert_rows = None
+
+    def _dispatch_backward(self, mine, number):
+        layer = mine.layers[number]
+        sent, received, group = layer.exchange
+        grad = layer.arrived.grad
+        grad = torch.zeros_like(layer.arrived) if grad is None else grad
+        layer.transfer = Transfer(grad, received, sent, group)
+        layer.arrived = None
+
+    def _attend_backward(self, mine, number):
+        layer = self._begin(mine, number)
+        ends = [(layer.output, layer.result.grad)]
+        if layer.rows is not None:
+            ends.append((layer.rows, layer.transfer.wait()))
+        if layer.logits is not None:
+            ends.append((layer.logits[0], layer.logits[1].grad))
+        with self._late_wgrads(mine, "attend"):
+            _backward(ends)
+        mine.steps.end_backward(self._layers[number])
+        mine.layers[number] = None
+        if number == 0:
+            mine.gradient = layer.input.grad
+
+    def _embed_backward(self, mine, _):
+        steps = mine.steps
+        for module in reversed(mine.before):
+            steps.begin_backward(module)
+        _backward([(mine.embedded, mine.gradient)])
+        for module in mine.before:
+            steps.end_backward(module)
+        steps.end_backward(self._model)
+        steps.__exit__(None, None, None)
+        del self._microbatches[mine.number]
+
+    def _begin(self, mine, number):
+        layer = mine.layers[number]
+        if not layer.began:
+            layer.began = True
+            mine.steps.begin_backward(self._layers[number])
+            if layer.again is not None:
+                self._run_again(mine, number)
+        return layer
+
+    def _run_again(self, mine, number):
+        """Tokens travel once more, at once: all ranks are here."""
+        layer, module = mine.layers[number], self._layers[number]
+        former = self._now, self._again
+        self._now, self._again, mine.current = mine, True, number
+        try:
+            with mine.steps.recompute(module), with_forwards(module, self._forwards):
+                layer.output = layer.again.run(layer.forward)
+        finally:
+            self._now, self._again = former
+        layer.again = layer.forward = None
+
+    def _late_wgrads(self, mine, node):
+        if self._delay_wgrad:
+            return mine.steps.late_wgrads(_NODES[node])
+        return contextlib.nullcontext()
+
+
+def _backward(ends):
+    """One run of the engine from the (tensor, gradient)s that need one and have one."""
+    ends = [(t, g) for t, g in ends if t.requires_grad and g is not None]
+    if ends:
+        torch.autograd.backward(*zip(*ends))

@@ -1,0 +1,188 @@
+"""What overlap_microbatches keeps of a microbatch, and how its rows travel."""
+
+import contextlib
+import contextvars
+
+import torch
+import torch.distributed as dist
+
+from flatshard._fsdp.forward import state_of
+
+# Arguments of layers that a second run would change.
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
+
+
+class Transfer:
+    """Rows on their way to other ranks, from when it is made."""
+
+    def __init__(self, rows, sent, received, group):
+        """rows [sum(sent), dim], sent[r] of them to rank r -> [sum(received), dim]."""
+        self._rows, self._work = rows.contiguous(), None
+        if group.size() > 1:
+            self._sent = self._rows  # until they are there
+            self._rows = rows.new_empty(sum(received), *rows.shape[1:])
+            self._work = dist.all_to_all_single(
+                self._rows, self._sent, received, sent, group=group, async_op=True
+            )
+
+    def wait(self):
+        """The rows that arrived, for what is queued from here on."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = self._sent = None
+        return self._rows
+
+
+class Layer:
+    """One microbatch in one layer."""
+
+    def __init__(self):
+        self.input = self.output = self.result = None  # result: the output's leaf
+        self.rows = self.arrived = self.expert_rows = self.back = None
+        self.logits = None  # (the router's, the leaf that others read)
+        self.exchange = None  # sent, received, group
+        self.transfer = None
+        self.again = self.forward = None  # Again, and what it runs
+        self.began = False
+
+    def forget(self):
+        """What its forward computed, but for what others read."""
+        self.output = None
+        self.rows = self.arrived = self.expert_rows = self.back = None
+        if self.logits is not None:
+            self.logits = None, self.logits[1]
+
+
+class Microbatch:
+    def __init__(self, model, number, num_layers):
+        self.number = number
+        self.steps = model.backward_pass()
+        self.layers = [Layer() for _ in range(num_layers)]
+        self.current = -1  # the layer whose forward runs, or ran last
+        self.embedded = None  # what the first layer takes, with its graph
+        self.gradient = None  # of that
+        self.loss = None
+        self.before, self.behind = [], []  # other units, before and behind the layers
+
+
+class Again:
+    """The forward of a layer with gradient checkpointing, for a second run of it: with
+    the random numbers and the autocast of the first."""
+
+    def __init__(self, device):
+        self._device = device
+        self._on_gpu = device.type == "cuda"
+        self._random = torch.get_rng_state()
+        self._random_on_gpu = torch.cuda.get_rng_state(device) if self._on_gpu else None
+        self._autocast = (
+            torch.get_autocast_dtype(device.type),
+            torch.is_autocast_enabled(device.type),
+        )
+
+    def run(self, function):
+        """function(), whose calls nobody records: transformers collects what layers
+        give in a variable of the context."""
+        return contextvars.Context().run(self._run, function)
+
+    def _run(self, function):
+        devices = [self._device] if self._on_gpu else []
+        dtype, enabled = self._autocast
+        with (
+            torch.random.fork_rng(devices),
+            torch.autocast(self._device.type, dtype, enabled),
+        ):
+            torch.set_rng_state(self._random)
+            if self._on_gpu:
+                torch.cuda.set_rng_state(self._random_on_gpu, self._device)
+            return function()
+
+
+def is_checkpointed(layer):
+    return getattr(layer, "gradient_checkpointing", False) and layer.training
+
+
+@contextlib.contextmanager
+def without_checkpoint(layer):
+    """Its forward keeps its graph."""
+    former = getattr(layer, "gradient_checkpointing", False)
+    if former:
+        layer.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        if former:
+            layer.gradient_checkpointing = True
+
+
+def without_cache(kwargs):
+    """As transformers calls a layer with gradient checkpointing."""
+    changed = {name: None for name in _CACHES if name in kwargs}
+    if "use_cache" in kwargs:
+        changed["use_cache"] = False
+    return {**kwargs, **changed}
+
+
+def forwards_of(model):
+    """Those that somebody put into a module in place of its class's, by the module's
+    id."""
+    return {id(m): vars(m)["forward"] for m in model.modules() if "forward" in vars(m)}
+
+
+@contextlib.contextmanager
+def with_forwards(layer, forwards):
+    """Its modules have those of forwards_of: transformers 4 puts others there while the
+    model's forward runs, which record what modules give."""
+    changed = [
+        (vars(m), vars(m)["forward"])
+        for m in layer.modules()
+        if "forward" in vars(m) and forwards.get(id(m)) is not vars(m)["forward"]
+    ]
+    try:
+        for m in layer.modules():
+            if id(m) in forwards:
+                vars(m)["forward"] = forwards[id(m)]
+            else:
+                vars(m).pop("forward", None)
+        yield
+    finally:
+        for attributes, forward in changed:
+            attributes["forward"] = forward
+
+
+@contextlib.contextmanager
+def outside_of_autocast(device):
+    if torch.is_autocast_enabled(device.type):
+        with torch.autocast(device.type, enabled=False):
+            yield
+    else:
+        yield
+
+
+def is_cut(layer):
+    """Tokens travel in it."""
+    return any(getattr(m, "_flatshard_overlap", False) for m in layer.modules())
+
+
+def find_layers(model):
+    """The decoder layers, in order: the elements of the list that has the experts."""
+    found = next(
+        (
+            list(module)
+            for module in model.modules()
+            if isinstance(module, torch.nn.ModuleList) and any(map(is_cut, module))
+        ),
+        [],
+    )
+    if not found:
+        raise ValueError(
+            "model: expected layers with experts that flatshard.expert_parallel(model, "
+            f"mesh, overlap=True) spread, found none in {type(model).__name__}"
+        )
+    for n, layer in enumerate(found):
+        state = state_of(layer)
+        if state is None or len(state.modules) != 1:
+            raise ValueError(
+                f"model: expected fully_shard(layer) of each layer, layer {n} is no unit "
+                "of its own"
+            )
+    return found
