@@ -165,7 +165,8 @@ def try_tokenizer_json(program, folder):
         check=False,
     )
     expect(
-        failed.returncode == 1 and "give --python or set FLATSHARD_PYTHON" in failed.stderr,
+        failed.returncode == 1
+        and "give --python or set FLATSHARD_PYTHON" in failed.stderr,
         f"generate without Python: {failed.stderr}",
     )
     return corpus

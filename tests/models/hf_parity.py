@@ -329,7 +329,9 @@ def try_logits(program, device, folder, name, options):
     with torch.no_grad():
         exact = model(tokens).logits[0]
         # Not model.bfloat16(), which would round the rotation's frequencies.
-        theirs = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.bfloat16)
+        theirs = AutoModelForCausalLM.from_pretrained(
+            folder / name, dtype=torch.bfloat16
+        )
         theirs = theirs.to(device)(tokens.to(device)).logits[0].float().cpu()
     out = folder / f"{name}.safetensors"
     run(program, folder / name, folder / "tokens", out, device, "bfloat16")

@@ -1,6 +1,5 @@
 """Experts on a part of the mesh: their module joins the block's unit."""
 
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -171,14 +170,18 @@ def test_copies_train_like_collectives(shape, strategy, compute, ranks_4, rank):
             optimizer.zero_grad()
         states.append(whole_state(model))
     for name, value in states[0].items():
-        torch.testing.assert_close(value, states[1][name], rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(
+            value, states[1][name], rtol=1e-4, atol=1e-5, msg=name
+        )
 
 
 def test_copy_engines_are_one_for_both(ranks_4):
     meshes = mesh_of(1, 2, 2)
     block = made().blocks[0]
     fully_shard(block.experts, mesh=meshes[0]["edp"], copy_engines="all")
-    with pytest.raises(ValueError, match="copy_engines: .*Experts.* choose one for both"):
+    with pytest.raises(
+        ValueError, match="copy_engines: .*Experts.* choose one for both"
+    ):
         fully_shard(block, mesh=meshes[1])
 
 

@@ -122,7 +122,9 @@ def test_more_input_buffers_change_no_bit(buffers, mesh, rank):
     assert distance(full_state(model), full_state(plain)) == 0
 
 
-@pytest.mark.parametrize("value, error", [(True, TypeError), ("2", TypeError), (0, ValueError)])
+@pytest.mark.parametrize(
+    "value, error", [(True, TypeError), ("2", TypeError), (0, ValueError)]
+)
 def test_input_buffers_are_a_number(value, error, mesh):
     with pytest.raises(error, match="max_input_buffers: expected"):
         sharded(mesh).set_reduce_scatter_max_input_buffers(value)

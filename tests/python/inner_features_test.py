@@ -97,8 +97,8 @@ def test_gradients_of_the_last_layer(strategy, mesh, rank, world):
         nll = sum(out.square().mean() for out in outs) / len(xs)
         other = sum(out.abs().mean() for out in outs) / len(xs)
         last = model[2].weight
-        a, = torch.autograd.grad(nll, last, retain_graph=True)
-        b, = torch.autograd.grad(other, [last], retain_graph=True)
+        (a,) = torch.autograd.grad(nll, last, retain_graph=True)
+        (b,) = torch.autograd.grad(other, [last], retain_graph=True)
         weight = a.norm() / (b.norm() + 1e-4)
         if hasattr(weight, "full_tensor"):
             weight = weight.full_tensor()
