@@ -186,8 +186,7 @@ void AutogradEvents::parameter_done(ParameterRef ref) {
   const TaskId task = enter_task(&p);
   const at::Tensor grad = std::exchange(p.tensor.mutable_grad(), {});
   if (grad.defined()) {
-    const at::NoGradGuard no_grad;
-    p.pending_grad = p.pending_grad.defined() ? p.pending_grad.add(grad) : grad;
+    units_[ref.unit]->gradients().add(ref.index, grad);
   }
   const auto late = put_off_.find({ref.unit, ref.index});
   if (late == put_off_.end()) {

@@ -117,7 +117,7 @@ class AutogradEvents {
   /// The gradient of a watched tensor is complete.
   void tensor_grad(const WatchedTensor& tensor);
   /// A parameter's accumulator ran. What it left in `.grad` is moved to
-  /// UnitParameter::pending_grad.
+  /// UnitGradients::add.
   void parameter_done(ParameterRef parameter);
   /// A layer is to write the gradient of `parameter`.
   /// @return  the parameter; null: not one of the units', frozen, or not asked

@@ -4,6 +4,9 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <mutex>
+
+#include "flatshard/core/log.h"
 
 namespace flatshard {
 namespace {
@@ -19,6 +22,17 @@ std::vector<std::int64_t> Float8Format::parts_of(
     std::int64_t num_parameters) const {
   const std::int64_t num_parts =
       cut_in_parts ? std::min(num_parameters, kMaxParts) : 1;
+  if (cut_in_parts && num_parameters > kMaxParts) {
+    static std::once_flag said;
+    std::call_once(said, [&] {
+      log_warning(
+          "{} FP8 weights of one unit are gathered in {} parts, so that some "
+          "weights are gathered together; smaller units would be gathered "
+          "weight by weight (logged once)",
+          num_parameters,
+          num_parts);
+    });
+  }
   std::vector<std::int64_t> parts;
   for (std::int64_t i = 0; i < num_parameters; ++i) {
     parts.push_back(i * num_parts / num_parameters);

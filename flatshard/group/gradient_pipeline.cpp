@@ -102,7 +102,7 @@ const Redistribution* GradientPipeline::redistribution(Stage from, Stage to) {
 std::vector<Communicator*> GradientPipeline::Reduction::inner_groups() const {
   std::vector<Communicator*> groups;
   for (const Redistribution* way :
-       {inner, outside, by_outer ? nullptr : last}) {
+       {inner, outside, by_outer() ? nullptr : last}) {
     if (way != nullptr) {
       way->add_groups(groups);
     }
@@ -112,7 +112,7 @@ std::vector<Communicator*> GradientPipeline::Reduction::inner_groups() const {
 
 std::vector<Communicator*> GradientPipeline::Reduction::outer_groups() const {
   std::vector<Communicator*> groups;
-  if (by_outer) {
+  if (by_outer()) {
     last->add_groups(groups);
   }
   return groups;
@@ -127,14 +127,15 @@ GradientPipeline::Reduction GradientPipeline::plan(
     bool is_last) {
   const ParamGroupOptions& options = context_.options;
   const Precision& precision = options.precision;
-  Reduction r{.collective = collective};
-  r.add_local = local_.is_filled;
+  Reduction r;
+  r.adds.local = local_.is_filled;
   local_.is_filled = !collective;
   if (!collective) {
     allocate(
         local_.buffer,
         placements_at(Stage::unreduced),
         precision.main_grads);
+    r.path = Path::local;
     return r;
   }
   const Placements& between = context_.strategy.gradient;
@@ -142,30 +143,57 @@ GradientPipeline::Reduction GradientPipeline::plan(
       std::any_of(between.begin(), between.end(), [](const Placement& p) {
         return p.is_partial();
       });
-  r.add_inner = inner_.is_filled;
-  r.to_inner = has_partial && !is_last;
-  inner_.is_filled = r.to_inner;
+  r.adds.inner = inner_.is_filled;
+  inner_.is_filled = has_partial && !is_last;
   Stage reached = Stage::unreduced;
-  if (r.to_inner || r.add_inner) {
+  if (inner_.is_filled || r.adds.inner) {
     allocate(inner_.buffer, between, precision.main_grads);
     r.inner = redistribution(reached, Stage::inner);
     reached = Stage::inner;
   }
-  if (r.to_inner) {
+  if (inner_.is_filled) {
+    r.path = Path::inner;
     return r;
   }
-  r.by_outer = has_outer_stage();
-  if (r.by_outer && !lies_on_outer_axis()) {
-    r.outside = redistribution(reached, Stage::outside);
+  if (has_outer_stage()) {
+    const bool waits = r.adds.local || r.adds.inner;
+    r.path = lies_on_outer_axis() && !waits ? Path::outer_of_slot : Path::outer;
+    if (!lies_on_outer_axis()) {
+      r.outside = redistribution(reached, Stage::outside);
+    }
+    reached = Stage::outside;
   }
-  r.last = redistribution(r.by_outer ? Stage::outside : reached, Stage::rest);
-  r.outer_reads_slot =
-      r.by_outer && lies_on_outer_axis() && !r.add_local && !r.add_inner;
+  r.last = redistribution(reached, Stage::rest);
   contributed_ = std::exchange(contributes_, false);
   const ReducedGradient::Room room = reduced_.make_room(is_last);
-  r.add_reduced = room.add;
+  r.adds.reduced = room.add;
   r.widen = room.widen;
   return r;
+}
+
+std::string to_string(const GradientPipeline::Reduction& r) {
+  using Path = GradientPipeline::Path;
+  std::string text;
+  switch (r.path) {
+    case Path::local:
+      text = "local";
+      break;
+    case Path::inner:
+      text = "inner";
+      break;
+    case Path::rest:
+      text = "rest";
+      break;
+    case Path::outer:
+      text = "outer";
+      break;
+    case Path::outer_of_slot:
+      text = "outer of slot";
+      break;
+  }
+  return text + (r.adds.local ? " + local" : "") +
+         (r.adds.inner ? " + inner" : "") +
+         (r.adds.reduced ? " + reduced" : "");
 }
 
 at::Tensor GradientPipeline::reduce_inner(
@@ -176,24 +204,24 @@ at::Tensor GradientPipeline::reduce_inner(
   if (options.scaling == GradScaling::pre_scaled) {
     slot.mul_(1.0 / context_.mesh->size());
   }
-  if (!r.collective) {
-    add_scaled(local_.buffer.local(), slot, 1.0, r.add_local);
+  if (r.path == Path::local) {
+    add_scaled(local_.buffer.local(), slot, 1.0, r.adds.local);
     return {};
   }
   at::Tensor source = slot;
-  if (r.add_local) {
+  if (r.adds.local) {
     add_scaled(local_.buffer.local(), slot, 1.0, /*add=*/true);
     source = local_.buffer.local().to(wire);
   }
-  if (r.to_inner || r.add_inner) {
+  if (r.inner != nullptr) {
     const at::Tensor inner = r.inner->run(source);
-    add_scaled(inner_.buffer.local(), inner, 1.0, r.add_inner);
-    if (r.to_inner) {
+    add_scaled(inner_.buffer.local(), inner, 1.0, r.adds.inner);
+    if (r.path == Path::inner) {
       return {};
     }
     source = inner_.buffer.local().to(wire);
   }
-  if (!r.by_outer) {
+  if (!r.by_outer()) {
     finish(source, r);
     return {};
   }
@@ -214,7 +242,7 @@ void GradientPipeline::finish(const at::Tensor& source, const Reduction& r) {
     reduced_.widen();
   }
   const bool direct =
-      !options.offload && !r.add_reduced && !hook_ &&
+      !options.offload && !r.adds.reduced && !hook_ &&
       options.precision.reduce == reduced_.local().scalar_type();
   if (direct) {
     r.last->run(source, reduced_.local());
@@ -229,7 +257,7 @@ void GradientPipeline::finish(const at::Tensor& source, const Reduction& r) {
   if (hook_) {
     hook_(reduced);
   }
-  add_to_reduced(reduced, r.add_reduced);
+  add_to_reduced(reduced, r.adds.reduced);
 }
 
 void GradientPipeline::add_to_reduced(at::Tensor reduced, bool add) {

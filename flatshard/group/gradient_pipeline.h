@@ -6,7 +6,9 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "flatshard/buffer/flat_buffer.h"
 #include "flatshard/buffer/redistribution.h"
@@ -37,23 +39,41 @@ class GradientPipeline {
   GradientPipeline(const GradientPipeline&) = delete;
   GradientPipeline& operator=(const GradientPipeline&) = delete;
 
-  /// How a reduction of one microbatch begins: decided on the host, carried
-  /// out later on the reduce stream.
+  /// How far a reduction of one microbatch brings the gradient.
+  enum class Path {
+    local,  ///< nowhere: added up on this rank, without a collective
+    inner,  ///< over the inner axes, where it waits for the step's last one
+    rest,   ///< over all axes
+    outer,  ///< over all axes, the outer one last and by reduce_outer
+    /// The same where there is no inner axis and nothing waits: reduce_outer
+    /// takes the slot itself.
+    outer_of_slot,
+  };
+
+  /// Decided on the host, carried out later on the reduce stream.
   struct Reduction {
-    bool collective = true;
-    bool add_local = false;
-    bool add_inner = false;
-    bool add_reduced = false;
-    bool to_inner = false;
-    bool by_outer = false;  ///< reduce_outer ends it
-    /// There is no inner axis: what reduce_outer takes is the slot itself.
-    bool outer_reads_slot = false;
+    Path path = Path::rest;
+    /// What waits from microbatches before, and is added to.
+    struct Adds {
+      bool local = false;
+      bool inner = false;
+      bool reduced = false;
+    };
+    Adds adds;
     bool widen = false;  ///< what is there from the reduce dtype first
     /// The ways that are taken, in this order; null: none. Kept here.
     const Redistribution* inner = nullptr;    ///< to what waits in between
     const Redistribution* outside = nullptr;  ///< over all but the outer axis
     const Redistribution* last = nullptr;     ///< reduce_outer's, if by_outer
 
+    /// reduce_outer ends it.
+    bool by_outer() const {
+      return path == Path::outer || path == Path::outer_of_slot;
+    }
+    /// The optimizer's gradient is there afterwards.
+    bool is_complete() const {
+      return path != Path::local && path != Path::inner;
+    }
     /// The communicators that reduce_inner uses, and those of reduce_outer.
     std::vector<Communicator*> inner_groups() const;
     std::vector<Communicator*> outer_groups() const;
@@ -64,7 +84,7 @@ class GradientPipeline {
   /// Carries it out, but for the outer axis where Reduction::by_outer says so.
   /// Collective; inside Stream::submit, on the reduce stream.
   /// @param slot  [layout.numel()] reduce dtype, this rank's gradient; padding
-  ///   is zero. Overwritten; see Reduction::outer_reads_slot.
+  ///   is zero. Overwritten; see Path::outer_of_slot.
   /// @return  what reduce_outer takes; undefined where there is nothing to do.
   at::Tensor reduce_inner(const at::Tensor& slot, const Reduction& reduction);
   /// The rest: over the outer axis of HSDP and HFSDP, often a slower network,
@@ -171,5 +191,8 @@ class GradientPipeline {
   Hook hook_;
   std::map<std::pair<Stage, Stage>, Redistribution> redistributions_;
 };
+
+/// E.g. "inner + inner": the path, and what waits and is added to.
+std::string to_string(const GradientPipeline::Reduction& reduction);
 
 }  // namespace flatshard

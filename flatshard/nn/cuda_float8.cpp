@@ -54,7 +54,7 @@ struct WantedPlanes {
         .format = q.format,
         .rounding = q.rounding};
   }
-  Float8Planes planes(at::Tensor amax) const {
+  Float8RowsAndColumns planes(at::Tensor amax) const {
     return {
         row ? row->plane : float8::Plane(),
         column ? column->plane : float8::Plane(),
@@ -68,7 +68,7 @@ struct WantedPlanes {
 
 // Values that have no memory.
 template <class Values>
-Float8Planes quantize_computed(
+Float8RowsAndColumns quantize_computed(
     const Values& values,
     std::int64_t rows,
     std::int64_t columns,
@@ -110,7 +110,7 @@ bool quantizes(const at::Tensor& rows) {
          rows.numel() > 0 && is_wide(rows);
 }
 
-Float8Planes quantize_swiglu(
+Float8RowsAndColumns quantize_swiglu(
     const at::Tensor& gate,
     const at::Tensor& up,
     const float8::Quantizer& q,
@@ -130,7 +130,7 @@ Float8Planes quantize_swiglu(
       wanted);
 }
 
-Float8Planes quantize_swiglu_gradient(
+Float8RowsAndColumns quantize_swiglu_gradient(
     const at::Tensor& dy,
     const at::Tensor& gate,
     const at::Tensor& up,
@@ -160,7 +160,7 @@ Float8Planes quantize_swiglu_gradient(
       wanted);
 }
 
-Float8Planes quantize_norm(
+Float8RowsAndColumns quantize_norm(
     const at::Tensor& x,
     const at::Tensor& rstd,
     const at::Tensor& weight,
@@ -181,7 +181,7 @@ Float8Planes quantize_norm(
       wanted);
 }
 
-Float8Planes quantize_side_by_side(
+Float8RowsAndColumns quantize_side_by_side(
     const at::Tensor& left,
     const at::Tensor& right,
     const float8::Quantizer& q,

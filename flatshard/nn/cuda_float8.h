@@ -12,13 +12,13 @@ bool quantizes(const at::Tensor& rows);
 /// Whether a contiguous tensor begins at a multiple of 16 bytes.
 bool is_aligned(const at::Tensor& tensor);
 
-Float8Planes quantize_swiglu(
+Float8RowsAndColumns quantize_swiglu(
     const at::Tensor& gate,
     const at::Tensor& up,
     const float8::Quantizer& quantizer,
     const Float8Wanted& wanted);
 
-Float8Planes quantize_swiglu_gradient(
+Float8RowsAndColumns quantize_swiglu_gradient(
     const at::Tensor& dy,
     const at::Tensor& gate,
     const at::Tensor& up,
@@ -27,13 +27,13 @@ Float8Planes quantize_swiglu_gradient(
 
 /// Tensorwise planes of two contiguous tensors beside each other, by
 /// wanted.amax.
-Float8Planes quantize_side_by_side(
+Float8RowsAndColumns quantize_side_by_side(
     const at::Tensor& left,
     const at::Tensor& right,
     const float8::Quantizer& quantizer,
     const Float8Wanted& wanted);
 
-Float8Planes quantize_norm(
+Float8RowsAndColumns quantize_norm(
     const at::Tensor& x,
     const at::Tensor& rstd,
     const at::Tensor& weight,

@@ -11,11 +11,11 @@
 namespace flatshard::nn {
 namespace {
 
-Float8Planes planes_of(
+Float8RowsAndColumns planes_of(
     const at::Tensor& values,
     const float8::Quantizer& quantizer,
     const Float8Wanted& wanted) {
-  Float8Planes planes{.amax = wanted.amax};
+  Float8RowsAndColumns planes{.amax = wanted.amax};
   // An empty tensor's scales are those of zeros.
   const bool scaled_as_one =
       quantizer.recipe == float8::Recipe::tensorwise && values.numel() > 0;
@@ -67,7 +67,7 @@ at::Tensor zero_like(const at::Tensor& t) {
 
 }  // namespace
 
-Float8Planes swiglu_float8(
+Float8RowsAndColumns swiglu_float8(
     const at::Tensor& gate,
     const at::Tensor& up,
     const float8::Quantizer& quantizer,
@@ -82,7 +82,7 @@ Float8Planes swiglu_float8(
   return planes_of(swiglu(gate, up), quantizer, wanted);
 }
 
-Float8Planes swiglu_backward_float8(
+Float8RowsAndColumns swiglu_backward_float8(
     const at::Tensor& dy,
     const at::Tensor& gate,
     const at::Tensor& up,
@@ -178,7 +178,7 @@ NormFloat8 rms_norm_float8(
   return {normed, rstd, cuda::quantize_norm(normed, rstd, w, quantizer, known)};
 }
 
-Float8Planes rms_norm_float8_again(
+Float8RowsAndColumns rms_norm_float8_again(
     const at::Tensor& sum,
     const at::Tensor& rstd,
     const at::Tensor& weight,

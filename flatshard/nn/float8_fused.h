@@ -11,7 +11,7 @@ namespace flatshard::nn {
 
 /// The row plane and the transposed column plane of one tensor, as far as they
 /// were wanted.
-struct Float8Planes {
+struct Float8RowsAndColumns {
   float8::Plane rows;
   float8::Plane columns;
   at::Tensor amax;  ///< tensorwise: [] float32, what both are scaled by
@@ -28,7 +28,7 @@ struct Float8Wanted {
 /// Planes of silu(gate) * up [tokens, ffn].
 /// @param gate, up   [tokens, ffn] of one dtype; rows may lie apart, as halves
 ///                   of one tensor do.
-Float8Planes swiglu_float8(
+Float8RowsAndColumns swiglu_float8(
     const at::Tensor& gate,
     const at::Tensor& up,
     const float8::Quantizer& quantizer,
@@ -36,7 +36,7 @@ Float8Planes swiglu_float8(
 
 /// Planes of [dgate | dup] [tokens, 2 ffn], the gradient of one product's
 /// result.
-Float8Planes swiglu_backward_float8(
+Float8RowsAndColumns swiglu_backward_float8(
     const at::Tensor& dy,
     const at::Tensor& gate,
     const at::Tensor& up,
@@ -59,7 +59,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> swiglu_backward_amax(
 struct NormFloat8 {
   at::Tensor sum;   ///< x + delta [tokens, dim]; x without delta
   at::Tensor rstd;  ///< [tokens] float32, for the backward
-  Float8Planes planes;
+  Float8RowsAndColumns planes;
 };
 
 /// Planes of rms_norm(x + delta) (rms_norm.h). Tensorwise: the pass that adds
@@ -75,7 +75,7 @@ NormFloat8 rms_norm_float8(
 
 /// The same in the backward: of what was normalized, as `sum` and `rstd` have
 /// it. The bytes are those of the forward.
-Float8Planes rms_norm_float8_again(
+Float8RowsAndColumns rms_norm_float8_again(
     const at::Tensor& sum,
     const at::Tensor& rstd,
     const at::Tensor& weight,

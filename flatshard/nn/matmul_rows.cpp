@@ -32,7 +32,7 @@ std::int64_t MatmulRows::multiple_for(float8::Recipe weights) {
 }
 
 MatmulRows::MatmulRows(
-    Float8Planes planes,
+    Float8RowsAndColumns planes,
     float8::Recipe weights,
     const at::Tensor& like)
     : kind_(Kind::activation),

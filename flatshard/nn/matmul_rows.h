@@ -38,7 +38,7 @@ class MatmulRows {
   /// @param weights  the recipe of all weights that they are multiplied by.
   /// @param like     a tensor [rows, ...] of their dtype.
   MatmulRows(
-      Float8Planes planes,
+      Float8RowsAndColumns planes,
       float8::Recipe weights,
       const at::Tensor& like);
   /// How activations become planes for weights of a recipe.

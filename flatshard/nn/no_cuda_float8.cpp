@@ -18,7 +18,7 @@ bool is_aligned(const at::Tensor&) {
   return false;
 }
 
-Float8Planes quantize_swiglu(
+Float8RowsAndColumns quantize_swiglu(
     const at::Tensor&,
     const at::Tensor&,
     const float8::Quantizer&,
@@ -26,7 +26,7 @@ Float8Planes quantize_swiglu(
   refuse_float8();
 }
 
-Float8Planes quantize_swiglu_gradient(
+Float8RowsAndColumns quantize_swiglu_gradient(
     const at::Tensor&,
     const at::Tensor&,
     const at::Tensor&,
@@ -35,7 +35,7 @@ Float8Planes quantize_swiglu_gradient(
   refuse_float8();
 }
 
-Float8Planes quantize_side_by_side(
+Float8RowsAndColumns quantize_side_by_side(
     const at::Tensor&,
     const at::Tensor&,
     const float8::Quantizer&,
@@ -43,7 +43,7 @@ Float8Planes quantize_side_by_side(
   refuse_float8();
 }
 
-Float8Planes quantize_norm(
+Float8RowsAndColumns quantize_norm(
     const at::Tensor&,
     const at::Tensor&,
     const at::Tensor&,

@@ -144,15 +144,16 @@ void BackwardPass::run_wgrads(UnitId unit, int node) {
 void BackwardPass::run_late(const OpenBackward::Late& late) {
   const at::NoGradGuard no_grad;
   Unit& unit = *core_.units[late.parameter.unit];
-  UnitParameter& p = unit.parameters()[late.parameter.index];
-  at::Tensor grad;
+  nn::WgradTarget target;
   {
     const std::lock_guard lock(core_.mutex);
-    grad = unit.gradients().view(core_.executor.grads_slot(unit), p);
+    target = unit.gradients().target(
+        core_.executor.grads_slot(unit),
+        late.parameter.index);
   }
-  late.write(grad, /*accumulate=*/p.in_slot);
+  late.write(target.grad, target.accumulate);
   const std::lock_guard lock(core_.mutex);
-  p.in_slot = true;
+  unit.gradients().mark_written(late.parameter.index);
   core_.events.passes().late_wgrad_done(late.parameter);
 }
 

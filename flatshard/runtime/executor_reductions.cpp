@@ -28,10 +28,10 @@ void Executor::reduce(Unit& unit, bool collective, bool is_last) {
            .flat = unit.gradients().flat(slot, g),
            .reduction = group.plan_reduction(collective, is_last)});
       const GradientPipeline::Reduction& r = planned.back().reduction;
-      if (r.collective && !r.to_inner) {
-        reduced_groups_.emplace_back(&group, !r.add_reduced);
+      if (r.is_complete()) {
+        reduced_groups_.emplace_back(&group, !r.adds.reduced);
       }
-      if (r.by_outer) {
+      if (r.by_outer()) {
         planned.back().inner = std::make_shared<at::Tensor>();
       }
     }
@@ -84,7 +84,7 @@ void Executor::reduce_outer(Unit& unit, const std::vector<Planned>& planned) {
   held.reduced.record(*streams_.outer());
   all_outer_reduced_ = held.reduced;
   if (std::any_of(planned.begin(), planned.end(), [](const Planned& p) {
-        return p.reduction.outer_reads_slot;
+        return p.reduction.path == GradientPipeline::Path::outer_of_slot;
       })) {
     held.grads_read = held.reduced;
   }

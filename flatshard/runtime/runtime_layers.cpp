@@ -16,16 +16,13 @@ std::optional<nn::WgradTarget> Runtime::begin_wgrad(
     return std::nullopt;
   }
   Unit& unit = *core_.units[ref->unit];
-  const UnitParameter& p = unit.parameters()[ref->index];
-  return nn::WgradTarget{
-      unit.gradients().view(core_.executor.grads_slot(unit), p),
-      /*accumulate=*/p.in_slot};
+  return unit.gradients().target(core_.executor.grads_slot(unit), ref->index);
 }
 
 void Runtime::end_wgrad(const at::Tensor& parameter) {
   const std::lock_guard lock(core_.mutex);
   const ParameterRef ref = *core_.events.find(parameter);
-  core_.units[ref.unit]->parameters()[ref.index].in_slot = true;
+  core_.units[ref.unit]->gradients().mark_written(ref.index);
 }
 
 bool Runtime::defers(const at::Tensor& parameter) {

@@ -27,6 +27,7 @@ struct StepState {
   std::string failure;
 
   bool failed() const { return !failure.empty(); }
+  bool operator==(const StepState&) const = default;
 };
 
 }  // namespace flatshard

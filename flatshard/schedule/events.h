@@ -48,6 +48,8 @@ struct UnitPolicy {
   /// after the backward, until the weights change: later microbatches neither
   /// gather nor derive them again.
   bool keep_backward_planes = false;
+
+  bool operator==(const UnitPolicy&) const = default;
 };
 
 /// What the Scheduler has to know of a unit. Bytes are those of the slots.
@@ -87,6 +89,8 @@ struct UnitSpec {
   /// Layers write gradients into the slot while the backward runs. Otherwise
   /// they come as tensors, and the slot is needed from the reduction on.
   bool grads_in_place = true;
+
+  bool operator==(const UnitSpec&) const = default;
 
   /// Those that `phase` reads, of `planes`.
   PlaneSet reads(Phase phase) const {

@@ -16,14 +16,19 @@ struct SchedulerOptions {
   /// Gradient slots of leaf units that may live at once: one is filled while
   /// the other is reduced.
   int max_grad_slots = 2;
+  /// Microbatches that a schedule has under way at once, if it interleaves
+  /// them: so many calls of a unit may stay for their backward.
+  int interleaved_microbatches = 2;
+
+  bool operator==(const SchedulerOptions&) const = default;
 };
 
 /// Decides what is gathered, released and reduced, and in which order.
 ///
 /// Pure: events in, actions out, no tensors and no time. Every rank feeds the
 /// same events and so launches the same collectives in the same order. Three
-/// parties carry the actions out: the Executor (streams), the simulator (bytes
-/// and prices) and the tests (plain lists).
+/// parties carry the actions out: the Executor (streams), the simulator (bytes)
+/// and the tests (plain lists).
 ///
 /// Order is predicted, never assumed: the units' order of registration serves
 /// the first step, the recorded order of the last forward and backward every
@@ -67,12 +72,16 @@ class Scheduler {
   /// The same of one unit.
   bool in_forward(UnitId unit) const;
 
+  bool operator==(const Scheduler&) const = default;
+
  private:
   /// One unit's backward of one call inside one graph task.
   struct BackwardCall {
     CallId call;
     TaskId task;
     bool inputs_done;
+
+    bool operator==(const BackwardCall&) const = default;
   };
 
   /// What a running backward still brings, per unit.
@@ -80,12 +89,16 @@ class Scheduler {
     std::map<UnitId, int> calls;
     std::map<UnitId, int> grads;
     std::map<UnitId, int> deferred;  ///< grads that read no weights any more
+
+    bool operator==(const Task&) const = default;
   };
 
   /// Slices that kernels asked for in a backward beyond what it reads anyway.
   struct Asked {
     PlaneSet in_recompute;  ///< between recompute_begin and its end
     PlaneSet in_backward;   ///< otherwise, e.g. a recompute of a part
+
+    bool operator==(const Asked&) const = default;
   };
 
   struct UnitState {
@@ -113,6 +126,8 @@ class Scheduler {
     /// Another unit's backward began while the last gradients were on their
     /// way: it is reduced when these have come.
     bool is_due = false;
+
+    bool operator==(const UnitState&) const = default;
   };
 
   using Actions = std::vector<Action>;
@@ -227,6 +242,8 @@ class Scheduler {
   struct Microbatch {
     bool is_last = true;
     bool sync = true;
+
+    bool operator==(const Microbatch&) const = default;
   };
   Microbatch next_;
   Microbatch running_;

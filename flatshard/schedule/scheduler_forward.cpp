@@ -68,14 +68,11 @@ void Scheduler::forward_end(const ScheduleEvent& event, Actions& out) {
 }
 
 void Scheduler::keep_call(UnitId unit, CallId call) {
-  // No more microbatches than these are under way in a schedule that
-  // interleaves them; another program does not look at it.
-  constexpr std::size_t kMicrobatches = 2;
   std::vector<CallId>& calls = state_[unit].kept_calls;
   if (state_[unit].present.empty() || units_[unit].resident) {
     return;
   }
-  if (calls.size() == kMicrobatches) {
+  if (std::ssize(calls) == options_.interleaved_microbatches) {
     calls.erase(calls.begin());
   }
   calls.push_back(call);

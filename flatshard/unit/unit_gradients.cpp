@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace flatshard {
 
@@ -12,6 +13,7 @@ UnitGradients::UnitGradients(
     bool writes_in_place)
     : groups_(groups),
       parameters_(parameters),
+      arrivals_(parameters.size()),
       writes_in_place_(writes_in_place) {
   for (const auto& group : groups_) {
     padding_.push_back(group->layout().padding_ranges());
@@ -48,33 +50,50 @@ at::Tensor UnitGradients::flat(const SlotView& slot, std::size_t g) const {
       group.options().precision.reduce);
 }
 
+nn::WgradTarget UnitGradients::target(const SlotView& slot, std::size_t index)
+    const {
+  return {
+      view(slot, parameters_[index]),
+      /*accumulate=*/arrivals_[index].is_in_slot};
+}
+
+void UnitGradients::add(std::size_t index, const at::Tensor& grad) {
+  const at::NoGradGuard no_grad;
+  at::Tensor& pending = arrivals_[index].pending;
+  pending = pending.defined() ? pending.add(grad) : grad;
+}
+
+std::size_t UnitGradients::num_pending() const {
+  return std::ranges::count_if(arrivals_, [](const Arrival& arrival) {
+    return arrival.pending.defined();
+  });
+}
+
 void UnitGradients::finish(const SlotView& slot) {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> packed;
-  std::vector<at::Tensor> arrived;
-  for (UnitParameter& p : parameters_) {
+  std::vector<at::Tensor> came;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const UnitParameter& p = parameters_[i];
     if (!groups_[p.group]->trainable()) {
       continue;
     }
-    if (p.in_slot || p.pending_grad.defined()) {
+    const Arrival arrival = std::exchange(arrivals_[i], {});
+    const bool is_pending = arrival.pending.defined();
+    if (arrival.is_in_slot || is_pending) {
       groups_[p.group]->gradients().mark_contributed();
     }
-    if (p.pending_grad.defined()) {
-      const at::Tensor place = view(slot, p);
-      if (p.in_slot) {
-        place.add_(p.pending_grad);
-      } else {
-        packed.push_back(place);
-        arrived.push_back(p.pending_grad);
-      }
-    } else if (!p.in_slot) {
+    if (is_pending && arrival.is_in_slot) {
+      view(slot, p).add_(arrival.pending);
+    } else if (is_pending) {
+      packed.push_back(view(slot, p));
+      came.push_back(arrival.pending);
+    } else if (!arrival.is_in_slot) {
       view(slot, p).zero_();
     }
-    p.in_slot = false;
-    p.pending_grad = at::Tensor();
   }
   if (!packed.empty()) {
-    at::_foreach_copy_(packed, arrived);
+    at::_foreach_copy_(packed, came);
   }
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     if (groups_[g]->trainable()) {
@@ -86,9 +105,8 @@ void UnitGradients::finish(const SlotView& slot) {
 }
 
 void UnitGradients::drop() {
+  arrivals_.assign(parameters_.size(), {});
   for (UnitParameter& p : parameters_) {
-    p.in_slot = false;
-    p.pending_grad = at::Tensor();
     if (p.tensor.mutable_grad().defined()) {
       p.tensor.mutable_grad() = at::Tensor();
     }

@@ -1,9 +1,11 @@
 #pragma once
 
 #include "flatshard/layout/flat_layout.h"
+#include "flatshard/nn/wgrad.h"
 #include "flatshard/unit/slot_view.h"
 #include "flatshard/unit/unit_parameter.h"
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -25,6 +27,15 @@ class UnitGradients {
   at::Tensor view(const SlotView& slot, const UnitParameter& parameter) const;
   /// [layout.numel()] the whole flat gradient of group `group` inside the slot.
   at::Tensor flat(const SlotView& slot, std::size_t group) const;
+  /// Where a layer writes the gradient of parameter `index`, and whether it
+  /// adds to what an earlier call of the layer wrote.
+  nn::WgradTarget target(const SlotView& slot, std::size_t index) const;
+  /// A layer wrote it there.
+  void mark_written(std::size_t index) { arrivals_[index].is_in_slot = true; }
+  /// It came as a tensor, and is added to what came before.
+  void add(std::size_t index, const at::Tensor& grad);
+  /// Gradients that came as tensors and are not in the slot yet.
+  std::size_t num_pending() const;
   /// Makes the slot complete: packs gradients that came as tensors, zeroes the
   /// parameters that got none and the padding, and tells groups whether they
   /// got any. On the current stream.
@@ -39,8 +50,15 @@ class UnitGradients {
   bool has_unreduced() const;
 
  private:
+  /// The gradient of one parameter in this backward.
+  struct Arrival {
+    bool is_in_slot = false;  ///< all of it, or a part
+    at::Tensor pending;       ///< came as a tensor, and is not packed yet
+  };
+
   const UnitGroups& groups_;
   UnitParameters& parameters_;
+  std::vector<Arrival> arrivals_;                ///< per parameter
   std::vector<std::int64_t> offsets_;            ///< per group, bytes
   std::vector<std::vector<FlatRange>> padding_;  ///< per group
   std::int64_t nbytes_ = 0;

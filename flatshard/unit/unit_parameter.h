@@ -13,15 +13,13 @@
 
 namespace flatshard {
 
-/// One parameter of a unit and where its gradient of this backward is.
+/// One parameter of a unit.
 struct UnitParameter {
   std::string name;
   at::Tensor tensor;  ///< the module's
   std::size_t group = 0;
   std::int64_t index = 0;  ///< in the group's layout
   ParameterStorage storage;
-  bool in_slot = false;     ///< the slot holds (a part of) the gradient
-  at::Tensor pending_grad;  ///< arrived as a tensor, not yet packed
 
   /// Bytes from the begin of the group's flat buffer of `dtype`.
   std::int64_t offset(const ParamGroup& group, at::ScalarType dtype) const {

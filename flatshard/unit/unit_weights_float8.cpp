@@ -1,11 +1,13 @@
 // A unit's FP8 planes: what lies where in their slots, and how products read
 // it.
 #include "flatshard/core/error.h"
+#include "flatshard/core/log.h"
 #include "flatshard/unit/unit_weights.h"
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <mutex>
 
 namespace flatshard {
 
@@ -46,7 +48,21 @@ void UnitWeights::add_float8_planes(const std::string& unit) {
     transient_ = {kColumnPlane};
   }
   // Two planes have them; one part is the whole.
-  if (parts_.size() < 2 || 3 + 2 * parts_.size() > PlaneSet::kMaxPlanes) {
+  constexpr std::size_t kMaxParts = (PlaneSet::kMaxPlanes - 3) / 2;
+  if (parts_.size() > kMaxParts) {
+    static std::once_flag said;
+    std::call_once(said, [&] {
+      log_warning(
+          "unit {} has {} parts of FP8 weights; more than {} are not told "
+          "apart, so its planes are gathered whole and gather_parts has no "
+          "effect there; smaller units would be gathered in parts (logged "
+          "once)",
+          unit,
+          parts_.size(),
+          kMaxParts);
+    });
+  }
+  if (parts_.size() < 2 || parts_.size() > kMaxParts) {
     parts_.clear();
   }
   planes_.part_nbytes.resize(3);

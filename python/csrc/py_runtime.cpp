@@ -10,18 +10,13 @@ namespace flatshard::python {
 namespace {
 
 std::vector<ParameterViews::UnitViews> views_of(
-    const std::vector<std::vector<ParameterViews::Place>>& places,
-    const std::vector<std::shared_ptr<GradViews>>& grads) {
+    const std::vector<PyRuntime::TreeUnit>& units) {
   std::vector<ParameterViews::UnitViews> views;
-  for (std::size_t unit = 0; unit < places.size(); ++unit) {
-    views.push_back({places[unit], grads.at(unit)});
+  for (const auto& unit : units) {
+    views.push_back({unit.places, unit.grads});
   }
   return views;
 }
-
-}  // namespace
-
-namespace {
 
 /// What is kept of inputs goes with what it is kept for.
 class ForgetRows : public RuntimeObserver {
@@ -46,51 +41,27 @@ std::shared_ptr<py::object> held_with_gil(py::object object) {
 
 PyRuntime::PyRuntime(
     const std::shared_ptr<Mesh>& mesh,
-    const std::vector<std::shared_ptr<PyUnit>>& units,
-    std::vector<UnitId> parents,
-    const std::vector<std::vector<ParameterViews::Place>>& places,
-    const std::vector<std::shared_ptr<GradViews>>& grads,
-    py::object before_forward,
-    py::object before_backward,
-    py::object whole_written,
-    int prefetch,
-    bool copy_engines,
-    bool slots_on_demand,
-    bool cuda_graphs,
-    int graph_warmup_steps,
-    bool audit_graphs,
-    bool emulate_graphs,
-    bool trace)
+    const std::vector<TreeUnit>& units,
+    Callbacks callbacks,
+    const RuntimeOptions& options)
     : views_(std::make_shared<ParameterViews>(
-          views_of(places, grads),
-          std::move(before_forward),
-          std::move(before_backward),
-          std::move(whole_written))) {
+          views_of(units),
+          std::move(callbacks.before_forward),
+          std::move(callbacks.before_backward),
+          std::move(callbacks.whole_written))) {
   std::vector<std::unique_ptr<Unit>> list;
-  for (const auto& unit : units) {
-    list.push_back(unit->adopt(static_cast<UnitId>(list.size())));
+  std::vector<UnitId> parents;
+  for (const TreeUnit& unit : units) {
+    list.push_back(unit.unit->adopt(static_cast<UnitId>(list.size())));
+    parents.push_back(unit.parent);
   }
   std::shared_ptr<Runtime> runtime;
   {
     const py::gil_scoped_release no_gil;
-    runtime = Runtime::create(
-        mesh,
-        std::move(list),
-        std::move(parents),
-        {.prefetch = prefetch,
-         .copy_engines = copy_engines ? CopyEngines::all() : CopyEngines{},
-         .foreign_writes = true,
-         .slots_on_demand = slots_on_demand,
-         .unused_grads_stay_undefined = true,
-         .trace = trace,
-         .graphs = {
-             .enabled = cuda_graphs,
-             .warmup_steps = graph_warmup_steps,
-             .audit = audit_graphs,
-             .emulate_on_cpu = emulate_graphs}});
+    runtime = Runtime::create(mesh, std::move(list), parents, options);
     add_graphs(runtime);
     runtime->add_observer(views_);
-    if (cuda_graphs) {
+    if (options.graphs.enabled) {
       runtime->graphs().regions()->set_unit_program(
           {.context = sink_,
            .around_capture = [views = views_,
@@ -106,8 +77,8 @@ PyRuntime::PyRuntime(
            }});
     }
   }
-  for (const auto& unit : units) {
-    unit->keep(runtime);
+  for (const TreeUnit& unit : units) {
+    unit.unit->keep(runtime);
   }
   sink_->wgrad_sink = runtime;
   float8_weights_ = std::make_unique<Float8Weights>(*runtime, sink_, rows_);

@@ -24,23 +24,24 @@ std::shared_ptr<py::object> held_with_gil(py::object object);
 /// The Runtime and what Python sees of its parameters.
 class PyRuntime {
  public:
+  /// A unit in the tree of a model, parents before children.
+  struct TreeUnit {
+    std::shared_ptr<PyUnit> unit;
+    UnitId parent = kNoUnit;
+    std::vector<ParameterViews::Place> places;
+    std::shared_ptr<GradViews> grads;
+  };
+  /// What the root is told.
+  struct Callbacks {
+    py::object before_forward;
+    py::object before_backward;
+    py::object whole_written;
+  };
   PyRuntime(
       const std::shared_ptr<Mesh>& mesh,
-      const std::vector<std::shared_ptr<PyUnit>>& units,
-      std::vector<UnitId> parents,
-      const std::vector<std::vector<ParameterViews::Place>>& places,
-      const std::vector<std::shared_ptr<GradViews>>& grads,
-      py::object before_forward,
-      py::object before_backward,
-      py::object whole_written,
-      int prefetch,
-      bool copy_engines,
-      bool slots_on_demand,
-      bool cuda_graphs,
-      int graph_warmup_steps,
-      bool audit_graphs,
-      bool emulate_graphs,
-      bool trace);
+      const std::vector<TreeUnit>& units,
+      Callbacks callbacks,
+      const RuntimeOptions& options);
 
   at::Tensor linear(
       const at::Tensor& x,

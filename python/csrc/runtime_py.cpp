@@ -33,41 +33,95 @@ at::Tensor linear_cross_entropy(
 void bind_runtime(py::module_& m) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
 
+  py::class_<GraphOptions>(m, "GraphOptions")
+      .def(
+          py::init([](bool enabled,
+                      int warmup_steps,
+                      bool audit,
+                      bool emulate_on_cpu) {
+            return GraphOptions{
+                .enabled = enabled,
+                .warmup_steps = warmup_steps,
+                .audit = audit,
+                .emulate_on_cpu = emulate_on_cpu};
+          }),
+          py::kw_only(),
+          py::arg("enabled"),
+          py::arg("warmup_steps"),
+          py::arg("audit"),
+          py::arg("emulate_on_cpu"));
+  // Python's optimizers write weights and say so afterwards, and parameters
+  // without a gradient have none, as torch's.
+  py::class_<RuntimeOptions>(m, "RuntimeOptions")
+      .def(
+          py::init([](int prefetch,
+                      bool copy_engines,
+                      bool slots_on_demand,
+                      bool trace,
+                      const GraphOptions& graphs) {
+            return RuntimeOptions{
+                .prefetch = prefetch,
+                .copy_engines =
+                    copy_engines ? CopyEngines::all() : CopyEngines{},
+                .foreign_writes = true,
+                .slots_on_demand = slots_on_demand,
+                .unused_grads_stay_undefined = true,
+                .trace = trace,
+                .graphs = graphs};
+          }),
+          py::kw_only(),
+          py::arg("prefetch"),
+          py::arg("copy_engines"),
+          py::arg("slots_on_demand"),
+          py::arg("trace"),
+          py::arg("graphs"));
+  py::class_<PyRuntime::TreeUnit>(
+      m,
+      "TreeUnit",
+      "A unit in the tree of a model. `parent` is the number of the unit "
+      "around "
+      "it, -1 for none.")
+      .def(
+          py::init([](std::shared_ptr<PyUnit> unit,
+                      UnitId parent,
+                      std::vector<ParameterViews::Place> places,
+                      std::shared_ptr<GradViews> grads) {
+            return PyRuntime::TreeUnit{
+                std::move(unit),
+                parent,
+                std::move(places),
+                std::move(grads)};
+          }),
+          py::arg("unit"),
+          py::arg("parent"),
+          py::arg("places"),
+          py::arg("grads"));
+  py::class_<PyRuntime::Callbacks>(m, "Callbacks", "What the root is told.")
+      .def(
+          py::init([](py::object before_forward,
+                      py::object before_backward,
+                      py::object whole_written) {
+            return PyRuntime::Callbacks{
+                std::move(before_forward),
+                std::move(before_backward),
+                std::move(whole_written)};
+          }),
+          py::kw_only(),
+          py::arg("before_forward"),
+          py::arg("before_backward"),
+          py::arg("whole_written"));
+
   py::class_<PyRuntime>(m, "Runtime", "Gathers, releases and reduces.")
       .def(
           py::init<
               const std::shared_ptr<Mesh>&,
-              const std::vector<std::shared_ptr<PyUnit>>&,
-              std::vector<UnitId>,
-              const std::vector<std::vector<ParameterViews::Place>>&,
-              const std::vector<std::shared_ptr<GradViews>>&,
-              py::object,
-              py::object,
-              py::object,
-              int,
-              bool,
-              bool,
-              bool,
-              int,
-              bool,
-              bool,
-              bool>(),
+              const std::vector<PyRuntime::TreeUnit>&,
+              PyRuntime::Callbacks,
+              const RuntimeOptions&>(),
           py::arg("mesh"),
           py::arg("units"),
-          py::arg("parents"),
-          py::arg("places"),
-          py::arg("grads"),
-          py::arg("before_forward"),
-          py::arg("before_backward"),
-          py::arg("whole_written"),
-          py::arg("prefetch"),
-          py::arg("copy_engines"),
-          py::arg("slots_on_demand"),
-          py::arg("cuda_graphs"),
-          py::arg("graph_warmup_steps"),
-          py::arg("audit_graphs"),
-          py::arg("emulate_graphs"),
-          py::arg("trace"))
+          py::arg("callbacks"),
+          py::arg("options"))
       .def(
           "linear",
           &PyRuntime::linear,

@@ -44,6 +44,8 @@ class Mesh:
     def sub_mesh(self, names: Sequence[str]) -> Mesh: ...
     def is_part_of(self, other: Mesh) -> bool: ...
 
+def strategies() -> list[tuple[object, ...]]: ...
+
 class UnitOptions:
     """How a unit is sharded."""
 
@@ -83,7 +85,6 @@ class Unit:
     def shard(self, i: int) -> torch.Tensor: ...
     def grad(self, i: int) -> torch.Tensor | None: ...
     def cuts(self, i: int) -> list[int]: ...
-    @property
     def shard_of_ranks(self, i: int) -> list[int]: ...
     def trainable(self, i: int) -> bool: ...
     def mark_written(self) -> None: ...
@@ -94,6 +95,10 @@ class Unit:
     def set_attribute(self, i: int, key: str, value: str) -> None: ...
     def drop(self, i: int) -> None: ...
     def set_names(self, unit: str, names: Sequence[Sequence[str]]) -> None: ...
+
+def describe_excessive_padding(
+    units: Sequence[Unit], max_padding: float
+) -> str | None: ...
 
 class GradViews:
     """The gradients of a unit as `.grad`s of its shards."""
@@ -119,24 +124,47 @@ class Place:
         shard: torch.Tensor,
     ) -> None: ...
 
+class GraphOptions:
+    def __init__(
+        self, *, enabled: bool, warmup_steps: int, audit: bool, emulate_on_cpu: bool
+    ) -> None: ...
+
+class RuntimeOptions:
+    def __init__(
+        self,
+        *,
+        prefetch: int,
+        copy_engines: bool,
+        slots_on_demand: bool,
+        trace: bool,
+        graphs: GraphOptions,
+    ) -> None: ...
+
+class TreeUnit:
+    """A unit in the tree of a model; `parent` is the number of the unit around it."""
+
+    def __init__(
+        self, unit: Unit, parent: int, places: Sequence[Place], grads: GradViews
+    ) -> None: ...
+
+class Callbacks:
+    """What the root is told."""
+
+    def __init__(
+        self,
+        *,
+        before_forward: Callable[[], None],
+        before_backward: Callable[[], None],
+        whole_written: Callable[[int, Sequence[torch.Tensor]], None],
+    ) -> None: ...
+
 class Runtime:
     def __init__(
         self,
         mesh: Mesh,
-        units: Sequence[Unit],
-        parents: Sequence[int],
-        places: Sequence[Sequence[Place]],
-        grads: Sequence[GradViews],
-        before_forward: Callable[[], None],
-        before_backward: Callable[[], None],
-        prefetch: int,
-        copy_engines: bool,
-        slots_on_demand: bool,
-        cuda_graphs: bool,
-        graph_warmup_steps: int,
-        audit_graphs: bool,
-        emulate_graphs: bool,
-        trace: bool,
+        units: Sequence[TreeUnit],
+        callbacks: Callbacks,
+        options: RuntimeOptions,
     ) -> None: ...
     def linear(
         self,
@@ -147,6 +175,10 @@ class Runtime:
     def forward_begin(self, unit: int, args: object, kwargs: object) -> None: ...
     def forward_end(self, unit: int, output: object, more_follow: bool) -> None: ...
     def forward_error(self, unit: int) -> None: ...
+    def keeps_inner(self, unit: int, output: object) -> None: ...
+    def in_forward(self) -> bool: ...
+    def weights_written(self, unit: int) -> None: ...
+    def gathered_written(self, unit: int) -> None: ...
     def graph_forward(
         self,
         unit: int,
@@ -184,6 +216,8 @@ class Runtime:
     def set_is_last_microbatch(self, last: bool) -> None: ...
     def set_max_grad_slots(self, max_grad_slots: int) -> None: ...
     def reset(self) -> None: ...
+    def parameter_norms(self) -> list[tuple[str, float, float | None]]: ...
+    def report_nan_in_param_grad(self) -> None: ...
     def main_grad(self, weight: torch.Tensor) -> torch.Tensor: ...
     def defers(self, weight: torch.Tensor) -> bool: ...
     def defer(

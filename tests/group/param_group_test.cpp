@@ -56,7 +56,7 @@ TEST_P(ParamGroups, PlacementsAndBytes) {
     for (const Placement& p : s.gradient) {
       partial = partial || p.is_partial();
     }
-    EXPECT_EQ(plan.to_inner, partial);
+    EXPECT_EQ(plan.path == GradientPipeline::Path::inner, partial);
     EXPECT_EQ(
         group->gradients().nbytes().inner,
         partial ? n / c.parts(s.gradient) * 4 : 0);

@@ -19,7 +19,7 @@ class CudaFloat8 : public ::testing::Test {
     }
   }
   static void expect_planes(
-      const Float8Planes& got,
+      const Float8RowsAndColumns& got,
       const at::Tensor& stored,
       const float8::Quantizer& q,
       std::int64_t multiple,
@@ -44,7 +44,7 @@ void check_all(
     const float8::Quantizer& q,
     std::int64_t multiple,
     const std::function<void(
-        const Float8Planes&,
+        const Float8RowsAndColumns&,
         const at::Tensor&,
         const at::Tensor&,
         const char*)>& expect) {
@@ -87,7 +87,7 @@ TEST_F(CudaFloat8, PlanesAreThoseOfStoredValues) {
           dim,
           q,
           1,
-          [&](const Float8Planes& got,
+          [&](const Float8RowsAndColumns& got,
               const at::Tensor& stored,
               const at::Tensor& exact,
               const char* what) {
@@ -126,7 +126,7 @@ TEST_F(CudaFloat8, NumbersOfTokensThatFillNoTile) {
           384,
           q,
           128,
-          [&](const Float8Planes& got,
+          [&](const Float8RowsAndColumns& got,
               const at::Tensor& stored,
               const at::Tensor&,
               const char* what) { expect_planes(got, stored, q, 128, what); });

@@ -65,11 +65,11 @@ inline void expect_single_planes(
     EXPECT_TRUE(a.data.view(at::kByte).equal(b.data.view(at::kByte)));
     EXPECT_TRUE(a.scales.to(at::kFloat).equal(b.scales.to(at::kFloat)));
   };
-  const auto check = [&](const Float8Planes& both, const auto& make) {
-    const Float8Planes rows = make({.columns = false});
+  const auto check = [&](const Float8RowsAndColumns& both, const auto& make) {
+    const Float8RowsAndColumns rows = make({.columns = false});
     same(rows.rows, both.rows);
     EXPECT_FALSE(rows.columns.data.defined());
-    const Float8Planes columns =
+    const Float8RowsAndColumns columns =
         make({.rows = false, .multiple = multiple, .amax = rows.amax});
     same(columns.columns, both.columns);
     EXPECT_FALSE(columns.rows.data.defined());
@@ -92,7 +92,7 @@ inline void expect_single_planes(
 /// Each value within FP8's half unit in the last place, and bfloat16's, of
 /// what float32 gives.
 inline void expect_near(
-    const Float8Planes& planes,
+    const Float8RowsAndColumns& planes,
     const at::Tensor& want,
     float8::Recipe recipe) {
   const auto check = [&](const float8::Plane& plane, const at::Tensor& exact) {

@@ -37,20 +37,19 @@ class Root:
         check_units(units, parents, state)
         settle(units, module_names)
         self._warn_of_padding(units, state.device_mesh)
-        places = []
+        tree = []
         for number, unit in enumerate(units):
             for p in unit.parameters:
                 p.names = names_of(p, module_names) or [p.label]
             unit.core.set_names(unit.name, [p.names for p in unit.parameters])
             unit.id = number
             name_released(unit.parameters)
-            places.append(
-                [
-                    _C.Place(parameters_of(site()), name, p.whole, p.shard)
-                    for p in unit.parameters
-                    for site, name in p.sites
-                ]
-            )
+            places = [
+                _C.Place(parameters_of(site()), name, p.whole, p.shard)
+                for p in unit.parameters
+                for site, name in p.sites
+            ]
+            tree.append(_C.TreeUnit(unit.core, parents[number], places, unit.grads))
         # The units hold this object; they go with their modules.
         self.mesh = state.mesh
         self.device_mesh = state.device_mesh
@@ -66,22 +65,25 @@ class Root:
         # The core would keep a bound method, and with it this object, for ever.
         me = weakref.ref(self)
         self.core = _C.Runtime(
-            mesh=state.mesh,
-            units=[unit.core for unit in units],
-            parents=parents,
-            places=places,
-            grads=[unit.grads for unit in units],
-            before_forward=lambda: me()._before_forward(),
-            before_backward=lambda: me()._before_backward(),
-            whole_written=lambda number, wholes: me()._whole_written(number, wholes),
-            prefetch=1 if state.prefetch is None else state.prefetch,
-            copy_engines=state.copy_engines,
-            slots_on_demand=self.slots_on_demand,
-            cuda_graphs=self.cuda_graphs,
-            graph_warmup_steps=max(warmup_steps, default=DEFAULT_WARMUP_STEPS),
-            audit_graphs=audits_graphs(),
-            emulate_graphs=self.cuda_graphs and emulates_on_cpu(),
-            trace=traces_steps(),
+            state.mesh,
+            tree,
+            _C.Callbacks(
+                before_forward=lambda: me()._before_forward(),
+                before_backward=lambda: me()._before_backward(),
+                whole_written=lambda number, whole: me()._whole_written(number, whole),
+            ),
+            _C.RuntimeOptions(
+                prefetch=1 if state.prefetch is None else state.prefetch,
+                copy_engines=state.copy_engines,
+                slots_on_demand=self.slots_on_demand,
+                trace=traces_steps(),
+                graphs=_C.GraphOptions(
+                    enabled=self.cuda_graphs,
+                    warmup_steps=max(warmup_steps, default=DEFAULT_WARMUP_STEPS),
+                    audit=audits_graphs(),
+                    emulate_on_cpu=self.cuda_graphs and emulates_on_cpu(),
+                ),
+            ),
         )
         self.running_pass = None  # whose forward calls of wrapped modules are
         self._passes = weakref.WeakSet()  # BackwardPasses that began and go on
