@@ -1,0 +1,49 @@
+"""What pages name is there: files, links, and a glossary that one can read.
+
+usage: docs_test.py
+"""
+
+import re
+import unittest
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+# Folders that paths in pages begin at.
+STARTS = (".", "flatshard", "python/flatshard", "docs", "tests")
+FILE = re.compile(r"`([a-z0-9_./]+/[a-z0-9_]+\.(?:h|cpp|cu|py|toml|sh))`")
+LINK = re.compile(r"\]\(([^)#:\s]*)(#[^)\s]*)?\)")
+
+
+def anchor(heading):
+    text = re.sub(r"[^\w\- ]", "", heading.strip().lower())
+    return "#" + text.replace(" ", "-")
+
+
+class Docs(unittest.TestCase):
+    def test_files_that_pages_name_exist(self):
+        for page in PAGES:
+            for name in FILE.findall(page.read_text()):
+                there = any((ROOT / start / name).exists() for start in STARTS)
+                self.assertTrue(there, f"{page.name}: no file {name}")
+
+    def test_links_lead_somewhere(self):
+        for page in PAGES:
+            for path, section in LINK.findall(page.read_text()):
+                target = (page.parent / path) if path else page
+                self.assertTrue(target.exists(), f"{page.name}: no {path}")
+                if section and target.suffix == ".md":
+                    headings = re.findall(r"^#+ (.*)$", target.read_text(), re.M)
+                    found = {anchor(heading) for heading in headings}
+                    self.assertIn(section, found, f"{page.name}: {path}{section}")
+
+    def test_the_glossary_has_at_most_forty_nouns(self):
+        text = (ROOT / "docs/architecture.md").read_text()
+        rows = text[text.index("## The nouns") :].split("\n")[4:]
+        nouns = [n for row in rows if row for n in row.split("|")[1].split(",")]
+        self.assertLessEqual(len(nouns), 40)
+        self.assertGreater(len(nouns), 20)
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=0)
