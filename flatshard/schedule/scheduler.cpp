@@ -231,6 +231,7 @@ void Scheduler::reset(Actions& out) {
   unreduced_tasks_.clear();
   interleaved_ = false;
   grad_queue_.clear();
+  due_.clear();
   for (UnitId u = 0; u < static_cast<UnitId>(units_.size()); ++u) {
     UnitState& state = state_[u];
     state.open_recomputes = 0;
@@ -238,7 +239,6 @@ void Scheduler::reset(Actions& out) {
     state.backward_calls.clear();
     if (state.in_grad_queue) {
       state.in_grad_queue = false;
-      state.is_due = false;
       out.push_back({ActionKind::drain, u});
     }
     release(u, PlaneSet::all(), out);

@@ -123,9 +123,6 @@ class Scheduler {
     int open_recomputes = 0;
     std::vector<BackwardCall> backward_calls;
     bool in_grad_queue = false;
-    /// Another unit's backward began while the last gradients were on their
-    /// way: it is reduced when these have come.
-    bool is_due = false;
 
     bool operator==(const UnitState&) const = default;
   };
@@ -206,8 +203,11 @@ class Scheduler {
   bool is_pending(UnitId unit) const;
   bool awaits_deferred(UnitId unit) const;
   void queue_grads(UnitId unit, Actions& out);
-  /// Reduces the queued units that are ready; `current` still computes.
+  /// The queued units whose backwards have begun are due; `current` still
+  /// computes.
   void reduce_ready(UnitId current, Actions& out);
+  /// Those that are due, in order, as far as their gradients have come.
+  void reduce_due(Actions& out);
   /// All calls of its backward have begun.
   bool has_begun(UnitId unit) const;
   void reduce(UnitId unit, Actions& out);
@@ -236,6 +236,9 @@ class Scheduler {
   std::map<TaskId, Task> tasks_;
   std::set<TaskId> unreduced_tasks_;
   std::vector<UnitId> grad_queue_;  ///< slots being filled, in order of begin
+  /// Of these, those that are reduced next, in this order on all ranks: each
+  /// waits for its last gradient, and for the units before it.
+  std::vector<UnitId> due_;
   std::deque<UnitId> reducing_;     ///< reduced, not yet drained
   /// As the last `microbatch` event said, and as it was when the outermost
   /// backward began, to which a reduction belongs.

@@ -79,9 +79,7 @@ void Scheduler::wgrad_done(const ScheduleEvent& event, Actions& out) {
   Task& task = task_of_gradient(event);
   count_down(event.deferred ? task.deferred : task.grads, event.unit);
   queue_grads(event.unit, out);
-  if (state_[event.unit].is_due && !is_pending(event.unit)) {
-    reduce(event.unit, out);
-  }
+  reduce_due(out);
   release_after_backward(event.unit, out);
 }
 
@@ -142,6 +140,7 @@ void Scheduler::task_end(const ScheduleEvent& event, Actions& out) {
         release_after_backward(u, out);
       }
     }
+    reduce_due(out);  // more gradients do not come
     return;
   }
   tasks_.clear();
@@ -152,7 +151,7 @@ void Scheduler::task_end(const ScheduleEvent& event, Actions& out) {
     }
   }
   while (!grad_queue_.empty()) {
-    reduce(grad_queue_.front(), out);
+    reduce(due_.empty() ? grad_queue_.front() : due_.front(), out);
   }
   // The backward of another microbatch follows.
   const bool goes_on = interleaved_ && !running_.is_last;
@@ -248,28 +247,30 @@ void Scheduler::queue_grads(UnitId unit, Actions& out) {
 void Scheduler::reduce_ready(UnitId current, Actions& out) {
   // A unit with children ends after all of them: it waits for the outermost
   // end, on every rank alike, whichever of its parameters got gradients.
-  std::vector<UnitId> ready;
   for (const UnitId v : grad_queue_) {
-    if (v == current || has_children_[v] || awaits_deferred(v)) {
-      continue;
-    }
-    if (!is_pending(v)) {
-      ready.push_back(v);
-    } else if (has_begun(v)) {
-      // Where a rank does not use `current`, the gradient that it passes on is
-      // there before those of v's parameters. On other ranks v is reduced now.
-      state_[v].is_due = true;
+    const bool is_due = std::ranges::find(due_, v) != due_.end();
+    if (v != current && !has_children_[v] && !awaits_deferred(v) && !is_due &&
+        has_begun(v)) {
+      due_.push_back(v);
     }
   }
-  for (const UnitId v : ready) {
-    reduce(v, out);
+  reduce_due(out);
+}
+
+// Which gradients a rank waits for depends on the parameters that it uses. So
+// it does not reduce what is complete before what became due earlier: where all
+// parameters are used, that one may come first.
+void Scheduler::reduce_due(Actions& out) {
+  while (!due_.empty() && !is_pending(due_.front()) &&
+         !awaits_deferred(due_.front())) {
+    reduce(due_.front(), out);
   }
 }
 
 void Scheduler::reduce(UnitId unit, Actions& out) {
   grad_queue_.erase(std::find(grad_queue_.begin(), grad_queue_.end(), unit));
   state_[unit].in_grad_queue = false;
-  state_[unit].is_due = false;
+  std::erase(due_, unit);
   const bool collective =
       running_.sync &&
       (units_[unit].reduce_every_microbatch || running_.is_last);

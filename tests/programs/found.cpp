@@ -63,6 +63,21 @@ const std::vector<FoundProgram>& found_programs() {
 {"unit":true,"ops":[{"op":"linear"}],"children":[]},
 {"unit":true,"ops":[{"op":"sometimes"}],"children":[]}]}]},
 "steps":[{"no_sync":false,"micro":["fb"]}]})"},
+      {"UnitWithoutAGradientOvertookWhatWasDueBeforeIt",
+       R"({"delay_us":0,"granularity":"element","mesh":[2],"model":{"ops":[{
+"op":"child","a":0},{"op":"child","a":1},{"op":"child","a":0}],"unit":true
+,"children":[{"children":[{"children":[{"children":[],"ops":[{
+"op":"linear"},{"op":"linear"}],"unit":false},{"children":[{"children":[],
+"ops":[{"op":"linear"}],"unit":true},{"children":[],"ops":[{
+"op":"sometimes"}],"unit":true}],"ops":[{"op":"linear"},{"op":"linear"},{
+"op":"linear"},{"a":1,"b":0,"op":"child"},{"a":2,"b":1,"op":"child"}],
+"unit":false},{"children":[],"ops":[],"unit":true}],"ops":[{"a":2,"b":1,
+"op":"child"},{"op":"linear"},{"op":"linear"},{"a":1,"b":2,"op":"child"},{
+"op":"linear"}],"unit":false}],"ops":[{"a":0,"b":0,"op":"checkpoint"}],
+"unit":true},{"children":[{"children":[{"children":[],"ops":[{"op":"emit"}
+],"unit":false}],"ops":[{"a":0,"b":0,"op":"child"}],"unit":false}],"ops":[
+{"a":0,"b":2,"op":"child"}],"unit":false}]},"prefetch":0,"reshard":true,
+"seed":295,"steps":[{"micro":["fb"],"no_sync":false}],"strategy":"zero2"})"},
   };
   return programs;
 }

@@ -113,9 +113,6 @@ class Generator {
         "sometimes",
         "shift_input"};
     json op{{"op", one_of(kinds)}};
-    if (several_ && op["op"] == "sometimes") {
-      op["op"] = "gain";
-    }
     if (chance(15)) {
       op["frozen"] = true;
     }

@@ -511,6 +511,47 @@ TEST(Scheduler, UnitsWhoseBackwardReadsNoWeightsAreNotGathered) {
 
 // Unit 2 runs before unit 1. A rank that uses the parameters of 2 passes the
 // gradient on behind those of 1, another one may do so before they are there.
+// Units 1 and 2 are due when the backward of 3 begins. A rank that does not use
+// the parameter of 2 has all of its gradients by then, and still waits for 1.
+TEST(Scheduler, WhatIsCompleteWaitsForWhatWasDueBeforeIt) {
+  const auto reductions = [](bool uses_2) {
+    Scheduler s(four_blocks(), {});
+    ScheduleEvent begin{.kind = task_begin, .task = 0};
+    begin.calls = {{1, 1}, {2, 1}, {3, 1}};
+    begin.expected = {{1, 1}, {3, 1}};
+    std::vector<ScheduleEvent> events;
+    for (const UnitId unit : {1, 2, 3}) {
+      events.push_back({.kind = forward_begin, .unit = unit, .call = unit});
+      events.push_back({.kind = forward_end, .unit = unit, .call = unit});
+    }
+    if (uses_2) {
+      begin.expected.emplace_back(2, 1);
+    }
+    events.push_back(begin);
+    for (const UnitId unit : {1, 2, 3}) {
+      events.push_back(
+          {.kind = backward_begin, .unit = unit, .call = unit, .task = 0});
+    }
+    for (const UnitId unit : {1, 2, 3}) {
+      if (unit != 2 || uses_2) {
+        events.push_back({.kind = wgrad_done, .unit = unit, .task = 0});
+      }
+    }
+    events.push_back({.kind = task_end, .task = 0, .outermost = true});
+    std::vector<UnitId> order;
+    for (const ScheduleEvent& event : events) {
+      for (const Action& action : s.on(event)) {
+        if (action.kind == ActionKind::reduce) {
+          order.push_back(action.unit);
+        }
+      }
+    }
+    return order;
+  };
+  EXPECT_EQ(reductions(true), (std::vector<UnitId>{1, 2, 3}));
+  EXPECT_EQ(reductions(false), reductions(true));
+}
+
 TEST(Scheduler, RanksThatUseOtherParametersReduceInOneOrder) {
   const auto reductions = [](bool used) {
     std::vector<UnitSpec> units = four_blocks();
