@@ -16,7 +16,7 @@ namespace flatshard {
 /// unit, and the host waits for it.
 ///
 /// Every check throws Error{usage} on the rank that has the value.
-class NanCheck : public RuntimeObserver {
+class NanCheck : public GradientObserver {
  public:
   /// Watches the gradients of `runtime` from now on.
   static std::shared_ptr<NanCheck> install(

@@ -43,7 +43,7 @@ void check_placement(
 /// slot that is taken is compared with those that are held, and every
 /// parameter with the slot of its unit. It keeps its own book and does not
 /// trust the pool's.
-class OverlapCheck : public RuntimeObserver {
+class OverlapCheck : public SlotObserver {
  public:
   /// Checks `runtime` now and watches it from now on.
   static std::shared_ptr<OverlapCheck> install(

@@ -37,7 +37,8 @@ void check_graph_options(
 /// executes nothing, so it needs no gathered weights: parameters point at the
 /// places that the plan of slots has for them.
 class RegionGraphs : public nn::RegionRunner,
-                     public RuntimeObserver,
+                     public SlotObserver,
+                     public StepObserver,
                      public std::enable_shared_from_this<RegionGraphs> {
  public:
   /// @param units  outlive this.

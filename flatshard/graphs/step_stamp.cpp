@@ -50,7 +50,7 @@ std::string StepStamp::difference(const StepStamp& now) const {
 
 std::string StepStamp::obstacle(const Runtime& runtime) {
   if (!runtime.core().observers.empty()) {
-    return "a RuntimeObserver watches what is inside of it";
+    return "an observer of the Runtime watches what is inside of it";
   }
   for (const auto& unit : runtime.units()) {
     unit->pointers().check_storage();

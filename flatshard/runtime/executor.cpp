@@ -227,7 +227,8 @@ void Executor::rest(Unit& unit) {
     if (!slot.held()) {
       return;
     }
-    observers_.tell([&](RuntimeObserver& o) { o.slot_released(unit, slot); });
+    observers_.slots.tell(
+        [&](SlotObserver& o) { o.slot_released(unit, slot); });
     if (options_.debug.poison) {
       fill_with_nan(view(slot));
     }

@@ -18,7 +18,8 @@ void Executor::reduce(Unit& unit, bool collective, bool is_last) {
   }
   const SlotView slot = grads_slot(unit);
   unit.gradients().finish(slot);
-  observers_.tell([&](RuntimeObserver& o) { o.gradients_ready(unit, slot); });
+  observers_.gradients.tell(
+      [&](GradientObserver& o) { o.gradients_ready(unit, slot); });
   std::vector<Planned> planned;
   for (std::size_t g = 0; g < unit.groups().size(); ++g) {
     ParamGroup& group = *unit.groups()[g];
@@ -97,7 +98,8 @@ void Executor::tell_reduced(Unit& unit) {
   }
   const at::NoGradGuard no_grad;
   const auto tell = [&] {
-    observers_.tell([&](RuntimeObserver& o) { o.gradients_reduced(unit); });
+    observers_.gradients.tell(
+        [&](GradientObserver& o) { o.gradients_reduced(unit); });
   };
   Event& reduced = state(unit).reduced;
   if (!mesh_->device().is_cuda() || offloads_) {
@@ -169,9 +171,8 @@ void Executor::drain(Unit& unit) {
 
 void Executor::release_drained() {
   for (Drained& drained : std::exchange(drained_, {})) {
-    observers_.tell([&](RuntimeObserver& o) {
-      o.slot_released(*drained.unit, drained.slot);
-    });
+    observers_.slots.tell(
+        [&](SlotObserver& o) { o.slot_released(*drained.unit, drained.slot); });
     slots_.release(
         drained.slot,
         std::move(drained.last_use),

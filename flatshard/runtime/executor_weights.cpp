@@ -91,8 +91,8 @@ void Executor::await(Unit& unit, const Action& action) {
   }
   const SlotView slot = view(held.slot);
   unit.pointers().point_at(slot);
-  observers_.tell(
-      [&](RuntimeObserver& o) { o.parameters_pointed(unit, slot); });
+  observers_.slots.tell(
+      [&](SlotObserver& o) { o.parameters_pointed(unit, slot); });
 }
 
 void Executor::release(Unit& unit, const Action& action) {
@@ -105,8 +105,8 @@ void Executor::release(Unit& unit, const Action& action) {
   if (!held.awaited && (!staged || options_.debug.poison)) {
     held.filled.wait(*stream);  // a prefetch that nobody used
   }
-  observers_.tell(
-      [&](RuntimeObserver& o) { o.slot_released(unit, held.slot); });
+  observers_.slots.tell(
+      [&](SlotObserver& o) { o.slot_released(unit, held.slot); });
   if (options_.debug.poison) {
     if (staged) {
       held.read_by_gather.wait(*stream);

@@ -6,17 +6,21 @@
 
 #include <algorithm>
 #include <memory>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 namespace flatshard {
 
-/// Sees what a Runtime does; see Runtime::add_observer. Called on
-/// the host, in launch order and with the runtime's lock held: an observer must
-/// not call the runtime. What it throws ends the forward or backward that runs.
-class RuntimeObserver {
+// What others may see of a Runtime: see Runtime::add_observer. All functions
+// are called on the host, in launch order and with the runtime's lock held: an
+// observer must not call the runtime. What it throws ends the forward or
+// backward that runs.
+
+/// Which memory units have, and when.
+class SlotObserver {
  public:
-  virtual ~RuntimeObserver() = default;
+  virtual ~SlotObserver() = default;
 
   /// `unit` holds `slot` from here on, for `key`.
   virtual void
@@ -25,8 +29,19 @@ class RuntimeObserver {
   virtual void slot_released(const Unit& unit, const Slot& slot) {}
   /// The parameters of `unit` point at `slot`; resident ones never do.
   virtual void parameters_pointed(Unit& unit, const SlotView& slot) {}
-  /// A forward or a gather by hand is to begin, and none is open: weights that
-  /// others wrote are taken next.
+  /// Another plan for the slots is in force, made for these lifetimes.
+  virtual void slots_planned(
+      const SlotPlan& plan,
+      const std::vector<SlotLifetime>& lifetimes) {}
+};
+
+/// Where forwards and backwards begin and end.
+class StepObserver {
+ public:
+  virtual ~StepObserver() = default;
+
+  /// A forward or an unshard of the program's is to begin, and none is open:
+  /// weights that others wrote are taken next.
   virtual void forward_begins() {}
   /// The same forward, once they were taken: another step begins in it if
   /// `weights_changed`.
@@ -40,6 +55,13 @@ class RuntimeObserver {
   virtual void backward_ended() {}
   /// All units rest and the step's gradients are gone: something failed.
   virtual void was_reset() {}
+};
+
+/// The gradients of units, before and after their reduction.
+class GradientObserver {
+ public:
+  virtual ~GradientObserver() = default;
+
   /// `slot` holds this rank's whole gradient of `unit`; its reduction is queued
   /// next. Kernels run here go to the current stream, after the gradient's.
   virtual void gradients_ready(Unit& unit, const SlotView& slot) {}
@@ -50,16 +72,13 @@ class RuntimeObserver {
   /// the current stream, which is that of the reductions on a GPU. In a
   /// backward that goes on; the unit's own is over.
   virtual void gradients_reduced(Unit& unit) {}
-  /// Another plan for the slots is in force, made for these lifetimes.
-  virtual void slots_planned(
-      const SlotPlan& plan,
-      const std::vector<SlotLifetime>& lifetimes) {}
 };
 
-/// Those of one Runtime. Without any nothing is spent on them.
-class RuntimeObservers {
+/// Those of one kind. Without any nothing is spent on them.
+template <class Observer>
+class ObserverList {
  public:
-  void add(std::shared_ptr<RuntimeObserver> observer) {
+  void add(std::shared_ptr<Observer> observer) {
     list_.push_back(std::move(observer));
   }
   template <class F>
@@ -68,15 +87,49 @@ class RuntimeObservers {
       what(*observer);
     }
   }
-  bool empty() const { return list_.empty(); }
-  bool want_reduced_gradients(const Unit& unit) const {
-    return std::any_of(list_.begin(), list_.end(), [&](const auto& observer) {
-      return observer->wants_reduced_gradients(unit);
+  /// Whether one of them answers true.
+  template <class F>
+  bool any(F&& asks) const {
+    return std::ranges::any_of(list_, [&](const auto& observer) {
+      return asks(*observer);
     });
   }
+  bool empty() const { return list_.empty(); }
 
  private:
-  std::vector<std::shared_ptr<RuntimeObserver>> list_;
+  std::vector<std::shared_ptr<Observer>> list_;
+};
+
+/// Those of one Runtime.
+struct RuntimeObservers {
+  ObserverList<SlotObserver> slots;
+  ObserverList<StepObserver> steps;
+  ObserverList<GradientObserver> gradients;
+
+  /// As each kind that it is.
+  template <class Observer>
+  void add(const std::shared_ptr<Observer>& observer) {
+    static_assert(
+        std::is_base_of_v<SlotObserver, Observer> ||
+        std::is_base_of_v<StepObserver, Observer> ||
+        std::is_base_of_v<GradientObserver, Observer>);
+    if constexpr (std::is_base_of_v<SlotObserver, Observer>) {
+      slots.add(observer);
+    }
+    if constexpr (std::is_base_of_v<StepObserver, Observer>) {
+      steps.add(observer);
+    }
+    if constexpr (std::is_base_of_v<GradientObserver, Observer>) {
+      gradients.add(observer);
+    }
+  }
+  bool empty() const {
+    return slots.empty() && steps.empty() && gradients.empty();
+  }
+  bool want_reduced_gradients(const Unit& unit) const {
+    return gradients.any(
+        [&](GradientObserver& o) { return o.wants_reduced_gradients(unit); });
+  }
 };
 
 }  // namespace flatshard

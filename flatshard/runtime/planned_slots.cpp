@@ -15,8 +15,8 @@ void PlannedSlots::plan(
   places_ = SlotPlan::build(lifetimes);
   pool_.set_arena(places_.arena_nbytes());
   planned_dynamic_ = pool_.num_dynamic();
-  observers_.tell(
-      [&](RuntimeObserver& o) { o.slots_planned(places_, lifetimes); });
+  observers_.slots.tell(
+      [&](SlotObserver& o) { o.slots_planned(places_, lifetimes); });
 }
 
 bool PlannedSlots::should_replan() const {
@@ -35,8 +35,8 @@ void PlannedSlots::acquire(
       key.plane == UnitWeights::kComputePlane) {
     last_[key.unit][static_cast<std::size_t>(key.role)] = view(slot);
   }
-  observers_.tell(
-      [&](RuntimeObserver& o) { o.slot_acquired(unit, key, slot); });
+  observers_.slots.tell(
+      [&](SlotObserver& o) { o.slot_acquired(unit, key, slot); });
 }
 
 }  // namespace flatshard

@@ -140,11 +140,6 @@ void Runtime::set_step(std::int64_t step) {
   }
 }
 
-void Runtime::add_observer(std::shared_ptr<RuntimeObserver> observer) {
-  const std::lock_guard lock(core_.mutex);
-  core_.observers.add(std::move(observer));
-}
-
 void Runtime::finish_step() {
   if (!core_.strict) {
     return;

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -107,9 +108,14 @@ class Runtime : public nn::WgradSink,
   void clear_trace();
   /// The step that error messages name: Executor::step.
   void set_step(std::int64_t step);
-  /// Shown from now on what happens with memory. Without any observer nothing
-  /// is spent on it.
-  void add_observer(std::shared_ptr<RuntimeObserver> observer);
+  /// Shown from now on what it wants to see, as a SlotObserver, a StepObserver,
+  /// a GradientObserver or several of these (observer.h). Without observers
+  /// nothing is spent on them.
+  template <class Observer>
+  void add_observer(const std::shared_ptr<Observer>& observer) {
+    const std::lock_guard lock(core_.mutex);
+    core_.observers.add(observer);
+  }
 
  private:
   Runtime(

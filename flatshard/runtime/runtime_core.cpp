@@ -84,7 +84,7 @@ void RuntimeCore::before_root_forward() {
   if (failed()) {
     reset_after_failure();
   }
-  observers.tell([](RuntimeObserver& o) { o.forward_begins(); });
+  observers.steps.tell([](StepObserver& o) { o.forward_begins(); });
   events.forget_dead_tensors();
   adopt_foreign_writes();
   std::int64_t generation = 0;
@@ -97,7 +97,7 @@ void RuntimeCore::before_root_forward() {
   }
   const bool at_rest = executor.slots().pool().num_held() == 0 &&
                        !events.is_open() && !AutogradEvents::in_backward();
-  observers.tell([&](RuntimeObserver& o) {
+  observers.steps.tell([&](StepObserver& o) {
     o.root_forward_begins(weights_changed, at_rest);
   });
 }
@@ -155,7 +155,7 @@ void RuntimeCore::task_begins() {
   if (events.in_task()) {
     return;
   }
-  observers.tell([](RuntimeObserver& o) { o.backward_begins(); });
+  observers.steps.tell([](StepObserver& o) { o.backward_begins(); });
   for (const auto& unit : units) {
     show(unit->id());  // kept since the forward, or always there
   }
@@ -170,7 +170,8 @@ void RuntimeCore::backward_begins(UnitId unit, CallId call) {
   if (strict) {
     strict->backward_begin(call);
   }
-  observers.tell([&](RuntimeObserver& o) { o.backward_began(*units[unit]); });
+  observers.steps.tell(
+      [&](StepObserver& o) { o.backward_began(*units[unit]); });
 }
 
 void RuntimeCore::on_tensor_grad(const WatchedTensor& tensor) {
@@ -203,7 +204,7 @@ void RuntimeCore::on_task_end(TaskId task) {
       throw;
     }
   }
-  observers.tell([](RuntimeObserver& o) { o.backward_ended(); });
+  observers.steps.tell([](StepObserver& o) { o.backward_ended(); });
   // What the forward of another pass left for its backward stays.
   const bool goes_on = open_backward != nullptr && open_backward->interleaved;
   if (!step.failed() && !events.in_forward() && !goes_on) {
@@ -336,7 +337,7 @@ void RuntimeCore::reset() {
   for (ParamGroup* group : trainable_groups()) {
     group->gradients().zero();
   }
-  observers.tell([](RuntimeObserver& o) { o.was_reset(); });
+  observers.steps.tell([](StepObserver& o) { o.was_reset(); });
   step.generation = -1;  // refreshes that failed are done again
   set_microbatch(step.is_last_microbatch, step.sync_gradients);
 }

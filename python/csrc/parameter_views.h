@@ -15,7 +15,7 @@ namespace flatshard::python {
 ///
 /// Lives in the runtime as an observer, which calls it with its lock held and
 /// mostly without the GIL. It never calls the runtime.
-class ParameterViews : public RuntimeObserver {
+class ParameterViews : public StepObserver, public GradientObserver {
  public:
   /// One place of a parameter in a module.
   struct Place {
@@ -66,7 +66,7 @@ class ParameterViews : public RuntimeObserver {
   /// Somebody froze a parameter, or unfroze one.
   bool trains_others() const;
 
-  // As RuntimeObserver.
+  // As StepObserver and GradientObserver.
   void forward_begins() override;
   void backward_begins() override;
   void backward_began(Unit& unit) override;

@@ -19,7 +19,7 @@ std::vector<ParameterViews::UnitViews> views_of(
 }
 
 /// What is kept of inputs goes with what it is kept for.
-class ForgetRows : public RuntimeObserver {
+class ForgetRows : public StepObserver {
  public:
   explicit ForgetRows(std::shared_ptr<SharedRows> rows)
       : rows_(std::move(rows)) {}
