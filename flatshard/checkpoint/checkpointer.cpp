@@ -20,17 +20,6 @@ namespace fs = std::filesystem;
 constexpr std::string_view kDone = "done ";
 constexpr std::string_view kFailed = "failed ";
 
-void make_folder(const fs::path& folder) {
-  std::error_code error;
-  fs::create_directories(folder, error);
-  FLATSHARD_CHECK(
-      !error,
-      io,
-      "cannot make {}: {}",
-      folder.string(),
-      error.message());
-}
-
 }  // namespace
 
 Checkpointer::Checkpointer(
