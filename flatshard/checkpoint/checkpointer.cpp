@@ -1,6 +1,9 @@
 #include "flatshard/checkpoint/checkpointer.h"
 
 #include <ATen/ATen.h>
+#include <fmt/ranges.h>
+
+#include <map>
 
 #include "flatshard/checkpoint/state_keys.h"
 #include "flatshard/comm/agree_on_id.h"
@@ -20,15 +23,20 @@ namespace fs = std::filesystem;
 constexpr std::string_view kDone = "done ";
 constexpr std::string_view kFailed = "failed ";
 
-void make_folder(const fs::path& folder) {
-  std::error_code error;
-  fs::create_directories(folder, error);
-  FLATSHARD_CHECK(
-      !error,
-      io,
-      "cannot make {}: {}",
-      folder.string(),
-      error.message());
+/// The strategy of the groups; with several how many groups have which.
+std::string strategies_text(const std::vector<ParamGroup*>& groups) {
+  std::map<std::string, std::size_t> counts;
+  for (const ParamGroup* group : groups) {
+    ++counts[group->strategy().name];
+  }
+  std::vector<std::string> parts;
+  for (const auto& [name, count] : counts) {
+    parts.push_back(
+        counts.size() == 1
+            ? name
+            : fmt::format("{} ({} of {} groups)", name, count, groups.size()));
+  }
+  return fmt::to_string(fmt::join(parts, ", "));
 }
 
 }  // namespace
@@ -262,7 +270,7 @@ void Checkpointer::commit(const Job& job, SaveResult& result) {
     Manifest manifest = merge_manifests(parts);
     manifest.step = job.step;
     manifest.mesh = mesh_->to_string();
-    manifest.strategy = groups_.empty() ? "" : groups_.front()->strategy().name;
+    manifest.strategy = strategies_text(groups_);
     manifest.state = job.state;
     write_file_atomic(folder / kManifestName, to_json(manifest));
     publish_checkpoint(options_.folder, job.step, id_);

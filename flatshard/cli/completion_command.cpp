@@ -45,7 +45,7 @@ std::string bash_script(const CLI::App& program) {
   add_cases(program, "flatshard", cases, paths);
   std::string keys;
   for (const ConfigKey& key : config_keys()) {
-    keys += key.full_name() + "= ";
+    keys += fmt::format("{}= ", key.full_name);
   }
   return fmt::format(
       R"sh(_flatshard() {{

@@ -90,6 +90,31 @@ std::string input_summary(
       first_document(options.output, options.python));
 }
 
+/// Adds where the corpus is written to.
+template <class Options>
+void add_output(CLI::App& command, Options& options) {
+  command
+      .add_option(
+          "--output,-o",
+          options.output,
+          "The corpus folder to make; it appears only when it is whole")
+      ->required();
+}
+
+/// Adds how the corpus is written.
+template <class Options>
+void add_writing(CLI::App& command, Options& options, const char* python) {
+  command.add_option("--python", options.python, python);
+  command.add_option(
+      "--shard-tokens",
+      options.shard_tokens,
+      "Tokens after which a new file begins [268435456]");
+  command.add_flag(
+      "--force",
+      options.force,
+      "Replace an older corpus at --output");
+}
+
 void add_prepare(CLI::App& data) {
   CLI::App* command = data.add_subcommand(
       "prepare",
@@ -104,12 +129,7 @@ void add_prepare(CLI::App& data) {
           "line or one list), each as it is or in .gz or .zst, and Parquet. A "
           "text is one document, and so is each row")
       ->required();
-  command
-      ->add_option(
-          "--output,-o",
-          options->output,
-          "The corpus folder to make; it appears only when it is whole")
-      ->required();
+  add_output(*command, *options);
   command->add_option(
       "--tokenizer,-t",
       options->tokenizer,
@@ -149,19 +169,11 @@ void add_prepare(CLI::App& data) {
       options->begin_of_document,
       "Text of a token to put before each document, for a tokenizer.json, or "
       "none [what AutoTokenizer puts before a text, if anything]");
-  command->add_option(
-      "--python",
-      options->python,
+  add_writing(
+      *command,
+      *options,
       "Python for a tokenizer.json and .parquet files [$FLATSHARD_PYTHON, else "
       ".venv/bin/python here or beside the program, else python3]");
-  command->add_option(
-      "--shard-tokens",
-      options->shard_tokens,
-      "Tokens after which a new file begins [268435456]");
-  command->add_flag(
-      "--force",
-      options->force,
-      "Replace an older corpus at --output");
   command->footer("Example:\n"
                   "  flatshard data prepare --input 'texts/**/*.txt' --output "
                   "corpora/texts\n"
@@ -196,12 +208,7 @@ void add_import(CLI::App& data) {
       "--validation",
       options->validation,
       "The same for the validation split [documents of --input]");
-  command
-      ->add_option(
-          "--output,-o",
-          options->output,
-          "The corpus folder to make; it appears only when it is whole")
-      ->required();
+  add_output(*command, *options);
   command
       ->add_option(
           "--tokenizer,-t",
@@ -226,18 +233,10 @@ void add_import(CLI::App& data) {
       "--validation-fraction",
       options->validation_fraction,
       "Without --validation: the share of the documents for that split [0.05]");
-  command->add_option(
-      "--python",
-      options->python,
+  add_writing(
+      *command,
+      *options,
       "Python with the tokenizers package, as for data prepare");
-  command->add_option(
-      "--shard-tokens",
-      options->shard_tokens,
-      "Tokens after which a new file begins [268435456]");
-  command->add_flag(
-      "--force",
-      options->force,
-      "Replace an older corpus at --output");
   command->footer(
       "Example:\n"
       "  flatshard data import --input train.bin --validation val.bin "

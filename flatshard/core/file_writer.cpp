@@ -112,9 +112,10 @@ void FileWriter::close() {
   }
 }
 
-std::filesystem::path temporary_beside(const std::filesystem::path& path) {
-  const std::string prefix = path.filename().string() + ".tmp-";
-  const auto folder = path.has_parent_path() ? path.parent_path() : ".";
+std::vector<std::filesystem::path> left_by_ended_processes(
+    const std::filesystem::path& folder,
+    std::string_view prefix) {
+  std::vector<std::filesystem::path> found;
   std::error_code error;
   for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
     const std::string name = entry.path().filename().string();
@@ -126,12 +127,32 @@ std::filesystem::path temporary_beside(const std::filesystem::path& path) {
     const auto parsed = std::from_chars(name.data() + prefix.size(), end, pid);
     if (parsed.ec == std::errc() && parsed.ptr == end && pid > 0 &&
         ::kill(pid, 0) != 0 && errno == ESRCH) {
-      ::unlink(entry.path().c_str());
+      found.push_back(entry.path());
     }
+  }
+  return found;
+}
+
+std::filesystem::path temporary_beside(const std::filesystem::path& path) {
+  const auto folder = path.has_parent_path() ? path.parent_path() : ".";
+  for (const std::filesystem::path& left :
+       left_by_ended_processes(folder, path.filename().string() + ".tmp-")) {
+    ::unlink(left.c_str());
   }
   std::filesystem::path partial = path;
   partial += fmt::format(".tmp-{}", ::getpid());
   return partial;
+}
+
+void make_folder(const std::filesystem::path& folder) {
+  std::error_code error;
+  std::filesystem::create_directories(folder, error);
+  FLATSHARD_CHECK(
+      !error,
+      io,
+      "cannot make {}: {}",
+      folder.string(),
+      error.message());
 }
 
 void sync_folder(const std::filesystem::path& folder) {

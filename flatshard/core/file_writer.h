@@ -47,6 +47,15 @@ class FileWriter {
 /// Removes those that processes of this machine left behind when they died.
 std::filesystem::path temporary_beside(const std::filesystem::path& path);
 
+/// Returns the entries of `folder` that are called `prefix` and the number of a
+/// process of this machine that has ended. Empty when there is no such folder.
+std::vector<std::filesystem::path> left_by_ended_processes(
+    const std::filesystem::path& folder,
+    std::string_view prefix);
+
+/// Makes a folder, and those that it is in. @throws Error{io}.
+void make_folder(const std::filesystem::path& folder);
+
 /// Waits until a folder's entries (created and renamed files) are on disk.
 void sync_folder(const std::filesystem::path& folder);
 

@@ -3,9 +3,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <charconv>
-#include <csignal>
 #include <cstring>
 #include <limits>
 
@@ -39,24 +36,9 @@ fs::path sibling(const fs::path& target, std::string_view suffix) {
 std::vector<fs::path> left_behind(
     const fs::path& target,
     std::string_view suffix) {
-  const std::string prefix = sibling_prefix(target, suffix);
-  std::vector<fs::path> found;
-  std::error_code error;
-  for (const auto& entry :
-       fs::directory_iterator(target.parent_path(), error)) {
-    const std::string name = entry.path().filename().string();
-    if (!name.starts_with(prefix)) {
-      continue;
-    }
-    pid_t pid = 0;
-    const char* end = name.data() + name.size();
-    const auto parsed = std::from_chars(name.data() + prefix.size(), end, pid);
-    if (parsed.ec == std::errc() && parsed.ptr == end && pid > 0 &&
-        ::kill(pid, 0) != 0 && errno == ESRCH) {
-      found.push_back(entry.path());
-    }
-  }
-  return found;
+  return left_by_ended_processes(
+      target.parent_path(),
+      sibling_prefix(target, suffix));
 }
 
 void rename_folder(const fs::path& from, const fs::path& to) {
@@ -220,13 +202,7 @@ StagedFolder::StagedFolder(fs::path target, bool force)
   path_ = sibling(target_, "tmp");
   std::error_code error;
   fs::remove_all(path_, error);
-  fs::create_directories(path_, error);
-  FLATSHARD_CHECK(
-      !error,
-      io,
-      "cannot make {}: {}",
-      path_.string(),
-      error.message());
+  make_folder(path_);
 }
 
 StagedFolder::~StagedFolder() {

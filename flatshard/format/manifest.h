@@ -50,8 +50,9 @@ struct StoredTensor {
 struct Manifest {
   std::int64_t step = 0;
   // How it was written; nothing depends on it when it is read.
-  std::string mesh;      ///< e.g. "{dp: 8}"
-  std::string strategy;  ///< e.g. "optim_grads_params"
+  std::string mesh;  ///< e.g. "{dp: 8}"
+  /// E.g. "zero3", or of groups that differ "zero1 (2 of 9 groups), ...".
+  std::string strategy;
   std::vector<StoredFile> files;
   /// Role, then the parameter's name in the unsharded model.
   std::map<std::string, std::map<std::string, StoredTensor>> tensors;

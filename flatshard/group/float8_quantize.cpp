@@ -230,9 +230,9 @@ void Float8Planes::refresh(const FlatBuffer& main, bool begun) {
           is_finite(main, i),
           usage,
           "parameter {} of {} has weights that are not finite, which no FP8 "
-          "scale fits; look at the step that wrote them ([diagnostics] "
-          "nonfinite stops before such a step)",
-          context_.layout->spec(i).name,
+          "scale fits; look at the step that wrote them "
+          "(training.on_nonfinite keeps such gradients out of the weights)",
+          context_.parameters->at(i).names.front(),
           context_.name);
     }
   }

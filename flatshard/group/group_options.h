@@ -3,8 +3,10 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "flatshard/group/float8_format.h"
+#include "flatshard/group/group_parameter.h"
 #include "flatshard/group/precision.h"
 #include "flatshard/layout/flat_layout.h"
 #include "flatshard/layout/strategy.h"
@@ -56,6 +58,8 @@ struct GroupContext {
   bool copy_engines = false;
   ParamGroupOptions options;
   std::shared_ptr<const FlatLayout> layout;
+  /// The ParamGroup's, in the order of the layout; their names may change.
+  const std::vector<GroupParameter>* parameters = nullptr;
 
   int num_axes() const { return mesh->num_axes(); }
   Placements whole() const {

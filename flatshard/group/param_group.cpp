@@ -108,6 +108,7 @@ ParamGroup::ParamGroup(
 
   context_.layout =
       build_layout(parameters_, strategy.num_shards(m.axis_sizes()), own);
+  context_.parameters = &parameters_;
 
   weights_ = std::make_unique<WeightPlanes>(context_);
   initialize(initializer);

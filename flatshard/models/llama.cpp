@@ -19,21 +19,6 @@ constexpr nn::RecomputeOptions kNoRng{.preserve_rng = false};
 
 }  // namespace
 
-ActivationCheckpoint parse_activation_checkpoint(std::string_view name) {
-  if (name == "none") {
-    return ActivationCheckpoint::none;
-  }
-  if (name == "full") {
-    return ActivationCheckpoint::full;
-  }
-  FLATSHARD_CHECK(
-      name == "selective",
-      config,
-      "activation_checkpoint.mode: expected none, full or selective, got '{}'",
-      name);
-  return ActivationCheckpoint::selective;
-}
-
 LlamaAttentionImpl::LlamaAttentionImpl(
     const ModelConfig& config,
     SharedRope rope)

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "flatshard/models/activation_checkpoint.h"
 #include "flatshard/models/config.h"
 #include "flatshard/models/moe.h"
 #include "flatshard/nn/block_nodes.h"
@@ -16,15 +17,6 @@
 #include <vector>
 
 namespace flatshard::models {
-
-/// Which activations of a block are computed again in backward.
-enum class ActivationCheckpoint {
-  none,
-  full,       ///< the whole block; only its input is kept
-  selective,  ///< its feed-forward half: norm, gate, up, SwiGLU, down
-};
-/// "none", "full" or "selective". @throws Error{config} otherwise.
-ActivationCheckpoint parse_activation_checkpoint(std::string_view name);
 
 struct LlamaOptions {
   ActivationCheckpoint activation_checkpoint = ActivationCheckpoint::none;

@@ -1,37 +1,18 @@
 #include "flatshard/optim/lr_schedule.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <numbers>
 #include <string>
 
 #include "flatshard/core/error.h"
-#include "flatshard/core/nearest_name.h"
 
 namespace flatshard {
 namespace {
 
-constexpr std::array<std::string_view, 4> kNames{
-    "constant",
-    "linear",
-    "cosine",
-    "wsd"};
 constexpr double kWsdDecayRatio = 0.2;
 
 }  // namespace
-
-LrSchedule::Kind LrSchedule::parse_kind(std::string_view name) {
-  const auto* found = std::find(kNames.begin(), kNames.end(), name);
-  const std::string near = near_name(name, kNames);
-  FLATSHARD_CHECK(
-      found != kNames.end(),
-      config,
-      "lr_scheduler.name: expected constant, linear, cosine or wsd, got '{}'{}",
-      name,
-      near.empty() ? "" : fmt::format("; did you mean '{}'?", near));
-  return static_cast<Kind>(found - kNames.begin());
-}
 
 void LrSchedule::validate() const {
   FLATSHARD_CHECK(

@@ -2,7 +2,6 @@
 
 #include <cstdint>
 #include <optional>
-#include <string_view>
 
 namespace flatshard {
 
@@ -36,9 +35,6 @@ struct LrSchedule {
   std::int64_t warmup_steps = 0;
   std::optional<double> decay_ratio;
   double min_lr_factor = 0;
-
-  /// @throws Error{config} naming the known kinds.
-  static Kind parse_kind(std::string_view name);
 
   /// @throws Error{config} when a number is out of range, when warm-up and
   /// decay together are longer than the run, or when `constant` is given a

@@ -8,7 +8,6 @@
 
 #include "flatshard/models/flops.h"
 #include "flatshard/train/number_text.h"
-#include "flatshard/train/precision.h"
 
 namespace flatshard {
 namespace {
@@ -35,20 +34,18 @@ std::string advice_on_length(
     parts.push_back(
         "the learning rate has no warm-up (lr_scheduler.warmup_steps)");
   }
-  const Config::Checkpoint& saving = config.checkpoint;
+  const config::Checkpoint& saving = config.checkpoint;
   if (saving.interval == 0) {
     parts.push_back("no checkpoint is saved, so a failure loses all "
                     "(checkpoint.interval)");
   } else if (
       saving.keep_latest_k == 0 && steps / saving.interval > kManyCheckpoints) {
-    const std::int64_t states = config.optimizer.name == "adamw"  ? 2
-                                : config.optimizer.momentum > 0.0 ? 1
-                                                                  : 0;
-    const auto main_nbytes = static_cast<std::int64_t>(c10::elementSize(
-        parse_dtype(config.precision.main_params, "precision.main_params")));
+    const auto main_nbytes = static_cast<std::int64_t>(
+        c10::elementSize(config.precision.main_params));
     const std::int64_t each =
         models::num_parameters(model) *
-        (main_nbytes + states * static_cast<std::int64_t>(sizeof(float)));
+        (main_nbytes + config.optimizer.num_states() *
+                           static_cast<std::int64_t>(sizeof(float)));
     parts.push_back(fmt::format(
         "all {} checkpoints of about {:.2g} GiB are kept "
         "(checkpoint.keep_latest_k)",
@@ -67,7 +64,8 @@ std::string advice_on_memory(const AdviceSubject& subject) {
   if (subject.capacity_nbytes <= 0) {
     return "";
   }
-  const bool recomputes = config.activation_checkpoint.mode != "none";
+  const bool recomputes =
+      config.activation_checkpoint.mode != models::ActivationCheckpoint::none;
   const std::int64_t activations =
       recomputes ? 0 : activation_nbytes(config, subject.model);
   const double share = static_cast<double>(subject.table_nbytes + activations) /
@@ -119,8 +117,8 @@ std::int64_t activation_nbytes(
   }
   // The inputs of the last norm and the head, and the gradient of the logits.
   per_token += 2 * model.dim + model.vocab_size;
-  const auto element_nbytes = static_cast<std::int64_t>(c10::elementSize(
-      parse_dtype(config.precision.compute, "precision.compute")));
+  const auto element_nbytes =
+      static_cast<std::int64_t>(c10::elementSize(config.precision.compute));
   return per_token * element_nbytes * config.training.local_batch_size *
          config.training.seq_len;
 }

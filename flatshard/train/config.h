@@ -2,215 +2,49 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <optional>
 #include <set>
 #include <span>
 #include <string>
 #include <string_view>
-#include <variant>
 #include <vector>
 
-#include "flatshard/data/token_source.h"
+#include "flatshard/train/config/diagnostics.h"
+#include "flatshard/train/config/execution.h"
+#include "flatshard/train/config/key.h"
+#include "flatshard/train/config/model.h"
+#include "flatshard/train/config/optimizer.h"
+#include "flatshard/train/config/parallelism.h"
+#include "flatshard/train/config/precision.h"
+#include "flatshard/train/config/training.h"
 
 namespace flatshard {
 
-/// A training run as a TOML file describes it. Each struct is a section, each
-/// member a key of that name; `config_keys()` has the texts. Empty optionals
-/// are unset; -1 means "derived", and `resolve` fills it in.
+/// A training run as a TOML file describes it: a member for each section, whose
+/// members are its keys. `config_keys()` has the texts. Empty optionals are
+/// unset; -1 means "derived", and `resolve_config` fills it in.
 struct Config {
-  struct Run {
-    std::string output_dir = "outputs/run";
-    std::int64_t seed = 0;
-    bool save_weights = true;
-  } run;
-
-  struct Model {
-    std::string family = "auto";
-    std::string hf_config;
-    std::string init_from;
-    std::string preset;
-    std::optional<std::int64_t> dim;
-    std::optional<std::int64_t> layers;
-    std::optional<std::int64_t> heads;
-    std::optional<std::int64_t> kv_heads;
-    std::optional<std::int64_t> head_dim;
-    std::optional<std::int64_t> ffn_dim;
-    std::optional<std::int64_t> vocab_size;
-    std::optional<std::int64_t> max_seq_len;
-    std::optional<double> rope_theta;
-    std::optional<double> norm_eps;
-    std::optional<double> initializer_range;
-    std::optional<bool> tie_embeddings;
-    std::optional<bool> qk_norm;
-    std::optional<std::int64_t> num_experts;
-    std::optional<std::int64_t> experts_per_token;
-    std::optional<std::int64_t> moe_ffn_dim;
-    std::optional<std::int64_t> shared_experts;
-    std::optional<std::int64_t> dense_layers;
-    std::string router_score = "auto";
-    std::optional<bool> router_normalize;
-    std::optional<double> router_scale;
-    std::optional<std::int64_t> router_groups;
-    std::optional<std::int64_t> router_kept_groups;
-  } model;
-
-  struct Moe {
-    double aux_loss = 0.0;
-    double z_loss = 0.0;
-    double balance_rate = 0.0;
-    double expert_capacity_factor = 0.0;
-  } moe;
-
-  struct Data {
-    std::vector<data::SourceChoice> train;
-    std::vector<data::SourceChoice> validation;
-  } data;
-
-  struct Training {
-    std::int64_t steps = 1000;
-    std::int64_t seq_len = 2048;
-    std::int64_t local_batch_size = 1;
-    std::int64_t global_batch_size = -1;
-    double max_norm = 1.0;
-    std::string on_nonfinite = "stop";
-  } training;
-
-  struct Optimizer {
-    std::string name = "adamw";
-    double lr = 3e-4;
-    double beta1 = 0.9;
-    double beta2 = 0.95;
-    double eps = 1e-8;
-    double weight_decay = 0.1;
-    double momentum = 0.0;
-    bool overlap = false;
-  } optimizer;
-
-  struct LrScheduler {
-    std::string name = "cosine";
-    std::int64_t warmup_steps = 0;
-    std::optional<double> decay_ratio;
-    double min_lr_factor = 0.0;
-  } lr_scheduler;
-
-  struct Parallelism {
-    std::string strategy = "zero3";
-    std::int64_t data_parallel_replicate_degree = 1;
-    std::int64_t data_parallel_shard_degree = -1;
-    std::int64_t expert_parallel_degree = 1;
-    std::string token_exchange = "auto";
-    bool overlap_expert_parallel = false;
-    bool delay_wgrad = false;
-    std::int64_t prefetch = 1;
-    bool reshard_after_forward = true;
-    double memory_budget = 0.0;
-    bool keep_compute_weights = true;
-    std::string copy_engines = "auto";
-    std::string granularity = "element";
-    double max_padding = 0.05;
-  } parallelism;
-
-  struct Precision {
-    std::string compute = "bfloat16";
-    std::string reduce = "float32";
-    std::string main_params = "float32";
-    std::string main_grads = "float32";
-    std::string scaling = "mean";
-  } precision;
-
-  struct Float8 {
-    std::string recipe = "none";
-    std::string exclude;
-    bool keep_first_last = false;
-    std::string column_plane = "auto";
-    std::string gather_parts = "recomputed";
-    bool emulate = false;
-  } float8;
-
-  struct ActivationCheckpoint {
-    std::string mode = "none";
-  } activation_checkpoint;
-
-  struct CudaGraph {
-    std::string impl = "none";
-    std::string modules;
-    std::int64_t warmup_steps = 3;
-    std::string on_miss = "eager";
-  } cuda_graph;
-
-  struct Validation {
-    std::int64_t freq = 0;
-    std::int64_t sequences = 256;
-  } validation;
-
-  struct Checkpoint {
-    std::int64_t interval = 0;
-    std::int64_t keep_latest_k = 0;
-    bool async = true;
-    std::string folder = "checkpoints";
-    std::int64_t load_step = -1;
-    std::string exclude;
-    bool export_hf_at_end = false;
-  } checkpoint;
-
-  struct Metrics {
-    std::int64_t log_freq = 10;
-  } metrics;
-
-  struct Profiling {
-    bool enabled = false;
-    std::int64_t step = 5;
-    std::string folder = "profile";
-  } profiling;
-
-  struct Diagnostics {
-    std::int64_t norms_freq = 0;
-    bool nan_check = false;
-    bool overlap_check = false;
-    bool poison = false;
-    bool strict = false;
-  } diagnostics;
-
-  struct Comm {
-    double timeout_s = 300;
-    bool watcher = true;
-  } comm;
-
-  struct Debug {
-    std::int64_t comm_delay_us = 0;
-    std::int64_t comm_delay_seed = 0;
-    bool deterministic = false;
-    std::int64_t spoil_gradient_step = 0;
-    bool emulate_graphs = false;
-    bool force_balance = false;
-  } debug;
+  config::Run run;
+  config::Model model;
+  config::Moe moe;
+  config::Data data;
+  config::Training training;
+  config::Optimizer optimizer;
+  config::LrScheduler lr_scheduler;
+  config::Parallelism parallelism;
+  config::Precision precision;
+  config::Float8 float8;
+  config::ActivationCheckpoint activation_checkpoint;
+  config::CudaGraph cuda_graph;
+  config::Validation validation;
+  config::Checkpoint checkpoint;
+  config::Metrics metrics;
+  config::Profiling profiling;
+  config::Diagnostics diagnostics;
+  config::Comm comm;
+  config::Debug debug;
 };
 
-/// A member of a Config.
-using ConfigField = std::variant<
-    std::string*,
-    std::vector<data::SourceChoice>*,
-    std::int64_t*,
-    double*,
-    bool*,
-    std::optional<std::int64_t>*,
-    std::optional<double>*,
-    std::optional<bool>*>;
-
-/// One key: parsing, printing, the help text and "did you mean" come from
-/// this. The default is the member's value in `Config{}`.
-struct ConfigKey {
-  std::string_view section;
-  std::string_view name;
-  ConfigField (*field)(Config&);
-  std::string_view help;
-  std::string_view choices = {};  ///< "a|b|c", empty: any value
-  double min = -1e300;            ///< for numbers
-  double max = 1e300;
-
-  std::string full_name() const;
-};
-
+/// All keys, by section.
 std::span<const ConfigKey> config_keys();
 
 /// Parses TOML text.

@@ -70,7 +70,7 @@ at::Device choose_device(const std::string& name, const RankEnvironment& env) {
 }
 
 std::optional<double> peak_flops(const Config& config, at::Device device) {
-  if (device.is_cuda() && config.precision.compute == "bfloat16") {
+  if (device.is_cuda() && config.precision.compute == at::kBFloat16) {
     return dense_bf16_flops(cuda_device_name(device));
   }
   return std::nullopt;

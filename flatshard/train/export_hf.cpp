@@ -3,6 +3,7 @@
 #include "flatshard/checkpoint/dtypes.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/file_writer.h"
+#include "flatshard/core/words.h"
 #include "flatshard/format/hf_folder.h"
 #include "flatshard/format/manifest.h"
 #include "flatshard/format/read_plan.h"
@@ -12,7 +13,6 @@
 #include "flatshard/train/export_tokenizer.h"
 #include "flatshard/train/model_config.h"
 #include "flatshard/train/option_errors.h"
-#include "flatshard/train/precision.h"
 #include "flatshard/train/run_sources.h"
 #include "flatshard/train/stored_model.h"
 
@@ -26,6 +26,12 @@ namespace flatshard {
 namespace {
 
 namespace fs = std::filesystem;
+
+// Of --dtype.
+constexpr Word<at::ScalarType> kDtypes[] = {
+    {"float32", at::kFloat},
+    {"bfloat16", at::kBFloat16},
+    {"float16", at::kHalf}};
 
 // Where an entry of the folder lies in a parameter.
 struct EntrySource {
@@ -160,7 +166,7 @@ std::string export_hf(const ExportOptions& options) {
     const std::string stored =
         options.dtype.empty()
             ? tensor.dtype
-            : safetensors_dtype(parse_dtype(options.dtype, "--dtype"));
+            : safetensors_dtype(value_of("--dtype", kDtypes, options.dtype));
     dtype = c10::getDtypeNames(scalar_type(stored, name)).first;
     for (const StoredEntry& entry : entries) {
       specs.push_back({entry.name, stored, entry.shape});

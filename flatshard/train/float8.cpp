@@ -12,27 +12,17 @@
 #include "flatshard/models/moe.h"
 
 namespace flatshard {
-namespace {
-
-GatherParts parse_gather_parts(const std::string& name) {
-  return name == "unit"     ? GatherParts::unit
-         : name == "module" ? GatherParts::module
-                            : GatherParts::recomputed;
-}
-
-}  // namespace
-
 Float8Choice::Float8Choice(
     const Config& config,
     const models::ModelConfig& model) {
-  const Config::Float8& chosen = config.float8;
-  if (chosen.recipe == "none") {
+  const config::Float8& chosen = config.float8;
+  if (!chosen.recipe) {
     return;
   }
-  gather_parts_ = parse_gather_parts(chosen.gather_parts);
+  gather_parts_ = chosen.gather_parts;
   format_ = Float8Format{
-      .recipe = float8::recipe_of(chosen.recipe),
-      .stored_columns = chosen.column_plane == "stored",
+      .recipe = *chosen.recipe,
+      .stored_columns = chosen.column_plane == config::ColumnPlane::stored,
       .cut_in_parts = gather_parts_ != GatherParts::unit,
       .emulate = chosen.emulate};
   std::istringstream text(chosen.exclude);

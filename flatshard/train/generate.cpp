@@ -7,7 +7,6 @@
 #include "flatshard/models/sample.h"
 #include "flatshard/train/device.h"
 #include "flatshard/train/option_errors.h"
-#include "flatshard/train/precision.h"
 #include "flatshard/train/stored_model.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -58,7 +57,7 @@ std::string generate_text(const GenerateOptions& options) {
   nn::materialize(
       *model,
       device,
-      parse_dtype(stored.compute, "precision.compute"),
+      stored.compute,
       [&](const std::string& name, const InitSpec&, at::Tensor& parameter) {
         stored.read(name, parameter);
       });

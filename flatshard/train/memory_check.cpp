@@ -7,7 +7,7 @@
 #include "flatshard/layout/strategy.h"
 #include "flatshard/models/flops.h"
 #include "flatshard/train/number_text.h"
-#include "flatshard/train/precision.h"
+#include "flatshard/train/parallelism.h"
 
 namespace flatshard {
 
@@ -15,28 +15,21 @@ std::int64_t least_memory(
     const Config& config,
     const models::ModelConfig& model,
     std::int64_t world) {
-  const auto size = [](const std::string& dtype, const char* key) {
-    return static_cast<std::int64_t>(c10::elementSize(parse_dtype(dtype, key)));
+  const auto size = [](at::ScalarType dtype) {
+    return static_cast<std::int64_t>(c10::elementSize(dtype));
   };
-  const Config::Precision& p = config.precision;
-  const Config::Optimizer& o = config.optimizer;
-  const std::int64_t gradient = std::min(
-      size(p.reduce, "precision.reduce"),
-      size(p.main_grads, "precision.main_grads"));
-  const std::int64_t states = o.name == "adamw" ? 2 : o.momentum > 0 ? 1 : 0;
-  const std::int64_t each = size(p.main_params, "precision.main_params") +
-                            gradient +
-                            states * static_cast<std::int64_t>(sizeof(float));
-  const std::string_view strategy =
-      find_strategy_name(config.parallelism.strategy).name;
-  std::int64_t shards = world;
-  if (strategy == "zero0") {
-    shards = 1;
-  } else if (strategy != "hfsdp") {
-    shards /= std::max<std::int64_t>(
-        1,
-        config.parallelism.data_parallel_replicate_degree);
-  }
+  const config::Precision& p = config.precision;
+  const std::int64_t each = size(p.main_params) +
+                            std::min(size(p.reduce), size(p.main_grads)) +
+                            config.optimizer.num_states() * size(at::kFloat);
+  const std::int64_t replicas =
+      config.parallelism.data_parallel_replicate_degree;
+  const std::vector<std::int64_t> sizes =
+      replicas > 1 ? std::vector{replicas, world / replicas}
+                   : std::vector{world};
+  const std::int64_t shards =
+      Strategy::named(strategy_name(config), static_cast<int>(sizes.size()))
+          .num_shards(sizes);
   const std::int64_t all = models::num_parameters(model);
   const std::int64_t experts = models::num_expert_parameters(model);
   // Also where nothing else is sharded each rank has only its experts.

@@ -18,7 +18,7 @@ void override_with(T& value, const std::optional<U>& key) {
 }
 
 void override_experts(models::ModelConfig& model, const Config& config) {
-  const Config::Model& m = config.model;
+  const config::Model& m = config.model;
   models::MoeConfig& moe = model.moe;
   override_with(moe.num_experts, m.num_experts);
   override_with(moe.experts_per_token, m.experts_per_token);
@@ -28,10 +28,7 @@ void override_experts(models::ModelConfig& model, const Config& config) {
   override_with(moe.ffn_dim, m.moe_ffn_dim);
   override_with(moe.shared_experts, m.shared_experts);
   override_with(moe.dense_layers, m.dense_layers);
-  if (m.router_score != "auto") {
-    moe.router_score = m.router_score == "sigmoid" ? nn::RouterScore::sigmoid
-                                                   : nn::RouterScore::softmax;
-  }
+  override_with(moe.router_score, m.router_score);
   override_with(moe.router_normalize, m.router_normalize);
   override_with(moe.router_scale, m.router_scale);
   override_with(moe.router_groups, m.router_groups);
@@ -43,18 +40,18 @@ void override_experts(models::ModelConfig& model, const Config& config) {
 void check_graphs_with_experts(
     const models::ModelConfig& model,
     const Config& config) {
-  const Config::CudaGraph& graph = config.cuda_graph;
-  if (graph.impl == "none") {
+  const config::CudaGraph& graph = config.cuda_graph;
+  if (!graph.enabled()) {
     return;
   }
   const std::set<std::string> regions = graph_regions(config);
   FLATSHARD_CHECK(
-      graph.impl == "unit" && !regions.contains("block"),
+      graph.impl == config::CudaGraphImpl::unit && !regions.contains("block"),
       config,
       "cuda_graph.impl = \"{}\" with experts: how many rows an expert has is "
       "not known when a graph is recorded; use \"unit\" with "
       "cuda_graph.modules = \"attn,moe_router\"",
-      graph.impl);
+      config::word_of(graph.impl));
   FLATSHARD_CHECK(
       model.moe.dense_layers > 0 || !regions.contains("mlp"),
       config,
@@ -115,12 +112,8 @@ models::MoeOptions moe_options(const Config& config) {
 }
 
 models::ModelConfig model_config(const Config& config) {
-  const Config::Model& m = config.model;
+  const config::Model& m = config.model;
   models::ModelConfig model;
-  FLATSHARD_CHECK(
-      m.preset.empty() || m.hf_config.empty(),
-      config,
-      "expected one of model.preset and model.hf_config, got both");
   if (!m.preset.empty()) {
     model =
         for_option("model.preset", [&] { return models::preset(m.preset); });

@@ -62,7 +62,7 @@ bool NonfiniteGuard::accepts(
     std::int64_t step,
     const at::Tensor& norm,
     bool now) {
-  if (!now && action_ == "stop") {
+  if (!now && action_ == config::OnNonfinite::stop) {
     kept_.emplace_back(step, norm);
     num_given_up_ = 0;
     return true;
@@ -107,19 +107,20 @@ std::int64_t NonfiniteGuard::give_up(std::int64_t step) {
   const std::string what =
       name_nonfinite_gradient(*parts_.runtime, *parts_.mesh);
   FLATSHARD_CHECK(
-      action_ != "stop" && ++num_given_up_ <= kMostInARow,
+      action_ != config::OnNonfinite::stop && ++num_given_up_ <= kMostInARow,
       usage,
       "the gradient of step {} is not finite{}: {}; lower optimizer.lr, check "
       "the data, or set training.on_nonfinite to skip or rewind",
       step,
-      action_ == "stop" ? ""
-                        : fmt::format(", for the {}th time", kMostInARow + 1),
+      action_ == config::OnNonfinite::stop
+          ? ""
+          : fmt::format(", for the {}th time", kMostInARow + 1),
       what);
   parts_.optimizer->zero_grad();
   parts_.optimizer->wait();
   parts_.runtime->finish_step();
   std::int64_t last = step;
-  if (action_ == "rewind") {
+  if (action_ == config::OnNonfinite::rewind) {
     parts_.checkpoints->finish();
     FLATSHARD_CHECK(
         parts_.checkpoints->last_saved(),

@@ -59,7 +59,7 @@ class NonfiniteGuard {
  private:
   void rewind(std::int64_t to);
 
-  const std::string action_;  ///< training.on_nonfinite
+  const config::OnNonfinite action_;  ///< training.on_nonfinite
   const Parts parts_;
   std::int64_t num_given_up_ = 0;  ///< steps in a row
   /// Of the steps since the last look at them: [] float32 on the device each.

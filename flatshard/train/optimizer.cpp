@@ -1,6 +1,5 @@
 #include "flatshard/train/optimizer.h"
 
-#include "flatshard/core/error.h"
 #include "flatshard/optim/adamw.h"
 #include "flatshard/optim/sgd.h"
 
@@ -9,17 +8,12 @@ namespace flatshard {
 std::unique_ptr<Optimizer> make_optimizer(
     const Config& config,
     const std::vector<ParamGroup*>& groups) {
-  const Config::Optimizer& o = config.optimizer;
-  if (o.name == "sgd") {
+  const config::Optimizer& o = config.optimizer;
+  if (o.name == config::OptimizerName::sgd) {
     return std::make_unique<Sgd>(
         groups,
         SgdOptions{.momentum = o.momentum, .weight_decay = o.weight_decay});
   }
-  FLATSHARD_CHECK(
-      o.name == "adamw",
-      config,
-      "optimizer.name: expected adamw or sgd, got '{}'",
-      o.name);
   return std::make_unique<AdamW>(
       groups,
       AdamWOptions{
@@ -31,7 +25,7 @@ std::unique_ptr<Optimizer> make_optimizer(
 
 LrSchedule lr_schedule(const Config& config) {
   LrSchedule schedule{
-      .kind = LrSchedule::parse_kind(config.lr_scheduler.name),
+      .kind = config.lr_scheduler.name,
       .base_lr = config.optimizer.lr,
       .total_steps = config.training.steps,
       .warmup_steps = config.lr_scheduler.warmup_steps,

@@ -8,7 +8,6 @@
 #include "flatshard/peer/page_communicator.h"
 #include "flatshard/peer/peer_communicator.h"
 #include "flatshard/peer/peer_memory.h"
-#include "flatshard/train/precision.h"
 
 #include <algorithm>
 #include <chrono>
@@ -21,22 +20,6 @@ constexpr const char* kExpertAxis = "ep";
 std::chrono::milliseconds timeout_of(const Config& config) {
   const std::chrono::duration<double> timeout(config.comm.timeout_s);
   return std::chrono::duration_cast<std::chrono::milliseconds>(timeout);
-}
-
-CopyEngines parse_copy_engines(const std::string& name) {
-  if (name == "forward") {
-    return {.gathers = CopyEngines::Gathers::forward};
-  }
-  if (name == "all") {
-    return CopyEngines::all();
-  }
-  FLATSHARD_CHECK(
-      name == "none",
-      config,
-      "parallelism.copy_engines: expected auto, none, forward or all, got "
-      "'{}'",
-      name);
-  return {};
 }
 
 }  // namespace
@@ -89,13 +72,13 @@ std::shared_ptr<Mesh> make_mesh(
       options);
 }
 
-std::string choose_copy_engines(const Config& config, Mesh& mesh) {
-  const Config::Parallelism& p = config.parallelism;
-  if (p.copy_engines != "auto") {
-    return p.copy_engines;
+CopyEngines choose_copy_engines(const Config& config, Mesh& mesh) {
+  const config::Parallelism& p = config.parallelism;
+  if (p.copy_engines) {
+    return *p.copy_engines;
   }
-  if (config.cuda_graph.impl == "full_iteration") {
-    return "none";
+  if (config.cuda_graph.whole_step()) {
+    return {};
   }
   // Reductions alone gain nothing, so not where weights are not gathered.
   const Strategy strategy =
@@ -103,7 +86,9 @@ std::string choose_copy_engines(const Config& config, Mesh& mesh) {
   const bool gathers =
       p.keep_compute_weights &&
       std::ranges::any_of(strategy.parameter, &Placement::is_shard);
-  return gathers && PeerMemory::has_fast_links(mesh.world()) ? "all" : "none";
+  return gathers && PeerMemory::has_fast_links(mesh.world())
+             ? CopyEngines::all()
+             : CopyEngines{};
 }
 
 StreamOptions comm_streams(const Config& config) {
@@ -123,7 +108,7 @@ std::shared_ptr<StreamExchange> make_exchange(
   const auto group =
       mesh.communicator(mesh.axis_index(kExpertAxis), Purpose::exchange)
           .shared_from_this();
-  if (config.parallelism.token_exchange != "copies") {
+  if (config.parallelism.token_exchange != config::TokenExchangeKind::copies) {
     return std::make_shared<CollectiveExchange>(group, num_experts, options);
   }
   const auto watched = [&](std::shared_ptr<Communicator> made) {
@@ -137,8 +122,6 @@ std::shared_ptr<StreamExchange> make_exchange(
       group,
       {.max_nbytes = num_experts * static_cast<std::int64_t>(sizeof(int)),
        .timeout = timeout_of(config)}));
-  const auto compute =
-      parse_dtype(config.precision.compute, "precision.compute");
   return std::make_shared<PeerExchange>(
       fences,
       hosts,
@@ -147,8 +130,8 @@ std::shared_ptr<StreamExchange> make_exchange(
           .window_nbytes =
               config.training.local_batch_size * config.training.seq_len *
               model.moe.experts_per_token *
-              (model.dim *
-                   static_cast<std::int64_t>(c10::elementSize(compute)) +
+              (model.dim * static_cast<std::int64_t>(
+                               c10::elementSize(config.precision.compute)) +
                static_cast<std::int64_t>(sizeof(float))),
           .exchange = options});
 }
@@ -171,7 +154,8 @@ std::optional<OverlapPlanOptions> overlap_options(
   }
   OverlapPlanOptions options{
       .delay_wgrad = config.parallelism.delay_wgrad,
-      .recompute = config.activation_checkpoint.mode == "full",
+      .recompute = config.activation_checkpoint.mode ==
+                   models::ActivationCheckpoint::full,
       .shared_experts = model.moe.shared_experts > 0};
   for (std::int64_t l = 0; l < model.layers; ++l) {
     options.dense.push_back(l < model.moe.dense_layers);
@@ -181,26 +165,26 @@ std::optional<OverlapPlanOptions> overlap_options(
 
 FullyShardOptions shard_options(
     const Config& config,
-    const std::string& copy_engines) {
+    const CopyEngines& copy_engines) {
   FullyShardOptions options;
   options.strategy = strategy_name(config);
-  options.group.precision = precision(config);
-  options.group.scaling = grad_scaling(config);
+  options.group.precision = config.precision;
+  options.group.scaling = config.precision.scaling;
   options.group.keep_compute_weights = config.parallelism.keep_compute_weights;
   options.max_padding = config.parallelism.max_padding;
   options.runtime.prefetch = static_cast<int>(config.parallelism.prefetch);
   options.runtime.reshard_after_forward =
       config.parallelism.reshard_after_forward;
-  options.runtime.copy_engines = parse_copy_engines(copy_engines);
+  options.runtime.copy_engines = copy_engines;
   options.granularity = Granularity::parse(config.parallelism.granularity);
   options.seed = static_cast<std::uint64_t>(config.run.seed);
   options.runtime.streams = comm_streams(config);
   options.runtime.graphs = {
-      .enabled = config.cuda_graph.impl != "none",
-      .whole_step = config.cuda_graph.impl == "full_iteration",
+      .enabled = config.cuda_graph.enabled(),
+      .whole_step = config.cuda_graph.whole_step(),
       .regions = graph_regions(config),
       .warmup_steps = static_cast<int>(config.cuda_graph.warmup_steps),
-      .miss_is_error = config.cuda_graph.on_miss == "error",
+      .miss_is_error = config.cuda_graph.on_miss == config::OnGraphMiss::error,
       .emulate_on_cpu = config.debug.emulate_graphs};
   options.runtime.debug = {
       .poison = config.diagnostics.poison,

@@ -35,9 +35,9 @@ std::shared_ptr<Mesh> make_mesh(
     at::Device device,
     OnStuckAbort on_stuck_abort);
 
-/// none, forward or all: what the config says, and for auto what was measured
-/// to be fastest (docs/performance.md). Collective.
-std::string choose_copy_engines(const Config& config, Mesh& mesh);
+/// What the config says, and for auto what was measured to be fastest
+/// (docs/performance.md). Collective.
+CopyEngines choose_copy_engines(const Config& config, Mesh& mesh);
 
 /// Of the streams beside compute: [debug]'s delays.
 StreamOptions comm_streams(const Config& config);
@@ -62,6 +62,6 @@ std::optional<OverlapPlanOptions> overlap_options(
 /// @param copy_engines  what choose_copy_engines said.
 FullyShardOptions shard_options(
     const Config& config,
-    const std::string& copy_engines);
+    const CopyEngines& copy_engines);
 
 }  // namespace flatshard

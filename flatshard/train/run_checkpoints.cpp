@@ -102,7 +102,7 @@ std::string schedule_state(const Config& config) {
   return nlohmann::json{
       // The last step has the lowest rate; it was one after the last before.
       {"definition", 2},
-      {"name", config.lr_scheduler.name},
+      {"name", config::word_of(config.lr_scheduler.name)},
       {"lr", config.optimizer.lr},
       {"steps", config.training.steps},
       {"warmup_steps", config.lr_scheduler.warmup_steps},

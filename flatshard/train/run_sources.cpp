@@ -21,17 +21,6 @@ namespace fs = std::filesystem;
 constexpr const char* kSourceCorpus = "corpus";
 constexpr const char* kSourceInitFrom = "init_from";
 
-void make_folder(const fs::path& folder) {
-  std::error_code error;
-  fs::create_directories(folder, error);
-  FLATSHARD_CHECK(
-      !error,
-      io,
-      "cannot make {}: {}",
-      folder.string(),
-      error.message());
-}
-
 void copy_text(const fs::path& from, const fs::path& to) {
   const MappedFile file(from);
   write_file_atomic(to, file.text());

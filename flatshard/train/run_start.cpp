@@ -150,7 +150,7 @@ std::int64_t global_batch_from(
     const Config& config,
     bool derived,
     Mesh& mesh) {
-  const Config::Training& t = config.training;
+  const config::Training& t = config.training;
   const std::int64_t before = checkpoint_global_batch(config, step, mesh);
   if (before <= 0 || before == t.global_batch_size) {
     return t.global_batch_size;

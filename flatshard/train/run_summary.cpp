@@ -80,7 +80,7 @@ std::string to_string(const RunSummary& summary) {
       summary.mesh.size(),
       summary.mesh.device().is_cuda() ? "GPU" : "CPU",
       strategy_name(config),
-      summary.state.copy_engines,
+      config::word_of(std::optional(summary.state.copy_engines)),
       summary.num_microbatches,
       overlap_text(config)));
   if (!summary.state.float8.empty()) {

@@ -56,9 +56,9 @@ at::Tensor read_weight(
 /// checkpoint), a checkpoint, or a Hugging Face folder.
 struct StoredModel {
   models::ModelConfig shape;
-  std::string what;                 ///< for users: where the weights come from
-  bool is_latest = false;           ///< a checkpoint that the path did not name
-  std::string compute = "float32";  ///< the dtype that it computed in
+  std::string what;        ///< for users: where the weights come from
+  bool is_latest = false;  ///< a checkpoint that the path did not name
+  at::ScalarType compute = at::kFloat;  ///< in which it computed
   /// Fills `out` (any float dtype and device) with a parameter or a router's
   /// bias, by its name.
   std::function<void(const std::string& name, const at::Tensor& out)> read;

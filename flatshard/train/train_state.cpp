@@ -73,8 +73,9 @@ TrainState make_train_state(
       model,
       models::LlamaOptions{
           // A schedule of pieces recomputes them itself.
-          .activation_checkpoint = models::parse_activation_checkpoint(
-              state.overlaps ? "none" : config.activation_checkpoint.mode),
+          .activation_checkpoint = state.overlaps
+                                       ? models::ActivationCheckpoint::none
+                                       : config.activation_checkpoint.mode,
           .moe = moe});
   for (const models::RouterOf& of : state.model->routers()) {
     of.router->make_bias(mesh->device());

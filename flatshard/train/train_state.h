@@ -21,7 +21,7 @@ struct TrainState {
   models::Llama model{nullptr};
   std::shared_ptr<Runtime> runtime;
   std::unique_ptr<Optimizer> optimizer;
-  std::string copy_engines;  ///< none, forward or all
+  CopyEngines copy_engines;
   /// Units that parallelism.memory_budget keeps from forward to backward.
   int num_kept_units = 0;
   std::shared_ptr<StreamExchange> exchange;  ///< null: experts are here

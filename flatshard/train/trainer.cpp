@@ -214,7 +214,7 @@ void Trainer::finish(End end) {
     save_model();
   }
   checkpoints_->finish();  // throws when the last one failed
-  if (output_ && config_.cuda_graph.impl != "none") {
+  if (output_ && config_.cuda_graph.enabled()) {
     const GraphStats stats = microbatches_->graph_stats();
     output_->graphs(
         end == End::finished ? config_.training.steps : stop_.step,

@@ -29,7 +29,7 @@ constexpr std::chrono::seconds kRestartPatience(60);
 Config resolve_for_training(const Config& config, int world) {
   Config resolved = resolve_config(config, world);
   FLATSHARD_CHECK(
-      resolved.precision.scaling != "per_token",
+      resolved.precision.scaling != GradScaling::sum,
       config,
       "precision.scaling = per_token: the trainer's batches hold equally many "
       "tokens on every rank, so mean is per token; use mean");
@@ -156,7 +156,7 @@ void Trainer::lock_folder(int restart_count) {
 }
 
 void Trainer::build(std::vector<ValidationSet> validation_sets) {
-  const Config::Training& t = config_.training;
+  const config::Training& t = config_.training;
   RunOutput* output = output_ ? &*output_ : nullptr;
   const std::int64_t num_microbatches =
       loader_.num_microbatches(mesh_->size(), t.local_batch_size);
@@ -182,7 +182,7 @@ void Trainer::build(std::vector<ValidationSet> validation_sets) {
       mesh_,
       *batches_,
       MicrobatchOptions{
-          .as_graph = config_.cuda_graph.impl == "full_iteration",
+          .as_graph = config_.cuda_graph.whole_step(),
           .overlap = overlap_options(config_, model_config_),
           .exchange = state_.exchange,
           .streams = comm_streams(config_)});

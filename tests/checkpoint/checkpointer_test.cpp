@@ -3,6 +3,7 @@
 #include "flatshard/checkpoint/load.h"
 #include "flatshard/core/error.h"
 #include "flatshard/format/checkpoint_folder.h"
+#include "flatshard/format/manifest.h"
 #include "tests/checkpoint/some_groups.h"
 #include "tests/support/ranks.h"
 #include "tests/support/temp_folder.h"
@@ -125,6 +126,30 @@ TEST(Checkpointer, SavesWhatWasThereWhenItWasAsked) {
     EXPECT_TRUE(saver.model.all_are(6));
   });
   EXPECT_EQ(latest_checkpoint(folder.path()), 3);
+}
+
+TEST(Checkpointer, WritesTheStrategyOfEachGroup) {
+  const TempFolder folder;
+  run_ranks(2, [&](RankContext& context) {
+    const auto mesh = context.mesh();
+    const SomeGroups zero3(two_groups(), {}, mesh);
+    const SomeGroups zero1(
+        {{.parameters = {parameter("c.weight", {8, 8})}}},
+        {.strategy = "zero1"},
+        mesh);
+    std::vector<ParamGroup*> groups = zero3.groups;
+    groups.push_back(zero1.groups.front());
+    Checkpointer checkpointer(
+        mesh,
+        groups,
+        /*optimizer=*/nullptr,
+        {.folder = folder.path()});
+    checkpointer.save(1, {});
+    checkpointer.wait();
+  });
+  EXPECT_EQ(
+      read_manifest(step_folder(folder.path(), 1)).strategy,
+      "zero1 (1 of 3 groups), zero3 (2 of 3 groups)");
 }
 
 TEST(Checkpointer, KeepsTheLatest) {

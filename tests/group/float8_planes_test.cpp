@@ -19,6 +19,7 @@ namespace flatshard::testing {
 namespace {
 
 using float8::Recipe;
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using enum Float8Planes::Plane;
 
@@ -316,7 +317,18 @@ TEST(Float8Planes, WeightsThatAreNotFiniteAreNamed) {
       group->weights().adopt_foreign_writes();
       EXPECT_THAT(
           message_of([&] { gathered(*group); }),
-          HasSubstr("parameter tall of block has weights that are not finite"));
+          AllOf(
+              HasSubstr("parameter tall of block has weights that are not "
+                        "finite"),
+              HasSubstr("training.on_nonfinite")));
+      // A program may learn the names later.
+      group->set_names(1, {"model.tall"});
+      group->weights().main().local()[piece.local_offset + 7] =
+          std::numeric_limits<float>::quiet_NaN();
+      group->weights().adopt_foreign_writes();
+      EXPECT_THAT(
+          message_of([&] { gathered(*group); }),
+          HasSubstr("parameter model.tall of block"));
     });
   }
 }

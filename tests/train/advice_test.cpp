@@ -77,7 +77,7 @@ TEST(Advice, MemoryThatComesNearTheGpus) {
       AllOf(
           HasSubstr("the table's 50.0 GiB and about 25.1 GiB of activations"),
           HasSubstr("the GPU's 80.0 GiB; activation_checkpoint.mode")));
-  config.activation_checkpoint.mode = "full";
+  config.activation_checkpoint.mode = models::ActivationCheckpoint::full;
   EXPECT_EQ(advice_for(config, 50 * kGB, 80 * kGB), "");
   EXPECT_THAT(
       advice_for(config, 75 * kGB, 80 * kGB),

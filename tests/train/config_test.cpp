@@ -164,23 +164,60 @@ TEST(Config, AResolvedConfigReadsBack) {
   EXPECT_EQ(to_toml(parse_config(to_toml(resolved), "s")), to_toml(resolved));
 }
 
+TEST(Config, AValueWithoutAWordIsRefused) {
+  Config config = parse_config(kSmall, "r");
+  config.precision.main_params = at::kHalf;
+  try {
+    validate_config(config);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_THAT(
+        error.message(),
+        HasSubstr("precision.main_params expected one of float32, bfloat16"));
+  }
+}
+
 TEST(Config, EveryKeyIsDescribedOnceAndReadable) {
   const std::string help = describe_config();
   std::set<std::string> names;
   for (const ConfigKey& key : config_keys()) {
-    EXPECT_TRUE(names.insert(key.full_name()).second) << key.full_name();
-    EXPECT_GT(key.help.size(), 5U) << key.full_name();
-    EXPECT_THAT(help, HasSubstr(fmt::format("\n{} = ", key.name)));
+    EXPECT_TRUE(names.emplace(key.full_name).second) << key.full_name;
+    EXPECT_GT(key.help.size(), 5U) << key.full_name;
+    EXPECT_THAT(help, HasSubstr(fmt::format("\n{} = ", key.name())));
     EXPECT_THAT(help, HasSubstr(std::string(key.help)));
   }
-  // The members' own table: no two keys may point at one member.
+  for (const ConfigKey& key : config_keys()) {
+    for (const UsedIf& used : key.used_if) {
+      EXPECT_TRUE(names.contains(std::string(used.chooser))) << key.full_name;
+    }
+    for (const Conflict& conflict : key.conflicts) {
+      for (const std::string_view name : conflict.with) {
+        EXPECT_TRUE(names.contains(std::string(name))) << key.full_name;
+      }
+    }
+  }
+  // No two keys may point at one member.
   Config config;
   std::set<const void*> members;
   for (const ConfigKey& key : config_keys()) {
     std::visit(
-        [&](auto* member) {
-          EXPECT_TRUE(members.insert(member).second) << key.full_name();
-        },
+        config::Overloaded{
+            [&](const WordField& member) {
+              const auto words = member.words();
+              const auto word = words[words[0] == member.get() ? 1 : 0];
+              Config changed;
+              std::get<WordField>(key.field(changed)).set(word);
+              EXPECT_EQ(
+                  differing_keys(changed, config),
+                  fmt::format(
+                      "  [{}] {} = \"{}\"",
+                      key.section(),
+                      key.name(),
+                      word));
+            },
+            [&](auto* member) {
+              EXPECT_TRUE(members.insert(member).second) << key.full_name;
+            }},
         key.field(config));
   }
 }
@@ -367,7 +404,8 @@ TEST(Config, ContradictionsAreNamed) {
        "lr_scheduler.decay_ratio is set, but lr_scheduler.name = "
        "\"constant\""},
       {{"lr_scheduler.warmup_steps=601"},
-       "lr_scheduler.warmup_steps = 601 is more than training.steps = 600"},
+       "lr_scheduler.warmup_steps = 601 with training.steps = 600: the "
+       "warm-up is longer"},
       {{"parallelism.strategy=optim_grads",
         "parallelism.reshard_after_forward=false"},
        "parallelism.reshard_after_forward is set, but parallelism.strategy = "
@@ -387,29 +425,40 @@ TEST(Config, ContradictionsAreNamed) {
        "parallelism.copy_engines is set, but parallelism.strategy = "
        "\"no_shard\""},
       {{"parallelism.strategy=optim_grads", "parallelism.copy_engines=forward"},
-       "\"optim_grads\" does not: use none or all"},
+       "parallelism.copy_engines = \"forward\" with parallelism.strategy = "
+       "\"optim_grads\": the strategy gathers no weights in forward"},
       {{"parallelism.copy_engines=forward",
         "parallelism.keep_compute_weights=false"},
-       "parallelism.copy_engines = \"forward\" copies compute weights"},
+       "parallelism.copy_engines = \"forward\" with "
+       "parallelism.keep_compute_weights = false: compute weights are"},
       {{"parallelism.copy_engines=backward"}, "backward"},
-      {{"parallelism.strategy=hsdp"}, "\"hsdp\" needs an outer axis"},
+      {{"parallelism.strategy=hsdp"},
+       "parallelism.strategy = \"hsdp\" with "
+       "parallelism.data_parallel_replicate_degree = 1: the strategy needs an "
+       "outer axis"},
       {{"parallelism.data_parallel_replicate_degree=-1"},
-       "are both -1; only one can be the rest"},
+       "parallelism.data_parallel_replicate_degree = -1 with "
+       "parallelism.data_parallel_shard_degree = -1: only one of them can"},
       {{"parallelism.data_parallel_shard_degree=0"},
-       "expected -1 or at least 1, got 1 and 0"},
+       "parallelism.data_parallel_shard_degree expected -1 or a number in "
+       "[1, 1048576], got 0"},
       {{"parallelism.granularity=block:0"}, "got \"block:0\""},
       {{"parallelism.granularity=rows"}, "got \"rows\""},
-      {{"training.global_batch_size=0"}, "expected -1 or at least 1, got 0"},
+      {{"training.global_batch_size=0"},
+       "expected -1 or a number in [1, 1073741824], got 0"},
       {{"data.train="}, "data.train is missing"},
       {{"run.output_dir="}, "run.output_dir is empty"},
-      {{"model.heads=5"}, "model.dim = 192 must be a multiple of model.heads"},
+      {{"model.heads=5"},
+       "model.heads = 5 with model.dim = 192: the width must be a multiple"},
       {{"model.kv_heads=4"},
-       "model.heads = 6 must be a multiple of model.kv_heads = 4"},
+       "model.kv_heads = 4 with model.heads = 6: the heads must be a "
+       "multiple"},
       {{"model.max_seq_len=128"},
-       "training.seq_len = 256 is longer than model.max_seq_len = 128"},
+       "model.max_seq_len = 128 with training.seq_len = 256: the sequences"},
       {{"model.preset=a", "model.hf_config=b"}, "contradict each other"},
       {{"profiling.enabled=true", "profiling.step=601"},
-       "profiling.step = 601 comes after training.steps = 600"},
+       "profiling.enabled = true with profiling.step = 601 and training.steps "
+       "= 600: the step comes after the last one"},
       {{"optimizer.beta1=1"}, "must be below 1, got 1 and 0.95"},
       {{"checkpoint.keep_latest_k=2"},
        "checkpoint.keep_latest_k is set, but checkpoint.interval = \"0\""},
@@ -419,15 +468,16 @@ TEST(Config, ContradictionsAreNamed) {
        "checkpoint.folder expected a folder below run.output_dir"},
       {{"checkpoint.folder="}, "or an absolute one, got \"\""},
       {{"training.on_nonfinite=rewind"},
-       "checkpoint.interval is 0, so there are none"},
+       "training.on_nonfinite = \"rewind\" with checkpoint.interval = 0: a "
+       "rewind goes back to a checkpoint, and there are none"},
       {{"cuda_graph.impl=full_iteration", "cuda_graph.modules=attn"},
-       "\"full_iteration\" with cuda_graph.modules: the whole step"},
+       "\"full_iteration\" with cuda_graph.modules = \"attn\": the whole step"},
       {{"cuda_graph.impl=full_iteration", "parallelism.copy_engines=all"},
-       "\"full_iteration\" with parallelism.copy_engines: copies"},
+       "\"full_iteration\" with parallelism.copy_engines = \"all\": copies"},
       {{"cuda_graph.impl=full_iteration", "diagnostics.nan_check=true"},
        "\"full_iteration\" with diagnostics.nan_check"},
       {{"cuda_graph.impl=full_iteration", "diagnostics.overlap_check=true"},
-       "diagnostics.overlap_check: they watch"},
+       "diagnostics.overlap_check = true: it watches"},
       {{"cuda_graph.impl=full_iteration", "diagnostics.poison=true"},
        "\"full_iteration\" with diagnostics.poison"},
       {{"cuda_graph.impl=full_iteration", "diagnostics.strict=true"},
@@ -599,8 +649,8 @@ keep_latest_k = 3
   EXPECT_EQ(notes_of({"training.steps=70"}), "");
   EXPECT_EQ(
       notes_of({"validation.freq=0"}),
-      "validation.sequences = 20 is not used, since --set validation.freq=0\n"
-      "data.validation = \"other\" is not used, since --set validation.freq=0");
+      "data.validation = \"other\" is not used, since --set validation.freq=0\n"
+      "validation.sequences = 20 is not used, since --set validation.freq=0");
   EXPECT_EQ(
       notes_of({"lr_scheduler.name=constant"}),
       "lr_scheduler.min_lr_factor = 0.05 is not used, since --set "

@@ -83,7 +83,7 @@ TEST(MalformedConfig, OverridesToo) {
   const std::string good = good_config();
   std::string all;
   for (const ConfigKey& key : config_keys()) {
-    all += key.full_name() + "=1\n";
+    all += fmt::format("{}=1\n", key.full_name);
   }
   testing::MalformedConfigs configs(all, kSeed + 1);
   Tally tally;

@@ -4,7 +4,6 @@
 #include "flatshard/graphs/model_graphs.h"
 #include "flatshard/models/hf_names.h"
 #include "flatshard/train/batches.h"
-#include "flatshard/train/config_check.h"
 #include "flatshard/train/expert_loads.h"
 #include "flatshard/train/microbatches.h"
 #include "flatshard/train/model_config.h"
@@ -283,16 +282,19 @@ TEST(OverlapKeys, WhatDoesNotFitIsRefusedByName) {
                 "more, got training.global_batch_size = 6"));
   EXPECT_THAT(
       refusal({"activation_checkpoint.mode=selective"}),
-      HasSubstr("overlap_expert_parallel with activation_checkpoint.mode = "
-                "\"selective\""));
+      HasSubstr(
+          "overlap_expert_parallel = true with activation_checkpoint.mode = "
+          "\"selective\""));
   const Overrides graphs{"debug.emulate_graphs=true"};
   EXPECT_THAT(
       refusal(graphs + Overrides{"cuda_graph.impl=unit"}),
-      HasSubstr("overlap_expert_parallel with cuda_graph.impl = \"unit\" of "
-                "whole blocks: blocks run in pieces; name parts"));
+      HasSubstr(
+          "overlap_expert_parallel = true with cuda_graph.impl = \"unit\" "
+          "and cuda_graph.modules = \"\": blocks run in pieces; name "
+          "parts"));
   EXPECT_THAT(
       refusal(graphs + Overrides{"cuda_graph.impl=full_iteration"}),
-      HasSubstr("overlap_expert_parallel with cuda_graph.impl = "
+      HasSubstr("overlap_expert_parallel = true with cuda_graph.impl = "
                 "\"full_iteration\": backwards that interleave"));
   EXPECT_THAT(
       refusal(
@@ -302,14 +304,16 @@ TEST(OverlapKeys, WhatDoesNotFitIsRefusedByName) {
               "cuda_graph.modules=attn",
               "float8.recipe=rowwise",
               "float8.emulate=true"}),
-      HasSubstr("overlap_expert_parallel with cuda_graph.impl and "
-                "float8.recipe: the FP8 planes"));
+      HasSubstr("overlap_expert_parallel = true with cuda_graph.impl = "
+                "\"unit\" and float8.recipe = \"rowwise\": the FP8 planes"));
   EXPECT_THAT(
       refusal({"diagnostics.strict=true"}),
-      HasSubstr("overlap_expert_parallel with diagnostics.strict = true"));
+      HasSubstr(
+          "overlap_expert_parallel = true with diagnostics.strict = true"));
   EXPECT_THAT(
       refusal({"parallelism.memory_budget=1"}),
-      HasSubstr("overlap_expert_parallel with parallelism.memory_budget"));
+      HasSubstr(
+          "overlap_expert_parallel = true with parallelism.memory_budget"));
   EXPECT_THAT(
       message_of([] { overlap_config({kLate}, 2); }),
       HasSubstr("parallelism.delay_wgrad is set, but "

@@ -84,7 +84,7 @@ TEST(SignalRequests, AreTakenOnce) {
   EXPECT_EQ(asked.stop_signal, SIGINT);
 }
 
-NonfiniteGuard guard_of(const std::string& action) {
+NonfiniteGuard guard_of(config::OnNonfinite action) {
   Config config;
   config.training.on_nonfinite = action;
   return {config, {.mesh = Mesh::single(at::kCPU)}};
@@ -97,7 +97,7 @@ const at::Tensor& nan_norm() {
 }
 
 TEST(NonfiniteGuard, ToStopLooksAtNormsLater) {
-  NonfiniteGuard guard = guard_of("stop");
+  NonfiniteGuard guard = guard_of(config::OnNonfinite::stop);
   EXPECT_TRUE(guard.accepts(1, at::ones({}), /*now=*/false));
   EXPECT_TRUE(guard.accepts(2, nan_norm(), false));
   EXPECT_TRUE(guard.accepts(3, nan_norm(), false));
@@ -114,10 +114,12 @@ TEST(NonfiniteGuard, ToStopLooksAtNormsLater) {
 }
 
 TEST(NonfiniteGuard, ToGoOnLooksAtOnce) {
-  for (const char* action : {"skip", "rewind"}) {
+  for (const auto action :
+       {config::OnNonfinite::skip, config::OnNonfinite::rewind}) {
     NonfiniteGuard guard = guard_of(action);
     EXPECT_TRUE(guard.accepts(1, at::ones({}), /*now=*/false));
-    EXPECT_FALSE(guard.accepts(2, nan_norm(), false)) << action;
+    EXPECT_FALSE(guard.accepts(2, nan_norm(), false))
+        << config::word_of(action);
     guard.check_kept(2);
   }
 }

@@ -530,9 +530,10 @@ TEST_F(TrainerTest, TheLeastMemoryIsWhatItTakesAndNoMore) {
     const Config c = config(overrides);
     const Trainer trainer(c, {}, "cpu");
     const std::int64_t n = models::num_parameters(model_config(c));
-    const std::int64_t state = c.optimizer.name == "adamw" ? 8 * n
-                               : c.optimizer.momentum > 0  ? 4 * n
-                                                           : 0;
+    const std::int64_t state = c.optimizer.name == config::OptimizerName::adamw
+                                   ? 8 * n
+                               : c.optimizer.momentum > 0 ? 4 * n
+                                                          : 0;
     std::map<std::string, std::int64_t> rows;
     for (const MemoryRow& row : memory_rows(trainer.runtime(), 0)) {
       rows[row.role] = row.nbytes;
@@ -550,11 +551,25 @@ TEST_F(TrainerTest, TheLeastMemoryIsWhatItTakesAndNoMore) {
   }
 }
 
+TEST_F(TrainerTest, TheLeastMemoryIsOfTheShardsOfTheStrategy) {
+  const auto least = [&](const std::string& strategy) {
+    const Config c = config(
+        {"parallelism.strategy=" + strategy,
+         "parallelism.data_parallel_replicate_degree=2"});
+    return least_memory(c, model_config(c), 8);
+  };
+  const std::int64_t whole = least("zero0");
+  for (const char* name : {"zero1", "zero2", "zero3", "hsdp", "hsdp_zero1"}) {
+    EXPECT_EQ(least(name), whole / 4) << name;
+  }
+  EXPECT_EQ(least("hfsdp"), whole / 8);
+}
+
 // One default through both doors (docs/cpp.md): copy engines aside, which the
 // trainer chooses by what links there are.
 TEST(Defaults, AreThoseOfTheLibrary) {
   const FullyShardOptions library;
-  const FullyShardOptions trainer = shard_options(Config{}, "none");
+  const FullyShardOptions trainer = shard_options(Config{}, {});
   EXPECT_EQ(trainer.strategy, library.strategy);
   EXPECT_EQ(trainer.granularity, library.granularity);
   EXPECT_EQ(trainer.seed, library.seed);

@@ -12,9 +12,6 @@
 #include "flatshard/core/error.h"
 #include "flatshard/core/home_folder.h"
 #include "flatshard/core/nearest_name.h"
-#include "flatshard/train/config_check.h"
-#include "flatshard/train/config_field.h"
-#include "flatshard/train/config_value.h"
 
 namespace flatshard {
 namespace {
@@ -56,38 +53,30 @@ std::string place(const std::string& origin, const toml::source_region& where) {
 std::string shown(const toml::node& node) {
   std::ostringstream out;
   node.visit([&](const auto& value) { out << value; });
-  return shortened(out.str());
-}
-
-const ConfigKey* find_key(std::string_view section, std::string_view name) {
-  for (const ConfigKey& key : config_keys()) {
-    if (key.section == section && key.name == name) {
-      return &key;
-    }
-  }
-  return nullptr;
+  return config::shortened(out.str());
 }
 
 std::vector<std::string> section_names() {
   std::vector<std::string> names;
   for (const ConfigKey& key : config_keys()) {
-    if (names.empty() || names.back() != key.section) {
-      names.emplace_back(key.section);
+    if (names.empty() || names.back() != key.section()) {
+      names.emplace_back(key.section());
     }
   }
   return names;
 }
 
-[[noreturn]] void throw_unknown_section(
-    std::string_view section,
-    const std::string& where) {
+void check_section(std::string_view section, const std::string& where) {
   const auto names = section_names();
+  if (std::ranges::find(names, section) != names.end()) {
+    return;
+  }
   const std::string near = near_name(section, names);
   FLATSHARD_THROW(
       config,
       "{}: there is no section [{}]; {}",
       where,
-      shortened(section),
+      config::shortened(section),
       near.empty() ? fmt::format("there are [{}]", fmt::join(names, "], ["))
                    : fmt::format("did you mean [{}]?", near));
 }
@@ -108,10 +97,10 @@ std::vector<std::string> section_names() {
   std::vector<std::string> in_section;
   std::string elsewhere;
   for (const ConfigKey& key : config_keys()) {
-    if (key.section == section) {
-      in_section.emplace_back(key.name);
-    } else if (key.name == name) {
-      elsewhere = key.full_name();
+    if (key.section() == section) {
+      in_section.emplace_back(key.name());
+    } else if (key.name() == name) {
+      elsewhere = key.full_name;
     }
   }
   std::string near = near_name(name, in_section);
@@ -123,9 +112,22 @@ std::vector<std::string> section_names() {
       "{}: section [{}] has no key '{}'; {}",
       where,
       section,
-      shortened(name),
+      config::shortened(name),
       near.empty() ? fmt::format("its keys are {}", fmt::join(in_section, ", "))
                    : fmt::format("did you mean '{}'?", near));
+}
+
+const ConfigKey& find_key(
+    std::string_view section,
+    std::string_view name,
+    const std::string& where) {
+  check_section(section, where);
+  for (const ConfigKey& key : config_keys()) {
+    if (key.section() == section && key.name() == name) {
+      return key;
+    }
+  }
+  throw_unknown_key(section, name, where);
 }
 
 /// "a/folder", or [{ path = "a/folder", weight = 2 }, ...]; unset when it is
@@ -159,8 +161,8 @@ std::optional<std::vector<data::SourceChoice>> read_sources(
           "{}: {} expected path = \"folder\" and weight = number in a table "
           "of its list, got {} = {}",
           where,
-          key.full_name(),
-          shortened(name.str()),
+          key.full_name,
+          config::shortened(name.str()),
           shown(value));
       if (is_path) {
         source.path = expand_home(*value.value<std::string>());
@@ -173,7 +175,7 @@ std::optional<std::vector<data::SourceChoice>> read_sources(
         config,
         "{}: {}: a table of its list has no path",
         where,
-        key.full_name());
+        key.full_name);
     sources.push_back(std::move(source));
   }
   if (sources.size() == 1) {
@@ -207,11 +209,18 @@ void set_field(
     }
   };
   std::visit(
-      Overloaded{
+      config::Overloaded{
           [&](std::string* out) {
             take(out, node.value_exact<std::string>());
-            if (ok && holds_path(key)) {
+            if (ok && key.is_path) {
               *out = expand_home(*out);
+            }
+          },
+          [&](const WordField& out) {
+            const auto word = node.value_exact<std::string>();
+            ok = word.has_value();
+            if (ok && !out.set(*word)) {
+              config::check_word(key, *word, where);
             }
           },
           [&](std::vector<data::SourceChoice>* out) {
@@ -237,10 +246,10 @@ void set_field(
       config,
       "{}: {} expected {}, got {}",
       where,
-      key.full_name(),
-      type_name(field),
+      key.full_name,
+      config::type_name(field),
       shown(node));
-  check_config_value(key, field, where);
+  config::check_value(key, field, where);
 }
 
 /// A key of a hundred thousand dots becomes as many tables in one another,
@@ -283,23 +292,19 @@ void apply_table(
     Config& config,
     const toml::table& table,
     const std::string& origin) {
-  const auto sections = section_names();
   for (const auto& [section, node] : table) {
     const std::string where = place(origin, node.source());
-    const bool known =
-        std::find(sections.begin(), sections.end(), section.str()) !=
-        sections.end();
     const toml::table* keys = node.as_table();
+    const auto sections = section_names();
     FLATSHARD_CHECK(
-        keys != nullptr || known,
+        keys != nullptr ||
+            std::ranges::find(sections, section.str()) != sections.end(),
         config,
         "{}: key '{}' stands in no section; keys belong under [run], [model], "
         "[training] and so on",
         where,
-        shortened(section.str()));
-    if (!known) {
-      throw_unknown_section(section.str(), where);
-    }
+        config::shortened(section.str()));
+    check_section(section.str(), where);
     FLATSHARD_CHECK(
         keys != nullptr,
         config,
@@ -309,18 +314,14 @@ void apply_table(
         shown(node));
     for (const auto& [name, value] : *keys) {
       const std::string at = place(origin, value.source());
-      const ConfigKey* key = find_key(section.str(), name.str());
-      if (key == nullptr) {
-        throw_unknown_key(section.str(), name.str(), at);
-      }
-      set_field(*key, config, value, at);
+      set_field(find_key(section.str(), name.str(), at), config, value, at);
     }
   }
 }
 
 /// @return the full name of the key.
-std::string apply_override(Config& config, const std::string& text) {
-  const std::string where = fmt::format("--set {}", shortened(text));
+std::string_view apply_override(Config& config, const std::string& text) {
+  const std::string where = fmt::format("--set {}", config::shortened(text));
   const auto equals = text.find('=');
   const auto dot = text.find('.');
   FLATSHARD_CHECK(
@@ -331,28 +332,22 @@ std::string apply_override(Config& config, const std::string& text) {
   const std::string section = text.substr(0, dot);
   const std::string name = text.substr(dot + 1, equals - dot - 1);
   std::string value = text.substr(equals + 1);
-  const auto sections = section_names();
-  if (std::find(sections.begin(), sections.end(), section) == sections.end()) {
-    throw_unknown_section(section, where);
-  }
-  const ConfigKey* key = find_key(section, name);
-  if (key == nullptr) {
-    throw_unknown_key(section, name, where);
-  }
-  const ConfigField field = key->field(config);
+  const ConfigKey& key = find_key(section, name, where);
+  const ConfigField field = key.field(config);
   const bool is_list =
       std::holds_alternative<std::vector<data::SourceChoice>*>(field) &&
       value.starts_with('[');
   const bool holds_text =
       std::holds_alternative<std::string*>(field) ||
+      std::holds_alternative<WordField>(field) ||
       std::holds_alternative<std::vector<data::SourceChoice>*>(field);
   if (holds_text && !is_list && !value.starts_with('"') &&
       !value.starts_with('\'')) {
-    set_field(*key, config, toml::value<std::string>(value), where);
-    return key->full_name();
+    set_field(key, config, toml::value<std::string>(value), where);
+    return key.full_name;
   }
   check_line_lengths(value, where);
-  value = typed_value(value, field);
+  value = config::typed_value(value, field);
   const toml::parse_result parsed = [&]() -> toml::parse_result {
     try {
       return toml::parse("value = " + value);
@@ -362,18 +357,18 @@ std::string apply_override(Config& config, const std::string& text) {
         config,
         "{}: {} expected {}, got '{}'",
         where,
-        key->full_name(),
-        type_name(field),
-        shortened(value));
+        key.full_name,
+        config::type_name(field),
+        config::shortened(value));
   }();
   FLATSHARD_CHECK(
       parsed.size() == 1,
       config,
       "{}: expected one value, got '{}'",
       where,
-      shortened(value));
-  set_field(*key, config, *parsed.get("value"), where);
-  return key->full_name();
+      config::shortened(value));
+  set_field(key, config, *parsed.get("value"), where);
+  return key.full_name;
 }
 
 }  // namespace
@@ -385,11 +380,11 @@ Config parse_config(
     std::vector<std::string>* notes) {
   Config config;
   apply_table(config, parse_toml(text, origin), origin);
-  std::set<std::string> overridden;
+  std::set<std::string_view> overridden;
   for (const std::string& item : overrides) {
     overridden.insert(apply_override(config, item));
   }
-  const auto settled = settle_overrides(config, overridden);
+  const auto settled = config::settle_overrides(config, overridden);
   if (notes != nullptr) {
     notes->insert(notes->end(), settled.begin(), settled.end());
   }

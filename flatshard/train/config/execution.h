@@ -1,0 +1,48 @@
+#pragma once
+
+#include "flatshard/models/activation_checkpoint.h"
+#include "flatshard/train/config/key.h"
+
+namespace flatshard::config {
+
+template <>
+inline constexpr Word<models::ActivationCheckpoint>
+    kWords<models::ActivationCheckpoint>[] = {
+        {"none", models::ActivationCheckpoint::none},
+        {"selective", models::ActivationCheckpoint::selective},
+        {"full", models::ActivationCheckpoint::full}};
+
+struct ActivationCheckpoint {
+  models::ActivationCheckpoint mode = models::ActivationCheckpoint::none;
+};
+
+enum class CudaGraphImpl { none, unit, full_iteration };
+template <>
+inline constexpr Word<CudaGraphImpl> kWords<CudaGraphImpl>[] = {
+    {"none", CudaGraphImpl::none},
+    {"unit", CudaGraphImpl::unit},
+    {"full_iteration", CudaGraphImpl::full_iteration}};
+
+enum class OnGraphMiss { eager, error };
+template <>
+inline constexpr Word<OnGraphMiss> kWords<OnGraphMiss>[] = {
+    {"eager", OnGraphMiss::eager},
+    {"error", OnGraphMiss::error}};
+
+struct CudaGraph {
+  CudaGraphImpl impl = CudaGraphImpl::none;
+  std::string modules;
+  std::int64_t warmup_steps = 3;
+  OnGraphMiss on_miss = OnGraphMiss::eager;
+
+  bool enabled() const { return impl != CudaGraphImpl::none; }
+  bool whole_step() const { return impl == CudaGraphImpl::full_iteration; }
+};
+
+/// Also of keys of other sections.
+extern const UsedIf kHasGraphs;
+
+/// [activation_checkpoint] and [cuda_graph].
+KeyTable execution_keys();
+
+}  // namespace flatshard::config

@@ -1,0 +1,148 @@
+#include "flatshard/train/config/model.h"
+
+#include "flatshard/core/error.h"
+#include "flatshard/train/config/rows.h"
+
+namespace flatshard::config {
+namespace {
+
+/// Whether both are given and `whole` is no multiple of `part`.
+bool leaves_rest(
+    const std::optional<std::int64_t>& whole,
+    const std::optional<std::int64_t>& part) {
+  return whole && part && *whole % *part != 0;
+}
+
+const ConfigKey kModelKeys[] = {
+    KEY(model.family,
+        "model family; auto: that of preset, hf_config or init_from, else "
+        "llama; moe: experts with any router, not for Hugging Face",
+        .choices = {"auto", "llama", "mixtral", "qwen3_moe", "moe"}),
+    KEY(model.init_from,
+        "a Hugging Face folder whose weights to start from, but for what "
+        "checkpoint.exclude names; its config.json gives the shape unless "
+        "preset, hf_config or dim does",
+        .is_path = true),
+    KEY(model.hf_config,
+        "a Hugging Face config.json to take the model's shape from; keys set "
+        "here besides it replace its values",
+        .is_path = true),
+    KEY(model.preset,
+        "a built-in shape by name, e.g. llama3_8b; keys set here besides it "
+        "replace its values",
+        .conflicts =
+            {{{"model.hf_config"},
+              WHEN(!c.model.preset.empty() && !c.model.hf_config.empty()),
+              "both give the shape and contradict each other; give one of "
+              "them"}}),
+    KEY(model.dim, "width of the residual stream", .range = {1, 1 << 20}),
+    KEY(model.layers, "number of blocks", .range = {1, 10000}),
+    KEY(model.heads,
+        "attention heads",
+        .range = {1, 1 << 14},
+        .conflicts =
+            {{{"model.dim"},
+              WHEN(
+                  leaves_rest(c.model.dim, c.model.heads) && !c.model.head_dim),
+              "the width must be a multiple of the heads; or set "
+              "model.head_dim"}}),
+    KEY(model.kv_heads,
+        "key and value heads (grouped-query attention); unset: heads",
+        .range = {1, 1 << 14},
+        .conflicts =
+            {{{"model.heads"},
+              WHEN(leaves_rest(c.model.heads, c.model.kv_heads)),
+              "the heads must be a multiple of the key and value heads"}}),
+    KEY(model.head_dim,
+        "width of a head; unset: dim / heads",
+        .range = {1, 4096}),
+    KEY(model.ffn_dim,
+        "width inside the feed-forward block",
+        .range = {1, 1 << 22}),
+    KEY(model.vocab_size,
+        "number of tokens; at least the corpus' (257 for byte tokens)",
+        .range = {1, 1 << 30}),
+    KEY(model.max_seq_len,
+        "longest sequence; unset: training.seq_len",
+        .range = {1, kMaxTokens},
+        .conflicts =
+            {{{"training.seq_len"},
+              WHEN(
+                  c.training.seq_len >
+                  c.model.max_seq_len.value_or(c.training.seq_len)),
+              "the sequences of the run are longer"}}),
+    KEY(model.rope_theta, "base of the rotary embedding", .range = {1, 1e15}),
+    KEY(model.norm_eps, "epsilon of the RMS norms", .range = {.max = 1}),
+    KEY(model.initializer_range,
+        "standard deviation of matrices that are trained from scratch; unset: "
+        "0.02, or as hf_config says",
+        .range = {.max = 1}),
+    KEY(model.tie_embeddings, "the head uses the embedding's weights"),
+    KEY(model.qk_norm,
+        "RMS norms of each head's query and key; unset: as the family has it"),
+    KEY(model.num_experts,
+        "experts in place of a block's feed-forward part",
+        .range = {1, 1 << 16}),
+    KEY(model.experts_per_token,
+        "experts that a token goes to; unset: 2",
+        .range = {1, 1 << 16}),
+    KEY(model.moe_ffn_dim,
+        "width inside an expert; unset: ffn_dim",
+        .range = {1, 1 << 22}),
+    KEY(model.shared_experts,
+        "experts beside them that every token goes to",
+        .range = {.max = 1 << 10}),
+    KEY(model.dense_layers,
+        "blocks at the front that have no experts",
+        .range = {.max = 10000}),
+    KEY(model.router_score,
+        "how experts are scored: softmax over all, or each by a sigmoid; auto: "
+        "softmax, or as preset and hf_config say"),
+    KEY(model.router_normalize,
+        "the weights of a token's experts add up to router_scale; unset: true"),
+    KEY(model.router_scale, "factor of the weights; unset: 1"),
+    KEY(model.router_groups,
+        "groups of experts, of which a token keeps router_kept_groups",
+        .range = {1, 1 << 16}),
+    KEY(model.router_kept_groups,
+        "groups whose experts a token may go to; unset: 1",
+        .range = {1, 1 << 16}),
+
+    KEY(moe.aux_loss,
+        "coefficient of the load-balancing loss of each layer, which is 1 when "
+        "experts get equally many tokens"),
+    KEY(moe.z_loss, "coefficient of the mean square of the router's logsumexp"),
+    KEY(moe.balance_rate,
+        "how far a bias of each expert's score moves each step against its "
+        "load, e.g. 0.001; for model.family = moe"),
+    KEY(moe.expert_capacity_factor,
+        "an expert takes at most so many times its even share of a "
+        "microbatch's tokens on a rank, those that weigh most; 0: all"),
+};
+
+void check_model(const Config& config) {
+  const Model& model = config.model;
+  // Without any of the others the shape is that of init_from's config.json.
+  if (model.hf_config.empty() && model.preset.empty() &&
+      (model.init_from.empty() || model.dim)) {
+    FLATSHARD_CHECK(
+        model.dim && model.layers && model.heads && model.ffn_dim &&
+            model.vocab_size,
+        config,
+        "[model] needs dim, layers, heads, ffn_dim and vocab_size, or preset, "
+        "or hf_config; '{}' is missing",
+        !model.dim       ? "dim"
+        : !model.layers  ? "layers"
+        : !model.heads   ? "heads"
+        : !model.ffn_dim ? "ffn_dim"
+                         : "vocab_size");
+  }
+}
+
+}  // namespace
+
+KeyTable model_keys() {
+  return {kModelKeys, check_model};
+}
+
+}  // namespace flatshard::config

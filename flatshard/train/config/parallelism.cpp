@@ -1,0 +1,175 @@
+#include "flatshard/train/config/parallelism.h"
+
+#include "flatshard/layout/granularity.h"
+#include "flatshard/layout/strategy.h"
+#include "flatshard/train/config/rows.h"
+
+namespace flatshard::config {
+namespace {
+
+const StrategyName& strategy_of(const Config& config) {
+  return find_strategy_name(config.parallelism.strategy);
+}
+
+// Both names of each.
+std::vector<std::string_view> strategies() {
+  std::vector<std::string_view> names;
+  for (const StrategyName& row : strategy_names()) {
+    for (const std::string_view name : {row.name, row.other_name}) {
+      if (!name.empty()) {
+        names.push_back(name);
+      }
+    }
+  }
+  return names;
+}
+
+constexpr UsedIf kShardsWeights{
+    "parallelism.strategy",
+    WHEN(!strategy_of(c).keeps_whole_weights()),
+    "strategies that shard the weights"};
+constexpr UsedIf kShards{
+    "parallelism.strategy",
+    WHEN(strategy_of(c).name != "zero0"),
+    "strategies that shard something"};
+constexpr UsedIf kReshards{
+    "parallelism.reshard_after_forward",
+    WHEN(c.parallelism.reshard_after_forward),
+    "runs that release weights after forward"};
+constexpr UsedIf kDividesExperts{
+    "parallelism.expert_parallel_degree",
+    WHEN(c.parallelism.expert_parallel_degree > 1),
+    "more ranks than one"};
+constexpr UsedIf kOverlaps{
+    "parallelism.overlap_expert_parallel",
+    WHEN(c.parallelism.overlap_expert_parallel),
+    "runs of two microbatches at once"};
+
+const ConfigKey kParallelismKeys[] = {
+    KEY(parallelism.strategy,
+        "what is sharded: zero0 nothing (no_shard), zero1 the optimizer's "
+        "state (optim), zero2 gradients too (optim_grads), zero3 weights too "
+        "(optim_grads_params)",
+        .choices = strategies(),
+        .conflicts =
+            {{{"parallelism.data_parallel_replicate_degree"},
+              WHEN(
+                  strategy_of(c).needs_outer_axis() &&
+                  c.parallelism.data_parallel_replicate_degree == 1),
+              "the strategy needs an outer axis; set the degree to 2 or more, "
+              "or use zero3"}}),
+    KEY(parallelism.data_parallel_replicate_degree,
+        "outer mesh axis: copies of the sharded group; -1: the rest of the "
+        "ranks",
+        .range = {.min = 1, .max = kMaxRanks, .or_minus_one = true},
+        .conflicts =
+            {{{"parallelism.data_parallel_shard_degree"},
+              WHEN(
+                  c.parallelism.data_parallel_replicate_degree == -1 &&
+                  c.parallelism.data_parallel_shard_degree == -1),
+              "only one of them can be the rest of the ranks"}}),
+    KEY(parallelism.data_parallel_shard_degree,
+        "inner mesh axis: ranks that a weight is sharded over; -1: the rest of "
+        "the ranks",
+        .range = {.min = 1, .max = kMaxRanks, .or_minus_one = true}),
+    KEY(parallelism.expert_parallel_degree,
+        "ranks that divide the experts of each layer among them, and exchange "
+        "tokens; divides data_parallel_shard_degree",
+        .range = {1, kMaxRanks}),
+    KEY(parallelism.token_exchange,
+        "how tokens travel between the ranks of expert_parallel_degree: by "
+        "collectives, or by copies between the ranks' memory, which on GPUs "
+        "take no SM and need all ranks on one host; auto: collective",
+        .used_if = {kDividesExperts}),
+    KEY(parallelism.overlap_expert_parallel,
+        "run the backward of one microbatch beside the forward of the next, so "
+        "that the tokens of one travel while the other computes; needs experts "
+        "and 2 microbatches or more (docs/moe.md)",
+        .conflicts =
+            {{{"activation_checkpoint.mode"},
+              WHEN(
+                  c.activation_checkpoint.mode ==
+                  models::ActivationCheckpoint::selective),
+              "the pieces of a block are recomputed whole; use \"full\" or "
+              "\"none\""},
+             {{"cuda_graph.impl"},
+              WHEN(c.cuda_graph.whole_step()),
+              "backwards that interleave are no single graph; use \"unit\" "
+              "with cuda_graph.modules, or \"none\""},
+             {{"cuda_graph.impl", "cuda_graph.modules"},
+              WHEN(c.cuda_graph.enabled() && c.cuda_graph.modules.empty()),
+              "blocks run in pieces; name parts in cuda_graph.modules (attn, "
+              "moe_router, mlp)"},
+             {{"cuda_graph.impl", "float8.recipe"},
+              WHEN(c.cuda_graph.enabled() && c.float8.recipe),
+              "the FP8 planes of two microbatches lie in other places; leave "
+              "one out"},
+             {{"diagnostics.strict"},
+              WHEN(c.diagnostics.strict),
+              "it watches the calls of modules, and pieces of blocks are none"},
+             {{"parallelism.memory_budget"},
+              WHEN(c.parallelism.memory_budget > 0),
+              "units that stay gathered are planned for one microbatch at a "
+              "time; leave it at 0"}}),
+    KEY(parallelism.delay_wgrad,
+        "with overlap_expert_parallel: compute weight gradients behind those "
+        "of inputs, while tokens travel; keeps their inputs for longer",
+        .used_if = {kOverlaps}),
+    KEY(parallelism.prefetch,
+        "units gathered ahead of the one that computes",
+        .range = {.max = 1 << 20}),
+    KEY(parallelism.reshard_after_forward,
+        "release weights after forward and gather them again for backward",
+        .used_if = {kShardsWeights}),
+    KEY(parallelism.memory_budget,
+        "GiB on each rank that the memory table printed at start may come to: "
+        "as many units as fit stay gathered from forward to backward; 0: none",
+        .used_if = {kShardsWeights, kReshards}),
+    KEY(parallelism.keep_compute_weights,
+        "ZeRO-3: keep a shard in precision.compute beside the main weights; "
+        "false saves its memory and casts before every gather",
+        .used_if = {kShardsWeights}),
+    KEY(parallelism.copy_engines,
+        "what GPUs copy to each other instead of running a collective on their "
+        "SMs: gathers of the forward, or all gathers and reductions (256 MiB "
+        "more); all ranks on one host. auto: all where NVLink joins them",
+        .used_if = {kShards},
+        .conflicts =
+            {{{"parallelism.strategy"},
+              WHEN(
+                  c.parallelism.copy_engines ==
+                      CopyEngines{.gathers = CopyEngines::Gathers::forward} &&
+                  strategy_of(c).keeps_whole_weights()),
+              "the strategy gathers no weights in forward; use none or all"},
+             {{"parallelism.keep_compute_weights"},
+              WHEN(
+                  c.parallelism.copies() &&
+                  !c.parallelism.keep_compute_weights),
+              "compute weights are copied, and are not kept; choose one"}}),
+    KEY(parallelism.granularity,
+        "what a rank boundary may not cut: element, row, dim0 (a slice along "
+        "the first dimension), block:N (N rows) or tensor"),
+    KEY(parallelism.max_padding,
+        "a layout with a larger share of padding is refused"),
+
+    KEY(comm.timeout_s,
+        "seconds after which a rank that is silent or late for a collective is "
+        "named and the run ends; longer than the longest pause between two "
+        "collectives (checkpoints, evaluation)",
+        .range = {1, 1e6}),
+    KEY(comm.watcher,
+        "compare what the ranks do; without it a hang ends only where the "
+        "backend has a timeout of its own (Gloo)"),
+};
+
+void check_parallelism(const Config& config) {
+  Granularity::parse(config.parallelism.granularity, "parallelism.granularity");
+}
+
+}  // namespace
+
+KeyTable parallelism_keys() {
+  return {kParallelismKeys, check_parallelism};
+}
+
+}  // namespace flatshard::config

@@ -1,0 +1,51 @@
+#pragma once
+
+#include "flatshard/runtime/copy_engines_choice.h"
+#include "flatshard/train/config/key.h"
+
+namespace flatshard::config {
+
+enum class TokenExchangeKind { automatic, collective, copies };
+template <>
+inline constexpr Word<TokenExchangeKind> kWords<TokenExchangeKind>[] = {
+    {"auto", TokenExchangeKind::automatic},
+    {"collective", TokenExchangeKind::collective},
+    {"copies", TokenExchangeKind::copies}};
+
+template <>
+inline constexpr Word<std::optional<CopyEngines>>
+    kWords<std::optional<CopyEngines>>[] = {
+        {"auto", std::nullopt},
+        {"none", CopyEngines{}},
+        {"forward", CopyEngines{.gathers = CopyEngines::Gathers::forward}},
+        {"all", CopyEngines::all()}};
+
+struct Parallelism {
+  std::string strategy = "zero3";
+  std::int64_t data_parallel_replicate_degree = 1;
+  std::int64_t data_parallel_shard_degree = -1;
+  std::int64_t expert_parallel_degree = 1;
+  TokenExchangeKind token_exchange = TokenExchangeKind::automatic;
+  bool overlap_expert_parallel = false;
+  bool delay_wgrad = false;
+  std::int64_t prefetch = 1;
+  bool reshard_after_forward = true;
+  double memory_budget = 0.0;
+  bool keep_compute_weights = true;
+  std::optional<CopyEngines> copy_engines;  ///< unset: auto
+  std::string granularity = "element";
+  double max_padding = 0.05;
+
+  /// Whether transfers are chosen to be copies.
+  bool copies() const { return copy_engines && copy_engines->any(); }
+};
+
+struct Comm {
+  double timeout_s = 300;
+  bool watcher = true;
+};
+
+/// [parallelism] and [comm].
+KeyTable parallelism_keys();
+
+}  // namespace flatshard::config

@@ -1,0 +1,64 @@
+#pragma once
+
+#include <array>
+
+#include "flatshard/float8/recipe.h"
+#include "flatshard/group/precision.h"
+#include "flatshard/schedule/events.h"
+#include "flatshard/train/config/key.h"
+
+namespace flatshard::config {
+
+template <>
+inline constexpr Word<at::ScalarType> kWords<at::ScalarType>[] = {
+    {"float32", at::kFloat},
+    {"bfloat16", at::kBFloat16}};
+
+template <>
+inline constexpr Word<GradScaling> kWords<GradScaling>[] = {
+    {"mean", GradScaling::mean},
+    {"pre_scaled_sum", GradScaling::pre_scaled},
+    {"per_token", GradScaling::sum}};
+
+struct Precision : flatshard::Precision {
+  GradScaling scaling = GradScaling::mean;
+};
+
+using Float8Recipe = std::optional<float8::Recipe>;
+inline Word<Float8Recipe> recipe_word(float8::Recipe recipe) {
+  return {float8::to_string(recipe), recipe};
+}
+template <>
+inline const std::array<Word<Float8Recipe>, 5> kWords<Float8Recipe>{
+    {{"none", std::nullopt},
+     recipe_word(float8::Recipe::tensorwise),
+     recipe_word(float8::Recipe::rowwise),
+     recipe_word(float8::Recipe::blockwise),
+     recipe_word(float8::Recipe::mxfp8)}};
+
+enum class ColumnPlane { automatic, derived, stored };
+template <>
+inline constexpr Word<ColumnPlane> kWords<ColumnPlane>[] = {
+    {"auto", ColumnPlane::automatic},
+    {"derived", ColumnPlane::derived},
+    {"stored", ColumnPlane::stored}};
+
+template <>
+inline constexpr Word<GatherParts> kWords<GatherParts>[] = {
+    {"unit", GatherParts::unit},
+    {"recomputed", GatherParts::recomputed},
+    {"module", GatherParts::module}};
+
+struct Float8 {
+  Float8Recipe recipe;  ///< unset: none
+  std::string exclude;
+  bool keep_first_last = false;
+  ColumnPlane column_plane = ColumnPlane::automatic;
+  GatherParts gather_parts = GatherParts::recomputed;
+  bool emulate = false;
+};
+
+/// [precision] and [float8].
+KeyTable precision_keys();
+
+}  // namespace flatshard::config

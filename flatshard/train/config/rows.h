@@ -1,0 +1,43 @@
+#pragma once
+
+#include "flatshard/train/config.h"
+
+// What the rows of a table of keys are written with; only their files need it.
+namespace flatshard::config {
+
+template <class T>
+ConfigField field_of(T& member) {
+  if constexpr (HasWords<T>) {
+    return WordField{
+        .get = [&member] { return word_of(member); },
+        .set =
+            [&member](std::string_view word) {
+              return read_word(kWords<T>, word, member);
+            },
+        .words = [] { return words_of(kWords<T>); }};
+  } else {
+    return &member;
+  }
+}
+
+/// KEY(section.name, "help", .column = value...): one row.
+#define KEY(member, text, ...)                             \
+  ConfigKey {                                              \
+    .full_name = #member,                                  \
+    .field = [](Config& config) -> ConfigField {           \
+      return ::flatshard::config::field_of(config.member); \
+    },                                                     \
+    .help = text __VA_OPT__(, ) __VA_ARGS__                \
+  }
+
+/// A condition on the config `c`.
+#define WHEN(...) [](const Config& c) -> bool { return __VA_ARGS__; }
+
+// Far above what anyone trains, and low enough that no product of them
+// overflows and no cast to int cuts.
+inline constexpr double kMaxSteps = 1e12;
+inline constexpr double kMaxTokens = 1 << 24;
+inline constexpr double kMaxBatch = 1 << 30;
+inline constexpr double kMaxRanks = 1 << 20;
+
+}  // namespace flatshard::config
