@@ -239,7 +239,7 @@ class Scheduler {
   /// Of these, those that are reduced next, in this order on all ranks: each
   /// waits for its last gradient, and for the units before it.
   std::vector<UnitId> due_;
-  std::deque<UnitId> reducing_;     ///< reduced, not yet drained
+  std::deque<UnitId> reducing_;  ///< reduced, not yet drained
   /// As the last `microbatch` event said, and as it was when the outermost
   /// backward began, to which a reduction belongs.
   struct Microbatch {
