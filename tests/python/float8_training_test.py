@@ -422,7 +422,9 @@ def test_weights_that_become_nan_are_named(mesh, rank):
     model.loss(torch.Generator().manual_seed(rank))
     with torch.no_grad():
         model.blocks[1].up.weight.fill_(float("nan"))
-    with pytest.raises(Exception, match="parameter blocks.1.up.weight of unit blocks.1"):
+    with pytest.raises(
+        Exception, match="parameter blocks.1.up.weight of unit blocks.1"
+    ):
         model.loss(torch.Generator().manual_seed(rank))
 
 
