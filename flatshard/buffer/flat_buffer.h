@@ -14,13 +14,6 @@
 
 namespace flatshard {
 
-struct RedistributeOptions {
-  /// The result is multiplied by this, after the reduction.
-  double scale = 1.0;
-  /// Overrides the operation of the source's partial axes.
-  std::optional<ReduceOp> reduce_op = std::nullopt;
-};
-
 /// One flat tensor with a layout, a dtype, a device and placements: this
 /// rank's part of a group of tensors that lives on a mesh.
 ///
@@ -107,17 +100,7 @@ class FlatBuffer {
   FlatBuffer redistribute(
       const Placements& to,
       Purpose purpose,
-      const FlatBuffer* out = nullptr,
-      const RedistributeOptions& options = {}) const;
-
-  /// Makes the communicators that a later redistribute needs, so that it
-  /// makes none in a step. Collective: same order on all ranks. Needed only
-  /// when more than one but not all of three or more axes change alike.
-  static void prepare(
-      Mesh& mesh,
-      const Placements& from,
-      const Placements& to,
-      Purpose purpose);
+      const FlatBuffer* out = nullptr) const;
 
   /// E.g. "FlatBuffer [Replicate, Shard] on {outer: 2, dp: 4}, BFloat16 cpu,
   /// 64 of 256 elements".

@@ -92,26 +92,21 @@ bool FlatBuffer::may_share_memory(const Placements& to, const FlatBuffer& out)
 FlatBuffer FlatBuffer::redistribute(
     const Placements& to,
     Purpose purpose,
-    const FlatBuffer* out,
-    const RedistributeOptions& options) const {
+    const FlatBuffer* out) const {
   FLATSHARD_CHECK(
       defined(),
       usage,
       "redistribute: expected a buffer, got an empty one");
-  const Redistribution
-      change(layout_, mesh_, placements_, to, purpose, options.reduce_op);
+  const Redistribution change(layout_, mesh_, placements_, to, purpose);
   const at::NoGradGuard no_grad;
   FlatBuffer result;
   if (out != nullptr) {
     check_out(to, *out);
     result = *out;
   } else {
-    result = make_result(to, options.scale == 1.0 && !change.communicates());
+    result = make_result(to, !change.communicates());
   }
   change.run(local_, result.local_);
-  if (options.scale != 1.0) {
-    result.local_.mul_(options.scale);
-  }
   return result;
 }
 
@@ -128,18 +123,6 @@ FlatBuffer FlatBuffer::make_result(const Placements& to, bool may_share) const {
     }
   }
   return result;
-}
-
-void FlatBuffer::prepare(
-    Mesh& mesh,
-    const Placements& from,
-    const Placements& to,
-    Purpose purpose) {
-  for (const TransitionStep& step : plan_transition(from, to)) {
-    if (communicates(step.kind)) {
-      mesh.communicator(step.axes, purpose);
-    }
-  }
 }
 
 }  // namespace flatshard

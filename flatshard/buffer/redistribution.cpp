@@ -55,10 +55,9 @@ Redistribution::Redistribution(
     std::shared_ptr<Mesh> mesh,
     Placements from,
     const Placements& to,
-    Purpose purpose,
-    std::optional<ReduceOp> reduce_op)
+    Purpose purpose)
     : layout_(std::move(layout)), mesh_(std::move(mesh)) {
-  for (TransitionStep& change : plan_transition(from, to, reduce_op)) {
+  for (TransitionStep& change : plan_transition(from, to)) {
     Step step{.after = local_part_at(change.after)};
     if (flatshard::communicates(change.kind)) {
       step.group = &mesh_->communicator(change.axes, purpose);

@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include "flatshard/buffer/transition.h"
@@ -25,15 +24,13 @@ class Redistribution {
   /// Makes the communicators that it needs and the mesh has not, so: same order
   /// on all ranks.
   /// @param purpose  whose communicators carry it.
-  /// @param reduce_op  overrides the operation of partial axes.
   /// @throws Error{usage} for a transition that plan_transition refuses.
   Redistribution(
       std::shared_ptr<const FlatLayout> layout,
       std::shared_ptr<Mesh> mesh,
       Placements from,
       const Placements& to,
-      Purpose purpose,
-      std::optional<ReduceOp> reduce_op = {});
+      Purpose purpose);
 
   /// What this rank holds before and after.
   std::int64_t from_numel() const { return from_.numel; }

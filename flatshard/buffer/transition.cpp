@@ -96,8 +96,7 @@ bool keeps_size(TransitionStep::Kind kind) {
 
 std::vector<TransitionStep> plan_transition(
     const Placements& from,
-    const Placements& to,
-    std::optional<ReduceOp> reduce_op) {
+    const Placements& to) {
   check_lists(from, to);
   const int num_axes = static_cast<int>(from.size());
   std::vector<TransitionStep> steps;
@@ -105,9 +104,8 @@ std::vector<TransitionStep> plan_transition(
 
   // Adds `axis` to the last step when it does the same, else makes a new one.
   const auto add = [&](Kind kind, int axis) {
-    const ReduceOp op = from[axis].is_partial()
-                            ? reduce_op.value_or(from[axis].reduce_op())
-                            : ReduceOp::sum;
+    const ReduceOp op =
+        from[axis].is_partial() ? from[axis].reduce_op() : ReduceOp::sum;
     if (steps.empty() || steps.back().kind != kind || steps.back().op != op) {
       steps.push_back({kind, {}, op, now});
     }

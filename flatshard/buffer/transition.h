@@ -1,6 +1,5 @@
 #pragma once
 
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -45,12 +44,10 @@ bool keeps_size(TransitionStep::Kind kind);
 /// Axes become sharded from the innermost outwards, then partial axes are
 /// reduced (on the small shard), then axes are gathered.
 ///
-/// @param reduce_op overrides the operation of all partial axes.
 /// @throws Error{usage} with both lists when the lengths differ, a pair is
 ///   refused, or the sharded axes of a list are not its innermost ones.
 std::vector<TransitionStep> plan_transition(
     const Placements& from,
-    const Placements& to,
-    std::optional<ReduceOp> reduce_op = {});
+    const Placements& to);
 
 }  // namespace flatshard

@@ -51,11 +51,11 @@ void keep_moved(GeneratorStates& states) {
   });
 }
 
-SetBack::~SetBack() {
+RestoreGenerators::~RestoreGenerators() {
   set_states(states_);
 }
 
-DrawAgain::DrawAgain(const GeneratorStates& states)
+RedrawNumbers::RedrawNumbers(const GeneratorStates& states)
     : before_(states_of(generators_of(states))) {
   set_states(states);
 }

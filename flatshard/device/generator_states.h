@@ -19,24 +19,25 @@ GeneratorStates states_of(const std::vector<at::Generator>& generators);
 void keep_moved(GeneratorStates& states);
 
 /// When it ends, sets generators back to `states`.
-class SetBack {
+class RestoreGenerators {
  public:
-  explicit SetBack(GeneratorStates states) : states_(std::move(states)) {}
-  SetBack(const SetBack&) = delete;
-  SetBack& operator=(const SetBack&) = delete;
-  ~SetBack();
+  explicit RestoreGenerators(GeneratorStates states)
+      : states_(std::move(states)) {}
+  RestoreGenerators(const RestoreGenerators&) = delete;
+  RestoreGenerators& operator=(const RestoreGenerators&) = delete;
+  ~RestoreGenerators();
 
  private:
   GeneratorStates states_;
 };
 
 /// Sets generators back to `states` and, when it ends, to where they had been.
-class DrawAgain {
+class RedrawNumbers {
  public:
-  explicit DrawAgain(const GeneratorStates& states);
+  explicit RedrawNumbers(const GeneratorStates& states);
 
  private:
-  SetBack before_;
+  RestoreGenerators before_;
 };
 
 }  // namespace flatshard

@@ -46,7 +46,7 @@ class CpuGraphPool final : public GraphPool {
     // Draws of a recording never happened.
     std::vector<at::Generator> drawn{at::detail::getDefaultCPUGenerator()};
     drawn.insert(drawn.end(), generators.begin(), generators.end());
-    const SetBack when_done(states_of(drawn));
+    const RestoreGenerators when_done(states_of(drawn));
     auto graph = std::make_unique<CpuGraph>(std::move(work));
     for (const at::Tensor& output : graph->outputs()) {
       nbytes_ += output.defined() ? static_cast<std::int64_t>(output.nbytes())

@@ -71,9 +71,9 @@ std::shared_ptr<void> RegionGraphs::interleave_microbatches() {
   }
   reset();
   ++num_interleaving_;
-  watch_->set_slots_of_now([this](const Unit& unit) {
+  watch_->set_current_slots([this](const Unit& unit) {
     return std::make_shared<UnitSlots>(
-        unit_regions_[unit.id()]->slots.of_now());
+        unit_regions_[unit.id()]->slots.current());
   });
   return {nullptr, [self = weak_from_this()](void*) {
             if (const auto graphs = self.lock()) {
@@ -86,7 +86,7 @@ void RegionGraphs::end_interleaving() {
   if (--num_interleaving_ > 0) {
     return;
   }
-  watch_->set_slots_of_now({});
+  watch_->set_current_slots({});
   microbatch_ = 0;
   reset();
 }

@@ -52,7 +52,7 @@ void StepWatch::ran(const std::shared_ptr<RegionGraph>& graph, bool backward) {
     order_.push_back(
         {graph,
          backward,
-         slots_of_now_ ? slots_of_now_(graph->unit()) : nullptr});
+         current_slots_ ? current_slots_(graph->unit()) : nullptr});
   }
 }
 

@@ -28,11 +28,13 @@ class StepWatch : public std::enable_shared_from_this<StepWatch> {
     /// of the step.
     std::shared_ptr<UnitSlots> slots;
   };
-  using SlotsOfNow =
+  using CurrentSlots =
       std::function<std::shared_ptr<UnitSlots>(const Unit& unit)>;
 
   /// Asked for each run from now on.
-  void set_slots_of_now(SlotsOfNow slots) { slots_of_now_ = std::move(slots); }
+  void set_current_slots(CurrentSlots slots) {
+    current_slots_ = std::move(slots);
+  }
 
   /// A forward of the region begins: `graph` learns `call`.
   /// @param call  without its inputs, which are found here.
@@ -72,7 +74,7 @@ class StepWatch : public std::enable_shared_from_this<StepWatch> {
   RegionGraph::Input describe(const at::Tensor& input) const;
   void ran(const std::shared_ptr<RegionGraph>& graph, bool backward);
 
-  SlotsOfNow slots_of_now_;
+  CurrentSlots current_slots_;
   bool stopped_ = false;
   std::vector<Run> order_;
   std::unordered_map<const void*, Source> sources_;  ///< by address

@@ -18,7 +18,7 @@ void UnitSlots::acquired(const SlotKey& key, const Slot& slot) {
       view;
 }
 
-UnitSlots UnitSlots::of_now() const {
+UnitSlots UnitSlots::current() const {
   UnitSlots now = *this;
   now.of_one_run_ = true;
   return now;

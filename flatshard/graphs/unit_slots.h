@@ -24,7 +24,7 @@ class UnitSlots {
   void pointed(const SlotView& slot) { pointed_ = slot; }
   /// Those of this moment, for a region that runs now: where microbatches
   /// interleave, another one may have its own.
-  UnitSlots of_now() const;
+  UnitSlots current() const;
   /// Another step begins.
   void forget();
   /// The unit can be pointed at its weights' place, which the next step has.

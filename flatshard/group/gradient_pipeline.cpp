@@ -165,9 +165,9 @@ GradientPipeline::Reduction GradientPipeline::plan(
   }
   r.last = redistribution(reached, Stage::rest);
   contributed_ = std::exchange(contributes_, false);
-  const ReducedGradient::Room room = reduced_.make_room(is_last);
-  r.adds.reduced = room.add;
-  r.widen = room.widen;
+  const ReducedGradient::Space space = reduced_.make_space(is_last);
+  r.adds.reduced = space.add;
+  r.widen = space.widen;
   return r;
 }
 

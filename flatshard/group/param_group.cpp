@@ -99,11 +99,6 @@ ParamGroup::ParamGroup(
       strategy.num_axes(),
       m.to_string(),
       m.num_axes());
-  FLATSHARD_CHECK(
-      !strategy.post_forward || *strategy.post_forward == strategy.parameter,
-      config,
-      "strategy.post_forward other than the parameter's placement is not "
-      "supported; use reshard_after_forward");
   strategy.validate();
 
   context_.layout =

@@ -68,21 +68,21 @@ void ReducedGradient::drop() {
   in_reduce_dtype_ = {};
 }
 
-ReducedGradient::Room ReducedGradient::make_room(bool is_last) {
+ReducedGradient::Space ReducedGradient::make_space(bool is_last) {
   const ParamGroupOptions& options = context_.options;
   const Precision& precision = options.precision;
   check_owned();
-  Room room{.add = owner_ == Owner::us};
+  Space space{.add = owner_ == Owner::us};
   owner_ = Owner::us;
-  room.widen =
-      room.add && reduced_.local().scalar_type() != precision.main_grads;
-  if (room.widen) {
+  space.widen =
+      space.add && reduced_.local().scalar_type() != precision.main_grads;
+  if (space.widen) {
     in_reduce_dtype_ = std::exchange(reduced_, {});
   }
   const Placements& at_rest = context_.strategy.optimizer;
   if (!options.offload) {
     const bool in_reduce_dtype =
-        is_last && !room.add && options.grads_in_reduce_dtype;
+        is_last && !space.add && options.grads_in_reduce_dtype;
     if (!reduced_.defined()) {
       reduced_ = FlatBuffer(
           context_.layout,
@@ -90,7 +90,7 @@ ReducedGradient::Room ReducedGradient::make_room(bool is_last) {
           at_rest,
           in_reduce_dtype ? precision.reduce : precision.main_grads);
     }
-    return room;
+    return space;
   }
   if (kept_host_memory_.defined() &&
       kept_host_memory_.local().use_count() == 1) {  // nobody kept the last's
@@ -99,7 +99,7 @@ ReducedGradient::Room ReducedGradient::make_room(bool is_last) {
   if (!reduced_.defined()) {
     reduced_ = in_host_memory(context_, at_rest, precision.main_grads);
   }
-  return room;
+  return space;
 }
 
 void ReducedGradient::widen() const {

@@ -38,14 +38,14 @@ class ReducedGradient {
   /// It is gone; what was accumulated without a reduction joins the next one.
   void drop();
 
-  struct Room {
+  struct Space {
     bool add = false;    ///< to what is there
     bool widen = false;  ///< what is there from the reduce dtype first
   };
   /// Room for the sum of one reduction more, allocated on the current stream.
   /// @param is_last  of the step.
-  Room make_room(bool is_last);
-  /// Room::widen, on the reduce stream.
+  Space make_space(bool is_last);
+  /// Space::widen, on the reduce stream.
   void widen() const;
   /// On the current stream.
   void scale(double factor);

@@ -190,13 +190,6 @@ void Strategy::validate() const {
   check_suffix(*this, parameters);
   check_suffix(*this, gradients);
   check_suffix(*this, optimizers);
-  if (post_forward.has_value()) {
-    const NamedList after{"post_forward", *post_forward};
-    check_length(*this, after);
-    check_kinds(*this, after);
-    check_implies(*this, after, parameters);
-    check_suffix(*this, after);
-  }
 }
 
 }  // namespace flatshard

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -35,9 +34,6 @@ struct Strategy {
   Placements parameter;
   Placements gradient;
   Placements optimizer;
-  /// Where parameters stay between forward and backward; absent: as
-  /// `parameter`. May be replicated on axes on which `parameter` is sharded.
-  std::optional<Placements> post_forward = std::nullopt;
 
   /// One of the strategies of the table, for a mesh with `num_axes` axes. `op`
   /// is the reduction of partial gradients.
@@ -57,8 +53,7 @@ struct Strategy {
   /// not: one entry per axis; the optimizer and the parameter are never
   /// Partial, the gradient never Replicate; an axis on which the parameter is
   /// sharded has the gradient sharded too, and one with a sharded gradient the
-  /// optimizer; the sharded axes of each list are the innermost ones;
-  /// `post_forward` equals `parameter` or is replicated on more axes.
+  /// optimizer; the sharded axes of each list are the innermost ones.
   /// @throws Error{config}
   void validate() const;
 

@@ -292,30 +292,7 @@ TEST(Redistribute, LocalChangesAreViews) {
     EXPECT_EQ(base(shard), base(source) + shard.local_ranges().front().offset);
     EXPECT_EQ(base(source.redistribute({R}, Purpose::gather)), base(source));
     EXPECT_EQ(base(source.redistribute({PA}, Purpose::gather)), base(source));
-    // With a scale it is a copy.
-    const FlatBuffer scaled =
-        source.redistribute({R}, Purpose::gather, nullptr, {.scale = 2.0});
-    EXPECT_NE(base(scaled), base(source));
-    EXPECT_TRUE(scaled.local().equal(source.local() * 2));
     EXPECT_TRUE(context.log->records().empty());
-  });
-}
-
-TEST(Redistribute, ScaleAndOperation) {
-  run_ranks(4, [](RankContext& context) {
-    const auto mesh = context.mesh();
-    const auto layout = random_layout(4, false, 9);
-    const FlatBuffer source = make_source(layout, mesh, {PS}, at::kFloat);
-    const FlatBuffer sum = source.redistribute({S}, Purpose::reduce);
-    const FlatBuffer scaled =
-        source.redistribute({S}, Purpose::reduce, nullptr, {.scale = 0.25});
-    const FlatBuffer mean = source.redistribute(
-        {S},
-        Purpose::reduce,
-        nullptr,
-        {.reduce_op = ReduceOp::avg});
-    EXPECT_TRUE(scaled.local().equal(sum.local() * 0.25));
-    EXPECT_TRUE(mean.local().equal(scaled.local()));
   });
 }
 
@@ -359,10 +336,9 @@ TEST(Redistribute, R8_SegmentsGoInOneLaunch) {
   });
 }
 
-TEST(Redistribute, PrepareMakesGroupsOfSomeAxes) {
+TEST(Redistribute, MakesGroupsOfSomeAxes) {
   run_ranks(8, [](RankContext& context) {
     const auto mesh = context.mesh({{"pp", 2}, {"outer", 2}, {"dp", 2}});
-    FlatBuffer::prepare(*mesh, {R, S, S}, {R, R, R}, Purpose::gather);
     const auto layout = random_layout(4, false, 2);
     const FlatBuffer source =
         make_source(layout, mesh, {R, S, S}, at::kBFloat16);

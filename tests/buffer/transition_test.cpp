@@ -19,12 +19,9 @@ using testing::S;
 using Kind = TransitionStep::Kind;
 
 // E.g. "reduce_scatter(1) all_reduce(0)".
-std::string steps_of(
-    const Placements& from,
-    const Placements& to,
-    std::optional<ReduceOp> op = {}) {
+std::string steps_of(const Placements& from, const Placements& to) {
   std::string text;
-  for (const TransitionStep& step : plan_transition(from, to, op)) {
+  for (const TransitionStep& step : plan_transition(from, to)) {
     text += fmt::format(
         "{}{}({})",
         text.empty() ? "" : " ",
@@ -82,7 +79,6 @@ TEST(Transition, SeveralAxes) {
 
 TEST(Transition, OperationsThatDifferAreStepsOfTheirOwn) {
   EXPECT_EQ(steps_of({PS, PA}, {R, R}), "all_reduce(1) all_reduce(0)");
-  EXPECT_EQ(steps_of({PS, PA}, {R, R}, ReduceOp::sum), "all_reduce(0,1)");
   const auto steps = plan_transition({PS, PA}, {S, S});
   ASSERT_EQ(steps.size(), 2u);
   EXPECT_EQ(steps[0].op, ReduceOp::avg);

@@ -319,9 +319,6 @@ std::string refusal(
 
 TEST(ParamGroup, ErrorsNameTheOption) {
   const Strategy zero3 = Strategy::named("zero3", 1);
-  Strategy other_forward = zero3;
-  other_forward.post_forward = Placements{Placement::replicate()};
-  EXPECT_THAT(refusal(other_forward, {}), HasSubstr("post_forward"));
   EXPECT_THAT(
       refusal(Strategy::named("hsdp", 2), {}),
       HasSubstr("strategy hsdp is for 2 mesh axes"));

@@ -148,31 +148,12 @@ TEST(Strategy, ValidateNamesWhatIsWrong) {
        "strategy 'x': gradient is [Shard, Partial(avg)]; expected the sharded"},
       {{"x", {kR, kR}, {kP, kP}, {kS, kR}},
        "strategy 'x': optimizer is [Shard, Replicate]; expected the sharded"},
-      {{"x", {kS}, {kS}, {kS}, Placements{kR, kR}},
-       "strategy 'x': post_forward has 2 placements but parameter has 1"},
-      {{"x", {kS}, {kS}, {kS}, Placements{kP}},
-       "strategy 'x': post_forward on axis 0 is Partial(avg)"},
-      {{"x", {kR}, {kP}, {kR}, Placements{kS}},
-       "strategy 'x': post_forward is sharded on axis 0 but parameter is "
-       "Replicate there; expected Shard"},
-      {{"x", {kS, kS}, {kS, kS}, {kS, kS}, Placements{kS, kR}},
-       "strategy 'x': post_forward is [Shard, Replicate]; expected the "
-       "sharded"},
   };
   for (const Refused& refused : cases) {
     SCOPED_TRACE(refused.message);
     expect_error(ErrorCode::config, refused.message, [&] {
       refused.strategy.validate();
     });
-  }
-}
-
-TEST(Strategy, PostForwardMayBeShardedLess) {
-  Strategy strategy = Strategy::named("zero3", 2);
-  for (const Placements& after :
-       {Placements{kS, kS}, Placements{kR, kS}, Placements{kR, kR}}) {
-    strategy.post_forward = after;
-    EXPECT_NO_THROW(strategy.validate()) << to_string(after);
   }
 }
 
