@@ -1,6 +1,7 @@
 #include "flatshard/buffer/transition.h"
 
 #include <algorithm>
+#include <optional>
 
 #include "flatshard/core/error.h"
 

@@ -1,7 +1,7 @@
 #include "flatshard/diagnostics/memory_table.h"
 
 #include "flatshard/optim/adamw.h"
-#include "tests/unit/training.h"
+#include "tests/runtime/training.h"
 
 #include <ATen/ATen.h>
 

@@ -1,7 +1,7 @@
 #include "flatshard/diagnostics/norms.h"
 
 #include "flatshard/optim/sgd.h"
-#include "tests/unit/training.h"
+#include "tests/runtime/training.h"
 
 #include <ATen/ATen.h>
 

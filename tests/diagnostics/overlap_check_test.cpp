@@ -1,7 +1,7 @@
 #include "flatshard/diagnostics/overlap_check.h"
 
 #include "flatshard/core/error.h"
-#include "tests/unit/twin.h"
+#include "tests/runtime/twin.h"
 
 #include <ATen/ATen.h>
 

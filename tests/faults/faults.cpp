@@ -4,8 +4,8 @@
 #include "flatshard/device/stream.h"
 #include "flatshard/graphs/step_graph.h"
 #include "flatshard/optim/sgd.h"
+#include "tests/runtime/training.h"
 #include "tests/support/temp_folder.h"
-#include "tests/unit/training.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/Exception.h>

@@ -1,5 +1,5 @@
 #include "flatshard/runtime/step_state.h"
-#include "tests/unit/twin.h"
+#include "tests/runtime/twin.h"
 
 #include <gtest/gtest.h>
 

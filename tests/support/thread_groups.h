@@ -10,8 +10,8 @@ namespace flatshard::testing {
 
 /// make_communicator for ranks that are threads of one process: the CPU's
 /// communicator, over memory instead of Gloo's connections. Most of a small
-/// collective over loopback is the kernel's work: without it unit_parity_test
-/// takes 25 s of a core instead of 185.
+/// collective over loopback is the kernel's work: without it
+/// runtime_parity_test takes 25 s of a core instead of 185.
 ///
 /// @throws what it does over Gloo: Error{timeout} when a peer does not come
 ///   within options.timeout, Error{comm} when one is gone or has aborted.

@@ -1,0 +1,84 @@
+#pragma once
+
+#include "flatshard/models/llama.h"
+#include "tests/runtime/training.h"
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace flatshard::testing {
+
+enum class MoeExchange { none, collective, copies };
+
+struct MoeRun {
+  std::string name;
+  std::string strategy = "zero3";
+  std::vector<int> mesh{2};
+  int microbatches = 1;  ///< of a rank
+  models::ActivationCheckpoint checkpoint = models::ActivationCheckpoint::none;
+  bool reshard_after_forward = true;
+  double capacity_factor = 0;
+  double max_norm = 1e6;  ///< clips nothing
+  /// Not none: the last axis of the mesh is that of experts.
+  MoeExchange exchange = MoeExchange::none;
+  /// One product over the tokens of two ranks is rounded to bfloat16 once,
+  /// those of two microbatches twice: only float32 can show the same bits.
+  bool float32 = exchange != MoeExchange::none;
+  bool aux_loss = true;  ///< and z loss
+  bool bias = true;      ///< of the routers, moved by the load after each step
+  /// See ExchangeOptions::groups_by_rank: else an expert's rows are one
+  /// product.
+  bool groups_by_rank = true;
+  std::uint64_t delay_seed = 3;
+  bool graphs = false;  ///< of all regions, behind one step
+
+  int world() const;
+  int sequences() const { return world() * microbatches; }
+};
+
+struct MoeResult {
+  std::map<std::pair<int, int>, double> losses;  ///< by (step, sequence)
+  std::map<int, double> norms;                   ///< by step
+  std::map<std::string, std::vector<float>> weights;
+  std::vector<at::Tensor> biases;
+  std::int64_t num_replays = 0;  ///< forwards and backwards of one rank
+};
+
+/// One rank's part of `train_moe`, on any mesh and device. Its sequences'
+/// losses and what it owns of the weights go into `result`; norms and biases
+/// are rank 0's.
+void train_moe_rank(
+    const MoeRun& run,
+    const std::shared_ptr<Mesh>& mesh,
+    std::mutex& mutex,
+    MoeResult& result);
+
+/// Three steps of a small model with experts on thread ranks, with seeded
+/// delays on every stream.
+MoeResult train_moe(const MoeRun& run);
+
+/// The same sequences on one rank, each a microbatch, with nothing sharded,
+/// recomputed or sent.
+MoeRun moe_reference(const MoeRun& run);
+
+/// How far a run is from another.
+struct MoeDistance {
+  double largest = 0;  ///< difference of two losses, norms or weights
+  std::string where;
+};
+
+/// Infinite where the routers' biases differ, or what there is to compare.
+MoeDistance moe_distance(const MoeResult& got, const MoeResult& want);
+
+/// What a run may differ from its reference by. A sum of n addends in another
+/// order differs by n * eps of them at most, and clipping and AdamW hand that
+/// on to the weights in each of the 3 steps. Two ranks with a microbatch each
+/// have one order, whoever adds: 0.
+double moe_tolerance(const MoeRun& run);
+
+}  // namespace flatshard::testing
