@@ -21,9 +21,7 @@ void expect_named(
     Placements optimizer) {
   const auto strategy =
       Strategy::named(name, static_cast<int>(parameter.size()));
-  EXPECT_EQ(
-      strategy,
-      (Strategy{name, parameter, gradient, optimizer, std::nullopt}))
+  EXPECT_EQ(strategy, (Strategy{name, parameter, gradient, optimizer}))
       << name << ": " << to_string(strategy.parameter) << " "
       << to_string(strategy.gradient) << " " << to_string(strategy.optimizer);
   EXPECT_NO_THROW(strategy.validate());
