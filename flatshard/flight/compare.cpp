@@ -97,8 +97,8 @@ Progress progress_of(const RankView& view) {
   return progress;
 }
 
-// Of the groups of both: one on which `a` is ahead, and one on which `b` is.
-// Empty: none.
+// The groups that two ranks share are compared. Returns one on which `a` is
+// ahead and one on which `b` is, empty where there is none.
 std::pair<std::string_view, std::string_view> ahead(
     const Progress& a,
     const Progress& b) {
@@ -124,10 +124,11 @@ struct Parting {
   std::string_view group_of_b;
 };
 
-// The programs of all ranks queue the same collectives in the same order, so
-// that of two ranks one is behind the other on all groups. Where each is ahead
-// on another group, the programs have parted. Only ranks that wait are
-// compared: until then each may still be right about the other.
+// The programs of all ranks queue the same collectives in the same order. So
+// one of two ranks is behind the other on all groups that they share, or both
+// are at the same place. Two ranks that are each ahead on one group have taken
+// different paths. Only ranks that wait are compared, since the others may go
+// on.
 std::optional<Parting> find_parting(std::span<const RankView> views) {
   std::vector<std::pair<const RankView*, Progress>> waiting;
   for (const RankView& view : views) {
@@ -153,11 +154,9 @@ std::optional<Parting> find_parting(std::span<const RankView> views) {
 std::string waits_in(const RankView& view, std::string_view group) {
   const FlightPlace place = view.state.current(group);
   return fmt::format(
-      "rank {} waits in {}: {} ({})",
+      "rank {} waits in {}",
       view.state.rank,
-      place_of(place.entry->step, place.entry->signature),
-      describe(place.entry->signature),
-      at(*place.track, place.entry->seq));
+      describe(*place.track, *place.entry));
 }
 
 }  // namespace

@@ -89,12 +89,10 @@ std::string who_waits(const Stuck& stuck) {
 
 std::string waiting_text(const Stuck& stuck) {
   return fmt::format(
-      "{} for {} in {}: {} ({})",
+      "{} for {} in {}",
       who_waits(stuck),
       seconds(stuck.age),
-      place_of(stuck.entry->step, stuck.entry->signature),
-      describe(stuck.entry->signature),
-      at(*stuck.track, stuck.seq));
+      describe(*stuck.track, *stuck.entry));
 }
 
 std::optional<Verdict> find_failed(std::span<const RankView> views) {
@@ -208,20 +206,15 @@ std::string late_text(const Late& late, std::size_t world) {
   const FlightTrack& track = *late.stuck.track;
   const bool left = state.status == RankStatus::left;
   std::string text = fmt::format(
-      "rank {} of {} {}: it has not come to {}: {} ({})",
+      "rank {} of {} {}: it has not come to {}",
       state.rank,
       world,
       left ? "has ended its run" : "is late",
-      place_of(entry.step, entry.signature),
-      describe(entry.signature),
-      at(track, late.stuck.seq));
+      describe(track, entry));
   const FlightPlace now = state.current(late.stuck.group);
   if (late.waits_elsewhere) {
-    text += fmt::format(
-        ", since it waits in {}: {} ({})",
-        place_of(now.entry->step, now.entry->signature),
-        describe(now.entry->signature),
-        at(*now.track, now.entry->seq));
+    text +=
+        fmt::format(", since it waits in {}", describe(*now.track, *now.entry));
   } else if (!left && now.entry != nullptr) {
     text += fmt::format(
         "; it runs, in no collective for {}, after {}: {}",
@@ -264,12 +257,10 @@ std::optional<Verdict> find_held_device(std::span<const RankView> views) {
       continue;
     }
     std::string text = fmt::format(
-        "rank {} of {} is late: its device has not come to {}: {} ({})",
+        "rank {} of {} is late: its device has not come to {}",
         late.front(),
         views.size(),
-        place_of(stuck.entry->step, stuck.entry->signature),
-        describe(stuck.entry->signature),
-        at(*stuck.track, stuck.seq));
+        describe(*stuck.track, *stuck.entry));
     if (late.size() > 1) {
       text += fmt::format("; late are ranks {}", rank_list(late));
     }

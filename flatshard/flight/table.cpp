@@ -18,6 +18,16 @@ std::string detail::at(const FlightTrack& track, std::int64_t seq) {
   return fmt::format("{} #{}", track.name, seq);
 }
 
+std::string detail::describe(
+    const FlightTrack& track,
+    const FlightEntry& entry) {
+  return fmt::format(
+      "{}: {} ({})",
+      place_of(entry.step, entry.signature),
+      flatshard::describe(entry.signature),
+      at(track, entry.seq));
+}
+
 std::string detail::with_table(
     const std::string& headline,
     std::span<const RankView> views,

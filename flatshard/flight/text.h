@@ -10,6 +10,8 @@ namespace flatshard::detail {
 std::string seconds(std::chrono::milliseconds time);
 /// E.g. "dp.gather #12".
 std::string at(const FlightTrack& track, std::int64_t seq);
+/// E.g. "step 3, unit b: all_gather of 64 Float (dp.gather #12)".
+std::string describe(const FlightTrack& track, const FlightEntry& entry);
 std::string with_table(
     const std::string& headline,
     std::span<const RankView> views,
