@@ -23,7 +23,7 @@ struct StepEffects {
   };
   std::vector<Group> groups;  ///< as Runtime::all_groups
   Scheduler before;           ///< as the step found it
-  /// What the step made of a state without actions.
+  /// The state after the step. Its actions are those of the step alone.
   StepState after;
   std::vector<ScheduleEvent> events;  ///< for RuntimeOptions::trace
   nn::TensorList constants;           ///< of regions

@@ -171,31 +171,6 @@ GradientPipeline::Reduction GradientPipeline::plan(
   return r;
 }
 
-std::string to_string(const GradientPipeline::Reduction& r) {
-  using Path = GradientPipeline::Path;
-  std::string text;
-  switch (r.path) {
-    case Path::local:
-      text = "local";
-      break;
-    case Path::inner:
-      text = "inner";
-      break;
-    case Path::rest:
-      text = "rest";
-      break;
-    case Path::outer:
-      text = "outer";
-      break;
-    case Path::outer_of_slot:
-      text = "outer of slot";
-      break;
-  }
-  return text + (r.adds.local ? " + local" : "") +
-         (r.adds.inner ? " + inner" : "") +
-         (r.adds.reduced ? " + reduced" : "");
-}
-
 at::Tensor GradientPipeline::reduce_inner(
     const at::Tensor& slot,
     const Reduction& r) {

@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <functional>
 #include <map>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -191,8 +190,5 @@ class GradientPipeline {
   Hook hook_;
   std::map<std::pair<Stage, Stage>, Redistribution> redistributions_;
 };
-
-/// E.g. "inner + inner": the path, and what waits and is added to.
-std::string to_string(const GradientPipeline::Reduction& reduction);
 
 }  // namespace flatshard

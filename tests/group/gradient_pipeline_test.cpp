@@ -11,7 +11,33 @@ namespace {
 
 using ::testing::ElementsAre;
 
-/// Of microbatches that reduce, and of some that accumulate first (no_sync).
+// E.g. "inner + inner": the path, and what waits and is added to.
+std::string to_string(const GradientPipeline::Reduction& r) {
+  using Path = GradientPipeline::Path;
+  std::string text;
+  switch (r.path) {
+    case Path::local:
+      text = "local";
+      break;
+    case Path::inner:
+      text = "inner";
+      break;
+    case Path::rest:
+      text = "rest";
+      break;
+    case Path::outer:
+      text = "outer";
+      break;
+    case Path::outer_of_slot:
+      text = "outer of slot";
+      break;
+  }
+  return text + (r.adds.local ? " + local" : "") +
+         (r.adds.inner ? " + inner" : "") +
+         (r.adds.reduced ? " + reduced" : "");
+}
+
+// Of two microbatches that reduce, or of which the first accumulates (no_sync).
 std::vector<std::string> paths(const GroupCase& c, bool accumulates) {
   std::vector<std::string> paths;
   run_ranks(c.world(), [&](RankContext& context) {
