@@ -3,7 +3,7 @@
 PYTHONPATH=build/python torchrun --nproc-per-node 2 bench/python_compile.py
 
 Each case is a stack of equal blocks, a unit each, and runs four ways: Flatshard and
-FSDP2, eager and with `block.compile()`. --graphs adds Flatshard with `cuda_graph=True`,
+FSDP2, eager and with `block.compile()`. --graphs adds Flatshard with `ShardOptions(cuda_graph=True)`,
 eager and with what its forward calls compiled. --reduce-overhead adds both with
 `block.compile(mode="reduce-overhead")`, Flatshard in its arena, and how many CUDA graphs
 torch recorded in the warm-up and again after it.
@@ -168,6 +168,8 @@ def build(case, library, kind, mesh, args):
     if x.dim() == 4 and mesh.device_type == "cuda":
         x = x.to(memory_format=torch.channels_last)
     fully_shard = fully_shard_of("flatshard" if graphs else library)
+    if overhead and library == "flatshard":
+        flatshard.configure(model, flatshard.ModelOptions(slots_on_demand=False))
     for block in model.blocks:
         if overhead:
             block.compile(mode="reduce-overhead")
@@ -177,8 +179,7 @@ def build(case, library, kind, mesh, args):
         elif kind == "compiled":
             block.compile(backend=args.backend)
         fully_shard(block, mesh=mesh, **({"cuda_graph": True} if graphs else {}))
-    arena = {"slots_on_demand": False} if overhead and library == "flatshard" else {}
-    fully_shard(model, mesh=mesh, **arena)
+    fully_shard(model, mesh=mesh)
     return model, x
 
 

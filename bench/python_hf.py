@@ -26,21 +26,20 @@ from harness.peers import (
 from harness.ranks import join_mesh, say
 from harness.steps import measure
 
-COPIES, IN_PLACE = {"copy_engines": "all"}, {"grads_in_place": True}
+COLLECTIVES, AS_TENSORS = {"copy_engines": "none"}, {"grads_in_place": False}
 # Options of fully_shard. The library is the first word. "compiled": blocks are. "loss": the logits are those of
 # linear_cross_entropy, and the embedding is a separate unit.
 WAYS = {
     "fsdp2 eager": {},
     "flatshard eager": {},
-    "flatshard in place": IN_PLACE,
-    "flatshard copies": COPIES,
-    "flatshard copies, in place": {**COPIES, **IN_PLACE},
+    "flatshard eager, collectives": COLLECTIVES,
+    "flatshard eager, gradients as tensors": AS_TENSORS,
+    "flatshard eager, collectives, as tensors": {**COLLECTIVES, **AS_TENSORS},
     "fsdp2 compiled": {},
     "flatshard compiled": {},
-    "flatshard compiled, copies": COPIES,
+    "flatshard compiled, collectives": COLLECTIVES,
     "fsdp2 eager, loss": {},
     "flatshard eager, loss": {},
-    "flatshard copies, in place, loss": {**COPIES, **IN_PLACE},
     "fsdp2 compiled, loss": {},
     "flatshard compiled, loss": {},
 }

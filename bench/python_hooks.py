@@ -16,19 +16,20 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.command_line import Parser
-from harness.peers import library
+from harness.peers import shard_function
 from harness.ranks import join_mesh, say
 from harness.steps import synchronize
 
-COPIES = {"copy_engines": "all"}
+COLLECTIVES = {"copy_engines": "none", "grads_in_place": False}
+COPIES = {"copy_engines": "all", "grads_in_place": False}
 # {variant: options of fully_shard}. The library is the name's first word. The copies'
 # memory serves all models of a mesh, so they come last.
 GROUPS = (
-    {"plain": {}, "flatshard": {}, "fsdp2": {}},
+    {"plain": {}, "flatshard": COLLECTIVES, "fsdp2": {}},
     {
         "plain": {},
         "flatshard, copies": COPIES,
-        "flatshard, copies, in place": {**COPIES, "grads_in_place": True},
+        "flatshard, copies, in place": {"copy_engines": "all"},
     },
 )
 
@@ -72,7 +73,7 @@ def stack(args, mesh, name, options):
     ]
     model = nn.Sequential(*units).to(args.device)
     if name != "plain":
-        fully_shard = library(name.split(",")[0]).fully_shard
+        fully_shard = shard_function(name.split(",")[0])
         for module in (*units, model):
             fully_shard(module, mesh=mesh, **options)
     return model

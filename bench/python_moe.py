@@ -32,7 +32,7 @@ WAYS = {
     "fsdp2 compiled": {},
     "flatshard eager": {},
     "flatshard compiled": {},
-    "flatshard in place": {"grads_in_place": True},
+    "flatshard as tensors": {"grads_in_place": False},
 }
 SIZES = {"layers": 4, "seq": 4096, "dim": 2048, "heads": 32, "kv_heads": 4}
 SIZES |= {"head_dim": 128, "experts": 128, "top_k": 8, "ffn": 768, "vocab": 151936}

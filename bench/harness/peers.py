@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gc
 import importlib
+from dataclasses import fields
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -16,12 +17,30 @@ def library(name):
     return importlib.import_module(MODULES[name])
 
 
+def shard_function(name):
+    """Returns fully_shard. Flatshard's takes each of its options as a keyword here."""
+    module = library(name)
+    if name != "flatshard":
+        return module.fully_shard
+
+    def fully_shard(submodule, **options):
+        of_unit, of_model = (
+            {f.name: options.pop(f.name) for f in fields(kind) if f.name in options}
+            for kind in (module.ShardOptions, module.ModelOptions)
+        )
+        if of_model:
+            module.configure(submodule, module.ModelOptions(**of_model))
+        own = module.ShardOptions(**of_unit)
+        return module.fully_shard(submodule, options=own, **options)
+
+    return fully_shard
+
+
 def fully_shard_of(name, **dtypes):
     """Returns fully_shard with a policy: bfloat16 compute and reduction, or `dtypes`."""
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16, **dtypes}
-    module = library(name)
-    policy = module.MixedPrecisionPolicy(**dtypes)
-    return functools.partial(module.fully_shard, mp_policy=policy)
+    policy = library(name).MixedPrecisionPolicy(**dtypes)
+    return functools.partial(shard_function(name), mp_policy=policy)
 
 
 def shard_decoder(fully_shard, root, embed, blocks, tail, reshard=True):

@@ -6,6 +6,7 @@ torchrun --nproc-per-node 2 finetune_hf.py --model tiny --text README.md --steps
 """
 
 import argparse
+import os
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,8 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from huggingface_hub import snapshot_download
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import flatshard
 
@@ -37,7 +39,7 @@ device = "cuda" if cuda else "cpu"
 
 texts = "\n".join(open(name, encoding="utf-8").read() for name in args.text)
 torch.manual_seed(0)  # the ranks start from equal weights
-tokenizer = None
+tokenizer = folder = None
 if args.model == "tiny":
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
     ids = {"bos_token_id": None, "eos_token_id": None}  # bytes have neither
@@ -45,8 +47,12 @@ if args.model == "tiny":
     model = AutoModelForCausalLM.from_config(config)
     tokens = torch.tensor(list(texts.encode()))
 else:
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    folder = args.model if os.path.isdir(args.model) else snapshot_download(args.model)
+    # Without memory: each rank reads its part once the model is sharded.
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     # Without a warning that this is longer than the model's context: it is cut below.
     tokens = torch.tensor(tokenizer(texts, verbose=False)["input_ids"])
 if len(tokens) <= args.seq:
@@ -61,6 +67,8 @@ for module in list(model.modules()):
     if type(module).__name__ in blocks:
         flatshard.fully_shard(module, mp_policy=policy)
 flatshard.fully_shard(model, mp_policy=policy)
+if folder is not None:
+    flatshard.load_hf(model, folder)
 optimizer = flatshard.optim.AdamW(model.parameters(), lr=args.lr)
 
 generator = torch.Generator().manual_seed(rank)  # every rank reads its own samples

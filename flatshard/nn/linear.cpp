@@ -12,6 +12,13 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
+// Hooks of the program on a parameter want its gradient as a tensor.
+ModuleContextPtr unless_hooked(
+    const ModuleContextPtr& context,
+    const at::Tensor& parameter) {
+  return torch::autograd::impl::hooks(parameter).empty() ? context : nullptr;
+}
+
 struct LinearFunction : torch::autograd::Function<LinearFunction> {
   enum Input { kX, kWeight, kBias, kResidual };
 
@@ -56,13 +63,15 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     }
     if (ctx->needs_input_grad(kWeight)) {
       out[kWeight] = deliver_matmul_wgrad(
-          context,
+          unless_hooked(context, weight),
           weight,
           g,
           activation_rows(as_rows(x), saved[3]));
     }
     if (bias.defined() && ctx->needs_input_grad(kBias)) {
-      out[kBias] = deliver_wgrad(context, bias, [&] { return dy.sum(0); });
+      out[kBias] = deliver_wgrad(unless_hooked(context, bias), bias, [&] {
+        return dy.sum(0);
+      });
     }
     if (has_residual && ctx->needs_input_grad(residual_edge)) {
       out[kResidual] = grads[0];

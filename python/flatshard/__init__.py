@@ -33,12 +33,14 @@ _load_core()
 from flatshard import _C, checkpoint, diagnostics, float8, optim
 from flatshard._C import ConfigError, Error
 from flatshard._fsdp.backward_pass import BackwardPass
+from flatshard._fsdp.configure import configure
 from flatshard._fsdp.forward import UnshardHandle
 from flatshard._fsdp.fully_shard import fully_shard
 from flatshard._fsdp.graphed_callables import cuda_graph_stats, make_graphed_callables
 from flatshard._fsdp.initialize import reset_parameters
 from flatshard._fsdp.loss import linear_cross_entropy
 from flatshard._fsdp.module import FSDPModule
+from flatshard._fsdp.options import ModelOptions, ShardOptions
 from flatshard._fsdp.policies import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -46,6 +48,7 @@ from flatshard._fsdp.policies import (
 )
 from flatshard._fsdp.wrapping import register_fsdp_forward_method, share_comm_ctx
 from flatshard._tensor import shard_operations  # registers them
+from flatshard.checkpoint.hf import load_hf
 from flatshard.float8.policy import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -54,6 +57,7 @@ from flatshard.float8.policy import (
 )
 from flatshard.moe.expert_parallel import expert_parallel
 from flatshard.moe.overlap import overlap_microbatches
+from flatshard.moe.shard_moe import shard_moe
 
 __version__ = _C.version
 __all__ = [
@@ -67,19 +71,24 @@ __all__ = [
     "Float8Policy",
     "MXFP8BlockScaling",
     "MixedPrecisionPolicy",
+    "ModelOptions",
     "OffloadPolicy",
+    "ShardOptions",
     "UnshardHandle",
     "checkpoint",
+    "configure",
     "cuda_graph_stats",
     "diagnostics",
     "expert_parallel",
     "float8",
     "fully_shard",
     "linear_cross_entropy",
+    "load_hf",
     "make_graphed_callables",
     "optim",
     "overlap_microbatches",
     "register_fsdp_forward_method",
     "reset_parameters",
+    "shard_moe",
     "share_comm_ctx",
 ]

@@ -8,14 +8,16 @@ import torch
 from torch import nn
 
 import flatshard
-from flatshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from flatshard import CPUOffloadPolicy, MixedPrecisionPolicy
 from tests.python.device import DEVICE, on_device
+from tests.python.options import fully_shard
 from tests.python.training import full_state
 
 EXAMPLE = Path(__file__).parents[2] / "examples/python/one_f_one_b.py"
 spec = importlib.util.spec_from_file_location("one_f_one_b", EXAMPLE)
 example = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(example)
+example.fully_shard = fully_shard
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 

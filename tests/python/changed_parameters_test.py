@@ -8,8 +8,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from flatshard import MixedPrecisionPolicy, fully_shard
+from flatshard import MixedPrecisionPolicy
 from flatshard._fsdp import root
+
+from tests.python.options import fully_shard
 
 STRATEGIES = ["zero3", "zero2", "zero1", "zero0"]
 

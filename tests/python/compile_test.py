@@ -9,11 +9,11 @@ from torch._dynamo.utils import counters
 
 import flatshard
 from bench.harness.steps import counted_recordings
-from flatshard import fully_shard
 from flatshard._fsdp.forward import root_of
 from tests.python import float8_models
 from tests.python.device import DEVICE, on_device
 from tests.python.models import Mlp, llama
+from tests.python.options import fully_shard
 from tests.python.training import shard
 
 STEPS = 5

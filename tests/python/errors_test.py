@@ -13,10 +13,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
 from torch.distributed.tensor import Replicate, Shard
 
 import flatshard
-from flatshard import fully_shard, register_fsdp_forward_method
+from flatshard import register_fsdp_forward_method
 from flatshard._tensor.same_values import digest
 from tests.python.device import on_device
 from tests.python.models import Mlp
+from tests.python.options import fully_shard
 from tests.python.training import shard
 
 

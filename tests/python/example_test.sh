@@ -18,4 +18,23 @@ from transformers import AutoModelForCausalLM
 losses = [float(line.split()[-1]) for line in open(sys.argv[1] + "/log") if "loss" in line]
 assert losses[-1] < 0.8 * losses[0], losses
 AutoModelForCausalLM.from_pretrained(sys.argv[1] + "/model")
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+by_byte = pre_tokenizers.ByteLevel(add_prefix_space=False)
+ascii = [by_byte.pre_tokenize_str(chr(byte))[0][0] for byte in range(128)]
+others = sorted(set(by_byte.alphabet()) - set(ascii))
+vocabulary = {letter: i for i, letter in enumerate(ascii + others)}
+tokenizer = Tokenizer(models.BPE(vocabulary, []))
+tokenizer.pre_tokenizer = by_byte
+tokenizer.decoder = decoders.ByteLevel()
+PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(sys.argv[1] + "/model")
 PYTHON
+
+# A folder with a tokenizer: the ranks read their parts of it.
+"$python" -m torch.distributed.run --standalone --nproc-per-node 2 \
+  examples/python/finetune_hf.py --model "$out/model" --text README.md --steps 3 \
+  --seq 64 | tee "$out/log"
+# The weights are those that were trained.
+grep -q "step 1 loss [0-3]\." "$out/log"

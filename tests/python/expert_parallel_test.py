@@ -180,3 +180,37 @@ def test_what_cannot_be_spread_is_named(world):
     if world in (2, 4):
         with pytest.raises(ValueError, match="before"):
             expert_parallel(model, mesh)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_call_shards_as_several_do(family, rank, world):
+    shapes = {1: [(1, 1)], 2: [(1, 2)], 4: [(1, 4), (2, 2)]}.get(world)
+    if shapes is None:
+        pytest.skip("needs 1, 2 or 4 ranks")
+    for edp, ep in shapes:
+        by_hand = sharded(make(family), edp, ep)
+        model = flatshard.shard_moe(make(family), ep=ep)
+        assert train(model, [rank]) == train(by_hand, [rank])
+        expected = values(by_hand)
+        for name, value in values(model).items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=0, msg=name)
+
+
+def test_one_call_with_replicas(rank, world):
+    if world != 4:
+        pytest.skip("needs 4 ranks")
+    mesh = named_mesh(replicate=2, dp=2)
+    reference = make("qwen3_moe")
+    model = flatshard.shard_moe(make("qwen3_moe"), mesh, ep=2)
+    theirs, ours = train(reference, range(world)), train(model, [rank])
+    own = [world * theirs[world * step + rank] for step in range(3)]
+    assert ours == pytest.approx(own, rel=2e-4)
+
+
+def test_one_call_says_what_does_not_fit(world):
+    with pytest.raises(
+        ValueError, match=f"ep: expected a number that divides the {world}"
+    ):
+        flatshard.shard_moe(make("mixtral"), ep=3)
+    with pytest.raises(ValueError, match="does not say which modules are its layers"):
+        flatshard.shard_moe(torch.nn.Linear(2, 2), ep=1)

@@ -7,8 +7,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import flatshard
-from flatshard import Float8Policy, MixedPrecisionPolicy, checkpoint, fully_shard
+from flatshard import Float8Policy, MixedPrecisionPolicy, checkpoint
 from tests.python.device import named_mesh, on_device
+from tests.python.options import fully_shard
 
 DIM, EXPERTS, TOKENS = 8, 4, 12
 BF16 = torch.bfloat16

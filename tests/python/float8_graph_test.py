@@ -9,7 +9,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import flatshard
-from flatshard import fully_shard
 from tests.python.float8_models import BF16, DIM, KINDS, Block, Mlp, policy
 from tests.python.graph_training import (
     REPLAYED,
@@ -18,6 +17,7 @@ from tests.python.graph_training import (
     assert_same,
     train,
 )
+from tests.python.options import fully_shard
 
 pytestmark = pytest.mark.usefixtures("graphs_on_cpu")
 

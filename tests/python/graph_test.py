@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import flatshard
-from flatshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, megatron
+from flatshard import CPUOffloadPolicy, MixedPrecisionPolicy, megatron
 from flatshard._fsdp.forward import root_of
 from tests.python.device import DEVICE, on_device
 from tests.python.graph_training import (
@@ -43,6 +43,7 @@ from tests.python.graph_training import (
     train,
 )
 from tests.python.models import Mlp
+from tests.python.options import fully_shard
 
 pytestmark = pytest.mark.usefixtures("graphs_on_cpu")
 

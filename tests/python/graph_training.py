@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import flatshard
-from flatshard import fully_shard
 from tests.python.device import on_device
+from tests.python.options import fully_shard
 
 DIM, HEADS, VOCAB, BLOCKS, SEQ = 16, 2, 29, 3, 6
 STEPS, WARMUP = 6, 3

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import flatshard
-from flatshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from flatshard import CPUOffloadPolicy, MixedPrecisionPolicy
 from tests.python.device import DEVICE, on_device
 from tests.python.graph_training import (
     BLOCKS,
@@ -27,6 +27,7 @@ from tests.python.graph_training import (
     train,
 )
 from tests.python.models import Mlp
+from tests.python.options import fully_shard
 
 pytestmark = pytest.mark.usefixtures("graphs_on_cpu")
 

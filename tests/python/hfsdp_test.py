@@ -9,9 +9,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import flatshard
-from flatshard import checkpoint, fully_shard
+from flatshard import checkpoint
 from tests.python.device import DEVICE
 from tests.python.models import Body, Mlp, plain
+from tests.python.options import fully_shard
 from tests.python.training import (
     against_one_process,
     data,

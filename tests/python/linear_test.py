@@ -5,13 +5,16 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from flatshard import MixedPrecisionPolicy
 from flatshard._fsdp.linear import InPlaceLinear
 from tests.python.device import DEVICE, on_device
 from tests.python.models import Mlp
-from tests.python.training import STRATEGIES, distance, full_state, train, twins
+from tests.python.options import fully_shard
+from tests.python.training import STRATEGIES, distance, full_state, shard, train, twins
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 WIDE = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -60,28 +63,32 @@ class Recomputing(Mlp):
 
 def pair(make, mesh, **options):
     """The same model sharded, with tensors of gradients and in place."""
-    return twins(make, mesh, {"grads_in_place": True}, **options)
+    in_place = {"grads_in_place": True}
+    return twins(make, mesh, in_place, grads_in_place=False, **options)
 
 
 def gradients_as_tensors(model, loss):
     """Names of the parameters whose gradients autograd made tensors of."""
     seen = set()
 
-    def watch(name):
-        def hook(module, args):
-            for key, p in module.named_parameters(recurse=False):
-                p.register_hook(functools.partial(note, f"{name}.{key}"))
+    def watch(unit):
+        def hook(module, args, output):
+            for name, p in module.named_parameters(unit, remove_duplicate=False):
+                if not isinstance(p, DTensor):  # those of inner units are sharded again
+                    # A hook on the parameter would have a tensor made for it.
+                    node = get_gradient_edge(p).node
+                    node.register_prehook(functools.partial(note, name))
 
         return hook
 
-    def note(name, grad):
-        if grad is not None:
+    def note(name, grads):
+        if grads[0] is not None:
             seen.add(name)
 
+    names = {id(module): name for name, module in model.named_modules()}
     handles = [
-        module.register_forward_pre_hook(watch(name))
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, nn.Embedding))
+        unit.register_forward_hook(watch(names[id(unit)]))
+        for unit in [*model.units(), model]
     ]
     loss().backward()
     for handle in handles:
@@ -118,6 +125,32 @@ def test_only_others_make_tensors(make, others, mesh, rank):
     assert gradients_as_tensors(in_place, loss(in_place)) == others
     for a, b in zip(plain.parameters(), in_place.parameters()):
         torch.testing.assert_close(a.grad.full_tensor(), b.grad.full_tensor())
+
+
+def test_default_is_in_place_where_nothing_else_sees_it(mesh, rank):
+    kinds = []
+    for model in twins(Tied, mesh, {"grads_in_place": True}):
+        train(model, rank)
+        linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
+        kinds.append({type(m) for m in linears if m.weight is not model.head.weight})
+        assert isinstance(model.head, InPlaceLinear) == (len(kinds) == 2)
+    assert kinds[0] == kinds[1] and InPlaceLinear in kinds[0]
+
+
+def test_hooks_of_unsharded_weights_see_gradients(mesh, rank):
+    torch.manual_seed(0)
+    model = shard(Mlp(), fully_shard, mesh=mesh)
+    seen = []
+
+    def watch(module, args):
+        module.weight.register_hook(lambda grad: seen.append(grad.shape))
+
+    for block in model.blocks:
+        block.up.register_forward_pre_hook(watch)
+        block.down.register_forward_hook(lambda *of: watch(*of[:2]))
+    train(model, rank, steps=1)
+    shapes = [model.blocks[0].down.weight.shape, model.blocks[0].up.weight.shape]
+    assert seen == shapes * 3
 
 
 def test_tied_weights_and_two_calls(mesh, rank):

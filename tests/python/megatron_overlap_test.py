@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from flatshard import diagnostics, fully_shard, megatron
+from flatshard import diagnostics, megatron
 from tests.python.backward_pass_test import (
     batches_of,
     example,
@@ -17,6 +17,7 @@ from tests.python.backward_pass_test import (
 )
 from tests.python.device import DEVICE, named_mesh, on_device
 from tests.python.experts_mesh_test import Experts
+from tests.python.options import fully_shard
 
 Layer, Piece = example.Layer, example.Piece
 

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
-from flatshard import fully_shard
 from tests.python.device import on_device
 from tests.python.models import Body, plain
+from tests.python.options import fully_shard
 from tests.python.training import data, refused, shard
 
 

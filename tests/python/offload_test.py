@@ -10,11 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy as Fsdp2CPUOffloadPolicy
 
 import flatshard
-from flatshard import CPUOffloadPolicy, MixedPrecisionPolicy, checkpoint, fully_shard
+from flatshard import CPUOffloadPolicy, MixedPrecisionPolicy, checkpoint
 from flatshard._tensor.row_shard import RowShard
 from flatshard._tensor.sharded_tensor import ShardedTensor
 from tests.python.device import DEVICE, on_device
 from tests.python.models import Mlp
+from tests.python.options import fully_shard
 from tests.python.training import STRATEGIES, full_state, shard, train, twins
 
 OPTIMIZERS = {

@@ -5,11 +5,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import flatshard
-from flatshard import fully_shard
 from flatshard.diagnostics import take_trace
 from flatshard.float8.linear import Float8Linear
 from tests.python.device import DEVICE, on_device
 from tests.python.float8_models import BF16, KINDS, llama, one_rank, policy
+from tests.python.options import fully_shard
 from tests.python.training import distance, full_state
 
 peft = pytest.importorskip("peft", reason="wants requirements-dev.txt")

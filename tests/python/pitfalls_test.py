@@ -13,11 +13,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import flatshard
-from flatshard import MixedPrecisionPolicy, fully_shard
+from flatshard import MixedPrecisionPolicy
 from flatshard._fsdp.forward import state_of
 from flatshard._tensor.sharded_tensor import ShardedTensor
 from tests.python.device import DEVICE, on_device
 from tests.python.models import DIM, Block, Body, plain
+from tests.python.options import fully_shard
 from tests.python.training import against_one_process, data, full_state, shard
 
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch.distributed.fsdp import fully_shard as fsdp2
 
-import flatshard
-from flatshard import fully_shard
 from tests.python.device import on_device
 from tests.python.models import DIM
+from tests.python.options import fully_shard
 
 STRATEGIES = ("no_shard", "optim", "zero2", "optim_grads_params")
 
@@ -29,7 +28,7 @@ def twins(make, mesh, more, **options):
     other = copy.deepcopy(model)
     return (
         shard(model, fully_shard, mesh=mesh, **options),
-        shard(other, fully_shard, mesh=mesh, **more, **options),
+        shard(other, fully_shard, mesh=mesh, **{**options, **more}),
     )
 
 
@@ -76,7 +75,7 @@ def both(make, mesh, rank, options=None, fsdp2_options=None, **training):
     torch.manual_seed(0)
     ours = make()
     theirs = copy.deepcopy(ours)
-    shard(ours, flatshard.fully_shard, mesh=mesh, **(options or {}))
+    shard(ours, fully_shard, mesh=mesh, **(options or {}))
     shard(theirs, fsdp2, mesh=mesh, **(fsdp2_options or {}))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

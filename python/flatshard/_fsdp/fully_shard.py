@@ -18,11 +18,13 @@ from flatshard._fsdp.arguments import (
     strategy_name,
     uses_copy_engines,
 )
+from flatshard._fsdp.configure import options_of, take_keywords
 from flatshard._fsdp.collect import collect_parameters, modules_of_unit
 from flatshard._fsdp.forward import state_of
 from flatshard._fsdp.joined import find_parts, join
-from flatshard._fsdp.linear import write_grads_in_place
+from flatshard._fsdp.linear import linears_in_place, write_grads_in_place
 from flatshard._fsdp.main_grad import offer_main_grads
+from flatshard._fsdp.options import ModelOptions, ShardOptions
 from flatshard._fsdp.parameter import Parameter, mark_owner, whole_parameter
 from flatshard._fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 from flatshard._fsdp.replaced import watch_loads
@@ -32,7 +34,7 @@ from flatshard._graphs.checks import check_cuda_graph
 from flatshard._tensor.mesh import default_device_mesh, device_of, model_mesh, slices_of
 from flatshard._tensor.same_values import digest
 from flatshard.float8.linear import make_float8
-from flatshard.float8.policy import check_policy, choose_weights
+from flatshard.float8.policy import choose_weights
 from flatshard.torch_versions import buffers_of, hooks_of_tensor
 
 
@@ -45,18 +47,10 @@ def fully_shard(
     mp_policy=MixedPrecisionPolicy(),
     offload_policy=OffloadPolicy(),
     ignored_params=None,
-    strategy="zero3",
-    outer="replicate",
-    granularity="dim0",
-    prefetch=None,
-    max_padding=0.05,
-    grads_in_place=False,
-    copy_engines="none",
-    cuda_graph=False,
-    slots_on_demand=None,
-    check_same_values=True,
-    fp8=None,
     dp_mesh_dims=None,
+    strategy="zero3",
+    options=None,
+    **former_keywords,
 ):
     """Shards the parameters of `module` that no inner call has sharded yet.
 
@@ -81,45 +75,12 @@ def fully_shard(
             parameters, their gradients and optimizer state rest on the CPU. Of this
             package or FSDP2's.
         ignored_params: set of parameters to leave as they are on every rank.
-        strategy: "zero0" (no_shard), "zero1" (optim), "zero2" (optim_grads) or "zero3"
-            (optim_grads_params); both names mean the same.
-        outer: what the outer of two mesh dimensions does: "replicate", or "optim"
-            with ZeRO-3: the optimizer state is sharded over it, too (HFSDP), and
-            parameters are DTensors over the flattened mesh.
-        granularity: "dim0": parameters are cut between any two slices along their
-            first dimension, which is what a DTensor can say; "tensor": never cut, a
-            rank holds it or not.
-        prefetch: how many units are all-gathered ahead of the one that computes. None:
-            1. An option of the outermost module: an inner one accepts its value alone.
-        max_padding: the first forward warns of more padding than this, as a fraction
-            of the model's elements, unless it is less than 64 MiB a rank. The largest
-            of all units counts.
-        grads_in_place: the backward of each nn.Linear (not of subclasses) writes
-            gradients into the memory that is reduced, so they need no tensors of
-            their own and no copy. Compiled code and autocast go the usual way.
-        copy_engines: "all": gathers and reductions are copies between the ranks'
-            memory, which on GPUs take no SM, instead of collectives. Keeps the shard
-            of the compute weights and takes 256 MiB; all ranks on one host. "auto":
-            where NVLink joins all GPUs of the model's mesh. One for all units of a model.
-        cuda_graph: after three steps the forward of this module, with its backward, is
-            captured as CUDA graphs and replayed, with the same bits. For blocks: modules
-            that hold no other unit, take and return tensors in any nesting, and do the
-            same work in each step. What cannot be replayed runs eagerly, see
-            cuda_graph_stats. GPUs only.
-        slots_on_demand: True: whole parameters and gradients are allocated when a unit
-            needs them. False: they lie in one arena that is there all the time, at the
-            same addresses in every step, as torch.compile(mode="reduce-overhead") wants
-            them. None: True, but False where a unit has cuda_graph=True. An option of
-            the outermost module: an inner one accepts its value alone.
-        check_same_values: the first forward compares a digest of what the ranks of the
-            mesh had here, but for parameters on the meta device or written since, and
-            raises RuntimeError where they differ. False: they may, on purpose.
-        fp8: Float8Policy: weights of the nn.Linear that this call shards (not of
-            subclasses) are gathered and multiplied as FP8, beside mp_policy's
-            param_dtype=torch.bfloat16. Other code must not read them in the forward;
-            flatshard.float8.describe says which they are. None: none.
         dp_mesh_dims: None; FSDP2's, for parameters that are DTensors already, is
             refused.
+        strategy: "zero0" (no_shard), "zero1" (optim), "zero2" (optim_grads) or "zero3"
+            (optim_grads_params); both names mean the same.
+        options: ShardOptions, what FSDP2 does not have. Options of the whole model
+            (prefetch, copy engines, ...) are those of `flatshard.configure`.
 
     Experts: each rank has some of a layer's. With `edp` and `ep` of one mesh, the other
     parameters rest on both, mesh["edp", "ep"]._flatten("dp"), and the experts on "edp":
@@ -140,21 +101,18 @@ def fully_shard(
         NotImplementedError: one that is not supported, naming it.
     """
     modules = modules_of(module)
-    if not isinstance(cuda_graph, bool):
-        raise ValueError(f"cuda_graph: expected True or False, got {cuda_graph!r}")
-    if slots_on_demand is not None and not isinstance(slots_on_demand, bool):
-        raise ValueError(
-            f"slots_on_demand: expected True, False or None, got {slots_on_demand!r}"
-        )
-    if not max_padding >= 0:
-        raise ValueError(f"max_padding: expected a number >= 0, got {max_padding!r}")
+    if options is not None and not isinstance(options, ShardOptions):
+        raise TypeError(f"options: expected ShardOptions, got {type(options).__name__}")
+    options, model_options = take_keywords(
+        options, options_of(modules), former_keywords
+    )
+    fp8, cuda_graph = options.fp8, options.cuda_graph
     device_mesh = default_device_mesh() if mesh is None else mesh
     if not isinstance(device_mesh, DeviceMesh):
         raise TypeError(f"mesh: expected a DeviceMesh, got {mesh!r}")
-    name = strategy_name(strategy, outer, device_mesh)
-    shown_mesh = mesh_to_show(outer, device_mesh)
+    name = strategy_name(strategy, options.outer, device_mesh)
+    shown_mesh = mesh_to_show(options.outer, device_mesh)
     mp_policy = mixed_precision(mp_policy)
-    check_policy(fp8)
     offload = offloads(offload_policy)
     refuse_unsupported(reshard_after_forward)
     if cuda_graph:
@@ -164,17 +122,14 @@ def fully_shard(
             "dp_mesh_dims is not supported: parameters that are DTensors already are "
             "not; pass the mesh of the data-parallel ranks as mesh"
         )
-    if granularity not in ("dim0", "tensor"):
-        raise ValueError(
-            f"granularity: expected 'dim0' or 'tensor', which DTensors can say, got "
-            f"{granularity!r}"
-        )
-
     core, whole_mesh = model_mesh(device_mesh)
     slices = slices_of(core, whole_mesh)
     if slices is not None:
-        check_slices(fp8=fp8, cuda_graph=cuda_graph, grads_in_place=grads_in_place)
-    copy_engines = uses_copy_engines(copy_engines, whole_mesh)
+        check_slices(
+            fp8=fp8, cuda_graph=cuda_graph, grads_in_place=options.grads_in_place
+        )
+    asked_copy_engines = (model_options or ModelOptions()).copy_engines
+    copy_engines = uses_copy_engines(asked_copy_engines, whole_mesh)
     parts = find_parts(modules, core, offload, copy_engines)
     ignored = ids_of(ignored_params)
     owned = modules_of_unit(modules, lambda m: state_of(m) is not None)
@@ -195,17 +150,18 @@ def fully_shard(
             why_not_float8=reason,
             hooks=hooks_of_tensor(tensor),
         )
-        if check_same_values and device_mesh.size() > 1 and not tensor.is_meta:
+        if options.check_same_values and device_mesh.size() > 1 and not tensor.is_meta:
             p.digest = digest(tensor)
         parameters.append(p)
-    options = _C.UnitOptions(
+    in_place = linears_in_place(owned, parameters, options.grads_in_place, slices)
+    core_options = _C.UnitOptions(
         strategy=name,
-        granularity=granularity,
+        granularity=options.granularity,
         compute_dtype=mp_policy.param_dtype,
         offload=offload,
         pin_memory=offload and offload_policy.pin_memory,
         # A graph writes them where they are reduced.
-        grads_in_place=grads_in_place or cuda_graph,
+        grads_in_place=bool(in_place) or cuda_graph,
         copy_engines=copy_engines,
         float8=fp8.core() if fp8 else None,
         part=None if core is whole_mesh else core,
@@ -214,20 +170,19 @@ def fully_shard(
     values = [tensor.detach() for tensor, _, _ in found]
     state = UnitState(
         modules=[weakref.ref(m) for m in modules],
-        core=make_core(parameters, values, mp_policy, whole_mesh, options),
-        core_options=options,
+        core=make_core(parameters, values, mp_policy, whole_mesh, core_options),
+        core_options=core_options,
         mesh=core,
         device_mesh=shown_mesh,
         parameters=parameters,
         mp_policy=mp_policy,
         fp8=fp8,
-        prefetch=prefetch,
+        model_options=model_options,
+        asked_copy_engines=asked_copy_engines,
         copy_engines=copy_engines,
         cuda_graph=cuda_graph,
-        slots_on_demand=slots_on_demand,
-        max_padding=max_padding,
         policy=Policy(reshard_after_forward=reshard_after_forward),
-        check_same_values=check_same_values,
+        check_same_values=options.check_same_values,
         ignored=places_of(ignored, owned),
         initialized=not any(p.on_meta for p in parameters),
         slices=slices,
@@ -235,8 +190,8 @@ def fully_shard(
     state.make_shards()
     make_float8(state)
     offer_main_grads(state)
-    if grads_in_place:
-        write_grads_in_place(owned, state)
+    if in_place:
+        write_grads_in_place(in_place, state)
     for tensor, full_name, _ in found:
         mark_owner(tensor, full_name)
     for m in modules:

@@ -1,4 +1,4 @@
-"""`make_graphed_callables`, torch's way to ask for `fully_shard(..., cuda_graph=True)`, and
+"""`make_graphed_callables`, torch's way to ask for `ShardOptions(cuda_graph=True)`, and
 `cuda_graph_stats`."""
 
 from torch import nn
@@ -25,7 +25,7 @@ def make_graphed_callables(
     torch.cuda.make_graphed_callables runs modules on the samples and captures at once. A
     sharded module has no whole parameters then, so training itself is the warm-up: its
     first `num_warmup_iters` steps run eagerly and are watched, then all units are
-    captured, as with fully_shard(..., cuda_graph=True). Of the samples only shapes,
+    captured, as with ShardOptions(cuda_graph=True). Of the samples only shapes,
     dtypes and flags are looked at. Call it after fully_shard, before the first forward.
 
     Args:
@@ -157,7 +157,7 @@ def _sample_of(modules, number, args, kwargs, allow_unused_input):
 
 
 def cuda_graph_stats(model):
-    """What happened with fully_shard(..., cuda_graph=True) since the first forward.
+    """What happened with ShardOptions(cuda_graph=True) since the first forward.
 
     Args:
         model: the outermost module that fully_shard wrapped.

@@ -10,43 +10,74 @@ from flatshard.torch_versions import in_functorch
 
 
 class InPlaceLinear(nn.Linear):
-    """What `fully_shard(..., grads_in_place=True)` makes of an nn.Linear.
+    """An nn.Linear whose unit reduces gradients where its backward writes them, see
+    ShardOptions.grads_in_place.
 
-    Autograd would make a tensor of each gradient, which stays until the unit is
-    reduced and is copied then. Here the product of the backward goes to that place
-    itself, and is added to what came there before. Hooks on the whole weight and bias
-    see None.
+    Autograd would make a tensor of each weight gradient, which stays until the unit is
+    reduced and is copied then. Here the product of the backward goes to the memory that
+    is reduced, and is added to what an earlier use of the weight wrote.
     """
 
     def forward(self, input):
         weight, bias = self.weight, self.bias
+        if torch.compiler.is_compiling():
+            return functional.linear(input, weight, bias)
         root = self.__dict__["_flatshard_unit"].root
         if root is None or not _is_plain(input, weight):
             return functional.linear(input, weight, bias)
         return root.core.linear(input, weight, bias)
 
 
+# Errors and printed models name the kind that the user knows.
+InPlaceLinear.__name__ = "Linear"
+
+
 def _is_plain(input, weight):
     """Nobody but autograd sees the operation, and it has nothing to cast."""
     return (
         torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
         and type(input) in (torch.Tensor, nn.Parameter)
         and type(weight) is nn.Parameter
         and input.dtype == weight.dtype
         and input.dim() > 0
+        and not weight._backward_hooks
         and not torch.is_autocast_enabled(input.device.type)
         and not in_functorch()
     )
 
 
-def write_grads_in_place(modules, state):
-    """Of the nn.Linear among the modules whose weights `state` trains."""
-    trained = {id(p.shard) for p in state.parameters if p.trainable}
+def linears_in_place(modules, parameters, wanted, slices):
+    """The nn.Linear among `modules` whose weights are of `parameters`, trained, and
+    whose gradients are written in place.
+
+    Args:
+        wanted: ShardOptions.grads_in_place. None: not tied weights, whose gradient would
+            take the memory of the reduction from the first of its uses on.
+        slices: not None for a unit on a part of the model's mesh, which has none.
+    """
+    if wanted is False or slices is not None:
+        return []
+    trained = {
+        id(p.whole): p for p in parameters if p.whole.requires_grad and not p.float8
+    }
+    places = {
+        id(site()): p
+        for p in trained.values()
+        for site, name in p.sites
+        if name == "weight"
+    }
+    found = []
     for module in modules:
-        if type(module) is nn.Linear and id(module.weight) in trained:
-            module.__class__ = InPlaceLinear
-            module.__dict__["_flatshard_unit"] = state
+        p = places.get(id(module)) if type(module) is nn.Linear else None
+        if p is not None and (wanted or len(p.sites) == 1):
+            found.append(module)
+    return found
+
+
+def write_grads_in_place(linears, state):
+    for module in linears:
+        module.__class__ = InPlaceLinear
+        module.__dict__["_flatshard_unit"] = state
     for p in state.parameters:
         if p.trainable:
             p.whole._flatshard_unit = weakref.ref(state)

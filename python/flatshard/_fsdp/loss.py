@@ -17,7 +17,7 @@ def linear_cross_entropy(
     `torch.nn.functional.cross_entropy` of a head's output holds the logits three
     times when its backward begins: their log-softmax in float32, that one's gradient
     and their own. Here they exist once, in the dtype of the input, and become their
-    gradient. With `fully_shard(..., grads_in_place=True)` the weight's gradient goes
+    gradient. With `ShardOptions(grads_in_place=True)` the weight's gradient goes
     to where it is reduced.
 
     Call it while the weight is whole: in a forward of its unit, or in a method that

@@ -206,7 +206,7 @@ class FSDPModule:
     def set_symm_mem_for_comm(self, backend="NCCL"):
         raise NotImplementedError(
             "set_symm_mem_for_comm is not supported: for gathers and reductions by copy "
-            "engines use fully_shard(..., copy_engines='auto')"
+            "engines use ModelOptions(copy_engines='auto')"
         )
 
     def reset_iter_state(self):
@@ -218,7 +218,7 @@ class FSDPModule:
         root_of(self).core.reset()
 
     def reset_cuda_graphs(self):
-        """Drops the CUDA graphs of fully_shard(..., cuda_graph=True); blocks are captured
+        """Drops the CUDA graphs of ShardOptions(cuda_graph=True); blocks are captured
         again behind another warm-up. For what a graph cannot see: a tensor that is no
         argument, parameter or buffer and lies elsewhere now. Call it on the root, between
         steps."""

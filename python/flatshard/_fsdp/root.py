@@ -8,6 +8,7 @@ import torch
 
 from flatshard import _C
 from flatshard._fsdp.inner_outputs import InnerOutputs
+from flatshard._fsdp.options import ModelOptions
 from flatshard._fsdp.parameter import name_released
 from flatshard._fsdp.replaced import refuse_plain, refuse_replaced, settle
 from flatshard._fsdp.seen_writes import SeenWrites
@@ -36,7 +37,8 @@ class Root:
         units, parents, module_names = walk(module)
         check_units(units, parents, state)
         settle(units, module_names)
-        self._warn_of_padding(units, state.device_mesh)
+        options = state.model_options or ModelOptions()
+        self._warn_of_padding(units, state.device_mesh, options.max_padding)
         tree = []
         for number, unit in enumerate(units):
             for p in unit.parameters:
@@ -61,7 +63,7 @@ class Root:
         self.on_gpu = self.device.type == "cuda"
         warmup_steps = [u.graph_warmup_steps for u in units if u.cuda_graph]
         self.cuda_graphs = bool(warmup_steps)
-        self.slots_on_demand = self._slots_on_demand(state)
+        self.slots_on_demand = self._slots_on_demand(options.slots_on_demand)
         # The core would keep a bound method, and with it this object, for ever.
         me = weakref.ref(self)
         self.core = _C.Runtime(
@@ -73,7 +75,7 @@ class Root:
                 whole_written=lambda number, whole: me()._whole_written(number, whole),
             ),
             _C.RuntimeOptions(
-                prefetch=1 if state.prefetch is None else state.prefetch,
+                prefetch=1 if options.prefetch is None else options.prefetch,
                 copy_engines=state.copy_engines,
                 slots_on_demand=self.slots_on_demand,
                 trace=traces_steps(),
@@ -100,23 +102,23 @@ class Root:
         self.apply_sync()
 
     @staticmethod
-    def _warn_of_padding(units, device_mesh):
+    def _warn_of_padding(units, device_mesh, max_padding):
         text = _C.describe_excessive_padding(
-            [unit.core for unit in units], max(unit.max_padding for unit in units)
+            [unit.core for unit in units], 0.05 if max_padding is None else max_padding
         )
         if text is not None and device_mesh.get_rank() == 0:
             warnings.warn(f"fully_shard: {text}", stacklevel=2)
 
-    def _slots_on_demand(self, state):
-        if state.slots_on_demand is None:
+    def _slots_on_demand(self, asked):
+        if asked is None:
             return not self.cuda_graphs
-        if state.slots_on_demand and self.cuda_graphs:
+        if asked and self.cuda_graphs:
             raise ValueError(
                 "slots_on_demand: expected None or False for the root of a model with "
                 "cuda_graph=True, got True: a graph needs weights and gradients at the "
                 "same addresses in every step"
             )
-        return state.slots_on_demand
+        return asked
 
     @property
     def units(self):

@@ -1,6 +1,9 @@
 """The tree of units below a root: their order, their names, and whether they fit."""
 
+from dataclasses import fields
+
 from flatshard._fsdp.collect import modules_of_unit
+from flatshard._fsdp.options import ModelOptions
 
 
 def walk(root):
@@ -89,14 +92,8 @@ def check_units(units, parents, state):
                 "smaller model; wrap all modules first, then run the outermost "
                 "module"
             )
-        for option in ("prefetch", "slots_on_demand"):
-            given = getattr(unit, option)
-            if given not in (None, getattr(state, option)):
-                raise ValueError(
-                    f"{option}={given} of unit {unit.name} has no effect: it is an "
-                    "option of the outermost module, which has "
-                    f"{getattr(state, option)}; give it there"
-                )
+        if unit.model_options is not None and unit.model_options != state.model_options:
+            _check_model_options(unit, state)
         if unit.copy_engines != state.copy_engines:
             raise ValueError(
                 f"copy_engines: unit {unit.name} and the root differ; choose one "
@@ -106,4 +103,17 @@ def check_units(units, parents, state):
             raise ValueError(
                 f"unit {unit.name} is on mesh {unit.mesh}, the root on "
                 f"{state.mesh}: expected one mesh for all units of a model"
+            )
+
+
+def _check_model_options(unit, root):
+    """What a part of the model was given has to be what the root has."""
+    for field in fields(ModelOptions):
+        given = getattr(unit.model_options, field.name)
+        has = getattr(root.model_options or ModelOptions(), field.name)
+        if given not in (field.default, has):
+            raise ValueError(
+                f"{field.name}={given!r} of unit {unit.name} has no effect: it is an option "
+                f"of the whole model, which has {has!r}; use configure(model, "
+                "ModelOptions(...)) with the outermost module"
             )

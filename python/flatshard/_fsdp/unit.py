@@ -46,13 +46,12 @@ class UnitState:
     parameters: list
     mp_policy: object
     fp8: object  # Float8Policy or None
-    prefetch: int | None
+    model_options: object  # ModelOptions, or None where none were given
+    asked_copy_engines: str
     copy_engines: bool
     core_options: object  # _C.UnitOptions
     cuda_graph: bool = False
     main_grads: bool = False  # modules write some of its gradients, see main_grad.py
-    slots_on_demand: bool | None = None
-    max_padding: float = 0.05
     graph_warmup_steps: int = DEFAULT_WARMUP_STEPS
     policy: Policy = field(default_factory=Policy)
     grads: _C.GradViews = None

@@ -1,4 +1,4 @@
-"""Forwards of units as CUDA graphs: `fully_shard(..., cuda_graph=True)`.
+"""Forwards of units as CUDA graphs: `ShardOptions(cuda_graph=True)`.
 
 The core watches a few steps, captures and replays (RegionGraphs in C++). Here is what
 it needs of a module: its forward as a function of a list of tensors, what else that
@@ -258,7 +258,7 @@ class _Tree:
 
 
 class UnitGraph:
-    """The forward of one module of fully_shard(..., cuda_graph=True).
+    """The forward of one module of ShardOptions(cuda_graph=True).
 
     In the module's __dict__, so that it may hold what lies below the module. It does not
     hold the module: a deleted model is gone at once.

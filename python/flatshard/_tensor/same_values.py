@@ -52,7 +52,7 @@ def compare(units, device_mesh):
             f"parameter {names[0]}{others}: the ranks had different values in "
             "fully_shard, expected equal ones, of which each keeps its rows. Seed the "
             "ranks equally before the model is made, or give them the same weights; "
-            "fully_shard(..., check_same_values=False) where they differ on purpose"
+            "ShardOptions(check_same_values=False) where they differ on purpose"
         )
 
 

@@ -9,7 +9,7 @@ from flatshard.torch_versions import register_effect
 
 
 class Float8Linear(nn.Linear):
-    """What `fully_shard(..., fp8=Float8Policy(...))` makes of an nn.Linear.
+    """What `ShardOptions(fp8=Float8Policy(...))` makes of an nn.Linear.
 
     Its weight is an nn.Parameter in bfloat16 that refuses to be read: the products of
     forward and backward take the FP8 planes of it. Activations are quantized by the

@@ -1,4 +1,4 @@
-"""Which weights of a unit are FP8: `fully_shard(..., fp8=Float8Policy(...))`."""
+"""Which weights of a unit are FP8: `ShardOptions(fp8=Float8Policy(...))`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

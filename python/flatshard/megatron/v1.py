@@ -10,6 +10,7 @@ from flatshard import diagnostics
 from flatshard._fsdp.fully_shard import fully_shard as _fully_shard
 from flatshard._fsdp.initialize import reset_parameters
 from flatshard._fsdp.module import FSDPModule
+from flatshard._fsdp.options import ShardOptions
 from flatshard._fsdp.strategies import find_strategy
 from flatshard.megatron import v2
 from flatshard.megatron.experts import check_experts, check_group, expert_modules
@@ -34,7 +35,11 @@ _WITHOUT_COUNTERPART = {
     "maxpool_double_buffer": (False, (True,), ""),
     "fsdp_db_use_persist_buf_on_alloc_fail": (False, (), "slots never fail"),
     "use_decoupled_grad": (False, (), "gradients have the parameters' dtype"),
-    "suggested_communication_unit_size": (None, (), "use prefetch="),
+    "suggested_communication_unit_size": (
+        None,
+        (),
+        "use flatshard.configure(model, ModelOptions(prefetch=...))",
+    ),
     "gradient_reduce_div_fusion": (True, (False,), ""),
     "fsdp_all_gather_in_start_param_sync": (True, (False,), ""),
 }
@@ -62,7 +67,7 @@ def fully_shard_model(
     expt_device_mesh=None,
     expt_fsdp_group_ag=None,
     hybrid_fsdp_expt_group=None,
-    grads_in_place=False,
+    grads_in_place=None,
     **others,
 ):
     """Shards `module`. Returns it; it is an FSDPModule from now on.
@@ -96,7 +101,7 @@ def fully_shard_model(
         expt_fsdp_group_ag, hybrid_fsdp_expt_group: groups of the ranks of the dimension
             that shards experts, and of all of expt_device_mesh. Gathers have
             communicators of their own anyway.
-        grads_in_place: of flatshard.fully_shard, for all modules but experts; Megatron-FSDP
+        grads_in_place: of flatshard.ShardOptions, for all modules but experts; Megatron-FSDP
             has no such argument. Such nn.Linear can put weight gradients off.
         report_nan_in_param_grad: see flatshard.diagnostics.report_nan_in_param_grad.
 
@@ -145,11 +150,13 @@ def fully_shard_model(
                 unit,
                 mesh=mesh,
                 strategy=strategy,
-                outer=outer,
                 mp_policy=policy,
-                cuda_graph=cuda_graph_mode and unit is not module,
-                grads_in_place=grads_in_place,
-                fp8=own_fp8,
+                options=ShardOptions(
+                    outer=outer,
+                    cuda_graph=cuda_graph_mode and unit is not module,
+                    grads_in_place=grads_in_place,
+                    fp8=own_fp8,
+                ),
             )
         if calculate_per_token_loss:
             unit.set_gradient_divide_factor(1.0)

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard._fsdp.fully_shard import fully_shard as _fully_shard
 from flatshard._fsdp.module import FSDPModule
+from flatshard._fsdp.options import ShardOptions
 from flatshard._fsdp.parameter import former_name
 from flatshard._fsdp.wrapping import check_module
 from flatshard.megatron.float8 import FullyShardFP8Policy, check_dtype, float8_policy
@@ -171,9 +172,8 @@ def fully_shard(
             module,
             mesh=mesh,
             strategy=strategy,
-            outer=outer,
             mp_policy=mp_policy,
-            fp8=fp8,
+            options=ShardOptions(outer=outer, fp8=fp8),
         )
     if grad_divisor != 1:
         module.set_gradient_divide_factor(mesh.size() * grad_divisor)

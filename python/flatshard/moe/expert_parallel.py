@@ -66,7 +66,7 @@ def expert_parallel(model, ep_mesh, *, overlap=False):
             getattr(module, "experts", None), nn.ModuleList
         ):
             _stack(module)
-    found = [(n, m) for n, m in model.named_modules() if _is_experts(m)]
+    found = experts_in(model)
     if not found:
         raise ValueError(
             f"model: expected experts as transformers' Mixtral and Qwen3-MoE have them, "
@@ -82,6 +82,11 @@ def expert_parallel(model, ep_mesh, *, overlap=False):
             if id(getattr(block, "experts", None)) in experts:
                 _cut_logits(block)
     return model
+
+
+def experts_in(model):
+    """Names and modules of the experts of each layer, in the form of transformers 5."""
+    return [(n, m) for n, m in model.named_modules() if _is_experts(m)]
 
 
 def is_spread(module):

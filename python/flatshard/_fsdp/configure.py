@@ -1,0 +1,98 @@
+"""`configure`, and the keywords of `fully_shard` that options replaced."""
+
+import warnings
+from dataclasses import fields, replace
+
+from torch import nn
+
+from flatshard._fsdp.forward import state_of
+from flatshard._fsdp.options import ModelOptions, ShardOptions
+
+
+def configure(model: nn.Module, options: ModelOptions) -> nn.Module:
+    """Sets the options of a whole model.
+
+    Call it once with the outermost module, before `fully_shard` is applied to any part of
+    it, or after `fully_shard` as long as `copy_engines` stays what it was. Equal on all
+    ranks.
+
+    Returns:
+        `model`.
+
+    Raises:
+        TypeError: not a module, or not a ModelOptions.
+        RuntimeError: the model ran before.
+        ValueError: parts of the model are sharded already, with another `copy_engines`.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"configure: expected a module, got {type(model).__name__}")
+    if not isinstance(options, ModelOptions):
+        raise TypeError(
+            f"configure: expected a ModelOptions, got {type(options).__name__}"
+        )
+    units = {
+        id(state): state
+        for module in model.modules()
+        if (state := state_of(module)) is not None
+    }.values()
+    for unit in units:
+        if unit.root is not None:
+            raise RuntimeError(
+                "configure: the model ran, or was unsharded, before; call configure "
+                "before its first forward"
+            )
+        if unit.asked_copy_engines != options.copy_engines:
+            raise ValueError(
+                f"configure: copy_engines={options.copy_engines!r}, but parts of the "
+                f"model are sharded already with {unit.asked_copy_engines!r}; call "
+                "configure before fully_shard"
+            )
+    for unit in units:
+        unit.model_options = options
+    for module in model.modules():
+        module.__dict__["_flatshard_options"] = options
+    return model
+
+
+def options_of(modules) -> ModelOptions | None:
+    """What `configure` gave the model that `modules` are part of."""
+    return modules[0].__dict__.get("_flatshard_options")
+
+
+_OF_UNITS = tuple(field.name for field in fields(ShardOptions))
+_OF_MODELS = tuple(field.name for field in fields(ModelOptions))
+
+
+def take_keywords(options, model_options, keywords):
+    """Moves former keywords of `fully_shard` into the options that replaced them.
+
+    Returns:
+        options, model_options.
+
+    Raises:
+        TypeError: a keyword that never was one, or is in `options` as well.
+    """
+    for name in keywords:
+        if name not in _OF_UNITS + _OF_MODELS:
+            raise TypeError(
+                f"fully_shard() got an unexpected keyword argument {name!r}"
+            )
+        is_of_unit = name in _OF_UNITS
+        instead = (
+            f"options=ShardOptions({name}=...)"
+            if is_of_unit
+            else f"flatshard.configure(model, ModelOptions({name}=...))"
+        )
+        if is_of_unit and options is not None:
+            raise TypeError(f"fully_shard: {name} beside options; give {instead}")
+        warnings.warn(
+            f"fully_shard: the keyword {name} goes with the next version; use {instead}",
+            FutureWarning,
+            stacklevel=3,
+        )
+    of_unit = {k: v for k, v in keywords.items() if k in _OF_UNITS}
+    of_model = {k: v for k, v in keywords.items() if k in _OF_MODELS}
+    options = ShardOptions(**of_unit) if options is None else options
+    if of_model:
+        model_options = replace(model_options or ModelOptions(), **of_model)
+    return options, model_options

@@ -1,0 +1,113 @@
+"""Options beyond FSDP2's: `ShardOptions` of one `fully_shard` call, and `ModelOptions` of a
+whole model."""
+
+from dataclasses import dataclass
+
+from flatshard.float8.policy import Float8Policy, check_policy
+
+
+def _expect(what, name, value, fits, expected):
+    if not fits:
+        raise ValueError(f"{what}: {name}: expected {expected}, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardOptions:
+    """Options of one `fully_shard` call, beyond FSDP2's.
+
+    Attributes:
+        outer: what the outer of two mesh dimensions does. "replicate": replicas (HSDP).
+            "optim", with ZeRO-3: the optimizer state is sharded over it as well (HFSDP),
+            and parameters are DTensors over the flattened mesh.
+        granularity: where parameters are cut. "dim0": between any two slices along their
+            first dimension. "tensor": nowhere, a rank has a parameter or not.
+        grads_in_place: the backward of each nn.Linear (not of subclasses) writes weight
+            gradients into the memory that is reduced, without a tensor of their own and
+            without a copy. None: for the nn.Linear of the unit that own their weights
+            alone. True: for tied weights as well. False: for none. Compiled code, autocast
+            and unsharded weights with hooks take the usual way.
+        cuda_graph: after three steps, the forward and the backward of the module are
+            captured as CUDA graphs and replayed, with bitwise identical results. For
+            modules that hold no other unit. Calls that cannot be replayed run eagerly,
+            see `cuda_graph_stats`. GPUs only.
+        check_same_values: the first forward compares a digest of each parameter among
+            the ranks of the mesh and raises RuntimeError where they differ. Parameters
+            on the meta device and parameters that were written since are left out.
+            False: the ranks differ on purpose.
+        fp8: the weights of nn.Linear (not of subclasses) are all-gathered and multiplied
+            as FP8. Needs `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`.
+
+    Raises:
+        ValueError: a value that is not allowed, naming the option.
+    """
+
+    outer: str = "replicate"
+    granularity: str = "dim0"
+    grads_in_place: bool | None = None
+    cuda_graph: bool = False
+    check_same_values: bool = True
+    fp8: Float8Policy | None = None
+
+    def __post_init__(self):
+        def expect(name, fits, expected):
+            _expect("options", name, getattr(self, name), fits, expected)
+
+        outers = ("replicate", "optim")
+        expect("outer", self.outer in outers, "'replicate' or 'optim'")
+        expect(
+            "granularity",
+            self.granularity in ("dim0", "tensor"),
+            "'dim0' or 'tensor', which DTensors can say",
+        )
+        in_place = self.grads_in_place is None or isinstance(self.grads_in_place, bool)
+        expect("grads_in_place", in_place, "True, False or None")
+        for name in ("cuda_graph", "check_same_values"):
+            expect(name, isinstance(getattr(self, name), bool), "True or False")
+        check_policy(self.fp8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Options of a whole model, see `configure`.
+
+    Attributes:
+        prefetch: the number of units that are all-gathered ahead of the one that computes.
+            None: 1.
+        copy_engines: "all": all-gathers and reduce-scatters are copies between the ranks'
+            memory, which take no SM of a GPU, instead of collectives. All ranks have to
+            be on one host. "auto": where NVLink joins all GPUs of the mesh. "none":
+            collectives. Copies keep a shard of the unsharded weights' dtype, and 256 MiB
+            a GPU.
+        slots_on_demand: True: memory of unsharded parameters and gradients is allocated
+            when a unit needs it. False: it stays allocated, at the same addresses in
+            each step, as torch.compile(mode="reduce-overhead") needs it. None: True,
+            and False where a unit has cuda_graph=True.
+        max_padding: the first forward warns of more padding than this fraction of the
+            model's elements, if it is more than 64 MiB a rank. None: 0.05.
+
+    Raises:
+        ValueError: a value that is not allowed, naming the option.
+    """
+
+    prefetch: int | None = None
+    copy_engines: str = "auto"
+    slots_on_demand: bool | None = None
+    max_padding: float | None = None
+
+    def __post_init__(self):
+        def expect(name, fits, expected):
+            _expect("ModelOptions", name, getattr(self, name), fits, expected)
+
+        expect(
+            "prefetch",
+            self.prefetch is None
+            or (type(self.prefetch) is int and self.prefetch >= 0),
+            "a number of units >= 0, or None",
+        )
+        choices = ("none", "auto", "all")
+        expect("copy_engines", self.copy_engines in choices, "'none', 'auto' or 'all'")
+        asked = self.slots_on_demand
+        on_demand = asked is None or isinstance(asked, bool)
+        expect("slots_on_demand", on_demand, "True, False or None")
+        padding = self.max_padding
+        expect("max_padding", padding is None or padding >= 0, "a number >= 0, or None")

@@ -1,0 +1,269 @@
+"""`load_hf`: the weights of a Hugging Face folder, read straight into shards."""
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from flatshard._fsdp.forward import state_of
+from flatshard._fsdp.module import FSDPModule
+from flatshard._tensor.memory import local_of
+from flatshard._tensor.shard_values import own_span, row_dim
+from flatshard._tensor.sharded_tensor import ShardedTensor
+from flatshard._tensor.writes import writes
+from flatshard.torch_versions import buffers_of, parameters_of
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+# Parameters of all experts of a layer, and the tensors of one expert that form a row.
+_EXPERT_PARTS = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "down_proj": (("down_proj",), ("w2",)),
+}
+
+
+def load_hf(
+    model: nn.Module,
+    folder: str | os.PathLike,
+    *,
+    rename: Callable[[str], str] | None = None,
+) -> list[str]:
+    """Reads the weights of a Hugging Face folder into a sharded model.
+
+    Each rank reads the rows that it has, so no rank holds a whole model or a whole file:
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        flatshard.load_hf(model, folder)
+
+    Values are converted to the dtype of each parameter. Experts of which the folder has
+    one tensor each are stacked where the model has one parameter for all of them. Buffers
+    on the meta device that the folder does not have are computed as the model's class
+    does. Not collective.
+
+    Args:
+        model: after fully_shard; on the meta device, or with values that are replaced.
+        folder: has model.safetensors, or model.safetensors.index.json and its files.
+        rename: maps a name in the model to the name in the folder. None: the names are
+            equal, up to the prefix of the base model (`model.base_model_prefix`).
+
+    Returns:
+        Names of tensors in the folder that the model does not have.
+
+    Raises:
+        FileNotFoundError: no safetensors files in the folder.
+        ValueError: parameters or buffers that the folder does not have, or of another
+            shape, with their names. The model has no usable values then.
+    """
+    tensors = _Folder(Path(folder))
+    places = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        places.setdefault(id(p), (p, []))[1].append(name)
+    missing = []
+    for p, names in places.values():
+        source = _source(tensors, model, names, rename)
+        if source is None:
+            missing.append(names[0])
+            continue
+        _read(source, p, names[0], model)
+    missing += _load_buffers(tensors, model, rename)
+    if missing:
+        shown = ", ".join(sorted(missing)[:5]) + (", ..." if len(missing) > 5 else "")
+        raise ValueError(
+            f"{folder}: expected tensors for all parameters of {_kind(model).__name__}, "
+            f"found none for {len(missing)}: {shown}; give rename, if the folder has "
+            "other names"
+        )
+    for module in model.modules():
+        if (state := state_of(module)) is not None:
+            state.initialized = True
+            state.forget_digests()
+    writes.count += 1
+    return sorted(tensors.unused)
+
+
+class _Folder:
+    """The tensors of the files of a folder; a file is opened when it is needed."""
+
+    def __init__(self, path):
+        try:
+            from safetensors import safe_open
+        except ImportError as error:
+            raise ImportError(
+                "load_hf needs the package safetensors, which transformers installs: "
+                "pip install safetensors"
+            ) from error
+        self.path, self._open, self._files = path, safe_open, {}
+        index = path / _INDEX
+        if (path / _SINGLE).exists():
+            self._file_of = dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
+        elif index.exists():
+            self._file_of = json.loads(index.read_text())["weight_map"]
+        else:
+            old = " (pytorch_model.bin has to be converted)" * any(path.glob("*.bin"))
+            raise FileNotFoundError(
+                f"{path}: expected {_SINGLE} or {_INDEX}, found neither{old}"
+            )
+        self.unused = set(self._file_of)
+
+    def __contains__(self, name):
+        return name in self._file_of
+
+    def _file(self, name):
+        if name not in self._files:
+            self._files[name] = self._open(
+                self.path / name, framework="pt", device="cpu"
+            )
+        return self._files[name]
+
+    def slice(self, name):
+        self.unused.discard(name)
+        return self._file(self._file_of[name]).get_slice(name)
+
+
+class _One:
+    """A parameter that the folder has as one tensor."""
+
+    def __init__(self, tensors, name):
+        self._slice = tensors.slice(name)
+        self.shape = tuple(self._slice.get_shape())
+
+    def rows(self, begin, end):
+        return self._slice[begin:end] if self.shape else self._slice[...]
+
+
+class _Experts:
+    """A parameter of all experts, of which the folder has tensors of one expert each."""
+
+    def __init__(self, tensors, prefix, parts):
+        self._parts = []
+        while f"{prefix}.{len(self._parts)}.{parts[0]}.weight" in tensors:
+            e = len(self._parts)
+            self._parts.append(
+                [tensors.slice(f"{prefix}.{e}.{k}.weight") for k in parts]
+            )
+        shapes = [part.get_shape() for part in self._parts[0]]
+        rows = sum(shape[0] for shape in shapes)
+        self.shape = (len(self._parts), rows, *shapes[0][1:])
+
+    def rows(self, begin, end):
+        return torch.stack(
+            [torch.cat([part[:] for part in parts]) for parts in self._parts[begin:end]]
+        )
+
+
+def _source(tensors, model, names, rename):
+    """Where the values of the parameter with these names are; None: nowhere."""
+    for name in names:
+        for candidate in _names_in_folder(model, name, rename):
+            if candidate in tensors:
+                return _One(tensors, candidate)
+            prefix, _, last = candidate.rpartition(".")
+            for parts in _EXPERT_PARTS.get(last, ()):
+                if f"{prefix}.0.{parts[0]}.weight" in tensors:
+                    return _Experts(tensors, prefix, parts)
+    return None
+
+
+def _names_in_folder(model, name, rename):
+    if rename is not None:
+        yield rename(name)
+        return
+    base = getattr(model, "base_model_prefix", "")
+    same = [name, name.removeprefix(f"{base}."), f"{base}.{name}"] if base else [name]
+    yield from same
+    # Mixtral's blocks have another name since transformers 5.
+    for known in same:
+        yield re.sub(r"\.mlp\.(experts|gate)\b", r".block_sparse_moe.\1", known)
+
+
+def _read(source, p, name, model):
+    if source.shape != tuple(p.shape):
+        raise ValueError(
+            f"{name}: expected a tensor {list(p.shape)}, found {list(source.shape)}; is "
+            "the folder of this model's configuration?"
+        )
+    if isinstance(p, ShardedTensor):
+        local = local_of(p)
+        cut = row_dim(p) is not None
+        begin, end = own_span(p) if cut else (0, p.shape[0] if p.dim() else 0)
+        if not cut or begin < end:
+            with torch.no_grad():
+                local.copy_(source.rows(begin, end).view(local.shape))
+        return
+    value = source.rows(0, p.shape[0] if p.dim() else 0).to(p.dtype)
+    if p.is_meta:  # of ignored_params
+        device = _device(model)
+        _put(
+            parameters_of, model, name, nn.Parameter(value.to(device), p.requires_grad)
+        )
+    else:
+        with torch.no_grad():
+            p.copy_(value)
+
+
+def _load_buffers(tensors, model, rename):
+    """Names of buffers on the meta device that are left."""
+    left = []
+    for name, buffer in model.named_buffers():
+        source = _source(tensors, model, [name], rename)
+        if source is not None:
+            value = source.rows(0, buffer.shape[0] if buffer.dim() else 0)
+            device = _device(model) if buffer.is_meta else buffer.device
+            _put(buffers_of, model, name, value.to(device, buffer.dtype))
+        elif buffer.is_meta:
+            left.append(name)
+    if not left or not hasattr(model, "config"):
+        return left
+    with _parameters_on_meta():
+        twin = _kind(model)(model.config)
+    computed = dict(twin.named_buffers())
+    for name in left:
+        if name in computed:
+            _put(buffers_of, model, name, computed[name].to(_device(model)))
+    return [name for name in left if name not in computed]
+
+
+@contextlib.contextmanager
+def _parameters_on_meta():
+    """Modules that are made inside have their parameters on meta, and real buffers."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module, name, p):
+        if p is not None and not p.is_meta:
+            p = nn.Parameter(p.to("meta"), p.requires_grad)
+        register(module, name, p)
+
+    nn.Module.register_parameter = on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def _kind(model):
+    """The class that the model had before fully_shard."""
+    classes = type(model).__mro__
+    return classes[classes.index(FSDPModule) + 1 if FSDPModule in classes else 0]
+
+
+def _device(model):
+    for p in model.parameters():
+        if isinstance(p, ShardedTensor):
+            kind = p.device_mesh.device_type
+            return torch.device(
+                kind, torch.cuda.current_device() if kind == "cuda" else None
+            )
+    return next(p.device for p in model.parameters() if not p.is_meta)
+
+
+def _put(tensors_of, model, name, tensor):
+    path, _, last = name.rpartition(".")
+    tensors_of(model.get_submodule(path))[last] = tensor

@@ -1,0 +1,112 @@
+"""`shard_moe`: a transformers model with experts, sharded by one call."""
+
+from dataclasses import replace
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from flatshard._fsdp.fully_shard import fully_shard
+from flatshard._fsdp.options import ShardOptions
+from flatshard._tensor.mesh import default_device_mesh, flattened
+from flatshard.moe.expert_parallel import expert_parallel, experts_in
+
+
+def shard_moe(
+    model: nn.Module,
+    dp_mesh: DeviceMesh | None = None,
+    *,
+    ep: int,
+    overlap: bool = False,
+    units: list[nn.Module] | None = None,
+    options: ShardOptions | None = None,
+    **fully_shard_options,
+) -> nn.Module:
+    """Shards a transformers model with experts, each rank with 1 / `ep` of the experts.
+
+    Does what `expert_parallel` and `fully_shard` of each layer and of the model do with
+    meshes that fit: experts are sharded over size / ep ranks, all other parameters over
+    all ranks of `dp_mesh`. Collective.
+
+    Args:
+        model: Mixtral or Qwen3-MoE of transformers, or another model whose experts are
+            3-D parameters `gate_up_proj` and `down_proj`; before fully_shard. May be on
+            the meta device.
+        dp_mesh: DeviceMesh over all ranks. One dimension, or two: replicas over the
+            first (HSDP). None: one dimension of all ranks.
+        ep: number of ranks that share the experts of a layer; divides the size of the
+            last dimension of `dp_mesh` and the number of experts.
+        overlap: True: steps may run by overlap_microbatches.
+        units: modules that `fully_shard` makes units of. None: the model's decoder layers,
+            by `_no_split_modules` of transformers.
+        options: ShardOptions of all units. Of experts, fp8, cuda_graph and
+            grads_in_place are left out.
+        fully_shard_options: further arguments of fully_shard for all units, such as
+            mp_policy.
+
+    Returns:
+        `model`, which is an FSDPModule from now on.
+
+    Raises:
+        ValueError: an argument that cannot work, naming it.
+    """
+    dp_mesh = default_device_mesh() if dp_mesh is None else dp_mesh
+    _check_mesh(dp_mesh, ep)
+    options = options or ShardOptions()
+    layers = _layers(model) if units is None else list(units)
+    whole, part, ep_mesh = _meshes(dp_mesh, ep)
+    if ep > 1 or overlap:
+        expert_parallel(model, ep_mesh, overlap=overlap)
+    if ep > 1:
+        of_experts = replace(options, fp8=None, cuda_graph=False, grads_in_place=None)
+        for _, experts in experts_in(model):
+            fully_shard(experts, mesh=part, options=of_experts, **fully_shard_options)
+    for layer in layers:
+        fully_shard(layer, mesh=whole, options=options, **fully_shard_options)
+    return fully_shard(model, mesh=whole, options=options, **fully_shard_options)
+
+
+def _check_mesh(mesh, ep):
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"dp_mesh: expected a DeviceMesh of 1 or 2 dimensions, got {mesh!r}"
+        )
+    if mesh.size() != dist.get_world_size():
+        raise ValueError(
+            f"dp_mesh: expected a mesh of all {dist.get_world_size()} ranks, got "
+            f"{mesh.size()}; use expert_parallel and fully_shard with meshes of your own"
+        )
+    ranks = mesh.size(mesh.ndim - 1)
+    if type(ep) is not int or ep < 1 or ranks % ep:
+        raise ValueError(
+            f"ep: expected a number that divides the {ranks} ranks of dp_mesh's last "
+            f"dimension, got {ep!r}"
+        )
+
+
+def _layers(model):
+    classes = set(getattr(model, "_no_split_modules", None) or ())
+    found = [m for m in model.modules() if type(m).__name__ in classes]
+    if not found:
+        raise ValueError(
+            f"model: {type(model).__name__} does not say which modules are its layers "
+            "(_no_split_modules); give units"
+        )
+    return found
+
+
+def _meshes(dp_mesh, ep):
+    """(mesh of the layers, mesh of the experts' parameters, mesh of `ep` ranks)."""
+    ranks = dp_mesh.mesh
+    edp = ranks.shape[-1] // ep
+    names = ("edp", "ep") if dp_mesh.ndim == 1 else ("replicate", "edp", "ep")
+    mesh = DeviceMesh(
+        dp_mesh.device_type,
+        ranks.reshape(*ranks.shape[:-1], edp, ep),
+        mesh_dim_names=names,
+    )
+    dp = flattened(mesh["edp", "ep"])
+    if dp_mesh.ndim == 1:
+        return dp, mesh["edp"], mesh["ep"]
+    whole = DeviceMesh._concatenate([mesh["replicate"], dp])
+    return whole, mesh["replicate", "edp"], mesh["ep"]
