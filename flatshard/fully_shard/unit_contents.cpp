@@ -11,6 +11,7 @@ namespace {
 /// What the parameters of one group have in common.
 struct Kind {
   bool trainable;
+  std::int64_t apart;
   Precision precision;
   std::shared_ptr<Mesh> mesh;
   Strategy strategy;
@@ -19,10 +20,10 @@ struct Kind {
   std::optional<Float8Format> float8;
 
   bool operator==(const Kind& other) const {
-    return trainable == other.trainable && precision == other.precision &&
-           mesh->same_as(*other.mesh) && strategy == other.strategy &&
-           grad_divisor == other.grad_divisor && is_slice == other.is_slice &&
-           float8 == other.float8;
+    return trainable == other.trainable && apart == other.apart &&
+           precision == other.precision && mesh->same_as(*other.mesh) &&
+           strategy == other.strategy && grad_divisor == other.grad_divisor &&
+           is_slice == other.is_slice && float8 == other.float8;
   }
 };
 
@@ -31,7 +32,8 @@ Kind kind_of(
     const GroupSpec& unit,
     const ParamGroupOptions& options) {
   return {
-      .trainable = p.tensor.requires_grad(),
+      .trainable = p.trainable.value_or(p.tensor.requires_grad()),
+      .apart = p.apart,
       .precision = p.precision.value_or(options.precision),
       .mesh = p.placement.mesh ? p.placement.mesh : unit.mesh,
       .strategy = p.placement.strategy.value_or(unit.strategy),

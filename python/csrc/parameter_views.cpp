@@ -11,6 +11,15 @@
 
 namespace flatshard::python {
 
+namespace {
+
+bool has_post_hooks(const at::Tensor& shard) {
+  return shard.requires_grad() &&
+         torch::autograd::impl::post_acc_grad_hooks(shard) != nullptr;
+}
+
+}  // namespace
+
 ParameterViews::ParameterViews(
     std::vector<UnitViews> units,
     py::object before_forward,
@@ -22,8 +31,7 @@ ParameterViews::ParameterViews(
   for (UnitViews& views : units) {
     State state{.views = std::move(views)};
     for (const Place& place : state.views.places) {
-      const auto shard = place.shard.cast<at::Tensor>();
-      (shard.requires_grad() ? state.trained : state.frozen).push_back(shard);
+      state.shards.push_back(place.shard.cast<at::Tensor>());
       state.wholes.push_back(place.whole.cast<at::Tensor>());
     }
     units_.push_back(std::move(state));
@@ -140,10 +148,13 @@ bool ParameterViews::shows_others() const {
 }
 
 bool ParameterViews::trains_others() const {
-  const auto trains = [](const at::Tensor& t) { return t.requires_grad(); };
-  return !std::ranges::all_of(units_, [&](const State& state) {
-    return std::ranges::all_of(state.trained, trains) &&
-           std::ranges::none_of(state.frozen, trains);
+  return !std::ranges::all_of(units_, [](const State& state) {
+    return std::ranges::equal(
+        state.shards,
+        state.wholes,
+        {},
+        &at::Tensor::requires_grad,
+        &at::Tensor::requires_grad);
   });
 }
 
@@ -190,9 +201,9 @@ void ParameterViews::backward_ended() {
 
 void ParameterViews::check_may_go_on() const {
   for (const State& state : units_) {
-    for (const at::Tensor& shard : state.trained) {
+    for (const at::Tensor& shard : state.shards) {
       FLATSHARD_CHECK(
-          torch::autograd::impl::post_acc_grad_hooks(shard) == nullptr,
+          !has_post_hooks(shard),
           usage,
           "interleaved: expected no hooks of "
           "register_post_accumulate_grad_hook on the model's parameters; a "
@@ -202,10 +213,8 @@ void ParameterViews::check_may_go_on() const {
 }
 
 bool ParameterViews::wants_reduced_gradients(const Unit& unit) {
-  const auto& trained = units_.at(unit.id()).trained;
-  return std::any_of(trained.begin(), trained.end(), [](const auto& shard) {
-    return torch::autograd::impl::post_acc_grad_hooks(shard) != nullptr;
-  });
+  const auto& shards = units_.at(unit.id()).shards;
+  return std::any_of(shards.begin(), shards.end(), has_post_hooks);
 }
 
 void ParameterViews::gradients_reduced(Unit& unit) {

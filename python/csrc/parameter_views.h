@@ -63,7 +63,8 @@ class ParameterViews : public StepObserver, public GradientObserver {
   void check_may_go_on() const;
   /// Somebody put another tensor into a place. With the GIL.
   bool shows_others() const;
-  /// Somebody froze a parameter, or unfroze one.
+  /// Somebody froze a parameter, or unfroze one, and the whole one does not
+  /// follow yet.
   bool trains_others() const;
 
   // As StepObserver and GradientObserver.
@@ -92,10 +93,7 @@ class ParameterViews : public StepObserver, public GradientObserver {
     std::vector<std::uint32_t> versions;
     /// A hook may have dropped the gradients of the backward that runs.
     bool ran_hooks = false;
-    /// Shards of the places, looked at without the GIL: those that were trained
-    /// when this was made, and the others.
-    std::vector<at::Tensor> trained;
-    std::vector<at::Tensor> frozen;
+    std::vector<at::Tensor> shards;  ///< looked at without the GIL
   };
   void set(State& state, bool whole);
   void end_waits();

@@ -43,10 +43,39 @@ void bind_unit(py::module_& m) {
           py::arg("whole"),
           py::arg("shard"));
 
+  py::class_<PyUnit::Member>(m, "Member", "One parameter to shard.")
+      .def(
+          py::init([](std::string name,
+                      at::Tensor whole,
+                      at::Tensor values,
+                      const py::object& reduce_dtype,
+                      bool float8,
+                      bool trainable,
+                      std::int64_t apart,
+                      const std::string& granularity) {
+            return PyUnit::Member{
+                .name = std::move(name),
+                .whole = std::move(whole),
+                .values = std::move(values),
+                .reduce_dtype = dtype_of(reduce_dtype),
+                .float8 = float8,
+                .trainable = trainable,
+                .apart = apart,
+                .granularity = Granularity::parse(granularity)};
+          }),
+          py::kw_only(),
+          py::arg("name"),
+          py::arg("whole"),
+          py::arg("values"),
+          py::arg("reduce_dtype"),
+          py::arg("float8"),
+          py::arg("trainable"),
+          py::arg("apart"),
+          py::arg("granularity"));
+
   py::class_<PyUnit::Options>(m, "UnitOptions", "How a unit is sharded.")
       .def(
           py::init([](std::string strategy,
-                      const std::string& granularity,
                       const py::object& compute_dtype,
                       bool offload,
                       bool pin_memory,
@@ -57,7 +86,6 @@ void bind_unit(py::module_& m) {
                       std::pair<std::int64_t, std::int64_t> slices) {
             PyUnit::Options options{
                 .strategy = std::move(strategy),
-                .granularity = Granularity::parse(granularity),
                 .group = {.offload = offload, .pin_memory = pin_memory},
                 .grads_in_place = grads_in_place,
                 .copy_engines = copy_engines,
@@ -72,7 +100,6 @@ void bind_unit(py::module_& m) {
           }),
           py::kw_only(),
           py::arg("strategy"),
-          py::arg("granularity"),
           py::arg("compute_dtype"),
           py::arg("offload"),
           py::arg("pin_memory"),

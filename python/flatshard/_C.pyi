@@ -46,6 +46,22 @@ class Mesh:
 
 def strategies() -> list[tuple[object, ...]]: ...
 
+class Member:
+    """One parameter to shard."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        whole: torch.Tensor,
+        values: torch.Tensor,
+        reduce_dtype: torch.dtype,
+        float8: bool,
+        trainable: bool,
+        apart: int,
+        granularity: str,
+    ) -> None: ...
+
 class UnitOptions:
     """How a unit is sharded."""
 
@@ -53,7 +69,6 @@ class UnitOptions:
         self,
         *,
         strategy: str,
-        granularity: str,
         compute_dtype: torch.dtype | None,
         offload: bool,
         pin_memory: bool,
@@ -69,7 +84,7 @@ class Unit:
 
     def __init__(
         self,
-        members: Sequence[tuple[str, torch.Tensor, torch.Tensor, torch.dtype, bool]],
+        members: Sequence[Member],
         mesh: Mesh,
         options: UnitOptions,
     ) -> None: ...

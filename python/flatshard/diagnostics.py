@@ -50,7 +50,9 @@ def report_nan_in_param_grad(model, enabled=True):
         model: the outermost module that fully_shard wrapped.
         enabled: False ends it.
     """
-    root_of(model).core.report_nan_in_param_grad(enabled)
+    root = root_of(model)
+    root.units[0].policy.reports_nan = enabled
+    root.core.report_nan_in_param_grad(enabled)
 
 
 @dataclass(frozen=True)

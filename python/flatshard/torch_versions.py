@@ -77,6 +77,16 @@ def converts_inside(context):
     return decorate
 
 
+def register_as_sharded(module):
+    """Composable replicate() leaves such a module and those below it alone. torch has no
+    public function for it."""
+    # Imported here: the package around it imports DistributedDataParallel.
+    from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+
+    registry = module.__dict__.setdefault(REGISTRY_KEY, {})
+    registry["fully_shard"] = RegistryItem()
+
+
 # -- tensors ---------------------------------------------------------------------------
 
 # `.grad` and `.requires_grad` of a tensor subclass go through __torch_function__ outside

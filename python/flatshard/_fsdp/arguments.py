@@ -139,12 +139,48 @@ def refuse_unsupported(reshard_after_forward):
         )
 
 
-def check_placement(shard_placement_fn, tensor, name):
+def cut_dim(shard_placement_fn, tensor, name, mesh):
+    """The dimension along which a parameter is to be cut.
+
+    Args:
+        mesh: DeviceMesh; its last dimension shards.
+
+    Raises:
+        NotImplementedError: it cannot be cut so, naming the parameter.
+    """
     placement = None if shard_placement_fn is None else shard_placement_fn(tensor)
-    if placement is not None and not (
-        isinstance(placement, Shard) and placement.dim == 0
-    ):
+    if placement is None:
+        return 0
+    if not isinstance(placement, Shard):
         raise NotImplementedError(
-            f"shard_placement_fn: expected None or Shard(0) for parameter {name}, got "
-            f"{placement}"
+            f"shard_placement_fn: expected None or a Shard for parameter {name}, got "
+            f"{placement}. A mesh per parameter is not supported: call fully_shard on "
+            "the module that holds the parameter, with its mesh"
         )
+    dim = placement.dim + tensor.dim() if placement.dim < 0 else placement.dim
+    if dim == 0:
+        return 0
+    if not 0 < dim < tensor.dim():
+        raise ValueError(
+            f"shard_placement_fn: expected a dimension of parameter {name}, "
+            f"{tuple(tensor.shape)}, got {placement}"
+        )
+    ranks = mesh.size(mesh.ndim - 1)
+    if tensor.shape[dim] % ranks != 0:
+        raise NotImplementedError(
+            f"shard_placement_fn: FSDP does not support uneven sharding on dim {dim}: "
+            f"parameter {name} has {tuple(tensor.shape)}, which {ranks} ranks do not "
+            "divide; return Shard(0) for it"
+        )
+    return dim
+
+
+def check_cut_dims(dims, **options):
+    """Refuses options that the parameters of a unit cannot have where one is cut along
+    another dimension than its first."""
+    for name, value in options.items():
+        if any(dims) and value:
+            raise NotImplementedError(
+                f"{name} is not supported where shard_placement_fn returns another "
+                "placement than Shard(0); leave one of them out"
+            )

@@ -9,7 +9,7 @@ from flatshard._fsdp.parameter import former_name
 from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard.torch_versions import parameters_of
 
-_TRAINABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+TRAINABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def modules_of_unit(modules, is_unit):
@@ -83,10 +83,10 @@ def _check_parameter(tensor, name):
             "would turn into a plain tensor: put nn.Parameter(its plain values) in its "
             f"place before fully_shard, or name it in ignored_params{_instead(tensor)}"
         )
-    if tensor.requires_grad and tensor.dtype not in _TRAINABLE:
+    if tensor.requires_grad and tensor.dtype not in TRAINABLE:
         raise ValueError(
             f"parameter {name} is of type {tensor.dtype} and trainable; expected one of "
-            f"{', '.join(map(str, _TRAINABLE))}. Freeze it (requires_grad_(False)), or "
+            f"{', '.join(map(str, TRAINABLE))}. Freeze it (requires_grad_(False)), or "
             "name it in ignored_params"
         )
 

@@ -6,8 +6,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import _C
 from flatshard._fsdp.arguments import (
-    check_placement,
+    check_cut_dims,
     check_slices,
+    cut_dim,
     ids_of,
     mesh_to_show,
     mixed_precision,
@@ -75,7 +76,10 @@ def fully_shard(
         reshard_after_forward: False keeps parameters whole from forward to
             backward. None: True, but False for the root. A number of ranks to
             reshard to is refused.
-        shard_placement_fn: function of a parameter; may return None or Shard(0).
+        shard_placement_fn: function of a parameter that returns None or Shard(dim), the
+            dimension along which it is cut. Other dimensions than the first have to be
+            multiples of the ranks. Such a parameter is stored with that dimension first,
+            so the unsharded one is not contiguous.
         mp_policy: MixedPrecisionPolicy, of this package or FSDP2's.
         offload_policy: OffloadPolicy(): nothing; CPUOffloadPolicy(): sharded
             parameters, their gradients and optimizer state rest on the CPU. Of this
@@ -87,8 +91,10 @@ def fully_shard(
             with ZeRO-3: the optimizer state is sharded over it, too (HFSDP), and
             parameters are DTensors over the flattened mesh.
         granularity: "dim0": parameters are cut between any two slices along their
-            first dimension, which is what a DTensor can say; "tensor": never cut, a
-            rank holds it or not.
+            first dimension, which is what a DTensor can say; "chunk": as torch.chunk
+            cuts, so each rank has the rows that it has with FSDP2, for programs that
+            read the shapes of to_local(). The unit is then gathered by one collective
+            for each parameter; "tensor": never cut, a rank holds it or not.
         prefetch: how many units are all-gathered ahead of the one that computes. None:
             1. An option of the outermost module: an inner one accepts its value alone.
         max_padding: the first forward warns of more padding than this, as a fraction
@@ -164,10 +170,15 @@ def fully_shard(
             "dp_mesh_dims is not supported: parameters that are DTensors already are "
             "not; pass the mesh of the data-parallel ranks as mesh"
         )
-    if granularity not in ("dim0", "tensor"):
+    if granularity not in ("dim0", "chunk", "tensor"):
         raise ValueError(
-            f"granularity: expected 'dim0' or 'tensor', which DTensors can say, got "
-            f"{granularity!r}"
+            "granularity: expected 'dim0', 'chunk' or 'tensor', which DTensors can say, "
+            f"got {granularity!r}"
+        )
+    if granularity == "chunk" and fp8 is not None:
+        raise NotImplementedError(
+            "granularity: 'chunk' is not supported with fp8, whose scales say where a "
+            "weight may be cut; leave one of them out"
         )
 
     core, whole_mesh = model_mesh(device_mesh)
@@ -179,16 +190,26 @@ def fully_shard(
     ignored = ids_of(ignored_params)
     owned = modules_of_unit(modules, lambda m: state_of(m) is not None)
     found = collect_parameters(modules, owned, ignored)
-    for tensor, full_name, _ in found:
-        check_placement(shard_placement_fn, tensor, full_name)
+    dims = [
+        cut_dim(shard_placement_fn, tensor, full_name, device_mesh)
+        for tensor, full_name, _ in found
+    ]
+    check_cut_dims(dims, fp8=fp8, outer=outer == "optim", part=slices is not None)
+    if name == "zero0" or device_mesh.size() == 1:
+        dims = [0] * len(dims)  # nothing is cut
     reasons = choose_weights(fp8, found, mp_policy.param_dtype, device_of(device_mesh))
     _move_buffers(owned, device_mesh)
 
     parameters = []
-    for (tensor, full_name, sites), reason in zip(found, reasons):
+    for (tensor, full_name, sites), reason, dim in zip(found, reasons, dims):
         p = Parameter(
             sites,
-            whole_parameter(tensor),
+            whole_parameter(tensor, dim),
+            dim=dim,
+            granularity="chunk" if dim else granularity,
+            trainable=tensor.requires_grad,
+            apart=int(not tensor.requires_grad),
+            dtype=tensor.dtype,
             on_meta=tensor.is_meta,
             label=full_name,
             float8=not reason,
@@ -200,7 +221,6 @@ def fully_shard(
         parameters.append(p)
     options = _C.UnitOptions(
         strategy=name,
-        granularity=granularity,
         compute_dtype=mp_policy.param_dtype,
         offload=offload,
         pin_memory=offload and offload_policy.pin_memory,
@@ -211,7 +231,7 @@ def fully_shard(
         part=None if core is whole_mesh else core,
         slices=slices or (1, 0),
     )
-    values = [tensor.detach() for tensor, _, _ in found]
+    values = [p.stored(t.detach()) for p, (t, _, _) in zip(parameters, found)]
     state = UnitState(
         modules=[weakref.ref(m) for m in modules],
         core=make_core(parameters, values, mp_policy, whole_mesh, options),

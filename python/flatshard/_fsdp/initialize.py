@@ -72,8 +72,7 @@ def _reset_module(module, own, seed, init_fn, done):
         for name, p in own:
             if id(p) not in done:  # a tied one has the values of its first place
                 done.add(id(p))
-                with torch.no_grad():
-                    local_of(p.shard).copy_(p.shard.rows_of(whole[name]))
+                p.write(whole[name])
     finally:
         for name, p in own:
             parameters_of(module)[name] = p.shard

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from flatshard._tensor.memory import local_of
+from flatshard._tensor.pieces import piece_of
 from flatshard.torch_versions import (
     parameters_of,
     set_access_error,
@@ -30,9 +32,13 @@ class Parameter:
     sites: list  # (module, name) of every place in the unit, the first is main
     whole: nn.Parameter
     shard: nn.Parameter = None
+    dim: int = 0  # that is cut; the core stores it first
+    granularity: str = "dim0"  # of the core, for that dimension
     index: int = -1  # in the core's unit
     names: list = field(default_factory=list)  # in the model, once that is known
-    trainable: bool = True
+    trainable: bool = True  # the core has gradients for it
+    apart: int = 0  # parameters of different numbers share no group of the core
+    dtype: torch.dtype | None = None  # of the user's tensor, see make_core
     on_meta: bool = False
     digest: torch.Tensor | None = None  # of the values, see same_values.py
     label: str = ""  # its name below the modules given to fully_shard
@@ -49,8 +55,23 @@ class Parameter:
 
     def is_as_sharded(self):
         """Nobody changed requires_grad or the dtype since the core has it."""
+        return self.fits() and self.shard.requires_grad == self.trainable
+
+    def fits(self):
+        """The core can train it as it is now: with its dtype, and with gradients where
+        it is not frozen."""
         same_dtype = self.shard.dtype == self.shown_dtype
-        return same_dtype and self.shard.requires_grad == self.trainable
+        return same_dtype and (self.trainable or not self.shard.requires_grad)
+
+    def stored(self, value):
+        """`value` of the whole parameter as the core stores it."""
+        return value.movedim(self.dim, 0).contiguous() if self.dim else value
+
+    @torch.no_grad()
+    def write(self, tensor):
+        """Gives the shard this rank's piece of `tensor`, plain or a DTensor. Collective
+        when that is cut otherwise."""
+        local_of(self.shard).copy_(piece_of(self.shard, tensor))
 
     def is_shown(self):
         """Some module has it."""
@@ -66,15 +87,20 @@ def copy_attributes(source, target):
             setattr(target, name, value)
 
 
-def whole_parameter(tensor, former=None):
+def whole_parameter(tensor, dim=0, dtype=None, former=None):
     """What modules compute with instead of `tensor`; without memory.
 
     Args:
+        dim: that is stored first.
+        dtype: None: of `tensor`.
         former: the one before, from which attributes are copied. None: `tensor`.
     """
+    shape = list(tensor.shape)
+    if dim:
+        shape.insert(0, shape.pop(dim))
+    memory = torch.empty(shape, dtype=dtype or tensor.dtype, device="meta")
     whole = nn.Parameter(
-        torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"),
-        requires_grad=tensor.requires_grad,
+        memory.movedim(0, dim) if dim else memory, requires_grad=tensor.requires_grad
     )
     copy_attributes(tensor if former is None else former, whole)
     return whole

@@ -4,16 +4,18 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 
 from flatshard import _C
+from flatshard._fsdp.collect import TRAINABLE
 from flatshard._fsdp.parameter import copy_attributes, put_hooks, whole_parameter
 from flatshard._graphs.checks import DEFAULT_WARMUP_STEPS
 from flatshard._tensor.memory import address_of, local_of
 from flatshard._tensor.meta_shards import mark_of_meta
+from flatshard._tensor.pieces import beside, even_shard, make_shard, piece_of, rows_of
 from flatshard._tensor.places import forget_unit, set_unit
 from flatshard._tensor.row_shard import RowShard
-from flatshard._tensor.sharded_tensor import ShardedTensor, become, make_sharded
+from flatshard._tensor.sharded_tensor import ShardedTensor, become
 from flatshard._tensor.writes import writes
 from flatshard.torch_versions import (
     default_reduce_dtype,
@@ -33,6 +35,11 @@ class Policy:
     backward_prefetch: list | None = None
     sync_gradients: bool = True
     all_reduce: bool = True
+    divide_factor: float | None = None
+    reduced_hook: object = None
+    # Of the root's, for the whole model.
+    max_input_buffers: int | None = None
+    reports_nan: bool = False
 
 
 @dataclass(eq=False, repr=False)
@@ -66,6 +73,7 @@ class UnitState:
     seen_list_writes: int = field(default_factory=lambda: writes.lists)
     ignored: list = field(default_factory=list)  # places of ignored_params
     loads_by_assign: bool = False  # the load_state_dict that runs
+    has_run: bool = False  # so optimizers may have states for its rows
     initialized: bool = True  # False: parameters that were on meta have no values
     running: set = field(default_factory=set)  # ids of a list's modules still to run
     # On a part of the model's mesh its parameters are slices of larger tensors: how
@@ -121,43 +129,87 @@ class UnitState:
     def is_as_sharded(self):
         return all(p.is_as_sharded() for p in self.parameters)
 
+    def fits(self):
+        return all(p.fits() for p in self.parameters)
+
     def shard_again(self):
-        """The core groups parameters by requires_grad and dtype: makes it anew, with
-        what they are now. The shards stay the same objects. Before the first forward,
-        collective."""
-        self._check_may_change()
+        """Before the first forward: makes the core's unit for the dtypes and the
+        requires_grad that the parameters have now. Collective where a rank gets other
+        rows. The shards stay the same objects."""
+        changed = next(p for p in self.parameters if not p.is_as_sharded())
+        self._check_may_change(changed)
         for p in self.parameters:
-            if p.shard.dtype == p.shown_dtype:
-                p.whole.requires_grad_(p.shard.requires_grad)
-            else:
-                p.whole = whole_parameter(p.shard, p.whole)
-        values = [
-            torch.empty_like(p.whole)
-            if p.on_meta
-            else p.shard.detach().full_tensor().to(p.whole.dtype)
-            for p in self.parameters
+            p.trainable = p.shard.requires_grad
+            p.apart = int(not p.trainable)
+        self._make_core_again()
+
+    def renew(self):
+        """After a forward: the same for all units of a model, of which a Root is made
+        then. Each rank keeps its rows, since optimizers have states for them, so the
+        parameters of a group are trained or frozen together: the core has gradients for
+        all of them where one is trained."""
+        for changed in [p for p in self.parameters if not p.fits()]:
+            self._check_may_change(changed)
+        unfrozen = any(p.apart and p.shard.requires_grad for p in self.parameters)
+        for p in self.parameters:
+            p.trainable = p.trainable or (unfrozen and p.apart and _is_trained_as(p))
+        self._make_core_again()
+        self.make_grads()
+        self.root = None
+
+    def _make_core_again(self):
+        former = [
+            (p, self.core.cuts(p.index), local_of(p.shard)) for p in self.parameters
         ]
+        for p in self.parameters:
+            if p.shard.dtype != p.shown_dtype:
+                p.dtype = p.shard.dtype
+            p.whole = whole_parameter(p.shard, p.dim, p.dtype, p.whole)
         writes.remove([p.shard for p in self.parameters])
+        values = [p.stored(torch.empty_like(p.whole)) for p in self.parameters]
         self.core = make_core(
             self.parameters, values, self.mp_policy, self.mesh, self.core_options
         )
-        for p, data in self._cut():
-            become(p.shard, data)
+        made = {id(p): data for p, data in self._cut()}
+        for p, cuts, piece in former:
+            data = made[id(p)]
+            if p.on_meta and not self.initialized:
+                continue  # there are no values
+            with torch.no_grad():
+                if cuts != self.core.cuts(p.index):
+                    piece = piece_of(data, p.shard.detach())
+                local_of(data).copy_(piece)
+        for p in self.parameters:
+            grad = p.shard.grad
+            if grad is not None and grad.dtype != made[id(p)].dtype:
+                p.shard.grad = None
+                become(p.shard, made[id(p)])
+                p.shard.grad = grad.to(p.shard.dtype)
+            else:
+                become(p.shard, made[id(p)])
             set_unit(p.shard, self, p.index)
+        self.apply_to_core()
         self._watch_shards()
+        writes.count += 1
 
-    def _check_may_change(self):
-        changed = next(p for p in self.parameters if not p.is_as_sharded())
+    def apply_to_core(self):
+        """What setters said, to a core that was made anew."""
+        if self.policy.divide_factor is not None:
+            self.core.set_divisor(self.policy.divide_factor)
+        if self.policy.reduced_hook is not None:
+            self.core.set_reduced_hook(self.policy.reduced_hook)
+
+    def _check_may_change(self, changed):
         what, now = "requires_grad", changed.shard.requires_grad
         if changed.shard.dtype != changed.shown_dtype:
             what, now = "the dtype", changed.shard.dtype
         why = None
         if self.joined:
             why = "whose parameters rest on a part of the model's mesh"
-        elif self.core.offloads:
-            why = "which has CPUOffloadPolicy"
-        elif what == "the dtype" and (changed.float8 or self.main_grads):
-            why = "whose modules have FP8 weights or write to main_grad"
+        elif self.main_grads:
+            why = "whose modules write to main_grad"
+        elif what == "the dtype" and changed.float8:
+            why = "whose modules have FP8 weights"
         if why is not None:
             raise NotImplementedError(
                 f"{what} of parameter {changed.title} was changed to {now} after "
@@ -174,8 +226,8 @@ class UnitState:
         self.grads = _C.GradViews(
             self.core,
             [p.shard for p in self.parameters],
-            ShardedTensor.beside,
-            ShardedTensor.rows_of,
+            beside,
+            rows_of,
         )
 
     def take(self, p, tensor):
@@ -187,11 +239,11 @@ class UnitState:
             p.on_meta = True
         else:
             with torch.no_grad():
-                local.copy_(p.shard.rows_of(tensor))
+                local.copy_(piece_of(p.shard, tensor))
             p.on_meta = False
         p.digest = None
         forget_unit(p.shard)
-        make_sharded(tensor, local, p.shard)
+        make_shard(tensor, local, p.shard)
         p.shard = tensor
         set_unit(tensor, self, p.index)
         writes.count += 1
@@ -200,6 +252,9 @@ class UnitState:
         cuts = self.core.cuts(p.index)
         mesh = self.device_mesh
         inner = mesh.size(mesh.ndim - 1)
+        if p.dim and cuts:
+            outer = [Replicate()] * (mesh.ndim - 1)
+            return even_shard(local, mesh, [*outer, Shard(p.dim)], p.whole.shape)
         if not cuts:
             placements = [Replicate()] * mesh.ndim
         else:
@@ -214,29 +269,25 @@ class UnitState:
             parameters_of(module())[name] = tensor
 
     def check_initialized(self):
-        for p in self.parameters:
-            if p.on_meta and not self.initialized:
-                raise RuntimeError(
-                    f"parameter {p.names[0]} was on the meta device when it was "
-                    "sharded and has no values yet: call "
-                    "flatshard.reset_parameters(model), or load a checkpoint"
-                )
+        found = [p.names[0] for p in self.parameters if p.on_meta]
+        if found and not self.initialized:
+            raise RuntimeError(
+                "FSDP parameters should be materialized from meta device before training, "
+                f"but the following were still on meta device: {found}. Call "
+                "flatshard.reset_parameters(model), or load a checkpoint"
+            )
 
-    def check_trainable(self):
-        for p in self.parameters:
-            if p.shard.requires_grad != p.trainable:
-                raise RuntimeError(
-                    f"requires_grad of parameter {p.title} of unit {self.name} "
-                    "was changed after fully_shard, which groups parameters by it: "
-                    "freeze or unfreeze before fully_shard"
-                )
+
+def _is_trained_as(p):
+    """Whether the core could train it: integers rest beside what it trains."""
+    return p.dtype in TRAINABLE
 
 
 def make_core(parameters, values, mp_policy, mesh, options):
     """The core's unit of `parameters`.
 
     Args:
-        values: of each, whole.
+        values: of each, whole, as the core stores them.
         mesh: _C.Mesh of the model.
         options: _C.UnitOptions.
     """
@@ -245,5 +296,16 @@ def make_core(parameters, values, mp_policy, mesh, options):
         reduce_dtype = mp_policy.reduce_dtype or default_reduce_dtype(
             mp_policy.param_dtype, value.dtype
         )
-        members.append((p.label, p.whole, value, reduce_dtype, p.float8))
+        members.append(
+            _C.Member(
+                name=p.label,
+                whole=p.whole,
+                values=value,
+                reduce_dtype=reduce_dtype,
+                float8=p.float8,
+                trainable=p.trainable,
+                apart=p.apart,
+                granularity=p.granularity,
+            )
+        )
     return _C.Unit(members=members, mesh=mesh, options=options)

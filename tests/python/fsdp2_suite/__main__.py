@@ -8,7 +8,7 @@ processes over Gloo.
 Prints a line for each test, then the failures, grouped by their first error line, and the
 counts. Ends with 0 also where tests fail, since many read FSDP2's internals.
 
-usage: scripts/fsdp2_suite CHECKOUT [--fsdp2] [-k PATTERN] [FILES...]
+usage: scripts/fsdp2_suite CHECKOUT [--fsdp2] [--chunk] [-k PATTERN] [FILES...]
 """
 
 import argparse
@@ -38,9 +38,17 @@ def parse_arguments():
     parser.add_argument("checkout", metavar="CHECKOUT")
     parser.add_argument("files", nargs="*", metavar="FILES", help="default: all found")
     parser.add_argument("--fsdp2", action="store_true", help="run torch's FSDP2 itself")
+    parser.add_argument(
+        "--chunk",
+        action="store_true",
+        help="fully_shard with granularity='chunk', which many tests need as they "
+        "compare to_local() with pieces of torch.chunk",
+    )
     parser.add_argument("-k", metavar="PATTERN", help="regular expression of names")
     parser.add_argument("--timeout", type=float, default=90, help="seconds for a test")
-    parser.add_argument("--errors", metavar="FILE", help="whole errors are written here")
+    parser.add_argument(
+        "--errors", metavar="FILE", help="whole errors are written here"
+    )
     return parser.parse_intermixed_args()
 
 
@@ -154,9 +162,11 @@ def main():
     on_cpus.prepare()
     on_cpus.set_timeout(arguments.timeout)
     if not arguments.fsdp2:
-        on_cpus.swap()
+        on_cpus.swap({"granularity": "chunk"} if arguments.chunk else {})
     checkout = os.path.abspath(arguments.checkout)
-    files = [os.path.abspath(f) for f in arguments.files] or sources.find_files(checkout)
+    files = [os.path.abspath(f) for f in arguments.files] or sources.find_files(
+        checkout
+    )
     if not files:
         sys.exit(f"fsdp2_suite: expected tests of FSDP2 in {checkout}, found none")
     tests = []

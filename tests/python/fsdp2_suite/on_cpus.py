@@ -72,6 +72,7 @@ def _stand_in(torch):
     for name in ("Event", "device_count", "manual_seed", "empty_cache", "set_device"):
         setattr(torch.cpu, name, stand_ins[name])
     torch.nn.Module.cuda = lambda self, device=None: self
+    torch.Tensor.pin_memory = lambda self, device=None: self
     torch.Tensor.cuda = lambda self, device=None, **kwargs: self
 
 
@@ -104,7 +105,12 @@ def prepare():
     import torch.distributed._composable.replicate  # noqa: F401
     import torch.distributed.checkpoint.state_dict  # noqa: F401
     import torch.distributed.pipelining  # noqa: F401
-    from torch.testing._internal import common_cuda, common_distributed, common_fsdp
+    from torch.testing._internal import (
+        common_cuda,
+        common_distributed,
+        common_fsdp,
+        inductor_utils,
+    )
     from torch.testing._internal.distributed._tensor import common_dtensor
 
     _stand_in(torch)
@@ -127,6 +133,9 @@ def prepare():
     ):
         if hasattr(common_distributed, name):
             setattr(common_distributed, name, _unchanged)
+    # Older tests import these names.
+    common_fsdp.test_compiled_fsdp = common_fsdp.compiled_fsdp_test
+    inductor_utils.HAS_CUDA = False
     common_dtensor.skip_if_lt_x_gpu = _unchanged
     common_fsdp.get_devtype = lambda: torch.device("cpu")
 
@@ -137,8 +146,12 @@ def set_timeout(seconds):
     common_distributed.get_timeout = lambda test_id: seconds
 
 
-def swap():
-    """Puts Flatshard's names where test modules import FSDP2's."""
+def swap(options):
+    """Puts Flatshard's names where test modules import FSDP2's.
+
+    Args:
+        options: of fully_shard, for all calls.
+    """
     import flatshard
 
     for holder in _HOLDERS:
@@ -148,8 +161,11 @@ def swap():
             continue
         for name in _SWAPPED:
             if hasattr(module, name):
-                own = getattr(flatshard, name, None)
-                setattr(module, name, own or _missing(name))
+                own = getattr(flatshard, name, None) or _missing(name)
+                if name == "fully_shard" and options:
+                    own = functools.partial(own, **options)
+                    functools.update_wrapper(own, flatshard.fully_shard)
+                setattr(module, name, own)
 
 
 def _missing(name):

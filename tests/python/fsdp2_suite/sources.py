@@ -6,13 +6,16 @@ import os
 import re
 import sys
 
-_BACKENDS = {"nccl": "gloo", "cuda:nccl": "cpu:gloo", "cpu:gloo,cuda:nccl": "cpu:gloo"}
+_BACKENDS = dict.fromkeys(("nccl", "cuda:nccl", "cpu:gloo,cuda:nccl"), "gloo")
 # Of accelerators, as a fork of PyTorch may name another one.
 _DEVICE = re.compile(r"(cuda|npu)(:\d*)?")
 
 
 class _OnCpu(ast.NodeTransformer):
     """Names the CPU where the source names a GPU, and Gloo where it names NCCL."""
+
+    def __init__(self):
+        self._function = ""
 
     def visit_Constant(self, node):
         if isinstance(node.value, str):
@@ -27,7 +30,22 @@ class _OnCpu(ast.NodeTransformer):
             return ast.copy_location(ast.Constant("cpu"), node)
         return node
 
+    def visit_Return(self, node):
+        # The device of a rank, as its number.
+        if self._function == "device" and ast.unparse(node) == "return self.rank":
+            node.value = ast.copy_location(ast.Constant("cpu"), node.value)
+        self.generic_visit(node)
+        return node
+
+    def visit_FunctionDef(self, node):
+        around, self._function = self._function, node.name
+        self.generic_visit(node)
+        self._function = around
+        return node
+
     def visit_Call(self, node):
+        # DistributedDataParallel takes them for GPUs alone.
+        node.keywords = [k for k in node.keywords if k.arg != "device_ids"]
         names_gpu = (
             node.args
             and isinstance(node.args[0], ast.Constant)
