@@ -17,7 +17,7 @@ namespace flatshard {
 
 /// One parameter, from the module tree to its group.
 struct GroupParameter {
-  std::vector<std::string> names;   ///< the main name first
+  std::vector<std::string> names;  ///< the main name first
   /// Of this rank's tensor as it is stored, which is cut along its first
   /// dimension. `tensor` may show its dimensions in another order.
   std::vector<std::int64_t> shape;
@@ -32,6 +32,8 @@ struct GroupParameter {
   std::optional<bool> trainable = std::nullopt;
   /// Parameters of different numbers share no group.
   std::int64_t apart = 0;
+  /// See ParamGroupOptions.
+  bool has_weights = true;
   InitSpec init;
   /// Values to start from, the same on every rank; undefined: `init` draws.
   at::Tensor values;

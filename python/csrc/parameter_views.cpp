@@ -33,9 +33,23 @@ ParameterViews::ParameterViews(
     for (const Place& place : state.views.places) {
       state.shards.push_back(place.shard.cast<at::Tensor>());
       state.wholes.push_back(place.whole.cast<at::Tensor>());
+      const auto is_same = [&](const py::object& o) {
+        return o.is(place.shown);
+      };
+      if (!place.shown.is_none() &&
+          std::ranges::none_of(state.shown, is_same)) {
+        state.shown.push_back(place.shown);
+      }
     }
     units_.push_back(std::move(state));
   }
+}
+
+py::object ParameterViews::Place::face(bool whole_one) const {
+  if (!whole_one) {
+    return shard;
+  }
+  return shown.is_none() ? whole : shown.attr("tensor");
 }
 
 ParameterViews::~ParameterViews() {
@@ -67,7 +81,7 @@ void ParameterViews::set(State& state, bool whole) {
     }
   }
   for (const Place& place : state.views.places) {
-    const py::object& parameter = whole ? place.whole : place.shard;
+    const py::object parameter = place.face(whole);
     if (PyDict_SetItem(
             place.parameters.ptr(),
             place.name.ptr(),
@@ -140,7 +154,7 @@ bool ParameterViews::shows_others() const {
   return std::any_of(units_.begin(), units_.end(), [](const State& state) {
     const auto& places = state.views.places;
     return std::any_of(places.begin(), places.end(), [&](const Place& place) {
-      const py::object& put = state.shows_whole ? place.whole : place.shard;
+      const py::object put = place.face(state.shows_whole);
       return PyDict_GetItem(place.parameters.ptr(), place.name.ptr()) !=
              put.ptr();
     });
@@ -238,6 +252,25 @@ void ParameterViews::gradients_ready(Unit& unit, const SlotView&) {
   state.ran_hooks = false;
   if (const auto grads = state.views.grads.lock()) {
     grads->take();
+  }
+}
+
+void ParameterViews::parameters_pointed(Unit& unit, const SlotView&) {
+  call_shown(unit, "point");
+}
+
+void ParameterViews::parameters_cleared(Unit& unit) {
+  call_shown(unit, "clear");
+}
+
+void ParameterViews::call_shown(Unit& unit, const char* function) {
+  const State& state = units_.at(unit.id());
+  if (state.shown.empty()) {
+    return;
+  }
+  const py::gil_scoped_acquire gil;
+  for (const py::object& shown : state.shown) {
+    shown.attr(function)();
   }
 }
 

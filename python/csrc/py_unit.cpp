@@ -88,6 +88,7 @@ PyUnit::PyUnit(
                                  : std::nullopt,
          .trainable = member.trainable,
          .apart = member.apart,
+         .has_weights = member.has_weights,
          .init = InitSpec::zeros(),
          .values =
              member.values.is_meta() ? at::Tensor() : member.values.detach(),

@@ -25,6 +25,7 @@ class PyUnit {
     bool float8 = false;                       ///< it is gathered as FP8
     bool trainable = true;
     std::int64_t apart = 0;  ///< GroupParameter::apart
+    bool has_weights = true;
     /// dim0: cut between slices along the first dimension, which a DTensor can
     /// say; chunk: as torch.chunk cuts; tensor: never cut.
     Granularity granularity;

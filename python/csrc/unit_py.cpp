@@ -31,17 +31,20 @@ void bind_unit(py::module_& m) {
           py::init([](py::dict parameters,
                       py::str name,
                       py::object whole,
-                      py::object shard) {
+                      py::object shard,
+                      py::object shown) {
             return ParameterViews::Place{
                 std::move(parameters),
                 std::move(name),
                 std::move(whole),
-                std::move(shard)};
+                std::move(shard),
+                std::move(shown)};
           }),
           py::arg("parameters"),
           py::arg("name"),
           py::arg("whole"),
-          py::arg("shard"));
+          py::arg("shard"),
+          py::arg("shown") = py::none());
 
   py::class_<PyUnit::Member>(m, "Member", "One parameter to shard.")
       .def(
@@ -52,6 +55,7 @@ void bind_unit(py::module_& m) {
                       bool float8,
                       bool trainable,
                       std::int64_t apart,
+                      bool has_weights,
                       const std::string& granularity) {
             return PyUnit::Member{
                 .name = std::move(name),
@@ -61,6 +65,7 @@ void bind_unit(py::module_& m) {
                 .float8 = float8,
                 .trainable = trainable,
                 .apart = apart,
+                .has_weights = has_weights,
                 .granularity = Granularity::parse(granularity)};
           }),
           py::kw_only(),
@@ -71,6 +76,7 @@ void bind_unit(py::module_& m) {
           py::arg("float8"),
           py::arg("trainable"),
           py::arg("apart"),
+          py::arg("has_weights"),
           py::arg("granularity"));
 
   py::class_<PyUnit::Options>(m, "UnitOptions", "How a unit is sharded.")

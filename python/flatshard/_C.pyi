@@ -59,6 +59,7 @@ class Member:
         float8: bool,
         trainable: bool,
         apart: int,
+        has_weights: bool,
         granularity: str,
     ) -> None: ...
 
@@ -137,6 +138,7 @@ class Place:
         name: str,
         whole: torch.Tensor,
         shard: torch.Tensor,
+        shown: object = None,
     ) -> None: ...
 
 class GraphOptions:

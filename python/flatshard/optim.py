@@ -102,6 +102,12 @@ class AdamW(torch.optim.Optimizer):
                         f"sharded, got one of shape {tuple(parameter.shape)} that it "
                         "did not; make the optimizer after fully_shard"
                     )
+                if place[0].parameters[place[1]].extension is not None:
+                    raise NotImplementedError(
+                        "flatshard.optim.AdamW: a parameter of shape "
+                        f"{tuple(parameter.shape)} is a tensor of a subclass, which is "
+                        "not supported. Use torch.optim.AdamW"
+                    )
                 if parameter.dtype == torch.float64:
                     raise NotImplementedError(
                         "flatshard.optim.AdamW: float64 parameters are not supported, "

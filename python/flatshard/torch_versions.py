@@ -108,6 +108,11 @@ def set_hooks_of_tensor(tensor, found):
         setattr(tensor, name, hooks)
 
 
+# A context: writes inside do not count for autograd. FSDP2's protocol of subclasses writes
+# again what a backward saved.
+keeps_version = torch.autograd._unsafe_preserve_version_counter
+
+
 def version_of(tensor):
     """Returns the counter of writes that autograd checks; inference tensors have none."""
     return 0 if tensor.is_inference() else tensor._version

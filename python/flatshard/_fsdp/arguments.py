@@ -175,6 +175,17 @@ def cut_dim(shard_placement_fn, tensor, name, mesh):
     return dim
 
 
+def check_extended(**problems):
+    """Refuses options that a unit with parameters of subclasses cannot have."""
+    for name, problem in problems.items():
+        if problem:
+            raise NotImplementedError(
+                f"{name}: this value is not supported for a unit that has parameters of "
+                "subclasses with fsdp_pre_all_gather; give them a fully_shard call of "
+                "their own, with the default"
+            )
+
+
 def check_cut_dims(dims, **options):
     """Refuses options that the parameters of a unit cannot have where one is cut along
     another dimension than its first."""

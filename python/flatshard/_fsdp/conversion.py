@@ -24,15 +24,19 @@ def converting(module, fn):
         NotImplementedError: `fn` gives shards another device.
     """
     states = [s for m in module.modules() if (s := state_of(m)) is not None]
-    parameters = [p for s in states for p in s.parameters]
-    for state in states:
-        for p in state.parameters:
-            _check(fn, p)
+    parameters = [p for s in states for p in s.all_parameters]
+    for p in parameters:
+        _check(fn, p)
     for state in states:
         # As for a tensor on meta: `to` raises, what follows to_empty gives values.
         if not state.initialized and not fn(torch.empty(0, device="meta")).is_meta:
             state.initialized = True
+    for state in states:
+        for p in state.extended:
+            state.move_extended(p, fn(local_of(p.shard).detach()))
     for p in parameters:
+        if p.extension is not None:
+            continue
         local = local_of(p.shard).detach()
         with torch.no_grad():
             moved = fn(local)
@@ -58,7 +62,14 @@ def _change_dtype(p, fn, moved):
 
 def _check(fn, p):
     local = local_of(p.shard)
-    probe = fn(local.new_empty(1))
+    probe = fn(torch.empty(1, dtype=local.dtype, device=local.device))
+    if p.extension is not None and probe.dtype != local.dtype:
+        raise NotImplementedError(
+            f"parameter {p.title}, a tensor of a subclass, cannot change its dtype from "
+            f"{local.dtype} to {probe.dtype} after fully_shard; convert the module before"
+        )
+    if local.is_meta and p.extension is not None:
+        return
     if probe.device != local.device:
         raise NotImplementedError(
             f"parameter {p.title}: cannot move a sharded module from "
@@ -73,12 +84,11 @@ def _hidden(states):
     """nn.Module passes over parameters that are None."""
     hidden = []
     try:
-        parameters = [p for state in states for p in state.parameters]
-        own = {id(tensor) for p in parameters for tensor in (p.shard, p.whole)}
-        for module, name in [site for p in parameters for site in p.sites]:
+        parameters = [p for state in states for p in state.all_parameters]
+        for p, (module, name) in [(p, site) for p in parameters for site in p.sites]:
             shown = parameters_of(module()) if module() is not None else {}
             found = shown.get(name)
-            if id(found) in own:
+            if found is not None and p.is_face(found):
                 hidden.append((shown, name, found))
                 shown[name] = None
         yield

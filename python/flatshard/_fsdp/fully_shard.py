@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flatshard import _C
 from flatshard._fsdp.arguments import (
     check_cut_dims,
+    check_extended,
     check_slices,
     cut_dim,
     ids_of,
@@ -20,11 +21,12 @@ from flatshard._fsdp.arguments import (
     uses_copy_engines,
 )
 from flatshard._fsdp.collect import collect_parameters, modules_of_unit
+from flatshard._fsdp.extension import Extension, follows_protocol
 from flatshard._fsdp.forward import state_of
 from flatshard._fsdp.joined import find_parts, join
 from flatshard._fsdp.linear import write_grads_in_place
 from flatshard._fsdp.main_grad import offer_main_grads
-from flatshard._fsdp.parameter import Parameter, mark_owner, whole_parameter
+from flatshard._fsdp.parameter import Parameter, mark_owner, plain_like, whole_parameter
 from flatshard._fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 from flatshard._fsdp.replaced import watch_loads
 from flatshard._fsdp.unit import Policy, UnitState, make_core
@@ -197,16 +199,28 @@ def fully_shard(
     check_cut_dims(dims, fp8=fp8, outer=outer == "optim", part=slices is not None)
     if name == "zero0" or device_mesh.size() == 1:
         dims = [0] * len(dims)  # nothing is cut
+    extended = [follows_protocol(tensor) for tensor, _, _ in found]
+    if any(extended):
+        check_extended(
+            strategy=name not in ("zero3", "hsdp"),
+            dims=any(dims),
+            fp8=fp8,
+            offload_policy=offload,
+            cuda_graph=cuda_graph,
+            mesh=slices is not None,
+        )
     reasons = choose_weights(fp8, found, mp_policy.param_dtype, device_of(device_mesh))
     _move_buffers(owned, device_mesh)
 
     parameters = []
-    for (tensor, full_name, sites), reason, dim in zip(found, reasons, dims):
+    for (tensor, full_name, sites), reason, dim, by_subclass in zip(
+        found, reasons, dims, extended
+    ):
         p = Parameter(
             sites,
-            whole_parameter(tensor, dim),
+            whole_parameter(tensor, dim, former=plain_like(tensor, by_subclass)),
             dim=dim,
-            granularity="chunk" if dim else granularity,
+            granularity="chunk" if dim or by_subclass else granularity,
             trainable=tensor.requires_grad,
             apart=int(not tensor.requires_grad),
             dtype=tensor.dtype,
@@ -216,7 +230,9 @@ def fully_shard(
             why_not_float8=reason,
             hooks=hooks_of_tensor(tensor),
         )
-        if check_same_values and device_mesh.size() > 1 and not tensor.is_meta:
+        if by_subclass:
+            p.extension = Extension(p, tensor, device_mesh, mp_policy)
+        elif check_same_values and device_mesh.size() > 1 and not tensor.is_meta:
             p.digest = digest(tensor)
         parameters.append(p)
     options = _C.UnitOptions(
@@ -231,7 +247,13 @@ def fully_shard(
         part=None if core is whole_mesh else core,
         slices=slices or (1, 0),
     )
-    values = [p.stored(t.detach()) for p, (t, _, _) in zip(parameters, found)]
+    values = {
+        id(p): p.stored(p.whole if p.extension else t.detach())
+        for p, (t, _, _) in zip(parameters, found)
+    }
+    everything = parameters
+    parameters = [p for p in everything if p.trainable or p.extension is None]
+    values = [values[id(p)] for p in parameters]
     state = UnitState(
         modules=[weakref.ref(m) for m in modules],
         core=make_core(parameters, values, mp_policy, whole_mesh, options),
@@ -249,7 +271,8 @@ def fully_shard(
         policy=Policy(reshard_after_forward=reshard_after_forward),
         check_same_values=check_same_values,
         ignored=places_of(ignored, owned),
-        initialized=not any(p.on_meta for p in parameters),
+        initialized=not any(p.on_meta for p in everything),
+        extended=[p for p in everything if p.extension is not None],
         slices=slices,
     )
     state.make_shards()

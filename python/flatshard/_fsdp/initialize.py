@@ -32,6 +32,11 @@ def reset_parameters(model, seed=0, init_fn=None):
         state = state_of(module)
         if state is None:
             continue
+        for p in state.extended:
+            raise NotImplementedError(
+                f"reset_parameters: parameter {p.title} is a tensor of a subclass, which "
+                "is not supported; call to_empty() and write its values"
+            )
         state.initialized = True
         state.forget_digests()
         for p in state.parameters:

@@ -47,6 +47,7 @@ class Parameter:
     shared_by: object = None  # the DeviceMesh of ranks with equal values; None: all
     hooks: dict = field(default_factory=dict)  # of the user
     shown_dtype: torch.dtype | None = None  # of the shard, as the core made it
+    extension: object = None  # of a subclass: its Extension, see extension.py
 
     @property
     def title(self):
@@ -78,13 +79,24 @@ class Parameter:
         shown = [
             parameters_of(m).get(n) for r, n in self.sites if (m := r()) is not None
         ]
-        return any(tensor is self.shard or tensor is self.whole for tensor in shown)
+        return any(self.is_face(tensor) for tensor in shown)
+
+    def is_face(self, tensor):
+        """Whether `tensor` is what modules show of it, sharded or whole."""
+        if self.extension is not None and tensor is self.extension.tensor:
+            return True
+        return tensor is self.shard or tensor is self.whole
 
 
 def copy_attributes(source, target):
     for name, value in vars(source).items():
         if name != _OWNER:
             setattr(target, name, value)
+
+
+def plain_like(tensor, is_subclass):
+    """Where the attributes of the user's tensor are: those of a subclass are its own."""
+    return nn.Parameter(torch.empty(0, device="meta")) if is_subclass else tensor
 
 
 def whole_parameter(tensor, dim=0, dtype=None, former=None):

@@ -107,7 +107,7 @@ def _after_load(unit, module, incompatible_keys):
             found = None if owner is None else parameters_of(owner).get(site[1])
             if owner is not module or found is None:
                 continue
-            if found is p.shard or found is p.whole:
+            if p.is_face(found):
                 continue
             if found.shape != p.shard.shape:
                 raise ValueError(
@@ -146,6 +146,7 @@ def settle(units, names):
         for p in unit.parameters:
             if not p.sites:
                 unit.core.drop(p.index)
+        unit.gather_extended()
         unit.make_grads()
 
 
@@ -160,7 +161,7 @@ def _places_now(unit, names):
             if owner is None or id(owner) not in names:
                 continue  # not in the model any more
             found = parameters_of(owner).get(key)
-            if found is p.shard or found is p.whole:
+            if p.is_face(found):
                 sites[p.index].append((module, key))
             elif found is not None:
                 changed.append((p, (module, key), found))
@@ -245,7 +246,7 @@ def refuse_replaced(units):
                 if owner is None:
                     continue
                 found = parameters_of(owner).get(key)
-                if found is not p.shard and found is not p.whole:
+                if not p.is_face(found):
                     what = "removed" if found is None else "replaced"
                     raise RuntimeError(
                         f"parameter {p.names[0]} was {what} after the first forward; "

@@ -43,14 +43,14 @@ class Root:
         self._warn_of_padding(units, state.device_mesh)
         tree = []
         for number, unit in enumerate(units):
-            for p in unit.parameters:
+            for p in unit.all_parameters:
                 p.names = names_of(p, module_names) or [p.label]
-            unit.core.set_names(unit.name, [p.names for p in unit.parameters])
+            unit.core.set_names(unit.name, unit.core_names())
             unit.id = number
             name_released(unit.parameters)
             places = [
-                _C.Place(parameters_of(site()), name, p.whole, p.shard)
-                for p in unit.parameters
+                _C.Place(parameters_of(site()), name, p.whole, p.shard, p.extension)
+                for p in unit.all_parameters
                 for site, name in p.sites
             ]
             tree.append(_C.TreeUnit(unit.core, parents[number], places, unit.grads))
@@ -251,8 +251,7 @@ class Root:
             for unit in self.units:
                 if not unit.fits():
                     raise Stale
-                for p in unit.parameters:
-                    p.whole.requires_grad_(p.shard.requires_grad)
+                unit.follow_requires_grad()
 
     def renew(self):
         """Makes the Root that comes after this one, when Stale was raised."""

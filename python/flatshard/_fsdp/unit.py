@@ -79,14 +79,25 @@ class UnitState:
     # On a part of the model's mesh its parameters are slices of larger tensors: how
     # many there are, and which. None: on all of it.
     slices: tuple | None = None
+    # Parameters of subclasses; those that are trained are in `parameters`, too.
+    extended: list = field(default_factory=list)
+    gathers_extended: object = None  # the core that gathers them
     joined: list = field(default_factory=list)  # UnitStates whose parameters it has
 
     # -- parameters ----------------------------------------------------------------
+
+    @property
+    def all_parameters(self):
+        """Also those that the core has no place for."""
+        return self.parameters + [p for p in self.extended if p.index < 0]
 
     def make_shards(self):
         """Replaces the parameters in the modules by their shards."""
         for p, data in self._cut():
             self._show_new(p, data, p.trainable, p.whole)
+        for p in self.all_parameters[len(self.parameters) :]:
+            p.shard = p.extension.make_shard()
+            self.show(p, p.shard)
         self.make_grads()
         self._watch_shards()
 
@@ -104,7 +115,10 @@ class UnitState:
 
     def _show_new(self, p, data, trainable, former):
         """Makes `data` the shard of p, with the attributes of `former`."""
-        p.shard = nn.Parameter(data, requires_grad=trainable)
+        if p.extension is None:
+            p.shard = nn.Parameter(data, requires_grad=trainable)
+        else:
+            p.shard = data
         copy_attributes(former, p.shard)
         put_hooks(p)
         set_unit(p.shard, self, p.index)
@@ -120,7 +134,7 @@ class UnitState:
         self._show_new(p, data, former.requires_grad, former)
 
     def _watch_shards(self):
-        writes.add(self, [p.shard for p in self.parameters])
+        writes.add(self, [p.shard for p in self.all_parameters])
         mark_of_meta(
             {address_of(p.shard) for p in self.parameters if p.on_meta},
             self,
@@ -142,6 +156,17 @@ class UnitState:
             p.trainable = p.shard.requires_grad
             p.apart = int(not p.trainable)
         self._make_core_again()
+
+    def follow_requires_grad(self):
+        """The whole parameters require gradients where the shards do."""
+        for p in self.extended:
+            if p.shard.requires_grad != p.extension.requires_grad:
+                raise NotImplementedError(
+                    f"requires_grad of parameter {p.names[0]}, a tensor of a subclass, was "
+                    "changed after fully_shard, which is not supported; change it before"
+                )
+        for p in self.parameters:
+            p.whole.requires_grad_(p.shard.requires_grad)
 
     def renew(self):
         """After a forward: the same for all units of a model, of which a Root is made
@@ -173,8 +198,8 @@ class UnitState:
         made = {id(p): data for p, data in self._cut()}
         for p, cuts, piece in former:
             data = made[id(p)]
-            if p.on_meta and not self.initialized:
-                continue  # there are no values
+            if (p.on_meta and not self.initialized) or data is p.shard:
+                continue  # there are no values, or the core has none
             with torch.no_grad():
                 if cuts != self.core.cuts(p.index):
                     piece = piece_of(data, p.shard.detach())
@@ -206,6 +231,8 @@ class UnitState:
         why = None
         if self.joined:
             why = "whose parameters rest on a part of the model's mesh"
+        elif changed.extension is not None:
+            why = "that gathers tensors of a subclass"
         elif self.main_grads:
             why = "whose modules write to main_grad"
         elif what == "the dtype" and changed.float8:
@@ -248,7 +275,47 @@ class UnitState:
         set_unit(tensor, self, p.index)
         writes.count += 1
 
+    def gather_extended(self):
+        """The core gathers what parameters of subclasses say."""
+        if not self.extended or self.gathers_extended is self.core:
+            return
+        self.gathers_extended = self.core
+        members = [m for p in self.extended for m in p.extension.members()]
+        first = self.core.num_parameters
+        self.core.join(
+            _C.Unit(members=members, mesh=self.mesh, options=self.core_options)
+        )
+        for p in self.extended:
+            trained = p.index >= 0
+            first = p.extension.own(self.core, first, p.whole if trained else None)
+            if not trained:
+                p.whole = p.extension.hidden[0]
+
+    def move_extended(self, p, piece):
+        """`piece` is the rank's part of p from now on, such as of to_empty."""
+        if piece is local_of(p.shard):
+            return
+        writes.remove([p.shard])
+        make_shard(p.shard, piece, p.shard)
+        writes.add(self, [p.shard])
+        writes.count += 1
+
+    def core_names(self):
+        """Of the core's parameters, by their numbers."""
+        hidden = self.core.num_parameters - len(self.parameters)
+        return [p.names for p in self.parameters] + [
+            [f"gathered {i}"] for i in range(hidden)
+        ]
+
+    def mark_written(self):
+        """Shards may have been written before this forward."""
+        self.core.mark_written()
+        for p in self.extended:
+            p.extension.refresh()
+
     def _wrap(self, p, local):
+        if p.extension is not None:
+            return p.extension.make_shard() if p.shard is None else p.shard
         cuts = self.core.cuts(p.index)
         mesh = self.device_mesh
         inner = mesh.size(mesh.ndim - 1)
@@ -269,7 +336,7 @@ class UnitState:
             parameters_of(module())[name] = tensor
 
     def check_initialized(self):
-        found = [p.names[0] for p in self.parameters if p.on_meta]
+        found = [p.names[0] for p in self.all_parameters if p.on_meta]
         if found and not self.initialized:
             raise RuntimeError(
                 "FSDP parameters should be materialized from meta device before training, "
@@ -304,6 +371,7 @@ def make_core(parameters, values, mp_policy, mesh, options):
                 reduce_dtype=reduce_dtype,
                 float8=p.float8,
                 trainable=p.trainable,
+                has_weights=p.extension is None,
                 apart=p.apart,
                 granularity=p.granularity,
             )

@@ -47,6 +47,11 @@ def _root_of(model):
     """Raises NotImplementedError for a parameter that the files cannot hold."""
     root = root_of(model)
     for unit in root.units:
+        for p in unit.extended:
+            raise NotImplementedError(
+                f"flatshard.checkpoint: parameter {p.names[0]} is a tensor of a subclass, "
+                "which is not supported; use torch.distributed.checkpoint"
+            )
         for p in unit.parameters:
             if p.dim:
                 raise NotImplementedError(
