@@ -85,10 +85,11 @@ def _hidden(states):
     hidden = []
     try:
         parameters = [p for state in states for p in state.all_parameters]
-        for p, (module, name) in [(p, site) for p in parameters for site in p.sites]:
+        own = {id(tensor) for p in parameters for tensor in p.faces()}
+        for module, name in [site for p in parameters for site in p.sites]:
             shown = parameters_of(module()) if module() is not None else {}
             found = shown.get(name)
-            if found is not None and p.is_face(found):
+            if id(found) in own:
                 hidden.append((shown, name, found))
                 shown[name] = None
         yield

@@ -81,11 +81,13 @@ class Parameter:
         ]
         return any(self.is_face(tensor) for tensor in shown)
 
+    def faces(self):
+        """What modules show of it, sharded or whole."""
+        extended = [] if self.extension is None else [self.extension.tensor]
+        return [t for t in (self.shard, self.whole, *extended) if t is not None]
+
     def is_face(self, tensor):
-        """Whether `tensor` is what modules show of it, sharded or whole."""
-        if self.extension is not None and tensor is self.extension.tensor:
-            return True
-        return tensor is self.shard or tensor is self.whole
+        return any(tensor is face for face in self.faces())
 
 
 def copy_attributes(source, target):
