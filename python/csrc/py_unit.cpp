@@ -79,7 +79,7 @@ PyUnit::PyUnit(
          .precision =
              Precision{
                  .compute = is_computed_with(own)
-                                ? options.compute_dtype.value_or(own)
+                                ? member.compute_dtype.value_or(own)
                                 : own,
                  .reduce = member.reduce_dtype,
                  .main_params = own,

@@ -20,7 +20,10 @@ class PyUnit {
     std::string name;
     /// What modules compute with: GroupParameter::tensor.
     at::Tensor whole;
-    at::Tensor values;                         ///< as they are stored
+    at::Tensor values;  ///< as they are stored
+    /// Absent: the parameter's own, as for those of which nothing is computed:
+    /// integers, bool, float8.
+    std::optional<at::ScalarType> compute_dtype;
     at::ScalarType reduce_dtype = at::kFloat;  ///< of gradients on the wire
     bool float8 = false;                       ///< it is gathered as FP8
     bool trainable = true;
@@ -39,9 +42,6 @@ class PyUnit {
 
   struct Options {
     std::string strategy;  ///< see Strategy::named
-    /// Absent: the parameter's own, as for those of which nothing is computed:
-    /// integers, bool, float8.
-    std::optional<at::ScalarType> compute_dtype;
     /// Without precision, which is each parameter's, and keep_compute_weights.
     ParamGroupOptions group;
     /// Some layers call PyRuntime::linear.

@@ -51,6 +51,7 @@ void bind_unit(py::module_& m) {
           py::init([](std::string name,
                       at::Tensor whole,
                       at::Tensor values,
+                      const py::object& compute_dtype,
                       const py::object& reduce_dtype,
                       bool float8,
                       bool trainable,
@@ -61,6 +62,9 @@ void bind_unit(py::module_& m) {
                 .name = std::move(name),
                 .whole = std::move(whole),
                 .values = std::move(values),
+                .compute_dtype = compute_dtype.is_none()
+                                     ? std::nullopt
+                                     : std::optional(dtype_of(compute_dtype)),
                 .reduce_dtype = dtype_of(reduce_dtype),
                 .float8 = float8,
                 .trainable = trainable,
@@ -72,6 +76,7 @@ void bind_unit(py::module_& m) {
           py::arg("name"),
           py::arg("whole"),
           py::arg("values"),
+          py::arg("compute_dtype"),
           py::arg("reduce_dtype"),
           py::arg("float8"),
           py::arg("trainable"),
@@ -82,7 +87,6 @@ void bind_unit(py::module_& m) {
   py::class_<PyUnit::Options>(m, "UnitOptions", "How a unit is sharded.")
       .def(
           py::init([](std::string strategy,
-                      const py::object& compute_dtype,
                       bool offload,
                       bool pin_memory,
                       bool grads_in_place,
@@ -90,7 +94,7 @@ void bind_unit(py::module_& m) {
                       std::optional<PyUnit::Float8> float8,
                       std::shared_ptr<Mesh> part,
                       std::pair<std::int64_t, std::int64_t> slices) {
-            PyUnit::Options options{
+            return PyUnit::Options{
                 .strategy = std::move(strategy),
                 .group = {.offload = offload, .pin_memory = pin_memory},
                 .grads_in_place = grads_in_place,
@@ -99,14 +103,9 @@ void bind_unit(py::module_& m) {
                 .part = std::move(part),
                 .number_of_slices = slices.first,
                 .which_slice = slices.second};
-            if (!compute_dtype.is_none()) {
-              options.compute_dtype = dtype_of(compute_dtype);
-            }
-            return options;
           }),
           py::kw_only(),
           py::arg("strategy"),
-          py::arg("compute_dtype"),
           py::arg("offload"),
           py::arg("pin_memory"),
           py::arg("grads_in_place"),

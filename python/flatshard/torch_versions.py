@@ -89,6 +89,12 @@ def register_as_sharded(module):
 
 # -- tensors ---------------------------------------------------------------------------
 
+
+def grad_dtype_of(tensor):
+    """Returns the dtype that the user wants the gradient of a leaf to have; None: any."""
+    return tensor.grad_dtype if tensor.requires_grad else tensor.dtype
+
+
 # `.grad` and `.requires_grad` of a tensor subclass go through __torch_function__ outside
 # of this context, at twenty times the price, for each parameter of the model.
 plain_attributes = torch._C.DisableTorchFunctionSubclass

@@ -3,6 +3,7 @@
 import weakref
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from flatshard._fsdp.strategies import find_strategy
@@ -95,12 +96,22 @@ def mixed_precision(policy):
         raise ValueError(
             f"mp_policy: expected a MixedPrecisionPolicy, got {type(policy).__name__}"
         )
-    if getattr(policy, "param_dtype_override_fn", None) is not None:
-        raise NotImplementedError(
-            "mp_policy: param_dtype_override_fn is not supported; give the modules whose "
-            "parameters keep their dtype a fully_shard call and a policy of their own"
-        )
     return policy
+
+
+def param_dtype_of(policy, tensor, name):
+    """The dtype in which a parameter is gathered; None: its own."""
+    override = getattr(policy, "param_dtype_override_fn", None)
+    dtype = None if override is None else override(tensor)
+    if dtype is None:
+        return policy.param_dtype
+    if dtype not in (policy.param_dtype, tensor.dtype):
+        raise ValueError(
+            "mp_policy: param_dtype_override_fn expected to return None, param_dtype "
+            f"({policy.param_dtype}) or the dtype of parameter {name} ({tensor.dtype}), "
+            f"got {dtype!r}"
+        )
+    return dtype
 
 
 def uses_copy_engines(copy_engines, mesh):
@@ -139,24 +150,50 @@ def refuse_unsupported(reshard_after_forward):
         )
 
 
-def cut_dim(shard_placement_fn, tensor, name, mesh):
+def placement_of(shard_placement_fn, tensor, name, mesh):
+    """(Shard or None, the parameter's mesh or None): what shard_placement_fn says.
+
+    Args:
+        mesh: DeviceMesh of the unit.
+    """
+    found = None if shard_placement_fn is None else shard_placement_fn(tensor)
+    own = None
+    if hasattr(found, "placement") and hasattr(found, "mesh_info"):
+        found = found.placement, getattr(found.mesh_info, "mesh", None)
+    placement = found
+    if isinstance(found, tuple) and len(found) == 2:
+        placement, own = found
+    is_mesh = own is None or isinstance(own, DeviceMesh)
+    if not (placement is None or isinstance(placement, Shard)) or not is_mesh:
+        raise NotImplementedError(
+            f"shard_placement_fn: expected None, a Shard or (Shard, mesh) for parameter "
+            f"{name}, got {found}"
+        )
+    return placement, None if own is None or own == mesh else own
+
+
+def check_own_mesh(members, own, mesh, is_part):
+    """Refuses a mesh of shard_placement_fn that is no part of the unit's."""
+    if not is_part:
+        raise ValueError(
+            f"shard_placement_fn: parameter {members[0].label} is to rest on {own}, this "
+            f"module on {mesh}: expected the module's mesh, or a dimension that was "
+            "flattened together with others into it"
+        )
+
+
+def cut_dim(placement, tensor, name, mesh):
     """The dimension along which a parameter is to be cut.
 
     Args:
+        placement: Shard or None.
         mesh: DeviceMesh; its last dimension shards.
 
     Raises:
         NotImplementedError: it cannot be cut so, naming the parameter.
     """
-    placement = None if shard_placement_fn is None else shard_placement_fn(tensor)
     if placement is None:
         return 0
-    if not isinstance(placement, Shard):
-        raise NotImplementedError(
-            f"shard_placement_fn: expected None or a Shard for parameter {name}, got "
-            f"{placement}. A mesh per parameter is not supported: call fully_shard on "
-            "the module that holds the parameter, with its mesh"
-        )
     dim = placement.dim + tensor.dim() if placement.dim < 0 else placement.dim
     if dim == 0:
         return 0

@@ -72,6 +72,7 @@ class Extension:
         self.shard = None
         self._mesh = mesh
         self._mp_policy = mp_policy
+        self._param_dtype = p.param_dtype
         self._stride = contiguous_stride(self.shape)
         self._piece = self._cut(tensor.detach())
         self._inputs = []
@@ -118,6 +119,7 @@ class Extension:
                     name=f"{self.title}.gathered_{i}",
                     whole=memory,
                     values=memory,
+                    compute_dtype=None,
                     reduce_dtype=torch.float32,
                     float8=False,
                     trainable=False,
@@ -193,7 +195,7 @@ class Extension:
                 for hidden, tensor in zip(self.hidden, self._inputs)
             )
             piece = local_of(self.shard)
-            dtype = self._mp_policy.param_dtype or self.dtype
+            dtype = self._param_dtype or self.dtype
             if self._raw is not None:
                 for storage, nbytes in self._owned:
                     storage.resize_(nbytes)

@@ -8,6 +8,7 @@ from flatshard import _C
 from flatshard._fsdp.arguments import (
     check_cut_dims,
     check_extended,
+    check_own_mesh,
     check_slices,
     cut_dim,
     ids_of,
@@ -15,6 +16,8 @@ from flatshard._fsdp.arguments import (
     mixed_precision,
     modules_of,
     offloads,
+    param_dtype_of,
+    placement_of,
     places_of,
     refuse_unsupported,
     strategy_name,
@@ -81,7 +84,9 @@ def fully_shard(
         shard_placement_fn: function of a parameter that returns None or Shard(dim), the
             dimension along which it is cut. Other dimensions than the first have to be
             multiples of the ranks. Such a parameter is stored with that dimension first,
-            so the unsharded one is not contiguous.
+            so the unsharded one is not contiguous. With a mesh, as (Shard(0), mesh) or
+            FSDP2's ShardPlacementResult, it rests on that one, a part of `mesh`: see
+            experts below.
         mp_policy: MixedPrecisionPolicy, of this package or FSDP2's.
         offload_policy: OffloadPolicy(): nothing; CPUOffloadPolicy(): sharded
             parameters, their gradients and optimizer state rest on the CPU. Of this
@@ -139,6 +144,7 @@ def fully_shard(
     [ep * n, ...], which is what parameters(), state dicts and checkpoints show. It
     joins the block's unit, with a gather and a reduction of its own over "edp". Its
     gradients are divided by all ranks of "dp", as each saw the tokens of "ep" ranks.
+    A shard_placement_fn of one call for the block says the same.
 
     Returns:
         `module`, which is an FSDPModule from now on.
@@ -163,6 +169,11 @@ def fully_shard(
     shown_mesh = mesh_to_show(outer, device_mesh)
     mp_policy = mixed_precision(mp_policy)
     check_policy(fp8)
+    if fp8 is not None and getattr(mp_policy, "param_dtype_override_fn", None):
+        raise NotImplementedError(
+            "mp_policy: param_dtype_override_fn is not supported with fp8; say by "
+            "Float8Policy's module_filter_fn which weights are FP8"
+        )
     offload = offloads(offload_policy)
     refuse_unsupported(reshard_after_forward)
     if cuda_graph:
@@ -192,11 +203,23 @@ def fully_shard(
     ignored = ids_of(ignored_params)
     owned = modules_of_unit(modules, lambda m: state_of(m) is not None)
     found = collect_parameters(modules, owned, ignored)
-    dims = [
-        cut_dim(shard_placement_fn, tensor, full_name, device_mesh)
+    placements = [
+        placement_of(shard_placement_fn, tensor, full_name, device_mesh)
         for tensor, full_name, _ in found
     ]
-    check_cut_dims(dims, fp8=fp8, outer=outer == "optim", part=slices is not None)
+    dims = [
+        cut_dim(placement, tensor, full_name, device_mesh)
+        for (placement, _), (tensor, full_name, _) in zip(placements, found)
+    ]
+    own_meshes = any(own_mesh is not None for _, own_mesh in placements)
+    check_cut_dims(
+        dims,
+        fp8=fp8,
+        outer=outer == "optim",
+        mesh=slices is not None or own_meshes,
+    )
+    if own_meshes:
+        check_slices(fp8=fp8, cuda_graph=cuda_graph, grads_in_place=grads_in_place)
     if name == "zero0" or device_mesh.size() == 1:
         dims = [0] * len(dims)  # nothing is cut
     extended = [follows_protocol(tensor) for tensor, _, _ in found]
@@ -207,7 +230,7 @@ def fully_shard(
             fp8=fp8,
             offload_policy=offload,
             cuda_graph=cuda_graph,
-            mesh=slices is not None,
+            mesh=slices is not None or own_meshes,
         )
     reasons = choose_weights(fp8, found, mp_policy.param_dtype, device_of(device_mesh))
     _move_buffers(owned, device_mesh)
@@ -224,6 +247,7 @@ def fully_shard(
             trainable=tensor.requires_grad,
             apart=int(not tensor.requires_grad),
             dtype=tensor.dtype,
+            param_dtype=param_dtype_of(mp_policy, tensor, full_name),
             on_meta=tensor.is_meta,
             label=full_name,
             float8=not reason,
@@ -235,24 +259,55 @@ def fully_shard(
         elif check_same_values and device_mesh.size() > 1 and not tensor.is_meta:
             p.digest = digest(tensor)
         parameters.append(p)
-    options = _C.UnitOptions(
-        strategy=name,
-        compute_dtype=mp_policy.param_dtype,
-        offload=offload,
-        pin_memory=offload and offload_policy.pin_memory,
-        # A graph writes them where they are reduced.
-        grads_in_place=grads_in_place or cuda_graph,
-        copy_engines=copy_engines,
-        float8=fp8.core() if fp8 else None,
-        part=None if core is whole_mesh else core,
-        slices=slices or (1, 0),
-    )
+
+    def options_on(part, slices):
+        return _C.UnitOptions(
+            strategy=name,
+            offload=offload,
+            pin_memory=offload and offload_policy.pin_memory,
+            # A graph writes them where they are reduced.
+            grads_in_place=grads_in_place or cuda_graph,
+            copy_engines=copy_engines,
+            float8=fp8.core() if fp8 else None,
+            part=None if part is whole_mesh else part,
+            slices=slices or (1, 0),
+        )
+
+    options = options_on(core, slices)
     values = {
         id(p): p.stored(p.whole if p.extension else t.detach())
         for p, (t, _, _) in zip(parameters, found)
     }
     everything = parameters
-    parameters = [p for p in everything if p.trainable or p.extension is None]
+    for own_mesh in dict.fromkeys(m for _, m in placements if m is not None):
+        members = [p for p, (_, m) in zip(everything, placements) if m == own_mesh]
+        part, whole = model_mesh(own_mesh)
+        own_slices = slices_of(part, whole)
+        check_own_mesh(members, own_mesh, device_mesh, whole is core and own_slices)
+        own_options = options_on(part, own_slices)
+        of_members = [values[id(p)] for p in members]
+        parts.append(
+            UnitState(
+                modules=[],
+                core=make_core(members, of_members, mp_policy, whole, own_options),
+                core_options=own_options,
+                mesh=part,
+                device_mesh=own_mesh,
+                parameters=members,
+                mp_policy=mp_policy,
+                fp8=None,
+                prefetch=None,
+                copy_engines=copy_engines,
+                check_same_values=check_same_values,
+                slices=own_slices,
+            )
+        )
+        parts[-1].make_shards()
+    parameters = [
+        p
+        for p, (_, own_mesh) in zip(everything, placements)
+        if own_mesh is None and (p.trainable or p.extension is None)
+    ]
     values = [values[id(p)] for p in parameters]
     state = UnitState(
         modules=[weakref.ref(m) for m in modules],

@@ -157,16 +157,24 @@ class FSDPModule:
             raise NotImplementedError(_own_collectives(name))
 
     def set_force_sum_reduction_for_comms(self, enable):
-        if enable:
-            raise NotImplementedError(
-                "set_force_sum_reduction_for_comms is not supported: call "
-                "set_gradient_divide_factor(number of ranks), which sums and divides"
-            )
+        """True: the unit's reductions sum over the ranks, and the result is divided then,
+        instead of a collective that takes the mean."""
+        state = self._state()
+        if enable and state.policy.divide_factor is None:
+            self.set_gradient_divide_factor(state.device_mesh.size())
 
     def set_post_optim_event(self, event):
+        """The next forward waits for `event`, recorded after the optimizer's step, before
+        it gathers. Call it on the root, after each step. Its stream waits as well, since
+        gathers wait for that.
+        """
+        root_of(self).post_optim_event = event
+
+    def get_pending_gradients(self):
         raise NotImplementedError(
-            "set_post_optim_event is not supported: gathers wait for the stream that "
-            "the forward runs on; let that one wait for the event"
+            "get_pending_gradients is not supported: no backward leaves a gradient to wait "
+            "for. Those of parameters are in .grad when it returns; those that wait for a "
+            "reduction, after set_requires_gradient_sync(False), are the core's"
         )
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers, *, recurse=True):

@@ -39,6 +39,7 @@ class Parameter:
     trainable: bool = True  # the core has gradients for it
     apart: int = 0  # parameters of different numbers share no group of the core
     dtype: torch.dtype | None = None  # of the user's tensor, see make_core
+    param_dtype: torch.dtype | None = None  # that is gathered; None: its own
     on_meta: bool = False
     digest: torch.Tensor | None = None  # of the values, see same_values.py
     label: str = ""  # its name below the modules given to fully_shard

@@ -47,6 +47,7 @@ class Root:
                 p.names = names_of(p, module_names) or [p.label]
             unit.core.set_names(unit.name, unit.core_names())
             unit.id = number
+            unit.check_grad_dtypes()
             name_released(unit.parameters)
             places = [
                 _C.Place(parameters_of(site()), name, p.whole, p.shard, p.extension)
@@ -98,6 +99,7 @@ class Root:
         self._saw_all = False
         self._inner_outputs = InnerOutputs(inner_modules(units))
         self.is_stale = False  # the dtype of parameters was changed
+        self.post_optim_event = None  # to wait for before the next gather
         for unit in units:
             unit.root = self
             unit.has_run = True
@@ -229,6 +231,9 @@ class Root:
             for unit in units:
                 unit.forget_digests()
             self._initialized = True
+        if self.post_optim_event is not None:
+            self.post_optim_event.wait()
+            self.post_optim_event = None
         self.check_replaced()
         if self.is_stale:
             raise Stale

@@ -19,6 +19,7 @@ from flatshard._tensor.sharded_tensor import ShardedTensor, become
 from flatshard._tensor.writes import writes
 from flatshard.torch_versions import (
     default_reduce_dtype,
+    grad_dtype_of,
     hooks_of_tensor,
     parameters_of,
 )
@@ -156,6 +157,16 @@ class UnitState:
             p.trainable = p.shard.requires_grad
             p.apart = int(not p.trainable)
         self._make_core_again()
+
+    def check_grad_dtypes(self):
+        for p in self.parameters:
+            wanted = grad_dtype_of(p.shard)
+            if wanted != p.shard.dtype:
+                raise NotImplementedError(
+                    f"grad_dtype {wanted} of parameter {p.names[0]} is not supported: its "
+                    f"gradient has its own dtype, {p.shard.dtype}. For another dtype on "
+                    "the wire give MixedPrecisionPolicy(reduce_dtype=...)"
+                )
 
     def follow_requires_grad(self):
         """The whole parameters require gradients where the shards do."""
@@ -361,13 +372,14 @@ def make_core(parameters, values, mp_policy, mesh, options):
     members = []
     for p, value in zip(parameters, values):
         reduce_dtype = mp_policy.reduce_dtype or default_reduce_dtype(
-            mp_policy.param_dtype, value.dtype
+            p.param_dtype, value.dtype
         )
         members.append(
             _C.Member(
                 name=p.label,
                 whole=p.whole,
                 values=value,
+                compute_dtype=p.param_dtype,
                 reduce_dtype=reduce_dtype,
                 float8=p.float8,
                 trainable=p.trainable,
