@@ -77,7 +77,15 @@ void AutogradEvents::hook_parameters() {
 void AutogradEvents::hook_parameter(ParameterRef ref) {
   const UnitParameter& p = parameter(ref);
   Accumulator& accumulator = accumulators_[ref.unit][ref.index];
+  // One that is frozen for a while may be trained later, by the same node.
+  const bool requires_grad = p.tensor.requires_grad();
+  if (!requires_grad && p.tensor.is_leaf()) {
+    p.tensor.set_requires_grad(true);
+  }
   accumulator.node = torch::autograd::impl::grad_accumulator(p.tensor);
+  if (!requires_grad && p.tensor.is_leaf()) {
+    p.tensor.set_requires_grad(false);
+  }
   FLATSHARD_CHECK(
       accumulator.node != nullptr,
       usage,

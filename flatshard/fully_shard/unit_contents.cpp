@@ -11,6 +11,8 @@ namespace {
 /// What the parameters of one group have in common.
 struct Kind {
   bool trainable;
+  std::int64_t apart;
+  bool has_weights;
   Precision precision;
   std::shared_ptr<Mesh> mesh;
   Strategy strategy;
@@ -19,7 +21,8 @@ struct Kind {
   std::optional<Float8Format> float8;
 
   bool operator==(const Kind& other) const {
-    return trainable == other.trainable && precision == other.precision &&
+    return trainable == other.trainable && apart == other.apart &&
+           has_weights == other.has_weights && precision == other.precision &&
            mesh->same_as(*other.mesh) && strategy == other.strategy &&
            grad_divisor == other.grad_divisor && is_slice == other.is_slice &&
            float8 == other.float8;
@@ -31,7 +34,9 @@ Kind kind_of(
     const GroupSpec& unit,
     const ParamGroupOptions& options) {
   return {
-      .trainable = p.tensor.requires_grad(),
+      .trainable = p.trainable.value_or(p.tensor.requires_grad()),
+      .apart = p.apart,
+      .has_weights = p.has_weights,
       .precision = p.precision.value_or(options.precision),
       .mesh = p.placement.mesh ? p.placement.mesh : unit.mesh,
       .strategy = p.placement.strategy.value_or(unit.strategy),
@@ -112,6 +117,7 @@ UnitContents make_unit_contents(
     own.precision = kind.precision;
     own.grad_divisor = kind.grad_divisor;
     own.float8 = kind.float8;
+    own.has_weights = kind.has_weights;
     contents.groups.push_back(std::make_unique<ParamGroup>(
         std::move(spec),
         std::move(own),

@@ -26,7 +26,7 @@ struct UnitContents {
 ///
 /// @param unit  its mesh is the model's; mesh and strategy are those of the
 ///   parameters whose placement says nothing else. Trainability is each
-///   tensor's own.
+///   tensor's own, or GroupParameter::trainable.
 /// @throws Error{usage} for a trainable tensor of another type than those of
 ///   Precision, naming it. Frozen ones may have any.
 UnitContents make_unit_contents(

@@ -42,6 +42,9 @@ struct ParamGroupOptions {
   bool offload = false;
   /// With offload: that host memory is pinned, so copies run beside kernels.
   bool pin_memory = true;
+  /// false: the program gathers values of its own for these parameters, which
+  /// have gradients here and no weights: nothing of them has memory.
+  bool has_weights = true;
   LayoutOptions layout;
   /// The weights are gathered as FP8 planes; absent: as Precision::compute.
   /// GroupParameter::float8 says so of single parameters.

@@ -17,14 +17,23 @@ namespace flatshard {
 
 /// One parameter, from the module tree to its group.
 struct GroupParameter {
-  std::vector<std::string> names;   ///< the main name first
-  std::vector<std::int64_t> shape;  ///< of this rank's tensor
+  std::vector<std::string> names;  ///< the main name first
+  /// Of this rank's tensor as it is stored, which is cut along its first
+  /// dimension. `tensor` may show its dimensions in another order.
+  std::vector<std::int64_t> shape;
   /// What of it is set differs from the model's.
   ParameterPlacement placement;
   /// Absent: as ParamGroupOptions says.
   std::optional<Precision> precision = std::nullopt;
   /// Absent: as ParamGroupOptions says.
   std::optional<Float8Format> float8 = std::nullopt;
+  /// Absent: as `tensor` requires a gradient. A parameter that is frozen for a
+  /// while may stay in a group that is trained.
+  std::optional<bool> trainable = std::nullopt;
+  /// Parameters of different numbers share no group.
+  std::int64_t apart = 0;
+  /// See ParamGroupOptions.
+  bool has_weights = true;
   InitSpec init;
   /// Values to start from, the same on every rank; undefined: `init` draws.
   at::Tensor values;
@@ -32,7 +41,9 @@ struct GroupParameter {
   /// No module has it any more: checkpoints leave it out.
   bool dropped = false;
   /// The one that modules compute with; may be on meta. make_unit_contents
-  /// moves it into the unit.
+  /// moves it into the unit. Its strides are those of `shape` in some order of
+  /// dimensions: so a tensor that is cut along another dimension than its first
+  /// is stored with that dimension first.
   at::Tensor tensor;
 
   /// Of the larger tensor, where the parameter is a slice of one.

@@ -6,6 +6,7 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/group/host_memory.h"
+#include "flatshard/layout/local_range.h"
 
 namespace flatshard {
 namespace {
@@ -43,6 +44,19 @@ WeightPlanes::WeightPlanes(const GroupContext& context) : context_(context) {
   const Precision& precision = options.precision;
   const auto& mesh = context.mesh;
   const auto& layout = context.layout;
+  if (!options.has_weights) {
+    main_is_compute_ = true;
+    const std::int64_t numel =
+        local_numel(*layout, strategy.optimizer, mesh->axis_sizes());
+    main_ = FlatBuffer::wrap(
+        at::empty(
+            {numel},
+            at::TensorOptions(at::kMeta).dtype(precision.main_params)),
+        layout,
+        mesh,
+        strategy.optimizer);
+    return;
+  }
   has_refresh_ =
       options.float8 ||
       (context.trainable &&

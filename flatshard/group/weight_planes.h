@@ -46,9 +46,10 @@ struct WeightPlane {
 /// rows and columns, made anew by the first gather after a change, or begun by
 /// the optimizer's update (float8_outputs).
 ///
-/// When both have one dtype they share memory. A frozen group has one plane,
-/// compute. With ParamGroupOptions::offload main (a frozen group's too, in
-/// compute's dtype) is in host memory and shares none.
+/// Without ParamGroupOptions::has_weights main is on the meta device and there
+/// is no other plane. When both have one dtype they share memory. A frozen
+/// group has one plane, compute. With ParamGroupOptions::offload main (a frozen
+/// group's too, in compute's dtype) is in host memory and shares none.
 ///
 /// Which version of them was gathered is GatherProgress; who may still read
 /// them is WeightReaders. They are written by WeightWrite, and by nobody else.

@@ -40,13 +40,16 @@ void check_spec(const TensorSpec& spec) {
 }
 
 /// The start of the tensor is a multiple of this, and so are the places where a
-/// boundary may cut it.
+/// boundary may cut it. Chunks begin where their segment does.
 std::int64_t aligned_granule(
     const TensorSpec& spec,
     std::int64_t numel,
     const LayoutOptions& options) {
   if (numel == 0 || spec.granularity.kind() == Granularity::Kind::tensor) {
     return options.alignment;
+  }
+  if (spec.granularity.kind() == Granularity::Kind::chunk) {
+    return spec.granularity.granule_numel(spec.shape);
   }
   return detail::checked_lcm(
       spec.granularity.granule_numel(spec.shape),

@@ -79,6 +79,10 @@ struct Piece {
 ///   multiple.) Tensors of a finer granule move into the segment of a coarser
 ///   one that is a multiple of it where that makes no shard longer: they fill
 ///   the room that the coarse rows leave.
+/// - chunk: one segment per tensor, of its granules alone: its start is
+/// aligned,
+///   the shards that cut it need not be. Where they are not, a segment without
+///   tensors follows, which brings the next one and its shards to an alignment.
 /// - tensor: one segment; tensors go, largest first, to the shard that holds
 ///   least so far.
 /// A layout has at least one segment. Segments stand in the order of their
@@ -155,6 +159,7 @@ class FlatLayout {
   /// The tensors of a segment in the order in which they are packed.
   struct Bundle {
     bool whole_tensors = false;
+    bool one_chunked = false;  ///< one tensor of granularity `chunk`
     std::int64_t granule = 1;
     std::int64_t part = 0;
     std::vector<std::int64_t> tensors;
@@ -166,6 +171,7 @@ class FlatLayout {
   void pack(std::int64_t num_shards, const LayoutOptions& options);
   std::vector<Bundle> bundles(const LayoutOptions& options) const;
   void merge(std::vector<Bundle>& bundles);
+  void add_segment(const Bundle& bundle, std::int64_t shard_numel);
   std::int64_t pack_bundle(const Bundle& bundle);
   std::int64_t pack_in_order(const Bundle& bundle);
   std::int64_t pack_whole(const Bundle& bundle);

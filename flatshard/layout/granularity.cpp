@@ -39,6 +39,10 @@ Granularity Granularity::block(std::int64_t rows) {
   return {Kind::block, rows};
 }
 
+Granularity Granularity::chunk() {
+  return {Kind::chunk, 1};
+}
+
 Granularity Granularity::tensor() {
   return {Kind::tensor, 0};
 }
@@ -58,6 +62,7 @@ Granularity Granularity::parse(std::string_view name, std::string_view option) {
        {std::pair{"element", element()},
         std::pair{"row", row()},
         std::pair{"dim0", dim0()},
+        std::pair{"chunk", chunk()},
         std::pair{"tensor", tensor()}}) {
     if (name == known) {
       return granularity;
@@ -65,8 +70,8 @@ Granularity Granularity::parse(std::string_view name, std::string_view option) {
   }
   FLATSHARD_THROW(
       config,
-      "{} expected element, row, dim0, block:N with N >= 1 rows, or tensor, "
-      "got "
+      "{} expected element, row, dim0, block:N with N >= 1 rows, chunk, or "
+      "tensor, got "
       "\"{}\"",
       option,
       name.substr(0, 80));
@@ -81,6 +86,7 @@ std::int64_t Granularity::granule_numel(
     case Kind::block:
       return detail::checked_mul(size_, row_width(shape), to_string());
     case Kind::dim0:
+    case Kind::chunk:
       return std::max<std::int64_t>(
           1,
           detail::numel_of(shape.subspan(shape.empty() ? 0 : 1), to_string()));
@@ -100,6 +106,8 @@ std::string Granularity::to_string() const {
       return "dim0";
     case Kind::block:
       return fmt::format("block({})", size_);
+    case Kind::chunk:
+      return "chunk";
     case Kind::tensor:
       return "tensor";
   }

@@ -21,10 +21,12 @@ std::int64_t row_width(std::span<const std::int64_t> shape);
 /// | row     | a row along the last dimension; see row_width                 |
 /// | dim0    | a slice of dimension 0, which is what a DTensor can say       |
 /// | block:N | N rows                                                        |
+/// | chunk   | a slice of dimension 0, and each shard holds the chunk that   |
+/// |         | torch.chunk gives it, as FSDP2's shards do                    |
 /// | tensor  | the whole tensor: it stays on one rank                        |
 class Granularity {
  public:
-  enum class Kind { element, row, dim0, block, tensor };
+  enum class Kind { element, row, dim0, block, chunk, tensor };
 
   /// element(16).
   Granularity() = default;
@@ -40,6 +42,10 @@ class Granularity {
   /// a tensor may be shorter.
   /// @throws Error{usage} when rows < 1.
   static Granularity block(std::int64_t rows);
+  /// Chunks as those of torch.chunk along the first dimension: every shard but
+  /// the last ones holds ceil(size / shards) slices. Each tensor has a segment
+  /// of its own, so a group is gathered by one collective for each tensor.
+  static Granularity chunk();
   /// The whole tensor stays on one rank.
   static Granularity tensor();
 
@@ -57,7 +63,7 @@ class Granularity {
 
   bool operator==(const Granularity&) const = default;
 
-  /// "element(16)", "row", "dim0", "block(128)" or "tensor".
+  /// "element(16)", "row", "dim0", "block(128)", "chunk" or "tensor".
   std::string to_string() const;
 
  private:

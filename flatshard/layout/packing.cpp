@@ -19,28 +19,35 @@ void FlatLayout::pack(std::int64_t num_shards, const LayoutOptions& options) {
   segments_.clear();
   std::vector<Bundle> packed = bundles(options);
   merge(packed);
-  std::int64_t local_offset = 0;
   for (const Bundle& bundle : packed) {
     const std::int64_t shard_numel = pack_bundle(bundle);
-    const Segment segment{
-        .whole_tensors = bundle.whole_tensors,
-        .granule = bundle.granule,
-        .offset = numel_,
-        .numel = checked_mul(shard_numel, num_shards, "flat space"),
-        .shard_numel = shard_numel,
-        .local_offset = local_offset};
-    numel_ = checked_add(numel_, segment.numel, "flat space");
-    local_offset += shard_numel;
-    for (const std::int64_t i : bundle.tensors) {
-      places_[i].offset += segment.offset;
-      places_[i].segment = static_cast<std::int64_t>(segments_.size());
+    add_segment(bundle, shard_numel);
+    const std::int64_t aligned =
+        round_up(shard_numel, options.alignment, "flat space");
+    if (aligned > shard_numel) {
+      add_segment({.granule = 1}, aligned - shard_numel);
     }
-    segments_.push_back(segment);
   }
 }
 
-/// One bundle per part and distinct granule, and one per part for all tensors
-/// that stay whole.
+void FlatLayout::add_segment(const Bundle& bundle, std::int64_t shard_numel) {
+  const Segment segment{
+      .whole_tensors = bundle.whole_tensors,
+      .granule = bundle.granule,
+      .offset = numel_,
+      .numel = checked_mul(shard_numel, num_shards_, "flat space"),
+      .shard_numel = shard_numel,
+      .local_offset = numel_ / num_shards_};
+  numel_ = checked_add(numel_, segment.numel, "flat space");
+  for (const std::int64_t i : bundle.tensors) {
+    places_[i].offset += segment.offset;
+    places_[i].segment = static_cast<std::int64_t>(segments_.size());
+  }
+  segments_.push_back(segment);
+}
+
+/// One bundle per part and distinct granule, one per part for all tensors that
+/// stay whole, and one for each chunked tensor.
 std::vector<FlatLayout::Bundle> FlatLayout::bundles(
     const LayoutOptions& options) const {
   std::vector<Bundle> bundles;
@@ -53,10 +60,18 @@ std::vector<FlatLayout::Bundle> FlatLayout::bundles(
     const bool whole =
         specs_[i].granularity.kind() == Granularity::Kind::tensor;
     const std::int64_t granule = places_[i].granule;
+    if (specs_[i].granularity.kind() == Granularity::Kind::chunk) {
+      bundles.push_back(
+          {.one_chunked = true,
+           .granule = granule,
+           .part = specs_[i].part,
+           .tensors = {i}});
+      continue;
+    }
     auto same =
         std::find_if(bundles.begin(), bundles.end(), [&](const Bundle& bundle) {
-          return bundle.whole_tensors == whole && bundle.granule == granule &&
-                 bundle.part == specs_[i].part;
+          return !bundle.one_chunked && bundle.whole_tensors == whole &&
+                 bundle.granule == granule && bundle.part == specs_[i].part;
         });
     if (same == bundles.end()) {
       bundles.push_back(
@@ -87,8 +102,9 @@ void FlatLayout::merge(std::vector<Bundle>& bundles) {
     std::int64_t best_growth = pack_bundle(bundle);
     Bundle* best_host = nullptr;
     for (Bundle& host : kept) {
-      if (host.part != bundle.part || host.whole_tensors ||
-          bundle.whole_tensors || host.granule % bundle.granule != 0) {
+      if (host.part != bundle.part || host.whole_tensors || host.one_chunked ||
+          bundle.whole_tensors || bundle.one_chunked ||
+          host.granule % bundle.granule != 0) {
         continue;
       }
       Bundle merged = host;

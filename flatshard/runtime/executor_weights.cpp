@@ -99,6 +99,7 @@ void Executor::release(Unit& unit, const Action& action) {
   WeightSlot& held = weight_slot(unit, action.plane, action.part);
   if (action.plane == UnitWeights::kComputePlane) {
     unit.pointers().clear();
+    observers_.slots.tell([&](SlotObserver& o) { o.parameters_cleared(unit); });
   }
   const auto stream = streams_.compute();
   const bool staged = held.read_by_gather.recorded();

@@ -29,6 +29,8 @@ class SlotObserver {
   virtual void slot_released(const Unit& unit, const Slot& slot) {}
   /// The parameters of `unit` point at `slot`; resident ones never do.
   virtual void parameters_pointed(Unit& unit, const SlotView& slot) {}
+  /// They point at nothing again.
+  virtual void parameters_cleared(Unit& unit) {}
   /// Another plan for the slots is in force, made for these lifetimes.
   virtual void slots_planned(
       const SlotPlan& plan,

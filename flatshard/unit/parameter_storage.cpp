@@ -54,6 +54,7 @@ ParameterStorage::ParameterStorage(
     : parameter_(std::move(parameter)) {
   const at::NoGradGuard no_grad;
   const auto sizes = parameter_.sizes().vec();
+  const auto strides = parameter_.strides().vec();
   nbytes_ = parameter_.numel() * c10::elementSize(dtype);
   // A tensor of these sizes over a storage that never had memory.
   storage_ = storage_without_memory(nbytes_, device);
@@ -63,7 +64,7 @@ ParameterStorage::ParameterStorage(
   set_name(unit, name);
   at::Tensor shell =
       at::empty({0}, at::TensorOptions().dtype(dtype).device(device));
-  shell.set_(storage_, 0, sizes);
+  shell.set_(storage_, 0, sizes, strides);
   nn::set_parameter_data(parameter_, shell);
   // A parameter made from `x.detach()` would refuse the changes below.
   parameter_.unsafeGetTensorImpl()->set_allow_tensor_metadata_change(true);

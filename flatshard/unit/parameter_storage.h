@@ -34,7 +34,8 @@ class ParameterStorage {
   ParameterStorage() = default;
 
   /// Gives `parameter` (also one on the meta device) a storage without memory
-  /// on `device`, with `dtype`. requires_grad and all handles stay. `unit`
+  /// on `device`, with `dtype`. requires_grad, strides and all handles stay.
+  /// `parameter` is dense: it has no gaps. `unit`
   /// ("unit layers.3") and `name` are for the error of who reads it while it
   /// has no data.
   ParameterStorage(

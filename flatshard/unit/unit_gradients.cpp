@@ -36,10 +36,12 @@ at::Tensor UnitGradients::view(const SlotView& slot, const UnitParameter& p)
     const {
   const ParamGroup& group = *groups_[p.group];
   const at::ScalarType dtype = group.options().precision.reduce;
-  return slot.tensor(
-      offsets_[p.group] + p.offset(group, dtype),
-      p.tensor.sizes(),
-      dtype);
+  return slot
+      .tensor(
+          offsets_[p.group] + p.offset(group, dtype),
+          {p.tensor.numel()},
+          dtype)
+      .as_strided(p.tensor.sizes(), p.tensor.strides());
 }
 
 at::Tensor UnitGradients::flat(const SlotView& slot, std::size_t g) const {

@@ -19,7 +19,7 @@ UnitPointers::UnitPointers(
       weights_(weights) {
   for (UnitParameter& p : parameters_) {
     const ParamGroup& group = *groups_[p.group];
-    if (group.weights().resident() && !group.weights().float8()) {
+    if (group.weights().resident() && group.weights().compute().defined()) {
       has_residents_ = true;
       const at::Tensor& flat = group.weights().compute().local();
       const SlotView whole{.data = flat.data_ptr()};

@@ -64,7 +64,7 @@ void GradViews::take() {
       continue;
     }
     for (const std::size_t i : members) {
-      if (is_own(i)) {
+      if (is_own(i) || !is_trained(i)) {
         continue;
       }
       const at::NoGradGuard no_grad;
@@ -125,7 +125,7 @@ void GradViews::end_backward() {
 
 void GradViews::show_group(std::size_t g) {
   for (const std::size_t i : members_[g]) {
-    if (is_own(i)) {
+    if (is_own(i) || !is_trained(i)) {
       continue;
     }
     if (has_hooks(i)) {
@@ -142,7 +142,8 @@ void GradViews::show_group(std::size_t g) {
 // Not by the hooks' own operator: it takes what a hook returns for a tensor.
 void GradViews::run_hooks(std::size_t g) {
   for (const std::size_t i : members_[g]) {
-    if (torch::autograd::impl::post_acc_grad_hooks(shards_[i]) == nullptr) {
+    if (!is_trained(i) ||
+        torch::autograd::impl::post_acc_grad_hooks(shards_[i]) == nullptr) {
       continue;
     }
     const py::object shard = py::cast(shards_[i]);

@@ -56,6 +56,10 @@ class GradViews {
   const at::Tensor& grad_of(std::size_t parameter) const {
     return shards_[parameter].grad();
   }
+  /// Nobody froze it since it was sharded, or it was unfrozen again.
+  bool is_trained(std::size_t parameter) const {
+    return shards_[parameter].requires_grad();
+  }
   /// Somebody put a hook on the shard by register_hook.
   bool has_hooks(std::size_t parameter) const;
   /// These take the gradient of this backward, before it is added to others.

@@ -11,6 +11,15 @@
 
 namespace flatshard::python {
 
+namespace {
+
+bool has_post_hooks(const at::Tensor& shard) {
+  return shard.requires_grad() &&
+         torch::autograd::impl::post_acc_grad_hooks(shard) != nullptr;
+}
+
+}  // namespace
+
 ParameterViews::ParameterViews(
     std::vector<UnitViews> units,
     py::object before_forward,
@@ -22,12 +31,25 @@ ParameterViews::ParameterViews(
   for (UnitViews& views : units) {
     State state{.views = std::move(views)};
     for (const Place& place : state.views.places) {
-      const auto shard = place.shard.cast<at::Tensor>();
-      (shard.requires_grad() ? state.trained : state.frozen).push_back(shard);
+      state.shards.push_back(place.shard.cast<at::Tensor>());
       state.wholes.push_back(place.whole.cast<at::Tensor>());
+      const auto is_same = [&](const py::object& o) {
+        return o.is(place.shown);
+      };
+      if (!place.shown.is_none() &&
+          std::ranges::none_of(state.shown, is_same)) {
+        state.shown.push_back(place.shown);
+      }
     }
     units_.push_back(std::move(state));
   }
+}
+
+py::object ParameterViews::Place::face(bool whole_one) const {
+  if (!whole_one) {
+    return shard;
+  }
+  return shown.is_none() ? whole : shown.attr("tensor");
 }
 
 ParameterViews::~ParameterViews() {
@@ -59,7 +81,7 @@ void ParameterViews::set(State& state, bool whole) {
     }
   }
   for (const Place& place : state.views.places) {
-    const py::object& parameter = whole ? place.whole : place.shard;
+    const py::object parameter = place.face(whole);
     if (PyDict_SetItem(
             place.parameters.ptr(),
             place.name.ptr(),
@@ -132,7 +154,7 @@ bool ParameterViews::shows_others() const {
   return std::any_of(units_.begin(), units_.end(), [](const State& state) {
     const auto& places = state.views.places;
     return std::any_of(places.begin(), places.end(), [&](const Place& place) {
-      const py::object& put = state.shows_whole ? place.whole : place.shard;
+      const py::object put = place.face(state.shows_whole);
       return PyDict_GetItem(place.parameters.ptr(), place.name.ptr()) !=
              put.ptr();
     });
@@ -140,10 +162,13 @@ bool ParameterViews::shows_others() const {
 }
 
 bool ParameterViews::trains_others() const {
-  const auto trains = [](const at::Tensor& t) { return t.requires_grad(); };
-  return !std::ranges::all_of(units_, [&](const State& state) {
-    return std::ranges::all_of(state.trained, trains) &&
-           std::ranges::none_of(state.frozen, trains);
+  return !std::ranges::all_of(units_, [](const State& state) {
+    return std::ranges::equal(
+        state.shards,
+        state.wholes,
+        {},
+        &at::Tensor::requires_grad,
+        &at::Tensor::requires_grad);
   });
 }
 
@@ -190,9 +215,9 @@ void ParameterViews::backward_ended() {
 
 void ParameterViews::check_may_go_on() const {
   for (const State& state : units_) {
-    for (const at::Tensor& shard : state.trained) {
+    for (const at::Tensor& shard : state.shards) {
       FLATSHARD_CHECK(
-          torch::autograd::impl::post_acc_grad_hooks(shard) == nullptr,
+          !has_post_hooks(shard),
           usage,
           "interleaved: expected no hooks of "
           "register_post_accumulate_grad_hook on the model's parameters; a "
@@ -202,10 +227,8 @@ void ParameterViews::check_may_go_on() const {
 }
 
 bool ParameterViews::wants_reduced_gradients(const Unit& unit) {
-  const auto& trained = units_.at(unit.id()).trained;
-  return std::any_of(trained.begin(), trained.end(), [](const auto& shard) {
-    return torch::autograd::impl::post_acc_grad_hooks(shard) != nullptr;
-  });
+  const auto& shards = units_.at(unit.id()).shards;
+  return std::any_of(shards.begin(), shards.end(), has_post_hooks);
 }
 
 void ParameterViews::gradients_reduced(Unit& unit) {
@@ -229,6 +252,25 @@ void ParameterViews::gradients_ready(Unit& unit, const SlotView&) {
   state.ran_hooks = false;
   if (const auto grads = state.views.grads.lock()) {
     grads->take();
+  }
+}
+
+void ParameterViews::parameters_pointed(Unit& unit, const SlotView&) {
+  call_shown(unit, "point");
+}
+
+void ParameterViews::parameters_cleared(Unit& unit) {
+  call_shown(unit, "clear");
+}
+
+void ParameterViews::call_shown(Unit& unit, const char* function) {
+  const State& state = units_.at(unit.id());
+  if (state.shown.empty()) {
+    return;
+  }
+  const py::gil_scoped_acquire gil;
+  for (const py::object& shown : state.shown) {
+    shown.attr(function)();
   }
 }
 

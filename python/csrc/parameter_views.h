@@ -15,7 +15,9 @@ namespace flatshard::python {
 ///
 /// Lives in the runtime as an observer, which calls it with its lock held and
 /// mostly without the GIL. It never calls the runtime.
-class ParameterViews : public StepObserver, public GradientObserver {
+class ParameterViews : public StepObserver,
+                       public GradientObserver,
+                       public SlotObserver {
  public:
   /// One place of a parameter in a module.
   struct Place {
@@ -23,6 +25,12 @@ class ParameterViews : public StepObserver, public GradientObserver {
     py::object name;
     py::object whole;
     py::object shard;
+    /// None, or who makes another tensor of gathered memory, which modules see
+    /// instead of `whole`: its attribute `tensor`. Has `point` and `clear`, see
+    /// SlotObserver.
+    py::object shown;
+
+    py::object face(bool whole_one) const;
   };
 
   /// What it needs of each unit. The unit's module owns the gradients' views,
@@ -63,10 +71,11 @@ class ParameterViews : public StepObserver, public GradientObserver {
   void check_may_go_on() const;
   /// Somebody put another tensor into a place. With the GIL.
   bool shows_others() const;
-  /// Somebody froze a parameter, or unfroze one.
+  /// Somebody froze a parameter, or unfroze one, and the whole one does not
+  /// follow yet.
   bool trains_others() const;
 
-  // As StepObserver and GradientObserver.
+  // As StepObserver, GradientObserver and SlotObserver.
   void forward_begins() override;
   void backward_begins() override;
   void backward_began(Unit& unit) override;
@@ -75,6 +84,8 @@ class ParameterViews : public StepObserver, public GradientObserver {
   bool wants_reduced_gradients(const Unit& unit) override;
   void gradients_reduced(Unit& unit) override;
   void gradients_ready(Unit& unit, const SlotView& slot) override;
+  void parameters_pointed(Unit& unit, const SlotView& slot) override;
+  void parameters_cleared(Unit& unit) override;
 
   /// @throws Error{usage} inside of a hook that these views call, or of a
   ///   capture, which must not call the runtime: that waits for them.
@@ -92,12 +103,11 @@ class ParameterViews : public StepObserver, public GradientObserver {
     std::vector<std::uint32_t> versions;
     /// A hook may have dropped the gradients of the backward that runs.
     bool ran_hooks = false;
-    /// Shards of the places, looked at without the GIL: those that were trained
-    /// when this was made, and the others.
-    std::vector<at::Tensor> trained;
-    std::vector<at::Tensor> frozen;
+    std::vector<at::Tensor> shards;  ///< looked at without the GIL
+    std::vector<py::object> shown;   ///< of the places, each once
   };
   void set(State& state, bool whole);
+  void call_shown(Unit& unit, const char* function);
   void end_waits();
   /// Calls what(GradViews&) for each unit whose module still lives.
   template <class F>

@@ -42,12 +42,12 @@ PyUnit::PyUnit(
   if (options.float8) {
     gather_parts_ = options.float8->gather_parts;
   }
-  for (const auto& [name, whole, values, reduce_dtype, is_float8] : members) {
-    const at::ScalarType own = values.scalar_type();
-    const auto shape = values.sizes().vec();
+  for (const Member& member : members) {
+    const at::ScalarType own = member.values.scalar_type();
+    const auto shape = member.values.sizes().vec();
     ParameterPlacement placement{
         .mesh = options.part,
-        .granularity = options.granularity};
+        .granularity = member.granularity};
     const std::int64_t num_slices = options.number_of_slices;
     if (num_slices > 1) {
       FLATSHARD_CHECK(
@@ -56,7 +56,7 @@ PyUnit::PyUnit(
           "parameter {} has no dimension to be a slice along; expected at "
           "least "
           "one where the mesh is a part of the model's",
-          name);
+          member.name);
       placement.slice = TensorSlice{
           .begin = options.which_slice * shape[0],
           .whole = num_slices * shape[0]};
@@ -73,28 +73,32 @@ PyUnit::PyUnit(
           Strategy::named(options.strategy, options.part->num_axes());
     }
     list.push_back(
-        {.names = {name},
+        {.names = {member.name},
          .shape = shape,
          .placement = std::move(placement),
          .precision =
              Precision{
                  .compute = is_computed_with(own)
-                                ? options.compute_dtype.value_or(own)
+                                ? member.compute_dtype.value_or(own)
                                 : own,
-                 .reduce = dtype_of(reduce_dtype),
+                 .reduce = member.reduce_dtype,
                  .main_params = own,
                  .main_grads = own},
-         .float8 = is_float8 ? std::optional(options.float8.value().format)
-                             : std::nullopt,
+         .float8 = member.float8 ? std::optional(options.float8.value().format)
+                                 : std::nullopt,
+         .trainable = member.trainable,
+         .apart = member.apart,
+         .has_weights = member.has_weights,
          .init = InitSpec::zeros(),
-         .values = values.is_meta() ? at::Tensor() : values.detach(),
-         .tensor = whole});
+         .values =
+             member.values.is_meta() ? at::Tensor() : member.values.detach(),
+         .tensor = member.whole});
   }
   options.group.keep_compute_weights = options.copy_engines;
   options.group.keep_whole_compute_weights = true;
   const py::gil_scoped_release no_gil;
   contents_ = make_unit_contents(
-      {.name = members.empty() ? "unit" : "unit of " + std::get<0>(members[0]),
+      {.name = members.empty() ? "unit" : "unit of " + members[0].name,
        .parameters = std::move(list),
        .mesh = mesh,
        .strategy = options.part

@@ -7,7 +7,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <tuple>
 #include <vector>
 
 namespace flatshard::python {
@@ -16,10 +15,24 @@ namespace flatshard::python {
 /// Parameters have the order of `Unit::parameters`.
 class PyUnit {
  public:
-  /// Name, the tensor that modules compute with, its values, the torch.dtype
-  /// of its gradients on the wire, and whether it is gathered as FP8.
-  using Member =
-      std::tuple<std::string, at::Tensor, at::Tensor, py::object, bool>;
+  /// One parameter to shard.
+  struct Member {
+    std::string name;
+    /// What modules compute with: GroupParameter::tensor.
+    at::Tensor whole;
+    at::Tensor values;  ///< as they are stored
+    /// Absent: the parameter's own, as for those of which nothing is computed:
+    /// integers, bool, float8.
+    std::optional<at::ScalarType> compute_dtype;
+    at::ScalarType reduce_dtype = at::kFloat;  ///< of gradients on the wire
+    bool float8 = false;                       ///< it is gathered as FP8
+    bool trainable = true;
+    std::int64_t apart = 0;  ///< GroupParameter::apart
+    bool has_weights = true;
+    /// dim0: cut between slices along the first dimension, which a DTensor can
+    /// say; chunk: as torch.chunk cuts; tensor: never cut.
+    Granularity granularity;
+  };
 
   /// How weights are FP8, as Python's Float8Policy says it.
   struct Float8 {
@@ -29,12 +42,6 @@ class PyUnit {
 
   struct Options {
     std::string strategy;  ///< see Strategy::named
-    /// dim0: cut between slices along the first dimension, which a DTensor can
-    /// say; tensor: never cut.
-    Granularity granularity;
-    /// Absent: the parameter's own, as for those of which nothing is computed:
-    /// integers, bool, float8.
-    std::optional<at::ScalarType> compute_dtype;
     /// Without precision, which is each parameter's, and keep_compute_weights.
     ParamGroupOptions group;
     /// Some layers call PyRuntime::linear.

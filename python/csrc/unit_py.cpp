@@ -31,23 +31,62 @@ void bind_unit(py::module_& m) {
           py::init([](py::dict parameters,
                       py::str name,
                       py::object whole,
-                      py::object shard) {
+                      py::object shard,
+                      py::object shown) {
             return ParameterViews::Place{
                 std::move(parameters),
                 std::move(name),
                 std::move(whole),
-                std::move(shard)};
+                std::move(shard),
+                std::move(shown)};
           }),
           py::arg("parameters"),
           py::arg("name"),
           py::arg("whole"),
-          py::arg("shard"));
+          py::arg("shard"),
+          py::arg("shown") = py::none());
+
+  py::class_<PyUnit::Member>(m, "Member", "One parameter to shard.")
+      .def(
+          py::init([](std::string name,
+                      at::Tensor whole,
+                      at::Tensor values,
+                      const py::object& compute_dtype,
+                      const py::object& reduce_dtype,
+                      bool float8,
+                      bool trainable,
+                      std::int64_t apart,
+                      bool has_weights,
+                      const std::string& granularity) {
+            return PyUnit::Member{
+                .name = std::move(name),
+                .whole = std::move(whole),
+                .values = std::move(values),
+                .compute_dtype = compute_dtype.is_none()
+                                     ? std::nullopt
+                                     : std::optional(dtype_of(compute_dtype)),
+                .reduce_dtype = dtype_of(reduce_dtype),
+                .float8 = float8,
+                .trainable = trainable,
+                .apart = apart,
+                .has_weights = has_weights,
+                .granularity = Granularity::parse(granularity)};
+          }),
+          py::kw_only(),
+          py::arg("name"),
+          py::arg("whole"),
+          py::arg("values"),
+          py::arg("compute_dtype"),
+          py::arg("reduce_dtype"),
+          py::arg("float8"),
+          py::arg("trainable"),
+          py::arg("apart"),
+          py::arg("has_weights"),
+          py::arg("granularity"));
 
   py::class_<PyUnit::Options>(m, "UnitOptions", "How a unit is sharded.")
       .def(
           py::init([](std::string strategy,
-                      const std::string& granularity,
-                      const py::object& compute_dtype,
                       bool offload,
                       bool pin_memory,
                       bool grads_in_place,
@@ -55,9 +94,8 @@ void bind_unit(py::module_& m) {
                       std::optional<PyUnit::Float8> float8,
                       std::shared_ptr<Mesh> part,
                       std::pair<std::int64_t, std::int64_t> slices) {
-            PyUnit::Options options{
+            return PyUnit::Options{
                 .strategy = std::move(strategy),
-                .granularity = Granularity::parse(granularity),
                 .group = {.offload = offload, .pin_memory = pin_memory},
                 .grads_in_place = grads_in_place,
                 .copy_engines = copy_engines,
@@ -65,15 +103,9 @@ void bind_unit(py::module_& m) {
                 .part = std::move(part),
                 .number_of_slices = slices.first,
                 .which_slice = slices.second};
-            if (!compute_dtype.is_none()) {
-              options.compute_dtype = dtype_of(compute_dtype);
-            }
-            return options;
           }),
           py::kw_only(),
           py::arg("strategy"),
-          py::arg("granularity"),
-          py::arg("compute_dtype"),
           py::arg("offload"),
           py::arg("pin_memory"),
           py::arg("grads_in_place"),

@@ -46,6 +46,24 @@ class Mesh:
 
 def strategies() -> list[tuple[object, ...]]: ...
 
+class Member:
+    """One parameter to shard."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        whole: torch.Tensor,
+        values: torch.Tensor,
+        compute_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype,
+        float8: bool,
+        trainable: bool,
+        apart: int,
+        has_weights: bool,
+        granularity: str,
+    ) -> None: ...
+
 class UnitOptions:
     """How a unit is sharded."""
 
@@ -53,8 +71,6 @@ class UnitOptions:
         self,
         *,
         strategy: str,
-        granularity: str,
-        compute_dtype: torch.dtype | None,
         offload: bool,
         pin_memory: bool,
         grads_in_place: bool,
@@ -69,7 +85,7 @@ class Unit:
 
     def __init__(
         self,
-        members: Sequence[tuple[str, torch.Tensor, torch.Tensor, torch.dtype, bool]],
+        members: Sequence[Member],
         mesh: Mesh,
         options: UnitOptions,
     ) -> None: ...
@@ -122,6 +138,7 @@ class Place:
         name: str,
         whole: torch.Tensor,
         shard: torch.Tensor,
+        shown: object = None,
     ) -> None: ...
 
 class GraphOptions:

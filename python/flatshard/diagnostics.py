@@ -29,6 +29,11 @@ def parameter_norms(model):
     """
     root = root_of(model)
     units = root.units
+    for p in [p for unit in units for p in unit.extended]:
+        raise NotImplementedError(
+            f"parameter_norms: parameter {p.names[0]} is a tensor of a subclass, which "
+            "is not supported; take norms of the tensors in parameters()"
+        )
     for unit in units:
         unit.grads.take()
     norms = root.core.parameter_norms()
@@ -50,7 +55,9 @@ def report_nan_in_param_grad(model, enabled=True):
         model: the outermost module that fully_shard wrapped.
         enabled: False ends it.
     """
-    root_of(model).core.report_nan_in_param_grad(enabled)
+    root = root_of(model)
+    root.units[0].policy.reports_nan = enabled
+    root.core.report_nan_in_param_grad(enabled)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import torch
 from flatshard import _C
 from flatshard._tensor.places import unit_of
 from flatshard._tensor.sharded_tensor import ShardedTensor
+from flatshard.torch_versions import plain_attributes
 
 
 class AdamW(torch.optim.Optimizer):
@@ -68,8 +69,9 @@ class AdamW(torch.optim.Optimizer):
             unit.core.set_attribute(index, "weight_decay", "none")
         first = self.param_groups[0]
         self._units = list(dict.fromkeys(unit for unit, _ in self._places.values()))
+        self._cores = [unit.core for unit in self._units]
         self.core = _C.AdamW(
-            [unit.core for unit in self._units],
+            self._cores,
             beta1=first["betas"][0],
             beta2=first["betas"][1],
             eps=first["eps"],
@@ -99,6 +101,12 @@ class AdamW(torch.optim.Optimizer):
                         "flatshard.optim.AdamW: expected parameters that fully_shard "
                         f"sharded, got one of shape {tuple(parameter.shape)} that it "
                         "did not; make the optimizer after fully_shard"
+                    )
+                if place[0].parameters[place[1]].extension is not None:
+                    raise NotImplementedError(
+                        "flatshard.optim.AdamW: a parameter of shape "
+                        f"{tuple(parameter.shape)} is a tensor of a subclass, which is "
+                        "not supported. Use torch.optim.AdamW"
                     )
                 if parameter.dtype == torch.float64:
                     raise NotImplementedError(
@@ -158,6 +166,7 @@ class AdamW(torch.optim.Optimizer):
             raise ValueError(
                 f"flatshard.optim.AdamW: expected one lr for all groups, got {rates}"
             )
+        self._check_as_made()
         for unit in self._units:
             unit.grads.take()
         self.core.step(rates.pop())
@@ -165,6 +174,25 @@ class AdamW(torch.optim.Optimizer):
             unit.grads.release()
         self.show_steps()
         return loss
+
+    def _check_as_made(self):
+        """The core updates all parameters of a unit, and those it had then."""
+        for unit, core in zip(self._units, self._cores):
+            if unit.core is not core:
+                raise RuntimeError(
+                    f"flatshard.optim.AdamW: parameters of unit {unit.name} were "
+                    "unfrozen or got another dtype since the optimizer was made; make "
+                    "it anew, or use torch.optim.AdamW"
+                )
+        with plain_attributes():
+            for parameter, (unit, index) in self._places.items():
+                if parameter in self.state and not parameter.requires_grad:
+                    name = unit.parameters[index].names[0]
+                    raise NotImplementedError(
+                        f"flatshard.optim.AdamW: parameter {name} of unit {unit.name} was "
+                        "frozen since the optimizer was made, which is not supported, as "
+                        "a unit's parameters are updated together; use torch.optim.AdamW"
+                    )
 
     def show_steps(self):
         """Makes `step` of each parameter's state what the core counted."""

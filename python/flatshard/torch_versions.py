@@ -77,7 +77,23 @@ def converts_inside(context):
     return decorate
 
 
+def register_as_sharded(module):
+    """Composable replicate() leaves such a module and those below it alone. torch has no
+    public function for it."""
+    # Imported here: the package around it imports DistributedDataParallel.
+    from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+
+    registry = module.__dict__.setdefault(REGISTRY_KEY, {})
+    registry["fully_shard"] = RegistryItem()
+
+
 # -- tensors ---------------------------------------------------------------------------
+
+
+def grad_dtype_of(tensor):
+    """Returns the dtype that the user wants the gradient of a leaf to have; None: any."""
+    return tensor.grad_dtype if tensor.requires_grad else tensor.dtype
+
 
 # `.grad` and `.requires_grad` of a tensor subclass go through __torch_function__ outside
 # of this context, at twenty times the price, for each parameter of the model.
@@ -96,6 +112,11 @@ def hooks_of_tensor(tensor):
 def set_hooks_of_tensor(tensor, found):
     for name, hooks in found.items():
         setattr(tensor, name, hooks)
+
+
+# A context: writes inside do not count for autograd. FSDP2's protocol of subclasses writes
+# again what a backward saved.
+keeps_version = torch.autograd._unsafe_preserve_version_counter
 
 
 def version_of(tensor):

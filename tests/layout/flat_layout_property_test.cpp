@@ -24,13 +24,15 @@ class RandomSpecs {
   }
 
   Granularity granularity() {
-    switch (below(4)) {
+    switch (below(5)) {
       case 0:
         return Granularity::element(1 + below(48));
       case 1:
         return Granularity::row();
       case 2:
         return Granularity::block(1 + below(5));
+      case 3:
+        return Granularity::chunk();
       default:
         return Granularity::tensor();
     }
@@ -103,14 +105,18 @@ void check_tensors(const FlatLayout& layout, std::int64_t alignment) {
 void check_segments(const FlatLayout& layout, std::int64_t alignment) {
   std::int64_t offset = 0;
   std::int64_t local_offset = 0;
+  // Shards of chunks are followed by a segment that aligns the next.
+  std::int64_t shard_numel = 0;
   for (const Segment& segment : layout.segments()) {
     ASSERT_EQ(segment.offset, offset);
     ASSERT_EQ(segment.local_offset, local_offset);
     ASSERT_EQ(segment.numel, segment.shard_numel * layout.num_shards());
-    ASSERT_EQ(segment.shard_numel % alignment, 0);
+    ASSERT_TRUE(shard_numel % alignment == 0 || segment.granule == 1);
+    shard_numel += segment.shard_numel;
     offset += segment.numel;
     local_offset += segment.shard_numel;
   }
+  ASSERT_EQ(shard_numel % alignment, 0);
   ASSERT_EQ(offset, layout.numel());
   ASSERT_EQ(local_offset, layout.shard_numel());
 }
@@ -150,7 +156,7 @@ void check_padding_bound(const FlatLayout& layout, std::int64_t alignment) {
     if (segment.whole_tensors) {
       return;  // one large tensor among small ones may leave most ranks empty
     }
-    bound += segment.granule * layout.num_shards();
+    bound += std::max(segment.granule, alignment) * layout.num_shards();
   }
   for (std::int64_t i = 0; i < layout.num_tensors(); ++i) {
     const TensorSpec& spec = layout.spec(i);

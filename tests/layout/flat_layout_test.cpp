@@ -122,6 +122,31 @@ TEST(FlatLayout, BlocksMayEndShortButAreNotCut) {
   EXPECT_EQ(layout.shard_numel(), 32);
 }
 
+TEST(FlatLayout, ChunksAreThoseOfTorchChunk) {
+  const Granularity chunk = Granularity::chunk();
+  const FlatLayout layout = FlatLayout::build(
+      {{"a", {7, 3}, chunk}, {"b", {2, 16}, chunk}, {"c", {5}, chunk}},
+      4);
+  // ceil(7 / 4) = 2 slices of 3 elements, and the next segment is aligned.
+  const auto pieces = [&](std::int64_t tensor) {
+    std::vector<std::int64_t> numel;
+    for (std::int64_t shard = 0; shard < 4; ++shard) {
+      numel.push_back(0);
+      for (const Piece& piece : layout.shard_pieces(tensor, shard)) {
+        numel.back() += piece.numel;
+        EXPECT_EQ(piece.local_offset % 16, 0);
+      }
+    }
+    return numel;
+  };
+  EXPECT_EQ(pieces(0), (std::vector<std::int64_t>{6, 6, 6, 3}));
+  EXPECT_EQ(pieces(1), (std::vector<std::int64_t>{16, 16, 0, 0}));
+  EXPECT_EQ(pieces(2), (std::vector<std::int64_t>{2, 2, 1, 0}));
+  EXPECT_EQ(offsets_of(layout), (Offsets{0, 64, 128}));
+  EXPECT_EQ(layout.shard_numel(), 48);
+  EXPECT_EQ(layout.segments().size(), 5u);  // two bring the next to 16
+}
+
 TEST(FlatLayout, WholeTensorsGoToTheLeastLoadedShard) {
   const Granularity tensor = Granularity::tensor();
   const FlatLayout layout = FlatLayout::build(

@@ -68,7 +68,9 @@ TEST(Granularity, NamesAreOneForAllDoors) {
   EXPECT_EQ(Granularity::parse("dim0").granule_numel(experts), 48);
   EXPECT_EQ(Granularity::parse("block:3").granule_numel(experts), 24);
   EXPECT_EQ(Granularity::parse("tensor").granule_numel(experts), 192);
+  EXPECT_EQ(Granularity::parse("chunk").granule_numel(experts), 48);
   EXPECT_EQ(Granularity::dim0().to_string(), "dim0");
+  EXPECT_EQ(Granularity::chunk().to_string(), "chunk");
   for (const std::vector<std::int64_t>& one :
        {std::vector<std::int64_t>{}, {7}, {5, 0}}) {
     EXPECT_EQ(Granularity::dim0().granule_numel(one), 1);
@@ -76,8 +78,8 @@ TEST(Granularity, NamesAreOneForAllDoors) {
   for (const char* wrong : {"rows", "block:", "block:0", "block:2x", ""}) {
     expect_error(
         ErrorCode::config,
-        "granularity expected element, row, dim0, block:N with N >= 1 rows, or "
-        "tensor, got",
+        "granularity expected element, row, dim0, block:N with N >= 1 rows, "
+        "chunk, or tensor, got",
         [&] { Granularity::parse(wrong); });
   }
 }

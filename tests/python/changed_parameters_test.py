@@ -1,4 +1,5 @@
-"""requires_grad and dtypes that change between fully_shard and the first forward."""
+"""requires_grad and dtypes that change after fully_shard: before the first forward, and
+between steps."""
 
 import copy
 import warnings
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import flatshard
 from flatshard import MixedPrecisionPolicy
 from flatshard._fsdp import root
 
@@ -77,13 +79,101 @@ def test_requires_grad_before_the_first_forward(
         torch.testing.assert_close(q.full_tensor(), p.detach())
 
 
-def test_a_parameter_that_is_frozen_later_is_an_error(mesh, rank):
-    model = fully_shard(three_layers().to(mesh.device_type), mesh=mesh)
-    x = torch.ones(1, 5, device=mesh.device_type)
-    model(x)
+# What is trained in each of four steps, as progressive unfreezing and adapters have it.
+PLANS = {
+    "freeze": [(0, 1, 2), (1, 2), (2,), ()],
+    "unfreeze": [(2,), (1, 2), (0, 1, 2), (0, 1)],
+    "in_turns": [(0,), (1,), (0,), (1, 2)],
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("units", ["root", "layers"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_requires_grad_between_steps(plan, units, strategy, mesh, rank, world):
+    plain = three_layers().to(mesh.device_type)
+
+    def train(model, layers):
+        for i, layer in enumerate(model):
+            layer.requires_grad_(i in layers)
+
+    train(plain, PLANS[plan][0])
+    model = copy.deepcopy(plain)
+    if units == "layers":
+        for layer in model:
+            fully_shard(layer, mesh=mesh, strategy=strategy)
+    fully_shard(model, mesh=mesh, strategy=strategy)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, plain)]
+    kept = list(model.parameters())
+    inputs = [
+        torch.randn(2, 5, generator=torch.Generator().manual_seed(r)).to(
+            mesh.device_type
+        )
+        for r in range(world)
+    ]
+    for layers in PLANS[plan]:
+        train(model, layers)
+        train(plain, layers)
+        loss = model(inputs[rank]).square().mean()
+        assert loss.requires_grad == bool(layers)
+        if layers:
+            loss.backward()
+            (sum(plain(x).square().mean() for x in inputs) / world).backward()
+        for (name, p), q in zip(plain.named_parameters(), model.parameters()):
+            assert (p.grad is None) == (q.grad is None), name
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for old, p, q in zip(kept, plain.parameters(), model.parameters()):
+        assert old is q
+        torch.testing.assert_close(q.full_tensor(), p.detach())
+
+
+def test_an_unfrozen_parameter_is_trained_in_its_own_dtype(mesh, rank):
+    model = three_layers().to(mesh.device_type)
     model[0].requires_grad_(False)
-    with pytest.raises(RuntimeError, match="requires_grad of parameter weight"):
-        model(x)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    weight = model[0].weight
+    x = torch.ones(1, 5, device=mesh.device_type)
+    model(x).float().sum().backward()
+    assert weight.dtype == torch.bfloat16 and weight.grad is None
+    weight.requires_grad_(True)
+    model(x).float().sum().backward()
+    assert model[0].weight is weight
+    assert weight.dtype == weight.grad.dtype == torch.float32
+    assert model[0].bias.grad is None
+
+
+def test_setters_and_hooks_survive_a_parameter_that_is_unfrozen(mesh, rank, world):
+    model = three_layers().to(mesh.device_type)
+    model[0].requires_grad_(False)
+    fully_shard(model, mesh=mesh)
+    seen = []
+    model.set_gradient_divide_factor(2.0 * world)
+    model.set_reduce_scatter_max_input_buffers(2)
+    model.set_all_reduce_hook(lambda reduced: seen.append(reduced.numel()))
+    model[2].bias.register_post_accumulate_grad_hook(lambda p: seen.append("bias"))
+    x = torch.ones(1, 5, device=mesh.device_type)
+    grads = []
+    for _ in range(2):
+        model(x).sum().backward()
+        grads.append(model[2].bias.grad.full_tensor())
+        model.zero_grad()
+        model[0].requires_grad_(True)
+    assert grads[0].equal(grads[1]) and grads[0].eq(0.5).all()
+    assert seen.count("bias") == 2 and len(seen) == 5
+
+
+def test_the_cores_optimizer_names_a_parameter_that_was_frozen(mesh, rank):
+    model = fully_shard(three_layers().to(mesh.device_type), mesh=mesh)
+    optimizer = flatshard.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(1, 5, device=mesh.device_type)).sum().backward()
+    optimizer.step()
+    model[0].requires_grad_(False)
+    model(torch.ones(1, 5, device=mesh.device_type)).sum().backward()
+    with pytest.raises(NotImplementedError, match="parameter 0.weight .* was frozen"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize(
@@ -114,11 +204,29 @@ def test_dtypes_before_the_first_forward(convert, strategy, mesh, rank):
     assert (moved.abs() > 0).all()
 
 
-def test_dtypes_do_not_change_after_the_first_forward(mesh, rank):
-    model = fully_shard(three_layers().to(mesh.device_type), mesh=mesh)
-    model(torch.ones(1, 5, device=mesh.device_type))
-    with pytest.raises(NotImplementedError, match="its dtype until the first forward"):
-        model.to(torch.bfloat16)
+@pytest.mark.parametrize("units", ["root", "layers"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_dtypes_between_steps(units, strategy, mesh, rank, world):
+    model = three_layers().to(mesh.device_type)
+    if units == "layers":
+        for layer in model:
+            fully_shard(layer, mesh=mesh, strategy=strategy)
+    fully_shard(model, mesh=mesh, strategy=strategy)
+    x = torch.ones(1, 5, device=mesh.device_type)
+    model(x).sum().backward()
+    former = [p.grad.full_tensor() for p in model.parameters()]
+    kept = list(model.parameters())
+    model.double()
+    # Gradients are converted, as nn.Module does it, and the next are added.
+    model(x.double()).sum().backward()
+    for old, p, grad in zip(kept, model.parameters(), former):
+        assert p is old and p.dtype == p.grad.dtype == torch.float64
+        torch.testing.assert_close(p.grad.full_tensor(), 2 * grad.double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    before = model[2].bias.full_tensor().clone()
+    optimizer.step()
+    model(x.double())
+    assert (model[2].bias.full_tensor() != before).all()
 
 
 # -- options of the outermost module ---------------------------------------------------

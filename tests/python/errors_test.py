@@ -41,12 +41,12 @@ def sharded(mesh):
         (
             {"shard_placement_fn": lambda p: Replicate()},
             NotImplementedError,
-            "shard_placement_fn: expected None or Shard.0. .*, got R",
+            "shard_placement_fn: expected None, a Shard or .*, got R",
         ),
         (
             {"shard_placement_fn": lambda p: Shard(5)},
-            NotImplementedError,
-            "shard_placement_fn: .*, got S.5.",
+            ValueError,
+            "shard_placement_fn: expected a dimension of .*, got S.5.",
         ),
         ({"mp_policy": None}, ValueError, "mp_policy: .* got NoneType"),
         (
@@ -73,7 +73,7 @@ def test_arguments(options, error, problem, mesh):
         (5, TypeError, "module: .* got int"),
         ([5], TypeError, "module: .* got int"),
         ([], ValueError, "module: .* got none"),
-        (nn.ModuleList([nn.Linear(2, 2)]), ValueError, "container ModuleList"),
+        (nn.ModuleList([nn.Linear(2, 2)]), ValueError, "containers .*got ModuleList"),
     ],
 )
 def test_what_is_no_module(module, error, problem, mesh):
@@ -108,7 +108,7 @@ def test_parameters_without_values(mesh):
     with torch.device("meta"):
         model = Mlp()
     shard(model, fully_shard, mesh=mesh)
-    problem = "parameter head.weight was on the meta device .*reset_parameters"
+    problem = "still on meta device: .*head.weight.*reset_parameters"
     with pytest.raises(RuntimeError, match=problem):
         model(on_device(torch.ones(2, 13)))
 
@@ -215,8 +215,6 @@ def test_former_name_of_the_divisor(mesh, rank, world):
         ("set_custom_all_gather", None),
         ("set_custom_reduce_scatter", None),
         ("set_allocate_memory_from_process_group_for_comm", True),
-        ("set_force_sum_reduction_for_comms", True),
-        ("set_post_optim_event", None),
     ],
 )
 def test_setters_of_fsdp2_that_are_refused(setter, value, mesh):

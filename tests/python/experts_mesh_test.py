@@ -1,10 +1,14 @@
 """Experts on a part of the mesh: their module joins the block's unit."""
 
+from dataclasses import dataclass
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 import flatshard
 from flatshard import Float8Policy, MixedPrecisionPolicy, checkpoint
@@ -77,8 +81,13 @@ def mesh_of(replicas, edp, ep):
     return mesh, dp
 
 
-def sharded(model, meshes, **options):
-    """Each rank keeps its slice of the experts."""
+def sharded(model, meshes, one_call=None, **options):
+    """Each rank keeps its slice of the experts.
+
+    Args:
+        one_call: of a mesh, makes what shard_placement_fn returns for experts. None: they
+            get a call of their own.
+    """
     mesh, dp = meshes
     ep, rank = mesh["ep"].size(), mesh.get_local_rank("ep")
     has_replicas = mesh["replicate"].size() > 1
@@ -89,8 +98,17 @@ def sharded(model, meshes, **options):
         for name, p in list(block.experts.named_parameters()):
             values = p.detach().chunk(ep)[rank].clone()
             setattr(block.experts, name, nn.Parameter(values))
-        fully_shard(block.experts, mesh=part, **options)
-        fully_shard(block, mesh=whole, **options)
+        if one_call is None:
+            fully_shard(block.experts, mesh=part, **options)
+            fully_shard(block, mesh=whole, **options)
+            continue
+        experts = set(block.experts.parameters())
+        fully_shard(
+            block,
+            mesh=whole,
+            shard_placement_fn=lambda p: one_call(part) if p in experts else Shard(0),
+            **options,
+        )
     return fully_shard(model, mesh=whole, **options)
 
 
@@ -129,6 +147,46 @@ SHAPES = [(1, 2, 2), (1, 1, 4), (2, 1, 2), (1, 4, 1)]
 def ranks_4(world):
     if world != 4:
         pytest.skip("needs 4 ranks")
+
+
+@dataclass
+class ShardPlacementResult:
+    """As FSDP2's since torch 2.12."""
+
+    placement: object
+    mesh_info: object
+
+
+ONE_CALLS = {
+    "tuple": lambda mesh: (Shard(0), mesh),
+    "result": lambda mesh: ShardPlacementResult(Shard(0), SimpleNamespace(mesh=mesh)),
+}
+
+
+@pytest.mark.parametrize("kind", ONE_CALLS)
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_mesh_for_each_parameter(shape, strategy, kind, ranks_4, rank, world):
+    meshes = mesh_of(*shape)
+    model = sharded(made(), meshes, ONE_CALLS[kind], strategy=strategy)
+    other = sharded(made(), meshes, strategy=strategy)
+    for p, q in zip(model.parameters(), other.parameters()):
+        assert p.placements == q.placements and p.to_local().equal(q.to_local())
+    losses = [train(m, [rank]) for m in (model, other)]
+    assert losses[0] == losses[1]
+    for p, q in zip(model.parameters(), other.parameters()):
+        assert p.to_local().equal(q.to_local())
+
+
+def test_a_mesh_that_is_no_part_is_refused(ranks_4, rank):
+    mesh, dp = mesh_of(1, 2, 2)
+    other = named_mesh(a=2, b=2)["a"]
+    for problem, own in (("is to rest on", other), ("or .Shard, mesh.", "edp")):
+        block = on_device(Block())
+        with pytest.raises((ValueError, NotImplementedError), match=problem):
+            fully_shard(
+                block, mesh=dp, shard_placement_fn=lambda p, own=own: (Shard(0), own)
+            )
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["torch's", "own"])

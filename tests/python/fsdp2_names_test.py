@@ -1,7 +1,6 @@
 """Every name of the FSDP2 that is installed is offered with its meaning, or refused
 with its own name."""
 
-import copy
 import inspect
 
 import pytest
@@ -29,6 +28,10 @@ PUBLIC = (
 
 def sharded(mesh):
     return shard(Mlp(), fully_shard, mesh=mesh)
+
+
+def loss_of(model, rank):
+    return model.loss(torch.Generator().manual_seed(rank))
 
 
 def test_every_method_has_its_parameters():
@@ -86,24 +89,70 @@ def test_what_is_refused(call, problem, mesh):
 def test_options_that_are_refused(mesh):
     with pytest.raises(NotImplementedError, match="dp_mesh_dims"):
         fully_shard(Mlp(), mesh=mesh, dp_mesh_dims=object())
-    policy = copy.copy(flatshard.MixedPrecisionPolicy())
-    object.__setattr__(policy, "param_dtype_override_fn", lambda p: None)
-    with pytest.raises(NotImplementedError, match="param_dtype_override_fn"):
-        fully_shard(Mlp(), mesh=mesh, mp_policy=policy)
+    model = sharded(mesh)
+    model.head.weight.grad_dtype = None
+    with pytest.raises(NotImplementedError, match="grad_dtype None of .*head.weight"):
+        loss_of(model, 0)
 
 
-def test_a_mesh_for_one_parameter_is_refused(mesh):
-    class ShardPlacementResult:
-        placement, mesh_info = None, None
+def test_a_dtype_for_each_parameter(mesh, rank):
+    bf16 = torch.bfloat16
 
+    def keeps(p):
+        return p.dtype if p.dim() == 1 else None
+
+    policy = flatshard.MixedPrecisionPolicy(
+        param_dtype=bf16,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+        param_dtype_override_fn=keeps,
+    )
+    model = Mlp()
+    fully_shard(model.blocks[0], mesh=mesh, mp_policy=policy)
+    seen = []
+    up = model.blocks[0].up
+    up.register_forward_pre_hook(
+        lambda m, args: seen.extend([m.weight.dtype, m.bias.dtype])
+    )
+    with pytest.raises(RuntimeError, match="dtype"):
+        loss_of(model, rank)
+    assert seen == [bf16, torch.float32]
+    wrong = flatshard.MixedPrecisionPolicy(
+        param_dtype=bf16, param_dtype_override_fn=lambda p: torch.float16
+    )
     with pytest.raises(
-        NotImplementedError, match="shard_placement_fn: .* parameter up.weight"
+        ValueError, match="param_dtype_override_fn expected .* up.weight"
     ):
-        fully_shard(
-            Mlp().blocks[0],
-            mesh=mesh,
-            shard_placement_fn=lambda p: ShardPlacementResult(),
-        )
+        fully_shard(Mlp().blocks[0], mesh=mesh, mp_policy=wrong)
+    with pytest.raises(NotImplementedError, match="not supported with fp8"):
+        fp8 = flatshard.Float8Policy("rowwise")
+        fully_shard(Mlp(), mesh=mesh, mp_policy=policy, fp8=fp8)
+
+
+def test_sums_instead_of_means(mesh, rank, world):
+    grads = []
+    for forces in (False, True):
+        torch.manual_seed(0)
+        model = sharded(mesh)
+        model.set_force_sum_reduction_for_comms(forces)
+        model.blocks[0].set_force_sum_reduction_for_comms(forces)
+        loss_of(model, rank).backward()
+        grads.append([p.grad.full_tensor() for p in model.parameters()])
+    torch.testing.assert_close(*grads)
+
+
+def test_a_forward_waits_for_the_event_after_the_optimizer(mesh, rank):
+    class Event:
+        waits = 0
+
+        def wait(self):
+            Event.waits += 1
+
+    model = sharded(mesh)
+    model.set_post_optim_event(Event())
+    for _ in range(2):
+        loss_of(model, rank).backward()
+    assert Event.waits == 1
 
 
 def test_what_is_so_already(mesh):

@@ -52,6 +52,32 @@ def parameters_of(function):
     return list(inspect.signature(function).parameters)
 
 
+@expects(
+    "torch.distributed._composable.contract.REGISTRY_KEY",
+    "torch.distributed._composable.contract.RegistryItem",
+)
+def registry_of_composable_functions(mesh):
+    from torch.distributed._composable import replicate
+    from torch.distributed._composable.contract import _get_registry
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(DEVICE)
+    flatshard.fully_shard(model[0], mesh=mesh)
+    assert list(_get_registry(model[0])) == ["fully_shard"]
+    model(torch.ones(1, 2, device=DEVICE))
+    replicate(model)
+    model(torch.ones(1, 2, device=DEVICE)).sum().backward()
+    assert isinstance(model[0].weight.grad, DTensor)
+    assert type(model[1].weight.grad) is torch.Tensor
+
+
+@expects("_unsafe_preserve_version_counter")
+def writes_that_autograd_does_not_count(mesh):
+    tensor = torch.ones(2)
+    with torch_versions.keeps_version(tensor):
+        tensor.add_(1)
+    assert tensor.eq(2).all() and tensor._version == 0
+
+
 @expects("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 def tables_of_modules(mesh):
     module = nn.BatchNorm1d(2)

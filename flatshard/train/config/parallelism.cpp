@@ -148,7 +148,8 @@ const ConfigKey kParallelismKeys[] = {
               "compute weights are copied, and are not kept; choose one"}}),
     KEY(parallelism.granularity,
         "what a rank boundary may not cut: element, row, dim0 (a slice along "
-        "the first dimension), block:N (N rows) or tensor"),
+        "the first dimension), block:N (N rows), chunk (each tensor as "
+        "torch.chunk cuts it) or tensor"),
     KEY(parallelism.max_padding,
         "a layout with a larger share of padding is refused"),
 

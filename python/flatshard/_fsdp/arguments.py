@@ -1,10 +1,13 @@
 """What the arguments of `fully_shard` mean, and what of them is refused."""
 
 import weakref
+from dataclasses import dataclass, replace
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from flatshard._fsdp.extension import follows_protocol
 from flatshard._fsdp.strategies import find_strategy
 from flatshard._fsdp.wrapping import check_module
 from flatshard._tensor.mesh import flattened
@@ -89,18 +92,33 @@ def mesh_to_show(outer, mesh):
     return flattened(mesh)
 
 
-def mixed_precision(policy):
+def mixed_precision(policy, fp8):
     names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
     if not all(hasattr(policy, name) for name in names):
         raise ValueError(
             f"mp_policy: expected a MixedPrecisionPolicy, got {type(policy).__name__}"
         )
-    if getattr(policy, "param_dtype_override_fn", None) is not None:
+    if fp8 is not None and getattr(policy, "param_dtype_override_fn", None):
         raise NotImplementedError(
-            "mp_policy: param_dtype_override_fn is not supported; give the modules whose "
-            "parameters keep their dtype a fully_shard call and a policy of their own"
+            "mp_policy: param_dtype_override_fn is not supported with fp8; say by "
+            "Float8Policy's module_filter_fn which weights are FP8"
         )
     return policy
+
+
+def param_dtype_of(policy, tensor, name):
+    """The dtype in which a parameter is gathered; None: its own."""
+    override = getattr(policy, "param_dtype_override_fn", None)
+    dtype = None if override is None else override(tensor)
+    if dtype is None:
+        return policy.param_dtype
+    if dtype not in (policy.param_dtype, tensor.dtype):
+        raise ValueError(
+            "mp_policy: param_dtype_override_fn expected to return None, param_dtype "
+            f"({policy.param_dtype}) or the dtype of parameter {name} ({tensor.dtype}), "
+            f"got {dtype!r}"
+        )
+    return dtype
 
 
 def uses_copy_engines(copy_engines, mesh):
@@ -139,12 +157,132 @@ def refuse_unsupported(reshard_after_forward):
         )
 
 
-def check_placement(shard_placement_fn, tensor, name):
-    placement = None if shard_placement_fn is None else shard_placement_fn(tensor)
-    if placement is not None and not (
-        isinstance(placement, Shard) and placement.dim == 0
-    ):
-        raise NotImplementedError(
-            f"shard_placement_fn: expected None or Shard(0) for parameter {name}, got "
-            f"{placement}"
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter is cut: along which dimension, and over which mesh if not the
+    unit's."""
+
+    dim: int
+    mesh: DeviceMesh | None
+
+
+def places_in(found, shard_placement_fn, mesh):
+    """The Place of each of collect_parameters' finds, in a unit on `mesh`."""
+    places = []
+    for tensor, name, _ in found:
+        placement, own = placement_of(shard_placement_fn, tensor, name, mesh)
+        places.append(Place(cut_dim(placement, tensor, name, mesh), own))
+    return places
+
+
+def check_places(places, found, options, strategy, offload, slices, mesh):
+    """Refuses options of a unit that do not go with where its parameters are cut.
+
+    Returns:
+        The places, with what a strategy that cuts nothing makes of them.
+    """
+    dims = [place.dim for place in places]
+    on_parts = slices is not None or any(place.mesh is not None for place in places)
+    if on_parts:
+        check_slices(
+            fp8=options.fp8,
+            cuda_graph=options.cuda_graph,
+            grads_in_place=options.grads_in_place,
         )
+    check_cut_dims(dims, fp8=options.fp8, outer=options.outer == "optim", mesh=on_parts)
+    if any(follows_protocol(tensor) for tensor, _, _ in found):
+        check_extended(
+            strategy=strategy not in ("zero3", "hsdp"),
+            dims=any(dims),
+            fp8=options.fp8,
+            offload_policy=offload,
+            cuda_graph=options.cuda_graph,
+            mesh=on_parts,
+        )
+    if strategy == "zero0" or mesh.size() == 1:
+        return [replace(place, dim=0) for place in places]
+    return places
+
+
+def placement_of(shard_placement_fn, tensor, name, mesh):
+    """(Shard or None, the parameter's mesh or None): what shard_placement_fn says.
+
+    Args:
+        mesh: DeviceMesh of the unit.
+    """
+    found = None if shard_placement_fn is None else shard_placement_fn(tensor)
+    own = None
+    if hasattr(found, "placement") and hasattr(found, "mesh_info"):
+        found = found.placement, getattr(found.mesh_info, "mesh", None)
+    placement = found
+    if isinstance(found, tuple) and len(found) == 2:
+        placement, own = found
+    is_mesh = own is None or isinstance(own, DeviceMesh)
+    if not (placement is None or isinstance(placement, Shard)) or not is_mesh:
+        raise NotImplementedError(
+            f"shard_placement_fn: expected None, a Shard or (Shard, mesh) for parameter "
+            f"{name}, got {found}"
+        )
+    return placement, None if own is None or own == mesh else own
+
+
+def check_own_mesh(members, own, mesh, is_part):
+    """Refuses a mesh of shard_placement_fn that is no part of the unit's."""
+    if not is_part:
+        raise ValueError(
+            f"shard_placement_fn: parameter {members[0].label} is to rest on {own}, this "
+            f"module on {mesh}: expected the module's mesh, or a dimension that was "
+            "flattened together with others into it"
+        )
+
+
+def cut_dim(placement, tensor, name, mesh):
+    """The dimension along which a parameter is to be cut.
+
+    Args:
+        placement: Shard or None.
+        mesh: DeviceMesh; its last dimension shards.
+
+    Raises:
+        NotImplementedError: it cannot be cut so, naming the parameter.
+    """
+    if placement is None:
+        return 0
+    dim = placement.dim + tensor.dim() if placement.dim < 0 else placement.dim
+    if dim == 0:
+        return 0
+    if not 0 < dim < tensor.dim():
+        raise ValueError(
+            f"shard_placement_fn: expected a dimension of parameter {name}, "
+            f"{tuple(tensor.shape)}, got {placement}"
+        )
+    ranks = mesh.size(mesh.ndim - 1)
+    if tensor.shape[dim] % ranks != 0:
+        raise NotImplementedError(
+            f"shard_placement_fn: FSDP does not support uneven sharding on dim {dim}: "
+            f"parameter {name} has {tuple(tensor.shape)}, which {ranks} ranks do not "
+            "divide; return Shard(0) for it"
+        )
+    return dim
+
+
+def check_extended(**problems):
+    """Refuses options that a unit with parameters of subclasses cannot have."""
+    for name, problem in problems.items():
+        if problem:
+            raise NotImplementedError(
+                f"{name}: this value is not supported for a unit that has parameters of "
+                "subclasses with fsdp_pre_all_gather; give them a fully_shard call of "
+                "their own, with the default"
+            )
+
+
+def check_cut_dims(dims, **options):
+    """Refuses options that the parameters of a unit cannot have where one is cut along
+    another dimension than its first."""
+    for name, value in options.items():
+        if any(dims) and value:
+            raise NotImplementedError(
+                f"{name} is not supported where shard_placement_fn returns another "
+                "placement than Shard(0); leave one of them out"
+            )

@@ -5,11 +5,12 @@ import weakref
 import torch
 from torch import nn
 
+from flatshard._fsdp.extension import follows_protocol
 from flatshard._fsdp.parameter import former_name
 from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard.torch_versions import parameters_of
 
-_TRAINABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+TRAINABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def modules_of_unit(modules, is_unit):
@@ -77,16 +78,17 @@ def _check_parameter(tensor, name):
             f"parameter {name} has no shape yet ({type(tensor).__name__}): run the "
             "module once before fully_shard"
         )
-    if type(tensor) is not nn.Parameter:
+    if type(tensor) is not nn.Parameter and not follows_protocol(tensor):
         raise NotImplementedError(
-            f"parameter {name} is a {type(tensor).__name__}, a subclass that sharding "
-            "would turn into a plain tensor: put nn.Parameter(its plain values) in its "
-            f"place before fully_shard, or name it in ignored_params{_instead(tensor)}"
+            f"parameter {name} is a {type(tensor).__name__}, a subclass without "
+            "fsdp_pre_all_gather and fsdp_post_all_gather, which sharding would turn into "
+            "a plain tensor: put nn.Parameter(its plain values) in its place before "
+            f"fully_shard, or name it in ignored_params{_instead(tensor)}"
         )
-    if tensor.requires_grad and tensor.dtype not in _TRAINABLE:
+    if tensor.requires_grad and tensor.dtype not in TRAINABLE:
         raise ValueError(
             f"parameter {name} is of type {tensor.dtype} and trainable; expected one of "
-            f"{', '.join(map(str, _TRAINABLE))}. Freeze it (requires_grad_(False)), or "
+            f"{', '.join(map(str, TRAINABLE))}. Freeze it (requires_grad_(False)), or "
             "name it in ignored_params"
         )
 

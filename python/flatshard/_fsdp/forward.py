@@ -8,7 +8,7 @@ on the way is noticed.
 import weakref
 
 from flatshard._fsdp.casts import cast_inputs, cast_output
-from flatshard._fsdp.root import Root
+from flatshard._fsdp.root import Root, Stale
 from flatshard._graphs.checks import refuse_foreign_capture
 from flatshard._tensor.writes import writes
 from flatshard.torch_versions import outside_of_graphs
@@ -79,6 +79,10 @@ def run_forward(module, function, args, kwargs):
             # Its weights stay for those still to run.
             state.running.discard(id(module))
         core.forward_end(state.id, output, of_several and bool(state.running))
+    except Stale:
+        core.forward_error(state.id)
+        root.renew()
+        return run_forward(module, function, args, kwargs)
     except BaseException:
         core.forward_error(state.id)
         raise

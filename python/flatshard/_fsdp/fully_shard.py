@@ -6,13 +6,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import _C
 from flatshard._fsdp.arguments import (
-    check_placement,
-    check_slices,
+    check_own_mesh,
+    check_places,
     ids_of,
     mesh_to_show,
     mixed_precision,
     modules_of,
     offloads,
+    param_dtype_of,
+    places_in,
     places_of,
     refuse_unsupported,
     strategy_name,
@@ -20,12 +22,13 @@ from flatshard._fsdp.arguments import (
 )
 from flatshard._fsdp.configure import options_of, take_keywords
 from flatshard._fsdp.collect import collect_parameters, modules_of_unit
+from flatshard._fsdp.extension import Extension, follows_protocol
 from flatshard._fsdp.forward import state_of
 from flatshard._fsdp.joined import find_parts, join
 from flatshard._fsdp.linear import linears_in_place, write_grads_in_place
 from flatshard._fsdp.main_grad import offer_main_grads
 from flatshard._fsdp.options import ModelOptions, ShardOptions
-from flatshard._fsdp.parameter import Parameter, mark_owner, whole_parameter
+from flatshard._fsdp.parameter import Parameter, mark_owner, plain_like, whole_parameter
 from flatshard._fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 from flatshard._fsdp.replaced import watch_loads
 from flatshard._fsdp.unit import Policy, UnitState, make_core
@@ -69,7 +72,12 @@ def fully_shard(
         reshard_after_forward: False keeps parameters whole from forward to
             backward. None: True, but False for the root. A number of ranks to
             reshard to is refused.
-        shard_placement_fn: function of a parameter; may return None or Shard(0).
+        shard_placement_fn: function of a parameter that returns None or Shard(dim), the
+            dimension along which it is cut. Other dimensions than the first have to be
+            multiples of the ranks. Such a parameter is stored with that dimension first,
+            so the unsharded one is not contiguous. With a mesh, as (Shard(0), mesh) or
+            FSDP2's ShardPlacementResult, it rests on that one, a part of `mesh`: see
+            experts below.
         mp_policy: MixedPrecisionPolicy, of this package or FSDP2's.
         offload_policy: OffloadPolicy(): nothing; CPUOffloadPolicy(): sharded
             parameters, their gradients and optimizer state rest on the CPU. Of this
@@ -112,7 +120,7 @@ def fully_shard(
         raise TypeError(f"mesh: expected a DeviceMesh, got {mesh!r}")
     name = strategy_name(strategy, options.outer, device_mesh)
     shown_mesh = mesh_to_show(options.outer, device_mesh)
-    mp_policy = mixed_precision(mp_policy)
+    mp_policy = mixed_precision(mp_policy, fp8)
     offload = offloads(offload_policy)
     refuse_unsupported(reshard_after_forward)
     if cuda_graph:
@@ -122,72 +130,89 @@ def fully_shard(
             "dp_mesh_dims is not supported: parameters that are DTensors already are "
             "not; pass the mesh of the data-parallel ranks as mesh"
         )
+
     core, whole_mesh = model_mesh(device_mesh)
     slices = slices_of(core, whole_mesh)
-    if slices is not None:
-        check_slices(
-            fp8=fp8, cuda_graph=cuda_graph, grads_in_place=options.grads_in_place
-        )
     asked_copy_engines = (model_options or ModelOptions()).copy_engines
     copy_engines = uses_copy_engines(asked_copy_engines, whole_mesh)
     parts = find_parts(modules, core, offload, copy_engines)
     ignored = ids_of(ignored_params)
     owned = modules_of_unit(modules, lambda m: state_of(m) is not None)
     found = collect_parameters(modules, owned, ignored)
-    for tensor, full_name, _ in found:
-        check_placement(shard_placement_fn, tensor, full_name)
+    places = places_in(found, shard_placement_fn, device_mesh)
+    places = check_places(places, found, options, name, offload, slices, device_mesh)
     reasons = choose_weights(fp8, found, mp_policy.param_dtype, device_of(device_mesh))
     _move_buffers(owned, device_mesh)
 
-    parameters = []
-    for (tensor, full_name, sites), reason in zip(found, reasons):
-        p = Parameter(
-            sites,
-            whole_parameter(tensor),
-            on_meta=tensor.is_meta,
-            label=full_name,
-            float8=not reason,
-            why_not_float8=reason,
-            hooks=hooks_of_tensor(tensor),
+    everything = [
+        _parameter(*one, reason, place, options, mp_policy, device_mesh)
+        for one, reason, place in zip(found, reasons, places)
+    ]
+    values = {
+        id(p): p.stored(p.whole if p.extension else t.detach())
+        for p, (t, _, _) in zip(everything, found)
+    }
+    own = [
+        p
+        for p, place in zip(everything, places)
+        if place.mesh is None and (p.trainable or p.extension is None)
+    ]
+    in_place = linears_in_place(owned, own, options.grads_in_place, slices)
+
+    def state_of_parameters(parameters, part, whole, shown, slices, **of_unit):
+        core_options = _C.UnitOptions(
+            strategy=name,
+            offload=offload,
+            pin_memory=offload and offload_policy.pin_memory,
+            # A graph writes them where they are reduced.
+            grads_in_place=slices is None and (bool(in_place) or cuda_graph),
+            copy_engines=copy_engines,
+            float8=fp8.core() if fp8 else None,
+            part=None if part is whole else part,
+            slices=slices or (1, 0),
         )
-        if options.check_same_values and device_mesh.size() > 1 and not tensor.is_meta:
-            p.digest = digest(tensor)
-        parameters.append(p)
-    in_place = linears_in_place(owned, parameters, options.grads_in_place, slices)
-    core_options = _C.UnitOptions(
-        strategy=name,
-        granularity=options.granularity,
-        compute_dtype=mp_policy.param_dtype,
-        offload=offload,
-        pin_memory=offload and offload_policy.pin_memory,
-        # A graph writes them where they are reduced.
-        grads_in_place=bool(in_place) or cuda_graph,
-        copy_engines=copy_engines,
-        float8=fp8.core() if fp8 else None,
-        part=None if core is whole_mesh else core,
-        slices=slices or (1, 0),
-    )
-    values = [tensor.detach() for tensor, _, _ in found]
-    state = UnitState(
+        of_parameters = [values[id(p)] for p in parameters]
+        state = UnitState(
+            core=make_core(parameters, of_parameters, mp_policy, whole, core_options),
+            core_options=core_options,
+            mesh=part,
+            device_mesh=shown,
+            parameters=parameters,
+            mp_policy=mp_policy,
+            model_options=model_options,
+            asked_copy_engines=asked_copy_engines,
+            copy_engines=copy_engines,
+            check_same_values=options.check_same_values,
+            slices=slices,
+            **of_unit,
+        )
+        state.make_shards()
+        return state
+
+    for own_mesh in dict.fromkeys(p.mesh for p in places if p.mesh is not None):
+        members = [p for p, place in zip(everything, places) if place.mesh == own_mesh]
+        part, whole = model_mesh(own_mesh)
+        part_of = slices_of(part, whole)
+        check_own_mesh(members, own_mesh, device_mesh, whole is core and part_of)
+        parts.append(
+            state_of_parameters(
+                members, part, whole, own_mesh, part_of, modules=[], fp8=None
+            )
+        )
+    state = state_of_parameters(
+        own,
+        core,
+        whole_mesh,
+        shown_mesh,
+        slices,
         modules=[weakref.ref(m) for m in modules],
-        core=make_core(parameters, values, mp_policy, whole_mesh, core_options),
-        core_options=core_options,
-        mesh=core,
-        device_mesh=shown_mesh,
-        parameters=parameters,
-        mp_policy=mp_policy,
         fp8=fp8,
-        model_options=model_options,
-        asked_copy_engines=asked_copy_engines,
-        copy_engines=copy_engines,
         cuda_graph=cuda_graph,
         policy=Policy(reshard_after_forward=reshard_after_forward),
-        check_same_values=options.check_same_values,
         ignored=places_of(ignored, owned),
-        initialized=not any(p.on_meta for p in parameters),
-        slices=slices,
+        initialized=not any(p.on_meta for p in everything),
+        extended=[p for p in everything if p.extension is not None],
     )
-    state.make_shards()
     make_float8(state)
     offer_main_grads(state)
     if in_place:
@@ -201,6 +226,31 @@ def fully_shard(
         watch_loads(m, state)
     join(state, parts)
     return module
+
+
+def _parameter(tensor, full_name, sites, reason, place, options, mp_policy, mesh):
+    """What a unit keeps of one parameter. `reason`: why it is not FP8, or ""."""
+    by_subclass = follows_protocol(tensor)
+    p = Parameter(
+        sites,
+        whole_parameter(tensor, place.dim, former=plain_like(tensor, by_subclass)),
+        dim=place.dim,
+        granularity="chunk" if place.dim or by_subclass else options.granularity,
+        trainable=tensor.requires_grad,
+        apart=int(not tensor.requires_grad),
+        dtype=tensor.dtype,
+        param_dtype=param_dtype_of(mp_policy, tensor, full_name),
+        on_meta=tensor.is_meta,
+        label=full_name,
+        float8=not reason,
+        why_not_float8=reason,
+        hooks=hooks_of_tensor(tensor),
+    )
+    if by_subclass:
+        p.extension = Extension(p, tensor, mesh, mp_policy)
+    elif options.check_same_values and mesh.size() > 1 and not tensor.is_meta:
+        p.digest = digest(tensor)
+    return p
 
 
 def _move_buffers(modules, device_mesh):

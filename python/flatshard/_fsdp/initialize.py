@@ -32,6 +32,11 @@ def reset_parameters(model, seed=0, init_fn=None):
         state = state_of(module)
         if state is None:
             continue
+        for p in state.extended:
+            raise NotImplementedError(
+                f"reset_parameters: parameter {p.title} is a tensor of a subclass, which "
+                "is not supported; call to_empty() and write its values"
+            )
         state.initialized = True
         state.forget_digests()
         for p in state.parameters:
@@ -72,8 +77,7 @@ def _reset_module(module, own, seed, init_fn, done):
         for name, p in own:
             if id(p) not in done:  # a tied one has the values of its first place
                 done.add(id(p))
-                with torch.no_grad():
-                    local_of(p.shard).copy_(p.shard.rows_of(whole[name]))
+                p.write(whole[name])
     finally:
         for name, p in own:
             parameters_of(module)[name] = p.shard

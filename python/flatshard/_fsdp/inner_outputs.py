@@ -40,6 +40,12 @@ class InnerOutputs:
                 self._own[i] = module().register_forward_hook(_watcher(unit))
         self._num_hooks = sum(map(len, self._hooks))
 
+    def close(self):
+        """Takes the hooks away that were put here."""
+        for handle in self._own.values():
+            handle.remove()
+        self._own.clear()
+
 
 def _watcher(unit):
     @never_compiled

@@ -57,14 +57,13 @@ def linears_in_place(modules, parameters, wanted, slices):
     """
     if wanted is False or slices is not None:
         return []
-    trained = {
-        id(p.whole): p for p in parameters if p.whole.requires_grad and not p.float8
-    }
+    trained = [
+        p
+        for p in parameters
+        if p.whole.requires_grad and not p.float8 and not p.extension and p.dim == 0
+    ]
     places = {
-        id(site()): p
-        for p in trained.values()
-        for site, name in p.sites
-        if name == "weight"
+        id(site()): p for p in trained for site, name in p.sites if name == "weight"
     }
     found = []
     for module in modules:

@@ -15,6 +15,7 @@ from flatshard._fsdp.forward import (
     run_forward,
     state_of,
 )
+from flatshard._fsdp.root import Stale
 from flatshard.torch_versions import converts_inside, outside_of_graphs
 
 # Options that a number, as fully_shard's reshard_after_forward may be, is no value of.
@@ -53,7 +54,10 @@ class FSDPModule:
         state = self._state()
         if state.root is None:
             make_root(outermost(self))
-        state.root.core.unshard(state.id, not async_op)
+        try:
+            state.root.core.unshard(state.id, not async_op)
+        except Stale:
+            state.root.renew().core.unshard(state.id, not async_op)
         return UnshardHandle(state) if async_op else None
 
     def reshard(self):
@@ -110,7 +114,9 @@ class FSDPModule:
     def set_gradient_divide_factor(self, factor):
         """Reduced gradients are sums divided by `factor` instead of the number of
         ranks."""
-        self._state().core.set_divisor(float(factor))
+        state = self._state()
+        state.policy.divide_factor = float(factor)
+        state.core.set_divisor(float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor):
         """The former name of set_gradient_divide_factor."""
@@ -135,7 +141,9 @@ class FSDPModule:
                 "set_all_reduce_hook is not supported with a stream: the hook runs on "
                 "the stream of the reductions, where it may wait for another"
             )
-        self._state().core.set_reduced_hook(hook)
+        state = self._state()
+        state.policy.reduced_hook = hook
+        state.core.set_reduced_hook(hook)
 
     def set_custom_all_gather(self, comm):
         raise NotImplementedError(_own_collectives("set_custom_all_gather"))
@@ -149,16 +157,24 @@ class FSDPModule:
             raise NotImplementedError(_own_collectives(name))
 
     def set_force_sum_reduction_for_comms(self, enable):
-        if enable:
-            raise NotImplementedError(
-                "set_force_sum_reduction_for_comms is not supported: call "
-                "set_gradient_divide_factor(number of ranks), which sums and divides"
-            )
+        """True: the unit's reductions sum over the ranks, and the result is divided then,
+        instead of a collective that takes the mean."""
+        state = self._state()
+        if enable and state.policy.divide_factor is None:
+            self.set_gradient_divide_factor(state.device_mesh.size())
 
     def set_post_optim_event(self, event):
+        """The next forward waits for `event`, recorded after the optimizer's step, before
+        it gathers. Call it on the root, after each step. Its stream waits as well, since
+        gathers wait for that.
+        """
+        root_of(self).post_optim_event = event
+
+    def get_pending_gradients(self):
         raise NotImplementedError(
-            "set_post_optim_event is not supported: gathers wait for the stream that "
-            "the forward runs on; let that one wait for the event"
+            "get_pending_gradients is not supported: no backward leaves a gradient to wait "
+            "for. Those of parameters are in .grad when it returns; those that wait for a "
+            "reduction, after set_requires_gradient_sync(False), are the core's"
         )
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers, *, recurse=True):
@@ -182,6 +198,7 @@ class FSDPModule:
                 "cuda_graph=True or slots_on_demand=False, where gradients have two "
                 "fixed places"
             )
+        self._state().policy.max_input_buffers = n
         root_of(self).core.set_max_grad_slots(n + 1)
 
     def set_reduce_scatter_unused_params(
@@ -294,13 +311,14 @@ class FSDPModule:
 
     def __deepcopy__(self, memo):
         raise AssertionError(
-            "a sharded module cannot be copied: copy it before fully_shard, or load "
-            "its state_dict() into another one"
+            "FSDP does not support deepcopy: copy the module before fully_shard, or load "
+            "its state_dict() into another one. For averaged weights (EMA) make a second "
+            "model, shard it alike, and write its parameters from this one's"
         )
 
     def __reduce_ex__(self, protocol):
         raise TypeError(
-            "a sharded module cannot be pickled: save its state_dict(), or use "
+            "FSDP does not support pickling: save the module's state_dict(), or use "
             "torch.distributed.checkpoint"
         )
 

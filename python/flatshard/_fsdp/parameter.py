@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from flatshard._tensor.memory import local_of
+from flatshard._tensor.pieces import piece_of
 from flatshard.torch_versions import (
     parameters_of,
     set_access_error,
@@ -30,9 +32,14 @@ class Parameter:
     sites: list  # (module, name) of every place in the unit, the first is main
     whole: nn.Parameter
     shard: nn.Parameter = None
+    dim: int = 0  # that is cut; the core stores it first
+    granularity: str = "dim0"  # of the core, for that dimension
     index: int = -1  # in the core's unit
     names: list = field(default_factory=list)  # in the model, once that is known
-    trainable: bool = True
+    trainable: bool = True  # the core has gradients for it
+    apart: int = 0  # parameters of different numbers share no group of the core
+    dtype: torch.dtype | None = None  # of the user's tensor, see make_core
+    param_dtype: torch.dtype | None = None  # that is gathered; None: its own
     on_meta: bool = False
     digest: torch.Tensor | None = None  # of the values, see same_values.py
     label: str = ""  # its name below the modules given to fully_shard
@@ -41,6 +48,7 @@ class Parameter:
     shared_by: object = None  # the DeviceMesh of ranks with equal values; None: all
     hooks: dict = field(default_factory=dict)  # of the user
     shown_dtype: torch.dtype | None = None  # of the shard, as the core made it
+    extension: object = None  # of a subclass: its Extension, see extension.py
 
     @property
     def title(self):
@@ -49,15 +57,38 @@ class Parameter:
 
     def is_as_sharded(self):
         """Nobody changed requires_grad or the dtype since the core has it."""
+        return self.fits() and self.shard.requires_grad == self.trainable
+
+    def fits(self):
+        """The core can train it as it is now: with its dtype, and with gradients where
+        it is not frozen."""
         same_dtype = self.shard.dtype == self.shown_dtype
-        return same_dtype and self.shard.requires_grad == self.trainable
+        return same_dtype and (self.trainable or not self.shard.requires_grad)
+
+    def stored(self, value):
+        """`value` of the whole parameter as the core stores it."""
+        return value.movedim(self.dim, 0).contiguous() if self.dim else value
+
+    @torch.no_grad()
+    def write(self, tensor):
+        """Gives the shard this rank's piece of `tensor`, plain or a DTensor. Collective
+        when that is cut otherwise."""
+        local_of(self.shard).copy_(piece_of(self.shard, tensor))
 
     def is_shown(self):
         """Some module has it."""
         shown = [
             parameters_of(m).get(n) for r, n in self.sites if (m := r()) is not None
         ]
-        return any(tensor is self.shard or tensor is self.whole for tensor in shown)
+        return any(self.is_face(tensor) for tensor in shown)
+
+    def faces(self):
+        """What modules show of it, sharded or whole."""
+        extended = [] if self.extension is None else [self.extension.tensor]
+        return [t for t in (self.shard, self.whole, *extended) if t is not None]
+
+    def is_face(self, tensor):
+        return any(tensor is face for face in self.faces())
 
 
 def copy_attributes(source, target):
@@ -66,15 +97,25 @@ def copy_attributes(source, target):
             setattr(target, name, value)
 
 
-def whole_parameter(tensor, former=None):
+def plain_like(tensor, is_subclass):
+    """Where the attributes of the user's tensor are: those of a subclass are its own."""
+    return nn.Parameter(torch.empty(0, device="meta")) if is_subclass else tensor
+
+
+def whole_parameter(tensor, dim=0, dtype=None, former=None):
     """What modules compute with instead of `tensor`; without memory.
 
     Args:
+        dim: that is stored first.
+        dtype: None: of `tensor`.
         former: the one before, from which attributes are copied. None: `tensor`.
     """
+    shape = list(tensor.shape)
+    if dim:
+        shape.insert(0, shape.pop(dim))
+    memory = torch.empty(shape, dtype=dtype or tensor.dtype, device="meta")
     whole = nn.Parameter(
-        torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"),
-        requires_grad=tensor.requires_grad,
+        memory.movedim(0, dim) if dim else memory, requires_grad=tensor.requires_grad
     )
     copy_attributes(tensor if former is None else former, whole)
     return whole

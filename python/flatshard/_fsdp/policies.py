@@ -1,6 +1,7 @@
 """Options of `fully_shard`: plain values, with FSDP2's names and meanings."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,6 +23,9 @@ class MixedPrecisionPolicy:
             it. None: left as they are.
         cast_forward_inputs: cast floating-point inputs of the unit's forward to
             `param_dtype`.
+        param_dtype_override_fn: called with each parameter in fully_shard. The
+            parameter's own dtype as result: it is gathered in that. None or
+            `param_dtype`: in `param_dtype`. Equal on all ranks.
 
     The sharded parameters, their gradients and the optimizer's state keep the
     dtype that the parameters had.
@@ -31,6 +35,9 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[torch.Tensor], torch.dtype | None] | None = (
+        field(default=None, kw_only=True)
+    )
 
 
 @dataclass

@@ -107,15 +107,14 @@ def _after_load(unit, module, incompatible_keys):
             found = None if owner is None else parameters_of(owner).get(site[1])
             if owner is not module or found is None:
                 continue
-            if found is p.shard or found is p.whole:
+            if p.is_face(found):
                 continue
             if found.shape != p.shard.shape:
                 raise ValueError(
                     f"parameter {site[1]} was replaced by one of shape "
                     f"{tuple(found.shape)}, expected {tuple(p.shard.shape)}"
                 )
-            with torch.no_grad():
-                local_of(p.shard).copy_(p.shard.rows_of(found))
+            p.write(found)
             p.on_meta = False
             p.digest = None
             parameters_of(owner)[site[1]] = p.shard
@@ -142,11 +141,12 @@ def settle(units, names):
             p.sites = sites[p.index]
             if shards[p.index] is not p.shard:
                 unit.take(p, shards[p.index])
-        if not unit.is_as_sharded():
+        if not unit.has_run and not unit.is_as_sharded():
             unit.shard_again()
         for p in unit.parameters:
             if not p.sites:
                 unit.core.drop(p.index)
+        unit.gather_extended()
         unit.make_grads()
 
 
@@ -161,7 +161,7 @@ def _places_now(unit, names):
             if owner is None or id(owner) not in names:
                 continue  # not in the model any more
             found = parameters_of(owner).get(key)
-            if found is p.shard or found is p.whole:
+            if p.is_face(found):
                 sites[p.index].append((module, key))
             elif found is not None:
                 changed.append((p, (module, key), found))
@@ -203,15 +203,21 @@ def _check_taken(p, found, name, kept):
             f"{what}a DTensor of a {kind}, a subclass that the shard would take as a "
             f"plain tensor{remedy}"
         )
-    wanted = ["Shard(0)" if s.is_shard() else "Replicate()" for s in p.shard.placements]
+    shard = f"Shard({p.dim})"
+    wanted = [shard if s.is_shard() else "Replicate()" for s in p.shard.placements]
     for attribute, a, b, fits in (
         ("shape", tuple(found.shape), tuple(p.shard.shape), None),
         ("mesh", found.device_mesh, p.shard.device_mesh, None),
-        ("device", found.device.type, p.shard.device.type, None),
+        ("device", found.device.type, _device_of(p.shard, found), None),
         ("placements", found.placements, f"({', '.join(wanted)})", _fits(found, p)),
     ):
         if not (a == b if fits is None else fits):
             raise ValueError(f"{what}one of {attribute} {a}, expected {b}{remedy}")
+
+
+def _device_of(shard, found):
+    """Where a tensor in the place of `shard` has to be. One on meta waits for values."""
+    return "meta" if found.is_meta and shard.is_meta else local_of(shard).device.type
 
 
 def _fits(found, p):
@@ -219,7 +225,11 @@ def _fits(found, p):
     own, mesh = p.shard.placements, p.shard.device_mesh
     return len(found.placements) == len(own) and all(
         mesh.size(dim) == 1  # all of it, whatever it is called
-        or ((isinstance(a, Shard) and a.dim == 0) if b.is_shard() else a.is_replicate())
+        or (
+            (isinstance(a, Shard) and a.dim == p.dim)
+            if b.is_shard()
+            else a.is_replicate()
+        )
         for dim, (a, b) in enumerate(zip(found.placements, own))
     )
 
@@ -236,7 +246,7 @@ def refuse_replaced(units):
                 if owner is None:
                     continue
                 found = parameters_of(owner).get(key)
-                if found is not p.shard and found is not p.whole:
+                if not p.is_face(found):
                     what = "removed" if found is None else "replaced"
                     raise RuntimeError(
                         f"parameter {p.names[0]} was {what} after the first forward; "

@@ -18,7 +18,6 @@ from flatshard._graphs.checks import (
     audits_graphs,
     emulates_on_cpu,
 )
-from flatshard._tensor.memory import local_of
 from flatshard._tensor.mesh import device_of
 from flatshard._tensor.same_values import compare
 from flatshard.torch_versions import parameters_of, plain_attributes
@@ -27,6 +26,11 @@ from flatshard.torch_versions import parameters_of, plain_attributes
 def traces_steps():
     """Debugging: what the core does is kept for flatshard.diagnostics.take_trace."""
     return os.environ.get("FLATSHARD_TRACE_STEPS") == "1"
+
+
+class Stale(Exception):
+    """A forward begins, and parameters were changed so that the core has to be another
+    one. Not for users: run_forward renews the root and begins again."""
 
 
 class Root:
@@ -41,14 +45,15 @@ class Root:
         self._warn_of_padding(units, state.device_mesh, options.max_padding)
         tree = []
         for number, unit in enumerate(units):
-            for p in unit.parameters:
+            for p in unit.all_parameters:
                 p.names = names_of(p, module_names) or [p.label]
-            unit.core.set_names(unit.name, [p.names for p in unit.parameters])
+            unit.core.set_names(unit.name, unit.core_names())
             unit.id = number
+            unit.check_grad_dtypes()
             name_released(unit.parameters)
             places = [
-                _C.Place(parameters_of(site()), name, p.whole, p.shard)
-                for p in unit.parameters
+                _C.Place(parameters_of(site()), name, p.whole, p.shard, p.extension)
+                for p in unit.all_parameters
                 for site, name in p.sites
             ]
             tree.append(_C.TreeUnit(unit.core, parents[number], places, unit.grads))
@@ -95,11 +100,15 @@ class Root:
         self._initialized = False
         self._saw_all = False
         self._inner_outputs = InnerOutputs(inner_modules(units))
+        self.is_stale = False  # the dtype of parameters was changed
+        self.post_optim_event = None  # to wait for before the next gather
         for unit in units:
             unit.root = self
+            unit.has_run = True
         for unit in units:
             self.apply_policy(unit)
         self.apply_sync()
+        self.apply_limits(state.policy)
 
     @staticmethod
     def _warn_of_padding(units, device_mesh, max_padding):
@@ -144,6 +153,13 @@ class Root:
             backward_prefetch=ids[1],
             keep_backward_planes=unit.fp8 is not None and unit.fp8.keep_column_plane,
         )
+
+    def apply_limits(self, policy):
+        """What setters of the root said of the whole model."""
+        if policy.max_input_buffers is not None:
+            self.core.set_max_grad_slots(policy.max_input_buffers + 1)
+        if policy.reports_nan:
+            self.core.report_nan_in_param_grad(True)
 
     def apply_sync(self):
         """Gradient synchronization is one decision for all units of a step."""
@@ -217,7 +233,12 @@ class Root:
             for unit in units:
                 unit.forget_digests()
             self._initialized = True
+        if self.post_optim_event is not None:
+            self.post_optim_event.wait()
+            self.post_optim_event = None
         self.check_replaced()
+        if self.is_stale:
+            raise Stale
         if torch.is_grad_enabled():
             self._inner_outputs.update()
             if not self._saw_all:
@@ -226,13 +247,32 @@ class Root:
             # Without gradients nothing depends on it: peft's disable_adapter()
             # freezes adapters for the time that it lasts.
             if self.core.trains_others():
-                with plain_attributes():
-                    for unit in self.units:
-                        unit.check_trainable()
+                self._follow_requires_grad()
         for ref in self._of_several:
             if (unit := ref()) is not None:
                 unit.running.clear()
         self.seen_writes.before_forward(self.units)
+
+    def _follow_requires_grad(self):
+        with plain_attributes():
+            for unit in self.units:
+                if not unit.fits():
+                    raise Stale
+                unit.follow_requires_grad()
+
+    def renew(self):
+        """Makes the Root that comes after this one, when Stale was raised."""
+        if self._passes or self.cuda_graphs:
+            raise NotImplementedError(
+                "requires_grad or the dtype of a parameter was changed between two steps, "
+                "which is not supported in a model with cuda_graph=True, nor while a "
+                "backward_pass goes on; change it before the first forward"
+            )
+        self._inner_outputs.close()
+        units = self.units
+        for unit in units:
+            unit.renew()
+        return Root(self._module(), units[0])
 
     def check_replaced(self):
         if self.core.shows_others():
@@ -250,8 +290,7 @@ class Root:
                         "which is not supported where its mesh is a part of the model's: "
                         "write to the sharded parameter, outside of the forward"
                     )
-                with torch.no_grad():
-                    local_of(p.shard).copy_(p.shard.rows_of(p.whole.detach()))
+                p.write(p.whole.detach())
         unit.core.mark_written()
         self.core.gathered_written(number)
 

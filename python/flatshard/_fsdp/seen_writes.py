@@ -24,7 +24,7 @@ class SeenWrites:
             seen = writes.count, unit.num_writes, unit.num_looks
             if seen != unit.seen_writes:
                 unit.seen_writes = seen
-                unit.core.mark_written()
+                unit.mark_written()
 
     def before_backward(self, units):
         """Leaves out looks that may have been writes."""
@@ -42,7 +42,7 @@ class SeenWrites:
         one began: weights that were gathered ahead are out of date."""
         writes.number()
         if runtime.in_forward() and _sees_writes(unit):
-            unit.core.mark_written()
+            unit.mark_written()
             runtime.weights_written(unit.id)
 
 

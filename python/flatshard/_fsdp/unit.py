@@ -4,19 +4,22 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 
 from flatshard import _C
+from flatshard._fsdp.collect import TRAINABLE
 from flatshard._fsdp.parameter import copy_attributes, put_hooks, whole_parameter
 from flatshard._graphs.checks import DEFAULT_WARMUP_STEPS
 from flatshard._tensor.memory import address_of, local_of
 from flatshard._tensor.meta_shards import mark_of_meta
+from flatshard._tensor.pieces import beside, even_shard, make_shard, piece_of, rows_of
 from flatshard._tensor.places import forget_unit, set_unit
 from flatshard._tensor.row_shard import RowShard
-from flatshard._tensor.sharded_tensor import ShardedTensor, become, make_sharded
+from flatshard._tensor.sharded_tensor import ShardedTensor, become
 from flatshard._tensor.writes import writes
 from flatshard.torch_versions import (
     default_reduce_dtype,
+    grad_dtype_of,
     hooks_of_tensor,
     parameters_of,
 )
@@ -33,6 +36,11 @@ class Policy:
     backward_prefetch: list | None = None
     sync_gradients: bool = True
     all_reduce: bool = True
+    divide_factor: float | None = None
+    reduced_hook: object = None
+    # Of the root's, for the whole model.
+    max_input_buffers: int | None = None
+    reports_nan: bool = False
 
 
 @dataclass(eq=False, repr=False)
@@ -65,19 +73,31 @@ class UnitState:
     seen_list_writes: int = field(default_factory=lambda: writes.lists)
     ignored: list = field(default_factory=list)  # places of ignored_params
     loads_by_assign: bool = False  # the load_state_dict that runs
+    has_run: bool = False  # so optimizers may have states for its rows
     initialized: bool = True  # False: parameters that were on meta have no values
     running: set = field(default_factory=set)  # ids of a list's modules still to run
     # On a part of the model's mesh its parameters are slices of larger tensors: how
     # many there are, and which. None: on all of it.
     slices: tuple | None = None
+    # Parameters of subclasses; those that are trained are in `parameters`, too.
+    extended: list = field(default_factory=list)
+    gathers_extended: object = None  # the core that gathers them
     joined: list = field(default_factory=list)  # UnitStates whose parameters it has
 
     # -- parameters ----------------------------------------------------------------
+
+    @property
+    def all_parameters(self):
+        """Also those that the core has no place for."""
+        return self.parameters + [p for p in self.extended if p.index < 0]
 
     def make_shards(self):
         """Replaces the parameters in the modules by their shards."""
         for p, data in self._cut():
             self._show_new(p, data, p.trainable, p.whole)
+        for p in self.all_parameters[len(self.parameters) :]:
+            p.shard = p.extension.make_shard()
+            self.show(p, p.shard)
         self.make_grads()
         self._watch_shards()
 
@@ -95,7 +115,10 @@ class UnitState:
 
     def _show_new(self, p, data, trainable, former):
         """Makes `data` the shard of p, with the attributes of `former`."""
-        p.shard = nn.Parameter(data, requires_grad=trainable)
+        if p.extension is None:
+            p.shard = nn.Parameter(data, requires_grad=trainable)
+        else:
+            p.shard = data
         copy_attributes(former, p.shard)
         put_hooks(p)
         set_unit(p.shard, self, p.index)
@@ -111,7 +134,7 @@ class UnitState:
         self._show_new(p, data, former.requires_grad, former)
 
     def _watch_shards(self):
-        writes.add(self, [p.shard for p in self.parameters])
+        writes.add(self, [p.shard for p in self.all_parameters])
         mark_of_meta(
             {address_of(p.shard) for p in self.parameters if p.on_meta},
             self,
@@ -120,43 +143,110 @@ class UnitState:
     def is_as_sharded(self):
         return all(p.is_as_sharded() for p in self.parameters)
 
+    def fits(self):
+        return all(p.fits() for p in self.parameters)
+
     def shard_again(self):
-        """The core groups parameters by requires_grad and dtype: makes it anew, with
-        what they are now. The shards stay the same objects. Before the first forward,
-        collective."""
-        self._check_may_change()
+        """Before the first forward: makes the core's unit for the dtypes and the
+        requires_grad that the parameters have now. Collective where a rank gets other
+        rows. The shards stay the same objects."""
+        changed = next(p for p in self.parameters if not p.is_as_sharded())
+        self._check_may_change(changed)
         for p in self.parameters:
-            if p.shard.dtype == p.shown_dtype:
-                p.whole.requires_grad_(p.shard.requires_grad)
-            else:
-                p.whole = whole_parameter(p.shard, p.whole)
-        values = [
-            torch.empty_like(p.whole)
-            if p.on_meta
-            else p.shard.detach().full_tensor().to(p.whole.dtype)
-            for p in self.parameters
+            p.trainable = p.shard.requires_grad
+            p.apart = int(not p.trainable)
+        self._make_core_again()
+
+    def check_grad_dtypes(self):
+        for p in self.parameters:
+            wanted = grad_dtype_of(p.shard)
+            if wanted != p.shard.dtype:
+                raise NotImplementedError(
+                    f"grad_dtype {wanted} of parameter {p.names[0]} is not supported: its "
+                    f"gradient has its own dtype, {p.shard.dtype}. For another dtype on "
+                    "the wire give MixedPrecisionPolicy(reduce_dtype=...)"
+                )
+
+    def follow_requires_grad(self):
+        """The whole parameters require gradients where the shards do."""
+        for p in self.extended:
+            if p.shard.requires_grad != p.extension.requires_grad:
+                raise NotImplementedError(
+                    f"requires_grad of parameter {p.names[0]}, a tensor of a subclass, was "
+                    "changed after fully_shard, which is not supported; change it before"
+                )
+        for p in self.parameters:
+            p.whole.requires_grad_(p.shard.requires_grad)
+
+    def renew(self):
+        """After a forward: the same for all units of a model, of which a Root is made
+        then. Each rank keeps its rows, since optimizers have states for them, so the
+        parameters of a group are trained or frozen together: the core has gradients for
+        all of them where one is trained."""
+        for changed in [p for p in self.parameters if not p.fits()]:
+            self._check_may_change(changed)
+        unfrozen = any(p.apart and p.shard.requires_grad for p in self.parameters)
+        for p in self.parameters:
+            p.trainable = p.trainable or (unfrozen and p.apart and _is_trained_as(p))
+        self._make_core_again()
+        self.make_grads()
+        self.root = None
+
+    def _make_core_again(self):
+        former = [
+            (p, self.core.cuts(p.index), local_of(p.shard)) for p in self.parameters
         ]
+        for p in self.parameters:
+            if p.shard.dtype != p.shown_dtype:
+                p.dtype = p.shard.dtype
+            p.whole = whole_parameter(p.shard, p.dim, p.dtype, p.whole)
         writes.remove([p.shard for p in self.parameters])
+        values = [p.stored(torch.empty_like(p.whole)) for p in self.parameters]
         self.core = make_core(
             self.parameters, values, self.mp_policy, self.mesh, self.core_options
         )
-        for p, data in self._cut():
-            become(p.shard, data)
+        made = {id(p): data for p, data in self._cut()}
+        for p, cuts, piece in former:
+            data = made[id(p)]
+            if (p.on_meta and not self.initialized) or data is p.shard:
+                continue  # there are no values, or the core has none
+            with torch.no_grad():
+                if cuts != self.core.cuts(p.index):
+                    piece = piece_of(data, p.shard.detach())
+                local_of(data).copy_(piece)
+        for p in self.parameters:
+            grad = p.shard.grad
+            if grad is not None and grad.dtype != made[id(p)].dtype:
+                p.shard.grad = None
+                become(p.shard, made[id(p)])
+                p.shard.grad = grad.to(p.shard.dtype)
+            else:
+                become(p.shard, made[id(p)])
             set_unit(p.shard, self, p.index)
+        self.apply_to_core()
         self._watch_shards()
+        writes.count += 1
 
-    def _check_may_change(self):
-        changed = next(p for p in self.parameters if not p.is_as_sharded())
+    def apply_to_core(self):
+        """What setters said, to a core that was made anew."""
+        if self.policy.divide_factor is not None:
+            self.core.set_divisor(self.policy.divide_factor)
+        if self.policy.reduced_hook is not None:
+            self.core.set_reduced_hook(self.policy.reduced_hook)
+
+    def _check_may_change(self, changed):
         what, now = "requires_grad", changed.shard.requires_grad
         if changed.shard.dtype != changed.shown_dtype:
             what, now = "the dtype", changed.shard.dtype
         why = None
         if self.joined:
             why = "whose parameters rest on a part of the model's mesh"
-        elif self.core.offloads:
-            why = "which has CPUOffloadPolicy"
-        elif what == "the dtype" and (changed.float8 or self.main_grads):
-            why = "whose modules have FP8 weights or write to main_grad"
+        elif changed.extension is not None:
+            why = "that gathers tensors of a subclass"
+        elif self.main_grads:
+            why = "whose modules write to main_grad"
+        elif what == "the dtype" and changed.float8:
+            why = "whose modules have FP8 weights"
         if why is not None:
             raise NotImplementedError(
                 f"{what} of parameter {changed.title} was changed to {now} after "
@@ -173,8 +263,8 @@ class UnitState:
         self.grads = _C.GradViews(
             self.core,
             [p.shard for p in self.parameters],
-            ShardedTensor.beside,
-            ShardedTensor.rows_of,
+            beside,
+            rows_of,
         )
 
     def take(self, p, tensor):
@@ -186,19 +276,62 @@ class UnitState:
             p.on_meta = True
         else:
             with torch.no_grad():
-                local.copy_(p.shard.rows_of(tensor))
+                local.copy_(piece_of(p.shard, tensor))
             p.on_meta = False
         p.digest = None
         forget_unit(p.shard)
-        make_sharded(tensor, local, p.shard)
+        make_shard(tensor, local, p.shard)
         p.shard = tensor
         set_unit(tensor, self, p.index)
         writes.count += 1
 
+    def gather_extended(self):
+        """The core gathers what parameters of subclasses say."""
+        if not self.extended or self.gathers_extended is self.core:
+            return
+        self.gathers_extended = self.core
+        members = [m for p in self.extended for m in p.extension.members()]
+        first = self.core.num_parameters
+        self.core.join(
+            _C.Unit(members=members, mesh=self.mesh, options=self.core_options)
+        )
+        for p in self.extended:
+            trained = p.index >= 0
+            first = p.extension.own(self.core, first, p.whole if trained else None)
+            if not trained:
+                p.whole = p.extension.hidden[0]
+
+    def move_extended(self, p, piece):
+        """`piece` is the rank's part of p from now on, such as of to_empty."""
+        if piece is local_of(p.shard):
+            return
+        writes.remove([p.shard])
+        make_shard(p.shard, piece, p.shard)
+        writes.add(self, [p.shard])
+        writes.count += 1
+
+    def core_names(self):
+        """Of the core's parameters, by their numbers."""
+        hidden = self.core.num_parameters - len(self.parameters)
+        return [p.names for p in self.parameters] + [
+            [f"gathered {i}"] for i in range(hidden)
+        ]
+
+    def mark_written(self):
+        """Shards may have been written before this forward."""
+        self.core.mark_written()
+        for p in self.extended:
+            p.extension.refresh()
+
     def _wrap(self, p, local):
+        if p.extension is not None:
+            return p.extension.make_shard() if p.shard is None else p.shard
         cuts = self.core.cuts(p.index)
         mesh = self.device_mesh
         inner = mesh.size(mesh.ndim - 1)
+        if p.dim and cuts:
+            outer = [Replicate()] * (mesh.ndim - 1)
+            return even_shard(local, mesh, [*outer, Shard(p.dim)], p.whole.shape)
         if not cuts:
             placements = [Replicate()] * mesh.ndim
         else:
@@ -213,36 +346,45 @@ class UnitState:
             parameters_of(module())[name] = tensor
 
     def check_initialized(self):
-        for p in self.parameters:
-            if p.on_meta and not self.initialized:
-                raise RuntimeError(
-                    f"parameter {p.names[0]} was on the meta device when it was "
-                    "sharded and has no values yet: call "
-                    "flatshard.reset_parameters(model), or load a checkpoint"
-                )
+        found = [p.names[0] for p in self.all_parameters if p.on_meta]
+        if found and not self.initialized:
+            raise RuntimeError(
+                "FSDP parameters should be materialized from meta device before training, "
+                f"but the following were still on meta device: {found}. Call "
+                "flatshard.reset_parameters(model), or load a checkpoint"
+            )
 
-    def check_trainable(self):
-        for p in self.parameters:
-            if p.shard.requires_grad != p.trainable:
-                raise RuntimeError(
-                    f"requires_grad of parameter {p.title} of unit {self.name} "
-                    "was changed after fully_shard, which groups parameters by it: "
-                    "freeze or unfreeze before fully_shard"
-                )
+
+def _is_trained_as(p):
+    """Whether the core could train it: integers rest beside what it trains."""
+    return p.dtype in TRAINABLE
 
 
 def make_core(parameters, values, mp_policy, mesh, options):
     """The core's unit of `parameters`.
 
     Args:
-        values: of each, whole.
+        values: of each, whole, as the core stores them.
         mesh: _C.Mesh of the model.
         options: _C.UnitOptions.
     """
     members = []
     for p, value in zip(parameters, values):
         reduce_dtype = mp_policy.reduce_dtype or default_reduce_dtype(
-            mp_policy.param_dtype, value.dtype
+            p.param_dtype, value.dtype
         )
-        members.append((p.label, p.whole, value, reduce_dtype, p.float8))
+        members.append(
+            _C.Member(
+                name=p.label,
+                whole=p.whole,
+                values=value,
+                compute_dtype=p.param_dtype,
+                reduce_dtype=reduce_dtype,
+                float8=p.float8,
+                trainable=p.trainable,
+                has_weights=p.extension is None,
+                apart=p.apart,
+                granularity=p.granularity,
+            )
+        )
     return _C.Unit(members=members, mesh=mesh, options=options)

@@ -7,7 +7,7 @@ from torch import nn
 from flatshard._fsdp.forward import run_forward, state_of, wrapped
 from flatshard._fsdp.module import FSDPModule
 from flatshard._graphs.unit_graph import UnitGraph
-from flatshard.torch_versions import outside_of_graphs
+from flatshard.torch_versions import outside_of_graphs, register_as_sharded
 
 
 def register_fsdp_forward_method(module, method_name):
@@ -44,6 +44,7 @@ def wrap_class(module, cuda_graph=False):
     if cuda_graph:
         capture_forward(module)
     wrapped.add(module)
+    register_as_sharded(module)
 
 
 def capture_forward(module, sample=None):
@@ -75,7 +76,7 @@ def check_module(module):
         type(module).forward is nn.Module.forward
     ):
         raise ValueError(
-            f"fully_shard wraps what has a forward, got the container "
+            "fully_shard does not support containers that do not implement forward, got "
             f"{type(module).__name__}; wrap its children one by one"
         )
     if state_of(module) is not None:

@@ -70,8 +70,8 @@ def slices_of(part, whole):
 def _find(device_mesh, timeout_s):
     if device_mesh.ndim not in (1, 2):
         raise ValueError(
-            f"mesh: expected a DeviceMesh of 1 or 2 dimensions, got "
-            f"{device_mesh.ndim}; choose a part of it, such as mesh['dp']"
+            f"mesh: fully_shard expects a 1D or 2D DeviceMesh but got {device_mesh}; "
+            "choose a part of it, such as mesh['dp']"
         )
     names, all_names = _dimensions(device_mesh)
     if names is None:

@@ -52,6 +52,11 @@ def grad(outputs, inputs, grad_outputs=None, *args, **kwargs):
 
 
 def _mean(shard, whole, p):
+    if p.dim:
+        raise NotImplementedError(
+            f"torch.autograd.grad of parameter {p.title}, which is cut along dimension "
+            f"{p.dim}, is not supported; let shard_placement_fn return Shard(0) for it"
+        )
     if whole.shape != shard.shape:
         raise NotImplementedError(
             f"torch.autograd.grad of parameter {p.title} is not supported: it rests on a "

@@ -43,6 +43,25 @@ class Loaded:
     state: dict  # the texts given to save
 
 
+def _root_of(model):
+    """Raises NotImplementedError for a parameter that the files cannot hold."""
+    root = root_of(model)
+    for unit in root.units:
+        for p in unit.extended:
+            raise NotImplementedError(
+                f"flatshard.checkpoint: parameter {p.names[0]} is a tensor of a subclass, "
+                "which is not supported; use torch.distributed.checkpoint"
+            )
+        for p in unit.parameters:
+            if p.dim:
+                raise NotImplementedError(
+                    f"flatshard.checkpoint: parameter {p.names[0]} is cut along dimension "
+                    f"{p.dim}, which is not supported; use torch.distributed.checkpoint, "
+                    "or let shard_placement_fn return Shard(0)"
+                )
+    return root
+
+
 def save(folder, step, model, optimizer=None, *, state=None, keep_latest=0):
     """Saves a checkpoint and returns when it is whole. Collective.
 
@@ -84,7 +103,7 @@ def async_save(folder, step, model, optimizer=None, *, state=None, keep_latest=0
     Raises:
         ValueError: an optimizer or state that cannot be saved, naming what.
     """
-    root = root_of(model)
+    root = _root_of(model)
     texts = _checked_texts(state)
     if optimizer is not None:
         texts[_OPTIMIZER] = describe_optimizer(optimizer)
@@ -114,7 +133,7 @@ def load(folder, model, optimizer=None, *, step=None, exclude=()):
         flatshard.Error: a file that is damaged, a tensor that is missing or too many,
             of another shape or dtype, naming file, tensor and both values.
     """
-    root = root_of(model)
+    root = _root_of(model)
     path = _step_folder(pathlib.Path(folder), step)
     stored = _C.describe_checkpoint(str(path))
     texts = dict(stored["state"])
