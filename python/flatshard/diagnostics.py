@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from torch import nn
+
 from flatshard._fsdp.forward import root_of
 
 
@@ -14,7 +16,7 @@ class ParameterNorm:
     grad: float | None  # of the reduced gradient; None: no gradient came
 
 
-def parameter_norms(model):
+def parameter_norms(model: nn.Module) -> list[ParameterNorm]:
     """Norms of every sharded parameter, in order of units.
 
     Between a backward and the optimizer's step the gradients are those of the step,
@@ -42,7 +44,7 @@ def parameter_norms(model):
     return [ParameterNorm(*norm) for norm in norms]
 
 
-def report_nan_in_param_grad(model, enabled=True):
+def report_nan_in_param_grad(model: nn.Module, enabled: bool = True) -> None:
     """From the next backward on, looks for NaN and infinite values in the gradients of
     each unit before they are reduced, when it is still known where they come from.
 
@@ -82,7 +84,7 @@ class TracedAction:
     nbytes: int
 
 
-def take_trace(model):
+def take_trace(model: nn.Module) -> list[TracedAction]:
     """What the core did since the last call, where FLATSHARD_TRACE_STEPS=1 was in the
     environment when the model ran first; else nothing. It is kept until it is taken.
 

@@ -1,6 +1,8 @@
 """Optimizers of the core for sharded parameters: one kernel per flat buffer,
 whatever the number of parameters."""
 
+from collections.abc import Callable, Iterable
+
 import torch
 
 from flatshard import _C
@@ -32,18 +34,18 @@ class AdamW(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params,
-        lr=1e-3,
-        betas=(0.9, 0.999),
-        eps=1e-8,
-        weight_decay=1e-2,
-        amsgrad=False,
+        params: Iterable,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         *,
-        maximize=False,
-        foreach=None,
-        capturable=False,
-        differentiable=False,
-        fused=None,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
     ):
         for name, value in (
             ("amsgrad", amsgrad),
@@ -151,7 +153,9 @@ class AdamW(torch.optim.Optimizer):
             }
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(
+        self, closure: Callable[[], torch.Tensor] | None = None
+    ) -> torch.Tensor | None:
         """One update. Units without a gradient are left alone.
 
         Args:
@@ -194,7 +198,7 @@ class AdamW(torch.optim.Optimizer):
                         "a unit's parameters are updated together; use torch.optim.AdamW"
                     )
 
-    def show_steps(self):
+    def show_steps(self) -> None:
         """Makes `step` of each parameter's state what the core counted."""
         for parameter, (unit, index) in self._places.items():
             if parameter in self.state:
@@ -202,7 +206,7 @@ class AdamW(torch.optim.Optimizer):
                 self.state[parameter]["step"].fill_(float(updates))
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict):
+    def load_state_dict(self, state_dict: dict) -> None:
         """As torch.optim.Optimizer.load_state_dict; values go to where the core
         keeps them."""
         own = {p: dict(state) for p, state in self.state.items()}

@@ -5,6 +5,10 @@ and may run the autograd engine any number of times in between.
 """
 
 import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from torch import nn
 
 from flatshard._fsdp.casts import cast_inputs, cast_output
 from flatshard._graphs.checks import refuse_foreign_capture
@@ -35,7 +39,7 @@ class BackwardPass:
         is_last, interleaved: as backward_pass took them; read when the backward opens.
     """
 
-    def __init__(self, root, is_last, interleaved):
+    def __init__(self, root: object, is_last: bool, interleaved: bool):
         self._root = root
         self._core = root.new_pass()
         self.is_last = is_last
@@ -43,7 +47,7 @@ class BackwardPass:
 
     # -- forward -------------------------------------------------------------------
 
-    def begin_forward(self, module):
+    def begin_forward(self, module: nn.Module) -> None:
         """Gathers the parameters of `module`. They can be read from here on.
 
         Raises:
@@ -56,12 +60,12 @@ class BackwardPass:
         self._core.forward_begin(unit)
         self._root.pass_began(self)
 
-    def end_forward(self, module):
+    def end_forward(self, module: nn.Module) -> None:
         """Of the module that began last: releases its parameters."""
         self._core.forward_end(self._unit(module))
 
     @contextlib.contextmanager
-    def forward(self):
+    def forward(self) -> AbstractContextManager:
         """Inside, calls of wrapped modules are forwards of this pass, as by `run`. What
         is raised inside gives the pass up."""
         former, self._root.running_pass = self._root.running_pass, self
@@ -95,17 +99,17 @@ class BackwardPass:
             raise
         self._root.pass_ended(self)
 
-    def begin_backward(self, module):
+    def begin_backward(self, module: nn.Module) -> None:
         """Gathers what the backward of `module` reads, and reduces modules before it."""
         self._core.backward_begin(self._unit(module))
 
-    def end_backward(self, module):
+    def end_backward(self, module: nn.Module) -> None:
         """Its gradients are there, or put off, and those of its inputs: releases its
         parameters."""
         self._core.backward_end(self._unit(module))
 
     @contextlib.contextmanager
-    def recompute(self, module):
+    def recompute(self, module: nn.Module) -> AbstractContextManager:
         """Between `begin_backward` and `end_backward`: the forward runs once more."""
         unit = self._unit(module)
         self._core.recompute_begin(unit)
@@ -115,7 +119,7 @@ class BackwardPass:
             self._core.recompute_end(unit)
 
     @contextlib.contextmanager
-    def late_wgrads(self, node=0):
+    def late_wgrads(self, node: object = 0) -> AbstractContextManager:
         """Inside, layers that can put their weight gradients off do so: nn.Linear of
         modules with `grads_in_place=True`. Leaving the backward computes those that
         `run_wgrads` has not.
@@ -129,7 +133,7 @@ class BackwardPass:
         finally:
             self._core.set_delay_wgrad(False, 0)
 
-    def run_wgrads(self, module, node=0):
+    def run_wgrads(self, module: nn.Module, node: object = 0) -> None:
         """Computes the weight gradients of `module` that were put off in `node`."""
         self._core.run_wgrads(self._unit(module), node)
 
@@ -140,13 +144,15 @@ class BackwardPass:
 
     # -- inside --------------------------------------------------------------------
 
-    def give_up(self):
+    def give_up(self) -> None:
         """Ends the pass without its backward; the step's gradients are dropped by the
         next forward. Does nothing to a pass that is over."""
         self._core.give_up()
         self._root.pass_ended(self)
 
-    def run(self, module, function, args, kwargs):
+    def run(
+        self, module: nn.Module, function: Callable, args: tuple, kwargs: dict
+    ) -> object:
         """function(*args, **kwargs) between begin_forward and end_forward, with the
         casts of the module's mp_policy."""
         policy = self._state(module).mp_policy

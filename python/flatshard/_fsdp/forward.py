@@ -104,10 +104,10 @@ def make_root(module):
 class UnshardHandle:
     """Waits for an `unshard(async_op=True)`."""
 
-    def __init__(self, state):
+    def __init__(self, state: object):
         self._state = state
 
-    def wait(self):
+    def wait(self) -> None:
         """The unit's parameters are whole from here on, for kernels that are
         launched later. Does not block the host on a GPU."""
         if self._state is not None:

@@ -1,7 +1,9 @@
 """`fully_shard`: shards a module's parameters, gradients and optimizer state."""
 
 import weakref
+from collections.abc import Callable, Collection
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import _C
@@ -20,8 +22,8 @@ from flatshard._fsdp.arguments import (
     strategy_name,
     uses_copy_engines,
 )
-from flatshard._fsdp.configure import options_of, take_keywords
 from flatshard._fsdp.collect import collect_parameters, modules_of_unit
+from flatshard._fsdp.configure import options_of, take_keywords
 from flatshard._fsdp.extension import Extension, follows_protocol
 from flatshard._fsdp.forward import state_of
 from flatshard._fsdp.joined import find_parts, join
@@ -42,19 +44,19 @@ from flatshard.torch_versions import buffers_of, hooks_of_tensor
 
 
 def fully_shard(
-    module,
+    module: nn.Module | list[nn.Module],
     *,
-    mesh=None,
-    reshard_after_forward=None,
-    shard_placement_fn=None,
-    mp_policy=MixedPrecisionPolicy(),
-    offload_policy=OffloadPolicy(),
-    ignored_params=None,
-    dp_mesh_dims=None,
-    strategy="zero3",
-    options=None,
-    **former_keywords,
-):
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], object] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),
+    ignored_params: Collection[nn.Parameter] | None = None,
+    dp_mesh_dims: object | None = None,
+    strategy: str = "zero3",
+    options: ShardOptions | None = None,
+    **former_keywords: object,
+) -> nn.Module | list[nn.Module]:
     """Shards the parameters of `module` that no inner call has sharded yet.
 
     Call it on the blocks first and on the whole model last; each call makes one

@@ -10,16 +10,16 @@ from flatshard._graphs.sample import Sample
 
 
 def make_graphed_callables(
-    callables,
-    sample_args,
-    num_warmup_iters=DEFAULT_WARMUP_STEPS,
-    allow_unused_input=False,
-    pool=None,
+    callables: nn.Module | tuple[nn.Module, ...],
+    sample_args: tuple,
+    num_warmup_iters: int = DEFAULT_WARMUP_STEPS,
+    allow_unused_input: bool = False,
+    pool: None = None,
     *,
-    sample_kwargs=None,
-    capture_time_hooks=None,
-    capture_error_mode=None,
-):
+    sample_kwargs: dict | tuple[dict, ...] | None = None,
+    capture_time_hooks: None = None,
+    capture_error_mode: str | None = None,
+) -> nn.Module | tuple[nn.Module, ...]:
     """Forwards of units, and their backwards, as CUDA graphs; torch's signature.
 
     torch.cuda.make_graphed_callables runs modules on the samples and captures at once. A
@@ -156,7 +156,7 @@ def _sample_of(modules, number, args, kwargs, allow_unused_input):
     return Sample(args, kwargs, state, allow_unused_input)
 
 
-def cuda_graph_stats(model):
+def cuda_graph_stats(model: nn.Module) -> dict:
     """What happened with ShardOptions(cuda_graph=True) since the first forward.
 
     Args:

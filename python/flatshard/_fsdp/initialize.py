@@ -1,6 +1,7 @@
 """First values of modules that were made on the meta device."""
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -11,7 +12,9 @@ from flatshard._tensor.writes import writes
 from flatshard.torch_versions import parameters_of
 
 
-def reset_parameters(model, seed=0, init_fn=None):
+def reset_parameters(
+    model: nn.Module, seed: int = 0, init_fn: Callable[[nn.Module], None] | None = None
+) -> None:
     """Gives every sharded parameter its first values, module by module.
 
     Each module draws them from a generator seeded by (seed, the module's name):

@@ -10,8 +10,14 @@ from flatshard.torch_versions import outside_of_graphs
 
 @outside_of_graphs
 def linear_cross_entropy(
-    input, weight, target, *, reduction="mean", ignore_index=-100, chunk_tokens=0
-):
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    chunk_tokens: int | None = 0,
+) -> torch.Tensor:
     """cross_entropy(input @ weight.T, target), computed in float32.
 
     `torch.nn.functional.cross_entropy` of a head's output holds the logits three

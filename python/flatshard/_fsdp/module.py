@@ -4,6 +4,10 @@ Its `__call__` is a forward of the unit, see forward.py.
 """
 
 import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
 
 from flatshard._fsdp.backward_pass import BackwardPass
 from flatshard._fsdp.conversion import converting
@@ -41,7 +45,7 @@ class FSDPModule:
 
     # -- gathering by hand ---------------------------------------------------------
 
-    def unshard(self, async_op=False):
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers the unit's parameters now. Collective.
 
         They stay whole until `reshard()`, or until the next forward or backward
@@ -60,7 +64,7 @@ class FSDPModule:
             state.root.renew().core.unshard(state.id, not async_op)
         return UnshardHandle(state) if async_op else None
 
-    def reshard(self):
+    def reshard(self) -> None:
         """Releases the unit's gathered parameters."""
         state = self._state()
         if state.root is not None:  # else nothing was gathered
@@ -68,7 +72,9 @@ class FSDPModule:
 
     # -- schedules of one's own ------------------------------------------------------
 
-    def backward_pass(self, *, is_last=True, interleaved=False):
+    def backward_pass(
+        self, *, is_last: bool = True, interleaved: bool = False
+    ) -> BackwardPass:
         """A microbatch whose modules run in pieces; see BackwardPass. Call it on the
         root, once for each microbatch.
 
@@ -86,23 +92,27 @@ class FSDPModule:
 
     # -- when gradients are reduced --------------------------------------------------
 
-    def set_requires_gradient_sync(self, requires_gradient_sync, *, recurse=True):
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
         """False: the next backwards accumulate gradients unsharded, without any
         collective. Set it on the root: one decision serves all units."""
         self._set("sync_gradients", requires_gradient_sync, recurse)
 
-    def set_requires_all_reduce(self, requires_all_reduce, *, recurse=True):
+    def set_requires_all_reduce(
+        self, requires_all_reduce: bool, *, recurse: bool = True
+    ) -> None:
         """False: the next backwards reduce over the inner mesh dimension only
         (HSDP), or accumulate (strategies whose gradients are not sharded). Set it
         on the root: one decision serves all units."""
         self._set("all_reduce", requires_all_reduce, recurse)
 
-    def set_is_last_backward(self, is_last_backward):
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accepted for FSDP2's sake: there is nothing to finish after the last
         backward, since no backward leaves work that the host has to wait for."""
 
     @contextlib.contextmanager
-    def no_sync(self):
+    def no_sync(self) -> Iterator[None]:
         """Backwards inside accumulate gradients without collectives."""
         former = self._state().policy.sync_gradients
         self.set_requires_gradient_sync(False)
@@ -111,18 +121,23 @@ class FSDPModule:
         finally:
             self.set_requires_gradient_sync(former)
 
-    def set_gradient_divide_factor(self, factor):
+    def set_gradient_divide_factor(self, factor: float) -> None:
         """Reduced gradients are sums divided by `factor` instead of the number of
         ranks."""
         state = self._state()
         state.policy.divide_factor = float(factor)
         state.core.set_divisor(float(factor))
 
-    def set_reduce_scatter_divide_factor(self, factor):
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The former name of set_gradient_divide_factor."""
         self.set_gradient_divide_factor(factor)
 
-    def set_all_reduce_hook(self, hook, *, stream=None):
+    def set_all_reduce_hook(
+        self,
+        hook: Callable[[torch.Tensor], None] | None,
+        *,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
         """Calls `hook(reduced)` with each reduced gradient of this unit, which it may
         change in place; None for no hook. Set it between steps.
 
@@ -145,39 +160,41 @@ class FSDPModule:
         state.policy.reduced_hook = hook
         state.core.set_reduced_hook(hook)
 
-    def set_custom_all_gather(self, comm):
+    def set_custom_all_gather(self, comm: object) -> None:
         raise NotImplementedError(_own_collectives("set_custom_all_gather"))
 
-    def set_custom_reduce_scatter(self, comm):
+    def set_custom_reduce_scatter(self, comm: object) -> None:
         raise NotImplementedError(_own_collectives("set_custom_reduce_scatter"))
 
-    def set_allocate_memory_from_process_group_for_comm(self, enable):
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         if enable:
             name = "set_allocate_memory_from_process_group_for_comm"
             raise NotImplementedError(_own_collectives(name))
 
-    def set_force_sum_reduction_for_comms(self, enable):
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """True: the unit's reductions sum over the ranks, and the result is divided then,
         instead of a collective that takes the mean."""
         state = self._state()
         if enable and state.policy.divide_factor is None:
             self.set_gradient_divide_factor(state.device_mesh.size())
 
-    def set_post_optim_event(self, event):
+    def set_post_optim_event(self, event: torch.Event) -> None:
         """The next forward waits for `event`, recorded after the optimizer's step, before
         it gathers. Call it on the root, after each step. Its stream waits as well, since
         gathers wait for that.
         """
         root_of(self).post_optim_event = event
 
-    def get_pending_gradients(self):
+    def get_pending_gradients(self) -> None:
         raise NotImplementedError(
             "get_pending_gradients is not supported: no backward leaves a gradient to wait "
             "for. Those of parameters are in .grad when it returns; those that wait for a "
             "reduction, after set_requires_gradient_sync(False), are the core's"
         )
 
-    def set_reduce_scatter_max_input_buffers(self, max_input_buffers, *, recurse=True):
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int | None, *, recurse: bool = True
+    ) -> None:
         """How many reductions may be under way while the next unit's gradients are
         computed; 1 at first. More of them take a unit's gradients of memory each, and
         help where reductions are slower than the backward. Call it on the root: one
@@ -202,8 +219,8 @@ class FSDPModule:
         root_of(self).core.set_max_grad_slots(n + 1)
 
     def set_reduce_scatter_unused_params(
-        self, reduce_scatter_unused_params, *, recurse=True
-    ):
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
         """True is how it always is: a parameter without a gradient counts as zeros in
         the reduction of its unit, so ranks may differ in which these are."""
         if not reduce_scatter_unused_params:
@@ -212,7 +229,9 @@ class FSDPModule:
                 "without a gradient always count as zeros in their unit's reduction"
             )
 
-    def set_separate_reduce_scatter_group(self, enable=True, *, recurse=True):
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
         """True is how it always is: reductions have a communicator of their own."""
         if not enable:
             raise NotImplementedError(
@@ -220,13 +239,13 @@ class FSDPModule:
                 "always have a communicator of their own"
             )
 
-    def set_symm_mem_for_comm(self, backend="NCCL"):
+    def set_symm_mem_for_comm(self, backend: str | None = "NCCL") -> None:
         raise NotImplementedError(
             "set_symm_mem_for_comm is not supported: for gathers and reductions by copy "
             "engines use ModelOptions(copy_engines='auto')"
         )
 
-    def reset_iter_state(self):
+    def reset_iter_state(self) -> None:
         """After an exception in forward or backward: ends what is open, releases all
         weights and drops the gradients of the failed step, so that the next step starts
         clean. The next forward of the root does it by itself, too. Call it on the root,
@@ -234,21 +253,21 @@ class FSDPModule:
         root_of(self).give_up_passes()
         root_of(self).core.reset()
 
-    def reset_cuda_graphs(self):
+    def reset_cuda_graphs(self) -> None:
         """Drops the CUDA graphs of ShardOptions(cuda_graph=True); blocks are captured
         again behind another warm-up. For what a graph cannot see: a tensor that is no
         argument, parameter or buffer and lies elsewhere now. Call it on the root, between
         steps."""
         root_of(self).core.reset_graphs()
 
-    def finalize_backward(self, async_op=False):
+    def finalize_backward(self, async_op: bool = False) -> None:
         raise NotImplementedError(
             "finalize_backward is not supported: each backward reduces at its end, "
             "unless set_requires_gradient_sync(False) or no_sync() says otherwise; leave "
             "the call out and let the last backward synchronize"
         )
 
-    def set_manual_backward_finalization(self, enabled):
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
         if enabled:
             raise NotImplementedError(
                 "set_manual_backward_finalization(True) is not supported: each backward "
@@ -257,15 +276,19 @@ class FSDPModule:
 
     # -- how long parameters stay whole ------------------------------------------------
 
-    def set_reshard_after_forward(self, reshard_after_forward, recurse=True):
+    def set_reshard_after_forward(
+        self, reshard_after_forward: bool, recurse: bool = True
+    ) -> None:
         """False: parameters stay whole from forward to backward."""
         self._set("reshard_after_forward", reshard_after_forward, recurse)
 
-    def set_reshard_after_backward(self, reshard_after_backward, *, recurse=True):
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
         """False: parameters stay whole after the backward, until they change."""
         self._set("reshard_after_backward", reshard_after_backward, recurse)
 
-    def set_keep_unsharded_storage(self, keep, *, recurse=True):
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         if keep:
             raise NotImplementedError(
                 "set_keep_unsharded_storage(True) is not supported: the memory of "
@@ -274,17 +297,17 @@ class FSDPModule:
                 "keep parameters whole, and where they are"
             )
 
-    def set_unshard_in_backward(self, unshard_in_backward):
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False: the unit's backward does not read its parameters (embeddings),
         so they are not gathered for it."""
         self._set("unshard_in_backward", unshard_in_backward, False)
 
-    def set_modules_to_forward_prefetch(self, modules):
+    def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
         """Units to gather when this one's forward begins, instead of those that
         ran next the last time."""
         self._set("forward_prefetch", _states(modules), False)
 
-    def set_modules_to_backward_prefetch(self, modules):
+    def set_modules_to_backward_prefetch(self, modules: list[nn.Module]) -> None:
         """The same for its backward."""
         self._set("backward_prefetch", _states(modules), False)
 

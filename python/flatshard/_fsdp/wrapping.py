@@ -10,7 +10,7 @@ from flatshard._graphs.unit_graph import UnitGraph
 from flatshard.torch_versions import outside_of_graphs, register_as_sharded
 
 
-def register_fsdp_forward_method(module, method_name):
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Calls of `module.method_name(...)` gather and release like a forward.
 
     Does nothing for a module that fully_shard did not wrap, as in FSDP2.
@@ -29,7 +29,7 @@ def register_fsdp_forward_method(module, method_name):
     setattr(module, method_name, gathering.__get__(module, type(module)))
 
 
-def share_comm_ctx(modules):
+def share_comm_ctx(modules: list[nn.Module]) -> None:
     """FSDP2's, for the chunks of a pipeline that share streams; refused by name."""
     raise NotImplementedError(
         "share_comm_ctx is not supported: each outermost module has streams and "

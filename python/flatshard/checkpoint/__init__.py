@@ -10,11 +10,14 @@ ranks, with every strategy, and without Flatshard. Nothing is pickled.
 
 import atexit
 import json
+import os
 import pathlib
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from flatshard import _C
 from flatshard._fsdp.forward import root_of
@@ -62,7 +65,15 @@ def _root_of(model):
     return root
 
 
-def save(folder, step, model, optimizer=None, *, state=None, keep_latest=0):
+def save(
+    folder: str | os.PathLike,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    state: dict | None = None,
+    keep_latest: int = 0,
+) -> None:
     """Saves a checkpoint and returns when it is whole. Collective.
 
     See `async_save`.
@@ -74,7 +85,15 @@ def save(folder, step, model, optimizer=None, *, state=None, keep_latest=0):
     return saved
 
 
-def async_save(folder, step, model, optimizer=None, *, state=None, keep_latest=0):
+def async_save(
+    folder: str | os.PathLike,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    state: dict | None = None,
+    keep_latest: int = 0,
+) -> "Saved":
     """Begins to save `<folder>/step-<step>` beside the training. Collective.
 
     Weights, persistent buffers (rank 0's) and the optimizer's state are copied to a
@@ -113,7 +132,14 @@ def async_save(folder, step, model, optimizer=None, *, state=None, keep_latest=0
     return writer.save(int(step), texts, updates)
 
 
-def load(folder, model, optimizer=None, *, step=None, exclude=()):
+def load(
+    folder: str | os.PathLike,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int | None = None,
+    exclude: Sequence[str] = (),
+) -> Loaded:
     """Loads a checkpoint, whatever number of ranks, mesh, strategy or optimizer class
     wrote it. Collective; all or nothing: when it fails, nothing has changed.
 
@@ -176,7 +202,7 @@ def load(folder, model, optimizer=None, *, step=None, exclude=()):
 class Saved:
     """A save that was begun."""
 
-    def __init__(self, writer, step):
+    def __init__(self, writer: object, step: int):
         self._writer = writer
         self._step = step
         self._result = None
@@ -185,12 +211,12 @@ class Saved:
     def step(self):
         return self._step
 
-    def done(self):
+    def done(self) -> bool:
         """Whether the save has ended, well or not. Does not block."""
         self._writer.collect()
         return self._result is not None
 
-    def wait(self):
+    def wait(self) -> None:
         """Blocks until the checkpoint is whole on disk.
 
         Raises:

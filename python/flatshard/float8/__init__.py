@@ -23,18 +23,18 @@ __all__ = [
 
 
 def quantize(
-    tensor,
-    recipe,
+    tensor: torch.Tensor,
+    recipe: str,
     *,
-    axis="row",
-    rounding="up",
-    format="e4m3",
-    transpose=True,
-    multiple=1,
-    amax=None,
-    scales=None,
-    nonfinite="propagate",
-):
+    axis: str = "row",
+    rounding: str = "up",
+    format: str = "e4m3",
+    transpose: bool = True,
+    multiple: int = 1,
+    amax: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+    nonfinite: str = "propagate",
+) -> tuple[torch.Tensor, torch.Tensor]:
     """A plane of `tensor`: FP8 data, and the scales that it is multiplied by.
 
     `data` is `tensor / scale` rounded to nearest, ties to even; what is larger than
@@ -108,8 +108,14 @@ def quantize(
 
 
 def dequantize(
-    data, scales, recipe, *, axis="row", transpose=True, dtype=torch.float32
-):
+    data: torch.Tensor,
+    scales: torch.Tensor,
+    recipe: str,
+    *,
+    axis: str = "row",
+    transpose: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
     """What `quantize` gave, decoded and multiplied by its scales.
 
     Args:
@@ -130,7 +136,7 @@ def dequantize(
     )
 
 
-def amax(tensor):
+def amax(tensor: torch.Tensor) -> torch.Tensor:
     """The largest magnitude of a float32 or bfloat16 tensor: float32 [].
 
     NaN when there is one. Over ranks reduce `amax(t).view(torch.int32)` with MAX:
@@ -140,14 +146,14 @@ def amax(tensor):
     return _C.float8_amax(tensor)
 
 
-def swizzle_mx_scales(scales):
+def swizzle_mx_scales(scales: torch.Tensor) -> torch.Tensor:
     """E8M0 scales [outer, blocks] in the order of cuBLASLt on sm_100: tiles of
     128 x 4, filled up with zeros; [tiles * 512]."""
     _check_plain("scales", scales)
     return _C.float8_swizzle_mx_scales(scales)
 
 
-def transpose(data):
+def transpose(data: torch.Tensor) -> torch.Tensor:
     """The contiguous transpose of a tensor [rows, columns] whose elements are bytes."""
     _check_plain("data", data)
     return _C.float8_transpose(data)

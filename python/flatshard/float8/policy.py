@@ -74,7 +74,7 @@ class Float8Policy:
                 f"got {self.module_filter_fn!r}"
             )
 
-    def core(self):
+    def core(self) -> _C.Float8Format:
         """As the core takes it."""
         return _C.Float8Format(
             recipe=self.recipe,

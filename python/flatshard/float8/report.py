@@ -3,6 +3,8 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+from torch import nn
+
 from flatshard import _C
 from flatshard._tensor.mesh import device_of
 from flatshard._tensor.places import unit_of
@@ -40,7 +42,7 @@ class Float8Report:
         )
 
 
-def describe(model):
+def describe(model: nn.Module) -> Float8Report:
     """Which parameters of a sharded model are FP8, and why the others are not.
 
     Args:

@@ -2,9 +2,11 @@
 
 import functools
 import importlib
+from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import diagnostics
 from flatshard._fsdp.fully_shard import fully_shard as _fully_shard
@@ -48,28 +50,28 @@ _OUTER = {0: "replicate", "no_shard": "replicate", 1: "optim", "optim": "optim"}
 
 
 def fully_shard_model(
-    module,
-    fsdp_unit_modules=None,
-    device_mesh=None,
-    dp_shard_dim=None,
-    dp_outer_dim=None,
+    module: nn.Module,
+    fsdp_unit_modules: Sequence[type | str] | None = None,
+    device_mesh: DeviceMesh | None = None,
+    dp_shard_dim: str | None = None,
+    dp_outer_dim: str | None = None,
     *,
-    zero_dp_strategy=3,
-    outer_dp_sharding_strategy=0,
-    device=None,
-    init_model_with_meta_device=False,
-    mixed_precision_policy=MixedPrecisionPolicy(),
-    calculate_per_token_loss=False,
-    report_nan_in_param_grad=False,
-    cuda_graph_mode=False,
-    keep_fp8_transpose_cache=False,
-    enable_fine_grained_param_gather=None,
-    expt_device_mesh=None,
-    expt_fsdp_group_ag=None,
-    hybrid_fsdp_expt_group=None,
-    grads_in_place=None,
-    **others,
-):
+    zero_dp_strategy: int | str = 3,
+    outer_dp_sharding_strategy: int | str = 0,
+    device: torch.device | str | None = None,
+    init_model_with_meta_device: bool = False,
+    mixed_precision_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    calculate_per_token_loss: bool = False,
+    report_nan_in_param_grad: bool = False,
+    cuda_graph_mode: bool = False,
+    keep_fp8_transpose_cache: bool = False,
+    enable_fine_grained_param_gather: bool | None = None,
+    expt_device_mesh: DeviceMesh | None = None,
+    expt_fsdp_group_ag: object = None,
+    hybrid_fsdp_expt_group: object = None,
+    grads_in_place: bool | None = None,
+    **others: object,
+) -> nn.Module:
     """Shards `module`. Returns it; it is an FSDPModule from now on.
 
     Args:
@@ -169,8 +171,11 @@ def fully_shard_model(
 
 
 def fully_shard_optimizer(
-    optimizer, preproc_state_dict_for_dcp_ckpt=True, *, precision_aware=False
-):
+    optimizer: torch.optim.Optimizer,
+    preproc_state_dict_for_dcp_ckpt: bool = True,
+    *,
+    precision_aware: bool = False,
+) -> torch.optim.Optimizer:
     """Gives `step` and `zero_grad` the first version's keyword arguments. Returns
     `optimizer`, which was made from the sharded module's parameters.
 
@@ -214,7 +219,12 @@ def fully_shard_optimizer(
     return optimizer
 
 
-def fully_shard(module, optimizer, preproc_state_dict_for_dcp_ckpt=True, **options):
+def fully_shard(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    preproc_state_dict_for_dcp_ckpt: bool = True,
+    **options: object,
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """fully_shard_model and fully_shard_optimizer in one: `optimizer` was made from
     the module's parameters before. Returns both."""
     if not isinstance(optimizer, torch.optim.Optimizer):

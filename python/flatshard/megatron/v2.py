@@ -42,7 +42,7 @@ from flatshard.megatron.precision import (
 class FsdpContext:
     """The modules that one `with fully_shard_context()` sharded."""
 
-    def __init__(self, device):
+    def __init__(self, device: torch.device | str | None):
         self.device = device
         self._modules = []  # weak references, in the order of the calls
         self._roots = None  # once the context has been left
@@ -62,7 +62,7 @@ class FsdpContext:
             if root is not None:
                 root.set_requires_all_reduce(self._is_last_microbatch)
 
-    def ensure_finalized(self):
+    def ensure_finalized(self) -> None:
         if self._roots is None:
             raise RuntimeError(
                 "microbatch: leave the fully_shard_context, without an exception, "

@@ -21,7 +21,9 @@ from flatshard.torch_versions import parameters_of
 _LISTS = {"MixtralSparseMoeBlock": True, "Qwen3MoeSparseMoeBlock": False}
 
 
-def expert_parallel(model, ep_mesh, *, overlap=False):
+def expert_parallel(
+    model: nn.Module, ep_mesh: DeviceMesh, *, overlap: bool = False
+) -> nn.Module:
     """Leaves on each rank its experts of every layer, and lets tokens travel.
 
     Before fully_shard, which is then applied to the experts on the other dimension and

@@ -8,8 +8,10 @@ microbatch's backward, each one run of the autograd engine.
 """
 
 import contextlib
+from collections.abc import Callable, Iterable
 
 import torch
+from torch import nn
 
 from flatshard import _C
 from flatshard._fsdp.casts import cast_inputs, cast_output
@@ -39,7 +41,13 @@ def running():
     return _running
 
 
-def overlap_microbatches(model, microbatches, loss_of=None, *, delay_wgrad=False):
+def overlap_microbatches(
+    model: nn.Module,
+    microbatches: Iterable[dict],
+    loss_of: Callable[[nn.Module, dict], torch.Tensor] | None = None,
+    *,
+    delay_wgrad: bool = False,
+) -> list[torch.Tensor]:
     """Forward and backward of a step's microbatches by the 1F1B schedule.
 
     The gradients, and the losses, are bitwise those of

@@ -20,7 +20,7 @@ def shard_moe(
     overlap: bool = False,
     units: list[nn.Module] | None = None,
     options: ShardOptions | None = None,
-    **fully_shard_options,
+    **fully_shard_options: object,
 ) -> nn.Module:
     """Shards a transformers model with experts, each rank with 1 / `ep` of the experts.
 
