@@ -1,0 +1,148 @@
+"""Models of transformers and timm under Flatshard's and FSDP2's fully_shard, defaults only.
+
+PYTHONPATH=build/python torchrun --nproc-per-node 2 bench/python_models.py
+
+Qwen3-0.6B, GPT-2 medium and ViT-L/16 with random weights. A unit for each block and one for the
+rest, bf16 compute and reduction, float32 main weights, torch's fused AdamW. Each library shards with
+its default options. Runs alternate; prints the median step of each run, the host's part, the peak of
+allocated memory, and the median ratio Flatshard / FSDP2 of the pairs.
+"""
+
+import importlib.util
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from harness.command_line import Parser
+from harness.peers import adamw, fully_shard_of, release
+from harness.programs import write_json
+from harness.ranks import about, join_mesh, say
+from harness.steps import measure
+from harness.tables import by_turns, ratios
+
+LIBRARIES = ("fsdp2", "flatshard")
+
+
+@dataclass
+class Case:
+    """A model, its blocks, and the loss of one batch as a function without arguments."""
+
+    model: torch.nn.Module
+    blocks: list
+    loss: object
+
+
+def language_model(model, blocks, batch, seq, device):
+    vocab = model.config.vocab_size
+    ids = torch.randint(vocab, (batch, seq), device=device)
+    return Case(model, blocks, lambda: model(input_ids=ids, labels=ids).loss)
+
+
+def qwen3(tiny, device):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28)
+    sizes |= dict(num_attention_heads=16, num_key_value_heads=8, head_dim=128)
+    sizes |= dict(vocab_size=151936, tie_word_embeddings=True, use_cache=False)
+    if tiny:
+        sizes |= dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+        sizes |= dict(num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
+    model = Qwen3ForCausalLM(Qwen3Config(**sizes))
+    return language_model(model, model.model.layers, 1, 16 if tiny else 2048, device)
+
+
+def gpt2_medium(tiny, device):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = dict(n_embd=1024, n_layer=24, n_head=16, use_cache=False)
+    sizes |= dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    if tiny:
+        sizes |= dict(n_embd=32, n_layer=2, n_head=4, vocab_size=64)
+    model = GPT2LMHeadModel(GPT2Config(**sizes))
+    return language_model(model, model.transformer.h, 4, 16 if tiny else 1024, device)
+
+
+def vit_large(tiny, device):
+    import timm
+
+    sizes = dict(depth=2, embed_dim=32, num_heads=4) if tiny else {}
+    model = timm.create_model("vit_large_patch16_224", **sizes)
+    batch = 2 if tiny else 32
+    images = torch.randn(batch, 3, 224, 224, device=device)
+    classes = torch.randint(1000, (batch,), device=device)
+    return Case(
+        model, model.blocks, lambda: F.cross_entropy(model(images).float(), classes)
+    )
+
+
+MODELS = {"qwen3-0.6b": qwen3, "gpt2-medium": gpt2_medium, "vit-l/16": vit_large}
+
+
+def run(library, name, compiled, mesh, args):
+    torch.manual_seed(0)
+    with torch.device(mesh.device_type):
+        case = MODELS[name](args.tiny, mesh.device_type)
+    fully_shard = fully_shard_of(library)
+    for block in case.blocks:
+        if compiled:
+            block.compile()
+        fully_shard(block, mesh=mesh)
+    fully_shard(case.model, mesh=mesh)
+    torch.manual_seed(1 + dist.get_rank())
+    found = measure(case.loss, adamw(case.model), args)
+    del case
+    torch._dynamo.reset()
+    release()
+    return found
+
+
+def main():
+    parser = Parser(__doc__).options("tiny", warmup=6, steps=15, pairs=3)
+    parser.options(out=Path("outputs/python_models.json"))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument(
+        "--kinds",
+        nargs="+",
+        choices=("eager", "compiled"),
+        default=["eager", "compiled"],
+    )
+    args = parser.parse_args()
+    if args.tiny:
+        args.warmup, args.steps, args.pairs = 1, 2, 1
+    mesh = join_mesh("cpu" if args.tiny else "cuda")
+    say(about(mesh))
+    results = {}
+    if "vit-l/16" in args.models and importlib.util.find_spec("timm") is None:
+        say("vit-l/16 is left out: pip install timm")
+        args.models.remove("vit-l/16")
+    for name in args.models:
+        for kind in args.kinds:
+
+            def one(library, pair, name=name, kind=kind):
+                return run(library, name, kind == "compiled", mesh, args)
+
+            runs = by_turns(LIBRARIES, args.pairs, one)
+            each, median = ratios(*runs.values())
+            results[f"{name} {kind}"] = {"runs": runs, "ratios": each}
+            for library, of_library in runs.items():
+                ms = ", ".join(f"{r['ms']:.1f}" for r in of_library)
+                host = statistics.median(
+                    sum(r["host_ms_forward_backward_step"]) for r in of_library
+                )
+                peak, loss = of_library[-1]["peak_GiB"], of_library[-1]["loss"]
+                say(
+                    f"{name} {kind}, {library}: ms {ms}; host {host:.1f} ms; "
+                    f"peak {peak:.2f} GiB; loss {loss:.3f}"
+                )
+            say(f"{name} {kind}: flatshard / fsdp2 {median:.3f}")
+    if dist.get_rank() == 0:
+        write_json(args.out, results)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
