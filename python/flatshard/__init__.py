@@ -57,7 +57,7 @@ from flatshard.float8.policy import (
 )
 from flatshard.moe.expert_parallel import expert_parallel
 from flatshard.moe.overlap import overlap_microbatches
-from flatshard.moe.shard_moe import shard_moe
+from flatshard.moe.shard_moe import MoeMeshes, moe_meshes, shard_moe
 
 __version__ = _C.version
 __all__ = [
@@ -72,6 +72,7 @@ __all__ = [
     "MXFP8BlockScaling",
     "MixedPrecisionPolicy",
     "ModelOptions",
+    "MoeMeshes",
     "OffloadPolicy",
     "ShardOptions",
     "UnshardHandle",
@@ -85,6 +86,7 @@ __all__ = [
     "linear_cross_entropy",
     "load_hf",
     "make_graphed_callables",
+    "moe_meshes",
     "optim",
     "overlap_microbatches",
     "register_fsdp_forward_method",

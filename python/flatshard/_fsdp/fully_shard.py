@@ -92,13 +92,13 @@ def fully_shard(
         options: ShardOptions, what FSDP2 does not have. Options of the whole model
             (prefetch, copy engines, ...) are those of `flatshard.configure`.
 
-    Experts: each rank has some of a layer's. With `edp` and `ep` of one mesh, the other
-    parameters rest on both, mesh["edp", "ep"]._flatten("dp"), and the experts on "edp":
+    Experts: each rank has some of a layer's. The other parameters are sharded over the
+    ranks of `dp`, and the experts over a part of them (see `flatshard.moe_meshes`):
 
-        fully_shard(block.experts, mesh=mesh["edp"])
-        fully_shard(block, mesh=mesh["dp"])
+        fully_shard(block.experts, mesh=meshes.experts)
+        fully_shard(block, mesh=meshes.dp)
 
-    A parameter of `experts`, [n, ...], is then slice number mesh.get_local_rank("ep") of
+    A parameter of `experts`, [n, ...], is then slice number meshes.ep.get_local_rank() of
     [ep * n, ...], which is what parameters(), state dicts and checkpoints show. It
     joins the block's unit, with a gather and a reduction of its own over "edp". Its
     gradients are divided by all ranks of "dp", as each saw the tokens of "ep" ranks.

@@ -12,7 +12,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flatshard import _C
 
@@ -136,6 +136,12 @@ def flattened(device_mesh):
     """Returns the mesh of one dimension over all ranks of a mesh with names. torch's
     documentation has users call `_flatten`, too."""
     return device_mesh._flatten()
+
+
+def joined_meshes(device_meshes):
+    """Returns the mesh of the dimensions of several meshes of one root. torch has no
+    public way for a mesh of a dimension and a flattened one."""
+    return DeviceMesh._concatenate(device_meshes)
 
 
 def device_of(device_mesh):

@@ -26,16 +26,7 @@ def expert_parallel(
 ) -> nn.Module:
     """Leaves on each rank its experts of every layer, and lets tokens travel.
 
-    Before fully_shard, which is then applied to the experts on the other dimension and
-    to the layer on both:
-
-        mesh = init_device_mesh("cuda", (edp, ep), mesh_dim_names=("edp", "ep"))
-        dp = mesh["edp", "ep"]._flatten("dp")
-        flatshard.expert_parallel(model, mesh["ep"])
-        for layer in model.model.layers:
-            fully_shard(layer.mlp.experts, mesh=mesh["edp"])
-            fully_shard(layer, mesh=dp)
-        fully_shard(model, mesh=dp)
+    Before fully_shard. `moe_meshes` makes the meshes that fit, and `shard_moe` does both.
 
     Rank r of `ep_mesh` keeps experts [r * n, (r + 1) * n), n = experts / ranks, of the
     3-D parameters `gate_up_proj` and `down_proj`. transformers 4 has a list of experts

@@ -1,6 +1,6 @@
-"""`shard_moe`: a transformers model with experts, sharded by one call."""
+"""`shard_moe`: a transformers model with experts, sharded by one call; and its meshes."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch import nn
@@ -8,8 +8,60 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard._fsdp.fully_shard import fully_shard
 from flatshard._fsdp.options import ShardOptions
-from flatshard._tensor.mesh import default_device_mesh, flattened
+from flatshard._tensor.mesh import default_device_mesh, flattened, joined_meshes
 from flatshard.moe.expert_parallel import expert_parallel, experts_in
+
+
+@dataclass(frozen=True)
+class MoeMeshes:
+    """Meshes of a model with experts, see `moe_meshes`.
+
+    Attributes:
+        dp: of all parameters but those of experts. With replicas its first dimension is
+            theirs.
+        experts: of the parameters of experts: size / ep ranks, and replicas.
+        ep: one dimension, of the ranks that share the experts of a layer.
+    """
+
+    dp: DeviceMesh
+    experts: DeviceMesh
+    ep: DeviceMesh
+
+
+def moe_meshes(dp_mesh: DeviceMesh | None = None, *, ep: int) -> MoeMeshes:
+    """Divides the ranks of a mesh for a model with experts. Collective.
+
+        meshes = flatshard.moe_meshes(ep=4)
+        flatshard.expert_parallel(model, meshes.ep)
+        for layer in model.model.layers:
+            fully_shard(layer.mlp.experts, mesh=meshes.experts)
+            fully_shard(layer, mesh=meshes.dp)
+        fully_shard(model, mesh=meshes.dp)
+
+    Args:
+        dp_mesh: DeviceMesh over all ranks. One dimension, or two: replicas over the
+            first (HSDP). None: one dimension of all ranks.
+        ep: number of ranks that share the experts of a layer; divides the size of the
+            last dimension of `dp_mesh`.
+
+    Raises:
+        ValueError: a mesh or a number that does not fit.
+    """
+    dp_mesh = default_device_mesh() if dp_mesh is None else dp_mesh
+    _check_mesh(dp_mesh, ep)
+    ranks = dp_mesh.mesh
+    edp = ranks.shape[-1] // ep
+    names = ("edp", "ep") if dp_mesh.ndim == 1 else ("replicate", "edp", "ep")
+    mesh = DeviceMesh(
+        dp_mesh.device_type,
+        ranks.reshape(*ranks.shape[:-1], edp, ep),
+        mesh_dim_names=names,
+    )
+    dp = flattened(mesh["edp", "ep"])
+    if dp_mesh.ndim == 1:
+        return MoeMeshes(dp, mesh["edp"], mesh["ep"])
+    whole = joined_meshes([mesh["replicate"], dp])
+    return MoeMeshes(whole, mesh["replicate", "edp"], mesh["ep"])
 
 
 def shard_moe(
@@ -32,10 +84,7 @@ def shard_moe(
         model: Mixtral or Qwen3-MoE of transformers, or another model whose experts are
             3-D parameters `gate_up_proj` and `down_proj`; before fully_shard. May be on
             the meta device.
-        dp_mesh: DeviceMesh over all ranks. One dimension, or two: replicas over the
-            first (HSDP). None: one dimension of all ranks.
-        ep: number of ranks that share the experts of a layer; divides the size of the
-            last dimension of `dp_mesh` and the number of experts.
+        dp_mesh, ep: see `moe_meshes`; `ep` divides the number of experts as well.
         overlap: True: steps may run by overlap_microbatches.
         units: modules that `fully_shard` makes units of. None: the model's decoder layers,
             by `_no_split_modules` of transformers.
@@ -50,20 +99,20 @@ def shard_moe(
     Raises:
         ValueError: an argument that cannot work, naming it.
     """
-    dp_mesh = default_device_mesh() if dp_mesh is None else dp_mesh
-    _check_mesh(dp_mesh, ep)
+    meshes = moe_meshes(dp_mesh, ep=ep)
     options = options or ShardOptions()
     layers = _layers(model) if units is None else list(units)
-    whole, part, ep_mesh = _meshes(dp_mesh, ep)
     if ep > 1 or overlap:
-        expert_parallel(model, ep_mesh, overlap=overlap)
+        expert_parallel(model, meshes.ep, overlap=overlap)
     if ep > 1:
         of_experts = replace(options, fp8=None, cuda_graph=False, grads_in_place=None)
         for _, experts in experts_in(model):
-            fully_shard(experts, mesh=part, options=of_experts, **fully_shard_options)
+            fully_shard(
+                experts, mesh=meshes.experts, options=of_experts, **fully_shard_options
+            )
     for layer in layers:
-        fully_shard(layer, mesh=whole, options=options, **fully_shard_options)
-    return fully_shard(model, mesh=whole, options=options, **fully_shard_options)
+        fully_shard(layer, mesh=meshes.dp, options=options, **fully_shard_options)
+    return fully_shard(model, mesh=meshes.dp, options=options, **fully_shard_options)
 
 
 def _check_mesh(mesh, ep):
@@ -93,20 +142,3 @@ def _layers(model):
             "(_no_split_modules); give units"
         )
     return found
-
-
-def _meshes(dp_mesh, ep):
-    """(mesh of the layers, mesh of the experts' parameters, mesh of `ep` ranks)."""
-    ranks = dp_mesh.mesh
-    edp = ranks.shape[-1] // ep
-    names = ("edp", "ep") if dp_mesh.ndim == 1 else ("replicate", "edp", "ep")
-    mesh = DeviceMesh(
-        dp_mesh.device_type,
-        ranks.reshape(*ranks.shape[:-1], edp, ep),
-        mesh_dim_names=names,
-    )
-    dp = flattened(mesh["edp", "ep"])
-    if dp_mesh.ndim == 1:
-        return dp, mesh["edp"], mesh["ep"]
-    whole = DeviceMesh._concatenate([mesh["replicate"], dp])
-    return whole, mesh["replicate", "edp"], mesh["ep"]
