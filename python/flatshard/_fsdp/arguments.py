@@ -9,6 +9,7 @@ from torch.distributed.tensor import Shard
 
 from flatshard._fsdp.extension import follows_protocol
 from flatshard._fsdp.strategies import find_strategy
+from flatshard._fsdp.tensor_parallel import is_tensor_parallel
 from flatshard._fsdp.wrapping import check_module
 from flatshard._tensor.mesh import flattened
 from flatshard.torch_versions import parameters_of
@@ -190,6 +191,13 @@ def check_places(places, found, options, strategy, offload, slices, mesh):
             grads_in_place=options.grads_in_place,
         )
     check_cut_dims(dims, fp8=options.fp8, outer=options.outer == "optim", mesh=on_parts)
+    if any(is_tensor_parallel(tensor) for tensor, _, _ in found):
+        check_parallel(
+            outer=options.outer == "optim",
+            fp8=options.fp8,
+            cuda_graph=options.cuda_graph,
+            mesh=on_parts,
+        )
     if any(follows_protocol(tensor) for tensor, _, _ in found):
         check_extended(
             strategy=strategy not in ("zero3", "hsdp"),
@@ -264,6 +272,16 @@ def cut_dim(placement, tensor, name, mesh):
             "divide; return Shard(0) for it"
         )
     return dim
+
+
+def check_parallel(**problems):
+    """Refuses options that a unit with parameters of tensor parallelism cannot have."""
+    for name, problem in problems.items():
+        if problem:
+            raise NotImplementedError(
+                f"{name}: this value is not supported for a unit that has parameters "
+                "with tensor parallelism (DTensors); leave it out there"
+            )
 
 
 def check_extended(**problems):

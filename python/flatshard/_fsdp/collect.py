@@ -7,6 +7,8 @@ from torch import nn
 
 from flatshard._fsdp.extension import follows_protocol
 from flatshard._fsdp.parameter import former_name
+from flatshard._fsdp.tensor_parallel import is_tensor_parallel
+from flatshard._tensor.even_shard import EvenShard
 from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard.torch_versions import parameters_of
 
@@ -68,11 +70,10 @@ def _check_parameter(tensor, name):
         )
     if isinstance(tensor, ShardedTensor):
         raise ValueError(f"parameter {name} is sharded already, by another unit")
-    if hasattr(tensor, "placements"):
-        raise ValueError(
-            f"parameter {name} is a DTensor; tensor parallelism under fully_shard is "
-            "not supported yet"
-        )
+    if isinstance(tensor, EvenShard):
+        raise ValueError(f"parameter {name} is sharded already, by another unit")
+    if is_tensor_parallel(tensor):
+        return
     if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
         raise ValueError(
             f"parameter {name} has no shape yet ({type(tensor).__name__}): run the "

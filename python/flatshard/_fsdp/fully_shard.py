@@ -33,6 +33,11 @@ from flatshard._fsdp.options import ModelOptions, ShardOptions
 from flatshard._fsdp.parameter import Parameter, mark_owner, plain_like, whole_parameter
 from flatshard._fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 from flatshard._fsdp.replaced import watch_loads
+from flatshard._fsdp.tensor_parallel import (
+    TensorParallel,
+    is_tensor_parallel,
+    plain_value,
+)
 from flatshard._fsdp.unit import Policy, UnitState, make_core
 from flatshard._fsdp.wrapping import wrap_class
 from flatshard._graphs.checks import check_cuda_graph
@@ -85,12 +90,17 @@ def fully_shard(
             parameters, their gradients and optimizer state rest on the CPU. Of this
             package or FSDP2's.
         ignored_params: set of parameters to leave as they are on every rank.
-        dp_mesh_dims: None; FSDP2's, for parameters that are DTensors already, is
-            refused.
+        dp_mesh_dims: None. FSDP2's way to name the data-parallel dimensions of a larger
+            mesh; give mesh=mesh["dp"] instead.
         strategy: "zero0" (no_shard), "zero1" (optim), "zero2" (optim_grads) or "zero3"
             (optim_grads_params); both names mean the same.
         options: ShardOptions, what FSDP2 does not have. Options of the whole model
             (prefetch, copy engines, ...) are those of `flatshard.configure`.
+
+    Tensor parallelism: parameters that are DTensors over another dimension of the same
+    mesh, such as parallelize_module(model, mesh["tp"], plan) makes, are sharded over
+    mesh=mesh["dp"] as FSDP2 shards them. Modules see DTensors over mesh["tp"] while their
+    unit computes; parameters(), gradients and state dicts have DTensors over both.
 
     Experts: each rank has some of a layer's. The other parameters are sharded over the
     ranks of `dp`, and the experts over a part of them (see `flatshard.moe_meshes`):
@@ -129,8 +139,8 @@ def fully_shard(
         check_cuda_graph(modules, device_mesh, offload)
     if dp_mesh_dims is not None:
         raise NotImplementedError(
-            "dp_mesh_dims is not supported: parameters that are DTensors already are "
-            "not; pass the mesh of the data-parallel ranks as mesh"
+            "dp_mesh_dims is not supported: pass the mesh of the data-parallel ranks as "
+            "mesh, such as mesh['dp'] beside parameters over mesh['tp']"
         )
 
     core, whole_mesh = model_mesh(device_mesh)
@@ -151,7 +161,7 @@ def fully_shard(
         for one, reason, place in zip(found, reasons, places)
     ]
     values = {
-        id(p): p.stored(p.whole if p.extension else t.detach())
+        id(p): p.stored(p.whole if p.extension else plain_value(t))
         for p, (t, _, _) in zip(everything, found)
     }
     own = [
@@ -233,11 +243,18 @@ def fully_shard(
 def _parameter(tensor, full_name, sites, reason, place, options, mp_policy, mesh):
     """What a unit keeps of one parameter. `reason`: why it is not FP8, or ""."""
     by_subclass = follows_protocol(tensor)
+    parallel = None
+    if is_tensor_parallel(tensor):
+        parallel = TensorParallel(tensor, mesh, full_name)
+    value = plain_value(tensor)
+    former = plain_like(tensor, by_subclass or parallel is not None)
+    as_chunks = place.dim or by_subclass or parallel is not None
     p = Parameter(
         sites,
-        whole_parameter(tensor, place.dim, former=plain_like(tensor, by_subclass)),
+        whole_parameter(tensor, place.dim, former=former, shape=value.shape),
         dim=place.dim,
-        granularity="chunk" if place.dim or by_subclass else options.granularity,
+        granularity="chunk" if as_chunks else options.granularity,
+        parallel=parallel,
         trainable=tensor.requires_grad,
         apart=int(not tensor.requires_grad),
         dtype=tensor.dtype,
@@ -251,7 +268,7 @@ def _parameter(tensor, full_name, sites, reason, place, options, mp_policy, mesh
     if by_subclass:
         p.extension = Extension(p, tensor, mesh, mp_policy)
     elif options.check_same_values and mesh.size() > 1 and not tensor.is_meta:
-        p.digest = digest(tensor)
+        p.digest = digest(value)
     return p
 
 

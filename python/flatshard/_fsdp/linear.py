@@ -60,7 +60,7 @@ def linears_in_place(modules, parameters, wanted, slices):
     trained = [
         p
         for p in parameters
-        if p.whole.requires_grad and not p.float8 and not p.extension and p.dim == 0
+        if p.whole.requires_grad and not p.float8 and not p.shown and p.dim == 0
     ]
     places = {
         id(site()): p for p in trained for site, name in p.sites if name == "weight"

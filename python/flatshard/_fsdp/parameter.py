@@ -49,6 +49,7 @@ class Parameter:
     hooks: dict = field(default_factory=dict)  # of the user
     shown_dtype: torch.dtype | None = None  # of the shard, as the core made it
     extension: object = None  # of a subclass: its Extension, see extension.py
+    parallel: object = None  # of a DTensor: its TensorParallel, see tensor_parallel.py
 
     @property
     def title(self):
@@ -75,6 +76,11 @@ class Parameter:
         when that is cut otherwise."""
         local_of(self.shard).copy_(piece_of(self.shard, tensor))
 
+    @property
+    def shown(self):
+        """What has the tensor that modules see in place of `whole`; None: they see it."""
+        return self.extension or self.parallel
+
     def is_shown(self):
         """Some module has it."""
         shown = [
@@ -84,8 +90,10 @@ class Parameter:
 
     def faces(self):
         """What modules show of it, sharded or whole."""
-        extended = [] if self.extension is None else [self.extension.tensor]
-        return [t for t in (self.shard, self.whole, *extended) if t is not None]
+        shown = self.extension.tensor if self.extension else None
+        if self.parallel is not None:
+            shown = self.parallel.made
+        return [t for t in (self.shard, self.whole, shown) if t is not None]
 
     def is_face(self, tensor):
         return any(tensor is face for face in self.faces())
@@ -102,15 +110,16 @@ def plain_like(tensor, is_subclass):
     return nn.Parameter(torch.empty(0, device="meta")) if is_subclass else tensor
 
 
-def whole_parameter(tensor, dim=0, dtype=None, former=None):
+def whole_parameter(tensor, dim=0, dtype=None, former=None, shape=None):
     """What modules compute with instead of `tensor`; without memory.
 
     Args:
         dim: that is stored first.
         dtype: None: of `tensor`.
         former: the one before, from which attributes are copied. None: `tensor`.
+        shape: None: of `tensor`.
     """
-    shape = list(tensor.shape)
+    shape = list(tensor.shape if shape is None else shape)
     if dim:
         shape.insert(0, shape.pop(dim))
     memory = torch.empty(shape, dtype=dtype or tensor.dtype, device="meta")

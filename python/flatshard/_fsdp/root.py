@@ -50,9 +50,12 @@ class Root:
             unit.core.set_names(unit.name, unit.core_names())
             unit.id = number
             unit.check_grad_dtypes()
+            for p in unit.parameters:
+                if p.parallel is not None:
+                    p.parallel.bind(p.whole)
             name_released(unit.parameters)
             places = [
-                _C.Place(parameters_of(site()), name, p.whole, p.shard, p.extension)
+                _C.Place(parameters_of(site()), name, p.whole, p.shard, p.shown)
                 for p in unit.all_parameters
                 for site, name in p.sites
             ]

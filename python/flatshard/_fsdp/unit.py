@@ -12,7 +12,15 @@ from flatshard._fsdp.parameter import copy_attributes, put_hooks, whole_paramete
 from flatshard._graphs.checks import DEFAULT_WARMUP_STEPS
 from flatshard._tensor.memory import address_of, local_of
 from flatshard._tensor.meta_shards import mark_of_meta
-from flatshard._tensor.pieces import beside, even_shard, make_shard, piece_of, rows_of
+from flatshard._tensor.pieces import (
+    beside,
+    even_shard,
+    make_shard,
+    note_cut,
+    parallel_shard,
+    piece_of,
+    rows_of,
+)
 from flatshard._tensor.places import forget_unit, set_unit
 from flatshard._tensor.row_shard import RowShard
 from flatshard._tensor.sharded_tensor import ShardedTensor, become
@@ -120,6 +128,8 @@ class UnitState:
         else:
             p.shard = data
         copy_attributes(former, p.shard)
+        if p.parallel is not None:
+            note_cut(p.shard, self.device_mesh.ndim - 1, p.dim)
         put_hooks(p)
         set_unit(p.shard, self, p.index)
         self.show(p, p.shard)
@@ -199,7 +209,9 @@ class UnitState:
         for p in self.parameters:
             if p.shard.dtype != p.shown_dtype:
                 p.dtype = p.shard.dtype
-            p.whole = whole_parameter(p.shard, p.dim, p.dtype, p.whole)
+            p.whole = whole_parameter(
+                p.shard, p.dim, p.dtype, p.whole, shape=p.whole.shape
+            )
         writes.remove([p.shard for p in self.parameters])
         values = [p.stored(torch.empty_like(p.whole)) for p in self.parameters]
         self.core = make_core(
@@ -329,6 +341,9 @@ class UnitState:
         cuts = self.core.cuts(p.index)
         mesh = self.device_mesh
         inner = mesh.size(mesh.ndim - 1)
+        if p.parallel is not None:
+            placements = p.parallel.placements(mesh, p.dim, is_cut=bool(cuts))
+            return parallel_shard(local, p.parallel, placements, mesh.ndim - 1, p.dim)
         if p.dim and cuts:
             outer = [Replicate()] * (mesh.ndim - 1)
             return even_shard(local, mesh, [*outer, Shard(p.dim)], p.whole.shape)

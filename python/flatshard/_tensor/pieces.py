@@ -2,8 +2,11 @@
 
 The core stores and cuts rows. A parameter that is cut by rows is shown as a
 ShardedTensor. One that is cut along another dimension is stored with that dimension
-first, and shown as an EvenShard.
+first, and shown as an EvenShard. So is one with tensor parallelism, which is cut along
+other mesh dimensions as well.
 """
+
+import torch
 
 from torch.distributed.tensor import DTensor
 
@@ -28,6 +31,36 @@ def even_shard(rows, mesh, placements, shape):
     return EvenShard.wrap(piece, mesh, placements, shape, contiguous_stride(shape))
 
 
+def parallel_shard(rows, parallel, placements, mesh_dim, dim):
+    """The DTensor of a parameter with tensor parallelism.
+
+    Args:
+        rows: [slices of `dim`, ...] of this rank's tensor, as the core stores them.
+        parallel: the parameter's TensorParallel.
+        placements: over `parallel.mesh`.
+        mesh_dim: the dimension of that mesh that fully_shard cuts over.
+    """
+    piece = rows.movedim(0, dim)
+    shard = EvenShard.wrap(
+        piece, parallel.mesh, placements, parallel.shape, parallel.stride
+    )
+    note_cut(shard, mesh_dim, dim)
+    return shard
+
+
+def note_cut(shard, mesh_dim, dim):
+    """Of an EvenShard that is not only cut over the mesh's last dimension."""
+    shard._flatshard_cut = mesh_dim, dim
+
+
+def _cut_of(shard):
+    """The mesh dimension that fully_shard cuts over, and the tensor's."""
+    spec = shard._spec
+    last = spec.mesh.ndim - 1
+    noted = getattr(shard, "_flatshard_cut", None)
+    return noted or (last, spec.placements[last].dim)
+
+
 def like(shard, piece):
     """A DTensor of `piece`, of another dtype perhaps, that is cut as `shard` is."""
     if isinstance(shard, ShardedTensor):
@@ -49,8 +82,7 @@ def make_shard(tensor, piece, former):
 
 def cut_dim(shard):
     """The dimension along which a parameter is cut."""
-    last = shard._spec.placements[-1]
-    return last.dim if isinstance(shard, EvenShard) else 0
+    return _cut_of(shard)[1] if isinstance(shard, EvenShard) else 0
 
 
 def beside(shard, rows):
@@ -78,7 +110,15 @@ def piece_of(shard, tensor):
         if same and not isinstance(tensor, ShardedTensor):  # RowShard equals Shard(0)
             return local_of(tensor)
         tensor = tensor.full_tensor()
-    dim, last = placements[-1].dim, mesh.ndim - 1
-    size = tensor.shape[dim] // mesh.size(last)
-    piece = tensor.narrow(dim, mesh.get_local_rank(last) * size, size)
-    return piece.to(local_of(shard).device)
+    own, _ = _cut_of(shard)
+    # fully_shard cuts what the other dimensions have left.
+    for i in [*range(own + 1, mesh.ndim), own]:
+        if placements[i].is_replicate():
+            continue
+        chunks = torch.chunk(tensor, mesh.size(i), placements[i].dim)
+        rank = mesh.get_local_rank(i)
+        if rank < len(chunks):
+            tensor = chunks[rank]
+        else:
+            tensor = tensor.narrow(placements[i].dim, 0, 0)
+    return tensor.to(local_of(shard).device)

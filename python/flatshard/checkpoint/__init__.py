@@ -56,6 +56,11 @@ def _root_of(model):
                 "which is not supported; use torch.distributed.checkpoint"
             )
         for p in unit.parameters:
+            if p.parallel is not None:
+                raise NotImplementedError(
+                    f"flatshard.checkpoint: parameter {p.names[0]} has tensor parallelism, "
+                    "which is not supported; use torch.distributed.checkpoint"
+                )
             if p.dim:
                 raise NotImplementedError(
                     f"flatshard.checkpoint: parameter {p.names[0]} is cut along dimension "

@@ -12,7 +12,9 @@ from torch import nn
 
 from flatshard._fsdp.forward import state_of
 from flatshard._fsdp.module import FSDPModule
+from flatshard._tensor.even_shard import EvenShard
 from flatshard._tensor.memory import local_of
+from flatshard._tensor.pieces import piece_of
 from flatshard._tensor.shard_values import own_span, row_dim
 from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard._tensor.writes import writes
@@ -199,6 +201,10 @@ def _read(source, p, name, model):
                 local.copy_(source.rows(begin, end).view(local.shape))
         return
     value = source.rows(0, p.shape[0] if p.dim() else 0).to(p.dtype)
+    if isinstance(p, EvenShard):
+        with torch.no_grad():
+            local_of(p).copy_(piece_of(p, value))
+        return
     if p.is_meta:  # of ignored_params
         device = _device(model)
         _put(

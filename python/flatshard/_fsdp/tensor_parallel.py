@@ -1,0 +1,136 @@
+"""Parameters that are DTensors over another mesh dimension: tensor parallelism.
+
+The core shards the tensor that this rank has of such a parameter, as any other. Modules
+see a DTensor over the unsharded one while their unit computes, and users see a DTensor
+over both meshes, with FSDP2's placements.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from flatshard._tensor.mesh import joined_meshes
+from flatshard._tensor.row_spec import dtensor
+
+
+class TensorParallel:
+    """How one such parameter is shown.
+
+    Attributes:
+        made: what modules see while the unit computes, once it has been needed.
+        mesh: DeviceMesh of the shard: that of fully_shard, and the parameter's own.
+        shape, stride: of the whole tensor.
+    """
+
+    def __init__(self, tensor, device_mesh, name):
+        """
+        Args:
+            tensor: the user's.
+            device_mesh: of fully_shard.
+
+        Raises:
+            ValueError: the meshes do not go together.
+        """
+        self.made = None
+        self._whole = None
+        self._spec = tensor._spec
+        self.shape, self.stride = tensor.shape, tensor.stride()
+        own = tensor.device_mesh.mesh_dim_names or ()
+        if set(own) & set(device_mesh.mesh_dim_names or ()):
+            raise ValueError(
+                f"parameter {name} is a DTensor over {tensor.device_mesh}, which "
+                f"fully_shard's mesh {device_mesh} shares dimensions with: expected other "
+                "dimensions of one mesh, such as mesh['tp'] and mesh['dp']"
+            )
+        if not all(p.is_shard() or p.is_replicate() for p in tensor.placements):
+            raise ValueError(
+                f"parameter {name} has placements {tensor.placements}: expected Shard "
+                "and Replicate"
+            )
+        self.mesh = _joined(device_mesh, tensor.device_mesh)
+        if self.mesh is None:
+            raise ValueError(
+                f"parameter {name} is a DTensor over {tensor.device_mesh}, and "
+                f"fully_shard's mesh is {device_mesh}: expected dimensions of one mesh, "
+                "such as mesh['tp'] and mesh['dp'] of init_device_mesh(..., "
+                "mesh_dim_names=('dp', 'tp'))"
+            )
+
+    def placements(self, device_mesh, dim, is_cut):
+        """Of the shard.
+
+        Args:
+            device_mesh: of fully_shard.
+            dim: along which it is cut among the ranks of its last dimension.
+            is_cut: False: they all have the whole of it.
+        """
+        parts = 1
+        for i, placement in enumerate(self._spec.placements):
+            if placement.is_shard(dim):
+                parts *= self._spec.mesh.size(i)
+        own = Shard(dim) if parts == 1 else _StridedShard(dim, split_factor=parts)
+        outer = [Replicate()] * (device_mesh.ndim - 1)
+        return [*outer, own if is_cut else Replicate(), *self._spec.placements]
+
+    def bind(self, whole):
+        """`whole` is the core's parameter from now on."""
+        self.made, self._whole = None, whole
+
+    @property
+    def tensor(self):
+        """What modules see. For the core, while its parameter has values."""
+        trains = self._whole.requires_grad
+        if self.made is not None and self.made.requires_grad == trains:
+            return self.made
+        with torch.inference_mode(False), torch.enable_grad():
+            if trains:
+                self.made = _Shown.apply(self._whole, self._spec)
+                self.made._is_param = True  # isinstance(it, nn.Parameter)
+            else:
+                local = self._whole.detach()
+                self.made = nn.Parameter(dtensor(local, self._spec), False)
+        return self.made
+
+    def point(self):
+        """For the core, when its parameter gets values: the DTensor over it has them,
+        too."""
+
+    def clear(self):
+        """For the core, when its parameter loses them."""
+
+
+def _joined(first, second):
+    """The mesh of the dimensions of both; None where they are not of one mesh."""
+    try:
+        mesh = joined_meshes([first, second])
+    except RuntimeError:
+        return None
+    return mesh if mesh.mesh.unique().numel() == mesh.mesh.numel() else None
+
+
+class _Shown(torch.autograd.Function):
+    """A DTensor over the core's parameter, whose gradient gets the placements of it."""
+
+    @staticmethod
+    def forward(ctx, whole, spec):
+        ctx.spec = spec
+        return DTensor(whole.view_as(whole), spec, requires_grad=True)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if grad.placements != ctx.spec.placements:
+            grad = grad.redistribute(placements=ctx.spec.placements)
+        local = grad.to_local()
+        # Of an asynchronous collective.
+        return local.wait() if hasattr(local, "wait") else local, None
+
+
+def plain_value(tensor):
+    """What the core shards of a parameter: of a DTensor, this rank's part."""
+    return tensor._local_tensor if is_tensor_parallel(tensor) else tensor.detach()
+
+
+def is_tensor_parallel(tensor):
+    """A DTensor that is no shard of Flatshard's, whose kinds are classes of their own."""
+    return type(tensor) is DTensor
