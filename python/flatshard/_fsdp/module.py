@@ -136,7 +136,7 @@ class FSDPModule:
         self,
         hook: Callable[[torch.Tensor], None] | None,
         *,
-        stream: torch.cuda.Stream | None = None,
+        stream: "torch.cuda.Stream | None" = None,
     ) -> None:
         """Calls `hook(reduced)` with each reduced gradient of this unit, which it may
         change in place; None for no hook. Set it between steps.
