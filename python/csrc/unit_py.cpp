@@ -135,6 +135,14 @@ void bind_unit(py::module_& m) {
             }
           })
       .def(
+          "set_sums_only",
+          [](PyUnit& self, bool sums_only) {
+            for (std::size_t g = 0; g < self.num_groups(); ++g) {
+              self.group_at(g).set_sums_only(sums_only);
+            }
+          },
+          "Collectives only ever sum; means are taken afterwards.")
+      .def(
           "set_reduced_hook",
           [](PyUnit& self, py::object hook) {
             const auto call = reduced_hook(std::move(hook));

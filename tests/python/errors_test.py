@@ -214,7 +214,6 @@ def test_former_name_of_the_divisor(mesh, rank, world):
         ("set_custom_all_gather", None),
         ("set_custom_reduce_scatter", None),
         ("set_allocate_memory_from_process_group_for_comm", True),
-        ("set_force_sum_reduction_for_comms", True),
         ("set_post_optim_event", None),
     ],
 )

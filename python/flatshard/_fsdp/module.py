@@ -149,11 +149,9 @@ class FSDPModule:
             raise NotImplementedError(_own_collectives(name))
 
     def set_force_sum_reduction_for_comms(self, enable):
-        if enable:
-            raise NotImplementedError(
-                "set_force_sum_reduction_for_comms is not supported: call "
-                "set_gradient_divide_factor(number of ranks), which sums and divides"
-            )
+        """True: collectives that reduce this unit's gradients only ever sum, and the mean
+        is taken from the sum, in the dtype of the reduction."""
+        self._state().core.set_sums_only(bool(enable))
 
     def set_post_optim_event(self, event):
         raise NotImplementedError(
