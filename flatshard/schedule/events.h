@@ -48,6 +48,12 @@ struct UnitPolicy {
   /// after the backward, until the weights change: later microbatches neither
   /// gather nor derive them again.
   bool keep_backward_planes = false;
+  /// false: the unit's gradients are added up on this rank, without a
+  /// collective, and join a later backward that synchronizes them.
+  bool sync_gradients = true;
+  /// false: no backward counts as the step's last for the unit: gradients are
+  /// not reduced over axes on which they rest unreduced between microbatches.
+  bool all_reduce = true;
 
   bool operator==(const UnitPolicy&) const = default;
 };

@@ -160,21 +160,28 @@ std::vector<Action> Scheduler::on(const ScheduleEvent& event) {
   return out;
 }
 
+void Scheduler::check_exists(UnitId unit) const {
+  FLATSHARD_CHECK(
+      unit >= 0 && unit < std::ssize(units_),
+      usage,
+      "a policy names unit {}, which does not exist; there are {}",
+      unit,
+      units_.size());
+}
+
 void Scheduler::set_policy(UnitId unit, UnitPolicy policy) {
-  const auto num_units = static_cast<UnitId>(units_.size());
-  const auto exists = [&](UnitId u) { return u >= 0 && u < num_units; };
-  bool all = exists(unit);
+  check_exists(unit);
   for (const auto& list : {policy.forward_prefetch, policy.backward_prefetch}) {
-    if (list) {
-      all = all && std::all_of(list->begin(), list->end(), exists);
+    for (const UnitId named : list.value_or(std::vector<UnitId>())) {
+      check_exists(named);
     }
   }
-  FLATSHARD_CHECK(
-      all,
-      usage,
-      "a policy names a unit that does not exist; there are {}",
-      num_units);
   units_[unit].policy = std::move(policy);
+}
+
+const UnitPolicy& Scheduler::policy(UnitId unit) const {
+  check_exists(unit);
+  return units_[unit].policy;
 }
 
 void Scheduler::weights_changed(Actions& out) {

@@ -52,6 +52,8 @@ class Scheduler {
   /// From the next event on. Equal on all ranks.
   /// @throws Error{usage} for a unit that does not exist.
   void set_policy(UnitId unit, UnitPolicy policy);
+  /// @throws Error{usage} for a unit that does not exist.
+  const UnitPolicy& policy(UnitId unit) const;
 
   const std::vector<UnitSpec>& units() const { return units_; }
   const SchedulerOptions& options() const { return options_; }
@@ -128,6 +130,8 @@ class Scheduler {
   };
 
   using Actions = std::vector<Action>;
+
+  void check_exists(UnitId unit) const;
 
   // Between steps, and what forward and backward share; scheduler.cpp.
   void weights_changed(Actions& out);
@@ -211,6 +215,9 @@ class Scheduler {
   /// All calls of its backward have begun.
   bool has_begun(UnitId unit) const;
   void reduce(UnitId unit, Actions& out);
+  /// What the `microbatch` event and the unit's policy agree on.
+  bool syncs(UnitId unit) const;
+  bool is_last(UnitId unit) const;
   void drain_down_to(std::size_t num_slots, Actions& out);
   std::size_t num_leaf_grad_slots() const;
 

@@ -84,13 +84,21 @@ class FSDPModule:
 
     def set_requires_gradient_sync(self, requires_gradient_sync, *, recurse=True):
         """False: the next backwards accumulate gradients unsharded, without any
-        collective. Set it on the root: one decision serves all units."""
+        collective. Sets set_requires_all_reduce likewise.
+
+        Args:
+            recurse: also for the units inside of this module.
+        """
         self._set("sync_gradients", requires_gradient_sync, recurse)
+        self._set("all_reduce", requires_gradient_sync, recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce, *, recurse=True):
         """False: the next backwards reduce over the inner mesh dimension only
-        (HSDP), or accumulate (strategies whose gradients are not sharded). Set it
-        on the root: one decision serves all units."""
+        (HSDP), or accumulate (strategies whose gradients are not sharded).
+
+        Args:
+            recurse: also for the units inside of this module.
+        """
         self._set("all_reduce", requires_all_reduce, recurse)
 
     def set_is_last_backward(self, is_last_backward):
@@ -100,12 +108,17 @@ class FSDPModule:
     @contextlib.contextmanager
     def no_sync(self):
         """Backwards inside accumulate gradients without collectives."""
-        former = self._state().policy.sync_gradients
+        states = [state for m in self.modules() if (state := state_of(m)) is not None]
+        former = [(s.policy.sync_gradients, s.policy.all_reduce) for s in states]
         self.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            self.set_requires_gradient_sync(former)
+            for state, (sync_gradients, all_reduce) in zip(states, former):
+                state.policy.sync_gradients = sync_gradients
+                state.policy.all_reduce = all_reduce
+                if state.root is not None:
+                    state.root.apply_policy(state)
 
     def set_gradient_divide_factor(self, factor):
         """Reduced gradients are sums divided by `factor` instead of the number of
@@ -278,7 +291,6 @@ class FSDPModule:
         if name in _WHETHER and not isinstance(value, bool):
             raise ValueError(f"{name}: expected True or False, got {value!r}")
         modules = self.modules() if recurse else [self]
-        roots = {}
         for module in modules:
             state = state_of(module)
             if state is None:
@@ -286,9 +298,6 @@ class FSDPModule:
             setattr(state.policy, name, value)
             if state.root is not None:
                 state.root.apply_policy(state)
-                roots[id(state.root)] = state.root
-        for root in roots.values():
-            root.apply_sync()
 
     def __deepcopy__(self, memo):
         raise AssertionError(
