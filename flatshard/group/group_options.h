@@ -38,6 +38,13 @@ struct ParamGroupOptions {
   /// With keep_compute_weights = false: they are kept all the same where a rank
   /// has the whole group, so that a gather there costs nothing.
   bool keep_whole_compute_weights = false;
+  /// Between a forward and its backward weights stay sharded among this many
+  /// neighbouring ranks of the innermost axis that they are sharded on, e.g.
+  /// those of a host, and the backward's all-gather runs among these. A divisor
+  /// of the axis' ranks. Takes 1 / post_forward_ranks of each unit's weights
+  /// meanwhile. 0: they are sharded as at rest. Where weights rest whole it has
+  /// no effect. See also UnitPolicy::keep_post_forward.
+  std::int64_t post_forward_ranks = 0;
   /// Main weights and reduced gradients rest in host memory, and so does what
   /// optimizers keep beside them; updates run on the CPU. Compute weights that
   /// are kept stay on the device; without them each gather begins with a copy

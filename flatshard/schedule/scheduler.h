@@ -172,6 +172,11 @@ class Scheduler {
   /// What has no reader left when a forward or a recompute is over and the
   /// unit stays for its backward.
   PlaneSet unread_in_backward(UnitId unit) const;
+  /// Whether a unit that is released after a forward keeps its slice of the
+  /// weights for the backward (UnitSpec::post_forward).
+  bool keeps_post_forward(UnitId unit) const;
+  /// Makes that slice of what is there.
+  void save_post_forward(UnitId unit, Actions& out);
   /// Of a unit that stays for its backward: makes what that reads of planes
   /// that are still there, and releases those that it does not read.
   void keep_for_backward(UnitId unit, Actions& out);

@@ -204,6 +204,7 @@ void bind_runtime(py::module_& m) {
              std::optional<std::vector<UnitId>> forward_prefetch,
              std::optional<std::vector<UnitId>> backward_prefetch,
              bool keep_backward_planes,
+             bool keep_post_forward,
              bool sync_gradients,
              bool all_reduce) {
             self.runtime().gathers().set_policy(
@@ -214,6 +215,7 @@ void bind_runtime(py::module_& m) {
                  .forward_prefetch = std::move(forward_prefetch),
                  .backward_prefetch = std::move(backward_prefetch),
                  .keep_backward_planes = keep_backward_planes,
+                 .keep_post_forward = keep_post_forward,
                  .sync_gradients = sync_gradients,
                  .all_reduce = all_reduce});
           },
@@ -225,6 +227,7 @@ void bind_runtime(py::module_& m) {
           py::arg("forward_prefetch"),
           py::arg("backward_prefetch"),
           py::arg("keep_backward_planes"),
+          py::arg("keep_post_forward"),
           py::arg("sync_gradients"),
           py::arg("all_reduce"),
           NoGil())

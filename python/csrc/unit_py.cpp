@@ -53,12 +53,16 @@ void bind_unit(py::module_& m) {
                       bool grads_in_place,
                       bool copy_engines,
                       std::optional<PyUnit::Float8> float8,
+                      std::int64_t post_forward_ranks,
                       std::shared_ptr<Mesh> part,
                       std::pair<std::int64_t, std::int64_t> slices) {
             PyUnit::Options options{
                 .strategy = std::move(strategy),
                 .granularity = Granularity::parse(granularity),
-                .group = {.offload = offload, .pin_memory = pin_memory},
+                .group =
+                    {.post_forward_ranks = post_forward_ranks,
+                     .offload = offload,
+                     .pin_memory = pin_memory},
                 .grads_in_place = grads_in_place,
                 .copy_engines = copy_engines,
                 .float8 = std::move(float8),
@@ -79,6 +83,7 @@ void bind_unit(py::module_& m) {
           py::arg("grads_in_place"),
           py::arg("copy_engines"),
           py::arg("float8").none(true),
+          py::arg("post_forward_ranks"),
           py::arg("part").none(true) = nullptr,
           py::arg("slices") = std::pair<std::int64_t, std::int64_t>(1, 0));
 

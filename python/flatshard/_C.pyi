@@ -60,6 +60,7 @@ class UnitOptions:
         grads_in_place: bool,
         copy_engines: bool,
         float8: Float8Format | None,
+        post_forward_ranks: int,
         part: Mesh | None = None,
         slices: tuple[int, int] = (1, 0),
     ) -> None: ...
@@ -212,6 +213,7 @@ class Runtime:
         forward_prefetch: Sequence[int] | None,
         backward_prefetch: Sequence[int] | None,
         keep_backward_planes: bool,
+        keep_post_forward: bool,
         sync_gradients: bool,
         all_reduce: bool,
     ) -> None: ...

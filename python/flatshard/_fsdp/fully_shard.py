@@ -14,7 +14,7 @@ from flatshard._fsdp.arguments import (
     modules_of,
     offloads,
     places_of,
-    refuse_unsupported,
+    reshards,
     strategy_name,
     uses_copy_engines,
 )
@@ -73,8 +73,10 @@ def fully_shard(
             together with others into the enclosing module's mesh: this module's
             parameters are slices, see below.
         reshard_after_forward: False keeps parameters whole from forward to
-            backward. None: True, but False for the root. A number of ranks to
-            reshard to is refused.
+            backward. None: True, but False for the root. A number, which divides
+            the ranks that parameters are sharded over: until the backward they
+            are sharded over that many neighbouring ranks, such as those of a
+            host, among which the backward's all-gather runs.
         shard_placement_fn: function of a parameter; may return None or Shard(0).
         mp_policy: MixedPrecisionPolicy, of this package or FSDP2's.
         offload_policy: OffloadPolicy(): nothing; CPUOffloadPolicy(): sharded
@@ -156,7 +158,9 @@ def fully_shard(
     mp_policy = mixed_precision(mp_policy)
     check_policy(fp8)
     offload = offloads(offload_policy)
-    refuse_unsupported(reshard_after_forward)
+    reshard, post_forward_ranks = reshards(
+        reshard_after_forward, strategy, device_mesh, fp8
+    )
     if cuda_graph:
         check_cuda_graph(modules, device_mesh, offload)
     if dp_mesh_dims is not None:
@@ -208,6 +212,7 @@ def fully_shard(
         grads_in_place=grads_in_place or cuda_graph,
         copy_engines=copy_engines,
         float8=fp8.core() if fp8 else None,
+        post_forward_ranks=post_forward_ranks,
         part=None if core is whole_mesh else core,
         slices=slices or (1, 0),
     )
@@ -226,7 +231,7 @@ def fully_shard(
         cuda_graph=cuda_graph,
         slots_on_demand=slots_on_demand,
         max_padding=max_padding,
-        policy=Policy(reshard_after_forward=reshard_after_forward),
+        policy=Policy(reshard_after_forward=reshard),
         check_same_values=check_same_values,
         ignored=places_of(ignored, owned),
         initialized=not any(p.on_meta for p in parameters),

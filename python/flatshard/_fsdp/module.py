@@ -252,8 +252,10 @@ class FSDPModule:
     # -- how long parameters stay whole ------------------------------------------------
 
     def set_reshard_after_forward(self, reshard_after_forward, recurse=True):
-        """False: parameters stay whole from forward to backward."""
+        """False: parameters stay whole from forward to backward. True: they are sharded
+        over all ranks, whatever number fully_shard got."""
         self._set("reshard_after_forward", reshard_after_forward, recurse)
+        self._set("keep_post_forward", False, recurse)
 
     def set_reshard_after_backward(self, reshard_after_backward, *, recurse=True):
         """False: parameters stay whole after the backward, until they change."""

@@ -139,6 +139,7 @@ class Root:
             forward_prefetch=ids[0],
             backward_prefetch=ids[1],
             keep_backward_planes=unit.fp8 is not None and unit.fp8.keep_column_plane,
+            keep_post_forward=policy.keep_post_forward,
             sync_gradients=policy.sync_gradients,
             all_reduce=policy.all_reduce,
         )

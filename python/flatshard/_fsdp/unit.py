@@ -31,6 +31,7 @@ class Policy:
     unshard_in_backward: bool = True
     forward_prefetch: list | None = None
     backward_prefetch: list | None = None
+    keep_post_forward: bool = True  # reshard_after_forward was a number
     sync_gradients: bool = True
     all_reduce: bool = True
 
