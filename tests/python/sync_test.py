@@ -32,7 +32,9 @@ def backward(model, rank, step, scale=1.0):
 
 
 def grads(model):
-    return [None if p.grad is None else p.grad.full_tensor() for p in model.parameters()]
+    return [
+        None if p.grad is None else p.grad.full_tensor() for p in model.parameters()
+    ]
 
 
 def check_equal(ours, theirs, exact=True):
@@ -60,7 +62,11 @@ PLANS = {
         [(2, SYNC, True, True), (0, SYNC, False, True)],
         [(0, SYNC, True, True)],
     ],
-    "all-reduce of one unit": [[(1, REDUCE, False, True)], [], [(1, REDUCE, True, True)]],
+    "all-reduce of one unit": [
+        [(1, REDUCE, False, True)],
+        [],
+        [(1, REDUCE, True, True)],
+    ],
     "all-reduce of the root": [
         [(None, REDUCE, False, False)],
         [],
