@@ -24,11 +24,13 @@ std::vector<MemoryRow> memory_rows(
   WeightPlanes::Bytes weights;
   GradientPipeline::Bytes waiting;
   std::int64_t grads = 0;
-  std::int64_t fp8 = 0;  // of weights.compute
+  std::int64_t fp8 = 0;           // of weights.compute
+  std::int64_t post_forward = 0;  // of the slot pool
   std::string strategy = "-";
   Precision precision;
   at::ScalarType grads_dtype = precision.main_grads;
   for (const auto& unit : runtime.units()) {
+    post_forward += unit->weights().post_forward_nbytes();
     for (const auto& group : unit->groups()) {
       const WeightPlanes::Bytes planes = group->weights().nbytes();
       weights.main += planes.main;
@@ -72,9 +74,13 @@ std::vector<MemoryRow> memory_rows(
        runtime.executor().slots().pool().arena_nbytes(),
        fmt::format(
            "{} uses of gathered weights and gradient slots share it; the most "
-           "alive at once is {}",
+           "alive at once is {}{}",
            plan.num_keys(),
-           human(plan.peak_nbytes()))}};
+           human(plan.peak_nbytes()),
+           post_forward > 0 ? fmt::format(
+                                  "; {} are shards from forward to backward",
+                                  human(post_forward))
+                            : "")}};
   if (runtime.mesh()->communicator_nbytes() > 0) {
     rows.push_back(
         {"copied gradients",

@@ -291,6 +291,14 @@ std::shared_ptr<Runtime> fully_shard(
   const UnitTree tree = find_units(root, options);
   auto parameters = find_parameters(root, tree, *mesh, options);
   const Strategy strategy = strategy_of(options, *mesh);
+  FLATSHARD_CHECK(
+      options.group.post_forward_ranks == 0 ||
+          num_sharded_axes(strategy.parameter) > 0,
+      config,
+      "post_forward_ranks = {} has no effect with strategy {}, whose weights "
+      "are whole on every rank; leave it 0, or take zero3",
+      options.group.post_forward_ranks,
+      strategy.name);
   std::vector<std::unique_ptr<Unit>> units;
   for (std::size_t u = 0; u < tree.modules.size(); ++u) {
     UnitContents contents = make_unit_contents(

@@ -20,9 +20,7 @@ bool is_power_of_two(double value) {
 }  // namespace
 
 Placements GradientPipeline::placements_at(Stage stage) const {
-  const Placement partial = Placement::partial(
-      context_.options.scaling == GradScaling::mean ? ReduceOp::avg
-                                                    : ReduceOp::sum);
+  const Placement partial = Placement::partial(context_.division().op);
   switch (stage) {
     case Stage::unreduced:
       return Placements(context_.num_axes(), partial);
@@ -183,10 +181,15 @@ at::Tensor GradientPipeline::reduce_inner(
     add_scaled(local_.buffer.local(), slot, 1.0, r.adds.local);
     return {};
   }
+  const double before = context_.division().before;
   at::Tensor source = slot;
   if (r.adds.local) {
-    add_scaled(local_.buffer.local(), slot, 1.0, /*add=*/true);
-    source = local_.buffer.local().to(wire);
+    const at::Tensor local = local_.buffer.local();
+    add_scaled(local, slot, 1.0, /*add=*/true);
+    // A sum of microbatches, which float16 may not hold.
+    source = (before == 1 ? local : local.div_(before)).to(wire);
+  } else if (before != 1) {
+    slot.div_(before);
   }
   if (r.inner != nullptr) {
     const at::Tensor inner = r.inner->run(source);
@@ -213,6 +216,7 @@ void GradientPipeline::reduce_outer(
 
 void GradientPipeline::finish(const at::Tensor& source, const Reduction& r) {
   const ParamGroupOptions& options = context_.options;
+  const GradDivision division = context_.division();
   if (r.widen) {
     reduced_.widen();
   }
@@ -221,8 +225,9 @@ void GradientPipeline::finish(const at::Tensor& source, const Reduction& r) {
       options.precision.reduce == reduced_.local().scalar_type();
   if (direct) {
     r.last->run(source, reduced_.local());
-    if (options.grad_divisor != 1) {
-      reduced_.local().div_(options.grad_divisor);
+    if (const double divisor = division.on_wire * division.at_rest;
+        divisor != 1) {
+      reduced_.local().div_(divisor);
     }
     return;
   }
@@ -232,13 +237,16 @@ void GradientPipeline::finish(const at::Tensor& source, const Reduction& r) {
   if (hook_) {
     hook_(reduced);
   }
+  if (division.on_wire != 1) {
+    reduced.div_(division.on_wire);  // of memory that nobody reads any more
+  }
   add_to_reduced(reduced, r.adds.reduced);
 }
 
 void GradientPipeline::add_to_reduced(at::Tensor reduced, bool add) {
   const ParamGroupOptions& options = context_.options;
   const at::Tensor into = reduced_.local();
-  const double divisor = options.grad_divisor;
+  const double divisor = context_.division().at_rest;
   if (divisor != 1 && !options.offload) {
     // Widened first: what accumulates is not rounded once more.
     if (into.scalar_type() == at::kFloat && is_power_of_two(divisor)) {

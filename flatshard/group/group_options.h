@@ -22,6 +22,9 @@ struct ParamGroupOptions {
   /// Gradients are divided by this as well: for experts, the number of slices.
   /// A gradient that stays in Precision::reduce is divided there.
   double grad_divisor = 1;
+  /// Collectives only ever sum: means and divisors are taken afterwards, in
+  /// Precision::reduce.
+  bool sums_only = false;
   /// The gradient of a step's only reduction stays in Precision::reduce, which
   /// holds what came over the wire exactly; a second one widens it to
   /// main_grads first. For optimizers that read any dtype, as Flatshard's do.
@@ -35,6 +38,13 @@ struct ParamGroupOptions {
   /// With keep_compute_weights = false: they are kept all the same where a rank
   /// has the whole group, so that a gather there costs nothing.
   bool keep_whole_compute_weights = false;
+  /// Between a forward and its backward weights stay sharded among this many
+  /// neighbouring ranks of the innermost axis that they are sharded on, e.g.
+  /// those of a host, and the backward's all-gather runs among these. A divisor
+  /// of the axis' ranks. Takes 1 / post_forward_ranks of each unit's weights
+  /// meanwhile. 0: they are sharded as at rest. Where weights rest whole it has
+  /// no effect. See also UnitPolicy::keep_post_forward.
+  std::int64_t post_forward_ranks = 0;
   /// Main weights and reduced gradients rest in host memory, and so does what
   /// optimizers keep beside them; updates run on the CPU. Compute weights that
   /// are kept stay on the device; without them each gather begins with a copy
@@ -51,6 +61,21 @@ struct ParamGroupOptions {
   std::optional<Float8Format> float8 = std::nullopt;
 };
 
+/// How a sum of gradients becomes what the optimizer reads.
+struct GradDivision {
+  ReduceOp op = ReduceOp::sum;  ///< of the collectives
+  double before = 1;   ///< the addends are divided by it, in the reduce dtype
+  double on_wire = 1;  ///< so is the sum, in the reduce dtype
+  double at_rest = 1;  ///< and in the dtype that it is kept in
+};
+
+/// @param num_ranks  whose gradients are reduced together.
+/// float16 has a small range: there collectives sum, and a power of two near
+/// the root of the divisor is taken from the addends, so that neither these nor
+/// the sum leave it. Source: FSDP2 (torch.distributed.fsdp), with the same
+/// factors.
+GradDivision grad_division(const ParamGroupOptions& options, int num_ranks);
+
 /// What the weights and the gradients of one group have in common.
 struct GroupContext {
   std::string name;
@@ -65,6 +90,7 @@ struct GroupContext {
   const std::vector<GroupParameter>* parameters = nullptr;
 
   int num_axes() const { return mesh->num_axes(); }
+  GradDivision division() const { return grad_division(options, mesh->size()); }
   Placements whole() const {
     return Placements(num_axes(), Placement::replicate());
   }

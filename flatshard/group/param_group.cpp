@@ -56,10 +56,7 @@ ParamGroup::ParamGroup(
     : parameters_(std::move(spec.parameters)),
       context_{
           .name = std::move(spec.name),
-          .strategy = with_reduce_op(
-              std::move(spec.strategy),
-              options.scaling == GradScaling::mean ? ReduceOp::avg
-                                                   : ReduceOp::sum),
+          .strategy = std::move(spec.strategy),
           .mesh = spec.mesh,
           .model_mesh = spec.model_mesh ? std::move(spec.model_mesh)
                                         : std::move(spec.mesh),
@@ -100,6 +97,7 @@ ParamGroup::ParamGroup(
       m.to_string(),
       m.num_axes());
   strategy.validate();
+  use_division();
 
   context_.layout =
       build_layout(parameters_, strategy.num_shards(m.axis_sizes()), own);
@@ -255,9 +253,18 @@ void ParamGroup::set_divisor(double divisor) {
   ParamGroupOptions& own = context_.options;
   own.scaling = GradScaling::sum;
   own.grad_divisor = divisor;
+  use_division();
+}
+
+void ParamGroup::set_sums_only(bool sums_only) {
+  context_.options.sums_only = sums_only;
+  use_division();
+}
+
+void ParamGroup::use_division() {
   context_.strategy =
-      with_reduce_op(std::move(context_.strategy), ReduceOp::sum);
-  gradients_.replan();  // the plans had the mean
+      with_reduce_op(std::move(context_.strategy), context_.division().op);
+  gradients_.replan();  // the plans had another operation
 }
 
 void ParamGroup::set_attribute(

@@ -73,6 +73,9 @@ class ParamGroup {
   /// ranks, from the next reduction on. Equal on all ranks.
   /// @throws Error{config} when divisor <= 0.
   void set_divisor(double divisor);
+  /// ParamGroupOptions::sums_only, from the next reduction on. Equal on all
+  /// ranks.
+  void set_sums_only(bool sums_only);
   /// Of a parameter, e.g. {"weight_decay", "none"}; optimizers read them when
   /// they are made.
   void
@@ -100,6 +103,7 @@ class ParamGroup {
   std::vector<NamedShard> shards_of(const at::Tensor& flat) const;
 
  private:
+  void use_division();
   void check_slices() const;
   void check_float8() const;
   void initialize(const Initializer& initializer);

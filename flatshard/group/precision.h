@@ -27,7 +27,7 @@ struct Precision {
 
 /// How the gradients of n data-parallel ranks become one.
 enum class GradScaling {
-  mean,        ///< averaged by the collective
+  mean,        ///< averaged, by the collective or see GradDivision
   pre_scaled,  ///< multiplied by 1/n before, summed by the collective
   sum,         ///< summed; the program divides (per token)
 };

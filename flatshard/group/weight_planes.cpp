@@ -76,6 +76,9 @@ WeightPlanes::WeightPlanes(const GroupContext& context) : context_(context) {
                 : FlatBuffer(layout, mesh, strategy.optimizer, main_dtype);
     main_.local().zero_();  // padding stays zero
   }
+  if (options.post_forward_ranks != 0 && !resident_) {
+    post_forward_ = PostForwardShard::make(context);
+  }
   if (options.float8) {
     float8_ = std::make_unique<Float8Planes>(
         context,

@@ -16,6 +16,7 @@
 #include "flatshard/group/float8_planes.h"
 #include "flatshard/group/gather_progress.h"
 #include "flatshard/group/group_options.h"
+#include "flatshard/group/post_forward_shard.h"
 #include "flatshard/group/weight_readers.h"
 
 namespace flatshard {
@@ -75,6 +76,8 @@ class WeightPlanes {
   /// optimizer may write it together with main. Undefined when main is that
   /// slice or when there is none.
   at::Tensor compute_shard() const;
+  /// Null: there is none.
+  const PostForwardShard* post_forward() const { return post_forward_.get(); }
   /// What the optimizer may write in its pass over main: see
   /// Float8Planes::outputs. Null: nothing.
   const Float8Outputs* float8_outputs();
@@ -163,6 +166,7 @@ class WeightPlanes {
   bool main_is_compute_ = false;
   std::unique_ptr<PeerBuffer> peers_;  ///< owns compute_, where there is one
   std::unique_ptr<Float8Planes> float8_;
+  std::unique_ptr<PostForwardShard> post_forward_;
   FlatBuffer compute_;
   FlatBuffer compute_shard_;  ///< optimizer placement; mostly a view
   FlatBuffer main_;

@@ -176,6 +176,19 @@ Communicator& Mesh::communicator(int axis, Purpose purpose) {
   return communicator(std::span<const int>(&axis, 1), purpose);
 }
 
+Communicator& Mesh::neighbours(int axis, std::int64_t size, Purpose purpose) {
+  FLATSHARD_CHECK(
+      size >= 1 && this->axis(axis).size % size == 0,
+      config,
+      "mesh {}: expected a divisor of the {} ranks of axis '{}' for groups of "
+      "neighbours, got {}",
+      to_string(),
+      this->axis(axis).size,
+      this->axis(axis).name,
+      size);
+  return root_->get_neighbours(root_axes_[axis], size, purpose);
+}
+
 std::vector<Communicator*> Mesh::communicators(Purpose purpose) const {
   if (!root_->device.is_cpu()) {
     return {};
@@ -191,6 +204,11 @@ std::vector<Communicator*> Mesh::communicators(Purpose purpose) const {
   add(own_);
   const std::lock_guard lock(root_->mutex);
   add(root_->groups);
+  for (const auto& [key, communicator] : root_->neighbours) {
+    if (std::get<Purpose>(key) == purpose) {
+      found.push_back(communicator.get());
+    }
+  }
   return found;
 }
 
@@ -308,6 +326,9 @@ void Mesh::abort() {
   const std::lock_guard lock(root_->mutex);
   std::vector<std::shared_ptr<Communicator>> all;
   for (auto& [key, communicator] : root_->groups) {
+    all.push_back(communicator);
+  }
+  for (auto& [key, communicator] : root_->neighbours) {
     all.push_back(communicator);
   }
   for (const auto& weak : root_->derived) {

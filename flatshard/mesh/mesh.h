@@ -103,6 +103,12 @@ class Mesh : public MeshCoordinates {
   /// ask for it once at build time, in the same order on all ranks.
   Communicator& communicator(std::span<const int> axes, Purpose purpose);
   Communicator& communicator(int axis, Purpose purpose);
+  /// The group of the `size` neighbouring ranks along `axis` among which this
+  /// rank is: each `size` of them in the axis' order are one. Made at its first
+  /// use, collectively: ask for it at build time, in the same order on all
+  /// ranks.
+  /// @throws Error{config} unless `size` divides the axis' size.
+  Communicator& neighbours(int axis, std::int64_t size, Purpose purpose);
   /// All groups for `purpose` that were made so far, also over axes that this
   /// mesh has not: what work for that purpose may use. Empty on GPUs, where
   /// queue_collectives has nothing to do.

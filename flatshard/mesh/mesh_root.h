@@ -1,10 +1,13 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdint>
 #include <iterator>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "flatshard/comm/make_communicator.h"
@@ -25,6 +28,10 @@ struct Mesh::Root {
   std::shared_ptr<FlightRecorder> flight;
   std::mutex mutex;
   Groups groups;
+  /// By axis and number of ranks; see Mesh::neighbours.
+  std::
+      map<std::tuple<int, std::int64_t, Purpose>, std::shared_ptr<Communicator>>
+          neighbours;
   // Of meshes made by with_communicators, and how many there were by then.
   std::vector<std::weak_ptr<Communicator>> derived;
 
@@ -64,25 +71,63 @@ struct Mesh::Root {
   std::shared_ptr<Communicator> make(
       const detail::AxisSet& chosen,
       Purpose purpose) {
-    const std::string name = fmt::format(
-        "{}.{}",
-        detail::joined_names(axes, chosen),
-        flatshard::to_string(purpose));
-    const std::string prefix = prefix_of(chosen);
-    const auto size = static_cast<int>(detail::product(axes, chosen));
-    const MakeCommunicator make_group = options.make_communicator
-                                            ? options.make_communicator
-                                            : make_communicator;
-    auto communicator =
-        size == 1 ? make_self_communicator(name, device)
-                  : make_group(
-                        make_prefix_store(prefix, store),
-                        static_cast<int>(
-                            detail::shard_index(axes, coordinates, chosen)),
-                        size,
-                        name,
-                        device,
-                        options.communicator);
+    return make_group(
+        fmt::format(
+            "{}.{}",
+            detail::joined_names(axes, chosen),
+            flatshard::to_string(purpose)),
+        prefix_of(chosen),
+        detail::shard_index(axes, coordinates, chosen),
+        detail::product(axes, chosen));
+  }
+
+  Communicator& get_neighbours(int axis, std::int64_t size, Purpose purpose) {
+    const std::lock_guard lock(mutex);
+    auto& found = neighbours[{axis, size, purpose}];
+    if (found == nullptr) {
+      FLATSHARD_CHECK(
+          store || size == 1,
+          usage,
+          "mesh {}: no group can be made of {} ranks of axis '{}', since the "
+          "mesh has no store; make it with Mesh::create",
+          detail::axes_to_string(axes),
+          size,
+          axes[axis].name);
+      const std::int64_t at = coordinates[axis];
+      found = make_group(
+          fmt::format(
+              "{} of {}.{}",
+              size,
+              axes[axis].name,
+              flatshard::to_string(purpose)),
+          fmt::format(
+              "{}/{}={}+{}",
+              prefix_of({axis}),
+              axes[axis].name,
+              at / size * size,
+              size),
+          at % size,
+          size);
+    }
+    return *found;
+  }
+
+  std::shared_ptr<Communicator> make_group(
+      const std::string& name,
+      const std::string& prefix,
+      std::int64_t rank,
+      std::int64_t size) {
+    const MakeCommunicator make = options.make_communicator
+                                      ? options.make_communicator
+                                      : make_communicator;
+    auto communicator = size == 1 ? make_self_communicator(name, device)
+                                  : make(
+                                        make_prefix_store(prefix, store),
+                                        static_cast<int>(rank),
+                                        static_cast<int>(size),
+                                        name,
+                                        device,
+                                        options.communicator);
     observe(*communicator, prefix + "/" + name);
     return communicator;
   }

@@ -102,9 +102,11 @@ class Executor {
   awaited_plane(const Unit& unit, const UnitParameter& p, PlaneId plane) const;
   /// A plane of one unit, or a part of one, while it is gathered.
   struct WeightSlot {
-    Slot slot;             ///< resident units have none
-    Event filled;          ///< the gather, or the derivation, is done
-    Event read_by_gather;  ///< so is what the gather stream derived of it
+    Slot slot;     ///< resident units have none
+    Event filled;  ///< the gather, or the derivation, is done
+    /// So is what the gather stream derived of it or, of post-forward shards,
+    /// gathered.
+    Event read_by_gather;
     bool awaited = false;  ///< compute waits for `filled`
   };
   /// The slots of one unit, and how far the streams are with it.
@@ -134,9 +136,14 @@ class Executor {
   WeightSlot& weight_slot(const Unit& unit, PlaneId plane, PartId part) {
     return state(unit).weights[unit.weights().planes().slice(plane, part)];
   }
-  SlotView acquire_weights(Unit& unit, const Action& action);
+  SlotView acquire_weights(
+      Unit& unit,
+      const Action& action,
+      const std::shared_ptr<Stream>& filler);
   void gather(Unit& unit, const Action& action);
   void derive(Unit& unit, const Action& action);
+  void save_post_forward(Unit& unit, const Action& action);
+  void release_post_forward(Unit& unit);
   void await(Unit& unit, const Action& action);
   void release(Unit& unit, const Action& action);
   void reduce(Unit& unit, bool collective, bool is_last);

@@ -12,7 +12,10 @@
 
 namespace flatshard {
 
-SlotView Executor::acquire_weights(Unit& unit, const Action& action) {
+SlotView Executor::acquire_weights(
+    Unit& unit,
+    const Action& action,
+    const std::shared_ptr<Stream>& filler) {
   if (unit.weights().rests(action.plane)) {
     return {};
   }
@@ -27,7 +30,7 @@ SlotView Executor::acquire_weights(Unit& unit, const Action& action) {
       unit,
       key,
       unit.weights().nbytes(action.plane, action.part),
-      streams_.gather(),
+      filler,
       slot);
   return view(slot);
 }
@@ -39,18 +42,24 @@ void Executor::gather(Unit& unit, const Action& action) {
                             (asked == CopyEngines::Gathers::all ||
                              (asked == CopyEngines::Gathers::forward &&
                               action.phase == Phase::forward));
+  WeightSlot* shards = nullptr;
+  if (action.from_post_forward) {
+    shards = &weight_slot(unit, UnitWeights::kPostForwardPlane, kWhole);
+    shards->filled.wait(*streams_.gather());
+  }
   std::vector<WeightPlanes::Gather> gathers;
   gathers.reserve(unit.groups().size());
   for (const auto& group : unit.groups()) {
     gathers.emplace_back();
-    if (unit.weights().is_in_plane(*group, action.plane)) {
+    if (unit.weights().is_in_plane(*group, action.plane) &&
+        !(shards != nullptr && group->weights().post_forward() != nullptr)) {
       gathers.back() = group->weights().plan_gather(copy_engines);
       if (gathers.back().is_first) {
         group->weights().progress().wait(*streams_.gather());
       }
     }
   }
-  const SlotView slot = acquire_weights(unit, action);
+  const SlotView slot = acquire_weights(unit, action, streams_.gather());
   queue_collectives(
       *streams_.gather(),
       mesh_->communicators(Purpose::gather),
@@ -59,20 +68,28 @@ void Executor::gather(Unit& unit, const Action& action) {
        gathers = std::move(gathers),
        plane = action.plane,
        part = action.part,
+       from = shards == nullptr ? SlotView() : view(shards->slot),
        step = step_] {
         const CollectiveScope scope(step, unit.name());
-        unit.weights().gather_into(slot, plane, part, gathers);
+        unit.weights().gather_into(slot, plane, part, gathers, from);
       });
   weight_slot(unit, action.plane, action.part)
       .filled.record(*streams_.gather());
+  if (shards != nullptr) {
+    shards->read_by_gather.record(*streams_.gather());
+  }
 }
 
 void Executor::derive(Unit& unit, const Action& action) {
+  if (action.plane == UnitWeights::kPostForwardPlane) {
+    save_post_forward(unit, action);
+    return;
+  }
   WeightSlot& source = weight_slot(
       unit,
       unit.weights().planes().derived_from[action.plane],
       action.part);
-  const SlotView columns = acquire_weights(unit, action);
+  const SlotView columns = acquire_weights(unit, action, streams_.gather());
   streams_.gather()->submit(
       [&unit, rows = view(source.slot), columns, part = action.part] {
         unit.weights().derive_into(part, rows, columns);
@@ -80,6 +97,36 @@ void Executor::derive(Unit& unit, const Action& action) {
   source.read_by_gather.record(*streams_.gather());
   weight_slot(unit, action.plane, action.part)
       .filled.record(*streams_.gather());
+}
+
+// On compute, which has the weights until now and may have written them.
+void Executor::save_post_forward(Unit& unit, const Action& action) {
+  const auto compute = streams_.compute();
+  const SlotView shards = acquire_weights(unit, action, compute);
+  unit.weights().save_post_forward(
+      view(weight_slot(unit, UnitWeights::kComputePlane, kWhole).slot),
+      shards);
+  weight_slot(unit, action.plane, kWhole).filled.record(*compute);
+}
+
+void Executor::release_post_forward(Unit& unit) {
+  WeightSlot& held = weight_slot(unit, UnitWeights::kPostForwardPlane, kWhole);
+  const auto compute = streams_.compute();
+  observers_.slots.tell(
+      [&](SlotObserver& o) { o.slot_released(unit, held.slot); });
+  Event last_use = std::exchange(held.read_by_gather, {});
+  const bool was_read = last_use.recorded();
+  if (options_.debug.poison) {
+    if (was_read) {
+      last_use.wait(*compute);
+    }
+    fill_with_nan(view(held.slot));
+  }
+  if (options_.debug.poison || !was_read) {
+    last_use = {};
+    last_use.record(*compute);
+  }
+  slots_.release(held.slot, last_use, compute);
 }
 
 void Executor::await(Unit& unit, const Action& action) {
@@ -96,6 +143,10 @@ void Executor::await(Unit& unit, const Action& action) {
 }
 
 void Executor::release(Unit& unit, const Action& action) {
+  if (action.plane == UnitWeights::kPostForwardPlane) {
+    release_post_forward(unit);
+    return;
+  }
   WeightSlot& held = weight_slot(unit, action.plane, action.part);
   if (action.plane == UnitWeights::kComputePlane) {
     unit.pointers().clear();

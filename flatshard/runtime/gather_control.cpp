@@ -13,9 +13,18 @@ namespace flatshard {
 
 void GatherControl::set_policy(UnitId unit, UnitPolicy policy) {
   const std::lock_guard lock(core_.mutex);
+  const UnitPolicy former = core_.step.scheduler.policy(unit);
+  if (policy == former) {
+    return;
+  }
+  UnitPolicy gathers = policy;  // as far as slots depend on it
+  gathers.sync_gradients = former.sync_gradients;
+  gathers.all_reduce = former.all_reduce;
+  const bool changes_slots = gathers != former;
   core_.step.scheduler.set_policy(unit, std::move(policy));
   ++core_.num_rule_changes;
-  if (!core_.options.slots_on_demand && core_.step.actions.empty() &&
+  if (changes_slots && !core_.options.slots_on_demand &&
+      core_.step.actions.empty() &&
       core_.executor.slots().pool().num_held() == 0) {
     core_.plan_next_step();
   }

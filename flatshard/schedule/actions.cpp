@@ -44,6 +44,7 @@ std::string to_string(std::span<const Action> actions) {
       text += fmt::format("({}", action.unit);
       text += action.plane == 0 ? "" : fmt::format(".{}", action.plane);
       text += action.part == kWhole ? "" : fmt::format(":{}", action.part);
+      text += action.from_post_forward ? " post_forward" : "";
       text += ')';
     }
   }

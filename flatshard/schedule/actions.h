@@ -28,6 +28,9 @@ struct Action {
   /// Of a reduction: its backward began as the step's last.
   bool is_last = true;
   PartId part = kWhole;  ///< of a gather, derive, await or release
+  /// Of a gather: from the slices of UnitSpec::post_forward, among the ranks
+  /// that have all of them; else from the shards at rest.
+  bool from_post_forward = false;
 
   friend bool operator==(const Action&, const Action&) = default;
 };
@@ -36,7 +39,8 @@ std::string_view to_string(ActionKind kind);
 
 /// e.g. "gather(2) await(1) join"; backward gathers are written gather'(2).
 /// Plane 0 goes without saying; another one of unit 2 is written gather(2.1),
-/// and its part 3 gather(2.1:3).
+/// and its part 3 gather(2.1:3). A gather from UnitSpec::post_forward is
+/// written gather'(2 post_forward).
 std::string to_string(std::span<const Action> actions);
 
 }  // namespace flatshard

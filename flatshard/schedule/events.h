@@ -31,6 +31,8 @@ enum class GatherParts {
 
 /// PlaneId of no plane: `UnitSpec::derived_from`.
 inline constexpr PlaneId kStored = -1;
+/// UnitSpec::post_forward of units that have none.
+inline constexpr PlaneId kNoPlane = -1;
 
 /// What a program may choose for one unit, and change between two steps.
 struct UnitPolicy {
@@ -48,6 +50,15 @@ struct UnitPolicy {
   /// after the backward, until the weights change: later microbatches neither
   /// gather nor derive them again.
   bool keep_backward_planes = false;
+  /// With reshard_after_forward: the unit keeps UnitSpec::post_forward, where
+  /// it has one. false: it is resharded over all ranks.
+  bool keep_post_forward = true;
+  /// false: the unit's gradients are added up on this rank, without a
+  /// collective, and join a later backward that synchronizes them.
+  bool sync_gradients = true;
+  /// false: no backward counts as the step's last for the unit: gradients are
+  /// not reduced over axes on which they rest unreduced between microbatches.
+  bool all_reduce = true;
 
   bool operator==(const UnitPolicy&) const = default;
 };
@@ -79,6 +90,11 @@ struct UnitSpec {
   /// The gathered weights rest unsharded (ZeRO-1 and ZeRO-2): gathered once
   /// after each change of the weights, never released.
   bool resident = false;
+  /// The plane that holds this rank's slice of plane 0 between a forward and
+  /// its backward: derived of plane 0 when that is released, and what plane 0
+  /// is gathered from as long as it is there. No kernel reads it. kNoPlane:
+  /// plane 0 is always gathered from what rests.
+  PlaneId post_forward = kNoPlane;
   /// Resident: planes that are released all the same, such as those that are
   /// made of what rests. They have no parts.
   PlaneSet transient;

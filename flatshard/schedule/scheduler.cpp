@@ -33,7 +33,7 @@ void check_planes(const UnitSpec& unit) {
       unit.num_slices());
   for (const PlaneSet reads :
        {unit.forward_reads, unit.backward_reads, unit.on_request}) {
-    if (reads == PlaneSet::all()) {
+    if (reads == PlaneSet::all() && unit.post_forward == kNoPlane) {
       continue;
     }
     reads.for_each([&](PlaneId plane) {
@@ -44,6 +44,13 @@ void check_planes(const UnitSpec& unit) {
           unit.name,
           plane,
           num_planes);
+      FLATSHARD_CHECK(
+          plane != unit.post_forward,
+          internal,
+          "unit {}: plane {} holds slices of plane 0, and no kernel can read "
+          "it",
+          unit.name,
+          plane);
     });
   }
   for (PlaneId plane = 0; plane < num_planes; ++plane) {
@@ -160,21 +167,28 @@ std::vector<Action> Scheduler::on(const ScheduleEvent& event) {
   return out;
 }
 
+void Scheduler::check_exists(UnitId unit) const {
+  FLATSHARD_CHECK(
+      unit >= 0 && unit < std::ssize(units_),
+      usage,
+      "a policy names unit {}, which does not exist; there are {}",
+      unit,
+      units_.size());
+}
+
 void Scheduler::set_policy(UnitId unit, UnitPolicy policy) {
-  const auto num_units = static_cast<UnitId>(units_.size());
-  const auto exists = [&](UnitId u) { return u >= 0 && u < num_units; };
-  bool all = exists(unit);
+  check_exists(unit);
   for (const auto& list : {policy.forward_prefetch, policy.backward_prefetch}) {
-    if (list) {
-      all = all && std::all_of(list->begin(), list->end(), exists);
+    for (const UnitId named : list.value_or(std::vector<UnitId>())) {
+      check_exists(named);
     }
   }
-  FLATSHARD_CHECK(
-      all,
-      usage,
-      "a policy names a unit that does not exist; there are {}",
-      num_units);
   units_[unit].policy = std::move(policy);
+}
+
+const UnitPolicy& Scheduler::policy(UnitId unit) const {
+  check_exists(unit);
+  return units_[unit].policy;
 }
 
 void Scheduler::weights_changed(Actions& out) {
@@ -336,10 +350,15 @@ std::vector<std::string> Scheduler::busy_units() const {
 }
 
 int Scheduler::num_gathered() const {
-  return static_cast<int>(
-      std::count_if(state_.begin(), state_.end(), [](const UnitState& s) {
-        return !s.present.empty();
-      }));
+  int gathered = 0;
+  for (std::size_t u = 0; u < units_.size(); ++u) {
+    PlaneSet slice;
+    if (units_[u].post_forward != kNoPlane) {
+      slice.insert(units_[u].post_forward);
+    }
+    gathered += (state_[u].present - slice).empty() ? 0 : 1;
+  }
+  return gathered;
 }
 
 }  // namespace flatshard

@@ -52,6 +52,8 @@ class Scheduler {
   /// From the next event on. Equal on all ranks.
   /// @throws Error{usage} for a unit that does not exist.
   void set_policy(UnitId unit, UnitPolicy policy);
+  /// @throws Error{usage} for a unit that does not exist.
+  const UnitPolicy& policy(UnitId unit) const;
 
   const std::vector<UnitSpec>& units() const { return units_; }
   const SchedulerOptions& options() const { return options_; }
@@ -129,6 +131,8 @@ class Scheduler {
 
   using Actions = std::vector<Action>;
 
+  void check_exists(UnitId unit) const;
+
   // Between steps, and what forward and backward share; scheduler.cpp.
   void weights_changed(Actions& out);
   void unit_written(UnitId unit, Actions& out);
@@ -168,6 +172,11 @@ class Scheduler {
   /// What has no reader left when a forward or a recompute is over and the
   /// unit stays for its backward.
   PlaneSet unread_in_backward(UnitId unit) const;
+  /// Whether a unit that is released after a forward keeps its slice of the
+  /// weights for the backward (UnitSpec::post_forward).
+  bool keeps_post_forward(UnitId unit) const;
+  /// Makes that slice of what is there.
+  void save_post_forward(UnitId unit, Actions& out);
   /// Of a unit that stays for its backward: makes what that reads of planes
   /// that are still there, and releases those that it does not read.
   void keep_for_backward(UnitId unit, Actions& out);
@@ -211,6 +220,9 @@ class Scheduler {
   /// All calls of its backward have begun.
   bool has_begun(UnitId unit) const;
   void reduce(UnitId unit, Actions& out);
+  /// What the `microbatch` event and the unit's policy agree on.
+  bool syncs(UnitId unit) const;
+  bool is_last(UnitId unit) const;
   void drain_down_to(std::size_t num_slots, Actions& out);
   std::size_t num_leaf_grad_slots() const;
 

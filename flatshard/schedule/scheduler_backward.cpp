@@ -145,8 +145,8 @@ void Scheduler::task_end(const ScheduleEvent& event, Actions& out) {
   }
   tasks_.clear();
   unreduced_tasks_.clear();
-  if (running_.is_last && running_.sync) {
-    for (const UnitId u : event.unfinished) {
+  for (const UnitId u : event.unfinished) {
+    if (syncs(u) && is_last(u)) {
       queue_grads(u, out);  // it did not run in this microbatch
     }
   }
@@ -272,13 +272,20 @@ void Scheduler::reduce(UnitId unit, Actions& out) {
   state_[unit].in_grad_queue = false;
   std::erase(due_, unit);
   const bool collective =
-      running_.sync &&
-      (units_[unit].reduce_every_microbatch || running_.is_last);
+      syncs(unit) && (units_[unit].reduce_every_microbatch || is_last(unit));
   out.push_back(
       {.kind = collective ? ActionKind::reduce : ActionKind::accumulate,
        .unit = unit,
-       .is_last = running_.is_last});
+       .is_last = is_last(unit)});
   reducing_.push_back(unit);
+}
+
+bool Scheduler::syncs(UnitId unit) const {
+  return running_.sync && units_[unit].policy.sync_gradients;
+}
+
+bool Scheduler::is_last(UnitId unit) const {
+  return running_.is_last && units_[unit].policy.all_reduce;
 }
 
 void Scheduler::drain_down_to(std::size_t num_slots, Actions& out) {

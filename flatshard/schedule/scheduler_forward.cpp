@@ -59,8 +59,14 @@ void Scheduler::forward_end(const ScheduleEvent& event, Actions& out) {
   const bool of_others =
       interleaved_ && (state.ahead_of_backward || !state.kept_calls.empty());
   if (!in_forward(u) && state.backward_calls.empty() && !event.more_follow) {
-    keep || of_others ? keep_for_backward(u, out)
-                      : release(u, PlaneSet::all() - kept_planes(u), out);
+    if (keep || of_others) {
+      keep_for_backward(u, out);
+    } else if (event.needs_backward && keeps_post_forward(u)) {
+      save_post_forward(u, out);
+      release(u, PlaneSet::all() - kept_planes(u) - state.saved, out);
+    } else {
+      release(u, PlaneSet::all() - kept_planes(u), out);
+    }
   }
   if (open_forwards_.empty()) {
     outer_forward_end(u, event.needs_backward, out);

@@ -18,7 +18,10 @@ void Scheduler::gather(
          .unit = unit,
          .plane = plane,
          .phase = phase,
-         .part = part});
+         .part = part,
+         .from_post_forward = kind == ActionKind::gather && slice == 0 &&
+                              spec.post_forward != kNoPlane &&
+                              state.present.contains(spec.post_forward)});
   };
   (slices - state.present).for_each([&](PlaneId slice) {
     state.present.insert(slice);
@@ -62,6 +65,11 @@ void Scheduler::await_slices(UnitId unit, PlaneSet slices, Actions& out) {
          .plane = plane,
          .part = part});
   });
+  // Compute has waited for the gather, so it may take the slice's memory.
+  if (const PlaneId slice = units_[unit].post_forward;
+      slice != kNoPlane && state.awaited.contains(0)) {
+    release(unit, {slice}, out);
+  }
 }
 
 void Scheduler::release(UnitId unit, PlaneSet slices, Actions& out) {
@@ -184,6 +192,22 @@ PlaneSet Scheduler::unread_in_backward(UnitId unit) const {
   PlaneSet slices = unread;
   unread.for_each([&](PlaneId plane) { slices = slices | spec.parts(plane); });
   return slices;
+}
+
+bool Scheduler::keeps_post_forward(UnitId unit) const {
+  const UnitSpec& spec = units_[unit];
+  return spec.post_forward != kNoPlane && spec.policy.keep_post_forward &&
+         spec.policy.unshard_in_backward;
+}
+
+void Scheduler::save_post_forward(UnitId unit, Actions& out) {
+  const PlaneId slice = units_[unit].post_forward;
+  UnitState& state = state_[unit];
+  if (state.awaited.contains(0) && !kept_planes(unit).contains(0)) {
+    state.present.insert(slice);
+    state.saved.insert(slice);
+    out.push_back({.kind = ActionKind::derive, .unit = unit, .plane = slice});
+  }
 }
 
 void Scheduler::keep_for_backward(UnitId unit, Actions& out) {

@@ -171,6 +171,7 @@ FullyShardOptions shard_options(
   options.group.precision = config.precision;
   options.group.scaling = config.precision.scaling;
   options.group.keep_compute_weights = config.parallelism.keep_compute_weights;
+  options.group.post_forward_ranks = config.parallelism.post_forward_ranks;
   options.max_padding = config.parallelism.max_padding;
   options.runtime.prefetch = static_cast<int>(config.parallelism.prefetch);
   options.runtime.reshard_after_forward =

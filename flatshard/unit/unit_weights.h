@@ -22,6 +22,8 @@ class UnitWeights {
   static constexpr PlaneId kComputePlane = 0;
   static constexpr PlaneId kRowPlane = 1;
   static constexpr PlaneId kColumnPlane = 2;
+  /// UnitSpec::post_forward of units whose groups have a PostForwardShard.
+  static constexpr PlaneId kPostForwardPlane = 3;
   static PlaneId plane_of(nn::PlaneUse use) {
     return use == nn::PlaneUse::fprop ? kRowPlane : kColumnPlane;
   }
@@ -34,7 +36,7 @@ class UnitWeights {
   const UnitSpec& planes() const { return planes_; }
   /// Before the Runtime has the unit.
   void set_gather_parts(GatherParts parts) { planes_.gather_parts = parts; }
-  bool has_float8() const { return planes_.weights_nbytes.size() > 1; }
+  bool has_float8() const { return planes_.planes().contains(kRowPlane); }
   /// Whether `plane` has weights of the group.
   bool is_in_plane(const ParamGroup& group, PlaneId plane) const {
     return (group.weights().float8() != nullptr) == (plane != kComputePlane);
@@ -43,6 +45,12 @@ class UnitWeights {
   /// not resident.
   std::int64_t nbytes(PlaneId plane, PartId part) const {
     return planes_.nbytes(plane, part);
+  }
+  /// Of the slot that holds this rank's post-forward shards; 0: it has none.
+  std::int64_t post_forward_nbytes() const {
+    return planes_.post_forward == kNoPlane
+               ? 0
+               : planes_.weights_nbytes[planes_.post_forward];
   }
   /// All groups' weights rest whole on every rank.
   bool resident() const { return resident_; }
@@ -60,11 +68,17 @@ class UnitWeights {
   /// Gathers a plane of all groups, or a part of one, into `slot`. Inside
   /// Stream::submit.
   /// @param gathers  by group; those that are not in the plane are not used.
+  /// @param shards  the slot of kPostForwardPlane, from which groups that have
+  ///   such a shard are gathered; null: from what rests.
   void gather_into(
       const SlotView& slot,
       PlaneId plane,
       PartId part,
-      const std::vector<WeightPlanes::Gather>& gathers) const;
+      const std::vector<WeightPlanes::Gather>& gathers,
+      const SlotView& shards) const;
+  /// Fills the slot of kPostForwardPlane, on the current stream.
+  /// @param slot  that of kComputePlane.
+  void save_post_forward(const SlotView& slot, const SlotView& shards) const;
   /// Makes the columns, or a part of them, of gathered rows.
   void derive_into(PartId part, const SlotView& rows, const SlotView& columns)
       const;
@@ -87,6 +101,11 @@ class UnitWeights {
 
  private:
   void add_float8_planes(const std::string& unit);
+  void add_post_forward_plane();
+  /// The whole compute weights of group `g` in the slot of kComputePlane, and
+  /// its PostForwardShard in that of kPostForwardPlane.
+  at::Tensor compute_slot(std::size_t g, const SlotView& slot) const;
+  at::Tensor post_forward_slot(std::size_t g, const SlotView& shards) const;
   static Float8Planes::Plane float8_plane_of(PlaneId plane) {
     return plane == kRowPlane ? Float8Planes::kRows : Float8Planes::kColumns;
   }

@@ -203,15 +203,21 @@ void bind_runtime(py::module_& m) {
              bool unshard_in_backward,
              std::optional<std::vector<UnitId>> forward_prefetch,
              std::optional<std::vector<UnitId>> backward_prefetch,
-             bool keep_backward_planes) {
+             bool keep_backward_planes,
+             bool keep_post_forward,
+             bool sync_gradients,
+             bool all_reduce) {
             self.runtime().gathers().set_policy(
                 unit,
-                {reshard_after_forward,
-                 reshard_after_backward,
-                 unshard_in_backward,
-                 std::move(forward_prefetch),
-                 std::move(backward_prefetch),
-                 keep_backward_planes});
+                {.reshard_after_forward = reshard_after_forward,
+                 .reshard_after_backward = reshard_after_backward,
+                 .unshard_in_backward = unshard_in_backward,
+                 .forward_prefetch = std::move(forward_prefetch),
+                 .backward_prefetch = std::move(backward_prefetch),
+                 .keep_backward_planes = keep_backward_planes,
+                 .keep_post_forward = keep_post_forward,
+                 .sync_gradients = sync_gradients,
+                 .all_reduce = all_reduce});
           },
           py::arg("unit"),
           py::kw_only(),
@@ -221,12 +227,9 @@ void bind_runtime(py::module_& m) {
           py::arg("forward_prefetch"),
           py::arg("backward_prefetch"),
           py::arg("keep_backward_planes"),
-          NoGil())
-      .def(
-          "set_sync_gradients",
-          [](PyRuntime& self, bool sync) {
-            self.runtime().set_sync_gradients(sync);
-          },
+          py::arg("keep_post_forward"),
+          py::arg("sync_gradients"),
+          py::arg("all_reduce"),
           NoGil())
       .def(
           "set_max_grad_slots",

@@ -92,11 +92,15 @@ void bind_unit(py::module_& m) {
                       bool grads_in_place,
                       bool copy_engines,
                       std::optional<PyUnit::Float8> float8,
+                      std::int64_t post_forward_ranks,
                       std::shared_ptr<Mesh> part,
                       std::pair<std::int64_t, std::int64_t> slices) {
             return PyUnit::Options{
                 .strategy = std::move(strategy),
-                .group = {.offload = offload, .pin_memory = pin_memory},
+                .group =
+                    {.post_forward_ranks = post_forward_ranks,
+                     .offload = offload,
+                     .pin_memory = pin_memory},
                 .grads_in_place = grads_in_place,
                 .copy_engines = copy_engines,
                 .float8 = std::move(float8),
@@ -111,6 +115,7 @@ void bind_unit(py::module_& m) {
           py::arg("grads_in_place"),
           py::arg("copy_engines"),
           py::arg("float8").none(true),
+          py::arg("post_forward_ranks"),
           py::arg("part").none(true) = nullptr,
           py::arg("slices") = std::pair<std::int64_t, std::int64_t>(1, 0));
 
@@ -166,6 +171,14 @@ void bind_unit(py::module_& m) {
               self.group_at(g).set_divisor(divisor);
             }
           })
+      .def(
+          "set_sums_only",
+          [](PyUnit& self, bool sums_only) {
+            for (std::size_t g = 0; g < self.num_groups(); ++g) {
+              self.group_at(g).set_sums_only(sums_only);
+            }
+          },
+          "Collectives only ever sum; means are taken afterwards.")
       .def(
           "set_reduced_hook",
           [](PyUnit& self, py::object hook) {

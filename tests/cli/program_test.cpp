@@ -375,6 +375,35 @@ TEST_F(Program, AMemoryBudgetKeepsUnitsGathered) {
       HasSubstr("parallelism.memory_budget: expected at least 0.00"));
 }
 
+TEST_F(Program, PostForwardRanksChangeNoBit) {
+  write_config();
+  std::string expected;
+  for (const int ranks : {0, 2}) {
+    const Result result = run(fmt::format(
+        "train {} --nproc 4 --device cpu --set model.layers=4 "
+        "--set parallelism.post_forward_ranks={}",
+        config(),
+        ranks));
+    ASSERT_EQ(result.code, 0) << result.output;
+    EXPECT_EQ(
+        result.output.find("are shards from forward to backward") !=
+            std::string::npos,
+        ranks == 2)
+        << result.output;
+    const std::string weights = read(folder_ / "run" / "model.safetensors");
+    ASSERT_FALSE(weights.empty());
+    expected = expected.empty() ? weights : expected;
+    EXPECT_TRUE(weights == expected);
+  }
+  const Result refused = run(fmt::format(
+      "train {} --nproc 4 --device cpu --set parallelism.post_forward_ranks=3",
+      config()));
+  EXPECT_EQ(refused.code, 1);
+  EXPECT_THAT(
+      refused.output,
+      HasSubstr("post_forward_ranks to be a divisor of the 4 ranks"));
+}
+
 TEST_F(Program, AFailingRankEndsAll) {
   write_config();
   const Result failed =

@@ -201,7 +201,8 @@ GraphTraining::GraphTraining(const GraphCase& c, std::shared_ptr<Mesh> mesh)
       {.units = units_,
        .strategy = c.strategy,
        .seed = 5,
-       .group = {.precision = precision},
+       .group =
+           {.precision = precision, .post_forward_ranks = c.post_forward_ranks},
        .runtime = {
            .prefetch = c.prefetch,
            .streams =

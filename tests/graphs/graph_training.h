@@ -29,6 +29,7 @@ struct GraphCase {
   int steps = 8;
   int warmup_steps = 2;
   int prefetch = 1;
+  int post_forward_ranks = 0;
   bool graphs = true;
   /// By StepGraph instead of by regions.
   bool whole_step = false;

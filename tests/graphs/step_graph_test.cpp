@@ -71,6 +71,10 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::ValuesIn(testing::pairwise_step_cases()),
     [](const auto& info) { return info.param.name(); });
 
+TEST(StepGraph, GathersFromPostForwardShards) {
+  check_case({.mesh = {4}, .microbatches = 2, .post_forward_ranks = 2});
+}
+
 // What a program may do between two steps: the bits stay, and what could not be
 // replayed is counted by its reason.
 

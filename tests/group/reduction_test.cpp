@@ -20,6 +20,7 @@ constexpr Precision kWide{
     .main_grads = at::kFloat};
 // bf16 on the wire, summed up in float32.
 constexpr Precision kNarrowWire{.reduce = at::kBFloat16};
+constexpr Precision kHalfWire{.reduce = at::kHalf};
 
 struct Micro {
   bool collective = true;
@@ -106,6 +107,11 @@ TEST_P(Reductions, ExactValues) {
       {GradScaling::mean, 1, kNarrowWire, true},
       {GradScaling::sum, 2, kNarrowWire, true},
       {GradScaling::mean, 1, kNarrowWire, true, true},
+      {GradScaling::mean, 1, kHalfWire},
+      {GradScaling::mean, 2, kHalfWire},
+      {GradScaling::pre_scaled, 2, kHalfWire},
+      {GradScaling::sum, 4, kHalfWire, true},
+      {GradScaling::mean, 2, kHalfWire, true, true},
       {GradScaling::sum, 4, kWide, false, true}};
   run_ranks(c.world(), [&](RankContext& context) {
     const auto mesh = context.mesh(c.axes());
@@ -145,6 +151,112 @@ TEST_P(Reductions, ExactValues) {
         EXPECT_FALSE(group->gradients().reduced().exists());
       }
     }
+  });
+}
+
+// The factors of FSDP2's _get_gradient_divide_factors.
+TEST(Division, Float16IsDividedOnBothSidesOfTheSum) {
+  struct Factors {
+    int ranks;
+    double divisor;
+    GradScaling scaling;
+    double before;
+    double after;
+  };
+  for (const Factors& f :
+       {Factors{1, 1, GradScaling::mean, 1, 1},
+        Factors{2, 1, GradScaling::mean, 2, 1},
+        Factors{3, 1, GradScaling::mean, 2, 1.5},
+        Factors{4, 1, GradScaling::mean, 2, 2},
+        Factors{8, 1, GradScaling::mean, 4, 2},
+        Factors{8, 2, GradScaling::mean, 4, 4},
+        Factors{4, 6, GradScaling::sum, 4, 1.5},
+        Factors{4, 0.5, GradScaling::sum, 1, 0.5}}) {
+    const GradDivision found = grad_division(
+        {.precision = kHalfWire,
+         .scaling = f.scaling,
+         .grad_divisor = f.divisor},
+        f.ranks);
+    EXPECT_EQ(found.op, ReduceOp::sum);
+    EXPECT_EQ(found.before, f.before) << f.ranks << " " << f.divisor;
+    EXPECT_EQ(found.on_wire, f.after) << f.ranks << " " << f.divisor;
+    EXPECT_EQ(found.at_rest, 1);
+  }
+}
+
+TEST(Division, OtherDtypesAreAveragedUnlessOnlySumsAreAskedFor) {
+  const GradDivision mean =
+      grad_division({.precision = kNarrowWire, .grad_divisor = 3}, 4);
+  EXPECT_EQ(mean.op, ReduceOp::avg);
+  EXPECT_EQ(mean.before, 1);
+  EXPECT_EQ(mean.on_wire, 1);
+  EXPECT_EQ(mean.at_rest, 3);
+  const GradDivision sum = grad_division(
+      {.precision = kNarrowWire, .grad_divisor = 3, .sums_only = true},
+      4);
+  EXPECT_EQ(sum.op, ReduceOp::sum);
+  EXPECT_EQ(sum.before, 1);
+  EXPECT_EQ(sum.on_wire, 12);
+  EXPECT_EQ(sum.at_rest, 1);
+}
+
+// 40000 + 40000 is more than float16 holds: the sum over ranks, and that of one
+// rank's microbatches.
+TEST(Reduction, LargeFloat16GradientsDoNotOverflow) {
+  for (const double divisor : {0.0, 2.0}) {  // 0: the mean
+    run_ranks(2, [&](RankContext& context) {
+      const auto group = make_group(
+          {"zero3", {2}},
+          context.mesh(),
+          {.reduce = at::kHalf, .main_grads = at::kFloat});
+      if (divisor > 0) {
+        group->set_divisor(divisor);
+      }
+      const std::int64_t n = group->layout().numel();
+      const auto reduce = [&](double value, bool collective) {
+        group->gradients().reduce(
+            at::full({n}, value, at::kHalf),
+            group->plan_reduction(collective, collective));
+      };
+      const auto all_are = [&](double value) {
+        return group->gradients()
+            .reduced()
+            .local()
+            .eq(value)
+            .all()
+            .item<bool>();
+      };
+      reduce(40000, true);
+      EXPECT_TRUE(all_are(40000));
+      group->gradients().zero();
+      const double own = context.rank == 0 ? 40000 : 0;
+      reduce(own, false);
+      reduce(own, true);
+      EXPECT_TRUE(all_are(40000));
+    });
+  }
+}
+
+// The sum, 3.0088, is 3.015625 in bfloat16, a third of which is 1.0078125
+// there. A mean is rounded once, to 1.
+TEST(Reduction, OnlySumsOnTheWireAreDividedAfterwards) {
+  run_ranks(3, [](RankContext& context) {
+    const auto group = make_group({"zero3", {3}}, context.mesh(), kNarrowWire);
+    const auto reduced = [&] {
+      group->gradients().zero();
+      group->gradients().reduce(
+          at::full(
+              {group->layout().numel()},
+              std::vector<double>{1, 2, 9.0 / 1024}[context.rank],
+              at::kBFloat16),
+          group->plan_reduction(true, true));
+      return group->gradients().reduced().local().max().item<double>();
+    };
+    EXPECT_EQ(reduced(), 1);
+    group->set_sums_only(true);
+    EXPECT_EQ(reduced(), 1.0078125);
+    group->set_sums_only(false);
+    EXPECT_EQ(reduced(), 1);
   });
 }
 

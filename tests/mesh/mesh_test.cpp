@@ -4,6 +4,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <numeric>
+
 #include "flatshard/comm/make_communicator.h"
 #include "flatshard/core/error.h"
 #include "tests/support/message_of.h"
@@ -123,6 +126,38 @@ TEST(Mesh, SubMeshSharesGroups) {
     EXPECT_TRUE(dp->same_as(*mesh->sub_mesh({"dp"})));
     EXPECT_FALSE(dp->same_as(*mesh));
     EXPECT_TRUE(mesh->sub_mesh({"dp", "pp"})->same_as(*mesh));
+  });
+}
+
+TEST(Mesh, NeighboursOfAnAxisAreAGroup) {
+  run_ranks(8, [](RankContext& context) {
+    const auto mesh = context.mesh({{"outer", 2}, {"dp", 4}});
+    for (const int size : {1, 2, 4}) {
+      Communicator& group = mesh->neighbours(1, size, Purpose::gather);
+      std::vector<int> expected(static_cast<std::size_t>(size));
+      std::iota(expected.begin(), expected.end(), context.rank / size * size);
+      EXPECT_EQ(members(group, context.rank), expected);
+      EXPECT_EQ(&mesh->neighbours(1, size, Purpose::gather), &group);
+      EXPECT_EQ(
+          &mesh->sub_mesh({"dp"})->neighbours(0, size, Purpose::gather),
+          &group);
+    }
+    const auto known = mesh->communicators(Purpose::gather);
+    EXPECT_NE(
+        std::find(
+            known.begin(),
+            known.end(),
+            &mesh->neighbours(1, 2, Purpose::gather)),
+        known.end());
+    // Other ranks of the axis are another group.
+    const int own = context.rank % 2;
+    EXPECT_EQ(
+        members(mesh->neighbours(1, 2, Purpose::reduce), context.rank)[own],
+        context.rank);
+    EXPECT_THAT(
+        message_of([&] { mesh->neighbours(1, 3, Purpose::gather); }),
+        HasSubstr("expected a divisor of the 4 ranks of axis 'dp' for groups "
+                  "of neighbours, got 3"));
   });
 }
 

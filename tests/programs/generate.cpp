@@ -62,6 +62,9 @@ class Generator {
     p["reshard"] = chance(75);
     p["granularity"] = one_of(Names{"element", "element", "row", "tensor"});
     p["delay_us"] = one_of(std::vector<int>{0, 30, 200});
+    if (world_ == 4 && p["strategy"] == "zero3") {
+      p["post_forward_ranks"] = chance(50) ? 2 : 0;
+    }
   }
 
   json node(int depth) {
@@ -296,6 +299,11 @@ std::vector<nlohmann::json> smaller_programs(const nlohmann::json& program) {
       smaller[key] = value;
       out.push_back(std::move(smaller));
     }
+  }
+  if (program.value("post_forward_ranks", 0) != 0) {
+    json smaller = program;
+    smaller.erase("post_forward_ranks");
+    out.push_back(std::move(smaller));
   }
   return out;
 }

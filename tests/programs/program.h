@@ -18,6 +18,7 @@ namespace flatshard::testing {
 ///      "model": {...},
 ///      "steps": [{"no_sync": false, "micro": ["fb", "eval", "ffbb"]}]}
 ///
+/// "post_forward_ranks" may be there as well; see ParamGroupOptions.
 /// With more models than one, "others" has them and "link" says how a step runs
 /// through them (see ProgramModel).
 ///

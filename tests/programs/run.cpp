@@ -391,7 +391,9 @@ FullyShardOptions options_of(const json& program, int rank) {
   FullyShardOptions options{
       .strategy = program.at("strategy"),
       .seed = program.at("seed"),
-      .group = {.precision = Precision::full()},
+      .group =
+          {.precision = Precision::full(),
+           .post_forward_ranks = program.value("post_forward_ranks", 0)},
       .runtime = {
           .prefetch = program.at("prefetch"),
           .reshard_after_forward = program.at("reshard"),

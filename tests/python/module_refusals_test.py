@@ -23,8 +23,6 @@ def test_bad_arguments_are_named(mesh):
         fully_shard(model, mesh=mesh, mp_policy=3)
     with refused("offload_policy: expected OffloadPolicy"):
         fully_shard(model, mesh=mesh, offload_policy="cpu")
-    with refused("reshard_after_forward", NotImplementedError):
-        fully_shard(model, mesh=mesh, reshard_after_forward=2)
     with refused("shard_placement_fn: expected a dimension"):
         fully_shard(
             model,

@@ -357,6 +357,61 @@ TEST(Parity, KeepingWeightsGatheredChangesNothing) {
   EXPECT_EQ(weight_distance(expected, train_toy(c)), 0);
 }
 
+// Weights that stay sharded among neighbours from forward to backward.
+TEST(Parity, PostForwardShardsChangeNoBit) {
+  struct Variant {
+    const char* strategy;
+    std::vector<std::int64_t> mesh;
+    int microbatches = 1;
+    bool no_sync = false;
+    int prefetch = 1;
+    bool narrow = false;
+    bool keep_compute_weights = true;
+    bool on_demand = false;
+    bool copies = false;
+    bool offload = false;
+    bool evaluate = false;
+  };
+  for (const Variant& v : std::vector<Variant>{
+           {"zero3", {4}},
+           {"zero3", {4}, 3},
+           {"zero3", {4}, 3, true, 3},
+           {"zero3", {4}, 2, false, 0, true},
+           {"zero3", {4}, 1, false, 2, true, false, true},
+           {"zero3", {4}, 2, false, 1, false, true, true, true},
+           {"zero3", {4}, 1, false, 1, true, false, false, false, true},
+           {"zero3", {4}, 1, false, 1, false, true, true, false, false, true},
+           {"zero3", {2, 2}, 2},
+           {"hfsdp", {2, 4}, 2},
+           {"hsdp", {2, 4}, 2, false, 1, true}}) {
+    TrainingCase c{
+        .strategy = v.strategy,
+        .mesh = v.mesh,
+        .microbatches = v.microbatches,
+        .steps = 4,
+        .prefetch = v.prefetch};
+    c.no_sync = v.no_sync;
+    c.precision =
+        v.narrow ? Precision{.reduce = at::kBFloat16} : Precision::full();
+    c.keep_compute_weights = v.keep_compute_weights;
+    c.slots_on_demand = v.on_demand;
+    c.offload = v.offload;
+    c.evaluate = v.evaluate;
+    const TrainingResult expected = train_toy(c);
+    c.post_forward_ranks = 2;
+    c.max_delay_us = 500;
+    if (v.copies) {
+      c.copy_engines = CopyEngines::all();
+    }
+    SCOPED_TRACE(fmt::format(
+        "{} {} microbatches {}",
+        v.strategy,
+        c.world(),
+        v.microbatches));
+    expect_same_bits(expected, train_toy(c));
+  }
+}
+
 TEST(Parity, GranularityChangesNothing) {
   TrainingCase c{.strategy = "zero3", .mesh = {3}};
   const TrainingResult expected = train_toy(c);

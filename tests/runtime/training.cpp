@@ -153,6 +153,7 @@ void train_rank(
             .scaling = c.scaling,
             .grads_in_reduce_dtype = c.grads_in_reduce_dtype,
             .keep_compute_weights = c.keep_compute_weights,
+            .post_forward_ranks = c.post_forward_ranks,
             .offload = c.offload},
        .runtime = {
            .prefetch = c.prefetch,

@@ -52,6 +52,7 @@ struct TrainingCase {
   int steps = 3;
   int prefetch = 1;
   bool reshard_after_forward = true;
+  int post_forward_ranks = 0;
   Precision precision = Precision::full();
   GradScaling scaling = GradScaling::mean;
   Granularity granularity;

@@ -322,6 +322,49 @@ TEST(Interleaved, KeptUnitsStayFromTheirForwardToTheirBackward) {
   EXPECT_EQ(counts.on_demand, 0);
 }
 
+// Slices that are kept from forward to backward, of either microbatch.
+TEST(Interleaved, UnitsAreGatheredFromTheirSlices) {
+  for (const PlanCase& c : testing::plan_cases()) {
+    SCOPED_TRACE(c.name());
+    auto units = specs_of(c);
+    for (UnitSpec& unit : units) {
+      unit.weights_nbytes = {kUnit, kUnit / 2};
+      unit.forward_reads = unit.backward_reads = {0};
+      unit.post_forward = 1;
+    }
+    Scheduler s(units, kThreeSlots);
+    for (int step = 0; step < 2; ++step) {
+      std::map<UnitId, PlaneSet> there;
+      s.on({.kind = EventKind::weights_changed});
+      for (const ScheduleEvent& event :
+           plan_events(c.plan(), units_of(c), c.options)) {
+        for (const Action& a : s.on(event)) {
+          PlaneSet& planes = there[a.unit];
+          if (a.kind == ActionKind::gather || a.kind == ActionKind::derive) {
+            EXPECT_FALSE(planes.contains(a.plane));
+            // A slice is made of a whole plane.
+            EXPECT_EQ(a.plane == 1, a.kind == ActionKind::derive);
+            EXPECT_EQ(
+                a.kind == ActionKind::derive ? planes.contains(0)
+                                             : planes.contains(1),
+                a.kind == ActionKind::derive || a.from_post_forward);
+            planes.insert(a.plane);
+          } else if (a.kind == ActionKind::release) {
+            EXPECT_TRUE(planes.contains(a.plane));
+            planes = planes - PlaneSet{a.plane};
+          } else if (a.kind == ActionKind::await) {
+            EXPECT_TRUE(planes.contains(0));
+          }
+        }
+      }
+      for (const auto& [unit, planes] : there) {
+        EXPECT_TRUE(planes.empty()) << unit;
+      }
+      EXPECT_TRUE(s.resting());
+    }
+  }
+}
+
 // Planes of FP8: rows for the forward, columns for the backward.
 TEST(Interleaved, EachPhaseKeepsTheOthersPlanes) {
   const PlanCase c{4, 3, {.delay_wgrad = true}};

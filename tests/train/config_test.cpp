@@ -418,6 +418,18 @@ TEST(Config, ContradictionsAreNamed) {
        "parallelism.memory_budget is set, but "
        "parallelism.reshard_after_forward = \"false\""},
       {{"parallelism.memory_budget=-1"}, "parallelism.memory_budget"},
+      {{"parallelism.strategy=optim", "parallelism.post_forward_ranks=2"},
+       "parallelism.post_forward_ranks is set, but parallelism.strategy = "
+       "\"optim\""},
+      {{"parallelism.reshard_after_forward=false",
+        "parallelism.post_forward_ranks=2"},
+       "parallelism.post_forward_ranks is set, but "
+       "parallelism.reshard_after_forward = \"false\""},
+      {{"parallelism.post_forward_ranks=1"},
+       "one rank has whole weights; set parallelism.reshard_after_forward = "
+       "false"},
+      {{"parallelism.post_forward_ranks=2", "float8.recipe=rowwise"},
+       "parallelism.post_forward_ranks = 2 with float8.recipe = \"rowwise\""},
       {{"parallelism.strategy=optim", "parallelism.keep_compute_weights=false"},
        "parallelism.keep_compute_weights is set, but parallelism.strategy = "
        "\"optim\""},

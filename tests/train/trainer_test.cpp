@@ -579,6 +579,7 @@ TEST(Defaults, AreThoseOfTheLibrary) {
   EXPECT_EQ(group.scaling, library.group.scaling);
   EXPECT_EQ(group.grad_divisor, library.group.grad_divisor);
   EXPECT_EQ(group.keep_compute_weights, library.group.keep_compute_weights);
+  EXPECT_EQ(group.post_forward_ranks, library.group.post_forward_ranks);
   EXPECT_EQ(group.offload, library.group.offload);
   EXPECT_EQ(group.layout.alignment, library.group.layout.alignment);
   EXPECT_EQ(trainer.max_padding, library.max_padding);

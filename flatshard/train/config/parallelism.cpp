@@ -121,6 +121,22 @@ const ConfigKey kParallelismKeys[] = {
     KEY(parallelism.reshard_after_forward,
         "release weights after forward and gather them again for backward",
         .used_if = {kShardsWeights}),
+    KEY(parallelism.post_forward_ranks,
+        "neighbouring ranks, such as those of a host, that weights stay "
+        "sharded among from forward to backward, so that the backward's "
+        "all-gather stays among them; divides data_parallel_shard_degree, and "
+        "takes its part of the weights in memory; 0: as at rest",
+        .range = {.min = 0, .max = kMaxRanks},
+        .used_if = {kShardsWeights, kReshards},
+        .conflicts =
+            {{{"parallelism.post_forward_ranks"},
+              WHEN(c.parallelism.post_forward_ranks == 1),
+              "one rank has whole weights; set "
+              "parallelism.reshard_after_forward = false"},
+             {{"float8.recipe"},
+              WHEN(c.parallelism.post_forward_ranks > 0 && c.float8.recipe),
+              "forward and backward gather different planes of FP8 weights; "
+              "leave one out"}}),
     KEY(parallelism.memory_budget,
         "GiB on each rank that the memory table printed at start may come to: "
         "as many units as fit stay gathered from forward to backward; 0: none",

@@ -30,6 +30,7 @@ struct Parallelism {
   bool delay_wgrad = false;
   std::int64_t prefetch = 1;
   bool reshard_after_forward = true;
+  std::int64_t post_forward_ranks = 0;
   double memory_budget = 0.0;
   bool keep_compute_weights = true;
   std::optional<CopyEngines> copy_engines;  ///< unset: auto

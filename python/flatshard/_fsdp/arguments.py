@@ -1,5 +1,6 @@
 """What the arguments of `fully_shard` mean, and what of them is refused."""
 
+import warnings
 import weakref
 from dataclasses import dataclass, replace
 
@@ -144,18 +145,43 @@ def offloads(policy):
     return name == "CPUOffloadPolicy"
 
 
-def refuse_unsupported(reshard_after_forward):
-    if not isinstance(reshard_after_forward, (bool, int, type(None))):
+def reshards(reshard_after_forward, strategy, device_mesh, fp8):
+    """Returns whether parameters are resharded after the forward (None: not said), and
+    over how many neighbouring ranks (0: over all)."""
+    ranks = reshard_after_forward
+    if isinstance(ranks, bool) or ranks is None:
+        return ranks, 0
+    if not isinstance(ranks, int):
         raise ValueError(
-            "reshard_after_forward: expected True, False or None, got "
-            f"{reshard_after_forward!r}"
+            f"reshard_after_forward: expected True, False, None or a number of ranks, got "
+            f"{ranks!r}"
         )
-    if not isinstance(reshard_after_forward, (bool, type(None))):
+    size = device_mesh.size(device_mesh.ndim - 1)
+    if ranks < 1 or size % ranks != 0:
+        raise ValueError(
+            f"reshard_after_forward: as a number expected a factor of {size}, the ranks "
+            f"that parameters are sharded over, got {ranks}"
+        )
+    if ranks == 1:
+        warnings.warn(
+            "reshard_after_forward=1 keeps parameters whole from forward to backward, as "
+            "False does; True shards them over all ranks",
+            stacklevel=3,
+        )
+        return False, 0
+    if ranks == size:
+        return True, 0
+    if find_strategy(strategy).parameter == "RR":
+        raise ValueError(
+            f"reshard_after_forward={ranks} has no effect with strategy={strategy!r}, "
+            "whose parameters are whole on every rank; leave it out"
+        )
+    if fp8:
         raise NotImplementedError(
-            "reshard_after_forward: resharding to a smaller number of ranks "
-            f"({reshard_after_forward!r}) is not supported; use True or False, or a "
-            "mesh of two dimensions"
+            f"reshard_after_forward={ranks} is not supported together with fp8, whose "
+            "forward and backward gather different data; use True or False"
         )
+    return True, ranks
 
 
 @dataclass(frozen=True)

@@ -83,9 +83,7 @@ class BackwardPass:
         """Opens the backward; the forwards are over. Runs of the engine belong to this
         pass until it is left, which reduces what is not reduced yet."""
         self._root.pass_opens()
-        self._core.open_backward(
-            self.is_last and self._root.reduces_all, self.interleaved
-        )
+        self._core.open_backward(self.is_last, self.interleaved)
         return self
 
     def __exit__(self, kind, error, trace):

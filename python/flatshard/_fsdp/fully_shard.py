@@ -18,7 +18,7 @@ from flatshard._fsdp.arguments import (
     param_dtype_of,
     places_in,
     places_of,
-    refuse_unsupported,
+    reshards,
     strategy_name,
     uses_copy_engines,
 )
@@ -77,8 +77,10 @@ def fully_shard(
             together with others into the enclosing module's mesh: this module's
             parameters are slices, see below.
         reshard_after_forward: False keeps parameters whole from forward to
-            backward. None: True, but False for the root. A number of ranks to
-            reshard to is refused.
+            backward. None: True, but False for the root. A number, which divides
+            the ranks that parameters are sharded over: until the backward they
+            are sharded over that many neighbouring ranks, such as those of a
+            host, among which the backward's all-gather runs.
         shard_placement_fn: function of a parameter that returns None or Shard(dim), the
             dimension along which it is cut. Other dimensions than the first have to be
             multiples of the ranks. Such a parameter is stored with that dimension first,
@@ -134,7 +136,9 @@ def fully_shard(
     shown_mesh = mesh_to_show(options.outer, device_mesh)
     mp_policy = mixed_precision(mp_policy, fp8)
     offload = offloads(offload_policy)
-    refuse_unsupported(reshard_after_forward)
+    reshard, post_forward_ranks = reshards(
+        reshard_after_forward, strategy, device_mesh, fp8
+    )
     if cuda_graph:
         check_cuda_graph(modules, device_mesh, offload)
     if dp_mesh_dims is not None:
@@ -180,6 +184,7 @@ def fully_shard(
             grads_in_place=slices is None and (bool(in_place) or cuda_graph),
             copy_engines=copy_engines,
             float8=fp8.core() if fp8 else None,
+            post_forward_ranks=post_forward_ranks,
             part=None if part is whole else part,
             slices=slices or (1, 0),
         )
@@ -220,7 +225,7 @@ def fully_shard(
         modules=[weakref.ref(m) for m in modules],
         fp8=fp8,
         cuda_graph=cuda_graph,
-        policy=Policy(reshard_after_forward=reshard_after_forward),
+        policy=Policy(reshard_after_forward=reshard),
         ignored=places_of(ignored, owned),
         initialized=not any(p.on_meta for p in everything),
         extended=[p for p in everything if p.extension is not None],

@@ -96,15 +96,23 @@ class FSDPModule:
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
         """False: the next backwards accumulate gradients unsharded, without any
-        collective. Set it on the root: one decision serves all units."""
+        collective. Sets set_requires_all_reduce likewise.
+
+        Args:
+            recurse: also for the units inside of this module.
+        """
         self._set("sync_gradients", requires_gradient_sync, recurse)
+        self._set("all_reduce", requires_gradient_sync, recurse)
 
     def set_requires_all_reduce(
         self, requires_all_reduce: bool, *, recurse: bool = True
     ) -> None:
         """False: the next backwards reduce over the inner mesh dimension only
-        (HSDP), or accumulate (strategies whose gradients are not sharded). Set it
-        on the root: one decision serves all units."""
+        (HSDP), or accumulate (strategies whose gradients are not sharded).
+
+        Args:
+            recurse: also for the units inside of this module.
+        """
         self._set("all_reduce", requires_all_reduce, recurse)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -114,12 +122,17 @@ class FSDPModule:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside accumulate gradients without collectives."""
-        former = self._state().policy.sync_gradients
+        states = [state for m in self.modules() if (state := state_of(m)) is not None]
+        former = [(s.policy.sync_gradients, s.policy.all_reduce) for s in states]
         self.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            self.set_requires_gradient_sync(former)
+            for state, (sync_gradients, all_reduce) in zip(states, former):
+                state.policy.sync_gradients = sync_gradients
+                state.policy.all_reduce = all_reduce
+                if state.root is not None:
+                    state.root.apply_policy(state)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Reduced gradients are sums divided by `factor` instead of the number of
@@ -172,11 +185,11 @@ class FSDPModule:
             raise NotImplementedError(_own_collectives(name))
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """True: the unit's reductions sum over the ranks, and the result is divided then,
-        instead of a collective that takes the mean."""
+        """True: collectives that reduce this unit's gradients only ever sum, and the mean
+        is taken from the sum, in the dtype of the reduction."""
         state = self._state()
-        if enable and state.policy.divide_factor is None:
-            self.set_gradient_divide_factor(state.device_mesh.size())
+        state.policy.sums_only = bool(enable)
+        state.core.set_sums_only(bool(enable))
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """The next forward waits for `event`, recorded after the optimizer's step, before
@@ -279,8 +292,10 @@ class FSDPModule:
     def set_reshard_after_forward(
         self, reshard_after_forward: bool, recurse: bool = True
     ) -> None:
-        """False: parameters stay whole from forward to backward."""
+        """False: parameters stay whole from forward to backward. True: they are sharded
+        over all ranks, whatever number fully_shard got."""
         self._set("reshard_after_forward", reshard_after_forward, recurse)
+        self._set("keep_post_forward", False, recurse)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -320,7 +335,6 @@ class FSDPModule:
         if name in _WHETHER and not isinstance(value, bool):
             raise ValueError(f"{name}: expected True or False, got {value!r}")
         modules = self.modules() if recurse else [self]
-        roots = {}
         for module in modules:
             state = state_of(module)
             if state is None:
@@ -328,9 +342,6 @@ class FSDPModule:
             setattr(state.policy, name, value)
             if state.root is not None:
                 state.root.apply_policy(state)
-                roots[id(state.root)] = state.root
-        for root in roots.values():
-            root.apply_sync()
 
     def __deepcopy__(self, memo):
         raise AssertionError(

@@ -99,7 +99,6 @@ class Root:
         self._passes = weakref.WeakSet()  # BackwardPasses that began and go on
         self.has_passes = False  # or had one since the last forward outside of them
         self._sync_is_of_pass = False
-        self._synced = None
         self._initialized = False
         self._saw_all = False
         self._inner_outputs = InnerOutputs(inner_modules(units))
@@ -110,7 +109,6 @@ class Root:
             unit.has_run = True
         for unit in units:
             self.apply_policy(unit)
-        self.apply_sync()
         self.apply_limits(state.policy)
 
     @staticmethod
@@ -155,6 +153,9 @@ class Root:
             forward_prefetch=ids[0],
             backward_prefetch=ids[1],
             keep_backward_planes=unit.fp8 is not None and unit.fp8.keep_column_plane,
+            keep_post_forward=policy.keep_post_forward,
+            sync_gradients=policy.sync_gradients,
+            all_reduce=policy.all_reduce,
         )
 
     def apply_limits(self, policy):
@@ -163,19 +164,6 @@ class Root:
             self.core.set_max_grad_slots(policy.max_input_buffers + 1)
         if policy.reports_nan:
             self.core.report_nan_in_param_grad(True)
-
-    def apply_sync(self):
-        """Gradient synchronization is one decision for all units of a step."""
-        wanted = {(u.policy.sync_gradients, u.policy.all_reduce) for u in self.units}
-        if len(wanted) > 1:
-            self._synced = None
-            return False
-        synced = wanted.pop()
-        if synced != self._synced:
-            self.core.set_sync_gradients(synced[0])
-            self.core.set_is_last_microbatch(synced[1])
-            self._synced = synced
-        return True
 
     # -- passes ------------------------------------------------------------------
 
@@ -203,8 +191,7 @@ class Root:
     def _restore_sync(self):
         if self._sync_is_of_pass:
             self._sync_is_of_pass = False
-            self._synced = None
-            self.apply_sync()
+            self.core.set_is_last_microbatch(True)
 
     def give_up_passes(self):
         for which in list(self._passes):
@@ -219,11 +206,6 @@ class Root:
             )
         self._restore_sync()  # of one that was dropped
         self.has_passes = False
-
-    @property
-    def reduces_all(self):
-        """As set_requires_all_reduce said."""
-        return self._synced is None or self._synced[1]
 
     def _before_forward(self):
         """Before a forward of any unit, or an unshard, when none is open. The core calls
@@ -299,9 +281,4 @@ class Root:
 
     def _before_backward(self):
         """The core calls it, with its lock held."""
-        if self._synced is None:
-            raise RuntimeError(
-                "set_requires_gradient_sync and set_requires_all_reduce: the units "
-                "of one model disagree; set them on the root module"
-            )
         self.seen_writes.before_backward(self.units)

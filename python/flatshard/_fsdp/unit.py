@@ -42,9 +42,11 @@ class Policy:
     unshard_in_backward: bool = True
     forward_prefetch: list | None = None
     backward_prefetch: list | None = None
+    keep_post_forward: bool = True  # reshard_after_forward was a number
     sync_gradients: bool = True
     all_reduce: bool = True
     divide_factor: float | None = None
+    sums_only: bool = False
     reduced_hook: object = None
     # Of the root's, for the whole model.
     max_input_buffers: int | None = None
@@ -243,6 +245,8 @@ class UnitState:
         """What setters said, to a core that was made anew."""
         if self.policy.divide_factor is not None:
             self.core.set_divisor(self.policy.divide_factor)
+        if self.policy.sums_only:
+            self.core.set_sums_only(True)
         if self.policy.reduced_hook is not None:
             self.core.set_reduced_hook(self.policy.reduced_hook)
 

@@ -1,0 +1,55 @@
+#pragma once
+
+#include "flatshard/comm/communicator.h"
+#include "flatshard/group/group_options.h"
+#include "flatshard/layout/local_range.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace flatshard {
+
+/// One rank's slice of a group's gathered compute weights, as it is kept from a
+/// forward to its backward (ParamGroupOptions::post_forward_ranks). Neighbours
+/// on the innermost sharded axis, so many as the option says, have all slices:
+/// the backward's all-gather stays among them, inside of a host, say.
+///
+/// Knows where the slice lies; its memory is the Executor's slot.
+class PostForwardShard {
+ public:
+  /// Null: the group's weights are sharded over no more ranks than these.
+  /// Makes the group of neighbours, so: in the same order on all ranks.
+  /// @param context  with post_forward_ranks, of a group whose weights are
+  ///   sharded.
+  /// @throws Error{config} naming the option where it does not fit the mesh.
+  static std::unique_ptr<PostForwardShard> make(const GroupContext& context);
+
+  /// Elements of the slice.
+  std::int64_t numel() const { return numel_; }
+  /// Copies the slice out of the whole weights, on the current stream.
+  /// @param whole  [layout.numel()]
+  /// @param shard  [numel()] of the same dtype; overwritten.
+  void save(const at::Tensor& whole, const at::Tensor& shard) const;
+  /// All-gathers the neighbours' slices. Inside Stream::submit, as
+  /// queue_collectives says.
+  /// @param shard  [numel()]
+  /// @param whole  [layout.numel()] of the same dtype; overwritten.
+  void gather(const at::Tensor& shard, const at::Tensor& whole) const;
+
+ private:
+  PostForwardShard(
+      Communicator& neighbours,
+      std::int64_t numel,
+      std::vector<LocalRange> slices,
+      std::vector<LocalRange> segments);
+
+  Communicator& neighbours_;  ///< the mesh's
+  std::int64_t numel_;
+  std::vector<LocalRange> slices_;    ///< one per segment
+  std::vector<LocalRange> segments_;  ///< whole
+};
+
+}  // namespace flatshard
