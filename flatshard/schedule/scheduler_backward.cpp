@@ -150,9 +150,6 @@ void Scheduler::task_end(const ScheduleEvent& event, Actions& out) {
       queue_grads(u, out);  // it did not run in this microbatch
     }
   }
-  while (!grad_queue_.empty()) {
-    reduce(due_.empty() ? grad_queue_.front() : due_.front(), out);
-  }
   // The backward of another microbatch follows.
   const bool goes_on = interleaved_ && !running_.is_last;
   for (UnitId u = 0; u < num_units; ++u) {
@@ -166,6 +163,11 @@ void Scheduler::task_end(const ScheduleEvent& event, Actions& out) {
     if (!in_forward(u)) {
       end_backward(u, out);
     }
+  }
+  // Behind the releases: a root's weights and its gradients, in the slot and
+  // reduced, need not be there at once.
+  while (!grad_queue_.empty()) {
+    reduce(due_.empty() ? grad_queue_.front() : due_.front(), out);
   }
   interleaved_ = false;
   if (!goes_on) {

@@ -295,7 +295,8 @@ TEST(Planes, PlanesThatWereGatheredAheadInVainAreReleased) {
     EXPECT_THAT(
         to_string(s.on({.kind = task_end, .task = 1, .outermost = true})),
         HasSubstr(
-            reshards ? "release(3) release(3.1) drain" : "release(3.1) drain"));
+            reshards ? "release(3) release(3.1) reduce"
+                     : "release(3.1) reduce"));
     EXPECT_EQ(s.gathered_planes(3), reshards ? PlaneSet() : PlaneSet{kRows});
     EXPECT_TRUE(s.resting());
   }

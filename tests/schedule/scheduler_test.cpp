@@ -47,6 +47,17 @@ TEST(Scheduler, GoldenStepOfZero3) {
       "reduce(1) drain(2) drain(1) join");
 }
 
+// Its whole weights and its reduced gradient are never there at once: with an
+// embedding in it, it is the largest unit.
+TEST(Scheduler, ARootsWeightsGoBeforeItsReduction) {
+  auto units = four_blocks();
+  units[0].weights_nbytes = units[1].weights_nbytes;
+  units[0].grad_nbytes = units[1].grad_nbytes;
+  const std::string actions = to_string(simulate_step(units, {.prefetch = 1}));
+  EXPECT_NE(actions.find("release(0) reduce(0)"), std::string::npos) << actions;
+  EXPECT_EQ(actions.find("release(0)"), actions.rfind("release(0)"));
+}
+
 TEST(Scheduler, NoPrefetchGathersOnDemand) {
   const auto actions = simulate_step(four_blocks(), {.prefetch = 0});
   int gathered = 0;
@@ -407,7 +418,7 @@ TEST(Scheduler, B36_RecomputeIsTheBackwardGather) {
   EXPECT_EQ(run(s, {.kind = task_end, .task = 2}), "release(3)");
   EXPECT_EQ(
       run(s, {.kind = task_end, .task = 1, .outermost = true}),
-      "reduce(3) release(2) drain(3) join");
+      "release(2) reduce(3) drain(3) join");
   EXPECT_TRUE(s.resting());
 }
 
