@@ -2,6 +2,7 @@
 
 import weakref
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import _C
@@ -24,7 +25,7 @@ from flatshard._fsdp.arguments import (
     uses_copy_engines,
 )
 from flatshard._fsdp.collect import collect_parameters, modules_of_unit
-from flatshard._fsdp.extension import Extension, follows_protocol
+from flatshard._fsdp.extension import Extension, may_follow_protocol
 from flatshard._fsdp.forward import state_of
 from flatshard._fsdp.joined import find_parts, join
 from flatshard._fsdp.linear import write_grads_in_place
@@ -222,7 +223,10 @@ def fully_shard(
         check_slices(fp8=fp8, cuda_graph=cuda_graph, grads_in_place=grads_in_place)
     if name == "zero0" or device_mesh.size() == 1:
         dims = [0] * len(dims)  # nothing is cut
-    extended = [follows_protocol(tensor) for tensor, _, _ in found]
+    extended = [
+        type(tensor) is not nn.Parameter and may_follow_protocol(tensor)
+        for tensor, _, _ in found
+    ]
     if any(extended):
         check_extended(
             strategy=name not in ("zero3", "hsdp"),
