@@ -98,9 +98,9 @@ def _start_by_fork(case):
 def prepare():
     """Imports torch and its helpers, and changes these. Before any test module."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Nothing here may make torch's pool of threads: ranks are forked from this process.
     import torch
 
-    torch.set_num_threads(1)
     # They have names of FSDP2 that no user's import changes.
     import torch.distributed._composable.replicate  # noqa: F401
     import torch.distributed.checkpoint.state_dict  # noqa: F401
