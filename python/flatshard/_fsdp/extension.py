@@ -45,10 +45,11 @@ def may_follow_protocol(tensor):
     if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
         return False
     try:
-        pieces = torch.chunk(tensor.detach(), 1)
+        piece = torch.chunk(tensor.detach(), 1)[0]
+        zeros = tensor.new_zeros((1, *tensor.shape[1:]))
     except (NotImplementedError, RuntimeError, TypeError):
         return False
-    return type(pieces[0]) is kind
+    return type(piece) is type(zeros) is kind
 
 
 class _Leaf(torch.autograd.Function):
