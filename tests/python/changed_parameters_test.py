@@ -165,6 +165,27 @@ def test_setters_and_hooks_survive_a_parameter_that_is_unfrozen(mesh, rank, worl
     assert seen.count("bias") == 2 and len(seen) == 5
 
 
+def test_models_whose_frozen_parameters_stay_frozen(mesh, rank):
+    class Fused(nn.Linear):
+        fuse_wgrad_accumulation = True
+
+    model = nn.Sequential(Fused(5, 7), nn.Linear(7, 3)).to(mesh.device_type)
+    model[1].requires_grad_(False)
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    x = torch.ones(1, 5, device=mesh.device_type)
+    model(x)
+    model[1].requires_grad_(True)
+    with torch.no_grad():
+        model(x)  # follows nothing
+    with pytest.raises(
+        NotImplementedError, match="unfrozen.* where modules write to m"
+    ):
+        model(x)
+    model[1].requires_grad_(False)
+    model(x)
+
+
 def test_the_cores_optimizer_names_a_parameter_that_was_frozen(mesh, rank):
     model = fully_shard(three_layers().to(mesh.device_type), mesh=mesh)
     optimizer = flatshard.optim.AdamW(model.parameters(), lr=0.1)

@@ -178,6 +178,19 @@ def test_a_mesh_for_each_parameter(shape, strategy, kind, ranks_4, rank, world):
         assert p.to_local().equal(q.to_local())
 
 
+def test_what_is_frozen_beside_experts_stays_frozen(ranks_4, rank):
+    model = made()
+    model.head.requires_grad_(False)
+    model = sharded(model, mesh_of(1, 2, 2))
+    x = on_device(torch.ones(TOKENS, DIM))
+    model(x).sum().backward()
+    model.embed.requires_grad_(False)
+    model(x).sum().backward()
+    model.head.requires_grad_(True)
+    with pytest.raises(NotImplementedError, match="unfrozen.* on a part of the mesh"):
+        model(x)
+
+
 def test_a_mesh_that_is_no_part_is_refused(ranks_4, rank):
     mesh, dp = mesh_of(1, 2, 2)
     other = named_mesh(a=2, b=2)["a"]

@@ -315,6 +315,30 @@ class Nothing(Rounded):
     fsdp_pre_all_gather = property()
 
 
+def test_functions_of_a_piece(mesh, rank, world):
+    """They are put on the pieces after fully_shard, as on plain tensors of a class."""
+    layer = nn.Linear(6, ROWS, bias=False)
+    value = layer.weight.detach().clone()
+    layer.weight = nn.Parameter(Nothing(value))
+    fully_shard(layer, mesh=mesh)
+    piece = layer.weight._local_tensor
+    calls = []
+
+    class Later(Nothing):
+        def fsdp_pre_all_gather(self, mesh):
+            calls.append(mesh)
+            return (self.data_,), None
+
+        def fsdp_post_all_gather(self, outputs, metadata, dtype, *, out=None):
+            return None if out is not None else (outputs[0], outputs)
+
+    piece.__class__ = Later
+    x = on_device(torch.ones(1, 6))
+    for _ in range(2):
+        torch.testing.assert_close(layer(x), F.linear(x, value))
+    assert calls
+
+
 def test_refusals(mesh, rank, world, tmp_path):
     def model():
         return nets(RoundedLinear, Rounded)[0]
@@ -324,8 +348,9 @@ def test_refusals(mesh, rank, world, tmp_path):
 
     plain_subclass = nn.Linear(6, ROWS)
     plain_subclass.weight = nn.Parameter(Nothing(plain_subclass.weight.detach()))
-    with refused("weight is a Nothing, a subclass without fsdp_pre_all_gather"):
-        fully_shard(plain_subclass, mesh=mesh)
+    fully_shard(plain_subclass, mesh=mesh)
+    with refused("weight: its piece is a Nothing without fsdp_pre_all_gather"):
+        plain_subclass(inputs_of(world)[rank])
     with refused("strategy: this value"):
         fully_shard(model(), mesh=mesh, strategy="zero2")
     with refused("offload_policy: this value"):

@@ -241,6 +241,10 @@ def test_refusals(mesh, rank, world, tmp_path):
         wrap(shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
     with pytest.raises(ValueError, match="expected a dimension of parameter scale"):
         wrap(shard_placement_fn=lambda p: Shard(1))
+    with pytest.raises(
+        NotImplementedError, match="expected None, a Shard or .Shard, m"
+    ):
+        wrap(shard_placement_fn=lambda p: (Shard(0), "dp"))
     model = wrap(shard_placement_fn=last_dim)
     model(on_device(torch.ones(1, 5)))
     with pytest.raises(NotImplementedError, match="last.weight .* dimension 1"):

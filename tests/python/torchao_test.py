@@ -8,6 +8,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed.fsdp as fsdp2
 from torch import nn
 
 from flatshard import float8
@@ -28,7 +29,15 @@ from torchao.float8.float8_scaling_utils import (  # noqa: E402
 from torchao.float8.float8_training_tensor import LinearMMConfig  # noqa: E402
 from torchao.prototype.mx_formats import ScaleCalculationMode  # noqa: E402
 from torchao.prototype.mx_formats.mx_tensor import to_mx  # noqa: E402
+from torchao.prototype.quantized_training import (  # noqa: E402
+    int8_mixed_precision_training,
+    int8_weight_only_quantized_training,
+)
 from torchao.quantization import Float8WeightOnlyConfig, quantize_  # noqa: E402
+from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import (  # noqa: E402
+    linear_nf4,
+    to_nf4,
+)
 
 
 def weights():
@@ -121,34 +130,126 @@ def test_losses_go_together(mesh, rank):
     assert losses[-1] < losses[0] - 0.5
 
 
-def gathered_in_fp8():
-    return with_layers_of_torchao(Mlp(), enable_fsdp_float8_all_gather=True)
-
-
 def quantized_for_inference():
     model = Mlp()
     quantize_(model, Float8WeightOnlyConfig())
     return model
 
 
-@pytest.mark.parametrize(
-    "make, kind",
-    [
-        (gathered_in_fp8, "WeightWithDynamicFloat8CastTensor"),
-        (quantized_for_inference, "Float8Tensor"),
-    ],
-)
-@pytest.mark.parametrize("fp8", [None, policy("tensorwise")])
-def test_its_weights_are_refused_by_name(make, kind, fp8, mesh):
-    model = make()
+def test_its_weights_are_refused_by_name(mesh):
+    model = quantized_for_inference()
     with pytest.raises(
         NotImplementedError,
-        match=rf"parameter up.weight is a {kind}, .*give fp8=Float8Policy\(...\) and not "
-        "torchao's",
+        match=r"parameter up.weight.* is a Float8Tensor.*without fsdp_pre_all_gather.*"
+        r"give fp8=Float8Policy\(...\) and not torchao's",
     ):
-        fully_shard(model.blocks[0], mesh=mesh, mp_policy=BF16, fp8=fp8)
-    with pytest.raises(TypeError, match=f"tensor: expected a torch.Tensor, got {kind}"):
-        float8.quantize(model.blocks[0].up.weight, "tensorwise")
+        fully_shard(model.blocks[0], mesh=mesh, mp_policy=BF16)
+        model.blocks[0](on_device(torch.ones(16, DIM)))
+    with pytest.raises(
+        TypeError, match="tensor: expected a torch.Tensor, got Float8Tensor"
+    ):
+        float8.quantize(model.blocks[1].up.weight, "tensorwise")
+
+
+class Adapted(nn.Module):
+    """QLoRA: a frozen weight in NF4, and two small ones that are trained."""
+
+    def __init__(self, dim=512):
+        super().__init__()
+        self.weight = nn.Parameter(to_nf4(torch.randn(dim, dim) / 20), False)
+        self.down = nn.Linear(dim, 4, bias=False)
+        self.up = nn.Linear(4, dim, bias=False)
+
+    def forward(self, x):
+        return linear_nf4(x, self.weight) + self.up(self.down(x))
+
+
+def test_nf4_weights_with_adapters(mesh, rank, world):
+    if world == 3:
+        pytest.skip("NF4 is cut in blocks, which three ranks do not divide")
+    torch.manual_seed(0)
+    plain = on_device(nn.Sequential(*(Adapted() for _ in range(2))))
+    model = copy.deepcopy(plain)
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizers = [
+        torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.01)
+        for m in (model, plain)
+    ]
+    for step in range(3):
+        inputs = [
+            on_device(
+                torch.randn(
+                    2, 512, generator=torch.Generator().manual_seed(9 * step + r)
+                )
+            )
+            for r in range(world)
+        ]
+        loss = model(inputs[rank]).square().mean()
+        losses = [plain(x).square().mean() for x in inputs]
+        torch.testing.assert_close(loss, losses[rank])
+        loss.backward()
+        (sum(losses) / world).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, q in zip(model.parameters(), plain.parameters()):
+        if p.requires_grad:
+            torch.testing.assert_close(p.full_tensor(), q.detach())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [int8_weight_only_quantized_training, int8_mixed_precision_training],
+    ids=["weight_only", "mixed_precision"],
+)
+def test_int8_weights_train_as_with_fsdp2(config, mesh, rank, world):
+    if world == 1:
+        pytest.skip("FSDP2 cuts nothing")
+    results = []
+    for shard_module in (fully_shard, fsdp2.fully_shard):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(60, 60, bias=False) for _ in range(3)))
+        model = on_device(model)
+        quantize_(model, config())
+        for layer in model:
+            shard_module(layer, mesh=mesh)
+        shard_module(model, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = []
+        for step in range(3):
+            generator = torch.Generator().manual_seed(9 * step + rank)
+            x = on_device(torch.randn(16, 60, generator=generator))
+            loss = model(x).square().mean()
+            loss.backward()
+            found += [loss.detach(), model[0].weight.grad.to_local()]
+            torch.manual_seed(step)  # rounding is stochastic
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(found)
+    for ours, theirs in zip(*results):
+        assert ours.equal(theirs)
+
+
+def test_weights_that_are_gathered_in_fp8(mesh, rank, world):
+    """One step's losses and gradients are those of its layers alone."""
+    options = {"enable_fsdp_float8_all_gather": True, "emulate": True}
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(48, 48, bias=False), nn.Linear(48, 48, bias=False))
+    model = copy.deepcopy(plain)
+    convert_to_float8_training(model, config=Float8LinearConfig(**options))
+    convert_to_float8_training(plain, config=Float8LinearConfig(emulate=True))
+    for layer in on_device(model):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    on_device(plain)
+    x = on_device(torch.randn(16, 48, generator=torch.Generator().manual_seed(3)))
+    for m in (model, plain):
+        m(x).square().mean().backward()
+    assert model(x).equal(plain(x))
+    for p, q in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
 
 
 def test_its_layers_keep_their_class(mesh):

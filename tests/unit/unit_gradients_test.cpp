@@ -1,4 +1,5 @@
 #include "flatshard/unit/unit_gradients.h"
+#include "flatshard/unit/unit_weights.h"
 
 #include "flatshard/fully_shard/unit_contents.h"
 #include "tests/support/ranks.h"
@@ -103,6 +104,81 @@ TEST(UnitGradients, AnUnfinishedBackwardIsForgotten) {
     EXPECT_EQ(g.gradients.num_pending(), 0U);
     EXPECT_FALSE(g.gradients.target(g.slot, 1).accumulate);
     EXPECT_FALSE(g.contents.parameters[0].tensor.grad().defined());
+  });
+}
+
+TEST(UnitContents, AParameterIsShownInAnotherOrderOfDimensions) {
+  run_ranks(1, [](const RankContext& context) {
+    const at::Tensor values = at::arange(6, at::kFloat).view({3, 2});
+    GroupSpec spec{
+        .name = "unit",
+        .mesh = context.mesh(),
+        .strategy = Strategy::named("zero0", 1)};
+    spec.parameters.push_back(
+        {.names = {"a"},
+         .shape = {3, 2},
+         .precision = Precision::full(),
+         .values = values,
+         .tensor = at::empty({3, 2}).t().requires_grad_()});
+    UnitContents contents = make_unit_contents(spec, {}, Initializer(0));
+    const UnitParameter& p = contents.parameters.front();
+    p.storage.point_at(
+        contents.groups.front()->weights().compute().local().data_ptr());
+    EXPECT_TRUE(p.tensor.equal(values.t()));
+    UnitGradients gradients(contents.groups, contents.parameters, true);
+    const at::Tensor memory = at::zeros({gradients.nbytes() / 4});
+    const SlotView slot{
+        memory.mutable_data_ptr(),
+        gradients.nbytes(),
+        at::kCPU};
+    gradients.add(0, values.t());
+    gradients.finish(slot);
+    EXPECT_TRUE(memory.narrow(0, 0, 6).equal(values.flatten()));
+  });
+}
+
+TEST(UnitContents, GroupsWithoutWeightsAndGroupsApart) {
+  run_ranks(2, [](const RankContext& context) {
+    GroupSpec spec{
+        .name = "unit",
+        .mesh = context.mesh(),
+        .strategy = Strategy::named("zero3", 1)};
+    const auto add = [&](const char* name, bool requires_grad) {
+      spec.parameters.push_back(
+          {.names = {name},
+           .shape = {4},
+           .precision = Precision::full(),
+           .tensor = at::zeros({4}).set_requires_grad(requires_grad)});
+      return &spec.parameters.back();
+    };
+    add("trained", true);
+    add("frozen", false);
+    GroupParameter* later = add("trained later", false);
+    later->trainable = true;
+    later->apart = 1;
+    add("gathered otherwise", true)->has_weights = false;
+    const UnitContents contents =
+        make_unit_contents(std::move(spec), {}, Initializer(0));
+    ASSERT_EQ(contents.groups.size(), 4U);
+    const auto group_of = [&](const std::string& name) -> const ParamGroup& {
+      for (const auto& p : contents.parameters) {
+        if (p.name == name) {
+          return *contents.groups[p.group];
+        }
+      }
+      ADD_FAILURE() << name;
+      return *contents.groups.front();
+    };
+    EXPECT_TRUE(group_of("trained later").trainable());
+    EXPECT_FALSE(group_of("frozen").trainable());
+    const ParamGroup& without = group_of("gathered otherwise");
+    EXPECT_TRUE(without.trainable());
+    EXPECT_TRUE(without.weights().main().local().is_meta());
+    EXPECT_FALSE(without.weights().compute().defined());
+    const UnitWeights weights("unit", contents.groups);
+    EXPECT_EQ(
+        weights.nbytes(UnitWeights::kComputePlane, kWhole),
+        3 * kSlotAlignment);
   });
 }
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from flatshard._fsdp.extension import follows_protocol
+from flatshard._fsdp.extension import is_extended
 from flatshard._fsdp.strategies import find_strategy
 from flatshard._fsdp.tensor_parallel import is_tensor_parallel
 from flatshard._fsdp.wrapping import check_module
@@ -224,7 +224,7 @@ def check_places(places, found, options, strategy, offload, slices, mesh):
             cuda_graph=options.cuda_graph,
             mesh=on_parts,
         )
-    if any(follows_protocol(tensor) for tensor, _, _ in found):
+    if any(is_extended(tensor) for tensor, _, _ in found):
         check_extended(
             strategy=strategy not in ("zero3", "hsdp"),
             dims=any(dims),

@@ -5,7 +5,7 @@ import weakref
 import torch
 from torch import nn
 
-from flatshard._fsdp.extension import follows_protocol
+from flatshard._fsdp.extension import instead_of, may_follow_protocol
 from flatshard._fsdp.parameter import former_name
 from flatshard._fsdp.tensor_parallel import is_tensor_parallel
 from flatshard._tensor.even_shard import EvenShard
@@ -79,12 +79,12 @@ def _check_parameter(tensor, name):
             f"parameter {name} has no shape yet ({type(tensor).__name__}): run the "
             "module once before fully_shard"
         )
-    if type(tensor) is not nn.Parameter and not follows_protocol(tensor):
+    if type(tensor) is not nn.Parameter and not may_follow_protocol(tensor):
         raise NotImplementedError(
             f"parameter {name} is a {type(tensor).__name__}, a subclass without "
             "fsdp_pre_all_gather and fsdp_post_all_gather, which sharding would turn into "
             "a plain tensor: put nn.Parameter(its plain values) in its place before "
-            f"fully_shard, or name it in ignored_params{_instead(tensor)}"
+            f"fully_shard, or name it in ignored_params{instead_of(tensor)}"
         )
     if tensor.requires_grad and tensor.dtype not in TRAINABLE:
         raise ValueError(
@@ -92,10 +92,3 @@ def _check_parameter(tensor, name):
             f"{', '.join(map(str, TRAINABLE))}. Freeze it (requires_grad_(False)), or "
             "name it in ignored_params"
         )
-
-
-def _instead(tensor):
-    library = type(tensor).__module__.split(".")[0]
-    if library not in ("torchao", "transformer_engine"):
-        return ""
-    return f". For FP8 weights give fp8=Float8Policy(...) and not {library}'s"

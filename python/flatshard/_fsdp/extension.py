@@ -10,7 +10,7 @@ import inspect
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from flatshard import _C
 from flatshard._tensor.even_shard import EvenShard
@@ -22,10 +22,41 @@ from flatshard.torch_versions import keeps_version
 _SHORT, _LONG = 1, 5
 
 
+def instead_of(tensor):
+    """Of libraries for whose FP8 weights there is an option."""
+    library = type(tensor).__module__.split(".")[0]
+    if library not in ("torchao", "transformer_engine"):
+        return ""
+    return f". For FP8 weights give ShardOptions(fp8=Float8Policy(...)) and not {library}'s"
+
+
 def follows_protocol(tensor):
     """Whether `tensor` is of a subclass that follows the protocol."""
     names = "fsdp_pre_all_gather", "fsdp_post_all_gather"
     return all(hasattr(tensor, name) for name in names)
+
+
+def may_follow_protocol(tensor):
+    """Whether pieces of `tensor` are of its subclass, so that what they say can be
+    gathered. Some get the protocol's functions after fully_shard."""
+    if follows_protocol(tensor):
+        return True
+    kind = type(tensor)
+    if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        return False
+    try:
+        piece = torch.chunk(tensor.detach(), 1)[0]
+        zeros = tensor.new_zeros((1, *tensor.shape[1:]))
+    except (NotImplementedError, RuntimeError, TypeError):
+        return False
+    return type(piece) is type(zeros) is kind
+
+
+def is_extended(tensor):
+    """Whether an Extension gathers it. DTensors are not its."""
+    if type(tensor) in (nn.Parameter, DTensor):
+        return False
+    return may_follow_protocol(tensor)
 
 
 class _Leaf(torch.autograd.Function):
@@ -166,9 +197,11 @@ class Extension:
         piece = local_of(self.shard)
         if not follows_protocol(piece):
             raise NotImplementedError(
-                f"parameter {self.title}: a piece of it is a {type(piece).__name__}, which "
-                "has no fsdp_pre_all_gather and fsdp_post_all_gather; torch.chunk, "
-                "new_zeros, narrow and copy_ have to keep the subclass"
+                f"parameter {self.title}: its piece is a {type(piece).__name__} without "
+                "fsdp_pre_all_gather and fsdp_post_all_gather, which sharding would turn "
+                "into a plain tensor: put nn.Parameter(its plain values) in its place "
+                "before fully_shard, name it in ignored_params, or give the subclass "
+                f"these functions{instead_of(piece)}"
             )
         number = len(inspect.signature(piece.fsdp_pre_all_gather).parameters)
         if number not in (_SHORT, _LONG):

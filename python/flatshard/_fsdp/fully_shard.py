@@ -24,7 +24,7 @@ from flatshard._fsdp.arguments import (
 )
 from flatshard._fsdp.collect import collect_parameters, modules_of_unit
 from flatshard._fsdp.configure import options_of, take_keywords
-from flatshard._fsdp.extension import Extension, follows_protocol
+from flatshard._fsdp.extension import Extension, is_extended
 from flatshard._fsdp.forward import state_of
 from flatshard._fsdp.joined import find_parts, join
 from flatshard._fsdp.linear import linears_in_place, write_grads_in_place
@@ -247,7 +247,7 @@ def fully_shard(
 
 def _parameter(tensor, full_name, sites, reason, place, options, mp_policy, mesh):
     """What a unit keeps of one parameter. `reason`: why it is not FP8, or ""."""
-    by_subclass = follows_protocol(tensor)
+    by_subclass = is_extended(tensor)
     parallel = None
     if is_tensor_parallel(tensor):
         parallel = TensorParallel(tensor, mesh, full_name)

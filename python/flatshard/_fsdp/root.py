@@ -247,14 +247,21 @@ class Root:
 
     def renew(self):
         """Makes the Root that comes after this one, when Stale was raised."""
-        if self._passes or self.cuda_graphs:
-            raise NotImplementedError(
-                "requires_grad or the dtype of a parameter was changed between two steps, "
-                "which is not supported in a model with cuda_graph=True, nor while a "
-                "backward_pass goes on; change it before the first forward"
-            )
-        self._inner_outputs.close()
         units = self.units
+        for problem, name in (
+            (self._passes, "while a backward_pass is open"),
+            (self.cuda_graphs, "in a model with cuda_graph=True"),
+            (any(u.main_grads for u in units), "where modules write to main_grad"),
+            (any(u.joined for u in units), "with parameters on a part of the mesh"),
+        ):
+            if problem:
+                raise NotImplementedError(
+                    "a parameter was unfrozen, or its dtype changed, between two steps, "
+                    f"which is not supported {name}; change it before the first forward"
+                )
+        for unit in units:
+            unit.check_may_renew()
+        self._inner_outputs.close()
         for unit in units:
             unit.renew()
         return Root(self._module(), units[0])

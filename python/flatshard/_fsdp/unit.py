@@ -190,13 +190,15 @@ class UnitState:
         for p in self.parameters:
             p.whole.requires_grad_(p.shard.requires_grad)
 
+    def check_may_renew(self):
+        for changed in [p for p in self.parameters if not p.fits()]:
+            self._check_may_change(changed)
+
     def renew(self):
         """After a forward: the same for all units of a model, of which a Root is made
         then. Each rank keeps its rows, since optimizers have states for them, so the
         parameters of a group are trained or frozen together: the core has gradients for
         all of them where one is trained."""
-        for changed in [p for p in self.parameters if not p.fits()]:
-            self._check_may_change(changed)
         unfrozen = any(p.apart and p.shard.requires_grad for p in self.parameters)
         for p in self.parameters:
             p.trainable = p.trainable or (unfrozen and p.apart and _is_trained_as(p))

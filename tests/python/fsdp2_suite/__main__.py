@@ -85,7 +85,8 @@ class Running:
         return time.monotonic() - self.began
 
     def finish(self):
-        """Returns (outcome, error text), after the pipe can be read or the deadline."""
+        """Returns (outcome, error text, what the test printed last), after the pipe can be
+        read or the deadline."""
         answer = b""
         if select.select([self.pipe], [], [], 0)[0]:
             while block := os.read(self.pipe, 65536):
@@ -96,12 +97,12 @@ class Running:
         with _none_left():
             os.killpg(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
-        if answer:
-            return json.loads(answer)
         self.output.seek(0)
-        said = self.output.read().decode(errors="replace")[-4000:]
+        printed = self.output.read().decode(errors="replace")[-200_000:]
+        if answer:
+            return *json.loads(answer), printed
         what = "timed out" if time.monotonic() >= self.deadline else "died"
-        return "FAIL", f"TimeoutError: {what}\n{said}"
+        return "FAIL", f"TimeoutError: {what}", printed
 
 
 class _none_left:
@@ -115,7 +116,6 @@ class _none_left:
 def _run_in_child(case, write_end, output):
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
-    # A module's own folder, for what lies there.
     result = unittest.TestResult()
     try:
         case.run(result)
@@ -143,7 +143,7 @@ def first_line(text):
 
 
 def run_all(tests, timeout):
-    """Yields (name, outcome, error text, seconds) of each test as it ends."""
+    """Yields (name, seconds, *Running.finish()) of each test as it ends."""
     waiting, running = list(tests), []
     while waiting or running:
         while waiting and len(running) < TESTS_AT_ONCE:
@@ -154,7 +154,7 @@ def run_all(tests, timeout):
             ready = select.select([test.pipe], [], [], 0)[0]
             if ready or time.monotonic() >= test.deadline:
                 running.remove(test)
-                yield test.name, *test.finish(), test.seconds()
+                yield test.name, test.seconds(), *test.finish()
 
 
 def main():
@@ -179,7 +179,7 @@ def main():
         tests += [t for t in found if re.search(arguments.k or "", t[0])]
     outcomes, groups = collections.Counter(), collections.defaultdict(list)
     errors = open(arguments.errors, "w") if arguments.errors else None
-    for name, outcome, text, seconds in run_all(tests, arguments.timeout):
+    for name, seconds, outcome, text, printed in run_all(tests, arguments.timeout):
         print(f"{outcome} {seconds:5.1f} s  {name}", flush=True)
         outcomes[outcome] += 1
         if outcome != "FAIL":
@@ -187,7 +187,9 @@ def main():
         line = first_line(text)
         groups[re.sub(r"\d+", "N", line)].append((name, line))
         if errors:
-            print(f"==== {name}\n{text}\n", file=errors, flush=True)
+            print(
+                f"==== {name}\n{text}\n---- printed\n{printed}", file=errors, flush=True
+            )
     for same in sorted(groups.values(), key=len, reverse=True):
         print(f"\n{len(same)} x {same[0][1]}")
         for name, _ in same:

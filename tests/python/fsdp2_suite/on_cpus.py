@@ -8,6 +8,8 @@ import contextlib
 import functools
 import importlib
 import os
+import sys
+import types
 import unittest
 
 NUM_DEVICES = 4
@@ -71,9 +73,11 @@ def _stand_in(torch):
     torch.accelerator.device_count = lambda: 64
     for name in ("Event", "device_count", "manual_seed", "empty_cache", "set_device"):
         setattr(torch.cpu, name, stand_ins[name])
-    torch.nn.Module.cuda = lambda self, device=None: self
+    for name in ("cuda", "npu"):
+        setattr(torch.nn.Module, name, lambda self, device=None: self)
+        setattr(torch.Tensor, name, lambda self, device=None, **kwargs: self)
+    torch.npu = torch.cuda
     torch.Tensor.pin_memory = lambda self, device=None: self
-    torch.Tensor.cuda = lambda self, device=None, **kwargs: self
 
 
 def _nothing(*args, **kwargs):
@@ -98,9 +102,9 @@ def _start_by_fork(case):
 def prepare():
     """Imports torch and its helpers, and changes these. Before any test module."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Nothing here may make torch's pool of threads: ranks are forked from this process.
     import torch
 
-    torch.set_num_threads(1)
     # They have names of FSDP2 that no user's import changes.
     import torch.distributed._composable.replicate  # noqa: F401
     import torch.distributed.checkpoint.state_dict  # noqa: F401
@@ -137,7 +141,25 @@ def prepare():
     common_fsdp.test_compiled_fsdp = common_fsdp.compiled_fsdp_test
     inductor_utils.HAS_CUDA = False
     common_dtensor.skip_if_lt_x_gpu = _unchanged
+    _stand_in_for_npu(common_fsdp)
     common_fsdp.get_devtype = lambda: torch.device("cpu")
+
+
+def _stand_in_for_npu(common_fsdp):
+    """Ascend's fork of PyTorch has tests of newer versions, for its own device."""
+    module = types.ModuleType("torch_npu")
+    module.FSDPNPUTest = common_fsdp.FSDPTest
+    module.SupportedDevices = _unchanged
+    module.skipIfUnsupportMultiNPU = _unchanged
+    for name in (
+        "torch_npu",
+        "torch_npu.testing",
+        "torch_npu.testing.common_distributed",
+        "torch_npu.testing.common_utils",
+        "torch_npu.testing._internal",
+        "torch_npu.testing._internal.common_fsdp",
+    ):
+        sys.modules[name] = module
 
 
 def set_timeout(seconds):
