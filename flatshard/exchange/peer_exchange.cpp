@@ -10,7 +10,7 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/device/memory.h"
-#include "flatshard/nn/row_places.h"
+#include "flatshard/moe/row_places.h"
 
 namespace flatshard {
 namespace {

@@ -4,7 +4,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/device/stream.h"
 #include "flatshard/device/timer.h"
-#include "flatshard/nn/token_exchange.h"
+#include "flatshard/moe/token_exchange.h"
 
 #include <atomic>
 #include <cstdint>

@@ -3,7 +3,7 @@
 #include "flatshard/models/activation_checkpoint.h"
 #include "flatshard/models/config.h"
 #include "flatshard/models/moe.h"
-#include "flatshard/nn/block_nodes.h"
+#include "flatshard/moe/block_nodes.h"
 #include "flatshard/nn/embedding.h"
 #include "flatshard/nn/linear.h"
 #include "flatshard/nn/loss.h"

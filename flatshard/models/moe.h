@@ -1,13 +1,13 @@
 #pragma once
 
 #include "flatshard/models/config.h"
-#include "flatshard/nn/grouped_linear.h"
+#include "flatshard/moe/grouped_linear.h"
+#include "flatshard/moe/permute.h"
+#include "flatshard/moe/router.h"
+#include "flatshard/moe/token_exchange.h"
 #include "flatshard/nn/linear.h"
 #include "flatshard/nn/module.h"
-#include "flatshard/nn/permute.h"
 #include "flatshard/nn/rms_norm.h"
-#include "flatshard/nn/router.h"
-#include "flatshard/nn/token_exchange.h"
 
 #include <cstdint>
 #include <memory>

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "flatshard/device/stream.h"
-#include "flatshard/nn/block_nodes.h"
+#include "flatshard/moe/block_nodes.h"
 #include "flatshard/overlap/backward_pass.h"
 #include "flatshard/runtime/runtime.h"
 #include "flatshard/schedule/overlap_events.h"

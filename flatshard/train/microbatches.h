@@ -11,7 +11,7 @@
 #include "flatshard/models/llama.h"
 #include "flatshard/overlap/overlap_runner.h"
 #include "flatshard/runtime/runtime.h"
-#include "flatshard/train/batches.h"
+#include "flatshard/train/data/batches.h"
 
 namespace flatshard {
 

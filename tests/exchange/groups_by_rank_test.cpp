@@ -8,7 +8,7 @@
 
 #include "flatshard/exchange/collective_exchange.h"
 #include "flatshard/exchange/peer_exchange.h"
-#include "flatshard/nn/grouped_linear.h"
+#include "flatshard/moe/grouped_linear.h"
 #include "flatshard/peer/page_communicator.h"
 #include "tests/support/ranks.h"
 

@@ -1,0 +1,222 @@
+#include "flatshard/moe/token_exchange.h"
+
+#include "flatshard/nn/autograd.h"
+
+#include <ATen/ATen.h>
+
+#include <utility>
+
+namespace flatshard::nn {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+class Arrived : public RowTransfer {
+ public:
+  explicit Arrived(TensorList rows) : rows_(std::move(rows)) {}
+  TensorList finish() override { return std::move(rows_); }
+
+ private:
+  TensorList rows_;
+};
+
+// A transfer, and of its gradients the way back.
+struct Travel {
+  std::shared_ptr<TokenExchange> exchange;
+  ExchangePlanPtr plan;
+  TokenExchange::Way way = TokenExchange::Way::dispatch;
+  std::optional<Permutation> tokens;
+
+  TensorList run(
+      TokenExchange::Way direction,
+      TensorList rows,
+      const at::Tensor& addend = {}) const {
+    for (at::Tensor& tensor : rows) {
+      if (tensor.defined()) {
+        tensor = tensor.contiguous();
+      }
+    }
+    TransferInput input{.rows = std::move(rows)};
+    if (input.rows[0].defined()) {
+      input.tokens = tokens;
+      input.addend = addend.defined() ? addend.contiguous() : addend;
+    }
+    return exchange->start(plan, direction, input)->finish();
+  }
+};
+
+// What the node keeps of it.
+struct ExchangeHandle : torch::CustomClassHolder {
+  explicit ExchangeHandle(Travel kept) : travel(std::move(kept)) {}
+  Travel travel;
+};
+
+struct ExchangeFunction : torch::autograd::Function<ExchangeFunction> {
+  static variable_list forward(
+      AutogradContext* ctx,
+      at::TensorList rows,
+      const std::optional<at::Tensor>& addend,
+      const c10::intrusive_ptr<ExchangeHandle>& handle) {
+    ctx->saved_data["handle"] = c10::IValue::make_capsule(handle);
+    ctx->saved_data["has_addend"] = addend.has_value();
+    ctx->set_materialize_grads(false);
+    TensorList arrived = handle->travel.run(
+        handle->travel.way,
+        rows.vec(),
+        addend.value_or(at::Tensor()));
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+      // An output that is the input would make autograd see an identity.
+      if (arrived[i].is_same(rows[i])) {
+        arrived[i] = reshape_result(arrived[i], arrived[i].sizes());
+      }
+    }
+    return arrived;
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    refuse_create_graph("the exchange of tokens");
+    const auto capsule = ctx->saved_data["handle"].toCapsule();
+    const Travel& travel = static_cast<const ExchangeHandle&>(*capsule).travel;
+    at::Tensor of_addend;
+    if (ctx->saved_data["has_addend"].toBool()) {
+      of_addend = grads[0];
+    }
+    if (travel.tokens && grads[0].defined()) {
+      grads[0] = as_rows(grads[0]);
+    }
+    variable_list back_home = travel.run(back(travel.way), std::move(grads));
+    back_home.push_back(of_addend);
+    back_home.emplace_back();  // the handle has none
+    return back_home;
+  }
+};
+
+TensorList
+travel(Travel kept, const TensorList& rows, const at::Tensor& addend = {}) {
+  return ExchangeFunction::apply(
+      at::TensorList(rows),
+      as_optional(addend),
+      c10::make_intrusive<ExchangeHandle>(std::move(kept)));
+}
+
+}  // namespace
+
+void TokenExchange::await(const Event& event) {
+  const auto stream = queue();
+  if (stream) {
+    event.wait(*current_stream(stream->device()));
+  }
+}
+
+ExchangePlanPtr LocalExchange::plan(
+    const at::Tensor& counts,
+    std::int64_t num_rows) {
+  auto plan = c10::make_intrusive<ExchangePlan>();
+  plan->ends = counts.cumsum(0, at::kInt);
+  plan->num_sent = num_rows;
+  plan->num_received = num_rows;
+  return plan;
+}
+
+std::unique_ptr<RowTransfer> LocalExchange::start(
+    const ExchangePlanPtr& /*plan*/,
+    Way way,
+    const TransferInput& input) {
+  return std::make_unique<Arrived>(result_of(way, input, rows_of(way, input)));
+}
+
+TensorList rows_of(TokenExchange::Way way, const TransferInput& input) {
+  TensorList rows = input.rows;
+  if (input.tokens && way == TokenExchange::Way::dispatch) {
+    const at::NoGradGuard no_grad;
+    rows[0] = permute_rows(rows[0], *input.tokens);
+  }
+  return rows;
+}
+
+TensorList
+result_of(TokenExchange::Way way, const TransferInput& input, TensorList rows) {
+  if (input.tokens && way == TokenExchange::Way::combine) {
+    const at::NoGradGuard no_grad;
+    rows[0] = sum_rows_of_tokens(rows[0], *input.tokens, input.addend);
+  }
+  return rows;
+}
+
+TensorList exchange_rows(
+    const std::shared_ptr<TokenExchange>& exchange,
+    const ExchangePlanPtr& plan,
+    TokenExchange::Way way,
+    const TensorList& rows) {
+  const std::int64_t expected =
+      way == TokenExchange::Way::dispatch ? plan->num_sent : plan->num_received;
+  for (const at::Tensor& tensor : rows) {
+    FLATSHARD_CHECK(
+        tensor.dim() >= 1 && tensor.size(0) == expected,
+        usage,
+        "exchange_rows: expected {} rows, got {}",
+        expected,
+        c10::str(tensor.sizes()));
+  }
+  return travel({.exchange = exchange, .plan = plan, .way = way}, rows);
+}
+
+at::Tensor exchange_rows(
+    const std::shared_ptr<TokenExchange>& exchange,
+    const ExchangePlanPtr& plan,
+    TokenExchange::Way way,
+    const at::Tensor& rows) {
+  return exchange_rows(exchange, plan, way, TensorList{rows})[0];
+}
+
+TensorList dispatch_tokens(
+    const std::shared_ptr<TokenExchange>& exchange,
+    const ExchangePlanPtr& plan,
+    const Permutation& permutation,
+    const at::Tensor& x,
+    const at::Tensor& row_weights) {
+  FLATSHARD_CHECK(
+      x.dim() == 2 && x.size(0) == permutation.tokens() &&
+          permutation.rows() == plan->num_sent,
+      usage,
+      "dispatch_tokens: expected x of [{}, dim] for {} rows, got {} for {}",
+      permutation.tokens(),
+      plan->num_sent,
+      c10::str(x.sizes()),
+      permutation.rows());
+  return travel(
+      {.exchange = exchange,
+       .plan = plan,
+       .way = TokenExchange::Way::dispatch,
+       .tokens = permutation},
+      {x, row_weights});
+}
+
+at::Tensor combine_tokens(
+    const std::shared_ptr<TokenExchange>& exchange,
+    const ExchangePlanPtr& plan,
+    const Permutation& permutation,
+    const at::Tensor& rows,
+    const at::Tensor& first) {
+  FLATSHARD_CHECK(
+      rows.dim() == 2 && rows.size(0) == plan->num_received &&
+          first.dim() >= 2 && first.size(-1) == rows.size(1) &&
+          first.numel() == permutation.tokens() * rows.size(1),
+      usage,
+      "combine_tokens: expected rows of [{}, dim] and [{}, dim] to add them "
+      "to, got {} and {}",
+      plan->num_received,
+      permutation.tokens(),
+      c10::str(rows.sizes()),
+      c10::str(first.sizes()));
+  return travel(
+      {.exchange = exchange,
+       .plan = plan,
+       .way = TokenExchange::Way::combine,
+       .tokens = permutation},
+      {rows},
+      first)[0];
+}
+
+}  // namespace flatshard::nn
