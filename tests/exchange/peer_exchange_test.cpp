@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "flatshard/comm/forwarding_communicator.h"
 #include "flatshard/comm/make_communicator.h"
 #include "flatshard/core/error.h"
 #include "flatshard/exchange/collective_exchange.h"
@@ -177,50 +178,23 @@ TEST_P(Copies, M8_DeliverTheBitsOfTheCollective) {
 
 // Past a fence rank 1 reads only when rank 0 has come to the next one, and so
 // has written what goes with that.
-class SlowReader : public Communicator {
+class SlowReader : public ForwardingCommunicator {
  public:
   SlowReader(
       std::shared_ptr<Communicator> group,
       std::atomic<int>& num_entered,
       int num_fences)
-      : Communicator(
-            group->rank(),
-            group->size(),
-            group->name() + ".slow",
-            group->device()),
-        group_(std::move(group)),
+      : ForwardingCommunicator(group, group->name() + ".slow"),
         num_entered_(num_entered),
         num_fences_(num_fences) {}
 
  protected:
-  void do_all_gather(Tensors outs, Tensors ins) override {
-    all_gather_of(*group_, std::move(outs), std::move(ins));
-  }
-  void do_reduce_scatter(Tensors outs, Tensors ins, ReduceOp op) override {
-    reduce_scatter_of(*group_, std::move(outs), std::move(ins), op);
-  }
-  void do_all_reduce(at::Tensor inout, ReduceOp op) override {
-    all_reduce_of(*group_, std::move(inout), op);
-  }
-  void do_broadcast(at::Tensor tensor, int root) override {
-    broadcast_of(*group_, std::move(tensor), root);
-  }
-  void do_all_to_all(at::Tensor out, at::Tensor in, Parts receives, Parts sends)
-      override {
-    all_to_all_of(
-        *group_,
-        std::move(out),
-        std::move(in),
-        std::move(receives),
-        std::move(sends));
-  }
-  void do_barrier() override { barrier_of(*group_); }
   void do_fence() override {
     ++num_fences_seen_;
     if (rank() == 0) {
       num_entered_ = num_fences_seen_;
     }
-    fence_of(*group_);
+    ForwardingCommunicator::do_fence();
     const int next = std::min(num_fences_seen_ + 1, num_fences_);
     while (rank() == 1 && num_entered_ < next) {
       std::this_thread::yield();
@@ -228,7 +202,6 @@ class SlowReader : public Communicator {
   }
 
  private:
-  std::shared_ptr<Communicator> group_;
   std::atomic<int>& num_entered_;
   int num_fences_;
   int num_fences_seen_ = 0;
