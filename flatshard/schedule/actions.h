@@ -27,7 +27,8 @@ struct Action {
   Phase phase = Phase::forward;  ///< of a gather or derive: for which use
   /// Of a reduction: its backward began as the step's last.
   bool is_last = true;
-  PartId part = kWhole;  ///< of a gather, derive, await or release
+  PartId part = kWhole;     ///< of a gather, derive, await or release
+  bool by_program = false;  ///< of a gather: ScheduleEvent::by_program
 
   friend bool operator==(const Action&, const Action&) = default;
 };

@@ -208,7 +208,11 @@ void Scheduler::unit_written(UnitId unit, Actions& out) {
 
 void Scheduler::unshard(const ScheduleEvent& event, Actions& out) {
   const PlaneSet planes = wanted(event.unit, Phase::forward);
+  const auto first = static_cast<std::ptrdiff_t>(out.size());
   gather(event.unit, planes, Phase::forward, out);
+  std::for_each(out.begin() + first, out.end(), [&](Action& action) {
+    action.by_program = event.by_program;
+  });
   if (event.awaits) {
     await(event.unit, planes, out);
   }

@@ -69,7 +69,7 @@ class ParameterViews : public StepObserver, public GradientObserver {
   // As StepObserver and GradientObserver.
   void forward_begins() override;
   void backward_begins() override;
-  void backward_began(Unit& unit) override;
+  void backward_began(Unit& unit, CallId call) override;
   void backward_ended() override;
   void was_reset() override;
   bool wants_reduced_gradients(const Unit& unit) override;

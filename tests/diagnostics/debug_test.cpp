@@ -3,9 +3,9 @@
 #include "tests/runtime/twin.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/diagnostics/poison.h"
+#include "flatshard/diagnostics/strict_checks.h"
 #include "flatshard/nn/recompute.h"
-#include "flatshard/runtime/poison.h"
-#include "flatshard/runtime/strict_checks.h"
 
 #include <ATen/ATen.h>
 

@@ -1,5 +1,7 @@
 #pragma once
 
+#include "flatshard/runtime/observer.h"
+#include "flatshard/runtime/runtime.h"
 #include "flatshard/unit/slot_view.h"
 
 #include <ATen/core/Tensor.h>
@@ -33,11 +35,24 @@ std::vector<std::shared_ptr<void>> make_poison(
     const std::string& who,
     const std::vector<PoisonSpec>& parameters);
 
-/// The step that the message names; one per process.
-void set_poison_step(std::int64_t step);
-
 /// Fills a slot with bytes that are NaN in every floating type. On the current
 /// stream.
 void fill_with_nan(const SlotView& slot);
+
+/// DebugOptions::poison: released parameters point at poisoned memory, and
+/// released slots are filled with NaN.
+class Poison : public SlotObserver, public StepObserver {
+ public:
+  /// Before the first forward of `runtime`.
+  static void install(const std::shared_ptr<Runtime>& runtime);
+  /// The size of the block that released parameters point at: 0 on the CPU and
+  /// without DebugOptions::poison.
+  static std::int64_t nbytes(const Runtime& runtime);
+
+  bool wants_unused_slots() const override { return true; }
+  void slot_unused(const SlotView& slot) override { fill_with_nan(slot); }
+  /// The message names it; one step per process.
+  void step_named(std::int64_t step) override;
+};
 
 }  // namespace flatshard

@@ -1,4 +1,4 @@
-#include "flatshard/runtime/poison.h"
+#include "flatshard/diagnostics/poison.h"
 
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
@@ -220,13 +220,51 @@ std::vector<std::shared_ptr<void>> make_poison(
                          : nan_block(device, parameters);
 }
 
-void set_poison_step(std::int64_t step) {
-  g_step = step;
-}
-
 void fill_with_nan(const SlotView& slot) {
   const at::NoGradGuard no_grad;
   slot.tensor(0, {slot.nbytes}, at::kByte).fill_(kNanByte);
+}
+
+void Poison::install(const std::shared_ptr<Runtime>& runtime) {
+  std::vector<PoisonSpec> specs;
+  for (const auto& unit : runtime->units()) {
+    for (const UnitParameter& p : unit->parameters()) {
+      specs.push_back({unit->name(), p.name, p.storage.nbytes()});
+    }
+  }
+  const Mesh& mesh = *runtime->mesh();
+  const auto memory = make_poison(
+      mesh.device(),
+      fmt::format("rank {}/{}", mesh.rank(), mesh.size()),
+      specs);
+  auto next = memory.begin();
+  for (const auto& unit : runtime->units()) {
+    for (UnitParameter& p : unit->parameters()) {
+      const auto& released = *next++;
+      if (!unit->groups()[p.group]->weights().float8()) {
+        p.storage.set_released_memory(released);
+      }
+    }
+    unit->pointers().clear();
+  }
+  runtime->add_observer(std::make_shared<Poison>());
+}
+
+std::int64_t Poison::nbytes(const Runtime& runtime) {
+  std::size_t largest = 0;
+  if (runtime.core().options.debug.poison &&
+      runtime.mesh()->device().is_cuda()) {
+    for (const auto& unit : runtime.units()) {
+      for (const UnitParameter& p : unit->parameters()) {
+        largest = std::max(largest, p.storage.nbytes());
+      }
+    }
+  }
+  return static_cast<std::int64_t>(largest);
+}
+
+void Poison::step_named(std::int64_t step) {
+  g_step = step;
 }
 
 }  // namespace flatshard
