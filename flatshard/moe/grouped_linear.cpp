@@ -8,6 +8,8 @@
 
 #include <ATen/ATen.h>
 
+#include <optional>
+
 namespace flatshard::nn {
 namespace {
 
@@ -40,6 +42,14 @@ at::Tensor deliver_grouped_wgrad(
       });
 }
 
+// x[order], or x itself where `order` is undefined.
+at::Tensor rows_of(
+    const at::Tensor& x,
+    const at::Tensor& order,
+    const at::Tensor& inverse) {
+  return order.defined() ? permute_rows(x, {order, inverse}) : x.contiguous();
+}
+
 struct GroupedLinearFunction
     : torch::autograd::Function<GroupedLinearFunction> {
   enum Input { kX, kWeight };
@@ -49,12 +59,17 @@ struct GroupedLinearFunction
       const at::Tensor& x,
       const at::Tensor& weight,
       const at::Tensor& ends,
+      const std::optional<at::Tensor>& ordered_by,
+      const std::optional<at::Tensor>& inverted_by,
       std::int64_t per_expert,
       const ModuleContextPtr& context) {
     save_context(ctx, context);
     ctx->saved_data["per_expert"] = per_expert;
-    const at::Tensor rows = x.contiguous();
-    ctx->save_for_backward({rows, weight, ends});
+    const at::Tensor order = ordered_by.value_or(at::Tensor());
+    const at::Tensor inverse = inverted_by.value_or(at::Tensor());
+    const at::Tensor rows = rows_of(x, order, inverse);
+    ctx->save_for_backward(
+        {order.defined() ? x : rows, weight, ends, order, inverse});
     return grouped_forward(rows, weight, {ends, per_expert});
   }
 
@@ -62,62 +77,22 @@ struct GroupedLinearFunction
     refuse_create_graph("grouped_linear");
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor &x = saved[0], &weight = saved[1];
+    const at::Tensor &order = saved[3], &inverse = saved[4];
     const Groups groups{saved[2], ctx->saved_data["per_expert"].toInt()};
-    const at::Tensor g = grads[0].contiguous();
-    variable_list out(5);
-    if (ctx->needs_input_grad(kX)) {
-      out[kX] = grouped_input_gradient(g, weight, groups);
-    }
-    if (ctx->needs_input_grad(kWeight)) {
-      out[kWeight] =
-          deliver_grouped_wgrad(saved_context(ctx), weight, g, x, groups);
-    }
-    return out;
-  }
-};
-
-struct PermuteGroupedLinearFunction
-    : torch::autograd::Function<PermuteGroupedLinearFunction> {
-  enum Input { kX, kWeight };
-
-  static at::Tensor forward(
-      AutogradContext* ctx,
-      const at::Tensor& x,
-      const at::Tensor& weight,
-      const at::Tensor& ends,
-      const at::Tensor& order,
-      const at::Tensor& inverse,
-      std::int64_t per_expert,
-      const ModuleContextPtr& context) {
-    save_context(ctx, context);
-    ctx->saved_data["per_expert"] = per_expert;
-    ctx->save_for_backward({x, weight, ends, order, inverse});
-    const Permutation permutation{order, inverse};
-    return grouped_forward(
-        permute_rows(x, permutation),
-        weight,
-        {ends, per_expert});
-  }
-
-  static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    refuse_create_graph("permute_grouped_linear");
-    const variable_list saved = ctx->get_saved_variables();
-    const at::Tensor &x = saved[0], &weight = saved[1];
-    const Groups groups{saved[2], ctx->saved_data["per_expert"].toInt()};
-    const Permutation permutation{saved[3], saved[4]};
     const at::Tensor g = grads[0].contiguous();
     variable_list out(7);
     if (ctx->needs_input_grad(kX)) {
-      out[kX] = sum_rows_of_tokens(
-          grouped_input_gradient(g, weight, groups),
-          permutation);
+      out[kX] = grouped_input_gradient(g, weight, groups);
+      if (order.defined()) {
+        out[kX] = sum_rows_of_tokens(out[kX], {order, inverse});
+      }
     }
     if (ctx->needs_input_grad(kWeight)) {
       out[kWeight] = deliver_grouped_wgrad(
           saved_context(ctx),
           weight,
           g,
-          permute_rows(x, permutation),
+          rows_of(x, order, inverse),
           groups);
     }
     return out;
@@ -128,7 +103,7 @@ at::Tensor weighted_swiglu(
     const at::Tensor& gate_up,
     const at::Tensor& row_weights) {
   const std::int64_t width = gate_up.size(1) / 2;
-  if (cuda::takes(gate_up)) {
+  if (cuda::supports(gate_up)) {
     at::Tensor y = at::empty({gate_up.size(0), width}, gate_up.options());
     cuda::weighted_swiglu_forward(gate_up, row_weights, y);
     return y;
@@ -152,7 +127,7 @@ SwigluGradients weighted_swiglu_backward(
     const at::Tensor& row_weights) {
   SwigluGradients d;
   d.gate_up = at::empty_like(gate_up);
-  if (cuda::takes(gate_up)) {
+  if (cuda::supports(gate_up)) {
     d.row_weights = at::empty_like(row_weights);
     d.product = dy;
     cuda::weighted_swiglu_backward(
@@ -269,6 +244,8 @@ at::Tensor grouped_linear(
       x,
       weight,
       groups.ends,
+      std::optional<at::Tensor>(),
+      std::optional<at::Tensor>(),
       groups.per_expert,
       context);
 }
@@ -287,12 +264,12 @@ at::Tensor permute_grouped_linear(
       permutation.tokens(),
       weight.size(-1),
       c10::str(x.sizes()));
-  return PermuteGroupedLinearFunction::apply(
+  return GroupedLinearFunction::apply(
       x,
       weight,
       groups.ends,
-      permutation.order,
-      permutation.inverse,
+      std::optional(permutation.order),
+      std::optional(permutation.inverse),
       groups.per_expert,
       context);
 }
