@@ -14,7 +14,9 @@
 #include <csignal>
 #include <cstring>
 #include <mutex>
+#include <string>
 #include <string_view>
+#include <vector>
 
 namespace flatshard {
 namespace {
@@ -25,6 +27,13 @@ struct Range {
   std::uintptr_t begin = 0;
   std::uintptr_t end = 0;
   std::string text;  ///< made beforehand: the handler cannot allocate
+};
+
+/// A parameter for which poisoned memory is made.
+struct PoisonSpec {
+  std::string unit;
+  std::string name;
+  std::size_t nbytes = 0;
 };
 
 /// Address space of one runtime's released parameters.
@@ -207,8 +216,9 @@ std::vector<std::shared_ptr<void>> nan_block(
   return {parameters.size(), std::shared_ptr<void>(block, block->data_ptr())};
 }
 
-}  // namespace
-
+/// Addresses for released parameters to point at, one per spec. Each shared
+/// pointer keeps what it points at alive.
+/// @param who  goes before the message, e.g. "rank 3/8".
 std::vector<std::shared_ptr<void>> make_poison(
     at::Device device,
     const std::string& who,
@@ -219,6 +229,8 @@ std::vector<std::shared_ptr<void>> make_poison(
   return device.is_cpu() ? protected_ranges(who, parameters)
                          : nan_block(device, parameters);
 }
+
+}  // namespace
 
 void fill_with_nan(const SlotView& slot) {
   const at::NoGradGuard no_grad;
