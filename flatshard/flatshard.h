@@ -37,7 +37,7 @@
 #include "flatshard/nn/rope.h"
 #include "flatshard/nn/swiglu.h"
 
-// Experts, and tokens that travel to those of other ranks.
+// Experts, and the exchange of tokens with those of other ranks.
 #include "flatshard/exchange/collective_exchange.h"
 #include "flatshard/exchange/peer_exchange.h"
 #include "flatshard/moe/grouped_linear.h"

@@ -184,8 +184,10 @@ class LlamaImpl : public nn::Module {
   const ModelConfig& config() const { return config_; }
 
  private:
-  /// A loss, whose gradient the routers learn from it; or logits.
-  at::Tensor told(const at::Tensor& result, const at::Tensor& targets) const;
+  /// Returns `result`. Where it is a loss, the routers hear of its gradient.
+  at::Tensor with_loss_gradient(
+      const at::Tensor& result,
+      const at::Tensor& targets) const;
 
   ModelConfig config_;
   nn::LossGradientPtr loss_gradient_;  ///< null without auxiliary losses

@@ -32,7 +32,7 @@ struct MoeOptions {
 
 /// What the forward of a layer of experts decided for its tokens. A recompute
 /// is given that of the first run: it must not route again, since scores that
-/// nearly tie may come out the other way and other rows would travel.
+/// nearly tie may come out the other way and other rows would be sent.
 struct RoutingRecord {
   std::optional<nn::Routing> routing;  ///< before tokens were dropped
   nn::Permutation permutation;
@@ -118,7 +118,7 @@ class ExpertsImpl : public nn::Module {
       const at::Tensor& x,
       const at::Tensor& weights,
       const RoutingRecord& record);
-  /// No row travels.
+  /// No row is exchanged.
   bool are_all_here() const { return exchange_ == nullptr; }
 
  private:

@@ -10,7 +10,7 @@
 namespace flatshard::nn {
 
 /// The forward of one block for one microbatch, in pieces between which rows of
-/// tokens travel to their experts and back: a block gives one to a schedule
+/// tokens are sent to their experts and back: a block gives one to a schedule
 /// that runs each piece, and its backward, by itself. It remembers what the
 /// forward decided (routing, exchange plan), so that the recompute of a piece
 /// does not decide again.
@@ -48,13 +48,13 @@ class BlockNodes {
   virtual at::Tensor merge(
       const at::Tensor& rows,
       const at::Tensor& residual) = 0;
-  /// Takes rows, or their gradients, one way, as nn::TokenExchange::take. No
-  /// graph. Called from work of the stream on which rows travel
+  /// Takes rows, or their gradients, one way, as nn::TokenExchange::transfer.
+  /// No graph. Called from work of the exchange stream
   /// (nn::TokenExchange::queue).
   /// @param residual  of the forward's combine, and else undefined: what
   ///   `merge` is given. A block may add it here already.
   virtual TensorList send(
-      TokenExchange::Way way,
+      TokenExchange::Direction direction,
       const TensorList& rows,
       const at::Tensor& residual) = 0;
 };

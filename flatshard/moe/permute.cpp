@@ -25,7 +25,7 @@ at::Tensor token_of_row(const at::Tensor& order, std::int64_t slots) {
 
 at::Tensor
 gather_rows(const at::Tensor& x, const at::Tensor& order, std::int64_t slots) {
-  if (cuda::takes(x)) {
+  if (cuda::supports(x)) {
     at::Tensor out = at::empty({order.size(0), x.size(1)}, x.options());
     cuda::permute_rows(x.contiguous(), order, slots, out);
     return out;
@@ -104,7 +104,7 @@ at::Tensor sum_rows(
           ? at::empty(first.sizes(), rows.options())
           : at::empty({inverse.size(0), rows.size(1)}, rows.options());
   const at::ScalarType dtype = rows.scalar_type();
-  if (cuda::takes(rows)) {
+  if (cuda::supports(rows)) {
     cuda::sum_rows_of_tokens(
         rows.contiguous(),
         inverse,

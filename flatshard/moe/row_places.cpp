@@ -67,7 +67,7 @@ void check_rows(
 }  // namespace
 
 bool can_split_rows(const at::Tensor& rows) {
-  return rows.is_cpu() || cuda::takes(rows);
+  return rows.is_cpu() || cuda::supports(rows);
 }
 
 RowPlaces row_places(
@@ -106,7 +106,7 @@ void permute_rows_into(
     const at::Tensor& leaving,
     const at::Tensor& staying) {
   check_rows("permute_rows_into", leaving, staying);
-  if (cuda::takes(x)) {
+  if (cuda::supports(x)) {
     cuda::permute_rows_into(
         x,
         permutation.order,
@@ -136,7 +136,7 @@ void sum_rows_from(
     const at::Tensor& addend,
     const at::Tensor& out) {
   check_rows("sum_rows_from", leaving, staying);
-  if (cuda::takes(leaving)) {
+  if (cuda::supports(leaving)) {
     const at::Tensor like_rows =
         addend.defined() ? addend.to(leaving.scalar_type()).contiguous()
                          : addend;

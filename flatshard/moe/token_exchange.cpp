@@ -22,14 +22,14 @@ class Arrived : public RowTransfer {
 };
 
 // A transfer, and of its gradients the way back.
-struct Travel {
+struct Exchange {
   std::shared_ptr<TokenExchange> exchange;
   ExchangePlanPtr plan;
-  TokenExchange::Way way = TokenExchange::Way::dispatch;
+  TokenExchange::Direction direction = TokenExchange::Direction::dispatch;
   std::optional<Permutation> tokens;
 
   TensorList run(
-      TokenExchange::Way direction,
+      TokenExchange::Direction to,
       TensorList rows,
       const at::Tensor& addend = {}) const {
     for (at::Tensor& tensor : rows) {
@@ -42,14 +42,14 @@ struct Travel {
       input.tokens = tokens;
       input.addend = addend.defined() ? addend.contiguous() : addend;
     }
-    return exchange->start(plan, direction, input)->finish();
+    return exchange->start(plan, to, input)->finish();
   }
 };
 
 // What the node keeps of it.
 struct ExchangeHandle : torch::CustomClassHolder {
-  explicit ExchangeHandle(Travel kept) : travel(std::move(kept)) {}
-  Travel travel;
+  explicit ExchangeHandle(Exchange kept) : exchange(std::move(kept)) {}
+  Exchange exchange;
 };
 
 struct ExchangeFunction : torch::autograd::Function<ExchangeFunction> {
@@ -61,8 +61,8 @@ struct ExchangeFunction : torch::autograd::Function<ExchangeFunction> {
     ctx->saved_data["handle"] = c10::IValue::make_capsule(handle);
     ctx->saved_data["has_addend"] = addend.has_value();
     ctx->set_materialize_grads(false);
-    TensorList arrived = handle->travel.run(
-        handle->travel.way,
+    TensorList arrived = handle->exchange.run(
+        handle->exchange.direction,
         rows.vec(),
         addend.value_or(at::Tensor()));
     for (std::size_t i = 0; i < rows.size(); ++i) {
@@ -77,23 +77,27 @@ struct ExchangeFunction : torch::autograd::Function<ExchangeFunction> {
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     refuse_create_graph("the exchange of tokens");
     const auto capsule = ctx->saved_data["handle"].toCapsule();
-    const Travel& travel = static_cast<const ExchangeHandle&>(*capsule).travel;
+    const Exchange& exchange =
+        static_cast<const ExchangeHandle&>(*capsule).exchange;
     at::Tensor of_addend;
     if (ctx->saved_data["has_addend"].toBool()) {
       of_addend = grads[0];
     }
-    if (travel.tokens && grads[0].defined()) {
+    if (exchange.tokens && grads[0].defined()) {
       grads[0] = as_rows(grads[0]);
     }
-    variable_list back_home = travel.run(back(travel.way), std::move(grads));
+    variable_list back_home =
+        exchange.run(back(exchange.direction), std::move(grads));
     back_home.push_back(of_addend);
     back_home.emplace_back();  // the handle has none
     return back_home;
   }
 };
 
-TensorList
-travel(Travel kept, const TensorList& rows, const at::Tensor& addend = {}) {
+TensorList exchange_with_graph(
+    Exchange kept,
+    const TensorList& rows,
+    const at::Tensor& addend = {}) {
   return ExchangeFunction::apply(
       at::TensorList(rows),
       as_optional(addend),
@@ -121,23 +125,28 @@ ExchangePlanPtr LocalExchange::plan(
 
 std::unique_ptr<RowTransfer> LocalExchange::start(
     const ExchangePlanPtr& /*plan*/,
-    Way way,
+    Direction direction,
     const TransferInput& input) {
-  return std::make_unique<Arrived>(result_of(way, input, rows_of(way, input)));
+  return std::make_unique<Arrived>(
+      result_of(direction, input, rows_of(direction, input)));
 }
 
-TensorList rows_of(TokenExchange::Way way, const TransferInput& input) {
+TensorList rows_of(
+    TokenExchange::Direction direction,
+    const TransferInput& input) {
   TensorList rows = input.rows;
-  if (input.tokens && way == TokenExchange::Way::dispatch) {
+  if (input.tokens && direction == TokenExchange::Direction::dispatch) {
     const at::NoGradGuard no_grad;
     rows[0] = permute_rows(rows[0], *input.tokens);
   }
   return rows;
 }
 
-TensorList
-result_of(TokenExchange::Way way, const TransferInput& input, TensorList rows) {
-  if (input.tokens && way == TokenExchange::Way::combine) {
+TensorList result_of(
+    TokenExchange::Direction direction,
+    const TransferInput& input,
+    TensorList rows) {
+  if (input.tokens && direction == TokenExchange::Direction::combine) {
     const at::NoGradGuard no_grad;
     rows[0] = sum_rows_of_tokens(rows[0], *input.tokens, input.addend);
   }
@@ -147,10 +156,11 @@ result_of(TokenExchange::Way way, const TransferInput& input, TensorList rows) {
 TensorList exchange_rows(
     const std::shared_ptr<TokenExchange>& exchange,
     const ExchangePlanPtr& plan,
-    TokenExchange::Way way,
+    TokenExchange::Direction direction,
     const TensorList& rows) {
-  const std::int64_t expected =
-      way == TokenExchange::Way::dispatch ? plan->num_sent : plan->num_received;
+  const std::int64_t expected = direction == TokenExchange::Direction::dispatch
+                                    ? plan->num_sent
+                                    : plan->num_received;
   for (const at::Tensor& tensor : rows) {
     FLATSHARD_CHECK(
         tensor.dim() >= 1 && tensor.size(0) == expected,
@@ -159,15 +169,17 @@ TensorList exchange_rows(
         expected,
         c10::str(tensor.sizes()));
   }
-  return travel({.exchange = exchange, .plan = plan, .way = way}, rows);
+  return exchange_with_graph(
+      {.exchange = exchange, .plan = plan, .direction = direction},
+      rows);
 }
 
 at::Tensor exchange_rows(
     const std::shared_ptr<TokenExchange>& exchange,
     const ExchangePlanPtr& plan,
-    TokenExchange::Way way,
+    TokenExchange::Direction direction,
     const at::Tensor& rows) {
-  return exchange_rows(exchange, plan, way, TensorList{rows})[0];
+  return exchange_rows(exchange, plan, direction, TensorList{rows})[0];
 }
 
 TensorList dispatch_tokens(
@@ -185,10 +197,10 @@ TensorList dispatch_tokens(
       plan->num_sent,
       c10::str(x.sizes()),
       permutation.rows());
-  return travel(
+  return exchange_with_graph(
       {.exchange = exchange,
        .plan = plan,
-       .way = TokenExchange::Way::dispatch,
+       .direction = TokenExchange::Direction::dispatch,
        .tokens = permutation},
       {x, row_weights});
 }
@@ -210,10 +222,10 @@ at::Tensor combine_tokens(
       permutation.tokens(),
       c10::str(rows.sizes()),
       c10::str(first.sizes()));
-  return travel(
+  return exchange_with_graph(
       {.exchange = exchange,
        .plan = plan,
-       .way = TokenExchange::Way::combine,
+       .direction = TokenExchange::Direction::combine,
        .tokens = permutation},
       {rows},
       first)[0];

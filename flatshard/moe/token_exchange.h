@@ -14,8 +14,9 @@
 
 namespace flatshard::nn {
 
-/// How the rows of one routing travel: made once, in the forward, and used by
-/// its backward and by a recompute as well. An exchange adds what it needs.
+/// How the rows of one routing are exchanged: made once, in the forward, and
+/// used by its backward and by a recompute as well. An exchange adds what it
+/// needs.
 struct ExchangePlan : torch::CustomClassHolder {
   /// int32 [experts here * groups_per_expert], on the rows' device: where each
   /// group of rows ends among those that dispatch delivers. Experts are in
@@ -29,7 +30,7 @@ struct ExchangePlan : torch::CustomClassHolder {
 };
 using ExchangePlanPtr = c10::intrusive_ptr<ExchangePlan>;
 
-/// What travels together, in one transfer.
+/// The tensors that are exchanged in one transfer.
 struct TransferInput {
   /// One behind the other, each contiguous and with a row for each row of the
   /// plan. One that is undefined, which it is on all ranks, stays so.
@@ -56,7 +57,7 @@ class RowTransfer {
 /// Brings rows of tokens to the experts that they are for, and back.
 class TokenExchange {
  public:
-  enum class Way {
+  enum class Direction {
     dispatch,  ///< [num_sent, ...] by expert -> [num_received, ...] by expert
     combine,   ///< the way back: [num_received, ...] -> [num_sent, ...]
   };
@@ -82,22 +83,26 @@ class TokenExchange {
   /// Queues a transfer on the current stream or behind it, and returns. Of
   /// several that are under way, those that started first finish first, on all
   /// ranks alike.
-  virtual std::unique_ptr<RowTransfer>
-  start(const ExchangePlanPtr& plan, Way way, const TransferInput& input) = 0;
+  virtual std::unique_ptr<RowTransfer> start(
+      const ExchangePlanPtr& plan,
+      Direction direction,
+      const TransferInput& input) = 0;
 
-  // For a schedule that says when rows travel: it calls `take` in work
-  // for `submit`, in an order that all ranks have, and lets compute wait by
-  // `await`.
+  // For a schedule that decides when rows are exchanged: it calls `transfer` in
+  // work for `submit`, in an order that all ranks have, and lets compute wait
+  // by `await`.
 
   /// Where all that ranks exchange has one order; null: there is none.
   virtual std::shared_ptr<Stream> queue() const { return nullptr; }
-  /// Submits to `queue` work that calls `take`.
+  /// Submits to `queue` work that calls `transfer`.
   virtual void submit(std::function<void()> work) { queue()->submit(work); }
   /// The transfer itself, for work that was submitted by `submit`.
   /// @return the rows that arrive.
-  virtual TensorList
-  take(const ExchangePlanPtr& plan, Way way, const TransferInput& input) {
-    return start(plan, way, input)->finish();
+  virtual TensorList transfer(
+      const ExchangePlanPtr& plan,
+      Direction direction,
+      const TransferInput& input) {
+    return start(plan, direction, input)->finish();
   }
   /// The current stream waits for `event`, a point of `queue`.
   virtual void await(const Event& event);
@@ -110,23 +115,28 @@ class LocalExchange : public TokenExchange {
       override;
   std::unique_ptr<RowTransfer> start(
       const ExchangePlanPtr& plan,
-      Way way,
+      Direction direction,
       const TransferInput& input) override;
 };
 
 // For exchanges that move rows alone. No graph.
 
-/// The rows that travel: of tokens, permuted.
-TensorList rows_of(TokenExchange::Way way, const TransferInput& input);
+/// The rows that are sent: of tokens, permuted.
+TensorList rows_of(
+    TokenExchange::Direction direction,
+    const TransferInput& input);
 /// What a transfer of `input` delivers when `rows` have arrived: of tokens,
 /// sums.
-TensorList
-result_of(TokenExchange::Way way, const TransferInput& input, TensorList rows);
+TensorList result_of(
+    TokenExchange::Direction direction,
+    const TransferInput& input,
+    TensorList rows);
 
 /// The other way.
-inline TokenExchange::Way back(TokenExchange::Way way) {
-  return way == TokenExchange::Way::dispatch ? TokenExchange::Way::combine
-                                             : TokenExchange::Way::dispatch;
+inline TokenExchange::Direction back(TokenExchange::Direction direction) {
+  return direction == TokenExchange::Direction::dispatch
+             ? TokenExchange::Direction::combine
+             : TokenExchange::Direction::dispatch;
 }
 
 /// start and finish in one. The gradients of `rows` take the other way, all of
@@ -136,14 +146,14 @@ inline TokenExchange::Way back(TokenExchange::Way way) {
 TensorList exchange_rows(
     const std::shared_ptr<TokenExchange>& exchange,
     const ExchangePlanPtr& plan,
-    TokenExchange::Way way,
+    TokenExchange::Direction direction,
     const TensorList& rows);
 
 /// The same for one tensor.
 at::Tensor exchange_rows(
     const std::shared_ptr<TokenExchange>& exchange,
     const ExchangePlanPtr& plan,
-    TokenExchange::Way way,
+    TokenExchange::Direction direction,
     const at::Tensor& rows);
 
 /// Dispatches tokens: exchange_rows of permute_rows(x), and of what goes with

@@ -41,7 +41,7 @@ class PeerCommunicator : public ForwardingCommunicator {
  protected:
   void do_reduce_scatter(Tensors outs, Tensors ins, ReduceOp op) override {
     if (reducer_ == nullptr ||
-        !std::all_of(ins.begin(), ins.end(), CopyReducer::takes)) {
+        !std::all_of(ins.begin(), ins.end(), CopyReducer::supports)) {
       ForwardingCommunicator::do_reduce_scatter(
           std::move(outs),
           std::move(ins),

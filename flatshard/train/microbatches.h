@@ -24,7 +24,7 @@ struct MicrobatchOptions {
   /// That of the model's blocks, which an overlap needs; null: experts are
   /// here.
   std::shared_ptr<nn::TokenExchange> exchange;
-  /// Of a stream on which tokens travel that has none of its own.
+  /// Of an exchange's stream that has none of its own.
   StreamOptions streams;
 };
 

@@ -185,7 +185,7 @@ TEST(Strict, ASubmoduleCalledWithoutItsUnit) {
   });
 }
 
-// Weights that were gathered by hand are there without any hook, so this is
+// Weights that the program unsharded are there without any hook, so this is
 // silent otherwise.
 TEST(Strict, AForwardWithoutHooksThatStillGetsAGradient) {
   run_ranks(2, [](RankContext& context) {

@@ -381,48 +381,49 @@ class ReversingExchange : public TokenExchange {
   }
   std::unique_ptr<RowTransfer> start(
       const ExchangePlanPtr& plan,
-      Way way,
+      Direction direction,
       const TransferInput& input) override {
-    ways.push_back(way);
+    directions.push_back(direction);
     TensorList reversed;
-    for (const at::Tensor& tensor : rows_of(way, input)) {
+    for (const at::Tensor& tensor : rows_of(direction, input)) {
       reversed.push_back(tensor.defined() ? tensor.flip(0) : tensor);
     }
     return LocalExchange().start(
         plan,
-        way,
-        {.rows = result_of(way, input, reversed)});
+        direction,
+        {.rows = result_of(direction, input, reversed)});
   }
   int plans = 0;
-  std::vector<Way> ways;
+  std::vector<Direction> directions;
 };
 
 TEST(TokenExchanges, AGradientGoesTheOtherWay) {
-  using Way = TokenExchange::Way;
+  using Direction = TokenExchange::Direction;
   const auto exchange = std::make_shared<ReversingExchange>();
   const ExchangePlanPtr plan = exchange->plan(int_tensor({1, 2}), 3);
   EXPECT_TRUE(at::equal(plan->ends, int_tensor({1, 3})));
   const at::Tensor x = at::randn({3, 2}, seeded(1)).requires_grad_();
-  const at::Tensor y = exchange_rows(exchange, plan, Way::dispatch, x);
+  const at::Tensor y = exchange_rows(exchange, plan, Direction::dispatch, x);
   EXPECT_TRUE(at::equal(y, x.flip(0)));
   const at::Tensor g = at::randn({3, 2}, seeded(2));
   y.backward(g);
   EXPECT_TRUE(at::equal(x.grad(), g.flip(0)));
   EXPECT_THAT(
-      exchange->ways,
-      ::testing::ElementsAre(Way::dispatch, Way::combine));
+      exchange->directions,
+      ::testing::ElementsAre(Direction::dispatch, Direction::combine));
   EXPECT_THROW(
-      exchange_rows(exchange, plan, Way::dispatch, at::zeros({2, 2})),
+      exchange_rows(exchange, plan, Direction::dispatch, at::zeros({2, 2})),
       Error);
 }
 
 TEST(TokenExchanges, TensorsTravelTogetherAndSoDoTheirGradients) {
-  using Way = TokenExchange::Way;
+  using Direction = TokenExchange::Direction;
   const auto exchange = std::make_shared<ReversingExchange>();
   const ExchangePlanPtr plan = exchange->plan(int_tensor({1, 2}), 3);
   const at::Tensor x = at::randn({3, 2}, seeded(1)).requires_grad_();
   const at::Tensor w = at::randn({3}, seeded(2)).requires_grad_();
-  const TensorList y = exchange_rows(exchange, plan, Way::dispatch, {x, w});
+  const TensorList y =
+      exchange_rows(exchange, plan, Direction::dispatch, {x, w});
   EXPECT_TRUE(at::equal(y[0], x.flip(0)));
   EXPECT_TRUE(at::equal(y[1], w.flip(0)));
   const at::Tensor g = at::randn({3, 2}, seeded(3));
@@ -431,8 +432,8 @@ TEST(TokenExchanges, TensorsTravelTogetherAndSoDoTheirGradients) {
   EXPECT_TRUE(at::equal(x.grad(), g.flip(0)));
   EXPECT_TRUE(at::equal(w.grad(), h.flip(0)));
   EXPECT_THAT(
-      exchange->ways,
-      ::testing::ElementsAre(Way::dispatch, Way::combine));
+      exchange->directions,
+      ::testing::ElementsAre(Direction::dispatch, Direction::combine));
   // One without a gradient does not get one of zeros.
   w.mutable_grad() = at::Tensor();
   y[0].backward(g);
@@ -458,7 +459,7 @@ TEST(TokenExchanges, TokensTravelAsTheirRows) {
                     : exchange_rows(
                           exchange,
                           plan,
-                          TokenExchange::Way::dispatch,
+                          TokenExchange::Direction::dispatch,
                           {permute_rows(x, permutation), w});
       const at::Tensor y = rows[0].sin() * rows[1].unsqueeze(1);
       const at::Tensor sum =
@@ -467,7 +468,7 @@ TEST(TokenExchanges, TokensTravelAsTheirRows) {
                           exchange_rows(
                               exchange,
                               plan,
-                              TokenExchange::Way::combine,
+                              TokenExchange::Direction::combine,
                               y),
                           permutation,
                           first);
@@ -487,7 +488,7 @@ TEST(TokenExchanges, TheLocalOneLeavesRowsWhereTheyAre) {
   EXPECT_EQ(plan->num_received, 4);
   const at::Tensor x = at::randn({4, 2}).requires_grad_();
   const at::Tensor y =
-      exchange_rows(exchange, plan, TokenExchange::Way::combine, x);
+      exchange_rows(exchange, plan, TokenExchange::Direction::combine, x);
   EXPECT_EQ(y.data_ptr(), x.data_ptr());
   y.sum().backward();
   EXPECT_TRUE(at::equal(x.grad(), at::ones({4, 2})));

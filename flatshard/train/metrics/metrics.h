@@ -50,7 +50,7 @@ struct StepMetrics {
 /// the device's; tps are tokens per second, of all ranks and of one when there
 /// are several; tflops are a rank's; mfu is N/A without a peak. With experts
 /// "  experts: load 1.31x  dropped 0.00%  balance 1.0412" follows, and where
-/// tokens travel "  exchange 1.2ms", what compute waited for them.
+/// tokens are exchanged "  exchange 1.2ms", what compute waited for them.
 std::string format_step(const StepMetrics& metrics);
 
 /// What one validation found.
