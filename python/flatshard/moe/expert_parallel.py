@@ -1,6 +1,6 @@
 """Experts of transformers' Mixtral and Qwen3-MoE, spread over ranks.
 
-Each rank of a mesh dimension keeps some experts of every layer, and each token is sent
+Each rank of a mesh dimension keeps some experts of every layer, and each token travels
 to the ranks of its experts and back. What an expert computes stays transformers' own.
 """
 
@@ -22,7 +22,7 @@ _LISTS = {"MixtralSparseMoeBlock": True, "Qwen3MoeSparseMoeBlock": False}
 
 
 def expert_parallel(model, ep_mesh, *, overlap=False):
-    """Leaves on each rank its experts of every layer, and exchanges tokens.
+    """Leaves on each rank its experts of every layer, and lets tokens travel.
 
     Before fully_shard, which is then applied to the experts on the other dimension and
     to the layer on both:
