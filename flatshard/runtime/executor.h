@@ -142,8 +142,8 @@ class Executor {
   void release_drained();
   void rest(Unit& unit);
   std::string context(const Action& action) const;
-  /// Observers hear on the reduce stream that the gradient slot is unused.
-  /// Returns the point behind that.
+  /// Tells observers on the reduce stream that the gradient slot is unused.
+  /// Returns the point after that.
   Event tell_unused_after_reduction(const Unit& unit);
   void tell_unused(const SlotView& slot) const;
 
