@@ -2,10 +2,10 @@
 // Qwen3-30B-A3B with 8192 tokens: a line of JSON for each. Random data.
 // usage: flatshard_experts [tokens]
 #include "bench/gpu_calls.h"
-#include "flatshard/nn/grouped_linear.h"
-#include "flatshard/nn/grouped_matmul.h"
-#include "flatshard/nn/permute.h"
-#include "flatshard/nn/router.h"
+#include "flatshard/moe/grouped_linear.h"
+#include "flatshard/moe/grouped_matmul.h"
+#include "flatshard/moe/permute.h"
+#include "flatshard/moe/router.h"
 
 namespace flatshard {
 namespace {

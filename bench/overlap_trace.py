@@ -139,7 +139,7 @@ def read(path):
         )
     else:
         print(
-            "no tokens travel beside another microbatch: all experts are on this rank"
+            "no tokens are exchanged beside another microbatch: all experts are on this rank"
         )
     times = node_times(work, compute)
     for (phase, node), ms in times.items():
@@ -158,7 +158,7 @@ def main():
     found = read(args.trace)
     if found is None and args.at_least > 0:
         sys.exit(
-            f"{args.trace}: expected tokens that travel on a GPU beside another "
+            f"{args.trace}: expected a token exchange on a GPU beside another "
             "microbatch, found none; trace a run on GPUs with "
             "parallelism.expert_parallel_degree"
         )

@@ -26,7 +26,7 @@ constexpr std::int64_t kPerToken = 8;
 constexpr std::int64_t kDim = 2048;
 constexpr int kRounds = 20;
 
-using Way = nn::TokenExchange::Way;
+using Direction = nn::TokenExchange::Direction;
 using Clock = std::chrono::steady_clock;
 
 double median(std::vector<double> values) {
@@ -109,17 +109,20 @@ void measure(
   for (int round = 0; round < kRounds; ++round) {
     nn::ExchangePlanPtr plan;
     at::Tensor arrived;
-    const auto start = [&](Way way, const nn::TransferInput& input) {
-      return exchange.start(plan, way, input)->finish();
+    const auto start = [&](Direction direction,
+                           const nn::TransferInput& input) {
+      return exchange.start(plan, direction, input)->finish();
     };
     calls[0].run([&] { plan = exchange.plan(counts, num_rows); });
-    calls[1].run([&] { arrived = start(Way::dispatch, {.rows = {rows}})[0]; });
-    calls[2].run([&] { start(Way::combine, {.rows = {arrived}}); });
-    calls[3].run(
-        [&] { start(Way::dispatch, {.rows = {x}, .tokens = permutation}); });
+    calls[1].run(
+        [&] { arrived = start(Direction::dispatch, {.rows = {rows}})[0]; });
+    calls[2].run([&] { start(Direction::combine, {.rows = {arrived}}); });
+    calls[3].run([&] {
+      start(Direction::dispatch, {.rows = {x}, .tokens = permutation});
+    });
     calls[4].run([&] {
       start(
-          Way::combine,
+          Direction::combine,
           {.rows = {arrived}, .tokens = permutation, .addend = x});
     });
   }

@@ -23,8 +23,8 @@
 #include "flatshard/float8/quantize.h"
 
 // Modules and layers for one device.
+#include "flatshard/moe/block_nodes.h"
 #include "flatshard/nn/attention.h"
-#include "flatshard/nn/block_nodes.h"
 #include "flatshard/nn/detached.h"
 #include "flatshard/nn/dropout.h"
 #include "flatshard/nn/embedding.h"
@@ -37,13 +37,13 @@
 #include "flatshard/nn/rope.h"
 #include "flatshard/nn/swiglu.h"
 
-// Experts, and tokens that travel to those of other ranks.
+// Experts, and the exchange of tokens with those of other ranks.
 #include "flatshard/exchange/collective_exchange.h"
 #include "flatshard/exchange/peer_exchange.h"
-#include "flatshard/nn/grouped_linear.h"
-#include "flatshard/nn/permute.h"
-#include "flatshard/nn/router.h"
-#include "flatshard/nn/token_exchange.h"
+#include "flatshard/moe/grouped_linear.h"
+#include "flatshard/moe/permute.h"
+#include "flatshard/moe/router.h"
+#include "flatshard/moe/token_exchange.h"
 #include "flatshard/peer/page_communicator.h"
 #include "flatshard/peer/peer_communicator.h"
 

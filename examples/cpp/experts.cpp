@@ -1,4 +1,4 @@
-// Experts of one's own, divided among ranks: tokens travel to the ranks that
+// Experts of one's own, divided among ranks: tokens are sent to the ranks that
 // have theirs, and back. docs/cpp.md#experts walks through it.
 //   build-example/experts FOLDER        one rank has all experts
 //   build-example/experts FOLDER 2      two have half of them each; goes on
@@ -35,8 +35,8 @@ struct BlockImpl : nn::Module {
   nn::Linear router = register_module("router", nn::Linear(kDim, kExperts));
   Experts experts{nullptr};
   std::shared_ptr<nn::TokenExchange> exchange;
-  BlockImpl(std::shared_ptr<nn::TokenExchange> travels, std::int64_t here)
-      : exchange(std::move(travels)) {
+  BlockImpl(std::shared_ptr<nn::TokenExchange> tokens, std::int64_t here)
+      : exchange(std::move(tokens)) {
     experts = register_module("experts", Experts(here));
   }
   at::Tensor forward(const at::Tensor& x) {

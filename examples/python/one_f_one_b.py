@@ -4,7 +4,7 @@ the next, layer by layer, each layer in two pieces.
     torchrun --nproc-per-node 2 examples/python/one_f_one_b.py
 
 It ends with the largest difference between its weights and those of plain accumulation,
-which is 0. Here both microbatches run on one stream; where rows of tokens travel between
+which is 0. Here both microbatches run on one stream; where rows of tokens are exchanged between
 two pieces, the order is what lets them do so behind the other microbatch's compute.
 """
 

@@ -1,6 +1,6 @@
 #include "flatshard/cli/norms_command.h"
 
-#include "flatshard/train/norms_report.h"
+#include "flatshard/train/metrics/norms_report.h"
 
 #include <CLI/CLI.hpp>
 

@@ -7,7 +7,7 @@
 #include "flatshard/launch/environment.h"
 #include "flatshard/launch/local_ranks.h"
 #include "flatshard/train/config.h"
-#include "flatshard/train/generate.h"
+#include "flatshard/train/export/generate.h"
 #include "flatshard/train/model_config.h"
 #include "flatshard/train/run_lock.h"
 #include "flatshard/train/run_output.h"

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
 #include <functional>
 #include <mutex>
 
@@ -34,11 +36,6 @@ std::shared_ptr<Communicator> make_nccl_communicator(
     const std::string& name,
     at::Device device,
     const CommunicatorOptions& options);
-std::shared_ptr<Communicator> wrap_nccl_backend(
-    BackendHandle backend,
-    const std::string& name,
-    at::Device device);
-
 /// See sum_rows.h. @param scale  of the sum.
 void cuda_sum_rows(
     const at::Tensor& out,

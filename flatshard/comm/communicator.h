@@ -150,44 +150,15 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     return {};
   }
 
-  // For a communicator that wraps another, which then sees nothing of it.
-  static void all_gather_of(Communicator& c, Tensors outs, Tensors ins) {
-    c.do_all_gather(std::move(outs), std::move(ins));
-  }
-  static void
-  reduce_scatter_of(Communicator& c, Tensors outs, Tensors ins, ReduceOp op) {
-    c.do_reduce_scatter(std::move(outs), std::move(ins), op);
-  }
-  static void all_reduce_of(Communicator& c, at::Tensor inout, ReduceOp op) {
-    c.do_all_reduce(std::move(inout), op);
-  }
-  static void broadcast_of(Communicator& c, at::Tensor tensor, int root) {
-    c.do_broadcast(std::move(tensor), root);
-  }
-  static void all_to_all_of(
-      Communicator& c,
-      at::Tensor out,
-      at::Tensor in,
-      Parts receives,
-      Parts sends) {
-    c.do_all_to_all(
-        std::move(out),
-        std::move(in),
-        std::move(receives),
-        std::move(sends));
-  }
+  /// A barrier of `c` that its log and observer do not see.
   static void barrier_of(Communicator& c) { c.do_barrier(); }
-  static void fence_of(Communicator& c) { c.do_fence(); }
-  static std::vector<IssuedCollective> mismatch_of(
-      Communicator& c,
-      const IssuedCollective& mine) {
-    return c.find_mismatch(mine);
-  }
 
   /// E.g. "rank 1/4 | dp.gather | all_gather".
   std::string where(CollectiveKind kind) const;
 
  private:
+  friend class ForwardingCommunicator;  // calls the do_ of another object
+
   template <class F>
   void run(
       CollectiveKind kind,

@@ -89,21 +89,16 @@ class NcclCommunicator : public Communicator {
   NcclCommunicator(
       NcclHandle backend,
       const std::string& name,
-      at::Device device,
-      bool owned)
+      at::Device device)
       : Communicator(backend->getRank(), backend->getSize(), name, device),
-        backend_(std::move(backend)),
-        end_(owned ? End::shut_down : End::of_its_owner) {}
+        backend_(std::move(backend)) {}
 
-  // A group of our own is shut down with its peers; after an exception they
-  // may never come, so it is aborted then. A wrapped one is its owner's.
+  // The group is shut down with its peers. After an exception they may never
+  // come, so it is aborted then.
   ~NcclCommunicator() override {
-    const End end = end_;
-    if (end == End::of_its_owner) {
-      return;
-    }
-    if (end == End::aborted || std::uncaught_exceptions() > 0) {
-      end_apart(std::move(backend_), end == End::aborted, name());
+    const bool aborted = aborted_;
+    if (aborted || std::uncaught_exceptions() > 0) {
+      end_apart(std::move(backend_), aborted, name());
       return;
     }
     try {
@@ -115,8 +110,7 @@ class NcclCommunicator : public Communicator {
 
   // May come from the watcher's thread while a collective is launched.
   void do_abort() override {
-    End ours = End::shut_down;
-    end_.compare_exchange_strong(ours, End::aborted);
+    aborted_ = true;
     backend_->abort();
   }
 
@@ -242,10 +236,10 @@ class NcclCommunicator : public Communicator {
 
   /// c10d connects at the first collective, and knows of no other time.
   ncclComm_t connected(CollectiveKind kind) {
-    if (end_ == End::aborted) {
+    if (aborted_) {
       throw Error(ErrorCode::comm, "it was aborted", where(kind));
     }
-    try {  // c10d throws when the owner of a wrapped one has aborted it
+    try {
       std::int64_t comm = backend_->getCommPtr();
       if (comm == 0) {
         std::vector<at::Tensor> one{
@@ -276,11 +270,8 @@ class NcclCommunicator : public Communicator {
     }
   }
 
-  /// What the destructor has to do.
-  enum class End { shut_down, aborted, of_its_owner };
-
   NcclHandle backend_;
-  std::atomic<End> end_;
+  std::atomic<bool> aborted_ = false;
 };
 
 void check_indexed(const std::string& name, at::Device device) {
@@ -327,30 +318,10 @@ std::shared_ptr<Communicator> make_nccl_communicator(
                 size,
                 std::move(nccl)),
             name,
-            device,
-            /*owned=*/true);
+            device);
         communicator->warm_up();
       });
   return communicator;
-}
-
-std::shared_ptr<Communicator> wrap_nccl_backend(
-    BackendHandle backend,
-    const std::string& name,
-    at::Device device) {
-  check_indexed(name, device);
-  auto* const nccl = dynamic_cast<c10d::ProcessGroupNCCL*>(backend.get());
-  FLATSHARD_CHECK(
-      nccl,
-      usage,
-      "communicator '{}': expected c10d's own backend, ProcessGroupNCCL, got "
-      "another that calls itself nccl",
-      name);
-  return std::make_shared<NcclCommunicator>(
-      NcclHandle::reclaim_copy(nccl),
-      name,
-      device,
-      /*owned=*/false);
 }
 
 }  // namespace flatshard::detail

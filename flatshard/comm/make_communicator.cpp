@@ -51,34 +51,6 @@ std::shared_ptr<Communicator> make_communicator(
   return detail::make_gloo_communicator(std::move(backend), name, options);
 }
 
-std::shared_ptr<Communicator> wrap_backend(
-    c10::intrusive_ptr<c10d::Backend> backend,
-    const std::string& name,
-    at::Device device) {
-  FLATSHARD_CHECK(
-      backend,
-      usage,
-      "communicator '{}': expected a backend, got null",
-      name);
-  if (backend->getSize() == 1) {
-    return make_self_communicator(name, device);
-  }
-  const std::string kind = backend->getBackendName();
-  if (kind == "gloo" && device.is_cpu()) {
-    return detail::make_gloo_communicator(std::move(backend), name, {});
-  }
-  if (kind == "nccl" && device.is_cuda()) {
-    return detail::wrap_nccl_backend(std::move(backend), name, device);
-  }
-  FLATSHARD_THROW(
-      config,
-      "communicator '{}': expected backend gloo with device cpu or nccl with "
-      "cuda, got backend '{}' with device '{}'",
-      name,
-      kind,
-      device.str());
-}
-
 namespace detail {
 
 void with_comm_errors(

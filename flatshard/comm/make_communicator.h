@@ -1,7 +1,5 @@
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-
 #include <memory>
 #include <string>
 
@@ -25,14 +23,6 @@ std::shared_ptr<Communicator> make_communicator(
     const std::string& name,
     at::Device device,
     CommunicatorOptions options = {});
-
-/// Takes a group that exists already: a c10d backend called "gloo" or "nccl",
-/// for instance from a Python process group. Makes no connection.
-/// @throws Error{config} for other backends, naming them.
-std::shared_ptr<Communicator> wrap_backend(
-    c10::intrusive_ptr<c10d::Backend> backend,
-    const std::string& name,
-    at::Device device);
 
 /// One rank: gathering, reducing and broadcasting copy; nothing is scaled.
 std::shared_ptr<Communicator> make_self_communicator(

@@ -19,18 +19,6 @@ std::shared_ptr<Communicator> make_nccl_communicator(
       device.str());
 }
 
-std::shared_ptr<Communicator> wrap_nccl_backend(
-    BackendHandle /*backend*/,
-    const std::string& name,
-    at::Device device) {
-  FLATSHARD_THROW(
-      config,
-      "communicator '{}': device '{}' needs NCCL, and this build has no CUDA; "
-      "build with -DFLATSHARD_CUDA=on",
-      name,
-      device.str());
-}
-
 void cuda_sum_rows(
     const at::Tensor& /*out*/,
     const at::Tensor& /*rows*/,

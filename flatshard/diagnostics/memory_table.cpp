@@ -1,4 +1,5 @@
 #include "flatshard/diagnostics/memory_table.h"
+#include "flatshard/diagnostics/poison.h"
 #include "flatshard/graphs/model_graphs.h"
 
 #include <fmt/format.h>
@@ -96,10 +97,10 @@ std::vector<MemoryRow> memory_rows(
          "what recorded regions or steps save, give out and use in between; in "
          "place of activations"});
   }
-  if (runtime.executor().poison_nbytes() > 0) {
+  if (const std::int64_t nbytes = Poison::nbytes(runtime); nbytes > 0) {
     rows.push_back(
         {"poison",
-         runtime.executor().poison_nbytes(),
+         nbytes,
          "NaN that released parameters point at (diagnostics.poison)"});
   }
   if (waiting.inner > 0) {

@@ -104,22 +104,23 @@ void CollectiveExchange::finish(const nn::ExchangePlanPtr& plan) {
   }
 }
 
-std::function<void()> CollectiveExchange::travel(
+std::function<void()> CollectiveExchange::transfer_of_rows(
     const nn::ExchangePlanPtr& plan,
-    Way way,
+    Direction direction,
     const nn::TensorList& out,
     const nn::TensorList& rows) {
   const auto* const made = own<const CollectivePlan>(plan);
   // The plan lives as long as the graph.
-  return [this, plan, made, leaves = way == Way::dispatch, rows, out] {
-    for (std::size_t i = 0; i < rows.size(); ++i) {
-      group().all_to_all(
-          out[i],
-          rows[i],
-          leaves ? made->at_experts : made->at_home,
-          leaves ? made->at_home : made->at_experts);
-    }
-  };
+  return
+      [this, plan, made, leaves = direction == Direction::dispatch, rows, out] {
+        for (std::size_t i = 0; i < rows.size(); ++i) {
+          group().all_to_all(
+              out[i],
+              rows[i],
+              leaves ? made->at_experts : made->at_home,
+              leaves ? made->at_home : made->at_experts);
+        }
+      };
 }
 
 }  // namespace flatshard

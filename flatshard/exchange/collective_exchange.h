@@ -4,7 +4,7 @@
 
 namespace flatshard {
 
-/// Tokens travel by all-to-all.
+/// Exchanges tokens by all-to-all.
 class CollectiveExchange : public StreamExchange {
  public:
   /// Collective: connects the ranks.
@@ -21,9 +21,9 @@ class CollectiveExchange : public StreamExchange {
   c10::intrusive_ptr<StreamExchangePlan> begin(
       const at::Tensor& counts) override;
   void finish(const nn::ExchangePlanPtr& plan) override;
-  std::function<void()> travel(
+  std::function<void()> transfer_of_rows(
       const nn::ExchangePlanPtr& plan,
-      Way way,
+      Direction direction,
       const nn::TensorList& out,
       const nn::TensorList& rows) override;
 

@@ -10,7 +10,7 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/device/memory.h"
-#include "flatshard/nn/row_places.h"
+#include "flatshard/moe/row_places.h"
 
 namespace flatshard {
 namespace {
@@ -194,27 +194,27 @@ void PeerExchange::check_fits(const Plan& plan, const nn::TensorList& rows)
   }
 }
 
-std::function<void()> PeerExchange::travel(
+std::function<void()> PeerExchange::transfer_of_rows(
     const nn::ExchangePlanPtr& plan,
-    Way way,
+    Direction direction,
     const nn::TensorList& out,
     const nn::TensorList& rows) {
-  return work_of(plan, way, out, {.rows = rows});
+  return work_of(plan, direction, out, {.rows = rows});
 }
 
-std::function<void()> PeerExchange::travel_of_tokens(
+std::function<void()> PeerExchange::transfer_of_tokens(
     const nn::ExchangePlanPtr& plan,
-    Way way,
+    Direction direction,
     const nn::TensorList& out,
     const nn::TransferInput& input) {
   return nn::can_split_rows(input.rows[0])
-             ? work_of(plan, way, out, input)
-             : StreamExchange::travel_of_tokens(plan, way, out, input);
+             ? work_of(plan, direction, out, input)
+             : StreamExchange::transfer_of_tokens(plan, direction, out, input);
 }
 
 std::function<void()> PeerExchange::work_of(
     const nn::ExchangePlanPtr& plan,
-    Way way,
+    Direction direction,
     const nn::TensorList& out,
     const nn::TransferInput& input) {
   auto* const made = own<Plan>(plan);
@@ -223,14 +223,14 @@ std::function<void()> PeerExchange::work_of(
     return [] {};
   }
   // The plan lives as long as the graph.
-  return [this, plan, made, way, out, input] {
+  return [this, plan, made, direction, out, input] {
     if (input.tokens && !made->places) {
       made->places = nn::row_places(
           *input.tokens,
           made->stay_runs,
           made->runs.num_routed());
     }
-    const bool leaves = way == Way::dispatch;
+    const bool leaves = direction == Direction::dispatch;
     const auto fences = parts_by_fence(
         *made,
         leaves ? input.rows : out,

@@ -10,7 +10,7 @@ namespace flatshard {
 
 struct PeerExchangeOptions {
   /// Bytes of the largest transfer of a rank: the rows that it routes, which
-  /// are tokens * experts_per_token, times the bytes of one and of what travels
+  /// are tokens * experts_per_token, times the bytes of one and of what goes
   /// with it (of a Moe: its float32 weight). Tensors that do not fit together
   /// travel one after the other, with a fence each. Equal on all ranks. Twice
   /// as much memory is held.
@@ -18,8 +18,8 @@ struct PeerExchangeOptions {
   ExchangeOptions exchange;
 };
 
-/// Tokens travel by copies through memory that the ranks share, which on GPUs
-/// are the copy engines'. Delivers the bits of CollectiveExchange.
+/// Exchanges tokens by copies through memory that the ranks share, which on
+/// GPUs are the copy engines'. Delivers the bits of CollectiveExchange.
 ///
 /// Each rank has a window for the rows that it routes, by expert. In a dispatch
 /// it fills its own, and the ranks of the experts read there; in a combine
@@ -63,14 +63,14 @@ class PeerExchange : public StreamExchange {
   void finish(const nn::ExchangePlanPtr& plan) override;
   /// @throws Error{config} on all ranks when a tensor of one of them does not
   ///   fit its window.
-  std::function<void()> travel(
+  std::function<void()> transfer_of_rows(
       const nn::ExchangePlanPtr& plan,
-      Way way,
+      Direction direction,
       const nn::TensorList& out,
       const nn::TensorList& rows) override;
-  std::function<void()> travel_of_tokens(
+  std::function<void()> transfer_of_tokens(
       const nn::ExchangePlanPtr& plan,
-      Way way,
+      Direction direction,
       const nn::TensorList& out,
       const nn::TransferInput& input) override;
 
@@ -91,7 +91,7 @@ class PeerExchange : public StreamExchange {
 
   std::function<void()> work_of(
       const nn::ExchangePlanPtr& plan,
-      Way way,
+      Direction direction,
       const nn::TensorList& out,
       const nn::TransferInput& input);
   /// @throws Error{config} on all ranks.

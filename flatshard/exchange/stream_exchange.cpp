@@ -10,15 +10,15 @@
 namespace flatshard {
 namespace {
 
-using Way = nn::TokenExchange::Way;
+using Direction = nn::TokenExchange::Direction;
 
 // For what a transfer of `input` delivers.
 nn::TensorList room_for(
     const nn::ExchangePlan& plan,
-    Way way,
+    Direction direction,
     const nn::TransferInput& input) {
   const std::int64_t num_rows =
-      way == Way::dispatch ? plan.num_received : plan.num_sent;
+      direction == Direction::dispatch ? plan.num_received : plan.num_sent;
   nn::TensorList room;
   for (const at::Tensor& tensor : input.rows) {
     if (!tensor.defined()) {
@@ -27,7 +27,7 @@ nn::TensorList room_for(
     }
     std::vector<std::int64_t> sizes = tensor.sizes().vec();
     sizes.at(0) = num_rows;
-    if (room.empty() && input.tokens && way == Way::combine) {
+    if (room.empty() && input.tokens && direction == Direction::combine) {
       sizes.at(0) = input.tokens->tokens();
       if (input.addend.defined()) {
         sizes = input.addend.sizes().vec();
@@ -186,9 +186,9 @@ void StreamExchange::await(const Event& event) {
   }
 }
 
-std::function<void()> StreamExchange::travel_of_defined(
+std::function<void()> StreamExchange::transfer_of_defined(
     const nn::ExchangePlanPtr& plan,
-    Way way,
+    Direction direction,
     const nn::TensorList& out,
     const nn::TransferInput& input) {
   const auto defined = [](nn::TensorList tensors) {
@@ -197,36 +197,36 @@ std::function<void()> StreamExchange::travel_of_defined(
   };
   nn::TransferInput all = input;
   all.rows = defined(std::move(all.rows));
-  return all.tokens ? travel_of_tokens(plan, way, defined(out), all)
-                    : travel(plan, way, defined(out), all.rows);
+  return all.tokens ? transfer_of_tokens(plan, direction, defined(out), all)
+                    : transfer_of_rows(plan, direction, defined(out), all.rows);
 }
 
-std::function<void()> StreamExchange::travel_of_tokens(
+std::function<void()> StreamExchange::transfer_of_tokens(
     const nn::ExchangePlanPtr& plan,
-    Way way,
+    Direction direction,
     const nn::TensorList& out,
     const nn::TransferInput& input) {
-  return [this, plan, way, out, input] {
-    if (way == Way::dispatch) {
-      travel(plan, way, out, nn::rows_of(way, input))();
+  return [this, plan, direction, out, input] {
+    if (direction == Direction::dispatch) {
+      transfer_of_rows(plan, direction, out, nn::rows_of(direction, input))();
       return;
     }
     nn::TensorList arrived = out;
     arrived[0] = at::empty(
         {plan->num_sent, input.rows[0].size(1)},
         input.rows[0].options());
-    travel(plan, way, arrived, input.rows)();
-    out[0].copy_(nn::result_of(way, input, arrived)[0]);
+    transfer_of_rows(plan, direction, arrived, input.rows)();
+    out[0].copy_(nn::result_of(direction, input, arrived)[0]);
   };
 }
 
-nn::TensorList StreamExchange::take(
+nn::TensorList StreamExchange::transfer(
     const nn::ExchangePlanPtr& plan,
-    Way way,
+    Direction direction,
     const nn::TransferInput& input) {
-  nn::TensorList out = room_for(*plan, way, input);
+  nn::TensorList out = room_for(*plan, direction, input);
   try {
-    travel_of_defined(plan, way, out, input)();
+    transfer_of_defined(plan, direction, out, input)();
   } catch (const std::exception&) {
     failed_ = true;
     throw;
@@ -236,10 +236,10 @@ nn::TensorList StreamExchange::take(
 
 std::unique_ptr<nn::RowTransfer> StreamExchange::start(
     const nn::ExchangePlanPtr& plan,
-    Way way,
+    Direction direction,
     const nn::TransferInput& input) {
-  const nn::TensorList out = room_for(*plan, way, input);
-  auto work = travel_of_defined(plan, way, out, input);
+  const nn::TensorList out = room_for(*plan, direction, input);
+  auto work = transfer_of_defined(plan, direction, out, input);
   Event ready;
   ready.record(*current_stream(group_->device()));
   ready.wait(*stream_);

@@ -4,7 +4,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/device/stream.h"
 #include "flatshard/device/timer.h"
-#include "flatshard/nn/token_exchange.h"
+#include "flatshard/moe/token_exchange.h"
 
 #include <atomic>
 #include <cstdint>
@@ -18,7 +18,7 @@ struct ExchangeOptions {
   /// the ranks. Sums over rows are then those of the ranks, added up: two ranks
   /// give the bits of one that takes their tokens as two microbatches.
   bool groups_by_rank = false;
-  /// Of the stream on which rows travel.
+  /// Of the stream on which rows are exchanged.
   StreamOptions stream;
 };
 
@@ -28,7 +28,7 @@ struct StreamExchangePlan : nn::ExchangePlan {
   bool is_finished = false;
 };
 
-/// Tokens travel between the ranks of a group, each of which has as many
+/// Exchanges tokens between the ranks of a group, each of which has as many
 /// experts: rank r those from r * experts / ranks on. How they do is for the
 /// classes that derive from it.
 ///
@@ -52,14 +52,14 @@ class StreamExchange : public nn::TokenExchange {
   void finish_plan(const nn::ExchangePlanPtr& plan) final;
   std::unique_ptr<nn::RowTransfer> start(
       const nn::ExchangePlanPtr& plan,
-      Way way,
+      Direction direction,
       const nn::TransferInput& input) override;
-  /// Rows travel here.
+  /// Rows are exchanged here.
   std::shared_ptr<Stream> queue() const override { return stream_; }
   void submit(std::function<void()> work) override;
-  nn::TensorList take(
+  nn::TensorList transfer(
       const nn::ExchangePlanPtr& plan,
-      Way way,
+      Direction direction,
       const nn::TransferInput& input) override;
   /// One of compute's waits; see measure().
   void await(const Event& event) override;
@@ -94,16 +94,16 @@ class StreamExchange : public nn::TokenExchange {
   /// Makes the plan of what is known now.
   virtual void finish(const nn::ExchangePlanPtr& plan) = 0;
   /// What brings `rows` to `out`, for the stream. All of them are defined.
-  virtual std::function<void()> travel(
+  virtual std::function<void()> transfer_of_rows(
       const nn::ExchangePlanPtr& plan,
-      Way way,
+      Direction direction,
       const nn::TensorList& out,
       const nn::TensorList& rows) = 0;
   /// The same for tokens, see TransferInput. This one permutes them in front of
-  /// what `travel` gives, and adds them up behind it.
-  virtual std::function<void()> travel_of_tokens(
+  /// what `transfer_of_rows` gives, and adds them up behind it.
+  virtual std::function<void()> transfer_of_tokens(
       const nn::ExchangePlanPtr& plan,
-      Way way,
+      Direction direction,
       const nn::TensorList& out,
       const nn::TransferInput& input);
 
@@ -132,10 +132,10 @@ class StreamExchange : public nn::TokenExchange {
  private:
   class Transfer;
 
-  /// What `travel` says for those that are defined.
-  std::function<void()> travel_of_defined(
+  /// What `transfer_of_rows` says for those that are defined.
+  std::function<void()> transfer_of_defined(
       const nn::ExchangePlanPtr& plan,
-      Way way,
+      Direction direction,
       const nn::TensorList& out,
       const nn::TransferInput& input);
 

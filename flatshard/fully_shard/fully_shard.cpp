@@ -1,6 +1,8 @@
 #include "flatshard/fully_shard/fully_shard.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/diagnostics/poison.h"
+#include "flatshard/diagnostics/strict_checks.h"
 #include "flatshard/fully_shard/unit_contents.h"
 #include "flatshard/graphs/model_graphs.h"
 #include "flatshard/nn/module.h"
@@ -323,6 +325,12 @@ std::shared_ptr<Runtime> fully_shard(
       std::move(units),
       tree.parents,
       options.runtime);
+  if (options.runtime.debug.poison) {
+    Poison::install(runtime);
+  }
+  if (options.runtime.debug.strict) {
+    StrictChecks::install(runtime);
+  }
   add_graphs(runtime);
   for (std::size_t u = 0; u < tree.modules.size(); ++u) {
     const UnitChoice* const choice = tree.choices[u];

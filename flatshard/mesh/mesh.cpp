@@ -15,7 +15,6 @@ using detail::axes_to_string;
 using detail::AxisSet;
 using detail::check_axes;
 using detail::coordinates_of;
-using detail::joined_names;
 using detail::num_ranks;
 
 std::string_view to_string(Purpose purpose) {
@@ -100,50 +99,6 @@ std::shared_ptr<Mesh> Mesh::create(
 
 std::shared_ptr<Mesh> Mesh::single(at::Device device, std::string axis_name) {
   return create({{std::move(axis_name), 1}}, 0, {}, device);
-}
-
-std::shared_ptr<Mesh> Mesh::from_groups(
-    std::vector<MeshAxis> axes,
-    int rank,
-    at::Device device,
-    std::vector<MeshGroup> groups) {
-  check_axes(axes, rank);
-  auto coordinates = coordinates_of(axes, rank);
-  auto root = std::shared_ptr<Root>(new Root{
-      .axes = std::move(axes),
-      .coordinates = std::move(coordinates),
-      .store = {},
-      .device = device,
-      .options = {}});
-  std::shared_ptr<Mesh> mesh(new Mesh(root, all_axes(root->axes.size())));
-  for (MeshGroup& group : groups) {
-    AxisSet chosen;
-    for (const std::string& name : group.axes) {
-      chosen.push_back(mesh->axis_index(name));
-    }
-    std::sort(chosen.begin(), chosen.end());
-    FLATSHARD_CHECK(
-        group.communicator && !chosen.empty(),
-        usage,
-        "mesh {}: a group needs axes and a communicator",
-        mesh->to_string());
-    FLATSHARD_CHECK(
-        group.communicator->size() == mesh->group_size(chosen) &&
-            group.communicator->rank() == mesh->group_index(chosen),
-        usage,
-        "mesh {}: expected rank {} of {} in the group over '{}' (innermost "
-        "axis first), got rank {} of {} in '{}'",
-        mesh->to_string(),
-        mesh->group_index(chosen),
-        mesh->group_size(chosen),
-        joined_names(root->axes, chosen),
-        group.communicator->rank(),
-        group.communicator->size(),
-        group.communicator->name());
-    root->groups[{root->key(chosen), group.purpose}] =
-        std::move(group.communicator);
-  }
-  return mesh;
 }
 
 at::Device Mesh::device() const {

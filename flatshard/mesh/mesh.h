@@ -55,12 +55,10 @@ struct MeshOptions {
   OnStuckAbort on_stuck_abort;
 };
 
-/// A communicator that serves `axes` of a mesh built from groups that exist
-/// already, e.g. those of a Python DeviceMesh.
+/// A communicator for Mesh::with_communicators.
 struct MeshGroup {
   std::vector<std::string> axes;
   std::shared_ptr<Communicator> communicator;
-  /// Used for both purposes when another group for the purpose is missing.
   Purpose purpose = Purpose::gather;
 };
 
@@ -87,14 +85,6 @@ class Mesh : public MeshCoordinates {
   static std::shared_ptr<Mesh> single(
       at::Device device,
       std::string axis_name = "dp");
-
-  /// A mesh over groups that exist already; it makes none of its own. The
-  /// order of ranks in each group must be the shard order of its axes.
-  static std::shared_ptr<Mesh> from_groups(
-      std::vector<MeshAxis> axes,
-      int rank,
-      at::Device device,
-      std::vector<MeshGroup> groups);
 
   at::Device device() const;
 
@@ -139,7 +129,7 @@ class Mesh : public MeshCoordinates {
   /// Aborts every communicator.
   void abort();
 
-  /// Null: one rank, MeshOptions::watcher off, or groups from elsewhere.
+  /// Null: one rank, or MeshOptions::watcher off.
   const std::shared_ptr<FlightRecorder>& flight_recorder() const;
   /// Throws what the watcher found. A program on GPUs calls it after it waited
   /// for the device and before it trusts what it reads: an aborted collective

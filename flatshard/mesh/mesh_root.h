@@ -21,7 +21,7 @@ namespace flatshard {
 struct Mesh::Root {
   std::vector<MeshAxis> axes;
   std::vector<std::int64_t> coordinates;
-  StoreHandle store;  // null: no group can be made
+  StoreHandle store;  // null: there is one rank
   at::Device device;
   MeshOptions options;
   // Ends after the communicators: their end may have to be watched, too.
@@ -50,19 +50,7 @@ struct Mesh::Root {
     const std::lock_guard lock(mutex);
     const detail::AxisSet wanted = key(chosen);
     auto found = groups.find({wanted, purpose});
-    for (const Purpose other : {Purpose::gather, Purpose::reduce}) {
-      if (found == groups.end() && !store) {
-        found = groups.find({wanted, other});
-      }
-    }
     if (found == groups.end()) {
-      FLATSHARD_CHECK(
-          store || detail::product(axes, wanted) == 1,
-          usage,
-          "mesh {}: no group was given for the axes '{}'; pass one to "
-          "Mesh::from_groups",
-          detail::axes_to_string(axes),
-          detail::joined_names(axes, wanted));
       found = groups.insert({{wanted, purpose}, make(wanted, purpose)}).first;
     }
     return *found->second;

@@ -1,7 +1,7 @@
 #include "flatshard/models/config.h"
 
 #include "flatshard/core/error.h"
-#include "flatshard/nn/router.h"
+#include "flatshard/moe/router.h"
 
 #include <fmt/ranges.h>
 

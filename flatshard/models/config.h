@@ -1,7 +1,7 @@
 #pragma once
 
+#include "flatshard/moe/router_args.h"
 #include "flatshard/nn/rope.h"
-#include "flatshard/nn/router_args.h"
 
 #include <cstdint>
 #include <filesystem>

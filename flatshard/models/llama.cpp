@@ -292,7 +292,7 @@ at::Tensor LlamaImpl::forward(
       "expected at most max_seq_len = {} tokens in a sequence, got {}",
       config_.max_seq_len,
       tokens.size(1));
-  return told(head_(body_(tokens), targets), targets);
+  return with_loss_gradient(head_(body_(tokens), targets), targets);
 }
 
 std::vector<RouterOf> LlamaImpl::routers() {

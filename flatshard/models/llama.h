@@ -3,7 +3,7 @@
 #include "flatshard/models/activation_checkpoint.h"
 #include "flatshard/models/config.h"
 #include "flatshard/models/moe.h"
-#include "flatshard/nn/block_nodes.h"
+#include "flatshard/moe/block_nodes.h"
 #include "flatshard/nn/embedding.h"
 #include "flatshard/nn/linear.h"
 #include "flatshard/nn/loss.h"
@@ -184,8 +184,10 @@ class LlamaImpl : public nn::Module {
   const ModelConfig& config() const { return config_; }
 
  private:
-  /// A loss, whose gradient the routers learn from it; or logits.
-  at::Tensor told(const at::Tensor& result, const at::Tensor& targets) const;
+  /// Returns `result`. Where it is a loss, the routers hear of its gradient.
+  at::Tensor with_loss_gradient(
+      const at::Tensor& result,
+      const at::Tensor& targets) const;
 
   ModelConfig config_;
   nn::LossGradientPtr loss_gradient_;  ///< null without auxiliary losses

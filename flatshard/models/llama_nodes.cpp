@@ -93,14 +93,14 @@ class LlamaBlockNodes : public nn::BlockNodes {
   }
 
   nn::TensorList send(
-      nn::TokenExchange::Way way,
+      nn::TokenExchange::Direction direction,
       const nn::TensorList& rows,
       const at::Tensor& residual) override {
     nn::TransferInput input{.rows = rows, .addend = residual};
     if (rows[0].defined()) {
       input.tokens = record_.permutation;
     }
-    return block_.moe_->exchange_->take(record_.plan, way, input);
+    return block_.moe_->exchange_->transfer(record_.plan, direction, input);
   }
 
  private:
@@ -125,11 +125,12 @@ at::Tensor LlamaImpl::embed(const at::Tensor& tokens) {
 at::Tensor LlamaImpl::head(
     const at::Tensor& hidden,
     const at::Tensor& targets) {
-  return told(head_->forward(hidden, targets), targets);
+  return with_loss_gradient(head_->forward(hidden, targets), targets);
 }
 
-at::Tensor LlamaImpl::told(const at::Tensor& result, const at::Tensor& targets)
-    const {
+at::Tensor LlamaImpl::with_loss_gradient(
+    const at::Tensor& result,
+    const at::Tensor& targets) const {
   return loss_gradient_ && targets.defined()
              ? nn::tell_gradient(result, loss_gradient_)
              : result;

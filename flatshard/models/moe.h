@@ -1,13 +1,13 @@
 #pragma once
 
 #include "flatshard/models/config.h"
-#include "flatshard/nn/grouped_linear.h"
+#include "flatshard/moe/grouped_linear.h"
+#include "flatshard/moe/permute.h"
+#include "flatshard/moe/router.h"
+#include "flatshard/moe/token_exchange.h"
 #include "flatshard/nn/linear.h"
 #include "flatshard/nn/module.h"
-#include "flatshard/nn/permute.h"
 #include "flatshard/nn/rms_norm.h"
-#include "flatshard/nn/router.h"
-#include "flatshard/nn/token_exchange.h"
 
 #include <cstdint>
 #include <memory>
@@ -32,7 +32,7 @@ struct MoeOptions {
 
 /// What the forward of a layer of experts decided for its tokens. A recompute
 /// is given that of the first run: it must not route again, since scores that
-/// nearly tie may come out the other way and other rows would travel.
+/// nearly tie may come out the other way and other rows would be sent.
 struct RoutingRecord {
   std::optional<nn::Routing> routing;  ///< before tokens were dropped
   nn::Permutation permutation;
@@ -118,7 +118,7 @@ class ExpertsImpl : public nn::Module {
       const at::Tensor& x,
       const at::Tensor& weights,
       const RoutingRecord& record);
-  /// No row travels.
+  /// No row is exchanged.
   bool are_all_here() const { return exchange_ == nullptr; }
 
  private:

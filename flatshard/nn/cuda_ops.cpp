@@ -62,7 +62,7 @@ at::Tensor fitting_weight(const at::Tensor& weight, const at::Tensor& x) {
 
 }  // namespace
 
-bool takes(const at::Tensor& tensor) {
+bool supports(const at::Tensor& tensor) {
   return tensor.is_cuda() && (tensor.scalar_type() == at::kFloat ||
                               tensor.scalar_type() == at::kBFloat16);
 }

@@ -13,7 +13,7 @@
 namespace flatshard::nn::cuda {
 
 /// Whether the kernels take this tensor (CUDA, float32 or bfloat16).
-bool takes(const at::Tensor& tensor);
+bool supports(const at::Tensor& tensor);
 /// Whether attention on this GPU is cuDNN's (GpuFeature::cudnn_attention).
 bool has_cudnn_attention(at::Device device);
 /// The default generator of a CUDA device; empty for any other device.

@@ -112,7 +112,7 @@ std::tuple<at::Tensor, at::Tensor> swiglu_amax(
     const at::Tensor& gate,
     const at::Tensor& up) {
   const at::NoGradGuard no_grad;
-  if (cuda::takes(gate)) {
+  if (cuda::supports(gate)) {
     const at::Tensor amax = zero_like(gate);
     const at::Tensor y =
         cuda::swiglu_forward(gate.contiguous(), up.contiguous(), amax);
@@ -128,7 +128,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> swiglu_backward_amax(
     const at::Tensor& up,
     bool gives_up_dy) {
   const at::NoGradGuard no_grad;
-  if (cuda::takes(gate)) {
+  if (cuda::supports(gate)) {
     const at::Tensor amax = at::zeros({2}, gate.options().dtype(at::kFloat));
     const auto [dgate, dup] = cuda::swiglu_backward(
         dy.contiguous(),
@@ -202,7 +202,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> rms_norm_backward_amax(
     const at::Tensor& weight,
     const at::Tensor& rstd) {
   const at::NoGradGuard no_grad;
-  if (cuda::takes(x)) {
+  if (cuda::supports(x)) {
     const at::Tensor amax = zero_like(x);
     const auto [dx, dw] = cuda::rms_norm_backward(
         dy.contiguous(),

@@ -46,7 +46,7 @@ void chunk_cross_entropy(
     at::Tensor& loss,
     at::Tensor& lse,
     const cuda::CrossEntropyArgs& args) {
-  if (cuda::takes(logits)) {
+  if (cuda::supports(logits)) {
     cuda::cross_entropy(logits, targets, scale, loss, lse, args);
     return;
   }

@@ -10,7 +10,7 @@ namespace {
 
 }  // namespace
 
-bool takes(const at::Tensor&) {
+bool supports(const at::Tensor&) {
   return false;
 }
 bool has_cudnn_attention(at::Device) {

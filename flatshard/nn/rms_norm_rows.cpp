@@ -100,7 +100,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> rms_norm_rows(
   const at::Tensor rows = as_rows(x).contiguous();
   const at::Tensor added =
       delta.defined() ? as_rows(delta).contiguous() : delta;
-  if (cuda::takes(x)) {
+  if (cuda::supports(x)) {
     return cuda::rms_norm_forward(rows, added, weight.contiguous(), eps);
   }
   const at::Tensor sum = added.defined() ? rows + added : added;
@@ -118,7 +118,7 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_rows_backward(
   const at::Tensor rows = as_rows(x).contiguous();
   const at::Tensor g = as_rows(dy).contiguous();
   const at::Tensor gs = dsum.defined() ? as_rows(dsum).contiguous() : dsum;
-  if (cuda::takes(x)) {
+  if (cuda::supports(x)) {
     if (y != nullptr) {
       *y = g;
     }
@@ -144,7 +144,7 @@ at::Tensor deliver_norm_wgrad(
     const at::Tensor& weight,
     const at::Tensor& dw) {
   const auto write = [&](at::Tensor& grad, bool accumulate) {
-    if (cuda::takes(dw)) {
+    if (cuda::supports(dw)) {
       cuda::rms_norm_weight_gradient(dw, grad, accumulate);
     } else {
       accumulate ? grad.add_(dw) : grad.copy_(dw);

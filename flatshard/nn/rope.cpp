@@ -18,7 +18,7 @@ at::Tensor rotate(
     const at::Tensor& cos,
     const at::Tensor& sin,
     bool inverse) {
-  if (cuda::takes(x)) {
+  if (cuda::supports(x)) {
     const at::Tensor in = x.contiguous();
     at::Tensor out = at::empty_like(in);
     cuda::rope(in, out, cos, sin, inverse);

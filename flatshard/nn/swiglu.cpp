@@ -13,7 +13,7 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 at::Tensor product_of(const at::Tensor& gate, const at::Tensor& up) {
-  if (cuda::takes(gate) && !at::GradMode::is_enabled()) {
+  if (cuda::supports(gate) && !at::GradMode::is_enabled()) {
     return cuda::swiglu_forward(gate.contiguous(), up.contiguous());
   }
   return at::silu(gate) * up;
@@ -26,7 +26,7 @@ std::tuple<at::Tensor, at::Tensor> backward_of(
     const at::Tensor& gate,
     const at::Tensor& up,
     at::Tensor* product = nullptr) {
-  if (!cuda::takes(gate) || at::GradMode::is_enabled()) {
+  if (!cuda::supports(gate) || at::GradMode::is_enabled()) {
     return {at::silu_backward(d * up, gate), d * at::silu(gate)};
   }
   const at::Tensor dy = d.contiguous();

@@ -13,7 +13,7 @@ namespace flatshard {
 BackwardPass::BackwardPass(std::shared_ptr<Runtime> runtime, bool tells_graphs)
     : runtime_(std::move(runtime)), core_(runtime_->core()) {
   FLATSHARD_CHECK(
-      !core_.strict,
+      !core_.options.debug.strict,
       usage,
       "a backward pass: expected debug.strict = false, which watches the calls "
       "of modules; a pass has none");

@@ -11,7 +11,7 @@
 namespace flatshard {
 namespace {
 
-using NodeWay = nn::TokenExchange::Way;
+using NodeDirection = nn::TokenExchange::Direction;
 
 // What a piece gives without a graph: the same tensors, and a gradient is
 // wanted of each that can have one.
@@ -124,7 +124,7 @@ void OverlapRunner::forward(const PlanStep& step) {
       layer.nodes->finish_plan();
       layer.dispatched = send(
           layer,
-          NodeWay::dispatch,
+          NodeDirection::dispatch,
           std::exchange(layer.attended.rows, {}));
       break;
     case PlanNode::shared:
@@ -137,7 +137,7 @@ void OverlapRunner::forward(const PlanStep& step) {
     case PlanNode::combine:
       layer.combined = send(
           layer,
-          NodeWay::combine,
+          NodeDirection::combine,
           {std::exchange(layer.expert_rows, {})},
           layer.attended.residual);
       break;
@@ -194,7 +194,7 @@ void OverlapRunner::recompute(const PlanStep& step) {
     case PlanNode::dispatch:
       layer.dispatched = send(
           layer,
-          NodeWay::dispatch,
+          NodeDirection::dispatch,
           std::exchange(layer.attended.rows, {}));
       break;
     case PlanNode::shared:
@@ -249,7 +249,7 @@ void OverlapRunner::backward(const PlanStep& step) {
     case PlanNode::combine:
       layer.combine_grads = send(
           layer,
-          NodeWay::dispatch,
+          NodeDirection::dispatch,
           {std::exchange(layer.merge_grads[0], {})});
       break;
     case PlanNode::shared: {
@@ -265,8 +265,10 @@ void OverlapRunner::backward(const PlanStep& step) {
       layer.combine_grads.reset();
       break;
     case PlanNode::dispatch:
-      layer.dispatch_grads =
-          send(layer, NodeWay::combine, std::exchange(layer.expert_grads, {}));
+      layer.dispatch_grads = send(
+          layer,
+          NodeDirection::combine,
+          std::exchange(layer.expert_grads, {}));
       break;
     case PlanNode::attend: {
       nn::TensorList grads{std::exchange(m.gradient, {}), at::Tensor()};

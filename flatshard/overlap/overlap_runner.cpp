@@ -15,7 +15,7 @@
 namespace flatshard {
 namespace {
 
-using Way = nn::TokenExchange::Way;
+using Direction = nn::TokenExchange::Direction;
 
 constexpr int kGradSlots = 3;
 
@@ -157,7 +157,7 @@ void OverlapRunner::run_step(const PlanStep& step) {
 
 std::shared_ptr<OverlapRunner::Transfer> OverlapRunner::send(
     const Layer& layer,
-    Way way,
+    Direction direction,
     const nn::TensorList& rows,
     const at::Tensor& residual) {
   auto transfer = std::make_shared<Transfer>();
@@ -169,7 +169,7 @@ std::shared_ptr<OverlapRunner::Transfer> OverlapRunner::send(
     wanted.push_back(tensor.defined() && tensor.requires_grad());
   }
   transfer->residual = residual.defined() ? residual.detach() : residual;
-  const auto work = [transfer, wanted, way, &nodes = *layer.nodes] {
+  const auto work = [transfer, wanted, direction, &nodes = *layer.nodes] {
     for (at::Tensor& sent : transfer->sent) {
       if (sent.defined()) {
         keep_for_current_stream(sent);
@@ -179,7 +179,7 @@ std::shared_ptr<OverlapRunner::Transfer> OverlapRunner::send(
     if (transfer->residual.defined()) {
       keep_for_current_stream(transfer->residual);
     }
-    transfer->rows = nodes.send(way, transfer->sent, transfer->residual);
+    transfer->rows = nodes.send(direction, transfer->sent, transfer->residual);
     for (std::size_t i = 0; i < transfer->rows.size(); ++i) {
       at::Tensor& row = transfer->rows[i];
       if (row.defined()) {
@@ -188,7 +188,7 @@ std::shared_ptr<OverlapRunner::Transfer> OverlapRunner::send(
         row.set_requires_grad(wanted[i]);
       }
     }
-    if (way == Way::combine) {
+    if (direction == Direction::combine) {
       // Made for this alone. What is dispatched may lie in memory of a graph,
       // which replays write again unless it is held.
       transfer->sent.clear();

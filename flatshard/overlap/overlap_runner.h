@@ -1,7 +1,7 @@
 #pragma once
 
 #include "flatshard/device/stream.h"
-#include "flatshard/nn/block_nodes.h"
+#include "flatshard/moe/block_nodes.h"
 #include "flatshard/overlap/backward_pass.h"
 #include "flatshard/runtime/runtime.h"
 #include "flatshard/schedule/overlap_events.h"
@@ -23,8 +23,8 @@ struct OverlapModel {
   /// gathered from a step's first microbatch to its last.
   std::optional<PlanUnits::Ends> ends;
   std::vector<UnitId> layers;
-  /// Rows travel on its queue; null, or one without a queue: on a stream of the
-  /// runner's own. Where ranks exchange rows it must be the blocks'.
+  /// Rows are exchanged on its queue; null, or one without a queue: on a stream
+  /// of the runner's own. Where ranks exchange rows it must be the blocks'.
   std::shared_ptr<nn::TokenExchange> exchange;
   /// -> what the first block takes.
   std::function<at::Tensor(int microbatch)> embed;
@@ -81,7 +81,7 @@ class OverlapRunner {
   void begin_backward(const PlanStep& step);
   std::shared_ptr<Transfer> send(
       const Layer& layer,
-      nn::TokenExchange::Way way,
+      nn::TokenExchange::Direction direction,
       const nn::TensorList& rows,
       const at::Tensor& residual = {});
   const nn::TensorList& received(const std::shared_ptr<Transfer>& transfer);

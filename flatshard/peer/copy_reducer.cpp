@@ -39,7 +39,7 @@ CopyReducer::CopyReducer(
       copies_(make_stream(group.device(), "copies", stream)) {
 }
 
-bool CopyReducer::takes(const at::Tensor& in) {
+bool CopyReducer::supports(const at::Tensor& in) {
   const at::ScalarType dtype = in.scalar_type();
   return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
 }

@@ -32,7 +32,7 @@ class CopyReducer {
       const StreamOptions& stream);
 
   /// Of a dtype that it can sum; others are for the backend.
-  static bool takes(const at::Tensor& in);
+  static bool supports(const at::Tensor& in);
   std::int64_t nbytes() const { return memory_->local().numel(); }
 
   /// Inside Stream::submit.

@@ -22,7 +22,7 @@ constexpr auto kNap = std::chrono::microseconds(20);
 
 // First on the pages of each rank; the two halves of its numbers follow.
 struct Header {
-  std::uint64_t num_told = 0;  ///< rounds of which the numbers are there
+  std::uint64_t num_published = 0;  ///< rounds of which the numbers are there
   std::array<std::int64_t, kPageHalves> nbytes{};
 };
 static_assert(sizeof(Header) <= kLineNbytes);
@@ -32,7 +32,8 @@ std::int64_t up_to_lines(std::int64_t nbytes) {
 }
 
 // Round n uses half n % 2. A rank writes into a half that its peers have read:
-// they told round n - 1, of which it knows, after they had read round n - 2.
+// they published round n - 1, of which it knows, after they had read round n
+// - 2.
 class PageCommunicator : public Communicator {
  public:
   PageCommunicator(
@@ -51,11 +52,11 @@ class PageCommunicator : public Communicator {
             *group_,
             kLineNbytes + kPageHalves * half_nbytes_)) {}
 
-  // A rank may have told rounds that others have not come to.
+  // A rank may have published rounds that others have not come to.
   void restart() override {
     barrier_of(*group_);  // nobody looks any more
-    num_told_ = 0;
-    std::atomic_ref(header(rank()).num_told).store(0);
+    num_published_ = 0;
+    std::atomic_ref(header(rank()).num_published).store(0);
     barrier_of(*group_);
   }
 
@@ -84,12 +85,12 @@ class PageCommunicator : public Communicator {
         name(),
         max_nbytes_,
         nbytes);
-    const std::uint64_t round = ++num_told_;
+    const std::uint64_t round = ++num_published_;
     const auto half = static_cast<std::int64_t>(round % kPageHalves);
     Header& mine = header(rank());
     mine.nbytes[half] = nbytes;
     std::memcpy(numbers(rank(), half), in.const_data_ptr(), in.nbytes());
-    std::atomic_ref(mine.num_told).store(round, std::memory_order_release);
+    std::atomic_ref(mine.num_published).store(round, std::memory_order_release);
     auto* to = static_cast<char*>(out.mutable_data_ptr());
     for (int peer = 0; peer < size(); ++peer, to += nbytes) {
       wait_for(peer, round);
@@ -108,9 +109,10 @@ class PageCommunicator : public Communicator {
   }
 
   void wait_for(int peer, std::uint64_t round) {
-    const std::atomic_ref told(header(peer).num_told);
+    const std::atomic_ref published(header(peer).num_published);
     const auto end = std::chrono::steady_clock::now() + timeout_;
-    for (int look = 0; told.load(std::memory_order_acquire) < round; ++look) {
+    for (int look = 0; published.load(std::memory_order_acquire) < round;
+         ++look) {
       if (aborted_) {
         throw Error(ErrorCode::comm, "it was aborted", here());
       }
@@ -153,7 +155,7 @@ class PageCommunicator : public Communicator {
   std::int64_t max_nbytes_;
   std::chrono::milliseconds timeout_;
   std::unique_ptr<PeerMemory> pages_;
-  std::uint64_t num_told_ = 0;
+  std::uint64_t num_published_ = 0;
   std::atomic<bool> aborted_ = false;
 };
 

@@ -4,24 +4,19 @@
 #include <utility>
 #include <vector>
 
+#include "flatshard/comm/forwarding_communicator.h"
 #include "flatshard/peer/backend.h"
 #include "flatshard/peer/copy_reducer.h"
 
 namespace flatshard {
 namespace {
 
-class PeerCommunicator : public Communicator {
+class PeerCommunicator : public ForwardingCommunicator {
  public:
   PeerCommunicator(
       std::shared_ptr<Communicator> group,
       const PeerCommunicatorOptions& options)
-      : Communicator(
-            group->rank(),
-            group->size(),
-            group->name() + ".peer",
-            group->device()),
-        group_(std::move(group)) {
-    share_launch_order(*group_);
+      : ForwardingCommunicator(group, group->name() + ".peer") {
     if (device().is_cuda()) {
       fence_ = detail::make_cuda_peer_fence(*group_);
     }
@@ -44,14 +39,13 @@ class PeerCommunicator : public Communicator {
   }
 
  protected:
-  void do_all_gather(Tensors outs, Tensors ins) override {
-    all_gather_of(*group_, std::move(outs), std::move(ins));
-  }
-
   void do_reduce_scatter(Tensors outs, Tensors ins, ReduceOp op) override {
     if (reducer_ == nullptr ||
-        !std::all_of(ins.begin(), ins.end(), CopyReducer::takes)) {
-      reduce_scatter_of(*group_, std::move(outs), std::move(ins), op);
+        !std::all_of(ins.begin(), ins.end(), CopyReducer::supports)) {
+      ForwardingCommunicator::do_reduce_scatter(
+          std::move(outs),
+          std::move(ins),
+          op);
       return;
     }
     for (std::size_t i = 0; i < ins.size(); ++i) {
@@ -59,31 +53,11 @@ class PeerCommunicator : public Communicator {
     }
   }
 
-  void do_all_reduce(at::Tensor inout, ReduceOp op) override {
-    all_reduce_of(*group_, std::move(inout), op);
-  }
-
-  void do_broadcast(at::Tensor tensor, int root) override {
-    broadcast_of(*group_, std::move(tensor), root);
-  }
-
-  void do_all_to_all(at::Tensor out, at::Tensor in, Parts receives, Parts sends)
-      override {
-    all_to_all_of(
-        *group_,
-        std::move(out),
-        std::move(in),
-        std::move(receives),
-        std::move(sends));
-  }
-
-  void do_barrier() override { barrier_of(*group_); }
-
   void do_fence() override {
     if (fence_ != nullptr) {
       fence_->fence();
     } else {
-      fence_of(*group_);
+      ForwardingCommunicator::do_fence();
     }
   }
 
@@ -94,13 +68,7 @@ class PeerCommunicator : public Communicator {
     }
   }
 
-  std::vector<IssuedCollective> find_mismatch(
-      const IssuedCollective& mine) override {
-    return mismatch_of(*group_, mine);
-  }
-
  private:
-  std::shared_ptr<Communicator> group_;
   std::unique_ptr<PeerFence> fence_;      ///< null: the group's
   std::unique_ptr<CopyReducer> reducer_;  ///< null: the group reduces
 };

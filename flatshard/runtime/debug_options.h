@@ -14,8 +14,6 @@ struct DebugOptions {
   /// orders, and so on. The begin of every forward and Runtime::finish_step
   /// are then collective and block the host.
   bool strict = false;
-
-  bool any() const { return poison || strict; }
 };
 
 }  // namespace flatshard

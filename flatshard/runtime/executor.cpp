@@ -4,7 +4,6 @@
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
 #include "flatshard/device/memory.h"
-#include "flatshard/runtime/poison.h"
 
 #include <ATen/ATen.h>
 
@@ -47,9 +46,6 @@ Executor::Executor(
     for (const auto& group : unit->groups()) {
       offloads_ |= group->options().offload;
     }
-  }
-  if (options.debug.poison) {
-    poison_parameters();
   }
 }
 
@@ -95,7 +91,7 @@ void Executor::wait_for_all_written_weights() {
 
 void Executor::reset() {
   // What failed may have left a stream with its error, and units half way
-  // between two actions: everything is laid to rest by hand.
+  // between two actions: everything is put to rest here.
   reduced_groups_.clear();
   streams_.reset();
   mesh_->restart_communicators();
@@ -211,6 +207,10 @@ SlotView Executor::grads_slot(Unit& unit) {
   return view(held.grads);
 }
 
+void Executor::tell_unused(const SlotView& slot) const {
+  observers_.slots.tell([&](SlotObserver& o) { o.slot_unused(slot); });
+}
+
 void Executor::rest(Unit& unit) {
   const auto stream = streams_.compute();
   unit.gradients().drop();
@@ -229,9 +229,7 @@ void Executor::rest(Unit& unit) {
     }
     observers_.slots.tell(
         [&](SlotObserver& o) { o.slot_released(unit, slot); });
-    if (options_.debug.poison) {
-      fill_with_nan(view(slot));
-    }
+    tell_unused(view(slot));
     Event last_use;
     last_use.record(*stream);
     slots_.release(slot, last_use, filler);

@@ -53,8 +53,6 @@ class Executor {
   /// Where its data are.
   const void*
   float8_address(const Unit& unit, const UnitParameter& p, PlaneId plane) const;
-  /// The gathers to come are asked for by hand.
-  void set_by_hand(bool by_hand) { by_hand_ = by_hand; }
   /// Where layers write the unit's gradients: taken now if it is not yet.
   SlotView grads_slot(Unit& unit);
 
@@ -90,8 +88,6 @@ class Executor {
   HeldSlots held_slots(const Unit& unit) const;
   PlannedSlots& slots() { return slots_; }
   const PlannedSlots& slots() const { return slots_; }
-  /// DebugOptions::poison: of the block that released parameters point at.
-  std::int64_t poison_nbytes() const { return poison_nbytes_; }
 
  private:
   struct AwaitedPlane {
@@ -153,9 +149,10 @@ class Executor {
   void release_drained();
   void rest(Unit& unit);
   std::string context(const Action& action) const;
-  // DebugOptions::poison; executor_poison.cpp.
-  void poison_parameters();
-  Event poison_after_reduction(const Unit& unit);
+  /// Tells observers on the reduce stream that the gradient slot is unused.
+  /// Returns the point after that.
+  Event tell_unused_after_reduction(const Unit& unit);
+  void tell_unused(const SlotView& slot) const;
 
   std::shared_ptr<Mesh> mesh_;
   const Units& units_;
@@ -164,7 +161,6 @@ class Executor {
   const RuntimeOptions options_;
   PlannedSlots slots_;
   CommStreams streams_;
-  bool by_hand_ = false;
   bool offloads_ = false;  ///< some group's main weights are in host memory
   Event all_reduced_;
   Event all_outer_reduced_;
@@ -174,7 +170,6 @@ class Executor {
   /// Groups that this backward reduced, and whether each had no gradient
   /// before.
   std::vector<std::pair<ParamGroup*, bool>> reduced_groups_;
-  std::int64_t poison_nbytes_ = 0;
   std::int64_t step_ = 0;
 };
 

@@ -160,13 +160,30 @@ void Executor::drain(Unit& unit) {
   if (!held.grads.held()) {
     return;  // nobody wrote it
   }
-  Event last_use =
-      options_.debug.poison ? poison_after_reduction(unit) : held.grads_read;
+  Event last_use = held.grads_read;
+  if (observers_.want_unused_slots()) {
+    last_use = tell_unused_after_reduction(unit);
+  }
   drained_.push_back(
       {&unit, std::exchange(held.grads, {}), std::move(last_use)});
   if (!options_.slots_on_demand) {
     release_drained();
   }
+}
+
+Event Executor::tell_unused_after_reduction(const Unit& unit) {
+  const UnitState& held = state(unit);
+  // After an exception the slot may still be written by compute, and no
+  // reduction follows.
+  Event written;
+  written.record(*streams_.compute());
+  written.wait(*streams_.reduce());
+  held.grads_read.wait(*streams_.reduce());
+  streams_.reduce()->submit(
+      [this, slot = view(held.grads)] { tell_unused(slot); });
+  Event last_use;
+  last_use.record(*streams_.reduce());
+  return last_use;
 }
 
 void Executor::release_drained() {

@@ -3,7 +3,6 @@
 #include "flatshard/core/error.h"
 #include "flatshard/device/memory.h"
 #include "flatshard/runtime/executor.h"
-#include "flatshard/runtime/poison.h"
 
 #include <ATen/ATen.h>
 
@@ -36,9 +35,10 @@ SlotView Executor::acquire_weights(
 }
 
 void Executor::gather(Unit& unit, const Action& action) {
-  // Who unshards by hand may write next, which no forward or backward fences.
+  // A program that unshards may write next, which no forward or backward
+  // fences.
   const CopyEngines::Gathers asked = options_.copy_engines.gathers;
-  const bool copy_engines = !(by_hand_ && options_.foreign_writes) &&
+  const bool copy_engines = !(action.by_program && options_.foreign_writes) &&
                             (asked == CopyEngines::Gathers::all ||
                              (asked == CopyEngines::Gathers::forward &&
                               action.phase == Phase::forward));
@@ -154,22 +154,23 @@ void Executor::release(Unit& unit, const Action& action) {
   }
   const auto stream = streams_.compute();
   const bool staged = held.read_by_gather.recorded();
-  if (!held.awaited && (!staged || options_.debug.poison)) {
+  const bool tells_unused = observers_.want_unused_slots();
+  if (!held.awaited && (!staged || tells_unused)) {
     held.filled.wait(*stream);  // a prefetch that nobody used
   }
   observers_.slots.tell(
       [&](SlotObserver& o) { o.slot_released(unit, held.slot); });
-  if (options_.debug.poison) {
+  if (tells_unused) {
     if (staged) {
       held.read_by_gather.wait(*stream);
     }
-    fill_with_nan(view(held.slot));
+    tell_unused(view(held.slot));
   }
   Event last_use;
   last_use.record(*stream);
   if (staged) {
     // The gather stream read it as well, and compute need not wait for that.
-    if (held.awaited || options_.debug.poison) {
+    if (held.awaited || tells_unused) {
       last_use.wait(*streams_.gather());
     }
     last_use = {};

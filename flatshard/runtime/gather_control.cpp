@@ -3,8 +3,6 @@
 #include "flatshard/runtime/runtime_core.h"
 #include "flatshard/schedule/keep_units.h"
 
-#include <c10/util/ScopeExit.h>
-
 #include <algorithm>
 #include <utility>
 #include <vector>
@@ -50,10 +48,11 @@ void GatherControl::unshard(UnitId unit, bool awaits) {
   if (core_.rests()) {
     core_.before_root_forward();
   }
-  core_.executor.set_by_hand(true);
-  const auto done =
-      c10::make_scope_exit([&] { core_.executor.set_by_hand(false); });
-  core_.feed({.kind = EventKind::unshard, .unit = unit, .awaits = awaits});
+  core_.feed(
+      {.kind = EventKind::unshard,
+       .unit = unit,
+       .awaits = awaits,
+       .by_program = true});
   if (awaits) {
     core_.step.unsharded[unit] = true;
     core_.show(unit);

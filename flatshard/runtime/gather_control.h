@@ -8,8 +8,8 @@ namespace flatshard {
 
 struct RuntimeCore;
 
-/// What of a model is gathered, how long it stays, and gathers by hand:
-/// `Runtime::gathers()`. Every call is equal on all ranks.
+/// What of a model is gathered, how long it stays, and gathers that a
+/// program asks for: `Runtime::gathers()`. Every call is equal on all ranks.
 class GatherControl {
  public:
   explicit GatherControl(RuntimeCore& core) : core_(core) {}

@@ -1,10 +1,13 @@
 #pragma once
 
 #include "flatshard/buffer/slot_pool.h"
+#include "flatshard/schedule/events.h"
 #include "flatshard/schedule/slot_plan.h"
+#include "flatshard/unit/slot_view.h"
 #include "flatshard/unit/unit.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <memory>
 #include <type_traits>
 #include <utility>
@@ -13,9 +16,9 @@
 namespace flatshard {
 
 // What others may see of a Runtime: see Runtime::add_observer. All functions
-// are called on the host, in launch order and with the runtime's lock held: an
-// observer must not call the runtime. What it throws ends the forward or
-// backward that runs.
+// are called on the host, in launch order and with the runtime's lock held
+// unless the function's comment says otherwise: an observer must not call the
+// runtime. What it throws ends the forward or backward that runs.
 
 /// Which memory units have, and when.
 class SlotObserver {
@@ -27,6 +30,12 @@ class SlotObserver {
   slot_acquired(const Unit& unit, const SlotKey& key, const Slot& slot) {}
   /// `unit` gives `slot` back.
   virtual void slot_released(const Unit& unit, const Slot& slot) {}
+  /// Whether to call slot_unused, which costs waits between streams.
+  virtual bool wants_unused_slots() const { return false; }
+  /// Nothing reads or writes `slot` any more, and kernels that go to the
+  /// current stream come before its next use. May be called on the thread of a
+  /// CPU stream.
+  virtual void slot_unused(const SlotView& slot) {}
   /// The parameters of `unit` point at `slot`; resident ones never do.
   virtual void parameters_pointed(Unit& unit, const SlotView& slot) {}
   /// They point at nothing again.
@@ -42,6 +51,19 @@ class StepObserver {
  public:
   virtual ~StepObserver() = default;
 
+  /// Errors name step `step` from here on.
+  virtual void step_named(std::int64_t step) {}
+  /// Runtime::finish_step. Without the lock, so that ranks may wait for each
+  /// other.
+  virtual void step_ends() {}
+  /// The program calls `unit` outside of a backward, and nothing of the forward
+  /// has begun. Without the lock, like step_ends.
+  virtual void unit_called(const Unit& unit) {}
+  /// The forward of `unit` begins, or a recompute of it.
+  virtual void unit_forward_begins(const Unit& unit) {}
+  /// An outermost forward of `unit` ended, and the backward of `call` can
+  /// follow.
+  virtual void expects_backward(const Unit& unit, CallId call) {}
   /// A forward or an unshard of the program's is to begin, and none is open:
   /// weights that others wrote are taken next.
   virtual void forward_begins() {}
@@ -51,8 +73,8 @@ class StepObserver {
   virtual void root_forward_begins(bool weights_changed, bool at_rest) {}
   /// An outermost backward begins; gradients of earlier ones may be there.
   virtual void backward_begins() {}
-  /// The backward of a forward of `unit` begins.
-  virtual void backward_began(Unit& unit) {}
+  /// The backward of `call`, a forward of `unit`, begins.
+  virtual void backward_began(Unit& unit, CallId call) {}
   /// The outermost backward is over: compute waits for its reductions.
   virtual void backward_ended() {}
   /// All units rest and the step's gradients are gone: something failed.
@@ -64,6 +86,11 @@ class GradientObserver {
  public:
   virtual ~GradientObserver() = default;
 
+  /// The gradient of `parameter` is complete on this rank, and the runtime has
+  /// not taken it yet.
+  virtual void gradient_arrived(
+      const Unit& unit,
+      const UnitParameter& parameter) {}
   /// `slot` holds this rank's whole gradient of `unit`; its reduction is queued
   /// next. Kernels run here go to the current stream, after the gradient's.
   virtual void gradients_ready(Unit& unit, const SlotView& slot) {}
@@ -127,6 +154,9 @@ struct RuntimeObservers {
   }
   bool empty() const {
     return slots.empty() && steps.empty() && gradients.empty();
+  }
+  bool want_unused_slots() const {
+    return slots.any([](SlotObserver& o) { return o.wants_unused_slots(); });
   }
   bool want_reduced_gradients(const Unit& unit) const {
     return gradients.any(

@@ -3,9 +3,6 @@
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
 #include "flatshard/nn/module.h"
-#include "flatshard/runtime/poison.h"
-
-#include <fmt/ranges.h>
 
 #include <utility>
 
@@ -35,13 +32,6 @@ std::shared_ptr<Runtime> Runtime::create(
   core.events.install_hooks(std::shared_ptr<AutogradListener>(runtime, &core));
   hook_modules(runtime);
   core.hide_all();
-  if (options.debug.strict) {
-    FLATSHARD_CHECK(
-        core.units.front()->module() != nullptr,
-        config,
-        "debug.strict watches modules of nn::Module; these units have none");
-    watch_modules(runtime);
-  }
   return runtime;
 }
 
@@ -135,26 +125,12 @@ void Runtime::clear_trace() {
 void Runtime::set_step(std::int64_t step) {
   core_.mesh->set_step(step);
   core_.executor.set_step(step);
-  if (core_.options.debug.poison) {
-    set_poison_step(step);
-  }
+  const std::lock_guard lock(core_.mutex);
+  core_.observers.steps.tell([&](StepObserver& o) { o.step_named(step); });
 }
 
 void Runtime::finish_step() {
-  if (!core_.strict) {
-    return;
-  }
-  // First, so that a rank on which the rest fails does not leave others here.
-  core_.check_next(kNoUnit);
-  const std::lock_guard lock(core_.mutex);
-  core_.strict->end_step();
-  FLATSHARD_CHECK(
-      core_.step.scheduler.resting(),
-      usage,
-      "at the end of step {} these units do not rest: {}; a forward or "
-      "backward of theirs has not ended",
-      core_.executor.step(),
-      fmt::join(core_.step.scheduler.busy_units(), ", "));
+  core_.observers.steps.tell([](StepObserver& o) { o.step_ends(); });
 }
 
 }  // namespace flatshard

@@ -58,7 +58,7 @@ class Runtime : public nn::WgradSink,
   UnitId unit_of(const nn::Module& module) const;
   /// Forward hooks that this has on a module.
   std::size_t num_hooks_on(const nn::Module& module) const;
-  /// What is gathered, how long it stays, and gathers by hand.
+  /// What is gathered, how long it stays, and gathers on request.
   GatherControl& gathers() { return gathers_; }
 
   /// All trainable groups, in order of units: what an optimizer takes. The
@@ -76,9 +76,8 @@ class Runtime : public nn::WgradSink,
   void reset();
   /// Blocks until all queued work of this runtime's streams is done.
   void synchronize();
-  /// Call after the optimizer's step. With DebugOptions::strict it checks that
-  /// the step's life cycles are complete and the same on all ranks; collective
-  /// then, and blocks the host. Otherwise it does nothing.
+  /// Call after the optimizer's step: observers hear of it. With
+  /// DebugOptions::strict it is collective and blocks the host.
   void finish_step();
 
   /// For whoever calls modules itself.
@@ -126,9 +125,6 @@ class Runtime : public nn::WgradSink,
 
   // Hooks on modules of nn::Module; runtime_modules.cpp.
   static void hook_modules(const std::shared_ptr<Runtime>& runtime);
-  /// DebugOptions::strict.
-  static void watch_modules(const std::shared_ptr<Runtime>& runtime);
-  void on_module_called(UnitId unit, const std::string& name);
 
   // What layers ask for; runtime_layers.cpp. Each takes the lock.
   std::optional<nn::WgradTarget> begin_wgrad(

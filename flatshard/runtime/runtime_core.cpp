@@ -103,10 +103,6 @@ void RuntimeCore::before_root_forward() {
 }
 
 void RuntimeCore::begin_step(std::int64_t generation) {
-  if (strict) {
-    strict->end_step();
-    strict->weights_changed();
-  }
   step.generation = generation;
   if (step.graph_reads_weights) {
     step.graph_reads_weights = false;
@@ -135,9 +131,8 @@ void RuntimeCore::forward_begins(UnitId unit, bool outermost) {
   if (units[unit]->resident()) {
     units[unit]->pointers().check_storage();  // nothing else looks at it
   }
-  if (strict) {
-    strict->forward_begin(unit);
-  }
+  observers.steps.tell(
+      [&](StepObserver& o) { o.unit_forward_begins(*units[unit]); });
 }
 
 void RuntimeCore::set_microbatch(bool is_last, bool sync) {
@@ -167,11 +162,8 @@ void RuntimeCore::task_begins() {
 void RuntimeCore::backward_begins(UnitId unit, CallId call) {
   step.graph_reads_weights |= at::GradMode::is_enabled();
   step.unsharded[unit] = false;
-  if (strict) {
-    strict->backward_begin(call);
-  }
   observers.steps.tell(
-      [&](StepObserver& o) { o.backward_began(*units[unit]); });
+      [&](StepObserver& o) { o.backward_began(*units[unit], call); });
 }
 
 void RuntimeCore::on_tensor_grad(const WatchedTensor& tensor) {
@@ -181,10 +173,12 @@ void RuntimeCore::on_tensor_grad(const WatchedTensor& tensor) {
 
 void RuntimeCore::on_parameter_done(ParameterRef ref) {
   const std::lock_guard lock(mutex);
-  if (strict) {
-    const UnitParameter& p = units[ref.unit]->parameters()[ref.index];
+  if (!observers.gradients.empty()) {
+    const Unit& unit = *units[ref.unit];
+    const UnitParameter& p = unit.parameters()[ref.index];
     events.enter_task(&p);
-    strict->parameter_done(ref.unit, p.name);
+    observers.gradients.tell(
+        [&](GradientObserver& o) { o.gradient_arrived(unit, p); });
   }
   events.parameter_done(ref);
 }
@@ -282,13 +276,6 @@ const UnitParameter& RuntimeCore::await_plane(ParameterRef ref, PlaneId plane) {
   return p;
 }
 
-void RuntimeCore::check_next(UnitId next) {
-  // After a backward that failed, reductions may still be under way; they use
-  // the same communicator.
-  executor.streams().synchronize_reductions();
-  compare_next(*mesh, next, strict->unit_names(), executor.step());
-}
-
 void RuntimeCore::record(const Action& action) {
   if (step.actions.size() < kMaxStepActions) {
     step.actions.push_back(action);
@@ -323,9 +310,6 @@ void RuntimeCore::hide_all() {
 
 void RuntimeCore::reset() {
   events.reset();
-  if (strict) {
-    strict->reset();
-  }
   step.failure.clear();
   for (const Action& action : decide({.kind = EventKind::reset})) {
     record(action);

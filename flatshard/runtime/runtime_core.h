@@ -6,7 +6,6 @@
 #include "flatshard/runtime/open_backward.h"
 #include "flatshard/runtime/runtime_options.h"
 #include "flatshard/runtime/step_state.h"
-#include "flatshard/runtime/strict_checks.h"
 #include "flatshard/unit/unit.h"
 
 #include <cstdint>
@@ -45,8 +44,6 @@ struct RuntimeCore : public AutogradListener {
   RuntimeObservers observers;
   Executor executor;
   AutogradEvents events;
-  /// DebugOptions::strict, else null.
-  std::unique_ptr<StrictChecks> strict;
   OpenBackward* open_backward = nullptr;
   RuntimeTrace trace;
   /// Changes of what a graph of a step was recorded with.
@@ -72,9 +69,6 @@ struct RuntimeCore : public AutogradListener {
   /// gathered, and compute waits for it. Returns its parameter.
   /// @throws Error{usage} outside of the unit's forward and backward.
   const UnitParameter& await_plane(ParameterRef ref, PlaneId plane);
-  /// DebugOptions::strict: compares with the other ranks that all run this unit
-  /// next. Collective, blocks the host, and is called without the lock.
-  void check_next(UnitId next);
   /// An action was carried out.
   void record(const Action& action);
 

@@ -36,6 +36,7 @@ struct RuntimeOptions {
   StreamOptions streams;
   /// Keep every event and action since the last clear_trace (tests, reports).
   bool trace = false;
+  /// fully_shard attaches the observers that carry these out.
   DebugOptions debug;
   GraphOptions graphs;
 };

@@ -10,8 +10,9 @@
 namespace flatshard {
 
 void UnitCalls::forward_begin(UnitId unit, const nn::TensorList& inputs) {
-  if (core_.strict && !AutogradEvents::in_backward()) {
-    core_.check_next(unit);
+  if (!AutogradEvents::in_backward()) {
+    core_.observers.steps.tell(
+        [&](StepObserver& o) { o.unit_called(*core_.units[unit]); });
   }
   const std::lock_guard lock(core_.mutex);
   core_.events.forward_begin(unit, inputs);
@@ -25,8 +26,10 @@ void UnitCalls::forward_end(
     bool more_follow) {
   const std::lock_guard lock(core_.mutex);
   const auto ended = core_.events.forward_end(unit, outputs, more_follow);
-  if (core_.strict && ended.outermost && ended.needs_backward) {
-    core_.strict->expect_backward(unit, ended.call);
+  if (ended.outermost && ended.needs_backward) {
+    core_.observers.steps.tell([&](StepObserver& o) {
+      o.expects_backward(*core_.units[unit], ended.call);
+    });
   }
   core_.hide(unit);
   if (!core_.events.is_open() && !ended.needs_backward) {

@@ -31,6 +31,7 @@ struct Action {
   /// Of a gather: from the slices of UnitSpec::post_forward, among the ranks
   /// that have all of them; else from the shards at rest.
   bool from_post_forward = false;
+  bool by_program = false;  ///< of a gather: ScheduleEvent::by_program
 
   friend bool operator==(const Action&, const Action&) = default;
 };

@@ -205,6 +205,8 @@ struct ScheduleEvent {
   std::vector<UnitId> unfinished;
   /// unshard: compute waits for the weights.
   bool awaits = true;
+  /// unshard: the program asked for the weights, and may write them next.
+  bool by_program = false;
   /// microbatch: this backward is the step's last; gradients are synchronized.
   bool is_last = true;
   bool sync = true;

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 
 namespace flatshard {
 namespace {
@@ -53,41 +52,6 @@ PlanPrice price_plan(
   price.compute = busy[static_cast<std::size_t>(PlanStream::compute)];
   price.exchange = busy[static_cast<std::size_t>(PlanStream::exchange)];
   return price;
-}
-
-std::string draw_plan(
-    const std::vector<PlanStep>& plan,
-    const PlanPrice& price,
-    int from,
-    int to,
-    int columns) {
-  double begin = price.total;
-  double end = 0;
-  for (int i = from; i < to; ++i) {
-    begin = std::min(begin, price.spans[i].begin);
-    end = std::max(end, price.spans[i].end);
-  }
-  const auto column = [&](double time) {
-    const double share = end > begin ? (time - begin) / (end - begin) : 0;
-    return static_cast<std::size_t>(std::lround(share * columns));
-  };
-  std::array<std::string, 2> lines{
-      std::string(columns, ' '),
-      std::string(columns, ' ')};
-  for (int i = from; i < to; ++i) {
-    const std::size_t at = column(price.spans[i].begin);
-    const std::size_t room = column(price.spans[i].end) - at;
-    if (room == 0) {
-      continue;
-    }
-    std::string name = to_string(plan[i]);
-    name.resize(room - 1, room > name.size() ? '-' : ' ');
-    lines[static_cast<std::size_t>(plan[i].stream)].replace(
-        at,
-        room,
-        "|" + name);
-  }
-  return "exchange " + lines[1] + "\ncompute  " + lines[0] + "\n";
 }
 
 }  // namespace flatshard

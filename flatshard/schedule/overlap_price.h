@@ -41,14 +41,4 @@ PlanPrice price_plan(
     const OverlapPlanOptions& options,
     const NodeTimes& times);
 
-/// A picture of it in fixed width, two lines of at most `columns` characters
-/// for the streams, with the steps between positions `from` and `to` (half
-/// open), each as wide as it is long.
-std::string draw_plan(
-    const std::vector<PlanStep>& plan,
-    const PlanPrice& price,
-    int from,
-    int to,
-    int columns);
-
 }  // namespace flatshard

@@ -222,7 +222,11 @@ void Scheduler::unit_written(UnitId unit, Actions& out) {
 
 void Scheduler::unshard(const ScheduleEvent& event, Actions& out) {
   const PlaneSet planes = wanted(event.unit, Phase::forward);
+  const auto first = static_cast<std::ptrdiff_t>(out.size());
   gather(event.unit, planes, Phase::forward, out);
+  std::for_each(out.begin() + first, out.end(), [&](Action& action) {
+    action.by_program = event.by_program;
+  });
   if (event.awaits) {
     await(event.unit, planes, out);
   }
@@ -279,7 +283,7 @@ std::vector<UnitId> Scheduler::ahead(
     Phase phase) const {
   std::vector<UnitId> units;
   const auto wanted = [&](UnitId unit) {
-    // Weights that rest do not travel: ahead of its backward such a unit would
+    // Weights that rest need no gather: ahead of its backward such a unit would
     // only derive planes, and hold them for longer.
     return !units_[unit].reads(phase).empty() &&
            (phase == Phase::forward ||

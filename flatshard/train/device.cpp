@@ -5,7 +5,7 @@
 #include "flatshard/device/capability.h"
 #include "flatshard/device/device_name.h"
 #include "flatshard/device/stream.h"
-#include "flatshard/train/peak_flops.h"
+#include "flatshard/train/metrics/peak_flops.h"
 
 #include <cctype>
 #include <filesystem>

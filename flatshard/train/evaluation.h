@@ -7,9 +7,9 @@
 #include "flatshard/mesh/mesh.h"
 #include "flatshard/models/llama.h"
 #include "flatshard/train/config.h"
-#include "flatshard/train/metrics.h"
-#include "flatshard/train/token_buffers.h"
-#include "flatshard/train/validation_set.h"
+#include "flatshard/train/data/token_buffers.h"
+#include "flatshard/train/data/validation_set.h"
+#include "flatshard/train/metrics/metrics.h"
 
 namespace flatshard {
 

@@ -11,7 +11,7 @@
 #include "flatshard/mesh/mesh.h"
 #include "flatshard/models/llama.h"
 #include "flatshard/train/config.h"
-#include "flatshard/train/metrics.h"
+#include "flatshard/train/metrics/metrics.h"
 
 namespace flatshard {
 

@@ -6,7 +6,7 @@
 #include "flatshard/device/memory.h"
 #include "flatshard/layout/strategy.h"
 #include "flatshard/models/flops.h"
-#include "flatshard/train/number_text.h"
+#include "flatshard/train/metrics/number_text.h"
 #include "flatshard/train/parallelism.h"
 
 namespace flatshard {

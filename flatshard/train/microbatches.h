@@ -11,7 +11,7 @@
 #include "flatshard/models/llama.h"
 #include "flatshard/overlap/overlap_runner.h"
 #include "flatshard/runtime/runtime.h"
-#include "flatshard/train/batches.h"
+#include "flatshard/train/data/batches.h"
 
 namespace flatshard {
 
@@ -24,7 +24,7 @@ struct MicrobatchOptions {
   /// That of the model's blocks, which an overlap needs; null: experts are
   /// here.
   std::shared_ptr<nn::TokenExchange> exchange;
-  /// Of a stream on which tokens travel that has none of its own.
+  /// Of an exchange's stream that has none of its own.
   StreamOptions streams;
 };
 

@@ -42,7 +42,7 @@ CopyEngines choose_copy_engines(const Config& config, Mesh& mesh);
 /// Of the streams beside compute: [debug]'s delays.
 StreamOptions comm_streams(const Config& config);
 
-/// How tokens travel between the ranks of the axis ep. Collective.
+/// How tokens are exchanged between the ranks of the axis ep. Collective.
 std::shared_ptr<StreamExchange> make_exchange(
     const Config& config,
     const models::ModelConfig& model,

@@ -7,9 +7,9 @@
 #include "flatshard/flight/recorder.h"
 #include "flatshard/format/checkpoint_folder.h"
 #include "flatshard/format/manifest.h"
+#include "flatshard/train/export/stored_model.h"
 #include "flatshard/train/model_config.h"
 #include "flatshard/train/option_errors.h"
-#include "flatshard/train/stored_model.h"
 
 #include <ATen/ATen.h>
 #include <fmt/ranges.h>

@@ -3,7 +3,7 @@
 #include "flatshard/checkpoint/checkpointer.h"
 #include "flatshard/data/loader.h"
 #include "flatshard/train/config.h"
-#include "flatshard/train/run_data.h"
+#include "flatshard/train/data/run_data.h"
 
 #include <cstdint>
 #include <filesystem>

@@ -9,10 +9,10 @@
 
 #include "flatshard/runtime/graph_options.h"
 #include "flatshard/train/config.h"
-#include "flatshard/train/metrics.h"
-#include "flatshard/train/metrics_file.h"
+#include "flatshard/train/metrics/metrics.h"
+#include "flatshard/train/metrics/metrics_file.h"
+#include "flatshard/train/metrics/status_line.h"
 #include "flatshard/train/signal_requests.h"
-#include "flatshard/train/status_line.h"
 
 namespace flatshard {
 

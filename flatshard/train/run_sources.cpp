@@ -11,7 +11,7 @@
 #include "flatshard/core/mapped_file.h"
 #include "flatshard/data/corpus.h"
 #include "flatshard/data/hf_tokenizer.h"
-#include "flatshard/train/stored_model.h"
+#include "flatshard/train/export/stored_model.h"
 
 namespace flatshard {
 namespace {

@@ -13,7 +13,7 @@
 #include "flatshard/format/manifest.h"
 #include "flatshard/format/read_plan.h"
 #include "flatshard/train/earlier_run.h"
-#include "flatshard/train/metrics_file.h"
+#include "flatshard/train/metrics/metrics_file.h"
 #include "flatshard/train/run_checkpoints.h"
 
 namespace flatshard {

@@ -5,8 +5,8 @@
 #include "flatshard/comm/all_gather_values.h"
 #include "flatshard/core/error.h"
 #include "flatshard/train/float8.h"
+#include "flatshard/train/metrics/number_text.h"
 #include "flatshard/train/model_config.h"
-#include "flatshard/train/number_text.h"
 #include "flatshard/train/optimizer.h"
 #include "flatshard/train/parallelism.h"
 

@@ -8,7 +8,7 @@
 #include "flatshard/format/checkpoint_folder.h"
 #include "flatshard/models/hf_names.h"
 #include "flatshard/optim/grad_norm.h"
-#include "flatshard/train/export_hf.h"
+#include "flatshard/train/export/export_hf.h"
 #include "flatshard/train/option_errors.h"
 
 #include <ATen/ATen.h>

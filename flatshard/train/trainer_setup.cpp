@@ -7,11 +7,11 @@
 #include "flatshard/models/hf_names.h"
 #include "flatshard/train/device.h"
 #include "flatshard/train/memory_check.h"
+#include "flatshard/train/metrics/run_summary.h"
 #include "flatshard/train/model_config.h"
 #include "flatshard/train/optimizer.h"
 #include "flatshard/train/option_errors.h"
 #include "flatshard/train/parallelism.h"
-#include "flatshard/train/run_summary.h"
 #include "flatshard/train/trainer.h"
 
 #include <ATen/ATen.h>

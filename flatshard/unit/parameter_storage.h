@@ -25,7 +25,7 @@ struct ParameterOwner {
 /// While it rests, or is hidden, the tensor itself shows another storage, which
 /// throws when its data are read or written and names the parameter: kernels
 /// would follow the null pointer. Views that are older than that do follow it;
-/// runtime/poison.h is for them.
+/// diagnostics/poison.h is for them.
 ///
 /// A storage of its own, since autograd and AOTAutograd take tensors that share
 /// one for aliases of each other.
@@ -66,7 +66,8 @@ class ParameterStorage {
   void show() const { show(storage_); }
   /// For good, views as well: the memory goes with the Runtime.
   void retire() const;
-  /// Where the cleared parameter points, for debugging; see runtime/poison.h.
+  /// Where the cleared parameter points, for debugging; see
+  /// diagnostics/poison.h.
   /// Has the parameter's size, and lives as long as the parameter points there.
   void set_released_memory(std::shared_ptr<void> memory) {
     released_ = std::move(memory);

@@ -186,7 +186,7 @@ void ParameterViews::backward_begins() {
 }
 
 // A checkpoint inside the unit calls its modules again.
-void ParameterViews::backward_began(Unit& unit) {
+void ParameterViews::backward_began(Unit& unit, CallId call) {
   const py::gil_scoped_acquire gil;
   State& state = units_.at(unit.id());
   state.in_backward = true;

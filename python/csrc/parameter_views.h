@@ -78,7 +78,7 @@ class ParameterViews : public StepObserver,
   // As StepObserver, GradientObserver and SlotObserver.
   void forward_begins() override;
   void backward_begins() override;
-  void backward_began(Unit& unit) override;
+  void backward_began(Unit& unit, CallId call) override;
   void backward_ended() override;
   void was_reset() override;
   bool wants_reduced_gradients(const Unit& unit) override;

@@ -228,7 +228,7 @@ TEST_F(ExpertRuns, WhatDoesNotDivideIsNamed) {
   }
 }
 
-// Scores that are no numbers choose some experts, the rows travel as any
+// Scores that are no numbers choose some experts, the rows are exchanged as any
 // others, and the run ends with the name of what is not finite.
 TEST_F(ExpertRuns, ARouterThatIsNotFiniteIsNamed) {
   const Result whole = run("whole", "--set training.steps=1");

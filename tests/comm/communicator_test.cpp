@@ -5,7 +5,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sched.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <filesystem>
 #include <string>
@@ -378,29 +377,13 @@ TEST(Communicator, GloosEventLoopPreemptsNobody) {
   });
 }
 
-TEST(Communicator, MakeAndWrapRefuseByName) {
+TEST(Communicator, MakeRefusesByName) {
   EXPECT_THAT(
       message_of([] { make_communicator({}, 2, 2, "c", at::kCPU); }),
       HasSubstr("expected 0 <= rank < size, got rank 2 of 2"));
   EXPECT_THAT(
       message_of([] { make_communicator({}, 0, 2, "c", at::kMeta); }),
       HasSubstr("expected a device of type cpu or cuda, got 'meta'"));
-  EXPECT_THAT(
-      message_of([] { wrap_backend({}, "c", at::kCPU); }),
-      HasSubstr("expected a backend, got null"));
-
-  struct Strange : c10d::Backend {
-    using Backend::Backend;
-    const std::string getBackendName() const override { return "strange"; }
-  };
-  EXPECT_THAT(
-      message_of([] {
-        wrap_backend(c10::make_intrusive<Strange>(0, 2), "c", at::kCPU);
-      }),
-      HasSubstr("got backend 'strange' with device 'cpu'"));
-  EXPECT_EQ(
-      wrap_backend(c10::make_intrusive<Strange>(0, 1), "c", at::kCPU)->size(),
-      1);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What ranks say of one that dies, hangs or differs while tokens travel. Each
+// What ranks say of one that dies, hangs or differs in an exchange. Each
 // rank is a process.
 #include <ATen/Functions.h>
 #include <gmock/gmock.h>
@@ -48,10 +48,12 @@ void exchange_tokens(TokenExchange& exchange, int rank, int step, Step what) {
   what.before_dispatch();
   const at::Tensor sent = at::full({num_rows, 2}, rank, what.dtype);
   const at::Tensor arrived =
-      exchange.start(plan, TokenExchange::Way::dispatch, {.rows = {sent}})
+      exchange
+          .start(plan, TokenExchange::Direction::dispatch, {.rows = {sent}})
           ->finish()[0];
   const at::Tensor back =
-      exchange.start(plan, TokenExchange::Way::combine, {.rows = {arrived}})
+      exchange
+          .start(plan, TokenExchange::Direction::combine, {.rows = {arrived}})
           ->finish()[0];
   EXPECT_TRUE(back.equal(sent));
 }

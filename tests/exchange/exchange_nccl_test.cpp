@@ -20,7 +20,7 @@ namespace {
 
 using nn::TokenExchange;
 using testing::gpu_ranks;
-using Way = TokenExchange::Way;
+using Direction = TokenExchange::Direction;
 
 constexpr std::int64_t kExpertsHere = 4;
 constexpr std::int64_t kMostRows = 96;
@@ -103,11 +103,11 @@ TEST_F(ExchangeNccl, RowsArriveByExpertAndRankAndComeBack) {
         }
       }
       const at::Tensor arrived =
-          nn::exchange_rows(exchange, plan, Way::dispatch, rows);
+          nn::exchange_rows(exchange, plan, Direction::dispatch, rows);
       EXPECT_TRUE(arrived.detach().equal(at::cat(expected))) << round;
       EXPECT_EQ(plan->ends[-1].item<int>(), plan->num_received);
       const at::Tensor back =
-          nn::exchange_rows(exchange, plan, Way::combine, arrived * 2);
+          nn::exchange_rows(exchange, plan, Direction::combine, arrived * 2);
       std::int64_t counted = 0;
       for (const int count : mine) {
         counted += count;
@@ -143,21 +143,23 @@ TEST_F(ExchangeNccl, CopiesDeliverTheBitsOfTheCollective) {
       const at::Tensor rows =
           rows_of(rank, round, round % 2 == 0 ? at::kBFloat16 : at::kFloat);
       const at::Tensor arrived =
-          copies.start(got, Way::dispatch, {.rows = {rows}})->finish()[0];
+          copies.start(got, Direction::dispatch, {.rows = {rows}})->finish()[0];
       EXPECT_TRUE(arrived.equal(
-          collective.start(want, Way::dispatch, {.rows = {rows}})->finish()[0]))
+          collective.start(want, Direction::dispatch, {.rows = {rows}})
+              ->finish()[0]))
           << round;
       const at::Tensor results = arrived * 3;
       const auto counted = counts.sum().item<std::int64_t>();
       const at::Tensor back =
-          copies.start(got, Way::combine, {.rows = {results}})->finish()[0];
+          copies.start(got, Direction::combine, {.rows = {results}})
+              ->finish()[0];
       const at::Tensor back_wanted =
-          collective.start(want, Way::combine, {.rows = {results}})
+          collective.start(want, Direction::combine, {.rows = {results}})
               ->finish()[0];
       EXPECT_TRUE(
           back.narrow(0, 0, counted).equal(back_wanted.narrow(0, 0, counted)))
           << round;
-      testing::expect_tokens_travel_alike(
+      testing::expect_equal_exchanges(
           {collective, want},
           {copies, got},
           counts,

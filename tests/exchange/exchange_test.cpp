@@ -120,13 +120,16 @@ TEST_P(Exchanges, RowsArriveByExpertAndRankAndComeBack) {
           << plan->ends << at::tensor(ends);
 
       const at::Tensor rows = sent.detach().clone().requires_grad_();
-      const at::Tensor arrived =
-          nn::exchange_rows(exchange, plan, TokenExchange::Way::dispatch, rows);
+      const at::Tensor arrived = nn::exchange_rows(
+          exchange,
+          plan,
+          TokenExchange::Direction::dispatch,
+          rows);
       EXPECT_TRUE(arrived.detach().equal(at::cat(expected))) << round;
       const at::Tensor back = nn::exchange_rows(
           exchange,
           plan,
-          TokenExchange::Way::combine,
+          TokenExchange::Direction::combine,
           arrived * 2);
       const std::int64_t counted = sent.size(0) - 1;
       EXPECT_TRUE(back.detach()
@@ -149,7 +152,7 @@ TEST(Exchange, SeveralUnderWayFinishInTheirOrder) {
     for (int i = 0; i < 20; ++i) {
       transfers.push_back(exchange.start(
           plan,
-          TokenExchange::Way::dispatch,
+          TokenExchange::Direction::dispatch,
           {.rows = {at::full({3, 1}, 10 * i + context.rank)}}));
     }
     transfers[7].reset();  // nobody wants it
@@ -183,20 +186,20 @@ TEST(Exchange, WaitsAreMeasured) {
         2,
         {.stream = {.delay_seed = 1, .max_delay_us = 2000}});
     const auto plan = exchange.plan(at::tensor({1, 1}, at::kInt), 2);
-    const auto travel = [&] {
+    const auto exchanged_ms = [&] {
       for (int i = 0; i < 5; ++i) {
         exchange
             .start(
                 plan,
-                TokenExchange::Way::dispatch,
+                TokenExchange::Direction::dispatch,
                 {.rows = {at::ones({2, 1})}})
             ->finish();
       }
       return exchange.wait_and_take_exposed_ms();
     };
-    EXPECT_EQ(travel(), 0);
+    EXPECT_EQ(exchanged_ms(), 0);
     exchange.measure(true);
-    EXPECT_GT(travel(), 0);
+    EXPECT_GT(exchanged_ms(), 0);
   });
 }
 
@@ -222,7 +225,7 @@ TEST(Exchange, BadNumbersAreNamed) {
         message_of([&] {
           exchange.start(
               plan,
-              TokenExchange::Way::dispatch,
+              TokenExchange::Direction::dispatch,
               {.rows = {at::ones({2, 1})}});
         }),
         HasSubstr("got another's"));

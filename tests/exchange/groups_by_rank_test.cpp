@@ -8,7 +8,7 @@
 
 #include "flatshard/exchange/collective_exchange.h"
 #include "flatshard/exchange/peer_exchange.h"
-#include "flatshard/nn/grouped_linear.h"
+#include "flatshard/moe/grouped_linear.h"
 #include "flatshard/peer/page_communicator.h"
 #include "tests/support/ranks.h"
 
@@ -17,7 +17,7 @@ namespace {
 
 using testing::RankContext;
 using testing::run_ranks;
-using Way = nn::TokenExchange::Way;
+using Direction = nn::TokenExchange::Direction;
 
 constexpr int kNumRanks = 2;
 constexpr std::int64_t kNumExperts = 4;
@@ -48,11 +48,11 @@ Computed compute(
   const at::Tensor rows = normal({kNumRows, kIn}, 5 + rank).requires_grad_();
   const auto plan = exchange->plan(counts_of_rank(rank), kNumRows);
   const at::Tensor arrived =
-      nn::exchange_rows(exchange, plan, Way::dispatch, rows);
+      nn::exchange_rows(exchange, plan, Direction::dispatch, rows);
   const at::Tensor results = nn::exchange_rows(
       exchange,
       plan,
-      Way::combine,
+      Direction::combine,
       nn::grouped_linear(
           arrived,
           weight,

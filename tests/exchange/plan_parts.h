@@ -1,6 +1,6 @@
 #pragma once
 
-#include "flatshard/nn/token_exchange.h"
+#include "flatshard/moe/token_exchange.h"
 
 #include "tests/support/message_of.h"
 

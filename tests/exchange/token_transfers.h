@@ -1,6 +1,6 @@
 #pragma once
 
-#include "flatshard/nn/token_exchange.h"
+#include "flatshard/moe/token_exchange.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -21,13 +21,13 @@ struct PlannedExchange {
 /// @param counts  int32 [experts] that both plans are of; rows behind their sum
 ///   are dropped.
 /// @param dtype   of tokens, which have 5 columns
-inline void expect_tokens_travel_alike(
+inline void expect_equal_exchanges(
     const PlannedExchange& expected,
     const PlannedExchange& got,
     const at::Tensor& counts,
     at::ScalarType dtype,
     at::Generator generator) {
-  using Way = nn::TokenExchange::Way;
+  using Direction = nn::TokenExchange::Direction;
   constexpr std::int64_t kColumns = 5;
   const std::int64_t pairs = got.plan->num_sent;
   const std::int64_t slots = pairs % 2 == 0 ? 2 : 1;
@@ -47,31 +47,36 @@ inline void expect_tokens_travel_alike(
   const auto numbers = [&](at::IntArrayRef sizes) {
     return at::randn(sizes, generator).to(device, dtype);
   };
-  const auto travels_alike = [&](Way way,
-                                 nn::TransferInput input,
-                                 std::int64_t num_rows,
-                                 std::int64_t num_results) {
+  const auto exchanges_alike = [&](Direction direction,
+                                   nn::TransferInput input,
+                                   std::int64_t num_rows,
+                                   std::int64_t num_results) {
     input.tokens = tokens;
     input.rows.push_back(
         at::randn({num_rows}, generator).to(device, at::kFloat));
     const nn::TensorList a =
-        expected.exchange.start(expected.plan, way, input)->finish();
-    const nn::TensorList b = got.exchange.start(got.plan, way, input)->finish();
+        expected.exchange.start(expected.plan, direction, input)->finish();
+    const nn::TensorList b =
+        got.exchange.start(got.plan, direction, input)->finish();
     EXPECT_EQ(a[0].sizes(), b[0].sizes());
     EXPECT_TRUE(a[0].equal(b[0]));
     EXPECT_TRUE(
         a[1].narrow(0, 0, num_results).equal(b[1].narrow(0, 0, num_results)));
   };
   const std::int64_t received = got.plan->num_received;
-  travels_alike(
-      Way::dispatch,
+  exchanges_alike(
+      Direction::dispatch,
       {.rows = {numbers({pairs / slots, kColumns})}},
       pairs,
       received);
   const at::Tensor results = numbers({received, kColumns});
-  travels_alike(Way::combine, {.rows = {results}}, received, num_counted);
-  travels_alike(
-      Way::combine,
+  exchanges_alike(
+      Direction::combine,
+      {.rows = {results}},
+      received,
+      num_counted);
+  exchanges_alike(
+      Direction::combine,
       {.rows = {results},
        .addend = numbers({1, pairs / slots, kColumns}).to(at::kFloat)},
       received,

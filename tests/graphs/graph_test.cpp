@@ -3,7 +3,7 @@
 // place. On CPUs a replay runs the captured function again; everything else is
 // the same. With FLATSHARD_GRAPH_DEVICE=cuda the same cases run on a GPU.
 #include "flatshard/graphs/model_graphs.h"
-#include "tests/graphs/graph_training.h"
+#include "tests/graphs/deviations.h"
 
 #include "flatshard/core/error.h"
 #include "flatshard/nn/linear.h"
@@ -16,23 +16,19 @@
 namespace flatshard {
 namespace {
 
+using testing::before_step;
+using testing::evaluations;
+using testing::exception_in_a_backward;
+using testing::expect_same;
+using testing::forward_without_backward;
 using testing::GraphCase;
 using testing::GraphHooks;
 using testing::GraphRun;
 using testing::GraphTraining;
+using testing::hook_for_two_steps;
+using testing::reset_of_the_graphs;
+using testing::reset_of_the_runtime;
 using testing::train_graphs;
-
-void expect_same(const GraphRun& eager, const GraphRun& graphs) {
-  ASSERT_EQ(eager.losses.size(), graphs.losses.size());
-  for (std::size_t i = 0; i < eager.losses.size(); ++i) {
-    EXPECT_EQ(eager.losses[i], graphs.losses[i]) << "loss of step " << i;
-  }
-  ASSERT_EQ(eager.gradients.size(), graphs.gradients.size());
-  for (std::size_t i = 0; i < eager.gradients.size(); ++i) {
-    EXPECT_TRUE(at::equal(eager.gradients[i], graphs.gradients[i]))
-        << "gradient " << i;
-  }
-}
 
 void expect_replays(const GraphCase& c, const GraphRun& run) {
   const std::int64_t steps = c.steps - c.warmup_steps;
@@ -93,12 +89,6 @@ int& hook_calls() {
   return calls;
 }
 
-// Hooks that a test keeps for some steps of one rank.
-nn::HookHandle& kept_hook() {
-  static thread_local nn::HookHandle hook;
-  return hook;
-}
-
 std::vector<at::Tensor>& kept_tensors() {
   static thread_local std::vector<at::Tensor> tensors;
   return tensors;
@@ -112,13 +102,7 @@ nn::Module& inner_module(GraphTraining& training) {
 std::vector<Deviation> deviations() {
   using Training = GraphTraining;
   return {
-      {.name = "EvaluationBetween",
-       .hooks =
-           {.before_step =
-                [](Training& t, int) {
-                  const at::NoGradGuard no_grad;
-                  t.forward(90, 0);
-                }}},
+      {.name = "EvaluationBetween", .hooks = evaluations()},
       {.name = "TwoForwardsBeforeTheBackward",
        .hooks =
            {.before_backward =
@@ -130,14 +114,12 @@ std::vector<Deviation> deviations() {
        .reason = "an earlier forward of it waits for its backward",
        .captures_again = 1},
       {.name = "AnotherShape",
-       .hooks =
-           {.before_step =
-                [](Training& t, int step) {
-                  if (step == 5) {
-                    t.runtime().set_is_last_microbatch(false);
-                    t.forward(92, 0, /*batch=*/3).backward();
-                  }
-                }},
+       .hooks = before_step(
+           5,
+           [](Training& t) {
+             t.runtime().set_is_last_microbatch(false);
+             t.forward(92, 0, /*batch=*/3).backward();
+           }),
        .reason = "an input has another shape, layout or dtype"},
       {.name = "BackwardTwice",
        .hooks =
@@ -163,107 +145,59 @@ std::vector<Deviation> deviations() {
        .reason = "a parameter gets no gradient in this backward",
        .captures_again = 1},
       {.name = "ABackwardThatNeverComes",
-       .hooks =
-           {.before_step =
-                [](Training& t, int step) {
-                  if (step == 5) {
-                    t.forward(93, 0);
-                  }
-                }},
+       .hooks = forward_without_backward(),
        .reason = "the unit's weights lie elsewhere",
        .captures_again = 1},
       {.name = "AnExceptionInTheForward",
-       .hooks =
-           {.before_step =
-                [](Training& t, int step) {
-                  if (step != 5) {
-                    return;
-                  }
-                  nn::HookHandle hook = t.units().back()->add_forward_pre_hook(
-                      [](nn::Module&, const nn::TensorList&) {
-                        throw std::runtime_error("on purpose");
-                      });
-                  EXPECT_THROW(t.forward(94, 0), std::exception);
-                }}},
+       .hooks = before_step(
+           5,
+           [](Training& t) {
+             nn::HookHandle hook = t.units().back()->add_forward_pre_hook(
+                 [](nn::Module&, const nn::TensorList&) {
+                   throw std::runtime_error("on purpose");
+                 });
+             EXPECT_THROW(t.forward(94, 0), std::exception);
+           })},
       {.name = "AnExceptionInTheBackward",
-       .hooks =
-           {.before_step =
-                [](Training& t, int step) {
-                  if (step != 5) {
-                    return;
-                  }
-                  const at::Tensor loss = t.forward(95, 0);
-                  const at::Tensor bad = loss * 1;
-                  bad.register_hook(
-                      std::function<void(at::Tensor)>([](const at::Tensor&) {
-                        throw std::runtime_error("on purpose");
-                      }));
-                  EXPECT_THROW(bad.backward(), std::exception);
-                }},
+       .hooks = exception_in_a_backward(),
        .reason = "the unit's weights lie elsewhere",
        .captures_again = 1},
       {.name = "AHookInside",
-       .hooks =
-           {.before_step =
-                [](Training& t, int step) {
-                  if (step == 4) {
-                    kept_hook() = inner_module(t).add_forward_hook(
-                        [](nn::Module&,
-                           const nn::TensorList&,
-                           const nn::TensorList&) { ++hook_calls(); });
-                  } else if (step == 6) {
-                    kept_hook().remove();
-                  }
-                }},
+       .hooks = hook_for_two_steps([](Training& t) {
+         return inner_module(t).add_forward_hook(
+             [](nn::Module&, const nn::TensorList&, const nn::TensorList&) {
+               ++hook_calls();
+             });
+       }),
        .reason = "has forward hooks"},
       {.name = "AnOutputThatIsKept",
-       .hooks =
-           {.before_step =
-                [](Training& t, int step) {
-                  if (step == 4) {
-                    kept_hook() = t.units()[1]->add_forward_hook(
-                        [](nn::Module&,
-                           const nn::TensorList&,
-                           const nn::TensorList& outputs) {
-                          kept_tensors().push_back(outputs[0].detach());
-                        });
-                  } else if (step == 6) {
-                    kept_hook().remove();
-                    kept_tensors().clear();
-                  }
-                }},
+       .hooks = hook_for_two_steps(
+           [](Training& t) {
+             return t.units()[1]->add_forward_hook(
+                 [](nn::Module&,
+                    const nn::TensorList&,
+                    const nn::TensorList& outputs) {
+                   kept_tensors().push_back(outputs[0].detach());
+                 });
+           },
+           [] { kept_tensors().clear(); }),
        .reason = "is still in use",
        .captures_again = 1},
-      {.name = "GatheredByHand",
-       .hooks =
-           {.before_step =
-                [](Training& t, int step) {
-                  if (step == 4) {
-                    // More at once than the plan has room for.
-                    for (UnitId u = 1; u <= 5; ++u) {
-                      t.runtime().gathers().unshard(u);
-                    }
-                  }
-                }},
+      {.name = "AnUnshardOfTheProgram",
+       .hooks = before_step(
+           4,
+           [](Training& t) {
+             // More at once than the plan has room for.
+             for (UnitId u = 1; u <= 5; ++u) {
+               t.runtime().gathers().unshard(u);
+             }
+           }),
        .reason = "the unit's weights lie elsewhere",
        .captures_again = 1},
       {.name = "ResetGraphs",
-       .hooks =
-           {.before_step =
-                [](Training& t, int step) {
-                  if (step == 5) {
-                    t.runtime().graphs().reset();
-                  }
-                }},
+       .hooks = reset_of_the_graphs(),
        .captures_again = 1},
-      {.name = "ResetOfTheRuntime",
-       .hooks =
-           {.before_step =
-                [](Training& t, int step) {
-                  if (step == 5) {
-                    t.runtime().reset();
-                  }
-                }}},
+      {.name = "ResetOfTheRuntime", .hooks = reset_of_the_runtime()},
   };
 }
 

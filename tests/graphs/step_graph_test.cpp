@@ -7,7 +7,7 @@
 #include "flatshard/graphs/model_graphs.h"
 #include "flatshard/nn/linear.h"
 #include "flatshard/optim/adamw.h"
-#include "tests/graphs/graph_training.h"
+#include "tests/graphs/deviations.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -20,20 +20,19 @@
 namespace flatshard {
 namespace {
 
+using testing::before_step;
+using testing::evaluations;
+using testing::exception_in_a_backward;
+using testing::expect_same;
+using testing::forward_without_backward;
 using testing::GraphCase;
 using testing::GraphHooks;
 using testing::GraphRun;
 using testing::GraphTraining;
+using testing::hook_for_two_steps;
+using testing::reset_of_the_graphs;
+using testing::reset_of_the_runtime;
 using testing::train_graphs;
-
-void expect_same_steps(const GraphRun& eager, const GraphRun& graphs) {
-  EXPECT_EQ(eager.losses, graphs.losses);
-  ASSERT_EQ(eager.gradients.size(), graphs.gradients.size());
-  for (std::size_t i = 0; i < eager.gradients.size(); ++i) {
-    EXPECT_TRUE(at::equal(eager.gradients[i], graphs.gradients[i]))
-        << "gradient " << i;
-  }
-}
 
 struct StepRuns {
   GraphRun eager;
@@ -52,7 +51,7 @@ StepRuns train_both(GraphCase c, const GraphHooks& hooks = {}) {
 
 void check_case(const GraphCase& c) {
   const StepRuns runs = train_both(c);
-  expect_same_steps(runs.eager, runs.graphs);
+  expect_same(runs.eager, runs.graphs);
   EXPECT_EQ(runs.eager.actions, runs.graphs.actions);
   EXPECT_EQ(runs.graphs.stats.captures, 1);
   EXPECT_EQ(runs.graphs.stats.step_replays, c.steps - c.warmup_steps);
@@ -90,32 +89,19 @@ struct StepDeviation {
   bool gathers_before = false;
 };
 
-// What a test keeps for some steps of one rank.
-nn::HookHandle& step_hook() {
-  static thread_local nn::HookHandle hook;
-  return hook;
-}
-
 std::vector<StepDeviation> step_deviations() {
   using Training = GraphTraining;
   return {
       {.name = "EvaluationBetween",
-       .hooks =
-           {.before_step =
-                [](Training& t, int) {
-                  const at::NoGradGuard no_grad;
-                  t.forward(90, 0);
-                }},
+       .hooks = evaluations(),
        .gathers_before = true},
       {.name = "AnEvaluationBeforeTheCapture",
-       .hooks =
-           {.before_step =
-                [](Training& t, int step) {
-                  if (step == 2) {
-                    const at::NoGradGuard no_grad;
-                    t.forward(90, 0);
-                  }
-                }},
+       .hooks = before_step(
+           2,
+           [](Training& t) {
+             const at::NoGradGuard no_grad;
+             t.forward(90, 0);
+           }),
        .gathers_before = true},
       {.name = "WeightsWrittenByOthers",
        .hooks =
@@ -135,16 +121,14 @@ std::vector<StepDeviation> step_deviations() {
                   }
                 }}},
       {.name = "AnOptimizerOnAStreamOfItsOwn",
-       .hooks =
-           {.before_step =
-                [](Training& t, int step) {
-                  if (step == 0) {
-                    t.optimizer().set_stream(make_stream(
-                        at::kCPU,
-                        "optimizer",
-                        {.delay_seed = 1, .max_delay_us = 2000}));
-                  }
-                }}},
+       .hooks = before_step(
+           0,
+           [](Training& t) {
+             t.optimizer().set_stream(make_stream(
+                 at::kCPU,
+                 "optimizer",
+                 {.delay_seed = 1, .max_delay_us = 2000}));
+           })},
       {.name = "AnotherShape",
        .hooks =
            {.before_step = [](Training& t,
@@ -153,98 +137,57 @@ std::vector<StepDeviation> step_deviations() {
        .eager_steps = 1},
       {.name = "GradientsOfAnEarlierBackward",
        .hooks =
-           {.before_step =
-                [](Training& t, int step) {
-                  if (step == 5) {
-                    t.forward(92, 0).backward();
-                  }
-                }},
+           before_step(5, [](Training& t) { t.forward(92, 0).backward(); }),
        .reason = "there are gradients of an earlier backward",
        .eager_steps = 1},
       {.name = "GradientsThatWaitForAReduction",
-       .hooks =
-           {.before_step =
-                [](Training& t, int step) {
-                  if (step == 5) {
-                    t.runtime().set_sync_gradients(false);
-                    t.forward(92, 0).backward();
-                    t.runtime().set_sync_gradients(true);
-                  }
-                }},
+       .hooks = before_step(
+           5,
+           [](Training& t) {
+             t.runtime().set_sync_gradients(false);
+             t.forward(92, 0).backward();
+             t.runtime().set_sync_gradients(true);
+           }),
        .reason = "there are gradients of an earlier backward",
        .eager_steps = 1},
-      {.name = "GatheredByHand",
-       .hooks =
-           {.before_step =
-                [](Training& t, int step) {
-                  if (step == 5) {
-                    t.runtime().gathers().unshard(1);
-                  }
-                }},
+      {.name = "AnUnshardOfTheProgram",
+       .hooks = before_step(
+           5,
+           [](Training& t) { t.runtime().gathers().unshard(1); }),
        .reason = "weights are gathered before it begins",
        .eager_steps = 1,
        .gathers_before = true},
       {.name = "ABackwardThatNeverComes",
-       .hooks =
-           {.before_step =
-                [](Training& t, int step) {
-                  if (step == 5) {
-                    t.forward(93, 0);
-                  }
-                }},
+       .hooks = forward_without_backward(),
        .reason = "weights are gathered before it begins",
        .eager_steps = 3,  // the next plan has room for it, so a warm-up follows
        .gathers_before = true},
       {.name = "AnExceptionInABackward",
-       .hooks =
-           {.before_step =
-                [](Training& t, int step) {
-                  if (step != 5) {
-                    return;
-                  }
-                  const at::Tensor bad = t.forward(95, 0) * 1;
-                  bad.register_hook(
-                      std::function<void(at::Tensor)>([](const at::Tensor&) {
-                        throw std::runtime_error("on purpose");
-                      }));
-                  EXPECT_THROW(bad.backward(), std::exception);
-                }},
+       .hooks = exception_in_a_backward(),
        .reason = "weights are gathered before it begins",
        .eager_steps = 3,  // the next plan has room for it, so a warm-up follows
        .gathers_before = true},
       {.name = "AnExceptionInsideOfABackward",
-       .hooks =
-           {.before_step =
-                [](Training& t, int step) {
-                  if (step != 5) {
-                    return;
-                  }
-                  const auto hook = t.units()[2]->add_forward_hook(
-                      [](nn::Module&,
-                         const nn::TensorList&,
-                         const nn::TensorList& outputs) {
-                        outputs[0].register_hook(
-                            std::function<void(at::Tensor)>(
-                                [](const at::Tensor&) {
-                                  throw std::runtime_error("on purpose");
-                                }));
-                      });
-                  const at::Tensor bad = t.forward(95, 0);
-                  EXPECT_THROW(bad.backward(), std::exception);
-                }}},
+       .hooks = before_step(
+           5,
+           [](Training& t) {
+             const auto hook = t.units()[2]->add_forward_hook(
+                 [](nn::Module&,
+                    const nn::TensorList&,
+                    const nn::TensorList& outputs) {
+                   outputs[0].register_hook(
+                       std::function<void(at::Tensor)>([](const at::Tensor&) {
+                         throw std::runtime_error("on purpose");
+                       }));
+                 });
+             const at::Tensor bad = t.forward(95, 0);
+             EXPECT_THROW(bad.backward(), std::exception);
+           })},
       {.name = "AHook",
-       .hooks =
-           {.before_step =
-                [](Training& t, int step) {
-                  if (step == 4) {
-                    step_hook() = t.units()[1]->add_forward_hook(
-                        [](nn::Module&,
-                           const nn::TensorList&,
-                           const nn::TensorList&) {});
-                  } else if (step == 6) {
-                    step_hook().remove();
-                  }
-                }},
+       .hooks = hook_for_two_steps([](Training& t) {
+         return t.units()[1]->add_forward_hook(
+             [](nn::Module&, const nn::TensorList&, const nn::TensorList&) {});
+       }),
        .reason = "has forward hooks",
        .eager_steps = 2},
       {.name = "AHookOnAGradient",
@@ -275,35 +218,20 @@ std::vector<StepDeviation> step_deviations() {
        .reason = "it begins with other microbatch flags",
        .eager_steps = 1},
       {.name = "ResetGraphs",
-       .hooks =
-           {.before_step =
-                [](Training& t, int step) {
-                  if (step == 5) {
-                    t.runtime().graphs().reset();
-                  }
-                }},
+       .hooks = reset_of_the_graphs(),
        .eager_steps = 2,
        .captures = 2},
       {.name = "AnotherPolicy",
-       .hooks =
-           {.before_step =
-                [](Training& t, int step) {
-                  if (step == 5) {
-                    t.runtime().gathers().set_policy(
-                        2,
-                        {.reshard_after_forward = false});
-                  }
-                }},
+       .hooks = before_step(
+           5,
+           [](Training& t) {
+             t.runtime().gathers().set_policy(
+                 2,
+                 {.reshard_after_forward = false});
+           }),
        .eager_steps = 2,
        .captures = 2},
-      {.name = "ResetOfTheRuntime",
-       .hooks =
-           {.before_step =
-                [](Training& t, int step) {
-                  if (step == 5) {
-                    t.runtime().reset();
-                  }
-                }}},
+      {.name = "ResetOfTheRuntime", .hooks = reset_of_the_runtime()},
   };
 }
 
@@ -323,7 +251,7 @@ TEST_P(StepGraphDeviations, B66_ChangesNoBit) {
         .dropout = d.dropout,
         .max_delay_us = 20};
     const StepRuns runs = train_both(c, d.hooks);
-    expect_same_steps(runs.eager, runs.graphs);
+    expect_same(runs.eager, runs.graphs);
     const bool gathered = d.gathers_before && strategy == "zero1";
     if (!gathered) {
       EXPECT_EQ(runs.eager.actions, runs.graphs.actions);
@@ -427,7 +355,7 @@ INSTANTIATE_TEST_SUITE_P(
 
 TEST(StepGraphs, RecomputationThatDrawsAgainStaysEager) {
   const StepRuns runs = train_both({.recompute = true, .dropout = true});
-  expect_same_steps(runs.eager, runs.graphs);
+  expect_same(runs.eager, runs.graphs);
   EXPECT_EQ(runs.graphs.stats.step_replays, 0);
   EXPECT_THAT(
       runs.graphs.stats.fallbacks,
@@ -464,7 +392,7 @@ TEST(StepGraphs, OneRankMayRunAStepEagerly) {
                    t.set_batch(
                        step == 5 && t.runtime().mesh()->rank() == 1 ? 3 : 2);
                  }});
-  expect_same_steps(runs.eager, runs.graphs);
+  expect_same(runs.eager, runs.graphs);
   EXPECT_EQ(runs.graphs.stats.step_replays, 6);  // rank 0's
 }
 

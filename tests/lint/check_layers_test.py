@@ -45,9 +45,17 @@ class CheckLayers(unittest.TestCase):
 
     def test_models_know_no_sharding(self):
         for folder in ("comm", "buffer", "group", "unit"):
-            for single in ("nn", "models"):
+            for single in ("nn", "moe", "models"):
                 text = f'#include "flatshard/{folder}/a.h"'
                 self.assertTrue(self.check(**{f"{single}__a_dot_cpp": text}))
+
+    def test_too_many_files(self):
+        files = {f"nn__kernels__a{i}_dot_h": "" for i in range(61)}
+        found = self.check(**files)
+        self.assertEqual(len(found), 1)
+        self.assertTrue(found[0].startswith("flatshard/nn/kernels:0: 61 files"))
+        files.popitem()
+        self.assertEqual(self.check(**files), [])
 
     def test_sideways_include(self):
         self.assertTrue(

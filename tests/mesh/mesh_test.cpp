@@ -171,44 +171,6 @@ TEST(Mesh, TwoMeshesOverOneStore) {
   });
 }
 
-TEST(Mesh, FromGroups) {
-  run_ranks(4, [](RankContext& context) {
-    const auto made = context.mesh({{"outer", 2}, {"dp", 2}});
-    const auto share = [&](int axis, Purpose purpose) {
-      return std::shared_ptr<Communicator>(
-          made,
-          &made->communicator(axis, purpose));
-    };
-    const auto mesh = Mesh::from_groups(
-        {{"outer", 2}, {"dp", 2}},
-        context.rank,
-        at::kCPU,
-        {{{"dp"}, share(1, Purpose::gather), Purpose::gather},
-         {{"outer"}, share(0, Purpose::reduce), Purpose::reduce}});
-    // One group serves both purposes.
-    EXPECT_EQ(
-        &mesh->communicator(1, Purpose::reduce),
-        &made->communicator(1, Purpose::gather));
-    EXPECT_EQ(
-        &mesh->communicator(0, Purpose::gather),
-        &made->communicator(0, Purpose::reduce));
-    EXPECT_THAT(
-        message_of([&] { mesh->world(); }),
-        HasSubstr("no group was given for the axes 'outer+dp'"));
-    if (context.rank == 1) {
-      EXPECT_THAT(
-          message_of([&] {
-            Mesh::from_groups(
-                {{"outer", 2}, {"dp", 2}},
-                context.rank,
-                at::kCPU,
-                {{{"outer"}, share(1, Purpose::gather)}});
-          }),
-          HasSubstr("expected rank 0 of 2 in the group over 'outer'"));
-    }
-  });
-}
-
 TEST(Mesh, RefusesByName) {
   const auto create =
       [](std::vector<MeshAxis> axes, int rank, at::Device device = at::kCPU) {

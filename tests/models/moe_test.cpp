@@ -201,10 +201,10 @@ class CountedExchange : public nn::LocalExchange {
   }
   std::unique_ptr<nn::RowTransfer> start(
       const nn::ExchangePlanPtr& plan,
-      Way way,
+      Direction direction,
       const nn::TransferInput& input) override {
     ++num_transfers;
-    return LocalExchange::start(plan, way, input);
+    return LocalExchange::start(plan, direction, input);
   }
 
   int num_plans = 0;

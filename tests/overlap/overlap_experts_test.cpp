@@ -146,7 +146,7 @@ INSTANTIATE_TEST_SUITE_P(
                  .shared_experts = true}}),
     name_of);
 
-// Weights that were gathered by hand hold more slots than the plan has: in that
+// Weights that the program unsharded hold more slots than the plan has: in that
 // step some lie elsewhere.
 TEST(OverlapGraphsThat, FindASlotElsewhereRunEagerly) {
   MoeOverlapCase c{

@@ -174,7 +174,7 @@ TEST(OverlapMemory, OneLayersActivationsMore) {
   c10::SetCPUAllocator(&counting, 1);
   MoeOverlapCase c{
       .edp = 1,
-      .travels_alone = true,
+      .exchanges_alone = true,
       .layers = 6,
       .dense_layers = 0,
       .tokens = 256,

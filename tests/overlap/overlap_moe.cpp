@@ -33,7 +33,7 @@ std::vector<MeshAxis> MoeOverlapCase::axes() const {
     all.push_back({"outer", 2});
   }
   all.push_back({"edp", edp});
-  if (ep > 1 || travels_alone) {
+  if (ep > 1 || exchanges_alone) {
     all.push_back({"ep", ep});
   }
   return all;
@@ -59,7 +59,7 @@ MoeOverlapTrainer::MoeOverlapTrainer(
   const StreamOptions streams{
       .delay_seed = 3 + static_cast<std::uint64_t>(mesh->rank()),
       .max_delay_us = options.max_delay_us};
-  if (options.ep > 1 || options.travels_alone) {
+  if (options.ep > 1 || options.exchanges_alone) {
     make_exchange(streams);
   }
   llama = models::Llama(

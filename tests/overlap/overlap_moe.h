@@ -25,9 +25,9 @@ class MoeOverlapTrainer;
 struct MoeOverlapCase {
   std::string strategy = "zero3";
   int edp = 2;  ///< ranks that shard the same experts
-  int ep = 1;   ///< ranks that divide them; above 1 tokens travel
+  int ep = 1;   ///< ranks that divide them; above 1 tokens are exchanged
   bool copies = false;
-  bool travels_alone = false;  ///< rows are exchanged also by one rank
+  bool exchanges_alone = false;  ///< rows are exchanged also by one rank
   int microbatches = 3;
   OverlapPlanOptions options;
   int layers = 3;

@@ -51,7 +51,7 @@ TEST_F(OverlapOnGpus, EqualsPlainAccumulation) {
             .edp = 1,
             .ep = world(),
             .copies = copies && world() > 1,
-            .travels_alone = true,
+            .exchanges_alone = true,
             .options = {
                 .delay_wgrad = (bits & 1) != 0,
                 .recompute = (bits & 2) != 0,
@@ -75,7 +75,7 @@ TEST_F(OverlapOnGpus, GraphsGiveTheBitsOfEagerSteps) {
     MoeOverlapCase c{
         .edp = 1,
         .ep = world(),
-        .travels_alone = true,
+        .exchanges_alone = true,
         .options = {
             .delay_wgrad = (bits & 1) != 0,
             .recompute = (bits & 2) != 0}};

@@ -57,15 +57,19 @@ class OverlapBlockNodes : public nn::BlockNodes {
     return residual + rows.flip(0);
   }
   nn::TensorList send(
-      nn::TokenExchange::Way way,
+      nn::TokenExchange::Direction direction,
       const nn::TensorList& rows,
       const at::Tensor& /*residual*/) override {
-    say(way == nn::TokenExchange::Way::dispatch ? "dispatch" : "combine");
+    say(direction == nn::TokenExchange::Direction::dispatch ? "dispatch"
+                                                            : "combine");
     nn::TensorList moved;
     for (const at::Tensor& tensor : rows) {
       moved.push_back(
           tensor.defined()
-              ? tensor.roll(way == nn::TokenExchange::Way::dispatch ? 1 : -1, 0)
+              ? tensor.roll(
+                    direction == nn::TokenExchange::Direction::dispatch ? 1
+                                                                        : -1,
+                    0)
               : tensor);
     }
     return moved;
@@ -103,12 +107,12 @@ at::Tensor OverlapBlockImpl::forward(const at::Tensor& tokens) {
   if (dense_) {
     return a.residual;
   }
-  using Way = nn::TokenExchange::Way;
-  const nn::TensorList rows = nodes.send(Way::dispatch, a.rows, {});
+  using Direction = nn::TokenExchange::Direction;
+  const nn::TensorList rows = nodes.send(Direction::dispatch, a.rows, {});
   const at::Tensor residual =
       with_shared_ ? nodes.shared_experts(a.shared, a.residual) : a.residual;
   const at::Tensor back =
-      nodes.send(Way::combine, {nodes.experts(rows)}, residual)[0];
+      nodes.send(Direction::combine, {nodes.experts(rows)}, residual)[0];
   return nodes.merge(back, residual);
 }
 

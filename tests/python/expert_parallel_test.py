@@ -134,7 +134,7 @@ def test_gradients_are_those_of_one_process(family, rank, world):
 
 
 def test_tokens_of_one_expert(rank, world):
-    """All rows travel to one rank, and the others compute with none."""
+    """All rows are sent to one rank, and the others compute with none."""
     if world not in (2, 4):
         pytest.skip("needs 2 or 4 ranks")
     model = make("mixtral")

@@ -1,4 +1,4 @@
-"""Gathering by hand, and setters."""
+"""`unshard()` and `reshard()`, and setters."""
 
 import copy
 

@@ -2,6 +2,7 @@
 // on a sharded model and on its plain twin and compares.
 #include "tests/runtime/twin.h"
 
+#include "flatshard/comm/forwarding_communicator.h"
 #include "flatshard/nn/recompute.h"
 
 #include <gtest/gtest.h>
@@ -374,26 +375,19 @@ TEST(Contract, GradientsOfChosenParameters) {
 }
 
 // All-reduces only when that many reduce-scatters have been launched.
-class WaitingCommunicator : public Communicator {
+class WaitingCommunicator : public ForwardingCommunicator {
  public:
   WaitingCommunicator(
       std::shared_ptr<Communicator> group,
       std::shared_ptr<CollectiveLog> log,
       std::int64_t num_scatters)
-      : Communicator(group->rank(), group->size(), "waiting", group->device()),
-        group_(std::move(group)),
+      : ForwardingCommunicator(std::move(group), "waiting"),
         log_(std::move(log)),
         num_scatters_(num_scatters) {}
 
   bool waited_in_vain = false;
 
  protected:
-  void do_all_gather(Tensors outs, Tensors ins) override {
-    all_gather_of(*group_, std::move(outs), std::move(ins));
-  }
-  void do_reduce_scatter(Tensors outs, Tensors ins, ReduceOp op) override {
-    reduce_scatter_of(*group_, std::move(outs), std::move(ins), op);
-  }
   void do_all_reduce(at::Tensor inout, ReduceOp op) override {
     const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(5);
     while (num_launched() < num_scatters_) {
@@ -403,16 +397,8 @@ class WaitingCommunicator : public Communicator {
       }
       std::this_thread::yield();
     }
-    all_reduce_of(*group_, std::move(inout), op);
+    ForwardingCommunicator::do_all_reduce(std::move(inout), op);
   }
-  void do_broadcast(at::Tensor tensor, int root) override {
-    broadcast_of(*group_, std::move(tensor), root);
-  }
-  void do_all_to_all(at::Tensor out, at::Tensor in, Parts receives, Parts sends)
-      override {
-    group_->all_to_all(out, in, receives, sends);
-  }
-  void do_barrier() override { barrier_of(*group_); }
 
  private:
   std::int64_t num_launched() const {
@@ -422,7 +408,6 @@ class WaitingCommunicator : public Communicator {
     });
   }
 
-  std::shared_ptr<Communicator> group_;
   std::shared_ptr<CollectiveLog> log_;
   std::int64_t num_scatters_;
 };

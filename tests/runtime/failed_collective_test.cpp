@@ -2,7 +2,9 @@
 // every unit rests, no stream keeps the error, and the next steps are right.
 #include "tests/runtime/twin.h"
 
+#include "flatshard/comm/forwarding_communicator.h"
 #include "flatshard/core/error.h"
+#include "tests/support/thread_groups.h"
 
 #include <gtest/gtest.h>
 
@@ -20,47 +22,29 @@ struct Fuse {
   std::int64_t calls = 0;
 };
 
-class FusedCommunicator : public Communicator {
+class FusedCommunicator : public ForwardingCommunicator {
  public:
   FusedCommunicator(
-      std::shared_ptr<Communicator> inner,
+      const std::shared_ptr<Communicator>& group,
       std::shared_ptr<Fuse> fuse)
-      : Communicator(
-            inner->rank(),
-            inner->size(),
-            inner->name(),
-            inner->device()),
-        inner_(std::move(inner)),
-        fuse_(std::move(fuse)) {
-    share_launch_order(*inner_);
-  }
+      : ForwardingCommunicator(group, group->name()), fuse_(std::move(fuse)) {}
 
  protected:
   void do_all_gather(Tensors outs, Tensors ins) override {
     burn();
-    all_gather_of(*inner_, std::move(outs), std::move(ins));
+    ForwardingCommunicator::do_all_gather(std::move(outs), std::move(ins));
   }
   void do_reduce_scatter(Tensors outs, Tensors ins, ReduceOp op) override {
     burn();
-    reduce_scatter_of(*inner_, std::move(outs), std::move(ins), op);
+    ForwardingCommunicator::do_reduce_scatter(
+        std::move(outs),
+        std::move(ins),
+        op);
   }
   void do_all_reduce(at::Tensor inout, ReduceOp op) override {
     burn();
-    all_reduce_of(*inner_, std::move(inout), op);
+    ForwardingCommunicator::do_all_reduce(std::move(inout), op);
   }
-  void do_broadcast(at::Tensor tensor, int root) override {
-    broadcast_of(*inner_, std::move(tensor), root);
-  }
-  void do_all_to_all(at::Tensor out, at::Tensor in, Parts receives, Parts sends)
-      override {
-    all_to_all_of(
-        *inner_,
-        std::move(out),
-        std::move(in),
-        std::move(receives),
-        std::move(sends));
-  }
-  void do_barrier() override { barrier_of(*inner_); }
 
  private:
   void burn() {
@@ -70,28 +54,20 @@ class FusedCommunicator : public Communicator {
     }
   }
 
-  std::shared_ptr<Communicator> inner_;
   std::shared_ptr<Fuse> fuse_;
 };
 
 // Gathers and reductions run on threads of their own: each has its own fuse.
 struct FusedMesh {
-  explicit FusedMesh(const RankContext& context) {
-    std::vector<MeshGroup> groups;
-    for (const Purpose purpose : {Purpose::gather, Purpose::reduce}) {
-      const std::string name = fmt::format("dp {}", to_string(purpose));
-      groups.push_back(
-          {.axes = {"dp"},
-           .communicator = std::make_shared<FusedCommunicator>(
-               context.gloo(name),
-               fuse(purpose)),
-           .purpose = purpose});
-    }
-    mesh = Mesh::from_groups(
-        {{"dp", context.world}},
-        context.rank,
-        at::kCPU,
-        groups);
+  explicit FusedMesh(RankContext context) {
+    context.make_communicator = [this](auto&&... group) {
+      const auto inner = testing::make_thread_communicator(group...);
+      const bool gathers = inner->name().ends_with("gather");
+      return std::make_shared<FusedCommunicator>(
+          inner,
+          fuse(gathers ? Purpose::gather : Purpose::reduce));
+    };
+    mesh = context.mesh();
   }
 
   std::shared_ptr<Fuse>& fuse(Purpose purpose) {

@@ -138,7 +138,7 @@ TEST(DerivedPlanes, ResidentUnitsReleaseWhatIsTransient) {
         EXPECT_TRUE(a.kind != ActionKind::release || a.plane == kColumn);
       }
       EXPECT_TRUE(s.resting());
-      // This unit's alone: nothing travels that would be worth to make ahead.
+      // This unit's alone: no gather that would be worth doing ahead.
       EXPECT_EQ(
           SlotPlan::build(slot_lifetimes(units, actions)).arena_nbytes(),
           kAllColumns + 2 * kGrads);

@@ -86,25 +86,5 @@ TEST(OverlapPrice, InterleavingNeverCosts) {
   }
 }
 
-TEST(OverlapPrice, APictureOfAPair) {
-  const PlanCase c{1, 2, {.delay_wgrad = true}};
-  const auto plan = c.plan();
-  const PlanPrice price = price_of(c);
-  int from = 0;
-  while (to_string(plan[from]) != "B0.merge(0)") {
-    ++from;
-  }
-  int to = from;
-  while (to_string(plan[to]) != "B0.embed") {
-    ++to;
-  }
-  EXPECT_EQ(
-      draw_plan(plan, price, from, to, 70),
-      "exchange   |B0.co       |F1.di   |B0.dis             |F1.co           "
-      "         \n"
-      "compute  |B|F1.attend(0)|B0.exper|W0.expert|F1.expert|B0.attend(0)---|"
-      "W0.attend\n");
-}
-
 }  // namespace
 }  // namespace flatshard

@@ -68,7 +68,7 @@ TEST(Parts, F4_AStepGathersWhatTheTableSays) {
   };
   for (const GatherParts parts :
        {GatherParts::unit, GatherParts::recomputed, GatherParts::module}) {
-    // Derived: rows alone travel, with a recompute and without.
+    // Derived: rows alone are gathered, with a recompute and without.
     for (const auto& recomputed : {std::vector<PartId>{}, {1}, all}) {
       EXPECT_EQ(
           backward(Columns::derived, parts, recomputed),

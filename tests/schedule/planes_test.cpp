@@ -245,7 +245,7 @@ TEST(Planes, OnlyUnitsWithAPlaneThatIsGatheredTwiceAreWorthKeeping) {
       ElementsAre(3, 2, 1));
 }
 
-// -- recompute, prefetch in vain, by hand -------------------------------------
+// -- recompute, prefetch in vain, unshard -------------------------------------
 
 TEST(Planes, B48_ARecomputeGathersWhatItReadsBesideTheBackwardsPlane) {
   for (const bool stops_early : {false, true}) {
@@ -302,7 +302,7 @@ TEST(Planes, PlanesThatWereGatheredAheadInVainAreReleased) {
   }
 }
 
-TEST(Planes, ByHandComesWhatTheForwardReads) {
+TEST(Planes, AnUnshardGathersWhatTheForwardReads) {
   Scheduler s(two_planes(4, kBoth), {.prefetch = 1});
   EXPECT_EQ(
       to_string(s.on({.kind = unshard, .unit = 2})),

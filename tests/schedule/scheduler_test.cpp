@@ -641,6 +641,24 @@ TEST(Scheduler, UnshardGathersAndReshardReleases) {
   EXPECT_TRUE(s.resting());
 }
 
+// The Executor gathers what a program may write next by a collective.
+TEST(Scheduler, AGatherKnowsThatTheProgramAskedForIt) {
+  for (const bool by_program : {false, true}) {
+    Scheduler s(four_blocks(), {.prefetch = 1});
+    const auto actions = s.on(
+        {.kind = unshard,
+         .unit = 2,
+         .awaits = false,
+         .by_program = by_program});
+    ASSERT_EQ(actions.size(), 1U);
+    EXPECT_EQ(actions.front().by_program, by_program);
+    for (const Action& action :
+         s.on({.kind = forward_begin, .unit = 1, .call = 1})) {
+      EXPECT_FALSE(action.by_program) << to_string(action.kind);
+    }
+  }
+}
+
 TEST(Scheduler, PoliciesNameUnitsThatExist) {
   Scheduler s(four_blocks(), {.prefetch = 1});
   EXPECT_THROW(s.set_policy(5, {}), Error);

@@ -3,7 +3,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/graphs/model_graphs.h"
 #include "flatshard/models/hf_names.h"
-#include "flatshard/train/batches.h"
+#include "flatshard/train/data/batches.h"
 #include "flatshard/train/expert_loads.h"
 #include "flatshard/train/microbatches.h"
 #include "flatshard/train/model_config.h"

@@ -1,8 +1,8 @@
 // The objects that a training step is made of, each by itself on one rank.
-#include "flatshard/train/batches.h"
+#include "flatshard/train/data/batches.h"
+#include "flatshard/train/metrics/step_meter.h"
 #include "flatshard/train/nonfinite_guard.h"
 #include "flatshard/train/signal_requests.h"
-#include "flatshard/train/step_meter.h"
 
 #include "flatshard/core/error.h"
 

@@ -6,11 +6,11 @@
 #include "flatshard/format/safetensors.h"
 #include "flatshard/fully_shard/fully_shard.h"
 #include "flatshard/models/flops.h"
-#include "flatshard/train/generate.h"
+#include "flatshard/train/export/generate.h"
+#include "flatshard/train/export/stored_model.h"
 #include "flatshard/train/memory_check.h"
 #include "flatshard/train/model_config.h"
 #include "flatshard/train/parallelism.h"
-#include "flatshard/train/stored_model.h"
 #include "tests/support/temp_folder.h"
 
 #include <gmock/gmock.h>

@@ -93,7 +93,7 @@ std::set<std::string> graph_regions(const Config& config) {
         name != "moe" && name != "moe_preprocess",
         config,
         "cuda_graph.modules: {} is not recorded: a router's choice says how "
-        "many rows travel, for which the host waits; use moe_router",
+        "many rows are exchanged, for which the host waits; use moe_router",
         name);
     FLATSHARD_CHECK(
         name == "attn" || name == "mlp" || name == "moe_router",

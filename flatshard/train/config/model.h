@@ -1,6 +1,6 @@
 #pragma once
 
-#include "flatshard/nn/router_args.h"
+#include "flatshard/moe/router_args.h"
 #include "flatshard/train/config/key.h"
 
 namespace flatshard::config {

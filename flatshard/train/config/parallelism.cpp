@@ -77,13 +77,14 @@ const ConfigKey kParallelismKeys[] = {
         "tokens; divides data_parallel_shard_degree",
         .range = {1, kMaxRanks}),
     KEY(parallelism.token_exchange,
-        "how tokens travel between the ranks of expert_parallel_degree: by "
+        "how tokens are exchanged by the ranks of expert_parallel_degree: by "
         "collectives, or by copies between the ranks' memory, which on GPUs "
         "take no SM and need all ranks on one host; auto: collective",
         .used_if = {kDividesExperts}),
     KEY(parallelism.overlap_expert_parallel,
         "run the backward of one microbatch beside the forward of the next, so "
-        "that the tokens of one travel while the other computes; needs experts "
+        "that the tokens of one are exchanged while the other computes; needs "
+        "experts "
         "and 2 microbatches or more (docs/moe.md)",
         .conflicts =
             {{{"activation_checkpoint.mode"},
@@ -113,7 +114,7 @@ const ConfigKey kParallelismKeys[] = {
               "time; leave it at 0"}}),
     KEY(parallelism.delay_wgrad,
         "with overlap_expert_parallel: compute weight gradients behind those "
-        "of inputs, while tokens travel; keeps their inputs for longer",
+        "of inputs, during the token exchange; keeps their inputs for longer",
         .used_if = {kOverlaps}),
     KEY(parallelism.prefetch,
         "units gathered ahead of the one that computes",

@@ -43,7 +43,7 @@ class FSDPModule:
     def __call__(self, *args, **kwargs):
         return run_forward(self, super().__call__, args, kwargs)
 
-    # -- gathering by hand ---------------------------------------------------------
+    # -- unshard and reshard -------------------------------------------------------
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers the unit's parameters now. Collective.

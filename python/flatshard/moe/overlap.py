@@ -1,5 +1,5 @@
 """The 1F1B schedule of transformers' models with experts: the backward of one microbatch
-beside the forward of the next, so that tokens of one travel while the other computes.
+beside the forward of the next, so that tokens of one are exchanged while the other computes.
 
 The model's own forward runs, as transformers wrote it, once for each microbatch. Where
 it enters a layer, sends tokens to their experts or awaits them back, its graph is cut,
@@ -69,13 +69,13 @@ def overlap_microbatches(
             but for hidden states and attentions of layers. None: the model's `loss`
             over the number of microbatches.
         delay_wgrad: weight gradients of nn.Linear in layers with grads_in_place=True
-            come later, while gradients of tokens travel. Those of experts come at once.
+            come later, while gradients of tokens are exchanged. Those of experts come at once.
 
     Returns:
         Losses [], without graph, one for each microbatch.
 
     Layers with gradient checkpointing run their forward once more at the begin of their
-    backward, and their tokens travel once more then, which nothing hides.
+    backward, and their tokens are exchanged once more then, which nothing hides.
 
     Raises:
         ValueError: naming what the model lacks.
@@ -340,7 +340,7 @@ class _Schedule:
         return layer
 
     def _run_again(self, mine, number):
-        """Tokens travel once more, at once: all ranks are here."""
+        """Exchanges tokens once more, at once: all ranks are here."""
         layer, module = mine.layers[number], self._layers[number]
         former = self._now, self._again
         self._now, self._again, mine.current = mine, True, number

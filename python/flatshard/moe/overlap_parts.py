@@ -1,4 +1,4 @@
-"""What overlap_microbatches keeps of a microbatch, and how its rows travel."""
+"""What overlap_microbatches keeps of a microbatch, and how its rows are exchanged."""
 
 import contextlib
 import contextvars
@@ -159,7 +159,7 @@ def outside_of_autocast(device):
 
 
 def is_cut(layer):
-    """Tokens travel in it."""
+    """It exchanges tokens."""
     return any(getattr(m, "_flatshard_overlap", False) for m in layer.modules())
 
 

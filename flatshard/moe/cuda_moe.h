@@ -1,0 +1,98 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "flatshard/moe/router_args.h"
+
+#include <cstdint>
+#include <tuple>
+
+/// CUDA kernels of Mixture of Experts behind tensors; as cuda_ops.h. Built
+/// twice: cuda_moe.cpp with CUDA, no_cuda_moe.cpp without (its functions
+/// throw).
+namespace flatshard::nn::cuda {
+
+/// Pointers are of the current device.
+void router_forward(const RouterForward& args);
+void router_backward(const RouterBackward& args);
+
+/// int32 [num_experts]: how often each occurs in `experts`, int32; what is not
+/// in [0, num_experts) is not counted.
+at::Tensor count_experts(const at::Tensor& experts, std::int64_t num_experts);
+
+/// See Permutation: (order [pairs], rows [pairs]).
+/// @param experts  int32 [pairs]
+/// @param counts   int32 [num_experts]
+std::tuple<at::Tensor, at::Tensor> sort_by_expert(
+    const at::Tensor& experts,
+    const at::Tensor& counts);
+
+/// out[r] = x[order[r] / per_token]
+void permute_rows(
+    const at::Tensor& x,
+    const at::Tensor& order,
+    std::int64_t per_token,
+    at::Tensor& out);
+
+/// out[t] = addends[t] + sum over slots of rows_of[inverse[t, slot]], in
+/// float32 in the order of slots, rounded once; -1 adds nothing.
+/// @param first, second  like out, or undefined.
+void sum_rows_of_tokens(
+    const at::Tensor& rows,
+    const at::Tensor& inverse,
+    const at::Tensor& first,
+    const at::Tensor& second,
+    at::Tensor& out);
+
+/// See RowPlaces; overwrites of_rows and of_pairs.
+void row_places(
+    const at::Tensor& order,
+    const at::Tensor& runs,
+    std::int64_t num_rows,
+    at::Tensor& of_rows,
+    at::Tensor& of_pairs);
+void permute_rows_into(
+    const at::Tensor& x,
+    const at::Tensor& order,
+    const at::Tensor& of_rows,
+    std::int64_t per_token,
+    std::int64_t num_rows,
+    const at::Tensor& leaving,
+    const at::Tensor& staying);
+void sum_rows_from(
+    const at::Tensor& leaving,
+    const at::Tensor& staying,
+    const at::Tensor& of_pairs,
+    const at::Tensor& addend,
+    const at::Tensor& out);
+
+/// y[r] = silu(gate) * up * weights[r] of rows [gate | up].
+void weighted_swiglu_forward(
+    const at::Tensor& gate_up,
+    const at::Tensor& weights,
+    at::Tensor& y);
+/// @param product  overwritten by weighted_swiglu_forward; may be dy.
+void weighted_swiglu_backward(
+    const at::Tensor& dy,
+    const at::Tensor& gate_up,
+    const at::Tensor& weights,
+    at::Tensor& dgate_up,
+    at::Tensor& dweights,
+    at::Tensor& product);
+
+/// Whether grouped_mm runs on rows like these with weights of [out, in]:
+/// bfloat16 on a GPU that has the kernel, aligned to 16 bytes.
+bool multiplies_groups(
+    const at::Tensor& a,
+    const at::Tensor& b,
+    std::int64_t out_features,
+    std::int64_t in_features);
+/// torch's grouped product; 2-D and 3-D operands as torch._grouped_mm has them.
+/// @param out  overwritten, but for rows behind the last end.
+void grouped_mm(
+    const at::Tensor& a,
+    const at::Tensor& b,
+    const at::Tensor& ends,
+    at::Tensor& out);
+
+}  // namespace flatshard::nn::cuda

@@ -1,0 +1,42 @@
+#pragma once
+
+#include "flatshard/moe/grouped_linear.h"
+
+#include <functional>
+
+namespace flatshard::nn {
+
+// The three products of grouped layers, without autograd.
+
+/// Calls fn(expert, first of its group, begin, end) for each group in order;
+/// waits for `ends` when they are on a GPU.
+void for_each_group(
+    const Groups& groups,
+    const std::function<void(
+        std::int64_t expert,
+        bool first,
+        std::int64_t begin,
+        std::int64_t end)>& fn);
+
+/// x W[e]^T; [rows, out]. Rows behind the last end are uninitialized.
+at::Tensor grouped_forward(
+    const at::Tensor& x,
+    const at::Tensor& weight,
+    const Groups& groups);
+
+/// g W[e]; [rows, in]. Rows behind the last end are uninitialized.
+at::Tensor grouped_input_gradient(
+    const at::Tensor& g,
+    const at::Tensor& weight,
+    const Groups& groups);
+
+/// grad[e] = g_e^T x_e, or added to it, straight into `grad` where its dtype
+/// and strides allow.
+void grouped_weight_gradient(
+    at::Tensor& grad,
+    bool accumulate,
+    const at::Tensor& g,
+    const at::Tensor& x,
+    const Groups& groups);
+
+}  // namespace flatshard::nn

@@ -1,0 +1,298 @@
+#include "flatshard/moe/router.h"
+
+#include "flatshard/moe/cuda_moe.h"
+#include "flatshard/moe/router_cpu.h"
+#include "flatshard/nn/autograd.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+namespace flatshard::nn {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// Tokens that a thread takes at least.
+constexpr std::int64_t kGrain = 256;
+
+RouterRule rule_of(const RouterOptions& options, std::int64_t num_experts) {
+  return {
+      .num_experts = num_experts,
+      .experts_per_token = options.experts_per_token,
+      .groups = options.groups,
+      .kept_groups = options.kept_groups,
+      .score = options.score,
+      .normalize = options.normalize,
+      .epsilon = static_cast<float>(options.epsilon),
+      .scale = static_cast<float>(options.scale)};
+}
+
+void run_forward(const RouterForward& args, const at::Tensor& logits) {
+  if (logits.is_cuda()) {
+    cuda::router_forward(args);
+    return;
+  }
+  at::parallel_for(
+      0,
+      args.tokens,
+      kGrain,
+      [&](std::int64_t begin, std::int64_t end) {
+        cpu::router_forward(args, begin, end);
+      });
+}
+
+void run_backward(const RouterBackward& args, const at::Tensor& logits) {
+  if (logits.is_cuda()) {
+    cuda::router_backward(args);
+    return;
+  }
+  at::parallel_for(
+      0,
+      args.tokens,
+      kGrain,
+      [&](std::int64_t begin, std::int64_t end) {
+        cpu::router_backward(args, begin, end);
+      });
+}
+
+at::Tensor count_experts(const at::Tensor& experts, std::int64_t num_experts) {
+  if (experts.is_cuda()) {
+    return cuda::count_experts(experts, num_experts);
+  }
+  return at::bincount(experts.flatten(), {}, num_experts).to(at::kInt);
+}
+
+// What a node works with besides logits. No gradient goes into it.
+struct RouterState : torch::CustomClassHolder {
+  RouterOptions options;
+  LossGradientPtr loss_gradient;
+  at::Tensor bias;
+  at::Tensor experts;  // given, or chosen by the forward
+  at::Tensor counts;
+};
+
+struct RouterFunction : torch::autograd::Function<RouterFunction> {
+  static at::Tensor forward(
+      AutogradContext* ctx,
+      const at::Tensor& logits,
+      const c10::intrusive_ptr<RouterState>& state) {
+    const RouterOptions& options = state->options;
+    const std::int64_t tokens = logits.size(0);
+    const at::Tensor rows = logits.contiguous();
+    const at::Tensor& bias = state->bias;
+    const bool chosen = state->experts.defined();
+    const std::vector<std::int64_t> shape{tokens, options.experts_per_token};
+    if (!chosen) {
+      state->experts = at::empty(shape, rows.options().dtype(at::kInt));
+    }
+    at::Tensor weights = at::empty(shape, rows.options());
+    run_forward(
+        {.rule = rule_of(options, logits.size(1)),
+         .tokens = tokens,
+         .logits = rows.const_data_ptr<float>(),
+         .bias = bias.defined() ? bias.const_data_ptr<float>() : nullptr,
+         .chosen = chosen,
+         .experts = state->experts.mutable_data_ptr<std::int32_t>(),
+         .weights = weights.mutable_data_ptr<float>()},
+        rows);
+    if (!chosen) {
+      state->counts = count_experts(state->experts, logits.size(1));
+    }
+    ctx->saved_data["state"] = c10::IValue::make_capsule(state);
+    ctx->save_for_backward({rows});
+    return weights;
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    refuse_create_graph("the router");
+    const at::Tensor logits = ctx->get_saved_variables()[0];
+    const auto capsule = ctx->saved_data["state"].toCapsule();
+    const auto& state = static_cast<const RouterState&>(*capsule);
+    const RouterOptions& options = state.options;
+    at::Tensor loss =
+        state.loss_gradient ? state.loss_gradient->value : at::Tensor();
+    if (loss.defined()) {
+      loss = loss.to(logits.device(), at::kFloat).contiguous();
+    }
+    const at::Tensor dweights = grads[0].contiguous();
+    at::Tensor dlogits = at::empty_like(logits);
+    run_backward(
+        {.rule = rule_of(options, logits.size(1)),
+         .tokens = logits.size(0),
+         .logits = logits.const_data_ptr<float>(),
+         .experts = state.experts.const_data_ptr<std::int32_t>(),
+         .dweights = dweights.const_data_ptr<float>(),
+         .counts = state.counts.const_data_ptr<std::int32_t>(),
+         .loss_gradient =
+             loss.defined() ? loss.const_data_ptr<float>() : nullptr,
+         .aux = static_cast<float>(options.aux_loss),
+         .z = static_cast<float>(options.z_loss),
+         .dlogits = dlogits.mutable_data_ptr<float>()},
+        logits);
+    return {dlogits, {}};
+  }
+};
+
+struct TellGradientFunction : torch::autograd::Function<TellGradientFunction> {
+  static at::Tensor forward(
+      AutogradContext* ctx,
+      const at::Tensor& loss,
+      const LossGradientPtr& to) {
+    ctx->saved_data["to"] = c10::IValue::make_capsule(to);
+    return reshape_result(loss, loss.sizes());
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const auto capsule = ctx->saved_data["to"].toCapsule();
+    static_cast<LossGradient&>(*capsule).value = grads[0].detach();
+    return {grads[0], {}};
+  }
+};
+
+}  // namespace
+
+void RouterOptions::check(std::int64_t num_experts) const {
+  FLATSHARD_CHECK(
+      experts_per_token >= 1 && experts_per_token <= num_experts,
+      config,
+      "experts_per_token: expected 1 to num_experts = {}, got {}",
+      num_experts,
+      experts_per_token);
+  FLATSHARD_CHECK(
+      groups >= 1 && num_experts % groups == 0,
+      config,
+      "router_groups: expected a divisor of num_experts = {}, got {}",
+      num_experts,
+      groups);
+  FLATSHARD_CHECK(
+      kept_groups >= 1 && kept_groups <= groups,
+      config,
+      "router_kept_groups: expected 1 to router_groups = {}, got {}",
+      groups,
+      kept_groups);
+  const std::int64_t allowed = kept_groups * (num_experts / groups);
+  FLATSHARD_CHECK(
+      experts_per_token <= allowed,
+      config,
+      "experts_per_token: expected at most the {} experts of {} of {} groups, "
+      "got {}",
+      allowed,
+      kept_groups,
+      groups,
+      experts_per_token);
+  FLATSHARD_CHECK(
+      aux_loss >= 0 && z_loss >= 0,
+      config,
+      "aux_loss and z_loss: expected no less than 0, got {} and {}",
+      aux_loss,
+      z_loss);
+}
+
+Routing route(
+    const at::Tensor& logits,
+    const at::Tensor& bias,
+    const RouterOptions& options,
+    const Routing* chosen,
+    const LossGradientPtr& loss_gradient) {
+  FLATSHARD_CHECK(
+      logits.dim() == 2 && logits.scalar_type() == at::kFloat,
+      usage,
+      "route: expected float32 logits [tokens, experts], got {} {}",
+      c10::toString(logits.scalar_type()),
+      c10::str(logits.sizes()));
+  options.check(logits.size(1));
+  FLATSHARD_CHECK(
+      !bias.defined() || bias.sizes() == logits.sizes().slice(1),
+      usage,
+      "route: expected a bias of [{}], got {}",
+      logits.size(1),
+      c10::str(bias.sizes()));
+  auto state = c10::make_intrusive<RouterState>();
+  state->options = options;
+  state->loss_gradient = loss_gradient;
+  if (bias.defined()) {
+    state->bias = bias.detach().to(at::kFloat).contiguous();
+  }
+  if (chosen != nullptr) {
+    state->experts = chosen->experts;
+    state->counts = chosen->counts;
+  }
+  const at::Tensor weights = RouterFunction::apply(logits, state);
+  return {
+      .experts = state->experts,
+      .weights = weights,
+      .counts = state->counts};
+}
+
+at::Tensor load_balance(
+    const at::Tensor& logits,
+    const at::Tensor& counts,
+    const RouterOptions& options) {
+  const at::NoGradGuard no_grad;
+  at::Tensor p;
+  if (options.score == RouterScore::softmax) {
+    p = at::softmax(logits, -1);
+  } else {
+    p = at::sigmoid(logits);
+    p = p / p.sum(-1, /*keepdim=*/true);
+  }
+  const auto choices =
+      static_cast<double>(logits.size(0) * options.experts_per_token);
+  const auto num_experts = static_cast<double>(logits.size(1));
+  return (p.mean(0) * counts).sum() * (num_experts / choices);
+}
+
+Routing drop_beyond_capacity(const Routing& routing, std::int64_t capacity) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor experts = routing.experts.flatten();
+  // By expert, and within one by weight: the second sort keeps the first's.
+  const at::Tensor by_weight = std::get<1>(at::sort(
+      routing.weights.detach().flatten(),
+      /*stable=*/true,
+      /*dim=*/0,
+      /*descending=*/true));
+  const auto [sorted, by_expert] = at::sort(
+      experts.index_select(0, by_weight),
+      /*stable=*/true,
+      /*dim=*/0,
+      /*descending=*/false);
+  const at::Tensor begins =
+      routing.counts.cumsum(0, at::kLong) - routing.counts;
+  const at::Tensor place = at::arange(sorted.numel(), begins.options()) -
+                           begins.index_select(0, sorted);
+  const auto none = routing.counts.size(0);
+  const at::Tensor kept =
+      at::where(place < capacity, sorted, at::full_like(sorted, none));
+  at::Tensor left = at::empty_like(experts);
+  left.index_copy_(0, by_weight.index_select(0, by_expert), kept);
+  return {
+      .experts = left.view(routing.experts.sizes()),
+      .weights = routing.weights,
+      .counts = routing.counts.clamp_max(capacity)};
+}
+
+Routing balanced_choice(
+    std::int64_t tokens,
+    std::int64_t num_experts,
+    std::int64_t experts_per_token,
+    at::Device device) {
+  const at::TensorOptions ints =
+      at::TensorOptions().dtype(at::kInt).device(device);
+  const std::int64_t pairs = tokens * experts_per_token;
+  const at::Tensor experts = at::arange(pairs, ints).remainder(num_experts);
+  const at::Tensor index = at::arange(num_experts, ints);
+  return {
+      .experts = experts.view({tokens, experts_per_token}),
+      .counts = at::where(
+                    index < pairs % num_experts,
+                    at::full_like(index, pairs / num_experts + 1),
+                    at::full_like(index, pairs / num_experts))
+                    .to(at::kInt)};
+}
+
+at::Tensor tell_gradient(const at::Tensor& loss, const LossGradientPtr& to) {
+  return TellGradientFunction::apply(loss, to);
+}
+
+}  // namespace flatshard::nn

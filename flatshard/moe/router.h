@@ -1,0 +1,104 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include "flatshard/moe/router_args.h"
+
+#include <cstdint>
+
+namespace flatshard::nn {
+
+struct RouterOptions {
+  std::int64_t experts_per_token = 2;
+  RouterScore score = RouterScore::softmax;
+  /// Weights of a token add up to `scale`; else they are its scores, scaled.
+  bool normalize = true;
+  double epsilon = 0.0;  ///< added to the sum that normalizes
+  double scale = 1.0;
+  /// Experts come in so many groups of neighbours, of which a token keeps the
+  /// `kept_groups` whose two best experts score highest together.
+  std::int64_t groups = 1;
+  std::int64_t kept_groups = 1;
+  /// Coefficients of what the router's backward adds to the gradient.
+  double aux_loss = 0.0;
+  double z_loss = 0.0;
+
+  /// @throws Error{config} naming the member and what it had to be.
+  void check(std::int64_t num_experts) const;
+};
+
+/// The gradient of the loss that the auxiliary losses are added to: a model's
+/// head writes it when its backward begins, routers read it in theirs. So a
+/// loss that is divided by the number of microbatches divides them as well.
+struct LossGradient : torch::CustomClassHolder {
+  at::Tensor value;  ///< [] float32; undefined: 1
+};
+using LossGradientPtr = c10::intrusive_ptr<LossGradient>;
+
+/// Which experts each token goes to.
+struct Routing {
+  /// int32 [tokens, experts_per_token], the best first. num_experts stands for
+  /// none: the token was dropped there.
+  at::Tensor experts;
+  at::Tensor weights;  ///< float32 [tokens, experts_per_token]
+  at::Tensor counts;   ///< int32 [num_experts]: tokens for each expert
+
+  /// Hooks of modules see what has a gradient.
+  template <class F>
+  friend void for_each_tensor(const Routing& routing, F&& fn) {
+    if (routing.weights.defined()) {
+      fn(routing.weights);
+    }
+  }
+};
+
+/// Chooses experts by score + bias and weighs them by score alone. Among equal
+/// ones the lowest index wins, and a NaN wins against nobody, so each token has
+/// experts_per_token different experts whatever its logits are.
+///
+/// The gradient of `weights` is differentiated through the scores; the
+/// auxiliary losses of RouterOptions add theirs in the same pass:
+/// - aux_loss * E * sum_e f_e P_e, with f_e the share of all choices that fell
+///   on expert e and P_e the mean of its probability; 1 when balanced.
+///   Probabilities are softmax scores, or sigmoid scores over their sum.
+/// - z_loss * mean of logsumexp(logits)^2.
+///
+/// @param logits  float32 [tokens, num_experts]
+/// @param bias    float32 [num_experts] or undefined; gets no gradient.
+/// @param chosen  of an earlier call for the same tokens, or null: its experts
+///   are taken, and only the weights are new.
+/// @param loss_gradient  may be null: 1.
+/// Source: Fedus et al., arXiv:2101.03961 (aux); Zoph et al., arXiv:2202.08906
+/// (z); DeepSeek-V3, arXiv:2412.19437 (sigmoid, groups, bias).
+Routing route(
+    const at::Tensor& logits,
+    const at::Tensor& bias,
+    const RouterOptions& options,
+    const Routing* chosen = nullptr,
+    const LossGradientPtr& loss_gradient = {});
+
+/// The value of the load-balancing loss without its coefficient, [] float32:
+/// 1 when experts are chosen equally often, or by equal probabilities.
+at::Tensor load_balance(
+    const at::Tensor& logits,
+    const at::Tensor& counts,
+    const RouterOptions& options);
+
+/// Drops what is beyond `capacity` tokens of an expert: those that weigh least,
+/// of equal ones the later. Their expert becomes num_experts; weights stay as
+/// they are.
+Routing drop_beyond_capacity(const Routing& routing, std::int64_t capacity);
+
+/// experts[t, j] = (t * k + j) % num_experts instead of what scores say, for
+/// measuring: every expert gets as many tokens as any other, within one.
+Routing balanced_choice(
+    std::int64_t tokens,
+    std::int64_t num_experts,
+    std::int64_t experts_per_token,
+    at::Device device);
+
+/// `loss` itself, which tells `to` its gradient when its backward runs.
+at::Tensor tell_gradient(const at::Tensor& loss, const LossGradientPtr& to);
+
+}  // namespace flatshard::nn

@@ -1,0 +1,60 @@
+#pragma once
+
+#include "flatshard/moe/permute.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+namespace flatshard::nn {
+
+// Rows of a permutation that lie in two tensors: rows that leave, each at its
+// own index, and those of runs that stay, elsewhere. So tokens are permuted
+// into both, and their rows added up from both, without another copy.
+
+/// Rows like these can: on the CPU all, on GPUs float32 and bfloat16.
+bool can_split_rows(const at::Tensor& rows);
+
+/// Where the rows of a permutation lie. A value v >= 0 is row v of those that
+/// leave, v <= -2 is row -2 - v of those that stay, and -1 is dropped.
+struct RowPlaces {
+  at::Tensor of_rows;   ///< int32 [rows], in the order of the permutation
+  at::Tensor of_pairs;  ///< int32 [tokens, slots]
+};
+
+/// @param runs      int32 [2, runs + 1], on the permutation's device: the first
+///   row of each run that stays, and its first row among those that stay. Runs
+///   follow each other; [0, runs] is where the last one ends.
+/// @param num_rows  those behind are dropped.
+RowPlaces row_places(
+    const Permutation& permutation,
+    const at::Tensor& runs,
+    std::int64_t num_rows);
+
+/// permute_rows into two tensors. No graph.
+///
+/// @param x        [tokens, dim]
+/// @param num_rows  as for row_places
+/// @param leaving  [num_rows or more, dim]; rows that stay are left as they are
+/// @param staying  [any, dim]; other rows than those of runs likewise
+void permute_rows_into(
+    const at::Tensor& x,
+    const Permutation& permutation,
+    const RowPlaces& places,
+    std::int64_t num_rows,
+    const at::Tensor& leaving,
+    const at::Tensor& staying);
+
+/// sum_rows_of_tokens of rows in two tensors, the same bits. No graph.
+///
+/// @param leaving, staying  as for permute_rows_into
+/// @param addend  [tokens, dim], of more dimensions, or undefined
+/// @param out     [tokens, dim] or of addend's shape
+void sum_rows_from(
+    const at::Tensor& leaving,
+    const at::Tensor& staying,
+    const RowPlaces& places,
+    const at::Tensor& addend,
+    const at::Tensor& out);
+
+}  // namespace flatshard::nn

@@ -1,0 +1,234 @@
+#include "flatshard/moe/token_exchange.h"
+
+#include "flatshard/nn/autograd.h"
+
+#include <ATen/ATen.h>
+
+#include <utility>
+
+namespace flatshard::nn {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+class Arrived : public RowTransfer {
+ public:
+  explicit Arrived(TensorList rows) : rows_(std::move(rows)) {}
+  TensorList finish() override { return std::move(rows_); }
+
+ private:
+  TensorList rows_;
+};
+
+// A transfer, and of its gradients the way back.
+struct Exchange {
+  std::shared_ptr<TokenExchange> exchange;
+  ExchangePlanPtr plan;
+  TokenExchange::Direction direction = TokenExchange::Direction::dispatch;
+  std::optional<Permutation> tokens;
+
+  TensorList run(
+      TokenExchange::Direction to,
+      TensorList rows,
+      const at::Tensor& addend = {}) const {
+    for (at::Tensor& tensor : rows) {
+      if (tensor.defined()) {
+        tensor = tensor.contiguous();
+      }
+    }
+    TransferInput input{.rows = std::move(rows)};
+    if (input.rows[0].defined()) {
+      input.tokens = tokens;
+      input.addend = addend.defined() ? addend.contiguous() : addend;
+    }
+    return exchange->start(plan, to, input)->finish();
+  }
+};
+
+// What the node keeps of it.
+struct ExchangeHandle : torch::CustomClassHolder {
+  explicit ExchangeHandle(Exchange kept) : exchange(std::move(kept)) {}
+  Exchange exchange;
+};
+
+struct ExchangeFunction : torch::autograd::Function<ExchangeFunction> {
+  static variable_list forward(
+      AutogradContext* ctx,
+      at::TensorList rows,
+      const std::optional<at::Tensor>& addend,
+      const c10::intrusive_ptr<ExchangeHandle>& handle) {
+    ctx->saved_data["handle"] = c10::IValue::make_capsule(handle);
+    ctx->saved_data["has_addend"] = addend.has_value();
+    ctx->set_materialize_grads(false);
+    TensorList arrived = handle->exchange.run(
+        handle->exchange.direction,
+        rows.vec(),
+        addend.value_or(at::Tensor()));
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+      // An output that is the input would make autograd see an identity.
+      if (arrived[i].is_same(rows[i])) {
+        arrived[i] = reshape_result(arrived[i], arrived[i].sizes());
+      }
+    }
+    return arrived;
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    refuse_create_graph("the exchange of tokens");
+    const auto capsule = ctx->saved_data["handle"].toCapsule();
+    const Exchange& exchange =
+        static_cast<const ExchangeHandle&>(*capsule).exchange;
+    at::Tensor of_addend;
+    if (ctx->saved_data["has_addend"].toBool()) {
+      of_addend = grads[0];
+    }
+    if (exchange.tokens && grads[0].defined()) {
+      grads[0] = as_rows(grads[0]);
+    }
+    variable_list back_home =
+        exchange.run(back(exchange.direction), std::move(grads));
+    back_home.push_back(of_addend);
+    back_home.emplace_back();  // the handle has none
+    return back_home;
+  }
+};
+
+TensorList exchange_with_graph(
+    Exchange kept,
+    const TensorList& rows,
+    const at::Tensor& addend = {}) {
+  return ExchangeFunction::apply(
+      at::TensorList(rows),
+      as_optional(addend),
+      c10::make_intrusive<ExchangeHandle>(std::move(kept)));
+}
+
+}  // namespace
+
+void TokenExchange::await(const Event& event) {
+  const auto stream = queue();
+  if (stream) {
+    event.wait(*current_stream(stream->device()));
+  }
+}
+
+ExchangePlanPtr LocalExchange::plan(
+    const at::Tensor& counts,
+    std::int64_t num_rows) {
+  auto plan = c10::make_intrusive<ExchangePlan>();
+  plan->ends = counts.cumsum(0, at::kInt);
+  plan->num_sent = num_rows;
+  plan->num_received = num_rows;
+  return plan;
+}
+
+std::unique_ptr<RowTransfer> LocalExchange::start(
+    const ExchangePlanPtr& /*plan*/,
+    Direction direction,
+    const TransferInput& input) {
+  return std::make_unique<Arrived>(
+      result_of(direction, input, rows_of(direction, input)));
+}
+
+TensorList rows_of(
+    TokenExchange::Direction direction,
+    const TransferInput& input) {
+  TensorList rows = input.rows;
+  if (input.tokens && direction == TokenExchange::Direction::dispatch) {
+    const at::NoGradGuard no_grad;
+    rows[0] = permute_rows(rows[0], *input.tokens);
+  }
+  return rows;
+}
+
+TensorList result_of(
+    TokenExchange::Direction direction,
+    const TransferInput& input,
+    TensorList rows) {
+  if (input.tokens && direction == TokenExchange::Direction::combine) {
+    const at::NoGradGuard no_grad;
+    rows[0] = sum_rows_of_tokens(rows[0], *input.tokens, input.addend);
+  }
+  return rows;
+}
+
+TensorList exchange_rows(
+    const std::shared_ptr<TokenExchange>& exchange,
+    const ExchangePlanPtr& plan,
+    TokenExchange::Direction direction,
+    const TensorList& rows) {
+  const std::int64_t expected = direction == TokenExchange::Direction::dispatch
+                                    ? plan->num_sent
+                                    : plan->num_received;
+  for (const at::Tensor& tensor : rows) {
+    FLATSHARD_CHECK(
+        tensor.dim() >= 1 && tensor.size(0) == expected,
+        usage,
+        "exchange_rows: expected {} rows, got {}",
+        expected,
+        c10::str(tensor.sizes()));
+  }
+  return exchange_with_graph(
+      {.exchange = exchange, .plan = plan, .direction = direction},
+      rows);
+}
+
+at::Tensor exchange_rows(
+    const std::shared_ptr<TokenExchange>& exchange,
+    const ExchangePlanPtr& plan,
+    TokenExchange::Direction direction,
+    const at::Tensor& rows) {
+  return exchange_rows(exchange, plan, direction, TensorList{rows})[0];
+}
+
+TensorList dispatch_tokens(
+    const std::shared_ptr<TokenExchange>& exchange,
+    const ExchangePlanPtr& plan,
+    const Permutation& permutation,
+    const at::Tensor& x,
+    const at::Tensor& row_weights) {
+  FLATSHARD_CHECK(
+      x.dim() == 2 && x.size(0) == permutation.tokens() &&
+          permutation.rows() == plan->num_sent,
+      usage,
+      "dispatch_tokens: expected x of [{}, dim] for {} rows, got {} for {}",
+      permutation.tokens(),
+      plan->num_sent,
+      c10::str(x.sizes()),
+      permutation.rows());
+  return exchange_with_graph(
+      {.exchange = exchange,
+       .plan = plan,
+       .direction = TokenExchange::Direction::dispatch,
+       .tokens = permutation},
+      {x, row_weights});
+}
+
+at::Tensor combine_tokens(
+    const std::shared_ptr<TokenExchange>& exchange,
+    const ExchangePlanPtr& plan,
+    const Permutation& permutation,
+    const at::Tensor& rows,
+    const at::Tensor& first) {
+  FLATSHARD_CHECK(
+      rows.dim() == 2 && rows.size(0) == plan->num_received &&
+          first.dim() >= 2 && first.size(-1) == rows.size(1) &&
+          first.numel() == permutation.tokens() * rows.size(1),
+      usage,
+      "combine_tokens: expected rows of [{}, dim] and [{}, dim] to add them "
+      "to, got {} and {}",
+      plan->num_received,
+      permutation.tokens(),
+      c10::str(rows.sizes()),
+      c10::str(first.sizes()));
+  return exchange_with_graph(
+      {.exchange = exchange,
+       .plan = plan,
+       .direction = TokenExchange::Direction::combine,
+       .tokens = permutation},
+      {rows},
+      first)[0];
+}
+
+}  // namespace flatshard::nn

@@ -1,0 +1,184 @@
+#pragma once
+
+#include "flatshard/device/stream.h"
+#include "flatshard/moe/permute.h"
+#include "flatshard/nn/visit.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+
+namespace flatshard::nn {
+
+/// How the rows of one routing are exchanged: made once, in the forward, and
+/// used by its backward and by a recompute as well. An exchange adds what it
+/// needs.
+struct ExchangePlan : torch::CustomClassHolder {
+  /// int32 [experts here * groups_per_expert], on the rows' device: where each
+  /// group of rows ends among those that dispatch delivers. Experts are in
+  /// their order; rows behind the last end belong to nobody and hold anything.
+  at::Tensor ends;
+  /// Above 1: the rows of an expert come in so many groups, by the rank that
+  /// sent them, and each group is a product of its own.
+  std::int64_t groups_per_expert = 1;
+  std::int64_t num_sent = 0;      ///< rows that dispatch takes
+  std::int64_t num_received = 0;  ///< rows that dispatch delivers
+};
+using ExchangePlanPtr = c10::intrusive_ptr<ExchangePlan>;
+
+/// The tensors that are exchanged in one transfer.
+struct TransferInput {
+  /// One behind the other, each contiguous and with a row for each row of the
+  /// plan. One that is undefined, which it is on all ranks, stays so.
+  TensorList rows;
+  /// Set: at home the first tensor, which is defined, has a row [dim] for each
+  /// token. A dispatch takes [tokens, dim], as if permute_rows had made rows of
+  /// them; a combine delivers [tokens, dim], as if sum_rows_of_tokens had added
+  /// up what arrived. An exchange may spare a pass over the rows so.
+  std::optional<Permutation> tokens;
+  /// With tokens, of a combine: what the sums are added to, like
+  /// sum_rows_of_tokens' first. The result has its shape.
+  at::Tensor addend;
+};
+
+/// Rows under way.
+class RowTransfer {
+ public:
+  virtual ~RowTransfer() = default;
+  /// The rows that arrive, for kernels on the current stream. Does not block
+  /// the host. Once.
+  virtual TensorList finish() = 0;
+};
+
+/// Brings rows of tokens to the experts that they are for, and back.
+class TokenExchange {
+ public:
+  enum class Direction {
+    dispatch,  ///< [num_sent, ...] by expert -> [num_received, ...] by expert
+    combine,   ///< the way back: [num_received, ...] -> [num_sent, ...]
+  };
+
+  virtual ~TokenExchange() = default;
+  /// @param counts    int32 [experts], on the device: rows for each expert, of
+  ///   all experts of the model.
+  /// @param num_rows  of what is sent: counts' sum, and dropped rows behind.
+  virtual ExchangePlanPtr plan(
+      const at::Tensor& counts,
+      std::int64_t num_rows) = 0;
+  /// `plan` in two parts, for what compute queues in between: this one does not
+  /// wait for the counts. Of the plan only num_sent is known before
+  /// finish_plan.
+  virtual ExchangePlanPtr begin_plan(
+      const at::Tensor& counts,
+      std::int64_t num_rows) {
+    return plan(counts, num_rows);
+  }
+  /// The host waits until the counts of all ranks are there. On the thread of
+  /// begin_plan, before the next one; does nothing when it is finished.
+  virtual void finish_plan(const ExchangePlanPtr& /*plan*/) {}
+  /// Queues a transfer on the current stream or behind it, and returns. Of
+  /// several that are under way, those that started first finish first, on all
+  /// ranks alike.
+  virtual std::unique_ptr<RowTransfer> start(
+      const ExchangePlanPtr& plan,
+      Direction direction,
+      const TransferInput& input) = 0;
+
+  // For a schedule that decides when rows are exchanged: it calls `transfer` in
+  // work for `submit`, in an order that all ranks have, and lets compute wait
+  // by `await`.
+
+  /// Where all that ranks exchange has one order; null: there is none.
+  virtual std::shared_ptr<Stream> queue() const { return nullptr; }
+  /// Submits to `queue` work that calls `transfer`.
+  virtual void submit(std::function<void()> work) { queue()->submit(work); }
+  /// The transfer itself, for work that was submitted by `submit`.
+  /// @return the rows that arrive.
+  virtual TensorList transfer(
+      const ExchangePlanPtr& plan,
+      Direction direction,
+      const TransferInput& input) {
+    return start(plan, direction, input)->finish();
+  }
+  /// The current stream waits for `event`, a point of `queue`.
+  virtual void await(const Event& event);
+};
+
+/// Every expert is here: rows stay where they are.
+class LocalExchange : public TokenExchange {
+ public:
+  ExchangePlanPtr plan(const at::Tensor& counts, std::int64_t num_rows)
+      override;
+  std::unique_ptr<RowTransfer> start(
+      const ExchangePlanPtr& plan,
+      Direction direction,
+      const TransferInput& input) override;
+};
+
+// For exchanges that move rows alone. No graph.
+
+/// The rows that are sent: of tokens, permuted.
+TensorList rows_of(
+    TokenExchange::Direction direction,
+    const TransferInput& input);
+/// What a transfer of `input` delivers when `rows` have arrived: of tokens,
+/// sums.
+TensorList result_of(
+    TokenExchange::Direction direction,
+    const TransferInput& input,
+    TensorList rows);
+
+/// The other way.
+inline TokenExchange::Direction back(TokenExchange::Direction direction) {
+  return direction == TokenExchange::Direction::dispatch
+             ? TokenExchange::Direction::combine
+             : TokenExchange::Direction::dispatch;
+}
+
+/// start and finish in one. The gradients of `rows` take the other way, all of
+/// them together.
+///
+/// @param exchange  kept by the graph.
+TensorList exchange_rows(
+    const std::shared_ptr<TokenExchange>& exchange,
+    const ExchangePlanPtr& plan,
+    TokenExchange::Direction direction,
+    const TensorList& rows);
+
+/// The same for one tensor.
+at::Tensor exchange_rows(
+    const std::shared_ptr<TokenExchange>& exchange,
+    const ExchangePlanPtr& plan,
+    TokenExchange::Direction direction,
+    const at::Tensor& rows);
+
+/// Dispatches tokens: exchange_rows of permute_rows(x), and of what goes with
+/// each row.
+///
+/// @param x           [tokens, dim]
+/// @param row_weights float32 [rows]
+/// @return            rows and weights as they arrive
+TensorList dispatch_tokens(
+    const std::shared_ptr<TokenExchange>& exchange,
+    const ExchangePlanPtr& plan,
+    const Permutation& permutation,
+    const at::Tensor& x,
+    const at::Tensor& row_weights);
+
+/// The way back: sum_rows_of_tokens, with `first`, of exchange_rows(rows).
+///
+/// @param rows   [num_received, dim]
+/// @param first  [tokens, dim], or [..., dim] of as many tokens
+/// @return       of first's shape
+at::Tensor combine_tokens(
+    const std::shared_ptr<TokenExchange>& exchange,
+    const ExchangePlanPtr& plan,
+    const Permutation& permutation,
+    const at::Tensor& rows,
+    const at::Tensor& first);
+
+}  // namespace flatshard::nn

@@ -1,0 +1,49 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "flatshard/data/corpus_identity.h"
+#include "flatshard/data/loader.h"
+#include "flatshard/train/config.h"
+#include "flatshard/train/data/validation_set.h"
+
+namespace flatshard {
+
+/// Which data a run reads, by content: a checkpoint has it as a text, and a run
+/// that resumes from the checkpoint compares. Rank 0 has one.
+class RunData {
+ public:
+  /// Reads a sample of each corpus.
+  RunData(
+      const Config& config,
+      const data::Loader& loader,
+      const std::vector<ValidationSet>& validation_sets);
+
+  std::string to_json() const;
+
+  /// Compares with what a checkpoint has. Logs a warning that names
+  /// data.validation, or data.train, when validation reads other data.
+  /// @param origin  the checkpoint, for messages.
+  /// @throws Error{config} naming data.train when its corpora have other
+  /// contents; Error{format} when the text is damaged.
+  void check(
+      const std::string& saved,
+      bool continues_training_data,
+      const std::string& origin) const;
+
+ private:
+  struct Source {
+    std::string path;
+    data::CorpusIdentity identity;
+  };
+  using Sources = std::vector<Source>;
+  static Sources
+  parse(const std::string& saved, const char* key, const std::string& origin);
+
+  Sources train_;
+  Sources validation_;
+  std::string validation_option_;
+};
+
+}  // namespace flatshard

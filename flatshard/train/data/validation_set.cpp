@@ -1,0 +1,107 @@
+#include "flatshard/train/data/validation_set.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numbers>
+
+#include "flatshard/core/error.h"
+#include "flatshard/data/token_source.h"
+#include "flatshard/nn/loss.h"
+#include "flatshard/train/option_errors.h"
+
+namespace flatshard {
+
+std::int64_t ValidationSet::read(
+    std::int64_t first,
+    std::int64_t count,
+    std::span<std::int64_t> tokens,
+    std::span<std::int64_t> targets) const {
+  const auto used = static_cast<std::size_t>(count * loader.options().seq_len);
+  for_option(option, [&] {
+    loader.read_samples(first, tokens.first(used), targets.first(used));
+  });
+  std::ranges::fill(tokens.subspan(used), 0);
+  std::ranges::fill(targets.subspan(used), nn::LossOptions{}.ignore_index);
+  return is_bytes ? std::ranges::count_if(
+                        targets.first(used),
+                        [](std::int64_t t) { return t < data::kNumBytes; })
+                  : 0;
+}
+
+std::vector<ValidationSet> open_validation_sets(
+    const Config& config,
+    std::int64_t vocab_size) {
+  std::vector<ValidationSet> sets;
+  if (config.validation.freq == 0) {
+    return sets;
+  }
+  const bool own = !config.data.validation.empty();
+  const std::string option = own ? "data.validation" : "data.train";
+  const auto& choices = own ? config.data.validation : config.data.train;
+  for_option(option, [&] {
+    const auto sources = data::open_token_sources(
+        choices,
+        "validation",
+        static_cast<std::uint64_t>(config.run.seed) + 1,
+        vocab_size);
+    double all_weights = 0;
+    for (const data::SourceChoice& choice : choices) {
+      all_weights += choice.weight;
+    }
+    const std::int64_t wanted = config.validation.sequences;
+    for (std::size_t i = 0; i < choices.size(); ++i) {
+      FLATSHARD_CHECK(
+          wanted != -1 || !choices[i].is_random(),
+          config,
+          "validation.sequences = -1 is the whole split, and random tokens "
+          "have no end; give a number");
+      data::Loader loader(
+          sources[i].source,
+          {.seq_len = config.training.seq_len,
+           .global_batch_size = 1,
+           .vocab_size = vocab_size,
+           .shuffle = false});
+      const double share = choices[i].weight / all_weights;
+      const std::int64_t all = loader.num_sequences();
+      const auto part = std::max<std::int64_t>(
+          1,
+          std::llround(static_cast<double>(wanted) * share));
+      sets.push_back(
+          {.path = choices[i].path,
+           .share = share,
+           .loader = std::move(loader),
+           .num_sequences = wanted == -1 ? all : std::min(part, all),
+           .is_bytes = sources[i].source->tokens_are_bytes(),
+           .option = option});
+    }
+  });
+  return sets;
+}
+
+ValidationMetrics summarize(
+    const std::vector<ValidationSet>& sets,
+    std::int64_t step,
+    std::span<const double> sums) {
+  ValidationMetrics metrics{.step = step};
+  bool all_bytes = true;
+  double bits_per_byte = 0;
+  for (std::size_t i = 0; i < sets.size(); ++i) {
+    const double nats = sums[2 * i];
+    const double num_bytes = sums[2 * i + 1];
+    const auto num_tokens = static_cast<double>(
+        sets[i].num_sequences * sets[i].loader.options().seq_len);
+    const double loss = nats / num_tokens;
+    metrics.loss += sets[i].share * loss;
+    all_bytes = all_bytes && sets[i].is_bytes && num_bytes > 0;
+    bits_per_byte += sets[i].share * nats / (std::numbers::ln2 * num_bytes);
+    if (sets.size() > 1) {
+      metrics.parts.emplace_back(sets[i].path, loss);
+    }
+  }
+  if (all_bytes) {
+    metrics.bits_per_byte = bits_per_byte;
+  }
+  return metrics;
+}
+
+}  // namespace flatshard

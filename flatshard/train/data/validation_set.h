@@ -1,0 +1,49 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "flatshard/data/loader.h"
+#include "flatshard/train/config.h"
+#include "flatshard/train/metrics/metrics.h"
+
+namespace flatshard {
+
+/// Sequences that every validation of a run reads: the first ones of a corpus'
+/// validation split, whatever the batch and the number of ranks. A mixture has
+/// a set for each corpus, with its share of the sequences.
+struct ValidationSet {
+  std::string path;     ///< the corpus
+  double share = 1;     ///< in the loss of the mixture; their sum is 1
+  data::Loader loader;  ///< in order
+  std::int64_t num_sequences = 0;
+  bool is_bytes = false;  ///< see TokenSource::tokens_are_bytes
+  std::string option;     ///< for errors: where the corpus is named
+
+  /// Fills the first `count` rows of tokens and targets, each [n, seq_len],
+  /// with the sequences [first, first + count); the loss ignores the others.
+  /// @return how many of the targets are bytes.
+  std::int64_t read(
+      std::int64_t first,
+      std::int64_t count,
+      std::span<std::int64_t> tokens,
+      std::span<std::int64_t> targets) const;
+};
+
+/// Empty when validation.freq is 0. @throws like data::open_token_sources, by
+/// the option's name; Error{config} for the whole of random tokens.
+std::vector<ValidationSet> open_validation_sets(
+    const Config& config,
+    std::int64_t vocab_size);
+
+/// The loss of a mixture is the mean of its sets' by their shares.
+/// @param sums  for each set: the sum of its tokens' losses in nats, and the
+///   number of bytes among its targets.
+ValidationMetrics summarize(
+    const std::vector<ValidationSet>& sets,
+    std::int64_t step,
+    std::span<const double> sums);
+
+}  // namespace flatshard

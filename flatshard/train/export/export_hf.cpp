@@ -1,0 +1,223 @@
+#include "flatshard/train/export/export_hf.h"
+
+#include "flatshard/checkpoint/dtypes.h"
+#include "flatshard/core/error.h"
+#include "flatshard/core/file_writer.h"
+#include "flatshard/core/words.h"
+#include "flatshard/format/hf_folder.h"
+#include "flatshard/format/manifest.h"
+#include "flatshard/format/read_plan.h"
+#include "flatshard/models/hf_names.h"
+#include "flatshard/train/config.h"
+#include "flatshard/train/export/export_float8.h"
+#include "flatshard/train/export/export_tokenizer.h"
+#include "flatshard/train/export/stored_model.h"
+#include "flatshard/train/model_config.h"
+#include "flatshard/train/option_errors.h"
+#include "flatshard/train/run_sources.h"
+
+#include <ATen/ATen.h>
+#include <unistd.h>
+
+#include <map>
+#include <string_view>
+
+namespace flatshard {
+namespace {
+
+namespace fs = std::filesystem;
+
+// Of --dtype.
+constexpr Word<at::ScalarType> kDtypes[] = {
+    {"float32", at::kFloat},
+    {"bfloat16", at::kBFloat16},
+    {"float16", at::kHalf}};
+
+// Where an entry of the folder lies in a parameter.
+struct EntrySource {
+  std::string parameter;
+  std::int64_t begin = 0;  // first element
+};
+using EntrySources = std::map<std::string, EntrySource>;
+
+// What a folder holds, tensor by tensor.
+class StoredTensors {
+ public:
+  StoredTensors(
+      const fs::path& from,
+      const Manifest& manifest,
+      const ExportOptions& options,
+      const EntrySources& sources)
+      : from_(from),
+        manifest_(manifest),
+        options_(options),
+        sources_(sources) {}
+
+  /// The scales of an FP8 weight are asked for behind the weight.
+  at::Tensor read(const SafetensorsSpec& spec) {
+    if (const auto scales = scales_.extract(spec.name)) {
+      return scales.mapped();
+    }
+    const at::Tensor values = entry(spec);
+    if (spec.dtype != kFloat8) {
+      return values.to(scalar_type(spec.dtype, spec.name));
+    }
+    Float8Export::Blocks blocks = Float8Export::quantize(spec.name, values);
+    scales_[Float8Export::scales_name(spec.name)] = std::move(blocks.scales);
+    return blocks.data;
+  }
+
+ private:
+  static constexpr std::string_view kFloat8 = "F8_E4M3";
+
+  at::Tensor entry(const SafetensorsSpec& spec) {
+    const EntrySource& source = sources_.at(spec.name);
+    // Entries of one parameter follow each other.
+    if (last_name_ != source.parameter) {
+      last_ = at::Tensor();
+      last_ =
+          read_weight(from_, manifest_, source.parameter, options_.num_threads);
+      last_name_ = source.parameter;
+    }
+    return last_.view({-1})
+        .narrow(0, source.begin, c10::multiply_integers(spec.shape))
+        .view(spec.shape);
+  }
+
+  const fs::path& from_;
+  const Manifest& manifest_;
+  const ExportOptions& options_;
+  const EntrySources& sources_;
+  std::string last_name_;
+  at::Tensor last_;
+  std::map<std::string, at::Tensor> scales_;
+};
+
+void write_tensors(
+    StoredTensors& tensors,
+    const HfFile& file,
+    const fs::path& path) {
+  SafetensorsWriter writer(path, file.tensors, {{"format", "pt"}});
+  for (const SafetensorsSpec& spec : file.tensors) {
+    const at::Tensor out = tensors.read(spec);
+    writer.write(
+        spec.name,
+        {static_cast<const std::byte*>(out.data_ptr()),
+         static_cast<std::size_t>(out.nbytes())});
+  }
+  writer.finish();
+}
+
+void check_float8(const Float8Export& fp8, const ExportOptions& options) {
+  FLATSHARD_CHECK(
+      options.dtype.empty() || options.dtype == "bfloat16",
+      config,
+      "--dtype: expected bfloat16 with --fp8, which is what such folders hold "
+      "beside FP8 weights, got {}",
+      options.dtype);
+  FLATSHARD_CHECK(
+      fp8.num_weights() > 0,
+      config,
+      "--fp8: expected linear layers (model.layers.*_proj.weight) that "
+      "[float8] "
+      "of the run does not exclude, found none; export without --fp8");
+}
+
+}  // namespace
+
+std::string export_hf(const ExportOptions& options) {
+  const fs::path from = for_option("--run", [&] {
+    return find_checkpoint(options.run, options.step);
+  });
+  const Manifest manifest = read_manifest(from);
+  check_files(from, manifest);
+  const Config config =
+      with_own_sources(checkpoint_config(from, manifest), from);
+  const auto weights = manifest.tensors.find(std::string(kWeightRole));
+  std::error_code error;
+  FLATSHARD_CHECK(
+      !fs::exists(options.to, error) || fs::is_empty(options.to, error),
+      io,
+      "--to: expected a folder that is not there yet, got {}",
+      options.to.string());
+
+  const models::ModelConfig model = model_config(config);
+  FLATSHARD_CHECK(
+      !options.fp8 || model.moe.num_experts == 0,
+      config,
+      "--fp8: experts are exported as they are stored; export without --fp8");
+  // Also when the family has none: before anything is written.
+  models::to_hf_json(model, "bfloat16");
+  Float8Export fp8(config, model);
+  EntrySources sources;
+  std::vector<SafetensorsSpec> specs;
+  std::string dtype = "bfloat16";
+  for (const auto& [name, tensor] : weights->second) {
+    const auto entries = models::hf_entries(model, name, tensor.shape);
+    std::int64_t begin = 0;
+    for (const StoredEntry& entry : entries) {
+      sources[entry.name] = {name, begin};
+      begin += entry.numel();
+    }
+    if (options.fp8) {
+      fp8.add(name, tensor.shape, specs);
+      continue;
+    }
+    const std::string stored =
+        options.dtype.empty()
+            ? tensor.dtype
+            : safetensors_dtype(value_of("--dtype", kDtypes, options.dtype));
+    dtype = c10::getDtypeNames(scalar_type(stored, name)).first;
+    for (const StoredEntry& entry : entries) {
+      specs.push_back({entry.name, stored, entry.shape});
+    }
+  }
+  if (options.fp8) {
+    check_float8(fp8, options);
+  }
+  const auto files = plan_hf_files(specs, options.max_file_nbytes);
+
+  fs::path partial = options.to;
+  if (!partial.has_filename()) {
+    partial = partial.parent_path();
+  }
+  partial += fmt::format(".partial-{}", ::getpid());
+  fs::remove_all(partial, error);
+  fs::create_directories(partial, error);
+  FLATSHARD_CHECK(
+      !error,
+      io,
+      "--to: cannot make {}: {}",
+      partial.string(),
+      error.message());
+  try {
+    StoredTensors tensors(from, manifest, options, sources);
+    for (const HfFile& file : files) {
+      write_tensors(tensors, file, partial / file.name);
+    }
+    if (files.size() > 1) {
+      write_file_atomic(partial / kHfIndexName, hf_index_json(files));
+    }
+    const models::SpecialTokens tokens =
+        export_tokenizer(config, model, partial);
+    const std::string json = models::to_hf_json(model, dtype, tokens);
+    write_file_atomic(
+        partial / "config.json",
+        options.fp8 ? fp8.with_quantization(json) : json);
+    fs::remove(options.to, error);  // an empty one
+    fs::rename(partial, options.to);
+  } catch (...) {
+    fs::remove_all(partial, error);
+    throw;
+  }
+  return fmt::format(
+      "wrote {}: the weights of step {} in {} file{}, {}{}",
+      options.to.string(),
+      manifest.step,
+      files.size(),
+      files.size() == 1 ? "" : "s",
+      options.fp8 ? fmt::format("{} in FP8, the rest ", fp8.num_weights()) : "",
+      dtype);
+}
+
+}  // namespace flatshard

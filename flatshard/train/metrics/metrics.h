@@ -1,0 +1,73 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace flatshard {
+
+/// How tokens were spread over experts in one step, over all ranks and
+/// microbatches. Of several layers the worst.
+struct ExpertMetrics {
+  double load = 1;     ///< the busiest expert's tokens over the mean's
+  double dropped = 0;  ///< share of all choices
+  double balance =
+      1;  ///< load-balancing loss without its coefficient, the mean
+  std::optional<double> bias;  ///< largest magnitude; unset: no bias
+  /// This step's waits of compute for tokens under way; unset: they stay here.
+  std::optional<double> exchange_ms;
+};
+
+/// What one logged step measured. Times are of the host's clock on this rank
+/// and per step; where several steps lie between two log lines the caller
+/// gives their mean.
+struct StepMetrics {
+  std::int64_t step = 0;   ///< counted from 1
+  std::int64_t steps = 0;  ///< of the whole run; 0: not shown
+  double loss = 0;         ///< mean over the tokens of the global batch
+  double grad_norm = 0;    ///< global 2-norm before clipping
+  double lr = 0;
+  double step_ms = 0;
+  double data_ms = 0;          ///< waiting for the loader
+  double host_ms = 0;          ///< to queue the step, without waiting
+  double exposed_comm_ms = 0;  ///< this step's waits for collectives
+  double tokens_per_s = 0;     ///< of all ranks together
+  double tokens_per_s_per_rank = 0;
+  double tflops_per_rank = 0;  ///< model FLOP/s by the run's convention, 1e12
+  std::optional<double> mfu;   ///< in [0, 1]; unset: the peak is unknown
+  std::int64_t memory_allocated_bytes = 0;
+  std::int64_t memory_peak_bytes = 0;      ///< highest allocated so far
+  std::int64_t memory_reserved_bytes = 0;  ///< highest reserved so far
+  std::int64_t memory_total_bytes = 0;     ///< of the device
+  std::optional<ExpertMetrics> experts;    ///< unset: there are none
+};
+
+/// "step: 10/1000  loss: 9.9493  grad_norm: 4.4717  lr: 3e-04
+///  memory: 49.66GiB(52.28%)  tps: 11,699 (5,850/rank)  tflops: 338.79
+///  mfu: 34.26%", in one line. Memory is the reserved memory and its share of
+/// the device's; tps are tokens per second, of all ranks and of one when there
+/// are several; tflops are a rank's; mfu is N/A without a peak. With experts
+/// "  experts: load 1.31x  dropped 0.00%  balance 1.0412" follows, and where
+/// tokens are exchanged "  exchange 1.2ms", what compute waited for them.
+std::string format_step(const StepMetrics& metrics);
+
+/// What one validation found.
+struct ValidationMetrics {
+  std::int64_t step = 0;
+  double loss = 0;  ///< nats, mean over the tokens of the sequences
+  /// Of byte tokens: all sequences' loss in bits, over the bytes among their
+  /// targets (the ends of documents are none).
+  std::optional<double> bits_per_byte;
+  /// Of a mixture: each corpus' folder and loss.
+  std::vector<std::pair<std::string, double>> parts;
+
+  double perplexity() const;  ///< exp(loss)
+};
+
+/// "step: 10  validation_loss: 1.8342  perplexity: 6.2604
+///  bits_per_byte: 2.6532", in one line; the last for byte tokens alone.
+std::string format_validation(const ValidationMetrics& metrics);
+
+}  // namespace flatshard

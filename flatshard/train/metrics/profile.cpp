@@ -1,0 +1,192 @@
+#include "flatshard/train/metrics/profile.h"
+
+#include "flatshard/core/file_writer.h"
+#include "flatshard/device/stream.h"
+
+#include <ATen/record_function.h>
+#include <fmt/format.h>
+#include <kineto/ActivityType.h>
+#include <torch/csrc/autograd/profiler_kineto.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <fstream>
+#include <map>
+#include <set>
+#include <sstream>
+#include <utility>
+
+namespace flatshard {
+
+using torch::profiler::impl::ActivityType;
+using torch::profiler::impl::ProfilerConfig;
+using torch::profiler::impl::ProfilerState;
+
+namespace {
+
+std::vector<KernelInterval> kernels_of(
+    const torch::autograd::profiler::ProfilerResult& result) {
+  std::vector<KernelInterval> kernels;
+  for (const auto& event : result.events()) {
+    const auto type =
+        static_cast<libkineto::ActivityType>(event.activityType());
+    if (type == libkineto::ActivityType::CONCURRENT_KERNEL ||
+        type == libkineto::ActivityType::GPU_MEMCPY ||
+        type == libkineto::ActivityType::GPU_MEMSET) {
+      kernels.push_back(
+          {.name = event.name(),
+           .begin_ns = static_cast<std::int64_t>(event.startNs()),
+           .end_ns = static_cast<std::int64_t>(event.endNs()),
+           .stream = event.deviceResourceId()});
+    }
+  }
+  return kernels;
+}
+
+struct HostOperator {
+  std::string name;
+  std::int64_t calls = 0;
+  std::int64_t own_ns = 0;  ///< without the operators that it called
+  std::int64_t all_ns = 0;
+};
+
+/// By name, the one with the most time of its own first.
+std::vector<HostOperator> host_operators(
+    const torch::autograd::profiler::ProfilerResult& result) {
+  struct Call {
+    std::int64_t begin_ns;
+    std::int64_t end_ns;
+    std::string name;
+  };
+  std::map<std::uint64_t, std::vector<Call>> threads;
+  for (const auto& event : result.events()) {
+    if (static_cast<libkineto::ActivityType>(event.activityType()) ==
+        libkineto::ActivityType::CPU_OP) {
+      threads[event.startThreadId()].push_back(
+          {static_cast<std::int64_t>(event.startNs()),
+           static_cast<std::int64_t>(event.endNs()),
+           event.name()});
+    }
+  }
+  std::map<std::string, HostOperator> by_name;
+  for (auto& [thread, calls] : threads) {
+    // A caller comes before what it calls.
+    std::sort(calls.begin(), calls.end(), [](const Call& a, const Call& b) {
+      return a.begin_ns != b.begin_ns ? a.begin_ns < b.begin_ns
+                                      : a.end_ns > b.end_ns;
+    });
+    std::vector<const Call*> open;
+    for (const Call& call : calls) {
+      while (!open.empty() && open.back()->end_ns <= call.begin_ns) {
+        open.pop_back();
+      }
+      const std::int64_t ns = call.end_ns - call.begin_ns;
+      if (!open.empty()) {
+        by_name[open.back()->name].own_ns -= ns;
+      }
+      HostOperator& op = by_name[call.name];
+      op.name = call.name;
+      ++op.calls;
+      op.own_ns += ns;
+      op.all_ns += ns;
+      open.push_back(&call);
+    }
+  }
+  std::vector<HostOperator> sorted;
+  for (auto& [name, op] : by_name) {
+    sorted.push_back(std::move(op));
+  }
+  std::stable_sort(
+      sorted.begin(),
+      sorted.end(),
+      [](const HostOperator& a, const HostOperator& b) {
+        return a.own_ns > b.own_ns;
+      });
+  return sorted;
+}
+
+std::string to_table(const std::vector<HostOperator>& operators) {
+  constexpr std::size_t kMostShown = 12;
+  constexpr double kNsPerMs = 1e6;
+  std::int64_t sum_ns = 0;
+  for (const HostOperator& op : operators) {
+    sum_ns += op.own_ns;
+  }
+  std::string text = fmt::format(
+      "CPU time by operator: {:.2f} ms in {} operators\n  {:>9}  {:>5}  {:>9}  "
+      "{:>6}  operator\n",
+      static_cast<double>(sum_ns) / kNsPerMs,
+      operators.size(),
+      "own ms",
+      "share",
+      "all ms",
+      "calls");
+  for (std::size_t i = 0; i < std::min(operators.size(), kMostShown); ++i) {
+    const HostOperator& op = operators[i];
+    text += fmt::format(
+        "  {:>9.2f}  {:>4.1f}%  {:>9.2f}  {:>6}  {}\n",
+        static_cast<double>(op.own_ns) / kNsPerMs,
+        sum_ns > 0 ? 100.0 * static_cast<double>(op.own_ns) /
+                         static_cast<double>(sum_ns)
+                   : 0.0,
+        static_cast<double>(op.all_ns) / kNsPerMs,
+        op.calls,
+        op.name);
+  }
+  text.pop_back();  // the line's end is print's
+  return text;
+}
+
+// Kineto calls a stream "stream 7 "; what comes after the number is ours.
+void name_streams(
+    const std::filesystem::path& path,
+    const StepProfile& profile) {
+  if (profile.streams.empty()) {
+    return;
+  }
+  std::ostringstream read;
+  read << std::ifstream(path).rdbuf();
+  std::string text = std::move(read).str();
+  for (const auto& [stream, role] : profile.streams) {
+    const std::string old = fmt::format("\"name\": \"stream {} \"", stream);
+    const std::string name =
+        fmt::format("\"name\": \"stream {}: {}\"", stream, role);
+    for (auto at = text.find(old); at != std::string::npos;
+         at = text.find(old, at + name.size())) {
+      text.replace(at, old.size(), name);
+    }
+  }
+  write_file_atomic(path, text);
+}
+
+}  // namespace
+
+void TraceRecorder::start() {
+  std::set<ActivityType> activities{ActivityType::CPU};
+  if (device_.is_cuda()) {
+    activities.insert(ActivityType::CUDA);
+  }
+  const ProfilerConfig config(ProfilerState::KINETO);
+  torch::autograd::profiler::prepareProfiler(config, activities);
+  torch::autograd::profiler::enableProfiler(
+      config,
+      activities,
+      {at::RecordScope::FUNCTION, at::RecordScope::USER_SCOPE});
+}
+
+StepProfile TraceRecorder::stop(const std::filesystem::path& path) {
+  current_stream(device_)->synchronize();
+  const auto result = torch::autograd::profiler::disableProfiler();
+  std::filesystem::create_directories(path.parent_path());
+  result->save(path.string());
+  host_table_ = to_table(host_operators(*result));
+  const StepProfile profile = profile_step(kernels_of(*result));
+  name_streams(path, profile);
+  return profile;
+}
+
+void TraceRecorder::discard() {
+  torch::autograd::profiler::disableProfiler();
+}
+
+}  // namespace flatshard

@@ -1,0 +1,67 @@
+#include "flatshard/train/metrics/profile_report.h"
+
+#include "flatshard/models/flops.h"
+#include "flatshard/train/device.h"
+
+namespace flatshard {
+
+ProfileReport::ProfileReport(
+    const Config& config,
+    at::Device device,
+    SpeedOfLight light,
+    RunOutput* output)
+    : enabled_(config.profiling.enabled && output != nullptr),
+      step_(config.profiling.step),
+      folder_(
+          std::filesystem::path(config.run.output_dir) /
+          config.profiling.folder),
+      light_(std::move(light)),
+      recorder_(device),
+      output_(output) {
+}
+
+bool ProfileReport::is_of(std::int64_t step) const {
+  return enabled_ && step == step_;
+}
+
+void ProfileReport::begin(std::int64_t step) {
+  if (is_of(step)) {
+    recorder_.start();
+  }
+}
+
+void ProfileReport::discard(std::int64_t step) {
+  if (is_of(step)) {
+    recorder_.discard();
+  }
+}
+
+void ProfileReport::end(std::int64_t step) {
+  if (!is_of(step)) {
+    return;
+  }
+  const auto path = folder_ / fmt::format("step_{}_rank_0.json", step);
+  const StepProfile profile = recorder_.stop(path);
+  output_->print(fmt::format("trace of step {}: {}", step, path.string()));
+  const bool has_gpu = !profile.classes.empty();
+  output_->print(has_gpu ? to_string(profile, light_) : recorder_.host_table());
+}
+
+SpeedOfLight speed_of_light(
+    const Config& config,
+    const models::ModelConfig& model,
+    at::Device device,
+    std::int64_t sequences) {
+  const std::int64_t seq_len = config.training.seq_len;
+  const auto tokens = static_cast<double>(sequences * seq_len);
+  const double gemm =
+      6.0 * static_cast<double>(models::num_matmul_parameters(model)) * tokens;
+  const double all =
+      tokens *
+      models::flops_per_token(model, seq_len, models::FlopsConvention::causal);
+  return {
+      .peak_flops = peak_flops(config, device).value_or(0),
+      .flops = {{"GEMM", gemm}, {"attention", all - gemm}}};
+}
+
+}  // namespace flatshard

@@ -1,0 +1,117 @@
+#include "flatshard/train/metrics/run_summary.h"
+
+#include <fmt/ranges.h>
+
+#include <filesystem>
+#include <optional>
+#include <vector>
+
+#include "flatshard/core/error.h"
+#include "flatshard/device/memory.h"
+#include "flatshard/diagnostics/memory_table.h"
+#include "flatshard/models/flops.h"
+#include "flatshard/train/metrics/advice.h"
+#include "flatshard/train/metrics/number_text.h"
+#include "flatshard/train/parallelism.h"
+
+namespace flatshard {
+namespace {
+
+std::string memory_table(
+    const RunSummary& summary,
+    const std::vector<MemoryRow>& rows) {
+  std::vector<MemoryRow> host_rows;
+  if (summary.config.checkpoint.interval > 0) {
+    host_rows.push_back(
+        {"checkpoint",
+         summary.staging_nbytes,
+         "two buffers, from which checkpoints are written"});
+  }
+  return to_string(rows, host_rows);
+}
+
+std::string active_text(const models::ModelConfig& model) {
+  return model.moe.num_experts == 0
+             ? ""
+             : fmt::format(
+                   ", {} of them active for a token",
+                   with_commas(models::num_active_parameters(model)));
+}
+
+std::string overlap_text(const Config& config) {
+  if (!config.parallelism.overlap_expert_parallel) {
+    return "";
+  }
+  return config.parallelism.delay_wgrad
+             ? ", two at once, weight gradients behind the others"
+             : ", two at once";
+}
+
+}  // namespace
+
+std::string to_string(const RunSummary& summary) {
+  const Config& config = summary.config;
+  // A restart of the same run on the same ranks has nothing new to say.
+  std::optional<Config> before;
+  const auto path =
+      std::filesystem::path(config.run.output_dir) / "config.toml";
+  if (summary.goes_on && std::filesystem::exists(path)) {
+    try {
+      before = load_config(path);
+    } catch (const Error&) {}  // of another version: as if it were not there
+  }
+  const std::string changed = differing_keys(config, before.value_or(Config()));
+  std::vector<std::string> parts;
+  if (!before) {
+    parts.push_back(fmt::format(
+        "config: all of it is in {}; not as by default are\n{}",
+        path.string(),
+        changed));
+  } else if (!changed.empty()) {
+    parts.push_back(
+        fmt::format("config: changed since the run's last start\n{}", changed));
+  }
+  parts.push_back(fmt::format(
+      "model: {} parameters{}; {} ranks of {}; strategy {}; copy engines {}; "
+      "{} "
+      "microbatches per step{}",
+      with_commas(models::num_parameters(summary.model)),
+      active_text(summary.model),
+      summary.mesh.size(),
+      summary.mesh.device().is_cuda() ? "GPU" : "CPU",
+      strategy_name(config),
+      config::word_of(std::optional(summary.state.copy_engines)),
+      summary.num_microbatches,
+      overlap_text(config)));
+  if (!summary.state.float8.empty()) {
+    parts.push_back(summary.state.float8);
+  }
+  if (!before || !changed.empty()) {
+    parts.push_back(fmt::format(
+        "tflops and mfu count 6 N + 12 L d T per token (attention as if it "
+        "were not causal, no recompute): {} per token",
+        format_flop(summary.flops_per_token)));
+    if (config.parallelism.memory_budget > 0) {
+      parts.push_back(fmt::format(
+          "parallelism.memory_budget: {} of {} units stay gathered from "
+          "forward to backward",
+          summary.state.num_kept_units,
+          summary.state.runtime->units().size()));
+    }
+    const auto rows = memory_rows(summary.state);
+    parts.push_back(memory_table(summary, rows));
+    const at::Device device = summary.mesh.device();
+    std::string lines = advice(
+        {.config = config,
+         .model = summary.model,
+         .table_nbytes = total_nbytes(rows),
+         .capacity_nbytes =
+             device.is_cuda() ? memory_stats(device).capacity_bytes : 0});
+    if (!lines.empty()) {
+      parts.push_back(std::move(lines));
+    }
+  }
+  return fmt::to_string(fmt::join(parts, "\n"));
+}
+
+}  // namespace flatshard

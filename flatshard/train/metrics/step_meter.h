@@ -1,0 +1,78 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <utility>
+
+#include "flatshard/train/metrics/metrics.h"
+
+namespace flatshard {
+
+/// Where the time of the steps between two log lines went, on this rank's host,
+/// and what throughput that is.
+class StepMeter {
+ public:
+  /// What a step gets done.
+  struct Work {
+    std::int64_t tokens = 0;  ///< of all ranks
+    int num_ranks = 1;
+    double flops_per_token = 0;
+    std::optional<double> peak_flops;  ///< of a rank, per second, if known
+  };
+
+  explicit StepMeter(const Work& work) : work_(work) {}
+
+  /// Forgets all steps and begins to count anew.
+  void restart();
+  void begin_step();
+  void end_step();
+
+  /// Runs `work` as a step's wait for data.
+  template <class F>
+  decltype(auto) data(F&& work) {
+    const Lap lap(data_ms_);
+    return std::forward<F>(work)();
+  }
+  /// Runs `work`, which waits for the device: that is not the host's time.
+  template <class F>
+  decltype(auto) device_wait(F&& work) {
+    const Lap lap(wait_ms_);
+    return std::forward<F>(work)();
+  }
+
+  /// Fills in the times, the tokens and the FLOP/s of the steps since the
+  /// restart, their mean. At least one has ended.
+  void measure(StepMetrics& metrics);
+  /// A step's time as last measured; 0 before.
+  double step_ms() const { return step_ms_; }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  static double ms_since(Clock::time_point begin);
+
+  /// Adds the time of its life to a sum.
+  class Lap {
+   public:
+    explicit Lap(double& sum_ms) : sum_ms_(sum_ms) {}
+    Lap(const Lap&) = delete;
+    Lap& operator=(const Lap&) = delete;
+    ~Lap() { sum_ms_ += ms_since(begin_); }
+
+   private:
+    double& sum_ms_;
+    const Clock::time_point begin_ = Clock::now();
+  };
+
+  const Work work_;
+  Clock::time_point begin_ = Clock::now();
+  Clock::time_point step_begin_;
+  std::int64_t num_steps_ = 0;
+  double all_ms_ = 0;  ///< from begin_step to end_step
+  double data_ms_ = 0;
+  double wait_ms_ = 0;
+  double step_ms_ = 0;
+};
+
+}  // namespace flatshard

@@ -1,0 +1,222 @@
+#include <gtest/gtest.h>
+
+#include "flatshard/moe/grouped_linear.h"
+#include "flatshard/moe/permute.h"
+#include "flatshard/moe/router.h"
+#include "router_oracle.h"
+#include "tests/nn/check.h"
+
+#include <random>
+
+// The CUDA kernels of routers and experts against the CPU's, or float64 on it.
+// Skips itself without a GPU.
+namespace flatshard::nn {
+namespace {
+
+class CudaExperts : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!at::hasCUDA()) {
+      GTEST_SKIP() << "no GPU, or a build without CUDA";
+    }
+    at::globalContext().setAllowTF32CuBLAS(false);
+  }
+  at::Tensor random(
+      std::vector<std::int64_t> shape,
+      at::ScalarType dtype = at::kFloat) {
+    return at::randn(shape, generator_).to(dtype).to(at::kCUDA);
+  }
+
+  at::Generator generator_ = at::make_generator<at::CPUGeneratorImpl>(17);
+};
+
+// As CudaKernels: fast exponentials, sums of up to 1024 terms in trees.
+constexpr double kCudaTolerance = 0x1p-17;
+
+TEST_F(CudaExperts, RouterMatchesTheCpu) {
+  for (RouterOptions o : router_rules()) {
+    for (const std::int64_t experts : {16, 64, 1000}) {
+      for (const bool biased : {false, true}) {
+        SCOPED_TRACE(::testing::Message() << experts << ' ' << biased);
+        const at::Tensor logits = random({517, experts}) * 2;
+        const at::Tensor bias = biased ? random({experts}) * 0.3 : at::Tensor();
+        const at::Tensor on_gpu = logits.clone().requires_grad_();
+        const at::Tensor on_cpu = logits.cpu().requires_grad_();
+        const Routing want =
+            route(on_cpu, biased ? bias.cpu() : at::Tensor(), o);
+        const Routing got = route(on_gpu, bias, o);
+        // Scores that differ in the last bit may change places.
+        const double same = got.experts.cpu()
+                                .eq(want.experts)
+                                .to(at::kDouble)
+                                .mean()
+                                .item<double>();
+        EXPECT_GE(same, 0.995);
+        const at::Tensor counted =
+            at::bincount(got.experts.cpu().flatten(), {}, experts);
+        EXPECT_TRUE(at::equal(got.counts.cpu(), counted.to(at::kInt)));
+        // The rest with the CPU's choice.
+        const Routing chosen{
+            .experts = want.experts.cuda(),
+            .counts = want.counts.cuda()};
+        const Routing again = route(on_gpu, bias, o, &chosen);
+        EXPECT_LE(
+            relative_error(again.weights.cpu(), want.weights),
+            kCudaTolerance);
+        const at::Tensor g = random({517, o.experts_per_token});
+        again.weights.backward(g);
+        want.weights.backward(g.cpu());
+        EXPECT_LE(
+            relative_error(on_gpu.grad().cpu(), on_cpu.grad()),
+            kCudaTolerance);
+      }
+    }
+  }
+}
+
+TEST_F(CudaExperts, TheLowestIndexWinsTiesAndNansChooseDifferentExperts) {
+  for (const double value : {0.0, std::nan("")}) {
+    const Routing routing = route(
+        at::full({70, 40}, value, at::TensorOptions(at::kCUDA)),
+        {},
+        {.experts_per_token = 3});
+    EXPECT_TRUE(at::equal(
+        routing.experts.cpu(),
+        at::arange(3, at::kInt).expand({70, 3})));
+  }
+}
+
+TEST_F(CudaExperts, SortAndRowsMatchTheCpu) {
+  std::mt19937_64 random_sizes(3);
+  for (int i = 0; i < 24; ++i) {
+    const std::int64_t tokens = i == 0 ? 1 : 1 + random_sizes() % 3000;
+    const std::int64_t slots = 1 + random_sizes() % 8;
+    const std::int64_t experts = i == 1 ? 1000 : 1 + random_sizes() % 130;
+    const std::int64_t dim =
+        i % 2 == 0 ? 8 * (1 + random_sizes() % 40) : 1 + random_sizes() % 200;
+    SCOPED_TRACE(
+        ::testing::Message() << tokens << ' ' << slots << ' ' << experts);
+    // Every third case: all tokens to one expert.
+    const at::Tensor choice =
+        i % 3 == 2
+            ? at::full({tokens, slots}, experts - 1, at::kInt)
+            : at::randint(experts + 1, {tokens, slots}, generator_, at::kInt);
+    const at::Tensor counts = at::bincount(choice.flatten(), {}, experts + 1)
+                                  .narrow(0, 0, experts)
+                                  .to(at::kInt);
+    const Permutation want = sort_by_expert(choice, counts);
+    const Permutation got = sort_by_expert(choice.cuda(), counts.cuda());
+    EXPECT_TRUE(at::equal(got.order.cpu(), want.order));
+    EXPECT_TRUE(at::equal(got.inverse.cpu(), want.inverse));
+    for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+      const at::Tensor x = random({tokens, dim}, dtype);
+      const at::Tensor rows = permute_rows(x, got);
+      EXPECT_TRUE(at::equal(rows.cpu(), permute_rows(x.cpu(), want)));
+      const at::Tensor a = random({tokens, dim}, dtype);
+      const at::Tensor sum = sum_rows_of_tokens(rows, got, a);
+      // Both add in float32 in the same order and round once.
+      EXPECT_TRUE(
+          at::equal(sum.cpu(), sum_rows_of_tokens(rows.cpu(), want, a.cpu())));
+    }
+  }
+}
+
+// Rows behind the last end hold NaN: who reads them shows it.
+TEST_F(CudaExperts, GroupedLayersMatchTheCpu) {
+  struct Case {
+    std::vector<std::int32_t> counts;
+    std::int64_t behind;
+    std::int64_t in;
+    std::int64_t out;
+  };
+  const Case cases[] = {
+      {{64, 64, 64, 64}, 0, 64, 128},
+      {{0, 130, 0, 7, 1, 0}, 5, 64, 48},
+      {{0, 0, 300, 0}, 0, 128, 64},
+      {{1, 0}, 3, 16, 16},
+      {{0, 0}, 4, 16, 16},
+      {{5, 9, 2}, 0, 7, 13}};  // sizes that the kernel does not take
+  for (const auto& [counts, behind, in, out] : cases) {
+    for (const at::ScalarType dtype : {at::kBFloat16, at::kFloat}) {
+      SCOPED_TRACE(::testing::Message() << counts.size() << ' ' << in);
+      const at::Tensor ends = at::tensor(counts, at::kInt).cumsum(0, at::kInt);
+      const std::int64_t kept = ends[-1].item<std::int64_t>();
+      const std::int64_t rows = kept + behind;
+      const auto num_experts = static_cast<std::int64_t>(counts.size());
+      const auto spoiled = [&](at::Tensor t) {
+        t.slice(0, kept).fill_(std::nan(""));
+        return t;
+      };
+      const auto head = [&](const at::Tensor& t) {
+        return t.slice(0, 0, kept).cpu();
+      };
+      const double tolerance =
+          dtype == at::kBFloat16 ? 8 * epsilon(dtype) : kCudaTolerance;
+      const auto expect_close =
+          [&](const at::Tensor& got, const at::Tensor& want, const char* what) {
+            if (want.numel() > 0) {
+              EXPECT_LE(relative_error(got.cpu(), want), tolerance) << what;
+            }
+          };
+      const at::Tensor x = spoiled(random({rows, in}, dtype)).requires_grad_();
+      const at::Tensor w =
+          random({num_experts, out, in}, dtype).requires_grad_();
+      const at::Tensor g = spoiled(random({rows, out}, dtype));
+      const auto exact = [](const at::Tensor& t) {
+        return t.detach().cpu().to(at::kDouble).requires_grad_();
+      };
+      const at::Tensor xe = exact(x), we = exact(w);
+      const at::Tensor y = grouped_linear(x, w, {ends.cuda()});
+      const at::Tensor ye = grouped_linear(xe, we, {ends});
+      expect_close(head(y), head(ye), "y");
+      y.backward(g);
+      ye.backward(exact(g).detach());
+      expect_close(head(x.grad()), head(xe.grad()), "dx");
+      expect_close(w.grad(), we.grad(), "dw");
+
+      const at::Tensor gate_up =
+          spoiled(random({rows, 2 * in}, dtype)).requires_grad_();
+      const at::Tensor factors =
+          at::rand({rows}, generator_).cuda().requires_grad_();
+      w.mutable_grad() = at::Tensor();
+      const at::Tensor s =
+          grouped_swiglu_linear(gate_up, factors, w, {ends.cuda()});
+      const at::Tensor gate_up_cpu =
+          gate_up.detach().cpu().to(at::kFloat).requires_grad_();
+      const at::Tensor factors_cpu = factors.detach().cpu().requires_grad_();
+      const at::Tensor w_cpu = w.detach().cpu().to(at::kFloat).requires_grad_();
+      const at::Tensor sc =
+          grouped_swiglu_linear(gate_up_cpu, factors_cpu, w_cpu, {ends});
+      expect_close(head(s), head(sc), "swiglu");
+      s.backward(g);
+      sc.backward(g.cpu().to(at::kFloat));
+      expect_close(head(gate_up.grad()), head(gate_up_cpu.grad()), "dgate_up");
+      expect_close(head(factors.grad()), head(factors_cpu.grad()), "dfactors");
+      expect_close(w.grad(), w_cpu.grad(), "dw of swiglu");
+    }
+  }
+}
+
+TEST_F(CudaExperts, WeightGradientsGoStraightIntoTheSink) {
+  const at::Tensor ends = at::tensor({40, 40, 100}, at::kInt).cuda();
+  const at::Tensor x = random({100, 64}, at::kBFloat16);
+  const at::Tensor g = random({100, 32}, at::kBFloat16);
+  const at::Tensor w = random({3, 32, 64}, at::kBFloat16).requires_grad_();
+  grouped_linear(x, w, {ends}).backward(g);
+  const at::Tensor plain = w.grad();
+  for (const at::ScalarType dtype : {at::kBFloat16, at::kFloat}) {
+    const auto sink = std::make_shared<FakeSink>(dtype);
+    const auto context = c10::make_intrusive<ModuleContext>();
+    context->wgrad_sink = sink;
+    grouped_linear(x, w, {ends}, context).backward(g);
+    // Also where an expert has no rows and its slot held NaN.
+    EXPECT_TRUE(at::equal(sink->grad(w).to(at::kBFloat16), plain));
+    grouped_linear(x, w, {ends}, context).backward(g);
+    EXPECT_LE(
+        relative_error(sink->grad(w).cpu(), plain.cpu().to(at::kDouble) * 2),
+        4 * epsilon(at::kBFloat16));
+  }
+}
+
+}  // namespace
+}  // namespace flatshard::nn

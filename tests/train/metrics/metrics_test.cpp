@@ -1,0 +1,360 @@
+#include "flatshard/train/metrics/metrics.h"
+
+#include "flatshard/train/earlier_run.h"
+#include "flatshard/train/metrics/metrics_file.h"
+#include "flatshard/train/metrics/number_text.h"
+#include "flatshard/train/metrics/peak_flops.h"
+#include "flatshard/train/metrics/status_line.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <csignal>
+#include <fstream>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <vector>
+
+#include "flatshard/core/error.h"
+#include "flatshard/diagnostics/norms.h"
+
+namespace flatshard {
+namespace {
+
+using nlohmann::json;
+using ::testing::HasSubstr;
+
+StepMetrics sample() {
+  return {
+      .step = 10,
+      .steps = 1000,
+      .loss = 9.94930,
+      .grad_norm = 4.47171,
+      .lr = 3e-4,
+      .step_ms = 1400.5,
+      .data_ms = 0.25,
+      .host_ms = 31,
+      .exposed_comm_ms = 12.5,
+      .tokens_per_s = 11699.2,
+      .tokens_per_s_per_rank = 5849.6,
+      .tflops_per_rank = 338.789,
+      .mfu = 0.34256,
+      .memory_allocated_bytes = 1,
+      .memory_peak_bytes = 2,
+      .memory_reserved_bytes = 53322020291,
+      .memory_total_bytes = 101993152049};
+}
+
+class TempFile {
+ public:
+  TempFile()
+      : path(
+            std::filesystem::temp_directory_path() /
+            fmt::format("flatshard-metrics-{}.jsonl", ::getpid())) {}
+  ~TempFile() { std::filesystem::remove(path); }
+
+  std::vector<json> rows() const {
+    std::ifstream file(path);
+    std::vector<json> all;
+    for (std::string line; std::getline(file, line);) {
+      all.push_back(json::parse(line));
+    }
+    return all;
+  }
+
+  const std::filesystem::path path;
+};
+
+TEST(FormatStep, IsTheLinePeopleGrep) {
+  EXPECT_EQ(
+      format_step(sample()),
+      "step: 10/1000  loss: 9.9493  grad_norm: 4.4717  lr: 0.0003  memory: "
+      "49.66GiB(52.28%)  tps: 11,699 (5,850/rank)  tflops: 338.79  mfu: "
+      "34.26%");
+}
+
+TEST(FormatStep, KeepsItsFieldsWithoutAPeak) {
+  EXPECT_EQ(
+      format_step({.step = 1, .loss = std::nan("")}),
+      "step: 1  loss: nan  grad_norm: 0.0000  lr: 0  memory: 0.00GiB(0.00%)  "
+      "tps: 0  tflops: 0  mfu: N/A");
+  EXPECT_THAT(
+      format_step({.tflops_per_rank = 0.00123}),
+      HasSubstr("tflops: 0.0012  "));
+}
+
+TEST(FormatStep, Validation) {
+  EXPECT_EQ(
+      format_validation({.step = 600, .loss = 1.83421}),
+      "step: 600  validation_loss: 1.8342  perplexity: 6.2602");
+  EXPECT_EQ(
+      format_validation({.step = 600, .loss = 1.83421, .bits_per_byte = 2.65}),
+      "step: 600  validation_loss: 1.8342  perplexity: 6.2602  bits_per_byte: "
+      "2.6500");
+}
+
+TEST(Format, Flop) {
+  EXPECT_EQ(format_flop(12), "12.00 FLOP");
+  EXPECT_EQ(format_flop(345600), "345.60 KFLOP");
+  EXPECT_EQ(format_flop(4.8e10), "48.00 GFLOP");
+}
+
+TEST(Format, Commas) {
+  EXPECT_EQ(with_commas(0), "0");
+  EXPECT_EQ(with_commas(999), "999");
+  EXPECT_EQ(with_commas(1000), "1,000");
+  EXPECT_EQ(with_commas(-1234567), "-1,234,567");
+  EXPECT_EQ(with_commas(-123), "-123");
+}
+
+TEST(Format, Durations) {
+  EXPECT_EQ(format_duration(-3), "0s");
+  EXPECT_EQ(format_duration(59.4), "59s");
+  EXPECT_EQ(format_duration(59.6), "1m00s");
+  EXPECT_EQ(format_duration(185), "3m05s");
+  EXPECT_EQ(format_duration(3725), "1h02m");
+}
+
+TEST(MetricsFile, WritesOneObjectALine) {
+  const TempFile file;
+  {
+    MetricsFile metrics(file.path);
+    metrics.write(sample());
+    // On its way at once, not at the end.
+    EXPECT_EQ(file.rows().size(), 1U);
+    metrics.write_validation({.step = 20});
+    metrics.write_validation({.step = 30, .bits_per_byte = 1.5});
+  }
+  auto rows = file.rows();
+  ASSERT_EQ(rows.size(), 3U);
+  // UTC, to the millisecond: texts sort like times.
+  EXPECT_THAT(
+      rows[0]["time"].get<std::string>(),
+      ::testing::MatchesRegex("20..-..-..T..:..:..\\....Z"));
+  EXPECT_LE(
+      rows[0]["time"].get<std::string>(),
+      rows[1]["time"].get<std::string>());
+  rows[0].erase("time");
+  rows[1].erase("time");
+  EXPECT_EQ(rows[0], json::parse(R"({
+        "step": 10, "attempt": 1, "tokens_per_s": 11699.2,
+        "loss": 9.9493, "grad_norm": 4.47171, "lr": 3e-4,
+        "step_ms": 1400.5, "data_ms": 0.25, "host_ms": 31.0,
+        "exposed_comm_ms": 12.5, "tokens_per_s_per_rank": 5849.6,
+        "tflops_per_rank": 338.789, "mfu": 0.34256,
+        "memory_allocated_bytes": 1, "memory_peak_bytes": 2,
+        "memory_reserved_bytes": 53322020291,
+        "memory_total_bytes": 101993152049})"));
+  EXPECT_EQ(
+      rows[1],
+      json::parse(
+          R"({"step": 20, "attempt": 1, "validation_loss": 0.0,
+              "perplexity": 1.0})"));
+  EXPECT_EQ(rows[2]["bits_per_byte"], 1.5);
+}
+
+TEST(MetricsFile, NotFiniteIsNull) {
+  const TempFile file;
+  MetricsFile(file.path).write(
+      {.step = 1, .loss = std::numeric_limits<double>::infinity()});
+  EXPECT_TRUE(file.rows()[0]["loss"].is_null());
+  EXPECT_TRUE(file.rows()[0]["mfu"].is_null());
+}
+
+TEST(MetricsFile, TruncatesOrAppends) {
+  const TempFile file;
+  MetricsFile(file.path).write_validation({.step = 1, .loss = 1});
+  MetricsFile(file.path, MetricsFile::Mode::append)
+      .write_validation({.step = 2, .loss = 1});
+  EXPECT_EQ(file.rows().size(), 2U);
+  MetricsFile(file.path).write_validation({.step = 3, .loss = 1});
+  EXPECT_EQ(file.rows().size(), 1U);
+}
+
+TEST(MetricsFile, RowsThatAreTrainedAgainAreMarked) {
+  const TempFile file;
+  {
+    MetricsFile metrics(file.path);
+    for (const int step : {1, 2, 3, 4}) {
+      metrics.write_validation({.step = step, .loss = 1.0 * step});
+    }
+    metrics.write_ended(4);
+  }
+  EXPECT_TRUE(metrics_say_ended(file.path, 4));
+  EXPECT_FALSE(metrics_say_ended(file.path, 3));
+  {
+    // As a machine that lost its power leaves it.
+    std::ofstream(file.path, std::ios::app) << R"({"step": 5, "lo)";
+    MetricsFile metrics(file.path, MetricsFile::Mode::append);
+    EXPECT_EQ(metrics.attempt(), 2);
+    metrics.mark_overtaken(2);
+    metrics.write_validation({.step = 3, .loss = 30});
+    metrics.mark_overtaken(2);  // of a rewind: its own row as well
+    metrics.write_validation({.step = 3, .loss = 300});
+  }
+  EXPECT_EQ(MetricsFile(file.path, MetricsFile::Mode::append).attempt(), 3);
+  EXPECT_FALSE(metrics_say_ended(file.path, 4));
+  EXPECT_FALSE(metrics_say_ended("/none", 4));
+  std::string curve;
+  for (const json& row : file.rows()) {
+    curve += fmt::format(
+        "{}{}{} ",
+        row["step"].get<int>(),
+        row["attempt"] == 1 ? "a" : "b",
+        row.value("overtaken", false) ? "-" : "");
+  }
+  EXPECT_EQ(curve, "1a 2a 3a- 4a- 4a- 3b- 3b ");
+}
+
+TEST(MetricsFile, ErrorsNameTheFile) {
+  try {
+    MetricsFile("/none/metrics.jsonl");
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::io);
+    EXPECT_THAT(
+        error.message(),
+        HasSubstr("cannot write /none/metrics.jsonl: No such"));
+  }
+  if (std::filesystem::exists("/dev/full")) {
+    MetricsFile full("/dev/full");
+    EXPECT_THROW(full.write_validation({.step = 1, .loss = 1}), Error);
+  }
+}
+
+TEST(MetricsFile, ALineThatDoesNotFitIsTakenBack) {
+  const TempFile file;
+  MetricsFile metrics(file.path);
+  metrics.write(sample());
+  const auto whole = std::filesystem::file_size(file.path);
+  // The disk is full in the middle of the next line.
+  struct rlimit old {};
+  ::getrlimit(RLIMIT_FSIZE, &old);
+  struct rlimit low = old;
+  low.rlim_cur = whole + 100;
+  const auto handler = std::signal(SIGXFSZ, SIG_IGN);
+  ::setrlimit(RLIMIT_FSIZE, &low);
+  EXPECT_THROW(metrics.write(sample()), Error);
+  ::setrlimit(RLIMIT_FSIZE, &old);
+  std::signal(SIGXFSZ, handler);
+  EXPECT_EQ(std::filesystem::file_size(file.path), whole);
+  metrics.write(sample());
+  EXPECT_EQ(file.rows().size(), 2U);
+}
+
+TEST(MetricsFile, NormsAreARow) {
+  const TempFile file;
+  MetricsFile(file.path).write_norms(
+      3,
+      {{"b", 2.0, 0.5}, {"a", 1.0, std::nullopt}});
+  json row = file.rows()[0];
+  row.erase("time");
+  EXPECT_EQ(
+      row,
+      json::parse(
+          R"({"step": 3, "attempt": 1, "weight_norms": {"b": 2.0, "a": 1.0},
+                      "grad_norms": {"b": 0.5}})"));
+}
+
+TEST(EarlierRun, IsKeptAndCanComeBack) {
+  const auto folder = std::filesystem::temp_directory_path() /
+                      fmt::format("flatshard-earlier-{}", ::getpid());
+  const auto write = [&](const char* name, const char* text) {
+    std::filesystem::create_directories(folder);
+    std::ofstream(folder / name) << text;
+  };
+  const auto content = [&](const char* name) {
+    std::ifstream in(folder / name);
+    return std::string(std::istreambuf_iterator<char>(in), {});
+  };
+  EXPECT_EQ(keep_earlier_run(folder), "");
+  write("metrics.jsonl", "rows");
+  write("model.safetensors", "weights");
+  const auto first = keep_earlier_run(folder);
+  EXPECT_EQ(first, folder / "earlier/1");
+  EXPECT_EQ(content("earlier/1/metrics.jsonl"), "rows");
+  EXPECT_EQ(content("earlier/1/model.safetensors"), "weights");
+  EXPECT_FALSE(std::filesystem::exists(folder / "model.safetensors"));
+  EXPECT_FALSE(std::filesystem::exists(folder / "metrics.jsonl"));
+  write("metrics.jsonl", "later rows");
+  write("config.toml", "later");
+  EXPECT_EQ(keep_earlier_run(folder), folder / "earlier/2");
+  EXPECT_EQ(content("earlier/1/metrics.jsonl"), "rows");
+  restore_earlier_run(folder / "earlier/2", folder);
+  EXPECT_EQ(content("metrics.jsonl"), "later rows");
+  EXPECT_EQ(content("config.toml"), "later");
+  EXPECT_FALSE(std::filesystem::exists(folder / "earlier/2"));
+  EXPECT_TRUE(std::filesystem::exists(folder / "earlier/1"));
+  std::filesystem::remove_all(folder);
+}
+
+TEST(StatusLine, DrawsProgressAndTimeLeft) {
+  EXPECT_EQ(
+      StatusLine::render(150, 600, 2.5, 30, 0, 80),
+      "[==========" + std::string(28, ' ') +
+          "]  25%  150/600  loss 2.5000  1m30s left");
+  EXPECT_EQ(
+      StatusLine::render(600, 600, 1.8, 120, 0, 50),
+      "[===========] 100%  600/600  loss 1.8000  0s left");
+}
+
+TEST(StatusLine, AResumedRunCountsItsOwnSteps) {
+  // 10 steps in 10 s, 90 to go.
+  EXPECT_THAT(
+      StatusLine::render(910, 1000, 1, 10, 900, 200),
+      HasSubstr("1m30s left"));
+}
+
+TEST(StatusLine, FitsNarrowTerminals) {
+  for (int width = 1; width < 120; ++width) {
+    EXPECT_LT(
+        StatusLine::render(150, 600, 2.5, 30, 0, width).size(),
+        static_cast<std::size_t>(std::max(width, 2)));
+  }
+}
+
+TEST(StatusLine, IsSilentWithoutATerminal) {
+  std::FILE* file = std::tmpfile();
+  {
+    StatusLine status(file);
+    EXPECT_FALSE(status.enabled());
+    status.update(1, 2, 3, 4);
+  }
+  EXPECT_EQ(std::ftell(file), 0);
+  std::fclose(file);
+}
+
+TEST(PeakFlops, IsThatOfTheDevice) {
+  const auto peak = [](const char* name) {
+    return dense_bf16_flops(name).value_or(0) * 1e-12;
+  };
+  EXPECT_EQ(peak("NVIDIA A100-SXM4-80GB"), 312);
+  EXPECT_EQ(peak("NVIDIA A100 80GB PCIe"), 312);
+  EXPECT_EQ(peak("NVIDIA H100 80GB HBM3"), 989);
+  EXPECT_EQ(peak("NVIDIA H100 PCIe"), 756);
+  EXPECT_EQ(peak("NVIDIA H100 NVL"), 835);
+  EXPECT_EQ(peak("NVIDIA H200"), 989);
+  EXPECT_EQ(peak("NVIDIA H200 NVL"), 835);
+  EXPECT_EQ(peak("NVIDIA H20"), 148);
+  EXPECT_EQ(peak("NVIDIA H20-3e"), 148);
+  EXPECT_EQ(peak("NVIDIA L40S"), 362);
+  EXPECT_EQ(peak("NVIDIA B200"), 2250);
+  EXPECT_EQ(peak("NVIDIA GeForce RTX 4090"), 165.2);
+  EXPECT_EQ(peak("NVIDIA GeForce RTX 5090"), 209.5);
+  for (const char* unknown :
+       {"NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 5090 Laptop GPU",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA L40",
+        "NVIDIA A10",
+        "NVIDIA RTX PRO 6000",
+        ""}) {
+    EXPECT_FALSE(dense_bf16_flops(unknown)) << unknown;
+  }
+}
+
+}  // namespace
+}  // namespace flatshard
