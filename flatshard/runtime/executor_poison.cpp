@@ -27,10 +27,7 @@ void Executor::poison_parameters() {
   std::size_t next = 0;
   for (const auto& unit : units_) {
     for (UnitParameter& p : unit->parameters()) {
-      const auto& poison = memory[next++];
-      if (!unit->groups()[p.group]->weights().float8()) {
-        p.storage.set_released_memory(poison);
-      }
+      p.storage.set_released_memory(memory[next++]);
     }
     unit->pointers().clear();
   }
