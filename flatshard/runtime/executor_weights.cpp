@@ -43,7 +43,7 @@ void Executor::gather(Unit& unit, const Action& action) {
   gathers.reserve(unit.groups().size());
   for (const auto& group : unit.groups()) {
     gathers.emplace_back();
-    if (unit.weights().is_in_plane(*group, action.plane)) {
+    if (group->weights().has(action.plane)) {
       gathers.back() = group->weights().plan_gather(copy_engines);
       if (gathers.back().is_first) {
         group->weights().progress().wait(*streams_.gather());
@@ -72,11 +72,14 @@ void Executor::derive(Unit& unit, const Action& action) {
       unit,
       unit.weights().planes().derived_from[action.plane],
       action.part);
-  const SlotView columns = acquire_weights(unit, action);
-  streams_.gather()->submit(
-      [&unit, rows = view(source.slot), columns, part = action.part] {
-        unit.weights().derive_into(part, rows, columns);
-      });
+  const SlotView slot = acquire_weights(unit, action);
+  streams_.gather()->submit([&unit,
+                             slot,
+                             plane = action.plane,
+                             part = action.part,
+                             source = view(source.slot)] {
+    unit.weights().derive_into(slot, plane, part, source);
+  });
   source.read_by_gather.record(*streams_.gather());
   weight_slot(unit, action.plane, action.part)
       .filled.record(*streams_.gather());
@@ -86,7 +89,7 @@ void Executor::await(Unit& unit, const Action& action) {
   WeightSlot& held = weight_slot(unit, action.plane, action.part);
   streams_.compute_waits(held.filled);
   held.awaited = true;
-  if (action.plane != UnitWeights::kComputePlane) {
+  if (action.plane != kComputePlane) {
     return;  // layers ask for FP8 weights
   }
   const SlotView slot = view(held.slot);
@@ -97,7 +100,7 @@ void Executor::await(Unit& unit, const Action& action) {
 
 void Executor::release(Unit& unit, const Action& action) {
   WeightSlot& held = weight_slot(unit, action.plane, action.part);
-  if (action.plane == UnitWeights::kComputePlane) {
+  if (action.plane == kComputePlane) {
     unit.pointers().clear();
   }
   const auto stream = streams_.compute();
@@ -128,7 +131,7 @@ void Executor::release(Unit& unit, const Action& action) {
   held.read_by_gather = {};
 }
 
-Executor::AwaitedPlane Executor::awaited_plane(
+float8::Plane Executor::awaited(
     const Unit& unit,
     const UnitParameter& p,
     PlaneId plane) const {
@@ -136,7 +139,7 @@ Executor::AwaitedPlane Executor::awaited_plane(
   for (const PartId part : {kWhole, unit.weights().part_of(p)}) {
     const WeightSlot& held = slices[unit.weights().planes().slice(plane, part)];
     if (held.awaited) {
-      return {part, view(held.slot)};
+      return unit.weights().view(p, plane, part, view(held.slot));
     }
   }
   FLATSHARD_THROW(
@@ -145,24 +148,6 @@ Executor::AwaitedPlane Executor::awaited_plane(
       p.name,
       unit.name(),
       plane);
-}
-
-float8::Operand Executor::float8_operand(
-    const Unit& unit,
-    const UnitParameter& p,
-    PlaneId plane) const {
-  const AwaitedPlane there = awaited_plane(unit, p, plane);
-  return unit.weights().float8_operand(p, plane, there.part, there.slot);
-}
-
-const void* Executor::float8_address(
-    const Unit& unit,
-    const UnitParameter& p,
-    PlaneId plane) const {
-  const AwaitedPlane there = awaited_plane(unit, p, plane);
-  return unit.weights()
-      .float8_view(p, plane, there.part, there.slot)
-      .data.const_data_ptr();
 }
 
 }  // namespace flatshard

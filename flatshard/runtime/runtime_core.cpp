@@ -250,7 +250,7 @@ std::vector<Action> RuntimeCore::decide(const ScheduleEvent& event) {
   return step.scheduler.on(event);
 }
 
-const UnitParameter& RuntimeCore::await_plane(ParameterRef ref, PlaneId plane) {
+float8::Plane RuntimeCore::await_plane(ParameterRef ref, PlaneId plane) {
   Unit& unit = *units[ref.unit];
   const UnitParameter& p = unit.parameters()[ref.index];
   const bool in_backward = AutogradEvents::in_backward() ||
@@ -279,7 +279,7 @@ const UnitParameter& RuntimeCore::await_plane(ParameterRef ref, PlaneId plane) {
       p.name,
       unit.name(),
       step.failure);
-  return p;
+  return executor.awaited(unit, p, plane);
 }
 
 void RuntimeCore::check_next(UnitId next) {

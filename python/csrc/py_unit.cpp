@@ -39,9 +39,6 @@ PyUnit::PyUnit(
     Options options)
     : grads_in_place_(options.grads_in_place || options.float8.has_value()) {
   std::vector<GroupParameter> list;
-  if (options.float8) {
-    gather_parts_ = options.float8->gather_parts;
-  }
   for (const auto& [name, whole, values, reduce_dtype, is_float8] : members) {
     const at::ScalarType own = values.scalar_type();
     const auto shape = values.sizes().vec();
@@ -84,8 +81,7 @@ PyUnit::PyUnit(
                  .reduce = dtype_of(reduce_dtype),
                  .main_params = own,
                  .main_grads = own},
-         .float8 = is_float8 ? std::optional(options.float8.value().format)
-                             : std::nullopt,
+         .float8 = is_float8 ? options.float8 : std::nullopt,
          .init = InitSpec::zeros(),
          .values = values.is_meta() ? at::Tensor() : values.detach(),
          .tensor = whole});
@@ -242,7 +238,6 @@ std::unique_ptr<Unit> PyUnit::adopt(UnitId id) {
       std::move(contents_.groups),
       std::move(contents_.parameters));
   unit->gradients().set_writes_in_place(grads_in_place_);
-  unit->weights().set_gather_parts(gather_parts_);
   return unit;
 }
 
