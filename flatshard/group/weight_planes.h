@@ -64,7 +64,7 @@ class WeightPlanes {
   /// What the optimizer may write in its pass over main: see Codec::outputs.
   /// Null: nothing.
   const Float8Outputs* float8_outputs();
-  /// Codec::encodes_at_gather: more than compute_shard() is made of main.
+  /// Codec::encodes_at_gather: a writer of main fills float8_outputs or nothing.
   bool encodes_at_gather() const { return codec_->encodes_at_gather(); }
 
   /// True when the planes that are gathered rest whole on every rank.
@@ -73,8 +73,8 @@ class WeightPlanes {
   bool rests_whole(PlaneId plane) const {
     return resident_ && planes_[plane].stored();
   }
-  /// True when the ranks hold pieces that a change of the weights has to spread
-  /// (ZeRO-1/2, HFSDP).
+  /// True when the first gather after a change of the weights has to spread
+  /// pieces that the ranks hold (ZeRO-1/2, HFSDP), or to encode.
   bool has_refresh() const { return has_refresh_; }
 
   /// How one gather runs: decided on the host, carried out later on the gather
