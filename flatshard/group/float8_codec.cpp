@@ -15,11 +15,6 @@ Axis axis_of(const Plane& plane) {
   return plane.in_forward ? Axis::row : Axis::column;
 }
 
-at::Tensor
-bytes(const at::Tensor& from, std::int64_t offset, std::int64_t numel) {
-  return from.narrow(0, offset, numel);
-}
-
 }  // namespace
 
 Float8Codec::Float8Codec(const GroupContext& context)
@@ -346,18 +341,19 @@ float8::Plane Float8Codec::view(
   const auto [rows, columns] = shape(i);
   const bool derived = plane.source != kStored;
   float8::Plane view;
-  view.data = bytes(slot, layout_->tensor_offset(i) - at.offset, rows * columns)
-                  .view(float8::scalar_type(float8::Format::e4m3))
-                  .view(
-                      derived ? at::IntArrayRef{columns, rows}
-                              : at::IntArrayRef{rows, columns});
+  view.data =
+      slot.narrow(0, layout_->tensor_offset(i) - at.offset, rows * columns)
+          .view(float8::scalar_type(float8::Format::e4m3))
+          .view(
+              derived ? at::IntArrayRef{columns, rows}
+                      : at::IntArrayRef{rows, columns});
   if (scales_behind(plane)) {
     view.scales =
-        bytes(
-            slot,
-            at.layout->numel() +
-                nbytes_behind(at.first_parameter, i - at.first_parameter),
-            columns * static_cast<std::int64_t>(sizeof(float)))
+        slot.narrow(
+                0,
+                at.layout->numel() +
+                    nbytes_behind(at.first_parameter, i - at.first_parameter),
+                columns * static_cast<std::int64_t>(sizeof(float)))
             .view(at::kFloat);
   } else if (scales_) {
     view.scales = scales_->of(axis_of(plane), i);
@@ -375,11 +371,11 @@ at::Tensor Float8Codec::view_sharded_scales(
   const auto [rows, columns] = shape(i);
   const std::int64_t block = traits_.block_inner;
   const at::Tensor scales =
-      bytes(
-          slot,
-          layout_->tensor_offset(context_.layout->num_tensors() + i) -
-              part.offset,
-          rows * columns / block)
+      slot.narrow(
+              0,
+              layout_->tensor_offset(context_.layout->num_tensors() + i) -
+                  part.offset,
+              rows * columns / block)
           .view(at::kFloat8_e8m0fnu);
   if (axis_of(plane) == Axis::row) {
     return scales.view({rows, columns / block});

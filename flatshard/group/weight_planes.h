@@ -64,7 +64,7 @@ class WeightPlanes {
   /// What the optimizer may write in its pass over main: see Codec::outputs.
   /// Null: nothing.
   const Float8Outputs* float8_outputs();
-  /// Codec::encodes_at_gather: a writer of main fills float8_outputs or nothing.
+  /// Codec::encodes_at_gather: a writer fills float8_outputs() or nothing.
   bool encodes_at_gather() const { return codec_->encodes_at_gather(); }
 
   /// True when the planes that are gathered rest whole on every rank.
