@@ -36,7 +36,7 @@ std::vector<MemoryRow> memory_rows(
       const WeightPlanes::Bytes planes = group->weights().nbytes();
       weights.main += planes.main;
       weights.compute += planes.compute;
-      fp8 += group->weights().float8() != nullptr ? planes.compute : 0;
+      fp8 += group->options().float8 ? planes.compute : 0;
       const GradientPipeline::Bytes gradients = group->gradients().nbytes();
       waiting.inner += gradients.inner;
       waiting.local += gradients.local;

@@ -250,7 +250,7 @@ void OverlapCheck::parameters_pointed(Unit& unit, const SlotView& view) {
   std::vector<UsedRange> ranges;
   for (const UnitParameter& p : unit.parameters()) {
     if (unit.groups()[p.group]->weights().resident() ||
-        unit.groups()[p.group]->weights().float8()) {
+        !p.storage.has_values()) {
       continue;
     }
     ranges.push_back(range_of(

@@ -252,10 +252,7 @@ void Poison::install(const std::shared_ptr<Runtime>& runtime) {
   auto next = memory.begin();
   for (const auto& unit : runtime->units()) {
     for (UnitParameter& p : unit->parameters()) {
-      const auto& released = *next++;
-      if (!unit->groups()[p.group]->weights().float8()) {
-        p.storage.set_released_memory(released);
-      }
+      p.storage.set_released_memory(*next++);
     }
     unit->pointers().clear();
   }

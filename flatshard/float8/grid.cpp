@@ -14,28 +14,6 @@ std::int64_t round_up(std::int64_t a, std::int64_t b) {
   return divide_up(a, b) * b;
 }
 
-// Elements of one scale in a plane [outer, inner]; 0 for all there are.
-struct BlockShape {
-  std::int64_t outer;
-  std::int64_t inner;
-};
-
-BlockShape block_of(Recipe recipe) {
-  switch (recipe) {
-    case Recipe::tensorwise:
-      return {0, 0};
-    case Recipe::rowwise:
-      return {1, 0};
-    case Recipe::blockwise:
-      return {kBlock, kBlock};
-    case Recipe::blockwise_1x128:
-      return {1, kBlock};
-    case Recipe::mxfp8:
-      return {1, kMxBlock};
-  }
-  FLATSHARD_THROW(internal, "an unknown recipe");
-}
-
 // Memory whose rows are filled up with zeros to a multiple of 4, for TMA.
 at::Tensor
 padded_rows(std::int64_t rows, std::int64_t columns, at::TensorOptions to) {
@@ -51,28 +29,24 @@ at::Tensor make_scales(
     std::int64_t inner,
     at::Device device) {
   const at::TensorOptions f32 = at::TensorOptions(device).dtype(at::kFloat);
-  const BlockShape block = block_of(recipe);
-  switch (recipe) {
-    case Recipe::tensorwise:
-      return at::empty({}, f32);
-    case Recipe::rowwise:
-      return at::empty({outer}, f32);
-    case Recipe::blockwise: {
-      const std::int64_t rows = divide_up(outer, kBlock);
-      const std::int64_t columns = divide_up(inner, kBlock);
-      return as_the_tensor_lies ? padded_rows(columns, rows, f32).t()
-                                : padded_rows(rows, columns, f32);
-    }
-    case Recipe::blockwise_1x128:
-      return padded_rows(divide_up(inner, block.inner), outer, f32).t();
-    case Recipe::mxfp8: {
-      const auto e8m0 = f32.dtype(at::kFloat8_e8m0fnu);
-      const std::int64_t blocks = divide_up(inner, block.inner);
-      return as_the_tensor_lies ? at::empty({blocks, outer}, e8m0).t()
-                                : at::empty({outer, blocks}, e8m0);
-    }
+  const RecipeTraits traits = traits_of(recipe);
+  if (traits.has_one_scale()) {
+    return at::empty({}, f32);
   }
-  FLATSHARD_THROW(internal, "an unknown recipe");
+  if (traits.block_inner == 0) {
+    return at::empty({outer}, f32);
+  }
+  const std::int64_t rows = divide_up(outer, traits.block_outer);
+  const std::int64_t columns = divide_up(inner, traits.block_inner);
+  if (traits.scale == ScaleKind::e8m0) {
+    const auto e8m0 = f32.dtype(at::kFloat8_e8m0fnu);
+    return as_the_tensor_lies ? at::empty({columns, rows}, e8m0).t()
+                              : at::empty({rows, columns}, e8m0);
+  }
+  // Float scales of single rows lie column by column in any case.
+  return as_the_tensor_lies || !traits.rows_share_scales()
+             ? padded_rows(columns, rows, f32).t()
+             : padded_rows(rows, columns, f32);
 }
 
 void check_divides(
@@ -108,8 +82,7 @@ void check_options(const Quantizer& q, const PlaneOptions& options) {
       "got {}",
       kBlock,
       options.multiple);
-  const bool takes_amax =
-      q.recipe == Recipe::tensorwise || q.recipe == Recipe::rowwise;
+  const bool takes_amax = traits_of(q.recipe).block_inner == 0;
   FLATSHARD_CHECK(
       !options.amax.defined() || takes_amax,
       config,
@@ -155,12 +128,12 @@ ScaleGrid scale_grid(
   const bool row = axis == Axis::row;
   const std::int64_t outer = row ? rows : columns;
   const std::int64_t inner = row ? columns : rows;
-  const BlockShape block = block_of(recipe);
+  const RecipeTraits traits = traits_of(recipe);
   const auto size_of = [](std::int64_t block, std::int64_t all) {
     return block == 0 ? std::max<std::int64_t>(1, all) : block;
   };
-  const std::int64_t outer_size = size_of(block.outer, outer);
-  const std::int64_t inner_size = size_of(block.inner, inner);
+  const std::int64_t outer_size = size_of(traits.block_outer, outer);
+  const std::int64_t inner_size = size_of(traits.block_inner, inner);
   const std::int64_t outer_stride = scales.dim() > 0 ? scales.stride(0) : 0;
   const std::int64_t inner_stride = scales.dim() > 1 ? scales.stride(1) : 0;
   return row ? ScaleGrid{outer_size, inner_size, outer_stride, inner_stride}
@@ -196,14 +169,18 @@ Plane empty_plane(
   const bool transposed = !row && options.transpose;
   const std::int64_t outer = row ? rows : columns;
   const std::int64_t inner = row ? columns : rows;
-  const BlockShape block = block_of(q.recipe);
+  const RecipeTraits traits = traits_of(q.recipe);
   check_divides(
       q.recipe,
       row ? "rows" : "columns",
       outer,
-      block.outer == 1 ? 0 : block.outer);
+      traits.rows_share_scales() ? traits.block_outer : 0);
   if (options.multiple == 1) {
-    check_divides(q.recipe, row ? "columns" : "rows", inner, block.inner);
+    check_divides(
+        q.recipe,
+        row ? "columns" : "rows",
+        inner,
+        traits.block_inner);
   }
   const auto data = at::TensorOptions(device).dtype(scalar_type(q.format));
   return {

@@ -27,23 +27,19 @@ bool fits(
     Recipe recipe,
     std::int64_t outer,
     std::int64_t inner) {
+  const RecipeTraits traits = traits_of(recipe);
   const auto blocks = [](std::int64_t n, std::int64_t block) {
     return (n + block - 1) / block;
   };
-  switch (recipe) {
-    case Recipe::tensorwise:
-      return scales.dim() == 0;
-    case Recipe::rowwise:
-      return scales.sizes() == at::IntArrayRef{outer};
-    case Recipe::blockwise:
-      return scales.sizes() ==
-             at::IntArrayRef{blocks(outer, kBlock), blocks(inner, kBlock)};
-    case Recipe::blockwise_1x128:
-      return scales.sizes() == at::IntArrayRef{outer, blocks(inner, kBlock)};
-    case Recipe::mxfp8:
-      return scales.sizes() == at::IntArrayRef{outer, blocks(inner, kMxBlock)};
+  if (traits.has_one_scale()) {
+    return scales.dim() == 0;
   }
-  return false;
+  if (traits.block_inner == 0) {
+    return scales.sizes() == at::IntArrayRef{outer};
+  }
+  return scales.sizes() == at::IntArrayRef{
+                               blocks(outer, traits.block_outer),
+                               blocks(inner, traits.block_inner)};
 }
 
 void fill(
@@ -125,7 +121,7 @@ std::pair<Plane, Plane> quantize_both(
     std::int64_t multiple,
     const at::Tensor& amax) {
   FLATSHARD_CHECK(
-      !amax.defined() || quantizer.recipe == Recipe::tensorwise,
+      !amax.defined() || traits_of(quantizer.recipe).has_one_scale(),
       config,
       "amax: expected none for both planes of recipe {}",
       to_string(quantizer.recipe));
@@ -159,8 +155,9 @@ at::Tensor dequantize(
   const at::Tensor data = plane.data.contiguous();
   const std::int64_t rows = data.size(0);
   const std::int64_t columns = data.size(1);
-  const auto wanted =
-      recipe == Recipe::mxfp8 ? at::kFloat8_e8m0fnu : at::kFloat;
+  const auto wanted = traits_of(recipe).scale == ScaleKind::e8m0
+                          ? at::kFloat8_e8m0fnu
+                          : at::kFloat;
   FLATSHARD_CHECK(
       plane.scales.defined() && plane.scales.scalar_type() == wanted &&
           plane.scales.device() == data.device() &&

@@ -27,9 +27,80 @@ struct Quantizer {
   Rounding rounding = Rounding::up;  ///< of scales that are powers of two
 };
 
+/// What number a scale is.
+enum class ScaleKind : std::uint8_t {
+  largest_over_amax,  ///< float32
+  power_of_two,       ///< float32
+  e8m0,               ///< a power of two in one byte
+};
+
+/// A recipe as data: code that depends on a recipe asks for one of these.
+struct RecipeTraits {
+  /// Elements that share a scale, in a plane [outer, inner]. 0: as many as
+  /// there are.
+  std::int64_t block_outer = 0;
+  std::int64_t block_inner = 0;
+  ScaleKind scale = ScaleKind::largest_over_amax;
+  /// Where a weight is sharded, its scales are sharded like its elements.
+  /// false: each rank has all scales.
+  bool scales_are_sharded = false;
+  /// Rows and columns of a weight, and the tokens that a product sums over, are
+  /// multiples of it.
+  std::int64_t multiple = 16;
+  /// Of gradients of activations.
+  Format gradient = Format::e4m3;
+  /// The recipe of activations that such weights are multiplied by, and of
+  /// single rows of a weight.
+  Recipe activations = Recipe::tensorwise;
+  bool for_weights = true;
+
+  /// One scale serves the whole tensor, so its largest magnitude comes first.
+  FLATSHARD_HOST_DEVICE constexpr bool has_one_scale() const {
+    return block_outer == 0 && block_inner == 0;
+  }
+  /// Otherwise a block is a part of one row.
+  FLATSHARD_HOST_DEVICE constexpr bool rows_share_scales() const {
+    return block_outer != 1;
+  }
+};
+
+FLATSHARD_HOST_DEVICE constexpr RecipeTraits traits_of(Recipe recipe) {
+  switch (recipe) {
+    case Recipe::rowwise:
+      return {
+          .block_outer = 1,
+          .scale = ScaleKind::power_of_two,
+          .activations = Recipe::rowwise};
+    case Recipe::blockwise:
+      return {
+          .block_outer = kBlock,
+          .block_inner = kBlock,
+          .multiple = kBlock,
+          .activations = Recipe::blockwise_1x128};
+    case Recipe::blockwise_1x128:
+      return {
+          .block_outer = 1,
+          .block_inner = kBlock,
+          .multiple = kBlock,
+          .activations = Recipe::blockwise_1x128,
+          .for_weights = false};
+    case Recipe::mxfp8:
+      return {
+          .block_outer = 1,
+          .block_inner = kMxBlock,
+          .scale = ScaleKind::e8m0,
+          .scales_are_sharded = true,
+          .multiple = kMxBlock,
+          .activations = Recipe::mxfp8};
+    default:
+      // One scale for all needs range more than precision.
+      return {.gradient = Format::e5m2, .activations = Recipe::tensorwise};
+  }
+}
+
 /// Whether scales are powers of two, so that `rounding` counts.
 FLATSHARD_HOST_DEVICE constexpr bool has_power_of_two_scales(Recipe recipe) {
-  return recipe == Recipe::rowwise || recipe == Recipe::mxfp8;
+  return traits_of(recipe).scale != ScaleKind::largest_over_amax;
 }
 
 std::string_view to_string(Recipe recipe);

@@ -255,17 +255,17 @@ std::vector<std::vector<GroupParameter>> find_parameters(
 void connect(
     torch::nn::Module& module,
     const std::shared_ptr<Runtime>& runtime,
-    bool has_float8) {
+    bool asks_for_planes) {
   if (auto* ours = dynamic_cast<nn::Module*>(&module)) {
     ours->set_wgrad_sink(runtime);
     ours->set_recompute_listener(runtime);
-    if (has_float8) {
+    if (asks_for_planes) {
       ours->set_weight_source(runtime);
     }
     ours->set_region_runner(runtime->graphs().runner());
   }
   for (const auto& child : module.children()) {
-    connect(*child, runtime, has_float8);
+    connect(*child, runtime, asks_for_planes);
   }
 }
 
@@ -317,7 +317,6 @@ std::shared_ptr<Runtime> fully_shard(
         tree.modules[u],
         std::move(contents.groups),
         std::move(contents.parameters)));
-    units.back()->weights().set_gather_parts(options.gather_parts);
   }
   check_padding(units, options.max_padding);
   auto runtime = Runtime::create(
@@ -338,11 +337,11 @@ std::shared_ptr<Runtime> fully_shard(
       runtime->gathers().set_policy(static_cast<UnitId>(u), *choice->policy);
     }
   }
-  const bool has_float8 = std::any_of(
+  const bool asks_for_planes = std::any_of(
       runtime->units().begin(),
       runtime->units().end(),
-      [](const auto& unit) { return unit->weights().has_float8(); });
-  connect(root, runtime, has_float8);
+      [](const auto& unit) { return unit->weights().has_planes_on_request(); });
+  connect(root, runtime, asks_for_planes);
   return runtime;
 }
 

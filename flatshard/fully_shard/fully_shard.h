@@ -49,8 +49,6 @@ struct FullyShardOptions {
       const std::string& name,
       const std::vector<std::int64_t>& shape)>
       float8_of;
-  /// Of FP8 weights; see docs/float8.md.
-  GatherParts gather_parts = GatherParts::recomputed;
   /// Parameters that stay as they are: not sharded, not gathered, not reduced.
   std::function<bool(const std::string& name)> ignore;
   /// Padding that is accepted, as a fraction of the model's elements. Padding

@@ -131,7 +131,7 @@ UnitContents make_unit_contents(
         p.name,
         contents.groups[p.group]->options().precision.compute,
         unit.mesh->device());
-    if (contents.groups[p.group]->weights().float8()) {
+    if (!contents.groups[p.group]->weights().has(kComputePlane)) {
       p.storage.refuse_as_float8();
     }
   }

@@ -7,10 +7,9 @@
 namespace flatshard {
 
 const UnitParameter* PlanePlaces::find(const at::Tensor& parameter) const {
-  const Unit& unit = slots_.unit();
-  for (const UnitParameter& p : unit.parameters()) {
+  for (const UnitParameter& p : slots_.unit().parameters()) {
     if (p.tensor.unsafeGetTensorImpl() == parameter.unsafeGetTensorImpl()) {
-      return unit.groups()[p.group]->weights().float8() ? &p : nullptr;
+      return p.storage.has_values() ? nullptr : &p;
     }
   }
   return nullptr;
@@ -19,10 +18,7 @@ const UnitParameter* PlanePlaces::find(const at::Tensor& parameter) const {
 std::optional<float8::Recipe> PlanePlaces::recipe(
     const at::Tensor& parameter) const {
   const UnitParameter* p = find(parameter);
-  return p == nullptr
-             ? std::nullopt
-             : std::optional(
-                   slots_.unit().groups()[p->group]->options().float8->recipe);
+  return p == nullptr ? std::nullopt : slots_.unit().weights().recipe(*p);
 }
 
 std::optional<nn::Float8Weight> PlanePlaces::plane(
@@ -32,13 +28,13 @@ std::optional<nn::Float8Weight> PlanePlaces::plane(
   if (p == nullptr) {
     return std::nullopt;
   }
-  const Unit& unit = slots_.unit();
-  const PlaneId plane = UnitWeights::plane_of(use);
+  const UnitWeights& weights = slots_.unit().weights();
+  const PlaneId plane = weights.plane_of(*p, use);
   const auto place = slots_.place(*p, plane, in_backward_);
-  const float8::Plane view =
-      unit.weights().float8_view(*p, plane, place.part, place.slot);
+  const float8::Plane view = weights.view(*p, plane, place.part, place.slot);
   const Read read{
-      .parameter = static_cast<std::size_t>(p - unit.parameters().data()),
+      .parameter =
+          static_cast<std::size_t>(p - slots_.unit().parameters().data()),
       .use = use,
       .data = view.data.const_data_ptr()};
   const bool known = std::ranges::any_of(reads_, [&](const Read& other) {
@@ -49,10 +45,7 @@ std::optional<nn::Float8Weight> PlanePlaces::plane(
     memory_.push_back(view.data);
     memory_.push_back(view.scales);
   }
-  return nn::Float8Weight{
-      .operand =
-          unit.weights().float8_operand(*p, plane, place.part, place.slot),
-      .emulate = unit.groups()[p->group]->options().float8->emulate};
+  return weights.operand(*p, plane, view);
 }
 
 bool PlanePlaces::await(UnitCalls& calls) const {

@@ -123,14 +123,11 @@ RegionGraph::RegionGraph(
 
 RegionGraph::~RegionGraph() = default;
 
-bool RegionGraph::is_float8(const UnitParameter& p) const {
-  return unit_.groups()[p.group]->weights().float8() != nullptr;
-}
-
 std::vector<const void*> RegionGraph::parameter_addresses() const {
   std::vector<const void*> addresses;
   for (const UnitParameter& p : unit_.parameters()) {
-    addresses.push_back(is_float8(p) ? nullptr : p.tensor.const_data_ptr());
+    addresses.push_back(
+        p.storage.has_values() ? p.tensor.const_data_ptr() : nullptr);
   }
   return addresses;
 }
@@ -323,7 +320,7 @@ GraphAudit RegionGraph::audit(const TargetSink& targets) const {
   const nn::TensorList& constants = call_.constants;
   declared.insert(declared.end(), constants.begin(), constants.end());
   for (const UnitParameter& p : unit_.parameters()) {
-    if (!is_float8(p)) {
+    if (p.storage.has_values()) {
       declared.push_back(p.tensor);
     }
     if (backward_) {

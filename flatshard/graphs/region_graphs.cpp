@@ -62,7 +62,7 @@ std::shared_ptr<void> RegionGraphs::interleave_microbatches() {
       "block, and blocks run in pieces there");
   for (const auto& unit : units_) {
     FLATSHARD_CHECK(
-        !unit->weights().has_float8(),
+        !unit->weights().has_planes_on_request(),
         config,
         "GraphOptions::enabled (cuda_graph.impl) with FP8 weights (unit {}) "
         "and microbatches that interleave: the planes of each lie in other "

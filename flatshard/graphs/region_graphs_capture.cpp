@@ -74,7 +74,7 @@ TargetSink& RegionGraphs::targets_of(const StepWatch::Run& run) {
 std::shared_ptr<PlanePlaces> RegionGraphs::places(
     const UnitSlots& slots,
     bool in_backward) {
-  return slots.unit().weights().has_float8()
+  return slots.unit().weights().has_planes_on_request()
              ? std::make_shared<PlanePlaces>(slots, in_backward)
              : nullptr;
 }

@@ -18,10 +18,12 @@ StepStamp StepStamp::of(
       stamp.requires_grad.push_back(p.tensor.requires_grad());
     }
     for (const auto& group : unit->groups()) {
-      for (const WeightPlane& plane : group->weights().planes()) {
+      stamp.addresses.push_back(
+          group->weights().main().local().const_data_ptr());
+      for (const Plane& plane : group->weights().planes()) {
         stamp.addresses.push_back(
-            plane.data->defined() ? plane.data->local().const_data_ptr()
-                                  : nullptr);
+            plane.resting.defined() ? plane.resting.local().const_data_ptr()
+                                    : nullptr);
       }
     }
   }

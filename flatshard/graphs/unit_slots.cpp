@@ -11,9 +11,8 @@ void UnitSlots::acquired(const SlotKey& key, const Slot& slot) {
     gradients_ = view;
     return;
   }
-  InPhases& weights = key.plane == UnitWeights::kComputePlane
-                          ? weights_
-                          : float8_[{key.plane, key.part}];
+  InPhases& weights =
+      key.plane == kComputePlane ? weights_ : float8_[{key.plane, key.part}];
   (key.role == SlotRole::forward_weights ? weights.forward : weights.backward) =
       view;
 }
@@ -34,9 +33,8 @@ void UnitSlots::forget() {
 
 bool UnitSlots::planned() const {
   const SlotView& weights = of_one_run_ ? pointed_ : weights_.forward;
-  return !moved_ &&
-         (unit_.resident() || weights ||
-          unit_.weights().nbytes(UnitWeights::kComputePlane, kWhole) == 0);
+  return !moved_ && (unit_.resident() || weights ||
+                     unit_.weights().nbytes(kComputePlane, kWhole) == 0);
 }
 
 void UnitSlots::point(bool in_backward) {

@@ -13,16 +13,16 @@ namespace {
 
 // Slices of a unit are few (PlaneSet); two planes have parts.
 constexpr std::int64_t kMaxParts = 24;
-// Elements of a scale of 16 bytes of mxfp8: what views of them begin at.
-constexpr std::int64_t kMxAlignment = 16 * float8::kMxBlock;
+// Views of sharded scales begin at a multiple of so many.
+constexpr std::int64_t kScaleAlignment = 16;
 
 }  // namespace
 
 std::vector<std::int64_t> Float8Format::parts_of(
     std::int64_t num_parameters) const {
-  const std::int64_t num_parts =
-      cut_in_parts ? std::min(num_parameters, kMaxParts) : 1;
-  if (cut_in_parts && num_parameters > kMaxParts) {
+  const bool cut = gather_parts != GatherParts::unit;
+  const std::int64_t num_parts = cut ? std::min(num_parameters, kMaxParts) : 1;
+  if (cut && num_parameters > kMaxParts) {
     static std::once_flag said;
     std::call_once(said, [&] {
       log_warning(
@@ -41,16 +41,16 @@ std::vector<std::int64_t> Float8Format::parts_of(
 }
 
 LayoutOptions Float8Format::layout_options(LayoutOptions options) const {
-  if (block_of_stored_scales() > 0) {
-    options.alignment = std::max(options.alignment, kMxAlignment);
-  }
+  options.alignment =
+      std::max(options.alignment, kScaleAlignment * block_of_stored_scales());
   return options;
 }
 
 Granularity Float8Format::granularity() const {
   // Scales along the columns of a weight belong to blocks of rows.
-  return recipe == float8::Recipe::mxfp8 && stored_columns
-             ? Granularity::block(float8::kMxBlock)
+  const float8::RecipeTraits traits = float8::traits_of(recipe);
+  return traits.scales_are_sharded && stored_columns
+             ? Granularity::block(traits.block_inner)
              : Granularity::row();
 }
 
@@ -58,12 +58,7 @@ std::string Float8Format::why_not(std::span<const std::int64_t> shape) const {
   if (shape.size() != 2) {
     return fmt::format("[{}] is no matrix", fmt::join(shape, ", "));
   }
-  std::int64_t multiple = 16;  // what FP8 products need
-  if (recipe == float8::Recipe::blockwise) {
-    multiple = float8::kBlock;
-  } else if (recipe == float8::Recipe::mxfp8) {
-    multiple = float8::kMxBlock;
-  }
+  const std::int64_t multiple = float8::traits_of(recipe).multiple;
   for (const std::size_t dim : {0, 1}) {
     if (shape[dim] == 0 || shape[dim] % multiple != 0) {
       return fmt::format(

@@ -7,6 +7,7 @@
 
 #include "flatshard/float8/recipe.h"
 #include "flatshard/layout/flat_layout.h"
+#include "flatshard/schedule/plane_set.h"
 
 namespace flatshard {
 
@@ -21,8 +22,9 @@ struct Float8Format {
   /// makes them of the rows that it gathered. For rowwise and mxfp8; with the
   /// other recipes both planes hold the same numbers.
   bool stored_columns = false;
-  /// Each parameter is a part (UnitSpec::part_nbytes). Costs padding for each.
-  bool cut_in_parts = true;
+  /// Unless whole units are gathered each parameter is a part
+  /// (UnitSpec::part_nbytes), which costs padding for each.
+  GatherParts gather_parts = GatherParts::recomputed;
 
   /// Where the GPU does not multiply the recipe: decode and multiply in
   /// bfloat16. CPUs do that in any case.
@@ -34,7 +36,8 @@ struct Float8Format {
   /// Elements of a scale that lies beside its elements in the flat space; 0:
   /// each rank has all scales.
   std::int64_t block_of_stored_scales() const {
-    return recipe == float8::Recipe::mxfp8 ? float8::kMxBlock : 0;
+    const float8::RecipeTraits traits = float8::traits_of(recipe);
+    return traits.scales_are_sharded ? traits.block_inner : 0;
   }
 
   // What a group's layout needs.

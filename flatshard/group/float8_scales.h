@@ -2,7 +2,15 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "flatshard/float8/recipe.h"
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "flatshard/buffer/flat_buffer.h"
+#include "flatshard/comm/communicator.h"
+#include "flatshard/float8/flat_run.h"
+#include "flatshard/float8/quantize.h"
+#include "flatshard/group/group_options.h"
 
 namespace flatshard {
 
@@ -12,5 +20,64 @@ namespace flatshard {
 ///
 /// @param amax  float32, >= 0
 at::Tensor float8_scales(const at::Tensor& amax, const float8::Quantizer& q);
+
+/// The scales of a group's FP8 weights where every rank has all of them
+/// (float8::RecipeTraits::scales_are_sharded = false): one float32 tensor for
+/// all parameters and both planes, reduced over the ranks at once. Derived
+/// columns with scales of their own are not among them: those are found when
+/// the columns are.
+class Float8Scales {
+ public:
+  /// @param context  outlives this.
+  explicit Float8Scales(const GroupContext& context);
+
+  /// Of parameter `i` along an axis, laid out as float8::Plane says.
+  at::Tensor of(float8::Axis axis, std::int64_t i) const {
+    return view(scales_, axis, i);
+  }
+  /// The largest magnitudes that they come from, from `update` to
+  /// `forget_amax`.
+  at::Tensor amax(float8::Axis axis, std::int64_t i) const {
+    return view(amax_, axis, i);
+  }
+  bool is_finite(std::int64_t i) const;
+
+  /// Makes the communicator that `update` needs. On the host.
+  void plan() { group_of_amax(context_.strategy.optimizer); }
+  /// Makes them of new main weights. Collective; on the current stream.
+  /// @param amax  like empty_amax: this rank's largest magnitudes. Undefined:
+  ///   they are found in `main`.
+  void update(const FlatBuffer& main, at::Tensor amax);
+  void forget_amax() { amax_.reset(); }
+
+  /// For who finds this rank's largest magnitudes on its own: memory for them,
+  /// to be zero before, and where those of parameter `i` go in it.
+  at::Tensor empty_amax() const;
+  void place_amax(std::int64_t i, float8::FlatRun& run) const;
+
+  std::int64_t nbytes() const {
+    return static_cast<std::int64_t>(scales_.nbytes());
+  }
+
+ private:
+  at::Tensor view(const at::Tensor& all, float8::Axis axis, std::int64_t i)
+      const;
+  /// Columns have the scales of rows, transposed.
+  bool transposes() const {
+    return traits_.rows_share_scales() && !traits_.has_one_scale();
+  }
+  void find_amax(const FlatBuffer& main) const;
+  /// The ranks that have other rows. Null: none.
+  Communicator* group_of_amax(const Placements& of_main) const;
+
+  const GroupContext& context_;
+  float8::Quantizer quantizer_;
+  float8::RecipeTraits traits_;
+  bool stored_columns_;
+  /// By parameter: where its rows' and its columns' scales begin.
+  std::vector<std::array<std::int64_t, 2>> offsets_;
+  at::Tensor scales_;
+  at::Tensor amax_;
+};
 
 }  // namespace flatshard

@@ -161,10 +161,11 @@ void ParamGroup::check_float8() const {
       c10::toString(own.precision.compute));
   const float8::Recipe recipe = own.float8->recipe;
   FLATSHARD_CHECK(
-      recipe != float8::Recipe::blockwise_1x128,
+      float8::traits_of(recipe).for_weights,
       config,
-      "{}: blockwise_1x128 is for activations; take blockwise for weights",
-      name());
+      "{}: {} is for activations; take blockwise for weights",
+      name(),
+      float8::to_string(recipe));
   const at::Device device = mesh()->device();
   FLATSHARD_CHECK(
       device.is_cpu() || own.float8->emulate ||

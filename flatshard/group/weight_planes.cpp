@@ -38,134 +38,112 @@ bool any_sharded(
 
 }  // namespace
 
-WeightPlanes::WeightPlanes(const GroupContext& context) : context_(context) {
+WeightPlanes::WeightPlanes(const GroupContext& context)
+    : context_(context),
+      codec_(make_codec(context)),
+      planes_(codec_->planes()) {
   const ParamGroupOptions& options = context.options;
   const Strategy& strategy = context.strategy;
   const Precision& precision = options.precision;
   const auto& mesh = context.mesh;
-  const auto& layout = context.layout;
   if (!options.has_weights) {
+    planes_ = std::vector<Plane>(1);
     main_is_compute_ = true;
-    const std::int64_t numel =
-        local_numel(*layout, strategy.optimizer, mesh->axis_sizes());
     main_ = FlatBuffer::wrap(
         at::empty(
-            {numel},
+            {FlatBuffer::local_numel(
+                *context.layout,
+                *mesh,
+                strategy.optimizer)},
             at::TensorOptions(at::kMeta).dtype(precision.main_params)),
-        layout,
+        context.layout,
         mesh,
         strategy.optimizer);
     return;
   }
-  has_refresh_ =
-      options.float8 ||
-      (context.trainable &&
-       !same_elements(*mesh, strategy.parameter, strategy.optimizer));
+  const bool cut_alike =
+      same_elements(*mesh, strategy.parameter, strategy.optimizer);
+  spreads_ = !cut_alike && (context.trainable || codec_->encodes_at_gather());
+  has_refresh_ = spreads_ || codec_->encodes_at_gather();
   const at::ScalarType main_dtype =
       context.trainable ? precision.main_params : precision.compute;
-  main_is_compute_ =
-      !options.offload && !options.float8 && main_dtype == precision.compute;
-  const bool made_for_gathers =
-      !options.keep_compute_weights && !options.keep_whole_compute_weights &&
-      !main_is_compute_ &&
-      same_elements(*mesh, strategy.parameter, strategy.optimizer);
+  main_is_compute_ = !options.offload && has(kComputePlane) &&
+                     main_dtype == planes_[kComputePlane].dtype;
+  const bool made_for_gathers = !options.keep_compute_weights &&
+                                !options.keep_whole_compute_weights &&
+                                !main_is_compute_ && cut_alike;
   resident_ = !any_sharded(*mesh, strategy.parameter, made_for_gathers);
+  rests_ =
+      options.keep_compute_weights || main_is_compute_ || resident_ || spreads_;
   if (!main_is_compute_) {
-    main_ = options.offload
-                ? in_host_memory(context, strategy.optimizer, main_dtype)
-                : FlatBuffer(layout, mesh, strategy.optimizer, main_dtype);
+    main_ =
+        options.offload
+            ? in_host_memory(context, strategy.optimizer, main_dtype)
+            : FlatBuffer(context.layout, mesh, strategy.optimizer, main_dtype);
     main_.local().zero_();  // padding stays zero
   }
   if (options.post_forward_ranks != 0 && !resident_) {
     post_forward_ = PostForwardShard::make(context);
   }
-  if (options.float8) {
-    float8_ = std::make_unique<Float8Planes>(
-        context,
-        Float8Planes::Options{
-            .resident = resident_,
-            .rests =
-                options.keep_compute_weights || resident_ ||
-                !same_elements(*mesh, strategy.parameter, strategy.optimizer),
-            .peers = context.copy_engines && !resident_});
-    return;
-  }
-  if (!options.keep_compute_weights && !main_is_compute_ && !resident_ &&
-      !has_refresh_) {
-    return;
-  }
-  if (context.copy_engines && !resident_) {
-    peers_ = std::make_unique<PeerBuffer>(
-        layout,
-        mesh,
-        strategy.parameter,
-        precision.compute);
-    compute_ = peers_->local();
-  } else {
-    compute_ = FlatBuffer(layout, mesh, strategy.parameter, precision.compute);
-    compute_.local().zero_();
-  }
-  if (!has_refresh_) {
-    compute_shard_ = compute_;
-  } else if (layout->segments().size() == 1) {
-    compute_shard_ = compute_.redistribute(strategy.optimizer, Purpose::gather);
-  } else {
-    compute_shard_ =
-        FlatBuffer(layout, mesh, strategy.optimizer, precision.compute);
-    compute_shard_.local().zero_();
+  for (Plane& plane : planes_) {
+    if (plane.stored()) {
+      allocate(plane);
+      gathers_.resize(1 + plane.parts.size());
+    }
   }
   if (main_is_compute_) {
     // A version counter of its own, which only writes to main move.
+    const FlatBuffer& shard = planes_[kComputePlane].shard;
     main_ = FlatBuffer::wrap(
-        compute_shard_.local().variable_data(),
-        layout,
+        shard.local().variable_data(),
+        context.layout,
         mesh,
-        compute_shard_.placements());
+        shard.placements());
   }
 }
 
-std::vector<WeightPlane> WeightPlanes::planes() const {
-  const Precision& precision = context_.options.precision;
-  const WeightPlane compute{
-      .name = "compute",
-      .origin = WeightPlane::Origin::derived,
-      .dtype = precision.compute,
-      .data = &compute_};
-  if (float8_ != nullptr) {
-    std::vector<WeightPlane> planes{
-        {.name = context_.trainable ? "main" : "compute",
-         .dtype = main_.dtype(),
-         .data = &main_},
-        {.name = "rows",
-         .origin = WeightPlane::Origin::derived,
-         .dtype = at::kFloat8_e4m3fn,
-         .data = &float8_->stored(Float8Planes::kRows)}};
-    if (float8_->stores(Float8Planes::kColumns)) {
-      planes.push_back(planes.back());
-      planes.back().name = "columns";
-      planes.back().data = &float8_->stored(Float8Planes::kColumns);
-    }
-    return planes;
+void WeightPlanes::allocate(Plane& plane) const {
+  const auto& mesh = context_.mesh;
+  const Placements& resting = context_.strategy.parameter;
+  const Placements& optimizer = context_.strategy.optimizer;
+  if (!rests_) {
+    plane.shard = FlatBuffer::wrap(
+        at::empty(
+            {FlatBuffer::local_numel(*plane.layout, *mesh, resting)},
+            at::TensorOptions(at::kMeta).dtype(plane.dtype)),
+        plane.layout,
+        mesh,
+        resting);
+    return;
   }
-  if (!context_.trainable) {
-    return {
-        {.name = "compute",
-         .dtype = precision.compute,
-         .data = compute_.defined() ? &compute_ : &main_}};
+  if (context_.copy_engines && !resident_) {
+    plane.peers =
+        std::make_unique<PeerBuffer>(plane.layout, mesh, resting, plane.dtype);
+    plane.resting = plane.peers->local();
+  } else {
+    plane.resting = FlatBuffer(plane.layout, mesh, resting, plane.dtype);
+    plane.resting.local().zero_();  // padding stays zero
   }
-  return {
-      {.name = "main", .dtype = precision.main_params, .data = &main_},
-      compute};
+  if (!spreads_) {
+    plane.shard = plane.resting;
+  } else if (plane.layout->segments().size() == 1) {
+    plane.shard = plane.resting.redistribute(optimizer, Purpose::gather);
+  } else {
+    plane.shard = FlatBuffer(plane.layout, mesh, optimizer, plane.dtype);
+    plane.shard.local().zero_();
+  }
 }
 
 at::Tensor WeightPlanes::compute_shard() const {
-  return main_is_compute_ ? at::Tensor() : compute_shard_.local();
+  const Plane& compute = planes_[kComputePlane];
+  return main_is_compute_ || !compute.resting.defined() ? at::Tensor()
+                                                        : compute.shard.local();
 }
 
 const Float8Outputs* WeightPlanes::float8_outputs() {
-  const bool fits = float8_ != nullptr && context_.trainable &&
-                    !context_.options.offload && main_.dtype() == at::kFloat;
-  return fits ? float8_->outputs(main_) : nullptr;
+  const bool fits = context_.trainable && !context_.options.offload &&
+                    main_.dtype() == at::kFloat;
+  return fits ? codec_->outputs(main_, planes_) : nullptr;
 }
 
 FlatBuffer WeightPlanes::main_on_device() const {
@@ -185,18 +163,25 @@ FlatBuffer WeightPlanes::main_on_device() const {
 }
 
 void WeightPlanes::use_mesh() {
-  refresh_.reset();
-  gather_.reset();
-  if (float8_ != nullptr) {
-    float8_->use_mesh();
+  spread_.reset();
+  for (auto& gather : gathers_) {
+    gather.reset();
   }
-  if (peers_ != nullptr) {
-    peers_->use_mesh(*context_.mesh);
+  for (Plane& plane : planes_) {
+    if (plane.peers != nullptr) {
+      plane.peers->use_mesh(*context_.mesh);
+    }
   }
 }
 
+// A fence of one plane is one of all.
 const PeerBuffer* WeightPlanes::peers() const {
-  return float8_ != nullptr ? float8_->peers() : peers_.get();
+  for (const Plane& plane : planes_) {
+    if (plane.peers != nullptr) {
+      return plane.peers.get();
+    }
+  }
+  return nullptr;
 }
 
 // -- reading ------------------------------------------------------------------
@@ -216,98 +201,125 @@ WeightPlanes::Gather WeightPlanes::plan_gather(bool copy_engines) {
       .fence = step.is_first_copy};
 }
 
-void WeightPlanes::gather(const at::Tensor& out, const Gather& gather) {
-  if (gather.refresh) {
-    refresh_->run(compute_shard_.local(), compute_.local());
-  }
-  if (resident_) {
-    return;
-  }
-  if (gather.fence) {
-    peers_->fence();
-  }
-  if (gather.copy_engines) {
-    peers_->copy_whole(out);
-  } else {
-    unshard(out);
-  }
-}
-
 void WeightPlanes::gather(
-    Float8Planes::Plane plane,
-    int part,
+    PlaneId id,
+    PartId part,
     const at::Tensor& out,
     const Gather& gather) {
   if (gather.refresh) {
-    float8_->refresh(main_on_device(), gather.float8_begun);
+    refresh(gather.float8_begun);
   }
   if (resident_) {
     return;
   }
+  const Plane& plane = planes_[id];
+  const PlanePart& at = plane.part(part);
   if (gather.fence) {
-    float8_->peers()->fence();
+    peers()->fence();
   }
   if (gather.copy_engines) {
-    float8_->copy(plane, part, out);
-  } else if (float8_->rests()) {
-    float8_->gather(plane, part, out);
-  } else {
-    float8_->gather_made(main_on_device(), plane, part, out);
+    plane.peers->copy_segments(at.first_segment, at.num_segments, out);
+    return;
   }
+  const Redistribution& way = way_of(plane, part);
+  const Placements& sharded = context_.strategy.parameter;
+  if (plane.resting.defined()) {
+    const at::Tensor& all = plane.resting.local();
+    const LocalRange& first = plane.resting.local_ranges()[at.first_segment];
+    way.run(
+        part == kWhole ? all
+                       : all.narrow(0, first.local_offset, way.from_numel()),
+        out);
+    return;
+  }
+  // This rank's slice of the slot when that is one range, else a temporary.
+  const FlatBuffer target =
+      FlatBuffer::wrap(out, at.layout, context_.mesh, context_.whole());
+  const FlatBuffer shard = target.redistribute(sharded, Purpose::gather);
+  codec_->encode(plane, part, main_on_device(), shard.local());
+  way.run(shard.local(), out);
+}
+
+void WeightPlanes::refresh(bool float8_begun) {
+  const bool encodes = codec_->encodes_at_gather();
+  FlatBuffer main;
+  if (encodes) {
+    main = main_on_device();
+    codec_->begin(main, float8_begun);
+  }
+  for (const Plane& plane : planes_) {
+    if (!plane.stored() || !rests_) {
+      continue;
+    }
+    if (encodes) {
+      codec_->encode(plane, kWhole, main, plane.shard.local());
+    }
+    if (spreads_) {
+      spread_->run(plane.shard.local(), plane.resting.local());
+    }
+  }
+  if (encodes) {
+    codec_->end(main, /*all_encoded=*/rests_);
+  }
+}
+
+void WeightPlanes::derive(
+    PlaneId plane,
+    PartId part,
+    const at::Tensor& from,
+    const at::Tensor& to) const {
+  const Plane& derived = planes_[plane];
+  codec_->derive(derived, part, planes_[derived.source], from, to);
 }
 
 // On the host, and not on the stream that gathers: a way that needs a
 // communicator of its own connects its ranks.
 void WeightPlanes::plan_ways() {
-  if (float8_ != nullptr) {
-    float8_->plan_ways();
-    return;
-  }
+  codec_->plan();
   const Strategy& strategy = context_.strategy;
-  if (has_refresh_ && !refresh_) {
-    refresh_.emplace(
-        context_.layout,
-        context_.mesh,
-        strategy.optimizer,
-        strategy.parameter,
-        Purpose::gather);
-  }
-  if (!resident_ && !gather_) {
-    gather_.emplace(
-        context_.layout,
-        context_.mesh,
-        strategy.parameter,
-        context_.whole(),
-        Purpose::gather);
+  for (const Plane& plane : planes_) {
+    if (!plane.stored()) {
+      continue;
+    }
+    if (spreads_ && !spread_) {
+      spread_.emplace(
+          plane.layout,
+          context_.mesh,
+          strategy.optimizer,
+          strategy.parameter,
+          Purpose::gather);
+    }
+    if (!resident_) {
+      way_of(plane, kWhole);
+    }
   }
 }
 
-void WeightPlanes::unshard(const at::Tensor& out) {
-  const Placements& resting = context_.strategy.parameter;
-  if (compute_.defined()) {
-    gather_->run(compute_.local(), out);
-    return;
+const Redistribution& WeightPlanes::way_of(const Plane& plane, PartId part) {
+  std::optional<Redistribution>& way = gathers_.at(1 + part);
+  if (!way) {
+    way.emplace(
+        plane.part(part).layout,
+        context_.mesh,
+        context_.strategy.parameter,
+        context_.whole(),
+        Purpose::gather);
   }
-  // This rank's slice of the slot when that is one range, else a temporary.
-  const FlatBuffer target =
-      FlatBuffer::wrap(out, context_.layout, context_.mesh, context_.whole());
-  const FlatBuffer shard = target.redistribute(resting, Purpose::gather);
-  shard.local().copy_(main_on_device().local());
-  gather_->run(shard.local(), out);
+  return *way;
 }
 
 // -- writing ------------------------------------------------------------------
 
-void WeightPlanes::cast() {
+void WeightPlanes::encode_written() {
+  const Plane& compute = planes_[kComputePlane];
   if (compute_shard().defined()) {
-    const at::NoGradGuard no_grad;
-    compute_shard_.local().copy_(main_on_device().local());
+    codec_->encode(compute, kWhole, main_on_device(), compute.shard.local());
   }
 }
 
 void WeightPlanes::end_write(Stream& stream, Written written) {
   if (written == Written::main_to_cast) {
-    stream.submit([this] { cast(); });
+    stream.submit([this] { encode_written(); });
     seen_ = main_.local()._version();
   }
   progress_.advance(stream, /*float8_begun=*/written == Written::all);
@@ -322,16 +334,19 @@ bool WeightPlanes::adopt_foreign_writes() {
 }
 
 WeightPlanes::Bytes WeightPlanes::nbytes() const {
-  std::int64_t compute = compute_.nbytes();  // none when it is not kept
-  if (float8_ != nullptr) {
-    compute += float8_->nbytes();
+  Bytes bytes{
+      .main = main_is_compute_ ? 0 : main_.nbytes(),
+      .compute = codec_->nbytes()};
+  for (const Plane& plane : planes_) {
+    if (!plane.resting.defined()) {
+      continue;
+    }
+    bytes.compute += plane.resting.nbytes();
+    if (!plane.shard.local().is_alias_of(plane.resting.local())) {
+      bytes.compute += plane.shard.nbytes();
+    }
   }
-  if (compute_shard_.defined() &&
-      compute_shard_.local().storage().unsafeGetStorageImpl() !=
-          compute_.local().storage().unsafeGetStorageImpl()) {
-    compute += compute_shard_.nbytes();
-  }
-  return {.main = main_is_compute_ ? 0 : main_.nbytes(), .compute = compute};
+  return bytes;
 }
 
 }  // namespace flatshard

@@ -2,55 +2,41 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <array>
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <string_view>
 #include <vector>
 
 #include "flatshard/buffer/flat_buffer.h"
 #include "flatshard/buffer/peer_buffer.h"
 #include "flatshard/buffer/redistribution.h"
 #include "flatshard/device/stream.h"
-#include "flatshard/group/float8_planes.h"
 #include "flatshard/group/gather_progress.h"
 #include "flatshard/group/group_options.h"
+#include "flatshard/group/plane.h"
 #include "flatshard/group/post_forward_shard.h"
 #include "flatshard/group/weight_readers.h"
 
 namespace flatshard {
 
-/// One representation of a group's weights: what this rank holds of it. Plain
-/// data, for reports and checks.
-struct WeightPlane {
-  /// Where its values come from.
-  enum class Origin {
-    stored,   ///< it is what the optimizer updates
-    derived,  ///< cast from the stored one when that was written
-  };
-  std::string_view name;
-  Origin origin = Origin::stored;
-  at::ScalarType dtype = at::kFloat;
-  const FlatBuffer* data = nullptr;  ///< not defined: it rests nowhere
-};
-
 /// The weights of a ParamGroup: their planes, and what keeps them equal.
 ///
-/// | plane   | dtype       | placement | holds                              |
-/// |---------|-------------|-----------|------------------------------------|
-/// | main    | main_params | optimizer | what the optimizer updates         |
-/// | compute | compute     | parameter | what is gathered for the kernels;  |
-/// |         |             |           | see keep_compute_weights           |
+/// | weights       | dtype       | placement | hold                           |
+/// |---------------|-------------|-----------|--------------------------------|
+/// | main          | main_params | optimizer | what the optimizer updates     |
+/// | compute       | compute     | parameter | what is gathered for kernels;  |
+/// |               |             |           | see keep_compute_weights       |
+/// | rows, columns | FP8         | parameter | with ParamGroupOptions::float8 |
+/// |               |             |           | instead of compute; made anew  |
+/// |               |             |           | by the first gather after a    |
+/// |               |             |           | change, or begun by the update |
 ///
-/// With ParamGroupOptions::float8 there is no compute plane but Float8Planes:
-/// rows and columns, made anew by the first gather after a change, or begun by
-/// the optimizer's update (float8_outputs).
-///
-/// Without ParamGroupOptions::has_weights main is on the meta device and there
-/// is no other plane. When both have one dtype they share memory. A frozen
-/// group has one plane, compute. With ParamGroupOptions::offload main (a frozen
-/// group's too, in compute's dtype) is in host memory and shares none.
+/// All but main are planes, which a Codec makes of it. When main and compute
+/// have one dtype they share memory, as they do in a frozen group. With
+/// ParamGroupOptions::offload main (a frozen group's too, in compute's dtype)
+/// is in host memory and shares none. Without
+/// ParamGroupOptions::has_weights main is on the meta device, and there are no
+/// planes.
 ///
 /// Which version of them was gathered is GatherProgress; who may still read
 /// them is WeightReaders. They are written by WeightWrite, and by nobody else.
@@ -61,31 +47,39 @@ class WeightPlanes {
   WeightPlanes(const WeightPlanes&) = delete;
   WeightPlanes& operator=(const WeightPlanes&) = delete;
 
-  /// main first.
-  std::vector<WeightPlane> planes() const;
+  /// By PlaneId. A plane that has nothing of this group is empty.
+  const std::vector<Plane>& planes() const { return planes_; }
+  bool has(PlaneId plane) const {
+    return plane < static_cast<PlaneId>(planes_.size()) &&
+           !planes_[plane].empty();
+  }
   /// [shard] main weights; frozen groups: the compute weights.
   const FlatBuffer& main() const { return main_; }
   /// The same on the mesh's device: a copy, queued on the current stream, where
   /// main is in host memory.
   FlatBuffer main_on_device() const;
-  /// Not defined when compute weights are not kept.
-  const FlatBuffer& compute() const { return compute_; }
-  /// Null: weights are gathered in compute's dtype.
-  const Float8Planes* float8() const { return float8_.get(); }
+  /// What rests of the compute plane. Not defined when nothing does.
+  const FlatBuffer& compute() const { return planes_[kComputePlane].resting; }
   /// [shard] the slice of the compute weights that belongs to `main`; the
   /// optimizer may write it together with main. Undefined when main is that
   /// slice or when there is none.
   at::Tensor compute_shard() const;
   /// Null: there is none.
   const PostForwardShard* post_forward() const { return post_forward_.get(); }
-  /// What the optimizer may write in its pass over main: see
-  /// Float8Planes::outputs. Null: nothing.
+  /// What the optimizer may write in its pass over main: see Codec::outputs.
+  /// Null: nothing.
   const Float8Outputs* float8_outputs();
+  /// Codec::encodes_at_gather: a writer fills float8_outputs() or nothing.
+  bool encodes_at_gather() const { return codec_->encodes_at_gather(); }
 
-  /// True when compute weights rest whole on every rank.
+  /// True when the planes that are gathered rest whole on every rank.
   bool resident() const { return resident_; }
-  /// True when the ranks hold pieces that a change of the weights has to spread
-  /// (ZeRO-1/2, HFSDP).
+  /// No slot holds the plane: Plane::resting has all of it.
+  bool rests_whole(PlaneId plane) const {
+    return resident_ && planes_[plane].stored();
+  }
+  /// True when the first gather after a change of the weights has to spread
+  /// pieces that the ranks hold (ZeRO-1/2, HFSDP), or to encode.
   bool has_refresh() const { return has_refresh_; }
 
   /// How one gather runs: decided on the host, carried out later on the gather
@@ -93,7 +87,7 @@ class WeightPlanes {
   struct Gather {
     /// No gather since the last change of the weights: GatherProgress::wait.
     bool is_first = false;
-    /// First spread the optimizer's slices to `compute`. Collective.
+    /// First bring the planes that rest up to date with main. Collective.
     bool refresh = false;
     /// Refresh: the optimizer wrote float8_outputs together with main.
     bool float8_begun = false;
@@ -107,18 +101,30 @@ class WeightPlanes {
   /// change of the weights it does not plan again.
   /// @param copy_engines  where the peers can read; equal on all ranks.
   Gather plan_gather(bool copy_engines = false);
-  /// Carries it out. Inside Stream::submit.
-  /// @param out  [layout.numel()] compute dtype, the whole weights. Resident
-  ///   groups do not use it: theirs are in `compute`.
-  void gather(const at::Tensor& out, const Gather& gather);
-  /// The same of a stored plane of float8(), or of one part of it.
-  /// @param out  [Float8Planes::slot_nbytes] uint8. Resident groups do not use
-  ///   it.
+  /// Carries it out for a stored plane, or for one part of it. Inside
+  /// Stream::submit.
+  /// @param out  [PlanePart::nbytes] of the plane's dtype. Resident groups do
+  ///   not use it: their weights are in Plane::resting.
   void gather(
-      Float8Planes::Plane plane,
-      int part,
+      PlaneId plane,
+      PartId part,
       const at::Tensor& out,
       const Gather& gather);
+  /// Makes a derived plane, or one part of it, of what was gathered of its
+  /// source. On the current stream.
+  void derive(
+      PlaneId plane,
+      PartId part,
+      const at::Tensor& from,
+      const at::Tensor& to) const;
+  /// Parameter `i` of the group in a slot that holds `part` of the plane.
+  float8::Plane view(
+      PlaneId plane,
+      PartId part,
+      std::int64_t i,
+      const at::Tensor& slot) const {
+    return codec_->view(planes_[plane], part, i, slot);
+  }
 
   /// Their version, and up to which one they were gathered.
   GatherProgress& progress() { return progress_; }
@@ -145,8 +151,6 @@ class WeightPlanes {
 
  private:
   friend class WeightWrite;
-  /// main -> compute's slice of it. On the current stream.
-  void cast();
   /// What a write wrote.
   enum class Written {
     main,          ///< and failed on the way, perhaps
@@ -155,24 +159,29 @@ class WeightPlanes {
   };
   /// What `stream` has queued wrote weights.
   void end_write(Stream& stream, Written written);
+  void allocate(Plane& plane) const;
+  /// Encodes main where the writer does it. On the current stream.
+  void encode_written();
+  void refresh(bool float8_begun);
   void plan_ways();
-  void unshard(const at::Tensor& out);
+  const Redistribution& way_of(const Plane& plane, PartId part);
   /// Null: nobody copies these weights.
   const PeerBuffer* peers() const;
 
   const GroupContext& context_;
+  std::unique_ptr<Codec> codec_;
+  std::vector<Plane> planes_;
+  FlatBuffer main_;
   bool resident_ = true;
   bool has_refresh_ = false;
+  bool spreads_ = false;  ///< planes rest on more ranks than main does
+  bool rests_ = true;     ///< stored planes do
   bool main_is_compute_ = false;
-  std::unique_ptr<PeerBuffer> peers_;  ///< owns compute_, where there is one
-  std::unique_ptr<Float8Planes> float8_;
   std::unique_ptr<PostForwardShard> post_forward_;
-  FlatBuffer compute_;
-  FlatBuffer compute_shard_;  ///< optimizer placement; mostly a view
-  FlatBuffer main_;
-  // Planned by the first plan_gather, where they are used.
-  std::optional<Redistribution> refresh_;
-  std::optional<Redistribution> gather_;
+  // Planned by the first plan_gather, where they are used; stored planes have
+  // one layout.
+  std::optional<Redistribution> spread_;
+  std::vector<std::optional<Redistribution>> gathers_;  ///< of all, of parts
 
   GatherProgress progress_;
   mutable WeightReaders readers_;

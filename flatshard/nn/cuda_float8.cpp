@@ -94,7 +94,8 @@ Float8RowsAndColumns quantize_computed(
       planes.args);
   kernels::quantize_values(values, planes.args, stream);
   check_kernel_launch();
-  const bool one = q.recipe == float8::Recipe::tensorwise && found.defined();
+  const bool one =
+      float8::traits_of(q.recipe).has_one_scale() && found.defined();
   return planes.planes(one ? found[0] : wanted.amax);
 }
 
@@ -137,7 +138,7 @@ Float8RowsAndColumns quantize_swiglu_gradient(
     const float8::Quantizer& q,
     const Float8Wanted& wanted) {
   FLATSHARD_CHECK(
-      q.recipe != float8::Recipe::tensorwise &&
+      !float8::traits_of(q.recipe).has_one_scale() &&
           q.format == float8::Format::e4m3,
       internal,
       "gradients of SwiGLU: no kernel for {} and {}",

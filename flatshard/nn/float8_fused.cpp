@@ -18,7 +18,7 @@ Float8RowsAndColumns planes_of(
   Float8RowsAndColumns planes{.amax = wanted.amax};
   // An empty tensor's scales are those of zeros.
   const bool scaled_as_one =
-      quantizer.recipe == float8::Recipe::tensorwise && values.numel() > 0;
+      float8::traits_of(quantizer.recipe).has_one_scale() && values.numel() > 0;
   if (scaled_as_one && !planes.amax.defined()) {
     planes.amax = float8::amax_of(values);
   }
@@ -92,14 +92,14 @@ Float8RowsAndColumns swiglu_backward_float8(
   check_rows("swiglu_backward_float8", gate, {up, dy});
   const bool fused =
       cuda::quantizes(gate) && cuda::quantizes(up) && cuda::quantizes(dy);
-  if (quantizer.recipe != float8::Recipe::tensorwise) {
+  if (!float8::traits_of(quantizer.recipe).has_one_scale()) {
     if (fused && quantizer.format == float8::Format::e4m3) {
       return cuda::quantize_swiglu_gradient(dy, gate, up, quantizer, wanted);
     }
     const auto [dgate, dup] = swiglu_gradients(dy, gate, up);
     return planes_of(at::cat({dgate, dup}, 1), quantizer, wanted);
   }
-  // Tensorwise scales want amax first: finding it where the values are stored
+  // One scale for all wants amax first: finding it where the values are stored
   // moves less than computing them twice.
   const auto [dgate, dup, amax] = swiglu_backward_amax(dy, gate, up);
   Float8Wanted known = wanted;
@@ -165,7 +165,7 @@ NormFloat8 rms_norm_float8(
   }
   const at::Tensor w = weight.contiguous();
   Float8Wanted known = wanted;
-  if (quantizer.recipe == float8::Recipe::tensorwise) {
+  if (float8::traits_of(quantizer.recipe).has_one_scale()) {
     known.amax = zero_like(rows);
   }
   const auto [y, sum, rstd] = cuda::rms_norm_forward(

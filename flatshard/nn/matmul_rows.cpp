@@ -4,31 +4,12 @@
 #include "flatshard/nn/known_amax.h"
 
 namespace flatshard::nn {
-namespace {
-
-// Tokens that a sum over them is filled up to.
-std::int64_t multiple_of(float8::Recipe activations) {
-  switch (activations) {
-    case float8::Recipe::blockwise_1x128:
-      return float8::kBlock;
-    case float8::Recipe::mxfp8:
-      return float8::kMxBlock;
-    default:
-      return 16;
-  }
-}
-
-}  // namespace
-
 float8::Quantizer MatmulRows::activations_for(float8::Recipe weights) {
-  return {
-      .recipe = weights == float8::Recipe::blockwise
-                    ? float8::Recipe::blockwise_1x128
-                    : weights};
+  return {.recipe = float8::traits_of(weights).activations};
 }
 
 std::int64_t MatmulRows::multiple_for(float8::Recipe weights) {
-  return multiple_of(activations_for(weights).recipe);
+  return float8::traits_of(weights).multiple;
 }
 
 MatmulRows::MatmulRows(
@@ -51,9 +32,8 @@ MatmulRows::MatmulRows(
 
 float8::Quantizer MatmulRows::quantizer(float8::Recipe weights) const {
   float8::Quantizer q = activations_for(weights);
-  // Gradients need range more than precision where one scale serves all.
-  if (kind_ == Kind::gradient && weights == float8::Recipe::tensorwise) {
-    q.format = float8::Format::e5m2;
+  if (kind_ == Kind::gradient) {
+    q.format = float8::traits_of(weights).gradient;
   }
   return q;
 }
@@ -65,7 +45,7 @@ const at::Tensor& MatmulRows::amax_for(const float8::Quantizer& q) const {
       internal,
       "rows that were quantized as {} have no other plane",
       float8::to_string(q.recipe));
-  if (q.recipe != float8::Recipe::tensorwise || rows_.numel() == 0) {
+  if (!float8::traits_of(q.recipe).has_one_scale() || rows_.numel() == 0) {
     return none;
   }
   if (!amax_.defined() && kind_ == Kind::gradient) {
@@ -78,8 +58,11 @@ const at::Tensor& MatmulRows::amax_for(const float8::Quantizer& q) const {
 }
 
 void MatmulRows::quantize_both(const float8::Quantizer& q) const {
-  auto [row, column] =
-      float8::quantize_both(rows_, q, multiple_of(q.recipe), amax_for(q));
+  auto [row, column] = float8::quantize_both(
+      rows_,
+      q,
+      float8::traits_of(q.recipe).multiple,
+      amax_for(q));
   row_ = {std::move(row), q.recipe};
   column_ = {std::move(column), q.recipe};
   if (kind_ == Kind::gradient) {
@@ -113,7 +96,7 @@ const float8::Operand& MatmulRows::column(float8::Recipe weights) const {
             rows_,
             q,
             {.axis = float8::Axis::column,
-             .multiple = multiple_of(q.recipe),
+             .multiple = float8::traits_of(q.recipe).multiple,
              .amax = amax_for(q)}),
         q.recipe};
   }

@@ -131,7 +131,7 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
     at::Tensor dx = grads[0];
     at::Tensor dw;
     at::Tensor normed;
-    if (dy.defined() && recipe == float8::Recipe::tensorwise) {
+    if (dy.defined() && recipe && float8::traits_of(*recipe).has_one_scale()) {
       at::Tensor amax_of_dx;
       std::tie(dx, dw, amax_of_dx) = rms_norm_backward_amax(
           dy,

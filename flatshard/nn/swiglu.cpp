@@ -103,7 +103,7 @@ struct SwigluLinearFunction : torch::autograd::Function<SwigluLinearFunction> {
       at::Tensor d;
       add_input_gradient(d, g, weight, context);
       d = d.view(gate.sizes());
-      if (recipe == float8::Recipe::tensorwise) {
+      if (recipe && float8::traits_of(*recipe).has_one_scale()) {
         at::Tensor amax;
         std::tie(out[kGate], out[kUp], amax) =
             swiglu_backward_amax(d, gate, up, /*gives_up_dy=*/true);

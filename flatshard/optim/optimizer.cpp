@@ -137,8 +137,8 @@ void Optimizer::step(double lr, const at::Tensor& grad_scale) {
     const Float8Outputs* float8 =
         writes_float8() ? group.weights().float8_outputs() : nullptr;
     flat.float8 = float8 != nullptr ? *float8 : Float8Outputs();
-    const bool makes_planes =
-        float8 != nullptr || group.weights().float8() == nullptr;
+    const bool encodes =
+        float8 != nullptr || !group.weights().encodes_at_gather();
     stream.submit([this, i, lr] {
       if (updates_[i].float8.amax.defined()) {
         updates_[i].float8.amax.zero_();
@@ -148,8 +148,8 @@ void Optimizer::step(double lr, const at::Tensor& grad_scale) {
     });
     write.end(
         group,
-        offload || !makes_planes ? WeightWrite::Cast::here
-                                 : WeightWrite::Cast::by_writer);
+        offload || !encodes ? WeightWrite::Cast::here
+                            : WeightWrite::Cast::by_writer);
   }
   updated_.record(stream);
 }

@@ -52,7 +52,7 @@ Executor::Executor(
 Executor::HeldSlots Executor::held_slots(const Unit& unit) const {
   const UnitState& held = states_[unit.id()];
   return {
-      .weights = view(held.weights[UnitWeights::kComputePlane].slot),
+      .weights = view(held.weights[kComputePlane].slot),
       .grads = view(held.grads)};
 }
 

@@ -43,16 +43,12 @@ class Executor {
   /// The unit's weights may be read on compute: it waits for their gather, or
   /// they rest whole.
   bool has_weights(const Unit& unit) const {
-    return states_[unit.id()].weights[UnitWeights::kComputePlane].awaited ||
-           unit.resident();
+    return states_[unit.id()].weights[kComputePlane].awaited || unit.resident();
   }
-  /// The FP8 weight `p` as products read it: its plane, or the part that has
-  /// it, is awaited. Valid until that is released.
-  float8::Operand
-  float8_operand(const Unit& unit, const UnitParameter& p, PlaneId plane) const;
-  /// Where its data are.
-  const void*
-  float8_address(const Unit& unit, const UnitParameter& p, PlaneId plane) const;
+  /// `p` in its plane, or in the part that has it, which is awaited. Valid
+  /// until that is released.
+  float8::Plane awaited(const Unit& unit, const UnitParameter& p, PlaneId plane)
+      const;
   /// Where layers write the unit's gradients: taken now if it is not yet.
   SlotView grads_slot(Unit& unit);
 
@@ -90,12 +86,6 @@ class Executor {
   const PlannedSlots& slots() const { return slots_; }
 
  private:
-  struct AwaitedPlane {
-    PartId part = kWhole;
-    SlotView slot;
-  };
-  AwaitedPlane
-  awaited_plane(const Unit& unit, const UnitParameter& p, PlaneId plane) const;
   /// A plane of one unit, or a part of one, while it is gathered.
   struct WeightSlot {
     Slot slot;     ///< resident units have none

@@ -44,14 +44,14 @@ void Executor::gather(Unit& unit, const Action& action) {
                               action.phase == Phase::forward));
   WeightSlot* shards = nullptr;
   if (action.from_post_forward) {
-    shards = &weight_slot(unit, UnitWeights::kPostForwardPlane, kWhole);
+    shards = &weight_slot(unit, unit.weights().planes().post_forward, kWhole);
     shards->filled.wait(*streams_.gather());
   }
   std::vector<WeightPlanes::Gather> gathers;
   gathers.reserve(unit.groups().size());
   for (const auto& group : unit.groups()) {
     gathers.emplace_back();
-    if (unit.weights().is_in_plane(*group, action.plane) &&
+    if (group->weights().has(action.plane) &&
         !(shards != nullptr && group->weights().post_forward() != nullptr)) {
       gathers.back() = group->weights().plan_gather(copy_engines);
       if (gathers.back().is_first) {
@@ -81,7 +81,7 @@ void Executor::gather(Unit& unit, const Action& action) {
 }
 
 void Executor::derive(Unit& unit, const Action& action) {
-  if (action.plane == UnitWeights::kPostForwardPlane) {
+  if (action.plane == unit.weights().planes().post_forward) {
     save_post_forward(unit, action);
     return;
   }
@@ -89,11 +89,14 @@ void Executor::derive(Unit& unit, const Action& action) {
       unit,
       unit.weights().planes().derived_from[action.plane],
       action.part);
-  const SlotView columns = acquire_weights(unit, action, streams_.gather());
-  streams_.gather()->submit(
-      [&unit, rows = view(source.slot), columns, part = action.part] {
-        unit.weights().derive_into(part, rows, columns);
-      });
+  const SlotView slot = acquire_weights(unit, action, streams_.gather());
+  streams_.gather()->submit([&unit,
+                             slot,
+                             plane = action.plane,
+                             part = action.part,
+                             source = view(source.slot)] {
+    unit.weights().derive_into(slot, plane, part, source);
+  });
   source.read_by_gather.record(*streams_.gather());
   weight_slot(unit, action.plane, action.part)
       .filled.record(*streams_.gather());
@@ -104,25 +107,27 @@ void Executor::save_post_forward(Unit& unit, const Action& action) {
   const auto compute = streams_.compute();
   const SlotView shards = acquire_weights(unit, action, compute);
   unit.weights().save_post_forward(
-      view(weight_slot(unit, UnitWeights::kComputePlane, kWhole).slot),
+      view(weight_slot(unit, kComputePlane, kWhole).slot),
       shards);
   weight_slot(unit, action.plane, kWhole).filled.record(*compute);
 }
 
 void Executor::release_post_forward(Unit& unit) {
-  WeightSlot& held = weight_slot(unit, UnitWeights::kPostForwardPlane, kWhole);
+  WeightSlot& held =
+      weight_slot(unit, unit.weights().planes().post_forward, kWhole);
   const auto compute = streams_.compute();
+  const bool tells_unused = observers_.want_unused_slots();
   observers_.slots.tell(
       [&](SlotObserver& o) { o.slot_released(unit, held.slot); });
   Event last_use = std::exchange(held.read_by_gather, {});
   const bool was_read = last_use.recorded();
-  if (options_.debug.poison) {
+  if (tells_unused) {
     if (was_read) {
       last_use.wait(*compute);
     }
-    fill_with_nan(view(held.slot));
+    tell_unused(view(held.slot));
   }
-  if (options_.debug.poison || !was_read) {
+  if (tells_unused || !was_read) {
     last_use = {};
     last_use.record(*compute);
   }
@@ -133,7 +138,7 @@ void Executor::await(Unit& unit, const Action& action) {
   WeightSlot& held = weight_slot(unit, action.plane, action.part);
   streams_.compute_waits(held.filled);
   held.awaited = true;
-  if (action.plane != UnitWeights::kComputePlane) {
+  if (action.plane != kComputePlane) {
     return;  // layers ask for FP8 weights
   }
   const SlotView slot = view(held.slot);
@@ -143,12 +148,12 @@ void Executor::await(Unit& unit, const Action& action) {
 }
 
 void Executor::release(Unit& unit, const Action& action) {
-  if (action.plane == UnitWeights::kPostForwardPlane) {
+  if (action.plane == unit.weights().planes().post_forward) {
     release_post_forward(unit);
     return;
   }
   WeightSlot& held = weight_slot(unit, action.plane, action.part);
-  if (action.plane == UnitWeights::kComputePlane) {
+  if (action.plane == kComputePlane) {
     unit.pointers().clear();
     observers_.slots.tell([&](SlotObserver& o) { o.parameters_cleared(unit); });
   }
@@ -181,7 +186,7 @@ void Executor::release(Unit& unit, const Action& action) {
   held.read_by_gather = {};
 }
 
-Executor::AwaitedPlane Executor::awaited_plane(
+float8::Plane Executor::awaited(
     const Unit& unit,
     const UnitParameter& p,
     PlaneId plane) const {
@@ -189,7 +194,7 @@ Executor::AwaitedPlane Executor::awaited_plane(
   for (const PartId part : {kWhole, unit.weights().part_of(p)}) {
     const WeightSlot& held = slices[unit.weights().planes().slice(plane, part)];
     if (held.awaited) {
-      return {part, view(held.slot)};
+      return unit.weights().view(p, plane, part, view(held.slot));
     }
   }
   FLATSHARD_THROW(
@@ -198,24 +203,6 @@ Executor::AwaitedPlane Executor::awaited_plane(
       p.name,
       unit.name(),
       plane);
-}
-
-float8::Operand Executor::float8_operand(
-    const Unit& unit,
-    const UnitParameter& p,
-    PlaneId plane) const {
-  const AwaitedPlane there = awaited_plane(unit, p, plane);
-  return unit.weights().float8_operand(p, plane, there.part, there.slot);
-}
-
-const void* Executor::float8_address(
-    const Unit& unit,
-    const UnitParameter& p,
-    PlaneId plane) const {
-  const AwaitedPlane there = awaited_plane(unit, p, plane);
-  return unit.weights()
-      .float8_view(p, plane, there.part, there.slot)
-      .data.const_data_ptr();
 }
 
 }  // namespace flatshard

@@ -31,8 +31,7 @@ void PlannedSlots::acquire(
     const std::shared_ptr<Stream>& filler,
     Slot& slot) {
   slot = pool_.acquire(places_.offset(key), nbytes, filler);
-  if (key.role == SlotRole::gradients ||
-      key.plane == UnitWeights::kComputePlane) {
+  if (key.role == SlotRole::gradients || key.plane == kComputePlane) {
     last_[key.unit][static_cast<std::size_t>(key.role)] = view(slot);
   }
   observers_.slots.tell(

@@ -244,7 +244,7 @@ std::vector<Action> RuntimeCore::decide(const ScheduleEvent& event) {
   return step.scheduler.on(event);
 }
 
-const UnitParameter& RuntimeCore::await_plane(ParameterRef ref, PlaneId plane) {
+float8::Plane RuntimeCore::await_plane(ParameterRef ref, PlaneId plane) {
   Unit& unit = *units[ref.unit];
   const UnitParameter& p = unit.parameters()[ref.index];
   const bool in_backward = AutogradEvents::in_backward() ||
@@ -273,7 +273,7 @@ const UnitParameter& RuntimeCore::await_plane(ParameterRef ref, PlaneId plane) {
       p.name,
       unit.name(),
       step.failure);
-  return p;
+  return executor.awaited(unit, p, plane);
 }
 
 void RuntimeCore::record(const Action& action) {

@@ -65,10 +65,11 @@ struct RuntimeCore : public AutogradListener {
   void plan_next_step();
   /// Writes to weights that nobody announced are taken over.
   void adopt_foreign_writes();
-  /// FP8 plane `plane` of a parameter is to be read: the part that has it is
-  /// gathered, and compute waits for it. Returns its parameter.
+  /// A plane of a parameter that has no values of its own is to be read: the
+  /// part that has it is gathered, and compute waits for it.
+  /// @return  the parameter in it; valid until that is released.
   /// @throws Error{usage} outside of the unit's forward and backward.
-  const UnitParameter& await_plane(ParameterRef ref, PlaneId plane);
+  float8::Plane await_plane(ParameterRef ref, PlaneId plane);
   /// An action was carried out.
   void record(const Action& action);
 

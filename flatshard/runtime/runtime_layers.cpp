@@ -55,9 +55,7 @@ std::optional<float8::Recipe> Runtime::recipe(
     return std::nullopt;
   }
   const Unit& unit = *core_.units[ref->unit];
-  const std::size_t group = unit.parameters()[ref->index].group;
-  const Float8Planes* planes = unit.groups()[group]->weights().float8();
-  return planes ? std::optional(planes->format().recipe) : std::nullopt;
+  return unit.weights().recipe(unit.parameters()[ref->index]);
 }
 
 std::optional<nn::Float8Weight> Runtime::plane(
@@ -69,11 +67,9 @@ std::optional<nn::Float8Weight> Runtime::plane(
   const std::lock_guard lock(core_.mutex);
   const ParameterRef ref = *core_.events.find(parameter);
   const Unit& unit = *core_.units[ref.unit];
-  const PlaneId plane = UnitWeights::plane_of(use);
-  const UnitParameter& p = core_.await_plane(ref, plane);
-  return nn::Float8Weight{
-      .operand = core_.executor.float8_operand(unit, p, plane),
-      .emulate = unit.groups()[p.group]->options().float8->emulate};
+  const UnitParameter& p = unit.parameters()[ref.index];
+  const PlaneId plane = unit.weights().plane_of(p, use);
+  return unit.weights().operand(p, plane, core_.await_plane(ref, plane));
 }
 
 }  // namespace flatshard

@@ -79,9 +79,12 @@ const void* UnitCalls::await_plane(
     nn::PlaneUse use) {
   const std::lock_guard lock(core_.mutex);
   const ParameterRef ref = *core_.events.find(parameter);
-  const PlaneId plane = UnitWeights::plane_of(use);
-  const UnitParameter& p = core_.await_plane(ref, plane);
-  return core_.executor.float8_address(*core_.units[ref.unit], p, plane);
+  const Unit& unit = *core_.units[ref.unit];
+  return core_
+      .await_plane(
+          ref,
+          unit.weights().plane_of(unit.parameters()[ref.index], use))
+      .data.const_data_ptr();
 }
 
 void UnitCalls::plan_passes(

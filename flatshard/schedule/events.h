@@ -21,19 +21,6 @@ inline constexpr UnitId kNoUnit = -1;
 /// What weights are gathered for. A recompute is part of the backward.
 enum class Phase { forward, backward };
 
-/// In which pieces planes are gathered that consist of parts.
-enum class GatherParts {
-  unit,        ///< whole planes only
-  recomputed,  ///< whole planes, but of a plane that the backward does not read
-               ///< the parts that a recompute asked for in the backward before
-  module,      ///< part by part, each awaited when it is asked for
-};
-
-/// PlaneId of no plane: `UnitSpec::derived_from`.
-inline constexpr PlaneId kStored = -1;
-/// UnitSpec::post_forward of units that have none.
-inline constexpr PlaneId kNoPlane = -1;
-
 /// What a program may choose for one unit, and change between two steps.
 struct UnitPolicy {
   bool reshard_after_forward = true;

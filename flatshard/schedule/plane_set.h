@@ -7,13 +7,28 @@
 namespace flatshard {
 
 /// One representation of a unit's weights among those that are gathered for
-/// it, e.g. rows for the forward and columns for the backward. From 0.
+/// it, e.g. rows for the forward and columns for the backward. From 0, and the
+/// same number for a group of the unit (WeightPlanes::planes).
 using PlaneId = int;
+/// What parameters point at while their unit is gathered. Every unit has it.
+inline constexpr PlaneId kComputePlane = 0;
+/// PlaneId of no plane: where a plane comes from that is gathered itself.
+inline constexpr PlaneId kStored = -1;
+/// UnitSpec::post_forward of units that have none.
+inline constexpr PlaneId kNoPlane = -1;
 /// A contiguous run of a plane, e.g. one submodule's. From 0.
 using PartId = int;
 
 /// All of a plane, in one slot.
 inline constexpr PartId kWhole = -1;
+
+/// In which pieces planes are gathered that consist of parts.
+enum class GatherParts {
+  unit,        ///< whole planes only
+  recomputed,  ///< whole planes, but of a plane that the backward does not read
+               ///< the parts that a recompute asked for in the backward before
+  module,      ///< part by part, each awaited when it is asked for
+};
 
 /// Planes of one unit, and parts of planes: UnitSpec::slice numbers both.
 class PlaneSet {

@@ -19,11 +19,10 @@ Float8Choice::Float8Choice(
   if (!chosen.recipe) {
     return;
   }
-  gather_parts_ = chosen.gather_parts;
   format_ = Float8Format{
       .recipe = *chosen.recipe,
       .stored_columns = chosen.column_plane == config::ColumnPlane::stored,
-      .cut_in_parts = gather_parts_ != GatherParts::unit,
+      .gather_parts = chosen.gather_parts,
       .emulate = chosen.emulate};
   std::istringstream text(chosen.exclude);
   for (std::string pattern; std::getline(text, pattern, ',');) {
@@ -60,7 +59,6 @@ void Float8Choice::apply_to(FullyShardOptions& options) const {
   if (!enabled()) {
     return;
   }
-  options.gather_parts = gather_parts_;
   options.float8_of = [choice = *this](
                           const std::string& name,
                           const std::vector<std::int64_t>& shape) {
@@ -78,7 +76,7 @@ std::string Float8Choice::describe(const Runtime& runtime) const {
     for (const GroupParameter& p : group->parameters()) {
       const std::int64_t numel = c10::multiply_integers(p.shape);
       all_numel += numel;
-      if (group->weights().float8() != nullptr) {
+      if (group->options().float8) {
         ++num_fp8;
         emulated |=
             !float8::multiplies(format_->recipe, group->mesh()->device());

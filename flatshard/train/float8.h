@@ -27,7 +27,7 @@ class Float8Choice {
   std::string why_not(
       const std::string& name,
       const std::vector<std::int64_t>& shape) const;
-  /// Sets FullyShardOptions::float8_of and gather_parts.
+  /// Sets FullyShardOptions::float8_of.
   void apply_to(FullyShardOptions& options) const;
   /// How many weights are FP8, and why the others are not.
   std::string describe(const Runtime& runtime) const;
@@ -37,7 +37,6 @@ class Float8Choice {
 
   std::optional<Float8Format> format_;
   std::vector<std::string> excluded_;  ///< shell patterns
-  GatherParts gather_parts_ = GatherParts::recomputed;
 };
 
 }  // namespace flatshard

@@ -122,7 +122,14 @@ void ParameterStorage::refuse_as_float8() const {
   set_name(std::string(owner.unit), std::string(owner.parameter));
 }
 
+bool ParameterStorage::has_values() const {
+  return !refusal(refusing_).owner.float8;
+}
+
 void ParameterStorage::point_at(void* data) const {
+  if (!has_values()) {
+    return;
+  }
   at::StorageImpl* impl = storage_.unsafeGetStorageImpl();
   impl->set_data_ptr_noswap(at::DataPtr(data, impl->device()));
   impl->set_nbytes(nbytes_);

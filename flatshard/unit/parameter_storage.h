@@ -51,8 +51,11 @@ class ParameterStorage {
   /// For the error of who reads it while it has no data.
   void set_name(const std::string& unit, const std::string& name) const;
 
-  /// It has FP8 planes and never data of its own; the error says so.
+  /// It has FP8 planes and never data of its own; the error says so. From here
+  /// on nothing below changes what it shows.
   void refuse_as_float8() const;
+  /// It is not one of those.
+  bool has_values() const;
   /// The parameter's data is at `data` from now on. Not owned.
   void point_at(void* data) const;
   /// The parameter has no data; its shape stays. With `set_released_memory` it
@@ -63,14 +66,20 @@ class ParameterStorage {
   /// An empty parameter has no data at any time, and is never pointed at them
   /// when its unit has nothing else to gather: it stays as it is.
   void hide() const { show(nbytes_ > 0 ? refusing_ : storage_); }
-  void show() const { show(storage_); }
+  void show() const {
+    if (has_values()) {
+      show(storage_);
+    }
+  }
   /// For good, views as well: the memory goes with the Runtime.
   void retire() const;
   /// Where the cleared parameter points, for debugging; see
   /// diagnostics/poison.h.
   /// Has the parameter's size, and lives as long as the parameter points there.
   void set_released_memory(std::shared_ptr<void> memory) {
-    released_ = std::move(memory);
+    if (has_values()) {
+      released_ = std::move(memory);
+    }
   }
   std::size_t nbytes() const { return nbytes_; }
 

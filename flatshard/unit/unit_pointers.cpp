@@ -19,11 +19,16 @@ UnitPointers::UnitPointers(
       weights_(weights) {
   for (UnitParameter& p : parameters_) {
     const ParamGroup& group = *groups_[p.group];
-    if (group.weights().resident() && group.weights().compute().defined()) {
+    if (group.weights().resident() && group.weights().has(kComputePlane) &&
+        p.storage.has_values()) {
       has_residents_ = true;
-      const at::Tensor& flat = group.weights().compute().local();
-      const SlotView whole{.data = flat.data_ptr()};
-      p.storage.point_at(whole.at(p.offset(group, flat.scalar_type())));
+      p.storage.point_at(group.weights()
+                             .view(
+                                 kComputePlane,
+                                 kWhole,
+                                 p.index,
+                                 group.weights().compute().local())
+                             .data.data_ptr());
     }
   }
 }
@@ -45,9 +50,6 @@ void UnitPointers::point_at(const SlotView& slot) {
   check_storage();
   for (UnitParameter& p : parameters_) {
     const ParamGroup& group = *groups_[p.group];
-    if (group.weights().float8()) {
-      continue;  // it has no values of its own
-    }
     if (!group.weights().resident()) {
       p.storage.point_at(slot.at(weights_.offset(p)));
     } else if (!shown_) {
@@ -79,9 +81,7 @@ void UnitPointers::show() {
   if (!shown_) {
     shown_ = true;
     for (const UnitParameter& p : parameters_) {
-      if (!groups_[p.group]->weights().float8()) {
-        p.storage.show();
-      }
+      p.storage.show();
     }
   }
 }

@@ -1,46 +1,29 @@
 #pragma once
 
-#include "flatshard/float8/matmul.h"
 #include "flatshard/nn/weight_source.h"
 #include "flatshard/schedule/events.h"
 #include "flatshard/unit/slot_view.h"
 #include "flatshard/unit/unit_parameter.h"
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
 namespace flatshard {
 
-/// The gathered weights of a unit: which planes it has, what lies where in
-/// their slots, and how a slot is filled.
+/// The gathered weights of a unit: the planes of its groups joined, what lies
+/// where in their slots, and how a slot is filled.
 class UnitWeights {
  public:
-  /// The planes that are gathered: the compute weights (WeightPlanes), and in
-  /// units with FP8 weights (Float8Planes) what their forwards and their
-  /// backwards read.
-  static constexpr PlaneId kComputePlane = 0;
-  static constexpr PlaneId kRowPlane = 1;
-  static constexpr PlaneId kColumnPlane = 2;
-  /// UnitSpec::post_forward of units whose groups have a PostForwardShard.
-  static constexpr PlaneId kPostForwardPlane = 3;
-  static PlaneId plane_of(nn::PlaneUse use) {
-    return use == nn::PlaneUse::fprop ? kRowPlane : kColumnPlane;
-  }
-
   /// @param unit    its name, for messages.
   /// @param groups  outlive this.
   UnitWeights(const std::string& unit, const UnitGroups& groups);
 
   /// What the Scheduler is told of planes, and their slices.
   const UnitSpec& planes() const { return planes_; }
-  /// Before the Runtime has the unit.
-  void set_gather_parts(GatherParts parts) { planes_.gather_parts = parts; }
-  bool has_float8() const { return planes_.planes().contains(kRowPlane); }
-  /// Whether `plane` has weights of the group.
-  bool is_in_plane(const ParamGroup& group, PlaneId plane) const {
-    return (group.weights().float8() != nullptr) == (plane != kComputePlane);
-  }
+  /// Layers ask for some of the planes.
+  bool has_planes_on_request() const { return !planes_.on_request.empty(); }
   /// Of the slot that holds a plane, or a part of one, of all groups that are
   /// not resident.
   std::int64_t nbytes(PlaneId plane, PartId part) const {
@@ -56,7 +39,7 @@ class UnitWeights {
   bool resident() const { return resident_; }
   /// The plane has no slot.
   bool rests(PlaneId plane) const {
-    return resident_ && !transient_.contains(plane);
+    return resident_ && !planes_.transient.contains(plane);
   }
   /// Rises with every change of the weights.
   std::int64_t generation() const;
@@ -76,65 +59,69 @@ class UnitWeights {
       PartId part,
       const std::vector<WeightPlanes::Gather>& gathers,
       const SlotView& shards) const;
-  /// Fills the slot of kPostForwardPlane, on the current stream.
+  /// Fills the slot of UnitSpec::post_forward, on the current stream.
   /// @param slot  that of kComputePlane.
   void save_post_forward(const SlotView& slot, const SlotView& shards) const;
-  /// Makes the columns, or a part of them, of gathered rows.
-  void derive_into(PartId part, const SlotView& rows, const SlotView& columns)
-      const;
+  /// Makes a derived plane, or a part of it, of its gathered source.
+  void derive_into(
+      const SlotView& slot,
+      PlaneId plane,
+      PartId part,
+      const SlotView& source) const;
   /// The part that has the parameter; kWhole where there are none.
   PartId part_of(const UnitParameter& parameter) const;
-  /// A parameter of an FP8 group as one product reads it: kRowPlane, or
-  /// kColumnPlane with transposed data.
+
+  // What layers ask for (nn::WeightSource).
+
+  /// Absent: the parameter points at its values.
+  std::optional<float8::Recipe> recipe(const UnitParameter& parameter) const;
+  /// The plane of a product with the parameter, which has a recipe.
+  PlaneId plane_of(const UnitParameter& parameter, nn::PlaneUse use) const;
+  /// The parameter as it lies in a slot.
   /// @param slot  that holds `part` of the plane; resident groups use none.
-  float8::Operand float8_operand(
+  float8::Plane view(
       const UnitParameter& parameter,
       PlaneId plane,
       PartId part,
       const SlotView& slot) const;
-  /// The same as it lies in the slot.
-  float8::Plane float8_view(
+  /// The same as one product reads it.
+  nn::Float8Weight operand(
       const UnitParameter& parameter,
       PlaneId plane,
-      PartId part,
-      const SlotView& slot) const;
+      float8::Plane view) const;
 
  private:
-  void add_float8_planes(const std::string& unit);
-  void add_post_forward_plane();
-  /// The whole compute weights of group `g` in the slot of kComputePlane, and
-  /// its PostForwardShard in that of kPostForwardPlane.
-  at::Tensor compute_slot(std::size_t g, const SlotView& slot) const;
-  at::Tensor post_forward_slot(std::size_t g, const SlotView& shards) const;
-  static Float8Planes::Plane float8_plane_of(PlaneId plane) {
-    return plane == kRowPlane ? Float8Planes::kRows : Float8Planes::kColumns;
-  }
-  /// Whether group `g` has some of it.
-  bool is_in_part(std::size_t g, PartId part) const {
-    return part == kWhole || parts_[part].group == g;
-  }
-  /// As its group counts it.
-  int part_in_group(PartId part) const {
-    return part == kWhole ? Float8Planes::kWhole : parts_[part].part;
-  }
-  /// What group `g` has of the slot for a plane or a part of one.
-  at::Tensor float8_slot(
-      std::size_t g,
-      PlaneId plane,
-      PartId part,
-      const SlotView& slot) const;
-
-  const UnitGroups& groups_;
-  /// Per plane and group, bytes in the slot.
-  std::vector<std::vector<std::int64_t>> offsets_;
-  /// A part of the FP8 planes: a part of one group's.
+  /// A part of the unit's planes: a part of one group's.
   struct Part {
     std::size_t group = 0;
-    int part = 0;
+    PartId part = kWhole;
   };
+
+  void check_formats(const std::string& unit);
+  void find_parts(const std::string& unit);
+  void add_plane(PlaneId plane);
+  void add_post_forward_plane();
+  /// The PostForwardShard of group `g` in the slot of UnitSpec::post_forward.
+  at::Tensor post_forward_slot(std::size_t g, const SlotView& shards) const;
+  /// Whether group `g` has some of it.
+  bool is_in(std::size_t g, PlaneId plane, PartId part) const {
+    return groups_[g]->weights().has(plane) &&
+           (part == kWhole || parts_[part].group == g);
+  }
+  /// As its group counts it.
+  PartId part_in_group(PartId part) const {
+    return part == kWhole ? kWhole : parts_[part].part;
+  }
+  /// What group `g` has of a plane or of a part of one: in the slot, or where
+  /// it rests.
+  at::Tensor
+  memory(std::size_t g, PlaneId plane, PartId part, const SlotView& slot) const;
+
+  const UnitGroups& groups_;
+  /// By plane and group, bytes in the slot.
+  std::vector<std::vector<std::int64_t>> offsets_;
   std::vector<Part> parts_;
   UnitSpec planes_;
-  PlaneSet transient_;  ///< UnitSpec::transient
   bool resident_ = true;
 };
 

@@ -234,7 +234,7 @@ Float8Weights::Float8Weights(
   const std::lock_guard lock(known.mutex);
   for (const auto& unit : runtime.units()) {
     for (const UnitParameter& p : unit->parameters()) {
-      if (unit->groups()[p.group]->weights().float8() != nullptr) {
+      if (!p.storage.has_values()) {
         storages_.push_back(storage_of(p.tensor));
         known.parameters[storages_.back()] = {p.tensor, context, rows};
       }

@@ -70,19 +70,16 @@ GatherParts gather_parts_of(const std::string& name) {
                             : GatherParts::recomputed;
 }
 
-PyUnit::Float8 make_format(
+Float8Format make_format(
     const std::string& recipe,
     bool stored_columns,
     const std::string& gather_parts,
     bool emulate) {
-  const GatherParts parts = gather_parts_of(gather_parts);
   return {
-      .format =
-          {.recipe = float8::recipe_of(recipe),
-           .stored_columns = stored_columns,
-           .cut_in_parts = parts != GatherParts::unit,
-           .emulate = emulate},
-      .gather_parts = parts};
+      .recipe = float8::recipe_of(recipe),
+      .stored_columns = stored_columns,
+      .gather_parts = gather_parts_of(gather_parts),
+      .emulate = emulate};
 }
 
 }  // namespace
@@ -144,7 +141,7 @@ void bind_float8(py::module_& m) {
       py::arg("recipe"),
       py::arg("device"),
       "Which GPU this is, and which ones multiply the recipe in FP8.");
-  py::class_<PyUnit::Float8>(
+  py::class_<Float8Format>(
       m,
       "Float8Format",
       "How the weights of a unit are FP8.")
@@ -157,9 +154,8 @@ void bind_float8(py::module_& m) {
           py::arg("emulate"))
       .def(
           "why_not",
-          [](const PyUnit::Float8& self,
-             const std::vector<std::int64_t>& shape) {
-            return self.format.why_not(shape);
+          [](const Float8Format& self, const std::vector<std::int64_t>& shape) {
+            return self.why_not(shape);
           },
           "Why a weight of this shape cannot be FP8; empty: it can.");
 }

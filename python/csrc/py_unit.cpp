@@ -39,9 +39,6 @@ PyUnit::PyUnit(
     Options options)
     : grads_in_place_(options.grads_in_place || options.float8.has_value()) {
   std::vector<GroupParameter> list;
-  if (options.float8) {
-    gather_parts_ = options.float8->gather_parts;
-  }
   for (const Member& member : members) {
     const at::ScalarType own = member.values.scalar_type();
     const auto shape = member.values.sizes().vec();
@@ -84,8 +81,7 @@ PyUnit::PyUnit(
                  .reduce = member.reduce_dtype,
                  .main_params = own,
                  .main_grads = own},
-         .float8 = member.float8 ? std::optional(options.float8.value().format)
-                                 : std::nullopt,
+         .float8 = member.float8 ? options.float8 : std::nullopt,
          .trainable = member.trainable,
          .apart = member.apart,
          .has_weights = member.has_weights,
@@ -246,7 +242,6 @@ std::unique_ptr<Unit> PyUnit::adopt(UnitId id) {
       std::move(contents_.groups),
       std::move(contents_.parameters));
   unit->gradients().set_writes_in_place(grads_in_place_);
-  unit->weights().set_gather_parts(gather_parts_);
   return unit;
 }
 

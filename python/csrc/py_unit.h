@@ -34,12 +34,6 @@ class PyUnit {
     Granularity granularity;
   };
 
-  /// How weights are FP8, as Python's Float8Policy says it.
-  struct Float8 {
-    Float8Format format;
-    GatherParts gather_parts = GatherParts::recomputed;
-  };
-
   struct Options {
     std::string strategy;  ///< see Strategy::named
     /// Without precision, which is each parameter's, and keep_compute_weights.
@@ -49,7 +43,7 @@ class PyUnit {
     /// Those of the peers read compute weights, which are kept for it.
     bool copy_engines = false;
     /// Of the members that are FP8.
-    std::optional<Float8> float8;
+    std::optional<Float8Format> float8;
     /// Where the members rest, a part of the unit's mesh; null: on all of it.
     std::shared_ptr<Mesh> part;
     /// With `part`: each rank's members are slice `which` of `number` equal
@@ -125,7 +119,6 @@ class PyUnit {
   std::string name_ = "unit";
   bool adopted_ = false;
   bool grads_in_place_;
-  GatherParts gather_parts_ = GatherParts::recomputed;
   Released<Runtime> runtime_;  ///< owns the groups once adopted
 };
 

@@ -91,7 +91,7 @@ void bind_unit(py::module_& m) {
                       bool pin_memory,
                       bool grads_in_place,
                       bool copy_engines,
-                      std::optional<PyUnit::Float8> float8,
+                      std::optional<Float8Format> float8,
                       std::int64_t post_forward_ranks,
                       std::shared_ptr<Mesh> part,
                       std::pair<std::int64_t, std::int64_t> slices) {

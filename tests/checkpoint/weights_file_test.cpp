@@ -248,6 +248,8 @@ TEST(InitWeights, WaitsForPeersThatCopyWeights) {
     // An evaluation: copies without a reduction after them.
     const at::Tensor whole = at::empty({group.layout().numel()});
     group.weights().gather(
+        kComputePlane,
+        kWhole,
         whole,
         group.weights().plan_gather(/*copy_engines=*/true));
     const auto num_fences = [&] {

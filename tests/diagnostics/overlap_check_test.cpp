@@ -87,11 +87,11 @@ TEST(OverlapCheck, AParameterOutsideOfItsSlot) {
     const auto check = OverlapCheck::install(twin.runtime);
     Unit& unit = *twin.runtime->units()[1];
     const at::Tensor slot = at::empty(
-        {unit.weights().nbytes(UnitWeights::kComputePlane, kWhole)},
+        {unit.weights().nbytes(kComputePlane, kWhole)},
         at::TensorOptions(at::kByte));
     const SlotView view{
         .data = slot.data_ptr(),
-        .nbytes = unit.weights().nbytes(UnitWeights::kComputePlane, kWhole)};
+        .nbytes = unit.weights().nbytes(kComputePlane, kWhole)};
     unit.pointers().point_at(view);
     check->parameters_pointed(unit, view);
     UnitParameter& first = unit.parameters()[0];

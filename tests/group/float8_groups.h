@@ -1,6 +1,6 @@
 #pragma once
 
-#include "flatshard/group/float8_planes.h"
+#include "flatshard/group/float8_codec.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -29,14 +29,15 @@ inline std::vector<Float8Format> formats() {
   }
   all.push_back(
       {.recipe = float8::Recipe::mxfp8, .rounding = float8::Rounding::floor});
-  all.push_back({.recipe = float8::Recipe::rowwise, .cut_in_parts = false});
+  all.push_back(
+      {.recipe = float8::Recipe::rowwise, .gather_parts = GatherParts::unit});
   return all;
 }
 
 inline std::string name_of(const Float8Format& f) {
   return std::string(float8::to_string(f.recipe)) +
          (f.stored_columns ? ", stored columns" : ", derived columns") +
-         (f.cut_in_parts ? "" : ", one part");
+         (f.gather_parts == GatherParts::unit ? ", one part" : "");
 }
 
 // Widths that no segment shares, and rows that no number of ranks divides.
@@ -86,44 +87,38 @@ inline at::Tensor copy_of(const at::Tensor& t) {
 // All bytes of both planes by parameter, gathered whole and in parts.
 inline Bytes gathered(ParamGroup& group, bool copy_engines = false) {
   WeightPlanes& weights = group.weights();
-  const Float8Planes& planes = *weights.float8();
-  const auto slot = [&](Float8Planes::Plane plane, int part) {
-    return at::zeros(
-        {planes.slot_nbytes(plane, part)},
-        at::TensorOptions(at::kByte));
-  };
+  const std::vector<Plane>& planes = weights.planes();
   Bytes bytes;
-  const auto add = [&](int part, const std::string& suffix) {
-    std::map<Float8Planes::Plane, at::Tensor> slots;
-    for (const auto plane : {Float8Planes::kRows, Float8Planes::kColumns}) {
-      slots[plane] = slot(plane, part);
-      if (!planes.stores(plane)) {
-        planes.derive(part, slots[Float8Planes::kRows], slots[plane]);
+  const auto add = [&](PartId part, const std::string& suffix) {
+    std::map<PlaneId, at::Tensor> slots;
+    for (PlaneId id = 0; id < static_cast<PlaneId>(planes.size()); ++id) {
+      const Plane& plane = planes[id];
+      if (plane.empty()) {
         continue;
       }
-      weights
-          .gather(plane, part, slots[plane], weights.plan_gather(copy_engines));
+      slots[id] =
+          at::zeros({plane.part(part).nbytes}, at::TensorOptions(at::kByte));
+      if (!plane.stored()) {
+        weights.derive(id, part, slots.at(plane.source), slots[id]);
+        continue;
+      }
+      weights.gather(id, part, slots[id], weights.plan_gather(copy_engines));
       if (weights.resident()) {
-        slots[plane] = planes.resting(plane);
-        if (part != Float8Planes::kWhole) {
+        slots[id] = plane.resting.local();
+        if (part != kWhole) {
           return;
         }
       }
     }
-    for (std::size_t i = 0; i < group.parameters().size(); ++i) {
-      if (part != Float8Planes::kWhole &&
-          planes.part_of(static_cast<std::int64_t>(i)) != part) {
-        continue;
-      }
-      for (const auto plane : {Float8Planes::kRows, Float8Planes::kColumns}) {
-        const auto view = planes.view(
-            plane,
-            static_cast<std::int64_t>(i),
-            part,
-            slots[plane]);
-        const std::string name =
-            group.parameters()[i].names.front() +
-            (plane == Float8Planes::kRows ? ".rows" : ".columns") + suffix;
+    for (const auto& [id, slot] : slots) {
+      const Plane& plane = planes[id];
+      const PlanePart& at = plane.part(part);
+      for (std::int64_t i = at.first_parameter;
+           i < at.first_parameter + at.num_parameters;
+           ++i) {
+        const auto view = weights.view(id, part, i, slot);
+        const std::string name = group.parameters()[i].names.front() + "." +
+                                 std::string(plane.name) + suffix;
         bytes[name] = copy_of(view.data.view(at::kByte));
         bytes[name + ".scales"] = copy_of(
             view.scales.scalar_type() == at::kFloat
@@ -132,8 +127,9 @@ inline Bytes gathered(ParamGroup& group, bool copy_engines = false) {
       }
     }
   };
-  add(Float8Planes::kWhole, "");
-  for (int part = 0; part < planes.num_parts(); ++part) {
+  add(kWhole, "");
+  const auto num_parts = static_cast<PartId>(planes.back().parts.size());
+  for (PartId part = 0; part < num_parts; ++part) {
     add(part, " in parts");
   }
   return bytes;

@@ -1,5 +1,3 @@
-#include "flatshard/group/float8_planes.h"
-
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -21,7 +19,6 @@ namespace {
 using float8::Recipe;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
-using enum Float8Planes::Plane;
 
 // What one rank has at first, and after the main weights were doubled.
 struct Reference {

@@ -202,7 +202,7 @@ TEST_P(ParamGroups, WholeWeightsAreTheSameOnAllRanks) {
         const auto second = group->weights().plan_gather();
         EXPECT_FALSE(second.refresh);
         EXPECT_FALSE(second.is_first);
-        group->weights().gather(out, first);
+        group->weights().gather(kComputePlane, kWhole, out, first);
         if (group->weights().resident()) {
           out.copy_(group->weights().compute().local());
         }
@@ -251,7 +251,8 @@ TEST(ParamGroup, GivenValuesWinOverDrawnOnes) {
         {.precision = kMixed},
         Initializer(0));
     const at::Tensor out = at::empty({group.layout().numel()}, at::kBFloat16);
-    group.weights().gather(out, group.weights().plan_gather());
+    group.weights()
+        .gather(kComputePlane, kWhole, out, group.weights().plan_gather());
     EXPECT_TRUE(out.narrow(0, 0, 70).equal(values.flatten().to(at::kBFloat16)));
     EXPECT_FALSE(group.parameters()[0].values.defined());
   });
@@ -270,7 +271,8 @@ TEST(ParamGroup, FrozenGroupsHaveNoMainWeights) {
     EXPECT_EQ(group.weights().main().dtype(), at::kBFloat16);
     EXPECT_FALSE(group.weights().has_refresh());
     const at::Tensor out = at::empty({group.layout().numel()}, at::kBFloat16);
-    group.weights().gather(out, group.weights().plan_gather());
+    group.weights()
+        .gather(kComputePlane, kWhole, out, group.weights().plan_gather());
     out.copy_(group.weights().compute().local());
     EXPECT_TRUE(out.narrow(0, group.layout().tensor_offset(0), 70)
                     .equal(initial(group.parameters()[0]).to(at::kBFloat16)));

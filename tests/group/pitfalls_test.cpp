@@ -141,7 +141,8 @@ TEST(Pitfalls, R13_WeightsKeepTheirAddresses) {
         EXPECT_TRUE(group->weights().adopt_foreign_writes());
         const at::Tensor out =
             at::empty({group->layout().numel()}, at::kBFloat16);
-        group->weights().gather(out, group->weights().plan_gather());
+        group->weights()
+            .gather(kComputePlane, kWhole, out, group->weights().plan_gather());
         const std::vector<const void*> now{
             group->weights().main().local().data_ptr(),
             group->weights().compute().local().data_ptr(),

@@ -77,7 +77,6 @@ std::shared_ptr<Runtime> shard_llama(
     const Float8Case& c) {
   FullyShardOptions options{
       .strategy = c.strategy,
-      .gather_parts = c.gather_parts,
       .seed = 5,
       .group =
           {.keep_compute_weights = c.keep_compute_weights,
@@ -103,7 +102,9 @@ std::shared_ptr<Runtime> shard_llama(
     options.units.push_back(dynamic_cast<nn::Module*>(unit.get()));
   }
   if (c.format) {
-    options.float8_of = [format = *c.format](
+    Float8Format format = *c.format;
+    format.gather_parts = c.gather_parts;
+    options.float8_of = [format](
                             const std::string& /*name*/,
                             const std::vector<std::int64_t>& shape) {
       return format.why_not(shape).empty() ? std::optional(format)

@@ -111,6 +111,10 @@ TEST_P(Float8Columns, PartsKeepingOffloadAndPoisonChangeNothing) {
   });
 }
 
+// Of a unit with FP8 weights.
+constexpr PlaneId kRowPlane = kComputePlane + 1;
+constexpr PlaneId kColumnPlane = kRowPlane + 1;
+
 std::int64_t gathered(const Float8Run& run, Phase phase, PlaneId plane) {
   std::vector<Action> actions = run.last_step;
   std::erase_if(actions, [&](const Action& a) {
@@ -136,30 +140,28 @@ TEST(Float8Training, F3_ASelectiveRecomputeGathersItsRowsAndNoMore) {
   constexpr std::int64_t kMlp = 3 * Float8Case::kDim * Float8Case::kFfn;
   const Float8Run none = run(ActivationCheckpoint::none);
   EXPECT_EQ(
-      gathered(none, Phase::forward, UnitWeights::kRowPlane),
+      gathered(none, Phase::forward, kRowPlane),
       Float8Case::kLayers * (kAttention + kMlp));
-  EXPECT_EQ(gathered(none, Phase::forward, UnitWeights::kColumnPlane), 0);
-  EXPECT_EQ(gathered(none, Phase::backward, UnitWeights::kRowPlane), 0);
+  EXPECT_EQ(gathered(none, Phase::forward, kColumnPlane), 0);
+  EXPECT_EQ(gathered(none, Phase::backward, kRowPlane), 0);
   EXPECT_EQ(
-      gathered(none, Phase::backward, UnitWeights::kColumnPlane),
+      gathered(none, Phase::backward, kColumnPlane),
       Float8Case::kLayers * (kAttention + kMlp));
   // Down's product is recomputed for nothing but its shape.
   const Float8Run some = run(ActivationCheckpoint::selective);
   EXPECT_EQ(
-      gathered(some, Phase::backward, UnitWeights::kRowPlane),
+      gathered(some, Phase::backward, kRowPlane),
       Float8Case::kLayers * kMlp);
   EXPECT_EQ(
-      gathered(some, Phase::backward, UnitWeights::kColumnPlane),
+      gathered(some, Phase::backward, kColumnPlane),
       Float8Case::kLayers * (kAttention + kMlp));
   // The first step taught that: they come while the unit behind computes.
   const auto rows = std::ranges::find_if(some.last_step, [&](const Action& a) {
     return a.kind == ActionKind::gather && a.phase == Phase::backward &&
-           a.plane == UnitWeights::kRowPlane &&
-           some.units[a.unit].name == "model.layers.0";
+           a.plane == kRowPlane && some.units[a.unit].name == "model.layers.0";
   });
   const auto behind = std::ranges::find_if(some.last_step, [&](const auto& a) {
-    return a.kind == ActionKind::await &&
-           a.plane == UnitWeights::kColumnPlane &&
+    return a.kind == ActionKind::await && a.plane == kColumnPlane &&
            some.units[a.unit].name == "model.layers.1";
   });
   EXPECT_LT(rows, behind);
@@ -168,7 +170,7 @@ TEST(Float8Training, F3_ASelectiveRecomputeGathersItsRowsAndNoMore) {
     const Float8Run whole =
         run(ActivationCheckpoint::selective, GatherParts::unit, steps);
     EXPECT_EQ(
-        gathered(whole, Phase::backward, UnitWeights::kRowPlane),
+        gathered(whole, Phase::backward, kRowPlane),
         Float8Case::kLayers * (kAttention + kMlp));
   }
 }
@@ -187,13 +189,11 @@ TEST(Float8Training, RestingRowsAreTransposedForEachBackward) {
     for (const Action& a : run.last_step) {
       ++count[{a.kind, a.plane}];
     }
+    EXPECT_EQ((count[{ActionKind::derive, kColumnPlane}]), Float8Case::kLayers);
     EXPECT_EQ(
-        (count[{ActionKind::derive, UnitWeights::kColumnPlane}]),
+        (count[{ActionKind::release, kColumnPlane}]),
         Float8Case::kLayers);
-    EXPECT_EQ(
-        (count[{ActionKind::release, UnitWeights::kColumnPlane}]),
-        Float8Case::kLayers);
-    EXPECT_EQ((count[{ActionKind::release, UnitWeights::kRowPlane}]), 0);
+    EXPECT_EQ((count[{ActionKind::release, kRowPlane}]), 0);
   }
 }
 
@@ -241,7 +241,7 @@ TEST(Float8Training, TheHeadAndWhatIsNotALinearStayBfloat16) {
     int num_fp8 = 0;
     for (ParamGroup* group : runtime->all_groups()) {
       for (const GroupParameter& p : group->parameters()) {
-        const bool is_fp8 = group->weights().float8() != nullptr;
+        const bool is_fp8 = !group->weights().has(kComputePlane);
         num_fp8 += is_fp8;
         EXPECT_EQ(
             is_fp8,

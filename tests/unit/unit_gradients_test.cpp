@@ -177,7 +177,7 @@ TEST(UnitContents, GroupsWithoutWeightsAndGroupsApart) {
     EXPECT_FALSE(without.weights().compute().defined());
     const UnitWeights weights("unit", contents.groups);
     EXPECT_EQ(
-        weights.nbytes(UnitWeights::kComputePlane, kWhole),
+        weights.nbytes(kComputePlane, kWhole),
         3 * kSlotAlignment);
   });
 }

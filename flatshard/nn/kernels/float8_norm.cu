@@ -15,9 +15,7 @@ struct NormSource : NormValues {
   using Value = Bf16;
   static constexpr int kRowsAtOnce = 8;
   static constexpr int blocks(Recipe recipe) {
-    const bool one_scale =
-        recipe == Recipe::tensorwise || recipe == Recipe::blockwise;
-    return one_scale ? 4 : 3;
+    return float8::traits_of(recipe).rows_share_scales() ? 4 : 3;
   }
   using Loaded = Eights;
 

@@ -17,7 +17,7 @@ struct SwigluGradientSource : SwigluGradientValues {
   static constexpr int kBlocksOfHalves = 2;
   /// Tensorwise gradients are stored first: see swiglu_backward_float8.
   static constexpr bool quantized_with(Recipe recipe) {
-    return recipe != Recipe::tensorwise;
+    return !float8::traits_of(recipe).has_one_scale();
   }
   struct Loaded {
     Eights dy, gate, up;

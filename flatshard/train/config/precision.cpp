@@ -50,8 +50,8 @@ const ConfigKey kPrecisionKeys[] = {
             {{{"float8.recipe"},
               WHEN(
                   c.float8.column_plane == ColumnPlane::stored &&
-                  c.float8.recipe != float8::Recipe::rowwise &&
-                  c.float8.recipe != float8::Recipe::mxfp8),
+                  !(c.float8.recipe &&
+                    float8::has_power_of_two_scales(*c.float8.recipe))),
               "stored is for rowwise and mxfp8, since rows and columns of the "
               "others hold the same numbers; use auto"}}),
     KEY(float8.gather_parts,

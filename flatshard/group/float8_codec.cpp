@@ -1,0 +1,387 @@
+#include "flatshard/group/float8_codec.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+#include "flatshard/core/error.h"
+
+namespace flatshard {
+namespace {
+
+using float8::Axis;
+
+Axis axis_of(const Plane& plane) {
+  return plane.in_forward ? Axis::row : Axis::column;
+}
+
+}  // namespace
+
+Float8Codec::Float8Codec(const GroupContext& context)
+    : context_(context),
+      traits_(float8::traits_of(context.options.float8->recipe)),
+      layout_(context.layout) {
+  if (traits_.scales_are_sharded) {
+    layout_ = std::make_shared<const FlatLayout>(
+        context.layout->with_scales(traits_.block_inner));
+  } else {
+    scales_.emplace(context);
+  }
+}
+
+// -- what there is ------------------------------------------------------------
+
+std::vector<Plane> Float8Codec::planes() const {
+  std::vector<Plane> planes(3);
+  planes[kComputePlane].name = "compute";
+  constexpr PlaneId kRows = kComputePlane + 1;
+  constexpr PlaneId kColumns = kRows + 1;
+  for (const PlaneId id : {kRows, kColumns}) {
+    const bool is_rows = id == kRows;
+    Plane& plane = planes[id];
+    plane = {
+        .name = is_rows ? "rows" : "columns",
+        .source = is_rows || format().stored_columns ? kStored : kRows,
+        .in_forward = is_rows,
+        .in_backward = !is_rows,
+        .on_request = true,
+        .dtype = at::kByte,
+        .layout = layout_};
+    const std::int64_t num_parameters = context_.layout->num_tensors();
+    plane.whole = part_of(0, num_parameters, scales_behind(plane));
+    if (format().gather_parts == GatherParts::unit) {
+      continue;
+    }
+    const auto part = [&](std::int64_t i) {
+      return context_.layout->spec(i).part;
+    };
+    for (std::int64_t first = 0, i = 1; i <= num_parameters; ++i) {
+      if (i == num_parameters || part(i) != part(first)) {
+        plane.parts.push_back(part_of(first, i - first, scales_behind(plane)));
+        first = i;
+      }
+    }
+  }
+  return planes;
+}
+
+bool Float8Codec::scales_behind(const Plane& plane) const {
+  return plane.source != kStored && scales_ &&
+         float8::has_power_of_two_scales(format().recipe);
+}
+
+std::int64_t Float8Codec::nbytes_behind(std::int64_t first, std::int64_t count)
+    const {
+  std::int64_t nbytes = 0;
+  for (std::int64_t i = first; i < first + count; ++i) {
+    // Each begins at 16 bytes.
+    nbytes +=
+        (shape(i)[1] + 3) / 4 * 4 * static_cast<std::int64_t>(sizeof(float));
+  }
+  return nbytes;
+}
+
+PlanePart Float8Codec::part_of(
+    std::int64_t first_parameter,
+    std::int64_t num_parameters,
+    bool with_scales_behind) const {
+  const auto& segments = layout_->segments();
+  const auto num_segments = static_cast<std::int64_t>(segments.size());
+  std::int64_t first = num_segments;
+  std::int64_t end = 0;
+  if (num_parameters == context_.layout->num_tensors()) {
+    first = 0;
+    end = num_segments;
+  }
+  // With scales each segment of the group is followed by one of theirs.
+  const std::int64_t factor =
+      segments.size() / context_.layout->segments().size();
+  for (std::int64_t i = first_parameter; i < first_parameter + num_parameters;
+       ++i) {
+    const std::int64_t s = context_.layout->tensor_segment(i) * factor;
+    first = std::min(first, s);
+    end = std::max(end, s + factor);
+  }
+  auto layout = std::make_shared<const FlatLayout>(
+      layout_->of_segments(first, end - first));
+  const std::int64_t nbytes =
+      layout->numel() +
+      (with_scales_behind ? nbytes_behind(first_parameter, num_parameters) : 0);
+  return {
+      .first_parameter = first_parameter,
+      .num_parameters = num_parameters,
+      .first_segment = first,
+      .num_segments = end - first,
+      .offset = segments[first].offset,
+      .layout = std::move(layout),
+      .nbytes = nbytes};
+}
+
+std::int64_t Float8Codec::nbytes() const {
+  const at::Tensor amax = outputs_ ? outputs_->amax : at::Tensor();
+  return (scales_ ? scales_->nbytes() : 0) +
+         (amax.defined() ? static_cast<std::int64_t>(amax.nbytes()) : 0);
+}
+
+// -- encoding -----------------------------------------------------------------
+
+void Float8Codec::plan() {
+  if (scales_) {
+    scales_->plan();
+  }
+}
+
+void Float8Codec::begin(const FlatBuffer& main, bool begun) {
+  const at::NoGradGuard no_grad;
+  rows_are_made_ = begun && !scales_;
+  if (scales_) {
+    scales_->update(main, begun ? outputs_->amax : at::Tensor());
+  }
+}
+
+void Float8Codec::encode(
+    const Plane& plane,
+    PartId part,
+    const FlatBuffer& main,
+    const at::Tensor& to) {
+  const at::NoGradGuard no_grad;
+  if (rows_are_made_ && axis_of(plane) == Axis::row) {
+    return;
+  }
+  if (!plane.resting.defined()) {
+    to.zero_();  // padding
+  }
+  const PlanePart& at = plane.part(part);
+  const std::int64_t begin =
+      plane.shard.local_ranges()[at.first_segment].local_offset;
+  for (std::int64_t i = at.first_parameter;
+       i < at.first_parameter + at.num_parameters;
+       ++i) {
+    for (const Piece& piece : main.local_pieces(i)) {
+      if (piece.numel > 0) {
+        encode_piece(plane, main, i, piece, to, begin);
+      }
+    }
+  }
+}
+
+void Float8Codec::encode_piece(
+    const Plane& plane,
+    const FlatBuffer& main,
+    std::int64_t i,
+    const Piece& piece,
+    const at::Tensor& to,
+    std::int64_t to_begin) const {
+  const Axis axis = axis_of(plane);
+  const std::int64_t columns = shape(i)[1];
+  const std::int64_t begin = piece.tensor_offset / columns;
+  const std::int64_t rows = piece.numel / columns;
+  const at::Tensor x = main.local()
+                           .narrow(0, piece.local_offset, piece.numel)
+                           .view({rows, columns});
+  float8::Quantizer quantizer = format().quantizer();
+  float8::PlaneOptions options{.axis = axis, .transpose = false};
+  // Where the piece of a tensor of the plane's layout goes.
+  const auto place = [&](std::int64_t tensor, at::ScalarType dtype) {
+    const Piece at = plane.shard.local_pieces(tensor).at(0);
+    return to.narrow(0, at.local_offset - to_begin, at.numel).view(dtype);
+  };
+  float8::Plane out{
+      .data = place(i, float8::scalar_type(quantizer.format))
+                  .view({rows, columns})};
+  const auto floats = x.options().dtype(at::kFloat);
+  if (traits_.scales_are_sharded) {
+    const std::int64_t block = traits_.block_inner;
+    const at::Tensor scales =
+        place(context_.layout->num_tensors() + i, at::kFloat8_e8m0fnu);
+    out.scales = axis == Axis::row ? scales.view({rows, columns / block})
+                                   : scales.view({rows / block, columns}).t();
+  } else if (traits_.block_inner == 0) {
+    // Of scales_, which hold them already.
+    options.amax = scales_->amax(axis, i);
+    if (!traits_.has_one_scale() && axis == Axis::row) {
+      options.amax = options.amax.narrow(0, begin, rows);
+    }
+    out.scales = at::empty(options.amax.sizes(), floats);
+  } else {
+    // Rows of a block may lie on several ranks: each row has the block's scale.
+    quantizer.recipe = traits_.activations;
+    const at::Tensor block =
+        at::arange(begin, begin + rows, floats.dtype(at::kLong))
+            .div_(traits_.block_outer, "floor");
+    out.scales =
+        at::zeros({columns / traits_.block_inner, (rows + 3) / 4 * 4}, floats)
+            .narrow(1, 0, rows)
+            .t();
+    out.scales.copy_(scales_->of(Axis::row, i).index_select(0, block));
+    options.scales = out.scales;
+  }
+  float8::quantize_into(out, x, quantizer, options);
+}
+
+void Float8Codec::end(const FlatBuffer& main, bool all_encoded) {
+  if (scales_ && all_encoded) {
+    scales_->forget_amax();
+  }
+  if (!context_.mesh->device().is_cpu()) {
+    return;
+  }
+  for (std::int64_t i = 0; i < context_.layout->num_tensors(); ++i) {
+    FLATSHARD_CHECK(
+        is_finite(main, i),
+        usage,
+        "parameter {} of {} has weights that are not finite, which no FP8 "
+        "scale fits; look at the step that wrote them "
+        "(training.on_nonfinite keeps such gradients out of the weights)",
+        context_.parameters->at(i).names.front(),
+        context_.name);
+  }
+}
+
+bool Float8Codec::is_finite(const FlatBuffer& main, std::int64_t i) const {
+  if (scales_) {
+    return scales_->is_finite(i);
+  }
+  const auto pieces = main.local_pieces(i);
+  return std::ranges::all_of(pieces, [&](const Piece& piece) {
+    return main.local()
+        .narrow(0, piece.local_offset, piece.numel)
+        .isfinite()
+        .all()
+        .item<bool>();
+  });
+}
+
+float8::FlatRun Float8Codec::flat_run(
+    const Plane& rows,
+    std::int64_t i,
+    const Piece& piece) const {
+  float8::FlatRun run{
+      .begin = piece.local_offset,
+      .end = piece.local_offset + piece.numel,
+      .first = piece.tensor_offset,
+      .columns = shape(i)[1]};
+  if (scales_) {
+    scales_->place_amax(i, run);
+  } else {
+    run.data = rows.shard.local_pieces(i).at(0).local_offset;
+    run.scales = rows.shard.local_pieces(context_.layout->num_tensors() + i)
+                     .at(0)
+                     .local_offset;
+  }
+  return run;
+}
+
+const Float8Outputs* Float8Codec::outputs(
+    const FlatBuffer& main,
+    const std::vector<Plane>& planes) {
+  const auto rows = std::ranges::find_if(planes, [](const Plane& plane) {
+    return plane.stored() && axis_of(plane) == Axis::row;
+  });
+  const bool needs_all_rows = scales_ && format().stored_columns;
+  if (needs_all_rows || (!scales_ && !rows->resting.defined())) {
+    return nullptr;
+  }
+  if (!outputs_) {
+    Float8Outputs& outputs = outputs_.emplace();
+    outputs.rounding = format().rounding;
+    for (std::int64_t i = 0; i < context_.layout->num_tensors(); ++i) {
+      for (const Piece& piece : main.local_pieces(i)) {
+        if (piece.numel > 0) {
+          outputs.runs.push_back(flat_run(*rows, i, piece));
+        }
+      }
+    }
+    std::ranges::sort(outputs.runs, {}, &float8::FlatRun::begin);
+    outputs.upload(main.device());
+    if (scales_) {
+      // Zero before each update, on its stream.
+      outputs.amax = scales_->empty_amax();
+    } else {
+      outputs.data = outputs.scales = rows->shard.local();
+    }
+  }
+  return &*outputs_;
+}
+
+// -- reading ------------------------------------------------------------------
+
+void Float8Codec::derive(
+    const Plane& plane,
+    PartId part,
+    const Plane& source,
+    const at::Tensor& from,
+    const at::Tensor& to) const {
+  const at::NoGradGuard no_grad;
+  const PlanePart& at = plane.part(part);
+  for (std::int64_t i = at.first_parameter;
+       i < at.first_parameter + at.num_parameters;
+       ++i) {
+    const float8::Plane rows = view(source, part, i, from);
+    const float8::Plane columns = view(plane, part, i, to);
+    if (!float8::has_power_of_two_scales(format().recipe)) {
+      float8::transpose_bytes_into(columns.data, rows.data);
+      continue;
+    }
+    float8::quantize_into(
+        columns,
+        // Exact: 3 bits, and scales that are powers of two.
+        float8::dequantize(rows, format().recipe, {.dtype = at::kBFloat16}),
+        format().quantizer(),
+        {.axis = Axis::column});
+  }
+}
+
+float8::Plane Float8Codec::view(
+    const Plane& plane,
+    PartId part,
+    std::int64_t i,
+    const at::Tensor& slot) const {
+  const PlanePart& at = plane.part(part);
+  const auto [rows, columns] = shape(i);
+  const bool derived = plane.source != kStored;
+  float8::Plane view;
+  view.data =
+      slot.narrow(0, layout_->tensor_offset(i) - at.offset, rows * columns)
+          .view(float8::scalar_type(float8::Format::e4m3))
+          .view(
+              derived ? at::IntArrayRef{columns, rows}
+                      : at::IntArrayRef{rows, columns});
+  if (scales_behind(plane)) {
+    view.scales =
+        slot.narrow(
+                0,
+                at.layout->numel() +
+                    nbytes_behind(at.first_parameter, i - at.first_parameter),
+                columns * static_cast<std::int64_t>(sizeof(float)))
+            .view(at::kFloat);
+  } else if (scales_) {
+    view.scales = scales_->of(axis_of(plane), i);
+  } else {
+    view.scales = view_sharded_scales(plane, at, i, slot);
+  }
+  return view;
+}
+
+at::Tensor Float8Codec::view_sharded_scales(
+    const Plane& plane,
+    const PlanePart& part,
+    std::int64_t i,
+    const at::Tensor& slot) const {
+  const auto [rows, columns] = shape(i);
+  const std::int64_t block = traits_.block_inner;
+  const at::Tensor scales =
+      slot.narrow(
+              0,
+              layout_->tensor_offset(context_.layout->num_tensors() + i) -
+                  part.offset,
+              rows * columns / block)
+          .view(at::kFloat8_e8m0fnu);
+  if (axis_of(plane) == Axis::row) {
+    return scales.view({rows, columns / block});
+  }
+  return plane.source != kStored ? scales.view({columns, rows / block})
+                                 : scales.view({rows / block, columns}).t();
+}
+
+}  // namespace flatshard

@@ -1,0 +1,113 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "flatshard/float8/flat_run.h"
+#include "flatshard/group/float8_format.h"
+#include "flatshard/group/float8_scales.h"
+#include "flatshard/group/plane.h"
+
+namespace flatshard {
+
+/// Rows for the forward and columns for the backward, in FP8; kComputePlane is
+/// empty.
+///
+/// A plane is bytes. Its layout is the group's; with sharded scales (mxfp8)
+/// those of each segment follow it there, so that they are cut where their
+/// elements are and travel in the same launch. The other recipes have few
+/// scales, and each rank has all of them (Float8Scales): the largest magnitudes
+/// are reduced over the ranks (max, so exact) before anything is quantized. So
+/// the bytes of a plane are those that one rank has, in any number of shards.
+///
+/// | recipe     | rows, and columns where stored  | columns, derived          |
+/// |------------|---------------------------------|---------------------------|
+/// | tensorwise | [out, in]                       | [in, out], the same bytes |
+/// | rowwise    | [out, in]; a scale per row, or  | [in, out], quantized from |
+/// |            | per column                      | the rows; scales behind   |
+/// | blockwise  | [out, in]                       | [in, out], the same bytes |
+/// | mxfp8      | [out, in]; scales along in, or  | [in, out], quantized from |
+/// |            | along out                       | the rows                  |
+class Float8Codec : public Codec {
+ public:
+  /// @param context  outlives this. Its layout has the parts of
+  ///   Float8Format::parts_of.
+  explicit Float8Codec(const GroupContext& context);
+
+  std::vector<Plane> planes() const override;
+  bool encodes_at_gather() const override { return true; }
+  void plan() override;
+  void begin(const FlatBuffer& main, bool begun) override;
+  /// Before `begin` of other main weights.
+  void encode(
+      const Plane& plane,
+      PartId part,
+      const FlatBuffer& main,
+      const at::Tensor& to) override;
+  /// @throws Error{usage} on the CPU, naming a parameter whose main weights on
+  ///   this rank are not finite. On CUDA its scales and data become NaN.
+  void end(const FlatBuffer& main, bool all_encoded) override;
+  void derive(
+      const Plane& plane,
+      PartId part,
+      const Plane& source,
+      const at::Tensor& from,
+      const at::Tensor& to) const override;
+  /// Rows and stored columns have data [out, in], derived columns [in, out];
+  /// scales as float8::Plane says.
+  float8::Plane view(
+      const Plane& plane,
+      PartId part,
+      std::int64_t parameter,
+      const at::Tensor& slot) const override;
+  /// The largest magnitudes that scales come from, or with sharded scales the
+  /// rows themselves. Null where scales need more than this rank's rows
+  /// (rowwise with stored columns), or where no rows rest.
+  /// @param main  float32, on the device of the planes.
+  const Float8Outputs* outputs(
+      const FlatBuffer& main,
+      const std::vector<Plane>& planes) override;
+  std::int64_t nbytes() const override;
+
+ private:
+  const Float8Format& format() const { return *context_.options.float8; }
+  std::array<std::int64_t, 2> shape(std::int64_t i) const {
+    const auto& shape = context_.layout->spec(i).shape;
+    return {shape[0], shape[1]};
+  }
+  /// Columns that each rank quantizes anew have scales of their own, which lie
+  /// behind them in the slot.
+  bool scales_behind(const Plane& plane) const;
+  std::int64_t nbytes_behind(std::int64_t first, std::int64_t count) const;
+  PlanePart part_of(
+      std::int64_t first_parameter,
+      std::int64_t num_parameters,
+      bool with_scales_behind) const;
+  void encode_piece(
+      const Plane& plane,
+      const FlatBuffer& main,
+      std::int64_t i,
+      const Piece& piece,
+      const at::Tensor& to,
+      std::int64_t to_begin) const;
+  /// Of sharded scales, which lie behind the data of their segment.
+  at::Tensor view_sharded_scales(
+      const Plane& plane,
+      const PlanePart& part,
+      std::int64_t i,
+      const at::Tensor& slot) const;
+  bool is_finite(const FlatBuffer& main, std::int64_t i) const;
+  float8::FlatRun
+  flat_run(const Plane& rows, std::int64_t i, const Piece& piece) const;
+
+  const GroupContext& context_;
+  float8::RecipeTraits traits_;
+  std::shared_ptr<const FlatLayout> layout_;  ///< of a plane's bytes
+  std::optional<Float8Scales> scales_;        ///< where each rank has all
+  std::optional<Float8Outputs> outputs_;      ///< made at their first use
+  bool rows_are_made_ = false;  ///< by a writer of these main weights
+};
+
+}  // namespace flatshard
