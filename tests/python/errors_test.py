@@ -138,7 +138,7 @@ class Tagged(nn.Parameter):
         (
             lambda: nn.Parameter(torch.ones(2, 2).as_subclass(OfTorchao)),
             NotImplementedError,
-            r"parameter weight is a OfTorchao, .*fp8=Float8Policy\(...\) and not torchao's",
+            r"parameter weight is a OfTorchao, .*fp8=Float8Policy\(...\)\) and not torchao's",
         ),
         (
             lambda: Tagged(torch.ones(2, 2)),

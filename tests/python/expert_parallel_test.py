@@ -190,10 +190,13 @@ def test_one_call_shards_as_several_do(family, rank, world):
     for edp, ep in shapes:
         by_hand = sharded(make(family), edp, ep)
         model = flatshard.shard_moe(make(family), ep=ep)
-        assert train(model, [rank]) == train(by_hand, [rank])
+        # With one rank for experts they are in the layer's unit.
+        close = {"rtol": 1e-4, "atol": 1e-5} if ep == 1 else {"rtol": 0, "atol": 0}
+        losses = torch.tensor([train(m, [rank]) for m in (model, by_hand)])
+        torch.testing.assert_close(*losses, **close)
         expected = values(by_hand)
         for name, value in values(model).items():
-            torch.testing.assert_close(value, expected[name], rtol=0, atol=0, msg=name)
+            torch.testing.assert_close(value, expected[name], **close, msg=name)
 
 
 def test_one_call_with_replicas(rank, world):

@@ -9,8 +9,8 @@ import torch.distributed.fsdp as fsdp
 from torch.distributed.fsdp import FSDPModule as Fsdp2Module
 
 import flatshard
-from flatshard import fully_shard
 from tests.python.models import Mlp
+from tests.python.options import fully_shard
 from tests.python.training import distance, full_state, shard, train, twins
 
 # Of the package that FSDP2 shares with FSDP1: what fully_shard needs.
@@ -45,7 +45,7 @@ def test_every_method_has_its_parameters():
 
 def test_every_option_of_fully_shard():
     wanted = inspect.signature(fsdp.fully_shard).parameters
-    assert set(wanted) <= set(inspect.signature(fully_shard).parameters)
+    assert set(wanted) <= set(inspect.signature(flatshard.fully_shard).parameters)
 
 
 def test_every_function():

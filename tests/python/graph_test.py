@@ -713,12 +713,12 @@ def test_a_foreign_capture_is_refused(mesh, monkeypatch):
         model.loss(torch.Generator())
         root_of(model).on_gpu = True
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        with pytest.raises(RuntimeError, match="fully_shard.block, cuda_graph=True"):
+        with pytest.raises(RuntimeError, match="ShardOptions.cuda_graph=True"):
             model.loss(torch.Generator())
         return
     x = torch.randn(4, 13, device=DEVICE)
     model(x).sum().backward()
-    with pytest.raises(RuntimeError, match="fully_shard.block, cuda_graph=True"):
+    with pytest.raises(RuntimeError, match="ShardOptions.cuda_graph=True"):
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             model(x)
 

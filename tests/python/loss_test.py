@@ -10,12 +10,12 @@ from transformers import LlamaForCausalLM
 
 from flatshard import (
     MixedPrecisionPolicy,
-    fully_shard,
     linear_cross_entropy,
     register_fsdp_forward_method,
 )
 from tests.python.device import DEVICE, on_device
 from tests.python.models import llama
+from tests.python.options import fully_shard
 from tests.python.training import distance, full_state, train, twins
 
 DIM, VOCAB = 6, 11

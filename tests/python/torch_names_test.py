@@ -25,7 +25,7 @@ from flatshard._tensor.row_shard import RowShard
 from flatshard._tensor.row_spec import RowSpec
 from flatshard._tensor.shard_views import ShardedView
 from flatshard._tensor.sharded_tensor import ShardedTensor
-from tests.python.device import DEVICE
+from tests.python.device import DEVICE, named_mesh
 
 # In a build folder it consists of links, which rglob does not follow.
 PACKAGE = pathlib.Path(flatshard.__file__).resolve().parent
@@ -224,6 +224,30 @@ def saved_tensor_hooks(mesh):
     assert not torch_versions.has_saved_tensor_hooks()
     checkpoint(forward, torch.ones(1, requires_grad=True), use_reentrant=False)
     assert seen == [True] and not torch_versions.has_saved_tensor_hooks()
+
+
+@expects("_concatenate")
+def meshes_of_two_dimensions(mesh):
+    from torch.distributed.device_mesh import DeviceMesh
+
+    grid = named_mesh(dp=1, tp=mesh.size())
+    both = DeviceMesh._concatenate([grid["dp"], grid["tp"]])
+    assert both.mesh_dim_names == ("dp", "tp") and both == grid
+
+
+@expects("torch.distributed.tensor.placement_types._StridedShard", "_is_param")
+def parameters_of_tensor_parallelism(mesh):
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    grid = named_mesh(dp=1, tp=mesh.size())
+    layer = nn.Linear(2, 4 * mesh.size()).to(DEVICE)
+    parallelize_module(layer, grid["tp"], ColwiseParallel())
+    flatshard.fully_shard(layer, mesh=grid["dp"])
+    seen = []
+    layer.register_forward_pre_hook(lambda m, _: seen.append(m.weight))
+    layer(torch.ones(1, 2, device=DEVICE)).sum().backward()
+    assert isinstance(seen[0], nn.Parameter) and isinstance(seen[0], DTensor)
+    assert layer.weight.full_tensor().shape == (4 * mesh.size(), 2)
 
 
 @expects("_len_torch_dispatch_stack")

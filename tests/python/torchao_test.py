@@ -141,7 +141,7 @@ def test_its_weights_are_refused_by_name(mesh):
     with pytest.raises(
         NotImplementedError,
         match=r"parameter up.weight.* is a Float8Tensor.*without fsdp_pre_all_gather.*"
-        r"give fp8=Float8Policy\(...\) and not torchao's",
+        r"fp8=Float8Policy\(...\)\) and not torchao's",
     ):
         fully_shard(model.blocks[0], mesh=mesh, mp_policy=BF16)
         model.blocks[0](on_device(torch.ones(16, DIM)))

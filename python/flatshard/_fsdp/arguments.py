@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard
 
 from flatshard._fsdp.extension import is_extended
 from flatshard._fsdp.strategies import find_strategy
-from flatshard._fsdp.tensor_parallel import is_tensor_parallel
+from flatshard._tensor.tensor_parallel import is_tensor_parallel
 from flatshard._fsdp.wrapping import check_module
 from flatshard._tensor.mesh import flattened
 from flatshard.torch_versions import parameters_of

@@ -7,7 +7,7 @@ from torch import nn
 
 from flatshard._fsdp.extension import instead_of, may_follow_protocol
 from flatshard._fsdp.parameter import former_name
-from flatshard._fsdp.tensor_parallel import is_tensor_parallel
+from flatshard._tensor.tensor_parallel import is_tensor_parallel
 from flatshard._tensor.even_shard import EvenShard
 from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard.torch_versions import parameters_of

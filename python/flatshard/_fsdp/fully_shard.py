@@ -33,7 +33,7 @@ from flatshard._fsdp.options import ModelOptions, ShardOptions
 from flatshard._fsdp.parameter import Parameter, mark_owner, plain_like, whole_parameter
 from flatshard._fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 from flatshard._fsdp.replaced import watch_loads
-from flatshard._fsdp.tensor_parallel import (
+from flatshard._tensor.tensor_parallel import (
     TensorParallel,
     is_tensor_parallel,
     plain_value,

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from flatshard.torch_versions import in_functorch
+from flatshard.torch_versions import backward_hooks_of, in_functorch
 
 
 class InPlaceLinear(nn.Linear):
@@ -40,7 +40,7 @@ def _is_plain(input, weight):
         and type(weight) is nn.Parameter
         and input.dtype == weight.dtype
         and input.dim() > 0
-        and not weight._backward_hooks
+        and not backward_hooks_of(weight)
         and not torch.is_autocast_enabled(input.device.type)
         and not in_functorch()
     )

@@ -49,7 +49,9 @@ class Parameter:
     hooks: dict = field(default_factory=dict)  # of the user
     shown_dtype: torch.dtype | None = None  # of the shard, as the core made it
     extension: object = None  # of a subclass: its Extension, see extension.py
-    parallel: object = None  # of a DTensor: its TensorParallel, see tensor_parallel.py
+    parallel: object = (
+        None  # of a DTensor: its TensorParallel, see _tensor/tensor_parallel.py
+    )
 
     @property
     def title(self):

@@ -102,8 +102,7 @@ def shard_moe(
     meshes = moe_meshes(dp_mesh, ep=ep)
     options = options or ShardOptions()
     layers = _layers(model) if units is None else list(units)
-    if ep > 1 or overlap:
-        expert_parallel(model, meshes.ep, overlap=overlap)
+    expert_parallel(model, meshes.ep, overlap=overlap)
     if ep > 1:
         of_experts = replace(options, fp8=None, cuda_graph=False, grads_in_place=None)
         for _, experts in experts_in(model):
