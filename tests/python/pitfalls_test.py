@@ -302,7 +302,7 @@ def test_R21_every_option_has_an_effect(mesh, world):
     with pytest.raises(ValueError, match="max_padding"):
         placement(max_padding=-1.0)
     wide = fully_shard(nn.Linear(4, rows), mesh=mesh, max_padding=0.3)
-    assert state_of(wide).max_padding == 0.3
+    assert state_of(wide).model_options.max_padding == 0.3
 
 
 def test_R22_hooks_of_the_user_run_and_can_be_removed(mesh, rank):
