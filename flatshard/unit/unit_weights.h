@@ -51,7 +51,8 @@ class UnitWeights {
   /// Gathers a plane of all groups, or a part of one, into `slot`. Inside
   /// Stream::submit.
   /// @param gathers  by group; those that are not in the plane are not used.
-  /// @param shards  the slot of kPostForwardPlane, from which groups that have
+  /// @param shards  the slot of UnitSpec::post_forward, from which groups that
+  /// have
   ///   such a shard are gathered; null: from what rests.
   void gather_into(
       const SlotView& slot,

@@ -70,7 +70,8 @@ class TracedAction:
         kind: "gather", "derive", "await", "release", "reduce" and others, see
             docs/architecture.md.
         unit: its name; "" for what is none's.
-        plane: 0: weights; 1 and 2: rows and columns of FP8 weights.
+        plane: 0: weights; 1 and 2: rows and columns of FP8 weights. The last: slices that
+            reshard_after_forward keeps, where it is a number.
         part: number of the weight in its plane; -1: all of it.
         phase: of a gather or derive: "forward" or "backward", for which it was.
         nbytes: of a gather: of the gathered slot.

@@ -21,8 +21,8 @@ from tests.python.graph_training import both as both_graphed
 from tests.python.models import Body, Mlp, plain
 from tests.python.training import data, distance, full_state, refused, shard, train
 
-# The plane of the core that holds the slices.
-SLICES = 3
+# The plane of the core that holds the slices: after those of the groups.
+SLICES = 1
 
 
 @pytest.fixture(autouse=True)
