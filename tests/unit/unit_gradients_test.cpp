@@ -176,9 +176,7 @@ TEST(UnitContents, GroupsWithoutWeightsAndGroupsApart) {
     EXPECT_TRUE(without.weights().main().local().is_meta());
     EXPECT_FALSE(without.weights().compute().defined());
     const UnitWeights weights("unit", contents.groups);
-    EXPECT_EQ(
-        weights.nbytes(kComputePlane, kWhole),
-        3 * kSlotAlignment);
+    EXPECT_EQ(weights.nbytes(kComputePlane, kWhole), 3 * kSlotAlignment);
   });
 }
 
