@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# examples/python/finetune_hf.py on two ranks: the loss falls, and the folder that it
-# saves is one that transformers loads.
+# The README's Python program, and examples/python/finetune_hf.py, on two ranks: the loss
+# falls, and the folder that the example saves is one that transformers loads.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${FLATSHARD_PYTHON:-.venv/bin/python}
@@ -8,6 +8,11 @@ export PYTHONPATH="${FLATSHARD_BUILD:-build}/python${PYTHONPATH:+:$PYTHONPATH}"
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=1
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
+sed -n '/^import torch$/,/^```$/p' README.md | grep -v '^```$' >"$out/train.py"
+"$python" -m torch.distributed.run --standalone --nproc-per-node 2 "$out/train.py" |
+  tee "$out/log"
+grep -q '^loss 0\.' "$out/log"
+
 "$python" -m torch.distributed.run --standalone --nproc-per-node 2 \
   examples/python/finetune_hf.py --model tiny --text README.md --steps 40 \
   --seq 64 --lr 1e-2 --out "$out/model" | tee "$out/log"
