@@ -34,7 +34,8 @@ def live():
     gc.collect()
     tensors = [o for o in gc.get_objects() if isinstance(o, torch.Tensor)]
     inner = [t._local_tensor for t in tensors if hasattr(t, "_local_tensor")]
-    storages = {s._cdata: nbytes(s) for s in map(storage_of, tensors + inner) if s}
+    found = [s for s in map(storage_of, tensors + inner) if s is not None]
+    storages = {s._cdata: nbytes(s) for s in found}
     return len(tensors), sum(storages.values())
 
 
