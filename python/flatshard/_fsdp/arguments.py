@@ -10,9 +10,9 @@ from torch.distributed.tensor import Shard
 
 from flatshard._fsdp.extension import is_extended
 from flatshard._fsdp.strategies import find_strategy
-from flatshard._tensor.tensor_parallel import is_tensor_parallel
 from flatshard._fsdp.wrapping import check_module
 from flatshard._tensor.mesh import flattened
+from flatshard._tensor.tensor_parallel import is_tensor_parallel
 from flatshard.torch_versions import parameters_of
 
 # Of each mesh: asking is a collective.
@@ -34,14 +34,30 @@ def modules_of(module):
     return modules
 
 
-def check_slices(**options):
-    """Refuses options of a module whose mesh is a part of the model's."""
+def refuse(template, **options):
+    """Raises NotImplementedError for the first of `options` that is on. `template` has
+    {name} where the option's name is."""
     for name, value in options.items():
-        if value not in (None, False):
-            raise NotImplementedError(
-                f"{name} is not supported for a module whose mesh is a part of the "
-                "model's; leave it out here"
-            )
+        if value:
+            raise NotImplementedError(template.format(name=name))
+
+
+_ON_A_PART = (
+    "{name} is not supported for a module whose mesh is a part of the model's; leave it "
+    "out here"
+)
+_PARALLEL = (
+    "{name}: this value is not supported for a unit that has parameters with tensor "
+    "parallelism (DTensors); leave it out there"
+)
+_EXTENDED = (
+    "{name}: this value is not supported for a unit that has parameters of subclasses "
+    "with fsdp_pre_all_gather; give them a fully_shard call of their own, with the default"
+)
+_CUT_ELSEWHERE = (
+    "{name} is not supported where shard_placement_fn returns another placement than "
+    "Shard(0); leave one of them out"
+)
 
 
 def ids_of(ignored_params):
@@ -66,8 +82,6 @@ def places_of(tensors, modules):
 
 def strategy_name(strategy, outer, mesh):
     row = find_strategy(strategy)
-    if outer not in ("replicate", "optim"):
-        raise ValueError(f"outer: expected 'replicate' or 'optim', got {outer!r}")
     if outer == "replicate":
         return row.name if mesh.ndim == 1 else row.with_replicas
     if mesh.ndim != 2:
@@ -124,10 +138,6 @@ def param_dtype_of(policy, tensor, name):
 
 
 def uses_copy_engines(copy_engines, mesh):
-    if copy_engines not in ("none", "auto", "all"):
-        raise ValueError(
-            f"copy_engines: expected 'none', 'auto' or 'all', got {copy_engines!r}"
-        )
     if copy_engines == "auto":
         if mesh not in _fast_links:
             _fast_links[mesh] = mesh.has_fast_links
@@ -208,29 +218,26 @@ def check_places(places, found, options, strategy, offload, slices, mesh):
     Returns:
         The places, with what a strategy that cuts nothing makes of them.
     """
-    dims = [place.dim for place in places]
+    fp8, cuda_graph = options.fp8, options.cuda_graph
+    flattens = options.outer == "optim"
+    any_dim = any(place.dim for place in places)
     on_parts = slices is not None or any(place.mesh is not None for place in places)
+    tensors = [tensor for tensor, _, _ in found]
     if on_parts:
-        check_slices(
-            fp8=options.fp8,
-            cuda_graph=options.cuda_graph,
-            grads_in_place=options.grads_in_place,
-        )
-    check_cut_dims(dims, fp8=options.fp8, outer=options.outer == "optim", mesh=on_parts)
-    if any(is_tensor_parallel(tensor) for tensor, _, _ in found):
-        check_parallel(
-            outer=options.outer == "optim",
-            fp8=options.fp8,
-            cuda_graph=options.cuda_graph,
-            mesh=on_parts,
-        )
-    if any(is_extended(tensor) for tensor, _, _ in found):
-        check_extended(
+        in_place = options.grads_in_place
+        refuse(_ON_A_PART, fp8=fp8, cuda_graph=cuda_graph, grads_in_place=in_place)
+    if any_dim:
+        refuse(_CUT_ELSEWHERE, fp8=fp8, outer=flattens, mesh=on_parts)
+    if any(map(is_tensor_parallel, tensors)):
+        refuse(_PARALLEL, outer=flattens, fp8=fp8, cuda_graph=cuda_graph, mesh=on_parts)
+    if any(map(is_extended, tensors)):
+        refuse(
+            _EXTENDED,
             strategy=strategy not in ("zero3", "hsdp"),
-            dims=any(dims),
-            fp8=options.fp8,
+            dims=any_dim,
+            fp8=fp8,
             offload_policy=offload,
-            cuda_graph=options.cuda_graph,
+            cuda_graph=cuda_graph,
             mesh=on_parts,
         )
     if strategy == "zero0" or mesh.size() == 1:
@@ -298,35 +305,3 @@ def cut_dim(placement, tensor, name, mesh):
             "divide; return Shard(0) for it"
         )
     return dim
-
-
-def check_parallel(**problems):
-    """Refuses options that a unit with parameters of tensor parallelism cannot have."""
-    for name, problem in problems.items():
-        if problem:
-            raise NotImplementedError(
-                f"{name}: this value is not supported for a unit that has parameters "
-                "with tensor parallelism (DTensors); leave it out there"
-            )
-
-
-def check_extended(**problems):
-    """Refuses options that a unit with parameters of subclasses cannot have."""
-    for name, problem in problems.items():
-        if problem:
-            raise NotImplementedError(
-                f"{name}: this value is not supported for a unit that has parameters of "
-                "subclasses with fsdp_pre_all_gather; give them a fully_shard call of "
-                "their own, with the default"
-            )
-
-
-def check_cut_dims(dims, **options):
-    """Refuses options that the parameters of a unit cannot have where one is cut along
-    another dimension than its first."""
-    for name, value in options.items():
-        if any(dims) and value:
-            raise NotImplementedError(
-                f"{name} is not supported where shard_placement_fn returns another "
-                "placement than Shard(0); leave one of them out"
-            )

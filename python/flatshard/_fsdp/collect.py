@@ -7,9 +7,9 @@ from torch import nn
 
 from flatshard._fsdp.extension import instead_of, may_follow_protocol
 from flatshard._fsdp.parameter import former_name
-from flatshard._tensor.tensor_parallel import is_tensor_parallel
 from flatshard._tensor.even_shard import EvenShard
 from flatshard._tensor.sharded_tensor import ShardedTensor
+from flatshard._tensor.tensor_parallel import is_tensor_parallel
 from flatshard.torch_versions import parameters_of
 
 TRAINABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -68,9 +68,7 @@ def _check_parameter(tensor, name):
             f"parameter {name} is shared with a unit that was wrapped before, as "
             f"{former}; wrap one module that holds both, and do not wrap them inside it"
         )
-    if isinstance(tensor, ShardedTensor):
-        raise ValueError(f"parameter {name} is sharded already, by another unit")
-    if isinstance(tensor, EvenShard):
+    if isinstance(tensor, (ShardedTensor, EvenShard)):
         raise ValueError(f"parameter {name} is sharded already, by another unit")
     if is_tensor_parallel(tensor):
         return

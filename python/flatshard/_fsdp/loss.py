@@ -16,7 +16,7 @@ def linear_cross_entropy(
     *,
     reduction: str = "mean",
     ignore_index: int = -100,
-    chunk_tokens: int | None = 0,
+    chunk_tokens: int = 0,
 ) -> torch.Tensor:
     """cross_entropy(input @ weight.T, target), computed in float32.
 

@@ -63,6 +63,6 @@ def refuse_foreign_capture():
         raise RuntimeError(
             "a sharded module was called while a CUDA graph is captured "
             "(torch.cuda.graph, torch.cuda.make_graphed_callables): gathers and "
-            "reductions cannot be part of it. Use fully_shard(block, options=ShardOptions(cuda_graph=True)), "
-            "which captures the forward and backward of the block between them"
+            "reductions cannot be part of it. Use fully_shard(block, options="
+            "ShardOptions(cuda_graph=True)), which captures the forward and backward of the block between them"
         )

@@ -7,7 +7,6 @@ other mesh dimensions as well.
 """
 
 import torch
-
 from torch.distributed.tensor import DTensor
 
 from flatshard._tensor.even_shard import EvenShard

@@ -14,6 +14,7 @@ from flatshard._fsdp.forward import state_of
 from flatshard._fsdp.module import FSDPModule
 from flatshard._tensor.even_shard import EvenShard
 from flatshard._tensor.memory import local_of
+from flatshard._tensor.mesh import device_of
 from flatshard._tensor.pieces import piece_of
 from flatshard._tensor.shard_values import own_span, row_dim
 from flatshard._tensor.sharded_tensor import ShardedTensor
@@ -186,6 +187,10 @@ def _names_in_folder(model, name, rename):
         yield re.sub(r"\.mlp\.(experts|gate)\b", r".block_sparse_moe.\1", known)
 
 
+def _whole(source):
+    return source.rows(0, source.shape[0] if source.shape else 0)
+
+
 def _read(source, p, name, model):
     if source.shape != tuple(p.shape):
         raise ValueError(
@@ -194,13 +199,14 @@ def _read(source, p, name, model):
         )
     if isinstance(p, ShardedTensor):
         local = local_of(p)
-        cut = row_dim(p) is not None
-        begin, end = own_span(p) if cut else (0, p.shape[0] if p.dim() else 0)
-        if not cut or begin < end:
-            with torch.no_grad():
+        begin, end = own_span(p) if row_dim(p) is not None else (None, None)
+        with torch.no_grad():
+            if begin is None:
+                local.copy_(_whole(source).view(local.shape))
+            elif begin < end:
                 local.copy_(source.rows(begin, end).view(local.shape))
         return
-    value = source.rows(0, p.shape[0] if p.dim() else 0).to(p.dtype)
+    value = _whole(source).to(p.dtype)
     if isinstance(p, EvenShard):
         with torch.no_grad():
             local_of(p).copy_(piece_of(p, value))
@@ -221,7 +227,7 @@ def _load_buffers(tensors, model, rename):
     for name, buffer in model.named_buffers():
         source = _source(tensors, model, [name], rename)
         if source is not None:
-            value = source.rows(0, buffer.shape[0] if buffer.dim() else 0)
+            value = _whole(source)
             device = _device(model) if buffer.is_meta else buffer.device
             _put(buffers_of, model, name, value.to(device, buffer.dtype))
         elif buffer.is_meta:
@@ -263,10 +269,7 @@ def _kind(model):
 def _device(model):
     for p in model.parameters():
         if isinstance(p, ShardedTensor):
-            kind = p.device_mesh.device_type
-            return torch.device(
-                kind, torch.cuda.current_device() if kind == "cuda" else None
-            )
+            return device_of(p.device_mesh)
     return next(p.device for p in model.parameters() if not p.is_meta)
 
 
