@@ -335,7 +335,7 @@ def test_functions_of_a_piece(mesh, rank, world):
     piece.__class__ = Later
     x = on_device(torch.ones(1, 6))
     for _ in range(2):
-        torch.testing.assert_close(layer(x), F.linear(x, value))
+        torch.testing.assert_close(layer(x), F.linear(x, on_device(value)))
     assert calls
 
 
