@@ -13,7 +13,7 @@ namespace flatshard {
 
 /// How the weights of a group become FP8. Two planes are read: rows by the
 /// forward's products, columns by those of the gradient of the input. See
-/// docs/float8.md.
+/// docs/guides/fp8.md.
 struct Float8Format {
   float8::Recipe recipe = float8::Recipe::tensorwise;
   /// Of scales that are powers of two (rowwise and mxfp8).

@@ -68,7 +68,7 @@ class TracedAction:
 
     Attributes:
         kind: "gather", "derive", "await", "release", "reduce" and others, see
-            docs/architecture.md.
+            docs/internals/overview.md.
         unit: its name; "" for what is none's.
         plane: 0: weights; 1 and 2: rows and columns of FP8 weights. The last: slices that
             reshard_after_forward keeps, where it is a number.

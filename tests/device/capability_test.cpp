@@ -133,7 +133,7 @@ TEST(Capability, TheGpuOfThisMachineFitsThisBuild) {
 }
 
 TEST(Capability, ThePageOfGpusHasTheTable) {
-  std::ifstream file(FLATSHARD_SOURCE_DIR "/docs/gpus.md");
+  std::ifstream file(FLATSHARD_SOURCE_DIR "/docs/reference/gpus.md");
   if (!file) {
     GTEST_SKIP() << "the sources are not on this machine";
   }

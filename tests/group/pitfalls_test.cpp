@@ -1,4 +1,4 @@
-// Mistakes that sharded runtimes are known to have made (docs/pitfalls.md), in
+// Mistakes that sharded runtimes are known to have made (docs/dev/regressions.md), in
 // what one group of parameters does.
 #include "tests/group/groups.h"
 

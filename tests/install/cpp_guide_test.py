@@ -1,6 +1,6 @@
 """examples/cpp trains, saves, and goes on from its checkpoint at another number of
-ranks, trains by whole steps, or by a schedule of its own; docs/cpp.md, docs/graphs.md and
-docs/moe.md quote it line by line.
+ranks, trains by whole steps, or by a schedule of its own; docs/get_started/quickstart_cpp.md, docs/guides/cuda_graphs.md and
+docs/guides/moe.md quote it line by line.
 
 usage: cpp_guide_test.py PROGRAM WHOLE_STEP EXPERTS OWN_SCHEDULE WORK_FOLDER
 """
@@ -24,7 +24,11 @@ source = [
     for name in ("main", "whole_step", "experts", "own_schedule")
     for line in lines((root / f"examples/cpp/{name}.cpp").read_text())
 ]
-for page, at_least in (("docs/cpp.md", 9), ("docs/graphs.md", 2), ("docs/moe.md", 2)):
+for page, at_least in (
+    ("docs/get_started/quickstart_cpp.md", 9),
+    ("docs/guides/cuda_graphs.md", 2),
+    ("docs/guides/moe.md", 2),
+):
     text = (root / page).read_text()
     blocks = re.findall(r"^```cpp\n(.*?)^```$", text, re.M | re.S)
     assert len(blocks) >= at_least, f"{len(blocks)} blocks of code in {page}"

@@ -18,7 +18,7 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / "bench"
 SCRIPTS = sorted(path.name for path in BENCH.glob("*.py"))
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**/*.md")
 COMMAND = re.compile(
     r"(?:python3 |torchrun [^\n]*?)?(bench/\w+\.(?:py|sh)\b.*)", re.DOTALL
 )

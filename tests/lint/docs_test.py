@@ -8,7 +8,7 @@ import unittest
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 # Folders that paths in pages begin at.
 STARTS = (".", "flatshard", "python/flatshard", "docs", "tests")
 FILE = re.compile(r"`([a-z0-9_./]+/[a-z0-9_]+\.(?:h|cpp|cu|py|toml|sh))`")
@@ -38,7 +38,7 @@ class Docs(unittest.TestCase):
                     self.assertIn(section, found, f"{page.name}: {path}{section}")
 
     def test_the_glossary_has_at_most_forty_nouns(self):
-        text = (ROOT / "docs/architecture.md").read_text()
+        text = (ROOT / "docs/internals/overview.md").read_text()
         rows = text[text.index("## The nouns") :].split("\n")[4:]
         nouns = [n for row in rows if row for n in row.split("|")[1].split(",")]
         self.assertLessEqual(len(nouns), 40)

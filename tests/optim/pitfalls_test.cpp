@@ -1,4 +1,4 @@
-// Mistakes that sharded runtimes are known to have made (docs/pitfalls.md), in
+// Mistakes that sharded runtimes are known to have made (docs/dev/regressions.md), in
 // what an optimizer does to flat shards.
 #include "flatshard/optim/adamw.h"
 #include "tests/optim/one_group.h"

@@ -1,4 +1,4 @@
-"""The pitfalls of docs/pitfalls.md that can occur in the Python layer. The names
+"""The pitfalls of docs/dev/regressions.md that can occur in the Python layer. The names
 begin with their numbers; scripts/mutate brings each back and sees the test fail."""
 
 import copy

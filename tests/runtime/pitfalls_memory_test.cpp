@@ -1,4 +1,4 @@
-// Mistakes that sharded runtimes are known to have made (docs/pitfalls.md):
+// Mistakes that sharded runtimes are known to have made (docs/dev/regressions.md):
 // what is allocated, kept, freed and read.
 #include "tests/runtime/twin.h"
 #include "tests/support/message_of.h"

@@ -1,4 +1,4 @@
-// Mistakes that sharded runtimes are known to have made (docs/pitfalls.md):
+// Mistakes that sharded runtimes are known to have made (docs/dev/regressions.md):
 // wrapping, first values and options.
 #include "tests/runtime/twin.h"
 

@@ -1,4 +1,4 @@
-// Mistakes that sharded runtimes are known to have made (docs/pitfalls.md), as
+// Mistakes that sharded runtimes are known to have made (docs/dev/regressions.md), as
 // far as they show in what a program computes or in the order of actions.
 #include "tests/runtime/twin.h"
 

@@ -48,7 +48,7 @@ TEST(Parts, GoldenStepGathersTheRowsOfTheRecomputedPartBesideTheColumns) {
       "reduce(1) drain(2) drain(1) join");
 }
 
-// docs/float8.md: what a step of `n` units gathers, exactly.
+// docs/guides/fp8.md: what a step of `n` units gathers, exactly.
 TEST(Parts, F4_AStepGathersWhatTheTableSays) {
   constexpr int n = 4;
   const std::vector<PartId> all{0, 1, 2};

@@ -85,7 +85,7 @@ const ConfigKey kParallelismKeys[] = {
         "run the backward of one microbatch beside the forward of the next, so "
         "that the tokens of one are exchanged while the other computes; needs "
         "experts "
-        "and 2 microbatches or more (docs/moe.md)",
+        "and 2 microbatches or more (docs/guides/moe.md)",
         .conflicts =
             {{{"activation_checkpoint.mode"},
               WHEN(

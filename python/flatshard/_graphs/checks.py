@@ -16,7 +16,7 @@ def emulates_on_cpu():
 
 
 def audits_graphs():
-    """Debugging: captured graphs are looked at for memory of others (docs/graphs.md)."""
+    """Debugging: captured graphs are looked at for memory of others (docs/guides/cuda_graphs.md)."""
     return os.environ.get("FLATSHARD_AUDIT_CUDA_GRAPHS") == "1"
 
 

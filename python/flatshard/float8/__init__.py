@@ -3,7 +3,7 @@
     data, scales = flatshard.float8.quantize(weight, "blockwise")
     back = flatshard.float8.dequantize(data, scales, "blockwise")
 
-The CPU and CUDA give the same bytes. docs/float8.md has the recipes.
+The CPU and CUDA give the same bytes. docs/guides/fp8.md has the recipes.
 """
 
 import torch

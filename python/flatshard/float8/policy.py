@@ -24,7 +24,7 @@ class Float8Policy:
     """The weights of nn.Linear layers are gathered and multiplied as FP8.
 
     Everything else about a parameter stays: sharded weights, gradients, optimizer state
-    and checkpoints keep their dtypes. docs/float8.md says what the options cost.
+    and checkpoints keep their dtypes. docs/guides/fp8.md says what the options cost.
 
     Attributes:
         recipe: who shares a scale: "tensorwise", "rowwise", "blockwise" (128 x 128) or
