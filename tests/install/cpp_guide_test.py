@@ -1,18 +1,25 @@
-"""examples/cpp trains, saves, and goes on from its checkpoint at another number of
-ranks, trains by whole steps, or by a schedule of its own; docs/get_started/quickstart_cpp.md, docs/guides/cuda_graphs.md and
-docs/guides/moe.md quote it line by line.
+"""examples/cpp trains, saves, and resumes from its checkpoint at another number of ranks,
+trains by whole steps, or by a custom schedule. The pages below quote it line by line.
 
-usage: cpp_guide_test.py PROGRAM WHOLE_STEP EXPERTS OWN_SCHEDULE WORK_FOLDER
+usage: cpp_guide_test.py PROGRAM WHOLE_STEP EXPERTS OWN_SCHEDULE MINIMAL WORK_FOLDER
 """
 
+import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
-program, whole_step, experts, own_schedule, work = map(Path, sys.argv[1:])
+program, whole_step, experts, own_schedule, minimal, work = map(Path, sys.argv[1:])
 root = Path(__file__).resolve().parents[2]
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def lines(text):
@@ -21,13 +28,14 @@ def lines(text):
 
 source = [
     line
-    for name in ("main", "whole_step", "experts", "own_schedule")
+    for name in ("main", "whole_step", "experts", "own_schedule", "minimal")
     for line in lines((root / f"examples/cpp/{name}.cpp").read_text())
 ]
 for page, at_least in (
     ("docs/get_started/quickstart_cpp.md", 9),
     ("docs/guides/cuda_graphs.md", 2),
     ("docs/guides/moe.md", 2),
+    ("README.md", 1),
 ):
     text = (root / page).read_text()
     blocks = re.findall(r"^```cpp\n(.*?)^```$", text, re.M | re.S)
@@ -108,3 +116,20 @@ for arguments in ([], ["plain"]):
     said.append(done.stdout)
 # To the last bit.
 assert said[0] == said[1], said
+
+# What README.md quotes, on two ranks.
+job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+ranks = [
+    subprocess.Popen(
+        [minimal],
+        env=os.environ | job | {"RANK": rank, "LOCAL_RANK": rank},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    for rank in ("0", "1")
+]
+for rank in ranks:
+    printed, _ = rank.communicate(timeout=120)
+    assert rank.returncode == 0, printed
+    losses = [float(line.split()[-1]) for line in printed.splitlines()]
+    assert len(losses) == 20 and losses[-1] < losses[0], printed

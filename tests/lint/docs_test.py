@@ -4,8 +4,11 @@ usage: docs_test.py
 """
 
 import re
+import subprocess
 import unittest
 from pathlib import Path
+
+import yaml
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
@@ -36,6 +39,37 @@ class Docs(unittest.TestCase):
                     headings = re.findall(r"^#+ (.*)$", target.read_text(), re.M)
                     found = {anchor(heading) for heading in headings}
                     self.assertIn(section, found, f"{page.name}: {path}{section}")
+
+    def test_texts_of_troubleshooting_are_those_of_the_code(self):
+        page = (ROOT / "docs/guides/troubleshooting.md").read_text()
+        code = "".join(
+            path.read_text()
+            for folder in ("flatshard", "python/flatshard", "scripts")
+            for path in (ROOT / folder).rglob("*")
+            if path.suffix in (".cpp", ".h", ".py", "") and path.is_file()
+        )
+        # Texts of several lines are literals behind each other.
+        code = re.sub(r'"\s*\n\s*[fR]?"', "", code)
+        tables = page[page.index("## Errors about") : page.index("## Ranks differ")]
+        texts = re.findall(r"^\| .*?`([^`]+)` \|", tables, re.M)
+        self.assertGreater(len(texts), 8)
+        for text in texts:
+            self.assertTrue(text in code, text)
+
+    def test_scripts_and_manifests_of_pages_are_whole(self):
+        page = (ROOT / "docs/guides/cluster.md").read_text()
+        scripts = re.findall(r"^```bash\n(.*?)^```$", page, re.M | re.S)
+        self.assertEqual(len(scripts), 2)
+        for script in scripts:
+            done = subprocess.run(["bash", "-n"], input=script, text=True)
+            self.assertEqual(done.returncode, 0, script)
+        (manifest,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.M | re.S)
+        job = yaml.safe_load(manifest)
+        self.assertEqual(job["kind"], "PyTorchJob")
+        for name in ("Master", "Worker"):
+            pod = job["spec"]["pytorchReplicaSpecs"][name]["template"]["spec"]
+            mounts = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+            self.assertEqual(mounts, {volume["name"] for volume in pod["volumes"]})
 
     def test_the_glossary_has_at_most_forty_nouns(self):
         text = (ROOT / "docs/internals/overview.md").read_text()

@@ -13,6 +13,15 @@ sed -n '/^import torch$/,/^```$/p' README.md | grep -v '^```$' >"$out/train.py"
   tee "$out/log"
 grep -q '^loss 0\.' "$out/log"
 
+# Its config, on random tokens and with a small model.
+sed -n '/^model.preset/,/^```$/p' README.md | grep -v '^```$' >"$out/run.toml"
+"${FLATSHARD_BUILD:-build}/flatshard" train "$out/run.toml" --device cpu --nproc 2 \
+  --set run.output_dir="$out/run" --set data.train=random --set training.steps=2 \
+  --set training.seq_len=32 --set model.layers=1 --set model.dim=32 --set model.heads=2 \
+  --set model.kv_heads=1 --set model.head_dim=16 --set model.ffn_dim=64 \
+  --set model.vocab_size=300 | tee "$out/log"
+grep -q '^step: 2/2' "$out/log"
+
 "$python" -m torch.distributed.run --standalone --nproc-per-node 2 \
   examples/python/finetune_hf.py --model tiny --text README.md --steps 40 \
   --seq 64 --lr 1e-2 --out "$out/model" | tee "$out/log"
