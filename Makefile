@@ -15,7 +15,7 @@
 #   ARGS="..."                   further arguments, for the demos
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-experts check test coverage build wheel lint format clean
+.PHONY: help demo demo-experts check test coverage build wheel docs lint format clean
 
 FLATSHARD_CUDA ?= auto
 TORCH ?=
@@ -51,6 +51,9 @@ build: ## Install what is missing, configure, compile
 
 wheel: ## Build a wheel into dist/; TORCH=2.15.0 PYTHON=3.12 choose what it is for
 	@FLATSHARD_PYTHON_VERSION="$(PYTHON)" scripts/wheel
+
+docs: ## Build the documentation as a site into build/site
+	@scripts/docs
 
 lint: ## Check the format and who includes whom
 	@scripts/lint

@@ -14,7 +14,7 @@
 namespace flatshard {
 
 struct LoadOptions {
-  /// Shell patterns over parameter names (`lm_head.*`): these are neither
+  /// Shell patterns over parameter names such as "lm_head.*": these are neither
   /// looked for in the checkpoint nor changed in the model, and what the
   /// checkpoint has of them is ignored.
   std::vector<std::string> exclude;

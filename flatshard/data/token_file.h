@@ -18,7 +18,7 @@ namespace flatshard::data {
 ///   llm.c     256 int32: magic 20240520 (uint16) or 20240801 (uint32),
 ///   version,
 ///             number of tokens; then the tokens
-///   Megatron  <name>.bin with words, and <name>.idx, which begins with
+///   Megatron  NAME.bin with words, and NAME.idx, which begins with
 ///             "MMIDIDX" and has their type, sequences and documents
 ///
 /// The content of the file decides which it is.

@@ -20,7 +20,7 @@ namespace flatshard {
 // A folder named step-N is whole: it gets that name in one rename, when every
 // byte is on disk.
 
-/// <folder>/step-N.
+/// `<folder>/step-N`.
 std::filesystem::path step_folder(
     const std::filesystem::path& folder,
     std::int64_t step);

@@ -85,7 +85,9 @@ class Codec {
   /// @param main   on the mesh's device.
   /// @param begun  a writer of `main` has filled `outputs`. The planes are the
   ///   same, bit for bit.
-  virtual void begin(const FlatBuffer& /*main*/, bool /*begun*/) {}
+  virtual void begin(
+      [[maybe_unused]] const FlatBuffer& main,
+      [[maybe_unused]] bool begun) {}
   /// Encodes this rank's main weights of `part`.
   /// @param plane  stored.
   /// @param to     what `plane.shard` has of the part.
@@ -97,7 +99,9 @@ class Codec {
   /// All planes that rest are encoded, on every rank.
   /// @param all_encoded  false: nothing rests, each gather encodes.
   /// @throws Error{usage} naming a parameter that cannot be encoded.
-  virtual void end(const FlatBuffer& /*main*/, bool /*all_encoded*/) {}
+  virtual void end(
+      [[maybe_unused]] const FlatBuffer& main,
+      [[maybe_unused]] bool all_encoded) {}
 
   /// Makes `part` of a plane of what was gathered of its source.
   virtual void derive(

@@ -39,7 +39,7 @@ class BlockNodes {
   /// @param x  Attended::shared
   /// @return   the residual with the shared experts' result, for `merge`.
   virtual at::Tensor shared_experts(
-      const at::Tensor& /*x*/,
+      [[maybe_unused]] const at::Tensor& x,
       const at::Tensor& residual) {
     return residual;
   }

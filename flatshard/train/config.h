@@ -91,7 +91,7 @@ std::string to_toml(const Config& config);
 /// "  [training] steps = 700, seq_len = 256". Empty when all are equal.
 std::string differing_keys(const Config& config, const Config& base);
 
-/// Writes to_toml to <output_dir>/config.toml, making the folder.
+/// Writes to_toml to `<output_dir>/config.toml`, making the folder.
 std::filesystem::path save_config(const Config& config);
 
 /// Every key with its type, default, choices and meaning, for

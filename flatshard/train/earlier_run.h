@@ -11,7 +11,7 @@ void refuse_foreign_checkpoints(const std::filesystem::path& checkpoints);
 
 /// Moves what an earlier run wrote into `output_dir` (config.toml,
 /// metrics.jsonl, sources, checkpoints, weights) to
-/// <output_dir>/earlier/<n>, n counting from 1: nothing of it is there to be
+/// `<output_dir>/earlier/<n>`, n counting from 1: nothing of it is there to be
 /// taken for the new run's.
 ///
 /// @param checkpoints  their folder, below `output_dir` or absolute.

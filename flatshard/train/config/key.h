@@ -136,8 +136,8 @@ void check_word(
     std::string_view text,
     const std::string& where);
 
-/// Returns what people type on a command line as TOML has it: `.001`, `5.`,
-/// `1.e4`, `007` and `True`. Anything else is returned unchanged.
+/// Returns what people type on a command line as TOML has it: .001, 5., 1.e4,
+/// 007 and True. Anything else is returned unchanged.
 std::string typed_value(const std::string& value, const ConfigField& field);
 
 /// Returns what the user wrote, in a length that a message can bear.
