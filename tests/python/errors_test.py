@@ -17,7 +17,7 @@ from flatshard import register_fsdp_forward_method
 from flatshard._tensor.same_values import digest
 from tests.python.device import on_device
 from tests.python.models import Mlp
-from tests.python.options import fully_shard
+from bench.harness.options import fully_shard
 from tests.python.training import shard
 
 

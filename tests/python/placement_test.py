@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from flatshard import MixedPrecisionPolicy, checkpoint
 from tests.python.device import named_mesh, on_device
-from tests.python.options import fully_shard
+from bench.harness.options import fully_shard
 
 STRATEGIES = ["zero3", "zero2", "zero1", "zero0"]
 

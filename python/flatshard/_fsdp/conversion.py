@@ -6,7 +6,6 @@ import torch
 
 from flatshard._fsdp.forward import state_of
 from flatshard._tensor.memory import local_of
-from flatshard._tensor.pieces import like
 from flatshard._tensor.sharded_tensor import become
 from flatshard.torch_versions import parameters_of
 
@@ -55,9 +54,9 @@ def _change_dtype(p, fn, moved):
     """Of the shard, which has the values `moved` then, and of its gradient."""
     grad = p.shard.grad
     p.shard.grad = None
-    become(p.shard, like(p.shard, moved))
+    become(p.shard, p.shard.over(moved))
     if grad is not None:
-        p.shard.grad = like(p.shard, fn(local_of(grad)))
+        p.shard.grad = p.shard.over(fn(local_of(grad)))
 
 
 def _check(fn, p):

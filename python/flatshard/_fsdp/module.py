@@ -343,17 +343,25 @@ class FSDPModule:
             if state.root is not None:
                 state.root.apply_policy(state)
 
+    def __copy__(self):
+        """Returns the same unit under another name: a shallow copy shares parameters."""
+        copied = object.__new__(type(self))
+        # Roots and forwards are those of the module that fully_shard wrapped.
+        copied.__dict__.update(vars(self), _flatshard_original=self)
+        return copied
+
     def __deepcopy__(self, memo):
         raise AssertionError(
             "FSDP does not support deepcopy: copy the module before fully_shard, or load "
-            "its state_dict() into another one. For averaged weights (EMA) make a second "
-            "model, shard it alike, and write its parameters from this one's"
+            "its state_dict() into another one. For averaged weights (EMA) copy the model "
+            "before fully_shard, AveragedModel(model) does so, and shard both; or keep "
+            "copy.deepcopy(model.state_dict())"
         )
 
     def __reduce_ex__(self, protocol):
         raise TypeError(
-            "FSDP does not support pickling: save the module's state_dict(), or use "
-            "torch.distributed.checkpoint"
+            "FSDP does not support pickling: save the module's state_dict(), by torch.save "
+            "or torch.distributed.checkpoint"
         )
 
 
