@@ -139,7 +139,7 @@ class FSDPModule:
         ranks."""
         state = self._state()
         state.policy.divide_factor = float(factor)
-        state.core.set_divisor(float(factor))
+        state.apply_to_core()
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The former name of set_gradient_divide_factor."""
@@ -171,7 +171,7 @@ class FSDPModule:
             )
         state = self._state()
         state.policy.reduced_hook = hook
-        state.core.set_reduced_hook(hook)
+        state.apply_to_core()
 
     def set_custom_all_gather(self, comm: object) -> None:
         raise NotImplementedError(_own_collectives("set_custom_all_gather"))
@@ -189,7 +189,7 @@ class FSDPModule:
         is taken from the sum, in the dtype of the reduction."""
         state = self._state()
         state.policy.sums_only = bool(enable)
-        state.core.set_sums_only(bool(enable))
+        state.apply_to_core()
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """The next forward waits for `event`, recorded after the optimizer's step, before

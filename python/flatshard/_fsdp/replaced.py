@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatshard._fsdp.parameter import former_name, num_marked
+from flatshard._fsdp.renewal import shard_again
 from flatshard._tensor.memory import local_of
 from flatshard._tensor.places import unit_of
 from flatshard._tensor.sharded_tensor import ShardedTensor
@@ -154,7 +155,7 @@ def settle(units, names):
             if shards[p.index] is not p.shard:
                 unit.take(p, shards[p.index])
         if not unit.has_run and not unit.is_as_sharded():
-            unit.shard_again()
+            shard_again(unit)
         for p in unit.parameters:
             if not p.sites:
                 unit.core.drop(p.index)

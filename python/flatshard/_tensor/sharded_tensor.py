@@ -347,8 +347,8 @@ def _used_outside(function, args, kwargs):
 
 def become(tensor, data):
     """`tensor`, a leaf without gradient, is from now on what `data` is, a DTensor of the
-    same shape: cut and of the dtype as that one. It stays the same object."""
-    if tensor.dtype != data.dtype:
+    same shape: cut, of the dtype and on the device as that one. It stays the same object."""
+    if tensor.dtype != data.dtype or tensor.device != data.device:
         with plain_attributes():
             _set_data(tensor, data)
     tensor._local_tensor, tensor._spec = data._local_tensor, data._spec
