@@ -239,7 +239,7 @@ def test_refusals(mesh, rank, world, tmp_path):
 
     with pytest.raises(NotImplementedError, match="uneven sharding on dim 1: .*5"):
         wrap(shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
-    with pytest.raises(ValueError, match="expected a dimension of parameter scale"):
+    with pytest.raises(AssertionError, match="expected a dimension of parameter scale"):
         wrap(shard_placement_fn=lambda p: Shard(1))
     with pytest.raises(
         NotImplementedError, match="expected None, a Shard or .Shard, m"

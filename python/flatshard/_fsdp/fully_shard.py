@@ -120,7 +120,8 @@ def fully_shard(
         `module`, which is an FSDPModule from now on.
 
     Raises:
-        ValueError: an argument that cannot work, naming it.
+        ValueError: an argument that cannot work, naming it. AssertionError, as FSDP2's,
+            for a module that was sharded before and for a dimension that is none.
         NotImplementedError: one that is not supported, naming it.
     """
     modules = modules_of(module)
