@@ -140,18 +140,22 @@ class Root:
 
     # -- options -----------------------------------------------------------------
 
+    @staticmethod
+    def reshards(unit):
+        """Whether the unit is resharded after its forward."""
+        asked = unit.policy.reshard_after_forward
+        # FSDP2: the root's parameters are needed first in the backward.
+        return unit.id != 0 if asked is None else asked
+
     def apply_policy(self, unit):
         policy = unit.policy
-        reshard = policy.reshard_after_forward
-        # FSDP2: the root's parameters are needed first in the backward.
-        default = unit.id != 0
         ids = [
             None if modules is None else [m.id for m in modules]
             for modules in (policy.forward_prefetch, policy.backward_prefetch)
         ]
         self.core.set_policy(
             unit.id,
-            reshard_after_forward=default if reshard is None else reshard,
+            reshard_after_forward=self.reshards(unit),
             reshard_after_backward=policy.reshard_after_backward,
             unshard_in_backward=policy.unshard_in_backward,
             forward_prefetch=ids[0],

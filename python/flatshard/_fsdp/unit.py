@@ -223,6 +223,15 @@ class UnitState:
         self.note_place(p)
         writes.count += 1
 
+    def unsharded(self, index):
+        """What modules see of parameter `index`, where the unit stays unsharded after its
+        forward, else None. Unshards it, which is nothing to do after a training forward."""
+        if self.root is None or self.root.reshards(self):
+            return None
+        self.root.core.unshard(self.id, True)
+        p = self.parameters[index]
+        return p.shown.tensor if p.shown else p.whole
+
     def gather_extended(self):
         """The core gathers what parameters of subclasses say."""
         if not self.extended or self.gathers_extended is self.core:

@@ -30,7 +30,7 @@ from flatshard._tensor.shard_values import (
 from flatshard._tensor.unscale import unscale, unscale_gradients
 from flatshard._tensor.watched_tensor import WatchedTensor
 from flatshard._tensor.writes import writes
-from flatshard.torch_versions import plain_attributes
+from flatshard.torch_versions import plain_attributes, tree_map
 
 _set_data = torch.Tensor.data.__set__
 _grad = torch.Tensor.grad
@@ -110,12 +110,16 @@ class ShardedTensor(WatchedTensor):
                 result = function(*pieces, **kwargs)
                 writes.note([t for t in args[0] if type(t) is ShardedTensor])
                 return None if result is None else args[0]
+        given = args, kwargs
         if torch.is_grad_enabled() and name not in ("backward", "grad"):
             args, kwargs = shard_gradients.alike(name, args, kwargs)
         try:
             return function(*args, **kwargs)
         except PlainMeetsShards as error:
-            raise _used_outside(function, args, kwargs) from error
+            if (unsharded := _unsharded(given)) is None:
+                raise _used_outside(function, *given) from error
+        args, kwargs = unsharded
+        return function(*args, **kwargs)
 
     def over(self, local):
         return ShardedTensor.wrap(
@@ -323,6 +327,20 @@ def _piece_beside(reference, value):
         and value._local_tensor.shape == reference._local_tensor.shape
     )
     return value._local_tensor if same else None
+
+
+def _unsharded(arguments):
+    """`arguments` with unsharded parameters in place of shards, where their units stay
+    unsharded after their forwards: a head that is called after its model's forward. Else
+    None."""
+    shards = [t for t in tensors_in(arguments) if isinstance(t, ShardedTensor)]
+    found = {}
+    for shard in shards:
+        place = unit_of(shard)
+        found[id(shard)] = None if place is None else place[0].unsharded(place[1])
+    if any(whole is None for whole in found.values()):
+        return None
+    return tree_map(lambda value: found.get(id(value), value), arguments)
 
 
 def _used_outside(function, args, kwargs):
