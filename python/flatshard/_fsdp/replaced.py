@@ -271,12 +271,15 @@ def refuse_replaced(units):
 def refuse_plain(root, units):
     """A parameter to train that no unit has: the ranks' copies would part."""
     ignored = {(id(module()), key) for unit in units for module, key in unit.ignored}
+    parameters = [p for unit in units for p in unit.all_parameters]
+    own = {id(tensor) for p in parameters for tensor in p.faces()}  # some unsharded
     for prefix, module in root.named_modules():
         for key, parameter in parameters_of(module).items():
             if (
                 parameter is not None
                 and parameter.requires_grad
                 and not isinstance(parameter, DTensor)
+                and id(parameter) not in own
                 and (id(module), key) not in ignored
             ):
                 name = f"{prefix}.{key}" if prefix else key
