@@ -4,7 +4,6 @@ import contextlib
 import functools
 import gc
 import importlib
-from dataclasses import fields
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -19,21 +18,9 @@ def library(name):
 
 def shard_function(name):
     """Returns fully_shard. Flatshard's takes each of its options as a keyword here."""
-    module = library(name)
     if name != "flatshard":
-        return module.fully_shard
-
-    def fully_shard(submodule, **options):
-        of_unit, of_model = (
-            {f.name: options.pop(f.name) for f in fields(kind) if f.name in options}
-            for kind in (module.ShardOptions, module.ModelOptions)
-        )
-        if of_model:
-            module.configure(submodule, module.ModelOptions(**of_model))
-        own = module.ShardOptions(**of_unit)
-        return module.fully_shard(submodule, options=own, **options)
-
-    return fully_shard
+        return library(name).fully_shard
+    return importlib.import_module("bench.harness.options").fully_shard
 
 
 def fully_shard_of(name, **dtypes):

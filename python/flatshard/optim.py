@@ -185,8 +185,8 @@ class AdamW(torch.optim.Optimizer):
             if unit.core is not core:
                 raise RuntimeError(
                     f"flatshard.optim.AdamW: parameters of unit {unit.name} were "
-                    "unfrozen or got another dtype since the optimizer was made; make "
-                    "it anew, or use torch.optim.AdamW"
+                    "unfrozen, got another dtype, or moved to another device since the "
+                    "optimizer was made; make it anew, or use torch.optim.AdamW"
                 )
         with plain_attributes():
             for parameter, (unit, index) in self._places.items():

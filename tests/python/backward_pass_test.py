@@ -10,7 +10,7 @@ from torch import nn
 import flatshard
 from flatshard import CPUOffloadPolicy, MixedPrecisionPolicy
 from tests.python.device import DEVICE, on_device
-from tests.python.options import fully_shard
+from bench.harness.options import fully_shard
 from tests.python.training import full_state
 
 EXAMPLE = Path(__file__).parents[2] / "examples/python/one_f_one_b.py"

@@ -13,7 +13,7 @@ import flatshard
 from flatshard import MixedPrecisionPolicy
 from flatshard._fsdp import root
 
-from tests.python.options import fully_shard
+from bench.harness.options import fully_shard
 
 STRATEGIES = ["zero3", "zero2", "zero1", "zero0"]
 

@@ -13,7 +13,7 @@ from flatshard._fsdp.forward import root_of
 from tests.python import float8_models
 from tests.python.device import DEVICE, on_device
 from tests.python.models import Mlp, llama
-from tests.python.options import fully_shard
+from bench.harness.options import fully_shard
 from tests.python.training import shard
 
 STEPS = 5

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 import flatshard
 from flatshard import Float8Policy, MixedPrecisionPolicy, checkpoint
 from tests.python.device import named_mesh, on_device
-from tests.python.options import fully_shard
+from bench.harness.options import fully_shard
 
 DIM, EXPERTS, TOKENS = 8, 4, 12
 BF16 = torch.bfloat16

@@ -17,7 +17,7 @@ from tests.python.graph_training import (
     assert_same,
     train,
 )
-from tests.python.options import fully_shard
+from bench.harness.options import fully_shard
 
 pytestmark = pytest.mark.usefixtures("graphs_on_cpu")
 

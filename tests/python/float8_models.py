@@ -8,7 +8,7 @@ import flatshard
 from flatshard import Float8Policy, MixedPrecisionPolicy
 from tests.python.device import named_mesh, on_device
 from tests.python.models import HuggingFace
-from tests.python.options import fully_shard
+from bench.harness.options import fully_shard
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 DIM, HIDDEN = 128, 256

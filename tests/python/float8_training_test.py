@@ -26,7 +26,7 @@ from tests.python.float8_models import (
     shard,
     train,
 )
-from tests.python.options import fully_shard
+from bench.harness.options import fully_shard
 from tests.python.training import distance, full_state
 
 

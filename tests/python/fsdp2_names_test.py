@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule as Fsdp2Module
 
 import flatshard
 from tests.python.models import Mlp
-from tests.python.options import fully_shard
+from bench.harness.options import fully_shard
 from tests.python.training import distance, full_state, shard, train, twins
 
 # Of the package that FSDP2 shares with FSDP1: what fully_shard needs.

@@ -43,7 +43,7 @@ from tests.python.graph_training import (
     train,
 )
 from tests.python.models import Mlp
-from tests.python.options import fully_shard
+from bench.harness.options import fully_shard
 
 pytestmark = pytest.mark.usefixtures("graphs_on_cpu")
 

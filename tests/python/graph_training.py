@@ -10,7 +10,7 @@ from torch import nn
 
 import flatshard
 from tests.python.device import on_device
-from tests.python.options import fully_shard
+from bench.harness.options import fully_shard
 
 DIM, HEADS, VOCAB, BLOCKS, SEQ = 16, 2, 29, 3, 6
 STEPS, WARMUP = 6, 3

@@ -12,7 +12,7 @@ import flatshard
 from flatshard import checkpoint
 from tests.python.device import DEVICE
 from tests.python.models import Body, Mlp, plain
-from tests.python.options import fully_shard
+from bench.harness.options import fully_shard
 from tests.python.training import (
     against_one_process,
     data,

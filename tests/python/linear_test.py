@@ -13,7 +13,7 @@ from flatshard import MixedPrecisionPolicy
 from flatshard._fsdp.linear import InPlaceLinear
 from tests.python.device import DEVICE, on_device
 from tests.python.models import Mlp
-from tests.python.options import fully_shard
+from bench.harness.options import fully_shard
 from tests.python.training import STRATEGIES, distance, full_state, shard, train, twins
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)

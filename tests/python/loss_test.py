@@ -15,7 +15,7 @@ from flatshard import (
 )
 from tests.python.device import DEVICE, on_device
 from tests.python.models import llama
-from tests.python.options import fully_shard
+from bench.harness.options import fully_shard
 from tests.python.training import distance, full_state, train, twins
 
 DIM, VOCAB = 6, 11

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flatshard import MixedPrecisionPolicy
 from tests.python.device import on_device
-from tests.python.options import fully_shard
+from bench.harness.options import fully_shard
 from tests.python.training import STRATEGIES, distance, full_state, shard, train
 
 DIM = 8

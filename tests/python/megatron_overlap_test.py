@@ -17,7 +17,7 @@ from tests.python.backward_pass_test import (
 )
 from tests.python.device import DEVICE, named_mesh, on_device
 from tests.python.experts_mesh_test import Experts
-from tests.python.options import fully_shard
+from bench.harness.options import fully_shard
 
 Layer, Piece = example.Layer, example.Piece
 

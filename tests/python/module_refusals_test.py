@@ -7,7 +7,7 @@ import torch
 
 from tests.python.device import on_device
 from tests.python.models import Body, plain
-from tests.python.options import fully_shard
+from bench.harness.options import fully_shard
 from tests.python.training import data, refused, shard
 
 

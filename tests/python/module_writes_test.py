@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from flatshard import MixedPrecisionPolicy
 from flatshard._fsdp.forward import state_of
 from tests.python.models import Body, plain
-from tests.python.options import fully_shard
+from bench.harness.options import fully_shard
 from tests.python.training import STRATEGIES, data, distance, full_state, shard
 
 

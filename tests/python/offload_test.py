@@ -15,7 +15,7 @@ from flatshard._tensor.row_shard import RowShard
 from flatshard._tensor.sharded_tensor import ShardedTensor
 from tests.python.device import DEVICE, on_device
 from tests.python.models import Mlp
-from tests.python.options import fully_shard
+from bench.harness.options import fully_shard
 from tests.python.training import STRATEGIES, full_state, shard, train, twins
 
 OPTIMIZERS = {

@@ -9,7 +9,7 @@ from flatshard.diagnostics import take_trace
 from flatshard.float8.linear import Float8Linear
 from tests.python.device import DEVICE, on_device
 from tests.python.float8_models import BF16, KINDS, llama, one_rank, policy
-from tests.python.options import fully_shard
+from bench.harness.options import fully_shard
 from tests.python.training import distance, full_state
 
 peft = pytest.importorskip("peft", reason="wants requirements-dev.txt")

@@ -18,7 +18,7 @@ from flatshard._fsdp.forward import state_of
 from flatshard._tensor.sharded_tensor import ShardedTensor
 from tests.python.device import DEVICE, on_device
 from tests.python.models import DIM, Block, Body, plain
-from tests.python.options import fully_shard
+from bench.harness.options import fully_shard
 from tests.python.training import against_one_process, data, full_state, shard
 
 

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 
 from flatshard import checkpoint
 from tests.python.device import DEVICE, named_mesh, on_device
-from tests.python.options import fully_shard
+from bench.harness.options import fully_shard
 
 DIM, HIDDEN, VOCAB = 12, 20, 16
 SHAPES = {1: [(1, 1)], 2: [(1, 2), (2, 1)], 4: [(2, 2), (1, 4), (4, 1)]}

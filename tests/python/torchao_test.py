@@ -14,7 +14,7 @@ from torch import nn
 from flatshard import float8
 from tests.python.device import on_device
 from tests.python.float8_models import BF16, DIM, HIDDEN, Mlp, policy, shard, train
-from tests.python.options import fully_shard
+from bench.harness.options import fully_shard
 
 torchao = pytest.importorskip("torchao", reason="wants torchao")
 

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 
 from tests.python.device import on_device
 from tests.python.models import DIM
-from tests.python.options import fully_shard
+from bench.harness.options import fully_shard
 
 STRATEGIES = ("no_shard", "optim", "zero2", "optim_grads_params")
 

@@ -293,9 +293,10 @@ def cut_dim(placement, tensor, name, mesh):
     if dim == 0:
         return 0
     if not 0 < dim < tensor.dim():
-        raise ValueError(
+        raise AssertionError(
+            f"Shard dim {placement.dim} is invalid for {tensor.dim()}D tensor: "
             f"shard_placement_fn: expected a dimension of parameter {name}, "
-            f"{tuple(tensor.shape)}, got {placement}"
+            f"{tuple(tensor.shape)}"
         )
     ranks = mesh.size(mesh.ndim - 1)
     if tensor.shape[dim] % ranks != 0:

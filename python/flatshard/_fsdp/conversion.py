@@ -5,62 +5,95 @@ import contextlib
 import torch
 
 from flatshard._fsdp.forward import state_of
-from flatshard._tensor.memory import local_of
-from flatshard._tensor.pieces import like
+from flatshard._fsdp.renewal import let_go, renew, why_fixed
+from flatshard._tensor.memory import address_of, local_of
+from flatshard._tensor.meta_shards import mark_of_meta
 from flatshard._tensor.sharded_tensor import become
+from flatshard._tensor.writes import writes
 from flatshard.torch_versions import parameters_of
+
+
+_converted = set()  # by a call that goes on
 
 
 @contextlib.contextmanager
 def converting(module, fn):
     """Inside, nn.Module converts buffers and ignored parameters of `module`. The shards
-    stay where they are and take the values. They change their dtype, too, and the next
-    forward makes the core's units anew.
+    stay the same objects and take the values. Where these have another dtype or are on
+    another device, the next forward makes the core's units anew. On another device than
+    the mesh's, shards have memory of their own, the core's is freed, and the next forward
+    raises an error unless they came back.
 
     Args:
         fn: function of a tensor that returns the converted one.
 
     Raises:
-        NotImplementedError: `fn` gives shards another device.
+        NotImplementedError: the unit cannot change so.
     """
-    states = [s for m in module.modules() if (s := state_of(m)) is not None]
-    parameters = [p for s in states for p in s.all_parameters]
-    for p in parameters:
-        _check(fn, p)
+    below = set(module.modules())
+    states = {s for m in below if (s := state_of(m)) is not None} - _converted
+    # Of a list of modules each is converted by itself.
+    parameters = [
+        (s, p)
+        for s in states
+        for p in s.all_parameters
+        if any(m() in below for m, _ in p.sites)
+    ]
+    leaving = {s for s, p in parameters if _leaves(fn, s, p)}
     for state in states:
         # As for a tensor on meta: `to` raises, what follows to_empty gives values.
         if not state.initialized and not fn(torch.empty(0, device="meta")).is_meta:
             state.initialized = True
-    for state in states:
-        for p in state.extended:
-            state.move_extended(p, fn(local_of(p.shard).detach()))
-    for p in parameters:
+    for state, p in parameters:
         if p.extension is not None:
+            state.move_extended(p, fn(local_of(p.shard).detach()))
             continue
-        local = local_of(p.shard).detach()
-        with torch.no_grad():
-            moved = fn(local)
-            if moved.dtype != local.dtype:
-                _change_dtype(p, fn, moved)
-            elif moved.data_ptr() != local.data_ptr():
-                local.copy_(moved)
+        if state in leaving:
+            writes.remove([p.shard])
+        _convert(state, p, fn)
+    roots = {s.root for s in leaving if s.root is not None}
+    others = {unit for root in roots for unit in root.units} - leaving
+    for root in roots:
+        root.end()
+    for state in leaving:
+        let_go(state)
+    for unit in others:  # their cores hold the memory of all of that model
+        renew(unit)
     for state in states:
         if state.root is not None and not state.fits():
             state.root.is_stale = True
-    with _hidden(states):
-        yield
+    _converted.update(states)
+    try:
+        with _hidden([p for _, p in parameters]):
+            yield
+    finally:
+        _converted.difference_update(states)
 
 
-def _change_dtype(p, fn, moved):
-    """Of the shard, which has the values `moved` then, and of its gradient."""
+@torch.no_grad()
+def _convert(state, p, fn):
+    local = local_of(p.shard).detach()
+    moved = fn(local)
+    if moved.dtype == local.dtype and moved.device == local.device:
+        if moved.data_ptr() != local.data_ptr():
+            local.copy_(moved)
+        return
     grad = p.shard.grad
     p.shard.grad = None
-    become(p.shard, like(p.shard, moved))
+    if moved.is_meta:
+        # torch gives a tensor of another device no data on meta.
+        become(p.shard, p.shard.over(torch.empty_like(moved, device=state.home)))
+        p.shard._local_tensor = moved
+        p.on_meta, state.initialized = True, False
+        mark_of_meta({address_of(p.shard)}, state)
+        return
+    become(p.shard, p.shard.over(moved))
     if grad is not None:
-        p.shard.grad = like(p.shard, fn(local_of(grad)))
+        p.shard.grad = p.shard.over(fn(local_of(grad)))
 
 
-def _check(fn, p):
+def _leaves(fn, state, p):
+    """Whether `fn` moves the parameter to another device than the mesh's."""
     local = local_of(p.shard)
     probe = fn(torch.empty(1, dtype=local.dtype, device=local.device))
     if p.extension is not None and probe.dtype != local.dtype:
@@ -68,23 +101,23 @@ def _check(fn, p):
             f"parameter {p.title}, a tensor of a subclass, cannot change its dtype from "
             f"{local.dtype} to {probe.dtype} after fully_shard; convert the module before"
         )
-    if local.is_meta and p.extension is not None:
-        return
-    if probe.device != local.device:
+    if probe.device == local.device or (local.is_meta and p.extension is not None):
+        return False
+    if (why := why_fixed(state, p)) is not None:
         raise NotImplementedError(
-            f"parameter {p.title}: cannot move a sharded module from "
-            f"{local.device} to {probe.device}, where its mesh is not; move the module "
-            "before fully_shard. For parameters that rest on the CPU give "
-            "offload_policy=CPUOffloadPolicy()"
+            f"parameter {p.title}: moving a sharded module from {local.device} to "
+            f"{probe.device} is not supported for a unit {why}; move it before fully_shard"
         )
+    if state.root is not None:
+        state.root.check_may_end(f"parameter {p.title} was moved to {probe.device}")
+    return probe.device != state.home
 
 
 @contextlib.contextmanager
-def _hidden(states):
+def _hidden(parameters):
     """nn.Module passes over parameters that are None."""
     hidden = []
     try:
-        parameters = [p for state in states for p in state.all_parameters]
         own = {id(tensor) for p in parameters for tensor in p.faces()}
         for module, name in [site for p in parameters for site in p.sites]:
             shown = parameters_of(module()) if module() is not None else {}

@@ -98,7 +98,7 @@ def make_root(module):
             "where a step begins: apply fully_shard also to the module that calls them, "
             "and run that"
         )
-    return Root(module, state)
+    return Root(state.modules[0](), state)  # a shallow copy is none of these
 
 
 class UnshardHandle:

@@ -32,13 +32,14 @@ from flatshard._fsdp.main_grad import offer_main_grads
 from flatshard._fsdp.options import ModelOptions, ShardOptions
 from flatshard._fsdp.parameter import Parameter, mark_owner, plain_like, whole_parameter
 from flatshard._fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
+from flatshard._fsdp.renewal import make_core
 from flatshard._fsdp.replaced import watch_loads
 from flatshard._tensor.tensor_parallel import (
     TensorParallel,
     is_tensor_parallel,
     plain_value,
 )
-from flatshard._fsdp.unit import Policy, UnitState, make_core
+from flatshard._fsdp.unit import Policy, UnitState
 from flatshard._fsdp.wrapping import wrap_class
 from flatshard._graphs.checks import check_cuda_graph
 from flatshard._tensor.mesh import default_device_mesh, device_of, model_mesh, slices_of
@@ -119,7 +120,8 @@ def fully_shard(
         `module`, which is an FSDPModule from now on.
 
     Raises:
-        ValueError: an argument that cannot work, naming it.
+        ValueError: an argument that cannot work, naming it. AssertionError, as FSDP2's,
+            for a module that was sharded before and for a dimension that is none.
         NotImplementedError: one that is not supported, naming it.
     """
     modules = modules_of(module)

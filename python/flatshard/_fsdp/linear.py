@@ -27,6 +27,11 @@ class InPlaceLinear(nn.Linear):
             return functional.linear(input, weight, bias)
         return root.core.linear(input, weight, bias)
 
+    def __reduce_ex__(self, protocol):
+        """A copy is an nn.Linear that belongs to no unit."""
+        state = {k: v for k, v in vars(self).items() if k != "_flatshard_unit"}
+        return object.__new__, (nn.Linear,), state
+
 
 # Errors and printed models name the kind that the user knows.
 InPlaceLinear.__name__ = "Linear"

@@ -139,7 +139,7 @@ class FSDPModule:
         ranks."""
         state = self._state()
         state.policy.divide_factor = float(factor)
-        state.core.set_divisor(float(factor))
+        state.apply_to_core()
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The former name of set_gradient_divide_factor."""
@@ -171,7 +171,7 @@ class FSDPModule:
             )
         state = self._state()
         state.policy.reduced_hook = hook
-        state.core.set_reduced_hook(hook)
+        state.apply_to_core()
 
     def set_custom_all_gather(self, comm: object) -> None:
         raise NotImplementedError(_own_collectives("set_custom_all_gather"))
@@ -189,7 +189,7 @@ class FSDPModule:
         is taken from the sum, in the dtype of the reduction."""
         state = self._state()
         state.policy.sums_only = bool(enable)
-        state.core.set_sums_only(bool(enable))
+        state.apply_to_core()
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """The next forward waits for `event`, recorded after the optimizer's step, before
@@ -343,17 +343,25 @@ class FSDPModule:
             if state.root is not None:
                 state.root.apply_policy(state)
 
+    def __copy__(self):
+        """Returns the same unit under another name: a shallow copy shares parameters."""
+        copied = object.__new__(type(self))
+        # Roots and forwards are those of the module that fully_shard wrapped.
+        copied.__dict__.update(vars(self), _flatshard_original=self)
+        return copied
+
     def __deepcopy__(self, memo):
         raise AssertionError(
             "FSDP does not support deepcopy: copy the module before fully_shard, or load "
-            "its state_dict() into another one. For averaged weights (EMA) make a second "
-            "model, shard it alike, and write its parameters from this one's"
+            "its state_dict() into another one. For averaged weights (EMA) copy the model "
+            "before fully_shard, AveragedModel(model) does so, and shard both; or keep "
+            "copy.deepcopy(model.state_dict())"
         )
 
     def __reduce_ex__(self, protocol):
         raise TypeError(
-            "FSDP does not support pickling: save the module's state_dict(), or use "
-            "torch.distributed.checkpoint"
+            "FSDP does not support pickling: save the module's state_dict(), by torch.save "
+            "or torch.distributed.checkpoint"
         )
 
 

@@ -1,7 +1,6 @@
 """Parameters that fully_shard replaced, and parameters and modules that somebody
 replaced after it."""
 
-import functools
 import weakref
 
 import torch
@@ -10,6 +9,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatshard._fsdp.parameter import former_name, num_marked
+from flatshard._fsdp.renewal import shard_again
 from flatshard._tensor.memory import local_of
 from flatshard._tensor.places import unit_of
 from flatshard._tensor.sharded_tensor import ShardedTensor
@@ -42,17 +42,33 @@ register_optimizer_step_pre_hook(_before_step)
 # -- load_state_dict -----------------------------------------------------------------
 
 
+class _Loads:
+    """The hooks of load_state_dict of a module whose parameters, if any, belong to a
+    unit. Copies of the module have hooks that do nothing: they belong to none."""
+
+    def __init__(self, state=None):
+        self._unit = weakref.ref(state) if state is not None else lambda: None
+
+    def __reduce__(self):
+        return _Loads, ()
+
+    def before(self, module, state_dict, prefix, local_metadata, *_):
+        if (state := self._unit()) is not None:
+            _before_load(state, module, state_dict, prefix, local_metadata)
+
+    def after(self, module, incompatible_keys):
+        if (state := self._unit()) is not None:
+            _after_load(state, module)
+
+
 def watch_loads(module, state):
     """Of a module whose parameters, if any, belong to the unit `state`."""
-    unit = weakref.ref(state)
-    module.register_load_state_dict_pre_hook(functools.partial(_before_load, unit))
-    module.register_load_state_dict_post_hook(functools.partial(_after_load, unit))
+    loads = _Loads(state)
+    module.register_load_state_dict_pre_hook(loads.before)
+    module.register_load_state_dict_post_hook(loads.after)
 
 
-def _before_load(unit, module, state_dict, prefix, local_metadata, *_):
-    state = unit()
-    if state is None:
-        return  # the wrapped module is gone, and this one is not
+def _before_load(state, module, state_dict, prefix, local_metadata):
     state.loads_by_assign = local_metadata.get("assign_to_params_buffers", False)
     for name, parameter in parameters_of(module).items():
         value = state_dict.get(prefix + name)
@@ -89,12 +105,9 @@ def _kind(tensor):
     return type(tensor).__name__ if is_other else ""
 
 
-def _after_load(unit, module, incompatible_keys):
+def _after_load(state, module):
     """load_state_dict(assign=True) puts other parameters into modules: the shards take
     their values and come back."""
-    state = unit()
-    if state is None:
-        return
     wrapped = any(module is m() for m in state.modules)
     if wrapped:
         state.initialized = True
@@ -142,7 +155,7 @@ def settle(units, names):
             if shards[p.index] is not p.shard:
                 unit.take(p, shards[p.index])
         if not unit.has_run and not unit.is_as_sharded():
-            unit.shard_again()
+            shard_again(unit)
         for p in unit.parameters:
             if not p.sites:
                 unit.core.drop(p.index)
@@ -258,12 +271,15 @@ def refuse_replaced(units):
 def refuse_plain(root, units):
     """A parameter to train that no unit has: the ranks' copies would part."""
     ignored = {(id(module()), key) for unit in units for module, key in unit.ignored}
+    parameters = [p for unit in units for p in unit.all_parameters]
+    own = {id(tensor) for p in parameters for tensor in p.faces()}  # some unsharded
     for prefix, module in root.named_modules():
         for key, parameter in parameters_of(module).items():
             if (
                 parameter is not None
                 and parameter.requires_grad
                 and not isinstance(parameter, DTensor)
+                and id(parameter) not in own
                 and (id(module), key) not in ignored
             ):
                 name = f"{prefix}.{key}" if prefix else key

@@ -10,6 +10,7 @@ from flatshard import _C
 from flatshard._fsdp.inner_outputs import InnerOutputs
 from flatshard._fsdp.options import ModelOptions
 from flatshard._fsdp.parameter import name_released
+from flatshard._fsdp.renewal import check_may_renew, come_back
 from flatshard._fsdp.replaced import refuse_plain, refuse_replaced, settle
 from flatshard._fsdp.seen_writes import SeenWrites
 from flatshard._fsdp.tree import check_units, inner_modules, names_of, walk
@@ -39,6 +40,9 @@ class Root:
 
     def __init__(self, module, state):
         units, parents, module_names = walk(module)
+        for unit in units:
+            if unit.is_outdated:
+                come_back(unit)
         check_units(units, parents, state)
         settle(units, module_names)
         options = state.model_options or ModelOptions()
@@ -136,18 +140,22 @@ class Root:
 
     # -- options -----------------------------------------------------------------
 
+    @staticmethod
+    def reshards(unit):
+        """Whether the unit is resharded after its forward."""
+        asked = unit.policy.reshard_after_forward
+        # FSDP2: the root's parameters are needed first in the backward.
+        return unit.id != 0 if asked is None else asked
+
     def apply_policy(self, unit):
         policy = unit.policy
-        reshard = policy.reshard_after_forward
-        # FSDP2: the root's parameters are needed first in the backward.
-        default = unit.id != 0
         ids = [
             None if modules is None else [m.id for m in modules]
             for modules in (policy.forward_prefetch, policy.backward_prefetch)
         ]
         self.core.set_policy(
             unit.id,
-            reshard_after_forward=default if reshard is None else reshard,
+            reshard_after_forward=self.reshards(unit),
             reshard_after_backward=policy.reshard_after_backward,
             unshard_in_backward=policy.unshard_in_backward,
             forward_prefetch=ids[0],
@@ -247,24 +255,36 @@ class Root:
 
     def renew(self):
         """Makes the Root that comes after this one, when Stale was raised."""
+        self.check_may_end("a parameter was unfrozen, or its dtype changed")
         units = self.units
+        for unit in units:
+            check_may_renew(unit)
+        self.end()
+        return Root(self._module(), units[0])
+
+    def check_may_end(self, what):
+        """Raises NotImplementedError where what the Root has would be lost."""
         for problem, name in (
             (self._passes, "while a backward_pass is open"),
             (self.cuda_graphs, "in a model with cuda_graph=True"),
-            (any(u.main_grads for u in units), "where modules write to main_grad"),
-            (any(u.joined for u in units), "with parameters on a part of the mesh"),
+            (any(u.main_grads for u in self.units), "where modules write to main_grad"),
+            (
+                any(u.joined for u in self.units),
+                "with parameters on a part of the mesh",
+            ),
         ):
             if problem:
                 raise NotImplementedError(
-                    "a parameter was unfrozen, or its dtype changed, between two steps, "
-                    f"which is not supported {name}; change it before the first forward"
+                    f"{what} between two steps, which is not supported {name}; change it "
+                    "before the first forward"
                 )
-        for unit in units:
-            unit.check_may_renew()
+
+    def end(self):
+        """The next forward makes another Root, for which all units have other cores."""
         self._inner_outputs.close()
-        for unit in units:
-            unit.renew()
-        return Root(self._module(), units[0])
+        for unit in self.units:
+            unit.root = None
+            unit.is_outdated = True
 
     def check_replaced(self):
         if self.core.shows_others():

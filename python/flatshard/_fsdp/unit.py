@@ -7,8 +7,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from flatshard import _C
-from flatshard._fsdp.collect import TRAINABLE
-from flatshard._fsdp.parameter import copy_attributes, put_hooks, whole_parameter
+from flatshard._fsdp.parameter import copy_attributes, put_hooks
 from flatshard._graphs.checks import DEFAULT_WARMUP_STEPS
 from flatshard._tensor.memory import address_of, local_of
 from flatshard._tensor.meta_shards import mark_of_meta
@@ -23,10 +22,9 @@ from flatshard._tensor.pieces import (
 )
 from flatshard._tensor.places import forget_unit, set_unit
 from flatshard._tensor.row_shard import RowShard
-from flatshard._tensor.sharded_tensor import ShardedTensor, become
+from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard._tensor.writes import writes
 from flatshard.torch_versions import (
-    default_reduce_dtype,
     grad_dtype_of,
     hooks_of_tensor,
     parameters_of,
@@ -58,7 +56,7 @@ class UnitState:
     """One call of fully_shard."""
 
     modules: list  # weak references
-    core: _C.Unit
+    core: _C.Unit  # None while its parameters are on another device, see renewal.py
     mesh: _C.Mesh
     device_mesh: object
     parameters: list
@@ -83,6 +81,8 @@ class UnitState:
     seen_list_writes: int = field(default_factory=lambda: writes.lists)
     ignored: list = field(default_factory=list)  # places of ignored_params
     loads_by_assign: bool = False  # the load_state_dict that runs
+    home: torch.device = None  # where the core has its shards
+    is_outdated: bool = False  # a Root before had its core
     has_run: bool = False  # so optimizers may have states for its rows
     initialized: bool = True  # False: parameters that were on meta have no values
     running: set = field(default_factory=set)  # ids of a list's modules still to run
@@ -103,15 +103,16 @@ class UnitState:
 
     def make_shards(self):
         """Replaces the parameters in the modules by their shards."""
-        for p, data in self._cut():
+        for p, data in self.cut():
             self._show_new(p, data, p.trainable, p.whole)
+            self.home = local_of(data).device
         for p in self.all_parameters[len(self.parameters) :]:
             p.shard = p.extension.make_shard()
             self.show(p, p.shard)
         self.make_grads()
-        self._watch_shards()
+        self.watch_shards()
 
-    def _cut(self):
+    def cut(self):
         """Yields each parameter with the shard that the core made of it, and brings them
         into the core's order."""
         by_tensor = {id(p.whole): p for p in self.parameters}
@@ -133,8 +134,11 @@ class UnitState:
         if p.parallel is not None:
             note_cut(p.shard, self.device_mesh.ndim - 1, p.dim)
         put_hooks(p)
-        set_unit(p.shard, self, p.index)
+        self.note_place(p)
         self.show(p, p.shard)
+
+    def note_place(self, p):
+        set_unit(p.shard, self, p.index)
 
     def take_over(self, p, index, placements, shape):
         """Makes p, of a unit on a part of the mesh, parameter `index` of this unit: a tensor
@@ -145,7 +149,7 @@ class UnitState:
         data = ShardedTensor.wrap(local_of(former), self.device_mesh, placements, shape)
         self._show_new(p, data, former.requires_grad, former)
 
-    def _watch_shards(self):
+    def watch_shards(self):
         writes.add(self, [p.shard for p in self.all_parameters])
         mark_of_meta(
             {address_of(p.shard) for p in self.parameters if p.on_meta},
@@ -157,17 +161,6 @@ class UnitState:
 
     def fits(self):
         return all(p.fits() for p in self.parameters)
-
-    def shard_again(self):
-        """Before the first forward: makes the core's unit for the dtypes and the
-        requires_grad that the parameters have now. Collective where a rank gets other
-        rows. The shards stay the same objects."""
-        changed = next(p for p in self.parameters if not p.is_as_sharded())
-        self._check_may_change(changed)
-        for p in self.parameters:
-            p.trainable = p.shard.requires_grad
-            p.apart = int(not p.trainable)
-        self._make_core_again()
 
     def check_grad_dtypes(self):
         for p in self.parameters:
@@ -190,87 +183,14 @@ class UnitState:
         for p in self.parameters:
             p.whole.requires_grad_(p.shard.requires_grad)
 
-    def check_may_renew(self):
-        for changed in [p for p in self.parameters if not p.fits()]:
-            self._check_may_change(changed)
-
-    def renew(self):
-        """After a forward: the same for all units of a model, of which a Root is made
-        then. Each rank keeps its rows, since optimizers have states for them, so the
-        parameters of a group are trained or frozen together: the core has gradients for
-        all of them where one is trained."""
-        unfrozen = any(p.apart and p.shard.requires_grad for p in self.parameters)
-        for p in self.parameters:
-            p.trainable = p.trainable or (unfrozen and p.apart and _is_trained_as(p))
-        self._make_core_again()
-        self.make_grads()
-        self.root = None
-
-    def _make_core_again(self):
-        former = [
-            (p, self.core.cuts(p.index), local_of(p.shard)) for p in self.parameters
-        ]
-        for p in self.parameters:
-            if p.shard.dtype != p.shown_dtype:
-                p.dtype = p.shard.dtype
-            p.whole = whole_parameter(
-                p.shard, p.dim, p.dtype, p.whole, shape=p.whole.shape
-            )
-        writes.remove([p.shard for p in self.parameters])
-        values = [p.stored(torch.empty_like(p.whole)) for p in self.parameters]
-        self.core = make_core(
-            self.parameters, values, self.mp_policy, self.mesh, self.core_options
-        )
-        made = {id(p): data for p, data in self._cut()}
-        for p, cuts, piece in former:
-            data = made[id(p)]
-            if (p.on_meta and not self.initialized) or data is p.shard:
-                continue  # there are no values, or the core has none
-            with torch.no_grad():
-                if cuts != self.core.cuts(p.index):
-                    piece = piece_of(data, p.shard.detach())
-                local_of(data).copy_(piece)
-        for p in self.parameters:
-            grad = p.shard.grad
-            if grad is not None and grad.dtype != made[id(p)].dtype:
-                p.shard.grad = None
-                become(p.shard, made[id(p)])
-                p.shard.grad = grad.to(p.shard.dtype)
-            else:
-                become(p.shard, made[id(p)])
-            set_unit(p.shard, self, p.index)
-        self.apply_to_core()
-        self._watch_shards()
-        writes.count += 1
-
     def apply_to_core(self):
-        """What setters said, to a core that was made anew."""
+        """What setters said. Without a core it waits for the next one."""
+        if self.core is None:
+            return
         if self.policy.divide_factor is not None:
             self.core.set_divisor(self.policy.divide_factor)
-        if self.policy.sums_only:
-            self.core.set_sums_only(True)
-        if self.policy.reduced_hook is not None:
-            self.core.set_reduced_hook(self.policy.reduced_hook)
-
-    def _check_may_change(self, changed):
-        what, now = "requires_grad", changed.shard.requires_grad
-        if changed.shard.dtype != changed.shown_dtype:
-            what, now = "the dtype", changed.shard.dtype
-        why = None
-        if self.joined:
-            why = "whose parameters rest on a part of the model's mesh"
-        elif changed.extension is not None:
-            why = "that gathers tensors of a subclass"
-        elif self.main_grads:
-            why = "whose modules write to main_grad"
-        elif what == "the dtype" and changed.float8:
-            why = "whose modules have FP8 weights"
-        if why is not None:
-            raise NotImplementedError(
-                f"{what} of parameter {changed.title} was changed to {now} after "
-                f"fully_shard, which is not supported for a unit {why}: change it before "
-                "fully_shard"
-            )
+        self.core.set_sums_only(self.policy.sums_only)
+        self.core.set_reduced_hook(self.policy.reduced_hook)
 
     def forget_digests(self):
         """The values are others now."""
@@ -300,8 +220,17 @@ class UnitState:
         forget_unit(p.shard)
         make_shard(tensor, local, p.shard)
         p.shard = tensor
-        set_unit(tensor, self, p.index)
+        self.note_place(p)
         writes.count += 1
+
+    def unsharded(self, index):
+        """What modules see of parameter `index`, where the unit stays unsharded after its
+        forward, else None. Unshards it, which is nothing to do after a training forward."""
+        if self.root is None or self.root.reshards(self):
+            return None
+        self.root.core.unshard(self.id, True)
+        p = self.parameters[index]
+        return p.shown.tensor if p.shown else p.whole
 
     def gather_extended(self):
         """The core gathers what parameters of subclasses say."""
@@ -367,45 +296,12 @@ class UnitState:
             parameters_of(module())[name] = tensor
 
     def check_initialized(self):
-        found = [p.names[0] for p in self.all_parameters if p.on_meta]
+        on_meta = [p for p in self.all_parameters if p.on_meta]
+        found = [p.names[0] if p.names else p.label for p in on_meta]
         if found and not self.initialized:
             raise RuntimeError(
                 "FSDP parameters should be materialized from meta device before training, "
                 f"but the following were still on meta device: {found}. Call "
-                "flatshard.reset_parameters(model), or load a checkpoint"
+                f"model.to_empty(device='{self.home.type}'), and then flatshard."
+                "reset_parameters(model), or load a checkpoint"
             )
-
-
-def _is_trained_as(p):
-    """Whether the core could train it: integers rest beside what it trains."""
-    return p.dtype in TRAINABLE
-
-
-def make_core(parameters, values, mp_policy, mesh, options):
-    """The core's unit of `parameters`.
-
-    Args:
-        values: of each, whole, as the core stores them.
-        mesh: _C.Mesh of the model.
-        options: _C.UnitOptions.
-    """
-    members = []
-    for p, value in zip(parameters, values):
-        reduce_dtype = mp_policy.reduce_dtype or default_reduce_dtype(
-            p.param_dtype, value.dtype
-        )
-        members.append(
-            _C.Member(
-                name=p.label,
-                whole=p.whole,
-                values=value,
-                compute_dtype=p.param_dtype,
-                reduce_dtype=reduce_dtype,
-                float8=p.float8,
-                trainable=p.trainable,
-                has_weights=p.extension is None,
-                apart=p.apart,
-                granularity=p.granularity,
-            )
-        )
-    return _C.Unit(members=members, mesh=mesh, options=options)

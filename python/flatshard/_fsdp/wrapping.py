@@ -80,6 +80,7 @@ def check_module(module):
             f"{type(module).__name__}; wrap its children one by one"
         )
     if state_of(module) is not None:
-        raise ValueError(
+        raise AssertionError(
+            "Each distinct composable distributed API can only be applied to a module once. "
             f"fully_shard was applied to this {type(module).__name__} before"
         )

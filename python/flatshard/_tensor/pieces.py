@@ -15,7 +15,6 @@ from flatshard._tensor.sharded_tensor import (
     ShardedTensor,
     contiguous_stride,
     make_sharded,
-    with_local,
 )
 
 
@@ -60,22 +59,12 @@ def _cut_of(shard):
     return noted or (last, spec.placements[last].dim)
 
 
-def like(shard, piece):
-    """A DTensor of `piece`, of another dtype perhaps, that is cut as `shard` is."""
-    if isinstance(shard, ShardedTensor):
-        return with_local(shard, piece)
-    spec = shard._spec
-    return EvenShard.wrap(
-        piece, spec.mesh, spec.placements, shard.shape, shard.stride()
-    )
-
-
 def make_shard(tensor, piece, former):
     """Makes the DTensor `tensor` a shard over `piece`, cut as `former` is."""
     if isinstance(former, ShardedTensor):
         make_sharded(tensor, piece, former)
     else:
-        tensor._local_tensor, tensor._spec = piece, like(former, piece)._spec
+        tensor._local_tensor, tensor._spec = piece, former.over(piece)._spec
         tensor.__class__ = EvenShard
 
 

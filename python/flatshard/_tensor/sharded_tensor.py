@@ -14,7 +14,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils import _foreach_utils
 
 from flatshard._tensor import parameter_gradients, shard_gradients
-from flatshard._tensor.meta_shards import of_meta, where_it_is
 from flatshard._tensor.places import unit_of
 from flatshard._tensor.row_shard import RowShard
 from flatshard._tensor.row_spec import RowSpec, dtensor, make_spec
@@ -29,14 +28,15 @@ from flatshard._tensor.shard_values import (
     tensors_in,
 )
 from flatshard._tensor.unscale import unscale, unscale_gradients
+from flatshard._tensor.watched_tensor import WatchedTensor
 from flatshard._tensor.writes import writes
-from flatshard.torch_versions import plain_attributes
+from flatshard.torch_versions import plain_attributes, tree_map
 
 _set_data = torch.Tensor.data.__set__
 _grad = torch.Tensor.grad
 
 
-class ShardedTensor(DTensor):
+class ShardedTensor(WatchedTensor):
     """A DTensor of which a mesh dimension may be cut by a RowShard.
 
     Operations on it give what the same operations on whole tensors give. Results
@@ -90,58 +90,41 @@ class ShardedTensor(DTensor):
             self._local_tensor = other._local_tensor
 
     @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function == _set_data:
-            # It would replace the wrapper's data, which nobody reads.
-            with torch.no_grad():
-                args[0].copy_(args[1])
-            return None
-        kwargs = kwargs or {}
-        name = function.__name__
-        if of_meta and name == "__get__" and isinstance(args[0], ShardedTensor):
-            place = where_it_is(base_of(args[0]), function.__self__.__name__)
-            if place is not None:
-                return place
-        with plain_attributes():
-            if name == "__get__" or (name == "__set__" and args[1] is None):
-                result = function(*args)
-                if function.__self__ is _grad and result is not None:
-                    return shard_gradients.cut_as(args[0], result)
+    def _compute(cls, function, name, args, kwargs):
+        if name == "__get__" or (name == "__set__" and args[1] is None):
+            result = function(*args)
+            if function.__self__ is _grad and result is not None:
+                return shard_gradients.cut_as(args[0], result)
+            return result
+        if function is unscale:
+            return unscale_gradients(*args)
+        if function is torch.autograd.grad:
+            return parameter_gradients.grad(*args, **kwargs)
+        if name in _ELEMENTWISE:
+            result = _of_elements(function, name, args, kwargs)
+            if result is not None:
                 return result
-            if function is unscale:
-                return unscale_gradients(*args)
-            if function is torch.autograd.grad:
-                return parameter_gradients.grad(*args, **kwargs)
-            if name in _ELEMENTWISE:
-                result = _of_elements(function, name, args, kwargs)
-                if result is not None:
-                    return result
-            elif _updates_lists(function) and not torch.is_grad_enabled():
-                pieces = _pieces(args)
-                if pieces is not None:
-                    result = function(*pieces, **kwargs)
-                    writes.note([t for t in args[0] if type(t) is ShardedTensor])
-                    return None if result is None else args[0]
-            if torch.is_grad_enabled() and name not in ("backward", "grad"):
-                args, kwargs = shard_gradients.alike(name, args, kwargs)
-            try:
-                result = function(*args, **kwargs)
-            except PlainMeetsShards as error:
-                raise _used_outside(function, args, kwargs) from error
-        return result
+        elif _updates_lists(function) and not torch.is_grad_enabled():
+            pieces = _pieces(args)
+            if pieces is not None:
+                result = function(*pieces, **kwargs)
+                writes.note([t for t in args[0] if type(t) is ShardedTensor])
+                return None if result is None else args[0]
+        given = args, kwargs
+        if torch.is_grad_enabled() and name not in ("backward", "grad"):
+            args, kwargs = shard_gradients.alike(name, args, kwargs)
+        try:
+            return function(*args, **kwargs)
+        except PlainMeetsShards as error:
+            if (unsharded := _unsharded(given)) is None:
+                raise _used_outside(function, *given) from error
+        args, kwargs = unsharded
+        return function(*args, **kwargs)
 
-    def __deepcopy__(self, memo):
-        copied = ShardedTensor.wrap(
-            self._local_tensor.detach().clone(),
-            self.device_mesh,
-            list(self.placements),
-            self.shape,
-            self.requires_grad and self.is_leaf,
+    def over(self, local):
+        return ShardedTensor.wrap(
+            local, self.device_mesh, list(self.placements), self.shape
         )
-        if isinstance(self, torch.nn.Parameter):
-            copied = torch.nn.Parameter(copied.detach(), self.requires_grad)
-        memo[id(self)] = copied
-        return copied
 
     def __reduce_ex__(self, protocol):
         # A view has no memory of its own, which torch's way asks for.
@@ -346,6 +329,20 @@ def _piece_beside(reference, value):
     return value._local_tensor if same else None
 
 
+def _unsharded(arguments):
+    """`arguments` with unsharded parameters in place of shards, where their units stay
+    unsharded after their forwards: a head that is called after its model's forward. Else
+    None."""
+    shards = [t for t in tensors_in(arguments) if isinstance(t, ShardedTensor)]
+    found = {}
+    for shard in shards:
+        place = unit_of(shard)
+        found[id(shard)] = None if place is None else place[0].unsharded(place[1])
+    if any(whole is None for whole in found.values()):
+        return None
+    return tree_map(lambda value: found.get(id(value), value), arguments)
+
+
 def _used_outside(function, args, kwargs):
     """The error of a module that computes with a parameter that is not gathered."""
     shards = [t for t in tensors_in((args, kwargs)) if isinstance(t, ShardedTensor)]
@@ -368,8 +365,8 @@ def _used_outside(function, args, kwargs):
 
 def become(tensor, data):
     """`tensor`, a leaf without gradient, is from now on what `data` is, a DTensor of the
-    same shape: cut and of the dtype as that one. It stays the same object."""
-    if tensor.dtype != data.dtype:
+    same shape: cut, of the dtype and on the device as that one. It stays the same object."""
+    if tensor.dtype != data.dtype or tensor.device != data.device:
         with plain_attributes():
             _set_data(tensor, data)
     tensor._local_tensor, tensor._spec = data._local_tensor, data._spec
@@ -377,13 +374,6 @@ def become(tensor, data):
 
 def make_sharded(tensor, local, like):
     """Makes the DTensor `tensor` a ShardedTensor over `local`, cut as `like` is."""
-    like = like if local.dtype == like.dtype else with_local(like, local)
+    like = like if local.dtype == like.dtype else like.over(local)
     tensor._local_tensor, tensor._spec = local, like._spec
     tensor.__class__ = ShardedTensor
-
-
-def with_local(tensor, local):
-    """`local`, of another dtype perhaps, as a DTensor that is cut as `tensor`."""
-    return ShardedTensor.wrap(
-        local, tensor.device_mesh, list(tensor.placements), tensor.shape
-    )

@@ -43,6 +43,10 @@ class Float8Linear(nn.Linear):
         # With the input of the layer before it is quantized no second time.
         return _C.float8_linear(input, weight, self.bias)
 
+    def __reduce_ex__(self, protocol):
+        """A copy is an nn.Linear, whose weight is a shard that belongs to no unit."""
+        return object.__new__, (nn.Linear,), vars(self)
+
 
 def make_float8(state):
     """Of the nn.Linear whose weights are FP8 in `state`."""

@@ -1,4 +1,5 @@
-"""`fully_shard` with every option as a keyword, as parametrized tests want it."""
+"""`fully_shard` with every option as a keyword, as tests and benchmarks that vary options
+want it."""
 
 from dataclasses import fields
 

@@ -1,0 +1,166 @@
+"""A unit's core, and how it is made anew where its parameters have changed."""
+
+import torch
+
+from flatshard import _C
+from flatshard._fsdp.collect import TRAINABLE
+from flatshard._fsdp.parameter import whole_parameter
+from flatshard._tensor.memory import local_of
+from flatshard._tensor.pieces import piece_of
+from flatshard._tensor.shard_values import same_cuts
+from flatshard._tensor.sharded_tensor import become
+from flatshard._tensor.writes import writes
+from flatshard.torch_versions import default_reduce_dtype
+
+
+def make_core(parameters, values, mp_policy, mesh, options):
+    """The core's unit of `parameters`.
+
+    Args:
+        values: of each, whole, as the core stores them.
+        mesh: _C.Mesh of the model.
+        options: _C.UnitOptions.
+    """
+    members = []
+    for p, value in zip(parameters, values):
+        reduce_dtype = mp_policy.reduce_dtype or default_reduce_dtype(
+            p.param_dtype, value.dtype
+        )
+        members.append(
+            _C.Member(
+                name=p.label,
+                whole=p.whole,
+                values=value,
+                compute_dtype=p.param_dtype,
+                reduce_dtype=reduce_dtype,
+                float8=p.float8,
+                trainable=p.trainable,
+                has_weights=p.extension is None,
+                apart=p.apart,
+                granularity=p.granularity,
+            )
+        )
+    return _C.Unit(members=members, mesh=mesh, options=options)
+
+
+def shard_again(unit):
+    """Before the first forward: makes the core's unit for the dtypes and the
+    requires_grad that the parameters have now. Collective where a rank gets other rows.
+    The shards stay the same objects."""
+    changed = next(p for p in unit.parameters if not p.is_as_sharded())
+    _check_may_change(unit, changed)
+    for p in unit.parameters:
+        p.trainable = p.shard.requires_grad
+        p.apart = int(not p.trainable)
+    _make_core_again(unit)
+
+
+def check_may_renew(unit):
+    for changed in [p for p in unit.parameters if not p.fits()]:
+        _check_may_change(unit, changed)
+
+
+def renew(unit):
+    """After a forward: the same for all units of a model, of which a Root is made then.
+    Each rank keeps its rows, since optimizers have states for them, so the parameters of a
+    group are trained or frozen together: the core has gradients for all of them where one
+    is trained."""
+    unfrozen = any(p.apart and p.shard.requires_grad for p in unit.parameters)
+    for p in unit.parameters:
+        # The core can train it: integers rest beside what it trains.
+        fits = p.dtype in TRAINABLE
+        p.trainable = p.trainable or (unfrozen and p.apart and fits)
+    _make_core_again(unit)
+    unit.make_grads()
+    unit.is_outdated = False
+
+
+def let_go(unit):
+    """The parameters are on another device from now on: the core and its memory go."""
+    for p in unit.parameters:
+        p.whole = _whole_again(p)
+    unit.core = unit.grads = None
+    unit.is_outdated = True
+
+
+def come_back(unit):
+    """Makes the core of a unit whose Root went.
+
+    Raises:
+        RuntimeError: parameters are still on another device.
+    """
+    for p in unit.parameters:
+        device = local_of(p.shard).device
+        if device.type == "meta":
+            unit.check_initialized()
+        if device != unit.home:
+            raise RuntimeError(
+                f"parameter {p.title} is on {device}, expected {unit.home}, where "
+                f"fully_shard put it: call model.to('{unit.home.type}') before the next "
+                "forward"
+            )
+    check_may_renew(unit)
+    renew(unit)
+
+
+def _whole_again(p):
+    return whole_parameter(p.shard, p.dim, p.dtype, p.whole, shape=p.whole.shape)
+
+
+def _make_core_again(unit):
+    former = [(p, local_of(p.shard)) for p in unit.parameters]
+    for p in unit.parameters:
+        if p.shard.dtype != p.shown_dtype:
+            p.dtype = p.shard.dtype
+        p.whole = _whole_again(p)
+    writes.remove([p.shard for p in unit.parameters])
+    values = [p.stored(torch.empty_like(p.whole)) for p in unit.parameters]
+    unit.core = make_core(
+        unit.parameters, values, unit.mp_policy, unit.mesh, unit.core_options
+    )
+    made = {id(p): data for p, data in unit.cut()}
+    for p, piece in former:
+        data = made[id(p)]
+        if (p.on_meta and not unit.initialized) or data is p.shard:
+            continue  # there are no values, or the core has none
+        with torch.no_grad():
+            if not same_cuts(p.shard, data):
+                piece = piece_of(data, p.shard.detach())
+            local_of(data).copy_(piece)
+    for p in unit.parameters:
+        grad = p.shard.grad
+        if grad is not None and grad.dtype != made[id(p)].dtype:
+            p.shard.grad = None
+            become(p.shard, made[id(p)])
+            p.shard.grad = grad.to(p.shard.dtype)
+        else:
+            become(p.shard, made[id(p)])
+        unit.note_place(p)
+    unit.apply_to_core()
+    unit.watch_shards()
+    writes.count += 1
+
+
+def _check_may_change(unit, changed):
+    what, now = "requires_grad", changed.shard.requires_grad
+    if changed.shard.dtype != changed.shown_dtype:
+        what, now = "the dtype", changed.shard.dtype
+    why = why_fixed(unit, changed)
+    if why is None and what == "the dtype" and changed.float8:
+        why = "whose modules have FP8 weights"
+    if why is not None:
+        raise NotImplementedError(
+            f"{what} of parameter {changed.title} was changed to {now} after fully_shard, "
+            f"which is not supported for a unit {why}: change it before fully_shard"
+        )
+
+
+def why_fixed(unit, p):
+    """What of the unit is in the way of another core, or None."""
+    if unit.joined:
+        return "whose parameters rest on a part of the model's mesh"
+    if p.extension is not None:
+        return "that gathers tensors of a subclass"
+    if unit.main_grads:
+        return "whose modules write to main_grad"
+    return None

@@ -1,0 +1,55 @@
+"""What the two kinds of shards have in common: ShardedTensor and EvenShard."""
+
+import copy
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from flatshard._tensor.meta_shards import of_meta, where_it_is
+from flatshard._tensor.shard_values import base_of
+from flatshard.torch_versions import plain_attributes
+
+_set_data = torch.Tensor.data.__set__
+
+
+class WatchedTensor(DTensor):
+    """A DTensor over memory of the core.
+
+    A kind has `_compute(function, name, args, kwargs)`, the functions of torch, and
+    `over(local)`, a tensor over `local`, of another dtype perhaps, that is cut as this one.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function == _set_data:
+            # It would replace the wrapper's data, which nobody reads.
+            with torch.no_grad():
+                args[0].copy_(args[1])
+            return None
+        name = function.__name__
+        if of_meta and name == "__get__" and isinstance(args[0], WatchedTensor):
+            place = where_it_is(base_of(args[0]), function.__self__.__name__)
+            if place is not None:
+                return place
+        with plain_attributes():
+            return cls._compute(function, name, args, kwargs or {})
+
+    def __deepcopy__(self, memo):
+        """Copies this rank's piece, the gradient and the attributes, as torch does. The
+        copy belongs to no unit."""
+        is_trained = self.requires_grad and self.is_leaf
+        copied = self.over(self._local_tensor.detach().clone())
+        if isinstance(self, nn.Parameter):
+            copied = nn.Parameter(copied, is_trained)
+        else:
+            copied.requires_grad_(is_trained)
+        memo[id(self)] = copied
+        if self.is_leaf and self.grad is not None:
+            copied.grad = copy.deepcopy(self.grad, memo)
+        for name, value in vars(self).items():
+            if name not in ("base", "frame"):  # of a view, which the copy is not
+                setattr(copied, name, copy.deepcopy(value, memo))
+        return copied
