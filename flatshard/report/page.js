@@ -53,9 +53,10 @@ function median(values) {
 
 // ---- Numbers as people read them -----------------------------------------
 
-// 1234567 -> "1.235M"; digits counts significant ones.
+// 1234567 -> "1.235M", 2048 -> "2,048"; digits counts significant ones.
 function count(value, digits = 4) {
   if (!isNumber(value)) return "–";
+  if (Number.isInteger(value) && Math.abs(value) < 1e4) return value.toLocaleString("en-US");
   for (const [size, letter] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "K"]]) {
     if (Math.abs(value) >= size * 0.9995) return trim((value / size).toPrecision(digits)) + letter;
   }
@@ -170,6 +171,7 @@ function linesOf(spec) {
         max: table.max && scaled(table.max[column.name]),
         step: table.step,
         time: table.columns.time,
+        last: isNumber(table.last[column.name]) ? table.last[column.name] * scale : null,
         dots: values.length <= 24,
         format: column.format || spec.format,
       });
@@ -190,7 +192,7 @@ function niceStep(span, parts) {
 function linearTicks(low, high, parts) {
   const step = niceStep(high - low || 1, parts);
   const ticks = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; ++i) ticks.push(i * step);
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; ++i) ticks.push(i * step || 0); // never -0
   return ticks;
 }
 
@@ -214,7 +216,7 @@ function logTicks(low, high) {
 
 const CHARTS = [
   {
-    title: "Loss", unit: "nats per token", wide: true, log: false, events: true,
+    title: "Loss", unit: "nats per token", wide: true, log: false, events: true, settles: true,
     columns: [
       { name: "loss", label: "training" },
       { name: "validation_loss", table: "validation", label: "validation", color: 1, rough: false },
@@ -223,7 +225,7 @@ const CHARTS = [
   { title: "Validation loss", unit: "nats per token", log: false, columns: [{ name: "validation_loss", table: "validation", label: "all", rough: false, color: 1 }], parts: "validation_losses." },
   { title: "Bits per byte", unit: "of validation", columns: [{ name: "bits_per_byte", table: "validation", label: "bits per byte", rough: false, color: 1 }] },
   {
-    title: "Gradient norm", unit: "before clipping", log: false, columns: [{ name: "grad_norm", label: "norm" }],
+    title: "Gradient norm", unit: "before clipping", log: false, settles: true, columns: [{ name: "grad_norm", label: "norm" }],
     reference: (run) => (run.config["training.max_norm"] > 0 ? [run.config["training.max_norm"], "training.max_norm"] : null),
   },
   { title: "Learning rate", unit: "", log: false, zero: true, columns: [{ name: "lr", label: "rate", rough: false }] },
@@ -253,7 +255,7 @@ const CHARTS = [
     columns: [
       { name: "exposed_comm_ms", label: "collectives" },
       { name: "data_ms", label: "data" },
-      { name: "experts.exposed_exchange_ms", label: "tokens of experts" },
+      { name: "experts.exposed_exchange_ms", label: "tokens to experts" },
     ],
   },
   { title: "Experts' load", unit: "busiest over mean", columns: [{ name: "experts.load", label: "load", color: 3 }] },
@@ -324,8 +326,7 @@ class Chart {
         stroke.style.stroke = line.color;
         mark.append(stroke);
         const name = [single ? "" : line.run.name, this.spec.columns.length > 1 || single ? line.label : ""].filter(Boolean).join(", ");
-        const last = line.raw.findLast(isNumber);
-        return make("li", {}, several ? mark : null, several ? name : "", make("b", {}, line.format(last)));
+        return make("li", {}, several ? mark : null, several ? name : "", make("b", {}, line.format(line.last)));
       }),
     );
   }
@@ -349,9 +350,11 @@ class Chart {
     }
     let low = Infinity;
     let high = -Infinity;
+    // The first steps would leave the others no room: their line leaves the plot.
+    const from = spec.settles && !spec.log && !view.zoom ? left + (right - left) * 0.02 : left;
     for (const line of lines) {
       for (let i = 0; i < line.x.length; ++i) {
-        if (line.x[i] < left || line.x[i] > right) continue;
+        if (line.x[i] < from || line.x[i] > right) continue;
         for (const value of [line.raw[i], line.y[i], line.min && line.min[i], line.max && line.max[i]]) {
           if (isNumber(value) && !(spec.log && value <= 0)) {
             low = Math.min(low, value);
@@ -373,7 +376,7 @@ class Chart {
     if (spec.zero && !spec.log) low = Math.min(0, low);
     if (low === high) {
       const room = Math.abs(low) * 0.05 || 1;
-      [low, high] = spec.log ? [low / 1.2, high * 1.2] : [low - room, high + room];
+      [low, high] = spec.log ? [low / 1.2, high * 1.2] : [spec.zero ? Math.min(0, low) : low - room, high + room];
     } else if (spec.log) {
       [low, high] = [low / (high / low) ** 0.04, high * (high / low) ** 0.04];
     } else {
@@ -463,6 +466,7 @@ class Chart {
       for (const start of run.starts.slice(1)) {
         const x = place(start);
         parent.append(draw("line", { class: "restart", x1: x, x2: x, y1: frame.top - 6, y2: frame.bottom }));
+        if (this.spec.wide) parent.append(draw("text", { class: "event", x: x + 5, y: frame.top + 4 }, `start ${start.attempt}`));
         this.events.push([x, `${who}start ${start.attempt}, from step ${start.step}`]);
       }
       for (const bad of run.nonfinite) {
@@ -627,7 +631,7 @@ function stateOf(run) {
 
 function aboutOf(run) {
   const start = lastStart(run);
-  const parts = [];
+  const parts = [run.folder];
   if (start) {
     parts.push(`${count(start.parameters, 3)} parameters`);
     parts.push(start.ranks === 1 ? start.device : `${start.ranks} × ${start.device}`);
@@ -731,8 +735,16 @@ function bar(parts, of) {
   return [line, legend];
 }
 
+// "autograd::engine::evaluate_function: torch::autograd::CppNode<a::b::F>" is
+// the backward of F.
+function operatorName(name) {
+  const backward = name.match(/^autograd::engine::evaluate_function: (.*)$/);
+  if (!backward) return name;
+  return `backward of ${backward[1].replace(/^.*<|>$/g, "").replace(/^.*::/, "")}`;
+}
+
 function colored(times) {
-  return Object.entries(times).map(([name, ms], i) => [name, ms, name === "other" ? "var(--s7)" : i < 7 ? `var(--s${i})` : `color-mix(in srgb, var(--s${i % 7}) 55%, var(--card))`]);
+  return Object.entries(times).map(([name, ms], i) => [operatorName(name), ms, name === "other" ? "var(--s7)" : i < 7 ? `var(--s${i})` : `color-mix(in srgb, var(--s${i % 7}) 55%, var(--card))`]);
 }
 
 // The median of logged steps, by what the host measured.
@@ -870,7 +882,7 @@ function fillConfig() {
     return keys.filter((key) => choice === "all" || (choice === "changed" ? changed.has(key) : differs(key)));
   };
   const row = (key) =>
-    make("tr", { class: differs(key) ? "differs" : "" },
+    make("tr", { class: choice !== "differs" && differs(key) ? "differs" : "" },
       make("td", {}, make("code", {}, key.slice(key.indexOf(".") + 1))),
       ...runs.map((run) => make("td", {}, make("code", {}, shownValue(run.config[key])))));
   const render = () => {

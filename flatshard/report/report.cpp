@@ -2,9 +2,13 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdlib>
+#include <filesystem>
+#include <iterator>
+#include <set>
 #include <string_view>
 
 #include "flatshard/core/error.h"
@@ -14,6 +18,8 @@
 
 namespace flatshard::report {
 namespace {
+
+namespace fs = std::filesystem;
 
 // Enough for a pixel each, in a chart as wide as the page.
 constexpr std::size_t kMostPoints = 1000;
@@ -118,6 +124,39 @@ Json to_json(const RunRecord& run, const Json& defaults, Detail detail) {
   return object;
 }
 
+/// The last `depth` parts of a path.
+std::string end_of(const fs::path& path, std::ptrdiff_t depth) {
+  fs::path end;
+  const auto size = std::distance(path.begin(), path.end());
+  for (auto part =
+           std::next(path.begin(), std::max<std::ptrdiff_t>(size - depth, 0));
+       part != path.end();
+       ++part) {
+    end /= *part;
+  }
+  return end.string();
+}
+
+/// Names runs by as much of their paths as tells them apart. A folder that is
+/// called "run", as by default, is not a name.
+void name_runs(std::vector<RunRecord>& runs) {
+  constexpr std::ptrdiff_t kMostParts = 6;
+  for (std::ptrdiff_t depth = 1; depth <= kMostParts; ++depth) {
+    std::set<std::string> names;
+    for (RunRecord& run : runs) {
+      std::error_code error;
+      const fs::path path =
+          fs::weakly_canonical(fs::absolute(run.folder), error);
+      // A path that ends with a slash has an empty last part.
+      run.name = end_of(path.has_filename() ? path : path.parent_path(), depth);
+      names.insert(run.name);
+    }
+    if (names.size() == runs.size() && !names.contains("run")) {
+      return;
+    }
+  }
+}
+
 Json build(const ReportOptions& options, Detail detail) {
   const Json defaults =
       flatten_toml(options.default_config, "the default config");
@@ -125,6 +164,7 @@ Json build(const ReportOptions& options, Detail detail) {
   for (const std::string& other : options.compare) {
     runs.push_back(read_run(other, "--compare"));
   }
+  name_runs(runs);
   Json object;
   object["format"] = "flatshard report";
   object["version"] = 1;

@@ -189,8 +189,6 @@ RunRecord read_run(const fs::path& folder, const std::string& option) {
       fs::is_directory(folder, error) ? "it has no metrics.jsonl"
                                       : "there is no such folder");
   RunRecord run{.folder = folder};
-  run.name =
-      fs::weakly_canonical(fs::absolute(folder), error).filename().string();
   std::int64_t line_number = 0;
   for (std::string line; std::getline(file, line);) {
     ++line_number;

@@ -14,7 +14,7 @@ using Json = nlohmann::ordered_json;
 
 /// What a run left in its output_dir. docs/report.md describes the rows.
 struct RunRecord {
-  std::string name;  ///< the folder's
+  std::string name;  ///< of the folder; `report` gives it
   std::filesystem::path folder;
   Table training;  ///< a row for each logged step
   Table validation;

@@ -113,6 +113,24 @@ TEST_F(Report, NamesCannotEndTheScriptOrBecomeTags) {
   EXPECT_EQ(data["runs"][0]["name"], "x<b>&y");
 }
 
+TEST_F(Report, RunsAreNamedByWhatTellsThemApart) {
+  const auto names = [](const ReportOptions& options) {
+    const json all = json::parse(report_json(options));
+    std::string text;
+    for (const json& each : all["runs"]) {
+      text += each["name"].get<std::string>() + " ";
+    }
+    return text;
+  };
+  const std::string a = run("a/one", 1);
+  const std::string b = run("b/one", 1);
+  const std::string c = run("c/run", 1);
+  EXPECT_EQ(names({.run = a}), "one ");
+  EXPECT_EQ(names({.run = a + "/"}), "one ");
+  EXPECT_EQ(names({.run = a, .compare = {b}}), "a/one b/one ");
+  EXPECT_EQ(names({.run = c}), "c/run ");
+}
+
 TEST_F(Report, AValueThatIsNotFiniteIsNull) {
   folder_.write(
       "n/metrics.jsonl",

@@ -173,7 +173,9 @@ class Watching(unittest.TestCase):
     def test_the_page_has_the_fields_that_runs_write(self):
         self.train("experts", EXPERTS, "metrics.log_freq=1", ranks=2)
         self.train("graphs", DENSE, "cuda_graph.impl=unit", "debug.emulate_graphs=true")
-        self.train("float8", DENSE, "float8.recipe=rowwise", "precision.compute=bfloat16")
+        self.train(
+            "float8", DENSE, "float8.recipe=rowwise", "precision.compute=bfloat16"
+        )
         self.train("skips", DENSE, "training.on_nonfinite=skip",
                    "debug.spoil_gradient_step=2")  # fmt: skip
         paths = [self.folder / name for name in ("corpus", "other")]
@@ -184,7 +186,10 @@ class Watching(unittest.TestCase):
                    fails=True)  # fmt: skip
         names = ["dense", "experts", "graphs", "float8", "skips", "mixture", "diverges"]
         written = {
-            field for name in names for row in self.rows(name) for field in fields_of(row)
+            field
+            for name in names
+            for row in self.rows(name)
+            for field in fields_of(row)
         }
         page = (ROOT / "docs/report.md").read_text()
         page = page[page.index("## metrics.jsonl") : page.index("## TensorBoard")]
