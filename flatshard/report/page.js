@@ -346,6 +346,7 @@ class Chart {
           }
         }
       }
+      if (left > right) [left, right] = [0, 1];
       if (left === right) [left, right] = [left - 1, right + 1];
     }
     let low = Infinity;
@@ -527,6 +528,7 @@ class Chart {
       if (event.button !== 0) return;
       begin = xAt(event);
       this.svg.setPointerCapture(event.pointerId);
+      showTooltip(this, begin, event);
     });
     this.svg.addEventListener("pointermove", (event) => {
       const x = xAt(event);
@@ -780,6 +782,7 @@ function fillTime() {
         continue;
       }
       const spans = [["compute", profile.compute_ms, "var(--s0)"], ["exposed communication", profile.exposed_ms, "var(--s1)"], ["idle", profile.idle_ms, "var(--s7)"]];
+      if (!profile.classes_ms) continue;
       const kernels = sum(Object.values(profile.classes_ms));
       section.append(
         make("h3", {}, `${who}, the GPU's time, ${plain(profile.span_ms, 3)} ms`), ...bar(spans, profile.span_ms),
@@ -942,6 +945,7 @@ function listenToTools() {
     view.x = event.target.value;
     zoomTo(null);
   });
+  if (!runs.some((run) => run.training.columns.tokens)) byId("x-axis").querySelector('[value="tokens"]').parentElement.hidden = true;
   byId("reset").addEventListener("click", () => zoomTo(null));
   take();
 }

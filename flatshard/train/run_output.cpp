@@ -4,6 +4,7 @@
 
 #include <csignal>
 
+#include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
 #include "flatshard/core/output.h"
 #include "flatshard/train/earlier_run.h"
@@ -139,9 +140,13 @@ void RunOutput::checkpoint(std::int64_t step, double seconds) {
 }
 
 void RunOutput::checkpoint_error(std::int64_t step, const std::string& error) {
-  for_option(kOutputDir, [&] {
+  try {
     metrics_->write_checkpoint_error(step, error);
-  });
+  } catch (const Error& full) {
+    // The disk that had no room for the checkpoint may have none for this. The
+    // run goes on without the checkpoint, and does so without the row.
+    log_warning("{}", full.message());
+  }
 }
 
 void RunOutput::profile(std::int64_t step, const StepProfile& profile) {

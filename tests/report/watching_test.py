@@ -240,6 +240,26 @@ class Watching(unittest.TestCase):
         self.assertTrue(run["ended"])
         self.assertIn("training.steps", run["changed"])
 
+    def test_bad_input_is_named(self):
+        log = self.program("report", "--run", "/none", fails=True)
+        self.assertIn("--run /none: there is no such folder", log)
+        dense = str(self.folder / "dense")
+        log = self.program(
+            "report", "--run", dense, "--compare", str(self.folder), fails=True
+        )
+        self.assertIn("it has no metrics.jsonl", log)
+        log = self.program("report", "--run", dense, "-o", "/none/x.html", fails=True)
+        self.assertIn("/none/x.html", log)
+        damaged = self.folder / "damaged"
+        shutil.copytree(self.folder / "dense", damaged)
+        with (damaged / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 9, "lo')
+        num_rows = len(self.rows("dense"))
+        page = str(self.folder / "damaged.html")
+        log = self.program("report", "--run", str(damaged), "-o", page)
+        self.assertIn(f"damaged/metrics.jsonl:{num_rows + 1}: skipped", log)
+        self.assertIn(f"metrics.jsonl:{num_rows + 1}: skipped", Path(page).read_text())
+
     @unittest.skipUnless(
         importlib.util.find_spec("tensorboard"),
         "tensorboard is not installed (requirements.txt has it)",
