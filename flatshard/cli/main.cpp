@@ -5,6 +5,7 @@
 #include "flatshard/cli/doctor_command.h"
 #include "flatshard/cli/norms_command.h"
 #include "flatshard/cli/path_options.h"
+#include "flatshard/cli/report_command.h"
 #include "flatshard/cli/train_command.h"
 #include "flatshard/core/log.h"
 #include "flatshard/core/nearest_name.h"
@@ -148,6 +149,7 @@ int main(int argc, char** argv) {
   flatshard::add_export_command(program);
   flatshard::add_data_command(program);
   flatshard::add_norms_command(program);
+  flatshard::add_report_command(program);
   flatshard::add_doctor_command(
       program,
       std::vector<std::string>(argv, argv + argc));

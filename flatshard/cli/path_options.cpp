@@ -12,8 +12,9 @@
 namespace flatshard {
 namespace {
 
-constexpr std::array<std::string_view, 10> kPaths{
+constexpr std::array<std::string_view, 11> kPaths{
     "--run",
+    "--compare",
     "--to",
     "--output",
     "--input",

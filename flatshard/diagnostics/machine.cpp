@@ -57,21 +57,25 @@ std::vector<Fact> build_facts() {
   return facts;
 }
 
-std::vector<Fact> machine_facts() {
+Fact host_fact() {
   utsname host{};
   ::uname(&host);
   const double memory = static_cast<double>(::sysconf(_SC_PHYS_PAGES)) *
                         static_cast<double>(::sysconf(_SC_PAGESIZE));
-  std::vector<Fact> facts = {
-      {"host",
-       fmt::format(
-           "{} {}, {} {}, {} threads, {}",
-           host.sysname,
-           host.release,
-           host.machine,
-           host.nodename,
-           std::thread::hardware_concurrency(),
-           gib(memory))}};
+  return {
+      "host",
+      fmt::format(
+          "{} {}, {} {}, {} threads, {}",
+          host.sysname,
+          host.release,
+          host.machine,
+          host.nodename,
+          std::thread::hardware_concurrency(),
+          gib(memory))};
+}
+
+std::vector<Fact> machine_facts() {
+  std::vector<Fact> facts = {host_fact()};
   const auto driver = detail::cuda_driver_facts();
   facts.insert(facts.end(), driver.begin(), driver.end());
   const int num_gpus = num_cuda_devices();

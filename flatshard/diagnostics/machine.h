@@ -15,6 +15,8 @@ struct Fact {
 /// Versions of torch, CUDA's runtime, cuBLASLt, cuDNN and NCCL, and the GPUs
 /// that the CUDA code is built for.
 std::vector<Fact> build_facts();
+/// The host: system, name, threads, memory. Starts no CUDA.
+Fact host_fact();
 /// The host, the driver, each GPU with its memory and compute capability, and
 /// how each GPU reaches the others' memory. Starts CUDA when there is a GPU.
 std::vector<Fact> machine_facts();

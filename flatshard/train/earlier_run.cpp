@@ -5,6 +5,7 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/format/checkpoint_folder.h"
+#include "flatshard/train/metrics/tensorboard.h"
 #include "flatshard/train/run_sources.h"
 
 namespace flatshard {
@@ -19,6 +20,7 @@ std::vector<std::filesystem::path> files_of_a_run(
       "config.toml",
       "metrics.jsonl",
       kSources,
+      kTensorboardFolder,
       kWeightsFile};
   if (checkpoints.is_relative()) {
     files.push_back(checkpoints);
@@ -26,11 +28,16 @@ std::vector<std::filesystem::path> files_of_a_run(
   return files;
 }
 
+/// Those that are folders, whatever they hold.
+bool is_folder_of_a_run(const std::filesystem::path& name) {
+  return name == kSources || name == kTensorboardFolder;
+}
+
 /// Not /dev/null and the like, which hold nothing.
 bool holds_something(const std::filesystem::path& path) {
   std::error_code error;
   return std::filesystem::is_regular_file(path, error) ||
-         (path.filename() == kSources &&
+         (is_folder_of_a_run(path.filename()) &&
           std::filesystem::is_directory(path, error)) ||
          !list_checkpoints(path).empty();
 }
@@ -89,7 +96,7 @@ void restore_earlier_run(
   std::error_code error;
   for (const auto& name : files_of_a_run(checkpoints)) {
     if (std::filesystem::exists(kept / name, error)) {
-      if (name == kSources) {
+      if (is_folder_of_a_run(name)) {
         std::filesystem::remove_all(output_dir / name, error);
       }
       std::filesystem::rename(kept / name, output_dir / name, error);

@@ -10,7 +10,7 @@ namespace flatshard {
 void refuse_foreign_checkpoints(const std::filesystem::path& checkpoints);
 
 /// Moves what an earlier run wrote into `output_dir` (config.toml,
-/// metrics.jsonl, sources, checkpoints, weights) to
+/// metrics.jsonl, events, sources, checkpoints, weights) to
 /// `<output_dir>/earlier/<n>`, n counting from 1: nothing of it is there to be
 /// taken for the new run's.
 ///

@@ -91,6 +91,11 @@ void NonfiniteGuard::check_kept(std::int64_t step) {
   const bool* good = finite.const_data_ptr<bool>();
   const auto first = static_cast<std::size_t>(
       std::find(good, good + norms.size(), false) - good);
+  if (first < norms.size() && parts_.output != nullptr) {
+    parts_.output->stopped_by_nonfinite(
+        looked_at[first].first,
+        fmt::format("the norm of all gradients, as was seen in step {}", step));
+  }
   FLATSHARD_CHECK(
       first == norms.size(),
       usage,
@@ -106,8 +111,13 @@ std::int64_t NonfiniteGuard::give_up(std::int64_t step) {
   constexpr std::int64_t kMostInARow = 10;
   const std::string what =
       name_nonfinite_gradient(*parts_.runtime, *parts_.mesh);
+  const bool goes_on =
+      action_ != config::OnNonfinite::stop && ++num_given_up_ <= kMostInARow;
+  if (!goes_on && parts_.output != nullptr) {
+    parts_.output->stopped_by_nonfinite(step, what);
+  }
   FLATSHARD_CHECK(
-      action_ != config::OnNonfinite::stop && ++num_given_up_ <= kMostInARow,
+      goes_on,
       usage,
       "the gradient of step {} is not finite{}: {}; lower optimizer.lr, check "
       "the data, or set training.on_nonfinite to skip or rewind",

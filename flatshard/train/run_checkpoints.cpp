@@ -264,16 +264,18 @@ void RunCheckpoints::report() {
     if (!result.error) {
       last_saved_ = result.step;
     }
-    if (parts_.mesh->rank() != 0) {
+    if (parts_.output == nullptr) {
       continue;
     }
     if (result.error) {
+      parts_.output->checkpoint_error(result.step, result.error->what());
       log_warning(
           "the checkpoint of step {} failed, the run goes on and tries again "
           "at the next one: {}",
           result.step,
           result.error->what());
     } else {
+      parts_.output->checkpoint(result.step, result.seconds);
       log_info(
           "saved {} in {:.1f} s",
           step_folder(folder_, result.step).string(),

@@ -4,6 +4,7 @@
 #include "flatshard/data/loader.h"
 #include "flatshard/train/config.h"
 #include "flatshard/train/data/run_data.h"
+#include "flatshard/train/run_output.h"
 
 #include <cstdint>
 #include <filesystem>
@@ -38,6 +39,7 @@ class RunCheckpoints {
     data::Loader* loader = nullptr;
     std::vector<WholeTensor> buffers;  ///< of the model
     const RunData* data = nullptr;     ///< rank 0's; null elsewhere
+    RunOutput* output = nullptr;       ///< rank 0's; null elsewhere
   };
 
   /// Collective when checkpoints are to be written.

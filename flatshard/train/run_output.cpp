@@ -4,6 +4,7 @@
 
 #include <csignal>
 
+#include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
 #include "flatshard/core/output.h"
 #include "flatshard/train/earlier_run.h"
@@ -15,37 +16,54 @@ namespace {
 
 void open_files(
     std::optional<MetricsFile>& metrics,
+    std::optional<TensorboardLog>& tensorboard,
     const Config& config,
-    bool resumed,
-    std::int64_t done) {
+    MetricsFile::Mode mode,
+    const StartMetrics& start) {
   const std::filesystem::path folder = config.run.output_dir;
-  if (resumed) {
-    save_config(config);
-    save_run_sources(config);
-    metrics.emplace(folder / "metrics.jsonl", MetricsFile::Mode::append);
-    metrics->mark_overtaken(done);
-    return;
+  save_config(config);
+  save_run_sources(config);
+  metrics.emplace(folder / "metrics.jsonl", mode);
+  if (mode == MetricsFile::Mode::append) {
+    metrics->mark_overtaken(start.done);
   }
-  const auto kept = keep_earlier_run(folder, config.checkpoint.folder);
-  try {
-    save_config(config);
-    save_run_sources(config);
-    metrics.emplace(folder / "metrics.jsonl");
-  } catch (...) {
-    if (!kept.empty()) {
-      restore_earlier_run(kept, folder, config.checkpoint.folder);
-    }
-    throw;
-  }
-  if (!kept.empty()) {
-    log_info("kept the earlier run's files in {}", kept.string());
+  metrics->write_start(start);
+  if (config.metrics.tensorboard) {
+    tensorboard.emplace(
+        folder / kTensorboardFolder,
+        metrics->attempt(),
+        start.done);
   }
 }
 
 }  // namespace
 
-void RunOutput::open(const Config& config, bool resumed, std::int64_t done) {
-  for_option(kOutputDir, [&] { open_files(metrics_, config, resumed, done); });
+void RunOutput::open(
+    const Config& config,
+    bool resumed,
+    const StartMetrics& start) {
+  for_option(kOutputDir, [&] {
+    const auto open_as = [&](MetricsFile::Mode mode) {
+      open_files(metrics_, tensorboard_, config, mode, start);
+    };
+    if (resumed) {
+      open_as(MetricsFile::Mode::append);
+      return;
+    }
+    const std::filesystem::path folder = config.run.output_dir;
+    const auto kept = keep_earlier_run(folder, config.checkpoint.folder);
+    try {
+      open_as(MetricsFile::Mode::truncate);
+    } catch (...) {
+      if (!kept.empty()) {
+        restore_earlier_run(kept, folder, config.checkpoint.folder);
+      }
+      throw;
+    }
+    if (!kept.empty()) {
+      log_info("kept the earlier run's files in {}", kept.string());
+    }
+  });
 }
 
 void RunOutput::print(const std::string& text) {
@@ -55,12 +73,23 @@ void RunOutput::print(const std::string& text) {
 
 void RunOutput::step(const StepMetrics& metrics) {
   print(format_step(metrics));
-  for_option(kOutputDir, [&] { metrics_->write(metrics); });
+  last_loss_ = metrics.loss;
+  for_option(kOutputDir, [&] {
+    metrics_->write(metrics);
+    if (tensorboard_) {
+      tensorboard_->write(metrics);
+    }
+  });
 }
 
 void RunOutput::validation(const ValidationMetrics& metrics) {
   print(format_validation(metrics));
-  for_option(kOutputDir, [&] { metrics_->write_validation(metrics); });
+  for_option(kOutputDir, [&] {
+    metrics_->write_validation(metrics);
+    if (tensorboard_) {
+      tensorboard_->write_validation(metrics);
+    }
+  });
 }
 
 void RunOutput::norms(
@@ -90,9 +119,44 @@ void RunOutput::nonfinite(
   for_option(kOutputDir, [&] {
     if (last < step) {
       metrics_->mark_overtaken(last);
+      if (tensorboard_) {
+        tensorboard_->rewind(last);
+      }
     }
     metrics_->write_nonfinite(step, what, last);
   });
+}
+
+void RunOutput::stopped_by_nonfinite(
+    std::int64_t step,
+    const std::string& what) {
+  for_option(kOutputDir, [&] {
+    metrics_->write_nonfinite(step, what, std::nullopt);
+  });
+}
+
+void RunOutput::checkpoint(std::int64_t step, double seconds) {
+  for_option(kOutputDir, [&] { metrics_->write_checkpoint(step, seconds); });
+}
+
+void RunOutput::checkpoint_error(std::int64_t step, const std::string& error) {
+  try {
+    metrics_->write_checkpoint_error(step, error);
+  } catch (const Error& full) {
+    // The disk that had no room for the checkpoint may have none for this. The
+    // run goes on without the checkpoint, and does so without the row.
+    log_warning("{}", full.message());
+  }
+}
+
+void RunOutput::profile(std::int64_t step, const StepProfile& profile) {
+  for_option(kOutputDir, [&] { metrics_->write_profile(step, profile); });
+}
+
+void RunOutput::profile(
+    std::int64_t step,
+    const std::vector<HostOperator>& operators) {
+  for_option(kOutputDir, [&] { metrics_->write_profile(step, operators); });
 }
 
 void RunOutput::requested(
@@ -126,10 +190,19 @@ void RunOutput::begin_progress(std::int64_t done, std::int64_t total) {
   total_ = total;
 }
 
-void RunOutput::progress(std::int64_t step, double loss) {
+void RunOutput::progress(
+    std::int64_t step,
+    std::optional<double> loss,
+    std::int64_t tokens) {
   const std::chrono::duration<double> elapsed =
       std::chrono::steady_clock::now() - begin_;
-  status_.update(step, total_, loss, elapsed.count(), first_);
+  status_.update(
+      {.done = step,
+       .total = total_,
+       .first = first_,
+       .loss = loss ? loss : last_loss_,
+       .tokens = tokens,
+       .elapsed_s = elapsed.count()});
 }
 
 }  // namespace flatshard

@@ -12,6 +12,7 @@
 #include "flatshard/train/metrics/metrics.h"
 #include "flatshard/train/metrics/metrics_file.h"
 #include "flatshard/train/metrics/status_line.h"
+#include "flatshard/train/metrics/tensorboard.h"
 #include "flatshard/train/signal_requests.h"
 
 namespace flatshard {
@@ -24,7 +25,7 @@ inline constexpr std::string_view kOutputDir = "run.output_dir";
 inline constexpr const char* kRunLog = "output.log";
 
 /// What a run prints and writes below run.output_dir: config.toml,
-/// metrics.jsonl, the lines of its log. One rank has it.
+/// metrics.jsonl, TensorBoard's events, the lines of its log. One rank has it.
 class RunOutput {
  public:
   /// Touches no file: `open` does.
@@ -33,9 +34,9 @@ class RunOutput {
   /// Opens the files, when all that can fail has gone well on all ranks. Those
   /// of an earlier run are put aside, unless this one goes on with it. Once.
   /// @param resumed  the files of the run that this one goes on with are there
-  ///   already; rows of steps after `done` are marked as overtaken.
+  ///   already; rows of steps after `start.done` are marked as overtaken.
   /// @throws Error{io} naming run.output_dir; earlier files are back then.
-  void open(const Config& config, bool resumed, std::int64_t done);
+  void open(const Config& config, bool resumed, const StartMetrics& start);
 
   void print(const std::string& text);
   void step(const StepMetrics& metrics);
@@ -47,6 +48,14 @@ class RunOutput {
   void ended(std::int64_t step);
   /// A step whose gradient is not finite; the run goes on after `last`.
   void nonfinite(std::int64_t step, const std::string& what, std::int64_t last);
+  /// The same where the run ends; whoever ends it prints the reason.
+  void stopped_by_nonfinite(std::int64_t step, const std::string& what);
+  /// The checkpoint of `step` is whole, or failed.
+  void checkpoint(std::int64_t step, double seconds);
+  void checkpoint_error(std::int64_t step, const std::string& error);
+  /// Where the time of a traced step went.
+  void profile(std::int64_t step, const StepProfile& profile);
+  void profile(std::int64_t step, const std::vector<HostOperator>& operators);
 
   /// What a signal asked for after `step`. @param saves  checkpoints are
   /// written.
@@ -56,11 +65,16 @@ class RunOutput {
   void begin_progress(std::int64_t done, std::int64_t total);
   /// Whether there is such a line.
   bool shows_progress() const { return status_.enabled(); }
-  void progress(std::int64_t step, double loss);
+  /// @param loss  unset: as last logged.
+  /// @param tokens  seen so far by all ranks and attempts.
+  void
+  progress(std::int64_t step, std::optional<double> loss, std::int64_t tokens);
   void end_progress() { status_.clear(); }
 
  private:
   std::optional<MetricsFile> metrics_;
+  std::optional<TensorboardLog> tensorboard_;  ///< unset: off
+  std::optional<double> last_loss_;
   StatusLine status_;
   std::chrono::steady_clock::time_point begin_;
   std::int64_t first_ = 0;

@@ -146,7 +146,7 @@ void Trainer::open_output() {
   mesh_->world().barrier();
   mesh_->check();
   if (output_) {
-    output_->open(config_, start_.goes_on, start_.first_step() - 1);
+    output_->open(config_, start_.goes_on, start_metrics());
   }
   mesh_->world().barrier();  // what was there before is out of the way
   mesh_->check();
@@ -161,6 +161,7 @@ void Trainer::log_step(std::int64_t step, const TrainedStep& trained) {
       .loss = loss,
       .grad_norm = trained.norm.item<double>(),
       .lr = trained.lr,
+      .tokens = tokens_seen(),
       .exposed_comm_ms = state_.runtime->exposed_waits().wait_and_take_ms()};
   metrics.experts = experts_->metrics();
   meter_->measure(metrics);
@@ -169,15 +170,15 @@ void Trainer::log_step(std::int64_t step, const TrainedStep& trained) {
   metrics.memory_peak_bytes = memory.peak_allocated_bytes;
   metrics.memory_reserved_bytes = memory.peak_reserved_bytes;
   metrics.memory_total_bytes = memory.capacity_bytes;
+  if (output_) {
+    output_->step(metrics);
+  }
   FLATSHARD_CHECK(
       std::isfinite(loss),
       usage,
       "the loss of step {} is {}; lower optimizer.lr or check the data",
       step,
       loss);
-  if (output_) {
-    output_->step(metrics);
-  }
   meter_->restart();
 }
 
@@ -201,8 +202,15 @@ void Trainer::save_if(bool asked, std::int64_t step) {
 void Trainer::show_progress(std::int64_t step, const at::Tensor& loss) {
   if (output_ && output_->shows_progress()) {
     // A GPU's would have to be waited for.
-    output_->progress(step, device_.is_cuda() ? 0 : loss.item<double>());
+    output_->progress(
+        step,
+        device_.is_cuda() ? std::nullopt : std::optional(loss.item<double>()),
+        tokens_seen());
   }
+}
+
+std::int64_t Trainer::tokens_seen() const {
+  return loader_.state().samples_consumed * config_.training.seq_len;
 }
 
 void Trainer::finish(End end) {

@@ -81,6 +81,8 @@ class Trainer {
   void lock_folder(int restart_count);
   /// Everything that takes part in a step.
   void build(std::vector<ValidationSet> validation_sets);
+  /// What this attempt began with. On rank 0, after `build`.
+  StartMetrics start_metrics() const;
   /// Loads the checkpoint to go on from, or the weights of model.init_from.
   void load_weights(bool resume);
 
@@ -101,6 +103,8 @@ class Trainer {
   /// Saves a checkpoint if one is due or asked for, and reports earlier ones.
   void save_if(bool asked, std::int64_t step);
   void show_progress(std::int64_t step, const at::Tensor& loss);
+  /// Of all ranks and attempts, up to the step that was loaded last.
+  std::int64_t tokens_seen() const;
   /// What comes after the last step. Collective.
   void finish(End end);
   void save_model();

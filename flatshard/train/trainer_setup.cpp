@@ -2,6 +2,8 @@
 #include "flatshard/checkpoint/init_weights.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
+#include "flatshard/device/device_name.h"
+#include "flatshard/diagnostics/machine.h"
 #include "flatshard/format/hf_folder.h"
 #include "flatshard/models/flops.h"
 #include "flatshard/models/hf_names.h"
@@ -174,7 +176,8 @@ void Trainer::build(std::vector<ValidationSet> validation_sets) {
           .optimizer = state_.optimizer.get(),
           .loader = &loader_,
           .buffers = experts_->buffers(),
-          .data = data_ ? &*data_ : nullptr});
+          .data = data_ ? &*data_ : nullptr,
+          .output = output});
   batches_.emplace(config_, mesh_, loader_);
   microbatches_.emplace(
       state_.model,
@@ -226,6 +229,24 @@ void Trainer::build(std::vector<ValidationSet> validation_sets) {
         .flops_per_token = flops_per_token,
         .staging_nbytes = checkpoints_->staging_nbytes()}));
   }
+}
+
+StartMetrics Trainer::start_metrics() const {
+  StartMetrics start{
+      .done = start_.first_step() - 1,
+      .steps = config_.training.steps,
+      .ranks = mesh_->size(),
+      .device = device_.is_cuda() ? cuda_device_name(device_) : "CPU",
+      .parameters = models::num_parameters(model_config_),
+      .tokens_per_step =
+          config_.training.global_batch_size * config_.training.seq_len,
+      .environment = {{"flatshard", FLATSHARD_VERSION}}};
+  for (const Fact& fact : build_facts()) {
+    start.environment.emplace_back(fact.name, fact.value);
+  }
+  const Fact host = host_fact();
+  start.environment.emplace_back(host.name, host.value);
+  return start;
 }
 
 void Trainer::load_weights(bool resume) {

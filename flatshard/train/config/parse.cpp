@@ -7,36 +7,11 @@
 #include <fstream>
 #include <set>
 #include <sstream>
-#include <stdexcept>
 
 #include "flatshard/core/error.h"
 #include "flatshard/core/home_folder.h"
 #include "flatshard/core/nearest_name.h"
-
-namespace flatshard {
-namespace {
-
-/// What toml++ asserts of its input is not always so ("a.\xff = 1"): a
-/// malformed file has to be an error, with and without NDEBUG.
-struct TomlAssertion : std::logic_error {
-  using std::logic_error::logic_error;
-};
-
-[[noreturn]] void toml_assertion_failed(const char* expression) {
-  throw TomlAssertion(expression);
-}
-
-}  // namespace
-}  // namespace flatshard
-
-#undef NDEBUG
-#define TOML_ASSERT(expr) \
-  ((expr) ? void() : ::flatshard::toml_assertion_failed(#expr))
-// Header-only on purpose: the program then needs no libtomlplusplus.so where
-// it runs.
-#define TOML_HEADER_ONLY 1
-#define TOML_ENABLE_WINDOWS_COMPAT 0
-#include <toml++/toml.h>
+#include "flatshard/core/toml.h"
 
 namespace flatshard {
 namespace {

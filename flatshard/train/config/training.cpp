@@ -99,6 +99,9 @@ const ConfigKey kTrainingKeys[] = {
         .used_if = {kSaves}),
 
     KEY(metrics.log_freq, "steps between log lines", .range = {1, kMaxSteps}),
+    KEY(metrics.tensorboard,
+        "also write what is measured as TensorBoard event files, to "
+        "<run.output_dir>/tensorboard"),
 };
 
 void check_checkpoint_folder(const Config& config) {

@@ -48,6 +48,7 @@ struct Checkpoint {
 
 struct Metrics {
   std::int64_t log_freq = 10;
+  bool tensorboard = false;
 };
 
 /// [run], [data], [training], [validation], [checkpoint] and [metrics].

@@ -20,6 +20,18 @@ struct ExpertMetrics {
   std::optional<double> exchange_ms;
 };
 
+/// What a start of a run found, once for each attempt.
+struct StartMetrics {
+  std::int64_t done = 0;   ///< steps that earlier attempts trained
+  std::int64_t steps = 0;  ///< of the whole run
+  int ranks = 1;
+  std::string device;  ///< of rank 0: "CPU" or the GPU's name
+  std::int64_t parameters = 0;
+  std::int64_t tokens_per_step = 0;  ///< of all ranks
+  /// Versions and machine of rank 0, by name.
+  std::vector<std::pair<std::string, std::string>> environment;
+};
+
 /// What one logged step measured. Times are of the host's clock on this rank
 /// and per step; where several steps lie between two log lines the caller
 /// gives their mean.
@@ -29,6 +41,7 @@ struct StepMetrics {
   double loss = 0;         ///< mean over the tokens of the global batch
   double grad_norm = 0;    ///< global 2-norm before clipping
   double lr = 0;
+  std::int64_t tokens = 0;  ///< seen so far, of all ranks and attempts
   double step_ms = 0;
   double data_ms = 0;          ///< waiting for the loader
   double host_ms = 0;          ///< to queue the step, without waiting

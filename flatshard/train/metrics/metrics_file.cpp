@@ -1,38 +1,39 @@
 #include "flatshard/train/metrics/metrics_file.h"
 
-#include <fcntl.h>
-#include <unistd.h>
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <array>
-#include <cerrno>
 #include <chrono>
-#include <cstring>
+#include <cmath>
 #include <ctime>
 #include <fstream>
 #include <functional>
 #include <nlohmann/json.hpp>
+#include <utility>
 
-#include "flatshard/core/error.h"
 #include "flatshard/core/file_writer.h"
-#include "flatshard/core/log.h"
 #include "flatshard/diagnostics/norms.h"
+#include "flatshard/diagnostics/step_profile.h"
 #include "flatshard/runtime/graph_options.h"
+#include "flatshard/train/metrics/host_operators.h"
 
 namespace flatshard {
 namespace {
 
+using Json = nlohmann::ordered_json;
+
 /// Calls `see` with each line of a file and the object that it holds.
 void for_each_row(
     const std::filesystem::path& path,
-    const std::function<void(const std::string&, const nlohmann::json&)>& see) {
+    const std::function<void(const std::string&, const Json&)>& see) {
   std::ifstream file(path);
   for (std::string line; std::getline(file, line);) {
-    see(line, nlohmann::json::parse(line, nullptr, false));
+    see(line, Json::parse(line, nullptr, false));
   }
 }
 
-std::int64_t number_of(const nlohmann::json& row, const char* key) {
+std::int64_t number_of(const Json& row, const char* key) {
   return row.is_object() && row.contains(key) && row[key].is_number_integer()
              ? row[key].get<std::int64_t>()
              : -1;
@@ -53,52 +54,60 @@ std::string utc_ms() {
 }
 
 /// What every row begins with.
-nlohmann::ordered_json begin_row(std::int64_t step, int attempt) {
-  nlohmann::ordered_json row;
+Json begin_row(std::int64_t step, int attempt) {
+  Json row;
   row["step"] = step;
   row["time"] = utc_ms();
   row["attempt"] = attempt;
   return row;
 }
 
+/// Replaces numbers that are not finite by null, since JSON has no words for
+/// them. @return their texts at the places where they were; null: none.
+Json take_nonfinite(Json& value) {
+  if (value.is_number_float() && !std::isfinite(value.get<double>())) {
+    const double number = std::exchange(value, nullptr).get<double>();
+    // A sign of NaN says nothing.
+    return std::isnan(number) ? "nan" : number > 0 ? "inf" : "-inf";
+  }
+  Json texts;
+  if (value.is_object()) {
+    for (const auto& [key, member] : value.items()) {
+      Json text = take_nonfinite(member);
+      if (!text.is_null()) {
+        texts[key] = std::move(text);
+      }
+    }
+  }
+  return texts;
+}
+
+/// A row as a line. Names may hold bytes that are not UTF-8.
+std::string to_line(Json row) {
+  Json texts = take_nonfinite(row);
+  if (!texts.is_null()) {
+    row["not_finite"] = std::move(texts);
+  }
+  return row.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n";
+}
+
 }  // namespace
 
 MetricsFile::MetricsFile(const std::filesystem::path& path, Mode mode)
-    : path_(path) {
+    : file_(path, mode) {
   if (mode == Mode::append) {
     std::int64_t last = 0;
-    for_each_row(path, [&](const std::string&, const nlohmann::json& row) {
+    for_each_row(path, [&](const std::string&, const Json& row) {
       last = std::max({last, number_of(row, "attempt"), std::int64_t{0}});
     });
     attempt_ = static_cast<int>(last) + 1;
   }
-  open(mode == Mode::append ? 0 : O_TRUNC);
-}
-
-MetricsFile::~MetricsFile() {
-  ::close(fd_);
-}
-
-void MetricsFile::open(int flags) {
-  if (fd_ >= 0) {
-    ::close(fd_);
-  }
-  fd_ = ::open(
-      path_.c_str(),
-      O_WRONLY | O_CREAT | O_CLOEXEC | O_APPEND | flags,
-      0666);
-  FLATSHARD_CHECK(
-      fd_ >= 0,
-      io,
-      "cannot write {}: {}",
-      path_.string(),
-      std::strerror(errno));
 }
 
 void MetricsFile::mark_overtaken(std::int64_t step) {
   std::string text;
   bool changed = false;
-  for_each_row(path_, [&](const std::string& line, const nlohmann::json& row) {
+  for_each_row(file_.path(), [&](const std::string& line, const Json& row) {
     if (row.is_discarded()) {
       changed = true;  // half a line, of a machine that lost its power
       return;
@@ -111,14 +120,14 @@ void MetricsFile::mark_overtaken(std::int64_t step) {
     changed = changed || marks;
   });
   if (changed) {
-    write_file_atomic(path_, text);
-    open(0);
+    write_file_atomic(file_.path(), text);
+    file_.reopen();
   }
 }
 
 bool metrics_say_ended(const std::filesystem::path& path, std::int64_t step) {
   bool ended = false;
-  for_each_row(path, [&](const std::string&, const nlohmann::json& row) {
+  for_each_row(path, [&](const std::string&, const Json& row) {
     ended = ended || (number_of(row, "step") == step && row.contains("ended") &&
                       !row.contains("overtaken"));
   });
@@ -128,7 +137,70 @@ bool metrics_say_ended(const std::filesystem::path& path, std::int64_t step) {
 void MetricsFile::write_ended(std::int64_t step) {
   auto row = begin_row(step, attempt_);
   row["ended"] = true;
-  write_line(row.dump());
+  file_.append(to_line(std::move(row)));
+}
+
+void MetricsFile::write_start(const StartMetrics& metrics) {
+  auto row = begin_row(metrics.done, attempt_);
+  auto& start = row["start"];
+  start["steps"] = metrics.steps;
+  start["ranks"] = metrics.ranks;
+  start["device"] = metrics.device;
+  start["parameters"] = metrics.parameters;
+  start["tokens_per_step"] = metrics.tokens_per_step;
+  auto& environment = start["environment"] = Json::object();
+  for (const auto& [name, text] : metrics.environment) {
+    environment[name] = text;
+  }
+  file_.append(to_line(std::move(row)));
+}
+
+void MetricsFile::write_checkpoint(std::int64_t step, double seconds) {
+  auto row = begin_row(step, attempt_);
+  row["checkpoint_s"] = seconds;
+  file_.append(to_line(std::move(row)));
+}
+
+void MetricsFile::write_checkpoint_error(
+    std::int64_t step,
+    const std::string& error) {
+  auto row = begin_row(step, attempt_);
+  row["checkpoint_error"] = error;
+  file_.append(to_line(std::move(row)));
+}
+
+void MetricsFile::write_profile(std::int64_t step, const StepProfile& profile) {
+  auto row = begin_row(step, attempt_);
+  auto& parts = row["profile"];
+  parts["span_ms"] = profile.span_ms;
+  parts["compute_ms"] = profile.compute_ms;
+  parts["exposed_ms"] = profile.exposed_ms;
+  parts["idle_ms"] = profile.idle_ms;
+  auto& classes = parts["classes_ms"] = Json::object();
+  for (const KernelClass& kernels : profile.classes) {
+    classes[kernels.name] = kernels.ms;
+  }
+  file_.append(to_line(std::move(row)));
+}
+
+void MetricsFile::write_profile(
+    std::int64_t step,
+    const std::vector<HostOperator>& operators) {
+  constexpr std::size_t kMostNamed = 12;
+  constexpr double kNsPerMs = 1e6;
+  auto row = begin_row(step, attempt_);
+  auto& parts = row["profile"]["operators_ms"] = Json::object();
+  double other_ms = 0;
+  for (std::size_t i = 0; i < operators.size(); ++i) {
+    const double ms = static_cast<double>(operators[i].own_ns) / kNsPerMs;
+    if (i < kMostNamed) {
+      parts[operators[i].name] = ms;
+    } else {
+      other_ms += ms;
+    }
+  }
+  parts["other"] = other_ms;
+  file_.append(to_line(std::move(row)));
 }
 
 void MetricsFile::write_graphs(std::int64_t step, const GraphStats& stats) {
@@ -140,7 +212,7 @@ void MetricsFile::write_graphs(std::int64_t step, const GraphStats& stats) {
   graphs["step_replays"] = stats.step_replays;
   graphs["nbytes"] = stats.nbytes;
   graphs["fallbacks"] = stats.fallbacks;
-  write_line(row.dump());
+  file_.append(to_line(std::move(row)));
 }
 
 void MetricsFile::write(const StepMetrics& metrics) {
@@ -148,6 +220,7 @@ void MetricsFile::write(const StepMetrics& metrics) {
   row["loss"] = metrics.loss;
   row["grad_norm"] = metrics.grad_norm;
   row["lr"] = metrics.lr;
+  row["tokens"] = metrics.tokens;
   row["step_ms"] = metrics.step_ms;
   row["data_ms"] = metrics.data_ms;
   row["host_ms"] = metrics.host_ms;
@@ -175,7 +248,7 @@ void MetricsFile::write(const StepMetrics& metrics) {
       experts["bias"] = *metrics.experts->bias;
     }
   }
-  write_line(row.dump());
+  file_.append(to_line(std::move(row)));
 }
 
 void MetricsFile::write_validation(const ValidationMetrics& metrics) {
@@ -188,24 +261,26 @@ void MetricsFile::write_validation(const ValidationMetrics& metrics) {
   for (const auto& [folder, loss] : metrics.parts) {
     row["validation_losses"][folder] = loss;
   }
-  write_line(row.dump());
+  file_.append(to_line(std::move(row)));
 }
 
 void MetricsFile::write_nonfinite(
     std::int64_t step,
     const std::string& what,
-    std::int64_t goes_on_after) {
+    std::optional<std::int64_t> goes_on_after) {
   auto row = begin_row(step, attempt_);
   row["nonfinite"] = what;
-  row["goes_on_after"] = goes_on_after;
-  write_line(row.dump());
+  if (goes_on_after) {
+    row["goes_on_after"] = *goes_on_after;
+  }
+  file_.append(to_line(std::move(row)));
 }
 
 void MetricsFile::write_norms(
     std::int64_t step,
     const std::vector<ParameterNorm>& norms) {
-  auto weights = nlohmann::ordered_json::object();
-  auto grads = nlohmann::ordered_json::object();
+  auto weights = Json::object();
+  auto grads = Json::object();
   for (const ParameterNorm& norm : norms) {
     weights[norm.name] = norm.weight;
     if (norm.grad) {
@@ -215,31 +290,7 @@ void MetricsFile::write_norms(
   auto row = begin_row(step, attempt_);
   row["weight_norms"] = std::move(weights);
   row["grad_norms"] = std::move(grads);
-  write_line(row.dump());
-}
-
-void MetricsFile::write_line(const std::string& line) {
-  const std::string text = line + "\n";
-  const off_t before = ::lseek(fd_, 0, SEEK_END);
-  std::size_t done = 0;
-  while (done < text.size()) {
-    const ssize_t n = ::write(fd_, text.data() + done, text.size() - done);
-    if (n < 0 && errno == EINTR) {
-      continue;
-    }
-    if (n < 0) {
-      const int error = errno;
-      if (done > 0 && before >= 0 && ::ftruncate(fd_, before) != 0) {
-        log_warning("{} ends with half a line", path_.string());
-      }
-      FLATSHARD_THROW(
-          io,
-          "cannot write {}: {}",
-          path_.string(),
-          std::strerror(error));
-    }
-    done += static_cast<std::size_t>(n);
-  }
+  file_.append(to_line(std::move(row)));
 }
 
 }  // namespace flatshard

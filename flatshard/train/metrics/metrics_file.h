@@ -6,31 +6,33 @@
 #include <string>
 #include <vector>
 
+#include "flatshard/core/append_file.h"
 #include "flatshard/train/metrics/metrics.h"
 
 namespace flatshard {
 
 struct GraphStats;     // runtime/graph_options.h
+struct HostOperator;   // train/metrics/host_operators.h
 struct ParameterNorm;  // diagnostics/norms.h
+struct StepProfile;    // diagnostics/step_profile.h
 
 /// Appends one JSON object a line to metrics.jsonl; every line is on its way
-/// to the file when the call returns, whole or not at all: a line that does not
-/// fit the disk is taken back. A loss that is not finite is null.
+/// to the file when the call returns, whole or not at all. docs/guides/report.md
+/// describes all rows and fields.
 ///
 /// Every row has "step", "time" (UTC, ISO 8601) and "attempt", which counts how
 /// often the run was begun: 1, and one more each time that the file is appended
-/// to. A row whose step was or will be trained again has "overtaken": true.
+/// to. A row whose step was or will be trained again has "overtaken": true. A
+/// number that is not finite is null, and "not_finite" has its text at the same
+/// place.
 class MetricsFile {
  public:
-  enum class Mode { truncate, append };
+  using Mode = AppendFile::Mode;
 
   /// @throws Error{io} when the file cannot be opened.
   explicit MetricsFile(
       const std::filesystem::path& path,
       Mode mode = Mode::truncate);
-  MetricsFile(const MetricsFile&) = delete;
-  MetricsFile& operator=(const MetricsFile&) = delete;
-  ~MetricsFile();
 
   int attempt() const { return attempt_; }
 
@@ -38,6 +40,9 @@ class MetricsFile {
   /// is replaced in one step. @throws Error{io}.
   void mark_overtaken(std::int64_t step);
 
+  /// A row {"step": done, "start": {"steps", "ranks", "device", "parameters",
+  /// "tokens_per_step", "environment": {name: text}}}.
+  void write_start(const StartMetrics& metrics);
   void write(const StepMetrics& metrics);
   /// A row {"step", "ended": true}: what comes after the last step is on disk.
   void write_ended(std::int64_t step);
@@ -45,11 +50,24 @@ class MetricsFile {
   /// "backward_replays", "step_replays", "nbytes", "fallbacks": {reason:
   /// count}}}.
   void write_graphs(std::int64_t step, const GraphStats& stats);
-  /// A row {"step", "nonfinite": what, "goes_on_after": step}.
+  /// A row {"step", "nonfinite": what, "goes_on_after": step}; the latter is
+  /// left out when the run ends.
   void write_nonfinite(
       std::int64_t step,
       const std::string& what,
-      std::int64_t goes_on_after);
+      std::optional<std::int64_t> goes_on_after);
+  /// A row {"step", "checkpoint_s"}: the checkpoint of `step` is whole.
+  void write_checkpoint(std::int64_t step, double seconds);
+  /// A row {"step", "checkpoint_error"}.
+  void write_checkpoint_error(std::int64_t step, const std::string& error);
+  /// A row {"step", "profile": {"span_ms", "compute_ms", "exposed_ms",
+  /// "idle_ms", "classes_ms": {name: ms}}} of a GPU.
+  void write_profile(std::int64_t step, const StepProfile& profile);
+  /// A row {"step", "profile": {"operators_ms": {name: ms}}} of a host, the
+  /// longest first, the rest as "other".
+  void write_profile(
+      std::int64_t step,
+      const std::vector<HostOperator>& operators);
   /// A row {"step", "validation_loss", "perplexity"}, "bits_per_byte" of byte
   /// tokens, and "validation_losses" {folder: loss} of a mixture.
   void write_validation(const ValidationMetrics& metrics);
@@ -57,11 +75,7 @@ class MetricsFile {
   void write_norms(std::int64_t step, const std::vector<ParameterNorm>& norms);
 
  private:
-  void open(int flags);
-  void write_line(const std::string& line);
-
-  std::filesystem::path path_;
-  int fd_ = -1;
+  AppendFile file_;
   int attempt_ = 1;
 };
 

@@ -21,6 +21,19 @@ std::string with_commas(std::int64_t value) {
   return text;
 }
 
+std::string format_count(std::int64_t value) {
+  constexpr std::array<const char*, 5> kUnits = {"", "K", "M", "B", "T"};
+  auto number = static_cast<double>(value);
+  std::size_t unit = 0;
+  // What would be rounded to 1000 takes the next unit.
+  while (number >= 999.995 && unit + 1 < kUnits.size()) {
+    number /= 1000;
+    ++unit;
+  }
+  return unit == 0 ? fmt::to_string(value)
+                   : fmt::format("{:.2f}{}", number, kUnits.at(unit));
+}
+
 std::string format_duration(double seconds) {
   const auto total = std::llround(std::clamp(seconds, 0.0, 1e9));
   if (total < 60) {

@@ -12,6 +12,9 @@ inline constexpr double kGiB = 1024.0 * 1024 * 1024;  ///< bytes
 /// 2.5e9 -> "2.50 GFLOP", 3100 -> "3.10 KFLOP".
 std::string format_flop(double flop);
 
+/// 950 -> "950", 1234567 -> "1.23M", 4.5e12 -> "4.50T"
+std::string format_count(std::int64_t value);
+
 /// 1234567 -> "1,234,567"
 std::string with_commas(std::int64_t value);
 

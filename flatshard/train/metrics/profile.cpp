@@ -43,15 +43,8 @@ std::vector<KernelInterval> kernels_of(
   return kernels;
 }
 
-struct HostOperator {
-  std::string name;
-  std::int64_t calls = 0;
-  std::int64_t own_ns = 0;  ///< without the operators that it called
-  std::int64_t all_ns = 0;
-};
-
 /// By name, the one with the most time of its own first.
-std::vector<HostOperator> host_operators(
+std::vector<HostOperator> by_own_time(
     const torch::autograd::profiler::ProfilerResult& result) {
   struct Call {
     std::int64_t begin_ns;
@@ -105,38 +98,6 @@ std::vector<HostOperator> host_operators(
   return sorted;
 }
 
-std::string to_table(const std::vector<HostOperator>& operators) {
-  constexpr std::size_t kMostShown = 12;
-  constexpr double kNsPerMs = 1e6;
-  std::int64_t sum_ns = 0;
-  for (const HostOperator& op : operators) {
-    sum_ns += op.own_ns;
-  }
-  std::string text = fmt::format(
-      "CPU time by operator: {:.2f} ms in {} operators\n  {:>9}  {:>5}  {:>9}  "
-      "{:>6}  operator\n",
-      static_cast<double>(sum_ns) / kNsPerMs,
-      operators.size(),
-      "own ms",
-      "share",
-      "all ms",
-      "calls");
-  for (std::size_t i = 0; i < std::min(operators.size(), kMostShown); ++i) {
-    const HostOperator& op = operators[i];
-    text += fmt::format(
-        "  {:>9.2f}  {:>4.1f}%  {:>9.2f}  {:>6}  {}\n",
-        static_cast<double>(op.own_ns) / kNsPerMs,
-        sum_ns > 0 ? 100.0 * static_cast<double>(op.own_ns) /
-                         static_cast<double>(sum_ns)
-                   : 0.0,
-        static_cast<double>(op.all_ns) / kNsPerMs,
-        op.calls,
-        op.name);
-  }
-  text.pop_back();  // the line's end is print's
-  return text;
-}
-
 // Kineto calls a stream "stream 7 "; what comes after the number is ours.
 void name_streams(
     const std::filesystem::path& path,
@@ -179,7 +140,7 @@ StepProfile TraceRecorder::stop(const std::filesystem::path& path) {
   const auto result = torch::autograd::profiler::disableProfiler();
   std::filesystem::create_directories(path.parent_path());
   result->save(path.string());
-  host_table_ = to_table(host_operators(*result));
+  host_operators_ = by_own_time(*result);
   const StepProfile profile = profile_step(kernels_of(*result));
   name_streams(path, profile);
   return profile;

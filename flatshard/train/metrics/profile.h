@@ -3,9 +3,11 @@
 #include <ATen/core/Tensor.h>
 
 #include "flatshard/diagnostics/step_profile.h"
+#include "flatshard/train/metrics/host_operators.h"
 
 #include <filesystem>
 #include <string>
+#include <vector>
 
 namespace flatshard {
 
@@ -19,17 +21,19 @@ class TraceRecorder {
   /// are named after what they are there for.
   /// @return what ran on the GPU; empty without one.
   StepProfile stop(const std::filesystem::path& path);
-  /// After `stop`: a line for each operator that took the host's time, the
-  /// longest first, with its own time (without the operators that it called)
-  /// and how often it ran. What other threads did is in it as far as torch's
-  /// profiler follows them: the backward is, the queues of a CPU's streams not.
-  const std::string& host_table() const { return host_table_; }
+  /// After `stop`: the operators that took the host's time, those with the most
+  /// time of their own first. What other threads did is among them as far as
+  /// torch's profiler follows these: the backward is, the queues of a CPU's
+  /// streams are not.
+  const std::vector<HostOperator>& host_operators() const {
+    return host_operators_;
+  }
   /// Ends the recording and writes nothing.
   void discard();
 
  private:
   at::Device device_;
-  std::string host_table_;
+  std::vector<HostOperator> host_operators_;
 };
 
 }  // namespace flatshard

@@ -43,8 +43,13 @@ void ProfileReport::end(std::int64_t step) {
   const auto path = folder_ / fmt::format("step_{}_rank_0.json", step);
   const StepProfile profile = recorder_.stop(path);
   output_->print(fmt::format("trace of step {}: {}", step, path.string()));
-  const bool has_gpu = !profile.classes.empty();
-  output_->print(has_gpu ? to_string(profile, light_) : recorder_.host_table());
+  if (profile.classes.empty()) {  // without a GPU
+    output_->print(to_string(recorder_.host_operators()));
+    output_->profile(step, recorder_.host_operators());
+  } else {
+    output_->print(to_string(profile, light_));
+    output_->profile(step, profile);
+  }
 }
 
 SpeedOfLight speed_of_light(

@@ -20,12 +20,7 @@ StatusLine::~StatusLine() {
   clear();
 }
 
-void StatusLine::update(
-    std::int64_t done,
-    std::int64_t total,
-    double loss,
-    double elapsed_s,
-    std::int64_t first) {
+void StatusLine::update(const Progress& progress) {
   // A terminal that was closed is none any more.
   enabled_ = enabled_ && ::isatty(fileno(stream_)) == 1;
   if (!enabled_) {
@@ -36,7 +31,7 @@ void StatusLine::update(
       ::ioctl(fileno(stream_), TIOCGWINSZ, &size) == 0 && size.ws_col > 0
           ? size.ws_col
           : 80;
-  const std::string text = render(done, total, loss, elapsed_s, first, width);
+  const std::string text = render(progress, width);
   std::fputs(("\r\033[K" + text).c_str(), stream_);
   std::fflush(stream_);
   shown_ = true;
@@ -49,25 +44,23 @@ void StatusLine::clear() {
   }
 }
 
-std::string StatusLine::render(
-    std::int64_t done,
-    std::int64_t total,
-    double loss,
-    double elapsed_s,
-    std::int64_t first,
-    int width) {
+std::string StatusLine::render(const Progress& progress, int width) {
   constexpr int kMaxBar = 40;
+  const std::int64_t done = progress.done;
+  const std::int64_t total = progress.total;
   const double share =
       total > 0 ? static_cast<double>(done) / static_cast<double>(total) : 0.0;
-  std::string tail = fmt::format(
-      " {:3.0f}%  {}/{}  loss {:.4f}",
-      100 * share,
-      done,
-      total,
-      loss);
-  if (done > first) {
-    const double left_s = elapsed_s * static_cast<double>(total - done) /
-                          static_cast<double>(done - first);
+  std::string tail = fmt::format(" {:3.0f}%  {}/{}", 100 * share, done, total);
+  if (progress.loss) {
+    tail += fmt::format("  loss {:.4f}", *progress.loss);
+  }
+  if (progress.tokens > 0) {
+    tail += fmt::format("  {} tokens", format_count(progress.tokens));
+  }
+  if (done > progress.first) {
+    const double left_s = progress.elapsed_s *
+                          static_cast<double>(total - done) /
+                          static_cast<double>(done - progress.first);
     tail += fmt::format("  {} left", format_duration(left_s));
   }
   // One column stays free: a full line makes some terminals wrap.

@@ -2,11 +2,23 @@
 
 #include <cstdint>
 #include <cstdio>
+#include <optional>
 #include <string>
 
 namespace flatshard {
 
-/// The line at the bottom of a terminal: bar, share done, loss, time left.
+/// How far a run has come.
+struct Progress {
+  std::int64_t done = 0;  ///< steps
+  std::int64_t total = 0;
+  std::int64_t first = 0;      ///< steps done before this process began
+  std::optional<double> loss;  ///< unset: not known yet
+  std::int64_t tokens = 0;     ///< seen so far; 0: not shown
+  double elapsed_s = 0;        ///< of the steps of this process
+};
+
+/// The line at the bottom of a terminal: bar, share done, loss, tokens seen,
+/// time left.
 /// Does nothing when `stream` is not a terminal.
 class StatusLine {
  public:
@@ -17,25 +29,12 @@ class StatusLine {
   ~StatusLine();
 
   bool enabled() const { return enabled_; }
-  /// @param elapsed_s  time for the `done` steps so far of this process.
-  /// @param first      steps done before this process began (a resumed run).
-  void update(
-      std::int64_t done,
-      std::int64_t total,
-      double loss,
-      double elapsed_s,
-      std::int64_t first = 0);
+  void update(const Progress& progress);
   /// Takes the line away, so that a log line can be written in its place.
   void clear();
 
   /// The text of `update` for a terminal of `width` columns.
-  static std::string render(
-      std::int64_t done,
-      std::int64_t total,
-      double loss,
-      double elapsed_s,
-      std::int64_t first,
-      int width);
+  static std::string render(const Progress& progress, int width);
 
  private:
   std::FILE* stream_;

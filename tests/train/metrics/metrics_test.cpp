@@ -20,6 +20,8 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/diagnostics/norms.h"
+#include "flatshard/diagnostics/step_profile.h"
+#include "flatshard/train/metrics/host_operators.h"
 
 namespace flatshard {
 namespace {
@@ -34,6 +36,7 @@ StepMetrics sample() {
       .loss = 9.94930,
       .grad_norm = 4.47171,
       .lr = 3e-4,
+      .tokens = 81920,
       .step_ms = 1400.5,
       .data_ms = 0.25,
       .host_ms = 31,
@@ -110,6 +113,15 @@ TEST(Format, Commas) {
   EXPECT_EQ(with_commas(-123), "-123");
 }
 
+TEST(Format, Counts) {
+  EXPECT_EQ(format_count(0), "0");
+  EXPECT_EQ(format_count(999), "999");
+  EXPECT_EQ(format_count(1000), "1.00K");
+  EXPECT_EQ(format_count(1234567), "1.23M");
+  EXPECT_EQ(format_count(999999), "1.00M");
+  EXPECT_EQ(format_count(4'500'000'000'000), "4.50T");
+}
+
 TEST(Format, Durations) {
   EXPECT_EQ(format_duration(-3), "0s");
   EXPECT_EQ(format_duration(59.4), "59s");
@@ -140,7 +152,7 @@ TEST(MetricsFile, WritesOneObjectALine) {
   rows[0].erase("time");
   rows[1].erase("time");
   EXPECT_EQ(rows[0], json::parse(R"({
-        "step": 10, "attempt": 1, "tokens_per_s": 11699.2,
+        "step": 10, "attempt": 1, "tokens": 81920, "tokens_per_s": 11699.2,
         "loss": 9.9493, "grad_norm": 4.47171, "lr": 3e-4,
         "step_ms": 1400.5, "data_ms": 0.25, "host_ms": 31.0,
         "exposed_comm_ms": 12.5, "tokens_per_s_per_rank": 5849.6,
@@ -156,12 +168,92 @@ TEST(MetricsFile, WritesOneObjectALine) {
   EXPECT_EQ(rows[2]["bits_per_byte"], 1.5);
 }
 
-TEST(MetricsFile, NotFiniteIsNull) {
+TEST(MetricsFile, NotFiniteIsNullAndAText) {
+  constexpr double kInf = std::numeric_limits<double>::infinity();
   const TempFile file;
-  MetricsFile(file.path).write(
-      {.step = 1, .loss = std::numeric_limits<double>::infinity()});
-  EXPECT_TRUE(file.rows()[0]["loss"].is_null());
-  EXPECT_TRUE(file.rows()[0]["mfu"].is_null());
+  MetricsFile metrics(file.path);
+  metrics.write(
+      {.step = 1,
+       .loss = -std::nan(""),
+       .grad_norm = -kInf,
+       .experts = ExpertMetrics{.load = 2, .balance = kInf}});
+  metrics.write_validation({.step = 1, .loss = 1000});
+  metrics.write_norms(1, {{"a.b", std::nan(""), 0.5}});
+  const auto rows = file.rows();  // throws where JSON is not strict
+  EXPECT_TRUE(rows[0]["loss"].is_null());
+  EXPECT_TRUE(rows[0]["experts"]["balance"].is_null());
+  EXPECT_EQ(rows[0]["experts"]["load"], 2);
+  EXPECT_EQ(
+      rows[0]["not_finite"],
+      json::parse(R"({"loss": "nan", "grad_norm": "-inf",
+                      "experts": {"balance": "inf"}})"));
+  // Not known is null as well, and has no text.
+  EXPECT_TRUE(rows[0]["mfu"].is_null());
+  EXPECT_EQ(rows[1]["not_finite"], json::parse(R"({"perplexity": "inf"})"));
+  EXPECT_EQ(
+      rows[2]["not_finite"],
+      json::parse(R"({"weight_norms": {"a.b": "nan"}})"));
+}
+
+TEST(MetricsFile, NamesThatAreNotUtf8AreMadeSo) {
+  const TempFile file;
+  MetricsFile(file.path).write_validation(
+      {.step = 1, .loss = 1, .parts = {{"corpus-\xff", 2}, {"a\nb", 3}}});
+  const auto rows = file.rows();
+  ASSERT_EQ(rows.size(), 1U);
+  EXPECT_EQ(rows[0]["validation_losses"]["corpus-\xef\xbf\xbd"], 2);
+  EXPECT_EQ(rows[0]["validation_losses"]["a\nb"], 3);
+}
+
+TEST(MetricsFile, StartsCheckpointsAndProfilesAreRows) {
+  const TempFile file;
+  MetricsFile metrics(file.path);
+  metrics.write_start(
+      {.done = 5,
+       .steps = 9,
+       .ranks = 2,
+       .device = "CPU",
+       .parameters = 100,
+       .tokens_per_step = 64,
+       .environment = {{"torch", "2.11.0"}}});
+  metrics.write_checkpoint(6, 1.5);
+  metrics.write_checkpoint_error(7, "no space");
+  metrics.write_nonfinite(8, "a gradient", std::nullopt);
+  metrics.write_nonfinite(9, "a gradient", 6);
+  metrics.write_profile(
+      9,
+      StepProfile{
+          .span_ms = 10,
+          .compute_ms = 7,
+          .exposed_ms = 2,
+          .idle_ms = 1,
+          .classes = {{.name = "GEMM", .ms = 6}}});
+  std::vector<HostOperator> operators(14);
+  for (std::size_t i = 0; i < operators.size(); ++i) {
+    operators[i] = {.name = "op" + std::to_string(i), .own_ns = 1'000'000};
+  }
+  metrics.write_profile(9, operators);
+  auto rows = file.rows();
+  for (json& row : rows) {
+    EXPECT_EQ(row["attempt"], 1);
+    row.erase("time");
+    row.erase("attempt");
+  }
+  EXPECT_EQ(rows[0], json::parse(R"({"step": 5, "start": {
+        "steps": 9, "ranks": 2, "device": "CPU", "parameters": 100,
+        "tokens_per_step": 64, "environment": {"torch": "2.11.0"}}})"));
+  EXPECT_EQ(rows[1], json::parse(R"({"step": 6, "checkpoint_s": 1.5})"));
+  EXPECT_EQ(
+      rows[2],
+      json::parse(R"({"step": 7, "checkpoint_error": "no space"})"));
+  EXPECT_EQ(rows[3], json::parse(R"({"step": 8, "nonfinite": "a gradient"})"));
+  EXPECT_EQ(rows[4]["goes_on_after"], 6);
+  EXPECT_EQ(rows[5]["profile"], json::parse(R"({
+        "span_ms": 10.0, "compute_ms": 7.0, "exposed_ms": 2.0, "idle_ms": 1.0,
+        "classes_ms": {"GEMM": 6.0}})"));
+  EXPECT_EQ(rows[6]["profile"]["operators_ms"]["op11"], 1.0);
+  EXPECT_EQ(rows[6]["profile"]["operators_ms"]["other"], 2.0);
+  EXPECT_EQ(rows[6]["profile"]["operators_ms"].size(), 13U);
 }
 
 TEST(MetricsFile, TruncatesOrAppends) {
@@ -291,27 +383,50 @@ TEST(EarlierRun, IsKeptAndCanComeBack) {
   std::filesystem::remove_all(folder);
 }
 
-TEST(StatusLine, DrawsProgressAndTimeLeft) {
+TEST(StatusLine, DrawsProgressTokensAndTimeLeft) {
+  const Progress progress{
+      .done = 150,
+      .total = 600,
+      .loss = 2.5,
+      .tokens = 1228800,
+      .elapsed_s = 30};
   EXPECT_EQ(
-      StatusLine::render(150, 600, 2.5, 30, 0, 80),
-      "[==========" + std::string(28, ' ') +
-          "]  25%  150/600  loss 2.5000  1m30s left");
+      StatusLine::render(progress, 80),
+      "[======" + std::string(18, ' ') +
+          "]  25%  150/600  loss 2.5000  1.23M tokens  1m30s left");
   EXPECT_EQ(
-      StatusLine::render(600, 600, 1.8, 120, 0, 50),
+      StatusLine::render(
+          {.done = 600, .total = 600, .loss = 1.8, .elapsed_s = 120},
+          50),
       "[===========] 100%  600/600  loss 1.8000  0s left");
+}
+
+TEST(StatusLine, ALossThatIsNotKnownIsNotShown) {
+  EXPECT_EQ(
+      StatusLine::render({.done = 0, .total = 600}, 50),
+      "[" + std::string(35, ' ') + "]   0%  0/600");
 }
 
 TEST(StatusLine, AResumedRunCountsItsOwnSteps) {
   // 10 steps in 10 s, 90 to go.
   EXPECT_THAT(
-      StatusLine::render(910, 1000, 1, 10, 900, 200),
+      StatusLine::render(
+          {.done = 910, .total = 1000, .first = 900, .elapsed_s = 10},
+          200),
       HasSubstr("1m30s left"));
 }
 
 TEST(StatusLine, FitsNarrowTerminals) {
   for (int width = 1; width < 120; ++width) {
     EXPECT_LT(
-        StatusLine::render(150, 600, 2.5, 30, 0, width).size(),
+        StatusLine::render(
+            {.done = 150,
+             .total = 600,
+             .loss = 2.5,
+             .tokens = 1000000,
+             .elapsed_s = 30},
+            width)
+            .size(),
         static_cast<std::size_t>(std::max(width, 2)));
   }
 }
@@ -321,7 +436,7 @@ TEST(StatusLine, IsSilentWithoutATerminal) {
   {
     StatusLine status(file);
     EXPECT_FALSE(status.enabled());
-    status.update(1, 2, 3, 4);
+    status.update({.done = 1, .total = 2});
   }
   EXPECT_EQ(std::ftell(file), 0);
   std::fclose(file);

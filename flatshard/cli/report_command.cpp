@@ -1,0 +1,65 @@
+#include "flatshard/cli/report_command.h"
+
+#include "flatshard/core/file_writer.h"
+#include "flatshard/report/report.h"
+#include "flatshard/train/config.h"
+
+#include <CLI/CLI.hpp>
+
+#include <fmt/format.h>
+
+#include <memory>
+
+namespace flatshard {
+namespace {
+
+struct ReportArguments {
+  report::ReportOptions options;
+  std::string output;
+  bool json = false;
+};
+
+void report_runs(ReportArguments& arguments) {
+  arguments.options.default_config = to_toml(Config());
+  const std::string text = arguments.json
+                               ? report::report_json(arguments.options) + "\n"
+                               : report::report_page(arguments.options);
+  if (arguments.output.empty() && arguments.json) {
+    fmt::print("{}", text);
+    return;
+  }
+  const std::string path =
+      arguments.output.empty() ? "report.html" : arguments.output;
+  write_file_atomic(path, text);
+  fmt::print("wrote {} ({} kB)\n", path, (text.size() + 999) / 1000);
+}
+
+}  // namespace
+
+void add_report_command(CLI::App& program) {
+  CLI::App* command = program.add_subcommand(
+      "report",
+      "Make a page of what runs measured: one HTML file that needs no network");
+  const auto arguments = std::make_shared<ReportArguments>();
+  command->add_option("--run", arguments->options.run, "output_dir of a run")
+      ->required();
+  command->add_option(
+      "--compare",
+      arguments->options.compare,
+      "output_dir of each run to compare it with");
+  command->add_option(
+      "-o,--output",
+      arguments->output,
+      "File to write [report.html; with --json standard output]");
+  command->add_flag(
+      "--json",
+      arguments->json,
+      "Write all series as JSON, for programs");
+  command->footer("Examples:\n"
+                  "  flatshard report --run outputs/run -o run.html\n"
+                  "  flatshard report --run outputs/b --compare outputs/a\n"
+                  "  flatshard report --run outputs/run --json >run.json");
+  command->callback([arguments] { report_runs(*arguments); });
+}
+
+}  // namespace flatshard

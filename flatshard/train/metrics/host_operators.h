@@ -1,0 +1,21 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace flatshard {
+
+/// What an operator of torch took on the host, all its calls together.
+struct HostOperator {
+  std::string name;
+  std::int64_t calls = 0;
+  std::int64_t own_ns = 0;  ///< without the operators that it called
+  std::int64_t all_ns = 0;
+};
+
+/// Returns a line for each of the first operators, with its own time and how
+/// often it ran, without a line end after the last line.
+std::string to_string(const std::vector<HostOperator>& operators);
+
+}  // namespace flatshard
