@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flatshard import MixedPrecisionPolicy, fully_shard
 from flatshard._fsdp.forward import state_of
-from tests.python.device import DEVICE
+from tests.python.device import DEVICE, named_mesh
 from tests.python.models import Body, Mlp, plain
 from tests.python.training import STRATEGIES, data, distance, full_state, shard, twins
 
@@ -66,6 +66,26 @@ def test_the_hook_of_one_unit_and_before_the_divisor(mesh, rank, world):
     unit.set_all_reduce_hook(None)
     model.loss(torch.Generator().manual_seed(rank)).backward()
     assert len(seen) == 1
+
+
+def test_a_hook_on_a_stream(mesh, rank):
+    device = torch.get_device_module(DEVICE)
+    stream, seen = device.Stream(), []
+
+    def hook(reduced):
+        seen.append(device.current_stream())
+        reduced.mul_(2)
+
+    torch.manual_seed(0)
+    model = shard(Mlp(), fully_shard, mesh=mesh)
+    for unit in [*model.units(), model]:
+        unit.set_all_reduce_hook(hook, stream=stream)
+    model.loss(torch.Generator().manual_seed(rank)).backward()
+    assert seen and all(found == stream for found in seen)
+    ours = [p.grad.full_tensor() for p in model.parameters()]
+    found = gradients(mesh, rank, lambda reduced: reduced.mul_(2))
+    for grad, expected in zip(ours, found.values()):
+        torch.testing.assert_close(grad, expected, rtol=0, atol=0)
 
 
 def test_only_what_is_reduced_is_shown(mesh, rank):
@@ -127,11 +147,12 @@ def test_replicas_that_the_core_does_not_know(world):
         torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
 
 
-def test_what_is_refused(mesh):
+def test_what_is_refused(mesh, world):
     model = fully_shard(Mlp(), mesh=mesh)
     with pytest.raises(TypeError, match="hook: expected a callable or None, got 3"):
         model.set_all_reduce_hook(3)
-    with pytest.raises(NotImplementedError, match="not supported with a stream"):
+    model = fully_shard(Mlp(), mesh=named_mesh(outer=1, dp=world))
+    with pytest.raises(ValueError, match="stream cannot be set when using native HSDP"):
         model.set_all_reduce_hook(print, stream="a stream")
 
 

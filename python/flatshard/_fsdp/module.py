@@ -160,16 +160,15 @@ class FSDPModule:
                 reductions over all mesh dimensions, before the divide factor. Runs
                 on the stream of the reductions, on CPUs on their thread. What it
                 raises is raised by the backward.
-            stream: None; another stream is refused.
+            stream: on which `hook` runs instead. Not with replicas (HSDP), as in FSDP2.
         """
         if hook is not None and not callable(hook):
             raise TypeError(f"hook: expected a callable or None, got {hook!r}")
-        if stream is not None:
-            raise NotImplementedError(
-                "set_all_reduce_hook is not supported with a stream: the hook runs on "
-                "the stream of the reductions, where it may wait for another"
-            )
         state = self._state()
+        if stream is not None and state.device_mesh.ndim == 2:
+            raise ValueError("stream cannot be set when using native HSDP")
+        if stream is not None and hook is not None:
+            hook = _runs_on(stream, hook)
         state.policy.reduced_hook = hook
         state.apply_to_core()
 
@@ -363,6 +362,20 @@ class FSDPModule:
             "FSDP does not support pickling: save the module's state_dict(), by torch.save "
             "or torch.distributed.checkpoint"
         )
+
+
+def _runs_on(stream, hook):
+    """`hook`, on `stream`. What the caller's stream does next waits for it."""
+
+    def run(reduced):
+        device = torch.get_device_module(reduced.device)
+        callers = device.current_stream()
+        stream.wait_stream(callers)
+        with device.stream(stream):
+            hook(reduced)
+        callers.wait_stream(stream)
+
+    return run
 
 
 def _own_collectives(name):
