@@ -303,7 +303,9 @@ class StepWriter {
           std::ranges::copy(scheduler.on(event), std::back_inserter(actions));
         }
       }
-      first_units_ = first_of(actions);
+      if (step == 0) {
+        first_units_ = first_of(actions);
+      }
       std::ranges::copy(prefetch(scheduler), std::back_inserter(actions));
     }
     // The prefetched uses begin before the step that is planned.
@@ -871,13 +873,14 @@ StepPlan simulate(
   std::vector<Span> busy;
   for (std::size_t i = 0; i < all.size(); ++i) {
     const Span span{spans[i].begin - begin, spans[i].end - begin};
+    if (all[i].stream != Stream::compute && static_cast<int>(i) >= first) {
+      step.transfers[all[i].what] += all[i].seconds;
+    }
     if (span.end <= 0 || span.begin >= end - begin || all[i].seconds == 0) {
       continue;
     }
     if (all[i].stream == Stream::compute) {
       busy.push_back({std::max(0.0, span.begin), span.end});
-    } else if (static_cast<int>(i) >= first) {
-      step.transfers[all[i].what] += all[i].seconds;
     }
     step.operations.push_back(all[i]);
     step.operations.back().waits.clear();

@@ -20,6 +20,7 @@ constexpr double kLane = 40;
 constexpr double kBar = 28;
 constexpr double kPanelGap = 84;
 constexpr double kLegend = 64;
+constexpr double kThin = 3;         ///< pixels of a bar that may join others
 constexpr double kSmallest = 0.6;   ///< pixels of a bar that is drawn
 constexpr double kCharacter = 6.4;  ///< pixels, about
 constexpr double kZoom = 12;
@@ -248,10 +249,19 @@ class Picture {
         y + 21);
   }
 
+  /// Neighbours of one kind that are drawn as one bar.
+  struct Bar {
+    double from = 0;
+    double to = 0;
+    std::string_view style;
+    std::string name;   ///< what stands in it; empty for several
+    std::string title;  ///< of the first one
+    int operations = 1;
+  };
+
   void
   draw_lane(Stream stream, double y, double begin, double end, double scale) {
-    // What is smaller than a pixel joins what comes before it.
-    double drawn_to = -1;
+    std::vector<Bar> bars;
     for (std::size_t i = 0; i < step_.operations.size(); ++i) {
       const Operation& operation = step_.operations[i];
       const Span& span = step_.spans[i];
@@ -259,34 +269,53 @@ class Picture {
           span.begin >= end) {
         continue;
       }
-      const double from = std::max(
-          drawn_to,
-          kLeft + scale * (std::max(span.begin, begin) - begin));
-      const double to = kLeft + scale * (std::min(span.end, end) - begin);
-      if (to - from < kSmallest) {
-        continue;
+      Bar bar{
+          .from = kLeft + scale * (std::max(span.begin, begin) - begin),
+          .to = kLeft + scale * (std::min(span.end, end) - begin),
+          .style = style_of(operation.what),
+          .name = label(operation),
+          .title = describe(operation, span)};
+      // What is too thin to be seen joins what comes before it.
+      if (!bars.empty() && bars.back().style == bar.style &&
+          bar.from - bars.back().to < kSmallest &&
+          std::min(bar.to - bar.from, bars.back().to - bars.back().from) <
+              kThin) {
+        bars.back().to = bar.to;
+        bars.back().name.clear();
+        ++bars.back().operations;
+      } else {
+        bars.push_back(std::move(bar));
       }
-      drawn_to = to;
-      // A thin gap parts neighbours that are wide enough for one.
-      const double width = to - from - (to - from > 4 ? 1 : 0);
+    }
+    for (const Bar& bar : bars) {
+      draw_bar(bar, y);
+    }
+  }
+
+  void draw_bar(const Bar& bar, double y) {
+    // A thin gap parts neighbours that are wide enough for one.
+    const double width = std::max(
+        kSmallest,
+        bar.to - bar.from - (bar.to - bar.from > 4 ? 1 : 0));
+    body_ += fmt::format(
+        "<rect class=\"{}\" x=\"{:.2f}\" y=\"{:.1f}\" width=\"{:.2f}\" "
+        "height=\"{}\"><title>{}{}</title></rect>\n",
+        bar.style,
+        bar.from,
+        y,
+        width,
+        kBar,
+        escaped(bar.title),
+        bar.operations > 1 ? fmt::format(", and {} more", bar.operations - 1)
+                           : "");
+    if (!bar.name.empty() &&
+        width > kCharacter * static_cast<double>(bar.name.size()) + 8) {
       body_ += fmt::format(
-          "<rect class=\"{}\" x=\"{:.2f}\" y=\"{:.1f}\" width=\"{:.2f}\" "
-          "height=\"{}\"><title>{}</title></rect>\n",
-          style_of(operation.what),
-          from,
-          y,
-          width,
-          kBar,
-          escaped(describe(operation, span)));
-      const std::string name = label(operation);
-      if (width > kCharacter * static_cast<double>(name.size()) + 8) {
-        body_ += fmt::format(
-            "<text class=\"in\" x=\"{:.1f}\" y=\"{:.1f}\" "
-            "text-anchor=\"middle\">{}</text>\n",
-            (from + to) / 2,
-            y + kBar / 2 + 4.5,
-            escaped(name));
-      }
+          "<text class=\"in\" x=\"{:.1f}\" y=\"{:.1f}\" "
+          "text-anchor=\"middle\">{}</text>\n",
+          (bar.from + bar.to) / 2,
+          y + kBar / 2 + 4.5,
+          escaped(bar.name));
     }
   }
 

@@ -50,6 +50,7 @@ TEST(Estimate, CountsTokensAndFlops) {
   node.forward.push_back(Kernel::memory("norm", 1e9));
   Gpu gpu = round_gpu();
   gpu.passes["optimizer"] = 1e12;
+  gpu.passes["sum"] = 1e12;
   const Estimate e = estimate(job, gpu);
   EXPECT_NEAR(e.step.seconds, 2, 1e-6);
   EXPECT_NEAR(e.tokens_per_second, 50, 1e-3);

@@ -1,4 +1,5 @@
 // What is measured between ranks.
+#include "flatshard/comm/all_gather_values.h"
 #include "flatshard/device/memory.h"
 #include "flatshard/device/stream.h"
 #include "flatshard/peer/peer_memory.h"
@@ -55,8 +56,11 @@ contention(Mesh& mesh, const CalibrateOptions& options, Transfer&& move) {
   // As many transfers as last longer than the products.
   const double transfer = seconds_together(mesh, move);
   constexpr int kProducts = 10;
-  const int transfers =
-      2 + static_cast<int>(2 * kProducts * one / std::max(transfer, 1e-7));
+  // As many on every rank.
+  const auto transfers = std::ranges::max(all_gather_values(
+      mesh.world(),
+      2 + static_cast<std::int64_t>(
+              2 * kProducts * one / std::max(transfer, 1e-7))));
   const auto stream = make_stream(device, "transfers", {.high_priority = true});
   mesh.world().barrier();
   Event queued;
@@ -64,7 +68,7 @@ contention(Mesh& mesh, const CalibrateOptions& options, Transfer&& move) {
   queued.wait(*stream);
   Communicator* const world = &mesh.world();
   queue_collectives(*stream, {&world, 1}, [&] {
-    for (int i = 0; i < transfers; ++i) {
+    for (std::int64_t i = 0; i < transfers; ++i) {
       move();
     }
   });
