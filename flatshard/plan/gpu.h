@@ -60,6 +60,8 @@ struct LinkRates {
   Curve all_reduce;
   Curve all_to_all;
   Curve copies;  ///< by copy engines, of what a rank reads from its peers
+  /// Reduce-scatters by copy engines, with the sums.
+  Curve copied_reductions;
 
   bool operator==(const LinkRates&) const = default;
 };
@@ -131,7 +133,7 @@ struct Gpu {
 };
 
 /// Kinds of passes that Gpu::passes has a rate of.
-inline constexpr std::array<std::string_view, 9> kPasses{
+inline constexpr std::array<std::string_view, 10> kPasses{
     "copy",
     "norm",
     "swiglu",
@@ -140,7 +142,8 @@ inline constexpr std::array<std::string_view, 9> kPasses{
     "optimizer",
     "sum",
     "permute",
-    "quantize"};
+    "quantize",
+    "engine_copy"};
 
 /// FLOPs of causal attention: 2 products in the forward, 5 in the backward.
 double attention_flops(

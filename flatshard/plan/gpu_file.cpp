@@ -50,6 +50,7 @@ void visit_keys(G& gpu, Visit&& visit) {
   visit("nvlink.all_reduce", gpu.nvlink.all_reduce);
   visit("nvlink.all_to_all", gpu.nvlink.all_to_all);
   visit("nvlink.copies", gpu.nvlink.copies);
+  visit("nvlink.copied_reductions", gpu.nvlink.copied_reductions);
   for (std::size_t i = 0; i < kNumProducts; ++i) {
     const std::string_view name = to_string(static_cast<Product>(i));
     visit(fmt::format("products.{}", name), gpu.products[i]);
@@ -278,7 +279,8 @@ void apply(const Scale& factors, Gpu& gpu) {
         &gpu.nvlink.reduce_scatter,
         &gpu.nvlink.all_reduce,
         &gpu.nvlink.all_to_all,
-        &gpu.nvlink.copies}) {
+        &gpu.nvlink.copies,
+        &gpu.nvlink.copied_reductions}) {
     scale(curve->rates, factors.nvlink);
   }
 }

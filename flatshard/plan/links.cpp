@@ -73,7 +73,18 @@ double copy_seconds(const Gpu& gpu, double nbytes, const Group& group) {
   }
   const auto size = static_cast<double>(group.size);
   return nbytes * (size - 1) / size /
-         (gpu.nvlink.copies.at(nbytes) * kBytesPerGb);
+             (gpu.nvlink.copies.at(nbytes) * kBytesPerGb) +
+         gpu.pass_seconds("engine_copy", nbytes / size);
+}
+
+double
+copied_reduction_seconds(const Gpu& gpu, double nbytes, const Group& group) {
+  if (group.size == 1 || nbytes == 0) {
+    return 0;
+  }
+  const auto size = static_cast<double>(group.size);
+  return nbytes * (size - 1) / size /
+         (gpu.nvlink.copied_reductions.at(nbytes) * kBytesPerGb);
 }
 
 }  // namespace flatshard::plan

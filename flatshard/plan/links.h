@@ -30,7 +30,12 @@ enum class Transfer { all_gather, reduce_scatter, all_reduce, all_to_all };
 double
 seconds(const Gpu& gpu, Transfer transfer, double nbytes, const Group& group);
 
-/// Seconds of a gather by copy engines. The group is on one host.
+/// Seconds of a gather by copy engines: what peers have, and a rank's own
+/// piece. The group is on one host.
 double copy_seconds(const Gpu& gpu, double nbytes, const Group& group);
+
+/// Seconds of a reduce-scatter by copy engines, with the sums.
+double
+copied_reduction_seconds(const Gpu& gpu, double nbytes, const Group& group);
 
 }  // namespace flatshard::plan

@@ -22,7 +22,9 @@ constexpr int kMostSimulated = 4;
 struct UnitPrices {
   double gather = 0;  ///< of all stored planes of the compute kind
   double gather_float8 = 0;
-  double refresh = 0;  ///< with the first gather after a change
+  double cast = 0;    ///< of main weights, before each gather
+  double spread = 0;  ///< with the first gather after a change
+  double encode = 0;  ///< in FP8, likewise
   double derive = 0;
   double from_post_forward = 0;
   double save_post_forward = 0;
@@ -92,8 +94,7 @@ class UnitPricer {
                     ? copy_seconds(gpu_, whole, sharded)
                     : seconds(gpu_, Transfer::all_gather, whole, sharded);
       if (!shape.keep_compute_weights && !fp8) {
-        // Main weights are cast on their way.
-        gather += gpu_.pass_seconds(
+        prices.cast += gpu_.pass_seconds(
             "copy",
             as_double(group.bytes.numel) *
                 as_double(shape.sizes.main + shape.sizes.compute));
@@ -104,9 +105,9 @@ class UnitPricer {
              !strategy.parameter[axis].is_shard();
     });
     const double of_rank = whole / as_double(sharded.size);
-    prices.refresh += seconds(gpu_, Transfer::all_gather, of_rank, spread);
+    prices.spread += seconds(gpu_, Transfer::all_gather, of_rank, spread);
     if (fp8) {
-      prices.refresh += gpu_.pass_seconds(
+      prices.encode += gpu_.pass_seconds(
           "quantize",
           as_double(group.bytes.numel) * as_double(shape.sizes.main + 1));
       prices.derive += gpu_.pass_seconds("quantize", 2 * whole);
@@ -149,9 +150,7 @@ class UnitPricer {
     const double rest = whole / as_double(scattered.size);
     double inner = 0;
     if (job_.copy_reductions && scattered.size > 1) {
-      inner += copy_seconds(gpu_, whole, scattered);
-      // Slices that came are read, their sum is written.
-      prices.reduce_sum += gpu_.pass_seconds("sum", whole + rest);
+      inner += copied_reduction_seconds(gpu_, whole, scattered);
     } else {
       inner += seconds(gpu_, Transfer::reduce_scatter, whole, scattered);
     }
@@ -442,18 +441,7 @@ class StepWriter {
         add(work.wgrad);
         break;
     }
-    if (is_exchange) {
-      operation.what = step.node == PlanNode::dispatch ? "dispatch" : "combine";
-      operation.link = job_.copy_exchange ? Link::copies : Link::collectives;
-      const Group group = group_of(job_.exchange_ranks, 1, job_.ranks_per_host);
-      operation.seconds += job_.copy_exchange
-                               ? copy_seconds(gpu_, job_.exchange_nbytes, group)
-                               : seconds(
-                                     gpu_,
-                                     Transfer::all_to_all,
-                                     job_.exchange_nbytes,
-                                     group);
-    } else {
+    if (!is_exchange) {
       operation.waits = std::exchange(pending_, {});
     }
     if (waits_[position] >= 0 &&
@@ -461,8 +449,34 @@ class StepWriter {
       operation.waits.push_back(step_operation_[waits_[position]]);
     }
     before(step);
-    step_operation_[position] = queue(std::move(operation));
+    step_operation_[position] = is_exchange
+                                    ? exchange(step, std::move(operation))
+                                    : queue(std::move(operation));
     host_ += host_seconds(step);
+  }
+
+  /// The transfer of rows, and the kernel that permutes or adds them up: before
+  /// it where rows leave in the order of tokens, else after it.
+  /// @param kernel  that one.
+  /// @return        the last of both.
+  int exchange(const PlanStep& step, Operation kernel) {
+    const bool forward =
+        step.pass == PlanPass::forward || step.pass == PlanPass::recompute;
+    const bool dispatch = step.node == PlanNode::dispatch;
+    const Group group = group_of(job_.exchange_ranks, 1, job_.ranks_per_host);
+    kernel.what = dispatch ? "dispatch" : "combine";
+    Operation transfer = kernel;
+    transfer.link = job_.copy_exchange ? Link::copies : Link::collectives;
+    transfer.seconds =
+        job_.copy_exchange
+            ? copy_seconds(gpu_, job_.exchange_nbytes, group)
+            : seconds(gpu_, Transfer::all_to_all, job_.exchange_nbytes, group);
+    if (dispatch == forward) {
+      queue(std::move(kernel));
+      return queue(std::move(transfer));
+    }
+    queue(std::move(transfer));
+    return queue(std::move(kernel));
   }
 
   UnitId unit_of(const PlanStep& step) const {
@@ -656,24 +670,33 @@ class StepWriter {
       Weights& shards = weights_of(action.unit, spec.post_forward, kWhole);
       add_wait(operation.waits, shards.filled);
       operation.seconds = prices.from_post_forward;
-    } else {
-      const bool compute_plane = action.plane == kComputePlane;
-      operation.seconds = compute_plane ? prices.gather : prices.gather_float8;
-      if (action.part != kWhole) {
-        operation.seconds *= as_double(spec.nbytes(action.plane, action.part)) /
-                             as_double(spec.weights_nbytes[action.plane]);
-      }
-      int& updated = states_[action.unit].updated;
-      if (updated != kNoOperation) {
-        add_wait(operation.waits, std::exchange(updated, kNoOperation));
-        operation.seconds += prices.refresh;
-      }
+      held.filled = queue(std::move(operation));
+      shards.read_by_gather = held.filled;
+      return;
+    }
+    const bool compute_plane = action.plane == kComputePlane;
+    operation.seconds = compute_plane ? prices.gather : prices.gather_float8;
+    if (action.part != kWhole) {
+      operation.seconds *= as_double(spec.nbytes(action.plane, action.part)) /
+                           as_double(spec.weights_nbytes[action.plane]);
+    }
+    double encode = compute_plane ? prices.cast : 0;
+    int& updated = states_[action.unit].updated;
+    if (updated != kNoOperation) {
+      add_wait(operation.waits, std::exchange(updated, kNoOperation));
+      operation.seconds += prices.spread;
+      encode += prices.encode;
+    }
+    if (encode > 0) {
+      queue(
+          {.stream = Stream::gather,
+           .seconds = encode,
+           .waits = operation.waits,
+           .what = "encode",
+           .unit = action.unit,
+           .microbatch = microbatch});
     }
     held.filled = queue(std::move(operation));
-    if (action.from_post_forward) {
-      weights_of(action.unit, spec.post_forward, kWhole).read_by_gather =
-          held.filled;
-    }
   }
 
   void derive(const Action& action, int microbatch) {

@@ -91,10 +91,9 @@ std::vector<Span> run_streams(
                                                             : 1));
     const auto rate = [&](const Queue& queue) {
       const Operation& operation = operations[queue.running];
-      if (operation.link != Link::none) {
-        return 1.0 / users[static_cast<std::size_t>(operation.link)];
-      }
-      return operation.stream == Stream::compute ? compute_rate : 1.0;
+      const double share =
+          1.0 / users[static_cast<std::size_t>(operation.link)];
+      return operation.stream == Stream::compute ? share * compute_rate : share;
     };
     double step = std::numeric_limits<double>::infinity();
     for (const Queue& queue : queues) {

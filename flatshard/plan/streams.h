@@ -16,7 +16,7 @@ std::string_view to_string(Stream stream);
 /// What carries an operation's bytes. Operations that share one at the same
 /// time share its rate.
 enum class Link {
-  none,         ///< the operation is compute, or a pass over own memory
+  none,         ///< none: kernels, which share the GPU with each other
   collectives,  ///< NCCL, which takes SMs as well
   copies,       ///< copy engines
 };
@@ -41,8 +41,9 @@ struct Span {
 };
 
 /// Runs operations on streams that never wait for their host: one begins when
-/// its stream is free and its waits are over. Compute is slower while transfers
-/// run, and transfers over one link share it.
+/// its stream is free and its waits are over. Kernels of several streams share
+/// the GPU evenly, as if they ran one after the other. Compute is slower while
+/// transfers run, and transfers over one link share it.
 ///
 /// @return  by operation.
 /// @throws Error{internal} when operations wait for each other.

@@ -52,6 +52,7 @@ constexpr Word<std::string_view> kStyleOf[] = {
     {"save shard", "g"},
     {"all-gather", "g"},
     {"derive columns", "g"},
+    {"encode", "g"},
     {"reduce", "s"},
     {"reduce over replicas", "s"},
     {"sum of gradients", "s"},

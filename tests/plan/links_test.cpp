@@ -22,7 +22,9 @@ TEST(Links, InsideAHostTheMeasuredRateCounts) {
   // 3/4 of 4 GB at 1 GB/s; an all-reduce goes around twice.
   EXPECT_DOUBLE_EQ(seconds(gpu, Transfer::all_gather, 4e9, {4, 4}), 3);
   EXPECT_DOUBLE_EQ(seconds(gpu, Transfer::all_reduce, 4e9, {4, 4}), 6);
-  EXPECT_DOUBLE_EQ(copy_seconds(gpu, 4e9, {4, 4}), 3);
+  // And a rank's own GB.
+  EXPECT_DOUBLE_EQ(copy_seconds(gpu, 4e9, {4, 4}), 3 + 1);
+  EXPECT_DOUBLE_EQ(copied_reduction_seconds(gpu, 4e9, {4, 4}), 3);
   EXPECT_DOUBLE_EQ(seconds(gpu, Transfer::all_gather, 4e9, {1, 1}), 0);
 }
 

@@ -22,7 +22,8 @@ inline Gpu round_gpu() {
       .reduce_scatter = flat,
       .all_reduce = flat,
       .all_to_all = flat,
-      .copies = flat};
+      .copies = flat,
+      .copied_reductions = flat};
   gpu.network_gb_s = 0.5;
   return gpu;
 }

@@ -35,6 +35,15 @@ TEST(Streams, ComputeIsSlowerBesideTransfers) {
   EXPECT_EQ(spans[1], (Span{0, 4}));
 }
 
+TEST(Streams, KernelsShareTheGpu) {
+  Operation sum = compute(1);
+  sum.stream = Stream::reduce;
+  // Both take 2 s for their first second, and 2 s of compute are left.
+  const auto spans = run_streams({compute(3), sum}, {});
+  EXPECT_EQ(spans[1], (Span{0, 2}));
+  EXPECT_EQ(spans[0], (Span{0, 4}));
+}
+
 TEST(Streams, TransfersOverOneLinkShareIt) {
   Operation reduce = gather(1);
   reduce.stream = Stream::reduce;

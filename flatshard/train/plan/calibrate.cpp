@@ -33,8 +33,9 @@ constexpr double kGiga = 1e9;
 constexpr double kTera = 1e12;
 constexpr int kWarmup = 2;
 constexpr int kLeastCalls = 3;
-constexpr int kMostCalls = 2000;
+constexpr int kMostCalls = 12;
 constexpr std::int64_t kElement = 2;  // bytes, of bfloat16
+constexpr std::int64_t kCopyNbytes = std::int64_t{1} << 26;
 
 at::TensorOptions bf16(at::Device device) {
   return at::TensorOptions(device).dtype(at::kBFloat16);
@@ -121,34 +122,61 @@ CalibrateOptions CalibrateOptions::for_cpus() {
       .seconds_per_point = 1e-3};
 }
 
-double seconds_of(
-    at::Device device,
-    double seconds_per_point,
-    const std::function<void()>& call) {
-  const auto timer = make_stream_timer(device);
+CallTimer::CallTimer(at::Device device, double seconds)
+    : device_(device), seconds_(seconds) {
+  if (device.is_cuda()) {
+    constexpr std::int64_t kSize = 8192;
+    left_ = normal(device, {kSize / 2, kSize});
+    right_ = normal(device, {kSize, kSize});
+    out_ = at::empty({kSize / 2, kSize}, bf16(device));
+  }
+}
+
+double CallTimer::operator()(const std::function<void()>& call) const {
+  const auto timer = make_stream_timer(device_);
   const auto time = [&](int calls) {
-    timer->start();
     for (int i = 0; i < calls; ++i) {
+      if (out_.defined()) {
+        at::Tensor out = out_;
+        at::mm_out(out, left_, right_);
+      }
+      timer->start();
       call();
+      timer->stop();
     }
-    timer->stop();
-    return 1e-3 * timer->wait_and_take_ms();
+    return 1e-3 * timer->wait_and_take_ms() / calls;
   };
   for (int i = 0; i < kWarmup; ++i) {
     call();
   }
   const double one = std::max(time(1), 1e-7);
-  const int calls = static_cast<int>(std::clamp(
-      std::ceil(seconds_per_point / one),
+  return time(static_cast<int>(std::clamp(
+      std::ceil(seconds_ / one),
       static_cast<double>(kLeastCalls),
-      static_cast<double>(kMostCalls)));
-  return time(calls) / calls;
+      static_cast<double>(kMostCalls))));
+}
+
+double seconds_in_a_row(
+    at::Device device,
+    int calls,
+    const std::function<void()>& call) {
+  for (int i = 0; i < kWarmup; ++i) {
+    call();
+  }
+  const auto timer = make_stream_timer(device);
+  timer->start();
+  for (int i = 0; i < calls; ++i) {
+    call();
+  }
+  timer->stop();
+  return 1e-3 * timer->wait_and_take_ms() / calls;
 }
 
 void calibrate_products(
-    at::Device device,
+    const CallTimer& timer,
     const CalibrateOptions& options,
     plan::Gpu& gpu) {
+  const at::Device device = timer.device();
   const std::vector<std::int64_t>& sizes = options.products;
   const std::int64_t most = sizes.back() * sizes.back();
   const Scratch a(device, most);
@@ -162,9 +190,7 @@ void calibrate_products(
             product == Product::wgrad ? a.matrix(k, m).t() : a.matrix(m, k);
         const at::Tensor right =
             product == Product::forward ? b.matrix(n, k).t() : b.matrix(k, n);
-        return seconds_of(device, options.seconds_per_point, [&] {
-          at::mm_out(out, left, right);
-        });
+        return timer([&] { at::mm_out(out, left, right); });
       };
   for (std::size_t i = 0; i < plan::kNumProducts; ++i) {
     gpu.products[i] = measure_grid(
@@ -193,7 +219,7 @@ void calibrate_products(
     const auto weight = [&](std::int64_t out, std::int64_t in) {
       return w.matrix(kExperts * out, in).view({kExperts, out, in});
     };
-    return seconds_of(device, options.seconds_per_point, [&] {
+    return timer([&] {
       if (product == Product::forward) {
         nn::grouped_forward(x.matrix(kExperts * m, k), weight(n, k), groups);
       } else if (product == Product::dgrad) {
@@ -225,9 +251,10 @@ void calibrate_products(
 }
 
 void calibrate_float8(
-    at::Device device,
+    const CallTimer& timer,
     const CalibrateOptions& options,
     plan::Gpu& gpu) {
+  const at::Device device = timer.device();
   if (options.float8.empty()) {
     return;
   }
@@ -259,17 +286,16 @@ void calibrate_float8(
           const float8::Operand w{
               float8::quantize(b.matrix(n, k), weights),
               recipe};
-          return seconds_of(device, options.seconds_per_point, [&] {
-            float8::matmul(out, x, w);
-          });
+          return timer([&] { float8::matmul(out, x, w); });
         });
   }
 }
 
 void calibrate_attention(
-    at::Device device,
+    const CallTimer& timer,
     const CalibrateOptions& options,
     plan::Gpu& gpu) {
+  const at::Device device = timer.device();
   const bool small = device.is_cpu();
   for (const std::int64_t head_dim : {64, 128}) {
     const std::int64_t heads = small ? 2 : 4096 / head_dim;
@@ -286,18 +312,16 @@ void calibrate_attention(
       const at::Tensor k = input(kv_heads);
       const at::Tensor v = input(kv_heads);
       at::Tensor out;
-      const double forward = seconds_of(device, options.seconds_per_point, [&] {
-        out = nn::causal_attention(q, k, v);
-      });
+      const double forward =
+          timer([&] { out = nn::causal_attention(q, k, v); });
       const at::Tensor grad = at::randn_like(out);
-      const double backward =
-          seconds_of(device, options.seconds_per_point, [&] {
-            torch::autograd::grad(
-                {out},
-                {q, k, v},
-                {grad},
-                /*retain_graph=*/true);
-          });
+      const double backward = timer([&] {
+        torch::autograd::grad(
+            {out},
+            {q, k, v},
+            {grad},
+            /*retain_graph=*/true);
+      });
       const auto flops = [&](bool of_backward) {
         return plan::attention_flops(
             of_backward,
@@ -315,16 +339,16 @@ void calibrate_attention(
 }
 
 void calibrate_passes(
-    at::Device device,
+    const CallTimer& timer,
     const CalibrateOptions& options,
     plan::Gpu& gpu) {
+  const at::Device device = timer.device();
   const at::NoGradGuard no_grad;
   const std::int64_t tokens = options.tokens;
   const std::int64_t dim = device.is_cpu() ? 64 : 4096;
   const std::int64_t inner = 4 * dim;
   const auto rate = [&](const char* kind, double nbytes, auto&& call) {
-    gpu.passes[kind] =
-        nbytes / seconds_of(device, options.seconds_per_point, call) / kGiga;
+    gpu.passes[kind] = nbytes / timer(call) / kGiga;
   };
   const at::Tensor x = normal(device, {tokens, dim});
   const at::Tensor wide = normal(device, {tokens, inner});
@@ -357,10 +381,8 @@ void calibrate_passes(
   const at::Tensor hidden = normal(device, {rows, 16}).requires_grad_();
   const at::Tensor targets =
       at::zeros({rows}, at::TensorOptions(device).dtype(at::kLong));
-  const double product = seconds_of(device, options.seconds_per_point, [&] {
-    at::mm(hidden.detach(), head.t());
-  });
-  const double loss = seconds_of(device, options.seconds_per_point, [&] {
+  const double product = timer([&] { at::mm(hidden.detach(), head.t()); });
+  const double loss = timer([&] {
     const at::AutoGradMode grad(true);
     nn::linear_cross_entropy(hidden, head, targets);
   });
@@ -387,11 +409,19 @@ void calibrate_passes(
             update,
             {.lr = 1e-6F, .beta1 = 0.9F, .beta2 = 0.95F, .eps = 1e-8F});
       });
-  // A chain of kernels that do next to nothing.
-  at::Tensor small = at::zeros({1}, angles);
-  gpu.launch_us = 1e6 * seconds_of(device, options.seconds_per_point, [&] {
-                    small.zero_();
-                  });
+  const auto local = at::TensorOptions(device).dtype(at::kByte);
+  const at::Tensor from = at::zeros({kCopyNbytes}, local);
+  const at::Tensor to = at::empty({kCopyNbytes}, local);
+  rate("engine_copy", static_cast<double>(kCopyNbytes), [&] {
+    copy_bytes(
+        to.mutable_data_ptr(),
+        from.const_data_ptr(),
+        kCopyNbytes,
+        device);
+  });
+  // A kernel that does next to nothing, behind one that does much.
+  const at::Tensor small = at::zeros({1}, angles);
+  gpu.launch_us = 1e6 * timer([&] { small.zero_(); });
 }
 
 void calibrate_host(at::Device device, plan::Gpu& gpu) {
@@ -460,13 +490,14 @@ plan::Gpu calibrate(
   report("the host");
   calibrate_host(device, gpu);
   report("passes over memory");
-  calibrate_passes(device, options, gpu);
+  const CallTimer timer(device, options.seconds_per_point);
+  calibrate_passes(timer, options, gpu);
   report("products");
-  calibrate_products(device, options, gpu);
+  calibrate_products(timer, options, gpu);
   report("attention");
-  calibrate_attention(device, options, gpu);
+  calibrate_attention(timer, options, gpu);
   report("FP8 products");
-  calibrate_float8(device, options, gpu);
+  calibrate_float8(timer, options, gpu);
   const auto& rates = gpu.products.front().tflops;
   gpu.peak_bf16_tflops =
       (device.is_cuda() ? dense_bf16_flops(gpu.name) : std::nullopt)

@@ -37,21 +37,39 @@ plan::Gpu calibrate(
     const CalibrateOptions& options,
     const std::function<void(const std::string&)>& report);
 
+/// Measures calls as a training step runs them. Before each call of a GPU goes
+/// a large product, which is not measured: it evicts the call's operands from
+/// the cache, and keeps the GPU at the clock to which its power limits it.
+class CallTimer {
+ public:
+  /// @param seconds  how long calls are measured at least, within limits.
+  CallTimer(at::Device device, double seconds);
+
+  /// Returns the mean seconds of a call, after a warm-up.
+  double operator()(const std::function<void()>& call) const;
+  at::Device device() const { return device_; }
+
+ private:
+  at::Device device_;
+  double seconds_;
+  at::Tensor left_, right_, out_;  ///< of the product; undefined on a CPU
+};
+
 // The parts of it.
 void calibrate_products(
-    at::Device device,
+    const CallTimer& timer,
     const CalibrateOptions& options,
     plan::Gpu& gpu);
 void calibrate_float8(
-    at::Device device,
+    const CallTimer& timer,
     const CalibrateOptions& options,
     plan::Gpu& gpu);
 void calibrate_attention(
-    at::Device device,
+    const CallTimer& timer,
     const CalibrateOptions& options,
     plan::Gpu& gpu);
 void calibrate_passes(
-    at::Device device,
+    const CallTimer& timer,
     const CalibrateOptions& options,
     plan::Gpu& gpu);
 void calibrate_host(at::Device device, plan::Gpu& gpu);
@@ -61,11 +79,10 @@ void calibrate_links(
     const CalibrateOptions& options,
     plan::Gpu& gpu);
 
-/// Seconds of one call: after a warm-up, of as many calls as take
-/// `seconds_per_point`, queued one behind the other.
-double seconds_of(
+/// Seconds of one of `calls` calls that follow each other, after a warm-up.
+double seconds_in_a_row(
     at::Device device,
-    double seconds_per_point,
+    int calls,
     const std::function<void()>& call);
 
 }  // namespace flatshard

@@ -2,7 +2,9 @@
 #include "flatshard/comm/all_gather_values.h"
 #include "flatshard/device/memory.h"
 #include "flatshard/device/stream.h"
+#include "flatshard/peer/peer_communicator.h"
 #include "flatshard/peer/peer_memory.h"
+#include "flatshard/runtime/copy_engines_choice.h"
 #include "flatshard/train/plan/calibrate.h"
 
 #include <ATen/ATen.h>
@@ -15,6 +17,7 @@ namespace {
 
 constexpr double kLinkGiga = 1e9;
 constexpr int kRounds = 5;
+constexpr int kProducts = 20;
 constexpr std::int64_t kLeastNbytes = std::int64_t{1} << 20;
 
 at::Tensor floats(at::Device device, std::int64_t nbytes) {
@@ -29,7 +32,7 @@ double seconds_together(Mesh& mesh, Call&& call) {
   std::vector<double> seconds;
   for (int round = 0; round < kRounds; ++round) {
     mesh.world().barrier();
-    seconds.push_back(seconds_of(mesh.device(), 0, call));
+    seconds.push_back(seconds_in_a_row(mesh.device(), 3, call));
   }
   std::ranges::sort(seconds);
   return seconds[kRounds / 2];
@@ -47,15 +50,13 @@ contention(Mesh& mesh, const CalibrateOptions& options, Transfer&& move) {
   const at::Device device = mesh.device();
   const std::int64_t size = options.products.back() / 2;
   const auto like = at::TensorOptions(device).dtype(at::kBFloat16);
-  const at::Tensor a = at::randn({size, size}, like);
+  const at::Tensor a = at::randn({size / 2, size}, like);
   const at::Tensor b = at::randn({size, size}, like);
-  at::Tensor out = at::empty({size, size}, like);
-  const double one = seconds_of(device, options.seconds_per_point, [&] {
-    at::mm_out(out, a, b);
-  });
+  at::Tensor out = at::empty({size / 2, size}, like);
+  const auto product = [&] { at::mm_out(out, a, b); };
+  const double one = seconds_in_a_row(device, kProducts, product);
   // As many transfers as last longer than the products.
   const double transfer = seconds_together(mesh, move);
-  constexpr int kProducts = 10;
   // As many on every rank.
   const auto transfers = std::ranges::max(all_gather_values(
       mesh.world(),
@@ -72,8 +73,7 @@ contention(Mesh& mesh, const CalibrateOptions& options, Transfer&& move) {
       move();
     }
   });
-  const double beside =
-      seconds_of(device, kProducts * one, [&] { at::mm_out(out, a, b); });
+  const double beside = seconds_in_a_row(device, kProducts, product);
   stream->synchronize();
   mesh.world().barrier();
   return std::max(1.0, beside / one);
@@ -96,6 +96,11 @@ void calibrate_links(
   const bool copies = device.is_cpu() || PeerMemory::has_fast_links(world);
   const auto memory =
       copies ? PeerMemory::create(world, most / ranks) : nullptr;
+  const auto by_copies =
+      copies ? make_peer_communicator(
+                   world.shared_from_this(),
+                   {.reductions_nbytes = CopyEngines::kReductionsNbytes})
+             : nullptr;
   const auto copy_from_peers = [&](std::int64_t nbytes) {
     for (int i = 1; i < ranks; ++i) {
       const int peer = (mesh.rank() + i) % ranks;
@@ -135,6 +140,9 @@ void calibrate_links(
       add(links.copies, received(mesh, nbytes), [&] {
         copy_from_peers(part * 2);
       });
+      add(links.copied_reductions, received(mesh, nbytes), [&] {
+        by_copies->reduce_scatter(in, all, ReduceOp::sum);
+      });
     }
   }
   gpu.contention.collectives =
@@ -144,6 +152,7 @@ void calibrate_links(
         contention(mesh, options, [&] { copy_from_peers(most / ranks); });
   } else {
     links.copies = links.all_gather;
+    links.copied_reductions = links.reduce_scatter;
     gpu.contention.copies = gpu.contention.collectives;
   }
 }
