@@ -5,6 +5,7 @@
 #include "flatshard/cli/doctor_command.h"
 #include "flatshard/cli/norms_command.h"
 #include "flatshard/cli/path_options.h"
+#include "flatshard/cli/plan_command.h"
 #include "flatshard/cli/report_command.h"
 #include "flatshard/cli/train_command.h"
 #include "flatshard/core/log.h"
@@ -142,6 +143,9 @@ int main(int argc, char** argv) {
   program.require_subcommand(1);
   program.set_version_flag("--version", "flatshard " FLATSHARD_VERSION);
   flatshard::add_train_command(
+      program,
+      std::vector<std::string>(argv, argv + argc));
+  flatshard::add_plan_command(
       program,
       std::vector<std::string>(argv, argv + argc));
   flatshard::add_generate_command(program);

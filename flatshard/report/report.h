@@ -13,7 +13,8 @@ struct ReportOptions {
   std::string default_config;        ///< TOML of a config as by default
 };
 
-/// Returns all that the runs measured as JSON; docs/guides/report.md describes it.
+/// Returns all that the runs measured as JSON, which docs/guides/report.md
+/// describes.
 /// Logs a warning for each line that is skipped.
 /// @throws Error{io, format} naming --run or --compare.
 std::string report_json(const ReportOptions& options);

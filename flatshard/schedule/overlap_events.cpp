@@ -40,7 +40,8 @@ class EventWriter {
     }
   }
 
-  std::vector<ScheduleEvent> take() { return std::move(events_); }
+  /// Those since the last call.
+  std::vector<ScheduleEvent> take() { return std::exchange(events_, {}); }
 
  private:
   bool is_dense(int l) const {
@@ -205,7 +206,7 @@ class EventWriter {
 
 }  // namespace
 
-std::vector<ScheduleEvent> plan_events(
+std::vector<std::vector<ScheduleEvent>> plan_events_by_step(
     const std::vector<PlanStep>& plan,
     const PlanUnits& units,
     const OverlapPlanOptions& options) {
@@ -216,10 +217,23 @@ std::vector<ScheduleEvent> plan_events(
       units.layers.size(),
       units.layer_grads.size());
   EventWriter writer(plan, units, options);
+  std::vector<std::vector<ScheduleEvent>> events;
   for (const PlanStep& step : plan) {
     writer.add(step);
+    events.push_back(writer.take());
   }
-  return writer.take();
+  return events;
+}
+
+std::vector<ScheduleEvent> plan_events(
+    const std::vector<PlanStep>& plan,
+    const PlanUnits& units,
+    const OverlapPlanOptions& options) {
+  std::vector<ScheduleEvent> events;
+  for (auto& of_step : plan_events_by_step(plan, units, options)) {
+    events.insert(events.end(), of_step.begin(), of_step.end());
+  }
+  return events;
 }
 
 }  // namespace flatshard

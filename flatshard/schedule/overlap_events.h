@@ -39,4 +39,10 @@ std::vector<ScheduleEvent> plan_events(
     const PlanUnits& units,
     const OverlapPlanOptions& options);
 
+/// Returns the same events by step of the plan.
+std::vector<std::vector<ScheduleEvent>> plan_events_by_step(
+    const std::vector<PlanStep>& plan,
+    const PlanUnits& units,
+    const OverlapPlanOptions& options);
+
 }  // namespace flatshard

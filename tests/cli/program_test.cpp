@@ -1,8 +1,8 @@
 // Runs the program itself: options, exit codes, and two ranks end to end.
+#include "tests/support/program.h"
 #include "tests/support/temp_folder.h"
 
 #include <fmt/format.h>
-#include <sys/wait.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -19,23 +19,10 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-struct Result {
-  int code = -1;
-  std::string output;  ///< standard output and error together
-};
+using Result = testing::ProgramResult;
 
 Result run(const std::string& arguments) {
-  const std::string command =
-      fmt::format("'{}' {} 2>&1 < /dev/null", FLATSHARD_PROGRAM, arguments);
-  std::FILE* pipe = ::popen(command.c_str(), "r");
-  Result result;
-  std::array<char, 4096> buffer{};
-  while (const auto n = std::fread(buffer.data(), 1, buffer.size(), pipe)) {
-    result.output.append(buffer.data(), n);
-  }
-  const int status = ::pclose(pipe);
-  result.code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-  return result;
+  return testing::run_program(arguments);
 }
 
 std::string read(const std::filesystem::path& path) {
@@ -247,6 +234,8 @@ TEST_F(Program, ShellsCompleteWhatThereIs) {
   EXPECT_EQ(complete("flatshard tr", 1), "train\n");
   EXPECT_EQ(complete("flatshard checkpoint l", 2), "list\n");
   EXPECT_EQ(complete("flatshard train x.toml --res", 3), "--resume\n");
+  EXPECT_EQ(complete("flatshard pl", 1), "plan\n");
+  EXPECT_EQ(complete("flatshard plan x.toml --sw", 3), "--sweep\n");
   EXPECT_EQ(
       complete("flatshard train --set training.se", 3),
       "training.seq_len=\n");

@@ -1,0 +1,135 @@
+"""Plans four models on 8 to 4,096 GPUs and prints the table of docs/plan.md.
+
+python3 bench/plan_table.py
+
+A row has the fastest way in bfloat16 that fits, what bounds it, the fastest ZeRO-3 over
+all ranks for comparison, and the gain of the fastest FP8 recipe. No GPU is needed.
+"""
+
+import json
+import subprocess
+import tempfile
+from pathlib import Path
+
+from harness.command_line import Parser
+from harness.tables import head, row
+
+QWEN3_235B = """
+[model]
+family = "qwen3_moe"
+dim = 4096
+layers = 94
+heads = 64
+kv_heads = 4
+head_dim = 128
+ffn_dim = 12288
+vocab_size = 151936
+max_seq_len = 40960
+num_experts = 128
+experts_per_token = 8
+moe_ffn_dim = 1536
+[data]
+train = "random"
+[training]
+seq_len = 8192
+[precision]
+compute = "bfloat16"
+reduce = "bfloat16"
+"""
+MODELS = {
+    "8B": "llama3_8b",
+    "70B": "llama3_70b",
+    "405B": "llama3_405b",
+    "Qwen3-235B-A22B": None,
+}
+RANKS = (8, 64, 512, 4096)
+
+
+def sweep(args, config, ranks):
+    command = [args.program, "plan", str(config), "--sweep", "--json"]
+    command += [f"--ranks={ranks}", f"--gpu={args.gpu}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(command)}\n{done.stderr}")
+    return json.loads(done.stdout)
+
+
+def strategy(way, ranks):
+    text = way["strategy"]
+    if way["replicas"] > 1:
+        text += f" {way['replicas']}x{ranks // way['replicas']}"
+    if not way["reshard_after_forward"]:
+        text += ", kept"
+    if way["expert_degree"] > 1:
+        text += f", ep {way['expert_degree']}"
+        text += ", overlap" if way["overlap"] else ""
+    return text
+
+
+def is_plain(way):
+    return (
+        way["strategy"] == "zero3"
+        and way["replicas"] == 1
+        and way["reshard_after_forward"]
+        and way["expert_degree"] == 1
+    )
+
+
+def speed(way):
+    return way["tokens_per_second_per_gpu"]
+
+
+def print_row(name, ranks, found):
+    fitting = found["fitting"]
+    bf16 = [way for way in fitting if way["float8"] == "none"]
+    if not bf16:
+        least = found["too_large"][0]
+        over = (least["peak_bytes"] - least["room_bytes"]) / 2**30
+        row(name, ranks, f"does not fit: {over:.0f} GiB too much", *[""] * 8)
+        return
+    best = bf16[0]
+    plain = [way for way in bf16 if is_plain(way)]
+    fp8 = [way for way in fitting if way["float8"] != "none"]
+    row(
+        name,
+        f"{ranks:,}",
+        strategy(best, ranks),
+        best["recompute"],
+        best["local_batch_size"],
+        f"{best['peak_bytes'] / 2**30:.0f}",
+        f"{speed(best):,.0f}",
+        f"{100 * best['mfu']:.1f}",
+        best["bound"],
+        f"{speed(plain[0]) / speed(best):.2f}" if plain else "does not fit",
+        f"{fp8[0]['float8']} {speed(fp8[0]) / speed(best):.2f}" if fp8 else "",
+    )
+
+
+def main():
+    parser = Parser(__doc__)
+    parser.options("program", gpu="h100")
+    args = parser.parse_args()
+    head(
+        "model",
+        "GPUs",
+        "fastest way",
+        "recompute",
+        "sequences",
+        "GiB",
+        "tokens/s/GPU",
+        "MFU, %",
+        "bound by",
+        "ZeRO-3, of it",
+        "FP8, of it",
+        left=(0, 2, 3, 8),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "qwen3_235b_a22b.toml"
+        config.write_text(QWEN3_235B, encoding="utf-8")
+        for name, preset in MODELS.items():
+            for ranks in RANKS:
+                print_row(name, ranks, sweep(args, preset or config, ranks))
+
+
+if __name__ == "__main__":
+    main()

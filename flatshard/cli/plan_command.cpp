@@ -1,0 +1,255 @@
+#include "flatshard/cli/plan_command.h"
+
+#include "flatshard/cli/rank_process.h"
+#include "flatshard/comm/store.h"
+#include "flatshard/core/error.h"
+#include "flatshard/core/log.h"
+#include "flatshard/device/stream.h"
+#include "flatshard/launch/environment.h"
+#include "flatshard/launch/local_ranks.h"
+#include "flatshard/plan/gpu.h"
+#include "flatshard/plan/svg.h"
+#include "flatshard/train/device.h"
+#include "flatshard/train/plan/calibrate.h"
+#include "flatshard/train/plan/run_plan.h"
+#include "flatshard/train/plan/sweep.h"
+
+#include <fmt/ranges.h>
+#include <CLI/CLI.hpp>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <optional>
+
+namespace flatshard {
+namespace {
+
+struct PlanArguments {
+  std::string config;
+  std::vector<std::string> overrides;
+  PlannedMachines machines{.ranks = 0};
+  std::string gpu = "h100";
+  std::string tokens;
+  bool sweep = false;
+  std::string svg;
+  bool json = false;
+  bool calibrate = false;
+  int nproc = 1;
+  std::string device = "auto";
+  std::string output;
+};
+
+void write_file(const std::string& path, const std::string& text) {
+  std::ofstream out(path);
+  out << text;
+  out.close();
+  FLATSHARD_CHECK(
+      out.good(),
+      io,
+      "expected a file that can be written, got '{}'",
+      path);
+}
+
+void run_calibration(
+    const PlanArguments& arguments,
+    const std::vector<std::string>& argv) {
+  if (!launched_by_environment() && arguments.nproc > 1) {
+    const int code = spawn_local_ranks(arguments.nproc, argv);
+    if (code != 0) {
+      throw CLI::RuntimeError(code);
+    }
+    return;
+  }
+  const RankEnvironment env = launched_by_environment()
+                                  ? rank_environment_from_env()
+                                  : RankEnvironment{};
+  prepare_rank_process();
+  const at::Device device = choose_device(arguments.device, env);
+  set_current_device(device);
+  const auto mesh = env.world_size == 1 ? Mesh::single(device)
+                                        : Mesh::create(
+                                              {{"dp", env.world_size}},
+                                              env.rank,
+                                              make_tcp_store(env),
+                                              device);
+  const plan::Gpu gpu = calibrate(
+      *mesh,
+      device.is_cuda() ? CalibrateOptions::for_gpus()
+                       : CalibrateOptions::for_cpus(),
+      [&](const std::string& what) {
+        if (env.rank == 0) {
+          log_info("measuring {}", what);
+        }
+      });
+  if (env.rank != 0) {
+    return;
+  }
+  // What is not measured comes from a table of the same kind.
+  const std::string base = gpu.name.find("H200") != std::string::npos   ? "h200"
+                           : gpu.name.find("B200") != std::string::npos ? "b200"
+                           : gpu.name.find("A100") != std::string::npos
+                               ? "a100"
+                               : "h100";
+  const std::string text = fmt::format("base = \"{}\"\n{}", base, to_toml(gpu));
+  if (arguments.output.empty()) {
+    fmt::print("{}", text);
+    return;
+  }
+  write_file(arguments.output, text);
+  log_info("wrote {}", arguments.output);
+}
+
+[[noreturn]] void throw_plan_usage(const std::string& text) {
+  throw CLI::ParseError(text, CLI::ExitCodes::RequiredError);
+}
+
+/// The config of a file, or of a preset by its name.
+Config planned_config(const PlanArguments& arguments) {
+  const auto presets = models::preset_names();
+  if (std::ranges::find(presets, arguments.config) != presets.end()) {
+    return config_of_preset(arguments.config, arguments.overrides);
+  }
+  FLATSHARD_CHECK(
+      std::filesystem::exists(arguments.config),
+      config,
+      "expected a config file, or a preset ({}), got '{}'",
+      fmt::join(presets, ", "),
+      arguments.config);
+  return load_config(arguments.config, arguments.overrides);
+}
+
+void plan(PlanArguments arguments) {
+  if (arguments.config.empty()) {
+    throw_plan_usage(
+        "expected a config file or a preset: flatshard plan run.toml --ranks "
+        "8");
+  }
+  if (arguments.machines.ranks == 0) {
+    throw_plan_usage("expected --ranks: how many GPUs the run is planned for");
+  }
+  PlannedMachines& machines = arguments.machines;
+  machines.gpu = plan::find_gpu(arguments.gpu);
+  std::optional<double> tokens;
+  if (!arguments.tokens.empty()) {
+    tokens = plan::parse_tokens(arguments.tokens);
+  }
+  const Config config = planned_config(arguments);
+  if (arguments.sweep) {
+    if (!arguments.svg.empty() || tokens) {
+      throw_plan_usage(
+          "--sweep prints tables of many plans: leave --svg and --tokens out, "
+          "or plan one of them without --sweep");
+    }
+    const Sweep found = sweep(config, machines);
+    fmt::print(
+        "{}",
+        arguments.json ? to_json(found, machines) : to_string(found, machines));
+    return;
+  }
+  const RunPlan run = plan_run(config, machines);
+  if (!arguments.svg.empty()) {
+    write_file(
+        arguments.svg,
+        plan::to_svg(
+            run.estimate.step,
+            {.title = fmt::format(
+                 "{} on {} ranks of {}",
+                 arguments.config,
+                 machines.ranks,
+                 machines.gpu.name),
+             .subtitle = picture_text(run)}));
+  }
+  fmt::print(
+      "{}",
+      arguments.json ? to_json(run, machines, tokens)
+                     : to_string(run, machines, tokens));
+}
+
+void run_plan(
+    const PlanArguments& arguments,
+    const std::vector<std::string>& argv) {
+  if (arguments.calibrate) {
+    run_calibration(arguments, argv);
+  } else {
+    plan(arguments);
+  }
+}
+
+}  // namespace
+
+void add_plan_command(CLI::App& program, const std::vector<std::string>& argv) {
+  CLI::App* command = program.add_subcommand(
+      "plan",
+      "Say what a run takes before it starts: bytes of a rank, time of a step, "
+      "days");
+  const auto arguments = std::make_shared<PlanArguments>();
+  command->add_option(
+      "config",
+      arguments->config,
+      "The run as a TOML file, or a preset such as llama3_8b");
+  command->add_option(
+      "--set",
+      arguments->overrides,
+      "section.key=value, over the file's; may be given several times");
+  command
+      ->add_option(
+          "--ranks",
+          arguments->machines.ranks,
+          "GPUs that the run is planned for")
+      ->check(CLI::Range(1, 1 << 20));
+  command
+      ->add_option(
+          "--ranks-per-host",
+          arguments->machines.ranks_per_host,
+          "GPUs that NVLink joins; beyond them goes the network [8]")
+      ->check(CLI::Range(1, 1 << 20));
+  command->add_option(
+      "--gpu",
+      arguments->gpu,
+      "h100, h200, b200, a100, or a file that --calibrate wrote [h100]");
+  command->add_option(
+      "--tokens",
+      arguments->tokens,
+      "Say GPU-hours and days for so many, such as 15T or 300B");
+  command->add_flag(
+      "--sweep",
+      arguments->sweep,
+      "Try strategies, replicas, recompute, batches, FP8 and expert degrees: "
+      "what fits by tokens/s, and what does not");
+  command->add_option(
+      "--svg",
+      arguments->svg,
+      "Draw the streams of the step into this file");
+  command->add_flag("--json", arguments->json, "Print one JSON object");
+  command->add_flag(
+      "--calibrate",
+      arguments->calibrate,
+      "Measure this machine's GPU and links into a table for --gpu");
+  command
+      ->add_option(
+          "--nproc",
+          arguments->nproc,
+          "With --calibrate: ranks to measure links between, one for each GPU "
+          "[1]")
+      ->check(CLI::Range(1, 1024));
+  command->add_option(
+      "--device",
+      arguments->device,
+      "With --calibrate: auto, cpu or cuda [auto]");
+  command->add_option(
+      "-o,--output",
+      arguments->output,
+      "With --calibrate: file for the table [standard output]");
+  command->footer(
+      "Examples:\n"
+      "  flatshard plan llama3_8b --ranks 8\n"
+      "  flatshard plan run.toml --ranks 512 --gpu h200 --tokens 15T\n"
+      "  flatshard plan llama3_70b --ranks 64 --sweep\n"
+      "  flatshard plan --calibrate --nproc 8 -o my_gpu.toml\n"
+      "  flatshard plan run.toml --ranks 8 --gpu my_gpu.toml");
+  command->callback([arguments, argv] { run_plan(*arguments, argv); });
+}
+
+}  // namespace flatshard

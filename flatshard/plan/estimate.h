@@ -1,0 +1,57 @@
+#pragma once
+
+#include "flatshard/plan/step.h"
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace flatshard::plan {
+
+/// What takes most of a step, or keeps a run from starting.
+enum class Bound {
+  memory,            ///< it does not fit
+  compute,           ///< products and attention
+  memory_bandwidth,  ///< passes over memory
+  transfers,         ///< compute waits for gathers, reductions, exchanges
+  host,              ///< launches
+};
+std::string_view to_string(Bound bound);
+
+/// A Job on a Gpu: bytes, time, and what follows from them.
+struct Estimate {
+  std::vector<RoleBytes> memory;  ///< the memory table at the start
+  std::int64_t peak_nbytes = 0;   ///< with activations, at most
+  std::int64_t room_nbytes = 0;   ///< of the GPU, less a reserve
+  StepPlan step;
+  double tokens_per_second = 0;  ///< of a GPU
+  double tflops = 0;             ///< of a GPU, by the full convention
+  double mfu = 0;                ///< as the trainer reports it
+  double causal_mfu = 0;         ///< attention counted as causal
+  Bound bound = Bound::compute;
+
+  bool fits() const { return peak_nbytes <= room_nbytes; }
+};
+
+/// Share of a GPU's memory that a plan leaves to the driver, NCCL, cuBLAS and
+/// the allocator's fragments.
+inline constexpr double kReserve = 0.05;
+
+Estimate estimate(const Job& job, const Gpu& gpu);
+
+/// The same, but a job whose memory table alone does not fit is not priced: its
+/// peak is that table's sum.
+Estimate estimate_if_table_fits(const Job& job, const Gpu& gpu);
+
+/// GPU-hours for so many tokens, and days on all ranks of the job.
+struct Duration {
+  double gpu_hours = 0;
+  double days = 0;
+};
+Duration duration_of(const Job& job, const Estimate& estimate, double tokens);
+
+/// "512", "1.5B" or "15T" as a number. @throws Error{config} for other texts.
+double parse_tokens(std::string_view text);
+
+}  // namespace flatshard::plan

@@ -1,0 +1,173 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace flatshard::plan {
+
+/// One of the three products of a linear layer. Their operands lie differently
+/// in memory, so their rates differ.
+enum class Product { forward, dgrad, wgrad };
+inline constexpr std::size_t kNumProducts = 3;
+std::string_view to_string(Product product);
+
+/// Measured values over ascending sizes. Between two sizes they are
+/// interpolated in the logarithm of the size. Below the first size the time of
+/// that size counts, and above the last one its rate.
+struct Curve {
+  std::vector<double> sizes;
+  std::vector<double> rates;
+
+  bool empty() const { return sizes.empty(); }
+  /// Returns the rate of work of this size, in the unit of `rates`.
+  double at(double size) const;
+
+  bool operator==(const Curve&) const = default;
+};
+
+/// TFLOP/s of products [m, k] x [k, n] over a grid of shapes.
+struct ProductRates {
+  std::vector<double> m, n, k;  ///< ascending
+  std::vector<double> tflops;   ///< [m][n][k]
+
+  bool empty() const { return tflops.empty(); }
+  /// Interpolates as Curve does, along each of the three sizes.
+  double at(double rows, double columns, double inner) const;
+
+  bool operator==(const ProductRates&) const = default;
+};
+
+/// TFLOP/s of causal attention by sequence length, where only the work below
+/// the diagonal counts.
+struct AttentionRates {
+  Curve forward;
+  Curve backward;
+
+  bool operator==(const AttentionRates&) const = default;
+};
+
+/// GB/s of a collective by its bytes: those of the whole buffer, of which each
+/// rank receives or sends all but its own part.
+struct LinkRates {
+  Curve all_gather;
+  Curve reduce_scatter;
+  Curve all_reduce;
+  Curve all_to_all;
+  Curve copies;  ///< by copy engines, of what a rank reads from its peers
+  /// Reduce-scatters by copy engines, with the sums.
+  Curve copied_reductions;
+
+  bool operator==(const LinkRates&) const = default;
+};
+
+/// What other work costs while it runs in parallel with compute.
+struct Contention {
+  /// Compute takes this many times its own time beside the transfer.
+  double collectives = 1;
+  double copies = 1;
+
+  bool operator==(const Contention&) const = default;
+};
+
+/// A GPU as a row of rates, and the links and the host that go with it. A leaf
+/// value. Rates are what calibrate measured, or data sheet figures times the
+/// fractions that were measured elsewhere, as `source` says.
+struct Gpu {
+  std::string name;    ///< e.g. "NVIDIA H100 80GB HBM3"
+  std::string source;  ///< who measured it where, or "not measured: ..."
+  double memory_gib = 0;
+  double peak_bf16_tflops = 0;  ///< data sheet, dense; what MFU divides by
+
+  using Products = std::array<ProductRates, kNumProducts>;
+  Products products;                                 ///< bfloat16
+  Products grouped;                                  ///< m: rows of an expert
+  std::map<std::string, ProductRates> float8;        ///< by recipe
+  std::map<std::int64_t, AttentionRates> attention;  ///< by head_dim
+  /// GB/s, read and written, of passes over memory, by the kind of pass: see
+  /// kPasses.
+  std::map<std::string, double> passes;
+
+  double launch_us = 0;         ///< a kernel of a chain, on the device
+  double host_forward_us = 0;   ///< of the host, for a block
+  double host_backward_us = 0;  ///< likewise
+  double host_graph_us = 0;     ///< for the launch of a graph
+
+  LinkRates nvlink;           ///< between the GPUs of a host
+  double nvlink_hop_us = 0;   ///< one step of a ring inside a host
+  double network_gb_s = 0;    ///< of each GPU, between hosts
+  double network_hop_us = 0;  ///< one step of a ring between hosts
+  Contention contention;
+
+  /// Seconds of a product; `recipe` empty: bfloat16.
+  double product_seconds(
+      Product product,
+      double m,
+      double n,
+      double k,
+      std::string_view recipe = {}) const;
+  /// Seconds of the products of `groups` experts with m rows each.
+  double grouped_seconds(
+      Product product,
+      double groups,
+      double m,
+      double n,
+      double k) const;
+  /// Seconds of causal attention of `heads` over `sequences` of `seq_len`.
+  double attention_seconds(
+      bool backward,
+      double sequences,
+      double heads,
+      double seq_len,
+      std::int64_t head_dim) const;
+  /// Seconds of a pass over so many bytes. @throws Error{internal} for a kind
+  /// that is none of kPasses.
+  double pass_seconds(std::string_view kind, double nbytes) const;
+
+  bool operator==(const Gpu&) const = default;
+};
+
+/// Kinds of passes that Gpu::passes has a rate of.
+inline constexpr std::array<std::string_view, 10> kPasses{
+    "copy",
+    "norm",
+    "swiglu",
+    "rope",
+    "cross_entropy",
+    "optimizer",
+    "sum",
+    "permute",
+    "quantize",
+    "engine_copy"};
+
+/// FLOPs of causal attention: 2 products in the forward, 5 in the backward.
+double attention_flops(
+    bool backward,
+    double sequences,
+    double heads,
+    double seq_len,
+    double head_dim);
+
+/// Names of the tables that the program has.
+std::vector<std::string_view> gpu_names();
+
+/// Returns a table by its name, else reads the file of that path.
+/// @throws Error{config} for neither, Error{format} for a file that is no
+/// table, naming the key.
+Gpu find_gpu(const std::string& name_or_path);
+
+/// Reads what `to_toml` wrote. What the text leaves out comes from the table
+/// that its key `base` names; without it every key is needed.
+/// @param origin  for messages.
+/// @throws Error{format} naming the key.
+Gpu parse_gpu(std::string_view text, const std::string& origin);
+
+/// A table as TOML, which `parse_gpu` reads back to an equal one.
+std::string to_toml(const Gpu& gpu);
+
+}  // namespace flatshard::plan

@@ -1,0 +1,83 @@
+#pragma once
+
+#include "flatshard/plan/kernel.h"
+#include "flatshard/plan/shape.h"
+#include "flatshard/schedule/overlap_events.h"
+#include "flatshard/schedule/overlap_plan.h"
+#include "flatshard/schedule/scheduler.h"
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace flatshard::plan {
+
+/// What one node of a model computes for a microbatch.
+struct NodeWork {
+  Kernels forward;
+  Kernels backward;   ///< gradients of inputs
+  Kernels wgrad;      ///< gradients of weights
+  Kernels recompute;  ///< inside the backward, of a part of the node
+};
+
+/// A kind of layer: layers of one kind have equal shapes.
+struct LayerWork {
+  std::map<PlanNode, NodeWork> nodes;
+  std::int64_t saved_nbytes = 0;      ///< activations from forward to backward
+  std::int64_t input_nbytes = 0;      ///< what a recomputed layer saves
+  std::int64_t transient_nbytes = 0;  ///< the most that its backward makes
+};
+
+/// A training run as numbers: what the planner needs of a config and a model,
+/// and nothing of how they were given.
+struct Job {
+  std::int64_t ranks = 1;
+  std::int64_t ranks_per_host = 8;
+
+  std::vector<UnitShape> units;  ///< by UnitId
+  PlanUnits plan_units;
+  SchedulerOptions scheduler;
+
+  int microbatches = 1;
+  OverlapPlanOptions overlap;  ///< of interleave = false: one after the other
+  LayerWork ends;              ///< the nodes embed and head
+  std::vector<LayerWork> layer_kinds;
+  std::vector<int> kind_of_layer;
+
+  bool copy_gathers = false;     ///< by copy engines
+  bool copy_reductions = false;  ///< likewise
+  /// Bytes that a rank sends in one exchange of a layer's rows; 0: experts are
+  /// on every rank.
+  double exchange_nbytes = 0;
+  std::int64_t exchange_ranks = 1;
+  bool copy_exchange = false;
+
+  std::int64_t optimizer_states = 2;  ///< float32 numbers of a parameter
+  bool clips = true;                  ///< the norm of all gradients is taken
+  std::int64_t main_grads_size = 4;   ///< Precision::main_grads
+  bool graphs = false;                ///< units run as CUDA graphs
+  /// Memory of a rank beside the units', by role.
+  std::map<std::string, std::int64_t> other_nbytes;
+
+  double tokens_per_rank = 0;  ///< of a step
+  /// Of forward and backward of a token, by both conventions of models/flops.h.
+  double flops_per_token = 0;
+  double causal_flops_per_token = 0;
+};
+
+/// Bytes of a rank, with the roles of the memory table of a run's start.
+struct RoleBytes {
+  std::string role;
+  std::int64_t nbytes = 0;
+};
+
+/// A job's units with their layouts. Equal shapes are laid out once.
+std::vector<UnitPlan> plan_units(const Job& job);
+
+/// The rows of the memory table.
+std::vector<RoleBytes> memory_of(
+    const Job& job,
+    const std::vector<UnitPlan>& units);
+
+}  // namespace flatshard::plan

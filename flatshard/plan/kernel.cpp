@@ -1,0 +1,67 @@
+#include "flatshard/plan/kernel.h"
+
+namespace flatshard::plan {
+
+double Kernel::seconds(const Gpu& gpu) const {
+  switch (kind) {
+    case Kind::product:
+      return gpu.product_seconds(product, m, n, k, recipe);
+    case Kind::grouped:
+      return gpu.grouped_seconds(product, groups, m, n, k);
+    case Kind::attention:
+      return gpu
+          .attention_seconds(backward, sequences, heads, seq_len, head_dim);
+    case Kind::pass:
+      break;
+  }
+  return gpu.pass_seconds(pass, nbytes);
+}
+
+double Kernel::flops() const {
+  switch (kind) {
+    case Kind::product:
+    case Kind::grouped:
+      return 2 * groups * m * n * k;
+    case Kind::attention:
+      return attention_flops(
+          backward,
+          sequences,
+          heads,
+          seq_len,
+          static_cast<double>(head_dim));
+    case Kind::pass:
+      break;
+  }
+  return 0;
+}
+
+std::string_view Kernel::label() const {
+  switch (kind) {
+    case Kind::product:
+    case Kind::grouped:
+      return "GEMM";
+    case Kind::attention:
+      return "attention";
+    case Kind::pass:
+      break;
+  }
+  return pass;
+}
+
+double seconds(const Gpu& gpu, const Kernels& kernels) {
+  double sum = 0;
+  for (const Kernel& kernel : kernels) {
+    sum += kernel.seconds(gpu);
+  }
+  return sum;
+}
+
+double flops(const Kernels& kernels) {
+  double sum = 0;
+  for (const Kernel& kernel : kernels) {
+    sum += kernel.flops();
+  }
+  return sum;
+}
+
+}  // namespace flatshard::plan

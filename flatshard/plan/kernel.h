@@ -1,0 +1,82 @@
+#pragma once
+
+#include "flatshard/plan/gpu.h"
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace flatshard::plan {
+
+/// Work of the compute stream whose price a Gpu knows: a product, the products
+/// of a layer's experts, attention, or a pass over memory.
+struct Kernel {
+  enum class Kind { product, grouped, attention, pass };
+
+  Kind kind = Kind::pass;
+  Product product = Product::forward;
+  double groups = 1;  ///< experts
+  double m = 0, n = 0, k = 0;
+  std::string recipe;  ///< of a product in FP8; empty: bfloat16
+  bool backward = false;
+  double sequences = 0, heads = 0, seq_len = 0;
+  std::int64_t head_dim = 0;
+  std::string_view pass;  ///< one of kPasses
+  double nbytes = 0;      ///< read and written
+
+  static Kernel matmul(
+      Product product,
+      double m,
+      double n,
+      double k,
+      std::string recipe = {}) {
+    Kernel kernel{.kind = Kind::product, .product = product};
+    kernel.m = m;
+    kernel.n = n;
+    kernel.k = k;
+    kernel.recipe = std::move(recipe);
+    return kernel;
+  }
+  /// @param m  rows of each expert.
+  static Kernel
+  experts(Product product, double groups, double m, double n, double k) {
+    Kernel kernel = matmul(product, m, n, k);
+    kernel.kind = Kind::grouped;
+    kernel.groups = groups;
+    return kernel;
+  }
+  static Kernel attention(
+      bool backward,
+      double sequences,
+      double heads,
+      double seq_len,
+      std::int64_t head_dim) {
+    Kernel kernel{.kind = Kind::attention};
+    kernel.backward = backward;
+    kernel.sequences = sequences;
+    kernel.heads = heads;
+    kernel.seq_len = seq_len;
+    kernel.head_dim = head_dim;
+    return kernel;
+  }
+  static Kernel memory(std::string_view pass, double nbytes) {
+    Kernel kernel{.kind = Kind::pass};
+    kernel.pass = pass;
+    kernel.nbytes = nbytes;
+    return kernel;
+  }
+
+  double seconds(const Gpu& gpu) const;
+  /// FLOPs of products and attention; 0 for passes.
+  double flops() const;
+  /// What a summary counts it as: GEMM, attention, or the pass.
+  std::string_view label() const;
+};
+
+using Kernels = std::vector<Kernel>;
+
+double seconds(const Gpu& gpu, const Kernels& kernels);
+double flops(const Kernels& kernels);
+
+}  // namespace flatshard::plan

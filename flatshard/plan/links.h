@@ -1,0 +1,41 @@
+#pragma once
+
+#include "flatshard/plan/gpu.h"
+
+#include <cstdint>
+
+namespace flatshard::plan {
+
+/// Ranks of one axis of a mesh, and how many of them share a host.
+struct Group {
+  std::int64_t size = 1;
+  std::int64_t per_host = 1;
+
+  std::int64_t hosts() const { return (size + per_host - 1) / per_host; }
+  bool operator==(const Group&) const = default;
+};
+
+/// The group of `size` ranks that are `stride` apart.
+Group group_of(
+    std::int64_t size,
+    std::int64_t stride,
+    std::int64_t ranks_per_host);
+
+enum class Transfer { all_gather, reduce_scatter, all_reduce, all_to_all };
+
+/// Seconds of a collective of `nbytes`: the whole buffer, for an all-to-all
+/// what one rank sends. Inside a host by the measured rate, between hosts by
+/// the network of all GPUs of the group on a host, whichever takes longer, and
+/// the latency of each step of a ring.
+double
+seconds(const Gpu& gpu, Transfer transfer, double nbytes, const Group& group);
+
+/// Seconds of a gather by copy engines: what peers have, and a rank's own
+/// piece. The group is on one host.
+double copy_seconds(const Gpu& gpu, double nbytes, const Group& group);
+
+/// Seconds of a reduce-scatter by copy engines, with the sums.
+double
+copied_reduction_seconds(const Gpu& gpu, double nbytes, const Group& group);
+
+}  // namespace flatshard::plan

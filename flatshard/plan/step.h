@@ -1,0 +1,46 @@
+#pragma once
+
+#include "flatshard/plan/job.h"
+#include "flatshard/plan/streams.h"
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace flatshard::plan {
+
+/// One training step of a Job on a Gpu: the Scheduler's actions and the nodes
+/// of the model on streams, with begin and end.
+struct StepPlan {
+  double seconds = 0;          ///< device or host, whichever takes longer
+  double device_seconds = 0;   ///< of the streams
+  double host_seconds = 0;     ///< to launch the step
+  double compute_seconds = 0;  ///< the compute stream is busy
+  double exposed_seconds = 0;  ///< it waits for transfers
+  /// Of compute alone, without contention: by kind of kernel.
+  std::map<std::string, double> kinds;
+  /// Of transfers alone, by kind.
+  std::map<std::string, double> transfers;
+
+  std::int64_t slot_nbytes = 0;  ///< of the arena that the step needs
+  /// Activations, gradients and what a backward makes at the moment of the
+  /// step at which a rank holds most.
+  std::int64_t peak_nbytes = 0;
+  std::int64_t activation_nbytes = 0;  ///< of these, activations at most
+
+  /// The operations of the step, at times from its beginning on. One that
+  /// began in the step before, such as a prefetch, has a negative begin.
+  std::vector<Operation> operations;
+  std::vector<Span> spans;  ///< by operation
+  /// Microbatches that `operations` shows; the others repeat them.
+  int shown_microbatches = 0;
+};
+
+/// Prices a step in the steady state: the second of two that follow each other.
+/// Steps of many microbatches are extrapolated from a few.
+/// @param units  plan_units(job).
+StepPlan
+plan_step(const Job& job, const std::vector<UnitPlan>& units, const Gpu& gpu);
+
+}  // namespace flatshard::plan

@@ -1,0 +1,54 @@
+#pragma once
+
+#include "flatshard/plan/gpu.h"
+#include "flatshard/schedule/events.h"
+
+#include <string>
+#include <vector>
+
+namespace flatshard::plan {
+
+/// The queues of a rank's device, as the runtime has them.
+enum class Stream { compute, gather, reduce, outer, exchange };
+inline constexpr int kNumStreams = 5;
+std::string_view to_string(Stream stream);
+
+/// What carries an operation's bytes. Operations that share one at the same
+/// time share its rate.
+enum class Link {
+  none,         ///< none: kernels, which share the GPU with each other
+  collectives,  ///< NCCL, which takes SMs as well
+  copies,       ///< copy engines
+};
+
+/// One operation of a stream. Operations of a stream run in their order.
+struct Operation {
+  Stream stream = Stream::compute;
+  Link link = Link::none;
+  double seconds = 0;      ///< alone
+  std::vector<int> waits;  ///< operations that have to end before
+  std::string what;        ///< e.g. "forward", "all-gather"
+  UnitId unit = kNoUnit;
+  int microbatch = -1;
+};
+
+/// When an operation runs, in seconds.
+struct Span {
+  double begin = 0;
+  double end = 0;
+
+  bool operator==(const Span&) const = default;
+};
+
+/// Runs operations on streams that never wait for their host: one begins when
+/// its stream is free and its waits are over. Kernels of several streams share
+/// the GPU evenly, as if they ran one after the other. Compute is slower while
+/// transfers run, and transfers over one link share it.
+///
+/// @return  by operation.
+/// @throws Error{internal} when operations wait for each other.
+std::vector<Span> run_streams(
+    const std::vector<Operation>& operations,
+    const Contention& contention);
+
+}  // namespace flatshard::plan

@@ -1,0 +1,513 @@
+// What a GPU alone is measured for; calibrate_links.cpp has the links.
+#include "flatshard/train/plan/calibrate.h"
+
+#include "flatshard/device/device_name.h"
+#include "flatshard/device/memory.h"
+#include "flatshard/device/timer.h"
+#include "flatshard/float8/matmul.h"
+#include "flatshard/moe/grouped_matmul.h"
+#include "flatshard/nn/attention.h"
+#include "flatshard/nn/loss.h"
+#include "flatshard/nn/rms_norm_rows.h"
+#include "flatshard/nn/rope.h"
+#include "flatshard/nn/swiglu.h"
+#include "flatshard/optim/flat_update.h"
+#include "flatshard/train/metrics/peak_flops.h"
+#include "flatshard/train/train_state.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/version.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <thread>
+
+namespace flatshard {
+namespace {
+
+using plan::Product;
+
+constexpr double kGiga = 1e9;
+constexpr double kTera = 1e12;
+constexpr int kWarmup = 2;
+constexpr int kLeastCalls = 3;
+constexpr int kMostCalls = 12;
+constexpr std::int64_t kElement = 2;  // bytes, of bfloat16
+constexpr std::int64_t kCopyNbytes = std::int64_t{1} << 26;
+
+at::TensorOptions bf16(at::Device device) {
+  return at::TensorOptions(device).dtype(at::kBFloat16);
+}
+
+/// Random numbers like those of training: power, and so clocks, depend on them.
+at::Tensor normal(at::Device device, std::vector<std::int64_t> shape) {
+  return at::randn(shape, bf16(device));
+}
+
+/// Contiguous matrices of changing shapes in one place of memory.
+class Scratch {
+ public:
+  Scratch(at::Device device, std::int64_t numel)
+      : memory_(normal(device, {numel})) {}
+  at::Tensor matrix(std::int64_t rows, std::int64_t columns) const {
+    return memory_.narrow(0, 0, rows * columns).view({rows, columns});
+  }
+
+ private:
+  at::Tensor memory_;
+};
+
+std::vector<double> as_doubles(const std::vector<std::int64_t>& sizes) {
+  return {sizes.begin(), sizes.end()};
+}
+
+/// Fills a grid with what `seconds(m, n, k)` makes of 2 `groups` m n k FLOPs.
+template <class Seconds>
+plan::ProductRates measure_grid(
+    const std::vector<std::int64_t>& m,
+    const std::vector<std::int64_t>& n,
+    const std::vector<std::int64_t>& k,
+    double groups,
+    Seconds&& seconds) {
+  plan::ProductRates rates{
+      .m = as_doubles(m),
+      .n = as_doubles(n),
+      .k = as_doubles(k)};
+  for (const std::int64_t rows : m) {
+    for (const std::int64_t columns : n) {
+      for (const std::int64_t inner : k) {
+        const double flops = 2 * groups * static_cast<double>(rows) *
+                             static_cast<double>(columns) *
+                             static_cast<double>(inner);
+        rates.tflops.push_back(flops / seconds(rows, columns, inner) / kTera);
+      }
+    }
+  }
+  return rates;
+}
+
+double nbytes_of(std::initializer_list<at::Tensor> tensors) {
+  double sum = 0;
+  for (const at::Tensor& tensor : tensors) {
+    sum += static_cast<double>(tensor.nbytes());
+  }
+  return sum;
+}
+
+}  // namespace
+
+CalibrateOptions CalibrateOptions::for_gpus() {
+  return {
+      .products = {512, 1024, 2048, 4096, 8192, 16384},
+      .float8 = {1024, 4096, 16384},
+      .group_rows = {128, 512, 2048},
+      .group_dims = {768, 2048, 4096},
+      .seq_lens = {512, 1024, 2048, 4096, 8192, 16384, 32768},
+      .tokens = 8192,
+      .link_nbytes = std::int64_t{1} << 30,
+      .seconds_per_point = 8e-3};
+}
+
+CalibrateOptions CalibrateOptions::for_cpus() {
+  return {
+      .products = {64, 256},
+      .float8 = {},
+      .group_rows = {16, 64},
+      .group_dims = {64, 128},
+      .seq_lens = {64, 128},
+      .tokens = 256,
+      .link_nbytes = std::int64_t{1} << 20,
+      .seconds_per_point = 1e-3};
+}
+
+CallTimer::CallTimer(at::Device device, double seconds)
+    : device_(device), seconds_(seconds) {
+  if (device.is_cuda()) {
+    constexpr std::int64_t kSize = 8192;
+    left_ = normal(device, {kSize / 2, kSize});
+    right_ = normal(device, {kSize, kSize});
+    out_ = at::empty({kSize / 2, kSize}, bf16(device));
+  }
+}
+
+double CallTimer::operator()(const std::function<void()>& call) const {
+  const auto timer = make_stream_timer(device_);
+  const auto time = [&](int calls) {
+    for (int i = 0; i < calls; ++i) {
+      if (out_.defined()) {
+        at::Tensor out = out_;
+        at::mm_out(out, left_, right_);
+      }
+      timer->start();
+      call();
+      timer->stop();
+    }
+    return 1e-3 * timer->wait_and_take_ms() / calls;
+  };
+  for (int i = 0; i < kWarmup; ++i) {
+    call();
+  }
+  const double one = std::max(time(1), 1e-7);
+  return time(static_cast<int>(std::clamp(
+      std::ceil(seconds_ / one),
+      static_cast<double>(kLeastCalls),
+      static_cast<double>(kMostCalls))));
+}
+
+double seconds_in_a_row(
+    at::Device device,
+    int calls,
+    const std::function<void()>& call) {
+  for (int i = 0; i < kWarmup; ++i) {
+    call();
+  }
+  const auto timer = make_stream_timer(device);
+  timer->start();
+  for (int i = 0; i < calls; ++i) {
+    call();
+  }
+  timer->stop();
+  return 1e-3 * timer->wait_and_take_ms() / calls;
+}
+
+void calibrate_products(
+    const CallTimer& timer,
+    const CalibrateOptions& options,
+    plan::Gpu& gpu) {
+  const at::Device device = timer.device();
+  const std::vector<std::int64_t>& sizes = options.products;
+  const std::int64_t most = sizes.back() * sizes.back();
+  const Scratch a(device, most);
+  const Scratch b(device, most);
+  const Scratch c(device, most);
+  // Operands lie as the products of nn::Linear have them.
+  const auto run =
+      [&](Product product, std::int64_t m, std::int64_t n, std::int64_t k) {
+        at::Tensor out = c.matrix(m, n);
+        const at::Tensor left =
+            product == Product::wgrad ? a.matrix(k, m).t() : a.matrix(m, k);
+        const at::Tensor right =
+            product == Product::forward ? b.matrix(n, k).t() : b.matrix(k, n);
+        return timer([&] { at::mm_out(out, left, right); });
+      };
+  for (std::size_t i = 0; i < plan::kNumProducts; ++i) {
+    gpu.products[i] = measure_grid(
+        sizes,
+        sizes,
+        sizes,
+        1,
+        [&](std::int64_t m, std::int64_t n, std::int64_t k) {
+          return run(static_cast<Product>(i), m, n, k);
+        });
+  }
+
+  constexpr std::int64_t kExperts = 16;
+  const std::int64_t widest = options.group_dims.back();
+  const std::int64_t rows = kExperts * options.group_rows.back();
+  const Scratch x(device, rows * widest);
+  const Scratch y(device, rows * widest);
+  const Scratch w(device, kExperts * widest * widest);
+  const auto run_grouped = [&](Product product,
+                               std::int64_t m,
+                               std::int64_t n,
+                               std::int64_t k) {
+    const nn::Groups groups{
+        at::arange(1, kExperts + 1, at::TensorOptions(device).dtype(at::kInt)) *
+        m};
+    const auto weight = [&](std::int64_t out, std::int64_t in) {
+      return w.matrix(kExperts * out, in).view({kExperts, out, in});
+    };
+    return timer([&] {
+      if (product == Product::forward) {
+        nn::grouped_forward(x.matrix(kExperts * m, k), weight(n, k), groups);
+      } else if (product == Product::dgrad) {
+        nn::grouped_input_gradient(
+            x.matrix(kExperts * m, k),
+            weight(k, n),
+            groups);
+      } else {
+        at::Tensor grad = weight(n, k);
+        nn::grouped_weight_gradient(
+            grad,
+            /*accumulate=*/false,
+            x.matrix(kExperts * m, n),
+            y.matrix(kExperts * m, k),
+            groups);
+      }
+    });
+  };
+  for (std::size_t i = 0; i < plan::kNumProducts; ++i) {
+    gpu.grouped[i] = measure_grid(
+        options.group_rows,
+        options.group_dims,
+        options.group_dims,
+        kExperts,
+        [&](std::int64_t m, std::int64_t n, std::int64_t k) {
+          return run_grouped(static_cast<Product>(i), m, n, k);
+        });
+  }
+}
+
+void calibrate_float8(
+    const CallTimer& timer,
+    const CalibrateOptions& options,
+    plan::Gpu& gpu) {
+  const at::Device device = timer.device();
+  if (options.float8.empty()) {
+    return;
+  }
+  const std::int64_t most = options.float8.back() * options.float8.back();
+  const Scratch a(device, most);
+  const Scratch b(device, most);
+  const Scratch c(device, most);
+  for (const float8::Recipe recipe :
+       {float8::Recipe::tensorwise,
+        float8::Recipe::rowwise,
+        float8::Recipe::blockwise,
+        float8::Recipe::mxfp8}) {
+    if (!float8::multiplies(recipe, device)) {
+      continue;
+    }
+    const float8::Quantizer weights{.recipe = recipe};
+    const float8::Quantizer rows{
+        .recipe = float8::traits_of(recipe).activations};
+    gpu.float8[std::string(float8::to_string(recipe))] = measure_grid(
+        options.float8,
+        options.float8,
+        options.float8,
+        1,
+        [&](std::int64_t m, std::int64_t n, std::int64_t k) {
+          at::Tensor out = c.matrix(m, n);
+          const float8::Operand x{
+              float8::quantize(a.matrix(m, k), rows),
+              rows.recipe};
+          const float8::Operand w{
+              float8::quantize(b.matrix(n, k), weights),
+              recipe};
+          return timer([&] { float8::matmul(out, x, w); });
+        });
+  }
+}
+
+void calibrate_attention(
+    const CallTimer& timer,
+    const CalibrateOptions& options,
+    plan::Gpu& gpu) {
+  const at::Device device = timer.device();
+  const bool small = device.is_cpu();
+  for (const std::int64_t head_dim : {64, 128}) {
+    const std::int64_t heads = small ? 2 : 4096 / head_dim;
+    const std::int64_t kv_heads = small ? 2 : heads / 4;
+    plan::AttentionRates& rates = gpu.attention[head_dim];
+    for (const std::int64_t seq : options.seq_lens) {
+      const std::int64_t batch =
+          std::max<std::int64_t>(1, options.tokens / seq);
+      const auto input = [&](std::int64_t of_heads) {
+        return normal(device, {batch, seq, of_heads, head_dim})
+            .requires_grad_();
+      };
+      const at::Tensor q = input(heads);
+      const at::Tensor k = input(kv_heads);
+      const at::Tensor v = input(kv_heads);
+      at::Tensor out;
+      const double forward =
+          timer([&] { out = nn::causal_attention(q, k, v); });
+      const at::Tensor grad = at::randn_like(out);
+      const double backward = timer([&] {
+        torch::autograd::grad(
+            {out},
+            {q, k, v},
+            {grad},
+            /*retain_graph=*/true);
+      });
+      const auto flops = [&](bool of_backward) {
+        return plan::attention_flops(
+            of_backward,
+            static_cast<double>(batch),
+            static_cast<double>(heads),
+            static_cast<double>(seq),
+            static_cast<double>(head_dim));
+      };
+      rates.forward.sizes.push_back(static_cast<double>(seq));
+      rates.forward.rates.push_back(flops(false) / forward / kTera);
+      rates.backward.sizes.push_back(static_cast<double>(seq));
+      rates.backward.rates.push_back(flops(true) / backward / kTera);
+    }
+  }
+}
+
+void calibrate_passes(
+    const CallTimer& timer,
+    const CalibrateOptions& options,
+    plan::Gpu& gpu) {
+  const at::Device device = timer.device();
+  const at::NoGradGuard no_grad;
+  const std::int64_t tokens = options.tokens;
+  const std::int64_t dim = device.is_cpu() ? 64 : 4096;
+  const std::int64_t inner = 4 * dim;
+  const auto rate = [&](const char* kind, double nbytes, auto&& call) {
+    gpu.passes[kind] = nbytes / timer(call) / kGiga;
+  };
+  const at::Tensor x = normal(device, {tokens, dim});
+  const at::Tensor wide = normal(device, {tokens, inner});
+  const at::Tensor wide2 = normal(device, {tokens, inner});
+  at::Tensor other = at::empty_like(wide);
+  rate("copy", nbytes_of({wide, other}), [&] { other.copy_(wide); });
+  // x, delta in; y, sum out.
+  const at::Tensor ones = at::ones({dim}, bf16(device));
+  const at::Tensor delta = normal(device, {tokens, dim});
+  rate("norm", 4 * nbytes_of({x}), [&] {
+    nn::rms_norm_rows(x, delta, ones, 1e-5);
+  });
+  rate("swiglu", 3 * nbytes_of({wide}), [&] { nn::swiglu(wide, wide2); });
+  const std::int64_t head_dim = device.is_cpu() ? 32 : 128;
+  const at::Tensor rotated = x.view({1, tokens, dim / head_dim, head_dim});
+  const auto angles = at::TensorOptions(device).dtype(at::kFloat);
+  const at::Tensor cos = at::randn({tokens, head_dim / 2}, angles);
+  rate("rope", 2 * nbytes_of({x}), [&] { nn::rope(rotated, cos, cos); });
+  rate("sum", 3 * nbytes_of({x}), [&] { at::add(x, delta); });
+  const at::Tensor order =
+      at::randperm(tokens, at::TensorOptions(device).dtype(at::kLong));
+  rate("permute", 2 * nbytes_of({x}), [&] { x.index_select(0, order); });
+  rate("quantize", 1.5 * nbytes_of({wide}), [&] {
+    float8::quantize(wide, {.recipe = float8::Recipe::rowwise});
+  });
+  // The logits come of a product, and are read and written once more.
+  const std::int64_t vocab = device.is_cpu() ? 512 : 131072;
+  const std::int64_t rows = std::min<std::int64_t>(tokens, 4096);
+  const at::Tensor head = normal(device, {vocab, 16});
+  const at::Tensor hidden = normal(device, {rows, 16}).requires_grad_();
+  const at::Tensor targets =
+      at::zeros({rows}, at::TensorOptions(device).dtype(at::kLong));
+  const double product = timer([&] { at::mm(hidden.detach(), head.t()); });
+  const double loss = timer([&] {
+    const at::AutoGradMode grad(true);
+    nn::linear_cross_entropy(hidden, head, targets);
+  });
+  const double logits = static_cast<double>(rows * vocab * kElement);
+  gpu.passes["cross_entropy"] =
+      2 * logits / std::max(loss - product, 0.1 * loss) / kGiga;
+  // Main weights and two states read and written, a gradient read and a
+  // compute weight written.
+  const std::int64_t numel = tokens * dim;
+  const auto flat = [&] { return at::randn({numel}, angles); };
+  const FlatUpdate update{
+      .main = flat(),
+      .compute = at::empty({numel}, bf16(device)),
+      .grad = at::zeros({numel}, bf16(device)),
+      .state0 = flat(),
+      .state1 = flat().abs_(),
+      .decay = {{.end = numel, .weight_decay = 0.1F}}};
+  rate(
+      "optimizer",
+      2 * nbytes_of({update.main, update.state0, update.state1}) +
+          nbytes_of({update.grad, update.compute}),
+      [&] {
+        adamw_update(
+            update,
+            {.lr = 1e-6F, .beta1 = 0.9F, .beta2 = 0.95F, .eps = 1e-8F});
+      });
+  const auto local = at::TensorOptions(device).dtype(at::kByte);
+  const at::Tensor from = at::zeros({kCopyNbytes}, local);
+  const at::Tensor to = at::empty({kCopyNbytes}, local);
+  rate("engine_copy", static_cast<double>(kCopyNbytes), [&] {
+    copy_bytes(
+        to.mutable_data_ptr(),
+        from.const_data_ptr(),
+        kCopyNbytes,
+        device);
+  });
+  // A kernel that does next to nothing, behind one that does much.
+  const at::Tensor small = at::zeros({1}, angles);
+  gpu.launch_us = 1e6 * timer([&] { small.zero_(); });
+}
+
+void calibrate_host(at::Device device, plan::Gpu& gpu) {
+  constexpr std::int64_t kLayers = 16;
+  constexpr int kRounds = 7;
+  const Config config = resolve_config(
+      parse_config(
+          "[data]\ntrain = \"random\"\n[model]\ndim = 256\nlayers = 16\n"
+          "heads = 4\nkv_heads = 2\nffn_dim = 512\nvocab_size = 512\n"
+          "[training]\nseq_len = 64\n[precision]\ncompute = \"bfloat16\"\n",
+          "calibration"),
+      1);
+  const models::ModelConfig model{
+      .dim = 256,
+      .layers = kLayers,
+      .heads = 4,
+      .kv_heads = 2,
+      .head_dim = 64,
+      .ffn_dim = 512,
+      .vocab_size = 512,
+      .max_seq_len = 64};
+  TrainState state = make_train_state(config, model, Mesh::single(device), 1);
+  const at::Tensor tokens =
+      at::zeros({1, 64}, at::TensorOptions(device).dtype(at::kLong));
+  using Clock = std::chrono::steady_clock;
+  const auto host_us = [](auto&& call) {
+    const auto begin = Clock::now();
+    call();
+    return std::chrono::duration<double, std::micro>(Clock::now() - begin)
+        .count();
+  };
+  std::vector<double> forwards;
+  std::vector<double> backwards;
+  for (int round = 0; round < kRounds; ++round) {
+    at::Tensor loss;
+    forwards.push_back(host_us(
+        [&] { loss = models::forward_loss(state.model, tokens, tokens); }));
+    backwards.push_back(host_us([&] { loss.backward(); }));
+    state.runtime->zero_grad();
+    state.runtime->synchronize();
+  }
+  const auto median = [](std::vector<double> values) {
+    std::ranges::sort(values);
+    return values[values.size() / 2];
+  };
+  gpu.host_forward_us = median(forwards) / kLayers;
+  gpu.host_backward_us = median(backwards) / kLayers;
+  // A graph's launch is a small part of what it replaces.
+  constexpr double kOfForward = 0.2;
+  gpu.host_graph_us = kOfForward * gpu.host_forward_us;
+}
+
+plan::Gpu calibrate(
+    Mesh& mesh,
+    const CalibrateOptions& options,
+    const std::function<void(const std::string&)>& report) {
+  const at::Device device = mesh.device();
+  plan::Gpu gpu;
+  gpu.name = device.is_cuda() ? cuda_device_name(device) : "CPU";
+  gpu.source = fmt::format(
+      "measured by flatshard plan --calibrate, torch {}, {} ranks",
+      TORCH_VERSION,
+      mesh.size());
+  gpu.memory_gib = static_cast<double>(memory_stats(device).capacity_bytes) /
+                   static_cast<double>(std::int64_t{1} << 30);
+  report("the host");
+  calibrate_host(device, gpu);
+  report("passes over memory");
+  const CallTimer timer(device, options.seconds_per_point);
+  calibrate_passes(timer, options, gpu);
+  report("products");
+  calibrate_products(timer, options, gpu);
+  report("attention");
+  calibrate_attention(timer, options, gpu);
+  report("FP8 products");
+  calibrate_float8(timer, options, gpu);
+  const auto& rates = gpu.products.front().tflops;
+  gpu.peak_bf16_tflops =
+      (device.is_cuda() ? dense_bf16_flops(gpu.name) : std::nullopt)
+          .value_or(*std::ranges::max_element(rates) * kTera) /
+      kTera;
+  if (mesh.size() > 1) {
+    report("links");
+    calibrate_links(mesh, options, gpu);
+  }
+  return gpu;
+}
+
+}  // namespace flatshard

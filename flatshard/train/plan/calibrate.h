@@ -1,0 +1,88 @@
+#pragma once
+
+#include "flatshard/mesh/mesh.h"
+#include "flatshard/plan/gpu.h"
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace flatshard {
+
+/// How long and at which sizes `calibrate` measures.
+struct CalibrateOptions {
+  /// Sizes of the grid of products, on each of the three axes.
+  std::vector<std::int64_t> products;
+  std::vector<std::int64_t> float8;      ///< likewise, of FP8 products
+  std::vector<std::int64_t> group_rows;  ///< of an expert
+  std::vector<std::int64_t> group_dims;  ///< of an expert's weights
+  std::vector<std::int64_t> seq_lens;
+  std::int64_t tokens = 0;       ///< of passes and of attention
+  std::int64_t link_nbytes = 0;  ///< the largest buffer of a collective
+  double seconds_per_point = 0;  ///< at least so long, after a warm-up
+
+  /// For GPUs; a minute in all.
+  static CalibrateOptions for_gpus();
+  /// For a CPU, where figures only try the program out.
+  static CalibrateOptions for_cpus();
+};
+
+/// Measures the rates of this rank's device, and with several ranks those of
+/// the links between them. What it does not measure (the network) stays 0.
+/// Collective.
+/// @param report  called with what comes next, on every rank.
+plan::Gpu calibrate(
+    Mesh& mesh,
+    const CalibrateOptions& options,
+    const std::function<void(const std::string&)>& report);
+
+/// Measures calls as a training step runs them. Before each call of a GPU goes
+/// a large product, which is not measured: it evicts the call's operands from
+/// the cache, and keeps the GPU at the clock to which its power limits it.
+class CallTimer {
+ public:
+  /// @param seconds  how long calls are measured at least, within limits.
+  CallTimer(at::Device device, double seconds);
+
+  /// Returns the mean seconds of a call, after a warm-up.
+  double operator()(const std::function<void()>& call) const;
+  at::Device device() const { return device_; }
+
+ private:
+  at::Device device_;
+  double seconds_;
+  at::Tensor left_, right_, out_;  ///< of the product; undefined on a CPU
+};
+
+// The parts of it.
+void calibrate_products(
+    const CallTimer& timer,
+    const CalibrateOptions& options,
+    plan::Gpu& gpu);
+void calibrate_float8(
+    const CallTimer& timer,
+    const CalibrateOptions& options,
+    plan::Gpu& gpu);
+void calibrate_attention(
+    const CallTimer& timer,
+    const CalibrateOptions& options,
+    plan::Gpu& gpu);
+void calibrate_passes(
+    const CallTimer& timer,
+    const CalibrateOptions& options,
+    plan::Gpu& gpu);
+void calibrate_host(at::Device device, plan::Gpu& gpu);
+/// Collective.
+void calibrate_links(
+    Mesh& mesh,
+    const CalibrateOptions& options,
+    plan::Gpu& gpu);
+
+/// Seconds of one of `calls` calls that follow each other, after a warm-up.
+double seconds_in_a_row(
+    at::Device device,
+    int calls,
+    const std::function<void()>& call);
+
+}  // namespace flatshard

@@ -1,0 +1,160 @@
+// What is measured between ranks.
+#include "flatshard/comm/all_gather_values.h"
+#include "flatshard/device/memory.h"
+#include "flatshard/device/stream.h"
+#include "flatshard/peer/peer_communicator.h"
+#include "flatshard/peer/peer_memory.h"
+#include "flatshard/runtime/copy_engines_choice.h"
+#include "flatshard/train/plan/calibrate.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <memory>
+
+namespace flatshard {
+namespace {
+
+constexpr double kLinkGiga = 1e9;
+constexpr int kRounds = 5;
+constexpr int kProducts = 20;
+constexpr std::int64_t kLeastNbytes = std::int64_t{1} << 20;
+
+at::Tensor floats(at::Device device, std::int64_t nbytes) {
+  return at::zeros(
+      {nbytes / 2},
+      at::TensorOptions(device).dtype(at::kBFloat16));
+}
+
+/// The median over rounds that all ranks begin together.
+template <class Call>
+double seconds_together(Mesh& mesh, Call&& call) {
+  std::vector<double> seconds;
+  for (int round = 0; round < kRounds; ++round) {
+    mesh.world().barrier();
+    seconds.push_back(seconds_in_a_row(mesh.device(), 3, call));
+  }
+  std::ranges::sort(seconds);
+  return seconds[kRounds / 2];
+}
+
+/// Bytes that a rank receives, of a whole buffer.
+double received(const Mesh& mesh, std::int64_t nbytes) {
+  return static_cast<double>(nbytes) * (mesh.size() - 1) / mesh.size();
+}
+
+/// What a transfer does to products beside it: how many times longer they take.
+template <class Transfer>
+double
+contention(Mesh& mesh, const CalibrateOptions& options, Transfer&& move) {
+  const at::Device device = mesh.device();
+  const std::int64_t size = options.products.back() / 2;
+  const auto like = at::TensorOptions(device).dtype(at::kBFloat16);
+  const at::Tensor a = at::randn({size / 2, size}, like);
+  const at::Tensor b = at::randn({size, size}, like);
+  at::Tensor out = at::empty({size / 2, size}, like);
+  const auto product = [&] { at::mm_out(out, a, b); };
+  const double one = seconds_in_a_row(device, kProducts, product);
+  // As many transfers as last longer than the products.
+  const double transfer = seconds_together(mesh, move);
+  // As many on every rank.
+  const auto transfers = std::ranges::max(all_gather_values(
+      mesh.world(),
+      2 + static_cast<std::int64_t>(
+              2 * kProducts * one / std::max(transfer, 1e-7))));
+  const auto stream = make_stream(device, "transfers", {.high_priority = true});
+  mesh.world().barrier();
+  Event queued;
+  queued.record(*current_stream(device));
+  queued.wait(*stream);
+  Communicator* const world = &mesh.world();
+  queue_collectives(*stream, {&world, 1}, [&] {
+    for (std::int64_t i = 0; i < transfers; ++i) {
+      move();
+    }
+  });
+  const double beside = seconds_in_a_row(device, kProducts, product);
+  stream->synchronize();
+  mesh.world().barrier();
+  return std::max(1.0, beside / one);
+}
+
+}  // namespace
+
+void calibrate_links(
+    Mesh& mesh,
+    const CalibrateOptions& options,
+    plan::Gpu& gpu) {
+  const at::Device device = mesh.device();
+  Communicator& world = mesh.world();
+  const int ranks = mesh.size();
+  const std::int64_t most = options.link_nbytes / ranks * ranks;
+  const at::Tensor whole = floats(device, most);
+  const at::Tensor other = floats(device, most);
+  const at::Tensor shard = floats(device, most / ranks);
+  // Where GPUs cannot reach each other's memory nothing is copied so.
+  const bool copies = device.is_cpu() || PeerMemory::has_fast_links(world);
+  const auto memory =
+      copies ? PeerMemory::create(world, most / ranks) : nullptr;
+  const auto by_copies =
+      copies ? make_peer_communicator(
+                   world.shared_from_this(),
+                   {.reductions_nbytes = CopyEngines::kReductionsNbytes})
+             : nullptr;
+  const auto copy_from_peers = [&](std::int64_t nbytes) {
+    for (int i = 1; i < ranks; ++i) {
+      const int peer = (mesh.rank() + i) % ranks;
+      copy_bytes(
+          static_cast<char*>(whole.mutable_data_ptr()) + peer * nbytes,
+          memory->of(peer).const_data_ptr(),
+          nbytes,
+          device);
+    }
+  };
+  plan::LinkRates& links = gpu.nvlink;
+  for (std::int64_t nbytes = kLeastNbytes; nbytes <= most; nbytes *= 8) {
+    const std::int64_t part = nbytes / 2 / ranks;  // elements
+    const at::Tensor all = whole.narrow(0, 0, part * ranks);
+    const at::Tensor in = shard.narrow(0, 0, part);
+    const auto add = [&](plan::Curve& curve, double moved, auto&& call) {
+      curve.sizes.push_back(static_cast<double>(nbytes));
+      curve.rates.push_back(moved / seconds_together(mesh, call) / kLinkGiga);
+    };
+    add(links.all_gather, received(mesh, nbytes), [&] {
+      world.all_gather(all, in);
+    });
+    add(links.reduce_scatter, received(mesh, nbytes), [&] {
+      world.reduce_scatter(in, all, ReduceOp::sum);
+    });
+    add(links.all_reduce, 2 * received(mesh, nbytes), [&] {
+      world.all_reduce(all, ReduceOp::sum);
+    });
+    std::vector<RowsOfPeer> parts;
+    for (int peer = 0; peer < ranks; ++peer) {
+      parts.push_back({.peer = peer, .begin = peer * part, .rows = part});
+    }
+    add(links.all_to_all, received(mesh, nbytes), [&] {
+      world.all_to_all(all, other.narrow(0, 0, part * ranks), parts, parts);
+    });
+    if (copies) {
+      add(links.copies, received(mesh, nbytes), [&] {
+        copy_from_peers(part * 2);
+      });
+      add(links.copied_reductions, received(mesh, nbytes), [&] {
+        by_copies->reduce_scatter(in, all, ReduceOp::sum);
+      });
+    }
+  }
+  gpu.contention.collectives =
+      contention(mesh, options, [&] { world.all_gather(whole, shard); });
+  if (copies) {
+    gpu.contention.copies =
+        contention(mesh, options, [&] { copy_from_peers(most / ranks); });
+  } else {
+    links.copies = links.all_gather;
+    links.copied_reductions = links.reduce_scatter;
+    gpu.contention.copies = gpu.contention.collectives;
+  }
+}
+
+}  // namespace flatshard

@@ -1,0 +1,23 @@
+#pragma once
+
+#include "flatshard/models/config.h"
+#include "flatshard/plan/job.h"
+#include "flatshard/train/config.h"
+
+#include <cstdint>
+
+namespace flatshard {
+
+/// A run as the planner sees it: the units, groups and layouts that
+/// make_train_state would make, and the work of its model.
+///
+/// @param config  resolved for `ranks`.
+/// @throws Error{config} for what the trainer refuses too, and for copy engines
+///   between hosts.
+plan::Job plan_job(
+    const Config& config,
+    const models::ModelConfig& model,
+    std::int64_t ranks,
+    std::int64_t ranks_per_host);
+
+}  // namespace flatshard

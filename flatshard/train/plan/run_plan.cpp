@@ -1,0 +1,246 @@
+#include "flatshard/train/plan/run_plan.h"
+
+#include "flatshard/models/flops.h"
+#include "flatshard/train/metrics/number_text.h"
+#include "flatshard/train/model_config.h"
+#include "flatshard/train/parallelism.h"
+#include "flatshard/train/plan/planned_run.h"
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include <algorithm>
+
+namespace flatshard {
+namespace {
+
+constexpr std::int64_t kPresetTokens = 8192;
+
+std::string gib(std::int64_t nbytes) {
+  const double value = static_cast<double>(nbytes) / kGiB;
+  return value < 1 ? fmt::format("{:.1f} MiB", value * 1024)
+                   : fmt::format("{:.2f} GiB", value);
+}
+
+std::string ms(double seconds) {
+  return fmt::format("{:.1f} ms", 1e3 * seconds);
+}
+
+std::string row(
+    const std::string& name,
+    const std::string& value,
+    const std::string& remark = {}) {
+  return remark.empty()
+             ? fmt::format("  {:<22}{:>14}\n", name, value)
+             : fmt::format("  {:<22}{:>14}  {}\n", name, value, remark);
+}
+
+std::string headline(const RunPlan& plan, const PlannedMachines& machines) {
+  const config::Training& training = plan.config.training;
+  return fmt::format(
+      "{} parameters on {} ranks of {}, {} a host\n"
+      "strategy {}{}; recompute {}; FP8 {}; {} microbatches of {} x {} "
+      "tokens\n",
+      with_commas(models::num_parameters(plan.model)),
+      with_commas(machines.ranks),
+      machines.gpu.name,
+      machines.ranks_per_host,
+      strategy_name(plan.config),
+      plan.config.parallelism.data_parallel_replicate_degree > 1
+          ? fmt::format(
+                " ({} replicas of {} shards)",
+                plan.config.parallelism.data_parallel_replicate_degree,
+                plan.config.parallelism.data_parallel_shard_degree)
+          : "",
+      config::word_of(plan.config.activation_checkpoint.mode),
+      config::word_of(plan.config.float8.recipe),
+      plan.job.microbatches,
+      training.local_batch_size,
+      training.seq_len);
+}
+
+std::string memory_text(const RunPlan& plan, const PlannedMachines& machines) {
+  const plan::Estimate& e = plan.estimate;
+  std::string text = "memory of one rank\n";
+  for (const plan::RoleBytes& of : e.memory) {
+    text += row(of.role, gib(of.nbytes));
+  }
+  text += row("activations", gib(e.step.activation_nbytes), "at most");
+  const double room = static_cast<double>(e.room_nbytes) / kGiB;
+  text +=
+      row("peak",
+          gib(e.peak_nbytes),
+          e.fits() ? fmt::format(
+                         "fits in {:.1f} GiB ({:.1f} less a reserve)",
+                         room,
+                         machines.gpu.memory_gib)
+                   : fmt::format(
+                         "does not fit in {:.1f} GiB: {} too much",
+                         room,
+                         gib(e.peak_nbytes - e.room_nbytes)));
+  return text;
+}
+
+std::string step_text(const RunPlan& plan) {
+  const plan::StepPlan& step = plan.estimate.step;
+  std::string text = "a step\n";
+  std::vector<std::pair<std::string, double>> kinds(
+      step.kinds.begin(),
+      step.kinds.end());
+  std::ranges::sort(kinds, std::greater<>(), [](const auto& kind) {
+    return kind.second;
+  });
+  double alone = 0;
+  for (const auto& [kind, seconds] : kinds) {
+    alone += seconds;
+    if (seconds > 0) {
+      text +=
+          row(kind,
+              ms(seconds),
+              fmt::format("{:.1f} %", 100 * seconds / step.seconds));
+    }
+  }
+  text +=
+      row("beside transfers",
+          ms(std::max(0.0, step.compute_seconds - alone)),
+          "that they cost the computation");
+  text += row("exposed transfers", ms(step.exposed_seconds));
+  for (const auto& [kind, seconds] : step.transfers) {
+    text += row("  " + kind, ms(seconds), "alone, most of it beside compute");
+  }
+  text += row("host", ms(step.host_seconds), "to launch the step");
+  text +=
+      row("the step",
+          ms(step.seconds),
+          fmt::format("bound by {}", plan::to_string(plan.estimate.bound)));
+  return text;
+}
+
+std::string speed_text(
+    const RunPlan& plan,
+    const std::optional<double>& tokens) {
+  const plan::Estimate& e = plan.estimate;
+  std::string text = "speed\n";
+  text +=
+      row("tokens/s/GPU",
+          with_commas(static_cast<std::int64_t>(e.tokens_per_second)));
+  text += row("TFLOP/s/GPU", fmt::format("{:.1f}", e.tflops));
+  text +=
+      row("mfu",
+          fmt::format("{:.1f} %", 100 * e.mfu),
+          "as the trainer counts: attention in full");
+  text +=
+      row("mfu, causal",
+          fmt::format("{:.1f} %", 100 * e.causal_mfu),
+          "attention below the diagonal alone");
+  if (tokens) {
+    const plan::Duration d = plan::duration_of(plan.job, e, *tokens);
+    text +=
+        row(fmt::format("{:g} B tokens", *tokens / 1e9),
+            fmt::format("{:.3g} days", d.days),
+            fmt::format(
+                "{} GPU-hours",
+                with_commas(static_cast<std::int64_t>(d.gpu_hours))));
+  }
+  return text;
+}
+
+}  // namespace
+
+Config config_of_preset(
+    const std::string& preset,
+    const std::vector<std::string>& overrides) {
+  const models::ModelConfig model = models::preset(preset);
+  const std::string text = fmt::format(
+      "[model]\npreset = \"{}\"\n[data]\ntrain = \"random\"\n[training]\n"
+      "seq_len = {}\n[precision]\ncompute = \"bfloat16\"\nreduce = "
+      "\"bfloat16\"\n",
+      preset,
+      std::min(model.max_seq_len, kPresetTokens));
+  return parse_config(text, preset, overrides);
+}
+
+RunPlan plan_run(const Config& config, const PlannedMachines& machines) {
+  RunPlan plan{.config = resolve_config(config, machines.ranks)};
+  plan.model = model_config(plan.config);
+  plan.job = plan_job(
+      plan.config,
+      plan.model,
+      machines.ranks,
+      machines.ranks_per_host);
+  plan.estimate = plan::estimate(plan.job, machines.gpu);
+  return plan;
+}
+
+std::string picture_text(const RunPlan& plan) {
+  const plan::StepPlan& step = plan.estimate.step;
+  return fmt::format(
+      "{}, a step of {}, of it {} exposed transfers; {} tokens/s/GPU, mfu "
+      "{:.1f} %{}",
+      strategy_name(plan.config),
+      ms(step.seconds),
+      ms(step.exposed_seconds),
+      with_commas(static_cast<std::int64_t>(plan.estimate.tokens_per_second)),
+      100 * plan.estimate.mfu,
+      step.shown_microbatches < plan.job.microbatches
+          ? fmt::format(
+                "; {} of {} microbatches are shown",
+                step.shown_microbatches,
+                plan.job.microbatches)
+          : "");
+}
+
+std::string to_string(
+    const RunPlan& plan,
+    const PlannedMachines& machines,
+    const std::optional<double>& tokens) {
+  return headline(plan, machines) + memory_text(plan, machines) +
+         step_text(plan) + speed_text(plan, tokens) +
+         fmt::format("prices: {}\n", machines.gpu.source);
+}
+
+std::string to_json(
+    const RunPlan& plan,
+    const PlannedMachines& machines,
+    const std::optional<double>& tokens) {
+  const plan::Estimate& e = plan.estimate;
+  nlohmann::ordered_json json;
+  json["gpu"] = machines.gpu.name;
+  json["prices"] = machines.gpu.source;
+  json["ranks"] = machines.ranks;
+  json["ranks_per_host"] = machines.ranks_per_host;
+  json["parameters"] = models::num_parameters(plan.model);
+  json["strategy"] = strategy_name(plan.config);
+  json["microbatches"] = plan.job.microbatches;
+  for (const plan::RoleBytes& of : e.memory) {
+    json["memory_bytes"][of.role] = of.nbytes;
+  }
+  json["activation_bytes"] = e.step.activation_nbytes;
+  json["peak_bytes"] = e.peak_nbytes;
+  json["room_bytes"] = e.room_nbytes;
+  json["fits"] = e.fits();
+  json["step_ms"] = 1e3 * e.step.seconds;
+  json["compute_ms"] = 1e3 * e.step.compute_seconds;
+  json["exposed_ms"] = 1e3 * e.step.exposed_seconds;
+  json["host_ms"] = 1e3 * e.step.host_seconds;
+  for (const auto& [kind, seconds] : e.step.kinds) {
+    json["kinds_ms"][kind] = 1e3 * seconds;
+  }
+  for (const auto& [kind, seconds] : e.step.transfers) {
+    json["transfers_ms"][kind] = 1e3 * seconds;
+  }
+  json["bound"] = plan::to_string(e.bound);
+  json["tokens_per_second_per_gpu"] = e.tokens_per_second;
+  json["tflops_per_gpu"] = e.tflops;
+  json["mfu"] = e.mfu;
+  json["mfu_causal"] = e.causal_mfu;
+  if (tokens) {
+    const plan::Duration d = plan::duration_of(plan.job, e, *tokens);
+    json["tokens"] = *tokens;
+    json["gpu_hours"] = d.gpu_hours;
+    json["days"] = d.days;
+  }
+  return json.dump(2) + "\n";
+}
+
+}  // namespace flatshard

@@ -1,0 +1,56 @@
+#pragma once
+
+#include "flatshard/models/config.h"
+#include "flatshard/plan/estimate.h"
+#include "flatshard/train/config.h"
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace flatshard {
+
+/// Which machines a run is planned for.
+struct PlannedMachines {
+  std::int64_t ranks = 1;
+  std::int64_t ranks_per_host = 8;
+  plan::Gpu gpu;
+};
+
+/// A run that was planned.
+struct RunPlan {
+  Config config;  ///< resolved
+  models::ModelConfig model;
+  plan::Job job;
+  plan::Estimate estimate;
+};
+
+/// The config of a preset as `flatshard plan PRESET` takes it: random tokens,
+/// bfloat16 compute and reductions, 8192 tokens a sequence or as many as the
+/// model takes.
+/// @throws Error{config} for a name that is no preset.
+Config config_of_preset(
+    const std::string& preset,
+    const std::vector<std::string>& overrides = {});
+
+/// @throws Error{config} as the trainer, for these ranks.
+RunPlan plan_run(const Config& config, const PlannedMachines& machines);
+
+/// What a picture of the step says below its title, on one line.
+std::string picture_text(const RunPlan& plan);
+
+/// For people.
+/// @param tokens  how many the run trains on; unset: not said.
+std::string to_string(
+    const RunPlan& plan,
+    const PlannedMachines& machines,
+    const std::optional<double>& tokens);
+
+/// For programs: one object.
+std::string to_json(
+    const RunPlan& plan,
+    const PlannedMachines& machines,
+    const std::optional<double>& tokens);
+
+}  // namespace flatshard

@@ -1,0 +1,329 @@
+#include "flatshard/train/plan/sweep.h"
+
+#include "flatshard/core/error.h"
+#include "flatshard/train/metrics/number_text.h"
+#include "flatshard/train/model_config.h"
+#include "flatshard/train/plan/planned_run.h"
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include <algorithm>
+#include <optional>
+
+namespace flatshard {
+namespace {
+
+constexpr std::int64_t kLargestBatch = 16;
+/// So many of the fastest ways are tried in FP8 as well.
+constexpr std::size_t kTriedInFloat8 = 6;
+constexpr std::size_t kMostShown = 16;
+
+Config config_of(const Config& config, const Way& way) {
+  Config changed = config;
+  config::Parallelism& p = changed.parallelism;
+  p.strategy = way.strategy;
+  p.data_parallel_replicate_degree = way.replicas;
+  p.data_parallel_shard_degree = -1;
+  p.reshard_after_forward = way.reshard_after_forward;
+  p.expert_parallel_degree = way.expert_degree;
+  p.overlap_expert_parallel = way.overlap;
+  p.delay_wgrad = way.overlap;
+  changed.training.local_batch_size = way.local_batch_size;
+  changed.activation_checkpoint.mode = way.recompute;
+  changed.float8.recipe = way.float8;
+  return changed;
+}
+
+class Sweeper {
+ public:
+  Sweeper(const Config& config, const PlannedMachines& machines)
+      : config_(config), machines_(machines) {}
+
+  Sweep run() {
+    // What is wrong with the config itself is said at once.
+    const Config resolved = resolve_config(config_, machines_.ranks);
+    experts_ = model_config(resolved).moe.num_experts;
+    for (const Way& layout : layouts()) {
+      for (const auto recompute :
+           {models::ActivationCheckpoint::none,
+            models::ActivationCheckpoint::selective,
+            models::ActivationCheckpoint::full}) {
+        Way way = layout;
+        way.recompute = recompute;
+        try_batches(way);
+      }
+    }
+    sort();
+    try_float8();
+    sort();
+    return std::move(sweep_);
+  }
+
+ private:
+  std::vector<Way> layouts() const {
+    std::vector<Way> ways;
+    const std::int64_t ranks = machines_.ranks;
+    for (const std::int64_t degree : expert_degrees()) {
+      const Way way{.expert_degree = degree};
+      for (const char* strategy : {"zero0", "zero1", "zero2", "zero3"}) {
+        ways.push_back(way);
+        ways.back().strategy = strategy;
+        if (ranks == 1) {
+          break;
+        }
+      }
+      if (ranks > 1) {
+        ways.push_back(way);
+        ways.back().reshard_after_forward = false;
+      }
+      // Shards inside groups of hosts, replicas of them between.
+      for (std::int64_t shards = machines_.ranks_per_host; shards < ranks;
+           shards *= 2) {
+        if (ranks % shards == 0 && shards % degree == 0) {
+          for (const char* strategy : {"zero2", "zero3", "hfsdp"}) {
+            ways.push_back(way);
+            ways.back().strategy = strategy;
+            ways.back().replicas = ranks / shards;
+          }
+        }
+      }
+    }
+    std::vector<Way> all;
+    for (const Way& way : ways) {
+      all.push_back(way);
+      if (way.expert_degree > 1) {
+        all.push_back(way);
+        all.back().overlap = true;
+      }
+    }
+    return all;
+  }
+
+  std::vector<std::int64_t> expert_degrees() const {
+    std::vector<std::int64_t> degrees{1};
+    for (std::int64_t degree = 2; degree <= std::min(experts_, machines_.ranks);
+         degree *= 2) {
+      if (experts_ % degree == 0 && machines_.ranks % degree == 0 &&
+          degree <= 8 * machines_.ranks_per_host) {
+        degrees.push_back(degree);
+      }
+    }
+    return degrees;
+  }
+
+  // A larger batch never fits where a smaller one does not.
+  void try_batches(Way way) {
+    for (; way.local_batch_size <= kLargestBatch; way.local_batch_size *= 2) {
+      const auto fits = plan(way);
+      if (fits && !*fits) {
+        return;
+      }
+    }
+  }
+
+  void try_float8() {
+    std::vector<Way> fastest;
+    for (const PlannedWay& planned : sweep_.fitting) {
+      if (fastest.size() < kTriedInFloat8) {
+        fastest.push_back(planned.way);
+      }
+    }
+    for (Way way : fastest) {
+      for (const auto& [recipe, rates] : machines_.gpu.float8) {
+        way.float8 = float8::recipe_of(recipe);
+        plan(way);
+      }
+    }
+  }
+
+  /// @return whether it fits; empty: the trainer refuses it.
+  std::optional<bool> plan(const Way& way) {
+    PlannedWay planned{.way = way};
+    try {
+      Config changed = config_of(config_, way);
+      if (way.overlap && changed.training.global_batch_size == -1) {
+        // Two microbatches are the least that can be under way at once.
+        changed.training.global_batch_size =
+            2 * way.local_batch_size * machines_.ranks;
+      }
+      changed = resolve_config(changed, machines_.ranks);
+      const plan::Job job = plan_job(
+          changed,
+          model_config(changed),
+          machines_.ranks,
+          machines_.ranks_per_host);
+      planned.tokens_per_step =
+          job.tokens_per_rank * static_cast<double>(job.ranks);
+      planned.estimate = plan::estimate_if_table_fits(job, machines_.gpu);
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::config) {
+        throw;
+      }
+      ++sweep_.num_refused;
+      return std::nullopt;
+    }
+    planned.estimate.step.operations.clear();
+    planned.estimate.step.spans.clear();
+    const bool fits = planned.estimate.fits();
+    (fits ? sweep_.fitting : sweep_.too_large).push_back(std::move(planned));
+    return fits;
+  }
+
+  void sort() {
+    std::ranges::stable_sort(
+        sweep_.fitting,
+        std::greater<>(),
+        [](const PlannedWay& planned) {
+          return planned.estimate.tokens_per_second;
+        });
+    std::ranges::stable_sort(
+        sweep_.too_large,
+        {},
+        [](const PlannedWay& planned) { return planned.estimate.peak_nbytes; });
+  }
+
+  const Config& config_;
+  const PlannedMachines& machines_;
+  std::int64_t experts_ = 0;
+  Sweep sweep_;
+};
+
+std::string strategy_text(const Way& way, std::int64_t ranks) {
+  std::string text = way.strategy;
+  if (way.replicas > 1) {
+    text += fmt::format(" {}x{}", way.replicas, ranks / way.replicas);
+  }
+  if (!way.reshard_after_forward) {
+    text += " kept";
+  }
+  if (way.expert_degree > 1) {
+    text += fmt::format(
+        " ep{}{}",
+        way.expert_degree,
+        way.overlap ? " overlap" : "");
+  }
+  return text;
+}
+
+std::string row_of(const PlannedWay& planned, std::int64_t ranks) {
+  const Way& way = planned.way;
+  return fmt::format(
+      "{:<26} {:<10} {:>5} {:<10}",
+      strategy_text(way, ranks),
+      config::word_of(way.recompute),
+      way.local_batch_size,
+      config::word_of(way.float8));
+}
+
+constexpr std::string_view kHeader =
+    "strategy                   recompute  batch FP8       ";
+
+}  // namespace
+
+Sweep sweep(const Config& config, const PlannedMachines& machines) {
+  return Sweeper(config, machines).run();
+}
+
+std::string to_string(const Sweep& sweep, const PlannedMachines& machines) {
+  std::string text = fmt::format(
+      "{} ways fit on {} ranks of {}, {} do not, {} the trainer refuses\n",
+      sweep.fitting.size(),
+      with_commas(machines.ranks),
+      machines.gpu.name,
+      sweep.too_large.size(),
+      sweep.num_refused);
+  if (!sweep.fitting.empty()) {
+    text += fmt::format(
+        "\n{} {:>12} {:>6} {:>8} {:>9} {:>9}  {}\n",
+        kHeader,
+        "tokens/s/GPU",
+        "mfu",
+        "GiB",
+        "step",
+        "exposed",
+        "bound by");
+  }
+  for (std::size_t i = 0; i < std::min(kMostShown, sweep.fitting.size()); ++i) {
+    const PlannedWay& planned = sweep.fitting[i];
+    const plan::Estimate& e = planned.estimate;
+    text += fmt::format(
+        "{} {:>12} {:>5.1f}% {:>8.1f} {:>6.0f} ms {:>6.0f} ms  {}\n",
+        row_of(planned, machines.ranks),
+        with_commas(static_cast<std::int64_t>(e.tokens_per_second)),
+        100 * e.mfu,
+        static_cast<double>(e.peak_nbytes) / kGiB,
+        1e3 * e.step.seconds,
+        1e3 * e.step.exposed_seconds,
+        plan::to_string(e.bound));
+  }
+  if (!sweep.too_large.empty()) {
+    text += fmt::format(
+        "\nwhat does not fit in {:.1f} GiB, the smallest first\n{} {:>8} "
+        "{:>9}\n",
+        static_cast<double>(sweep.too_large.front().estimate.room_nbytes) /
+            kGiB,
+        kHeader,
+        "GiB",
+        "too much");
+  }
+  constexpr std::size_t kMostTooLarge = 8;
+  for (std::size_t i = 0; i < std::min(kMostTooLarge, sweep.too_large.size());
+       ++i) {
+    const PlannedWay& planned = sweep.too_large[i];
+    const plan::Estimate& e = planned.estimate;
+    text += fmt::format(
+        "{} {:>8.1f} {:>9.1f}\n",
+        row_of(planned, machines.ranks),
+        static_cast<double>(e.peak_nbytes) / kGiB,
+        static_cast<double>(e.peak_nbytes - e.room_nbytes) / kGiB);
+  }
+  return text + fmt::format(
+                    "\nbatch: sequences of a microbatch. The trainer has no "
+                    "tensor parallelism, so none is tried.\nprices: {}\n",
+                    machines.gpu.source);
+}
+
+std::string to_json(const Sweep& sweep, const PlannedMachines& machines) {
+  nlohmann::ordered_json json;
+  json["gpu"] = machines.gpu.name;
+  json["prices"] = machines.gpu.source;
+  json["ranks"] = machines.ranks;
+  json["refused"] = sweep.num_refused;
+  const auto entry = [&](const PlannedWay& planned) {
+    const Way& way = planned.way;
+    const plan::Estimate& e = planned.estimate;
+    nlohmann::ordered_json of;
+    of["strategy"] = way.strategy;
+    of["replicas"] = way.replicas;
+    of["reshard_after_forward"] = way.reshard_after_forward;
+    of["recompute"] = config::word_of(way.recompute);
+    of["local_batch_size"] = way.local_batch_size;
+    of["expert_degree"] = way.expert_degree;
+    of["overlap"] = way.overlap;
+    of["float8"] = config::word_of(way.float8);
+    of["tokens_per_step"] = planned.tokens_per_step;
+    of["peak_bytes"] = e.peak_nbytes;
+    of["room_bytes"] = e.room_nbytes;
+    if (e.fits()) {
+      of["tokens_per_second_per_gpu"] = e.tokens_per_second;
+      of["mfu"] = e.mfu;
+      of["mfu_causal"] = e.causal_mfu;
+      of["step_ms"] = 1e3 * e.step.seconds;
+      of["exposed_ms"] = 1e3 * e.step.exposed_seconds;
+      of["bound"] = plan::to_string(e.bound);
+    }
+    return of;
+  };
+  json["fitting"] = nlohmann::json::array();
+  for (const PlannedWay& planned : sweep.fitting) {
+    json["fitting"].push_back(entry(planned));
+  }
+  json["too_large"] = nlohmann::json::array();
+  for (const PlannedWay& planned : sweep.too_large) {
+    json["too_large"].push_back(entry(planned));
+  }
+  return json.dump(2) + "\n";
+}
+
+}  // namespace flatshard

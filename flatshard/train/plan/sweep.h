@@ -1,0 +1,51 @@
+#pragma once
+
+#include "flatshard/train/plan/run_plan.h"
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace flatshard {
+
+/// One way to run a config.
+struct Way {
+  std::string strategy = "zero3";
+  std::int64_t replicas = 1;
+  bool reshard_after_forward = true;
+  models::ActivationCheckpoint recompute = models::ActivationCheckpoint::none;
+  std::int64_t local_batch_size = 1;
+  std::int64_t expert_degree = 1;
+  bool overlap = false;  ///< two microbatches at once, late weight gradients
+  config::Float8Recipe float8;
+
+  bool operator==(const Way&) const = default;
+};
+
+/// A way that was planned.
+struct PlannedWay {
+  Way way;
+  double tokens_per_step = 0;
+  plan::Estimate estimate;  ///< without its operations
+};
+
+/// All ways that were tried.
+struct Sweep {
+  std::vector<PlannedWay> fitting;    ///< the fastest first
+  std::vector<PlannedWay> too_large;  ///< the smallest first
+  std::int64_t num_refused = 0;       ///< that the trainer refuses
+};
+
+/// Plans `config` in all ways that make sense on these machines: strategies,
+/// replicas of shards (HSDP), recompute, sequences of a microbatch, expert
+/// degrees with and without overlap, and FP8 for the fastest. What the config
+/// says of other keys stays. A set training.global_batch_size stays too, and
+/// ways that do not divide it are left out.
+/// @throws Error{config} where the config is wrong for these ranks as it is.
+Sweep sweep(const Config& config, const PlannedMachines& machines);
+
+/// As two tables.
+std::string to_string(const Sweep& sweep, const PlannedMachines& machines);
+std::string to_json(const Sweep& sweep, const PlannedMachines& machines);
+
+}  // namespace flatshard

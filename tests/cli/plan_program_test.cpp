@@ -1,0 +1,139 @@
+// flatshard plan, through the program.
+#include "tests/support/program.h"
+#include "tests/support/temp_folder.h"
+
+#include <fmt/format.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+
+#include <fstream>
+#include <map>
+#include <string>
+
+namespace flatshard {
+namespace {
+
+using nlohmann::json;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+testing::ProgramResult run(const std::string& arguments) {
+  return testing::run_program(arguments);
+}
+
+TEST(PlanProgram, PrintsMemoryTimeAndDays) {
+  const auto result = run("plan llama3_8b --ranks 8 --tokens 15T");
+  EXPECT_EQ(result.code, 0) << result.output;
+  EXPECT_THAT(
+      result.output,
+      AllOf(
+          HasSubstr("8,030,261,248 parameters on 8 ranks of NVIDIA H100"),
+          HasSubstr("main weights"),
+          HasSubstr("slot pool"),
+          HasSubstr("fits in"),
+          HasSubstr("exposed transfers"),
+          HasSubstr("tokens/s/GPU"),
+          HasSubstr("mfu, causal"),
+          HasSubstr("GPU-hours"),
+          HasSubstr("prices: ")));
+}
+
+TEST(PlanProgram, PrintsJson) {
+  const auto result = run("plan llama3_8b --ranks 16 --json --tokens 1B --set "
+                          "parallelism.data_parallel_replicate_degree=2");
+  ASSERT_EQ(result.code, 0) << result.output;
+  const json plan = json::parse(result.output);
+  EXPECT_EQ(plan.at("strategy"), "hsdp");
+  EXPECT_EQ(plan.at("parameters"), 8030261248);
+  // 4 bytes of each parameter on 8 ranks, and a little padding.
+  EXPECT_NEAR(
+      plan.at("memory_bytes").at("main weights").get<double>(),
+      8030261248 / 2.0,
+      1e5);
+  EXPECT_GT(plan.at("transfers_ms").at("reduce over replicas"), 0);
+  EXPECT_TRUE(plan.at("fits"));
+  EXPECT_NEAR(
+      plan.at("gpu_hours").get<double>() / 16 / 24,
+      plan.at("days").get<double>(),
+      1e-9);
+}
+
+// 405B on 4096 ranks takes seconds, on one core.
+TEST(PlanProgram, SweepsTheLargest) {
+  const auto result = run("plan llama3_405b --ranks 4096 --sweep --json");
+  ASSERT_EQ(result.code, 0) << result.output;
+  const json sweep = json::parse(result.output);
+  ASSERT_FALSE(sweep.at("fitting").empty());
+  ASSERT_FALSE(sweep.at("too_large").empty());
+  double before = 1e9;
+  for (const json& way : sweep.at("fitting")) {
+    EXPECT_LE(way.at("tokens_per_second_per_gpu"), before);
+    EXPECT_LE(way.at("peak_bytes"), way.at("room_bytes"));
+    before = way.at("tokens_per_second_per_gpu");
+  }
+  for (const json& way : sweep.at("too_large")) {
+    EXPECT_GT(way.at("peak_bytes"), way.at("room_bytes"));
+  }
+}
+
+TEST(PlanProgram, DrawsTheStep) {
+  const TempFolder folder;
+  const auto path = folder / "step.svg";
+  const auto result =
+      run(fmt::format("plan llama3_1b --ranks 8 --svg '{}'", path.string()));
+  EXPECT_EQ(result.code, 0) << result.output;
+  std::ifstream in(path);
+  const std::string svg{std::istreambuf_iterator<char>(in), {}};
+  EXPECT_THAT(svg, ::testing::StartsWith("<svg xmlns="));
+  EXPECT_THAT(svg, HasSubstr("llama3_1b on 8 ranks of NVIDIA H100"));
+}
+
+TEST(PlanProgram, BadInputSaysWhatWasExpected) {
+  const TempFolder folder;
+  folder.write("gpu.toml", "base = \"h100\"\nmemory_gb = 3\n");
+  const std::string gpu = (folder / "gpu.toml").string();
+  for (const auto& [words, says] : std::map<std::string, std::string>{
+           {"plan", "flatshard plan run.toml --ranks 8"},
+           {"plan llama3_8b", "expected --ranks"},
+           {"plan llama3_8b --ranks 0", "--ranks"},
+           {"plan llama9 --ranks 8", "or a preset (llama3_1b, "},
+           {"plan llama3_8b --ranks 8 --gpu h300", "did you mean h100?"},
+           {"plan llama3_8b --ranks 8 --gpu " + gpu, "memory_gb"},
+           {"plan llama3_8b --ranks 8 --tokens many", "such as 300B or 15T"},
+           {"plan llama3_8b --ranks 8 --set model.layer=3", "model.layer"},
+           {"plan llama3_8b --ranks 6 --set "
+            "parallelism.data_parallel_replicate_degree=4",
+            "cannot be divided by"},
+           {"plan llama3_8b --ranks 16 --set parallelism.copy_engines=all",
+            "copies reach GPUs of one host"},
+           {"plan llama3_8b --ranks 8 --gpu a100 --set float8.recipe=rowwise",
+            "no rates of the FP8 recipe rowwise"},
+           {"plan llama3_8b --ranks 8 --svg /none/x.svg", "'/none/x.svg'"},
+           {"plan llama3_8b --ranks 8 --sweep --tokens 1T", "leave --svg"},
+           {"plan llama3_8b --rank 8", "did you mean '--ranks'?"}}) {
+    const auto result = run(words);
+    EXPECT_NE(result.code, 0) << words;
+    EXPECT_THAT(result.output, HasSubstr(says)) << words;
+  }
+}
+
+// A CPU's rates are of no use, but the way there is that of a GPU.
+TEST(PlanProgram, CalibratesAndReadsTheTable) {
+  const TempFolder folder;
+  const std::string path = (folder / "cpu.toml").string();
+  const auto calibrated =
+      run(fmt::format("plan --calibrate --device cpu --nproc 2 -o '{}'", path));
+  EXPECT_EQ(calibrated.code, 0) << calibrated.output;
+  const auto planned =
+      run(fmt::format("plan llama3_1b --ranks 2 --gpu '{}' --json", path));
+  ASSERT_EQ(planned.code, 0) << planned.output;
+  const json plan = json::parse(planned.output);
+  EXPECT_EQ(plan.at("gpu"), "CPU");
+  // Some 50 TFLOP of a step, by a CPU.
+  EXPECT_GT(plan.at("step_ms"), 10000);
+}
+
+}  // namespace
+}  // namespace flatshard

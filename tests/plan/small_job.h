@@ -1,0 +1,46 @@
+#pragma once
+
+#include "flatshard/plan/job.h"
+
+#include <string>
+
+namespace flatshard::plan {
+
+/// Layers of equal units between an embedding and a head without parameters,
+/// on the ranks of one host, ZeRO-3. A unit has 1000 * ranks numbers of two
+/// bytes.
+inline Job small_job(int layers, std::int64_t ranks) {
+  Job job{.ranks = ranks, .ranks_per_host = ranks, .clips = false};
+  const auto unit = [](const std::string& name) {
+    return UnitShape{.name = name, .parent = 0};
+  };
+  job.units.push_back({.name = "root"});
+  job.units.push_back(unit("embed"));
+  for (int layer = 0; layer < layers; ++layer) {
+    UnitShape shape = unit("layer" + std::to_string(layer));
+    shape.groups.push_back(
+        {.tensors = {{"w", {1000 * ranks}, Granularity::element(1)}},
+         .layout = {.alignment = 1},
+         .strategy = Strategy::named("zero3", 1),
+         .axis_sizes = {ranks},
+         .axis_strides = {1},
+         .sizes = {.main = 4, .compute = 2, .reduce = 2, .gradient = 2}});
+    job.plan_units.layers.push_back(static_cast<UnitId>(job.units.size()));
+    job.plan_units.layer_grads.push_back({.attend = 1});
+    job.kind_of_layer.push_back(0);
+    job.overlap.dense.push_back(true);
+    job.units.push_back(shape);
+  }
+  job.units.push_back(unit("head"));
+  job.plan_units.ends = PlanUnits::Ends{
+      .embed = 1,
+      .head = static_cast<UnitId>(job.units.size() - 1)};
+  job.overlap.interleave = false;
+  job.layer_kinds.emplace_back();
+  job.tokens_per_rank = 100;
+  job.flops_per_token = 1e9;
+  job.causal_flops_per_token = 5e8;
+  return job;
+}
+
+}  // namespace flatshard::plan

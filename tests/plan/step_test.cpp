@@ -1,0 +1,152 @@
+#include "flatshard/plan/step.h"
+
+#include "flatshard/schedule/simulate.h"
+#include "tests/plan/round_gpu.h"
+#include "tests/plan/small_job.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+
+namespace flatshard::plan {
+namespace {
+
+constexpr double kGb = 1e9;
+
+/// Passes that take so many seconds each on round_gpu().
+Job timed_job(int layers, std::int64_t ranks, double forward, double backward) {
+  Job job = small_job(layers, ranks);
+  NodeWork& node = job.layer_kinds[0].nodes[PlanNode::attend];
+  node.forward.push_back(Kernel::memory("norm", forward * kGb));
+  node.backward.push_back(Kernel::memory("norm", backward * kGb));
+  return job;
+}
+
+StepPlan step_of(const Job& job, const Gpu& gpu = round_gpu()) {
+  return plan_step(job, plan_units(job), gpu);
+}
+
+/// A GPU whose gather of a whole unit takes `gather` seconds, and whose
+/// reduction takes `reduce`.
+Gpu with_links(double ranks, double gather, double reduce) {
+  Gpu gpu = round_gpu();
+  const double moved = 2 * 1000 * (ranks - 1);
+  gpu.nvlink.all_gather.rates = {moved / gather / kGb};
+  gpu.nvlink.reduce_scatter.rates = {moved / reduce / kGb};
+  gpu.passes["optimizer"] = 1e9;  // next to nothing
+  gpu.passes["sum"] = 1e9;
+  return gpu;
+}
+
+TEST(StepPlan, OneRankIsItsCompute) {
+  const Job job = timed_job(3, 1, 1, 2);
+  const StepPlan step = step_of(job);
+  // 3 forwards and backwards; the optimizer reads and writes 12 + 12 + 2 + 2
+  // bytes of each of 1000 numbers.
+  constexpr double kOptimizer = 3 * 1000 * (2 * 4 + 2 * 8 + 2 + 2) / 1e9;
+  EXPECT_NEAR(step.device_seconds, 9 + kOptimizer, 1e-4);
+  EXPECT_NEAR(step.kinds.at("norm"), 9, 1e-9);
+  EXPECT_NEAR(step.kinds.at("optimizer"), kOptimizer, 1e-12);
+  EXPECT_NEAR(step.exposed_seconds, 0, 1e-4);
+}
+
+// Gathers are one unit ahead, so those that are shorter than a forward are
+// hidden. What is exposed: the first gather, since the optimizer beside it
+// takes no time here, the backward's first one, since the head beside it takes
+// none either, and the last reduction, which nothing follows.
+TEST(StepPlan, HidesTransfersThatAreShorterThanCompute) {
+  const Job job = timed_job(4, 4, 1, 2);
+  const StepPlan step = step_of(job, with_links(4, 0.5, 0.5));
+  EXPECT_NEAR(step.compute_seconds, 4 * 3, 1e-3);
+  EXPECT_NEAR(step.exposed_seconds, 3 * 0.5, 1e-3);
+  EXPECT_NEAR(step.device_seconds, 13.5, 1e-3);
+}
+
+// Gathers of 3 s are what the forward takes, and in the backward 3 of the 4
+// units are gathered again, each beside the reduction of an earlier one.
+TEST(StepPlan, FollowsTheLinkWhereThatIsSlower) {
+  const Job job = timed_job(4, 4, 1, 2);
+  const StepPlan fast = step_of(job, with_links(4, 0.5, 0.5));
+  const StepPlan slow = step_of(job, with_links(4, 3, 0.5));
+  // The forward: a gather after the other, then the last forward.
+  EXPECT_GT(slow.device_seconds, 4 * 3 + 1 + 3 * 3);
+  EXPECT_GT(slow.device_seconds, fast.device_seconds);
+  EXPECT_NEAR(slow.compute_seconds, fast.compute_seconds, 1e-3);
+}
+
+TEST(StepPlan, ContentionMakesComputeLonger) {
+  const Job job = timed_job(4, 4, 1, 2);
+  Gpu gpu = with_links(4, 0.5, 0.5);
+  const double before = step_of(job, gpu).device_seconds;
+  gpu.contention.collectives = 1.5;
+  EXPECT_GT(step_of(job, gpu).device_seconds, before + 1);
+}
+
+// The gathers and reductions on the streams are those that the Scheduler
+// answers to the events of a plain step.
+TEST(StepPlan, HasTheSchedulersActions) {
+  const Job job = timed_job(5, 4, 1, 2);
+  const auto units = plan_units(job);
+  std::vector<UnitSpec> specs;
+  for (const UnitPlan& unit : units) {
+    specs.push_back(unit.spec);
+  }
+  int gathers = 0;
+  int reductions = 0;
+  for (const Action& action : simulate_step(specs, job.scheduler)) {
+    gathers += action.kind == ActionKind::gather ? 1 : 0;
+    reductions += action.kind == ActionKind::reduce ? 1 : 0;
+  }
+  EXPECT_EQ(gathers, 5 + 5);
+  EXPECT_EQ(reductions, 5);
+  const StepPlan step = plan_step(job, units, with_links(4, 0.5, 0.25));
+  EXPECT_NEAR(step.transfers.at("all-gather"), gathers * 0.5, 1e-9);
+  EXPECT_NEAR(step.transfers.at("reduce"), reductions * 0.25, 1e-9);
+}
+
+TEST(StepPlan, ExtrapolatesMicrobatches) {
+  Job job = timed_job(3, 4, 1, 2);
+  const Gpu gpu = with_links(4, 0.5, 0.5);
+  std::map<int, double> seconds;
+  for (const int microbatches : {3, 4, 7}) {
+    job.microbatches = microbatches;
+    seconds[microbatches] = step_of(job, gpu).device_seconds;
+  }
+  EXPECT_NEAR(seconds[7], seconds[4] + 3 * (seconds[4] - seconds[3]), 1e-6);
+  EXPECT_GT(seconds[4] - seconds[3], 9 - 1e-6);
+}
+
+TEST(StepPlan, CountsMemoryOverTheStep) {
+  Job job = timed_job(3, 2, 1, 2);
+  job.layer_kinds[0].saved_nbytes = 100;
+  job.layer_kinds[0].input_nbytes = 10;
+  job.layer_kinds[0].transient_nbytes = 7;
+  job.ends.saved_nbytes = 20;
+  job.ends.transient_nbytes = 5;
+  const StepPlan step = step_of(job);
+  EXPECT_EQ(step.activation_nbytes, 3 * 100 + 20);
+  // At the backward of the head all of it is there, and gradients come later:
+  // 2000 bytes of each of 3 units, of which the last is there when nothing
+  // else is.
+  EXPECT_EQ(step.peak_nbytes, 3 * 1000 * 2);
+  job.layer_kinds[0].saved_nbytes = 100000;
+  EXPECT_EQ(step_of(job).peak_nbytes, 3 * 100000 + 20 + 5);
+  job.layer_kinds[0].saved_nbytes = 100;
+  job.overlap.recompute = true;
+  EXPECT_EQ(step_of(job).activation_nbytes, 2 * 10 + 100);
+}
+
+TEST(StepPlan, TheHostMayBeWhatTakesLonger) {
+  const Job job = timed_job(4, 1, 1e-3, 1e-3);
+  Gpu gpu = round_gpu();
+  gpu.passes["optimizer"] = 1e9;
+  gpu.host_forward_us = 1e6;
+  gpu.host_backward_us = 2e6;
+  const StepPlan step = step_of(job, gpu);
+  // 4 layers, and a quarter of one for each of embedding and head.
+  EXPECT_NEAR(step.host_seconds, 4.5 * 3, 1e-9);
+  EXPECT_EQ(step.seconds, step.host_seconds);
+}
+
+}  // namespace
+}  // namespace flatshard::plan

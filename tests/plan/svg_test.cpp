@@ -1,0 +1,79 @@
+#include "flatshard/plan/svg.h"
+
+#include "tests/plan/round_gpu.h"
+#include "tests/plan/small_job.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <stack>
+#include <string>
+
+namespace flatshard::plan {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+/// Whether every tag is closed by its own, and no text has bare < or &.
+::testing::AssertionResult is_well_formed(const std::string& xml) {
+  std::stack<std::string> open;
+  for (std::size_t at = 0; at < xml.size(); ++at) {
+    if (xml[at] == '&') {
+      const std::size_t end = xml.find(';', at);
+      if (end == std::string::npos || end - at > 6) {
+        return ::testing::AssertionFailure() << "bare & at " << at;
+      }
+    }
+    if (xml[at] != '<') {
+      continue;
+    }
+    const std::size_t end = xml.find('>', at);
+    if (end == std::string::npos) {
+      return ::testing::AssertionFailure() << "open < at " << at;
+    }
+    const std::string tag = xml.substr(at + 1, end - at - 1);
+    const std::string name = tag.substr(
+        tag[0] == '/' ? 1 : 0,
+        tag.find_first_of(" \n/", 1) - (tag[0] == '/' ? 1 : 0));
+    if (tag[0] == '/') {
+      if (open.empty() || open.top() != tag.substr(1)) {
+        return ::testing::AssertionFailure() << "</" << tag << "> is not open";
+      }
+      open.pop();
+    } else if (tag.back() != '/') {
+      open.push(name);
+    }
+    at = end;
+  }
+  return open.empty() ? ::testing::AssertionSuccess()
+                      : ::testing::AssertionFailure()
+                            << "<" << open.top() << "> is not closed";
+}
+
+TEST(Svg, DrawsEachStreamThatIsUsed) {
+  Job job = small_job(3, 2);
+  NodeWork& node = job.layer_kinds[0].nodes[PlanNode::attend];
+  node.forward.push_back(Kernel::memory("norm", 1e9));
+  node.backward.push_back(Kernel::memory("norm", 2e9));
+  Gpu gpu = round_gpu();
+  gpu.nvlink.all_gather.rates = {2e-6};
+  gpu.nvlink.reduce_scatter.rates = {2e-6};
+  const std::string svg = to_svg(
+      plan_step(job, plan_units(job), gpu),
+      {.title = "a <model> & ranks", .subtitle = "a step"});
+  EXPECT_TRUE(is_well_formed(svg));
+  EXPECT_THAT(svg, HasSubstr("a &lt;model&gt; &amp; ranks"));
+  EXPECT_THAT(svg, HasSubstr("width=\"1280\""));
+  EXPECT_THAT(svg, HasSubstr("prefers-color-scheme: dark"));
+  EXPECT_THAT(svg, HasSubstr(">compute</text>"));
+  EXPECT_THAT(svg, HasSubstr(">gather</text>"));
+  EXPECT_THAT(svg, HasSubstr(">reduce</text>"));
+  EXPECT_THAT(svg, Not(HasSubstr(">exchange</text>")));
+  EXPECT_THAT(svg, HasSubstr("all-gather of unit 2"));
+  EXPECT_THAT(svg, HasSubstr(">ms</text>"));
+  EXPECT_THAT(svg, Not(HasSubstr("nan")));
+}
+
+}  // namespace
+}  // namespace flatshard::plan

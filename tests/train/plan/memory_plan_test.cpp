@@ -1,0 +1,195 @@
+// What a plan says that a rank holds is what it holds.
+#include "flatshard/plan/estimate.h"
+#include "flatshard/train/model_config.h"
+#include "flatshard/train/parallelism.h"
+#include "flatshard/train/plan/planned_run.h"
+#include "flatshard/train/plan/run_plan.h"
+#include "flatshard/train/train_state.h"
+#include "tests/support/ranks.h"
+
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <map>
+#include <ostream>
+#include <string>
+#include <vector>
+
+namespace flatshard {
+namespace {
+
+using testing::RankContext;
+using testing::run_ranks;
+using Table = std::map<std::string, std::int64_t>;
+
+/// A run, by what differs from the plain one.
+struct Case {
+  std::string name;
+  int ranks = 2;
+  std::vector<std::string> set;
+};
+
+void PrintTo(const Case& of, std::ostream* out) {
+  *out << of.name;
+}
+
+const std::string kDenseModel = R"(
+[model]
+dim = 64
+layers = 3
+heads = 4
+kv_heads = 2
+ffn_dim = 160
+vocab_size = 201
+)";
+const std::string kExpertsModel = R"(
+[model]
+family = "moe"
+dim = 32
+layers = 3
+heads = 2
+kv_heads = 1
+ffn_dim = 48
+vocab_size = 101
+num_experts = 4
+moe_ffn_dim = 24
+shared_experts = 1
+dense_layers = 1
+)";
+
+Config config_of(const Case& of) {
+  const bool experts = of.name.starts_with("experts");
+  return resolve_config(
+      parse_config(
+          (experts ? kExpertsModel : kDenseModel) +
+              "[data]\ntrain = \"random\"\n[training]\nseq_len = 16\n"
+              "[precision]\ncompute = \"bfloat16\"\n",
+          "test.toml",
+          of.set),
+      of.ranks);
+}
+
+/// The memory table of a real start, of rank 0.
+Table measured(const Case& of) {
+  Table table;
+  run_ranks(of.ranks, [&](RankContext& context) {
+    const Config config = config_of(of);
+    const auto mesh = context.mesh(mesh_axes(config));
+    const TrainState state = make_train_state(
+        config,
+        model_config(config),
+        mesh,
+        config.training.global_batch_size /
+            (config.training.local_batch_size * of.ranks));
+    if (context.rank == 0) {
+      for (const MemoryRow& row : memory_rows(state)) {
+        table[row.role] = row.nbytes;
+      }
+    }
+  });
+  return table;
+}
+
+Table planned(const Case& of) {
+  const Config config = config_of(of);
+  const plan::Job job =
+      plan_job(config, model_config(config), of.ranks, /*ranks_per_host=*/8);
+  Table table;
+  for (const plan::RoleBytes& row :
+       plan::memory_of(job, plan::plan_units(job))) {
+    table[row.role] = row.nbytes;
+  }
+  return table;
+}
+
+class MemoryPlanTest : public ::testing::TestWithParam<Case> {};
+
+TEST_P(MemoryPlanTest, EqualsTheTableOfARealStart) {
+  EXPECT_EQ(planned(GetParam()), measured(GetParam()));
+}
+
+// Copies are what auto takes on GPUs, and collectives on CPUs.
+const std::string kNone = "parallelism.copy_engines=none";
+
+INSTANTIATE_TEST_SUITE_P(
+    Runs,
+    MemoryPlanTest,
+    ::testing::Values(
+        Case{"zero3", 2, {kNone}},
+        Case{"zero3_alone", 1, {}},
+        Case{"zero3_of_three", 3, {kNone, "parallelism.granularity=row"}},
+        Case{"copies", 2, {"parallelism.copy_engines=all"}},
+        Case{"zero2", 2, {kNone, "parallelism.strategy=zero2"}},
+        Case{"zero1", 2, {kNone, "parallelism.strategy=zero1"}},
+        Case{"zero0", 2, {"parallelism.strategy=zero0"}},
+        Case{
+            "hsdp",
+            4,
+            {kNone, "parallelism.data_parallel_replicate_degree=2"}},
+        Case{
+            "hfsdp",
+            4,
+            {kNone,
+             "parallelism.strategy=hfsdp",
+             "parallelism.data_parallel_replicate_degree=2"}},
+        Case{
+            "kept",
+            2,
+            {kNone,
+             "parallelism.reshard_after_forward=false",
+             "parallelism.prefetch=2"}},
+        Case{
+            "cast_for_gathers",
+            2,
+            {kNone, "parallelism.keep_compute_weights=false"}},
+        Case{"post_forward", 4, {kNone, "parallelism.post_forward_ranks=2"}},
+        Case{
+            "accumulation",
+            2,
+            {kNone,
+             "training.global_batch_size=4",
+             "optimizer.name=sgd",
+             "optimizer.momentum=0.9"}},
+        Case{
+            "tied",
+            2,
+            {kNone, "model.tie_embeddings=true", "precision.reduce=bfloat16"}},
+        Case{"budget", 2, {kNone, "parallelism.memory_budget=0.002"}},
+        Case{"rowwise", 2, {kNone, "float8.recipe=rowwise"}},
+        Case{"tensorwise", 2, {kNone, "float8.recipe=tensorwise"}},
+        Case{
+            "mxfp8",
+            2,
+            {kNone, "float8.recipe=mxfp8", "float8.column_plane=stored"}},
+        Case{
+            "mxfp8_units",
+            2,
+            {kNone, "float8.recipe=mxfp8", "float8.gather_parts=unit"}},
+        Case{
+            "rowwise_modules_zero2",
+            2,
+            {kNone,
+             "float8.recipe=rowwise",
+             "float8.gather_parts=module",
+             "parallelism.strategy=zero2"}},
+        Case{"experts", 2, {kNone}},
+        Case{
+            "experts_divided",
+            4,
+            {kNone, "parallelism.expert_parallel_degree=2"}},
+        Case{
+            "experts_copied",
+            2,
+            {"parallelism.copy_engines=all",
+             "parallelism.token_exchange=copies",
+             "parallelism.expert_parallel_degree=2"}},
+        Case{
+            "experts_of_replicas",
+            4,
+            {kNone,
+             "parallelism.expert_parallel_degree=2",
+             "parallelism.data_parallel_replicate_degree=2"}}),
+    [](const ::testing::TestParamInfo<Case>& info) { return info.param.name; });
+
+}  // namespace
+}  // namespace flatshard
