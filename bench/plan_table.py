@@ -1,4 +1,4 @@
-"""Plans four models on 8 to 4,096 GPUs and prints the table of docs/plan.md.
+"""Plans four models on 8 to 4,096 GPUs and prints the table of docs/guides/plan.md.
 
 python3 bench/plan_table.py
 
