@@ -12,7 +12,7 @@
 namespace flatshard {
 namespace {
 
-constexpr std::array<std::string_view, 10> kPaths{
+constexpr std::array<std::string_view, 12> kPaths{
     "--run",
     "--to",
     "--output",
@@ -20,6 +20,8 @@ constexpr std::array<std::string_view, 10> kPaths{
     "--validation",
     "--tokenizer",
     "--corpus",
+    "--data",
+    "--prompts",
     "--python",
     "folder",
     "config"};
