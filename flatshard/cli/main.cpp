@@ -1,8 +1,10 @@
 // The program `flatshard`.
 #include "flatshard/cli/checkpoint_command.h"
 #include "flatshard/cli/completion_command.h"
+#include "flatshard/cli/config_command.h"
 #include "flatshard/cli/data_command.h"
 #include "flatshard/cli/doctor_command.h"
+#include "flatshard/cli/evaluate_command.h"
 #include "flatshard/cli/norms_command.h"
 #include "flatshard/cli/path_options.h"
 #include "flatshard/cli/plan_command.h"
@@ -145,10 +147,12 @@ int main(int argc, char** argv) {
   flatshard::add_train_command(
       program,
       std::vector<std::string>(argv, argv + argc));
+  flatshard::add_config_command(program);
   flatshard::add_plan_command(
       program,
       std::vector<std::string>(argv, argv + argc));
   flatshard::add_generate_command(program);
+  flatshard::add_evaluate_command(program);
   flatshard::add_checkpoint_command(program);
   flatshard::add_export_command(program);
   flatshard::add_data_command(program);

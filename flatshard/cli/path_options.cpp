@@ -12,7 +12,7 @@
 namespace flatshard {
 namespace {
 
-constexpr std::array<std::string_view, 11> kPaths{
+constexpr std::array<std::string_view, 13> kPaths{
     "--run",
     "--compare",
     "--to",
@@ -21,6 +21,8 @@ constexpr std::array<std::string_view, 11> kPaths{
     "--validation",
     "--tokenizer",
     "--corpus",
+    "--data",
+    "--prompts",
     "--python",
     "folder",
     "config"};

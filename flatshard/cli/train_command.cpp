@@ -23,6 +23,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
 #include <memory>
 
 namespace flatshard {
@@ -124,6 +125,28 @@ void report_stop(const Trainer::Stop& stop, const std::string& command) {
       stop.step,
       by_others ? ", under the same launcher," : "",
       command);
+}
+
+/// The lines of a file that are not empty. @throws Error{io} when it cannot be
+/// read, Error{config} when there are none.
+std::vector<std::string> lines_of(
+    const std::string& option,
+    const std::string& path) {
+  std::ifstream file(path);
+  FLATSHARD_CHECK(file, io, "{}: cannot read {}", option, path);
+  std::vector<std::string> lines;
+  for (std::string line; std::getline(file, line);) {
+    if (!line.empty()) {
+      lines.push_back(line);
+    }
+  }
+  FLATSHARD_CHECK(
+      !lines.empty(),
+      config,
+      "{}: expected a text in each line of {}, got none",
+      option,
+      path);
+  return lines;
 }
 
 /// Ends the program as wrong options do.
@@ -302,7 +325,15 @@ void add_generate_command(CLI::App& program) {
       ->required();
   command->add_option("--step", options->step, "Checkpoint of that step")
       ->check(CLI::NonNegativeNumber);
-  command->add_option("--prompt", options->prompt, "Text to continue");
+  CLI::Option* prompt =
+      command->add_option("--prompt", options->prompt, "Text to continue");
+  const auto prompts = std::make_shared<std::string>();
+  command
+      ->add_option(
+          "--prompts",
+          *prompts,
+          "A file with a text to continue in each line, in place of --prompt")
+      ->excludes(prompt);
   command->add_flag(
       "--parse-special",
       options->parse_special,
@@ -320,6 +351,11 @@ void add_generate_command(CLI::App& program) {
       "--top-k",
       options->top_k,
       "Draw among the k likeliest; 0: all [0]");
+  command->add_option(
+      "--top-p",
+      options->top_p,
+      "Draw among the likeliest tokens whose probabilities add up to this; 1: "
+      "all [1]");
   command->add_option("--seed", options->seed, "Of the draws [0]");
   command->add_option("--device", options->device, "auto, cpu or cuda [auto]");
   command->add_option(
@@ -333,7 +369,21 @@ void add_generate_command(CLI::App& program) {
       "Python with the tokenizers package, for a tokenizer.json "
       "[$FLATSHARD_PYTHON, else .venv/bin/python here or beside the program, "
       "else python3]");
-  command->callback([options] { fmt::print("{}\n", generate_text(*options)); });
+  command->footer(
+      "Examples:\n"
+      "  flatshard generate --run outputs/run --prompt \"Once upon a time\"\n"
+      "  flatshard generate --run outputs/run --prompts prompts.txt --top-p "
+      "0.9");
+  command->callback([options, prompts] {
+    generate_texts(
+        *options,
+        prompts->empty() ? std::vector<std::string>{options->prompt}
+                         : lines_of("--prompts", *prompts),
+        [](const std::string& text) {
+          fmt::print("{}\n", text);
+          std::fflush(stdout);
+        });
+  });
 }
 
 }  // namespace flatshard

@@ -21,8 +21,14 @@ std::int64_t draw(
         std::get<0>(p.topk(options.top_k)).select(0, options.top_k - 1);
     p = p.masked_fill(p.lt(least), -INFINITY);
   }
-  return p.softmax(-1)
-      .multinomial(1, /*replacement=*/false, generator)
+  p = p.softmax(-1);
+  if (options.top_p < 1.0) {
+    const auto [sorted, order] = p.sort(/*dim=*/-1, /*descending=*/true);
+    // The likeliest one always stays.
+    const at::Tensor before = sorted.cumsum(-1) - sorted;
+    p = p.index_fill(-1, order.index({before.ge(options.top_p)}), 0.0);
+  }
+  return p.multinomial(1, /*replacement=*/false, generator)
       .item<std::int64_t>();
 }
 
@@ -49,6 +55,11 @@ std::vector<std::int64_t> sample(
       "expected max_context > 0 and top_k >= 0, got {} and {}",
       options.max_context,
       options.top_k);
+  FLATSHARD_CHECK(
+      options.top_p > 0.0 && options.top_p <= 1.0,
+      config,
+      "top_p: expected above 0 and at most 1, got {}",
+      options.top_p);
   const at::NoGradGuard no_grad;
   std::vector<std::int64_t> tokens = prompt;
   for (std::int64_t i = 0; i < options.max_new_tokens; ++i) {

@@ -12,8 +12,11 @@ namespace flatshard::models {
 
 struct SampleOptions {
   std::int64_t max_new_tokens = 128;
-  double temperature = 1.0;               ///< 0: always the likeliest token
-  std::int64_t top_k = 0;                 ///< 0: all tokens
+  double temperature = 1.0;  ///< 0: always the likeliest token
+  std::int64_t top_k = 0;    ///< 0: all tokens
+  /// Draws among the likeliest tokens whose probabilities add up to this.
+  /// Source: nucleus sampling, arXiv:1904.09751.
+  double top_p = 1.0;
   std::int64_t max_context = 2048;        ///< older tokens are dropped
   std::vector<std::int64_t> stop_tokens;  ///< each ends it, and is returned
 };

@@ -87,6 +87,15 @@ Config resolve_config(const Config& config, std::int64_t world);
 /// to an equal one. Unset keys are comments.
 std::string to_toml(const Config& config);
 
+/// The whole config as TOML to start a file from: above each key its meaning.
+/// Keys with their default are comments, except those that most runs set.
+/// `parse_config` reads it back to an equal one.
+std::string to_commented_toml(const Config& config);
+
+/// The config that a file for a new run starts from: the shape of `preset`, and
+/// what most runs set. @throws Error{config} for another name.
+Config starting_config(const std::string& preset);
+
 /// The keys of `config` that differ from `base`, a line a section:
 /// "  [training] steps = 700, seq_len = 256". Empty when all are equal.
 std::string differing_keys(const Config& config, const Config& base);

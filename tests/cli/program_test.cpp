@@ -241,6 +241,32 @@ TEST_F(Program, ShellsCompleteWhatThereIs) {
       "training.seq_len=\n");
 }
 
+TEST_F(Program, ConfigPrintsAFileToStartFrom) {
+  const Result printed = run("config llama3_1b --set training.steps=3");
+  EXPECT_EQ(printed.code, 0);
+  EXPECT_THAT(
+      printed.output,
+      AllOf(
+          HasSubstr("\npreset = \"llama3_1b\"\n"),
+          HasSubstr("\nsteps = 3\n"),
+          HasSubstr("\n# seed = 0\n")));
+  const Result unknown = run("config llama3_1bb");
+  EXPECT_EQ(unknown.code, 1);
+  EXPECT_THAT(unknown.output, HasSubstr("llama3_1b"));
+}
+
+TEST_F(Program, TextsToContinueComeFromAFile) {
+  const std::string none = (folder_ / "none.txt").string();
+  const Result missing = run("generate --run x --prompts " + none);
+  EXPECT_EQ(missing.code, 1);
+  EXPECT_THAT(missing.output, HasSubstr("--prompts: cannot read " + none));
+  const auto empty = folder_.write("empty.txt", "\n\n");
+  const Result nothing = run("generate --run x --prompts " + empty.string());
+  EXPECT_EQ(nothing.code, 1);
+  EXPECT_THAT(nothing.output, HasSubstr("expected a text in each line"));
+  EXPECT_EQ(run("generate --run x --prompt a --prompts b").code, 2);
+}
+
 TEST_F(Program, WrongKeysNameTheNearestOne) {
   write_config("[optimiser]\nlr = 1\n");
   const Result section = run("train " + config());

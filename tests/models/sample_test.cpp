@@ -4,6 +4,8 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 
+#include <set>
+
 #include "flatshard/core/error.h"
 
 namespace flatshard::models {
@@ -65,7 +67,34 @@ TEST(Sample, TopKDrawsAmongTheLikeliestAndRepeatsWithTheSeed) {
   EXPECT_GT(seconds, 0);
 }
 
+TEST(Sample, TopPDrawsAmongTheLikeliestThatAddUpToIt) {
+  // Probabilities 0.5, 0.3, 0.2 of the tokens 2, 0, 1.
+  const auto fn = [](const at::Tensor& tokens) {
+    return at::tensor({0.3F, 0.2F, 0.5F}).log().expand({1, tokens.size(1), 3});
+  };
+  const auto drawn = [&](double top_p) {
+    const auto out = sample(
+        fn,
+        {0},
+        at::kCPU,
+        generator(),
+        {.max_new_tokens = 60, .top_p = top_p});
+    return std::set<std::int64_t>(out.begin(), out.end());
+  };
+  EXPECT_EQ(drawn(0.01), (std::set<std::int64_t>{2}));
+  EXPECT_EQ(drawn(0.49), (std::set<std::int64_t>{2}));
+  EXPECT_EQ(drawn(0.6), (std::set<std::int64_t>{0, 2}));
+  EXPECT_EQ(drawn(0.79), (std::set<std::int64_t>{0, 2}));
+  EXPECT_EQ(drawn(0.9), (std::set<std::int64_t>{0, 1, 2}));
+  EXPECT_EQ(drawn(1.0), (std::set<std::int64_t>{0, 1, 2}));
+}
+
 TEST(Sample, RefusesBadOptions) {
+  for (const double top_p : {0.0, -0.5, 1.5}) {
+    EXPECT_THROW(
+        sample(counting, {1}, at::kCPU, generator(), {.top_p = top_p}),
+        Error);
+  }
   EXPECT_THROW(sample(counting, {}, at::kCPU, generator()), Error);
   EXPECT_THROW(
       sample(counting, {1}, at::kCPU, generator(), {.temperature = -1.0}),

@@ -9,8 +9,10 @@
 #include <cstdlib>
 #include <filesystem>
 #include <set>
+#include <sstream>
 
 #include "flatshard/core/error.h"
+#include "flatshard/models/config.h"
 
 namespace flatshard {
 namespace {
@@ -68,6 +70,24 @@ TEST(Config, ReadsValuesAndKeepsDefaults) {
   EXPECT_EQ(config.training.local_batch_size, 1);
   EXPECT_FALSE(config.model.kv_heads.has_value());
   EXPECT_FALSE(config.model.tie_embeddings.has_value());
+}
+
+TEST(Config, ACommentedConfigIsReadBack) {
+  for (const std::string_view preset : models::preset_names()) {
+    const Config start = starting_config(std::string(preset));
+    const std::string text = to_commented_toml(start);
+    EXPECT_EQ(to_toml(parse_config(text, "run.toml")), to_toml(start))
+        << preset;
+    EXPECT_THAT(text, HasSubstr("\nsteps = 1000\n"));
+    EXPECT_THAT(text, HasSubstr("\n# seed = 0\n"));
+    EXPECT_THAT(text, HasSubstr("\n# dim = <an integer>\n"));
+    // Every line is short, and each key has a comment before it.
+    std::istringstream lines(text);
+    for (std::string line; std::getline(lines, line);) {
+      EXPECT_LE(line.size(), 100U) << line;
+    }
+  }
+  EXPECT_THROW(starting_config("llama9"), Error);
 }
 
 TEST(Config, AMixtureIsAListOfFoldersWithWeights) {

@@ -6,6 +6,7 @@
 #include "flatshard/format/safetensors.h"
 #include "flatshard/fully_shard/fully_shard.h"
 #include "flatshard/models/flops.h"
+#include "flatshard/train/export/evaluate.h"
 #include "flatshard/train/export/generate.h"
 #include "flatshard/train/export/stored_model.h"
 #include "flatshard/train/memory_check.h"
@@ -215,6 +216,34 @@ TEST_F(TrainerTest, LearnsAndWritesItsRun) {
   EXPECT_EQ(generate_text(options), generated);
   // It has learnt the only text there is: these are the trained weights.
   EXPECT_EQ(generated, "the quick brown fox j");
+  std::vector<std::string> texts;
+  generate_texts(
+      options,
+      {"the quick", "fox jumps"},
+      [&](const std::string& text) { texts.push_back(text); });
+  ASSERT_EQ(texts.size(), 2U);
+  EXPECT_EQ(texts[0], generated);
+  EXPECT_THAT(texts[1], ::testing::StartsWith("fox jumps"));
+
+  const Evaluated found = evaluate(
+      {.model = run(),
+       .data = (folder_ / "corpus").string(),
+       .sequences = Config{}.validation.sequences,
+       .seq_len = 32,
+       .batch_size = 3,
+       .device = "cpu"});
+  EXPECT_NEAR(found.metrics.loss, validation_loss, 1e-4);
+  EXPECT_EQ(json::parse(to_json(found))["sequences"], found.sequences);
+  EXPECT_TRUE(found.metrics.bits_per_byte.has_value());
+  EXPECT_THROW(
+      evaluate(
+          {.model = run(),
+           .data = (folder_ / "corpus").string(),
+           .seq_len = 1'000'000}),
+      Error);
+  EXPECT_THROW(
+      evaluate({.model = run(), .data = (folder_ / "none").string()}),
+      Error);
 }
 
 TEST_F(TrainerTest, ValidationDoesNotDependOnTheBatch) {
@@ -565,8 +594,8 @@ TEST_F(TrainerTest, TheLeastMemoryIsOfTheShardsOfTheStrategy) {
   EXPECT_EQ(least("hfsdp"), whole / 8);
 }
 
-// One default through both doors (docs/get_started/quickstart_cpp.md): copy engines aside, which the
-// trainer chooses by what links there are.
+// One default through both doors (docs/get_started/quickstart_cpp.md): copy
+// engines aside, which the trainer chooses by what links there are.
 TEST(Defaults, AreThoseOfTheLibrary) {
   const FullyShardOptions library;
   const FullyShardOptions trainer = shard_options(Config{}, {});

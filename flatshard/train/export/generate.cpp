@@ -38,49 +38,58 @@ std::unique_ptr<data::TextCodec> open_codec(
   });
 }
 
+std::vector<std::int64_t> tokens_of(
+    const std::string& text,
+    data::TextCodec& codec) {
+  std::vector<std::int64_t> tokens = codec.encode(text);
+  if (const auto begin = codec.begin_of_document()) {
+    tokens.insert(tokens.begin(), *begin);
+  }
+  if (tokens.empty()) {
+    tokens.push_back(codec.end_of_document());
+  }
+  return tokens;
+}
+
 }  // namespace
 
 std::string generate_text(const GenerateOptions& options) {
+  std::string text;
+  generate_texts(options, {options.prompt}, [&](const std::string& got) {
+    text = got;
+  });
+  return text;
+}
+
+void generate_texts(
+    const GenerateOptions& options,
+    const std::vector<std::string>& prompts,
+    const std::function<void(const std::string& text)>& got) {
   const at::NoGradGuard no_grad;
-  const StoredModel stored = open_model(options.run, options.step);
   // What is quick to find wrong comes before the weights.
+  const StoredModel stored = open_model(options.run, options.step);
   const auto codec = open_codec(options, stored);
-  std::vector<std::int64_t> prompt = codec->encode(options.prompt);
-  if (const auto begin = codec->begin_of_document()) {
-    prompt.insert(prompt.begin(), *begin);
-  }
-  if (prompt.empty()) {
-    prompt.push_back(codec->end_of_document());
-  }
   const at::Device device = choose_device(options.device, {});
-  models::Llama model(stored.shape);
-  nn::materialize(
-      *model,
-      device,
-      stored.compute,
-      [&](const std::string& name, const InitSpec&, at::Tensor& parameter) {
-        stored.read(name, parameter);
-      });
-  for (const models::RouterOf& of : model->routers()) {
-    of.router->make_bias(device);
-    if (of.router->bias().defined()) {
-      stored.read(of.bias_name(), of.router->bias());
-    }
-  }
+  models::Llama model = load_model(stored, device);
   if (stored.is_latest) {
     log_info("weights of {}", stored.what);
   }
-  const auto tokens = models::sample(
-      [&](const at::Tensor& context) { return model(context); },
-      prompt,
-      device,
-      at::detail::createCPUGenerator(static_cast<std::uint64_t>(options.seed)),
-      {.max_new_tokens = options.max_new_tokens,
-       .temperature = options.temperature,
-       .top_k = options.top_k,
-       .max_context = stored.shape.max_seq_len,
-       .stop_tokens = codec->stop_tokens()});
-  return codec->decode_after(options.prompt, prompt, tokens);
+  for (const std::string& text : prompts) {
+    const std::vector<std::int64_t> prompt = tokens_of(text, *codec);
+    const auto tokens = models::sample(
+        [&](const at::Tensor& context) { return model(context); },
+        prompt,
+        device,
+        at::detail::createCPUGenerator(
+            static_cast<std::uint64_t>(options.seed)),
+        {.max_new_tokens = options.max_new_tokens,
+         .temperature = options.temperature,
+         .top_k = options.top_k,
+         .top_p = options.top_p,
+         .max_context = stored.shape.max_seq_len,
+         .stop_tokens = codec->stop_tokens()});
+    got(codec->decode_after(text, prompt, tokens));
+  }
 }
 
 }  // namespace flatshard

@@ -2,7 +2,9 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <string>
+#include <vector>
 
 namespace flatshard {
 
@@ -15,6 +17,7 @@ struct GenerateOptions {
   std::int64_t max_new_tokens = 200;
   double temperature = 0.8;  ///< 0: always the likeliest token
   std::int64_t top_k = 0;    ///< 0: all tokens
+  double top_p = 1.0;        ///< 1: all tokens
   std::int64_t seed = 0;
   std::string device = "auto";
   /// The corpus whose tokenizer is used; empty: the run's data.train, or the
@@ -25,8 +28,16 @@ struct GenerateOptions {
   bool parse_special = false;
 };
 
-/// Continues the prompt with the weights of a run.
+/// Continues `options.prompt` with the weights of a run.
 /// @return the prompt and what follows, as text.
 std::string generate_text(const GenerateOptions& options);
+
+/// The same for several prompts in place of `options.prompt`, one after the
+/// other. Each draws from the seed anew.
+/// @param got  receives each prompt with what follows.
+void generate_texts(
+    const GenerateOptions& options,
+    const std::vector<std::string>& prompts,
+    const std::function<void(const std::string& text)>& got);
 
 }  // namespace flatshard

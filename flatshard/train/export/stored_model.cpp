@@ -279,4 +279,22 @@ std::unique_ptr<data::TextCodec> open_hf_codec(
   return data::TextCodec::hf_tokenizer(path, tokens.eos, options);
 }
 
+models::Llama load_model(const StoredModel& stored, at::Device device) {
+  models::Llama model(stored.shape);
+  nn::materialize(
+      *model,
+      device,
+      stored.compute,
+      [&](const std::string& name, const InitSpec&, at::Tensor& parameter) {
+        stored.read(name, parameter);
+      });
+  for (const models::RouterOf& of : model->routers()) {
+    of.router->make_bias(device);
+    if (of.router->bias().defined()) {
+      stored.read(of.bias_name(), of.router->bias());
+    }
+  }
+  return model;
+}
+
 }  // namespace flatshard

@@ -11,7 +11,7 @@
 
 #include "flatshard/data/text_codec.h"
 #include "flatshard/format/manifest.h"
-#include "flatshard/models/config.h"
+#include "flatshard/models/llama.h"
 #include "flatshard/train/config.h"
 
 // What a run leaves, found by any of the paths that a user has of it.
@@ -69,6 +69,9 @@ struct StoredModel {
 /// @param step  of a checkpoint; -1: the finished run's weights, or the latest.
 /// @throws Error{io} naming --run and what it may be.
 StoredModel open_model(const std::filesystem::path& path, std::int64_t step);
+
+/// The model with its weights on a device, whole.
+models::Llama load_model(const StoredModel& stored, at::Device device);
 
 /// The tokenizer of a Hugging Face folder, which begins texts as AutoTokenizer
 /// does. @throws Error{config} when it has no tokenizer.json.
