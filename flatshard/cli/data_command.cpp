@@ -34,9 +34,12 @@ std::string summary(const data::CorpusMeta& meta) {
       data::to_string(meta.token_type));
   for (const data::SplitMeta& split : meta.splits) {
     text += fmt::format(
-        "{:<16} {} tokens, {} documents, {} files\n",
+        "{:<16} {} tokens{}, {} documents, {} files\n",
         split.name,
         split.num_tokens,
+        split.trained_tokens
+            ? fmt::format(" ({} of them trained)", *split.trained_tokens)
+            : "",
         split.num_documents,
         split.shard_tokens.size());
   }

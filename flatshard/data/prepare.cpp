@@ -7,6 +7,7 @@
 #include "flatshard/core/log.h"
 #include "flatshard/data/byte_documents.h"
 #include "flatshard/data/corpus_documents.h"
+#include "flatshard/data/corpus_writer.h"
 #include "flatshard/data/hf_tokenizer.h"
 #include "flatshard/data/input_files.h"
 #include "flatshard/data/python_documents.h"

@@ -33,6 +33,11 @@ Config resolve_for_training(const Config& config, int world) {
       config,
       "precision.scaling = per_token: the trainer's batches hold equally many "
       "tokens on every rank, so mean is per token; use mean");
+  FLATSHARD_CHECK(
+      config.data.packing == data::Packing::stream,
+      config,
+      "data.packing = \"documents\": attention does not keep documents apart "
+      "yet; use stream");
   return resolved;
 }
 
@@ -222,6 +227,7 @@ void Trainer::build(std::vector<ValidationSet> validation_sets) {
         .mesh = *mesh_,
         .state = state_,
         .goes_on = start_.goes_on,
+        .loader = loader_,
         .num_microbatches = num_microbatches,
         .flops_per_token = flops_per_token,
         .staging_nbytes = checkpoints_->staging_nbytes()}));

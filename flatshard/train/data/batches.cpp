@@ -12,6 +12,15 @@ constexpr std::string_view kTrainOption = "data.train";
 
 }  // namespace
 
+data::PackingOptions packing_options(const Config& config) {
+  return {
+      .packing = config.data.packing,
+      .seq_len = config.training.seq_len,
+      .max_documents = config.data.packing == data::Packing::documents
+                           ? config.data.documents_per_sample
+                           : 0};
+}
+
 data::Loader open_train_loader(
     const Config& config,
     const models::ModelConfig& model) {
@@ -21,18 +30,21 @@ data::Loader open_train_loader(
       "data.train: expected a corpus folder (see `flatshard data prepare`) or "
       "\"random\"");
   const auto seed = static_cast<std::uint64_t>(config.run.seed);
+  const data::PackingOptions packing = packing_options(config);
   return for_option(kTrainOption, [&] {
     return data::Loader(
         data::open_token_sources(
             config.data.train,
             "train",
             seed,
-            model.vocab_size),
+            model.vocab_size,
+            packing),
         data::LoaderOptions{
             .seed = seed,
             .seq_len = config.training.seq_len,
             .global_batch_size = config.training.global_batch_size,
-            .vocab_size = model.vocab_size});
+            .vocab_size = model.vocab_size,
+            .documents_per_sample = packing.max_documents});
   });
 }
 

@@ -13,6 +13,9 @@
 
 namespace flatshard {
 
+/// How data.packing fills samples. The config is resolved.
+data::PackingOptions packing_options(const Config& config);
+
 /// The loader of data.train. The config is resolved.
 /// @throws Error{config, io, format} naming data.train.
 data::Loader open_train_loader(

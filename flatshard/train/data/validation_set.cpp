@@ -7,6 +7,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/data/token_source.h"
 #include "flatshard/nn/loss.h"
+#include "flatshard/train/data/batches.h"
 #include "flatshard/train/option_errors.h"
 
 namespace flatshard {
@@ -38,12 +39,14 @@ std::vector<ValidationSet> open_validation_sets(
   const bool own = !config.data.validation.empty();
   const std::string option = own ? "data.validation" : "data.train";
   const auto& choices = own ? config.data.validation : config.data.train;
+  const data::PackingOptions packing = packing_options(config);
   for_option(option, [&] {
     const auto sources = data::open_token_sources(
         choices,
         "validation",
         static_cast<std::uint64_t>(config.run.seed) + 1,
-        vocab_size);
+        vocab_size,
+        packing);
     double all_weights = 0;
     for (const data::SourceChoice& choice : choices) {
       all_weights += choice.weight;
@@ -60,7 +63,8 @@ std::vector<ValidationSet> open_validation_sets(
           {.seq_len = config.training.seq_len,
            .global_batch_size = 1,
            .vocab_size = vocab_size,
-           .shuffle = false});
+           .shuffle = false,
+           .documents_per_sample = packing.max_documents});
       const double share = choices[i].weight / all_weights;
       const std::int64_t all = loader.num_sequences();
       const auto part = std::max<std::int64_t>(
