@@ -222,8 +222,7 @@ CorpusMeta CorpusMeta::from_json(
       split.content_hash = take<std::string>(item, "content_hash", origin);
     }
     if (item.contains("trained_tokens")) {
-      split.trained_tokens =
-          take<std::int64_t>(item, "trained_tokens", origin);
+      split.trained_tokens = take<std::int64_t>(item, "trained_tokens", origin);
       split.mask_hash = take<std::string>(item, "mask_hash", origin);
       FLATSHARD_CHECK(
           *split.trained_tokens >= 0 &&
@@ -291,9 +290,8 @@ std::shared_ptr<const Corpus> Corpus::open(
         folder / found->shard_file(i),
         found->shard_tokens[i] * nbytes));
     if (found->trained_tokens) {
-      corpus->masks_.push_back(open_sized(
-          folder / found->mask_file(i),
-          found->shard_tokens[i]));
+      corpus->masks_.push_back(
+          open_sized(folder / found->mask_file(i), found->shard_tokens[i]));
     }
     corpus->shard_begin_.push_back(begin);
     begin += found->shard_tokens[i];
@@ -321,8 +319,8 @@ void Corpus::document_begins(std::int64_t first, std::span<std::int64_t> out)
       first,
       first + count);
   read_words<std::uint64_t>(documents_, first, out);
-  const bool last_is_end = first + count <= num_documents() ||
-                           out.empty() || out.back() == num_tokens();
+  const bool last_is_end = first + count <= num_documents() || out.empty() ||
+                           out.back() == num_tokens();
   FLATSHARD_CHECK(
       std::ranges::is_sorted(out) && last_is_end &&
           (out.empty() || (out.front() >= 0 && out.back() <= num_tokens())),

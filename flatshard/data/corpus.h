@@ -36,13 +36,14 @@ struct SplitMeta {
   std::string mask_hash;  ///< XXH3 of the mask; empty without one
 
   std::string shard_file(std::size_t shard) const;  ///< "train-00000.bin"
-  std::string mask_file(std::size_t shard) const;  ///< "train-00000.mask.bin"
+  std::string mask_file(std::size_t shard) const;   ///< "train-00000.mask.bin"
   std::string document_file() const;                ///< "train.documents.bin"
 };
 
 /// What meta.json of a corpus folder says.
 ///
-/// The folder, format version 1 (2 with masks), as `flatshard data prepare` writes it:
+/// The folder, format version 1 (2 with masks), as `flatshard data prepare`
+/// writes it:
 ///   meta.json                    this
 ///   train-00000.bin, ...         the split's tokens one after the other; each
 ///                                document ends with `end_of_document` and
@@ -125,7 +126,7 @@ class Corpus {
   CorpusMeta meta_;
   SplitMeta split_;
   std::vector<FileReader> shards_;
-  std::vector<FileReader> masks_;  ///< of the shards; or none
+  std::vector<FileReader> masks_;          ///< of the shards; or none
   std::vector<std::int64_t> shard_begin_;  ///< first token of each shard
   FileReader documents_;
 };

@@ -100,8 +100,8 @@ class DocumentWriter {
  private:
   void append(std::int64_t token, bool masked, bool trained) {
     const std::array<std::uint32_t, 1> one{static_cast<std::uint32_t>(token)};
-    const std::array<std::uint8_t, 1> mask{trained ? std::uint8_t{1}
-                                                   : std::uint8_t{0}};
+    const std::array<std::uint8_t, 1> mask{
+        trained ? std::uint8_t{1} : std::uint8_t{0}};
     writer_.append(one, std::span(mask).first(masked ? 1 : 0));
   }
 

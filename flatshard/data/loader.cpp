@@ -18,12 +18,11 @@ std::vector<double> weights_of(const std::vector<WeightedSource>& sources) {
 }
 
 std::string describe_packing(std::int64_t documents_per_sample) {
-  return documents_per_sample == 0
-             ? "data.packing = \"stream\""
-             : fmt::format(
-                   "data.packing = \"documents\" with "
-                   "data.documents_per_sample = {}",
-                   documents_per_sample);
+  return documents_per_sample == 0 ? "data.packing = \"stream\""
+                                   : fmt::format(
+                                         "data.packing = \"documents\" with "
+                                         "data.documents_per_sample = {}",
+                                         documents_per_sample);
 }
 
 /// "a mixture of 75.00% of 12 sequences and 25.00% of 30"

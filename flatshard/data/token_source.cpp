@@ -6,7 +6,7 @@
 #include "flatshard/core/mapped_file.h"
 #include "flatshard/core/philox.h"
 #include "flatshard/data/hf_tokenizer.h"
-#include "flatshard/data/packed_documents.h"
+#include "flatshard/data/packing/packed_documents.h"
 
 namespace flatshard::data {
 namespace {

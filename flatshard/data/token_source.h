@@ -9,7 +9,7 @@
 
 #include "flatshard/data/corpus.h"
 #include "flatshard/data/corpus_identity.h"
-#include "flatshard/data/packing.h"
+#include "flatshard/data/packing/packing.h"
 
 namespace flatshard::data {
 

@@ -182,13 +182,7 @@ TEST(Corpus, MasksLieBesideTheirShards) {
 TEST(Corpus, BadMasksAreRefused) {
   const TempFolder temp;
   const auto write = [&] {
-    write_small_corpus(
-        temp / "c",
-        TokenType::uint16,
-        4,
-        {5, 8},
-        0,
-        is_third);
+    write_small_corpus(temp / "c", TokenType::uint16, 4, {5, 8}, 0, is_third);
   };
   write();
   temp.write("c/train-00001.mask.bin", "\1\0\2");

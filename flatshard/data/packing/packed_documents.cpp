@@ -1,4 +1,4 @@
-#include "flatshard/data/packed_documents.h"
+#include "flatshard/data/packing/packed_documents.h"
 
 #include <algorithm>
 
@@ -28,8 +28,7 @@ PackedDocuments::PackedDocuments(
   for (std::int64_t i = 0; i * kWindowDocuments < corpus_->num_documents();
        ++i) {
     const PackedWindow packed = window(i);
-    first_sequence_.push_back(
-        first_sequence_.back() + packed.num_sequences());
+    first_sequence_.push_back(first_sequence_.back() + packed.num_sequences());
     report_.num_cut += packed.num_cut();
     report_.num_pairs += packed.num_pairs();
   }
@@ -72,9 +71,7 @@ void PackedDocuments::read(std::int64_t index, const Sequence& out) const {
     at += length;
   }
   const std::size_t padding = out.tokens.size() - at;
-  std::ranges::fill(
-      out.tokens.subspan(at),
-      corpus_->meta().end_of_document);
+  std::ranges::fill(out.tokens.subspan(at), corpus_->meta().end_of_document);
   std::ranges::fill(out.targets.subspan(at), kIgnoredTarget);
   if (out.lengths != nullptr && padding > 0) {
     out.lengths->push_back(static_cast<std::int64_t>(padding));

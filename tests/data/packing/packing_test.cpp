@@ -1,4 +1,4 @@
-#include "flatshard/data/packing.h"
+#include "flatshard/data/packing/packing.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -7,7 +7,7 @@
 #include <random>
 
 #include "flatshard/data/loader.h"
-#include "flatshard/data/packed_documents.h"
+#include "flatshard/data/packing/packed_documents.h"
 #include "tests/data/expect_error.h"
 #include "tests/data/small_corpus.h"
 #include "tests/support/temp_folder.h"
@@ -79,8 +79,9 @@ std::vector<std::uint32_t> random_lengths(std::size_t count, unsigned seed) {
   for (std::size_t i = 0; i < count; ++i) {
     const std::uint32_t kind = random() % 10;
     lengths.push_back(
-        kind == 0 ? random() % 2 : kind < 9 ? 1 + random() % 40
-                                            : random() % 300);
+        kind == 0  ? random() % 2
+        : kind < 9 ? 1 + random() % 40
+                   : random() % 300);
   }
   return lengths;
 }
@@ -143,18 +144,16 @@ TEST(PackedDocuments, TrainEveryPairOfADocumentOnce) {
     ASSERT_EQ(trained[t], begins_document ? 0 : 1) << t;
   }
   const PackingReport report = *source.packing();
-  EXPECT_EQ(
-      report.num_pairs + num_padding,
-      report.num_sequences * kSeq);
-  EXPECT_EQ(
-      report.num_cut,
-      std::ranges::count_if(lengths, [](auto n) { return n > kSeq + 1; }));
+  EXPECT_EQ(report.num_pairs + num_padding, report.num_sequences * kSeq);
+  EXPECT_EQ(report.num_cut, std::ranges::count_if(lengths, [](auto n) {
+              return n > kSeq + 1;
+            }));
   EXPECT_LT(num_padding * 20, report.num_sequences * kSeq);
   EXPECT_THAT(
       report.describe(),
-      ::testing::MatchesRegex(
-          "5000 documents \\([0-9]+ of them cut\\) in [0-9]+ samples, 9[5-9]\\.[0-9] "
-          "% full"));
+      ::testing::MatchesRegex("5000 documents \\([0-9]+ of them cut\\) in "
+                              "[0-9]+ samples, 9[5-9]\\.[0-9] "
+                              "% full"));
 }
 
 Loader packed_loader(
@@ -251,14 +250,36 @@ TEST(PackedDocuments, MaskedTargetsAreIgnored) {
   EXPECT_THAT(
       targets,
       ElementsAre(
-          kNone, 8, kNone, 10, kNone, 12, kNone, 2, kNone, 4, kNone, kNone));
+          kNone,
+          8,
+          kNone,
+          10,
+          kNone,
+          12,
+          kNone,
+          2,
+          kNone,
+          4,
+          kNone,
+          kNone));
   const CorpusSource stream(Corpus::open(temp / "c"));
   EXPECT_TRUE(stream.ignores_targets());
   stream.read(0, {tokens, targets});
   EXPECT_THAT(
       targets,
       ElementsAre(
-          kNone, 2, kNone, 4, kNone, 6, kNone, 8, kNone, 10, kNone, 12));
+          kNone,
+          2,
+          kNone,
+          4,
+          kNone,
+          6,
+          kNone,
+          8,
+          kNone,
+          10,
+          kNone,
+          12));
 }
 
 TEST(PackedDocuments, NeedDocuments) {

@@ -1,4 +1,4 @@
-#include "flatshard/data/packing.h"
+#include "flatshard/data/packing/packing.h"
 
 #include <algorithm>
 #include <functional>
@@ -40,8 +40,7 @@ PackedWindow::PackedWindow(
       num_whole_ += whole;
     }
     if (num_pairs % seq_len_ > 0) {
-      rests.push_back(
-          {begins[i] + whole * seq_len_, num_pairs % seq_len_});
+      rests.push_back({begins[i] + whole * seq_len_, num_pairs % seq_len_});
     }
   }
   fill(std::move(rests), options);
@@ -97,9 +96,8 @@ std::string PackingReport::describe() const {
       num_cut,
       num_sequences,
       100.0 * static_cast<double>(num_pairs) /
-          static_cast<double>(std::max<std::int64_t>(
-              1,
-              num_sequences * seq_len)));
+          static_cast<double>(
+              std::max<std::int64_t>(1, num_sequences * seq_len)));
 }
 
 }  // namespace flatshard::data
