@@ -3,6 +3,8 @@
 #include <CLI/Config.hpp>
 #include <CLI/Formatter.hpp>
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
@@ -13,6 +15,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/data/import_tokens.h"
 #include "flatshard/data/prepare.h"
+#include "flatshard/data/show_sample.h"
 #include "flatshard/data/text_codec.h"
 #include "flatshard/data/utf8.h"
 
@@ -34,9 +37,12 @@ std::string summary(const data::CorpusMeta& meta) {
       data::to_string(meta.token_type));
   for (const data::SplitMeta& split : meta.splits) {
     text += fmt::format(
-        "{:<16} {} tokens, {} documents, {} files\n",
+        "{:<16} {} tokens{}, {} documents, {} files\n",
         split.name,
         split.num_tokens,
+        split.trained_tokens
+            ? fmt::format(" ({} of them trained)", *split.trained_tokens)
+            : "",
         split.num_documents,
         split.shard_tokens.size());
   }
@@ -53,18 +59,11 @@ std::string first_document(
       std::min(corpus->document_begin(1), kMostTokens)));
   corpus->read(0, tokens);
   const auto codec = data::TextCodec::open(folder, {.python = python});
-  std::string decoded = codec->decode(tokens, /*keep_special=*/true);
-  data::replace_invalid_utf8(decoded);  // bytes, or half of a character
-  std::string text;
-  for (const char c : decoded) {
-    text += c == '\n'   ? "\\n"
-            : c == '\r' ? "\\r"
-            : c == '\t' ? "\\t"
-            : static_cast<unsigned char>(c) < ' ' || c == '\x7f'
-                ? fmt::format("\\x{:02x}", static_cast<unsigned char>(c))
-                : std::string(1, c);
-  }
-  return text + (corpus->document_begin(1) > kMostTokens ? " ..." : "");
+  // Bytes, or half of a character, need not be UTF-8.
+  return data::printable(
+             codec->decode(tokens, /*keep_special=*/true),
+             /*keep_lines=*/false) +
+         (corpus->document_begin(1) > kMostTokens ? " ..." : "");
 }
 
 /// What was read, so that what is lost or wrong is seen.
@@ -148,6 +147,18 @@ void add_prepare(CLI::App& data) {
       "that are not UTF-8 become U+FFFD), json, parquet, or bytes (each byte "
       "as "
       "it is, for --tokenizer bytes) [auto]");
+  command->add_flag(
+      "--chat",
+      options->chat,
+      "Each row of JSON is a conversation, which the tokenizer's chat template "
+      "writes: the field messages (a list of role and content), or prompt and "
+      "completion; tools if there are any (needs Python with the transformers "
+      "and jinja2 packages)");
+  command->add_option(
+      "--train-on",
+      options->train_on,
+      "With --chat, the tokens whose loss is taken: assistant (the assistant's "
+      "messages), last (the last of them) or all [assistant]");
   command->add_flag(
       "--parse-special",
       options->parse_special,
@@ -257,6 +268,57 @@ void add_import(CLI::App& data) {
   });
 }
 
+void add_show(CLI::App& data) {
+  CLI::App* command = data.add_subcommand(
+      "show",
+      "Print a sample as training sees it, with what is trained highlighted");
+  struct Show {
+    std::string folder;
+    data::ShowOptions options;
+    std::string packing = "documents";
+  };
+  const auto show = std::make_shared<Show>();
+  command->add_option("folder", show->folder, "A corpus folder")->required();
+  command->add_option(
+      "--sample",
+      show->options.sample,
+      "Number of the sample, in the order of the corpus [0]");
+  command->add_option(
+      "--split",
+      show->options.split,
+      "train or validation [train]");
+  command->add_option(
+      "--seq-len",
+      show->options.packing.seq_len,
+      "Tokens of a sample, as training.seq_len [2048]");
+  command
+      ->add_option(
+          "--packing",
+          show->packing,
+          "documents or stream, as data.packing [documents]")
+      ->check(CLI::IsMember({"documents", "stream"}));
+  command->add_option(
+      "--documents-per-sample",
+      show->options.packing.max_documents,
+      "As data.documents_per_sample [seq_len / 64, at least 16]");
+  command->add_option(
+      "--python",
+      show->options.python,
+      "Python with the tokenizers package, as for data prepare");
+  command->footer(
+      "Trained tokens are green on a terminal, and between [[ and ]] "
+      "elsewhere.\n"
+      "Example:\n"
+      "  flatshard data show corpora/chats --sample 3");
+  command->callback([show] {
+    show->options.packing.packing = show->packing == "stream"
+                                        ? data::Packing::stream
+                                        : data::Packing::documents;
+    show->options.colors = ::isatty(STDOUT_FILENO) == 1;
+    fmt::print("{}", data::show_sample(show->folder, show->options));
+  });
+}
+
 void add_info(CLI::App& data) {
   CLI::App* command = data.add_subcommand(
       "info",
@@ -282,6 +344,7 @@ void add_data_command(CLI::App& program) {
   add_prepare(*data);
   add_import(*data);
   add_info(*data);
+  add_show(*data);
 }
 
 }  // namespace flatshard

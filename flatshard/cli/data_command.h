@@ -4,7 +4,8 @@
 
 namespace flatshard {
 
-/// Adds `data prepare` and `data info`. Their callbacks throw Error.
+/// Adds `data prepare`, `import`, `info` and `show`. Their callbacks throw
+/// Error.
 void add_data_command(CLI::App& program);
 
 }  // namespace flatshard

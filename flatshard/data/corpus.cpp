@@ -14,6 +14,8 @@ using nlohmann::json;
 
 constexpr std::string_view kFormat = "flatshard-corpus";
 constexpr int kVersion = 1;
+// Older programs would train on every token.
+constexpr int kVersionWithMasks = 2;
 // Keeps byte counts of a damaged meta.json from overflowing.
 constexpr std::int64_t kMaxCount = std::int64_t{1} << 56;
 
@@ -85,6 +87,10 @@ std::string SplitMeta::shard_file(std::size_t shard) const {
   return fmt::format("{}-{:05}.bin", name, shard);
 }
 
+std::string SplitMeta::mask_file(std::size_t shard) const {
+  return fmt::format("{}-{:05}.mask.bin", name, shard);
+}
+
 std::string SplitMeta::document_file() const {
   return name + ".documents.bin";
 }
@@ -117,7 +123,10 @@ std::int64_t CorpusMeta::num_documents() const {
 std::string CorpusMeta::to_json() const {
   nlohmann::ordered_json all;
   all["format"] = kFormat;
-  all["version"] = kVersion;
+  const bool masked = std::ranges::any_of(splits, [](const SplitMeta& split) {
+    return split.trained_tokens.has_value();
+  });
+  all["version"] = masked ? kVersionWithMasks : kVersion;
   all["dtype"] = to_string(token_type);
   all["vocab_size"] = vocab_size;
   all["end_of_document"] = end_of_document;
@@ -136,6 +145,10 @@ std::string CorpusMeta::to_json() const {
          {"num_documents", split.num_documents},
          {"shard_tokens", split.shard_tokens},
          {"content_hash", split.content_hash}});
+    if (split.trained_tokens) {
+      all["splits"].back()["trained_tokens"] = *split.trained_tokens;
+      all["splits"].back()["mask_hash"] = split.mask_hash;
+    }
   }
   return all.dump(2) + "\n";
 }
@@ -157,12 +170,13 @@ CorpusMeta CorpusMeta::from_json(
       kFormat);
   const auto version = take<int>(all, "version", origin);
   FLATSHARD_CHECK(
-      version == kVersion,
+      version == kVersion || version == kVersionWithMasks,
       format,
-      "{}: this program reads corpus version {}, got version {}; prepare the "
-      "corpus again with it",
+      "{}: this program reads corpus versions {} and {}, got version {}; "
+      "prepare the corpus again with it",
       origin,
       kVersion,
+      kVersionWithMasks,
       version);
   CorpusMeta meta;
   const auto dtype = take<std::string>(all, "dtype", origin);
@@ -206,6 +220,20 @@ CorpusMeta CorpusMeta::from_json(
         take<std::vector<std::int64_t>>(item, "shard_tokens", origin);
     if (item.contains("content_hash")) {
       split.content_hash = take<std::string>(item, "content_hash", origin);
+    }
+    if (item.contains("trained_tokens")) {
+      split.trained_tokens = take<std::int64_t>(item, "trained_tokens", origin);
+      split.mask_hash = take<std::string>(item, "mask_hash", origin);
+      FLATSHARD_CHECK(
+          *split.trained_tokens >= 0 &&
+              *split.trained_tokens <= split.num_tokens,
+          format,
+          "{}: split '{}': expected 0 <= trained_tokens <= num_tokens = {}, "
+          "got {}",
+          origin,
+          split.name,
+          split.num_tokens,
+          *split.trained_tokens);
     }
     std::int64_t sum = 0;
     bool positive = true;
@@ -261,6 +289,10 @@ std::shared_ptr<const Corpus> Corpus::open(
     corpus->shards_.push_back(open_sized(
         folder / found->shard_file(i),
         found->shard_tokens[i] * nbytes));
+    if (found->trained_tokens) {
+      corpus->masks_.push_back(
+          open_sized(folder / found->mask_file(i), found->shard_tokens[i]));
+    }
     corpus->shard_begin_.push_back(begin);
     begin += found->shard_tokens[i];
   }
@@ -271,19 +303,37 @@ std::shared_ptr<const Corpus> Corpus::open(
 }
 
 std::int64_t Corpus::document_begin(std::int64_t i) const {
-  FLATSHARD_CHECK(
-      i >= 0 && i <= num_documents(),
-      usage,
-      "expected a document in [0, {}], got {}",
-      num_documents(),
-      i);
   std::int64_t first = 0;
-  read_words<std::uint64_t>(documents_, i, {&first, 1});
+  document_begins(i, {&first, 1});
   return first;
 }
 
-void Corpus::read(std::int64_t begin, std::span<std::int64_t> out) const {
+void Corpus::document_begins(std::int64_t first, std::span<std::int64_t> out)
+    const {
   const auto count = static_cast<std::int64_t>(out.size());
+  FLATSHARD_CHECK(
+      first >= 0 && first <= num_documents() + 1 - count,
+      usage,
+      "expected documents in [0, {}], got [{}, {})",
+      num_documents(),
+      first,
+      first + count);
+  read_words<std::uint64_t>(documents_, first, out);
+  const bool last_is_end = first + count <= num_documents() || out.empty() ||
+                           out.back() == num_tokens();
+  FLATSHARD_CHECK(
+      std::ranges::is_sorted(out) && last_is_end &&
+          (out.empty() || (out.front() >= 0 && out.back() <= num_tokens())),
+      format,
+      "{}: expected the first tokens of documents in ascending order up to the "
+      "number of tokens, {}; the corpus is damaged, prepare it again",
+      documents_.path().string(),
+      num_tokens());
+}
+
+template <class F>
+void Corpus::for_each_part(std::int64_t begin, std::int64_t count, F&& fn)
+    const {
   FLATSHARD_CHECK(
       begin >= 0 && count <= num_tokens() && begin <= num_tokens() - count,
       usage,
@@ -299,16 +349,46 @@ void Corpus::read(std::int64_t begin, std::span<std::int64_t> out) const {
     const std::int64_t local = begin + done - shard_begin_[at];
     const std::int64_t part =
         std::min(count - done, split_.shard_tokens[at] - local);
-    const auto target = out.subspan(
-        static_cast<std::size_t>(done),
-        static_cast<std::size_t>(part));
-    if (meta_.token_type == TokenType::uint16) {
-      read_words<std::uint16_t>(shards_[at], local, target);
-    } else {
-      read_words<std::uint32_t>(shards_[at], local, target);
-    }
+    fn(at,
+       local,
+       static_cast<std::size_t>(done),
+       static_cast<std::size_t>(part));
     done += part;
   }
+}
+
+void Corpus::read(std::int64_t begin, std::span<std::int64_t> out) const {
+  for_each_part(
+      begin,
+      static_cast<std::int64_t>(out.size()),
+      [&](std::size_t shard, std::int64_t at, std::size_t to, std::size_t n) {
+        if (meta_.token_type == TokenType::uint16) {
+          read_words<std::uint16_t>(shards_[shard], at, out.subspan(to, n));
+        } else {
+          read_words<std::uint32_t>(shards_[shard], at, out.subspan(to, n));
+        }
+      });
+}
+
+void Corpus::read_mask(std::int64_t begin, std::span<std::uint8_t> out) const {
+  FLATSHARD_CHECK(has_mask(), usage, "split '{}' has no mask", split_.name);
+  for_each_part(
+      begin,
+      static_cast<std::int64_t>(out.size()),
+      [&](std::size_t shard, std::int64_t at, std::size_t to, std::size_t n) {
+        const auto part = out.subspan(to, n);
+        masks_[shard].read_at(at, std::as_writable_bytes(part));
+        const auto bad =
+            std::ranges::find_if(part, [](std::uint8_t m) { return m > 1; });
+        FLATSHARD_CHECK(
+            bad == part.end(),
+            format,
+            "{}: byte {}: expected 0 or 1, got {}; the corpus is damaged, "
+            "prepare it again",
+            masks_[shard].path().string(),
+            at + (bad - part.begin()),
+            static_cast<int>(*bad));
+      });
 }
 
 }  // namespace flatshard::data

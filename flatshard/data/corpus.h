@@ -31,20 +31,28 @@ struct SplitMeta {
   /// Of all tokens, whatever their type and files: XXH3 of them as uint32 in
   /// hexadecimal digits. Empty: of an older version.
   std::string content_hash;
+  /// Tokens whose mask is 1; unset: there is no mask, all tokens are trained.
+  std::optional<std::int64_t> trained_tokens;
+  std::string mask_hash;  ///< XXH3 of the mask; empty without one
 
   std::string shard_file(std::size_t shard) const;  ///< "train-00000.bin"
+  std::string mask_file(std::size_t shard) const;   ///< "train-00000.mask.bin"
   std::string document_file() const;                ///< "train.documents.bin"
 };
 
 /// What meta.json of a corpus folder says.
 ///
-/// The folder, format version 1, as `flatshard data prepare` writes it:
+/// The folder, format version 1 (2 with masks), as `flatshard data prepare`
+/// writes it:
 ///   meta.json                    this
 ///   train-00000.bin, ...         the split's tokens one after the other; each
 ///                                document ends with `end_of_document` and
 ///                                may begin with `begin_of_document`
 ///   train.documents.bin          uint64[num_documents + 1]: first token of
 ///                                each document, then num_tokens
+///   train-00000.mask.bin, ...    a byte for each token of that shard: 1 where
+///                                its loss is taken, 0 where it is not. None:
+///                                the loss of every token is taken
 ///   validation-00000.bin, ...    the same for the validation split
 ///   tokenizer.json               a copy, when the tokenizer was such a file,
 ///                                and the files beside it when it was a
@@ -88,22 +96,37 @@ class Corpus {
   std::int64_t num_tokens() const { return split_.num_tokens; }
   std::int64_t num_documents() const { return split_.num_documents; }
   const std::string& content_hash() const { return split_.content_hash; }
+  const std::string& mask_hash() const { return split_.mask_hash; }
 
   /// First token of document i, for i in [0, num_documents]; the last one is
   /// num_tokens. @throws Error{io} as `read` does.
   std::int64_t document_begin(std::int64_t i) const;
+  /// The first tokens of the documents [first, first + out.size()); one more
+  /// than the last is num_tokens.
+  /// @throws as document_begin; Error{format} where they do not ascend.
+  void document_begins(std::int64_t first, std::span<std::int64_t> out) const;
 
   /// Copies tokens [begin, begin + out.size()) as int64.
   /// @throws Error{usage} when that leaves the split, Error{io} when a file was
   /// cut off since.
   void read(std::int64_t begin, std::span<std::int64_t> out) const;
 
+  bool has_mask() const { return split_.trained_tokens.has_value(); }
+  /// Copies the mask of tokens [begin, begin + out.size()), which must have
+  /// one. @throws as `read`; Error{format} for bytes other than 0 and 1.
+  void read_mask(std::int64_t begin, std::span<std::uint8_t> out) const;
+
  private:
   Corpus() = default;
+  /// Calls fn(shard, first token there, first element of the range, count) for
+  /// each part of [begin, begin + count). @throws Error{usage}.
+  template <class F>
+  void for_each_part(std::int64_t begin, std::int64_t count, F&& fn) const;
 
   CorpusMeta meta_;
   SplitMeta split_;
   std::vector<FileReader> shards_;
+  std::vector<FileReader> masks_;          ///< of the shards; or none
   std::vector<std::int64_t> shard_begin_;  ///< first token of each shard
   FileReader documents_;
 };

@@ -64,11 +64,16 @@ void copy_tokens(
     std::int64_t count,
     SplitWriter& writer,
     std::vector<std::uint32_t>& buffer) {
+  std::vector<std::uint8_t> mask;
   while (count > 0) {
     const auto part = std::min(static_cast<std::size_t>(count), buffer.size());
     const auto chunk = std::span(buffer).first(part);
     stream.read(chunk);
-    writer.append(chunk);
+    if (stream.has_mask()) {
+      mask.resize(part);
+      stream.read_mask(mask);
+    }
+    writer.append(chunk, mask);
     count -= static_cast<std::int64_t>(part);
   }
 }
@@ -83,18 +88,21 @@ class DocumentWriter {
       : writer_(writer), meta_(meta), buffer_(buffer) {}
 
   void write(DocumentStream& stream, std::int64_t count) {
+    const bool masked = stream.has_mask();
     if (meta_.begin_of_document) {
-      append(*meta_.begin_of_document);
+      append(*meta_.begin_of_document, masked, /*trained=*/false);
     }
     copy_tokens(stream, count, writer_, buffer_);
-    append(meta_.end_of_document);
+    append(meta_.end_of_document, masked, stream.trains_end());
     writer_.end_document();
   }
 
  private:
-  void append(std::int64_t token) {
+  void append(std::int64_t token, bool masked, bool trained) {
     const std::array<std::uint32_t, 1> one{static_cast<std::uint32_t>(token)};
-    writer_.append(one);
+    const std::array<std::uint8_t, 1> mask{
+        trained ? std::uint8_t{1} : std::uint8_t{0}};
+    writer_.append(one, std::span(mask).first(masked ? 1 : 0));
   }
 
   SplitWriter& writer_;
@@ -183,12 +191,14 @@ void write_corpus(
       staged.path(),
       "train",
       meta.token_type,
-      options.shard_tokens);
+      options.shard_tokens,
+      stream.has_mask());
   SplitWriter validation(
       staged.path(),
       "validation",
       meta.token_type,
-      options.shard_tokens);
+      options.shard_tokens,
+      stream.has_mask());
   {
     Progress progress(options.progress, total_nbytes);
     std::vector<std::uint32_t> buffer(kChunkTokens);

@@ -50,7 +50,8 @@ CorpusIdentity identify(const Corpus& corpus) {
   }
   return {
       .sample = fmt::format("{:016x}", XXH3_64bits_digest(&state)),
-      .all = corpus.content_hash()};
+      .all = corpus.has_mask() ? corpus.content_hash() + corpus.mask_hash()
+                               : corpus.content_hash()};
 }
 
 }  // namespace flatshard::data

@@ -12,8 +12,8 @@ struct CorpusIdentity {
   /// Of the number of tokens and of blocks all over them: of every token up to
   /// 4 Mi, of 16 blocks of 256 Ki in a larger split.
   std::string sample;
-  /// Of every token, as meta.json has it; corpora that were prepared by older
-  /// versions have none.
+  /// Of every token and of the mask, as meta.json has them; corpora that were
+  /// prepared by older versions have none.
   std::string all;
 
   /// Whether nothing that both know differs.

@@ -80,12 +80,13 @@ void clean_up(const fs::path& target) {
 
 }  // namespace
 
-/// SplitMeta::content_hash.
+/// SplitMeta::content_hash and mask_hash.
 class ContentHash {
  public:
   ContentHash() { XXH3_64bits_reset(&state_); }
-  void update(std::span<const std::uint32_t> tokens) {
-    XXH3_64bits_update(&state_, tokens.data(), tokens.size_bytes());
+  template <class T>
+  void update(std::span<const T> items) {
+    XXH3_64bits_update(&state_, items.data(), items.size_bytes());
   }
   std::string text() const {
     return fmt::format("{:016x}", XXH3_64bits_digest(&state_));
@@ -99,7 +100,8 @@ SplitWriter::SplitWriter(
     fs::path folder,
     std::string name,
     TokenType type,
-    std::int64_t shard_tokens)
+    std::int64_t shard_tokens,
+    bool masked)
     : folder_(std::move(folder)),
       type_(type),
       shard_tokens_(shard_tokens),
@@ -111,11 +113,23 @@ SplitWriter::SplitWriter(
       "shard_tokens: expected at least 1, got {}",
       shard_tokens);
   meta_.name = std::move(name);
+  if (masked) {
+    meta_.trained_tokens = 0;
+    mask_hash_ = std::make_unique<ContentHash>();
+  }
 }
 
 SplitWriter::~SplitWriter() = default;
 
-void SplitWriter::append(std::span<const std::uint32_t> tokens) {
+void SplitWriter::append(
+    std::span<const std::uint32_t> tokens,
+    std::span<const std::uint8_t> mask) {
+  FLATSHARD_CHECK(
+      mask.size() == (mask_hash_ ? tokens.size() : 0),
+      usage,
+      "expected {} bytes of a mask, got {}",
+      mask_hash_ ? tokens.size() : 0,
+      mask.size());
   hash_->update(tokens);
   while (!tokens.empty()) {
     if (!shard_ || meta_.shard_tokens.back() == shard_tokens_) {
@@ -138,10 +152,20 @@ void SplitWriter::append(std::span<const std::uint32_t> tokens) {
       }
       shard_->write(narrow_.data(), narrow_.size() * sizeof(std::uint16_t));
     }
+    if (mask_hash_) {
+      write_mask(mask.first(part.size()));
+      mask = mask.subspan(part.size());
+    }
     meta_.shard_tokens.back() += static_cast<std::int64_t>(part.size());
     meta_.num_tokens += static_cast<std::int64_t>(part.size());
     tokens = tokens.subspan(part.size());
   }
+}
+
+void SplitWriter::write_mask(std::span<const std::uint8_t> mask) {
+  mask_hash_->update(mask);
+  mask_->write(mask.data(), mask.size());
+  *meta_.trained_tokens += std::ranges::count(mask, std::uint8_t{1});
 }
 
 void SplitWriter::end_document() {
@@ -150,8 +174,10 @@ void SplitWriter::end_document() {
 }
 
 SplitMeta SplitWriter::finish() {
-  if (shard_) {
-    shard_->close();
+  for (const auto& file : {&shard_, &mask_}) {
+    if (*file) {
+      (*file)->close();
+    }
   }
   FileWriter documents(folder_ / meta_.document_file());
   documents.write(
@@ -159,6 +185,9 @@ SplitMeta SplitWriter::finish() {
       document_begin_.size() * sizeof(std::uint64_t));
   documents.close();
   meta_.content_hash = hash_->text();
+  if (mask_hash_) {
+    meta_.mask_hash = mask_hash_->text();
+  }
   return meta_;
 }
 
@@ -166,8 +195,14 @@ void SplitWriter::next_shard() {
   if (shard_) {
     shard_->close();
   }
-  shard_ = std::make_unique<FileWriter>(
-      folder_ / meta_.shard_file(meta_.shard_tokens.size()));
+  const std::size_t number = meta_.shard_tokens.size();
+  shard_ = std::make_unique<FileWriter>(folder_ / meta_.shard_file(number));
+  if (mask_hash_) {
+    if (mask_) {
+      mask_->close();
+    }
+    mask_ = std::make_unique<FileWriter>(folder_ / meta_.mask_file(number));
+  }
   meta_.shard_tokens.push_back(0);
 }
 

@@ -18,15 +18,21 @@ class ContentHash;
 class SplitWriter {
  public:
   /// @param shard_tokens  tokens after which a new shard file begins.
+  /// @param masked  tokens have a mask.
   SplitWriter(
       std::filesystem::path folder,
       std::string name,
       TokenType type,
-      std::int64_t shard_tokens);
+      std::int64_t shard_tokens,
+      bool masked = false);
   ~SplitWriter();
 
   /// Appends tokens to the open document. Each must fit the token type.
-  void append(std::span<const std::uint32_t> tokens);
+  /// @param mask  1 for tokens that are trained and 0 for others; empty for a
+  ///   writer without masks.
+  void append(
+      std::span<const std::uint32_t> tokens,
+      std::span<const std::uint8_t> mask = {});
   /// The tokens appended since the last call are one document.
   void end_document();
 
@@ -38,15 +44,18 @@ class SplitWriter {
 
  private:
   void next_shard();
+  void write_mask(std::span<const std::uint8_t> mask);
 
   std::filesystem::path folder_;
   SplitMeta meta_;
   TokenType type_;
   std::int64_t shard_tokens_;
   std::unique_ptr<FileWriter> shard_;
+  std::unique_ptr<FileWriter> mask_;  ///< of the shard; null: without masks
   std::vector<std::uint64_t> document_begin_;
   std::vector<std::uint16_t> narrow_;
   std::unique_ptr<ContentHash> hash_;
+  std::unique_ptr<ContentHash> mask_hash_;
 };
 
 /// A folder that appears under its name only when it is whole: it is filled

@@ -9,15 +9,40 @@
 
 namespace flatshard::data {
 
-JsonRows::JsonRows(const std::filesystem::path& path, std::string text_field)
-    : path_(path), text_field_(std::move(text_field)), reader_(path) {
+JsonRows::JsonRows(
+    const std::filesystem::path& path,
+    std::string text_field,
+    RowPart part)
+    : path_(path),
+      text_field_(std::move(text_field)),
+      part_(part),
+      reader_(path) {
+}
+
+std::int64_t JsonRows::line_at(std::size_t at) const {
+  const auto begin = json_.begin();
+  return line_ +
+         std::count(begin, begin + static_cast<std::ptrdiff_t>(at), '\n');
 }
 
 void JsonRows::fail(const std::string& what, std::size_t at) const {
-  const auto begin = json_.begin();
-  const auto line =
-      line_ + std::count(begin, begin + static_cast<std::ptrdiff_t>(at), '\n');
-  FLATSHARD_THROW(format, "{}:{}: {}", path_.string(), line, what);
+  FLATSHARD_THROW(format, "{}:{}: {}", path_.string(), line_at(at), what);
+}
+
+void JsonRows::check_utf8(
+    const std::string& text,
+    const std::string& where,
+    std::size_t at) const {
+  const std::size_t bad = find_invalid_utf8(text);
+  if (bad != kAllUtf8) {
+    fail(
+        fmt::format(
+            "expected UTF-8 in the {}, got the byte 0x{:02x}; convert the "
+            "file, for example with iconv -f latin1 -t utf-8",
+            where,
+            static_cast<unsigned char>(text[bad])),
+        at);
+  }
 }
 
 /// The next line that is not blank.
@@ -64,6 +89,7 @@ void JsonRows::find_form() {
 void JsonRows::read_object(JsonScanner& scanner, std::string& text) {
   scanner.peek();
   const std::size_t begin = scanner.at();
+  row_line_ = line_at(begin);
   JsonScanner::Field field;
   try {
     field = scanner.object(text_field_, text);
@@ -74,6 +100,11 @@ void JsonRows::read_object(JsonScanner& scanner, std::string& text) {
     fail(
         problem.what + " (JSON rows are objects, one a line or in one list)",
         problem.at);
+  }
+  if (part_ == RowPart::whole) {
+    text = json_.substr(begin, scanner.at() - begin);
+    check_utf8(text, "row", begin);
+    return;
   }
   using Kind = JsonScanner::Field::Kind;
   if (field.kind == Kind::missing) {
@@ -102,16 +133,7 @@ void JsonRows::read_object(JsonScanner& scanner, std::string& text) {
             field.other),
         begin);
   }
-  const std::size_t bad = find_invalid_utf8(text);
-  if (bad != kAllUtf8) {
-    fail(
-        fmt::format(
-            "expected UTF-8 in the field '{}', got the byte 0x{:02x}; convert "
-            "the file, for example with iconv -f latin1 -t utf-8",
-            text_field_,
-            static_cast<unsigned char>(text[bad])),
-        begin);
-  }
+  check_utf8(text, fmt::format("field '{}'", text_field_), begin);
 }
 
 bool JsonRows::next(std::string& text) {

@@ -10,17 +10,29 @@
 
 namespace flatshard::data {
 
+/// What JsonRows takes of an object.
+enum class RowPart {
+  text_field,  ///< the text in a field
+  whole,       ///< all of it, as JSON
+};
+
 /// The documents of a JSON file: objects, one in each line or as elements of
 /// one list, that have a document in the text field. A file whose first object
 /// takes several lines, or that is a list, is held in memory as a whole.
 class JsonRows {
  public:
   /// @throws what TextReader throws.
-  JsonRows(const std::filesystem::path& path, std::string text_field);
+  /// @param text_field  of RowPart::text_field.
+  JsonRows(
+      const std::filesystem::path& path,
+      std::string text_field,
+      RowPart part = RowPart::text_field);
 
   /// The next document, "" where the text is empty or null; false at the end.
   /// @throws Error{format} naming the line, and the fields that it has.
   bool next(std::string& text);
+  /// The line where the last document's object begins, from 1.
+  std::int64_t line() const { return row_line_; }
 
  private:
   enum class Form { unknown, lines, list, objects };
@@ -28,16 +40,23 @@ class JsonRows {
   bool next_line();
   void find_form();
   bool next_of_whole(std::string& text);
+  std::int64_t line_at(std::size_t at) const;
+  void check_utf8(
+      const std::string& text,
+      const std::string& where,
+      std::size_t at) const;
   void read_object(JsonScanner& scanner, std::string& text);
   [[noreturn]] void fail(const std::string& what, std::size_t at) const;
 
   std::filesystem::path path_;
   std::string text_field_;
+  RowPart part_;
   TextReader reader_;
   Form form_ = Form::unknown;
   std::string json_;       ///< a line, or the whole file
   std::size_t at_ = 0;     ///< in it
   std::int64_t line_ = 0;  ///< of the beginning of json_, from 1
+  std::int64_t row_line_ = 0;
 };
 
 }  // namespace flatshard::data

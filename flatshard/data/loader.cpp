@@ -17,6 +17,14 @@ std::vector<double> weights_of(const std::vector<WeightedSource>& sources) {
   return weights;
 }
 
+std::string describe_packing(std::int64_t documents_per_sample) {
+  return documents_per_sample == 0 ? "data.packing = \"stream\""
+                                   : fmt::format(
+                                         "data.packing = \"documents\" with "
+                                         "data.documents_per_sample = {}",
+                                         documents_per_sample);
+}
+
 /// "a mixture of 75.00% of 12 sequences and 25.00% of 30"
 std::string describe(const std::vector<LoaderState::Part>& parts) {
   std::string text = parts.empty() ? "one corpus" : "a mixture of ";
@@ -65,9 +73,11 @@ Loader::Loader(std::vector<WeightedSource> sources, LoaderOptions options)
     FLATSHARD_CHECK(
         num_sequences >= 1,
         config,
-        "one sequence needs training.seq_len + 1 = {} tokens, got {}; lower "
-        "seq_len or prepare a larger corpus",
-        options.seq_len + 1,
+        "one sequence needs {} tokens, got {}; lower seq_len or prepare a "
+        "larger corpus",
+        source->packing()
+            ? "a document of at least 2"
+            : fmt::format("training.seq_len + 1 = {}", options.seq_len + 1),
         source->describe());
     first_sequence_.push_back(first_sequence_.back() + num_sequences);
   }
@@ -142,7 +152,8 @@ std::vector<std::int64_t> Loader::sequences(const BatchSlot& slot) const {
 void Loader::read(
     const BatchSlot& slot,
     std::span<std::int64_t> tokens,
-    std::span<std::int64_t> targets) const {
+    std::span<std::int64_t> targets,
+    std::vector<std::int64_t>* lengths) const {
   const std::int64_t seq_len = options_.seq_len;
   const std::int64_t numel = slot.local_batch * seq_len;
   FLATSHARD_CHECK(
@@ -154,13 +165,14 @@ void Loader::read(
       numel,
       tokens.size(),
       targets.size());
-  read_samples(first_sample(slot), tokens, targets);
+  read_samples(first_sample(slot), tokens, targets, lengths);
 }
 
 void Loader::read_samples(
     std::int64_t first,
     std::span<std::int64_t> tokens,
-    std::span<std::int64_t> targets) const {
+    std::span<std::int64_t> targets,
+    std::vector<std::int64_t>* lengths) const {
   const std::int64_t seq_len = options_.seq_len;
   const auto numel = static_cast<std::int64_t>(tokens.size());
   FLATSHARD_CHECK(
@@ -172,27 +184,38 @@ void Loader::read_samples(
       first,
       numel,
       targets.size());
-  std::vector<std::int64_t> buffer(static_cast<std::size_t>(seq_len + 1));
-  auto token_out = tokens.begin();
-  auto target_out = targets.begin();
+  const auto row_size = static_cast<std::size_t>(seq_len);
   for (std::int64_t i = 0; i < numel / seq_len; ++i) {
     const auto [number, sequence] = sequence_of(first + i);
     const TokenSource& source = *sources_[number].source;
-    source.read(sequence, buffer);
-    const auto worst = std::max_element(buffer.begin(), buffer.end());
-    FLATSHARD_CHECK(
-        *worst < options_.vocab_size,
-        format,
-        "token {} at place {} of sequence {} ({}) is beyond model.vocab_size = "
-        "{}; the corpus is damaged, prepare it again",
-        *worst,
-        worst - buffer.begin(),
-        sequence,
-        source.describe(),
-        options_.vocab_size);
-    token_out = std::copy(buffer.begin(), buffer.end() - 1, token_out);
-    target_out = std::copy(buffer.begin() + 1, buffer.end(), target_out);
+    const std::size_t at = static_cast<std::size_t>(i) * row_size;
+    const Sequence out{
+        tokens.subspan(at, row_size),
+        targets.subspan(at, row_size),
+        lengths};
+    source.read(sequence, out);
+    const auto check = [&](std::span<std::int64_t> row, std::int64_t place) {
+      const auto worst = std::ranges::max_element(row);
+      FLATSHARD_CHECK(
+          *worst < options_.vocab_size,
+          format,
+          "token {} at place {} of sequence {} ({}) is beyond "
+          "model.vocab_size = {}; the corpus is damaged, prepare it again",
+          *worst,
+          worst - row.begin() + place,
+          sequence,
+          source.describe(),
+          options_.vocab_size);
+    };
+    check(out.tokens, 0);
+    check(out.targets, 1);
   }
+}
+
+bool Loader::ignores_targets() const {
+  return std::ranges::any_of(sources_, [](const WeightedSource& weighted) {
+    return weighted.source->ignores_targets();
+  });
 }
 
 LoaderState Loader::state() const {
@@ -200,7 +223,8 @@ LoaderState Loader::state() const {
       .seed = options_.seed,
       .seq_len = options_.seq_len,
       .num_sequences = num_sequences(),
-      .samples_consumed = samples_consumed_};
+      .samples_consumed = samples_consumed_,
+      .documents_per_sample = options_.documents_per_sample};
   for (std::size_t i = 0; i < sources_.size() && sources_.size() > 1; ++i) {
     state.parts.push_back(
         {.num_sequences = first_sequence_[i + 1] - first_sequence_[i],
@@ -223,6 +247,13 @@ void Loader::restore(const LoaderState& state) {
       "the saved data order belongs to training.seq_len = {}, got {}",
       state.seq_len,
       options_.seq_len);
+  FLATSHARD_CHECK(
+      state.documents_per_sample == options_.documents_per_sample,
+      config,
+      "the saved data order belongs to {}, got {}; set data.packing and "
+      "data.documents_per_sample to the saved ones",
+      describe_packing(state.documents_per_sample),
+      describe_packing(options_.documents_per_sample));
   const std::vector<LoaderState::Part> parts = this->state().parts;
   FLATSHARD_CHECK(
       state.parts == parts,

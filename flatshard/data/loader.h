@@ -16,6 +16,8 @@ struct LoaderOptions {
   std::int64_t global_batch_size = 0;  ///< sequences per step, all ranks
   std::int64_t vocab_size = 0;         ///< the model's; tokens must be below it
   bool shuffle = true;                 ///< false: in order, for validation
+  /// That of the sources, in the saved position; 0: a stream.
+  std::int64_t documents_per_sample = 0;
 };
 
 /// Which part of a step one call of `Loader::read` wants.
@@ -42,11 +44,13 @@ struct LoaderState {
   std::int64_t num_sequences = 0;
   std::int64_t samples_consumed = 0;
   std::vector<Part> parts;  ///< empty: one source
+  /// PackingOptions::max_documents; 0: Packing::stream.
+  std::int64_t documents_per_sample = 0;
 
   friend bool operator==(const LoaderState&, const LoaderState&) = default;
 };
 
-/// Deterministic packed-sequence loader.
+/// Deterministic loader of sequences.
 ///
 /// Sample g of a run (g counts from 0 over all steps) is sequence
 /// permutation(seed, epoch)(g mod n) of the source, with n sequences and
@@ -75,27 +79,33 @@ class Loader {
   /// Of all sources.
   std::int64_t num_sequences() const { return first_sequence_.back(); }
   std::int64_t epoch() const { return samples_consumed_ / num_sequences(); }
+  /// Whether some source has targets without loss.
+  bool ignores_targets() const;
 
   /// Microbatches per step. @throws Error{config} when global_batch_size is
   /// not a multiple of local_batch * world.
   std::int64_t num_microbatches(int world, std::int64_t local_batch) const;
 
   /// Fills tokens and targets, each [local_batch, seq_len] row-major, with the
-  /// slot's part of the current step; target j is token j + 1. Does not move
-  /// the position, so ranks and microbatches may be read in any order.
+  /// slot's part of the current step; see Sequence. Does not move the position,
+  /// so ranks and microbatches may be read in any order.
+  /// @param lengths  if not null: gets the lengths of the documents of all
+  ///   sequences, one after the other.
   /// @throws Error{usage} on a wrong size or slot, Error{format} on a token
   /// that the model's vocabulary does not have.
   void read(
       const BatchSlot& slot,
       std::span<std::int64_t> tokens,
-      std::span<std::int64_t> targets) const;
+      std::span<std::int64_t> targets,
+      std::vector<std::int64_t>* lengths = nullptr) const;
 
   /// Fills tokens and targets, each [n, seq_len] row-major, with the samples
   /// [first, first + n) of the run, wherever the position is. Same errors.
   void read_samples(
       std::int64_t first,
       std::span<std::int64_t> tokens,
-      std::span<std::int64_t> targets) const;
+      std::span<std::int64_t> targets,
+      std::vector<std::int64_t>* lengths = nullptr) const;
 
   /// The sequence numbers that `read` would use, in its order.
   std::vector<std::int64_t> sequences(const BatchSlot& slot) const;

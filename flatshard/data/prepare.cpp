@@ -1,12 +1,15 @@
 #include "flatshard/data/prepare.h"
 
 #include <algorithm>
+#include <array>
 #include <memory>
+#include <string_view>
 
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
 #include "flatshard/data/byte_documents.h"
 #include "flatshard/data/corpus_documents.h"
+#include "flatshard/data/corpus_writer.h"
 #include "flatshard/data/hf_tokenizer.h"
 #include "flatshard/data/input_files.h"
 #include "flatshard/data/python_documents.h"
@@ -26,6 +29,47 @@ void warn_of(const Survey& survey, bool of_skipped) {
     log_warning(
         "{} bytes that are not UTF-8 became U+FFFD",
         survey.num_replaced);
+  }
+}
+
+/// Checks the options of chats, and those that chats do not go with.
+void check_chat(const PrepareOptions& options, InputFormat format) {
+  if (!options.chat) {
+    FLATSHARD_CHECK(
+        options.train_on.empty(),
+        config,
+        "--train-on belongs to --chat");
+    return;
+  }
+  constexpr std::array<std::string_view, 4> kTrainOn{
+      "",
+      "assistant",
+      "all",
+      "last"};
+  FLATSHARD_CHECK(
+      std::ranges::find(kTrainOn, options.train_on) != kTrainOn.end(),
+      config,
+      "--train-on: expected assistant, all or last, got {}",
+      options.train_on);
+  FLATSHARD_CHECK(
+      options.tokenizer != "bytes",
+      config,
+      "--chat: expected --tokenizer with the folder of a Hugging Face "
+      "tokenizer, whose chat template is used; byte tokens have none");
+  FLATSHARD_CHECK(
+      format == InputFormat::automatic || format == InputFormat::json,
+      config,
+      "--chat takes JSON rows: expected --format auto or json, got {}",
+      options.format);
+  for (const auto& [name, is_set] :
+       {std::pair{"--text-field", !options.text_field.empty()},
+        std::pair{"--begin-of-document", !options.begin_of_document.empty()},
+        std::pair{"--parse-special", options.parse_special}}) {
+    FLATSHARD_CHECK(
+        !is_set,
+        config,
+        "{} does not go with --chat: the chat template decides",
+        name);
   }
 }
 
@@ -73,18 +117,21 @@ CorpusMeta prepare_corpus(const PrepareOptions& options, Survey* report) {
       "--format bytes: expected --tokenizer bytes, got {}; a tokenizer.json "
       "takes text",
       options.tokenizer);
+  check_chat(options, format);
   PythonTokenizerOptions python{
       .python = options.python,
       .end_of_document = options.end_of_document,
       .begin_of_document = options.begin_of_document,
-      .parse_special = options.parse_special};
+      .parse_special = options.parse_special,
+      .train_on = options.train_on.empty() ? "assistant" : options.train_on};
   if (!is_bytes) {
     python.tokenizer = find_tokenizer(options.tokenizer);
   }
   const TextOptions texts{
       .text_field = options.text_field.empty() ? "text" : options.text_field,
       .replace_invalid = format == InputFormat::text,
-      .python = options.python};
+      .python = options.python,
+      .row_part = options.chat ? RowPart::whole : RowPart::text_field};
   StagedFolder::check(options.output, options.force);
   const Survey survey = survey_inputs(options.inputs, format, texts);
   const std::vector<InputFile>& files = survey.found.files;

@@ -33,6 +33,11 @@ struct PrepareOptions {
   std::string format = "auto";  ///< see parse_input_format
   /// Control tokens that a text spells out become these tokens.
   bool parse_special = false;
+  /// Each row is a conversation, which the tokenizer's chat template writes.
+  bool chat = false;
+  /// Of chats, what is trained: "assistant" (the default), "all", or "last",
+  /// the last message of the assistant.
+  std::string train_on;
 };
 
 /// Tokenizes files and writes a corpus folder (see CorpusMeta). A file of text
@@ -42,6 +47,9 @@ struct PrepareOptions {
 /// `validation_fraction`, so adding files never moves one from a split to the
 /// other. With two or more documents and a fraction above 0 each split gets at
 /// least one; a single document gives its last part to validation.
+///
+/// Chats have a mask beside their tokens (CorpusMeta). A chat that ends with
+/// the end-of-document token gets no second one.
 ///
 /// Nothing appears under `output` until it is whole.
 /// @throws Error{io} no match, unreadable file, full disk; Error{usage} the

@@ -5,6 +5,7 @@
 #include <exception>
 #include <optional>
 #include <span>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -13,8 +14,9 @@
 
 namespace flatshard::data {
 
-/// Texts tokenized by the Hugging Face tokenizers package. A thread reads them
-/// and gives them to a child process.
+/// Texts tokenized by the Hugging Face tokenizers package, or chats by a chat
+/// template (RowPart::whole). A thread reads them and gives them to a child
+/// process.
 class PythonDocuments : public DocumentStream {
  public:
   /// @param files  must outlive this.
@@ -35,16 +37,28 @@ class PythonDocuments : public DocumentStream {
   }
   std::int64_t next_document() override;
   void read(std::span<std::uint32_t> out) override;
+  bool has_mask() const override { return is_chat_; }
+  void read_mask(std::span<std::uint8_t> out) override;
+  bool trains_end() const override { return trains_end_; }
 
  private:
   void feed();
+  bool send(std::string_view text);
+  std::int64_t next_chat();
   void rethrow_of_feeder();
 
+  const bool is_chat_;
+  const bool trains_all_;
   PythonChild child_;
   TextDocuments documents_;
   std::atomic<bool> stop_ = false;
   std::exception_ptr failure_;  ///< of the thread, read when it has ended
   std::thread feeder_;
+  // Of a chat.
+  std::vector<std::uint32_t> ids_;
+  std::vector<std::uint8_t> mask_;
+  std::size_t at_ = 0;  ///< tokens that were read
+  bool trains_end_ = true;
 };
 
 }  // namespace flatshard::data

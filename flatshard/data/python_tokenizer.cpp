@@ -151,6 +151,7 @@ void PythonChild::start(
       {"begin", options.begin_of_document},
       {"text_field", options.text_field},
       {"parse_special", options.parse_special},
+      {"train_on", options.train_on},
       {"keep_special",
        options.keep_special}}.dump();
   std::array<const char*, 6> arguments{

@@ -26,6 +26,8 @@ struct PythonTokenizerOptions {
   /// Control tokens that a text spells out become these tokens.
   bool parse_special = false;
   bool keep_special = false;  ///< `decode` writes control tokens out
+  /// Of chats, what is trained: "assistant", "all" or "last"; see hf_chat.py.
+  std::string train_on;
 };
 
 /// A child process that runs python/flatshard/prepare_tokens.py with standard

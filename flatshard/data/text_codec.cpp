@@ -34,6 +34,16 @@ class ByteCodec : public TextCodec {
     return text;
   }
 
+  std::vector<std::string> decode_all(
+      const std::vector<std::vector<std::int64_t>>& lists,
+      bool keep_special) const override {
+    std::vector<std::string> texts;
+    for (const auto& tokens : lists) {
+      texts.push_back(decode(tokens, keep_special));
+    }
+    return texts;
+  }
+
   std::int64_t end_of_document() const override { return kByteEndOfDocument; }
 };
 
@@ -54,7 +64,7 @@ class JsonCodec : public TextCodec {
 
   std::string decode(const std::vector<std::int64_t>& tokens, bool keep_special)
       const override {
-    return decode_lines({tokens}, keep_special).front();
+    return decode_all({tokens}, keep_special).front();
   }
 
   std::string decode_after(
@@ -63,11 +73,28 @@ class JsonCodec : public TextCodec {
       const std::vector<std::int64_t>& tokens) const override {
     std::vector<std::int64_t> all = prompt;
     all.insert(all.end(), tokens.begin(), tokens.end());
-    const auto texts = decode_lines({prompt, all, tokens}, false);
+    const auto texts = decode_all({prompt, all, tokens}, false);
     // Where the tokens change the prompt's own text, it stays as it was typed.
     return std::string(text) + (texts[1].starts_with(texts[0])
                                     ? texts[1].substr(texts[0].size())
                                     : texts[2]);
+  }
+
+  std::vector<std::string> decode_all(
+      const std::vector<std::vector<std::int64_t>>& lists,
+      bool keep_special) const override {
+    PythonTokenizerOptions options = options_;
+    options.keep_special = keep_special;
+    std::string input;
+    for (const auto& tokens : lists) {
+      input += fmt::format("{}\n", fmt::join(tokens, " "));
+    }
+    PythonChild child(options, "decode", input);
+    std::vector<std::string> texts;
+    for (std::size_t i = 0; i < lists.size(); ++i) {
+      texts.push_back(child.read_text());
+    }
+    return texts;
   }
 
   std::int64_t end_of_document() const override { return end_of_document_; }
@@ -78,22 +105,6 @@ class JsonCodec : public TextCodec {
  protected:
   const PythonTokenizerOptions& options() const { return options_; }
 
-  std::vector<std::string> decode_lines(
-      const std::vector<std::vector<std::int64_t>>& lines,
-      bool keep_special) const {
-    PythonTokenizerOptions options = options_;
-    options.keep_special = keep_special;
-    std::string input;
-    for (const auto& tokens : lines) {
-      input += fmt::format("{}\n", fmt::join(tokens, " "));
-    }
-    PythonChild child(options, "decode", input);
-    std::vector<std::string> texts;
-    for (std::size_t i = 0; i < lines.size(); ++i) {
-      texts.push_back(child.read_text());
-    }
-    return texts;
-  }
   static std::vector<std::int64_t> read_tokens(PythonChild& child) {
     std::vector<std::uint32_t> words(
         static_cast<std::size_t>(child.read_count()));

@@ -26,6 +26,10 @@ class TextCodec {
   virtual std::string decode(
       const std::vector<std::int64_t>& tokens,
       bool keep_special = false) const = 0;
+  /// `decode` of each list; Python is run once for all.
+  virtual std::vector<std::string> decode_all(
+      const std::vector<std::vector<std::int64_t>>& lists,
+      bool keep_special = false) const = 0;
   /// The text of `prompt` and of the tokens after it. Both are decoded
   /// together: the text of two pieces is not always the text of one and then
   /// the other.

@@ -66,12 +66,24 @@ bool TextDocuments::next_text(std::string& text) {
   return false;
 }
 
+std::string TextDocuments::where() const {
+  const std::string path = files_[file_].path.string();
+  return rows_ ? fmt::format("{}:{}", path, rows_->line()) : path;
+}
+
 bool TextDocuments::read_text(std::string& text) {
   const InputFile& file = files_[file_];
+  FLATSHARD_CHECK(
+      options_.row_part == RowPart::text_field || file.kind == InputKind::json,
+      format,
+      "{}: --chat takes JSON rows (.jsonl, .ndjson or .json), and this file "
+      "has "
+      "none",
+      file.path.string());
   switch (file.kind) {
     case InputKind::json:
       if (!rows_) {
-        rows_.emplace(file.path, options_.text_field);
+        rows_.emplace(file.path, options_.text_field, options_.row_part);
       }
       return rows_->next(text);
     case InputKind::parquet:

@@ -16,6 +16,8 @@ struct TextOptions {
   std::string text_field = "text";  ///< of JSON rows and Parquet
   bool replace_invalid = false;     ///< bytes that are not UTF-8 become U+FFFD
   std::string python;               ///< for Parquet; see find_python
+  /// Whole rows of JSON are taken, and no other files.
+  RowPart row_part = RowPart::text_field;
 };
 
 /// The texts of files, in UTF-8, one file after the other. Each text is held
@@ -31,6 +33,9 @@ class TextDocuments {
   /// @throws Error{format} naming the file, and the line or row, of what is no
   /// text; Error{io}.
   bool next_text(std::string& text);
+
+  /// The place of the last text: "FILE:LINE" of a JSON row, else "FILE".
+  std::string where() const;
 
   std::int64_t num_empty() const { return num_empty_; }
   /// Bytes that replace_invalid replaced.

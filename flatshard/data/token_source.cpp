@@ -1,9 +1,12 @@
 #include "flatshard/data/token_source.h"
 
+#include <algorithm>
+
 #include "flatshard/core/error.h"
 #include "flatshard/core/mapped_file.h"
 #include "flatshard/core/philox.h"
 #include "flatshard/data/hf_tokenizer.h"
+#include "flatshard/data/packing/packed_documents.h"
 
 namespace flatshard::data {
 namespace {
@@ -13,6 +16,22 @@ constexpr std::int64_t kRandomSequences = std::int64_t{1} << 48;
 
 }  // namespace
 
+void read_run(const Corpus& corpus, std::int64_t first, const Sequence& out) {
+  const std::size_t count = out.tokens.size();
+  corpus.read(first, out.tokens);
+  std::ranges::copy(out.tokens.subspan(1), out.targets.begin());
+  corpus.read(
+      first + static_cast<std::int64_t>(count),
+      out.targets.subspan(count - 1));
+  if (corpus.has_mask()) {
+    std::vector<std::uint8_t> mask(count);
+    corpus.read_mask(first + 1, mask);
+    for (std::size_t i = 0; i < count; ++i) {
+      out.targets[i] = mask[i] != 0 ? out.targets[i] : kIgnoredTarget;
+    }
+  }
+}
+
 CorpusSource::CorpusSource(std::shared_ptr<const Corpus> corpus)
     : corpus_(std::move(corpus)) {
 }
@@ -21,9 +40,12 @@ std::int64_t CorpusSource::num_sequences(std::int64_t seq_len) const {
   return corpus_->num_tokens() > 0 ? (corpus_->num_tokens() - 1) / seq_len : 0;
 }
 
-void CorpusSource::read(std::int64_t index, std::span<std::int64_t> out) const {
-  const auto seq_len = static_cast<std::int64_t>(out.size()) - 1;
-  corpus_->read(index * seq_len, out);
+void CorpusSource::read(std::int64_t index, const Sequence& out) const {
+  const auto seq_len = static_cast<std::int64_t>(out.tokens.size());
+  read_run(*corpus_, index * seq_len, out);
+  if (out.lengths != nullptr) {
+    out.lengths->push_back(seq_len);
+  }
 }
 
 std::int64_t CorpusSource::vocab_size() const {
@@ -55,14 +77,25 @@ std::int64_t RandomTokens::num_sequences(std::int64_t /*seq_len*/) const {
   return kRandomSequences;
 }
 
-void RandomTokens::read(std::int64_t index, std::span<std::int64_t> out) const {
+void RandomTokens::read(std::int64_t index, const Sequence& out) const {
   const Philox philox(key_);
   const auto vocab = static_cast<std::uint64_t>(vocab_size_);
-  for (std::size_t i = 0; i < out.size(); i += 4) {
+  const std::size_t seq_len = out.tokens.size();
+  for (std::size_t i = 0; i <= seq_len; i += 4) {
     const auto words = philox(i / 4, static_cast<std::uint64_t>(index));
-    for (std::size_t j = i; j < out.size() && j < i + 4; ++j) {
-      out[j] = static_cast<std::int64_t>((words[j - i] * vocab) >> 32);
+    for (std::size_t j = i; j <= seq_len && j < i + 4; ++j) {
+      const auto token =
+          static_cast<std::int64_t>((words[j - i] * vocab) >> 32);
+      if (j < seq_len) {
+        out.tokens[j] = token;
+      }
+      if (j > 0) {
+        out.targets[j - 1] = token;
+      }
     }
+  }
+  if (out.lengths != nullptr) {
+    out.lengths->push_back(static_cast<std::int64_t>(seq_len));
   }
 }
 
@@ -99,7 +132,8 @@ std::vector<WeightedSource> open_token_sources(
     const std::vector<SourceChoice>& choices,
     const std::string& split,
     std::uint64_t seed,
-    std::int64_t vocab_size) {
+    std::int64_t vocab_size,
+    const PackingOptions& packing) {
   FLATSHARD_CHECK(
       !choices.empty(),
       config,
@@ -110,13 +144,23 @@ std::vector<WeightedSource> open_token_sources(
     WeightedSource& opened = sources.emplace_back();
     opened.weight = choice.weight;
     if (choice.is_random()) {
+      FLATSHARD_CHECK(
+          packing.packing == Packing::stream,
+          config,
+          "data.packing = \"documents\": random tokens have no documents; give "
+          "a corpus folder, or set data.packing = \"stream\"");
       opened.source = std::make_shared<RandomTokens>(
           mix_keys(seed, stable_hash(split)),
           vocab_size);
       continue;
     }
-    opened.source =
-        std::make_shared<CorpusSource>(Corpus::open(choice.path, split));
+    auto corpus = Corpus::open(choice.path, split);
+    if (packing.packing == Packing::documents) {
+      opened.source =
+          std::make_shared<PackedDocuments>(std::move(corpus), packing);
+    } else {
+      opened.source = std::make_shared<CorpusSource>(std::move(corpus));
+    }
     if (first == nullptr) {
       first = &choice;
     } else {

@@ -2,17 +2,32 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "flatshard/data/corpus.h"
 #include "flatshard/data/corpus_identity.h"
+#include "flatshard/data/packing/packing.h"
 
 namespace flatshard::data {
 
 /// Where TokenSource::tokens_are_bytes: tokens from here on are no bytes.
 inline constexpr std::int64_t kNumBytes = 256;
+
+/// A target without loss: what the loss ignores.
+inline constexpr std::int64_t kIgnoredTarget = -100;
+
+/// The memory that one sequence is read into.
+struct Sequence {
+  std::span<std::int64_t> tokens;  ///< [seq_len]
+  /// [seq_len]: target j is the token after token j, or kIgnoredTarget.
+  std::span<std::int64_t> targets;
+  /// If not null: the lengths of the documents are appended. Their sum is
+  /// seq_len, since padding counts as a document.
+  std::vector<std::int64_t>* lengths = nullptr;
+};
 
 /// Numbered sequences of tokens. Implementations are immutable and safe to
 /// read from several threads.
@@ -20,10 +35,10 @@ class TokenSource {
  public:
   virtual ~TokenSource() = default;
 
-  /// How many sequences of seq_len + 1 tokens there are.
+  /// How many sequences of seq_len tokens and targets there are.
   virtual std::int64_t num_sequences(std::int64_t seq_len) const = 0;
-  /// Fills out [seq_len + 1] with sequence `index`.
-  virtual void read(std::int64_t index, std::span<std::int64_t> out) const = 0;
+  /// Reads sequence `index`.
+  virtual void read(std::int64_t index, const Sequence& out) const = 0;
   /// Every token is below this.
   virtual std::int64_t vocab_size() const = 0;
   /// For messages: where the tokens come from.
@@ -33,7 +48,16 @@ class TokenSource {
   /// Tells its tokens from others; empty where they are made anew. May read
   /// 16 MiB.
   virtual CorpusIdentity identity() const { return {}; }
+  /// Whether targets may be kIgnoredTarget.
+  virtual bool ignores_targets() const { return false; }
+  /// How documents fill the sequences; unset: they are cut from a stream.
+  virtual std::optional<PackingReport> packing() const { return std::nullopt; }
 };
+
+/// Reads the tokens [first, first + out.tokens.size()] of a split. All but the
+/// last are out's tokens, all but the first its targets. Targets that the mask
+/// leaves out are kIgnoredTarget.
+void read_run(const Corpus& corpus, std::int64_t first, const Sequence& out);
 
 /// The token stream of a corpus split cut into sequences: documents follow one
 /// another with their end-of-document token between them, and sequence i is
@@ -45,11 +69,12 @@ class CorpusSource : public TokenSource {
   explicit CorpusSource(std::shared_ptr<const Corpus> corpus);
 
   std::int64_t num_sequences(std::int64_t seq_len) const override;
-  void read(std::int64_t index, std::span<std::int64_t> out) const override;
+  void read(std::int64_t index, const Sequence& out) const override;
   std::int64_t vocab_size() const override;
   std::string describe() const override;
   bool tokens_are_bytes() const override;
   CorpusIdentity identity() const override { return identify(*corpus_); }
+  bool ignores_targets() const override { return corpus_->has_mask(); }
 
  private:
   std::shared_ptr<const Corpus> corpus_;
@@ -62,7 +87,7 @@ class RandomTokens : public TokenSource {
   RandomTokens(std::uint64_t seed, std::int64_t vocab_size);
 
   std::int64_t num_sequences(std::int64_t seq_len) const override;
-  void read(std::int64_t index, std::span<std::int64_t> out) const override;
+  void read(std::int64_t index, const Sequence& out) const override;
   std::int64_t vocab_size() const override { return vocab_size_; }
   std::string describe() const override { return "random tokens"; }
 
@@ -88,12 +113,14 @@ struct WeightedSource {
 /// Opens the split of each corpus.
 ///
 /// @param vocab_size  the model's; the range of random tokens.
-/// @throws Error{config} when there is none, or corpora have different
-/// tokenizers; what Corpus::open throws.
+/// @throws Error{config} when there is none, when corpora have different
+/// tokenizers, or for random tokens with Packing::documents; what Corpus::open
+/// throws.
 std::vector<WeightedSource> open_token_sources(
     const std::vector<SourceChoice>& choices,
     const std::string& split,
     std::uint64_t seed,
-    std::int64_t vocab_size);
+    std::int64_t vocab_size,
+    const PackingOptions& packing = {});
 
 }  // namespace flatshard::data

@@ -1,5 +1,7 @@
 #include "flatshard/data/utf8.h"
 
+#include <fmt/format.h>
+
 #include <cstring>
 
 namespace flatshard::data {
@@ -100,6 +102,24 @@ void append_utf8(std::string& text, std::uint32_t code) {
     tail(6);
     tail(0);
   }
+}
+
+std::string printable(std::string text, bool keep_lines) {
+  replace_invalid_utf8(text);
+  std::string out;
+  for (const char c : text) {
+    const auto code = static_cast<unsigned char>(c);
+    if (keep_lines && (c == '\n' || c == '\t')) {
+      out += c;
+    } else if (c == '\n' || c == '\r' || c == '\t') {
+      out += c == '\n' ? "\\n" : c == '\r' ? "\\r" : "\\t";
+    } else if (code < ' ' || c == '\x7f') {
+      out += fmt::format("\\x{:02x}", code);
+    } else {
+      out += c;
+    }
+  }
+  return out;
 }
 
 }  // namespace flatshard::data

@@ -22,4 +22,9 @@ std::int64_t replace_invalid_utf8(std::string& text);
 /// Appends a character. Half of a surrogate pair becomes U+FFFD.
 void append_utf8(std::string& text, std::uint32_t code);
 
+/// A text for a terminal: control characters are written as escapes, and what
+/// is not UTF-8 becomes U+FFFD.
+/// @param keep_lines  line ends and tabs stay as they are.
+std::string printable(std::string text, bool keep_lines);
+
 }  // namespace flatshard::data

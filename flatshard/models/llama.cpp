@@ -3,6 +3,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/models/init.h"
 #include "flatshard/nn/attention.h"
+#include "flatshard/nn/documents.h"
 #include "flatshard/nn/norm_linears.h"
 #include "flatshard/nn/recompute.h"
 #include "flatshard/nn/region.h"
@@ -51,15 +52,19 @@ LlamaAttentionImpl::LlamaAttentionImpl(
 
 std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::forward(
     const at::Tensor& x,
-    nn::RmsNormImpl* norm) {
+    nn::RmsNormImpl* norm,
+    const nn::Documents& documents) {
+  nn::TensorList inputs{x};
+  documents.append_to(inputs);
   const nn::TensorList out = nn::region(
       *this,
       "attn",
       [this, norm](const nn::TensorList& in) {
-        const auto [y, attention] = attend(in[0], *norm);
+        const auto [y, attention] =
+            attend(in[0], *norm, nn::Documents::after(in, 1));
         return nn::TensorList{y, attention};
       },
-      {x},
+      inputs,
       {.constants = constants(x)});
   return {out[0], out[1]};
 }
@@ -71,7 +76,8 @@ nn::TensorList LlamaAttentionImpl::constants(const at::Tensor& x) {
 
 std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::attend(
     const at::Tensor& x,
-    nn::RmsNormImpl& norm) {
+    nn::RmsNormImpl& norm,
+    const nn::Documents& documents) {
   const std::int64_t batch = x.size(0);
   const std::int64_t seq = x.size(1);
   const auto heads = [&](const at::Tensor& t) {
@@ -86,9 +92,17 @@ std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::attend(
   const auto normed = [](const nn::RmsNorm& norm_of, const at::Tensor& t) {
     return norm_of ? norm_of(t) : t;
   };
-  const at::Tensor q = nn::rope(normed(q_norm_, heads(qkv[0])), cos, sin);
-  const at::Tensor k = nn::rope(normed(k_norm_, heads(qkv[1])), cos, sin);
-  return {in, o_proj_(nn::causal_attention(q, k, heads(qkv[2])))};
+  const auto rotated = [&, &c = cos, &s = sin](const at::Tensor& t) {
+    return nn::rope(t, c, s, /*inverse=*/false, documents.positions);
+  };
+  const at::Tensor q = rotated(normed(q_norm_, heads(qkv[0])));
+  const at::Tensor k = rotated(normed(k_norm_, heads(qkv[1])));
+  const at::Tensor v = heads(qkv[2]);
+  return {
+      in,
+      o_proj_(
+          documents.defined() ? nn::document_attention(q, k, v, documents)
+                              : nn::causal_attention(q, k, v))};
 }
 
 LlamaMlpImpl::LlamaMlpImpl(const ModelConfig& config) : Module("LlamaMlp") {
@@ -159,9 +173,10 @@ at::Tensor LlamaBlockImpl::feed_forward(
 
 at::Tensor LlamaBlockImpl::run(
     const at::Tensor& in,
-    const std::shared_ptr<RoutingRecord>& record) {
+    const std::shared_ptr<RoutingRecord>& record,
+    const nn::Documents& documents) {
   // x is `in`; gradients of both its uses meet in the norm's backward.
-  const auto [x, attention] = self_attn_(in, input_layernorm_.get());
+  const auto [x, attention] = self_attn_(in, input_layernorm_.get(), documents);
   if (checkpoint_ != ActivationCheckpoint::selective) {
     return feed_forward(x, attention, record.get());
   }
@@ -174,10 +189,14 @@ at::Tensor LlamaBlockImpl::run(
       kNoRng);
 }
 
-at::Tensor LlamaBlockImpl::forward(const at::Tensor& x) {
+at::Tensor LlamaBlockImpl::forward(
+    const at::Tensor& x,
+    const nn::Documents& documents) {
   if (moe_) {
-    return run_with_experts(x);
+    return run_with_experts(x, documents);
   }
+  nn::TensorList inputs{x};
+  documents.append_to(inputs);
   nn::RegionOptions options{.constants = self_attn_->constants(x)};
   if (checkpoint_ == ActivationCheckpoint::full) {
     options.recompute = kNoRng;
@@ -186,21 +205,25 @@ at::Tensor LlamaBlockImpl::forward(const at::Tensor& x) {
       *this,
       "block",
       [this](const nn::TensorList& in) {
-        return nn::TensorList{run(in[0], nullptr)};
+        return nn::TensorList{run(in[0], nullptr, nn::Documents::after(in, 1))};
       },
-      {x},
+      inputs,
       options)[0];
 }
 
 // No region: how many rows an expert has is no shape.
-at::Tensor LlamaBlockImpl::run_with_experts(const at::Tensor& x) {
+at::Tensor LlamaBlockImpl::run_with_experts(
+    const at::Tensor& x,
+    const nn::Documents& documents) {
   const auto record = std::make_shared<RoutingRecord>();
   if (checkpoint_ != ActivationCheckpoint::full) {
-    return run(x, record);
+    return run(x, record, documents);
   }
   return nn::checkpoint(
       *this,
-      [this, record](const at::Tensor& in) { return run(in, record); },
+      [this, record, documents](const at::Tensor& in) {
+        return run(in, record, documents);
+      },
       x,
       kNoRng);
 }
@@ -248,10 +271,12 @@ LlamaBodyImpl::LlamaBodyImpl(
   }
 }
 
-at::Tensor LlamaBodyImpl::forward(const at::Tensor& tokens) {
+at::Tensor LlamaBodyImpl::forward(
+    const at::Tensor& tokens,
+    const nn::Documents& documents) {
   at::Tensor x = embed_tokens_(tokens);
   for (const LlamaBlock& layer : layers_) {
-    x = layer(x);
+    x = layer(x, documents);
   }
   return x;
 }
@@ -280,7 +305,8 @@ LlamaImpl::LlamaImpl(ModelConfig config, LlamaOptions options)
 
 at::Tensor LlamaImpl::forward(
     const at::Tensor& tokens,
-    const at::Tensor& targets) {
+    const at::Tensor& targets,
+    const nn::Documents& documents) {
   FLATSHARD_CHECK(
       tokens.dim() == 2,
       usage,
@@ -292,7 +318,13 @@ at::Tensor LlamaImpl::forward(
       "expected at most max_seq_len = {} tokens in a sequence, got {}",
       config_.max_seq_len,
       tokens.size(1));
-  return with_loss_gradient(head_(body_(tokens), targets), targets);
+  FLATSHARD_CHECK(
+      !documents.defined() || documents.positions.numel() == tokens.numel(),
+      usage,
+      "expected documents of {} tokens, as the batch has, got {}",
+      tokens.numel(),
+      documents.positions.numel());
+  return with_loss_gradient(head_(body_(tokens, documents), targets), targets);
 }
 
 std::vector<RouterOf> LlamaImpl::routers() {

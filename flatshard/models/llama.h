@@ -4,6 +4,7 @@
 #include "flatshard/models/config.h"
 #include "flatshard/models/moe.h"
 #include "flatshard/moe/block_nodes.h"
+#include "flatshard/nn/documents.h"
 #include "flatshard/nn/embedding.h"
 #include "flatshard/nn/linear.h"
 #include "flatshard/nn/loss.h"
@@ -33,18 +34,21 @@ class LlamaAttentionImpl : public nn::Module {
  public:
   LlamaAttentionImpl(const ModelConfig& config, SharedRope rope);
   /// @param x  [batch, seq, dim]
+  /// @param documents  of the rows; undefined: each row is one.
   /// @return   (x to go on with as the residual; see nn::norm_linears,
   ///   [batch, seq, dim] to add to it)
   std::tuple<at::Tensor, at::Tensor> forward(
       const at::Tensor& x,
-      nn::RmsNormImpl* norm);
+      nn::RmsNormImpl* norm,
+      const nn::Documents& documents);
   /// What the forward of x reads that is no parameter: the rotary table.
   nn::TensorList constants(const at::Tensor& x);
 
  private:
   std::tuple<at::Tensor, at::Tensor> attend(
       const at::Tensor& x,
-      nn::RmsNormImpl& norm);
+      nn::RmsNormImpl& norm,
+      const nn::Documents& documents);
 
   std::int64_t head_dim_;
   SharedRope rope_;
@@ -79,19 +83,23 @@ class LlamaBlockImpl : public nn::Module {
       SharedRope rope,
       const LlamaOptions& options,
       const nn::LossGradientPtr& loss_gradient);
-  at::Tensor forward(const at::Tensor& x);
+  /// @param documents  of the rows; undefined: each row is one.
+  at::Tensor forward(const at::Tensor& x, const nn::Documents& documents = {});
   /// Null for a block without experts.
   Moe& moe() { return moe_; }
   /// One call in pieces, with the results of forward.
   /// @throws Error{usage} with activation checkpointing.
-  std::unique_ptr<nn::BlockNodes> nodes();
+  std::unique_ptr<nn::BlockNodes> nodes(nn::Documents documents = {});
 
  private:
   friend class LlamaBlockNodes;
   at::Tensor run(
       const at::Tensor& in,
-      const std::shared_ptr<RoutingRecord>& record);
-  at::Tensor run_with_experts(const at::Tensor& x);
+      const std::shared_ptr<RoutingRecord>& record,
+      const nn::Documents& documents);
+  at::Tensor run_with_experts(
+      const at::Tensor& x,
+      const nn::Documents& documents);
   at::Tensor feed_forward(
       const at::Tensor& x,
       const at::Tensor& delta,
@@ -134,7 +142,9 @@ class LlamaBodyImpl : public nn::Module {
       const LlamaOptions& options,
       const nn::LossGradientPtr& loss_gradient);
   /// int64 [batch, seq] -> [batch, seq, dim], before the final norm.
-  at::Tensor forward(const at::Tensor& tokens);
+  at::Tensor forward(
+      const at::Tensor& tokens,
+      const nn::Documents& documents = {});
   nn::Embedding& embed_tokens() { return embed_tokens_; }
   std::vector<LlamaBlock>& layers() { return layers_; }
 
@@ -164,7 +174,12 @@ class LlamaImpl : public nn::Module {
 
   /// tokens, targets int64 [batch, seq] -> loss, as LossOptions says. With
   /// undefined targets: logits. Call through the holder so that hooks run.
-  at::Tensor forward(const at::Tensor& tokens, const at::Tensor& targets = {});
+  /// @param documents  of the tokens, which attention keeps apart; undefined:
+  ///   each row is one.
+  at::Tensor forward(
+      const at::Tensor& tokens,
+      const at::Tensor& targets = {},
+      const nn::Documents& documents = {});
 
   /// What is naturally gathered together, in forward order: embedding, each
   /// block, head. They hold all parameters.

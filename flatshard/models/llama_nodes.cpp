@@ -32,15 +32,16 @@ struct AddedFunction : torch::autograd::Function<AddedFunction> {
 
 class LlamaBlockNodes : public nn::BlockNodes {
  public:
-  explicit LlamaBlockNodes(LlamaBlockImpl& block) : block_(block) {}
+  LlamaBlockNodes(LlamaBlockImpl& block, nn::Documents documents)
+      : block_(block), documents_(std::move(documents)) {}
 
   Attended attend(const at::Tensor& tokens) override {
     if (!block_.moe_) {
-      return {.rows = {}, .residual = block_.run(tokens, nullptr)};
+      return {.rows = {}, .residual = block_.run(tokens, nullptr, documents_)};
     }
     MoeImpl& moe = *block_.moe_;
     const auto [x, attention] =
-        block_.self_attn_(tokens, block_.input_layernorm_.get());
+        block_.self_attn_(tokens, block_.input_layernorm_.get(), documents_);
     const MoeImpl::BeforeChoice before = moe.before_choice(
         x,
         attention,
@@ -105,17 +106,18 @@ class LlamaBlockNodes : public nn::BlockNodes {
 
  private:
   LlamaBlockImpl& block_;
+  nn::Documents documents_;
   RoutingRecord record_;
   std::vector<std::int64_t> sizes_;
 };
 
-std::unique_ptr<nn::BlockNodes> LlamaBlockImpl::nodes() {
+std::unique_ptr<nn::BlockNodes> LlamaBlockImpl::nodes(nn::Documents documents) {
   FLATSHARD_CHECK(
       checkpoint_ == ActivationCheckpoint::none,
       usage,
       "a block in pieces: expected activation_checkpoint none; a schedule "
       "recomputes pieces itself (OverlapPlanOptions::recompute)");
-  return std::make_unique<LlamaBlockNodes>(*this);
+  return std::make_unique<LlamaBlockNodes>(*this, std::move(documents));
 }
 
 at::Tensor LlamaImpl::embed(const at::Tensor& tokens) {

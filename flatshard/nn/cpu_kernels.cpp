@@ -84,10 +84,13 @@ void rope(
     std::int64_t seq_len,
     std::int64_t heads,
     std::int64_t half,
-    float sign) {
+    float sign,
+    const std::int32_t* positions) {
   for (std::int64_t t = 0; t < tokens; ++t) {
-    const float* c = cos + (t % seq_len) * half;
-    const float* s = sin + (t % seq_len) * half;
+    const std::int64_t position =
+        positions != nullptr ? positions[t] : t % seq_len;
+    const float* c = cos + position * half;
+    const float* s = sin + position * half;
     for (std::int64_t h = 0; h < heads; ++h) {
 #pragma omp simd
       for (std::int64_t i = 0; i < half; ++i) {

@@ -30,6 +30,7 @@ void rms_norm_backward(
 
 /// Rotates pairs (i, i + half) of rows [tokens, heads, 2 * half] by the angle
 /// of their position; sign -1 undoes it. `in` may equal `out`.
+/// @param positions  [tokens]; null: token % seq_len.
 void rope(
     const float* in,
     float* out,
@@ -39,6 +40,7 @@ void rope(
     std::int64_t seq_len,
     std::int64_t heads,
     std::int64_t half,
-    float sign);
+    float sign,
+    const std::int32_t* positions = nullptr);
 
 }  // namespace flatshard::nn::cpu

@@ -172,7 +172,8 @@ void rope(
     at::Tensor& result,
     const at::Tensor& cos,
     const at::Tensor& sin,
-    bool inverse) {
+    bool inverse,
+    const at::Tensor& positions) {
   const c10::cuda::CUDAGuard guard(x.device());
   kernels::rope(
       {.x = in(x),
@@ -184,7 +185,10 @@ void rope(
        .heads = x.size(2),
        .head_dim = x.size(3),
        .inverse = inverse,
-       .dtype = dtype_of(x)},
+       .dtype = dtype_of(x),
+       .positions = positions.defined()
+                        ? positions.const_data_ptr<std::int32_t>()
+                        : nullptr},
       stream());
   check_kernel_launch();
 }

@@ -57,12 +57,14 @@ void rms_norm_weight_gradient(
     bool accumulate);
 
 /// Rotates x [batch, seq, heads, head_dim] into out (may be x).
+/// @param positions  int32 [batch * seq]; undefined: the places in the rows.
 void rope(
     const at::Tensor& x,
     at::Tensor& out,
     const at::Tensor& cos,
     const at::Tensor& sin,
-    bool inverse);
+    bool inverse,
+    const at::Tensor& positions = {});
 
 /// @param amax  [] float32 when defined: max(amax, the largest magnitude).
 at::Tensor swiglu_forward(

@@ -46,7 +46,8 @@ void rope(
     at::Tensor&,
     const at::Tensor&,
     const at::Tensor&,
-    bool) {
+    bool,
+    const at::Tensor&) {
   refuse();
 }
 at::Tensor

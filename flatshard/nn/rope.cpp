@@ -17,11 +17,12 @@ at::Tensor rotate(
     const at::Tensor& x,
     const at::Tensor& cos,
     const at::Tensor& sin,
-    bool inverse) {
+    bool inverse,
+    const at::Tensor& positions) {
   if (cuda::supports(x)) {
     const at::Tensor in = x.contiguous();
     at::Tensor out = at::empty_like(in);
-    cuda::rope(in, out, cos, sin, inverse);
+    cuda::rope(in, out, cos, sin, inverse, positions);
     return out;
   }
   const at::Tensor in = x.to(at::kFloat).contiguous();
@@ -36,12 +37,20 @@ at::Tensor rotate(
         x.size(1),
         x.size(2),
         x.size(3) / 2,
-        inverse ? -1.0F : 1.0F);
+        inverse ? -1.0F : 1.0F,
+        positions.defined() ? positions.const_data_ptr<std::int32_t>()
+                            : nullptr);
     return out.to(x.scalar_type());
   }
   const std::vector<at::Tensor> half = in.chunk(2, -1);
-  const at::Tensor c = cos.unsqueeze(1);
-  const at::Tensor s = inverse ? sin.neg().unsqueeze(1) : sin.unsqueeze(1);
+  const auto of_tokens = [&](const at::Tensor& table) {
+    return (positions.defined() ? table.index_select(0, positions)
+                                      .view({x.size(0), x.size(1), -1})
+                                : table)
+        .unsqueeze(-2);
+  };
+  const at::Tensor c = of_tokens(cos);
+  const at::Tensor s = of_tokens(inverse ? sin.neg() : sin);
   return at::cat({half[0] * c - half[1] * s, half[1] * c + half[0] * s}, -1)
       .to(x.scalar_type());
 }
@@ -52,16 +61,22 @@ struct RopeFunction : torch::autograd::Function<RopeFunction> {
       const at::Tensor& x,
       const at::Tensor& cos,
       const at::Tensor& sin,
-      bool inverse) {
-    ctx->save_for_backward({cos, sin});
+      bool inverse,
+      const at::Tensor& positions) {
+    ctx->save_for_backward({cos, sin, positions});
     ctx->saved_data["inverse"] = inverse;
-    return rotate(x, cos, sin, inverse);
+    return rotate(x, cos, sin, inverse, positions);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const variable_list saved = ctx->get_saved_variables();
     const bool inverse = ctx->saved_data["inverse"].toBool();
-    return {rope(grads[0], saved[0], saved[1], !inverse), {}, {}, {}};
+    return {
+        rope(grads[0], saved[0], saved[1], !inverse, saved[2]),
+        {},
+        {},
+        {},
+        {}};
   }
 };
 
@@ -121,7 +136,8 @@ at::Tensor rope(
     const at::Tensor& x,
     const at::Tensor& cos,
     const at::Tensor& sin,
-    bool inverse) {
+    bool inverse,
+    const at::Tensor& positions) {
   FLATSHARD_CHECK(
       x.dim() == 4 && cos.dim() == 2 && x.size(1) == cos.size(0) &&
           x.size(3) == 2 * cos.size(1),
@@ -130,7 +146,16 @@ at::Tensor rope(
       cos.size(0),
       2 * cos.size(1),
       c10::str(x.sizes()));
-  return RopeFunction::apply(x, cos, sin, inverse);
+  FLATSHARD_CHECK(
+      !positions.defined() ||
+          (positions.scalar_type() == at::kInt && positions.is_contiguous() &&
+           positions.numel() == x.size(0) * x.size(1)),
+      usage,
+      "rope: expected int32 positions of {} tokens, got {} of {}",
+      x.size(0) * x.size(1),
+      c10::str(positions.scalar_type()),
+      c10::str(positions.sizes()));
+  return RopeFunction::apply(x, cos, sin, inverse, positions);
 }
 
 }  // namespace flatshard::nn

@@ -51,11 +51,14 @@ class RopeTable {
 ///
 /// @param x         [batch, seq, heads, head_dim]
 /// @param cos, sin  [seq, head_dim / 2] of RopeTable
+/// @param positions int32 [batch * seq], each below seq; undefined: the places
+///   in the rows
 /// @return          the same shape and dtype, contiguous
 at::Tensor rope(
     const at::Tensor& x,
     const at::Tensor& cos,
     const at::Tensor& sin,
-    bool inverse = false);
+    bool inverse = false,
+    const at::Tensor& positions = {});
 
 }  // namespace flatshard::nn

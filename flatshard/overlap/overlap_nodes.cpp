@@ -109,7 +109,7 @@ void OverlapRunner::forward(const PlanStep& step) {
   switch (step.node) {
     case PlanNode::attend:
       m.pass->forward_begin(unit_of(step));
-      layer.nodes = model_.nodes(step.layer);
+      layer.nodes = model_.nodes(step.microbatch, step.layer);
       layer.input = std::exchange(m.tokens, {});
       attend(layer, with_graph);
       if (with_graph) {

@@ -29,7 +29,8 @@ struct OverlapModel {
   /// -> what the first block takes.
   std::function<at::Tensor(int microbatch)> embed;
   /// One call of a block; asked for once in each microbatch.
-  std::function<std::unique_ptr<nn::BlockNodes>(int layer)> nodes;
+  std::function<std::unique_ptr<nn::BlockNodes>(int microbatch, int layer)>
+      nodes;
   /// -> [] the loss to be differentiated: scaled, if microbatches are averaged.
   std::function<at::Tensor(int microbatch, const at::Tensor& tokens)> head;
 };

@@ -16,11 +16,18 @@ Evaluation::Evaluation(
     : freq_(config.validation.freq),
       last_step_(config.training.steps),
       local_batch_(config.training.local_batch_size),
-      seq_len_(config.training.seq_len),
       sets_(std::move(sets)),
       mesh_(std::move(mesh)),
       model_(std::move(model)),
-      buffers_(mesh_, {local_batch_, seq_len_}) {
+      buffers_(mesh_, {local_batch_, config.training.seq_len}) {
+  if (config.data.packing == data::Packing::documents) {
+    documents_.emplace(
+        mesh_,
+        DocumentBuffers::Options{
+            .rows = local_batch_,
+            .seq_len = config.training.seq_len,
+            .max_documents = config.data.documents_per_sample});
+  }
 }
 
 bool Evaluation::due(std::int64_t step) const {
@@ -31,31 +38,48 @@ Evaluation::Sums Evaluation::sum_of(const ValidationSet& set) {
   at::Tensor nats = at::zeros(
       {},
       at::TensorOptions().dtype(at::kDouble).device(mesh_->device()));
-  std::int64_t num_bytes = 0;
+  ValidationSet::Counts counts;
   // All ranks take part in each batch, also where the last one is short.
   for (std::int64_t begin = 0; begin < set.num_sequences;
        begin += local_batch_ * mesh_->size()) {
     const std::int64_t mine = begin + local_batch_ * mesh_->rank();
     const std::int64_t count =
         std::clamp<std::int64_t>(set.num_sequences - mine, 0, local_batch_);
+    ValidationSet::Counts batch;
+    std::vector<std::int64_t> lengths;
     buffers_.load([&](auto tokens, auto targets) {
-      num_bytes += set.read(mine, count, tokens, targets);
+      batch = set.read(
+          mine,
+          count,
+          tokens,
+          targets,
+          documents_ ? &lengths : nullptr);
+      if (documents_) {
+        documents_->write(0, lengths);
+        documents_->queue_copies();
+      }
     });
-    nats += model_(buffers_.tokens(), buffers_.targets()).to(at::kDouble) *
-            static_cast<double>(count * seq_len_);
+    const at::Tensor loss = model_(
+        buffers_.tokens(),
+        buffers_.targets(),
+        documents_ ? documents_->documents(0) : nn::Documents());
+    nats += loss.to(at::kDouble) * static_cast<double>(batch.targets);
+    counts.targets += batch.targets;
+    counts.bytes += batch.bytes;
   }
-  return {.nats = nats.item<double>(), .num_bytes = num_bytes};
+  return {.nats = nats.item<double>(), .counts = counts};
 }
 
 ValidationMetrics Evaluation::run(std::int64_t step) {
   const at::NoGradGuard no_grad;
   // Of each set: its Sums.
   const auto num_sets = static_cast<std::int64_t>(sets_.size());
-  const at::Tensor sums = at::zeros({num_sets, 2}, at::kDouble);
+  const at::Tensor sums = at::zeros({num_sets, 3}, at::kDouble);
   for (std::int64_t s = 0; s < num_sets; ++s) {
     const Sums mine = sum_of(sets_[static_cast<std::size_t>(s)]);
     sums[s][0] = mine.nats;
-    sums[s][1] = static_cast<double>(mine.num_bytes);
+    sums[s][1] = static_cast<double>(mine.counts.targets);
+    sums[s][2] = static_cast<double>(mine.counts.bytes);
   }
   if (mesh_->size() > 1) {
     const CollectiveScope scope("validation");

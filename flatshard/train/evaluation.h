@@ -2,11 +2,13 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "flatshard/mesh/mesh.h"
 #include "flatshard/models/llama.h"
 #include "flatshard/train/config.h"
+#include "flatshard/train/data/document_buffers.h"
 #include "flatshard/train/data/token_buffers.h"
 #include "flatshard/train/data/validation_set.h"
 #include "flatshard/train/metrics/metrics.h"
@@ -37,19 +39,19 @@ class Evaluation {
  private:
   /// What this rank's part of a set sums up to.
   struct Sums {
-    double nats = 0;             ///< the losses of its tokens
-    std::int64_t num_bytes = 0;  ///< among its targets
+    double nats = 0;  ///< the losses of its targets
+    ValidationSet::Counts counts;
   };
   Sums sum_of(const ValidationSet& set);
 
   const std::int64_t freq_;
   const std::int64_t last_step_;
   const std::int64_t local_batch_;
-  const std::int64_t seq_len_;
   const std::vector<ValidationSet> sets_;
   std::shared_ptr<Mesh> mesh_;
   models::Llama model_;
-  TokenBuffers buffers_;  ///< [local_batch_size, seq_len]
+  TokenBuffers buffers_;                      ///< [local_batch_size, seq_len]
+  std::optional<DocumentBuffers> documents_;  ///< of packed documents
 };
 
 }  // namespace flatshard

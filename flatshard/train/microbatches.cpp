@@ -46,11 +46,15 @@ OverlapModel Microbatches::pieces(
               .head = runtime_->unit_of(*modules.back())},
       .exchange = exchange,
       .embed = [this](int m) { return model_->embed(batches_.tokens(m)); },
-      .nodes = [this](int l) { return model_->blocks()[l]->nodes(); },
+      .nodes =
+          [this](int m, int l) {
+            return model_->blocks()[l]->nodes(batches_.documents(m));
+          },
       .head =
           [this](int m, const at::Tensor& hidden) {
             mesh_->check();
-            const at::Tensor loss = model_->head(hidden, batches_.targets(m));
+            const at::Tensor loss =
+                weighted(model_->head(hidden, batches_.targets(m)), m);
             losses_[m] = loss.detach();
             return loss / static_cast<double>(batches_.num_microbatches());
           }};
@@ -74,6 +78,13 @@ at::Tensor Microbatches::run_overlapped() {
   return sum / static_cast<double>(losses_.size());
 }
 
+at::Tensor Microbatches::weighted(
+    const at::Tensor& loss,
+    std::int64_t microbatch) const {
+  const at::Tensor weight = batches_.loss_weight(microbatch);
+  return weight.defined() ? loss * weight : loss;
+}
+
 at::Tensor Microbatches::run() {
   const std::int64_t count = batches_.num_microbatches();
   const auto divisor = static_cast<double>(count);
@@ -81,7 +92,9 @@ at::Tensor Microbatches::run() {
   for (std::int64_t m = 0; m < count; ++m) {
     mesh_->check();
     runtime_->set_is_last_microbatch(m == count - 1);
-    const at::Tensor loss = model_(batches_.tokens(m), batches_.targets(m));
+    const at::Tensor loss = weighted(
+        model_(batches_.tokens(m), batches_.targets(m), batches_.documents(m)),
+        m);
     (count == 1 ? loss : loss / divisor).backward();
     const at::Tensor value = loss.detach();
     sum = sum.defined() ? sum + value : value;

@@ -42,10 +42,12 @@ class Microbatches {
   Microbatches& operator=(const Microbatches&) = delete;
 
   /// Runs all microbatches that Batches has on the device; the last one's
-  /// backward leaves the reduced gradients of the step's mean loss. Queues on
+  /// backward leaves the reduced gradients of the step's loss, the mean over
+  /// all targets of all ranks that are not ignored. Queues on
   /// the current stream and those of the Runtime. It reads no data and does not
   /// wait for the device, so all of it can be captured as one.
-  /// @return this rank's mean loss, [] float32 on the device.
+  /// @return this rank's part, [] float32 on the device: the mean over ranks
+  ///   is the step's loss.
   /// @throws the verdict on a rank that failed.
   at::Tensor forward_backward();
   /// Of regions, or of whole steps.
@@ -53,6 +55,8 @@ class Microbatches {
 
  private:
   at::Tensor run();
+  /// The mean loss of a microbatch times its weight; see Batches.
+  at::Tensor weighted(const at::Tensor& loss, std::int64_t microbatch) const;
   at::Tensor run_overlapped();
   OverlapModel pieces(const std::shared_ptr<nn::TokenExchange>& exchange);
 

@@ -45,6 +45,9 @@ std::string to_json(const data::LoaderState& state) {
   for (const auto& part : state.parts) {
     json["parts"].push_back({part.num_sequences, part.share});
   }
+  if (state.documents_per_sample > 0) {
+    json["documents_per_sample"] = state.documents_per_sample;
+  }
   return json.dump();
 }
 
@@ -65,6 +68,9 @@ data::LoaderState loader_state(const std::string& text) {
       .seq_len = number("seq_len"),
       .num_sequences = number("num_sequences"),
       .samples_consumed = number("samples_consumed")};
+  if (parsed.contains("documents_per_sample")) {
+    state.documents_per_sample = number("documents_per_sample");
+  }
   for (const auto& part : parsed.value("parts", nlohmann::json::array())) {
     FLATSHARD_CHECK(
         part.is_array() && part.size() == 2 && part[0].is_number_integer() &&

@@ -70,7 +70,7 @@ class Trainer {
  private:
   /// What a step leaves for whoever reports it.
   struct TrainedStep {
-    at::Tensor loss;  ///< [] float32 on the device: this rank's mean
+    at::Tensor loss;  ///< see Microbatches::forward_backward
     at::Tensor norm;  ///< [] float32 on the device: the global gradient norm
     double lr = 0;
   };

@@ -33,8 +33,8 @@ Config resolve_for_training(const Config& config, int world) {
   FLATSHARD_CHECK(
       resolved.precision.scaling != GradScaling::sum,
       config,
-      "precision.scaling = per_token: the trainer's batches hold equally many "
-      "tokens on every rank, so mean is per token; use mean");
+      "precision.scaling = per_token: the trainer weighs the loss of each rank "
+      "by its tokens, so mean is per token; use mean");
   return resolved;
 }
 
@@ -225,6 +225,7 @@ void Trainer::build(std::vector<ValidationSet> validation_sets) {
         .mesh = *mesh_,
         .state = state_,
         .goes_on = start_.goes_on,
+        .loader = loader_,
         .num_microbatches = num_microbatches,
         .flops_per_token = flops_per_token,
         .staging_nbytes = checkpoints_->staging_nbytes()}));

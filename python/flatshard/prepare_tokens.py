@@ -6,6 +6,8 @@ input and output:
     prepare_tokens.py MODE SETTINGS
 
     tokens  input: int64 length and UTF-8 text of each document; output: a frame each
+    chat    input: int64 length and UTF-8 text of each row's place, then of the row;
+            output: a frame each, then a byte for each token: 1 where it is trained
     encode  input: UTF-8 text; output: one frame
     decode  input: lines of token ids as decimal text; output: int64 length and UTF-8
             text of each
@@ -15,7 +17,8 @@ input and output:
 
 SETTINGS is JSON: tokenizer (the path of a tokenizer.json), end and begin (texts of the
 tokens around a document; "" for the tokenizer's own; begin may be "none"), text_field
-(the column of Parquet files), parse_special, keep_special.
+(the column of Parquet files), parse_special, keep_special, train_on ("assistant",
+"all" or "last", of chats).
 
 Output begins with one line of JSON: vocab_size, end_of_document, begin_of_document when
 a document begins with a token, own_begin (the tokens that the tokenizer itself puts
@@ -31,6 +34,7 @@ import signal
 import struct
 import sys
 
+from flatshard.hf_chat import ChatEncoder
 from flatshard.hf_encoder import Encoder, Failure, missing
 
 BATCH_BYTES = 4 << 20
@@ -122,8 +126,7 @@ def write_tokens(encoder, stream, out):
             name = encoder.spelled(text)
             if name:
                 warned = True
-                out.write(struct.pack("<q", WARNING))
-                write_text(
+                write_warning(
                     out,
                     f"texts spell out control tokens ({name}), which stay text; "
                     "--parse-special takes them as the tokens",
@@ -134,9 +137,33 @@ def write_tokens(encoder, stream, out):
         out.flush()
 
 
+def write_warning(out, text):
+    out.write(struct.pack("<q", WARNING))
+    write_text(out, text)
+
+
+def write_chats(chats, stream, out):
+    warned = False
+    texts = read_texts(stream)
+    for where in texts:
+        ids, mask = chats.encode(where, next(texts))
+        if chats.spelled and not warned:
+            warned = True
+            write_warning(
+                out,
+                f"{where}: a message spells out the control token {chats.spelled}, "
+                "which becomes the token: templates leave no way to tell them apart",
+            )
+        write_ids(out, ids)
+        out.write(bytes(mask))
+    out.flush()
+
+
 def run(mode, encoder, settings, stream, out):
     if mode == "tokens":
         write_tokens(encoder, stream, out)
+    elif mode == "chat":
+        write_chats(encoder, stream, out)
     elif mode == "texts":
         for path in stream.read().split(b"\0")[:-1]:
             for text in read_rows(path, settings["text_field"]):
@@ -146,8 +173,7 @@ def run(mode, encoder, settings, stream, out):
         text = stream.read().decode("utf-8", errors="replace")
         name = encoder.spelled(text)
         if name:
-            out.write(struct.pack("<q", WARNING))
-            write_text(
+            write_warning(
                 out,
                 f"the text spells out the control token {name}, which stays text; "
                 "--parse-special takes it as the token",
@@ -172,15 +198,17 @@ def main():
             header = {
                 "vocab_size": max(encoder.vocab.values()) + 1,
                 "end_of_document": encoder.end_of_document(
-                    settings["end"], mode == "tokens"
+                    settings["end"], mode in ("tokens", "chat")
                 ),
                 "own_begin": encoder.own_begin,
-                "warnings": encoder.warnings if mode == "tokens" else [],
+                "warnings": encoder.warnings if mode in ("tokens", "chat") else [],
             }
             if mode == "tokens":
                 begin = encoder.begin_of_document(settings["begin"])
                 if begin is not None:
                     header["begin_of_document"] = begin
+            if mode == "chat":
+                encoder = ChatEncoder(settings["tokenizer"], settings["train_on"])
     except Failure as failure:
         out.write(json.dumps({"error": str(failure)}).encode() + b"\n")
         return 1

@@ -12,6 +12,7 @@
 #include "flatshard/data/corpus_identity.h"
 #include "flatshard/data/corpus_writer.h"
 #include "tests/data/expect_error.h"
+#include "tests/data/small_corpus.h"
 #include "tests/support/temp_folder.h"
 
 namespace flatshard::data {
@@ -19,41 +20,12 @@ namespace {
 
 using ::testing::HasSubstr;
 
-/// Writes documents of the given lengths; token i of the stream is i.
-CorpusMeta write_corpus(
-    const std::filesystem::path& folder,
-    TokenType type,
-    std::int64_t shard_tokens,
-    const std::vector<std::uint32_t>& lengths,
-    std::uint32_t first_token = 0) {
-  std::filesystem::create_directories(folder);
-  SplitWriter writer(folder, "train", type, shard_tokens);
-  std::uint32_t next = first_token;
-  for (const std::uint32_t length : lengths) {
-    std::vector<std::uint32_t> tokens(length);
-    std::iota(tokens.begin(), tokens.end(), next);
-    next += length;
-    writer.append(tokens);
-    writer.end_document();
-  }
-  CorpusMeta meta{
-      .token_type = type,
-      .vocab_size = next + 1,
-      .tokenizer = "bytes",
-      .input_hash = "0",
-      .splits = {writer.finish()}};
-  FileWriter file(folder / "meta.json");
-  file.write(meta.to_json());
-  file.close();
-  return meta;
-}
-
 class CorpusTypes : public ::testing::TestWithParam<TokenType> {};
 
 TEST_P(CorpusTypes, ReadsAcrossShardsWhatWasWritten) {
   for (const std::int64_t shard_tokens : {1, 3, 7, 100}) {
     const TempFolder temp;
-    write_corpus(temp / "c", GetParam(), shard_tokens, {5, 0, 8, 1});
+    write_small_corpus(temp / "c", GetParam(), shard_tokens, {5, 0, 8, 1});
     const auto corpus = Corpus::open(temp / "c");
     ASSERT_EQ(corpus->num_tokens(), 14);
     ASSERT_EQ(corpus->num_documents(), 4);
@@ -81,7 +53,7 @@ INSTANTIATE_TEST_SUITE_P(
 
 TEST(Corpus, LargeTokens) {
   const TempFolder temp;
-  write_corpus(temp / "c", TokenType::uint32, 100, {3}, 128253);
+  write_small_corpus(temp / "c", TokenType::uint32, 100, {3}, 128253);
   std::vector<std::int64_t> tokens(3);
   Corpus::open(temp / "c")->read(0, tokens);
   EXPECT_EQ(tokens[2], 128255);
@@ -89,7 +61,7 @@ TEST(Corpus, LargeTokens) {
 
 TEST(Corpus, ReadChecksTheRange) {
   const TempFolder temp;
-  write_corpus(temp / "c", TokenType::uint16, 100, {3});
+  write_small_corpus(temp / "c", TokenType::uint16, 100, {3});
   const auto corpus = Corpus::open(temp / "c");
   std::vector<std::int64_t> tokens(2);
   EXPECT_THAT(
@@ -107,7 +79,7 @@ TEST(Corpus, MissingThingsAreNamed) {
       ::testing::AllOf(
           HasSubstr("expected a corpus folder"),
           HasSubstr("flatshard data prepare")));
-  write_corpus(temp / "c", TokenType::uint16, 100, {3});
+  write_small_corpus(temp / "c", TokenType::uint16, 100, {3});
   EXPECT_THAT(
       error_message(
           ErrorCode::config,
@@ -117,12 +89,12 @@ TEST(Corpus, MissingThingsAreNamed) {
 
 TEST(Corpus, DamagedFilesAreRefused) {
   const TempFolder temp;
-  write_corpus(temp / "c", TokenType::uint16, 2, {5});
+  write_small_corpus(temp / "c", TokenType::uint16, 2, {5});
   std::filesystem::resize_file(temp / "c/train-00001.bin", 3);
   EXPECT_THAT(
       error_message(ErrorCode::format, [&] { Corpus::open(temp / "c"); }),
       HasSubstr("train-00001.bin: expected 4 bytes as meta.json says, got 3"));
-  write_corpus(temp / "d", TokenType::uint16, 2, {5});
+  write_small_corpus(temp / "d", TokenType::uint16, 2, {5});
   std::filesystem::remove(temp / "d/train-00002.bin");
   EXPECT_THAT(
       error_message(ErrorCode::io, [&] { Corpus::open(temp / "d"); }),
@@ -132,7 +104,7 @@ TEST(Corpus, DamagedFilesAreRefused) {
 TEST(Corpus, AFileCutOffDuringTheRunIsNamed) {
   for (const TokenType type : {TokenType::uint16, TokenType::uint32}) {
     const TempFolder temp;
-    write_corpus(temp / "c", type, 6000, {9000});
+    write_small_corpus(temp / "c", type, 6000, {9000});
     const auto corpus = Corpus::open(temp / "c");
     const std::int64_t nbytes = 6000 * token_nbytes(type);
     std::filesystem::resize_file(
@@ -164,13 +136,85 @@ TEST(Corpus, AFileCutOffDuringTheRunIsNamed) {
 
 TEST(Corpus, ARemovedOneCanBeReadOn) {
   const TempFolder temp;
-  write_corpus(temp / "c", TokenType::uint16, 4, {9});
+  write_small_corpus(temp / "c", TokenType::uint16, 4, {9});
   const auto corpus = Corpus::open(temp / "c");
   std::filesystem::remove_all(temp / "c");
   std::vector<std::int64_t> tokens(9);
   corpus->read(0, tokens);
   EXPECT_EQ(tokens.back(), 8);
   EXPECT_EQ(corpus->document_begin(1), 9);
+}
+
+bool is_third(std::uint32_t token) {
+  return token % 3 == 0;
+}
+
+TEST(Corpus, MasksLieBesideTheirShards) {
+  const TempFolder temp;
+  const CorpusMeta meta = write_small_corpus(
+      temp / "c",
+      TokenType::uint16,
+      4,
+      {5, 0, 8},
+      0,
+      is_third);
+  EXPECT_EQ(meta.splits[0].trained_tokens, 5);
+  EXPECT_THAT(meta.to_json(), HasSubstr("\"version\": 2"));
+  EXPECT_EQ(
+      CorpusMeta::from_json(meta.to_json(), "m").to_json(),
+      meta.to_json());
+  const auto corpus = Corpus::open(temp / "c");
+  ASSERT_TRUE(corpus->has_mask());
+  for (std::size_t begin = 0; begin < 13; ++begin) {
+    std::vector<std::uint8_t> mask(13 - begin);
+    corpus->read_mask(static_cast<std::int64_t>(begin), mask);
+    for (std::size_t i = 0; i < mask.size(); ++i) {
+      ASSERT_EQ(mask[i], (begin + i) % 3 == 0 ? 1 : 0);
+    }
+  }
+  // The same tokens with another mask are other data.
+  write_small_corpus(temp / "d", TokenType::uint16, 4, {5, 0, 8});
+  EXPECT_FALSE(Corpus::open(temp / "d")->has_mask());
+  EXPECT_FALSE(
+      identify(*corpus).agrees_with(identify(*Corpus::open(temp / "d"))));
+}
+
+TEST(Corpus, BadMasksAreRefused) {
+  const TempFolder temp;
+  const auto write = [&] {
+    write_small_corpus(temp / "c", TokenType::uint16, 4, {5, 8}, 0, is_third);
+  };
+  write();
+  temp.write("c/train-00001.mask.bin", "\1\0\2");
+  EXPECT_THAT(
+      error_message(ErrorCode::format, [&] { Corpus::open(temp / "c"); }),
+      HasSubstr("train-00001.mask.bin: expected 4 bytes"));
+  temp.write("c/train-00001.mask.bin", std::string("\1\0\2\1", 4));
+  const auto corpus = Corpus::open(temp / "c");
+  std::vector<std::uint8_t> mask(6);
+  corpus->read_mask(0, mask);
+  EXPECT_THAT(
+      error_message(ErrorCode::format, [&] { corpus->read_mask(2, mask); }),
+      HasSubstr("train-00001.mask.bin: byte 2: expected 0 or 1, got 2"));
+  EXPECT_THAT(
+      error_message(ErrorCode::usage, [&] { corpus->read_mask(9, mask); }),
+      HasSubstr("within [0, 13), got [9, 15)"));
+  std::filesystem::remove(temp / "c/train-00000.mask.bin");
+  EXPECT_THAT(
+      error_message(ErrorCode::io, [&] { Corpus::open(temp / "c"); }),
+      HasSubstr("train-00000.mask.bin"));
+  write();
+  CorpusMeta meta = CorpusMeta::load(temp / "c");
+  meta.splits[0].trained_tokens = 14;
+  temp.write("c/meta.json", meta.to_json());
+  EXPECT_THAT(
+      error_message(ErrorCode::format, [&] { Corpus::open(temp / "c"); }),
+      HasSubstr("0 <= trained_tokens <= num_tokens = 13, got 14"));
+  SplitWriter writer(temp / "c", "x", TokenType::uint16, 4, /*masked=*/true);
+  const std::vector<std::uint32_t> tokens{1, 2};
+  EXPECT_THAT(
+      error_message(ErrorCode::usage, [&] { writer.append(tokens); }),
+      HasSubstr("expected 2 bytes of a mask, got 0"));
 }
 
 TEST(CorpusMeta, SurvivesJson) {
@@ -212,8 +256,8 @@ TEST(CorpusMeta, BadJsonIsRefusedByKey) {
       with("flatshard-corpus", "other"),
       HasSubstr("expected \"format\""));
   EXPECT_THAT(
-      with("\"version\": 1", "\"version\": 2"),
-      HasSubstr("reads corpus version 1, got version 2"));
+      with("\"version\": 1", "\"version\": 3"),
+      HasSubstr("reads corpus versions 1 and 2, got version 3"));
   EXPECT_THAT(with("uint16", "int8"), HasSubstr("got 'int8'"));
   EXPECT_THAT(
       with("\"vocab_size\": 10", "\"vocab_size\": \"x\""),
@@ -314,7 +358,7 @@ CorpusIdentity identity_of(
     const std::vector<std::uint32_t>& lengths,
     std::uint32_t first_token = 0) {
   const TempFolder temp;
-  write_corpus(temp / "c", type, shard_tokens, lengths, first_token);
+  write_small_corpus(temp / "c", type, shard_tokens, lengths, first_token);
   return identify(*Corpus::open(temp / "c"));
 }
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <numeric>
 
 #include "tests/data/expect_error.h"
 
@@ -23,11 +24,12 @@ class CountingSource : public TokenSource {
   std::int64_t num_sequences(std::int64_t) const override {
     return num_sequences_;
   }
-  void read(std::int64_t index, std::span<std::int64_t> out) const override {
-    for (std::size_t i = 0; i < out.size(); ++i) {
-      out[i] = index * static_cast<std::int64_t>(out.size() - 1) +
-               static_cast<std::int64_t>(i);
-    }
+  void read(std::int64_t index, const Sequence& out) const override {
+    std::iota(
+        out.tokens.begin(),
+        out.tokens.end(),
+        index * static_cast<std::int64_t>(out.tokens.size()));
+    std::iota(out.targets.begin(), out.targets.end(), out.tokens.front() + 1);
   }
   std::int64_t vocab_size() const override { return vocab_size_; }
   std::string describe() const override { return "counting"; }
@@ -372,12 +374,13 @@ TEST(Loader, ATokenBeyondTheVocabularyIsAnError) {
        .global_batch_size = 1,
        .vocab_size = 3,
        .shuffle = false});
-  std::vector<std::int64_t> buffer(4);
+  std::vector<std::int64_t> tokens(4);
+  std::vector<std::int64_t> targets(4);
   EXPECT_THAT(
       error_message(
           ErrorCode::format,
-          [&] { loader.read({}, buffer, buffer); }),
-      HasSubstr("token 4 at place 4 of sequence 0 (counting) is beyond "
+          [&] { loader.read({}, tokens, targets); }),
+      HasSubstr("token 3 at place 3 of sequence 0 (counting) is beyond "
                 "model.vocab_size = 3"));
 }
 

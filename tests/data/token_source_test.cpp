@@ -3,7 +3,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
+#include <span>
 
 #include "flatshard/data/prepare.h"
 #include "tests/data/expect_error.h"
@@ -21,25 +23,33 @@ std::shared_ptr<const TokenSource> open_one(
   return open_token_sources({{.path = path}}, split, 1, vocab_size)[0].source;
 }
 
+/// The tokens of a sequence and its last target. The targets are the next
+/// tokens.
+std::vector<std::int64_t> read_sequence(
+    const TokenSource& source,
+    std::int64_t index,
+    std::size_t seq_len) {
+  std::vector<std::int64_t> tokens(seq_len);
+  std::vector<std::int64_t> targets(seq_len);
+  source.read(index, {tokens, targets});
+  tokens.push_back(targets.back());
+  EXPECT_TRUE(std::ranges::equal(targets, std::span(tokens).subspan(1)));
+  return tokens;
+}
+
 TEST(RandomTokens, DependOnSeedAndIndexAlone) {
   const RandomTokens a(1, 1000);
   const RandomTokens b(1, 1000);
   const RandomTokens c(2, 1000);
-  std::array<std::int64_t, 33> x{};
-  std::array<std::int64_t, 33> y{};
-  a.read(7, x);
-  b.read(3, y);
-  EXPECT_NE(x, y);
-  b.read(7, y);
-  EXPECT_EQ(x, y);
-  c.read(7, y);
-  EXPECT_NE(x, y);
+  const auto x = read_sequence(a, 7, 32);
+  EXPECT_NE(read_sequence(b, 3, 32), x);
+  EXPECT_EQ(read_sequence(b, 7, 32), x);
+  EXPECT_NE(read_sequence(c, 7, 32), x);
 }
 
 TEST(RandomTokens, CoverTheVocabularyAndNoMore) {
   const RandomTokens source(3, 7);
-  std::vector<std::int64_t> tokens(7000);
-  source.read(0, tokens);
+  const auto tokens = read_sequence(source, 0, 6999);
   std::array<int, 7> hits{};
   for (const std::int64_t token : tokens) {
     ++hits.at(static_cast<std::size_t>(token));
@@ -57,11 +67,9 @@ TEST(RandomTokens, NeedsAVocabulary) {
 
 TEST(OpenTokenSource, ByName) {
   EXPECT_EQ(open_one("random", "train", 9)->vocab_size(), 9);
-  std::array<std::int64_t, 9> train{};
-  std::array<std::int64_t, 9> validation{};
-  open_one("random", "train", 999)->read(0, train);
-  open_one("random", "validation", 999)->read(0, validation);
-  EXPECT_NE(train, validation);
+  EXPECT_NE(
+      read_sequence(*open_one("random", "train", 999), 0, 8),
+      read_sequence(*open_one("random", "validation", 999), 0, 8));
   EXPECT_THAT(
       error_message(
           ErrorCode::config,
@@ -120,9 +128,9 @@ TEST(CorpusSource, SequencesOverlapByOneToken) {
   EXPECT_EQ(source.num_sequences(4), 2);
   EXPECT_EQ(source.num_sequences(10), 1);
   EXPECT_EQ(source.num_sequences(11), 0);
-  std::array<std::int64_t, 5> tokens{};
-  source.read(1, tokens);
-  EXPECT_EQ(tokens, (std::array<std::int64_t, 5>{'4', '5', '6', '7', '8'}));
+  EXPECT_EQ(
+      read_sequence(source, 1, 4),
+      (std::vector<std::int64_t>{'4', '5', '6', '7', '8'}));
 }
 
 }  // namespace

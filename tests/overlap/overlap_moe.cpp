@@ -123,7 +123,7 @@ MoeOverlapTrainer::MoeOverlapTrainer(
               .head = runtime->unit_of(*modules.back())},
       .exchange = exchange,
       .embed = [this](int m) { return llama->embed(tokens(m)); },
-      .nodes = [this](int l) { return llama->blocks()[l]->nodes(); },
+      .nodes = [this](int /*m*/, int l) { return llama->blocks()[l]->nodes(); },
       .head =
           [this](int m, const at::Tensor& h) {
             before_head(m);

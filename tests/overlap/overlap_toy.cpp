@@ -197,7 +197,7 @@ OverlapTrainer::OverlapTrainer(
   OverlapModel pieces{
       .root = runtime->unit_of(*model),
       .embed = [this](int m) { return model->embed(batch(m).first); },
-      .nodes = [this](int l) { return model->blocks[l]->nodes(); },
+      .nodes = [this](int /*m*/, int l) { return model->blocks[l]->nodes(); },
       .head =
           [this](int m, const at::Tensor& tokens) {
             return model->head(tokens, batch(m).second) / options_.microbatches;

@@ -66,11 +66,12 @@ struct Rope {
   const float* cos;  ///< [seq_len, head_dim / 2]
   const float* sin;
   std::int64_t tokens;
-  std::int64_t seq_len;  ///< position = token % seq_len
+  std::int64_t seq_len;  ///< position = token % seq_len without positions
   std::int64_t heads;
   std::int64_t head_dim;
   bool inverse;
   Dtype dtype;
+  const std::int32_t* positions = nullptr;  ///< [tokens] or null
 };
 void rope(const Rope& args, cudaStream_t stream);
 

@@ -15,7 +15,9 @@ __global__ void rope_kernel(const Rope a) {
   }
   const std::int64_t row = index / packs;  // token and head
   const std::int64_t column = index % packs * N;
-  const std::int64_t position = row / a.heads % a.seq_len;
+  const std::int64_t token = row / a.heads;
+  const std::int64_t position =
+      a.positions != nullptr ? a.positions[token] : token % a.seq_len;
   float c[N];
   float s[N];
 #pragma unroll

@@ -241,6 +241,11 @@ Config resolve_config(const Config& config, std::int64_t world) {
       replicate,
       shard,
       world);
+  if (resolved.data.packing == data::Packing::documents &&
+      resolved.data.documents_per_sample == -1) {
+    resolved.data.documents_per_sample =
+        data::default_max_documents(resolved.training.seq_len);
+  }
   const std::int64_t experts = resolved.parallelism.expert_parallel_degree;
   FLATSHARD_CHECK(
       shard % experts == 0,

@@ -39,6 +39,19 @@ const ConfigKey kTrainingKeys[] = {
         "that of data.train",
         .used_if = {kValidates}),
 
+    KEY(data.packing,
+        "stream: samples are cut from one stream of tokens; documents: samples "
+        "are filled with whole documents, which attention keeps apart and "
+        "whose positions begin at 0"),
+    KEY(data.documents_per_sample,
+        "the most documents of one sample; memory and graphs have room for so "
+        "many; -1: training.seq_len / 64, at least 16",
+        .range = {.min = 1, .max = kMaxTokens, .or_minus_one = true},
+        .used_if =
+            {{"data.packing",
+              WHEN(c.data.packing == data::Packing::documents),
+              "data.packing = \"documents\""}}),
+
     KEY(training.steps, "optimizer steps of the run", .range = {1, kMaxSteps}),
     KEY(training.seq_len, "tokens per sequence", .range = {1, kMaxTokens}),
     KEY(training.local_batch_size,

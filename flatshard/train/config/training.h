@@ -10,9 +10,16 @@ struct Run {
   bool save_weights = true;
 };
 
+template <>
+inline constexpr Word<data::Packing> kWords<data::Packing>[] = {
+    {"stream", data::Packing::stream},
+    {"documents", data::Packing::documents}};
+
 struct Data {
   std::vector<data::SourceChoice> train;
   std::vector<data::SourceChoice> validation;
+  data::Packing packing = data::Packing::stream;
+  std::int64_t documents_per_sample = -1;
 };
 
 enum class OnNonfinite { stop, skip, rewind };

@@ -2,7 +2,11 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+
+#include "flatshard/comm/collective_scope.h"
 #include "flatshard/core/error.h"
+#include "flatshard/nn/loss.h"
 #include "flatshard/train/option_errors.h"
 
 namespace flatshard {
@@ -10,7 +14,18 @@ namespace {
 
 constexpr std::string_view kTrainOption = "data.train";
 
+static_assert(nn::LossOptions{}.ignore_index == data::kIgnoredTarget);
+
 }  // namespace
+
+data::PackingOptions packing_options(const Config& config) {
+  return {
+      .packing = config.data.packing,
+      .seq_len = config.training.seq_len,
+      .max_documents = config.data.packing == data::Packing::documents
+                           ? config.data.documents_per_sample
+                           : 0};
+}
 
 data::Loader open_train_loader(
     const Config& config,
@@ -21,18 +36,21 @@ data::Loader open_train_loader(
       "data.train: expected a corpus folder (see `flatshard data prepare`) or "
       "\"random\"");
   const auto seed = static_cast<std::uint64_t>(config.run.seed);
+  const data::PackingOptions packing = packing_options(config);
   return for_option(kTrainOption, [&] {
     return data::Loader(
         data::open_token_sources(
             config.data.train,
             "train",
             seed,
-            model.vocab_size),
+            model.vocab_size,
+            packing),
         data::LoaderOptions{
             .seed = seed,
             .seq_len = config.training.seq_len,
             .global_batch_size = config.training.global_batch_size,
-            .vocab_size = model.vocab_size});
+            .vocab_size = model.vocab_size,
+            .documents_per_sample = packing.max_documents});
   });
 }
 
@@ -47,26 +65,82 @@ Batches::Batches(
       buffers_(
           mesh_,
           {num_microbatches_, local_batch_, config.training.seq_len}) {
+  if (config.data.packing == data::Packing::documents) {
+    documents_.emplace(
+        mesh_,
+        DocumentBuffers::Options{
+            .num_microbatches = num_microbatches_,
+            .rows = local_batch_,
+            .seq_len = config.training.seq_len,
+            .max_documents = config.data.documents_per_sample,
+            .fixed_shapes = config.cuda_graph.enabled()});
+  }
+  if (loader.ignores_targets()) {
+    const auto options = at::TensorOptions().dtype(at::kDouble);
+    num_targets_ = at::empty(
+        {num_microbatches_},
+        options.pinned_memory(mesh_->device().is_cuda()));
+    loss_weights_ = at::empty(
+        {num_microbatches_},
+        options.dtype(at::kFloat).device(mesh_->device()));
+  }
 }
 
 void Batches::load_next() {
   buffers_.load([&](auto tokens, auto targets) {
-    const std::size_t each =
-        tokens.size() / static_cast<std::size_t>(num_microbatches_);
-    for (std::int64_t m = 0; m < num_microbatches_; ++m) {
-      const std::size_t begin = static_cast<std::size_t>(m) * each;
-      for_option(kTrainOption, [&] {
-        loader_.read(
-            {.rank = mesh_->rank(),
-             .world = mesh_->size(),
-             .local_batch = local_batch_,
-             .microbatch = m},
-            tokens.subspan(begin, each),
-            targets.subspan(begin, each));
-      });
+    read(tokens, targets);
+    if (documents_) {
+      documents_->queue_copies();
+    }
+    if (num_targets_.defined()) {
+      queue_loss_weights();
     }
   });
   loader_.advance();
+}
+
+void Batches::read(
+    std::span<std::int64_t> tokens,
+    std::span<std::int64_t> targets) {
+  const std::size_t each =
+      tokens.size() / static_cast<std::size_t>(num_microbatches_);
+  for (std::int64_t m = 0; m < num_microbatches_; ++m) {
+    const std::size_t begin = static_cast<std::size_t>(m) * each;
+    const auto part = targets.subspan(begin, each);
+    std::vector<std::int64_t> lengths;
+    for_option(kTrainOption, [&] {
+      loader_.read(
+          {.rank = mesh_->rank(),
+           .world = mesh_->size(),
+           .local_batch = local_batch_,
+           .microbatch = m},
+          tokens.subspan(begin, each),
+          part,
+          documents_ ? &lengths : nullptr);
+    });
+    if (documents_) {
+      documents_->write(m, lengths);
+    }
+    if (num_targets_.defined()) {
+      const auto ignored = std::ranges::count(part, data::kIgnoredTarget);
+      num_targets_.mutable_data_ptr<double>()[m] =
+          static_cast<double>(static_cast<std::ptrdiff_t>(each) - ignored);
+    }
+  }
+}
+
+// All of it runs on the device: the host waits for no other rank.
+void Batches::queue_loss_weights() {
+  const at::NoGradGuard no_grad;
+  const at::Tensor mine =
+      num_targets_.to(mesh_->device(), /*non_blocking=*/true);
+  at::Tensor all = mine.sum().reshape({1});
+  if (mesh_->size() > 1) {
+    const CollectiveScope scope("targets");
+    mesh_->world(Purpose::reduce).all_reduce(all, ReduceOp::sum);
+  }
+  const auto num_parts = static_cast<double>(num_microbatches_ * mesh_->size());
+  loss_weights_.copy_(mine * num_parts / all.clamp_min(1.0));
 }
 
 at::Tensor Batches::tokens(std::int64_t microbatch) const {
@@ -75,6 +149,14 @@ at::Tensor Batches::tokens(std::int64_t microbatch) const {
 
 at::Tensor Batches::targets(std::int64_t microbatch) const {
   return buffers_.targets()[microbatch];
+}
+
+nn::Documents Batches::documents(std::int64_t microbatch) const {
+  return documents_ ? documents_->documents(microbatch) : nn::Documents();
+}
+
+at::Tensor Batches::loss_weight(std::int64_t microbatch) const {
+  return loss_weights_.defined() ? loss_weights_[microbatch] : at::Tensor();
 }
 
 }  // namespace flatshard

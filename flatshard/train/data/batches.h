@@ -4,14 +4,21 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <span>
+#include <vector>
 
 #include "flatshard/data/loader.h"
 #include "flatshard/mesh/mesh.h"
 #include "flatshard/models/config.h"
 #include "flatshard/train/config.h"
+#include "flatshard/train/data/document_buffers.h"
 #include "flatshard/train/data/token_buffers.h"
 
 namespace flatshard {
+
+/// How data.packing fills samples. The config is resolved.
+data::PackingOptions packing_options(const Config& config);
 
 /// The loader of data.train. The config is resolved.
 /// @throws Error{config, io, format} naming data.train.
@@ -33,7 +40,8 @@ class Batches {
 
   /// Reads the next step's sequences, queues their copies to the device on the
   /// current stream, and moves the loader on. Blocks the host while it reads
-  /// and until the copies of the step before have run.
+  /// and until the copies of the step before have run. Collective where targets
+  /// may be ignored: a small all-reduce is queued then.
   /// @throws Error{format, io} naming data.train; the verdict on a rank that
   /// failed.
   void load_next();
@@ -42,13 +50,26 @@ class Batches {
   /// same address in each step.
   at::Tensor tokens(std::int64_t microbatch) const;
   at::Tensor targets(std::int64_t microbatch) const;
+  /// Undefined with data.packing = stream.
+  nn::Documents documents(std::int64_t microbatch) const;
+  /// The factor of a microbatch's mean loss, float32 [] on the device: its
+  /// targets over the mean of all microbatches and ranks of the step. With it
+  /// the step's loss is the mean over all targets. Undefined where no target
+  /// is ignored: all factors would be 1.
+  at::Tensor loss_weight(std::int64_t microbatch) const;
 
  private:
+  void read(std::span<std::int64_t> tokens, std::span<std::int64_t> targets);
+  void queue_loss_weights();
+
   std::shared_ptr<Mesh> mesh_;
   data::Loader& loader_;
   const std::int64_t local_batch_;
   const std::int64_t num_microbatches_;
   TokenBuffers buffers_;  ///< [microbatches, local_batch_size, seq_len]
+  std::optional<DocumentBuffers> documents_;  ///< of packed documents
+  at::Tensor num_targets_;   ///< [microbatches] float64, pinned; or undefined
+  at::Tensor loss_weights_;  ///< [microbatches] float32 on the device
 };
 
 }  // namespace flatshard

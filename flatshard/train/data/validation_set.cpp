@@ -6,26 +6,39 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/data/token_source.h"
-#include "flatshard/nn/loss.h"
+#include "flatshard/train/data/batches.h"
 #include "flatshard/train/option_errors.h"
 
 namespace flatshard {
 
-std::int64_t ValidationSet::read(
+ValidationSet::Counts ValidationSet::read(
     std::int64_t first,
     std::int64_t count,
     std::span<std::int64_t> tokens,
-    std::span<std::int64_t> targets) const {
-  const auto used = static_cast<std::size_t>(count * loader.options().seq_len);
+    std::span<std::int64_t> targets,
+    std::vector<std::int64_t>* lengths) const {
+  const std::int64_t seq_len = loader.options().seq_len;
+  const auto used = static_cast<std::size_t>(count * seq_len);
   for_option(option, [&] {
-    loader.read_samples(first, tokens.first(used), targets.first(used));
+    loader
+        .read_samples(first, tokens.first(used), targets.first(used), lengths);
   });
+  if (lengths != nullptr) {
+    const auto rows = static_cast<std::int64_t>(tokens.size()) / seq_len;
+    lengths->insert(
+        lengths->end(),
+        static_cast<std::size_t>(rows - count),
+        seq_len);
+  }
   std::ranges::fill(tokens.subspan(used), 0);
-  std::ranges::fill(targets.subspan(used), nn::LossOptions{}.ignore_index);
-  return is_bytes ? std::ranges::count_if(
-                        targets.first(used),
-                        [](std::int64_t t) { return t < data::kNumBytes; })
-                  : 0;
+  std::ranges::fill(targets.subspan(used), data::kIgnoredTarget);
+  Counts counts;
+  for (const std::int64_t target : targets.first(used)) {
+    const bool is_target = target != data::kIgnoredTarget;
+    counts.targets += is_target ? 1 : 0;
+    counts.bytes += is_bytes && is_target && target < data::kNumBytes ? 1 : 0;
+  }
+  return counts;
 }
 
 std::vector<ValidationSet> open_validation_sets(
@@ -38,12 +51,14 @@ std::vector<ValidationSet> open_validation_sets(
   const bool own = !config.data.validation.empty();
   const std::string option = own ? "data.validation" : "data.train";
   const auto& choices = own ? config.data.validation : config.data.train;
+  const data::PackingOptions packing = packing_options(config);
   for_option(option, [&] {
     const auto sources = data::open_token_sources(
         choices,
         "validation",
         static_cast<std::uint64_t>(config.run.seed) + 1,
-        vocab_size);
+        vocab_size,
+        packing);
     double all_weights = 0;
     for (const data::SourceChoice& choice : choices) {
       all_weights += choice.weight;
@@ -60,7 +75,8 @@ std::vector<ValidationSet> open_validation_sets(
           {.seq_len = config.training.seq_len,
            .global_batch_size = 1,
            .vocab_size = vocab_size,
-           .shuffle = false});
+           .shuffle = false,
+           .documents_per_sample = packing.max_documents});
       const double share = choices[i].weight / all_weights;
       const std::int64_t all = loader.num_sequences();
       const auto part = std::max<std::int64_t>(
@@ -86,11 +102,18 @@ ValidationMetrics summarize(
   bool all_bytes = true;
   double bits_per_byte = 0;
   for (std::size_t i = 0; i < sets.size(); ++i) {
-    const double nats = sums[2 * i];
-    const double num_bytes = sums[2 * i + 1];
-    const auto num_tokens = static_cast<double>(
-        sets[i].num_sequences * sets[i].loader.options().seq_len);
-    const double loss = nats / num_tokens;
+    const double nats = sums[3 * i];
+    const double num_targets = sums[3 * i + 1];
+    const double num_bytes = sums[3 * i + 2];
+    FLATSHARD_CHECK(
+        num_targets > 0,
+        config,
+        "validation: the first {} samples of {} have no token that is trained; "
+        "raise validation.sequences, or prepare the corpus again with another "
+        "--train-on",
+        sets[i].num_sequences,
+        sets[i].path);
+    const double loss = nats / num_targets;
     metrics.loss += sets[i].share * loss;
     all_bytes = all_bytes && sets[i].is_bytes && num_bytes > 0;
     bits_per_byte += sets[i].share * nats / (std::numbers::ln2 * num_bytes);

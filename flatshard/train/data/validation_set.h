@@ -22,14 +22,22 @@ struct ValidationSet {
   bool is_bytes = false;  ///< see TokenSource::tokens_are_bytes
   std::string option;     ///< for errors: where the corpus is named
 
+  /// Numbers of targets.
+  struct Counts {
+    std::int64_t targets = 0;  ///< that the loss does not ignore
+    std::int64_t bytes = 0;    ///< that are bytes, among them
+  };
+
   /// Fills the first `count` rows of tokens and targets, each [n, seq_len],
   /// with the sequences [first, first + count); the loss ignores the others.
-  /// @return how many of the targets are bytes.
-  std::int64_t read(
+  /// @param lengths  if not null: gets the lengths of all documents; a row that
+  ///   the loss ignores is one.
+  Counts read(
       std::int64_t first,
       std::int64_t count,
       std::span<std::int64_t> tokens,
-      std::span<std::int64_t> targets) const;
+      std::span<std::int64_t> targets,
+      std::vector<std::int64_t>* lengths = nullptr) const;
 };
 
 /// Empty when validation.freq is 0. @throws like data::open_token_sources, by
@@ -39,8 +47,8 @@ std::vector<ValidationSet> open_validation_sets(
     std::int64_t vocab_size);
 
 /// The loss of a mixture is the mean of its sets' by their shares.
-/// @param sums  for each set: the sum of its tokens' losses in nats, and the
-///   number of bytes among its targets.
+/// @param sums  for each set: the sum of its targets' losses in nats, the
+///   number of its targets, and the number of bytes among them.
 ValidationMetrics summarize(
     const std::vector<ValidationSet>& sets,
     std::int64_t step,

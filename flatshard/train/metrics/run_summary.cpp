@@ -38,6 +38,21 @@ std::string active_text(const models::ModelConfig& model) {
                    with_commas(models::num_active_parameters(model)));
 }
 
+/// A line for each corpus whose documents are packed.
+std::vector<std::string> packing_lines(const RunSummary& summary) {
+  std::vector<std::string> lines;
+  const auto& sources = summary.loader.sources();
+  for (std::size_t i = 0; i < sources.size(); ++i) {
+    if (const auto packing = sources[i].source->packing()) {
+      lines.push_back(fmt::format(
+          "data: {}: {}",
+          summary.config.data.train.at(i).path,
+          packing->describe()));
+    }
+  }
+  return lines;
+}
+
 std::string overlap_text(const Config& config) {
   if (!config.parallelism.overlap_expert_parallel) {
     return "";
@@ -83,6 +98,9 @@ std::string to_string(const RunSummary& summary) {
       config::word_of(std::optional(summary.state.copy_engines)),
       summary.num_microbatches,
       overlap_text(config)));
+  for (std::string& line : packing_lines(summary)) {
+    parts.push_back(std::move(line));
+  }
   if (!summary.state.float8.empty()) {
     parts.push_back(summary.state.float8);
   }

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <string>
 
+#include "flatshard/data/loader.h"
 #include "flatshard/models/config.h"
 #include "flatshard/train/config.h"
 #include "flatshard/train/train_state.h"
@@ -18,6 +19,7 @@ struct RunSummary {
   const Mesh& mesh;
   const TrainState& state;
   bool goes_on = false;  ///< with an earlier run's files
+  const data::Loader& loader;
   std::int64_t num_microbatches = 1;
   double flops_per_token = 0;
   std::int64_t staging_nbytes = 0;  ///< in which checkpoints wait; 0: none

@@ -1,0 +1,205 @@
+#include "flatshard/nn/documents.h"
+
+#include "flatshard/core/error.h"
+#include "flatshard/nn/attention.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <array>
+#include <numeric>
+#include <tuple>
+
+namespace flatshard::nn {
+namespace {
+
+bool flash_takes(const at::Tensor& q) {
+  const at::ScalarType dtype = q.scalar_type();
+  return q.is_cuda() && (dtype == at::kBFloat16 || dtype == at::kHalf) &&
+         q.size(-1) <= 256 && q.size(-1) % 8 == 0 &&
+         at::globalContext().userEnabledFlashSDP();
+}
+
+at::Tensor flash(
+    const at::Tensor& q,
+    const at::Tensor& k,
+    const at::Tensor& v,
+    const Documents& documents) {
+  return std::get<0>(at::_flash_attention_forward(
+      q.flatten(0, 1),
+      k.flatten(0, 1),
+      v.flatten(0, 1),
+      documents.offsets,
+      documents.offsets,
+      documents.max_length,
+      documents.max_length,
+      /*dropout_p=*/0.0,
+      /*is_causal=*/true,
+      /*return_debug_mask=*/false));
+}
+
+// No value of the offsets reaches the host.
+at::Tensor masked(
+    const at::Tensor& q,
+    const at::Tensor& k,
+    const at::Tensor& v,
+    const Documents& documents) {
+  const std::int64_t batch = q.size(0);
+  const std::int64_t seq = q.size(1);
+  const std::int64_t group = q.size(2) / k.size(2);
+  const at::Tensor tokens =
+      at::arange(batch * seq, documents.offsets.options());
+  const at::Tensor document = at::searchsorted(
+                                  documents.offsets,
+                                  tokens,
+                                  /*out_int32=*/true,
+                                  /*right=*/true)
+                                  .view({batch, seq});
+  const at::Tensor mask =
+      document.unsqueeze(2).eq(document.unsqueeze(1)).tril_().unsqueeze(1);
+  return at::scaled_dot_product_attention(
+             q.transpose(1, 2),
+             k.repeat_interleave(group, 2).transpose(1, 2),
+             v.repeat_interleave(group, 2).transpose(1, 2),
+             mask)
+      .transpose(1, 2);
+}
+
+at::Tensor one_by_one(
+    const at::Tensor& q,
+    const at::Tensor& k,
+    const at::Tensor& v,
+    const Documents& documents) {
+  const auto flat = [](const at::Tensor& x) {
+    return x.flatten(0, 1).unsqueeze(0);
+  };
+  const std::array<at::Tensor, 3> rows{flat(q), flat(k), flat(v)};
+  const std::int64_t num_tokens = rows[0].size(1);
+  const auto* offsets = documents.offsets.const_data_ptr<std::int32_t>();
+  TensorList parts;
+  std::int64_t begin = 0;
+  for (std::int64_t i = 1; i <= documents.offsets.numel(); ++i) {
+    // Tokens behind the last document: an emulated graph records with offsets
+    // of zeros.
+    const std::int64_t end =
+        i < documents.offsets.numel() ? offsets[i] : num_tokens;
+    if (end > begin) {
+      const auto of = [&](const at::Tensor& x) {
+        return x.narrow(1, begin, end - begin);
+      };
+      parts.push_back(causal_attention(of(rows[0]), of(rows[1]), of(rows[2])));
+      begin = end;
+    }
+  }
+  return at::cat(parts, 1);
+}
+
+}  // namespace
+
+void write_documents(
+    std::span<const std::int64_t> lengths,
+    std::int64_t seq_len,
+    std::span<std::int32_t> offsets,
+    std::span<std::int32_t> positions) {
+  FLATSHARD_CHECK(
+      lengths.size() < offsets.size(),
+      usage,
+      "expected at most {} documents, got {}",
+      offsets.size() - 1,
+      lengths.size());
+  const auto num_tokens = static_cast<std::int64_t>(positions.size());
+  std::int64_t at = 0;
+  for (std::size_t i = 0; i < lengths.size(); ++i) {
+    FLATSHARD_CHECK(
+        lengths[i] > 0 && at % seq_len + lengths[i] <= seq_len &&
+            at + lengths[i] <= num_tokens,
+        usage,
+        "document {}: expected at least one token and its end in row {} of {} "
+        "tokens, got {} tokens from token {} of the row on",
+        i,
+        at / seq_len,
+        seq_len,
+        lengths[i],
+        at % seq_len);
+    offsets[i] = static_cast<std::int32_t>(at);
+    const auto end = at + lengths[i];
+    std::iota(positions.begin() + at, positions.begin() + end, 0);
+    at = end;
+  }
+  FLATSHARD_CHECK(
+      at == num_tokens,
+      usage,
+      "expected documents of {} tokens, as the batch has, got {}",
+      num_tokens,
+      at);
+  std::ranges::fill(
+      offsets.subspan(lengths.size()),
+      static_cast<std::int32_t>(at));
+}
+
+Documents Documents::of(
+    std::span<const std::int64_t> lengths,
+    std::int64_t seq_len,
+    at::Device device) {
+  const auto num_tokens =
+      std::accumulate(lengths.begin(), lengths.end(), std::int64_t{0});
+  const auto options = at::TensorOptions().dtype(at::kInt);
+  const at::Tensor offsets =
+      at::empty({static_cast<std::int64_t>(lengths.size()) + 1}, options);
+  const at::Tensor positions = at::empty({num_tokens}, options);
+  const auto elements = [](const at::Tensor& tensor) {
+    return std::span(
+        tensor.mutable_data_ptr<std::int32_t>(),
+        static_cast<std::size_t>(tensor.numel()));
+  };
+  write_documents(lengths, seq_len, elements(offsets), elements(positions));
+  return {
+      .offsets = offsets.to(device),
+      .positions = positions.to(device),
+      .max_length = lengths.empty() ? 0 : *std::ranges::max_element(lengths)};
+}
+
+void Documents::append_to(TensorList& inputs) const {
+  if (defined()) {
+    inputs.push_back(offsets);
+    inputs.push_back(positions);
+    inputs.push_back(at::empty({max_length, 0}, positions.options()));
+  }
+}
+
+Documents Documents::after(const TensorList& inputs, std::size_t count) {
+  if (inputs.size() == count) {
+    return {};
+  }
+  return {
+      .offsets = inputs.at(count),
+      .positions = inputs.at(count + 1),
+      .max_length = inputs.at(count + 2).size(0)};
+}
+
+at::Tensor document_attention(
+    const at::Tensor& q,
+    const at::Tensor& k,
+    const at::Tensor& v,
+    const Documents& documents) {
+  FLATSHARD_CHECK(
+      q.dim() == 4 && k.sizes() == v.sizes() && k.dim() == 4 &&
+          q.size(0) == k.size(0) && q.size(1) == k.size(1) &&
+          q.size(3) == k.size(3) && q.size(2) % k.size(2) == 0 &&
+          documents.positions.numel() == q.size(0) * q.size(1),
+      usage,
+      "document_attention: expected q [b, t, h, d], k, v [b, t, kv, d] with h "
+      "a "
+      "multiple of kv, and documents of b * t tokens, got {}, {}, {} and {} "
+      "tokens",
+      c10::str(q.sizes()),
+      c10::str(k.sizes()),
+      c10::str(v.sizes()),
+      documents.positions.numel());
+  const at::Tensor out = flash_takes(q) ? flash(q, k, v, documents)
+                         : q.is_cpu()   ? one_by_one(q, k, v, documents)
+                                        : masked(q, k, v, documents);
+  return out.reshape({q.size(0), q.size(1), -1});
+}
+
+}  // namespace flatshard::nn

@@ -1,0 +1,74 @@
+#pragma once
+
+#include "flatshard/nn/module.h"
+#include "flatshard/nn/visit.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <span>
+
+namespace flatshard::nn {
+
+/// Documents that share the sequences of a batch: attention stays within each,
+/// and each begins at position 0. They follow one another through the rows of
+/// the batch, and none crosses the end of a row. Padding is a document, too.
+struct Documents {
+  /// int32 [n + 1]: the first token of each document, counted through all rows,
+  /// then the number of tokens. Documents without tokens are allowed, so one
+  /// size serves batches with fewer documents.
+  at::Tensor offsets;
+  at::Tensor positions;  ///< int32 [batch * seq]: of each token
+  /// Tokens of the longest document, or more: kernels are launched for so many.
+  std::int64_t max_length = 0;
+
+  /// @param lengths  of the documents; their sum is the number of tokens.
+  /// @param seq_len  of a row.
+  /// @throws Error{usage} where a document is empty or crosses the end of a
+  /// row.
+  static Documents of(
+      std::span<const std::int64_t> lengths,
+      std::int64_t seq_len,
+      at::Device device);
+
+  bool defined() const { return offsets.defined(); }
+
+  // As inputs of a region. A tensor without elements has max_length in its
+  // shape, so that a recorded region notices another one.
+
+  /// Appends the tensors; nothing where they are not defined.
+  void append_to(TensorList& inputs) const;
+  /// The documents that `append_to` appended to `count` inputs.
+  static Documents after(const TensorList& inputs, std::size_t count);
+};
+
+/// Fills offsets and positions, as Documents has them.
+/// @throws as Documents::of; Error{usage} for more documents than offsets has
+/// places for.
+void write_documents(
+    std::span<const std::int64_t> lengths,
+    std::int64_t seq_len,
+    std::span<std::int32_t> offsets,
+    std::span<std::int32_t> positions);
+
+/// Causal scaled-dot-product attention with grouped queries, within documents.
+///
+/// @param q     [batch, seq, heads, head_dim]
+/// @param k, v  [batch, seq, kv_heads, head_dim]; heads % kv_heads == 0
+/// @return      [batch, seq, heads * head_dim], contiguous
+///
+/// CUDA, 16-bit, head_dim <= 256 and a multiple of 8: FlashAttention, whose
+/// work is that of the documents alone. Else on CUDA: a mask of seq * seq
+/// elements for each row, and the work of whole rows. On CPUs: one document
+/// after the other.
+at::Tensor document_attention(
+    const at::Tensor& q,
+    const at::Tensor& k,
+    const at::Tensor& v,
+    const Documents& documents);
+
+/// Hooks of modules see nothing of it: integers have no gradients.
+template <>
+inline constexpr bool holds_no_tensors<Documents> = true;
+
+}  // namespace flatshard::nn

@@ -1,0 +1,158 @@
+#!/usr/bin/env python3
+"""examples/finetune_chat.toml on a tiny model: chats of a file become a corpus with
+masks, two ranks train on them, and the export answers as it was taught.
+
+Exits with 77 (skipped) without transformers.
+
+usage: finetune_chat.py PROGRAM
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SKIPPED = 77
+ROOT = Path(__file__).resolve().parents[2]
+SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>"]
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}"
+    "{%- generation -%}{{ m.content }}<|end|>{%- endgeneration -%}"
+    "{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SMALL = [
+    "training.steps=60",
+    "training.seq_len=64",
+    "training.global_batch_size=8",
+    "training.local_batch_size=2",
+    "optimizer.lr=1e-2",
+    "lr_scheduler.warmup_steps=5",
+    "precision.compute=float32",
+    "validation.freq=30",
+    "validation.sequences=8",
+    "checkpoint.interval=60",
+    "metrics.log_freq=10",
+]
+
+
+def expect(ok, what):
+    if not ok:
+        sys.exit(f"FAILED {what}")
+
+
+def run(program, *arguments):
+    done = subprocess.run(
+        [program, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "FLATSHARD_PYTHON": sys.executable},
+    )
+    expect(done.returncode == 0, f"{arguments}:\n{done.stdout}\n{done.stderr}")
+    return done.stdout + done.stderr
+
+
+def write_model(folder):
+    """A tiny Llama with random weights, and a byte-level tokenizer with a template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {text: i for i, text in enumerate([*SPECIAL, *letters])}
+    bpe = Tokenizer(models.BPE(vocab, []))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.add_special_tokens(SPECIAL)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token=SPECIAL[0],
+        additional_special_tokens=SPECIAL[1:],
+    )
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(vocab),
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        eos_token_id=0,
+        bos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def write_chats(path):
+    """Questions of any length with one of two answers, told by the first letter."""
+    rows = []
+    for i in range(160):
+        first = "ab"[i % 2]
+        question = first + "xyz"[i % 3] * (i % 17)
+        answer = {"a": "yes", "b": "no"}[first]
+        rows.append({"prompt": question, "completion": answer})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def main():
+    try:
+        import jinja2  # noqa: F401
+        import transformers
+    except ImportError:
+        return SKIPPED
+    program = sys.argv[1]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_model(folder / "base")
+        write_chats(folder / "chats.jsonl")
+        corpus, base = folder / "chats", folder / "base"
+        prepare = ["data", "prepare", "--chat", "--input", folder / "chats.jsonl"]
+        said = run(program, *prepare, "--tokenizer", base, "--output", corpus)
+        expect(re.search(r"\((\d+) of them trained\)", said), said)
+        shown = run(program, "data", "show", corpus, "--seq-len", 64)
+        expect("<|assistant|>[[yes<|end|>]]" in shown, shown)
+        expect("--- document 2: " in shown, shown)
+
+        paths = {
+            "run.output_dir": folder / "run",
+            "model.hf_config": base / "config.json",
+            "model.init_from": base,
+            "data.train": corpus,
+        }
+        settings = [f"{key}={value}" for key, value in paths.items()] + SMALL
+        sets = [word for setting in settings for word in ("--set", setting)]
+        train = ["train", ROOT / "examples/finetune_chat.toml", "--device", "cpu"]
+        said = run(program, *train, "--nproc", 2, *sets)
+        full = re.search(r"data: .*chats: (\d+) documents .* ([\d.]+) % full", said)
+        expect(full and float(full[2]) > 80, said)
+        steps = [
+            json.loads(line)
+            for line in (folder / "run/metrics.jsonl").read_text().splitlines()
+        ]
+        losses = [step["loss"] for step in steps if "loss" in step]
+        expect(losses[0] > 4 and losses[-1] < 0.2, f"losses {losses}")
+
+        exported = folder / "run/hf"
+        tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+        model = transformers.AutoModelForCausalLM.from_pretrained(exported)
+        for question, answer in (("axx", "yes"), ("byyy", "no")):
+            ids = tokenizer.apply_chat_template(
+                [{"role": "user", "content": question}],
+                add_generation_prompt=True,
+                return_tensors="pt",
+                return_dict=True,
+            )
+            out = model.generate(**ids, max_new_tokens=8, do_sample=False)
+            text = tokenizer.decode(out[0, ids["input_ids"].shape[1] :])
+            expect(text == answer + "<|end|>", f"{question}: {text!r}")
+    print("passed: chats became a model that answers")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+#include <gtest/gtest.h>
+
+#include "check.h"
+#include "flatshard/nn/documents.h"
+#include "flatshard/nn/rope.h"
+
+#include <ATen/ATen.h>
+
+// Attention within documents, and positions by document, on a GPU against
+// float32 on the CPU. Skips itself without a GPU.
+namespace flatshard::nn {
+namespace {
+
+class CudaDocuments : public ::testing::TestWithParam<at::ScalarType> {
+ protected:
+  void SetUp() override {
+    if (!at::hasCUDA()) {
+      GTEST_SKIP() << "no GPU, or a build without CUDA";
+    }
+    at::globalContext().setAllowTF32CuBLAS(false);
+  }
+};
+
+TEST_P(CudaDocuments, AttentionIsTheCpusOneByOne) {
+  constexpr std::int64_t kSeq = 300;
+  const std::vector<std::int64_t> lengths{1, 170, 129, 300, 7, 256, 37};
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(3);
+  const auto leaf = [&](std::int64_t heads, std::int64_t head_dim) {
+    return at::randn({3, kSeq, heads, head_dim}, generator).to(GetParam());
+  };
+  // bfloat16: probabilities, products and gradients are rounded.
+  const double tolerance = GetParam() == at::kFloat ? 1e-5 : 0x1p-6;
+  for (const std::int64_t head_dim : {64, 128}) {
+    const at::Tensor q = leaf(6, head_dim);
+    const at::Tensor k = leaf(2, head_dim);
+    const at::Tensor v = leaf(2, head_dim);
+    const at::Tensor g = leaf(6, head_dim).flatten(2);
+    const auto run =
+        [&](at::Device device, at::ScalarType dtype, std::int64_t unused) {
+          auto documents = Documents::of(lengths, kSeq, device);
+          if (unused > 0) {
+            documents.offsets = at::cat(
+                {documents.offsets,
+                 at::full({unused}, 3 * kSeq, documents.offsets.options())});
+            documents.max_length = kSeq + 40;
+          }
+          TensorList leaves;
+          for (const at::Tensor& t : {q, k, v}) {
+            leaves.push_back(t.to(device).to(dtype).requires_grad_());
+          }
+          const at::Tensor out =
+              document_attention(leaves[0], leaves[1], leaves[2], documents);
+          out.backward(g.to(device).to(dtype));
+          return TensorList{
+              out.detach(),
+              leaves[0].grad(),
+              leaves[1].grad(),
+              leaves[2].grad()};
+        };
+    const TensorList expected = run(at::kCPU, at::kFloat, 0);
+    for (const std::int64_t unused : {0, 9}) {
+      const TensorList got = run(at::kCUDA, GetParam(), unused);
+      for (std::size_t i = 0; i < got.size(); ++i) {
+        EXPECT_LE(relative_error(got[i].cpu(), expected[i]), tolerance)
+            << "head_dim " << head_dim << ", unused places " << unused
+            << ", result " << i;
+      }
+    }
+  }
+}
+
+TEST_P(CudaDocuments, RopeTakesPositions) {
+  constexpr std::int64_t kSeq = 37;
+  const std::vector<std::int64_t> lengths{30, 7, 1, 36};
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(3);
+  for (const std::int64_t head_dim : {6, 128}) {
+    RopeTable table({.head_dim = head_dim, .theta = 10000.0});
+    const at::Tensor x =
+        at::randn({2, kSeq, 5, head_dim}, generator).to(GetParam());
+    const auto run = [&](at::Device device, at::ScalarType dtype) {
+      const at::Tensor in = x.to(device).to(dtype).requires_grad_();
+      const auto [cos, sin] = table.get(kSeq, device);
+      const at::Tensor out = rope(
+          in,
+          cos,
+          sin,
+          /*inverse=*/false,
+          Documents::of(lengths, kSeq, device).positions);
+      out.backward(out.detach().square());
+      return TensorList{out.detach(), in.grad()};
+    };
+    const TensorList expected = run(at::kCPU, at::kFloat);
+    const TensorList got = run(at::kCUDA, GetParam());
+    for (std::size_t i = 0; i < got.size(); ++i) {
+      EXPECT_LE(
+          relative_error(got[i].cpu(), expected[i]),
+          GetParam() == at::kFloat ? 0x1p-20 : 0x1p-6)
+          << head_dim << " " << i;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Both,
+    CudaDocuments,
+    ::testing::Values(at::kFloat, at::kBFloat16),
+    [](const auto& info) { return std::string(c10::toString(info.param)); });
+
+}  // namespace
+}  // namespace flatshard::nn
