@@ -120,7 +120,11 @@ void RunOutput::graphs(std::int64_t step, const GraphStats& stats) {
   for_option(kOutputDir, [&] { metrics_->write_graphs(step, stats); });
 }
 
-void RunOutput::begin_progress(std::int64_t done, std::int64_t total) {
+void RunOutput::begin_progress(
+    std::int64_t done,
+    std::int64_t total,
+    std::optional<double> planned_step_s) {
+  status_.set_planned_step(planned_step_s.value_or(0));
   begin_ = std::chrono::steady_clock::now();
   first_ = done;
   total_ = total;

@@ -53,7 +53,11 @@ class RunOutput {
   void requested(const Requests& requests, std::int64_t step, bool saves);
 
   /// Begins the line at the bottom of a terminal: `done` steps of `total`.
-  void begin_progress(std::int64_t done, std::int64_t total);
+  /// @param planned_step_s  see StatusLine::set_planned_step; unset: no plan.
+  void begin_progress(
+      std::int64_t done,
+      std::int64_t total,
+      std::optional<double> planned_step_s);
   /// Whether there is such a line.
   bool shows_progress() const { return status_.enabled(); }
   void progress(std::int64_t step, double loss);

@@ -36,7 +36,8 @@ void StatusLine::update(
       ::ioctl(fileno(stream_), TIOCGWINSZ, &size) == 0 && size.ws_col > 0
           ? size.ws_col
           : 80;
-  const std::string text = render(done, total, loss, elapsed_s, first, width);
+  const std::string text =
+      render(done, total, loss, elapsed_s, first, width, planned_step_s_);
   std::fputs(("\r\033[K" + text).c_str(), stream_);
   std::fflush(stream_);
   shown_ = true;
@@ -55,7 +56,8 @@ std::string StatusLine::render(
     double loss,
     double elapsed_s,
     std::int64_t first,
-    int width) {
+    int width,
+    double planned_step_s) {
   constexpr int kMaxBar = 40;
   const double share =
       total > 0 ? static_cast<double>(done) / static_cast<double>(total) : 0.0;
@@ -65,6 +67,11 @@ std::string StatusLine::render(
       done,
       total,
       loss);
+  if (done > first && planned_step_s > 0) {
+    tail += fmt::format(
+        "  {:.0f}% of plan",
+        100 * planned_step_s * static_cast<double>(done - first) / elapsed_s);
+  }
   if (done > first) {
     const double left_s = elapsed_s * static_cast<double>(total - done) /
                           static_cast<double>(done - first);

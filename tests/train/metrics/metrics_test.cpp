@@ -308,6 +308,13 @@ TEST(StatusLine, AResumedRunCountsItsOwnSteps) {
       HasSubstr("1m30s left"));
 }
 
+TEST(StatusLine, ComparesTheSpeedWithThePlan) {
+  // 10 steps in 10 s, where the plan has 0.9 s a step.
+  EXPECT_THAT(
+      StatusLine::render(910, 1000, 1, 10, 900, 200, 0.9),
+      HasSubstr("loss 1.0000  90% of plan  1m30s left"));
+}
+
 TEST(StatusLine, FitsNarrowTerminals) {
   for (int width = 1; width < 120; ++width) {
     EXPECT_LT(
