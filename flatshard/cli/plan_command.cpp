@@ -87,11 +87,8 @@ void run_calibration(
     return;
   }
   // What is not measured comes from a table of the same kind.
-  const std::string base = gpu.name.find("H200") != std::string::npos   ? "h200"
-                           : gpu.name.find("B200") != std::string::npos ? "b200"
-                           : gpu.name.find("A100") != std::string::npos
-                               ? "a100"
-                               : "h100";
+  const std::string_view own = plan::table_of_device(gpu.name);
+  const std::string_view base = own.empty() ? "h200" : own;
   const std::string text = fmt::format("base = \"{}\"\n{}", base, to_toml(gpu));
   if (arguments.output.empty()) {
     fmt::print("{}", text);

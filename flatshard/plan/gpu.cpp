@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 namespace flatshard::plan {
 namespace {
@@ -92,6 +93,26 @@ double ProductRates::at(double rows, double columns, double inner) const {
     }
   }
   return sum * places[0].scale * places[1].scale * places[2].scale;
+}
+
+std::string_view table_of_device(std::string_view device_name) {
+  const auto has = [&](std::string_view word) {
+    return device_name.find(word) != std::string_view::npos;
+  };
+  if (has("MIG") || has("PCIe") || has("NVL")) {
+    return {};
+  }
+  for (const auto& [word, table] :
+       {std::pair<std::string_view, std::string_view>{"H100", "h100"},
+        {"H200", "h200"},
+        {"B200", "b200"},
+        {"A100", "a100"}}) {
+    // GB200 and the like are other GPUs.
+    if (has(fmt::format(" {}", word))) {
+      return table;
+    }
+  }
+  return {};
 }
 
 double attention_flops(

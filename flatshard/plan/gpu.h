@@ -156,6 +156,11 @@ double attention_flops(
 /// Names of the tables that the program has.
 std::vector<std::string_view> gpu_names();
 
+/// Returns the name of the table for a GPU that the driver calls so, such as
+/// "NVIDIA H100 80GB HBM3"; empty for a GPU or a part of one (MIG) that none is
+/// for.
+std::string_view table_of_device(std::string_view device_name);
+
 /// Returns a table by its name, else reads the file of that path.
 /// @throws Error{config} for neither, Error{format} for a file that is no
 /// table, naming the key.

@@ -184,7 +184,11 @@ void RunOutput::graphs(std::int64_t step, const GraphStats& stats) {
   for_option(kOutputDir, [&] { metrics_->write_graphs(step, stats); });
 }
 
-void RunOutput::begin_progress(std::int64_t done, std::int64_t total) {
+void RunOutput::begin_progress(
+    std::int64_t done,
+    std::int64_t total,
+    std::optional<double> planned_step_s) {
+  planned_step_s_ = planned_step_s;
   begin_ = std::chrono::steady_clock::now();
   first_ = done;
   total_ = total;
@@ -202,7 +206,8 @@ void RunOutput::progress(
        .first = first_,
        .loss = loss ? loss : last_loss_,
        .tokens = tokens,
-       .elapsed_s = elapsed.count()});
+       .elapsed_s = elapsed.count(),
+       .planned_step_s = planned_step_s_});
 }
 
 }  // namespace flatshard

@@ -62,7 +62,11 @@ class RunOutput {
   void requested(const Requests& requests, std::int64_t step, bool saves);
 
   /// Begins the line at the bottom of a terminal: `done` steps of `total`.
-  void begin_progress(std::int64_t done, std::int64_t total);
+  /// @param planned_step_s  see Progress.
+  void begin_progress(
+      std::int64_t done,
+      std::int64_t total,
+      std::optional<double> planned_step_s);
   /// Whether there is such a line.
   bool shows_progress() const { return status_.enabled(); }
   /// @param loss  unset: as last logged.
@@ -79,6 +83,7 @@ class RunOutput {
   std::chrono::steady_clock::time_point begin_;
   std::int64_t first_ = 0;
   std::int64_t total_ = 0;
+  std::optional<double> planned_step_s_;
 };
 
 }  // namespace flatshard

@@ -10,6 +10,7 @@
 #include "flatshard/optim/grad_norm.h"
 #include "flatshard/train/export/export_hf.h"
 #include "flatshard/train/option_errors.h"
+#include "flatshard/train/plan/run_plan.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/Exception.h>
@@ -60,7 +61,15 @@ Trainer::End Trainer::run() {
 Trainer::End Trainer::train() {
   const std::int64_t steps = config_.training.steps;
   if (output_) {
-    output_->begin_progress(start_.first_step() - 1, steps);
+    output_->begin_progress(
+        start_.first_step() - 1,
+        steps,
+        output_->shows_progress() ? planned_step_seconds(
+                                        config_,
+                                        model_config_,
+                                        mesh_->size(),
+                                        device_)
+                                  : std::nullopt);
   }
   meter_->restart();
   for (std::int64_t step = start_.first_step(); step <= steps; ++step) {

@@ -99,6 +99,20 @@ TEST(Gpu, TablesOfDataSheetsSaySo) {
       0.01);
 }
 
+TEST(Gpu, DevicesHaveTables) {
+  EXPECT_EQ(table_of_device("NVIDIA H100 80GB HBM3"), "h100");
+  EXPECT_EQ(table_of_device("NVIDIA H200"), "h200");
+  EXPECT_EQ(table_of_device("NVIDIA A100-SXM4-80GB"), "a100");
+  for (const char* other :
+       {"NVIDIA H100 PCIe",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA GB200",
+        "NVIDIA L40S",
+        "CPU"}) {
+    EXPECT_EQ(table_of_device(other), "") << other;
+  }
+}
+
 TEST(Gpu, RefusesBadTables) {
   EXPECT_THAT(message_of_parse("name = \"x\""), HasSubstr("expected the key"));
   EXPECT_THAT(

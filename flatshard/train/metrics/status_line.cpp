@@ -57,6 +57,12 @@ std::string StatusLine::render(const Progress& progress, int width) {
   if (progress.tokens > 0) {
     tail += fmt::format("  {} tokens", format_count(progress.tokens));
   }
+  if (done > progress.first && progress.planned_step_s) {
+    tail += fmt::format(
+        "  {:.0f}% of plan",
+        100 * *progress.planned_step_s *
+            static_cast<double>(done - progress.first) / progress.elapsed_s);
+  }
   if (done > progress.first) {
     const double left_s = progress.elapsed_s *
                           static_cast<double>(total - done) /

@@ -15,10 +15,12 @@ struct Progress {
   std::optional<double> loss;  ///< unset: not known yet
   std::int64_t tokens = 0;     ///< seen so far; 0: not shown
   double elapsed_s = 0;        ///< of the steps of this process
+  /// Of a step, by `flatshard plan`; unset: there is no plan.
+  std::optional<double> planned_step_s;
 };
 
 /// The line at the bottom of a terminal: bar, share done, loss, tokens seen,
-/// time left.
+/// speed compared with the plan, time left.
 /// Does nothing when `stream` is not a terminal.
 class StatusLine {
  public:

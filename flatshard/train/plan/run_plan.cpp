@@ -1,5 +1,9 @@
 #include "flatshard/train/plan/run_plan.h"
 
+#include "flatshard/core/error.h"
+#include "flatshard/core/log.h"
+#include "flatshard/device/device_name.h"
+#include "flatshard/device/stream.h"
 #include "flatshard/models/flops.h"
 #include "flatshard/train/metrics/number_text.h"
 #include "flatshard/train/model_config.h"
@@ -170,6 +174,29 @@ RunPlan plan_run(const Config& config, const PlannedMachines& machines) {
       machines.ranks_per_host);
   plan.estimate = plan::estimate(plan.job, machines.gpu);
   return plan;
+}
+
+std::optional<double> planned_step_seconds(
+    const Config& config,
+    const models::ModelConfig& model,
+    std::int64_t ranks,
+    at::Device device) {
+  const std::string_view table =
+      device.is_cuda() ? plan::table_of_device(cuda_device_name(device))
+                       : std::string_view();
+  if (table.empty()) {
+    return std::nullopt;
+  }
+  try {
+    const plan::Job job =
+        plan_job(config, model, ranks, std::max(1, num_cuda_devices()));
+    return plan::estimate(job, plan::find_gpu(std::string(table))).step.seconds;
+  } catch (const Error& error) {
+    // A run that cannot be planned, such as FP8 without rates, trains all the
+    // same.
+    log_debug("no plan of this run: {}", error.what());
+    return std::nullopt;
+  }
 }
 
 std::string picture_text(const RunPlan& plan) {

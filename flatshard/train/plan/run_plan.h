@@ -4,6 +4,8 @@
 #include "flatshard/plan/estimate.h"
 #include "flatshard/train/config.h"
 
+#include <c10/core/Device.h>
+
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -36,6 +38,15 @@ Config config_of_preset(
 
 /// @throws Error{config} as the trainer, for these ranks.
 RunPlan plan_run(const Config& config, const PlannedMachines& machines);
+
+/// Seconds of a step on this machine's GPUs, for the trainer's status line.
+/// Unset for a device that no table is for, and where the plan cannot be made.
+/// @param config  resolved.
+std::optional<double> planned_step_seconds(
+    const Config& config,
+    const models::ModelConfig& model,
+    std::int64_t ranks,
+    at::Device device);
 
 /// What a picture of the step says below its title, on one line.
 std::string picture_text(const RunPlan& plan);

@@ -416,6 +416,20 @@ TEST(StatusLine, AResumedRunCountsItsOwnSteps) {
       HasSubstr("1m30s left"));
 }
 
+TEST(StatusLine, ComparesTheSpeedWithThePlan) {
+  // 10 steps in 10 s, where the plan has 0.9 s a step.
+  EXPECT_THAT(
+      StatusLine::render(
+          {.done = 910,
+           .total = 1000,
+           .first = 900,
+           .loss = 1,
+           .elapsed_s = 10,
+           .planned_step_s = 0.9},
+          200),
+      HasSubstr("loss 1.0000  90% of plan  1m30s left"));
+}
+
 TEST(StatusLine, FitsNarrowTerminals) {
   for (int width = 1; width < 120; ++width) {
     EXPECT_LT(
