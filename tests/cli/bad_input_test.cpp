@@ -155,8 +155,9 @@ TEST_F(BadInput, ATokenBeyondTheVocabularyOnOneRank) {
           HasSubstr("token 65535"),
           HasSubstr("model.vocab_size = 257")));
   expect_earlier_run_kept();
+  // The start and three steps.
   const std::string metrics = read(folder_ / "run/metrics.jsonl");
-  EXPECT_EQ(std::count(metrics.begin(), metrics.end(), '\n'), 3);
+  EXPECT_EQ(std::count(metrics.begin(), metrics.end(), '\n'), 4);
 }
 
 TEST_F(BadInput, ValuesThatAreNotFiniteAreNamed) {

@@ -299,8 +299,9 @@ TEST_F(Program, TwoRanksTrainAndTheirRunGenerates) {
   EXPECT_THAT(two.output, HasSubstr("saved "));
   const std::string metrics = read(folder_ / "run" / "metrics.jsonl");
   EXPECT_THAT(metrics, HasSubstr("\"step\":12"));
-  // Rank 0 alone writes: steps 1, 4, 8 and 12, validations 6 and 12, the end.
-  EXPECT_EQ(std::count(metrics.begin(), metrics.end(), '\n'), 7);
+  // Rank 0 alone writes: the start, steps 1, 4, 8 and 12, validations 6 and 12,
+  // the end.
+  EXPECT_EQ(std::count(metrics.begin(), metrics.end(), '\n'), 8);
 
   const Result generated = run(fmt::format(
       "generate --run '{}' --prompt 'line 3' --max-new-tokens 20 "

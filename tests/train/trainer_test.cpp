@@ -168,9 +168,18 @@ TEST_F(TrainerTest, LearnsAndWritesItsRun) {
       validation_loss = row["validation_loss"];
       continue;
     }
+    if (row.contains("start")) {
+      EXPECT_EQ(row["step"], 0);
+      EXPECT_EQ(row["start"]["ranks"], 1);
+      EXPECT_EQ(row["start"]["steps"], 60);
+      EXPECT_EQ(row["start"]["tokens_per_step"], 4 * 32);
+      EXPECT_TRUE(row["start"]["environment"].contains("torch"));
+      continue;
+    }
     if (row.contains("ended")) {
       continue;
     }
+    EXPECT_EQ(row["tokens"], 4 * 32 * row["step"].get<std::int64_t>());
     steps.push_back(row["step"]);
     for (const char* key :
          {"loss",
