@@ -1,5 +1,6 @@
 #include "python/csrc/collect_tensors.h"
 
+#include <ATen/functorch/BatchedTensorImpl.h>
 #include <ATen/functorch/TensorWrapper.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -25,6 +26,9 @@ void add_tensor(const at::Tensor& tensor, nn::TensorList& out) {
   out.push_back(tensor);
   if (auto* const wrapper = at::functorch::maybeGetTensorWrapper(tensor)) {
     add_tensor(wrapper->value(), out);
+  } else if (
+      auto* const batched = at::functorch::maybeGetBatchedImpl(tensor)) {
+    add_tensor(batched->value(), out);
   }
 }
 

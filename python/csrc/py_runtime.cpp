@@ -1,6 +1,7 @@
 #include "python/csrc/py_runtime.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/device/outside_of_transforms.h"
 #include "flatshard/diagnostics/norms.h"
 #include "flatshard/nn/linear.h"
 #include "flatshard/schedule/simulate.h"
@@ -49,6 +50,7 @@ PyRuntime::PyRuntime(
           std::move(callbacks.before_forward),
           std::move(callbacks.before_backward),
           std::move(callbacks.whole_written))) {
+  const OutsideOfTransforms outside;  // of a first forward inside of one
   std::vector<std::unique_ptr<Unit>> list;
   std::vector<UnitId> parents;
   for (const TreeUnit& unit : units) {

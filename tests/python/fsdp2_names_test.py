@@ -78,7 +78,8 @@ def test_every_function():
             "set_manual_backward_finalization.True.*no_sync",
         ),
         (lambda m: m.finalize_backward(), "finalize_backward.*leave the call out"),
-        (lambda m: flatshard.share_comm_ctx([m]), "share_comm_ctx"),
+        (lambda m: flatshard.share_comm_ctx([m]), "share_comm_ctx.*Leave the call out"),
+        (lambda m: m.get_pending_gradients(), "get_pending_gradients.*are in .grad"),
     ],
 )
 def test_what_is_refused(call, problem, mesh):
@@ -87,7 +88,7 @@ def test_what_is_refused(call, problem, mesh):
 
 
 def test_options_that_are_refused(mesh):
-    with pytest.raises(NotImplementedError, match="dp_mesh_dims"):
+    with pytest.raises(NotImplementedError, match="dp_mesh_dims.*Distribute them"):
         fully_shard(Mlp(), mesh=mesh, dp_mesh_dims=object())
     model = sharded(mesh)
     model.head.weight.grad_dtype = None

@@ -94,7 +94,8 @@ def fully_shard(
             package or FSDP2's.
         ignored_params: set of parameters to leave as they are on every rank.
         dp_mesh_dims: None. FSDP2's way to name the data-parallel dimensions of a larger
-            mesh; give mesh=mesh["dp"] instead.
+            mesh, over all of which parameters are DTensors; give mesh=mesh["dp"], and
+            parameters over the other dimensions alone.
         strategy: "zero0" (no_shard), "zero1" (optim), "zero2" (optim_grads) or "zero3"
             (optim_grads_params); both names mean the same.
         options: ShardOptions, what FSDP2 does not have. Options of the whole model
@@ -145,8 +146,9 @@ def fully_shard(
         check_cuda_graph(modules, device_mesh, offload)
     if dp_mesh_dims is not None:
         raise NotImplementedError(
-            "dp_mesh_dims is not supported: pass the mesh of the data-parallel ranks as "
-            "mesh, such as mesh['dp'] beside parameters over mesh['tp']"
+            "dp_mesh_dims is not supported: parameters cannot be DTensors over the "
+            "data-parallel dimensions. Distribute them over the others alone, such as "
+            "mesh['tp'], and pass mesh=mesh['dp'], with replicas mesh['replicate', 'shard']"
         )
 
     core, whole_mesh = model_mesh(device_mesh)

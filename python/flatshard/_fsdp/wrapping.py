@@ -30,11 +30,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[nn.Module]) -> None:
-    """FSDP2's, for the chunks of a pipeline that share streams; refused by name."""
+    """FSDP2's, for the chunks of a pipeline that share streams; raises an error."""
     raise NotImplementedError(
-        "share_comm_ctx is not supported: each outermost module has streams and "
-        "communicators of its own; wrap the chunks of one process as one model, whose "
-        "outermost module calls them"
+        "share_comm_ctx is not supported: each outermost module has streams of its own. "
+        "Leave the call out, it changes no value; or wrap the chunks of one process as one "
+        "model, whose outermost module calls them"
     )
 
 
