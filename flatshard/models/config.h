@@ -1,5 +1,6 @@
 #pragma once
 
+#include "flatshard/models/block_options.h"
 #include "flatshard/moe/router_args.h"
 #include "flatshard/nn/rope.h"
 
@@ -34,8 +35,7 @@ struct MoeConfig {
 
 /// Shape of a decoder-only transformer. A leaf value.
 struct ModelConfig {
-  /// llama, mixtral, qwen3_moe, or moe: experts with any router, which no
-  /// config.json of Hugging Face describes.
+  /// One of family_names().
   std::string family = "llama";
   std::int64_t dim = 4096;
   std::int64_t layers = 32;
@@ -51,7 +51,7 @@ struct ModelConfig {
   /// Standard deviation of matrices that are trained from scratch; see init.h.
   double initializer_range = 0.02;
   bool tie_embeddings = false;
-  bool qk_norm = false;  ///< RMSNorm of each head's query and key
+  BlockOptions block;
   MoeConfig moe;
 
   /// Whether this block has experts.
@@ -66,22 +66,21 @@ struct ModelConfig {
   friend bool operator==(const ModelConfig&, const ModelConfig&) = default;
 };
 
-/// Families, as model.family names them.
+/// Families, as model.family names them; docs/families.md has a table of them.
 std::vector<std::string_view> family_names();
+/// What the shape of a family begins with where no preset and no config.json
+/// gives it. @throws Error{config} for an unknown family.
+ModelConfig family_defaults(std::string_view name);
 
-/// Names that `preset` knows: llama3_1b, llama3_3b, llama3_8b, llama3_70b,
-/// llama3_405b, mixtral_8x7b, qwen3_30b_a3b, and mixtral_tiny and
-/// qwen3_moe_tiny for trying things out.
+/// Names that `preset` knows, by family.
 std::vector<std::string_view> preset_names();
 /// @throws Error{config} for another name.
 ModelConfig preset(std::string_view name);
 
-/// Reads a Hugging Face config.json of LlamaForCausalLM, MixtralForCausalLM or
-/// Qwen3MoeForCausalLM.
+/// Reads a Hugging Face config.json of any family.
 /// @throws Error{io} when it cannot be read, Error{format} when it is no JSON
 /// or a field is missing or of the wrong type, Error{config} for an
-/// architecture or a setting that is not supported (biases, other activations,
-/// other rope types, sliding windows, latent attention).
+/// architecture or a setting that is not supported.
 ModelConfig from_hf_json(const std::filesystem::path& path);
 
 /// The ids of a tokenizer that a model's files name.

@@ -10,7 +10,7 @@ std::int64_t block_parameters(
     std::int64_t experts) {
   const std::int64_t attention =
       c.dim * c.head_dim * (2 * c.heads + 2 * c.kv_heads) +
-      (c.qk_norm ? 2 * c.head_dim : 0);
+      (c.block.attention.qk_norm == QkNorm::head ? 2 * c.head_dim : 0);
   const std::int64_t norms = 2 * c.dim;
   if (!c.has_experts(layer)) {
     return attention + norms + 3 * c.dim * c.ffn_dim;

@@ -39,7 +39,7 @@ LlamaAttentionImpl::LlamaAttentionImpl(
   o_proj_ = register_module(
       "o_proj",
       nn::Linear(q, config.dim, residual_linear(config)));
-  if (config.qk_norm) {
+  if (config.block.attention.qk_norm == QkNorm::head) {
     q_norm_ = register_module(
         "q_norm",
         nn::RmsNorm(config.head_dim, config.norm_eps));

@@ -22,9 +22,6 @@ void override_experts(models::ModelConfig& model, const Config& config) {
   models::MoeConfig& moe = model.moe;
   override_with(moe.num_experts, m.num_experts);
   override_with(moe.experts_per_token, m.experts_per_token);
-  if (model.family == "mixtral") {
-    moe.ffn_dim = 0;  // the model's
-  }
   override_with(moe.ffn_dim, m.moe_ffn_dim);
   override_with(moe.shared_experts, m.shared_experts);
   override_with(moe.dense_layers, m.dense_layers);
@@ -132,13 +129,12 @@ models::ModelConfig model_config(const Config& config) {
         config,
         "expected model.preset, model.hf_config, or all of model.dim, "
         "model.layers, model.heads, model.ffn_dim and model.vocab_size");
+    if (m.family != "auto") {
+      model = models::family_defaults(m.family);
+    }
     model.kv_heads = *m.heads;
     model.head_dim = 0;
     model.max_seq_len = config.training.seq_len;
-    if (m.family != "auto") {
-      model.family = m.family;
-    }
-    model.qk_norm = model.family == "qwen3_moe";
   }
   FLATSHARD_CHECK(
       m.family == "auto" || m.family == model.family,
@@ -147,6 +143,9 @@ models::ModelConfig model_config(const Config& config) {
       "or model.init_from says, or auto, got '{}'",
       model.family,
       m.family);
+  if (model.moe.ffn_dim == model.ffn_dim) {
+    model.moe.ffn_dim = 0;  // experts as wide as the model's stay so
+  }
   override_with(model.dim, m.dim);
   override_with(model.layers, m.layers);
   override_with(model.heads, m.heads);
@@ -159,7 +158,10 @@ models::ModelConfig model_config(const Config& config) {
   override_with(model.norm_eps, m.norm_eps);
   override_with(model.initializer_range, m.initializer_range);
   override_with(model.tie_embeddings, m.tie_embeddings);
-  override_with(model.qk_norm, m.qk_norm);
+  if (m.qk_norm) {
+    model.block.attention.qk_norm =
+        *m.qk_norm ? models::QkNorm::head : models::QkNorm::none;
+  }
   override_experts(model, config);
   check_experts(model, config);
   model.validate();

@@ -191,11 +191,11 @@ TEST(ModelConfigErrors, MissingFileAndUnknownPreset) {
     preset("llama9");
     FAIL() << "did not throw";
   } catch (const Error& e) {
-    EXPECT_EQ(
+    EXPECT_THAT(
         e.message(),
-        "expected a model preset, one of llama3_1b, llama3_3b, llama3_8b, "
-        "llama3_70b, llama3_405b, mixtral_8x7b, qwen3_30b_a3b, mixtral_tiny, "
-        "qwen3_moe_tiny, got 'llama9'");
+        ::testing::StartsWith(
+            "expected a model preset, one of llama3_1b, llama3_3b, "));
+    EXPECT_THAT(e.message(), ::testing::EndsWith(", got 'llama9'"));
   }
 }
 

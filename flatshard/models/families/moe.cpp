@@ -1,0 +1,15 @@
+#include "flatshard/models/families/family.h"
+
+// Experts with any router, on blocks of a Llama.
+namespace flatshard::models {
+
+const Family& moe_family() {
+  static const Family family{
+      .name = "moe",
+      .defaults = {.family = "moe"},
+      .free_keys = {"qk_norm"},
+      .has_experts = true};
+  return family;
+}
+
+}  // namespace flatshard::models
