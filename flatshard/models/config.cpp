@@ -51,6 +51,101 @@ void check_experts(const ModelConfig& c) {
 
 }  // namespace
 
+namespace {
+
+void check_rope(const ModelConfig& c) {
+  FLATSHARD_CHECK(
+      c.rope_theta > 0.0,
+      config,
+      "model.rope_theta: expected a positive number, got {}",
+      c.rope_theta);
+  FLATSHARD_CHECK(
+      c.local_rope_theta >= 0.0,
+      config,
+      "model.local_rope_theta: expected no less than 0, got {}",
+      c.local_rope_theta);
+  FLATSHARD_CHECK(
+      c.partial_rotary_factor > 0.0 && c.partial_rotary_factor <= 1.0 &&
+          c.rotary_dim() > 0 && c.rotary_dim() % 2 == 0,
+      config,
+      "partial_rotary_factor: expected a share of head_dim = {} that is an "
+      "even "
+      "number of elements, got {}",
+      c.head_dim,
+      c.partial_rotary_factor);
+  if (!c.rope_scaling) {
+    return;
+  }
+  const nn::RopeScaling& scaling = *c.rope_scaling;
+  FLATSHARD_CHECK(
+      scaling.factor >= 1.0 && scaling.original_max_positions > 0,
+      config,
+      "model.rope_factor: expected no less than 1 and positive original "
+      "positions, got {} and {}",
+      scaling.factor,
+      scaling.original_max_positions);
+  FLATSHARD_CHECK(
+      scaling.type != nn::RopeType::llama3 ||
+          scaling.high_freq_factor > scaling.low_freq_factor,
+      config,
+      "model.rope_scaling: expected high_freq_factor > low_freq_factor, got {} "
+      "and {}",
+      scaling.high_freq_factor,
+      scaling.low_freq_factor);
+  const auto factors = static_cast<std::size_t>(c.rotary_dim() / 2);
+  FLATSHARD_CHECK(
+      scaling.type != nn::RopeType::longrope ||
+          (scaling.short_factors.size() == factors &&
+           scaling.long_factors.size() == factors),
+      config,
+      "model.rope_scaling: longrope expected {} short and long factors, got {} "
+      "and {}",
+      factors,
+      scaling.short_factors.size(),
+      scaling.long_factors.size());
+}
+
+void check_block(const ModelConfig& c) {
+  const AttentionOptions& attention = c.block.attention;
+  const std::pair<const char*, double> at_least_zero[] = {
+      {"sliding_window", static_cast<double>(attention.window)},
+      {"query_pre_attn_scalar", attention.query_pre_attn_scalar},
+      {"attention_soft_cap", attention.soft_cap},
+      {"final_soft_cap", c.final_soft_cap}};
+  for (const auto& [name, value] : at_least_zero) {
+    FLATSHARD_CHECK(
+        value >= 0.0,
+        config,
+        "model.{}: expected no less than 0, got {}",
+        name,
+        value);
+  }
+  FLATSHARD_CHECK(
+      attention.window_pattern.empty() || attention.window > 0,
+      config,
+      "model.sliding_window_pattern has no effect without "
+      "model.sliding_window; set both");
+  FLATSHARD_CHECK(
+      c.local_rope_theta == 0.0 || attention.window > 0,
+      config,
+      "model.local_rope_theta has no effect without model.sliding_window; set "
+      "both");
+  FLATSHARD_CHECK(
+      c.moe.num_experts == 0 ||
+          (c.block.norms == NormPlacement::before &&
+           c.block.activation == nn::GateActivation::silu && !c.block.mlp_bias),
+      config,
+      "model.num_experts: blocks with experts have norms before their parts, "
+      "SwiGLU and no biases; use a family without these");
+}
+
+}  // namespace
+
+std::int64_t ModelConfig::rotary_dim() const {
+  return static_cast<std::int64_t>(
+      static_cast<double>(head_dim) * partial_rotary_factor);
+}
+
 void ModelConfig::validate() {
   family_of(*this);
   const std::pair<const char*, std::int64_t> positive[] = {
@@ -93,11 +188,8 @@ void ModelConfig::validate() {
     moe.ffn_dim = moe.num_experts > 0 ? ffn_dim : 0;
   }
   check_experts(*this);
-  FLATSHARD_CHECK(
-      rope_theta > 0.0,
-      config,
-      "model.rope_theta: expected a positive number, got {}",
-      rope_theta);
+  check_block(*this);
+  check_rope(*this);
   FLATSHARD_CHECK(
       norm_eps > 0.0,
       config,
@@ -108,18 +200,6 @@ void ModelConfig::validate() {
       config,
       "model.initializer_range: expected a positive number, got {}",
       initializer_range);
-  if (rope_scaling) {
-    FLATSHARD_CHECK(
-        rope_scaling->factor > 0.0 &&
-            rope_scaling->high_freq_factor > rope_scaling->low_freq_factor &&
-            rope_scaling->original_max_positions > 0,
-        config,
-        "model.rope_scaling: expected factor > 0 and high_freq_factor > "
-        "low_freq_factor, got {}, {} and {}",
-        rope_scaling->factor,
-        rope_scaling->high_freq_factor,
-        rope_scaling->low_freq_factor);
-  }
 }
 
 }  // namespace flatshard::models

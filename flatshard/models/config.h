@@ -47,10 +47,16 @@ struct ModelConfig {
   std::int64_t max_seq_len = 8192;
   double rope_theta = 500000.0;
   std::optional<nn::RopeScaling> rope_scaling;
+  /// Blocks with a window rotate by this base and without rope_scaling; 0: as
+  /// the others do.
+  double local_rope_theta = 0.0;
+  double partial_rotary_factor = 1.0;  ///< share of a head that is rotated
   double norm_eps = 1e-5;
   /// Standard deviation of matrices that are trained from scratch; see init.h.
   double initializer_range = 0.02;
   bool tie_embeddings = false;
+  bool scale_embeddings = false;  ///< by sqrt(dim)
+  double final_soft_cap = 0.0;    ///< of logits; 0: none
   BlockOptions block;
   MoeConfig moe;
 
@@ -58,6 +64,8 @@ struct ModelConfig {
   bool has_experts(std::int64_t layer) const {
     return moe.num_experts > 0 && layer >= moe.dense_layers;
   }
+
+  std::int64_t rotary_dim() const;
 
   /// Fills head_dim and moe.ffn_dim and checks every field.
   /// @throws Error{config} naming the field.

@@ -1,5 +1,6 @@
 #include "flatshard/models/config.h"
 #include "flatshard/models/families/family.h"
+#include "flatshard/models/families/hf_rope.h"
 
 #include <fmt/ranges.h>
 
@@ -13,33 +14,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-std::optional<nn::RopeScaling> read_scaling(
-    const std::string& file,
-    const HfReader& reader) {
-  const std::string type = reader.has("rope_type")
-                               ? reader.need<std::string>("rope_type")
-                               : reader.get<std::string>("type", "default");
-  if (type == "default") {
-    return std::nullopt;
-  }
-  FLATSHARD_CHECK(
-      type == "llama3",
-      config,
-      "{}: expected rope_scaling.rope_type 'default' or 'llama3', got '{}'; it "
-      "is not supported",
-      file,
-      type);
-  return nn::RopeScaling{
-      .factor = reader.need<double>("factor"),
-      .low_freq_factor = reader.need<double>("low_freq_factor"),
-      .high_freq_factor = reader.need<double>("high_freq_factor"),
-      .original_max_positions =
-          reader.need<std::int64_t>("original_max_position_embeddings")};
-}
-
-const Family& family_of_type(
-    const std::string& file,
-    const std::string& type) {
+const Family& family_of_type(const std::string& file, const std::string& type) {
   std::vector<std::string_view> types;
   for (const Family* family : families()) {
     if (!family->has_config_json()) {
@@ -57,12 +32,25 @@ const Family& family_of_type(
       "supported",
       file,
       type);
+  FLATSHARD_CHECK(
+      type != "gemma3",
+      config,
+      "{}: model_type 'gemma3' has images, which are not supported; expected "
+      "the text model, gemma3_text: save the language_model alone",
+      file);
   FLATSHARD_THROW(
       config,
       "{}: expected model_type '{}', got '{}'; it is not supported",
       file,
       fmt::join(types, "', '"),
       type);
+}
+
+// transformers' name of what all models of a family have.
+std::string activation_name(const Family& family) {
+  return family.defaults.block.activation == nn::GateActivation::silu
+             ? "silu"
+             : "gelu_pytorch_tanh";
 }
 
 // The model itself, with its head or without, or with another one: transformers
@@ -89,30 +77,6 @@ void check_architecture(const HfReader& reader, const Family& family) {
       fmt::join(names, ", "));
 }
 
-// transformers 5 writes rope_parameters, which holds theta as well.
-void read_rope(const HfReader& reader, ModelConfig& config) {
-  for (const char* key : {"rope_scaling", "rope_parameters"}) {
-    if (reader.has(key)) {
-      const HfReader rope = reader.inside(key);
-      config.rope_scaling = read_scaling(reader.file(), rope);
-      config.rope_theta = rope.get<double>("rope_theta", config.rope_theta);
-    }
-  }
-}
-
-void write_rope(const ModelConfig& config, Json& json) {
-  if (!config.rope_scaling) {
-    return;
-  }
-  const nn::RopeScaling& scaling = *config.rope_scaling;
-  json["rope_scaling"] = {
-      {"rope_type", "llama3"},
-      {"factor", scaling.factor},
-      {"low_freq_factor", scaling.low_freq_factor},
-      {"high_freq_factor", scaling.high_freq_factor},
-      {"original_max_position_embeddings", scaling.original_max_positions}};
-}
-
 }  // namespace
 
 ModelConfig from_hf_json(const std::filesystem::path& path) {
@@ -121,7 +85,9 @@ ModelConfig from_hf_json(const std::filesystem::path& path) {
   const Family& family =
       family_of_type(reader.file(), reader.need<std::string>("model_type"));
   check_architecture(reader, family);
-  reader.expect<std::string>("hidden_act", "silu");
+  reader.expect<std::string>(
+      std::string(family.activation_key).c_str(),
+      activation_name(family));
   reader.expect<double>("attention_dropout", 0.0);
   reader.expect<int>("pretraining_tp", 1);
   const ModelConfig& absent = family.absent;
@@ -134,14 +100,12 @@ ModelConfig from_hf_json(const std::filesystem::path& path) {
   config.head_dim = reader.get<std::int64_t>("head_dim", absent.head_dim);
   config.ffn_dim = reader.need<std::int64_t>("intermediate_size");
   config.vocab_size = reader.need<std::int64_t>("vocab_size");
-  config.max_seq_len = reader.get<std::int64_t>(
-      "max_position_embeddings",
-      absent.max_seq_len);
+  config.max_seq_len =
+      reader.get<std::int64_t>("max_position_embeddings", absent.max_seq_len);
   config.rope_theta = reader.get<double>("rope_theta", absent.rope_theta);
   config.norm_eps = reader.get<double>("rms_norm_eps", absent.norm_eps);
-  config.initializer_range = reader.get<double>(
-      "initializer_range",
-      absent.initializer_range);
+  config.initializer_range =
+      reader.get<double>("initializer_range", absent.initializer_range);
   config.tie_embeddings =
       reader.get<bool>("tie_word_embeddings", absent.tie_embeddings);
   if (family.read != nullptr) {
@@ -223,16 +187,15 @@ std::string to_hf_json(
       {"intermediate_size", config.ffn_dim},
       {"vocab_size", config.vocab_size},
       {"max_position_embeddings", config.max_seq_len},
-      {"rope_theta", config.rope_theta},
       {"rms_norm_eps", config.norm_eps},
       {"initializer_range", config.initializer_range},
       {"tie_word_embeddings", config.tie_embeddings},
-      {"hidden_act", "silu"}};
+      {family.activation_key, activation_name(family)}};
+  write_rope(config, json);
   if (family.write != nullptr) {
     family.write(config, json);
   }
   add_tokens(json, tokens);
-  write_rope(config, json);
   return json.dump(2) + "\n";
 }
 

@@ -29,6 +29,34 @@ std::string block_name(const FamilyNames& names, std::string_view name) {
   return result;
 }
 
+// The rows of a matrix that several parameters are in files.
+std::optional<StoredEntry> fused_entry(
+    const ModelConfig& config,
+    const FamilyNames& names,
+    const std::string& name,
+    const std::vector<std::int64_t>& shape) {
+  for (const FusedTensor& tensor : names.fused) {
+    std::optional<StoredEntry> found;
+    std::int64_t rows = 0;
+    for (const FusedPart& part : tensor.parts) {
+      if (name.ends_with(part.ours)) {
+        std::string theirs = name;
+        theirs.replace(
+            name.size() - part.ours.size(),
+            part.ours.size(),
+            tensor.theirs);
+        found = StoredEntry{theirs, shape, rows};
+      }
+      rows += part.rows(config);
+    }
+    if (found) {
+      found->num_rows = rows;
+      return found;
+    }
+  }
+  return std::nullopt;
+}
+
 }  // namespace
 
 std::string to_hf_name(std::string_view name) {
@@ -46,6 +74,9 @@ std::vector<StoredEntry> hf_entries(
   const FamilyNames& names = family_of(config).names;
   const std::size_t at = name.find(kExperts);
   if (at == std::string::npos) {
+    if (auto fused = fused_entry(config, names, name, shape)) {
+      return {std::move(*fused)};
+    }
     return {{block_name(names, to_hf_name(name)), shape}};
   }
   FLATSHARD_CHECK(
@@ -58,13 +89,12 @@ std::vector<StoredEntry> hf_entries(
       std::string_view(name).substr(at + kExperts.size());
   const std::string experts =
       block_name(names, name.substr(0, at + kExperts.size()));
-  const auto entry = [&](std::int64_t e,
-                         std::string_view what,
-                         std::int64_t rows) {
-    return StoredEntry{
-        fmt::format("{}{}.{}.weight", experts, e, what),
-        {rows, shape[2]}};
-  };
+  const auto entry =
+      [&](std::int64_t e, std::string_view what, std::int64_t rows) {
+        return StoredEntry{
+            fmt::format("{}{}.{}.weight", experts, e, what),
+            {rows, shape[2]}};
+      };
   std::vector<StoredEntry> entries;
   for (std::int64_t e = 0; e < shape[0]; ++e) {
     if (kind == kGateUp) {

@@ -14,18 +14,41 @@ struct FixedOption {
   bool (*equal)(const ModelConfig&, const ModelConfig&);
 };
 
+#define OPTION(key, member)                               \
+  {                                                       \
+    key, [](const ModelConfig& a, const ModelConfig& b) { \
+      return a.member == b.member;                        \
+    }                                                     \
+  }
+
 constexpr FixedOption kOptions[] = {
-    {"qk_norm",
-     [](const ModelConfig& a, const ModelConfig& b) {
-       return a.block.attention.qk_norm == b.block.attention.qk_norm;
-     }},
+    OPTION("attention_bias", block.attention.qkv_bias),
+    OPTION("attention_bias", block.attention.output_bias),
+    OPTION("mlp_bias", block.mlp_bias),
+    OPTION("qk_norm", block.attention.qk_norm),
+    OPTION("sliding_window", block.attention.window),
+    OPTION("sliding_window_pattern", block.attention.window_pattern),
+    OPTION("query_pre_attn_scalar", block.attention.query_pre_attn_scalar),
+    OPTION("attention_soft_cap", block.attention.soft_cap),
+    OPTION("final_soft_cap", final_soft_cap),
+    OPTION("local_rope_theta", local_rope_theta),
+    OPTION("partial_rotary_factor", partial_rotary_factor),
 };
+
+#undef OPTION
 
 }  // namespace
 
 std::span<const Family* const> families() {
   static const Family* const kFamilies[] = {
       &llama_family(),
+      &qwen2_family(),
+      &qwen3_family(),
+      &mistral_family(),
+      &olmo2_family(),
+      &phi3_family(),
+      &gemma2_family(),
+      &gemma3_family(),
       &mixtral_family(),
       &qwen3_moe_family(),
       &moe_family()};
@@ -122,9 +145,25 @@ void check_family(const ModelConfig& config) {
         option.key,
         config.family);
   }
+  const auto& types = family.rope_types;
+  FLATSHARD_CHECK(
+      !config.rope_scaling ||
+          std::find(types.begin(), types.end(), config.rope_scaling->type) !=
+              types.end(),
+      config,
+      "model.rope_scaling: models of the family {} have no such rotation; "
+      "leave "
+      "the key out, or take another one",
+      config.family);
   if (family.check != nullptr) {
     family.check(config);
   }
+}
+
+void read_attention_bias(const HfReader& reader, ModelConfig& config) {
+  const bool bias = reader.get<bool>("attention_bias", false);
+  config.block.attention.qkv_bias = bias;
+  config.block.attention.output_bias = bias;
 }
 
 std::vector<std::string_view> family_names() {

@@ -24,9 +24,23 @@ struct ExpertNames {
   std::string_view down = "down_proj";
 };
 
+/// Some rows of a matrix in files.
+struct FusedPart {
+  std::string_view ours;  ///< our parameter of these rows
+  std::int64_t (*rows)(const ModelConfig&);
+};
+
+/// A matrix in files that is several parameters here, one below another.
+struct FusedTensor {
+  std::string_view theirs;
+  std::vector<FusedPart> parts;
+};
+
+/// How the names of files differ from ours, within a block.
 struct FamilyNames {
-  std::vector<Rename> renames;  ///< of names of blocks
+  std::vector<Rename> renames;
   ExpertNames experts;
+  std::vector<FusedTensor> fused;
 };
 
 struct Preset {
@@ -40,15 +54,22 @@ struct Family {
   std::string_view name;  ///< model.family
   /// `model_type` of config.json; empty: no config.json describes the family.
   std::string_view model_type;
-  std::string_view architecture;  ///< e.g. "LlamaForCausalLM"
+  std::string_view architecture;                   ///< e.g. "LlamaForCausalLM"
+  std::string_view activation_key = "hidden_act";  ///< of config.json
   /// What [model] without a preset begins with.
   ModelConfig defaults;
-  /// What transformers takes for keys that a config.json leaves out: max_seq_len,
-  /// rope_theta, norm_eps and tie_embeddings.
+  /// What transformers takes for keys that a config.json leaves out:
+  /// max_seq_len, rope_theta, norm_eps and tie_embeddings.
   ModelConfig absent;
   /// Keys of [model] that a model of the family may set. The options behind
   /// other keys are those of `defaults`.
   std::vector<std::string_view> free_keys;
+  /// What transformers stretches rotations of the family by.
+  std::vector<nn::RopeType> rope_types{
+      nn::RopeType::llama3,
+      nn::RopeType::linear,
+      nn::RopeType::dynamic,
+      nn::RopeType::yarn};
   bool has_experts = false;
   FamilyNames names;
   std::vector<Preset> presets;
@@ -86,8 +107,19 @@ void check_plain_experts(const ModelConfig& config);
 /// leave out.
 void check_family(const ModelConfig& config);
 
+/// Sets AttentionOptions' biases by attention_bias, which all four projections
+/// of a block have or lack.
+void read_attention_bias(const HfReader& reader, ModelConfig& config);
+
+const Family& gemma2_family();
+const Family& gemma3_family();
 const Family& llama_family();
+const Family& mistral_family();
 const Family& mixtral_family();
+const Family& olmo2_family();
+const Family& phi3_family();
+const Family& qwen2_family();
+const Family& qwen3_family();
 const Family& qwen3_moe_family();
 /// Experts with any router, which no config.json describes.
 const Family& moe_family();

@@ -23,6 +23,9 @@ class HfReader {
   bool has(const char* key) const {
     return json_.contains(key) && !json_.at(key).is_null();
   }
+  bool is_null(const char* key) const {
+    return json_.contains(key) && json_.at(key).is_null();
+  }
   bool has_list(const char* key) const {
     return has(key) && json_.at(key).is_array();
   }

@@ -4,16 +4,14 @@
 namespace flatshard::models {
 namespace {
 
-constexpr nn::RopeScaling kLlama31{
-    .factor = 8.0,
-    .low_freq_factor = 1.0,
-    .high_freq_factor = 4.0,
-    .original_max_positions = 8192};
-constexpr nn::RopeScaling kLlama32{
-    .factor = 32.0,
-    .low_freq_factor = 1.0,
-    .high_freq_factor = 4.0,
-    .original_max_positions = 8192};
+nn::RopeScaling llama3_rope(double factor) {
+  return {
+      .type = nn::RopeType::llama3,
+      .factor = factor,
+      .low_freq_factor = 1.0,
+      .high_freq_factor = 4.0,
+      .original_max_positions = 8192};
+}
 
 std::vector<Preset> llama_presets() {
   return {
@@ -24,7 +22,7 @@ std::vector<Preset> llama_presets() {
         .kv_heads = 8,
         .ffn_dim = 8192,
         .max_seq_len = 131072,
-        .rope_scaling = kLlama32,
+        .rope_scaling = llama3_rope(32.0),
         .tie_embeddings = true}},
       {"llama3_3b",
        {.dim = 3072,
@@ -33,7 +31,7 @@ std::vector<Preset> llama_presets() {
         .kv_heads = 8,
         .ffn_dim = 8192,
         .max_seq_len = 131072,
-        .rope_scaling = kLlama32,
+        .rope_scaling = llama3_rope(32.0),
         .tie_embeddings = true}},
       {"llama3_8b", {}},
       {"llama3_70b",
@@ -49,18 +47,18 @@ std::vector<Preset> llama_presets() {
         .kv_heads = 8,
         .ffn_dim = 53248,
         .max_seq_len = 131072,
-        .rope_scaling = kLlama31}},
+        .rope_scaling = llama3_rope(8.0)}},
   };
 }
 
-void read_llama(const HfReader& reader, ModelConfig& /*config*/) {
-  reader.expect<bool>("attention_bias", false);
-  reader.expect<bool>("mlp_bias", false);
+void read_llama(const HfReader& reader, ModelConfig& config) {
+  read_attention_bias(reader, config);
+  config.block.mlp_bias = reader.get<bool>("mlp_bias", false);
 }
 
-void write_llama(const ModelConfig& /*config*/, nlohmann::ordered_json& json) {
-  json["attention_bias"] = false;
-  json["mlp_bias"] = false;
+void write_llama(const ModelConfig& config, nlohmann::ordered_json& json) {
+  json["attention_bias"] = config.block.attention.qkv_bias;
+  json["mlp_bias"] = config.block.mlp_bias;
 }
 
 }  // namespace
@@ -71,6 +69,7 @@ const Family& llama_family() {
       .model_type = "llama",
       .architecture = "LlamaForCausalLM",
       .absent = {.max_seq_len = 2048, .rope_theta = 10000.0, .norm_eps = 1e-6},
+      .free_keys = {"attention_bias", "mlp_bias"},
       .presets = llama_presets(),
       .read = read_llama,
       .write = write_llama};

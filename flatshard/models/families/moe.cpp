@@ -7,7 +7,11 @@ const Family& moe_family() {
   static const Family family{
       .name = "moe",
       .defaults = {.family = "moe"},
-      .free_keys = {"qk_norm"},
+      .free_keys =
+          {"attention_bias",
+           "qk_norm",
+           "sliding_window",
+           "sliding_window_pattern"},
       .has_experts = true};
   return family;
 }

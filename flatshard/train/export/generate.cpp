@@ -53,7 +53,10 @@ std::string generate_text(const GenerateOptions& options) {
     prompt.push_back(codec->end_of_document());
   }
   const at::Device device = choose_device(options.device, {});
-  models::Llama model(stored.shape);
+  // Without a backward plain operations cost little memory.
+  models::Llama model(
+      stored.shape,
+      models::LlamaOptions{.plain_attention = true});
   nn::materialize(
       *model,
       device,
