@@ -456,7 +456,7 @@ def try_case(program, logits_program, folder, data, name, options):
     for key, grad in theirs.items():
         apart = (ours[key] - grad).abs().max().item()
         scale = grad.abs().max().item()
-        furthest = max(furthest, apart / scale)
+        furthest = max(furthest, apart / scale if scale > 0 else 0.0)
         compare(f"{name}: elements of the gradient of {key}", apart, 0.0, scale)
 
     exported = folder / f"{name}-exported"

@@ -357,7 +357,8 @@ TEST_P(CudaKernels, PlainAttentionHasToBeAskedFor) {
 // Kernels take 1 + weight in float32, whatever the dtype of the rows.
 TEST_P(CudaKernels, NormByOnePlusItsWeightBeforeLinears) {
   RmsNorm norm(64, RmsNormOptions{.eps = 1e-6, .adds_one = true});
-  Linear a(64, 48, {.bias = true}), b(64, 32, {.bias = true});
+  const LinearOptions biased{.bias = true};
+  Linear a(64, 48, biased), b(64, 32, biased);
   for (const at::Tensor& p :
        {norm->weight(), a->weight(), b->weight(), a->bias(), b->bias()}) {
     set_parameter_data(p, gradient(p.sizes().vec()) * 0.1);

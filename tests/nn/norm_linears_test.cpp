@@ -97,7 +97,8 @@ TEST_P(NormLinearsTest, HasTheBitsOfItsLayersOneByOne) {
 }
 
 TEST_P(NormLinearsTest, WithBiases) {
-  Linear a(7, 6, {.bias = true}), b(7, 3, {.bias = true});
+  const LinearOptions biased{.bias = true};
+  Linear a(7, 6, biased), b(7, 3, biased);
   for (Linear& layer : std::vector<Linear>{a, b}) {
     set_parameter_data(
         layer->weight(),
@@ -131,11 +132,13 @@ TEST_P(NormLinearsTest, WithBiases) {
       EXPECT_LE(relative_error(got_grads[i], want_grads[i]), tolerance) << i;
     }
   };
-  const auto [sum, normed] = norm_(x, delta);
-  const NormLinears one_by_one{sum, {a(normed), b(normed)}};
-  check(norm_linears(x, delta, *norm_, {a.get(), b.get()}), one_by_one);
-  const auto [again, rows] = norm_(x, delta);
-  check({again, linears(rows, {a.get(), b.get()})}, one_by_one);
+  const auto one_by_one = [&] {
+    const auto [sum, normed] = norm_(x, delta);
+    return NormLinears{sum, {a(normed), b(normed)}};
+  };
+  check(norm_linears(x, delta, *norm_, {a.get(), b.get()}), one_by_one());
+  const auto [sum, rows] = norm_(x, delta);
+  check({sum, linears(rows, {a.get(), b.get()})}, one_by_one());
   // With one that has none they are two nodes.
   const auto mixed = linears(rows, {a.get(), b_.get()});
   EXPECT_NE(mixed[0].grad_fn(), mixed[1].grad_fn());
