@@ -37,27 +37,24 @@ void read_range(
   }
 }
 
+struct Source {
+  HfFolder::Found from;
+  std::int64_t begin = 0;  ///< first element, from the begin of the tensor
+  std::int64_t numel = 0;
+};
 /// What holds a parameter: entries one after another.
-using Sources = std::vector<HfFolder::Found>;
-
-std::int64_t numel_of(const SafetensorsEntry& entry) {
-  std::int64_t n = 1;
-  for (const std::int64_t size : entry.shape) {
-    n *= size;
-  }
-  return n;
-}
+using Sources = std::vector<Source>;
 
 void read_run(const Sources& sources, const OwnedRun& run) {
   std::int64_t at = 0;  // of the entry, in the parameter
-  for (const HfFolder::Found& from : sources) {
-    const std::int64_t end = at + numel_of(*from.entry);
+  for (const Source& source : sources) {
+    const std::int64_t end = at + source.numel;
     const std::int64_t first = std::max(at, run.begin);
     const std::int64_t last = std::min(end, run.end());
     if (first < last) {
       read_range(
-          from,
-          first - at,
+          source.from,
+          source.begin + first - at,
           run.values.narrow(0, first - run.begin, last - first));
     }
     at = end;
@@ -128,20 +125,20 @@ class Match {
     for (const StoredEntry& entry : taken) {
       const HfFolder::Found found = weights_.find(entry.name);
       FLATSHARD_CHECK(
-          found.entry->shape == entry.shape,
+          found.entry->shape == entry.tensor_shape(),
           format,
           "{}: tensor '{}': expected shape [{}], got [{}]",
           found.file->path().string(),
           found.entry->name,
-          fmt::join(entry.shape, ", "),
+          fmt::join(entry.tensor_shape(), ", "),
           fmt::join(found.entry->shape, ", "));
       scalar_type(found.entry->dtype, found.entry->name);
-      sources.push_back(found);
+      sources.push_back({found, entry.begin(), entry.numel()});
     }
     for (const auto& entries : choices) {
       const std::string& name = entries.front().name;
       if (compares && name != taken.front().name && weights_.contains(name) &&
-          !equal_bytes(weights_.find(name), sources.front())) {
+          !equal_bytes(weights_.find(name), sources.front().from)) {
         unused_.other_values.push_back(name);
       }
     }

@@ -63,9 +63,12 @@ void write_entries(
   const at::Tensor host = values.cpu().contiguous();
   const auto* from = static_cast<const std::byte*>(host.data_ptr());
   for (const StoredEntry& entry : entries) {
-    const auto nbytes =
-        static_cast<std::size_t>(entry.numel() * host.element_size());
-    writer.write(entry.name, {from, nbytes});
+    const auto item = static_cast<std::uint64_t>(host.element_size());
+    const auto nbytes = static_cast<std::size_t>(entry.numel()) * item;
+    writer.write(
+        entry.name,
+        {from, nbytes},
+        static_cast<std::uint64_t>(entry.begin()) * item);
     from += nbytes;
   }
 }
@@ -89,12 +92,15 @@ void save_weights(
   std::optional<SafetensorsWriter> writer;
   if (writes) {
     std::vector<SafetensorsSpec> specs;
+    std::set<std::string> known;  // several parameters may be one tensor
     for (const ParamGroup* group : groups) {
       for (const GroupParameter& p : group->parameters()) {
         const std::string dtype =
             safetensors_dtype(group->weights().main().dtype());
         for (const StoredEntry& entry : entries(p)) {
-          specs.push_back({entry.name, dtype, entry.shape});
+          if (known.insert(entry.name).second) {
+            specs.push_back({entry.name, dtype, entry.tensor_shape()});
+          }
         }
       }
     }
@@ -143,21 +149,27 @@ WeightsFile::WeightsFile(const std::filesystem::path& path)
 WeightsFile::~WeightsFile() = default;
 
 void WeightsFile::read(const std::string& name, const at::Tensor& out) const {
+  read(StoredEntry{name, out.sizes().vec()}, out);
+}
+
+void WeightsFile::read(const StoredEntry& wanted, const at::Tensor& out) const {
   const at::NoGradGuard no_grad;
-  const SafetensorsEntry& entry = impl_->reader.entry(name);
+  const SafetensorsEntry& entry = impl_->reader.entry(wanted.name);
+  const std::vector<std::int64_t> shape = wanted.tensor_shape();
   FLATSHARD_CHECK(
-      out.sizes() == at::IntArrayRef(entry.shape),
+      shape == entry.shape && out.sizes() == at::IntArrayRef(wanted.shape),
       format,
-      "tensor {} of {}: expected shape {}, got [{}]",
-      name,
+      "tensor {} of {}: expected shape [{}], got [{}]",
+      wanted.name,
       impl_->reader.path().string(),
-      c10::str(out.sizes()),
+      fmt::join(shape, ", "),
       fmt::join(entry.shape, ", "));
   const at::Tensor host =
-      at::empty(entry.shape, scalar_type(entry.dtype, "tensor " + entry.name));
+      at::empty(wanted.shape, scalar_type(entry.dtype, "tensor " + entry.name));
   impl_->reader.read(
       entry,
-      0,
+      static_cast<std::uint64_t>(wanted.begin()) *
+          static_cast<std::uint64_t>(host.element_size()),
       {static_cast<std::byte*>(host.data_ptr()), host.nbytes()});
   out.copy_(host);
 }

@@ -40,6 +40,8 @@ class WeightsFile {
   /// Fills `out` (any float dtype, CPU or CUDA) with the tensor `name` of the
   /// file. @throws Error{format} when it is missing or of another shape.
   void read(const std::string& name, const at::Tensor& out) const;
+  /// The same for an entry, whose shape `out` has.
+  void read(const StoredEntry& entry, const at::Tensor& out) const;
   const std::map<std::string, std::string>& metadata() const;
 
  private:

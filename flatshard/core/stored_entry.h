@@ -8,10 +8,12 @@
 
 namespace flatshard {
 
-/// A tensor of a file of weights, by its name and shape.
+/// A tensor of a file of weights, or consecutive rows of one.
 struct StoredEntry {
   std::string name;
-  std::vector<std::int64_t> shape;
+  std::vector<std::int64_t> shape;  ///< of these rows
+  std::int64_t first_row = 0;
+  std::int64_t num_rows = 0;  ///< of the tensor; 0: the entry is all of it
 
   std::int64_t numel() const {
     std::int64_t n = 1;
@@ -19,6 +21,18 @@ struct StoredEntry {
       n *= size;
     }
     return n;
+  }
+  bool is_whole() const { return num_rows == 0; }
+  std::vector<std::int64_t> tensor_shape() const {
+    std::vector<std::int64_t> whole = shape;
+    if (!is_whole()) {
+      whole.front() = num_rows;
+    }
+    return whole;
+  }
+  /// The first element, from the begin of the tensor.
+  std::int64_t begin() const {
+    return is_whole() ? 0 : first_row * (numel() / shape.front());
   }
   friend bool operator==(const StoredEntry&, const StoredEntry&) = default;
 };

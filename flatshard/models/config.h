@@ -1,5 +1,6 @@
 #pragma once
 
+#include "flatshard/models/block_options.h"
 #include "flatshard/moe/router_args.h"
 #include "flatshard/nn/rope.h"
 
@@ -34,8 +35,7 @@ struct MoeConfig {
 
 /// Shape of a decoder-only transformer. A leaf value.
 struct ModelConfig {
-  /// llama, mixtral, qwen3_moe, or moe: experts with any router, which no
-  /// config.json of Hugging Face describes.
+  /// One of family_names().
   std::string family = "llama";
   std::int64_t dim = 4096;
   std::int64_t layers = 32;
@@ -47,17 +47,25 @@ struct ModelConfig {
   std::int64_t max_seq_len = 8192;
   double rope_theta = 500000.0;
   std::optional<nn::RopeScaling> rope_scaling;
+  /// Blocks with a window rotate by this base and without rope_scaling; 0: as
+  /// the others do.
+  double local_rope_theta = 0.0;
+  double partial_rotary_factor = 1.0;  ///< share of a head that is rotated
   double norm_eps = 1e-5;
   /// Standard deviation of matrices that are trained from scratch; see init.h.
   double initializer_range = 0.02;
   bool tie_embeddings = false;
-  bool qk_norm = false;  ///< RMSNorm of each head's query and key
+  bool scale_embeddings = false;  ///< by sqrt(dim)
+  double final_soft_cap = 0.0;    ///< of logits; 0: none
+  BlockOptions block;
   MoeConfig moe;
 
   /// Whether this block has experts.
   bool has_experts(std::int64_t layer) const {
     return moe.num_experts > 0 && layer >= moe.dense_layers;
   }
+
+  std::int64_t rotary_dim() const;
 
   /// Fills head_dim and moe.ffn_dim and checks every field.
   /// @throws Error{config} naming the field.
@@ -66,22 +74,22 @@ struct ModelConfig {
   friend bool operator==(const ModelConfig&, const ModelConfig&) = default;
 };
 
-/// Families, as model.family names them.
+/// Families, as model.family names them; docs/reference/families.md has a table
+/// of them.
 std::vector<std::string_view> family_names();
+/// What the shape of a family begins with where no preset and no config.json
+/// gives it. @throws Error{config} for an unknown family.
+ModelConfig family_defaults(std::string_view name);
 
-/// Names that `preset` knows: llama3_1b, llama3_3b, llama3_8b, llama3_70b,
-/// llama3_405b, mixtral_8x7b, qwen3_30b_a3b, and mixtral_tiny and
-/// qwen3_moe_tiny for trying things out.
+/// Names that `preset` knows, by family.
 std::vector<std::string_view> preset_names();
 /// @throws Error{config} for another name.
 ModelConfig preset(std::string_view name);
 
-/// Reads a Hugging Face config.json of LlamaForCausalLM, MixtralForCausalLM or
-/// Qwen3MoeForCausalLM.
+/// Reads a Hugging Face config.json of any family.
 /// @throws Error{io} when it cannot be read, Error{format} when it is no JSON
 /// or a field is missing or of the wrong type, Error{config} for an
-/// architecture or a setting that is not supported (biases, other activations,
-/// other rope types, sliding windows, latent attention).
+/// architecture or a setting that is not supported.
 ModelConfig from_hf_json(const std::filesystem::path& path);
 
 /// The ids of a tokenizer that a model's files name.

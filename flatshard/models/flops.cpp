@@ -3,17 +3,51 @@
 namespace flatshard::models {
 namespace {
 
+std::int64_t attention_parameters(const ModelConfig& c) {
+  const AttentionOptions& options = c.block.attention;
+  const std::int64_t q = c.heads * c.head_dim;
+  const std::int64_t kv = c.kv_heads * c.head_dim;
+  std::int64_t sum = c.dim * (2 * q + 2 * kv);
+  switch (options.qk_norm) {
+    case QkNorm::none:
+      break;
+    case QkNorm::head:
+      sum += 2 * c.head_dim;
+      break;
+    case QkNorm::projection:
+      sum += q + kv;
+      break;
+  }
+  return sum + (options.qkv_bias ? q + 2 * kv : 0) +
+         (options.output_bias ? c.dim : 0);
+}
+
+// Tokens that one attends to in a block, on average over a sequence; half of it
+// for a block without a window.
+double attended_tokens(
+    const ModelConfig& c,
+    std::int64_t layer,
+    std::int64_t seq_len) {
+  const auto seq = static_cast<double>(seq_len);
+  const AttentionOptions& options = c.block.attention;
+  if (!options.has_window(layer) || options.window >= seq_len) {
+    return seq / 2;
+  }
+  const auto window = static_cast<double>(options.window);
+  return window - window * window / (2 * seq);
+}
+
 // Of the experts of a block so many are counted.
 std::int64_t block_parameters(
     const ModelConfig& c,
     std::int64_t layer,
     std::int64_t experts) {
-  const std::int64_t attention =
-      c.dim * c.head_dim * (2 * c.heads + 2 * c.kv_heads) +
-      (c.qk_norm ? 2 * c.head_dim : 0);
-  const std::int64_t norms = 2 * c.dim;
+  const std::int64_t attention = attention_parameters(c);
+  const std::int64_t norms =
+      (c.block.norms == NormPlacement::both ? 4 : 2) * c.dim;
   if (!c.has_experts(layer)) {
-    return attention + norms + 3 * c.dim * c.ffn_dim;
+    return attention + norms + 3 * c.dim * c.ffn_dim +
+           (c.block.mlp_bias ? 2 * c.ffn_dim + c.dim : 0);
   }
   const std::int64_t expert = 3 * c.dim * c.moe.ffn_dim;
   return attention + norms + c.dim * c.moe.num_experts +
@@ -63,11 +97,14 @@ double flops_per_token(
     std::int64_t seq_len,
     FlopsConvention convention) {
   const ModelConfig c = valid(config);
-  const double attention = 12.0 * static_cast<double>(c.layers) *
-                           static_cast<double>(c.heads * c.head_dim) *
-                           static_cast<double>(seq_len);
+  double attended = 0;
+  for (std::int64_t layer = 0; layer < c.layers; ++layer) {
+    attended += attended_tokens(c, layer, seq_len);
+  }
+  const double causal =
+      12.0 * static_cast<double>(c.heads * c.head_dim) * attended;
   return 6.0 * static_cast<double>(num_matmul_parameters(c)) +
-         (convention == FlopsConvention::causal ? attention / 2 : attention);
+         (convention == FlopsConvention::causal ? causal : 2 * causal);
 }
 
 }  // namespace flatshard::models

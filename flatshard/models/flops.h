@@ -22,8 +22,11 @@ std::int64_t num_matmul_parameters(const ModelConfig& config);
 enum class FlopsConvention {
   /// torchtitan's: 6 N + 12 L heads head_dim T, with N without the input
   /// embedding and attention counted as if it were not causal. Used for mfu.
+  /// Blocks with a window count twice the work of a causal kernel, as the
+  /// others
+  /// do.
   full_attention,
-  /// The work a causal kernel does: half of the attention term.
+  /// The work that causal kernels do: half of the attention term.
   causal,
 };
 

@@ -1,6 +1,7 @@
 #include "flatshard/models/hf_names.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/models/families/family.h"
 
 #include <fmt/format.h>
 
@@ -16,29 +17,44 @@ constexpr std::string_view kTheirs = "model.norm.weight";
 constexpr std::string_view kExperts = ".mlp.experts.";
 constexpr std::string_view kGateUp = "gate_up_proj";
 constexpr std::string_view kDown = "down_proj";
-constexpr std::string_view kMlp = ".mlp.";
-constexpr std::string_view kMixtralMlp = ".block_sparse_moe.";
-
-struct ExpertNames {
-  const char* gate;
-  const char* up;
-  const char* down;
-};
-
-ExpertNames expert_names(const ModelConfig& config) {
-  return config.family == "mixtral"
-             ? ExpertNames{"w1", "w3", "w2"}
-             : ExpertNames{"gate_proj", "up_proj", "down_proj"};
-}
-
-// Mixtral calls what is around its experts otherwise.
-std::string block_name(const ModelConfig& config, std::string_view name) {
+// The name of something in a block, as the family's files have it.
+std::string block_name(const FamilyNames& names, std::string_view name) {
   std::string result(name);
-  const std::size_t at = result.find(kMlp);
-  if (config.family == "mixtral" && at != std::string::npos) {
-    result.replace(at, kMlp.size(), kMixtralMlp);
+  for (const auto& [ours, theirs] : names.renames) {
+    const std::size_t at = result.find(ours);
+    if (at != std::string::npos) {
+      return result.replace(at, ours.size(), theirs);
+    }
   }
   return result;
+}
+
+// The rows of a matrix that several parameters are in files.
+std::optional<StoredEntry> fused_entry(
+    const ModelConfig& config,
+    const FamilyNames& names,
+    const std::string& name,
+    const std::vector<std::int64_t>& shape) {
+  for (const FusedTensor& tensor : names.fused) {
+    std::optional<StoredEntry> found;
+    std::int64_t rows = 0;
+    for (const FusedPart& part : tensor.parts) {
+      if (name.ends_with(part.ours)) {
+        std::string theirs = name;
+        theirs.replace(
+            name.size() - part.ours.size(),
+            part.ours.size(),
+            tensor.theirs);
+        found = StoredEntry{theirs, shape, rows};
+      }
+      rows += part.rows(config);
+    }
+    if (found) {
+      found->num_rows = rows;
+      return found;
+    }
+  }
+  return std::nullopt;
 }
 
 }  // namespace
@@ -55,9 +71,13 @@ std::vector<StoredEntry> hf_entries(
     const ModelConfig& config,
     const std::string& name,
     const std::vector<std::int64_t>& shape) {
+  const FamilyNames& names = family_of(config).names;
   const std::size_t at = name.find(kExperts);
   if (at == std::string::npos) {
-    return {{block_name(config, to_hf_name(name)), shape}};
+    if (auto fused = fused_entry(config, names, name, shape)) {
+      return {std::move(*fused)};
+    }
+    return {{block_name(names, to_hf_name(name)), shape}};
   }
   FLATSHARD_CHECK(
       shape.size() == 3,
@@ -68,18 +88,18 @@ std::vector<StoredEntry> hf_entries(
   const std::string_view kind =
       std::string_view(name).substr(at + kExperts.size());
   const std::string experts =
-      block_name(config, name.substr(0, at + kExperts.size()));
-  const ExpertNames names = expert_names(config);
-  const auto entry = [&](std::int64_t e, const char* what, std::int64_t rows) {
-    return StoredEntry{
-        fmt::format("{}{}.{}.weight", experts, e, what),
-        {rows, shape[2]}};
-  };
+      block_name(names, name.substr(0, at + kExperts.size()));
+  const auto entry =
+      [&](std::int64_t e, std::string_view what, std::int64_t rows) {
+        return StoredEntry{
+            fmt::format("{}{}.{}.weight", experts, e, what),
+            {rows, shape[2]}};
+      };
   std::vector<StoredEntry> entries;
   for (std::int64_t e = 0; e < shape[0]; ++e) {
     if (kind == kGateUp) {
-      entries.push_back(entry(e, names.gate, shape[1] / 2));
-      entries.push_back(entry(e, names.up, shape[1] / 2));
+      entries.push_back(entry(e, names.experts.gate, shape[1] / 2));
+      entries.push_back(entry(e, names.experts.up, shape[1] / 2));
     } else {
       FLATSHARD_CHECK(
           kind == kDown,
@@ -88,7 +108,7 @@ std::vector<StoredEntry> hf_entries(
           kGateUp,
           kDown,
           name);
-      entries.push_back(entry(e, names.down, shape[1]));
+      entries.push_back(entry(e, names.experts.down, shape[1]));
     }
   }
   return entries;

@@ -2,6 +2,7 @@
 
 #include "flatshard/models/config.h"
 #include "flatshard/nn/linear.h"
+#include "flatshard/nn/rms_norm.h"
 
 #include <cmath>
 
@@ -21,12 +22,20 @@ inline InitSpec residual_init(const ModelConfig& config) {
       init_std(config) / std::sqrt(2.0F * static_cast<float>(config.layers)));
 }
 
-inline nn::LinearOptions plain_linear(const ModelConfig& config) {
-  return {.init = InitSpec::normal(0.0F, init_std(config))};
+inline nn::LinearOptions plain_linear(
+    const ModelConfig& config,
+    bool bias = false) {
+  return {.bias = bias, .init = InitSpec::normal(0.0F, init_std(config))};
 }
 
-inline nn::LinearOptions residual_linear(const ModelConfig& config) {
-  return {.init = residual_init(config)};
+inline nn::LinearOptions residual_linear(
+    const ModelConfig& config,
+    bool bias = false) {
+  return {.bias = bias, .init = residual_init(config)};
+}
+
+inline nn::RmsNormOptions norm_options(const ModelConfig& config) {
+  return {.eps = config.norm_eps, .adds_one = config.block.norms_add_one};
 }
 
 }  // namespace flatshard::models

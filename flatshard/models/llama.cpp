@@ -9,6 +9,7 @@
 #include "flatshard/nn/region.h"
 #include "flatshard/nn/swiglu.h"
 
+#include <cmath>
 #include <string>
 #include <utility>
 
@@ -18,35 +19,73 @@ namespace {
 // Nothing in a Llama draws random numbers.
 constexpr nn::RecomputeOptions kNoRng{.preserve_rng = false};
 
+nn::AttentionArgs
+attention_args(const ModelConfig& config, std::int64_t layer, bool plain) {
+  const AttentionOptions& attention = config.block.attention;
+  const double scalar = attention.query_pre_attn_scalar;
+  return {
+      .scale = scalar > 0.0 ? 1.0 / std::sqrt(scalar) : 0.0,
+      .window = attention.has_window(layer) ? attention.window : 0,
+      .soft_cap = attention.soft_cap,
+      .plain = plain};
+}
+
+// What layers make of the norm of x + delta; without a norm of the sum itself.
+nn::NormLinears read_by(
+    const at::Tensor& x,
+    const at::Tensor& delta,
+    nn::RmsNormImpl* norm,
+    const std::vector<nn::LinearImpl*>& layers) {
+  if (norm != nullptr) {
+    return nn::norm_linears(x, delta, *norm, layers);
+  }
+  // Another tensor over x's memory: a region does not return its input.
+  const at::Tensor sum = delta.defined() ? x + delta : x.view(x.sizes());
+  return {sum, nn::linears(sum, layers)};
+}
+
+nn::RmsNormImpl* or_null(const nn::RmsNorm& norm) {
+  return norm ? const_cast<nn::RmsNormImpl*>(norm.get()) : nullptr;
+}
+
 }  // namespace
 
 LlamaAttentionImpl::LlamaAttentionImpl(
     const ModelConfig& config,
-    SharedRope rope)
+    std::int64_t layer,
+    SharedRope rope,
+    bool plain)
     : Module("LlamaAttention"),
       head_dim_(config.head_dim),
+      qk_norm_(config.block.attention.qk_norm),
+      args_(attention_args(config, layer, plain)),
       rope_(std::move(rope)) {
+  const AttentionOptions& attention = config.block.attention;
   const std::int64_t q = config.heads * config.head_dim;
   const std::int64_t kv = config.kv_heads * config.head_dim;
-  q_proj_ = register_module(
-      "q_proj",
-      nn::Linear(config.dim, q, plain_linear(config)));
-  k_proj_ = register_module(
-      "k_proj",
-      nn::Linear(config.dim, kv, plain_linear(config)));
-  v_proj_ = register_module(
-      "v_proj",
-      nn::Linear(config.dim, kv, plain_linear(config)));
+  const nn::LinearOptions in = plain_linear(config, attention.qkv_bias);
+  q_proj_ = register_module("q_proj", nn::Linear(config.dim, q, in));
+  k_proj_ = register_module("k_proj", nn::Linear(config.dim, kv, in));
+  v_proj_ = register_module("v_proj", nn::Linear(config.dim, kv, in));
   o_proj_ = register_module(
       "o_proj",
-      nn::Linear(q, config.dim, residual_linear(config)));
-  if (config.qk_norm) {
+      nn::Linear(
+          q,
+          config.dim,
+          residual_linear(config, attention.output_bias)));
+  if (qk_norm_ != QkNorm::none) {
+    const bool head = qk_norm_ == QkNorm::head;
     q_norm_ = register_module(
         "q_norm",
-        nn::RmsNorm(config.head_dim, config.norm_eps));
+        nn::RmsNorm(head ? head_dim_ : q, norm_options(config)));
     k_norm_ = register_module(
         "k_norm",
-        nn::RmsNorm(config.head_dim, config.norm_eps));
+        nn::RmsNorm(head ? head_dim_ : kv, norm_options(config)));
+  }
+  if (config.block.norms != NormPlacement::before) {
+    post_norm_ = register_module(
+        "post_norm",
+        nn::RmsNorm(config.dim, norm_options(config)));
   }
 }
 
@@ -61,7 +100,7 @@ std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::forward(
       "attn",
       [this, norm](const nn::TensorList& in) {
         const auto [y, attention] =
-            attend(in[0], *norm, nn::Documents::after(in, 1));
+            attend(in[0], norm, nn::Documents::after(in, 1));
         return nn::TensorList{y, attention};
       },
       inputs,
@@ -76,7 +115,7 @@ nn::TensorList LlamaAttentionImpl::constants(const at::Tensor& x) {
 
 std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::attend(
     const at::Tensor& x,
-    nn::RmsNormImpl& norm,
+    nn::RmsNormImpl* norm,
     const nn::Documents& documents) {
   const std::int64_t batch = x.size(0);
   const std::int64_t seq = x.size(1);
@@ -84,37 +123,63 @@ std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::attend(
     return t.view({batch, seq, -1, head_dim_});
   };
   const auto [cos, sin] = rope_->get(seq, x.device());
-  const auto [in, qkv] = nn::norm_linears(
-      x,
-      {},
-      norm,
-      {q_proj_.get(), k_proj_.get(), v_proj_.get()});
-  const auto normed = [](const nn::RmsNorm& norm_of, const at::Tensor& t) {
-    return norm_of ? norm_of(t) : t;
+  const auto [in, qkv] =
+      read_by(x, {}, norm, {q_proj_.get(), k_proj_.get(), v_proj_.get()});
+  const auto normed = [&](const at::Tensor& t, const nn::RmsNorm& norm_of) {
+    switch (qk_norm_) {
+      case QkNorm::head:
+        return norm_of(heads(t));
+      case QkNorm::projection:
+        return heads(norm_of(t));
+      default:
+        return heads(t);
+    }
   };
   const auto rotated = [&, &c = cos, &s = sin](const at::Tensor& t) {
     return nn::rope(t, c, s, /*inverse=*/false, documents.positions);
   };
-  const at::Tensor q = rotated(normed(q_norm_, heads(qkv[0])));
-  const at::Tensor k = rotated(normed(k_norm_, heads(qkv[1])));
+  const at::Tensor q = rotated(normed(qkv[0], q_norm_));
+  const at::Tensor k = rotated(normed(qkv[1], k_norm_));
   const at::Tensor v = heads(qkv[2]);
-  return {
-      in,
-      o_proj_(
-          documents.defined() ? nn::document_attention(q, k, v, documents)
-                              : nn::causal_attention(q, k, v))};
+  const at::Tensor out = o_proj_(
+      documents.defined() ? nn::document_attention(q, k, v, documents, args_)
+                          : nn::causal_attention(q, k, v, args_));
+  return {in, post_norm_ ? post_norm_(out) : out};
 }
 
-LlamaMlpImpl::LlamaMlpImpl(const ModelConfig& config) : Module("LlamaMlp") {
-  gate_proj_ = register_module(
-      "gate_proj",
-      nn::Linear(config.dim, config.ffn_dim, plain_linear(config)));
-  up_proj_ = register_module(
-      "up_proj",
-      nn::Linear(config.dim, config.ffn_dim, plain_linear(config)));
+LlamaMlpImpl::LlamaMlpImpl(const ModelConfig& config)
+    : Module("LlamaMlp"), activation_(config.block.activation) {
+  const bool bias = config.block.mlp_bias;
+  const nn::LinearOptions in = plain_linear(config, bias);
+  gate_proj_ =
+      register_module("gate_proj", nn::Linear(config.dim, config.ffn_dim, in));
+  up_proj_ =
+      register_module("up_proj", nn::Linear(config.dim, config.ffn_dim, in));
   down_proj_ = register_module(
       "down_proj",
-      nn::Linear(config.ffn_dim, config.dim, residual_linear(config)));
+      nn::Linear(config.ffn_dim, config.dim, residual_linear(config, bias)));
+  if (config.block.norms != NormPlacement::before) {
+    post_norm_ = register_module(
+        "post_norm",
+        nn::RmsNorm(config.dim, norm_options(config)));
+  }
+}
+
+at::Tensor LlamaMlpImpl::run(
+    const at::Tensor& x,
+    const at::Tensor& delta,
+    nn::RmsNormImpl* norm) {
+  const auto [sum, outs] =
+      read_by(x, delta, norm, {gate_proj_.get(), up_proj_.get()});
+  if (!post_norm_) {
+    return nn::gated_linear(activation_, outs[0], outs[1], *down_proj_, sum);
+  }
+  return sum + post_norm_(nn::gated_linear(
+                   activation_,
+                   outs[0],
+                   outs[1],
+                   *down_proj_,
+                   /*residual=*/{}));
 }
 
 at::Tensor LlamaMlpImpl::forward(
@@ -129,14 +194,8 @@ at::Tensor LlamaMlpImpl::forward(
       *this,
       "mlp",
       [this, norm](const nn::TensorList& in) {
-        const at::Tensor delta = in.size() > 1 ? in[1] : at::Tensor();
-        const auto [sum, outs] = nn::norm_linears(
-            in[0],
-            delta,
-            *norm,
-            {gate_proj_.get(), up_proj_.get()});
         return nn::TensorList{
-            nn::swiglu_linear(outs[0], outs[1], *down_proj_, sum)};
+            run(in[0], in.size() > 1 ? in[1] : at::Tensor(), norm)};
       },
       inputs)[0];
 }
@@ -148,14 +207,20 @@ LlamaBlockImpl::LlamaBlockImpl(
     const LlamaOptions& options,
     const nn::LossGradientPtr& loss_gradient)
     : Module("LlamaBlock"), checkpoint_(options.activation_checkpoint) {
-  input_layernorm_ = register_module(
-      "input_layernorm",
-      nn::RmsNorm(config.dim, config.norm_eps));
-  self_attn_ =
-      register_module("self_attn", LlamaAttention(config, std::move(rope)));
-  post_attention_layernorm_ = register_module(
-      "post_attention_layernorm",
-      nn::RmsNorm(config.dim, config.norm_eps));
+  const bool norms_before = config.block.norms != NormPlacement::after;
+  if (norms_before) {
+    input_layernorm_ = register_module(
+        "input_layernorm",
+        nn::RmsNorm(config.dim, norm_options(config)));
+  }
+  self_attn_ = register_module(
+      "self_attn",
+      LlamaAttention(config, layer, std::move(rope), options.plain_attention));
+  if (norms_before) {
+    post_attention_layernorm_ = register_module(
+        "post_attention_layernorm",
+        nn::RmsNorm(config.dim, norm_options(config)));
+  }
   if (config.has_experts(layer)) {
     moe_ = register_module("mlp", Moe(config, options.moe, loss_gradient));
   } else {
@@ -167,8 +232,8 @@ at::Tensor LlamaBlockImpl::feed_forward(
     const at::Tensor& x,
     const at::Tensor& delta,
     RoutingRecord* record) {
-  return moe_ ? moe_(x, delta, post_attention_layernorm_.get(), record)
-              : mlp_(x, delta, post_attention_layernorm_.get());
+  nn::RmsNormImpl* const norm = or_null(post_attention_layernorm_);
+  return moe_ ? moe_(x, delta, norm, record) : mlp_(x, delta, norm);
 }
 
 at::Tensor LlamaBlockImpl::run(
@@ -176,7 +241,8 @@ at::Tensor LlamaBlockImpl::run(
     const std::shared_ptr<RoutingRecord>& record,
     const nn::Documents& documents) {
   // x is `in`; gradients of both its uses meet in the norm's backward.
-  const auto [x, attention] = self_attn_(in, input_layernorm_.get(), documents);
+  const auto [x, attention] =
+      self_attn_(in, or_null(input_layernorm_), documents);
   if (checkpoint_ != ActivationCheckpoint::selective) {
     return feed_forward(x, attention, record.get());
   }
@@ -232,8 +298,10 @@ LlamaHeadImpl::LlamaHeadImpl(
     const ModelConfig& config,
     const nn::EmbeddingImpl* tied,
     nn::LossOptions loss)
-    : Module("LlamaHead"), loss_(loss) {
-  norm_ = register_module("norm", nn::RmsNorm(config.dim, config.norm_eps));
+    : Module("LlamaHead"), loss_(loss), soft_cap_(config.final_soft_cap) {
+  loss_.soft_cap = soft_cap_;
+  norm_ =
+      register_module("norm", nn::RmsNorm(config.dim, norm_options(config)));
   weight_ = tied != nullptr ? share_parameter("weight", *tied, "weight")
                             : declare_parameter(
                                   "weight",
@@ -246,26 +314,43 @@ at::Tensor LlamaHeadImpl::forward(
     const at::Tensor& targets) {
   const at::Tensor normed = norm_(hidden);
   if (!targets.defined()) {
-    return nn::linear(normed, weight_, {}, {}, context());
+    return nn::soft_capped(
+        nn::linear(normed, weight_, {}, {}, context()),
+        soft_cap_);
   }
   return nn::linear_cross_entropy(normed, weight_, targets, loss_, context());
 }
 
 LlamaBodyImpl::LlamaBodyImpl(
     const ModelConfig& config,
-    SharedRope rope,
     const LlamaOptions& options,
     const nn::LossGradientPtr& loss_gradient)
     : Module("LlamaBody") {
+  const auto rope = std::make_shared<nn::RopeTable>(nn::RopeOptions{
+      .head_dim = config.rotary_dim(),
+      .theta = config.rope_theta,
+      .scaling = config.rope_scaling});
+  const auto local_rope = config.local_rope_theta > 0.0
+                              ? std::make_shared<nn::RopeTable>(nn::RopeOptions{
+                                    .head_dim = config.rotary_dim(),
+                                    .theta = config.local_rope_theta})
+                              : rope;
   embed_tokens_ = register_module(
       "embed_tokens",
       nn::Embedding(
           config.vocab_size,
           config.dim,
-          InitSpec::normal(0.0F, init_std(config))));
+          InitSpec::normal(0.0F, init_std(config)),
+          config.scale_embeddings ? std::sqrt(static_cast<double>(config.dim))
+                                  : 1.0));
   auto list = register_module("layers", std::make_shared<nn::Module>("Layers"));
   for (std::int64_t i = 0; i < config.layers; ++i) {
-    LlamaBlock block(config, i, rope, options, loss_gradient);
+    LlamaBlock block(
+        config,
+        i,
+        config.block.attention.has_window(i) ? local_rope : rope,
+        options,
+        loss_gradient);
     list->register_module(std::to_string(i), block.ptr());
     layers_.push_back(block);
   }
@@ -284,17 +369,11 @@ at::Tensor LlamaBodyImpl::forward(
 LlamaImpl::LlamaImpl(ModelConfig config, LlamaOptions options)
     : Module("Llama"), config_(std::move(config)) {
   config_.validate();
-  const auto rope = std::make_shared<nn::RopeTable>(nn::RopeOptions{
-      .head_dim = config_.head_dim,
-      .theta = config_.rope_theta,
-      .scaling = config_.rope_scaling});
   if (config_.moe.num_experts > 0 &&
       (options.moe.aux_loss > 0 || options.moe.z_loss > 0)) {
     loss_gradient_ = c10::make_intrusive<nn::LossGradient>();
   }
-  body_ = register_module(
-      "model",
-      LlamaBody(config_, rope, options, loss_gradient_));
+  body_ = register_module("model", LlamaBody(config_, options, loss_gradient_));
   head_ = register_module(
       "lm_head",
       LlamaHead(

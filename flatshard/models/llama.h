@@ -4,6 +4,7 @@
 #include "flatshard/models/config.h"
 #include "flatshard/models/moe.h"
 #include "flatshard/moe/block_nodes.h"
+#include "flatshard/nn/attention.h"
 #include "flatshard/nn/documents.h"
 #include "flatshard/nn/embedding.h"
 #include "flatshard/nn/linear.h"
@@ -21,19 +22,26 @@ namespace flatshard::models {
 
 struct LlamaOptions {
   ActivationCheckpoint activation_checkpoint = ActivationCheckpoint::none;
+  bool plain_attention = false;  ///< see nn::AttentionArgs::plain
   nn::LossOptions loss;
   MoeOptions moe;
 };
 
-/// The RoPE table that all blocks of a model share.
+/// A RoPE table that blocks of a model share.
 using SharedRope = std::shared_ptr<nn::RopeTable>;
 
-/// o_proj(attention(norm(x))): parameters {q,k,v,o}_proj.weight,
-/// and {q,k}_norm.weight with qk_norm.
+/// o_proj(attention(norm(x))): parameters {q,k,v,o}_proj.{weight,bias},
+/// {q,k}_norm.weight and post_norm.weight, as AttentionOptions and
+/// NormPlacement have them.
 class LlamaAttentionImpl : public nn::Module {
  public:
-  LlamaAttentionImpl(const ModelConfig& config, SharedRope rope);
-  /// @param x  [batch, seq, dim]
+  LlamaAttentionImpl(
+      const ModelConfig& config,
+      std::int64_t layer,
+      SharedRope rope,
+      bool plain);
+  /// @param x     [batch, seq, dim]
+  /// @param norm  of x; null: x itself is read.
   /// @param documents  of the rows; undefined: each row is one.
   /// @return   (x to go on with as the residual; see nn::norm_linears,
   ///   [batch, seq, dim] to add to it)
@@ -47,28 +55,38 @@ class LlamaAttentionImpl : public nn::Module {
  private:
   std::tuple<at::Tensor, at::Tensor> attend(
       const at::Tensor& x,
-      nn::RmsNormImpl& norm,
+      nn::RmsNormImpl* norm,
       const nn::Documents& documents);
 
   std::int64_t head_dim_;
+  QkNorm qk_norm_;
+  nn::AttentionArgs args_;
   SharedRope rope_;
   nn::Linear q_proj_{nullptr}, k_proj_{nullptr}, v_proj_{nullptr},
       o_proj_{nullptr};
   nn::RmsNorm q_norm_{nullptr}, k_norm_{nullptr};  ///< null without qk_norm
+  nn::RmsNorm post_norm_{nullptr};                 ///< or null
 };
 FLATSHARD_MODULE(LlamaAttention);
 
-/// h + down(silu(gate(norm(h))) * up(norm(h))): parameters
-/// {gate,up,down}_proj.weight.
+/// h + down(act(gate(norm(h))) * up(norm(h))): parameters
+/// {gate,up,down}_proj.{weight,bias} and post_norm.weight, as BlockOptions has
+/// them.
 class LlamaMlpImpl : public nn::Module {
  public:
   explicit LlamaMlpImpl(const ModelConfig& config);
   /// @param x, delta  [batch, seq, dim], h = x + delta; delta may be undefined
+  /// @param norm      of h; null: h itself is read.
   at::Tensor
   forward(const at::Tensor& x, const at::Tensor& delta, nn::RmsNormImpl* norm);
 
  private:
+  at::Tensor
+  run(const at::Tensor& x, const at::Tensor& delta, nn::RmsNormImpl* norm);
+
+  nn::GateActivation activation_;
   nn::Linear gate_proj_{nullptr}, up_proj_{nullptr}, down_proj_{nullptr};
+  nn::RmsNorm post_norm_{nullptr};  ///< or null
 };
 FLATSHARD_MODULE(LlamaMlp);
 
@@ -106,10 +124,10 @@ class LlamaBlockImpl : public nn::Module {
       RoutingRecord* record);
 
   ActivationCheckpoint checkpoint_;
-  nn::RmsNorm input_layernorm_{nullptr};
+  nn::RmsNorm input_layernorm_{nullptr};  ///< or null
   LlamaAttention self_attn_{nullptr};
-  nn::RmsNorm post_attention_layernorm_{nullptr};
-  LlamaMlp mlp_{nullptr};  ///< or null: experts
+  nn::RmsNorm post_attention_layernorm_{nullptr};  ///< or null
+  LlamaMlp mlp_{nullptr};                          ///< or null: experts
   Moe moe_{nullptr};
 };
 FLATSHARD_MODULE(LlamaBlock);
@@ -128,6 +146,7 @@ class LlamaHeadImpl : public nn::Module {
 
  private:
   nn::LossOptions loss_;
+  double soft_cap_;
   nn::RmsNorm norm_{nullptr};
   at::Tensor weight_;
 };
@@ -138,7 +157,6 @@ class LlamaBodyImpl : public nn::Module {
  public:
   LlamaBodyImpl(
       const ModelConfig& config,
-      SharedRope rope,
       const LlamaOptions& options,
       const nn::LossGradientPtr& loss_gradient);
   /// int64 [batch, seq] -> [batch, seq, dim], before the final norm.
@@ -163,10 +181,10 @@ struct RouterOf {
   std::string bias_name() const { return name + ".e_score_correction_bias"; }
 };
 
-/// The Llama family, and those that have experts in its blocks. Built without
-/// memory (see nn::Module); parameter names are Hugging Face's (see
-/// hf_names.h). Initialization: normal(0, 0.02), o_proj and down_proj scaled by
-/// 1 / sqrt(2 * layers), norms 1. Source: Llama 3, arXiv:2407.21783.
+/// A decoder-only transformer of any family, from Llama on. Built without
+/// memory (see nn::Module); parameter names are Hugging Face's but for those
+/// that hf_names.h lists. Initialization: normal(0, 0.02), o_proj and down_proj
+/// scaled by 1 / sqrt(2 * layers), norms 1. Source: Llama 3, arXiv:2407.21783.
 class LlamaImpl : public nn::Module {
  public:
   /// @throws Error{config} for an invalid config.

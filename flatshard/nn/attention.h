@@ -2,7 +2,23 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
+
 namespace flatshard::nn {
+
+struct AttentionArgs {
+  double scale = 0.0;  ///< of scores; 0: 1 / sqrt(head_dim)
+  /// A token attends to so many tokens, itself included; 0: to all before it.
+  std::int64_t window = 0;
+  /// Scores become cap * tanh(scores / cap); 0: they stay.
+  double soft_cap = 0.0;
+  /// Uses plain operations on GPUs where no kernel fits.
+  bool plain = false;
+};
+
+/// Whether FlashAttention computes it: 16 bits on a GPU, head_dim a multiple of
+/// 8 up to 256.
+bool flash_attention_takes(const at::Tensor& q);
 
 /// Causal scaled-dot-product attention with grouped queries.
 ///
@@ -10,9 +26,19 @@ namespace flatshard::nn {
 /// @param k, v  [batch, seq, kv_heads, head_dim]; heads % kv_heads == 0
 /// @return      [batch, seq, heads * head_dim], contiguous
 ///
-/// CUDA, 16-bit, head_dim <= 128 and a multiple of 8: cuDNN, which takes these
-/// strides and fewer kv heads as they are. Else what ATen chooses.
-at::Tensor
-causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
+/// CUDA, 16-bit, head_dim a multiple of 8: cuDNN up to head_dim 128, which
+/// takes these strides and fewer kv heads as they are. FlashAttention up to
+/// head_dim 256, and for a window below seq. Else what ATen chooses.
+///
+/// No kernel has soft caps, and none has windows for float32. Plain operations
+/// then take blocks of queries one after another; they keep the probabilities
+/// of all blocks for the backward, batch * heads * seq * (window or seq)
+/// elements. On a GPU this needs `plain`.
+/// @throws Error{config} naming `plain` where no kernel fits.
+at::Tensor causal_attention(
+    const at::Tensor& q,
+    const at::Tensor& k,
+    const at::Tensor& v,
+    const AttentionArgs& args = {});
 
 }  // namespace flatshard::nn

@@ -8,23 +8,28 @@
 #include <algorithm>
 #include <array>
 #include <numeric>
+#include <optional>
 #include <tuple>
 
 namespace flatshard::nn {
 namespace {
 
-bool flash_takes(const at::Tensor& q) {
-  const at::ScalarType dtype = q.scalar_type();
-  return q.is_cuda() && (dtype == at::kBFloat16 || dtype == at::kHalf) &&
-         q.size(-1) <= 256 && q.size(-1) % 8 == 0 &&
-         at::globalContext().userEnabledFlashSDP();
+std::optional<double> scale_of(const AttentionArgs& args) {
+  return args.scale == 0.0 ? std::nullopt : std::optional(args.scale);
 }
 
 at::Tensor flash(
     const at::Tensor& q,
     const at::Tensor& k,
     const at::Tensor& v,
-    const Documents& documents) {
+    const Documents& documents,
+    const AttentionArgs& args) {
+  std::optional<std::int64_t> before;  // tokens that one attends to
+  std::optional<std::int64_t> after;
+  if (args.window > 0) {
+    before = args.window - 1;
+    after = 0;
+  }
   return std::get<0>(at::_flash_attention_forward(
       q.flatten(0, 1),
       k.flatten(0, 1),
@@ -35,7 +40,10 @@ at::Tensor flash(
       documents.max_length,
       /*dropout_p=*/0.0,
       /*is_causal=*/true,
-      /*return_debug_mask=*/false));
+      /*return_debug_mask=*/false,
+      scale_of(args),
+      before,
+      after));
 }
 
 // No value of the offsets reaches the host.
@@ -43,7 +51,14 @@ at::Tensor masked(
     const at::Tensor& q,
     const at::Tensor& k,
     const at::Tensor& v,
-    const Documents& documents) {
+    const Documents& documents,
+    const AttentionArgs& args) {
+  FLATSHARD_CHECK(
+      args.soft_cap == 0.0,
+      config,
+      "data.packing = documents: expected a model without soft caps of "
+      "attention on GPUs, got one with {}; use data.packing = stream",
+      args.soft_cap);
   const std::int64_t batch = q.size(0);
   const std::int64_t seq = q.size(1);
   const std::int64_t group = q.size(2) / k.size(2);
@@ -55,13 +70,18 @@ at::Tensor masked(
                                   /*out_int32=*/true,
                                   /*right=*/true)
                                   .view({batch, seq});
-  const at::Tensor mask =
-      document.unsqueeze(2).eq(document.unsqueeze(1)).tril_().unsqueeze(1);
+  at::Tensor mask = document.unsqueeze(2).eq(document.unsqueeze(1)).tril_();
+  if (args.window > 0) {
+    mask = mask.triu_(1 - args.window);
+  }
   return at::scaled_dot_product_attention(
              q.transpose(1, 2),
              k.repeat_interleave(group, 2).transpose(1, 2),
              v.repeat_interleave(group, 2).transpose(1, 2),
-             mask)
+             mask.unsqueeze(1),
+             /*dropout_p=*/0.0,
+             /*is_causal=*/false,
+             scale_of(args))
       .transpose(1, 2);
 }
 
@@ -69,7 +89,8 @@ at::Tensor one_by_one(
     const at::Tensor& q,
     const at::Tensor& k,
     const at::Tensor& v,
-    const Documents& documents) {
+    const Documents& documents,
+    const AttentionArgs& args) {
   const auto flat = [](const at::Tensor& x) {
     return x.flatten(0, 1).unsqueeze(0);
   };
@@ -87,7 +108,8 @@ at::Tensor one_by_one(
       const auto of = [&](const at::Tensor& x) {
         return x.narrow(1, begin, end - begin);
       };
-      parts.push_back(causal_attention(of(rows[0]), of(rows[1]), of(rows[2])));
+      parts.push_back(
+          causal_attention(of(rows[0]), of(rows[1]), of(rows[2]), args));
       begin = end;
     }
   }
@@ -181,7 +203,8 @@ at::Tensor document_attention(
     const at::Tensor& q,
     const at::Tensor& k,
     const at::Tensor& v,
-    const Documents& documents) {
+    const Documents& documents,
+    const AttentionArgs& args) {
   FLATSHARD_CHECK(
       q.dim() == 4 && k.sizes() == v.sizes() && k.dim() == 4 &&
           q.size(0) == k.size(0) && q.size(1) == k.size(1) &&
@@ -189,16 +212,20 @@ at::Tensor document_attention(
           documents.positions.numel() == q.size(0) * q.size(1),
       usage,
       "document_attention: expected q [b, t, h, d], k, v [b, t, kv, d] with h "
-      "a "
-      "multiple of kv, and documents of b * t tokens, got {}, {}, {} and {} "
+      "a multiple of kv, and documents of b * t tokens, got {}, {}, {} and {} "
       "tokens",
       c10::str(q.sizes()),
       c10::str(k.sizes()),
       c10::str(v.sizes()),
       documents.positions.numel());
-  const at::Tensor out = flash_takes(q) ? flash(q, k, v, documents)
-                         : q.is_cpu()   ? one_by_one(q, k, v, documents)
-                                        : masked(q, k, v, documents);
+  at::Tensor out;
+  if (args.soft_cap == 0.0 && flash_attention_takes(q)) {
+    out = flash(q, k, v, documents, args);
+  } else if (q.is_cpu()) {
+    out = one_by_one(q, k, v, documents, args);
+  } else {
+    out = masked(q, k, v, documents, args);
+  }
   return out.reshape({q.size(0), q.size(1), -1});
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "flatshard/nn/attention.h"
 #include "flatshard/nn/module.h"
 #include "flatshard/nn/visit.h"
 
@@ -61,11 +62,13 @@ void write_documents(
 /// work is that of the documents alone. Else on CUDA: a mask of seq * seq
 /// elements for each row, and the work of whole rows. On CPUs: one document
 /// after the other.
+/// @throws Error{config} for soft caps on a GPU.
 at::Tensor document_attention(
     const at::Tensor& q,
     const at::Tensor& k,
     const at::Tensor& v,
-    const Documents& documents);
+    const Documents& documents,
+    const AttentionArgs& args = {});
 
 /// Hooks of modules see nothing of it: integers have no gradients.
 template <>

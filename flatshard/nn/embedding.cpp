@@ -74,13 +74,21 @@ at::Tensor embedding(
 EmbeddingImpl::EmbeddingImpl(
     std::int64_t num_embeddings,
     std::int64_t dim,
-    InitSpec init)
-    : Module("Embedding") {
+    InitSpec init,
+    double scale)
+    : Module("Embedding"), scale_(scale) {
   weight_ = declare_parameter("weight", {num_embeddings, dim}, init);
 }
 
 at::Tensor EmbeddingImpl::forward(const at::Tensor& tokens) {
-  return embedding(tokens, weight_, context());
+  const at::Tensor rows = embedding(tokens, weight_, context());
+  if (scale_ == 1.0) {
+    return rows;
+  }
+  const double rounded = at::scalar_tensor(scale_, at::kDouble)
+                             .to(rows.scalar_type())
+                             .item<double>();
+  return rows * rounded;
 }
 
 }  // namespace flatshard::nn

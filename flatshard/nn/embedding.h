@@ -16,18 +16,21 @@ at::Tensor embedding(
     const at::Tensor& weight,
     const ModuleContextPtr& context = {});
 
-/// Parameter: weight [num_embeddings, dim].
+/// Parameter: weight [num_embeddings, dim]. Rows are multiplied by `scale`,
+/// rounded to the weight's dtype.
 class EmbeddingImpl : public Module {
  public:
   EmbeddingImpl(
       std::int64_t num_embeddings,
       std::int64_t dim,
-      InitSpec init = InitSpec::normal(0.0F, 0.02F));
+      InitSpec init = InitSpec::normal(0.0F, 0.02F),
+      double scale = 1.0);
   at::Tensor forward(const at::Tensor& tokens);
   const at::Tensor& weight() const { return weight_; }
 
  private:
   at::Tensor weight_;
+  double scale_;
 };
 FLATSHARD_MODULE(Embedding);
 

@@ -69,9 +69,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
           activation_rows(as_rows(x), saved[3]));
     }
     if (bias.defined() && ctx->needs_input_grad(kBias)) {
-      out[kBias] = deliver_wgrad(unless_hooked(context, bias), bias, [&] {
-        return dy.sum(0);
-      });
+      out[kBias] = deliver_bias_grad(unless_hooked(context, bias), bias, dy);
     }
     if (has_residual && ctx->needs_input_grad(residual_edge)) {
       out[kResidual] = grads[0];
@@ -80,12 +78,14 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
   }
 };
 
-// Weights that read one input; x is input 0, then the weights.
+// Weights that read one input; x is input 0, then the weights, then no biases
+// or one for each weight.
 struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
   static variable_list forward(
       AutogradContext* ctx,
       const at::Tensor& x,
       at::TensorList weights,
+      at::TensorList biases,
       const std::vector<ModuleContextPtr>& contexts) {
     ctx->set_materialize_grads(false);
     const MatmulRows rows(as_rows(x));
@@ -93,11 +93,16 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
     for (std::size_t i = 0; i < weights.size(); ++i) {
       save_context(ctx, contexts[i], i);
       out.push_back(reshape_result(
-          matmul_forward(rows, weights[i], contexts[i]),
+          matmul_forward(
+              rows,
+              weights[i],
+              contexts[i],
+              biases.empty() ? at::Tensor() : biases[i]),
           with_last(x, weights[i].size(0))));
     }
     variable_list saved{x};
     saved.insert(saved.end(), weights.begin(), weights.end());
+    saved.insert(saved.end(), biases.begin(), biases.end());
     saved.push_back(rows.amax());
     ctx->save_for_backward(saved);
     return out;
@@ -108,11 +113,21 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor& x = saved[0];
     const MatmulRows rows = activation_rows(as_rows(x), saved.back());
-    variable_list out(1 + grads.size() + 1);  // and the contexts
+    const std::size_t first_bias = 1 + grads.size();
+    const bool has_biases = saved.size() > first_bias + 1;
+    // And the contexts.
+    variable_list out(first_bias + (has_biases ? grads.size() : 0) + 1);
     at::Tensor dx;
     std::vector<std::optional<MatmulRows>> g(grads.size());
     for (std::size_t i = 0; i < grads.size(); ++i) {
       if (grads[i].defined()) {
+        // Before the gradient is given up.
+        if (has_biases && ctx->needs_input_grad(first_bias + i)) {
+          out[first_bias + i] = deliver_bias_grad(
+              saved_context(ctx, i),
+              saved[first_bias + i],
+              as_rows(grads[i]));
+        }
         g[i].emplace(gradient_rows(
             as_rows(std::exchange(grads[i], {})),
             ctx->needs_input_grad(0) && ctx->needs_input_grad(1 + i)));
@@ -175,9 +190,17 @@ at::Tensor LinearImpl::forward(
 }
 
 bool can_run_together(const std::vector<LinearImpl*>& layers) {
-  return std::all_of(layers.begin(), layers.end(), [](const LinearImpl* layer) {
-    return layer->has_only_pre_hooks() && !layer->bias().defined();
+  return std::all_of(layers.begin(), layers.end(), [&](const LinearImpl* l) {
+    return l->has_only_pre_hooks() &&
+           l->bias().defined() == layers.front()->bias().defined();
   });
+}
+
+at::Tensor deliver_bias_grad(
+    const ModuleContextPtr& context,
+    const at::Tensor& bias,
+    const at::Tensor& dy) {
+  return deliver_wgrad(context, bias, [&] { return dy.sum(0); });
 }
 
 JointLinears begin_together(
@@ -188,6 +211,9 @@ JointLinears begin_together(
     check_linear_input(x, layer->weight());
     layer->run_forward_pre_hooks({x});
     joint.weights.push_back(layer->weight());
+    if (layer->bias().defined()) {
+      joint.biases.push_back(layer->bias());
+    }
     joint.contexts.push_back(layer->context());
   }
   return joint;
@@ -207,6 +233,7 @@ std::vector<at::Tensor> linears(
   return LinearsFunction::apply(
       x,
       at::TensorList(joint.weights),
+      at::TensorList(joint.biases),
       joint.contexts);
 }
 

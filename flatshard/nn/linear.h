@@ -44,13 +44,14 @@ class LinearImpl : public Module {
 };
 FLATSHARD_MODULE(Linear);
 
-/// Nothing but their weights takes part in a call of these layers, and nobody
-/// wants to see one's result.
+/// Nothing but their weights and biases takes part in a call of these layers,
+/// all have a bias or none has, and nobody wants to see one's result.
 bool can_run_together(const std::vector<LinearImpl*>& layers);
 
 /// What one node for several layers works with, in their order.
 struct JointLinears {
   std::vector<at::Tensor> weights;
+  std::vector<at::Tensor> biases;  ///< none, or one for each weight
   std::vector<ModuleContextPtr> contexts;
 };
 
@@ -60,10 +61,17 @@ JointLinears begin_together(
     const at::Tensor& x,
     const std::vector<LinearImpl*>& layers);
 
-/// y_i = x W_i^T of layers that read one input. In backward the gradients of
-/// that input add up inside the matrix products, so they need neither tensors
-/// of their own nor additions. Layers with a bias, or with hooks behind their
-/// forward (units of their own), are called one by one instead.
+/// The gradient of a bias, from the gradient [rows, out] of the layer's result.
+at::Tensor deliver_bias_grad(
+    const ModuleContextPtr& context,
+    const at::Tensor& bias,
+    const at::Tensor& dy);
+
+/// y_i = x W_i^T (+ b_i) of layers that read one input. In backward the
+/// gradients of that input add up inside the matrix products, so they need
+/// neither tensors of their own nor additions. Layers of which only some have a
+/// bias, or with hooks behind their forward (units of their own), are called
+/// one by one instead.
 ///
 /// @param x  [..., in]
 /// @return   one [..., out_i] per layer

@@ -45,7 +45,19 @@ void chunk_cross_entropy(
     const at::Tensor& scale,
     at::Tensor& loss,
     at::Tensor& lse,
-    const cuda::CrossEntropyArgs& args) {
+    const cuda::CrossEntropyArgs& args,
+    double soft_cap) {
+  if (soft_cap > 0.0) {
+    logits.div_(soft_cap).tanh_();
+    const at::Tensor slope =
+        args.write_gradient ? 1.0 - logits.square() : at::Tensor();
+    logits.mul_(soft_cap);
+    chunk_cross_entropy(logits, targets, scale, loss, lse, args, 0.0);
+    if (slope.defined()) {
+      logits.mul_(slope);
+    }
+    return;
+  }
   if (cuda::supports(logits)) {
     cuda::cross_entropy(logits, targets, scale, loss, lse, args);
     return;
@@ -131,13 +143,15 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
           scale,
           loss_part,
           lse_part,
-          {.ignore_index = options.ignore_index, .write_gradient = keep});
+          {.ignore_index = options.ignore_index, .write_gradient = keep},
+          options.soft_cap);
     }
     if (keep) {
       ctx->save_for_backward({hidden, weight, logits});
     } else if (wants_grad) {
       ctx->saved_data["chunk"] = chunk;
       ctx->saved_data["ignore_index"] = options.ignore_index;
+      ctx->saved_data["soft_cap"] = options.soft_cap;
       ctx->save_for_backward({hidden, weight, flat, lse, scale});
     }
     return loss.sum().mul_(scale);
@@ -193,6 +207,7 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
         .ignore_index = ctx->saved_data["ignore_index"].toInt(),
         .lse_is_given = true,
         .write_gradient = true};
+    const double soft_cap = ctx->saved_data["soft_cap"].toDouble();
     const at::Tensor rows = as_rows(hidden);
     const std::int64_t n = rows.size(0);
     const at::Tensor total = scale * g;
@@ -220,7 +235,8 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
             total,
             no_loss,
             lse_part,
-            args);
+            args,
+            soft_cap);
         if (dx.defined()) {
           at::Tensor dx_part = dx.narrow(0, at, m);
           at::mm_out(dx_part, d, weight);
@@ -256,6 +272,10 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
 };
 
 }  // namespace
+
+at::Tensor soft_capped(const at::Tensor& logits, double cap) {
+  return cap > 0.0 ? (logits / cap).tanh() * cap : logits;
+}
 
 at::Tensor linear_cross_entropy(
     const at::Tensor& hidden,

@@ -19,7 +19,13 @@ struct LossOptions {
   /// its sink. Otherwise at most this many tokens' logits exist at a time and
   /// backward computes them again (one more head product, no such memory).
   std::int64_t chunk_tokens = 0;
+  /// Logits become cap * tanh(logits / cap), by plain operations that need one
+  /// more tensor of a chunk's logits; 0: they stay.
+  double soft_cap = 0.0;
 };
+
+/// cap * tanh(logits / cap); the logits themselves for a cap of 0.
+at::Tensor soft_capped(const at::Tensor& logits, double cap);
 
 /// Cross-entropy of `hidden weight^T` in float32, without float32 logits of
 /// the whole sequence and without a gradient tensor beside the logits.

@@ -62,6 +62,7 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
       const std::optional<at::Tensor>& maybe_delta,
       const at::Tensor& norm_weight,
       at::TensorList weights,
+      at::TensorList biases,
       double eps,
       const std::vector<ModuleContextPtr>& contexts) {
     const at::Tensor delta = maybe_delta.value_or(at::Tensor());
@@ -77,11 +78,16 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
     for (std::size_t i = 0; i < weights.size(); ++i) {
       // The norm's context is the first.
       results.push_back(reshape_result(
-          matmul_forward(normed, weights[i], contexts[1 + i]),
+          matmul_forward(
+              normed,
+              weights[i],
+              contexts[1 + i],
+              biases.empty() ? at::Tensor() : biases[i]),
           with_last(x, weights[i].size(0))));
     }
     variable_list saved{sum, rstd, norm_weight, normed.amax()};
     saved.insert(saved.end(), weights.begin(), weights.end());
+    saved.insert(saved.end(), biases.begin(), biases.end());
     ctx->save_for_backward(saved);
     for (std::size_t i = 0; i < contexts.size(); ++i) {
       save_context(ctx, contexts[i], i);
@@ -102,6 +108,9 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
                           (norm_edge == 2 && ctx->needs_input_grad(1));
     const bool wants_norm = ctx->needs_input_grad(norm_edge);
     const std::size_t num_weights = grads.size() - 1;
+    const bool has_biases = saved.size() > 4 + num_weights;
+    const std::size_t num_biases = has_biases ? num_weights : 0;
+    variable_list out(3 + num_weights + num_biases + 2);
     std::vector<ModuleContextPtr> contexts;
     for (std::size_t i = 0; i <= num_weights; ++i) {
       contexts.push_back(saved_context(ctx, i));
@@ -118,6 +127,13 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
       if (grads[i].defined()) {
         const bool wants = ctx->needs_input_grad(norm_edge + i);
         wants_weights |= wants;
+        // Before the gradient is given up.
+        if (has_biases && ctx->needs_input_grad(norm_edge + num_weights + i)) {
+          out[2 + num_weights + i] = deliver_bias_grad(
+              contexts[i],
+              saved[3 + num_weights + i],
+              as_rows(grads[i]));
+        }
         g[i].emplace(gradient_rows(
             as_rows(std::exchange(grads[i], {})),
             (wants_dx || wants_norm) && wants));
@@ -159,7 +175,6 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
       dx = dx.view(sum.sizes());
     }
 
-    variable_list out(3 + num_weights + 2);
     out[0] = dx;
     if (norm_edge == 2) {
       out[1] = dx;
@@ -201,15 +216,17 @@ NormLinears norm_linears(
     const auto [sum, normed] = call_with_hooks(norm, x, delta);
     return {sum, linears(normed, layers)};
   }
-  check_norm_input(x, delta, norm.weight());
+  const at::Tensor scale = norm.scale();
+  check_norm_input(x, delta, scale);
   norm.run_forward_pre_hooks(collect_tensors(x, delta));
   JointLinears joint = begin_together(x, layers);
-  joint.contexts.insert(joint.contexts.begin(), norm.context());
+  joint.contexts.insert(joint.contexts.begin(), norm.scale_context());
   variable_list results = NormLinearsFunction::apply(
       x,
       as_optional(delta),
-      norm.weight(),
+      scale,
       at::TensorList(joint.weights),
+      at::TensorList(joint.biases),
       norm.eps(),
       joint.contexts);
   NormLinears done{results.front(), {}};

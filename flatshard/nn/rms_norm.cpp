@@ -99,19 +99,30 @@ std::tuple<at::Tensor, at::Tensor> add_rms_norm(
   return {out[1], out[0]};
 }
 
-RmsNormImpl::RmsNormImpl(std::int64_t dim, double eps)
-    : Module("RmsNorm"), eps_(eps) {
-  weight_ = declare_parameter("weight", {dim}, InitSpec::ones());
+RmsNormImpl::RmsNormImpl(std::int64_t dim, RmsNormOptions options)
+    : Module("RmsNorm"), options_(options) {
+  weight_ = declare_parameter(
+      "weight",
+      {dim},
+      options_.adds_one ? InitSpec::zeros() : InitSpec::ones());
+}
+
+at::Tensor RmsNormImpl::scale() const {
+  return options_.adds_one ? weight_.to(at::kFloat) + 1 : weight_;
+}
+
+ModuleContextPtr RmsNormImpl::scale_context() const {
+  return options_.adds_one ? nullptr : context();
 }
 
 at::Tensor RmsNormImpl::forward(const at::Tensor& x) {
-  return rms_norm(x, weight_, eps_, context());
+  return rms_norm(x, scale(), options_.eps, scale_context());
 }
 
 std::tuple<at::Tensor, at::Tensor> RmsNormImpl::forward(
     const at::Tensor& x,
     const at::Tensor& delta) {
-  return add_rms_norm(x, delta, weight_, eps_, context());
+  return add_rms_norm(x, delta, scale(), options_.eps, scale_context());
 }
 
 }  // namespace flatshard::nn

@@ -31,21 +31,33 @@ std::tuple<at::Tensor, at::Tensor> add_rms_norm(
     double eps,
     const ModuleContextPtr& context = {});
 
+struct RmsNormOptions {
+  double eps = 1e-5;
+  /// Rows are multiplied by 1 + weight, in float32; weights begin as zeros.
+  bool adds_one = false;
+};
+
 /// Parameter: weight [dim], ones at first.
 class RmsNormImpl : public Module {
  public:
-  explicit RmsNormImpl(std::int64_t dim, double eps = 1e-5);
+  explicit RmsNormImpl(std::int64_t dim, RmsNormOptions options = {});
+  explicit RmsNormImpl(std::int64_t dim, double eps)
+      : RmsNormImpl(dim, RmsNormOptions{.eps = eps}) {}
   at::Tensor forward(const at::Tensor& x);
   /// add_rms_norm with this module's weight; delta may be undefined.
   std::tuple<at::Tensor, at::Tensor> forward(
       const at::Tensor& x,
       const at::Tensor& delta);
   const at::Tensor& weight() const { return weight_; }
-  double eps() const { return eps_; }
+  double eps() const { return options_.eps; }
+  /// What rows are multiplied by: the weight, or 1 + weight.
+  at::Tensor scale() const;
+  /// Takes the gradient of `scale`; null where autograd gives it to the weight.
+  ModuleContextPtr scale_context() const;
 
  private:
   at::Tensor weight_;
-  double eps_;
+  RmsNormOptions options_;
 };
 FLATSHARD_MODULE(RmsNorm);
 

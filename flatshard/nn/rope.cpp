@@ -82,29 +82,121 @@ struct RopeFunction : torch::autograd::Function<RopeFunction> {
 
 }  // namespace
 
-std::vector<double> rope_frequencies(const RopeOptions& options) {
+namespace {
+
+bool is_longer(const RopeScaling& s, std::int64_t seq_len) {
+  return seq_len > s.original_max_positions;
+}
+
+double theta_for(const RopeOptions& options, std::int64_t seq_len) {
+  if (!options.scaling || options.scaling->type != RopeType::dynamic ||
+      !is_longer(*options.scaling, seq_len)) {
+    return options.theta;
+  }
+  const RopeScaling& s = *options.scaling;
+  const auto dim = static_cast<double>(options.head_dim);
+  const double longer = static_cast<double>(seq_len) /
+                        static_cast<double>(s.original_max_positions);
+  return options.theta *
+         std::pow(s.factor * longer - (s.factor - 1.0), dim / (dim - 2.0));
+}
+
+// Which share of a rotation stays; the rest is slowed down by the factor.
+double kept_by_llama3(const RopeScaling& s, double frequency) {
+  // Turns within the original context: many stay, few are stretched.
+  const double turns = static_cast<double>(s.original_max_positions) *
+                       frequency / (2.0 * std::numbers::pi);
+  const double blend =
+      (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor);
+  return std::clamp(blend, 0.0, 1.0);
+}
+
+double kept_by_yarn(const RopeOptions& options, std::int64_t i) {
+  const RopeScaling& s = *options.scaling;
+  const auto dim = static_cast<double>(options.head_dim);
+  // The rotation that makes so many turns.
+  const auto rotation_of = [&](double turns) {
+    return dim *
+           std::log(
+               static_cast<double>(s.original_max_positions) /
+               (turns * 2.0 * std::numbers::pi)) /
+           (2.0 * std::log(options.theta));
+  };
+  double low = rotation_of(s.beta_fast);
+  double high = rotation_of(s.beta_slow);
+  if (s.truncate) {
+    low = std::floor(low);
+    high = std::ceil(high);
+  }
+  low = std::max(low, 0.0);
+  high = std::min(high, dim - 1.0);
+  if (low == high) {
+    high += 0.001;
+  }
+  return 1.0 -
+         std::clamp((static_cast<double>(i) - low) / (high - low), 0.0, 1.0);
+}
+
+double scaled(
+    const RopeOptions& options,
+    std::int64_t i,
+    double frequency,
+    std::int64_t seq_len) {
+  const RopeScaling& s = *options.scaling;
+  const auto blend = [&](double kept) {
+    return kept * frequency + (1.0 - kept) * frequency / s.factor;
+  };
+  switch (s.type) {
+    case RopeType::llama3:
+      return blend(kept_by_llama3(s, frequency));
+    case RopeType::linear:
+      return frequency / s.factor;
+    case RopeType::dynamic:
+      return frequency;  // theta has changed
+    case RopeType::yarn:
+      return blend(kept_by_yarn(options, i));
+    case RopeType::longrope:
+      return frequency /
+             (is_longer(s, seq_len) ? s.long_factors : s.short_factors).at(i);
+  }
+  return frequency;
+}
+
+}  // namespace
+
+double yarn_attention_factor(double factor) {
+  return factor <= 1.0 ? 1.0 : 0.1 * std::log(factor) + 1.0;
+}
+
+std::vector<double> rope_frequencies(
+    const RopeOptions& options,
+    std::int64_t seq_len) {
   const std::int64_t half = options.head_dim / 2;
+  const double theta = theta_for(options, seq_len);
   std::vector<double> frequencies(half);
   for (std::int64_t i = 0; i < half; ++i) {
-    double f = std::pow(
-        options.theta,
-        -static_cast<double>(i) / static_cast<double>(half));
-    if (options.scaling) {
-      const RopeScaling& s = *options.scaling;
-      // Turns within the original context: many stay, few are stretched.
-      const double turns = static_cast<double>(s.original_max_positions) * f /
-                           (2.0 * std::numbers::pi);
-      const double blend = (turns - s.low_freq_factor) /
-                           (s.high_freq_factor - s.low_freq_factor);
-      const double keep = std::clamp(blend, 0.0, 1.0);
-      f = keep * f + (1.0 - keep) * f / s.factor;
-    }
-    frequencies[i] = f;
+    const double f =
+        std::pow(theta, -static_cast<double>(i) / static_cast<double>(half));
+    frequencies[i] = options.scaling ? scaled(options, i, f, seq_len) : f;
   }
   return frequencies;
 }
 
-RopeTable::RopeTable(RopeOptions options) : options_(options) {
+std::int64_t RopeTable::frequencies_of(std::int64_t seq_len) const {
+  if (!options_.scaling || !is_longer(*options_.scaling, seq_len)) {
+    return 0;
+  }
+  switch (options_.scaling->type) {
+    case RopeType::dynamic:
+      return seq_len;
+    case RopeType::longrope:
+      return 1;
+    default:
+      return 0;
+  }
+}
+
+RopeTable::RopeTable(RopeOptions options) : options_(std::move(options)) {
   FLATSHARD_CHECK(
       options_.head_dim > 0 && options_.head_dim % 2 == 0,
       config,
@@ -115,13 +207,18 @@ RopeTable::RopeTable(RopeOptions options) : options_(options) {
 std::pair<at::Tensor, at::Tensor> RopeTable::get(
     std::int64_t seq_len,
     at::Device device) {
-  if (!cos_.defined() || cos_.device() != device || cos_.size(0) < seq_len) {
+  const std::int64_t frequencies = frequencies_of(seq_len);
+  if (!cos_.defined() || cos_.device() != device || cos_.size(0) < seq_len ||
+      frequencies_ != frequencies) {
     const at::NoGradGuard no_grad;
-    const std::vector<double> f = rope_frequencies(options_);
+    const std::vector<double> f = rope_frequencies(options_, seq_len);
+    const double factor =
+        options_.scaling ? options_.scaling->attention_factor : 1.0;
     const at::Tensor angles =
         at::outer(at::arange(seq_len, at::kDouble), at::tensor(f, at::kDouble));
-    cos_ = angles.cos().to(at::kFloat).to(device);
-    sin_ = angles.sin().to(at::kFloat).to(device);
+    cos_ = (angles.cos() * factor).to(at::kFloat).to(device);
+    sin_ = (angles.sin() * factor).to(at::kFloat).to(device);
+    frequencies_ = frequencies;
     last_ = {};
   }
   // Every block of every microbatch asks for the same.
@@ -140,9 +237,9 @@ at::Tensor rope(
     const at::Tensor& positions) {
   FLATSHARD_CHECK(
       x.dim() == 4 && cos.dim() == 2 && x.size(1) == cos.size(0) &&
-          x.size(3) == 2 * cos.size(1),
+          x.size(3) >= 2 * cos.size(1),
       usage,
-      "rope: expected x [batch, {}, heads, {}], got {}",
+      "rope: expected x [batch, {}, heads, {} or more], got {}",
       cos.size(0),
       2 * cos.size(1),
       c10::str(x.sizes()));
@@ -155,6 +252,18 @@ at::Tensor rope(
       x.size(0) * x.size(1),
       c10::str(positions.scalar_type()),
       c10::str(positions.sizes()));
+  const std::int64_t rotated = 2 * cos.size(1);
+  if (rotated < x.size(3)) {
+    return at::cat(
+        {RopeFunction::apply(
+             x.narrow(3, 0, rotated),
+             cos,
+             sin,
+             inverse,
+             positions),
+         x.narrow(3, rotated, x.size(3) - rotated)},
+        3);
+  }
   return RopeFunction::apply(x, cos, sin, inverse, positions);
 }
 

@@ -9,12 +9,34 @@
 
 namespace flatshard::nn {
 
-/// Llama 3.1's stretch of the slow rotations.
+/// How rotations are slowed down for sequences that are longer than those of
+/// the pretraining.
+enum class RopeType {
+  llama3,    ///< slow rotations alone, Llama 3.1
+  linear,    ///< all rotations, by `factor`
+  dynamic,   ///< a larger theta once a sequence is longer than the original
+  yarn,      ///< slow rotations alone; arXiv:2309.00071
+  longrope,  ///< each rotation by a factor of its own; arXiv:2402.13753
+};
+
 struct RopeScaling {
+  RopeType type = RopeType::llama3;
   double factor = 8.0;
-  double low_freq_factor = 1.0;
-  double high_freq_factor = 4.0;
+  double low_freq_factor = 1.0;   ///< of llama3
+  double high_freq_factor = 4.0;  ///< of llama3
+  /// Of the pretraining; nothing to linear.
   std::int64_t original_max_positions = 8192;
+  /// Turns within the original positions from which on yarn keeps a rotation,
+  /// and up to which it slows one down by `factor`.
+  double beta_fast = 32.0;
+  double beta_slow = 1.0;
+  bool truncate = true;  ///< yarn rounds these bounds to whole rotations
+  /// cos and sin are multiplied by it: yarn and longrope.
+  double attention_factor = 1.0;
+  /// Of longrope, head_dim / 2 each: for sequences up to the original length,
+  /// and for longer ones.
+  std::vector<double> short_factors;
+  std::vector<double> long_factors;
 
   friend bool operator==(const RopeScaling&, const RopeScaling&) = default;
 };
@@ -25,9 +47,15 @@ struct RopeOptions {
   std::optional<RopeScaling> scaling;
 };
 
+/// yarn's attention factor by its paper: 0.1 ln(factor) + 1.
+double yarn_attention_factor(double factor);
+
 /// Angle per position of each of the head_dim / 2 pairs.
+/// @param seq_len  of the sequence, which dynamic and longrope depend on.
 /// Source: RoFormer, arXiv:2104.09864; scaling: Llama 3.1 model card.
-std::vector<double> rope_frequencies(const RopeOptions& options);
+std::vector<double> rope_frequencies(
+    const RopeOptions& options,
+    std::int64_t seq_len = 0);
 
 /// cos and sin by position, kept per device and grown on demand.
 class RopeTable {
@@ -35,22 +63,28 @@ class RopeTable {
   explicit RopeTable(RopeOptions options);
 
   /// (cos, sin), each float32 [seq_len, head_dim / 2] on `device`. The first
-  /// call for a device or a longer sequence copies from the host.
+  /// call for a device or a longer sequence copies from the host, as does one
+  /// for a length that has other frequencies.
   std::pair<at::Tensor, at::Tensor> get(
       std::int64_t seq_len,
       at::Device device);
 
  private:
+  /// Equal for lengths that have the same frequencies.
+  std::int64_t frequencies_of(std::int64_t seq_len) const;
+
   RopeOptions options_;
-  at::Tensor cos_;  ///< of the longest sequence so far
+  std::int64_t frequencies_ = 0;  ///< those of cos_ and sin_
+  at::Tensor cos_;                ///< of the longest sequence so far
   at::Tensor sin_;
   std::pair<at::Tensor, at::Tensor> last_;  ///< what was returned
 };
 
-/// Rotates pairs (i, i + head_dim / 2), the Hugging Face order, in float32.
+/// Rotates pairs (i, i + dim / 2), the Hugging Face order, in float32.
 ///
 /// @param x         [batch, seq, heads, head_dim]
-/// @param cos, sin  [seq, head_dim / 2] of RopeTable
+/// @param cos, sin  [seq, dim / 2] of RopeTable; elements of a head from dim on
+///                  stay as they are
 /// @param positions int32 [batch * seq], each below seq; undefined: the places
 ///   in the rows
 /// @return          the same shape and dtype, contiguous

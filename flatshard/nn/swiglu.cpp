@@ -12,7 +12,15 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-at::Tensor product_of(const at::Tensor& gate, const at::Tensor& up) {
+constexpr const char* kTanh = "tanh";
+
+at::Tensor product_of(
+    GateActivation activation,
+    const at::Tensor& gate,
+    const at::Tensor& up) {
+  if (activation == GateActivation::gelu_tanh) {
+    return at::gelu(gate, kTanh) * up;
+  }
   if (cuda::supports(gate) && !at::GradMode::is_enabled()) {
     return cuda::swiglu_forward(gate.contiguous(), up.contiguous());
   }
@@ -22,10 +30,14 @@ at::Tensor product_of(const at::Tensor& gate, const at::Tensor& up) {
 // (dgate, dup) of the product's gradient d. Where one pass does it, that pass
 // can also write the product over d: `product` is then d, else it stays.
 std::tuple<at::Tensor, at::Tensor> backward_of(
+    GateActivation activation,
     const at::Tensor& d,
     const at::Tensor& gate,
     const at::Tensor& up,
     at::Tensor* product = nullptr) {
+  if (activation == GateActivation::gelu_tanh) {
+    return {at::gelu_backward(d * up, gate, kTanh), d * at::gelu(gate, kTanh)};
+  }
   if (!cuda::supports(gate) || at::GradMode::is_enabled()) {
     return {at::silu_backward(d * up, gate), d * at::silu(gate)};
   }
@@ -36,17 +48,30 @@ std::tuple<at::Tensor, at::Tensor> backward_of(
   return cuda::swiglu_backward(dy, gate.contiguous(), up.contiguous(), product);
 }
 
-struct SwigluFunction : torch::autograd::Function<SwigluFunction> {
-  static at::Tensor
-  forward(AutogradContext* ctx, const at::Tensor& gate, const at::Tensor& up) {
+void save_activation(AutogradContext* ctx, GateActivation activation) {
+  ctx->saved_data["activation"] = static_cast<std::int64_t>(activation);
+}
+
+GateActivation saved_activation(AutogradContext* ctx) {
+  return static_cast<GateActivation>(ctx->saved_data["activation"].toInt());
+}
+
+struct GatedFunction : torch::autograd::Function<GatedFunction> {
+  static at::Tensor forward(
+      AutogradContext* ctx,
+      const at::Tensor& gate,
+      const at::Tensor& up,
+      GateActivation activation) {
     ctx->save_for_backward({gate, up});
-    return product_of(gate, up);
+    save_activation(ctx, activation);
+    return product_of(activation, gate, up);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const variable_list saved = ctx->get_saved_variables();
-    const auto [dgate, dup] = backward_of(grads[0], saved[0], saved[1]);
-    return {dgate, dup};
+    const auto [dgate, dup] =
+        backward_of(saved_activation(ctx), grads[0], saved[0], saved[1]);
+    return {dgate, dup, {}};
   }
 };
 
@@ -67,7 +92,17 @@ MatmulRows float8_product(
       rows};
 }
 
-struct SwigluLinearFunction : torch::autograd::Function<SwigluLinearFunction> {
+// How the product is made as FP8 where it is computed; absent: it is a tensor,
+// which the matrix product quantizes.
+std::optional<float8::Recipe> product_recipe(
+    GateActivation activation,
+    const at::Tensor& weight,
+    const ModuleContextPtr& context) {
+  return activation == GateActivation::silu ? common_recipe(weight, context)
+                                            : std::nullopt;
+}
+
+struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
   enum Input { kGate, kUp, kWeight, kResidual };
 
   static at::Tensor forward(
@@ -75,17 +110,25 @@ struct SwigluLinearFunction : torch::autograd::Function<SwigluLinearFunction> {
       const at::Tensor& gate,
       const at::Tensor& up,
       const at::Tensor& weight,
-      const at::Tensor& residual,
+      const std::optional<at::Tensor>& maybe_residual,
+      GateActivation activation,
       const ModuleContextPtr& context) {
     save_context(ctx, context);
-    const auto recipe = common_recipe(weight, context);
+    save_activation(ctx, activation);
+    const auto recipe = product_recipe(activation, weight, context);
     const MatmulRows product =
         recipe ? float8_product(gate, up, *recipe, {.columns = false})
-               : MatmulRows(as_rows(product_of(gate, up)));
+               : MatmulRows(as_rows(product_of(activation, gate, up)));
+    const at::Tensor residual = maybe_residual.value_or(at::Tensor());
+    const at::Tensor y = matmul_forward(
+        product,
+        weight,
+        context,
+        {},
+        residual.defined() ? as_rows(residual) : residual);
     ctx->save_for_backward({gate, up, weight, product.amax()});
-    const at::Tensor y =
-        matmul_forward(product, weight, context, {}, as_rows(residual));
-    return reshape_result(y, residual.sizes());
+    ctx->saved_data["residual"] = residual.defined();
+    return reshape_result(y, with_last(gate, weight.size(0)));
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
@@ -96,8 +139,9 @@ struct SwigluLinearFunction : torch::autograd::Function<SwigluLinearFunction> {
         as_rows(grads[0]),
         (ctx->needs_input_grad(kGate) || ctx->needs_input_grad(kUp)) &&
             ctx->needs_input_grad(kWeight));
-    const auto recipe = common_recipe(weight, context);
-    variable_list out(5);
+    const GateActivation activation = saved_activation(ctx);
+    const auto recipe = product_recipe(activation, weight, context);
+    variable_list out(6);
     at::Tensor product;
     if (ctx->needs_input_grad(kGate) || ctx->needs_input_grad(kUp)) {
       at::Tensor d;
@@ -111,12 +155,12 @@ struct SwigluLinearFunction : torch::autograd::Function<SwigluLinearFunction> {
         note_amax(out[kUp], amax[1]);
       } else {
         std::tie(out[kGate], out[kUp]) =
-            backward_of(d, gate, up, recipe ? nullptr : &product);
+            backward_of(activation, d, gate, up, recipe ? nullptr : &product);
       }
     }
     if (ctx->needs_input_grad(kWeight)) {
       if (!recipe && !product.defined()) {
-        product = product_of(gate, up);
+        product = product_of(activation, gate, up);
       }
       out[kWeight] = deliver_matmul_wgrad(
           context,
@@ -129,9 +173,10 @@ struct SwigluLinearFunction : torch::autograd::Function<SwigluLinearFunction> {
                        {.rows = false,
                         .multiple = MatmulRows::multiple_for(*recipe),
                         .amax = saved[3]})
-                 : MatmulRows(as_rows(product)));
+                 : activation_rows(as_rows(product), saved[3]));
     }
-    if (ctx->needs_input_grad(kResidual)) {
+    if (ctx->saved_data["residual"].toBool() &&
+        ctx->needs_input_grad(kResidual)) {
       out[kResidual] = grads[0];
     }
     return out;
@@ -150,8 +195,13 @@ void check_pair(const at::Tensor& gate, const at::Tensor& up) {
 }  // namespace
 
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
+  return gated(GateActivation::silu, gate, up);
+}
+
+at::Tensor
+gated(GateActivation activation, const at::Tensor& gate, const at::Tensor& up) {
   check_pair(gate, up);
-  return SwigluFunction::apply(gate, up);
+  return GatedFunction::apply(gate, up, activation);
 }
 
 std::tuple<at::Tensor, at::Tensor> swiglu_gradients(
@@ -160,24 +210,26 @@ std::tuple<at::Tensor, at::Tensor> swiglu_gradients(
     const at::Tensor& up) {
   check_pair(gate, up);
   const at::NoGradGuard no_grad;
-  return backward_of(dy, gate, up);
+  return backward_of(GateActivation::silu, dy, gate, up);
 }
 
-at::Tensor swiglu_linear(
+at::Tensor gated_linear(
+    GateActivation activation,
     const at::Tensor& gate,
     const at::Tensor& up,
     LinearImpl& layer,
     const at::Tensor& residual) {
   check_pair(gate, up);
   if (!layer.has_only_pre_hooks() || layer.bias().defined()) {
-    return call_with_hooks(layer, swiglu(gate, up), residual);
+    return call_with_hooks(layer, gated(activation, gate, up), residual);
   }
-  layer.run_forward_pre_hooks({gate, up, residual});
-  return SwigluLinearFunction::apply(
+  layer.run_forward_pre_hooks(collect_tensors(gate, up, residual));
+  return GatedLinearFunction::apply(
       gate,
       up,
       layer.weight(),
-      residual,
+      as_optional(residual),
+      activation,
       layer.context());
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "flatshard/nn/gate_activation.h"
 #include "flatshard/nn/linear.h"
 
 #include <tuple>
@@ -17,16 +18,30 @@ std::tuple<at::Tensor, at::Tensor> swiglu_gradients(
     const at::Tensor& gate,
     const at::Tensor& up);
 
-/// layer(swiglu(gate, up), residual) without keeping the product of gate and
-/// up, the largest activation of a block: the pass of the backward that reads
-/// both writes it again.
+/// act(gate) * up, elementwise: `swiglu` for silu. The other activations are
+/// plain operations.
+at::Tensor
+gated(GateActivation activation, const at::Tensor& gate, const at::Tensor& up);
+
+/// layer(gated(activation, gate, up), residual) without keeping the product of
+/// gate and up, the largest activation of a block: the pass of the backward
+/// that reads both writes it again.
 ///
 /// @param gate, up  [..., in]
-/// @param residual  [..., out]
-at::Tensor swiglu_linear(
+/// @param residual  [..., out] or undefined
+at::Tensor gated_linear(
+    GateActivation activation,
     const at::Tensor& gate,
     const at::Tensor& up,
     LinearImpl& layer,
     const at::Tensor& residual);
+
+inline at::Tensor swiglu_linear(
+    const at::Tensor& gate,
+    const at::Tensor& up,
+    LinearImpl& layer,
+    const at::Tensor& residual) {
+  return gated_linear(GateActivation::silu, gate, up, layer, residual);
+}
 
 }  // namespace flatshard::nn

@@ -3,6 +3,8 @@
 #include "flatshard/core/error.h"
 #include "flatshard/train/option_errors.h"
 
+#include <algorithm>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -22,9 +24,6 @@ void override_experts(models::ModelConfig& model, const Config& config) {
   models::MoeConfig& moe = model.moe;
   override_with(moe.num_experts, m.num_experts);
   override_with(moe.experts_per_token, m.experts_per_token);
-  if (model.family == "mixtral") {
-    moe.ffn_dim = 0;  // the model's
-  }
   override_with(moe.ffn_dim, m.moe_ffn_dim);
   override_with(moe.shared_experts, m.shared_experts);
   override_with(moe.dense_layers, m.dense_layers);
@@ -34,6 +33,63 @@ void override_experts(models::ModelConfig& model, const Config& config) {
   override_with(moe.router_groups, m.router_groups);
   override_with(moe.router_kept_groups, m.router_kept_groups);
   moe.router_bias = config.moe.balance_rate > 0;
+}
+
+void override_block(models::ModelConfig& model, const config::Model& m) {
+  models::AttentionOptions& attention = model.block.attention;
+  if (m.qk_norm && *m.qk_norm != (attention.qk_norm != models::QkNorm::none)) {
+    attention.qk_norm =
+        *m.qk_norm ? models::QkNorm::head : models::QkNorm::none;
+  }
+  override_with(attention.qkv_bias, m.attention_bias);
+  override_with(attention.output_bias, m.attention_bias);
+  override_with(model.block.mlp_bias, m.mlp_bias);
+  override_with(attention.window, m.sliding_window);
+  if (m.sliding_window_pattern) {
+    attention.window_pattern.assign(*m.sliding_window_pattern, true);
+    attention.window_pattern.back() = false;
+  }
+  override_with(attention.query_pre_attn_scalar, m.query_pre_attn_scalar);
+  override_with(attention.soft_cap, m.attention_soft_cap);
+  override_with(model.final_soft_cap, m.final_soft_cap);
+}
+
+std::optional<nn::RopeType> rope_type_of(config::RopeScalingChoice choice) {
+  switch (choice) {
+    case config::RopeScalingChoice::llama3:
+      return nn::RopeType::llama3;
+    case config::RopeScalingChoice::linear:
+      return nn::RopeType::linear;
+    case config::RopeScalingChoice::dynamic:
+      return nn::RopeType::dynamic;
+    case config::RopeScalingChoice::yarn:
+      return nn::RopeType::yarn;
+    default:
+      return std::nullopt;
+  }
+}
+
+// And max_seq_len, which grows with the factor.
+void override_rope(models::ModelConfig& model, const config::Model& m) {
+  override_with(model.rope_theta, m.rope_theta);
+  override_with(model.local_rope_theta, m.local_rope_theta);
+  if (m.rope_scaling == config::RopeScalingChoice::none) {
+    model.rope_scaling.reset();
+  } else if (const auto type = rope_type_of(m.rope_scaling)) {
+    nn::RopeScaling scaling{.type = *type, .factor = m.rope_factor.value()};
+    scaling.original_max_positions =
+        m.rope_original_seq_len.value_or(model.max_seq_len);
+    if (*type == nn::RopeType::yarn) {
+      scaling.attention_factor = nn::yarn_attention_factor(scaling.factor);
+    }
+    model.max_seq_len = std::max(
+        model.max_seq_len,
+        static_cast<std::int64_t>(
+            scaling.factor *
+            static_cast<double>(scaling.original_max_positions)));
+    model.rope_scaling = scaling;
+  }
+  override_with(model.max_seq_len, m.max_seq_len);
 }
 
 // What stands before and after the experts can be recorded.
@@ -132,13 +188,12 @@ models::ModelConfig model_config(const Config& config) {
         config,
         "expected model.preset, model.hf_config, or all of model.dim, "
         "model.layers, model.heads, model.ffn_dim and model.vocab_size");
+    if (m.family != "auto") {
+      model = models::family_defaults(m.family);
+    }
     model.kv_heads = *m.heads;
     model.head_dim = 0;
     model.max_seq_len = config.training.seq_len;
-    if (m.family != "auto") {
-      model.family = m.family;
-    }
-    model.qk_norm = model.family == "qwen3_moe";
   }
   FLATSHARD_CHECK(
       m.family == "auto" || m.family == model.family,
@@ -147,6 +202,9 @@ models::ModelConfig model_config(const Config& config) {
       "or model.init_from says, or auto, got '{}'",
       model.family,
       m.family);
+  if (model.moe.ffn_dim == model.ffn_dim) {
+    model.moe.ffn_dim = 0;  // experts as wide as the model's stay so
+  }
   override_with(model.dim, m.dim);
   override_with(model.layers, m.layers);
   override_with(model.heads, m.heads);
@@ -154,12 +212,11 @@ models::ModelConfig model_config(const Config& config) {
   override_with(model.head_dim, m.head_dim);
   override_with(model.ffn_dim, m.ffn_dim);
   override_with(model.vocab_size, m.vocab_size);
-  override_with(model.max_seq_len, m.max_seq_len);
-  override_with(model.rope_theta, m.rope_theta);
+  override_rope(model, m);
   override_with(model.norm_eps, m.norm_eps);
   override_with(model.initializer_range, m.initializer_range);
   override_with(model.tie_embeddings, m.tie_embeddings);
-  override_with(model.qk_norm, m.qk_norm);
+  override_block(model, m);
   override_experts(model, config);
   check_experts(model, config);
   model.validate();

@@ -76,6 +76,7 @@ TrainState make_train_state(
           .activation_checkpoint = state.overlaps
                                        ? models::ActivationCheckpoint::none
                                        : config.activation_checkpoint.mode,
+          .plain_attention = config.model.plain_attention,
           .moe = moe});
   for (const models::RouterOf& of : state.model->routers()) {
     of.router->make_bias(mesh->device());

@@ -133,9 +133,9 @@ TEST_F(HfConfig, ErrorsNameFileAndKey) {
   const std::string file = path_.string();
   EXPECT_EQ(
       message(llama_json(R"(, "model_type": "gpt2")"), ErrorCode::config),
-      file + ": expected model_type 'llama', 'mixtral', 'qwen3_moe', got "
-             "'gpt2'; it is "
-             "not supported");
+      file + ": expected model_type 'llama', 'qwen2', 'qwen3', 'mistral', "
+             "'olmo2', 'phi3', 'gemma2', 'gemma3_text', 'mixtral', "
+             "'qwen3_moe', got 'gpt2'; it is not supported");
   EXPECT_EQ(
       message(
           llama_json(R"(, "architectures": ["MistralForCausalLM"])"),
@@ -153,9 +153,9 @@ TEST_F(HfConfig, ErrorsNameFileAndKey) {
           ErrorCode::format),
       ::testing::HasSubstr("is a Git LFS pointer"));
   EXPECT_EQ(
-      message(llama_json(R"(, "attention_bias": true)"), ErrorCode::config),
+      message(llama_json(R"(, "attention_dropout": 0.5)"), ErrorCode::config),
       file +
-          ": expected attention_bias = false, got true; it is not supported");
+          ": expected attention_dropout = 0.0, got 0.5; it is not supported");
   EXPECT_EQ(
       message(llama_json(R"(, "hidden_act": "gelu")"), ErrorCode::config),
       file + ": expected hidden_act = \"silu\", got \"gelu\"; it is not "
@@ -163,9 +163,8 @@ TEST_F(HfConfig, ErrorsNameFileAndKey) {
   EXPECT_EQ(
       message(
           llama_json(R"(, "rope_scaling": {"rope_type": "yarn"})"),
-          ErrorCode::config),
-      file + ": expected rope_scaling.rope_type 'default' or 'llama3', got "
-             "'yarn'; it is not supported");
+          ErrorCode::format),
+      file + ": rope_scaling: expected the key 'factor', found none");
   EXPECT_EQ(
       message(R"({"model_type": "llama"})", ErrorCode::format),
       file + ": expected the key 'hidden_size', found none");
@@ -191,11 +190,11 @@ TEST(ModelConfigErrors, MissingFileAndUnknownPreset) {
     preset("llama9");
     FAIL() << "did not throw";
   } catch (const Error& e) {
-    EXPECT_EQ(
+    EXPECT_THAT(
         e.message(),
-        "expected a model preset, one of llama3_1b, llama3_3b, llama3_8b, "
-        "llama3_70b, llama3_405b, mixtral_8x7b, qwen3_30b_a3b, mixtral_tiny, "
-        "qwen3_moe_tiny, got 'llama9'");
+        ::testing::StartsWith(
+            "expected a model preset, one of llama3_1b, llama3_3b, "));
+    EXPECT_THAT(e.message(), ::testing::EndsWith(", got 'llama9'"));
   }
 }
 
@@ -208,10 +207,6 @@ TEST(ModelConfigErrors, FieldsAreNamed) {
     }
     return std::string("did not throw");
   };
-  EXPECT_EQ(
-      message({.family = "gpt2"}),
-      "model.family: expected one of llama, mixtral, qwen3_moe, moe, got "
-      "'gpt2'; it is not supported");
   EXPECT_EQ(
       message({.layers = 0}),
       "model.layers: expected a positive number, got 0");

@@ -23,7 +23,8 @@ constexpr double kTolerance = 1e-5;
 Llama packed_model(
     ActivationCheckpoint checkpoint,
     bool experts,
-    std::int64_t chunk_tokens) {
+    std::int64_t chunk_tokens,
+    bool windows = false) {
   ModelConfig config{
       .dim = 24,
       .layers = 2,
@@ -32,8 +33,14 @@ Llama packed_model(
       .ffn_dim = 40,
       .vocab_size = kVocab,
       .max_seq_len = kSeqLen,
-      .rope_theta = 1000.0,
-      .qk_norm = true};
+      .rope_theta = 1000.0};
+  config.block.attention.qk_norm = QkNorm::head;
+  if (windows) {
+    config.block.attention.window = 3;
+    config.block.attention.window_pattern = {true, false};
+    config.block.attention.query_pre_attn_scalar = 9.0;
+    config.block.attention.soft_cap = 0.5;
+  }
   if (experts) {
     config.family = "moe";
     config.moe = {
@@ -71,13 +78,14 @@ struct DocumentsCase {
   ActivationCheckpoint checkpoint = ActivationCheckpoint::none;
   bool experts = false;
   std::int64_t chunk_tokens = 0;
+  bool windows = false;
 };
 
 class DocumentsOf : public ::testing::TestWithParam<DocumentsCase> {};
 
 TEST_P(DocumentsOf, OneRowTrainAsOneByOne) {
-  const auto& [checkpoint, experts, chunk_tokens] = GetParam();
-  Llama model = packed_model(checkpoint, experts, chunk_tokens);
+  const auto& [checkpoint, experts, chunk_tokens, windows] = GetParam();
+  Llama model = packed_model(checkpoint, experts, chunk_tokens, windows);
   // Two rows; the second ends with padding.
   const std::vector<std::int64_t> lengths{7, 1, 8, 5, 6, 5};
   const auto generator = at::make_generator<at::CPUGeneratorImpl>(7);
@@ -133,6 +141,7 @@ INSTANTIATE_TEST_SUITE_P(
         DocumentsCase{
             .checkpoint = ActivationCheckpoint::selective,
             .chunk_tokens = 5},
+        DocumentsCase{.windows = true},
         DocumentsCase{.experts = true},
         DocumentsCase{
             .checkpoint = ActivationCheckpoint::full,

@@ -1,36 +1,41 @@
-// What a Llama of a Hugging Face folder answers, for hf_parity.py.
+// What a model of a Hugging Face folder answers, for hf_parity.py.
 //
 // usage: llama_logits FOLDER TOKENS OUT DEVICE DTYPE [GRADIENTS]
-//   FOLDER  config.json and model.safetensors
+//   FOLDER  config.json and files of weights
 //   TOKENS  a text file with one sequence of token ids
-//   OUT     a safetensors file with `logits`, float32 [seq, vocab]
+//   OUT     a safetensors file with `logits`, float32 [seq, vocab], and
+//           `continued`, the likeliest kContinued tokens after the sequence
 //   DEVICE  cpu or cuda
 //   DTYPE   float32 or bfloat16, of weights and activations
 //   GRADIENTS  a safetensors file with `loss`, of every token but the first,
 //              and the gradient of every parameter under its name
 #include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <exception>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <map>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "flatshard/checkpoint/weights_file.h"
 #include "flatshard/core/error.h"
 #include "flatshard/format/safetensors.h"
-#include "flatshard/models/config.h"
 #include "flatshard/models/hf_names.h"
 #include "flatshard/models/llama.h"
+#include "flatshard/models/sample.h"
+#include "flatshard/train/export/stored_model.h"
 
 namespace {
 
 using namespace flatshard;
+
+constexpr std::int64_t kContinued = 8;
 
 at::Tensor read_tokens(const std::string& path) {
   std::ifstream in(path);
@@ -69,27 +74,27 @@ NamedTensors loss_and_gradients(
       tokens.narrow(1, 1, seq));
   loss.backward();
   NamedTensors result{{"loss", loss}};
+  std::map<std::string, at::Tensor> by_name;
+  std::set<const void*> seen;
   for (const nn::NamedParameter& p : nn::named_parameters(*model)) {
-    const void* mine = p.tensor.grad().const_data_ptr();
-    const bool again =
-        std::any_of(result.begin(), result.end(), [&](const auto& entry) {
-          return entry.second.const_data_ptr() == mine;
-        });
-    if (again) {  // a tied one, under its first name
-      continue;
+    const at::NoGradGuard no_grad;
+    if (!seen.insert(p.tensor.unsafeGetTensorImpl()).second) {
+      continue;  // a tied one, under its first name
     }
     std::int64_t done = 0;
     for (const StoredEntry& entry :
          models::hf_entries(model->config(), p.name, p.tensor.sizes().vec())) {
-      result.emplace_back(
-          entry.name,
-          p.tensor.grad()
-              .reshape({-1})
-              .narrow(0, done, entry.numel())
-              .view(entry.shape));
+      at::Tensor& whole = by_name[entry.name];
+      if (!whole.defined()) {
+        whole = at::zeros(entry.tensor_shape(), p.tensor.grad().options());
+      }
+      whole.view({-1})
+          .narrow(0, entry.begin(), entry.numel())
+          .copy_(p.tensor.grad().reshape({-1}).narrow(0, done, entry.numel()));
       done += entry.numel();
     }
   }
+  result.insert(result.end(), by_name.begin(), by_name.end());
   return result;
 }
 
@@ -102,30 +107,33 @@ void run(const std::vector<std::string>& arguments) {
   const at::NoGradGuard no_grad;
   const std::filesystem::path folder = arguments[0];
   const at::Device device(arguments[3]);
-  models::Llama model(models::from_hf_json(folder / "config.json"));
-  const WeightsFile weights(folder / "model.safetensors");
+  const StoredModel stored = open_model(folder, /*step=*/-1);
+  models::Llama model(
+      stored.shape,
+      models::LlamaOptions{.plain_attention = true});
   nn::materialize(
       *model,
       device,
       arguments[4] == "bfloat16" ? at::kBFloat16 : at::kFloat,
       [&](const std::string& name, const InitSpec&, at::Tensor& parameter) {
-        std::int64_t done = 0;
-        for (const StoredEntry& entry : models::hf_entries(
-                 model->config(),
-                 name,
-                 parameter.sizes().vec())) {
-          weights.read(
-              entry.name,
-              parameter.detach()
-                  .view({-1})
-                  .narrow(0, done, entry.numel())
-                  .view(entry.shape));
-          done += entry.numel();
-        }
+        stored.read(name, parameter);
       });
   const at::Tensor tokens = read_tokens(arguments[1]).to(device);
   const at::Tensor logits = models::logits(model, tokens);
-  write_tensors(arguments[2], {{"logits", logits.squeeze(0)}});
+  const at::Tensor host = tokens.cpu();
+  const std::vector<std::int64_t> prompt(
+      host.const_data_ptr<std::int64_t>(),
+      host.const_data_ptr<std::int64_t>() + host.numel());
+  const std::vector<std::int64_t> continued = models::sample(
+      [&](const at::Tensor& context) { return models::logits(model, context); },
+      prompt,
+      device,
+      at::detail::createCPUGenerator(),
+      {.max_new_tokens = kContinued, .temperature = 0.0});
+  write_tensors(
+      arguments[2],
+      {{"logits", logits.squeeze(0)},
+       {"continued", at::tensor(continued, at::kLong)}});
   if (arguments.size() == 6) {
     write_tensors(arguments[5], loss_and_gradients(model, tokens));
   }

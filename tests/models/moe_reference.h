@@ -75,7 +75,7 @@ class MoeReference {
     };
     const auto rotated = [&](const char* name, const char* norm_name) {
       at::Tensor q = heads(name);
-      if (c_.qk_norm) {
+      if (c_.block.attention.qk_norm == QkNorm::head) {
         q = norm(q, p + "self_attn." + norm_name + ".weight");
       }
       const auto half = q.chunk(2, -1);

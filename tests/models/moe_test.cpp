@@ -27,7 +27,10 @@ ModelConfig shape_of(const std::string& family) {
       .vocab_size = kVocab,
       .max_seq_len = 16,
       .rope_theta = 1000.0,
-      .qk_norm = family != "mixtral",
+      .block =
+          {.attention =
+               {.qk_norm =
+                    family == "mixtral" ? QkNorm::none : QkNorm::head}},
       .moe = {.num_experts = 8, .experts_per_token = 3, .ffn_dim = 16}};
   if (family == "mixtral") {
     c.moe.ffn_dim = 40;

@@ -1,14 +1,19 @@
 #include <gtest/gtest.h>
 
+#include "attention_reference.h"
 #include "check.h"
+#include "flatshard/core/error.h"
 #include "flatshard/nn/attention.h"
 #include "flatshard/nn/cuda_ops.h"
 #include "flatshard/nn/embedding.h"
 #include "flatshard/nn/linear.h"
 #include "flatshard/nn/loss.h"
+#include "flatshard/nn/norm_linears.h"
 #include "flatshard/nn/rms_norm.h"
 #include "flatshard/nn/rope.h"
 #include "flatshard/nn/swiglu.h"
+
+#include <fmt/format.h>
 
 #include <random>
 
@@ -299,6 +304,120 @@ TEST_P(CudaKernels, AttentionWithGroupedHeads) {
     expect_close(v.grad(), ve.grad(), "dv");
     EXPECT_TRUE(y.is_contiguous());
   }
+}
+
+// FlashAttention takes windows in 16 bits, and heads that are wider than
+// cuDNN's.
+TEST_P(CudaKernels, AttentionWithWindows) {
+  for (const std::int64_t head_dim : {64, 256}) {
+    for (const std::int64_t window : {0, 1, 33, 129, 130}) {
+      SCOPED_TRACE(fmt::format("{} {}", head_dim, window));
+      const AttentionArgs args{
+          .scale = 0.1,
+          .window = window,
+          .plain = dtype() == at::kFloat};
+      const at::Tensor q = leaf({2, 130, 4, head_dim}),
+                       k = leaf({2, 130, 2, head_dim}),
+                       v = leaf({2, 130, 2, head_dim});
+      const at::Tensor g = gradient({2, 130, 4 * head_dim});
+      const at::Tensor qe = exact(q), ke = exact(k), ve = exact(v);
+      const at::Tensor y = causal_attention(q, k, v, args);
+      y.backward(g);
+      const at::Tensor ye = attention_by_formula(qe, ke, ve, args);
+      ye.backward(g.cpu().to(at::kDouble));
+      expect_close(y, ye, "y");
+      expect_close(q.grad(), qe.grad(), "dq");
+      expect_close(k.grad(), ke.grad(), "dk");
+      expect_close(v.grad(), ve.grad(), "dv");
+      EXPECT_TRUE(y.is_contiguous());
+    }
+  }
+}
+
+TEST_P(CudaKernels, PlainAttentionHasToBeAskedFor) {
+  const at::Tensor q = leaf({1, 9, 2, 8});
+  AttentionArgs args{.window = 4, .soft_cap = 2.0};
+  try {
+    causal_attention(q, q, q, args);
+    FAIL() << "did not throw";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::config);
+    EXPECT_NE(
+        error.message().find("set model.plain_attention = true"),
+        std::string::npos);
+  }
+  args.plain = true;
+  const at::Tensor qe = exact(q);
+  expect_close(
+      causal_attention(q, q, q, args),
+      attention_by_formula(qe, qe, qe, args),
+      "y");
+}
+
+// Kernels take 1 + weight in float32, whatever the dtype of the rows.
+TEST_P(CudaKernels, NormByOnePlusItsWeightBeforeLinears) {
+  RmsNorm norm(64, RmsNormOptions{.eps = 1e-6, .adds_one = true});
+  const LinearOptions biased{.bias = true};
+  Linear a(64, 48, biased), b(64, 32, biased);
+  for (const at::Tensor& p :
+       {norm->weight(), a->weight(), b->weight(), a->bias(), b->bias()}) {
+    set_parameter_data(p, gradient(p.sizes().vec()) * 0.1);
+  }
+  const at::Tensor x = leaf({7, 64}), delta = leaf({7, 64});
+  const NormLinears got = norm_linears(x, delta, *norm, {a.get(), b.get()});
+  const at::Tensor ga = gradient({7, 48}), gb = gradient({7, 32});
+  torch::autograd::backward({got.outs[0], got.outs[1]}, {ga, gb});
+  const at::Tensor we = exact(norm->weight()), ae = exact(a->weight()),
+                   be = exact(b->weight()), ab = exact(a->bias()),
+                   bb = exact(b->bias()), xe = exact(got.sum);
+  const at::Tensor normed =
+      xe * (xe.square().mean(-1, true) + 1e-6).rsqrt() * (1 + we);
+  const at::Tensor ya = at::linear(normed, ae, ab);
+  const at::Tensor yb = at::linear(normed, be, bb);
+  torch::autograd::backward(
+      {ya, yb},
+      {ga.cpu().to(at::kDouble), gb.cpu().to(at::kDouble)});
+  expect_close(got.outs[0], ya, "a");
+  expect_close(got.outs[1], yb, "b");
+  expect_close(x.grad(), xe.grad(), "dx");
+  expect_close(norm->weight().grad(), we.grad(), "dnorm");
+  expect_close(a->weight().grad(), ae.grad(), "da");
+  expect_close(b->bias().grad(), bb.grad(), "dbias");
+}
+
+TEST_P(CudaKernels, GegluLinearMatchesItsFormula) {
+  Linear down(96, 64);
+  const at::Tensor w = gradient({64, 96});
+  set_parameter_data(down->weight(), w);
+  const at::Tensor gate = leaf({9, 96}), up = leaf({9, 96}), r = leaf({9, 64});
+  const at::Tensor g = gradient({9, 64});
+  const at::Tensor ge = exact(gate), ue = exact(up), we = exact(w),
+                   re = exact(r);
+  const at::Tensor y =
+      gated_linear(GateActivation::gelu_tanh, gate, up, *down, r);
+  y.backward(g);
+  const at::Tensor ye = at::linear(at::gelu(ge, "tanh") * ue, we) + re;
+  ye.backward(g.cpu().to(at::kDouble));
+  expect_close(y, ye, "y");
+  expect_close(gate.grad(), ge.grad(), "dgate");
+  expect_close(up.grad(), ue.grad(), "dup");
+  expect_close(down->weight().grad(), we.grad(), "dw");
+}
+
+TEST_P(CudaKernels, LinearCrossEntropyOfCappedLogits) {
+  const at::Tensor h = leaf({70, 64}), w = leaf({203, 64});
+  const at::Tensor targets = at::randint(203, {70}, generator_, at::kLong);
+  const at::Tensor he = exact(h), we = exact(w);
+  const at::Tensor want = at::cross_entropy_loss(
+      20.0 * (at::linear(he, we) / 20.0).tanh(),
+      targets);
+  want.backward();
+  const at::Tensor loss =
+      linear_cross_entropy(h, w, targets.to(at::kCUDA), {.soft_cap = 20.0});
+  loss.backward();
+  EXPECT_LE(relative_error(loss.cpu(), want), 8 * tolerance());
+  EXPECT_LE(relative_error(h.grad().cpu(), he.grad()), 8 * tolerance());
+  EXPECT_LE(relative_error(w.grad().cpu(), we.grad()), 8 * tolerance());
 }
 
 TEST_P(CudaKernels, LinearAndEmbeddingIntoTheSink) {

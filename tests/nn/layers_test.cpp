@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include "attention_reference.h"
 #include "check.h"
 #include "flatshard/core/error.h"
 #include "flatshard/nn/attention.h"
@@ -360,6 +361,177 @@ TEST_P(Layers, AttentionMatchesTheSoftmaxFormula) {
   expect_close(q.grad(), qe.grad());
   expect_close(k.grad(), ke.grad());
   expect_close(v.grad(), ve.grad());
+}
+
+// Windows shorter and longer than a block of queries and than the sequence.
+TEST_P(Layers, AttentionWithWindowsScalesAndSoftCaps) {
+  const AttentionArgs cases[] = {
+      {.scale = 0.3},
+      {.window = 1},
+      {.window = 5},
+      {.window = 100},
+      {.window = 149},
+      {.window = 150},
+      {.window = 1000},
+      {.soft_cap = 0.7},
+      {.scale = 0.3, .window = 70, .soft_cap = 1.5}};
+  for (const AttentionArgs& args : cases) {
+    SCOPED_TRACE(
+        std::to_string(args.window) + " " + std::to_string(args.soft_cap));
+    const at::Tensor q = leaf({1, 150, 4, 8}), k = leaf({1, 150, 2, 8}),
+                     v = leaf({1, 150, 2, 8});
+    const at::Tensor g = at::randn({1, 150, 32}, generator_).to(GetParam());
+    const at::Tensor qe = exact(q), ke = exact(k), ve = exact(v);
+    const at::Tensor y = causal_attention(q, k, v, args);
+    y.backward(g);
+    const at::Tensor ye = attention_by_formula(qe, ke, ve, args);
+    ye.backward(g.to(at::kDouble));
+    expect_close(y, ye);
+    expect_close(q.grad(), qe.grad());
+    expect_close(k.grad(), ke.grad());
+    expect_close(v.grad(), ve.grad());
+  }
+}
+
+TEST_P(Layers, RopeOfAPartOfTheHead) {
+  RopeTable table({.head_dim = 4, .theta = 100.0});
+  const auto [cos, sin] = table.get(5, at::kCPU);
+  const at::Tensor x = leaf({2, 5, 3, 8});
+  const at::Tensor y = rope(x, cos, sin);
+  EXPECT_TRUE(y.narrow(3, 4, 4).equal(x.narrow(3, 4, 4)));
+  EXPECT_TRUE(y.narrow(3, 0, 4).equal(
+      rope(x.detach().narrow(3, 0, 4).contiguous(), cos, sin)));
+  y.backward(y.detach());
+  expect_close(x.grad(), x.detach().to(at::kDouble));
+}
+
+TEST_P(Layers, NormByOnePlusItsWeight) {
+  RmsNorm norm(16, RmsNormOptions{.eps = 1e-5, .adds_one = true});
+  EXPECT_EQ(norm->init_spec("weight").kind, InitSpec::zeros().kind);
+  const at::Tensor w = leaf({16}).detach() * 0.1;
+  set_parameter_data(norm->weight(), w);
+  const at::Tensor x = leaf({6, 16});
+  const at::Tensor g = at::randn({6, 16}, generator_).to(GetParam());
+  const at::Tensor xe = exact(x), we = exact(w);
+  const at::Tensor y = norm(x);
+  y.backward(g);
+  const at::Tensor ye =
+      xe * (xe.square().mean(-1, true) + 1e-5).rsqrt() * (we + 1);
+  ye.backward(g.to(at::kDouble));
+  expect_close(y, ye);
+  expect_close(x.grad(), xe.grad());
+  expect_close(norm->weight().grad(), we.grad());
+}
+
+TEST_P(Layers, GegluLinearMatchesPlainAutograd) {
+  for (const bool adds : {false, true}) {
+    Linear down(11, 6);
+    const at::Tensor gate = leaf({3, 11}), up = leaf({3, 11});
+    const at::Tensor r = adds ? leaf({3, 6}) : at::Tensor();
+    const at::Tensor w = leaf({6, 11}).detach();
+    set_parameter_data(down->weight(), w);
+    const at::Tensor g = at::randn({3, 6}, generator_).to(GetParam());
+    const at::Tensor ge = exact(gate), ue = exact(up), we = exact(w);
+    const auto activation = GateActivation::gelu_tanh;
+    const at::Tensor y = gated_linear(activation, gate, up, *down, r);
+    y.backward(g);
+    at::Tensor ye = at::linear(at::gelu(ge, "tanh") * ue, we);
+    if (adds) {
+      ye = ye + r.detach().to(at::kDouble);
+      expect_close(r.grad(), g.to(at::kDouble));
+    }
+    ye.backward(g.to(at::kDouble));
+    expect_close(y, ye);
+    expect_close(gate.grad(), ge.grad());
+    expect_close(up.grad(), ue.grad());
+    expect_close(down->weight().grad(), we.grad());
+    expect_close(gated(activation, gate, up), at::gelu(ge, "tanh") * ue);
+  }
+}
+
+TEST_P(Layers, ScaledEmbeddingRoundsItsScale) {
+  Embedding table(5, 4, InitSpec::normal(0.0F, 1.0F), std::sqrt(3.0));
+  set_parameter_data(table->weight(), leaf({5, 4}).detach());
+  const at::Tensor tokens = at::tensor({4, 0, 4}, at::kLong);
+  const at::Tensor rounded = at::scalar_tensor(std::sqrt(3.0)).to(GetParam());
+  const at::Tensor y = table(tokens);
+  EXPECT_TRUE(y.equal(table->weight().index_select(0, tokens) * rounded));
+  y.sum().backward();
+  expect_close(
+      table->weight().grad().select(0, 4),
+      at::full({4}, 2.0 * rounded.item<double>(), at::kDouble));
+}
+
+TEST(Rope, LinearDividesAllRotations) {
+  const RopeOptions plain{.head_dim = 16, .theta = 10000.0};
+  RopeOptions scaled = plain;
+  scaled.scaling = RopeScaling{.type = RopeType::linear, .factor = 4.0};
+  const auto a = rope_frequencies(plain), b = rope_frequencies(scaled);
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    EXPECT_DOUBLE_EQ(b[i], a[i] / 4);
+  }
+}
+
+TEST(Rope, DynamicStretchesLongSequencesAlone) {
+  const RopeOptions plain{.head_dim = 16, .theta = 10000.0};
+  RopeOptions scaled = plain;
+  scaled.scaling = RopeScaling{
+      .type = RopeType::dynamic,
+      .factor = 2.0,
+      .original_max_positions = 8};
+  EXPECT_EQ(rope_frequencies(scaled, 8), rope_frequencies(plain));
+  RopeOptions longer = plain;
+  longer.theta = 10000.0 * std::pow(2.0 * 12 / 8 - 1.0, 16.0 / 14.0);
+  EXPECT_EQ(rope_frequencies(scaled, 12), rope_frequencies(longer));
+  // A table changes with the length, both ways.
+  RopeTable table(scaled), of_plain(plain), of_longer(longer);
+  const auto sin = [](RopeTable& of, std::int64_t seq) {
+    return of.get(seq, at::kCPU).second;
+  };
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_TRUE(sin(table, 8).equal(sin(of_plain, 8)));
+    EXPECT_TRUE(sin(table, 12).equal(sin(of_longer, 12)));
+    EXPECT_TRUE(sin(table, 4).equal(sin(of_plain, 4)));
+  }
+}
+
+TEST(Rope, YarnKeepsFastRotationsAndScalesAttention) {
+  RopeOptions options{.head_dim = 64, .theta = 10000.0};
+  const auto a = rope_frequencies(options);
+  options.scaling = RopeScaling{
+      .type = RopeType::yarn,
+      .factor = 8.0,
+      .original_max_positions = 4096,
+      .attention_factor = yarn_attention_factor(8.0)};
+  const auto b = rope_frequencies(options);
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    const double turns = 4096.0 * a[i] / (2 * std::numbers::pi);
+    if (turns > 45.0) {
+      EXPECT_DOUBLE_EQ(b[i], a[i]) << i;
+    } else if (turns < 0.7) {
+      EXPECT_DOUBLE_EQ(b[i], a[i] / 8) << i;
+    }
+  }
+  RopeTable table(options);
+  const at::Tensor first = table.get(4, at::kCPU).first.select(0, 0);
+  EXPECT_TRUE(at::allclose(first, at::full_like(first, 1.2079441)));
+  EXPECT_EQ(yarn_attention_factor(1.0), 1.0);
+}
+
+TEST(Rope, LongropeHasFactorsForShortAndForLong) {
+  RopeOptions options{.head_dim = 4, .theta = 100.0};
+  const auto a = rope_frequencies(options);
+  options.scaling = RopeScaling{
+      .type = RopeType::longrope,
+      .original_max_positions = 8,
+      .short_factors = {1.0, 2.0},
+      .long_factors = {3.0, 4.0}};
+  EXPECT_EQ(
+      rope_frequencies(options, 8),
+      (std::vector<double>{a[0], a[1] / 2}));
+  EXPECT_EQ(
+      rope_frequencies(options, 9),
+      (std::vector<double>{a[0] / 3, a[1] / 4}));
 }
 
 TEST(Rope, LlamaScalingKeepsFastAndStretchesSlowRotations) {

@@ -12,6 +12,7 @@ struct Case {
   at::ScalarType dtype;
   std::int64_t chunk;
   LossReduction reduction;
+  double soft_cap = 0.0;
 };
 
 class Loss : public ::testing::TestWithParam<Case> {};
@@ -24,12 +25,15 @@ INSTANTIATE_TEST_SUITE_P(
         Case{at::kFloat, 3, LossReduction::mean},
         Case{at::kFloat, 4, LossReduction::sum},
         Case{at::kFloat, 1000, LossReduction::sum},
+        Case{at::kFloat, 0, LossReduction::mean, 2.0},
+        Case{at::kFloat, 3, LossReduction::sum, 2.0},
         Case{at::kBFloat16, 0, LossReduction::mean},
         Case{at::kBFloat16, 5, LossReduction::sum}),
     [](const auto& info) {
       return std::string(c10::toString(info.param.dtype)) +
              std::to_string(info.param.chunk) +
-             (info.param.reduction == LossReduction::mean ? "mean" : "sum");
+             (info.param.reduction == LossReduction::mean ? "mean" : "sum") +
+             (info.param.soft_cap > 0 ? "capped" : "");
     });
 
 // Logits are rounded once to the compute dtype at a size of up to 8 (dim 16,
@@ -51,12 +55,15 @@ TEST_P(Loss, MatchesPlainCrossEntropy) {
   targets[1][6] = -100;
   const at::Tensor he = h.detach().to(at::kDouble).requires_grad_();
   const at::Tensor we = w.detach().to(at::kDouble).requires_grad_();
-  const LossOptions options{.reduction = c.reduction, .chunk_tokens = c.chunk};
+  const LossOptions options{
+      .reduction = c.reduction,
+      .chunk_tokens = c.chunk,
+      .soft_cap = c.soft_cap};
   const at::Tensor upstream = at::scalar_tensor(0.75F);
   const at::Tensor loss = linear_cross_entropy(h, w, targets, options);
   loss.backward(upstream);
   const at::Tensor want = at::cross_entropy_loss(
-      at::linear(he, we).view({14, 29}),
+      soft_capped(at::linear(he, we), c.soft_cap).view({14, 29}),
       targets.view({14}),
       {},
       c.reduction == LossReduction::mean ? at::Reduction::Mean

@@ -96,6 +96,54 @@ TEST_P(NormLinearsTest, HasTheBitsOfItsLayersOneByOne) {
   }
 }
 
+TEST_P(NormLinearsTest, WithBiases) {
+  const LinearOptions biased{.bias = true};
+  Linear a(7, 6, biased), b(7, 3, biased);
+  for (Linear& layer : std::vector<Linear>{a, b}) {
+    set_parameter_data(
+        layer->weight(),
+        leaf(layer->weight().sizes().vec()).detach());
+    set_parameter_data(
+        layer->bias(),
+        leaf(layer->bias().sizes().vec()).detach());
+  }
+  const at::Tensor x = leaf({2, 5, 7}), delta = leaf({2, 5, 7});
+  const std::vector<at::Tensor> of{
+      x,
+      delta,
+      norm_->weight(),
+      a->weight(),
+      b->weight(),
+      a->bias(),
+      b->bias()};
+  const auto check = [&](const NormLinears& got, const NormLinears& want) {
+    EXPECT_TRUE(got.sum.equal(want.sum));
+    EXPECT_TRUE(got.outs[0].equal(want.outs[0]));
+    EXPECT_TRUE(got.outs[1].equal(want.outs[1]));
+    EXPECT_EQ(got.outs[0].grad_fn(), got.outs[1].grad_fn());
+    const auto run = [&](const NormLinears& r) {
+      const auto [all, grads] = with_random_gradients(r);
+      return torch::autograd::grad(all, of, grads);
+    };
+    const auto want_grads = run(want), got_grads = run(got);
+    // The gradients of what both layers read are added in another place.
+    const double tolerance = 8 * epsilon(dtype());
+    for (std::size_t i = 0; i < of.size(); ++i) {
+      EXPECT_LE(relative_error(got_grads[i], want_grads[i]), tolerance) << i;
+    }
+  };
+  const auto one_by_one = [&] {
+    const auto [sum, normed] = norm_(x, delta);
+    return NormLinears{sum, {a(normed), b(normed)}};
+  };
+  check(norm_linears(x, delta, *norm_, {a.get(), b.get()}), one_by_one());
+  const auto [sum, rows] = norm_(x, delta);
+  check({sum, linears(rows, {a.get(), b.get()})}, one_by_one());
+  // With one that has none they are two nodes.
+  const auto mixed = linears(rows, {a.get(), b_.get()});
+  EXPECT_NE(mixed[0].grad_fn(), mixed[1].grad_fn());
+}
+
 TEST_P(NormLinearsTest, WithPartsFrozen) {
   // Bits: x, delta, norm, a, b need a gradient.
   for (int needs = 1; needs < 32; ++needs) {

@@ -72,7 +72,7 @@ MoeOverlapTrainer::MoeOverlapTrainer(
           .ffn_dim = 64,
           .vocab_size = kVocab,
           .max_seq_len = options.tokens,
-          .qk_norm = true,
+          .block = {.attention = {.qk_norm = models::QkNorm::head}},
           .moe =
               {.num_experts = kExperts,
                .experts_per_token = kExpertsPerToken,

@@ -40,7 +40,7 @@ models::Llama moe_model(
           .ffn_dim = 64,
           .vocab_size = kMoeVocab,
           .max_seq_len = kMoeSeq,
-          .qk_norm = true,
+          .block = {.attention = {.qk_norm = models::QkNorm::head}},
           .moe =
               {.num_experts = kMoeExperts,
                .experts_per_token = kMoeTopK,

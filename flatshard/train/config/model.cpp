@@ -1,6 +1,7 @@
 #include "flatshard/train/config/model.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/models/config.h"
 #include "flatshard/train/config/rows.h"
 
 namespace flatshard::config {
@@ -13,11 +14,25 @@ bool leaves_rest(
   return whole && part && *whole % *part != 0;
 }
 
+std::vector<std::string_view> family_choices() {
+  std::vector<std::string_view> choices{"auto"};
+  for (const std::string_view name : models::family_names()) {
+    choices.push_back(name);
+  }
+  return choices;
+}
+
+/// Whether [model] chooses a scaling of rotations that has a factor.
+bool scales_rope(const Config& c) {
+  return c.model.rope_scaling != RopeScalingChoice::from_shape &&
+         c.model.rope_scaling != RopeScalingChoice::none;
+}
+
 const ConfigKey kModelKeys[] = {
     KEY(model.family,
         "model family; auto: that of preset, hf_config or init_from, else "
         "llama; moe: experts with any router, not for Hugging Face",
-        .choices = {"auto", "llama", "mixtral", "qwen3_moe", "moe"}),
+        .choices = family_choices()),
     KEY(model.init_from,
         "a Hugging Face folder whose weights to start from, but for what "
         "checkpoint.exclude names; its config.json gives the shape unless "
@@ -72,6 +87,33 @@ const ConfigKey kModelKeys[] = {
                   c.model.max_seq_len.value_or(c.training.seq_len)),
               "the sequences of the run are longer"}}),
     KEY(model.rope_theta, "base of the rotary embedding", .range = {1, 1e15}),
+    KEY(model.rope_scaling,
+        "how rotations are stretched for sequences longer than those of the "
+        "pretraining; auto: as preset and hf_config say",
+        .conflicts =
+            {{{"model.rope_factor"},
+              WHEN(scales_rope(c) && !c.model.rope_factor),
+              "a scaling needs the factor that sequences become longer by"}}),
+    KEY(model.rope_factor,
+        "how many times longer sequences may be; max_seq_len becomes so much "
+        "longer unless it is set",
+        .range = {.min = 1, .max = 1e6},
+        .used_if =
+            {{"model.rope_scaling",
+              scales_rope,
+              "model.rope_scaling = llama3, linear, dynamic or yarn"}}),
+    KEY(model.rope_original_seq_len,
+        "longest sequence of the pretraining; unset: max_seq_len as preset and "
+        "hf_config say",
+        .range = {1, kMaxTokens},
+        .used_if =
+            {{"model.rope_scaling",
+              scales_rope,
+              "model.rope_scaling = llama3, linear, dynamic or yarn"}}),
+    KEY(model.local_rope_theta,
+        "base of the rotary embedding in blocks with a sliding window; unset: "
+        "as the family has it",
+        .range = {1, 1e15}),
     KEY(model.norm_eps, "epsilon of the RMS norms", .range = {.max = 1}),
     KEY(model.initializer_range,
         "standard deviation of matrices that are trained from scratch; unset: "
@@ -79,7 +121,36 @@ const ConfigKey kModelKeys[] = {
         .range = {.max = 1}),
     KEY(model.tie_embeddings, "the head uses the embedding's weights"),
     KEY(model.qk_norm,
-        "RMS norms of each head's query and key; unset: as the family has it"),
+        "RMS norms of queries and keys; unset: as the family has it"),
+    KEY(model.attention_bias,
+        "the projections of attention have biases; unset: as the family has "
+        "it"),
+    KEY(model.mlp_bias,
+        "the projections of the feed-forward part have biases; for the family "
+        "llama"),
+    KEY(model.sliding_window,
+        "a token attends to so many tokens, itself included; unset: as the "
+        "family has it",
+        .range = {1, kMaxTokens}),
+    KEY(model.sliding_window_pattern,
+        "every so many-th block attends to all tokens, the others have the "
+        "sliding window; 1: no block has it; unset: as the family has it",
+        .range = {1, 10000}),
+    KEY(model.query_pre_attn_scalar,
+        "scores of attention are divided by its square root; unset: head_dim, "
+        "or as the family has it",
+        .range = {.max = 1e6}),
+    KEY(model.attention_soft_cap,
+        "scores of attention become cap * tanh(score / cap); 0: they stay; for "
+        "the family gemma2",
+        .range = {.max = 1e6}),
+    KEY(model.final_soft_cap,
+        "logits become cap * tanh(logit / cap); 0: they stay; for Gemma",
+        .range = {.max = 1e6}),
+    KEY(model.plain_attention,
+        "on GPUs attention may use plain operations where no kernel fits: soft "
+        "caps, and windows in float32; slower, and all probabilities are kept "
+        "for the backward"),
     KEY(model.num_experts,
         "experts in place of a block's feed-forward part",
         .range = {1, 1 << 16}),

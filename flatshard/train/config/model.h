@@ -12,6 +12,25 @@ inline constexpr Word<std::optional<nn::RouterScore>>
         {"softmax", nn::RouterScore::softmax},
         {"sigmoid", nn::RouterScore::sigmoid}};
 
+/// What replaces the rotation's scaling of a preset or a config.json.
+enum class RopeScalingChoice {
+  from_shape,
+  none,
+  llama3,
+  linear,
+  dynamic,
+  yarn
+};
+
+template <>
+inline constexpr Word<RopeScalingChoice> kWords<RopeScalingChoice>[] = {
+    {"auto", RopeScalingChoice::from_shape},
+    {"none", RopeScalingChoice::none},
+    {"llama3", RopeScalingChoice::llama3},
+    {"linear", RopeScalingChoice::linear},
+    {"dynamic", RopeScalingChoice::dynamic},
+    {"yarn", RopeScalingChoice::yarn}};
+
 struct Model {
   std::string family = "auto";
   std::string hf_config;
@@ -26,10 +45,22 @@ struct Model {
   std::optional<std::int64_t> vocab_size;
   std::optional<std::int64_t> max_seq_len;
   std::optional<double> rope_theta;
+  RopeScalingChoice rope_scaling = RopeScalingChoice::from_shape;
+  std::optional<double> rope_factor;
+  std::optional<std::int64_t> rope_original_seq_len;
+  std::optional<double> local_rope_theta;
   std::optional<double> norm_eps;
   std::optional<double> initializer_range;
   std::optional<bool> tie_embeddings;
   std::optional<bool> qk_norm;
+  std::optional<bool> attention_bias;
+  std::optional<bool> mlp_bias;
+  std::optional<std::int64_t> sliding_window;
+  std::optional<std::int64_t> sliding_window_pattern;
+  std::optional<double> query_pre_attn_scalar;
+  std::optional<double> attention_soft_cap;
+  std::optional<double> final_soft_cap;
+  bool plain_attention = false;
   std::optional<std::int64_t> num_experts;
   std::optional<std::int64_t> experts_per_token;
   std::optional<std::int64_t> moe_ffn_dim;

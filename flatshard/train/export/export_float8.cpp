@@ -2,11 +2,11 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/float8/quantize.h"
-#include "flatshard/models/hf_names.h"
 
 #include <ATen/ATen.h>
 #include <nlohmann/json.hpp>
 
+#include <algorithm>
 #include <string_view>
 
 namespace flatshard {
@@ -26,24 +26,28 @@ bool is_linear_of_a_block(std::string_view name) {
 }  // namespace
 
 void Float8Export::add(
-    const std::string& name,
-    const std::vector<std::int64_t>& shape,
+    const SafetensorsSpec& tensor,
+    const std::vector<std::string>& parameters,
     std::vector<SafetensorsSpec>& to) {
-  const std::string hf_name = models::to_hf_name(name);
+  const auto& [name, dtype, shape] = tensor;
   const bool is_linear = is_linear_of_a_block(name) && shape.size() == 2;
-  if (is_linear && !choice_.excludes(name)) {
+  const bool is_excluded = std::any_of(
+      parameters.begin(),
+      parameters.end(),
+      [&](const std::string& parameter) {
+        return choice_.excludes(parameter);
+      });
+  if (is_linear && !is_excluded) {
     ++num_weights_;
-    to.push_back({hf_name, "F8_E4M3", shape});
+    to.push_back({name, "F8_E4M3", shape});
     to.push_back(
-        {scales_name(hf_name),
-         "F32",
-         {blocks_of(shape[0]), blocks_of(shape[1])}});
+        {scales_name(name), "F32", {blocks_of(shape[0]), blocks_of(shape[1])}});
     return;
   }
   if (is_linear) {
-    kept_.push_back(hf_name.substr(0, hf_name.size() - kWeight.size()));
+    kept_.push_back(name.substr(0, name.size() - kWeight.size()));
   }
-  to.push_back({hf_name, "BF16", shape});
+  to.push_back({name, "BF16", shape});
 }
 
 Float8Export::Blocks Float8Export::quantize(

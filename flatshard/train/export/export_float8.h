@@ -24,13 +24,15 @@ class Float8Export {
   Float8Export(const Config& config, const models::ModelConfig& model)
       : choice_(config, model) {}
 
-  /// Adds a parameter to what the folder holds. Linear layers of blocks become
+  /// Adds a tensor to what the folder holds. Linear layers of blocks become
   /// FP8: matrices `model.layers.*_proj.weight`.
+  /// @param parameters  whose values the tensor holds; it stays bfloat16 where
+  ///   one of them does.
   void add(
-      const std::string& name,
-      const std::vector<std::int64_t>& shape,
+      const SafetensorsSpec& tensor,
+      const std::vector<std::string>& parameters,
       std::vector<SafetensorsSpec>& to);
-  /// How many parameters became FP8.
+  /// How many tensors became FP8.
   std::int64_t num_weights() const { return num_weights_; }
 
   struct Blocks {

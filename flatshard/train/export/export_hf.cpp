@@ -33,12 +33,14 @@ constexpr Word<at::ScalarType> kDtypes[] = {
     {"bfloat16", at::kBFloat16},
     {"float16", at::kHalf}};
 
-// Where an entry of the folder lies in a parameter.
-struct EntrySource {
+// What a parameter has of a tensor of the folder.
+struct TensorPart {
   std::string parameter;
-  std::int64_t begin = 0;  // first element
+  std::int64_t first = 0;  // element of the parameter
+  std::int64_t begin = 0;  // element of the tensor
+  std::int64_t numel = 0;
 };
-using EntrySources = std::map<std::string, EntrySource>;
+using TensorParts = std::map<std::string, std::vector<TensorPart>>;
 
 // What a folder holds, tensor by tensor.
 class StoredTensors {
@@ -47,18 +49,15 @@ class StoredTensors {
       const fs::path& from,
       const Manifest& manifest,
       const ExportOptions& options,
-      const EntrySources& sources)
-      : from_(from),
-        manifest_(manifest),
-        options_(options),
-        sources_(sources) {}
+      const TensorParts& parts)
+      : from_(from), manifest_(manifest), options_(options), parts_(parts) {}
 
   /// The scales of an FP8 weight are asked for behind the weight.
   at::Tensor read(const SafetensorsSpec& spec) {
     if (const auto scales = scales_.extract(spec.name)) {
       return scales.mapped();
     }
-    const at::Tensor values = entry(spec);
+    const at::Tensor values = whole(spec);
     if (spec.dtype != kFloat8) {
       return values.to(scalar_type(spec.dtype, spec.name));
     }
@@ -70,24 +69,38 @@ class StoredTensors {
  private:
   static constexpr std::string_view kFloat8 = "F8_E4M3";
 
-  at::Tensor entry(const SafetensorsSpec& spec) {
-    const EntrySource& source = sources_.at(spec.name);
-    // Entries of one parameter follow each other.
-    if (last_name_ != source.parameter) {
+  at::Tensor whole(const SafetensorsSpec& spec) {
+    const std::vector<TensorPart>& parts = parts_.at(spec.name);
+    if (parts.size() == 1) {
+      return values_of(parts.front()).view(spec.shape);
+    }
+    at::Tensor joined;
+    for (const TensorPart& part : parts) {
+      const at::Tensor values = values_of(part);
+      if (!joined.defined()) {
+        joined =
+            at::empty({c10::multiply_integers(spec.shape)}, values.options());
+      }
+      joined.narrow(0, part.begin, part.numel).copy_(values);
+    }
+    return joined.view(spec.shape);
+  }
+
+  at::Tensor values_of(const TensorPart& part) {
+    // Tensors of one parameter follow each other.
+    if (last_name_ != part.parameter) {
       last_ = at::Tensor();
       last_ =
-          read_weight(from_, manifest_, source.parameter, options_.num_threads);
-      last_name_ = source.parameter;
+          read_weight(from_, manifest_, part.parameter, options_.num_threads);
+      last_name_ = part.parameter;
     }
-    return last_.view({-1})
-        .narrow(0, source.begin, c10::multiply_integers(spec.shape))
-        .view(spec.shape);
+    return last_.view({-1}).narrow(0, part.first, part.numel);
   }
 
   const fs::path& from_;
   const Manifest& manifest_;
   const ExportOptions& options_;
-  const EntrySources& sources_;
+  const TensorParts& parts_;
   std::string last_name_;
   at::Tensor last_;
   std::map<std::string, at::Tensor> scales_;
@@ -149,28 +162,37 @@ std::string export_hf(const ExportOptions& options) {
   // Also when the family has none: before anything is written.
   models::to_hf_json(model, "bfloat16");
   Float8Export fp8(config, model);
-  EntrySources sources;
+  TensorParts parts;
+  std::vector<SafetensorsSpec> wanted;  // of the weights, as they are stored
+  for (const auto& [name, tensor] : weights->second) {
+    std::int64_t first = 0;
+    for (const StoredEntry& entry :
+         models::hf_entries(model, name, tensor.shape)) {
+      std::vector<TensorPart>& of_tensor = parts[entry.name];
+      if (of_tensor.empty()) {
+        wanted.push_back({entry.name, tensor.dtype, entry.tensor_shape()});
+      }
+      of_tensor.push_back({name, first, entry.begin(), entry.numel()});
+      first += entry.numel();
+    }
+  }
   std::vector<SafetensorsSpec> specs;
   std::string dtype = "bfloat16";
-  for (const auto& [name, tensor] : weights->second) {
-    const auto entries = models::hf_entries(model, name, tensor.shape);
-    std::int64_t begin = 0;
-    for (const StoredEntry& entry : entries) {
-      sources[entry.name] = {name, begin};
-      begin += entry.numel();
-    }
+  for (SafetensorsSpec& spec : wanted) {
     if (options.fp8) {
-      fp8.add(name, tensor.shape, specs);
+      std::vector<std::string> parameters;
+      for (const TensorPart& part : parts.at(spec.name)) {
+        parameters.push_back(part.parameter);
+      }
+      fp8.add(spec, parameters, specs);
       continue;
     }
-    const std::string stored =
-        options.dtype.empty()
-            ? tensor.dtype
-            : safetensors_dtype(value_of("--dtype", kDtypes, options.dtype));
-    dtype = c10::getDtypeNames(scalar_type(stored, name)).first;
-    for (const StoredEntry& entry : entries) {
-      specs.push_back({entry.name, stored, entry.shape});
+    if (!options.dtype.empty()) {
+      spec.dtype =
+          safetensors_dtype(value_of("--dtype", kDtypes, options.dtype));
     }
+    dtype = c10::getDtypeNames(scalar_type(spec.dtype, spec.name)).first;
+    specs.push_back(spec);
   }
   if (options.fp8) {
     check_float8(fp8, options);
@@ -191,7 +213,7 @@ std::string export_hf(const ExportOptions& options) {
       partial.string(),
       error.message());
   try {
-    StoredTensors tensors(from, manifest, options, sources);
+    StoredTensors tensors(from, manifest, options, parts);
     for (const HfFile& file : files) {
       write_tensors(tensors, file, partial / file.name);
     }

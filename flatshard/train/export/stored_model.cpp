@@ -56,7 +56,7 @@ StoredModel of_run(const fs::path& run) {
                 models::hf_entries(shape, name, out.sizes().vec()),
                 out,
                 [&](const StoredEntry& entry, const at::Tensor& part) {
-                  file->read(entry.name, part);
+                  file->read(entry, part);
                 });
           },
       .corpus = tokenizer_corpus(config)};
@@ -81,21 +81,25 @@ StoredModel of_checkpoint(const fs::path& folder) {
 
 void read_hf_tensor(
     const HfFolder& weights,
-    const std::string& name,
+    const StoredEntry& wanted,
     const at::Tensor& out) {
-  const auto found = weights.find(name);
+  const auto found = weights.find(wanted.name);
+  const std::vector<std::int64_t> shape = wanted.tensor_shape();
   FLATSHARD_CHECK(
-      out.sizes() == at::IntArrayRef(found.entry->shape),
+      shape == found.entry->shape,
       format,
       "{}: tensor '{}': expected shape [{}], got [{}]",
       found.file->path().string(),
       found.entry->name,
-      fmt::join(out.sizes(), ", "),
+      fmt::join(shape, ", "),
       fmt::join(found.entry->shape, ", "));
   const at::Tensor host = at::empty(
-      found.entry->shape,
+      wanted.shape,
       scalar_type(found.entry->dtype, found.entry->name));
-  found.read(0, {static_cast<std::byte*>(host.data_ptr()), host.nbytes()});
+  found.read(
+      static_cast<std::uint64_t>(wanted.begin()) *
+          static_cast<std::uint64_t>(host.element_size()),
+      {static_cast<std::byte*>(host.data_ptr()), host.nbytes()});
   out.copy_(host);
 }
 
@@ -112,7 +116,7 @@ StoredModel of_hf_folder(const fs::path& folder) {
                 models::hf_entries(shape, name, out.sizes().vec()),
                 out,
                 [&](const StoredEntry& entry, const at::Tensor& part) {
-                  read_hf_tensor(*weights, entry.name, part);
+                  read_hf_tensor(*weights, entry, part);
                 });
           },
       .hf_folder = folder};
@@ -280,7 +284,10 @@ std::unique_ptr<data::TextCodec> open_hf_codec(
 }
 
 models::Llama load_model(const StoredModel& stored, at::Device device) {
-  models::Llama model(stored.shape);
+  // Without a backward plain operations cost little memory.
+  models::Llama model(
+      stored.shape,
+      models::LlamaOptions{.plain_attention = true});
   nn::materialize(
       *model,
       device,

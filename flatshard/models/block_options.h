@@ -1,0 +1,61 @@
+#pragma once
+
+#include "flatshard/nn/gate_activation.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace flatshard::models {
+
+/// RMSNorm of queries and keys, before their rotation.
+enum class QkNorm {
+  none,
+  head,        ///< of each head by itself
+  projection,  ///< of all heads together
+};
+
+/// Where attention and the feed-forward part of a block have RMSNorms.
+enum class NormPlacement {
+  before,  ///< x + f(norm(x))
+  after,   ///< x + norm(f(x))
+  both,    ///< x + norm(f(norm(x)))
+};
+
+/// What sets attention of one family apart from another's. A leaf value.
+struct AttentionOptions {
+  bool qkv_bias = false;
+  bool output_bias = false;
+  QkNorm qk_norm = QkNorm::none;
+  /// A token of blocks with a window attends to so many tokens, itself
+  /// included; 0: no block has a window.
+  std::int64_t window = 0;
+  /// Block i has the window where [i % size] says so; empty: every block has.
+  std::vector<bool> window_pattern;
+  /// Scores are divided by its square root; 0: head_dim.
+  double query_pre_attn_scalar = 0.0;
+  double soft_cap = 0.0;  ///< of scores; 0: none
+
+  bool has_window(std::int64_t layer) const {
+    return window > 0 &&
+           (window_pattern.empty() ||
+            window_pattern
+                [static_cast<std::size_t>(layer) % window_pattern.size()]);
+  }
+
+  friend bool operator==(const AttentionOptions&, const AttentionOptions&) =
+      default;
+};
+
+/// What sets the blocks of one family apart from another's. A leaf value.
+struct BlockOptions {
+  NormPlacement norms = NormPlacement::before;
+  bool norms_add_one = false;  ///< see nn::RmsNormOptions
+  nn::GateActivation activation = nn::GateActivation::silu;
+  bool mlp_bias = false;
+  AttentionOptions attention;
+
+  friend bool operator==(const BlockOptions&, const BlockOptions&) = default;
+};
+
+}  // namespace flatshard::models

@@ -1,0 +1,127 @@
+#pragma once
+
+#include "flatshard/models/config.h"
+#include "flatshard/models/families/hf_reader.h"
+
+#include <nlohmann/json.hpp>
+
+#include <span>
+#include <string_view>
+#include <vector>
+
+namespace flatshard::models {
+
+/// A part of a parameter's name here, and in files.
+struct Rename {
+  std::string_view ours;
+  std::string_view theirs;
+};
+
+/// What the matrices of one expert are called in files.
+struct ExpertNames {
+  std::string_view gate = "gate_proj";
+  std::string_view up = "up_proj";
+  std::string_view down = "down_proj";
+};
+
+/// Some rows of a matrix in files.
+struct FusedPart {
+  std::string_view ours;  ///< our parameter of these rows
+  std::int64_t (*rows)(const ModelConfig&);
+};
+
+/// A matrix in files that is several parameters here, one below another.
+struct FusedTensor {
+  std::string_view theirs;
+  std::vector<FusedPart> parts;
+};
+
+/// How the names of files differ from ours, within a block.
+struct FamilyNames {
+  std::vector<Rename> renames;
+  ExpertNames experts;
+  std::vector<FusedTensor> fused;
+};
+
+struct Preset {
+  std::string_view name;
+  ModelConfig config;
+};
+
+/// A family of models. Each is defined in a file of its own in this folder, and
+/// nothing outside that file asks which family a model has.
+struct Family {
+  std::string_view name;  ///< model.family
+  /// `model_type` of config.json; empty: no config.json describes the family.
+  std::string_view model_type;
+  std::string_view architecture;                   ///< e.g. "LlamaForCausalLM"
+  std::string_view activation_key = "hidden_act";  ///< of config.json
+  /// What [model] without a preset begins with.
+  ModelConfig defaults;
+  /// What transformers takes for keys that a config.json leaves out:
+  /// max_seq_len, rope_theta, norm_eps and tie_embeddings.
+  ModelConfig absent;
+  /// Keys of [model] that a model of the family may set. The options behind
+  /// other keys are those of `defaults`.
+  std::vector<std::string_view> free_keys;
+  /// What transformers stretches rotations of the family by.
+  std::vector<nn::RopeType> rope_types{
+      nn::RopeType::llama3,
+      nn::RopeType::linear,
+      nn::RopeType::dynamic,
+      nn::RopeType::yarn};
+  bool has_experts = false;
+  FamilyNames names;
+  std::vector<Preset> presets;
+  /// Reads what the family adds to the keys that all families have; null:
+  /// nothing.
+  void (*read)(const HfReader& reader, ModelConfig& config) = nullptr;
+  /// Writes what `read` reads; null: nothing.
+  void (*write)(const ModelConfig& config, nlohmann::ordered_json& json) =
+      nullptr;
+  /// Checks what `free_keys` cannot say; null: nothing.
+  /// @throws Error{config} naming the key.
+  void (*check)(const ModelConfig& config) = nullptr;
+
+  bool has_config_json() const { return !model_type.empty(); }
+};
+
+/// All families, in the order in which users read them.
+std::span<const Family* const> families();
+/// The family of a name; null for an unknown one.
+const Family* find_family(std::string_view name);
+/// The family of a model. @throws Error{config} listing all.
+const Family& family_of(const ModelConfig& config);
+
+/// @throws Error{config} that names the key, what the family has and what to do
+/// instead, if `found`.
+void refuse_key(
+    const ModelConfig& config,
+    bool found,
+    const char* key,
+    const char* what);
+/// Refuses what only the family moe has: shared experts and other routers than
+/// those that take the largest of all softmax scores.
+void check_plain_experts(const ModelConfig& config);
+/// Checks what the family has of experts, and each option that its `free_keys`
+/// leave out.
+void check_family(const ModelConfig& config);
+
+/// Sets AttentionOptions' biases by attention_bias, which all four projections
+/// of a block have or lack.
+void read_attention_bias(const HfReader& reader, ModelConfig& config);
+
+const Family& gemma2_family();
+const Family& gemma3_family();
+const Family& llama_family();
+const Family& mistral_family();
+const Family& mixtral_family();
+const Family& olmo2_family();
+const Family& phi3_family();
+const Family& qwen2_family();
+const Family& qwen3_family();
+const Family& qwen3_moe_family();
+/// Experts with any router, which no config.json describes.
+const Family& moe_family();
+
+}  // namespace flatshard::models

@@ -1,0 +1,24 @@
+#pragma once
+
+#include "flatshard/models/families/family.h"
+
+namespace flatshard::models {
+
+// What the generations of Gemma have in common.
+
+/// Blocks with norms before and behind their parts, by 1 + weight; GeGLU;
+/// scaled embeddings, which the head is tied to.
+ModelConfig gemma_defaults(std::string_view family);
+
+/// Which names files have of these norms.
+FamilyNames gemma_names();
+
+/// Reads biases, windows, query_pre_attn_scalar and the cap of logits.
+/// @param pattern  each so many-th block has no window.
+void read_gemma(
+    const HfReader& reader,
+    std::int64_t pattern,
+    ModelConfig& config);
+void write_gemma(const ModelConfig& config, nlohmann::ordered_json& json);
+
+}  // namespace flatshard::models

@@ -1,0 +1,29 @@
+#pragma once
+
+#include "flatshard/models/config.h"
+#include "flatshard/models/families/hf_reader.h"
+
+#include <vector>
+
+namespace flatshard::models {
+
+/// Sets which blocks have the window, for models with one: layer_types of a
+/// config.json, or `otherwise` where it has none. A model whose blocks all lack
+/// the window has no window.
+/// @param otherwise  one entry for each block.
+void read_windows(
+    const HfReader& reader,
+    const std::vector<bool>& otherwise,
+    ModelConfig& config);
+
+/// Writes layer_types.
+void write_layer_types(const ModelConfig& config, nlohmann::ordered_json& json);
+
+/// Reads the windows of Qwen's models: use_sliding_window, sliding_window and
+/// max_window_layers, the blocks at the front that have none.
+void read_qwen_windows(const HfReader& reader, ModelConfig& config);
+void write_qwen_windows(
+    const ModelConfig& config,
+    nlohmann::ordered_json& json);
+
+}  // namespace flatshard::models
