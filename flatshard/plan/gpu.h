@@ -66,11 +66,12 @@ struct LinkRates {
   bool operator==(const LinkRates&) const = default;
 };
 
-/// What other work costs while it runs in parallel with compute.
+/// How many times their time alone compute and transfers take while both run.
 struct Contention {
-  /// Compute takes this many times its own time beside the transfer.
-  double collectives = 1;
-  double copies = 1;
+  double collectives = 1;         ///< compute, beside NCCL
+  double copies = 1;              ///< compute, beside copy engines
+  double slowed_collectives = 1;  ///< NCCL, beside compute
+  double slowed_copies = 1;       ///< copy engines, beside compute
 
   bool operator==(const Contention&) const = default;
 };

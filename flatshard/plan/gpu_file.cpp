@@ -42,6 +42,8 @@ void visit_keys(G& gpu, Visit&& visit) {
   visit("nvlink.hop_us", gpu.nvlink_hop_us);
   visit("contention.collectives", gpu.contention.collectives);
   visit("contention.copies", gpu.contention.copies);
+  visit("contention.slowed_collectives", gpu.contention.slowed_collectives);
+  visit("contention.slowed_copies", gpu.contention.slowed_copies);
   for (const std::string_view kind : kPasses) {
     visit(fmt::format("passes.{}", kind), gpu.passes[std::string(kind)]);
   }

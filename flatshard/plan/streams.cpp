@@ -19,6 +19,11 @@ struct Queue {
   double left = 0;  ///< seconds alone
 };
 
+double slowed(Link link, const Contention& contention) {
+  return link == Link::collectives ? contention.slowed_collectives
+                                   : contention.slowed_copies;
+}
+
 }  // namespace
 
 std::string_view to_string(Stream stream) {
@@ -89,11 +94,18 @@ std::vector<Span> run_streams(
               : 1) *
          (users[static_cast<std::size_t>(Link::copies)] > 0 ? contention.copies
                                                             : 1));
+    const bool computes =
+        queues[static_cast<std::size_t>(Stream::compute)].running != kNone;
     const auto rate = [&](const Queue& queue) {
       const Operation& operation = operations[queue.running];
       const double share =
           1.0 / users[static_cast<std::size_t>(operation.link)];
-      return operation.stream == Stream::compute ? share * compute_rate : share;
+      if (operation.stream == Stream::compute) {
+        return share * compute_rate;
+      }
+      return computes && operation.link != Link::none
+                 ? share / slowed(operation.link, contention)
+                 : share;
     };
     double step = std::numeric_limits<double>::infinity();
     for (const Queue& queue : queues) {

@@ -42,8 +42,8 @@ struct Span {
 
 /// Runs operations on streams that never wait for their host: one begins when
 /// its stream is free and its waits are over. Kernels of several streams share
-/// the GPU evenly, as if they ran one after the other. Compute is slower while
-/// transfers run, and transfers over one link share it.
+/// the GPU evenly, as if they ran one after the other. Compute and transfers
+/// are slower while both run, and transfers over one link share it.
 ///
 /// @return  by operation.
 /// @throws Error{internal} when operations wait for each other.

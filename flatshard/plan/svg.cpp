@@ -19,7 +19,7 @@ constexpr double kTop = 96;
 constexpr double kLane = 40;
 constexpr double kBar = 28;
 constexpr double kPanelGap = 84;
-constexpr double kLegend = 64;
+constexpr double kLegend = 76;
 constexpr double kThin = 3;         ///< pixels of a bar that may join others
 constexpr double kSmallest = 0.6;   ///< pixels of a bar that is drawn
 constexpr double kCharacter = 6.4;  ///< pixels, about
@@ -69,7 +69,7 @@ constexpr std::string_view kCss = R"(
   .zoom { fill: #0969da; fill-opacity: 0.10; stroke: #0969da; }
   .in { fill: #ffffff; font-size: 12px; pointer-events: none; }
   .f { fill: #2f6fbf; } .r { fill: #7a5bb8; } .b { fill: #b85c1b; }
-  .w { fill: #167d84; } .o { fill: #3d7d3a; } .g { fill: #4d8fd1; }
+  .w { fill: #167d84; } .o { fill: #3d7d3a; } .g { fill: #64748b; }
   .s { fill: #b03a48; } .x { fill: #a8428f; }
   @media (prefers-color-scheme: dark) {
     svg { background: #0d1117; }
@@ -80,7 +80,7 @@ constexpr std::string_view kCss = R"(
     .zoom { fill: #4493f8; fill-opacity: 0.16; stroke: #4493f8; }
     .in { fill: #ffffff; }
     .f { fill: #3b82d6; } .r { fill: #8f6fd0; } .b { fill: #c96a25; }
-    .w { fill: #1f9aa3; } .o { fill: #4b9a47; } .g { fill: #3f7fbd; }
+    .w { fill: #1f9aa3; } .o { fill: #4b9a47; } .g { fill: #7688a0; }
     .s { fill: #c94a58; } .x { fill: #bd54a4; }
   }
 )";
@@ -359,7 +359,7 @@ class Picture {
       line(x + 20, y, "dim", style.text);
       x += 20 + kCharacter * static_cast<double>(style.text.size()) + 34;
     }
-    line(x, y, "dim", "numbers: units, in the order of the model");
+    line(kLeft, y + 24, "dim", "Numbers are units in the order of the model.");
   }
 
   const StepPlan& step_;

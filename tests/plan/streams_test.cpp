@@ -35,6 +35,13 @@ TEST(Streams, ComputeIsSlowerBesideTransfers) {
   EXPECT_EQ(spans[1], (Span{0, 4}));
 }
 
+TEST(Streams, TransfersAreSlowerBesideCompute) {
+  // Of 3 s of copies 1 is done after 2 s beside compute.
+  const auto spans = run_streams({gather(3), compute(2)}, {.slowed_copies = 2});
+  EXPECT_EQ(spans[1], (Span{0, 2}));
+  EXPECT_EQ(spans[0], (Span{0, 4}));
+}
+
 TEST(Streams, KernelsShareTheGpu) {
   Operation sum = compute(1);
   sum.stream = Stream::reduce;

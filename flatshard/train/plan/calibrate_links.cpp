@@ -2,6 +2,7 @@
 #include "flatshard/comm/all_gather_values.h"
 #include "flatshard/device/memory.h"
 #include "flatshard/device/stream.h"
+#include "flatshard/device/timer.h"
 #include "flatshard/peer/peer_communicator.h"
 #include "flatshard/peer/peer_memory.h"
 #include "flatshard/runtime/copy_engines_choice.h"
@@ -10,7 +11,9 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <functional>
 #include <memory>
+#include <utility>
 
 namespace flatshard {
 namespace {
@@ -43,10 +46,50 @@ double received(const Mesh& mesh, std::int64_t nbytes) {
   return static_cast<double>(nbytes) * (mesh.size() - 1) / mesh.size();
 }
 
-/// What a transfer does to products beside it: how many times longer they take.
+/// How many times longer products and transfers take while both run.
+struct Slowdown {
+  double products = 1;
+  double transfers = 1;
+};
+
+/// Runs `transfers` transfers beside `products` products. The fewer ones end
+/// first, so that their time is all beside the others.
+/// @return  the seconds of a product and of a transfer.
 template <class Transfer>
-double
-contention(Mesh& mesh, const CalibrateOptions& options, Transfer&& move) {
+std::pair<double, double> run_together(
+    Mesh& mesh,
+    std::int64_t transfers,
+    const Transfer& transfer,
+    int products,
+    const std::function<void()>& product) {
+  const at::Device device = mesh.device();
+  const auto stream = make_stream(device, "transfers", {.high_priority = true});
+  const auto timer = make_stream_timer(device);
+  mesh.world().barrier();
+  Event queued;
+  queued.record(*current_stream(device));
+  queued.wait(*stream);
+  Communicator* const world = &mesh.world();
+  queue_collectives(*stream, {&world, 1}, [&] {
+    timer->start();
+    for (std::int64_t i = 0; i < transfers; ++i) {
+      transfer();
+    }
+    timer->stop();
+  });
+  const double of_product = seconds_in_a_row(device, products, product);
+  stream->synchronize();
+  mesh.world().barrier();
+  return {
+      of_product,
+      1e-3 * timer->wait_and_take_ms() / static_cast<double>(transfers)};
+}
+
+template <class Transfer>
+Slowdown contention(
+    Mesh& mesh,
+    const CalibrateOptions& options,
+    const Transfer& transfer) {
   const at::Device device = mesh.device();
   const std::int64_t size = options.products.back() / 2;
   const auto like = at::TensorOptions(device).dtype(at::kBFloat16);
@@ -55,28 +98,21 @@ contention(Mesh& mesh, const CalibrateOptions& options, Transfer&& move) {
   at::Tensor out = at::empty({size / 2, size}, like);
   const auto product = [&] { at::mm_out(out, a, b); };
   const double one = seconds_in_a_row(device, kProducts, product);
-  // As many transfers as last longer than the products.
-  const double transfer = seconds_together(mesh, move);
+  const double alone = seconds_together(mesh, transfer);
   // As many on every rank.
-  const auto transfers = std::ranges::max(all_gather_values(
-      mesh.world(),
-      2 + static_cast<std::int64_t>(
-              2 * kProducts * one / std::max(transfer, 1e-7))));
-  const auto stream = make_stream(device, "transfers", {.high_priority = true});
-  mesh.world().barrier();
-  Event queued;
-  queued.record(*current_stream(device));
-  queued.wait(*stream);
-  Communicator* const world = &mesh.world();
-  queue_collectives(*stream, {&world, 1}, [&] {
-    for (std::int64_t i = 0; i < transfers; ++i) {
-      move();
-    }
-  });
-  const double beside = seconds_in_a_row(device, kProducts, product);
-  stream->synchronize();
-  mesh.world().barrier();
-  return std::max(1.0, beside / one);
+  const double per_product = std::ranges::max(
+      all_gather_values(mesh.world(), std::max(alone, 1e-7) / one));
+  const auto many = static_cast<std::int64_t>(2 + 3 * kProducts / per_product);
+  const double beside =
+      run_together(mesh, many, transfer, kProducts, product).first;
+  constexpr std::int64_t kTransfers = 4;
+  const int products =
+      std::min(1000, static_cast<int>(2 + 3 * kTransfers * per_product));
+  const double slowed =
+      run_together(mesh, kTransfers, transfer, products, product).second;
+  return {
+      .products = std::max(1.0, beside / one),
+      .transfers = std::max(1.0, slowed / alone)};
 }
 
 }  // namespace
@@ -145,15 +181,19 @@ void calibrate_links(
       });
     }
   }
-  gpu.contention.collectives =
+  const Slowdown by_collectives =
       contention(mesh, options, [&] { world.all_gather(whole, shard); });
-  if (copies) {
-    gpu.contention.copies =
-        contention(mesh, options, [&] { copy_from_peers(most / ranks); });
-  } else {
+  const Slowdown by_engines =
+      copies ? contention(mesh, options, [&] { copy_from_peers(most / ranks); })
+             : by_collectives;
+  gpu.contention = {
+      .collectives = by_collectives.products,
+      .copies = by_engines.products,
+      .slowed_collectives = by_collectives.transfers,
+      .slowed_copies = by_engines.transfers};
+  if (!copies) {
     links.copies = links.all_gather;
     links.copied_reductions = links.reduce_scatter;
-    gpu.contention.copies = gpu.contention.collectives;
   }
 }
 
