@@ -77,6 +77,7 @@ def test_B14_calling_below_the_root_is_named(mesh, rank, world):
     if world == 1:
         pytest.skip("no other rank has other data")
     model = sharded(mesh)
+    model.set_reshard_after_forward(True, recurse=False)
     model(data(rank))
     with pytest.raises(RuntimeError, match="parameter weight of Linear .*unit root"):
         model.head(data(rank))
