@@ -62,10 +62,11 @@ struct RopeFunction : torch::autograd::Function<RopeFunction> {
       const at::Tensor& cos,
       const at::Tensor& sin,
       bool inverse,
-      const at::Tensor& positions) {
-    ctx->save_for_backward({cos, sin, positions});
+      const std::optional<at::Tensor>& positions) {
+    const at::Tensor at_positions = positions.value_or(at::Tensor());
+    ctx->save_for_backward({cos, sin, at_positions});
     ctx->saved_data["inverse"] = inverse;
-    return rotate(x, cos, sin, inverse, positions);
+    return rotate(x, cos, sin, inverse, at_positions);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
@@ -155,7 +156,12 @@ at::Tensor rope(
       x.size(0) * x.size(1),
       c10::str(positions.scalar_type()),
       c10::str(positions.sizes()));
-  return RopeFunction::apply(x, cos, sin, inverse, positions);
+  return RopeFunction::apply(
+      x,
+      cos,
+      sin,
+      inverse,
+      positions.defined() ? std::optional(positions) : std::nullopt);
 }
 
 }  // namespace flatshard::nn
