@@ -62,10 +62,11 @@ struct RopeFunction : torch::autograd::Function<RopeFunction> {
       const at::Tensor& cos,
       const at::Tensor& sin,
       bool inverse,
-      const at::Tensor& positions) {
-    ctx->save_for_backward({cos, sin, positions});
+      const std::optional<at::Tensor>& positions) {
+    const at::Tensor at_positions = positions.value_or(at::Tensor());
+    ctx->save_for_backward({cos, sin, at_positions});
     ctx->saved_data["inverse"] = inverse;
-    return rotate(x, cos, sin, inverse, positions);
+    return rotate(x, cos, sin, inverse, at_positions);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
@@ -252,6 +253,8 @@ at::Tensor rope(
       x.size(0) * x.size(1),
       c10::str(positions.scalar_type()),
       c10::str(positions.sizes()));
+  const auto at_positions =
+      positions.defined() ? std::optional(positions) : std::nullopt;
   const std::int64_t rotated = 2 * cos.size(1);
   if (rotated < x.size(3)) {
     return at::cat(
@@ -260,11 +263,11 @@ at::Tensor rope(
              cos,
              sin,
              inverse,
-             positions),
+             at_positions),
          x.narrow(3, rotated, x.size(3) - rotated)},
         3);
   }
-  return RopeFunction::apply(x, cos, sin, inverse, positions);
+  return RopeFunction::apply(x, cos, sin, inverse, at_positions);
 }
 
 }  // namespace flatshard::nn

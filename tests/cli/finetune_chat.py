@@ -146,9 +146,9 @@ def main():
                 add_generation_prompt=True,
                 return_tensors="pt",
                 return_dict=True,
-            )
-            out = model.generate(**ids, max_new_tokens=8, do_sample=False)
-            text = tokenizer.decode(out[0, ids["input_ids"].shape[1] :])
+            )["input_ids"]
+            out = model.generate(ids, max_new_tokens=8, do_sample=False)
+            text = tokenizer.decode(out[0, ids.shape[1] :])
             expect(text == answer + "<|end|>", f"{question}: {text!r}")
     print("passed: chats became a model that answers")
     return 0

@@ -15,10 +15,10 @@ namespace {
 
 using ::testing::HasSubstr;
 
-constexpr std::int64_t kVocab = 31;
-constexpr std::int64_t kSeqLen = 16;
+constexpr std::int64_t kPackedVocab = 31;
+constexpr std::int64_t kPackedSeqLen = 16;
 // Sums over some 30 tokens in another order, in float32.
-constexpr double kTolerance = 1e-5;
+constexpr double kPackedTolerance = 1e-5;
 
 Llama packed_model(
     ActivationCheckpoint checkpoint,
@@ -31,10 +31,9 @@ Llama packed_model(
       .heads = 6,
       .kv_heads = 2,
       .ffn_dim = 40,
-      .vocab_size = kVocab,
-      .max_seq_len = kSeqLen,
+      .vocab_size = kPackedVocab,
+      .max_seq_len = kPackedSeqLen,
       .rope_theta = 1000.0};
-  config.block.attention.qk_norm = QkNorm::head;
   if (windows) {
     config.block.attention.window = 3;
     config.block.attention.window_pattern = {true, false};
@@ -43,6 +42,7 @@ Llama packed_model(
   }
   if (experts) {
     config.family = "moe";
+    config.block.attention.qk_norm = QkNorm::head;
     config.moe = {
         .num_experts = 4,
         .experts_per_token = 2,
@@ -52,10 +52,11 @@ Llama packed_model(
   }
   Llama model(
       config,
-      {.activation_checkpoint = checkpoint,
-       .loss = {
-           .reduction = nn::LossReduction::sum,
-           .chunk_tokens = chunk_tokens}});
+      LlamaOptions{
+          .activation_checkpoint = checkpoint,
+          .loss = {
+              .reduction = nn::LossReduction::sum,
+              .chunk_tokens = chunk_tokens}});
   nn::materialize(
       *model,
       at::kCPU,
@@ -90,12 +91,12 @@ TEST_P(DocumentsOf, OneRowTrainAsOneByOne) {
   const std::vector<std::int64_t> lengths{7, 1, 8, 5, 6, 5};
   const auto generator = at::make_generator<at::CPUGeneratorImpl>(7);
   const at::Tensor tokens =
-      at::randint(kVocab, {2, kSeqLen}, generator, at::kLong);
+      at::randint(kPackedVocab, {2, kPackedSeqLen}, generator, at::kLong);
   const at::Tensor targets =
-      at::randint(kVocab, {2, kSeqLen}, generator, at::kLong);
+      at::randint(kPackedVocab, {2, kPackedSeqLen}, generator, at::kLong);
   targets[1].narrow(0, 11, 5).fill_(-100);
   targets[0][3] = -100;  // masked
-  const auto documents = nn::Documents::of(lengths, kSeqLen, at::kCPU);
+  const auto documents = nn::Documents::of(lengths, kPackedSeqLen, at::kCPU);
   EXPECT_EQ(documents.max_length, 8);
 
   const at::Tensor packed = model(tokens, targets, documents);
@@ -103,26 +104,26 @@ TEST_P(DocumentsOf, OneRowTrainAsOneByOne) {
   const auto got = take_gradients(model);
 
   double expected = 0;
-  std::int64_t at = 0;
+  std::int64_t end = 0;
   for (const std::int64_t length : lengths) {
+    end += length;
     const auto part = [&](const at::Tensor& all) {
-      return all.view({-1}).narrow(0, at, length).unsqueeze(0);
+      return all.view({-1}).narrow(0, end - length, length).unsqueeze(0);
     };
-    at += length;
     const at::Tensor loss = model(part(tokens), part(targets));
     loss.backward();
     expected += loss.item<double>();
   }
   const auto wanted = take_gradients(model);
 
-  EXPECT_NEAR(packed.item<double>() / expected, 1, kTolerance);
+  EXPECT_NEAR(packed.item<double>() / expected, 1, kPackedTolerance);
   ASSERT_EQ(got.size(), wanted.size());
   for (const auto& [name, gradient] : wanted) {
     const double scale = gradient.abs().max().item<double>();
     EXPECT_GT(scale, 0) << name;
     EXPECT_LE(
         (got.at(name) - gradient).abs().max().item<double>(),
-        kTolerance * scale)
+        kPackedTolerance * scale)
         << name;
   }
   // Documents that attend to each other train otherwise.
@@ -149,14 +150,14 @@ INSTANTIATE_TEST_SUITE_P(
 
 TEST(Documents, PlacesThatAreNotUsedChangeNothing) {
   Llama model = packed_model(ActivationCheckpoint::none, false, 0);
-  const at::Tensor tokens = at::arange(kSeqLen).unsqueeze(0);
+  const at::Tensor tokens = at::arange(kPackedSeqLen).unsqueeze(0);
   const std::vector<std::int64_t> lengths{9, 7};
-  auto documents = nn::Documents::of(lengths, kSeqLen, at::kCPU);
+  auto documents = nn::Documents::of(lengths, kPackedSeqLen, at::kCPU);
   const at::NoGradGuard no_grad;
   const at::Tensor expected = model(tokens, tokens, documents);
   documents.offsets =
-      at::cat({documents.offsets, at::full({5}, kSeqLen, at::kInt)});
-  documents.max_length = kSeqLen;
+      at::cat({documents.offsets, at::full({5}, kPackedSeqLen, at::kInt)});
+  documents.max_length = kPackedSeqLen;
   EXPECT_TRUE(at::equal(model(tokens, tokens, documents), expected));
 }
 

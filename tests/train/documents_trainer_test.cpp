@@ -118,7 +118,9 @@ TEST_F(PackedRun, ResumesInTheMiddleOfAnEpoch) {
       (std::vector<json>(all.end() - 9, all.end())),
       (std::vector<json>(whole.end() - 9, whole.end())));
   EXPECT_THAT(
-      train({"data.packing=stream"}, /*resume=*/true),
+      train(
+          {"data.packing=stream", "checkpoint.load_step=4"},
+          /*resume=*/true),
       AllOf(
           HasSubstr("belongs to data.packing = \"documents\" with "
                     "data.documents_per_sample = 16"),
