@@ -224,7 +224,7 @@ class ModelWork {
     product(node, tokens_, kv, model_.dim);
     product(node, tokens_, kv, model_.dim);
     const double rotated = d(tokens_) * d(q + kv) * size_;
-    if (model_.qk_norm) {
+    if (model_.block.attention.qk_norm != models::QkNorm::none) {
       node.forward.push_back(Kernel::memory("norm", 2 * rotated));
       node.backward.push_back(Kernel::memory("norm", 4 * rotated));
     }
@@ -249,7 +249,7 @@ class ModelWork {
     const std::int64_t kv = model_.kv_heads * model_.head_dim;
     std::int64_t nbytes = bytes(model_.dim) + bytes(2 * q + 2 * kv) +
                           rows_of_floats(1 + model_.heads);
-    if (model_.qk_norm) {
+    if (model_.block.attention.qk_norm != models::QkNorm::none) {
       nbytes += bytes(q + kv) + rows_of_floats(model_.heads + model_.kv_heads);
     }
     return nbytes;
