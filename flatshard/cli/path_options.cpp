@@ -12,7 +12,7 @@
 namespace flatshard {
 namespace {
 
-constexpr std::array<std::string_view, 10> kPaths{
+constexpr std::array<std::string_view, 12> kPaths{
     "--run",
     "--to",
     "--output",
@@ -21,6 +21,8 @@ constexpr std::array<std::string_view, 10> kPaths{
     "--tokenizer",
     "--corpus",
     "--python",
+    "--gpu",
+    "--svg",
     "folder",
     "config"};
 
