@@ -12,7 +12,7 @@
 namespace flatshard {
 namespace {
 
-constexpr std::array<std::string_view, 13> kPaths{
+constexpr std::array<std::string_view, 15> kPaths{
     "--run",
     "--compare",
     "--to",
@@ -24,6 +24,8 @@ constexpr std::array<std::string_view, 13> kPaths{
     "--data",
     "--prompts",
     "--python",
+    "--gpu",
+    "--svg",
     "folder",
     "config"};
 

@@ -19,6 +19,8 @@ struct NodeWork {
   Kernels backward;   ///< gradients of inputs
   Kernels wgrad;      ///< gradients of weights
   Kernels recompute;  ///< inside the backward, of a part of the node
+
+  bool operator==(const NodeWork&) const = default;
 };
 
 /// A kind of layer: layers of one kind have equal shapes.
@@ -27,6 +29,8 @@ struct LayerWork {
   std::int64_t saved_nbytes = 0;      ///< activations from forward to backward
   std::int64_t input_nbytes = 0;      ///< what a recomputed layer saves
   std::int64_t transient_nbytes = 0;  ///< the most that its backward makes
+
+  bool operator==(const LayerWork&) const = default;
 };
 
 /// A training run as numbers: what the planner needs of a config and a model,
@@ -45,8 +49,9 @@ struct Job {
   std::vector<LayerWork> layer_kinds;
   std::vector<int> kind_of_layer;
 
-  bool copy_gathers = false;     ///< by copy engines
-  bool copy_reductions = false;  ///< likewise
+  bool copy_forward_gathers = false;   ///< by copy engines
+  bool copy_backward_gathers = false;  ///< likewise
+  bool copy_reductions = false;        ///< likewise
   /// Bytes that a rank sends in one exchange of a layer's rows; 0: experts are
   /// on every rank.
   double exchange_nbytes = 0;
@@ -72,7 +77,7 @@ struct RoleBytes {
   std::int64_t nbytes = 0;
 };
 
-/// A job's units with their layouts. Equal shapes are laid out once.
+/// A job's units with their layouts.
 std::vector<UnitPlan> plan_units(const Job& job);
 
 /// The rows of the memory table.

@@ -25,6 +25,8 @@ struct Kernel {
   std::string_view pass;  ///< one of kPasses
   double nbytes = 0;      ///< read and written
 
+  bool operator==(const Kernel&) const = default;
+
   static Kernel matmul(
       Product product,
       double m,

@@ -18,10 +18,16 @@ constexpr int kNoOperation = -1;
 /// Microbatches that are simulated; more are extrapolated.
 constexpr int kMostSimulated = 4;
 
+/// Seconds of a gather.
+struct Gathers {
+  double by_collective = 0;
+  double by_copies = 0;
+};
+
 /// Seconds of a unit's collectives, by what they are for.
 struct UnitPrices {
-  double gather = 0;  ///< of all stored planes of the compute kind
-  double gather_float8 = 0;
+  Gathers compute;  ///< of all stored planes of this kind
+  Gathers float8;
   double cast = 0;    ///< of main weights, before each gather
   double spread = 0;  ///< with the first gather after a change
   double encode = 0;  ///< in FP8, likewise
@@ -89,10 +95,10 @@ class UnitPricer {
       return strategy.parameter[axis].is_shard();
     });
     if (!group.resident) {
-      double& gather = fp8 ? prices.gather_float8 : prices.gather;
-      gather += job_.copy_gathers
-                    ? copy_seconds(gpu_, whole, sharded)
-                    : seconds(gpu_, Transfer::all_gather, whole, sharded);
+      Gathers& gather = fp8 ? prices.float8 : prices.compute;
+      gather.by_collective +=
+          seconds(gpu_, Transfer::all_gather, whole, sharded);
+      gather.by_copies += copy_seconds(gpu_, whole, sharded);
       if (!shape.keep_compute_weights && !fp8) {
         prices.cast += gpu_.pass_seconds(
             "copy",
@@ -659,9 +665,12 @@ class StepWriter {
     const UnitSpec& spec = specs_[action.unit];
     const UnitPrices& prices = prices_[action.unit];
     Weights& held = weights_of(action.unit, action.plane, action.part);
+    const bool copies = action.phase == Phase::forward
+                            ? job_.copy_forward_gathers
+                            : job_.copy_backward_gathers;
     Operation operation{
         .stream = Stream::gather,
-        .link = job_.copy_gathers ? Link::copies : Link::collectives,
+        .link = copies ? Link::copies : Link::collectives,
         .waits = take_slot(action, held),
         .what = "all-gather",
         .unit = action.unit,
@@ -669,13 +678,15 @@ class StepWriter {
     if (action.from_post_forward) {
       Weights& shards = weights_of(action.unit, spec.post_forward, kWhole);
       add_wait(operation.waits, shards.filled);
+      operation.link = Link::collectives;
       operation.seconds = prices.from_post_forward;
       held.filled = queue(std::move(operation));
       shards.read_by_gather = held.filled;
       return;
     }
     const bool compute_plane = action.plane == kComputePlane;
-    operation.seconds = compute_plane ? prices.gather : prices.gather_float8;
+    const Gathers& gather = compute_plane ? prices.compute : prices.float8;
+    operation.seconds = copies ? gather.by_copies : gather.by_collective;
     if (action.part != kWhole) {
       operation.seconds *= as_double(spec.nbytes(action.plane, action.part)) /
                            as_double(spec.weights_nbytes[action.plane]);

@@ -110,6 +110,10 @@ TEST(PlanProgram, BadInputSaysWhatWasExpected) {
             "copies reach GPUs of one host"},
            {"plan llama3_8b --ranks 8 --gpu a100 --set float8.recipe=rowwise",
             "no rates of the FP8 recipe rowwise"},
+           {"plan llama3_8b --ranks 8 --set precision.compute=float32",
+            "set precision.compute = \"bfloat16\""},
+           {"plan llama3_70b --ranks 4096 --set parallelism.granularity=tensor",
+            "padding"},
            {"plan llama3_8b --ranks 8 --svg /none/x.svg", "'/none/x.svg'"},
            {"plan llama3_8b --ranks 8 --sweep --tokens 1T", "leave --svg"},
            {"plan llama3_8b --rank 8", "did you mean '--ranks'?"}}) {

@@ -4,6 +4,7 @@
 
 #include <c10/core/ScalarType.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace flatshard {
@@ -14,8 +15,6 @@ using plan::Kernels;
 using plan::LayerWork;
 using plan::NodeWork;
 using plan::Product;
-
-enum Kind { kDense = 0, kExperts = 1 };
 
 double d(std::int64_t n) {
   return static_cast<double>(n);
@@ -28,13 +27,16 @@ void append(Kernels& to, const Kernels& more) {
 /// Writes down the kernels of a model's layers.
 class ModelWork {
  public:
+  /// @param layer  whose weights `float8` is asked for.
   ModelWork(
       const Config& config,
       const models::ModelConfig& model,
-      std::string float8)
+      std::int64_t layer,
+      const Float8RecipeOf& float8)
       : config_(config),
         model_(model),
-        float8_(std::move(float8)),
+        layer_(layer),
+        float8_(float8),
         size_(d(static_cast<std::int64_t>(
             c10::elementSize(config.precision.compute)))),
         tokens_(config.training.local_batch_size * config.training.seq_len) {}
@@ -44,7 +46,8 @@ class ModelWork {
     NodeWork& node = layer.nodes[PlanNode::attend];
     attention(node);
     NodeWork mlp;
-    feed_forward(model_.ffn_dim, mlp);
+    norm(mlp, /*with_delta=*/true);
+    gate_up_down("mlp", model_.ffn_dim, mlp);
     append(node.forward, mlp.forward);
     append(node.backward, mlp.backward);
     append(node.wgrad, mlp.wgrad);
@@ -72,7 +75,7 @@ class ModelWork {
     NodeWork& attend = layer.nodes[PlanNode::attend];
     attention(attend);
     norm(attend, /*with_delta=*/true);
-    product(attend, tokens_, moe.num_experts, model_.dim, /*float8=*/false);
+    product(attend, "mlp.gate", tokens_, moe.num_experts, model_.dim);
     // Scores, choice and order read and write few numbers a token.
     const double scores = d(tokens_) * d(moe.num_experts) * sizeof(float);
     attend.forward.push_back(Kernel::memory("sum", 6 * scores));
@@ -98,7 +101,10 @@ class ModelWork {
     }
     if (moe.shared_experts > 0) {
       NodeWork& shared = layer.nodes[PlanNode::shared];
-      gate_up_down(moe.shared_experts * moe.ffn_dim, shared);
+      gate_up_down(
+          "mlp.shared_experts",
+          moe.shared_experts * moe.ffn_dim,
+          shared);
     }
     layer.input_nbytes = bytes(model_.dim);
     const auto element = static_cast<std::int64_t>(size_);
@@ -132,7 +138,7 @@ class ModelWork {
     embed.backward.push_back(Kernel::memory("copy", table + 3 * wide));
     NodeWork& head = layer.nodes[PlanNode::head];
     norm(head, /*with_delta=*/false);
-    product(head, tokens_, model_.vocab_size, model_.dim, /*float8=*/false);
+    product(head, {}, tokens_, model_.vocab_size, model_.dim);
     head.forward.push_back(Kernel::memory("cross_entropy", 2 * vocab));
     layer.saved_nbytes =
         bytes(2 * model_.dim) + bytes(model_.vocab_size) + rows_of_floats(3);
@@ -155,13 +161,15 @@ class ModelWork {
 
   /// Of a linear layer [rows, in] -> [rows, out]; in FP8 with what quantizes
   /// its gradient, and its input once more for the gradient of the weight.
+  /// @param module  of a layer; empty: the head's, which is never in FP8.
   void product(
       NodeWork& node,
+      const std::string& module,
       std::int64_t rows,
       std::int64_t out,
-      std::int64_t in,
-      bool float8 = true) const {
-    const std::string recipe = float8 ? float8_ : std::string();
+      std::int64_t in) const {
+    const std::string recipe =
+        module.empty() ? std::string() : float8_(layer_, module + ".weight");
     const double m = d(rows);
     const double n = d(out);
     const double k = d(in);
@@ -201,28 +209,26 @@ class ModelWork {
     node.backward.push_back(Kernel::memory("swiglu", 6 * row));
   }
 
-  void gate_up_down(std::int64_t width, NodeWork& node) const {
-    product(node, tokens_, width, model_.dim);
-    product(node, tokens_, width, model_.dim);
+  void gate_up_down(
+      const std::string& module,
+      std::int64_t width,
+      NodeWork& node) const {
+    product(node, module + ".gate_proj", tokens_, width, model_.dim);
+    product(node, module + ".up_proj", tokens_, width, model_.dim);
     swiglu(node, tokens_, width);
-    product(node, tokens_, model_.dim, width);
+    product(node, module + ".down_proj", tokens_, model_.dim, width);
     // The product is added to the residual, which is copied there first.
     node.forward.push_back(
         Kernel::memory("copy", 2 * d(tokens_) * d(model_.dim) * size_));
-  }
-
-  void feed_forward(std::int64_t width, NodeWork& node) const {
-    norm(node, /*with_delta=*/true);
-    gate_up_down(width, node);
   }
 
   void attention(NodeWork& node) const {
     const std::int64_t q = model_.heads * model_.head_dim;
     const std::int64_t kv = model_.kv_heads * model_.head_dim;
     norm(node, /*with_delta=*/false);
-    product(node, tokens_, q, model_.dim);
-    product(node, tokens_, kv, model_.dim);
-    product(node, tokens_, kv, model_.dim);
+    product(node, "self_attn.q_proj", tokens_, q, model_.dim);
+    product(node, "self_attn.k_proj", tokens_, kv, model_.dim);
+    product(node, "self_attn.v_proj", tokens_, kv, model_.dim);
     const double rotated = d(tokens_) * d(q + kv) * size_;
     if (model_.block.attention.qk_norm != models::QkNorm::none) {
       node.forward.push_back(Kernel::memory("norm", 2 * rotated));
@@ -239,7 +245,7 @@ class ModelWork {
               d(config_.training.seq_len),
               model_.head_dim));
     }
-    product(node, tokens_, model_.dim, q);
+    product(node, "self_attn.o_proj", tokens_, model_.dim, q);
   }
 
   /// Input, rotated queries and keys, values, result, its log-sum-exp, and what
@@ -257,7 +263,8 @@ class ModelWork {
 
   const Config& config_;
   const models::ModelConfig& model_;
-  std::string float8_;
+  std::int64_t layer_;
+  const Float8RecipeOf& float8_;
   double size_;  ///< of an element of activations
   std::int64_t tokens_;
 };
@@ -267,16 +274,19 @@ class ModelWork {
 void add_model_work(
     const Config& config,
     const models::ModelConfig& model,
-    const std::string& float8,
+    const Float8RecipeOf& float8,
     plan::Job& job) {
-  const ModelWork work(config, model, float8);
-  job.ends = work.ends();
-  job.layer_kinds = {work.dense()};
-  if (model.moe.num_experts > 0) {
-    job.layer_kinds.push_back(work.experts());
-  }
+  job.ends = ModelWork(config, model, 0, float8).ends();
   for (std::int64_t layer = 0; layer < model.layers; ++layer) {
-    job.kind_of_layer.push_back(model.has_experts(layer) ? kExperts : kDense);
+    const ModelWork work(config, model, layer, float8);
+    const LayerWork kind =
+        model.has_experts(layer) ? work.experts() : work.dense();
+    const auto found = std::ranges::find(job.layer_kinds, kind);
+    job.kind_of_layer.push_back(
+        static_cast<int>(found - job.layer_kinds.begin()));
+    if (found == job.layer_kinds.end()) {
+      job.layer_kinds.push_back(kind);
+    }
   }
   const std::int64_t seq = config.training.seq_len;
   job.flops_per_token = models::flops_per_token(model, seq);

@@ -1,6 +1,7 @@
 #include "flatshard/train/plan/planned_run.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/layout/padding.h"
 #include "flatshard/models/llama.h"
 #include "flatshard/models/moe.h"
 #include "flatshard/nn/module_tree.h"
@@ -196,7 +197,10 @@ class ShapeMaker {
     return units;
   }
 
-  std::string recipe() const { return recipe_; }
+  /// Of the parameter with this main name; empty: it is not in FP8.
+  std::string recipe_of(const std::string& name) const {
+    return float8_names_.contains(name) ? recipe_ : std::string();
+  }
 
  private:
   void add(const OwnedParameter& p, UnitShape& unit) const {
@@ -219,6 +223,9 @@ class ShapeMaker {
         recipe_ = float8::to_string(format->recipe);
         group->float8.emplace();
       }
+    }
+    if (format) {
+      float8_names_.insert(p.name);
     }
     group->tensors.push_back(
         {p.name, p.shape, Granularity::parse(config_.parallelism.granularity)});
@@ -282,6 +289,7 @@ class ShapeMaker {
   FullyShardOptions options_;
   mutable std::optional<Float8Format> format_;  ///< of all FP8 weights
   mutable std::string recipe_;
+  mutable std::set<std::string> float8_names_;
 };
 
 /// As choose_copy_engines, where NVLink joins the GPUs of a host.
@@ -360,6 +368,25 @@ std::int64_t copied_gradients_nbytes(
   return sum;
 }
 
+/// As fully_shard.
+void check_padding(const Config& config, const plan::Job& job) {
+  std::vector<FlatLayout> layouts;
+  for (const plan::UnitPlan& unit : plan::plan_units(job)) {
+    for (const plan::GroupPlan& group : unit.groups) {
+      layouts.push_back(group.layout);
+    }
+  }
+  std::vector<const FlatLayout*> pointers;
+  for (const FlatLayout& layout : layouts) {
+    pointers.push_back(&layout);
+  }
+  if (const auto text = describe_excessive_padding(
+          pointers,
+          config.parallelism.max_padding)) {
+    FLATSHARD_THROW(config, "{}", *text);
+  }
+}
+
 /// As spend_memory_budget.
 void spend_memory_budget(const Config& config, plan::Job& job) {
   const auto budget =
@@ -425,12 +452,20 @@ plan::Job plan_job(
       job.overlap.dense.push_back(!model.has_experts(layer));
     }
   }
-  add_model_work(config, model, maker.recipe(), job);
+  add_model_work(
+      config,
+      model,
+      [&](std::int64_t layer, std::string_view weight) {
+        return maker.recipe_of(
+            fmt::format("model.layers.{}.{}", layer, weight));
+      },
+      job);
   const Strategy strategy = Strategy::named(
       strategy_name(config),
       static_cast<int>(mesh_axes(config).size()));
   const CopyEngines copies = copy_engines_of(config, strategy, job);
-  job.copy_gathers = copies.gather();
+  job.copy_forward_gathers = copies.gather();
+  job.copy_backward_gathers = copies.gathers == CopyEngines::Gathers::all;
   job.copy_reductions = copies.reductions_nbytes > 0;
   if (job.copy_reductions) {
     job.other_nbytes["copied gradients"] =
@@ -454,6 +489,7 @@ plan::Job plan_job(
           2 * ((window + kHalf - 1) / kHalf * kHalf);
     }
   }
+  check_padding(config, job);
   spend_memory_budget(config, job);
   return job;
 }

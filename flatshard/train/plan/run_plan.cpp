@@ -39,6 +39,16 @@ std::string row(
              : fmt::format("  {:<22}{:>14}  {}\n", name, value, remark);
 }
 
+/// What has no price.
+void check_priced(const Config& config) {
+  FLATSHARD_CHECK(
+      config.precision.compute == at::kBFloat16,
+      config,
+      "precision.compute = {}: tables of GPUs have the rates of bfloat16 "
+      "products; set precision.compute = \"bfloat16\" to plan the run",
+      config::word_of(config.precision.compute));
+}
+
 std::string headline(const RunPlan& plan, const PlannedMachines& machines) {
   const config::Training& training = plan.config.training;
   return fmt::format(
@@ -166,6 +176,7 @@ Config config_of_preset(
 
 RunPlan plan_run(const Config& config, const PlannedMachines& machines) {
   RunPlan plan{.config = resolve_config(config, machines.ranks)};
+  check_priced(plan.config);
   plan.model = model_config(plan.config);
   plan.job = plan_job(
       plan.config,
@@ -184,12 +195,13 @@ std::optional<double> planned_step_seconds(
   const std::string_view table =
       device.is_cuda() ? plan::table_of_device(cuda_device_name(device))
                        : std::string_view();
-  if (table.empty()) {
+  // Where a rank sees no GPU but its own, nothing says how many share a host.
+  if (table.empty() || (ranks > 1 && num_cuda_devices() == 1)) {
     return std::nullopt;
   }
   try {
-    const plan::Job job =
-        plan_job(config, model, ranks, std::max(1, num_cuda_devices()));
+    check_priced(config);
+    const plan::Job job = plan_job(config, model, ranks, num_cuda_devices());
     return plan::estimate(job, plan::find_gpu(std::string(table))).step.seconds;
   } catch (const Error& error) {
     // A run that cannot be planned, such as FP8 without rates, trains all the

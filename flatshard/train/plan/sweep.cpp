@@ -42,8 +42,8 @@ class Sweeper {
 
   Sweep run() {
     // What is wrong with the config itself is said at once.
-    const Config resolved = resolve_config(config_, machines_.ranks);
-    experts_ = model_config(resolved).moe.num_experts;
+    const RunPlan own = plan_run(config_, machines_);
+    experts_ = own.model.moe.num_experts;
     for (const Way& layout : layouts()) {
       for (const auto recompute :
            {models::ActivationCheckpoint::none,

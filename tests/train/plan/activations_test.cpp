@@ -109,5 +109,40 @@ TEST(Activations, OfABlockWithExpertsAreNearThoseThatAutogradSaves) {
       0.03);
 }
 
+// Kernels in FP8 are those of the weights that are in FP8.
+TEST(Work, KindsOfLayersDifferByTheirFloat8Weights) {
+  const auto kinds = [](const std::vector<std::string>& set) {
+    std::vector<std::string> all{
+        "model.layers=4",
+        "model.dim=64",
+        "training.seq_len=128"};
+    all.insert(all.end(), set.begin(), set.end());
+    const Config config = config_of(all);
+    return plan_job(config, model_config(config), 1, 1);
+  };
+  const auto num_float8 = [](const plan::LayerWork& layer) {
+    std::int64_t count = 0;
+    for (const auto& [node, work] : layer.nodes) {
+      for (const plan::Kernel& kernel : work.forward) {
+        count += kernel.recipe.empty() ? 0 : 1;
+      }
+    }
+    return count;
+  };
+  const plan::Job plain = kinds({});
+  EXPECT_EQ(plain.kind_of_layer, (std::vector<int>{0, 0, 0, 0}));
+  EXPECT_EQ(num_float8(plain.layer_kinds[0]), 0);
+  const plan::Job all = kinds({"float8.recipe=rowwise"});
+  EXPECT_EQ(all.kind_of_layer, (std::vector<int>{0, 0, 0, 0}));
+  EXPECT_EQ(num_float8(all.layer_kinds[0]), 7);
+  const plan::Job some = kinds(
+      {"float8.recipe=rowwise",
+       "float8.keep_first_last=true",
+       "float8.exclude=*o_proj*"});
+  EXPECT_EQ(some.kind_of_layer, (std::vector<int>{0, 1, 1, 0}));
+  EXPECT_EQ(num_float8(some.layer_kinds[0]), 0);
+  EXPECT_EQ(num_float8(some.layer_kinds[1]), 6);
+}
+
 }  // namespace
 }  // namespace flatshard

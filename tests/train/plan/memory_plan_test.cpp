@@ -158,6 +158,13 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"rowwise", 2, {kNone, "float8.recipe=rowwise"}},
         Case{"tensorwise", 2, {kNone, "float8.recipe=tensorwise"}},
         Case{
+            "first_and_last_in_bfloat16",
+            2,
+            {kNone,
+             "float8.recipe=tensorwise",
+             "float8.keep_first_last=true",
+             "float8.exclude=*.o_proj.weight"}},
+        Case{
             "mxfp8",
             2,
             {kNone, "float8.recipe=mxfp8", "float8.column_plane=stored"}},
