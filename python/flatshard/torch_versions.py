@@ -1,8 +1,8 @@
 """Private names of torch that the package uses, and differences between torch's versions.
 
 Each stands here with its reason. Those of DTensors are in _tensor/. A test of
-tests/python/torch_names_test.py reports the name that another torch changed. docs/guides/python.md
-lists the versions that were tried.
+tests/python/torch_names_test.py reports the name that another torch changed.
+docs/reference/compatibility.md lists the versions that were tried.
 """
 
 import functools

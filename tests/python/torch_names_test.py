@@ -553,7 +553,7 @@ def test_torch_has(name, mesh):
         where = used().get(name, "torch_versions.py")
         pytest.fail(
             f"torch {torch.__version__} changed {name}, which {where} uses "
-            f"(docs/guides/python.md, Versions): {error!r}"
+            f"(docs/reference/compatibility.md, Versions): {error!r}"
         )
 
 
