@@ -179,8 +179,9 @@ void run_plan(
 void add_plan_command(CLI::App& program, const std::vector<std::string>& argv) {
   CLI::App* command = program.add_subcommand(
       "plan",
-      "Say what a run takes before it starts: bytes of a rank, time of a step, "
-      "days");
+      "Print what a run needs before it starts: the bytes of a rank, the time "
+      "of "
+      "a step, GPU-hours");
   const auto arguments = std::make_shared<PlanArguments>();
   command->add_option(
       "config",
@@ -200,7 +201,7 @@ void add_plan_command(CLI::App& program, const std::vector<std::string>& argv) {
       ->add_option(
           "--ranks-per-host",
           arguments->machines.ranks_per_host,
-          "GPUs that NVLink joins; beyond them goes the network [8]")
+          "GPUs of a host, which NVLink joins; the network joins hosts [8]")
       ->check(CLI::Range(1, 1 << 20));
   command->add_option(
       "--gpu",
@@ -209,12 +210,13 @@ void add_plan_command(CLI::App& program, const std::vector<std::string>& argv) {
   command->add_option(
       "--tokens",
       arguments->tokens,
-      "Say GPU-hours and days for so many, such as 15T or 300B");
+      "Print GPU-hours and days for so many tokens, such as 15T or 300B");
   command->add_flag(
       "--sweep",
       arguments->sweep,
-      "Try strategies, replicas, recompute, batches, FP8 and expert degrees: "
-      "what fits by tokens/s, and what does not");
+      "Try strategies, replicas, recompute, batches, FP8 and expert degrees, "
+      "and "
+      "print what fits, the fastest first, and what does not");
   command->add_option(
       "--svg",
       arguments->svg,

@@ -9,8 +9,8 @@ class App;
 
 namespace flatshard {
 
-/// flatshard plan: what a run takes before it starts, and --calibrate, which
-/// measures the GPU that it is planned for.
+/// Adds `flatshard plan`, which prints what a run needs before it starts, and
+/// with --calibrate measures this machine's GPU.
 /// @param argv  of main: --calibrate starts ranks with it.
 void add_plan_command(CLI::App& program, const std::vector<std::string>& argv);
 

@@ -115,12 +115,15 @@ std::string step_text(const RunPlan& plan) {
     }
   }
   text +=
-      row("beside transfers",
+      row("contention",
           ms(std::max(0.0, step.compute_seconds - alone)),
-          "that they cost the computation");
+          "transfers and other streams slow the computation");
   text += row("exposed transfers", ms(step.exposed_seconds));
   for (const auto& [kind, seconds] : step.transfers) {
-    text += row("  " + kind, ms(seconds), "alone, most of it beside compute");
+    text +=
+        row("  " + kind,
+            ms(seconds),
+            "alone; most of it runs in parallel with compute");
   }
   text += row("host", ms(step.host_seconds), "to launch the step");
   text +=
@@ -142,11 +145,11 @@ std::string speed_text(
   text +=
       row("mfu",
           fmt::format("{:.1f} %", 100 * e.mfu),
-          "as the trainer counts: attention in full");
+          "as the trainer reports it: attention in full");
   text +=
       row("mfu, causal",
           fmt::format("{:.1f} %", 100 * e.causal_mfu),
-          "attention below the diagonal alone");
+          "only attention below the diagonal");
   if (tokens) {
     const plan::Duration d = plan::duration_of(plan.job, e, *tokens);
     text +=
