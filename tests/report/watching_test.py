@@ -328,4 +328,4 @@ class Watching(unittest.TestCase):
 
 if __name__ == "__main__":
     PROGRAM = sys.argv.pop(1) if len(sys.argv) > 1 else PROGRAM
-    unittest.main(verbosity=0)
+    unittest.main(verbosity=2)
