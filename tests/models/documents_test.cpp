@@ -32,7 +32,8 @@ Llama packed_model(
       .ffn_dim = 40,
       .vocab_size = kPackedVocab,
       .max_seq_len = kPackedSeqLen,
-      .rope_theta = 1000.0};
+      .rope_theta = 1000.0,
+      .initializer_range = 0.2};  // so that attention matters
   if (experts) {
     config.family = "moe";
     config.qk_norm = true;
