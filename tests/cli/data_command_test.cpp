@@ -51,6 +51,43 @@ class DataCommand : public ::testing::Test {
   std::filesystem::path folder_;
 };
 
+TEST_F(DataCommand, ShowsSamples) {
+  run(
+      {"data",
+       "prepare",
+       "--input",
+       at("*.txt"),
+       "--output",
+       at("corpus"),
+       "--validation-fraction",
+       "0"});
+  // In the order of length, and packed; elsewhere than on a terminal.
+  EXPECT_EQ(
+      run({"data", "show", at("corpus"), "--seq-len", "20"}),
+      "sample 0 of 1\n"
+      "--- document 1: 10 tokens, 9 of them trained\n"
+      "s[[ome text<|endoftext|>]]\n"
+      "--- document 2: 10 tokens, 9 of them trained\n"
+      "m[[ore text<|endoftext|>]]\n"
+      "--- 2 tokens of padding\n");
+  EXPECT_THAT(
+      run(
+          {"data",
+           "show",
+           at("corpus"),
+           "--seq-len",
+           "5",
+           "--packing",
+           "stream",
+           "--sample",
+           "2"}),
+      HasSubstr("sample 2 of 3\n--- document 1: "));
+  EXPECT_THROW(
+      run({"data", "show", at("corpus"), "--packing", "pages"}),
+      CLI::ParseError);
+  EXPECT_THROW(run({"data", "show", at("corpus"), "--sample", "9"}), Error);
+}
+
 TEST_F(DataCommand, PreparesAndShowsACorpus) {
   const std::string made = run(
       {"data",

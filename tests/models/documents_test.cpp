@@ -33,7 +33,8 @@ Llama packed_model(
       .ffn_dim = 40,
       .vocab_size = kPackedVocab,
       .max_seq_len = kPackedSeqLen,
-      .rope_theta = 1000.0};
+      .rope_theta = 1000.0,
+      .initializer_range = 0.2};  // so that attention matters
   if (windows) {
     config.block.attention.window = 3;
     config.block.attention.window_pattern = {true, false};
