@@ -366,9 +366,13 @@ def _used_outside(function, args, kwargs):
 def become(tensor, data):
     """`tensor`, a leaf without gradient, is from now on what `data` is, a DTensor of the
     same shape: cut, of the dtype and on the device as that one. It stays the same object."""
-    if tensor.dtype != data.dtype or tensor.device != data.device:
-        with plain_attributes():
-            _set_data(tensor, data)
+    with plain_attributes():
+        shown = data
+        if data.is_meta:  # torch gives a tensor of another device no data on meta
+            piece = torch.empty_like(data._local_tensor, device=tensor.device)
+            shown = data.over(piece)
+        if tensor.dtype != shown.dtype or tensor.device != shown.device:
+            _set_data(tensor, shown)
     tensor._local_tensor, tensor._spec = data._local_tensor, data._spec
 
 
