@@ -91,10 +91,10 @@ void Executor::derive(Unit& unit, const Action& action) {
       action.part);
   const SlotView slot = acquire_weights(unit, action, streams_->gather());
   streams_->gather()->submit([&unit,
-                             slot,
-                             plane = action.plane,
-                             part = action.part,
-                             source = view(source.slot)] {
+                              slot,
+                              plane = action.plane,
+                              part = action.part,
+                              source = view(source.slot)] {
     unit.weights().derive_into(slot, plane, part, source);
   });
   source.read_by_gather.record(*streams_->gather());
