@@ -112,6 +112,9 @@ class ShardedTensor(WatchedTensor):
                 return None if result is None else args[0]
         given = args, kwargs
         if torch.is_grad_enabled() and name not in ("backward", "grad"):
+            if _has_activations(given) and (unsharded := _unsharded(given)) is not None:
+                args, kwargs = unsharded
+                return function(*args, **kwargs)
             args, kwargs = shard_gradients.alike(name, args, kwargs)
         try:
             return function(*args, **kwargs)
@@ -327,6 +330,15 @@ def _piece_beside(reference, value):
         and value._local_tensor.shape == reference._local_tensor.shape
     )
     return value._local_tensor if same else None
+
+
+def _has_activations(arguments):
+    """Whether shards meet plain tensors with a history, which are this rank's. An attempt to
+    compute with both would save tensors for the backward, which a checkpoint counts."""
+    return any(
+        tensor.requires_grad and tensor.dim() and not isinstance(tensor, DTensor)
+        for tensor in tensors_in(arguments)
+    )
 
 
 def _unsharded(arguments):
