@@ -27,7 +27,8 @@ class ExposedWaits {
 };
 
 /// The streams beside compute on which a Runtime gathers and reduces, each a
-/// queue of its own, so that none waits for another without an Event.
+/// queue of its own, so that none waits for another without an Event. Several
+/// Runtimes may share them.
 class CommStreams {
  public:
   /// @param has_outer  some gradients are reduced over an outer axis too (HSDP,

@@ -40,7 +40,12 @@ Executor::Executor(
           units.size(),
           observers,
           {.on_demand = options.slots_on_demand}),
-      streams_(mesh_->device(), options.streams, has_outer_stage(units)) {
+      streams_(
+          options.shared_streams ? options.shared_streams
+                                 : std::make_shared<CommStreams>(
+                                       mesh_->device(),
+                                       options.streams,
+                                       has_outer_stage(units))) {
   for (const auto& unit : units_) {
     states_[unit->id()].weights.resize(unit->weights().planes().num_slices());
     for (const auto& group : unit->groups()) {
@@ -58,7 +63,7 @@ Executor::HeldSlots Executor::held_slots(const Unit& unit) const {
 
 Executor::~Executor() {
   try {
-    streams_.synchronize();
+    streams_->synchronize();
   } catch (const std::exception& e) {
     if (!mesh_->has_verdict()) {  // that was thrown before
       log_error("while a runtime was destroyed: {}", e.what());
@@ -81,7 +86,7 @@ void Executor::forget_queued() {
 }
 
 void Executor::wait_for_all_written_weights() {
-  const auto stream = streams_.compute();
+  const auto stream = streams_->compute();
   for (const auto& unit : units_) {
     for (const auto& group : unit->groups()) {
       group->weights().progress().wait(*stream);
@@ -93,7 +98,7 @@ void Executor::reset() {
   // What failed may have left a stream with its error, and units half way
   // between two actions: everything is put to rest here.
   reduced_groups_.clear();
-  streams_.reset();
+  streams_->reset();
   mesh_->restart_communicators();
   all_reduced_ = {};
   all_outer_reduced_ = {};
@@ -152,7 +157,7 @@ void Executor::execute(const Action& action) {
 
 void Executor::join() {
   for (const Event* last : {&all_reduced_, &all_outer_reduced_}) {
-    streams_.compute_waits(*last);
+    streams_->compute_waits(*last);
     if (offloads_) {
       last->synchronize();  // who reads these gradients is the host
     }
@@ -174,7 +179,7 @@ void Executor::end_evaluation() {
 }
 
 void Executor::wait_for_written_weights() {
-  const auto stream = streams_.compute();
+  const auto stream = streams_->compute();
   for (const auto& unit : units_) {
     for (const auto& group : unit->groups()) {
       if (group->weights().resident() && !group->weights().has_refresh()) {
@@ -201,7 +206,7 @@ SlotView Executor::grads_slot(Unit& unit) {
         unit,
         {.unit = unit.id(), .role = SlotRole::gradients},
         unit.gradients().nbytes(),
-        streams_.compute(),
+        streams_->compute(),
         held.grads);
   }
   return view(held.grads);
@@ -212,7 +217,7 @@ void Executor::tell_unused(const SlotView& slot) const {
 }
 
 void Executor::rest(Unit& unit) {
-  const auto stream = streams_.compute();
+  const auto stream = streams_->compute();
   unit.gradients().drop();
   unit.pointers().clear();
   UnitState& held = state(unit);
@@ -235,7 +240,7 @@ void Executor::rest(Unit& unit) {
     slots_.release(slot, last_use, filler);
   };
   for (WeightSlot& weights : held.weights) {
-    give_back(weights.slot, streams_.gather());
+    give_back(weights.slot, streams_->gather());
     weights = {};
   }
   give_back(held.grads, stream);

@@ -71,7 +71,7 @@ class Executor {
 
   /// Lays streams, slots and units to rest, whatever they were at.
   void reset();
-  CommStreams& streams() { return streams_; }
+  CommStreams& streams() { return *streams_; }
 
   /// The step that errors and the flight recorder name.
   void set_step(std::int64_t step) { step_ = step; }
@@ -150,7 +150,7 @@ class Executor {
   const RuntimeObservers& observers_;
   const RuntimeOptions options_;
   PlannedSlots slots_;
-  CommStreams streams_;
+  std::shared_ptr<CommStreams> streams_;
   bool offloads_ = false;  ///< some group's main weights are in host memory
   Event all_reduced_;
   Event all_outer_reduced_;

@@ -14,7 +14,7 @@ namespace flatshard {
 void Executor::reduce(Unit& unit, bool collective, bool is_last) {
   UnitState& held = state(unit);
   if (held.reduced.recorded() && observers_.want_reduced_gradients(unit)) {
-    held.reduced.wait(*streams_.compute());
+    held.reduced.wait(*streams_->compute());
   }
   const SlotView slot = grads_slot(unit);
   unit.gradients().finish(slot);
@@ -38,11 +38,11 @@ void Executor::reduce(Unit& unit, bool collective, bool is_last) {
     }
   }
   Event filled;
-  filled.record(*streams_.compute());
-  filled.wait(*streams_.reduce());
+  filled.record(*streams_->compute());
+  filled.wait(*streams_->reduce());
   for (const Planned& p : planned) {
     queue_collectives(
-        *streams_.reduce(),
+        *streams_->reduce(),
         p.reduction.inner_groups(),
         [&unit, p, step = step_] {
           const CollectiveScope scope(step, unit.name());
@@ -53,7 +53,7 @@ void Executor::reduce(Unit& unit, bool collective, bool is_last) {
           }
         });
   }
-  held.grads_read.record(*streams_.reduce());
+  held.grads_read.record(*streams_->reduce());
   held.reduced = held.grads_read;
   all_reduced_ = held.reduced;
   reduce_outer(unit, planned);
@@ -66,13 +66,13 @@ void Executor::reduce_outer(Unit& unit, const std::vector<Planned>& planned) {
     return;
   }
   UnitState& held = state(unit);
-  held.grads_read.wait(*streams_.outer());
+  held.grads_read.wait(*streams_->outer());
   for (const Planned& p : planned) {
     if (p.inner == nullptr) {
       continue;
     }
     queue_collectives(
-        *streams_.outer(),
+        *streams_->outer(),
         p.reduction.outer_groups(),
         [&unit, p, step = step_] {
           const CollectiveScope scope(step, unit.name());
@@ -82,7 +82,7 @@ void Executor::reduce_outer(Unit& unit, const std::vector<Planned>& planned) {
         });
   }
   held.reduced = {};
-  held.reduced.record(*streams_.outer());
+  held.reduced.record(*streams_->outer());
   all_outer_reduced_ = held.reduced;
   if (std::any_of(planned.begin(), planned.end(), [](const Planned& p) {
         return p.reduction.path == GradientPipeline::Path::outer_of_slot;
@@ -108,9 +108,9 @@ void Executor::tell_reduced(Unit& unit) {
     return;
   }
   // After the unit's reduction, wherever that ended.
-  reduced.wait(*streams_.reduce());
-  streams_.reduce()->submit(tell);
-  reduced.record(*streams_.reduce());
+  reduced.wait(*streams_->reduce());
+  streams_->reduce()->submit(tell);
+  reduced.record(*streams_->reduce());
   all_reduced_ = reduced;
 }
 
@@ -131,7 +131,7 @@ void Executor::drop_unused_grads() {
     const auto of_all = std::make_shared<at::Tensor>();
     Communicator* const world = &mesh_->world(Purpose::reduce);
     queue_collectives(
-        *streams_.reduce(),
+        *streams_->reduce(),
         {&world, 1},
         [flags, of_all, device = mesh_->device(), world, step = step_] {
           const CollectiveScope scope(step, "which gradients there are");
@@ -139,8 +139,8 @@ void Executor::drop_unused_grads() {
           world->all_reduce(*of_all, ReduceOp::sum);
         });
     Event done;
-    done.record(*streams_.reduce());
-    done.wait(*streams_.compute());
+    done.record(*streams_->reduce());
+    done.wait(*streams_->compute());
     if (!in_doubt) {
       return;
     }
@@ -176,13 +176,13 @@ Event Executor::tell_unused_after_reduction(const Unit& unit) {
   // After an exception the slot may still be written by compute, and no
   // reduction follows.
   Event written;
-  written.record(*streams_.compute());
-  written.wait(*streams_.reduce());
-  held.grads_read.wait(*streams_.reduce());
-  streams_.reduce()->submit(
+  written.record(*streams_->compute());
+  written.wait(*streams_->reduce());
+  held.grads_read.wait(*streams_->reduce());
+  streams_->reduce()->submit(
       [this, slot = view(held.grads)] { tell_unused(slot); });
   Event last_use;
-  last_use.record(*streams_.reduce());
+  last_use.record(*streams_->reduce());
   return last_use;
 }
 
@@ -193,7 +193,7 @@ void Executor::release_drained() {
     slots_.release(
         drained.slot,
         std::move(drained.last_use),
-        streams_.compute());
+        streams_->compute());
   }
 }
 

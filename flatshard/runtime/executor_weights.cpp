@@ -45,7 +45,7 @@ void Executor::gather(Unit& unit, const Action& action) {
   WeightSlot* shards = nullptr;
   if (action.from_post_forward) {
     shards = &weight_slot(unit, unit.weights().planes().post_forward, kWhole);
-    shards->filled.wait(*streams_.gather());
+    shards->filled.wait(*streams_->gather());
   }
   std::vector<WeightPlanes::Gather> gathers;
   gathers.reserve(unit.groups().size());
@@ -55,13 +55,13 @@ void Executor::gather(Unit& unit, const Action& action) {
         !(shards != nullptr && group->weights().post_forward() != nullptr)) {
       gathers.back() = group->weights().plan_gather(copy_engines);
       if (gathers.back().is_first) {
-        group->weights().progress().wait(*streams_.gather());
+        group->weights().progress().wait(*streams_->gather());
       }
     }
   }
-  const SlotView slot = acquire_weights(unit, action, streams_.gather());
+  const SlotView slot = acquire_weights(unit, action, streams_->gather());
   queue_collectives(
-      *streams_.gather(),
+      *streams_->gather(),
       mesh_->communicators(Purpose::gather),
       [&unit,
        slot,
@@ -74,9 +74,9 @@ void Executor::gather(Unit& unit, const Action& action) {
         unit.weights().gather_into(slot, plane, part, gathers, from);
       });
   weight_slot(unit, action.plane, action.part)
-      .filled.record(*streams_.gather());
+      .filled.record(*streams_->gather());
   if (shards != nullptr) {
-    shards->read_by_gather.record(*streams_.gather());
+    shards->read_by_gather.record(*streams_->gather());
   }
 }
 
@@ -89,22 +89,22 @@ void Executor::derive(Unit& unit, const Action& action) {
       unit,
       unit.weights().planes().derived_from[action.plane],
       action.part);
-  const SlotView slot = acquire_weights(unit, action, streams_.gather());
-  streams_.gather()->submit([&unit,
-                             slot,
-                             plane = action.plane,
-                             part = action.part,
-                             source = view(source.slot)] {
+  const SlotView slot = acquire_weights(unit, action, streams_->gather());
+  streams_->gather()->submit([&unit,
+                              slot,
+                              plane = action.plane,
+                              part = action.part,
+                              source = view(source.slot)] {
     unit.weights().derive_into(slot, plane, part, source);
   });
-  source.read_by_gather.record(*streams_.gather());
+  source.read_by_gather.record(*streams_->gather());
   weight_slot(unit, action.plane, action.part)
-      .filled.record(*streams_.gather());
+      .filled.record(*streams_->gather());
 }
 
 // On compute, which has the weights until now and may have written them.
 void Executor::save_post_forward(Unit& unit, const Action& action) {
-  const auto compute = streams_.compute();
+  const auto compute = streams_->compute();
   const SlotView shards = acquire_weights(unit, action, compute);
   unit.weights().save_post_forward(
       view(weight_slot(unit, kComputePlane, kWhole).slot),
@@ -115,7 +115,7 @@ void Executor::save_post_forward(Unit& unit, const Action& action) {
 void Executor::release_post_forward(Unit& unit) {
   WeightSlot& held =
       weight_slot(unit, unit.weights().planes().post_forward, kWhole);
-  const auto compute = streams_.compute();
+  const auto compute = streams_->compute();
   const bool tells_unused = observers_.want_unused_slots();
   observers_.slots.tell(
       [&](SlotObserver& o) { o.slot_released(unit, held.slot); });
@@ -136,7 +136,7 @@ void Executor::release_post_forward(Unit& unit) {
 
 void Executor::await(Unit& unit, const Action& action) {
   WeightSlot& held = weight_slot(unit, action.plane, action.part);
-  streams_.compute_waits(held.filled);
+  streams_->compute_waits(held.filled);
   held.awaited = true;
   if (action.plane != kComputePlane) {
     return;  // layers ask for FP8 weights
@@ -157,7 +157,7 @@ void Executor::release(Unit& unit, const Action& action) {
     unit.pointers().clear();
     observers_.slots.tell([&](SlotObserver& o) { o.parameters_cleared(unit); });
   }
-  const auto stream = streams_.compute();
+  const auto stream = streams_->compute();
   const bool staged = held.read_by_gather.recorded();
   const bool tells_unused = observers_.want_unused_slots();
   if (!held.awaited && (!staged || tells_unused)) {
@@ -176,12 +176,12 @@ void Executor::release(Unit& unit, const Action& action) {
   if (staged) {
     // The gather stream read it as well, and compute need not wait for that.
     if (held.awaited || tells_unused) {
-      last_use.wait(*streams_.gather());
+      last_use.wait(*streams_->gather());
     }
     last_use = {};
-    last_use.record(*streams_.gather());
+    last_use.record(*streams_->gather());
   }
-  slots_.release(held.slot, last_use, streams_.gather());
+  slots_.release(held.slot, last_use, streams_->gather());
   held.awaited = false;
   held.read_by_gather = {};
 }

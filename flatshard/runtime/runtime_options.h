@@ -1,6 +1,7 @@
 #pragma once
 
 #include "flatshard/device/stream.h"
+#include "flatshard/runtime/comm_streams.h"
 #include "flatshard/runtime/copy_engines.h"
 #include "flatshard/runtime/debug_options.h"
 #include "flatshard/runtime/graph_options.h"
@@ -39,6 +40,9 @@ struct RuntimeOptions {
   /// fully_shard attaches the observers that carry these out.
   DebugOptions debug;
   GraphOptions graphs;
+  /// Streams of several Runtimes on one device, which then share the memory
+  /// that torch's allocator keeps for each stream. Null: its own.
+  std::shared_ptr<CommStreams> shared_streams;
 };
 
 }  // namespace flatshard

@@ -26,8 +26,7 @@ void add_tensor(const at::Tensor& tensor, nn::TensorList& out) {
   out.push_back(tensor);
   if (auto* const wrapper = at::functorch::maybeGetTensorWrapper(tensor)) {
     add_tensor(wrapper->value(), out);
-  } else if (
-      auto* const batched = at::functorch::maybeGetBatchedImpl(tensor)) {
+  } else if (auto* const batched = at::functorch::maybeGetBatchedImpl(tensor)) {
     add_tensor(batched->value(), out);
   }
 }

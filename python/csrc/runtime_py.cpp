@@ -28,6 +28,16 @@ at::Tensor linear_cross_entropy(
       runtime != nullptr ? runtime->sink() : nn::ModuleContextPtr());
 }
 
+// Threads of a CPU's streams may want the GIL for what they have queued.
+void delete_without_gil(CommStreams* streams) {
+  if (PyGILState_Check() != 0) {
+    const py::gil_scoped_release no_gil;
+    delete streams;
+  } else {
+    delete streams;
+  }
+}
+
 }  // namespace
 
 void bind_runtime(py::module_& m) {
@@ -52,13 +62,25 @@ void bind_runtime(py::module_& m) {
           py::arg("emulate_on_cpu"));
   // Python's optimizers write weights and say so afterwards, and parameters
   // without a gradient have none, as torch's.
+  py::class_<CommStreams, std::shared_ptr<CommStreams>>(
+      m,
+      "CommStreams",
+      "Streams that Runtimes of one mesh, or of several, share.")
+      .def(
+          py::init([](const Mesh& mesh) {
+            return std::shared_ptr<CommStreams>(
+                new CommStreams(mesh.device(), {}, /*has_outer=*/true),
+                delete_without_gil);
+          }),
+          py::arg("mesh"));
   py::class_<RuntimeOptions>(m, "RuntimeOptions")
       .def(
           py::init([](int prefetch,
                       bool copy_engines,
                       bool slots_on_demand,
                       bool trace,
-                      const GraphOptions& graphs) {
+                      const GraphOptions& graphs,
+                      std::shared_ptr<CommStreams> shared_streams) {
             return RuntimeOptions{
                 .prefetch = prefetch,
                 .copy_engines =
@@ -67,14 +89,16 @@ void bind_runtime(py::module_& m) {
                 .slots_on_demand = slots_on_demand,
                 .unused_grads_stay_undefined = true,
                 .trace = trace,
-                .graphs = graphs};
+                .graphs = graphs,
+                .shared_streams = std::move(shared_streams)};
           }),
           py::kw_only(),
           py::arg("prefetch"),
           py::arg("copy_engines"),
           py::arg("slots_on_demand"),
           py::arg("trace"),
-          py::arg("graphs"));
+          py::arg("graphs"),
+          py::arg("shared_streams"));
   py::class_<PyRuntime::TreeUnit>(
       m,
       "TreeUnit",

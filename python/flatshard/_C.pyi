@@ -148,6 +148,11 @@ class GraphOptions:
         self, *, enabled: bool, warmup_steps: int, audit: bool, emulate_on_cpu: bool
     ) -> None: ...
 
+class CommStreams:
+    """Streams that Runtimes of one mesh, or of several, share."""
+
+    def __init__(self, mesh: Mesh) -> None: ...
+
 class RuntimeOptions:
     def __init__(
         self,
@@ -157,6 +162,7 @@ class RuntimeOptions:
         slots_on_demand: bool,
         trace: bool,
         graphs: GraphOptions,
+        shared_streams: CommStreams | None,
     ) -> None: ...
 
 class TreeUnit:

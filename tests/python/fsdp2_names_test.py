@@ -78,7 +78,6 @@ def test_every_function():
             "set_manual_backward_finalization.True.*no_sync",
         ),
         (lambda m: m.finalize_backward(), "finalize_backward.*leave the call out"),
-        (lambda m: flatshard.share_comm_ctx([m]), "share_comm_ctx.*Leave the call out"),
         (lambda m: m.get_pending_gradients(), "get_pending_gradients.*are in .grad"),
     ],
 )

@@ -51,9 +51,14 @@ def test_a_slice_without_units_runs_while_whole(mesh, rank, world):
     single = copy.deepcopy(model)
     fully_shard(model, mesh=mesh)
     x = data(rank)
+    model.set_reshard_after_forward(True)
     with refused("weight of Linear .*unit root", RuntimeError):
         model(x), model[:1](x)
     model.unshard()
+    torch.testing.assert_close(model[:1](x), single[:1](x))
+    model.reshard()
+    model.set_reshard_after_forward(False)
+    model(x)
     torch.testing.assert_close(model[:1](x), single[:1](x))
 
 

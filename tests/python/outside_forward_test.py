@@ -8,6 +8,7 @@ import torch
 import torch.distributed.fsdp as fsdp2
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import flatshard
 
@@ -49,6 +50,7 @@ WAYS = {
     "module": lambda model, h: model.head(h),
     "weight": lambda model, h: nn.functional.linear(h, model.head.weight),
     "chunks": lambda model, h: torch.cat([model.head(part) for part in h.chunk(2)]),
+    "checkpoint": lambda model, h: checkpoint(model.head, h, use_reentrant=False),
     # A view of a shard is no parameter.
     "unshard": lambda model, h: (model.unshard(), h @ model.head.weight.t())[1],
 }
@@ -61,7 +63,7 @@ def test_a_head_outside_of_the_forward(way, method, tied, mesh, rank):
     found = []
     for library in LIBRARIES:
         model = shard(library, Model(tied), mesh)
-        if way != "module" and way != "chunks" and not tied:
+        if way in ("weight", "unshard") and not tied:
             model.head.bias.requires_grad_(False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses = []

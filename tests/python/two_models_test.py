@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from flatshard import fully_shard
-from tests.python.models import on_device
+from flatshard import fully_shard, share_comm_ctx
+from flatshard._fsdp.forward import state_of
+from tests.python.device import named_mesh, on_device
 
 STEPS = 12
 
@@ -65,6 +66,8 @@ def adversarial(models, x):
 def test_each_gets_its_gradients(step, strategy, number, mesh, rank, world):
     plain = [layers() for _ in range(number)]
     sharded = [shard(copy.deepcopy(m), mesh, strategy=strategy) for m in plain]
+    if number == 3:
+        share_comm_ctx(sharded)
     optimizers = [
         torch.optim.SGD([p for m in models for p in m.parameters()], lr=0.1)
         for models in (plain, sharded)
@@ -85,3 +88,38 @@ def test_each_gets_its_gradients(step, strategy, number, mesh, rank, world):
     for a, b in zip(plain, sharded):
         for (name, p), q in zip(a.named_parameters(), b.parameters()):
             torch.testing.assert_close(q.full_tensor(), p, msg=name)
+
+
+@pytest.mark.parametrize("outer", [1, 2])
+def test_streams_are_shared(outer, rank, world):
+    if world % outer != 0:
+        pytest.skip(f"needs a multiple of {outer} ranks")
+    mesh = named_mesh(outer=outer, dp=world // outer)
+    models = [shard(layers(), mesh) for _ in range(2)]
+    share_comm_ctx(models)
+    streams = [state_of(model).shared_streams for model in models]
+    assert streams[0] is streams[1] is not None
+    # One ends, and what it throws does not reach the other.
+    x = on_device(torch.randn(2, 6))
+    models[0](x).sum().backward()
+    with pytest.raises(ZeroDivisionError):
+        models[1].register_forward_hook(lambda *_: 1 // 0)
+        models[1](x)
+    models[1].reset_iter_state()
+    models[0](x).sum().backward()
+    models.pop()
+    models[0](x).sum().backward()
+
+
+def test_share_comm_ctx_is_for_outermost_modules_that_did_not_run(mesh):
+    share_comm_ctx([])
+    with pytest.raises(ValueError, match="expected modules that fully_shard wrapped"):
+        share_comm_ctx([layers()])
+    model = shard(layers(), mesh)
+    share_comm_ctx([model[0]])
+    with pytest.raises(ValueError, match="share_comm_ctx: unit 0 is part of a model"):
+        model(on_device(torch.randn(2, 6)))
+    model = shard(layers(), mesh)
+    model(on_device(torch.randn(2, 6)))
+    with pytest.raises(RuntimeError, match="call it before the first forward"):
+        share_comm_ctx([model])

@@ -80,15 +80,11 @@ def _convert(state, p, fn):
         return
     grad = p.shard.grad
     p.shard.grad = None
+    become(p.shard, p.shard.over(moved))
     if moved.is_meta:
-        # torch gives a tensor of another device no data on meta.
-        become(p.shard, p.shard.over(torch.empty_like(moved, device=state.home)))
-        p.shard._local_tensor = moved
         p.on_meta, state.initialized = True, False
         mark_of_meta({address_of(p.shard)}, state)
-        return
-    become(p.shard, p.shard.over(moved))
-    if grad is not None:
+    elif grad is not None:
         p.shard.grad = p.shard.over(fn(local_of(grad)))
 
 

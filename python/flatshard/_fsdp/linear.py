@@ -4,6 +4,7 @@ import weakref
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from flatshard.torch_versions import backward_hooks_of, in_functorch
@@ -22,10 +23,15 @@ class InPlaceLinear(nn.Linear):
         weight, bias = self.weight, self.bias
         if torch.compiler.is_compiling():
             return functional.linear(input, weight, bias)
-        root = self.__dict__["_flatshard_unit"].root
-        if root is None or not _is_plain(input, weight):
+        unit = self.__dict__["_flatshard_unit"]
+        if unit.root is not None and not _is_plain(input, weight):
+            # Outside of a forward: a checkpoint's recompute has to find the same.
+            is_shard = isinstance(weight, DTensor) and input.requires_grad
+            if is_shard and unit.unsharded(0) is not None:
+                weight, bias = self.weight, self.bias
+        if unit.root is None or not _is_plain(input, weight):
             return functional.linear(input, weight, bias)
-        return root.core.linear(input, weight, bias)
+        return unit.root.core.linear(input, weight, bias)
 
     def __reduce_ex__(self, protocol):
         """A copy is an nn.Linear that belongs to no unit."""

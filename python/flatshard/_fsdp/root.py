@@ -90,6 +90,7 @@ class Root:
                 prefetch=1 if options.prefetch is None else options.prefetch,
                 copy_engines=state.copy_engines,
                 slots_on_demand=self.slots_on_demand,
+                shared_streams=state.shared_streams,
                 trace=traces_steps(),
                 graphs=_C.GraphOptions(
                     enabled=self.cuda_graphs,

@@ -70,6 +70,11 @@ def check_units(units, parents, state):
                 "which is gathered inside of its forward; give only the inner one "
                 "cuda_graph=True"
             )
+        if parent >= 0 and unit.shared_streams is not None:
+            raise ValueError(
+                f"share_comm_ctx: unit {unit.name} is part of a model, whose streams it "
+                "has; give the outermost module instead"
+            )
         if has_graphs and unit.core.offloads:
             raise NotImplementedError(
                 f"cuda_graph is not supported in a model with CPUOffloadPolicy, "

@@ -27,6 +27,7 @@ from flatshard._tensor.writes import writes
 from flatshard.torch_versions import (
     grad_dtype_of,
     hooks_of_tensor,
+    in_backward,
     parameters_of,
 )
 
@@ -81,6 +82,7 @@ class UnitState:
     seen_list_writes: int = field(default_factory=lambda: writes.lists)
     ignored: list = field(default_factory=list)  # places of ignored_params
     loads_by_assign: bool = False  # the load_state_dict that runs
+    shared_streams: _C.CommStreams | None = None  # of share_comm_ctx, for the root
     home: torch.device = None  # where the core has its shards
     is_outdated: bool = False  # a Root before had its core
     has_run: bool = False  # so optimizers may have states for its rows
@@ -226,7 +228,7 @@ class UnitState:
     def unsharded(self, index):
         """What modules see of parameter `index`, where the unit stays unsharded after its
         forward, else None. Unshards it, which is nothing to do after a training forward."""
-        if self.root is None or self.root.reshards(self):
+        if self.root is None or in_backward() or self.root.reshards(self):
             return None
         self.root.core.unshard(self.id, True)
         p = self.parameters[index]

@@ -4,6 +4,7 @@ import functools
 
 from torch import nn
 
+from flatshard import _C
 from flatshard._fsdp.forward import run_forward, state_of, wrapped
 from flatshard._fsdp.module import FSDPModule
 from flatshard._graphs.unit_graph import UnitGraph
@@ -30,12 +31,29 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[nn.Module]) -> None:
-    """FSDP2's, for the chunks of a pipeline that share streams; raises an error."""
-    raise NotImplementedError(
-        "share_comm_ctx is not supported: each outermost module has streams of its own. "
-        "Leave the call out, it changes no value; or wrap the chunks of one process as one "
-        "model, whose outermost module calls them"
-    )
+    """The models share the streams of their all-gathers and reductions, so that torch's
+    allocator keeps memory for one set of streams. For the chunks of a pipeline.
+
+    Args:
+        modules: outermost modules that fully_shard wrapped, before their first forward.
+    """
+    states = []
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(
+                "share_comm_ctx: expected modules that fully_shard wrapped, got a "
+                f"{type(module).__name__}"
+            )
+        states.append(state_of(module))
+        if states[-1].root is not None:
+            raise RuntimeError(
+                f"share_comm_ctx: a {type(module).__name__} ran, or was unsharded, before; "
+                "call it before the first forward"
+            )
+    if states:
+        streams = _C.CommStreams(states[0].mesh)
+        for state in states:
+            state.shared_streams = streams
 
 
 def wrap_class(module, cuda_graph=False):

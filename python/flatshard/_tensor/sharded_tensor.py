@@ -112,6 +112,9 @@ class ShardedTensor(WatchedTensor):
                 return None if result is None else args[0]
         given = args, kwargs
         if torch.is_grad_enabled() and name not in ("backward", "grad"):
+            if _has_activations(given) and (unsharded := _unsharded(given)) is not None:
+                args, kwargs = unsharded
+                return function(*args, **kwargs)
             args, kwargs = shard_gradients.alike(name, args, kwargs)
         try:
             return function(*args, **kwargs)
@@ -329,6 +332,15 @@ def _piece_beside(reference, value):
     return value._local_tensor if same else None
 
 
+def _has_activations(arguments):
+    """Whether shards meet plain tensors with a history, which are this rank's. An attempt to
+    compute with both would save tensors for the backward, which a checkpoint counts."""
+    return any(
+        tensor.requires_grad and tensor.dim() and not isinstance(tensor, DTensor)
+        for tensor in tensors_in(arguments)
+    )
+
+
 def _unsharded(arguments):
     """`arguments` with unsharded parameters in place of shards, where their units stay
     unsharded after their forwards: a head that is called after its model's forward. Else
@@ -366,9 +378,13 @@ def _used_outside(function, args, kwargs):
 def become(tensor, data):
     """`tensor`, a leaf without gradient, is from now on what `data` is, a DTensor of the
     same shape: cut, of the dtype and on the device as that one. It stays the same object."""
-    if tensor.dtype != data.dtype or tensor.device != data.device:
-        with plain_attributes():
-            _set_data(tensor, data)
+    with plain_attributes():
+        shown = data
+        if data.is_meta:  # torch gives a tensor of another device no data on meta
+            piece = torch.empty_like(data._local_tensor, device=tensor.device)
+            shown = data.over(piece)
+        if tensor.dtype != shown.dtype or tensor.device != shown.device:
+            _set_data(tensor, shown)
     tensor._local_tensor, tensor._spec = data._local_tensor, data._spec
 
 
