@@ -207,6 +207,27 @@ bool begins(EventKind kind) {
   }
 }
 
+/// A GPU whose links are as slow as they are while compute runs. The network is
+/// not slower then.
+Gpu with_slowed_links(Gpu gpu) {
+  const auto slow = [](Curve& curve, double times) {
+    for (double& rate : curve.rates) {
+      rate /= times;
+    }
+  };
+  for (Curve* curve :
+       {&gpu.nvlink.all_gather,
+        &gpu.nvlink.reduce_scatter,
+        &gpu.nvlink.all_reduce,
+        &gpu.nvlink.all_to_all}) {
+    slow(*curve, gpu.contention.slowed_collectives);
+  }
+  slow(gpu.nvlink.copies, gpu.contention.slowed_copies);
+  slow(gpu.nvlink.copied_reductions, gpu.contention.slowed_copies);
+  gpu.passes["engine_copy"] /= gpu.contention.slowed_copies;
+  return gpu;
+}
+
 /// Writes the operations of steps: what the Executor does with streams and
 /// slots, on paper.
 class StepWriter {
@@ -216,11 +237,16 @@ class StepWriter {
       int microbatches,
       const std::vector<UnitPlan>& units,
       const Gpu& gpu)
-      : job_(job), units_(units), gpu_(gpu) {
+      : job_(job),
+        units_(units),
+        gpu_(gpu),
+        slowed_gpu_(with_slowed_links(gpu)) {
     const UnitPricer pricer(job, gpu);
+    const UnitPricer slowed_pricer(job, slowed_gpu_);
     for (const UnitPlan& unit : units) {
       specs_.push_back(unit.spec);
       prices_.push_back(pricer.price(unit));
+      slowed_prices_.push_back(slowed_pricer.price(unit));
     }
     weights_.resize(units.size());
     for (std::size_t u = 0; u < units.size(); ++u) {
@@ -473,10 +499,16 @@ class StepWriter {
     kernel.what = dispatch ? "dispatch" : "combine";
     Operation transfer = kernel;
     transfer.link = job_.copy_exchange ? Link::copies : Link::collectives;
-    transfer.seconds =
-        job_.copy_exchange
-            ? copy_seconds(gpu_, job_.exchange_nbytes, group)
-            : seconds(gpu_, Transfer::all_to_all, job_.exchange_nbytes, group);
+    const auto price = [&](const Gpu& gpu) {
+      return job_.copy_exchange ? copy_seconds(gpu, job_.exchange_nbytes, group)
+                                : seconds(
+                                      gpu,
+                                      Transfer::all_to_all,
+                                      job_.exchange_nbytes,
+                                      group);
+    };
+    transfer.seconds = price(gpu_);
+    transfer.beside_compute = price(slowed_gpu_);
     if (dispatch == forward) {
       queue(std::move(kernel));
       return queue(std::move(transfer));
@@ -680,22 +712,29 @@ class StepWriter {
       add_wait(operation.waits, shards.filled);
       operation.link = Link::collectives;
       operation.seconds = prices.from_post_forward;
+      operation.beside_compute = slowed_prices_[action.unit].from_post_forward;
       held.filled = queue(std::move(operation));
       shards.read_by_gather = held.filled;
       return;
     }
     const bool compute_plane = action.plane == kComputePlane;
-    const Gathers& gather = compute_plane ? prices.compute : prices.float8;
-    operation.seconds = copies ? gather.by_copies : gather.by_collective;
-    if (action.part != kWhole) {
-      operation.seconds *= as_double(spec.nbytes(action.plane, action.part)) /
-                           as_double(spec.weights_nbytes[action.plane]);
-    }
+    const double share =
+        action.part == kWhole
+            ? 1
+            : as_double(spec.nbytes(action.plane, action.part)) /
+                  as_double(spec.weights_nbytes[action.plane]);
+    const bool is_first = states_[action.unit].updated != kNoOperation;
+    const auto price = [&](const UnitPrices& of) {
+      const Gathers& gather = compute_plane ? of.compute : of.float8;
+      return share * (copies ? gather.by_copies : gather.by_collective) +
+             (is_first ? of.spread : 0);
+    };
+    operation.seconds = price(prices);
+    operation.beside_compute = price(slowed_prices_[action.unit]);
     double encode = compute_plane ? prices.cast : 0;
     int& updated = states_[action.unit].updated;
-    if (updated != kNoOperation) {
+    if (is_first) {
       add_wait(operation.waits, std::exchange(updated, kNoOperation));
-      operation.seconds += prices.spread;
       encode += prices.encode;
     }
     if (encode > 0) {
@@ -745,12 +784,14 @@ class StepWriter {
 
   void reduce(const Action& action, int microbatch) {
     const UnitPrices& prices = prices_[action.unit];
+    const UnitPrices& slowed = slowed_prices_[action.unit];
     UnitState& state = states_[action.unit];
     const bool last_one = action.is_last;
     Operation operation{
         .stream = Stream::reduce,
         .link = job_.copy_reductions ? Link::copies : Link::collectives,
         .seconds = last_one ? prices.reduce_last : prices.reduce,
+        .beside_compute = last_one ? slowed.reduce_last : slowed.reduce,
         .what = "reduce",
         .unit = action.unit,
         .microbatch = microbatch};
@@ -769,6 +810,7 @@ class StepWriter {
           {.stream = Stream::outer,
            .link = Link::collectives,
            .seconds = prices.outer,
+           .beside_compute = slowed.outer,
            .waits = {state.reduced},
            .what = "reduce over replicas",
            .unit = action.unit,
@@ -840,8 +882,10 @@ class StepWriter {
   const Job& job_;
   const std::vector<UnitPlan>& units_;
   const Gpu& gpu_;
+  const Gpu slowed_gpu_;
   std::vector<UnitSpec> specs_;
   std::vector<UnitPrices> prices_;
+  std::vector<UnitPrices> slowed_prices_;  ///< of transfers beside compute
   std::vector<PlanStep> plan_;
   std::vector<std::vector<ScheduleEvent>> events_;
   std::vector<int> waits_;  ///< by position: the step that it waits for
