@@ -38,20 +38,22 @@ struct Estimate {
 /// the allocator's fragments.
 inline constexpr double kReserve = 0.05;
 
+/// Prices a job on a GPU.
 Estimate estimate(const Job& job, const Gpu& gpu);
 
-/// The same, but a job whose memory table alone does not fit is not priced: its
-/// peak is that table's sum.
+/// Prices a job as `estimate`, but a job whose memory table alone does not fit
+/// is not priced: its peak is that table's sum.
 Estimate estimate_if_table_fits(const Job& job, const Gpu& gpu);
 
-/// GPU-hours for so many tokens, and days on all ranks of the job.
+/// GPU-hours for a number of tokens, and days on all ranks of a job.
 struct Duration {
   double gpu_hours = 0;
   double days = 0;
 };
 Duration duration_of(const Job& job, const Estimate& estimate, double tokens);
 
-/// "512", "1.5B" or "15T" as a number. @throws Error{config} for other texts.
+/// Returns "512", "1.5B" or "15T" as a number. @throws Error{config} for other
+/// texts.
 double parse_tokens(std::string_view text);
 
 }  // namespace flatshard::plan

@@ -60,18 +60,18 @@ struct LinkRates {
   Curve all_reduce;
   Curve all_to_all;
   Curve copies;  ///< by copy engines, of what a rank reads from its peers
-  /// Reduce-scatters by copy engines, with the sums.
+  /// The rate of reduce-scatters by copy engines has the sums in it.
   Curve copied_reductions;
 
   bool operator==(const LinkRates&) const = default;
 };
 
-/// How many times their time alone compute and transfers take while both run.
+/// Compute and transfers take so many times their time alone while both run.
 struct Contention {
-  double collectives = 1;         ///< compute, beside NCCL
-  double copies = 1;              ///< compute, beside copy engines
-  double slowed_collectives = 1;  ///< NCCL, beside compute
-  double slowed_copies = 1;       ///< copy engines, beside compute
+  double collectives = 1;         ///< compute, in parallel with NCCL
+  double copies = 1;              ///< compute, with copy engines
+  double slowed_collectives = 1;  ///< NCCL, in parallel with compute
+  double slowed_copies = 1;       ///< copy engines, with compute
 
   bool operator==(const Contention&) const = default;
 };
@@ -105,29 +105,30 @@ struct Gpu {
   double network_hop_us = 0;  ///< one step of a ring between hosts
   Contention contention;
 
-  /// Seconds of a product; `recipe` empty: bfloat16.
+  /// Returns the seconds of a product. An empty `recipe` is bfloat16.
   double product_seconds(
       Product product,
       double m,
       double n,
       double k,
       std::string_view recipe = {}) const;
-  /// Seconds of the products of `groups` experts with m rows each.
+  /// Returns the seconds of the products of `groups` experts with m rows each.
   double grouped_seconds(
       Product product,
       double groups,
       double m,
       double n,
       double k) const;
-  /// Seconds of causal attention of `heads` over `sequences` of `seq_len`.
+  /// Returns the seconds of causal attention of `heads` over `sequences` of
+  /// `seq_len`.
   double attention_seconds(
       bool backward,
       double sequences,
       double heads,
       double seq_len,
       std::int64_t head_dim) const;
-  /// Seconds of a pass over so many bytes. @throws Error{internal} for a kind
-  /// that is none of kPasses.
+  /// Returns the seconds of a pass over so many bytes. @throws Error{internal}
+  /// for a kind that is none of kPasses.
   double pass_seconds(std::string_view kind, double nbytes) const;
 
   bool operator==(const Gpu&) const = default;
@@ -146,7 +147,8 @@ inline constexpr std::array<std::string_view, 10> kPasses{
     "quantize",
     "engine_copy"};
 
-/// FLOPs of causal attention: 2 products in the forward, 5 in the backward.
+/// Returns the FLOPs of causal attention: 2 products in the forward, 5 in the
+/// backward.
 double attention_flops(
     bool backward,
     double sequences,
@@ -154,7 +156,7 @@ double attention_flops(
     double seq_len,
     double head_dim);
 
-/// Names of the tables that the program has.
+/// Returns the names of the tables that the program has.
 std::vector<std::string_view> gpu_names();
 
 /// Returns the name of the table for a GPU that the driver calls so, such as
@@ -173,7 +175,7 @@ Gpu find_gpu(const std::string& name_or_path);
 /// @throws Error{format} naming the key.
 Gpu parse_gpu(std::string_view text, const std::string& origin);
 
-/// A table as TOML, which `parse_gpu` reads back to an equal one.
+/// Returns a table as TOML, which `parse_gpu` reads back to an equal one.
 std::string to_toml(const Gpu& gpu);
 
 }  // namespace flatshard::plan

@@ -62,11 +62,11 @@ struct Job {
   bool clips = true;                  ///< the norm of all gradients is taken
   std::int64_t main_grads_size = 4;   ///< Precision::main_grads
   bool graphs = false;                ///< units run as CUDA graphs
-  /// Memory of a rank beside the units', by role.
+  /// Memory of a rank that is no unit's, by role.
   std::map<std::string, std::int64_t> other_nbytes;
 
   double tokens_per_rank = 0;  ///< of a step
-  /// Of forward and backward of a token, by both conventions of models/flops.h.
+  /// FLOPs of forward and backward, by both conventions of models/flops.h.
   double flops_per_token = 0;
   double causal_flops_per_token = 0;
 };
@@ -77,10 +77,10 @@ struct RoleBytes {
   std::int64_t nbytes = 0;
 };
 
-/// A job's units with their layouts.
+/// Returns a job's units with their layouts.
 std::vector<UnitPlan> plan_units(const Job& job);
 
-/// The rows of the memory table.
+/// Returns the rows of the memory table.
 std::vector<RoleBytes> memory_of(
     const Job& job,
     const std::vector<UnitPlan>& units);

@@ -15,7 +15,7 @@ struct Group {
   bool operator==(const Group&) const = default;
 };
 
-/// The group of `size` ranks that are `stride` apart.
+/// Returns the group of `size` ranks that are `stride` apart.
 Group group_of(
     std::int64_t size,
     std::int64_t stride,
@@ -23,10 +23,10 @@ Group group_of(
 
 enum class Transfer { all_gather, reduce_scatter, all_reduce, all_to_all };
 
-/// Seconds of a collective of `nbytes`: the whole buffer, for an all-to-all
-/// what one rank sends. Inside a host by the measured rate, between hosts by
-/// the network of all GPUs of the group on a host, whichever takes longer, and
-/// the latency of each step of a ring.
+/// Returns the seconds of a collective of `nbytes`: the whole buffer, for an
+/// all-to-all what one rank sends. Inside a host by the measured rate, between
+/// hosts by the network of all GPUs of the group on a host, whichever takes
+/// longer, and the latency of each step of a ring.
 double
 seconds(const Gpu& gpu, Transfer transfer, double nbytes, const Group& group);
 
@@ -34,7 +34,7 @@ seconds(const Gpu& gpu, Transfer transfer, double nbytes, const Group& group);
 /// piece. The group is on one host.
 double copy_seconds(const Gpu& gpu, double nbytes, const Group& group);
 
-/// Seconds of a reduce-scatter by copy engines, with the sums.
+/// Returns the seconds of a reduce-scatter by copy engines, with the sums.
 double
 copied_reduction_seconds(const Gpu& gpu, double nbytes, const Group& group);
 

@@ -19,7 +19,7 @@ struct ElementSizes {
   std::int64_t main = 4;
   std::int64_t compute = 2;
   std::int64_t reduce = 4;
-  /// Of the gradient between the backward and the optimizer.
+  /// The gradient has this size between the backward and the optimizer.
   std::int64_t gradient = 4;
 
   bool operator==(const ElementSizes&) const = default;
@@ -31,12 +31,12 @@ struct Float8Shape {
   /// Each plane has its own scales in each segment, one for each `block`
   /// elements; 0: each rank has all scales.
   std::int64_t sharded_scales_block = 0;
-  /// Of all scales, by parameter: numbers of float32.
+  /// By parameter: how many float32 scales its rows have on each rank.
   std::vector<std::int64_t> rows_scales;
-  /// Likewise of columns; empty: they are those of the rows.
+  /// Those of its columns; empty: columns share the scales of the rows.
   std::vector<std::int64_t> columns_scales;
   bool stored_columns = false;
-  /// Derived columns have scales of their own, which stand behind them.
+  /// Derived columns have their own scales, which follow them in the slot.
   bool scales_behind_columns = false;
   GatherParts gather_parts = GatherParts::recomputed;
 
@@ -53,7 +53,7 @@ struct GroupShape {
   /// How many ranks of the model lie between neighbours of each axis.
   std::vector<std::int64_t> axis_strides;
   ElementSizes sizes;
-  /// ParamGroupOptions of the same names.
+  /// These mean what they mean in ParamGroupOptions.
   bool keep_compute_weights = true;
   std::int64_t post_forward_ranks = 0;
   std::optional<Float8Shape> float8;

@@ -18,9 +18,9 @@ struct StepPlan {
   double host_seconds = 0;     ///< to launch the step
   double compute_seconds = 0;  ///< the compute stream is busy
   double exposed_seconds = 0;  ///< it waits for transfers
-  /// Of compute alone, without contention: by kind of kernel.
+  /// Seconds of compute by kind of kernel, without contention.
   std::map<std::string, double> kinds;
-  /// Of transfers alone, by kind.
+  /// Seconds of transfers by kind, without contention.
   std::map<std::string, double> transfers;
 
   std::int64_t slot_nbytes = 0;  ///< of the arena that the step needs

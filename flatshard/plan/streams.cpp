@@ -19,11 +19,6 @@ struct Queue {
   double left = 0;  ///< seconds alone
 };
 
-double slowed(Link link, const Contention& contention) {
-  return link == Link::collectives ? contention.slowed_collectives
-                                   : contention.slowed_copies;
-}
-
 }  // namespace
 
 std::string_view to_string(Stream stream) {
@@ -103,8 +98,8 @@ std::vector<Span> run_streams(
       if (operation.stream == Stream::compute) {
         return share * compute_rate;
       }
-      return computes && operation.link != Link::none
-                 ? share / slowed(operation.link, contention)
+      return computes && operation.beside_compute > 0
+                 ? share * operation.seconds / operation.beside_compute
                  : share;
     };
     double step = std::numeric_limits<double>::infinity();

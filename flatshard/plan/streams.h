@@ -25,7 +25,9 @@ enum class Link {
 struct Operation {
   Stream stream = Stream::compute;
   Link link = Link::none;
-  double seconds = 0;      ///< alone
+  double seconds = 0;  ///< alone
+  /// A transfer takes so many seconds while compute runs; 0: as many as alone.
+  double beside_compute = 0;
   std::vector<int> waits;  ///< operations that have to end before
   std::string what;        ///< e.g. "forward", "all-gather"
   UnitId unit = kNoUnit;
@@ -44,6 +46,9 @@ struct Span {
 /// its stream is free and its waits are over. Kernels of several streams share
 /// the GPU evenly, as if they ran one after the other. Compute and transfers
 /// are slower while both run, and transfers over one link share it.
+/// @param contention  of which that of compute counts.
+/// Operation::beside_compute
+///   has that of transfers.
 ///
 /// @return  by operation.
 /// @throws Error{internal} when operations wait for each other.

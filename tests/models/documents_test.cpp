@@ -36,6 +36,8 @@ Llama packed_model(
       .rope_theta = 1000.0,
       .initializer_range = 0.2};  // so that attention matters
   if (windows) {
+    config.family = "gemma2";
+    config.block = family_defaults("gemma2").block;
     config.block.attention.window = 3;
     config.block.attention.window_pattern = {true, false};
     config.block.attention.query_pre_attn_scalar = 9.0;

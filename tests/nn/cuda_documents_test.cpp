@@ -46,7 +46,8 @@ TEST_P(CudaDocuments, AttentionIsTheCpusOneByOne) {
           }
           TensorList leaves;
           for (const at::Tensor& t : {q, k, v}) {
-            leaves.push_back(t.to(device).to(dtype).requires_grad_());
+            leaves.push_back(
+                t.to(device, dtype, false, /*copy=*/true).requires_grad_());
           }
           const at::Tensor out =
               document_attention(leaves[0], leaves[1], leaves[2], documents);
@@ -78,7 +79,8 @@ TEST_P(CudaDocuments, RopeTakesPositions) {
     const at::Tensor x =
         at::randn({2, kSeq, 5, head_dim}, generator).to(GetParam());
     const auto run = [&](at::Device device, at::ScalarType dtype) {
-      const at::Tensor in = x.to(device).to(dtype).requires_grad_();
+      const at::Tensor in =
+          x.to(device, dtype, false, /*copy=*/true).requires_grad_();
       const auto [cos, sin] = table.get(kSeq, device);
       const at::Tensor out = rope(
           in,

@@ -82,6 +82,20 @@ TEST(StepPlan, ContentionMakesComputeLonger) {
   EXPECT_GT(step_of(job, gpu).device_seconds, before + 1);
 }
 
+// Rates inside a host are slower in parallel with compute, the network is not.
+TEST(StepPlan, ComputeSlowsTheLinksInsideAHost) {
+  Job job = timed_job(4, 4, 1, 2);
+  Gpu gpu = with_links(4, 0.9, 0.5);
+  gpu.network_gb_s = 1;  // far more than what a host has
+  const double before = step_of(job, gpu).device_seconds;
+  gpu.contention.slowed_collectives = 2;
+  EXPECT_GT(step_of(job, gpu).device_seconds, before + 1);
+  job.ranks_per_host = 1;
+  const double between = step_of(job, gpu).device_seconds;
+  gpu.contention.slowed_collectives = 1;
+  EXPECT_EQ(step_of(job, gpu).device_seconds, between);
+}
+
 // The gathers and reductions on the streams are those that the Scheduler
 // answers to the events of a plain step.
 TEST(StepPlan, HasTheSchedulersActions) {

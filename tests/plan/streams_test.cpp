@@ -37,7 +37,9 @@ TEST(Streams, ComputeIsSlowerBesideTransfers) {
 
 TEST(Streams, TransfersAreSlowerBesideCompute) {
   // Of 3 s of copies 1 is done after 2 s beside compute.
-  const auto spans = run_streams({gather(3), compute(2)}, {.slowed_copies = 2});
+  Operation slow = gather(3);
+  slow.beside_compute = 6;
+  const auto spans = run_streams({slow, compute(2)}, {});
   EXPECT_EQ(spans[1], (Span{0, 2}));
   EXPECT_EQ(spans[0], (Span{0, 4}));
 }

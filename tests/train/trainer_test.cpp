@@ -237,7 +237,7 @@ TEST_F(TrainerTest, LearnsAndWritesItsRun) {
   const Evaluated found = evaluate(
       {.model = run(),
        .data = (folder_ / "corpus").string(),
-       .sequences = Config{}.validation.sequences,
+       .sequences = 8,
        .seq_len = 32,
        .batch_size = 3,
        .device = "cpu"});

@@ -1,0 +1,42 @@
+#pragma once
+
+#include "flatshard/plan/job.h"
+
+#include <cstdint>
+
+namespace flatshard::plan {
+
+inline double as_double(std::int64_t n) {
+  return static_cast<double>(n);
+}
+
+/// Seconds of a gather.
+struct Gathers {
+  double by_collective = 0;
+  double by_copies = 0;
+};
+
+/// Seconds of a unit's collectives, by what they are for.
+struct UnitPrices {
+  Gathers compute;  ///< of all stored planes of this kind
+  Gathers float8;
+  double cast = 0;    ///< of main weights, before each gather
+  double spread = 0;  ///< with the first gather after a change
+  double encode = 0;  ///< in FP8, likewise
+  double derive = 0;
+  double from_post_forward = 0;
+  double save_post_forward = 0;
+  double reduce = 0;  ///< a microbatch that is not the last
+  double reduce_last = 0;
+  double reduce_sum = 0;  ///< passes over own memory beside it
+  double outer = 0;       ///< in the last microbatch
+  double accumulate = 0;
+  double optimizer = 0;
+  double norm = 0;
+};
+
+/// Returns the prices of a unit's collectives, and of the passes over its
+/// weights and gradients.
+UnitPrices price_unit(const UnitPlan& unit, const Job& job, const Gpu& gpu);
+
+}  // namespace flatshard::plan
