@@ -1,5 +1,6 @@
 // Experts of one's own, divided among ranks: tokens are sent to the ranks that
-// have theirs, and back. docs/get_started/quickstart_cpp.md#experts walks through it.
+// have theirs, and back. docs/get_started/quickstart_cpp.md#experts walks
+// through it.
 //   build-example/experts FOLDER        one rank has all experts
 //   build-example/experts FOLDER 2      two have half of them each; goes on
 //   build-example/experts FOLDER 4      and each half is sharded over two

@@ -1,4 +1,5 @@
-// Forward and backward of a step as one CUDA graph; docs/guides/cuda_graphs.md#whole-steps.
+// Forward and backward of a step as one CUDA graph;
+// docs/guides/cuda_graphs.md#whole-steps.
 //   build-example/whole_step
 //   torchrun --no-python --nproc_per_node 2 build-example/whole_step
 // Without a GPU a replay runs the recorded function again: for trying it.

@@ -7,7 +7,8 @@
 #include <string_view>
 
 // What GPUs of each compute capability do: the one place that knows. Errors,
-// `flatshard doctor`, `flatshard info` and docs/reference/gpus.md print this table.
+// `flatshard doctor`, `flatshard info` and docs/reference/gpus.md print this
+// table.
 namespace flatshard {
 
 enum class GpuFeature {

@@ -1,5 +1,5 @@
-// Mistakes that sharded runtimes are known to have made (docs/dev/regressions.md), in
-// what one group of parameters does.
+// Mistakes that sharded runtimes are known to have made
+// (docs/dev/regressions.md), in what one group of parameters does.
 #include "tests/group/groups.h"
 
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
-// Mistakes that sharded runtimes are known to have made (docs/dev/regressions.md), in
-// what an optimizer does to flat shards.
+// Mistakes that sharded runtimes are known to have made
+// (docs/dev/regressions.md), in what an optimizer does to flat shards.
 #include "flatshard/optim/adamw.h"
 #include "tests/optim/one_group.h"
 

@@ -1,5 +1,5 @@
-// Mistakes that sharded runtimes are known to have made (docs/dev/regressions.md):
-// what is allocated, kept, freed and read.
+// Mistakes that sharded runtimes are known to have made
+// (docs/dev/regressions.md): what is allocated, kept, freed and read.
 #include "tests/runtime/twin.h"
 #include "tests/support/message_of.h"
 

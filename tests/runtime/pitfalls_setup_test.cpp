@@ -1,5 +1,5 @@
-// Mistakes that sharded runtimes are known to have made (docs/dev/regressions.md):
-// wrapping, first values and options.
+// Mistakes that sharded runtimes are known to have made
+// (docs/dev/regressions.md): wrapping, first values and options.
 #include "tests/runtime/twin.h"
 
 #include "flatshard/group/initializer.h"

@@ -12,7 +12,8 @@
 namespace flatshard::testing {
 
 // Units with rows, which forwards and recomputes read, and columns, which the
-// rest of a backward reads. Layers ask for both. docs/guides/fp8.md has the table.
+// rest of a backward reads. Layers ask for both. docs/guides/fp8.md has the
+// table.
 
 inline constexpr PlaneId kRow = 0;
 inline constexpr PlaneId kColumn = 1;

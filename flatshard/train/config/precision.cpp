@@ -21,7 +21,8 @@ const ConfigKey kPrecisionKeys[] = {
 
     KEY(float8.recipe,
         "weights of linear layers are gathered and multiplied in FP8, see "
-        "docs/guides/fp8.md: a scale for each tensor, each row and column, each "
+        "docs/guides/fp8.md: a scale for each tensor, each row and column, "
+        "each "
         "128 x 128, or each 32 elements",
         .conflicts =
             {{{"precision.compute"},
