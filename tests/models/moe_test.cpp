@@ -29,8 +29,7 @@ ModelConfig shape_of(const std::string& family) {
       .rope_theta = 1000.0,
       .block =
           {.attention =
-               {.qk_norm =
-                    family == "mixtral" ? QkNorm::none : QkNorm::head}},
+               {.qk_norm = family == "mixtral" ? QkNorm::none : QkNorm::head}},
       .moe = {.num_experts = 8, .experts_per_token = 3, .ffn_dim = 16}};
   if (family == "mixtral") {
     c.moe.ffn_dim = 40;
