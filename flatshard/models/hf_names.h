@@ -19,10 +19,13 @@ namespace flatshard::models {
 //   and `mlp.experts.down_proj` [E, d, f], as transformers 5 has them in
 //   memory) and one entry for each expert there:
 //   `mlp.experts.N.gate_proj.weight` and so on, in Mixtral
-//   `block_sparse_moe.experts.N.w1.weight`.
+//   `block_sparse_moe.experts.N.w1.weight`;
+// - norms behind attention and the feed-forward part, `self_attn.post_norm` and
+//   `mlp.post_norm` here, and matrices that a family has in one there: see
+//   FamilyNames in families/family.h.
 
 /// Hugging Face's entries of one of our parameters: its slices along the first
-/// dimensions, in order.
+/// dimensions, in order, or rows of a tensor that several parameters share.
 std::vector<StoredEntry> hf_entries(
     const ModelConfig& config,
     const std::string& name,

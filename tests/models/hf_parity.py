@@ -452,11 +452,18 @@ def try_case(program, logits_program, folder, data, name, options):
     compare(f"{name}: the loss", ours.pop("loss").item(), loss.item(), loss.item())
     if set(ours) != set(theirs):
         sys.exit(f"FAILED {name}: {sorted(ours)} are not {sorted(theirs)}")
+    # The largest element of each parameter here, which all experts are one of.
+    scales = {}
+    for key, grad in theirs.items():
+        for name_here, part in split_as_here(model.config, key, grad):
+            value = part.abs().max().item()
+            scales[name_here] = max(scales.get(name_here, 0.0), value)
     furthest = 0.0
     for key, grad in theirs.items():
         apart = (ours[key] - grad).abs().max().item()
-        scale = grad.abs().max().item()
-        furthest = max(furthest, apart / scale if scale > 0 else 0.0)
+        parts = split_as_here(model.config, key, grad)
+        scale = max(scales[name_here] for name_here, _ in parts)
+        furthest = max(furthest, apart / scale)
         compare(f"{name}: elements of the gradient of {key}", apart, 0.0, scale)
 
     exported = folder / f"{name}-exported"

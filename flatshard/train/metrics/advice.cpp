@@ -99,8 +99,17 @@ std::int64_t activation_nbytes(
       model.head_dim > 0 ? model.head_dim : model.dim / model.heads;
   const std::int64_t queries = model.heads * head_dim;
   const std::int64_t keys_and_values = 2 * model.kv_heads * head_dim;
-  // Inputs of two norms, queries, keys, values and what attention gives.
-  const std::int64_t attention = 2 * model.dim + 2 * queries + keys_and_values;
+  const models::BlockOptions& block = model.block;
+  // Inputs of two norms, or with norms behind them also of attention and of the
+  // feed-forward part; queries, keys, values and what attention gives.
+  const std::int64_t inputs =
+      block.norms == models::NormPlacement::before ? 2 : 4;
+  const std::int64_t normed =
+      block.attention.qk_norm == models::QkNorm::none
+          ? 0
+          : queries + keys_and_values / 2;  // before their norms
+  const std::int64_t attention =
+      inputs * model.dim + 2 * queries + keys_and_values + normed;
   std::int64_t per_token = 0;
   for (std::int64_t layer = 0; layer < model.layers; ++layer) {
     std::int64_t hidden = model.ffn_dim;

@@ -98,5 +98,16 @@ TEST(Advice, ExpertsCountWhereATokenGoes) {
       model.layers * (2 * ffn + model.dim) * 2 * 2048);
 }
 
+TEST(Advice, NormsBehindPartsAndOfQueriesKeepTheirInputs) {
+  const Config config;
+  models::ModelConfig model = models::preset("llama3_8b");
+  const std::int64_t plain = activation_nbytes(config, model);
+  model.block.norms = models::NormPlacement::both;
+  model.block.attention.qk_norm = models::QkNorm::head;
+  EXPECT_EQ(
+      activation_nbytes(config, model) - plain,
+      model.layers * (2 * 4096 + 4096 + 1024) * 2 * 2048);
+}
+
 }  // namespace
 }  // namespace flatshard
