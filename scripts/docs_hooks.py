@@ -16,6 +16,10 @@ def on_page_markdown(markdown, page, **_):
         if path.startswith("docs/"):
             return link[0]
         name = f"`{path}`"
-        return name if text.strip("`") in (path, os.path.basename(path)) else f"{text} ({name})"
+        return (
+            name
+            if text.strip("`") in (path, os.path.basename(path))
+            else f"{text} ({name})"
+        )
 
     return LINK.sub(outside, markdown)

@@ -16,7 +16,7 @@ def load_tokenizer(path):
     os.environ.setdefault("USE_TORCH", "0")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
-        import jinja2  # noqa: F401: transformers needs it for templates
+        import jinja2  # noqa: F401  (transformers needs it for templates)
         from transformers import AutoTokenizer
     except ImportError as error:
         package = "jinja2" if error.name == "jinja2" else "transformers"
