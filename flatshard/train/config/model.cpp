@@ -89,11 +89,7 @@ const ConfigKey kModelKeys[] = {
     KEY(model.rope_theta, "base of the rotary embedding", .range = {1, 1e15}),
     KEY(model.rope_scaling,
         "how rotations are stretched for sequences longer than those of the "
-        "pretraining; auto: as preset and hf_config say",
-        .conflicts =
-            {{{"model.rope_factor"},
-              WHEN(scales_rope(c) && !c.model.rope_factor),
-              "a scaling needs the factor that sequences become longer by"}}),
+        "pretraining; auto: as preset and hf_config say"),
     KEY(model.rope_factor,
         "how many times longer sequences may be; max_seq_len becomes so much "
         "longer unless it is set",
@@ -193,6 +189,12 @@ const ConfigKey kModelKeys[] = {
 
 void check_model(const Config& config) {
   const Model& model = config.model;
+  FLATSHARD_CHECK(
+      !scales_rope(config) || model.rope_factor,
+      config,
+      "model.rope_scaling = \"{}\" needs model.rope_factor, how many times "
+      "longer sequences become; set it, e.g. 4.0",
+      word_of(model.rope_scaling));
   // Without any of the others the shape is that of init_from's config.json.
   if (model.hf_config.empty() && model.preset.empty() &&
       (model.init_from.empty() || model.dim)) {
