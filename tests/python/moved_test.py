@@ -146,7 +146,7 @@ def test_a_part_along_another_dimension(mesh, rank):
     found = []
     for moves in (False, True):
         torch.manual_seed(0)
-        model = on_device(nn.Sequential(nn.Linear(12, 6), nn.Linear(6, 4)))
+        model = on_device(nn.Sequential(nn.Linear(12, 24), nn.Linear(24, 4)))
 
         def columns(parameter):
             return Shard(1) if parameter.dim() == 2 else None
