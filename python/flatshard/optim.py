@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from flatshard import _C
+from flatshard._fsdp.renewal import follow_changes
 from flatshard._tensor.places import unit_of
 from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard.torch_versions import plain_attributes
@@ -64,6 +65,7 @@ class AdamW(torch.optim.Optimizer):
         )
         self._places = {}  # parameter -> (unit, index in it)
         undecayed = self._check_groups()
+        follow_changes(dict.fromkeys(unit for unit, _ in self._places.values()))
         self._check_units()
         decay = {g["weight_decay"] for g in self.param_groups} - {0, 0.0}
         for parameter in undecayed:

@@ -197,6 +197,35 @@ def test_the_cores_optimizer_names_a_parameter_that_was_frozen(mesh, rank):
         optimizer.step()
 
 
+@pytest.mark.parametrize("frozen", ["at first", "in an evaluation", "in a step"])
+def test_the_cores_optimizer_is_made_after_an_unfreezing(frozen, mesh, rank, world):
+    plain = three_layers().to(mesh.device_type)
+    if frozen == "at first":
+        plain[1].requires_grad_(False)
+    model = copy.deepcopy(plain)
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    x = torch.ones(2, 5, device=mesh.device_type)
+    if frozen != "at first":
+        # As peft's disable_adapter() does.
+        model[1].requires_grad_(False)
+        with torch.set_grad_enabled(frozen == "in a step"):
+            y = model(x)
+        if frozen == "in a step":
+            y.sum().backward()
+            model.zero_grad()
+    for m, made in ((plain, torch.optim.AdamW), (model, flatshard.optim.AdamW)):
+        m.requires_grad_(True)
+        optimizer = made(m.parameters(), lr=0.1)
+        for _ in range(2):
+            m(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, q in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(p.full_tensor(), q.detach(), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "convert", [lambda m: m.float(), lambda m: m.to(torch.float32)]
 )

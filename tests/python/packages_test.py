@@ -14,7 +14,7 @@ ALLOWED = {
     "float8": LOW,
     "_graphs": LOW,
     "_fsdp": LOW | {"float8", "_graphs"},
-    "optim": LOW,
+    "optim": LOW | {"_fsdp"},
     "diagnostics": {"_fsdp"},
     "checkpoint": LOW | {"_fsdp", "optim"},
     "moe": LOW | {"_fsdp"},

@@ -164,3 +164,14 @@ def why_fixed(unit, p):
     if unit.main_grads:
         return "whose modules write to main_grad"
     return None
+
+
+def follow_changes(units):
+    """Follows what `requires_grad` and dtypes became since the last forward, as the next
+    forward would. For those who read the core's groups in between. Collective."""
+    for unit in units:
+        if not unit.has_run and not unit.is_as_sharded():
+            shard_again(unit)
+    for root in dict.fromkeys(unit.root for unit in units if unit.root is not None):
+        if not all(unit.fits() for unit in root.units):
+            root.renew()
