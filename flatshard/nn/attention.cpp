@@ -31,34 +31,6 @@ at::Tensor repeat_heads(const at::Tensor& kv, std::int64_t times) {
       .reshape({b, t, h * times, d});
 }
 
-// [batch, seq, heads, head_dim], as q is.
-at::Tensor flash_attention(
-    const at::Tensor& q,
-    const at::Tensor& k,
-    const at::Tensor& v,
-    const AttentionArgs& args) {
-  std::optional<std::int64_t> before;  // tokens that one attends to
-  std::optional<std::int64_t> after;
-  if (args.window > 0) {
-    before = args.window - 1;
-    after = 0;
-  }
-  return std::get<0>(at::_flash_attention_forward(
-      q,
-      k,
-      v,
-      /*cum_seq_q=*/std::nullopt,
-      /*cum_seq_k=*/std::nullopt,
-      /*max_q=*/q.size(1),
-      /*max_k=*/k.size(1),
-      /*dropout_p=*/0.0,
-      /*is_causal=*/true,
-      /*return_debug_mask=*/false,
-      args.scale,
-      before,
-      after));
-}
-
 // One block of queries at a time, against the keys that its window reaches.
 // Arguments and result are [batch, heads, seq, head_dim].
 at::Tensor plain_attention(
@@ -124,15 +96,61 @@ bool flash_attention_takes(const at::Tensor& q) {
          at::globalContext().userEnabledFlashSDP();
 }
 
+at::Tensor flash_attention(
+    const at::Tensor& q,
+    const at::Tensor& k,
+    const at::Tensor& v,
+    const AttentionArgs& args,
+    const FlashSequences* sequences) {
+  std::optional<at::Tensor> offsets;
+  if (sequences != nullptr) {
+    offsets = sequences->offsets;
+  }
+  std::optional<std::int64_t> before;  // tokens that one attends to
+  std::optional<std::int64_t> after;
+  if (args.window > 0) {
+    before = args.window - 1;
+    after = 0;
+  }
+  const auto length = [&](const at::Tensor& x) {
+    return sequences != nullptr ? sequences->max_length : x.size(1);
+  };
+  return std::get<0>(at::_flash_attention_forward(
+      q,
+      k,
+      v,
+      offsets,
+      offsets,
+      length(q),
+      length(k),
+      /*dropout_p=*/0.0,
+      /*is_causal=*/true,
+      /*return_debug_mask=*/false,
+      own_scale(args),
+      before,
+      after));
+}
+
+std::optional<double> own_scale(const AttentionArgs& args) {
+  return args.scale == 0.0 ? std::nullopt : std::optional(args.scale);
+}
+
+bool are_grouped_heads(
+    const at::Tensor& q,
+    const at::Tensor& k,
+    const at::Tensor& v) {
+  return q.dim() == 4 && k.sizes() == v.sizes() && k.dim() == 4 &&
+         q.size(0) == k.size(0) && q.size(1) == k.size(1) &&
+         q.size(3) == k.size(3) && q.size(2) % k.size(2) == 0;
+}
+
 at::Tensor causal_attention(
     const at::Tensor& q,
     const at::Tensor& k,
     const at::Tensor& v,
     const AttentionArgs& wanted) {
   FLATSHARD_CHECK(
-      q.dim() == 4 && k.sizes() == v.sizes() && k.dim() == 4 &&
-          q.size(0) == k.size(0) && q.size(1) == k.size(1) &&
-          q.size(3) == k.size(3) && q.size(2) % k.size(2) == 0,
+      are_grouped_heads(q, k, v),
       usage,
       "causal_attention: expected q [b, t, h, d] and k, v [b, t, kv, d] with h "
       "a multiple of kv, got {}, {} and {}",
@@ -147,8 +165,6 @@ at::Tensor causal_attention(
     args.window = 0;  // it hides nothing
   }
   const bool has_kernel = args.window == 0 && args.soft_cap == 0.0;
-  const auto own_scale =
-      wanted.scale == 0.0 ? std::nullopt : std::optional(wanted.scale);
   at::Tensor out;
   if (has_kernel && cudnn_takes(q)) {
     const bool wants_grad =
@@ -163,7 +179,7 @@ at::Tensor causal_attention(
                           /*dropout_p=*/0.0,
                           /*is_causal=*/true,
                           /*return_debug_mask=*/false,
-                          own_scale))
+                          own_scale(wanted)))
               .transpose(1, 2);
   } else if (
       args.soft_cap == 0.0 && (args.window > 0 || q.size(3) > 128) &&
@@ -182,7 +198,7 @@ at::Tensor causal_attention(
           /*attn_mask=*/{},
           /*dropout_p=*/0.0,
           /*is_causal=*/true,
-          own_scale);
+          own_scale(wanted));
     } else {
       check_plain(q, args);
       out = plain_attention(

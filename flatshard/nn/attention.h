@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 
 namespace flatshard::nn {
 
@@ -19,6 +20,35 @@ struct AttentionArgs {
 /// Whether FlashAttention computes it: 16 bits on a GPU, head_dim a multiple of
 /// 8 up to 256.
 bool flash_attention_takes(const at::Tensor& q);
+
+/// Sequences of different lengths that follow one another.
+struct FlashSequences {
+  at::Tensor offsets;  ///< int32 [n + 1]
+  std::int64_t max_length = 0;
+};
+
+/// Causal FlashAttention; args.soft_cap is not read.
+/// @param q, k, v    [batch, seq, heads, head_dim], and with `sequences`
+/// [tokens,
+///   heads, head_dim]
+/// @param sequences  null: each row is one.
+/// @return           as q is
+at::Tensor flash_attention(
+    const at::Tensor& q,
+    const at::Tensor& k,
+    const at::Tensor& v,
+    const AttentionArgs& args,
+    const FlashSequences* sequences = nullptr);
+
+/// Of scores; unset: the kernels' own, 1 / sqrt(head_dim).
+std::optional<double> own_scale(const AttentionArgs& args);
+
+/// Whether these are q [b, t, h, d] and k, v [b, t, kv, d] with h a multiple of
+/// kv.
+bool are_grouped_heads(
+    const at::Tensor& q,
+    const at::Tensor& k,
+    const at::Tensor& v);
 
 /// Causal scaled-dot-product attention with grouped queries.
 ///

@@ -8,43 +8,9 @@
 #include <algorithm>
 #include <array>
 #include <numeric>
-#include <optional>
-#include <tuple>
 
 namespace flatshard::nn {
 namespace {
-
-std::optional<double> scale_of(const AttentionArgs& args) {
-  return args.scale == 0.0 ? std::nullopt : std::optional(args.scale);
-}
-
-at::Tensor flash(
-    const at::Tensor& q,
-    const at::Tensor& k,
-    const at::Tensor& v,
-    const Documents& documents,
-    const AttentionArgs& args) {
-  std::optional<std::int64_t> before;  // tokens that one attends to
-  std::optional<std::int64_t> after;
-  if (args.window > 0) {
-    before = args.window - 1;
-    after = 0;
-  }
-  return std::get<0>(at::_flash_attention_forward(
-      q.flatten(0, 1),
-      k.flatten(0, 1),
-      v.flatten(0, 1),
-      documents.offsets,
-      documents.offsets,
-      documents.max_length,
-      documents.max_length,
-      /*dropout_p=*/0.0,
-      /*is_causal=*/true,
-      /*return_debug_mask=*/false,
-      scale_of(args),
-      before,
-      after));
-}
 
 // No value of the offsets reaches the host.
 at::Tensor masked(
@@ -81,7 +47,7 @@ at::Tensor masked(
              mask.unsqueeze(1),
              /*dropout_p=*/0.0,
              /*is_causal=*/false,
-             scale_of(args))
+             own_scale(args))
       .transpose(1, 2);
 }
 
@@ -206,9 +172,7 @@ at::Tensor document_attention(
     const Documents& documents,
     const AttentionArgs& args) {
   FLATSHARD_CHECK(
-      q.dim() == 4 && k.sizes() == v.sizes() && k.dim() == 4 &&
-          q.size(0) == k.size(0) && q.size(1) == k.size(1) &&
-          q.size(3) == k.size(3) && q.size(2) % k.size(2) == 0 &&
+      are_grouped_heads(q, k, v) &&
           documents.positions.numel() == q.size(0) * q.size(1),
       usage,
       "document_attention: expected q [b, t, h, d], k, v [b, t, kv, d] with h "
@@ -220,7 +184,13 @@ at::Tensor document_attention(
       documents.positions.numel());
   at::Tensor out;
   if (args.soft_cap == 0.0 && flash_attention_takes(q)) {
-    out = flash(q, k, v, documents, args);
+    const FlashSequences sequences{documents.offsets, documents.max_length};
+    out = flash_attention(
+        q.flatten(0, 1),
+        k.flatten(0, 1),
+        v.flatten(0, 1),
+        args,
+        &sequences);
   } else if (q.is_cpu()) {
     out = one_by_one(q, k, v, documents, args);
   } else {

@@ -11,6 +11,17 @@
 namespace flatshard {
 namespace {
 
+// Appends "[section]" where the key is of another one than the key before.
+void begin_section(
+    std::string& text,
+    std::string_view& section,
+    const ConfigKey& key) {
+  if (key.section() != section) {
+    text += fmt::format("{}[{}]\n", section.empty() ? "" : "\n", key.section());
+    section = key.section();
+  }
+}
+
 // What nearly every run sets.
 constexpr std::array<std::string_view, 6> kOftenSet{
     "run.output_dir",
@@ -67,11 +78,7 @@ std::string to_toml(const Config& config) {
   std::string text;
   std::string_view section;
   for (const ConfigKey& key : config_keys()) {
-    if (key.section() != section) {
-      text +=
-          fmt::format("{}[{}]\n", section.empty() ? "" : "\n", key.section());
-      section = key.section();
-    }
+    begin_section(text, section, key);
     const std::string value = config::value_text(key.field(copy));
     text += value.empty() ? fmt::format("# {} is unset\n", key.name())
                           : fmt::format("{} = {}\n", key.name(), value);
@@ -85,11 +92,7 @@ std::string to_commented_toml(const Config& config) {
   std::string text;
   std::string_view section;
   for (const ConfigKey& key : config_keys()) {
-    if (key.section() != section) {
-      text +=
-          fmt::format("{}[{}]\n", section.empty() ? "" : "\n", key.section());
-      section = key.section();
-    }
+    begin_section(text, section, key);
     const ConfigField field = key.field(copy);
     const std::string value = config::value_text(field);
     text += as_comment(key.help);
@@ -143,13 +146,10 @@ std::string describe_config() {
   Config defaults;
   std::string text =
       "A training config is a TOML file. Every key may also be given as\n"
-      "--set section.key=value, which wins over the file.\n";
+      "--set section.key=value, which wins over the file.\n\n";
   std::string_view section;
   for (const ConfigKey& key : config_keys()) {
-    if (key.section() != section) {
-      text += fmt::format("\n[{}]\n", key.section());
-      section = key.section();
-    }
+    begin_section(text, section, key);
     const ConfigField field = key.field(defaults);
     const std::string value = config::value_text(field);
     text += fmt::format(
