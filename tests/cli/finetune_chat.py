@@ -8,15 +8,17 @@ usage: finetune_chat.py PROGRAM
 """
 
 import json
-import os
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 SKIPPED = 77
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.support.program import expect, run  # noqa: E402
+
 SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>"]
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}"
@@ -37,23 +39,6 @@ SMALL = [
     "checkpoint.interval=60",
     "metrics.log_freq=10",
 ]
-
-
-def expect(ok, what):
-    if not ok:
-        sys.exit(f"FAILED {what}")
-
-
-def run(program, *arguments):
-    done = subprocess.run(
-        [program, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "FLATSHARD_PYTHON": sys.executable},
-    )
-    expect(done.returncode == 0, f"{arguments}:\n{done.stdout}\n{done.stderr}")
-    return done.stdout + done.stderr
 
 
 def write_model(folder):

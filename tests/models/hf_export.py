@@ -23,6 +23,10 @@ from pathlib import Path
 
 SKIPPED = 77
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.support.program import expect, run  # noqa: E402
+
 TEXT = "the cat sat on the mat, and the h\u00e9ron flew.\n" * 40
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 
@@ -44,23 +48,6 @@ compute = "float32"
 interval = 2
 """
 SHAPE = "dim = 32\nlayers = 2\nheads = 4\nffn_dim = 64\nvocab_size = {}"
-
-
-def expect(ok, what):
-    if not ok:
-        sys.exit(f"FAILED {what}")
-
-
-def run(program, *arguments):
-    done = subprocess.run(
-        [program, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "FLATSHARD_PYTHON": sys.executable},
-    )
-    expect(done.returncode == 0, f"{arguments}:\n{done.stdout}\n{done.stderr}")
-    return done.stdout + done.stderr
 
 
 def export(program, folder, name, corpus, model):

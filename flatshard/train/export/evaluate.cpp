@@ -1,7 +1,6 @@
 #include "flatshard/train/export/evaluate.h"
 
 #include "flatshard/core/error.h"
-#include "flatshard/core/log.h"
 #include "flatshard/mesh/mesh.h"
 #include "flatshard/train/device.h"
 #include "flatshard/train/evaluation.h"
