@@ -173,7 +173,7 @@ Contents contents(const fs::path& folder) {
         bytes += files.at(piece.file)
                      .substr(
                          piece.offset,
-                         (piece.end - piece.begin) * sizeof(float));
+                         piece.box.numel() * sizeof(float));
       }
     }
   }
