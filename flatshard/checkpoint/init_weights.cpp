@@ -43,9 +43,8 @@ first_from(const FlatRuns& runs, std::int64_t numel, std::int64_t element) {
   if (run == runs.size()) {
     return numel;
   }
-  return run * runs.numel() + std::max<std::int64_t>(
-                                  element - runs.begin(run),
-                                  0);
+  return run * runs.numel() +
+         std::max<std::int64_t>(element - runs.begin(run), 0);
 }
 
 /// What one source has of a box.
@@ -56,8 +55,7 @@ void read_source(
     const FlatRuns& runs,
     const at::Tensor& values) {
   const std::int64_t first = first_from(runs, values.numel(), at);
-  const std::int64_t last =
-      first_from(runs, values.numel(), at + source.numel);
+  const std::int64_t last = first_from(runs, values.numel(), at + source.numel);
   const at::ScalarType dtype =
       scalar_type(source.from.entry->dtype, source.from.entry->name);
   const auto item = static_cast<std::int64_t>(c10::elementSize(dtype));

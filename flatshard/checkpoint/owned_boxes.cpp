@@ -53,10 +53,7 @@ void append(
         owned,
         role,
         shard,
-        shard.slice.boxes(
-            shard.shape,
-            shard.begin + first,
-            shard.begin + last),
+        shard.slice.boxes(shard.shape, shard.begin + first, shard.begin + last),
         shard.tensor.narrow(0, first, last - first));
   }
 }

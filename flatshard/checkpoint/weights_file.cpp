@@ -33,8 +33,9 @@ std::vector<std::vector<Rectangle>> all_gather_boxes(
     row = std::ranges::copy(mine[i].start, row).out;
     std::ranges::copy(mine[i].length, row);
   }
-  const at::Tensor out =
-      at::empty({group.size() * in.numel()}, in.options().device(group.device()));
+  const at::Tensor out = at::empty(
+      {group.size() * in.numel()},
+      in.options().device(group.device()));
   group.all_gather(out, in.flatten().to(group.device()));
   const at::Tensor all = out.cpu();
   const auto* numbers = all.const_data_ptr<std::int64_t>();
@@ -43,8 +44,7 @@ std::vector<std::vector<Rectangle>> all_gather_boxes(
     std::vector<Rectangle>& of_rank = boxes.emplace_back();
     for (std::int64_t i = 0; i < counts[rank]; ++i) {
       const std::int64_t* start =
-          numbers +
-          (static_cast<std::int64_t>(rank) * most + i) * 2 * ndim;
+          numbers + (static_cast<std::int64_t>(rank) * most + i) * 2 * ndim;
       of_rank.push_back(
           {{start, start + ndim}, {start + ndim, start + 2 * ndim}});
     }

@@ -59,9 +59,10 @@ std::vector<Rectangle> parse_boxes(
     std::int64_t version) {
   if (version == 1) {
     const auto [begin, end] = field.at("elements").range();
-    field.at("elements").check(
-        end <= tensor.numel(),
-        fmt::format("elements of {}", tensor.numel()));
+    field.at("elements")
+        .check(
+            end <= tensor.numel(),
+            fmt::format("elements of {}", tensor.numel()));
     return rectangles(tensor.shape, begin, end);
   }
   Rectangle box{
@@ -175,9 +176,8 @@ StoredTensor parse_tensor(
   field.at("shape").check(
       safetensors_nbytes(tensor.shape, item_nbytes, nbytes),
       "sizes whose product fits 63 bits");
-  field.at("pieces").each([&](const Field& piece) {
-    parse_piece(piece, files, version, tensor);
-  });
+  field.at("pieces").each(
+      [&](const Field& piece) { parse_piece(piece, files, version, tensor); });
   check_coverage(tensor, complete, field.where());
   return tensor;
 }

@@ -30,9 +30,9 @@ struct StoredFile {
 };
 
 /// A box of a tensor and where its elements lie in row-major order: in file
-/// `file`, from byte `offset` on, in the safetensors entry `entry`. A run of the
-/// flattened tensor that version 1 has as one piece may be several boxes of one
-/// entry.
+/// `file`, from byte `offset` on, in the safetensors entry `entry`. A run of
+/// the flattened tensor that version 1 has as one piece may be several boxes of
+/// one entry.
 struct StoredPiece {
   Rectangle box;
   std::int64_t file = 0;     ///< index into Manifest::files
@@ -77,8 +77,8 @@ std::string describe_tensor(std::string_view role, std::string_view name);
 std::string to_json(const Manifest& manifest);
 
 /// Reads what `to_json` wrote, and trusts none of it: every piece lies inside
-/// its tensor and its file, pieces cover their tensor exactly and do not overlap,
-/// file names do not leave the folder.
+/// its tensor and its file, pieces cover their tensor exactly and do not
+/// overlap, file names do not leave the folder.
 ///
 /// @param origin  the file's name, for messages.
 /// @param complete  false: what one rank wrote, whose pieces leave gaps.

@@ -140,12 +140,11 @@ std::map<std::pair<std::int64_t, std::string>, EntryPlace> entries_of(
   for (const StoredPiece& piece : tensor.pieces) {
     const auto nbytes = static_cast<std::uint64_t>(piece.box.numel()) * item;
     if (nbytes > 0) {
-      EntryPlace& place =
-          entries
-              .try_emplace(
-                  {piece.file, piece.entry},
-                  EntryPlace{piece.offset, 0})
-              .first->second;
+      EntryPlace& place = entries
+                              .try_emplace(
+                                  {piece.file, piece.entry},
+                                  EntryPlace{piece.offset, 0})
+                              .first->second;
       place.offset = std::min(place.offset, piece.offset);
       place.nbytes += nbytes;
     }

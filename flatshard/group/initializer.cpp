@@ -72,11 +72,7 @@ void Initializer::fill(
     InitSpec spec,
     std::int64_t begin) const {
   const std::int64_t end = begin + out.numel();
-  fill(
-      out,
-      name,
-      spec,
-      FlatRuns(std::span(&end, 1), {{begin}, {out.numel()}}));
+  fill(out, name, spec, FlatRuns(std::span(&end, 1), {{begin}, {out.numel()}}));
 }
 
 void Initializer::fill(
@@ -119,7 +115,11 @@ void Initializer::fill(
               from,
               to,
               [&](std::int64_t first, std::int64_t local, std::int64_t n) {
-                draw_run(philox, spec, first, {values + local - at, static_cast<std::size_t>(n)});
+                draw_run(
+                    philox,
+                    spec,
+                    first,
+                    {values + local - at, static_cast<std::size_t>(n)});
               });
         });
     out.view({-1}).narrow(0, at, count).copy_(host);

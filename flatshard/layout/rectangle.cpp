@@ -128,9 +128,7 @@ std::vector<Rectangle> rectangles(
   return coverer.take();
 }
 
-FlatRuns::FlatRuns(
-    std::span<const std::int64_t> shape,
-    const Rectangle& box) {
+FlatRuns::FlatRuns(std::span<const std::int64_t> shape, const Rectangle& box) {
   FLATSHARD_CHECK(
       box.lies_in(shape),
       internal,

@@ -73,8 +73,7 @@ std::int64_t TensorSlice::Cut::held() const {
   return held;
 }
 
-std::int64_t TensorSlice::Cut::unit(
-    std::span<const std::int64_t> shape) const {
+std::int64_t TensorSlice::Cut::unit(std::span<const std::int64_t> shape) const {
   return counts_parts ? shape[static_cast<std::size_t>(dim)] / held() : 1;
 }
 

@@ -1,5 +1,5 @@
-// Weights that tensor and expert parallelism cut: what is drawn, saved, exported
-// and loaded is the whole tensors', whatever the grid.
+// Weights that tensor and expert parallelism cut: what is drawn, saved,
+// exported and loaded is the whole tensors', whatever the grid.
 #include "flatshard/checkpoint/checkpointer.h"
 #include "flatshard/checkpoint/init_weights.h"
 #include "flatshard/checkpoint/load.h"
@@ -73,14 +73,23 @@ std::vector<SomeGroup> specs(const Mesh& mesh) {
                 "embedding",
                 {words.size(), 6},
                 over_tp(TensorSlice().take(0, kVocab, {words}))),
-            parameter("q.weight", {8 / tp, 6}, over_tp(TensorSlice().cut(0, t, tp))),
+            parameter(
+                "q.weight",
+                {8 / tp, 6},
+                over_tp(TensorSlice().cut(0, t, tp))),
             parameter("q.bias", {8 / tp}, over_tp(TensorSlice().cut(0, t, tp))),
-            parameter("o.weight", {6, 8 / tp}, over_tp(TensorSlice().cut(1, t, tp))),
+            parameter(
+                "o.weight",
+                {6, 8 / tp},
+                over_tp(TensorSlice().cut(1, t, tp))),
             parameter(
                 "gate_up.weight",
                 {16 / tp, 6},
                 over_tp(TensorSlice().cut(0, t, tp, 2))),
-            parameter("down.weight", {5, 8 / tp}, over_tp(TensorSlice().cut(1, t, tp)))}},
+            parameter(
+                "down.weight",
+                {5, 8 / tp},
+                over_tp(TensorSlice().cut(1, t, tp)))}},
       {.parameters =
            {parameter("norm.weight", {6}, std::nullopt),
             parameter("router.weight", {4, 6}, std::nullopt)}},
@@ -97,8 +106,7 @@ std::vector<SomeGroup> specs(const Mesh& mesh) {
 
 struct Model {
   Model(RankContext& context, const Grid& grid)
-      : mesh(context.mesh(
-            {{"dp", grid.dp}, {"ep", grid.ep}, {"tp", grid.tp}})),
+      : mesh(context.mesh({{"dp", grid.dp}, {"ep", grid.ep}, {"tp", grid.tp}})),
         groups(
             specs(*mesh),
             {.strategy = grid.strategy, .granularity = grid.granularity},
@@ -137,12 +145,15 @@ std::vector<Grid> grids() {
       {.tp = 4},
       {.dp = 3, .granularity = Granularity::row()},
       {.ep = 2, .tp = 2},
-      {.dp = 2, .tp = 2, .strategy = "zero1", .granularity = Granularity::row()},
+      {.dp = 2,
+       .tp = 2,
+       .strategy = "zero1",
+       .granularity = Granularity::row()},
       {.dp = 2, .ep = 2, .strategy = "zero0"},
       {.dp = 2, .ep = 2, .tp = 2}};
 }
 
-TEST(Grids, FirstValuesAreThoseOfTheWholeTensors) {
+TEST(Grids, G5_FirstValuesAreThoseOfTheWholeTensors) {
   const TempFolder folder;
   std::string expected;
   for (const Grid& grid : grids()) {
@@ -163,8 +174,8 @@ TEST(Grids, FirstValuesAreThoseOfTheWholeTensors) {
               owned.box.start[d],
               owned.box.length[d]);
         }
-        EXPECT_TRUE(owned.values.numel() == 0 ||
-                    owned.values.equal(part.flatten()))
+        EXPECT_TRUE(
+            owned.values.numel() == 0 || owned.values.equal(part.flatten()))
             << grid.to_string() << " " << owned.names.front();
       }
       model.export_to(path);
@@ -178,8 +189,8 @@ TEST(Grids, FirstValuesAreThoseOfTheWholeTensors) {
   }
 }
 
-// Pitfall 5: names and values of a checkpoint do not depend on the grid.
-TEST(Grids, WhatOneGridWroteAnyOtherReads) {
+// Names and values of a checkpoint do not depend on the grid.
+TEST(Grids, G5_WhatOneGridWroteAnyOtherReads) {
   const Grid writer{.dp = 2, .tp = 2};
   const TempFolder folder;
   const TempFolder hf;
@@ -239,20 +250,21 @@ TEST(Grids, WhatOneGridWroteAnyOtherReads) {
 // An expert's entries are files' tensors of their own, gate and up apart.
 TEST(Grids, SeveralEntriesHoldAWeightThatIsCut) {
   const TempFolder hf;
-  const StoredEntriesOf entries_of = [](const std::string& name,
-                                        const std::vector<std::int64_t>& shape) {
-    std::vector<StoredEntry> entries;
-    if (name != "experts.gate_up") {
-      return std::vector<StoredEntry>{{name, shape}};
-    }
-    for (std::int64_t e = 0; e < shape[0]; ++e) {
-      for (const char* what : {"gate", "up"}) {
-        entries.push_back(
-            {fmt::format("experts.{}.{}", e, what), {shape[1] / 2, shape[2]}});
-      }
-    }
-    return entries;
-  };
+  const StoredEntriesOf entries_of =
+      [](const std::string& name, const std::vector<std::int64_t>& shape) {
+        std::vector<StoredEntry> entries;
+        if (name != "experts.gate_up") {
+          return std::vector<StoredEntry>{{name, shape}};
+        }
+        for (std::int64_t e = 0; e < shape[0]; ++e) {
+          for (const char* what : {"gate", "up"}) {
+            entries.push_back(
+                {fmt::format("experts.{}.{}", e, what),
+                 {shape[1] / 2, shape[2]}});
+          }
+        }
+        return entries;
+      };
   run_ranks(4, [&](RankContext& context) {
     const Model model(context, {.ep = 2, .tp = 2});
     model.groups.fill();
@@ -265,10 +277,7 @@ TEST(Grids, SeveralEntriesHoldAWeightThatIsCut) {
   for (const Grid& reader : {Grid{.dp = 3}, Grid{.ep = 2, .tp = 2}}) {
     run_ranks(reader.world(), [&](RankContext& context) {
       const Model model(context, reader);
-      init_weights(
-          hf.path(),
-          model.groups.groups,
-          {.entries_of = entries_of});
+      init_weights(hf.path(), model.groups.groups, {.entries_of = entries_of});
       for (const OwnedBox& owned : owned_boxes(model.groups.groups, nullptr)) {
         EXPECT_TRUE(owned.values.equal(SomeGroups::expected(owned)))
             << owned.names.front();

@@ -85,8 +85,10 @@ struct SomeGroups {
           values.numel(),
           [&](std::int64_t first, std::int64_t at, std::int64_t n) {
             for (std::int64_t i = 0; i < n; ++i) {
-              values[at + i] =
-                  value(owned.role, owned.names.front(), static_cast<int>(first + i));
+              values[at + i] = value(
+                  owned.role,
+                  owned.names.front(),
+                  static_cast<int>(first + i));
             }
           });
     }

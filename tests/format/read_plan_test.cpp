@@ -141,7 +141,10 @@ TEST(ReadPlan, ReadsRandomBoxes) {
     return static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(n));
   };
   for (int round = 0; round < 50; ++round) {
-    const std::vector<std::int64_t> shape{1 + below(6), 1 + below(6), 1 + below(6)};
+    const std::vector<std::int64_t> shape{
+        1 + below(6),
+        1 + below(6),
+        1 + below(6)};
     // Pieces: a grid of boxes.
     std::vector<std::vector<std::int64_t>> cuts;
     for (const std::int64_t size : shape) {
@@ -182,9 +185,7 @@ TEST(ReadPlan, ReadsRandomBoxes) {
     const auto digests = write_digested(stored.folder / "w.safetensors", file);
     stored.manifest.files = {{"w.safetensors", file.size(), digests}};
     stored.manifest.tensors["weight"]["w"] = tensor;
-    EXPECT_EQ(
-        parse_manifest(to_json(stored.manifest), "x"),
-        stored.manifest);
+    EXPECT_EQ(parse_manifest(to_json(stored.manifest), "x"), stored.manifest);
     Rectangle box;
     for (const std::int64_t size : shape) {
       box.start.push_back(below(size));
@@ -205,7 +206,8 @@ TEST(ReadPlan, ReadsRandomBoxes) {
         [&](std::int64_t first, std::int64_t at, std::int64_t n) {
           for (std::int64_t i = 0; i < n; ++i) {
             ASSERT_EQ(out[static_cast<std::size_t>(at + i)], value(first + i))
-                << to_string(box) << " of " << to_string(Rectangle::whole(shape));
+                << to_string(box) << " of "
+                << to_string(Rectangle::whole(shape));
           }
         });
   }

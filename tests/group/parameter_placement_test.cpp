@@ -23,9 +23,7 @@ TEST(Placements, M12_WhatIsCutAlongAnAxisHasTheSumOfItsRanks) {
         placement.grad_divisor.value_or(1) * placement.mesh->size(),
         mesh->size());
     const std::int64_t first = context.rank % 2 * 3;
-    EXPECT_EQ(
-        placement.slice,
-        TensorSlice().take(0, 6, {{first, first + 3}}));
+    EXPECT_EQ(placement.slice, TensorSlice().take(0, 6, {{first, first + 3}}));
     mesh->world().barrier();
   });
 }

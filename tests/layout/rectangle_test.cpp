@@ -101,9 +101,7 @@ TEST(Rectangles, LieInATensorAndMeet) {
   constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
   EXPECT_FALSE((Rectangle{{1, 1}, {1, kMost}}.lies_in(shape)));
   const Rectangle box{{1, 1}, {2, 3}};
-  EXPECT_EQ(
-      box.intersection({{2, 0}, {2, 2}}),
-      (Rectangle{{2, 1}, {1, 1}}));
+  EXPECT_EQ(box.intersection({{2, 0}, {2, 2}}), (Rectangle{{2, 1}, {1, 1}}));
   EXPECT_EQ(box.intersection({{3, 0}, {1, 5}}).numel(), 0);
   EXPECT_EQ(to_string(box), "[1:3, 1:4]");
   EXPECT_EQ(to_string(Rectangle{}), "[]");

@@ -107,9 +107,9 @@ TEST(TensorSlice, WhatCannotBeIsRefused) {
   const auto check = [](const TensorSlice& slice) {
     slice.check(Shape{3, 4}, "w");
   };
-  refused("w: expected a dimension 2 to be a slice along, got shape [3, 4]", [&] {
-    check(TensorSlice().cut(2, 0, 2));
-  });
+  refused(
+      "w: expected a dimension 2 to be a slice along, got shape [3, 4]",
+      [&] { check(TensorSlice().cut(2, 0, 2)); });
   refused(
       "w: expected a multiple of 2 in dimension 0 of this rank's slice, got "
       "shape [3, 4]",
@@ -117,7 +117,9 @@ TEST(TensorSlice, WhatCannotBeIsRefused) {
   refused(
       "w: expected a size of 2 in dimension 1 of this rank's slice, got shape "
       "[3, 4]",
-      [&] { check(TensorSlice().take(1, 8, {{0, 2}})); });
+      [&] {
+        check(TensorSlice().take(1, 8, {{0, 2}}));
+      });
 }
 
 /// What a rank's tensor holds, element by element: flat indices of the larger

@@ -56,13 +56,15 @@ TEST(GradNorm, B22_EveryElementCountsOnceWhateverIsReplicated) {
   }
 }
 
-// Tensor parallelism: a weight that is cut by rows, one by columns, and one that
-// all ranks share, of which each rank of tp computed a part of the gradient.
-TEST(GradNorm, EveryElementCountsOnceOnEveryGrid) {
+// Tensor parallelism: a weight that is cut by rows, one by columns, and one
+// that all ranks share, of which each rank of tp computed a part of the
+// gradient.
+TEST(GradNorm, G1_EveryElementCountsOnceOnEveryGrid) {
   const at::Tensor cut = at::arange(1, 25).view({4, 6}).to(at::kFloat);
   const at::Tensor shared = at::full({7}, 4, at::kFloat);
   const double want = std::sqrt(
-      2 * cut.square().sum().item<double>() + shared.square().sum().item<double>());
+      2 * cut.square().sum().item<double>() +
+      shared.square().sum().item<double>());
   struct GridCase {
     std::int64_t dp = 1;
     std::int64_t tp = 1;

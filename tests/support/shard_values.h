@@ -11,7 +11,10 @@ namespace flatshard::testing {
 /// the whole tensor and one of `shard.tensor`.
 /// @param whole  contiguous, of as many elements as the whole tensor.
 template <class F>
-void for_each_part(const NamedShard& shard, const at::Tensor& whole, F&& visit) {
+void for_each_part(
+    const NamedShard& shard,
+    const at::Tensor& whole,
+    F&& visit) {
   const at::Tensor flat = whole.view(-1);
   const std::vector<std::int64_t> shape = shard.whole_shape();
   std::int64_t done = 0;
@@ -33,7 +36,9 @@ inline at::Tensor part_of(const NamedShard& shard, const at::Tensor& whole) {
   for_each_part(
       shard,
       whole.contiguous(),
-      [&](const at::Tensor& part, const at::Tensor&) { parts.push_back(part); });
+      [&](const at::Tensor& part, const at::Tensor&) {
+        parts.push_back(part);
+      });
   return at::cat(parts);
 }
 
