@@ -14,8 +14,8 @@
 namespace flatshard::padding {
 namespace {
 
-// Fewer ranks pad none of the units.
-constexpr std::int64_t kFewestShown = 512;
+// Fewer ranks pad less.
+constexpr std::int64_t kFewestShown = 4096;
 
 std::string percent(double ratio) {
   return fmt::format("{:.3f}", 100 * ratio);
