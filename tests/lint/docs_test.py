@@ -223,6 +223,17 @@ class Docs(unittest.TestCase):
         job["spec"] = job["spec"] | {"nprocPerNode": 8, "nodes": 4}
         self.assertEqual(len(list(misfits(job, PYTORCH_JOB))), 2)
 
+    def test_cards_are_whole(self):
+        cards = sorted((ROOT / "examples/cards").glob("*.yaml"))
+        self.assertGreater(len(cards), 2)
+        for path in cards:
+            card = yaml.safe_load(path.read_text())
+            self.assertTrue({"title", "command", "measured"} <= card.keys(), path)
+            self.assertIn(f"outputs/cards/{path.stem}", card["command"])
+            if card["measured"]:
+                named = {"date", "commit", "machine", "ms_per_step", "peak_gib", "losses"}
+                self.assertTrue(named <= card["measured"].keys(), path)
+
     def test_the_glossary_has_at_most_forty_nouns(self):
         text = (ROOT / "docs/internals/overview.md").read_text()
         rows = re.findall(r"^- (.*?) \(`", text[text.index("## The nouns") :], re.M)
