@@ -216,8 +216,13 @@ def follow(runner):
 
 
 def main():
-    pages = [*PAGES, *(f"docs/guides/{p.name}" for p in (ROOT / "docs/guides").iterdir())]
-    commands = [c for page in pages if not has_own_test(page) for c in commands_of(page)]
+    pages = [
+        *PAGES,
+        *(f"docs/guides/{p.name}" for p in (ROOT / "docs/guides").iterdir()),
+    ]
+    commands = [
+        c for page in pages if not has_own_test(page) for c in commands_of(page)
+    ]
     for beginning in ELSEWHERE:
         used = any(c.startswith(beginning) for c in commands)
         expect(used, f"ELSEWHERE: no page has '{beginning}'")

@@ -186,7 +186,11 @@ class Docs(unittest.TestCase):
                 if first != "flatshard":
                     continue
                 file = package.joinpath(*path).with_suffix(".py")
-                file = file if path and file.exists() else package.joinpath(*path, "__init__.py")
+                file = (
+                    file
+                    if path and file.exists()
+                    else package.joinpath(*path, "__init__.py")
+                )
                 text = file.read_text()
                 for alias in node.names:
                     self.assertRegex(text, rf"\b{alias.name}\b", page.name)
@@ -231,7 +235,14 @@ class Docs(unittest.TestCase):
             self.assertTrue({"title", "command", "measured"} <= card.keys(), path)
             self.assertIn(f"outputs/cards/{path.stem}", card["command"])
             if card["measured"]:
-                named = {"date", "commit", "machine", "ms_per_step", "peak_gib", "losses"}
+                named = {
+                    "date",
+                    "commit",
+                    "machine",
+                    "ms_per_step",
+                    "peak_gib",
+                    "losses",
+                }
                 self.assertTrue(named <= card["measured"].keys(), path)
 
     def test_the_glossary_has_at_most_forty_nouns(self):
