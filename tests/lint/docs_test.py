@@ -159,7 +159,7 @@ class Docs(unittest.TestCase):
         for line in (ROOT / "docs/reference/config.md").read_text().splitlines():
             if head := re.match(r"## \[(\w+)\]", line):
                 section = head[1]
-            elif key := re.match(r"### `(\w+)` = ", line):
+            elif key := re.match(r"### `(\w+)`: ", line):
                 keys.add(f"{section}.{key[1]}")
         checked = 0
         for page, block in blocks("toml"):
