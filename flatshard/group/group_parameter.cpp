@@ -44,8 +44,7 @@ ParameterPlacement ParameterPlacement::along(
   FLATSHARD_CHECK(
       !others.empty(),
       config,
-      "mesh {} has no axis but '{}' for what is sharded along it; add one of "
-      "one "
+      "mesh {} has no axis beside '{}' for what lies along it; add one of one "
       "rank",
       mesh.to_string(),
       axis);

@@ -69,7 +69,7 @@ def test_what_cannot_work_is_named(mesh):
 
     with pytest.raises(TypeError, match="unexpected keyword argument 'grads_inplace'"):
         wrap(grads_inplace=True)
-    with pytest.raises(TypeError, match="fp8 together with options"):
+    with pytest.raises(TypeError, match="fp8 beside options"):
         wrap(options=ShardOptions(), fp8=Float8Policy("rowwise"))
     with pytest.raises(TypeError, match="options: expected ShardOptions, got dict"):
         wrap(options={})

@@ -84,7 +84,7 @@ def take_keywords(options, model_options, keywords):
             else f"flatshard.configure(model, ModelOptions({name}=...))"
         )
         if is_of_unit and options is not None:
-            raise TypeError(f"fully_shard: {name} together with options; give {instead}")
+            raise TypeError(f"fully_shard: {name} beside options; give {instead}")
         warnings.warn(
             f"fully_shard: the keyword {name} goes with the next version; use {instead}",
             FutureWarning,
