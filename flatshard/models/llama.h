@@ -25,6 +25,10 @@ struct LlamaOptions {
   bool plain_attention = false;  ///< see nn::AttentionArgs::plain
   nn::LossOptions loss;
   MoeOptions moe;
+  /// The ranks that share the model's layers and read the same tokens; null:
+  /// each rank has whole layers. Every parameter is then the part that
+  /// nn::parts_below names.
+  nn::TensorParallelPtr ranks = nullptr;
 };
 
 /// A RoPE table that blocks of a model share.
@@ -39,8 +43,9 @@ class LlamaAttentionImpl : public nn::Module {
       const ModelConfig& config,
       std::int64_t layer,
       SharedRope rope,
-      bool plain);
-  /// @param x     [batch, seq, dim]
+      bool plain,
+      nn::TensorParallelPtr ranks = nullptr);
+  /// @param x     [batch, seq, dim], this rank's tokens of seq
   /// @param norm  of x; null: x itself is read.
   /// @param documents  of the rows; undefined: each row is one.
   /// @return   (x to go on with as the residual; see nn::norm_linears,
@@ -58,7 +63,13 @@ class LlamaAttentionImpl : public nn::Module {
       nn::RmsNormImpl* norm,
       const nn::Documents& documents);
 
+  /// Tokens of a whole sequence, where a rank has `tokens` of them.
+  std::int64_t whole_seq(std::int64_t tokens) const {
+    return ranks_ ? tokens * ranks_->size() : tokens;
+  }
+
   std::int64_t head_dim_;
+  nn::TensorParallelPtr ranks_;
   QkNorm qk_norm_;
   nn::AttentionArgs args_;
   SharedRope rope_;
@@ -74,7 +85,9 @@ FLATSHARD_MODULE(LlamaAttention);
 /// them.
 class LlamaMlpImpl : public nn::Module {
  public:
-  explicit LlamaMlpImpl(const ModelConfig& config);
+  explicit LlamaMlpImpl(
+      const ModelConfig& config,
+      const nn::TensorParallelPtr& ranks = nullptr);
   /// @param x, delta  [batch, seq, dim], h = x + delta; delta may be undefined
   /// @param norm      of h; null: h itself is read.
   at::Tensor
@@ -133,16 +146,19 @@ class LlamaBlockImpl : public nn::Module {
 FLATSHARD_MODULE(LlamaBlock);
 
 /// Final norm and output head, one module so that it is one unit.
-class LlamaHeadImpl : public nn::Module {
+class LlamaHeadImpl : public nn::Module, public nn::HasParts {
  public:
   /// @param tied  the embedding whose weight is the head's, or null.
   LlamaHeadImpl(
       const ModelConfig& config,
       const nn::EmbeddingImpl* tied,
-      nn::LossOptions loss);
-  /// With targets int64 [batch, seq]: the loss, a float32 scalar. With
-  /// undefined targets: logits [batch, seq, vocab].
+      nn::LossOptions loss,
+      nn::TensorParallelPtr ranks = nullptr);
+  /// With targets int64 [batch, seq]: the loss, a float32 scalar, equal on all
+  /// ranks that share the head. With undefined targets: logits [batch, seq,
+  /// vocab], which have no gradient where ranks share the head.
   at::Tensor forward(const at::Tensor& hidden, const at::Tensor& targets);
+  nn::ParameterParts parts() const override;
 
  private:
   nn::LossOptions loss_;

@@ -175,6 +175,25 @@ LinearImpl::LinearImpl(
     std::int64_t out_features,
     LinearOptions options)
     : Module("Linear") {
+  const bool is_row = options.cut == LinearCut::row;
+  if (options.ranks) {
+    (is_row ? sums_over_ : gathers_from_) = options.ranks;
+    const std::int64_t whole = is_row ? in_features : out_features;
+    const IndexPart part = equal_part_of(
+        options.ranks,
+        whole,
+        is_row ? "the inputs of a row-parallel layer"
+               : "the outputs of a column-parallel layer");
+    (is_row ? in_features : out_features) = part.size();
+    const ParameterPart cut{
+        .dim = is_row ? 1 : 0,
+        .whole = whole,
+        .part = part};
+    parts_["weight"] = cut;
+    if (options.bias && !is_row) {
+      parts_["bias"] = cut;
+    }
+  }
   weight_ =
       declare_parameter("weight", {out_features, in_features}, options.init);
   set_reads_planes("weight");
@@ -186,12 +205,25 @@ LinearImpl::LinearImpl(
 at::Tensor LinearImpl::forward(
     const at::Tensor& x,
     const at::Tensor& residual) {
-  return linear(x, weight_, bias_, residual, context());
+  if (!sums_over_) {
+    return linear(
+        gather_sequence(gathers_from_, x),
+        weight_,
+        bias_,
+        residual,
+        context());
+  }
+  at::Tensor y = scatter_sum(sums_over_, linear(x, weight_, {}, {}, context()));
+  if (bias_.defined()) {
+    y = y + bias_;
+  }
+  return residual.defined() ? y + residual : y;
 }
 
 bool can_run_together(const std::vector<LinearImpl*>& layers) {
   return std::all_of(layers.begin(), layers.end(), [&](const LinearImpl* l) {
-    return l->has_only_pre_hooks() &&
+    return l->has_only_pre_hooks() && !l->sums_over() &&
+           l->gathers_from() == layers.front()->gathers_from() &&
            l->bias().defined() == layers.front()->bias().defined();
   });
 }
@@ -229,9 +261,10 @@ std::vector<at::Tensor> linears(
     }
     return out;
   }
-  const JointLinears joint = begin_together(x, layers);
+  const at::Tensor rows = gather_sequence(layers.front()->gathers_from(), x);
+  const JointLinears joint = begin_together(rows, layers);
   return LinearsFunction::apply(
-      x,
+      rows,
       at::TensorList(joint.weights),
       at::TensorList(joint.biases),
       joint.contexts);
