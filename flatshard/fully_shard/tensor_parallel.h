@@ -2,13 +2,45 @@
 
 #include "flatshard/group/parameter_placement.h"
 #include "flatshard/mesh/mesh.h"
+#include "flatshard/nn/linear.h"
 
 #include <torch/nn/module.h>
 
 #include <functional>
+#include <map>
 #include <string>
 
 namespace flatshard {
+
+/// Returns the ranks along an axis of the mesh as layers take them; null for an
+/// axis of one rank. Collective.
+/// @throws Error{usage} for a mesh without the axis.
+nn::TensorParallelPtr make_tensor_parallel(
+    Mesh& mesh,
+    const std::string& axis = "tp");
+
+/// How nn::Linear layers are cut, by the ends of their dotted names: "up" is
+/// `up`, `blocks.0.up` and so on.
+using TensorParallelPlan = std::map<std::string, nn::LinearCut>;
+
+/// Cuts the layers of `plan` below `root` over an axis of the mesh. Call it
+/// before fully_shard, while the parameters have no memory.
+///
+/// From then on a column-parallel layer takes this rank's tokens and gathers
+/// the others', and a row-parallel layer returns this rank's tokens. So a pair
+/// of them maps [batch, seq / ranks, dim] to the same shape. The loss of a rank
+/// is an addend: the mean over all tokens divides each rank's mean by the
+/// number of ranks.
+///
+/// @param root  as it is given to fully_shard.
+/// @return      FullyShardOptions::placement_of; see placement_of_parts.
+/// @throws Error{config} naming an entry of the plan that no layer has, or a
+///   dimension that the ranks do not divide.
+std::function<ParameterPlacement(const std::string& name)> tensor_parallel(
+    torch::nn::Module& root,
+    Mesh& mesh,
+    const TensorParallelPlan& plan,
+    const std::string& axis = "tp");
 
 /// Returns FullyShardOptions::placement_of for a module whose layers are cut
 /// along an axis of the mesh (nn::LinearOptions::ranks and its like).

@@ -175,31 +175,45 @@ LinearImpl::LinearImpl(
     std::int64_t out_features,
     LinearOptions options)
     : Module("Linear") {
-  const bool is_row = options.cut == LinearCut::row;
-  if (options.ranks) {
-    (is_row ? sums_over_ : gathers_from_) = options.ranks;
-    const std::int64_t whole = is_row ? in_features : out_features;
-    const IndexPart part = equal_part_of(
-        options.ranks,
-        whole,
-        is_row ? "the inputs of a row-parallel layer"
-               : "the outputs of a column-parallel layer");
-    (is_row ? in_features : out_features) = part.size();
-    const ParameterPart cut{
-        .dim = is_row ? 1 : 0,
-        .whole = whole,
-        .part = part};
-    parts_["weight"] = cut;
-    if (options.bias && !is_row) {
-      parts_["bias"] = cut;
-    }
-  }
   weight_ =
       declare_parameter("weight", {out_features, in_features}, options.init);
   set_reads_planes("weight");
   if (options.bias) {
     bias_ = declare_parameter("bias", {out_features}, InitSpec::zeros());
   }
+  share(std::move(options.ranks), options.cut);
+}
+
+void LinearImpl::share(TensorParallelPtr ranks, LinearCut cut) {
+  if (!ranks) {
+    return;
+  }
+  FLATSHARD_CHECK(
+      weight_.is_meta() && parts_.empty(),
+      usage,
+      "a linear layer [{}, {}] {}; share layers once, before their parameters "
+      "have memory",
+      weight_.size(0),
+      weight_.size(1),
+      parts_.empty() ? "has memory" : "is shared already");
+  const bool is_row = cut == LinearCut::row;
+  const std::int64_t dim = is_row ? 1 : 0;
+  const std::int64_t whole = weight_.size(dim);
+  const IndexPart part = equal_part_of(
+      ranks,
+      whole,
+      is_row ? "the inputs of a row-parallel layer"
+             : "the outputs of a column-parallel layer");
+  const auto take = [&](const char* name, const at::Tensor& parameter) {
+    parameter.set_data(
+        parameter.detach().narrow(dim, part.begin, part.size()).contiguous());
+    parts_[name] = {.dim = dim, .whole = whole, .part = part};
+  };
+  take("weight", weight_);
+  if (bias_.defined() && !is_row) {
+    take("bias", bias_);
+  }
+  (is_row ? sums_over_ : gathers_from_) = std::move(ranks);
 }
 
 at::Tensor LinearImpl::forward(

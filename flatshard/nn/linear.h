@@ -51,6 +51,10 @@ class LinearImpl : public Module, public HasParts {
   ///   tokens with all features, row-parallel ones all tokens with this rank's
   ///   features.
   at::Tensor forward(const at::Tensor& x, const at::Tensor& residual = {});
+  /// Makes this rank's part of a whole layer; see LinearOptions. Does nothing
+  /// for null `ranks`.
+  /// @throws Error{usage} for a layer that has memory or is a part already.
+  void share(TensorParallelPtr ranks, LinearCut cut);
   const at::Tensor& weight() const { return weight_; }
   const at::Tensor& bias() const { return bias_; }
   /// Whose tokens a column-parallel layer gathers; else null.

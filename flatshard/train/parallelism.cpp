@@ -3,7 +3,6 @@
 #include "flatshard/comm/store.h"
 #include "flatshard/core/error.h"
 #include "flatshard/exchange/collective_exchange.h"
-#include "flatshard/exchange/collective_tensor_parallel.h"
 #include "flatshard/exchange/peer_exchange.h"
 #include "flatshard/fully_shard/tensor_parallel.h"
 #include "flatshard/models/moe.h"
@@ -142,13 +141,10 @@ std::shared_ptr<StreamExchange> make_exchange(
           .exchange = options});
 }
 
-nn::TensorParallelPtr make_tensor_parallel(const Config& config, Mesh& mesh) {
-  if (config.parallelism.tensor_parallel_degree == 1) {
-    return nullptr;
-  }
-  return std::make_shared<CollectiveTensorParallel>(
-      mesh.communicator(mesh.axis_index(kTensorAxis), Purpose::exchange)
-          .shared_from_this());
+nn::TensorParallelPtr tensor_parallel_ranks(const Config& config, Mesh& mesh) {
+  return config.parallelism.tensor_parallel_degree == 1
+             ? nullptr
+             : make_tensor_parallel(mesh, kTensorAxis);
 }
 
 std::function<ParameterPlacement(const std::string& name)> parameter_placement(

@@ -53,7 +53,7 @@ std::shared_ptr<StreamExchange> make_exchange(
 
 /// The ranks that share this rank's layers, along the axis tp; null: each rank
 /// has whole layers. Collective.
-nn::TensorParallelPtr make_tensor_parallel(const Config& config, Mesh& mesh);
+nn::TensorParallelPtr tensor_parallel_ranks(const Config& config, Mesh& mesh);
 
 /// FullyShardOptions::placement_of: experts are sharded over all axes but ep,
 /// where each rank has some; see placement_of_parts for layers that are shared.

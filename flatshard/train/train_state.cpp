@@ -69,7 +69,7 @@ TrainState make_train_state(
     moe.local_experts = model.moe.num_experts / expert_degree;
   }
   state.overlaps = config.parallelism.overlap_expert_parallel;
-  const nn::TensorParallelPtr ranks = make_tensor_parallel(config, *mesh);
+  const nn::TensorParallelPtr ranks = tensor_parallel_ranks(config, *mesh);
   state.model = models::Llama(
       model,
       models::LlamaOptions{

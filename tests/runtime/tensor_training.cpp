@@ -1,6 +1,5 @@
 #include "tests/runtime/tensor_training.h"
 
-#include "flatshard/exchange/collective_tensor_parallel.h"
 #include "flatshard/fully_shard/fully_shard.h"
 #include "flatshard/fully_shard/tensor_parallel.h"
 #include "flatshard/optim/grad_norm.h"
@@ -131,12 +130,8 @@ void train_tensor_rank(
     const std::shared_ptr<Mesh>& mesh,
     std::mutex& mutex,
     TensorResult& result) {
-  nn::TensorParallelPtr ranks;
-  if (run.tp > 1) {
-    ranks = std::make_shared<CollectiveTensorParallel>(
-        mesh->communicator(mesh->axis_index("tp"), Purpose::exchange)
-            .shared_from_this());
-  }
+  const nn::TensorParallelPtr ranks =
+      run.tp > 1 ? make_tensor_parallel(*mesh) : nullptr;
   models::Llama llama(
       tensor_config(run.model),
       models::LlamaOptions{

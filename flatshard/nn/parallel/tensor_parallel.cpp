@@ -88,11 +88,33 @@ at::Tensor transfer_with_graph(
       c10::make_intrusive<RanksHandle>(ranks, transfer));
 }
 
+void check_tokens_divide(const TensorParallel& ranks, const at::Tensor& x) {
+  FLATSHARD_CHECK(
+      x.dim() >= 2 && x.size(-2) % ranks.size() == 0,
+      usage,
+      "tensor parallelism over {} ranks: expected a multiple of as many tokens "
+      "in a sequence, got {}",
+      ranks.size(),
+      c10::str(x.sizes()));
+}
+
 IndexPart part_of_rank(std::int64_t whole, std::int64_t rank, std::int64_t n) {
   return {.begin = whole * rank / n, .end = whole * (rank + 1) / n};
 }
 
 }  // namespace
+
+at::Tensor own_tokens(const TensorParallelPtr& ranks, const at::Tensor& x) {
+  if (!ranks) {
+    return x;
+  }
+  check_tokens_divide(*ranks, x);
+  std::vector<std::int64_t> sizes = x.sizes().vec();
+  sizes[sizes.size() - 2] /= ranks->size();
+  const at::Tensor rows = as_rows(x);
+  const std::int64_t each = rows.size(0) / ranks->size();
+  return rows.narrow(0, ranks->rank() * each, each).view(sizes);
+}
 
 at::Tensor gather_sequence(
     const TensorParallelPtr& ranks,
@@ -106,13 +128,7 @@ at::Tensor scatter_sum(
   if (!ranks) {
     return partial;
   }
-  FLATSHARD_CHECK(
-      partial.dim() >= 2 && partial.size(-2) % ranks->size() == 0,
-      usage,
-      "tensor parallelism over {} ranks: expected a multiple of as many tokens "
-      "in a sequence, got {}",
-      ranks->size(),
-      c10::str(partial.sizes()));
+  check_tokens_divide(*ranks, partial);
   return transfer_with_graph(ranks, Transfer::scatter, partial);
 }
 

@@ -47,6 +47,13 @@ class TensorParallel {
 };
 using TensorParallelPtr = std::shared_ptr<TensorParallel>;
 
+/// Returns this rank's tokens of all.
+/// @param x  [batch, seq, dim] or [tokens, dim]
+/// @return   [batch, seq / size, dim] or [tokens / size, dim]; x itself for
+///   null `ranks`.
+/// @throws Error{usage} when the ranks do not divide seq.
+at::Tensor own_tokens(const TensorParallelPtr& ranks, const at::Tensor& x);
+
 /// Gathers the tokens of all ranks: an all-gather in forward, a reduce-scatter
 /// of the gradients in backward.
 ///

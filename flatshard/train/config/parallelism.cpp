@@ -14,6 +14,10 @@ const StrategyName& strategy_of(const Config& config) {
   return find_strategy_name(config.parallelism.strategy);
 }
 
+bool shares_layers(const Config& config) {
+  return config.parallelism.tensor_parallel_degree > 1;
+}
+
 // Both names of each.
 std::vector<std::string_view> strategies() {
   std::vector<std::string_view> names;
@@ -45,7 +49,7 @@ constexpr UsedIf kDividesExperts{
     "more ranks than one"};
 constexpr UsedIf kSharesLayers{
     "parallelism.tensor_parallel_degree",
-    WHEN(c.parallelism.tensor_parallel_degree > 1),
+    WHEN(shares_layers(c)),
     "more ranks than one"};
 constexpr UsedIf kOverlaps{
     "parallelism.overlap_expert_parallel",
@@ -84,24 +88,24 @@ const ConfigKey kParallelismKeys[] = {
         "matrices are cut among them, activations between the layers are cut "
         "by tokens; divides the ranks, model.heads, kv_heads, ffn_dim and "
         "training.seq_len (docs/guides/tensor_parallel.md)",
-        .range = {1, kMaxRanks},
+        .range = {.min = 1, .max = kMaxRanks},
         .conflicts =
             {
   {{"cuda_graph.impl"},
-   WHEN(c.parallelism.tensor_parallel_degree > 1 && c.cuda_graph.enabled()),
+   WHEN(c.cuda_graph.enabled() && shares_layers(c)),
    "not supported: collectives of layers are not recorded; use "
    "\"none\""},
       {{"float8.recipe"},
-       WHEN(
-           c.parallelism.tensor_parallel_degree > 1 &&
-           c.float8.recipe.has_value()),
+       WHEN(c.float8.recipe && shares_layers(c)),
        "not supported: FP8 weights are not cut among ranks; leave one "
        "out"},
+      {{"parallelism.overlap_expert_parallel"},
+       WHEN(c.parallelism.overlap_expert_parallel && shares_layers(c)),
+       "not supported: pieces of blocks do not exchange activations; "
+       "leave one out"},
   {
     {"parallelism.post_forward_ranks"},
-        WHEN(
-            c.parallelism.tensor_parallel_degree > 1 &&
-            c.parallelism.post_forward_ranks > 0),
+        WHEN(c.parallelism.post_forward_ranks > 0 && shares_layers(c)),
         "not supported: neighbouring ranks share layers; leave one "
         "out"
   }}}),
