@@ -41,6 +41,16 @@ const TensorModels& models_by_name() {
          c.block.attention.qk_norm = models::QkNorm::projection;
          c.block.norms = models::NormPlacement::after;
        }},
+      {"experts",
+       [](auto& c) {
+         c.family = "moe";
+         c.moe = {
+             .num_experts = 4,
+             .experts_per_token = 2,
+             .ffn_dim = 8,
+             .shared_experts = 1,
+             .dense_layers = 1};
+       }},
       {"gemma", [](auto& c) {
          c.tie_embeddings = true;
          c.scale_embeddings = true;
@@ -69,6 +79,12 @@ models::ModelConfig tensor_config(const std::string& model) {
       .initializer_range = 0.2};
   models_by_name().at(model)(config);
   return config;
+}
+
+models::MoeOptions moe_options_of(const std::string& model) {
+  return model == "experts"
+             ? models::MoeOptions{.aux_loss = 0.1, .z_loss = 0.01}
+             : models::MoeOptions{};
 }
 
 struct Sequences {
@@ -137,6 +153,7 @@ void train_tensor_rank(
       models::LlamaOptions{
           .activation_checkpoint = run.checkpoint,
           .loss = {.chunk_tokens = run.chunk_tokens},
+          .moe = moe_options_of(run.model),
           .ranks = ranks});
   FullyShardOptions options{
       .strategy = run.strategy,

@@ -91,6 +91,13 @@ INSTANTIATE_TEST_SUITE_P(
             .tp = 2,
             .checkpoint = ActivationCheckpoint::selective,
             .chunk_tokens = 5},
+        TensorRun{.model = "experts", .tp = 2, .microbatches = 3},
+        TensorRun{
+            .model = "experts",
+            .strategy = "zero2",
+            .dp = 2,
+            .tp = 4,
+            .checkpoint = ActivationCheckpoint::full},
         TensorRun{.dp = 2, .tp = 2, .max_norm = 0.1, .batch = 3}),
     [](const auto& info) {
       return info.param.name() + "_" + std::to_string(info.index);

@@ -14,10 +14,6 @@ const StrategyName& strategy_of(const Config& config) {
   return find_strategy_name(config.parallelism.strategy);
 }
 
-bool shares_layers(const Config& config) {
-  return config.parallelism.tensor_parallel_degree > 1;
-}
-
 // Both names of each.
 std::vector<std::string_view> strategies() {
   std::vector<std::string_view> names;
@@ -49,7 +45,7 @@ constexpr UsedIf kDividesExperts{
     "more ranks than one"};
 constexpr UsedIf kSharesLayers{
     "parallelism.tensor_parallel_degree",
-    WHEN(shares_layers(c)),
+    WHEN(c.parallelism.shares_layers()),
     "more ranks than one"};
 constexpr UsedIf kOverlaps{
     "parallelism.overlap_expert_parallel",
@@ -92,20 +88,22 @@ const ConfigKey kParallelismKeys[] = {
         .conflicts =
             {
   {{"cuda_graph.impl"},
-   WHEN(c.cuda_graph.enabled() && shares_layers(c)),
+   WHEN(c.cuda_graph.enabled() && c.parallelism.shares_layers()),
    "not supported: collectives of layers are not recorded; use "
    "\"none\""},
       {{"float8.recipe"},
-       WHEN(c.float8.recipe && shares_layers(c)),
-       "not supported: FP8 weights are not cut among ranks; leave one "
-       "out"},
+       WHEN(c.float8.recipe.has_value() && c.parallelism.shares_layers()),
+       "not supported: FP8 weights are not cut; leave one out"},
       {{"parallelism.overlap_expert_parallel"},
-       WHEN(c.parallelism.overlap_expert_parallel && shares_layers(c)),
-       "not supported: pieces of blocks do not exchange activations; "
-       "leave one out"},
+       WHEN(
+           c.parallelism.overlap_expert_parallel &&
+           c.parallelism.shares_layers()),
+       "not supported: pieces of blocks exchange none; leave one out"},
   {
     {"parallelism.post_forward_ranks"},
-        WHEN(c.parallelism.post_forward_ranks > 0 && shares_layers(c)),
+        WHEN(
+            c.parallelism.post_forward_ranks > 0 &&
+            c.parallelism.shares_layers()),
         "not supported: neighbouring ranks share layers; leave one "
         "out"
   }}}),

@@ -49,6 +49,8 @@ struct Parallelism {
   std::string granularity = "element";
   double max_padding = 0.05;
 
+  /// Whether several ranks have parts of each layer.
+  bool shares_layers() const { return tensor_parallel_degree > 1; }
   /// Ranks that read different samples, of `world` ranks.
   std::int64_t num_data_ranks(std::int64_t world) const {
     return world / tensor_parallel_degree;
