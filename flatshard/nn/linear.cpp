@@ -4,6 +4,7 @@
 #include "flatshard/nn/matmul.h"
 
 #include <algorithm>
+#include <memory>
 #include <utility>
 
 namespace flatshard::nn {
@@ -78,27 +79,44 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
   }
 };
 
+// Whose tokens the layers of a node gather.
+struct GatheringRanks : torch::CustomClassHolder {
+  explicit GatheringRanks(TensorParallelPtr kept) : ranks(std::move(kept)) {}
+  TensorParallelPtr ranks;
+};
+
 // Weights that read one input; x is input 0, then the weights, then no biases
-// or one for each weight.
+// or one for each weight. With `gathering` x has this rank's tokens, and that
+// is what is kept: the backward gathers them once more while it computes the
+// gradient of x, and reduce-scatters that while it computes the weights'.
 struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
   static variable_list forward(
       AutogradContext* ctx,
       const at::Tensor& x,
       at::TensorList weights,
       at::TensorList biases,
-      const std::vector<ModuleContextPtr>& contexts) {
+      const std::vector<ModuleContextPtr>& contexts,
+      const c10::intrusive_ptr<GatheringRanks>& gathering) {
     ctx->set_materialize_grads(false);
-    const MatmulRows rows(as_rows(x));
+    std::vector<std::int64_t> sizes = x.sizes().vec();
+    at::Tensor read = as_rows(x);
+    if (gathering) {
+      ctx->saved_data["gathering"] = c10::IValue::make_capsule(gathering);
+      read = gathering->ranks->all_gather(read.contiguous());
+      sizes[sizes.size() - 2] *= gathering->ranks->size();
+    }
+    const MatmulRows rows(read);
     variable_list out;
     for (std::size_t i = 0; i < weights.size(); ++i) {
       save_context(ctx, contexts[i], i);
+      sizes.back() = weights[i].size(0);
       out.push_back(reshape_result(
           matmul_forward(
               rows,
               weights[i],
               contexts[i],
               biases.empty() ? at::Tensor() : biases[i]),
-          with_last(x, weights[i].size(0))));
+          sizes));
     }
     variable_list saved{x};
     saved.insert(saved.end(), weights.begin(), weights.end());
@@ -112,11 +130,19 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
   static variable_list backward(AutogradContext* ctx, variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor& x = saved[0];
-    const MatmulRows rows = activation_rows(as_rows(x), saved.back());
     const std::size_t first_bias = 1 + grads.size();
     const bool has_biases = saved.size() > first_bias + 1;
-    // And the contexts.
-    variable_list out(first_bias + (has_biases ? grads.size() : 0) + 1);
+    // And the contexts and whose tokens are gathered.
+    variable_list out(first_bias + (has_biases ? grads.size() : 0) + 2);
+    const TensorParallelPtr ranks = gathering_ranks(ctx);
+    std::unique_ptr<PendingTensor> pending_rows, pending_dx;
+    bool wants_weights = false;
+    for (std::size_t i = 0; i < grads.size(); ++i) {
+      wants_weights |= grads[i].defined() && ctx->needs_input_grad(1 + i);
+    }
+    if (ranks && wants_weights) {
+      pending_rows = ranks->start_all_gather(as_rows(x).contiguous());
+    }
     at::Tensor dx;
     std::vector<std::optional<MatmulRows>> g(grads.size());
     for (std::size_t i = 0; i < grads.size(); ++i) {
@@ -136,19 +162,40 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
         }
       }
     }
-    if (dx.defined()) {
+    if (dx.defined() && ranks) {
+      pending_dx = ranks->start_reduce_scatter(dx);
+    } else if (dx.defined()) {
       out[0] = dx.view(x.sizes());
     }
-    for (std::size_t i = 0; i < grads.size(); ++i) {
-      if (g[i] && ctx->needs_input_grad(1 + i)) {
-        out[1 + i] = deliver_matmul_wgrad(
-            saved_context(ctx, i),
-            saved[1 + i],
-            *g[i],
-            rows);
+    if (wants_weights) {
+      const MatmulRows rows = activation_rows(
+          pending_rows ? pending_rows->finish() : as_rows(x),
+          saved.back());
+      for (std::size_t i = 0; i < grads.size(); ++i) {
+        if (g[i] && ctx->needs_input_grad(1 + i)) {
+          out[1 + i] = deliver_matmul_wgrad(
+              saved_context(ctx, i),
+              saved[1 + i],
+              *g[i],
+              rows);
+        }
       }
     }
+    if (pending_dx) {
+      out[0] = pending_dx->finish().view(x.sizes());
+    }
     return out;
+  }
+
+ private:
+  static TensorParallelPtr gathering_ranks(AutogradContext* ctx) {
+    const auto found = ctx->saved_data.find("gathering");
+    if (found == ctx->saved_data.end()) {
+      return nullptr;
+    }
+    refuse_create_graph("a column-parallel layer");
+    const auto capsule = found->second.toCapsule();
+    return static_cast<const GatheringRanks&>(*capsule).ranks;
   }
 };
 
@@ -275,13 +322,14 @@ std::vector<at::Tensor> linears(
     }
     return out;
   }
-  const at::Tensor rows = gather_sequence(layers.front()->gathers_from(), x);
-  const JointLinears joint = begin_together(rows, layers);
+  const TensorParallelPtr& ranks = layers.front()->gathers_from();
+  const JointLinears joint = begin_together(x, layers);
   return LinearsFunction::apply(
-      rows,
+      x,
       at::TensorList(joint.weights),
       at::TensorList(joint.biases),
-      joint.contexts);
+      joint.contexts,
+      ranks ? c10::make_intrusive<GatheringRanks>(ranks) : nullptr);
 }
 
 }  // namespace flatshard::nn

@@ -86,7 +86,6 @@ struct JointLinears {
 
 /// Begins a call of layers that can run together: checks x and runs the hooks
 /// before their forward.
-/// @param x  as their weights take it: gathered.
 JointLinears begin_together(
     const at::Tensor& x,
     const std::vector<LinearImpl*>& layers);

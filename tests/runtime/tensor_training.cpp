@@ -35,9 +35,13 @@ const TensorModels& models_by_name() {
          c.block.mlp_bias = true;
        }},
       {"head_norms",
-       [](auto& c) { c.block.attention.qk_norm = models::QkNorm::head; }},
+       [](auto& c) {
+         c.family = "qwen3";
+         c.block.attention.qk_norm = models::QkNorm::head;
+       }},
       {"projection_norms",
        [](auto& c) {
+         c.family = "olmo2";
          c.block.attention.qk_norm = models::QkNorm::projection;
          c.block.norms = models::NormPlacement::after;
        }},
@@ -52,6 +56,7 @@ const TensorModels& models_by_name() {
              .dense_layers = 1};
        }},
       {"gemma", [](auto& c) {
+         c.family = "gemma2";
          c.tie_embeddings = true;
          c.scale_embeddings = true;
          c.final_soft_cap = 5.0;
@@ -128,7 +133,7 @@ std::vector<MeshAxis> TensorRun::axes() const {
 }
 
 std::string TensorRun::name() const {
-  constexpr const char* kRecompute[] = {"none", "selective", "full"};
+  constexpr const char* kRecompute[] = {"none", "full", "selective"};
   return fmt::format(
       "{}_{}_r{}_dp{}_tp{}_m{}_{}_chunk{}",
       model,
@@ -152,6 +157,7 @@ void train_tensor_rank(
       tensor_config(run.model),
       models::LlamaOptions{
           .activation_checkpoint = run.checkpoint,
+          .plain_attention = true,  // on GPUs; soft caps have no kernel
           .loss = {.chunk_tokens = run.chunk_tokens},
           .moe = moe_options_of(run.model),
           .ranks = ranks});

@@ -11,6 +11,15 @@
 
 namespace flatshard::nn {
 
+/// A transfer between ranks that is under way.
+class PendingTensor {
+ public:
+  virtual ~PendingTensor() = default;
+  /// Returns what arrives, for kernels on the current stream. Does not block
+  /// the host on GPUs. Once.
+  virtual at::Tensor finish() = 0;
+};
+
 /// Moves activations between the ranks that hold parts of the same layers
 /// (tensor parallelism). All ranks of a group read the same tokens.
 ///
@@ -40,6 +49,14 @@ class TensorParallel {
   /// @param addend  [size * n, ...] contiguous
   /// @return        [n, ...]
   virtual at::Tensor reduce_scatter(const at::Tensor& addend) = 0;
+
+  // The same in parallel with what compute queues until `finish`. Transfers run
+  // in the order of their starts, on all ranks alike.
+
+  virtual std::unique_ptr<PendingTensor> start_all_gather(
+      const at::Tensor& part) = 0;
+  virtual std::unique_ptr<PendingTensor> start_reduce_scatter(
+      const at::Tensor& addend) = 0;
 
  private:
   int rank_;
