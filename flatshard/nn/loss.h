@@ -13,8 +13,10 @@ enum class LossReduction {
 };
 
 struct LossOptions {
+  static constexpr std::int64_t kIgnoreIndex = -100;
+
   LossReduction reduction = LossReduction::mean;
-  std::int64_t ignore_index = -100;
+  std::int64_t ignore_index = kIgnoreIndex;
   /// 0: forward keeps the logits' gradient, [tokens, vocab] in the compute
   /// dtype, and backward is two matrix products, the weight's straight into
   /// its sink. Otherwise at most this many tokens' logits exist at a time and

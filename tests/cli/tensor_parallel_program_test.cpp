@@ -103,7 +103,7 @@ constexpr const char* kTwo = "--set parallelism.tensor_parallel_degree=2 ";
 
 // Losses are means over the ranks that read different samples, norms count each
 // element once, tokens and validation sequences count once.
-TEST_F(TensorParallelRuns, GridsGiveTheNumbersOfOneRank) {
+TEST_F(TensorParallelRuns, G6_GridsGiveTheNumbersOfOneRank) {
   const Result one = run("one", 1);
   ASSERT_EQ(one.code, 0) << one.output;
   EXPECT_EQ(numbers("one").size(), 6U * 3 + 2);

@@ -10,6 +10,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 #include <functional>
 #include <limits>
@@ -167,7 +168,8 @@ void train_tensor_rank(
       .group = {.precision = Precision::full()},
       .runtime = {
           .streams = {
-              .delay_seed = 3 + static_cast<std::uint64_t>(mesh->rank()),
+              .delay_seed =
+                  run.delay_seed + static_cast<std::uint64_t>(mesh->rank()),
               .max_delay_us = 50}}};
   if (ranks) {
     options.placement_of = placement_of_parts(*llama, *mesh);
@@ -253,8 +255,14 @@ TensorDistance tensor_distance(
       note(kNever, name);
       continue;
     }
+    double scale = 1;
+    for (const float value : values) {
+      scale = std::max(scale, std::abs(double{value}));
+    }
     for (std::size_t i = 0; i < values.size(); ++i) {
-      note(std::abs(double{found->second[i]} - double{values[i]}), name);
+      note(
+          std::abs(double{found->second[i]} - double{values[i]}) / scale,
+          name);
     }
   }
   return distance;

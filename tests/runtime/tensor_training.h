@@ -25,6 +25,7 @@ struct TensorRun {
   std::int64_t chunk_tokens = 0;  ///< of the loss
   double max_norm = 1e6;          ///< clips nothing
   int batch = 1;                  ///< sequences of a microbatch
+  std::uint64_t delay_seed = 3;
 
   int data_ranks() const { return replicate * dp; }
   int world() const { return data_ranks() * tp; }
@@ -57,7 +58,8 @@ TensorResult train_tensor(const TensorRun& run);
 TensorRun tensor_reference(const TensorRun& run);
 
 /// How far two runs are apart: the largest difference of a loss, of a norm
-/// relative to it, or of a weight. Infinite where there is not the same to
+/// relative to it, or of a weight relative to the parameter's largest one where
+/// that is above 1. Infinite where there is not the same to
 /// compare, or ranks of a run differ in what all of them have.
 struct TensorDistance {
   double largest = 0;

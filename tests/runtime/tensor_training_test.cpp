@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstdlib>
 #include <map>
 #include <string>
@@ -102,6 +103,38 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& info) {
       return info.param.name() + "_" + std::to_string(info.index);
     });
+
+// What other runtimes got wrong; docs/dev/regressions.md.
+
+void expect_equals_one_rank(const TensorRun& run) {
+  const TensorDistance distance =
+      tensor_distance(train_tensor(run), train_tensor(tensor_reference(run)));
+  EXPECT_LE(distance.largest, kTensorTolerance) << distance.where;
+}
+
+// Summed over the ranks of tp, the router losses of their tokens are those of
+// all tokens, once.
+TEST(TensorParallelPitfalls, G2_RouterLossesDoNotGrowWithTheRanks) {
+  expect_equals_one_rank({.model = "experts", .tp = 4});
+}
+
+TEST(TensorParallelPitfalls, G3_ABiasOfARowParallelLayerIsAddedOnce) {
+  expect_equals_one_rank({.model = "biases", .tp = 4});
+}
+
+// Ranks that were late by other times have the same bits, in every run.
+TEST(TensorParallelPitfalls, G8_SumsHaveOneOrder) {
+  TensorRun run{.dp = 2, .tp = 4};
+  const TensorResult first = train_tensor(run);
+  run.delay_seed = 40;
+  const TensorResult second = train_tensor(run);
+  for (const auto& [key, loss] : first.losses) {
+    EXPECT_FALSE(std::isnan(loss)) << "ranks of tp have other losses";
+  }
+  EXPECT_EQ(second.losses, first.losses);
+  EXPECT_EQ(second.norms, first.norms);
+  EXPECT_EQ(second.weights, first.weights);
+}
 
 // All of them take minutes: FLATSHARD_ALL_GRIDS=1 runs them.
 TEST(TensorParallelGrids, EachEqualsOneRank) {

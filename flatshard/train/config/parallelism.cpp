@@ -86,27 +86,25 @@ const ConfigKey kParallelismKeys[] = {
         "training.seq_len (docs/guides/tensor_parallel.md)",
         .range = {.min = 1, .max = kMaxRanks},
         .conflicts =
-            {
-  {{"cuda_graph.impl"},
-   WHEN(c.cuda_graph.enabled() && c.parallelism.shares_layers()),
-   "not supported: collectives of layers are not recorded; use "
-   "\"none\""},
-      {{"float8.recipe"},
-       WHEN(c.float8.recipe.has_value() && c.parallelism.shares_layers()),
-       "not supported: FP8 weights are not cut; leave one out"},
-      {{"parallelism.overlap_expert_parallel"},
-       WHEN(
-           c.parallelism.overlap_expert_parallel &&
-           c.parallelism.shares_layers()),
-       "not supported: pieces of blocks exchange none; leave one out"},
-  {
-    {"parallelism.post_forward_ranks"},
-        WHEN(
-            c.parallelism.post_forward_ranks > 0 &&
-            c.parallelism.shares_layers()),
-        "not supported: neighbouring ranks share layers; leave one "
-        "out"
-  }}}),
+            {{{"cuda_graph.impl"},
+              WHEN(c.cuda_graph.enabled() && c.parallelism.shares_layers()),
+              "not supported: collectives of layers are not recorded; use "
+              "\"none\""},
+             {{"float8.recipe"},
+              WHEN(c.parallelism.shares_layers() && c.float8.recipe),
+              "not supported: FP8 weights are not cut; leave one out"},
+             {{"parallelism.overlap_expert_parallel"},
+              WHEN(
+                  c.parallelism.shares_layers() &&
+                  c.parallelism.overlap_expert_parallel),
+              "not supported: pieces of blocks do not share layers; leave one "
+              "out"},
+             {{"parallelism.post_forward_ranks"},
+              WHEN(
+                  c.parallelism.post_forward_ranks > 0 &&
+                  c.parallelism.shares_layers()),
+              "not supported: neighbouring ranks share layers; leave one "
+              "out"}}),
     KEY(parallelism.tensor_parallel_comm,
         "how the ranks of tensor_parallel_degree exchange activations; auto: "
         "collective. copies is not supported",
