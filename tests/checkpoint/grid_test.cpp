@@ -14,6 +14,7 @@
 #include <gtest/gtest.h>
 
 #include <fstream>
+#include <map>
 
 namespace flatshard::testing {
 namespace {
@@ -281,6 +282,63 @@ TEST(Grids, SeveralEntriesHoldAWeightThatIsCut) {
       for (const OwnedBox& owned : owned_boxes(model.groups.groups, nullptr)) {
         EXPECT_TRUE(owned.values.equal(SomeGroups::expected(owned)))
             << owned.names.front();
+      }
+    });
+  }
+}
+
+// tests/checkpoint/version_1: what a release wrote on two ranks when a piece was
+// a run of the flattened tensor. Element i of a weight is i, of a bias 50 + i,
+// and AdamW's states are 100 and 200 more. The border of the ranks lies within
+// a row of the weight.
+TEST(Grids, ReadACheckpointOfVersion1) {
+  const std::map<std::string, int> offset_of{
+      {"weight", 0},
+      {"exp_avg", 100},
+      {"exp_avg_sq", 200}};
+  for (const std::int64_t tp : {1, 3}) {
+    run_ranks(static_cast<int>(2 * tp), [&](RankContext& context) {
+      const auto mesh = context.mesh({{"dp", 2}, {"tp", tp}});
+      // The weight [7, 3, 3] is cut in its last dimension.
+      const SomeGroups model(
+          {{.parameters =
+                {{.names = {"layer.weight"},
+                  .shape = {7, 3, 3 / tp},
+                  .placement = ParameterPlacement::cut_over(
+                      *mesh,
+                      {"tp"},
+                      TensorSlice().cut(2, mesh->coordinate("tp"), tp)),
+                  .init = InitSpec::zeros()}}},
+           {.parameters =
+                {{.names = {"layer.bias"},
+                  .shape = {7},
+                  .init = InitSpec::zeros()}}}},
+          {},
+          mesh);
+      const LoadedCheckpoint loaded = load_checkpoint(
+          FLATSHARD_TEST_VERSION_1,
+          model.groups,
+          model.optimizer.get());
+      EXPECT_EQ(loaded.step, 4);
+      EXPECT_EQ(loaded.state.at("note"), "version 1");
+      EXPECT_EQ(model.optimizer->num_steps(), 9);
+      EXPECT_EQ(model.optimizer->num_updates(0), 7);
+      for (const OwnedBox& owned :
+           owned_boxes(model.groups, model.optimizer.get())) {
+        if (owned.values.numel() == 0) {
+          continue;
+        }
+        const int first = offset_of.at(owned.role) +
+                          (owned.names.front() == "layer.bias" ? 50 : 0);
+        for_each_run(
+            FlatRuns(owned.shape, owned.box),
+            0,
+            owned.values.numel(),
+            [&](std::int64_t element, std::int64_t at, std::int64_t n) {
+              EXPECT_TRUE(owned.values.narrow(0, at, n).equal(
+                  at::arange(first + element, first + element + n, at::kFloat)))
+                  << owned.role << " of " << owned.names.front();
+            });
       }
     });
   }
