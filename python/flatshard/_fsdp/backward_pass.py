@@ -5,12 +5,12 @@ and may run the autograd engine any number of times in between.
 """
 
 import contextlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 
 from torch import nn
 
 from flatshard._fsdp.casts import cast_inputs, cast_output
+from flatshard._fsdp.root import Root
 from flatshard._graphs.checks import refuse_foreign_capture
 
 
@@ -39,7 +39,7 @@ class BackwardPass:
         is_last, interleaved: as backward_pass took them; read when the backward opens.
     """
 
-    def __init__(self, root: object, is_last: bool, interleaved: bool):
+    def __init__(self, root: Root, is_last: bool, interleaved: bool):
         self._root = root
         self._core = root.new_pass()
         self.is_last = is_last
@@ -65,7 +65,7 @@ class BackwardPass:
         self._core.forward_end(self._unit(module))
 
     @contextlib.contextmanager
-    def forward(self) -> AbstractContextManager:
+    def forward(self) -> Iterator["BackwardPass"]:
         """Inside, calls of wrapped modules are forwards of this pass, as by `run`. What
         is raised inside gives the pass up."""
         former, self._root.running_pass = self._root.running_pass, self
@@ -107,7 +107,7 @@ class BackwardPass:
         self._core.backward_end(self._unit(module))
 
     @contextlib.contextmanager
-    def recompute(self, module: nn.Module) -> AbstractContextManager:
+    def recompute(self, module: nn.Module) -> Iterator[None]:
         """Between `begin_backward` and `end_backward`: the forward runs once more."""
         unit = self._unit(module)
         self._core.recompute_begin(unit)
@@ -117,7 +117,7 @@ class BackwardPass:
             self._core.recompute_end(unit)
 
     @contextlib.contextmanager
-    def late_wgrads(self, node: object = 0) -> AbstractContextManager:
+    def late_wgrads(self, node: int = 0) -> Iterator[None]:
         """Inside, layers that can put their weight gradients off do so: nn.Linear of
         modules with `grads_in_place=True`. Leaving the backward computes those that
         `run_wgrads` has not.
@@ -131,7 +131,7 @@ class BackwardPass:
         finally:
             self._core.set_delay_wgrad(False, 0)
 
-    def run_wgrads(self, module: nn.Module, node: object = 0) -> None:
+    def run_wgrads(self, module: nn.Module, node: int = 0) -> None:
         """Computes the weight gradients of `module` that were put off in `node`."""
         self._core.run_wgrads(self._unit(module), node)
 

@@ -1,7 +1,8 @@
 """`fully_shard`: shards a module's parameters, gradients and optimizer state."""
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -49,8 +50,12 @@ from flatshard.float8.policy import choose_weights
 from flatshard.torch_versions import buffers_of, hooks_of_tensor
 
 
+# What fully_shard takes and returns, such as a Transformer or a list of its layers.
+Wrapped = TypeVar("Wrapped", bound=nn.Module | Sequence[nn.Module])
+
+
 def fully_shard(
-    module: nn.Module | list[nn.Module],
+    module: Wrapped,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -62,7 +67,7 @@ def fully_shard(
     strategy: str = "zero3",
     options: ShardOptions | None = None,
     **former_keywords: object,
-) -> nn.Module | list[nn.Module]:
+) -> Wrapped:
     """Shards the parameters of `module` that no inner call has sharded yet.
 
     Call it on the blocks first and on the whole model last; each call makes one
@@ -165,8 +170,8 @@ def fully_shard(
     _move_buffers(owned, device_mesh)
 
     everything = [
-        _parameter(*one, reason, place, options, mp_policy, device_mesh)
-        for one, reason, place in zip(found, reasons, places)
+        _parameter(t, label, sites, reason, place, options, mp_policy, device_mesh)
+        for (t, label, sites), reason, place in zip(found, reasons, places)
     ]
     values = {
         id(p): p.stored(p.whole if p.extension else plain_value(t))

@@ -64,13 +64,12 @@ def make_graphed_callables(
         raise ValueError(
             f"allow_unused_input: expected True or False, got {allow_unused_input!r}"
         )
-    several = isinstance(callables, tuple)
-    modules = callables if several else (callables,)
+    modules = callables if isinstance(callables, tuple) else (callables,)
+    several = modules is callables
     all_args = _one_each("sample_args", sample_args, modules, several, tuple)
     if sample_kwargs is None:
-        all_kwargs = [{} for _ in modules]
-    else:
-        all_kwargs = _one_each("sample_kwargs", sample_kwargs, modules, several, dict)
+        sample_kwargs = tuple({} for _ in modules) if several else {}
+    all_kwargs = _one_each("sample_kwargs", sample_kwargs, modules, several, dict)
     # All are checked before the first is changed.
     samples = [
         _sample_of(modules, number, args, kwargs, allow_unused_input)

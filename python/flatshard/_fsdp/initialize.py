@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from flatshard._fsdp.forward import state_of
+from flatshard._fsdp.parameter import Parameter
 from flatshard._tensor.memory import local_of
 from flatshard._tensor.writes import writes
 from flatshard.torch_versions import parameters_of
@@ -30,7 +31,7 @@ def reset_parameters(
     Raises:
         ValueError: a module with parameters and without reset_parameters().
     """
-    places = {}
+    places: dict[int, list[tuple[str, Parameter]]] = {}
     for module in model.modules():
         state = state_of(module)
         if state is None:
@@ -45,7 +46,7 @@ def reset_parameters(
         for p in state.parameters:
             for site, name in p.sites:
                 places.setdefault(id(site()), []).append((name, p))
-    done = set()
+    done: set[int] = set()
     writes.count += 1
     for full_name, module in model.named_modules():
         own = places.get(id(module))

@@ -122,7 +122,7 @@ class FSDPModule:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside accumulate gradients without collectives."""
-        states = [state for m in self.modules() if (state := state_of(m)) is not None]
+        states = self._states_of(recurse=True)
         former = [(s.policy.sync_gradients, s.policy.all_reduce) for s in states]
         self.set_requires_gradient_sync(False)
         try:
@@ -330,14 +330,14 @@ class FSDPModule:
     def _state(self):
         return self.__dict__["_flatshard"]
 
+    def _states_of(self, recurse):
+        modules = self.modules() if recurse else [self]
+        return [state for m in modules if (state := state_of(m)) is not None]
+
     def _set(self, name, value, recurse):
         if name in _WHETHER and not isinstance(value, bool):
             raise ValueError(f"{name}: expected True or False, got {value!r}")
-        modules = self.modules() if recurse else [self]
-        for module in modules:
-            state = state_of(module)
-            if state is None:
-                continue
+        for state in self._states_of(recurse):
             setattr(state.policy, name, value)
             if state.root is not None:
                 state.root.apply_policy(state)

@@ -1,6 +1,7 @@
 """Modules become FSDPModules, and their methods forwards."""
 
 import functools
+import types
 
 from torch import nn
 
@@ -27,7 +28,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return run_forward(self, method, args, kwargs)
 
     # A plain attribute, so that the class of other instances stays as it is.
-    setattr(module, method_name, gathering.__get__(module, type(module)))
+    setattr(module, method_name, types.MethodType(gathering, module))
 
 
 def share_comm_ctx(modules: list[nn.Module]) -> None:

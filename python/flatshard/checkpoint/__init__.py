@@ -21,6 +21,7 @@ from torch import nn
 
 from flatshard import _C
 from flatshard._fsdp.forward import root_of
+from flatshard._fsdp.root import Root
 from flatshard._tensor.mesh import device_of
 from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard._tensor.writes import writes
@@ -87,7 +88,6 @@ def save(
         folder, step, model, optimizer, state=state, keep_latest=keep_latest
     )
     saved.wait()
-    return saved
 
 
 def async_save(
@@ -170,15 +170,15 @@ def load(
     texts = dict(stored["state"])
     described = json.loads(texts.pop(_OPTIMIZER, "{}"))
     texts.pop("optimizer.num_steps", None)
-    foreign = optimizer is not None and not isinstance(optimizer, AdamW)
+    foreign = None if isinstance(optimizer, AdamW) else optimizer
     if optimizer is not None and described:
         check_options(optimizer, described["param_groups"], path)
-    before = optimizer.state if foreign else None
+    before = None if foreign is None else foreign.state
     on_meta = _materialize_buffers(root, model)
     try:
-        if foreign:
+        if foreign is not None:
             counts = described.get("counts_steps", True)
-            make_states(optimizer, stored, counts, exclude)
+            make_states(foreign, stored, counts, exclude)
         states, _ = states_of(root, optimizer)
         _C.load_checkpoint(
             str(path),
@@ -188,8 +188,8 @@ def load(
             list(exclude),
         )
     except BaseException:
-        if foreign:
-            optimizer.state = before
+        if foreign is not None and before is not None:
+            foreign.state = before
         for module, name, buffer in on_meta:
             buffers_of(module)[name] = buffer
         raise
@@ -207,10 +207,10 @@ def load(
 class Saved:
     """A save that was begun."""
 
-    def __init__(self, writer: object, step: int):
+    def __init__(self, writer: "_Writer", step: int):
         self._writer = writer
         self._step = step
-        self._result = None
+        self._result: _C.SaveResult | None = None
 
     @property
     def step(self):
@@ -231,7 +231,7 @@ class Saved:
         if not self.done():
             self._writer.core.wait()
             self._writer.collect()
-        if self._result.error is not None:
+        if self._result is not None and self._result.error is not None:
             raise RuntimeError(
                 f"checkpoint of step {self._step} failed: {self._result.error}"
             )
@@ -282,7 +282,10 @@ class _Writer:
             self._pending.pop(0)._result = result
 
 
-_writers = weakref.WeakKeyDictionary()  # Root -> (signature, _Writer)
+# With the signature of what each writes.
+_writers: weakref.WeakKeyDictionary[Root, tuple[tuple, "_Writer"]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @atexit.register
