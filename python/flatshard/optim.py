@@ -17,7 +17,7 @@ from flatshard.torch_versions import plain_attributes
 class AdamW(torch.optim.Optimizer):
     """torch.optim.AdamW for parameters that `fully_shard` sharded.
 
-    It writes the sharded parameters and the ones that are gathered in one pass. The
+    It writes the sharded parameters and what is all-gathered of them in one pass. The
     state (`exp_avg`, `exp_avg_sq`, `step`) is that of torch.optim.AdamW, so state
     dicts of one load into the other.
 

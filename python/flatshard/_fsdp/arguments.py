@@ -156,6 +156,15 @@ def offloads(policy):
     return name == "CPUOffloadPolicy"
 
 
+def check_granularity(granularity, strategy):
+    """Refuses a granularity that changes nothing."""
+    if granularity != "dim0" and find_strategy(strategy).name == "zero0":
+        raise ValueError(
+            f"options: granularity={granularity!r} has no effect with "
+            f"strategy={strategy!r}, which cuts no parameter; leave it out"
+        )
+
+
 def reshards(reshard_after_forward, strategy, device_mesh, fp8):
     """Returns whether parameters are resharded after the forward (None: not said), and
     over how many neighbouring ranks (0: over all)."""

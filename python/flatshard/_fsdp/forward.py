@@ -1,7 +1,7 @@
 """Forwards of wrapped modules: whose root they have, and what the core hears of them.
 
 Everything around a unit's forward happens outside of `nn.Module.__call__`: hooks of the
-user see whole parameters, compiled forwards hold no trace of sharding, and an exception
+user see unsharded parameters, compiled forwards hold no trace of sharding, and an exception
 on the way is noticed.
 """
 
@@ -111,7 +111,7 @@ class UnshardHandle:
         self._state: UnitState | None = state
 
     def wait(self) -> None:
-        """The unit's parameters are whole from here on, for kernels that are
+        """Waits until the unit's parameters are unsharded for kernels that are
         launched later. Does not block the host on a GPU."""
         if self._state is not None and self._state.root is not None:
             self._state.root.core.unshard(self._state.id, True)

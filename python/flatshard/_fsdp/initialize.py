@@ -1,4 +1,4 @@
-"""First values of modules that were made on the meta device."""
+"""Weight initialization of modules that were made on the meta device."""
 
 import hashlib
 from collections.abc import Callable
@@ -16,10 +16,10 @@ from flatshard.torch_versions import parameters_of
 def reset_parameters(
     model: nn.Module, seed: int = 0, init_fn: Callable[[nn.Module], None] | None = None
 ) -> None:
-    """Gives every sharded parameter its first values, module by module.
+    """Initializes every sharded parameter, module by module.
 
     Each module draws them from a generator seeded by (seed, the module's name):
-    they do not depend on the number of ranks. Only one module is whole at a time.
+    they do not depend on the number of ranks. Only one module is unsharded at a time.
     Not collective.
 
     Args:

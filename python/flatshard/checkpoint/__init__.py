@@ -41,7 +41,7 @@ _OPTIMIZER = "optimizer"  # our own text in the manifest
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint holds beside tensors."""
+    """What a checkpoint holds in addition to tensors."""
 
     step: int
     state: dict  # the texts given to save
@@ -80,7 +80,7 @@ def save(
     state: dict | None = None,
     keep_latest: int = 0,
 ) -> None:
-    """Saves a checkpoint and returns when it is whole. Collective.
+    """Saves a checkpoint and returns when it is complete. Collective.
 
     See `async_save`.
     """
@@ -99,16 +99,16 @@ def async_save(
     state: dict | None = None,
     keep_latest: int = 0,
 ) -> "Saved":
-    """Begins to save `<folder>/step-<step>` beside the training. Collective.
+    """Begins to save `<folder>/step-<step>` in parallel with the training. Collective.
 
     Weights, persistent buffers (rank 0's) and the optimizer's state are copied to a
-    host buffer beside what the GPU computes next; a thread writes it. The next
+    host buffer in parallel with what the GPU computes next; a thread writes it. The next
     `optimizer.step()` waits for the copies: until then, write to the parameters by
     no other way. There are two buffers, made by the first save, each as large as this
     rank's part of the checkpoint; a third save waits for the first.
 
     The folder gets its name when every byte of every rank is on disk, so one that is
-    there is whole. A save that fails on one rank fails on all and leaves earlier
+    there is complete. A save that fails on one rank fails on all and leaves earlier
     checkpoints as they are.
 
     Args:
@@ -117,7 +117,7 @@ def async_save(
         model: the outermost module that `fully_shard` wrapped.
         optimizer: of its parameters: flatshard.optim.AdamW, or any whose state is
             tensors like the parameters, and `step`. None: weights only.
-        state: texts to keep beside the tensors, by name, such as the data loader's
+        state: texts to keep in addition to the tensors, by name, such as the data loader's
             place as JSON.
         keep_latest: older checkpoints are removed; 0: none are.
 
@@ -222,7 +222,7 @@ class Saved:
         return self._result is not None
 
     def wait(self) -> None:
-        """Blocks until the checkpoint is whole on disk.
+        """Blocks until the checkpoint is complete on disk.
 
         Raises:
             RuntimeError: it could not be written on some rank; the text names the
