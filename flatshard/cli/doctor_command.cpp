@@ -13,6 +13,7 @@
 #include "flatshard/train/try_step.h"
 
 #include <ATen/ATen.h>
+#include <fmt/ranges.h>
 #include <CLI/CLI.hpp>
 
 #include <cmath>
