@@ -156,7 +156,7 @@ void ParamGroup::check_float8() const {
   FLATSHARD_CHECK(
       own.precision.compute == at::kBFloat16,
       config,
-      "{}: FP8 weights compute beside bfloat16, got precision.compute = {}",
+      "{}: FP8 weights need bfloat16 compute, got precision.compute = {}",
       name(),
       c10::toString(own.precision.compute));
   const float8::Recipe recipe = own.float8->recipe;

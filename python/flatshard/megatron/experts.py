@@ -53,7 +53,7 @@ def check_group(name, group, mesh, of):
         return
     if mesh is None:
         raise ValueError(
-            f"{name}: expected {of} beside it, which says where it is used"
+            f"{name}: expected {of} too, which defines where it is used"
         )
     ranks = sorted(dist.get_process_group_ranks(group))
     expected = sorted(mesh.mesh.flatten().tolist())
