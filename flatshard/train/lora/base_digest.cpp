@@ -1,6 +1,6 @@
 #include "flatshard/train/lora/base_digest.h"
 
-#include "flatshard/checkpoint/owned_runs.h"
+#include "flatshard/checkpoint/owned_boxes.h"
 #include "flatshard/comm/collective_scope.h"
 #include "flatshard/core/error.h"
 
@@ -46,9 +46,19 @@ std::uint64_t digest_of(const at::Tensor& values) {
 
 WeightDigests digest_weights(const std::vector<ParamGroup*>& groups) {
   WeightDigests digests;
-  for (const OwnedRun& run : runs_to_write(groups, nullptr)) {
-    digests[run.names.front()] +=
-        static_cast<std::uint64_t>(sum_of(run.values, run.begin));
+  for (const OwnedBox& owned : boxes_to_write(groups, nullptr)) {
+    std::uint64_t& digest = digests[owned.names.front()];
+    if (owned.values.numel() == 0) {
+      continue;
+    }
+    for_each_run(
+        FlatRuns(owned.shape, owned.box),
+        0,
+        owned.values.numel(),
+        [&](std::int64_t element, std::int64_t local, std::int64_t n) {
+          digest += static_cast<std::uint64_t>(
+              sum_of(owned.values.narrow(0, local, n), element));
+        });
   }
   if (groups.empty() || groups.front()->model_mesh()->size() == 1) {
     return digests;
