@@ -1,5 +1,7 @@
 #include "flatshard/diagnostics/nan_check.h"
 
+#include "flatshard/group/frozen_float8.h"
+
 #include "flatshard/core/error.h"
 
 #include <ATen/ATen.h>
@@ -48,6 +50,12 @@ void accuse(const Suspect& suspect) {
     return;
   }
   const auto first = bad.to(at::kByte).argmax().item<std::int64_t>();
+  const GroupParameter& parameter = *suspect.parameter;
+  const std::vector<std::int64_t> shape = parameter.whole_shape();
+  const auto boxes = parameter.slice().boxes(
+      parameter.shape,
+      suspect.begin + first,
+      suspect.begin + first + 1);
   throw Error(
       ErrorCode::usage,
       fmt::format(
@@ -56,10 +64,10 @@ void accuse(const Suspect& suspect) {
           "of {} such elements; look at the data of this step, lower the "
           "learning rate, or compute in a wider dtype",
           suspect.what,
-          suspect.parameter->names.front(),
+          parameter.names.front(),
           flat[first].item<double>(),
-          suspect.begin + first,
-          fmt::join(suspect.parameter->shape, ", "),
+          FlatRuns(shape, boxes.front()).begin(0),
+          fmt::join(shape, ", "),
           count),
       suspect.where);
 }
@@ -162,7 +170,10 @@ void NanCheck::check_weights(const Runtime& runtime) {
   check_shards(
       runtime,
       "this rank's shard of the weight",
-      [](const ParamGroup& group) { return group.weights().main().local(); });
+      [](const ParamGroup& group) {
+        return has_main_weights(group) ? group.weights().main().local()
+                                       : at::Tensor();
+      });
 }
 
 }  // namespace flatshard
