@@ -1,9 +1,11 @@
 #pragma once
 
+#include "flatshard/nn/lora/adapter.h"
 #include "flatshard/nn/module.h"
 #include "flatshard/nn/parallel/tensor_parallel.h"
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 namespace flatshard::nn {
@@ -36,9 +38,20 @@ struct LinearOptions {
   LinearCut cut = LinearCut::column;
 };
 
-/// Parameters: weight [out_features, in_features], bias [out_features]; of a
-/// layer that is cut, this rank's part. A row-parallel layer has its bias whole
-/// on each rank and adds it after the sum, so once.
+/// How an adapter is made.
+struct AdapterOptions {
+  std::int64_t rank = 0;
+  double scale = 1.0;
+  InitSpec a_init;                               ///< B begins with zeros
+  std::shared_ptr<const SampleDropout> dropout;  ///< null: none
+  std::uint64_t dropout_key = 0;
+};
+
+/// Parameters: weight [out_features, in_features], bias [out_features], and
+/// with an adapter lora_A.weight [rank, in_features] and lora_B.weight
+/// [out_features, rank]. Of a layer that is cut, weight and bias are this
+/// rank's part. A row-parallel layer has its bias whole on each rank and adds
+/// it after the sum, so once.
 class LinearImpl : public Module, public HasParts {
  public:
   /// @param in_features, out_features  of the whole layer.
@@ -55,8 +68,18 @@ class LinearImpl : public Module, public HasParts {
   /// for null `ranks`.
   /// @throws Error{usage} for a layer that has memory or is a part already.
   void share(TensorParallelPtr ranks, LinearCut cut);
+  /// Adds an adapter to a layer without one. The layer itself trains as before:
+  /// freeze its parameters for LoRA.
+  /// @param shared  whose A the adapter shares; null: it has its own.
+  /// @throws Error{usage} for a layer that is a part.
+  void add_adapter(
+      const AdapterOptions& options,
+      const LinearImpl* shared = nullptr);
+
   const at::Tensor& weight() const { return weight_; }
   const at::Tensor& bias() const { return bias_; }
+  /// Null without an adapter.
+  const Adapter* adapter() const { return adapter_ ? &*adapter_ : nullptr; }
   /// Whose tokens a column-parallel layer gathers; else null.
   const TensorParallelPtr& gathers_from() const { return gathers_from_; }
   /// With whom a row-parallel layer sums its results; else null.
@@ -69,6 +92,7 @@ class LinearImpl : public Module, public HasParts {
   ParameterParts parts_;
   at::Tensor weight_;
   at::Tensor bias_;
+  std::optional<Adapter> adapter_;
 };
 FLATSHARD_MODULE(Linear);
 
@@ -82,6 +106,8 @@ struct JointLinears {
   std::vector<at::Tensor> weights;
   std::vector<at::Tensor> biases;  ///< none, or one for each weight
   std::vector<ModuleContextPtr> contexts;
+  std::vector<at::Tensor> factors;  ///< adapter_factors
+  AdapterCallsPtr adapters;         ///< null: no layer has one
 };
 
 /// Begins a call of layers that can run together: checks x and runs the hooks

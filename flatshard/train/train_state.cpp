@@ -80,6 +80,9 @@ TrainState make_train_state(
           .plain_attention = config.model.plain_attention,
           .moe = moe,
           .ranks = ranks});
+  if (config.lora.enabled()) {
+    state.lora = add_adapters(state.model, config, mesh->device());
+  }
   for (const models::RouterOf& of : state.model->routers()) {
     of.router->make_bias(mesh->device());
   }
