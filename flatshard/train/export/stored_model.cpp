@@ -59,7 +59,8 @@ StoredModel of_run(const fs::path& run) {
                   file->read(entry, part);
                 });
           },
-      .corpus = tokenizer_corpus(config)};
+      .corpus = tokenizer_corpus(config),
+      .packing = config.data.packing};
 }
 
 StoredModel of_checkpoint(const fs::path& folder) {
@@ -76,7 +77,8 @@ StoredModel of_checkpoint(const fs::path& folder) {
             const at::NoGradGuard no_grad;
             out.copy_(read_weight(folder, *manifest, name, /*num_threads=*/4));
           },
-      .corpus = tokenizer_corpus(config)};
+      .corpus = tokenizer_corpus(config),
+      .packing = config.data.packing};
 }
 
 void read_hf_tensor(

@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 
+#include "flatshard/data/packing/packing.h"
 #include "flatshard/data/text_codec.h"
 #include "flatshard/format/manifest.h"
 #include "flatshard/models/llama.h"
@@ -63,6 +64,8 @@ struct StoredModel {
   /// bias, by its name.
   std::function<void(const std::string& name, const at::Tensor& out)> read;
   std::string corpus;               ///< whose tokenizer it knows; may be empty
+  /// How its documents became sequences.
+  data::Packing packing = data::Packing::stream;
   std::filesystem::path hf_folder;  ///< empty: none
 };
 
