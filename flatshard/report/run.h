@@ -12,7 +12,8 @@ namespace flatshard::report {
 
 using Json = nlohmann::ordered_json;
 
-/// What a run left in its output_dir. docs/guides/report.md describes the rows.
+/// The files of a run's output_dir, read back.
+/// docs/reference/log_and_metrics.md describes the rows.
 struct RunRecord {
   std::string name;  ///< of the folder; `report` gives it
   std::filesystem::path folder;

@@ -34,7 +34,7 @@ source = [
 for page, at_least in (
     ("docs/get_started/quickstart_cpp.md", 9),
     ("docs/guides/cuda_graphs.md", 2),
-    ("docs/guides/moe.md", 2),
+    ("docs/guides/custom_schedule.md", 2),
     ("README.md", 1),
 ):
     text = (root / page).read_text()

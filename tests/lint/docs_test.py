@@ -40,21 +40,25 @@ class Docs(unittest.TestCase):
                     found = {anchor(heading) for heading in headings}
                     self.assertIn(section, found, f"{page.name}: {path}{section}")
 
-    def test_texts_of_troubleshooting_are_those_of_the_code(self):
-        page = (ROOT / "docs/guides/troubleshooting.md").read_text()
+    def test_texts_of_errors_are_those_of_the_code(self):
         code = "".join(
             path.read_text()
             for folder in ("flatshard", "python/flatshard", "scripts")
             for path in (ROOT / folder).rglob("*")
             if path.suffix in (".cpp", ".h", ".py", "") and path.is_file()
         )
-        # Texts of several lines are literals behind each other.
+        # Texts of several lines are literals after each other.
         code = re.sub(r'"\s*\n\s*[fR]?"', "", code)
-        tables = page[page.index("## Errors about") : page.index("## Ranks differ")]
-        texts = re.findall(r"^\| .*?`([^`]+)` \|", tables, re.M)
-        self.assertGreater(len(texts), 8)
-        for text in texts:
-            self.assertTrue(text in code, text)
+        for name, begin, end, at_least in (
+            ("guides/troubleshooting", "## Errors about", "## Ranks differ", 8),
+            ("reference/errors", "## Building a model", "## Exit codes", 25),
+        ):
+            page = (ROOT / f"docs/{name}.md").read_text()
+            tables = page[page.index(begin) : page.index(end)]
+            texts = re.findall(r"^\| .*?`([^`]+)` \|", tables, re.M)
+            self.assertGreater(len(texts), at_least)
+            for text in texts:
+                self.assertTrue(text in code, f"{name}: {text}")
 
     def test_scripts_and_manifests_of_pages_are_whole(self):
         page = (ROOT / "docs/guides/cluster.md").read_text()

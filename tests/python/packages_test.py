@@ -6,7 +6,7 @@ import pathlib
 import flatshard
 
 PACKAGE = pathlib.Path(flatshard.__file__).resolve().parent
-# The ladder of packages, as in docs/internals/overview.md.
+# The ladder of packages, as in docs/internals/autograd.md.
 LOW = {"torch_versions", "_tensor"}
 ALLOWED = {
     "torch_versions": set(),

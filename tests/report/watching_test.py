@@ -1,4 +1,4 @@
-"""What runs write is what docs/guides/report.md says, and other programs can read it.
+"""What runs write is what docs/reference/log_and_metrics.md says, and other programs can read it.
 
 usage: watching_test.py PROGRAM
 """
@@ -191,7 +191,7 @@ class Watching(unittest.TestCase):
             for row in self.rows(name)
             for field in fields_of(row)
         }
-        page = (ROOT / "docs/guides/report.md").read_text()
+        page = (ROOT / "docs/reference/log_and_metrics.md").read_text()
         page = page[page.index("## metrics.jsonl") : page.index("## TensorBoard")]
         documented = set(re.findall(r"^\| `([a-z0-9_.*]+)` \|", page, re.M))
         self.assertEqual(written - documented, set(), "written, not on the page")

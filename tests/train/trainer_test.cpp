@@ -603,7 +603,7 @@ TEST_F(TrainerTest, TheLeastMemoryIsOfTheShardsOfTheStrategy) {
   EXPECT_EQ(least("hfsdp"), whole / 8);
 }
 
-// One default through both doors (docs/get_started/quickstart_cpp.md): copy
+// One default through both doors (docs/reference/defaults.md): copy
 // engines aside, which the trainer chooses by what links there are.
 TEST(Defaults, AreThoseOfTheLibrary) {
   const FullyShardOptions library;

@@ -18,7 +18,7 @@ struct AdviceSubject {
 
 /// Returns the bytes that one rank's forward keeps for its backward in one
 /// microbatch without recompute. An estimate of a GPU's: 25.1 GiB for
-/// Llama-3-8B at seq_len 8192, as measured (docs/performance.md, Memory).
+/// Llama-3-8B at seq_len 8192, as measured (docs/dev/bench_log.md, Memory).
 std::int64_t activation_nbytes(
     const Config& config,
     const models::ModelConfig& model);

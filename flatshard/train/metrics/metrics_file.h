@@ -18,7 +18,7 @@ struct StepProfile;    // diagnostics/step_profile.h
 
 /// Appends one JSON object a line to metrics.jsonl; every line is on its way
 /// to the file when the call returns, whole or not at all.
-/// docs/guides/report.md describes all rows and fields.
+/// docs/reference/log_and_metrics.md describes all rows and fields.
 ///
 /// Every row has "step", "time" (UTC, ISO 8601) and "attempt", which counts how
 /// often the run was begun: 1, and one more each time that the file is appended

@@ -55,7 +55,7 @@ def strategy_of(placements):
     reason = _REFUSED.get(
         key,
         "expected those of ZeRO-0 to 3 on one axis, or on two with replicas over the "
-        "first (docs/guides/python.md lists them)",
+        "first (docs/guides/from_megatron_fsdp.md lists them)",
     )
     raise NotImplementedError(f"placements: {given} are not supported: {reason}")
 

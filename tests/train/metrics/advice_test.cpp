@@ -64,7 +64,7 @@ TEST(Advice, MemoryThatComesNearTheGpus) {
   Config config;
   config.training.steps = 1;
   config.training.seq_len = 8192;
-  // docs/performance.md: the forward of this shape adds 25.1 GiB.
+  // docs/dev/bench_log.md: the forward of this shape adds 25.1 GiB.
   EXPECT_NEAR(
       static_cast<double>(
           activation_nbytes(config, models::preset("llama3_8b"))) /
