@@ -78,10 +78,9 @@ void add_evaluate_command(CLI::App& program) {
           options.packing,
           "How documents become sequences, stream or documents [the run's "
           "data.packing; stream for a Hugging Face folder]")
-      ->transform(CLI::CheckedTransformer(
-          std::map<std::string, data::Packing>{
-              {"stream", data::Packing::stream},
-              {"documents", data::Packing::documents}}));
+      ->transform(CLI::CheckedTransformer(std::map<std::string, data::Packing>{
+          {"stream", data::Packing::stream},
+          {"documents", data::Packing::documents}}));
   command->add_option(
       "--per-document",
       arguments->per_document,

@@ -196,7 +196,8 @@ ChatPrompts TextCodec::chat_prompts(
     const std::vector<std::string>& /*rows*/) const {
   FLATSHARD_THROW(
       config,
-      "--chat: expected a tokenizer with a chat template, got byte tokens; name "
+      "--chat: expected a tokenizer with a chat template, got byte tokens; "
+      "name "
       "a corpus of another tokenizer with --corpus");
 }
 

@@ -85,8 +85,7 @@ at::Tensor Decoder::refill(std::int64_t row) {
   const auto at = static_cast<std::size_t>(row);
   const auto length = static_cast<std::int64_t>(tokens_[at].size());
   frequencies_[at] = frequencies(length);
-  return run(
-             on_device(tokens_[at], at::kLong, device_).unsqueeze(0),
+  return run(on_device(tokens_[at], at::kLong, device_).unsqueeze(0),
              {.first_row = row, .length = length})
       .select(0, 0);
 }
@@ -98,8 +97,8 @@ at::Tensor Decoder::begin(
       !tokens.empty(),
       usage,
       "expected a prompt of at least one token");
-  const auto kept =
-      tokens.last(std::min(tokens.size(), static_cast<std::size_t>(max_tokens_)));
+  const auto kept = tokens.last(
+      std::min(tokens.size(), static_cast<std::size_t>(max_tokens_)));
   tokens_.at(static_cast<std::size_t>(row)).assign(kept.begin(), kept.end());
   return refill(row);
 }

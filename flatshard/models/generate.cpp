@@ -144,9 +144,8 @@ void generate(
   const std::int64_t context = options.max_context > 0
                                    ? options.max_context
                                    : model->config().max_seq_len;
-  const auto rows = std::min(
-      static_cast<std::size_t>(options.batch_size),
-      prompts.size());
+  const auto rows =
+      std::min(static_cast<std::size_t>(options.batch_size), prompts.size());
   Decoder decoder(
       model,
       {.rows = static_cast<std::int64_t>(rows),

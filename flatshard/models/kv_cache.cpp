@@ -25,10 +25,7 @@ std::int64_t KvCache::nbytes() const {
   return static_cast<std::int64_t>(keys_.nbytes() + values_.nbytes());
 }
 
-void KvCache::fill(
-    std::int64_t row,
-    const at::Tensor& k,
-    const at::Tensor& v) {
+void KvCache::fill(std::int64_t row, const at::Tensor& k, const at::Tensor& v) {
   const std::int64_t seq = k.size(0);
   const std::int64_t kept = std::min(seq, slots_);
   // The last tokens go around the end of the slots.
@@ -55,9 +52,9 @@ at::Tensor KvCache::attend(
     const CacheStep& step) {
   FLATSHARD_CHECK(
       nn::are_grouped_heads(q, k, v) && q.size(0) == step.num_rows &&
-          (step.begins() ? step.num_rows == 1
-                         : q.size(1) == 1 &&
-                               step.positions.numel() == step.num_rows),
+          (step.begins()
+               ? step.num_rows == 1
+               : q.size(1) == 1 && step.positions.numel() == step.num_rows),
       usage,
       "KvCache: expected one sequence that begins, or one token of each of {} "
       "sequences, got q {} and k {}",
@@ -93,9 +90,9 @@ at::Tensor KvCache::attend_to_stored(
   const auto stored = [&](const at::Tensor& x) {
     return x.narrow(0, step.first_row, rows).narrow(2, 0, used).to(dtype);
   };
-  const double scale =
-      args.scale != 0.0 ? args.scale
-                        : 1.0 / std::sqrt(static_cast<double>(head_dim));
+  const double scale = args.scale != 0.0
+                           ? args.scale
+                           : 1.0 / std::sqrt(static_cast<double>(head_dim));
   // Heads of a group read the same keys: [rows, kv_heads, group, head_dim].
   const at::Tensor queries =
       q.to(dtype).reshape({rows, kv_heads, -1, head_dim}) * scale;
@@ -104,9 +101,8 @@ at::Tensor KvCache::attend_to_stored(
     scores = (scores / args.soft_cap).tanh() * args.soft_cap;
   }
   // The order of keys is nothing to attention, so slots need no sorting.
-  const at::Tensor empty =
-      at::arange(used, step.positions.options())
-          .gt(step.positions.view({-1, 1, 1, 1}));
+  const at::Tensor empty = at::arange(used, step.positions.options())
+                               .gt(step.positions.view({-1, 1, 1, 1}));
   const at::Tensor weights = scores.masked_fill(empty, -INFINITY).softmax(-1);
   return at::matmul(weights, stored(values_))
       .to(q.scalar_type())

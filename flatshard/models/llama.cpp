@@ -119,7 +119,7 @@ LlamaAttentionImpl::Heads LlamaAttentionImpl::project(
     std::int64_t seq,
     const at::Tensor& positions) {
   const auto heads = [&](const at::Tensor& t) {
-    return t.view({x.size(0), x.size(1), -1, head_dim_});
+    return t.view({t.size(0), t.size(1), -1, head_dim_});
   };
   const auto [cos, sin] = rope_->get(seq, x.device());
   const auto [in, qkv] =

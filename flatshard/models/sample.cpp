@@ -73,8 +73,7 @@ std::vector<std::int64_t> draw_tokens(
   const at::Tensor drawn =
       at::searchsorted(sums, wanted, /*out_int32=*/false, /*right=*/true)
           .clamp_max(p.size(1) - 1);
-  return on_host(
-      (order.defined() ? order.gather(1, drawn) : drawn).squeeze(1));
+  return on_host((order.defined() ? order.gather(1, drawn) : drawn).squeeze(1));
 }
 
 }  // namespace flatshard::models

@@ -209,8 +209,8 @@ std::pair<at::Tensor, at::Tensor> RopeTable::get(
     std::int64_t seq_len,
     at::Device device) {
   const std::int64_t frequencies = frequencies_of(seq_len);
-  const bool serves = cos_.defined() && cos_.device() == device &&
-                      frequencies_ == frequencies;
+  const bool serves =
+      cos_.defined() && cos_.device() == device && frequencies_ == frequencies;
   if (!serves || cos_.size(0) < seq_len) {
     const at::NoGradGuard no_grad;
     // A sequence that grows token by token computes it a few times alone.

@@ -72,9 +72,7 @@ std::vector<std::int64_t> decoded_tokens(std::int64_t count, int seed) {
 }
 
 /// The logits after a whole sequence, without a cache.
-at::Tensor whole_logits(
-    Llama& model,
-    const std::vector<std::int64_t>& tokens) {
+at::Tensor whole_logits(Llama& model, const std::vector<std::int64_t>& tokens) {
   const at::NoGradGuard no_grad;
   const at::Device device = model->parameters().front().device();
   return model(at::tensor(tokens, at::kLong).unsqueeze(0).to(device))
@@ -164,7 +162,8 @@ TEST(Decoder, OnAGpuAnswersAsWholeSequencesDo) {
     SCOPED_TRACE(family);
     Llama whole = decoded_model(decoded_config(family), at::kCUDA);
     expect_whole_answers(whole, 1e-4);
-    Llama half = decoded_model(decoded_config(family), at::kCUDA, at::kBFloat16);
+    Llama half =
+        decoded_model(decoded_config(family), at::kCUDA, at::kBFloat16);
     // A few roundings to eight bits in other places.
     expect_whole_answers(half, 0.05);
   }
@@ -278,8 +277,7 @@ TEST(Generate, APromptEndsAtItsStopToken) {
   options.stop_tokens = {99, whole[0][2]};
   const Texts found = generated_texts(model, prompts, options);
   for (std::size_t i = 0; i < prompts.size(); ++i) {
-    const auto stop =
-        std::find(whole[i].begin(), whole[i].end(), whole[0][2]);
+    const auto stop = std::find(whole[i].begin(), whole[i].end(), whole[0][2]);
     const auto end = stop == whole[i].end() ? stop : stop + 1;
     EXPECT_EQ(found[i], std::vector<std::int64_t>(whole[i].begin(), end)) << i;
   }
@@ -288,9 +286,7 @@ TEST(Generate, APromptEndsAtItsStopToken) {
 
 TEST(Generate, RefusesBadOptions) {
   Llama model = decoded_model(decoded_config("llama"));
-  EXPECT_THROW(
-      generated_texts(model, {{1}}, {.max_new_tokens = 0}),
-      Error);
+  EXPECT_THROW(generated_texts(model, {{1}}, {.max_new_tokens = 0}), Error);
   EXPECT_THROW(generated_texts(model, {{1}}, {.batch_size = 0}), Error);
   EXPECT_THROW(generated_texts(model, {{}}, {}), Error);
   EXPECT_TRUE(generated_texts(model, {}, {}).empty());

@@ -86,7 +86,9 @@ TEST(Sample, RefusesBadOptions) {
         draw_tokens(three_tokens(), std::vector<double>{0.5}, options),
         Error);
   }
-  EXPECT_THROW(draw_tokens(three_tokens(2), std::vector<double>{0.5}, {}), Error);
+  EXPECT_THROW(
+      draw_tokens(three_tokens(2), std::vector<double>{0.5}, {}),
+      Error);
 }
 
 }  // namespace

@@ -178,8 +178,7 @@ TEST_F(PackedRun, IsEvaluatedByDocument) {
   std::int64_t bytes = 0;
   for (const DocumentLoss& found : packed.documents) {
     const std::int64_t begin = corpus->document_begin(found.index);
-    const std::int64_t length =
-        corpus->document_begin(found.index + 1) - begin;
+    const std::int64_t length = corpus->document_begin(found.index + 1) - begin;
     // Every token but the first is a target; the last is no byte.
     EXPECT_EQ(found.tokens, length - 1);
     EXPECT_EQ(found.bytes, length - 2);
@@ -187,9 +186,9 @@ TEST_F(PackedRun, IsEvaluatedByDocument) {
       std::vector<std::int64_t> whole(static_cast<std::size_t>(length));
       corpus->read(begin, whole);
       const at::Tensor all = at::tensor(whole, at::kLong).unsqueeze(0);
-      const double alone = model(all.narrow(1, 0, length - 1),
-                                 all.narrow(1, 1, length - 1))
-                               .item<double>();
+      const double alone =
+          model(all.narrow(1, 0, length - 1), all.narrow(1, 1, length - 1))
+              .item<double>();
       EXPECT_NEAR(found.loss(), alone, 1e-4) << found.index;
     }
     nats += found.nats;

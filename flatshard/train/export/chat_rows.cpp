@@ -21,9 +21,8 @@ std::string to_row(Json row, const std::string& system) {
   if (!system.empty() && row.contains("messages") &&
       row["messages"].is_array()) {
     Json& messages = row["messages"];
-    const bool has_system =
-        !messages.empty() && messages[0].is_object() &&
-        messages[0].value("role", Json()) == Json("system");
+    const bool has_system = !messages.empty() && messages[0].is_object() &&
+                            messages[0].value("role", Json()) == Json("system");
     if (!has_system) {
       messages.insert(messages.begin(), message("system", system));
     }
@@ -34,9 +33,7 @@ std::string to_row(Json row, const std::string& system) {
 }  // namespace
 
 std::string chat_row(const std::string& system, const std::string& user) {
-  return to_row(
-      {{"messages", Json::array({message("user", user)})}},
-      system);
+  return to_row({{"messages", Json::array({message("user", user)})}}, system);
 }
 
 std::vector<std::string> read_chat_rows(
@@ -45,11 +42,7 @@ std::vector<std::string> read_chat_rows(
   std::ifstream file(path);
   std::stringstream content;
   content << file.rdbuf();
-  FLATSHARD_CHECK(
-      file.good(),
-      io,
-      "--messages: cannot read {}",
-      path.string());
+  FLATSHARD_CHECK(file.good(), io, "--messages: cannot read {}", path.string());
   const std::string text = content.str();
   const Json whole = Json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (whole.is_array()) {

@@ -84,17 +84,15 @@ class Measurement {
     const auto rows = [&](const std::vector<std::int64_t>& values) {
       return at::tensor(values, at::kLong).view({count, seq_len_}).to(device);
     };
-    batch.losses = models::token_losses(
-                       model_,
-                       rows(batch.tokens),
-                       rows(batch.targets),
-                       is_packed_ ? nn::Documents::of(
-                                        batch.lengths,
-                                        seq_len_,
-                                        device)
-                                  : nn::Documents())
-                       .cpu()
-                       .contiguous();
+    batch.losses =
+        models::token_losses(
+            model_,
+            rows(batch.tokens),
+            rows(batch.targets),
+            is_packed_ ? nn::Documents::of(batch.lengths, seq_len_, device)
+                       : nn::Documents())
+            .cpu()
+            .contiguous();
     return batch;
   }
 
@@ -135,9 +133,10 @@ std::optional<double> bits_per_byte(
     nats += document.nats;
     bytes += *document.bytes;
   }
-  return bytes > 0 ? std::optional(
-                         nats / (std::numbers::ln2 * static_cast<double>(bytes)))
-                   : std::nullopt;
+  return bytes > 0
+             ? std::optional(
+                   nats / (std::numbers::ln2 * static_cast<double>(bytes)))
+             : std::nullopt;
 }
 
 }  // namespace
@@ -164,9 +163,8 @@ Evaluated evaluate(const EvaluateOptions& options) {
   const std::int64_t count = sets.front().num_sequences;
   std::array<double, 3> sums{};  // as summarize wants them
   for (std::int64_t first = 0; first < count; first += options.batch_size) {
-    const MeasuredBatch batch = measurement.measure(
-        first,
-        std::min(options.batch_size, count - first));
+    const MeasuredBatch batch =
+        measurement.measure(first, std::min(options.batch_size, count - first));
     sums[0] += batch.losses.sum(at::kDouble).item<double>();
     sums[1] += static_cast<double>(batch.counts.targets);
     sums[2] += static_cast<double>(batch.counts.bytes);

@@ -127,9 +127,7 @@ class PromptTexts {
 /// Hands texts over in the order of their prompts.
 class InOrder {
  public:
-  InOrder(
-      std::size_t count,
-      const std::function<void(const std::string&)>& got)
+  InOrder(std::size_t count, const std::function<void(const std::string&)>& got)
       : texts_(count), got_(got) {}
 
   void add(std::size_t prompt, std::string text) {

@@ -63,7 +63,7 @@ struct StoredModel {
   /// Fills `out` (any float dtype and device) with a parameter or a router's
   /// bias, by its name.
   std::function<void(const std::string& name, const at::Tensor& out)> read;
-  std::string corpus;               ///< whose tokenizer it knows; may be empty
+  std::string corpus;  ///< whose tokenizer it knows; may be empty
   /// How its documents became sequences.
   data::Packing packing = data::Packing::stream;
   std::filesystem::path hf_folder;  ///< empty: none

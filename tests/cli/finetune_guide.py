@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""examples/finetune_chat.toml on a tiny model: chats of a file become a corpus with
-masks, two ranks train on them, and the export answers as it was taught.
+"""The commands of docs/guides/finetune.md, and so examples/finetune_chat.toml, on a tiny
+model: chats become a corpus with masks, two ranks train on them, and run and export
+answer as they were taught.
 
 Exits with 77 (skipped) without transformers.
 
-usage: finetune_chat.py PROGRAM
+usage: finetune_guide.py PROGRAM
 """
 
 import json
@@ -14,10 +15,10 @@ import tempfile
 from pathlib import Path
 
 SKIPPED = 77
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.support.program import expect, run  # noqa: E402
+from tests.support.guide import Guide  # noqa: E402
+from tests.support.program import expect  # noqa: E402
 
 SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>"]
 TEMPLATE = (
@@ -90,39 +91,15 @@ def main():
         import transformers
     except ImportError:
         return SKIPPED
-    program = sys.argv[1]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_model(folder / "base")
+        guide = Guide("finetune.md", sys.argv[1], folder, SMALL)
+        write_model(folder / "models/base")
         write_chats(folder / "chats.jsonl")
-        corpus, base = folder / "chats", folder / "base"
-        prepare = ["data", "prepare", "--chat", "--input", folder / "chats.jsonl"]
-        said = run(program, *prepare, "--tokenizer", base, "--output", corpus)
-        expect(re.search(r"\((\d+) of them trained\)", said), said)
-        shown = run(program, "data", "show", corpus, "--seq-len", 64)
-        expect("<|assistant|>[[yes<|end|>]]" in shown, shown)
-        expect("--- document 2: " in shown, shown)
+        follow(guide, folder)
+        guide.end()
 
-        paths = {
-            "run.output_dir": folder / "run",
-            "model.hf_config": base / "config.json",
-            "model.init_from": base,
-            "data.train": corpus,
-        }
-        settings = [f"{key}={value}" for key, value in paths.items()] + SMALL
-        sets = [word for setting in settings for word in ("--set", setting)]
-        train = ["train", ROOT / "examples/finetune_chat.toml", "--device", "cpu"]
-        said = run(program, *train, "--nproc", 2, *sets)
-        full = re.search(r"data: .*chats: (\d+) documents .* ([\d.]+) % full", said)
-        expect(full and float(full[2]) > 80, said)
-        steps = [
-            json.loads(line)
-            for line in (folder / "run/metrics.jsonl").read_text().splitlines()
-        ]
-        losses = [step["loss"] for step in steps if "loss" in step]
-        expect(losses[0] > 4 and losses[-1] < 0.2, f"losses {losses}")
-
-        exported = folder / "run/hf"
+        exported = folder / "outputs/finetune_chat/hf"
         tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
         model = transformers.AutoModelForCausalLM.from_pretrained(exported)
         for question, answer in (("axx", "yes"), ("byyy", "no")):
@@ -137,6 +114,48 @@ def main():
             expect(text == answer + "<|end|>", f"{question}: {text!r}")
     print("passed: chats became a model that answers")
     return 0
+
+
+def follow(guide, folder):
+    said = guide.run("data prepare --chat")
+    expect(re.search(r"\((\d+) of them trained\)", said), said)
+    shown = guide.run("data show")
+    expect("<|assistant|>[[yes<|end|>]]" in shown, shown)
+    expect("--- document 2: " in shown, shown)
+    before = guide.loss("evaluate --hf models/base")
+
+    said = guide.run("plan")
+    expect("tokens/s" in said, said)
+    said = guide.run("train")
+    full = re.search(r"data: .*chats: (\d+) documents .* ([\d.]+) % full", said)
+    expect(full and float(full[2]) > 80, said)
+    rows = guide.rows("outputs/finetune_chat/metrics.jsonl")
+    losses = [row["loss"] for row in rows if "loss" in row]
+    expect(losses[0] > 4 and losses[-1] < 0.2, f"losses {losses}")
+    guide.run("report")
+
+    after = guide.loss("evaluate --run")
+    expect(before > 4 and after < 0.2, f"from {before} to {after}")
+    documents = guide.rows("losses.jsonl")
+    # An answer and the token that ends it, which is no text.
+    kinds = {(row["tokens"], row["bytes"]) for row in documents}
+    expect(kinds == {(4, 3), (3, 2)}, f"documents {kinds}")
+    tokens = sum(row["tokens"] for row in documents)
+    mean = sum(row["loss"] * row["tokens"] for row in documents) / tokens
+    expect(abs(mean - after) < 1e-4, f"documents have {mean}, all {after}")
+
+    # Its question begins with neither letter.
+    said = guide.run("generate --run outputs/finetune_chat --chat --prompt")
+    expect(len(said.splitlines()) >= 1, said)
+    messages = [{"role": "user", "content": "ayy"}]
+    (folder / "messages.json").write_text(json.dumps(messages))
+    said = guide.run("generate --run outputs/finetune_chat --chat --messages")
+    expect(said.splitlines()[-1] == "yes", said)
+
+    exported = guide.loss("evaluate --hf outputs/finetune_chat/hf")
+    expect(abs(exported - after) < 1e-3, f"from {after} to {exported}")
+    guide.run("generate --hf outputs/finetune_chat/hf --chat")
+    guide.run("export")
 
 
 if __name__ == "__main__":
