@@ -14,6 +14,7 @@
 
 #include <ATen/ATen.h>
 #include <CLI/CLI.hpp>
+#include <fmt/ranges.h>
 
 #include <cmath>
 #include <cstdio>
