@@ -6,7 +6,6 @@
 
 #include <fmt/format.h>
 
-#include <map>
 #include <memory>
 #include <string>
 
@@ -38,6 +37,7 @@ void add_evaluate_command(CLI::App& program) {
       "Face folder on the validation split of a corpus");
   struct Arguments {
     EvaluateOptions options;
+    std::string packing;
     std::string per_document;  // a file
     bool json = false;
   };
@@ -75,12 +75,10 @@ void add_evaluate_command(CLI::App& program) {
   command
       ->add_option(
           "--packing",
-          options.packing,
+          arguments->packing,
           "How documents become sequences, stream or documents [the run's "
           "data.packing; stream for a Hugging Face folder]")
-      ->transform(CLI::CheckedTransformer(std::map<std::string, data::Packing>{
-          {"stream", data::Packing::stream},
-          {"documents", data::Packing::documents}}));
+      ->check(CLI::IsMember({"stream", "documents"}));
   command->add_option(
       "--per-document",
       arguments->per_document,
@@ -100,6 +98,11 @@ void add_evaluate_command(CLI::App& program) {
       "  flatshard evaluate --hf models/base --data corpora/texts "
       "--per-document losses.jsonl");
   command->callback([arguments] {
+    if (!arguments->packing.empty()) {
+      arguments->options.packing = arguments->packing == "stream"
+                                       ? data::Packing::stream
+                                       : data::Packing::documents;
+    }
     arguments->options.per_document = !arguments->per_document.empty();
     const Evaluated found = evaluate(arguments->options);
     if (arguments->options.per_document) {

@@ -169,11 +169,13 @@ void add_generate_command(CLI::App& program) {
       options.batch_size,
       "Prompts that run at a time; each keeps the keys and values of its "
       "tokens [8]");
-  command->add_option(
-      "--dtype",
-      options.dtype,
-      "Of weights, keys and values: auto, float32 or bfloat16; auto is the "
-      "run's precision.compute, and float32 for a Hugging Face folder [auto]");
+  command
+      ->add_option(
+          "--dtype",
+          options.dtype,
+          "Of weights, keys and values; auto is the run's precision.compute, "
+          "and float32 for a Hugging Face folder [auto]")
+      ->check(CLI::IsMember({"auto", "float32", "bfloat16"}));
   command->add_option("--device", options.device, "auto, cpu or cuda [auto]");
   command->footer(
       "Examples:\n"

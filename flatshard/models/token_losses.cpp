@@ -8,7 +8,7 @@
 namespace flatshard::models {
 
 at::Tensor token_losses(
-    const Llama& model,
+    Llama& model,
     const at::Tensor& tokens,
     const at::Tensor& targets,
     const nn::Documents& documents) {

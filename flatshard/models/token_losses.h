@@ -15,7 +15,7 @@ namespace flatshard::models {
 /// @param documents  of the tokens; undefined: each row is one
 /// @return           float32 [batch, seq] in nats, 0 where it is ignored
 at::Tensor token_losses(
-    const Llama& model,
+    Llama& model,
     const at::Tensor& tokens,
     const at::Tensor& targets,
     const nn::Documents& documents = {});
