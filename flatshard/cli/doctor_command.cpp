@@ -13,8 +13,8 @@
 #include "flatshard/train/try_step.h"
 
 #include <ATen/ATen.h>
-#include <CLI/CLI.hpp>
 #include <fmt/ranges.h>
+#include <CLI/CLI.hpp>
 
 #include <cmath>
 #include <cstdio>

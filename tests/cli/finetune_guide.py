@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """The commands of docs/guides/finetune.md, and so examples/finetune_chat.toml, on a tiny
-model: chats become a corpus with masks, two ranks train on them, and run and export
+model, and those of docs/guides/generate.md: chats become a corpus with masks, two ranks train on them, and run and export
 answer as they were taught.
 
 Exits with 77 (skipped) without transformers.
@@ -98,6 +98,9 @@ def main():
         write_chats(folder / "chats.jsonl")
         follow(guide, folder)
         guide.end()
+        guide = Guide("generate.md", sys.argv[1], folder, SMALL)
+        follow_generate(guide, folder)
+        guide.end()
 
         exported = folder / "outputs/finetune_chat/hf"
         tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
@@ -156,6 +159,24 @@ def follow(guide, folder):
     expect(abs(exported - after) < 1e-3, f"from {after} to {exported}")
     guide.run("generate --hf outputs/finetune_chat/hf --chat")
     guide.run("export")
+
+
+def follow_generate(guide, folder):
+    """The page of `generate`, with the model that has learnt to answer."""
+    (folder / "outputs/run").symlink_to(folder / "outputs/finetune_chat")
+    (folder / "models/chat").symlink_to(folder / "outputs/finetune_chat/hf")
+    guide.run("generate --run outputs/run --prompt")
+    (folder / "prompts.txt").write_text("a\nbb\n\nccc\n")
+    said = guide.run("generate --run outputs/run --prompts")
+    expect("of 3 prompts at a time" in said, said)
+    guide.run("generate --hf models/chat --chat --system")
+    questions = ["axx", "byyyyyy", "az"]
+    rows = [{"messages": [{"role": "user", "content": q}]} for q in questions]
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (folder / "conversations.jsonl").write_text("".join(lines))
+    # It draws, and is certain.
+    said = guide.run("generate --hf models/chat --chat --messages")
+    expect(said.splitlines()[:3] == ["yes", "no", "yes"], said)
 
 
 if __name__ == "__main__":

@@ -73,6 +73,16 @@ assert steps == [100, 200, 1], steps
 # Sums of float32 in another order, and five printed digits.
 assert abs(again - after) < 5e-5, (after, again)
 assert best < after, (after, best)
+# The same under torchrun, from the checkpoint of one rank.
+done = subprocess.run(
+    [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
+    + ["--nproc_per_node", "2", program, folder],
+    capture_output=True,
+    text=True,
+    timeout=120,
+)
+assert done.returncode == 0, done.stderr
+assert "steps 200 to 300 on 2 ranks" in done.stdout, done.stdout
 failed = subprocess.run([program], capture_output=True, text=True)
 assert failed.returncode == 1 and "expected FOLDER" in failed.stderr, failed
 

@@ -14,6 +14,9 @@
 namespace flatshard::padding {
 namespace {
 
+// Fewer ranks pad less.
+constexpr std::int64_t kFewestShown = 4096;
+
 std::string percent(double ratio) {
   return fmt::format("{:.3f}", 100 * ratio);
 }
@@ -25,6 +28,9 @@ std::string table() {
          "|---|---:|---:|---:|---:|---:|---:|\n";
   for (const PaddingCase& unit : padding_cases()) {
     for (const std::int64_t ranks : kPaddingRanks) {
+      if (ranks < kFewestShown) {
+        continue;
+      }
       const FlatLayout element = layout_of(unit, Granularity::element(), ranks);
       const FlatLayout row = layout_of(unit, Granularity::row(), ranks);
       const double numel =

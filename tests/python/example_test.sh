@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# The README's Python program, and examples/python/finetune_hf.py, on two ranks: the loss
-# falls, and the folder that the example saves is one that transformers loads.
+# The Python programs of the README and of the quickstart, and
+# examples/python/finetune_hf.py, on two ranks: the loss falls, and the folders that they
+# save are ones that transformers loads.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-python=${FLATSHARD_PYTHON:-.venv/bin/python}
-export PYTHONPATH="${FLATSHARD_BUILD:-build}/python${PYTHONPATH:+:$PYTHONPATH}"
+python=${FLATSHARD_PYTHON:-$PWD/.venv/bin/python}
+build=$(realpath "${FLATSHARD_BUILD:-build}")
+export PYTHONPATH="$build/python${PYTHONPATH:+:$PYTHONPATH}"
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=1
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
@@ -13,14 +15,51 @@ sed -n '/^import torch$/,/^```$/p' README.md | grep -v '^```$' >"$out/train.py"
   tee "$out/log"
 grep -q '^loss 0\.' "$out/log"
 
-# Its config, on random tokens and with a small model.
-sed -n '/^model.preset/,/^```$/p' README.md | grep -v '^```$' >"$out/run.toml"
-"${FLATSHARD_BUILD:-build}/flatshard" train "$out/run.toml" --device cpu --nproc 2 \
-  --set run.output_dir="$out/run" --set data.train=random --set training.steps=2 \
-  --set training.seq_len=32 --set model.layers=1 --set model.dim=32 --set model.heads=2 \
-  --set model.kv_heads=1 --set model.head_dim=16 --set model.ffn_dim=64 \
-  --set model.vocab_size=300 | tee "$out/log"
-grep -q '^step: 2/2' "$out/log"
+# The quickstart's, with a folder of a tiny model, on CPUs.
+"$python" - "$out" <<'PYTHON'
+import re
+import sys
+from pathlib import Path
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+out = Path(sys.argv[1])
+sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=64)
+sizes |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+torch.manual_seed(0)
+Qwen3ForCausalLM(Qwen3Config(**sizes)).save_pretrained(out / "Qwen3-0.6B")
+page = Path("docs/get_started/quickstart_python.md").read_text()
+(program,) = (
+    block
+    for block in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    if "init_process_group" in block
+)
+for old, new in (
+    ('"nccl"', '"gloo"'),
+    ("torch.cuda.set_device(rank % torch.cuda.device_count())\n", ""),
+    ('device="cuda"', 'device="cpu"'),
+    ("range(100)", "range(3)"),
+    ("(1, 2048)", "(1, 16)"),
+):
+    assert program.count(old) == 1, old
+    program = program.replace(old, new)
+(out / "quickstart.py").write_text(program)
+PYTHON
+(cd "$out" &&
+  "$python" -m torch.distributed.run --standalone --nproc-per-node 2 quickstart.py)
+"$python" - "$out" <<'PYTHON'
+import sys
+import torch
+from transformers import AutoModelForCausalLM
+
+before, tuned = (
+    AutoModelForCausalLM.from_pretrained(f"{sys.argv[1]}/{name}").state_dict()
+    for name in ("Qwen3-0.6B", "tuned")
+)
+moved = [name for name in before if not torch.equal(before[name], tuned[name])]
+assert before.keys() == tuned.keys() and moved, (len(before), len(moved))
+PYTHON
 
 "$python" -m torch.distributed.run --standalone --nproc-per-node 2 \
   examples/python/finetune_hf.py --model tiny --text README.md --steps 40 \

@@ -193,7 +193,7 @@ class Watching(unittest.TestCase):
         }
         page = (ROOT / "docs/reference/log_and_metrics.md").read_text()
         page = page[page.index("## metrics.jsonl") : page.index("## TensorBoard")]
-        documented = set(re.findall(r"^\| `([a-z0-9_.*]+)` \|", page, re.M))
+        documented = set(re.findall(r"^- `([a-z0-9_.*]+)`: ", page, re.M))
         self.assertEqual(written - documented, set(), "written, not on the page")
         self.assertEqual(documented - written - NOT_WRITTEN_HERE, set(), "not written")
 

@@ -26,9 +26,10 @@ class Guide:
         self.commands = [line for line in lines if not line.startswith(SETUP)]
         self.folder = folder
         self.settings = settings
-        (folder / "build").mkdir()
-        (folder / "build/flatshard").symlink_to(Path(program).resolve())
-        (folder / "examples").symlink_to(ROOT / "examples")
+        if not (folder / "build").exists():
+            (folder / "build").mkdir()
+            (folder / "build/flatshard").symlink_to(Path(program).resolve())
+            (folder / "examples").symlink_to(ROOT / "examples")
 
     def run(self, beginning):
         """Runs the next command of the page, which has to begin so; returns what it
