@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The commands of docs/guides/finetune.md, and so examples/finetune_chat.toml, on a tiny
-model, and those of docs/guides/generate.md: chats become a corpus with masks, two ranks train on them, and run and export
-answer as they were taught.
+model, and those of docs/guides/generate.md. Chats become a corpus with masks, two ranks
+train on them, and run and export answer as they were taught.
 
 Exits with 77 (skipped) without transformers.
 
@@ -67,7 +67,7 @@ def write_model(folder):
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=128,
+        max_position_embeddings=4096,
         eos_token_id=0,
         bos_token_id=None,
     )
@@ -153,7 +153,7 @@ def follow(guide, folder):
     messages = [{"role": "user", "content": "ayy"}]
     (folder / "messages.json").write_text(json.dumps(messages))
     said = guide.run("generate --run outputs/finetune_chat --chat --messages")
-    expect(said.splitlines()[-1] == "yes", said)
+    expect(said.splitlines()[0] == "yes", said)
 
     exported = guide.loss("evaluate --hf outputs/finetune_chat/hf")
     expect(abs(exported - after) < 1e-3, f"from {after} to {exported}")
