@@ -15,7 +15,8 @@ import tempfile
 from pathlib import Path
 
 SKIPPED = 77
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
 from tests.support.guide import Guide  # noqa: E402
 from tests.support.program import expect  # noqa: E402
