@@ -277,7 +277,8 @@ TEST(Config, WithNothingNearTheMessageSaysWhatThereIs) {
   EXPECT_THAT(
       refused({"quantum.bits=3"}),
       AllOf(
-          HasSubstr("there is no section [quantum]; there are [run], [model], "),
+          HasSubstr(
+              "there is no section [quantum]; there are [run], [model], "),
           HasSubstr("[debug]")));
   EXPECT_THAT(
       refused({"training.mask_prompts=true"}),
