@@ -10,6 +10,7 @@
 #include "flatshard/layout/granularity.h"
 #include "flatshard/layout/placement.h"
 #include "flatshard/layout/strategy.h"
+#include "flatshard/layout/tensor_slice.h"
 
 // Devices and ranks.
 #include "flatshard/comm/store.h"

@@ -59,7 +59,7 @@ void FlatBuffer::check_out(const Placements& to, const FlatBuffer& out) const {
       !overlap(local_, out.local_) || may_share_memory(to, out),
       usage,
       "redistribute from {} to {}: `out` must not overlap the source's memory "
-      "in this way; give it memory of its own",
+      "in this way; give it separate memory",
       flatshard::to_string(placements_),
       flatshard::to_string(to));
 }

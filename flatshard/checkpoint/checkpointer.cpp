@@ -51,7 +51,7 @@ Checkpointer::Checkpointer(
       optimizer_(optimizer),
       options_(std::move(options)),
       image_(
-          runs_to_write(groups_, optimizer_, options_.whole_tensors),
+          boxes_to_write(groups_, optimizer_, options_.whole_tensors),
           mesh_->rank(),
           mesh_->size(),
           options_.max_file_nbytes) {
@@ -140,7 +140,7 @@ void Checkpointer::save(
   computed.record(*current_stream(mesh_->device()));
   computed.wait(*stream_);
   stream_->submit(
-      [this, buffer = buffers_[job.buffer]] { image_.copy_runs(buffer); });
+      [this, buffer = buffers_[job.buffer]] { image_.copy_boxes(buffer); });
   job.copied.record(*stream_);
   copied_ = job.copied;
   ++num_saves_;

@@ -9,7 +9,7 @@
 #include <set>
 
 #include "flatshard/checkpoint/dtypes.h"
-#include "flatshard/checkpoint/owned_runs.h"
+#include "flatshard/checkpoint/owned_boxes.h"
 #include "flatshard/core/error.h"
 #include "flatshard/format/hf_folder.h"
 #include "flatshard/group/weight_write.h"
@@ -19,24 +19,6 @@ namespace {
 
 constexpr std::int64_t kPieceNbytes = 64 << 20;
 
-/// Elements [begin, begin + values.numel()) of a stored tensor.
-void read_range(
-    const HfFolder::Found& from,
-    std::int64_t begin,
-    const at::Tensor& values) {
-  const at::ScalarType dtype = scalar_type(from.entry->dtype, from.entry->name);
-  const auto item = static_cast<std::int64_t>(c10::elementSize(dtype));
-  const std::int64_t most = kPieceNbytes / item;
-  for (std::int64_t done = 0; done < values.numel(); done += most) {
-    const std::int64_t n = std::min(most, values.numel() - done);
-    const at::Tensor host = at::empty({n}, dtype);
-    from.read(
-        static_cast<std::uint64_t>((begin + done) * item),
-        {static_cast<std::byte*>(host.data_ptr()), host.nbytes()});
-    values.narrow(0, done, n).copy_(host);
-  }
-}
-
 struct Source {
   HfFolder::Found from;
   std::int64_t begin = 0;  ///< first element, from the begin of the tensor
@@ -45,19 +27,69 @@ struct Source {
 /// What holds a parameter: entries one after another.
 using Sources = std::vector<Source>;
 
-void read_run(const Sources& sources, const OwnedRun& run) {
-  std::int64_t at = 0;  // of the entry, in the parameter
-  for (const Source& source : sources) {
-    const std::int64_t end = at + source.numel;
-    const std::int64_t first = std::max(at, run.begin);
-    const std::int64_t last = std::min(end, run.end());
-    if (first < last) {
-      read_range(
-          source.from,
-          source.begin + first - at,
-          run.values.narrow(0, first - run.begin, last - first));
+/// The first element of a box, in its own order, that is not before `element`
+/// of the flattened tensor.
+std::int64_t
+first_from(const FlatRuns& runs, std::int64_t numel, std::int64_t element) {
+  std::int64_t run = 0;  // the first that ends behind `element`
+  for (std::int64_t after = runs.size(); run < after;) {
+    const std::int64_t middle = run + (after - run) / 2;
+    if (runs.begin(middle) + runs.numel() > element) {
+      after = middle;
+    } else {
+      run = middle + 1;
     }
-    at = end;
+  }
+  if (run == runs.size()) {
+    return numel;
+  }
+  return run * runs.numel() +
+         std::max<std::int64_t>(element - runs.begin(run), 0);
+}
+
+/// What one source has of a box.
+/// @param at  the source's first element, in the parameter.
+void read_source(
+    const Source& source,
+    std::int64_t at,
+    const FlatRuns& runs,
+    const at::Tensor& values) {
+  const std::int64_t first = first_from(runs, values.numel(), at);
+  const std::int64_t last = first_from(runs, values.numel(), at + source.numel);
+  const at::ScalarType dtype =
+      scalar_type(source.from.entry->dtype, source.from.entry->name);
+  const auto item = static_cast<std::int64_t>(c10::elementSize(dtype));
+  const std::int64_t most = kPieceNbytes / item;
+  for (std::int64_t done = first; done < last; done += most) {
+    const std::int64_t n = std::min(most, last - done);
+    const at::Tensor host = at::empty({n}, dtype);
+    const std::span<std::byte> bytes(
+        static_cast<std::byte*>(host.data_ptr()),
+        host.nbytes());
+    for_each_run(
+        runs,
+        done,
+        done + n,
+        [&](std::int64_t element, std::int64_t local, std::int64_t count) {
+          source.from.read(
+              static_cast<std::uint64_t>((source.begin + element - at) * item),
+              bytes.subspan(
+                  static_cast<std::size_t>((local - done) * item),
+                  static_cast<std::size_t>(count * item)));
+        });
+    values.narrow(0, done, n).copy_(host);
+  }
+}
+
+void read_box(const Sources& sources, const OwnedBox& owned) {
+  if (owned.values.numel() == 0) {
+    return;
+  }
+  const FlatRuns runs(owned.shape, owned.box);
+  std::int64_t at = 0;
+  for (const Source& source : sources) {
+    read_source(source, at, runs, owned.values);
+    at += source.numel;
   }
 }
 
@@ -96,13 +128,13 @@ class Match {
   Match(const HfFolder& weights, const InitWeightsOptions& options)
       : weights_(weights), options_(options) {}
 
-  /// The entries of a run's parameter; none when it is excluded.
+  /// The entries of a box's parameter; none when it is excluded.
   /// @param compares  looks at the values of second names.
-  Sources find_sources(const OwnedRun& run, bool compares) {
+  Sources find_sources(const OwnedBox& owned, bool compares) {
     std::vector<std::vector<StoredEntry>> choices;  // one of each name
     bool excluded = false;
-    for (const std::string& name : run.names) {
-      choices.push_back(options_.entries_of(name, run.shape));
+    for (const std::string& name : owned.names) {
+      choices.push_back(options_.entries_of(name, owned.shape));
       for (const StoredEntry& entry : choices.back()) {
         excluded = excluded || matches(options_.exclude, entry.name);
       }
@@ -145,7 +177,7 @@ class Match {
     return sources;
   }
 
-  /// When all runs have been found.
+  /// When all sources have been found.
   UnusedWeights unused() {
     unused_.names = weights_.passed_over();
     std::vector<std::string> refused;
@@ -192,11 +224,15 @@ UnusedWeights init_weights(
   const HfFolder weights(folder, options.base_prefix);
   const bool compares =
       !groups.empty() && groups.front()->model_mesh()->rank() == 0;
-  const auto runs = owned_runs(groups, nullptr);
+  const auto boxes = owned_boxes(groups, nullptr);
   Match match(weights, options);
-  std::vector<Sources> sources;
-  for (const OwnedRun& run : runs) {
-    sources.push_back(match.find_sources(run, compares));
+  std::vector<Sources> sources;         // of each parameter
+  std::vector<std::size_t> sources_of;  // of each box: an index
+  for (std::size_t i = 0; i < boxes.size(); ++i) {
+    if (i == 0 || boxes[i].names != boxes[i - 1].names) {
+      sources.push_back(match.find_sources(boxes[i], compares));
+    }
+    sources_of.push_back(sources.size() - 1);
   }
   const UnusedWeights unused = match.unused();
   if (groups.empty()) {
@@ -205,8 +241,8 @@ UnusedWeights init_weights(
   WeightWrite write(
       groups,
       *current_stream(groups.front()->model_mesh()->device()));
-  for (std::size_t i = 0; i < runs.size(); ++i) {
-    read_run(sources[i], runs[i]);
+  for (std::size_t i = 0; i < boxes.size(); ++i) {
+    read_box(sources[sources_of[i]], boxes[i]);
   }
   for (ParamGroup* group : groups) {
     write.end(*group, WeightWrite::Cast::here);

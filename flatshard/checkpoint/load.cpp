@@ -12,7 +12,7 @@
 #include <thread>
 
 #include "flatshard/checkpoint/dtypes.h"
-#include "flatshard/checkpoint/owned_runs.h"
+#include "flatshard/checkpoint/owned_boxes.h"
 #include "flatshard/checkpoint/state_keys.h"
 #include "flatshard/comm/collective_scope.h"
 #include "flatshard/core/error.h"
@@ -169,21 +169,21 @@ class Loader {
     });
   }
 
-  /// The stored tensor of a run, under whichever of its names.
-  const StoredTensor& stored(const OwnedRun& run) {
-    const auto role = manifest_.tensors.find(run.role);
+  /// The stored tensor of a box, under whichever of its names.
+  const StoredTensor& stored(const OwnedBox& owned) {
+    const auto role = manifest_.tensors.find(owned.role);
     FLATSHARD_CHECK(
         role != manifest_.tensors.end(),
         format,
         "{}: the checkpoint has no '{}', which {} has; it was written by "
         "another optimizer or model, or without one",
         folder_.string(),
-        run.role,
-        run.names.front());
-    for (const std::string& name : run.names) {
+        owned.role,
+        owned.names.front());
+    for (const std::string& name : owned.names) {
       const auto found = role->second.find(name);
       if (found != role->second.end()) {
-        used_.insert({run.role, name});
+        used_.insert({owned.role, name});
         return found->second;
       }
     }
@@ -196,27 +196,27 @@ class Loader {
         "{}: the model has {}, the checkpoint does not; its nearest name is "
         "'{}'. Exclude it to keep the model's own",
         folder_.string(),
-        describe_tensor(run.role, run.names.front()),
-        names.empty() ? "" : nearest_name(run.names.front(), names));
+        describe_tensor(owned.role, owned.names.front()),
+        names.empty() ? "" : nearest_name(owned.names.front(), names));
   }
 
   void match() {
-    for (const OwnedRun& run :
-         owned_runs(groups_, optimizer_, options_.whole_tensors)) {
-      if (excluded(run.names)) {
+    for (const OwnedBox& owned :
+         owned_boxes(groups_, optimizer_, options_.whole_tensors)) {
+      if (excluded(owned.names)) {
         continue;
       }
-      const StoredTensor& tensor = stored(run);
-      const std::string what = describe_tensor(run.role, run.names.front());
+      const StoredTensor& tensor = stored(owned);
+      const std::string what = describe_tensor(owned.role, owned.names.front());
       FLATSHARD_CHECK(
-          tensor.shape == run.shape,
+          tensor.shape == owned.shape,
           format,
           "{}: {}: expected shape [{}], got [{}]",
           folder_.string(),
           what,
-          fmt::join(run.shape, ", "),
+          fmt::join(owned.shape, ", "),
           fmt::join(tensor.shape, ", "));
-      const std::string dtype = safetensors_dtype(run.values.scalar_type());
+      const std::string dtype = safetensors_dtype(owned.values.scalar_type());
       FLATSHARD_CHECK(
           tensor.dtype == dtype,
           format,
@@ -225,13 +225,13 @@ class Loader {
           what,
           dtype,
           tensor.dtype);
-      if (run.values.numel() > 0) {
+      if (owned.values.numel() > 0) {
         // Aligned for any dtype.
         constexpr std::uint64_t kAlign = 16;
         nbytes_ = (nbytes_ + kAlign - 1) / kAlign * kAlign;
-        targets_.push_back({run.values, static_cast<std::int64_t>(nbytes_)});
-        wanted_.push_back({&tensor, run.begin, run.end(), nbytes_});
-        nbytes_ += run.values.nbytes();
+        targets_.push_back({owned.values, static_cast<std::int64_t>(nbytes_)});
+        wanted_.push_back({&tensor, owned.box, nbytes_});
+        nbytes_ += owned.values.nbytes();
       }
     }
   }
@@ -306,7 +306,7 @@ class Loader {
   Manifest manifest_;
   std::set<std::pair<std::string, std::string>> used_;
   std::vector<Target> targets_;
-  std::vector<WantedRange> wanted_;
+  std::vector<WantedBox> wanted_;
   std::uint64_t nbytes_ = 0;
   std::vector<std::optional<std::int64_t>> updates_;
   std::int64_t num_steps_ = 0;

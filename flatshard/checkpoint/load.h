@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "flatshard/checkpoint/owned_runs.h"
+#include "flatshard/checkpoint/owned_boxes.h"
 #include "flatshard/group/param_group.h"
 #include "flatshard/mesh/mesh.h"
 #include "flatshard/optim/optimizer.h"

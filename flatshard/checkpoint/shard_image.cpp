@@ -1,7 +1,6 @@
 #include "flatshard/checkpoint/shard_image.h"
 
 #include <ATen/ATen.h>
-#include <c10/util/accumulate.h>
 
 #include <cstring>
 
@@ -14,33 +13,35 @@ namespace flatshard {
 namespace {
 
 /// The tensor's name in a safetensors file: with its role, unless that is the
-/// weight, and with the elements, unless it is the whole tensor.
-std::string entry_name(const OwnedRun& run, bool whole) {
-  const std::string name = run.role == kWeightRole
-                               ? run.names.front()
-                               : run.role + "/" + run.names.front();
-  return whole ? name : fmt::format("{}[{}:{}]", name, run.begin, run.end());
+/// weight, and with the box, unless it is the whole tensor.
+std::string entry_name(const OwnedBox& owned) {
+  const std::string name = owned.role == kWeightRole
+                               ? owned.names.front()
+                               : owned.role + "/" + owned.names.front();
+  return owned.box == Rectangle::whole(owned.shape)
+             ? name
+             : name + to_string(owned.box);
 }
 
 }  // namespace
 
 ShardImage::ShardImage(
-    std::vector<OwnedRun> runs,
+    std::vector<OwnedBox> boxes,
     int rank,
     int world,
     std::uint64_t max_file_nbytes)
-    : runs_(std::move(runs)) {
+    : boxes_(std::move(boxes)) {
   std::vector<std::vector<std::size_t>> files(1);
   std::uint64_t file_nbytes = 0;
-  for (std::size_t i = 0; i < runs_.size(); ++i) {
-    const OwnedRun& run = runs_[i];
-    part_.tensors[run.role].try_emplace(
-        run.names.front(),
+  for (std::size_t i = 0; i < boxes_.size(); ++i) {
+    const OwnedBox& owned = boxes_[i];
+    part_.tensors[owned.role].try_emplace(
+        owned.names.front(),
         StoredTensor{
-            safetensors_dtype(run.values.scalar_type()),
-            run.shape,
+            safetensors_dtype(owned.values.scalar_type()),
+            owned.shape,
             {}});
-    const auto nbytes = static_cast<std::uint64_t>(run.values.nbytes());
+    const auto nbytes = static_cast<std::uint64_t>(owned.values.nbytes());
     if (nbytes == 0) {
       continue;
     }
@@ -66,31 +67,29 @@ ShardImage::ShardImage(
 }
 
 void ShardImage::add_file(
-    std::span<const std::size_t> runs,
+    std::span<const std::size_t> boxes,
     const std::string& name) {
   std::vector<SafetensorsSpec> specs;
   std::vector<std::string> entries;
-  for (const std::size_t i : runs) {
-    const OwnedRun& run = runs_[i];
-    const bool whole = run.values.numel() == c10::multiply_integers(run.shape);
-    entries.push_back(entry_name(run, whole));
+  for (const std::size_t i : boxes) {
+    const OwnedBox& owned = boxes_[i];
+    entries.push_back(entry_name(owned));
     specs.push_back(
         {entries.back(),
-         safetensors_dtype(run.values.scalar_type()),
-         whole ? run.shape : std::vector<std::int64_t>{run.values.numel()}});
+         safetensors_dtype(owned.values.scalar_type()),
+         owned.box.length});
   }
   const SafetensorsLayout layout(specs, {{"format", "pt"}}, name);
   const auto file = static_cast<std::int64_t>(part_.files.size());
-  for (std::size_t i = 0; i < runs.size(); ++i) {
-    const OwnedRun& run = runs_[runs[i]];
+  for (std::size_t i = 0; i < boxes.size(); ++i) {
+    const OwnedBox& owned = boxes_[boxes[i]];
     const std::uint64_t offset = layout.slots().find(entries[i])->second.begin;
-    part_.tensors[run.role][run.names.front()].pieces.push_back(
-        {.begin = run.begin,
-         .end = run.end(),
+    part_.tensors[owned.role][owned.names.front()].pieces.push_back(
+        {.box = owned.box,
          .file = file,
          .offset = offset,
          .entry = entries[i]});
-    places_.push_back({runs[i], nbytes_ + static_cast<std::int64_t>(offset)});
+    places_.push_back({boxes[i], nbytes_ + static_cast<std::int64_t>(offset)});
   }
   heads_.push_back({nbytes_, layout.head()});
   part_.files.push_back({name, layout.nbytes(), {}});
@@ -109,9 +108,9 @@ void ShardImage::write_heads(const at::Tensor& buffer) const {
   }
 }
 
-void ShardImage::copy_runs(const at::Tensor& buffer) const {
+void ShardImage::copy_boxes(const at::Tensor& buffer) const {
   for (const Place& place : places_) {
-    const at::Tensor& values = runs_[place.run].values;
+    const at::Tensor& values = boxes_[place.box].values;
     const auto nbytes = static_cast<std::int64_t>(values.nbytes());
     buffer.narrow(0, place.begin, nbytes)
         .view(values.scalar_type())

@@ -9,23 +9,23 @@
 #include <string>
 #include <vector>
 
-#include "flatshard/checkpoint/owned_runs.h"
+#include "flatshard/checkpoint/owned_boxes.h"
 #include "flatshard/format/manifest.h"
 
 namespace flatshard {
 
 /// The files that one rank writes of a checkpoint, byte for byte as they will
-/// stand on disk, in one host buffer: runs are copied to their places in it,
+/// stand on disk, in one host buffer: boxes are copied to their places in it,
 /// and the buffer goes to the disk as it is.
 ///
 /// The places depend on the model and the mesh alone, so they are made once.
 class ShardImage {
  public:
-  /// @param runs  what this rank writes; the tensors must stay.
+  /// @param boxes  what this rank writes; the tensors must stay.
   /// @param max_file_nbytes  a file that would grow longer is followed by
-  ///   another one; a run is never cut.
+  ///   another one; a box is never cut.
   ShardImage(
-      std::vector<OwnedRun> runs,
+      std::vector<OwnedBox> boxes,
       int rank,
       int world,
       std::uint64_t max_file_nbytes);
@@ -37,18 +37,18 @@ class ShardImage {
 
   /// Writes the headers into a fresh `buffer` [nbytes()], uint8 on the host.
   void write_heads(const at::Tensor& buffer) const;
-  /// Copies all runs into `buffer`, on the current stream; does not wait for a
+  /// Copies all boxes into `buffer`, on the current stream; does not wait for a
   /// device.
-  void copy_runs(const at::Tensor& buffer) const;
+  void copy_boxes(const at::Tensor& buffer) const;
   /// File `index` of the part, in `buffer`.
   std::span<const std::byte> file(const at::Tensor& buffer, std::size_t index)
       const;
 
  private:
-  void add_file(std::span<const std::size_t> runs, const std::string& name);
+  void add_file(std::span<const std::size_t> boxes, const std::string& name);
 
   struct Place {
-    std::size_t run = 0;
+    std::size_t box = 0;
     std::int64_t begin = 0;  ///< first byte in the buffer
   };
   struct Head {
@@ -56,7 +56,7 @@ class ShardImage {
     std::string bytes;
   };
 
-  std::vector<OwnedRun> runs_;
+  std::vector<OwnedBox> boxes_;
   Manifest part_;
   std::vector<Place> places_;
   std::vector<Head> heads_;

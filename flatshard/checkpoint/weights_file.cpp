@@ -8,6 +8,7 @@
 #include <ATen/ATen.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <cstring>
 #include <optional>
 #include <set>
@@ -15,6 +16,41 @@
 
 namespace flatshard {
 namespace {
+
+/// The boxes of one tensor that each rank of a group holds, by rank.
+/// Collective.
+std::vector<std::vector<Rectangle>> all_gather_boxes(
+    Communicator& group,
+    const std::vector<Rectangle>& mine,
+    std::size_t num_dims) {
+  const auto counts =
+      all_gather_values(group, static_cast<std::int64_t>(mine.size()));
+  const std::int64_t most = std::ranges::max(counts);
+  const auto ndim = static_cast<std::int64_t>(num_dims);
+  const at::Tensor in = at::zeros({most, 2, ndim}, at::kLong);
+  for (std::size_t i = 0; i < mine.size(); ++i) {
+    auto* row = in.data_ptr<std::int64_t>() + 2 * num_dims * i;
+    row = std::ranges::copy(mine[i].start, row).out;
+    std::ranges::copy(mine[i].length, row);
+  }
+  const at::Tensor out = at::empty(
+      {group.size() * in.numel()},
+      in.options().device(group.device()));
+  group.all_gather(out, in.flatten().to(group.device()));
+  const at::Tensor all = out.cpu();
+  const auto* numbers = all.const_data_ptr<std::int64_t>();
+  std::vector<std::vector<Rectangle>> boxes;
+  for (std::size_t rank = 0; rank < counts.size(); ++rank) {
+    std::vector<Rectangle>& of_rank = boxes.emplace_back();
+    for (std::int64_t i = 0; i < counts[rank]; ++i) {
+      const std::int64_t* start =
+          numbers + (static_cast<std::int64_t>(rank) * most + i) * 2 * ndim;
+      of_rank.push_back(
+          {{start, start + ndim}, {start + ndim, start + 2 * ndim}});
+    }
+  }
+  return boxes;
+}
 
 /// Puts the slices that the ranks of a model hold of one tensor together.
 /// Collective over the model's mesh.
@@ -25,32 +61,37 @@ at::Tensor join_slices(
     const GroupParameter& parameter,
     const at::Tensor& mine,
     bool wanted) {
-  struct Part {
-    std::int64_t begin = 0;
-    std::int64_t size = 0;
-  };
-  const auto parts = all_gather_values(
-      world,
-      Part{parameter.placement.slice->begin, parameter.shape.front()});
   const std::vector<std::int64_t> shape = parameter.whole_shape();
+  const auto boxes_of = all_gather_boxes(
+      world,
+      parameter.slice().boxes(parameter.shape, 0, mine.numel()),
+      shape.size());
   at::Tensor whole;
   if (wanted) {
     whole = at::empty(shape, mine.options().device(at::kCPU));
   }
-  std::set<std::int64_t> done;
   for (int rank = 0; rank < world.size(); ++rank) {
-    const Part& part = parts[rank];
-    if (!done.insert(part.begin).second) {
-      continue;
+    const auto here = boxes_of.begin() + rank;
+    if (std::find(boxes_of.begin(), here, *here) != here) {
+      continue;  // another rank holds the same
     }
-    std::vector<std::int64_t> part_shape = shape;
-    part_shape.front() = part.size;
+    std::int64_t numel = 0;
+    for (const Rectangle& box : *here) {
+      numel += box.numel();
+    }
     const at::Tensor values = rank == world.rank()
-                                  ? mine.contiguous()
-                                  : at::empty(part_shape, mine.options());
+                                  ? mine.contiguous().view(-1)
+                                  : at::empty({numel}, mine.options());
     world.broadcast(values, rank);
-    if (wanted) {
-      whole.narrow(0, part.begin, part.size).copy_(values);
+    std::int64_t done = 0;
+    for (std::size_t i = 0; wanted && i < here->size(); ++i) {
+      const Rectangle& box = (*here)[i];
+      at::Tensor part = whole;
+      for (std::int64_t d = 0; d < whole.dim(); ++d) {
+        part = part.narrow(d, box.start[d], box.length[d]);
+      }
+      part.copy_(values.narrow(0, done, box.numel()).view(box.length));
+      done += box.numel();
     }
   }
   return whole;

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "flatshard/checkpoint/owned_runs.h"
+#include "flatshard/checkpoint/owned_boxes.h"
 #include "flatshard/core/stored_entry.h"
 #include "flatshard/group/param_group.h"
 

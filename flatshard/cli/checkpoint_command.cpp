@@ -143,7 +143,7 @@ void add_checkpoint_command(CLI::App& program) {
     list(arguments->folder);
   });
 
-  CLI::App* inspector = add("inspect", "What one checkpoint holds");
+  CLI::App* inspector = add("inspect", "Print the contents of one checkpoint");
   inspector->add_flag("--tensors", arguments->tensors, "Every tensor as well");
   inspector->add_flag(
       "--config",

@@ -143,7 +143,7 @@ void add_prepare(CLI::App& data) {
   command->add_option(
       "--format",
       options->format,
-      "What the files are: auto (by their first bytes and names), text (bytes "
+      "Kind of the files: auto (by their first bytes and names), text (bytes "
       "that are not UTF-8 become U+FFFD), json, parquet, or bytes (each byte "
       "as "
       "it is, for --tokenizer bytes) [auto]");
@@ -184,7 +184,7 @@ void add_prepare(CLI::App& data) {
       *command,
       *options,
       "Python for a tokenizer.json and .parquet files [$FLATSHARD_PYTHON, else "
-      ".venv/bin/python here or beside the program, else python3]");
+      ".venv/bin/python here or next to the program, else python3]");
   command->footer("Example:\n"
                   "  flatshard data prepare --input 'texts/**/*.txt' --output "
                   "corpora/texts\n"
@@ -213,7 +213,7 @@ void add_import(CLI::App& data) {
           "--input,-i",
           options->inputs,
           "Token files, folders or globs: nanoGPT's and llm.c's .bin, "
-          "Megatron's .bin with its .idx beside it")
+          "Megatron's .bin with its .idx")
       ->required();
   command->add_option(
       "--validation",

@@ -119,8 +119,8 @@ void report_stop(const Trainer::Stop& stop, const std::string& command) {
   const bool by_others =
       launched_by_environment() && !launched_by_this_program();
   log_info(
-      "stopped by {} after step {}, which has a checkpoint; go on{} with:\n  "
-      "{}",
+      "stopped by {} after step {}, which has a checkpoint; continue{} "
+      "with:\n  {}",
       name,
       stop.step,
       by_others ? ", under the same launcher," : "",
@@ -284,7 +284,7 @@ void add_train_command(
   command->add_flag(
       "--resume",
       arguments->resume,
-      "Go on from the run's latest checkpoint; without one, start");
+      "Continue from the run's latest checkpoint; without one, start");
   command
       ->add_option(
           "--max-restarts",

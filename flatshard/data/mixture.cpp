@@ -43,7 +43,8 @@ Mixture::Mixture(const std::vector<double>& weights) {
     FLATSHARD_CHECK(
         shares_.back() > 0 && (last || of_rest_.back() < kOne),
         config,
-        "weight: {} is too little or too much beside the others, whose sum is "
+        "weight: {} is too little or too much compared with the others, whose "
+        "sum is "
         "{}",
         weight,
         all - weight);

@@ -48,6 +48,12 @@ void accuse(const Suspect& suspect) {
     return;
   }
   const auto first = bad.to(at::kByte).argmax().item<std::int64_t>();
+  const GroupParameter& parameter = *suspect.parameter;
+  const std::vector<std::int64_t> shape = parameter.whole_shape();
+  const auto boxes = parameter.slice().boxes(
+      parameter.shape,
+      suspect.begin + first,
+      suspect.begin + first + 1);
   throw Error(
       ErrorCode::usage,
       fmt::format(
@@ -56,10 +62,10 @@ void accuse(const Suspect& suspect) {
           "of {} such elements; look at the data of this step, lower the "
           "learning rate, or compute in a wider dtype",
           suspect.what,
-          suspect.parameter->names.front(),
+          parameter.names.front(),
           flat[first].item<double>(),
-          suspect.begin + first,
-          fmt::join(suspect.parameter->shape, ", "),
+          FlatRuns(shape, boxes.front()).begin(0),
+          fmt::join(shape, ", "),
           count),
       suspect.where);
 }

@@ -77,7 +77,7 @@ void StrictChecks::module_called(UnitId unit, const std::string& module) const {
       "module {} was called, but its weights belong to unit {}, whose forward "
       "is not running, so they are not gathered; call the unit through its "
       "holder (`block(x)`, not `block->forward(x)` or one of its submodules), "
-      "or make {} a unit of its own (FullyShardOptions::units)",
+      "or make {} a separate unit (FullyShardOptions::units)",
       module,
       names_[unit],
       module);

@@ -200,7 +200,7 @@ void HfFolder::open_index() {
     FLATSHARD_CHECK(
         places_.contains(tensor),
         format,
-        "{} has no tensor '{}', which {} says is there",
+        "{} has no tensor '{}', which {} lists",
         (folder_ / file).string(),
         tensor,
         kHfIndexName);

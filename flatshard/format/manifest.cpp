@@ -1,5 +1,7 @@
 #include "flatshard/format/manifest.h"
 
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <nlohmann/json.hpp>
 #include <tuple>
@@ -17,6 +19,8 @@ using nlohmann::json;
 using Field = detail::JsonField;
 
 constexpr std::string_view kFormat = "flatshard checkpoint";
+// As many as torch's tensors have at most.
+constexpr std::size_t kMostDims = 64;
 
 StoredFile parse_file(const Field& field) {
   StoredFile file;
@@ -42,63 +46,119 @@ StoredFile parse_file(const Field& field) {
   return file;
 }
 
-StoredPiece parse_piece(
+std::vector<std::int64_t> parse_sizes(const Field& field) {
+  std::vector<std::int64_t> sizes;
+  field.each([&](const Field& size) { sizes.push_back(size.count()); });
+  return sizes;
+}
+
+/// The boxes of a piece, one after another: several only in version 1.
+std::vector<Rectangle> parse_boxes(
+    const Field& field,
+    const StoredTensor& tensor,
+    std::int64_t version) {
+  if (version == 1) {
+    const auto [begin, end] = field.at("elements").range();
+    field.at("elements")
+        .check(
+            end <= tensor.numel(),
+            fmt::format("elements of {}", tensor.numel()));
+    return rectangles(tensor.shape, begin, end);
+  }
+  Rectangle box{
+      parse_sizes(field.at("start")),
+      parse_sizes(field.at("length"))};
+  field.check(
+      box.lies_in(tensor.shape),
+      fmt::format(
+          "start and length of a box in shape [{}]",
+          fmt::join(tensor.shape, ", ")));
+  return {std::move(box)};
+}
+
+std::uint64_t nbytes_of(const Rectangle& box, std::uint64_t item_nbytes) {
+  return static_cast<std::uint64_t>(box.numel()) * item_nbytes;
+}
+
+/// Appends a piece to those of its tensor, whose shape and dtype are known.
+void parse_piece(
     const Field& field,
     const std::vector<StoredFile>& files,
-    std::uint64_t item_nbytes) {
-  StoredPiece piece;
-  std::tie(piece.begin, piece.end) = field.at("elements").range();
-  piece.file = field.at("file").count();
+    std::int64_t version,
+    StoredTensor& tensor) {
+  const auto item =
+      static_cast<std::uint64_t>(safetensors_item_nbytes(tensor.dtype));
+  const auto boxes = parse_boxes(field, tensor, version);
+  const std::int64_t index = field.at("file").count();
   field.at("file").check(
-      piece.file < static_cast<std::int64_t>(files.size()),
+      index < static_cast<std::int64_t>(files.size()),
       fmt::format("an index below {}, the number of files", files.size()));
-  piece.entry = field.at("entry").text();
+  const std::string entry = field.at("entry").text();
   const auto [begin, end] = field.at("bytes").range();
-  piece.offset = static_cast<std::uint64_t>(begin);
-  const StoredFile& file = files[static_cast<std::size_t>(piece.file)];
+  const StoredFile& file = files[static_cast<std::size_t>(index)];
   field.at("bytes").check(
       static_cast<std::uint64_t>(end) <= file.nbytes,
       fmt::format("a range in the {} bytes of {}", file.nbytes, file.name));
-  std::uint64_t nbytes = 0;
+  auto offset = static_cast<std::uint64_t>(begin);
+  std::int64_t numel = 0;
+  for (const Rectangle& box : boxes) {
+    tensor.pieces.push_back({box, index, offset, entry});
+    offset += nbytes_of(box, item);
+    numel += box.numel();
+  }
   field.at("bytes").check(
-      !__builtin_mul_overflow(
-          static_cast<std::uint64_t>(piece.end - piece.begin),
-          item_nbytes,
-          &nbytes) &&
-          nbytes == static_cast<std::uint64_t>(end - begin),
-      fmt::format(
-          "{} bytes for each of {} elements",
-          item_nbytes,
-          piece.end - piece.begin));
-  return piece;
+      offset == static_cast<std::uint64_t>(end),
+      fmt::format("{} bytes for each of {} elements", item, numel));
 }
 
-/// Pieces follow one another without gap or overlap.
-void check_coverage(const StoredTensor& tensor, const std::string& where) {
-  std::int64_t next = 0;
+bool by_start(const StoredPiece& a, const StoredPiece& b) {
+  return a.box.start < b.box.start;
+}
+
+/// Sorts the pieces of a tensor. They have no element in common and, where
+/// those of all ranks are there, every element is in one.
+void check_coverage(
+    StoredTensor& tensor,
+    bool complete,
+    const std::string& where) {
+  std::stable_sort(tensor.pieces.begin(), tensor.pieces.end(), by_start);
+  std::int64_t numel = 0;  // of boxes without a common element: fits 64 bits
+  std::vector<const Rectangle*> open;  // may reach the next piece's first index
   for (const StoredPiece& piece : tensor.pieces) {
-    FLATSHARD_CHECK(
-        piece.begin == next,
-        format,
-        "{}: expected a piece that begins at element {}, got [{}, {})",
-        where,
-        next,
-        piece.begin,
-        piece.end);
-    next = piece.end;
+    const std::int64_t n = piece.box.numel();
+    if (n == 0) {
+      continue;
+    }
+    if (!piece.box.start.empty()) {
+      std::erase_if(open, [&](const Rectangle* box) {
+        return box->start[0] + box->length[0] <= piece.box.start[0];
+      });
+    }
+    for (const Rectangle* box : open) {
+      FLATSHARD_CHECK(
+          box->intersection(piece.box).numel() == 0,
+          format,
+          "{}: expected pieces without a common element, got {} and {}",
+          where,
+          to_string(*box),
+          to_string(piece.box));
+    }
+    open.push_back(&piece.box);
+    numel += n;
   }
   FLATSHARD_CHECK(
-      next == tensor.numel(),
+      !complete || numel == tensor.numel(),
       format,
-      "{}: expected pieces of all {} elements, got the first {}",
+      "{}: expected pieces of all {} elements, got {} of them",
       where,
       tensor.numel(),
-      next);
+      numel);
 }
 
 StoredTensor parse_tensor(
     const Field& field,
     const std::vector<StoredFile>& files,
+    std::int64_t version,
     bool complete) {
   StoredTensor tensor;
   tensor.dtype = field.at("dtype").text();
@@ -108,22 +168,17 @@ StoredTensor parse_tensor(
   } catch (const Error& error) {
     FLATSHARD_THROW(format, "{}: {}", field.where(), error.message());
   }
-  field.at("shape").each(
-      [&](const Field& size) { tensor.shape.push_back(size.count()); });
+  tensor.shape = parse_sizes(field.at("shape"));
+  field.at("shape").check(
+      tensor.shape.size() <= kMostDims,
+      fmt::format("at most {} dimensions", kMostDims));
   std::uint64_t nbytes = 0;
   field.at("shape").check(
       safetensors_nbytes(tensor.shape, item_nbytes, nbytes),
       "sizes whose product fits 63 bits");
-  field.at("pieces").each([&](const Field& piece) {
-    tensor.pieces.push_back(
-        parse_piece(piece, files, static_cast<std::uint64_t>(item_nbytes)));
-    piece.check(
-        tensor.pieces.back().end <= tensor.numel(),
-        fmt::format("elements of {}", tensor.numel()));
-  });
-  if (complete) {
-    check_coverage(tensor, field.where());
-  }
+  field.at("pieces").each(
+      [&](const Field& piece) { parse_piece(piece, files, version, tensor); });
+  check_coverage(tensor, complete, field.where());
   return tensor;
 }
 
@@ -141,12 +196,12 @@ void check_overlaps(const Manifest& manifest, const std::string& origin) {
       const auto item =
           static_cast<std::uint64_t>(safetensors_item_nbytes(tensor.dtype));
       for (const StoredPiece& piece : tensor.pieces) {
-        const auto numel = static_cast<std::uint64_t>(piece.end - piece.begin);
-        if (numel > 0) {
+        const std::uint64_t nbytes = nbytes_of(piece.box, item);
+        if (nbytes > 0) {
           ranges.push_back(
               {piece.file,
                piece.offset,
-               piece.offset + numel * item,
+               piece.offset + nbytes,
                describe_tensor(role, name)});
         }
       }
@@ -178,12 +233,11 @@ json to_object(const StoredTensor& tensor) {
       static_cast<std::uint64_t>(safetensors_item_nbytes(tensor.dtype));
   json pieces = json::array();
   for (const StoredPiece& piece : tensor.pieces) {
-    const auto nbytes =
-        static_cast<std::uint64_t>(piece.end - piece.begin) * item;
     pieces.push_back(
-        {{"elements", {piece.begin, piece.end}},
+        {{"start", piece.box.start},
+         {"length", piece.box.length},
          {"file", piece.file},
-         {"bytes", {piece.offset, piece.offset + nbytes}},
+         {"bytes", {piece.offset, piece.offset + nbytes_of(piece.box, item)}},
          {"entry", piece.entry}});
   }
   return {
@@ -281,10 +335,10 @@ Manifest parse_manifest(
       fmt::format("\"{}\"", kFormat));
   const std::int64_t version = root.at("version").count();
   FLATSHARD_CHECK(
-      version == kManifestVersion,
+      0 < version && version <= kManifestVersion,
       format,
-      "{}: expected version {}, got {}; read it with the Flatshard that wrote "
-      "it",
+      "{}: expected a version from 1 to {}, got {}; read it with the Flatshard "
+      "that wrote it",
       origin,
       kManifestVersion,
       version);
@@ -303,7 +357,7 @@ Manifest parse_manifest(
   root.at("tensors").each_key([&](const std::string& role, const Field& list) {
     auto& tensors = manifest.tensors[role];
     list.each_key([&](const std::string& name, const Field& tensor) {
-      tensors[name] = parse_tensor(tensor, manifest.files, complete);
+      tensors[name] = parse_tensor(tensor, manifest.files, version, complete);
     });
   });
   root.at("updates").each_key(
@@ -356,13 +410,7 @@ Manifest merge_manifests(const std::vector<Manifest>& parts) {
   }
   for (auto& [role, tensors] : merged.tensors) {
     for (auto& [name, tensor] : tensors) {
-      std::sort(
-          tensor.pieces.begin(),
-          tensor.pieces.end(),
-          [](const StoredPiece& a, const StoredPiece& b) {
-            return a.begin < b.begin;
-          });
-      check_coverage(tensor, describe_tensor(role, name));
+      check_coverage(tensor, /*complete=*/true, describe_tensor(role, name));
     }
   }
   return merged;

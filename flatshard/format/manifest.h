@@ -7,10 +7,14 @@
 #include <string_view>
 #include <vector>
 
+#include "flatshard/layout/rectangle.h"
+
 namespace flatshard {
 
-/// The version this build writes, and the only one that it reads.
-inline constexpr std::int64_t kManifestVersion = 1;
+/// The version this build writes. It reads the earlier ones, too.
+///
+/// 1: a piece is a run of the flattened tensor. 2: a piece is a box.
+inline constexpr std::int64_t kManifestVersion = 2;
 inline constexpr std::string_view kManifestName = "manifest.json";
 /// The role of weights among the tensors of a checkpoint; other roles are the
 /// names of optimizer states, e.g. exp_avg.
@@ -25,11 +29,12 @@ struct StoredFile {
   bool operator==(const StoredFile&) const = default;
 };
 
-/// Elements [begin, end) of a flattened tensor and where they lie: in file
-/// `file`, from byte `offset` on, as the safetensors entry `entry`.
+/// A box of a tensor and where its elements lie in row-major order: in file
+/// `file`, from byte `offset` on, in the safetensors entry `entry`. A run of
+/// the flattened tensor that version 1 has as one piece may be several boxes of
+/// one entry.
 struct StoredPiece {
-  std::int64_t begin = 0;
-  std::int64_t end = 0;
+  Rectangle box;
   std::int64_t file = 0;     ///< index into Manifest::files
   std::uint64_t offset = 0;  ///< from the begin of the file
   std::string entry;
@@ -40,7 +45,7 @@ struct StoredPiece {
 struct StoredTensor {
   std::string dtype;  ///< safetensors' name, e.g. "F32"
   std::vector<std::int64_t> shape;
-  std::vector<StoredPiece> pieces;  ///< ascending, without gap or overlap
+  std::vector<StoredPiece> pieces;  ///< by their start, without gap or overlap
 
   std::int64_t numel() const;
   bool operator==(const StoredTensor&) const = default;
@@ -72,8 +77,8 @@ std::string describe_tensor(std::string_view role, std::string_view name);
 std::string to_json(const Manifest& manifest);
 
 /// Reads what `to_json` wrote, and trusts none of it: every piece lies inside
-/// its file, pieces cover their tensor exactly and do not overlap one another,
-/// file names do not leave the folder.
+/// its tensor and its file, pieces cover their tensor exactly and do not
+/// overlap, file names do not leave the folder.
 ///
 /// @param origin  the file's name, for messages.
 /// @param complete  false: what one rank wrote, whose pieces leave gaps.

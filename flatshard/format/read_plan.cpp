@@ -2,8 +2,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <set>
+#include <string>
 #include <tuple>
+#include <utility>
 
 #include "flatshard/core/error.h"
 #include "flatshard/core/file_reader.h"
@@ -19,30 +22,60 @@ struct FileCopy {
   ReadChunk::Copy copy;
 };
 
-std::vector<FileCopy> copies_of(std::span<const WantedRange> wanted) {
+/// The runs of a box that lie together in both of two boxes around it.
+/// @param visit  (first element in `a`, first element in `b`, numel)
+template <class F>
+void for_each_common_run(
+    const Rectangle& common,
+    const Rectangle& around_a,
+    const Rectangle& around_b,
+    F&& visit) {
+  const auto within = [&](const Rectangle& around) {
+    Rectangle moved = common;
+    for (std::size_t d = 0; d < moved.start.size(); ++d) {
+      moved.start[d] -= around.start[d];
+    }
+    return FlatRuns(around.length, moved);
+  };
+  const FlatRuns a = within(around_a);
+  const FlatRuns b = within(around_b);
+  const std::int64_t step = std::min(a.numel(), b.numel());
+  for_each_run(
+      a.numel() == step ? a : b,
+      0,
+      common.numel(),
+      [&](std::int64_t, std::int64_t at, std::int64_t n) {
+        visit(
+            a.begin(at / a.numel()) + at % a.numel(),
+            b.begin(at / b.numel()) + at % b.numel(),
+            n);
+      });
+}
+
+std::vector<FileCopy> copies_of(std::span<const WantedBox> wanted) {
   std::vector<FileCopy> copies;
-  for (const WantedRange& range : wanted) {
-    const auto item = static_cast<std::uint64_t>(
-        safetensors_item_nbytes(range.tensor->dtype));
-    const auto& pieces = range.tensor->pieces;
-    auto piece = std::upper_bound(
-        pieces.begin(),
-        pieces.end(),
-        range.begin,
-        [](std::int64_t begin, const StoredPiece& p) { return begin < p.end; });
-    for (; piece != pieces.end() && piece->begin < range.end; ++piece) {
-      const std::int64_t begin = std::max(piece->begin, range.begin);
-      const std::int64_t end = std::min(piece->end, range.end);
-      if (begin < end) {
-        const auto bytes = [&](std::int64_t elements) {
-          return static_cast<std::uint64_t>(elements) * item;
-        };
-        copies.push_back(
-            {piece->file,
-             {.source = piece->offset + bytes(begin - piece->begin),
-              .nbytes = bytes(end - begin),
-              .destination = range.destination + bytes(begin - range.begin)}});
+  for (const WantedBox& want : wanted) {
+    const auto item =
+        static_cast<std::uint64_t>(safetensors_item_nbytes(want.tensor->dtype));
+    const auto bytes = [&](std::int64_t elements) {
+      return static_cast<std::uint64_t>(elements) * item;
+    };
+    for (const StoredPiece& piece : want.tensor->pieces) {
+      const Rectangle common = want.box.intersection(piece.box);
+      if (common.numel() == 0) {
+        continue;
       }
+      for_each_common_run(
+          common,
+          piece.box,
+          want.box,
+          [&](std::int64_t from, std::int64_t to, std::int64_t n) {
+            copies.push_back(
+                {piece.file,
+                 {.source = piece.offset + bytes(from),
+                  .nbytes = bytes(n),
+                  .destination = want.destination + bytes(to)}});
+          });
     }
   }
   std::sort(
@@ -92,11 +125,38 @@ void read_chunk(
   }
 }
 
+/// Where a safetensors entry lies in its file.
+struct EntryPlace {
+  std::uint64_t offset = 0;
+  std::uint64_t nbytes = 0;
+};
+
+/// What the manifest says of the entries of a tensor, by file and name.
+std::map<std::pair<std::int64_t, std::string>, EntryPlace> entries_of(
+    const StoredTensor& tensor) {
+  const auto item =
+      static_cast<std::uint64_t>(safetensors_item_nbytes(tensor.dtype));
+  std::map<std::pair<std::int64_t, std::string>, EntryPlace> entries;
+  for (const StoredPiece& piece : tensor.pieces) {
+    const auto nbytes = static_cast<std::uint64_t>(piece.box.numel()) * item;
+    if (nbytes > 0) {
+      EntryPlace& place = entries
+                              .try_emplace(
+                                  {piece.file, piece.entry},
+                                  EntryPlace{piece.offset, 0})
+                              .first->second;
+      place.offset = std::min(place.offset, piece.offset);
+      place.nbytes += nbytes;
+    }
+  }
+  return entries;
+}
+
 }  // namespace
 
 std::vector<ReadChunk> plan_reads(
     const Manifest& manifest,
-    std::span<const WantedRange> wanted,
+    std::span<const WantedBox> wanted,
     std::uint64_t max_nbytes) {
   FLATSHARD_CHECK(
       max_nbytes > 0 && max_nbytes % kDigestBlock == 0,
@@ -208,38 +268,35 @@ void check_files(
   }
   for (const auto& [role, tensors] : manifest.tensors) {
     for (const auto& [name, tensor] : tensors) {
-      for (const StoredPiece& piece : tensor.pieces) {
-        const auto found = readers.find(piece.file);
-        if (found == readers.end() || piece.begin == piece.end) {
+      for (const auto& [place, expected] : entries_of(tensor)) {
+        const auto found = readers.find(place.first);
+        if (found == readers.end()) {
           continue;
         }
         const SafetensorsReader& reader = found->second;
-        const SafetensorsEntry& entry = reader.entry(piece.entry);
+        const SafetensorsEntry& entry = reader.entry(place.second);
         const std::uint64_t offset = reader.offset(entry);
         FLATSHARD_CHECK(
-            entry.dtype == tensor.dtype && offset == piece.offset,
+            entry.dtype == tensor.dtype && offset == expected.offset,
             format,
             "{}: tensor '{}' ({}): expected {} at byte {} as {} says, got {} "
             "at byte {}",
             reader.path().string(),
-            piece.entry,
+            entry.name,
             describe_tensor(role, name),
             tensor.dtype,
-            piece.offset,
+            expected.offset,
             kManifestName,
             entry.dtype,
             offset);
-        const auto nbytes =
-            static_cast<std::uint64_t>(piece.end - piece.begin) *
-            static_cast<std::uint64_t>(safetensors_item_nbytes(tensor.dtype));
         FLATSHARD_CHECK(
-            entry.nbytes() == nbytes,
+            entry.nbytes() == expected.nbytes,
             format,
             "{}: tensor '{}' ({}): expected {} bytes as {} says, got {}",
             reader.path().string(),
-            piece.entry,
+            entry.name,
             describe_tensor(role, name),
-            nbytes,
+            expected.nbytes,
             kManifestName,
             entry.nbytes());
       }

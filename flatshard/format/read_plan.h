@@ -10,12 +10,11 @@
 
 namespace flatshard {
 
-/// Elements [begin, end) of a stored tensor that a reader wants at byte
-/// `destination` of its memory.
-struct WantedRange {
+/// A box of a stored tensor that a reader wants from byte `destination` of its
+/// memory on, in row-major order.
+struct WantedBox {
   const StoredTensor* tensor = nullptr;
-  std::int64_t begin = 0;
-  std::int64_t end = 0;
+  Rectangle box;
   std::uint64_t destination = 0;
 };
 
@@ -37,14 +36,14 @@ struct ReadChunk {
   bool operator==(const ReadChunk&) const = default;
 };
 
-/// The reads that bring the wanted ranges: by file, then by place. Only digest
-/// blocks that hold wanted bytes are read, and each once, unless wanted ranges
+/// The reads that bring the wanted boxes: by file, then by place. Only digest
+/// blocks that hold wanted bytes are read, and each once, unless wanted boxes
 /// overlap.
 ///
 /// @param max_nbytes  of one read; a multiple of kDigestBlock.
 std::vector<ReadChunk> plan_reads(
     const Manifest& manifest,
-    std::span<const WantedRange> wanted,
+    std::span<const WantedBox> wanted,
     std::uint64_t max_nbytes = std::uint64_t{8} << 20);
 
 /// The reads that see every byte of every file and keep none: to verify.

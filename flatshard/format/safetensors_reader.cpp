@@ -36,7 +36,7 @@ json parse_header(std::string_view text, const std::string& file) {
   FLATSHARD_CHECK(
       twice.empty(),
       format,
-      "{}: tensor '{}' stands twice",
+      "{}: tensor '{}' occurs twice",
       file,
       twice);
   return header;

@@ -142,7 +142,7 @@ std::optional<Strategy> strategy_of(
            !find_strategy_name(options.strategy).needs_outer_axis()),
       config,
       "placement_of, unit_choices: a parameter on the sub-mesh {} needs a "
-      "strategy of its own, since the model's, {}, is for the model's axes",
+      "separate strategy, since the model's, {}, is for the model's axes",
       placement.mesh->to_string(),
       options.strategy);
   return Strategy::named(options.strategy, placement.mesh->num_axes());

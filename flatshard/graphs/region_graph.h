@@ -74,7 +74,7 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
   static constexpr const char* kOtherGradient =
       "the gradient of an output comes from elsewhere";
   static constexpr const char* kInUse =
-      "what it or a region behind it wrote before is still in use";
+      "what it or a later region wrote before is still in use";
   /// Told of each backward: null for a replay, else why it was none.
   using OnBackward =
       std::function<void(const RegionGraph& region, const char* miss)>;

@@ -122,7 +122,8 @@ void RegionGraphs::audit(const RegionGraph& graph, const TargetSink& targets) {
   log_warning(
       "{}: {} addresses of its kernels are in memory that is not of its "
       "inputs, constants, parameters or gradients, and may move: {}. If a "
-      "tensor of yours is there, make it an input of the region or name it in "
+      "tensor of yours is one of them, make it an input of the region or name "
+      "it in "
       "RegionOptions::constants",
       graph.name(),
       found.strays.size(),

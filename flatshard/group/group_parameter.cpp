@@ -2,25 +2,29 @@
 
 #include "flatshard/core/error.h"
 
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <utility>
+
 namespace flatshard {
 
-std::vector<std::int64_t> GroupParameter::whole_shape() const {
-  std::vector<std::int64_t> whole = shape;
-  if (placement.slice) {
-    whole.front() = placement.slice->whole;
-  }
-  return whole;
-}
-
-std::int64_t GroupParameter::first_element() const {
-  if (!placement.slice) {
-    return 0;
-  }
-  std::int64_t numel = placement.slice->begin;
-  for (std::size_t d = 1; d < shape.size(); ++d) {
-    numel *= shape[d];
-  }
-  return numel;
+ParameterPlacement ParameterPlacement::cut_over(
+    const Mesh& mesh,
+    const std::vector<std::string>& axes,
+    TensorSlice slice) {
+  std::vector<std::string> others = mesh.axis_names();
+  std::erase_if(others, [&](const std::string& name) {
+    return std::find(axes.begin(), axes.end(), name) != axes.end();
+  });
+  FLATSHARD_CHECK(
+      !others.empty(),
+      config,
+      "mesh {} has no axis beside '{}' for what lies along it; add one of one "
+      "rank",
+      mesh.to_string(),
+      fmt::join(axes, "', '"));
+  return {.mesh = mesh.sub_mesh(others), .slice = std::move(slice)};
 }
 
 ParameterPlacement ParameterPlacement::along(
@@ -35,25 +39,14 @@ ParameterPlacement ParameterPlacement::along(
       whole,
       axis,
       mesh.to_string());
-  std::vector<std::string> others;
-  for (const std::string& name : mesh.axis_names()) {
-    if (name != axis) {
-      others.push_back(name);
-    }
-  }
-  FLATSHARD_CHECK(
-      !others.empty(),
-      config,
-      "mesh {} has no axis beside '{}' for what lies along it; add one of one "
-      "rank",
-      mesh.to_string(),
-      axis);
-  return {
-      .mesh = mesh.sub_mesh(others),
-      .grad_divisor = static_cast<double>(parts),
-      .slice = TensorSlice{
-          .begin = mesh.coordinate(axis) * (whole / parts),
-          .whole = whole}};
+  const std::int64_t held = whole / parts;
+  const std::int64_t begin = mesh.coordinate(axis) * held;
+  ParameterPlacement placement = cut_over(
+      mesh,
+      {axis},
+      TensorSlice().take(0, whole, {{begin, begin + held}}));
+  placement.grad_divisor = static_cast<double>(parts);
+  return placement;
 }
 
 ParameterPlacement ParameterPlacement::or_else(

@@ -46,10 +46,12 @@ struct GroupParameter {
   /// is stored with that dimension first.
   at::Tensor tensor;
 
-  /// Of the larger tensor, where the parameter is a slice of one.
-  std::vector<std::int64_t> whole_shape() const;
-  /// Where the parameter's elements begin in it, flattened.
-  std::int64_t first_element() const;
+  /// What the parameter is of a larger tensor; all of it by default.
+  TensorSlice slice() const { return placement.slice.value_or(TensorSlice()); }
+  /// Of the larger tensor.
+  std::vector<std::int64_t> whole_shape() const {
+    return slice().whole_shape(shape);
+  }
 };
 
 }  // namespace flatshard

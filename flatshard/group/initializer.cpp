@@ -10,6 +10,7 @@
 #include <array>
 #include <cmath>
 #include <numbers>
+#include <span>
 
 namespace flatshard {
 namespace {
@@ -45,6 +46,24 @@ draw(const Philox& philox, InitSpec spec, std::uint64_t block) {
   return values;
 }
 
+/// Elements [first, first + out.size()) of the flattened parameter.
+void draw_run(
+    const Philox& philox,
+    InitSpec spec,
+    std::int64_t first,
+    std::span<float> out) {
+  const auto numel = static_cast<std::int64_t>(out.size());
+  for (std::int64_t block = first / 4; block * 4 < first + numel; ++block) {
+    const auto four = draw(philox, spec, static_cast<std::uint64_t>(block));
+    for (int i = 0; i < 4; ++i) {
+      const std::int64_t at = block * 4 + i - first;
+      if (at >= 0 && at < numel) {
+        out[static_cast<std::size_t>(at)] = four[i];
+      }
+    }
+  }
+}
+
 }  // namespace
 
 void Initializer::fill(
@@ -52,6 +71,15 @@ void Initializer::fill(
     std::string_view name,
     InitSpec spec,
     std::int64_t begin) const {
+  const std::int64_t end = begin + out.numel();
+  fill(out, name, spec, FlatRuns(std::span(&end, 1), {{begin}, {out.numel()}}));
+}
+
+void Initializer::fill(
+    const at::Tensor& out,
+    std::string_view name,
+    InitSpec spec,
+    const FlatRuns& runs) const {
   FLATSHARD_CHECK(
       out.is_contiguous() && (spec.kind == InitSpec::Kind::zeros ||
                               at::isFloatingType(out.scalar_type())),
@@ -75,25 +103,24 @@ void Initializer::fill(
   const Philox philox(mix_keys(seed_, stable_hash(name)));
   for (std::int64_t at = 0; at < out.numel(); at += kChunk) {
     const std::int64_t count = std::min(kChunk, out.numel() - at);
-    const std::int64_t first = begin + at;
     const at::Tensor host = at::empty({count}, at::kFloat);
     float* values = host.data_ptr<float>();
-    const std::int64_t first_block = first / 4;
-    const std::int64_t end_block = (first + count + 3) / 4;
     parallel_for(
-        first_block,
-        end_block,
-        1 << 14,
+        at,
+        at + count,
+        1 << 16,
         [&](std::int64_t from, std::int64_t to) {
-          for (std::int64_t block = from; block < to; ++block) {
-            const auto four = draw(philox, spec, block);
-            for (int i = 0; i < 4; ++i) {
-              const std::int64_t local = block * 4 + i - first;
-              if (local >= 0 && local < count) {
-                values[local] = four[i];
-              }
-            }
-          }
+          for_each_run(
+              runs,
+              from,
+              to,
+              [&](std::int64_t first, std::int64_t local, std::int64_t n) {
+                draw_run(
+                    philox,
+                    spec,
+                    first,
+                    {values + local - at, static_cast<std::size_t>(n)});
+              });
         });
     out.view({-1}).narrow(0, at, count).copy_(host);
   }

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "flatshard/core/init_spec.h"
+#include "flatshard/layout/rectangle.h"
 
 #include <cstdint>
 #include <string_view>
@@ -29,6 +30,15 @@ class Initializer {
       std::string_view name,
       InitSpec spec,
       std::int64_t begin) const;
+  /// Writes the elements of a box of the parameter, in the order of the box.
+  ///
+  /// @param out  [n] as above; n is the number of the box's elements.
+  /// @param runs  the box in the whole parameter.
+  void fill(
+      const at::Tensor& out,
+      std::string_view name,
+      InitSpec spec,
+      const FlatRuns& runs) const;
 
  private:
   std::uint64_t seed_;

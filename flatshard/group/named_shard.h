@@ -7,13 +7,16 @@
 #include <string>
 #include <vector>
 
+#include "flatshard/layout/tensor_slice.h"
+
 namespace flatshard {
 
 /// What one rank owns of one parameter: how optimizers and checkpoints see the
 /// model. `tensor` is a view of the flat shard.
 struct NamedShard {
   std::vector<std::string> names;   ///< the main name first; tied ones follow
-  std::vector<std::int64_t> shape;  ///< of the whole parameter
+  std::vector<std::int64_t> shape;  ///< of this rank's parameter
+  TensorSlice slice;                ///< what that is of the whole tensor
   std::int64_t begin = 0;           ///< first owned element of it, flattened
   std::int64_t local_offset = 0;    ///< where that lies in the flat shard
   at::Tensor tensor;                ///< [n], n >= 0 elements from `begin`
@@ -21,6 +24,13 @@ struct NamedShard {
   bool dropped = false;                           ///< see GroupParameter
 
   const std::string& name() const { return names.front(); }
+  std::vector<std::int64_t> whole_shape() const {
+    return slice.whole_shape(shape);
+  }
+  /// The boxes of the whole tensor that `tensor` is, one after another.
+  std::vector<Rectangle> boxes() const {
+    return slice.boxes(shape, begin, begin + tensor.numel());
+  }
 };
 
 }  // namespace flatshard

@@ -125,21 +125,9 @@ void ParamGroup::check_slices() const {
         p.placement.slice ? p.names.front() : parameters_.front().names.front(),
         p.placement.slice ? parameters_.front().names.front()
                           : p.names.front());
+    p.slice().check(p.shape, "parameter " + p.names.front());
     FLATSHARD_CHECK(
-        !p.placement.slice ||
-            (!p.shape.empty() && p.placement.slice->begin >= 0 &&
-             p.placement.slice->begin + p.shape.front() <=
-                 p.placement.slice->whole),
-        config,
-        "parameter {}: expected slices within the {} of the whole tensor, got "
-        "{} from {} on",
-        p.names.front(),
-        p.placement.slice ? p.placement.slice->whole : 0,
-        p.shape.empty() ? 0 : p.shape.front(),
-        p.placement.slice ? p.placement.slice->begin : 0);
-    FLATSHARD_CHECK(
-        !p.placement.slice || p.shape.front() == p.placement.slice->whole ||
-            !mesh()->same_as(*model_mesh()),
+        p.slice().is_whole(p.shape) || !mesh()->same_as(*model_mesh()),
         config,
         "parameter {} is a slice of a larger tensor, but all ranks of the "
         "model share it; give it a sub-mesh without the axis along which the "
@@ -156,7 +144,7 @@ void ParamGroup::check_float8() const {
   FLATSHARD_CHECK(
       own.precision.compute == at::kBFloat16,
       config,
-      "{}: FP8 weights compute beside bfloat16, got precision.compute = {}",
+      "{}: FP8 weights need bfloat16 compute, got precision.compute = {}",
       name(),
       c10::toString(own.precision.compute));
   const float8::Recipe recipe = own.float8->recipe;
@@ -225,11 +213,19 @@ void ParamGroup::initialize(const Initializer& initializer) {
         out.copy_(
             p.values.flatten().narrow(0, piece.tensor_offset, piece.numel));
       } else {
-        initializer.fill(
-            out,
-            p.names.front(),
-            p.init,
-            p.first_element() + piece.tensor_offset);
+        const std::vector<std::int64_t> whole = p.whole_shape();
+        std::int64_t done = 0;
+        for (const Rectangle& box : p.slice().boxes(
+                 p.shape,
+                 piece.tensor_offset,
+                 piece.tensor_offset + piece.numel)) {
+          initializer.fill(
+              out.narrow(0, done, box.numel()),
+              p.names.front(),
+              p.init,
+              FlatRuns(whole, box));
+          done += box.numel();
+        }
       }
     }
     p.values = at::Tensor();
@@ -320,26 +316,20 @@ std::vector<NamedShard> ParamGroup::shards_of(const at::Tensor& flat) const {
   std::vector<NamedShard> shards;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const GroupParameter& p = parameters_[i];
-    const auto pieces = weights_->main().local_pieces(i);
+    auto pieces = weights_->main().local_pieces(i);
+    if (pieces.empty()) {
+      pieces.emplace_back();
+    }
     for (const Piece& piece : pieces) {
       shards.push_back(
-          {p.names,
-           p.whole_shape(),
-           p.first_element() + piece.tensor_offset,
-           piece.local_offset,
-           flat.narrow(0, piece.local_offset, piece.numel),
-           p.attributes,
-           p.dropped});
-    }
-    if (pieces.empty()) {
-      shards.push_back(
-          {p.names,
-           p.whole_shape(),
-           0,
-           0,
-           flat.narrow(0, 0, 0),
-           p.attributes,
-           p.dropped});
+          {.names = p.names,
+           .shape = p.shape,
+           .slice = p.slice(),
+           .begin = piece.tensor_offset,
+           .local_offset = piece.local_offset,
+           .tensor = flat.narrow(0, piece.local_offset, piece.numel),
+           .attributes = p.attributes,
+           .dropped = p.dropped});
     }
   }
   return shards;

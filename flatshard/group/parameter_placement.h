@@ -2,30 +2,23 @@
 
 #include "flatshard/layout/granularity.h"
 #include "flatshard/layout/strategy.h"
+#include "flatshard/layout/tensor_slice.h"
 #include "flatshard/mesh/mesh.h"
 
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace flatshard {
-
-/// A part of a larger tensor: the slices [begin, begin + n) along its dimension
-/// 0, where n is the first size of the tensor that holds the part.
-struct TensorSlice {
-  std::int64_t begin = 0;
-  std::int64_t whole = 0;  ///< the first size of the larger tensor
-
-  bool operator==(const TensorSlice&) const = default;
-};
 
 /// Where one parameter rests. What is not set is as for the rest of the model.
 struct ParameterPlacement {
   /// The ranks that share the parameter: the model's mesh or a sub-mesh of it.
   /// Ranks that differ in the model's other axes hold other slices, or, without
   /// `slice`, the same values, and it is the program's to see that they stay
-  /// so.
+  /// so. No two ranks hold slices that overlap and are not the same.
   std::shared_ptr<Mesh> mesh;
   /// For the axes of `mesh`. Not set: the model's by its name, for these axes;
   /// for hsdp and its like the model's outer axis has to be one of several.
@@ -39,9 +32,16 @@ struct ParameterPlacement {
   /// that they do not depend on how it was cut.
   std::optional<TensorSlice> slice;
 
-  /// Of a parameter that is cut along an axis of the model's mesh, as experts
-  /// are: each coordinate holds an equal part of `whole` slices, which the
-  /// ranks of the other axes share.
+  /// Of a parameter of which each coordinate of `axes` has another slice, which
+  /// the ranks of the mesh's other axes share. Gradients are the mean over
+  /// these: what is set besides is the caller's.
+  /// @throws Error{config} when there is no other axis.
+  static ParameterPlacement cut_over(
+      const Mesh& mesh,
+      const std::vector<std::string>& axes,
+      TensorSlice slice);
+  /// Of experts: each coordinate of `axis` has an equal part of the `whole`
+  /// first indices, and a gradient that is the sum over the ranks of `axis`.
   /// @throws Error{config} when they do not divide.
   static ParameterPlacement
   along(const Mesh& mesh, const std::string& axis, std::int64_t whole);

@@ -68,8 +68,47 @@ class Coverer {
 
 }  // namespace
 
+Rectangle Rectangle::whole(std::span<const std::int64_t> shape) {
+  return {
+      std::vector<std::int64_t>(shape.size(), 0),
+      std::vector<std::int64_t>(shape.begin(), shape.end())};
+}
+
 std::int64_t Rectangle::numel() const {
   return detail::numel_of(length, "rectangle");
+}
+
+bool Rectangle::lies_in(std::span<const std::int64_t> shape) const {
+  bool inside = start.size() == shape.size() && length.size() == shape.size();
+  for (std::size_t d = 0; inside && d < shape.size(); ++d) {
+    // No sum: it may not fit 64 bits.
+    inside = start[d] >= 0 && length[d] >= 0 && length[d] <= shape[d] &&
+             start[d] <= shape[d] - length[d];
+  }
+  return inside;
+}
+
+Rectangle Rectangle::intersection(const Rectangle& other) const {
+  Rectangle both = *this;
+  for (std::size_t d = 0; d < start.size(); ++d) {
+    const std::int64_t end =
+        std::min(start[d] + length[d], other.start[d] + other.length[d]);
+    both.start[d] = std::max(start[d], other.start[d]);
+    both.length[d] = std::max<std::int64_t>(end - both.start[d], 0);
+  }
+  return both;
+}
+
+std::string to_string(const Rectangle& box) {
+  std::string text = "[";
+  for (std::size_t d = 0; d < box.start.size(); ++d) {
+    text += fmt::format(
+        "{}{}:{}",
+        d == 0 ? "" : ", ",
+        box.start[d],
+        box.start[d] + box.length[d]);
+  }
+  return text + "]";
 }
 
 std::vector<Rectangle> rectangles(
@@ -87,6 +126,41 @@ std::vector<Rectangle> rectangles(
   Coverer coverer(shape);
   coverer.cover(begin, end);
   return coverer.take();
+}
+
+FlatRuns::FlatRuns(std::span<const std::int64_t> shape, const Rectangle& box) {
+  FLATSHARD_CHECK(
+      box.lies_in(shape),
+      internal,
+      "box {} does not lie in a tensor of {} dimensions",
+      to_string(box),
+      shape.size());
+  if (box.numel() == 0) {
+    size_ = 0;
+    return;
+  }
+  std::int64_t stride = 1;
+  bool contiguous = true;
+  for (std::size_t d = shape.size(); d-- > 0;) {
+    offset_ += box.start[d] * stride;
+    if (contiguous) {
+      numel_ *= box.length[d];
+      contiguous = box.length[d] == shape[d];
+    } else if (box.length[d] > 1) {
+      outer_.insert(outer_.begin(), {box.length[d], stride});
+      size_ *= box.length[d];
+    }
+    stride *= shape[d];
+  }
+}
+
+std::int64_t FlatRuns::begin(std::int64_t run) const {
+  std::int64_t begin = offset_;
+  for (std::size_t i = outer_.size(); i-- > 0;) {
+    begin += run % outer_[i].length * outer_[i].stride;
+    run /= outer_[i].length;
+  }
+  return begin;
 }
 
 }  // namespace flatshard

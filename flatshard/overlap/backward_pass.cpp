@@ -83,7 +83,7 @@ void BackwardPass::open_backward(const Options& options) {
   FLATSHARD_CHECK(
       !core_.step.failed(),
       usage,
-      "a backward pass cannot go on after this failure: {}",
+      "a backward pass cannot continue after this failure: {}",
       core_.step.failure);
   std::vector<UnitId> units;
   for (const auto& [unit, call] : calls_) {

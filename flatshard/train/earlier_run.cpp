@@ -48,7 +48,8 @@ void refuse_foreign_checkpoints(const std::filesystem::path& checkpoints) {
   FLATSHARD_CHECK(
       checkpoints.is_relative() || list_checkpoints(checkpoints).empty(),
       config,
-      "checkpoint.folder = {} holds the checkpoints of another run; go on from "
+      "checkpoint.folder = {} holds the checkpoints of another run; continue "
+      "from "
       "them with --resume, or choose another folder",
       checkpoints.string());
 }

@@ -6,7 +6,7 @@
 #include <optional>
 #include <vector>
 
-#include "flatshard/checkpoint/owned_runs.h"
+#include "flatshard/checkpoint/owned_boxes.h"
 #include "flatshard/exchange/stream_exchange.h"
 #include "flatshard/mesh/mesh.h"
 #include "flatshard/models/llama.h"

@@ -276,7 +276,7 @@ void RunCheckpoints::report() {
     if (result.error) {
       parts_.output->checkpoint_error(result.step, result.error->what());
       log_warning(
-          "the checkpoint of step {} failed, the run goes on and tries again "
+          "the checkpoint of step {} failed, the run continues and tries again "
           "at the next one: {}",
           result.step,
           result.error->what());

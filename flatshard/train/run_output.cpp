@@ -114,7 +114,7 @@ void RunOutput::nonfinite(
       last == step
           ? "the weights stay as they were"
           : fmt::format(
-                "going on from the checkpoint of step {}, with new data",
+                "resuming from the checkpoint of step {}, with new data",
                 last));
   for_option(kOutputDir, [&] {
     if (last < step) {

@@ -138,7 +138,7 @@ RunStart find_start(const Config& config, bool resume, Mesh& mesh) {
   if (start.nothing_left && mesh.rank() == 0) {
     log_info(
         "nothing is left to do: the run has a checkpoint of step {}, and "
-        "training.steps = {}; raise it to go on",
+        "training.steps = {}; raise it to continue",
         *start.checkpoint,
         config.training.steps);
   }

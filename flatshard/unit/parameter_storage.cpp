@@ -106,7 +106,7 @@ void ParameterStorage::set_name(
   }
   refusing_.unsafeGetStorageImpl()
       ->release_data_and_set_meta_custom_data_ptr_error_msg_(fmt::format(
-          "parameter {} of {} is released: its values are there only while the "
+          "parameter {} of {} is released: it has values only while the "
           "unit computes. Call the unit itself, through its holder "
           "(`block(x)`, not `block->forward(x)` or one of its submodules); a "
           "module outside of the unit that uses the parameter registers it "

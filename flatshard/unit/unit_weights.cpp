@@ -285,7 +285,7 @@ PlaneId UnitWeights::plane_of(const UnitParameter& p, nn::PlaneUse use) const {
   FLATSHARD_CHECK(
       found != planes.end(),
       internal,
-      "parameter {} has values of its own and no plane to ask for",
+      "parameter {} has plain values and no plane to ask for",
       p.name);
   return static_cast<PlaneId>(found - planes.begin());
 }

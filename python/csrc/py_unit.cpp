@@ -54,9 +54,7 @@ PyUnit::PyUnit(
           "least "
           "one where the mesh is a part of the model's",
           member.name);
-      placement.slice = TensorSlice{
-          .begin = options.which_slice * shape[0],
-          .whole = num_slices * shape[0]};
+      placement.slice = TensorSlice().cut(0, options.which_slice, num_slices);
       placement.grad_divisor = static_cast<double>(num_slices);
     }
     if (shape.empty()) {

@@ -24,7 +24,7 @@ def load_tokenizer(path):
     if os.path.basename(path) != "tokenizer.json":
         raise Failure(
             f"--chat: expected a tokenizer's folder, got {path}; the chat template "
-            "lies beside tokenizer.json"
+            "is next to tokenizer.json"
         )
     folder = os.path.dirname(path)
     try:

@@ -187,8 +187,8 @@ class Encoder:
         self.folder = Folder(self.path)
         if self.folder.config.get("auto_map"):
             self.warnings.append(
-                f"{self.folder.path} names code of its own (auto_map), which is not "
-                "run; tokenizer.json and the files beside it are read without it"
+                f"{self.folder.path} names its own code (auto_map), which is not "
+                "run; tokenizer.json and the other files are read without it"
             )
         self.reset_calls()
         self.add_tokens(AddedToken)

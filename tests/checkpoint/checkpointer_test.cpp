@@ -332,8 +332,8 @@ TEST(LoadCheckpoint, LeavesOutWhatIsExcluded) {
         model.groups,
         model.optimizer.get(),
         options);
-    for (const OwnedRun& run :
-         owned_runs(model.groups, model.optimizer.get())) {
+    for (const OwnedBox& run :
+         owned_boxes(model.groups, model.optimizer.get())) {
       const bool kept = run.names.front() == "a.other";
       EXPECT_TRUE(run.values.equal(
           kept ? at::full_like(run.values, -1) : SomeGroups::expected(run)))
@@ -377,7 +377,7 @@ TEST(LoadCheckpoint, WeightsOnlyFromATrainedOne) {
   run_ranks(1, [&](RankContext& context) {
     const SomeGroups model(two_groups(), {}, context.mesh());
     load_checkpoint(step_folder(folder.path(), 1), model.groups, nullptr);
-    for (const OwnedRun& run : owned_runs(model.groups, nullptr)) {
+    for (const OwnedBox& run : owned_boxes(model.groups, nullptr)) {
       EXPECT_TRUE(run.values.equal(SomeGroups::expected(run)));
     }
   });

@@ -7,12 +7,13 @@
 #include <string>
 #include <vector>
 
-#include "flatshard/checkpoint/owned_runs.h"
+#include "flatshard/checkpoint/owned_boxes.h"
 #include "flatshard/optim/adamw.h"
 
 namespace flatshard::testing {
 
-/// Parameters of one group, whatever the mesh.
+/// Parameters of one group, whatever the mesh. Those of a group that is not on
+/// all of it have a placement with a mesh.
 struct SomeGroup {
   std::vector<GroupParameter> parameters;
   bool trainable = true;
@@ -52,12 +53,15 @@ struct SomeGroups {
       for (GroupParameter& parameter : parameters) {
         parameter.placement.granularity = sharding.granularity;
       }
+      const auto& part = parameters.front().placement.mesh;
+      const std::shared_ptr<Mesh>& own = part ? part : mesh;
       owned.push_back(std::make_unique<ParamGroup>(
           GroupSpec{
               .name = fmt::format("group {}", i),
               .parameters = std::move(parameters),
-              .mesh = mesh,
-              .strategy = Strategy::named(sharding.strategy, mesh->num_axes()),
+              .mesh = own,
+              .strategy = Strategy::named(sharding.strategy, own->num_axes()),
+              .model_mesh = mesh,
               .trainable = specs[i].trainable},
           ParamGroupOptions{.precision = sharding.precision},
           Initializer(3)));
@@ -72,19 +76,29 @@ struct SomeGroups {
     return static_cast<float>((seed + static_cast<std::size_t>(i) * 37) % 251);
   }
 
-  static at::Tensor expected(const OwnedRun& run) {
-    at::Tensor values = at::empty({run.values.numel()});
-    for (std::int64_t i = 0; i < values.numel(); ++i) {
-      values[i] =
-          value(run.role, run.names.front(), static_cast<int>(run.begin + i));
+  static at::Tensor expected(const OwnedBox& owned) {
+    at::Tensor values = at::empty({owned.values.numel()});
+    if (values.numel() > 0) {
+      for_each_run(
+          FlatRuns(owned.shape, owned.box),
+          0,
+          values.numel(),
+          [&](std::int64_t first, std::int64_t at, std::int64_t n) {
+            for (std::int64_t i = 0; i < n; ++i) {
+              values[at + i] = value(
+                  owned.role,
+                  owned.names.front(),
+                  static_cast<int>(first + i));
+            }
+          });
     }
-    return values.to(run.values.scalar_type());
+    return values.to(owned.values.scalar_type());
   }
 
   /// Gives everything its value; group i was updated i + 1 times.
   void fill() const {
-    for (const OwnedRun& run : owned_runs(groups, optimizer.get())) {
-      run.values.copy_(expected(run));
+    for (const OwnedBox& each : owned_boxes(groups, optimizer.get())) {
+      each.values.copy_(expected(each));
     }
     const auto trained = optimizer->groups().size();
     for (std::size_t i = 0; i < trained; ++i) {
@@ -94,17 +108,17 @@ struct SomeGroups {
   }
 
   void fill_with(double number) const {
-    for (const OwnedRun& run : owned_runs(groups, optimizer.get())) {
-      run.values.fill_(number);
+    for (const OwnedBox& each : owned_boxes(groups, optimizer.get())) {
+      each.values.fill_(number);
     }
   }
 
-  /// Names of the runs that do not have their value.
+  /// Names of the tensors that do not have their value.
   std::vector<std::string> wrong() const {
     std::vector<std::string> names;
-    for (const OwnedRun& run : owned_runs(groups, optimizer.get())) {
-      if (!run.values.equal(expected(run))) {
-        names.push_back(run.role + "/" + run.names.front());
+    for (const OwnedBox& each : owned_boxes(groups, optimizer.get())) {
+      if (!each.values.equal(expected(each))) {
+        names.push_back(each.role + "/" + each.names.front());
       }
     }
     for (const ParamGroup* group : groups) {
@@ -119,8 +133,8 @@ struct SomeGroups {
   }
 
   bool all_are(double number) const {
-    for (const OwnedRun& run : owned_runs(groups, optimizer.get())) {
-      if (!run.values.equal(at::full_like(run.values, number))) {
+    for (const OwnedBox& each : owned_boxes(groups, optimizer.get())) {
+      if (!each.values.equal(at::full_like(each.values, number))) {
         return false;
       }
     }

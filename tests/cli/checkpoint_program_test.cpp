@@ -418,8 +418,8 @@ TEST_F(Checkpoints, CtrlCAndSigtermSaveAndEnd) {
                 fmt::format("{}: ending after step {} with a", name, step)),
             HasSubstr("once more ends it at once"),
             HasSubstr(fmt::format(
-                "stopped by {} after step {}, which has a checkpoint; go on "
-                "with:\n",
+                "stopped by {} after step {}, which has a checkpoint; "
+                "continue with:\n",
                 name,
                 step)),
             HasSubstr(fmt::format(
@@ -519,7 +519,7 @@ TEST_F(Checkpoints, AGradientThatIsNotFinite) {
   EXPECT_EQ(rewind.code, 0) << rewind.output;
   EXPECT_THAT(
       rewind.output,
-      AllOf(named, HasSubstr("going on from the checkpoint of step 4")));
+      AllOf(named, HasSubstr("resuming from the checkpoint of step 4")));
   EXPECT_EQ(losses("rewind").size(), 12u);
   EXPECT_THAT(steps("rewind"), ElementsAre(4, 8, 12));
 }
@@ -579,8 +579,8 @@ TEST_F(Checkpoints, AFolderThatIsReadOnlyEndsNoStep) {
     EXPECT_THAT(
         result.output,
         HasSubstr(fmt::format(
-            "warning: the checkpoint of step {} failed, the run goes on and "
-            "tries again at the next one: io error: rank",
+            "warning: the checkpoint of step {} failed, the run continues "
+            "and tries again at the next one: io error: rank",
             step)));
   }
   EXPECT_THAT(

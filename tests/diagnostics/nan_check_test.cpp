@@ -1,6 +1,8 @@
 #include "flatshard/diagnostics/nan_check.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/fully_shard/fully_shard.h"
+#include "flatshard/nn/linear.h"
 #include "tests/runtime/twin.h"
 
 #include <ATen/ATen.h>
@@ -95,6 +97,34 @@ TEST(NanCheck, GradientsThatLayersWriteIntoTheSlot) {
     twin.runtime->reset();
     twin.sharded->fail = false;
     twin.run_sharded(forward_backward);
+  });
+}
+
+// A weight that is cut by columns: the element is the whole weight's.
+TEST(NanCheck, ASliceNamesTheElementOfTheWholeWeight) {
+  run_ranks(2, [](RankContext& context) {
+    const auto mesh = context.mesh({{"dp", 1}, {"tp", 2}});
+    nn::Linear linear(/*in_features=*/3, /*out_features=*/4);  // of [4, 6]
+    const auto runtime = fully_shard(
+        *linear,
+        mesh,
+        {.placement_of =
+             [&](const std::string&) {
+               return ParameterPlacement::cut_over(
+                   *mesh,
+                   {"tp"},
+                   TensorSlice().cut(1, context.rank, 2));
+             },
+         .group = {.precision = Precision::full()}});
+    NanCheck::check_weights(*runtime);
+    // Row 2, the last of three columns.
+    runtime->groups().front()->weights().main().local()[8] = std::nan("");
+    EXPECT_THAT(
+        usage_error([&] { NanCheck::check_weights(*runtime); }),
+        HasSubstr(fmt::format(
+            "parameter weight is nan at flat element {} of shape [4, 6]",
+            context.rank == 0 ? 14 : 17)));
+    mesh->world().barrier();
   });
 }
 

@@ -16,7 +16,8 @@ using nlohmann::json;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-/// Two files, three tensors: one in two pieces, one whole, one empty.
+/// Two files, three tensors: one in two pieces, one whole, one empty. The
+/// pieces are cut between columns.
 Manifest example() {
   Manifest manifest;
   manifest.step = 7;
@@ -29,12 +30,14 @@ Manifest example() {
   weights["w"] = {
       .dtype = "F32",
       .shape = {4, 5},
-      .pieces = {{0, 12, 0, 100, "w[0:12]"}, {12, 20, 1, 60, "w[12:20]"}}};
+      .pieces = {
+          {{{0, 0}, {4, 3}}, 0, 100, "w[0:4, 0:3]"},
+          {{{0, 3}, {4, 2}}, 1, 60, "w[0:4, 3:5]"}}};
   weights["empty"] = {.dtype = "BF16", .shape = {3, 0}, .pieces = {}};
   manifest.tensors["exp_avg"]["w"] = {
       .dtype = "BF16",
       .shape = {4, 5},
-      .pieces = {{0, 20, 0, 150, "exp_avg/w"}}};
+      .pieces = {{{{0, 0}, {4, 5}}, 0, 150, "exp_avg/w"}}};
   manifest.updates = {{"w", 7}, {"empty", 7}};
   manifest.state = {{"loader", "{}"}, {"config", "[run]\nseed = 1\n"}};
   return manifest;
@@ -61,8 +64,11 @@ TEST(Manifest, GoesThereAndBack) {
 
 TEST(Manifest, RefusesAnotherVersion) {
   EXPECT_THAT(
-      refused([](json& m) { m["version"] = 2; }),
-      AllOf(HasSubstr("expected version 1, got 2")));
+      refused([](json& m) { m["version"] = 3; }),
+      HasSubstr("expected a version from 1 to 2, got 3"));
+  EXPECT_THAT(
+      refused([](json& m) { m["version"] = 0; }),
+      HasSubstr("expected a version from 1 to 2, got 0"));
   EXPECT_THAT(
       refused([](json& m) { m["format"] = "zip"; }),
       HasSubstr("expected \"flatshard checkpoint\", got \"zip\""));
@@ -110,10 +116,20 @@ TEST(Manifest, RefusesGapsAndOverlaps) {
   };
   EXPECT_THAT(
       refused([&](json& m) { pieces(m).erase(1); }),
-      HasSubstr("expected pieces of all 20 elements, got the first 12"));
+      HasSubstr("expected pieces of all 20 elements, got 12 of them"));
   EXPECT_THAT(
-      refused([&](json& m) { pieces(m).erase(0); }),
-      HasSubstr("expected a piece that begins at element 0, got [12, 20)"));
+      refused([&](json& m) {
+        pieces(m)[1]["start"] = {0, 2};
+      }),
+      HasSubstr("expected pieces without a common element, got [0:4, 0:3] and "
+                "[0:4, 2:4]"));
+  // As many elements as the tensor has, one of them twice.
+  EXPECT_THAT(
+      refused([&](json& m) {
+        pieces(m)[1]["start"] = {2, 0};
+        pieces(m)[1]["length"] = {2, 4};
+      }),
+      HasSubstr("without a common element, got [0:4, 0:3] and [2:4, 0:4]"));
   EXPECT_THAT(
       refused([&](json& m) {
         m["tensors"]["exp_avg"]["w"]["pieces"][0]["bytes"] = {140, 180};
@@ -122,6 +138,70 @@ TEST(Manifest, RefusesGapsAndOverlaps) {
           HasSubstr("exp_avg of w"),
           HasSubstr("weight of w"),
           HasSubstr("overlap in a.safetensors")));
+}
+
+TEST(Manifest, RefusesBoxesOutsideTheirTensor) {
+  const auto piece = [](json& m) -> json& {
+    return m["tensors"]["weight"]["w"]["pieces"][1];
+  };
+  const char* text = "expected start and length of a box in shape [4, 5]";
+  EXPECT_THAT(
+      refused([&](json& m) {
+        piece(m)["start"] = {0, 4};
+      }),
+      HasSubstr(text));
+  EXPECT_THAT(
+      refused([&](json& m) {
+        piece(m)["length"] = {5, 2};
+      }),
+      HasSubstr(text));
+  EXPECT_THAT(
+      refused([&](json& m) {
+        piece(m)["length"] = {1LL << 62, 1LL << 62};
+      }),
+      HasSubstr(text));
+  EXPECT_THAT(
+      refused([&](json& m) { piece(m)["start"] = json::array({0}); }),
+      HasSubstr(text));
+  EXPECT_THAT(
+      refused([&](json& m) { piece(m).erase("length"); }),
+      HasSubstr("expected a key 'length', which is missing"));
+}
+
+/// The example's weight as version 1 has it: runs of the flattened tensor.
+json version_1() {
+  json text = json::parse(to_json(example()));
+  text["version"] = 1;
+  text["tensors"]["weight"]["w"]["pieces"] = json::parse(R"([
+    {"elements": [0, 12], "file": 0, "bytes": [100, 148], "entry": "w[0:12]"},
+    {"elements": [12, 20], "file": 1, "bytes": [60, 92], "entry": "w[12:20]"}
+  ])");
+  text["tensors"]["exp_avg"]["w"]["pieces"] = json::parse(R"([
+    {"elements": [0, 20], "file": 0, "bytes": [150, 190], "entry": "exp_avg/w"}
+  ])");
+  return text;
+}
+
+TEST(Manifest, ReadsVersion1) {
+  const Manifest read = parse_manifest(version_1().dump(), "x");
+  Manifest expected = example();
+  expected.tensors["weight"]["w"].pieces = {
+      {{{0, 0}, {2, 5}}, 0, 100, "w[0:12]"},
+      {{{2, 0}, {1, 2}}, 0, 140, "w[0:12]"},
+      {{{2, 2}, {1, 3}}, 1, 60, "w[12:20]"},
+      {{{3, 0}, {1, 5}}, 1, 72, "w[12:20]"}};
+  EXPECT_EQ(read, expected);
+  // From then on it is a version 2.
+  EXPECT_EQ(parse_manifest(to_json(read), "x"), read);
+
+  json beyond = version_1();
+  beyond["tensors"]["weight"]["w"]["pieces"][1]["elements"] = {12, 21};
+  try {
+    parse_manifest(beyond.dump(), "x");
+    FAIL() << "no error";
+  } catch (const Error& error) {
+    EXPECT_THAT(error.message(), HasSubstr("expected elements of 20"));
+  }
 }
 
 TEST(Manifest, RefusesWrongTypesAndMissingKeys) {
@@ -145,6 +225,12 @@ TEST(Manifest, RefusesWrongTypesAndMissingKeys) {
         m["tensors"]["weight"]["w"]["shape"] = {1LL << 40, 1LL << 40};
       }),
       HasSubstr("fits 63 bits"));
+  EXPECT_THAT(
+      refused([](json& m) {
+        m["tensors"]["weight"]["empty"]["shape"] =
+            std::vector<std::int64_t>(100, 1);
+      }),
+      HasSubstr("expected at most 64 dimensions"));
   EXPECT_THAT(
       refused([](json& m) { m["state"]["loader"] = 3; }),
       HasSubstr("state: loader: expected a text, got 3"));

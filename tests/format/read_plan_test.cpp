@@ -5,6 +5,7 @@
 
 #include <cstring>
 #include <random>
+#include <set>
 
 #include "flatshard/core/error.h"
 #include "flatshard/format/block_writer.h"
@@ -53,8 +54,7 @@ void write(Stored& stored, const std::vector<std::int64_t>& cuts) {
     stored.manifest.files.push_back({name, image.size(), digests});
     tensor.shape[0] += cuts[i];
     tensor.pieces.push_back(
-        {.begin = begin,
-         .end = tensor.shape[0],
+        {.box = {{begin}, {cuts[i]}},
          .file = static_cast<std::int64_t>(i),
          .offset = slot.begin,
          .entry = entry});
@@ -62,6 +62,15 @@ void write(Stored& stored, const std::vector<std::int64_t>& cuts) {
   stored.manifest.tensors["weight"]["w"] = tensor;
   // What the tests make up is what a reader accepts.
   EXPECT_EQ(parse_manifest(to_json(stored.manifest), "x"), stored.manifest);
+}
+
+/// Elements [begin, end) of the weight.
+WantedBox wanted_range(
+    const Stored& stored,
+    std::int64_t begin,
+    std::int64_t end,
+    std::uint64_t destination = 0) {
+  return {&stored.tensor(), {{begin}, {end - begin}}, destination};
 }
 
 std::string refused(const std::function<void()>& action) {
@@ -88,7 +97,7 @@ TEST(ReadPlan, ReadsRandomRanges) {
   const std::int64_t numel = stored.tensor().shape[0];
   std::mt19937_64 random(3);
   for (int round = 0; round < 40; ++round) {
-    std::vector<WantedRange> wanted;
+    std::vector<WantedBox> wanted;
     std::uint64_t nbytes = 0;
     for (int i = 0; i < 5; ++i) {
       std::int64_t begin = static_cast<std::int64_t>(random() % numel);
@@ -97,7 +106,7 @@ TEST(ReadPlan, ReadsRandomRanges) {
         std::swap(begin, end);
       }
       end = round % 2 == 0 ? end : std::min(end, begin + 30);
-      wanted.push_back({&stored.tensor(), begin, end, nbytes});
+      wanted.push_back(wanted_range(stored, begin, end, nbytes));
       nbytes += static_cast<std::uint64_t>(end - begin) * 2;
     }
     const std::uint64_t max_nbytes = (1 + random() % 3) * kDigestBlock;
@@ -109,21 +118,118 @@ TEST(ReadPlan, ReadsRandomRanges) {
         chunks,
         out,
         static_cast<int>(1 + random() % 4));
-    for (const WantedRange& range : wanted) {
-      const auto n = static_cast<std::size_t>(range.end - range.begin) * 2;
+    for (const WantedBox& range : wanted) {
       ASSERT_EQ(
           std::memcmp(
               out.data() + range.destination,
-              stored.values.data() + range.begin * 2,
-              n),
+              stored.values.data() + range.box.start[0] * 2,
+              static_cast<std::size_t>(range.box.length[0]) * 2),
           0)
-          << "[" << range.begin << ", " << range.end << ")";
+          << to_string(range.box);
     }
     for (const ReadChunk& chunk : chunks) {
       EXPECT_LE(chunk.end - chunk.begin, max_nbytes);
       EXPECT_EQ(chunk.begin % kDigestBlock, 0u);
     }
   }
+}
+
+// Pieces and wanted boxes of a tensor of three dimensions that are cut anyhow.
+TEST(ReadPlan, ReadsRandomBoxes) {
+  std::mt19937_64 random(13);
+  const auto below = [&](std::int64_t n) {
+    return static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(n));
+  };
+  for (int round = 0; round < 50; ++round) {
+    const std::vector<std::int64_t> shape{
+        1 + below(6),
+        1 + below(6),
+        1 + below(6)};
+    // Pieces: a grid of boxes.
+    std::vector<std::vector<std::int64_t>> cuts;
+    for (const std::int64_t size : shape) {
+      std::set<std::int64_t> at{0, size, below(size + 1), below(size + 1)};
+      cuts.emplace_back(at.begin(), at.end());
+    }
+    Stored stored;
+    StoredTensor tensor{.dtype = "BF16", .shape = shape, .pieces = {}};
+    const auto value = [](std::int64_t element) {
+      return static_cast<std::uint16_t>(element * 7 + 1);
+    };
+    std::vector<std::byte> file;
+    for (std::size_t a = 1; a < cuts[0].size(); ++a) {
+      for (std::size_t b = 1; b < cuts[1].size(); ++b) {
+        for (std::size_t c = 1; c < cuts[2].size(); ++c) {
+          const Rectangle box{
+              {cuts[0][a - 1], cuts[1][b - 1], cuts[2][c - 1]},
+              {cuts[0][a] - cuts[0][a - 1],
+               cuts[1][b] - cuts[1][b - 1],
+               cuts[2][c] - cuts[2][c - 1]}};
+          tensor.pieces.push_back(
+              {.box = box, .file = 0, .offset = file.size(), .entry = "w"});
+          for_each_run(
+              FlatRuns(shape, box),
+              0,
+              box.numel(),
+              [&](std::int64_t first, std::int64_t, std::int64_t n) {
+                for (std::int64_t i = first; i < first + n; ++i) {
+                  const std::uint16_t number = value(i);
+                  const auto* bytes =
+                      reinterpret_cast<const std::byte*>(&number);
+                  file.insert(file.end(), bytes, bytes + 2);
+                }
+              });
+        }
+      }
+    }
+    const auto digests = write_digested(stored.folder / "w.safetensors", file);
+    stored.manifest.files = {{"w.safetensors", file.size(), digests}};
+    stored.manifest.tensors["weight"]["w"] = tensor;
+    EXPECT_EQ(parse_manifest(to_json(stored.manifest), "x"), stored.manifest);
+    Rectangle box;
+    for (const std::int64_t size : shape) {
+      box.start.push_back(below(size));
+      box.length.push_back(1 + below(size - box.start.back()));
+    }
+    const WantedBox wanted{&stored.tensor(), box, 0};
+    std::vector<std::uint16_t> out(static_cast<std::size_t>(box.numel()));
+    read_chunks(
+        stored.folder.path(),
+        stored.manifest,
+        plan_reads(stored.manifest, std::span(&wanted, 1)),
+        std::as_writable_bytes(std::span(out)),
+        1);
+    for_each_run(
+        FlatRuns(shape, box),
+        0,
+        box.numel(),
+        [&](std::int64_t first, std::int64_t at, std::int64_t n) {
+          for (std::int64_t i = 0; i < n; ++i) {
+            ASSERT_EQ(out[static_cast<std::size_t>(at + i)], value(first + i))
+                << to_string(box) << " of "
+                << to_string(Rectangle::whole(shape));
+          }
+        });
+  }
+}
+
+// What version 1 had as one run is several boxes of one entry.
+TEST(ReadPlan, AnEntryMayHoldSeveralPieces) {
+  Stored stored;
+  write(stored, {1000, 2000});
+  StoredTensor& tensor = stored.manifest.tensors["weight"]["w"];
+  std::vector<StoredPiece>& pieces = tensor.pieces;
+  StoredPiece rest = pieces[0];
+  pieces[0].box.length = {300};
+  rest.box = {{300}, {700}};
+  rest.offset += 600;
+  pieces.insert(pieces.begin() + 1, rest);
+  const auto check = [&] {
+    return refused([&] { check_files(stored.folder.path(), stored.manifest); });
+  };
+  EXPECT_EQ(check(), "no error");
+  pieces.erase(pieces.begin() + 1);
+  EXPECT_THAT(check(), HasSubstr("expected 600 bytes as manifest.json says"));
 }
 
 TEST(ReadPlan, ReadsNoByteTwice) {
@@ -137,9 +243,9 @@ TEST(ReadPlan, ReadsNoByteTwice) {
       cuts.push_back(static_cast<std::int64_t>(random() % numel));
     }
     std::sort(cuts.begin(), cuts.end());
-    std::vector<WantedRange> wanted;
+    std::vector<WantedBox> wanted;
     for (std::size_t i = 1; i < cuts.size(); ++i) {
-      wanted.push_back({&stored.tensor(), cuts[i - 1], cuts[i], 0});
+      wanted.push_back(wanted_range(stored, cuts[i - 1], cuts[i]));
     }
     std::shuffle(wanted.begin(), wanted.end(), random);
     const auto chunks = plan_reads(stored.manifest, wanted, kDigestBlock);
@@ -157,11 +263,11 @@ TEST(ReadPlan, ReadsNoByteTwice) {
 TEST(ReadPlan, ReadsOnlyTheBlocksOfARange) {
   Stored stored;
   write(stored, {4 * static_cast<std::int64_t>(kDigestBlock)});
-  const WantedRange few{&stored.tensor(), 10, 20, 0};
+  const WantedBox few = wanted_range(stored, 10, 20);
   EXPECT_EQ(
       read_nbytes(plan_reads(stored.manifest, std::span(&few, 1))),
       kDigestBlock);
-  const WantedRange all{&stored.tensor(), 0, stored.tensor().shape[0], 0};
+  const WantedBox all = wanted_range(stored, 0, stored.tensor().shape[0]);
   EXPECT_EQ(
       read_nbytes(plan_reads(stored.manifest, std::span(&all, 1))),
       stored.manifest.files[0].nbytes);
@@ -176,7 +282,7 @@ TEST(ReadPlan, NamesADamagedBlock) {
   const auto path = stored.folder / "0.safetensors";
   flip_byte(path, kDigestBlock + 5);
   const auto read = [&](std::int64_t begin, std::int64_t end) {
-    const WantedRange range{&stored.tensor(), begin, end, 0};
+    const WantedBox range = wanted_range(stored, begin, end);
     std::vector<std::byte> out(static_cast<std::size_t>(end - begin) * 2);
     const auto chunks = plan_reads(stored.manifest, std::span(&range, 1));
     read_chunks(stored.folder.path(), stored.manifest, chunks, out, 2);
@@ -236,7 +342,7 @@ TEST(ReadPlan, AFileThatEndsEarlyIsAnError) {
   Stored stored;
   write(stored, {1000});
   std::filesystem::resize_file(stored.folder / "0.safetensors", 500);
-  const WantedRange range{&stored.tensor(), 0, 1000, 0};
+  const WantedBox range = wanted_range(stored, 0, 1000);
   const auto chunks = plan_reads(stored.manifest, std::span(&range, 1));
   std::vector<std::byte> out(2000);
   EXPECT_THAT(

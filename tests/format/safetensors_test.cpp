@@ -230,7 +230,7 @@ TEST_F(Safetensors, BadHeadersAreRefusedByName) {
       {R"({"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},)"
        R"("a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}})",
        "a",
-       "tensor 'a' stands twice"},
+       "tensor 'a' occurs twice"},
       {tensor(R"("dtype":"F32","shape":[1],"data_offsets":[0,4])"),
        "abc",
        "the tensors have 4 bytes, but the file has 3"},

@@ -362,7 +362,7 @@ TEST(Float8Planes, WhatCannotBeFp8IsRefusedByName) {
         HasSubstr("expected derived columns with tensorwise"));
     EXPECT_THAT(
         refusal({64, 64}, {}, Precision::full()),
-        HasSubstr("compute beside bfloat16, got precision.compute = Float"));
+        HasSubstr("need bfloat16 compute, got precision.compute = Float"));
   });
 }
 

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <limits>
 #include <random>
 
 #include "tests/layout/expect_error.h"
@@ -87,6 +88,72 @@ TEST(RectanglesProperty, CoverTheRangeInOrderWithFewBoxes) {
       }
     }
     ASSERT_EQ(expected, end);
+  }
+}
+
+TEST(Rectangles, LieInATensorAndMeet) {
+  const Shape shape{4, 5};
+  EXPECT_EQ(Rectangle::whole(shape), (Rectangle{{0, 0}, {4, 5}}));
+  EXPECT_TRUE((Rectangle{{1, 2}, {3, 3}}.lies_in(shape)));
+  EXPECT_FALSE((Rectangle{{1, 3}, {3, 3}}.lies_in(shape)));
+  EXPECT_FALSE((Rectangle{{-1, 0}, {1, 1}}.lies_in(shape)));
+  EXPECT_FALSE((Rectangle{{1}, {1}}.lies_in(shape)));
+  constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
+  EXPECT_FALSE((Rectangle{{1, 1}, {1, kMost}}.lies_in(shape)));
+  const Rectangle box{{1, 1}, {2, 3}};
+  EXPECT_EQ(box.intersection({{2, 0}, {2, 2}}), (Rectangle{{2, 1}, {1, 1}}));
+  EXPECT_EQ(box.intersection({{3, 0}, {1, 5}}).numel(), 0);
+  EXPECT_EQ(to_string(box), "[1:3, 1:4]");
+  EXPECT_EQ(to_string(Rectangle{}), "[]");
+}
+
+TEST(FlatRuns, AreTheLongestPossible) {
+  const Shape shape{4, 5, 2};
+  const FlatRuns whole(shape, Rectangle::whole(shape));
+  EXPECT_EQ(whole.size(), 1);
+  EXPECT_EQ(whole.numel(), 40);
+  const FlatRuns rows(shape, {{1, 0, 0}, {2, 5, 2}});
+  EXPECT_EQ(rows.size(), 1);
+  EXPECT_EQ(rows.begin(0), 10);
+  EXPECT_EQ(rows.numel(), 20);
+  const FlatRuns columns(shape, {{1, 2, 0}, {3, 2, 2}});
+  EXPECT_EQ(columns.size(), 3);
+  EXPECT_EQ(columns.numel(), 4);
+  EXPECT_EQ(columns.begin(2), 34);
+  EXPECT_EQ(FlatRuns(shape, {{1, 2, 0}, {3, 0, 2}}).size(), 0);
+  EXPECT_EQ(FlatRuns(Shape{}, {}).numel(), 1);
+}
+
+TEST(FlatRunsProperty, AreTheElementsOfTheBox) {
+  std::mt19937_64 random(9);
+  for (int trial = 0; trial < 2000; ++trial) {
+    Shape shape(random() % 5);
+    Rectangle box;
+    for (std::int64_t& size : shape) {
+      size = 1 + static_cast<std::int64_t>(random() % 4);
+      box.start.push_back(static_cast<std::int64_t>(random() % size));
+      box.length.push_back(
+          static_cast<std::int64_t>(random() % (size - box.start.back() + 1)));
+    }
+    const FlatRuns runs(shape, box);
+    EXPECT_EQ(runs.size() == 0 ? 0 : runs.size() * runs.numel(), box.numel());
+    const auto expected = elements_of(box, shape);
+    const std::int64_t numel = box.numel();
+    const auto first = static_cast<std::int64_t>(random() % (numel + 1));
+    const auto last =
+        first + static_cast<std::int64_t>(random() % (numel - first + 1));
+    std::int64_t next = first;
+    for_each_run(
+        runs,
+        first,
+        last,
+        [&](std::int64_t from, std::int64_t at, std::int64_t n) {
+          ASSERT_EQ(at, next);
+          for (std::int64_t i = 0; i < n; ++i) {
+            ASSERT_EQ(from + i, expected.at(next++));
+          }
+        });
+    ASSERT_EQ(next, last);
   }
 }
 

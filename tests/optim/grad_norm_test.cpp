@@ -56,6 +56,101 @@ TEST(GradNorm, B22_EveryElementCountsOnceWhateverIsReplicated) {
   }
 }
 
+// Tensor parallelism: a weight that is cut by rows, one by columns, and one
+// that all ranks share, of which each rank of tp computed a part of the
+// gradient.
+TEST(GradNorm, G1_EveryElementCountsOnceOnEveryGrid) {
+  const at::Tensor cut = at::arange(1, 25).view({4, 6}).to(at::kFloat);
+  const at::Tensor shared = at::full({7}, 4, at::kFloat);
+  const double want = std::sqrt(
+      2 * cut.square().sum().item<double>() +
+      shared.square().sum().item<double>());
+  struct GridCase {
+    std::int64_t dp = 1;
+    std::int64_t tp = 1;
+    std::string strategy = "zero3";
+  };
+  for (const GridCase& c :
+       {GridCase{},
+        GridCase{2, 1},
+        GridCase{1, 2},
+        GridCase{2, 2},
+        GridCase{2, 2, "zero0"},
+        GridCase{2, 2, "zero1"},
+        GridCase{3, 2, "zero2"},
+        GridCase{1, 4},
+        GridCase{2, 4}}) {
+    run_ranks(static_cast<int>(c.dp * c.tp), [&](RankContext& context) {
+      const auto mesh = context.mesh({{"dp", c.dp}, {"tp", c.tp}});
+      const std::int64_t t = mesh->coordinate("tp");
+      std::vector<std::unique_ptr<ParamGroup>> groups;
+      std::vector<ParamGroup*> all;
+      const auto add = [&](std::string name,
+                           const at::Tensor& gradient,
+                           ParameterPlacement placement,
+                           double divisor) {
+        const auto own = placement.mesh ? placement.mesh : mesh;
+        groups.push_back(std::make_unique<ParamGroup>(
+            GroupSpec{
+                .name = name,
+                .parameters =
+                    {{.names = {name},
+                      .shape = gradient.sizes().vec(),
+                      .placement = std::move(placement),
+                      .init = InitSpec::zeros()}},
+                .mesh = own,
+                .strategy = Strategy::named(c.strategy, own->num_axes()),
+                .model_mesh = mesh},
+            ParamGroupOptions{
+                .precision = Precision::full(),
+                .grad_divisor = divisor},
+            Initializer(5)));
+        ParamGroup& group = *groups.back();
+        all.push_back(&group);
+        const at::Tensor flat = at::zeros({group.layout().numel()});
+        flat.narrow(0, group.layout().tensor_offset(0), gradient.numel())
+            .copy_(gradient.flatten());
+        reduce(group, flat);
+      };
+      for (const std::int64_t dim : {0, 1}) {
+        if (cut.size(dim) % c.tp == 0) {
+          const std::int64_t n = cut.size(dim) / c.tp;
+          add(fmt::format("cut {}", dim),
+              cut.narrow(dim, t * n, n),
+              ParameterPlacement::cut_over(
+                  *mesh,
+                  {"tp"},
+                  TensorSlice().cut(dim, t, c.tp)),
+              1);
+          continue;
+        }
+        const std::int64_t begin = cut.size(dim) * t / c.tp;
+        const std::int64_t end = cut.size(dim) * (t + 1) / c.tp;
+        add(fmt::format("uneven {}", dim),
+            cut.narrow(dim, begin, end - begin),
+            ParameterPlacement::cut_over(
+                *mesh,
+                {"tp"},
+                TensorSlice().take(dim, cut.size(dim), {{begin, end}})),
+            1);
+      }
+      // The sum over tp and the mean over dp.
+      add("shared",
+          shared / static_cast<double>(c.tp),
+          {},
+          1 / static_cast<double>(c.tp));
+      const GradNorm clip = grad_norm_and_scale(all, 1);
+      EXPECT_NEAR(clip.norm.item<double>(), want, want * 1e-6)
+          << c.strategy << " dp " << c.dp << " tp " << c.tp;
+      if (c.strategy == "zero3") {
+        // What is not cut over tp is sharded over dp and tp.
+        EXPECT_EQ(all.back()->layout().num_shards(), c.dp * c.tp);
+        EXPECT_EQ(all.front()->layout().num_shards(), c.dp);
+      }
+    });
+  }
+}
+
 TEST(GradNorm, GroupsOfDifferentStrategiesAddUp) {
   run_ranks(2, [](RankContext& context) {
     const auto mesh = context.mesh();

@@ -194,7 +194,7 @@ def test_what_is_frozen_beside_experts_stays_frozen(ranks_4, rank):
 def test_a_mesh_that_is_no_part_is_refused(ranks_4, rank):
     mesh, dp = mesh_of(1, 2, 2)
     other = named_mesh(a=2, b=2)["a"]
-    for problem, own in (("is to rest on", other), ("or .Shard, mesh.", "edp")):
+    for problem, own in (("should be on", other), ("or .Shard, mesh.", "edp")):
         block = on_device(Block())
         with pytest.raises((ValueError, NotImplementedError), match=problem):
             fully_shard(

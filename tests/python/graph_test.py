@@ -460,7 +460,7 @@ def test_results(mesh):
         elif step == STEPS:
             assert torch.equal(*kept)
         del y, constant
-    reason = "what it or a region behind it wrote before is still in use"
+    reason = "what it or a later region wrote before is still in use"
     stats = flatshard.cuda_graph_stats(model)
     assert stats["fallbacks"] == {reason: 1}
     assert stats["forward_replays"] in LATE

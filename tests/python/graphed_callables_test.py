@@ -283,7 +283,7 @@ def test_tuples_that_do_not_match(mesh):
         graph((args, args))
     with pytest.raises(ValueError, match="sample_kwargs: .* of 3 callables, got dict"):
         graph((args,) * 3, sample_kwargs=kwargs)
-    with pytest.raises(ValueError, match="the same FSDPBlock is there twice"):
+    with pytest.raises(ValueError, match="the same FSDPBlock is given twice"):
         flatshard.make_graphed_callables((model.blocks[0],) * 2, (args,) * 2)
     assert all("_flatshard_graph" not in block.__dict__ for block in model.blocks)
 

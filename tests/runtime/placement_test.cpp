@@ -193,13 +193,12 @@ struct ShardedRun {
              {"ep", c.degree}},
             name)),
         model(kNumExperts / c.degree) {
-    const std::int64_t count = kNumExperts / c.degree;
     const ParameterPlacement experts{
         .mesh = mesh->sub_mesh({mesh->axis(0).name}),
         .strategy = c.hybrid ? std::optional(Strategy::named("zero0", 1))
                              : std::nullopt,
         .grad_divisor = static_cast<double>(c.degree),
-        .slice = TensorSlice{mesh->coordinate("ep") * count, kNumExperts}};
+        .slice = TensorSlice().cut(0, mesh->coordinate("ep"), c.degree)};
     runtime = fully_shard(
         *model,
         mesh,
@@ -451,15 +450,15 @@ TEST(Placement, WhatCannotBeIsRefusedByName) {
     };
     const auto edp = mesh->sub_mesh({"edp"});
     EXPECT_THAT(
-        refusal({.slice = TensorSlice{0, 4}}),
+        refusal({.slice = TensorSlice().cut(0, 0, 2)}),
         HasSubstr("parameter block0.experts is a slice of a larger tensor, but "
                   "all ranks of the model share it"));
     EXPECT_THAT(
-        refusal({.mesh = edp, .slice = TensorSlice{3, 4}}),
-        HasSubstr("parameter block0.experts: expected slices within the 4 of "
-                  "the whole tensor, got 2 from 3 on"));
+        refusal({.mesh = edp, .slice = TensorSlice().take(0, 4, {{3, 4}})}),
+        HasSubstr("parameter block0.experts: expected a size of 1 in dimension "
+                  "0 of this rank's slice, got shape [2, "));
     EXPECT_THAT(
-        refusal({.mesh = edp, .slice = TensorSlice{0, 4}}, "hsdp"),
+        refusal({.mesh = edp, .slice = TensorSlice().cut(0, 0, 2)}, "hsdp"),
         HasSubstr(
             "a parameter on the sub-mesh {edp: 2} needs a strategy of its "
             "own"));

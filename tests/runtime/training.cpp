@@ -4,6 +4,7 @@
 #include "flatshard/optim/adamw.h"
 #include "flatshard/optim/grad_norm.h"
 #include "flatshard/optim/sgd.h"
+#include "tests/support/shard_values.h"
 
 #include <ATen/ATen.h>
 
@@ -121,13 +122,13 @@ void collect_weights(
     for (const auto& group : unit->groups()) {
       for (const NamedShard& shard : group->main_shards()) {
         auto& whole = weights[shard.name()];
-        whole.resize(c10::multiply_integers(shard.shape), NAN);
-        const at::Tensor values =
-            shard.tensor.to(at::kCPU, at::kFloat).contiguous();
-        std::copy_n(
-            values.data_ptr<float>(),
-            values.numel(),
-            whole.begin() + shard.begin);
+        whole.resize(c10::multiply_integers(shard.whole_shape()), NAN);
+        put_into(
+            shard,
+            at::from_blob(
+                whole.data(),
+                {static_cast<std::int64_t>(whole.size())},
+                at::kFloat));
       }
     }
   }

@@ -171,9 +171,7 @@ Contents contents(const fs::path& folder) {
       std::string& bytes = found.tensors[describe_tensor(role, name)];
       for (const StoredPiece& piece : tensor.pieces) {
         bytes += files.at(piece.file)
-                     .substr(
-                         piece.offset,
-                         (piece.end - piece.begin) * sizeof(float));
+                     .substr(piece.offset, piece.box.numel() * sizeof(float));
       }
     }
   }

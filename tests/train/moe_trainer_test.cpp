@@ -278,7 +278,7 @@ TEST_F(MoeTrainer, TwoMicrobatchesAtOnceChangeNoLoss) {
   EXPECT_THAT(
       begun.output,
       HasSubstr("2 microbatches per step, two at once, weight gradients "
-                "behind the others"));
+                "after the others"));
   train("overlapped", with(4, {}), /*resume=*/true);
   const Outcome got = train("overlapped", with(6, both), /*resume=*/true);
   ASSERT_EQ(got.rows.size(), 6U);

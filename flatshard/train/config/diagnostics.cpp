@@ -55,7 +55,7 @@ const ConfigKey kDiagnosticsKeys[] = {
         .range = {.max = 10000000}),
     KEY(debug.comm_delay_seed, "of those delays", .used_if = {kDelays}),
     KEY(debug.deterministic,
-        "only deterministic kernels: the same bits from the same run, at some "
+        "only deterministic kernels: a run is bitwise reproducible, at some "
         "cost in speed"),
     KEY(debug.spoil_gradient_step,
         "put a NaN into a gradient of rank 0 in this step, once: to try "

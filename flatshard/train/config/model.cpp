@@ -157,7 +157,7 @@ const ConfigKey kModelKeys[] = {
         "width inside an expert; unset: ffn_dim",
         .range = {1, 1 << 22}),
     KEY(model.shared_experts,
-        "experts beside them that every token goes to",
+        "additional experts that every token goes to",
         .range = {.max = 1 << 10}),
     KEY(model.dense_layers,
         "blocks at the front that have no experts",

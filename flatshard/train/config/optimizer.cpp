@@ -40,7 +40,8 @@ const ConfigKey kOptimizerKeys[] = {
         .range = {.max = 1},
         .used_if = {kOfSgd}),
     KEY(optimizer.overlap,
-        "update on a stream of its own, beside the next forward: a unit's "
+        "update on a separate stream, in parallel with the next forward: a "
+        "unit's "
         "gather waits for its own weights only"),
 
     KEY(lr_scheduler.name, "shape of the learning rate after warm-up"),

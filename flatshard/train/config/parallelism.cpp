@@ -82,7 +82,8 @@ const ConfigKey kParallelismKeys[] = {
         "take no SM and need all ranks on one host; auto: collective",
         .used_if = {kDividesExperts}),
     KEY(parallelism.overlap_expert_parallel,
-        "run the backward of one microbatch beside the forward of the next, so "
+        "run the backward of one microbatch in parallel with the forward of "
+        "the next, so "
         "that the tokens of one are exchanged while the other computes; needs "
         "experts "
         "and 2 microbatches or more (docs/guides/moe.md)",
@@ -113,7 +114,7 @@ const ConfigKey kParallelismKeys[] = {
               "units that stay gathered are planned for one microbatch at a "
               "time; leave it at 0"}}),
     KEY(parallelism.delay_wgrad,
-        "with overlap_expert_parallel: compute weight gradients behind those "
+        "with overlap_expert_parallel: compute weight gradients after those "
         "of inputs, during the token exchange; keeps their inputs for longer",
         .used_if = {kOverlaps}),
     KEY(parallelism.prefetch,
@@ -143,7 +144,8 @@ const ConfigKey kParallelismKeys[] = {
         "as many units as fit stay gathered from forward to backward; 0: none",
         .used_if = {kShardsWeights, kReshards}),
     KEY(parallelism.keep_compute_weights,
-        "ZeRO-3: keep a shard in precision.compute beside the main weights; "
+        "ZeRO-3: keep a shard in precision.compute in addition to main "
+        "weights; "
         "false saves its memory and casts before every gather",
         .used_if = {kShardsWeights}),
     KEY(parallelism.copy_engines,
@@ -177,7 +179,7 @@ const ConfigKey kParallelismKeys[] = {
         .range = {1, 1e6}),
     KEY(comm.watcher,
         "compare what the ranks do; without it a hang ends only where the "
-        "backend has a timeout of its own (Gloo)"),
+        "backend has a timeout (Gloo)"),
 };
 
 void check_parallelism(const Config& config) {

@@ -45,7 +45,7 @@ const ConfigKey kPrecisionKeys[] = {
     KEY(float8.column_plane,
         "what the gradient of a layer's input reads: made of the rows that "
         "were gathered (derived), or quantized from main weights and gathered "
-        "by itself (stored; rowwise and mxfp8). auto: derived",
+        "separately (stored; rowwise and mxfp8). auto: derived",
         .used_if = {kHasFloat8},
         .conflicts =
             {{{"float8.recipe"},
@@ -56,7 +56,8 @@ const ConfigKey kPrecisionKeys[] = {
               "stored is for rowwise and mxfp8, since rows and columns of the "
               "others hold the same numbers; use auto"}}),
     KEY(float8.gather_parts,
-        "what a backward gathers for a recomputation beside a stored column "
+        "what a backward gathers for a recomputation in addition to a stored "
+        "column "
         "plane: the whole unit's rows, the recomputed layers' rows, or all "
         "planes layer by layer",
         .used_if = {kHasFloat8}),

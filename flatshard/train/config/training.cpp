@@ -60,7 +60,7 @@ const ConfigKey kTrainingKeys[] = {
     KEY(training.global_batch_size,
         "sequences per step over all ranks; gradients are accumulated over "
         "global_batch_size / (local_batch_size * ranks) microbatches; -1: one "
-        "microbatch, or as in the checkpoint that the run goes on from",
+        "microbatch, or as in the checkpoint that the run resumes from",
         .range = {.min = 1, .max = kMaxBatch, .or_minus_one = true}),
     KEY(training.max_norm,
         "gradients are scaled down to this global 2-norm; 0: no clipping"),
@@ -86,7 +86,7 @@ const ConfigKey kTrainingKeys[] = {
         .used_if = {kValidates}),
 
     KEY(checkpoint.interval,
-        "steps between checkpoints, from which `--resume` goes on; one more "
+        "steps between checkpoints, from which `--resume` continues; one more "
         "after the last step; 0: none",
         .range = {.max = kMaxSteps}),
     KEY(checkpoint.keep_latest_k,
@@ -94,13 +94,13 @@ const ConfigKey kTrainingKeys[] = {
         .range = {.max = kMaxSteps},
         .used_if = {kSaves}),
     KEY(checkpoint.async,
-        "write beside the training; off: training waits for the disk",
+        "write in parallel with training; off: training waits for the disk",
         .used_if = {kSaves}),
     KEY(checkpoint.folder,
         "where checkpoints are, below run.output_dir",
         .is_path = true),
     KEY(checkpoint.load_step,
-        "the step to go on from; -1: the latest with --resume, else none",
+        "the step to resume from; -1: the latest with --resume, else none",
         .range = {-1, kMaxSteps}),
     KEY(checkpoint.exclude,
         "what is not taken from a checkpoint or from model.init_from: shell "

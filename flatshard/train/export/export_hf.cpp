@@ -126,7 +126,7 @@ void check_float8(const Float8Export& fp8, const ExportOptions& options) {
       options.dtype.empty() || options.dtype == "bfloat16",
       config,
       "--dtype: expected bfloat16 with --fp8, which is what such folders hold "
-      "beside FP8 weights, got {}",
+      "in addition to FP8 weights, got {}",
       options.dtype);
   FLATSHARD_CHECK(
       fp8.num_weights() > 0,

@@ -4,7 +4,7 @@
 #include <fmt/ranges.h>
 
 #include "flatshard/checkpoint/dtypes.h"
-#include "flatshard/checkpoint/owned_runs.h"
+#include "flatshard/checkpoint/owned_boxes.h"
 #include "flatshard/checkpoint/weights_file.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/mapped_file.h"
@@ -204,7 +204,7 @@ at::Tensor read_weight(
   const StoredTensor& stored = found->second;
   const at::Tensor values =
       at::empty(stored.shape, scalar_type(stored.dtype, name));
-  const WantedRange whole{&stored, 0, stored.numel(), 0};
+  const WantedBox whole{&stored, Rectangle::whole(stored.shape), 0};
   read_chunks(
       folder,
       manifest,

@@ -58,7 +58,7 @@ std::string overlap_text(const Config& config) {
     return "";
   }
   return config.parallelism.delay_wgrad
-             ? ", two at once, weight gradients behind the others"
+             ? ", two at once, weight gradients after the others"
              : ", two at once";
 }
 

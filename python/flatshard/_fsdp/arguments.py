@@ -271,7 +271,7 @@ def check_own_mesh(members, own, mesh, is_part):
     """Refuses a mesh of shard_placement_fn that is no part of the unit's."""
     if not is_part:
         raise ValueError(
-            f"shard_placement_fn: parameter {members[0].label} is to rest on {own}, this "
+            f"shard_placement_fn: parameter {members[0].label} should be on {own}, this "
             f"module on {mesh}: expected the module's mesh, or a dimension that was "
             "flattened together with others into it"
         )

@@ -133,7 +133,7 @@ def _sample_of(modules, number, args, kwargs, allow_unused_input):
         )
     if any(module is other for other in modules[:number]):
         raise ValueError(
-            f"callables: the same {type(module).__name__} is there twice; a unit has one "
+            f"callables: the same {type(module).__name__} is given twice; a unit has one "
             "set of graphs"
         )
     if state.root is not None:

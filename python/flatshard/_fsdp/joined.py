@@ -33,7 +33,7 @@ def find_parts(modules, core, offload, copy_engines):
             number = core.size // state.mesh.size
             if not state.mesh.is_part_of(core) or number != state.slices[0]:
                 raise ValueError(
-                    f"mesh: {kind} inside rests on {state.mesh}, this module on {core}: "
+                    f"mesh: {kind} inside is on {state.mesh}, this module on {core}: "
                     "expected a mesh that the inner one is a part of"
                 )
             if state.root is not None:

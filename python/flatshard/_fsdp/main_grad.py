@@ -39,9 +39,9 @@ class MainGradParameter(nn.Parameter):
         state = unit()
         if state is None or state.root is None or not in_backward():
             raise RuntimeError(
-                f"main_grad of parameter {name} is there in the backward alone: take it "
+                f"main_grad of parameter {name} exists in the backward alone: take it "
                 "there, as TransformerEngine from 2.10 on does, and not in the forward "
-                "or behind the backward (delay_wgrad_compute)"
+                "or after the backward (delay_wgrad_compute)"
             )
         grad = state.root.core.main_grad(self)
         self._flatshard_given = grad.data_ptr()

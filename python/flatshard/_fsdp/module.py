@@ -381,7 +381,7 @@ def _runs_on(stream, hook):
 def _own_collectives(name):
     return (
         f"{name} is not supported: the core launches its collectives on communicators "
-        "and buffers of its own"
+        "and separate buffers"
     )
 
 

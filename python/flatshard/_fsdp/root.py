@@ -213,7 +213,7 @@ class Root:
         if self._passes:
             raise RuntimeError(
                 f"{type(module).__name__} was called while a backward_pass of its model "
-                "goes on, whose forward or backward it is not part of: call it inside "
+                "is open, whose forward or backward it is not part of: call it inside "
                 "of `with that_pass.forward():`, or end or give_up() that pass first"
             )
         self._restore_sync()  # of one that was dropped

@@ -82,7 +82,7 @@ def check_units(units, parents, state):
             )
         if unit.slices is not None:
             raise RuntimeError(
-                f"unit {unit.name} rests on {unit.mesh}, a part of the model's mesh: "
+                f"unit {unit.name} is on {unit.mesh}, a part of the model's mesh: "
                 "apply fully_shard to the module around it, on that mesh"
             )
         if unit.cuda_graph and unit.main_grads:

@@ -39,7 +39,7 @@ def check_cuda_graph(modules, device_mesh, offload, option="cuda_graph"):
     if len(modules) > 1:
         raise NotImplementedError(
             f"{option}: expected one module, got a list of {len(modules)}; wrap each "
-            "by a call of its own"
+            "by a separate call"
         )
     module = modules[0]
     for name, inner in module.named_modules():

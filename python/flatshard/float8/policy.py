@@ -139,7 +139,7 @@ def choose_weights(fp8, found, param_dtype, device):
         if not reason and computes != torch.bfloat16:
             raise ValueError(
                 f"fp8: parameter {name} would compute in {computes}, and FP8 does so "
-                "beside bfloat16: give "
+                "only with bfloat16: give "
                 "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
             )
     if "" in reasons:

@@ -122,7 +122,7 @@ def _check_mesh(mesh, ep):
     if mesh.size() != dist.get_world_size():
         raise ValueError(
             f"dp_mesh: expected a mesh of all {dist.get_world_size()} ranks, got "
-            f"{mesh.size()}; use expert_parallel and fully_shard with meshes of your own"
+            f"{mesh.size()}; use expert_parallel and fully_shard with custom meshes"
         )
     ranks = mesh.size(mesh.ndim - 1)
     if type(ep) is not int or ep < 1 or ranks % ep:

@@ -22,15 +22,14 @@ struct WholeTensor {
   at::Tensor tensor;  ///< contiguous
 };
 
-/// A run of one tensor of a checkpoint that this rank holds.
-struct OwnedRun {
+/// A box of one tensor of a checkpoint that this rank holds.
+struct OwnedBox {
   std::string role;                 ///< kWeightRole, or an optimizer state
   std::vector<std::string> names;   ///< the main name first; tied ones follow
   std::vector<std::int64_t> shape;  ///< of the whole tensor
-  std::int64_t begin = 0;           ///< first element, flattened
-  at::Tensor values;                ///< [n], n >= 0: a view of the flat shard
-
-  std::int64_t end() const { return begin + values.numel(); }
+  Rectangle box;                    ///< in the whole tensor, where n > 0
+  /// [n], n >= 0: the box in row-major order, a view of the flat shard.
+  at::Tensor values;
 };
 
 /// Weights, optimizer state and whole tensors of this rank. Every tensor
@@ -38,14 +37,14 @@ struct OwnedRun {
 ///
 /// @param optimizer  null: weights only.
 /// @throws Error{usage} for a whole tensor that is not contiguous.
-std::vector<OwnedRun> owned_runs(
+std::vector<OwnedBox> owned_boxes(
     const std::vector<ParamGroup*>& groups,
     const Optimizer* optimizer,
     const std::vector<WholeTensor>& whole = {});
 
-/// The same without what other ranks hold as well: replicas share the runs
-/// evenly, so that all ranks together hold every element once.
-std::vector<OwnedRun> runs_to_write(
+/// The same without what other ranks hold as well: replicas share what they
+/// hold evenly, so that all ranks together hold every element once.
+std::vector<OwnedBox> boxes_to_write(
     const std::vector<ParamGroup*>& groups,
     const Optimizer* optimizer,
     const std::vector<WholeTensor>& whole = {});

@@ -1,4 +1,4 @@
-#include "flatshard/checkpoint/owned_runs.h"
+#include "flatshard/checkpoint/owned_boxes.h"
 
 #include <ATen/ATen.h>
 
@@ -10,8 +10,35 @@
 namespace flatshard {
 namespace {
 
+/// Adds boxes whose elements lie together in `values`; one of no elements when
+/// there is none.
 void append(
-    std::vector<OwnedRun>& runs,
+    std::vector<OwnedBox>& owned,
+    std::string_view role,
+    const NamedShard& shard,
+    const std::vector<Rectangle>& boxes,
+    const at::Tensor& values) {
+  OwnedBox next{
+      .role = std::string(role),
+      .names = shard.names,
+      .shape = shard.whole_shape(),
+      .box = {},
+      .values = values};
+  if (boxes.empty()) {
+    owned.push_back(std::move(next));
+    return;
+  }
+  std::int64_t done = 0;
+  for (const Rectangle& box : boxes) {
+    next.box = box;
+    next.values = values.narrow(0, done, box.numel());
+    done += box.numel();
+    owned.push_back(next);
+  }
+}
+
+void append(
+    std::vector<OwnedBox>& owned,
     std::string_view role,
     const std::vector<NamedShard>& shards,
     const ParamGroup::Replicas& replica) {
@@ -22,41 +49,44 @@ void append(
     const std::int64_t n = shard.tensor.numel();
     const std::int64_t first = n * replica.index / replica.count;
     const std::int64_t last = n * (replica.index + 1) / replica.count;
-    runs.push_back(
-        {.role = std::string(role),
-         .names = shard.names,
-         .shape = shard.shape,
-         .begin = shard.begin + first,
-         .values = shard.tensor.narrow(0, first, last - first)});
+    append(
+        owned,
+        role,
+        shard,
+        shard.slice.boxes(shard.shape, shard.begin + first, shard.begin + last),
+        shard.tensor.narrow(0, first, last - first));
   }
 }
 
-void append(std::vector<OwnedRun>& runs, const WholeTensor& whole, bool owned) {
+void append(
+    std::vector<OwnedBox>& owned,
+    const WholeTensor& whole,
+    bool is_owner) {
   FLATSHARD_CHECK(
       whole.tensor.is_contiguous(),
       usage,
       "checkpoint: expected {} to be contiguous",
       whole.name);
   const at::Tensor flat = whole.tensor.detach().view(-1);
-  const std::int64_t n = owned ? flat.numel() : 0;
-  runs.push_back(
+  const std::int64_t n = is_owner ? flat.numel() : 0;
+  owned.push_back(
       {.role = std::string(kBufferRole),
        .names = {whole.name},
        .shape = whole.tensor.sizes().vec(),
-       .begin = 0,
+       .box = Rectangle::whole(whole.tensor.sizes()),
        .values = flat.narrow(0, 0, n)});
 }
 
-std::vector<OwnedRun> runs_of(
+std::vector<OwnedBox> boxes_of(
     const std::vector<ParamGroup*>& groups,
     const Optimizer* optimizer,
     const std::vector<WholeTensor>& whole,
     bool share_replicas) {
-  std::vector<OwnedRun> runs;
+  std::vector<OwnedBox> owned;
   for (const ParamGroup* group : groups) {
     const ParamGroup::Replicas replica =
         share_replicas ? group->replicas() : ParamGroup::Replicas{};
-    append(runs, kWeightRole, group->main_shards(), replica);
+    append(owned, kWeightRole, group->main_shards(), replica);
     if (optimizer == nullptr) {
       continue;
     }
@@ -67,31 +97,31 @@ std::vector<OwnedRun> runs_of(
     }
     const auto index = static_cast<std::size_t>(found - trained.begin());
     for (const auto& [name, shards] : optimizer->state_shards(index)) {
-      append(runs, name, shards, replica);
+      append(owned, name, shards, replica);
     }
   }
-  const bool owned =
+  const bool is_owner =
       !share_replicas || groups.front()->model_mesh()->rank() == 0;
   for (const WholeTensor& tensor : whole) {
-    append(runs, tensor, owned);
+    append(owned, tensor, is_owner);
   }
-  return runs;
+  return owned;
 }
 
 }  // namespace
 
-std::vector<OwnedRun> owned_runs(
+std::vector<OwnedBox> owned_boxes(
     const std::vector<ParamGroup*>& groups,
     const Optimizer* optimizer,
     const std::vector<WholeTensor>& whole) {
-  return runs_of(groups, optimizer, whole, false);
+  return boxes_of(groups, optimizer, whole, false);
 }
 
-std::vector<OwnedRun> runs_to_write(
+std::vector<OwnedBox> boxes_to_write(
     const std::vector<ParamGroup*>& groups,
     const Optimizer* optimizer,
     const std::vector<WholeTensor>& whole) {
-  return runs_of(groups, optimizer, whole, true);
+  return boxes_of(groups, optimizer, whole, true);
 }
 
 }  // namespace flatshard

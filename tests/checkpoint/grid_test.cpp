@@ -1,0 +1,370 @@
+// Weights that tensor and expert parallelism cut: what is drawn, saved,
+// exported and loaded is the whole tensors', whatever the grid.
+#include "flatshard/checkpoint/checkpointer.h"
+#include "flatshard/checkpoint/init_weights.h"
+#include "flatshard/checkpoint/load.h"
+#include "flatshard/checkpoint/weights_file.h"
+#include "flatshard/format/checkpoint_folder.h"
+#include "tests/checkpoint/some_groups.h"
+#include "tests/support/message_of.h"
+#include "tests/support/ranks.h"
+#include "tests/support/temp_folder.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <fstream>
+#include <map>
+
+namespace flatshard::testing {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+struct Grid {
+  std::int64_t dp = 1;
+  std::int64_t ep = 1;
+  std::int64_t tp = 1;
+  std::string strategy = "zero3";
+  Granularity granularity = Granularity::element();
+
+  int world() const { return static_cast<int>(dp * ep * tp); }
+  std::string to_string() const {
+    return fmt::format(
+        "dp {} ep {} tp {} {} {}",
+        dp,
+        ep,
+        tp,
+        strategy,
+        granularity.to_string());
+  }
+};
+
+/// One of each kind: cut by rows, by columns, in two sections, unevenly and not
+/// at all; experts by their number and their width.
+std::vector<SomeGroup> specs(const Mesh& mesh) {
+  const std::int64_t tp = mesh.axis(mesh.axis_index("tp")).size;
+  const std::int64_t ep = mesh.axis(mesh.axis_index("ep")).size;
+  const std::int64_t t = mesh.coordinate("tp");
+  const std::int64_t e = mesh.coordinate("ep");
+  const auto parameter = [&](std::string name,
+                             std::vector<std::int64_t> shape,
+                             std::optional<ParameterPlacement> placement) {
+    return GroupParameter{
+        .names = {std::move(name)},
+        .shape = std::move(shape),
+        .placement = placement.value_or(ParameterPlacement{}),
+        .init = InitSpec::normal(0, 1)};
+  };
+  const auto over_tp = [&](TensorSlice slice) {
+    return ParameterPlacement::cut_over(mesh, {"tp"}, std::move(slice));
+  };
+  const auto experts = [&](TensorSlice slice) {
+    return ParameterPlacement::cut_over(
+        mesh,
+        {"ep", "tp"},
+        slice.cut(0, e, ep));
+  };
+  constexpr std::int64_t kVocab = 11;
+  const IndexRange words{kVocab * t / tp, kVocab * (t + 1) / tp};
+  return {
+      {.parameters =
+           {parameter(
+                "embedding",
+                {words.size(), 6},
+                over_tp(TensorSlice().take(0, kVocab, {words}))),
+            parameter(
+                "q.weight",
+                {8 / tp, 6},
+                over_tp(TensorSlice().cut(0, t, tp))),
+            parameter("q.bias", {8 / tp}, over_tp(TensorSlice().cut(0, t, tp))),
+            parameter(
+                "o.weight",
+                {6, 8 / tp},
+                over_tp(TensorSlice().cut(1, t, tp))),
+            parameter(
+                "gate_up.weight",
+                {16 / tp, 6},
+                over_tp(TensorSlice().cut(0, t, tp, 2))),
+            parameter(
+                "down.weight",
+                {5, 8 / tp},
+                over_tp(TensorSlice().cut(1, t, tp)))}},
+      {.parameters =
+           {parameter("norm.weight", {6}, std::nullopt),
+            parameter("router.weight", {4, 6}, std::nullopt)}},
+      {.parameters = {
+           parameter(
+               "experts.gate_up",
+               {4 / ep, 16 / tp, 3},
+               experts(TensorSlice().cut(1, t, tp, 2))),
+           parameter(
+               "experts.down",
+               {4 / ep, 3, 8 / tp},
+               experts(TensorSlice().cut(2, t, tp)))}}};
+}
+
+struct Model {
+  Model(RankContext& context, const Grid& grid)
+      : mesh(context.mesh({{"dp", grid.dp}, {"ep", grid.ep}, {"tp", grid.tp}})),
+        groups(
+            specs(*mesh),
+            {.strategy = grid.strategy, .granularity = grid.granularity},
+            mesh) {}
+
+  void export_to(const std::filesystem::path& path) const {
+    save_weights({groups.groups.begin(), groups.groups.end()}, path);
+  }
+
+  std::shared_ptr<Mesh> mesh;
+  SomeGroups groups;
+};
+
+std::string bytes_of(const std::filesystem::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+void write_checkpoint(const Model& model, const std::filesystem::path& folder) {
+  Checkpointer checkpointer(
+      model.mesh,
+      model.groups.groups,
+      model.groups.optimizer.get(),
+      {.folder = folder});
+  checkpointer.save(4, {});
+  checkpointer.wait();
+  for (const SaveResult& result : checkpointer.take_results()) {
+    EXPECT_FALSE(result.error.has_value()) << result.error->what();
+  }
+}
+
+std::vector<Grid> grids() {
+  return {
+      {.dp = 2, .tp = 2},
+      {},
+      {.tp = 4},
+      {.dp = 3, .granularity = Granularity::row()},
+      {.ep = 2, .tp = 2},
+      {.dp = 2,
+       .tp = 2,
+       .strategy = "zero1",
+       .granularity = Granularity::row()},
+      {.dp = 2, .ep = 2, .strategy = "zero0"},
+      {.dp = 2, .ep = 2, .tp = 2}};
+}
+
+TEST(Grids, G5_FirstValuesAreThoseOfTheWholeTensors) {
+  const TempFolder folder;
+  std::string expected;
+  for (const Grid& grid : grids()) {
+    const auto path = folder / "weights.safetensors";
+    run_ranks(grid.world(), [&](RankContext& context) {
+      const Model model(context, grid);
+      for (const OwnedBox& owned : owned_boxes(model.groups.groups, nullptr)) {
+        const at::Tensor whole = at::empty(owned.shape);
+        Initializer(3).fill(
+            whole,
+            owned.names.front(),
+            InitSpec::normal(0, 1),
+            /*begin=*/0);
+        at::Tensor part = whole;
+        for (std::size_t d = 0; d < owned.box.start.size(); ++d) {
+          part = part.narrow(
+              static_cast<std::int64_t>(d),
+              owned.box.start[d],
+              owned.box.length[d]);
+        }
+        EXPECT_TRUE(
+            owned.values.numel() == 0 || owned.values.equal(part.flatten()))
+            << grid.to_string() << " " << owned.names.front();
+      }
+      model.export_to(path);
+    });
+    const std::string bytes = bytes_of(path);
+    EXPECT_GT(bytes.size(), 1000u);
+    if (expected.empty()) {
+      expected = bytes;
+    }
+    EXPECT_TRUE(bytes == expected) << grid.to_string();
+  }
+}
+
+// Names and values of a checkpoint do not depend on the grid.
+TEST(Grids, G5_WhatOneGridWroteAnyOtherReads) {
+  const Grid writer{.dp = 2, .tp = 2};
+  const TempFolder folder;
+  const TempFolder hf;
+  run_ranks(writer.world(), [&](RankContext& context) {
+    const Model model(context, writer);
+    model.groups.fill();
+    write_checkpoint(model, folder.path());
+    model.export_to(hf / "model.safetensors");
+  });
+  const std::string exported = bytes_of(hf / "model.safetensors");
+  for (const Grid& reader : grids()) {
+    SCOPED_TRACE(reader.to_string());
+    run_ranks(reader.world(), [&](RankContext& context) {
+      const Model model(context, reader);
+      model.groups.fill_with(-1);
+      load_checkpoint(
+          step_folder(folder.path(), 4),
+          model.groups.groups,
+          model.groups.optimizer.get());
+      EXPECT_THAT(model.groups.wrong(), IsEmpty());
+      model.export_to(folder / "again.safetensors");
+
+      // The same weights from a folder of Hugging Face's.
+      model.groups.fill_with(-1);
+      init_weights(
+          hf.path(),
+          model.groups.groups,
+          {.entries_of = [](const std::string& name,
+                            const std::vector<std::int64_t>& shape) {
+            return std::vector<StoredEntry>{{name, shape}};
+          }});
+      for (const OwnedBox& owned : owned_boxes(model.groups.groups, nullptr)) {
+        EXPECT_TRUE(owned.values.equal(SomeGroups::expected(owned)))
+            << owned.names.front();
+      }
+    });
+    EXPECT_TRUE(bytes_of(folder / "again.safetensors") == exported);
+    // And the way back: written by the reader, the bytes of a world of one.
+    const TempFolder other;
+    run_ranks(reader.world(), [&](RankContext& context) {
+      const Model model(context, reader);
+      model.groups.fill();
+      write_checkpoint(model, other.path());
+    });
+    run_ranks(1, [&](RankContext& context) {
+      const Model model(context, {});
+      model.groups.fill_with(-1);
+      load_checkpoint(
+          step_folder(other.path(), 4),
+          model.groups.groups,
+          model.groups.optimizer.get());
+      EXPECT_THAT(model.groups.wrong(), IsEmpty());
+    });
+  }
+}
+
+// An expert's entries are files' tensors of their own, gate and up apart.
+TEST(Grids, SeveralEntriesHoldAWeightThatIsCut) {
+  const TempFolder hf;
+  const StoredEntriesOf entries_of =
+      [](const std::string& name, const std::vector<std::int64_t>& shape) {
+        std::vector<StoredEntry> entries;
+        if (name != "experts.gate_up") {
+          return std::vector<StoredEntry>{{name, shape}};
+        }
+        for (std::int64_t e = 0; e < shape[0]; ++e) {
+          for (const char* what : {"gate", "up"}) {
+            entries.push_back(
+                {fmt::format("experts.{}.{}", e, what),
+                 {shape[1] / 2, shape[2]}});
+          }
+        }
+        return entries;
+      };
+  run_ranks(4, [&](RankContext& context) {
+    const Model model(context, {.ep = 2, .tp = 2});
+    model.groups.fill();
+    save_weights(
+        {model.groups.groups.begin(), model.groups.groups.end()},
+        hf / "model.safetensors",
+        {},
+        entries_of);
+  });
+  for (const Grid& reader : {Grid{.dp = 3}, Grid{.ep = 2, .tp = 2}}) {
+    run_ranks(reader.world(), [&](RankContext& context) {
+      const Model model(context, reader);
+      init_weights(hf.path(), model.groups.groups, {.entries_of = entries_of});
+      for (const OwnedBox& owned : owned_boxes(model.groups.groups, nullptr)) {
+        EXPECT_TRUE(owned.values.equal(SomeGroups::expected(owned)))
+            << owned.names.front();
+      }
+    });
+  }
+}
+
+// tests/checkpoint/version_1: what a release wrote on two ranks when a piece
+// was a run of the flattened tensor. Element i of a weight is i, of a bias 50 +
+// i, and AdamW's states are 100 and 200 more. The border of the ranks lies
+// within a row of the weight.
+TEST(Grids, ReadACheckpointOfVersion1) {
+  const std::map<std::string, int> offset_of{
+      {"weight", 0},
+      {"exp_avg", 100},
+      {"exp_avg_sq", 200}};
+  for (const std::int64_t tp : {1, 3}) {
+    run_ranks(static_cast<int>(2 * tp), [&](RankContext& context) {
+      const auto mesh = context.mesh({{"dp", 2}, {"tp", tp}});
+      // The weight [7, 3, 3] is cut in its last dimension.
+      const SomeGroups model(
+          {{.parameters =
+                {{.names = {"layer.weight"},
+                  .shape = {7, 3, 3 / tp},
+                  .placement = ParameterPlacement::cut_over(
+                      *mesh,
+                      {"tp"},
+                      TensorSlice().cut(2, mesh->coordinate("tp"), tp)),
+                  .init = InitSpec::zeros()}}},
+           {.parameters =
+                {{.names = {"layer.bias"},
+                  .shape = {7},
+                  .init = InitSpec::zeros()}}}},
+          {},
+          mesh);
+      const LoadedCheckpoint loaded = load_checkpoint(
+          FLATSHARD_TEST_VERSION_1,
+          model.groups,
+          model.optimizer.get());
+      EXPECT_EQ(loaded.step, 4);
+      EXPECT_EQ(loaded.state.at("note"), "version 1");
+      EXPECT_EQ(model.optimizer->num_steps(), 9);
+      EXPECT_EQ(model.optimizer->num_updates(0), 7);
+      for (const OwnedBox& owned :
+           owned_boxes(model.groups, model.optimizer.get())) {
+        if (owned.values.numel() == 0) {
+          continue;
+        }
+        const int first = offset_of.at(owned.role) +
+                          (owned.names.front() == "layer.bias" ? 50 : 0);
+        for_each_run(
+            FlatRuns(owned.shape, owned.box),
+            0,
+            owned.values.numel(),
+            [&](std::int64_t element, std::int64_t at, std::int64_t n) {
+              EXPECT_TRUE(owned.values.narrow(0, at, n).equal(
+                  at::arange(first + element, first + element + n, at::kFloat)))
+                  << owned.role << " of " << owned.names.front();
+            });
+      }
+    });
+  }
+}
+
+TEST(Grids, AShapeThatIsNotTheWholeTensorsIsNamed) {
+  const TempFolder folder;
+  run_ranks(2, [&](RankContext& context) {
+    const Model model(context, {.tp = 2});
+    write_checkpoint(model, folder.path());
+  });
+  run_ranks(1, [&](RankContext& context) {
+    const auto mesh = context.mesh({{"dp", 1}, {"ep", 1}, {"tp", 1}});
+    auto changed = specs(*mesh);
+    changed[0].parameters[3].shape = {6, 4};  // half of o.weight
+    const SomeGroups model(changed, {}, mesh);
+    EXPECT_THAT(
+        message_of([&] {
+          load_checkpoint(
+              step_folder(folder.path(), 4),
+              model.groups,
+              model.optimizer.get());
+        }),
+        HasSubstr("weight of o.weight: expected shape [6, 4], got [6, 8]"));
+  });
+}
+
+}  // namespace
+}  // namespace flatshard::testing
