@@ -198,7 +198,9 @@ class UnitState:
                     "changed after fully_shard, which is not supported; change it before"
                 )
         for p in self.parameters:
-            p.whole.requires_grad_(p.shard.requires_grad)
+            # A transform of torch.func refuses the call.
+            if p.whole.requires_grad != p.shard.requires_grad:
+                p.whole.requires_grad_(p.shard.requires_grad)
 
     def apply_to_core(self):
         """What setters said. Without a core it waits for the next one."""
