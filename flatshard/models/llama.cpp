@@ -10,6 +10,7 @@
 #include "flatshard/nn/swiglu.h"
 
 #include <cmath>
+#include <initializer_list>
 #include <string>
 #include <utility>
 
@@ -42,6 +43,19 @@ nn::NormLinears read_by(
   // Another tensor over x's memory: a region does not return its input.
   const at::Tensor sum = delta.defined() ? x + delta : x.view(x.sizes());
   return {sum, nn::linears(sum, layers)};
+}
+
+// The numbers of samples that a dropout of the layers' adapters reads.
+void append_samples(
+    nn::TensorList& to,
+    std::initializer_list<const nn::Linear*> layers) {
+  for (const nn::Linear* layer : layers) {
+    const nn::Adapter* const adapter = (*layer)->adapter();
+    if (adapter != nullptr && adapter->dropout) {
+      to.push_back(adapter->dropout->samples());
+      return;  // all have the same
+    }
+  }
 }
 
 nn::RmsNormImpl* or_null(const nn::RmsNorm& norm) {
@@ -110,7 +124,9 @@ std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::forward(
 
 nn::TensorList LlamaAttentionImpl::constants(const at::Tensor& x) {
   const auto [cos, sin] = rope_->get(x.size(1), x.device());
-  return {cos, sin};
+  nn::TensorList constants{cos, sin};
+  append_samples(constants, {&q_proj_, &k_proj_, &v_proj_, &o_proj_});
+  return constants;
 }
 
 std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::attend(
@@ -190,6 +206,8 @@ at::Tensor LlamaMlpImpl::forward(
   if (delta.defined()) {
     inputs.push_back(delta);
   }
+  nn::TensorList constants;
+  append_samples(constants, {&gate_proj_, &up_proj_, &down_proj_});
   return nn::region(
       *this,
       "mlp",
@@ -197,7 +215,8 @@ at::Tensor LlamaMlpImpl::forward(
         return nn::TensorList{
             run(in[0], in.size() > 1 ? in[1] : at::Tensor(), norm)};
       },
-      inputs)[0];
+      inputs,
+      {.constants = constants})[0];
 }
 
 LlamaBlockImpl::LlamaBlockImpl(

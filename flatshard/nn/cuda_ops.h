@@ -108,4 +108,21 @@ void cross_entropy(
     at::Tensor& lse,
     const CrossEntropyArgs& args);
 
+struct SampleDropoutArgs {
+  std::uint64_t key = 0;        ///< of Philox
+  std::uint64_t threshold = 0;  ///< a word below it drops its element
+  double scale = 1.0;           ///< of elements that stay
+  bool adds = false;            ///< to `out`
+};
+/// See SampleDropout.
+///
+/// @param x        [batch * seq, n]
+/// @param samples  int64 [batch]
+/// @param out      like x
+void sample_dropout(
+    const at::Tensor& x,
+    const at::Tensor& samples,
+    at::Tensor& out,
+    const SampleDropoutArgs& args);
+
 }  // namespace flatshard::nn::cuda

@@ -20,7 +20,7 @@ ModuleContextPtr unless_hooked(
 }
 
 struct LinearFunction : torch::autograd::Function<LinearFunction> {
-  enum Input { kX, kWeight, kBias, kResidual };
+  enum Input { kX, kWeight, kBias, kResidual, kFactors };
 
   static at::Tensor forward(
       AutogradContext* ctx,
@@ -28,39 +28,51 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
       const at::Tensor& weight,
       const std::optional<at::Tensor>& maybe_bias,
       const std::optional<at::Tensor>& maybe_residual,
-      const ModuleContextPtr& context) {
+      at::TensorList factors,
+      const ModuleContextPtr& context,
+      const AdapterCallsPtr& calls) {
     const at::Tensor bias = maybe_bias.value_or(at::Tensor());
     const at::Tensor residual = maybe_residual.value_or(at::Tensor());
     save_context(ctx, context);
     ctx->saved_data["residual"] = residual.defined();
     const MatmulRows rows(as_rows(x));
-    const at::Tensor y = matmul_forward(
+    AdapterForward adapters(calls, factors);
+    at::Tensor y = matmul_forward(
         rows,
         weight,
         context,
         bias,
         residual.defined() ? as_rows(residual) : residual);
-    ctx->save_for_backward({x, weight, bias, rows.amax()});
+    adapters.add(0, rows.tensor(), y);
+    variable_list saved{x, weight, bias, rows.amax()};
+    adapters.save(ctx, saved);
+    ctx->save_for_backward(saved);
     return reshape_result(y, with_last(x, weight.size(0)));
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    const variable_list saved = ctx->get_saved_variables();
+    variable_list saved = ctx->get_saved_variables();
+    AdapterBackward adapters(ctx, saved);
     const at::Tensor &x = saved[0], &weight = saved[1], &bias = saved[2];
     const ModuleContextPtr context = saved_context(ctx);
     const at::Tensor dy = as_rows(grads[0]);
     const MatmulRows g = gradient_rows(
         dy,
         ctx->needs_input_grad(kX) && ctx->needs_input_grad(kWeight));
-    variable_list out(5);
+    variable_list out(kFactors + adapters.num_factors() + 2);
     // Edges count defined tensors only.
     const std::size_t residual_edge = kBias + (bias.defined() ? 1 : 0);
     const bool has_residual = ctx->saved_data["residual"].toBool();
+    adapters.set_places(
+        {.edge = residual_edge + (has_residual ? 1 : 0), .out = kFactors});
+    adapters.begin(0, dy, out);
     if (ctx->needs_input_grad(kX)) {
       at::Tensor dx;
       add_input_gradient(dx, g, weight, context);
+      adapters.add_input_gradient(0, dx);
       out[kX] = dx.view(x.sizes());
     }
+    adapters.end(0, x, out);
     if (ctx->needs_input_grad(kWeight)) {
       out[kWeight] = deliver_matmul_wgrad(
           unless_hooked(context, weight),
@@ -79,44 +91,52 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
 };
 
 // Weights that read one input; x is input 0, then the weights, then no biases
-// or one for each weight.
+// or one for each weight, then the factors of adapters.
 struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
   static variable_list forward(
       AutogradContext* ctx,
       const at::Tensor& x,
       at::TensorList weights,
       at::TensorList biases,
-      const std::vector<ModuleContextPtr>& contexts) {
+      at::TensorList factors,
+      const std::vector<ModuleContextPtr>& contexts,
+      const AdapterCallsPtr& calls) {
     ctx->set_materialize_grads(false);
     const MatmulRows rows(as_rows(x));
+    AdapterForward adapters(calls, factors);
     variable_list out;
     for (std::size_t i = 0; i < weights.size(); ++i) {
       save_context(ctx, contexts[i], i);
-      out.push_back(reshape_result(
-          matmul_forward(
-              rows,
-              weights[i],
-              contexts[i],
-              biases.empty() ? at::Tensor() : biases[i]),
-          with_last(x, weights[i].size(0))));
+      at::Tensor y = matmul_forward(
+          rows,
+          weights[i],
+          contexts[i],
+          biases.empty() ? at::Tensor() : biases[i]);
+      adapters.add(i, rows.tensor(), y);
+      out.push_back(reshape_result(y, with_last(x, weights[i].size(0))));
     }
     variable_list saved{x};
     saved.insert(saved.end(), weights.begin(), weights.end());
     saved.insert(saved.end(), biases.begin(), biases.end());
     saved.push_back(rows.amax());
+    adapters.save(ctx, saved);
     ctx->save_for_backward(saved);
     return out;
   }
 
   // By reference: a gradient is given up once it is quantized.
   static variable_list backward(AutogradContext* ctx, variable_list& grads) {
-    const variable_list saved = ctx->get_saved_variables();
+    variable_list saved = ctx->get_saved_variables();
+    AdapterBackward adapters(ctx, saved);
     const at::Tensor& x = saved[0];
     const MatmulRows rows = activation_rows(as_rows(x), saved.back());
     const std::size_t first_bias = 1 + grads.size();
     const bool has_biases = saved.size() > first_bias + 1;
-    // And the contexts.
-    variable_list out(first_bias + (has_biases ? grads.size() : 0) + 1);
+    const std::size_t first_factor =
+        first_bias + (has_biases ? grads.size() : 0);
+    adapters.set_places({.edge = first_factor, .out = first_factor});
+    // And the contexts, and the adapters' calls.
+    variable_list out(first_factor + adapters.num_factors() + 2);
     at::Tensor dx;
     std::vector<std::optional<MatmulRows>> g(grads.size());
     for (std::size_t i = 0; i < grads.size(); ++i) {
@@ -128,11 +148,13 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
               saved[first_bias + i],
               as_rows(grads[i]));
         }
+        adapters.begin(i, grads[i], out);
         g[i].emplace(gradient_rows(
             as_rows(std::exchange(grads[i], {})),
             ctx->needs_input_grad(0) && ctx->needs_input_grad(1 + i)));
         if (ctx->needs_input_grad(0)) {
           add_input_gradient(dx, *g[i], saved[1 + i], saved_context(ctx, i));
+          adapters.add_input_gradient(i, dx);
         }
       }
     }
@@ -140,6 +162,7 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
       out[0] = dx.view(x.sizes());
     }
     for (std::size_t i = 0; i < grads.size(); ++i) {
+      adapters.end(i, x, out);
       if (g[i] && ctx->needs_input_grad(1 + i)) {
         out[1 + i] = deliver_matmul_wgrad(
             saved_context(ctx, i),
@@ -152,6 +175,25 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
   }
 };
 
+at::Tensor run_linear(
+    const at::Tensor& x,
+    const at::Tensor& weight,
+    const at::Tensor& bias,
+    const at::Tensor& residual,
+    const ModuleContextPtr& context,
+    const Adapter* adapter) {
+  check_linear_input(x, weight);
+  // Undefined tensors go as empty optionals: a Function refuses them otherwise.
+  return LinearFunction::apply(
+      x,
+      weight,
+      as_optional(bias),
+      as_optional(residual),
+      at::TensorList(adapter_factors({adapter})),
+      context,
+      AdapterCalls::of({adapter}));
+}
+
 }  // namespace
 
 at::Tensor linear(
@@ -160,14 +202,7 @@ at::Tensor linear(
     const at::Tensor& bias,
     const at::Tensor& residual,
     const ModuleContextPtr& context) {
-  check_linear_input(x, weight);
-  // Undefined tensors go as empty optionals: a Function refuses them otherwise.
-  return LinearFunction::apply(
-      x,
-      weight,
-      as_optional(bias),
-      as_optional(residual),
-      context);
+  return run_linear(x, weight, bias, residual, context, /*adapter=*/nullptr);
 }
 
 LinearImpl::LinearImpl(
@@ -186,7 +221,27 @@ LinearImpl::LinearImpl(
 at::Tensor LinearImpl::forward(
     const at::Tensor& x,
     const at::Tensor& residual) {
-  return linear(x, weight_, bias_, residual, context());
+  return run_linear(x, weight_, bias_, residual, context(), adapter());
+}
+
+void LinearImpl::add_adapter(
+    const AdapterOptions& options,
+    const LinearImpl* shared) {
+  FLATSHARD_CHECK(
+      !adapter_ && (shared == nullptr || shared->adapter_),
+      usage,
+      "expected a layer without an adapter, and one with it to share A of");
+  Adapter adapter{
+      .a = shared == nullptr
+               ? LoraFactor(options.rank, weight_.size(1), options.a_init)
+               : LoraFactor(*shared->adapter_->a),
+      .b = LoraFactor(weight_.size(0), options.rank, InitSpec::zeros()),
+      .scale = options.scale,
+      .dropout = options.dropout,
+      .dropout_key = options.dropout_key};
+  register_module("lora_A", adapter.a);
+  register_module("lora_B", adapter.b);
+  adapter_ = std::move(adapter);
 }
 
 bool can_run_together(const std::vector<LinearImpl*>& layers) {
@@ -207,6 +262,7 @@ JointLinears begin_together(
     const at::Tensor& x,
     const std::vector<LinearImpl*>& layers) {
   JointLinears joint;
+  std::vector<const Adapter*> adapters;
   for (LinearImpl* layer : layers) {
     check_linear_input(x, layer->weight());
     layer->run_forward_pre_hooks({x});
@@ -215,7 +271,10 @@ JointLinears begin_together(
       joint.biases.push_back(layer->bias());
     }
     joint.contexts.push_back(layer->context());
+    adapters.push_back(layer->adapter());
   }
+  joint.factors = adapter_factors(adapters);
+  joint.adapters = AdapterCalls::of(adapters);
   return joint;
 }
 
@@ -234,7 +293,9 @@ std::vector<at::Tensor> linears(
       x,
       at::TensorList(joint.weights),
       at::TensorList(joint.biases),
-      joint.contexts);
+      at::TensorList(joint.factors),
+      joint.contexts,
+      joint.adapters);
 }
 
 }  // namespace flatshard::nn

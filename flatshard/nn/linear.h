@@ -1,8 +1,10 @@
 #pragma once
 
+#include "flatshard/nn/lora/adapter.h"
 #include "flatshard/nn/module.h"
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 namespace flatshard::nn {
@@ -27,7 +29,18 @@ struct LinearOptions {
   InitSpec init = InitSpec::normal(0.0F, 0.02F);
 };
 
-/// Parameters: weight [out_features, in_features], bias [out_features].
+/// How an adapter is made.
+struct AdapterOptions {
+  std::int64_t rank = 0;
+  double scale = 1.0;
+  InitSpec a_init;                               ///< B begins with zeros
+  std::shared_ptr<const SampleDropout> dropout;  ///< null: none
+  std::uint64_t dropout_key = 0;
+};
+
+/// Parameters: weight [out_features, in_features], bias [out_features], and
+/// with an adapter lora_A.weight [rank, in_features] and lora_B.weight
+/// [out_features, rank].
 class LinearImpl : public Module {
  public:
   LinearImpl(
@@ -35,12 +48,22 @@ class LinearImpl : public Module {
       std::int64_t out_features,
       LinearOptions options = {});
   at::Tensor forward(const at::Tensor& x, const at::Tensor& residual = {});
+  /// Adds an adapter to a layer without one. The layer itself trains as before:
+  /// freeze its parameters for LoRA.
+  /// @param shared  whose A the adapter shares; null: it has its own.
+  void add_adapter(
+      const AdapterOptions& options,
+      const LinearImpl* shared = nullptr);
+
   const at::Tensor& weight() const { return weight_; }
   const at::Tensor& bias() const { return bias_; }
+  /// Null without an adapter.
+  const Adapter* adapter() const { return adapter_ ? &*adapter_ : nullptr; }
 
  private:
   at::Tensor weight_;
   at::Tensor bias_;
+  std::optional<Adapter> adapter_;
 };
 FLATSHARD_MODULE(Linear);
 
@@ -53,6 +76,8 @@ struct JointLinears {
   std::vector<at::Tensor> weights;
   std::vector<at::Tensor> biases;  ///< none, or one for each weight
   std::vector<ModuleContextPtr> contexts;
+  std::vector<at::Tensor> factors;  ///< adapter_factors
+  AdapterCallsPtr adapters;         ///< null: no layer has one
 };
 
 /// Begins a call of layers that can run together: checks x and runs the hooks

@@ -6,6 +6,7 @@
 #include "flatshard/device/memory.h"
 #include "flatshard/layout/strategy.h"
 #include "flatshard/models/flops.h"
+#include "flatshard/train/lora/lora.h"
 #include "flatshard/train/metrics/number_text.h"
 #include "flatshard/train/parallelism.h"
 
@@ -31,6 +32,12 @@ std::int64_t least_memory(
       Strategy::named(strategy_name(config), static_cast<int>(sizes.size()))
           .num_shards(sizes);
   const std::int64_t all = models::num_parameters(model);
+  if (config.lora.enabled()) {
+    // What is frozen rests in the dtype that it computes in.
+    const std::int64_t frozen = config.float8.recipe ? 1 : size(p.compute);
+    return (all * frozen + num_trainable_parameters(config, model) * each) /
+           shards;
+  }
   const std::int64_t experts = models::num_expert_parameters(model);
   // Also where nothing else is sharded each rank has only its experts.
   const std::int64_t expert_shards =

@@ -78,6 +78,9 @@ TrainState make_train_state(
                                        : config.activation_checkpoint.mode,
           .plain_attention = config.model.plain_attention,
           .moe = moe});
+  if (config.lora.enabled()) {
+    state.lora = add_adapters(state.model, config, mesh->device());
+  }
   for (const models::RouterOf& of : state.model->routers()) {
     of.router->make_bias(mesh->device());
   }

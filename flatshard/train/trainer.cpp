@@ -101,6 +101,9 @@ Trainer::End Trainer::train() {
       return End::stopped;
     }
     if (evaluation_ && evaluation_->due(step)) {
+      if (state_.lora) {
+        state_.lora->begin_evaluation();
+      }
       const ValidationMetrics validation = evaluation_->run(step);
       if (output_) {
         output_->validation(validation);
@@ -257,6 +260,20 @@ void Trainer::finish(End end) {
 void Trainer::save_model() {
   state_.runtime->synchronize();
   state_.optimizer->wait();
+  if (state_.lora) {
+    for_option(kOutputDir, [&] {
+      save_adapter(
+          config_,
+          model_config_,
+          state_.runtime->groups(),
+          config_.run.output_dir);
+    });
+    if (output_) {
+      output_->print(
+          fmt::format("saved the adapter in {}", config_.run.output_dir));
+    }
+    return;
+  }
   const auto groups = state_.runtime->all_groups();
   const auto path =
       std::filesystem::path(config_.run.output_dir) / "model.safetensors";

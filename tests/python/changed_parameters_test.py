@@ -310,7 +310,7 @@ def test_dtypes_between_steps(units, strategy, mesh, rank, world):
 # -- options of the outermost module ---------------------------------------------------
 
 
-@pytest.mark.parametrize("option", [{"prefetch": 2}, {"slots_on_demand": False}])
+@pytest.mark.parametrize("option", [{"prefetch": 2}, {"buffers_on_demand": False}])
 def test_options_of_the_root_are_refused_inside(option, mesh):
     model = three_layers().to(mesh.device_type)
     fully_shard(model[0], mesh=mesh, **option)

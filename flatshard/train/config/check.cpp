@@ -14,6 +14,7 @@ const std::vector<KeyTable>& key_tables() {
   static const std::vector<KeyTable> tables{
       training_keys(),
       model_keys(),
+      lora_keys(),
       optimizer_keys(),
       parallelism_keys(),
       precision_keys(),
@@ -24,25 +25,11 @@ const std::vector<KeyTable>& key_tables() {
 
 // In the order of config.toml and of the help text.
 constexpr std::string_view kSections[] = {
-    "run",
-    "model",
-    "moe",
-    "data",
-    "training",
-    "optimizer",
-    "lr_scheduler",
-    "parallelism",
-    "precision",
-    "float8",
-    "activation_checkpoint",
-    "validation",
-    "checkpoint",
-    "metrics",
-    "cuda_graph",
-    "profiling",
-    "diagnostics",
-    "comm",
-    "debug"};
+    "run",         "model",       "moe",       "lora",
+    "data",        "training",    "optimizer", "lr_scheduler",
+    "parallelism", "precision",   "float8",    "activation_checkpoint",
+    "validation",  "checkpoint",  "metrics",   "cuda_graph",
+    "profiling",   "diagnostics", "comm",      "debug"};
 
 const ConfigKey& key_of(std::string_view full_name) {
   const auto keys = config_keys();

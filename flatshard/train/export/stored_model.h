@@ -12,6 +12,7 @@
 #include "flatshard/data/text_codec.h"
 #include "flatshard/format/manifest.h"
 #include "flatshard/models/llama.h"
+#include "flatshard/models/lora_config.h"
 #include "flatshard/train/config.h"
 
 // What a run leaves, found by any of the paths that a user has of it.
@@ -62,6 +63,8 @@ struct StoredModel {
   /// Fills `out` (any float dtype and device) with a parameter or a router's
   /// bias, by its name.
   std::function<void(const std::string& name, const at::Tensor& out)> read;
+  /// Adapters that `read` knows besides the weights; not enabled: none.
+  models::LoraConfig lora;
   std::string corpus;               ///< whose tokenizer it knows; may be empty
   std::filesystem::path hf_folder;  ///< empty: none
 };

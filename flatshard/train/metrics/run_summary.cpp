@@ -53,6 +53,16 @@ std::vector<std::string> packing_lines(const RunSummary& summary) {
   return lines;
 }
 
+std::string lora_text(const RunSummary& summary) {
+  if (!summary.state.lora) {
+    return "";
+  }
+  return fmt::format(
+      ", frozen; LoRA: {} parameters of the adapters of {} layers are trained",
+      with_commas(num_trainable_parameters(summary.config, summary.model)),
+      summary.state.lora->num_modules);
+}
+
 std::string overlap_text(const Config& config) {
   if (!config.parallelism.overlap_expert_parallel) {
     return "";
@@ -87,11 +97,12 @@ std::string to_string(const RunSummary& summary) {
         fmt::format("config: changed since the run's last start\n{}", changed));
   }
   parts.push_back(fmt::format(
-      "model: {} parameters{}; {} ranks of {}; strategy {}; copy engines {}; "
+      "model: {} parameters{}{}; {} ranks of {}; strategy {}; copy engines {}; "
       "{} "
       "microbatches per step{}",
       with_commas(models::num_parameters(summary.model)),
       active_text(summary.model),
+      lora_text(summary),
       summary.mesh.size(),
       summary.mesh.device().is_cuda() ? "GPU" : "CPU",
       strategy_name(config),
@@ -106,8 +117,9 @@ std::string to_string(const RunSummary& summary) {
   }
   if (!before || !changed.empty()) {
     parts.push_back(fmt::format(
-        "tflops and mfu count 6 N + 12 L d T per token (attention as if it "
+        "tflops and mfu count {} N + 12 L d T per token (attention as if it "
         "were not causal, no recompute): {} per token",
+        summary.state.lora ? "6 trained + 4 frozen" : "6",
         format_flop(summary.flops_per_token)));
     if (config.parallelism.memory_budget > 0) {
       parts.push_back(fmt::format(

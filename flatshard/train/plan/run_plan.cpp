@@ -42,6 +42,12 @@ std::string row(
 /// What has no price.
 void check_priced(const Config& config) {
   FLATSHARD_CHECK(
+      !config.lora.enabled(),
+      config,
+      "lora.rank = {}: the plan of a run with adapters is not supported; leave "
+      "it out to plan one that trains all weights",
+      config.lora.rank);
+  FLATSHARD_CHECK(
       config.precision.compute == at::kBFloat16,
       config,
       "precision.compute = {}: tables of GPUs have the rates of bfloat16 "

@@ -35,7 +35,7 @@ class Parameter:
 
     sites: list  # (module, name) of every place in the unit, the first is main
     whole: nn.Parameter
-    shard: nn.Parameter = None
+    shard: nn.Parameter | None = None
     dim: int = 0  # that is cut; the core stores it first
     granularity: str = "dim0"  # of the core, for that dimension
     index: int = -1  # in the core's unit

@@ -19,7 +19,9 @@ from flatshard.torch_versions import parameters_of
 # -- optimizers made before fully_shard ------------------------------------------------
 
 # Of each optimizer: of how many parameters, and how many were sharded then.
-_checked = weakref.WeakKeyDictionary()
+_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _before_step(optimizer, args, kwargs):

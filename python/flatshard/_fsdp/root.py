@@ -75,7 +75,7 @@ class Root:
         self.on_gpu = self.device.type == "cuda"
         warmup_steps = [u.graph_warmup_steps for u in units if u.cuda_graph]
         self.cuda_graphs = bool(warmup_steps)
-        self.slots_on_demand = self._slots_on_demand(options.slots_on_demand)
+        self.buffers_on_demand = self._buffers_on_demand(options.buffers_on_demand)
         # The core would keep a bound method, and with it this object, for ever.
         me = weakref.ref(self)
         self.core = _C.Runtime(
@@ -89,7 +89,7 @@ class Root:
             _C.RuntimeOptions(
                 prefetch=1 if options.prefetch is None else options.prefetch,
                 copy_engines=state.copy_engines,
-                slots_on_demand=self.slots_on_demand,
+                slots_on_demand=self.buffers_on_demand,
                 shared_streams=state.shared_streams,
                 trace=traces_steps(),
                 graphs=_C.GraphOptions(
@@ -127,12 +127,12 @@ class Root:
         if text is not None and device_mesh.get_rank() == 0:
             warnings.warn(f"fully_shard: {text}", stacklevel=2)
 
-    def _slots_on_demand(self, asked):
+    def _buffers_on_demand(self, asked):
         if asked is None:
             return not self.cuda_graphs
         if asked and self.cuda_graphs:
             raise ValueError(
-                "slots_on_demand: expected None or False for the root of a model with "
+                "buffers_on_demand: expected None or False for the root of a model with "
                 "cuda_graph=True, got True: a graph needs weights and gradients at the "
                 "same addresses in every step"
             )

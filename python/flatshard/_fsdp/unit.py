@@ -1,6 +1,7 @@
 """One unit: its parameters in the core, its shards, and its options."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -30,6 +31,9 @@ from flatshard.torch_versions import (
     in_backward,
     parameters_of,
 )
+
+if TYPE_CHECKING:
+    from flatshard._fsdp.root import Root
 
 
 @dataclass
@@ -71,8 +75,8 @@ class UnitState:
     main_grads: bool = False  # modules write some of its gradients, see main_grad.py
     graph_warmup_steps: int = DEFAULT_WARMUP_STEPS
     policy: Policy = field(default_factory=Policy)
-    grads: _C.GradViews = None
-    root: object = None  # Root, once known
+    grads: _C.GradViews | None = None
+    root: "Root | None" = None  # once known
     id: int = -1
     name: str = ""
     num_writes: int = 0  # that others made to its parameters
@@ -83,7 +87,7 @@ class UnitState:
     ignored: list = field(default_factory=list)  # places of ignored_params
     loads_by_assign: bool = False  # the load_state_dict that runs
     shared_streams: _C.CommStreams | None = None  # of share_comm_ctx, for the root
-    home: torch.device = None  # where the core has its shards
+    home: torch.device | None = None  # where the core has its shards
     is_outdated: bool = False  # a Root before had its core
     has_trained: bool = (
         False  # ran with gradients: optimizers may have states for its rows
