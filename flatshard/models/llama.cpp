@@ -129,14 +129,13 @@ nn::TensorList LlamaAttentionImpl::constants(const at::Tensor& x) {
   return constants;
 }
 
-std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::attend(
+LlamaAttentionImpl::Heads LlamaAttentionImpl::project(
     const at::Tensor& x,
     nn::RmsNormImpl* norm,
-    const nn::Documents& documents) {
-  const std::int64_t batch = x.size(0);
-  const std::int64_t seq = x.size(1);
+    std::int64_t seq,
+    const at::Tensor& positions) {
   const auto heads = [&](const at::Tensor& t) {
-    return t.view({batch, seq, -1, head_dim_});
+    return t.view({t.size(0), t.size(1), -1, head_dim_});
   };
   const auto [cos, sin] = rope_->get(seq, x.device());
   const auto [in, qkv] =
@@ -152,15 +151,40 @@ std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::attend(
     }
   };
   const auto rotated = [&, &c = cos, &s = sin](const at::Tensor& t) {
-    return nn::rope(t, c, s, /*inverse=*/false, documents.positions);
+    return nn::rope(t, c, s, /*inverse=*/false, positions);
   };
-  const at::Tensor q = rotated(normed(qkv[0], q_norm_));
-  const at::Tensor k = rotated(normed(qkv[1], k_norm_));
-  const at::Tensor v = heads(qkv[2]);
-  const at::Tensor out = o_proj_(
-      documents.defined() ? nn::document_attention(q, k, v, documents, args_)
-                          : nn::causal_attention(q, k, v, args_));
-  return {in, post_norm_ ? post_norm_(out) : out};
+  return {
+      .residual = in,
+      .q = rotated(normed(qkv[0], q_norm_)),
+      .k = rotated(normed(qkv[1], k_norm_)),
+      .v = heads(qkv[2])};
+}
+
+at::Tensor LlamaAttentionImpl::output(const at::Tensor& attended) {
+  const at::Tensor out = o_proj_(attended);
+  return post_norm_ ? post_norm_(out) : out;
+}
+
+std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::attend(
+    const at::Tensor& x,
+    nn::RmsNormImpl* norm,
+    const nn::Documents& documents) {
+  const auto [in, q, k, v] = project(x, norm, x.size(1), documents.positions);
+  return {
+      in,
+      output(
+          documents.defined()
+              ? nn::document_attention(q, k, v, documents, args_)
+              : nn::causal_attention(q, k, v, args_))};
+}
+
+std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::extend(
+    const at::Tensor& x,
+    nn::RmsNormImpl* norm,
+    KvCache& cache,
+    const CacheStep& step) {
+  const auto [in, q, k, v] = project(x, norm, step.length, step.positions);
+  return {in, output(cache.attend(q, k, v, args_, step))};
 }
 
 LlamaMlpImpl::LlamaMlpImpl(const ModelConfig& config)
@@ -294,6 +318,16 @@ at::Tensor LlamaBlockImpl::forward(
       },
       inputs,
       options)[0];
+}
+
+at::Tensor LlamaBlockImpl::extend(
+    const at::Tensor& x,
+    KvCache& cache,
+    const CacheStep& step) {
+  const auto [in, attention] =
+      self_attn_->extend(x, or_null(input_layernorm_), cache, step);
+  RoutingRecord record;
+  return feed_forward(in, attention, &record);
 }
 
 // No region: how many rows an expert has is no shape.

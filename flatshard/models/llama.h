@@ -2,6 +2,7 @@
 
 #include "flatshard/models/activation_checkpoint.h"
 #include "flatshard/models/config.h"
+#include "flatshard/models/kv_cache.h"
 #include "flatshard/models/moe.h"
 #include "flatshard/moe/block_nodes.h"
 #include "flatshard/nn/attention.h"
@@ -49,10 +50,31 @@ class LlamaAttentionImpl : public nn::Module {
       const at::Tensor& x,
       nn::RmsNormImpl* norm,
       const nn::Documents& documents);
+  /// Runs tokens that are added to a cache. No backward follows.
+  /// @return   as forward
+  std::tuple<at::Tensor, at::Tensor> extend(
+      const at::Tensor& x,
+      nn::RmsNormImpl* norm,
+      KvCache& cache,
+      const CacheStep& step);
   /// What the forward of x reads that is no parameter: the rotary table.
   nn::TensorList constants(const at::Tensor& x);
 
  private:
+  /// q and k rotated; [batch, seq, heads, head_dim] each.
+  struct Heads {
+    at::Tensor residual;  ///< x to go on with
+    at::Tensor q, k, v;
+  };
+  /// @param seq        of the rotary table
+  /// @param positions  see nn::rope
+  Heads project(
+      const at::Tensor& x,
+      nn::RmsNormImpl* norm,
+      std::int64_t seq,
+      const at::Tensor& positions);
+  /// @param attended  [batch, seq, heads * head_dim]
+  at::Tensor output(const at::Tensor& attended);
   std::tuple<at::Tensor, at::Tensor> attend(
       const at::Tensor& x,
       nn::RmsNormImpl* norm,
@@ -103,6 +125,9 @@ class LlamaBlockImpl : public nn::Module {
       const nn::LossGradientPtr& loss_gradient);
   /// @param documents  of the rows; undefined: each row is one.
   at::Tensor forward(const at::Tensor& x, const nn::Documents& documents = {});
+  /// Runs tokens that are added to a cache. No hooks run, and no backward
+  /// follows. @param x  [step.num_rows, seq, dim]
+  at::Tensor extend(const at::Tensor& x, KvCache& cache, const CacheStep& step);
   /// Null for a block without experts.
   Moe& moe() { return moe_; }
   /// One call in pieces, with the results of forward.
@@ -206,7 +231,8 @@ class LlamaImpl : public nn::Module {
   /// Of the blocks that have experts, in order.
   std::vector<RouterOf> routers();
 
-  // The forward in pieces, for schedules: embed, each block's nodes(), head.
+  // The forward in pieces, for schedules (embed, each block's nodes(), head)
+  // and for Decoder.
   // Hooks of these modules do not run: a schedule says what begins and ends.
 
   at::Tensor embed(const at::Tensor& tokens);

@@ -275,9 +275,10 @@ TEST(Config, UnknownNamesPointAtTheNearest) {
 
 TEST(Config, WithNothingNearTheMessageSaysWhatThereIs) {
   EXPECT_THAT(
-      refused({"lora.rank=3"}),
+      refused({"quantum.bits=3"}),
       AllOf(
-          HasSubstr("there is no section [lora]; there are [run], [model], "),
+          HasSubstr(
+              "there is no section [quantum]; there are [run], [model], "),
           HasSubstr("[debug]")));
   EXPECT_THAT(
       refused({"training.mask_prompts=true"}),
