@@ -169,7 +169,7 @@ def build(case, library, kind, mesh, args):
         x = x.to(memory_format=torch.channels_last)
     fully_shard = fully_shard_of("flatshard" if graphs else library)
     if overhead and library == "flatshard":
-        flatshard.configure(model, flatshard.ModelOptions(slots_on_demand=False))
+        flatshard.configure(model, flatshard.ModelOptions(buffers_on_demand=False))
     for block in model.blocks:
         if overhead:
             block.compile(mode="reduce-overhead")

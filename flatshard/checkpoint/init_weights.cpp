@@ -221,7 +221,7 @@ UnusedWeights init_weights(
     const std::vector<ParamGroup*>& groups,
     const InitWeightsOptions& options) {
   const at::NoGradGuard no_grad;
-  const HfFolder weights(folder, options.base_prefix);
+  const HfFolder weights(folder, options.base_prefix, options.file_name);
   const bool compares =
       !groups.empty() && groups.front()->model_mesh()->rank() == 0;
   const auto boxes = owned_boxes(groups, nullptr);

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "flatshard/core/stored_entry.h"
+#include "flatshard/format/hf_folder.h"
 #include "flatshard/group/param_group.h"
 
 namespace flatshard {
@@ -17,6 +18,7 @@ struct InitWeightsOptions {
   StoredEntriesOf entries_of;
   /// See HfFolder.
   std::string base_prefix;
+  std::string file_name{kHfSingleName};
   /// Whether a tensor that belongs to no parameter changes nothing: any other
   /// is an error. Empty: none may be there.
   std::function<bool(const std::string& name, std::size_t num_dims)> unneeded;

@@ -202,6 +202,11 @@ void add_export_command(CLI::App& program) {
       options->fp8,
       "Linear layers as F8_E4M3 with weight_scale_inv, 128 x 128 blocks; the "
       "rest as bfloat16");
+  command->add_flag(
+      "--merge",
+      options->merge,
+      "A run with adapters: the base model's weights with the adapters added "
+      "[the adapters alone, as peft loads them]");
   command->footer(
       "Example:\n  flatshard export --run outputs/run --to outputs/hf --dtype "
       "bfloat16");

@@ -107,6 +107,8 @@ class Loader {
       std::span<std::int64_t> targets,
       std::vector<std::int64_t>* lengths = nullptr) const;
 
+  /// Returns the number in the run of the first sample that `read` would give.
+  std::int64_t first_sample(const BatchSlot& slot) const;
   /// The sequence numbers that `read` would use, in its order.
   std::vector<std::int64_t> sequences(const BatchSlot& slot) const;
 
@@ -121,7 +123,6 @@ class Loader {
   void restore(const LoaderState& state);
 
  private:
-  std::int64_t first_sample(const BatchSlot& slot) const;
   /// The source of a sample, and its sequence there.
   Mixture::Turn sequence_of(std::int64_t sample) const;
 

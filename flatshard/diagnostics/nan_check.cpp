@@ -1,5 +1,7 @@
 #include "flatshard/diagnostics/nan_check.h"
 
+#include "flatshard/group/frozen_float8.h"
+
 #include "flatshard/core/error.h"
 
 #include <ATen/ATen.h>
@@ -168,7 +170,10 @@ void NanCheck::check_weights(const Runtime& runtime) {
   check_shards(
       runtime,
       "this rank's shard of the weight",
-      [](const ParamGroup& group) { return group.weights().main().local(); });
+      [](const ParamGroup& group) {
+        return has_main_weights(group) ? group.weights().main().local()
+                                       : at::Tensor();
+      });
 }
 
 }  // namespace flatshard

@@ -1,5 +1,7 @@
 #include "flatshard/diagnostics/norms.h"
 
+#include "flatshard/group/frozen_float8.h"
+
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
@@ -64,6 +66,9 @@ std::vector<ParameterNorm> parameter_norms(const Runtime& runtime) {
   std::vector<bool> has_grad;
   for (const auto& unit : runtime.units()) {
     for (const auto& group : unit->groups()) {
+      if (!has_main_weights(*group)) {
+        continue;  // frozen, and dropped
+      }
       const auto first = static_cast<std::int64_t>(result.size());
       add_shards(*group, group->weights().main().local(), first, parts);
       for (const GroupParameter& p : group->parameters()) {
@@ -84,7 +89,9 @@ std::vector<ParameterNorm> parameter_norms(const Runtime& runtime) {
             num + first,
             parts);
       }
-      first += static_cast<std::int64_t>(group->parameters().size());
+      if (has_main_weights(*group)) {
+        first += static_cast<std::int64_t>(group->parameters().size());
+      }
     }
   }
   const at::Tensor sums = sums_of_squares(parts, 2 * num, mesh.device());

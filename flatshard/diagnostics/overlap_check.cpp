@@ -1,5 +1,7 @@
 #include "flatshard/diagnostics/overlap_check.h"
 
+#include "flatshard/group/frozen_float8.h"
+
 #include "flatshard/core/error.h"
 #include "flatshard/schedule/simulate.h"
 
@@ -62,7 +64,8 @@ void check_buffers(const Runtime& runtime) {
         add_buffer("compute shard" + of, shard, ranges);
       }
       const at::Tensor main = group->weights().main().local();
-      if (main.defined() && !(compute.defined() && main.is_alias_of(compute)) &&
+      if (main.defined() && has_main_weights(*group) &&
+          !(compute.defined() && main.is_alias_of(compute)) &&
           !(shard.defined() && main.is_alias_of(shard))) {
         add_buffer("main weights" + of, main, ranges);
       }

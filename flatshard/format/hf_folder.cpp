@@ -15,8 +15,6 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-constexpr std::string_view kSingleName = "model.safetensors";
-
 std::uint64_t nbytes_of(const SafetensorsSpec& tensor) {
   std::uint64_t nbytes = 0;
   FLATSHARD_CHECK(
@@ -121,7 +119,7 @@ std::string advice(const fs::path& folder) {
             files.begin(),
             files.end(),
             [](const auto& name) { return name.ends_with(".safetensors"); }),
-        kSingleName);
+        kHfSingleName);
   }
   return fmt::format(
       "; {} is no safetensors file: write one with "
@@ -132,15 +130,24 @@ std::string advice(const fs::path& folder) {
 
 }  // namespace
 
-HfFolder::HfFolder(const fs::path& folder, std::string_view base_prefix)
-    : folder_(folder) {
+HfFolder::HfFolder(
+    const fs::path& folder,
+    std::string_view base_prefix,
+    std::string_view single_name)
+    : folder_(folder), single_name_(single_name) {
   std::error_code error;
-  const bool single = fs::is_regular_file(folder / kSingleName, error);
+  const bool single = fs::is_regular_file(folder / single_name_, error);
+  FLATSHARD_CHECK(
+      single || single_name_ == kHfSingleName,
+      io,
+      "expected {} in {}, found none",
+      single_name_,
+      folder.string());
   FLATSHARD_CHECK(
       single || fs::is_regular_file(folder / kHfIndexName, error),
       io,
       "expected {} or {} in {}, found neither{}",
-      kSingleName,
+      kHfSingleName,
       kHfIndexName,
       folder.string(),
       advice(folder));
@@ -166,7 +173,7 @@ HfFolder::HfFolder(const fs::path& folder, std::string_view base_prefix)
 }
 
 void HfFolder::open_single() {
-  files_.push_back(std::make_unique<SafetensorsReader>(folder_ / kSingleName));
+  files_.push_back(std::make_unique<SafetensorsReader>(folder_ / single_name_));
   for (const SafetensorsEntry& entry : files_.front()->entries()) {
     places_[entry.name] = {0, entry.name};
   }
@@ -212,7 +219,7 @@ void HfFolder::find_passed_over() {
   for (const auto& file : files_) {
     files.erase(file->path().filename().string());
   }
-  if (files_.front()->path().filename() != kSingleName) {
+  if (files_.front()->path().filename() != single_name_) {
     files.erase(std::string(kHfIndexName));
   }
   passed_over_.insert(passed_over_.end(), files.begin(), files.end());
@@ -272,7 +279,7 @@ std::vector<HfFile> plan_hf_files(
     nbytes += more;
   }
   for (std::size_t i = 0; i < files.size(); ++i) {
-    files[i].name = files.size() == 1 ? std::string(kSingleName)
+    files[i].name = files.size() == 1 ? std::string(kHfSingleName)
                                       : fmt::format(
                                             "model-{:05}-of-{:05}.safetensors",
                                             i + 1,

@@ -17,6 +17,8 @@ namespace flatshard {
 // model-00001-of-0000N.safetensors with model.safetensors.index.json, which
 // maps each tensor to its file.
 
+inline constexpr std::string_view kHfSingleName = "model.safetensors";
+
 /// Reads such a folder as transformers does: headers at once, tensors when they
 /// are asked for.
 /// - model.safetensors comes before an index.
@@ -39,12 +41,14 @@ class HfFolder {
   /// @param base_prefix  what names begin with, "model."; a folder of the model
   ///   without its head leaves it out of all of them, and is read as if it did
   ///   not. Empty: names are as they are.
+  /// @param single_name  of the one file; another one has no index.
   /// @throws Error{io} or Error{format} naming the file: neither form is
   /// there, the index names a file that is missing or outside of the folder, or
   /// a tensor that none of its files has.
   explicit HfFolder(
       const std::filesystem::path& folder,
-      std::string_view base_prefix = {});
+      std::string_view base_prefix = {},
+      std::string_view single_name = kHfSingleName);
 
   const std::filesystem::path& folder() const { return folder_; }
   bool contains(std::string_view name) const;
@@ -67,6 +71,7 @@ class HfFolder {
   void find_passed_over();
 
   std::filesystem::path folder_;
+  std::string single_name_;
   std::vector<std::unique_ptr<SafetensorsReader>> files_;
   std::map<std::string, Place, std::less<>> places_;
   std::vector<std::string> passed_over_;

@@ -36,6 +36,11 @@ bool any_sharded(
   return false;
 }
 
+// By drop_main_weights, after all of it was encoded.
+bool is_dropped(const FlatBuffer& main) {
+  return main.local().numel() > 0 && main.local().storage().nbytes() == 0;
+}
+
 }  // namespace
 
 WeightPlanes::WeightPlanes(const GroupContext& context)
@@ -195,7 +200,7 @@ WeightPlanes::Gather WeightPlanes::plan_gather(bool copy_engines) {
   plan_ways();
   return {
       .is_first = step.is_first,
-      .refresh = has_refresh_ && step.is_first,
+      .refresh = has_refresh_ && step.is_first && !is_dropped(main_),
       .float8_begun = step.float8_begun,
       .copy_engines = peers != nullptr,
       .fence = step.is_first_copy};
@@ -335,7 +340,7 @@ bool WeightPlanes::adopt_foreign_writes() {
 
 WeightPlanes::Bytes WeightPlanes::nbytes() const {
   Bytes bytes{
-      .main = main_is_compute_ ? 0 : main_.nbytes(),
+      .main = main_is_compute_ || is_dropped(main_) ? 0 : main_.nbytes(),
       .compute = codec_->nbytes()};
   for (const Plane& plane : planes_) {
     if (!plane.resting.defined()) {

@@ -255,7 +255,31 @@ void cross_entropy(
        .ignore_index = args.ignore_index,
        .lse_is_given = args.lse_is_given,
        .write_gradient = args.write_gradient,
+       .is_part = args.is_part,
        .dtype = dtype_of(logits)},
+      stream());
+  check_kernel_launch();
+}
+
+void sample_dropout(
+    const at::Tensor& x,
+    const at::Tensor& samples,
+    at::Tensor& to,
+    const SampleDropoutArgs& args) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  in(samples);
+  kernels::sample_dropout(
+      {.x = in(x),
+       .samples = samples.const_data_ptr<std::int64_t>(),
+       .out = out(to),
+       .rows = x.size(0),
+       .dim = x.size(1),
+       .seq_len = x.size(0) / samples.size(0),
+       .key = args.key,
+       .threshold = args.threshold,
+       .scale = static_cast<float>(args.scale),
+       .adds = args.adds,
+       .dtype = dtype_of(x)},
       stream());
   check_kernel_launch();
 }

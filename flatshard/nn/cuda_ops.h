@@ -90,6 +90,9 @@ struct CrossEntropyArgs {
   std::int64_t ignore_index = -100;
   bool lse_is_given = false;  ///< read `lse` instead of computing it
   bool write_gradient = false;
+  /// The logits are a part of the vocabulary's: a target outside of them
+  /// belongs to another part, and `loss` gets the logit at the target, or 0.
+  bool is_part = false;
 };
 /// Cross-entropy of one chunk of logits.
 ///
@@ -98,7 +101,8 @@ struct CrossEntropyArgs {
 /// @param targets  int64 [rows]
 /// @param scale    float32, one element on the device
 /// @param loss     float32 [rows], written unless lse_is_given; 0 in ignored
-///                 rows; NaN for a target outside the vocabulary.
+///                 rows; NaN for a target outside the vocabulary, unless
+///                 is_part.
 /// @param lse      float32 [rows]
 void cross_entropy(
     at::Tensor& logits,
@@ -107,5 +111,22 @@ void cross_entropy(
     at::Tensor& loss,
     at::Tensor& lse,
     const CrossEntropyArgs& args);
+
+struct SampleDropoutArgs {
+  std::uint64_t key = 0;        ///< of Philox
+  std::uint64_t threshold = 0;  ///< a word below it drops its element
+  double scale = 1.0;           ///< of elements that stay
+  bool adds = false;            ///< to `out`
+};
+/// See SampleDropout.
+///
+/// @param x        [batch * seq, n]
+/// @param samples  int64 [batch]
+/// @param out      like x
+void sample_dropout(
+    const at::Tensor& x,
+    const at::Tensor& samples,
+    at::Tensor& out,
+    const SampleDropoutArgs& args);
 
 }  // namespace flatshard::nn::cuda

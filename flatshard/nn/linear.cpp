@@ -4,6 +4,7 @@
 #include "flatshard/nn/matmul.h"
 
 #include <algorithm>
+#include <memory>
 #include <utility>
 
 namespace flatshard::nn {
@@ -20,7 +21,7 @@ ModuleContextPtr unless_hooked(
 }
 
 struct LinearFunction : torch::autograd::Function<LinearFunction> {
-  enum Input { kX, kWeight, kBias, kResidual };
+  enum Input { kX, kWeight, kBias, kResidual, kFactors };
 
   static at::Tensor forward(
       AutogradContext* ctx,
@@ -28,39 +29,51 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
       const at::Tensor& weight,
       const std::optional<at::Tensor>& maybe_bias,
       const std::optional<at::Tensor>& maybe_residual,
-      const ModuleContextPtr& context) {
+      at::TensorList factors,
+      const ModuleContextPtr& context,
+      const AdapterCallsPtr& calls) {
     const at::Tensor bias = maybe_bias.value_or(at::Tensor());
     const at::Tensor residual = maybe_residual.value_or(at::Tensor());
     save_context(ctx, context);
     ctx->saved_data["residual"] = residual.defined();
     const MatmulRows rows(as_rows(x));
-    const at::Tensor y = matmul_forward(
+    AdapterForward adapters(calls, factors);
+    at::Tensor y = matmul_forward(
         rows,
         weight,
         context,
         bias,
         residual.defined() ? as_rows(residual) : residual);
-    ctx->save_for_backward({x, weight, bias, rows.amax()});
+    adapters.add(0, rows.tensor(), y);
+    variable_list saved{x, weight, bias, rows.amax()};
+    adapters.save(ctx, saved);
+    ctx->save_for_backward(saved);
     return reshape_result(y, with_last(x, weight.size(0)));
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    const variable_list saved = ctx->get_saved_variables();
+    variable_list saved = ctx->get_saved_variables();
+    AdapterBackward adapters(ctx, saved);
     const at::Tensor &x = saved[0], &weight = saved[1], &bias = saved[2];
     const ModuleContextPtr context = saved_context(ctx);
     const at::Tensor dy = as_rows(grads[0]);
     const MatmulRows g = gradient_rows(
         dy,
         ctx->needs_input_grad(kX) && ctx->needs_input_grad(kWeight));
-    variable_list out(5);
+    variable_list out(kFactors + adapters.num_factors() + 2);
     // Edges count defined tensors only.
     const std::size_t residual_edge = kBias + (bias.defined() ? 1 : 0);
     const bool has_residual = ctx->saved_data["residual"].toBool();
+    adapters.set_places(
+        {.edge = residual_edge + (has_residual ? 1 : 0), .out = kFactors});
+    adapters.begin(0, dy, out);
     if (ctx->needs_input_grad(kX)) {
       at::Tensor dx;
       add_input_gradient(dx, g, weight, context);
+      adapters.add_input_gradient(0, dx);
       out[kX] = dx.view(x.sizes());
     }
+    adapters.end(0, x, out);
     if (ctx->needs_input_grad(kWeight)) {
       out[kWeight] = deliver_matmul_wgrad(
           unless_hooked(context, weight),
@@ -78,45 +91,79 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
   }
 };
 
+// Whose tokens the layers of a node gather.
+struct GatheringRanks : torch::CustomClassHolder {
+  explicit GatheringRanks(TensorParallelPtr kept) : ranks(std::move(kept)) {}
+  TensorParallelPtr ranks;
+};
+
 // Weights that read one input; x is input 0, then the weights, then no biases
-// or one for each weight.
+// or one for each weight, then the factors of adapters. With `gathering` x has
+// this rank's tokens, and that is what is kept: the backward gathers them once
+// more while it computes the gradient of x, and reduce-scatters that while it
+// computes the weights'.
 struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
   static variable_list forward(
       AutogradContext* ctx,
       const at::Tensor& x,
       at::TensorList weights,
       at::TensorList biases,
-      const std::vector<ModuleContextPtr>& contexts) {
+      at::TensorList factors,
+      const std::vector<ModuleContextPtr>& contexts,
+      const AdapterCallsPtr& calls,
+      const c10::intrusive_ptr<GatheringRanks>& gathering) {
     ctx->set_materialize_grads(false);
-    const MatmulRows rows(as_rows(x));
+    std::vector<std::int64_t> sizes = x.sizes().vec();
+    at::Tensor read = as_rows(x);
+    if (gathering) {
+      ctx->saved_data["gathering"] = c10::IValue::make_capsule(gathering);
+      read = gathering->ranks->all_gather(read.contiguous());
+      sizes[sizes.size() - 2] *= gathering->ranks->size();
+    }
+    const MatmulRows rows(read);
+    AdapterForward adapters(calls, factors);
     variable_list out;
     for (std::size_t i = 0; i < weights.size(); ++i) {
       save_context(ctx, contexts[i], i);
-      out.push_back(reshape_result(
-          matmul_forward(
-              rows,
-              weights[i],
-              contexts[i],
-              biases.empty() ? at::Tensor() : biases[i]),
-          with_last(x, weights[i].size(0))));
+      sizes.back() = weights[i].size(0);
+      at::Tensor y = matmul_forward(
+          rows,
+          weights[i],
+          contexts[i],
+          biases.empty() ? at::Tensor() : biases[i]);
+      adapters.add(i, rows.tensor(), y);
+      out.push_back(reshape_result(y, sizes));
     }
     variable_list saved{x};
     saved.insert(saved.end(), weights.begin(), weights.end());
     saved.insert(saved.end(), biases.begin(), biases.end());
     saved.push_back(rows.amax());
+    adapters.save(ctx, saved);
     ctx->save_for_backward(saved);
     return out;
   }
 
   // By reference: a gradient is given up once it is quantized.
   static variable_list backward(AutogradContext* ctx, variable_list& grads) {
-    const variable_list saved = ctx->get_saved_variables();
+    variable_list saved = ctx->get_saved_variables();
+    AdapterBackward adapters(ctx, saved);
     const at::Tensor& x = saved[0];
-    const MatmulRows rows = activation_rows(as_rows(x), saved.back());
     const std::size_t first_bias = 1 + grads.size();
     const bool has_biases = saved.size() > first_bias + 1;
-    // And the contexts.
-    variable_list out(first_bias + (has_biases ? grads.size() : 0) + 1);
+    const std::size_t first_factor =
+        first_bias + (has_biases ? grads.size() : 0);
+    adapters.set_places({.edge = first_factor, .out = first_factor});
+    // And the contexts, the adapters' calls, and whose tokens are gathered.
+    variable_list out(first_factor + adapters.num_factors() + 3);
+    const TensorParallelPtr ranks = gathering_ranks(ctx);
+    std::unique_ptr<PendingTensor> pending_rows, pending_dx;
+    bool wants_weights = false;
+    for (std::size_t i = 0; i < grads.size(); ++i) {
+      wants_weights |= grads[i].defined() && ctx->needs_input_grad(1 + i);
+    }
+    if (ranks && wants_weights) {
+      pending_rows = ranks->start_all_gather(as_rows(x).contiguous());
+    }
     at::Tensor dx;
     std::vector<std::optional<MatmulRows>> g(grads.size());
     for (std::size_t i = 0; i < grads.size(); ++i) {
@@ -128,29 +175,73 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
               saved[first_bias + i],
               as_rows(grads[i]));
         }
+        adapters.begin(i, grads[i], out);
         g[i].emplace(gradient_rows(
             as_rows(std::exchange(grads[i], {})),
             ctx->needs_input_grad(0) && ctx->needs_input_grad(1 + i)));
         if (ctx->needs_input_grad(0)) {
           add_input_gradient(dx, *g[i], saved[1 + i], saved_context(ctx, i));
+          adapters.add_input_gradient(i, dx);
         }
       }
     }
-    if (dx.defined()) {
+    if (dx.defined() && ranks) {
+      pending_dx = ranks->start_reduce_scatter(dx);
+    } else if (dx.defined()) {
       out[0] = dx.view(x.sizes());
     }
+    std::optional<MatmulRows> rows;
+    if (wants_weights) {
+      rows.emplace(activation_rows(
+          pending_rows ? pending_rows->finish() : as_rows(x),
+          saved.back()));
+    }
     for (std::size_t i = 0; i < grads.size(); ++i) {
+      adapters.end(i, x, out);
       if (g[i] && ctx->needs_input_grad(1 + i)) {
         out[1 + i] = deliver_matmul_wgrad(
             saved_context(ctx, i),
             saved[1 + i],
             *g[i],
-            rows);
+            *rows);
       }
+    }
+    if (pending_dx) {
+      out[0] = pending_dx->finish().view(x.sizes());
     }
     return out;
   }
+
+ private:
+  static TensorParallelPtr gathering_ranks(AutogradContext* ctx) {
+    const auto found = ctx->saved_data.find("gathering");
+    if (found == ctx->saved_data.end()) {
+      return nullptr;
+    }
+    refuse_create_graph("a column-parallel layer");
+    const auto capsule = found->second.toCapsule();
+    return static_cast<const GatheringRanks&>(*capsule).ranks;
+  }
 };
+
+at::Tensor run_linear(
+    const at::Tensor& x,
+    const at::Tensor& weight,
+    const at::Tensor& bias,
+    const at::Tensor& residual,
+    const ModuleContextPtr& context,
+    const Adapter* adapter) {
+  check_linear_input(x, weight);
+  // Undefined tensors go as empty optionals: a Function refuses them otherwise.
+  return LinearFunction::apply(
+      x,
+      weight,
+      as_optional(bias),
+      as_optional(residual),
+      at::TensorList(adapter_factors({adapter})),
+      context,
+      AdapterCalls::of({adapter}));
+}
 
 }  // namespace
 
@@ -160,14 +251,7 @@ at::Tensor linear(
     const at::Tensor& bias,
     const at::Tensor& residual,
     const ModuleContextPtr& context) {
-  check_linear_input(x, weight);
-  // Undefined tensors go as empty optionals: a Function refuses them otherwise.
-  return LinearFunction::apply(
-      x,
-      weight,
-      as_optional(bias),
-      as_optional(residual),
-      context);
+  return run_linear(x, weight, bias, residual, context, /*adapter=*/nullptr);
 }
 
 LinearImpl::LinearImpl(
@@ -181,17 +265,88 @@ LinearImpl::LinearImpl(
   if (options.bias) {
     bias_ = declare_parameter("bias", {out_features}, InitSpec::zeros());
   }
+  share(std::move(options.ranks), options.cut);
+}
+
+void LinearImpl::share(TensorParallelPtr ranks, LinearCut cut) {
+  if (!ranks) {
+    return;
+  }
+  FLATSHARD_CHECK(
+      weight_.is_meta() && parts_.empty(),
+      usage,
+      "a linear layer [{}, {}] {}; share layers once, before their parameters "
+      "have memory",
+      weight_.size(0),
+      weight_.size(1),
+      parts_.empty() ? "has memory" : "is shared already");
+  const bool is_row = cut == LinearCut::row;
+  const std::int64_t dim = is_row ? 1 : 0;
+  const std::int64_t whole = weight_.size(dim);
+  const IndexPart part = equal_part_of(
+      ranks,
+      whole,
+      is_row ? "the inputs of a row-parallel layer"
+             : "the outputs of a column-parallel layer");
+  const auto take = [&](const char* name, const at::Tensor& parameter) {
+    parameter.set_data(
+        parameter.detach().narrow(dim, part.begin, part.size()).contiguous());
+    parts_[name] = {.dim = dim, .whole = whole, .part = part};
+  };
+  take("weight", weight_);
+  if (bias_.defined() && !is_row) {
+    take("bias", bias_);
+  }
+  (is_row ? sums_over_ : gathers_from_) = std::move(ranks);
 }
 
 at::Tensor LinearImpl::forward(
     const at::Tensor& x,
     const at::Tensor& residual) {
-  return linear(x, weight_, bias_, residual, context());
+  if (!sums_over_) {
+    return run_linear(
+        gather_sequence(gathers_from_, x),
+        weight_,
+        bias_,
+        residual,
+        context(),
+        adapter());
+  }
+  at::Tensor y = scatter_sum(sums_over_, linear(x, weight_, {}, {}, context()));
+  if (bias_.defined()) {
+    y = y + bias_;
+  }
+  return residual.defined() ? y + residual : y;
+}
+
+void LinearImpl::add_adapter(
+    const AdapterOptions& options,
+    const LinearImpl* shared) {
+  FLATSHARD_CHECK(
+      !adapter_ && (shared == nullptr || shared->adapter_),
+      usage,
+      "expected a layer without an adapter, and one with it to share A of");
+  FLATSHARD_CHECK(
+      parts_.empty(),
+      usage,
+      "adapters of layers that ranks share are not supported");
+  Adapter adapter{
+      .a = shared == nullptr
+               ? LoraFactor(options.rank, weight_.size(1), options.a_init)
+               : LoraFactor(*shared->adapter_->a),
+      .b = LoraFactor(weight_.size(0), options.rank, InitSpec::zeros()),
+      .scale = options.scale,
+      .dropout = options.dropout,
+      .dropout_key = options.dropout_key};
+  register_module("lora_A", adapter.a);
+  register_module("lora_B", adapter.b);
+  adapter_ = std::move(adapter);
 }
 
 bool can_run_together(const std::vector<LinearImpl*>& layers) {
   return std::all_of(layers.begin(), layers.end(), [&](const LinearImpl* l) {
-    return l->has_only_pre_hooks() &&
+    return l->has_only_pre_hooks() && !l->sums_over() &&
+           l->gathers_from() == layers.front()->gathers_from() &&
            l->bias().defined() == layers.front()->bias().defined();
   });
 }
@@ -207,6 +362,7 @@ JointLinears begin_together(
     const at::Tensor& x,
     const std::vector<LinearImpl*>& layers) {
   JointLinears joint;
+  std::vector<const Adapter*> adapters;
   for (LinearImpl* layer : layers) {
     check_linear_input(x, layer->weight());
     layer->run_forward_pre_hooks({x});
@@ -215,7 +371,10 @@ JointLinears begin_together(
       joint.biases.push_back(layer->bias());
     }
     joint.contexts.push_back(layer->context());
+    adapters.push_back(layer->adapter());
   }
+  joint.factors = adapter_factors(adapters);
+  joint.adapters = AdapterCalls::of(adapters);
   return joint;
 }
 
@@ -229,12 +388,16 @@ std::vector<at::Tensor> linears(
     }
     return out;
   }
+  const TensorParallelPtr& ranks = layers.front()->gathers_from();
   const JointLinears joint = begin_together(x, layers);
   return LinearsFunction::apply(
       x,
       at::TensorList(joint.weights),
       at::TensorList(joint.biases),
-      joint.contexts);
+      at::TensorList(joint.factors),
+      joint.contexts,
+      joint.adapters,
+      ranks ? c10::make_intrusive<GatheringRanks>(ranks) : nullptr);
 }
 
 }  // namespace flatshard::nn

@@ -72,5 +72,12 @@ void cross_entropy(
     const CrossEntropyArgs&) {
   refuse();
 }
+void sample_dropout(
+    const at::Tensor&,
+    const at::Tensor&,
+    at::Tensor&,
+    const SampleDropoutArgs&) {
+  refuse();
+}
 
 }  // namespace flatshard::nn::cuda

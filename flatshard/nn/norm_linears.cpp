@@ -63,31 +63,36 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
       const at::Tensor& norm_weight,
       at::TensorList weights,
       at::TensorList biases,
+      at::TensorList factors,
       double eps,
-      const std::vector<ModuleContextPtr>& contexts) {
+      const std::vector<ModuleContextPtr>& contexts,
+      const AdapterCallsPtr& calls) {
     const at::Tensor delta = maybe_delta.value_or(at::Tensor());
     ctx->saved_data["delta"] = delta.defined();
     ctx->saved_data["eps"] = eps;
     ctx->set_materialize_grads(false);
-    auto [normed, sum, rstd] =
-        norm_rows(x, delta, norm_weight, eps, recipe_of(weights, contexts));
+    // Adapters read it in its own dtype.
+    const auto recipe = calls ? std::nullopt : recipe_of(weights, contexts);
+    auto [normed, sum, rstd] = norm_rows(x, delta, norm_weight, eps, recipe);
+    AdapterForward adapters(calls, factors);
     // Without delta another tensor over x's memory: autograd would take x
     // itself for an identity.
     sum = reshape_result(sum.defined() ? sum : x, x.sizes());
     variable_list results{sum};
     for (std::size_t i = 0; i < weights.size(); ++i) {
       // The norm's context is the first.
-      results.push_back(reshape_result(
-          matmul_forward(
-              normed,
-              weights[i],
-              contexts[1 + i],
-              biases.empty() ? at::Tensor() : biases[i]),
-          with_last(x, weights[i].size(0))));
+      at::Tensor y = matmul_forward(
+          normed,
+          weights[i],
+          contexts[1 + i],
+          biases.empty() ? at::Tensor() : biases[i]);
+      adapters.add(i, normed.tensor(), y);
+      results.push_back(reshape_result(y, with_last(x, weights[i].size(0))));
     }
     variable_list saved{sum, rstd, norm_weight, normed.amax()};
     saved.insert(saved.end(), weights.begin(), weights.end());
     saved.insert(saved.end(), biases.begin(), biases.end());
+    adapters.save(ctx, saved);
     ctx->save_for_backward(saved);
     for (std::size_t i = 0; i < contexts.size(); ++i) {
       save_context(ctx, contexts[i], i);
@@ -98,7 +103,8 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
   // By reference: a gradient is given up once it is quantized.
   static variable_list backward(AutogradContext* ctx, variable_list& grads) {
     refuse_create_graph("RMSNorm");
-    const variable_list saved = ctx->get_saved_variables();
+    variable_list saved = ctx->get_saved_variables();
+    AdapterBackward adapters(ctx, saved);
     const at::Tensor &sum = saved[0], &rstd = saved[1], &norm_weight = saved[2];
     const at::Tensor& amax = saved[3];
     const auto weight = [&](std::size_t i) { return saved[3 + i]; };
@@ -110,7 +116,11 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
     const std::size_t num_weights = grads.size() - 1;
     const bool has_biases = saved.size() > 4 + num_weights;
     const std::size_t num_biases = has_biases ? num_weights : 0;
-    variable_list out(3 + num_weights + num_biases + 2);
+    const std::size_t first_factor = 3 + num_weights + num_biases;
+    adapters.set_places(
+        {.edge = norm_edge + num_weights + num_biases + 1,
+         .out = first_factor});
+    variable_list out(first_factor + adapters.num_factors() + 3);
     std::vector<ModuleContextPtr> contexts;
     for (std::size_t i = 0; i <= num_weights; ++i) {
       contexts.push_back(saved_context(ctx, i));
@@ -126,7 +136,7 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
     for (std::size_t i = 1; i <= num_weights; ++i) {
       if (grads[i].defined()) {
         const bool wants = ctx->needs_input_grad(norm_edge + i);
-        wants_weights |= wants;
+        wants_weights |= wants || adapters.wants_input(i - 1);
         // Before the gradient is given up.
         if (has_biases && ctx->needs_input_grad(norm_edge + num_weights + i)) {
           out[2 + num_weights + i] = deliver_bias_grad(
@@ -134,16 +144,20 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
               saved[3 + num_weights + i],
               as_rows(grads[i]));
         }
+        adapters.begin(i - 1, grads[i], out);
         g[i].emplace(gradient_rows(
             as_rows(std::exchange(grads[i], {})),
             (wants_dx || wants_norm) && wants));
         if (wants_dx || wants_norm) {
           add_input_gradient(dy, *g[i], weight(i), contexts[i]);
+          adapters.add_input_gradient(i - 1, dy);
         }
       }
     }
     const auto recipe =
-        recipe_of(at::TensorList(saved).slice(4, num_weights), contexts);
+        adapters
+            ? std::nullopt
+            : recipe_of(at::TensorList(saved).slice(4, num_weights), contexts);
     at::Tensor dx = grads[0];
     at::Tensor dw;
     at::Tensor normed;
@@ -200,6 +214,7 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
       if (wants_weight(i)) {
         out[2 + i] = deliver_matmul_wgrad(contexts[i], weight(i), *g[i], rows);
       }
+      adapters.end(i - 1, normed, out);
     }
     return out;
   }
@@ -212,7 +227,9 @@ NormLinears norm_linears(
     const at::Tensor& delta,
     RmsNormImpl& norm,
     const std::vector<LinearImpl*>& layers) {
-  if (!norm.has_only_pre_hooks() || !can_run_together(layers)) {
+  // What a rank normalizes and what its layers read are different tokens.
+  const bool gathers = layers.front()->gathers_from() != nullptr;
+  if (!norm.has_only_pre_hooks() || gathers || !can_run_together(layers)) {
     const auto [sum, normed] = call_with_hooks(norm, x, delta);
     return {sum, linears(normed, layers)};
   }
@@ -227,8 +244,10 @@ NormLinears norm_linears(
       scale,
       at::TensorList(joint.weights),
       at::TensorList(joint.biases),
+      at::TensorList(joint.factors),
       norm.eps(),
-      joint.contexts);
+      joint.contexts,
+      joint.adapters);
   NormLinears done{results.front(), {}};
   done.outs.assign(results.begin() + 1, results.end());
   return done;

@@ -103,7 +103,7 @@ std::optional<float8::Recipe> product_recipe(
 }
 
 struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
-  enum Input { kGate, kUp, kWeight, kResidual };
+  enum Input { kGate, kUp, kWeight, kResidual, kFactors };
 
   static at::Tensor forward(
       AutogradContext* ctx,
@@ -111,41 +111,57 @@ struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
       const at::Tensor& up,
       const at::Tensor& weight,
       const std::optional<at::Tensor>& maybe_residual,
+      at::TensorList factors,
       GateActivation activation,
-      const ModuleContextPtr& context) {
+      const ModuleContextPtr& context,
+      const AdapterCallsPtr& calls) {
     save_context(ctx, context);
     save_activation(ctx, activation);
-    const auto recipe = product_recipe(activation, weight, context);
+    // An adapter reads the product in its own dtype.
+    const auto recipe =
+        calls ? std::nullopt : product_recipe(activation, weight, context);
+    AdapterForward adapters(calls, factors);
     const MatmulRows product =
         recipe ? float8_product(gate, up, *recipe, {.columns = false})
                : MatmulRows(as_rows(product_of(activation, gate, up)));
     const at::Tensor residual = maybe_residual.value_or(at::Tensor());
-    const at::Tensor y = matmul_forward(
+    at::Tensor y = matmul_forward(
         product,
         weight,
         context,
         {},
         residual.defined() ? as_rows(residual) : residual);
-    ctx->save_for_backward({gate, up, weight, product.amax()});
+    adapters.add(0, product.tensor(), y);
+    variable_list saved{gate, up, weight, product.amax()};
+    adapters.save(ctx, saved);
+    ctx->save_for_backward(saved);
     ctx->saved_data["residual"] = residual.defined();
     return reshape_result(y, with_last(gate, weight.size(0)));
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    const variable_list saved = ctx->get_saved_variables();
+    variable_list saved = ctx->get_saved_variables();
+    AdapterBackward adapters(ctx, saved);
     const at::Tensor &gate = saved[0], &up = saved[1], &weight = saved[2];
     const ModuleContextPtr context = saved_context(ctx);
+    const bool has_residual = ctx->saved_data["residual"].toBool();
+    variable_list out(kFactors + adapters.num_factors() + 3);
+    // Edges count defined tensors only.
+    adapters.set_places(
+        {.edge = kResidual + (has_residual ? 1U : 0U), .out = kFactors});
+    adapters.begin(0, grads[0], out);
     const MatmulRows g = gradient_rows(
         as_rows(grads[0]),
         (ctx->needs_input_grad(kGate) || ctx->needs_input_grad(kUp)) &&
             ctx->needs_input_grad(kWeight));
     const GateActivation activation = saved_activation(ctx);
-    const auto recipe = product_recipe(activation, weight, context);
-    variable_list out(6);
+    const auto recipe =
+        adapters ? std::nullopt : product_recipe(activation, weight, context);
     at::Tensor product;
     if (ctx->needs_input_grad(kGate) || ctx->needs_input_grad(kUp)) {
       at::Tensor d;
       add_input_gradient(d, g, weight, context);
+      adapters.add_input_gradient(0, d);
       d = d.view(gate.sizes());
       if (recipe && float8::traits_of(*recipe).has_one_scale()) {
         at::Tensor amax;
@@ -158,10 +174,13 @@ struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
             backward_of(activation, d, gate, up, recipe ? nullptr : &product);
       }
     }
-    if (ctx->needs_input_grad(kWeight)) {
-      if (!recipe && !product.defined()) {
-        product = product_of(activation, gate, up);
-      }
+    const bool wants_weight = ctx->needs_input_grad(kWeight);
+    if (!recipe && !product.defined() &&
+        (wants_weight || adapters.wants_input(0))) {
+      product = product_of(activation, gate, up);
+    }
+    adapters.end(0, product, out);
+    if (wants_weight) {
       out[kWeight] = deliver_matmul_wgrad(
           context,
           weight,
@@ -175,8 +194,7 @@ struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
                         .amax = saved[3]})
                  : activation_rows(as_rows(product), saved[3]));
     }
-    if (ctx->saved_data["residual"].toBool() &&
-        ctx->needs_input_grad(kResidual)) {
+    if (has_residual && ctx->needs_input_grad(kResidual)) {
       out[kResidual] = grads[0];
     }
     return out;
@@ -224,13 +242,19 @@ at::Tensor gated_linear(
     return call_with_hooks(layer, gated(activation, gate, up), residual);
   }
   layer.run_forward_pre_hooks(collect_tensors(gate, up, residual));
-  return GatedLinearFunction::apply(
-      gate,
-      up,
-      layer.weight(),
-      as_optional(residual),
-      activation,
-      layer.context());
+  const TensorParallelPtr& ranks = layer.sums_over();
+  const at::Tensor y = scatter_sum(
+      ranks,
+      GatedLinearFunction::apply(
+          gate,
+          up,
+          layer.weight(),
+          ranks ? std::nullopt : as_optional(residual),
+          at::TensorList(adapter_factors({layer.adapter()})),
+          activation,
+          layer.context(),
+          AdapterCalls::of({layer.adapter()})));
+  return ranks && residual.defined() ? y + residual : y;
 }
 
 }  // namespace flatshard::nn

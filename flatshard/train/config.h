@@ -11,6 +11,7 @@
 #include "flatshard/train/config/diagnostics.h"
 #include "flatshard/train/config/execution.h"
 #include "flatshard/train/config/key.h"
+#include "flatshard/train/config/lora.h"
 #include "flatshard/train/config/model.h"
 #include "flatshard/train/config/optimizer.h"
 #include "flatshard/train/config/parallelism.h"
@@ -26,6 +27,7 @@ struct Config {
   config::Run run;
   config::Model model;
   config::Moe moe;
+  config::Lora lora;
   config::Data data;
   config::Training training;
   config::Optimizer optimizer;

@@ -6,6 +6,7 @@
 #include "flatshard/device/memory.h"
 #include "flatshard/layout/strategy.h"
 #include "flatshard/models/flops.h"
+#include "flatshard/train/lora/lora.h"
 #include "flatshard/train/metrics/number_text.h"
 #include "flatshard/train/parallelism.h"
 
@@ -24,13 +25,21 @@ std::int64_t least_memory(
                             config.optimizer.num_states() * size(at::kFloat);
   const std::int64_t replicas =
       config.parallelism.data_parallel_replicate_degree;
+  const std::int64_t data_ranks = config.parallelism.num_data_ranks(world);
   const std::vector<std::int64_t> sizes =
-      replicas > 1 ? std::vector{replicas, world / replicas}
-                   : std::vector{world};
+      replicas > 1 ? std::vector{replicas, data_ranks / replicas}
+                   : std::vector{data_ranks};
   const std::int64_t shards =
       Strategy::named(strategy_name(config), static_cast<int>(sizes.size()))
-          .num_shards(sizes);
+          .num_shards(sizes) *
+      config.parallelism.tensor_parallel_degree;  // but for norms
   const std::int64_t all = models::num_parameters(model);
+  if (config.lora.enabled()) {
+    // What is frozen rests in the dtype that it computes in.
+    const std::int64_t frozen = config.float8.recipe ? 1 : size(p.compute);
+    return (all * frozen + num_trainable_parameters(config, model) * each) /
+           shards;
+  }
   const std::int64_t experts = models::num_expert_parameters(model);
   // Also where nothing else is sharded each rank has only its experts.
   const std::int64_t expert_shards =

@@ -12,6 +12,7 @@ Microbatches::Microbatches(
     const Batches& batches,
     const MicrobatchOptions& options)
     : model_(std::move(model)),
+      samples_(options.samples),
       runtime_(std::move(runtime)),
       mesh_(std::move(mesh)),
       batches_(batches) {
@@ -92,6 +93,9 @@ at::Tensor Microbatches::run() {
   for (std::int64_t m = 0; m < count; ++m) {
     mesh_->check();
     runtime_->set_is_last_microbatch(m == count - 1);
+    if (samples_.defined()) {
+      samples_.copy_(batches_.samples(m));
+    }
     const at::Tensor loss = weighted(
         model_(batches_.tokens(m), batches_.targets(m), batches_.documents(m)),
         m);

@@ -24,6 +24,9 @@ struct MicrobatchOptions {
   /// That of the model's blocks, which an overlap needs; null: experts are
   /// here.
   std::shared_ptr<nn::TokenExchange> exchange;
+  /// Gets the numbers of each microbatch's samples before its forward, int64
+  /// [local_batch_size] on the device; undefined: nothing reads them.
+  at::Tensor samples;
   /// Of an exchange's stream that has none of its own.
   StreamOptions streams;
 };
@@ -61,6 +64,7 @@ class Microbatches {
   OverlapModel pieces(const std::shared_ptr<nn::TokenExchange>& exchange);
 
   models::Llama model_;
+  at::Tensor samples_;
   std::shared_ptr<Runtime> runtime_;
   std::shared_ptr<Mesh> mesh_;
   const Batches& batches_;

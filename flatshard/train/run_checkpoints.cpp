@@ -8,6 +8,7 @@
 #include "flatshard/format/checkpoint_folder.h"
 #include "flatshard/format/manifest.h"
 #include "flatshard/train/export/stored_model.h"
+#include "flatshard/train/lora/base_digest.h"
 #include "flatshard/train/model_config.h"
 #include "flatshard/train/option_errors.h"
 
@@ -104,6 +105,23 @@ std::optional<std::string> other_experts(
   }
 }
 
+/// The adapters of a checkpoint fit no other base model.
+void check_base(
+    const WeightDigests& saved,
+    const WeightDigests& now,
+    const std::string& origin) {
+  for (const auto& [name, digest] : now) {
+    const auto found = saved.find(name);
+    FLATSHARD_CHECK(
+        found != saved.end() && found->second == digest,
+        config,
+        "model.init_from: expected the base model that {} was trained on, got "
+        "one with another {}; name the folder that it began with",
+        origin,
+        name);
+  }
+}
+
 std::string schedule_state(const Config& config) {
   return nlohmann::json{
       // The last step has the lowest rate; it was one after the last before.
@@ -171,6 +189,9 @@ std::map<std::string, std::string> RunCheckpoints::state() const {
   if (parts_.data != nullptr) {
     state[std::string(kDataState)] = parts_.data->to_json();
   }
+  if (!base_.empty()) {
+    state[std::string(kBaseState)] = base_;
+  }
   return state;
 }
 
@@ -209,6 +230,12 @@ void RunCheckpoints::load(std::int64_t step) {
   const auto saved_data = loaded.state.find(std::string(kDataState));
   if (parts_.data != nullptr && saved_data != loaded.state.end()) {
     parts_.data->check(saved_data->second, !without_loader, path.string());
+  }
+  if (!base_.empty()) {
+    check_base(
+        parse_digests(text(kBaseState), path.string()),
+        parse_digests(base_, "the run"),
+        path.string());
   }
   if (!without_loader) {
     parts_.loader->restore(loader_state(text(kLoaderState)));

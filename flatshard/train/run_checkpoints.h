@@ -26,6 +26,8 @@ std::vector<std::string> split_list(const std::string& text);
 
 /// The config among the texts of a run's checkpoint (Manifest::state).
 inline constexpr std::string_view kConfigState = "config";
+/// The digests of the frozen weights that a checkpoint's adapters belong to.
+inline constexpr std::string_view kBaseState = "base";
 
 /// The checkpoints of a training run: when one is due, what belongs to it
 /// beside the tensors, and what a user is told of it.
@@ -44,6 +46,10 @@ class RunCheckpoints {
 
   /// Collective when checkpoints are to be written.
   RunCheckpoints(const Config& config, Parts parts);
+
+  /// Says which frozen weights the run's adapters belong to: a text of digests
+  /// (train/lora/base_digest.h) that checkpoints keep and `load` compares.
+  void set_base(std::string digests) { base_ = std::move(digests); }
 
   /// Loads the checkpoint of `step`: weights, optimizer, the loader's place.
   /// Collective. @throws like load_checkpoint; Error{config} when the run has
@@ -78,6 +84,7 @@ class RunCheckpoints {
   std::optional<std::int64_t> last_begun_;
   std::optional<std::int64_t> last_saved_;
   std::optional<Error> last_error_;
+  std::string base_;  ///< empty: checkpoints hold all weights
 };
 
 }  // namespace flatshard

@@ -13,6 +13,7 @@
 #include "flatshard/optim/optimizer.h"
 #include "flatshard/runtime/runtime.h"
 #include "flatshard/train/config.h"
+#include "flatshard/train/lora/lora.h"
 
 namespace flatshard {
 
@@ -27,6 +28,12 @@ struct TrainState {
   std::shared_ptr<StreamExchange> exchange;  ///< null: experts are here
   bool overlaps = false;  ///< parallelism.overlap_expert_parallel
   std::string float8;     ///< Float8Choice::describe; empty: no FP8 weights
+  std::optional<RunLora> lora;  ///< absent: all weights train
+
+  /// What checkpoints hold: all groups, or with LoRA the adapters' alone.
+  std::vector<ParamGroup*> saved_groups() const {
+    return lora ? runtime->groups() : runtime->all_groups();
+  }
 };
 
 /// What it holds on this rank's device: the library's table, and what the run

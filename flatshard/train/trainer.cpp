@@ -21,15 +21,16 @@
 namespace flatshard {
 namespace {
 
-/// Of a [] tensor of each rank. Collective; blocks.
-double mean_over_ranks(const at::Tensor& value, Mesh& mesh) {
+/// Of a [] tensor of each rank that reads its own samples. Collective; blocks.
+double mean_over_data_ranks(const at::Tensor& value, const Mesh& ranks) {
+  const std::shared_ptr<Mesh> mesh = ranks.data_mesh();
   const at::Tensor mean = value.to(at::kFloat).reshape({1}).clone();
-  if (mesh.size() > 1) {
+  if (mesh->size() > 1) {
     const CollectiveScope scope("loss");
-    mesh.world(Purpose::reduce).all_reduce(mean, ReduceOp::avg);
+    mesh->world(Purpose::reduce).all_reduce(mean, ReduceOp::avg);
   }
   const double host = mean.item<double>();
-  mesh.check();  // an aborted collective ends without a result
+  mesh->check();  // an aborted collective ends without a result
   return host;
 }
 
@@ -101,6 +102,9 @@ Trainer::End Trainer::train() {
       return End::stopped;
     }
     if (evaluation_ && evaluation_->due(step)) {
+      if (state_.lora) {
+        state_.lora->begin_evaluation();
+      }
       const ValidationMetrics validation = evaluation_->run(step);
       if (output_) {
         output_->validation(validation);
@@ -163,7 +167,7 @@ void Trainer::open_output() {
 
 void Trainer::log_step(std::int64_t step, const TrainedStep& trained) {
   state_.runtime->exposed_waits().measure(false);
-  const double loss = mean_over_ranks(trained.loss, *mesh_);
+  const double loss = mean_over_data_ranks(trained.loss, *mesh_);
   StepMetrics metrics{
       .step = step,
       .steps = config_.training.steps,
@@ -257,6 +261,20 @@ void Trainer::finish(End end) {
 void Trainer::save_model() {
   state_.runtime->synchronize();
   state_.optimizer->wait();
+  if (state_.lora) {
+    for_option(kOutputDir, [&] {
+      save_adapter(
+          config_,
+          model_config_,
+          state_.runtime->groups(),
+          config_.run.output_dir);
+    });
+    if (output_) {
+      output_->print(
+          fmt::format("saved the adapter in {}", config_.run.output_dir));
+    }
+    return;
+  }
   const auto groups = state_.runtime->all_groups();
   const auto path =
       std::filesystem::path(config_.run.output_dir) / "model.safetensors";

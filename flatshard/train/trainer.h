@@ -85,6 +85,8 @@ class Trainer {
   StartMetrics start_metrics() const;
   /// Loads the checkpoint to go on from, or the weights of model.init_from.
   void load_weights(bool resume);
+  /// Those of model.init_from, for what does not come from a checkpoint.
+  void take_weights();
 
   // -- trainer.cpp: the run
 

@@ -8,6 +8,7 @@
 #include "flatshard/models/flops.h"
 #include "flatshard/models/hf_names.h"
 #include "flatshard/train/device.h"
+#include "flatshard/train/lora/base_digest.h"
 #include "flatshard/train/memory_check.h"
 #include "flatshard/train/metrics/run_summary.h"
 #include "flatshard/train/model_config.h"
@@ -160,8 +161,9 @@ void Trainer::lock_folder(int restart_count) {
 void Trainer::build(std::vector<ValidationSet> validation_sets) {
   const config::Training& t = config_.training;
   RunOutput* output = output_ ? &*output_ : nullptr;
+  const std::shared_ptr<Mesh> data_mesh = mesh_->data_mesh();
   const std::int64_t num_microbatches =
-      loader_.num_microbatches(mesh_->size(), t.local_batch_size);
+      loader_.num_microbatches(data_mesh->size(), t.local_batch_size);
   state_ = make_train_state(config_, model_config_, mesh_, num_microbatches);
   diagnostics_.emplace(config_, state_.runtime, mesh_->rank(), output);
   experts_.emplace(config_, state_.model, state_.exchange, mesh_);
@@ -172,13 +174,13 @@ void Trainer::build(std::vector<ValidationSet> validation_sets) {
       config_,
       RunCheckpoints::Parts{
           .mesh = mesh_,
-          .groups = state_.runtime->all_groups(),
+          .groups = state_.saved_groups(),
           .optimizer = state_.optimizer.get(),
           .loader = &loader_,
           .buffers = experts_->buffers(),
           .data = data_ ? &*data_ : nullptr,
           .output = output});
-  batches_.emplace(config_, mesh_, loader_);
+  batches_.emplace(config_, data_mesh, loader_);
   microbatches_.emplace(
       state_.model,
       state_.runtime,
@@ -188,10 +190,11 @@ void Trainer::build(std::vector<ValidationSet> validation_sets) {
           .as_graph = config_.cuda_graph.whole_step(),
           .overlap = overlap_options(config_, model_config_),
           .exchange = state_.exchange,
+          .samples = state_.lora ? state_.lora->samples() : at::Tensor(),
           .streams = comm_streams(config_)});
   if (!validation_sets.empty()) {
     evaluation_
-        .emplace(config_, std::move(validation_sets), mesh_, state_.model);
+        .emplace(config_, std::move(validation_sets), data_mesh, state_.model);
   }
   guard_.emplace(
       config_,
@@ -203,7 +206,7 @@ void Trainer::build(std::vector<ValidationSet> validation_sets) {
           .loader = &loader_,
           .output = output});
   const double flops_per_token =
-      models::flops_per_token(model_config_, t.seq_len);
+      trained_flops_per_token(config_, model_config_);
   meter_.emplace(StepMeter::Work{
       .tokens = t.global_batch_size * t.seq_len,
       .num_ranks = mesh_->size(),
@@ -251,16 +254,34 @@ StartMetrics Trainer::start_metrics() const {
 }
 
 void Trainer::load_weights(bool resume) {
+  // Checkpoints of adapters do not hold the weights that they belong to.
+  if (!start_.checkpoint || state_.lora) {
+    take_weights();
+  }
   if (start_.checkpoint) {
     checkpoints_->load(*start_.checkpoint);
     return;
   }
+  if (!config_.lora.init_from_adapter.empty()) {
+    load_adapter(config_, model_config_, state_.runtime->groups());
+  }
+  if (resume && output_) {
+    log_info(
+        "no checkpoint in {} yet: starting from the first step",
+        checkpoint_folder(config_).string());
+  }
+}
+
+void Trainer::take_weights() {
+  const std::vector<ParamGroup*> groups = state_.lora
+                                              ? frozen_groups(*state_.runtime)
+                                              : state_.runtime->all_groups();
   if (!config_.model.init_from.empty()) {
     const UnusedWeights unused = for_option("model.init_from", [&] {
       check_head(config_, model_config_);
       return init_weights(
           config_.model.init_from,
-          state_.runtime->all_groups(),
+          groups,
           init_options(config_, model_config_));
     });
     if (output_) {
@@ -268,10 +289,9 @@ void Trainer::load_weights(bool resume) {
       report_unused(unused, config_);
     }
   }
-  if (resume && output_) {
-    log_info(
-        "no checkpoint in {} yet: starting from the first step",
-        checkpoint_folder(config_).string());
+  if (state_.lora) {
+    checkpoints_->set_base(to_json(digest_weights(groups)));
+    keep_float8_alone(groups);
   }
 }
 

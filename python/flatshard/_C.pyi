@@ -1,6 +1,7 @@
 """The C++ core as the package sees it. Not a public interface."""
 
 from collections.abc import Callable, Sequence
+from typing import TypedDict
 
 import torch
 
@@ -44,7 +45,7 @@ class Mesh:
     def sub_mesh(self, names: Sequence[str]) -> Mesh: ...
     def is_part_of(self, other: Mesh) -> bool: ...
 
-def strategies() -> list[tuple[object, ...]]: ...
+def strategies() -> list[tuple[str, str, str, str, str, str]]: ...
 
 class Member:
     """One parameter to shard."""
@@ -380,8 +381,14 @@ class Float8Format:
     ) -> None: ...
     def why_not(self, shape: Sequence[int]) -> str: ...
 
+class _Checkpoint(TypedDict):
+    step: int
+    state: dict[str, str]
+    updates: dict[str, int]
+    dtypes: dict[str, dict[str, str]]
+
 def latest_checkpoint(folder: str) -> int | None: ...
-def describe_checkpoint(folder: str) -> dict[str, object]: ...
+def describe_checkpoint(folder: str) -> _Checkpoint: ...
 def load_checkpoint(
     folder: str,
     units: Sequence[Unit],

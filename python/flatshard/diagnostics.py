@@ -1,4 +1,4 @@
-"""What the core can tell of a model's numbers."""
+"""Norms of a model, NaN in its gradients, and traces of its steps."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from flatshard._fsdp.forward import root_of
 
 @dataclass
 class ParameterNorm:
-    """2-norms of one whole parameter, over all of its shards."""
+    """2-norms of one unsharded parameter, over all of its shards."""
 
     name: str
     weight: float

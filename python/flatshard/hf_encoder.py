@@ -14,11 +14,22 @@ BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
 # What transformers' classes take where tokenizer_config.json says nothing. Those with
 # add_bos_token decide what is around a text, whatever tokenizer.json says.
-LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+LLAMA: dict[str, str | bool] = {
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+}
 LLAMA |= {"add_bos_token": True, "add_eos_token": False}
-GEMMA = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
+GEMMA: dict[str, str | bool] = {
+    "bos_token": "<bos>",
+    "eos_token": "<eos>",
+    "unk_token": "<unk>",
+}
 GEMMA |= {"pad_token": "<pad>", "add_bos_token": True, "add_eos_token": False}
-COHERE = {"bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>"}
+COHERE: dict[str, str | bool] = {
+    "bos_token": "<BOS_TOKEN>",
+    "eos_token": "<|END_OF_TURN_TOKEN|>",
+}
 COHERE |= {"unk_token": "<UNK>", "add_bos_token": True, "add_eos_token": False}
 GPT2 = {key: "<|endoftext|>" for key in ("bos_token", "eos_token", "unk_token")}
 CLASSES = {
@@ -49,8 +60,10 @@ CLASS_OF_MODEL = {
     "qwen3": "Qwen2",
     "qwen3_moe": "Qwen2",
 }
-TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
-TOKEN_KEYS += ("cls_token", "mask_token")
+TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token") + (
+    "cls_token",
+    "mask_token",
+)
 
 
 class Failure(Exception):

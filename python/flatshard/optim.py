@@ -2,11 +2,13 @@
 whatever the number of parameters."""
 
 from collections.abc import Callable, Iterable
+from typing import overload
 
 import torch
 
 from flatshard import _C
 from flatshard._fsdp.renewal import follow_changes
+from flatshard._fsdp.unit import UnitState
 from flatshard._tensor.places import unit_of
 from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard.torch_versions import plain_attributes
@@ -15,7 +17,7 @@ from flatshard.torch_versions import plain_attributes
 class AdamW(torch.optim.Optimizer):
     """torch.optim.AdamW for parameters that `fully_shard` sharded.
 
-    It writes the sharded parameters and the ones that are gathered in one pass. The
+    It writes the sharded parameters and what is all-gathered of them in one pass. The
     state (`exp_avg`, `exp_avg_sq`, `step`) is that of torch.optim.AdamW, so state
     dicts of one load into the other.
 
@@ -63,9 +65,12 @@ class AdamW(torch.optim.Optimizer):
             params,
             {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
         )
-        self._places = {}  # parameter -> (unit, index in it)
+        # With the index in the unit.
+        self._places: dict[torch.Tensor, tuple[UnitState, int]] = {}
         undecayed = self._check_groups()
         follow_changes(dict.fromkeys(unit for unit, _ in self._places.values()))
+        # A core that is made anew may number its parameters in another order.
+        self._places = {parameter: unit_of(parameter) for parameter in self._places}
         self._check_units()
         decay = {g["weight_decay"] for g in self.param_groups} - {0, 0.0}
         for parameter in undecayed:
@@ -154,10 +159,14 @@ class AdamW(torch.optim.Optimizer):
                 },
             }
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
     @torch.no_grad()
-    def step(
-        self, closure: Callable[[], torch.Tensor] | None = None
-    ) -> torch.Tensor | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One update. Units without a gradient are left alone.
 
         Args:
@@ -173,11 +182,12 @@ class AdamW(torch.optim.Optimizer):
                 f"flatshard.optim.AdamW: expected one lr for all groups, got {rates}"
             )
         self._check_as_made()
-        for unit in self._units:
-            unit.grads.take()
+        views = [unit.grads for unit in self._units if unit.grads is not None]
+        for grads in views:
+            grads.take()
         self.core.step(rates.pop())
-        for unit in self._units:
-            unit.grads.release()
+        for grads in views:
+            grads.release()
         self.show_steps()
         return loss
 

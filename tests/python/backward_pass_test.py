@@ -74,7 +74,7 @@ def test_1f1b_is_plain_accumulation_with_replicas(mesh_2d):
     [
         dict(offload_policy=CPUOffloadPolicy()),
         dict(copy_engines="all"),
-        dict(slots_on_demand=False, grads_in_place=True),
+        dict(buffers_on_demand=False, grads_in_place=True),
         dict(prefetch=2, strategy="zero1"),
     ],
     ids=lambda options: "-".join(options),
@@ -180,16 +180,16 @@ def test_late_weight_gradients(mesh):
             grad = pieces.pop().backward()
             for layer in reversed(model.layers):
                 steps.begin_backward(layer)
-                with steps.late_wgrads(1):
+                with steps.delay_wgrads(1):
                     grad = pieces.pop().backward(grad)
                 grad = pieces.pop().backward(grad)
                 steps.end_backward(layer)
                 if asks:
                     steps.run_wgrads(layer, 0)  # another node's
-                    assert steps.num_late_wgrads == 2
+                    assert steps.num_delayed_wgrads == 2
                     steps.run_wgrads(layer, 1)
-                    assert steps.num_late_wgrads == 0
-            assert asks or steps.num_late_wgrads == 2 * len(model.layers)
+                    assert steps.num_delayed_wgrads == 0
+            assert asks or steps.num_delayed_wgrads == 2 * len(model.layers)
             pieces.pop().backward(grad)
             steps.end_backward(model)
         assert all(map(torch.equal, gradients(model), expected))

@@ -69,7 +69,7 @@ def test_compiled_trains_like_eager(make, whole, order, mesh, rank):
 def arena(model, mesh, **options):
     for unit in model.units():
         fully_shard(unit, mesh=mesh)
-    return fully_shard(model, mesh=mesh, slots_on_demand=False, **options)
+    return fully_shard(model, mesh=mesh, buffers_on_demand=False, **options)
 
 
 def test_addresses_repeat_in_the_arena(mesh, rank):
@@ -126,13 +126,13 @@ def test_reduce_overhead_records_once(mesh, rank):
     assert found[:STEPS] == pytest.approx(expected, rel=1e-5)
 
 
-def test_slots_on_demand_are_refused_by_name(mesh, monkeypatch):
+def test_buffers_on_demand_are_refused_by_name(mesh, monkeypatch):
     with pytest.raises(
-        ValueError, match="slots_on_demand: expected True, False or None"
+        ValueError, match="buffers_on_demand: expected True, False or None"
     ):
-        fully_shard(Mlp(), mesh=mesh, slots_on_demand=0)
+        fully_shard(Mlp(), mesh=mesh, buffers_on_demand=0)
     model = arena(Mlp(), mesh)
-    with pytest.raises(NotImplementedError, match="slots_on_demand=False"):
+    with pytest.raises(NotImplementedError, match="buffers_on_demand=False"):
         model.set_reduce_scatter_max_input_buffers(2)
     core = root_of(model).core
     with pytest.raises(flatshard.Error, match="got an arena"):
@@ -140,8 +140,8 @@ def test_slots_on_demand_are_refused_by_name(mesh, monkeypatch):
     monkeypatch.setenv("FLATSHARD_EMULATE_CUDA_GRAPHS", "1")
     model = Mlp()
     fully_shard(model.blocks[0], mesh=mesh, cuda_graph=True)
-    fully_shard(model, mesh=mesh, slots_on_demand=True)
-    with pytest.raises(ValueError, match="slots_on_demand: .* with cuda_graph=True"):
+    fully_shard(model, mesh=mesh, buffers_on_demand=True)
+    with pytest.raises(ValueError, match="buffers_on_demand: .* with cuda_graph=True"):
         model.loss(torch.Generator())
 
 
@@ -157,7 +157,7 @@ def fp8_blocks(mesh, mode):
     options = {"mesh": mesh, "mp_policy": float8_models.BF16}
     for unit in model.units():
         fully_shard(unit, fp8=float8_models.policy("rowwise"), **options)
-    return fully_shard(model, slots_on_demand=False, **options)
+    return fully_shard(model, buffers_on_demand=False, **options)
 
 
 def test_graphs_of_torch_leave_fp8_products_out():

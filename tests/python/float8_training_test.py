@@ -107,7 +107,7 @@ def test_recomputation_and_parts_change_nothing(kind, reentrant, mesh, rank):
         {"reshard_after_forward": False},
         {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
         {"copy_engines": "all"},
-        {"slots_on_demand": False},
+        {"buffers_on_demand": False},
         {"granularity": "tensor", "max_padding": 8.0},
         {"grads_in_place": True},
     ],

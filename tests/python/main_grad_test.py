@@ -154,7 +154,7 @@ def test_F17_it_trains_as_with_tensors(strategy, make, mesh, rank):
 @pytest.mark.parametrize(
     "options",
     [
-        {"slots_on_demand": False},
+        {"buffers_on_demand": False},
         {"grads_in_place": True},
         {"copy_engines": "all"},
         {"reshard_after_forward": False},

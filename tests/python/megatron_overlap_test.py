@@ -239,12 +239,12 @@ def test_process_post_backward_gradients__delayed_ones_count_once(mesh):
     steps = model.pre_backward()
     mine.back()
     for n in (2, 1, 0):
-        with steps.late_wgrads(n):
+        with steps.delay_wgrads(n):
             mine.backward(n)
-        assert steps.num_late_wgrads == (3 if n == 2 else 6)  # mix, up and down
+        assert steps.num_delayed_wgrads == (3 if n == 2 else 6)  # mix, up and down
         if n != 2:
             steps.run_wgrads(model.layers[n], n)
-            assert steps.num_late_wgrads == 3
+            assert steps.num_delayed_wgrads == 3
     mine.back()
     model.post_backward()  # with those of layer 2
     assert all(map(torch.equal, gradients(model), expected))

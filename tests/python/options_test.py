@@ -19,21 +19,21 @@ def shard(model, mesh, **options):
 
 
 def test_options_of_the_model_reach_its_root(mesh):
-    model = configure(Mlp(), ModelOptions(prefetch=2, slots_on_demand=False))
+    model = configure(Mlp(), ModelOptions(prefetch=2, buffers_on_demand=False))
     shard(model, mesh)
     model.loss(torch.Generator()).backward()
     root = model._flatshard.root
-    assert root.slots_on_demand is False
+    assert root.buffers_on_demand is False
     assert model._flatshard.model_options.prefetch == 2
 
 
 def test_configure_after_fully_shard(mesh):
     model = shard(Mlp(), mesh)
-    configure(model, ModelOptions(slots_on_demand=False))
+    configure(model, ModelOptions(buffers_on_demand=False))
     with pytest.raises(ValueError, match="copy_engines='all', but .* call configure b"):
         configure(model, ModelOptions(copy_engines="all"))
     model.loss(torch.Generator())
-    assert model._flatshard.root.slots_on_demand is False
+    assert model._flatshard.root.buffers_on_demand is False
     with pytest.raises(RuntimeError, match="before its first forward"):
         configure(model, ModelOptions())
 
@@ -63,13 +63,27 @@ def test_former_keywords_work_and_warn(mesh, rank):
         assert torch.equal(a, b)
 
 
+def test_former_names_work_and_warn(mesh):
+    with pytest.warns(FutureWarning, match="slots_on_demand goes .* buffers_on_demand"):
+        options = ModelOptions(slots_on_demand=False)
+    assert options == ModelOptions(buffers_on_demand=False)
+    with pytest.warns(FutureWarning, match=r"ModelOptions\(buffers_on_demand=...\)"):
+        model = fully_shard(Mlp(), mesh=mesh, slots_on_demand=False)
+    assert model._flatshard.model_options == options
+    steps = model.backward_pass()
+    with pytest.warns(FutureWarning, match="late_wgrads goes .* delay_wgrads"):
+        steps.late_wgrads(1)
+    with pytest.warns(FutureWarning, match="use num_delayed_wgrads"):
+        assert steps.num_late_wgrads == 0
+
+
 def test_what_cannot_work_is_named(mesh):
     def wrap(**options):
         return fully_shard(Mlp(), mesh=mesh, **options)
 
     with pytest.raises(TypeError, match="unexpected keyword argument 'grads_inplace'"):
         wrap(grads_inplace=True)
-    with pytest.raises(TypeError, match="fp8 beside options"):
+    with pytest.raises(TypeError, match="fp8 in addition to options"):
         wrap(options=ShardOptions(), fp8=Float8Policy("rowwise"))
     with pytest.raises(TypeError, match="options: expected ShardOptions, got dict"):
         wrap(options={})
@@ -77,6 +91,10 @@ def test_what_cannot_work_is_named(mesh):
         ShardOptions(outer="zero")
     with pytest.raises(ValueError, match="options: cuda_graph: expected True or False"):
         ShardOptions(cuda_graph=1)
+    with pytest.raises(
+        ValueError, match="granularity='chunk' has no effect .*'no_shard'"
+    ):
+        wrap(strategy="no_shard", options=ShardOptions(granularity="chunk"))
     with pytest.raises(NotImplementedError, match="granularity 'chunk' is not .* fp8"):
         ShardOptions(granularity="chunk", fp8=Float8Policy("rowwise"))
     with pytest.raises(ValueError, match="ModelOptions: prefetch: expected a number"):

@@ -145,9 +145,9 @@ def test_B68_late_weight_gradients_come_once(ep, monkeypatch):
     run, late_ones = BackwardPass.run_wgrads, []
 
     def run_wgrads(self, module, node=0):
-        before = self.num_late_wgrads
+        before = self.num_delayed_wgrads
         run(self, module, node)
-        late_ones.append(before - self.num_late_wgrads)
+        late_ones.append(before - self.num_delayed_wgrads)
 
     monkeypatch.setattr(BackwardPass, "run_wgrads", run_wgrads)
     ours = trained(late, sharded(make("qwen3_moe"), ep, **options))

@@ -81,7 +81,7 @@ def both(rank, make=Mlp, mesh=None, training=None, **options):
         {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
         {"grads_in_place": True},
         {"copy_engines": "all"},
-        {"slots_on_demand": False},
+        {"buffers_on_demand": False},
         {"granularity": "tensor"},
     ],
 )

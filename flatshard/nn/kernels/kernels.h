@@ -111,8 +111,24 @@ struct CrossEntropy {
   std::int64_t ignore_index;
   bool lse_is_given;
   bool write_gradient;
+  bool is_part;
   Dtype dtype;
 };
 void cross_entropy(const CrossEntropy& args, cudaStream_t stream);
+
+struct SampleDropout {
+  const void* x;                ///< [rows, dim]
+  const std::int64_t* samples;  ///< [rows / seq_len]
+  void* out;                    ///< [rows, dim]
+  std::int64_t rows;
+  std::int64_t dim;
+  std::int64_t seq_len;
+  std::uint64_t key;
+  std::uint64_t threshold;
+  float scale;
+  bool adds;
+  Dtype dtype;
+};
+void sample_dropout(const SampleDropout& args, cudaStream_t stream);
 
 }  // namespace flatshard::nn::kernels

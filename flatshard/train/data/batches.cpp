@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::string_view kTrainOption = "data.train";
 
-static_assert(nn::LossOptions{}.ignore_index == data::kIgnoredTarget);
+static_assert(nn::LossOptions::kIgnoreIndex == data::kIgnoredTarget);
 
 }  // namespace
 
@@ -75,6 +75,13 @@ Batches::Batches(
             .max_documents = config.data.documents_per_sample,
             .fixed_shapes = config.cuda_graph.enabled()});
   }
+  if (config.lora.dropout > 0) {
+    offsets_ = at::arange(
+                   num_microbatches_ * local_batch_,
+                   at::TensorOptions().dtype(at::kLong).device(mesh_->device()))
+                   .view({num_microbatches_, local_batch_});
+    samples_ = at::empty_like(offsets_);
+  }
   if (loader.ignores_targets()) {
     const auto options = at::TensorOptions().dtype(at::kDouble);
     num_targets_ = at::empty(
@@ -96,6 +103,17 @@ void Batches::load_next() {
       queue_loss_weights();
     }
   });
+  if (samples_.defined()) {
+    at::add_out(
+        samples_,
+        offsets_,
+        at::scalar_tensor(
+            loader_.first_sample(
+                {.rank = mesh_->rank(),
+                 .world = mesh_->size(),
+                 .local_batch = local_batch_}),
+            at::kLong));
+  }
   loader_.advance();
 }
 
@@ -153,6 +171,10 @@ at::Tensor Batches::targets(std::int64_t microbatch) const {
 
 nn::Documents Batches::documents(std::int64_t microbatch) const {
   return documents_ ? documents_->documents(microbatch) : nn::Documents();
+}
+
+at::Tensor Batches::samples(std::int64_t microbatch) const {
+  return samples_.defined() ? samples_[microbatch] : at::Tensor();
 }
 
 at::Tensor Batches::loss_weight(std::int64_t microbatch) const {

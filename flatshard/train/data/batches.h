@@ -57,6 +57,9 @@ class Batches {
   /// the step's loss is the mean over all targets. Undefined where no target
   /// is ignored: all factors would be 1.
   at::Tensor loss_weight(std::int64_t microbatch) const;
+  /// The numbers of a microbatch's samples in the run, int64 [local_batch_size]
+  /// on the device. Undefined without lora.dropout.
+  at::Tensor samples(std::int64_t microbatch) const;
 
  private:
   void read(std::span<std::int64_t> tokens, std::span<std::int64_t> targets);
@@ -68,6 +71,7 @@ class Batches {
   const std::int64_t num_microbatches_;
   TokenBuffers buffers_;  ///< [microbatches, local_batch_size, seq_len]
   std::optional<DocumentBuffers> documents_;  ///< of packed documents
+  at::Tensor offsets_, samples_;  ///< [microbatches, local_batch_size]
   at::Tensor num_targets_;   ///< [microbatches] float64, pinned; or undefined
   at::Tensor loss_weights_;  ///< [microbatches] float32 on the device
 };

@@ -8,10 +8,13 @@
 #include "flatshard/format/manifest.h"
 #include "flatshard/format/read_plan.h"
 #include "flatshard/models/hf_names.h"
+#include "flatshard/models/lora.h"
+#include "flatshard/models/peft.h"
 #include "flatshard/train/config.h"
 #include "flatshard/train/export/export_float8.h"
 #include "flatshard/train/export/export_tokenizer.h"
 #include "flatshard/train/export/stored_model.h"
+#include "flatshard/train/lora/lora.h"
 #include "flatshard/train/model_config.h"
 #include "flatshard/train/option_errors.h"
 #include "flatshard/train/run_sources.h"
@@ -19,7 +22,10 @@
 #include <ATen/ATen.h>
 #include <unistd.h>
 
+#include <functional>
 #include <map>
+#include <memory>
+#include <set>
 #include <string_view>
 
 namespace flatshard {
@@ -42,15 +48,22 @@ struct TensorPart {
 };
 using TensorParts = std::map<std::string, std::vector<TensorPart>>;
 
+// What an export writes, by our names of parameters.
+struct Parameters {
+  struct Info {
+    std::string dtype;
+    std::vector<std::int64_t> shape;
+  };
+  std::map<std::string, Info> all;
+  std::function<at::Tensor(const std::string& name)> read;
+  StoredEntriesOf entries_of;  ///< of the folder
+};
+
 // What a folder holds, tensor by tensor.
 class StoredTensors {
  public:
-  StoredTensors(
-      const fs::path& from,
-      const Manifest& manifest,
-      const ExportOptions& options,
-      const TensorParts& parts)
-      : from_(from), manifest_(manifest), options_(options), parts_(parts) {}
+  StoredTensors(const Parameters& parameters, const TensorParts& parts)
+      : parameters_(parameters), parts_(parts) {}
 
   /// The scales of an FP8 weight are asked for behind the weight.
   at::Tensor read(const SafetensorsSpec& spec) {
@@ -90,16 +103,13 @@ class StoredTensors {
     // Tensors of one parameter follow each other.
     if (last_name_ != part.parameter) {
       last_ = at::Tensor();
-      last_ =
-          read_weight(from_, manifest_, part.parameter, options_.num_threads);
+      last_ = parameters_.read(part.parameter);
       last_name_ = part.parameter;
     }
     return last_.view({-1}).narrow(0, part.first, part.numel);
   }
 
-  const fs::path& from_;
-  const Manifest& manifest_;
-  const ExportOptions& options_;
+  const Parameters& parameters_;
   const TensorParts& parts_;
   std::string last_name_;
   at::Tensor last_;
@@ -119,6 +129,72 @@ void write_tensors(
          static_cast<std::size_t>(out.nbytes())});
   }
   writer.finish();
+}
+
+// The weights of a checkpoint as they are.
+Parameters stored_parameters(
+    const fs::path& from,
+    const Manifest& manifest,
+    int num_threads,
+    StoredEntriesOf entries_of) {
+  Parameters parameters{
+      .read =
+          [&from, &manifest, num_threads](const std::string& name) {
+            return read_weight(from, manifest, name, num_threads);
+          },
+      .entries_of = std::move(entries_of)};
+  for (const auto& [name, tensor] :
+       manifest.tensors.at(std::string(kWeightRole))) {
+    parameters.all[name] = {tensor.dtype, tensor.shape};
+  }
+  return parameters;
+}
+
+// The weights of the base model with the adapters of a checkpoint added, in
+// the dtypes of the base model.
+Parameters merged_parameters(const fs::path& from, const Config& config) {
+  const auto stored = std::make_shared<StoredModel>(open_model(from, -1));
+  const HfFolder base(config.model.init_from, models::kHfBasePrefix);
+  models::Llama model(stored->shape);
+  models::add_lora(*model, stored->lora);
+  const auto adapters =
+      std::make_shared<std::map<std::string, models::AdaptedLayer>>();
+  for (models::AdaptedLayer& layer : models::adapted_layers(*model)) {
+    (*adapters)[layer.weight] = std::move(layer);
+  }
+  const auto shapes =
+      std::make_shared<std::map<std::string, std::vector<std::int64_t>>>();
+  Parameters parameters{.entries_of = models::hf_entries_of(stored->shape)};
+  std::set<const void*> seen;
+  for (const nn::NamedParameter& p : nn::named_parameters(*model)) {
+    (*shapes)[p.name] = p.tensor.sizes().vec();
+    if (models::is_adapter_parameter(p.name) ||
+        !seen.insert(p.tensor.unsafeGetTensorImpl()).second) {
+      continue;
+    }
+    const auto entries = parameters.entries_of(p.name, (*shapes)[p.name]);
+    parameters.all[p.name] = {
+        base.find(entries.front().name).entry->dtype,
+        (*shapes)[p.name]};
+  }
+  parameters.read = [stored, adapters, shapes](const std::string& name) {
+    const auto read = [&](const std::string& which) {
+      at::Tensor values = at::empty(shapes->at(which), at::kFloat);
+      stored->read(which, values);
+      return values;
+    };
+    at::Tensor values = read(name);
+    if (const auto found = adapters->find(name); found != adapters->end()) {
+      const models::AdaptedLayer& layer = found->second;
+      values.addmm_(
+          read(layer.b),
+          read(layer.a),
+          /*beta=*/1.0,
+          /*alpha=*/stored->lora.scale());
+    }
+    return values;
+  };
+  return parameters;
 }
 
 void check_float8(const Float8Export& fp8, const ExportOptions& options) {
@@ -144,9 +220,20 @@ std::string export_hf(const ExportOptions& options) {
   });
   const Manifest manifest = read_manifest(from);
   check_files(from, manifest);
-  const Config config =
-      with_own_sources(checkpoint_config(from, manifest), from);
-  const auto weights = manifest.tensors.find(std::string(kWeightRole));
+  const Config trained = checkpoint_config(from, manifest);
+  const Config config = with_own_sources(trained, from);
+  const bool has_adapters = config.lora.enabled();
+  const bool is_adapter = has_adapters && !options.merge;
+  FLATSHARD_CHECK(
+      has_adapters || !options.merge,
+      config,
+      "--merge: {} is a run without adapters; export it without --merge",
+      from.string());
+  FLATSHARD_CHECK(
+      !is_adapter || !options.fp8,
+      config,
+      "--fp8: adapters are exported as they are stored; add --merge for whole "
+      "weights");
   std::error_code error;
   FLATSHARD_CHECK(
       !fs::exists(options.to, error) || fs::is_empty(options.to, error),
@@ -162,12 +249,20 @@ std::string export_hf(const ExportOptions& options) {
   // Also when the family has none: before anything is written.
   models::to_hf_json(model, "bfloat16");
   Float8Export fp8(config, model);
+  const Parameters parameters =
+      has_adapters && options.merge
+          ? merged_parameters(from, trained)
+          : stored_parameters(
+                from,
+                manifest,
+                options.num_threads,
+                is_adapter ? models::peft_entries_of(model)
+                           : models::hf_entries_of(model));
   TensorParts parts;
   std::vector<SafetensorsSpec> wanted;  // of the weights, as they are stored
-  for (const auto& [name, tensor] : weights->second) {
+  for (const auto& [name, tensor] : parameters.all) {
     std::int64_t first = 0;
-    for (const StoredEntry& entry :
-         models::hf_entries(model, name, tensor.shape)) {
+    for (const StoredEntry& entry : parameters.entries_of(name, tensor.shape)) {
       std::vector<TensorPart>& of_tensor = parts[entry.name];
       if (of_tensor.empty()) {
         wanted.push_back({entry.name, tensor.dtype, entry.tensor_shape()});
@@ -180,11 +275,11 @@ std::string export_hf(const ExportOptions& options) {
   std::string dtype = "bfloat16";
   for (SafetensorsSpec& spec : wanted) {
     if (options.fp8) {
-      std::vector<std::string> parameters;
+      std::vector<std::string> held;
       for (const TensorPart& part : parts.at(spec.name)) {
-        parameters.push_back(part.parameter);
+        held.push_back(part.parameter);
       }
-      fp8.add(spec, parameters, specs);
+      fp8.add(spec, held, specs);
       continue;
     }
     if (!options.dtype.empty()) {
@@ -197,7 +292,9 @@ std::string export_hf(const ExportOptions& options) {
   if (options.fp8) {
     check_float8(fp8, options);
   }
-  const auto files = plan_hf_files(specs, options.max_file_nbytes);
+  const auto files = is_adapter
+                         ? std::vector<HfFile>{{models::kPeftWeights, specs}}
+                         : plan_hf_files(specs, options.max_file_nbytes);
 
   fs::path partial = options.to;
   if (!partial.has_filename()) {
@@ -213,19 +310,25 @@ std::string export_hf(const ExportOptions& options) {
       partial.string(),
       error.message());
   try {
-    StoredTensors tensors(from, manifest, options, parts);
+    StoredTensors tensors(parameters, parts);
     for (const HfFile& file : files) {
       write_tensors(tensors, file, partial / file.name);
     }
     if (files.size() > 1) {
       write_file_atomic(partial / kHfIndexName, hf_index_json(files));
     }
-    const models::SpecialTokens tokens =
-        export_tokenizer(config, model, partial);
-    const std::string json = models::to_hf_json(model, dtype, tokens);
-    write_file_atomic(
-        partial / "config.json",
-        options.fp8 ? fp8.with_quantization(json) : json);
+    if (is_adapter) {
+      write_file_atomic(
+          partial / models::kPeftConfig,
+          peft_config_text(trained, model));
+    } else {
+      const models::SpecialTokens tokens =
+          export_tokenizer(config, model, partial);
+      const std::string json = models::to_hf_json(model, dtype, tokens);
+      write_file_atomic(
+          partial / "config.json",
+          options.fp8 ? fp8.with_quantization(json) : json);
+    }
     fs::remove(options.to, error);  // an empty one
     fs::rename(partial, options.to);
   } catch (...) {
@@ -233,8 +336,11 @@ std::string export_hf(const ExportOptions& options) {
     throw;
   }
   return fmt::format(
-      "wrote {}: the weights of step {} in {} file{}, {}{}",
+      "wrote {}: the {} of step {} in {} file{}, {}{}",
       options.to.string(),
+      is_adapter     ? "adapter"
+      : has_adapters ? "merged weights"
+                     : "weights",
       manifest.step,
       files.size(),
       files.size() == 1 ? "" : "s",

@@ -13,8 +13,13 @@
 #include "flatshard/format/hf_folder.h"
 #include "flatshard/format/read_plan.h"
 #include "flatshard/models/hf_names.h"
+#include "flatshard/models/lora.h"
+#include "flatshard/models/peft.h"
+#include "flatshard/train/lora/base_digest.h"
+#include "flatshard/train/lora/lora.h"
 #include "flatshard/train/metrics/metrics_file.h"
 #include "flatshard/train/model_config.h"
+#include "flatshard/train/option_errors.h"
 #include "flatshard/train/run_checkpoints.h"
 #include "flatshard/train/run_sources.h"
 
@@ -25,6 +30,11 @@ namespace fs = std::filesystem;
 
 constexpr const char* kRunConfig = "config.toml";
 constexpr const char* kRunWeights = "model.safetensors";
+
+/// The file of weights that a run leaves when it ends.
+const char* run_weights(const Config& config) {
+  return config.lora.enabled() ? models::kPeftWeights : kRunWeights;
+}
 
 /// Fills `out` with entries one after another.
 /// @param read_one  (entry, tensor of its shape) fills the tensor.
@@ -40,43 +50,6 @@ void read_entries(
     read_one(entry, flat.narrow(0, done, entry.numel()).view(entry.shape));
     done += entry.numel();
   }
-}
-
-StoredModel of_run(const fs::path& run) {
-  const Config config = with_own_sources(load_config(run / kRunConfig), run);
-  const auto file = std::make_shared<WeightsFile>(run / kRunWeights);
-  const models::ModelConfig shape = model_config(config);
-  return {
-      .shape = shape,
-      .what = (run / kRunWeights).string(),
-      .compute = config.precision.compute,
-      .read =
-          [file, shape](const std::string& name, const at::Tensor& out) {
-            read_entries(
-                models::hf_entries(shape, name, out.sizes().vec()),
-                out,
-                [&](const StoredEntry& entry, const at::Tensor& part) {
-                  file->read(entry, part);
-                });
-          },
-      .corpus = tokenizer_corpus(config)};
-}
-
-StoredModel of_checkpoint(const fs::path& folder) {
-  const auto manifest = std::make_shared<Manifest>(read_manifest(folder));
-  check_files(folder, *manifest);
-  const Config config =
-      with_own_sources(checkpoint_config(folder, *manifest), folder);
-  return {
-      .shape = model_config(config),
-      .what = folder.string(),
-      .compute = config.precision.compute,
-      .read =
-          [folder, manifest](const std::string& name, const at::Tensor& out) {
-            const at::NoGradGuard no_grad;
-            out.copy_(read_weight(folder, *manifest, name, /*num_threads=*/4));
-          },
-      .corpus = tokenizer_corpus(config)};
 }
 
 void read_hf_tensor(
@@ -103,6 +76,114 @@ void read_hf_tensor(
   out.copy_(host);
 }
 
+/// Reads a parameter of a Hugging Face folder by its name here.
+void read_hf_parameter(
+    const HfFolder& weights,
+    const models::ModelConfig& shape,
+    const std::string& name,
+    const at::Tensor& out) {
+  read_entries(
+      models::hf_entries(shape, name, out.sizes().vec()),
+      out,
+      [&](const StoredEntry& entry, const at::Tensor& part) {
+        read_hf_tensor(weights, entry, part);
+      });
+}
+
+/// A run's adapters with the base model that they belong to; other runs stay.
+/// @param trained  the config as the run has it.
+/// @param digests  of the base model; empty: not known.
+StoredModel
+with_base(StoredModel run, const Config& trained, WeightDigests digests = {}) {
+  if (!trained.lora.enabled()) {
+    return run;
+  }
+  const std::string& folder = trained.model.init_from;
+  FLATSHARD_CHECK(
+      !folder.empty(),
+      config,
+      "{}: expected adapters of a model.init_from, got those of random "
+      "weights, which no folder holds",
+      run.what);
+  const auto base = for_option("model.init_from", [&] {
+    return std::make_shared<HfFolder>(folder, models::kHfBasePrefix);
+  });
+  run.lora = lora_config(trained);
+  run.read = [base,
+              shape = run.shape,
+              digests = std::move(digests),
+              read_adapter =
+                  run.read](const std::string& name, const at::Tensor& out) {
+    if (models::is_adapter_parameter(name)) {
+      read_adapter(name, out);
+      return;
+    }
+    read_hf_parameter(*base, shape, name, out);
+    const auto found = digests.find(name);
+    FLATSHARD_CHECK(
+        found == digests.end() || found->second == digest_of(out),
+        config,
+        "model.init_from: expected the base model of the adapters, but {} has "
+        "another {}",
+        base->folder().string(),
+        name);
+  };
+  return run;
+}
+
+StoredModel of_run(const fs::path& run) {
+  const Config trained = load_config(run / kRunConfig);
+  const Config config = with_own_sources(trained, run);
+  const bool has_adapters = trained.lora.enabled();
+  const fs::path path = run / run_weights(config);
+  const auto file = std::make_shared<WeightsFile>(path);
+  const models::ModelConfig shape = model_config(config);
+  const StoredEntriesOf entries_of = has_adapters
+                                         ? models::peft_entries_of(shape)
+                                         : models::hf_entries_of(shape);
+  StoredModel model{
+      .shape = shape,
+      .what = path.string(),
+      .compute = config.precision.compute,
+      .read =
+          [file, entries_of](const std::string& name, const at::Tensor& out) {
+            read_entries(
+                entries_of(name, out.sizes().vec()),
+                out,
+                [&](const StoredEntry& entry, const at::Tensor& part) {
+                  file->read(entry, part);
+                });
+          },
+      .corpus = tokenizer_corpus(config),
+      .packing = config.data.packing};
+  return with_base(std::move(model), trained);
+}
+
+StoredModel of_checkpoint(const fs::path& folder) {
+  const auto manifest = std::make_shared<Manifest>(read_manifest(folder));
+  check_files(folder, *manifest);
+  const Config trained = checkpoint_config(folder, *manifest);
+  const Config config = with_own_sources(trained, folder);
+  StoredModel model{
+      .shape = model_config(config),
+      .what = folder.string(),
+      .compute = config.precision.compute,
+      .read =
+          [folder, manifest](const std::string& name, const at::Tensor& out) {
+            const at::NoGradGuard no_grad;
+            out.copy_(read_weight(folder, *manifest, name, /*num_threads=*/4));
+          },
+      .corpus = tokenizer_corpus(config),
+      .packing = config.data.packing};
+  const auto base = manifest->state.find(std::string(kBaseState));
+  return with_base(
+      std::move(model),
+      trained,
+      base == manifest->state.end()
+          ? WeightDigests()
+          : parse_digests(base->second, folder.string()));
+}
+
 StoredModel of_hf_folder(const fs::path& folder) {
   const auto weights =
       std::make_shared<HfFolder>(folder, models::kHfBasePrefix);
@@ -112,12 +193,7 @@ StoredModel of_hf_folder(const fs::path& folder) {
       .what = folder.string(),
       .read =
           [weights, shape](const std::string& name, const at::Tensor& out) {
-            read_entries(
-                models::hf_entries(shape, name, out.sizes().vec()),
-                out,
-                [&](const StoredEntry& entry, const at::Tensor& part) {
-                  read_hf_tensor(*weights, entry, part);
-                });
+            read_hf_parameter(*weights, shape, name, out);
           },
       .hf_folder = folder};
 }
@@ -228,7 +304,9 @@ StoredModel open_model(const fs::path& path, std::int64_t step) {
   }
   const auto latest =
       is_run ? latest_checkpoint(checkpoints_of(path)) : std::nullopt;
-  const fs::path weights = path / kRunWeights;
+  const char* const file =
+      is_run ? run_weights(load_config(path / kRunConfig)) : kRunWeights;
+  const fs::path weights = path / file;
   // A run that resumed from its end and was interrupted still has the weights
   // of that end. Never by a file's time, which changes when it is copied.
   if (is_run && step < 0 && fs::exists(weights, error) &&
@@ -251,7 +329,7 @@ StoredModel open_model(const fs::path& path, std::int64_t step) {
       "--run: {} has neither {}, which a run writes when it ends, nor a "
       "checkpoint, which it writes each checkpoint.interval steps",
       path.string(),
-      kRunWeights);
+      file);
   const fs::path folder = find_checkpoint(path, step);
   StoredModel model = of_checkpoint(folder);
   model.is_latest = step < 0 && folder != path;
@@ -288,6 +366,9 @@ models::Llama load_model(const StoredModel& stored, at::Device device) {
   models::Llama model(
       stored.shape,
       models::LlamaOptions{.plain_attention = true});
+  if (stored.lora.enabled()) {
+    models::add_lora(*model, stored.lora);
+  }
   nn::materialize(
       *model,
       device,

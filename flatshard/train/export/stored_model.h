@@ -9,9 +9,11 @@
 #include <optional>
 #include <string>
 
+#include "flatshard/data/packing/packing.h"
 #include "flatshard/data/text_codec.h"
 #include "flatshard/format/manifest.h"
 #include "flatshard/models/llama.h"
+#include "flatshard/models/lora_config.h"
 #include "flatshard/train/config.h"
 
 // What a run leaves, found by any of the paths that a user has of it.
@@ -62,7 +64,11 @@ struct StoredModel {
   /// Fills `out` (any float dtype and device) with a parameter or a router's
   /// bias, by its name.
   std::function<void(const std::string& name, const at::Tensor& out)> read;
-  std::string corpus;               ///< whose tokenizer it knows; may be empty
+  /// Adapters that `read` knows besides the weights; not enabled: none.
+  models::LoraConfig lora;
+  std::string corpus;  ///< whose tokenizer it knows; may be empty
+  /// How its documents became sequences.
+  data::Packing packing = data::Packing::stream;
   std::filesystem::path hf_folder;  ///< empty: none
 };
 

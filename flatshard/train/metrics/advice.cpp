@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "flatshard/models/flops.h"
+#include "flatshard/train/lora/lora.h"
 #include "flatshard/train/metrics/number_text.h"
 
 namespace flatshard {
@@ -43,7 +44,7 @@ std::string advice_on_length(
     const auto main_nbytes = static_cast<std::int64_t>(
         c10::elementSize(config.precision.main_params));
     const std::int64_t each =
-        models::num_parameters(model) *
+        num_trainable_parameters(config, model) *
         (main_nbytes + config.optimizer.num_states() *
                            static_cast<std::int64_t>(sizeof(float)));
     parts.push_back(fmt::format(

@@ -2,6 +2,7 @@
 
 #include "flatshard/models/flops.h"
 #include "flatshard/train/device.h"
+#include "flatshard/train/lora/lora.h"
 
 namespace flatshard {
 
@@ -59,14 +60,15 @@ SpeedOfLight speed_of_light(
     std::int64_t sequences) {
   const std::int64_t seq_len = config.training.seq_len;
   const auto tokens = static_cast<double>(sequences * seq_len);
-  const double gemm =
-      6.0 * static_cast<double>(models::num_matmul_parameters(model)) * tokens;
+  const double products =
+      6.0 * static_cast<double>(models::num_matmul_parameters(model));
   const double all =
-      tokens *
       models::flops_per_token(model, seq_len, models::FlopsConvention::causal);
   return {
       .peak_flops = peak_flops(config, device).value_or(0),
-      .flops = {{"GEMM", gemm}, {"attention", all - gemm}}};
+      .flops = {
+          {"GEMM", tokens * matmul_flops_per_token(config, model)},
+          {"attention", tokens * (all - products)}}};
 }
 
 }  // namespace flatshard

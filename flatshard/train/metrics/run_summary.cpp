@@ -53,6 +53,23 @@ std::vector<std::string> packing_lines(const RunSummary& summary) {
   return lines;
 }
 
+std::string tensor_parallel_text(const Config& config) {
+  const std::int64_t degree = config.parallelism.tensor_parallel_degree;
+  return degree == 1
+             ? ""
+             : fmt::format(", each {} of which share their layers", degree);
+}
+
+std::string lora_text(const RunSummary& summary) {
+  if (!summary.state.lora) {
+    return "";
+  }
+  return fmt::format(
+      ", frozen; LoRA: {} parameters of the adapters of {} layers are trained",
+      with_commas(num_trainable_parameters(summary.config, summary.model)),
+      summary.state.lora->num_modules);
+}
+
 std::string overlap_text(const Config& config) {
   if (!config.parallelism.overlap_expert_parallel) {
     return "";
@@ -87,13 +104,14 @@ std::string to_string(const RunSummary& summary) {
         fmt::format("config: changed since the run's last start\n{}", changed));
   }
   parts.push_back(fmt::format(
-      "model: {} parameters{}; {} ranks of {}; strategy {}; copy engines {}; "
-      "{} "
-      "microbatches per step{}",
+      "model: {} parameters{}{}; {} ranks of {}{}; strategy {}; copy engines "
+      "{}; {} microbatches per step{}",
       with_commas(models::num_parameters(summary.model)),
       active_text(summary.model),
+      lora_text(summary),
       summary.mesh.size(),
       summary.mesh.device().is_cuda() ? "GPU" : "CPU",
+      tensor_parallel_text(config),
       strategy_name(config),
       config::word_of(std::optional(summary.state.copy_engines)),
       summary.num_microbatches,
@@ -106,8 +124,9 @@ std::string to_string(const RunSummary& summary) {
   }
   if (!before || !changed.empty()) {
     parts.push_back(fmt::format(
-        "tflops and mfu count 6 N + 12 L d T per token (attention as if it "
+        "tflops and mfu count {} N + 12 L d T per token (attention as if it "
         "were not causal, no recompute): {} per token",
+        summary.state.lora ? "6 trained + 4 frozen" : "6",
         format_flop(summary.flops_per_token)));
     if (config.parallelism.memory_budget > 0) {
       parts.push_back(fmt::format(

@@ -42,11 +42,23 @@ std::string row(
 /// What has no price.
 void check_priced(const Config& config) {
   FLATSHARD_CHECK(
+      !config.lora.enabled(),
+      config,
+      "lora.rank = {}: the plan of a run with adapters is not supported; leave "
+      "it out to plan one that trains all weights",
+      config.lora.rank);
+  FLATSHARD_CHECK(
       config.precision.compute == at::kBFloat16,
       config,
       "precision.compute = {}: tables of GPUs have the rates of bfloat16 "
       "products; set precision.compute = \"bfloat16\" to plan the run",
       config::word_of(config.precision.compute));
+  FLATSHARD_CHECK(
+      config.parallelism.tensor_parallel_degree == 1,
+      config,
+      "parallelism.tensor_parallel_degree = {} is not supported by plans; set "
+      "it to 1",
+      config.parallelism.tensor_parallel_degree);
 }
 
 std::string headline(const RunPlan& plan, const PlannedMachines& machines) {

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from flatshard import _C
 from flatshard._fsdp.extension import is_extended
 from flatshard._fsdp.strategies import find_strategy
 from flatshard._fsdp.wrapping import check_module
@@ -16,7 +17,7 @@ from flatshard._tensor.tensor_parallel import is_tensor_parallel
 from flatshard.torch_versions import parameters_of
 
 # Of each mesh: asking is a collective.
-_fast_links = weakref.WeakKeyDictionary()
+_fast_links: weakref.WeakKeyDictionary[_C.Mesh, bool] = weakref.WeakKeyDictionary()
 
 
 def modules_of(module):
@@ -153,6 +154,15 @@ def offloads(policy):
             f"{policy!r}"
         )
     return name == "CPUOffloadPolicy"
+
+
+def check_granularity(granularity, strategy):
+    """Refuses a granularity that changes nothing."""
+    if granularity != "dim0" and find_strategy(strategy).name == "zero0":
+        raise ValueError(
+            f"options: granularity={granularity!r} has no effect with "
+            f"strategy={strategy!r}, which cuts no parameter; leave it out"
+        )
 
 
 def reshards(reshard_after_forward, strategy, device_mesh, fp8):

@@ -1,16 +1,18 @@
-"""Schedules of one's own: a microbatch whose modules run in pieces.
+"""Custom schedules: a microbatch whose modules run in pieces.
 
 The program says when the forward and the backward of a wrapped module begin and end,
 and may run the autograd engine any number of times in between.
 """
 
 import contextlib
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 from torch import nn
 
 from flatshard._fsdp.casts import cast_inputs, cast_output
+from flatshard._fsdp.root import Root
 from flatshard._graphs.checks import refuse_foreign_capture
 
 
@@ -26,9 +28,9 @@ class BackwardPass:
             torch.autograd.backward(...)
             mine.end_backward(layer)
 
-    Between `begin` and `end` the layer's parameters are whole. Each wrapped module runs
+    Between `begin` and `end` the layer's parameters are unsharded. Each wrapped module runs
     once in a pass, the outermost one around the others if it has parameters of its own.
-    While the backward of one pass is open, the forward of another may go on. Inputs are
+    While the backward of one pass is open, the forward of another may run. Inputs are
     cast as `mp_policy` says by `run` alone.
 
     Collective like a forward and a backward: all ranks say the same in the same order.
@@ -39,7 +41,7 @@ class BackwardPass:
         is_last, interleaved: as backward_pass took them; read when the backward opens.
     """
 
-    def __init__(self, root: object, is_last: bool, interleaved: bool):
+    def __init__(self, root: Root, is_last: bool, interleaved: bool):
         self._root = root
         self._core = root.new_pass()
         self.is_last = is_last
@@ -48,7 +50,7 @@ class BackwardPass:
     # -- forward -------------------------------------------------------------------
 
     def begin_forward(self, module: nn.Module) -> None:
-        """Gathers the parameters of `module`. They can be read from here on.
+        """All-gathers the parameters of `module`. They can be read from here on.
 
         Raises:
             ValueError: a module that fully_shard did not wrap, or of another model.
@@ -61,11 +63,11 @@ class BackwardPass:
         self._root.pass_began(self)
 
     def end_forward(self, module: nn.Module) -> None:
-        """Of the module that began last: releases its parameters."""
+        """Reshards the parameters of `module`, which began last."""
         self._core.forward_end(self._unit(module))
 
     @contextlib.contextmanager
-    def forward(self) -> AbstractContextManager:
+    def forward(self) -> Iterator["BackwardPass"]:
         """Inside, calls of wrapped modules are forwards of this pass, as by `run`. What
         is raised inside gives the pass up."""
         former, self._root.running_pass = self._root.running_pass, self
@@ -98,16 +100,16 @@ class BackwardPass:
         self._root.pass_ended(self)
 
     def begin_backward(self, module: nn.Module) -> None:
-        """Gathers what the backward of `module` reads, and reduces modules before it."""
+        """All-gathers what the backward of `module` reads, and reduces modules before it."""
         self._core.backward_begin(self._unit(module))
 
     def end_backward(self, module: nn.Module) -> None:
-        """Its gradients are there, or put off, and those of its inputs: releases its
-        parameters."""
+        """Reshards the parameters of `module`. Its gradients and those of its inputs are
+        computed, or its weight gradients are delayed."""
         self._core.backward_end(self._unit(module))
 
     @contextlib.contextmanager
-    def recompute(self, module: nn.Module) -> AbstractContextManager:
+    def recompute(self, module: nn.Module) -> Iterator[None]:
         """Between `begin_backward` and `end_backward`: the forward runs once more."""
         unit = self._unit(module)
         self._core.recompute_begin(unit)
@@ -117,8 +119,8 @@ class BackwardPass:
             self._core.recompute_end(unit)
 
     @contextlib.contextmanager
-    def late_wgrads(self, node: object = 0) -> AbstractContextManager:
-        """Inside, layers that can put their weight gradients off do so: nn.Linear of
+    def delay_wgrads(self, node: int = 0) -> Iterator[None]:
+        """Delays the weight gradients of layers inside that can delay them: nn.Linear of
         modules with `grads_in_place=True`. Leaving the backward computes those that
         `run_wgrads` has not.
 
@@ -131,14 +133,25 @@ class BackwardPass:
         finally:
             self._core.set_delay_wgrad(False, 0)
 
-    def run_wgrads(self, module: nn.Module, node: object = 0) -> None:
-        """Computes the weight gradients of `module` that were put off in `node`."""
+    def run_wgrads(self, module: nn.Module, node: int = 0) -> None:
+        """Computes the weight gradients of `module` that were delayed in `node`."""
         self._core.run_wgrads(self._unit(module), node)
 
     @property
-    def num_late_wgrads(self):
-        """How many weight gradients are put off now."""
+    def num_delayed_wgrads(self) -> int:
+        """The number of weight gradients that are delayed now."""
         return self._core.num_late
+
+    def late_wgrads(self, node: int = 0) -> AbstractContextManager[None]:
+        """The former name of delay_wgrads."""
+        _warn("late_wgrads", "delay_wgrads")
+        return self.delay_wgrads(node)
+
+    @property
+    def num_late_wgrads(self) -> int:
+        """The former name of num_delayed_wgrads."""
+        _warn("num_late_wgrads", "num_delayed_wgrads")
+        return self.num_delayed_wgrads
 
     # -- inside --------------------------------------------------------------------
 
@@ -171,3 +184,11 @@ class BackwardPass:
 
     def _unit(self, module):
         return self._state(module).id
+
+
+def _warn(former, name):
+    warnings.warn(
+        f"BackwardPass: {former} goes with the next version; use {name}",
+        FutureWarning,
+        stacklevel=3,
+    )

@@ -61,6 +61,7 @@ def options_of(modules) -> ModelOptions | None:
 
 _OF_UNITS = tuple(field.name for field in fields(ShardOptions))
 _OF_MODELS = tuple(field.name for field in fields(ModelOptions))
+_RENAMED = {"slots_on_demand": "buffers_on_demand"}
 
 
 def take_keywords(options, model_options, keywords):
@@ -72,6 +73,7 @@ def take_keywords(options, model_options, keywords):
     Raises:
         TypeError: a keyword that never was one, or is in `options` as well.
     """
+    keywords = {_RENAMED.get(k, k): value for k, value in keywords.items()}
     for name in keywords:
         if name not in _OF_UNITS + _OF_MODELS:
             raise TypeError(
@@ -84,7 +86,9 @@ def take_keywords(options, model_options, keywords):
             else f"flatshard.configure(model, ModelOptions({name}=...))"
         )
         if is_of_unit and options is not None:
-            raise TypeError(f"fully_shard: {name} beside options; give {instead}")
+            raise TypeError(
+                f"fully_shard: {name} in addition to options; give {instead}"
+            )
         warnings.warn(
             f"fully_shard: the keyword {name} goes with the next version; use {instead}",
             FutureWarning,

@@ -1,20 +1,23 @@
 """Forwards of wrapped modules: whose root they have, and what the core hears of them.
 
 Everything around a unit's forward happens outside of `nn.Module.__call__`: hooks of the
-user see whole parameters, compiled forwards hold no trace of sharding, and an exception
+user see unsharded parameters, compiled forwards hold no trace of sharding, and an exception
 on the way is noticed.
 """
 
 import weakref
 
+from torch import nn
+
 from flatshard._fsdp.casts import cast_inputs, cast_output
 from flatshard._fsdp.root import Root, Stale
+from flatshard._fsdp.unit import UnitState
 from flatshard._graphs.checks import refuse_foreign_capture
 from flatshard._tensor.writes import writes
 from flatshard.torch_versions import outside_of_graphs
 
 # Every module that is wrapped now.
-wrapped = weakref.WeakSet()
+wrapped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def state_of(module):
@@ -104,12 +107,12 @@ def make_root(module):
 class UnshardHandle:
     """Waits for an `unshard(async_op=True)`."""
 
-    def __init__(self, state: object):
-        self._state = state
+    def __init__(self, state: UnitState):
+        self._state: UnitState | None = state
 
     def wait(self) -> None:
-        """The unit's parameters are whole from here on, for kernels that are
+        """Waits until the unit's parameters are unsharded for kernels that are
         launched later. Does not block the host on a GPU."""
-        if self._state is not None:
+        if self._state is not None and self._state.root is not None:
             self._state.root.core.unshard(self._state.id, True)
-            self._state = None
+        self._state = None

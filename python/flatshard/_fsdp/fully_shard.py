@@ -1,13 +1,15 @@
 """`fully_shard`: shards a module's parameters, gradients and optimizer state."""
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import _C
 from flatshard._fsdp.arguments import (
+    check_granularity,
     check_own_mesh,
     check_places,
     ids_of,
@@ -30,7 +32,14 @@ from flatshard._fsdp.joined import find_parts, join
 from flatshard._fsdp.linear import linears_in_place, write_grads_in_place
 from flatshard._fsdp.main_grad import offer_main_grads
 from flatshard._fsdp.options import ModelOptions, ShardOptions
-from flatshard._fsdp.parameter import Parameter, mark_owner, plain_like, whole_parameter
+from flatshard._fsdp.parameter import (
+    FROZEN,
+    TRAINED,
+    Parameter,
+    mark_owner,
+    plain_like,
+    whole_parameter,
+)
 from flatshard._fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 from flatshard._fsdp.renewal import make_core
 from flatshard._fsdp.replaced import watch_loads
@@ -49,8 +58,12 @@ from flatshard.float8.policy import choose_weights
 from flatshard.torch_versions import buffers_of, hooks_of_tensor
 
 
+# What fully_shard takes and returns, such as a Transformer or a list of its layers.
+Wrapped = TypeVar("Wrapped", bound=nn.Module | Sequence[nn.Module])
+
+
 def fully_shard(
-    module: nn.Module | list[nn.Module],
+    module: Wrapped,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -62,22 +75,22 @@ def fully_shard(
     strategy: str = "zero3",
     options: ShardOptions | None = None,
     **former_keywords: object,
-) -> nn.Module | list[nn.Module]:
+) -> Wrapped:
     """Shards the parameters of `module` that no inner call has sharded yet.
 
     Call it on the blocks first and on the whole model last; each call makes one
-    unit, whose parameters are gathered together. Optimizers are made afterwards.
+    unit, whose parameters are all-gathered together. Optimizers are made afterwards.
     Collective over the ranks of the mesh.
 
     Args:
         module: an nn.Module, or a list of modules that form one unit. In a forward it
-            is whole from the first of them that runs until each has run, in any order
+            is unsharded from the first of them that runs until each has run, in any order
             and as often as they like; when one does not run, until the backward.
         mesh: DeviceMesh of one dimension, or two: replicas over the first, shards
             over the second (HSDP). None: all ranks. A dimension that was flattened
             together with others into the enclosing module's mesh: this module's
             parameters are slices, see below.
-        reshard_after_forward: False keeps parameters whole from forward to
+        reshard_after_forward: False keeps parameters unsharded from forward to
             backward. None: True, but False for the root. A number, which divides
             the ranks that parameters are sharded over: until the backward they
             are sharded over that many neighbouring ranks, such as those of a
@@ -86,11 +99,11 @@ def fully_shard(
             dimension along which it is cut. Other dimensions than the first have to be
             multiples of the ranks. Such a parameter is stored with that dimension first,
             so the unsharded one is not contiguous. With a mesh, as (Shard(0), mesh) or
-            FSDP2's ShardPlacementResult, it rests on that one, a part of `mesh`: see
+            FSDP2's ShardPlacementResult, it is stored on that one, a part of `mesh`: see
             experts below.
         mp_policy: MixedPrecisionPolicy, of this package or FSDP2's.
         offload_policy: OffloadPolicy(): nothing; CPUOffloadPolicy(): sharded
-            parameters, their gradients and optimizer state rest on the CPU. Of this
+            parameters, their gradients and optimizer state are stored on the CPU. Of this
             package or FSDP2's.
         ignored_params: set of parameters to leave as they are on every rank.
         dp_mesh_dims: None. FSDP2's way to name the data-parallel dimensions of a larger
@@ -114,7 +127,7 @@ def fully_shard(
 
     A parameter of `experts`, [n, ...], is then slice number meshes.ep.get_local_rank() of
     [ep * n, ...], which is what parameters(), state dicts and checkpoints show. It
-    joins the block's unit, with a gather and a reduction of its own over "edp". Its
+    joins the block's unit, with an all-gather and a reduction over "edp". Its
     gradients are divided by all ranks of "dp", as each saw the tokens of "ep" ranks.
 
     Returns:
@@ -137,6 +150,7 @@ def fully_shard(
         raise TypeError(f"mesh: expected a DeviceMesh, got {mesh!r}")
     name = strategy_name(strategy, options.outer, device_mesh)
     shown_mesh = mesh_to_show(options.outer, device_mesh)
+    check_granularity(options.granularity, strategy)
     mp_policy = mixed_precision(mp_policy, fp8)
     offload = offloads(offload_policy)
     reshard, post_forward_ranks = reshards(
@@ -165,8 +179,8 @@ def fully_shard(
     _move_buffers(owned, device_mesh)
 
     everything = [
-        _parameter(*one, reason, place, options, mp_policy, device_mesh)
-        for one, reason, place in zip(found, reasons, places)
+        _parameter(t, label, sites, reason, place, options, mp_policy, device_mesh)
+        for (t, label, sites), reason, place in zip(found, reasons, places)
     ]
     values = {
         id(p): p.stored(p.whole if p.extension else plain_value(t))
@@ -265,7 +279,7 @@ def _parameter(tensor, full_name, sites, reason, place, options, mp_policy, mesh
         granularity="chunk" if as_chunks else options.granularity,
         parallel=parallel,
         trainable=tensor.requires_grad,
-        apart=int(not tensor.requires_grad),
+        apart=TRAINED if tensor.requires_grad else FROZEN,
         dtype=tensor.dtype,
         param_dtype=param_dtype_of(mp_policy, tensor, full_name),
         on_meta=tensor.is_meta,
@@ -282,7 +296,7 @@ def _parameter(tensor, full_name, sites, reason, place, options, mp_policy, mesh
 
 
 def _move_buffers(modules, device_mesh):
-    """Buffers, which stay whole, follow the parameters to the mesh's device."""
+    """Buffers, which are not sharded, follow the parameters to the mesh's device."""
     device = device_of(device_mesh)
     if device.type == "cpu":
         return

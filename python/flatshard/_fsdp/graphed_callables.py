@@ -23,7 +23,7 @@ def make_graphed_callables(
     """Forwards of units, and their backwards, as CUDA graphs; torch's signature.
 
     torch.cuda.make_graphed_callables runs modules on the samples and captures at once. A
-    sharded module has no whole parameters then, so training itself is the warm-up: its
+    sharded module has no unsharded parameters then, so training itself is the warm-up: its
     first `num_warmup_iters` steps run eagerly and are watched, then all units are
     captured, as with ShardOptions(cuda_graph=True). Of the samples only shapes,
     dtypes and flags are looked at. Call it after fully_shard, before the first forward.
@@ -38,7 +38,7 @@ def make_graphed_callables(
             model: the largest of those that its units were given.
         allow_unused_input: False: the first forward raises RuntimeError when an argument
             needs a gradient and none of the results depends on it.
-        pool: None; all units of a model share a pool of their own.
+        pool: None; all units of a model share one pool.
         sample_kwargs: the keyword arguments, a dict; a tuple of dicts for a tuple of
             modules; None: none.
         capture_time_hooks: None.
@@ -64,13 +64,12 @@ def make_graphed_callables(
         raise ValueError(
             f"allow_unused_input: expected True or False, got {allow_unused_input!r}"
         )
-    several = isinstance(callables, tuple)
-    modules = callables if several else (callables,)
+    modules = callables if isinstance(callables, tuple) else (callables,)
+    several = modules is callables
     all_args = _one_each("sample_args", sample_args, modules, several, tuple)
     if sample_kwargs is None:
-        all_kwargs = [{} for _ in modules]
-    else:
-        all_kwargs = _one_each("sample_kwargs", sample_kwargs, modules, several, dict)
+        sample_kwargs = tuple({} for _ in modules) if several else {}
+    all_kwargs = _one_each("sample_kwargs", sample_kwargs, modules, several, dict)
     # All are checked before the first is changed.
     samples = [
         _sample_of(modules, number, args, kwargs, allow_unused_input)
@@ -165,7 +164,7 @@ def cuda_graph_stats(model: nn.Module) -> dict:
     Returns:
         dict of `captures`, forwards and backwards; `forward_replays`;
         `backward_replays`; `fallbacks`, a dict: how many forwards and backwards ran
-        eagerly behind the warm-up, by reason; `nbytes`, taken from the GPU for the
+        eagerly after the warm-up, by reason; `nbytes`, taken from the GPU for the
         graphs; `audited_addresses`, looked at where FLATSHARD_AUDIT_CUDA_GRAPHS=1 asks
         for it, and `audit_findings`, a list of those in memory of others. Zeros where no unit has cuda_graph=True.
 

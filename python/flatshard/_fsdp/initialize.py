@@ -1,4 +1,4 @@
-"""First values of modules that were made on the meta device."""
+"""Weight initialization of modules that were made on the meta device."""
 
 import hashlib
 from collections.abc import Callable
@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from flatshard._fsdp.forward import state_of
+from flatshard._fsdp.parameter import Parameter
 from flatshard._tensor.memory import local_of
 from flatshard._tensor.writes import writes
 from flatshard.torch_versions import parameters_of
@@ -15,10 +16,10 @@ from flatshard.torch_versions import parameters_of
 def reset_parameters(
     model: nn.Module, seed: int = 0, init_fn: Callable[[nn.Module], None] | None = None
 ) -> None:
-    """Gives every sharded parameter its first values, module by module.
+    """Initializes every sharded parameter, module by module.
 
     Each module draws them from a generator seeded by (seed, the module's name):
-    they do not depend on the number of ranks. Only one module is whole at a time.
+    they do not depend on the number of ranks. Only one module is unsharded at a time.
     Not collective.
 
     Args:
@@ -30,7 +31,7 @@ def reset_parameters(
     Raises:
         ValueError: a module with parameters and without reset_parameters().
     """
-    places = {}
+    places: dict[int, list[tuple[str, Parameter]]] = {}
     for module in model.modules():
         state = state_of(module)
         if state is None:
@@ -45,7 +46,7 @@ def reset_parameters(
         for p in state.parameters:
             for site, name in p.sites:
                 places.setdefault(id(site()), []).append((name, p))
-    done = set()
+    done: set[int] = set()
     writes.count += 1
     for full_name, module in model.named_modules():
         own = places.get(id(module))

@@ -26,7 +26,7 @@ def linear_cross_entropy(
     gradient. With `ShardOptions(grads_in_place=True)` the weight's gradient goes
     to where it is reduced.
 
-    Call it while the weight is whole: in a forward of its unit, or in a method that
+    Call it while the weight is unsharded: in a forward of its unit, or in a method that
     `register_fsdp_forward_method` made one. Without sharding it works as well.
 
     Args:
@@ -52,7 +52,7 @@ def linear_cross_entropy(
         raise ValueError(f"reduction: expected 'mean' or 'sum', got {reduction!r}")
     if isinstance(weight, ShardedTensor):
         raise RuntimeError(
-            "weight: expected a whole parameter, got a shard: call linear_cross_entropy "
+            "weight: expected an unsharded parameter, got a shard: call linear_cross_entropy "
             "in a forward of the parameter's unit, or in a method of it that "
             "register_fsdp_forward_method made one"
         )

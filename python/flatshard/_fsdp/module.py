@@ -46,9 +46,9 @@ class FSDPModule:
     # -- unshard and reshard -------------------------------------------------------
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers the unit's parameters now. Collective.
+        """All-gathers the unit's parameters now. Collective.
 
-        They stay whole until `reshard()`, or until the next forward or backward
+        They stay unsharded until `reshard()`, or until the next forward or backward
         of the unit releases them as always. Before the first forward the outermost
         module wrapped so far counts as the one whose forward that will be.
 
@@ -65,12 +65,12 @@ class FSDPModule:
         return UnshardHandle(state) if async_op else None
 
     def reshard(self) -> None:
-        """Releases the unit's gathered parameters."""
+        """Frees the unit's unsharded parameters."""
         state = self._state()
-        if state.root is not None:  # else nothing was gathered
+        if state.root is not None:  # else nothing is unsharded
             state.root.core.reshard(state.id)
 
-    # -- schedules of one's own ------------------------------------------------------
+    # -- custom schedules ------------------------------------------------------------
 
     def backward_pass(
         self, *, is_last: bool = True, interleaved: bool = False
@@ -122,7 +122,7 @@ class FSDPModule:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside accumulate gradients without collectives."""
-        states = [state for m in self.modules() if (state := state_of(m)) is not None]
+        states = self._states_of(recurse=True)
         former = [(s.policy.sync_gradients, s.policy.all_reduce) for s in states]
         self.set_requires_gradient_sync(False)
         try:
@@ -192,8 +192,8 @@ class FSDPModule:
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """The next forward waits for `event`, recorded after the optimizer's step, before
-        it gathers. Call it on the root, after each step. Its stream waits as well, since
-        gathers wait for that.
+        it all-gathers. Call it on the root, after each step. Its stream waits as well,
+        since all-gathers wait for that.
         """
         root_of(self).post_optim_event = event
 
@@ -221,10 +221,10 @@ class FSDPModule:
                 "set_reduce_scatter_max_input_buffers is not supported with "
                 "recurse=False: one number serves all units of a model"
             )
-        if not root_of(self).slots_on_demand:
+        if not root_of(self).buffers_on_demand:
             raise NotImplementedError(
                 "set_reduce_scatter_max_input_buffers is not supported with "
-                "cuda_graph=True or slots_on_demand=False, where gradients have two "
+                "cuda_graph=True or buffers_on_demand=False, where gradients have two "
                 "fixed places"
             )
         self._state().policy.max_input_buffers = n
@@ -253,21 +253,21 @@ class FSDPModule:
 
     def set_symm_mem_for_comm(self, backend: str | None = "NCCL") -> None:
         raise NotImplementedError(
-            "set_symm_mem_for_comm is not supported: for gathers and reductions by copy "
+            "set_symm_mem_for_comm is not supported: for all-gathers and reductions by copy "
             "engines use ModelOptions(copy_engines='auto')"
         )
 
     def reset_iter_state(self) -> None:
         """After an exception in forward or backward: ends what is open, releases all
         weights and drops the gradients of the failed step, so that the next step starts
-        clean. The next forward of the root does it by itself, too. Call it on the root,
+        clean. The next forward of the root does it automatically, too. Call it on the root,
         on all ranks. Blocks until the communication under way is over."""
         root_of(self).give_up_passes()
         root_of(self).core.reset()
 
     def reset_cuda_graphs(self) -> None:
         """Drops the CUDA graphs of ShardOptions(cuda_graph=True); blocks are captured
-        again behind another warm-up. For what a graph cannot see: a tensor that is no
+        again after another warm-up. For what a graph cannot see: a tensor that is no
         argument, parameter or buffer and lies elsewhere now. Call it on the root, between
         steps."""
         root_of(self).core.reset_graphs()
@@ -286,12 +286,12 @@ class FSDPModule:
                 "reduces at its end; no_sync() puts that off to the last one"
             )
 
-    # -- how long parameters stay whole ------------------------------------------------
+    # -- how long parameters stay unsharded --------------------------------------------
 
     def set_reshard_after_forward(
         self, reshard_after_forward: bool, recurse: bool = True
     ) -> None:
-        """False: parameters stay whole from forward to backward. True: they are sharded
+        """False: parameters stay unsharded from forward to backward. True: they are sharded
         over all ranks, whatever number fully_shard got."""
         self._set("reshard_after_forward", reshard_after_forward, recurse)
         self._set("keep_post_forward", False, recurse)
@@ -299,7 +299,7 @@ class FSDPModule:
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """False: parameters stay whole after the backward, until they change."""
+        """False: parameters stay unsharded after the backward, until they change."""
         self._set("reshard_after_backward", reshard_after_backward, recurse)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
@@ -308,16 +308,16 @@ class FSDPModule:
                 "set_keep_unsharded_storage(True) is not supported: the memory of "
                 "released parameters serves other units; "
                 "set_reshard_after_forward(False) and set_reshard_after_backward(False) "
-                "keep parameters whole, and where they are"
+                "keep parameters unsharded, and where they are"
             )
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False: the unit's backward does not read its parameters (embeddings),
-        so they are not gathered for it."""
+        so they are not all-gathered for it."""
         self._set("unshard_in_backward", unshard_in_backward, False)
 
     def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
-        """Units to gather when this one's forward begins, instead of those that
+        """Units to all-gather when this one's forward begins, instead of those that
         ran next the last time."""
         self._set("forward_prefetch", _states(modules), False)
 
@@ -330,14 +330,14 @@ class FSDPModule:
     def _state(self):
         return self.__dict__["_flatshard"]
 
+    def _states_of(self, recurse):
+        modules = self.modules() if recurse else [self]
+        return [state for m in modules if (state := state_of(m)) is not None]
+
     def _set(self, name, value, recurse):
         if name in _WHETHER and not isinstance(value, bool):
             raise ValueError(f"{name}: expected True or False, got {value!r}")
-        modules = self.modules() if recurse else [self]
-        for module in modules:
-            state = state_of(module)
-            if state is None:
-                continue
+        for state in self._states_of(recurse):
             setattr(state.policy, name, value)
             if state.root is not None:
                 state.root.apply_policy(state)

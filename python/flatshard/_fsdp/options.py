@@ -1,7 +1,8 @@
 """Options beyond FSDP2's: `ShardOptions` of one `fully_shard` call, and `ModelOptions` of a
 whole model."""
 
-from dataclasses import dataclass
+import warnings
+from dataclasses import InitVar, dataclass
 
 from flatshard.float8.policy import Float8Policy, check_policy
 
@@ -25,7 +26,7 @@ class ShardOptions:
             then all-gathered by one collective for each parameter. "tensor": nowhere, a
             rank has a parameter or not.
         grads_in_place: the backward of each nn.Linear (not of subclasses) writes weight
-            gradients into the memory that is reduced, without a tensor of their own and
+            gradients into the memory that is reduced, without another tensor and
             without a copy. None: for the nn.Linear of the unit that own their weights
             alone. True: for tied weights as well. False: for none. Compiled code, autocast
             and unsharded weights with hooks take the usual way.
@@ -86,7 +87,7 @@ class ModelOptions:
             be on one host. "auto": where NVLink joins all GPUs of the mesh. "none":
             collectives. Copies keep a shard of the unsharded weights' dtype, and 256 MiB
             a GPU.
-        slots_on_demand: True: memory of unsharded parameters and gradients is allocated
+        buffers_on_demand: True: memory of unsharded parameters and gradients is allocated
             when a unit needs it. False: it stays allocated, at the same addresses in
             each step, as torch.compile(mode="reduce-overhead") needs it. None: True,
             and False where a unit has cuda_graph=True.
@@ -99,10 +100,21 @@ class ModelOptions:
 
     prefetch: int | None = None
     copy_engines: str = "auto"
-    slots_on_demand: bool | None = None
+    buffers_on_demand: bool | None = None
     max_padding: float | None = None
+    # The former name of buffers_on_demand.
+    slots_on_demand: InitVar[bool | None] = None
 
-    def __post_init__(self):
+    def __post_init__(self, slots_on_demand):
+        if slots_on_demand is not None:
+            warnings.warn(
+                "ModelOptions: slots_on_demand goes with the next version; use "
+                "buffers_on_demand",
+                FutureWarning,
+                stacklevel=3,
+            )
+            object.__setattr__(self, "buffers_on_demand", slots_on_demand)
+
         def expect(name, fits, expected):
             _expect("ModelOptions", name, getattr(self, name), fits, expected)
 
@@ -114,8 +126,8 @@ class ModelOptions:
         )
         choices = ("none", "auto", "all")
         expect("copy_engines", self.copy_engines in choices, "'none', 'auto' or 'all'")
-        asked = self.slots_on_demand
+        asked = self.buffers_on_demand
         on_demand = asked is None or isinstance(asked, bool)
-        expect("slots_on_demand", on_demand, "True, False or None")
+        expect("buffers_on_demand", on_demand, "True, False or None")
         padding = self.max_padding
         expect("max_padding", padding is None or padding >= 0, "a number >= 0, or None")

@@ -14,7 +14,7 @@ class MixedPrecisionPolicy:
     """Which dtype each representation of a unit's values has.
 
     Attributes:
-        param_dtype: of the gathered parameters, so of forward and backward.
+        param_dtype: of the all-gathered parameters, so of forward and backward.
             None: the parameters' own.
         reduce_dtype: of gradients on the wire. None: as FSDP2 of the torch that is
             installed, so `param_dtype` up to torch 2.14, and since 2.15 the dtype that
@@ -24,7 +24,7 @@ class MixedPrecisionPolicy:
         cast_forward_inputs: cast floating-point inputs of the unit's forward to
             `param_dtype`.
         param_dtype_override_fn: called with each parameter in fully_shard. The
-            parameter's own dtype as result: it is gathered in that. None or
+            parameter's own dtype as result: it is all-gathered in that. None or
             `param_dtype`: in `param_dtype`. Equal on all ranks.
 
     The sharded parameters, their gradients and the optimizer's state keep the
@@ -50,12 +50,12 @@ class CPUOffloadPolicy(OffloadPolicy):
     """Sharded parameters, gradients and optimizer state in host memory.
 
     Parameters are DTensors with local tensors on the CPU, also frozen ones, so
-    optimizers update there. Each gather copies this rank's part to the device
+    optimizers update there. Each all-gather copies this rank's part to the device
     first, each reduction copies its result back, and backward returns when the
     last is there. Gradients that are not reduced yet stay on the device.
 
     Attributes:
-        pin_memory: the host memory is pinned, so copies run beside kernels.
+        pin_memory: the host memory is pinned, so copies run in parallel with kernels.
     """
 
     pin_memory: bool = True

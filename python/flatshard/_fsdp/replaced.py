@@ -19,7 +19,9 @@ from flatshard.torch_versions import parameters_of
 # -- optimizers made before fully_shard ------------------------------------------------
 
 # Of each optimizer: of how many parameters, and how many were sharded then.
-_checked = weakref.WeakKeyDictionary()
+_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _before_step(optimizer, args, kwargs):
@@ -154,7 +156,8 @@ def settle(units, names):
             p.sites = sites[p.index]
             if shards[p.index] is not p.shard:
                 unit.take(p, shards[p.index])
-        if not unit.has_run and not unit.is_as_sharded():
+        suits = unit.fits() if torch.is_grad_enabled() else unit.can_evaluate()
+        if not unit.has_trained and not suits:
             shard_again(unit)
         for p in unit.parameters:
             if not p.sites:

@@ -10,7 +10,7 @@ from flatshard import _C
 from flatshard._fsdp.inner_outputs import InnerOutputs
 from flatshard._fsdp.options import ModelOptions
 from flatshard._fsdp.parameter import name_released
-from flatshard._fsdp.renewal import check_may_renew, come_back
+from flatshard._fsdp.renewal import check_may_renew, come_back, why_fixed
 from flatshard._fsdp.replaced import refuse_plain, refuse_replaced, settle
 from flatshard._fsdp.seen_writes import SeenWrites
 from flatshard._fsdp.tree import check_units, inner_modules, names_of, walk
@@ -75,7 +75,7 @@ class Root:
         self.on_gpu = self.device.type == "cuda"
         warmup_steps = [u.graph_warmup_steps for u in units if u.cuda_graph]
         self.cuda_graphs = bool(warmup_steps)
-        self.slots_on_demand = self._slots_on_demand(options.slots_on_demand)
+        self.buffers_on_demand = self._buffers_on_demand(options.buffers_on_demand)
         # The core would keep a bound method, and with it this object, for ever.
         me = weakref.ref(self)
         self.core = _C.Runtime(
@@ -89,7 +89,7 @@ class Root:
             _C.RuntimeOptions(
                 prefetch=1 if options.prefetch is None else options.prefetch,
                 copy_engines=state.copy_engines,
-                slots_on_demand=self.slots_on_demand,
+                slots_on_demand=self.buffers_on_demand,
                 shared_streams=state.shared_streams,
                 trace=traces_steps(),
                 graphs=_C.GraphOptions(
@@ -106,12 +106,15 @@ class Root:
         self._sync_is_of_pass = False
         self._initialized = False
         self._saw_all = False
+        self._has_trained = False  # ran with gradients
         self._inner_outputs = InnerOutputs(inner_modules(units))
         self.is_stale = False  # the dtype of parameters was changed
         self.post_optim_event = None  # to wait for before the next gather
         for unit in units:
             unit.root = self
-            unit.has_run = True
+            # Its core stays, so a parameter that is frozen keeps its place.
+            if self.cuda_graphs or any(why_fixed(unit, p) for p in unit.parameters):
+                unit.has_trained = True
         for unit in units:
             self.apply_policy(unit)
         self.apply_limits(state.policy)
@@ -124,12 +127,12 @@ class Root:
         if text is not None and device_mesh.get_rank() == 0:
             warnings.warn(f"fully_shard: {text}", stacklevel=2)
 
-    def _slots_on_demand(self, asked):
+    def _buffers_on_demand(self, asked):
         if asked is None:
             return not self.cuda_graphs
         if asked and self.cuda_graphs:
             raise ValueError(
-                "slots_on_demand: expected None or False for the root of a model with "
+                "buffers_on_demand: expected None or False for the root of a model with "
                 "cuda_graph=True, got True: a graph needs weights and gradients at the "
                 "same addresses in every step"
             )
@@ -238,10 +241,9 @@ class Root:
             if not self._saw_all:
                 refuse_plain(self._module(), self.units)
                 self._saw_all = True
-            # Without gradients nothing depends on it: peft's disable_adapter()
-            # freezes adapters for the time that it lasts.
-            if self.core.trains_others():
+            if self.core.trains_others() or not self._has_trained:
                 self._follow_requires_grad()
+            self._has_trained = True
         for ref in self._of_several:
             if (unit := ref()) is not None:
                 unit.running.clear()
@@ -253,6 +255,7 @@ class Root:
                 if not unit.fits():
                     raise Stale
                 unit.follow_requires_grad()
+                unit.has_trained = True
 
     def renew(self):
         """Makes the Root that comes after this one, when Stale was raised."""

@@ -1,6 +1,7 @@
 """One unit: its parameters in the core, its shards, and its options."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -30,6 +31,9 @@ from flatshard.torch_versions import (
     in_backward,
     parameters_of,
 )
+
+if TYPE_CHECKING:
+    from flatshard._fsdp.root import Root
 
 
 @dataclass
@@ -71,8 +75,8 @@ class UnitState:
     main_grads: bool = False  # modules write some of its gradients, see main_grad.py
     graph_warmup_steps: int = DEFAULT_WARMUP_STEPS
     policy: Policy = field(default_factory=Policy)
-    grads: _C.GradViews = None
-    root: object = None  # Root, once known
+    grads: _C.GradViews | None = None
+    root: "Root | None" = None  # once known
     id: int = -1
     name: str = ""
     num_writes: int = 0  # that others made to its parameters
@@ -83,9 +87,11 @@ class UnitState:
     ignored: list = field(default_factory=list)  # places of ignored_params
     loads_by_assign: bool = False  # the load_state_dict that runs
     shared_streams: _C.CommStreams | None = None  # of share_comm_ctx, for the root
-    home: torch.device = None  # where the core has its shards
+    home: torch.device | None = None  # where the core has its shards
     is_outdated: bool = False  # a Root before had its core
-    has_run: bool = False  # so optimizers may have states for its rows
+    has_trained: bool = (
+        False  # ran with gradients: optimizers may have states for its rows
+    )
     initialized: bool = True  # False: parameters that were on meta have no values
     running: set = field(default_factory=set)  # ids of a list's modules still to run
     # On a part of the model's mesh its parameters are slices of larger tensors: how
@@ -162,7 +168,20 @@ class UnitState:
         return all(p.is_as_sharded() for p in self.parameters)
 
     def fits(self):
-        return all(p.fits() for p in self.parameters)
+        """The core can train the parameters as they are now."""
+        return not self.misfits()
+
+    def misfits(self):
+        """Returns the parameters that need another core. Until the first forward with
+        gradients these include the ones that were frozen."""
+        if self.has_trained:
+            return [p for p in self.parameters if not p.fits()]
+        return [p for p in self.parameters if not p.is_as_sharded()]
+
+    def can_evaluate(self):
+        """A forward without gradients does not ask which parameters are trained: peft's
+        disable_adapter() freezes adapters while it lasts."""
+        return all(p.has_dtype() for p in self.parameters)
 
     def check_grad_dtypes(self):
         for p in self.parameters:
@@ -183,7 +202,9 @@ class UnitState:
                     "changed after fully_shard, which is not supported; change it before"
                 )
         for p in self.parameters:
-            p.whole.requires_grad_(p.shard.requires_grad)
+            # A transform of torch.func refuses the call.
+            if p.whole.requires_grad != p.shard.requires_grad:
+                p.whole.requires_grad_(p.shard.requires_grad)
 
     def apply_to_core(self):
         """What setters said. Without a core it waits for the next one."""

@@ -1,6 +1,7 @@
 """Modules become FSDPModules, and their methods forwards."""
 
 import functools
+import types
 
 from torch import nn
 
@@ -12,7 +13,7 @@ from flatshard.torch_versions import outside_of_graphs, register_as_sharded
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Calls of `module.method_name(...)` gather and release like a forward.
+    """Makes calls of `module.method_name(...)` all-gather and reshard like a forward.
 
     Does nothing for a module that fully_shard did not wrap, as in FSDP2.
     """
@@ -27,11 +28,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return run_forward(self, method, args, kwargs)
 
     # A plain attribute, so that the class of other instances stays as it is.
-    setattr(module, method_name, gathering.__get__(module, type(module)))
+    setattr(module, method_name, types.MethodType(gathering, module))
 
 
 def share_comm_ctx(modules: list[nn.Module]) -> None:
-    """The models share the streams of their all-gathers and reductions, so that torch's
+    """Lets the models share the streams of their all-gathers and reductions, so that torch's
     allocator keeps memory for one set of streams. For the chunks of a pipeline.
 
     Args:

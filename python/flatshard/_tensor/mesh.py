@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flatshard import _C
 
-_meshes = {}
+_meshes: dict[object, _C.Mesh] = {}
 
 
 def default_device_mesh():

@@ -8,7 +8,7 @@ from flatshard._tensor.memory import address_of
 
 # Of parameters that came on the meta device: the address of the memory behind a shard
 # -> its unit, which says whether there are values yet.
-of_meta = {}
+of_meta: dict[int, weakref.ref] = {}
 
 
 def mark_of_meta(storages, state):

@@ -86,7 +86,7 @@ class Values:
     """The plain whole values of the tensors of one operation."""
 
     # Operations that were told to cost a gather, by name.
-    warned = set()
+    warned: set[str] = set()
 
     def __init__(self, name, mesh):
         self.name = name

@@ -47,7 +47,7 @@ class ShardedView(ShardedTensor):
         return view
 
 
-ShardedView.__slots__ = DTensor.__slots__
+setattr(ShardedView, "__slots__", DTensor.__slots__)
 
 
 def run(func, traits, args, kwargs):

@@ -6,6 +6,7 @@ a ``ShardedTensor``; this file has the functions that do not reach it.
 """
 
 import functools
+import inspect
 import sys
 
 import torch
@@ -32,7 +33,7 @@ from flatshard._tensor.watched_tensor import WatchedTensor
 from flatshard._tensor.writes import writes
 from flatshard.torch_versions import plain_attributes, tree_map
 
-_set_data = torch.Tensor.data.__set__
+_set_data = inspect.getattr_static(torch.Tensor, "data").__set__
 _grad = torch.Tensor.grad
 
 
@@ -201,7 +202,7 @@ class ShardedTensor(WatchedTensor):
 
 # None of its own: DTensor's class has to be assignable to it. But whoever copies a
 # tensor slot by slot (DCP's staging) asks the type for them.
-ShardedTensor.__slots__ = DTensor.__slots__
+setattr(ShardedTensor, "__slots__", DTensor.__slots__)
 
 # clip_grad_norm_ takes the norms of all gradients of these types at once, so in one
 # collective. torch has no function that registers a type.

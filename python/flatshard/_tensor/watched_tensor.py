@@ -1,6 +1,7 @@
 """What the two kinds of shards have in common: ShardedTensor and EvenShard."""
 
 import copy
+import inspect
 
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from flatshard._tensor.meta_shards import of_meta, where_it_is
 from flatshard._tensor.shard_values import base_of
 from flatshard.torch_versions import plain_attributes
 
-_set_data = torch.Tensor.data.__set__
+_set_data = inspect.getattr_static(torch.Tensor, "data").__set__
 
 
 class WatchedTensor(DTensor):

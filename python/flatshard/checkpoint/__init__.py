@@ -21,6 +21,7 @@ from torch import nn
 
 from flatshard import _C
 from flatshard._fsdp.forward import root_of
+from flatshard._fsdp.root import Root
 from flatshard._tensor.mesh import device_of
 from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard._tensor.writes import writes
@@ -40,7 +41,7 @@ _OPTIMIZER = "optimizer"  # our own text in the manifest
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint holds beside tensors."""
+    """What a checkpoint holds in addition to tensors."""
 
     step: int
     state: dict  # the texts given to save
@@ -79,7 +80,7 @@ def save(
     state: dict | None = None,
     keep_latest: int = 0,
 ) -> None:
-    """Saves a checkpoint and returns when it is whole. Collective.
+    """Saves a checkpoint and returns when it is complete. Collective.
 
     See `async_save`.
     """
@@ -87,7 +88,6 @@ def save(
         folder, step, model, optimizer, state=state, keep_latest=keep_latest
     )
     saved.wait()
-    return saved
 
 
 def async_save(
@@ -99,16 +99,16 @@ def async_save(
     state: dict | None = None,
     keep_latest: int = 0,
 ) -> "Saved":
-    """Begins to save `<folder>/step-<step>` beside the training. Collective.
+    """Begins to save `<folder>/step-<step>` in parallel with the training. Collective.
 
     Weights, persistent buffers (rank 0's) and the optimizer's state are copied to a
-    host buffer beside what the GPU computes next; a thread writes it. The next
+    host buffer in parallel with what the GPU computes next; a thread writes it. The next
     `optimizer.step()` waits for the copies: until then, write to the parameters by
     no other way. There are two buffers, made by the first save, each as large as this
     rank's part of the checkpoint; a third save waits for the first.
 
     The folder gets its name when every byte of every rank is on disk, so one that is
-    there is whole. A save that fails on one rank fails on all and leaves earlier
+    there is complete. A save that fails on one rank fails on all and leaves earlier
     checkpoints as they are.
 
     Args:
@@ -117,7 +117,7 @@ def async_save(
         model: the outermost module that `fully_shard` wrapped.
         optimizer: of its parameters: flatshard.optim.AdamW, or any whose state is
             tensors like the parameters, and `step`. None: weights only.
-        state: texts to keep beside the tensors, by name, such as the data loader's
+        state: texts to keep in addition to the tensors, by name, such as the data loader's
             place as JSON.
         keep_latest: older checkpoints are removed; 0: none are.
 
@@ -170,15 +170,15 @@ def load(
     texts = dict(stored["state"])
     described = json.loads(texts.pop(_OPTIMIZER, "{}"))
     texts.pop("optimizer.num_steps", None)
-    foreign = optimizer is not None and not isinstance(optimizer, AdamW)
+    foreign = None if isinstance(optimizer, AdamW) else optimizer
     if optimizer is not None and described:
         check_options(optimizer, described["param_groups"], path)
-    before = optimizer.state if foreign else None
+    before = None if foreign is None else foreign.state
     on_meta = _materialize_buffers(root, model)
     try:
-        if foreign:
+        if foreign is not None:
             counts = described.get("counts_steps", True)
-            make_states(optimizer, stored, counts, exclude)
+            make_states(foreign, stored, counts, exclude)
         states, _ = states_of(root, optimizer)
         _C.load_checkpoint(
             str(path),
@@ -188,8 +188,8 @@ def load(
             list(exclude),
         )
     except BaseException:
-        if foreign:
-            optimizer.state = before
+        if foreign is not None and before is not None:
+            foreign.state = before
         for module, name, buffer in on_meta:
             buffers_of(module)[name] = buffer
         raise
@@ -207,10 +207,10 @@ def load(
 class Saved:
     """A save that was begun."""
 
-    def __init__(self, writer: object, step: int):
+    def __init__(self, writer: "_Writer", step: int):
         self._writer = writer
         self._step = step
-        self._result = None
+        self._result: _C.SaveResult | None = None
 
     @property
     def step(self):
@@ -222,7 +222,7 @@ class Saved:
         return self._result is not None
 
     def wait(self) -> None:
-        """Blocks until the checkpoint is whole on disk.
+        """Blocks until the checkpoint is complete on disk.
 
         Raises:
             RuntimeError: it could not be written on some rank; the text names the
@@ -231,7 +231,7 @@ class Saved:
         if not self.done():
             self._writer.core.wait()
             self._writer.collect()
-        if self._result.error is not None:
+        if self._result is not None and self._result.error is not None:
             raise RuntimeError(
                 f"checkpoint of step {self._step} failed: {self._result.error}"
             )
@@ -282,7 +282,10 @@ class _Writer:
             self._pending.pop(0)._result = result
 
 
-_writers = weakref.WeakKeyDictionary()  # Root -> (signature, _Writer)
+# With the signature of what each writes.
+_writers: weakref.WeakKeyDictionary[Root, tuple[tuple, "_Writer"]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @atexit.register

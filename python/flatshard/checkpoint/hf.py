@@ -66,7 +66,7 @@ def load_hf(
             shape, with their names. The model has no usable values then.
     """
     tensors = _Folder(Path(folder))
-    places = {}
+    places: dict[int, tuple[nn.Parameter, list[str]]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         places.setdefault(id(p), (p, []))[1].append(name)
     missing = []

@@ -14,7 +14,7 @@ class Float8Linear(nn.Linear):
     Its weight is an nn.Parameter in bfloat16 that refuses to be read: the products of
     forward and backward take the FP8 planes of it. Activations are quantized by the
     weight's recipe, sums are float32, and the weight's gradient goes to where it is
-    reduced; hooks on the whole weight see None.
+    reduced; hooks on the unsharded weight see None.
     """
 
     def forward(self, input):

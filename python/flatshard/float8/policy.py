@@ -21,7 +21,7 @@ _MAIN_DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Float8Policy:
-    """The weights of nn.Linear layers are gathered and multiplied as FP8.
+    """How the weights of nn.Linear layers are all-gathered and multiplied as FP8.
 
     Everything else about a parameter stays: sharded weights, gradients, optimizer state
     and checkpoints keep their dtypes. docs/guides/fp8.md says what the options cost.
@@ -31,15 +31,15 @@ class Float8Policy:
             "mxfp8" (32 elements, E8M0).
         module_filter_fn: function of an nn.Linear and its name below the module that is
             sharded, as torchao's: True for those that are FP8. One that it chooses and
-            that cannot be FP8 is refused by name. None: all that can be.
+            that cannot be FP8 raises an error with its name. None: all that can be.
         column_plane: where the weights that the backward reads come from. "derived":
             made of the rows on each rank; "stored": quantized from the main weights and
-            gathered, for rowwise and mxfp8. "auto": derived.
-        gather_parts: what a recomputation gathers. "unit": the rows of the whole unit;
+            all-gathered, for rowwise and mxfp8. "auto": derived.
+        gather_parts: what a recomputation all-gathers. "unit": the rows of the whole unit;
             "recomputed": those of the layers that it runs; "module": layer by layer
             always.
-        keep_column_plane: the weights that the backward reads stay gathered after it,
-            until the weights change: backwards of later microbatches neither gather nor
+        keep_column_plane: the weights that the backward reads stay unsharded after it,
+            until the weights change: backwards of later microbatches neither all-gather nor
             transpose. Takes their bytes for the whole unit.
         emulate: multiply in bfloat16 where the GPU does not multiply the recipe. CPUs do
             so in any case.
@@ -125,7 +125,7 @@ def choose_weights(fp8, found, param_dtype, device):
         device: of the mesh.
 
     Raises:
-        ValueError: FP8 beside another dtype than bfloat16, a recipe that the GPU does
+        ValueError: FP8 together with another dtype than bfloat16, a recipe that the GPU does
             not multiply, or a weight that module_filter_fn chose and that cannot be FP8.
     """
     if fp8 is None:

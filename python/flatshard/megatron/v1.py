@@ -3,6 +3,7 @@
 import functools
 import importlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -215,7 +216,8 @@ def fully_shard_optimizer(
             raise NotImplementedError("optimizer.zero_grad: zero_grad_buffer=False")
         return zero_grad(*args, **kwargs)
 
-    optimizer.step, optimizer.zero_grad = new_step, new_zero_grad
+    # Attributes of this optimizer, which hide its class's methods.
+    vars(optimizer).update(step=new_step, zero_grad=new_zero_grad)
     return optimizer
 
 
@@ -223,7 +225,7 @@ def fully_shard(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
     preproc_state_dict_for_dcp_ckpt: bool = True,
-    **options: object,
+    **options: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """fully_shard_model and fully_shard_optimizer in one: `optimizer` was made from
     the module's parameters before. Returns both."""

@@ -18,6 +18,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -44,8 +45,10 @@ class FsdpContext:
 
     def __init__(self, device: torch.device | str | None):
         self.device = device
-        self._modules = []  # weak references, in the order of the calls
-        self._roots = None  # once the context has been left
+        # In the order of the calls.
+        self._modules: list[weakref.ref[nn.Module]] = []
+        # Once the context has been left.
+        self._roots: list[weakref.ref[nn.Module]] | None = None
         self._is_last_microbatch = True
 
     @property
@@ -83,8 +86,12 @@ class FsdpContext:
         self._roots = [ref for ref in self._modules if id(ref()) not in below]
 
 
-_contexts = weakref.WeakKeyDictionary()  # module -> its context
-_current = contextvars.ContextVar("flatshard_megatron_context", default=None)
+_contexts: weakref.WeakKeyDictionary[nn.Module, FsdpContext] = (
+    weakref.WeakKeyDictionary()
+)
+_current: contextvars.ContextVar[FsdpContext | None] = contextvars.ContextVar(
+    "flatshard_megatron_context", default=None
+)
 
 
 @contextlib.contextmanager
@@ -176,7 +183,8 @@ def fully_shard(
             options=ShardOptions(outer=outer, fp8=fp8),
         )
     if grad_divisor != 1:
-        module.set_gradient_divide_factor(mesh.size() * grad_divisor)
+        sharded = cast(FSDPModule, module)
+        sharded.set_gradient_divide_factor(mesh.size() * grad_divisor)
     context._register(module)
 
 

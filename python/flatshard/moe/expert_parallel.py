@@ -24,7 +24,7 @@ _LISTS = {"MixtralSparseMoeBlock": True, "Qwen3MoeSparseMoeBlock": False}
 def expert_parallel(
     model: nn.Module, ep_mesh: DeviceMesh, *, overlap: bool = False
 ) -> nn.Module:
-    """Leaves on each rank its experts of every layer, and lets tokens travel.
+    """Leaves on each rank its experts of every layer, and dispatches tokens to them.
 
     Before fully_shard. `moe_meshes` makes the meshes that fit, and `shard_moe` does both.
 
@@ -38,7 +38,7 @@ def expert_parallel(
         model: a transformers model, before fully_shard; may be on the meta device.
         ep_mesh: DeviceMesh of one dimension.
         overlap: True: steps may run by overlap_microbatches, which hides one
-            microbatch's exchange behind another's computation. Calls of the model are
+            microbatch's exchange by another's computation. Calls of the model are
             as without.
 
     Returns:

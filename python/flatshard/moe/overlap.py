@@ -1,9 +1,9 @@
 """The 1F1B schedule of transformers' models with experts: the backward of one microbatch
-beside the forward of the next, so that tokens of one are exchanged while the other computes.
+in parallel with the forward of the next, so that tokens of one are exchanged while the other computes.
 
 The model's own forward runs, as transformers wrote it, once for each microbatch. Where
 it enters a layer, sends tokens to their experts or awaits them back, its graph is cut,
-and the steps of the plan that are due before it goes on run there: pieces of the former
+and the steps of the plan that are due before it continues run there: pieces of the former
 microbatch's backward, each one run of the autograd engine.
 """
 
@@ -293,7 +293,7 @@ class _Schedule:
     def _experts_backward(self, mine, number):
         layer = mine.layers[number]
         grad = layer.transfer.wait()
-        with self._late_wgrads(mine, "experts"):
+        with self._delayed(mine, "experts"):
             _backward([(layer.expert_rows, grad)])
         layer.expert_rows = None
 
@@ -312,7 +312,7 @@ class _Schedule:
             ends.append((layer.rows, layer.transfer.wait()))
         if layer.logits is not None:
             ends.append((layer.logits[0], layer.logits[1].grad))
-        with self._late_wgrads(mine, "attend"):
+        with self._delayed(mine, "attend"):
             _backward(ends)
         mine.steps.end_backward(self._layers[number])
         mine.layers[number] = None
@@ -351,9 +351,9 @@ class _Schedule:
             self._now, self._again = former
         layer.again = layer.forward = None
 
-    def _late_wgrads(self, mine, node):
+    def _delayed(self, mine, node):
         if self._delay_wgrad:
-            return mine.steps.late_wgrads(_NODES[node])
+            return mine.steps.delay_wgrads(_NODES[node])
         return contextlib.nullcontext()
 
 

@@ -1,6 +1,7 @@
 """`shard_moe`: a transformers model with experts, sharded by one call; and its meshes."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -72,7 +73,7 @@ def shard_moe(
     overlap: bool = False,
     units: list[nn.Module] | None = None,
     options: ShardOptions | None = None,
-    **fully_shard_options: object,
+    **fully_shard_options: Any,
 ) -> nn.Module:
     """Shards a transformers model with experts, each rank with 1 / `ep` of the experts.
 
@@ -111,7 +112,8 @@ def shard_moe(
             )
     for layer in layers:
         fully_shard(layer, mesh=meshes.dp, options=options, **fully_shard_options)
-    return fully_shard(model, mesh=meshes.dp, options=options, **fully_shard_options)
+    fully_shard(model, mesh=meshes.dp, options=options, **fully_shard_options)
+    return model
 
 
 def _check_mesh(mesh, ep):

@@ -1,0 +1,222 @@
+"""Trains adapters of Llama shapes with the trainer and with peft under FSDP2, alternating.
+
+python3 bench/lora.py --nproc 2 --pairs 3
+
+The peer is transformers' LlamaForCausalLM with peft's adapters, under FSDP2's
+fully_shard, with blocks that torch.compile compiled: a bfloat16 base, float32 adapters
+that compute in bfloat16, torch's fused AdamW. Weights and tokens are random. Both
+recompute the same (--recompute). Prints the median step in ms with the range, the peak of
+allocated memory and the ratios to the peer; the last rows are medians over the pairs.
+"""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+from harness.command_line import Parser
+from harness.peers import LLAMA_SIZES
+from harness.programs import machine, torchrun, train_steps, write_json
+from harness.tables import by_turns, head, ms_and_range, row
+
+BENCH = Path(__file__).resolve().parent
+PEER = "peft + FSDP2"
+# Further settings of the trainer for each way.
+WAYS = {
+    PEER: None,
+    "peft + FSDP2, eager": None,
+    "Flatshard": [],
+    "Flatshard, FP8 base": ["float8.recipe=rowwise"],
+    "Flatshard, graphs": ["cuda_graph.impl=full_iteration"],
+}
+TARGETS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"
+
+
+def sizes_of(args):
+    hidden, ffn, layers, heads, kv_heads = LLAMA_SIZES[args.shape]
+    return hidden, ffn, args.layers or layers, heads, kv_heads
+
+
+def settings_of(args, way):
+    hidden, ffn, layers, heads, kv_heads = sizes_of(args)
+    shape = {
+        "dim": hidden,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "ffn_dim": ffn,
+        "vocab_size": args.vocab,
+        "rope_theta": 500000.0,
+    }
+    targets = ", ".join(args.targets.split())
+    return [
+        *(f"model.{key}={value}" for key, value in shape.items()),
+        f"lora.rank={args.rank}",
+        f"lora.targets={targets}",
+        f"lora.dropout={args.dropout}",
+        f"training.local_batch_size={args.batch}",
+        f"activation_checkpoint.mode={args.recompute}",
+        *WAYS[way],
+        *args.set,
+    ]
+
+
+def build_peer(args, mesh, device, compiled):
+    """Returns the sharded model of transformers with adapters."""
+    import torch
+    from harness.peers import fully_shard_of, llama_config
+    from peft import LoraConfig, get_peft_model
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        checkpoint_wrapper,
+    )
+    from transformers import LlamaForCausalLM
+
+    config = llama_config(
+        sizes_of(args),
+        vocab_size=args.vocab,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        base = LlamaForCausalLM(config).to(torch.bfloat16)
+        model = get_peft_model(
+            base,
+            LoraConfig(
+                r=args.rank,
+                lora_alpha=16,
+                lora_dropout=args.dropout,
+                target_modules=args.targets.split(),
+                task_type="CAUSAL_LM",
+            ),
+        )
+    # Master weights of adapters are float32, as the trainer's are.
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.float()
+    layers = base.model.layers
+    for i, layer in enumerate(layers):
+        if args.recompute == "full":
+            layers[i] = checkpoint_wrapper(layer)
+        if compiled:
+            layers[i].compile()
+    fully_shard = fully_shard_of("fsdp2", reduce_dtype=torch.float32)
+    for module in (*layers, model):
+        fully_shard(module, mesh=mesh)
+    model.to_empty(device=device)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1.0)
+            elif "lora_B" in name:
+                parameter.zero_()
+            else:
+                parameter.normal_(0, 0.02)
+    rotary, dim = base.model.rotary_emb, config.hidden_size // sizes_of(args)[3]
+    exponents = torch.arange(0, dim, 2, device=device).float() / dim
+    rotary.inv_freq = rotary.original_inv_freq = 500000.0**-exponents
+    return model
+
+
+def run_peer(args):
+    """One run of the peer on this rank. Prints a line of JSON."""
+    import torch
+    import torch.distributed as dist
+    from harness.ranks import join_mesh, say, usual_device
+    from harness.steps import measure
+
+    kind = usual_device()
+    mesh = join_mesh(kind)
+    device = torch.device(kind)
+    model = build_peer(args, mesh, device, compiled=not args.eager)
+    model.train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=kind == "cuda")
+    torch.manual_seed(1 + dist.get_rank())
+    ids = torch.randint(args.vocab, (args.batch, args.seq), device=device)
+    found = measure(
+        lambda: model(input_ids=ids, labels=ids).loss,
+        optimizer,
+        args,
+    )
+    found["trained"] = sum(p.numel() for p in trained)
+    say(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def peer_steps(args, way, log):
+    names = ("shape", "vocab", "layers", "rank", "targets", "dropout", "batch", "seq")
+    names += ("recompute", "warmup", "steps")
+    options = [f"--{name}={getattr(args, name)}" for name in names]
+    if "eager" in way:
+        options.append("--eager")
+    out = torchrun(args.nproc, "lora.py", ["--worker", *options], log)
+    found = next(json.loads(line) for line in out.split("\n") if line[:1] == "{")
+    return {**found, "range": found["ms_range"]}
+
+
+def measure_way(args, way, pair):
+    name = "".join(c if c.isalnum() else "-" for c in f"{way}-{args.nproc}-{pair}")
+    if WAYS[way] is None:
+        return peer_steps(args, way, args.out / f"{name}.log")
+    return train_steps(args, args.seq, settings_of(args, way), args.out / name)
+
+
+def report(results, way, runs, peers):
+    """Prints the medians of a way over the pairs."""
+    ms, peak = (
+        statistics.median(found[key] for found in runs) for key in ("ms", "peak_GiB")
+    )
+    ratios = [
+        statistics.median(
+            a[key] / b[key] if b[key] else 1.0 for a, b in zip(runs, peers)
+        )
+        for key in ("ms", "peak_GiB")
+    ]
+    results["medians"][way] = {"ms": ms, "peak_GiB": peak, "of_peer": ratios}
+    row(
+        f"{way}, median",
+        f"{ms:.1f}",
+        f"{ratios[0]:.3f}",
+        f"{peak:.2f}",
+        f"{ratios[1]:.3f}",
+    )
+
+
+def main():
+    parser = Parser(__doc__).options("program", "set", "nproc", "warmup", "steps")
+    parser.options("tiny", pairs=3, seq=4096, out=Path("outputs/lora"), vocab=128256)
+    parser.options(rank=16, batch=1, dropout=0.0, targets=TARGETS)
+    parser.add_argument("--shape", choices=LLAMA_SIZES, default="8b")
+    parser.add_argument("--layers", type=int, default=0, help="blocks; 0: the shape's")
+    parser.add_argument("--recompute", choices=["none", "full"], default="none")
+    usual = [PEER, "Flatshard", "Flatshard, FP8 base"]
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=usual)
+    parser.add_argument("--worker", action="store_true", help="a rank of the peer")
+    parser.add_argument("--eager", action="store_true", help="of the worker")
+    args = parser.parse_args()
+    if args.tiny:
+        args.shape, args.vocab, args.seq, args.rank = "tiny", 512, 64, 4
+        args.set += ["precision.compute=bfloat16"]
+    if args.worker:
+        run_peer(args)
+        return
+    args.config = BENCH / "random.toml"
+    print(f"{args.nproc} ranks on {machine()}: {vars(args)}\n", flush=True)
+    results = {"machine": machine(), "nproc": args.nproc, "runs": {}, "medians": {}}
+    head("", "ms per step (range)", "of the peer", "peak GiB", "of the peer")
+
+    def run_one(way, pair):
+        found = measure_way(args, way, pair)
+        row(f"{way}, {pair}", ms_and_range(found), "", f"{found['peak_GiB']:.2f}", "")
+        return found
+
+    runs = by_turns(args.ways, args.pairs, run_one)
+    results["runs"] = runs
+    for way in args.ways:
+        report(results, way, runs[way], runs[args.ways[0]])
+    write_json(args.out / "lora.json", results)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+#pragma once
+
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "flatshard/nn/lora/sample_dropout.h"
+#include "flatshard/nn/module.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace flatshard::nn {
+
+/// A factor of an adapter: parameter weight [out, in].
+class LoraFactorImpl : public Module {
+ public:
+  LoraFactorImpl(std::int64_t out, std::int64_t in, InitSpec init);
+  /// Another name of the same parameter.
+  explicit LoraFactorImpl(const LoraFactorImpl& shared);
+  const at::Tensor& weight() const { return weight_; }
+
+ private:
+  at::Tensor weight_;
+};
+FLATSHARD_MODULE(LoraFactor);
+
+/// What a Linear adds to its result: scale * dropout(x) A^T B^T.
+/// Source: Hu et al., arXiv:2106.09685.
+struct Adapter {
+  LoraFactor a{nullptr};  ///< [rank, in]
+  LoraFactor b{nullptr};  ///< [out, rank]
+  double scale = 1.0;
+  std::shared_ptr<const SampleDropout> dropout;  ///< null: none
+  /// The draws of the dropout; adapters with the same A have the same.
+  std::uint64_t dropout_key = 0;
+};
+
+/// The adapters of the layers that one autograd node calls.
+class AdapterCalls : public torch::CustomClassHolder {
+ public:
+  struct Call {
+    std::size_t layer;  ///< of the node's
+    double scale;
+    ModuleContextPtr a_context, b_context;
+    std::shared_ptr<const SampleDropout> dropout;
+    std::uint64_t dropout_key;
+  };
+
+  /// @param layers  of a node, in order; null for a layer without an adapter.
+  /// @return null when none has one.
+  static c10::intrusive_ptr<AdapterCalls> of(
+      const std::vector<const Adapter*>& layers);
+
+  const std::vector<Call>& all() const { return calls_; }
+
+ private:
+  std::vector<Call> calls_;
+};
+using AdapterCallsPtr = c10::intrusive_ptr<AdapterCalls>;
+
+/// Returns A and B of each adapter: inputs of the node.
+std::vector<at::Tensor> adapter_factors(
+    const std::vector<const Adapter*>& layers);
+
+/// The part that adapters have in a node's forward.
+class AdapterForward {
+ public:
+  /// @param calls    may be null: every call does nothing then.
+  /// @param factors  as adapter_factors returns them.
+  AdapterForward(const AdapterCallsPtr& calls, at::TensorList factors);
+
+  /// Adds the layer's adapter of x [rows, in] to y [rows, out], in place.
+  void add(std::size_t layer, const at::Tensor& x, at::Tensor& y);
+  /// Appends what AdapterBackward reads. Call it last.
+  void save(
+      torch::autograd::AutogradContext* ctx,
+      torch::autograd::variable_list& saved);
+
+ private:
+  const AdapterCallsPtr& calls_;
+  at::TensorList factors_;
+  std::vector<at::Tensor> low_;  ///< [rows, rank] of each call, with the scale
+};
+
+/// The part that adapters have in a node's backward.
+class AdapterBackward {
+ public:
+  /// Takes what AdapterForward saved off the end of `saved`.
+  AdapterBackward(
+      torch::autograd::AutogradContext* ctx,
+      torch::autograd::variable_list& saved);
+
+  /// The node has an adapter.
+  explicit operator bool() const { return calls_ != nullptr; }
+  std::size_t num_factors() const { return 2 * parts_.size(); }
+
+  /// Where the first factor is among the node's edges, which count defined
+  /// tensors only, and among the gradients that it returns.
+  struct Places {
+    std::size_t edge;
+    std::size_t out;
+  };
+  void set_places(const Places& places) { places_ = places; }
+
+  /// Takes the gradient g [..., out] of the layer's result and delivers B's.
+  void begin(
+      std::size_t layer,
+      const at::Tensor& g,
+      torch::autograd::variable_list& out);
+  /// dx += the adapter's part, after `begin`.
+  void add_input_gradient(std::size_t layer, at::Tensor& dx);
+  /// `end` will read the layer's input.
+  bool wants_input(std::size_t layer) const;
+  /// Delivers A's gradient.
+  /// @param x  [..., in], what the layer read; not used without wants_input.
+  void end(
+      std::size_t layer,
+      const at::Tensor& x,
+      torch::autograd::variable_list& out);
+
+ private:
+  /// Of one adapter.
+  struct Part {
+    at::Tensor a, b, low;
+    at::Tensor low_gradient;  ///< [rows, rank] of dropout(x) A^T
+  };
+  /// The number of the layer's adapter; -1: it has none.
+  int find(std::size_t layer) const;
+  bool wants(int call, std::size_t factor) const;
+
+  torch::autograd::AutogradContext* ctx_;
+  AdapterCallsPtr calls_;
+  std::vector<Part> parts_;
+  Places places_{};
+};
+
+}  // namespace flatshard::nn

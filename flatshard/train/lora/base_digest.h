@@ -1,0 +1,28 @@
+#pragma once
+
+#include "flatshard/group/param_group.h"
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace flatshard {
+
+/// A 64-bit digest of each parameter, by its main name: of its values rounded
+/// to bfloat16, whatever dtype and grid of ranks hold them. It tells two base
+/// models apart and is no cryptographic hash.
+using WeightDigests = std::map<std::string, std::uint64_t>;
+
+/// Of the main weights of `groups`. Collective; blocks.
+WeightDigests digest_weights(const std::vector<ParamGroup*>& groups);
+
+/// Of a whole tensor.
+std::uint64_t digest_of(const at::Tensor& values);
+
+/// Text for a checkpoint's manifest, and back.
+std::string to_json(const WeightDigests& digests);
+/// @throws Error{format} naming `origin`.
+WeightDigests parse_digests(const std::string& text, const std::string& origin);
+
+}  // namespace flatshard

@@ -1,0 +1,5 @@
+"""What this Flatshard was built with."""
+
+VERSION: str
+TORCH: str
+CUDA: str
