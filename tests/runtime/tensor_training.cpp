@@ -20,7 +20,6 @@ namespace {
 
 constexpr std::int64_t kTensorVocab = 61;  // no multiple of 2 or 4
 constexpr std::int64_t kTensorSeq = 12;
-constexpr int kTensorSteps = 2;
 
 using TensorModels =
     std::map<std::string, std::function<void(models::ModelConfig&)>>;
@@ -180,7 +179,7 @@ void train_tensor_rank(
   const auto runtime = fully_shard(*llama, mesh, options);
   Sgd optimizer(runtime->groups(), SgdOptions{});
   const int data_rank = mesh->data_mesh()->rank();
-  for (int step = 0; step < kTensorSteps; ++step) {
+  for (int step = 0; step < run.steps; ++step) {
     for (int m = 0; m < run.microbatches; ++m) {
       runtime->set_is_last_microbatch(m == run.microbatches - 1);
       const int index = data_rank * run.microbatches + m;
@@ -220,7 +219,8 @@ TensorRun tensor_reference(const TensorRun& run) {
       .strategy = "zero0",
       .microbatches = run.data_ranks() * run.microbatches,
       .max_norm = run.max_norm,
-      .batch = run.batch};
+      .batch = run.batch,
+      .steps = run.steps};
 }
 
 TensorDistance tensor_distance(

@@ -26,6 +26,7 @@ struct TensorRun {
   double max_norm = 1e6;          ///< clips nothing
   int batch = 1;                  ///< sequences of a microbatch
   std::uint64_t delay_seed = 3;
+  int steps = 2;
 
   int data_ranks() const { return replicate * dp; }
   int world() const { return data_ranks() * tp; }
@@ -50,7 +51,7 @@ void train_tensor_rank(
     std::mutex& mutex,
     TensorResult& result);
 
-/// Two steps of SGD with a rate of 1 in float32 on thread ranks, so that the
+/// Steps of SGD with a rate of 1 in float32 on thread ranks, so that the
 /// weights show the gradients as they are.
 TensorResult train_tensor(const TensorRun& run);
 
