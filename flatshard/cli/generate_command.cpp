@@ -46,7 +46,7 @@ std::vector<std::string> lines_of(
   return lines;
 }
 
-/// What is continued, as GenerateOptions::chat has it.
+/// The texts to continue, as in GenerateOptions::chat.
 std::vector<std::string> prompts_of(const GenerateArguments& arguments) {
   const bool chat = arguments.options.chat;
   FLATSHARD_CHECK(

@@ -18,7 +18,7 @@ struct CodecOptions {
 
 /// Conversations as a model continues them.
 struct ChatPrompts {
-  /// Of each conversation, up to where the assistant answers.
+  /// Each conversation, up to where the assistant answers.
   std::vector<std::vector<std::int64_t>> prompts;
   /// The tokens that end an answer; empty where the template has no control
   /// token there.
