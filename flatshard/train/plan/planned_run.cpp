@@ -221,13 +221,11 @@ class ShapeMaker {
     const config::Parallelism& p = config_.parallelism;
     models::MoeOptions moe;
     moe.local_experts = model_.moe.num_experts / p.expert_parallel_degree;
-    models::Llama model(
-        model_,
-        models::LlamaOptions{
-            .moe = moe,
-            .ranks = p.shares_layers() ? std::make_shared<PlannedRanks>(
-                                             p.tensor_parallel_degree)
-                                       : nullptr});
+    models::LlamaOptions layers{.moe = moe};
+    if (p.shares_layers()) {
+      layers.ranks = std::make_shared<PlannedRanks>(p.tensor_parallel_degree);
+    }
+    models::Llama model(model_, layers);
     options_.placement_of = parameter_placement(config_, model, *mesh_);
     std::set<const torch::nn::Module*> chosen;
     for (const auto& module : model->unit_modules()) {

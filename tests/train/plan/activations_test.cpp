@@ -147,7 +147,7 @@ TEST(Work, LayersThatRanksShareExchangeActivations) {
   using plan::Transfer;
   const Config config =
       config_of({"parallelism.tensor_parallel_degree=2"}, /*ranks=*/2);
-  const auto& node = planned(config, 2).nodes.at(PlanNode::attend);
+  const plan::NodeWork node = planned(config, 2).nodes.at(PlanNode::attend);
   const auto count = [](const plan::Kernels& kernels, bool overlaps) {
     std::map<Transfer, int> found;
     for (const Kernel& kernel : kernels) {

@@ -199,7 +199,7 @@ INSTANTIATE_TEST_SUITE_P(
             {kNone,
              kShared,
              "model.tie_embeddings=true",
-             "model.qkv_bias=true",
+             "model.attention_bias=true",
              "precision.reduce=bfloat16"}},
         Case{
             "experts_divided_and_shared",
