@@ -202,6 +202,16 @@ INSTANTIATE_TEST_SUITE_P(
              "model.attention_bias=true",
              "precision.reduce=bfloat16"}},
         Case{
+            "shared_rowwise",
+            4,
+            {kNone, kShared, "float8.recipe=rowwise"}},
+        Case{
+            "shared_tensorwise_copies",
+            4,
+            {"parallelism.copy_engines=all",
+             kShared,
+             "float8.recipe=tensorwise"}},
+        Case{
             "experts_divided_and_shared",
             4,
             {"parallelism.copy_engines=all",
