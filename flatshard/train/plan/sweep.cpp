@@ -9,7 +9,6 @@
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
-#include <optional>
 
 namespace flatshard {
 namespace {
@@ -52,7 +51,10 @@ class Sweeper {
             models::ActivationCheckpoint::full}) {
         Way way = layout;
         way.recompute = recompute;
-        try_batches(way);
+        // Recompute makes no memory table smaller.
+        if (try_batches(way) == Outcome::table_too_large) {
+          break;
+        }
       }
     }
     sort();
@@ -62,6 +64,13 @@ class Sweeper {
   }
 
  private:
+  enum class Outcome {
+    refused,  ///< by the trainer
+    fits,
+    too_large,        ///< with activations
+    table_too_large,  ///< without
+  };
+
   std::vector<Way> layouts() const {
     std::vector<Way> all;
     for (const std::int64_t degree : tensor_degrees()) {
@@ -152,14 +161,17 @@ class Sweeper {
     return degrees;
   }
 
-  // A larger batch never fits where a smaller one does not.
-  void try_batches(Way way) {
-    for (; way.local_batch_size <= kLargestBatch; way.local_batch_size *= 2) {
-      const auto fits = plan(way);
-      if (fits && !*fits) {
-        return;
-      }
+  /// A larger batch never fits where a smaller one does not.
+  /// @return the outcome of one sequence.
+  Outcome try_batches(Way way) {
+    const Outcome first = plan(way);
+    for (Outcome outcome = first;
+         (outcome == Outcome::fits || outcome == Outcome::refused) &&
+         way.local_batch_size < kLargestBatch;) {
+      way.local_batch_size *= 2;
+      outcome = plan(way);
     }
+    return first;
   }
 
   void try_float8() {
@@ -177,8 +189,7 @@ class Sweeper {
     }
   }
 
-  /// @return whether it fits; empty: the trainer refuses it.
-  std::optional<bool> plan(const Way& way) {
+  Outcome plan(const Way& way) {
     PlannedWay planned{.way = way};
     try {
       Config changed = config_of(config_, way);
@@ -202,13 +213,17 @@ class Sweeper {
         throw;
       }
       ++sweep_.num_refused;
-      return std::nullopt;
+      return Outcome::refused;
     }
     planned.estimate.step.operations.clear();
     planned.estimate.step.spans.clear();
     const bool fits = planned.estimate.fits();
+    const Outcome outcome = fits ? Outcome::fits
+                            : planned.estimate.step.seconds > 0
+                                ? Outcome::too_large
+                                : Outcome::table_too_large;
     (fits ? sweep_.fitting : sweep_.too_large).push_back(std::move(planned));
-    return fits;
+    return outcome;
   }
 
   void sort() {
