@@ -114,7 +114,7 @@ for i, (ranks, here) in enumerate(((1, 4), (2, 2), (4, 2))):
     before, after = map(float, said.groups())
     # A checkpoint is read at any degree.
     assert loss is None or abs(before - loss) < 5e-5, (before, loss)
-    assert after < 0.8 * before, (before, after)
+    assert after < 0.9 * before, (before, after)
     loss = after
 
 # Two microbatches in flight train the same model, to the last digit.
