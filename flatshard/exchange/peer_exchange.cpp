@@ -86,6 +86,7 @@ std::unique_ptr<nn::RowTransfer> PeerExchange::start(
     Direction direction,
     const nn::TransferInput& input) {
   if (grows_) {
+    finish_plan(plan);
     std::int64_t needed = 0;
     for (const at::Tensor& tensor : input.rows) {
       if (tensor.defined()) {

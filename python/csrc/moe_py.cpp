@@ -81,13 +81,15 @@ class RoutedTokens {
 
   PyRowTransfer start(Direction direction, const OptionalTensors& rows) const {
     const at::NoGradGuard no_grad;
-    nn::TransferInput input;
+    nn::TensorList list;
     for (const std::optional<at::Tensor>& tensor : rows) {
-      input.rows.push_back(tensor ? tensor->contiguous() : at::Tensor());
+      list.push_back(tensor.value_or(at::Tensor()));
     }
-    if (input.rows.at(0).defined()) {
-      input.tokens = permutation_;
-    }
+    const nn::RowRoute route{
+        .exchange = exchange_.shared(),
+        .plan = plan_,
+        .tokens = permutation_};
+    const nn::TransferInput input = route.input(direction, std::move(list));
     return {
         .exchange = Released<nn::TokenExchange>(exchange_.shared()),
         .transfer = Released<nn::RowTransfer>(
